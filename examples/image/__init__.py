@@ -1,0 +1,1 @@
+"""Classifying images in JAXline's classic style: pmap and BatchNorm."""

@@ -1,0 +1,204 @@
+"""A residual network (He et al. 2015) with BatchNorm across devices, in Haiku.
+
+One class is both the small network for the digits and ResNet-50 at its real
+size. The residual blocks are Haiku's own (`hk.nets.ResNet.BlockGroup`); what
+Haiku's whole network fixes and small images cannot live with, its four groups
+and its stem that makes an image four times smaller, is a choice here.
+
+Shapes: B images, H rows, W columns, C channels, K classes.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """The size of a network.
+
+  Attributes:
+    num_classes: K, the number of classes.
+    blocks_per_group: residual blocks in each group; a group is a run of blocks
+      of one width and one resolution.
+    channels_per_group: channels that each group puts out; inside a bottleneck
+      block there are a quarter of these.
+    strides: the stride of each group's first block.
+    bottleneck: blocks of 1x1, 3x3, 1x1 convolutions, whose last BatchNorm
+      starts at zero so that every block starts as the identity (Goyal et al.
+      2017); otherwise blocks of two 3x3 convolutions.
+    stem_channels: channels of the first convolution.
+    small_images: a stem of one 3x3 convolution, which keeps the resolution;
+      otherwise ImageNet's, a 7x7 convolution and a pooling, each of stride 2.
+    batch_norm_decay: how much of the running statistics a step keeps.
+  """
+
+  num_classes: int
+  blocks_per_group: Sequence[int]
+  channels_per_group: Sequence[int]
+  strides: Sequence[int]
+  bottleneck: bool
+  stem_channels: int
+  small_images: bool
+  batch_norm_decay: float
+
+  def __post_init__(self) -> None:
+    groups = {
+      name: tuple(getattr(self, name))
+      for name in ('blocks_per_group', 'channels_per_group', 'strides')
+    }
+    if len({len(value) for value in groups.values()}) != 1:
+      raise ValueError(
+        f'Each group needs its blocks, channels and stride; got {groups}. '
+        'Give the three the same length.'
+      )
+
+
+RESNET_50 = Config(
+  num_classes=1000,
+  blocks_per_group=(3, 4, 6, 3),
+  channels_per_group=(256, 512, 1024, 2048),
+  strides=(1, 2, 2, 2),
+  bottleneck=True,
+  stem_channels=64,
+  small_images=False,
+  batch_norm_decay=0.9,
+)
+
+
+class ResNet(hk.Module):
+  """Images to class logits."""
+
+  def __init__(
+    self,
+    config: Config,
+    *,
+    cross_replica_axis: str | None,
+    name: str | None = None,
+  ):
+    """Builds the layers.
+
+    Args:
+      config: the size.
+      cross_replica_axis: name of the pmap axis over which BatchNorm averages
+        its statistics; None where the network runs outside of a pmap.
+      name: the Haiku module's name.
+    """
+    super().__init__(name=name)
+    self._small_images = config.small_images
+    batch_norm = {
+      'create_scale': True,
+      'create_offset': True,
+      'decay_rate': config.batch_norm_decay,
+      'cross_replica_axis': cross_replica_axis,
+    }
+    self._stem = hk.Conv2D(
+      config.stem_channels,
+      kernel_shape=3 if config.small_images else 7,
+      stride=1 if config.small_images else 2,
+      with_bias=False,  # The BatchNorm behind it has an offset.
+      name='stem_conv',
+    )
+    self._stem_norm = hk.BatchNorm(**batch_norm, name='stem_batchnorm')
+    self._groups = []
+    channels_in = config.stem_channels
+    for i, (blocks, channels, stride) in enumerate(
+      zip(
+        config.blocks_per_group,
+        config.channels_per_group,
+        config.strides,
+        strict=True,
+      )
+    ):
+      self._groups.append(
+        hk.nets.ResNet.BlockGroup(
+          channels=channels,
+          num_blocks=blocks,
+          stride=stride,
+          bn_config=batch_norm,
+          resnet_v2=False,
+          bottleneck=config.bottleneck,
+          use_projection=stride != 1 or channels != channels_in,
+          name=f'group_{i}',
+        )
+      )
+      channels_in = channels
+    # Zero logits: the loss starts at log K whatever the features are.
+    self._logits = hk.Linear(
+      config.num_classes, w_init=jnp.zeros, name='logits'
+    )
+
+  def __call__(self, x_BHWC: jax.Array, *, is_training: bool) -> jax.Array:
+    """Computes the logits.
+
+    Args:
+      x_BHWC: normalised images, floats.
+      is_training: normalise by the batch's statistics, and remember them;
+        otherwise by the remembered ones.
+
+    Returns:
+      Logits [B, K].
+    """
+    x_BHWC = self._stem(x_BHWC)
+    x_BHWC = jax.nn.relu(self._stem_norm(x_BHWC, is_training))
+    if not self._small_images:
+      x_BHWC = hk.max_pool(x_BHWC, (1, 3, 3, 1), (1, 2, 2, 1), padding='SAME')
+    for group in self._groups:
+      x_BHWC = group(x_BHWC, is_training, test_local_stats=False)
+    return self._logits(jnp.mean(x_BHWC, axis=(1, 2)))
+
+
+def create(
+  config: Config, *, cross_replica_axis: str | None
+) -> hk.TransformedWithState:
+  """Returns the network as a pair of pure functions.
+
+  Args:
+    config: the size.
+    cross_replica_axis: see `ResNet`. Where it is given, both functions run only
+      inside a pmap with that axis.
+
+  Returns:
+    `init(rng, x_BHWC, is_training=)` -> (params, state) and
+    `apply(params, state, rng, x_BHWC, is_training=)` -> (logits [B, K], state),
+    where `state` holds BatchNorm's running statistics.
+  """
+
+  def forward(x_BHWC: jax.Array, *, is_training: bool) -> jax.Array:
+    net = ResNet(config, cross_replica_axis=cross_replica_axis)
+    return net(x_BHWC, is_training=is_training)
+
+  return hk.transform_with_state(forward)
+
+
+def count_parameters(
+  config: Config, image_shape: tuple[int, int, int]
+) -> tuple[int, int]:
+  """Counts what a network learns and remembers, without building it.
+
+  Args:
+    config: the size.
+    image_shape: (H, W, C) of one image.
+
+  Returns:
+    The number of parameters, and of BatchNorm statistics: a mean and a variance
+    per channel. Haiku keeps a second, not yet bias-corrected copy of each and a
+    step counter beside them; these carry no further information and are left
+    out, as other libraries' counts know nothing of them.
+  """
+  net = create(config, cross_replica_axis=None)
+  params, state = jax.eval_shape(
+    lambda rng, x_BHWC: net.init(rng, x_BHWC, is_training=True),
+    jax.random.key(0),
+    jax.ShapeDtypeStruct((1, *image_shape), jnp.float32),
+  )
+  parameters = sum(x.size for x in jax.tree.leaves(params))
+  statistics = sum(
+    x.size
+    for _, name, x in hk.data_structures.traverse(state)
+    if name == 'average'
+  )
+  return parameters, statistics

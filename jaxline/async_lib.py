@@ -1,0 +1,229 @@
+"""Work on background threads that keeps its order and shows its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from concurrent import futures
+import contextlib
+import functools
+import queue
+import threading
+import types
+from typing import Any, NoReturn, TypeVar
+
+from absl import logging
+
+T = TypeVar('T')
+
+# How long a closed py_prefetch waits for its thread, in seconds. Only an
+# iterable that blocks in its own __next__ can need it.
+_JOIN_SECONDS = 5.0
+
+
+def function_name(fn: Callable[..., Any]) -> str:
+  """Returns a readable name of any callable, for threads and messages."""
+  if isinstance(fn, functools.partial):
+    return f'partial({function_name(fn.func)})'
+  return getattr(fn, '__name__', None) or type(fn).__name__
+
+
+class SerialExecutor:
+  """Runs calls in order on one background thread, up to the first error.
+
+  The calls that wait behind an error do not run, and every later use raises
+  that error with the traceback it had on the background thread.
+  """
+
+  def __init__(self, name: str = ''):
+    """Makes the executor; its thread starts with the first call.
+
+    Args:
+      name: name of the thread, and of this executor in the log.
+    """
+    self._name = name
+    self._pool = futures.ThreadPoolExecutor(1, thread_name_prefix=name)
+    self._last: futures.Future | None = None
+    self._traceback: types.TracebackType | None = None
+    self.error: BaseException | None = None
+
+  def submit(
+    self, fn: Callable[..., T], *args: Any, **kwargs: Any
+  ) -> futures.Future[T]:
+    """Queues `fn(*args, **kwargs)`.
+
+    Args:
+      fn: the function to run on the background thread.
+      *args: its positional arguments.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      A future of the result; cancelled where an earlier call failed.
+
+    Raises:
+      BaseException: the error of an earlier call.
+    """
+    self.raise_error()
+    self._last = future = self._pool.submit(self._run, fn, args, kwargs)
+    return future
+
+  def raise_error(self) -> None:
+    """Raises the error of an earlier call, if there was one."""
+    if self.error is not None:
+      self._raise(self.error)
+
+  def wait(self) -> None:
+    """Waits for all calls so far, then raises their error if there was one."""
+    if self._last is not None:
+      futures.wait([self._last])
+    self.raise_error()
+
+  def _raise(self, error: BaseException) -> NoReturn:
+    # Each raise would otherwise add its frames to those of the one before.
+    raise error.with_traceback(self._traceback)
+
+  def _run(
+    self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+  ) -> T:
+    if self.error is not None:
+      raise futures.CancelledError(
+        f'{function_name(fn)} did not run: an earlier call failed with '
+        f'{self.error!r}.'
+      ) from self.error
+    try:
+      return fn(*args, **kwargs)
+    except BaseException as e:
+      # Set before the log is written, so that the next call sees it.
+      self._traceback = e.__traceback__
+      self.error = e
+      logging.exception('Error in background thread %s.', self._name)
+      raise
+
+
+class _AsyncFunction:
+  """A function, or the method of a class, that runs on a SerialExecutor."""
+
+  def __init__(self, fn: Callable[..., Any], executor: SerialExecutor):
+    functools.update_wrapper(self, fn)
+    self._fn = fn
+    self._executor = executor
+
+  def __call__(self, *args: Any, **kwargs: Any) -> futures.Future:
+    return self._executor.submit(self._fn, *args, **kwargs)
+
+  def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    return self if instance is None else types.MethodType(self, instance)
+
+
+def make_async(
+  thread_name_prefix: str = '',
+) -> Callable[[Callable[..., T]], Callable[..., futures.Future[T]]]:
+  """Makes a decorator that moves a function to a background thread.
+
+  Calls return at once, run in order and never overlap. When one fails, the
+  calls after it do not run but raise its error, with the traceback from the
+  background thread. A decorated method has one thread for all instances.
+
+  Args:
+    thread_name_prefix: start of the thread's name.
+
+  Returns:
+    A decorator for a function or method; what it decorates returns a
+    `concurrent.futures.Future` of the result.
+  """
+
+  def decorator(fn: Callable[..., T]) -> Callable[..., futures.Future[T]]:
+    name = thread_name_prefix or function_name(fn)
+    return _AsyncFunction(fn, SerialExecutor(name))
+
+  return decorator
+
+
+def py_prefetch(
+  iterable_function: Callable[[], Iterable[T]],
+  buffer_size: int = 5,
+  *,
+  thread_name: str | None = None,
+) -> Generator[T, None, None]:
+  """Reads an iterable ahead on a thread of its own.
+
+  The thread starts with the first element asked for. Closing the generator,
+  or dropping the last reference to it, stops the thread and closes the
+  iterable's iterator.
+
+  Args:
+    iterable_function: called once, on the thread, and returns the iterable.
+      (TensorFlow's graphs, for one, belong to the thread that made them.)
+    buffer_size: how many elements to hold at most: one in the thread's hand,
+      the others in the queue.
+    thread_name: name of the thread.
+
+  Returns:
+    A generator of the iterable's elements. An error of the iterable is raised
+    after the elements before it, with the traceback it had on the thread.
+
+  Raises:
+    ValueError: if `buffer_size` is not over 1.
+  """
+  if buffer_size <= 1:
+    raise ValueError(
+      f'py_prefetch got buffer_size={buffer_size}, expected at least 2: one '
+      'element in use and one read ahead.'
+    )
+  name = function_name(iterable_function)
+  return _prefetch(
+    iterable_function, buffer_size, thread_name or f'py_prefetch({name})'
+  )
+
+
+def _prefetch(
+  iterable_function: Callable[[], Iterable[T]], buffer_size: int, name: str
+) -> Generator[T, None, None]:
+  """The generator of py_prefetch."""
+  buffer: queue.Queue[Any] = queue.Queue(buffer_size - 1)
+  closed = threading.Event()
+  errors: list[BaseException] = []
+  end = object()
+
+  # The thread sees the four values above and not this generator, which would
+  # otherwise live as long as the thread does and never be closed.
+  def produce() -> None:
+    try:
+      iterator = iter(iterable_function())
+      try:
+        for item in iterator:
+          buffer.put(item)
+          if closed.is_set():
+            break
+      finally:
+        if hasattr(iterator, 'close'):
+          iterator.close()
+    except BaseException as e:
+      errors.append(e)
+      logging.exception('Error in thread %s.', name)
+    if not closed.is_set():
+      buffer.put(end)
+
+  thread = threading.Thread(target=produce, name=name, daemon=True)
+  thread.start()
+  try:
+    while (item := buffer.get()) is not end:
+      yield item
+      del item  # Or it would stay in memory while the next one is awaited.
+    if errors:
+      raise errors[0]
+  finally:
+    closed.set()
+    # Emptying the queue once is enough: the thread puts at most one more.
+    with contextlib.suppress(queue.Empty):
+      while True:
+        buffer.get_nowait()
+    # The garbage collector can close a generator on any thread.
+    if thread is not threading.current_thread():
+      thread.join(_JOIN_SECONDS)
+      if thread.is_alive():
+        logging.warning(
+          'Thread %s still waits for its iterable %.0f s after it was closed; '
+          'leaving it behind.',
+          name,
+          _JOIN_SECONDS,
+        )

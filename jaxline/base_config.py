@@ -1,0 +1,284 @@
+"""Every key of a run's config, its default and why; and their validation.
+
+`get_base_config` is the only place where a key is declared. A config file
+starts from it and sets the run's numbers; `validate_config` refuses what is
+missing, misspelled, of the wrong kind or contradictory before anything is
+compiled.
+"""
+
+from collections.abc import Iterable, Mapping
+import dataclasses
+import difflib
+import numbers
+from typing import Any, TypeVar
+
+from ml_collections import config_dict
+
+from jaxline import prng
+
+T = TypeVar('T')
+
+INTERVAL_TYPES = ('secs', 'steps')
+# Below this similarity an unknown key is taken for the experiment's own.
+_MISSPELLED = 0.85
+
+
+def get_base_config() -> config_dict.ConfigDict:
+  """Returns the config that every run starts from, with all its defaults."""
+  config = config_dict.ConfigDict()
+
+  # Which class `experiment.py` runs, as 'package.module:Class'; None where the
+  # file hands its class to `platform.main` itself.
+  config.experiment_class = config_dict.placeholder(str)
+  # What that class is constructed with, besides `mode` and `init_rng`.
+  config.experiment_kwargs = config_dict.ConfigDict()
+
+  # The run's directory: event files, JSON lines, resolved config. None makes a
+  # fresh one below /tmp/jaxline, named for the config and the time.
+  config.checkpoint_dir = config_dict.placeholder(str)
+
+  # Number of training steps; None runs until the experiment's own
+  # `should_run_step` says no.
+  config.training_steps = 10000
+
+  # In what all intervals are counted: 'secs' or 'steps' (None means 'secs').
+  # An interval that is None or negative is off; 0 is every step.
+  config.interval_type = 'secs'
+  # Overrides of `interval_type` for logging, checkpoints and evaluation.
+  config.logging_interval_type = config_dict.placeholder(str)
+  config.checkpoint_interval_type = config_dict.placeholder(str)
+  config.eval_interval_type = config_dict.placeholder(str)
+
+  config.save_checkpoint_interval = 300
+  config.log_tensors_interval = 60  # The log line.
+  config.log_train_data_interval = 120.0  # TensorBoard and JSON lines.
+  # Training pauses this often for an evaluation, with
+  # --jaxline_mode=train_and_eval.
+  config.eval_interval = 300
+
+  # Ratios r add the steps r, 10 r, 100 r ... to the intervals above: [1, 2, 5]
+  # looks closely at the start and seldom later. Needs intervals in steps.
+  config.periodic_action_growth_ratios = None
+  # The log line is made on a background thread; False is for debugging.
+  config.log_async = True
+  # Every host logs, not only the first.
+  config.log_all_hosts = False
+  # The scalars of every step are kept and logged together at the interval.
+  config.log_all_train_data = False
+
+  # How many training steps may be queued on the devices: 2 keeps them busy
+  # while the host looks at the step before; 1 waits for each step. None is 2,
+  # and 1 for several CPU devices, whose collectives can starve each other.
+  config.max_steps_in_flight = config_dict.placeholder(int)
+
+  # A checkpoint before the first step, for evaluators to start from.
+  config.save_initial_train_checkpoint = False
+  # Checkpoints by all hosts, not only the first. In steps: hosts' clocks
+  # differ.
+  config.train_checkpoint_all_hosts = False
+  config.best_checkpoint_all_hosts = False
+  config.max_checkpoints_to_keep = 5
+
+  # Evaluate the untrained weights while there is no checkpoint.
+  config.eval_initial_weights = False
+  # Evaluate the newest checkpoint once, then end.
+  config.one_off_evaluate = False
+  # The scalar of `evaluate` whose best value is kept as the series 'best'; ''
+  # keeps none.
+  config.best_model_eval_metric = ''
+  config.best_model_eval_metric_higher_is_better = True
+
+  # The seed of everything: split into the step key and the init key.
+  config.random_seed = 42
+  # How the per-device keys of a step are related: see prng.DistributedRNGMode.
+  config.random_mode_train = 'unique_host_unique_device'
+  config.random_mode_eval = 'same_host_same_device'
+  # Both keys are the unsplit key of the seed, as in JAXline's first years.
+  config.legacy_random_seed_behavior = False
+
+  return config
+
+
+def _nearest(key: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+  near = difflib.get_close_matches(key, list(names), n=1, cutoff=cutoff)
+  return near[0] if near else None
+
+
+def validate_keys(
+  base_cfg: Mapping[str, Any],
+  config: Mapping[str, Any],
+  base_filename: str = 'jaxline/base_config.py',
+) -> None:
+  """Checks that a config has the keys it must have, spelled right.
+
+  Keys that are not in the base config are the experiment's own and pass,
+  unless one is so near to a base key that it must be a misspelling of it.
+
+  Args:
+    base_cfg: the config with the keys there must be.
+    config: the config to check.
+    base_filename: where the keys are documented.
+
+  Raises:
+    ValueError: a key is missing or misspelled.
+  """
+  for key in config:
+    near = _nearest(key, base_cfg, _MISSPELLED) if key not in base_cfg else None
+    if near:
+      raise ValueError(
+        f'Unknown config key {key!r}: did you mean {near!r}? The keys are'
+        f' documented in {base_filename}.'
+      )
+  for key, value in base_cfg.items():
+    if key not in config:
+      near = _nearest(key, set(config) - set(base_cfg))
+      raise ValueError(
+        f'Config key {key!r} is missing'
+        + (f'; is {near!r} a misspelling of it?' if near else '.')
+        + f' Start the config from get_base_config(). The required keys are'
+        f' {sorted(base_cfg)}; see {base_filename}.'
+      )
+    nested = config[key]
+    if isinstance(value, config_dict.ConfigDict) and nested is not None:
+      validate_keys(value, nested, base_filename)
+
+
+def _check_values(config: Mapping[str, Any]) -> None:
+  """Refuses single values that no run can mean."""
+
+  def refuse(key: str, expected: str) -> None:
+    raise ValueError(
+      f'config.{key} is {config[key]!r}; expected {expected}. See'
+      ' jaxline/base_config.py.'
+    )
+
+  for key in (
+    'interval_type',
+    'logging_interval_type',
+    'checkpoint_interval_type',
+    'eval_interval_type',
+  ):
+    if config[key] is not None and config[key] not in INTERVAL_TYPES:
+      refuse(key, f'None or one of {INTERVAL_TYPES}')
+  modes = [mode.value for mode in prng.DistributedRNGMode]
+  for key in ('random_mode_train', 'random_mode_eval'):
+    if config[key] not in modes:
+      refuse(key, f'one of {modes}')
+  for key in (
+    'save_checkpoint_interval',
+    'log_tensors_interval',
+    'log_train_data_interval',
+    'eval_interval',
+  ):
+    if config[key] is not None and not _is_number(config[key]):
+      refuse(key, 'a number, or None for off')
+  steps = config['training_steps']
+  if steps is not None and (not _is_number(steps) or steps < 0):
+    refuse('training_steps', 'a number of at least 0, or None for no end')
+  for key, optional in (
+    ('max_checkpoints_to_keep', False),
+    ('max_steps_in_flight', True),
+  ):
+    value = config[key]
+    if value is None and optional:
+      continue
+    if not isinstance(value, numbers.Integral) or value < 1:
+      refuse(key, 'an integer of at least 1')
+  if not isinstance(config['random_seed'], numbers.Integral):
+    refuse('random_seed', 'an integer')
+  if not isinstance(config['best_model_eval_metric'], str):
+    refuse('best_model_eval_metric', "the name of a scalar, or '' for none")
+  ratios = config['periodic_action_growth_ratios']
+  if ratios is not None and not all(_is_number(r) and r > 0 for r in ratios):
+    refuse('periodic_action_growth_ratios', 'None or positive numbers')
+  base = get_base_config()
+  for key, default in base.items():
+    if isinstance(default, bool) and not isinstance(config[key], bool):
+      refuse(key, 'True or False')
+
+
+def _is_number(x: Any) -> bool:
+  return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def check_constraints(config: Mapping[str, Any]) -> None:
+  """Refuses keys that contradict each other.
+
+  Raises:
+    ValueError: naming the keys, their values and what to change.
+  """
+  checkpoint_type = config['checkpoint_interval_type'] or config[
+    'interval_type'
+  ]
+  if config['train_checkpoint_all_hosts'] and checkpoint_type != 'steps':
+    raise ValueError(
+      'config.train_checkpoint_all_hosts is True, but checkpoints go by'
+      f' {checkpoint_type!r} (checkpoint_interval_type'
+      f' {config["checkpoint_interval_type"]!r}, interval_type'
+      f' {config["interval_type"]!r}): hosts would save different steps. Set'
+      " checkpoint_interval_type = 'steps'."
+    )
+  if config['periodic_action_growth_ratios'] is not None:
+    for key in ('logging_interval_type', 'checkpoint_interval_type'):
+      if (config[key] or config['interval_type']) != 'steps':
+        raise ValueError(
+          'config.periodic_action_growth_ratios needs intervals in steps, but'
+          f' {key} is {config[key]!r} and interval_type is'
+          f' {config["interval_type"]!r}. Set interval_type = \'steps\'.'
+        )
+
+
+def validate_config(config: config_dict.ConfigDict) -> None:
+  """Checks a whole config: `validate_keys`, each value, `check_constraints`.
+
+  Raises:
+    ValueError: the first thing that is wrong, by name.
+  """
+  validate_keys(get_base_config(), config)
+  _check_values(config)
+  check_constraints(config)
+
+
+def read(cls: type[T], config: Mapping[str, Any]) -> T:
+  """Builds an experiment's own config, refusing keys that nothing reads.
+
+  Args:
+    cls: a dataclass; each field is a key. A field whose type is a dataclass
+      reads a nested config.
+    config: the values, for instance `config.experiment_kwargs.config`.
+
+  Returns:
+    An instance of `cls`.
+
+  Raises:
+    ValueError: a key is unknown or missing; the nearest valid one is named.
+  """
+  fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+  name = cls.__name__
+  for key in config:
+    if key not in fields:
+      near = _nearest(key, fields)
+      raise ValueError(
+        f'Unknown key {key!r} for {name}'
+        + (f': did you mean {near!r}?' if near else '.')
+        + f' Its keys are {sorted(fields)}.'
+      )
+  required = [
+    key
+    for key, f in fields.items()
+    if f.default is dataclasses.MISSING
+    and f.default_factory is dataclasses.MISSING
+  ]
+  if missing := sorted(set(required) - set(config)):
+    raise ValueError(
+      f'Missing keys {missing} for {name}; its keys are {sorted(fields)}.'
+    )
+  values = {}
+  for key in config:
+    value, kind = config[key], fields[key].type
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+      value = read(kind, value)
+    elif isinstance(value, config_dict.ConfigDict):
+      value = value.to_dict()
+    values[key] = value
+  return cls(**values)

@@ -1,0 +1,1 @@
+"""Checkpointers: one protocol, several places to keep things."""

@@ -1,0 +1,68 @@
+"""What the loops ask of a checkpointer."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class ExperimentState(dict):
+  """The live state of one series: a dict with attribute access.
+
+  `train` and `evaluate` fill it: `global_step`, `experiment_module`,
+  `train_step_rng`, and in the series `best` the best value. Plain dict storage
+  because the training loop writes two of these at every step.
+  """
+
+  def __getattr__(self, name: str) -> Any:
+    try:
+      return self[name]
+    except KeyError:
+      raise AttributeError(
+        f'The experiment state has no {name!r}; it holds {sorted(self)}.'
+      ) from None
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    self[name] = value
+
+  def __delattr__(self, name: str) -> None:
+    try:
+      del self[name]
+    except KeyError:
+      raise AttributeError(name) from None
+
+  def to_dict(self) -> dict[str, Any]:
+    """Returns the entries as a plain dict."""
+    return dict(self)
+
+
+class Checkpointer(Protocol):
+  """Saves and restores the experiment state of named series.
+
+  The series are `latest`, written by training, and `best`, written by
+  evaluation. `experiment_module` is stored through its `snapshot_state` and
+  restored through its `restore_from_snapshot`; every other entry as it is.
+  """
+
+  def save(self, ckpt_series: str) -> None:
+    """Saves the series' experiment state as its newest checkpoint."""
+
+  def restore(self, ckpt_series: str) -> None:
+    """Restores the series' newest checkpoint into its experiment state."""
+
+  def get_experiment_state(self, ckpt_series: str) -> Any:
+    """Returns the series' live state, one object per thread."""
+
+  def restore_path(self, ckpt_series: str) -> Any:
+    """Returns what names the newest checkpoint, or None where there is none.
+
+    Two checkpoints of a series never have the same one: evaluation compares
+    them to see whether there is a new checkpoint.
+    """
+
+  def can_be_restored(self, ckpt_series: str) -> bool:
+    """Returns whether the series has a checkpoint."""
+
+  def wait_for_checkpointing_to_finish(self) -> None:
+    """Returns when everything saved is safe."""
+
+
+CheckpointerFactory = Callable[[Any, str], Checkpointer]

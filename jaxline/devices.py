@@ -1,0 +1,140 @@
+"""Moving values between the host and the devices of this host."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Generator, Iterable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jaxline import debug
+
+T = TypeVar('T')
+
+# Sums a tree over the devices of a mapped axis; JAXline's name for it.
+tree_psum = jax.lax.psum
+
+
+def local_sharding() -> jax.sharding.NamedSharding:
+  """Returns the sharding of a [local devices, ...] array, one row on each."""
+  # pmap calls its mesh axis by the caller's axis name, which is 'i' in most
+  # experiments; with the same name its fast path takes the array as it is.
+  mesh = jax.sharding.Mesh(np.asarray(jax.local_devices()), ('i',))
+  return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('i'))
+
+
+def get_first(xs: Any) -> Any:
+  """Takes the first local device's values.
+
+  Args:
+    xs: tree of [local devices, ...] arrays.
+
+  Returns:
+    The same tree, of [...] arrays on the first device.
+  """
+  return jax.tree_util.tree_map(lambda x: x[0], xs)
+
+
+def bcast_local_devices(value: Any) -> Any:
+  """Copies a tree to every local device.
+
+  Args:
+    value: tree of arrays, key arrays or numbers, on the host or any device.
+
+  Returns:
+    The same tree, of [local devices, ...] arrays with one row on each device.
+  """
+  devices = jax.local_devices()
+  sharding = local_sharding()
+
+  def bcast(x: Any) -> jax.Array:
+    row = x[None] if isinstance(x, jax.Array) else np.asarray(x)[None]
+    rows = [jax.device_put(row, device) for device in devices]
+    shape = (len(devices), *row.shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, rows)
+
+  return jax.tree_util.tree_map(bcast, value)
+
+
+def maybe_device_get(x: Any) -> Any:
+  """Fetches a JAX array to the host; returns anything else as it is."""
+  return jax.device_get(x) if isinstance(x, jax.Array) else x
+
+
+def double_buffer(ds: Iterable[T]) -> Generator[T, None, None]:
+  """Keeps two batches on the devices, the one in use and the next.
+
+  The copy of a batch then overlaps with the computation on the batch before
+  it. (Each local device takes one row of the leading axis.) Closing the
+  generator closes the iterator of `ds`.
+
+  Args:
+    ds: batches; trees of [local devices, ...] arrays on the host.
+
+  Yields:
+    The same batches, on the devices.
+
+  Raises:
+    ValueError: if a leading axis is not the number of local devices.
+  """
+  sharding = local_sharding()
+  ahead: collections.deque[T] = collections.deque()
+  iterator = iter(ds)
+  try:
+    while True:
+      try:
+        batch = next(iterator)
+      except BaseException as e:
+        # The batch that is already here comes before the error, or the end.
+        yield from ahead
+        if isinstance(e, StopIteration):
+          return
+        raise
+      ahead.append(_put_rows(batch, sharding))
+      del batch
+      if len(ahead) == 2:
+        yield ahead.popleft()
+  finally:
+    if hasattr(iterator, 'close'):
+      iterator.close()
+
+
+def double_buffer_on_gpu(ds: Iterable[T]) -> Iterable[T]:
+  """Returns `double_buffer(ds)` on GPUs, and `ds` itself elsewhere."""
+  return double_buffer(ds) if jax.default_backend() == 'gpu' else ds
+
+
+def rendezvous() -> None:
+  """Waits until all hosts have come here.
+
+  Raises:
+    ValueError: if the devices that checked in are not all there are.
+  """
+  with debug.log_activity('rendezvous'):
+    ones = np.ones([jax.local_device_count()], np.int32)
+    sums = jax.pmap(lambda x: jax.lax.psum(x, 'i'), axis_name='i')(ones)
+    got = jax.device_get(sums).tolist()
+    if set(got) != {jax.device_count()}:
+      raise ValueError(
+        f'Rendezvous: the devices of this host counted {got} devices, expected '
+        f'{jax.device_count()}. Did all processes start with the same '
+        'jax.distributed.initialize settings?'
+      )
+
+
+def _put_rows(batch: Any, sharding: jax.sharding.NamedSharding) -> Any:
+  """Puts row i of every leaf onto local device i."""
+  num_devices = len(sharding.device_set)
+  if batch is None:
+    raise ValueError('double_buffer got None, expected a batch of arrays.')
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    shape = np.shape(leaf)
+    if not shape or shape[0] != num_devices:
+      raise ValueError(
+        f'double_buffer got batch{jax.tree_util.keystr(path)} of shape '
+        f'{shape}, expected a leading axis of {num_devices}, the local '
+        'devices. Reshape the batch to [local devices, per device, ...].'
+      )
+  return jax.device_put(batch, sharding)

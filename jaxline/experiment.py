@@ -1,0 +1,277 @@
+"""The contract between an experiment and the loops: JAXline's, kept."""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+import time
+from typing import Any
+
+from absl import logging
+import jax
+from ml_collections import config_dict
+
+from jaxline import debug
+from jaxline import devices
+from jaxline import periodic
+from jaxline import prng
+from jaxline import writers
+
+Scalars = Mapping[str, Any]
+# (global_step, state key) -> what `step` gets (global_step, rng), and the state
+# key of the next step.
+StepInputs = Callable[[int, jax.Array], tuple[Any, Any, jax.Array]]
+
+
+class AbstractExperiment(abc.ABC):
+  """An experiment: its state, one step of training, one evaluation.
+
+  This is the per-device style: what the loops hand to `step` and `evaluate`
+  has a leading axis of local devices, ready for `jax.pmap`. See
+  `sharded.ShardedExperiment` for the style with one program over a mesh.
+
+  Attributes:
+    CHECKPOINT_ATTRS: attribute -> name in the checkpoint, for values with a
+      leading axis of local devices that all hold the same: the first device's
+      slice is stored, and broadcast to all local devices on restore.
+    NON_BROADCAST_CHECKPOINT_ATTRS: the same for anything else, stored whole.
+  """
+
+  CHECKPOINT_ATTRS: dict[str, str] = {}
+  NON_BROADCAST_CHECKPOINT_ATTRS: dict[str, str] = {}
+
+  @abc.abstractmethod
+  def __init__(self, mode: str, init_rng: jax.Array | None = None):
+    """Constructs the experiment.
+
+    Args:
+      mode: 'train', or what evaluation was started as (such as 'eval').
+      init_rng: the key to initialise weights from.
+    """
+
+  def initialize_train_step_rng(self, rng: jax.Array) -> jax.Array:
+    """Places the key of the training steps on the devices.
+
+    Args:
+      rng: one key.
+
+    Returns:
+      A copy for each local device, [local devices, ...].
+    """
+    return devices.bcast_local_devices(rng)
+
+  def step_inputs(self, config: config_dict.ConfigDict) -> StepInputs:
+    """Returns what makes the arguments of each step.
+
+    Args:
+      config: the run's config; `random_mode_train` relates the keys.
+
+    Returns:
+      A function of the step's number and the state key that returns the
+      per-device step, the per-device keys and the next state key.
+    """
+    return prng.DeviceStepKeys(config.random_mode_train)
+
+  def evaluate_inputs(
+    self, config: config_dict.ConfigDict, rng: jax.Array
+  ) -> Callable[[int], tuple[Any, Any]]:
+    """Returns what makes the arguments of each evaluation.
+
+    Args:
+      config: the run's config; `random_mode_eval` relates the keys.
+      rng: the evaluation key.
+
+    Returns:
+      A function of the step's number that returns the per-device step and
+      the per-device keys, the same keys each time.
+    """
+    host_id = prng.host_id_devices_for_rng(config.random_mode_eval)
+    keys = jax.pmap(
+      lambda key, host: prng.specialize_rng_host_device(
+        key, host, axis_name='i', mode=config.random_mode_eval
+      ),
+      axis_name='i',
+    )(devices.bcast_local_devices(rng), host_id)
+    return lambda global_step: (
+      devices.bcast_local_devices(jax.numpy.asarray(global_step)),
+      keys,
+    )
+
+  @abc.abstractmethod
+  def step(
+    self, *, global_step: Any, rng: Any, writer: writers.Writer | None
+  ) -> Scalars:
+    """Runs one training step.
+
+    An override may take only the keywords it wants:
+    `def step(self, global_step, **unused)`.
+
+    Args:
+      global_step: the number of steps done before, [local devices] int32.
+      rng: a fresh key for each local device, [local devices, ...].
+      writer: for logging beyond the returned scalars.
+
+    Returns:
+      Scalars to log. Leave them on the device: they are fetched on another
+      thread when they are due. One named `tokens_per_step` (or anything else
+      per step) is logged as `tokens_per_sec`.
+    """
+
+  @abc.abstractmethod
+  def evaluate(
+    self, *, global_step: Any, rng: Any, writer: writers.Writer | None
+  ) -> Scalars | None:
+    """Runs one whole evaluation.
+
+    Args:
+      global_step: the step that is evaluated, [local devices] int32.
+      rng: keys as for `step`, but the same at every call.
+      writer: for logging beyond the returned scalars.
+
+    Returns:
+      Scalars to log.
+    """
+
+  def should_run_step(
+    self, global_step: int, config: config_dict.ConfigDict
+  ) -> bool:
+    """Returns whether to run the step of this number."""
+    steps = config.training_steps
+    return steps is None or global_step < steps
+
+  def train_loop(
+    self,
+    config: config_dict.ConfigDict,
+    state: Any,
+    periodic_actions: Sequence[periodic.PeriodicAction],
+    writer: writers.Writer | None = None,
+  ) -> None:
+    """Runs steps until `should_run_step` says no.
+
+    Args:
+      config: the run's config.
+      state: the live state of the series `latest`; its `global_step` and
+        `train_step_rng` are kept up to date.
+      periodic_actions: each is called after each step as
+        `action(time, global_step, scalars)`.
+      writer: handed to `step`.
+    """
+    actions = tuple(periodic_actions)
+    step_inputs = self.step_inputs(config)
+    wait_for_last = _max_steps_in_flight(config) == 1
+    previous = None
+    with debug.log_activity('training loop'):
+      while self.should_run_step(state.global_step, config):
+        with jax.profiler.StepTraceAnnotation(
+          'train', step_num=state.global_step
+        ):
+          global_step, rng, next_rng = step_inputs(
+            state.global_step, state.train_step_rng
+          )
+          scalars = self.step(global_step=global_step, rng=rng, writer=writer)
+        # The state's step and key move together: a checkpoint must not see
+        # one without the other.
+        state.global_step += 1
+        state.train_step_rng = next_rng
+        now = time.time()
+        for action in actions:
+          action(now, state.global_step, scalars)
+        # Only now, with this step queued, wait for the one before: the
+        # devices never idle and the host never runs further ahead.
+        current = _any_array(scalars)
+        waited_for = current if wait_for_last else previous
+        # Deleted: the experiment returned a buffer it has donated since.
+        if waited_for is not None and not waited_for.is_deleted():
+          waited_for.block_until_ready()
+        previous = current
+
+  def snapshot_state(self) -> dict[str, Any]:
+    """Returns the experiment's state for a checkpoint.
+
+    The arrays are the live ones; the checkpointer copies them before the next
+    step can donate their buffers.
+
+    Returns:
+      Name in the checkpoint -> value, as the two attribute dicts say.
+    """
+    if not self.CHECKPOINT_ATTRS and not self.NON_BROADCAST_CHECKPOINT_ATTRS:
+      logging.warning(
+        '%s has neither CHECKPOINT_ATTRS nor NON_BROADCAST_CHECKPOINT_ATTRS:'
+        ' its checkpoints hold no weights.',
+        type(self).__name__,
+      )
+    snapshot = {
+      name: devices.get_first(getattr(self, attribute))
+      for attribute, name in self.CHECKPOINT_ATTRS.items()
+    }
+    for attribute, name in self.NON_BROADCAST_CHECKPOINT_ATTRS.items():
+      snapshot[name] = getattr(self, attribute)
+    return snapshot
+
+  def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
+    """Restores what `snapshot_state` returned.
+
+    Args:
+      snapshot_state: name in the checkpoint -> value.
+
+    Raises:
+      ValueError: a name is missing; then nothing was changed.
+    """
+    names = self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
+    if missing := sorted(set(names.values()) - set(snapshot_state)):
+      raise ValueError(
+        f'The checkpoint lacks {missing} for {type(self).__name__}; it holds'
+        f' {sorted(snapshot_state)}.'
+      )
+    # All old values go before any new one comes, so that the device's memory
+    # need not hold both.
+    for attribute in names:
+      if hasattr(self, attribute):
+        delattr(self, attribute)
+    for attribute, name in self.CHECKPOINT_ATTRS.items():
+      value = devices.bcast_local_devices(snapshot_state[name])
+      setattr(self, attribute, value)
+    for attribute, name in self.NON_BROADCAST_CHECKPOINT_ATTRS.items():
+      setattr(self, attribute, snapshot_state[name])
+
+  def share_state(self, trained: 'AbstractExperiment') -> None:
+    """Takes over the live state of an experiment in training, copying nothing.
+
+    `train_and_eval` calls this on its evaluating experiment before each
+    evaluation; training waits meanwhile, so no buffer is donated.
+
+    Args:
+      trained: the experiment in training, of the same class.
+    """
+    for attribute in (
+      *self.CHECKPOINT_ATTRS,
+      *self.NON_BROADCAST_CHECKPOINT_ATTRS,
+    ):
+      setattr(self, attribute, getattr(trained, attribute))
+
+  def on_new_best_model(self, best_state: Any) -> None:
+    """Called before each save of the series `best`.
+
+    Args:
+      best_state: the state about to be saved; entries may be added.
+    """
+
+
+def _max_steps_in_flight(config: config_dict.ConfigDict) -> int:
+  # An old experiment's config may be made without our base config.
+  limit = config.max_steps_in_flight if 'max_steps_in_flight' in config else None
+  if limit is None:
+    # Programs of several CPU devices wait for each other in one thread pool:
+    # two at once can starve it for ever.
+    several = jax.local_device_count() > 1
+    limit = 1 if jax.default_backend() == 'cpu' and several else 2
+  return limit
+
+
+def _any_array(scalars: Any) -> jax.Array | None:
+  """Returns one of a step's results; all become ready together."""
+  if isinstance(scalars, Mapping):
+    for value in scalars.values():
+      if isinstance(value, jax.Array) and not isinstance(
+        value, jax.core.Tracer
+      ):
+        return value
+  return None

@@ -1,0 +1,1 @@
+"""Where training and evaluation batches come from, one module per source."""

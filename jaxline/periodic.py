@@ -1,0 +1,247 @@
+"""Actions that run every so many steps or seconds: log, write, save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import math
+from typing import Any
+
+from absl import logging
+import jax
+
+from jaxline import async_lib
+
+# One record is the scalars of one step.
+_MAX_KEPT = 1024  # Records of log_all_data that wait for the action to be due.
+_MAX_PENDING = (
+  4096  # Records that wait for a function slower than its interval.
+)
+
+_Record = tuple[int, dict[str, Any]]
+
+
+class PeriodicAction:
+  """Calls a function with a step's scalars, periodically.
+
+  The call `action(time, step, scalars)`, made after every step, costs well
+  under a microsecond where nothing is due. Where something is, the scalars are
+  fetched to the host and handed to the function as a new dict with
+  `steps_per_sec` added, the mean rate since the last time. That rate is the
+  one before where the clock did not advance (0 at first), so that no curve
+  gets an infinity or a NaN.
+  """
+
+  def __init__(
+    self,
+    fn: Callable[[int, dict[str, Any]], Any],
+    interval_type: str | None,
+    interval: float | None,
+    start_time: float = 0.0,
+    start_step: int = 0,
+    run_async: bool = True,
+    log_all_data: bool = False,
+    logging_growth_ratios: Sequence[float] | None = None,
+    end_step_to_action: int | None = None,
+  ):
+    """Sets when the function runs, and where.
+
+    Args:
+      fn: called as `fn(step, scalars)`, scalars on the host.
+      interval_type: 'steps' (due where step is a multiple of the interval) or
+        'secs' (due where the interval has passed since it was last due); None
+        means 'secs'.
+      interval: steps or seconds; 0 is always due, None or a negative number
+        never.
+      start_time: when the first interval begins, in seconds.
+      start_step: the step at that time.
+      run_async: whether to fetch and call on a background thread. An error is
+        then raised by the next call, due or not, and by `wait_to_finish`.
+      log_all_data: whether to hand on every step's scalars, in order, and not
+        only those of the steps that are due. They are handed on when due, or
+        when 1024 have come together. `steps_per_sec` is with the due ones.
+      logging_growth_ratios: ratios r for which the steps round(r * 10**k), for
+        any k >= 0, are also due; so are the powers of ten. Needs 'steps'.
+      end_step_to_action: a step that is also due; the last one.
+
+    Raises:
+      ValueError: for an unknown interval_type, for growth ratios that are not
+        positive or come without 'steps'.
+    """
+    if interval_type not in ('secs', 'steps', None):
+      raise ValueError(
+        f"Got interval_type={interval_type!r}, expected 'secs' or 'steps' (or "
+        "None, which means 'secs')."
+      )
+    if logging_growth_ratios and interval_type != 'steps':
+      raise ValueError(
+        f'Got logging_growth_ratios={logging_growth_ratios} with '
+        f"interval_type={interval_type!r}; growth ratios need 'steps'."
+      )
+    if logging_growth_ratios and min(logging_growth_ratios) <= 0:
+      raise ValueError(
+        f'Got logging_growth_ratios={logging_growth_ratios}, expected positive '
+        'numbers.'
+      )
+    self._fn = fn
+    self._name = async_lib.function_name(fn)
+    self._by_steps = interval_type == 'steps'
+    off = interval is None or interval < 0
+    self._every = None if off else interval or 1  # Every step is what 0 means.
+    self._seconds = math.inf if off else interval or -math.inf
+    self._end_step = end_step_to_action
+    self._growth_ratios = tuple(logging_growth_ratios or ())
+    self._decade = range(0)  # The steps for which _growth_steps holds.
+    self._growth_steps: frozenset[int] = frozenset()
+    self._executor = async_lib.SerialExecutor(self._name) if run_async else None
+    can_be_due = (
+      not off or self._growth_ratios or end_step_to_action is not None
+    )
+    self._keep_all = log_all_data and bool(can_be_due)
+    self._kept: list[_Record] = []
+    # Each of the two is written by one thread only, so no lock is needed.
+    self._num_submitted = 0
+    self._num_done = 0
+    self._num_dropped = 0
+    self._steps_per_sec = 0.0
+    self.update_time(start_time, start_step)
+
+  def update_time(self, t: float, step: int) -> None:
+    """Starts the interval, and the measurement of the rate, anew.
+
+    Args:
+      t: the time in seconds.
+      step: the step.
+    """
+    self._prev_time = t
+    self._prev_step = step
+
+  def wait_to_finish(self) -> None:
+    """Hands on what is left, waits for it, and raises its error if any."""
+    if self._kept:
+      self._hand_on(None)
+    if self._executor is not None:
+      self._executor.wait()
+    if self._num_dropped:
+      logging.warning(
+        'Periodic action %s lost %d records in all: it was slower than its '
+        'interval.',
+        self._name,
+        self._num_dropped,
+      )
+      self._num_dropped = 0
+
+  def __call__(
+    self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
+  ) -> None:
+    """Runs the function if it is due.
+
+    Args:
+      t: the time in seconds.
+      step: the step that `scalar_outputs` are of.
+      scalar_outputs: the step's scalars, on the devices or the host. They are
+        not changed, and may be changed by the caller afterwards.
+
+    Raises:
+      BaseException: the error of an earlier asynchronous call.
+    """
+    executor = self._executor
+    if executor is not None and executor.error is not None:
+      executor.raise_error()
+    if self._is_due(t, step):
+      self._kept.append((int(step), dict(scalar_outputs or {})))
+      self._hand_on(self._measure_rate(t, step))
+    elif self._keep_all:
+      self._kept.append((int(step), dict(scalar_outputs or {})))
+      if len(self._kept) >= _MAX_KEPT:
+        self._hand_on(None)
+
+  def _is_due(self, t: float, step: int) -> bool:
+    if step == self._end_step:
+      return True
+    if self._by_steps:
+      if self._every is not None and step % self._every == 0:
+        return True
+      return bool(self._growth_ratios) and self._is_growth_step(step)
+    elapsed = t - self._prev_time
+    if elapsed >= self._seconds:
+      return True
+    if elapsed < 0:
+      # The clock was set back; waiting for it to catch up could take hours.
+      self.update_time(t, step)
+    return False
+
+  def _is_growth_step(self, step: int) -> bool:
+    if step not in self._decade:
+      self._decade, self._growth_steps = _growth_steps(
+        int(step), self._growth_ratios
+      )
+    return step in self._growth_steps
+
+  def _measure_rate(self, t: float, step: int) -> float:
+    """Returns the steps per second since the last time this was called."""
+    seconds = t - self._prev_time
+    if seconds > 0:
+      self._steps_per_sec = (step - self._prev_step) / seconds
+    if seconds != 0:  # Else the next measurement covers these steps too.
+      self.update_time(t, step)
+    return self._steps_per_sec
+
+  def _hand_on(self, steps_per_sec: float | None) -> None:
+    """Gives the kept records to the function, here or on its thread."""
+    records, self._kept = self._kept, []
+    if self._executor is None:
+      self._apply(records, steps_per_sec)
+      return
+    pending = self._num_submitted - self._num_done
+    if pending and pending + len(records) > _MAX_PENDING:
+      if not self._num_dropped:
+        logging.warning(
+          'Periodic action %s is slower than its interval: %d records wait '
+          'for it, so that the one of step %d and possibly more are lost. '
+          'Give it a longer interval or a faster function.',
+          self._name,
+          pending,
+          records[-1][0],
+        )
+      self._num_dropped += len(records)
+      return
+    self._num_submitted += len(records)
+    self._executor.submit(self._apply, records, steps_per_sec)
+
+  def _apply(self, records: list[_Record], steps_per_sec: float | None) -> None:
+    """Fetches the records' scalars and calls the function on each."""
+    # Lists of values instead of dicts: JAX would sort the keys.
+    fetched = jax.device_get([list(scalars.values()) for _, scalars in records])
+    last_step = records[-1][0]
+    for (step, scalars), values in zip(records, fetched, strict=True):
+      host_scalars = dict(zip(scalars, values, strict=True))
+      if steps_per_sec is not None and step == last_step:
+        host_scalars['steps_per_sec'] = steps_per_sec
+      self._fn(step, host_scalars)
+    self._num_done += len(records)
+
+
+def _growth_steps(
+  step: int, ratios: Sequence[float]
+) -> tuple[range, frozenset[int]]:
+  """Lists the growth steps with as many digits as `step`.
+
+  Args:
+    step: any step.
+    ratios: positive growth ratios.
+
+  Returns:
+    The range of steps with that many digits, and the growth steps in it.
+  """
+  if step < 1:
+    return range(step, step + 1), frozenset()
+  power = 10 ** (len(str(step)) - 1)
+  decade = range(power, 10 * power)
+  steps = {power}
+  for ratio in ratios:
+    exponent = 0
+    while (growth_step := round(ratio * 10**exponent)) < decade.stop:
+      if growth_step in decade:
+        steps.add(growth_step)
+      exponent += 1
+  return decade, frozenset(steps)

@@ -1,0 +1,498 @@
+"""From the command line to a run. The only module that reads flags.
+
+`main` turns flags into a validated config, makes the run's directory, the
+checkpointer and the writers, and calls the loop that `--jaxline_mode` names.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import importlib
+import json
+import os
+import pathlib
+import queue
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from typing import Any
+
+from absl import app
+from absl import flags
+from absl import logging
+import jax
+from ml_collections import config_dict
+from ml_collections import config_flags
+
+from jaxline import base_config
+from jaxline import debug
+from jaxline import train
+from jaxline import writers
+from jaxline.checkpoint import base
+from jaxline.checkpoint import memory
+
+MODES = {
+  'train': 'train, from the newest checkpoint if there is one',
+  'eval': 'evaluate each new checkpoint (any name that begins with eval)',
+  'train_and_eval': 'one thread: train, pause every config.eval_interval to'
+  ' evaluate',
+  'train_eval_multithreaded': 'train and evaluate checkpoints at once, in two'
+  ' threads',
+}
+
+_CONFIG = config_flags.DEFINE_config_file(
+  name='config',
+  help_string='The run: a config file, such as configs/lm.py. Its values are'
+  ' overridden by --config.key=value.',
+)
+_MODE = flags.DEFINE_string(
+  'jaxline_mode',
+  'train',
+  'What to do: '
+  + '; '.join(f'{name}: {text}' for name, text in MODES.items())
+  + '.',
+)
+_POST_MORTEM = flags.DEFINE_bool(
+  'jaxline_post_mortem', False, 'Enter pdb where an exception was raised.'
+)
+_DISABLE_PMAP_JIT = flags.DEFINE_bool(
+  'jaxline_disable_pmap_jit',
+  False,
+  'Run step and evaluate op by op, so that a debugger sees values.',
+)
+_TPU_DRIVER = flags.DEFINE_string(
+  'jaxline_tpu_driver', '', 'Address of a TPU driver to run on.'
+)
+_ENSURE_TPU = flags.DEFINE_bool(
+  'jaxline_ensure_tpu', False, 'Fail where JAX has fallen back to the CPU.'
+)
+_OUR_FLAGS = (
+  'config',
+  _MODE.name,
+  _POST_MORTEM.name,
+  _DISABLE_PMAP_JIT.name,
+  _ENSURE_TPU.name,
+  _TPU_DRIVER.name,
+)
+# How long the other half of a run may take to notice that one has failed.
+_GRACE_SECS = 5.0
+
+
+def _flag(holder: flags.FlagHolder) -> Any:
+  """A flag's value; its default where nobody parsed a command line."""
+  return holder.value if flags.FLAGS.is_parsed() else holder.default
+
+
+debug.settings.post_mortem = lambda: _flag(_POST_MORTEM)
+debug.settings.disable_pmap_jit = lambda: _flag(_DISABLE_PMAP_JIT)
+train.default_mode = lambda: _flag(_MODE)
+
+
+def create_checkpointer(
+  config: config_dict.ConfigDict, mode: str
+) -> base.Checkpointer:
+  """Returns the run's checkpointer for one mode."""
+  return memory.InMemoryCheckpointer(config, mode)
+
+
+class TensorBoardLogger(writers.AsyncWriter):
+  """Writes below `config.checkpoint_dir/<mode>`, on a background thread.
+
+  Event files for TensorBoard, and beside them `metrics.jsonl`: one JSON
+  object for each record.
+  """
+
+  def __init__(self, config: config_dict.ConfigDict, mode: str):
+    """Opens the files; a host that is not the first gets a directory of it."""
+    directory = pathlib.Path(config.checkpoint_dir) / mode
+    if jax.process_index() != 0:
+      directory = directory / f'host_{jax.process_index()}'
+    super().__init__(
+      writers.MultiWriter(
+        [
+          writers.TensorBoardWriter(directory),
+          writers.JsonlWriter(directory / 'metrics.jsonl'),
+        ]
+      )
+    )
+
+
+def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
+  """Returns the run's writer for one mode.
+
+  It writes on the first host, and on the others only with
+  `config.log_all_hosts`.
+  """
+  if jax.process_index() == 0 or config.log_all_hosts:
+    return TensorBoardLogger(config, mode)
+  return writers.MultiWriter([])
+
+
+def resolve_experiment_class(config: config_dict.ConfigDict) -> Any:
+  """Returns the class that `config.experiment_class` names.
+
+  Raises:
+    ValueError: it names none, or none that can be imported.
+  """
+  name = config.experiment_class
+  module_name, separator, class_name = (name or '').partition(':')
+  if not separator:
+    raise ValueError(
+      f'config.experiment_class is {name!r}; expected'
+      " 'package.module:Class', such as 'examples.lm.experiment:Experiment'."
+    )
+  try:
+    module = importlib.import_module(module_name)
+  except ModuleNotFoundError as e:
+    # A missing dependency of the module is not a wrong name: let it through.
+    if e.name and module_name.startswith(e.name):
+      raise ValueError(
+        f'config.experiment_class is {name!r}, but there is no module'
+        f' {e.name!r}. Is the working directory the repository?'
+      ) from e
+    raise
+  if not hasattr(module, class_name):
+    classes = sorted(k for k, v in vars(module).items() if isinstance(v, type))
+    raise ValueError(
+      f'config.experiment_class is {name!r}, but {module_name} has no'
+      f' {class_name!r}; its classes are {classes}.'
+    )
+  return getattr(module, class_name)
+
+
+def main(
+  experiment_class: Any,
+  argv: Sequence[str],
+  checkpointer_factory: base.CheckpointerFactory = create_checkpointer,
+) -> None:
+  """Runs an experiment as the command line says.
+
+  Args:
+    experiment_class: a class or a partial of one; None is the class that
+      `config.experiment_class` names.
+    argv: the command line without the program's name. Parsed here, unless
+      absl has parsed it already (`app.run(functools.partial(main, Class))`).
+    checkpointer_factory: makes the checkpointer of a config and a mode.
+  """
+  if flags.FLAGS.is_parsed():
+    _main(experiment_class, checkpointer_factory)
+  else:
+    app.run(
+      lambda _: _main(experiment_class, checkpointer_factory),
+      argv=[sys.argv[0], *argv],
+      flags_parser=_parse_flags,
+    )
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+  """Parses the command line; what is wrong with it is said in a line."""
+  if any(arg in ('--help', '-help', '-h', '--h') for arg in argv[1:]):
+    print(_help_text())
+    sys.exit(0)
+  try:
+    return flags.FLAGS(argv)
+  except flags.Error as e:
+    _exit_with_usage(f'{e}')
+  except (FileNotFoundError, OSError) as e:
+    # ml_collections' own message for a missing file is a traceback.
+    _exit_with_usage(f'Cannot read the config file: {e}.\n{_configs_text()}')
+  raise AssertionError('unreachable')
+
+
+def _exit_with_usage(message: str) -> None:
+  print(
+    f'{message}\n\nFor all flags: python {sys.argv[0]} --help',
+    file=sys.stderr,
+  )
+  sys.exit(2)
+
+
+def _help_text() -> str:
+  lines = [
+    f'usage: python {sys.argv[0]} --config=FILE [--config.key=value ...]',
+    '',
+  ]
+  for name in _OUR_FLAGS:
+    flag = flags.FLAGS[name]
+    default = '' if flag.default in (None, '') else f' (default: {flag.default})'
+    lines.append(f'  --{name}')
+    lines += textwrap.wrap(
+      f'{flag.help}{default}', 76, initial_indent='      ',
+      subsequent_indent='      ',
+    )  # fmt: skip
+  lines += ['', _configs_text(), '', 'For the flags of absl: --helpfull']
+  return '\n'.join(lines)
+
+
+def _configs_text() -> str:
+  """Lists the configs beside the program, with the first line of each."""
+  folder = pathlib.Path(sys.argv[0]).resolve().parent / 'configs'
+  found = sorted(p for p in folder.glob('*.py') if not p.name.startswith('_'))
+  if not found:
+    return f'There are no configs in {folder}.'
+  lines = ['Configs:']
+  for path in found:
+    text = path.read_text(encoding='utf-8').lstrip()
+    first = text[3:].splitlines()[0] if text.startswith('"""') else ''
+    lines.append(f'  configs/{path.name:<16} {first.rstrip(chr(34))}')
+  lines.append(
+    f'Run one: python {sys.argv[0]} --config=configs/{found[0].name}'
+  )
+  return '\n'.join(lines)
+
+
+@debug.debugger_fallback
+def _main(
+  experiment_class: Any, checkpointer_factory: base.CheckpointerFactory
+) -> None:
+  config = _CONFIG.value
+  if config is None:
+    _exit_with_usage(f'Which run? --config is missing.\n{_configs_text()}')
+  mode = _MODE.value
+  if not mode.startswith('eval') and mode not in MODES:
+    raise ValueError(
+      f'--jaxline_mode is {mode!r}; expected one of {sorted(MODES)}.'
+    )
+  config = resolve_config(config)
+  if experiment_class is None:
+    experiment_class = resolve_experiment_class(config)
+  _choose_backend()
+  if jax.process_index() == 0:
+    logging.info('Run directory: %s', config.checkpoint_dir)
+    print(f'Run directory: {config.checkpoint_dir}', flush=True)
+    _write_config(config)
+
+  def checkpointer(name: str) -> base.Checkpointer:
+    return checkpointer_factory(config, name)
+
+  with _Writers(config) as writer:
+    if mode == 'train':
+      train.train(experiment_class, config, checkpointer(mode), writer(mode))
+    elif mode == 'train_and_eval':
+      train.train_and_eval(
+        experiment_class,
+        config,
+        checkpointer(mode),
+        writer('train'),
+        writer('eval'),
+      )
+    elif mode == 'train_eval_multithreaded':
+      _train_eval_multithreaded(experiment_class, config, checkpointer, writer)
+    else:
+      train.evaluate(
+        experiment_class, config, checkpointer(mode), writer(mode), mode
+      )
+
+
+def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
+  """Returns the config of a run, validated, with a directory, locked.
+
+  Args:
+    config: as the config file and the overrides made it; not changed.
+
+  Raises:
+    ValueError: what is wrong with it, by name.
+  """
+  base_config.validate_config(config)
+  config = config.copy_and_resolve_references()
+  if config.checkpoint_dir is None:
+    with config.ignore_type(), config.unlocked():
+      config.checkpoint_dir = _fresh_directory()
+  elif not os.path.isabs(config.checkpoint_dir):
+    with config.unlocked():
+      config.checkpoint_dir = os.path.abspath(config.checkpoint_dir)
+  return config.lock()
+
+
+def _fresh_directory() -> str:
+  """Makes a directory below /tmp/jaxline that no other run has."""
+  source = getattr(flags.FLAGS['config'], 'config_filename', None) or 'run'
+  name = pathlib.Path(source.split(':')[0]).stem
+  root = pathlib.Path(tempfile.gettempdir()) / 'jaxline'
+  stamp = time.strftime('%Y%m%d_%H%M%S')
+  for suffix in ('', *(f'_{i}' for i in range(2, 1000))):
+    path = root / f'{name}_{stamp}{suffix}'
+    try:
+      path.mkdir(parents=True)
+    except FileExistsError:
+      continue
+    return str(path)
+  raise FileExistsError(f'{root} is full of runs of {name} at {stamp}.')
+
+
+def _write_config(config: config_dict.ConfigDict) -> None:
+  """Writes the resolved config as JSON, visible only when it is whole."""
+  directory = pathlib.Path(config.checkpoint_dir)
+  directory.mkdir(parents=True, exist_ok=True)
+  partial = directory / f'config.json.{os.getpid()}'
+  partial.write_text(_config_json(config) + '\n', encoding='utf-8')
+  partial.replace(directory / 'config.json')
+
+
+def _config_json(config: config_dict.ConfigDict) -> str:
+  return json.dumps(
+    json.loads(config.to_json_best_effort()), indent=2, sort_keys=True
+  )
+
+
+def _choose_backend() -> None:
+  if _TPU_DRIVER.value:
+    jax.config.update('jax_platforms', 'tpu_driver')
+    jax.config.update('jax_backend_target', _TPU_DRIVER.value)
+    logging.info('Backend: %s %r', _TPU_DRIVER.value, jax.devices())
+  if _ENSURE_TPU.value and jax.default_backend() != 'tpu':
+    raise RuntimeError(
+      '--jaxline_ensure_tpu is set, but JAX runs on'
+      f' {jax.default_backend()!r}: {jax.devices()}. Is the TPU in use by'
+      ' another process, and is jax[tpu] installed?'
+    )
+
+
+class _Writers:
+  """Makes the writers of a run, and closes them however it ends."""
+
+  def __init__(self, config: config_dict.ConfigDict):
+    self._config = config
+    self._open: list[Any] = []
+
+  def __enter__(self) -> Callable[[str], Any]:
+    return self._create
+
+  def _create(self, mode: str) -> Any:
+    writer = create_writer(self._config, mode)
+    self._open.append(writer)
+    if isinstance(writer, writers.MetricWriter):
+      text = _config_json(self._config)
+      # Markdown, which TensorBoard shows as code where it is indented.
+      writer.write_texts(0, {'config': textwrap.indent(text, '    ')})
+    return writer
+
+  def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    errors = []
+    for writer in self._open:
+      # A writer of an old fork may have no `close`.
+      if isinstance(writer, writers.MetricWriter):
+        try:
+          writer.close()
+        except Exception as e:
+          errors.append(e)
+    for e in errors:
+      if error is None:
+        raise e
+      # The error that ends the run counts; this one is often its cause.
+      logging.error('Closing a writer failed as well: %r', e)
+
+
+class _Stopped(BaseException):
+  """Ends one half of a run because the other has failed.
+
+  No Exception: nobody shall debug or handle it.
+  """
+
+
+class _StopAction:
+  """Ends training at its next step; called as a periodic action."""
+
+  def __init__(self, stop: threading.Event):
+    self._stop = stop
+
+  def __call__(self, t: float, step: int, scalars: Mapping[str, Any]) -> None:
+    if self._stop.is_set():
+      raise _Stopped
+
+  def update_time(self, t: float, step: int) -> None:
+    """Has no interval."""
+
+  def wait_to_finish(self) -> None:
+    """Runs nothing in the background."""
+
+
+class _FollowingCheckpointer:
+  """The evaluator's checkpointer beside a training thread.
+
+  Evaluation asks `restore_path` several times a second while it waits. Here
+  that ends it where training has failed, or has ended and its last
+  checkpoint is evaluated.
+  """
+
+  def __init__(
+    self,
+    checkpointer: base.Checkpointer,
+    stop: threading.Event,
+    trained: threading.Event,
+  ):
+    self._checkpointer = checkpointer
+    self._stop = stop
+    self._trained = trained
+    self._restored: Any = None
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._checkpointer, name)
+
+  def restore_path(self, ckpt_series: str) -> Any:
+    # In this order: what was saved before `trained` was set is seen.
+    trained = self._trained.is_set()
+    path = self._checkpointer.restore_path(ckpt_series)
+    if self._stop.is_set() or (trained and path in (None, self._restored)):
+      raise _Stopped
+    return path
+
+  def restore(self, ckpt_series: str) -> None:
+    path = self._checkpointer.restore_path(ckpt_series)
+    self._checkpointer.restore(ckpt_series)
+    if ckpt_series == 'latest':
+      self._restored = path
+
+
+def _train_eval_multithreaded(
+  experiment_class: Any,
+  config: config_dict.ConfigDict,
+  checkpointer: Callable[[str], base.Checkpointer],
+  writer: Callable[[str], Any],
+) -> None:
+  """Trains and evaluates at once; the first exception of either ends both."""
+  stop, trained = threading.Event(), threading.Event()
+  ended: queue.Queue[tuple[str, BaseException | None]] = queue.Queue()
+
+  def run_train() -> None:
+    train.train(
+      experiment_class,
+      config,
+      checkpointer('train'),
+      writer('train'),
+      (_StopAction(stop),),
+    )
+    trained.set()
+
+  def run_eval() -> None:
+    follower = _FollowingCheckpointer(checkpointer('eval'), stop, trained)
+    train.evaluate(experiment_class, config, follower, writer('eval'))
+
+  def target(half: Callable[[], None]) -> None:
+    error: BaseException | None = None
+    try:
+      debug.debugger_fallback(half)()
+    except _Stopped:
+      pass
+    except BaseException as e:
+      error = e
+    ended.put((threading.current_thread().name, error))
+
+  threads = [
+    # Daemons: a half deep in a compilation must not outlive the run's error.
+    threading.Thread(target=target, args=(half,), name=name, daemon=True)
+    for name, half in (('train', run_train), ('eval', run_eval))
+  ]
+  for thread in threads:
+    thread.start()
+  try:
+    for _ in threads:
+      name, error = ended.get()
+      if error is not None:
+        error.add_note(f'[jaxline] raised in the {name} thread.')
+        raise error
+  finally:
+    stop.set()
+    deadline = time.monotonic() + _GRACE_SECS
+    for thread in threads:
+      thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,75 @@
+"""JAXline's names, kept: everything here lives elsewhere.
+
+New code imports the rooms themselves. An experiment written against JAXline's
+`utils` finds here all it knew; `GLOBAL_CHECKPOINT_DICT` may be rebound here.
+"""
+
+from typing import Any
+
+from absl import logging
+import jax
+
+import jaxline.platform  # Defines the flags that were utils' own.
+from jaxline.async_lib import make_async
+from jaxline.async_lib import py_prefetch
+from jaxline.checkpoint.base import Checkpointer
+from jaxline.checkpoint.memory import CheckpointNT
+from jaxline.checkpoint.memory import GLOBAL_CHECKPOINT_DICT
+from jaxline.checkpoint.memory import InMemoryCheckpointer
+from jaxline.checkpoint.memory import SnapshotNT
+from jaxline.debug import debugger_fallback
+from jaxline.debug import disable_pmap_jit
+from jaxline.debug import evaluate_should_return_dict
+from jaxline.debug import kwargs_only
+from jaxline.debug import log_activity
+from jaxline.devices import bcast_local_devices
+from jaxline.devices import double_buffer
+from jaxline.devices import double_buffer_on_gpu
+from jaxline.devices import get_first
+from jaxline.devices import maybe_device_get
+from jaxline.devices import rendezvous
+from jaxline.devices import tree_psum
+from jaxline.periodic import PeriodicAction
+from jaxline.prng import DistributedRNGMode
+from jaxline.prng import host_id_devices_for_rng
+from jaxline.prng import specialize_rng_host_device
+from jaxline.writers import Writer
+
+__all__ = [
+  'GLOBAL_CHECKPOINT_DICT',
+  'CheckpointNT',
+  'Checkpointer',
+  'DistributedRNGMode',
+  'InMemoryCheckpointer',
+  'PeriodicAction',
+  'SnapshotNT',
+  'Writer',
+  'bcast_local_devices',
+  'debugger_fallback',
+  'disable_pmap_jit',
+  'double_buffer',
+  'double_buffer_on_gpu',
+  'evaluate_should_return_dict',
+  'get_first',
+  'host_id_devices_for_rng',
+  'jax',
+  'jaxline',
+  'kwargs_only',
+  'log_activity',
+  'logging',
+  'make_async',
+  'maybe_device_get',
+  'py_prefetch',
+  'rendezvous',
+  'specialize_rng_host_device',
+  'tree_psum',
+]
+
+
+def __getattr__(name: str) -> Any:
+  """Imports chex where somebody asks for it: it takes as long as jax."""
+  if name == 'chex':
+    import chex
+
+    return chex
+  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

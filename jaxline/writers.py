@@ -1,0 +1,972 @@
+"""Where a run's numbers go: one interface, three backends, two decorators.
+
+  writer = AsyncWriter(MultiWriter([
+    TensorBoardWriter(directory), JsonlWriter(path), LogLineWriter()]))
+
+The backends write on the calling thread and raise where writing fails.
+`MultiWriter` hands each record to several writers, `AsyncWriter` moves all of
+it (fetching from the device, encoding, the disk) to one background thread.
+
+Shapes: B images, H rows, W columns, C channels. A record is what one call of a
+`write_*` method hands over.
+"""
+
+import abc
+import atexit
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import errno
+import json
+import numbers
+import os
+import queue
+import socket
+import stat
+import struct
+import threading
+import time
+import traceback
+import types
+from typing import Any, NamedTuple, Protocol
+import uuid
+import zlib
+
+from absl import logging
+import jax
+import numpy as np
+
+
+class Writer(Protocol):
+  """What an experiment may count on: scalars can be written, nothing more.
+
+  Every writer that old code brings along has this one method; `AsyncWriter` and
+  `MultiWriter` accept such writers beside the complete ones.
+  """
+
+  def write_scalars(self, global_step: int, scalars: Mapping[str, Any]) -> None:
+    """Writes named numbers at a step."""
+
+
+class MetricWriter(abc.ABC):
+  """A complete writer: scalars, images, texts, histograms.
+
+  `global_step` is an int, a numpy integer or an array whose elements are all
+  the step (one copy per device). A writer is also a context manager that
+  closes itself.
+
+  A subclass gives `_write`, `flush` and `close`.
+  """
+
+  def write_scalars(self, global_step: Any, scalars: Mapping[str, Any]) -> None:
+    """Writes named numbers.
+
+    Args:
+      global_step: the step they belong to.
+      scalars: what `to_scalars` accepts; it skips other values with a warning.
+    """
+    self._write('scalars', global_step, scalars)
+
+  def write_images(self, global_step: Any, images: Mapping[str, Any]) -> None:
+    """Writes named images.
+
+    Args:
+      global_step: the step they belong to.
+      images: arrays [H, W], [H, W, C] or [B, H, W, C] with C 1 (grey), 3 (RGB)
+        or 4 (RGBA); uint8 in 0..255, bool, or floating point in 0..1.
+
+    Raises:
+      ValueError: an array has another shape, dtype or range.
+    """
+    self._write('images', global_step, images)
+
+  def write_texts(self, global_step: Any, texts: Mapping[str, str]) -> None:
+    """Writes named plain texts of any number of lines, shown as they are.
+
+    Args:
+      global_step: the step they belong to.
+      texts: the texts by name.
+    """
+    self._write('texts', global_step, texts)
+
+  def write_histograms(
+    self, global_step: Any, arrays: Mapping[str, Any], num_buckets: int = 30
+  ) -> None:
+    """Writes the distribution of the values in named arrays.
+
+    Args:
+      global_step: the step they belong to.
+      arrays: real arrays of any shape. Values that are not finite are left out,
+        with a warning.
+      num_buckets: buckets of equal width between the least and the greatest
+        value.
+    """
+    self._write('histograms', global_step, arrays, num_buckets)
+
+  @abc.abstractmethod
+  def _write(
+    self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
+  ) -> None:
+    """Writes what `write_<kind>` was called with."""
+
+  @abc.abstractmethod
+  def flush(self) -> None:
+    """Returns once everything written so far has reached the disk."""
+
+  @abc.abstractmethod
+  def close(self) -> None:
+    """Flushes and ends the writer; a later write raises RuntimeError.
+
+    Closing twice is allowed.
+    """
+
+  def __enter__(self) -> 'MetricWriter':
+    return self
+
+  def __exit__(self, *exc_info: object) -> None:
+    self.close()
+
+  def _closed_error(self, method: str) -> RuntimeError:
+    return RuntimeError(
+      f'{type(self).__name__}.{method} was called after close(). Write before '
+      'the writer is closed, or make a new one.'
+    )
+
+
+# ---------------------------------------------------------------------------
+# From what users hand over to what backends write.
+# ---------------------------------------------------------------------------
+
+_warned: set[tuple[str, ...]] = set()
+
+
+def _warn_once(key: tuple[str, ...], message: str, *args: Any) -> None:
+  if key not in _warned:
+    _warned.add(key)
+    logging.warning(message, *args)
+
+
+def to_step(global_step: Any) -> int:
+  """Returns the step as an int; waits for a device array to be computed.
+
+  Args:
+    global_step: an int, or an array of any shape whose elements are all the
+      step, such as one copy per local device ([num_local_devices]).
+
+  Raises:
+    TypeError: it is not a whole number.
+  """
+  if isinstance(global_step, int):
+    return int(global_step)
+  first = global_step
+  if isinstance(first, jax.Array):
+    # One shard is enough, and on several hosts it is all that there is.
+    first = first.addressable_data(0)
+  first = np.asarray(first).reshape(-1)[:1].tolist()
+  if not first or not isinstance(first[0], int | float) or first[0] % 1:
+    raise TypeError(
+      f'global_step: got {_describe(global_step)}, expected an int or an array '
+      'of ints (one copy of the step per device).'
+    )
+  return int(first[0])
+
+
+def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
+  """Returns the numbers in a mapping as Python numbers, in its order.
+
+  Integers and bools become int (exact), other numbers float. A nested mapping
+  is flattened: `{'loss': {'kl': 1.}}` gives `{'loss/kl': 1.}`. Device arrays
+  are fetched, which waits for them to be computed.
+
+  Args:
+    scalars: Python, numpy or JAX numbers of any real dtype (integers of up to
+      64 bits), or arrays with one element, by name. Whatever else stands there
+      (None, a string, a bigger array, a typed random key, an array that was
+      donated meanwhile) is skipped, with one warning per name.
+  """
+  flat: dict[str, int | float] = {}
+  for name, value in scalars.items():
+    if isinstance(value, Mapping):
+      flat.update(to_scalars({f'{name}/{k}': v for k, v in value.items()}))
+      continue
+    number = _to_number(value)
+    if number is None:
+      _warn_once(
+        ('scalar', str(name)),
+        'Scalar "%s" is skipped, now and from here on: got %s, expected a '
+        'number or an array with one element.',
+        name,
+        _describe(value),
+      )
+    else:
+      flat[str(name)] = number
+  return flat
+
+
+def _to_number(value: Any) -> int | float | None:
+  """Returns a number as int or float, anything else as None."""
+  if isinstance(value, numbers.Integral):
+    return int(value) if abs(int(value)) < 2**64 else None
+  if isinstance(value, numbers.Real):
+    return float(value)
+  if not hasattr(value, '__array__') or getattr(value, 'size', 1) != 1:
+    return None
+  if isinstance(value, jax.Array):
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+      return None
+    if not (value.is_fully_addressable or value.is_fully_replicated):
+      return None
+  try:
+    array = np.asarray(value)
+  except RuntimeError:
+    if isinstance(value, jax.Array) and value.is_deleted():
+      return None
+    raise
+  if array.size != 1:
+    return None
+  (number,) = array.reshape(-1)
+  # `jax.dtypes` also knows the dtypes that numpy does not, like bfloat16.
+  if jax.dtypes.issubdtype(array.dtype, np.floating):
+    return float(number)
+  if array.dtype == bool or jax.dtypes.issubdtype(array.dtype, np.integer):
+    return int(number)
+  return None
+
+
+def _describe(value: Any) -> str:
+  if isinstance(value, jax.Array) and value.is_deleted():
+    return 'an array that was donated or deleted before it was written'
+  if hasattr(value, 'shape') and hasattr(value, 'dtype'):
+    return f'an array of shape {list(value.shape)} and dtype {value.dtype}'
+  return f'{repr(value)[:60]} of type {type(value).__name__}'
+
+
+# Rounding (bfloat16 has steps of 0.004 just below 1) may carry an image that is
+# meant to lie in 0..1 a little past its ends.
+_IMAGE_SLACK = 0.01
+
+
+def _check_image(name: str, image: Any) -> None:
+  """Checks shape and dtype, which needs no transfer from a device."""
+  shape = tuple(image.shape)
+  channels = shape[-1] if len(shape) > 2 else 1
+  if len(shape) not in (2, 3, 4) or channels not in (1, 3, 4) or 0 in shape:
+    raise ValueError(
+      f'Image "{name}": got shape {list(shape)}, expected [H, W], [H, W, C] or '
+      '[B, H, W, C] with C in (1, 3, 4) and no empty axis. Grey images in a '
+      'batch need a last axis of 1: images[..., None].'
+    )
+  if image.dtype not in (np.uint8, bool) and not jax.dtypes.issubdtype(
+    image.dtype, np.floating
+  ):
+    raise ValueError(
+      f'Image "{name}": got dtype {image.dtype}, expected uint8 in 0..255, '
+      'bool, or floating point in 0..1. Cast it: image.astype(np.uint8).'
+    )
+
+
+def _to_images(images: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  """Returns any accepted images as batches, uint8 [B, H, W, C]."""
+  return {
+    str(k): _to_batch(k, np.asarray(image)) for k, image in images.items()
+  }
+
+
+def _to_batch(name: str, image: np.ndarray) -> np.ndarray:
+  _check_image(name, image)
+  if image.dtype == bool:
+    image = image.astype(np.uint8) * np.uint8(255)
+  elif image.dtype != np.uint8:
+    image = image.astype(np.float32)
+    low, high = image.min(), image.max()
+    # Written so that a NaN is refused too.
+    if not (low >= -_IMAGE_SLACK and high <= 1 + _IMAGE_SLACK):
+      raise ValueError(
+        f'Image "{name}": got values in {low:g}..{high:g}, expected 0..1 for '
+        f'floating point (shape {list(image.shape)}). Rescale it, or cast an '
+        'image in 0..255 to uint8.'
+      )
+    image = np.round(np.clip(image, 0, 1) * 255).astype(np.uint8)
+  if image.ndim == 2:
+    image = image[:, :, None]
+  return image if image.ndim == 4 else image[None]
+
+
+def _to_texts(texts: Mapping[str, str]) -> dict[str, str]:
+  # Text generated byte by byte may hold lone surrogates, which no file takes.
+  return {
+    str(name): str(text).encode('utf-8', 'replace').decode('utf-8')
+    for name, text in texts.items()
+  }
+
+
+class _Histogram(NamedTuple):
+  counts: np.ndarray  # [K]
+  edges: np.ndarray  # [K + 1]
+  stats: dict[str, int | float]
+
+
+def _to_histograms(
+  arrays: Mapping[str, Any], num_buckets: int
+) -> dict[str, _Histogram]:
+  histograms = {}
+  for name, array in arrays.items():
+    values = np.asarray(array).astype(np.float64).reshape(-1)
+    finite = values[np.isfinite(values)]
+    nonfinite = values.size - finite.size
+    if nonfinite:
+      _warn_once(
+        ('histogram', str(name)),
+        'Histogram "%s" has %d of %d values that are not finite; it shows the '
+        'others. This is said once.',
+        name,
+        nonfinite,
+        values.size,
+      )
+    if finite.size:
+      stats = {
+        'count': finite.size,
+        'nonfinite': nonfinite,
+        'min': float(finite.min()),
+        'mean': float(finite.mean()),
+        'max': float(finite.max()),
+      }
+      counts, edges = np.histogram(finite, bins=num_buckets)
+      histograms[str(name)] = _Histogram(counts, edges, stats)
+  return histograms
+
+
+_CONVERSIONS: dict[str, Callable[..., dict[str, Any]]] = {
+  'scalars': to_scalars,
+  'images': _to_images,
+  'texts': _to_texts,
+  'histograms': _to_histograms,
+}
+
+
+def _summarize(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a record as flat JSON values: images and histograms in figures."""
+  if kind == 'images':
+    return {name: list(images.shape) for name, images in values.items()}
+  if kind == 'histograms':
+    return {
+      f'{name}/{stat}': number
+      for name, histogram in values.items()
+      for stat, number in histogram.stats.items()
+    }
+  return dict(values)
+
+
+# ---------------------------------------------------------------------------
+# Backends.
+# ---------------------------------------------------------------------------
+
+
+class _Backend(MetricWriter):
+  """Checks and converts what is handed over; a subclass only has to emit it."""
+
+  def __init__(self) -> None:
+    self._lock = threading.RLock()
+    self._closed = False
+
+  @abc.abstractmethod
+  def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    """Writes one record: int or float, uint8 [B, H, W, C], str, _Histogram."""
+
+  @abc.abstractmethod
+  def _flush(self) -> None:
+    """Pushes to the disk what was emitted."""
+
+  @abc.abstractmethod
+  def _finish(self) -> None:
+    """Gives back what the backend holds."""
+
+  def _write(
+    self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
+  ) -> None:
+    converted = _CONVERSIONS[kind](values, *options)
+    with self._lock:
+      if self._closed:
+        raise self._closed_error(f'write_{kind}')
+      if converted:
+        self._emit(kind, to_step(global_step), converted)
+
+  def flush(self) -> None:
+    with self._lock:
+      if self._closed:
+        raise self._closed_error('flush')
+      self._flush()
+
+  def close(self) -> None:
+    with self._lock:
+      if self._closed:
+        return
+      self._closed = True
+      try:
+        self._flush()
+      finally:
+        self._finish()
+
+
+class _AppendFile:
+  """A local file that only grows, and whose errors reach the caller.
+
+  Each append goes to the operating system at once: a reader sees it, a killed
+  process does not lose it, and a full disk is noticed at the record that does
+  not fit. `flush` also waits for the disk.
+  """
+
+  def __init__(self, path: str) -> None:
+    if '://' in path:
+      raise ValueError(
+        f'Writers write to a local or mounted directory, got {path!r}. Mount '
+        'the bucket, or give the writers a local directory.'
+      )
+    self.path = path
+    self._error: OSError | None = None
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    self._file = open(path, 'ab', buffering=0)  # noqa: SIM115
+    # A pipe or a device has nothing to wait for.
+    self._syncs = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+
+  def append(self, data: bytes) -> None:
+    if self._error is not None:
+      # The file may end in half a record; what follows could not be read.
+      raise OSError(
+        self._error.errno, 'An earlier write to this file failed', self.path
+      ) from self._error
+    self._check_exists()
+    try:
+      while data:
+        data = data[self._file.write(data) :]
+    except OSError as error:
+      self._error = error
+      error.add_note(f'While writing to {self.path}.')
+      raise
+
+  def flush(self) -> None:
+    self._check_exists()
+    if self._syncs:
+      os.fsync(self._file.fileno())
+
+  def close(self) -> None:
+    self._file.close()
+
+  def _check_exists(self) -> None:
+    # Linux lets us write to a deleted file for ever without an error.
+    if not os.path.exists(self.path):
+      raise FileNotFoundError(
+        errno.ENOENT,
+        'This file was deleted while a writer had it open; its records are '
+        'lost. Keep the run directory in place while it runs',
+        self.path,
+      )
+
+
+class TensorBoardWriter(_Backend):
+  """Writes event files for TensorBoard, without TensorFlow.
+
+  tensorboardX supplies the protocol buffers and the checksum. Its own writer is
+  not used: it writes on a thread of its own, where an error is lost.
+
+  Scalars are stored as float32, as TensorBoard has it. A batch of images is one
+  tag with B samples. Texts are shown verbatim (not as Markdown).
+  """
+
+  def __init__(
+    self,
+    log_dir: str | os.PathLike[str],
+    *,
+    purge_step: int | None = None,
+    time_fn: Callable[[], float] = time.time,
+  ) -> None:
+    """Opens a new event file in a directory.
+
+    Args:
+      log_dir: the directory; it is made where it does not exist. Give each mode
+        (train, eval) a directory of its own: to TensorBoard it is one curve.
+      purge_step: for a run that resumes, the first step that is written again:
+        TensorBoard then hides what older files hold from this step on.
+      time_fn: gives the time of each record, in seconds since the epoch.
+
+    Raises:
+      OSError: the directory cannot be made or written to.
+    """
+    super().__init__()
+    self._time_fn = time_fn
+    # TensorBoard reads a directory's files in the order of their names, hence
+    # the time first; the rest keeps two writers apart that open in one second.
+    owner = f'{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}'
+    name = f'events.out.tfevents.{time_fn():017.6f}.{owner}'
+    self._file = _AppendFile(os.path.join(os.fspath(log_dir), name))
+    self._append(file_version='brain.Event:2')
+    if purge_step is not None:
+      self._append(step=purge_step, session_log={'status': 'START'})
+
+  @property
+  def path(self) -> str:
+    """The event file."""
+    return self._file.path
+
+  def _append(self, **fields: Any) -> None:
+    """Appends one event as a TFRecord: length, checksum, data, checksum."""
+    from tensorboardX import record_writer
+    from tensorboardX.proto import event_pb2
+
+    event = event_pb2.Event(wall_time=self._time_fn(), **fields)
+    data = event.SerializeToString()
+    record = b''
+    for part in (struct.pack('<Q', len(data)), data):
+      record += part + struct.pack('<I', record_writer.masked_crc32c(part))
+    self._file.append(record)
+
+  def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    encode = _SUMMARY_VALUES[kind]
+    summary = [{'tag': k, **encode(value)} for k, value in values.items()]
+    self._append(step=step, summary={'value': summary})
+
+  def _flush(self) -> None:
+    self._file.flush()
+
+  def _finish(self) -> None:
+    self._file.close()
+
+
+def _scalar_summary(number: int | float) -> dict[str, Any]:
+  return {'simple_value': number}
+
+
+def _image_summary(images: np.ndarray) -> dict[str, Any]:
+  _, height, width, _ = images.shape
+  strings = [b'%d' % width, b'%d' % height, *map(_to_png, images)]
+  return _tensor_summary('images', [len(strings)], string_val=strings)
+
+
+def _text_summary(text: str) -> dict[str, Any]:
+  # Four spaces make it a code block in Markdown, whatever it contains.
+  block = '\n'.join('    ' + line for line in text.split('\n'))
+  return _tensor_summary('text', [], string_val=[block.encode('utf-8')])
+
+
+def _histogram_summary(histogram: _Histogram) -> dict[str, Any]:
+  # One row per bucket: left edge, right edge, count.
+  rows = np.stack(
+    [histogram.edges[:-1], histogram.edges[1:], histogram.counts], axis=1
+  )
+  content = rows.astype('<f8').tobytes()
+  return _tensor_summary('histograms', rows.shape, tensor_content=content)
+
+
+_SUMMARY_VALUES: dict[str, Callable[..., dict[str, Any]]] = {
+  'scalars': _scalar_summary,
+  'images': _image_summary,
+  'texts': _text_summary,
+  'histograms': _histogram_summary,
+}
+
+
+def _tensor_summary(
+  plugin: str, shape: Sequence[int], **data: Any
+) -> dict[str, Any]:
+  """Returns the fields of a summary that the named TensorBoard plugin shows."""
+  dtype = 'DT_STRING' if 'string_val' in data else 'DT_DOUBLE'
+  dims = [{'size': size} for size in shape]
+  return {
+    'metadata': {'plugin_data': {'plugin_name': plugin}},
+    'tensor': {'dtype': dtype, 'tensor_shape': {'dim': dims}, **data},
+  }
+
+
+def _to_png(image: np.ndarray) -> bytes:
+  """Encodes one uint8 [H, W, C] image (PNG, W3C recommendation)."""
+  height, width, channels = image.shape
+  color_type = {1: 0, 3: 2, 4: 6}[channels]
+  header = struct.pack('>2I5B', width, height, 8, color_type, 0, 0, 0)
+  # Each row begins with its filter: 0, none.
+  rows = np.pad(image.reshape(height, -1), [(0, 0), (1, 0)]).tobytes()
+  chunks = [(b'IHDR', header), (b'IDAT', zlib.compress(rows)), (b'IEND', b'')]
+  return b'\x89PNG\r\n\x1a\n' + b''.join(
+    struct.pack('>I', len(data))
+    + kind
+    + data
+    # The checksum covers the kind and the data, not the length.
+    + struct.pack('>I', zlib.crc32(kind + data))
+    for kind, data in chunks
+  )
+
+
+class JsonlWriter(_Backend):
+  """Appends one JSON object per record to a file; flat, ready for pandas.
+
+  `{"step": 10, "time": 1700000000.5, "mode": "train", "kind": "scalars",
+  "loss": 2.5, "kl/total": 0.1}`
+
+  - `kind` is scalars, texts, images or histograms; `mode` is there where the
+    writer was given one. A scalar that has one of these four names is written
+    as `scalars/step` and so on.
+  - Ints are exact, floats round-trip. JSON has no NaN: the strings "NaN",
+    "Infinity" and "-Infinity" stand for them, which Python's `float` and
+    pandas' `astype(float)` read.
+  - Images are recorded by their shape, [B, H, W, C]; a histogram by
+    `<name>/count`, `/nonfinite`, `/min`, `/mean` and `/max`.
+  - A crash can leave a last line that is cut short. A new writer begins on a
+    line of its own, so a reader loses that line and no other.
+  - A resumed run appends: where a step stands there twice, the later counts.
+  """
+
+  def __init__(
+    self,
+    path: str | os.PathLike[str],
+    *,
+    mode: str | None = None,
+    time_fn: Callable[[], float] = time.time,
+  ) -> None:
+    """Opens the file to append to it.
+
+    Args:
+      path: the file; its directory is made where it does not exist.
+      mode: written into each record where given, so that several writers
+        (training and evaluation) can share a file.
+      time_fn: gives the time of each record, in seconds since the epoch.
+
+    Raises:
+      OSError: the file cannot be opened to write.
+    """
+    super().__init__()
+    self._time_fn = time_fn
+    self._mode = {} if mode is None else {'mode': mode}
+    self._file = _AppendFile(os.fspath(path))
+    self._prefix = b'\n' if _ends_within_a_line(self._file.path) else b''
+
+  def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    record: dict[str, Any] = {'step': step, 'time': self._time_fn()}
+    record |= self._mode | {'kind': kind}
+    for name, value in _summarize(kind, values).items():
+      key = f'{kind}/{name}' if name in _JSONL_KEYS else name
+      record[key] = _to_json_value(value)
+    line = json.dumps(record, allow_nan=False).encode('ascii') + b'\n'
+    self._file.append(self._prefix + line)
+    self._prefix = b''
+
+  def _flush(self) -> None:
+    self._file.flush()
+
+  def _finish(self) -> None:
+    self._file.close()
+
+
+_JSONL_KEYS = frozenset({'step', 'time', 'mode', 'kind'})
+
+
+def _to_json_value(value: Any) -> Any:
+  if not isinstance(value, float) or np.isfinite(value):
+    return value
+  return 'NaN' if np.isnan(value) else f'{"-" * (value < 0)}Infinity'
+
+
+def _ends_within_a_line(path: str) -> bool:
+  if not os.path.getsize(path):
+    return False
+  with open(path, 'rb') as file:
+    file.seek(-1, os.SEEK_END)
+    return file.read() != b'\n'
+
+
+class LogLineWriter(_Backend):
+  """Logs each record as one line; a text follows on lines of its own.
+
+  `step 1200 | loss 2.345 | bits_per_byte 3.383 | steps_per_sec 8.31`
+  """
+
+  def __init__(self, *, mode: str | None = None) -> None:
+    """Makes a writer that logs with `absl.logging.info`.
+
+    Args:
+      mode: put before `step` on each line where given.
+    """
+    super().__init__()
+    self._mode = '' if mode is None else f'{mode} '
+    # The order in which names were first seen, so that columns do not move.
+    self._order: dict[str, int] = {}
+
+  def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    if kind == 'texts':
+      parts = [f'{name}:\n{text}' for name, text in values.items()]
+    else:
+      fields = _summarize(kind, values)
+      for name in fields:
+        self._order.setdefault(name, len(self._order))
+      names = sorted(fields, key=self._order.__getitem__)
+      parts = [f'{name} {_shorten(fields[name])}' for name in names]
+    logging.info('%s', ' | '.join([f'{self._mode}step {step}', *parts]))
+
+  def _flush(self) -> None:
+    logging.flush()
+
+  def _finish(self) -> None:
+    """Nothing is held."""
+
+
+def _shorten(value: Any) -> str:
+  """Returns four significant digits, or all digits before the point."""
+  if not isinstance(value, float):
+    return str(value)
+  return f'{value:.0f}' if 1e4 <= abs(value) < 1e9 else f'{value:.4g}'
+
+
+# ---------------------------------------------------------------------------
+# Decorators.
+# ---------------------------------------------------------------------------
+
+
+def _forward(writer: Writer, method: str, *args: Any) -> None:
+  """Calls a method of a writer that may have no more than `write_scalars`."""
+  bound = getattr(writer, method, None)
+  if bound is not None:
+    bound(*args)
+  elif method.startswith('write_'):
+    _warn_once(
+      ('method', type(writer).__name__, method),
+      '%s has no method %s: such records do not reach it. This is said once.',
+      type(writer).__name__,
+      method,
+    )
+
+
+class MultiWriter(MetricWriter):
+  """Hands each record to several writers.
+
+  Every writer gets every call, also where one before it fails; then the error
+  is raised, or an ExceptionGroup of them where several failed.
+  """
+
+  def __init__(self, writers: Iterable[Writer]) -> None:
+    """Makes a writer in front of others.
+
+    Args:
+      writers: they get each record in this order, and are closed with this one.
+    """
+    self._writers = tuple(writers)
+    self._closed = False
+
+  def _each(self, method: str, *args: Any) -> None:
+    if self._closed:
+      raise self._closed_error(method)
+    errors = []
+    for writer in self._writers:
+      try:
+        _forward(writer, method, *args)
+      except Exception as error:
+        errors.append(error)
+    if len(errors) == 1:
+      raise errors[0]
+    if errors:
+      raise ExceptionGroup(f'{len(errors)} writers failed in {method}', errors)
+
+  def _write(
+    self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
+  ) -> None:
+    self._each(f'write_{kind}', global_step, values, *options)
+
+  def flush(self) -> None:
+    self._each('flush')
+
+  def close(self) -> None:
+    if not self._closed:
+      try:
+        self._each('close')
+      finally:
+        self._closed = True
+
+
+class AsyncWriter(MetricWriter):
+  """Writes on one background thread, behind a queue that cannot overflow.
+
+  A `write_*` call costs the caller a few microseconds, whatever the disk does.
+  Device arrays are fetched on the background thread; numpy arrays are copied at
+  once, since the caller may reuse them. (A donated array is gone by then: hand
+  over a metric of the step, not a part of its state.)
+
+  - Where the queue is full the record is dropped and counted. The 1st, 10th,
+    100th ... drop is logged, and `flush` and `close` log the count and write it
+    as the scalar `writer/dropped_records`.
+  - The first error on the thread is raised, with its traceback, by every later
+    write and flush and by the close. What was queued when it happened is still
+    handed to the wrapped writer; what came later is refused.
+  - `flush` and `close` wait for the queue. At the end of the program what is
+    still queued is written.
+  """
+
+  def __init__(self, writer: Writer, *, max_queue: int = 1000) -> None:
+    """Starts the thread.
+
+    Args:
+      writer: what writes; from now on only the thread calls it. It is closed
+        with this one.
+      max_queue: how many records may wait.
+
+    Raises:
+      ValueError: `max_queue` is not positive.
+    """
+    if max_queue < 1:
+      raise ValueError(f'max_queue: got {max_queue}, expected at least 1.')
+    self._writer = writer
+    self._max_queue = max_queue
+    # Unbounded, so that flush and close get in when records no longer do.
+    self._queue: queue.SimpleQueue[Callable[[], None] | None] = (
+      queue.SimpleQueue()
+    )
+    # Reentrant: a signal handler may write while its thread is in a write.
+    self._lock = threading.RLock()
+    self._control_lock = threading.RLock()
+    self._closed = False
+    self._error: BaseException | None = None
+    self._traceback: types.TracebackType | None = None
+    # Their number and the last one's step. A tuple, so that the thread needs
+    # no lock to read it.
+    self._dropped: tuple[int, Any] = (0, 0)
+    self._dropped_reported = 0
+    self._thread = threading.Thread(
+      target=self._run, name='jaxline-writer', daemon=True
+    )
+    self._thread.start()
+    # JAX registered its own clean-up when it was imported: ours runs before.
+    atexit.register(self._close_at_exit)
+
+  @property
+  def dropped_records(self) -> int:
+    """How many records were dropped because the queue was full."""
+    return self._dropped[0]
+
+  def _write(
+    self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
+  ) -> None:
+    method = f'write_{kind}'
+    step = _snapshot(global_step)
+    if kind in ('images', 'histograms'):
+      values = {name: _snapshot_array(a) for name, a in values.items()}
+    else:
+      values = _snapshot(values)
+    if kind == 'images':
+      for name, image in values.items():
+        # Here the traceback still leads to the line that made the image.
+        _check_image(name, image)
+
+    def write() -> None:
+      host_values = _to_host(kind, values)
+      _forward(self._writer, method, to_step(step), host_values, *options)
+
+    with self._lock:
+      if self._closed:
+        raise self._closed_error(method)
+      self._raise_error()
+      if self._queue.qsize() < self._max_queue:
+        self._queue.put(write)
+        return
+      dropped = self._dropped[0] + 1
+      self._dropped = (dropped, step)
+    if str(dropped).strip('0') == '1':
+      logging.warning(
+        'The writer cannot keep up: its queue holds %d records and %d were '
+        'dropped so far. Is the disk slow or stuck? Log less often or raise '
+        'max_queue.',
+        self._max_queue,
+        dropped,
+      )
+
+  def flush(self) -> None:
+    with self._control_lock:
+      if self._closed:
+        raise self._closed_error('flush')
+      self._require_thread()
+      done = threading.Event()
+      self._queue.put(self._report_dropped)
+      self._queue.put(lambda: _forward(self._writer, 'flush'))
+      self._queue.put(done.set)
+      done.wait()
+      self._raise_error()
+
+  def close(self) -> None:
+    with self._control_lock:
+      with self._lock:
+        if self._closed:
+          return
+        self._require_thread()
+        self._closed = True
+      self._queue.put(self._report_dropped)
+      self._queue.put(lambda: _forward(self._writer, 'flush'))
+      self._queue.put(lambda: _forward(self._writer, 'close'))
+      self._queue.put(None)
+      self._thread.join()
+      atexit.unregister(self._close_at_exit)
+      self._raise_error()
+
+  def _run(self) -> None:
+    # No local variable: it would keep the last record alive while we wait.
+    while self._run_one(self._queue.get()):
+      pass
+
+  def _run_one(self, call: Callable[[], None] | None) -> bool:
+    if call is None:
+      return False
+    try:
+      call()
+    except BaseException as error:
+      if self._error is None:
+        self._traceback = error.__traceback__
+        self._error = error
+      else:
+        logging.error(
+          'The writer failed again:\n%s',
+          ''.join(traceback.format_exception(error)),
+        )
+    return True
+
+  def _raise_error(self) -> None:
+    if self._error is not None:
+      raise self._error.with_traceback(self._traceback)
+
+  def _report_dropped(self) -> None:
+    dropped, step = self._dropped
+    if dropped == self._dropped_reported:
+      return
+    self._dropped_reported = dropped
+    logging.warning('The writer dropped %d records in all.', dropped)
+    self._writer.write_scalars(
+      to_step(step), {'writer/dropped_records': dropped}
+    )
+
+  def _require_thread(self) -> None:
+    if not self._thread.is_alive():
+      raise RuntimeError(
+        'The thread of this AsyncWriter is not running in this process: a '
+        'forked process inherits the object but not the thread. Make a new '
+        'writer there.'
+      )
+
+  def _close_at_exit(self) -> None:
+    if self._thread.is_alive():
+      try:
+        self.close()
+      finally:
+        # Also where an interrupted close() left the thread at work.
+        self._thread.join()
+
+
+def _snapshot(value: Any) -> Any:
+  """Copies what the caller may change: mappings and arrays on the host."""
+  if isinstance(value, Mapping):
+    return {name: _snapshot(v) for name, v in value.items()}
+  return _snapshot_array(value) if hasattr(value, '__array__') else value
+
+
+def _snapshot_array(array: Any) -> Any:
+  unchangeable = isinstance(array, jax.Array | np.generic)
+  return array if unchangeable else np.array(array)
+
+
+def _to_host(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+  """Fetches what is still on a device."""
+  if kind == 'scalars':
+    return to_scalars(values)
+  if kind == 'texts':
+    return dict(values)
+  return {name: np.asarray(array) for name, array in values.items()}

@@ -1,0 +1,60 @@
+"""What the package is called and what it needs."""
+
+import pathlib
+import re
+
+import setuptools
+
+_HERE = pathlib.Path(__file__).parent
+
+
+def _version() -> str:
+  text = (_HERE / 'jaxline' / '__init__.py').read_text(encoding='utf-8')
+  return re.search(r"__version__ = '(.+)'", text).group(1)
+
+
+# What the library and the language model need. No TensorFlow, no torch.
+_BASE = [
+  'absl-py>=2.1',
+  'chex>=0.1.90',
+  'dm-haiku>=0.0.16',
+  'grain>=0.2.12',
+  # 0.12 has not been tried yet; Python 3.11 gets 0.10 in any case.
+  'jax>=0.10,<0.12',
+  'jaxlib>=0.10,<0.12',
+  'ml_collections>=1.0',
+  'numpy>=2.0',
+  'optax>=0.2.5',
+  'tensorboardX>=2.6.2',
+]
+_IMAGE = ['scikit-learn>=1.4']
+_TEST = [
+  *_IMAGE,
+  'equinox>=0.13',
+  'flax>=0.12',
+  'mypy>=1.15',
+  'pytest>=8',
+  'pytest-timeout>=2.3',
+  'ruff>=0.9',
+  'tensorboard>=2.18',  # Reads event files back.
+]
+
+setuptools.setup(
+  name='jaxline',
+  version=_version(),
+  description='A forkable single-experiment training template for JAX.',
+  long_description=(_HERE / 'README.md').read_text(encoding='utf-8'),
+  long_description_content_type='text/markdown',
+  license='Apache-2.0',
+  packages=setuptools.find_packages(include=['jaxline', 'jaxline.*']),
+  python_requires='>=3.11',
+  install_requires=_BASE,
+  extras_require={
+    'gpu': ['jax[cuda12]>=0.10,<0.12'],
+    'image': _IMAGE,
+    'seqio': ['seqio>=0.0.20'],
+    'test': _TEST,
+    'tf': ['tensorflow>=2.20'],
+    'tpu': ['jax[tpu]>=0.10,<0.12'],
+  },
+)

@@ -1,0 +1,28 @@
+"""A test environment harsher than production.
+
+Two fake CPU devices, so that everything that crosses devices does so in every
+test; no silent promotion of dtypes or ranks; every warning is an error (see
+pyproject.toml). Tests that are about eight devices start their own process:
+the number of devices is fixed when JAX starts.
+"""
+
+import os
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['XLA_FLAGS'] = (
+  os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=2'
+)
+
+from absl import flags
+import jax
+import pytest
+
+jax.config.update('jax_numpy_dtype_promotion', 'strict')
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  """Lets code that reads flags run without a command line."""
+  del config
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
