@@ -19,8 +19,6 @@ tree_psum = jax.lax.psum
 
 def local_sharding() -> jax.sharding.NamedSharding:
   """Returns the sharding of a [local devices, ...] array, one row on each."""
-  # pmap calls its mesh axis by the caller's axis name, which is 'i' in most
-  # experiments; with the same name its fast path takes the array as it is.
   mesh = jax.sharding.Mesh(np.asarray(jax.local_devices()), ('i',))
   return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('i'))
 
@@ -34,7 +32,17 @@ def get_first(xs: Any) -> Any:
   Returns:
     The same tree, of [...] arrays on the first device.
   """
-  return jax.tree_util.tree_map(lambda x: x[0], xs)
+
+  def first(x: Any) -> Any:
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+      shard = x.addressable_shards[0]
+      is_row = shard.data.shape == (1, *x.shape[1:])
+      if is_row and shard.index[0].start in (0, None):
+        # x[0] would be a program on all devices, and copy the row to each.
+        return jax.lax.squeeze(shard.data, (0,))
+    return x[0]
+
+  return jax.tree_util.tree_map(first, xs)
 
 
 def bcast_local_devices(value: Any) -> Any:
@@ -50,7 +58,8 @@ def bcast_local_devices(value: Any) -> Any:
   sharding = local_sharding()
 
   def bcast(x: Any) -> jax.Array:
-    row = x[None] if isinstance(x, jax.Array) else np.asarray(x)[None]
+    # A copy, since on a CPU the result would share the memory of `x`.
+    row = x[None] if isinstance(x, jax.Array) else np.array(x)[None]
     rows = [jax.device_put(row, device) for device in devices]
     shape = (len(devices), *row.shape[1:])
     return jax.make_array_from_single_device_arrays(shape, sharding, rows)

@@ -15,7 +15,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from absl import app
 from absl import flags
@@ -74,6 +74,10 @@ _OUR_FLAGS = (
   _ENSURE_TPU.name,
   _TPU_DRIVER.name,
 )
+# `--help` of a program that lets absl parse the command line shows these too.
+for _name in _OUR_FLAGS:
+  flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[_name])
+
 # How long the other half of a run may take to notice that one has failed.
 _GRACE_SECS = 5.0
 
@@ -132,12 +136,12 @@ def resolve_experiment_class(config: config_dict.ConfigDict) -> Any:
   """Returns the class that `config.experiment_class` names.
 
   Raises:
-    ValueError: it names none, or none that can be imported.
+    UsageError: it names none, or none that can be imported.
   """
   name = config.experiment_class
   module_name, separator, class_name = (name or '').partition(':')
   if not separator:
-    raise ValueError(
+    raise UsageError(
       f'config.experiment_class is {name!r}; expected'
       " 'package.module:Class', such as 'examples.lm.experiment:Experiment'."
     )
@@ -146,14 +150,14 @@ def resolve_experiment_class(config: config_dict.ConfigDict) -> Any:
   except ModuleNotFoundError as e:
     # A missing dependency of the module is not a wrong name: let it through.
     if e.name and module_name.startswith(e.name):
-      raise ValueError(
+      raise UsageError(
         f'config.experiment_class is {name!r}, but there is no module'
         f' {e.name!r}. Is the working directory the repository?'
       ) from e
     raise
   if not hasattr(module, class_name):
     classes = sorted(k for k, v in vars(module).items() if isinstance(v, type))
-    raise ValueError(
+    raise UsageError(
       f'config.experiment_class is {name!r}, but {module_name} has no'
       f' {class_name!r}; its classes are {classes}.'
     )
@@ -176,12 +180,19 @@ def main(
   """
   if flags.FLAGS.is_parsed():
     _main(experiment_class, checkpointer_factory)
-  else:
-    app.run(
-      lambda _: _main(experiment_class, checkpointer_factory),
-      argv=[sys.argv[0], *argv],
-      flags_parser=_parse_flags,
-    )
+    return
+
+  def run(unused_argv: Sequence[str]) -> None:
+    try:
+      _main(experiment_class, checkpointer_factory)
+    except UsageError as e:
+      _exit_with_usage(str(e))
+
+  app.run(run, argv=[sys.argv[0], *argv], flags_parser=_parse_flags)
+
+
+class UsageError(ValueError):
+  """The command line or the config is wrong; the message says what."""
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
@@ -191,15 +202,17 @@ def _parse_flags(argv: list[str]) -> list[str]:
     sys.exit(0)
   try:
     return flags.FLAGS(argv)
-  except flags.Error as e:
-    _exit_with_usage(f'{e}')
-  except (FileNotFoundError, OSError) as e:
-    # ml_collections' own message for a missing file is a traceback.
-    _exit_with_usage(f'Cannot read the config file: {e}.\n{_configs_text()}')
-  raise AssertionError('unreachable')
+  except (flags.Error, AttributeError, KeyError) as e:
+    # The latter two are what ml_collections raises for an unknown config key,
+    # one inside the other.
+    message: Any = e
+    while isinstance(message, Exception) and message.args:
+      message = message.args[0]
+    prefix = '' if isinstance(e, flags.Error) else 'Unknown config key: '
+    _exit_with_usage(f'{prefix}{message}')
 
 
-def _exit_with_usage(message: str) -> None:
+def _exit_with_usage(message: str) -> NoReturn:
   print(
     f'{message}\n\nFor all flags: python {sys.argv[0]} --help',
     file=sys.stderr,
@@ -247,10 +260,10 @@ def _main(
 ) -> None:
   config = _CONFIG.value
   if config is None:
-    _exit_with_usage(f'Which run? --config is missing.\n{_configs_text()}')
+    raise UsageError(f'Which run? --config is missing.\n{_configs_text()}')
   mode = _MODE.value
   if not mode.startswith('eval') and mode not in MODES:
-    raise ValueError(
+    raise UsageError(
       f'--jaxline_mode is {mode!r}; expected one of {sorted(MODES)}.'
     )
   config = resolve_config(config)
@@ -291,9 +304,15 @@ def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
     config: as the config file and the overrides made it; not changed.
 
   Raises:
-    ValueError: what is wrong with it, by name.
+    UsageError: what is wrong with it, by name.
   """
-  base_config.validate_config(config)
+  try:
+    base_config.validate_config(config)
+  except OSError as e:
+    # What ml_collections gives instead of a config where it found no file.
+    raise UsageError(f'{e}\n{_configs_text()}') from None
+  except ValueError as e:
+    raise UsageError(str(e)) from e
   config = config.copy_and_resolve_references()
   if config.checkpoint_dir is None:
     with config.ignore_type(), config.unlocked():

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import enum
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxline import devices
 
 
 class DistributedRNGMode(enum.Enum):
@@ -92,38 +97,117 @@ def specialize_rng_host_device(
 
 
 class DeviceStepKeys:
-  """The per-device step number and random keys of a training loop."""
+  """The step number and the random keys of each step, for each local device.
+
+  Each step has `step_key, state_key = split(state_key)`, and the step's key is
+  made specific to the host and the device by the mode. Done by one `pmap` per
+  step, as JAXline did, this costs more than an empty training step. Here one
+  program computes a block of steps, each value in a buffer of its own (which a
+  step may donate), and most calls only hand out what is there already.
+  """
 
   def __init__(self, mode: str, *, block: int = 16):
-    """Prepares the keys; compiles with the first call.
+    """Prepares the program; it is compiled by the first call.
 
     Args:
       mode: a value of DistributedRNGMode.
-      block: how many steps one program computes ahead.
+      block: how many steps to compute at once. The values do not depend on it.
+        16 has most of the gain; the time to compile grows with it.
     """
-    self._mode = DistributedRNGMode(mode).value
-    self._block = block
-    self._host_ids = host_id_devices_for_rng(mode)
+    host_ids = host_id_devices_for_rng(mode)
+    unique_device = DistributedRNGMode(mode).unique_device
+    sharding = devices.local_sharding()
+    num_devices = len(sharding.device_set)
+    # The index of each local device on the axis of a pmap, over all hosts. Not
+    # by jax.lax.axis_index, because the program is one of this host only.
+    first_index = jax.local_devices()[0].process_index * num_devices
+    indices = np.arange(first_index, first_index + num_devices, dtype=np.int32)
+    self._sharding = sharding
+    self._specifics = jax.device_put(
+      [
+        *([] if host_ids is None else [host_ids]),
+        *([indices] if unique_device else []),
+      ],
+      sharding,
+    )
+    self._program = jax.jit(
+      jax.shard_map(
+        functools.partial(_derive_block, block),
+        mesh=sharding.mesh,
+        in_specs=sharding.spec,
+        out_specs=sharding.spec,
+        check_vma=False,
+      )
+    )
+    # What the last program left: values not handed out yet, and the devices'
+    # step at its end. Then the arguments that continue the last call.
+    self._ahead: collections.deque[Any] = collections.deque()
+    self._end_step: jax.Array | None = None
+    self._next_step = -1
+    self._next_key: jax.Array | None = None
 
   def __call__(
     self, global_step: int, state_key: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns what a step needs, and the state key for the next step.
+    """Returns what a step needs, and the state key of the next step.
+
+    It is cheap where both arguments continue the last call, and right where
+    they do not: after a restore, or with a key of the caller's own.
 
     Args:
-      global_step: the step to run, the same on all hosts.
-      state_key: [local devices, ...] the loop's key, as the last call
-        returned it (or as it was restored).
+      global_step: the step to run.
+      state_key: [local devices, ...] keys, uint32 or typed: those returned by
+        the last call, or any other.
 
     Returns:
-      [local devices] int32 global step; [local devices, ...] the step's keys;
-      [local devices, ...] the next state key.
-    """
-    step = np.full([jax.local_device_count()], global_step, np.int32)
-    derive = jax.pmap(self._derive, axis_name='i')
-    return derive(step, state_key, self._host_ids)
+      [local devices] int32, the step; [local devices, ...], the step's keys;
+      [local devices, ...], the next state key.
 
-  def _derive(self, step, rng, host_id):  # first version
-    step_rng, state_rng = jax.random.split(rng)
-    step_rng = specialize_rng_host_device(step_rng, host_id, 'i', self._mode)
-    return step, step_rng, state_rng
+    Raises:
+      ValueError: if there is not one state key for each local device.
+    """
+    if state_key is not self._next_key or global_step != self._next_step:
+      self._restart(global_step, state_key)
+    elif not self._ahead:
+      self._derive(self._end_step, state_key)
+    values = self._ahead.popleft()
+    self._next_step, self._next_key = global_step + 1, values[2]
+    return values
+
+  def _restart(self, global_step: int, state_key: jax.Array) -> None:
+    num_devices = len(self._sharding.device_set)
+    shape = np.shape(state_key)
+    if not shape or shape[0] != num_devices:
+      raise ValueError(
+        f'Got a state key of shape {shape}, expected a leading axis of '
+        f'{num_devices}, the local devices: see initialize_train_step_rng.'
+      )
+    steps = np.full([num_devices], global_step, np.int32)
+    self._derive(*jax.device_put((steps, state_key), self._sharding))
+
+  def _derive(self, steps: Any, state_key: jax.Array) -> None:
+    # Nobody steps through these operations with a debugger.
+    with jax.disable_jit(False):
+      values, self._end_step = self._program(steps, state_key, self._specifics)
+    self._ahead = collections.deque(values)
+
+
+def _derive_block(
+  block: int, steps: jax.Array, state_keys: jax.Array, specifics: list[Any]
+) -> tuple[list[tuple[jax.Array, jax.Array, jax.Array]], jax.Array]:
+  """Derives a block of steps on one device; its arrays have one row each."""
+
+  def derive(carry: Any, _: None) -> Any:
+    step, state_key = carry
+    step_key, state_key = jax.random.split(state_key)
+    for specific in specifics:
+      step_key = jax.random.fold_in(step_key, specific[0])
+    return (step + 1, state_key), (step, step_key, state_key)
+
+  def row(i: int) -> Any:
+    return jax.tree.map(lambda x: x[i, None], stacked)
+
+  # A loop, since its body is compiled only once.
+  start = (steps[0], state_keys[0])
+  (end_step, _), stacked = jax.lax.scan(derive, start, None, length=block)
+  return [row(i) for i in range(block)], end_step[None]

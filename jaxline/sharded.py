@@ -172,7 +172,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self._state_shardings = self._lay_out_state()
     self._state: TrainState | None = None
     self._infeed: _Infeed | None = None
-    self._jit_train_step = jax.jit(
+    self.compiled_train_step = jax.jit(
       self._in_mesh(
         functools.partial(
           train_step, self.loss_fn, self._optimizer, self.step_scalars
@@ -181,7 +181,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       donate_argnums=0,
       out_shardings=(self._state_shardings, self.partitioner.replicated),
     )
-    self._jit_eval_step = jax.jit(
+    self.compiled_eval_step = jax.jit(
       self._in_mesh(functools.partial(eval_step, self.loss_fn)),
       donate_argnums=1,
       out_shardings=self.partitioner.replicated,
@@ -336,7 +336,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     if self._infeed is None:
       self._infeed = _Infeed(self.train_input(), self.partitioner)
     batch = next(self._infeed)
-    self._state, scalars = self._jit_train_step(self.state, batch, rng)
+    self._state, scalars = self.compiled_train_step(self.state, batch, rng)
     return scalars
 
   def evaluate(
@@ -348,7 +348,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     for batch in self._eval_batches():
       if sums is None:
         sums = self._zero_metrics(batch, rng)
-      sums = self._jit_eval_step(self.state, sums, batch, rng)
+      sums = self.compiled_eval_step(self.state, sums, batch, rng)
     if sums is None:
       raise ValueError(
         f'{type(self).__name__}.eval_input gave no batch; there is nothing to'

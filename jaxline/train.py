@@ -225,6 +225,7 @@ class _Evaluator:
     self._experiment = experiment
     self._checkpointer = checkpointer
     self._writer = writer
+    self._log_line = writers.LogLineWriter(mode='eval')
     self._metric = config.best_model_eval_metric
     self._higher_is_better = config.best_model_eval_metric_higher_is_better
     self._inputs = experiment.evaluate_inputs(
@@ -263,7 +264,7 @@ class _Evaluator:
       )
     if self._writer is not None:
       self._writer.write_scalars(step, scalars)
-    _log_outputs(step, scalars)
+    self._log_line.write_scalars(step, scalars)
     if self._best_state is not None:
       self._keep_best(step, scalars, state.train_step_rng)
     return scalars

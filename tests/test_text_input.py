@@ -114,6 +114,28 @@ def test_globs_and_lists(tmp_path):
   ]
 
 
+def test_names_are_sorted_whatever_the_order_of_entries(tmp_path):
+  write(tmp_path, {f'{i}.txt': b'text' for i in range(12)})
+  entries = [tmp_path / f'{11 - i}.txt' for i in range(12)]
+  names = text.load_corpus(entries).train.names
+  assert {'10/1.txt', '2/9.txt'} <= set(names)
+  assert list(names) == sorted(names)
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+  write(tmp_path, {'a': b'1', 'b': b'2', 'locked/c': b'3'})
+  scandir = os.scandir
+
+  def refuse(path):
+    if 'locked' in os.fspath(path):
+      raise PermissionError(f'Permission denied: {path}')
+    return scandir(path)
+
+  monkeypatch.setattr(os, 'scandir', refuse)
+  with pytest.raises(PermissionError, match='locked'):
+    text.load_corpus(tmp_path)
+
+
 def test_a_linked_file_is_one_file(tmp_path):
   write(tmp_path, {'a': b'1', 'b': b'2'})
   (tmp_path / 'c').symlink_to(tmp_path / 'a')

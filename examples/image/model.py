@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class ResNetConfig:
   """The size of a network.
 
   Attributes:
@@ -57,7 +57,7 @@ class Config:
       )
 
 
-RESNET_50 = Config(
+RESNET_50 = ResNetConfig(
   num_classes=1000,
   blocks_per_group=(3, 4, 6, 3),
   channels_per_group=(256, 512, 1024, 2048),
@@ -74,7 +74,7 @@ class ResNet(hk.Module):
 
   def __init__(
     self,
-    config: Config,
+    config: ResNetConfig,
     *,
     cross_replica_axis: str | None,
     name: str | None = None,
@@ -152,7 +152,7 @@ class ResNet(hk.Module):
 
 
 def create(
-  config: Config, *, cross_replica_axis: str | None
+  config: ResNetConfig, *, cross_replica_axis: str | None
 ) -> hk.TransformedWithState:
   """Returns the network as a pair of pure functions.
 
@@ -175,7 +175,7 @@ def create(
 
 
 def count_parameters(
-  config: Config, image_shape: tuple[int, int, int]
+  config: ResNetConfig, image_shape: tuple[int, int, int]
 ) -> tuple[int, int]:
   """Counts what a network learns and remembers, without building it.
 

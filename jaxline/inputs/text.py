@@ -30,7 +30,6 @@ import functools
 import glob
 import gzip
 import hashlib
-import lzma
 import operator
 import os
 import pathlib
@@ -197,6 +196,8 @@ def compression_baselines(documents: Documents) -> dict[str, float]:
     Bits per byte of `gzip -9` and `xz` by name, from Python's own zlib and
     lzma, which agree with the programs to about 0.1%.
   """
+  import lzma  # Some Pythons that were built from source lack it.
+
   data = documents.data()
   compressed = {
     'gzip -9': gzip.compress(data, compresslevel=9, mtime=0),
@@ -242,7 +243,7 @@ class TrainInput:
       ValueError: where the text is shorter than one window, or `batch_size`
         cannot be divided by `process_count`.
     """
-    import grain  # Half a second that only training needs.
+    import grain  # Takes a second to import; only training needs it.
 
     self._rows = _rows_of_process(batch_size, process_index, process_count)
     _check_positive(length=length)

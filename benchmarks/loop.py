@@ -1,0 +1,268 @@
+"""What the training loop costs: microseconds per step above a bare `for` loop.
+
+    python -m benchmarks.loop
+    python -m benchmarks.loop --original DIR   # DIR holds JAXline's own package
+
+Each side runs a trivial training step in a process of its own, with all
+default periodic actions (log line, checkpoint, scalars; none of them due while
+the clock runs), and the sides take turns. The bare side calls the same
+compiled function on the same values in a `for` loop that does nothing else.
+"""
+
+import argparse
+import os
+import pathlib
+import platform as platform_info
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+_SIDES = {
+  'sharded': ('bare-sharded', 'sharded'),
+  'per-device': ('bare-pmap', 'pmap'),
+}
+_WARM_UP = 200
+
+
+def _sharded_class() -> Any:
+  import jax.numpy as jnp
+  import numpy as np
+  import optax
+
+  from jaxline import metrics
+  from jaxline import sharded
+
+  class Trivial(sharded.ShardedExperiment):
+    """One weight vector, plain gradient descent."""
+
+    def init_fn(self, rng):
+      return {'w': jnp.ones([256])}, {}
+
+    def loss_fn(self, params, model_state, batch, rng, is_training):
+      errors = jnp.square((batch['x'] * params['w'][None]).mean(-1))
+      loss = metrics.Mean.of(errors, batch['weights'])
+      return loss.compute(), {'loss': loss}, model_state
+
+    def make_optimizer(self):
+      return optax.sgd(0.1)
+
+    def train_input(self):
+      # On the devices already: this measures the loop, not the transfer.
+      batch = {
+        'x': np.ones([8, 256], np.float32),
+        'weights': np.ones([8], np.float32),
+      }
+      batch = self.partitioner.put_batch(batch)
+      while True:
+        yield batch
+
+    def eval_input(self):
+      return ()
+
+  return Trivial
+
+
+def _pmap_class() -> Any:
+  import jax
+  import jax.numpy as jnp
+
+  # The original or ours: this is code written against JAXline.
+  from jaxline import experiment
+
+  class Trivial(experiment.AbstractExperiment):
+    """One weight vector, plain gradient descent, per device."""
+
+    NON_BROADCAST_CHECKPOINT_ATTRS = {'_w': 'w'}
+
+    def __init__(self, mode, init_rng=None):
+      super().__init__(mode=mode, init_rng=init_rng)
+      n = jax.local_device_count()
+      self._w = jax.pmap(lambda x: x)(jnp.ones([n, 256]))
+      self._x = jax.pmap(lambda x: x)(jnp.ones([n, 8, 256]))
+      self.update = jax.pmap(self._update, axis_name='i', donate_argnums=0)
+
+    def _update(self, w, x, rng, global_step):
+      del rng, global_step
+      loss, grad = jax.value_and_grad(
+        lambda w: jnp.square((x * w[None]).mean(-1)).mean()
+      )(w)
+      return w - 0.1 * jax.lax.pmean(grad, 'i'), {'loss': loss}
+
+    def step(self, *, global_step, rng, writer):
+      self._w, scalars = self.update(self._w, self._x, rng, global_step)
+      return scalars
+
+    def evaluate(self, *, global_step, rng, writer):
+      return {}
+
+  return Trivial
+
+
+def _timed(cls: Any, steps: int) -> Any:
+  """Adds a clock that runs from the end of the warm-up to the last step."""
+
+  class Timed(cls):
+    def should_run_step(self, global_step, config):
+      if global_step == _WARM_UP:
+        self.began = time.perf_counter()
+      if global_step == _WARM_UP + steps:
+        print((time.perf_counter() - self.began) / steps * 1e6)
+        return False
+      return True
+
+  return Timed
+
+
+def _run_loop(cls: Any, steps: int) -> None:
+  from absl import flags
+
+  from jaxline import base_config
+  from jaxline import train
+  from jaxline import utils
+
+  flags.FLAGS.mark_as_parsed()
+  config = base_config.get_base_config()
+  config.training_steps = _WARM_UP + steps
+
+  class Writer:
+    def write_scalars(self, global_step: int, scalars: Any) -> None:
+      """Nothing is due while the clock runs."""
+
+  checkpointer = utils.InMemoryCheckpointer(config, 'train')
+  train.train(_timed(cls, steps), config, checkpointer, Writer())
+
+
+def _run_bare_sharded(steps: int) -> None:
+  import jax
+
+  experiment = _sharded_class()('train', jax.random.PRNGKey(0))
+  rng = experiment.initialize_train_step_rng(jax.random.PRNGKey(0))
+  batch = next(experiment.train_input())
+  step, state = experiment.compiled_train_step, experiment.state
+  for i in range(_WARM_UP + steps):
+    if i == _WARM_UP:
+      began = time.perf_counter()
+    state, scalars = step(state, batch, rng)
+  jax.block_until_ready(scalars)
+  print((time.perf_counter() - began) / steps * 1e6)
+
+
+def _run_bare_pmap(steps: int) -> None:
+  import jax
+  import jax.numpy as jnp
+
+  experiment = _pmap_class()('train')
+  n = jax.local_device_count()
+  rng = jax.pmap(lambda x: x)(jnp.zeros([n, 2], jnp.uint32))
+  global_step = jax.pmap(lambda x: x)(jnp.zeros([n], jnp.int32))
+  w, x = experiment._w, experiment._x
+  for i in range(_WARM_UP + steps):
+    if i == _WARM_UP:
+      began = time.perf_counter()
+    w, scalars = experiment.update(w, x, rng, global_step)
+  jax.block_until_ready(scalars)
+  print((time.perf_counter() - began) / steps * 1e6)
+
+
+def _worker(side: str, steps: int) -> None:
+  if side == 'original':
+    _revive_jax()
+  if side == 'bare-sharded':
+    _run_bare_sharded(steps)
+  elif side == 'bare-pmap':
+    _run_bare_pmap(steps)
+  else:
+    _run_loop(_sharded_class() if side == 'sharded' else _pmap_class(), steps)
+
+
+def _revive_jax() -> None:
+  """Gives today's JAX the functions that the original still calls."""
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+
+  def device_put_sharded(shards: Any, devices: Any) -> Any:
+    mesh = jax.sharding.Mesh(np.array(devices), ('i',))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('i'))
+    return jax.tree.map(
+      lambda *x: jax.device_put(jnp.stack(x), sharding), *shards
+    )
+
+  jax.device_put_sharded = device_put_sharded
+  jax.tree_map = jax.tree.map
+
+
+def _measure(side: str, steps: int, devices: int, original: str | None) -> float:
+  here = str(pathlib.Path(__file__).resolve().parent.parent)
+  path = original if side == 'original' else here
+  flag = f' --xla_force_host_platform_device_count={devices}'
+  with tempfile.TemporaryDirectory() as folder:
+    result = subprocess.run(
+      [sys.executable, __file__, '--worker', side, '--steps', str(steps)],
+      env=os.environ
+      | {
+        'PYTHONPATH': str(path),
+        'XLA_FLAGS': os.environ.get('XLA_FLAGS', '') + flag,
+      },
+      cwd=folder,
+      capture_output=True,
+      text=True,
+    )
+  if result.returncode:
+    raise RuntimeError(f'{side} failed:\n{result.stderr[-3000:]}')
+  return float(result.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+  """Prints the table."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--steps', type=int, default=5000)
+  parser.add_argument('--rounds', type=int, default=7)
+  parser.add_argument('--devices', type=int, default=1, help='CPU devices')
+  parser.add_argument('--original', help="a folder with JAXline's own package")
+  parser.add_argument('--worker', help=argparse.SUPPRESS)
+  args = parser.parse_args()
+  if args.worker:
+    _worker(args.worker, args.steps)
+    return
+
+  import jax
+
+  sides = [side for pair in _SIDES.values() for side in pair]
+  if args.original:
+    sides.append('original')
+  times: dict[str, list[float]] = {side: [] for side in sides}
+  for _ in range(args.rounds):
+    for side in sides:
+      times[side].append(
+        _measure(side, args.steps, args.devices, args.original)
+      )
+  print(
+    f'jax {jax.__version__}, Python {platform_info.python_version()},'
+    f' {os.cpu_count()} cores, {args.devices} CPU device(s),'
+    f' {args.steps} steps, {args.rounds} rounds\n'
+  )
+  print(f'{"style":12}{"bare us":>10}{"loop us":>10}{"over us":>10}{"ratio":>8}')
+
+  def row(name: str, bare: str, loop: str) -> float:
+    over = [b - a for a, b in zip(times[bare], times[loop], strict=True)]
+    ratios = [b / a for a, b in zip(times[bare], times[loop], strict=True)]
+    median = statistics.median
+    print(
+      f'{name:12}{median(times[bare]):10.1f}{median(times[loop]):10.1f}'
+      f'{median(over):10.1f}{median(ratios):8.2f}'
+    )
+    return median(over)
+
+  for name, (bare, loop) in _SIDES.items():
+    ours = row(name, bare, loop)
+  if args.original:
+    theirs = row('original', 'bare-pmap', 'original')
+    print(f'\nper-device loop / original loop, over bare: {ours / theirs:.2f}')
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,240 @@
+"""A language model on bytes of text: data, loss, optimizer, a sample.
+
+Shapes: B batch, L length, T prompt.
+"""
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+import functools
+from typing import Any
+
+from absl import logging
+import jax
+import numpy as np
+import optax
+
+from examples.lm import model
+from jaxline import base_config
+from jaxline import metrics
+from jaxline import sharded
+from jaxline import writers
+from jaxline.inputs import text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """What the experiment needs; `configs/lm.py` says why these numbers.
+
+  Attributes:
+    model: the transformer.
+    files: 'stdlib', a folder, a glob, or a list of these.
+    eval_fraction: share of the files that is held out.
+    batch_size: sequences a step, over all devices.
+    length: tokens a sequence.
+    eval_batch_size: sequences a batch of evaluation.
+    eval_batches: how many batches an evaluation has; None is all that is held
+      out.
+    seed: of the order of the data.
+    training_steps: where the learning rate reaches its end.
+    learning_rate: at its peak.
+    warmup_steps: over which it rises from 0.
+    final_learning_rate: at the end of the cosine, as a fraction of the peak.
+    b1: decay of Adam's first moment.
+    b2: decay of Adam's second moment.
+    weight_decay: of all weights but normalisation scales.
+    clip_norm: the gradient's global norm is at most this.
+    sharding: a name of `partitioning.PRESETS`.
+    mesh: devices along each axis of the mesh; None is all on `data`.
+    sample_prompt: what the sample of each evaluation continues.
+    sample_length: bytes of the sample; 0 for none.
+    sample_temperature: 1 samples the model's distribution, 0 its likeliest.
+  """
+
+  model: model.ModelConfig
+  files: Any
+  eval_fraction: float
+  batch_size: int
+  length: int
+  eval_batch_size: int
+  eval_batches: int | None
+  seed: int
+  training_steps: int
+  learning_rate: float
+  warmup_steps: int
+  final_learning_rate: float
+  b1: float
+  b2: float
+  weight_decay: float
+  clip_norm: float
+  sharding: str
+  mesh: Mapping[str, int] | None
+  sample_prompt: str
+  sample_length: int
+  sample_temperature: float
+
+  def __post_init__(self):
+    if self.model.vocab_size < text.VOCABULARY_SIZE:
+      raise ValueError(
+        f'model.vocab_size is {self.model.vocab_size}; bytes need at least'
+        f' {text.VOCABULARY_SIZE}.'
+      )
+    if self.length > self.model.max_length:
+      raise ValueError(
+        f'length is {self.length}, more than model.max_length'
+        f' {self.model.max_length}.'
+      )
+    if not 0 <= self.warmup_steps < self.training_steps:
+      raise ValueError(
+        f'warmup_steps is {self.warmup_steps}; expected at least 0 and fewer'
+        f' than training_steps ({self.training_steps}).'
+      )
+
+
+def learning_rate_schedule(config: Config) -> optax.Schedule:
+  """Linear warm-up, then a cosine to `final_learning_rate` of the peak."""
+  return optax.warmup_cosine_decay_schedule(
+    init_value=0.0,
+    peak_value=config.learning_rate,
+    warmup_steps=config.warmup_steps,
+    decay_steps=config.training_steps,
+    end_value=config.learning_rate * config.final_learning_rate,
+  )
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+  """AdamW behind a clip of the gradient's global norm."""
+
+  def is_decayed(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(
+      lambda path, _: 'norm' not in jax.tree_util.keystr(path), params
+    )
+
+  return optax.chain(
+    optax.clip_by_global_norm(config.clip_norm),
+    optax.adamw(
+      learning_rate_schedule(config),
+      b1=config.b1,
+      b2=config.b2,
+      weight_decay=config.weight_decay,
+      mask=is_decayed,
+    ),
+  )
+
+
+class Experiment(sharded.ShardedExperiment):
+  """Trains a byte-level language model on files of text."""
+
+  def __init__(self, mode: str, init_rng: jax.Array, config: Any):
+    """Reads the text.
+
+    Args:
+      mode: 'train', or what evaluation was started as.
+      init_rng: the key of the initial weights.
+      config: the values of a `Config`.
+    """
+    self.config = base_config.read(Config, config)
+    self.corpus = text.load_corpus(
+      self.config.files, eval_fraction=self.config.eval_fraction
+    )
+    super().__init__(
+      mode,
+      init_rng,
+      sharding=self.config.sharding,
+      mesh=self.config.mesh,
+    )
+    self._generate = jax.jit(
+      functools.partial(
+        model.generate,
+        num_tokens=self.config.sample_length,
+        config=self.config.model,
+        temperature=self.config.sample_temperature,
+      ),
+      out_shardings=self.partitioner.replicated,
+    )
+
+  def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
+    """Returns the initial weights; the model has no other state."""
+    return model.init(rng, self.config.model), {}
+
+  def loss_fn(
+    self,
+    params: Any,
+    model_state: Any,
+    batch: sharded.Batch,
+    rng: jax.Array,
+    is_training: bool,
+  ) -> sharded.LossOutput:
+    """Returns the mean cross entropy of the bytes, in nats."""
+    total, weight = model.loss(
+      params,
+      batch['inputs'],
+      batch['targets'],
+      batch['weights'],
+      self.config.model,
+      rng=rng,
+      is_training=is_training,
+    )
+    nats = metrics.Mean(total, weight)
+    bits = metrics.Mean(total / float(np.log(2)), weight)
+    return nats.compute(), {'loss': nats, 'bits_per_byte': bits}, model_state
+
+  def make_optimizer(self) -> optax.GradientTransformation:
+    """Returns the optimizer of the config."""
+    return make_optimizer(self.config)
+
+  def train_input(self) -> Iterator[sharded.Batch]:
+    """Returns windows of the training files, shuffled, for ever."""
+    return text.TrainInput(
+      self.corpus.train,
+      batch_size=self.config.batch_size,
+      length=self.config.length,
+      seed=self.config.seed,
+    )
+
+  def eval_input(self) -> text.EvalInput:
+    """Returns the held-out files, each byte once."""
+    return text.EvalInput(
+      self.corpus.eval,
+      batch_size=self.config.eval_batch_size,
+      length=self.config.length,
+      max_batches=self.config.eval_batches,
+    )
+
+  def step_scalars(
+    self, state: sharded.TrainState, grads: Any, updates: Any
+  ) -> dict[str, jax.Array]:
+    """Adds the learning rate of the step."""
+    return {
+      **super().step_scalars(state, grads, updates),
+      'learning_rate': learning_rate_schedule(self.config)(state.step),
+    }
+
+  def step(
+    self, *, global_step: Any, rng: Any, writer: writers.Writer | None
+  ) -> dict[str, Any]:
+    """Trains on the next batch; says how many tokens it had."""
+    scalars = super().step(global_step=global_step, rng=rng, writer=writer)
+    tokens = self.config.batch_size * self.config.length
+    return {**scalars, 'tokens_per_step': tokens}
+
+  def evaluate(
+    self, *, global_step: Any, rng: Any, writer: writers.Writer | None
+  ) -> dict[str, float]:
+    """Measures bits per byte of the held-out files, and writes a sample."""
+    scalars = super().evaluate(global_step=global_step, rng=rng, writer=writer)
+    if self.config.sample_length:
+      sample = self.sample(rng)
+      logging.info('Sample of step %d:\n%s', global_step, sample)
+      if isinstance(writer, writers.MetricWriter):
+        # Indented, so that TensorBoard's Markdown keeps lines and spaces.
+        indented = ''.join(f'    {line}\n' for line in sample.split('\n'))
+        writer.write_texts(global_step, {'sample': indented})
+    return scalars
+
+  def sample(self, rng: jax.Array) -> str:
+    """Returns `sample_prompt` and the text with which the model goes on."""
+    prompt_T = np.concatenate(
+      [[text.DOCUMENT_TOKEN], text.encode(self.config.sample_prompt)]
+    ).astype(np.int32)
+    tokens_BT = self._generate(self.state.params, prompt_T[None], rng=rng)
+    return self.config.sample_prompt + text.decode(jax.device_get(tokens_BT)[0])

@@ -1,0 +1,709 @@
+"""A decoder-only transformer: pure functions over a plain tree of weights.
+
+Pre-norm (RMSNorm), rotary or learned positions, tied embedding, no biases.
+Every weight is created by `weight`, which names its logical axes; the layers
+are one stack of weights with a leading `layers` axis, whether one scan runs
+over it or the layers are unrolled, so checkpoints and seeds fit both.
+
+Shapes: B batch, L length, D embed, F mlp, H heads, K head dim, V vocab,
+N layers, M keys (cached and new), T prompt, S parts fused into one product.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from typing import Any, Literal, cast
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from jaxline import partitioning
+
+Params = dict[str, dict[str, Any]]
+Cache = tuple[jax.Array, jax.Array]
+
+_CHOICES = {
+  'positions': ('rotary', 'learned'),
+  'feed_forward': ('gelu', 'swiglu'),
+  'attention': ('einsum', 'xla', 'cudnn'),
+  'remat': ('none', 'dots', 'full'),
+  'dtype': ('float32', 'bfloat16'),
+}
+_REMAT_POLICIES = {
+  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'full': jax.checkpoint_policies.nothing_saveable,
+}
+_STACK = 'layers'  # Module name of the repeated layers, and their axis.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+  """The size of the model, and how it is computed.
+
+  Attributes:
+    vocab_size: number of tokens.
+    num_layers: number of blocks of attention and feed-forward.
+    embed_dim: width of the residual stream.
+    num_heads: attention heads, each of width `embed_dim / num_heads`.
+    mlp_dim: hidden width of the feed-forward part.
+    max_length: the longest sequence, in tokens.
+    positions: 'rotary' turns queries and keys; 'learned' adds a vector to the
+      embedding.
+    feed_forward: 'gelu' (one matrix in) or 'swiglu' (two, one gating).
+    attention: 'einsum' is the implementation below, the fastest on CPU; 'xla'
+      and 'cudnn' are those of `jax.nn.dot_product_attention`. 'cudnn' is flash
+      attention on GPU. Decoding with a cache always takes 'einsum'.
+    scan_layers: one loop over the layers, so that compile time does not grow
+      with depth. Unrolled, XLA fuses across layers: faster where there are few.
+    remat: what the backward pass computes again rather than keeps: 'none',
+      'dots' (all but products with weights) or 'full' (each whole layer).
+    dropout: rate at the embedding and at each residual branch in training.
+    dtype: of the computation. Weights, normalisation, softmax and loss stay
+      float32.
+    loss_chunks: pieces into which the loss cuts the sequence, so that the
+      logits of one piece exist at a time. Pays for large vocabularies.
+  """
+
+  vocab_size: int
+  num_layers: int
+  embed_dim: int
+  num_heads: int
+  mlp_dim: int
+  max_length: int
+  positions: str = 'rotary'
+  feed_forward: str = 'gelu'
+  attention: str = 'einsum'
+  scan_layers: bool = False
+  remat: str = 'none'
+  dropout: float = 0.0
+  dtype: str = 'float32'
+  loss_chunks: int = 1
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.type is int and (type(value) is not int or value < 1):
+        raise ValueError(
+          f'{field.name} must be a positive integer; got {value!r}.'
+        )
+      if field.name in _CHOICES and value not in _CHOICES[field.name]:
+        raise ValueError(
+          f'{field.name} must be one of {_CHOICES[field.name]}; got {value!r}.'
+        )
+    if self.embed_dim % self.num_heads:
+      raise ValueError(
+        f'num_heads must divide embed_dim; got {self.num_heads} heads for'
+        f' {self.embed_dim}.'
+      )
+    if self.positions == 'rotary' and self.head_dim % 2:
+      raise ValueError(
+        f'Rotary positions need an even embed_dim / num_heads; got'
+        f" {self.head_dim}. Change either, or set positions='learned'."
+      )
+    if self.attention == 'cudnn' and self.dtype == 'float32':
+      raise ValueError(
+        "attention='cudnn' needs dtype='bfloat16'; got dtype='float32'."
+      )
+    if not 0 <= self.dropout < 1:
+      raise ValueError(f'dropout must lie in [0, 1); got {self.dropout!r}.')
+
+  @property
+  def head_dim(self) -> int:
+    """Width of one attention head."""
+    return self.embed_dim // self.num_heads
+
+
+_declared: contextvars.ContextVar[dict[tuple[str, str], tuple] | None] = (
+  contextvars.ContextVar('declared_axes', default=None)
+)
+
+
+@contextlib.contextmanager
+def _declare_axes() -> Iterator[dict[tuple[str, str], tuple]]:
+  """Collects the axes of the weights that are created inside."""
+  axes: dict[tuple[str, str], tuple] = {}
+  token = _declared.set(axes)
+  try:
+    yield axes
+  finally:
+    _declared.reset(token)
+
+
+def weight(
+  name: str,
+  shape: tuple[int, ...],
+  axes: tuple[str | None, ...],
+  stddev: float | None,
+) -> jax.Array:
+  """Creates or gets a float32 weight of the current Haiku module.
+
+  Args:
+    name: its name in the module.
+    shape: its shape; in the repeated layers, that of one layer.
+    axes: a logical axis name (`partitioning.AXIS_NAMES`) or None for each
+      dimension.
+    stddev: of the normal distribution it starts from; None starts it at one.
+
+  Returns:
+    The weight.
+  """
+  declared = _declared.get()
+  if declared is not None:
+    declared[hk.experimental.current_name(), name] = axes
+  init = jnp.ones if stddev is None else hk.initializers.RandomNormal(stddev)
+  return hk.get_parameter(name, shape, jnp.float32, init)
+
+
+def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  """A product that is accumulated and returned in float32."""
+  if a.dtype == jnp.float32:
+    return jnp.einsum(spec, a, b)
+  return _low_precision_einsum(spec, a, b)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _low_precision_einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+
+
+def _low_precision_forward(spec: str, a: jax.Array, b: jax.Array) -> Any:
+  return _low_precision_einsum(spec, a, b), (a, b)
+
+
+def _low_precision_backward(spec: str, operands: Any, grad: jax.Array) -> Any:
+  # JAX's own rule would multiply the float32 gradient with a low-precision
+  # operand, which hardware only does by widening both.
+  _, vjp = jax.vjp(functools.partial(jnp.einsum, spec), *operands)
+  return vjp(grad.astype(operands[0].dtype))
+
+
+_low_precision_einsum.defvjp(_low_precision_forward, _low_precision_backward)
+
+
+def rotary_angles(
+  positions_L: jax.Array, head_dim: int, base: float = 1e4
+) -> jax.Array:
+  """Returns the angles [L, K/2] of rotary positions (Su et al., 2021)."""
+  frequency_K = base ** (-jnp.arange(0, head_dim, 2, jnp.float32) / head_dim)
+  return positions_L.astype(jnp.float32)[:, None] * frequency_K[None, :]
+
+
+def rotate(x_BLHK: jax.Array, angles_LK: jax.Array) -> jax.Array:
+  """Turns each pair (x[k], x[k + K/2]) of a head by its position's angles."""
+  cos = jnp.cos(angles_LK)[None, :, None, :]
+  sin = jnp.sin(angles_LK)[None, :, None, :]
+  a, b = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
+  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  return turned.astype(x_BLHK.dtype)
+
+
+def attend(
+  q_BLHK: jax.Array,
+  k_BMHK: jax.Array,
+  v_BMHK: jax.Array,
+  offset: int | jax.Array = 0,
+) -> jax.Array:
+  """Causal attention of L queries over M keys.
+
+  Args:
+    q_BLHK: queries; query l is at position `offset + l`.
+    k_BMHK: keys, at positions 0 to M - 1.
+    v_BMHK: values.
+    offset: position of the first query.
+
+  Returns:
+    [B, L, H, K], in the dtype of `v_BMHK`.
+  """
+  length, keys = q_BLHK.shape[1], k_BMHK.shape[1]
+  scores = _einsum('BLHK,BMHK->BHLM', q_BLHK * q_BLHK.shape[-1] ** -0.5, k_BMHK)
+  seen_LM = offset + jnp.arange(length)[:, None] >= jnp.arange(keys)[None, :]
+  scores = jnp.where(seen_LM[None, None], scores, -jnp.inf)
+  # Dividing after the product instead of before touches L x K numbers, not
+  # L x M; the maximum only guards the range, so no gradient belongs to it.
+  top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+  exp_BHLM = jnp.exp(scores - top)
+  total_BLH = exp_BHLM.sum(axis=-1).transpose(0, 2, 1)
+  mixed = _einsum('BHLM,BMHK->BLHK', exp_BHLM.astype(v_BMHK.dtype), v_BMHK)
+  return (mixed / total_BLH[..., None]).astype(v_BMHK.dtype)
+
+
+def causal_attention(
+  q_BLHK: jax.Array,
+  k_BLHK: jax.Array,
+  v_BLHK: jax.Array,
+  implementation: str,
+) -> jax.Array:
+  """Causal attention of a sequence over itself.
+
+  Args:
+    q_BLHK: queries.
+    k_BLHK: keys.
+    v_BLHK: values.
+    implementation: see `ModelConfig.attention`.
+
+  Returns:
+    [B, L, H, K].
+  """
+  if implementation != 'einsum':
+    return jax.nn.dot_product_attention(
+      q_BLHK,
+      k_BLHK,
+      v_BLHK,
+      is_causal=True,
+      implementation=cast(Literal['xla', 'cudnn'], implementation),
+    )
+  # The first half of the queries never sees the second half of the keys.
+  half = q_BLHK.shape[1] // 2
+  if half < 64:
+    return attend(q_BLHK, k_BLHK, v_BLHK)
+  first = attend(q_BLHK[:, :half], k_BLHK[:, :half], v_BLHK[:, :half])
+  second = attend(q_BLHK[:, half:], k_BLHK, v_BLHK, offset=half)
+  return jnp.concatenate([first, second], axis=1)
+
+
+class RMSNorm(hk.Module):
+  """Divides by the root mean square of the last axis (Zhang et al., 2019)."""
+
+  def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    """Returns the normalised [B, L, D], computed in float32."""
+    scale_D = weight('scale', x_BLD.shape[-1:], ('embed',), None)
+    x = x_BLD.astype(jnp.float32)
+    x *= jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+    return (x * scale_D[None, None]).astype(x_BLD.dtype)
+
+
+class Attention(hk.Module):
+  """Causal multi-head self-attention with one product for q, k and v."""
+
+  def __init__(self, config: ModelConfig, name: str = 'attention'):
+    super().__init__(name=name)
+    self._config = config
+
+  def __call__(
+    self,
+    x_BLD: jax.Array,
+    angles_LK: jax.Array | None,
+    cache: Cache | None = None,
+    start: int | jax.Array = 0,
+  ) -> tuple[jax.Array, Cache | None]:
+    """Returns [B, L, D], and the cache with the new keys and values in it.
+
+    Args:
+      x_BLD: normalised input, at the positions from `start`.
+      angles_LK: rotary angles of its positions; None leaves q and k unturned.
+      cache: keys and values, [B, M, H, K] each, right up to `start`.
+      start: where the new keys and values belong in the cache.
+    """
+    c = self._config
+    heads = (c.num_heads, c.head_dim)
+    w_DSHK = weight(
+      'qkv',
+      (c.embed_dim, 3, *heads),
+      ('embed', None, 'heads', 'kv'),
+      c.embed_dim**-0.5,
+    )
+    w_HKD = weight(
+      'out',
+      (*heads, c.embed_dim),
+      ('heads', 'kv', 'embed'),
+      (c.embed_dim * 2 * c.num_layers) ** -0.5,
+    )
+    qkv = jnp.einsum('BLD,DSHK->BLSHK', x_BLD, w_DSHK.astype(x_BLD.dtype))
+    q, k, v = (
+      partitioning.constrain(qkv[:, :, i], ('batch', 'length', 'heads', 'kv'))
+      for i in range(3)
+    )
+    if angles_LK is not None:
+      q, k = rotate(q, angles_LK), rotate(k, angles_LK)
+    if cache is None:
+      mixed = causal_attention(q, k, v, c.attention)
+    else:
+      k = jax.lax.dynamic_update_slice_in_dim(cache[0], k, start, axis=1)
+      v = jax.lax.dynamic_update_slice_in_dim(cache[1], v, start, axis=1)
+      cache = (k, v)
+      mixed = attend(q, k, v, offset=start)
+    out = jnp.einsum('BLHK,HKD->BLD', mixed, w_HKD.astype(x_BLD.dtype))
+    return out, cache
+
+
+class FeedForward(hk.Module):
+  """The position-wise part: D -> F -> D, with GELU or SwiGLU between."""
+
+  def __init__(self, config: ModelConfig, name: str = 'feed_forward'):
+    super().__init__(name=name)
+    self._config = config
+
+  def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    """Returns [B, L, D] for a normalised [B, L, D]."""
+    c = self._config
+    parts = 2 if c.feed_forward == 'swiglu' else 1
+    w_DSF = weight(
+      'in',
+      (c.embed_dim, parts, c.mlp_dim),
+      ('embed', None, 'mlp'),
+      c.embed_dim**-0.5,
+    )
+    w_FD = weight(
+      'out',
+      (c.mlp_dim, c.embed_dim),
+      ('mlp', 'embed'),
+      (c.mlp_dim * 2 * c.num_layers) ** -0.5,
+    )
+    hidden = jnp.einsum('BLD,DSF->BLSF', x_BLD, w_DSF.astype(x_BLD.dtype))
+    if parts == 2:
+      hidden_BLF = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
+    else:
+      hidden_BLF = jax.nn.gelu(hidden[:, :, 0])
+    hidden_BLF = partitioning.constrain(hidden_BLF, ('batch', 'length', 'mlp'))
+    return jnp.einsum('BLF,FD->BLD', hidden_BLF, w_FD.astype(x_BLD.dtype))
+
+
+class Embedding(hk.Module):
+  """The table of token vectors, which is also the output layer."""
+
+  def __init__(self, config: ModelConfig, name: str = 'embedding'):
+    super().__init__(name=name)
+    self._config = config
+
+  def __call__(
+    self, tokens_BL: jax.Array, start: int | jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the embedded tokens [B, L, D], and the table [V, D]."""
+    c = self._config
+    # Small, because the table is also the output layer: logits start near 0.
+    table_VD = weight(
+      'tokens', (c.vocab_size, c.embed_dim), ('vocab', 'embed'), 0.02
+    )
+    x_BLD = table_VD[tokens_BL]
+    if c.positions == 'learned':
+      table_MD = weight(
+        'positions', (c.max_length, c.embed_dim), ('length', 'embed'), 0.02
+      )
+      x_BLD += jax.lax.dynamic_slice_in_dim(
+        table_MD, start, tokens_BL.shape[1]
+      )[None]
+    return x_BLD.astype(c.dtype), table_VD
+
+
+def _forward(
+  config: ModelConfig,
+  tokens_BL: jax.Array,
+  *,
+  is_training: bool,
+  cache: Cache | None = None,
+  start: int | jax.Array = 0,
+) -> tuple[jax.Array, jax.Array, Cache | None]:
+  """Runs all but the output layer; a Haiku function.
+
+  Args:
+    config: the model.
+    tokens_BL: integers below `vocab_size`, at the positions from `start`.
+    is_training: whether to drop out.
+    cache: keys and values of all layers, [N, B, M, H, K] each.
+    start: position of the first token.
+
+  Returns:
+    Normalised output [B, L, D], the embedding table [V, D], and the cache.
+  """
+  length = tokens_BL.shape[1]
+  if length > config.max_length:
+    raise ValueError(
+      f'Got sequences of {length} tokens; max_length is {config.max_length}.'
+      ' Cut them, or raise it.'
+    )
+
+  def drop(x: jax.Array) -> jax.Array:
+    if not is_training or not config.dropout:
+      return x
+    keep = jax.random.bernoulli(hk.next_rng_key(), 1 - config.dropout, x.shape)
+    return jnp.where(keep, x / (1 - config.dropout), 0)
+
+  def layer(x: jax.Array, *cache: Any) -> tuple[jax.Array, Cache | None]:
+    mixed, new_cache = Attention(config)(
+      RMSNorm('attention_norm')(x), angles_LK, cache or None, start
+    )
+    x += drop(mixed)
+    x += drop(FeedForward(config)(RMSNorm('feed_forward_norm')(x)))
+    x = partitioning.constrain(x, ('batch', 'length', 'embed'))
+    return x, new_cache
+
+  angles_LK = None
+  if config.positions == 'rotary':
+    angles_LK = rotary_angles(start + jnp.arange(length), config.head_dim)
+  if config.remat != 'none':
+    layer = hk.remat(layer, policy=_REMAT_POLICIES[config.remat])
+  x_BLD, table_VD = Embedding(config)(tokens_BL, start)
+  x_BLD = partitioning.constrain(drop(x_BLD), ('batch', 'length', 'embed'))
+  x_BLD, cache = hk.layer_stack(
+    config.num_layers,
+    with_per_layer_inputs=True,
+    unroll=1 if config.scan_layers else config.num_layers,
+    name=_STACK,
+  )(layer)(x_BLD, *(cache or ()))
+  return RMSNorm('final_norm')(x_BLD), table_VD, cache
+
+
+@functools.cache
+def _transformed(config: ModelConfig) -> hk.Transformed:
+  return hk.transform(functools.partial(_forward, config))
+
+
+def init(rng: jax.Array, config: ModelConfig) -> Params:
+  """Creates the weights.
+
+  Args:
+    rng: a key, raw or typed.
+    config: the model.
+
+  Returns:
+    Haiku's two-level dict; each leaf a `partitioning.Logical` around a float32
+    array. `partitioning.unbox` gives what the other functions take.
+  """
+  with _declare_axes() as declared:
+    params = _transformed(config).init(
+      rng, jnp.zeros((1, 1), jnp.int32), is_training=False
+    )
+
+  def box(module: str, name: str, value: jax.Array) -> partitioning.Logical:
+    # The layers are created in a context of their own, which does not know
+    # that it is stacked.
+    inner = module.removeprefix(f'{_STACK}/')
+    if (inner, name) not in declared:
+      raise ValueError(
+        f'The weight {module}/{name} has no logical axes; expected it to be'
+        ' created with `weight`, not `hk.get_parameter`.'
+      )
+    stacked = () if inner == module else (_STACK,)
+    return partitioning.Logical(value, (*stacked, *declared[inner, name]))
+
+  return {
+    module: {name: box(module, name, value) for name, value in leaves.items()}
+    for module, leaves in hk.data_structures.to_mutable_dict(params).items()
+  }
+
+
+def apply(
+  params: Params,
+  tokens_BL: jax.Array,
+  config: ModelConfig,
+  *,
+  rng: jax.Array | None = None,
+  is_training: bool = False,
+) -> jax.Array:
+  """Returns float32 logits [B, L, V] for each position's next token.
+
+  Args:
+    params: weights, not boxed.
+    tokens_BL: integers below `vocab_size`.
+    config: the model.
+    rng: a key for dropout; needed where it is on.
+    is_training: whether to drop out.
+
+  Raises:
+    ValueError: the sequence is longer than `max_length`.
+  """
+  x_BLD, table_VD, _ = _transformed(config).apply(
+    params, rng, tokens_BL, is_training=is_training
+  )
+  return _logits(x_BLD, table_VD)
+
+
+def _logits(x_BLD: jax.Array, table_VD: jax.Array) -> jax.Array:
+  logits = _einsum('BLD,VD->BLV', x_BLD, table_VD.astype(x_BLD.dtype))
+  return partitioning.constrain(logits, ('batch', 'length', 'vocab'))
+
+
+def _cross_entropy(
+  x_BLD: jax.Array,
+  table_VD: jax.Array,
+  targets_BL: jax.Array,
+  weights_BL: jax.Array,
+) -> jax.Array:
+  """The weighted sum of the cross entropy, in nats."""
+  logits_BLV = _logits(x_BLD, table_VD)
+  target_BL1 = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)
+  nats_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - target_BL1[..., 0]
+  return jnp.sum(nats_BL * weights_BL)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _chunked_cross_entropy(
+  x_BLD: jax.Array,
+  table_VD: jax.Array,
+  targets_BL: jax.Array,
+  weights_BL: jax.Array,
+  chunks: int,
+) -> jax.Array:
+  """`_cross_entropy` with the logits of one piece of the sequence at a time."""
+  pieces = _pieces((x_BLD, targets_BL, weights_BL), chunks)
+
+  def add(total: jax.Array, piece: Any) -> tuple[jax.Array, None]:
+    x, targets, weights = piece
+    return total + _cross_entropy(x, table_VD, targets, weights), None
+
+  return jax.lax.scan(add, jnp.zeros([]), pieces)[0]
+
+
+def _pieces(tree: Any, chunks: int) -> Any:
+  """Cuts [B, L, ...] into [chunks, B, L / chunks, ...]."""
+  # Not along the batch, which is split over devices.
+  return jax.tree.map(
+    lambda x: jnp.swapaxes(
+      x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 0, 1
+    ),
+    tree,
+  )
+
+
+def _chunked_forward(
+  x_BLD: jax.Array,
+  table_VD: jax.Array,
+  targets_BL: jax.Array,
+  weights_BL: jax.Array,
+  chunks: int,
+) -> tuple[jax.Array, Any]:
+  """The loss with its gradients, while the logits are at hand.
+
+  Recomputing them in the backward pass would cost a fourth product with the
+  table.
+  """
+
+  def add(carry: Any, piece: Any) -> tuple[Any, jax.Array]:
+    x, targets, weights = piece
+    loss, (grad_x, grad_table) = jax.value_and_grad(
+      _cross_entropy, argnums=(0, 1)
+    )(x, table_VD, targets, weights)
+    return jax.tree.map(jnp.add, carry, (loss, grad_table)), grad_x
+
+  pieces = _pieces((x_BLD, targets_BL, weights_BL), chunks)
+  zero = (jnp.zeros([]), jnp.zeros_like(table_VD))
+  (loss, grad_table), grad_x = jax.lax.scan(add, zero, pieces)
+  return loss, (jnp.swapaxes(grad_x, 0, 1).reshape(x_BLD.shape), grad_table)
+
+
+def _chunked_backward(chunks: int, grads: Any, cotangent: jax.Array) -> Any:
+  del chunks
+  grad_x, grad_table = grads
+  return (
+    grad_x * cotangent.astype(grad_x.dtype),
+    grad_table * cotangent,
+    None,
+    None,
+  )
+
+
+_chunked_cross_entropy.defvjp(_chunked_forward, _chunked_backward)
+
+
+def loss(
+  params: Params,
+  tokens_BL: jax.Array,
+  targets_BL: jax.Array,
+  weights_BL: jax.Array,
+  config: ModelConfig,
+  *,
+  rng: jax.Array | None = None,
+  is_training: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the summed cross entropy, in nats, and the summed weights.
+
+  Their quotient is the mean a token; sums of both over batches, or devices,
+  give the exact mean over all.
+
+  Args:
+    params: weights, not boxed.
+    tokens_BL: the input.
+    targets_BL: the token to predict at each position.
+    weights_BL: float32; 0 takes a position out. No gradient belongs to it.
+    config: the model.
+    rng: a key for dropout; needed where it is on.
+    is_training: whether to drop out.
+
+  Returns:
+    Two float32 scalars.
+
+  Raises:
+    ValueError: `loss_chunks` does not divide the length, or the sequence is
+      longer than `max_length`.
+  """
+  if tokens_BL.shape[1] % config.loss_chunks:
+    raise ValueError(
+      f'loss_chunks must divide the length of the sequence; got'
+      f' {config.loss_chunks} for {tokens_BL.shape[1]} tokens.'
+    )
+  x_BLD, table_VD, _ = _transformed(config).apply(
+    params, rng, tokens_BL, is_training=is_training
+  )
+  weights_BL = jax.lax.stop_gradient(weights_BL)
+  args = (x_BLD, table_VD, targets_BL, weights_BL)
+  if config.loss_chunks == 1:
+    return _cross_entropy(*args), weights_BL.sum()
+  return _chunked_cross_entropy(*args, config.loss_chunks), weights_BL.sum()
+
+
+@functools.partial(jax.jit, static_argnames=('num_tokens', 'config'))
+def generate(
+  params: Params,
+  prompt_BT: jax.Array,
+  num_tokens: int,
+  rng: jax.Array,
+  config: ModelConfig,
+  temperature: float | jax.Array = 1.0,
+) -> jax.Array:
+  """Continues prompts, with the keys and values of the past kept in a cache.
+
+  One compiled program for each shape of the prompt and `num_tokens`.
+
+  Args:
+    params: weights, not boxed.
+    prompt_BT: at least one token each.
+    num_tokens: how many to add.
+    rng: a key, raw or typed.
+    config: the model.
+    temperature: the logits are divided by it; 0 takes the likeliest token.
+
+  Returns:
+    The new tokens, int32 [B, num_tokens].
+
+  Raises:
+    ValueError: prompt and continuation exceed `max_length`.
+  """
+  batch, prompt_length = prompt_BT.shape
+  length = prompt_length + num_tokens
+  if prompt_length < 1 or num_tokens < 1 or length > config.max_length:
+    raise ValueError(
+      f'Got a prompt of {prompt_length} tokens and num_tokens={num_tokens};'
+      ' expected at least one each and together at most'
+      f' max_length={config.max_length}.'
+    )
+
+  def next_logits(
+    tokens: jax.Array, cache: Cache, start: int | jax.Array
+  ) -> tuple[jax.Array, Cache]:
+    x_BLD, table_VD, cache = _transformed(config).apply(
+      params, None, tokens, is_training=False, cache=cache, start=start
+    )
+    return _logits(x_BLD[:, -1:], table_VD)[:, 0], cache
+
+  def step(carry: Any, key_and_position: Any) -> tuple[Any, jax.Array]:
+    logits_BV, cache = carry
+    key, position = key_and_position
+    # The guard keeps the branch not taken finite.
+    sampled = jax.random.categorical(
+      key, logits_BV / jnp.where(temperature > 0, temperature, 1.0)
+    )
+    token_B = jnp.where(temperature > 0, sampled, logits_BV.argmax(axis=-1))
+    token_B = token_B.astype(jnp.int32)
+    return next_logits(token_B[:, None], cache, position), token_B
+
+  shape = (config.num_layers, batch, length, config.num_heads, config.head_dim)
+  empty = (jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
+  _, tokens_LB = jax.lax.scan(
+    step,
+    next_logits(prompt_BT, empty, 0),
+    (jax.random.split(rng, num_tokens), prompt_length + jnp.arange(num_tokens)),
+  )
+  return tokens_LB.T

@@ -1,0 +1,399 @@
+"""Tests of the language model against independent formulas.
+
+Shapes: as in model.py.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.lm import model
+from jaxline import partitioning
+
+TINY = model.ModelConfig(
+  vocab_size=11,
+  num_layers=3,
+  embed_dim=16,
+  num_heads=2,
+  mlp_dim=24,
+  max_length=12,
+)
+VARIANTS = {
+  'rotary_gelu': TINY,
+  'learned_swiglu': dataclasses.replace(
+    TINY, positions='learned', feed_forward='swiglu'
+  ),
+}
+
+
+def _params(config, seed=0):
+  # Norm scales start at one, where a forgotten one would not be noticed.
+  params = partitioning.unbox(model.init(jax.random.key(seed), config))
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(
+    lambda x: x + jnp.asarray(0.1 * rng.normal(size=x.shape), x.dtype), params
+  )
+
+
+def _tokens(config, batch=2, length=12, seed=1):
+  rng = np.random.default_rng(seed)
+  shape = (batch, length)
+  return jnp.asarray(rng.integers(0, config.vocab_size, shape), jnp.int32)
+
+
+def _loss_and_grads(params, config, **kwargs):
+  tokens = _tokens(config)
+  weights = jnp.ones(tokens.shape).at[0, :3].set(0)
+
+  def mean(params):
+    total, weight = model.loss(
+      params, tokens, tokens[:, ::-1], weights, config, **kwargs
+    )
+    return total / weight
+
+  return jax.jit(jax.value_and_grad(mean))(params)
+
+
+def _assert_trees_close(actual, expected, **tolerance):
+  assert jax.tree.structure(actual) == jax.tree.structure(expected)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, **tolerance), actual, expected
+  )
+
+
+# ---- An independent program: numpy, float64, one position at a time.
+
+
+def _numpy_norm(x, scale):
+  return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def _numpy_turn(vector, position):
+  """Turns pairs as complex numbers."""
+  half = len(vector) // 2
+  pairs = vector[:half] + 1j * vector[half:]
+  pairs = pairs * np.exp(1j * position / 1e4 ** (np.arange(half) / half))
+  return np.concatenate([pairs.real, pairs.imag])
+
+
+def _numpy_attention(q_LK, k_LK, v_LK):
+  out = []
+  for i in range(len(q_LK)):
+    scores = k_LK[: i + 1] @ q_LK[i] / math.sqrt(q_LK.shape[1])
+    p = np.exp(scores) / np.exp(scores).sum()
+    out.append(p @ v_LK[: i + 1])
+  return np.array(out)
+
+
+def _numpy_logits(params, tokens_L, config):
+  w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+  x = w['embedding']['tokens'][tokens_L]
+  if config.positions == 'learned':
+    x = x + w['embedding']['positions'][: len(tokens_L)]
+  for n in range(config.num_layers):
+    attention, feed_forward = w['layers/attention'], w['layers/feed_forward']
+    h = _numpy_norm(x, w['layers/attention_norm']['scale'][n])
+    for head in range(config.num_heads):
+      q, k, v = (h @ attention['qkv'][n, :, part, head] for part in range(3))
+      if config.positions == 'rotary':
+        q = np.array([_numpy_turn(q[i], i) for i in range(len(q))])
+        k = np.array([_numpy_turn(k[i], i) for i in range(len(k))])
+      x = x + _numpy_attention(q, k, v) @ attention['out'][n, head]
+    h = _numpy_norm(x, w['layers/feed_forward_norm']['scale'][n])
+    a = h @ feed_forward['in'][n, :, 0]
+    if config.feed_forward == 'swiglu':
+      a = a / (1 + np.exp(-a)) * (h @ feed_forward['in'][n, :, 1])
+    else:
+      inner = math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)
+      a = 0.5 * a * (1 + np.tanh(inner))
+    x = x + a @ feed_forward['out'][n]
+  return _numpy_norm(x, w['final_norm']['scale']) @ w['embedding']['tokens'].T
+
+
+@pytest.mark.parametrize('name', VARIANTS)
+def test_logits_and_loss_match_an_independent_program(name):
+  config = VARIANTS[name]
+  params, tokens = _params(config), _tokens(config)
+  logits = jax.jit(model.apply, static_argnums=2)(params, tokens, config)
+  expected = np.stack([_numpy_logits(params, row, config) for row in tokens])
+  np.testing.assert_allclose(logits, expected, atol=2e-5)
+
+  targets = np.roll(tokens, 1, axis=1)
+  weights = np.arange(tokens.size, dtype=np.float32).reshape(tokens.shape) % 3
+  nats = np.log(np.exp(expected).sum(-1)) - np.take_along_axis(
+    expected, targets[..., None], -1
+  ).squeeze(-1)
+  total, weight = model.loss(
+    params, tokens, jnp.asarray(targets), jnp.asarray(weights), config
+  )
+  assert weight == weights.sum()
+  np.testing.assert_allclose(total, (nats * weights).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize('length', [5, 160])  # 160 is attended in two halves.
+@pytest.mark.parametrize('implementation', ['einsum', 'xla'])
+def test_attention_matches_an_independent_program(length, implementation):
+  rng = np.random.default_rng(0)
+  q, k, v = rng.normal(size=(3, 2, length, 2, 8))
+  actual = model.causal_attention(
+    *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), implementation
+  )
+  for b in range(2):
+    for h in range(2):
+      expected = _numpy_attention(q[b, :, h], k[b, :, h], v[b, :, h])
+      np.testing.assert_allclose(actual[b, :, h], expected, atol=1e-5)
+
+
+def test_parameter_count_and_axes():
+  d, f, v, n = TINY.embed_dim, TINY.mlp_dim, TINY.vocab_size, TINY.num_layers
+  counts = {
+    'rotary_gelu': v * d + n * (4 * d * d + 2 * d * f + 2 * d) + d,
+    'learned_swiglu': (v + TINY.max_length) * d
+    + n * (4 * d * d + 3 * d * f + 2 * d)
+    + d,
+  }
+  for name, config in VARIANTS.items():
+    boxed = jax.eval_shape(
+      lambda rng, config=config: model.init(rng, config),
+      jax.random.PRNGKey(0),
+    )
+    leaves = jax.tree.leaves(boxed, is_leaf=partitioning.is_logical)
+    assert sum(math.prod(x.value.shape) for x in leaves) == counts[name]
+    for x in leaves:
+      assert partitioning.is_logical(x)
+      assert x.value.dtype == jnp.float32
+      assert len(x.axes) == x.value.ndim
+      assert set(x.axes) <= {None, *partitioning.AXIS_NAMES}
+    stacked = boxed['layers/attention']['qkv']
+    assert stacked.axes == ('layers', 'embed', None, 'heads', 'kv')
+    assert boxed['embedding']['tokens'].axes == ('vocab', 'embed')
+    for module, weights in boxed.items():
+      for x in weights.values():
+        assert (x.axes[0] == 'layers') == module.startswith('layers/')
+
+
+def test_axes_give_a_sharding_that_computes_the_same():
+  params, tokens = model.init(jax.random.key(0), TINY), _tokens(TINY)
+  expected = model.apply(partitioning.unbox(params), tokens, TINY)
+  partitioner = partitioning.Partitioner(
+    partitioning.make_mesh({'data': 2}, jax.devices()[:2]),
+    partitioning.get_rules('fsdp'),
+  )
+  specs = partitioner.specs(params)
+  assert specs['layers/feed_forward']['out'][2] == ('data',)
+  with partitioner.activate():
+    actual = jax.jit(
+      model.apply,
+      static_argnums=2,
+      in_shardings=(partitioner.shardings(specs), partitioner.batch_sharding),
+    )(partitioning.unbox(params), tokens, TINY)
+  np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_typed_and_raw_keys_give_the_same_weights():
+  typed = model.init(jax.random.key(3), TINY)
+  raw = model.init(jax.random.PRNGKey(3), TINY)
+  _assert_trees_close(typed, raw, rtol=0)
+
+
+def test_layers_start_differently_and_at_the_stated_scale():
+  config = dataclasses.replace(TINY, embed_dim=128, num_layers=2, mlp_dim=256)
+  params = partitioning.unbox(model.init(jax.random.key(0), config))
+  first, second = params['layers/attention']['qkv']
+  assert abs(float(jnp.corrcoef(first.ravel(), second.ravel())[0, 1])) < 0.02
+  assert float(first.std()) == pytest.approx(128**-0.5, rel=0.02)
+  out = params['layers/feed_forward']['out']
+  assert float(out.std()) == pytest.approx((256 * 4) ** -0.5, rel=0.02)
+
+
+def test_loss_at_initialisation_is_that_of_a_uniform_guess():
+  config = dataclasses.replace(TINY, vocab_size=257, embed_dim=64)
+  params = partitioning.unbox(model.init(jax.random.key(0), config))
+  tokens = _tokens(config, batch=16)
+  weights = jnp.ones(tokens.shape)
+  total, weight = model.loss(params, tokens, tokens[:, ::-1], weights, config)
+  assert float(total / weight) == pytest.approx(math.log(257), abs=0.06)
+
+
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'scan_layers': True},
+    {'remat': 'dots'},
+    {'remat': 'full', 'scan_layers': True},
+    {'loss_chunks': 3},
+    {'attention': 'xla'},
+  ],
+  ids=str,
+)
+def test_how_it_is_computed_changes_neither_loss_nor_gradients(changes):
+  config = dataclasses.replace(TINY, **changes)
+  params = _params(TINY)
+  expected = _loss_and_grads(params, TINY)
+  _assert_trees_close(
+    _loss_and_grads(params, config), expected, rtol=1e-4, atol=1e-6
+  )
+  _assert_trees_close(
+    model.init(jax.random.key(0), config),
+    model.init(jax.random.key(0), TINY),
+    rtol=0,
+  )
+
+
+def test_chunked_loss_without_gradients_and_within_one_device_program():
+  config = dataclasses.replace(TINY, loss_chunks=4)
+  params, tokens = _params(TINY), _tokens(TINY)
+  weights = jnp.linspace(0, 1, tokens.size).reshape(tokens.shape)
+  args = (params, tokens, tokens[:, ::-1], weights)
+  _assert_trees_close(
+    model.loss(*args, config), model.loss(*args, TINY), rtol=1e-5
+  )
+
+
+def test_a_future_token_never_changes_an_earlier_prediction():
+  config = dataclasses.replace(TINY, max_length=130)
+  params, tokens = _params(config), _tokens(config, batch=1, length=130)
+  apply = jax.jit(model.apply, static_argnums=2)
+  before = apply(params, tokens, config)
+  for position in (0, 64, 65, 129):
+    changed = tokens.at[0, position].set((tokens[0, position] + 1) % 11)
+    after = apply(params, changed, config)
+    np.testing.assert_array_equal(after[:, :position], before[:, :position])
+    assert not np.allclose(after[:, position], before[:, position])
+
+
+def test_rotary_scores_depend_on_the_distance_only():
+  rng = np.random.default_rng(0)
+  q, k = (jnp.asarray(rng.normal(size=8), jnp.float32) for _ in range(2))
+
+  def score(i, j):
+    angles = model.rotary_angles(jnp.array([i, j]), 8)
+    pair = model.rotate(jnp.stack([q, k])[None, :, None], angles)[0, :, 0]
+    return float(pair[0] @ pair[1])
+
+  assert score(0, 0) == pytest.approx(float(q @ k), rel=1e-5)
+  assert score(9, 4) == pytest.approx(score(105, 100), rel=1e-4)
+  assert abs(score(9, 4) - score(9, 5)) > 1e-2
+
+
+def test_rotary_angles_by_hand():
+  angles = model.rotary_angles(jnp.array([0, 3]), 4)
+  np.testing.assert_allclose(angles, [[0, 0], [3, 0.03]], rtol=1e-6)
+
+
+@pytest.mark.parametrize('name', VARIANTS)
+@pytest.mark.parametrize('scan_layers', [False, True])
+def test_cached_decoding_equals_running_the_whole_prefix(name, scan_layers):
+  config = dataclasses.replace(VARIANTS[name], scan_layers=scan_layers)
+  # Larger weights, so that the likeliest token is not always the last one.
+  params = jax.tree.map(lambda x: 2 * x, _params(config))
+  prompt = _tokens(config, batch=3, length=4)
+  new = model.generate(params, prompt, 8, jax.random.key(0), config, 0.0)
+  assert new.shape == (3, 8)
+  assert new.dtype == jnp.int32
+  assert len(np.unique(new)) > 3
+  apply = jax.jit(model.apply, static_argnums=2)
+  whole = jnp.concatenate([prompt, new], axis=1)
+  # Causality makes one pass over the whole sequence the pass over any prefix.
+  likeliest = apply(params, whole, config).argmax(-1)[:, 3:-1]
+  np.testing.assert_array_equal(new, likeliest)
+
+
+def test_sampling_follows_the_softmax_at_its_temperature():
+  params, prompt = _params(TINY), _tokens(TINY, batch=1, length=3)
+  logits = np.asarray(model.apply(params, prompt, TINY)[0, -1], np.float64)
+  draws = 8192
+  tokens = model.generate(
+    params,
+    jnp.tile(prompt, (draws, 1)),
+    1,
+    jax.random.PRNGKey(0),
+    TINY,
+    temperature=0.5,
+  )
+  counts = np.bincount(np.asarray(tokens[:, 0]), minlength=TINY.vocab_size)
+  expected = np.exp(logits / 0.5) / np.exp(logits / 0.5).sum() * draws
+  # The 99.9% point of chi-square with 10 degrees of freedom.
+  assert ((counts - expected) ** 2 / expected).sum() < 29.6
+
+
+def test_bfloat16_keeps_float32_weights_loss_and_gradients():
+  config = dataclasses.replace(TINY, dtype='bfloat16')
+  params = _params(TINY)
+  loss, grads = _loss_and_grads(params, config)
+  exact_loss, exact_grads = _loss_and_grads(params, TINY)
+  dtypes = {x.dtype for x in jax.tree.leaves((params, loss, grads))}
+  assert dtypes == {jnp.dtype('float32')}
+  assert loss != exact_loss  # It did compute in bfloat16.
+  assert float(loss) == pytest.approx(float(exact_loss), rel=1e-2)
+  for a, b in zip(
+    jax.tree.leaves(grads), jax.tree.leaves(exact_grads), strict=True
+  ):
+    assert float(jnp.linalg.norm((a - b).ravel())) < 0.05 * float(
+      jnp.linalg.norm(b.ravel())
+    )
+  chunked = dataclasses.replace(config, loss_chunks=2, remat='dots')
+  np.testing.assert_allclose(
+    _loss_and_grads(params, chunked)[0], loss, rtol=1e-3
+  )
+  assert model.apply(params, _tokens(TINY), config).dtype == jnp.float32
+
+
+def test_dropout_in_training_only_and_the_same_scanned_or_not():
+  config = dataclasses.replace(TINY, dropout=0.5)
+  params, tokens = _params(TINY), _tokens(TINY)
+  plain = model.apply(params, tokens, TINY)
+  np.testing.assert_array_equal(model.apply(params, tokens, config), plain)
+  scanned = dataclasses.replace(config, scan_layers=True)
+  first, second, other = (
+    model.apply(params, tokens, c, rng=jax.random.key(seed), is_training=True)
+    for c, seed in ((config, 0), (scanned, 0), (config, 1))
+  )
+  np.testing.assert_allclose(first, second, atol=1e-5)
+  assert not np.allclose(first, plain)
+  assert not np.allclose(first, other)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'words'),
+  [
+    ({'num_layers': 0}, 'num_layers must be a positive integer; got 0'),
+    ({'mlp_dim': 2.5}, 'mlp_dim must be a positive integer; got 2.5'),
+    ({'loss_chunks': -1}, 'loss_chunks must be a positive integer'),
+    ({'num_heads': 3}, 'num_heads must divide embed_dim; got 3 heads for 16'),
+    ({'num_heads': 16}, "even embed_dim .* got 1.*positions='learned'"),
+    ({'remat': 'some'}, "remat must be one of .*'dots'.*; got 'some'"),
+    ({'dtype': 'float8'}, "dtype must be one of .*; got 'float8'"),
+    ({'attention': 'cudnn'}, "'cudnn' needs dtype='bfloat16'"),
+    ({'dropout': 1.0}, r'dropout must lie in \[0, 1\); got 1.0'),
+  ],
+)
+def test_config_errors_name_the_field(changes, words):
+  with pytest.raises(ValueError, match=words):
+    dataclasses.replace(TINY, **changes)
+
+
+def test_errors_about_lengths():
+  params, tokens = _params(TINY), _tokens(TINY, length=13)
+  with pytest.raises(ValueError, match='13 tokens; max_length is 12'):
+    model.apply(params, tokens, TINY)
+  with pytest.raises(ValueError, match='prompt of 13 .* max_length=12'):
+    model.generate(params, tokens, 1, jax.random.key(0), TINY)
+  config = dataclasses.replace(TINY, loss_chunks=5)
+  tokens = tokens[:, :12]
+  with pytest.raises(ValueError, match='loss_chunks must divide .* 5 for 12'):
+    model.loss(params, tokens, tokens, jnp.ones(tokens.shape), config)
+
+
+def test_a_weight_without_axes_is_refused(monkeypatch):
+  def undeclared(name, shape, axes, stddev):
+    del axes, stddev
+    return model.hk.get_parameter(name, shape, jnp.float32, jnp.ones)
+
+  monkeypatch.setattr(model, 'weight', undeclared)
+  with pytest.raises(ValueError, match='has no logical axes'):
+    model.init(jax.random.key(0), TINY)

@@ -1,0 +1,957 @@
+"""Tests for jaxline.writers."""
+
+from collections.abc import Iterator
+import io
+import json
+import math
+import os
+import pathlib
+import resource
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+import traceback
+from typing import Any
+from unittest import mock
+import warnings
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+import PIL.Image
+import pytest
+
+from jaxline import writers
+
+with warnings.catch_warnings():
+  # The reader only; what we write with stays under warnings as errors.
+  warnings.simplefilter('ignore')
+  from tensorboard.backend.event_processing import (
+    event_accumulator,
+    plugin_event_accumulator,
+  )
+  from tensorboard.util import tensor_util
+
+_TIMEOUT = 30.0
+
+
+@pytest.fixture
+def logged_warnings() -> Iterator[mock.Mock]:
+  writers._warned.clear()
+  with mock.patch.object(logging, 'warning') as warning:
+    yield warning
+
+
+def _load(directory: Any) -> event_accumulator.EventAccumulator:
+  """Reads a directory as it stands, values as they were written."""
+  return event_accumulator.EventAccumulator(
+    str(directory), size_guidance=dict.fromkeys(_KINDS, 0)
+  ).Reload()
+
+
+_KINDS = (
+  event_accumulator.SCALARS,
+  event_accumulator.TENSORS,
+  event_accumulator.IMAGES,
+)
+
+
+def _scalars(directory: Any, tag: str) -> list[tuple[int, float]]:
+  return [(e.step, e.value) for e in _load(directory).Scalars(tag)]
+
+
+def _tensor(directory: Any, tag: str) -> np.ndarray:
+  (event,) = _load(directory).Tensors(tag)
+  return tensor_util.make_ndarray(event.tensor_proto)
+
+
+def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
+  def refuse(constant: str) -> None:
+    raise AssertionError(f'{constant} is not JSON')
+
+  text = path.read_text()
+  return [json.loads(t, parse_constant=refuse) for t in text.splitlines()]
+
+
+class _Recorder(writers.MetricWriter):
+  """Keeps every call; waits at `gate` and fails where told to."""
+
+  def __init__(self, gate: threading.Event | None = None) -> None:
+    self.calls: list[tuple[Any, ...]] = []
+    self.gate = gate
+    self.entered = threading.Event()
+    self.failing: dict[str, Exception] = {}
+    self.threads: set[str] = set()
+
+  def _take(self, *call: Any) -> None:
+    self.threads.add(threading.current_thread().name)
+    self.entered.set()
+    if self.gate is not None:
+      assert self.gate.wait(_TIMEOUT)
+    if call[0] in self.failing:
+      raise self.failing[call[0]]
+    self.calls.append(call)
+
+  def _write(
+    self, kind: str, global_step: Any, values: Any, *options: Any
+  ) -> None:
+    self._take(kind, global_step, values, *options)
+
+  def flush(self) -> None:
+    self._take('flush')
+
+  def close(self) -> None:
+    self._take('close')
+
+
+class _ScalarsOnly:
+  """A writer as old forks have it."""
+
+  def __init__(self) -> None:
+    self.calls: list[tuple[int, dict[str, Any]]] = []
+
+  def write_scalars(self, global_step: int, scalars: Any) -> None:
+    self.calls.append((global_step, scalars))
+
+
+# --- Conversion. ---
+
+
+def test_to_scalars_takes_every_kind_of_number():
+  got = writers.to_scalars(
+    {
+      'int': 3,
+      'big': 2**53 + 1,
+      'bool': True,
+      'float': 0.5,
+      'np_float16': np.float16(0.25),
+      'np_int8': np.int8(-7),
+      'np_uint64': np.uint64(2**64 - 1),
+      'np_bool': np.bool_(True),
+      'np_0d': np.array(1.5),
+      'np_one': np.array([[2.5]], np.float32),
+      'bfloat16': jnp.bfloat16(1.5),
+      'bfloat16_0d': jnp.array(-2.0, jnp.bfloat16),
+      'np_bfloat16': np.asarray(jnp.array([0.75], jnp.bfloat16)),
+      'jnp_bool': jnp.array(False),
+      'jnp_int': jnp.array([9], jnp.int32),
+      'jnp_int4': jnp.array(-3, jnp.int4),
+      'jnp_float8': jnp.array(0.5, jnp.float8_e4m3fn),
+      'jnp_float': jnp.float32(0.1),
+      'inf': math.inf,
+      'nest': {'a': 1, 'b': {'c': jnp.float32(2)}},
+    }
+  )
+  expected = {
+    'int': 3,
+    'big': 9007199254740993,
+    'bool': 1,
+    'float': 0.5,
+    'np_float16': 0.25,
+    'np_int8': -7,
+    'np_uint64': 18446744073709551615,
+    'np_bool': 1,
+    'np_0d': 1.5,
+    'np_one': 2.5,
+    'bfloat16': 1.5,
+    'bfloat16_0d': -2.0,
+    'np_bfloat16': 0.75,
+    'jnp_bool': 0,
+    'jnp_int': 9,
+    'jnp_int4': -3,
+    'jnp_float8': 0.5,
+    # float32's neighbour of 0.1: 13421773 / 2**27.
+    'jnp_float': 13421773 / 2**27,
+    'inf': math.inf,
+    'nest/a': 1,
+    'nest/b/c': 2.0,
+  }
+  assert got == expected
+  assert list(got) == list(expected)
+  ints = {k for k, v in got.items() if type(v) is int}
+  assert ints == {k for k, v in expected.items() if type(v) is int}
+  assert all(type(v) in (int, float) for v in got.values())
+
+
+def test_to_scalars_keeps_nan():
+  assert math.isnan(writers.to_scalars({'a': jnp.float32('nan')})['a'])
+
+
+@pytest.mark.parametrize(
+  ('value', 'described'),
+  [
+    (None, 'None of type NoneType'),
+    ('fast', "'fast' of type str"),
+    ([1.0], '[1.0] of type list'),
+    (1j, '1j of type complex'),
+    (10**400, '1000'),
+    (np.array(['a']), 'an array of shape [1] and dtype <U1'),
+    (np.zeros((2, 3)), 'an array of shape [2, 3] and dtype float64'),
+    (np.zeros(0, np.int32), 'an array of shape [0] and dtype int32'),
+  ],
+)
+def test_what_is_no_number_is_skipped_with_one_warning(
+  value, described, logged_warnings
+):
+  for _ in range(3):
+    got = writers.to_scalars({'good': 1, 'nest': {'bad': value}, 'last': 2})
+    assert got == {'good': 1, 'last': 2}
+  ((message, *args),) = [call.args for call in logged_warnings.call_args_list]
+  text = message % tuple(args)
+  assert '"nest/bad"' in text
+  assert f'got {described}' in text
+
+
+def test_jax_values_that_are_no_number_are_skipped(logged_warnings):
+  donated = jnp.float32(1)
+  donated.delete()
+  bad = {
+    'vector': jnp.zeros(4),
+    'typed_key': jax.random.key(0),
+    'raw_key': jax.random.PRNGKey(0),
+    'donated': donated,
+  }
+  assert writers.to_scalars(bad | {'good': 1}) == {'good': 1}
+  texts = [c.args[0] % c.args[1:] for c in logged_warnings.call_args_list]
+  assert len(texts) == 4
+  assert 'shape [4] and dtype float32' in texts[0]
+  assert 'dtype key<fry>' in texts[1]
+  assert 'donated or deleted' in texts[3]
+
+
+def test_to_step_takes_one_copy_per_device():
+  devices = jax.local_devices()
+  mesh = jax.sharding.Mesh(np.array(devices), ('d',))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('d'))
+  per_device = jax.device_put(np.full(len(devices), 7), sharding)
+  for step in (7, np.int64(7), np.full(3, 7), jnp.array(7), per_device, 7.0):
+    got = writers.to_step(step)
+    assert got == 7
+    assert type(got) is int
+  for step in (None, 'x', 7.5, np.zeros(0), math.nan):
+    with pytest.raises(TypeError, match=r'global_step: got .*expected an int'):
+      writers.to_step(step)
+
+
+# --- TensorBoard. ---
+
+
+def test_tensorboard_scalars(tmp_path):
+  clock = iter(range(100, 200))
+  with writers.TensorBoardWriter(
+    tmp_path / 'new' / 'train', time_fn=lambda: float(next(clock))
+  ) as writer:
+    writer.write_scalars(jnp.array([3, 3]), {'loss': 0.5, 'n': {'k': 2}})
+    writer.write_scalars(4, {'loss': jnp.float32('nan'), 'n/k': -1})
+    writer.write_scalars(5, {'nothing': {}})
+  directory = tmp_path / 'new' / 'train'
+  first, second = _load(directory).Scalars('loss')
+  # 100 named the file and 101 is its first, empty event.
+  assert (first.wall_time, first.step, first.value) == (102.0, 3, 0.5)
+  assert (second.wall_time, second.step) == (103.0, 4)
+  assert math.isnan(second.value)
+  assert _scalars(directory, 'n/k') == [(3, 2.0), (4, -1.0)]
+  assert _load(directory).Tags()['scalars'] == ['loss', 'n/k']
+  assert os.listdir(directory) == [os.path.basename(writer.path)]
+  assert os.path.basename(writer.path).startswith(
+    'events.out.tfevents.0000000100.000000.'
+  )
+
+
+def test_tensorboard_shows_a_record_before_any_flush(tmp_path):
+  with writers.TensorBoardWriter(tmp_path) as writer:
+    writer.write_scalars(1, {'a': 2})
+    assert _scalars(tmp_path, 'a') == [(1, 2.0)]
+
+
+def _decode(directory: Any, tag: str) -> list[np.ndarray]:
+  width, height, *pngs = _tensor(directory, tag).tolist()
+  images = [np.asarray(PIL.Image.open(io.BytesIO(png))) for png in pngs]
+  for image in images:
+    assert image.shape[:2] == (int(height), int(width))
+  return images
+
+
+def test_tensorboard_images_are_pixel_exact(tmp_path):
+  grey = np.arange(6, dtype=np.uint8).reshape(2, 3) * 50
+  rgb = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3) * 14
+  rgba = np.arange(5 * 2 * 3 * 4, dtype=np.uint8).reshape(5, 2, 3, 4) * 2
+  with writers.TensorBoardWriter(tmp_path) as writer:
+    writer.write_images(
+      9,
+      {
+        'grey': grey,
+        'rgb': rgb,
+        'rgba': jnp.asarray(rgba),
+        'column': grey[:, :, None],
+        # 0.2 * 255 = 51 exactly; 0.5 * 255 = 127.5 rounds to even, 128.
+        'float': jnp.array([[0.0, 0.2, 0.5, 1.0]]),
+        'rounding': np.array([[-0.004, 1.004]]),
+        'bool': np.array([[True, False]]),
+      },
+    )
+  accumulator = _load(tmp_path)
+  assert accumulator.Tensors('rgba')[0].step == 9
+  metadata = accumulator.SummaryMetadata('rgba')
+  assert metadata.plugin_data.plugin_name == 'images'
+  np.testing.assert_array_equal(_decode(tmp_path, 'grey'), grey[None])
+  np.testing.assert_array_equal(_decode(tmp_path, 'column'), grey[None])
+  np.testing.assert_array_equal(_decode(tmp_path, 'rgb'), rgb[None])
+  np.testing.assert_array_equal(_decode(tmp_path, 'rgba'), rgba)
+  np.testing.assert_array_equal(
+    _decode(tmp_path, 'float'), [[[0, 51, 128, 255]]]
+  )
+  np.testing.assert_array_equal(_decode(tmp_path, 'rounding'), [[[0, 255]]])
+  np.testing.assert_array_equal(_decode(tmp_path, 'bool'), [[[255, 0]]])
+
+
+@pytest.mark.parametrize(
+  ('image', 'got'),
+  [
+    (np.zeros(4, np.uint8), r'got shape \[4\]'),
+    (np.zeros((1, 2, 2, 2, 3), np.uint8), r'got shape \[1, 2, 2, 2, 3\]'),
+    (np.zeros((4, 8, 8), np.uint8), r'got shape \[4, 8, 8\]'),
+    (np.zeros((4, 8, 8, 2), np.uint8), r'got shape \[4, 8, 8, 2\]'),
+    (np.zeros((0, 8), np.uint8), r'got shape \[0, 8\]'),
+    (np.zeros((8, 8), np.int32), 'got dtype int32'),
+    (np.array([[0.0, 200.0]]), r'got values in 0\.\.200'),
+    (np.array([[-0.5, 1.0]]), r'got values in -0\.5\.\.1'),
+    (np.array([[0.0, np.nan]]), r'got values in nan\.\.nan'),
+  ],
+)
+def test_images_that_cannot_be_shown_are_refused(image, got, tmp_path):
+  with writers.TensorBoardWriter(tmp_path) as writer:
+    with pytest.raises(ValueError, match=f'Image "x": {got}.*expected'):
+      writer.write_images(0, {'x': image})
+
+
+def test_async_refuses_an_image_of_wrong_shape_on_the_caller():
+  with writers.AsyncWriter(_Recorder()) as writer:
+    with pytest.raises(ValueError, match=r'Image "x": got shape \[4, 8, 8\]'):
+      writer.write_images(0, {'x': jnp.zeros((4, 8, 8))})
+
+
+def test_tensorboard_texts_are_shown_verbatim(tmp_path):
+  text = 'def f(x):\n  return *x*\n\n# <b>end</b>\ud800'
+  with writers.TensorBoardWriter(tmp_path) as writer:
+    writer.write_texts(2, {'sample': text})
+  block = _tensor(tmp_path, 'sample').item().decode('utf-8')
+  assert block == ('    def f(x):\n      return *x*\n    \n    # <b>end</b>?')
+  metadata = _load(tmp_path).SummaryMetadata('sample')
+  assert metadata.plugin_data.plugin_name == 'text'
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    from tensorboard import plugin_util
+  html = plugin_util.markdown_to_safe_html(block)
+  assert html.count('<pre><code>') == 1
+  assert 'return *x*' in html
+  assert '&lt;b&gt;end' in html
+
+
+def test_tensorboard_histograms(tmp_path, logged_warnings):
+  values = jnp.array([0, 0, 1, 2, 3, 3, 3, 4], jnp.bfloat16)
+  nonfinite = np.array([np.nan, 1.0, 1.0, np.inf])
+  with writers.TensorBoardWriter(tmp_path) as writer:
+    for _ in range(2):
+      writer.write_histograms(1, {'none': np.array([np.nan])})
+    writer.write_histograms(1, {'w': values}, num_buckets=4)
+    writer.write_histograms(1, {'bad': nonfinite}, num_buckets=1)
+  np.testing.assert_array_equal(
+    # left, right, count; the last bucket has its right edge, too.
+    _tensor(tmp_path, 'w'),
+    [[0, 1, 2], [1, 2, 1], [2, 3, 1], [3, 4, 4]],
+  )
+  np.testing.assert_array_equal(_tensor(tmp_path, 'bad'), [[0.5, 1.5, 2]])
+  metadata = _load(tmp_path).SummaryMetadata('w')
+  assert metadata.plugin_data.plugin_name == 'histograms'
+  assert _load(tmp_path).Tags()['tensors'] == ['w', 'bad']
+  texts = [c.args[0] % c.args[1:] for c in logged_warnings.call_args_list]
+  assert ['1 of 1' in texts[0], '2 of 4' in texts[1]] == [True, True]
+  assert len(texts) == 2
+
+
+def test_todays_tensorboard_reads_all_kinds(tmp_path):
+  """The accumulator behind TensorBoard's pages, which upgrades old values."""
+  with writers.TensorBoardWriter(tmp_path) as writer:
+    writer.write_scalars(0, {'s': 1})
+    writer.write_images(0, {'i': np.zeros((2, 2), np.uint8)})
+    writer.write_texts(0, {'t': 'x'})
+    writer.write_histograms(0, {'h': np.arange(3)})
+  accumulator = plugin_event_accumulator.EventAccumulator(str(tmp_path))
+  accumulator.Reload()
+  plugins = {
+    tag: accumulator.SummaryMetadata(tag).plugin_data.plugin_name
+    for tag in accumulator.Tags()['tensors']
+  }
+  assert plugins == {
+    's': 'scalars',
+    'i': 'images',
+    't': 'text',
+    'h': 'histograms',
+  }
+
+
+def test_two_writers_in_one_directory_and_second_keep_all_points(tmp_path):
+  pair = [
+    writers.TensorBoardWriter(tmp_path, time_fn=lambda: 1e9) for _ in range(2)
+  ]
+  for step in range(60):
+    for i, writer in enumerate(pair):
+      writer.write_scalars(step, {f'w{i}': step})
+  for writer in pair:
+    writer.close()
+  assert len(os.listdir(tmp_path)) == 2
+  for i in range(2):
+    assert _scalars(tmp_path, f'w{i}') == [(n, float(n)) for n in range(60)]
+
+
+@pytest.mark.parametrize(
+  ('purge_step', 'steps'),
+  [(5, [0, 1, 2, 3, 4, 5, 6]), (None, [0, 1, 2, 3, 4, 5, 6, 7, 5, 6])],
+)
+def test_purge_step_hides_what_a_resumed_run_writes_again(
+  purge_step, steps, tmp_path
+):
+  with writers.TensorBoardWriter(tmp_path, time_fn=lambda: 1e9) as writer:
+    for step in range(8):
+      writer.write_scalars(step, {'a': 1})
+  with writers.TensorBoardWriter(
+    tmp_path, purge_step=purge_step, time_fn=lambda: 1e9 + 0.5
+  ) as writer:
+    for step in (5, 6):
+      writer.write_scalars(step, {'a': 2})
+  got = _scalars(tmp_path, 'a')
+  assert [step for step, _ in got] == steps
+  assert got[-2:] == [(5, 2.0), (6, 2.0)]
+
+
+def _make_tensorboard(directory: pathlib.Path) -> writers.MetricWriter:
+  return writers.TensorBoardWriter(directory)
+
+
+def _make_jsonl(directory: pathlib.Path) -> writers.MetricWriter:
+  return writers.JsonlWriter(directory / 'metrics.jsonl')
+
+
+both = pytest.mark.parametrize('make', [_make_tensorboard, _make_jsonl])
+
+
+@both
+@pytest.mark.parametrize('act', ['write', 'flush', 'close'])
+def test_a_deleted_directory_is_an_error(make, act, tmp_path):
+  writer = make(tmp_path / 'run')
+  writer.write_scalars(0, {'a': 1})
+  shutil.rmtree(tmp_path / 'run')
+  with pytest.raises(FileNotFoundError, match=r'was deleted .*run'):
+    if act == 'write':
+      writer.write_scalars(1, {'a': 1})
+    else:
+      getattr(writer, act)()
+  if act != 'close':
+    with pytest.raises(FileNotFoundError):
+      writer.close()
+  writer.close()
+
+
+@both
+def test_a_full_disk_is_an_error_and_spares_whole_records(make, tmp_path):
+  writer = make(tmp_path)
+  for step in range(3):
+    writer.write_scalars(step, {'a': step})
+  writer.flush()
+  (path,) = tmp_path.iterdir()
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  # The kernel takes ten more bytes of this file, then refuses.
+  resource.setrlimit(
+    resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1])
+  )
+  try:
+    with pytest.raises(OSError, match='too large') as raised:
+      writer.write_scalars(3, {'a': 3})
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert str(path) in raised.value.__notes__[0]
+  # Written behind the torn record it would be lost, so it is refused.
+  with pytest.raises(OSError, match=r'An earlier write .* failed'):
+    writer.write_scalars(4, {'a': 4})
+  writer.close()
+  if make is _make_tensorboard:
+    assert _scalars(tmp_path, 'a') == [(0, 0.0), (1, 1.0), (2, 2.0)]
+  else:
+    whole = path.read_text().splitlines()[:3]
+    assert [json.loads(line)['a'] for line in whole] == [0, 1, 2]
+
+
+@both
+def test_backends_refuse_writes_after_close_and_close_twice(make, tmp_path):
+  writer = make(tmp_path)
+  writer.close()
+  writer.close()
+  with pytest.raises(RuntimeError, match=r'write_texts .*after close\(\)'):
+    writer.write_texts(0, {'a': 'b'})
+  with pytest.raises(RuntimeError, match=r'flush .*after close\(\)'):
+    writer.flush()
+
+
+@both
+def test_an_unusable_directory_is_an_error_at_once(make, tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(OSError, match='file'):
+    make(tmp_path / 'file')
+
+
+def test_a_bucket_address_is_refused():
+  with pytest.raises(ValueError, match=r'local or mounted .*gs://b/r'):
+    writers.TensorBoardWriter('gs://b/r')
+
+
+# --- JSONL. ---
+
+
+def test_jsonl_records(tmp_path):
+  path = tmp_path / 'run' / 'metrics.jsonl'
+  clock = iter([1.5, 2.5, 3.5, 4.5, 5.5])
+  with writers.JsonlWriter(
+    path, mode='train', time_fn=lambda: next(clock)
+  ) as writer:
+    writer.write_scalars(
+      jnp.array([7, 7]),
+      {
+        'loss': jnp.float32(0.5),
+        'big': 2**53 + 1,
+        'nan': np.float32('nan'),
+        'up': math.inf,
+        'down': {'x': -math.inf},
+        'step': 12,
+        'mode': 3,
+      },
+    )
+    writer.write_texts(8, {'sample': 'a "b"\nc\ud800', 'time': 'noon'})
+    writer.write_images(9, {'x': np.zeros((2, 4, 5, 3), np.uint8)})
+    writer.write_histograms(10, {'w': np.array([1.0, 1.0, 4.0, np.inf])})
+    writer.write_scalars(11, {'none': np.zeros(3)})
+  common = {'mode': 'train'}
+  assert _lines(path) == [
+    common
+    | {'step': 7, 'time': 1.5, 'kind': 'scalars', 'loss': 0.5}
+    | {'big': 9007199254740993, 'nan': 'NaN', 'up': 'Infinity'}
+    | {'down/x': '-Infinity', 'scalars/step': 12, 'scalars/mode': 3},
+    common
+    | {'step': 8, 'time': 2.5, 'kind': 'texts', 'sample': 'a "b"\nc?'}
+    | {'texts/time': 'noon'},
+    common | {'step': 9, 'time': 3.5, 'kind': 'images', 'x': [2, 4, 5, 3]},
+    common
+    | {'step': 10, 'time': 4.5, 'kind': 'histograms', 'w/count': 3}
+    | {'w/nonfinite': 1, 'w/min': 1.0, 'w/mean': 2.0, 'w/max': 4.0},
+  ]
+  for name in ('nan', 'up', 'down/x'):
+    assert not math.isfinite(float(_lines(path)[0][name]))
+
+
+def test_jsonl_appends_and_survives_a_line_cut_short(tmp_path):
+  path = tmp_path / 'm.jsonl'
+  with writers.JsonlWriter(path, time_fn=lambda: 0.0) as writer:
+    writer.write_scalars(1, {'a': 1})
+  with writers.JsonlWriter(path, time_fn=lambda: 0.0) as writer:
+    writer.write_scalars(2, {'a': 2})
+  assert [line['step'] for line in _lines(path)] == [1, 2]
+  path.write_bytes(path.read_bytes()[:-9])
+  with writers.JsonlWriter(path, time_fn=lambda: 0.0) as writer:
+    writer.write_scalars(3, {'a': 3})
+    writer.write_scalars(4, {'a': 4})
+  first, torn, *rest = path.read_text().split('\n')
+  assert json.loads(first)['step'] == 1
+  assert torn == '{"step": 2, "time": 0.0, "kind": "scalars",'
+  assert [json.loads(line)['step'] for line in rest[:-1]] == [3, 4]
+  assert rest[-1] == ''
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='needs /dev/full')
+def test_jsonl_on_a_full_device(tmp_path):
+  writer = writers.AsyncWriter(writers.JsonlWriter('/dev/full'))
+  writer.write_scalars(1, {'a': 1})
+  with pytest.raises(OSError, match='No space left'):
+    writer.flush()
+  with pytest.raises(OSError, match='No space left'):
+    writer.close()
+
+
+# --- Log line. ---
+
+
+def test_log_lines():
+  with mock.patch.object(logging, 'info') as info:
+    writer = writers.LogLineWriter()
+    writer.write_scalars(
+      np.array([1200, 1200]),
+      {
+        'loss': 2.34512,
+        'bits_per_byte': 3.3829,
+        'steps_per_sec': 8.31,
+        'tokens': 2048000,
+        'tokens_per_sec': 17018.26,
+        'lr': 3e-5,
+        'bad': math.nan,
+      },
+    )
+    # Another order and a new name: the columns stay where they were.
+    writer.write_scalars(1201, {'new': 1.0, 'tokens': 5, 'loss': 2.0})
+    writer.write_images(2, {'x': np.zeros((4, 8, 8, 1), np.uint8)})
+    writer.write_histograms(3, {'w': np.array([1.0, 4.0])})
+    evaluation = writers.LogLineWriter(mode='eval')
+    evaluation.write_texts(4, {'sample': 'def f():\n  pass'})
+    evaluation.close()
+  lines = [call.args[0] % call.args[1:] for call in info.call_args_list]
+  assert lines == [
+    'step 1200 | loss 2.345 | bits_per_byte 3.383 | steps_per_sec 8.31 | '
+    'tokens 2048000 | tokens_per_sec 17018 | lr 3e-05 | bad nan',
+    'step 1201 | loss 2 | tokens 5 | new 1',
+    'step 2 | x [4, 8, 8, 1]',
+    'step 3 | w/count 2 | w/nonfinite 0 | w/min 1 | w/mean 2.5 | w/max 4',
+    'eval step 4 | sample:\ndef f():\n  pass',
+  ]
+
+
+# --- Several writers. ---
+
+
+def _write_all_kinds(writer: writers.MetricWriter) -> None:
+  writer.write_scalars(1, {'a': 1})
+  writer.write_images(2, {'b': np.zeros((1, 1), np.uint8)})
+  writer.write_texts(3, {'c': 'd'})
+  writer.write_histograms(4, {'e': np.zeros(2)}, num_buckets=7)
+
+
+_ALL_KINDS = [
+  ('scalars', 1, {'a': 1}),
+  ('images', 2, {'b': np.zeros((1, 1), np.uint8)}),
+  ('texts', 3, {'c': 'd'}),
+  ('histograms', 4, {'e': np.zeros(2)}, 7),
+]
+
+
+@pytest.mark.parametrize('decorate', ['multi', 'async'])
+def test_decorators_pass_every_kind_on(decorate):
+  recorder = _Recorder()
+  writer: writers.MetricWriter = (
+    writers.MultiWriter([recorder])
+    if decorate == 'multi'
+    else writers.AsyncWriter(recorder)
+  )
+  _write_all_kinds(writer)
+  writer.flush()
+  np.testing.assert_equal(recorder.calls, [*_ALL_KINDS, ('flush',)])
+  writer.close()
+  writer.close()
+  assert [c[0] for c in recorder.calls].count('close') == 1
+  for method in ('write_scalars', 'write_images', 'write_texts'):
+    with pytest.raises(RuntimeError, match=rf'{method} .*after close\(\)'):
+      getattr(writer, method)(0, {})
+  with pytest.raises(RuntimeError, match=r'flush .*after close\(\)'):
+    writer.flush()
+
+
+@pytest.mark.parametrize('decorate', ['multi', 'async'])
+def test_decorators_take_a_writer_of_scalars_only(decorate, logged_warnings):
+  old, mocked = (
+    _ScalarsOnly(),
+    mock.create_autospec(writers.Writer, instance=True),
+  )
+  for inner in (old, mocked):
+    writer = (
+      writers.MultiWriter([inner])
+      if decorate == 'multi'
+      else writers.AsyncWriter(inner)
+    )
+    _write_all_kinds(writer)
+    _write_all_kinds(writer)
+    writer.flush()
+    writer.close()
+  assert old.calls == [(1, {'a': 1})] * 2
+  assert mocked.write_scalars.call_args_list == [mock.call(1, {'a': 1})] * 2
+  texts = [c.args[0] % c.args[1:] for c in logged_warnings.call_args_list]
+  # Once per method that is missing.
+  assert sum('_ScalarsOnly has no method' in text for text in texts) == 3
+
+
+def test_a_failing_writer_does_not_keep_a_record_from_the_others():
+  good, bad, worse = _Recorder(), _Recorder(), _Recorder()
+  bad.failing = {'scalars': ValueError('bad'), 'close': KeyError('bad')}
+  writer = writers.MultiWriter([bad, worse, good])
+  with pytest.raises(ValueError, match='bad'):
+    writer.write_scalars(1, {'a': 1})
+  worse.failing = {'scalars': OSError('worse')}
+  with pytest.raises(ExceptionGroup, match='2 writers failed in') as raised:
+    writer.write_scalars(2, {'a': 2})
+  assert [str(e) for e in raised.value.exceptions] == ['bad', 'worse']
+  with pytest.raises(KeyError):
+    writer.close()
+  writer.close()
+  assert [c[0] for c in good.calls] == ['scalars', 'scalars', 'close']
+  assert [c[0] for c in worse.calls] == ['scalars', 'close']
+
+
+# --- In the background. ---
+
+
+def test_a_slow_writer_does_not_hold_up_the_caller():
+  gate = threading.Event()
+  recorder = _Recorder(gate)
+  writer = writers.AsyncWriter(recorder, max_queue=200)
+  for step in range(100):
+    writer.write_scalars(step, {'a': step})
+  # All calls have returned and the first has not yet been written.
+  assert recorder.calls == []
+  gate.set()
+  writer.close()
+  assert recorder.calls[:100] == [('scalars', n, {'a': n}) for n in range(100)]
+  assert [c[0] for c in recorder.calls[100:]] == ['flush', 'close']
+  assert recorder.threads == {'jaxline-writer'}
+  assert writer.dropped_records == 0
+
+
+def test_a_full_queue_drops_counts_and_reports(logged_warnings):
+  gate = threading.Event()
+  recorder = _Recorder(gate)
+  writer = writers.AsyncWriter(recorder, max_queue=3)
+  writer.write_scalars(0, {'a': 0})
+  assert recorder.entered.wait(_TIMEOUT)
+  # One is being written, three wait, and the other twelve are dropped.
+  for step in range(1, 16):
+    writer.write_scalars(step, {'a': step})
+  assert writer.dropped_records == 12
+  texts = [c.args[0] % c.args[1:] for c in logged_warnings.call_args_list]
+  assert len(texts) == 2
+  assert 'its queue holds 3 records and 1 were dropped' in texts[0]
+  assert '10 were dropped' in texts[1]
+  gate.set()
+  writer.flush()
+  expected = [('scalars', n, {'a': n}) for n in range(4)]
+  expected += [('scalars', 15, {'writer/dropped_records': 12}), ('flush',)]
+  assert recorder.calls == expected
+  text = logged_warnings.call_args_list[-1].args
+  assert text[0] % text[1:] == 'The writer dropped 12 records in all.'
+  writer.write_scalars(16, {'a': 16})
+  writer.close()
+  # Nothing new was dropped, so nothing more is said.
+  expected += [('scalars', 16, {'a': 16}), ('flush',), ('close',)]
+  assert recorder.calls == expected
+  assert len(logged_warnings.call_args_list) == 3
+
+
+def _deep_in_the_backend() -> None:
+  raise OSError('disk on fire')
+
+
+class _Burning(_Recorder):
+  def _write(self, kind: str, *args: Any) -> None:
+    if args[0] == 1:
+      _deep_in_the_backend()
+    super()._write(kind, *args)
+
+
+def test_an_error_on_the_thread_is_raised_on_the_caller():
+  gate = threading.Event()
+  recorder = _Burning(gate)
+  writer = writers.AsyncWriter(recorder)
+  for step in range(4):
+    writer.write_scalars(step, {'a': step})
+  gate.set()
+
+  def frames(act: Any) -> list[str]:
+    with pytest.raises(OSError, match='disk on fire') as raised:
+      act()
+    return [f.name for f in traceback.extract_tb(raised.value.__traceback__)]
+
+  depths = []
+  for act in (
+    writer.flush,
+    lambda: writer.write_scalars(4, {'a': 4}),
+    lambda: writer.write_texts(4, {'a': 'b'}),
+    writer.flush,
+    writer.close,
+  ):
+    names = frames(act)
+    assert names[-1] == '_deep_in_the_backend'
+    depths.append(len(names))
+  # Raised again and again it still has one traceback, not a growing one.
+  assert max(depths) <= depths[0] + 2
+  writer.close()
+  kinds = [c[:2] for c in recorder.calls if c[0] == 'scalars']
+  # What was queued is still written, what came after the error is not.
+  assert kinds == [('scalars', 0), ('scalars', 2), ('scalars', 3)]
+  assert recorder.calls[-1] == ('close',)
+  with pytest.raises(RuntimeError, match=r'after close\(\)'):
+    writer.write_scalars(5, {'a': 5})
+
+
+def test_the_first_error_is_raised_and_later_ones_are_logged():
+  recorder = _Recorder()
+  recorder.failing = {
+    'flush': ValueError('first'),
+    'close': ValueError('second'),
+  }
+  writer = writers.AsyncWriter(recorder)
+  with mock.patch.object(logging, 'error') as error:
+    with pytest.raises(ValueError, match='first'):
+      writer.close()
+  text = error.call_args.args[0] % error.call_args.args[1:]
+  assert 'ValueError: second' in text
+  assert '_take' in text
+
+
+def test_flush_waits_until_everything_is_written_and_flushed():
+  gate = threading.Event()
+  recorder = _Recorder(gate)
+  writer = writers.AsyncWriter(recorder)
+  writer.write_scalars(1, {'a': 1})
+  flushed = threading.Event()
+
+  def flush() -> None:
+    writer.flush()
+    flushed.set()
+
+  thread = threading.Thread(target=flush)
+  thread.start()
+  assert recorder.entered.wait(_TIMEOUT)
+  assert not flushed.wait(0.05)
+  gate.set()
+  thread.join(_TIMEOUT)
+  assert flushed.is_set()
+  assert recorder.calls == [('scalars', 1, {'a': 1}), ('flush',)]
+  writer.close()
+
+
+def test_what_the_caller_changes_later_is_not_written():
+  gate = threading.Event()
+  recorder = _Recorder(gate)
+  writer = writers.AsyncWriter(recorder)
+  array = np.array(1.0)
+  image = np.zeros((2, 2), np.uint8)
+  step = np.array([5, 5])
+  scalars = {'a': array, 'nest': {'b': array}}
+  texts = {'c': 'd'}
+  writer.write_scalars(step, scalars)
+  writer.write_images(step, {'i': image})
+  writer.write_texts(step, texts)
+  writer.write_histograms(step, {'h': image})
+  array[...] = 2.0
+  image[...] = 255
+  step[...] = 6
+  scalars['nest']['b'] = 7
+  texts.clear()
+  gate.set()
+  writer.close()
+  zeros = np.zeros((2, 2), np.uint8)
+  np.testing.assert_equal(
+    recorder.calls[:4],
+    [
+      ('scalars', 5, {'a': 1.0, 'nest/b': 1.0}),
+      ('images', 5, {'i': zeros}),
+      ('texts', 5, {'c': 'd'}),
+      ('histograms', 5, {'h': zeros}, 30),
+    ],
+  )
+
+
+def test_device_arrays_are_fetched_on_the_thread():
+  fetches = []
+  asarray = np.asarray
+
+  def fetch(value: Any, *args: Any, **kwargs: Any) -> np.ndarray:
+    if isinstance(value, jax.Array):
+      fetches.append((threading.current_thread().name, value.shape))
+    return asarray(value, *args, **kwargs)
+
+  recorder = _Recorder()
+  step = jnp.array([3, 3])
+  scalars = {'a': jnp.float32(2), 'nest': {'b': jnp.ones((1, 1))}}
+  image = jnp.ones((4, 4))
+  writer = writers.AsyncWriter(recorder)
+  with mock.patch.object(np, 'asarray', fetch):
+    writer.write_scalars(step, scalars)
+    writer.write_images(4, {'i': image})
+    writer.flush()
+  writer.close()
+  shapes = [(), (1, 1), (2,), (4, 4)]
+  assert fetches == [('jaxline-writer', shape) for shape in shapes]
+  assert recorder.calls[0] == ('scalars', 3, {'a': 2.0, 'nest/b': 1.0})
+  assert type(recorder.calls[1][2]['i']) is np.ndarray
+
+
+def test_many_threads_lose_nothing(tmp_path):
+  path = tmp_path / 'm.jsonl'
+  writer = writers.AsyncWriter(writers.JsonlWriter(path), max_queue=1000)
+
+  def write(who: int) -> None:
+    for step in range(100):
+      writer.write_scalars(step, {'who': who})
+
+  threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(_TIMEOUT)
+  writer.close()
+  lines = _lines(path)
+  for who in range(4):
+    steps = [line['step'] for line in lines if line['who'] == who]
+    assert steps == list(range(100))
+
+
+def test_max_queue_must_be_positive():
+  with pytest.raises(ValueError, match='max_queue: got 0, expected at least 1'):
+    writers.AsyncWriter(_ScalarsOnly(), max_queue=0)
+
+
+_PROGRAM = """
+  import os
+  import sys
+  import time
+
+  from jaxline import writers
+
+  assert 'tensorboardX' not in sys.modules
+  assert 'tensorflow' not in sys.modules
+
+  class Slow(writers.JsonlWriter):
+    def _emit(self, *args):
+      time.sleep(0.005)
+      super()._emit(*args)
+
+  writer = writers.AsyncWriter(Slow(sys.argv[1]))
+  child = os.fork()
+  if not child:
+    for act in (writer.flush, writer.close):
+      try:
+        act()
+      except RuntimeError as error:
+        assert 'forked process' in str(error)
+      else:
+        os._exit(1)
+    sys.exit(0)  # The inherited exit handler has nothing to wait for.
+  assert os.waitpid(child, 0)[1] == 0
+
+  import jax.numpy as jnp
+  for step in range(100):
+    writer.write_scalars(jnp.array([step]), {'a': jnp.float32(step)})
+  raise SystemExit('the end')
+"""
+
+
+def test_the_end_of_the_program_writes_what_is_queued(tmp_path):
+  path = tmp_path / 'm.jsonl'
+  done = subprocess.run(
+    [sys.executable, '-c', textwrap.dedent(_PROGRAM), path],
+    cwd=pathlib.Path(__file__).parents[1],
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert (done.returncode, done.stderr.strip()) == (1, 'the end')
+  assert [(r['step'], r['a']) for r in _lines(path)] == [
+    (n, float(n)) for n in range(100)
+  ]
