@@ -6,10 +6,12 @@ missing, misspelled, of the wrong kind or contradictory before anything is
 compiled.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import difflib
 import numbers
+import types
+import typing
 from typing import Any, TypeVar
 
 from ml_collections import config_dict
@@ -49,7 +51,7 @@ def get_base_config() -> config_dict.ConfigDict:
   config.checkpoint_interval_type = config_dict.placeholder(str)
   config.eval_interval_type = config_dict.placeholder(str)
 
-  config.save_checkpoint_interval = 300
+  config.save_checkpoint_interval = 300  # 0 is off here, as in JAXline.
   config.log_tensors_interval = 60  # The log line.
   config.log_train_data_interval = 120.0  # TensorBoard and JSON lines.
   # Training pauses this often for an evaluation, with
@@ -186,11 +188,21 @@ def _check_values(config: Mapping[str, Any]) -> None:
       refuse(key, 'an integer of at least 1')
   if not isinstance(config['random_seed'], numbers.Integral):
     refuse('random_seed', 'an integer')
-  if not isinstance(config['best_model_eval_metric'], str):
-    refuse('best_model_eval_metric', "the name of a scalar, or '' for none")
+  for key, expected in (
+    ('best_model_eval_metric', "the name of a scalar, or '' for none"),
+    ('checkpoint_dir', 'the name of a directory, or None for a fresh one'),
+    ('experiment_class', "'package.module:Class', or None"),
+  ):
+    if not isinstance(config[key], str | None):
+      refuse(key, expected)
   ratios = config['periodic_action_growth_ratios']
-  if ratios is not None and not all(_is_number(r) and r > 0 for r in ratios):
-    refuse('periodic_action_growth_ratios', 'None or positive numbers')
+  if ratios is not None and not (
+    isinstance(ratios, Sequence)
+    and all(_is_number(r) and r > 0 for r in ratios)
+  ):
+    refuse(
+      'periodic_action_growth_ratios', 'None or a list of positive numbers'
+    )
   base = get_base_config()
   for key, default in base.items():
     if isinstance(default, bool) and not isinstance(config[key], bool):
@@ -207,9 +219,9 @@ def check_constraints(config: Mapping[str, Any]) -> None:
   Raises:
     ValueError: naming the keys, their values and what to change.
   """
-  checkpoint_type = config['checkpoint_interval_type'] or config[
-    'interval_type'
-  ]
+  checkpoint_type = (
+    config['checkpoint_interval_type'] or config['interval_type']
+  )
   if config['train_checkpoint_all_hosts'] and checkpoint_type != 'steps':
     raise ValueError(
       'config.train_checkpoint_all_hosts is True, but checkpoints go by'
@@ -218,13 +230,13 @@ def check_constraints(config: Mapping[str, Any]) -> None:
       f' {config["interval_type"]!r}): hosts would save different steps. Set'
       " checkpoint_interval_type = 'steps'."
     )
-  if config['periodic_action_growth_ratios'] is not None:
+  if config['periodic_action_growth_ratios']:
     for key in ('logging_interval_type', 'checkpoint_interval_type'):
       if (config[key] or config['interval_type']) != 'steps':
         raise ValueError(
           'config.periodic_action_growth_ratios needs intervals in steps, but'
           f' {key} is {config[key]!r} and interval_type is'
-          f' {config["interval_type"]!r}. Set interval_type = \'steps\'.'
+          f" {config['interval_type']!r}. Set interval_type = 'steps'."
         )
 
 
@@ -243,8 +255,8 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
   """Builds an experiment's own config, refusing keys that nothing reads.
 
   Args:
-    cls: a dataclass; each field is a key. A field whose type is a dataclass
-      reads a nested config.
+    cls: a dataclass; each field is a key. A field whose type is a dataclass,
+      or a dataclass or None, reads a nested config.
     config: the values, for instance `config.experiment_kwargs.config`.
 
   Returns:
@@ -253,7 +265,7 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
   Raises:
     ValueError: a key is unknown or missing; the nearest valid one is named.
   """
-  fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+  fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
   name = cls.__name__
   for key in config:
     if key not in fields:
@@ -273,12 +285,23 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
     raise ValueError(
       f'Missing keys {missing} for {name}; its keys are {sorted(fields)}.'
     )
+  kinds = typing.get_type_hints(cls)
   values = {}
   for key in config:
-    value, kind = config[key], fields[key].type
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-      value = read(kind, value)
+    value = config[key]
+    nested = _dataclass_in(kinds[key])
+    if isinstance(value, Mapping | config_dict.ConfigDict) and nested:
+      value = read(nested, value)
     elif isinstance(value, config_dict.ConfigDict):
       value = value.to_dict()
     values[key] = value
   return cls(**values)
+
+
+def _dataclass_in(kind: Any) -> type | None:
+  """Returns the dataclass in `Class` or `Class | None`."""
+  is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+  for k in typing.get_args(kind) if is_union else (kind,):
+    if dataclasses.is_dataclass(k) and isinstance(k, type):
+      return k
+  return None

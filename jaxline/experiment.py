@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import time
 from typing import Any
 
@@ -157,7 +158,7 @@ class AbstractExperiment(abc.ABC):
     actions = tuple(periodic_actions)
     step_inputs = self.step_inputs(config)
     wait_for_last = _max_steps_in_flight(config) == 1
-    previous = None
+    previous: list[jax.Array] = []
     with debug.log_activity('training loop'):
       while self.should_run_step(state.global_step, config):
         with jax.profiler.StepTraceAnnotation(
@@ -176,11 +177,8 @@ class AbstractExperiment(abc.ABC):
           action(now, state.global_step, scalars)
         # Only now, with this step queued, wait for the one before: the
         # devices never idle and the host never runs further ahead.
-        current = _any_array(scalars)
-        waited_for = current if wait_for_last else previous
-        # Deleted: the experiment returned a buffer it has donated since.
-        if waited_for is not None and not waited_for.is_deleted():
-          waited_for.block_until_ready()
+        current = _arrays(scalars)
+        _wait(current if wait_for_last else previous)
         previous = current
 
   def snapshot_state(self) -> dict[str, Any]:
@@ -224,7 +222,8 @@ class AbstractExperiment(abc.ABC):
     # All old values go before any new one comes, so that the device's memory
     # need not hold both.
     for attribute in names:
-      if hasattr(self, attribute):
+      # A default in the class body cannot be deleted, and needs not be.
+      with contextlib.suppress(AttributeError):
         delattr(self, attribute)
     for attribute, name in self.CHECKPOINT_ATTRS.items():
       value = devices.bcast_local_devices(snapshot_state[name])
@@ -253,11 +252,14 @@ class AbstractExperiment(abc.ABC):
     Args:
       best_state: the state about to be saved; entries may be added.
     """
+    del best_state
 
 
 def _max_steps_in_flight(config: config_dict.ConfigDict) -> int:
   # An old experiment's config may be made without our base config.
-  limit = config.max_steps_in_flight if 'max_steps_in_flight' in config else None
+  limit = None
+  if 'max_steps_in_flight' in config:
+    limit = config.max_steps_in_flight
   if limit is None:
     # Programs of several CPU devices wait for each other in one thread pool:
     # two at once can starve it for ever.
@@ -266,12 +268,18 @@ def _max_steps_in_flight(config: config_dict.ConfigDict) -> int:
   return limit
 
 
-def _any_array(scalars: Any) -> jax.Array | None:
-  """Returns one of a step's results; all become ready together."""
-  if isinstance(scalars, Mapping):
-    for value in scalars.values():
-      if isinstance(value, jax.Array) and not isinstance(
-        value, jax.core.Tracer
-      ):
-        return value
-  return None
+def _arrays(scalars: Any) -> list[jax.Array]:
+  """Returns a step's results that may still be in the making."""
+  values = scalars.values() if isinstance(scalars, Mapping) else ()
+  return [
+    x
+    for x in values
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+  ]
+
+
+def _wait(arrays: list[jax.Array]) -> None:
+  for array in arrays:
+    # Deleted: the experiment returned a buffer that it has donated since.
+    if not array.is_deleted():
+      array.block_until_ready()

@@ -325,7 +325,10 @@ def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
 
 def _fresh_directory() -> str:
   """Makes a directory below /tmp/jaxline that no other run has."""
-  source = getattr(flags.FLAGS['config'], 'config_filename', None) or 'run'
+  try:
+    source = config_flags.get_config_filename(flags.FLAGS['config'])
+  except flags.Error:
+    source = 'run'  # A config that was set without a file, by a flag saver.
   name = pathlib.Path(source.split(':')[0]).stem
   root = pathlib.Path(tempfile.gettempdir()) / 'jaxline'
   stamp = time.strftime('%Y%m%d_%H%M%S')
@@ -381,9 +384,7 @@ class _Writers:
     writer = create_writer(self._config, mode)
     self._open.append(writer)
     if isinstance(writer, writers.MetricWriter):
-      text = _config_json(self._config)
-      # Markdown, which TensorBoard shows as code where it is indented.
-      writer.write_texts(0, {'config': textwrap.indent(text, '    ')})
+      writer.write_texts(0, {'config': _config_json(self._config)})
     return writer
 
   def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:

@@ -33,10 +33,10 @@ def _log_outputs(step: int, scalar_values: Mapping[str, Any]) -> None:
 
 
 def _add_rates(scalars: Mapping[str, Any]) -> dict[str, Any]:
-  """Turns each scalar `x_per_step` into `x_per_sec`, where the rate is known."""
+  """Turns each scalar `x_per_step` into `x_per_sec`, if the rate is known."""
   rates = dict(scalars)
   if 'steps_per_sec' in scalars:
-    for name, value in scalars.items():
+    for name in scalars:
       if name.endswith('_per_step'):
         rate = rates.pop(name) * scalars['steps_per_sec']
         rates[name.removesuffix('_per_step') + '_per_sec'] = rate
@@ -50,10 +50,8 @@ def _initialize_experiment(
   experiment_kwargs: Mapping[str, Any],
 ) -> experiment_lib.AbstractExperiment:
   """Constructs an experiment; old ones take no `init_rng`."""
-  parameters = inspect.signature(experiment_class).parameters
-  if 'init_rng' in parameters or any(
-    p.kind == p.VAR_KEYWORD for p in parameters.values()
-  ):
+  # By name: a `**kwargs` of old may be handed on to what takes no init_rng.
+  if 'init_rng' in inspect.signature(experiment_class).parameters:
     return experiment_class(mode, init_rng=rng, **experiment_kwargs)
   logging.warning(
     'Deprecated: %s takes no init_rng, so config.random_seed does not reach its'
@@ -159,7 +157,7 @@ def _run_training(
       run_async=config.log_async,
     ),
   ]
-  if saves and not _is_off(config.save_checkpoint_interval):
+  if saves and (config.save_checkpoint_interval or 0) > 0:
     actions.append(
       periodic.PeriodicAction(
         save,
@@ -170,10 +168,13 @@ def _run_training(
       )
     )
   if writer is not None and (is_chief or config.log_all_hosts):
+
+    def write_scalars(step: int, scalars: Mapping[str, Any]) -> None:
+      writer.write_scalars(step, _add_rates(scalars))
+
     actions.append(
       periodic.PeriodicAction(
-        # Looked up at each call: `writer` may be a mock.
-        lambda step, scalars: writer.write_scalars(step, _add_rates(scalars)),
+        write_scalars,
         interval_type=config.logging_interval_type or config.interval_type,
         interval=config.log_train_data_interval,
         logging_growth_ratios=config.periodic_action_growth_ratios,
@@ -194,13 +195,14 @@ def _run_training(
 
   try:
     experiment.train_loop(config, state, actions, writer)
-  except BaseException:
+  except BaseException as error:
     # What was due is still written; the loop's own error is what counts.
     for action in actions:
       try:
         action.wait_to_finish()
-      except Exception:
-        logging.exception('A periodic action failed as well.')
+      except Exception as e:
+        if e is not error:
+          logging.exception('A periodic action failed as well.')
     raise
   if saves:
     with debug.log_activity('final checkpoint'):
@@ -262,6 +264,7 @@ class _Evaluator:
       scalars = self._evaluate(
         global_step=global_step, rng=rng, writer=self._writer
       )
+    assert scalars is not None
     if self._writer is not None:
       self._writer.write_scalars(step, scalars)
     self._log_line.write_scalars(step, scalars)
@@ -272,14 +275,16 @@ class _Evaluator:
   def _keep_best(
     self, step: int, scalars: Mapping[str, Any], train_step_rng: Any
   ) -> None:
-    if self._metric not in scalars:
+    numbers = writers.to_scalars(scalars)
+    if self._metric not in numbers:
       raise ValueError(
         f'config.best_model_eval_metric is {self._metric!r}, but evaluate'
-        f' returned no such scalar. It returned {sorted(scalars)}.'
+        f' returned no number of that name. It returned {sorted(numbers)}.'
       )
     best = self._best_state
     assert best is not None
-    value, old = float(scalars[self._metric]), best.best_eval_metric_value
+    value, old = float(numbers[self._metric]), best.best_eval_metric_value
+    # Written so that a NaN is never better.
     if value > old if self._higher_is_better else value < old:
       logging.info(
         'New best %s: %s at step %d (was %s).', self._metric, value, step, old
@@ -349,6 +354,9 @@ def evaluate(
     elif path in (None, evaluated) or not checkpointer.can_be_restored(
       'latest'
     ):
+      logging.log_every_n_seconds(
+        logging.INFO, 'Waiting for a checkpoint after %s.', 60, evaluated
+      )
       time.sleep(_POLL_SECS)
       continue
     else:
@@ -398,10 +406,13 @@ def train_and_eval(
       evaluated.share_state(trained)
       evaluator(state)
       last_evaluated = state.global_step
+      for action in actions:
+        # Or an evaluation longer than its interval would be due at each step.
+        action.update_time(time.time(), state.global_step)
 
+  actions: list[periodic.PeriodicAction] = []
   if config.eval_initial_weights and state.global_step == 0:
     evaluate_now()
-  actions = []
   if not _is_off(config.eval_interval):
     actions.append(
       periodic.PeriodicAction(

@@ -499,7 +499,10 @@ class TensorBoardWriter(_Backend):
     self._file = _AppendFile(os.path.join(os.fspath(log_dir), name))
     self._append(file_version='brain.Event:2')
     if purge_step is not None:
-      self._append(step=purge_step, session_log={'status': 'START'})
+      # Twice: TensorBoard takes the first that it finds in a directory for the
+      # start of the run and hides nothing.
+      for _ in range(2):
+        self._append(step=purge_step, session_log={'status': 'START'})
 
   @property
   def path(self) -> str:
@@ -963,10 +966,10 @@ def _snapshot_array(array: Any) -> Any:
   return array if unchangeable else np.array(array)
 
 
-def _to_host(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _to_host(kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
   """Fetches what is still on a device."""
   if kind == 'scalars':
     return to_scalars(values)
   if kind == 'texts':
-    return dict(values)
+    return values
   return {name: np.asarray(array) for name, array in values.items()}

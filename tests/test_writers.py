@@ -45,6 +45,14 @@ def logged_warnings() -> Iterator[mock.Mock]:
     yield warning
 
 
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+  """Holds a `_Recorder` up until it is set, at the latest when a test ends."""
+  event = threading.Event()
+  yield event
+  event.set()
+
+
 def _load(directory: Any) -> event_accumulator.EventAccumulator:
   """Reads a directory as it stands, values as they were written."""
   return event_accumulator.EventAccumulator(
@@ -222,12 +230,26 @@ def test_jax_values_that_are_no_number_are_skipped(logged_warnings):
   assert 'donated or deleted' in texts[3]
 
 
-def test_to_step_takes_one_copy_per_device():
-  devices = jax.local_devices()
-  mesh = jax.sharding.Mesh(np.array(devices), ('d',))
+def test_a_part_that_is_on_another_host_is_skipped(logged_warnings):
+  value = jnp.ones(1)
+  with (
+    mock.patch.object(type(value), 'is_fully_addressable', False),
+    mock.patch.object(type(value), 'is_fully_replicated', False),
+  ):
+    assert writers.to_scalars({'elsewhere': value}) == {}
+  assert logged_warnings.call_count == 1
+
+
+def _per_device(number: int) -> jax.Array:
+  """Returns one copy per device, [2], each on its own device."""
+  mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ('d',))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('d'))
-  per_device = jax.device_put(np.full(len(devices), 7), sharding)
-  for step in (7, np.int64(7), np.full(3, 7), jnp.array(7), per_device, 7.0):
+  return jax.device_put(np.full(jax.local_device_count(), number), sharding)
+
+
+def test_to_step_takes_one_copy_per_device():
+  steps = (7, np.int64(7), np.full(3, 7), jnp.array(7), _per_device(7), 7.0)
+  for step in steps:
     got = writers.to_step(step)
     assert got == 7
     assert type(got) is int
@@ -426,6 +448,10 @@ def test_purge_step_hides_what_a_resumed_run_writes_again(
   got = _scalars(tmp_path, 'a')
   assert [step for step, _ in got] == steps
   assert got[-2:] == [(5, 2.0), (6, 2.0)]
+  # TensorBoard's pages read with another, which hides less readily.
+  accumulator = plugin_event_accumulator.EventAccumulator(str(tmp_path))
+  accumulator.Reload()
+  assert [event.step for event in accumulator.Tensors('a')] == steps
 
 
 def _make_tensorboard(directory: pathlib.Path) -> writers.MetricWriter:
@@ -454,6 +480,16 @@ def test_a_deleted_directory_is_an_error(make, act, tmp_path):
     with pytest.raises(FileNotFoundError):
       writer.close()
   writer.close()
+
+
+@both
+def test_flush_waits_for_the_disk(make, tmp_path):
+  with make(tmp_path) as writer:
+    with mock.patch.object(os, 'fsync') as fsync:
+      writer.write_scalars(0, {'a': 1})
+      fsync.assert_not_called()
+      writer.flush()
+      fsync.assert_called_once()
 
 
 @both
@@ -697,8 +733,7 @@ def test_a_failing_writer_does_not_keep_a_record_from_the_others():
 # --- In the background. ---
 
 
-def test_a_slow_writer_does_not_hold_up_the_caller():
-  gate = threading.Event()
+def test_a_slow_writer_does_not_hold_up_the_caller(gate):
   recorder = _Recorder(gate)
   writer = writers.AsyncWriter(recorder, max_queue=200)
   for step in range(100):
@@ -713,8 +748,7 @@ def test_a_slow_writer_does_not_hold_up_the_caller():
   assert writer.dropped_records == 0
 
 
-def test_a_full_queue_drops_counts_and_reports(logged_warnings):
-  gate = threading.Event()
+def test_a_full_queue_drops_counts_and_reports(gate, logged_warnings):
   recorder = _Recorder(gate)
   writer = writers.AsyncWriter(recorder, max_queue=3)
   writer.write_scalars(0, {'a': 0})
@@ -753,8 +787,7 @@ class _Burning(_Recorder):
     super()._write(kind, *args)
 
 
-def test_an_error_on_the_thread_is_raised_on_the_caller():
-  gate = threading.Event()
+def test_an_error_on_the_thread_is_raised_on_the_caller(gate):
   recorder = _Burning(gate)
   writer = writers.AsyncWriter(recorder)
   for step in range(4):
@@ -803,8 +836,7 @@ def test_the_first_error_is_raised_and_later_ones_are_logged():
   assert '_take' in text
 
 
-def test_flush_waits_until_everything_is_written_and_flushed():
-  gate = threading.Event()
+def test_flush_waits_until_everything_is_written_and_flushed(gate):
   recorder = _Recorder(gate)
   writer = writers.AsyncWriter(recorder)
   writer.write_scalars(1, {'a': 1})
@@ -825,8 +857,7 @@ def test_flush_waits_until_everything_is_written_and_flushed():
   writer.close()
 
 
-def test_what_the_caller_changes_later_is_not_written():
-  gate = threading.Event()
+def test_what_the_caller_changes_later_is_not_written(gate):
   recorder = _Recorder(gate)
   writer = writers.AsyncWriter(recorder)
   array = np.array(1.0)
@@ -867,7 +898,7 @@ def test_device_arrays_are_fetched_on_the_thread():
     return asarray(value, *args, **kwargs)
 
   recorder = _Recorder()
-  step = jnp.array([3, 3])
+  step = _per_device(3)
   scalars = {'a': jnp.float32(2), 'nest': {'b': jnp.ones((1, 1))}}
   image = jnp.ones((4, 4))
   writer = writers.AsyncWriter(recorder)
@@ -876,7 +907,8 @@ def test_device_arrays_are_fetched_on_the_thread():
     writer.write_images(4, {'i': image})
     writer.flush()
   writer.close()
-  shapes = [(), (1, 1), (2,), (4, 4)]
+  # Of the step only one device's copy is needed.
+  shapes = [(), (1, 1), (1,), (4, 4)]
   assert fetches == [('jaxline-writer', shape) for shape in shapes]
   assert recorder.calls[0] == ('scalars', 3, {'a': 2.0, 'nest/b': 1.0})
   assert type(recorder.calls[1][2]['i']) is np.ndarray

@@ -5,11 +5,13 @@ The whole run, about half a minute on two free cores, is marked slow:
     pytest -m slow examples/image
 """
 
+import functools
 import json
 import os
 import pathlib
 import subprocess
 import sys
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -43,13 +45,12 @@ _TEST_CLASS_COUNTS = [36, 37, 36, 37, 37, 37, 37, 36, 35, 36]
 def _small_config(**overrides):
   """The run's config with a network that compiles quickly."""
   config = image_config.get_config()
-  config.training_steps = 40
+  config.training_steps = 100
   settings = config.experiment_kwargs.config
   settings.eval_batch_size = 100
   settings.model.blocks_per_group = (1,)
-  settings.model.channels_per_group = (8,)
+  settings.model.channels_per_group = (32,)
   settings.model.strides = (1,)
-  settings.model.stem_channels = 8
   settings.update(overrides)
   return config.copy_and_resolve_references().experiment_kwargs.config
 
@@ -126,7 +127,7 @@ def test_size_of_a_small_network_by_hand():
 def test_bottleneck_blocks_start_as_the_identity():
   config = model.ResNetConfig(
     num_classes=3,
-    blocks_per_group=(2,),
+    blocks_per_group=(1,),
     channels_per_group=(8,),
     strides=(1,),
     bottleneck=True,
@@ -135,15 +136,11 @@ def test_bottleneck_blocks_start_as_the_identity():
     batch_norm_decay=0.9,
   )
   net = model.create(config, cross_replica_axis=None)
-  x_BHWC = np.ones((2, 8, 8, 1), np.float32)
-  params, _ = net.init(jax.random.key(0), x_BHWC, is_training=True)
-  scales = {
-    name: np.unique(values['scale']).tolist()
-    for name, values in params.items()
-    if name.endswith('batchnorm_2')
-  }
-  assert len(scales) == 2
-  assert all(scale == [0.0] for scale in scales.values())
+  params, _ = jax.jit(functools.partial(net.init, is_training=True))(
+    jax.random.key(0), np.ones((2, 8, 8, 1), np.float32)
+  )
+  last = params['res_net/~/group_0/~/block_0/~/batchnorm_2']
+  np.testing.assert_array_equal(last['scale'], np.zeros((1, 1, 1, 8)))
 
 
 def test_groups_must_have_one_length():
@@ -332,8 +329,8 @@ def test_the_config_is_valid_and_overrides_reach_the_experiment():
 def test_learning_rate_rises_and_falls():
   settings = base_config.read(image_experiment.Config, _small_config())
   _, schedule = image_experiment.create_optimizer(settings)
-  # 40 steps: 4 of a linear rise, then a cosine whose middle is at 22.
-  rates = [float(schedule(step)) for step in (0, 2, 4, 22, 40)]
+  # 100 steps: 10 of a linear rise, then a cosine whose middle is at 55.
+  rates = [float(schedule(step)) for step in (0, 5, 10, 55, 100)]
   np.testing.assert_allclose(rates, [0, 0.05, 0.1, 0.05, 0], atol=1e-7)
 
 
@@ -349,24 +346,38 @@ def test_l2_is_for_kernels_only():
   }
 
 
-def test_untrained_network_scores_as_guessing():
-  # Zero logits: the loss is log 10, and all are taken for the first class.
-  scalars = _evaluate(_create_experiment())
-  np.testing.assert_allclose(scalars['loss'], np.log(10), rtol=1e-6)
-  np.testing.assert_allclose(scalars['accuracy'], 36 / 364, rtol=1e-12)
+class _Run(NamedTuple):
+  """An experiment after its first 60 steps, and how it went."""
+
+  experiment: image_experiment.Experiment
+  untrained: Any
+  losses: list[float]
 
 
-def test_training_lowers_the_loss_and_evaluation_is_exact():
+@pytest.fixture(scope='module')
+def run():
   experiment = _create_experiment()
-  losses = _train(experiment, 0, 25)
-  np.testing.assert_allclose(losses[0], np.log(10), rtol=1e-5)
-  assert np.mean(losses[-5:]) < losses[0] / 2
+  untrained = _evaluate(experiment)
+  return _Run(experiment, untrained, _train(experiment, 0, 60))
 
+
+def test_untrained_network_scores_as_guessing(run):
+  # Zero logits: the loss is log 10, and all are taken for the first class.
+  np.testing.assert_allclose(run.untrained['loss'], np.log(10), rtol=1e-6)
+  np.testing.assert_allclose(run.untrained['accuracy'], 36 / 364, rtol=1e-12)
+
+
+def test_training_lowers_the_loss(run):
+  np.testing.assert_allclose(run.losses[0], np.log(10), rtol=1e-5)
+  assert np.mean(run.losses[-5:]) < run.losses[0] / 2
+
+
+def test_evaluation_averages_an_uneven_last_batch(run):
   # 364 images in batches of 100 on two devices, against all of them at once.
   settings = base_config.read(image_experiment.Config, _small_config())
   net = model.create(settings.model, cross_replica_axis=None)
   _, test = image_input.load()
-  snapshot = experiment.snapshot_state()
+  snapshot = run.experiment.snapshot_state()
   logits_NK, _ = net.apply(
     snapshot['params'],
     snapshot['state'],
@@ -379,8 +390,8 @@ def test_training_lowers_the_loss_and_evaluation_is_exact():
   is_right_N = logits_NK.argmax(1) == test.y_N
   assert 0.2 < is_right_N.mean() < 1
 
-  writer = _Writer()
-  scalars = _evaluate(experiment, writer)
+  writer = _ImageWriter()
+  scalars = _evaluate(run.experiment, writer)
   np.testing.assert_allclose(scalars['loss'], expected_loss, rtol=1e-5)
   np.testing.assert_allclose(scalars['accuracy'], is_right_N.mean(), rtol=1e-12)
   # The pictures: pixel (r, c) became the square that begins at (8 r, 8 c).
@@ -394,89 +405,87 @@ def test_training_lowers_the_loss_and_evaluation_is_exact():
     np.testing.assert_array_equal(writer.images[name][:, 7::8, 7::8], expected)
 
 
-class _Writer:
-  """Keeps the pictures."""
+class _ScalarWriter:
+  """The least that a writer can be."""
 
   def write_scalars(self, global_step, scalars):
     raise AssertionError('The loop writes the scalars.')
+
+
+class _ImageWriter(_ScalarWriter):
+  """Keeps the pictures."""
 
   def write_images(self, global_step, images):
     self.step = global_step
     self.images = images
 
 
-def test_a_writer_of_scalars_only_is_enough():
-  class ScalarWriter:
-    def write_scalars(self, global_step, scalars):
-      raise AssertionError('The loop writes the scalars.')
-
-  assert _evaluate(_create_experiment(), ScalarWriter())
+@pytest.mark.parametrize('writer', [None, _ScalarWriter()])
+def test_evaluation_needs_no_writer_of_images(run, writer):
+  assert set(_evaluate(run.experiment, writer)) == {'loss', 'accuracy'}
 
 
-def test_two_devices_step_as_one():
-  settings = base_config.read(image_experiment.Config, _small_config())
-  optimizer, schedule = image_experiment.create_optimizer(settings)
-  net = model.create(settings.model, cross_replica_axis='i')
-  init_net = model.create(settings.model, cross_replica_axis=None)
-  train, _ = image_input.load()
-  params, state = init_net.init(
-    jax.random.key(0), train.x_NHWC[:1], is_training=True
-  )
-
-  def run(num_devices):
-    devices = jax.devices()[:num_devices]
-    step = jax.pmap(
-      lambda p, s, o, batch, n: image_experiment.update(
-        p, s, o, batch, n, net=net, optimizer=optimizer, schedule=schedule
-      ),
-      axis_name='i',
-      devices=devices,
-    )
-    carry = jax.tree.map(
-      lambda x: np.stack([x] * num_devices),
-      (params, state, optimizer.init(params)),
-    )
-    batches = image_input.train_batches(
-      train,
-      seed=0,
-      start_step=0,
-      batch_size=16,
-      hosts=image_input.Hosts(devices=num_devices, index=0, count=1),
-    )
-    for n in range(3):
-      *carry, metrics = step(
-        *carry, next(batches), np.full(num_devices, n, np.int32)
-      )
-      jax.block_until_ready(carry)
-    for x in jax.tree.leaves(carry):
-      np.testing.assert_array_equal(x[0], x[-1])
-    return jax.tree.map(lambda x: np.asarray(x[0]), (carry, metrics))
-
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5),
-    run(1),
-    run(2),
-  )
-
-
-def test_restored_run_goes_on_as_if_nothing_had_happened():
-  straight = _create_experiment()
-  _train(straight, 0, 3)
+def test_restored_run_goes_on_as_if_nothing_had_happened(run):
+  straight = run.experiment
   snapshot = jax.device_get(straight.snapshot_state())
-  losses = _train(straight, 3, 6)
+  losses = _train(straight, 60, 63)
+  expected = jax.device_get(straight.snapshot_state())
 
-  for resumed in (
-    _create_experiment(init_seed=1),
-    straight,  # Its input has gone on: it has to go back.
-  ):
-    expected = jax.device_get(straight.snapshot_state())
+  # Another experiment; and the same, whose input has gone on and must go back.
+  for resumed in (_create_experiment(init_seed=1), straight):
     resumed.restore_from_snapshot(snapshot)
-    assert _train(resumed, 3, 6) == losses
+    assert _train(resumed, 60, 63) == losses
     jax.tree.map(
       np.testing.assert_array_equal,
       jax.device_get(resumed.snapshot_state()),
       expected,
     )
+
+
+def test_two_devices_step_as_one(run):
+  settings = base_config.read(image_experiment.Config, _small_config())
+  optimizer, schedule = image_experiment.create_optimizer(settings)
+  one_device_step = jax.pmap(
+    functools.partial(
+      image_experiment.update,
+      net=model.create(settings.model, cross_replica_axis='i'),
+      optimizer=optimizer,
+      schedule=schedule,
+    ),
+    axis_name='i',
+    devices=jax.devices()[:1],
+  )
+  train, _ = image_input.load()
+  batches = image_input.train_batches(
+    train,
+    seed=settings.seed,
+    start_step=60,
+    batch_size=settings.train_batch_size,
+    hosts=image_input.Hosts(devices=1, index=0, count=1),
+  )
+  snapshot = jax.device_get(run.experiment.snapshot_state())
+  run.experiment.restore_from_snapshot(snapshot)
+  carry = jax.tree.map(
+    lambda x: x[None],
+    tuple(snapshot[name] for name in ('params', 'state', 'opt_state')),
+  )
+  for step, loss in enumerate(_train(run.experiment, 60, 63), start=60):
+    *carry, metrics = one_device_step(
+      *carry, next(batches), np.array([step], np.int32)
+    )
+    np.testing.assert_allclose(metrics['loss'][0], loss, rtol=1e-4)
+  for name, value in zip(('params', 'state', 'opt_state'), carry, strict=True):
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x[0], y, rtol=1e-3, atol=1e-4),
+      value,
+      run.experiment.snapshot_state()[name],
+    )
+
+
+def test_devices_stay_equal(run):
+  for attribute in image_experiment.Experiment.CHECKPOINT_ATTRS:
+    for x in jax.tree.leaves(getattr(run.experiment, attribute)):
+      np.testing.assert_array_equal(x[0], x[1])
 
 
 @pytest.mark.slow

@@ -168,8 +168,11 @@ def create(
   """
 
   def forward(x_BHWC: jax.Array, *, is_training: bool) -> jax.Array:
-    net = ResNet(config, cross_replica_axis=cross_replica_axis)
-    return net(x_BHWC, is_training=is_training)
+    # Haiku's moving averages mix ints with floats, and would fail where strict
+    # promotion is on.
+    with jax.numpy_dtype_promotion('standard'):
+      net = ResNet(config, cross_replica_axis=cross_replica_axis)
+      return net(x_BHWC, is_training=is_training)
 
   return hk.transform_with_state(forward)
 

@@ -226,9 +226,7 @@ class Experiment(sharded.ShardedExperiment):
       sample = self.sample(rng)
       logging.info('Sample of step %d:\n%s', global_step, sample)
       if isinstance(writer, writers.MetricWriter):
-        # Indented, so that TensorBoard's Markdown keeps lines and spaces.
-        indented = ''.join(f'    {line}\n' for line in sample.split('\n'))
-        writer.write_texts(global_step, {'sample': indented})
+        writer.write_texts(global_step, {'sample': sample})
     return scalars
 
   def sample(self, rng: jax.Array) -> str:

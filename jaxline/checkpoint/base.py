@@ -30,8 +30,11 @@ class ExperimentState(dict):
       raise AttributeError(name) from None
 
   def to_dict(self) -> dict[str, Any]:
-    """Returns the entries as a plain dict."""
-    return dict(self)
+    """Returns the entries as plain dicts, also those inside."""
+    return {
+      key: value.to_dict() if isinstance(value, ExperimentState) else value
+      for key, value in self.items()
+    }
 
 
 class Checkpointer(Protocol):

@@ -1,6 +1,5 @@
 """Checkpoints in this process's memory: for tests and trials."""
 
-import collections
 import threading
 from typing import Any, NamedTuple
 
@@ -14,7 +13,11 @@ from jaxline.checkpoint import base
 
 
 class SnapshotNT(NamedTuple):
-  """One checkpoint: a number, and a ConfigDict of what was saved."""
+  """One checkpoint: a number, and what was saved.
+
+  `pickle_nest` has `to_dict()`, and its entries are attributes as well, as
+  with a ConfigDict; unlike there, names of weights may hold dots.
+  """
 
   id: int
   pickle_nest: Any
@@ -57,6 +60,50 @@ def _freeze(x: Any) -> Any:
   return x.copy() if isinstance(x, np.ndarray) else x
 
 
+class _ModuleState(base.ExperimentState):
+  """The snapshot of an experiment, which also has the experiment's attributes.
+
+  JAXline once kept the experiment itself in `pickle_nest`, and programs that
+  save it on their own read `get_first(module._params)`.
+  """
+
+  def __init__(self, experiment: Any):
+    """Copies the experiment's snapshot."""
+    snapshot = dict(experiment.snapshot_state())
+    super().__init__(_nest(jax.tree.map(_freeze, snapshot)))
+    # Beside the entries: attribute -> entry, as in CHECKPOINT_ATTRS.
+    self.__dict__['attributes'] = dict(experiment.CHECKPOINT_ATTRS)
+
+  def __getattr__(self, name: str) -> Any:
+    attributes = self.__dict__.get('attributes', {})  # None while unpickled.
+    if attributes.get(name) in self:
+      value = self.to_dict()[attributes[name]]
+      return jax.tree.map(lambda x: x[None], value)
+    return super().__getattr__(name)
+
+
+def _nest(tree: Any) -> Any:
+  """Gives dicts inside dicts attribute access."""
+  if type(tree) is not dict:
+    return tree
+  return base.ExperimentState({key: _nest(x) for key, x in tree.items()})
+
+
+def _entries(nest: Any) -> dict[str, Any]:
+  """Returns what a `pickle_nest` holds, as plain dicts and as a copy.
+
+  Args:
+    nest: our own, a ConfigDict, or a dict whose `experiment_module` may be an
+      experiment: programs that save and restore on their own write all three.
+  """
+  entries = nest.to_dict() if hasattr(nest, 'to_dict') else dict(nest)
+  module: Any = entries.get('experiment_module')
+  if hasattr(module, 'snapshot_state'):
+    entries['experiment_module'] = module.snapshot_state()
+  # A copy, so that nothing done to the live state reaches the snapshot.
+  return jax.tree.map(_freeze, entries)
+
+
 class InMemoryCheckpointer:
   """Keeps the newest checkpoints of each series in this process.
 
@@ -81,12 +128,12 @@ class InMemoryCheckpointer:
 
   def save(self, ckpt_series: str) -> None:
     """Copies the live state to host memory, as the newest checkpoint."""
-    # Not a nested ConfigDict: names of weights may hold dots.
-    nest = config_dict.ConfigDict(type_safe=False, convert_dict=False)
+    nest = base.ExperimentState()
     for key, value in self.get_experiment_state(ckpt_series).items():
       if key == 'experiment_module':
-        value = value.snapshot_state()
-      nest[key] = jax.tree.map(_freeze, value)
+        nest[key] = _ModuleState(value)
+      else:
+        nest[key] = _nest(jax.tree.map(_freeze, value))
     with _lock:
       checkpoints = _checkpoints()
       series = checkpoints[ckpt_series]
@@ -117,19 +164,25 @@ class InMemoryCheckpointer:
         f'The series {ckpt_series!r} has no checkpoint to restore; there are'
         f' checkpoints of {_saved_series()}.'
       )
-    snapshot = history[-1].pickle_nest
-    saved = snapshot.to_dict() if hasattr(snapshot, 'to_dict') else snapshot
-    # A copy, so that nothing done to the live state reaches the snapshot.
-    saved = {key: jax.tree.map(_freeze, value) for key, value in saved.items()}
-    if missing := sorted(set(state) - set(saved)):
+    saved = _entries(history[-1].pickle_nest)
+    missing = sorted(set(state) - set(saved))
+    if missing == ['train_step_rng']:
+      # So are checkpoints that programs made for themselves.
+      logging.warning(
+        'Checkpoint %s of series %s has no train_step_rng: the keys of the'
+        ' steps begin anew.', history[-1].id, ckpt_series,
+      )  # fmt: skip
+    elif missing:
       raise ValueError(
         f'Checkpoint {history[-1].id} of series {ckpt_series!r} lacks'
         f' {missing}; it holds {sorted(saved)}.'
       )
+    # First, since it may refuse; then nothing else has changed yet.
+    if 'experiment_module' in state:
+      module = state['experiment_module']
+      module.restore_from_snapshot(saved['experiment_module'])
     for key in state:
-      if key == 'experiment_module':
-        state[key].restore_from_snapshot(saved[key])
-      else:
+      if key in saved and key != 'experiment_module':
         state[key] = saved[key]
     logging.info(
       'Restored checkpoint %s of series %s.', history[-1].id, ckpt_series
@@ -145,7 +198,4 @@ class InMemoryCheckpointer:
 
 
 def _saved_series() -> list[str]:
-  counts = collections.Counter(
-    {name: len(series.history) for name, series in _checkpoints().items()}
-  )
-  return sorted(name for name, count in counts.items() if count)
+  return sorted(name for name, s in _checkpoints().items() if s.history)

@@ -1,0 +1,123 @@
+"""Toy experiments in both styles, run as programs by test_platform.py.
+
+Faults are injected by config: see toy_config.py.
+"""
+
+import functools
+import sys
+import time
+
+from absl import app
+from absl import flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxline import experiment
+from jaxline import metrics
+from jaxline import platform
+from jaxline import sharded
+from jaxline import utils
+
+
+class Failure(Exception):
+  """What an injected fault raises."""
+
+
+def fault(config, place, step):
+  """Raises where the config says so."""
+  if config.fault == place and step >= config.fault_step:
+    secret_of_frame = f'{place} at {step}'
+    raise Failure(secret_of_frame)
+
+
+class Sharded(sharded.ShardedExperiment):
+  """Learns y = 2 x."""
+
+  def __init__(self, mode, init_rng, config):
+    self.config = config
+    self.num_batches = 0
+    super().__init__(mode, init_rng, sharding='fsdp')
+
+  def init_fn(self, rng):
+    return {'w': jax.random.normal(rng, [4])}, {}
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    x = batch['x'] * params['w'][None]
+    if self.config.show_values:
+      print(f'loss_fn sees {x!r}', flush=True)
+    losses = jnp.square(x - batch['y']).sum(-1)
+    loss = metrics.Mean.of(losses, batch['weights'])
+    return loss.compute(), {'loss': loss}, model_state
+
+  def make_optimizer(self):
+    return optax.sgd(0.05)
+
+  def train_input(self):
+    rng = np.random.default_rng(0)
+    while True:
+      fault(self.config, 'input', self.num_batches)
+      self.num_batches += 1
+      x = rng.normal(size=[8, 4]).astype(np.float32)
+      yield {'x': x, 'y': 2 * x}
+
+  def eval_input(self):
+    x = np.arange(40, dtype=np.float32).reshape([10, 4]) / 40
+    return ({'x': part, 'y': 2 * part} for part in (x[:8], x[8:]))
+
+  def step(self, *, global_step, rng, writer):
+    time.sleep(self.config.step_secs)
+    fault(self.config, 'step', global_step)
+    return super().step(global_step=global_step, rng=rng, writer=writer)
+
+  def evaluate(self, *, global_step, rng, writer):
+    fault(self.config, 'evaluate', global_step)
+    return super().evaluate(global_step=global_step, rng=rng, writer=writer)
+
+
+class PerDevice(experiment.AbstractExperiment):
+  """The same in JAXline's style."""
+
+  CHECKPOINT_ATTRS = {'_w': 'w'}
+
+  def __init__(self, mode, init_rng, config):
+    super().__init__(mode=mode, init_rng=init_rng)
+    self.config = config
+    n = jax.local_device_count()
+    w = jax.random.normal(init_rng, [4])
+    self._w = jax.pmap(lambda x: x)(jnp.stack([w] * n))
+    self.update = jax.pmap(self._update, axis_name='i', donate_argnums=0)
+
+  def _update(self, w, rng):
+    def loss_fn(w):
+      x = jax.random.normal(rng, [4, 4])
+      if self.config.show_values:
+        print(f'loss_fn sees {w!r}', flush=True)
+      return jnp.square(x * w[None] - 2 * x).mean()
+
+    loss, grad = jax.value_and_grad(loss_fn)(w)
+    grad = jax.lax.pmean(grad, 'i')
+    return w - 0.05 * grad, {'loss': jax.lax.pmean(loss, 'i')}
+
+  def step(self, *, global_step, rng, writer):
+    time.sleep(self.config.step_secs)
+    fault(self.config, 'step', int(global_step[0]))
+    self._w, scalars = self.update(self._w, rng)
+    return utils.get_first(scalars)
+
+  def evaluate(self, *, global_step, rng, writer):
+    fault(self.config, 'evaluate', int(global_step[0]))
+    return {'loss': float(jnp.square(self._w[0] - 2).mean())}
+
+
+CLASSES = {'sharded': Sharded, 'per_device': PerDevice}
+
+if __name__ == '__main__':
+  style, form, *argv = sys.argv[1:]
+  sys.argv[1:] = argv
+  if form == 'app_run':
+    flags.mark_flag_as_required('config')
+    app.run(functools.partial(platform.main, CLASSES[style]))
+  else:
+    platform.main(CLASSES[style], argv)

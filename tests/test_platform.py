@@ -1,0 +1,379 @@
+"""The command line, end to end: every mode and every way to fail."""
+
+import json
+import os
+import pathlib
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+
+from absl.testing import flagsaver
+import pytest
+
+from jaxline import base_config
+from jaxline import platform
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TOY = ROOT / 'tests' / 'programs' / 'toy.py'
+CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
+STYLES = ('sharded', 'per_device')
+
+
+def environment():
+  # conftest has put two CPU devices into XLA_FLAGS.
+  return os.environ | {'PYTHONPATH': str(ROOT)}
+
+
+def command(run_dir, *args, style='sharded', form='direct', mode='train'):
+  return [
+    sys.executable,
+    str(TOY),
+    style,
+    form,
+    f'--config={CONFIG}',
+    f'--config.checkpoint_dir={run_dir}',
+    f'--jaxline_mode={mode}',
+    *args,
+  ]
+
+
+def run(*args, cwd=ROOT, **kwargs):
+  return subprocess.run(
+    command(*args, **kwargs),
+    cwd=cwd,
+    env=environment(),
+    capture_output=True,
+    text=True,
+    timeout=120,
+    stdin=subprocess.DEVNULL,
+  )
+
+
+def records(run_dir, mode, name='loss'):
+  """Returns step -> value of one scalar."""
+  lines = (run_dir / mode / 'metrics.jsonl').read_text().splitlines()
+  found = [json.loads(line) for line in lines]
+  return {r['step']: r[name] for r in found if name in r}
+
+
+def succeeded(result):
+  assert result.returncode == 0, result.stderr[-4000:]
+  return result
+
+
+@pytest.mark.parametrize('style', STYLES)
+@pytest.mark.parametrize('form', ['direct', 'app_run'])
+def test_train(tmp_path, style, form):
+  result = succeeded(run(tmp_path, style=style, form=form))
+  losses = records(tmp_path, 'train')
+  assert list(losses) == [1, 2, 3, 4, 5, 6]
+  assert losses[6] < losses[1]
+  assert f'Run directory: {tmp_path}' in result.stdout
+  assert list(tmp_path.glob('train/events.out.tfevents.*'))
+
+
+@pytest.mark.parametrize('style', STYLES)
+def test_train_and_eval(tmp_path, style):
+  result = succeeded(run(tmp_path, style=style, mode='train_and_eval'))
+  assert list(records(tmp_path, 'train')) == [1, 2, 3, 4, 5, 6]
+  evaluated = records(tmp_path, 'eval')
+  assert list(evaluated) == [2, 4, 6]
+  assert evaluated[6] < evaluated[2]
+  assert result.stderr.count('New best loss') == 3
+
+
+@pytest.mark.parametrize('style', STYLES)
+def test_train_eval_multithreaded(tmp_path, style):
+  succeeded(run(tmp_path, style=style, mode='train_eval_multithreaded'))
+  assert list(records(tmp_path, 'train')) == [1, 2, 3, 4, 5, 6]
+  evaluated = records(tmp_path, 'eval')
+  assert set(evaluated) <= {2, 4, 6}
+  assert 6 in evaluated
+
+
+def test_evaluations_of_both_modes_agree(tmp_path):
+  for mode in ('train_and_eval', 'train_eval_multithreaded'):
+    succeeded(run(tmp_path / mode, mode=mode))
+  together = records(tmp_path / 'train_and_eval', 'eval')
+  threads = records(tmp_path / 'train_eval_multithreaded', 'eval')
+  assert threads[6] == together[6]
+
+
+def test_eval_of_initial_weights(tmp_path):
+  succeeded(
+    run(
+      tmp_path,
+      '--config.one_off_evaluate=True',
+      '--config.eval_initial_weights=True',
+      mode='eval_test',
+    )
+  )
+  assert list(records(tmp_path, 'eval_test')) == [0]
+
+
+def test_one_off_without_checkpoint_fails(tmp_path):
+  result = run(tmp_path, '--config.one_off_evaluate=True', mode='eval')
+  assert result.returncode != 0
+  assert 'config.eval_initial_weights = True' in result.stderr
+
+
+def test_resolved_config_is_written(tmp_path):
+  succeeded(run(tmp_path, '--config.training_steps=1'))
+  config = json.loads((tmp_path / 'config.json').read_text())
+  assert config['training_steps'] == 1
+  assert config['checkpoint_dir'] == str(tmp_path)
+  assert config['experiment_kwargs']['config']['fault'] == ''
+  assert not list(tmp_path.glob('config.json.*'))
+
+  from tensorboard.backend.event_processing import event_accumulator
+
+  events = event_accumulator.EventAccumulator(str(tmp_path / 'train')).Reload()
+  (text,) = events.Tensors('config')
+  written = text.tensor_proto.string_val[0].decode()
+  assert '"training_steps": 1' in written
+
+
+@pytest.mark.parametrize('mode', ['train', 'train_and_eval'])
+def test_failing_step(tmp_path, mode):
+  result = run(
+    tmp_path,
+    '--config.experiment_kwargs.config.fault=step',
+    '--config.experiment_kwargs.config.fault_step=3',
+    mode=mode,
+  )
+  assert result.returncode not in (0, None)
+  assert 'Failure: step at 3' in result.stderr
+  assert 'secret_of_frame' in result.stderr  # The traceback's own line.
+  # What was logged before is not lost.
+  assert list(records(tmp_path, 'train')) == [1, 2, 3]
+
+
+def test_failing_input(tmp_path):
+  result = run(
+    tmp_path,
+    '--config.experiment_kwargs.config.fault=input',
+    '--config.experiment_kwargs.config.fault_step=4',
+  )
+  assert result.returncode != 0
+  assert 'Failure: input at 4' in result.stderr
+  assert 'in train_input' in result.stderr
+  assert list(records(tmp_path, 'train')) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize('style', STYLES)
+@pytest.mark.parametrize('place', ['step', 'evaluate'])
+def test_failure_of_either_thread_ends_the_run(tmp_path, style, place):
+  # Without the failure the other half would go on for ten minutes.
+  result = run(
+    tmp_path,
+    '--config.training_steps=6000',
+    '--config.experiment_kwargs.config.step_secs=0.1',
+    f'--config.experiment_kwargs.config.fault={place}',
+    '--config.experiment_kwargs.config.fault_step=3',
+    style=style,
+    mode='train_eval_multithreaded',
+  )
+  assert result.returncode not in (0, None)
+  assert f'Failure: {place} at ' in result.stderr
+  assert 'secret_of_frame' in result.stderr
+  half = 'train' if place == 'step' else 'eval'
+  assert f'raised in the {half} thread' in result.stderr
+
+
+def test_directory_that_cannot_be_written(tmp_path):
+  (tmp_path / 'file').write_text('')
+  result = run(tmp_path / 'file' / 'run')
+  assert result.returncode != 0
+  assert str(tmp_path / 'file') in result.stderr
+
+
+@pytest.mark.parametrize('mode', ['train', 'train_eval_multithreaded'])
+def test_post_mortem_stops_at_the_raising_frame(tmp_path, mode):
+  controller, terminal = pty.openpty()
+  process = subprocess.Popen(
+    command(
+      tmp_path,
+      '--jaxline_post_mortem',
+      '--config.experiment_kwargs.config.fault=step',
+      mode=mode,
+    ),
+    cwd=ROOT,
+    env=environment(),
+    stdin=terminal,
+    stdout=terminal,
+    stderr=subprocess.PIPE,
+  )
+  os.close(terminal)
+
+  def read_until(text):
+    seen, deadline = '', time.monotonic() + 90
+    while text not in seen:
+      assert time.monotonic() < deadline, seen
+      if select.select([controller], [], [], 1)[0]:
+        seen += os.read(controller, 4096).decode(errors='replace')
+    return seen
+
+  try:
+    assert 'toy.py(32)fault()' in read_until('(Pdb)')
+    os.write(controller, b'p "secret: " + secret_of_frame\n')
+    read_until("'secret: step at 0'")
+    os.write(controller, b'quit\n')
+    _, stderr = process.communicate(timeout=60)
+  finally:
+    process.kill()
+    process.wait()
+    process.stderr.close()
+    os.close(controller)
+  assert process.returncode != 0
+  assert b'Failure: step at 0' in stderr
+
+
+@pytest.mark.parametrize('style', STYLES)
+def test_disable_pmap_jit_shows_values(tmp_path, style):
+  shown = '--config.experiment_kwargs.config.show_values=True'
+  steps = '--config.training_steps=2'
+  compiled = succeeded(run(tmp_path / 'a', shown, steps, style=style))
+  op_by_op = succeeded(
+    run(tmp_path / 'b', shown, steps, '--jaxline_disable_pmap_jit', style=style)
+  )
+  seen = re.findall(r'loss_fn sees (.*)', compiled.stdout)
+  assert seen
+  assert all(re.search(r'\d\.\d', line) is None for line in seen), seen
+  # Op by op the function runs at each step, and sees numbers.
+  after = op_by_op.stdout[op_by_op.stdout.index('loss_fn sees') :]
+  assert after.count('loss_fn sees') >= 2
+  assert re.search(r'\[.*-?\d\.\d+', after, re.DOTALL), after
+  a, b = (records(tmp_path / x, 'train') for x in 'ab')
+  assert a[2] == pytest.approx(b[2], rel=1e-5)
+
+
+def test_help_shows_our_flags_first_and_the_configs():
+  result = succeeded(
+    subprocess.run(
+      [sys.executable, 'experiment.py', '--help'],
+      cwd=ROOT,
+      env=environment(),
+      capture_output=True,
+      text=True,
+    )
+  )
+  lines = result.stdout.splitlines()
+  assert lines[0].startswith('usage: python experiment.py --config=')
+  shown = [x.strip() for x in lines if x.startswith('  --')]
+  assert shown == [
+    '--config',
+    '--jaxline_mode',
+    '--jaxline_post_mortem',
+    '--jaxline_disable_pmap_jit',
+    '--jaxline_ensure_tpu',
+    '--jaxline_tpu_driver',
+  ]
+  assert 'configs/lm.py' in result.stdout
+  assert 'configs/image.py' in result.stdout
+
+
+@pytest.mark.parametrize(
+  ('args', 'said'),
+  [
+    ([], ['--config is missing', 'configs/lm.py', '--config=configs/']),
+    (['--config=configs/ml.py'], ['configs/ml.py', 'configs/lm.py']),
+    (['--config=configs/lm.py', '--jaxline_mod=x'], ['jaxline_mode']),
+    (
+      ['--config=configs/lm.py', '--jaxline_mode=trian'],
+      ['trian', 'train_and_eval'],
+    ),
+    (
+      ['--config=configs/lm.py', '--config.trainin_steps=3'],
+      ['trainin_steps', 'training_steps'],
+    ),
+    (
+      ['--config=configs/lm.py', '--config.interval_type=step'],
+      ['config.interval_type', "'step'", "'steps'"],
+    ),
+    (
+      ['--config=configs/lm.py', '--config.experiment_class=examples.lm:X'],
+      ['experiment_class', "no 'X'"],
+    ),
+    (
+      ['--config=configs/lm.py', '--config.experiment_class=nowhere:X'],
+      ['experiment_class', "'nowhere'"],
+    ),
+  ],
+)
+def test_what_is_wrong_is_said_without_a_traceback(args, said):
+  result = subprocess.run(
+    [sys.executable, 'experiment.py', *args],
+    cwd=ROOT,
+    env=environment(),
+    capture_output=True,
+    text=True,
+  )
+  assert result.returncode == 2
+  assert 'Traceback' not in result.stderr
+  for text in said:
+    assert text in result.stderr
+
+
+def test_default_directory_is_fresh(tmp_path, monkeypatch):
+  monkeypatch.setattr(platform.tempfile, 'gettempdir', lambda: str(tmp_path))
+  config = base_config.get_base_config()
+  a = platform.resolve_config(config).checkpoint_dir
+  b = platform.resolve_config(config).checkpoint_dir
+  assert a != b
+  assert pathlib.Path(a).parent == tmp_path / 'jaxline'
+  assert pathlib.Path(b).is_dir()
+  assert config.checkpoint_dir is None
+
+
+def test_relative_directory_is_made_absolute(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  config = base_config.get_base_config()
+  config.checkpoint_dir = 'here'
+  resolved = platform.resolve_config(config)
+  assert resolved.checkpoint_dir == str(tmp_path / 'here')
+  assert resolved.is_locked
+
+
+def test_main_under_a_flag_saver(tmp_path):
+  class Experiment:
+    """Records what it was constructed with."""
+
+  config = base_config.get_base_config()
+  config.interval_type = 'sec'
+  with flagsaver.flagsaver(config=config):
+    with pytest.raises(ValueError, match=r'config.interval_type.*sec'):
+      platform.main(Experiment, [])
+
+
+def test_ensure_tpu(tmp_path):
+  result = run(tmp_path, '--jaxline_ensure_tpu')
+  assert result.returncode != 0
+  assert "JAX runs on 'cpu'" in result.stderr
+
+
+def test_writers_are_for_the_chief_only(tmp_path, monkeypatch):
+  monkeypatch.setattr(platform.jax, 'process_index', lambda: 3)
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(tmp_path)
+  with platform.create_writer(config, 'train') as writer:
+    writer.write_scalars(1, {'a': 1.0})
+  assert not list(tmp_path.iterdir())
+  config.log_all_hosts = True
+  with platform.create_writer(config, 'train') as writer:
+    writer.write_scalars(1, {'a': 1.0})
+  assert (tmp_path / 'train' / 'host_3' / 'metrics.jsonl').is_file()
+
+
+def test_tensorboard_logger_writes_images(tmp_path):
+  import numpy as np
+
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(tmp_path)
+  logger = platform.TensorBoardLogger(config, 'eval')
+  logger.write_images(3, {'digit': np.zeros([8, 8])})
+  logger.write_scalars(3, {'a': 1.0})
+  logger.close()
+  assert records(tmp_path, 'eval', 'a') == {3: 1.0}
