@@ -195,7 +195,9 @@ def _revive_jax() -> None:
   jax.tree_map = jax.tree.map
 
 
-def _measure(side: str, steps: int, devices: int, original: str | None) -> float:
+def _measure(
+  side: str, steps: int, devices: int, original: str | None
+) -> float:
   here = str(pathlib.Path(__file__).resolve().parent.parent)
   path = original if side == 'original' else here
   flag = f' --xla_force_host_platform_device_count={devices}'
@@ -245,7 +247,7 @@ def main() -> None:
     f' {os.cpu_count()} cores, {args.devices} CPU device(s),'
     f' {args.steps} steps, {args.rounds} rounds\n'
   )
-  print(f'{"style":12}{"bare us":>10}{"loop us":>10}{"over us":>10}{"ratio":>8}')
+  print(f'{"style":12}{"bare us":>10}{"loop us":>10}{"over us":>10}   ratio')
 
   def row(name: str, bare: str, loop: str) -> float:
     over = [b - a for a, b in zip(times[bare], times[loop], strict=True)]

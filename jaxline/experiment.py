@@ -47,6 +47,7 @@ class AbstractExperiment(abc.ABC):
       mode: 'train', or what evaluation was started as (such as 'eval').
       init_rng: the key to initialise weights from.
     """
+    del mode, init_rng
 
   def initialize_train_step_rng(self, rng: jax.Array) -> jax.Array:
     """Places the key of the training steps on the devices.

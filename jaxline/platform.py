@@ -61,7 +61,9 @@ _DISABLE_PMAP_JIT = flags.DEFINE_bool(
   'Run step and evaluate op by op, so that a debugger sees values.',
 )
 _TPU_DRIVER = flags.DEFINE_string(
-  'jaxline_tpu_driver', '', 'Address of a TPU driver to run on.'
+  'jaxline_tpu_driver',
+  '',
+  'Kept from JAXline; JAX has no TPU drivers any more.',
 )
 _ENSURE_TPU = flags.DEFINE_bool(
   'jaxline_ensure_tpu', False, 'Fail where JAX has fallen back to the CPU.'
@@ -227,12 +229,11 @@ def _help_text() -> str:
   ]
   for name in _OUR_FLAGS:
     flag = flags.FLAGS[name]
-    default = '' if flag.default in (None, '') else f' (default: {flag.default})'
+    text = flag.help
+    if flag.default not in (None, ''):
+      text += f' (default: {flag.default})'
     lines.append(f'  --{name}')
-    lines += textwrap.wrap(
-      f'{flag.help}{default}', 76, initial_indent='      ',
-      subsequent_indent='      ',
-    )  # fmt: skip
+    lines += [f'      {line}' for line in textwrap.wrap(text, 70)]
   lines += ['', _configs_text(), '', 'For the flags of absl: --helpfull']
   return '\n'.join(lines)
 
@@ -269,7 +270,7 @@ def _main(
   config = resolve_config(config)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
-  _choose_backend()
+  _check_backend()
   if jax.process_index() == 0:
     logging.info('Run directory: %s', config.checkpoint_dir)
     print(f'Run directory: {config.checkpoint_dir}', flush=True)
@@ -357,11 +358,12 @@ def _config_json(config: config_dict.ConfigDict) -> str:
   )
 
 
-def _choose_backend() -> None:
+def _check_backend() -> None:
   if _TPU_DRIVER.value:
-    jax.config.update('jax_platforms', 'tpu_driver')
-    jax.config.update('jax_backend_target', _TPU_DRIVER.value)
-    logging.info('Backend: %s %r', _TPU_DRIVER.value, jax.devices())
+    raise UsageError(
+      f'--jaxline_tpu_driver is {_TPU_DRIVER.value!r}, but TPU drivers are gone'
+      ' from JAX. Leave the flag out: on a TPU VM, JAX finds the TPU itself.'
+    )
   if _ENSURE_TPU.value and jax.default_backend() != 'tpu':
     raise RuntimeError(
       '--jaxline_ensure_tpu is set, but JAX runs on'

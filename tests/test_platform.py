@@ -301,6 +301,10 @@ def test_help_shows_our_flags_first_and_the_configs():
       ['--config=configs/lm.py', '--config.experiment_class=nowhere:X'],
       ['experiment_class', "'nowhere'"],
     ),
+    (
+      ['--config=configs/lm.py', '--jaxline_tpu_driver=grpc://host'],
+      ['grpc://host', 'Leave the flag out'],
+    ),
   ],
 )
 def test_what_is_wrong_is_said_without_a_traceback(args, said):

@@ -182,7 +182,7 @@ def evaluate_batch(
   return jax.lax.psum(sums, _AXIS), prediction_B
 
 
-def _cross_entropy(logits_BK: jax.Array, y_B: jax.Array) -> jax.Array:
+def _cross_entropy(logits_BK: jax.Array, y_B: Any) -> jax.Array:
   return optax.softmax_cross_entropy_with_integer_labels(logits_BK, y_B)
 
 

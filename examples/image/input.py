@@ -9,6 +9,7 @@ channels.
 """
 
 from collections.abc import Iterator
+import dataclasses
 import functools
 import itertools
 from typing import Any, NamedTuple
@@ -47,7 +48,8 @@ class Batch(NamedTuple):
   weight_DB: np.ndarray
 
 
-class Hosts(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Hosts:
   """Who makes which part of a batch.
 
   Attributes:

@@ -10,6 +10,7 @@ Shapes: B images, H rows, W columns, C channels, K classes.
 
 from collections.abc import Sequence
 import dataclasses
+from typing import Any
 
 import haiku as hk
 import jax
@@ -89,7 +90,7 @@ class ResNet(hk.Module):
     """
     super().__init__(name=name)
     self._small_images = config.small_images
-    batch_norm = {
+    batch_norm: dict[str, Any] = {
       'create_scale': True,
       'create_offset': True,
       'decay_rate': config.batch_norm_decay,

@@ -1,0 +1,489 @@
+"""Checkpoints in memory: frozen, shared between threads, open to forks."""
+
+import copy
+import pickle
+import threading
+from typing import NamedTuple
+from unittest import mock
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+from ml_collections import config_dict
+import numpy as np
+import optax
+import pytest
+
+from jaxline import devices
+from jaxline import experiment
+from jaxline import utils
+from jaxline.checkpoint import base
+from jaxline.checkpoint import memory
+
+SERIES = 'latest'
+
+
+@pytest.fixture(autouse=True)
+def no_checkpoints(monkeypatch):
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+
+
+class Toy(experiment.AbstractExperiment):
+  """Weights on the devices, notes of any kind on the host."""
+
+  CHECKPOINT_ATTRS = {'_params': 'params'}
+  NON_BROADCAST_CHECKPOINT_ATTRS = {'_notes': 'notes'}
+
+  def __init__(self, mode='train', init_rng=None, params=None, notes=None):
+    super().__init__(mode, init_rng)
+    self._params = devices.bcast_local_devices(
+      {'w': np.float32([1, 2])} if params is None else params
+    )
+    self._notes = notes
+
+  def step(self, **unused):
+    return {}
+
+  def evaluate(self, **unused):
+    return {}
+
+
+def make(module=None, keep=5, **entries):
+  """Returns a checkpointer and its live state of SERIES."""
+  config = config_dict.ConfigDict({'max_checkpoints_to_keep': keep})
+  checkpointer = utils.InMemoryCheckpointer(config, 'train')
+  state = checkpointer.get_experiment_state(SERIES)
+  state.update(
+    global_step=3,
+    experiment_module=Toy() if module is None else module,
+    train_step_rng=devices.bcast_local_devices(jax.random.PRNGKey(0)),
+    **entries,
+  )
+  return checkpointer, state
+
+
+def history(series=SERIES):
+  return utils.GLOBAL_CHECKPOINT_DICT[series].history
+
+
+# Saving and restoring.
+
+
+def test_save_then_restore():
+  checkpointer, state = make()
+  assert not checkpointer.can_be_restored(SERIES)
+  assert checkpointer.restore_path(SERIES) is None
+  checkpointer.save(SERIES)
+  assert checkpointer.can_be_restored(SERIES)
+  assert checkpointer.restore_path(SERIES) == 0
+  key = np.asarray(state.train_step_rng)
+
+  state.global_step = 9
+  state.train_step_rng = None
+  state.experiment_module._params = None
+  checkpointer.restore(SERIES)
+  assert state.global_step == 3
+  np.testing.assert_array_equal(state.train_step_rng, key)
+  np.testing.assert_array_equal(
+    state.experiment_module._params['w'], [[1, 2], [1, 2]]
+  )
+  checkpointer.wait_for_checkpointing_to_finish()
+
+
+def test_restore_without_a_checkpoint_says_where_there_are_some():
+  checkpointer, _ = make()
+  checkpointer.save(SERIES)
+  with pytest.raises(ValueError, match=r"'best' has no.*\['latest'\]"):
+    checkpointer.restore('best')
+
+
+@pytest.mark.parametrize('entry', ['global_step', 'experiment_module'])
+def test_what_a_checkpoint_lacks_is_named_and_nothing_changes(entry):
+  checkpointer, state = make()
+  checkpointer.save(SERIES)
+  del history()[0].pickle_nest[entry]
+  state.global_step = 9
+  with pytest.raises(ValueError, match=entry):
+    checkpointer.restore(SERIES)
+  assert state.global_step == 9
+
+
+def test_nothing_changes_where_the_experiment_refuses():
+  checkpointer, state = make()
+  checkpointer.save(SERIES)
+
+  class Larger(Toy):
+    CHECKPOINT_ATTRS = {'_params': 'params', '_ema': 'ema'}
+
+  state.global_step = 9
+  state.experiment_module = Larger()
+  with pytest.raises(ValueError, match=r"lacks \['ema'\]"):
+    checkpointer.restore(SERIES)
+  assert state.global_step == 9
+
+
+def test_entries_that_the_live_state_has_not_are_left_alone():
+  checkpointer, state = make(note='of the best')
+  checkpointer.save(SERIES)
+  del state.note
+  checkpointer.restore(SERIES)
+  assert 'note' not in state
+
+
+@pytest.mark.parametrize('keep', [1, 3])
+def test_the_newest_are_kept(keep):
+  checkpointer, state = make(keep=keep)
+  for step in range(5):
+    state.global_step = step
+    checkpointer.save(SERIES)
+  steps = [0, 1, 2, 3, 4][-keep:]
+  assert [s.id for s in history()] == steps
+  assert [s.pickle_nest['global_step'] for s in history()] == steps
+  assert checkpointer.restore_path(SERIES) == 4
+
+
+def test_series_are_apart():
+  checkpointer, state = make()
+  best = checkpointer.get_experiment_state('best')
+  assert best is not state
+  best.update(global_step=1, experiment_module=Toy())
+  checkpointer.save('best')
+  assert not checkpointer.can_be_restored(SERIES)
+  assert checkpointer.restore_path('best') == 0
+
+
+# Frozen.
+
+
+@pytest.mark.parametrize('style', ['pmap', 'jit'])
+def test_a_donated_step_does_not_reach_the_snapshot(style):
+  module = Toy(params={'w': np.arange(1000, dtype=np.float32)})
+  if style == 'jit':
+    module.CHECKPOINT_ATTRS = {}
+    module.NON_BROADCAST_CHECKPOINT_ATTRS = {'_params': 'params'}
+    module._params = {'w': jnp.arange(1000, dtype=jnp.float32)}
+    update = jax.jit(lambda x: x * 2, donate_argnums=0)
+  else:
+    update = jax.pmap(lambda x: x * 2, donate_argnums=0)
+  key_update = jax.pmap(lambda k: k + 1, donate_argnums=0)
+
+  checkpointer, state = make(module)
+  key = np.array(state.train_step_rng)
+  checkpointer.save(SERIES)
+  for _ in range(3):
+    before = module._params['w']
+    module._params = {'w': jax.block_until_ready(update(before))}
+    assert before.is_deleted()  # It was donated: this test is about that.
+    state.train_step_rng = key_update(state.train_step_rng)
+  nest = history()[0].pickle_nest.to_dict()
+  np.testing.assert_array_equal(
+    nest['experiment_module']['params']['w'], np.arange(1000)
+  )
+  np.testing.assert_array_equal(nest['train_step_rng'], key)
+
+
+def test_changes_in_place_do_not_reach_the_snapshot():
+  notes = {'array': np.zeros(3), 'dict': {'a': 1}, 'list': [1, [2]]}
+
+  def spoil(module):
+    module._notes['array'][:] = 7
+    module._notes['dict']['a'] = 7
+    module._notes['list'][1].append(7)
+    module._notes['new'] = 7
+
+  def check(notes):
+    np.testing.assert_array_equal(notes['array'], np.zeros(3))
+    assert notes['dict'] == {'a': 1}
+    assert notes['list'] == [1, [2]]
+    assert set(notes) == {'array', 'dict', 'list'}
+
+  checkpointer, state = make(Toy(notes=notes))
+  checkpointer.save(SERIES)
+  spoil(state.experiment_module)
+  check(history()[0].pickle_nest.to_dict()['experiment_module']['notes'])
+  checkpointer.restore(SERIES)
+  check(state.experiment_module._notes)
+  spoil(state.experiment_module)
+  checkpointer.restore(SERIES)
+  check(state.experiment_module._notes)
+
+
+def test_a_later_save_leaves_the_earlier_one_alone():
+  checkpointer, state = make()
+  checkpointer.save(SERIES)
+  state.experiment_module._params = devices.bcast_local_devices(
+    {'w': np.float32([5, 6])}
+  )
+  state.global_step += 1
+  checkpointer.save(SERIES)
+  values = [
+    (n['global_step'], n['experiment_module']['params']['w'].tolist())
+    for n in (s.pickle_nest.to_dict() for s in history())
+  ]
+  assert values == [(3, [1, 2]), (4, [5, 6])]
+
+
+# Kinds of state.
+
+
+class Pair(NamedTuple):
+  first: jax.Array
+  second: dict
+
+
+@pytest.mark.parametrize(
+  'params',
+  [
+    {'a.b': {'c/d': np.float32([1])}, 'linear': np.int32([2])},  # Dots.
+    Pair(np.float32([1, 2]), {'x': np.float32(3)}),
+    {'half': jnp.bfloat16([1.5]), 'flag': np.array([True])},
+    [np.float32([1]), (np.float32([2]), None)],
+  ],
+)
+def test_any_tree_of_arrays_comes_back(params):
+  module = Toy(params=params)
+  checkpointer, _ = make(module)
+  checkpointer.save(SERIES)
+  before, module._params = module._params, None
+  checkpointer.restore(SERIES)
+  assert jax.tree.structure(module._params) == jax.tree.structure(before)
+  for a, b in zip(
+    jax.tree.leaves(module._params), jax.tree.leaves(before), strict=True
+  ):
+    np.testing.assert_array_equal(a, b)
+    assert a.dtype == b.dtype
+
+
+def test_an_optimizer_state_comes_back_as_what_it_is():
+  optimizer = optax.chain(optax.clip(1.0), optax.adamw(1e-3))
+  params = {'w': jnp.ones([2])}
+  module = Toy(params=optimizer.init(params))
+  checkpointer, _ = make(module)
+  checkpointer.save(SERIES)
+  checkpointer.restore(SERIES)
+  # An update takes no other containers than those it made.
+  optimizer.update(params, devices.get_first(module._params), params)
+
+
+def test_typed_keys_come_back_typed():
+  module = Toy(params={'dropout': jax.random.key(1)})
+  checkpointer, state = make(module)
+  state.train_step_rng = jax.random.split(jax.random.key(2, impl='rbg'))
+  expected = state.train_step_rng
+  checkpointer.save(SERIES)
+  state.train_step_rng = module._params = None
+  checkpointer.restore(SERIES)
+  assert state.train_step_rng.dtype == expected.dtype
+  assert (state.train_step_rng == expected).all()
+  assert (devices.get_first(module._params)['dropout'] == jax.random.key(1)).all()
+
+
+def test_what_is_no_array_is_stored_whole():
+  class Position:
+    pass
+
+  notes = {'none': None, 'name': 'x', 'number': 3, 'object': Position()}
+  checkpointer, state = make(Toy(notes=dict(notes)))
+  checkpointer.save(SERIES)
+  state.experiment_module._notes = None
+  checkpointer.restore(SERIES)
+  assert state.experiment_module._notes == notes
+
+
+# Threads.
+
+
+def test_threads_share_the_series_but_not_the_live_state():
+  checkpointer, state = make()
+  seen = {}
+  saved, looked = threading.Event(), threading.Event()
+
+  def evaluator():
+    other, live = make(keep=5)
+    seen['live'] = live
+    seen['before'] = other.can_be_restored(SERIES)
+    looked.set()
+    assert saved.wait(30)
+    live.global_step = 0
+    other.restore(SERIES)
+    seen['path'] = other.restore_path(SERIES)
+
+  thread = threading.Thread(target=evaluator)
+  thread.start()
+  assert looked.wait(30)
+  state.global_step = 17
+  checkpointer.save(SERIES)
+  saved.set()
+  thread.join(30)
+  assert seen['live'] is not state
+  assert seen['before'] is False
+  assert seen['live'].global_step == 17
+  assert seen['path'] == 0
+  assert seen['live'].experiment_module is not state.experiment_module
+
+
+def test_no_save_is_lost_between_threads():
+  def save_many():
+    checkpointer, _ = make(keep=1000)
+    for _ in range(50):
+      checkpointer.save(SERIES)
+
+  threads = [threading.Thread(target=save_many) for _ in range(3)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(60)
+  assert [s.id for s in history()] == list(range(150))
+
+
+# What forks do with it.
+
+
+def test_the_dictionary_may_be_rebound_at_any_time():
+  checkpointer, _ = make()
+  checkpointer.save(SERIES)
+  kept = utils.GLOBAL_CHECKPOINT_DICT
+  utils.GLOBAL_CHECKPOINT_DICT = {}
+  assert not checkpointer.can_be_restored(SERIES)
+  assert checkpointer.restore_path(SERIES) is None
+  assert checkpointer.get_experiment_state(SERIES) == {}
+  utils.GLOBAL_CHECKPOINT_DICT = kept
+  checkpointer.restore(SERIES)
+
+
+@pytest.mark.parametrize(
+  'wrap',
+  [config_dict.ConfigDict, dict, lambda d: pickle.loads(pickle.dumps(d))],
+)
+def test_a_checkpoint_written_by_hand_is_restored(wrap):
+  nest = wrap(
+    {
+      'global_step': 7,
+      'train_step_rng': np.zeros([2, 2], np.uint32),
+      'experiment_module': {'params': {'w': np.float32([8, 9])}, 'notes': None},
+    }
+  )
+  checkpointer, state = make()
+  utils.GLOBAL_CHECKPOINT_DICT[SERIES] = utils.CheckpointNT(
+    threading.local(), [utils.SnapshotNT(4, nest)]
+  )
+  state = checkpointer.get_experiment_state(SERIES)
+  state.update(global_step=0, experiment_module=Toy(), train_step_rng=None)
+  assert checkpointer.restore_path(SERIES) == 4
+  checkpointer.restore(SERIES)
+  assert state.global_step == 7
+  np.testing.assert_array_equal(
+    state.experiment_module._params['w'], [[8, 9], [8, 9]]
+  )
+  checkpointer.save(SERIES)
+  assert [s.id for s in history()] == [4, 5]
+
+
+def test_a_checkpoint_may_hold_the_experiment_itself():
+  # As JAXline's first versions did. There is no step key in these.
+  nest = {
+    'global_step': 7,
+    'experiment_module': Toy(params={'w': np.float32([8, 9])}),
+  }
+  checkpointer, state = make()
+  key = state.train_step_rng
+  history().append(utils.SnapshotNT(0, nest))
+  with mock.patch.object(logging, 'warning') as warning:
+    checkpointer.restore(SERIES)
+  assert 'no train_step_rng' in warning.mock_calls[0].args[0]
+  assert state.global_step == 7
+  assert state.train_step_rng is key
+  np.testing.assert_array_equal(
+    state.experiment_module._params['w'], [[8, 9], [8, 9]]
+  )
+
+
+def test_a_snapshot_reads_like_a_config_dict():
+  checkpointer, _ = make(Toy(params={'lin.1': {'w': np.float32([1, 2])}}))
+  checkpointer.save(SERIES)
+  nest = history()[0].pickle_nest
+  assert nest['global_step'] == nest.global_step == 3
+  assert set(nest) == {'global_step', 'experiment_module', 'train_step_rng'}
+  # Forks flatten the weights of this one.
+  params = nest['experiment_module']['params']
+  np.testing.assert_array_equal(params.to_dict()['lin.1']['w'], [1, 2])
+  np.testing.assert_array_equal(nest.experiment_module.params['lin.1'].w, [1, 2])
+  whole = nest.to_dict()
+  assert type(whole['experiment_module']['params']['lin.1']) is dict
+  with pytest.raises(AttributeError, match='global_step'):
+    _ = nest.no_such_entry
+
+
+def test_a_snapshot_reads_like_the_experiment_itself():
+  # The helper that most forks have copied saves like this.
+  checkpointer, _ = make()
+  checkpointer.save(SERIES)
+  for _, checkpoint in utils.GLOBAL_CHECKPOINT_DICT.items():
+    nest = checkpoint.history[-1].pickle_nest
+    state_dict = {'global_step': nest['global_step']}
+    for attribute, key in Toy.CHECKPOINT_ATTRS.items():
+      state_dict[key] = utils.get_first(
+        getattr(nest['experiment_module'], attribute)
+      )
+  assert state_dict['global_step'] == 3
+  np.testing.assert_array_equal(state_dict['params']['w'], [1, 2])
+  with pytest.raises(AttributeError):
+    _ = nest['experiment_module']._no_such_attribute
+
+
+@pytest.mark.parametrize('clone', [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_snapshot_can_be_written_to_a_file_and_read(clone):
+  checkpointer, state = make()
+  checkpointer.save(SERIES)
+  nest = clone(history()[0].pickle_nest)
+  if isinstance(nest, bytes):
+    nest = pickle.loads(nest)
+  assert type(nest) is base.ExperimentState
+  np.testing.assert_array_equal(
+    utils.get_first(nest.experiment_module._params)['w'], [1, 2]
+  )
+  utils.GLOBAL_CHECKPOINT_DICT[SERIES].history[:] = [utils.SnapshotNT(0, nest)]
+  state.global_step = 0
+  checkpointer.restore(SERIES)
+  assert state.global_step == 3
+
+
+def test_a_subclass_may_save_more():
+  class Also(utils.InMemoryCheckpointer):
+    def save(self, ckpt_series):
+      super().save(ckpt_series)
+      self.extra = self.get_experiment_state(ckpt_series).experiment_module
+
+  config = config_dict.ConfigDict({'max_checkpoints_to_keep': 1})
+  _, state = make()
+  checkpointer = Also(config, 'train')
+  checkpointer.save(SERIES)
+  assert checkpointer.extra is state.experiment_module
+  assert len(history()) == 1
+
+
+# The live state.
+
+
+def test_live_state_is_attributes_and_entries():
+  state = base.ExperimentState()
+  state.global_step = 1
+  assert state['global_step'] == 1
+  state['train_step_rng'] = 'key'
+  assert state.train_step_rng == 'key'
+  assert hasattr(state, 'global_step')
+  assert not hasattr(state, 'experiment_module')
+  with pytest.raises(AttributeError, match=r"'best'.*\['global_step'"):
+    _ = state.best
+  del state.global_step
+  with pytest.raises(AttributeError):
+    del state.global_step
+  assert state.to_dict() == {'train_step_rng': 'key'}
+
+
+def test_each_thread_gets_the_same_live_state_again():
+  checkpointer, state = make()
+  config = config_dict.ConfigDict({'max_checkpoints_to_keep': 1})
+  other = memory.InMemoryCheckpointer(config, 'eval')
+  assert other.get_experiment_state(SERIES) is state
+  assert checkpointer.get_experiment_state(SERIES) is state

@@ -1,0 +1,340 @@
+"""The experiment's own half of the contract: state, inputs, the loop."""
+
+from unittest import mock
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxline import base_config
+from jaxline import devices
+from jaxline import experiment
+from jaxline import prng
+from jaxline.checkpoint import base
+
+
+class Both(experiment.AbstractExperiment):
+  """One attribute of each kind."""
+
+  CHECKPOINT_ATTRS = {'_params': 'params'}
+  NON_BROADCAST_CHECKPOINT_ATTRS = {'_notes': 'notes'}
+
+  def __init__(self, mode='train', init_rng=None):
+    super().__init__(mode, init_rng)
+    self._params = devices.bcast_local_devices(
+      {'w': np.arange(3, dtype=np.float32), 'b': np.float32(1)}
+    )
+    self._notes = {'seen': 3, 'none': None, 'name': 'x'}
+
+  def step(self, *, global_step, rng, writer):
+    return {}
+
+  def evaluate(self, *, global_step, rng, writer):
+    return {}
+
+
+class NoState(Both):
+  CHECKPOINT_ATTRS = {}
+  NON_BROADCAST_CHECKPOINT_ATTRS = {}
+
+
+def make_config(**values):
+  config = base_config.get_base_config()
+  config.update(values)
+  return config
+
+
+def make_state(global_step=0):
+  return base.ExperimentState(
+    global_step=global_step,
+    train_step_rng=devices.bcast_local_devices(jax.random.PRNGKey(0)),
+  )
+
+
+@pytest.mark.parametrize('method', ['__init__', 'step', 'evaluate'])
+def test_three_methods_must_be_written(method):
+  methods = {name: getattr(Both, name) for name in ('step', 'evaluate')}
+  methods['__init__'] = lambda self: None
+  del methods[method]
+  cls = type('Part', (experiment.AbstractExperiment,), methods)
+  with pytest.raises(TypeError, match=method):
+    cls()
+
+
+def test_the_step_key_is_broadcast():
+  key = jax.random.PRNGKey(5)
+  rng = Both().initialize_train_step_rng(key)
+  np.testing.assert_array_equal(rng, [key, key])
+  assert rng.sharding.device_set == set(jax.local_devices())
+
+
+@pytest.mark.parametrize(
+  ('step', 'steps', 'expected'),
+  [(0, 3, True), (2, 3, True), (3, 3, False), (0, 0, False), (9, None, True)],
+)
+def test_should_run_step(step, steps, expected):
+  assert Both().should_run_step(step, make_config(training_steps=steps)) is (
+    expected
+  )
+
+
+# State.
+
+
+def test_a_snapshot_holds_the_first_slice_and_the_rest_whole():
+  snapshot = Both().snapshot_state()
+  assert set(snapshot) == {'params', 'notes'}
+  np.testing.assert_array_equal(snapshot['params']['w'], [0, 1, 2])
+  assert snapshot['params']['b'].shape == ()
+  assert snapshot['notes'] == {'seen': 3, 'none': None, 'name': 'x'}
+
+
+def test_restoring_broadcasts_what_had_a_device_axis():
+  module = Both()
+  module.restore_from_snapshot(
+    {'params': {'w': np.float32([7, 8, 9])}, 'notes': 'whole', 'more': 1}
+  )
+  w = module._params['w']
+  np.testing.assert_array_equal(w, [[7, 8, 9], [7, 8, 9]])
+  assert w.sharding.device_set == set(jax.local_devices())
+  assert module._notes == 'whole'
+
+
+def test_a_round_trip_changes_nothing():
+  module, other = Both(), Both()
+  module._params = jax.tree.map(lambda x: x * 2, module._params)
+  other.restore_from_snapshot(module.snapshot_state())
+  for a, b in zip(
+    jax.tree.leaves(module._params), jax.tree.leaves(other._params), strict=True
+  ):
+    np.testing.assert_array_equal(a, b)
+    assert a.dtype == b.dtype
+    assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+def test_a_typed_key_is_state_as_well():
+  module, other = Both(), Both()
+  module._params = devices.bcast_local_devices(jax.random.key(3))
+  other.restore_from_snapshot(module.snapshot_state())
+  assert (other._params == module._params).all()
+
+
+def test_all_old_attributes_go_before_new_ones_come():
+  events = []
+
+  class Watched(Both):
+    def __setattr__(self, name, value):
+      events.append(('set', name))
+      super().__setattr__(name, value)
+
+    def __delattr__(self, name):
+      events.append(('delete', name))
+      super().__delattr__(name)
+
+  module = Watched()
+  del events[:]
+  module.restore_from_snapshot(module.snapshot_state())
+  assert sorted(events[:2]) == [('delete', '_notes'), ('delete', '_params')]
+  assert sorted(events[2:]) == [('set', '_notes'), ('set', '_params')]
+
+
+def test_attributes_may_have_defaults_in_the_class_or_not_be_there_yet():
+  class Defaults(Both):
+    _params = None
+
+    def __init__(self):
+      pass  # `_notes` is not there, `_params` is the class's.
+
+  module = Defaults()
+  module.restore_from_snapshot(Both().snapshot_state())
+  assert module._params['w'].shape == (2, 3)
+  assert module._notes['seen'] == 3
+
+
+def test_what_a_snapshot_lacks_is_named_and_nothing_changes():
+  module = Both()
+  params, notes = module._params, module._notes
+  with pytest.raises(ValueError, match=r"lacks \['params'\].*'other'"):
+    module.restore_from_snapshot({'notes': 1, 'other': 2})
+  assert module._params is params
+  assert module._notes is notes
+
+
+def test_checkpoints_without_anything_are_warned_of():
+  with mock.patch.object(logging, 'warning') as warning:
+    assert NoState().snapshot_state() == {}
+  (call,) = warning.mock_calls
+  assert call.args[1] == 'NoState'
+  with mock.patch.object(logging, 'warning') as warning:
+    Both().snapshot_state()
+  warning.assert_not_called()
+
+
+def test_sharing_state_copies_nothing():
+  trained, evaluated = Both(), Both('eval')
+  evaluated.share_state(trained)
+  assert evaluated._params is trained._params
+  assert evaluated._notes is trained._notes
+
+
+def test_on_new_best_model_adds_nothing_by_itself():
+  state = base.ExperimentState(best_eval_metric_value=1.0)
+  Both().on_new_best_model(state)
+  assert state == {'best_eval_metric_value': 1.0}
+
+
+# What step and evaluate are called with.
+
+
+def test_step_inputs_are_those_of_the_per_device_style():
+  config = make_config(random_mode_train='same_host_unique_device')
+  state_key = devices.bcast_local_devices(jax.random.PRNGKey(1))
+  step, rng, next_key = Both().step_inputs(config)(41, state_key)
+  np.testing.assert_array_equal(step, np.int32([41, 41]))
+  assert step.dtype == jnp.int32
+  step_key, carried = jax.random.split(jax.random.PRNGKey(1))
+  np.testing.assert_array_equal(
+    rng, [jax.random.fold_in(step_key, i) for i in (0, 1)]
+  )
+  np.testing.assert_array_equal(next_key, [carried, carried])
+
+
+def test_evaluate_inputs_keep_the_keys_and_change_the_step():
+  config = make_config(random_mode_eval='unique_host_unique_device')
+  key = jax.random.PRNGKey(1)
+  inputs = Both().evaluate_inputs(config, key)
+  (step, rng), (later, same) = inputs(7), inputs(8)
+  np.testing.assert_array_equal(step, np.int32([7, 7]))
+  np.testing.assert_array_equal(later, np.int32([8, 8]))
+  host = jax.random.fold_in(key, 0)
+  np.testing.assert_array_equal(
+    rng, [jax.random.fold_in(host, i) for i in (0, 1)]
+  )
+  np.testing.assert_array_equal(rng, same)
+
+
+def test_an_unknown_random_mode_lists_those_there_are():
+  config = make_config(random_mode_train='unique')
+  with pytest.raises(ValueError, match='same_host_same_device'):
+    Both().step_inputs(config)
+
+
+# The loop.
+
+
+class Looped(Both):
+  """Steps on the host, with what the test wants returned."""
+
+  def __init__(self, outputs=()):
+    super().__init__()
+    self.outputs = list(outputs)
+    self.writers = []
+
+  def step_inputs(self, config):
+    return lambda step, key: (step, key, f'key after {step}')
+
+  def step(self, *, global_step, rng, writer):
+    self.writers.append(writer)
+    if self.outputs:
+      return self.outputs.pop(0)
+    return {'loss': float(global_step)}
+
+
+def test_actions_see_the_step_and_the_key_move_together():
+  seen = []
+  state = make_state(4)
+  state.train_step_rng = 'key after 3'
+  module = Looped()
+
+  def action(t, step, scalars):
+    seen.append((step, state.global_step, state.train_step_rng, scalars))
+
+  config = make_config(training_steps=6)
+  module.train_loop(config, state, [action], 'writer')
+  assert seen == [
+    (5, 5, 'key after 4', {'loss': 4.0}),
+    (6, 6, 'key after 5', {'loss': 5.0}),
+  ]
+  assert module.writers == ['writer', 'writer']
+
+
+def test_the_loop_may_be_called_without_writer_and_without_our_config():
+  state = make_state()
+  config = base_config.config_dict.ConfigDict({'training_steps': 2})
+  module = Looped()
+  module.train_loop(config, state, ())
+  assert state.global_step == 2
+  assert module.writers == [None, None]
+
+
+@pytest.mark.parametrize(
+  'outputs',
+  [
+    None,
+    {},
+    {'loss': None, 'name': 'x', 'nested': {'a': 1}},
+    {'loss': np.float32(1)},
+  ],
+)
+def test_the_loop_takes_any_scalars(outputs):
+  state = make_state()
+  Looped([outputs, outputs]).train_loop(
+    make_config(training_steps=2), state, ()
+  )
+  assert state.global_step == 2
+
+
+def test_scalars_whose_buffers_are_gone_are_not_waited_for():
+  gone = jnp.ones([])
+  gone.delete()
+  state = make_state()
+  Looped([{'loss': gone}] * 3).train_loop(
+    make_config(training_steps=3), state, ()
+  )
+  assert state.global_step == 3
+
+
+@pytest.mark.parametrize(
+  ('in_flight', 'waits'), [(1, [[0], [1], [2]]), (2, [[], [0], [1]])]
+)
+def test_the_host_runs_no_further_ahead_than_it_may(
+  monkeypatch, in_flight, waits
+):
+  # Two arrays a step, as of two programs: each of them may be the slow one.
+  arrays = [(jnp.float32(i), jnp.int32(i)) for i in range(3)]
+  waited_for = []
+  wait = experiment._wait
+  monkeypatch.setattr(
+    experiment, '_wait', lambda xs: (waited_for.append(xs), wait(xs))
+  )
+  module = Looped([{'a': a, 'n': None, 'b': b} for a, b in arrays])
+  config = make_config(training_steps=3, max_steps_in_flight=in_flight)
+  module.train_loop(config, make_state(), ())
+  assert [list(map(id, xs)) for xs in waited_for] == [
+    [id(x) for step in steps for x in arrays[step]] for steps in waits
+  ]
+
+
+@pytest.mark.parametrize(
+  ('limit', 'backend', 'local_devices', 'expected'),
+  [
+    (None, 'cpu', 2, 1),
+    (None, 'cpu', 1, 2),
+    (None, 'tpu', 4, 2),
+    (2, 'cpu', 2, 2),
+    (1, 'gpu', 1, 1),
+  ],
+)
+def test_steps_in_flight(monkeypatch, limit, backend, local_devices, expected):
+  monkeypatch.setattr(jax, 'default_backend', lambda: backend)
+  monkeypatch.setattr(jax, 'local_device_count', lambda: local_devices)
+  config = make_config(max_steps_in_flight=limit)
+  assert experiment._max_steps_in_flight(config) == expected
+
+
+def test_the_default_inputs_are_looked_up_where_tests_patch_them(monkeypatch):
+  monkeypatch.setattr(prng, 'DeviceStepKeys', lambda mode: mode)
+  config = make_config(random_mode_train='same_host_same_device')
+  assert Both().step_inputs(config) == 'same_host_same_device'

@@ -1,0 +1,1179 @@
+"""The loops: seeds, keys, checkpoints, logging, evaluation, and every error."""
+
+import functools
+import math
+import threading
+import time
+import traceback
+from unittest import mock
+
+from absl import logging
+import chex
+import jax
+import numpy as np
+import pytest
+
+from jaxline import base_config
+from jaxline import devices
+from jaxline import experiment
+from jaxline import periodic
+from jaxline import train
+from jaxline import utils
+from jaxline.checkpoint import base
+
+POLL_SECS = train._POLL_SECS
+MODES = (
+  'unique_host_unique_device',
+  'unique_host_same_device',
+  'same_host_unique_device',
+  'same_host_same_device',
+)
+
+
+@pytest.fixture(autouse=True)
+def no_checkpoints(monkeypatch):
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+
+
+@pytest.fixture(autouse=True)
+def short_poll(monkeypatch):
+  monkeypatch.setattr(train, '_POLL_SECS', 0.001)
+
+
+class Log:
+  """What the experiments of one test have seen."""
+
+  def __init__(self):
+    self.inits = []
+    self.steps = []
+    self.keys = []
+    self.evals = []
+
+
+class Toy(experiment.AbstractExperiment):
+  """Counts its steps in its only weight."""
+
+  CHECKPOINT_ATTRS = {'_w': 'w'}
+
+  def __init__(self, mode, init_rng=None, log=None, scalars=None, fail_at=None):
+    super().__init__(mode=mode, init_rng=init_rng)
+    self.mode = mode
+    self.log = Log() if log is None else log
+    self.scalars = {} if scalars is None else scalars
+    self.fail_at = fail_at
+    self.log.inits.append((mode, init_rng))
+    self._w = devices.bcast_local_devices(np.float32(0))
+
+  def step(self, *, global_step, rng, writer):
+    step = np.asarray(global_step).reshape(-1)
+    self.log.steps.append(step.tolist())
+    self.log.keys.append(rng)
+    if self.fail_at == step[0]:
+      raise ZeroDivisionError('in a step')
+    self._w = self._w + np.float32(1)
+    return {'loss': np.float32(step[0]), **self.scalars}
+
+  def evaluate(self, *, global_step, rng, writer):
+    step = int(np.asarray(global_step).reshape(-1)[0])
+    weight = float(np.asarray(self._w).reshape(-1)[0])
+    self.log.evals.append((step, weight))
+    self.log.keys.append(rng)
+    return {'score': self.scalars[step] if self.scalars else step}
+
+
+class Plain(Toy):
+  """The same with the step and the key as they are: nothing to compile."""
+
+  def step_inputs(self, config):
+    return lambda step, key: (step, key, key)
+
+  def evaluate_inputs(self, config, rng):
+    return lambda step: (step, rng)
+
+
+def make_config(steps=4, **values):
+  config = base_config.get_base_config()
+  config.training_steps = steps
+  config.interval_type = 'steps'
+  config.save_checkpoint_interval = None
+  config.update(values)
+  base_config.validate_config(config)
+  return config
+
+
+class Recorder(utils.InMemoryCheckpointer):
+  """Also writes down what it was asked."""
+
+  def __init__(self, config, mode='train'):
+    super().__init__(config, mode)
+    self.calls = []
+
+  def save(self, ckpt_series):
+    step = self.get_experiment_state(ckpt_series).global_step
+    self.calls.append(('save', ckpt_series, step))
+    super().save(ckpt_series)
+
+  def restore(self, ckpt_series):
+    super().restore(ckpt_series)
+    step = self.get_experiment_state(ckpt_series).global_step
+    self.calls.append(('restore', ckpt_series, step))
+
+  def wait_for_checkpointing_to_finish(self):
+    self.calls.append(('wait', None, None))
+
+  def saves(self, series='latest'):
+    return [c[2] for c in self.calls if c[:2] == ('save', series)]
+
+
+class Writes:
+  """A writer of the old kind: one method."""
+
+  def __init__(self):
+    self.records = []
+
+  def write_scalars(self, global_step, scalars):
+    self.records.append((global_step, dict(scalars)))
+
+  def steps(self):
+    return [step for step, _ in self.records]
+
+
+def run(cls=Plain, config=None, checkpointer=None, writer=None, actions=()):
+  """Trains once; returns the log and the checkpointer."""
+  config = make_config() if config is None else config
+  checkpointer = Recorder(config) if checkpointer is None else checkpointer
+  log = Log()
+  partial = functools.partial(cls, log=log)
+  train.train(partial, config, checkpointer, writer, actions)
+  return log, checkpointer
+
+
+def key_data(key):
+  if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+    key = jax.random.key_data(key)
+  return np.asarray(key)
+
+
+def expected_keys(key, steps, mode):
+  """The keys of each step and device, by the written rule, on one device."""
+  rows = []
+  for _ in range(steps):
+    step_key, key = jax.random.split(key)
+    row = []
+    for index in range(jax.local_device_count()):
+      k = step_key
+      if mode.startswith('unique_host'):
+        k = jax.random.fold_in(k, jax.process_index())
+      if mode.endswith('unique_device'):
+        k = jax.random.fold_in(k, index)
+      row.append(key_data(k))
+    rows.append(row)
+  return np.array(rows)
+
+
+def seen_keys(log):
+  return np.array([key_data(k) for k in log.keys])
+
+
+# Seeds and keys.
+
+
+@pytest.mark.parametrize('legacy', [False, True])
+def test_seed_is_split_into_step_key_and_init_key(legacy):
+  config = make_config(0, random_seed=7, legacy_random_seed_behavior=legacy)
+  checkpointer = Recorder(config)
+  log, _ = run(Toy, config, checkpointer)
+  seed = jax.random.PRNGKey(7)
+  step_key, init_key = (seed, seed) if legacy else jax.random.split(seed)
+  np.testing.assert_array_equal(log.inits[0][1], init_key)
+  state_key = checkpointer.get_experiment_state('latest').train_step_rng
+  np.testing.assert_array_equal(state_key, [step_key, step_key])
+
+
+@pytest.mark.parametrize('legacy', [False, True])
+def test_evaluation_gets_the_unsplit_key(legacy):
+  config = make_config(
+    0,
+    random_seed=7,
+    legacy_random_seed_behavior=legacy,
+    eval_initial_weights=True,
+  )
+  log = Log()
+  train.evaluate(
+    functools.partial(Toy, log=log), config, Recorder(config), None, 'eval'
+  )
+  seed = jax.random.PRNGKey(7)
+  np.testing.assert_array_equal(log.inits[0][1], seed)
+  # The default mode, same_host_same_device, folds nothing in.
+  np.testing.assert_array_equal(log.keys[0], [seed, seed])
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_each_step_gets_its_number_and_its_keys(mode):
+  log, _ = run(Toy, make_config(5, random_mode_train=mode))
+  assert log.steps == [[0, 0], [1, 1], [2, 2], [3, 3], [4, 4]]
+  step_key, _ = jax.random.split(jax.random.PRNGKey(42))
+  np.testing.assert_array_equal(
+    seen_keys(log), expected_keys(step_key, 5, mode)
+  )
+
+
+def test_a_restored_run_goes_on_with_the_same_keys():
+  straight, _ = run(Toy, make_config(6))
+  utils.GLOBAL_CHECKPOINT_DICT = {}
+  first, checkpointer = run(Toy, make_config(2))
+  second, _ = run(Toy, make_config(6), checkpointer)
+  assert second.steps == [[2, 2], [3, 3], [4, 4], [5, 5]]
+  np.testing.assert_array_equal(
+    np.concatenate([seen_keys(first), seen_keys(second)]), seen_keys(straight)
+  )
+  weights = checkpointer.get_experiment_state('latest').experiment_module._w
+  np.testing.assert_array_equal(weights, [6, 6])
+
+
+def test_typed_keys_work_and_survive_a_checkpoint():
+  class Typed(Toy):
+    def initialize_train_step_rng(self, rng):
+      return super().initialize_train_step_rng(jax.random.key(3))
+
+  first, checkpointer = run(Typed, make_config(2))
+  second, _ = run(Typed, make_config(4), checkpointer)
+  keys = first.keys + second.keys
+  assert all(
+    jax.dtypes.issubdtype(k.dtype, jax.dtypes.prng_key) and k.shape == (2,)
+    for k in keys
+  )
+  np.testing.assert_array_equal(
+    np.concatenate([seen_keys(first), seen_keys(second)]),
+    expected_keys(jax.random.key(3), 4, MODES[0]),
+  )
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_evaluation_keys_are_the_same_at_every_call(mode):
+  config = make_config(
+    2, save_initial_train_checkpoint=True, random_mode_eval=mode
+  )
+  run(Plain, config)
+  log = Log()
+  partial = functools.partial(Toy, log=log)
+  evaluate_all(partial, config, [0, 1])
+  expected = []
+  for index in range(2):
+    key = jax.random.PRNGKey(42)
+    if mode.startswith('unique_host'):
+      key = jax.random.fold_in(key, 0)
+    if mode.endswith('unique_device'):
+      key = jax.random.fold_in(key, index)
+    expected.append(key)
+  assert [step for step, _ in log.evals] == [0, 2]
+  for keys in log.keys:
+    np.testing.assert_array_equal(keys, expected)
+
+
+# Constructors of all ages.
+
+
+class ModeOnly(Plain):
+  def __init__(self, mode):
+    super().__init__(mode)
+    self.got = (mode,)
+
+
+class ModeConfig(Plain):
+  def __init__(self, mode, config):
+    super().__init__(mode)
+    self.got = (mode, config.rate)
+
+
+class ModeConfigRng(Plain):
+  def __init__(self, mode, config, init_rng):
+    super().__init__(mode, init_rng)
+    self.got = (mode, config.rate, init_rng.shape)
+
+
+class AnyKeywords(Plain):
+  def __init__(self, mode, **kwargs):
+    super().__init__(mode)
+    self.got = (mode, sorted(kwargs))
+
+
+@pytest.mark.parametrize(
+  ('cls', 'kwargs', 'got', 'warns'),
+  [
+    (ModeOnly, {}, ('train',), True),
+    (ModeConfig, {'config': {'rate': 0.5}}, ('train', 0.5), True),
+    (ModeConfigRng, {'config': {'rate': 0.5}}, ('train', 0.5, (2,)), False),
+    # An old one may hand its keywords on to what takes no init_rng.
+    (AnyKeywords, {'config': {'rate': 0.5}}, ('train', ['config']), True),
+    (Plain, {}, None, False),
+  ],
+)
+def test_constructors_old_and_new(cls, kwargs, got, warns):
+  config = make_config(0)
+  config.experiment_kwargs.update(kwargs)
+  checkpointer = Recorder(config)
+  with mock.patch.object(logging, 'warning') as warning:
+    train.train(cls, config, checkpointer, None)
+  module = checkpointer.get_experiment_state('latest').experiment_module
+  assert type(module) is cls
+  if got is not None:
+    assert module.got == got
+  texts = [call.args[0] % call.args[1:] for call in warning.mock_calls]
+  assert [f'{cls.__name__} takes no init_rng' in t for t in texts] == (
+    [True] if warns else []
+  )
+
+
+def test_a_partial_is_shared_and_its_experiments_are_not():
+  shared = Log()
+  partial = functools.partial(Plain, log=shared)
+  config = make_config(1)
+  train.train(partial, config, Recorder(config), None)
+  train.evaluate(partial, config, Recorder(config), None, 'eval')
+  assert [mode for mode, _ in shared.inits] == ['train', 'eval']
+  assert shared.evals == [(1, 1.0)]
+
+
+def test_a_step_may_take_only_what_it_wants():
+  class Short(Plain):
+    def step(self, global_step, **unused):
+      assert set(unused) == {'rng', 'writer'}
+      self.log.steps.append(global_step)
+
+    def evaluate(self, **unused):
+      return {}
+
+  log, _ = run(Short, make_config(2))
+  assert log.steps == [0, 1]
+
+
+# Periodic actions and the writer.
+
+
+class Action:
+  """A periodic action of somebody's own."""
+
+  def __init__(self):
+    self.calls = []
+    self.updates = []
+    self.waits = 0
+
+  def update_time(self, t, step):
+    self.updates.append((t, step))
+
+  def __call__(self, t, step, scalars):
+    self.calls.append((t, step, dict(scalars)))
+
+  def wait_to_finish(self):
+    self.waits += 1
+
+
+def test_actions_are_called_with_time_step_and_scalars(monkeypatch):
+  times = iter(range(100, 200))
+  monkeypatch.setattr(time, 'time', lambda: float(next(times)))
+  action = Action()
+  run(config=make_config(2), actions=[action])
+  (updated,) = action.updates
+  assert updated[1] == 0
+  assert [call[1:] for call in action.calls] == [
+    (1, {'loss': 0.0}),
+    (2, {'loss': 1.0}),
+  ]
+  assert updated[0] < action.calls[0][0] < action.calls[1][0]
+  assert action.waits == 1
+
+
+def test_actions_of_a_restored_run_start_at_its_step():
+  _, checkpointer = run(config=make_config(3))
+  action = Action()
+  run(config=make_config(4), checkpointer=checkpointer, actions=(action,))
+  assert [step for _, step in action.updates] == [3]
+  assert [step for _, step, _ in action.calls] == [4]
+
+
+def test_writer_gets_scalars_at_the_interval_and_the_last_step():
+  writer = Writes()
+  run(config=make_config(5, log_train_data_interval=2), writer=writer)
+  assert writer.steps() == [2, 4, 5]
+  scalars = writer.records[0][1]
+  assert scalars['loss'] == 1.0
+  assert isinstance(scalars['steps_per_sec'], float)
+
+
+def test_writer_gets_every_step_where_asked():
+  writer = Writes()
+  config = make_config(
+    5, log_train_data_interval=3, log_all_train_data=True
+  )
+  run(config=config, writer=writer)
+  assert writer.steps() == [1, 2, 3, 4, 5]
+  assert [r['loss'] for _, r in writer.records] == [0, 1, 2, 3, 4]
+
+
+def test_growth_ratios_look_closely_at_the_start():
+  writer = Writes()
+  config = make_config(
+    21,
+    log_train_data_interval=1000,
+    periodic_action_growth_ratios=[1, 2, 5],
+  )
+  run(config=config, writer=writer)
+  assert writer.steps() == [1, 2, 5, 10, 20, 21]
+
+
+def test_off_intervals_still_write_the_last_step():
+  writer = Writes()
+  config = make_config(
+    3, log_train_data_interval=None, log_tensors_interval=-1
+  )
+  run(config=config, writer=writer)
+  assert writer.steps() == [3]
+
+
+def test_logging_interval_type_overrides_the_general_one():
+  writer = Writes()
+  config = make_config(
+    3,
+    interval_type='secs',
+    logging_interval_type='steps',
+    log_train_data_interval=1,
+  )
+  run(config=config, writer=writer)
+  assert writer.steps() == [1, 2, 3]
+
+
+def test_rates_are_made_of_what_is_counted_per_step():
+  writer = Writes()
+  cls = functools.partial(Plain, scalars={'tokens_per_step': 10.0})
+  run(cls, make_config(2, log_train_data_interval=1), writer=writer)
+  for _, scalars in writer.records:
+    assert 'tokens_per_step' not in scalars
+    assert scalars['tokens_per_sec'] == 10.0 * scalars['steps_per_sec']
+
+
+@pytest.mark.parametrize('log_async', [True, False])
+def test_scalars_that_are_no_numbers_are_no_error(log_async):
+  writer = Writes()
+  scalars = {'nothing': None, 'word': 'x', 'vector': np.ones(3), 'lr': 0.5}
+  cls = functools.partial(Plain, scalars=scalars)
+  config = make_config(
+    2, log_train_data_interval=1, log_tensors_interval=1, log_async=log_async
+  )
+  with mock.patch.object(logging, 'info') as info:
+    run(cls, config, writer=writer)
+  # The writer gets all of it; `writers` tests what becomes of that.
+  assert writer.records[0][1]['word'] == 'x'
+  lines = [str(c.args[-1]) for c in info.mock_calls if len(c.args) == 2]
+  lines = [line for line in lines if line.startswith('step ')]
+  for step, line in zip((1, 2), lines, strict=True):
+    columns = set(line.split(' | '))  # In the order of their first time.
+    assert columns >= {f'step {step}', f'loss {step - 1}', 'lr 0.5'}
+    assert len(columns) == 4  # And steps_per_sec.
+
+
+def test_an_autospecced_writer_is_a_writer():
+  writer = mock.create_autospec(utils.Writer, instance=True)
+  run(config=make_config(2, log_train_data_interval=1), writer=writer)
+  assert [c.args[0] for c in writer.write_scalars.mock_calls] == [1, 2]
+
+
+@pytest.mark.parametrize('log_all_hosts', [False, True])
+def test_only_the_first_host_writes_unless_all_do(monkeypatch, log_all_hosts):
+  monkeypatch.setattr(jax, 'process_index', lambda: 1)
+  writer = Writes()
+  config = make_config(
+    1, log_train_data_interval=1, log_all_hosts=log_all_hosts
+  )
+  run(config=config, writer=writer)
+  assert writer.steps() == ([1] if log_all_hosts else [])
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize(
+  ('steps', 'interval', 'initial', 'expected'),
+  [
+    (5, 2, False, [2, 4, 5]),
+    (4, 2, False, [2, 4]),  # The last save is not made twice.
+    (4, -1, False, [4]),
+    (4, None, False, [4]),
+    (4, 0, False, [4]),
+    (2, -1, True, [0, 2]),
+    (0, 1, True, [0]),
+    (0, 1, False, [0]),
+  ],
+)
+def test_when_checkpoints_are_saved(steps, interval, initial, expected):
+  config = make_config(
+    steps,
+    save_checkpoint_interval=interval,
+    save_initial_train_checkpoint=initial,
+  )
+  _, checkpointer = run(config=config)
+  assert checkpointer.saves() == expected
+  assert checkpointer.calls[-1][0] == 'wait'
+
+
+def test_no_initial_checkpoint_where_there_is_one():
+  config = make_config(2, save_initial_train_checkpoint=True)
+  _, checkpointer = run(config=config)
+  del checkpointer.calls[:]
+  run(config=config, checkpointer=checkpointer)
+  assert checkpointer.calls[0] == ('restore', 'latest', 2)
+  assert checkpointer.saves() == [2]  # The last one, not the first.
+
+
+def test_a_checkpoint_holds_the_weights_of_its_step():
+  config = make_config(3, save_checkpoint_interval=1)
+  run(config=config)
+  history = utils.GLOBAL_CHECKPOINT_DICT['latest'].history
+  for step, snapshot in zip((1, 2, 3), history, strict=True):
+    nest = snapshot.pickle_nest.to_dict()
+    assert nest['global_step'] == step
+    assert nest['experiment_module']['w'] == step
+
+
+@pytest.mark.parametrize('all_hosts', [False, True])
+def test_only_the_first_host_saves_unless_all_do(monkeypatch, all_hosts):
+  monkeypatch.setattr(jax, 'process_index', lambda: 1)
+  config = make_config(
+    2,
+    save_checkpoint_interval=1,
+    save_initial_train_checkpoint=True,
+    train_checkpoint_all_hosts=all_hosts,
+  )
+  _, checkpointer = run(config=config)
+  assert checkpointer.saves() == ([0, 1, 2] if all_hosts else [])
+
+
+def test_mocks_may_stand_for_checkpointer_and_writer():
+  checkpointer = mock.create_autospec(utils.Checkpointer, instance=True)
+  checkpointer.can_be_restored.return_value = False
+  writer = mock.Mock()
+  config = make_config(2, save_checkpoint_interval=1)
+  train.train(Toy, config, checkpointer, writer)
+  assert checkpointer.mock_calls.count(mock.call.save('latest')) == 2
+  checkpointer.restore.assert_not_called()
+  state = checkpointer.get_experiment_state('latest')
+  assert state.global_step == 2
+  assert state.train_step_rng.shape == (2, 2)
+
+
+@pytest.mark.parametrize('fake', [chex.fake_pmap, chex.fake_pmap_and_jit])
+def test_mocks_under_fake_pmap(fake):
+  class Pmapped(Toy):
+    def step(self, *, global_step, rng, writer):
+      update = jax.pmap(
+        lambda w, key: (
+          w + 1,
+          jax.lax.pmean(jax.random.uniform(key) * 0 + 3, 'i'),
+        ),
+        axis_name='i',
+      )
+      self._w, loss = update(self._w, rng)
+      return {'loss': utils.get_first(loss)}
+
+  checkpointer = mock.Mock()
+  checkpointer.can_be_restored.return_value = False
+  writer = mock.create_autospec(utils.Writer, instance=True)
+  config = make_config(2, log_train_data_interval=1)
+  with fake():
+    train.train(Pmapped, config, checkpointer, writer)
+    config.one_off_evaluate = True
+    config.eval_initial_weights = True
+    train.evaluate(Pmapped, config, checkpointer, writer, 'eval')
+  steps = [c.args[0] for c in writer.write_scalars.mock_calls]
+  assert steps == [1, 2, 0]
+  assert writer.write_scalars.mock_calls[0].args[1]['loss'] == 3.0
+  checkpointer.save.assert_called_once_with('latest')
+
+
+# How long a run is.
+
+
+def test_no_training_steps_means_as_long_as_the_experiment_wants():
+  class Seven(Plain):
+    def should_run_step(self, global_step, config):
+      return super().should_run_step(global_step, config) and global_step < 7
+
+  config = make_config(1)
+  config.training_steps = None
+  log, checkpointer = run(Seven, config)
+  assert len(log.steps) == 7
+  assert checkpointer.saves() == [7]
+
+
+def test_no_interval_type_and_a_locked_config():
+  config = make_config(2)
+  config.interval_type = None
+  config.lock()
+  before = config.to_json()
+  log, checkpointer = run(config=config, writer=Writes())
+  train.evaluate(Plain, config, checkpointer, None, 'eval')
+  assert len(log.steps) == 2
+  assert config.to_json() == before
+
+
+def test_an_overridden_loop_is_used():
+  class Own(Plain):
+    def train_loop(self, config, state, periodic_actions, writer=None):
+      state.global_step = 11
+      for action in periodic_actions:
+        action(time.time(), 11, {'loss': 0.25})
+
+  writer = Writes()
+  config = make_config(11, log_train_data_interval=5)
+  _, checkpointer = run(Own, config, writer=writer)
+  assert checkpointer.saves() == [11]
+  assert writer.records[0][1]['loss'] == 0.25
+
+
+def test_all_hosts_meet_after_the_last_save():
+  order = []
+  config = make_config(1)
+  checkpointer = mock.Mock()
+  checkpointer.can_be_restored.return_value = False
+  checkpointer.save.side_effect = lambda series: order.append('save')
+  checkpointer.wait_for_checkpointing_to_finish.side_effect = lambda: (
+    order.append('wait')
+  )
+  action = Action()
+  action.wait_to_finish = lambda: order.append('join')
+  with mock.patch.object(
+    devices, 'rendezvous', lambda: order.append('rendezvous')
+  ):
+    train.train(Plain, config, checkpointer, None, (action,))
+  assert order == ['save', 'wait', 'join', 'rendezvous']
+
+
+# Errors.
+
+
+def test_an_error_in_a_step_ends_the_run_with_what_was_due_written():
+  failing = threading.Event()
+
+  class Slow(Writes):
+    def write_scalars(self, global_step, scalars):
+      assert failing.wait(10)  # Still at it when the step fails.
+      super().write_scalars(global_step, scalars)
+
+  class Failing(Plain):
+    def step(self, **kwargs):
+      if kwargs['global_step'] == 2:
+        failing.set()
+      return super().step(**kwargs)
+
+  writer = Slow()
+  config = make_config(4, log_train_data_interval=1)
+  checkpointer = Recorder(config)
+  with pytest.raises(ZeroDivisionError, match='in a step') as caught:
+    run(functools.partial(Failing, fail_at=2), config, checkpointer, writer)
+  assert writer.steps() == [1, 2]
+  assert checkpointer.saves() == []
+  frames = [f.name for f in traceback.extract_tb(caught.value.__traceback__)]
+  assert frames[-1] == 'step'
+
+
+def test_the_steps_error_counts_where_an_action_fails_as_well():
+  action = Action()
+  action.wait_to_finish = mock.Mock(side_effect=OSError('disk'))
+  with (
+    mock.patch.object(logging, 'exception') as exception,
+    pytest.raises(ZeroDivisionError),
+  ):
+    run(functools.partial(Plain, fail_at=0), actions=(action,))
+  assert 'A periodic action failed as well.' in [
+    c.args[0] for c in exception.mock_calls
+  ]
+
+
+class BrokenWriter:
+  def __init__(self):
+    self.failed = threading.Event()
+
+  def write_scalars(self, global_step, scalars):
+    self.failed.set()
+    raise OSError('disk full')
+
+
+def test_a_failing_writer_ends_the_run_at_a_later_step():
+  writer = BrokenWriter()
+
+  class Endless(Plain):
+    def step(self, **kwargs):
+      if kwargs['global_step'] == 1:
+        assert writer.failed.wait(10)
+      return super().step(**kwargs)
+
+    def should_run_step(self, global_step, config):
+      assert global_step < 10_000_000, 'nobody noticed'
+      return True
+
+  config = make_config(None, log_train_data_interval=1)
+  with (
+    mock.patch.object(logging, 'exception') as exception,
+    pytest.raises(OSError, match='disk full') as caught,
+  ):
+    run(Endless, config, writer=writer)
+  frames = [f.name for f in traceback.extract_tb(caught.value.__traceback__)]
+  assert frames[-1] == 'write_scalars'
+  # It is told as itself, not as a second failure.
+  told = [c.args[0] for c in exception.mock_calls]
+  assert 'A periodic action failed as well.' not in told
+
+
+def test_a_writer_that_fails_at_the_last_step_is_an_error():
+  config = make_config(1, log_train_data_interval=1)
+  checkpointer = Recorder(config)
+  with pytest.raises(OSError, match='disk full'):
+    run(config=config, checkpointer=checkpointer, writer=BrokenWriter())
+  assert checkpointer.saves() == [1]  # The work of the run is safe.
+
+
+def test_a_failing_save_ends_the_run():
+  config = make_config(3, save_checkpoint_interval=1)
+  checkpointer = Recorder(config)
+  with (
+    mock.patch.object(Recorder, 'save', side_effect=OSError('no space')),
+    pytest.raises(OSError, match='no space'),
+  ):
+    run(config=config, checkpointer=checkpointer)
+
+
+# Evaluation.
+
+
+class Scripted:
+  """A checkpointer whose newest checkpoint changes as a script says.
+
+  One entry is one look: the step of the newest checkpoint then, or None.
+  """
+
+  def __init__(self, looks):
+    self.looks = list(looks)
+    self.newest = None
+    self.states = {}
+    self.saved = []
+
+  def get_experiment_state(self, ckpt_series):
+    return self.states.setdefault(ckpt_series, base.ExperimentState())
+
+  def restore_path(self, ckpt_series):
+    assert ckpt_series == 'latest'
+    assert self.looks, 'evaluation should have ended'
+    self.newest = self.looks.pop(0)
+    return None if self.newest is None else f'checkpoint_{self.newest}'
+
+  def can_be_restored(self, ckpt_series):
+    return ckpt_series == 'latest' and self.newest is not None
+
+  def restore(self, ckpt_series):
+    self.states['latest'].update(
+      global_step=self.newest, train_step_rng=f'key {self.newest}'
+    )
+
+  def save(self, ckpt_series):
+    self.saved.append((ckpt_series, self.states[ckpt_series].to_dict()))
+
+
+def evaluate_all(cls, config, ids):
+  """Evaluates the checkpoints of these numbers, one after the other."""
+  series = utils.GLOBAL_CHECKPOINT_DICT['latest']
+  checkpointer = utils.InMemoryCheckpointer(config, 'eval')
+  shown = iter([*ids, ids[-1]])
+
+  def restore_path(ckpt_series):
+    number = next(shown)
+    utils.GLOBAL_CHECKPOINT_DICT['latest'] = series._replace(
+      history=[s for s in series.history if s.id <= number]
+    )
+    return number
+
+  with mock.patch.object(checkpointer, 'restore_path', restore_path):
+    train.evaluate(cls, config, checkpointer, None, 'eval')
+
+
+def evaluate(looks, scores=None, writer=None, cls=Plain, **values):
+  """Evaluates by a script; returns the log and the checkpointer."""
+  config = make_config(100, **values)
+  log, checkpointer = Log(), Scripted(looks)
+  partial = functools.partial(cls, log=log, scalars=scores)
+  train.evaluate(partial, config, checkpointer, writer, 'eval')
+  return log, checkpointer
+
+
+def test_each_new_checkpoint_is_evaluated_once_until_the_last():
+  writer = Writes()
+  looks = [None, None, 10, 10, 10, 30, 30, 100, 'not looked at']
+  log, _ = evaluate(looks, writer=writer)
+  assert [step for step, _ in log.evals] == [10, 30, 100]
+  assert writer.records == [
+    (10, {'score': 10}),
+    (30, {'score': 30}),
+    (100, {'score': 100}),
+  ]
+  assert log.inits[0][0] == 'eval'
+
+
+def test_waiting_for_a_checkpoint_sleeps():
+  with mock.patch.object(time, 'sleep') as sleep:
+    evaluate([None, None, 10, 10, 100])
+  assert sleep.mock_calls == [mock.call(train._POLL_SECS)] * 3
+
+
+def test_a_new_checkpoint_is_noticed_within_a_second(monkeypatch):
+  monkeypatch.setattr(train, '_POLL_SECS', POLL_SECS)
+  config = make_config(2)
+  evaluated = {0: threading.Event(), 2: threading.Event()}
+
+  class Signals(Plain):
+    def evaluate(self, *, global_step, **kwargs):
+      evaluated[global_step].set()
+      return {}
+
+  saver = utils.InMemoryCheckpointer(config, 'train')
+  state = saver.get_experiment_state('latest')
+  state.update(
+    global_step=0, train_step_rng=None, experiment_module=Plain('train')
+  )
+  saver.save('latest')
+  thread = threading.Thread(
+    target=train.evaluate,
+    args=(Signals, config, utils.InMemoryCheckpointer(config, 'eval'), None),
+    kwargs={'jaxline_mode': 'eval'},
+  )
+  thread.start()
+  assert evaluated[0].wait(30)
+  state.global_step = 2
+  saver.save('latest')
+  saved = time.monotonic()
+  assert evaluated[2].wait(30)
+  # Promised is one; the other is for a machine that is busy.
+  assert time.monotonic() - saved < 2
+  thread.join(30)
+  assert not thread.is_alive()
+
+
+def test_initial_weights_are_evaluated_once_before_the_first_checkpoint():
+  log, _ = evaluate([None, None, None, 100], eval_initial_weights=True)
+  assert [step for step, _ in log.evals] == [0, 100]
+
+
+def test_initial_weights_are_not_evaluated_where_there_is_a_checkpoint():
+  log, _ = evaluate([100], eval_initial_weights=True)
+  assert [step for step, _ in log.evals] == [100]
+
+
+def test_one_off_evaluates_the_newest_once():
+  config = make_config(5)
+  run(config=config)
+  config.training_steps = 100
+  config.one_off_evaluate = True
+  log = Log()
+  partial = functools.partial(Plain, log=log)
+  train.evaluate(partial, config, Recorder(config), None, 'eval')
+  assert log.evals == [(5, 5.0)]
+
+
+def test_one_off_without_a_checkpoint():
+  config = make_config(one_off_evaluate=True)
+  with pytest.raises(ValueError, match='eval_initial_weights'):
+    train.evaluate(Plain, config, Recorder(config), None, 'eval')
+  config.eval_initial_weights = True
+  log = Log()
+  partial = functools.partial(Plain, log=log)
+  train.evaluate(partial, config, Recorder(config), None, 'eval')
+  assert log.evals == [(0, 0.0)]
+
+
+def test_the_mode_is_that_of_the_command_line_where_none_is_given(monkeypatch):
+  monkeypatch.setattr(train, 'default_mode', lambda: 'eval_on_test')
+  config = make_config(one_off_evaluate=True, eval_initial_weights=True)
+  log = Log()
+  partial = functools.partial(Plain, log=log)
+  train.evaluate(partial, config, Recorder(config), None)
+  assert log.inits[0][0] == 'eval_on_test'
+
+
+def test_an_evaluation_that_returns_none_is_warned_of_once():
+  class Silent(Plain):
+    def evaluate(self, **unused):
+      return None
+
+  writer = Writes()
+  with mock.patch.object(logging, 'log_first_n') as log_first_n:
+    evaluate([10, 100], cls=Silent, writer=writer)
+  for call in log_first_n.mock_calls:
+    assert call.args[0] == logging.WARNING
+    assert 'deprecated' in call.args[1]
+    assert call.args[2] == 1
+  assert writer.records == [(10, {}), (100, {})]
+
+
+def test_an_error_in_evaluate_propagates():
+  class Failing(Plain):
+    def evaluate(self, **unused):
+      raise ZeroDivisionError('in evaluate')
+
+  with pytest.raises(ZeroDivisionError, match='in evaluate'):
+    evaluate([10], cls=Failing)
+
+
+# The series `best`.
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+  ('higher', 'scores', 'best_at'),
+  [
+    (True, [1, 1, 3, 2, 3, 4], [0, 2, 5]),
+    (False, [1, 1, 3, 0.5, 0.5, -1], [0, 3, 5]),
+    (True, [NAN, 1, NAN, 2], [1, 3]),
+    (False, [NAN, 1, NAN, 2], [1]),
+    (True, [np.float32(1), np.array([2.0]), np.array(1)], [0, 1]),
+  ],
+)
+def test_best_is_saved_where_strictly_better(higher, scores, best_at):
+  steps = [10 * (i + 1) for i in range(len(scores) - 1)] + [100]
+  _, checkpointer = evaluate(
+    steps,
+    dict(zip(steps, scores, strict=True)),
+    best_model_eval_metric='score',
+    best_model_eval_metric_higher_is_better=higher,
+  )
+  assert [
+    (series, state['global_step'], state['best_eval_metric_value'])
+    for series, state in checkpointer.saved
+  ] == [('best', steps[i], scores[i]) for i in best_at]
+  series, state = checkpointer.saved[-1]
+  assert state['train_step_rng'] == f'key {state["global_step"]}'
+  assert state['best_model_eval_metric'] == 'score'
+  assert isinstance(state['experiment_module'], Plain)
+
+
+@pytest.mark.parametrize('scores', [{10: NAN, 100: NAN}, {10: -math.inf, 100: NAN}])
+def test_what_is_never_better_is_never_saved(scores):
+  _, checkpointer = evaluate(
+    [10, 100], scores, best_model_eval_metric='score'
+  )
+  assert checkpointer.saved == []
+
+
+@pytest.mark.parametrize('all_hosts', [False, True])
+def test_only_the_first_host_keeps_best_unless_all_do(monkeypatch, all_hosts):
+  monkeypatch.setattr(jax, 'process_index', lambda: 1)
+  _, checkpointer = evaluate(
+    [100],
+    best_model_eval_metric='score',
+    best_checkpoint_all_hosts=all_hosts,
+  )
+  assert len(checkpointer.saved) == all_hosts
+
+
+@pytest.mark.parametrize('returned', [{'loss': 1.0, 'error': 2}, {}])
+def test_a_missing_best_metric_lists_the_names_there_are(returned):
+  class Other(Plain):
+    def evaluate(self, **unused):
+      return returned
+
+  with pytest.raises(ValueError, match='score') as caught:
+    evaluate([10], cls=Other, best_model_eval_metric='score')
+  assert str(sorted(returned)) in str(caught.value)
+
+
+def test_a_best_metric_that_is_no_number_is_said_to_be_none():
+  with pytest.raises(ValueError, match='no number of that name'):
+    evaluate([10], {10: None}, best_model_eval_metric='score')
+
+
+def run_two_evaluations(first, second, metric='score', second_metric='score'):
+  """Evaluates one checkpoint, and again after a restart of the evaluator."""
+  calls = []
+  for score, name in ((first, metric), (second, second_metric)):
+
+    class Scored(Plain):
+      def evaluate(self, **unused):
+        return {name: score}  # noqa: B023
+
+    config = make_config(
+      1, one_off_evaluate=True, best_model_eval_metric=name
+    )
+    if not calls:
+      run(config=config)
+    checkpointer = Recorder(config, 'eval')
+    train.evaluate(Scored, config, checkpointer, None, 'eval')
+    calls.append(checkpointer.saves('best'))
+  return calls
+
+
+def test_the_best_value_survives_a_restart():
+  assert run_two_evaluations(2.0, 1.5) == [[1], []]
+  assert run_two_evaluations(2.0, 2.0) == [[], []]  # Of the runs above.
+  assert run_two_evaluations(2.5, 1.5) == [[1], []]
+
+
+def test_another_best_metric_starts_anew():
+  with mock.patch.object(logging, 'warning') as warning:
+    calls = run_two_evaluations(2.0, 1.5, second_metric='accuracy')
+  assert calls == [[1], [1]]
+  assert any('accuracy' in str(c.args) for c in warning.mock_calls)
+  nest = utils.GLOBAL_CHECKPOINT_DICT['best'].history[-1].pickle_nest
+  assert nest['best_eval_metric_value'] == 1.5
+  assert nest['best_model_eval_metric'] == 'accuracy'
+
+
+def test_on_new_best_model_may_add_to_what_is_saved():
+  class Adds(Plain):
+    def on_new_best_model(self, best_state):
+      best_state.note = f'best {best_state.best_eval_metric_value}'
+
+  _, checkpointer = evaluate(
+    [10, 100], cls=Adds, best_model_eval_metric='score'
+  )
+  assert [s['note'] for _, s in checkpointer.saved] == ['best 10.0', 'best 100.0']
+
+
+# Training and evaluation in one thread.
+
+
+def run_both(cls=Plain, config=None, writer=None, eval_writer=None):
+  log = Log()
+  checkpointer = Recorder(config)
+  partial = functools.partial(cls, log=log)
+  train.train_and_eval(partial, config, checkpointer, writer, eval_writer)
+  return log, checkpointer
+
+
+@pytest.mark.parametrize(
+  ('steps', 'interval', 'initial', 'expected'),
+  [
+    (5, 2, False, [2, 4, 5]),
+    (4, 2, False, [2, 4]),
+    (4, None, False, [4]),
+    (3, -1, True, [0, 3]),
+    (2, 0, False, [1, 2]),
+    (0, 1, True, [0]),
+    (0, 1, False, [0]),
+  ],
+)
+def test_training_is_interrupted_for_evaluations(
+  steps, interval, initial, expected
+):
+  config = make_config(
+    steps, eval_interval=interval, eval_initial_weights=initial
+  )
+  writer, eval_writer = Writes(), Writes()
+  log, checkpointer = run_both(Plain, config, writer, eval_writer)
+  # The weight counts the steps: these are the current weights.
+  assert log.evals == [(step, float(step)) for step in expected]
+  assert eval_writer.steps() == expected
+  assert [mode for mode, _ in log.inits] == ['train', 'eval']
+  assert checkpointer.saves() == [steps]
+
+
+def test_evaluations_in_seconds_do_not_count_their_own_time(monkeypatch):
+  clock = [0.0]
+  monkeypatch.setattr(time, 'time', lambda: clock[0])
+
+  class Clocked(Plain):
+    def step(self, **kwargs):
+      clock[0] += 1
+      return super().step(**kwargs)
+
+    def evaluate(self, **kwargs):
+      clock[0] += 10
+      return super().evaluate(**kwargs)
+
+  config = make_config(9, eval_interval_type='secs', eval_interval=3)
+  log, _ = run_both(Clocked, config)
+  assert [step for step, _ in log.evals] == [3, 6, 9]
+
+
+def test_evaluations_share_the_live_state_by_reference():
+  trained = []
+
+  class Shares(Plain):
+    NON_BROADCAST_CHECKPOINT_ATTRS = {'_notes': 'notes'}
+
+    def __init__(self, mode, init_rng=None, log=None):
+      super().__init__(mode, init_rng, log)
+      self._notes = {}
+      if mode == 'train':
+        trained.append(self)
+
+    def step(self, **kwargs):
+      self._notes[len(self._notes)] = 'seen'
+      return super().step(**kwargs)
+
+    def evaluate(self, **kwargs):
+      assert self is not trained[0]
+      assert self._w is trained[0]._w
+      assert self._notes is trained[0]._notes
+      return super().evaluate(**kwargs)
+
+  log, _ = run_both(Shares, make_config(2, eval_interval=1))
+  assert len(log.evals) == 2
+
+
+def test_best_is_kept_while_training():
+  class Peaks(Plain):
+    def evaluate(self, **kwargs):
+      return {'score': -abs(super().evaluate(**kwargs)['score'] - 3)}
+
+  config = make_config(
+    5,
+    eval_interval=1,
+    best_model_eval_metric='score',
+    save_checkpoint_interval=2,
+  )
+  _, checkpointer = run_both(Peaks, config)
+  assert checkpointer.saves('best') == [1, 2, 3]
+  assert checkpointer.saves() == [2, 4, 5]
+  best = utils.GLOBAL_CHECKPOINT_DICT['best'].history[-1].pickle_nest.to_dict()
+  assert best['experiment_module']['w'] == 3
+  assert best['global_step'] == 3
+  key = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[0].pickle_nest
+  assert best['train_step_rng'].shape == key['train_step_rng'].shape
+
+
+def test_a_finished_run_is_evaluated_once_more_and_goes_on():
+  config = make_config(3, eval_interval=2)
+  _, checkpointer = run_both(Plain, config)
+  log = Log()
+  partial = functools.partial(Plain, log=log)
+  train.train_and_eval(partial, config, checkpointer, None, None)
+  assert log.evals == [(3, 3.0)]
+  config.training_steps = 5
+  log.evals.clear()
+  train.train_and_eval(partial, config, checkpointer, None, None)
+  assert log.evals == [(4, 4.0), (5, 5.0)]
+
+
+def test_an_error_in_an_evaluation_ends_training():
+  class Failing(Plain):
+    def evaluate(self, **unused):
+      raise ZeroDivisionError('in evaluate')
+
+  log = Log()
+  config = make_config(9, eval_interval=2)
+  with pytest.raises(ZeroDivisionError, match='in evaluate'):
+    train.train_and_eval(
+      functools.partial(Failing, log=log), config, Recorder(config), None, None
+    )
+  assert len(log.steps) == 2
+
+
+def test_periodic_actions_of_jaxline_and_of_train_are_one():
+  # Old code makes its own and hands them to `train`.
+  records = []
+  action = utils.PeriodicAction(
+    lambda step, scalars: records.append((step, scalars['loss'])),
+    interval_type='steps',
+    interval=2,
+  )
+  assert isinstance(action, periodic.PeriodicAction)
+  run(config=make_config(5), actions=(action,))
+  assert records == [(2, 1.0), (4, 3.0)]
