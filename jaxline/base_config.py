@@ -114,7 +114,8 @@ def validate_keys(
   """Checks that a config has the keys it must have, spelled right.
 
   Keys that are not in the base config are the experiment's own and pass,
-  unless one is so near to a base key that it must be a misspelling of it.
+  unless one is so near to a base key that it must be a misspelling of it. A
+  base key with further words, such as `num_training_steps`, is none.
 
   Args:
     base_cfg: the config with the keys there must be.
@@ -126,7 +127,7 @@ def validate_keys(
   """
   for key in config:
     near = _nearest(key, base_cfg, _MISSPELLED) if key not in base_cfg else None
-    if near:
+    if near and not set(near.split('_')) <= set(key.split('_')):
       raise ValueError(
         f'Unknown config key {key!r}: did you mean {near!r}? The keys are'
         f' documented in {base_filename}.'

@@ -46,7 +46,6 @@ from typing import Any, TypeVar
 from unittest import mock
 
 from absl import logging
-import chex
 import jax
 
 F = TypeVar('F', bound=Callable[..., Any])
@@ -166,25 +165,26 @@ class _Remote(io.TextIOBase):
   def __init__(self, error: Exception):
     self._error = error
     self._stack = contextlib.ExitStack()
-    self._file: Any = None
+    self._files: tuple[Any, Any] | None = None
 
   def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
-    return self._connected().readline()
+    return self._connected()[0].readline()
 
   def write(self, text: str, /) -> int:
-    return self._connected().write(text)
+    return self._connected()[1].write(text)
 
   def flush(self) -> None:
-    if self._file is not None:
-      self._file.flush()
+    if self._files is not None:
+      self._files[1].flush()
 
   def close(self) -> None:
     with contextlib.suppress(OSError):
       self._stack.close()
     super().close()
 
-  def _connected(self) -> Any:
-    if self._file is None:
+  def _connected(self) -> tuple[Any, Any]:
+    """Returns a file to read from and one to write to."""
+    if self._files is None:
       # A Unix socket in a directory that only this user may enter: who
       # reaches the debugger can run anything.
       folder = self._stack.enter_context(
@@ -205,9 +205,11 @@ class _Remote(io.TextIOBase):
       )
       connection, _ = server.accept()
       self._stack.enter_context(connection)
-      self._file = connection.makefile('rw', buffering=1, encoding='utf-8')
-      self._stack.callback(self._file.close)
-    return self._file
+      # Two files: a single one would forget lines read ahead when written to.
+      self._files = (connection.makefile('r'), connection.makefile('w'))
+      for file in self._files:
+        self._stack.callback(file.close)
+    return self._files
 
 
 class _PerThread:
@@ -231,17 +233,20 @@ def attach(path: str) -> None:
   """
   with socket.socket(socket.AF_UNIX) as connection:
     connection.connect(path)
+    sources: list[Any] = [connection, sys.stdin]
     while True:
-      ready, _, _ = select.select([connection, sys.stdin], [], [])
+      ready, _, _ = select.select(sources, [], [])
       if connection in ready:
         if not (data := connection.recv(65536)):
           return
         sys.stdout.write(data.decode(errors='replace'))
         sys.stdout.flush()
       if sys.stdin in ready:
-        if not (data := os.read(sys.stdin.fileno(), 65536)):
-          return
-        connection.sendall(data)
+        if data := os.read(sys.stdin.fileno(), 65536):
+          connection.sendall(data)
+        else:
+          connection.shutdown(socket.SHUT_WR)
+          sources.remove(sys.stdin)
 
 
 def disable_pmap_jit(f: F) -> F:
@@ -262,6 +267,8 @@ def disable_pmap_jit(f: F) -> F:
   def wrapped(*args: Any, **kwargs: Any) -> Any:
     if not settings.disable_pmap_jit():
       return f(*args, **kwargs)
+    import chex  # It takes as long to import as jax, and runs seldom need it.
+
     with _op_by_op, chex.fake_pmap_and_jit(enable_pmap_patching=False):
       return f(*args, **kwargs)
 
@@ -285,7 +292,7 @@ class _OpByOp:
         'pmap and jit are off: every operation runs by itself, which is slow.'
       )
       # JAX's own switch is for one thread; this one is for all.
-      was_off = jax.config.jax_disable_jit
+      was_off = jax.config.values['jax_disable_jit']
       jax.config.update('jax_disable_jit', True)
       self._stack.callback(jax.config.update, 'jax_disable_jit', was_off)
       for name in ('checkpoint', 'remat'):
@@ -325,7 +332,8 @@ def _concrete_pmap() -> Iterator[None]:
     from jax._src import core
     from jax._src.lax import parallel
 
-    process_shard_map = core.EvalTrace.process_shard_map
+    eval_trace: Any = core.EvalTrace
+    process_shard_map = eval_trace.process_shard_map
     psum = parallel._psum
     collectives = [
       value for value in vars(parallel).values()
@@ -338,6 +346,8 @@ def _concrete_pmap() -> Iterator[None]:
       'shard_map tracers.',
       e,
     )
+    import chex
+
     with chex.fake_pmap():
       yield
     return
@@ -401,7 +411,8 @@ def _run_shard_map(
   *, mesh: jax.sharding.Mesh, in_specs: Any, check_vma: bool, **kwargs: Any,
 ) -> Any:  # fmt: skip
   """In place of JAX's interpreter of a shard_map on concrete arrays."""
-  if check_vma or set(kwargs['newly_manual_axes']) != set(mesh.axis_names):
+  is_whole = set(kwargs['newly_manual_axes']) == set(mesh.axis_names)
+  if check_vma or not is_whole or not isinstance(mesh, jax.sharding.Mesh):
     # Not a pmap. Its gradients need types that concrete arrays do not have.
     return original(
       trace, primitive, fun, args,
@@ -414,7 +425,7 @@ def _run_shard_map(
       with core.extend_axis_env_nd(list(mesh.shape.items())):
         return fun(*shards[device]).unpack_aux()
 
-  with jax.ensure_compile_time_eval(), futures.ThreadPoolExecutor(1) as pool:
+  with core.eval_context(), futures.ThreadPoolExecutor(1) as pool:
     shards: dict[jax.Device, list[Any]] = {d: [] for d in mesh.local_devices}
     for arg, spec in zip(args, in_specs, strict=True):
       placed = jax.device_put(arg, jax.sharding.NamedSharding(mesh, spec))
@@ -459,7 +470,9 @@ def _run_collective(
     for leaf in leaves:
       by_device = {s.device: s.data[0] for s in leaf.addressable_shards}
       rows.append([by_device[device] for device in mesh.local_devices])
-    return [treedef.unflatten(values) for values in zip(*rows, strict=True)]
+    return [
+      jax.tree.unflatten(treedef, values) for values in zip(*rows, strict=True)
+    ]
 
 
 @functools.cache
@@ -505,7 +518,7 @@ class _Turns:
   """Runs one program per device, in turns that end at the collectives."""
 
   def __init__(
-    self, num_devices: int, meet: Callable[[list[_Collective]], list[Any]]
+    self, num_devices: int, meet: Callable[[Sequence[Any]], list[Any]]
   ):
     self._meet = meet
     self._num_devices = num_devices

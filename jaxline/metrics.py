@@ -16,11 +16,11 @@ import jax.numpy as jnp
 )
 @dataclasses.dataclass(frozen=True)
 class Mean:
-  """A weighted mean, as its two sums: adding two of them is exact.
+  """A weighted mean, as its two sums: to add two of them loses nothing.
 
   Attributes:
-    total: sum of value * weight, a float32 scalar.
-    weight: sum of weights, a float32 scalar.
+    total: sum of value * weight, a scalar; float32 from `of`.
+    weight: sum of weights, likewise.
   """
 
   total: jax.Array
@@ -31,25 +31,27 @@ class Mean:
     """Returns the mean of an array.
 
     Args:
-      values: any shape.
-      weights: the same shape, or fewer trailing dimensions, which repeat; an
-        example of weight 0 does not count. None weighs all 1.
+      values: any shape; a number too.
+      weights: the same shape, or fewer trailing dimensions, which repeat; a
+        value of weight 0 does not count, and gets the gradient 0, though it be
+        NaN. (What it was computed from has the gradient 0 * NaN = NaN where
+        its derivative is not finite either.) None weighs all 1.
+
+    Raises:
+      ValueError: the shapes do not fit.
     """
-    values = values.astype(jnp.float32)
-    if weights is None:
-      weights = jnp.ones_like(values)
+    values = jnp.asarray(values, jnp.float32)
+    weights = jnp.asarray(1.0 if weights is None else weights, jnp.float32)
     missing = values.ndim - weights.ndim
     if missing < 0 or values.shape[: weights.ndim] != weights.shape:
       raise ValueError(
         f'weights of shape {weights.shape} do not fit values of shape'
         f' {values.shape}; expected its shape or its leading dimensions.'
       )
-    weights = weights.astype(jnp.float32).reshape(
-      weights.shape + (1,) * missing
-    )
+    weights = weights.reshape(weights.shape + (1,) * missing)
     weights = jnp.broadcast_to(weights, values.shape)
     # Not values * weights: what has no weight may be NaN.
-    weighted = jnp.where(weights > 0, values, 0.0) * weights
+    weighted = jnp.where(weights != 0, values, 0.0) * weights
     return cls(weighted.sum(), weights.sum())
 
   def __add__(self, other: 'Mean') -> 'Mean':
@@ -74,4 +76,10 @@ def add(a: Metrics, b: Metrics) -> dict[str, Mean]:
 
 def compute(metrics: Metrics) -> dict[str, Any]:
   """Returns name -> mean."""
+  for name, metric in metrics.items():
+    if not isinstance(metric, Mean):
+      raise TypeError(
+        f'The metric {name!r} is a {type(metric).__name__}, expected a'
+        ' metrics.Mean: Mean.of(values, weights) makes one.'
+      )
   return {name: metric.compute() for name, metric in metrics.items()}

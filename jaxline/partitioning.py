@@ -169,12 +169,12 @@ class Partitioner:
     self.mesh = mesh
     self.rules = rules
 
-  @property
+  @functools.cached_property
   def replicated(self) -> NamedSharding:
     """The sharding of what every device holds whole."""
     return NamedSharding(self.mesh, P())
 
-  @property
+  @functools.cached_property
   def batch_sharding(self) -> NamedSharding:
     """The sharding of a batch: its leading dimension over `Rules.batch`."""
     return NamedSharding(self.mesh, P(self.rules.batch))
@@ -241,6 +241,41 @@ class Partitioner:
         raise
 
     return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_logical)
+
+  def specs_like(self, tree: Any, weights: Any) -> Any:
+    """Returns a `PartitionSpec` for each array of an optimizer's state.
+
+    An array follows the weight whose path in `weights` ends its own path,
+    such as `[0].mu['w']` the weight `['w']`, if it has that weight's shape. All
+    others are replicated: counters, and what is kept of less than a weight,
+    as in Adafactor.
+
+    Args:
+      tree: the optimizer's state; arrays or `jax.ShapeDtypeStruct`.
+      weights: as for `specs`.
+
+    Returns:
+      `tree` with a spec for each array.
+    """
+    weight_specs = {
+      path: (x.shape, spec)
+      for (path, x), spec in zip(
+        jax.tree_util.tree_leaves_with_path(unbox(weights)),
+        jax.tree.leaves(
+          self.specs(weights), is_leaf=lambda x: isinstance(x, P)
+        ),
+        strict=True,
+      )
+    }
+
+    def one(path: tuple[Any, ...], x: Any) -> P:
+      for start in range(len(path) + 1):  # The longest end comes first.
+        if path[start:] in weight_specs:
+          shape, spec = weight_specs[path[start:]]
+          return spec if x.shape == shape else P()
+      return P()
+
+    return jax.tree_util.tree_map_with_path(one, tree)
 
   def shardings(self, specs: Any) -> Any:
     """Returns the sharding for each `PartitionSpec` of a tree."""
@@ -311,7 +346,7 @@ class Partitioner:
 
     Args:
       batch: a pytree of numpy arrays [B / processes, ...]: this process's
-        rows, in process order.
+        rows, in process order. Global arrays that lie so already pass through.
 
     Returns:
       The tree with global arrays [B, ...], split along the first dimension.
@@ -340,16 +375,19 @@ class Partitioner:
       if all(have == sharding for have in placed):
         return batch
       return jax.device_put(batch, sharding)
-    return jax.tree.map(
-      lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),
-      batch,
-    )
 
-  def any_host(self, flag: bool) -> bool:
-    """Whether `flag` is true on any process; all must call it together."""
+    def one(x: Any) -> jax.Array:
+      if isinstance(x, jax.Array) and x.sharding == sharding:
+        return x
+      return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+    return jax.tree.map(one, batch)
+
+  def all_hosts(self, value: int) -> list[int]:
+    """Returns the value of each process; all must call it together."""
     if jax.process_count() == 1:
-      return flag
-    return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
+      return [value]
+    return multihost_utils.process_allgather(np.asarray(value)).tolist()
 
   @contextlib.contextmanager
   def activate(self) -> Iterator[None]:

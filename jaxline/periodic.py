@@ -147,11 +147,12 @@ class PeriodicAction:
     executor = self._executor
     if executor is not None and executor.error is not None:
       executor.raise_error()
+    step = int(step)  # A restored step can be an array.
     if self._is_due(t, step):
-      self._kept.append((int(step), dict(scalar_outputs or {})))
+      self._kept.append((step, dict(scalar_outputs or {})))
       self._hand_on(self._measure_rate(t, step))
     elif self._keep_all:
-      self._kept.append((int(step), dict(scalar_outputs or {})))
+      self._kept.append((step, dict(scalar_outputs or {})))
       if len(self._kept) >= _MAX_KEPT:
         self._hand_on(None)
 
@@ -173,7 +174,7 @@ class PeriodicAction:
   def _is_growth_step(self, step: int) -> bool:
     if step not in self._decade:
       self._decade, self._growth_steps = _growth_steps(
-        int(step), self._growth_ratios
+        step, self._growth_ratios
       )
     return step in self._growth_steps
 

@@ -4,7 +4,7 @@
 checkpointer and the writers, and calls the loop that `--jaxline_mode` names.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import importlib
 import json
 import os
@@ -26,6 +26,7 @@ from ml_collections import config_flags
 
 from jaxline import base_config
 from jaxline import debug
+from jaxline import periodic
 from jaxline import train
 from jaxline import writers
 from jaxline.checkpoint import base
@@ -398,11 +399,11 @@ class _Writers:
           writer.close()
         except Exception as e:
           errors.append(e)
-    for e in errors:
+    for failed in errors:
       if error is None:
-        raise e
+        raise failed
       # The error that ends the run counts; this one is often its cause.
-      logging.error('Closing a writer failed as well: %r', e)
+      logging.error('Closing a writer failed as well: %r', failed)
 
 
 class _Stopped(BaseException):
@@ -412,21 +413,16 @@ class _Stopped(BaseException):
   """
 
 
-class _StopAction:
-  """Ends training at its next step; called as a periodic action."""
+class _StopAction(periodic.PeriodicAction):
+  """Ends training at its next step once `stop` is set."""
 
   def __init__(self, stop: threading.Event):
+    super().__init__(lambda *_: None, 'steps', interval=None, run_async=False)
     self._stop = stop
 
-  def __call__(self, t: float, step: int, scalars: Mapping[str, Any]) -> None:
+  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
     if self._stop.is_set():
       raise _Stopped
-
-  def update_time(self, t: float, step: int) -> None:
-    """Has no interval."""
-
-  def wait_to_finish(self) -> None:
-    """Runs nothing in the background."""
 
 
 class _FollowingCheckpointer:

@@ -9,7 +9,15 @@ the step wants it. The mesh itself is `partitioning`'s business.
 """
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import (
+  Callable,
+  Generator,
+  Iterable,
+  Iterator,
+  Mapping,
+  Sequence,
+)
+import copy
 import dataclasses
 import functools
 from typing import Any
@@ -25,6 +33,7 @@ from jaxline import async_lib
 from jaxline import experiment
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
+from jaxline import periodic
 from jaxline import writers
 
 Batch = dict[str, Any]
@@ -92,28 +101,34 @@ def train_step(
   (_, (metrics, model_state)), grads = jax.value_and_grad(
     compute_loss, has_aux=True
   )(state.params)
-  updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+  # Optax relies on promotion, although a model may be written to do without.
+  with jax.numpy_dtype_promotion('standard'):
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   scalars = metrics_lib.compute(metrics)
   scalars.update(step_scalars(state, grads, updates))
-  state = TrainState(
-    step=state.step + 1,
-    params=optax.apply_updates(state.params, updates),
-    model_state=model_state,
-    opt_state=opt_state,
+  new_state = _strongly_typed(
+    TrainState(
+      step=state.step + 1,
+      params=optax.apply_updates(state.params, updates),
+      model_state=model_state,
+      opt_state=opt_state,
+    )
   )
-  return state, scalars
+  if wrong := _differences(new_state, state, 'the step returns', 'it got'):
+    raise ValueError(
+      'The state after a step must have the shapes and types of the state'
+      ' before it. In the model state these are what loss_fn returns; in the'
+      ' others, what the optimizer does.\n' + '\n'.join(wrong)
+    )
+  return new_state, scalars
 
 
 def eval_step(
-  loss_fn: LossFn,
-  state: TrainState,
-  sums: metrics_lib.Metrics,
-  batch: Batch,
-  rng: jax.Array,
+  loss_fn: LossFn, state: TrainState, batch: Batch, rng: jax.Array
 ) -> dict[str, metrics_lib.Mean]:
-  """Adds the metrics of one batch to those of the batches before."""
+  """Returns the metrics of one batch; the state needs no `opt_state`."""
   _, metrics, _ = loss_fn(state.params, state.model_state, batch, rng, False)
-  return metrics_lib.add(sums, metrics)
+  return dict(metrics)
 
 
 def init_state(
@@ -122,13 +137,45 @@ def init_state(
   rng: jax.Array,
 ) -> TrainState:
   """Returns the state before the first step."""
-  params, model_state = partitioning.unbox(init_fn(rng))
-  return TrainState(
-    step=jnp.zeros((), jnp.int32),
-    params=params,
-    model_state=model_state,
-    opt_state=optimizer.init(params),
+  params, model_state = _strongly_typed(partitioning.unbox(init_fn(rng)))
+  return _strongly_typed(
+    TrainState(
+      step=jnp.zeros((), jnp.int32),
+      params=params,
+      model_state=model_state,
+      opt_state=optimizer.init(params),
+    )
   )
+
+
+def _strongly_typed(tree: Any) -> Any:
+  """Makes arrays of what has a Python number's weak type.
+
+  A weak type would become a strong one in the first step, and the second step
+  compile another program.
+  """
+
+  def strong(x: Any) -> Any:
+    x = jnp.asarray(x)
+    return x.astype(x.dtype) if x.weak_type else x
+
+  return jax.tree.map(strong, tree)
+
+
+def _differences(a: Any, b: Any, a_says: str, b_says: str) -> list[str]:
+  """Returns a line for each array whose shape or type is not the same."""
+  have, want = dict(_shapes(a)), dict(_shapes(b))
+  return [
+    f'{path}: {a_says} {have.get(path, "nothing")}, {b_says}'
+    f' {want.get(path, "nothing")}'
+    for path in sorted(have.keys() | want.keys())
+    if have.get(path) != want.get(path)
+  ]
+
+
+def _shapes(tree: Any) -> Iterator[tuple[str, str]]:
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    yield jax.tree_util.keystr(path), f'{x.dtype}{list(x.shape)}'
 
 
 class ShardedExperiment(experiment.AbstractExperiment):
@@ -154,7 +201,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     sharding: str = 'ddp',
     mesh: Mapping[str, int] | None = None,
   ):
-    """Lays out the state; in training, also makes it and opens the data.
+    """Makes the mesh; all else is made when it is first used.
 
     Args:
       mode: 'train', or what evaluation was started as.
@@ -168,24 +215,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
       partitioning.make_mesh(mesh), partitioning.get_rules(sharding)
     )
     self._init_rng = init_rng
-    self._optimizer = self.make_optimizer()
-    self._state_shardings = self._lay_out_state()
     self._state: TrainState | None = None
-    self._infeed: _Infeed | None = None
-    self.compiled_train_step = jax.jit(
-      self._in_mesh(
-        functools.partial(
-          train_step, self.loss_fn, self._optimizer, self.step_scalars
-        )
-      ),
-      donate_argnums=0,
-      out_shardings=(self._state_shardings, self.partitioner.replicated),
-    )
-    self.compiled_eval_step = jax.jit(
-      self._in_mesh(functools.partial(eval_step, self.loss_fn)),
-      donate_argnums=1,
-      out_shardings=self.partitioner.replicated,
-    )
+    # Batches on the devices, and where the input stood behind the last one.
+    self._batches: Generator[tuple[Batch, Any], None, None] | None = None
+    self._position: Any = None
 
   @abc.abstractmethod
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
@@ -241,21 +274,50 @@ class ShardedExperiment(experiment.AbstractExperiment):
       updates: what is added to the weights.
     """
     del state, updates
-    return {'grad_norm': optax.global_norm(grads)}
+    return {'grad_norm': optax.tree.norm(grads)}
+
+  # Not made by the constructor: a subclass may set what these need behind
+  # its call of the constructor.
+  @functools.cached_property
+  def _optimizer(self) -> optax.GradientTransformation:
+    return self.make_optimizer()
+
+  @functools.cached_property
+  def compiled_train_step(self) -> Callable[..., Any]:
+    """`train_step` as one program `(state, batch, rng) -> (state, scalars)`.
+
+    It takes the buffers of the state that it gets.
+    """
+    return jax.jit(
+      self._in_mesh(
+        functools.partial(
+          train_step, self.loss_fn, self._optimizer, self.step_scalars
+        )
+      ),
+      donate_argnums=0,
+      out_shardings=(self._state_shardings, self.partitioner.replicated),
+    )
+
+  @functools.cached_property
+  def compiled_eval_step(self) -> Callable[..., Any]:
+    """`eval_step` as one program `(state, batch, rng) -> metrics`."""
+    return jax.jit(
+      self._in_mesh(functools.partial(eval_step, self.loss_fn)),
+      out_shardings=self.partitioner.replicated,
+    )
 
   @property
   def state(self) -> TrainState:
     """The live state; made from the init key at the first use."""
     if self._state is None:
-      make = jax.jit(
-        self._in_mesh(
-          functools.partial(init_state, self.init_fn, self._optimizer)
-        ),
-        out_shardings=self._state_shardings,
-      )
+      make = jax.jit(self._init_state, out_shardings=self._state_shardings)
       replicated = self.partitioner.replicated
       self._state = make(self.partitioner.put(self._init_rng, replicated))
     return self._state
+
+  def _init_state(self, rng: jax.Array) -> TrainState:
+    with self.partitioner.activate():
+      return init_state(self.init_fn, self._optimizer, rng)
 
   def _in_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Makes `partitioning.constrain` work while `fn` is traced."""
@@ -267,7 +329,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
     return in_mesh
 
-  def _lay_out_state(self) -> TrainState:
+  @functools.cached_property
+  def _state_shardings(self) -> TrainState:
     """Says where each array of the state lies, without making one."""
     params, model_state = jax.eval_shape(self.init_fn, self._init_rng)
     if whole := self.partitioner.whole_weights(params):
@@ -276,28 +339,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
         ' others:\n%s',
         '\n'.join(whole),
       )
-    param_specs = self.partitioner.specs(params)
-    replicated = jax.sharding.PartitionSpec()
     opt_state = jax.eval_shape(self._optimizer.init, partitioning.unbox(params))
-
-    def like_param(leaf: Any, param: Any, spec: Any) -> Any:
-      # An optimizer may keep less than the parameter's shape, as Adafactor.
-      return spec if leaf.shape == param.shape else replicated
-
-    opt_specs = optax.tree_map_params(
-      self._optimizer,
-      like_param,
-      opt_state,
-      partitioning.unbox(params),
-      param_specs,
-      transform_non_params=lambda _: replicated,
-    )
     return self.partitioner.shardings(
       TrainState(
-        step=replicated,
-        params=param_specs,
+        step=jax.sharding.PartitionSpec(),
+        params=self.partitioner.specs(params),
         model_state=self.partitioner.specs(model_state),
-        opt_state=opt_specs,
+        opt_state=self.partitioner.specs_like(opt_state, params),
       )
     )
 
@@ -328,88 +376,144 @@ class ShardedExperiment(experiment.AbstractExperiment):
     rng = self.partitioner.put(rng, self.partitioner.replicated)
     return lambda global_step: (global_step, rng)
 
+  def train_loop(
+    self,
+    config: config_dict.ConfigDict,
+    state: Any,
+    periodic_actions: Sequence[periodic.PeriodicAction],
+    writer: writers.Writer | None = None,
+  ) -> None:
+    """Runs steps until `should_run_step` says no."""
+    try:
+      super().train_loop(config, state, periodic_actions, writer)
+    finally:
+      # The thread would keep the experiment, and its arrays, alive.
+      self._close_input()
+
   def step(
     self, *, global_step: Any, rng: Any, writer: writers.Writer | None
   ) -> dict[str, jax.Array]:
     """Trains on the next batch."""
     del global_step, writer  # The state has its own count, on the devices.
-    if self._infeed is None:
-      self._infeed = _Infeed(self.train_input(), self.partitioner)
-    batch = next(self._infeed)
+    if self._batches is None:
+      self._batches = self._open_input(self._position)
+    try:
+      batch, self._position = next(self._batches)
+    except StopIteration:
+      # From inside a step, StopIteration could end a loop silently.
+      raise ValueError(
+        'train_input ended; training needs an endless iterator (repeat it).'
+      ) from None
     self._state, scalars = self.compiled_train_step(self.state, batch, rng)
     return scalars
+
+  def _open_input(
+    self, position: Any
+  ) -> Generator[tuple[Batch, Any], None, None]:
+    """Starts to read `train_input` ahead, from a position if there is one."""
+    iterator = iter(self.train_input())
+    if position is not None:
+      if not hasattr(iterator, 'set_state'):
+        raise ValueError(
+          'The checkpoint holds the position of the data, but train_input'
+          f' returned a {type(iterator).__name__} without set_state.'
+        )
+      iterator.set_state(position)
+    return async_lib.py_prefetch(
+      functools.partial(_place, iterator, self.partitioner),
+      buffer_size=3,
+      thread_name='infeed',
+    )
+
+  def _close_input(self) -> None:
+    if self._batches is not None:
+      self._batches.close()
+      self._batches = None
 
   def evaluate(
     self, *, global_step: Any, rng: Any, writer: writers.Writer | None
   ) -> dict[str, float]:
     """Averages the loss function's metrics over `eval_input`."""
     del global_step, writer
+    # An evaluation may hold it on the host: see `restore_from_snapshot`.
+    state = dataclasses.replace(self.state, opt_state=None)
     sums: Any = None
+    metrics: Any = None
     for batch in self._eval_batches():
-      if sums is None:
-        sums = self._zero_metrics(batch, rng)
-      sums = self.compiled_eval_step(self.state, sums, batch, rng)
+      # Waits for the batch before, with this one on its way: to put more of
+      # them on the devices than are computed would fill the memory.
+      sums = _add_fetched(sums, metrics)
+      metrics = self.compiled_eval_step(state, batch, rng)
+    sums = _add_fetched(sums, metrics)
     if sums is None:
       raise ValueError(
         f'{type(self).__name__}.eval_input gave no batch; there is nothing to'
         ' evaluate on.'
       )
-    return {
-      name: float(value)
-      for name, value in jax.device_get(metrics_lib.compute(sums)).items()
-    }
-
-  def _zero_metrics(self, batch: Batch, rng: jax.Array) -> Any:
-    _, shapes, _ = jax.eval_shape(
-      lambda state, *args: self.loss_fn(
-        state.params, state.model_state, *args, False
-      ),
-      self.state,
-      batch,
-      rng,
-    )
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), dict(shapes))
-    return self.partitioner.put(zeros, self.partitioner.replicated)
+    with np.errstate(invalid='ignore'):  # The mean of nothing is NaN.
+      means = metrics_lib.compute(sums)
+    return {name: float(value) for name, value in means.items()}
 
   def _eval_batches(self) -> Iterator[Batch]:
     """Yields global batches of one shape; hosts with no more give padding."""
-    first: Batch | None = None
+    rows = 0
+    empty: Batch = {}
     batches = iter(self.eval_input())
     while True:
       batch = next(batches, None)
-      if not self.partitioner.any_host(batch is not None):
+      sizes = self.partitioner.all_hosts(_rows(batch) if batch else 0)
+      if not any(sizes):
         return
-      if first is None:
-        if batch is None:
+      if not rows:
+        if batch is None or not all(sizes):
           raise ValueError(
-            f'eval_input of process {jax.process_index()} gave no batch while'
-            ' other processes have some; give each process at least one.'
+            f'The first batches of eval_input have {sizes} rows in the'
+            ' processes; give each process at least one.'
           )
-        first = batch
-      if batch is None:
-        batch = jax.tree.map(lambda x: x[:0], first)
+        rows = max(sizes)
+        empty = jax.tree.map(lambda x: np.zeros_like(x[:0]), batch)
+      if max(sizes) > rows:
+        raise ValueError(
+          f'A batch of {max(sizes)} rows follows one of {rows}; only the last'
+          ' of an evaluation may differ, and be smaller.'
+        )
       yield self.partitioner.put_batch(
-        _pad(batch, _rows(first), self.partitioner.batch_shards)
+        _pad(batch or empty, rows, self.partitioner.batch_shards)
       )
 
   def snapshot_state(self) -> dict[str, Any]:
     """Returns the state and the position of the data."""
     snapshot: dict[str, Any] = {'state': self.state}
-    if self._infeed is not None and self._infeed.position is not None:
-      snapshot['input'] = self._infeed.position
+    if self._position is not None:
+      snapshot['input'] = self._position
     return snapshot
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
     """Restores the state onto this mesh, and in training the position.
 
+    A checkpoint without a position starts the data anew.
+
     Args:
       snapshot_state: as `snapshot_state` returned it, its arrays whole.
 
     Raises:
-      ValueError: the checkpoint's weights are not this model's.
+      ValueError: the checkpoint's weights are not this model's, or the input
+        cannot be set to its position; then nothing was changed.
     """
     saved = snapshot_state['state']
-    self._check_fits(saved)
+    wanted = jax.eval_shape(self._init_state, self._init_rng)
+    if wrong := _differences(
+      saved, wanted, 'the checkpoint has', 'the model expects'
+    ):
+      raise ValueError(
+        'The checkpoint does not fit the model; nothing was restored. Use the'
+        ' config it was trained with, or start a new run.\n' + '\n'.join(wrong)
+      )
+    if self.mode == 'train':
+      position = snapshot_state.get('input')
+      batches = self._open_input(position)
+      self._close_input()
+      self._batches, self._position = batches, position
     # The old arrays go first, so that memory need not hold both.
     self._state = None
     if self.mode == 'train':
@@ -422,47 +526,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
       self._state = dataclasses.replace(
         self.partitioner.put(device, shardings), opt_state=saved.opt_state
       )
-    if self.mode == 'train' and 'input' in snapshot_state:
-      if self._infeed is not None:
-        self._infeed.close()
-      iterator = self.train_input()
-      if not hasattr(iterator, 'set_state'):
-        raise ValueError(
-          'The checkpoint holds the position of the data, but train_input'
-          f' returned a {type(iterator).__name__} without set_state.'
-        )
-      iterator.set_state(snapshot_state['input'])
-      self._infeed = _Infeed(iterator, self.partitioner)
-
-  def _check_fits(self, saved: TrainState) -> None:
-    """Raises where the saved arrays are not those of this experiment."""
-    wanted = jax.eval_shape(
-      functools.partial(init_state, self.init_fn, self._optimizer),
-      self._init_rng,
-    )
-    have = dict(_shapes(saved))
-    want = dict(_shapes(wanted))
-    wrong = [
-      f'{path}: checkpoint has {have.get(path, "nothing")}, the model expects'
-      f' {want.get(path, "nothing")}'
-      for path in sorted(have.keys() | want.keys())
-      if have.get(path) != want.get(path)
-    ]
-    if wrong:
-      raise ValueError(
-        'The checkpoint does not fit the model; nothing was restored. Use the'
-        ' config it was trained with, or start a new run.\n' + '\n'.join(wrong)
-      )
 
   def share_state(self, trained: experiment.AbstractExperiment) -> None:
     """Takes over the live state of the experiment in training."""
     assert isinstance(trained, ShardedExperiment)
     self._state = trained.state
-
-
-def _shapes(tree: Any) -> Iterator[tuple[str, str]]:
-  for path, x in jax.tree_util.tree_leaves_with_path(tree):
-    yield jax.tree_util.keystr(path), f'{x.dtype}{list(x.shape)}'
 
 
 def _rows(batch: Batch) -> int:
@@ -482,58 +550,40 @@ def _pad(batch: Batch, rows: int, shards: int) -> Batch:
     zeros.
   """
   have = _rows(batch)
-  if have > rows:
-    raise ValueError(
-      f'A batch of {have} rows follows one of {rows}; only the last of an'
-      ' evaluation may differ, and be smaller.'
-    )
   local_shards = max(1, shards // jax.process_count())
   fill = -(-rows // local_shards) * local_shards - have
-  weights = batch.get(WEIGHTS, np.ones(have, np.float32))
-  batch = {**batch, WEIGHTS: weights}
   return jax.tree.map(
-    lambda x: np.concatenate([x, np.zeros((fill, *x.shape[1:]), x.dtype)])
-    if fill
-    else np.asarray(x),
-    batch,
+    lambda x: (
+      np.concatenate([x, np.zeros((fill, *x.shape[1:]), x.dtype)])
+      if fill
+      else np.asarray(x)
+    ),
+    _with_weights(batch),
   )
 
 
-class _Infeed:
-  """Batches placed on the devices ahead of the step, on another thread.
-
-  Attributes:
-    position: the iterator's state behind the batch returned last, or None
-      where it has none.
-  """
-
-  def __init__(
-    self, iterator: Iterator[Batch], partitioner: partitioning.Partitioner
-  ):
-    self._can_save = hasattr(iterator, 'get_state')
-    self.position = iterator.get_state() if self._can_save else None  # type: ignore[attr-defined]
-
-    def placed() -> Iterator[tuple[Batch, Any]]:
-      for batch in iterator:
-        if WEIGHTS not in batch:
-          batch = {**batch, WEIGHTS: np.ones(_rows(batch), np.float32)}
-        position = iterator.get_state() if self._can_save else None  # type: ignore[attr-defined]
-        yield partitioner.put_batch(batch), position
-
-    self._batches = async_lib.py_prefetch(
-      placed, buffer_size=3, thread_name='infeed'
-    )
-
-  def __next__(self) -> Batch:
-    try:
-      batch, self.position = next(self._batches)
-    except StopIteration:
-      # From inside a step, StopIteration could end a loop silently.
-      raise ValueError(
-        'train_input ended; training needs an endless iterator (repeat it).'
-      ) from None
+def _with_weights(batch: Batch) -> Batch:
+  if WEIGHTS in batch:
     return batch
+  return {**batch, WEIGHTS: np.ones(_rows(batch), np.float32)}
 
-  def close(self) -> None:
-    """Stops the thread."""
-    self._batches.close()
+
+def _add_fetched(sums: Any, metrics: Any) -> Any:
+  """Adds metrics on the devices to sums on the host, in float64."""
+  if metrics is None:
+    return sums
+  metrics = jax.tree.map(np.float64, jax.device_get(metrics))
+  return metrics if sums is None else metrics_lib.add(sums, metrics)
+
+
+def _place(
+  iterator: Iterator[Batch], partitioner: partitioning.Partitioner
+) -> Iterator[tuple[Batch, Any]]:
+  """Yields batches on the devices, each with the position behind it."""
+  can_save = hasattr(iterator, 'get_state')
+  for batch in iterator:
+    position = None
+    if can_save:
+      # A copy, since this runs ahead: the iterator may change its own.
+      position = copy.deepcopy(iterator.get_state())  # type: ignore[attr-defined]
+    yield partitioner.put_batch(_with_weights(batch)), position

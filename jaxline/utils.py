@@ -9,12 +9,11 @@ from typing import Any
 from absl import logging
 import jax
 
-import jaxline.platform  # Defines the flags that were utils' own.
 from jaxline.async_lib import make_async
 from jaxline.async_lib import py_prefetch
 from jaxline.checkpoint.base import Checkpointer
-from jaxline.checkpoint.memory import CheckpointNT
 from jaxline.checkpoint.memory import GLOBAL_CHECKPOINT_DICT
+from jaxline.checkpoint.memory import CheckpointNT
 from jaxline.checkpoint.memory import InMemoryCheckpointer
 from jaxline.checkpoint.memory import SnapshotNT
 from jaxline.debug import debugger_fallback
@@ -30,6 +29,7 @@ from jaxline.devices import maybe_device_get
 from jaxline.devices import rendezvous
 from jaxline.devices import tree_psum
 from jaxline.periodic import PeriodicAction
+import jaxline.platform  # Defines the flags that were utils' own.
 from jaxline.prng import DistributedRNGMode
 from jaxline.prng import host_id_devices_for_rng
 from jaxline.prng import specialize_rng_host_device

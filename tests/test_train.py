@@ -403,9 +403,7 @@ def test_writer_gets_scalars_at_the_interval_and_the_last_step():
 
 def test_writer_gets_every_step_where_asked():
   writer = Writes()
-  config = make_config(
-    5, log_train_data_interval=3, log_all_train_data=True
-  )
+  config = make_config(5, log_train_data_interval=3, log_all_train_data=True)
   run(config=config, writer=writer)
   assert writer.steps() == [1, 2, 3, 4, 5]
   assert [r['loss'] for _, r in writer.records] == [0, 1, 2, 3, 4]
@@ -424,9 +422,7 @@ def test_growth_ratios_look_closely_at_the_start():
 
 def test_off_intervals_still_write_the_last_step():
   writer = Writes()
-  config = make_config(
-    3, log_train_data_interval=None, log_tensors_interval=-1
-  )
+  config = make_config(3, log_train_data_interval=None, log_tensors_interval=-1)
   run(config=config, writer=writer)
   assert writer.steps() == [3]
 
@@ -460,12 +456,18 @@ def test_scalars_that_are_no_numbers_are_no_error(log_async):
   config = make_config(
     2, log_train_data_interval=1, log_tensors_interval=1, log_async=log_async
   )
-  with mock.patch.object(logging, 'info') as info:
+  lines, threads = [], set()
+
+  def info(message, *args):
+    if str(args[-1:]).startswith("('step "):
+      lines.append(args[-1])
+      threads.add(threading.current_thread())
+
+  with mock.patch.object(logging, 'info', info):
     run(cls, config, writer=writer)
   # The writer gets all of it; `writers` tests what becomes of that.
   assert writer.records[0][1]['word'] == 'x'
-  lines = [str(c.args[-1]) for c in info.mock_calls if len(c.args) == 2]
-  lines = [line for line in lines if line.startswith('step ')]
+  assert (threading.main_thread() in threads) is not log_async
   for step, line in zip((1, 2), lines, strict=True):
     columns = set(line.split(' | '))  # In the order of their first time.
     assert columns >= {f'step {step}', f'loss {step - 1}', 'lr 0.5'}
@@ -517,12 +519,12 @@ def test_when_checkpoints_are_saved(steps, interval, initial, expected):
 
 
 def test_no_initial_checkpoint_where_there_is_one():
-  config = make_config(2, save_initial_train_checkpoint=True)
-  _, checkpointer = run(config=config)
+  _, checkpointer = run(config=make_config(2))
   del checkpointer.calls[:]
+  config = make_config(4, save_initial_train_checkpoint=True)
   run(config=config, checkpointer=checkpointer)
   assert checkpointer.calls[0] == ('restore', 'latest', 2)
-  assert checkpointer.saves() == [2]  # The last one, not the first.
+  assert checkpointer.saves() == [4]
 
 
 def test_a_checkpoint_holds_the_weights_of_its_step():
@@ -635,15 +637,15 @@ def test_all_hosts_meet_after_the_last_save():
   config = make_config(1)
   checkpointer = mock.Mock()
   checkpointer.can_be_restored.return_value = False
-  checkpointer.save.side_effect = lambda series: order.append('save')
-  checkpointer.wait_for_checkpointing_to_finish.side_effect = lambda: (
-    order.append('wait')
-  )
   action = Action()
-  action.wait_to_finish = lambda: order.append('join')
-  with mock.patch.object(
-    devices, 'rendezvous', lambda: order.append('rendezvous')
-  ):
+
+  def note(event):
+    return lambda *unused: order.append(event)
+
+  checkpointer.save.side_effect = note('save')
+  checkpointer.wait_for_checkpointing_to_finish.side_effect = note('wait')
+  action.wait_to_finish = note('join')
+  with mock.patch.object(devices, 'rendezvous', side_effect=note('rendezvous')):
     train.train(Plain, config, checkpointer, None, (action,))
   assert order == ['save', 'wait', 'join', 'rendezvous']
 
@@ -948,17 +950,17 @@ def test_best_is_saved_where_strictly_better(higher, scores, best_at):
     (series, state['global_step'], state['best_eval_metric_value'])
     for series, state in checkpointer.saved
   ] == [('best', steps[i], scores[i]) for i in best_at]
-  series, state = checkpointer.saved[-1]
+  _, state = checkpointer.saved[-1]
   assert state['train_step_rng'] == f'key {state["global_step"]}'
   assert state['best_model_eval_metric'] == 'score'
   assert isinstance(state['experiment_module'], Plain)
 
 
-@pytest.mark.parametrize('scores', [{10: NAN, 100: NAN}, {10: -math.inf, 100: NAN}])
+@pytest.mark.parametrize(
+  'scores', [{10: NAN, 100: NAN}, {10: -math.inf, 100: NAN}]
+)
 def test_what_is_never_better_is_never_saved(scores):
-  _, checkpointer = evaluate(
-    [10, 100], scores, best_model_eval_metric='score'
-  )
+  _, checkpointer = evaluate([10, 100], scores, best_model_eval_metric='score')
   assert checkpointer.saved == []
 
 
@@ -998,9 +1000,7 @@ def run_two_evaluations(first, second, metric='score', second_metric='score'):
       def evaluate(self, **unused):
         return {name: score}  # noqa: B023
 
-    config = make_config(
-      1, one_off_evaluate=True, best_model_eval_metric=name
-    )
+    config = make_config(1, one_off_evaluate=True, best_model_eval_metric=name)
     if not calls:
       run(config=config)
     checkpointer = Recorder(config, 'eval')
@@ -1033,7 +1033,10 @@ def test_on_new_best_model_may_add_to_what_is_saved():
   _, checkpointer = evaluate(
     [10, 100], cls=Adds, best_model_eval_metric='score'
   )
-  assert [s['note'] for _, s in checkpointer.saved] == ['best 10.0', 'best 100.0']
+  assert [s['note'] for _, s in checkpointer.saved] == [
+    'best 10.0',
+    'best 100.0',
+  ]
 
 
 # Training and evaluation in one thread.

@@ -16,10 +16,12 @@ def get_config() -> config_dict.ConfigDict:
   config.eval_interval = 2
   config.best_model_eval_metric = 'loss'
   config.best_model_eval_metric_higher_is_better = False
-  config.experiment_kwargs.config = config_dict.ConfigDict({
-    'fault': '',  # Where to fail: 'step', 'evaluate' or 'input'.
-    'fault_step': 0,  # From which step on.
-    'step_secs': 0.0,  # How long a step takes at least, in seconds.
-    'show_values': False,  # Print what the loss function sees.
-  })
+  config.experiment_kwargs.config = config_dict.ConfigDict(
+    {
+      'fault': '',  # Where to fail: 'step', 'evaluate' or 'input'.
+      'fault_step': 0,  # From which step on.
+      'step_secs': 0.0,  # How long a step takes at least, in seconds.
+      'show_values': False,  # Print what the loss function sees.
+    }
+  )
   return config

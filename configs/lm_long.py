@@ -1,0 +1,28 @@
+"""The language model of configs/lm.py, wider and four times as long.
+
+    python experiment.py --config=configs/lm_long.py \
+      --jaxline_mode=train_and_eval
+"""
+
+from ml_collections import config_dict
+
+from configs import lm
+
+
+def get_config() -> config_dict.ConfigDict:
+  """Returns the config of the run."""
+  config = lm.get_config()
+  config.training_steps = 24000
+  config.log_tensors_interval = 200
+  config.log_train_data_interval = 100
+  config.eval_interval = 4000
+  config.save_checkpoint_interval = 4000
+
+  kwargs = config.experiment_kwargs.config
+  kwargs.model.embed_dim = 192
+  kwargs.model.num_heads = 6
+  kwargs.model.mlp_dim = 512
+  # Wider models want smaller steps.
+  kwargs.learning_rate = 2.5e-3
+  kwargs.warmup_steps = 300
+  return config

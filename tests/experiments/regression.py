@@ -1,0 +1,181 @@
+"""A sharded experiment for the tests: linear regression with statistics.
+
+As a program it prints, as JSON, what `curve` returns on the devices there are.
+"""
+
+import hashlib
+import json
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxline import base_config
+from jaxline import metrics
+from jaxline import partitioning
+from jaxline import sharded
+
+FEATURES, OUTPUTS = 8, 4
+TRUE_W = np.linspace(-1, 1, FEATURES * OUTPUTS, dtype=np.float32)
+TRUE_W = TRUE_W.reshape(FEATURES, OUTPUTS)
+
+
+def examples(seed, rows, first=0):
+  """Returns rows [first, first + rows) of an endless data set."""
+  # Not centred, so that the statistics matter.
+  x = np.stack([
+    np.random.default_rng([seed, i]).normal(0.5, 1, FEATURES)
+    for i in range(first, first + rows)
+  ]).astype(np.float32)  # fmt: skip
+  return {'x': x, 'y': x @ TRUE_W}
+
+
+class Input:
+  """Endless batches, whose position can be saved."""
+
+  def __init__(self, batch_size):
+    self.batch_size = batch_size
+    # Changed in place and handed out as it is, to show that it is copied.
+    self.state = {'next': np.zeros((), np.int64)}
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    first = int(self.state['next']) * self.batch_size
+    self.state['next'] += 1
+    return examples(0, self.batch_size, first)
+
+  def get_state(self):
+    return self.state
+
+  def set_state(self, state):
+    self.state['next'][...] = state['next']
+
+
+class Regression(sharded.ShardedExperiment):
+  """Linear regression on inputs minus a running mean, with noise as dropout."""
+
+  def __init__(
+    self, mode, init_rng, *, eval_sizes=(16, 16, 5), batch_size=16, **kwargs
+  ):
+    super().__init__(mode, init_rng, **kwargs)
+    # Set only now: the constructor above needs nothing of the subclass.
+    self.eval_sizes = eval_sizes
+    self.batch_size = batch_size
+
+  def init_fn(self, rng):
+    w = 0.1 * jax.random.normal(rng, [FEATURES, OUTPUTS])
+    params = {
+      'w': partitioning.Logical(w, ('embed', 'mlp')),
+      'b': jnp.zeros([OUTPUTS]),
+    }
+    return params, {'mean': jnp.zeros([FEATURES])}
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    x, weights = batch['x'], batch['weights']
+    mean = model_state['mean']
+    if is_training:
+      x = x + 0.1 * jax.random.normal(rng, x.shape)
+      mean = 0.9 * mean + 0.1 * x.mean(0)
+    y = (x - mean[None]) @ params['w'] + params['b'][None]
+    loss = metrics.Mean.of(jnp.square(y - batch['y']).mean(-1), weights)
+    rows = metrics.Mean(weights.sum(), jnp.ones([]))
+    return loss.compute(), {'loss': loss, 'rows': rows}, {'mean': mean}
+
+  def make_optimizer(self):
+    return optax.adam(0.05)
+
+  def train_input(self):
+    return Input(self.batch_size)
+
+  def eval_input(self):
+    first = 0
+    for rows in self.eval_sizes:
+      yield examples(1, rows, first)
+      first += rows
+
+
+def expected_evaluation(state, sizes):
+  """Returns the evaluation's loss by numpy, in float64, on all rows at once."""
+  state = jax.tree.map(np.float64, jax.device_get(state))
+  batch = examples(1, sum(sizes))
+  w, b = state.params['w'], state.params['b']
+  y = (batch['x'] - state.model_state['mean']) @ w + b
+  return np.mean((y - batch['y']) ** 2)
+
+
+def digest(tree):
+  """Returns the SHA-256 of a tree's bits."""
+  sha = hashlib.sha256()
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    x = np.asarray(x)
+    sha.update(f'{jax.tree_util.keystr(path)}{x.dtype}{x.shape}'.encode())
+    sha.update(x.tobytes())
+  return sha.hexdigest()
+
+
+def get_config(steps):
+  """Returns a config whose periodic actions are off."""
+  config = base_config.get_base_config()
+  config.training_steps = steps
+  config.interval_type = 'steps'
+  config.save_checkpoint_interval = -1
+  config.log_tensors_interval = -1
+  config.log_train_data_interval = -1
+  return config
+
+
+def train_steps(experiment, steps, seed=1):
+  """Runs the experiment's own loop; returns the scalars of each step."""
+  rows = []
+  state = types.SimpleNamespace(global_step=int(experiment.state.step))
+  state.train_step_rng = experiment.initialize_train_step_rng(
+    jax.random.PRNGKey(seed)
+  )
+  experiment.train_loop(
+    get_config(state.global_step + steps),
+    state,
+    [lambda t, step, scalars: rows.append(jax.device_get(scalars))],
+  )
+  return rows
+
+
+def evaluate(experiment, seed=2):
+  """Evaluates as the loops do."""
+  inputs = experiment.evaluate_inputs(get_config(0), jax.random.PRNGKey(seed))
+  global_step, rng = inputs(int(experiment.state.step))
+  return experiment.evaluate(global_step=global_step, rng=rng, writer=None)
+
+
+def curve(steps=10, **kwargs):
+  """Trains and evaluates.
+
+  Args:
+    steps: how many.
+    **kwargs: of the experiment.
+
+  Returns:
+    The initial state's digest, the losses, an evaluation, and the shapes of
+    each device's part of `w` and of its momentum.
+  """
+  experiment = Regression('train', jax.random.PRNGKey(0), **kwargs)
+  initial = digest(experiment.state)
+  rows = train_steps(experiment, steps)
+  state = experiment.state
+  return {
+    'initial': initial,
+    'losses': [float(row['loss']) for row in rows],
+    'eval': evaluate(experiment),
+    'shards': [
+      [shard.data.shape for shard in x.addressable_shards]
+      for x in (state.params['w'], state.opt_state[0].mu['w'])
+    ],
+  }
+
+
+if __name__ == '__main__':
+  print(json.dumps([curve(**kwargs) for kwargs in json.loads(sys.argv[1])]))

@@ -1,0 +1,299 @@
+"""The rules of the house: who imports whom, and which room knows what."""
+
+import ast
+import pathlib
+
+import pytest
+
+from jaxline import base_config
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LIBRARY = sorted((ROOT / 'jaxline').rglob('*.py'))
+EXAMPLES = [
+  path
+  for folder in ('examples', 'configs')
+  for path in sorted((ROOT / folder).rglob('*.py'))
+] + [ROOT / 'experiment.py']
+CONFIGS = sorted((ROOT / 'configs').glob('*.py'))
+
+LEAVES = (
+  'async_lib',
+  'debug',
+  'devices',
+  'metrics',
+  'periodic',
+  'prng',
+  'writers',
+)
+# A module imports only what stands on a lower step, or within its own package
+# or, among the leaves, another leaf.
+STEPS = (
+  LEAVES,
+  ('base_config', 'checkpoint', 'experiment', 'inputs', 'partitioning'),
+  ('sharded', 'train'),
+  ('platform',),
+  ('utils',),
+)
+# memory.py looks up GLOBAL_CHECKPOINT_DICT where forks rebind it.
+EXCEPTIONS = {('checkpoint.memory', 'utils')}
+
+NEURAL_NETWORK_LIBRARIES = {'haiku', 'flax', 'equinox', 'torch', 'keras'}
+TENSORFLOW = {'tensorflow', 'tensorflow_datasets', 'seqio', 'lingvo', 'clu'}
+
+
+def room(path):
+  """Returns `checkpoint.memory` for jaxline/checkpoint/memory.py."""
+  parts = path.relative_to(ROOT / 'jaxline').with_suffix('').parts
+  return '.'.join(p for p in parts if p != '__init__')
+
+
+def tree_of(path):
+  return ast.parse(path.read_text(encoding='utf-8'), str(path))
+
+
+def imports(path, top_level_only=False):
+  """Yields each imported module's full name, from inside functions as well."""
+  tree = tree_of(path)
+  for node in tree.body if top_level_only else ast.walk(tree):
+    if isinstance(node, ast.Import):
+      for alias in node.names:
+        yield alias.name
+    elif isinstance(node, ast.ImportFrom):
+      assert node.level == 0, f'{path}: a relative import'
+      for alias in node.names:
+        # `from a import b` may import the module a.b: see `is_module`.
+        name = f'{node.module}.{alias.name}'
+        yield name if is_module(name) else node.module
+
+
+def is_module(name):
+  path = ROOT.joinpath(*name.split('.'))
+  return path.with_suffix('.py').exists() or (path / '__init__.py').exists()
+
+
+def library_imports(path):
+  for name in imports(path):
+    if name.startswith('jaxline.'):
+      yield name.removeprefix('jaxline.')
+
+
+def step_of(name):
+  package = name.split('.')[0]
+  for step, names in enumerate(STEPS):
+    if package in names:
+      return step
+  raise AssertionError(f'jaxline/{name} stands on no step: add it to STEPS.')
+
+
+def name_of(node):
+  """Returns the last name of an expression: `config` for `self.config`."""
+  if isinstance(node, ast.Attribute):
+    return node.attr
+  return node.id if isinstance(node, ast.Name) else ''
+
+
+by_path = pytest.mark.parametrize(
+  'path', LIBRARY, ids=lambda p: room(p) or 'jaxline'
+)
+
+
+# Imports.
+
+
+@by_path
+def test_imports_go_down(path):
+  name = room(path)
+  if not name:
+    assert list(imports(path)) == []
+    return
+  for imported in library_imports(path):
+    if (name, imported) in EXCEPTIONS:
+      continue
+    same_package = imported.split('.')[0] == name.split('.')[0]
+    both_leaves = name in LEAVES and imported in LEAVES
+    assert same_package or both_leaves or step_of(imported) < step_of(name), (
+      f'jaxline.{name} imports jaxline.{imported}'
+    )
+
+
+def test_exceptions_are_still_needed():
+  found = {
+    (room(path), imported)
+    for path in LIBRARY
+    for imported in library_imports(path)
+  }
+  assert found >= EXCEPTIONS
+
+
+def test_no_module_imports_itself_through_others():
+  graph = {room(p): set(library_imports(p)) for p in LIBRARY}
+  for name, imported in EXCEPTIONS:
+    graph[name].discard(imported)
+
+  def visit(name, above):
+    assert name not in above, ' -> '.join([*above, name])
+    for imported in graph.get(name, ()):
+      visit(imported, [*above, name])
+
+  for name in graph:
+    visit(name, [])
+
+
+@by_path
+def test_the_library_is_neutral(path):
+  packages = {name.split('.')[0] for name in imports(path)}
+  assert not packages & {'examples', 'configs', 'tests', 'benchmarks'}
+  assert not packages & NEURAL_NETWORK_LIBRARIES
+  top_level = {n.split('.')[0] for n in imports(path, top_level_only=True)}
+  assert not top_level & TENSORFLOW
+  if not room(path).startswith('inputs'):
+    assert not packages & TENSORFLOW
+
+
+def test_examples_do_not_import_each_other():
+  for path in EXAMPLES:
+    own = path.relative_to(ROOT).parts[1:2]
+    for name in imports(path):
+      if name.startswith('examples.'):
+        assert (name.split('.')[1],) == own, f'{path} imports {name}'
+
+
+# Which room knows what.
+
+
+@by_path
+def test_only_the_platform_reads_flags(path):
+  if room(path) == 'platform':
+    return
+  for name in imports(path):
+    assert name not in ('absl.flags', 'absl.app'), path
+    assert not name.endswith('config_flags'), path
+  for node in ast.walk(tree_of(path)):
+    if isinstance(node, ast.ImportFrom):
+      names = {alias.name for alias in node.names}
+      assert not names & {'flags', 'app', 'config_flags'}, path
+    assert name_of(node) not in ('flags', 'FLAGS', 'config_flags'), path
+
+
+# Besides it, one lays out the row of local devices of the per-device style, and
+# one runs, op by op, programs over whatever mesh they have.
+MESH_ROOMS = ('partitioning', 'devices', 'debug')
+
+
+@pytest.mark.parametrize('path', LIBRARY + EXAMPLES, ids=lambda p: p.stem)
+def test_only_partitioning_knows_the_mesh(path):
+  if path.parent.name == 'jaxline' and path.stem in MESH_ROOMS:
+    return
+  known = {'Mesh', 'NamedSharding', 'PartitionSpec'}
+  for node in ast.walk(tree_of(path)):
+    names = {name_of(node)}
+    if isinstance(node, ast.ImportFrom):
+      names = {alias.name for alias in node.names}
+    elif isinstance(node, ast.Attribute) and node.attr == 'make_mesh':
+      names.add(f'{name_of(node.value)}.make_mesh')
+    assert not names & {*known, 'jax.make_mesh'}, (
+      f'{path}:{getattr(node, "lineno", "")}: {names}'
+    )
+
+
+def test_utils_only_hands_on():
+  tree = tree_of(ROOT / 'jaxline' / 'utils.py')
+  docstring, *body = tree.body
+  assert isinstance(docstring, ast.Expr)
+  for node in body:
+    if isinstance(node, ast.FunctionDef):
+      assert node.name == '__getattr__'
+    elif isinstance(node, ast.Assign):
+      assert [name_of(t) for t in node.targets] == ['__all__']
+    else:
+      assert isinstance(node, ast.Import | ast.ImportFrom), ast.dump(node)
+
+
+def test_there_is_one_training_loop():
+  loops = [
+    f'{path.relative_to(ROOT)}'
+    for path in LIBRARY + EXAMPLES
+    for node in ast.walk(tree_of(path))
+    if isinstance(node, ast.While)
+    and any(name_of(n) == 'should_run_step' for n in ast.walk(node.test))
+  ]
+  assert loops == ['jaxline/experiment.py']
+
+
+# Configs.
+
+
+@pytest.mark.parametrize('path', LIBRARY + EXAMPLES, ids=lambda p: p.stem)
+def test_configs_have_no_second_place_for_defaults(path):
+  for node in ast.walk(tree_of(path)):
+    if (
+      isinstance(node, ast.Call)
+      and name_of(node.func) in ('get', 'setdefault')
+      and isinstance(node.func, ast.Attribute)
+    ):
+      owner = name_of(node.func.value).strip('_')
+      is_config = owner in ('config', 'cfg', 'experiment_kwargs', 'settings')
+      assert not is_config, f'{path}:{node.lineno}: declare the key in a config'
+
+
+def test_every_base_config_key_is_read():
+  read = set()
+  for path in LIBRARY:
+    if room(path) == 'base_config':
+      continue
+    for node in ast.walk(tree_of(path)):
+      is_read = isinstance(node, ast.Attribute) and isinstance(
+        node.ctx, ast.Load
+      )
+      if is_read and name_of(node.value).strip('_') == 'config':
+        read.add(node.attr)
+  assert set(base_config.get_base_config()) <= read
+
+
+def test_every_base_config_key_says_why():
+  source = (ROOT / 'jaxline' / 'base_config.py').read_text(encoding='utf-8')
+  for key in base_config.get_base_config():
+    assert source.count(f'  config.{key} = ') == 1, key
+
+
+ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
+LOGIC = (
+  ast.BoolOp,
+  ast.Compare,
+  ast.DictComp,
+  ast.GeneratorExp,
+  ast.IfExp,
+  ast.Lambda,
+  ast.ListComp,
+  ast.SetComp,
+)
+
+
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda p: p.stem)
+def test_a_config_is_numbers_and_their_reasons(path):
+  tree = tree_of(path)
+  docstring = ast.get_docstring(tree)
+  assert docstring is not None
+  for text in (f'--config=configs/{path.name}', 'Expected: '):
+    assert text in docstring, f'{path}: its docstring has no {text!r}'
+  functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
+  assert [f.name for f in functions] == ['get_config']
+  for node in [*tree.body, *functions[0].body]:
+    assert isinstance(
+      node, (*ASSIGNMENTS, ast.Import, ast.ImportFrom, ast.FunctionDef)
+    ), f'{path}:{node.lineno}: no logic in a config'
+  for node in ast.walk(functions[0]):
+    assert not isinstance(node, LOGIC), f'{path}:{node.lineno}: no logic'
+
+
+# Text.
+
+
+@by_path
+def test_every_module_says_what_it_is(path):
+  tree = tree_of(path)
+  assert ast.get_docstring(tree), path
+  public = (ast.FunctionDef, ast.ClassDef)
+  for node in tree.body:
+    if isinstance(node, public) and not node.name.startswith('_'):
+      assert ast.get_docstring(node), f'{path}:{node.lineno} {node.name}'

@@ -1,0 +1,317 @@
+"""Tests of jaxline.async_lib."""
+
+from concurrent import futures
+import functools
+import threading
+import traceback
+
+from absl import logging
+import pytest
+
+from jaxline import async_lib
+
+TIMEOUT = 10  # Seconds; only a broken test waits that long.
+
+
+def _frames(error):
+  return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def _threads(name):
+  return [t for t in threading.enumerate() if t.name.startswith(name)]
+
+
+# --- function_name -----------------------------------------------------------
+
+
+def test_function_name_of_any_callable():
+  class Callable:
+    def __call__(self):
+      pass
+
+  def f():
+    pass
+
+  assert async_lib.function_name(f) == 'f'
+  assert async_lib.function_name(functools.partial(f, 1)) == 'partial(f)'
+  assert async_lib.function_name(Callable()) == 'Callable'
+
+
+# --- make_async --------------------------------------------------------------
+
+
+def test_make_async_returns_a_future_and_does_not_block():
+  may_go = threading.Event()
+
+  @async_lib.make_async('worker')
+  def add(a, *, b):
+    """Adds."""
+    assert may_go.wait(TIMEOUT)
+    return a + b, threading.current_thread().name
+
+  future = add(1, b=2)
+  assert not future.done()
+  may_go.set()
+  total, thread_name = future.result(TIMEOUT)
+  assert total == 3
+  assert thread_name.startswith('worker')
+  assert add.__name__ == 'add'
+  assert add.__doc__ == 'Adds.'
+
+
+def test_make_async_runs_in_order_without_overlap():
+  running, order = threading.Lock(), []
+
+  @async_lib.make_async()
+  def append(i):
+    assert running.acquire(blocking=False)
+    order.append(i)
+    running.release()
+
+  pending = [append(i) for i in range(100)]
+  for future in pending:
+    future.result(TIMEOUT)
+  assert order == list(range(100))
+
+
+def test_make_async_works_on_methods():
+  class Counter:
+    def __init__(self, start):
+      self.count = start
+
+    @async_lib.make_async()
+    def add(self, n):
+      """Adds n."""
+      self.count += n
+      return self
+
+  a, b = Counter(0), Counter(10)
+  assert a.add(1).result(TIMEOUT) is a
+  assert b.add(n=2).result(TIMEOUT) is b
+  assert (a.count, b.count) == (1, 12)
+  assert Counter.add(a, 5).result(TIMEOUT) is a
+  assert a.count == 6
+  assert Counter.add.__doc__ == 'Adds n.'
+
+
+def test_make_async_raises_an_error_at_each_later_call():
+  runs = []
+
+  @async_lib.make_async()
+  def fail():
+    runs.append(None)
+    raise ValueError('bad')
+
+  error = fail().exception(TIMEOUT)
+  depths = []
+  for _ in range(3):
+    with pytest.raises(ValueError, match='bad') as info:
+      fail()
+    assert info.value is error
+    # It shows where it was raised, and does not grow with each raise.
+    assert _frames(info.value)[-1] == 'fail'
+    depths.append(len(_frames(info.value)))
+  assert len(set(depths)) == 1
+  assert runs == [None]
+
+
+def test_make_async_does_not_run_what_waits_behind_an_error():
+  may_go, runs = threading.Event(), []
+
+  @async_lib.make_async()
+  def fail(i):
+    assert may_go.wait(TIMEOUT)
+    runs.append(i)
+    raise ValueError('bad')
+
+  pending = [fail(i) for i in range(3)]
+  may_go.set()
+  assert isinstance(pending[0].exception(TIMEOUT), ValueError)
+  for future in pending[1:]:
+    with pytest.raises(futures.CancelledError, match='earlier call failed'):
+      future.result(TIMEOUT)
+  assert runs == [0]
+
+
+def test_each_decorated_function_has_its_own_errors():
+  decorate = async_lib.make_async()
+  fail, succeed = decorate(lambda: 1 // 0), decorate(lambda: 1)
+  assert isinstance(fail().exception(TIMEOUT), ZeroDivisionError)
+  assert succeed().result(TIMEOUT) == 1
+
+
+# --- SerialExecutor ----------------------------------------------------------
+
+
+def test_wait_waits_for_all_calls():
+  executor, done = async_lib.SerialExecutor(), []
+  executor.wait()
+  for i in range(10):
+    executor.submit(done.append, i)
+  executor.wait()
+  assert done == list(range(10))
+
+
+@pytest.mark.parametrize('error', [ValueError, SystemExit])
+def test_wait_raises_the_error_of_any_call(error):
+  def fail():
+    raise error('bad')
+
+  executor = async_lib.SerialExecutor()
+  executor.submit(fail)
+  for use in (executor.wait, executor.raise_error, executor.wait):
+    with pytest.raises(error, match='bad') as info:
+      use()
+    assert _frames(info.value)[-1] == 'fail'
+
+
+# --- py_prefetch -------------------------------------------------------------
+
+
+@pytest.mark.parametrize('count', [0, 1, 2, 100])
+@pytest.mark.parametrize('buffer_size', [2, 5])
+def test_py_prefetch_gives_all_elements_in_order(count, buffer_size):
+  prefetched = async_lib.py_prefetch(lambda: range(count), buffer_size)
+  assert list(prefetched) == list(range(count))
+
+
+@pytest.mark.parametrize('buffer_size', [1, 0, -1])
+def test_py_prefetch_refuses_a_small_buffer_at_once(buffer_size):
+  with pytest.raises(ValueError, match='buffer_size'):
+    async_lib.py_prefetch(lambda: (), buffer_size=buffer_size)
+
+
+def test_py_prefetch_builds_and_reads_the_iterable_on_its_thread():
+  def name():
+    return threading.current_thread().name
+
+  def iterable_function():
+    built_on = name()
+    yield built_on
+    yield name()
+
+  prefetched = async_lib.py_prefetch(iterable_function, thread_name='reader')
+  assert list(prefetched) == ['reader', 'reader']
+
+
+def test_py_prefetch_holds_at_most_buffer_size_elements():
+  asked = threading.Semaphore(0)
+  count = []
+
+  def iterable():
+    for i in range(100):
+      count.append(i)
+      asked.release()
+      yield i
+
+  prefetched = async_lib.py_prefetch(iterable, buffer_size=3)
+  assert next(prefetched) == 0
+  for _ in range(4):  # One is out; three are held.
+    assert asked.acquire(timeout=TIMEOUT)
+  assert not asked.acquire(timeout=0.1)
+  assert len(count) == 4
+  prefetched.close()
+
+
+def test_py_prefetch_error_comes_after_the_elements_and_shows_its_origin():
+  def iterable():
+    yield 1
+    yield 2
+    raise ValueError('bad file')
+
+  prefetched = async_lib.py_prefetch(iterable)
+  assert [next(prefetched), next(prefetched)] == [1, 2]
+  with pytest.raises(ValueError, match='bad file') as info:
+    next(prefetched)
+  assert _frames(info.value)[-1] == 'iterable'
+
+
+@pytest.mark.parametrize('error', [ValueError, SystemExit, KeyboardInterrupt])
+def test_py_prefetch_error_of_the_function_itself(error):
+  def fail():
+    raise error('bad')
+
+  with pytest.raises(error, match='bad'):
+    next(async_lib.py_prefetch(fail))
+
+
+def test_py_prefetch_of_what_is_no_iterable():
+  with pytest.raises(TypeError, match='not iterable'):
+    next(async_lib.py_prefetch(lambda: 3))
+
+
+class _Endless:
+  """Counts for ever, and says when it was closed."""
+
+  def __init__(self):
+    self.read = threading.Semaphore(0)
+    self.closed = threading.Event()
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    self.read.release()
+    return 0
+
+  def close(self):
+    self.closed.set()
+
+
+@pytest.mark.parametrize('how', ['close', 'drop', 'error'])
+@pytest.mark.parametrize('buffer_size', [2, 4])
+def test_py_prefetch_ends_early(how, buffer_size):
+  endless = _Endless()
+  prefetched = async_lib.py_prefetch(
+    lambda: endless, buffer_size, thread_name='early'
+  )
+  next(prefetched)
+  for _ in range(buffer_size + 1):  # Until it is blocked on a full buffer.
+    assert endless.read.acquire(timeout=TIMEOUT)
+  assert _threads('early')
+  if how == 'close':
+    prefetched.close()
+  elif how == 'drop':
+    del prefetched
+  else:
+    with pytest.raises(ZeroDivisionError):
+      prefetched.throw(ZeroDivisionError())
+  assert not _threads('early')
+  assert endless.closed.is_set()
+
+
+def test_py_prefetch_closed_before_the_first_element_never_starts():
+  started = []
+  prefetched = async_lib.py_prefetch(lambda: started.append(1) or ())
+  prefetched.close()
+  assert not started
+
+
+def test_py_prefetch_leaves_behind_an_iterable_that_blocks(monkeypatch):
+  monkeypatch.setattr(async_lib, '_JOIN_SECONDS', 0.05)
+  warnings, may_go = [], threading.Event()
+  monkeypatch.setattr(logging, 'warning', lambda *args: warnings.append(args))
+
+  def iterable():
+    yield 1
+    may_go.wait(TIMEOUT)
+
+  prefetched = async_lib.py_prefetch(iterable, thread_name='stuck')
+  next(prefetched)
+  prefetched.close()
+  assert 'stuck' in warnings[0]
+  [thread] = _threads('stuck')
+  may_go.set()
+  thread.join(TIMEOUT)
+  assert not thread.is_alive()
+
+
+def test_py_prefetch_closes_the_iterator_not_the_iterable():
+  class Iterator:
+    def __iter__(self):
+      return iter(())
+
+    def close(self):
+      raise AssertionError('Only iterators are closed, not iterables.')
+
+  assert list(async_lib.py_prefetch(Iterator)) == []

@@ -1,0 +1,341 @@
+"""What a config may hold, and that what is wrong is said by name."""
+
+import dataclasses
+from unittest import mock
+
+from ml_collections import config_dict
+import numpy as np
+import pytest
+
+from jaxline import base_config
+
+
+def make(**values):
+  config = base_config.get_base_config()
+  config.update(values)
+  return config
+
+
+def refused(config, *words):
+  """Checks that the config is refused with a message that has the words."""
+  with pytest.raises(ValueError) as caught:
+    base_config.validate_config(config)
+  for word in words:
+    assert word in str(caught.value), caught.value
+
+
+def test_the_base_config_is_valid():
+  base_config.validate_config(base_config.get_base_config())
+  base_config.validate_config(base_config.get_base_config().lock())
+
+
+def test_each_call_makes_a_new_config():
+  config = base_config.get_base_config()
+  config.training_steps = 1
+  config.experiment_kwargs.rate = 0.5
+  assert base_config.get_base_config().training_steps == 10000
+  assert len(base_config.get_base_config().experiment_kwargs) == 0
+
+
+# Keys.
+
+
+@pytest.mark.parametrize(
+  ('wrong', 'right'),
+  [
+    ('trainig_steps', 'training_steps'),
+    ('training_step', 'training_steps'),
+    ('save_checkpoint_intervals', 'save_checkpoint_interval'),
+    ('log_tensor_interval', 'log_tensors_interval'),
+    ('checkpoint_dirs', 'checkpoint_dir'),
+    ('checkpoint_interval', 'save_checkpoint_interval'),
+    ('best_model_eval_metrics', 'best_model_eval_metric'),
+    ('random_sede', 'random_seed'),
+    ('one_off_evaluation', 'one_off_evaluate'),
+    ('experiment_kwarg', 'experiment_kwargs'),
+  ],
+)
+def test_a_misspelled_key_is_refused_with_the_right_one(wrong, right):
+  refused(make(**{wrong: 1}), repr(wrong), repr(right), 'base_config.py')
+
+
+@pytest.mark.parametrize('key', list(base_config.get_base_config()))
+def test_every_key_must_be_there(key):
+  config = base_config.get_base_config()
+  del config[key]
+  refused(config, repr(key), 'get_base_config', 'base_config.py')
+
+
+def test_a_missing_key_names_what_may_be_its_misspelling():
+  config = base_config.get_base_config()
+  del config['training_steps']
+  config.num_training_steps = 9
+  refused(config, "'training_steps'", "'num_training_steps' a misspelling")
+
+
+# Each seen in a public experiment, or made of one.
+EXTRA_KEYS = (
+  'eval_specific_checkpoint_dir',
+  'eval_modes',
+  'restore_path',
+  'train_batch_size',
+  'train_batch_size_per_device',
+  'dataset_loader',
+  'max_context_length',
+  'num_targets',
+  'num_microbatches',
+  'num_epochs',
+  'num_training_steps',
+  'best_checkpoint_dir',
+  'eval_random_seed',
+  'project_name',
+  'debug',
+  'wandb',
+  'train',
+  'eval',
+  'seed',
+  'model',
+  'dataset',
+)
+
+
+def test_an_experiments_own_keys_pass():
+  base_config.validate_config(make(**dict.fromkeys(EXTRA_KEYS, 'x')))
+
+
+def test_keys_inside_experiment_kwargs_are_its_own():
+  config = base_config.get_base_config()
+  config.experiment_kwargs = {'config': {'trainig_steps': 1}}
+  base_config.validate_config(config)
+
+
+def test_validate_keys_goes_into_nested_configs():
+  wanted = config_dict.ConfigDict({'a': {'b': {'rate': 1}}, 'c': 2})
+  there = config_dict.ConfigDict({'a': {'b': {}}, 'c': 2, 'more': 3})
+  with pytest.raises(ValueError, match=r"'rate' is missing.*my_base\.py"):
+    base_config.validate_keys(wanted, there, base_filename='my_base.py')
+  there.a.b.rate = 5
+  base_config.validate_keys(wanted, there)
+  there.a = None  # Switched off as a whole.
+  base_config.validate_keys(wanted, there)
+
+
+# Values.
+
+
+def with_value(key, value):
+  config = base_config.get_base_config()
+  with config.ignore_type():
+    config[key] = value
+  return config
+
+
+@pytest.mark.parametrize(
+  ('key', 'value', 'expected'),
+  [
+    ('interval_type', 'seconds', "'secs', 'steps'"),
+    ('logging_interval_type', 'minutes', "'secs', 'steps'"),
+    ('checkpoint_interval_type', 3, "'secs', 'steps'"),
+    ('eval_interval_type', 'epochs', "'secs', 'steps'"),
+    ('random_mode_train', 'unique', 'same_host_unique_device'),
+    ('random_mode_eval', None, 'same_host_unique_device'),
+    ('save_checkpoint_interval', '300', 'a number'),
+    ('log_tensors_interval', True, 'a number'),
+    ('log_train_data_interval', 'often', 'a number'),
+    ('eval_interval', [300], 'a number'),
+    ('training_steps', -1, 'at least 0'),
+    ('training_steps', '1000', 'a number'),
+    ('max_checkpoints_to_keep', 0, 'at least 1'),
+    ('max_checkpoints_to_keep', None, 'at least 1'),
+    ('max_checkpoints_to_keep', 2.5, 'an integer'),
+    ('max_steps_in_flight', 0, 'at least 1'),
+    ('random_seed', 4.2, 'an integer'),
+    ('random_seed', None, 'an integer'),
+    ('best_model_eval_metric', True, 'name of a scalar'),
+    ('checkpoint_dir', 7, 'name of a directory'),
+    ('experiment_class', 7, 'package.module:Class'),
+    ('periodic_action_growth_ratios', 10, 'positive numbers'),
+    ('periodic_action_growth_ratios', '125', 'positive numbers'),
+    ('periodic_action_growth_ratios', [1, -2], 'positive numbers'),
+    ('log_async', 'no', 'True or False'),
+    ('log_all_hosts', 1, 'True or False'),
+    ('one_off_evaluate', None, 'True or False'),
+  ],
+)
+def test_a_wrong_value_is_refused_by_name(key, value, expected):
+  refused(with_value(key, value), f'config.{key} is {value!r}', expected)
+
+
+@pytest.mark.parametrize(
+  ('key', 'value'),
+  [
+    ('training_steps', None),
+    ('training_steps', 0),
+    ('training_steps', np.int64(3)),
+    ('interval_type', None),
+    ('interval_type', 'steps'),
+    ('save_checkpoint_interval', -1),
+    ('save_checkpoint_interval', None),
+    ('save_checkpoint_interval', 0.5),
+    ('log_train_data_interval', None),
+    ('log_tensors_interval', 0),
+    ('max_steps_in_flight', 2),
+    ('random_seed', np.int32(3)),
+    ('best_model_eval_metric', None),
+    ('periodic_action_growth_ratios', []),
+    ('checkpoint_dir', '/tmp/run'),
+    ('experiment_class', 'package.module:Class'),
+  ],
+)
+def test_what_a_run_can_mean_passes(key, value):
+  base_config.validate_config(with_value(key, value))
+
+
+def test_assigning_needs_no_tricks_for_what_is_seen_in_the_wild():
+  config = base_config.get_base_config()
+  config.training_steps = None
+  config.interval_type = None
+  config.save_checkpoint_interval = -1
+  config.log_train_data_interval = None
+  config.periodic_action_growth_ratios = None
+  config.checkpoint_dir = '/tmp/run'
+  base_config.validate_config(config.lock())
+
+
+# Contradictions.
+
+
+@pytest.mark.parametrize(
+  ('values', 'passes'),
+  [
+    ({}, False),
+    ({'interval_type': None}, False),
+    ({'interval_type': 'steps'}, True),
+    ({'checkpoint_interval_type': 'steps'}, True),
+    ({'interval_type': 'steps', 'checkpoint_interval_type': 'secs'}, False),
+  ],
+)
+def test_checkpoints_by_all_hosts_go_by_steps(values, passes):
+  config = make(train_checkpoint_all_hosts=True, **values)
+  if passes:
+    base_config.check_constraints(config)
+  else:
+    refused(
+      config,
+      'train_checkpoint_all_hosts',
+      "checkpoint_interval_type = 'steps'",
+    )
+
+
+@pytest.mark.parametrize(
+  ('values', 'passes'),
+  [
+    ({}, False),
+    ({'interval_type': 'steps'}, True),
+    ({'interval_type': 'steps', 'logging_interval_type': 'secs'}, False),
+    ({'interval_type': 'steps', 'checkpoint_interval_type': 'secs'}, False),
+    (
+      {'logging_interval_type': 'steps', 'checkpoint_interval_type': 'steps'},
+      True,
+    ),
+  ],
+)
+def test_growth_ratios_need_steps(values, passes):
+  config = make(periodic_action_growth_ratios=[1, 2, 5], **values)
+  if passes:
+    base_config.check_constraints(config)
+  else:
+    refused(config, 'periodic_action_growth_ratios', "interval_type = 'steps'")
+
+
+def test_validate_config_makes_all_three_checks():
+  config = make()
+  names = ('validate_keys', '_check_values', 'check_constraints')
+  patches = dict.fromkeys(names, mock.DEFAULT)
+  with mock.patch.multiple(base_config, **patches) as mocks:
+    base_config.validate_config(config)
+  for name in names:
+    mocks[name].assert_called_once()
+
+
+# An experiment's own config.
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+  rate: float
+  decay: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  width: int
+  layers: tuple = (1, 2)
+  optimizer: Optimizer = Optimizer(0.5)
+  maybe: Optimizer | None = None
+  late: 'Optimizer | None' = None
+  extra: dict = dataclasses.field(default_factory=dict)
+  area: int = dataclasses.field(init=False, default=0)
+
+
+def test_read_builds_nested_dataclasses():
+  config = config_dict.ConfigDict(
+    {
+      'width': 3,
+      'optimizer': {'rate': 0.1, 'decay': 0.2},
+      'maybe': {'rate': 0.3},
+      'late': {'rate': 0.4},
+      'extra': {'a': {'b': 1}},
+    }
+  )
+  model = base_config.read(Model, config)
+  assert model == Model(
+    3,
+    optimizer=Optimizer(0.1, 0.2),
+    maybe=Optimizer(0.3),
+    late=Optimizer(0.4),
+    extra={'a': {'b': 1}},
+  )
+  assert type(model.extra) is dict
+  assert type(model.extra['a']) is dict
+
+
+def test_read_keeps_defaults_and_takes_what_is_built_already():
+  optimizer = Optimizer(0.1)
+  values = {'width': 3, 'optimizer': optimizer, 'maybe': None}
+  model = base_config.read(Model, values)
+  assert model.optimizer is optimizer
+  assert model.maybe is None
+  assert model.layers == (1, 2)
+  assert base_config.read(Model, values | {'layers': (4,)}).layers == (4,)
+
+
+def test_read_understands_annotations_that_are_strings():
+  # As they all are after `from __future__ import annotations`.
+  strings = dataclasses.make_dataclass(
+    'Strings', [('optimizer', 'Optimizer'), ('width', 'int', 1)]
+  )
+  strings.__module__ = __name__
+  made = base_config.read(strings, {'optimizer': {'rate': 0.1}})
+  assert made.optimizer == Optimizer(0.1)
+
+
+@pytest.mark.parametrize(
+  ('config', 'words'),
+  [
+    ({'widht': 3}, ("'widht'", 'Model', "did you mean 'width'")),
+    ({'width': 3, 'zzz': 1}, ("'zzz'", "'layers'")),
+    ({'width': 3, 'area': 9}, ("'area'",)),
+    ({}, ("['width']", 'Model')),
+    (
+      {'width': 3, 'optimizer': {'rate': 1, 'decya': 2}},
+      ("'decya'", 'Optimizer', "'decay'"),
+    ),
+    ({'width': 3, 'maybe': {}}, ("['rate']", 'Optimizer')),
+  ],
+)
+def test_read_refuses_wrong_keys_by_name(config, words):
+  with pytest.raises(ValueError) as caught:
+    base_config.read(Model, config_dict.ConfigDict(config))
+  for word in words:
+    assert word in str(caught.value), caught.value

@@ -1,0 +1,550 @@
+"""Tests of jaxline.debug."""
+
+import contextlib
+import functools
+import io
+import pdb
+import queue
+import re
+import socket
+import subprocess
+import sys
+import threading
+from unittest import mock
+
+from absl import logging
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxline import debug
+
+P = jax.sharding.PartitionSpec
+
+
+@pytest.fixture
+def post_mortem_on(monkeypatch):
+  monkeypatch.setattr(debug.settings, 'post_mortem', lambda: True)
+
+
+@pytest.fixture
+def jit_off(monkeypatch):
+  monkeypatch.setattr(debug.settings, 'disable_pmap_jit', lambda: True)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+  monkeypatch.setattr(sys.stdin, 'isatty', lambda: True, raising=False)
+
+
+# --- small helpers -----------------------------------------------------------
+
+
+def test_kwargs_only_refuses_positional_arguments():
+  f = debug.kwargs_only(lambda a, b=2: (a, b))
+  assert f(a=1) == (1, 2)
+  with pytest.raises(TypeError):
+    f(1)
+
+
+def test_log_activity_logs_start_and_end():
+  with mock.patch.object(logging, 'info') as info:
+    with debug.log_activity('counting'):
+      info.assert_called_once_with('[jaxline] %s starting...', 'counting')
+  info.assert_called_with('[jaxline] %s finished.', 'counting')
+
+
+@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt])
+def test_log_activity_logs_an_error_and_lets_it_pass(error):
+  with (
+    mock.patch.object(logging, 'exception') as exception,
+    mock.patch.object(logging, 'info') as info,
+    pytest.raises(error),
+  ):
+    with debug.log_activity('counting'):
+      raise error
+  exception.assert_called_once_with(
+    '[jaxline] %s failed with error.', 'counting'
+  )
+  assert info.call_count == 1
+
+
+def test_log_activity_while_another_error_is_handled_is_no_failure():
+  with mock.patch.object(logging, 'exception') as exception:
+    try:
+      raise ValueError
+    except ValueError:
+      with debug.log_activity('cleaning up'):
+        pass
+  exception.assert_not_called()
+
+
+def test_evaluate_returning_none_warns_once_and_means_no_scalars(caplog):
+  evaluate = debug.evaluate_should_return_dict(lambda: None)
+  with mock.patch.object(logging, 'log_first_n') as log:
+    assert evaluate() == {}
+  assert log.call_args.args[0] == logging.WARNING
+  assert log.call_args.args[-1] == 1
+  scalars = {'a': 1}
+  assert debug.evaluate_should_return_dict(lambda: scalars)() is scalars
+
+
+# --- post mortem -------------------------------------------------------------
+
+
+def _fail(error):
+  secret = 41  # For the debugger to find.
+  assert secret
+  raise error
+
+
+def _raising_frame(call):
+  tb = call.args[0]
+  while tb.tb_next:
+    tb = tb.tb_next
+  return tb.tb_frame.f_code.co_name
+
+
+def test_post_mortem_is_off_by_default(terminal):
+  with mock.patch.object(pdb, 'post_mortem') as post_mortem:
+    with pytest.raises(ValueError):
+      debug.debugger_fallback(_fail)(ValueError())
+  post_mortem.assert_not_called()
+
+
+@pytest.mark.parametrize('has_terminal', [True, False])
+def test_post_mortem_enters_at_the_raising_frame(
+  post_mortem_on, monkeypatch, has_terminal
+):
+  monkeypatch.setattr(sys.stdin, 'isatty', lambda: has_terminal, raising=False)
+  with mock.patch.object(pdb, 'post_mortem') as post_mortem:
+    with pytest.raises(ValueError, match='bad'):
+      debug.debugger_fallback(_fail)(ValueError('bad'))
+  post_mortem.assert_called_once()
+  assert _raising_frame(post_mortem.call_args) == '_fail'
+
+
+def test_post_mortem_enters_once_per_error(post_mortem_on, terminal):
+  nested = debug.debugger_fallback(debug.debugger_fallback(_fail))
+  with mock.patch.object(pdb, 'post_mortem') as post_mortem:
+    for i in range(3):
+      with pytest.raises(ValueError):
+        nested(ValueError(i))
+  assert post_mortem.call_count == 3
+
+
+@pytest.mark.parametrize('error', [SystemExit, KeyboardInterrupt])
+def test_post_mortem_lets_exits_pass(post_mortem_on, terminal, error):
+  with mock.patch.object(pdb, 'post_mortem') as post_mortem:
+    with pytest.raises(error):
+      debug.debugger_fallback(_fail)(error())
+  post_mortem.assert_not_called()
+
+
+def test_post_mortem_serves_one_thread_at_a_time(post_mortem_on, terminal):
+  inside, seen = threading.Semaphore(1), []
+  both_failing = threading.Barrier(2)
+
+  def post_mortem(tb):
+    assert inside.acquire(blocking=False), 'two debuggers at once'
+    seen.append(threading.current_thread().name)
+    threading.Event().wait(0.05)  # Long enough for the other to come.
+    inside.release()
+
+  def fail():
+    both_failing.wait()
+    raise ValueError
+
+  def run():
+    with contextlib.suppress(ValueError):
+      debug.debugger_fallback(fail)()
+
+  with mock.patch.object(pdb, 'post_mortem', post_mortem):
+    threads = [threading.Thread(target=run, name=name) for name in 'ab']
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join(10)
+  assert sorted(seen) == ['a', 'b']
+
+
+class _Lines(io.StringIO):
+  """A stream whose text another thread can wait for."""
+
+  def __init__(self):
+    super().__init__()
+    self.texts = queue.SimpleQueue()
+
+  def write(self, text):
+    self.texts.put(text)
+    return len(text)
+
+
+def _fail_without_terminal(monkeypatch):
+  """Fails on a thread; returns the thread and what stderr says."""
+  stderr = _Lines()
+  monkeypatch.setattr(sys, 'stderr', stderr)
+
+  def run():
+    with contextlib.suppress(ValueError):
+      debug.debugger_fallback(_fail)(ValueError('bad'))
+
+  thread = threading.Thread(target=run)
+  thread.start()
+  return thread, stderr.texts.get(timeout=10)
+
+
+def test_post_mortem_without_terminal_serves_a_socket(
+  post_mortem_on, monkeypatch, capsys
+):
+  thread, text = _fail_without_terminal(monkeypatch)
+  assert 'ValueError: bad' in text
+  path = re.search(r'nc -U (\S+)', text)[1]
+  print('from the run')  # Must not wait for, nor reach, the debugger.
+  with socket.socket(socket.AF_UNIX) as client:
+    client.settimeout(10)
+    client.connect(path)
+    client.sendall(b'p secret + 1\nprint("from pdb")\nq\n')
+    said = b''.join(iter(lambda: client.recv(4096), b'')).decode()
+  thread.join(10)
+  assert not thread.is_alive()
+  assert '\n42\n' in said.replace('(Pdb) ', '\n')
+  assert 'from pdb' in said
+  assert 'from the run' not in said
+  assert 'from the run' in capsys.readouterr().out
+
+
+def test_post_mortem_survives_a_client_that_hangs_up(
+  post_mortem_on, monkeypatch
+):
+  thread, text = _fail_without_terminal(monkeypatch)
+  with socket.socket(socket.AF_UNIX) as client:
+    client.connect(re.search(r'nc -U (\S+)', text)[1])
+  thread.join(10)
+  assert not thread.is_alive()
+
+
+def test_the_command_to_attach_works(post_mortem_on, monkeypatch):
+  thread, text = _fail_without_terminal(monkeypatch)
+  command = re.search(r'  (\S+ -m jaxline\.debug \S+)', text)[1]
+  done = subprocess.run(
+    command.split(),
+    input='p secret + 1\nq\n',
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=True,
+  )
+  thread.join(10)
+  assert not thread.is_alive()
+  assert '42' in done.stdout
+  assert 'RuntimeWarning' not in done.stderr
+
+
+# --- op by op ----------------------------------------------------------------
+
+
+def test_jit_stays_on_by_default():
+  with mock.patch.object(chex, 'fake_pmap_and_jit', autospec=True) as fake:
+    assert debug.disable_pmap_jit(lambda x: x + 1)(1) == 2
+  fake.assert_not_called()
+  assert not jax.config.jax_disable_jit
+
+
+def test_jit_off_calls_chex_once(jit_off):
+  with mock.patch.object(chex, 'fake_pmap_and_jit', autospec=True) as fake:
+    assert debug.disable_pmap_jit(lambda x: x + 1)(1) == 2
+  fake.assert_called_once()
+
+
+# What `_loss` saw: the value as Python sees it, and which way an `if` went.
+_seen = []
+
+
+def _loss(w, x):
+  y = (w * x).sum()
+  _seen.append((y.item(), 'positive' if y > 0 else 'negative', repr(y)))
+  return y
+
+
+def _step(w, x):
+  return w - jax.grad(_loss)(w, x)
+
+
+def _pmap_step(w, x):
+  grad = jax.lax.pmean(jax.grad(_loss)(w, x), 'i')
+  _seen.append(type(grad).__name__)
+  return w - grad
+
+
+_jit_step = jax.jit(_step, donate_argnums=0)
+_pmapped_step = jax.pmap(_pmap_step, axis_name='i', donate_argnums=0)
+
+
+def _make_jit(when):
+  return _jit_step if when == 'before' else jax.jit(_step)
+
+
+def _make_pmap(when, **kwargs):
+  if when == 'before':
+    return _pmapped_step
+  return jax.pmap(_pmap_step, axis_name='i', **kwargs)
+
+
+@pytest.mark.parametrize('when', ['before', 'inside'])
+def test_op_by_op_in_jit(jit_off, when):
+  _seen.clear()
+
+  @debug.disable_pmap_jit
+  def run():
+    return _make_jit(when)(jnp.array([1.0, -2.0]), jnp.array([3.0, 4.0]))
+
+  np.testing.assert_array_equal(run(), [-2.0, -6.0])
+  assert [seen[:2] for seen in _seen] == [(-5.0, 'negative')]
+  assert 'primal=-5.0' in _seen[0][2]
+
+
+@pytest.mark.parametrize('when', ['before', 'inside'])
+@pytest.mark.parametrize('num_devices', [1, 2])
+def test_op_by_op_in_pmap(jit_off, when, num_devices):
+  _seen.clear()
+  w = jnp.array([[1.0, -2.0], [1.0, -2.0]])[:num_devices]
+  x = jnp.array([[3.0, 4.0], [5.0, 0.0]])[:num_devices]
+
+  @debug.disable_pmap_jit
+  def run():
+    return _make_pmap(when)(w, x)
+
+  got = run()
+  # The mean gradient is [4, 2] on two devices, [3, 4] on one.
+  expected = [[-3.0, -4.0]] * 2 if num_devices == 2 else [[-2.0, -6.0]]
+  np.testing.assert_array_equal(got, expected)
+  assert len(got.sharding.device_set) == num_devices
+  saw_loss = [seen[:2] for seen in _seen if isinstance(seen, tuple)]
+  # Each device's own value, and its own way at the `if`.
+  assert saw_loss == [(-5.0, 'negative'), (5.0, 'positive')][:num_devices]
+  assert [seen for seen in _seen if isinstance(seen, str)] == [
+    'ArrayImpl'
+  ] * num_devices
+
+
+def test_op_by_op_in_a_jit_with_shardings(jit_off):
+  mesh = jax.make_mesh(
+    (2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+  rows, whole = (
+    jax.sharding.NamedSharding(mesh, P('data')),
+    jax.sharding.NamedSharding(mesh, P()),
+  )
+  seen = []
+
+  def loss(w, x):
+    y = jax.lax.with_sharding_constraint(x @ w, rows)
+    seen.append((repr(y), bool((y > 0).all())))
+    return y.mean()
+
+  step = jax.jit(
+    lambda w, x: w - jax.grad(loss)(w, x),
+    in_shardings=(whole, rows),
+    out_shardings=whole,
+    donate_argnums=0,
+  )
+  w = jax.device_put(np.float32([1.0, 2.0]), whole)
+  x = jax.device_put(np.float32([[1.0, 0.0], [0.0, 1.0]]), rows)
+  np.testing.assert_array_equal(debug.disable_pmap_jit(step)(w, x), [0.5, 1.5])
+  # The whole batch, not one device's part.
+  assert seen == [('GradTracer(primal=[1. 2.], typeof(tangent)=f32[2])', True)]
+
+
+def test_op_by_op_in_threads_that_the_function_starts(jit_off):
+  _seen.clear()
+
+  @debug.disable_pmap_jit
+  def run():
+    thread = threading.Thread(
+      target=lambda: _jit_step(jnp.array([1.0]), jnp.array([2.0]))
+    )
+    thread.start()
+    thread.join()
+
+  run()
+  assert _seen[0][:2] == (2.0, 'positive')
+
+
+def test_op_by_op_ends_with_the_last_function(jit_off):
+  inner_ended, may_end = threading.Event(), threading.Event()
+  before = jax._src.core.EvalTrace.process_shard_map
+
+  def outer():
+    inner_ended.wait(10)
+    assert jax.config.jax_disable_jit
+    may_end.set()
+
+  thread = threading.Thread(target=debug.disable_pmap_jit(outer))
+  thread.start()
+  with pytest.raises(ZeroDivisionError):
+    debug.disable_pmap_jit(lambda: 1 // 0)()
+  inner_ended.set()
+  thread.join(10)
+  assert may_end.is_set()
+  assert not jax.config.jax_disable_jit
+  assert jax._src.core.EvalTrace.process_shard_map is before
+  assert jax.checkpoint.__module__ != debug.__name__
+
+
+def _run_both_ways(f, *args):
+  """Returns f's outputs compiled, and op by op."""
+  with mock.patch.object(debug.settings, 'disable_pmap_jit', return_value=True):
+    op_by_op = debug.disable_pmap_jit(f)(*args)
+  return f(*args), op_by_op
+
+
+def _collectives(x):
+  """x: [2, 2], different on each device."""
+  index = jax.lax.axis_index('i')
+  return {
+    'psum': jax.lax.psum(x, 'i'),
+    'psum_bool': jax.lax.psum(x > 2, 'i'),
+    'psum_number': x * jax.lax.psum(1.0, 'i'),
+    'size': x * jax.lax.axis_size('i'),
+    'groups': jax.lax.psum(x, 'i', axis_index_groups=[[0], [1]]),
+    'pmean': jax.lax.pmean({'a': x, 'b': x.sum()}, 'i'),
+    'pmax': jax.lax.pmax(x, 'i'),
+    'pmin': jax.lax.pmin(x, 'i'),
+    'index': index,
+    'ppermute': jax.lax.ppermute(x, 'i', [(0, 1), (1, 0)]),
+    'all_gather': jax.lax.all_gather(x, 'i', axis=1),
+    'all_to_all': jax.lax.all_to_all(x, 'i', 0, 0),
+    'psum_scatter': jax.lax.psum_scatter(x, 'i', tiled=True),
+    'grad': jax.grad(lambda x: (x * jax.lax.psum(x, 'i')).sum())(x),
+    'keys': jax.random.uniform(
+      jax.random.fold_in(jax.random.key(0), index), (3,)
+    ),
+  }
+
+
+def test_every_collective_gives_what_it_gives_compiled():
+  x = jnp.arange(8.0).reshape(2, 2, 2)
+  compiled, op_by_op = _run_both_ways(jax.pmap(_collectives, axis_name='i'), x)
+  chex.assert_trees_all_close(op_by_op, compiled, rtol=1e-6)
+  np.testing.assert_array_equal(op_by_op['psum'][0], [[4.0, 6.0], [8.0, 10.0]])
+
+
+def test_pmap_arguments_of_every_kind():
+  def f(n, scale, x, key, *, shift):
+    noise = jax.random.uniform(key, x.shape)
+    return {'x': n * scale * x + shift + noise}, x.sum()
+
+  mapped = jax.pmap(
+    f,
+    axis_name='i',
+    in_axes=(None, None, 1, 0),
+    out_axes=({'x': 1}, 0),
+    static_broadcasted_argnums=0,
+  )
+  keys = jax.random.split(jax.random.key(1), 2)
+  run = functools.partial(mapped, shift=jnp.array([1.0, 2.0]))
+  compiled, op_by_op = _run_both_ways(
+    run, 3, jnp.array(2.0), jnp.arange(6.0).reshape(3, 2), keys
+  )
+  chex.assert_trees_all_close(op_by_op, compiled, rtol=1e-6)
+  assert op_by_op[0]['x'].shape == (3, 2)
+
+
+@jax.custom_vjp
+def _double(x):
+  return 2.0 * x
+
+
+_double.defvjp(lambda x: (2.0 * x, None), lambda _, g: (2.0 * g,))
+
+
+def test_control_flow_runs_in_python(jit_off):
+  seen = []
+
+  def body(carry, x):
+    seen.append(carry.item())
+    carry = jax.lax.cond(carry > 1.0, lambda c: c, _double, carry + x)
+    return carry, carry
+
+  def loss(x):
+    layer = jax.checkpoint(lambda c: jax.lax.scan(body, c, jnp.ones(3))[0])
+    y = jax.nn.relu(jax.jit(layer)(x))
+    return jax.lax.while_loop(lambda y: y < 9.0, lambda y: y + 4.0, y)
+
+  def by_hand(x):
+    for _ in range(3):
+      x = x + 1.0 if x > 1.0 else 2.0 * (x + 1.0)
+    while x < 9.0:
+      x += 4.0
+    return x
+
+  run = debug.disable_pmap_jit(jax.pmap(loss, axis_name='i'))
+  np.testing.assert_array_equal(
+    run(jnp.array([0.0, 2.0])), [by_hand(0.0), by_hand(2.0)]
+  )
+  assert seen == [0.0, 2.0, 3.0, 2.0, 3.0, 4.0]
+
+
+def test_pmap_error_of_one_device_is_the_error(jit_off):
+  def f(x):
+    if x > 0:
+      raise ValueError(f'device saw {x.item()}')
+    return jax.lax.psum(x, 'i')
+
+  for values in ([0.0, 7.0], [7.0, 0.0]):
+    with pytest.raises(ValueError, match=r'device saw 7\.0') as info:
+      debug.disable_pmap_jit(jax.pmap(f, axis_name='i'))(jnp.array(values))
+    assert info.traceback[-1].name == 'f'
+
+
+@pytest.mark.parametrize('values', [[0.0, 7.0], [7.0, 0.0]])
+def test_pmap_devices_that_part_are_an_error(jit_off, values):
+  def f(x):
+    return jax.lax.psum(x, 'i') if x > 0 else x
+
+  with pytest.raises(RuntimeError, match=r"different ways.*the end|'psum'"):
+    debug.disable_pmap_jit(jax.pmap(f, axis_name='i'))(jnp.array(values))
+
+
+@pytest.mark.parametrize('check_vma', [True, False])
+def test_shard_map_over_two_axes(check_vma):
+  mesh = jax.make_mesh(
+    (2, 1), ('a', 'b'), axis_types=(jax.sharding.AxisType.Auto,) * 2
+  )
+
+  def f(x):
+    return jax.lax.psum(x, ('a', 'b')), x * 2.0
+
+  mapped = jax.jit(
+    jax.shard_map(
+      f,
+      mesh=mesh,
+      in_specs=P(('a', 'b')),
+      out_specs=(P(), P(('a', 'b'))),
+      check_vma=check_vma,
+    )
+  )
+  compiled, op_by_op = _run_both_ways(mapped, jnp.arange(4.0))
+  chex.assert_trees_all_equal(op_by_op, compiled)
+  np.testing.assert_array_equal(op_by_op[0], [2.0, 4.0])
+
+
+def test_op_by_op_on_a_jax_without_the_hooks(jit_off, monkeypatch):
+  monkeypatch.delattr(jax._src.core.EvalTrace, 'process_shard_map')
+  warnings = []
+  monkeypatch.setattr(logging, 'warning', lambda *args: warnings.append(args))
+  _seen.clear()
+
+  @debug.disable_pmap_jit
+  def run():
+    mapped = jax.pmap(lambda x: jax.lax.psum(x, 'i'), axis_name='i')
+    return _jit_step(jnp.array([1.0]), jnp.array([2.0])), mapped(jnp.ones([2]))
+
+  stepped, summed = run()
+  np.testing.assert_array_equal(stepped, [-1.0])
+  np.testing.assert_array_equal(summed, [2.0, 2.0])
+  assert _seen[0][1] == 'positive'
+  assert any('too new' in args[0] for args in warnings)

@@ -1,0 +1,289 @@
+"""Tests of jaxline.devices."""
+
+import gc
+import threading
+import traceback
+from unittest import mock
+import weakref
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxline import async_lib
+from jaxline import devices
+
+P = jax.sharding.PartitionSpec
+
+
+def _shards(x):
+  """The parts of an array, by device."""
+  return {s.device: np.asarray(s.data) for s in x.addressable_shards}
+
+
+# --- get_first ---------------------------------------------------------------
+
+
+def test_get_first_takes_the_first_row_of_each_leaf():
+  tree = {
+    'pmap': jax.pmap(lambda x: x + 1)(jnp.array([1.0, 5.0])),
+    'numpy': np.array([[1, 2], [3, 4]]),
+    'jax': jnp.array([[1, 2], [3, 4]]),
+    'none': None,
+    'empty': {},
+  }
+  got = devices.get_first(tree)
+  assert got['none'] is None
+  assert got['empty'] == {}
+  assert got['pmap'] == 2.0
+  np.testing.assert_array_equal(got['numpy'], [1, 2])
+  np.testing.assert_array_equal(got['jax'], [1, 2])
+
+
+@pytest.mark.parametrize('order', [1, -1])
+@pytest.mark.parametrize('spec', [P('a'), P(), P(None, 'a'), P('a', None)])
+def test_get_first_of_any_sharding(order, spec):
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[::order]), ('a',))
+  x = np.array([[1.0, 2.0], [3.0, 4.0]])
+  placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+  np.testing.assert_array_equal(devices.get_first(placed), [1.0, 2.0])
+
+
+def test_get_first_of_a_single_row_that_is_sharded_itself():
+  mesh = jax.sharding.Mesh(np.array(jax.devices()), ('a',))
+  sharding = jax.sharding.NamedSharding(mesh, P(None, 'a'))
+  placed = jax.device_put(np.array([[1.0, 2.0]]), sharding)
+  np.testing.assert_array_equal(devices.get_first(placed), [1.0, 2.0])
+
+
+def test_get_first_stays_on_the_first_device():
+  x = devices.bcast_local_devices(jnp.ones([3]))
+  assert devices.get_first(x).devices() == {jax.devices()[0]}
+
+
+def test_get_first_works_inside_jit_and_under_fake_pmap():
+  x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+  np.testing.assert_array_equal(jax.jit(devices.get_first)(x), [1.0, 2.0])
+  with chex.fake_pmap():
+    y = jax.pmap(lambda x: x + 1)(x)
+  np.testing.assert_array_equal(devices.get_first(y), [2.0, 3.0])
+
+
+def test_get_first_of_keys():
+  key = jax.random.key(3)
+  got = devices.get_first(devices.bcast_local_devices(key))
+  assert got.dtype == key.dtype
+  np.testing.assert_array_equal(
+    jax.random.key_data(got), jax.random.key_data(key)
+  )
+
+
+# --- bcast_local_devices -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('value', 'dtype'),
+  [
+    (3, jnp.int32),
+    (1.5, jnp.float32),
+    (True, jnp.bool_),
+    (np.float64(2.5), jnp.float32),
+    (np.arange(6).reshape(2, 3), jnp.int32),
+    (jnp.ones([2, 2], jnp.bfloat16), jnp.bfloat16),
+    (jax.random.PRNGKey(1), jnp.uint32),
+  ],
+)
+def test_bcast_puts_a_copy_on_each_device(value, dtype):
+  got = devices.bcast_local_devices(value)
+  assert got.shape == (2, *np.shape(value))
+  assert got.dtype == dtype
+  shards = _shards(got)
+  assert list(shards) == jax.local_devices()
+  for shard in shards.values():
+    np.testing.assert_array_equal(shard[0], np.asarray(value))
+
+
+def test_bcast_of_trees_without_arrays():
+  assert devices.bcast_local_devices(None) is None
+  assert devices.bcast_local_devices({}) == {}
+  got = devices.bcast_local_devices({'a': (1, None), 'b': []})
+  assert got['a'][1] is None
+  assert got['b'] == []
+  np.testing.assert_array_equal(got['a'][0], [1, 1])
+
+
+def test_bcast_of_typed_keys():
+  key = jax.random.key(3)
+  got = devices.bcast_local_devices(key)
+  assert got.shape == (2,)
+  assert got.dtype == key.dtype
+  bits = jax.pmap(jax.random.bits)(got)
+  np.testing.assert_array_equal(bits, [jax.random.bits(key)] * 2)
+
+
+def test_bcast_shares_no_memory_with_its_argument():
+  # Memory that JAX would take as it is: aligned, on the CPU.
+  raw = np.zeros(4 * 64 + 64, np.uint8)
+  start = -raw.ctypes.data % 64
+  x = raw[start : start + 256].view(np.float32)
+  got = devices.bcast_local_devices(x)
+  x[:] = 7
+  assert float(got.max()) == 0.0
+
+
+def test_bcast_can_be_donated_to_a_pmap():
+  x = jnp.ones([3])
+  got = jax.pmap(lambda x: x + 1, donate_argnums=0)(
+    devices.bcast_local_devices(x)
+  )
+  np.testing.assert_array_equal(got, np.full([2, 3], 2.0))
+  np.testing.assert_array_equal(x, [1.0, 1.0, 1.0])
+
+
+# --- maybe_device_get, tree_psum ---------------------------------------------
+
+
+def test_maybe_device_get():
+  got = devices.maybe_device_get(jnp.ones([2]))
+  assert type(got) is np.ndarray
+  np.testing.assert_array_equal(got, [1.0, 1.0])
+  for other in ('text', 3, None, np.ones(2), object()):
+    assert devices.maybe_device_get(other) is other
+
+
+def test_tree_psum():
+  x = {'a': jnp.array([1.0, 2.0]), 'b': jnp.array([[3], [4]])}
+  got = jax.pmap(lambda x: devices.tree_psum(x, 'i'), axis_name='i')(x)
+  np.testing.assert_array_equal(got['a'], [3.0, 3.0])
+  np.testing.assert_array_equal(got['b'], [[7], [7]])
+  with pytest.raises(NameError):
+    devices.tree_psum(jnp.array([1]), axis_name='i')
+
+
+# --- double_buffer -----------------------------------------------------------
+
+
+def _batch(i):
+  return {'x': np.full([2, 3], i), 'y': (np.array([i, -i]), None)}
+
+
+@pytest.mark.parametrize('count', [0, 1, 2, 5])
+def test_double_buffer_gives_all_batches_in_order(count):
+  batches = list(devices.double_buffer(_batch(i) for i in range(count)))
+  assert len(batches) == count
+  for i, batch in enumerate(batches):
+    np.testing.assert_array_equal(batch['x'], np.full([2, 3], i))
+    assert batch['y'][1] is None
+    first, second = jax.local_devices()
+    shards = _shards(batch['y'][0])
+    assert shards[first].tolist() == [i]
+    assert shards[second].tolist() == [-i]
+
+
+def test_double_buffer_is_one_batch_ahead():
+  read = []
+
+  def ds():
+    for i in range(10):
+      read.append(i)
+      yield _batch(i)
+
+  batches = devices.double_buffer(ds())
+  assert read == []
+  next(batches)
+  assert read == [0, 1]
+  next(batches)
+  assert read == [0, 1, 2]
+  batches.close()
+
+
+def test_double_buffer_keeps_two_batches_on_the_devices():
+  batches = devices.double_buffer(_batch(i) for i in range(10))
+  held = []
+  for batch in batches:
+    held.append(weakref.ref(batch['x']))
+    del batch
+    gc.collect()
+    # The one read ahead is held by double_buffer and not known here yet.
+    assert sum(ref() is not None for ref in held) <= 1
+
+
+def test_double_buffer_gives_the_last_batch_before_the_error():
+  def ds():
+    yield _batch(0)
+    yield _batch(1)
+    raise ValueError('bad file')
+
+  batches = devices.double_buffer(ds())
+  assert [next(batches)['x'][0, 0], next(batches)['x'][0, 0]] == [0, 1]
+  with pytest.raises(ValueError, match='bad file') as info:
+    next(batches)
+  frames = traceback.extract_tb(info.value.__traceback__)
+  assert frames[-1].name == 'ds'
+  with pytest.raises(StopIteration):
+    next(batches)
+
+
+@pytest.mark.parametrize(
+  ('batch', 'named'),
+  [
+    ({'x': np.zeros([2]), 'y': [np.zeros([4, 3])]}, r"\['y'\]\[0\].*\(4, 3\)"),
+    (np.zeros([1, 2]), r'batch of shape \(1, 2\)'),
+    ({'x': 3.0}, r"\['x'\] of shape \(\)"),
+    (None, 'None'),
+  ],
+)
+def test_double_buffer_names_what_does_not_fit(batch, named):
+  with pytest.raises(ValueError, match=named):
+    next(devices.double_buffer([batch]))
+
+
+@pytest.mark.parametrize('how', ['close', 'drop'])
+def test_double_buffer_ended_early_ends_its_source(how):
+  batches = devices.double_buffer(
+    async_lib.py_prefetch(
+      lambda: (_batch(i) for i in range(100)), thread_name='source'
+    )
+  )
+  next(batches)
+  names = lambda: [thread.name for thread in threading.enumerate()]
+  assert 'source' in names()
+  if how == 'close':
+    batches.close()
+  else:
+    del batches
+  assert 'source' not in names()
+
+
+def test_double_buffer_takes_keys_and_device_arrays():
+  keys = jax.random.split(jax.random.key(0), 2)
+  [batch] = devices.double_buffer([{'keys': keys, 'x': jnp.ones([2, 1])}])
+  np.testing.assert_array_equal(
+    jax.random.key_data(batch['keys']), jax.random.key_data(keys)
+  )
+
+
+@pytest.mark.parametrize('backend', ['gpu', 'cpu', 'tpu'])
+def test_double_buffer_on_gpu_does_so_on_gpu_only(backend):
+  ds = [_batch(0)]
+  with mock.patch.object(jax, 'default_backend', return_value=backend):
+    got = devices.double_buffer_on_gpu(ds)
+  assert (got is ds) == (backend != 'gpu')
+  assert len(list(got)) == 1
+
+
+# --- rendezvous --------------------------------------------------------------
+
+
+def test_rendezvous_of_all_devices():
+  devices.rendezvous()
+  with chex.fake_pmap_and_jit():
+    devices.rendezvous()
+
+
+def test_rendezvous_with_devices_missing_says_how_many():
+  with mock.patch.object(jax, 'device_count', return_value=8):
+    with pytest.raises(ValueError, match=r'\[2, 2\].*expected 8'):
+      devices.rendezvous()

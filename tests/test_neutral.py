@@ -1,0 +1,356 @@
+"""One problem in several libraries: jaxline knows nothing of any of them.
+
+Each is a small classifier with statistics of its inputs, written the way its
+library wants it. All run through `train.train`, save, restore and go on.
+"""
+
+import functools
+
+from experiments import compile_once
+from experiments import regression
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxline import experiment
+from jaxline import metrics
+from jaxline import partitioning
+from jaxline import sharded
+from jaxline import train
+from jaxline import utils
+
+FEATURES, HIDDEN, CLASSES, BATCH = 6, 16, 3, 24
+STEPS = 30
+MOMENTUM = 0.9
+
+shared_programs = compile_once.shared_programs
+
+
+def examples(index):
+  """Returns a batch of three clusters."""
+  rng = np.random.default_rng(index)
+  labels = rng.integers(0, CLASSES, BATCH).astype(np.int32)
+  centers = np.eye(CLASSES, FEATURES, dtype=np.float32)
+  x = 2 * centers[labels] + 0.5 * rng.normal(size=(BATCH, FEATURES))
+  return {'x': x.astype(np.float32), 'label': labels}
+
+
+class Input:
+  """Endless batches with a position."""
+
+  def __init__(self):
+    self.index = 0
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    self.index += 1
+    return examples(self.index)
+
+  def get_state(self):
+    return self.index
+
+  def set_state(self, state):
+    self.index = int(state)
+
+
+def with_names(params):
+  """Names the axes of each matrix, in whatever tree the library has."""
+
+  def name(x):
+    return partitioning.Logical(x, ('embed', 'mlp')) if x.ndim == 2 else x
+
+  return jax.tree.map(name, params)
+
+
+def losses_of(logits, labels):
+  return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+class Classifier(sharded.ShardedExperiment):
+  """What does not depend on the library."""
+
+  def __init__(self, mode, init_rng):
+    super().__init__(mode, init_rng, sharding='fsdp')
+
+  def logits(self, params, model_state, x, is_training):
+    """Returns logits [B, classes] and the new model state."""
+    raise NotImplementedError
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    logits, model_state = self.logits(
+      params, model_state, batch['x'], is_training
+    )
+    weights = batch['weights']
+    loss = metrics.Mean.of(losses_of(logits, batch['label']), weights)
+    accuracy = metrics.Mean.of(logits.argmax(-1) == batch['label'], weights)
+    return loss.compute(), {'loss': loss, 'accuracy': accuracy}, model_state
+
+  def make_optimizer(self):
+    return optax.adam(0.02)
+
+  def train_input(self):
+    return Input()
+
+  def eval_input(self):
+    for index, rows in ((-1, 24), (-2, 24), (-3, 7)):
+      yield {name: x[:rows] for name, x in examples(abs(index)).items()}
+
+
+class PlainJax(Classifier):
+  def init_fn(self, rng):
+    rngs = jax.random.split(rng)
+    params = {
+      'w1': jax.random.normal(rngs[0], [FEATURES, HIDDEN]) / FEATURES**0.5,
+      'b1': jnp.zeros([HIDDEN]),
+      'w2': jax.random.normal(rngs[1], [HIDDEN, CLASSES]) / HIDDEN**0.5,
+      'b2': jnp.zeros([CLASSES]),
+    }
+    return with_names(params), {'mean': jnp.zeros([FEATURES])}
+
+  def logits(self, params, model_state, x, is_training):
+    mean = model_state['mean']
+    if is_training:
+      mean = MOMENTUM * mean + (1 - MOMENTUM) * x.mean(0)
+    x = jax.nn.relu((x - mean[None]) @ params['w1'] + params['b1'][None])
+    return x @ params['w2'] + params['b2'][None], {'mean': mean}
+
+
+class Haiku(Classifier):
+  @functools.cached_property
+  def transformed(self):
+    import haiku as hk
+
+    def forward(x, is_training):
+      x = hk.BatchNorm(True, True, MOMENTUM)(x, is_training)
+      return hk.nets.MLP([HIDDEN, CLASSES])(x)
+
+    return hk.transform_with_state(forward)
+
+  def init_fn(self, rng):
+    x = jnp.zeros([2, FEATURES])
+    with jax.numpy_dtype_promotion('standard'):  # Haiku's BatchNorm needs it.
+      params, state = self.transformed.init(rng, x, True)
+    return with_names(params), state
+
+  def logits(self, params, model_state, x, is_training):
+    with jax.numpy_dtype_promotion('standard'):
+      return self.transformed.apply(params, model_state, None, x, is_training)
+
+
+class FlaxNnx(Classifier):
+  def make_model(self, rng):
+    from flax import nnx
+
+    class Model(nnx.Module):
+      def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(FEATURES, momentum=MOMENTUM, rngs=rngs)
+        self.hidden = nnx.Linear(FEATURES, HIDDEN, rngs=rngs)
+        self.out = nnx.Linear(HIDDEN, CLASSES, rngs=rngs)
+
+      def __call__(self, x):
+        return self.out(nnx.relu(self.hidden(self.norm(x))))
+
+    model = Model(nnx.Rngs(rng))
+    return nnx.split(model, nnx.Param, nnx.BatchStat)
+
+  @functools.cached_property
+  def abstract(self):
+    return jax.eval_shape(self.make_model, jax.random.key(0))
+
+  def init_fn(self, rng):
+    from flax import nnx
+
+    _, params, stats = self.make_model(rng)
+    # Plain dicts of arrays, whose axes can be named.
+    return with_names(nnx.to_pure_dict(params)), nnx.to_pure_dict(stats)
+
+  def logits(self, params, model_state, x, is_training):
+    from flax import nnx
+
+    graph, abstract_params, abstract_stats = self.abstract
+    nnx.replace_by_pure_dict(abstract_params, params)
+    nnx.replace_by_pure_dict(abstract_stats, model_state)
+    model = nnx.merge(graph, abstract_params, abstract_stats)
+    (model.train if is_training else model.eval)()
+    logits = model(x)
+    return logits, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+
+class Equinox(Classifier):
+  def make_model(self, rng):
+    import equinox as eqx
+
+    model = eqx.nn.MLP(FEATURES, CLASSES, HIDDEN, depth=1, key=rng)
+    return eqx.partition(model, eqx.is_inexact_array)
+
+  @functools.cached_property
+  def static(self):
+    return self.make_model(jax.random.key(0))[1]
+
+  def init_fn(self, rng):
+    params, _ = self.make_model(rng)
+    return with_names(params), {'mean': jnp.zeros([FEATURES])}
+
+  def logits(self, params, model_state, x, is_training):
+    import equinox as eqx
+
+    mean = model_state['mean']
+    if is_training:
+      mean = MOMENTUM * mean + (1 - MOMENTUM) * x.mean(0)
+    model = eqx.combine(params, self.static)
+    return jax.vmap(model)(x - mean[None]), {'mean': mean}
+
+
+class PerDevice(experiment.AbstractExperiment):
+  """Plain JAX in JAXline's own style, with pmap."""
+
+  CHECKPOINT_ATTRS = {
+    '_params': 'params',
+    '_state': 'state',
+    '_opt_state': 'opt_state',
+  }
+
+  def __init__(self, mode, init_rng=None):
+    super().__init__(mode=mode, init_rng=init_rng)
+    self.plain = PlainJax(mode, init_rng)
+    self.optimizer = optax.adam(0.02)
+    if mode == 'train':
+      params, state = partitioning.unbox(self.plain.init_fn(init_rng))
+      self._params = utils.bcast_local_devices(params)
+      self._state = utils.bcast_local_devices(state)
+      self._opt_state = utils.bcast_local_devices(self.optimizer.init(params))
+      self._batches = utils.py_prefetch(self.read)
+    self._update = jax.pmap(
+      self.update, axis_name='i', donate_argnums=(0, 1, 2)
+    )
+    self._logits = jax.pmap(
+      functools.partial(self.plain.logits, is_training=False)
+    )
+
+  def read(self):
+    n = jax.local_device_count()
+    for batch in Input():
+      yield jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), batch)
+
+  def update(self, params, state, opt_state, batch):
+    def loss_fn(params):
+      logits, new_state = self.plain.logits(params, state, batch['x'], True)
+      return losses_of(logits, batch['label']).mean(), new_state
+
+    (loss, state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    grads, state, loss = jax.lax.pmean((grads, state, loss), 'i')
+    with jax.numpy_dtype_promotion('standard'):
+      updates, opt_state = self.optimizer.update(grads, opt_state)
+    return optax.apply_updates(params, updates), state, opt_state, loss
+
+  def step(self, *, global_step, rng, writer):
+    self._params, self._state, self._opt_state, loss = self._update(
+      self._params, self._state, self._opt_state, next(self._batches)
+    )
+    return {'loss': utils.get_first(loss)}
+
+  def evaluate(self, *, global_step, rng, writer):
+    n = jax.local_device_count()
+    batch = examples(1)
+    x = batch['x'].reshape(n, -1, FEATURES)
+    logits, _ = self._logits(self._params, self._state, x)
+    logits = logits.reshape(-1, CLASSES)
+    return {'accuracy': float((logits.argmax(-1) == batch['label']).mean())}
+
+
+@pytest.fixture(autouse=True)
+def no_checkpoints(monkeypatch):
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+
+
+def run(cls, steps):
+  """Trains from the newest checkpoint; returns the losses of its steps."""
+  config = regression.get_config(steps)
+  losses = []
+
+  class Recording(cls):
+    def train_loop(self, config, state, periodic_actions, writer=None):
+      record = lambda t, step, scalars: losses.append(float(scalars['loss']))
+      super().train_loop(config, state, [*periodic_actions, record], writer)
+
+  checkpointer = utils.InMemoryCheckpointer(config, 'train')
+  train.train(Recording, config, checkpointer, None)
+  return losses
+
+
+def saved(series='latest'):
+  history = utils.GLOBAL_CHECKPOINT_DICT[series].history
+  return history[-1].pickle_nest.to_dict()
+
+
+def evaluate(cls):
+  """Evaluates the newest checkpoint; returns what it wrote and kept."""
+  config = regression.get_config(STEPS)
+  config.one_off_evaluate = True
+  config.best_model_eval_metric = 'accuracy'
+  scalars = {}
+
+  class Writer:
+    def write_scalars(self, step, values):
+      scalars.update(values)
+
+  checkpointer = utils.InMemoryCheckpointer(config, 'eval')
+  train.evaluate(cls, config, checkpointer, Writer(), 'eval')
+  return scalars
+
+
+SHARDED = [
+  pytest.param(PlainJax, None, id='jax'),
+  pytest.param(Haiku, 'haiku', id='haiku'),
+  pytest.param(FlaxNnx, 'flax.nnx', id='flax_nnx'),
+  pytest.param(Equinox, 'equinox', id='equinox'),
+]
+
+
+@pytest.mark.parametrize(
+  ('cls', 'library'),
+  [*SHARDED, pytest.param(PerDevice, None, id='per_device')],
+)
+def test_a_library_trains_saves_and_goes_on(cls, library, monkeypatch):
+  if library:
+    pytest.importorskip(library, exc_type=ImportError)
+  losses = run(cls, STEPS)
+  assert len(losses) == STEPS
+  assert np.mean(losses[-5:]) < 0.3 * np.mean(losses[:2])
+  assert evaluate(cls)['accuracy'] > 0.9
+  straight = saved()
+  # What evaluation keeps as the best is what training saved.
+  best = saved('best')['experiment_module']
+  for name, value in best.items():
+    expected = straight['experiment_module'][name]
+    assert regression.digest(value) == regression.digest(expected)
+
+  if issubclass(cls, sharded.ShardedExperiment):
+    monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+    first = run(cls, 11)
+    second = run(cls, STEPS)
+    assert first + second == losses
+    assert regression.digest(saved()) == regression.digest(straight)
+
+
+@pytest.mark.parametrize(('cls', 'library'), SHARDED)
+def test_a_librarys_weights_are_split(cls, library):
+  if library:
+    pytest.importorskip(library, exc_type=ImportError)
+  state = cls('train', jax.random.PRNGKey(0)).state
+  matrices = [
+    x for x in jax.tree.leaves(state.params) if x.ndim == 2 and len(x) > 1
+  ]
+  assert len(matrices) == 2
+  moments = [
+    x for x in jax.tree.leaves(state.opt_state) if x.ndim == 2 and len(x) > 1
+  ]
+  assert len(moments) == 4
+  for x in matrices + moments:
+    rows = x.shape[0]
+    expected = rows // 2 if rows % 2 == 0 else rows
+    assert [s.data.shape[0] for s in x.addressable_shards] == [expected] * 2

@@ -1,0 +1,467 @@
+"""Tests of jaxline.partitioning, on the two fake devices of conftest.py."""
+
+import gc
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxline import partitioning
+
+Logical = partitioning.Logical
+P = jax.sharding.PartitionSpec
+PRNG_KEY = jax.random.key(7)
+
+
+def partitioner(sharding='fsdp', mesh=None, rules=None):
+  return partitioning.Partitioner(
+    partitioning.make_mesh(mesh),
+    partitioning.get_rules(sharding) if rules is None else rules,
+  )
+
+
+def shard_shapes(x):
+  return [shard.data.shape for shard in x.addressable_shards]
+
+
+# Mesh and rules.
+
+
+def test_mesh_puts_all_devices_on_data():
+  mesh = partitioning.make_mesh()
+  assert dict(mesh.shape) == {'replica': 1, 'data': 2}
+  assert mesh.axis_names == partitioning.MESH_AXES
+  # Explicit axes, JAX's own default, would refuse most models.
+  assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+
+
+@pytest.mark.parametrize(
+  ('sizes', 'expected'),
+  [
+    ({'data': 2}, (1, 2)),
+    ({'replica': 2}, (2, 1)),
+    ({'replica': -1}, (2, 1)),
+    ({'replica': 2, 'data': -1}, (2, 1)),
+    ({'replica': 1, 'data': -1}, (1, 2)),
+  ],
+)
+def test_mesh_of_sizes(sizes, expected):
+  assert partitioning.make_mesh(sizes).devices.shape == expected
+
+
+def test_mesh_of_some_devices():
+  mesh = partitioning.make_mesh(devices=jax.devices()[:1])
+  assert mesh.devices.tolist() == [[jax.devices()[0]]]
+
+
+@pytest.mark.parametrize(
+  ('sizes', 'words'),
+  [
+    ({'dta': 2}, ['dta', 'replica', 'data']),
+    ({'data': 3}, ['needs 3 devices', 'there are 2']),
+    ({'data': 1}, ['needs 1 devices', 'there are 2']),
+    ({'replica': 3, 'data': -1}, ['needs 3 devices', 'there are 2']),
+    ({'data': 0}, ['positive', "{'data': 0}"]),
+    ({'data': -2}, ['positive', "{'data': -2}"]),
+    ({'replica': -1, 'data': -1}, ['one may be -1']),
+  ],
+)
+def test_mesh_errors_give_the_numbers(sizes, words):
+  with pytest.raises(ValueError) as error:
+    partitioning.make_mesh(sizes)
+  for word in words:
+    assert word in str(error.value)
+
+
+def test_unknown_preset_is_refused_with_the_nearest():
+  with pytest.raises(
+    ValueError, match=r"'fsd'.*\['ddp', 'fsdp'\].*mean 'fsdp'"
+  ):
+    partitioning.get_rules('fsd')
+
+
+def test_rules_for_axes_that_the_mesh_lacks_are_refused():
+  rules = partitioning.Rules(mlp=('mdl',))
+  with pytest.raises(ValueError, match=r"Rules\.mlp .*'mdl'.*'replica'"):
+    partitioner(rules=rules)
+
+
+# Which axis of an array is split over what.
+
+BOTH = partitioning.Rules(embed=('data',), mlp=('data',), vocab=('data',))
+
+
+@pytest.mark.parametrize(
+  ('rules', 'axes', 'expected'),
+  [
+    (partitioning.PRESETS['ddp'], ('embed', 'mlp'), P(None, None)),
+    (partitioning.PRESETS['fsdp'], ('embed', 'mlp'), P('data', None)),
+    (partitioning.PRESETS['fsdp'], ('mlp', 'embed'), P(None, 'data')),
+    (partitioning.PRESETS['fsdp'], (None, 'embed'), P(None, 'data')),
+    # The first to come gets the mesh axis.
+    (BOTH, ('embed', 'mlp'), P('data', None)),
+    (BOTH, ('mlp', 'embed'), P('data', None)),
+    (BOTH, (None, 'vocab', 'embed'), P(None, 'data', None)),
+    # In an activation the batch does, so that `embed` is whole.
+    (
+      partitioning.PRESETS['fsdp'],
+      ('batch', 'length', 'embed'),
+      P(('replica', 'data'), None, None),
+    ),
+    (BOTH, (), P()),
+  ],
+)
+def test_spec(rules, axes, expected):
+  assert partitioner(rules=rules).spec(axes) == expected
+
+
+def test_spec_leaves_whole_what_does_not_divide_and_gives_its_axis_on():
+  p = partitioner(rules=BOTH)
+  assert p.spec(('embed', 'mlp'), (4, 4)) == P('data', None)
+  assert p.spec(('embed', 'mlp'), (3, 4)) == P(None, 'data')
+  assert p.spec(('embed', 'mlp'), (3, 5)) == P(None, None)
+  assert p.spec(('embed', 'mlp'), (0, 5)) == P('data', None)
+
+
+def test_spec_of_an_unknown_name_is_refused():
+  with pytest.raises(ValueError, match=r"'emebd'.*'embed'"):
+    partitioner().spec(('emebd',))
+
+
+def test_spec_of_too_few_names_is_refused():
+  with pytest.raises(ValueError, match=r'1 axis names .* 2 dimensions'):
+    partitioner().spec(('embed',), (4, 4))
+
+
+def test_specs_name_the_weight_that_is_wrong():
+  weights = {'layer': {'w': Logical(jnp.ones([2, 2]), ('embed',))}}
+  with pytest.raises(ValueError) as error:
+    partitioner().specs(weights)
+  assert "['layer']['w']" in error.value.__notes__[0]
+
+
+def test_specs_and_shardings_of_a_tree():
+  p = partitioner()
+  weights = {
+    'w': Logical(jax.ShapeDtypeStruct((4, 3), jnp.float32), ('embed', 'mlp')),
+    'b': jnp.ones([4]),
+    'none': None,
+  }
+  specs = p.specs(weights)
+  assert specs == {'w': P('data', None), 'b': P(), 'none': None}
+  shardings = p.shardings(specs)
+  assert shardings['w'] == jax.sharding.NamedSharding(p.mesh, P('data', None))
+  assert shardings['b'].is_fully_replicated
+
+
+# Logical is transparent to JAX.
+
+
+def test_logical_passes_through_eval_shape_jit_and_vmap():
+  def init(rng):
+    return {'w': Logical(jax.random.normal(rng, [4, 3]), ('embed', 'mlp'))}
+
+  shape = jax.eval_shape(init, PRNG_KEY)['w']
+  assert shape.axes == ('embed', 'mlp')
+  assert shape.value.shape == (4, 3)
+  jitted = jax.jit(init)(PRNG_KEY)['w']
+  assert jitted.axes == ('embed', 'mlp')
+  np.testing.assert_allclose(jitted.value, init(PRNG_KEY)['w'].value, rtol=1e-6)
+  stacked = jax.vmap(init)(jax.random.split(PRNG_KEY, 5))['w']
+  assert stacked.value.shape == (5, 4, 3)
+  # Its new axis has no name yet, which is noticed.
+  with pytest.raises(ValueError, match='2 axis names'):
+    partitioner().specs({'w': stacked})
+
+
+def test_unbox_takes_only_the_values():
+  tree = {'w': Logical(1, ('embed',)), 'b': [2, None]}
+  assert partitioning.unbox(tree) == {'w': 1, 'b': [2, None]}
+
+
+# Activations.
+
+
+def test_constrain_does_nothing_without_a_mesh():
+  x = jnp.ones([4, 3])
+  assert partitioning.constrain(x, ('batch', 'embed')) is x
+  # Not even look at the names: a model is not to know how it is run.
+  assert partitioning.constrain(x, ('anything',)) is x
+
+
+def test_constrain_splits_an_activation_of_the_active_mesh():
+  p = partitioner()
+  seen = []
+
+  @jax.jit
+  def step(x):
+    with p.activate():
+      y = partitioning.constrain(x * 2, ('batch', 'embed'))
+    jax.debug.inspect_array_sharding(y, callback=seen.append)
+    return y * 3
+
+  result = step(p.put(np.ones([4, 3], np.float32), p.replicated))
+  np.testing.assert_array_equal(result, np.full([4, 3], 6.0))
+  assert seen[0].shard_shape((4, 3)) == (2, 3)
+  assert partitioning._active.get() is None
+
+
+def test_constrain_under_vmap_refers_to_the_inner_axes():
+  p = partitioner()
+
+  @jax.jit
+  def step(x):
+    with p.activate():
+      return jax.vmap(
+        lambda row: partitioning.constrain(row, ('batch', 'embed'))
+      )(x)
+
+  np.testing.assert_array_equal(step(jnp.ones([3, 4, 2])), np.ones([3, 4, 2]))
+
+
+def test_activate_ends_with_an_error():
+  with pytest.raises(KeyError), partitioner().activate():
+    raise KeyError
+  assert partitioning._active.get() is None
+
+
+# Putting.
+
+
+def aligned(shape):
+  """An array that a CPU device would borrow rather than copy."""
+  memory = np.zeros(int(np.prod(shape)) * 4 + 64, np.uint8)
+  start = -memory.ctypes.data % 64
+  array = memory[start : start + int(np.prod(shape)) * 4].view(np.float32)
+  array = array.reshape(shape)
+  array[...] = 1
+  return array
+
+
+@pytest.mark.parametrize('spec', [P(), P('data')])
+@pytest.mark.parametrize('source', ['numpy', 'jax', 'sharded'])
+def test_what_was_put_may_be_donated(source, spec):
+  p = partitioner()
+  original = aligned([64, 64])
+  if source == 'jax':
+    original = jax.device_put(original)
+  elif source == 'sharded':
+    original = jax.device_put(
+      original, jax.sharding.NamedSharding(p.mesh, P('data'))
+    )
+  sharding = jax.sharding.NamedSharding(p.mesh, spec)
+  put = p.put({'x': original}, sharding)['x']
+  assert put.sharding == sharding
+  step = jax.jit(lambda x: x - 41, donate_argnums=0)
+  for _ in range(3):
+    put = step(put)
+  jax.block_until_ready(put)
+  np.testing.assert_array_equal(put, np.full([64, 64], 1.0 - 3 * 41))
+  np.testing.assert_array_equal(original, np.ones([64, 64]))
+
+
+def test_put_shards_each_where_it_belongs():
+  p = partitioner()
+  tree = {
+    'w': np.arange(8.0, dtype=np.float32).reshape(4, 2),
+    'b': jnp.bfloat16(1.5),
+    'n': np.int32(3),
+  }
+  put = p.put(
+    tree, {'w': p.shardings(P('data')), 'b': p.replicated, 'n': p.replicated}
+  )
+  assert shard_shapes(put['w']) == [(2, 2), (2, 2)]
+  assert shard_shapes(put['b']) == [(), ()]
+  assert jax.tree.map(lambda x: x.dtype, put) == {
+    'w': jnp.float32, 'b': jnp.bfloat16, 'n': jnp.int32,
+  }  # fmt: skip
+  jax.tree.map(np.testing.assert_array_equal, put, tree)
+
+
+def test_put_takes_one_sharding_for_a_whole_tree():
+  p = partitioner()
+  put = p.put({'a': [np.ones(2), None], 'b': np.ones(3)}, p.replicated)
+  assert all(x.sharding == p.replicated for x in jax.tree.leaves(put))
+  assert put['a'][1] is None
+
+
+@pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
+def test_put_of_typed_keys(impl):
+  p = partitioner()
+  keys = jax.random.split(jax.random.key(3, impl=impl), 4)
+  for spec in (P(), P('data')):
+    put = p.put(keys, jax.sharding.NamedSharding(p.mesh, spec))
+    assert jax.random.key_impl(put) == jax.random.key_impl(keys)
+    np.testing.assert_array_equal(
+      jax.random.key_data(put), jax.random.key_data(keys)
+    )
+    assert put.sharding.is_fully_replicated == (spec == P())
+
+
+def test_put_frees_its_source_as_soon_as_the_caller_does():
+  p = partitioner()
+  before = len(jax.live_arrays())
+  put = p.put(jax.device_put(np.ones([32, 32])), p.replicated)
+  gc.collect()
+  assert len(jax.live_arrays()) == before + 1
+  del put
+
+
+@pytest.mark.parametrize('mesh', [{'data': 2}, {'replica': 2}])
+def test_put_batch_splits_the_rows(mesh):
+  p = partitioner(mesh=mesh)
+  assert p.batch_shards == 2
+  x = np.arange(12, dtype=np.float32).reshape(4, 3)
+  batch = p.put_batch({'x': x, 'nested': [np.arange(4)]})
+  assert shard_shapes(batch['x']) == [(2, 3), (2, 3)]
+  np.testing.assert_array_equal(batch['x'], x)
+  np.testing.assert_array_equal(batch['nested'][0], np.arange(4))
+  assert batch['x'].sharding == p.batch_sharding
+
+
+def test_put_batch_leaves_what_lies_right():
+  p = partitioner()
+  batch = p.put_batch({'x': np.ones([4, 3])})
+  assert p.put_batch(batch)['x'] is batch['x']
+  elsewhere = jax.device_put(np.ones([4, 3]), jax.devices()[1])
+  assert p.put_batch({'x': elsewhere})['x'].sharding == p.batch_sharding
+
+
+@pytest.mark.parametrize(
+  ('shapes', 'words'),
+  [
+    ({'x': [3, 2]}, ['3 rows', '2 devices', 'multiple of 2', "'data': 2"]),
+    ({'x': [1]}, ['1 rows', '2 devices']),
+    ({'x': [4], 'y': [2]}, ['one leading dimension', '(4,)', '(2,)']),
+    ({'x': [4], 'y': []}, ['one leading dimension', '()']),
+    ({}, ['one leading dimension']),
+  ],
+)
+def test_put_batch_errors(shapes, words):
+  batch = {name: np.ones(shape) for name, shape in shapes.items()}
+  with pytest.raises(ValueError) as error:
+    partitioner().put_batch(batch)
+  for word in words:
+    assert word in str(error.value)
+
+
+def test_all_hosts_of_one_process():
+  assert partitioner().all_hosts(5) == [5]
+
+
+# What stays whole, and the optimizer's state.
+
+WEIGHTS = {
+  'layer': {
+    'w': Logical(jnp.ones([4, 6]), ('embed', 'mlp')),
+    'odd': Logical(jnp.ones([3, 6]), ('embed', 'mlp')),
+    'b': jnp.ones([6]),
+  },
+  'w': Logical(jnp.ones([6, 4]), ('mlp', 'embed')),
+}
+
+
+def test_weights_left_whole_are_listed():
+  lines = partitioner().whole_weights(WEIGHTS)
+  assert lines == [
+    "['layer']['b'] (6,) no axes named",
+    "['layer']['odd'] (3, 6) ('embed', 'mlp')",
+  ]
+
+
+def test_no_list_where_nothing_is_split():
+  assert partitioner('ddp').whole_weights(WEIGHTS) == []
+  one = partitioning.Partitioner(
+    partitioning.make_mesh(devices=jax.devices()[:1]),
+    partitioning.get_rules('fsdp'),
+  )
+  assert one.whole_weights(WEIGHTS) == []
+  assert partitioner(mesh={'replica': 2}).whole_weights(WEIGHTS) == []
+
+
+SPECS = {
+  "['layer']['w']": P('data', None),
+  "['layer']['odd']": P(None, None),
+  "['layer']['b']": P(),
+  "['w']": P(None, 'data'),
+}
+MASK = {'layer': {'w': True, 'odd': True, 'b': False}, 'w': True}
+LABELS = jax.tree.map(lambda x: 'adam' if x else 'none', MASK)
+
+
+@pytest.mark.parametrize(
+  ('optimizer', 'followers'),
+  [
+    (optax.sgd(0.1), 0),
+    (optax.sgd(0.1, momentum=0.9), 4),
+    (optax.adam(0.1), 8),
+    (
+      optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.linear_schedule(1.0, 0.0, 10), mask=MASK),
+      ),
+      8,
+    ),
+    (optax.inject_hyperparams(optax.adam)(learning_rate=0.1), 8),
+    (optax.MultiSteps(optax.adam(0.1), 4), 12),
+    (optax.MultiSteps(optax.adam(0.1), 4).gradient_transformation(), 12),
+    (optax.masked(optax.adam(0.1), MASK), 6),
+    (
+      optax.multi_transform(
+        {'adam': optax.adam(0.1), 'none': optax.set_to_zero()}, LABELS
+      ),
+      6,
+    ),
+    (optax.contrib.muon(0.1), 5),
+  ],
+  ids=[
+    'sgd', 'momentum', 'adam', 'adamw', 'inject', 'MultiSteps', 'multi_steps',
+    'masked', 'multi_transform', 'muon',
+  ],
+)  # fmt: skip
+def test_optimizer_state_follows_its_weight(optimizer, followers):
+  state = jax.eval_shape(optimizer.init, partitioning.unbox(WEIGHTS))
+  specs = partitioner().specs_like(state, WEIGHTS)
+  found = 0
+  for (path, leaf), spec in zip(
+    jax.tree_util.tree_leaves_with_path(state),
+    jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)),
+    strict=True,
+  ):
+    # The longest that fits: ['layer']['w'] and not ['w'].
+    name = re.search(
+      r"(\['layer'\])?\['(w|odd|b)'\]$", jax.tree_util.keystr(path)
+    )
+    if name and leaf.shape:
+      assert spec == SPECS[name[0]], path
+      found += 1
+    else:
+      assert spec == P(), path
+  assert found == followers
+
+
+def test_factored_optimizer_state_stays_whole():
+  optimizer = optax.adafactor(0.1, min_dim_size_to_factor=2, momentum=0.9)
+  state = jax.eval_shape(optimizer.init, partitioning.unbox(WEIGHTS))
+  specs = partitioner().specs_like(state, WEIGHTS)
+  assert specs[0].v_row['w'] == specs[0].v_col['w'] == P()
+  assert state[0].v_row['w'].shape != (6, 4)
+  momentum = [
+    spec
+    for (path, spec) in jax.tree_util.tree_leaves_with_path(
+      specs, is_leaf=lambda x: isinstance(x, P)
+    )
+    if "ema['w']" in jax.tree_util.keystr(path)
+  ]
+  assert momentum == [P(None, 'data')]
+
+
+def test_optimizer_state_of_a_single_array():
+  weight = Logical(jnp.ones([4, 2]), ('embed', 'mlp'))
+  state = jax.eval_shape(optax.adam(0.1).init, weight.value)
+  specs = partitioner().specs_like(state, weight)
+  assert specs[0].mu == specs[0].nu == P('data', None)
+  assert specs[0].count == P()

@@ -1,0 +1,484 @@
+"""Tests of jaxline.periodic."""
+
+import functools
+import math
+import threading
+import traceback
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxline import periodic
+
+TIMEOUT = 10  # Seconds; only a broken test waits that long.
+
+
+class _Recorder:
+  """An action's function that keeps what it is called with."""
+
+  def __init__(self):
+    self.calls = []
+
+  def __call__(self, step, scalars):
+    self.calls.append((step, scalars))
+
+  @property
+  def steps(self):
+    return [step for step, _ in self.calls]
+
+  @property
+  def rates(self):
+    return [scalars['steps_per_sec'] for _, scalars in self.calls]
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+  """What is logged as a warning, formatted."""
+  found = []
+  monkeypatch.setattr(
+    logging, 'warning', lambda text, *args: found.append(text % args)
+  )
+  return found
+
+
+def _run(action, times_and_steps):
+  for t, step in times_and_steps:
+    action(t, step, {'step': step})
+  action.wait_to_finish()
+
+
+def _due_steps(interval_type, interval, steps, **kwargs):
+  """Returns the steps that are due, at one step per second."""
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(recorder, interval_type, interval, **kwargs)
+  _run(action, [(float(step), step) for step in steps])
+  return recorder.steps
+
+
+# --- when it is due ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('interval_type', 'interval', 'expected'),
+  [
+    ('steps', 3, [3, 6, 9]),
+    ('steps', 1, list(range(1, 11))),
+    ('steps', 2.0, [2, 4, 6, 8, 10]),
+    ('secs', 4, [4, 8]),
+    (None, 4.0, [4, 8]),
+    ('steps', 0, list(range(1, 11))),
+    ('secs', 0, list(range(1, 11))),
+    ('steps', None, []),
+    ('secs', None, []),
+    ('steps', -1, []),
+    ('secs', -1, []),
+  ],
+)
+@pytest.mark.parametrize('run_async', [True, False])
+def test_interval(interval_type, interval, expected, run_async):
+  steps = _due_steps(interval_type, interval, range(1, 11), run_async=run_async)
+  assert steps == expected
+
+
+def test_an_action_that_is_off_is_off_at_step_0_too():
+  assert _due_steps('steps', None, [0]) == []
+  assert _due_steps('steps', 5, [0]) == [0]
+
+
+def test_seconds_count_from_when_it_was_last_due():
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(recorder, 'secs', 10, start_time=100.0)
+  times = [105.0, 109.9, 110.0, 119.0, 125.0, 134.9, 135.0]
+  _run(action, [(t, i) for i, t in enumerate(times)])
+  assert recorder.steps == [2, 4, 6]
+
+
+def test_a_clock_set_back_delays_by_one_interval_at_most():
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(recorder, 'secs', 10, start_time=1000.0)
+  _run(action, [(1005.0, 1), (5.0, 2), (14.0, 3), (15.0, 4), (25.0, 5)])
+  assert recorder.steps == [4, 5]
+  # From step 2 at 5 s to step 4 at 15 s; then one step in 10 s.
+  assert recorder.rates == [0.2, 0.1]
+
+
+@pytest.mark.parametrize('interval_type', ['secs', 'steps'])
+def test_interval_0_is_due_at_any_time(interval_type):
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(recorder, interval_type, 0, start_time=9.0)
+  _run(action, [(9.0, 1), (9.0, 2), (3.0, 3), (4.0, 4)])
+  assert recorder.steps == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize('interval', [1_000_000, None])
+@pytest.mark.parametrize('interval_type', ['steps', 'secs', None])
+def test_the_end_step_is_due(interval_type, interval):
+  steps = _due_steps(interval_type, interval, range(1, 9), end_step_to_action=7)
+  assert steps == [7]
+
+
+@pytest.mark.parametrize(
+  ('ratios', 'expected'),
+  [
+    ([1, 2, 5, 10], [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]),
+    ([1, 2, 5], [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]),
+    ([2], [1, 2, 10, 20, 100, 200, 1000]),
+    # round(2.5) is 2; 1.1 * 100 is a little over 110.
+    ([2.5, 1.1], [1, 2, 10, 11, 25, 100, 110, 250, 1000]),
+    # 25 * 10**k and 0.5 * 10**k, for k >= 0.
+    ([25, 0.5], [1, 5, 10, 25, 50, 100, 250, 500, 1000]),
+  ],
+)
+@pytest.mark.parametrize('interval', [1_000_000, None])
+def test_growth_ratios(ratios, expected, interval):
+  steps = _due_steps(
+    'steps', interval, range(1, 1011), logging_growth_ratios=ratios
+  )
+  assert steps == expected
+
+
+def test_growth_ratios_add_to_the_interval():
+  steps = _due_steps(
+    'steps', 5000, range(399_900, 400_100), logging_growth_ratios=[1, 2, 3]
+  )
+  assert steps == [400_000]
+  assert _due_steps('steps', 3, range(1, 11), logging_growth_ratios=[1]) == [
+    1, 3, 6, 9, 10,
+  ]  # fmt: skip
+
+
+def test_growth_steps_are_exact_where_floats_are_not():
+  big = 10**17
+  steps = [big - 1, big, big + 1, 3 * big, 3 * big + 1, 0, -1, 3]
+  assert _due_steps(
+    'steps', None, steps, logging_growth_ratios=[3]
+  ) == [big, 3 * big, 3]  # fmt: skip
+
+
+def test_growth_ratios_run_no_device_code():
+  action = periodic.PeriodicAction(
+    _Recorder(), 'steps', None, logging_growth_ratios=[2]
+  )
+  with jax.transfer_guard('disallow'), jax.log_compiles():
+    for step in range(11, 20):
+      action(0.0, step, {})
+
+
+@pytest.mark.parametrize(
+  'convert', [np.int64, np.asarray, jnp.asarray], ids=['int64', 'np', 'jnp']
+)
+def test_a_step_may_be_any_integer(convert):
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(
+    recorder, 'steps', 100, logging_growth_ratios=[2], log_all_data=True
+  )
+  _run(action, [(float(step), convert(step)) for step in (20, 21, 100)])
+  assert recorder.steps == [20, 21, 100]
+  assert all(type(step) is int for step in recorder.steps)
+
+
+# --- arguments ---------------------------------------------------------------
+
+
+def test_unknown_interval_type_names_the_valid_ones():
+  with pytest.raises(ValueError, match=r"'hours'.*'secs'.*'steps'"):
+    periodic.PeriodicAction(print, 'hours', 1)
+
+
+@pytest.mark.parametrize('interval_type', ['secs', None])
+def test_growth_ratios_need_steps(interval_type):
+  with pytest.raises(ValueError, match=r"growth ratios need.*'steps'"):
+    periodic.PeriodicAction(
+      print, interval_type, 1, logging_growth_ratios=[1, 2]
+    )
+
+
+@pytest.mark.parametrize('ratios', [[0], [1, -2]])
+def test_growth_ratios_must_be_positive(ratios):
+  with pytest.raises(ValueError, match='positive'):
+    periodic.PeriodicAction(print, 'steps', 1, logging_growth_ratios=ratios)
+
+
+# --- the rate ----------------------------------------------------------------
+
+
+def test_steps_per_sec_is_the_mean_since_last_due():
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(
+    recorder, 'steps', 10, start_time=100.0, start_step=0
+  )
+  _run(action, [(102.0, 10), (103.0, 15), (107.0, 20)])
+  assert recorder.rates == [5.0, 2.0]
+
+
+def test_update_time_starts_the_measurement_anew():
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(recorder, 'steps', 10)
+  action.update_time(1000.0, 90)
+  _run(action, [(1004.0, 100)])
+  assert recorder.rates == [2.5]
+
+
+def test_rate_within_one_tick_of_the_clock():
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(recorder, 'steps', 1)
+  _run(action, [(0.0, 1), (2.0, 2), (2.0, 3), (2.0, 4), (4.0, 5), (3.0, 6)])
+  # No time yet: 0. Two steps in 2 s. The same, twice. Three steps (3, 4, 5) in
+  # 2 s. The clock was set back: the same.
+  assert recorder.rates == [0.0, 1.0, 1.0, 1.0, 1.5, 1.5]
+  assert all(math.isfinite(rate) for rate in recorder.rates)
+
+
+# --- what the function gets --------------------------------------------------
+
+
+@pytest.mark.parametrize('run_async', [True, False])
+def test_scalars_come_to_the_host_as_a_new_dict(run_async):
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(recorder, 'steps', 1, run_async=run_async)
+  scalars = {'z': jnp.float32(1.5), 'a': jnp.arange(2), 'nested': {'b': 2}}
+  action(1.0, 1, scalars)
+  action.wait_to_finish()
+  assert set(scalars) == {'z', 'a', 'nested'}
+  [(step, got)] = recorder.calls
+  assert step == 1
+  # In the experiment's order, which is the order of the log line.
+  assert list(got) == ['z', 'a', 'nested', 'steps_per_sec']
+  assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(got))
+  assert got['z'] == np.float32(1.5)
+  np.testing.assert_array_equal(got['a'], [0, 1])
+  assert got['nested'] == {'b': 2}
+
+
+def test_scalars_that_are_no_numbers_pass_through():
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(recorder, 'steps', 1, run_async=False)
+  thing = object()
+  scalars = {
+    'none': None,
+    'text': 'abc',
+    'list': [1, None, 'x'],
+    'thing': thing,
+    'key': jax.random.key(0),
+    1: 2.0,
+  }
+  action(1.0, 1, scalars)
+  got = recorder.calls[0][1]
+  assert got['none'] is None
+  assert got['text'] == 'abc'
+  assert got['list'] == [1, None, 'x']
+  assert got['thing'] is thing
+  assert got[1] == 2.0
+
+
+def test_a_step_without_scalars():
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(recorder, 'steps', 1)
+  action(2.0, 1, None)
+  action.wait_to_finish()
+  assert recorder.calls == [(1, {'steps_per_sec': 0.5})]
+
+
+def test_fetching_is_done_on_the_background_thread(monkeypatch):
+  threads = set()
+  device_get = jax.device_get
+
+  def spy(x):
+    threads.add(threading.current_thread())
+    return device_get(x)
+
+  monkeypatch.setattr(jax, 'device_get', spy)
+  action = periodic.PeriodicAction(_Recorder(), 'steps', 1)
+  action(1.0, 1, {'a': jnp.ones([])})
+  action.wait_to_finish()
+  assert len(threads) == 1
+  assert threading.current_thread() not in threads
+
+
+@pytest.mark.parametrize('fn', [functools.partial(_Recorder()), _Recorder()])
+def test_any_callable_is_a_function(fn):
+  action = periodic.PeriodicAction(fn, 'steps', 1)
+  _run(action, [(1.0, 1)])
+
+
+# --- log_all_data ------------------------------------------------------------
+
+
+@pytest.mark.parametrize('run_async', [True, False])
+def test_log_all_data_hands_on_each_step(run_async):
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(
+    recorder, 'steps', 3, log_all_data=True, run_async=run_async
+  )
+  for step in range(1, 7):
+    action(float(step), step, {'x': jnp.int32(10 * step)})
+  action.wait_to_finish()
+  assert recorder.steps == [1, 2, 3, 4, 5, 6]
+  assert [scalars['x'] for _, scalars in recorder.calls] == [
+    10, 20, 30, 40, 50, 60,
+  ]  # fmt: skip
+  # The rate is one of the whole interval, and stands at its end.
+  assert [s for s, scalars in recorder.calls if 'steps_per_sec' in scalars] == [
+    3, 6,
+  ]  # fmt: skip
+
+
+def test_log_all_data_copies_a_dict_that_is_used_again():
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(recorder, 'steps', 3, log_all_data=True)
+  scalars = {}
+  for step in range(1, 4):
+    scalars['x'] = step
+    action(float(step), step, scalars)
+  action.wait_to_finish()
+  assert [scalars['x'] for _, scalars in recorder.calls] == [1, 2, 3]
+
+
+def test_log_all_data_loses_nothing_at_the_end():
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(recorder, 'steps', 10, log_all_data=True)
+  _run(action, [(float(step), step) for step in range(1, 14)])
+  assert recorder.steps == list(range(1, 14))
+  action.wait_to_finish()
+  assert len(recorder.calls) == 13
+
+
+def test_log_all_data_keeps_a_bounded_number():
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(
+    recorder, 'steps', None, log_all_data=True, end_step_to_action=3000,
+    run_async=False,
+  )  # fmt: skip
+  held = []
+  for step in range(1, 3001):
+    action(float(step), step, {})
+    held.append(step - len(recorder.calls))
+  assert max(held) < 1024
+  assert recorder.steps == list(range(1, 3001))
+  assert [s for s, scalars in recorder.calls if scalars] == [3000]
+
+
+def test_log_all_data_of_an_action_that_is_off_keeps_nothing():
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(recorder, 'steps', None, log_all_data=True)
+  _run(action, [(float(step), step) for step in range(3000)])
+  assert not recorder.calls
+
+
+# --- asynchronous ------------------------------------------------------------
+
+
+class _Slow(_Recorder):
+  """A function that waits for leave at each call."""
+
+  def __init__(self):
+    super().__init__()
+    self.started = threading.Semaphore(0)
+    self.may_go = threading.Event()
+
+  def __call__(self, step, scalars):
+    self.started.release()
+    assert self.may_go.wait(TIMEOUT)
+    super().__call__(step, scalars)
+
+
+def test_a_slow_function_does_not_block_and_keeps_the_order():
+  slow = _Slow()
+  action = periodic.PeriodicAction(slow, 'steps', 1)
+  for step in range(1, 101):
+    action(float(step), step, {'x': step})
+  assert not slow.calls
+  slow.may_go.set()
+  action.wait_to_finish()
+  assert slow.steps == list(range(1, 101))
+  assert [scalars['x'] for _, scalars in slow.calls] == slow.steps
+
+
+def test_a_dict_changed_while_it_waits_is_not_changed_for_the_function():
+  slow = _Slow()
+  action = periodic.PeriodicAction(slow, 'steps', 1)
+  scalars = {}
+  for step in range(1, 4):
+    scalars['x'] = step
+    action(float(step), step, scalars)
+  slow.may_go.set()
+  action.wait_to_finish()
+  assert [scalars['x'] for _, scalars in slow.calls] == [1, 2, 3]
+
+
+def test_a_synchronous_error_comes_at_once():
+  def fail(step, scalars):
+    raise ValueError('disk full')
+
+  action = periodic.PeriodicAction(fail, 'steps', 1, run_async=False)
+  with pytest.raises(ValueError, match='disk full'):
+    action(1.0, 1, {})
+
+
+@pytest.mark.parametrize('is_due', [True, False])
+def test_an_asynchronous_error_comes_at_the_next_call(is_due):
+  failed = threading.Event()
+
+  def fail(step, scalars):
+    failed.set()
+    raise ValueError('disk full')
+
+  action = periodic.PeriodicAction(fail, 'steps', 10)
+  action(10.0, 10, {})
+  assert failed.wait(TIMEOUT)
+  with pytest.raises(ValueError, match='disk full'):
+    action.wait_to_finish()
+  step = 20 if is_due else 11
+  for use in (lambda: action(11.0, step, {}), action.wait_to_finish):
+    with pytest.raises(ValueError, match='disk full') as info:
+      use()
+    frames = traceback.extract_tb(info.value.__traceback__)
+    assert frames[-1].name == 'fail'
+
+
+def test_an_error_of_fetching_comes_too():
+  x = jnp.ones([2])
+  action = periodic.PeriodicAction(_Recorder(), 'steps', 1)
+  x.delete()
+  action(1.0, 1, {'x': x})
+  with pytest.raises(RuntimeError, match='deleted'):
+    action.wait_to_finish()
+
+
+def test_a_function_slower_than_its_interval_loses_records_loudly(
+  warnings, monkeypatch
+):
+  monkeypatch.setattr(periodic, '_MAX_PENDING', 5)
+  slow = _Slow()
+  action = periodic.PeriodicAction(slow, 'steps', 1)
+  for step in range(1, 9):
+    action(float(step), step, {})
+  assert len(warnings) == 1
+  assert '_Slow' in warnings[0]
+  assert 'step 6' in warnings[0]
+  slow.may_go.set()
+  action.wait_to_finish()
+  assert slow.steps == [1, 2, 3, 4, 5]
+  assert len(warnings) == 2
+  assert '_Slow lost 3 records' in warnings[1]
+  # With the backlog gone, all goes on.
+  action(9.0, 9, {})
+  action.wait_to_finish()
+  assert slow.steps == [1, 2, 3, 4, 5, 9]
+  assert len(warnings) == 2
+
+
+def test_records_of_one_call_count_one_by_one(warnings, monkeypatch):
+  monkeypatch.setattr(periodic, '_MAX_PENDING', 5)
+  slow = _Slow()
+  action = periodic.PeriodicAction(slow, 'steps', 4, log_all_data=True)
+  for step in range(1, 9):
+    action(float(step), step, {})
+  assert len(warnings) == 1
+  slow.may_go.set()
+  action.wait_to_finish()
+  assert slow.steps == [1, 2, 3, 4]
+  assert 'lost 4 records' in warnings[1]

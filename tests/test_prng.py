@@ -1,0 +1,284 @@
+"""Tests of jaxline.prng."""
+
+import functools
+from unittest import mock
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxline import debug
+from jaxline import devices
+from jaxline import prng
+
+MODES = [mode.value for mode in prng.DistributedRNGMode]
+MAKE_KEY = {
+  'uint32': jax.random.PRNGKey,
+  'typed': jax.random.key,
+  'rbg': functools.partial(jax.random.key, impl='rbg'),
+}
+NUM_DEVICES = 2
+
+
+@pytest.fixture(params=MAKE_KEY)
+def make_key(request):
+  return MAKE_KEY[request.param]
+
+
+def _bits(keys):
+  """The numbers of keys of either kind."""
+  if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+    keys = jax.random.key_data(keys)
+  return np.asarray(keys)
+
+
+def _expected_key(key, mode, host, device):
+  """The definition, one key at a time."""
+  if mode.startswith('unique_host'):
+    key = jax.random.fold_in(key, host)
+  if mode.endswith('unique_device'):
+    key = jax.random.fold_in(key, device)
+  return key
+
+
+def _expected_bits(key, mode, host=0):
+  return np.stack(
+    [_bits(_expected_key(key, mode, host, i)) for i in range(NUM_DEVICES)]
+  )
+
+
+def _specialize(keys, mode):
+  return jax.pmap(
+    functools.partial(
+      prng.specialize_rng_host_device, axis_name='i', mode=mode
+    ),
+    axis_name='i',
+  )(keys, prng.host_id_devices_for_rng(mode))
+
+
+# --- modes -------------------------------------------------------------------
+
+
+def test_modes():
+  facts = {
+    mode.value: (mode.unique_host, mode.unique_device)
+    for mode in prng.DistributedRNGMode
+  }
+  assert facts == {
+    'unique_host_unique_device': (True, True),
+    'unique_host_same_device': (True, False),
+    'same_host_unique_device': (False, True),
+    'same_host_same_device': (False, False),
+  }
+
+
+@pytest.mark.parametrize(
+  'use',
+  [
+    prng.host_id_devices_for_rng,
+    prng.DeviceStepKeys,
+    lambda mode: prng.specialize_rng_host_device(None, None, 'i', mode),
+  ],
+)
+def test_an_unknown_mode_lists_the_valid_ones(use):
+  with pytest.raises(ValueError) as info:
+    use('unique_device')
+  for text in ("'unique_device'", *MODES):
+    assert text in str(info.value)
+
+
+def test_host_ids():
+  with mock.patch.object(jax, 'process_index', return_value=3):
+    ids = prng.host_id_devices_for_rng()
+    assert prng.host_id_devices_for_rng('same_host_unique_device') is None
+  assert ids.dtype == jnp.int32
+  np.testing.assert_array_equal(ids, [3, 3])
+
+
+# --- specialize_rng_host_device ----------------------------------------------
+
+
+@pytest.mark.parametrize('host', [0, 5])
+@pytest.mark.parametrize('mode', MODES)
+def test_specialize_folds_in_the_host_then_the_device(make_key, mode, host):
+  key = make_key(7)
+  with mock.patch.object(jax, 'process_index', return_value=host):
+    got = _specialize(devices.bcast_local_devices(key), mode)
+  np.testing.assert_array_equal(_bits(got), _expected_bits(key, mode, host))
+  num_unique = len(np.unique(_bits(got), axis=0))
+  assert num_unique == (2 if mode.endswith('unique_device') else 1)
+
+
+def test_specialize_needs_a_host_id_where_hosts_differ():
+  key = jax.random.key(0)
+  with pytest.raises(ValueError, match=r'host_id=None.*host_id_devices'):
+    prng.specialize_rng_host_device(key, None, 'i', 'unique_host_same_device')
+  same = prng.specialize_rng_host_device(
+    key, None, 'i', 'same_host_same_device'
+  )
+  assert same is key
+
+
+def test_specialize_under_fake_pmap():
+  key, mode = jax.random.key(7), 'unique_host_unique_device'
+  with chex.fake_pmap():
+    got = _specialize(jnp.stack([key, key]), mode)
+  np.testing.assert_array_equal(_bits(got), _expected_bits(key, mode))
+
+
+# --- DeviceStepKeys ----------------------------------------------------------
+
+
+def _expected_steps(key, mode, steps, host=0):
+  """Yields (step, step keys, next state keys) by the definition."""
+  for step in steps:
+    step_key, key = jax.random.split(key)
+    yield step, _expected_bits(step_key, mode, host), np.stack([_bits(key)] * 2)
+
+
+def _assert_steps(step_keys, state_key, expected):
+  """Checks what step_keys returns; returns the last state key."""
+  for step, step_bits, state_bits in expected:
+    got_step, got_keys, state_key = step_keys(step, state_key)
+    assert got_step.dtype == jnp.int32
+    np.testing.assert_array_equal(got_step, [step, step])
+    np.testing.assert_array_equal(_bits(got_keys), step_bits)
+    np.testing.assert_array_equal(_bits(state_key), state_bits)
+  return state_key
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_step_keys_are_those_of_the_definition(make_key, mode):
+  key = make_key(3)
+  step_keys = prng.DeviceStepKeys(mode, block=3)
+  state_key = devices.bcast_local_devices(key)
+  _assert_steps(step_keys, state_key, _expected_steps(key, mode, range(8)))
+
+
+@pytest.mark.parametrize('block', [1, 2, 16])
+def test_step_keys_do_not_depend_on_the_block(block):
+  key, mode = jax.random.key(3), MODES[0]
+  step_keys = prng.DeviceStepKeys(mode, block=block)
+  _assert_steps(
+    step_keys,
+    devices.bcast_local_devices(key),
+    _expected_steps(key, mode, range(5)),
+  )
+
+
+def test_step_keys_of_another_host():
+  key, mode = jax.random.key(3), 'unique_host_unique_device'
+  with mock.patch.object(jax, 'process_index', return_value=4):
+    step_keys = prng.DeviceStepKeys(mode, block=2)
+  _assert_steps(
+    step_keys,
+    devices.bcast_local_devices(key),
+    _expected_steps(key, mode, range(3), host=4),
+  )
+
+
+def test_step_keys_start_at_any_step():
+  key, mode = jax.random.key(3), MODES[0]
+  run = functools.partial(_expected_steps, key, mode)
+  step_keys = prng.DeviceStepKeys(mode, block=4)
+  state_key = devices.bcast_local_devices(key)
+  _assert_steps(step_keys, state_key, run(range(1000, 1003)))
+  # A restore, in the middle of a block: from the host, and at another step.
+  restored = np.asarray(jax.random.key_data(state_key))
+  _assert_steps(step_keys, jax.random.wrap_key_data(restored), run(range(9)))
+
+
+def test_step_keys_follow_a_caller_who_changes_the_key():
+  mode = MODES[0]
+  step_keys = prng.DeviceStepKeys(mode, block=4)
+  state_key = devices.bcast_local_devices(jax.random.key(3))
+  _, _, state_key = step_keys(0, state_key)
+  other = jax.random.key(8)
+  _assert_steps(
+    step_keys,
+    devices.bcast_local_devices(other),
+    _expected_steps(other, mode, range(1, 4)),
+  )
+  # The same numbers as expected but another array is no change of values.
+  step_keys = prng.DeviceStepKeys(mode, block=4)
+  key = jax.random.key(3)
+  for step, step_bits, _ in _expected_steps(key, mode, range(6)):
+    same = devices.bcast_local_devices(key)
+    _, got, state_key = step_keys(step, same)
+    np.testing.assert_array_equal(_bits(got), step_bits)
+    key = devices.get_first(state_key)
+
+
+def test_step_keys_follow_a_caller_who_changes_the_step():
+  step_keys = prng.DeviceStepKeys(MODES[0], block=4)
+  _, _, state_key = step_keys(0, devices.bcast_local_devices(jax.random.key(3)))
+  expected = step_keys(1, state_key)
+  _, _, state_key = step_keys(0, devices.bcast_local_devices(jax.random.key(3)))
+  step, keys, _ = step_keys(70, state_key)
+  np.testing.assert_array_equal(step, [70, 70])
+  np.testing.assert_array_equal(_bits(keys), _bits(expected[1]))
+
+
+def test_step_keys_cost_one_program_per_block():
+  step_keys = prng.DeviceStepKeys(MODES[0], block=4)
+  calls = []
+  program = step_keys._program
+  step_keys._program = lambda *args: calls.append(1) or program(*args)
+  state_key = devices.bcast_local_devices(jax.random.key(3))
+  for step in range(8):
+    _, _, state_key = step_keys(step, state_key)
+  assert len(calls) == 2
+
+
+def test_step_keys_feed_a_donating_pmap_without_resharding():
+  key, mode = jax.random.key(3), MODES[0]
+  step_keys = prng.DeviceStepKeys(mode, block=2)
+  state_key = devices.bcast_local_devices(key)
+  # A step may donate what it is given: each value has its own buffer.
+  step = jax.pmap(
+    lambda step, key: (step + 1, jax.random.bits(key)),
+    axis_name='batch',
+    donate_argnums=0,
+  )
+  for number, step_bits, _ in _expected_steps(key, mode, range(5)):
+    global_step, keys, state_key = step_keys(number, state_key)
+    assert len(keys.addressable_shards) == NUM_DEVICES
+    keys_bits = _bits(keys)
+    got, _ = step(global_step, keys)
+    assert global_step.is_deleted()
+    np.testing.assert_array_equal(got, [number + 1] * 2)
+    np.testing.assert_array_equal(keys_bits, step_bits)
+
+
+@pytest.mark.parametrize('how', ['fake_pmap', 'fake_both', 'op_by_op'])
+def test_step_keys_where_pmap_or_jit_is_off(how, monkeypatch):
+  key, mode = jax.random.PRNGKey(3), MODES[0]
+  monkeypatch.setattr(
+    debug.settings, 'disable_pmap_jit', lambda: how == 'op_by_op'
+  )
+
+  @debug.disable_pmap_jit
+  def run():
+    _assert_steps(
+      prng.DeviceStepKeys(mode, block=2),
+      devices.bcast_local_devices(key),
+      _expected_steps(key, mode, range(3)),
+    )
+
+  if how == 'fake_pmap':
+    with chex.fake_pmap():
+      run()
+  elif how == 'fake_both':
+    with chex.fake_pmap_and_jit():
+      run()
+  else:
+    run()
+
+
+@pytest.mark.parametrize('shape', [(3, 2), (1, 2), ()])
+def test_step_keys_need_one_key_per_device(shape):
+  step_keys = prng.DeviceStepKeys(MODES[0])
+  with pytest.raises(ValueError, match='2, the local devices'):
+    step_keys(0, jnp.zeros(shape, jnp.uint32))
