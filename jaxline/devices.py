@@ -36,8 +36,7 @@ def get_first(xs: Any) -> Any:
   def first(x: Any) -> Any:
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
       shard = x.addressable_shards[0]
-      is_row = shard.data.shape == (1, *x.shape[1:])
-      if is_row and shard.index[0].start in (0, None):
+      if shard.data.shape == (1, *x.shape[1:]):
         # x[0] would be a program on all devices, and copy the row to each.
         return jax.lax.squeeze(shard.data, (0,))
     return x[0]

@@ -115,6 +115,14 @@ class PeriodicAction:
     self._prev_time = t
     self._prev_step = step
 
+  def skip_time(self, seconds: float) -> None:
+    """Leaves out, of interval and rate, time in which no step could run.
+
+    Args:
+      seconds: how much since the last call.
+    """
+    self._prev_time += seconds
+
   def wait_to_finish(self) -> None:
     """Hands on what is left, waits for it, and raises its error if any."""
     if self._kept:

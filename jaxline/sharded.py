@@ -254,7 +254,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def train_input(self) -> Iterator[Batch]:
     """Returns an endless iterator of batches, dicts of numpy arrays.
 
-    Each process gets its own rows, global batch / processes of them. Where
+    Each process gets its own rows, global batch / processes of them. What was
+    given must stay as it is: it is read later, on another thread. Where
     the iterator has `get_state` and `set_state`, its position is saved with
     every checkpoint; the state must be a pytree of arrays and plain values.
     """

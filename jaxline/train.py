@@ -109,9 +109,9 @@ def train(
   """
   logging.info('Training with config:\n%s', config)
   experiment, state = _start_training(experiment_class, config, checkpointer)
-  _run_training(
-    experiment, config, state, checkpointer, writer, periodic_actions
-  )
+  save = _LatestSaver(checkpointer, state)
+  actions = [*periodic_actions, *_default_actions(config, save, writer)]
+  _run_training(experiment, config, state, checkpointer, writer, actions, save)
 
 
 def _start_training(
@@ -135,20 +135,17 @@ def _start_training(
   return experiment, state
 
 
-def _run_training(
-  experiment: experiment_lib.AbstractExperiment,
+def _saves_latest(config: config_dict.ConfigDict) -> bool:
+  return config.train_checkpoint_all_hosts or jax.process_index() == 0
+
+
+def _default_actions(
   config: config_dict.ConfigDict,
-  state: Any,
-  checkpointer: base.Checkpointer,
+  save: _LatestSaver,
   writer: writers.Writer | None,
-  periodic_actions: Sequence[periodic.PeriodicAction],
-) -> None:
-  """Adds the default actions, runs the loop, saves, joins."""
-  is_chief = jax.process_index() == 0
-  saves = config.train_checkpoint_all_hosts or is_chief
-  save = _LatestSaver(checkpointer, state)
+) -> list[periodic.PeriodicAction]:
+  """Returns what every training does at intervals: log, save, write."""
   actions = [
-    *periodic_actions,
     periodic.PeriodicAction(
       _log_outputs,
       interval_type=config.logging_interval_type or config.interval_type,
@@ -157,7 +154,7 @@ def _run_training(
       run_async=config.log_async,
     ),
   ]
-  if saves and (config.save_checkpoint_interval or 0) > 0:
+  if _saves_latest(config) and (config.save_checkpoint_interval or 0) > 0:
     actions.append(
       periodic.PeriodicAction(
         save,
@@ -167,7 +164,7 @@ def _run_training(
         run_async=False,  # The next step donates what is being copied.
       )
     )
-  if writer is not None and (is_chief or config.log_all_hosts):
+  if writer is not None and (jax.process_index() == 0 or config.log_all_hosts):
 
     def write_scalars(step: int, scalars: Mapping[str, Any]) -> None:
       writer.write_scalars(step, _add_rates(scalars))
@@ -182,6 +179,20 @@ def _run_training(
         end_step_to_action=config.training_steps,
       )
     )
+  return actions
+
+
+def _run_training(
+  experiment: experiment_lib.AbstractExperiment,
+  config: config_dict.ConfigDict,
+  state: Any,
+  checkpointer: base.Checkpointer,
+  writer: writers.Writer | None,
+  actions: Sequence[periodic.PeriodicAction],
+  save: _LatestSaver,
+) -> None:
+  """Runs the loop, saves a last time, joins all that runs in the background."""
+  saves = _saves_latest(config)
   for action in actions:
     action.update_time(time.time(), state.global_step)
 
@@ -389,6 +400,13 @@ def train_and_eval(
     writer: gets the scalars of training.
     eval_writer: gets the scalars of evaluation.
   """
+  interval_type = config.eval_interval_type or config.interval_type
+  if jax.process_count() > 1 and interval_type != 'steps':
+    raise ValueError(
+      f'train_and_eval on {jax.process_count()} processes evaluates by'
+      f' {interval_type!r}, but their clocks differ and they must evaluate'
+      " together. Set config.eval_interval_type = 'steps'."
+    )
   logging.info('Training and evaluating with config:\n%s', config)
   trained, state = _start_training(experiment_class, config, checkpointer)
   evaluated = _initialize_experiment(
@@ -402,26 +420,29 @@ def train_and_eval(
 
   def evaluate_now(*unused: Any) -> None:
     nonlocal last_evaluated
-    if last_evaluated != state.global_step:
-      evaluated.share_state(trained)
-      evaluator(state)
-      last_evaluated = state.global_step
-      for action in actions:
-        # Or an evaluation longer than its interval would be due at each step.
-        action.update_time(time.time(), state.global_step)
+    if last_evaluated == state.global_step:
+      return
+    began = time.time()
+    evaluated.share_state(trained)
+    evaluator(state)
+    last_evaluated = state.global_step
+    for action in actions:
+      action.skip_time(time.time() - began)
 
-  actions: list[periodic.PeriodicAction] = []
-  if config.eval_initial_weights and state.global_step == 0:
-    evaluate_now()
+  save = _LatestSaver(checkpointer, state)
+  actions = _default_actions(config, save, writer)
   if not _is_off(config.eval_interval):
+    # After the others: it moves the clock that they were called with.
     actions.append(
       periodic.PeriodicAction(
         evaluate_now,
-        interval_type=config.eval_interval_type or config.interval_type,
+        interval_type=interval_type,
         interval=config.eval_interval,
         run_async=False,  # Training waits: the next step donates the weights.
         end_step_to_action=config.training_steps,
       )
     )
-  _run_training(trained, config, state, checkpointer, writer, actions)
+  if config.eval_initial_weights and state.global_step == 0:
+    evaluate_now()
+  _run_training(trained, config, state, checkpointer, writer, actions, save)
   evaluate_now()

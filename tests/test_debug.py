@@ -222,6 +222,7 @@ def test_post_mortem_survives_a_client_that_hangs_up(
   thread, text = _fail_without_terminal(monkeypatch)
   with socket.socket(socket.AF_UNIX) as client:
     client.connect(re.search(r'nc -U (\S+)', text)[1])
+    client.sendall(b'p "x" * 10**7\n')  # More than the socket takes unread.
   thread.join(10)
   assert not thread.is_alive()
 
@@ -330,6 +331,22 @@ def test_op_by_op_in_pmap(jit_off, when, num_devices):
   ] * num_devices
 
 
+def test_a_device_program_creates_its_arrays_on_its_device(jit_off):
+  created = []
+
+  @debug.disable_pmap_jit
+  def run():
+    jax.pmap(lambda x: created.append(jnp.ones([]).devices()) or x)(
+      jnp.ones([2])
+    )
+    # Outside of it, collectives have no axis again.
+    with pytest.raises(NameError):
+      jax.lax.psum(jnp.ones([]), 'i')
+
+  run()
+  assert created == [{device} for device in jax.devices()]
+
+
 def test_op_by_op_in_a_jit_with_shardings(jit_off):
   mesh = jax.make_mesh(
     (2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)
@@ -374,23 +391,26 @@ def test_op_by_op_in_threads_that_the_function_starts(jit_off):
 
 
 def test_op_by_op_ends_with_the_last_function(jit_off):
-  inner_ended, may_end = threading.Event(), threading.Event()
-  before = jax._src.core.EvalTrace.process_shard_map
+  outer_began, inner_ended = threading.Event(), threading.Event()
+  hook = lambda: jax._src.core.EvalTrace.process_shard_map
+  before, during = hook(), []
 
   def outer():
+    outer_began.set()
     inner_ended.wait(10)
-    assert jax.config.jax_disable_jit
-    may_end.set()
+    during.extend([jax.config.values['jax_disable_jit'], hook()])
 
   thread = threading.Thread(target=debug.disable_pmap_jit(outer))
   thread.start()
+  assert outer_began.wait(10)
   with pytest.raises(ZeroDivisionError):
     debug.disable_pmap_jit(lambda: 1 // 0)()
   inner_ended.set()
   thread.join(10)
-  assert may_end.is_set()
-  assert not jax.config.jax_disable_jit
-  assert jax._src.core.EvalTrace.process_shard_map is before
+  assert during[0] is True
+  assert during[1] is not before
+  assert not jax.config.values['jax_disable_jit']
+  assert hook() is before
   assert jax.checkpoint.__module__ != debug.__name__
 
 

@@ -200,7 +200,7 @@ def test_double_buffer_is_one_batch_ahead():
 
 
 def test_double_buffer_keeps_two_batches_on_the_devices():
-  batches = devices.double_buffer(_batch(i) for i in range(10))
+  batches = devices.double_buffer(_batch(i) for i in range(4))
   held = []
   for batch in batches:
     held.append(weakref.ref(batch['x']))
@@ -242,11 +242,10 @@ def test_double_buffer_names_what_does_not_fit(batch, named):
 
 @pytest.mark.parametrize('how', ['close', 'drop'])
 def test_double_buffer_ended_early_ends_its_source(how):
-  batches = devices.double_buffer(
-    async_lib.py_prefetch(
-      lambda: (_batch(i) for i in range(100)), thread_name='source'
-    )
+  source = async_lib.py_prefetch(
+    lambda: (_batch(i) for i in range(100)), thread_name='source'
   )
+  batches = devices.double_buffer(source)
   next(batches)
   names = lambda: [thread.name for thread in threading.enumerate()]
   assert 'source' in names()

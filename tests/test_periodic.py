@@ -482,3 +482,19 @@ def test_records_of_one_call_count_one_by_one(warnings, monkeypatch):
   action.wait_to_finish()
   assert slow.steps == [1, 2, 3, 4]
   assert 'lost 4 records' in warnings[1]
+
+
+def test_skipped_time_is_in_no_rate_and_no_interval():
+  rates = {}
+  action = periodic.PeriodicAction(
+    lambda step, scalars: rates.update({step: scalars['steps_per_sec']}),
+    'secs',
+    10,
+    run_async=False,
+  )
+  action(5.0, 1, {})
+  action.skip_time(100.0)  # An evaluation, from 5 to 105.
+  action(106.0, 2, {})
+  assert not rates
+  action(110.0, 5, {})
+  assert rates == {5: 0.5}  # Five steps in ten seconds.

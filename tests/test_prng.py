@@ -258,13 +258,15 @@ def test_step_keys_where_pmap_or_jit_is_off(how, monkeypatch):
   monkeypatch.setattr(
     debug.settings, 'disable_pmap_jit', lambda: how == 'op_by_op'
   )
+  traced = mock.Mock(wraps=prng._derive_block)
+  monkeypatch.setattr(prng, '_derive_block', traced)
 
   @debug.disable_pmap_jit
   def run():
     _assert_steps(
       prng.DeviceStepKeys(mode, block=2),
       devices.bcast_local_devices(key),
-      _expected_steps(key, mode, range(3)),
+      _expected_steps(key, mode, range(5)),
     )
 
   if how == 'fake_pmap':
@@ -275,6 +277,8 @@ def test_step_keys_where_pmap_or_jit_is_off(how, monkeypatch):
       run()
   else:
     run()
+  # Nobody debugs these operations: they stay one compiled program.
+  traced.assert_called_once()
 
 
 @pytest.mark.parametrize('shape', [(3, 2), (1, 2), ()])

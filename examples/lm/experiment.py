@@ -10,6 +10,7 @@ from typing import Any
 
 from absl import logging
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -92,13 +93,15 @@ class Config:
 
 def learning_rate_schedule(config: Config) -> optax.Schedule:
   """Linear warm-up, then a cosine to `final_learning_rate` of the peak."""
-  return optax.warmup_cosine_decay_schedule(
+  schedule = optax.warmup_cosine_decay_schedule(
     init_value=0.0,
     peak_value=config.learning_rate,
     warmup_steps=config.warmup_steps,
     decay_steps=config.training_steps,
     end_value=config.learning_rate * config.final_learning_rate,
   )
+  # Optax mixes the step with floats: under strict promotion it must be one.
+  return lambda step: schedule(jnp.asarray(step, jnp.float32))
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:

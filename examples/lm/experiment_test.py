@@ -1,0 +1,213 @@
+"""Tests of the language-model example, on a corpus of a few thousand bytes."""
+
+import hashlib
+
+import jax
+import numpy as np
+import pytest
+
+from configs import lm
+from configs import lm_long
+from examples.lm import experiment
+from examples.lm import model
+from jaxline import train
+from jaxline import utils
+from jaxline import writers
+
+LINES = 'for item in items:\n  total = total + item\n'
+
+
+@pytest.fixture
+def config(tmp_path):
+  """The default config, tiny, on twenty files of the same two lines."""
+  for i in range(20):
+    (tmp_path / f'file{i}.txt').write_text(LINES * (3 + i % 4))
+  config = lm.get_config()
+  config.training_steps = 60
+  config.eval_interval = 30
+  config.save_checkpoint_interval = -1
+  kwargs = config.experiment_kwargs.config
+  kwargs.files = str(tmp_path)
+  kwargs.eval_fraction = 0.2
+  kwargs.model.num_layers = 1
+  kwargs.model.embed_dim = 32
+  kwargs.model.num_heads = 2
+  kwargs.model.mlp_dim = 64
+  kwargs.model.max_length = 32
+  kwargs.length = 16
+  kwargs.batch_size = 8
+  kwargs.eval_batch_size = 6
+  kwargs.learning_rate = 1e-2
+  kwargs.warmup_steps = 5
+  kwargs.sample_length = 20
+  return config
+
+
+def make(config, mode='train'):
+  kwargs = config.copy_and_resolve_references().experiment_kwargs
+  return experiment.Experiment(mode, jax.random.PRNGKey(0), **kwargs)
+
+
+class Recorder(writers.MultiWriter):
+  """Keeps what is written."""
+
+  def __init__(self):
+    super().__init__([])
+    self.scalars, self.texts = {}, {}
+
+  def write_scalars(self, global_step, scalars):
+    self.scalars[int(global_step)] = dict(scalars)
+
+  def write_texts(self, global_step, texts):
+    self.texts[int(global_step)] = dict(texts)
+
+
+@pytest.fixture
+def checkpointer(config, monkeypatch):
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+  return utils.InMemoryCheckpointer(config, 'train')
+
+
+def test_it_learns_reports_and_samples(config, checkpointer):
+  config = config.copy_and_resolve_references()
+  config.log_train_data_interval = 10
+  recorder, evaluations = Recorder(), Recorder()
+  train.train_and_eval(
+    experiment.Experiment, config, checkpointer, recorder, evaluations
+  )
+  first, last = recorder.scalars[10], recorder.scalars[60]
+  assert last['loss'] < 0.5 * first['loss']
+  assert last['bits_per_byte'] == pytest.approx(last['loss'] / np.log(2))
+  assert last['tokens_per_sec'] == pytest.approx(
+    last['steps_per_sec'] * 8 * 16
+  )
+  assert set(last) == {
+    'bits_per_byte',
+    'grad_norm',
+    'learning_rate',
+    'loss',
+    'steps_per_sec',
+    'tokens_per_sec',
+  }
+  assert list(evaluations.scalars) == [30, 60]
+  assert (
+    evaluations.scalars[60]['bits_per_byte']
+    < evaluations.scalars[30]['bits_per_byte']
+    < 8.0
+  )
+  sample = evaluations.texts[60]['sample']
+  assert sample.startswith('def ')
+  assert len(sample) <= len('def ') + 20
+
+
+def test_the_evaluation_is_the_mean_over_all_held_out_bytes(config):
+  subject = make(config, 'eval')
+  scalars = subject.evaluate(
+    global_step=0, rng=jax.random.PRNGKey(1), writer=None
+  )
+  nats, count = 0.0, 0
+  for batch in subject.eval_input():
+    logits_BLV = np.asarray(
+      model.apply(
+        subject.state.params, batch['inputs'], subject.config.model
+      ),
+      np.float64,
+    )
+    probs = np.exp(logits_BLV - logits_BLV.max(-1, keepdims=True))
+    probs /= probs.sum(-1, keepdims=True)
+    of_target = np.take_along_axis(probs, batch['targets'][..., None], -1)
+    nats -= (np.log(of_target[..., 0]) * batch['weights']).sum()
+    count += int(batch['weights'].sum())
+  assert count == subject.corpus.eval.num_bytes
+  assert scalars['loss'] == pytest.approx(nats / count, rel=1e-5)
+  assert scalars['bits_per_byte'] == pytest.approx(
+    nats / count / np.log(2), rel=1e-5
+  )
+
+
+def test_learning_rate():
+  config = lm.get_config().copy_and_resolve_references()
+  kwargs = config.experiment_kwargs
+  schedule = experiment.learning_rate_schedule(
+    experiment.base_config.read(experiment.Config, kwargs.config)
+  )
+  peak, end = 3e-3, 6000
+  assert float(schedule(0)) == 0
+  assert float(schedule(75)) == pytest.approx(peak / 2)
+  assert float(schedule(150)) == pytest.approx(peak)
+  middle = (150 + end) // 2
+  assert float(schedule(middle)) == pytest.approx(peak * (1 + 0.05) / 2)
+  assert float(schedule(end)) == pytest.approx(peak * 0.05)
+
+
+def test_only_norms_are_not_decayed(config):
+  config.experiment_kwargs.config.learning_rate = 1.0
+  config.experiment_kwargs.config.warmup_steps = 0
+  config.experiment_kwargs.config.weight_decay = 0.25
+  subject = make(config)
+  params = subject.state.params
+  zeros = jax.tree.map(lambda x: x * 0, params)
+  optimizer = experiment.make_optimizer(subject.config)
+  with jax.numpy_dtype_promotion('standard'):  # Optax's own, outside a jit.
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+  flat = jax.tree_util.tree_leaves_with_path(updates)
+  weights = dict(jax.tree_util.tree_leaves_with_path(params))
+  for path, update in flat:
+    is_norm = 'norm' in jax.tree_util.keystr(path)
+    expected = 0.0 if is_norm else -0.25 * np.asarray(weights[path])
+    np.testing.assert_allclose(update, expected + 0 * update, rtol=1e-6)
+  assert sum('norm' in jax.tree_util.keystr(path) for path, _ in flat) == 3
+
+
+@pytest.mark.parametrize('sharding', ['ddp', 'fsdp'])
+def test_ten_steps_and_ten_after_a_restore_are_twenty(
+  config, checkpointer, sharding, monkeypatch
+):
+  config.experiment_kwargs.config.sharding = sharding
+  config.training_steps = 20
+
+  def run(*last_steps):
+    monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+    for last_step in last_steps:
+      cut = config.copy_and_resolve_references()
+      cut.training_steps = last_step  # The schedule still ends at step 20.
+      train.train(experiment.Experiment, cut, checkpointer, None)
+    state = checkpointer.get_experiment_state('latest').experiment_module.state
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(state):
+      digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
+
+  assert run(20) == run(10, 20)
+
+
+@pytest.mark.parametrize(
+  ('key', 'value', 'said'),
+  [
+    ('length', 64, 'length is 64, more than model.max_length 32'),
+    ('warmup_steps', 60, 'warmup_steps is 60'),
+    ('sharding', 'fsd', "Unknown sharding 'fsd'.*'fsdp'"),
+  ],
+)
+def test_wrong_values_are_refused_by_name(config, key, value, said):
+  config.experiment_kwargs.config[key] = value
+  with pytest.raises(ValueError, match=said):
+    make(config)
+
+
+def test_misspelled_keys_are_refused_by_name(config):
+  config.experiment_kwargs.config.model.num_layer = 3
+  with pytest.raises(ValueError, match=r"'num_layer'.*'num_layers'"):
+    make(config)
+
+
+@pytest.mark.parametrize('get_config', [lm.get_config, lm_long.get_config])
+def test_configs_are_valid(get_config):
+  config = get_config().copy_and_resolve_references()
+  train_config = experiment.base_config.read(
+    experiment.Config, config.experiment_kwargs.config
+  )
+  assert train_config.training_steps == config.training_steps
+  # The document token, the prompt, the sample.
+  used = 1 + len(train_config.sample_prompt) + train_config.sample_length
+  assert used <= train_config.model.max_length
