@@ -25,46 +25,64 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from configs import lm as lm_config
+from examples.lm import experiment as lm_experiment
 from examples.lm import model
-from jaxline import partitioning
 
-LENGTH, BATCH = 256, 8
-SIZES = {
-  # configs/lm.py: bytes.
-  'default': model.ModelConfig(
-    vocab_size=257,
-    num_layers=4,
-    embed_dim=256,
-    num_heads=4,
-    mlp_dim=1024,
-    max_length=LENGTH,
-  ),
+# What each size changes of configs/lm.py.
+SIZES: dict[str, dict[str, Any]] = {
+  'default': {},
   # 5.2 M parameters, 40% of them in the embedding.
-  'large_vocabulary': model.ModelConfig(
-    vocab_size=8192,
-    num_layers=4,
-    embed_dim=256,
-    num_heads=4,
-    mlp_dim=1024,
-    max_length=LENGTH,
-    loss_chunks=4,
-  ),
+  'large_vocabulary': {
+    'batch_size': 8,
+    'model': {
+      'vocab_size': 8192,
+      'embed_dim': 256,
+      'mlp_dim': 1024,
+      'feed_forward': 'gelu',
+      'loss_chunks': 4,
+    },
+  },
 }
 
 Loss = Callable[[Any, jax.Array], jax.Array]
 
 
-def _optimizer() -> optax.GradientTransformation:
-  schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 100, 1000, 1e-4)
-  return optax.chain(
-    optax.clip_by_global_norm(1.0),
-    optax.adamw(schedule, b2=0.95, weight_decay=0.1),
+def _experiment(name: str) -> lm_experiment.Experiment:
+  """Constructs the real experiment at one of the sizes."""
+  config = lm_config.get_config().copy_and_resolve_references()
+  config.experiment_kwargs.config.update(SIZES[name])
+  return lm_experiment.Experiment(
+    'train', jax.random.key(0), **config.experiment_kwargs
   )
 
 
-def _step(loss: Loss) -> Any:
+def _optimizer(config: lm_experiment.Config) -> optax.GradientTransformation:
+  schedule = optax.warmup_cosine_decay_schedule(
+    0.0,
+    config.learning_rate,
+    config.warmup_steps,
+    config.training_steps,
+    config.learning_rate * config.final_learning_rate,
+  )
+  return optax.chain(
+    optax.clip_by_global_norm(config.clip_norm),
+    optax.adamw(
+      schedule,
+      b1=config.b1,
+      b2=config.b2,
+      weight_decay=config.weight_decay,
+      mask=lambda params: jax.tree_util.tree_map_with_path(
+        lambda path, _: 'norm' not in jax.tree_util.keystr(path), params
+      ),
+    ),
+  )
+
+
+def _hand_tuned_step(config: lm_experiment.Config) -> Any:
   """Returns a jitted, donated `(state, tokens) -> (state, mean loss)`."""
-  optimizer = _optimizer()
+  optimizer = _optimizer(config)
+  loss = _hand_tuned_loss(config.model, config.length)
 
   def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
     params, opt_state = state
@@ -73,18 +91,6 @@ def _step(loss: Loss) -> Any:
     return (optax.apply_updates(params, updates), opt_state), value
 
   return jax.jit(step, donate_argnums=0)
-
-
-def _our_loss(config: model.ModelConfig) -> Loss:
-  def loss(params: Any, tokens: jax.Array) -> jax.Array:
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    weights = jnp.ones(targets.shape)
-    total, weight = model.loss(
-      params, inputs, targets, weights, config, is_training=True
-    )
-    return total / weight
-
-  return loss
 
 
 def _hand_tuned_params(params: Any, config: model.ModelConfig) -> Any:
@@ -111,15 +117,15 @@ def _hand_tuned_params(params: Any, config: model.ModelConfig) -> Any:
   }
 
 
-def _hand_tuned_loss(config: model.ModelConfig) -> Loss:
+def _hand_tuned_loss(config: model.ModelConfig, length: int) -> Loss:
   """Plain JAX, tuned for a CPU; what it knows, the model knows too."""
   heads, width = config.num_heads, config.head_dim
-  angles = np.arange(LENGTH)[:, None] / 1e4 ** (
+  angles = np.arange(length)[:, None] / 1e4 ** (
     np.arange(width // 2) / (width // 2)
   )
   cos = np.cos(angles, dtype=np.float32)[None, :, None]
   sin = np.sin(angles, dtype=np.float32)[None, :, None]
-  causal = np.tril(np.ones((LENGTH, LENGTH), bool))[None, None]
+  causal = np.tril(np.ones((length, length), bool))[None, None]
 
   def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
@@ -165,7 +171,7 @@ def _hand_tuned_loss(config: model.ModelConfig) -> Loss:
   chunked.defvjp(forward, lambda grads, g: (grads[0] * g, grads[1] * g, None))
 
   def loss(params: Any, tokens: jax.Array) -> jax.Array:
-    half = LENGTH // 2
+    half = length // 2
     x = params['table'][tokens[:, :-1]]
     for p in params['layers']:
       qkv = (norm(x, p['norm1']) @ p['qkv']).reshape(
@@ -186,7 +192,12 @@ def _hand_tuned_loss(config: model.ModelConfig) -> Loss:
         axis=1,
       )
       x += mixed.reshape(x.shape) @ p['out']
-      x += jax.nn.gelu(norm(x, p['norm2']) @ p['w1']) @ p['w2']
+      hidden = norm(x, p['norm2']) @ p['w1']
+      if config.feed_forward == 'swiglu':
+        gate, value = jnp.split(hidden, 2, axis=-1)
+        x += (jax.nn.silu(gate) * value) @ p['w2']
+      else:
+        x += jax.nn.gelu(hidden) @ p['w2']
     x = norm(x, params['norm'])
     entropy = chunked if config.loss_chunks > 1 else cross_entropy
     return entropy(x, params['table'], tokens[:, 1:]) / tokens[:, 1:].size
@@ -213,39 +224,52 @@ def compare(name: str, rounds: int, steps: int) -> float:
   Raises:
     AssertionError: the sides do not compute the same losses.
   """
-  config = SIZES[name]
-  params = partitioning.unbox(
-    jax.jit(model.init, static_argnums=1)(jax.random.key(0), config)
-  )
-  trees = {
-    'hand-tuned': _hand_tuned_params(params, config),
-    'examples/lm': params,
-  }
-  programs = {
-    'hand-tuned': _step(_hand_tuned_loss(config)),
-    'examples/lm': _step(_our_loss(config)),
-  }
+  experiment = _experiment(name)
+  config = experiment.config
+  batch, length = config.batch_size, config.length
   rng = np.random.default_rng(0)
-  batches = [
-    jnp.asarray(rng.integers(0, config.vocab_size, (BATCH, LENGTH + 1)))
+  tokens = [
+    rng.integers(0, config.model.vocab_size, (batch, length + 1), np.int32)
     for _ in range(3)
   ]
-  states: dict[str, Any] = {}
+  # A copy: each side donates its own buffers.
+  params = jax.tree.map(jnp.copy, experiment.state.params)
+  count = sum(x.size for x in jax.tree.leaves(params))
+  tree = _hand_tuned_params(params, config.model)
+  states = {
+    'hand-tuned': (tree, _optimizer(config).init(tree)),
+    'examples/lm': experiment.state,
+  }
+  key = experiment.initialize_train_step_rng(jax.random.key(1))
+  placed = [
+    experiment.partitioner.put_batch(
+      {
+        'inputs': x[:, :-1],
+        'targets': x[:, 1:],
+        'weights': np.ones([batch, length], np.float32),
+      }
+    )
+    for x in tokens
+  ]
+  # The arguments of each program behind its state, for each batch.
+  arguments = {
+    'hand-tuned': [(jnp.asarray(x),) for x in tokens],
+    'examples/lm': [(x, key) for x in placed],
+  }
+  programs = {
+    'hand-tuned': _hand_tuned_step(config),
+    'examples/lm': experiment.compiled_train_step,
+  }
   losses: dict[str, list[float]] = {}
   compile_seconds: dict[str, float] = {}
   for side, step in programs.items():
-    # A copy: the two trees share buffers, and each side donates its own.
-    state = jax.tree.map(
-      jnp.copy, (trees[side], _optimizer().init(trees[side]))
-    )
     start = time.process_time()
-    jax.block_until_ready(step.lower(state, batches[0]).compile())
+    step.lower(states[side], *arguments[side][0]).compile()
     compile_seconds[side] = time.process_time() - start
     losses[side] = []
-    for tokens in batches:
-      state, loss = step(state, tokens)
-      losses[side].append(float(loss))
-    states[side] = state
+    for args in arguments[side]:
+      states[side], out = step(states[side], *args)
+      losses[side].append(float(out['loss'] if isinstance(out, dict) else out))
   np.testing.assert_allclose(
     losses['examples/lm'], losses['hand-tuned'], rtol=1e-5
   )
@@ -257,15 +281,14 @@ def compare(name: str, rounds: int, steps: int) -> float:
     for side in list(programs)[:: 1 if i % 2 else -1]:
       start_wall, start_cpu = time.perf_counter(), time.process_time()
       for j in range(steps):
-        states[side], loss = programs[side](states[side], batches[j % 3])
-      jax.block_until_ready((states[side], loss))
+        states[side], _ = programs[side](states[side], *arguments[side][j % 3])
+      jax.block_until_ready(states[side])
       wall[side].append((time.perf_counter() - start_wall) / steps)
       cpu[side].append((time.process_time() - start_cpu) / steps)
 
-  count = sum(x.size for x in jax.tree.leaves(params))
-  print(f'\n{name}: {config}')
+  print(f'\n{name}: {config.model}')
   print(
-    f'{count:,} parameters, batch {BATCH} x {LENGTH}, same loss'
+    f'{count:,} parameters, batch {batch} x {length}, same loss'
     f' {losses["examples/lm"][-1]:.5f} after 3 steps'
   )
   print(
@@ -274,7 +297,7 @@ def compare(name: str, rounds: int, steps: int) -> float:
   for side in programs:
     ms, cpu_ms = (1e3 * statistics.median(x[side]) for x in (wall, cpu))
     print(
-      f'{side:12}{ms:10.1f}{cpu_ms:10.1f}{BATCH * LENGTH / ms * 1e3:11.0f}'
+      f'{side:12}{ms:10.1f}{cpu_ms:10.1f}{batch * length / ms * 1e3:11.0f}'
       f'{compile_seconds[side]:11.1f}'
     )
   ratios = {
@@ -298,7 +321,7 @@ def main() -> None:
   )
   parser.add_argument('--sizes', default=','.join(SIZES))
   parser.add_argument('--rounds', type=int, default=10)
-  parser.add_argument('--steps', type=int, default=3)
+  parser.add_argument('--steps', type=int, default=5)
   args = parser.parse_args()
   load = os.getloadavg()[0] if hasattr(os, 'getloadavg') else float('nan')
   print(

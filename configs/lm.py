@@ -25,7 +25,7 @@ def get_config() -> config_dict.ConfigDict:
   config.best_model_eval_metric_higher_is_better = False
 
   kwargs = config.experiment_kwargs.config = config_dict.ConfigDict()
-  # 0.9 million weights: for so short a run, a larger model learns less.
+  # 0.8 million weights: for so short a run, a larger model learns less.
   kwargs.model = config_dict.ConfigDict()
   kwargs.model.vocab_size = 257  # 256 bytes and the document token.
   kwargs.model.num_layers = 4

@@ -78,9 +78,7 @@ def test_it_learns_reports_and_samples(config, checkpointer):
   first, last = recorder.scalars[10], recorder.scalars[60]
   assert last['loss'] < 0.5 * first['loss']
   assert last['bits_per_byte'] == pytest.approx(last['loss'] / np.log(2))
-  assert last['tokens_per_sec'] == pytest.approx(
-    last['steps_per_sec'] * 8 * 16
-  )
+  assert last['tokens_per_sec'] == pytest.approx(last['steps_per_sec'] * 8 * 16)
   assert set(last) == {
     'bits_per_byte',
     'grad_norm',
@@ -108,9 +106,7 @@ def test_the_evaluation_is_the_mean_over_all_held_out_bytes(config):
   nats, count = 0.0, 0
   for batch in subject.eval_input():
     logits_BLV = np.asarray(
-      model.apply(
-        subject.state.params, batch['inputs'], subject.config.model
-      ),
+      model.apply(subject.state.params, batch['inputs'], subject.config.model),
       np.float64,
     )
     probs = np.exp(logits_BLV - logits_BLV.max(-1, keepdims=True))
