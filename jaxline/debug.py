@@ -180,6 +180,7 @@ class _Remote(io.TextIOBase):
   def close(self) -> None:
     with contextlib.suppress(OSError):
       self._stack.close()
+    self._files = None
     super().close()
 
   def _connected(self) -> tuple[Any, Any]:

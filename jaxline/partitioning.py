@@ -387,10 +387,19 @@ class Partitioner:
 
   @contextlib.contextmanager
   def activate(self) -> Iterator[None]:
-    """Makes `constrain` refer to this mesh and these rules, while tracing."""
+    """Makes `constrain` refer to this mesh and these rules, while tracing.
+
+    JAX keeps what it has traced of inner functions (`jit`, `scan`) by mesh, but
+    not by rules: to try other rules on the same mesh in the same process,
+    `jax.clear_caches()` first.
+
+    Yields:
+      Nothing.
+    """
     token = _active.set(self)
     try:
-      yield
+      with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+        yield
     finally:
       _active.reset(token)
 

@@ -317,8 +317,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     return self._state
 
   def _init_state(self, rng: jax.Array) -> TrainState:
-    with self.partitioner.activate():
-      return init_state(self.init_fn, self._optimizer, rng)
+    init = self._in_mesh(init_state)
+    return init(self.init_fn, self._optimizer, rng)
 
   def _in_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Makes `partitioning.constrain` work while `fn` is traced."""
@@ -333,7 +333,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
   @functools.cached_property
   def _state_shardings(self) -> TrainState:
     """Says where each array of the state lies, without making one."""
-    params, model_state = jax.eval_shape(self.init_fn, self._init_rng)
+    # In the mesh, or what is traced here would be kept without constraints.
+    init_fn = self._in_mesh(self.init_fn)
+    params, model_state = jax.eval_shape(init_fn, self._init_rng)
     if whole := self.partitioner.whole_weights(params):
       logging.info(
         'These weights are whole on every device although the sharding splits'
@@ -343,7 +345,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     opt_state = jax.eval_shape(self._optimizer.init, partitioning.unbox(params))
     return self.partitioner.shardings(
       TrainState(
-        step=jax.sharding.PartitionSpec(),
+        step=self.partitioner.specs(jax.ShapeDtypeStruct((), jnp.int32)),
         params=self.partitioner.specs(params),
         model_state=self.partitioner.specs(model_state),
         opt_state=self.partitioner.specs_like(opt_state, params),

@@ -1,5 +1,6 @@
 """Tests of jaxline.debug."""
 
+from concurrent import futures
 import contextlib
 import functools
 import io
@@ -183,23 +184,21 @@ class _Lines(io.StringIO):
 
 
 def _fail_without_terminal(monkeypatch):
-  """Fails on a thread; returns the thread and what stderr says."""
+  """Fails on a thread; returns a future of its end, and what stderr says."""
   stderr = _Lines()
   monkeypatch.setattr(sys, 'stderr', stderr)
 
-  def run():
-    with contextlib.suppress(ValueError):
-      debug.debugger_fallback(_fail)(ValueError('bad'))
-
-  thread = threading.Thread(target=run)
-  thread.start()
-  return thread, stderr.texts.get(timeout=10)
+  fail = debug.debugger_fallback(_fail)
+  pool = futures.ThreadPoolExecutor(1)
+  ended = pool.submit(fail, ValueError('bad'))
+  pool.shutdown(wait=False)
+  return ended, stderr.texts.get(timeout=10)
 
 
 def test_post_mortem_without_terminal_serves_a_socket(
   post_mortem_on, monkeypatch, capsys
 ):
-  thread, text = _fail_without_terminal(monkeypatch)
+  ended, text = _fail_without_terminal(monkeypatch)
   assert 'ValueError: bad' in text
   path = re.search(r'nc -U (\S+)', text)[1]
   print('from the run')  # Must not wait for, nor reach, the debugger.
@@ -208,8 +207,7 @@ def test_post_mortem_without_terminal_serves_a_socket(
     client.connect(path)
     client.sendall(b'p secret + 1\nprint("from pdb")\nq\n')
     said = b''.join(iter(lambda: client.recv(4096), b'')).decode()
-  thread.join(10)
-  assert not thread.is_alive()
+  assert str(ended.exception(timeout=10)) == 'bad'
   assert '\n42\n' in said.replace('(Pdb) ', '\n')
   assert 'from pdb' in said
   assert 'from the run' not in said
@@ -219,16 +217,17 @@ def test_post_mortem_without_terminal_serves_a_socket(
 def test_post_mortem_survives_a_client_that_hangs_up(
   post_mortem_on, monkeypatch
 ):
-  thread, text = _fail_without_terminal(monkeypatch)
+  ended, text = _fail_without_terminal(monkeypatch)
   with socket.socket(socket.AF_UNIX) as client:
     client.connect(re.search(r'nc -U (\S+)', text)[1])
-    client.recv(1, socket.MSG_PEEK)  # To close with something unread.
-  thread.join(10)
-  assert not thread.is_alive()
+    # Closed while pdb reads, with its prompt unread: the rudest way.
+    while not client.recv(4096, socket.MSG_PEEK).endswith(b'(Pdb) '):
+      pass
+  assert str(ended.exception(timeout=10)) == 'bad'
 
 
 def test_the_command_to_attach_works(post_mortem_on, monkeypatch):
-  thread, text = _fail_without_terminal(monkeypatch)
+  ended, text = _fail_without_terminal(monkeypatch)
   command = re.search(r'  (\S+ -m jaxline\.debug \S+)', text)[1]
   done = subprocess.run(
     command.split(),
@@ -238,8 +237,7 @@ def test_the_command_to_attach_works(post_mortem_on, monkeypatch):
     timeout=60,
     check=True,
   )
-  thread.join(10)
-  assert not thread.is_alive()
+  assert str(ended.exception(timeout=10)) == 'bad'
   assert '42' in done.stdout
   assert 'RuntimeWarning' not in done.stderr
 

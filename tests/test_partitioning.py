@@ -222,6 +222,26 @@ def test_constrain_under_vmap_refers_to_the_inner_axes():
   np.testing.assert_array_equal(step(jnp.ones([3, 4, 2])), np.ones([3, 4, 2]))
 
 
+def test_inner_functions_are_traced_anew_for_another_mesh():
+  seen = []
+
+  @jax.jit
+  def inner(x):
+    seen.append(partitioning._active.get())
+    return partitioning.constrain(x, ('batch', None))
+
+  def trace(p):
+    with p.activate():
+      jax.make_jaxpr(inner)(jnp.ones([4, 3]))
+
+  inner(jnp.ones([4, 3]))
+  two, replicas = partitioner(), partitioner(mesh={'replica': 2})
+  trace(two)
+  trace(replicas)
+  trace(two)
+  assert seen == [None, two, replicas]
+
+
 def test_activate_ends_with_an_error():
   with pytest.raises(KeyError), partitioner().activate():
     raise KeyError
@@ -311,6 +331,7 @@ def test_put_of_typed_keys(impl):
 
 def test_put_frees_its_source_as_soon_as_the_caller_does():
   p = partitioner()
+  gc.collect()
   before = len(jax.live_arrays())
   put = p.put(jax.device_put(np.ones([32, 32])), p.replicated)
   gc.collect()

@@ -22,9 +22,11 @@ MAKE_KEY = {
 NUM_DEVICES = 2
 
 
-@pytest.fixture(params=MAKE_KEY)
-def make_key(request):
-  return MAKE_KEY[request.param]
+# Each mode with typed keys, and each kind of key with one mode.
+EACH_KEY_AND_MODE = [
+  *(('typed', mode) for mode in MODES),
+  *((kind, MODES[0]) for kind in MAKE_KEY if kind != 'typed'),
+]
 
 
 def _bits(keys):
@@ -100,10 +102,9 @@ def test_host_ids():
 # --- specialize_rng_host_device ----------------------------------------------
 
 
-@pytest.mark.parametrize('host', [0, 5])
-@pytest.mark.parametrize('mode', MODES)
-def test_specialize_folds_in_the_host_then_the_device(make_key, mode, host):
-  key = make_key(7)
+@pytest.mark.parametrize(('kind', 'mode'), EACH_KEY_AND_MODE)
+def test_specialize_folds_in_the_host_then_the_device(kind, mode):
+  key, host = MAKE_KEY[kind](7), 5
   with mock.patch.object(jax, 'process_index', return_value=host):
     got = _specialize(devices.bcast_local_devices(key), mode)
   np.testing.assert_array_equal(_bits(got), _expected_bits(key, mode, host))
@@ -149,9 +150,9 @@ def _assert_steps(step_keys, state_key, expected):
   return state_key
 
 
-@pytest.mark.parametrize('mode', MODES)
-def test_step_keys_are_those_of_the_definition(make_key, mode):
-  key = make_key(3)
+@pytest.mark.parametrize(('kind', 'mode'), EACH_KEY_AND_MODE)
+def test_step_keys_are_those_of_the_definition(kind, mode):
+  key = MAKE_KEY[kind](3)
   step_keys = prng.DeviceStepKeys(mode, block=3)
   state_key = devices.bcast_local_devices(key)
   _assert_steps(step_keys, state_key, _expected_steps(key, mode, range(8)))

@@ -1077,7 +1077,9 @@ def test_training_is_interrupted_for_evaluations(
   assert checkpointer.saves() == [steps]
 
 
-def test_evaluations_in_seconds_do_not_count_their_own_time(monkeypatch):
+@pytest.fixture
+def clocked(monkeypatch):
+  """Makes a step take a second and an evaluation ten, by the clock."""
   clock = [0.0]
   monkeypatch.setattr(time, 'time', lambda: clock[0])
 
@@ -1090,9 +1092,31 @@ def test_evaluations_in_seconds_do_not_count_their_own_time(monkeypatch):
       clock[0] += 10
       return super().evaluate(**kwargs)
 
+  return Clocked
+
+
+def test_evaluations_in_seconds_do_not_count_their_own_time(clocked):
   config = make_config(9, eval_interval_type='secs', eval_interval=3)
-  log, _ = run_both(Clocked, config)
+  log, _ = run_both(clocked, config)
   assert [step for step, _ in log.evals] == [3, 6, 9]
+
+
+def test_rates_do_not_count_the_time_of_evaluations(clocked):
+  config = make_config(6, eval_interval=1, log_train_data_interval=2)
+  writer = Writes()
+  run_both(clocked, config, writer)
+  assert writer.steps() == [2, 4, 6]
+  assert [r['steps_per_sec'] for _, r in writer.records] == [1.0, 1.0, 1.0]
+
+
+def test_several_processes_evaluate_by_steps(monkeypatch):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  config = make_config(1, eval_interval_type='secs')
+  with pytest.raises(ValueError, match="eval_interval_type = 'steps'"):
+    run_both(Plain, config)
+  config.eval_interval_type = None  # By interval_type, which is 'steps'.
+  log, _ = run_both(Plain, config)
+  assert len(log.evals) == 1
 
 
 def test_evaluations_share_the_live_state_by_reference():

@@ -29,10 +29,8 @@ from jaxline import writers
 with warnings.catch_warnings():
   # The reader only; what we write with stays under warnings as errors.
   warnings.simplefilter('ignore')
-  from tensorboard.backend.event_processing import (
-    event_accumulator,
-    plugin_event_accumulator,
-  )
+  from tensorboard.backend.event_processing import event_accumulator
+  from tensorboard.backend.event_processing import plugin_event_accumulator
   from tensorboard.util import tensor_util
 
 _TIMEOUT = 30.0
