@@ -61,7 +61,7 @@ def _optimizer(config: lm_experiment.Config) -> optax.GradientTransformation:
   schedule = optax.warmup_cosine_decay_schedule(
     0.0,
     config.learning_rate,
-    config.warmup_steps,
+    int(config.warmup_fraction * config.training_steps),
     config.training_steps,
     config.learning_rate * config.final_learning_rate,
   )

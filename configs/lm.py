@@ -50,7 +50,8 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.training_steps = config.get_ref('training_steps')
 
   kwargs.learning_rate = 3e-3
-  kwargs.warmup_steps = 150  # Adam's second moment has settled by then.
+  # 150 steps: Adam's second moment has settled by then.
+  kwargs.warmup_fraction = 0.025
   kwargs.final_learning_rate = 0.05
   kwargs.b1 = 0.9
   kwargs.b2 = 0.95  # 0.999 would remember longer than the warm-up lasts.

@@ -24,5 +24,5 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.model.mlp_dim = 512
   # Wider models want smaller steps.
   kwargs.learning_rate = 2.5e-3
-  kwargs.warmup_steps = 300
+  kwargs.warmup_fraction = 0.0125
   return config

@@ -157,7 +157,8 @@ def _strongly_typed(tree: Any) -> Any:
 
   def strong(x: Any) -> Any:
     x = jnp.asarray(x)
-    return x.astype(x.dtype) if x.weak_type else x
+    # A key array has no such attribute.
+    return x.astype(x.dtype) if getattr(x, 'weak_type', False) else x
 
   return jax.tree.map(strong, tree)
 

@@ -38,7 +38,7 @@ class Config:
     seed: of the order of the data.
     training_steps: where the learning rate reaches its end.
     learning_rate: at its peak.
-    warmup_steps: over which it rises from 0.
+    warmup_fraction: part of the run over which it rises from 0.
     final_learning_rate: at the end of the cosine, as a fraction of the peak.
     b1: decay of Adam's first moment.
     b2: decay of Adam's second moment.
@@ -61,7 +61,7 @@ class Config:
   seed: int
   training_steps: int
   learning_rate: float
-  warmup_steps: int
+  warmup_fraction: float
   final_learning_rate: float
   b1: float
   b2: float
@@ -84,10 +84,10 @@ class Config:
         f'length is {self.length}, more than model.max_length'
         f' {self.model.max_length}.'
       )
-    if not 0 <= self.warmup_steps < self.training_steps:
+    if not 0 <= self.warmup_fraction < 1:
       raise ValueError(
-        f'warmup_steps is {self.warmup_steps}; expected at least 0 and fewer'
-        f' than training_steps ({self.training_steps}).'
+        f'warmup_fraction is {self.warmup_fraction}; expected at least 0 and'
+        ' less than 1.'
       )
 
 
@@ -96,7 +96,8 @@ def learning_rate_schedule(config: Config) -> optax.Schedule:
   schedule = optax.warmup_cosine_decay_schedule(
     init_value=0.0,
     peak_value=config.learning_rate,
-    warmup_steps=config.warmup_steps,
+    # A fraction, so that a trial of nine steps has a schedule as well.
+    warmup_steps=int(config.warmup_fraction * config.training_steps),
     decay_steps=config.training_steps,
     end_value=config.learning_rate * config.final_learning_rate,
   )

@@ -38,7 +38,7 @@ def config(tmp_path):
   kwargs.batch_size = 8
   kwargs.eval_batch_size = 6
   kwargs.learning_rate = 1e-2
-  kwargs.warmup_steps = 5
+  kwargs.warmup_fraction = 0.1
   kwargs.sample_length = 20
   return config
 
@@ -138,7 +138,7 @@ def test_learning_rate():
 
 def test_only_norms_are_not_decayed(config):
   config.experiment_kwargs.config.learning_rate = 1.0
-  config.experiment_kwargs.config.warmup_steps = 0
+  config.experiment_kwargs.config.warmup_fraction = 0.0
   config.experiment_kwargs.config.weight_decay = 0.25
   subject = make(config)
   params = subject.state.params
@@ -181,7 +181,7 @@ def test_ten_steps_and_ten_after_a_restore_are_twenty(
   ('key', 'value', 'said'),
   [
     ('length', 64, 'length is 64, more than model.max_length 32'),
-    ('warmup_steps', 60, 'warmup_steps is 60'),
+    ('warmup_fraction', 1.0, 'warmup_fraction is 1.0'),
     ('sharding', 'fsd', "Unknown sharding 'fsd'.*'fsdp'"),
   ],
 )
