@@ -299,7 +299,7 @@ class _OpByOp:
       for name in ('checkpoint', 'remat'):
         fake = mock.patch.object(jax, name, _fake_checkpoint)
         self._stack.enter_context(fake)
-      self._stack.enter_context(_concrete_pmap())
+      self._stack.enter_context(_hooks_in_jax())
 
   def __exit__(self, *unused_args: Any) -> None:
     with self._lock:
@@ -317,8 +317,8 @@ def _fake_checkpoint(fun: F, **unused_kwargs: Any) -> F:
 
 
 @contextlib.contextmanager
-def _concrete_pmap() -> Iterator[None]:
-  """Gives the functions that pmap runs concrete arrays.
+def _hooks_in_jax() -> Iterator[None]:
+  """Makes operations wait for their end, and gives pmaps concrete arrays.
 
   A pmap is a jit of a shard_map. With jit off, JAX's interpreter of shard_map
   compiles each operation anew at each call, some thousand times slower than
@@ -334,6 +334,7 @@ def _concrete_pmap() -> Iterator[None]:
     from jax._src.lax import parallel
 
     eval_trace: Any = core.EvalTrace
+    process_primitive = eval_trace.process_primitive
     process_shard_map = eval_trace.process_shard_map
     psum = parallel._psum
     collectives = [
@@ -353,12 +354,18 @@ def _concrete_pmap() -> Iterator[None]:
       yield
     return
 
+  def run_primitive(*args: Any, **kwargs: Any) -> Any:
+    # An operation's own error then comes from its line. And thousands of
+    # programs over several CPU devices, all in flight, can deadlock.
+    return jax.block_until_ready(process_primitive(*args, **kwargs))
+
   def run_shard_map(*args: Any, **kwargs: Any) -> Any:
     return _run_shard_map(process_shard_map, *args, **kwargs)
 
   with contextlib.ExitStack() as stack:
     for owner, name, fake in (
-      (core.EvalTrace, 'process_shard_map', run_shard_map),
+      (eval_trace, 'process_primitive', run_primitive),
+      (eval_trace, 'process_shard_map', run_shard_map),
       (parallel, '_psum', functools.partial(_psum, psum)),
       *((p, 'impl', functools.partial(_impl, p.impl, p)) for p in collectives),
     ):

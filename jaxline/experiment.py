@@ -1,6 +1,7 @@
 """The contract between an experiment and the loops: JAXline's, kept."""
 
 import abc
+import collections
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import time
@@ -158,8 +159,7 @@ class AbstractExperiment(abc.ABC):
     """
     actions = tuple(periodic_actions)
     step_inputs = self.step_inputs(config)
-    wait_for_last = _max_steps_in_flight(config) == 1
-    previous: list[jax.Array] = []
+    in_flight = _InFlight(*_max_steps_in_flight(config))
     with debug.log_activity('training loop'):
       while self.should_run_step(state.global_step, config):
         with jax.profiler.StepTraceAnnotation(
@@ -178,9 +178,7 @@ class AbstractExperiment(abc.ABC):
           action(now, state.global_step, scalars)
         # Only now, with this step queued, wait for the one before: the
         # devices never idle and the host never runs further ahead.
-        current = _arrays(scalars)
-        _wait(current if wait_for_last else previous)
-        previous = current
+        in_flight.add(now, scalars)
 
   def snapshot_state(self) -> dict[str, Any]:
     """Returns the experiment's state for a checkpoint.
@@ -256,17 +254,47 @@ class AbstractExperiment(abc.ABC):
     del best_state
 
 
-def _max_steps_in_flight(config: config_dict.ConfigDict) -> int:
+# A step that takes less is a fast one, in seconds: to wait for each of them
+# would cost more than the step, and to be a few ahead is not to be far ahead.
+_FAST_STEP_SECS = 0.01
+_MAX_FAST_STEPS_IN_FLIGHT = 16
+
+
+def _max_steps_in_flight(config: config_dict.ConfigDict) -> tuple[int, int]:
+  """Returns how many steps may be queued, and how many fast ones."""
   # An old experiment's config may be made without our base config.
-  limit = None
-  if 'max_steps_in_flight' in config:
-    limit = config.max_steps_in_flight
-  if limit is None:
+  if 'max_steps_in_flight' in config and config.max_steps_in_flight is not None:
+    return config.max_steps_in_flight, config.max_steps_in_flight
+  if jax.default_backend() == 'cpu' and jax.local_device_count() > 1:
     # Programs of several CPU devices wait for each other in one thread pool:
     # two at once can starve it for ever.
-    several = jax.local_device_count() > 1
-    limit = 1 if jax.default_backend() == 'cpu' and several else 2
-  return limit
+    return 1, 1
+  return 2, _MAX_FAST_STEPS_IN_FLIGHT
+
+
+class _InFlight:
+  """The steps that the devices may still be at; bounds how many there are."""
+
+  def __init__(self, limit: int, fast_limit: int):
+    self._limit = limit
+    self._fast_limit = fast_limit
+    self._steps: collections.deque[tuple[float, list[jax.Array]]] = (
+      collections.deque()
+    )
+
+  def add(self, now: float, scalars: Any) -> None:
+    """Adds a step just queued; waits where that is too many.
+
+    Args:
+      now: when it was queued, in seconds.
+      scalars: its results.
+    """
+    steps = self._steps
+    steps.append((now, _arrays(scalars)))
+    while len(steps) >= self._limit and (
+      len(steps) >= self._fast_limit or now - steps[0][0] >= _FAST_STEP_SECS
+    ):
+      _wait(steps.popleft()[1])
 
 
 def _arrays(scalars: Any) -> list[jax.Array]:

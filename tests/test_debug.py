@@ -388,6 +388,20 @@ def test_op_by_op_in_threads_that_the_function_starts(jit_off):
   assert _seen[0][:2] == (2.0, 'positive')
 
 
+def test_an_operation_has_ended_when_its_line_has(jit_off, monkeypatch):
+  waited_for = []
+
+  def wait(x):
+    waited_for.append(x)
+    return x
+
+  monkeypatch.setattr(jax, 'block_until_ready', wait)
+  x = jnp.ones([2])
+  assert not waited_for
+  got = debug.disable_pmap_jit(lambda: x * 3.0)()
+  assert any(one is got for one in waited_for)
+
+
 def test_op_by_op_ends_with_the_last_function(jit_off):
   outer_began, inner_ended = threading.Event(), threading.Event()
   hook = lambda: jax._src.core.EvalTrace.process_shard_map
