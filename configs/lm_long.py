@@ -1,6 +1,6 @@
 """The language model of configs/lm.py, wider and four times as long.
 
-    python experiment.py --config=configs/lm_long.py \
+python experiment.py --config=configs/lm_long.py \
       --jaxline_mode=train_and_eval
 """
 

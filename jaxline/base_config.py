@@ -61,7 +61,8 @@ def get_base_config() -> config_dict.ConfigDict:
   # Ratios r add the steps r, 10 r, 100 r ... to the intervals above: [1, 2, 5]
   # looks closely at the start and seldom later. Needs intervals in steps.
   config.periodic_action_growth_ratios = None
-  # The log line is made on a background thread; False is for debugging.
+  # The log line is made on a background thread; False is for debugging. The
+  # writers always are on one.
   config.log_async = True
   # Every host logs, not only the first.
   config.log_all_hosts = False
@@ -131,7 +132,8 @@ def validate_keys(
     if near and not set(near.split('_')) <= set(key.split('_')):
       raise ValueError(
         f'Unknown config key {key!r}: did you mean {near!r}? The keys are'
-        f' documented in {base_filename}.'
+        f' documented in {base_filename}. A key of your own needs another name,'
+        ' or a place in experiment_kwargs.'
       )
   for key, value in base_cfg.items():
     if key not in config:

@@ -10,6 +10,7 @@ from typing import Any
 from absl import logging
 import jax
 from ml_collections import config_dict
+import numpy as np
 
 from jaxline import debug
 from jaxline import devices
@@ -114,8 +115,8 @@ class AbstractExperiment(abc.ABC):
 
     Returns:
       Scalars to log. Leave them on the device: they are fetched on another
-      thread when they are due. One named `tokens_per_step` (or anything else
-      per step) is logged as `tokens_per_sec`.
+      thread when they are due. With `tokens_per_step` or `examples_per_step`
+      among them, `tokens_per_sec` or `examples_per_sec` is logged too.
     """
 
   @abc.abstractmethod
@@ -239,10 +240,22 @@ class AbstractExperiment(abc.ABC):
     Args:
       trained: the experiment in training, of the same class.
     """
-    for attribute in (
-      *self.CHECKPOINT_ATTRS,
-      *self.NON_BROADCAST_CHECKPOINT_ATTRS,
-    ):
+    if type(self).snapshot_state is not AbstractExperiment.snapshot_state:
+      # Its state is what its own snapshots say; copied to the host, since
+      # what they hold may be donated by the next step.
+      copy = lambda x: np.array(x) if isinstance(x, jax.Array) else x
+      self.restore_from_snapshot(jax.tree.map(copy, trained.snapshot_state()))
+      return
+    attributes = [*self.CHECKPOINT_ATTRS, *self.NON_BROADCAST_CHECKPOINT_ATTRS]
+    if not attributes:
+      logging.log_first_n(
+        logging.WARNING,
+        '%s has neither CHECKPOINT_ATTRS nor NON_BROADCAST_CHECKPOINT_ATTRS:'
+        ' what is evaluated are the weights that its constructor made.',
+        1,
+        type(self).__name__,
+      )
+    for attribute in attributes:
       setattr(self, attribute, getattr(trained, attribute))
 
   def on_new_best_model(self, best_state: Any) -> None:
@@ -299,10 +312,9 @@ class _InFlight:
 
 def _arrays(scalars: Any) -> list[jax.Array]:
   """Returns a step's results that may still be in the making."""
-  values = scalars.values() if isinstance(scalars, Mapping) else ()
   return [
     x
-    for x in values
+    for x in jax.tree.leaves(scalars)
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
   ]
 

@@ -220,7 +220,9 @@ class PeriodicAction:
   def _apply(self, records: list[_Record], steps_per_sec: float | None) -> None:
     """Fetches the records' scalars and calls the function on each."""
     # Lists of values instead of dicts: JAX would sort the keys.
-    fetched = jax.device_get([list(scalars.values()) for _, scalars in records])
+    fetched = jax.device_get(
+      [[_if_there(x) for x in scalars.values()] for _, scalars in records]
+    )
     last_step = records[-1][0]
     for (step, scalars), values in zip(records, fetched, strict=True):
       host_scalars = dict(zip(scalars, values, strict=True))
@@ -228,6 +230,11 @@ class PeriodicAction:
         host_scalars['steps_per_sec'] = steps_per_sec
       self._fn(step, host_scalars)
     self._num_done += len(records)
+
+
+def _if_there(x: Any) -> Any:
+  """Returns None for an array that a later step was given the buffer of."""
+  return None if isinstance(x, jax.Array) and x.is_deleted() else x
 
 
 def _growth_steps(

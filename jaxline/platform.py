@@ -15,6 +15,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import traceback
 from typing import Any, NoReturn
 
 from absl import app
@@ -207,7 +208,11 @@ def _parse_flags(argv: list[str]) -> list[str]:
     return flags.FLAGS(argv)
   except (flags.Error, AttributeError, KeyError) as e:
     # The latter two are what ml_collections raises for an unknown config key,
-    # one inside the other.
+    # one inside the other. From elsewhere they are errors of the config file.
+    *_, raised_in = traceback.walk_tb(e.__traceback__)
+    module = raised_in[0].f_globals.get('__name__', '')
+    if not isinstance(e, flags.Error) and 'ml_collections' not in module:
+      raise
     message: Any = e
     while isinstance(message, Exception) and message.args:
       message = message.args[0]
@@ -256,10 +261,10 @@ def _configs_text() -> str:
   return '\n'.join(lines)
 
 
-@debug.debugger_fallback
 def _main(
   experiment_class: Any, checkpointer_factory: base.CheckpointerFactory
 ) -> None:
+  """Checks what the user said; only what comes then is worth a debugger."""
   config = _CONFIG.value
   if config is None:
     raise UsageError(f'Which run? --config is missing.\n{_configs_text()}')
@@ -272,6 +277,23 @@ def _main(
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
   _check_backend()
+  if mode == 'train_eval_multithreaded' and jax.process_count() > 1:
+    raise UsageError(
+      f'--jaxline_mode={mode} is for one process, and there are'
+      f' {jax.process_count()}: their threads would meet in different programs.'
+      ' Use train_and_eval.'
+    )
+  _run(experiment_class, config, mode, checkpointer_factory)
+
+
+@debug.debugger_fallback
+def _run(
+  experiment_class: Any,
+  config: config_dict.ConfigDict,
+  mode: str,
+  checkpointer_factory: base.CheckpointerFactory,
+) -> None:
+  """Runs one mode, potentially under a debugger."""
   if jax.process_index() == 0:
     logging.info('Run directory: %s', config.checkpoint_dir)
     print(f'Run directory: {config.checkpoint_dir}', flush=True)
@@ -294,9 +316,27 @@ def _main(
     elif mode == 'train_eval_multithreaded':
       _train_eval_multithreaded(experiment_class, config, checkpointer, writer)
     else:
-      train.evaluate(
-        experiment_class, config, checkpointer(mode), writer(mode), mode
-      )
+      follows = checkpointer(mode)
+      _check_can_follow(follows, config)
+      train.evaluate(experiment_class, config, follows, writer(mode), mode)
+
+
+def _check_can_follow(
+  checkpointer: base.Checkpointer, config: config_dict.ConfigDict
+) -> None:
+  """Refuses to wait for checkpoints that can never come."""
+  in_memory = type(checkpointer) is memory.InMemoryCheckpointer
+  if (
+    in_memory
+    and not config.one_off_evaluate
+    and not checkpointer.can_be_restored('latest')
+  ):
+    raise UsageError(
+      'Evaluation by itself would wait for ever: checkpoints are kept in the'
+      ' memory of the process that trains. Use --jaxline_mode=train_and_eval;'
+      ' or --config.one_off_evaluate=True with'
+      ' --config.eval_initial_weights=True for untrained weights.'
+    )
 
 
 def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
@@ -316,7 +356,17 @@ def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
   except ValueError as e:
     raise UsageError(str(e)) from e
   config = config.copy_and_resolve_references()
-  if config.checkpoint_dir is None:
+  if '://' in (config.checkpoint_dir or ''):
+    raise UsageError(
+      f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected a folder'
+      ' of this machine. Mount the bucket and give the path it has here.'
+    )
+  if not config.checkpoint_dir:
+    if jax.process_count() > 1:
+      raise UsageError(
+        f'config.checkpoint_dir is {config.checkpoint_dir!r}; a run of'
+        f' {jax.process_count()} processes needs one, the same for all.'
+      )
     with config.ignore_type(), config.unlocked():
       config.checkpoint_dir = _fresh_directory()
   elif not os.path.isabs(config.checkpoint_dir):
@@ -333,6 +383,11 @@ def _fresh_directory() -> str:
     source = 'run'  # A config that was set without a file, by a flag saver.
   name = pathlib.Path(source.split(':')[0]).stem
   root = pathlib.Path(tempfile.gettempdir()) / 'jaxline'
+  try:
+    root.mkdir(parents=True)
+    root.chmod(0o1777)  # As /tmp: for every user of the machine.
+  except FileExistsError:
+    pass
   stamp = time.strftime('%Y%m%d_%H%M%S')
   for suffix in ('', *(f'_{i}' for i in range(2, 1000))):
     path = root / f'{name}_{stamp}{suffix}'
@@ -406,13 +461,6 @@ class _Writers:
       logging.error('Closing a writer failed as well: %r', failed)
 
 
-class _Stopped(BaseException):
-  """Ends one half of a run because the other has failed.
-
-  No Exception: nobody shall debug or handle it.
-  """
-
-
 class _StopAction(periodic.PeriodicAction):
   """Ends training at its next step once `stop` is set."""
 
@@ -422,7 +470,7 @@ class _StopAction(periodic.PeriodicAction):
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
     if self._stop.is_set():
-      raise _Stopped
+      raise debug.Stopped
 
 
 class _FollowingCheckpointer:
@@ -452,7 +500,7 @@ class _FollowingCheckpointer:
     trained = self._trained.is_set()
     path = self._checkpointer.restore_path(ckpt_series)
     if self._stop.is_set() or (trained and path in (None, self._restored)):
-      raise _Stopped
+      raise debug.Stopped
     return path
 
   def restore(self, ckpt_series: str) -> None:
@@ -490,7 +538,7 @@ def _train_eval_multithreaded(
     error: BaseException | None = None
     try:
       debug.debugger_fallback(half)()
-    except _Stopped:
+    except debug.Stopped:
       pass
     except BaseException as e:
       error = e

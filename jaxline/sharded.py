@@ -513,11 +513,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
         'The checkpoint does not fit the model; nothing was restored. Use the'
         ' config it was trained with, or start a new run.\n' + '\n'.join(wrong)
       )
+    position = snapshot_state.get('input')
     if self.mode == 'train':
-      position = snapshot_state.get('input')
       batches = self._open_input(position)
       self._close_input()
-      self._batches, self._position = batches, position
+      self._batches = batches
+    # An evaluation keeps it for when this becomes the best checkpoint.
+    self._position = position
     # The old arrays go first, so that memory need not hold both.
     self._state = None
     if self.mode == 'train':
@@ -535,6 +537,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Takes over the live state of the experiment in training."""
     assert isinstance(trained, ShardedExperiment)
     self._state = trained.state
+    self._position = trained._position
 
 
 def _rows(batch: Batch) -> int:

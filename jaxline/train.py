@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 import inspect
 import math
+import numbers
 import time
 from typing import Any
 
@@ -33,13 +34,13 @@ def _log_outputs(step: int, scalar_values: Mapping[str, Any]) -> None:
 
 
 def _add_rates(scalars: Mapping[str, Any]) -> dict[str, Any]:
-  """Turns each scalar `x_per_step` into `x_per_sec`, if the rate is known."""
+  """Adds what goes with the time a step takes, where that is known."""
   rates = dict(scalars)
   if 'steps_per_sec' in scalars:
-    for name in scalars:
-      if name.endswith('_per_step'):
-        rate = rates.pop(name) * scalars['steps_per_sec']
-        rates[name.removesuffix('_per_step') + '_per_sec'] = rate
+    for unit in ('tokens', 'examples'):
+      per_step = scalars.get(f'{unit}_per_step')
+      if isinstance(per_step, numbers.Real):
+        rates[f'{unit}_per_sec'] = per_step * scalars['steps_per_sec']
   return rates
 
 
@@ -286,15 +287,15 @@ class _Evaluator:
   def _keep_best(
     self, step: int, scalars: Mapping[str, Any], train_step_rng: Any
   ) -> None:
-    numbers = writers.to_scalars(scalars)
-    if self._metric not in numbers:
+    values = writers.to_scalars(scalars)
+    if self._metric not in values:
       raise ValueError(
         f'config.best_model_eval_metric is {self._metric!r}, but evaluate'
-        f' returned no number of that name. It returned {sorted(numbers)}.'
+        f' returned no number of that name. It returned {sorted(values)}.'
       )
     best = self._best_state
     assert best is not None
-    value, old = float(numbers[self._metric]), best.best_eval_metric_value
+    value, old = float(values[self._metric]), best.best_eval_metric_value
     # Written so that a NaN is never better.
     if value > old if self._higher_is_better else value < old:
       logging.info(
@@ -354,9 +355,10 @@ def evaluate(
         ' config.eval_initial_weights = True to evaluate untrained weights.'
       )
     evaluator(state)
+    checkpointer.wait_for_checkpointing_to_finish()
     return
 
-  evaluated = None
+  evaluated = evaluated_step = None
   initial_is_due = config.eval_initial_weights
   while True:
     path = checkpointer.restore_path('latest')
@@ -373,9 +375,15 @@ def evaluate(
     else:
       checkpointer.restore('latest')
       evaluated = path
+      if state.global_step == evaluated_step:
+        # It was saved between the last look and the last restore, which took
+        # it already; or saved again.
+        continue
+      evaluated_step = state.global_step
     evaluator(state)
     if not experiment.should_run_step(state.global_step, config):
       logging.info('Step %d was the last, evaluation ends.', state.global_step)
+      checkpointer.wait_for_checkpointing_to_finish()
       return
 
 
@@ -389,8 +397,8 @@ def train_and_eval(
 ) -> None:
   """Trains, pausing every `eval_interval` to evaluate the current weights.
 
-  One thread, one copy of the weights: two experiments, constructed with the
-  modes 'train' and 'eval', share the live state (see
+  One thread: two experiments, constructed with the modes 'train' and 'eval',
+  share the live state, which is not copied (see
   `AbstractExperiment.share_state`). Also evaluates after the last step.
 
   Args:
@@ -415,6 +423,8 @@ def train_and_eval(
     jax.random.PRNGKey(config.random_seed),
     config.experiment_kwargs,
   )
+  # At once, so that what its constructor made does not fill the memory.
+  evaluated.share_state(trained)
   evaluator = _Evaluator(evaluated, config, checkpointer, eval_writer)
   last_evaluated = None
 
@@ -446,3 +456,4 @@ def train_and_eval(
     evaluate_now()
   _run_training(trained, config, state, checkpointer, writer, actions, save)
   evaluate_now()
+  checkpointer.wait_for_checkpointing_to_finish()

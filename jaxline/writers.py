@@ -277,13 +277,20 @@ def _to_batch(name: str, image: np.ndarray) -> np.ndarray:
   elif image.dtype != np.uint8:
     image = image.astype(np.float32)
     low, high = image.min(), image.max()
-    # Written so that a NaN is refused too.
+    # Written so that a NaN is noticed too. No error: TensorFlow, for which old
+    # experiments were written, clips as well.
     if not (low >= -_IMAGE_SLACK and high <= 1 + _IMAGE_SLACK):
-      raise ValueError(
-        f'Image "{name}": got values in {low:g}..{high:g}, expected 0..1 for '
-        f'floating point (shape {list(image.shape)}). Rescale it, or cast an '
-        'image in 0..255 to uint8.'
+      _warn_once(
+        ('image range', name),
+        'Image "%s": got values in %g..%g, expected 0..1 for floating point '
+        '(shape %s); what is outside is clipped, NaN is black. Rescale it, or '
+        'cast an image in 0..255 to uint8.',
+        name,
+        low,
+        high,
+        list(image.shape),
       )
+      image = np.nan_to_num(image)
     image = np.round(np.clip(image, 0, 1) * 255).astype(np.uint8)
   if image.ndim == 2:
     image = image[:, :, None]

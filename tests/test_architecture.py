@@ -21,6 +21,7 @@ LEAVES = (
   'debug',
   'devices',
   'metrics',
+  'op_by_op',
   'periodic',
   'prng',
   'writers',
@@ -177,7 +178,7 @@ def test_only_the_platform_reads_flags(path):
 
 # Besides it, one lays out the row of local devices of the per-device style, and
 # one runs, op by op, programs over whatever mesh they have.
-MESH_ROOMS = ('partitioning', 'devices', 'debug')
+MESH_ROOMS = ('partitioning', 'devices', 'op_by_op')
 
 
 @pytest.mark.parametrize('path', LIBRARY + EXAMPLES, ids=lambda p: p.stem)

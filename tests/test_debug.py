@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from jaxline import debug
+from jaxline import op_by_op
 
 P = jax.sharding.PartitionSpec
 
@@ -70,6 +71,18 @@ def test_log_activity_logs_an_error_and_lets_it_pass(error):
     '[jaxline] %s failed with error.', 'counting'
   )
   assert info.call_count == 1
+
+
+def test_log_activity_does_not_report_the_half_that_is_only_stopped():
+  with (
+    mock.patch.object(logging, 'exception') as exception,
+    mock.patch.object(logging, 'info') as info,
+    pytest.raises(debug.Stopped),
+  ):
+    with debug.log_activity('training'):
+      raise debug.Stopped
+  exception.assert_not_called()
+  info.assert_called_with('[jaxline] %s stopped.', 'training')
 
 
 def test_log_activity_while_another_error_is_handled_is_no_failure():
@@ -423,7 +436,7 @@ def test_op_by_op_ends_with_the_last_function(jit_off):
   assert during[1] is not before
   assert not jax.config.values['jax_disable_jit']
   assert hook() is before
-  assert jax.checkpoint.__module__ != debug.__name__
+  assert jax.checkpoint.__module__ != op_by_op.__name__
 
 
 def _run_both_ways(f, *args):

@@ -439,13 +439,27 @@ def test_an_asynchronous_error_comes_at_the_next_call(is_due):
     assert frames[-1].name == 'fail'
 
 
-def test_an_error_of_fetching_comes_too():
-  x = jnp.ones([2])
+def test_an_error_of_fetching_comes_too(monkeypatch):
+  def fail(x):
+    raise RuntimeError('no device')
+
+  monkeypatch.setattr(jax, 'device_get', fail)
   action = periodic.PeriodicAction(_Recorder(), 'steps', 1)
-  x.delete()
-  action(1.0, 1, {'x': x})
-  with pytest.raises(RuntimeError, match='deleted'):
+  action(1.0, 1, {'x': jnp.ones([2])})
+  with pytest.raises(RuntimeError, match='no device'):
     action.wait_to_finish()
+
+
+def test_what_a_later_step_was_given_is_handed_on_as_nothing():
+  x = jnp.ones([])
+  handed_on = []
+  action = periodic.PeriodicAction(
+    lambda step, scalars: handed_on.append(scalars), 'steps', 1
+  )
+  x.delete()
+  action(1.0, 1, {'x': x, 'y': jnp.float32(2)})
+  action.wait_to_finish()
+  assert handed_on == [{'x': None, 'y': 2.0, 'steps_per_sec': 1.0}]
 
 
 def test_a_function_slower_than_its_interval_loses_records_loudly(

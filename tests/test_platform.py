@@ -321,15 +321,61 @@ def test_what_is_wrong_is_said_without_a_traceback(args, said):
     assert text in result.stderr
 
 
+def test_an_error_of_the_config_file_keeps_its_traceback(tmp_path):
+  path = tmp_path / 'broken.py'
+  path.write_text('import numpy\ndef get_config():\n  return numpy.no_such\n')
+  result = subprocess.run(
+    [sys.executable, 'experiment.py', f'--config={path}'],
+    cwd=ROOT,
+    env=environment(),
+    capture_output=True,
+    text=True,
+  )
+  assert result.returncode != 0
+  assert f'File "{path}", line 3' in result.stderr
+
+
+def test_evaluation_by_itself_says_that_it_would_wait_for_ever(tmp_path):
+  result = run(tmp_path, mode='eval')
+  assert result.returncode == 2
+  assert '--jaxline_mode=train_and_eval' in result.stderr
+  assert 'Traceback' not in result.stderr
+
+
+def test_a_bucket_is_no_directory():
+  config = base_config.get_base_config()
+  config.checkpoint_dir = 'gs://bucket/run'
+  with pytest.raises(platform.UsageError, match='gs://bucket/run.*Mount'):
+    platform.resolve_config(config)
+
+
+def test_several_processes_need_one_directory(monkeypatch):
+  monkeypatch.setattr(platform.jax, 'process_count', lambda: 2)
+  with pytest.raises(platform.UsageError, match='2 processes'):
+    platform.resolve_config(base_config.get_base_config())
+
+
+def test_threads_are_for_one_process(tmp_path, monkeypatch):
+  monkeypatch.setattr(platform.jax, 'process_count', lambda: 2)
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(tmp_path)
+  with flagsaver.flagsaver(
+    config=config, jaxline_mode='train_eval_multithreaded'
+  ):
+    with pytest.raises(platform.UsageError, match='Use train_and_eval'):
+      platform.main(object, [])
+
+
 def test_default_directory_is_fresh(tmp_path, monkeypatch):
   monkeypatch.setattr(platform.tempfile, 'gettempdir', lambda: str(tmp_path))
   config = base_config.get_base_config()
   a = platform.resolve_config(config).checkpoint_dir
+  config.checkpoint_dir = ''
   b = platform.resolve_config(config).checkpoint_dir
   assert a != b
   assert pathlib.Path(a).parent == tmp_path / 'jaxline'
   assert pathlib.Path(b).is_dir()
-  assert config.checkpoint_dir is None
+  assert (tmp_path / 'jaxline').stat().st_mode & 0o1777 == 0o1777
 
 
 def test_relative_directory_is_made_absolute(tmp_path, monkeypatch):

@@ -858,8 +858,9 @@ def test_evaluation_keeps_the_optimizers_state_off_the_devices():
     regression.evaluate(experiment)
     opt_state = jax.tree.leaves(experiment.state.opt_state)
     assert all(isinstance(x, np.ndarray) for x in opt_state)
-  # As the series `best` it is whole, but for the input, which is training's.
-  assert_same(save(experiment), {'state': snapshot['state']})
+  # As the series `best` it is whole, with the position of the data.
+  assert 'input' in snapshot
+  assert_same(save(experiment), snapshot)
   back = make()
   back.restore_from_snapshot(save(experiment))
   assert_same(back.state, snapshot['state'])
@@ -871,6 +872,7 @@ def test_share_state():
     regression.train_steps(trained, 2)
     evaluated.share_state(trained)
     assert evaluated.state.params['w'] is trained.state.params['w']
+    assert_same(save(evaluated), save(trained))
     np.testing.assert_allclose(
       regression.evaluate(evaluated)['loss'],
       regression.expected_evaluation(trained.state, [37]),

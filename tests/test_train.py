@@ -10,6 +10,7 @@ from unittest import mock
 from absl import logging
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -441,11 +442,17 @@ def test_logging_interval_type_overrides_the_general_one():
 
 def test_rates_are_made_of_what_is_counted_per_step():
   writer = Writes()
-  cls = functools.partial(Plain, scalars={'tokens_per_step': 10.0})
+  counted = {
+    'tokens_per_step': 10.0,
+    'examples_per_step': None,
+    'seconds_per_step': 0.5,
+  }
+  cls = functools.partial(Plain, scalars=counted)
   run(cls, make_config(2, log_train_data_interval=1), writer=writer)
   for _, scalars in writer.records:
-    assert 'tokens_per_step' not in scalars
     assert scalars['tokens_per_sec'] == 10.0 * scalars['steps_per_sec']
+    assert counted.items() <= scalars.items()
+    assert not {'examples_per_sec', 'seconds_per_sec'} & set(scalars)
 
 
 @pytest.mark.parametrize('log_async', [True, False])
@@ -778,6 +785,9 @@ class Scripted:
 
   def save(self, ckpt_series):
     self.saved.append((ckpt_series, self.states[ckpt_series].to_dict()))
+
+  def wait_for_checkpointing_to_finish(self):
+    self.is_safe = True
 
 
 def evaluate_all(cls, config, ids):
@@ -1204,3 +1214,55 @@ def test_periodic_actions_of_jaxline_and_of_train_are_one():
   assert isinstance(action, periodic.PeriodicAction)
   run(config=make_config(5), actions=(action,))
   assert records == [(2, 1.0), (4, 3.0)]
+
+
+def test_a_checkpoint_saved_between_look_and_restore_is_evaluated_once():
+  class Late(Scripted):
+    """At the first restore, the second checkpoint has come already."""
+
+    def restore(self, ckpt_series):
+      self.newest = max(2, self.newest)
+      super().restore(ckpt_series)
+
+  log = Log()
+  writer = Writes()
+  checkpointer = Late([1, 2, 3])
+  train.evaluate(
+    functools.partial(Plain, log=log),
+    make_config(3),
+    checkpointer,
+    writer,
+    'eval',
+  )
+  assert [step for step, _ in writer.records] == [2, 3]
+  assert checkpointer.is_safe
+
+
+def test_an_experiment_with_snapshots_of_its_own_is_evaluated_as_trained():
+  seen = []
+
+  class Own(experiment.AbstractExperiment):
+    """Keeps its weights where no attribute dict says."""
+
+    def __init__(self, mode, init_rng):
+      super().__init__(mode, init_rng)
+      self.hidden = jnp.zeros([])
+      self.add = jax.jit(lambda x: x + 1, donate_argnums=0)
+
+    def step(self, **unused):
+      self.hidden = self.add(self.hidden)
+      return {}
+
+    def evaluate(self, **unused):
+      seen.append(float(self.hidden))
+      return {}
+
+    def snapshot_state(self):
+      return {'w': self.hidden}
+
+    def restore_from_snapshot(self, snapshot_state):
+      self.hidden = jnp.asarray(snapshot_state['w'])
+
+  config = make_config(4, eval_interval=2)
+  train.train_and_eval(Own, config, Recorder(config), None, None)
+  assert seen == [2.0, 4.0]

@@ -21,6 +21,9 @@ from jaxline import sharded
 from jaxline import writers
 from jaxline.inputs import text
 
+# More held-out bytes than this take xz longer than a second or two.
+_MAX_TO_COMPRESS = 4_000_000
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -84,6 +87,24 @@ class Config:
         f'length is {self.length}, more than model.max_length'
         f' {self.model.max_length}.'
       )
+    sample = 1 + len(text.encode(self.sample_prompt)) + self.sample_length
+    if self.sample_length < 0 or sample > self.model.max_length:
+      raise ValueError(
+        f'sample_length is {self.sample_length}; with the document token and'
+        f' sample_prompt that makes {sample} tokens, expected at most'
+        f' model.max_length, {self.model.max_length}, and no less than 0.'
+      )
+    if self.eval_batches is not None and self.eval_batches < 1:
+      raise ValueError(
+        f'eval_batches is {self.eval_batches}; expected None for all, or at'
+        ' least 1.'
+      )
+    for key in ('batch_size', 'length', 'eval_batch_size', 'training_steps'):
+      value = getattr(self, key)
+      if not isinstance(value, int) or value < 1:
+        raise ValueError(
+          f'{key} is {value!r}; expected an integer of at least 1.'
+        )
     if not 0 <= self.warmup_fraction < 1:
       raise ValueError(
         f'warmup_fraction is {self.warmup_fraction}; expected at least 0 and'
@@ -146,6 +167,11 @@ class Experiment(sharded.ShardedExperiment):
       sharding=self.config.sharding,
       mesh=self.config.mesh,
     )
+    if mode != 'train' and self.corpus.eval.num_bytes < _MAX_TO_COMPRESS:
+      logging.info(
+        'Bits per byte of the same held-out files: %s',
+        text.compression_baselines(self.corpus.eval),
+      )
     self._generate = jax.jit(
       functools.partial(
         model.generate,

@@ -86,6 +86,7 @@ def test_it_learns_reports_and_samples(config, checkpointer):
     'loss',
     'steps_per_sec',
     'tokens_per_sec',
+    'tokens_per_step',
   }
   assert list(evaluations.scalars) == [30, 60]
   assert (
@@ -182,6 +183,10 @@ def test_ten_steps_and_ten_after_a_restore_are_twenty(
   [
     ('length', 64, 'length is 64, more than model.max_length 32'),
     ('warmup_fraction', 1.0, 'warmup_fraction is 1.0'),
+    ('sample_length', 28, 'sample_length is 28.*makes 33 tokens.*32'),
+    ('sample_length', -1, 'sample_length is -1'),
+    ('eval_batches', 0, 'eval_batches is 0'),
+    ('eval_batch_size', 0, 'eval_batch_size is 0'),
     ('sharding', 'fsd', "Unknown sharding 'fsd'.*'fsdp'"),
   ],
 )

@@ -53,7 +53,13 @@ def _freeze(x: Any) -> Any:
         _freeze(jax.random.key_data(x)), impl=jax.random.key_impl(x)
       )
     if not x.is_fully_addressable:
-      return jax.jit(jnp.copy, out_shardings=x.sharding)(x)
+      # Only this host's part is here to copy; it stays on its devices. Shard
+      # by shard, since other hosts may not be saving.
+      return jax.make_array_from_single_device_arrays(
+        x.shape,
+        x.sharding,
+        [jnp.copy(shard.data) for shard in x.addressable_shards],
+      )
     # device_get on a CPU gives a view of the device's buffer, which the next
     # step may donate and overwrite.
     return np.array(x)
