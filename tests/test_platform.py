@@ -345,7 +345,7 @@ def test_evaluation_by_itself_says_that_it_would_wait_for_ever(tmp_path):
 def test_a_bucket_is_no_directory():
   config = base_config.get_base_config()
   config.checkpoint_dir = 'gs://bucket/run'
-  with pytest.raises(platform.UsageError, match='gs://bucket/run.*Mount'):
+  with pytest.raises(platform.UsageError, match=r'gs://bucket/run.*Mount'):
     platform.resolve_config(config)
 
 
