@@ -35,7 +35,7 @@ _TEST = [
   'mypy>=1.15',
   'pytest>=8',
   'pytest-timeout>=2.3',
-  'ruff>=0.9',
+  'ruff>=0.17,<0.18',  # Another release formats otherwise.
   'tensorboard>=2.18',  # Reads event files back.
 ]
 
