@@ -1,6 +1,7 @@
 """Tests of jaxline.sharded, on the two fake devices of conftest.py."""
 
 import copy
+import dataclasses
 import gc
 import itertools
 import json
@@ -171,7 +172,8 @@ def test_weak_types_and_tied_arrays_do_not_compile_again(optimizer):
 
 def test_the_step_donates_its_state():
   experiment = make(sharding='fsdp')
-  before = jax.tree.leaves(experiment.state)
+  # All but the four bytes of the step, which JAX 0.11 keeps.
+  before = jax.tree.leaves(dataclasses.replace(experiment.state, step=None))
   regression.train_steps(experiment, 1)
   assert all(x.is_deleted() for x in before)
   assert not any(x.is_deleted() for x in jax.tree.leaves(experiment.state))

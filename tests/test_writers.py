@@ -984,7 +984,14 @@ _PROGRAM = """
 def test_the_end_of_the_program_writes_what_is_queued(tmp_path):
   path = tmp_path / 'm.jsonl'
   done = subprocess.run(
-    [sys.executable, '-c', textwrap.dedent(_PROGRAM), path],
+    [
+      sys.executable,
+      # Python 3.12 warns of what the program does on purpose.
+      '-Wignore:This process:DeprecationWarning',
+      '-c',
+      textwrap.dedent(_PROGRAM),
+      path,
+    ],
     cwd=pathlib.Path(__file__).parents[1],
     capture_output=True,
     text=True,
