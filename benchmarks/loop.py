@@ -215,20 +215,13 @@ def _revive_jax() -> None:
   jax.tree_map = jax.tree.map
 
 
-def _measure(
-  side: str, steps: int, devices: int, original: str | None
-) -> float:
+def _measure(side: str, steps: int, original: str | None) -> float:
   here = str(pathlib.Path(__file__).resolve().parent.parent)
   path = original if side == 'original' else here
-  flag = f' --xla_force_host_platform_device_count={devices}'
   with tempfile.TemporaryDirectory() as folder:
     result = subprocess.run(
       [sys.executable, __file__, '--worker', side, '--steps', str(steps)],
-      env=os.environ
-      | {
-        'PYTHONPATH': str(path),
-        'XLA_FLAGS': os.environ.get('XLA_FLAGS', '') + flag,
-      },
+      env=os.environ | {'PYTHONPATH': str(path)},
       cwd=folder,
       capture_output=True,
       text=True,
@@ -243,7 +236,6 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--steps', type=int, default=5000)
   parser.add_argument('--rounds', type=int, default=7)
-  parser.add_argument('--devices', type=int, default=1, help='CPU devices')
   parser.add_argument('--original', help="a folder with JAXline's own package")
   parser.add_argument('--worker', help=argparse.SUPPRESS)
   args = parser.parse_args()
@@ -259,13 +251,11 @@ def main() -> None:
   times: dict[str, list[float]] = {side: [] for side in sides}
   for _ in range(args.rounds):
     for side in sides:
-      times[side].append(
-        _measure(side, args.steps, args.devices, args.original)
-      )
+      times[side].append(_measure(side, args.steps, args.original))
   print(
     f'jax {jax.__version__}, Python {platform_info.python_version()},'
-    f' {os.cpu_count()} cores, {args.devices} CPU device(s),'
-    f' {args.steps} steps, {args.rounds} rounds\n'
+    f' {os.cpu_count()} cores, {jax.device_count()} {jax.default_backend()}'
+    f' device(s), {args.steps} steps, {args.rounds} rounds\n'
   )
   print(f'{"style":14}{"bare us":>10}{"loop us":>10}{"over us":>10}   ratio')
 
