@@ -71,8 +71,7 @@ def get_base_config() -> config_dict.ConfigDict:
 
   # How many training steps may be queued on the devices: 2 keeps them busy
   # while the host looks at the step before; 1 waits for each step. None is 2,
-  # more where steps take less than 10 ms, and 1 for several CPU devices, whose
-  # collectives can starve each other.
+  # and 1 for several CPU devices, whose collectives can starve each other.
   config.max_steps_in_flight = config_dict.placeholder(int)
 
   # A checkpoint before the first step, for evaluators to start from.

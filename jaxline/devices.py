@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxline import debug
@@ -146,3 +147,33 @@ def _put_rows(batch: Any, sharding: jax.sharding.NamedSharding) -> Any:
         'devices. Reshape the batch to [local devices, per device, ...].'
       )
   return jax.device_put(batch, sharding)
+
+
+def freeze(x: Any) -> Any:
+  """Returns a copy of a leaf that no later step can change.
+
+  Args:
+    x: anything.
+
+  Returns:
+    A host copy of an array, except: a typed key stays one, and of an array of
+    several hosts this host's part is copied on its devices. Anything else is
+    returned as it is.
+  """
+  if isinstance(x, jax.Array):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      return jax.random.wrap_key_data(
+        freeze(jax.random.key_data(x)), impl=jax.random.key_impl(x)
+      )
+    if not x.is_fully_addressable:
+      # Only this host's part is here to copy; it stays on its devices. Shard
+      # by shard, since other hosts may not be saving.
+      return jax.make_array_from_single_device_arrays(
+        x.shape,
+        x.sharding,
+        [jnp.copy(shard.data) for shard in x.addressable_shards],
+      )
+    # device_get on a CPU gives a view of the device's buffer, which the next
+    # step may donate and overwrite.
+    return np.array(x)
+  return x.copy() if isinstance(x, np.ndarray) else x

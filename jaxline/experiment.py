@@ -10,7 +10,6 @@ from typing import Any
 from absl import logging
 import jax
 from ml_collections import config_dict
-import numpy as np
 
 from jaxline import debug
 from jaxline import devices
@@ -160,7 +159,8 @@ class AbstractExperiment(abc.ABC):
     """
     actions = tuple(periodic_actions)
     step_inputs = self.step_inputs(config)
-    in_flight = _InFlight(*_max_steps_in_flight(config))
+    max_in_flight = _max_steps_in_flight(config)
+    in_flight: collections.deque[list[jax.Array]] = collections.deque()
     with debug.log_activity('training loop'):
       while self.should_run_step(state.global_step, config):
         with jax.profiler.StepTraceAnnotation(
@@ -179,7 +179,9 @@ class AbstractExperiment(abc.ABC):
           action(now, state.global_step, scalars)
         # Only now, with this step queued, wait for the one before: the
         # devices never idle and the host never runs further ahead.
-        in_flight.add(now, scalars)
+        in_flight.append(_arrays(scalars))
+        if len(in_flight) >= max_in_flight:
+          _wait(in_flight.popleft())
 
   def snapshot_state(self) -> dict[str, Any]:
     """Returns the experiment's state for a checkpoint.
@@ -241,10 +243,10 @@ class AbstractExperiment(abc.ABC):
       trained: the experiment in training, of the same class.
     """
     if type(self).snapshot_state is not AbstractExperiment.snapshot_state:
-      # Its state is what its own snapshots say; copied to the host, since
-      # what they hold may be donated by the next step.
-      copy = lambda x: np.array(x) if isinstance(x, jax.Array) else x
-      self.restore_from_snapshot(jax.tree.map(copy, trained.snapshot_state()))
+      # Its state is what its own snapshots say; copied, since what they hold
+      # may be donated by the next step.
+      snapshot = jax.tree.map(devices.freeze, trained.snapshot_state())
+      self.restore_from_snapshot(snapshot)
       return
     attributes = [*self.CHECKPOINT_ATTRS, *self.NON_BROADCAST_CHECKPOINT_ATTRS]
     if not attributes:
@@ -267,47 +269,14 @@ class AbstractExperiment(abc.ABC):
     del best_state
 
 
-# A step that takes less is a fast one, in seconds: to wait for each of them
-# would cost more than the step, and to be a few ahead is not to be far ahead.
-_FAST_STEP_SECS = 0.01
-_MAX_FAST_STEPS_IN_FLIGHT = 16
-
-
-def _max_steps_in_flight(config: config_dict.ConfigDict) -> tuple[int, int]:
-  """Returns how many steps may be queued, and how many fast ones."""
+def _max_steps_in_flight(config: config_dict.ConfigDict) -> int:
   # An old experiment's config may be made without our base config.
   if 'max_steps_in_flight' in config and config.max_steps_in_flight is not None:
-    return config.max_steps_in_flight, config.max_steps_in_flight
-  if jax.default_backend() == 'cpu' and jax.local_device_count() > 1:
-    # Programs of several CPU devices wait for each other in one thread pool:
-    # two at once can starve it for ever.
-    return 1, 1
-  return 2, _MAX_FAST_STEPS_IN_FLIGHT
-
-
-class _InFlight:
-  """The steps that the devices may still be at; bounds how many there are."""
-
-  def __init__(self, limit: int, fast_limit: int):
-    self._limit = limit
-    self._fast_limit = fast_limit
-    self._steps: collections.deque[tuple[float, list[jax.Array]]] = (
-      collections.deque()
-    )
-
-  def add(self, now: float, scalars: Any) -> None:
-    """Adds a step just queued; waits where that is too many.
-
-    Args:
-      now: when it was queued, in seconds.
-      scalars: its results.
-    """
-    steps = self._steps
-    steps.append((now, _arrays(scalars)))
-    while len(steps) >= self._limit and (
-      len(steps) >= self._fast_limit or now - steps[0][0] >= _FAST_STEP_SECS
-    ):
-      _wait(steps.popleft()[1])
+    return config.max_steps_in_flight
+  # Programs of several CPU devices wait for each other in one thread pool:
+  # two at once can starve it for ever.
+  several = jax.local_device_count() > 1
+  return 1 if jax.default_backend() == 'cpu' and several else 2
 
 
 def _arrays(scalars: Any) -> list[jax.Array]:

@@ -283,6 +283,8 @@ def _main(
       f' {jax.process_count()}: their threads would meet in different programs.'
       ' Use train_and_eval.'
     )
+  if mode.startswith('eval') and checkpointer_factory is create_checkpointer:
+    _check_can_follow(create_checkpointer(config, mode), config)
   _run(experiment_class, config, mode, checkpointer_factory)
 
 
@@ -316,21 +318,17 @@ def _run(
     elif mode == 'train_eval_multithreaded':
       _train_eval_multithreaded(experiment_class, config, checkpointer, writer)
     else:
-      follows = checkpointer(mode)
-      _check_can_follow(follows, config)
-      train.evaluate(experiment_class, config, follows, writer(mode), mode)
+      train.evaluate(
+        experiment_class, config, checkpointer(mode), writer(mode), mode
+      )
 
 
 def _check_can_follow(
   checkpointer: base.Checkpointer, config: config_dict.ConfigDict
 ) -> None:
   """Refuses to wait for checkpoints that can never come."""
-  in_memory = type(checkpointer) is memory.InMemoryCheckpointer
-  if (
-    in_memory
-    and not config.one_off_evaluate
-    and not checkpointer.can_be_restored('latest')
-  ):
+  waits = not config.one_off_evaluate
+  if waits and not checkpointer.can_be_restored('latest'):
     raise UsageError(
       'Evaluation by itself would wait for ever: checkpoints are kept in the'
       ' memory of the process that trains. Use --jaxline_mode=train_and_eval;'

@@ -10,6 +10,7 @@ from typing import Any
 from absl import logging
 import jax
 from ml_collections import config_dict
+import numpy as np
 
 from jaxline import debug
 from jaxline import devices
@@ -39,6 +40,8 @@ def _add_rates(scalars: Mapping[str, Any]) -> dict[str, Any]:
   if 'steps_per_sec' in scalars:
     for unit in ('tokens', 'examples'):
       per_step = scalars.get(f'{unit}_per_step')
+      if isinstance(per_step, np.ndarray) and per_step.ndim == 0:
+        per_step = per_step.item()  # Fetched from a device.
       if isinstance(per_step, numbers.Real):
         rates[f'{unit}_per_sec'] = per_step * scalars['steps_per_sec']
   return rates
@@ -423,8 +426,6 @@ def train_and_eval(
     jax.random.PRNGKey(config.random_seed),
     config.experiment_kwargs,
   )
-  # At once, so that what its constructor made does not fill the memory.
-  evaluated.share_state(trained)
   evaluator = _Evaluator(evaluated, config, checkpointer, eval_writer)
   last_evaluated = None
 

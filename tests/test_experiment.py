@@ -1,6 +1,5 @@
 """The experiment's own half of the contract: state, inputs, the loop."""
 
-import itertools
 from unittest import mock
 
 from absl import logging
@@ -298,18 +297,11 @@ def test_scalars_whose_buffers_are_gone_are_not_waited_for():
 
 
 @pytest.mark.parametrize(
-  ('in_flight', 'step_secs', 'waits'),
-  [
-    (1, 0.0, [[0], [1], [2]]),
-    (2, 0.0, [[0], [1]]),
-    (3, 0.0, [[0]]),
-    (None, 0.02, [[0], [1]]),  # As 2.
-    (None, 0.006, [[0]]),  # Fast: the first has been in flight for 12 ms.
-    (None, 0.001, []),
-  ],
+  ('in_flight', 'waits'),
+  [(1, [[0], [1], [2]]), (2, [[0], [1]]), (3, [[0]]), (4, [])],
 )
 def test_the_host_runs_no_further_ahead_than_it_may(
-  monkeypatch, in_flight, step_secs, waits
+  monkeypatch, in_flight, waits
 ):
   # Two arrays a step, as of two programs: each of them may be the slow one.
   arrays = [(jnp.float32(i), jnp.int32(i)) for i in range(3)]
@@ -318,11 +310,6 @@ def test_the_host_runs_no_further_ahead_than_it_may(
   monkeypatch.setattr(
     experiment, '_wait', lambda xs: (waited_for.append(xs), wait(xs))
   )
-  clock = itertools.count()
-  monkeypatch.setattr(
-    experiment.time, 'time', lambda: 1e6 + step_secs * next(clock)
-  )
-  monkeypatch.setattr(jax, 'local_device_count', lambda: 1)
   module = Looped([{'a': a, 'n': None, 'b': b} for a, b in arrays])
   config = make_config(training_steps=3, max_steps_in_flight=in_flight)
   module.train_loop(config, make_state(), ())
@@ -334,11 +321,11 @@ def test_the_host_runs_no_further_ahead_than_it_may(
 @pytest.mark.parametrize(
   ('limit', 'backend', 'local_devices', 'expected'),
   [
-    (None, 'cpu', 2, (1, 1)),
-    (None, 'cpu', 1, (2, 16)),
-    (None, 'tpu', 4, (2, 16)),
-    (2, 'cpu', 2, (2, 2)),
-    (1, 'gpu', 1, (1, 1)),
+    (None, 'cpu', 2, 1),
+    (None, 'cpu', 1, 2),
+    (None, 'tpu', 4, 2),
+    (2, 'cpu', 2, 2),
+    (1, 'gpu', 1, 1),
   ],
 )
 def test_steps_in_flight(monkeypatch, limit, backend, local_devices, expected):

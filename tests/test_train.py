@@ -447,6 +447,12 @@ def test_rates_are_made_of_what_is_counted_per_step():
     'examples_per_step': None,
     'seconds_per_step': 0.5,
   }
+  assert (
+    train._add_rates(
+      {'steps_per_sec': 2.0, 'examples_per_step': np.array(3, np.int32)}
+    )['examples_per_sec']
+    == 6.0
+  )
   cls = functools.partial(Plain, scalars=counted)
   run(cls, make_config(2, log_train_data_interval=1), writer=writer)
   for _, scalars in writer.records:
@@ -1258,9 +1264,10 @@ def test_an_experiment_with_snapshots_of_its_own_is_evaluated_as_trained():
       return {}
 
     def snapshot_state(self):
-      return {'w': self.hidden}
+      return {'w': self.hidden, 'key': jax.random.key(3)}
 
     def restore_from_snapshot(self, snapshot_state):
+      assert snapshot_state['key'] == jax.random.key(3)
       self.hidden = jnp.asarray(snapshot_state['w'])
 
   config = make_config(4, eval_interval=2)

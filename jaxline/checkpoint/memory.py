@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 
 from absl import logging
 import jax
-import jax.numpy as jnp
 from ml_collections import config_dict
-import numpy as np
 
+from jaxline import devices
 from jaxline.checkpoint import base
 
 
@@ -45,27 +44,6 @@ def _checkpoints() -> dict[str, CheckpointNT]:
   return utils.GLOBAL_CHECKPOINT_DICT
 
 
-def _freeze(x: Any) -> Any:
-  """Returns a copy of a leaf that no later step can change."""
-  if isinstance(x, jax.Array):
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      return jax.random.wrap_key_data(
-        _freeze(jax.random.key_data(x)), impl=jax.random.key_impl(x)
-      )
-    if not x.is_fully_addressable:
-      # Only this host's part is here to copy; it stays on its devices. Shard
-      # by shard, since other hosts may not be saving.
-      return jax.make_array_from_single_device_arrays(
-        x.shape,
-        x.sharding,
-        [jnp.copy(shard.data) for shard in x.addressable_shards],
-      )
-    # device_get on a CPU gives a view of the device's buffer, which the next
-    # step may donate and overwrite.
-    return np.array(x)
-  return x.copy() if isinstance(x, np.ndarray) else x
-
-
 class _ModuleState(base.ExperimentState):
   """The snapshot of an experiment, which also has the experiment's attributes.
 
@@ -76,7 +54,7 @@ class _ModuleState(base.ExperimentState):
   def __init__(self, experiment: Any):
     """Copies the experiment's snapshot."""
     snapshot = dict(experiment.snapshot_state())
-    super().__init__(_nest(jax.tree.map(_freeze, snapshot)))
+    super().__init__(_nest(jax.tree.map(devices.freeze, snapshot)))
     # Beside the entries: attribute -> entry, as in CHECKPOINT_ATTRS.
     self.__dict__['attributes'] = dict(experiment.CHECKPOINT_ATTRS)
 
@@ -107,7 +85,7 @@ def _entries(nest: Any) -> dict[str, Any]:
   if hasattr(module, 'snapshot_state'):
     entries['experiment_module'] = module.snapshot_state()
   # A copy, so that nothing done to the live state reaches the snapshot.
-  return jax.tree.map(_freeze, entries)
+  return jax.tree.map(devices.freeze, entries)
 
 
 class InMemoryCheckpointer:
@@ -139,7 +117,7 @@ class InMemoryCheckpointer:
       if key == 'experiment_module':
         nest[key] = _ModuleState(value)
       else:
-        nest[key] = _nest(jax.tree.map(_freeze, value))
+        nest[key] = _nest(jax.tree.map(devices.freeze, value))
     with _lock:
       checkpoints = _checkpoints()
       series = checkpoints[ckpt_series]
