@@ -3,14 +3,12 @@
 from collections.abc import Mapping, Sequence
 import inspect
 import math
-import numbers
 import time
 from typing import Any
 
 from absl import logging
 import jax
 from ml_collections import config_dict
-import numpy as np
 
 from jaxline import debug
 from jaxline import devices
@@ -34,16 +32,18 @@ def _log_outputs(step: int, scalar_values: Mapping[str, Any]) -> None:
   _LOG_LINE.write_scalars(step, _add_rates(scalar_values))
 
 
+# What a step may count, and is then logged per second too.
+_COUNTS = ('tokens_per_step', 'examples_per_step')
+
+
 def _add_rates(scalars: Mapping[str, Any]) -> dict[str, Any]:
   """Adds what goes with the time a step takes, where that is known."""
   rates = dict(scalars)
   if 'steps_per_sec' in scalars:
-    for unit in ('tokens', 'examples'):
-      per_step = scalars.get(f'{unit}_per_step')
-      if isinstance(per_step, np.ndarray) and per_step.ndim == 0:
-        per_step = per_step.item()  # Fetched from a device.
-      if isinstance(per_step, numbers.Real):
-        rates[f'{unit}_per_sec'] = per_step * scalars['steps_per_sec']
+    counts = {k: scalars[k] for k in _COUNTS if k in scalars}
+    for name, count in writers.to_scalars(counts).items():
+      rate = count * scalars['steps_per_sec']
+      rates[name.replace('_per_step', '_per_sec')] = rate
   return rates
 
 
