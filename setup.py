@@ -25,6 +25,7 @@ _BASE = [
   'ml_collections>=1.0',
   'numpy>=2.0',
   'optax>=0.2.5',
+  'orbax-checkpoint>=0.11.20',
   'tensorboardX>=2.6.2',
 ]
 _IMAGE = ['scikit-learn>=1.4']

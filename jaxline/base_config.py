@@ -9,13 +9,16 @@ compiled.
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import difflib
+import json
 import numbers
+import re
 import types
 import typing
 from typing import Any, TypeVar
 
 from ml_collections import config_dict
 
+from jaxline import nonfinite
 from jaxline import prng
 
 T = TypeVar('T')
@@ -35,8 +38,9 @@ def get_base_config() -> config_dict.ConfigDict:
   # What that class is constructed with, besides `mode` and `init_rng`.
   config.experiment_kwargs = config_dict.ConfigDict()
 
-  # The run's directory: event files, JSON lines, resolved config. None makes a
-  # fresh one below /tmp/jaxline, named for the config and the time.
+  # The run's directory: checkpoints, event files, JSON lines, resolved config.
+  # None makes a fresh one below /tmp/jaxline, named for the config and the
+  # time. A run that was started with the same directory goes on.
   config.checkpoint_dir = config_dict.placeholder(str)
 
   # Number of training steps; None runs until the experiment's own
@@ -80,12 +84,53 @@ def get_base_config() -> config_dict.ConfigDict:
   # differ.
   config.train_checkpoint_all_hosts = False
   config.best_checkpoint_all_hosts = False
+  # Where checkpoints are kept: 'durable', on disk, below `checkpoint_dir`; or
+  # 'memory', in this process, for tests and trials.
+  config.checkpointer = 'durable'
+  # How many of the newest checkpoints of each series are kept.
   config.max_checkpoints_to_keep = 5
+  config.max_best_checkpoints_to_keep = 1
+  # Besides those, checkpoints this far apart are kept for ever; None keeps
+  # none.
+  config.keep_checkpoint_every_steps = config_dict.placeholder(int)
+  config.keep_checkpoint_every_hours = config_dict.placeholder(float)
+  # What an experiment keeps is stored as arrays, JSON and structure. This
+  # allows to pickle the rest, and to unpickle it at restore, which runs
+  # whatever code the file holds: only for files that you made yourself.
+  config.checkpoint_allow_pickle = False
+
+  # Begin from another run, as 'DIR' or 'DIR:STEP', where this run has no
+  # checkpoint of its own. Without rules all of it is restored: weights,
+  # optimizer, step, keys, position of the data.
+  config.restore_from = config_dict.placeholder(str)
+  # What to take from it, as pairs (pattern, source): an array of this run
+  # whose name the regular expression matches wholly (first match wins) gets
+  # the array named `source` there, in which '\\1' is the pattern's first
+  # group; None, or no match, leaves it as it was initialised. The run then
+  # starts at step 0. `python -m jaxline.checkpoint show DIR` lists the names.
+  config.restore_rules = None
+  # A checkpoint was made with another experiment_class, experiment_kwargs or
+  # seed: 'raise' says which keys differ, 'continue' restores it all the same.
+  # Where arrays lie (`mesh`, `sharding`) may always change.
+  config.on_config_change = 'raise'
+
+  # What a step with a loss or gradients that are not finite does: 'raise' ends
+  # the run; 'skip' (sharded steps) keeps weights and optimizer as they were,
+  # and counts; 'ignore' does nothing.
+  config.on_nonfinite = 'raise'
+  # With 'skip': this many such steps in a row end the run.
+  config.max_nonfinite_steps = 10
+  # No step, and no other sign of life, for so many seconds ends the process,
+  # with every thread's stack. None waits for ever.
+  config.watchdog_secs = 7200.0
 
   # Evaluate the untrained weights while there is no checkpoint.
   config.eval_initial_weights = False
   # Evaluate the newest checkpoint once, then end.
   config.one_off_evaluate = False
+  # Evaluate these checkpoints, then end: 'all' that are kept, or a list of
+  # steps. None follows the training run.
+  config.eval_steps = None
   # The scalar of `evaluate` whose best value is kept as the series 'best'; ''
   # keeps none.
   config.best_model_eval_metric = ''
@@ -177,11 +222,36 @@ def _check_values(config: Mapping[str, Any]) -> None:
   ):
     if config[key] is not None and not _is_number(config[key]):
       refuse(key, 'a number, or None for off')
+  for key, valid in (
+    ('checkpointer', ('durable', 'memory')),
+    ('on_config_change', ('raise', 'continue')),
+    ('on_nonfinite', nonfinite.MODES),
+  ):
+    if config[key] not in valid:
+      refuse(key, f'one of {valid}')
+  for key in ('keep_checkpoint_every_hours', 'watchdog_secs'):
+    value = config[key]
+    if value is not None and not (_is_number(value) and value > 0):
+      refuse(key, 'a positive number, or None for none')
+  _check_rules(config)
+  wanted = config['eval_steps']
+  if not (
+    wanted in (None, 'all')
+    or (
+      isinstance(wanted, Sequence)
+      and not isinstance(wanted, str)
+      and all(isinstance(s, numbers.Integral) for s in wanted)
+    )
+  ):
+    refuse('eval_steps', "None, 'all' or a list of steps")
   steps = config['training_steps']
   if steps is not None and (not _is_number(steps) or steps < 0):
     refuse('training_steps', 'a number of at least 0, or None for no end')
   for key, optional in (
     ('max_checkpoints_to_keep', False),
+    ('max_best_checkpoints_to_keep', False),
+    ('max_nonfinite_steps', False),
+    ('keep_checkpoint_every_steps', True),
     ('max_steps_in_flight', True),
   ):
     value = config[key]
@@ -195,6 +265,7 @@ def _check_values(config: Mapping[str, Any]) -> None:
     ('best_model_eval_metric', "the name of a scalar, or '' for none"),
     ('checkpoint_dir', 'the name of a directory, or None for a fresh one'),
     ('experiment_class', "'package.module:Class', or None"),
+    ('restore_from', "'DIR' or 'DIR:STEP', or None"),
   ):
     if not isinstance(config[key], str | None):
       refuse(key, expected)
@@ -210,6 +281,30 @@ def _check_values(config: Mapping[str, Any]) -> None:
   for key, default in base.items():
     if isinstance(default, bool) and not isinstance(config[key], bool):
       refuse(key, 'True or False')
+
+
+def _check_rules(config: Mapping[str, Any]) -> None:
+  """Refuses `restore_rules` that are no rules."""
+  rules = config['restore_rules']
+  if rules is None:
+    return
+  expected = (
+    'expected pairs (regular expression, name or None), such as'
+    " [('state/params/(.*)', r'state/params/\\1')]. See"
+    ' jaxline/base_config.py.'
+  )
+  if isinstance(rules, str) or not isinstance(rules, Sequence):
+    raise ValueError(f'config.restore_rules is {rules!r}; {expected}')
+  for rule in rules:
+    try:
+      pattern, source = rule
+      re.compile(pattern)
+    except (TypeError, ValueError, re.error) as e:
+      raise ValueError(
+        f'config.restore_rules has {rule!r} ({e}); {expected}'
+      ) from e
+    if not isinstance(source, str | None):
+      raise ValueError(f'config.restore_rules has {rule!r}; {expected}')
 
 
 def _is_number(x: Any) -> bool:
@@ -233,6 +328,24 @@ def check_constraints(config: Mapping[str, Any]) -> None:
       f' {config["interval_type"]!r}): hosts would save different steps. Set'
       " checkpoint_interval_type = 'steps'."
     )
+  if config['restore_rules'] is not None and not config['restore_from']:
+    raise ValueError(
+      'config.restore_rules are given, but config.restore_from is'
+      f' {config["restore_from"]!r}; name the run to restore from.'
+    )
+  if config['checkpointer'] == 'memory':
+    for key in (
+      'restore_from',
+      'eval_steps',
+      'keep_checkpoint_every_steps',
+      'keep_checkpoint_every_hours',
+    ):
+      if config[key] is not None:
+        raise ValueError(
+          f'config.{key} is {config[key]!r}, but config.checkpointer is'
+          " 'memory', which has no such thing. Set config.checkpointer ="
+          " 'durable'."
+        )
   if config['periodic_action_growth_ratios']:
     for key in ('logging_interval_type', 'checkpoint_interval_type'):
       if (config[key] or config['interval_type']) != 'steps':
@@ -252,6 +365,21 @@ def validate_config(config: config_dict.ConfigDict) -> None:
   validate_keys(get_base_config(), config)
   _check_values(config)
   check_constraints(config)
+
+
+def has(config: Any, key: str) -> bool:
+  """Returns whether a config has a key of ours.
+
+  Old programs make theirs without `get_base_config`, and tests mock it.
+  """
+  return isinstance(config, Mapping | config_dict.ConfigDict) and key in config
+
+
+def to_json(config: config_dict.ConfigDict) -> str:
+  """Returns a config as JSON, with what JSON lacks as text."""
+  return json.dumps(
+    json.loads(config.to_json_best_effort()), indent=2, sort_keys=True
+  )
 
 
 def read(cls: type[T], config: Mapping[str, Any]) -> T:

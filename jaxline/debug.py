@@ -64,9 +64,54 @@ class Stopped(BaseException):
   """
 
 
+_activities_lock = threading.Lock()
+# The open activities of each thread that has any, outermost first.
+_activities: dict[threading.Thread, list[str]] = {}
+_activity_changes = 0
+
+
+def activities() -> dict[str, list[str]]:
+  """Returns what the run is in the middle of.
+
+  Returns:
+    For the name of each thread inside of a `log_activity`, the names of its
+    activities, outermost first. Threads of one name are one.
+  """
+  named: dict[str, list[str]] = {}
+  with _activities_lock:
+    for thread, stack in _activities.items():
+      named.setdefault(thread.name, []).extend(stack)
+  return named
+
+
+def activity_changes() -> int:
+  """Returns how often an activity has started or ended so far."""
+  return _activity_changes
+
+
+@contextlib.contextmanager
+def _open_activity(name: str) -> Iterator[None]:
+  global _activity_changes
+  thread = threading.current_thread()
+  with _activities_lock:
+    _activities.setdefault(thread, []).append(name)
+    _activity_changes += 1
+  try:
+    yield
+  finally:
+    with _activities_lock:
+      _activities[thread].pop()
+      if not _activities[thread]:
+        del _activities[thread]
+      _activity_changes += 1
+
+
 @contextlib.contextmanager
 def log_activity(activity_name: str) -> Iterator[None]:
   """Logs the start and the end of what runs inside, and its error.
+
+  Meanwhile the name is among `activities()`. An exit (SystemExit, of which
+  `preemption.Preempted` is one) is no error.
 
   Args:
     activity_name: what to call it in the log.
@@ -76,8 +121,9 @@ def log_activity(activity_name: str) -> Iterator[None]:
   """
   logging.info('[jaxline] %s starting...', activity_name)
   try:
-    yield
-  except Stopped:
+    with _open_activity(activity_name):
+      yield
+  except (Stopped, SystemExit):
     logging.info('[jaxline] %s stopped.', activity_name)
     raise
   except BaseException:

@@ -2,7 +2,7 @@
 
 import abc
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import time
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from absl import logging
 import jax
 from ml_collections import config_dict
+import numpy as np
 
 from jaxline import debug
 from jaxline import devices
@@ -35,10 +36,14 @@ class AbstractExperiment(abc.ABC):
       leading axis of local devices that all hold the same: the first device's
       slice is stored, and broadcast to all local devices on restore.
     NON_BROADCAST_CHECKPOINT_ATTRS: the same for anything else, stored whole.
+    PER_PROCESS_ENTRIES: names in the checkpoint of what each process has for
+      itself; of everything else that is not spread over the hosts, a durable
+      checkpoint keeps the first process's.
   """
 
   CHECKPOINT_ATTRS: dict[str, str] = {}
   NON_BROADCAST_CHECKPOINT_ATTRS: dict[str, str] = {}
+  PER_PROCESS_ENTRIES: tuple[str, ...] = ()
 
   @abc.abstractmethod
   def __init__(self, mode: str, init_rng: jax.Array | None = None):
@@ -206,6 +211,29 @@ class AbstractExperiment(abc.ABC):
       snapshot[name] = getattr(self, attribute)
     return snapshot
 
+  def snapshot_template(self) -> dict[str, Any]:
+    """Returns where to restore those entries that are stored leaf by leaf.
+
+    A durable checkpoint stores such an entry as arrays alone, checks them
+    against the template before it restores any, and reads them straight into
+    their places. Other entries are stored with their structure.
+
+    Returns:
+      Name in the checkpoint -> tree of jax.ShapeDtypeStruct with shardings.
+    """
+    return {}
+
+  def wants_restored(self, name: str) -> bool:
+    """Returns whether a restore shall read an array.
+
+    Args:
+      name: of an entry or an array in it, such as 'state/params/w'. In place
+        of what is not wanted, the snapshot has its jax.ShapeDtypeStruct, or
+        nothing.
+    """
+    del name
+    return True
+
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
     """Restores what `snapshot_state` returned.
 
@@ -213,7 +241,8 @@ class AbstractExperiment(abc.ABC):
       snapshot_state: name in the checkpoint -> value.
 
     Raises:
-      ValueError: a name is missing; then nothing was changed.
+      ValueError: a name is missing, or arrays have other shapes or types than
+        those that the experiment has now; then nothing was changed.
     """
     names = self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
     if missing := sorted(set(names.values()) - set(snapshot_state)):
@@ -221,6 +250,11 @@ class AbstractExperiment(abc.ABC):
         f'The checkpoint lacks {missing} for {type(self).__name__}; it holds'
         f' {sorted(snapshot_state)}.'
       )
+    self._check_fits(snapshot_state)
+    shardings = {
+      attribute: _shardings(getattr(self, attribute, None))
+      for attribute in self.NON_BROADCAST_CHECKPOINT_ATTRS
+    }
     # All old values go before any new one comes, so that the device's memory
     # need not hold both.
     for attribute in names:
@@ -231,7 +265,33 @@ class AbstractExperiment(abc.ABC):
       value = devices.bcast_local_devices(snapshot_state[name])
       setattr(self, attribute, value)
     for attribute, name in self.NON_BROADCAST_CHECKPOINT_ATTRS.items():
-      setattr(self, attribute, snapshot_state[name])
+      value = _put(snapshot_state[name], shardings[attribute])
+      setattr(self, attribute, value)
+
+  def _check_fits(self, snapshot_state: Mapping[str, Any]) -> None:
+    """Refuses a snapshot of another model, where there is one to compare."""
+    wrong = []
+    for attribute, name in self.CHECKPOINT_ATTRS.items():
+      live = getattr(self, attribute, None)
+      if _is_on_devices(live):
+        rows = jax.tree.map(
+          lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), live
+        )
+        wrong += differences(
+          snapshot_state[name], rows, 'the checkpoint has', 'expected', name
+        )
+    for attribute, name in self.NON_BROADCAST_CHECKPOINT_ATTRS.items():
+      live = getattr(self, attribute, None)
+      if _is_on_devices(live):
+        wrong += differences(
+          snapshot_state[name], live, 'the checkpoint has', 'expected', name
+        )
+    if wrong:
+      raise ValueError(
+        f'The checkpoint does not fit {type(self).__name__}; nothing was'
+        ' restored. Use the config it was trained with, or start a new run.\n'
+        + '\n'.join(wrong)
+      )
 
   def share_state(self, trained: 'AbstractExperiment') -> None:
     """Takes over the live state of an experiment in training, copying nothing.
@@ -267,6 +327,53 @@ class AbstractExperiment(abc.ABC):
       best_state: the state about to be saved; entries may be added.
     """
     del best_state
+
+
+def differences(
+  a: Any, b: Any, a_says: str, b_says: str, name: str = ''
+) -> list[str]:
+  """Returns a line for each array whose shape or type is not the same.
+
+  Args:
+    a: tree of arrays, or of what has shape and dtype.
+    b: another.
+    a_says: what to put before what `a` has.
+    b_says: the same for `b`.
+    name: what to put before each path.
+  """
+  have, want = dict(_shapes(a)), dict(_shapes(b))
+  return [
+    f'{name}{path}: {a_says} {have.get(path, "nothing")}, {b_says}'
+    f' {want.get(path, "nothing")}'
+    for path in sorted(have.keys() | want.keys())
+    if have.get(path) != want.get(path)
+  ]
+
+
+def _shapes(tree: Any) -> Iterator[tuple[str, str]]:
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    dtype = getattr(x, 'dtype', type(x).__name__)
+    yield jax.tree_util.keystr(path), f'{dtype}{list(np.shape(x))}'
+
+
+def _is_on_devices(value: Any) -> bool:
+  """Returns whether a value is a tree of jax.Arrays and nothing else.
+
+  Others may change their shape in the course of a run, as a buffer does.
+  """
+  leaves = jax.tree.leaves(value)
+  return bool(leaves) and all(isinstance(x, jax.Array) for x in leaves)
+
+
+def _shardings(value: Any) -> Any:
+  """Returns where a tree of jax.Arrays lies, or None if it is none."""
+  if not _is_on_devices(value):
+    return None
+  return jax.tree.map(lambda x: x.sharding, value)
+
+
+def _put(value: Any, shardings: Any) -> Any:
+  return value if shardings is None else jax.device_put(value, shardings)
 
 
 def _max_steps_in_flight(config: config_dict.ConfigDict) -> int:

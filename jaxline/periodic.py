@@ -12,7 +12,9 @@ import jax
 from jaxline import async_lib
 
 # One record is the scalars of one step.
-_MAX_KEPT = 1024  # Records of log_all_data that wait for the action to be due.
+# Records of log_all_data that wait for the action to be due. They come to a
+# writer all at once and must find room in its queue.
+_MAX_KEPT = 512
 _MAX_PENDING = (
   4096  # Records that wait for a function slower than its interval.
 )
@@ -58,7 +60,7 @@ class PeriodicAction:
         then raised by the next call, due or not, and by `wait_to_finish`.
       log_all_data: whether to hand on every step's scalars, in order, and not
         only those of the steps that are due. They are handed on when due, or
-        when 1024 have come together. `steps_per_sec` is with the due ones.
+        when 512 have come together. `steps_per_sec` is with the due ones.
       logging_growth_ratios: ratios r for which the steps round(r * 10**k), for
         any k >= 0, are also due; so are the powers of ten. Needs 'steps'.
       end_step_to_action: a step that is also due; the last one.
@@ -122,6 +124,34 @@ class PeriodicAction:
       seconds: how much since the last call.
     """
     self._prev_time += seconds
+
+  def hand_on(self) -> Callable[[], None]:
+    """Hands on the records that wait for the action to be due (log_all_data).
+
+    Call it on the thread that calls the action. The background thread does the
+    work, so it costs no waiting; a synchronous action does it here.
+
+    Returns:
+      A function that any thread may call, meanwhile and once or more: it waits
+      until the function has had every record handed on so far, and raises the
+      error because of which it has not.
+
+    Raises:
+      BaseException: the error of an earlier asynchronous call.
+    """
+    if self._kept:
+      self._hand_on(None)
+    executor = self._executor
+    if executor is None:
+      return lambda: None
+    # It does nothing, but does it behind all that was handed on.
+    last = executor.submit(lambda: None)
+
+    def wait() -> None:
+      if last.exception() is not None:
+        executor.raise_error()
+
+    return wait
 
   def wait_to_finish(self) -> None:
     """Hands on what is left, waits for it, and raises its error if any."""

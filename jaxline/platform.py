@@ -4,9 +4,9 @@
 checkpointer and the writers, and calls the loop that `--jaxline_mode` names.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import importlib
-import json
 import os
 import pathlib
 import queue
@@ -28,9 +28,12 @@ from ml_collections import config_flags
 from jaxline import base_config
 from jaxline import debug
 from jaxline import periodic
+from jaxline import preemption
 from jaxline import train
+from jaxline import watchdog
 from jaxline import writers
 from jaxline.checkpoint import base
+from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 
 MODES = {
@@ -99,8 +102,12 @@ train.default_mode = lambda: _flag(_MODE)
 def create_checkpointer(
   config: config_dict.ConfigDict, mode: str
 ) -> base.Checkpointer:
-  """Returns the run's checkpointer for one mode."""
-  return memory.InMemoryCheckpointer(config, mode)
+  """Returns the run's checkpointer for one mode, as `config.checkpointer`."""
+  if config.checkpointer == 'memory':
+    return memory.InMemoryCheckpointer(config, mode)
+  from jaxline.checkpoint import durable  # Orbax takes a second to import.
+
+  return durable.DurableCheckpointer(config, mode)
 
 
 class TensorBoardLogger(writers.AsyncWriter):
@@ -283,9 +290,51 @@ def _main(
       f' {jax.process_count()}: their threads would meet in different programs.'
       ' Use train_and_eval.'
     )
-  if mode.startswith('eval') and checkpointer_factory is create_checkpointer:
+  if (
+    mode.startswith('eval')
+    and checkpointer_factory is create_checkpointer
+    and config.checkpointer == 'memory'
+  ):
     _check_can_follow(create_checkpointer(config, mode), config)
-  _run(experiment_class, config, mode, checkpointer_factory)
+  with contextlib.ExitStack() as stack:
+    _claim(config, mode, stack)
+    _check_config(checkpointer_factory(config, mode))
+    _run(experiment_class, config, mode, checkpointer_factory)
+
+
+# What each mode alone may do in the run's directory: log below that name.
+_CLAIMS = {
+  'train': ('train',),
+  'train_and_eval': ('train', 'eval'),
+  'train_eval_multithreaded': ('train', 'eval'),
+}
+
+
+def _claim(
+  config: config_dict.ConfigDict, mode: str, stack: contextlib.ExitStack
+) -> None:
+  """Refuses to write where another run does."""
+  if jax.process_index() != 0:
+    return
+  try:
+    for what in _CLAIMS.get(mode, (mode,)):
+      stack.callback(files.Claim(config.checkpoint_dir, what).release)
+  except files.ClaimedError as e:
+    raise UsageError(str(e)) from e
+  except OSError as e:
+    raise UsageError(
+      f'config.checkpoint_dir is {config.checkpoint_dir!r}, but nothing can be'
+      f' written there: {e}. Give a directory of yours.'
+    ) from e
+
+
+def _check_config(checkpointer: base.Checkpointer) -> None:
+  """Refuses, before anything is written, to go on with another config."""
+  if base.is_durable(checkpointer):
+    try:
+      checkpointer.check_config()
+    except ValueError as e:
+      raise UsageError(str(e)) from e
 
 
 @debug.debugger_fallback
@@ -296,17 +345,37 @@ def _run(
   checkpointer_factory: base.CheckpointerFactory,
 ) -> None:
   """Runs one mode, potentially under a debugger."""
+  evaluates_only = mode.startswith('eval')
   if jax.process_index() == 0:
     logging.info('Run directory: %s', config.checkpoint_dir)
     print(f'Run directory: {config.checkpoint_dir}', flush=True)
-    _write_config(config)
+    if not evaluates_only:
+      _write_config(config)
 
-  def checkpointer(name: str) -> base.Checkpointer:
-    return checkpointer_factory(config, name)
+  with contextlib.ExitStack() as stack:
+    # Inside of the debugger's reach: at its prompt, Ctrl-C is Python's own.
+    supervision = train.Supervision(
+      stack.enter_context(preemption.Watch(takes_steps=not evaluates_only)),
+      stack.enter_context(watchdog.Watchdog(config.watchdog_secs)),
+    )
+    stack.enter_context(_exit_said())
+    writer = stack.enter_context(_Writers(config))
 
-  with _Writers(config) as writer:
+    def checkpointer(name: str) -> base.Checkpointer:
+      made = checkpointer_factory(config, name)
+      # Before the writers, which what is being saved is still logged to.
+      if hasattr(made, 'close'):
+        stack.callback(made.close)
+      return made
+
     if mode == 'train':
-      train.train(experiment_class, config, checkpointer(mode), writer(mode))
+      train.train(
+        experiment_class,
+        config,
+        checkpointer(mode),
+        writer(mode),
+        supervision=supervision,
+      )
     elif mode == 'train_and_eval':
       train.train_and_eval(
         experiment_class,
@@ -314,13 +383,31 @@ def _run(
         checkpointer(mode),
         writer('train'),
         writer('eval'),
+        supervision=supervision,
       )
     elif mode == 'train_eval_multithreaded':
-      _train_eval_multithreaded(experiment_class, config, checkpointer, writer)
+      _train_eval_multithreaded(
+        experiment_class, config, checkpointer, writer, supervision
+      )
     else:
       train.evaluate(
-        experiment_class, config, checkpointer(mode), writer(mode), mode
+        experiment_class,
+        config,
+        checkpointer(mode),
+        writer(mode),
+        mode,
+        supervision=supervision,
       )
+
+
+@contextlib.contextmanager
+def _exit_said() -> Iterator[None]:
+  """Says why a run that was told to end has ended."""
+  try:
+    yield
+  except preemption.Preempted as e:
+    print(f'[jaxline] {e}', file=sys.stderr, flush=True)
+    raise
 
 
 def _check_can_follow(
@@ -402,14 +489,8 @@ def _write_config(config: config_dict.ConfigDict) -> None:
   directory = pathlib.Path(config.checkpoint_dir)
   directory.mkdir(parents=True, exist_ok=True)
   partial = directory / f'config.json.{os.getpid()}'
-  partial.write_text(_config_json(config) + '\n', encoding='utf-8')
+  partial.write_text(base_config.to_json(config) + '\n', encoding='utf-8')
   partial.replace(directory / 'config.json')
-
-
-def _config_json(config: config_dict.ConfigDict) -> str:
-  return json.dumps(
-    json.loads(config.to_json_best_effort()), indent=2, sort_keys=True
-  )
 
 
 def _check_backend() -> None:
@@ -439,8 +520,6 @@ class _Writers:
   def _create(self, mode: str) -> Any:
     writer = create_writer(self._config, mode)
     self._open.append(writer)
-    if isinstance(writer, writers.MetricWriter):
-      writer.write_texts(0, {'config': _config_json(self._config)})
     return writer
 
   def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -501,9 +580,14 @@ class _FollowingCheckpointer:
       raise debug.Stopped
     return path
 
-  def restore(self, ckpt_series: str) -> None:
+  def restore(self, ckpt_series: str, step: int | None = None) -> None:
     path = self._checkpointer.restore_path(ckpt_series)
-    self._checkpointer.restore(ckpt_series)
+    if base.is_durable(self._checkpointer):
+      self._checkpointer.restore(ckpt_series, step)
+      if step is not None and path and pathlib.Path(path).name != str(step):
+        return  # There are newer ones to evaluate.
+    else:
+      self._checkpointer.restore(ckpt_series)
     if ckpt_series == 'latest':
       self._restored = path
 
@@ -513,6 +597,7 @@ def _train_eval_multithreaded(
   config: config_dict.ConfigDict,
   checkpointer: Callable[[str], base.Checkpointer],
   writer: Callable[[str], Any],
+  supervision: train.Supervision,
 ) -> None:
   """Trains and evaluates at once; the first exception of either ends both."""
   stop, trained = threading.Event(), threading.Event()
@@ -525,6 +610,7 @@ def _train_eval_multithreaded(
       checkpointer('train'),
       writer('train'),
       (_StopAction(stop),),
+      supervision=supervision,
     )
     trained.set()
 

@@ -30,6 +30,7 @@ import numpy as np
 import optax
 
 from jaxline import async_lib
+from jaxline import base_config
 from jaxline import experiment
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
@@ -46,10 +47,14 @@ LossFn = Callable[[Any, Any, Batch, jax.Array, bool], LossOutput]
 # for parts of rows, such as tokens.
 WEIGHTS = 'weights'
 
+# Scalars that the step itself adds; see `train_step`.
+NONFINITE = 'nonfinite'
+SKIPPED_STEPS = 'skipped_steps'
+
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=['step', 'params', 'model_state', 'opt_state'],
+  data_fields=['step', 'params', 'model_state', 'opt_state', 'skipped'],
   meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +66,18 @@ class TrainState:
     params: what the optimizer changes.
     model_state: what the loss function itself changes, such as statistics.
     opt_state: the optimizer's state.
+    skipped: steps that changed none of these, since their loss or gradients
+      were not finite (`on_nonfinite = 'skip'`), [2] int32: in a row up to now,
+      and in all.
   """
 
   step: Any
   params: Any
   model_state: Any
   opt_state: Any
+  skipped: Any = dataclasses.field(
+    default_factory=lambda: np.zeros([2], np.int32)
+  )
 
 
 def train_step(
@@ -76,6 +87,8 @@ def train_step(
   state: TrainState,
   batch: Batch,
   rng: jax.Array,
+  *,
+  on_nonfinite: str = 'ignore',
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """One step of training: the pure function that is compiled.
 
@@ -86,6 +99,10 @@ def train_step(
     state: before the step.
     batch: a global batch.
     rng: the run's step key; this step's key is its `fold_in` of `state.step`.
+    on_nonfinite: with 'raise' the scalar `nonfinite` says whether the loss or
+      the gradients' global norm is not finite (int32, 0 or 1). With 'skip' such
+      a step changes nothing but the counts: `nonfinite` is how many there were
+      in a row, `skipped_steps` in all. 'ignore' looks at nothing.
 
   Returns:
     The state after the step, and scalars.
@@ -98,7 +115,7 @@ def train_step(
     )
     return loss, (metrics, model_state)
 
-  (_, (metrics, model_state)), grads = jax.value_and_grad(
+  (loss, (metrics, model_state)), grads = jax.value_and_grad(
     compute_loss, has_aux=True
   )(state.params)
   # Optax relies on promotion, although a model may be written to do without.
@@ -112,15 +129,55 @@ def train_step(
       params=optax.apply_updates(state.params, updates),
       model_state=model_state,
       opt_state=opt_state,
+      skipped=state.skipped,
     )
   )
-  if wrong := _differences(new_state, state, 'the step returns', 'it got'):
+  if wrong := experiment.differences(
+    new_state, state, 'the step returns', 'it got'
+  ):
     raise ValueError(
       'The state after a step must have the shapes and types of the state'
       ' before it. In the model state these are what loss_fn returns; in the'
       ' others, what the optimizer does.\n' + '\n'.join(wrong)
     )
+  if on_nonfinite == 'ignore':
+    return new_state, scalars
+  if taken := scalars.keys() & {NONFINITE, SKIPPED_STEPS}:
+    raise ValueError(
+      f'The step itself gives the scalars {NONFINITE!r} and {SKIPPED_STEPS!r};'
+      f' call what the experiment returns as {sorted(taken)} otherwise.'
+    )
+  nonfinite = _nonfinite(loss, grads).astype(jnp.int32)
+  scalars[NONFINITE] = nonfinite
+  if on_nonfinite == 'skip':
+    in_a_row = nonfinite * (state.skipped[0] + 1)
+    in_all = state.skipped[1] + nonfinite
+    # Selected and not branched: this becomes part of the optimizer's own pass
+    # over the arrays, whereas a branch would be a barrier between the two.
+    new_state = jax.tree.map(
+      functools.partial(jax.lax.select, nonfinite > 0),
+      dataclasses.replace(state, step=new_state.step),
+      new_state,
+    )
+    new_state = dataclasses.replace(
+      new_state, skipped=jnp.stack([in_a_row, in_all])
+    )
+    scalars |= {NONFINITE: in_a_row, SKIPPED_STEPS: in_all}
   return new_state, scalars
+
+
+def _nonfinite(loss: jax.Array, grads: Any) -> jax.Array:
+  """Returns whether the loss or the gradients' norm is not finite."""
+
+  def wide(x: jax.Array) -> jax.Array:
+    # The square of a float16 is infinite from 256 on.
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+
+  # The norm and not each entry: the step's scalars have it already, and XLA
+  # computes it only once. Weights of several types need promotion.
+  with jax.numpy_dtype_promotion('standard'):
+    norm = optax.tree.norm(jax.tree.map(wide, grads))
+  return ~(jnp.isfinite(loss) & jnp.isfinite(norm))
 
 
 def eval_step(
@@ -163,22 +220,6 @@ def _strongly_typed(tree: Any) -> Any:
   return jax.tree.map(strong, tree)
 
 
-def _differences(a: Any, b: Any, a_says: str, b_says: str) -> list[str]:
-  """Returns a line for each array whose shape or type is not the same."""
-  have, want = dict(_shapes(a)), dict(_shapes(b))
-  return [
-    f'{path}: {a_says} {have.get(path, "nothing")}, {b_says}'
-    f' {want.get(path, "nothing")}'
-    for path in sorted(have.keys() | want.keys())
-    if have.get(path) != want.get(path)
-  ]
-
-
-def _shapes(tree: Any) -> Iterator[tuple[str, str]]:
-  for path, x in jax.tree_util.tree_leaves_with_path(tree):
-    yield jax.tree_util.keystr(path), f'{x.dtype}{list(x.shape)}'
-
-
 class ShardedExperiment(experiment.AbstractExperiment):
   """An experiment of pure functions, run as one program over a mesh.
 
@@ -192,7 +233,17 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   Here `step` and `evaluate` get scalars and not one value a device: the step's
   number, and the run's key, from which `train_step` derives each step's.
+
+  Attributes:
+    SKIPS_NONFINITE: that `on_nonfinite = 'skip'` can be had.
+    nonfinite: of the last step, the scalar of that name of `train_step`; None
+      before the first step and with 'ignore'.
   """
+
+  PER_PROCESS_ENTRIES = ('input',)
+  SKIPS_NONFINITE = True
+  nonfinite: jax.Array | None = None
+  _on_nonfinite = 'raise'
 
   def __init__(
     self,
@@ -278,6 +329,20 @@ class ShardedExperiment(experiment.AbstractExperiment):
     del state, updates
     return {'grad_norm': optax.tree.norm(grads)}
 
+  @property
+  def on_nonfinite(self) -> str:
+    """What `train_step` does where its loss or gradients are not finite.
+
+    `train_loop` sets it to the config's; to set it compiles the step anew.
+    """
+    return self._on_nonfinite
+
+  @on_nonfinite.setter
+  def on_nonfinite(self, mode: str) -> None:
+    if mode != self._on_nonfinite:
+      self._on_nonfinite = mode
+      self.__dict__.pop('compiled_train_step', None)
+
   # Not made by the constructor: a subclass may set what these need behind
   # its call of the constructor.
   @functools.cached_property
@@ -293,7 +358,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     return jax.jit(
       self._in_mesh(
         functools.partial(
-          train_step, self.loss_fn, self._optimizer, self.step_scalars
+          train_step,
+          self.loss_fn,
+          self._optimizer,
+          self.step_scalars,
+          on_nonfinite=self.on_nonfinite,
         )
       ),
       donate_argnums=0,
@@ -350,6 +419,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
         params=self.partitioner.specs(params),
         model_state=self.partitioner.specs(model_state),
         opt_state=self.partitioner.specs_like(opt_state, params),
+        skipped=self.partitioner.specs(jax.ShapeDtypeStruct((2,), jnp.int32)),
       )
     )
 
@@ -388,6 +458,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     writer: writers.Writer | None = None,
   ) -> None:
     """Runs steps until `should_run_step` says no."""
+    known = base_config.has(config, 'on_nonfinite')
+    self.on_nonfinite = config.on_nonfinite if known else 'ignore'
     try:
       super().train_loop(config, state, periodic_actions, writer)
     finally:
@@ -409,6 +481,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
         'train_input ended; training needs an endless iterator (repeat it).'
       ) from None
     self._state, scalars = self.compiled_train_step(self.state, batch, rng)
+    # Not to be logged.
+    self.nonfinite = scalars.pop(NONFINITE, None)
     return scalars
 
   def _open_input(
@@ -492,6 +566,27 @@ class ShardedExperiment(experiment.AbstractExperiment):
       snapshot['input'] = self._position
     return snapshot
 
+  def snapshot_template(self) -> dict[str, Any]:
+    """Returns the shapes of the state, and where its arrays belong."""
+    shapes = jax.eval_shape(self._init_state, self._init_rng)
+    return {
+      'state': jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        shapes,
+        self._state_shardings,
+      )
+    }
+
+  def wants_restored(self, name: str) -> bool:
+    """Returns whether a restore shall read an array.
+
+    An evaluation needs neither the optimizer's state nor the position of the
+    training data.
+    """
+    if self.mode == 'train':
+      return True
+    return name.split('/')[:2] != ['state', 'opt_state'] and name != 'input'
+
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
     """Restores the state onto this mesh, and in training the position.
 
@@ -506,7 +601,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """
     saved = snapshot_state['state']
     wanted = jax.eval_shape(self._init_state, self._init_rng)
-    if wrong := _differences(
+    if wrong := experiment.differences(
       saved, wanted, 'the checkpoint has', 'the model expects'
     ):
       raise ValueError(

@@ -1,6 +1,8 @@
 """The loops: `train`, `evaluate`, and the two together in `train_and_eval`."""
 
-from collections.abc import Mapping, Sequence
+import collections
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import inspect
 import math
 import time
@@ -8,12 +10,18 @@ from typing import Any
 
 from absl import logging
 import jax
+from jax.experimental import multihost_utils
 from ml_collections import config_dict
+import numpy as np
 
+from jaxline import base_config
 from jaxline import debug
 from jaxline import devices
 from jaxline import experiment as experiment_lib
+from jaxline import nonfinite
 from jaxline import periodic
+from jaxline import preemption
+from jaxline import watchdog
 from jaxline import writers
 from jaxline.checkpoint import base
 
@@ -75,19 +83,119 @@ def _seed_keys(config: config_dict.ConfigDict) -> tuple[jax.Array, jax.Array]:
   return step_rng, init_rng
 
 
-class _LatestSaver:
-  """Saves the series `latest`, once a step."""
+@dataclasses.dataclass(frozen=True)
+class Supervision:
+  """What looks after a run besides its loop; by default nothing does.
 
-  def __init__(self, checkpointer: base.Checkpointer, state: Any):
+  Attributes:
+    watch: hears that the run shall end, so that it saves and leaves.
+    dog: hears from each step, and ends a run that hangs.
+  """
+
+  watch: preemption.Watch = dataclasses.field(default_factory=preemption.Watch)
+  dog: watchdog.Watchdog = dataclasses.field(
+    default_factory=lambda: watchdog.Watchdog(None)
+  )
+
+
+class _LatestSaver:
+  """Saves the series `latest`, once a step, and what must be safe before it."""
+
+  def __init__(
+    self,
+    config: config_dict.ConfigDict,
+    checkpointer: base.Checkpointer,
+    state: Any,
+    guard: nonfinite.Guard,
+    then: Callable[[], None] = lambda: None,
+  ):
+    """Makes the saver.
+
+    Args:
+      config: the run's.
+      checkpointer: a durable one gets a `before_commit`.
+      state: the live state.
+      guard: judges the steps up to the saved one.
+      then: called on the thread that writes the checkpoint, before it is
+        visible.
+    """
     self._checkpointer = checkpointer
     self._state = state
+    self._guard = guard
+    self._then = then
     self._saved_step: int | None = None
+    if base.is_durable(checkpointer):
+      # What was just restored is there already.
+      step = state.global_step
+      self._saved_step = step if step in checkpointer.steps('latest') else None
+    # Whether this host saves, and what it logs up to the saved step.
+    self.saves = (
+      (base.is_durable(checkpointer) and checkpointer.collective)
+      or config.train_checkpoint_all_hosts
+      or jax.process_index() == 0
+    )
+    self.actions: Sequence[Any] = ()
+    self.writers: Sequence[Any] = ()
 
   def __call__(self, *unused: Any) -> None:
     del unused
-    if self._saved_step != self._state.global_step:
+    if self.saves and self._saved_step != self._state.global_step:
+      self._guard.wait()  # What is not finite must not become a checkpoint.
+      if base.is_durable(self._checkpointer):
+        hooks = self._checkpointer.before_commit
+        hooks['latest'] = self._flusher()
       self._checkpointer.save('latest')
       self._saved_step = self._state.global_step
+
+  def _flusher(self) -> Callable[[], None]:
+    """Returns what makes the logs safe up to the step that is saved.
+
+    The steps up to it will not run again, and no other step logs them.
+    """
+    # Handed on now, on the thread that calls the actions; awaited later.
+    waits = [
+      action.hand_on() for action in self.actions if hasattr(action, 'hand_on')
+    ]
+
+    def flush() -> None:
+      for wait in waits:
+        wait()
+      for writer in self.writers:
+        if isinstance(writer, writers.MetricWriter):
+          writer.flush()
+      self._then()
+
+    return flush
+
+
+class _AfterStep:
+  """The last of the periodic actions: says what else ends the run."""
+
+  def __init__(
+    self,
+    supervision: Supervision,
+    checkpointer: base.Checkpointer,
+    leave: Callable[[], None],
+  ):
+    self._beat = supervision.dog.beat
+    self._reached = supervision.watch.reached
+    self._raise_error = getattr(checkpointer, 'raise_error', lambda: None)
+    self._leave = leave
+
+  def __call__(self, t: float, step: int, scalars: Any) -> None:
+    self._beat()
+    self._raise_error()  # A save has failed, such as on a full disk.
+    if self._reached(step):
+      self._leave()
+
+  def update_time(self, t: float, step: int) -> None:
+    """Has no clock."""
+
+  def skip_time(self, seconds: float) -> None:
+    """Has no clock."""
+
+  def wait_to_finish(self) -> None:
+    """Has nothing to wait for."""
 
 
 def _is_off(interval: float | None) -> bool:
@@ -101,6 +209,8 @@ def train(
   checkpointer: base.Checkpointer,
   writer: writers.Writer | None,
   periodic_actions: Sequence[periodic.PeriodicAction] = (),
+  *,
+  supervision: Supervision | None = None,
 ) -> None:
   """Trains, from the newest checkpoint of `latest` if there is one.
 
@@ -110,12 +220,36 @@ def train(
     checkpointer: saves and restores the series `latest`.
     writer: gets the scalars at `log_train_data_interval`; None logs none.
     periodic_actions: called after each step before the default ones.
+    supervision: what else may end the run.
+
+  Raises:
+    preemption.Preempted: the run was told to end; all is saved.
+    nonfinite.NonfiniteError: the loss or the gradients are not finite.
   """
   logging.info('Training with config:\n%s', config)
   experiment, state = _start_training(experiment_class, config, checkpointer)
-  save = _LatestSaver(checkpointer, state)
-  actions = [*periodic_actions, *_default_actions(config, save, writer)]
-  _run_training(experiment, config, state, checkpointer, writer, actions, save)
+  _resume_writer(writer, config, checkpointer, state.global_step)
+  guard = _make_guard(experiment, config)
+  save = _LatestSaver(config, checkpointer, state, guard)
+  save.writers = [writer]
+  save.actions = [
+    guard, *periodic_actions, *_default_actions(config, save, writer)
+  ]  # fmt: skip
+  _run_training(
+    experiment, config, state, checkpointer, writer, save, supervision
+  )
+  if base.is_durable(checkpointer):
+    checkpointer.mark_ended(state.global_step)
+
+
+def _make_guard(
+  experiment: experiment_lib.AbstractExperiment, config: config_dict.ConfigDict
+) -> nonfinite.Guard:
+  if not base_config.has(config, 'on_nonfinite'):
+    return nonfinite.Guard(experiment, 'ignore', 1)
+  return nonfinite.Guard(
+    experiment, config.on_nonfinite, config.max_nonfinite_steps
+  )
 
 
 def _start_training(
@@ -124,6 +258,15 @@ def _start_training(
   checkpointer: base.Checkpointer,
 ) -> tuple[experiment_lib.AbstractExperiment, Any]:
   """Constructs the experiment and fills, or restores, its state."""
+  if base.is_durable(checkpointer) and checkpointer.collective:
+    kind = config.checkpoint_interval_type or config.interval_type
+    off = not (config.save_checkpoint_interval or 0) > 0
+    if jax.process_count() > 1 and kind != 'steps' and not off:
+      raise ValueError(
+        f'The {jax.process_count()} processes save together, but checkpoints go'
+        f' by {kind!r} and their clocks differ. Set'
+        " config.checkpoint_interval_type = 'steps'."
+      )
   step_rng, init_rng = _seed_keys(config)
   with debug.log_activity('experiment init'):
     experiment = _initialize_experiment(
@@ -136,11 +279,30 @@ def _start_training(
   if checkpointer.can_be_restored('latest'):
     with debug.log_activity('checkpoint restore'):
       checkpointer.restore('latest')
+  if base.is_durable(checkpointer):
+    checkpointer.mark_begun()
   return experiment, state
 
 
-def _saves_latest(config: config_dict.ConfigDict) -> bool:
-  return config.train_checkpoint_all_hosts or jax.process_index() == 0
+def _resume_writer(
+  writer: writers.Writer | None,
+  config: config_dict.ConfigDict,
+  checkpointer: base.Checkpointer,
+  step: int,
+) -> None:
+  """Voids what a killed process logged beyond the checkpoint; logs the config.
+
+  Those steps run again, and log the same again.
+  """
+  if not isinstance(writer, writers.MetricWriter):
+    return
+  is_new = True
+  if base.is_durable(checkpointer):
+    is_new = not checkpointer.can_be_restored('latest')
+    with debug.log_activity('resuming the logs'):
+      writer.resume(-1 if is_new else step)
+  if is_new:
+    writer.write_texts(0, {'config': base_config.to_json(config)})
 
 
 def _default_actions(
@@ -148,7 +310,7 @@ def _default_actions(
   save: _LatestSaver,
   writer: writers.Writer | None,
 ) -> list[periodic.PeriodicAction]:
-  """Returns what every training does at intervals: log, save, write."""
+  """Returns what every training does at intervals: log, write, save."""
   actions = [
     periodic.PeriodicAction(
       _log_outputs,
@@ -158,16 +320,6 @@ def _default_actions(
       run_async=config.log_async,
     ),
   ]
-  if _saves_latest(config) and (config.save_checkpoint_interval or 0) > 0:
-    actions.append(
-      periodic.PeriodicAction(
-        save,
-        interval_type=config.checkpoint_interval_type or config.interval_type,
-        interval=config.save_checkpoint_interval,
-        logging_growth_ratios=config.periodic_action_growth_ratios,
-        run_async=False,  # The next step donates what is being copied.
-      )
-    )
   if writer is not None and (jax.process_index() == 0 or config.log_all_hosts):
 
     def write_scalars(step: int, scalars: Mapping[str, Any]) -> None:
@@ -183,6 +335,17 @@ def _default_actions(
         end_step_to_action=config.training_steps,
       )
     )
+  # After the writing, of which the checkpoint waits for what was before it.
+  if save.saves and (config.save_checkpoint_interval or 0) > 0:
+    actions.append(
+      periodic.PeriodicAction(
+        save,
+        interval_type=config.checkpoint_interval_type or config.interval_type,
+        interval=config.save_checkpoint_interval,
+        logging_growth_ratios=config.periodic_action_growth_ratios,
+        run_async=False,  # The next step donates what is being copied.
+      )
+    )
   return actions
 
 
@@ -192,41 +355,51 @@ def _run_training(
   state: Any,
   checkpointer: base.Checkpointer,
   writer: writers.Writer | None,
-  actions: Sequence[periodic.PeriodicAction],
   save: _LatestSaver,
+  supervision: Supervision | None,
 ) -> None:
   """Runs the loop, saves a last time, joins all that runs in the background."""
-  saves = _saves_latest(config)
+  supervision = supervision or Supervision()
+
+  def finish() -> None:
+    save()
+    for action in save.actions:
+      action.wait_to_finish()
+    checkpointer.wait_for_checkpointing_to_finish()
+
+  def leave() -> None:
+    with debug.log_activity('last checkpoint, the run was told to end'):
+      finish()
+    supervision.watch.leave()
+
+  after_step = _AfterStep(supervision, checkpointer, leave)
+  actions = [*save.actions, after_step]
   for action in actions:
     action.update_time(time.time(), state.global_step)
 
-  if (
-    saves
-    and config.save_initial_train_checkpoint
-    and not checkpointer.can_be_restored('latest')
-  ):
-    with debug.log_activity('first checkpoint'):
-      save()
-
-  try:
-    experiment.train_loop(config, state, actions, writer)
-  except BaseException as error:
-    # What was due is still written; the loop's own error is what counts.
-    for action in actions:
-      try:
-        action.wait_to_finish()
-      except Exception as e:
-        if e is not error:
-          logging.exception('A periodic action failed as well.')
-    raise
-  if saves:
+  with supervision.watch.training():
+    if (
+      save.saves
+      and config.save_initial_train_checkpoint
+      and not checkpointer.can_be_restored('latest')
+    ):
+      with debug.log_activity('first checkpoint'):
+        save()
+    try:
+      experiment.train_loop(config, state, actions, writer)
+    except BaseException as error:
+      # What was due is still written; the loop's own error is what counts.
+      for action in actions:
+        try:
+          action.wait_to_finish()
+        except Exception as e:
+          if e is not error:
+            logging.exception('A periodic action failed as well.')
+      raise
     with debug.log_activity('final checkpoint'):
-      save()
-      checkpointer.wait_for_checkpointing_to_finish()
-  for action in actions:
-    action.wait_to_finish()
-  # No host leaves before the chief has saved: the others' exit would end it.
-  devices.rendezvous()
+      finish()
+    # No host leaves before the chief has saved: the others' exit would end it.
+    devices.rendezvous()
 
 
 class _Evaluator:
@@ -245,21 +418,23 @@ class _Evaluator:
     self._log_line = writers.LogLineWriter(mode='eval')
     self._metric = config.best_model_eval_metric
     self._higher_is_better = config.best_model_eval_metric_higher_is_better
+    self._collective = base.is_durable(checkpointer) and checkpointer.collective
     self._inputs = experiment.evaluate_inputs(
       config, jax.random.PRNGKey(config.random_seed)
     )
     self._evaluate = debug.evaluate_should_return_dict(experiment.evaluate)
     self._best_state = None
     is_chief = jax.process_index() == 0
-    if self._metric and (config.best_checkpoint_all_hosts or is_chief):
+    if self._metric and (
+      config.best_checkpoint_all_hosts or is_chief or self._collective
+    ):
       state = checkpointer.get_experiment_state('best')
       worst = -math.inf if self._higher_is_better else math.inf
       state.best_eval_metric_value = worst
       state.best_model_eval_metric = self._metric
-      state.experiment_module = experiment
       self._best_state = state
       if checkpointer.can_be_restored('best'):
-        # For the best value so far; it also says which metric it is of.
+        # For the best value so far, and which metric it is of; not the weights.
         with debug.log_activity('best checkpoint restore'):
           checkpointer.restore('best')
         if state.best_model_eval_metric != self._metric:
@@ -300,7 +475,14 @@ class _Evaluator:
     assert best is not None
     value, old = float(values[self._metric]), best.best_eval_metric_value
     # Written so that a NaN is never better.
-    if value > old if self._higher_is_better else value < old:
+    is_better = value > old if self._higher_is_better else value < old
+    if self._collective and jax.process_count() > 1:
+      # They save together; of values that differ, the first host's counts.
+      is_better, value = multihost_utils.broadcast_one_to_all(
+        (np.bool_(is_better), np.float64(value))
+      )
+      is_better, value = bool(is_better), float(value)
+    if is_better:
       logging.info(
         'New best %s: %s at step %d (was %s).', self._metric, value, step, old
       )
@@ -319,8 +501,13 @@ def evaluate(
   checkpointer: base.Checkpointer,
   writer: writers.Writer | None,
   jaxline_mode: str | None = None,
+  *,
+  supervision: Supervision | None = None,
 ) -> None:
   """Evaluates each new checkpoint of `latest`, until training has ended.
+
+  With durable checkpoints each is evaluated once, in the order of its steps,
+  also if evaluation itself is ended and started again.
 
   Args:
     experiment_class: constructs the experiment: a class or a partial of one.
@@ -328,10 +515,12 @@ def evaluate(
     checkpointer: restores `latest`, keeps `best`.
     writer: gets each evaluation's scalars; None logs none.
     jaxline_mode: the experiment's `mode`; None is that of the command line.
+    supervision: what else may end the run.
 
   Raises:
     ValueError: `one_off_evaluate` without a checkpoint or
-      `eval_initial_weights`; or the best metric's name is not returned.
+      `eval_initial_weights`; `eval_steps` of which one has no checkpoint; or
+      the best metric's name is not returned.
   """
   logging.info('Evaluating with config:\n%s', config)
   with debug.log_activity('experiment init'):
@@ -346,48 +535,177 @@ def evaluate(
   state.global_step = 0
   state.experiment_module = experiment
   state.train_step_rng = None
+  evaluated = _Evaluated(experiment, config, checkpointer, writer)
 
+  def evaluate_checkpoint(step: int | None = None) -> None:
+    with debug.log_activity('checkpoint restore'):
+      _restore(checkpointer, step)
+    evaluator(state)
+    evaluated.add(int(state.global_step))
+
+  has_steps = base_config.has(config, 'eval_steps')
+  if has_steps and config.eval_steps is not None:
+    for step in _listed_steps(config, checkpointer):
+      evaluate_checkpoint(step)
+    return
   if config.one_off_evaluate:
     if checkpointer.can_be_restored('latest'):
-      with debug.log_activity('checkpoint restore'):
-        checkpointer.restore('latest')
-    elif not config.eval_initial_weights:
+      evaluate_checkpoint()
+    elif config.eval_initial_weights:
+      evaluator(state)
+      checkpointer.wait_for_checkpointing_to_finish()
+    else:
       raise ValueError(
         'config.one_off_evaluate is True but there is no checkpoint of'
         " 'latest' to evaluate. Train first, or set"
         ' config.eval_initial_weights = True to evaluate untrained weights.'
       )
-    evaluator(state)
-    checkpointer.wait_for_checkpointing_to_finish()
     return
 
-  evaluated = evaluated_step = None
+  evaluated.resume()
+  beat = (supervision or Supervision()).dog.beat
   initial_is_due = config.eval_initial_weights
   while True:
-    path = checkpointer.restore_path('latest')
-    if path is None and initial_is_due:
-      initial_is_due = False
-    elif path in (None, evaluated) or not checkpointer.can_be_restored(
-      'latest'
-    ):
-      logging.log_every_n_seconds(
-        logging.INFO, 'Waiting for a checkpoint after %s.', 60, evaluated
-      )
-      time.sleep(_POLL_SECS)
-      continue
-    else:
-      checkpointer.restore('latest')
-      evaluated = path
-      if state.global_step == evaluated_step:
+    beat()
+    # In this order: a checkpoint that came before the end is seen.
+    ended = evaluated.is_over()
+    if evaluated.is_next():
+      try:
+        _restore(checkpointer, evaluated.next_step)
+      except ValueError:
+        if evaluated.is_gone():
+          continue  # Removed, or found damaged and reported, meanwhile.
+        raise
+      if not evaluated.is_new(int(state.global_step)):
         # It was saved between the last look and the last restore, which took
         # it already; or saved again.
         continue
-      evaluated_step = state.global_step
-    evaluator(state)
-    if not experiment.should_run_step(state.global_step, config):
-      logging.info('Step %d was the last, evaluation ends.', state.global_step)
-      checkpointer.wait_for_checkpointing_to_finish()
+    elif initial_is_due and not checkpointer.can_be_restored('latest'):
+      pass
+    elif ended:
       return
+    else:
+      logging.log_every_n_seconds(
+        logging.INFO,
+        'Waiting for a checkpoint after step %s.',
+        60,
+        evaluated.last,
+      )
+      time.sleep(_POLL_SECS)
+      continue
+    initial_is_due = False
+    evaluator(state)
+    evaluated.add(int(state.global_step))
+    if evaluated.is_end(int(state.global_step)):
+      return
+
+
+def _restore(checkpointer: base.Checkpointer, step: int | None) -> None:
+  if base.is_durable(checkpointer):
+    checkpointer.restore('latest', step)
+  else:
+    checkpointer.restore('latest')
+
+
+def _listed_steps(
+  config: config_dict.ConfigDict, checkpointer: base.Checkpointer
+) -> list[int]:
+  """Returns the steps that `config.eval_steps` means."""
+  if not base.is_durable(checkpointer):
+    raise ValueError(
+      f'config.eval_steps is {config.eval_steps!r}, but only durable'
+      " checkpoints have steps; set config.checkpointer = 'durable'."
+    )
+  kept = checkpointer.steps('latest')
+  steps = kept if config.eval_steps == 'all' else list(config.eval_steps)
+  if missing := sorted(set(steps) - set(kept)) or not steps:
+    raise ValueError(
+      f'config.eval_steps is {config.eval_steps!r}, but there is no checkpoint'
+      f' of {missing if steps else "any step"}; those kept are {kept}.'
+    )
+  return steps
+
+
+class _Evaluated:
+  """Knows what is evaluated, and what is next.
+
+  Durable checkpoints are evaluated in the order of their steps, and noted; of
+  others, only the newest can be had.
+  """
+
+  def __init__(
+    self,
+    experiment: experiment_lib.AbstractExperiment,
+    config: config_dict.ConfigDict,
+    checkpointer: base.Checkpointer,
+    writer: writers.Writer | None,
+  ):
+    self._experiment = experiment
+    self._checkpointer = checkpointer
+    self._config = config
+    self._writer = writer
+    self._durable = checkpointer if base.is_durable(checkpointer) else None
+    self._done = set(self._durable.evaluated() if self._durable else ())
+    self._path: Any = None
+    self.next_step: int | None = None
+    self.last: int | None = max(self._done, default=None)
+
+  def resume(self) -> None:
+    """Voids logs of an evaluation that did not finish."""
+    if isinstance(self._writer, writers.MetricWriter):
+      if self._durable:
+        self._writer.resume(-1 if self.last is None else self.last)
+      if self.last is None:
+        text = base_config.to_json(self._config)
+        self._writer.write_texts(0, {'config': text})
+
+  def is_next(self) -> bool:
+    """Returns whether there is something to evaluate."""
+    path = self._checkpointer.restore_path('latest')
+    if self._durable:
+      self.next_step = self._durable.next_step('latest', self._done)
+      return self.next_step is not None
+    if path in (None, self._path):
+      return False
+    self._path = path
+    return self._checkpointer.can_be_restored('latest')
+
+  def is_gone(self) -> bool:
+    """Returns whether the next step's checkpoint is no longer there."""
+    if self._durable is None:
+      return False
+    return self._durable.next_step('latest', self._done) != self.next_step
+
+  def is_new(self, step: int) -> bool:
+    """Returns whether a step is not evaluated yet."""
+    return step not in self._done
+
+  def is_over(self) -> bool:
+    """Returns whether no further checkpoint will come."""
+    if self._durable is None:
+      return False
+    # Either says so: a run that was ended early, or one that is not yet past
+    # its end (which is where an evaluation that was started again finds it).
+    return self._durable.ended() is not None or (
+      self.last is not None and self._is_last(self.last)
+    )
+
+  def is_end(self, step: int) -> bool:
+    """Returns whether a step that is evaluated was the last to be had."""
+    return self._durable is None and self._is_last(step)
+
+  def _is_last(self, step: int) -> bool:
+    return not self._experiment.should_run_step(step, self._config)
+
+  def add(self, step: int) -> None:
+    """Notes an evaluation, once all that came of it is safe."""
+    self._checkpointer.wait_for_checkpointing_to_finish()
+    if self._durable:
+      if isinstance(self._writer, writers.MetricWriter):
+        self._writer.flush()
+      self._durable.mark_evaluated(step)
+    self._done.add(step)
+    self.last = step
 
 
 @debug.disable_pmap_jit
@@ -397,6 +715,8 @@ def train_and_eval(
   checkpointer: base.Checkpointer,
   writer: writers.Writer | None,
   eval_writer: writers.Writer | None,
+  *,
+  supervision: Supervision | None = None,
 ) -> None:
   """Trains, pausing every `eval_interval` to evaluate the current weights.
 
@@ -410,6 +730,11 @@ def train_and_eval(
     checkpointer: saves and restores `latest`, keeps `best`.
     writer: gets the scalars of training.
     eval_writer: gets the scalars of evaluation.
+    supervision: what else may end the run.
+
+  Raises:
+    preemption.Preempted: the run was told to end; all is saved.
+    nonfinite.NonfiniteError: the loss or the gradients are not finite.
   """
   interval_type = config.eval_interval_type or config.interval_type
   if jax.process_count() > 1 and interval_type != 'steps':
@@ -420,14 +745,23 @@ def train_and_eval(
     )
   logging.info('Training and evaluating with config:\n%s', config)
   trained, state = _start_training(experiment_class, config, checkpointer)
+  _resume_writer(writer, config, checkpointer, state.global_step)
   evaluated = _initialize_experiment(
     experiment_class,
     'eval',
     jax.random.PRNGKey(config.random_seed),
     config.experiment_kwargs,
   )
+  is_evaluated = base.is_durable(checkpointer) and (
+    state.global_step in checkpointer.evaluated()
+  )
+  # Of an evaluation at this very step nothing counts unless all of it is safe.
+  _resume_writer(
+    eval_writer, config, checkpointer, state.global_step - (not is_evaluated)
+  )
   evaluator = _Evaluator(evaluated, config, checkpointer, eval_writer)
-  last_evaluated = None
+  last_evaluated = state.global_step if is_evaluated else None
+  unmarked: collections.deque[int] = collections.deque()
 
   def evaluate_now(*unused: Any) -> None:
     nonlocal last_evaluated
@@ -437,24 +771,38 @@ def train_and_eval(
     evaluated.share_state(trained)
     evaluator(state)
     last_evaluated = state.global_step
-    for action in actions:
+    unmarked.append(last_evaluated)
+    for action in save.actions:
       action.skip_time(time.time() - began)
 
-  save = _LatestSaver(checkpointer, state)
-  actions = _default_actions(config, save, writer)
+  def mark() -> None:
+    while unmarked and base.is_durable(checkpointer):
+      checkpointer.mark_evaluated(unmarked.popleft())
+
+  guard = _make_guard(trained, config)
+  save = _LatestSaver(config, checkpointer, state, guard, mark)
+  save.writers = [writer, eval_writer]
+  save.actions = [guard, *_default_actions(config, save, writer)]
   if not _is_off(config.eval_interval):
-    # After the others: it moves the clock that they were called with.
-    actions.append(
-      periodic.PeriodicAction(
-        evaluate_now,
-        interval_type=interval_type,
-        interval=config.eval_interval,
-        run_async=False,  # Training waits: the next step donates the weights.
-        end_step_to_action=config.training_steps,
-      )
+    evaluation = periodic.PeriodicAction(
+      evaluate_now,
+      interval_type=interval_type,
+      interval=config.eval_interval,
+      run_async=False,  # Training waits: the next step donates the weights.
+      end_step_to_action=config.training_steps,
     )
+    # After the others: it moves the clock that they were called with.
+    save.actions = [*save.actions, evaluation]
+    if state.global_step and interval_type == 'steps':
+      # The run was ended after this step and before its evaluation.
+      evaluation(time.time(), state.global_step, None)
   if config.eval_initial_weights and state.global_step == 0:
     evaluate_now()
-  _run_training(trained, config, state, checkpointer, writer, actions, save)
+  _run_training(trained, config, state, checkpointer, writer, save, supervision)
   evaluate_now()
   checkpointer.wait_for_checkpointing_to_finish()
+  if base.is_durable(checkpointer):
+    if isinstance(eval_writer, writers.MetricWriter):
+      eval_writer.flush()
+    mark()
+    checkpointer.mark_ended(state.global_step)

@@ -13,12 +13,15 @@ Shapes: B images, H rows, W columns, C channels. A record is what one call of a
 
 import abc
 import atexit
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
 import errno
 import json
 import numbers
 import os
 import queue
+import re
+import shutil
 import socket
 import stat
 import struct
@@ -26,7 +29,7 @@ import threading
 import time
 import traceback
 import types
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 import uuid
 import zlib
 
@@ -101,6 +104,20 @@ class MetricWriter(abc.ABC):
     """
     self._write('histograms', global_step, arrays, num_buckets)
 
+  def resume(self, step: int) -> None:  # noqa: B027
+    """Voids what an earlier process wrote of later steps than `step`.
+
+    A run calls it once, when it has restored and before it writes. It may read
+    all that was written, and blocks. A writer that keeps no records has nothing
+    to void.
+
+    Args:
+      step: the last step that stays; -1 voids everything.
+
+    Raises:
+      OSError: a file cannot be rewritten; it stands as it was.
+    """
+
   @abc.abstractmethod
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
@@ -109,7 +126,10 @@ class MetricWriter(abc.ABC):
 
   @abc.abstractmethod
   def flush(self) -> None:
-    """Returns once everything written so far has reached the disk."""
+    """Returns once everything written so far has reached the disk.
+
+    Any thread may call it.
+    """
 
   @abc.abstractmethod
   def close(self) -> None:
@@ -378,6 +398,9 @@ class _Backend(MetricWriter):
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
     """Writes one record: int or float, uint8 [B, H, W, C], str, _Histogram."""
 
+  def _resume(self, step: int) -> None:
+    """Voids what is stored of later steps; nothing where nothing is."""
+
   @abc.abstractmethod
   def _flush(self) -> None:
     """Pushes to the disk what was emitted."""
@@ -395,6 +418,12 @@ class _Backend(MetricWriter):
         raise self._closed_error(f'write_{kind}')
       if converted:
         self._emit(kind, to_step(global_step), converted)
+
+  def resume(self, step: int) -> None:
+    with self._lock:
+      if self._closed:
+        raise self._closed_error('resume')
+      self._resume(to_step(step))
 
   def flush(self) -> None:
     with self._lock:
@@ -418,7 +447,8 @@ class _AppendFile:
 
   Each append goes to the operating system at once: a reader sees it, a killed
   process does not lose it, and a full disk is noticed at the record that does
-  not fit. `flush` also waits for the disk.
+  not fit. `flush` also waits for the disk. Where another writer's `resume` has
+  replaced the file, the new one is appended to.
   """
 
   def __init__(self, path: str) -> None:
@@ -430,9 +460,13 @@ class _AppendFile:
     self.path = path
     self._error: OSError | None = None
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    self._file = open(path, 'ab', buffering=0)  # noqa: SIM115
-    # A pipe or a device has nothing to wait for.
-    self._syncs = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+    self._open()
+    # A pipe or a device has nothing to wait for, and nothing to void.
+    self.is_regular = stat.S_ISREG(self._stat.st_mode)
+
+  def _open(self) -> None:
+    self._file = open(self.path, 'ab', buffering=0)  # noqa: SIM115
+    self._stat = os.fstat(self._file.fileno())
 
   def append(self, data: bytes) -> None:
     if self._error is not None:
@@ -440,7 +474,7 @@ class _AppendFile:
       raise OSError(
         self._error.errno, 'An earlier write to this file failed', self.path
       ) from self._error
-    self._check_exists()
+    self._follow()
     try:
       while data:
         data = data[self._file.write(data) :]
@@ -450,22 +484,67 @@ class _AppendFile:
       raise
 
   def flush(self) -> None:
-    self._check_exists()
-    if self._syncs:
+    self._follow()
+    if self.is_regular:
       os.fsync(self._file.fileno())
 
   def close(self) -> None:
     self._file.close()
 
-  def _check_exists(self) -> None:
+  def _follow(self) -> None:
     # Linux lets us write to a deleted file for ever without an error.
-    if not os.path.exists(self.path):
+    try:
+      found = os.stat(self.path)
+    except OSError as error:
       raise FileNotFoundError(
         errno.ENOENT,
         'This file was deleted while a writer had it open; its records are '
         'lost. Keep the run directory in place while it runs',
         self.path,
-      )
+      ) from error
+    if not os.path.samestat(found, self._stat):
+      self._file.close()
+      self._open()
+
+
+def _rewrite(
+  path: str, edit: Callable[[BinaryIO], Iterable[tuple[bytes, bytes]]]
+) -> None:
+  """Edits a file of any size; at each moment its path has all that is to stay.
+
+  Args:
+    path: the file. It is replaced in one rename, where any piece changes.
+    edit: yields the file's pieces, each as it is and as it is to be.
+  """
+  path = os.path.realpath(path)
+  with open(path, 'rb') as old:
+    if all(piece == edited for piece, edited in edit(old)):
+      return
+    old.seek(0)
+    directory, name = os.path.split(path)
+    # Always the same name, so that kills leave one such file at most; one that
+    # TensorBoard does not take for an event file.
+    temporary = os.path.join(
+      directory, f'.{name.replace("tfevents", "events")}.tmp'
+    )
+    try:
+      with open(temporary, 'wb') as new:
+        new.writelines(edited for _, edited in edit(old))
+        new.flush()
+        os.fsync(new.fileno())
+      shutil.copymode(path, temporary)
+      os.replace(temporary, path)
+    except BaseException:
+      with contextlib.suppress(OSError):
+        os.remove(temporary)
+      raise
+  # Else a power cut could bring the old file back, without what is appended.
+  descriptor = os.open(directory, os.O_RDONLY)
+  try:
+    with contextlib.suppress(OSError):  # Not every mount can do it.
+      os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
 
 
 class TensorBoardWriter(_Backend):
@@ -476,22 +555,28 @@ class TensorBoardWriter(_Backend):
 
   Scalars are stored as float32, as TensorBoard has it. A batch of images is one
   tag with B samples. Texts are shown verbatim (not as Markdown).
+
+  `resume` takes voided records out of the older event files, each replaced in
+  one rename, since not every reader heeds the mark that it also writes: a
+  SessionLog START event, by which a TensorBoard that has read them hides them.
+  What is damaged stays as it is. Of such a file TensorBoard shows at least what
+  stands before the damage, and then goes on with the next file.
   """
 
   def __init__(
     self,
     log_dir: str | os.PathLike[str],
     *,
-    purge_step: int | None = None,
     time_fn: Callable[[], float] = time.time,
   ) -> None:
     """Opens a new event file in a directory.
 
+    Its name sorts behind those that are there, also where the clock was set
+    back: that is the order in which TensorBoard reads them.
+
     Args:
       log_dir: the directory; it is made where it does not exist. Give each mode
         (train, eval) a directory of its own: to TensorBoard it is one curve.
-      purge_step: for a run that resumes, the first step that is written again:
-        TensorBoard then hides what older files hold from this step on.
       time_fn: gives the time of each record, in seconds since the epoch.
 
     Raises:
@@ -499,17 +584,20 @@ class TensorBoardWriter(_Backend):
     """
     super().__init__()
     self._time_fn = time_fn
-    # TensorBoard reads a directory's files in the order of their names, hence
-    # the time first; the rest keeps two writers apart that open in one second.
+    log_dir = os.fspath(log_dir)
+    # The last part keeps two writers apart that open in one second.
     owner = f'{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}'
     name = f'events.out.tfevents.{time_fn():017.6f}.{owner}'
-    self._file = _AppendFile(os.path.join(os.fspath(log_dir), name))
+    last = max(_event_files(log_dir), default='')
+    if name < last:
+      # A second on is behind all names of that second, whoever gave them.
+      found = re.match(r'events\.out\.tfevents\.(\d{10})', last)
+      seconds = int(found[1]) + 1 if found else 0
+      name = f'events.out.tfevents.{seconds:017.6f}.{owner}'
+    if name < last:  # A name that is not of this kind.
+      name = f'{last}.{owner}'
+    self._file = _AppendFile(os.path.join(log_dir, name))
     self._append(file_version='brain.Event:2')
-    if purge_step is not None:
-      # Twice: TensorBoard takes the first that it finds in a directory for the
-      # start of the run and hides nothing.
-      for _ in range(2):
-        self._append(step=purge_step, session_log={'status': 'START'})
 
   @property
   def path(self) -> str:
@@ -533,11 +621,53 @@ class TensorBoardWriter(_Backend):
     summary = [{'tag': k, **encode(value)} for k, value in values.items()]
     self._append(step=step, summary={'value': summary})
 
+  def _resume(self, step: int) -> None:
+    directory = os.path.dirname(self.path)
+    for name in _event_files(directory):
+      path = os.path.join(directory, name)
+      _rewrite(path, lambda file: _without_later_events(file, step))
+    # Twice: TensorBoard takes the first that it finds in a directory for the
+    # start of the run and hides nothing.
+    for _ in range(2):
+      self._append(step=step + 1, session_log={'status': 'START'})
+
   def _flush(self) -> None:
     self._file.flush()
 
   def _finish(self) -> None:
     self._file.close()
+
+
+def _event_files(directory: str) -> list[str]:
+  """Returns the names of what TensorBoard takes for event files."""
+  names = os.listdir(directory) if os.path.isdir(directory) else []
+  return [name for name in names if 'tfevents' in name]
+
+
+def _without_later_events(
+  file: BinaryIO, step: int
+) -> Iterator[tuple[bytes, bytes]]:
+  """Yields each record, and the same or nothing in its place."""
+  from google.protobuf import message
+  from tensorboardX import record_writer
+  from tensorboardX.proto import event_pb2
+
+  while header := file.read(12):
+    length, checksum = header[:8], header[8:]
+    if checksum != struct.pack('<I', record_writer.masked_crc32c(length)):
+      # Where the next record begins cannot be known.
+      yield header, header
+      while rest := file.read(1 << 20):
+        yield rest, rest
+      return
+    data = file.read(struct.unpack('<Q', length)[0])
+    record = header + data + file.read(4)
+    try:
+      event = event_pb2.Event.FromString(data)
+      is_later = event.step > step and event.HasField('summary')
+    except message.DecodeError:
+      is_later = False
+    yield record, b'' if is_later else record
 
 
 def _scalar_summary(number: int | float) -> dict[str, Any]:
@@ -619,7 +749,10 @@ class JsonlWriter(_Backend):
     `<name>/count`, `/nonfinite`, `/min`, `/mean` and `/max`.
   - A crash can leave a last line that is cut short. A new writer begins on a
     line of its own, so a reader loses that line and no other.
-  - A resumed run appends: where a step stands there twice, the later counts.
+  - `resume` takes out the records of later steps that have the writer's own
+    `mode`, and a last line that is cut short. The file is replaced in one
+    rename, or not touched where nothing is to go. Lines that are no records
+    (damaged ones) stay, and a warning gives their numbers.
   """
 
   def __init__(
@@ -644,7 +777,7 @@ class JsonlWriter(_Backend):
     self._time_fn = time_fn
     self._mode = {} if mode is None else {'mode': mode}
     self._file = _AppendFile(os.fspath(path))
-    self._prefix = b'\n' if _ends_within_a_line(self._file.path) else b''
+    self._has_begun = False
 
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
     record: dict[str, Any] = {'step': step, 'time': self._time_fn()}
@@ -653,8 +786,44 @@ class JsonlWriter(_Backend):
       key = f'{kind}/{name}' if name in _JSONL_KEYS else name
       record[key] = _to_json_value(value)
     line = json.dumps(record, allow_nan=False).encode('ascii') + b'\n'
-    self._file.append(self._prefix + line)
-    self._prefix = b''
+    if not self._has_begun and _ends_within_a_line(self._file.path):
+      line = b'\n' + line
+    self._file.append(line)
+    self._has_begun = True
+
+  def _resume(self, step: int) -> None:
+    if not self._file.is_regular:
+      return
+    damaged: set[int] = set()
+    _rewrite(
+      self._file.path, lambda file: self._without_later(file, step, damaged)
+    )
+    if damaged:
+      logging.warning(
+        '%s: %d lines are no records and stay as they are: line %s. Mend or '
+        'remove them, or let what reads the file skip them.',
+        self._file.path,
+        len(damaged),
+        ', '.join(map(str, sorted(damaged)[:10])),
+      )
+
+  def _without_later(
+    self, file: BinaryIO, step: int, damaged: set[int]
+  ) -> Iterator[tuple[bytes, bytes]]:
+    """Yields each line, and what is to stand there; numbers are those then."""
+    number = 1
+    for line in file:
+      record_step, mode = _read_step_and_mode(line)
+      is_whole = line.endswith(b'\n')
+      if record_step is None:
+        is_kept = is_whole
+      else:
+        is_kept = record_step <= step or mode != self._mode.get('mode')
+      if is_kept and record_step is None:
+        damaged.add(number)
+      number += is_kept
+      # A record may lack no more than the end of its line.
+      yield line, (line if is_whole else line + b'\n') if is_kept else b''
 
   def _flush(self) -> None:
     self._file.flush()
@@ -666,6 +835,17 @@ class JsonlWriter(_Backend):
 _JSONL_KEYS = frozenset({'step', 'time', 'mode', 'kind'})
 
 
+def _read_step_and_mode(line: bytes) -> tuple[int | None, Any]:
+  """Returns both of a line's record; the step of what is no record is None."""
+  try:
+    record = json.loads(line)
+  except ValueError:
+    return None, None
+  if not isinstance(record, dict) or not isinstance(record.get('step'), int):
+    return None, None
+  return record['step'], record.get('mode')
+
+
 def _to_json_value(value: Any) -> Any:
   if not isinstance(value, float) or np.isfinite(value):
     return value
@@ -673,7 +853,8 @@ def _to_json_value(value: Any) -> Any:
 
 
 def _ends_within_a_line(path: str) -> bool:
-  if not os.path.getsize(path):
+  # Where it was deleted, the write that follows says so.
+  if not os.path.exists(path) or not os.path.getsize(path):
     return False
   with open(path, 'rb') as file:
     file.seek(-1, os.SEEK_END)
@@ -776,6 +957,9 @@ class MultiWriter(MetricWriter):
   ) -> None:
     self._each(f'write_{kind}', global_step, values, *options)
 
+  def resume(self, step: int) -> None:
+    self._each('resume', step)
+
   def flush(self) -> None:
     self._each('flush')
 
@@ -801,8 +985,8 @@ class AsyncWriter(MetricWriter):
   - The first error on the thread is raised, with its traceback, by every later
     write and flush and by the close. What was queued when it happened is still
     handed to the wrapped writer; what came later is refused.
-  - `flush` and `close` wait for the queue. At the end of the program what is
-    still queued is written.
+  - `resume`, `flush` and `close` wait for the queue, on whichever thread they
+    are called. At the end of the program what is still queued is written.
   """
 
   def __init__(self, writer: Writer, *, max_queue: int = 1000) -> None:
@@ -882,14 +1066,22 @@ class AsyncWriter(MetricWriter):
         dropped,
       )
 
+  def resume(self, step: int) -> None:
+    self._run_and_wait('resume', lambda: _forward(self._writer, 'resume', step))
+
   def flush(self) -> None:
+    self._run_and_wait(
+      'flush', self._report_dropped, lambda: _forward(self._writer, 'flush')
+    )
+
+  def _run_and_wait(self, method: str, *calls: Callable[[], None]) -> None:
     with self._control_lock:
       if self._closed:
-        raise self._closed_error('flush')
+        raise self._closed_error(method)
       self._require_thread()
       done = threading.Event()
-      self._queue.put(self._report_dropped)
-      self._queue.put(lambda: _forward(self._writer, 'flush'))
+      for call in calls:
+        self._queue.put(call)
       self._queue.put(done.set)
       done.wait()
       self._raise_error()

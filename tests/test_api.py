@@ -161,7 +161,12 @@ def heads(contract):
 def test_signature(owner, name, head):
   def describe(function):
     parameters = inspect.signature(function).parameters.values()
-    return [(p.name, p.kind, p.default) for p in parameters]
+    # What is ours besides can only be given by name, and need not be.
+    return [
+      (p.name, p.kind, p.default)
+      for p in parameters
+      if p.name != 'supervision' or p.kind != p.KEYWORD_ONLY
+    ]
 
   assert describe(getattr(owner, name)) == describe(head)
 
@@ -263,6 +268,18 @@ OURS = {
   'eval_interval': 300,
   'eval_interval_type': None,
   'max_steps_in_flight': None,
+  'checkpointer': 'durable',
+  'checkpoint_allow_pickle': False,
+  'max_best_checkpoints_to_keep': 1,
+  'keep_checkpoint_every_steps': None,
+  'keep_checkpoint_every_hours': None,
+  'restore_from': None,
+  'restore_rules': None,
+  'on_config_change': 'raise',
+  'on_nonfinite': 'raise',
+  'max_nonfinite_steps': 10,
+  'watchdog_secs': 7200.0,
+  'eval_steps': None,
 }
 
 

@@ -21,9 +21,12 @@ LEAVES = (
   'debug',
   'devices',
   'metrics',
+  'nonfinite',
   'op_by_op',
   'periodic',
+  'preemption',
   'prng',
+  'watchdog',
   'writers',
 )
 # A module imports only what stands on a lower step, or within its own package

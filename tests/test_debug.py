@@ -73,14 +73,15 @@ def test_log_activity_logs_an_error_and_lets_it_pass(error):
   assert info.call_count == 1
 
 
-def test_log_activity_does_not_report_the_half_that_is_only_stopped():
+@pytest.mark.parametrize('error', [debug.Stopped, SystemExit])
+def test_log_activity_does_not_report_what_is_only_stopped(error):
   with (
     mock.patch.object(logging, 'exception') as exception,
     mock.patch.object(logging, 'info') as info,
-    pytest.raises(debug.Stopped),
+    pytest.raises(error),
   ):
     with debug.log_activity('training'):
-      raise debug.Stopped
+      raise error
   exception.assert_not_called()
   info.assert_called_with('[jaxline] %s stopped.', 'training')
 
@@ -93,6 +94,35 @@ def test_log_activity_while_another_error_is_handled_is_no_failure():
       with debug.log_activity('cleaning up'):
         pass
   exception.assert_not_called()
+
+
+def test_activities_are_those_of_each_thread():
+  entered, leave = threading.Event(), threading.Event()
+
+  def save():
+    with debug.log_activity('saving'):
+      entered.set()
+      assert leave.wait(10)
+
+  main = threading.current_thread().name
+  changes = debug.activity_changes()
+  assert debug.activities() == {}
+  with debug.log_activity('training'):
+    with pytest.raises(ValueError), debug.log_activity('failing'):
+      raise ValueError
+    thread = threading.Thread(target=save, name='saver')
+    thread.start()
+    assert entered.wait(10)
+    with debug.log_activity('evaluating'):
+      assert debug.activities() == {
+        main: ['training', 'evaluating'],
+        'saver': ['saving'],
+      }
+    leave.set()
+    thread.join(10)
+    assert debug.activities() == {main: ['training']}
+  assert debug.activities() == {}
+  assert debug.activity_changes() == changes + 8
 
 
 def test_evaluate_returning_none_warns_once_and_means_no_scalars(caplog):

@@ -94,12 +94,45 @@ def test_a_snapshot_holds_the_first_slice_and_the_rest_whole():
 def test_restoring_broadcasts_what_had_a_device_axis():
   module = Both()
   module.restore_from_snapshot(
-    {'params': {'w': np.float32([7, 8, 9])}, 'notes': 'whole', 'more': 1}
+    {
+      'params': {'w': np.float32([7, 8, 9]), 'b': np.float32(2)},
+      'notes': 'whole',
+      'more': 1,
+    }
   )
   w = module._params['w']
   np.testing.assert_array_equal(w, [[7, 8, 9], [7, 8, 9]])
   assert w.sharding.device_set == set(jax.local_devices())
   assert module._notes == 'whole'
+
+
+@pytest.mark.parametrize(
+  ('w', 'says'),
+  [
+    (np.float32([7, 8]), r"params\['w'\].*float32\[2\].*expected float32\[3\]"),
+    (np.float16([7, 8, 9]), r'float16\[3\].*expected float32\[3\]'),
+  ],
+)
+def test_another_model_is_refused_and_changes_nothing(w, says):
+  module = Both()
+  before = jax.device_get(module._params)
+  with pytest.raises(ValueError, match=says) as e:
+    module.restore_from_snapshot(
+      {'params': {'w': w, 'c': np.float32(2)}, 'notes': 'other'}
+    )
+  assert "params['b']: the checkpoint has nothing" in str(e.value)
+  assert "params['c']: the checkpoint has float32[], expected nothing" in str(
+    e.value
+  )
+  jax.tree.map(np.testing.assert_array_equal, module._params, before)
+  assert module._notes['seen'] == 3
+
+
+def test_what_had_no_value_yet_takes_any():
+  module = Both()
+  module._params = None
+  module.restore_from_snapshot({'params': np.float32(2), 'notes': 'x'})
+  np.testing.assert_array_equal(module._params, [2, 2])
 
 
 def test_a_round_trip_changes_nothing():
@@ -117,6 +150,7 @@ def test_a_round_trip_changes_nothing():
 def test_a_typed_key_is_state_as_well():
   module, other = Both(), Both()
   module._params = devices.bcast_local_devices(jax.random.key(3))
+  other._params = devices.bcast_local_devices(jax.random.key(4))
   other.restore_from_snapshot(module.snapshot_state())
   assert (other._params == module._params).all()
 

@@ -356,7 +356,7 @@ def test_log_all_data_keeps_a_bounded_number():
   for step in range(1, 3001):
     action(float(step), step, {})
     held.append(step - len(recorder.calls))
-  assert max(held) < 1024
+  assert max(held) < 512
   assert recorder.steps == list(range(1, 3001))
   assert [s for s, scalars in recorder.calls if scalars] == [3000]
 
@@ -366,6 +366,96 @@ def test_log_all_data_of_an_action_that_is_off_keeps_nothing():
   action = periodic.PeriodicAction(recorder, 'steps', None, log_all_data=True)
   _run(action, [(float(step), step) for step in range(3000)])
   assert not recorder.calls
+
+
+# --- handing on before it is due ---------------------------------------------
+
+
+def test_hand_on_waits_for_what_was_kept_and_for_nothing_later():
+  slow = _Slow()
+  action = periodic.PeriodicAction(slow, 'steps', 10, log_all_data=True)
+  for step in range(1, 4):
+    action(float(step), step, {'x': 10 * step})
+  wait = action.hand_on()
+  assert slow.started.acquire(timeout=TIMEOUT)
+  assert not slow.calls
+  seen = []
+  done = threading.Event()
+
+  def save():
+    wait()
+    seen.extend(slow.steps)
+    done.set()
+
+  thread = threading.Thread(target=save)
+  thread.start()
+  for step in range(4, 10):  # The loop goes on meanwhile.
+    action(float(step), step, {})
+  assert not done.wait(0.05)
+  slow.may_go.set()
+  thread.join(TIMEOUT)
+  assert done.is_set()
+  assert seen == [1, 2, 3]
+  action(10.0, 10, {})
+  action.wait_to_finish()
+  assert slow.steps == list(range(1, 11))
+  assert slow.calls[:3] == [(1, {'x': 10}), (2, {'x': 20}), (3, {'x': 30})]
+  # Handing on is not being due: the rate is that of the ten steps.
+  assert [s for s, x in slow.calls if 'steps_per_sec' in x] == [10]
+  assert slow.calls[-1][1]['steps_per_sec'] == 1.0
+
+
+def test_hand_on_waits_for_what_was_due_too():
+  slow = _Slow()
+  action = periodic.PeriodicAction(slow, 'steps', 1)
+  action(1.0, 1, {})
+  threading.Timer(0.05, slow.may_go.set).start()
+  action.hand_on()()
+  assert slow.steps == [1]
+
+
+def test_hand_on_of_an_action_that_has_nothing():
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(recorder, 'steps', 10)
+  action(1.0, 1, {})
+  wait = action.hand_on()
+  wait()
+  wait()
+  assert not recorder.calls
+
+
+def test_hand_on_of_a_synchronous_action_calls_at_once():
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(
+    recorder, 'steps', 10, run_async=False, log_all_data=True
+  )
+  action(1.0, 1, {'x': 1})
+  wait = action.hand_on()
+  assert recorder.calls == [(1, {'x': 1})]
+  wait()
+  action.hand_on()
+  assert recorder.steps == [1]
+
+
+def test_hand_on_raises_the_error_that_lost_a_record_and_no_later_one():
+  def fail(step, scalars):
+    if step == 3:
+      raise ValueError('disk full')
+
+  action = periodic.PeriodicAction(fail, 'steps', 10, log_all_data=True)
+  action(1.0, 1, {})
+  wait_for_1 = action.hand_on()
+  wait_for_1()
+  action(3.0, 3, {})
+  wait_for_3 = action.hand_on()
+  for _ in range(2):
+    with pytest.raises(ValueError, match='disk full') as info:
+      wait_for_3()
+    frames = traceback.extract_tb(info.value.__traceback__)
+    assert frames[-1].name == 'fail'
+  wait_for_1()
+  with pytest.raises(ValueError, match='disk full'):
+    action.hand_on()
 
 
 # --- asynchronous ------------------------------------------------------------

@@ -336,7 +336,7 @@ def test_an_error_of_the_config_file_keeps_its_traceback(tmp_path):
 
 
 def test_evaluation_by_itself_says_that_it_would_wait_for_ever(tmp_path):
-  result = run(tmp_path, mode='eval')
+  result = run(tmp_path, '--config.checkpointer=memory', mode='eval')
   assert result.returncode == 2
   assert '--jaxline_mode=train_and_eval' in result.stderr
   assert 'Traceback' not in result.stderr

@@ -1,13 +1,16 @@
 """Tests for jaxline.writers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import io
+import itertools
 import json
 import math
 import os
 import pathlib
+import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -105,6 +108,9 @@ class _Recorder(writers.MetricWriter):
     self, kind: str, global_step: Any, values: Any, *options: Any
   ) -> None:
     self._take(kind, global_step, values, *options)
+
+  def resume(self, step: int) -> None:
+    self._take('resume', step)
 
   def flush(self) -> None:
     self._take('flush')
@@ -437,30 +443,6 @@ def test_two_writers_in_one_directory_and_second_keep_all_points(tmp_path):
     assert _scalars(tmp_path, f'w{i}') == [(n, float(n)) for n in range(60)]
 
 
-@pytest.mark.parametrize(
-  ('purge_step', 'steps'),
-  [(5, [0, 1, 2, 3, 4, 5, 6]), (None, [0, 1, 2, 3, 4, 5, 6, 7, 5, 6])],
-)
-def test_purge_step_hides_what_a_resumed_run_writes_again(
-  purge_step, steps, tmp_path
-):
-  with writers.TensorBoardWriter(tmp_path, time_fn=lambda: 1e9) as writer:
-    for step in range(8):
-      writer.write_scalars(step, {'a': 1})
-  with writers.TensorBoardWriter(
-    tmp_path, purge_step=purge_step, time_fn=lambda: 1e9 + 0.5
-  ) as writer:
-    for step in (5, 6):
-      writer.write_scalars(step, {'a': 2})
-  got = _scalars(tmp_path, 'a')
-  assert [step for step, _ in got] == steps
-  assert got[-2:] == [(5, 2.0), (6, 2.0)]
-  # TensorBoard's pages read with another, which hides less readily.
-  accumulator = plugin_event_accumulator.EventAccumulator(str(tmp_path))
-  accumulator.Reload()
-  assert [event.step for event in accumulator.Tensors('a')] == steps
-
-
 def _make_tensorboard(directory: pathlib.Path) -> writers.MetricWriter:
   return writers.TensorBoardWriter(directory)
 
@@ -487,6 +469,18 @@ def test_a_deleted_directory_is_an_error(make, act, tmp_path):
     with pytest.raises(FileNotFoundError):
       writer.close()
   writer.close()
+
+
+@both
+def test_a_directory_deleted_before_the_first_record_is_an_error(
+  make, tmp_path
+):
+  writer = make(tmp_path / 'run')
+  shutil.rmtree(tmp_path / 'run')
+  with pytest.raises(FileNotFoundError, match=r'was deleted .*run'):
+    writer.write_scalars(0, {'a': 1})
+  with pytest.raises(FileNotFoundError):
+    writer.close()
 
 
 @both
@@ -546,9 +540,271 @@ def test_an_unusable_directory_is_an_error_at_once(make, tmp_path):
     make(tmp_path / 'file')
 
 
+def _identity(path: Any) -> tuple[int, int]:
+  found = os.stat(path)
+  return found.st_ino, found.st_mtime_ns
+
+
+@both
+def test_resume_touches_no_file_in_which_all_stands(make, tmp_path):
+  with make(tmp_path) as writer:
+    for step in range(4):
+      writer.write_scalars(step, {'a': step})
+  (path,) = tmp_path.iterdir()
+  before = _identity(path)
+  with make(tmp_path) as writer:
+    writer.resume(3)
+  assert _identity(path) == before
+  with make(tmp_path) as writer:
+    writer.resume(2)
+  assert _identity(path) != before
+
+
+@both
+def test_a_resume_that_fails_leaves_the_file_as_it_was(make, tmp_path):
+  with make(tmp_path) as writer:
+    for step in range(300):
+      writer.write_scalars(step, {'a': step})
+  (path,) = tmp_path.iterdir()
+  before = path.read_bytes()
+  with make(tmp_path) as writer:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+      with pytest.raises(OSError, match='too large'):
+        writer.resume(100)
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    assert not list(tmp_path.glob('.*'))
+    # At the moment of the rename, too, all is there.
+    replace = os.replace
+
+    def check(new: str, old: str) -> None:
+      assert path.read_bytes() == before
+      assert 'tfevents' not in os.path.basename(new)
+      replace(new, old)
+
+    path.chmod(0o640)
+    with mock.patch.object(os, 'replace', check):
+      writer.resume(100)
+  assert path.stat().st_mode & 0o777 == 0o640
+  assert 0 < path.stat().st_size < len(before) / 2
+
+
+@both
+def test_a_writer_follows_a_file_that_anothers_resume_replaced(make, tmp_path):
+  with make(tmp_path) as writer:
+    for step in range(4):
+      writer.write_scalars(step, {'a': 0})
+    with make(tmp_path) as other:
+      other.resume(1)
+      writer.write_scalars(2, {'a': 1})
+      writer.flush()
+  if make is _make_tensorboard:
+    # Read in the order of the files' names, it is voided. It is there.
+    assert len(_records(writer.path)) == 4
+  else:
+    lines = _lines(tmp_path / 'metrics.jsonl')
+    assert [(x['step'], x['a']) for x in lines] == [(0, 0), (1, 0), (2, 1)]
+
+
+@both
+def test_resume_after_close_is_refused(make, tmp_path):
+  writer = make(tmp_path)
+  writer.close()
+  with pytest.raises(RuntimeError, match=r'resume .*after close\(\)'):
+    writer.resume(0)
+
+
 def test_a_bucket_address_is_refused():
   with pytest.raises(ValueError, match=r'local or mounted .*gs://b/r'):
     writers.TensorBoardWriter('gs://b/r')
+
+
+# --- Resuming: TensorBoard. ---
+
+_TAGS = ('scalar', 'text', 'image', 'histogram')
+
+
+def _write_generation(
+  writer: writers.MetricWriter, steps: Iterable[int], generation: int
+) -> None:
+  """Writes all kinds; each value tells which process wrote it."""
+  for step in steps:
+    pixel = np.full((1, 1), generation, np.uint8)
+    writer.write_scalars(step, {'scalar': generation})
+    writer.write_texts(step, {'text': str(generation)})
+    writer.write_images(step, {'image': pixel})
+    writer.write_histograms(step, {'histogram': pixel}, num_buckets=1)
+
+
+def _generation(tag: str, proto: Any) -> int:
+  array = tensor_util.make_ndarray(proto)
+  if tag == 'text':
+    return int(array.item())
+  if tag == 'image':
+    return int(np.asarray(PIL.Image.open(io.BytesIO(array[2]))).item())
+  # The one bucket of a single value is half to its left, half to its right.
+  return int(array[0, :2].mean() if tag == 'histogram' else array)
+
+
+def _curves(directory: Any) -> dict[str, list[tuple[int, int]]]:
+  """Returns (step, generation) by tag, on which both of two readers agree."""
+  plain = _load(directory)
+  curves = {
+    tag: [(e.step, int(e.value)) for e in plain.Scalars(tag)]
+    for tag in plain.Tags()['scalars']
+  }
+  for tag in plain.Tags()['tensors']:
+    curves[tag] = [
+      (e.step, _generation(tag, e.tensor_proto)) for e in plain.Tensors(tag)
+    ]
+  # TensorBoard's pages read with another.
+  pages = plugin_event_accumulator.EventAccumulator(
+    str(directory), size_guidance={plugin_event_accumulator.TENSORS: 0}
+  )
+  pages.Reload()
+  assert curves == {
+    tag: [
+      (e.step, _generation(tag, e.tensor_proto)) for e in pages.Tensors(tag)
+    ]
+    for tag in pages.Tags()['tensors']
+  }
+  return curves
+
+
+def _records(path: str | os.PathLike[str]) -> list[tuple[int, int]]:
+  """Returns where each record of an event file begins and ends."""
+  data = pathlib.Path(path).read_bytes()
+  ends = [0]
+  while ends[-1] < len(data):
+    ends.append(ends[-1] + 16 + int.from_bytes(data[ends[-1] :][:8], 'little'))
+  return list(itertools.pairwise(ends))
+
+
+def test_a_run_that_is_killed_and_resumed_leaves_one_curve(tmp_path):
+  first = writers.TensorBoardWriter(tmp_path)  # Never closed: killed.
+  first.resume(-1)
+  _write_generation(first, range(0, 61, 5), 0)
+  first.write_scalars(55, {'once': 0})
+  with open(first.path, 'ab') as file:
+    # Killed within a record.
+    file.write(pathlib.Path(first.path).read_bytes()[-50:-20])
+  (tmp_path / 'events.out.tfevents.0000000001.empty').touch()
+  second = writers.TensorBoardWriter(tmp_path)
+  second.resume(40)
+  _write_generation(second, range(45, 61, 5), 1)
+  third = writers.TensorBoardWriter(tmp_path)
+  third.resume(50)
+  _write_generation(third, range(55, 61, 5), 2)
+  fourth = writers.TensorBoardWriter(tmp_path)
+  fourth.resume(60)  # All that was written stands.
+  expected = [(step, 0) for step in range(0, 41, 5)]
+  expected += [(45, 1), (50, 1), (55, 2), (60, 2)]
+  assert _curves(tmp_path) == dict.fromkeys(_TAGS, expected)
+  last = writers.TensorBoardWriter(tmp_path)
+  last.resume(-1)
+  assert _curves(tmp_path) == {}
+  _write_generation(last, [0, 5], 3)
+  expected = [(0, 3), (5, 3)]
+  assert _curves(tmp_path) == dict.fromkeys(_TAGS, expected)
+  assert len(list(tmp_path.iterdir())) == 6  # And no temporary file.
+  for writer in (first, second, third, fourth, last):
+    writer.close()
+
+
+def test_without_resume_all_records_stand(tmp_path):
+  for _ in range(2):
+    with writers.TensorBoardWriter(tmp_path) as writer:
+      writer.write_scalars(5, {'a': 1})
+  assert [step for step, _ in _scalars(tmp_path, 'a')] == [5, 5]
+
+
+def test_a_tensorboard_that_runs_hides_what_it_has_read(tmp_path):
+  with writers.TensorBoardWriter(tmp_path) as writer:
+    for step in range(6):
+      writer.write_scalars(step, {'a': 0})
+  readers = [
+    event_accumulator.EventAccumulator(str(tmp_path)),
+    plugin_event_accumulator.EventAccumulator(str(tmp_path)),
+  ]
+  for reader in readers:
+    reader.Reload()
+  with writers.TensorBoardWriter(tmp_path) as writer:
+    writer.resume(2)
+    writer.write_scalars(4, {'a': 1})
+  for reader in readers:
+    reader.Reload()
+  assert [e.step for e in readers[0].Scalars('a')] == [0, 1, 2, 4]
+  assert [e.step for e in readers[1].Tensors('a')] == [0, 1, 2, 4]
+
+
+@pytest.mark.parametrize(
+  'older',
+  [
+    None,  # As our own writer names it.
+    'events.out.tfevents.2000000000.zebra',
+    'events.out.tfevents.9999999999.9',
+    'zebra.tfevents',
+  ],
+)
+def test_a_clock_that_was_set_back_changes_no_order(older, tmp_path):
+  with writers.TensorBoardWriter(tmp_path, time_fn=lambda: 2e9 + 0.5) as writer:
+    _write_generation(writer, range(4), 0)
+  if older is not None:
+    os.rename(writer.path, tmp_path / older)
+  for generation, step in (1, 1), (2, 2):
+    with writers.TensorBoardWriter(tmp_path, time_fn=lambda: 1e9) as writer:
+      assert os.path.basename(writer.path) == max(os.listdir(tmp_path))
+      if older is None:
+        # One second on, each time.
+        assert os.path.basename(writer.path).startswith(
+          f'events.out.tfevents.{2000000000 + generation}.000000.'
+        )
+      writer.resume(step)
+      _write_generation(writer, range(step + 1, 4), generation)
+  expected = [(0, 0), (1, 0), (2, 1), (3, 2)]
+  assert _curves(tmp_path) == dict.fromkeys(_TAGS, expected)
+  # The time of a record is what the clock said.
+  assert _load(tmp_path).Scalars('scalar')[-1].wall_time == 1e9
+
+
+# Where in the record of step 2: its length, the length's checksum, its time
+# (which parses all the same), the tag of its step (which does not), the data's
+# checksum.
+@pytest.mark.parametrize('offset', [0, 9, 15, 21, -2])
+def test_of_a_damaged_file_the_records_before_the_damage_are_shown(
+  offset, tmp_path
+):
+  with writers.TensorBoardWriter(tmp_path) as writer:
+    for step in range(6):
+      writer.write_scalars(step, {'a': 0})
+  start, end = _records(writer.path)[3]  # The first record is the version.
+  damaged = bytearray(pathlib.Path(writer.path).read_bytes())
+  damaged[(start if offset >= 0 else end) + offset] ^= 4
+  pathlib.Path(writer.path).write_bytes(damaged)
+  with writers.TensorBoardWriter(tmp_path) as second:
+    second.resume(3)
+    for step in range(4, 8):
+      second.write_scalars(step, {'a': 1})
+  steps = [step for step, _ in _scalars(tmp_path, 'a')]
+  assert steps == [0, 1, 4, 5, 6, 7]
+  # The damage stays. Behind it, records are voided where they can be told
+  # apart: those of steps 4 and 5, as long as that of step 2.
+  size = end - start
+  if offset not in (0, 9):
+    damaged = damaged[: -2 * size]
+  assert pathlib.Path(writer.path).read_bytes() == damaged
+  with writers.TensorBoardWriter(tmp_path) as third:
+    third.resume(0)
+  # Of step 1, before the damage, there is no record either now.
+  del damaged[start - size : start]
+  if offset not in (0, 9):
+    del damaged[start : start + size]  # Step 3.
+    if offset != 21:  # It can still be told that the damaged one is step 2.
+      del damaged[start - size : start]
+  assert pathlib.Path(writer.path).read_bytes() == damaged
 
 
 # --- JSONL. ---
@@ -622,6 +878,95 @@ def test_jsonl_on_a_full_device(tmp_path):
     writer.close()
 
 
+# --- Resuming: JSONL. ---
+
+
+def test_jsonl_resume_takes_later_records_out(tmp_path):
+  path = tmp_path / 'm.jsonl'
+  for generation, (resumed, steps) in enumerate(
+    [(-1, range(0, 61, 5)), (40, range(45, 61, 5)), (50, range(55, 61, 5))]
+  ):
+    with writers.JsonlWriter(path) as writer:
+      writer.resume(resumed)
+      _write_generation(writer, steps, generation)
+  got = [(x['step'], x['kind'], x.get('scalar')) for x in _lines(path)]
+  expected = [(step, 0) for step in range(0, 41, 5)]
+  expected += [(45, 1), (50, 1), (55, 2), (60, 2)]
+  assert got == [
+    (step, kind, generation if kind == 'scalars' else None)
+    for step, generation in expected
+    for kind in ('scalars', 'texts', 'images', 'histograms')
+  ]
+  with writers.JsonlWriter(path) as writer:
+    writer.resume(-1)
+    assert path.read_bytes() == b''
+    writer.write_scalars(0, {'a': 1})
+  assert [x['step'] for x in _lines(path)] == [0]
+
+
+@pytest.mark.parametrize(
+  ('before', 'after', 'damaged'),
+  [
+    # Half a line at the end.
+    (b'{"step": 1}\n{"step": 2, "a', b'{"step": 1}\n', None),
+    (b'{"step": 1}\n\0\0\0', b'{"step": 1}\n', None),
+    # A whole record of which no more than the line's end is missing.
+    (b'{"step": 1}\n{"step": 2}', b'{"step": 1}\n{"step": 2}\n', None),
+    (b'{"step": 1}\n{"step": 3}', b'{"step": 1}\n', None),
+    # Damaged lines, with and without a record that goes.
+    (
+      b'{"step": 9}\n{"step": 1}\n{"s\xf4ep": 2}\n[3]\n{"step": 2}\n',
+      b'{"step": 1}\n{"s\xf4ep": 2}\n[3]\n{"step": 2}\n',
+      '2 lines are no records and stay as they are: line 2, 3.',
+    ),
+    (b'\n{"step": 1}\n', b'\n{"step": 1}\n', '1 lines .*: line 1.'),
+    # A record of another mode.
+    (b'{"step": 3, "mode": "eval"}\n', b'{"step": 3, "mode": "eval"}\n', None),
+  ],
+)
+def test_jsonl_resume_of_what_a_crash_may_leave(
+  before, after, damaged, logged_warnings, tmp_path
+):
+  path = tmp_path / 'm.jsonl'
+  path.write_bytes(before)
+  with writers.JsonlWriter(path, time_fn=lambda: 0.0) as writer:
+    writer.resume(2)
+    assert path.read_bytes() == after
+    writer.write_scalars(4, {})
+    writer.write_scalars(4, {'a': 1})
+  line = b'{"step": 4, "time": 0.0, "kind": "scalars", "a": 1}\n'
+  assert path.read_bytes() == after + line
+  texts = [c.args[0] % c.args[1:] for c in logged_warnings.call_args_list]
+  assert len(texts) == (damaged is not None)
+  if damaged is not None:
+    assert re.search(damaged, texts[0])
+    assert str(path) in texts[0]
+
+
+def test_jsonl_resume_leaves_the_records_of_other_modes(tmp_path):
+  path = tmp_path / 'm.jsonl'
+  with (
+    writers.JsonlWriter(path, mode='train') as train,
+    writers.JsonlWriter(path, mode='eval') as evaluation,
+  ):
+    for step in range(3):
+      train.write_scalars(step, {'a': 1})
+      evaluation.write_scalars(step, {'a': 1})
+    evaluation.resume(0)
+    train.write_scalars(3, {'a': 1})
+  got = [(x['step'], x['mode']) for x in _lines(path)]
+  train_steps = [(step, 'train') for step in range(1, 4)]
+  assert got == [(0, 'train'), (0, 'eval'), *train_steps]
+
+
+def test_jsonl_resume_of_a_device_does_not_read_it():
+  with writers.JsonlWriter(os.devnull) as writer:
+    with mock.patch.object(writers, '_rewrite') as rewrite:
+      writer.resume(0)
+    rewrite.assert_not_called()
+    writer.write_scalars(1, {'a': 1})
+
+
 # --- Log line. ---
 
 
@@ -645,6 +990,7 @@ def test_log_lines():
     writer.write_images(2, {'x': np.zeros((4, 8, 8, 1), np.uint8)})
     writer.write_histograms(3, {'w': np.array([1.0, 4.0])})
     evaluation = writers.LogLineWriter(mode='eval')
+    evaluation.resume(3)  # It has nothing to void.
     evaluation.write_texts(4, {'sample': 'def f():\n  pass'})
     evaluation.close()
   lines = [call.args[0] % call.args[1:] for call in info.call_args_list]
@@ -718,6 +1064,37 @@ def test_decorators_take_a_writer_of_scalars_only(decorate, logged_warnings):
   texts = [c.args[0] % c.args[1:] for c in logged_warnings.call_args_list]
   # Once per method that is missing.
   assert sum('_ScalarsOnly has no method' in text for text in texts) == 3
+
+
+@pytest.mark.parametrize('decorate', ['multi', 'async'])
+def test_decorators_pass_resume_on_in_order(decorate, logged_warnings):
+  recorder, foreign = _Recorder(), _ScalarsOnly()
+  writer: writers.MetricWriter = writers.MultiWriter([foreign, recorder])
+  if decorate == 'async':
+    writer = writers.AsyncWriter(writer)
+  with writer:
+    writer.resume(7)
+    assert recorder.calls == [('resume', 7)]  # Done when it returns.
+    writer.write_scalars(8, {'a': 1})
+  assert [c[0] for c in recorder.calls[:2]] == ['resume', 'scalars']
+  assert foreign.calls == [(8, {'a': 1})]
+  assert not logged_warnings.called
+  with pytest.raises(RuntimeError, match=r'resume .*after close\(\)'):
+    writer.resume(7)
+
+
+def test_an_error_of_resume_comes_at_once_and_again():
+  recorder = _Recorder()
+  recorder.failing = {'resume': OSError('disk on fire')}
+  writer = writers.AsyncWriter(recorder)
+  for act in (
+    lambda: writer.resume(1),
+    lambda: writer.write_scalars(2, {'a': 1}),
+    writer.flush,
+    writer.close,
+  ):
+    with pytest.raises(OSError, match='disk on fire'):
+      act()
 
 
 def test_a_failing_writer_does_not_keep_a_record_from_the_others():
@@ -1001,3 +1378,57 @@ def test_the_end_of_the_program_writes_what_is_queued(tmp_path):
   assert [(r['step'], r['a']) for r in _lines(path)] == [
     (n, float(n)) for n in range(100)
   ]
+
+
+_KILLED = """
+  import os
+  import signal
+  import sys
+  import threading
+
+  import jax.numpy as jnp
+  from jaxline import writers
+
+  writer = writers.AsyncWriter(writers.MultiWriter([
+    writers.TensorBoardWriter(sys.argv[1]),
+    writers.JsonlWriter(os.path.join(sys.argv[1], 'm.jsonl')),
+  ]))
+  writer.resume(int(sys.argv[2]))
+
+  def save():  # The thread of the checkpoints.
+    writer.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+  for step in range(int(sys.argv[2]) + 1, int(sys.argv[3]) + 1):
+    writer.write_scalars(step, {'a': jnp.float32(step)})
+  threading.Thread(target=save).start()
+  while True:  # Training goes on; of these steps anything may be there.
+    step += 1
+    writer.write_scalars(step, {'a': jnp.float32(-1)})
+"""
+
+
+def test_what_was_flushed_outlives_a_kill_and_is_there_once(tmp_path):
+  for resumed, last in (-1, 200), (150, 400):
+    arguments = [str(tmp_path), str(resumed), str(last)]
+    done = subprocess.run(
+      [sys.executable, '-c', textwrap.dedent(_KILLED), *arguments],
+      cwd=pathlib.Path(__file__).parents[1],
+      capture_output=True,
+      text=True,
+      timeout=60,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+  expected = [(step, float(step)) for step in range(401)]
+  assert _scalars(tmp_path, 'a')[:401] == expected
+  writer = writers.MultiWriter(
+    [
+      writers.TensorBoardWriter(tmp_path),
+      writers.JsonlWriter(tmp_path / 'm.jsonl'),
+    ]
+  )
+  with writer:
+    writer.resume(400)
+  assert _scalars(tmp_path, 'a') == expected
+  lines = _lines(tmp_path / 'm.jsonl')
+  assert [(x['step'], x['a']) for x in lines] == expected

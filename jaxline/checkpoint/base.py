@@ -1,7 +1,7 @@
 """What the loops ask of a checkpointer."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Collection
+from typing import Any, Protocol, TypeGuard
 
 
 class ExperimentState(dict):
@@ -66,6 +66,55 @@ class Checkpointer(Protocol):
 
   def wait_for_checkpointing_to_finish(self) -> None:
     """Returns when everything saved is safe."""
+
+
+class Durable(Checkpointer, Protocol):
+  """A checkpointer whose checkpoints outlive the process.
+
+  Attributes:
+    collective: whether all hosts take part in `save`, at the same steps.
+    before_commit: series -> function, called on the thread that writes before
+      a checkpoint becomes visible: what belongs to it, such as the logs up to
+      its step, is then safe before it.
+  """
+
+  collective: bool
+  before_commit: dict[str, Callable[[], None]]
+
+  def restore(self, ckpt_series: str, step: int | None = None) -> None:
+    """Restores a series' checkpoint of a step; None is the newest."""
+
+  def check_config(self) -> None:
+    """Raises ValueError where the newest checkpoint is of another run."""
+
+  def raise_error(self) -> None:
+    """Raises what a save in the background failed with."""
+
+  def steps(self, ckpt_series: str) -> list[int]:
+    """Returns the steps of a series' checkpoints, ascending."""
+
+  def next_step(self, ckpt_series: str, done: Collection[int]) -> int | None:
+    """Returns the first step with a checkpoint and not in `done`."""
+
+  def evaluated(self) -> list[int]:
+    """Returns the steps that were noted as evaluated."""
+
+  def mark_evaluated(self, step: int) -> None:
+    """Notes that a step is evaluated and its results are safe."""
+
+  def mark_begun(self) -> None:
+    """Notes that training goes on."""
+
+  def mark_ended(self, step: int) -> None:
+    """Notes that training has ended, at this step."""
+
+  def ended(self) -> int | None:
+    """Returns the step at which training has ended, or None."""
+
+
+def is_durable(checkpointer: Any) -> TypeGuard[Durable]:
+  """Returns whether a checkpointer's checkpoints outlive the process."""
+  return isinstance(getattr(checkpointer, 'before_commit', None), dict)
 
 
 CheckpointerFactory = Callable[[Any, str], Checkpointer]

@@ -1,0 +1,409 @@
+"""Checkpoints on disk: which are there, whether they are whole, whose they are.
+
+A run's directory holds, besides the logs:
+
+    checkpoints/latest/STEP/    written by training
+    checkpoints/best/STEP/      written by evaluation
+    checkpoints/damaged/        what could not be read, set aside
+    checkpoints/claims/         who is writing here
+
+and a directory STEP, which appears and goes in one rename, so that it is whole
+whenever it is there:
+
+    checkpoint.json     what the checkpoint holds: entries, arrays, config, ...
+    process_N.json      what process N alone has: the position of its data
+    extra.json          what `on_new_best_model` added
+    arrays/NAME/        one Zarr 3 array each, written by Orbax
+    checksums_N.json    size and CRC-32 of every file above
+"""
+
+from collections.abc import Callable, Iterable
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+import re
+import shutil
+import socket
+import time
+from typing import Any
+import zlib
+
+FORMAT = 1
+RECORD = 'checkpoint.json'
+ARRAYS = 'arrays'
+_CHECKSUMS = 'checksums_{}.json'
+# Orbax's own, changed after all else is written; nothing here reads them.
+_UNCHECKED = ('_CHECKPOINT_METADATA', 'commit_success.txt')
+_CHUNK = 1 << 22  # Bytes hashed at a time.
+# Names that are not a step's, and so never taken for a checkpoint: of one that
+# is being removed, and of a whole one that is about to replace another.
+_DELETED = '.deleted-'
+NEW = '.new'
+
+
+class DamagedError(ValueError):
+  """A checkpoint is not as it was written; the message says what differs."""
+
+
+def root(directory: str | os.PathLike[str]) -> pathlib.Path:
+  """Returns where a run's checkpoints are."""
+  return pathlib.Path(directory) / 'checkpoints'
+
+
+def steps(series: pathlib.Path) -> list[int]:
+  """Returns the steps of a series' checkpoints, ascending."""
+  try:
+    names = os.listdir(series)
+  except (FileNotFoundError, NotADirectoryError):
+    return []
+  return sorted(int(name) for name in names if re.fullmatch(r'\d+', name))
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+  """Writes a file that is whole, and on the disk, or not there."""
+  partial = path.with_name(f'{path.name}.{os.getpid()}.partial')
+  with open(partial, 'w', encoding='utf-8') as f:
+    json.dump(value, f, indent=1)
+    f.write('\n')
+    f.flush()
+    os.fsync(f.fileno())
+  os.replace(partial, path)
+
+
+def read_json(path: pathlib.Path) -> Any:
+  """Reads a file.
+
+  Raises:
+    DamagedError: it is not there, or not JSON.
+  """
+  try:
+    return json.loads(path.read_text(encoding='utf-8'))
+  except FileNotFoundError as e:
+    raise DamagedError(f'{path.name} is missing') from e
+  except ValueError as e:
+    raise DamagedError(f'{path.name} is not JSON ({e})') from e
+
+
+def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
+  """Reads what a checkpoint says of itself.
+
+  Raises:
+    DamagedError: it cannot be read.
+    ValueError: a later version of this library wrote it.
+  """
+  record = read_json(checkpoint / RECORD)
+  if not isinstance(record, dict) or 'format' not in record:
+    raise DamagedError(f'{RECORD} is no record of a checkpoint')
+  if record['format'] > FORMAT:
+    raise ValueError(
+      f'{checkpoint} has format {record["format"]}; this jaxline reads up to'
+      f' {FORMAT}. It was written by {record.get("versions")}: install that'
+      ' jaxline or a newer one.'
+    )
+  return record
+
+
+def _files(checkpoint: pathlib.Path) -> list[str]:
+  """Returns all files but the checksums, relative, sorted."""
+  found = []
+  for folder, _, names in os.walk(checkpoint):
+    relative = os.path.relpath(folder, checkpoint)
+    for name in names:
+      path = name if relative == '.' else f'{relative}/{name}'
+      if path in _UNCHECKED or re.fullmatch(r'checksums_\d+\.json', path):
+        continue
+      found.append(path)
+  return sorted(found)
+
+
+def _checksum(path: pathlib.Path) -> list[int]:
+  """Returns a file's size in bytes and its CRC-32."""
+  size = crc = 0
+  with open(path, 'rb', buffering=0) as f:
+    buffer = memoryview(bytearray(_CHUNK))
+    while n := f.readinto(buffer):
+      size += n
+      crc = zlib.crc32(buffer[:n], crc)
+  return [size, crc]
+
+
+def write_checksums(
+  checkpoint: pathlib.Path, process: int, processes: int
+) -> None:
+  """Writes the checksums of one process's share of the files.
+
+  Args:
+    checkpoint: with all its files.
+    process: index of this process.
+    processes: how many share the work.
+  """
+  sums = {
+    name: _checksum(checkpoint / name)
+    for name in _files(checkpoint)[process::processes]
+  }
+  text = json.dumps(sums, sort_keys=True)
+  write_json(
+    checkpoint / _CHECKSUMS.format(process),
+    {'processes': processes, 'files': sums, 'crc': zlib.crc32(text.encode())},
+  )
+
+
+def add_checksum(checkpoint: pathlib.Path, name: str) -> None:
+  """Adds a file's checksum to those of the first process."""
+  path = checkpoint / _CHECKSUMS.format(0)
+  part = read_json(path)
+  part['files'][name] = _checksum(checkpoint / name)
+  text = json.dumps(part['files'], sort_keys=True)
+  # A new file: the old one may be linked into another checkpoint.
+  write_json(path, {**part, 'crc': zlib.crc32(text.encode())})
+
+
+def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
+  """Returns size in bytes and CRC-32 of each file.
+
+  Raises:
+    DamagedError: they cannot be read, or are not as written.
+  """
+  sums: dict[str, list[int]] = {}
+  process, processes = 0, 1
+  while process < processes:
+    name = _CHECKSUMS.format(process)
+    part = read_json(checkpoint / name)
+    try:
+      text = json.dumps(part['files'], sort_keys=True)
+      if zlib.crc32(text.encode()) != part['crc']:
+        raise DamagedError(f'{name} is not as it was written')
+      sums.update(part['files'])
+      # Not in the sum, but a wrong one leaves files unlisted or a file
+      # unfound, and both are noticed.
+      processes = int(part['processes'])
+    except (KeyError, TypeError, AttributeError) as e:
+      raise DamagedError(f'{name} holds no checksums') from e
+    process += 1
+  return sums
+
+
+def verify(
+  checkpoint: pathlib.Path,
+  wanted: Callable[[str], bool] = lambda name: True,
+  process: int = 0,
+  processes: int = 1,
+) -> list[str]:
+  """Returns what is wrong with a checkpoint, a line for each file.
+
+  Args:
+    checkpoint: its directory.
+    wanted: of a file's relative name, whether to look at it.
+    process: index of this process.
+    processes: how many share the work.
+  """
+  try:
+    sums = read_checksums(checkpoint)
+  except DamagedError as e:
+    return [str(e)]
+  present = _files(checkpoint)
+  problems = [
+    f'{name} was not there when the checkpoint was written'
+    for name in sorted(set(present) - set(sums))
+    if wanted(name)
+  ]
+  for name in sorted(filter(wanted, sums))[process::processes]:
+    size, crc = sums[name]
+    try:
+      got_size, got_crc = _checksum(checkpoint / name)
+    except OSError as e:
+      problems.append(f'{name} cannot be read ({e.strerror})')
+      continue
+    if got_size != size:
+      problems.append(f'{name} has {got_size} bytes, {size} were written')
+    elif got_crc != crc:
+      problems.append(f'{name} is not as it was written (its CRC differs)')
+  return problems
+
+
+def size(checkpoint: pathlib.Path) -> int:
+  """Returns the bytes of all files of a checkpoint."""
+  return sum((checkpoint / name).stat().st_size for name in _files(checkpoint))
+
+
+def remove(checkpoint: pathlib.Path) -> None:
+  """Removes a checkpoint; it is gone at once, and never there in part."""
+  doomed = checkpoint.with_name(f'{_DELETED}{checkpoint.name}-{os.getpid()}')
+  with contextlib.suppress(FileNotFoundError):
+    os.rename(checkpoint, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def replace(new: pathlib.Path, old: pathlib.Path) -> None:
+  """Puts a whole checkpoint in the place of another, or of none."""
+  remove(old)
+  os.rename(new, old)
+
+
+def clean(series: pathlib.Path) -> None:
+  """Removes what a killed process has left: half saves, half deletions.
+
+  Only for the one that holds the claim on the series.
+  """
+  with contextlib.suppress(FileNotFoundError):
+    for entry in os.scandir(series):
+      if entry.name.endswith(NEW):
+        # Killed within `replace`, perhaps when only this one was left.
+        replace(pathlib.Path(entry.path), series / entry.name.removesuffix(NEW))
+        continue
+      # Whatever is no checkpoint and is a directory here is one in part.
+      if entry.is_dir() and not entry.name.isdigit():
+        shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
+  """Moves a damaged checkpoint out of its series, and returns where to."""
+  damaged = checkpoint.parent.parent / 'damaged'
+  damaged.mkdir(exist_ok=True)
+  name = f'{checkpoint.parent.name}-{checkpoint.name}'
+  for suffix in ('', *(f'-{i}' for i in range(2, 1000))):
+    target = damaged / (name + suffix)
+    if not target.exists():
+      os.rename(checkpoint, target)
+      return target
+  raise FileExistsError(f'{damaged} is full of checkpoints {name}.')
+
+
+def damaged(checkpoints: pathlib.Path, series: str) -> list[pathlib.Path]:
+  """Returns the checkpoints of a series that were set aside."""
+  return sorted((checkpoints / 'damaged').glob(f'{series}-*'))
+
+
+def link(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Makes a second name for each file of a checkpoint; copies nothing.
+
+  Where the file system has no hard links, the files are copied.
+
+  Raises:
+    FileNotFoundError: the checkpoint was removed meanwhile.
+  """
+
+  def link_file(a: str, b: str) -> None:
+    try:
+      os.link(a, b)
+    except FileNotFoundError:
+      raise
+    except OSError:
+      shutil.copy2(a, b)
+
+  shutil.rmtree(target, ignore_errors=True)
+  target.parent.mkdir(parents=True, exist_ok=True)
+  try:
+    shutil.copytree(source, target, copy_function=link_file)
+  except (FileNotFoundError, shutil.Error) as e:
+    shutil.rmtree(target, ignore_errors=True)
+    if source.exists() and not isinstance(e, FileNotFoundError):
+      raise
+    raise FileNotFoundError(f'{source} was removed while it was read.') from e
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+  """Which checkpoints of a series stay.
+
+  Attributes:
+    newest: how many of the newest.
+    every_steps: the first at or after each multiple of it stays for ever.
+    every_hours: one at least that long after the last such one, likewise.
+  """
+
+  newest: int
+  every_steps: int | None = None
+  every_hours: float | None = None
+
+  def removable(self, saved: Iterable[tuple[int, float]]) -> list[int]:
+    """Returns the steps to remove.
+
+    Args:
+      saved: step and time in seconds of each checkpoint.
+    """
+    ordered = sorted(saved)
+    forever = set()
+    last_multiple, last_time = 0, None
+    for step, when in ordered:
+      if self.every_steps and step // self.every_steps > last_multiple:
+        last_multiple = step // self.every_steps
+        forever.add(step)
+      if self.every_hours and (
+        last_time is None or when - last_time >= 3600 * self.every_hours
+      ):
+        last_time = when
+        forever.add(step)
+    return [step for step, _ in ordered[: -self.newest] if step not in forever]
+
+
+class ClaimedError(ValueError):
+  """Another process writes to the same directory."""
+
+
+# What this process has claimed: to the operating system it is one claimant.
+_claimed: set[pathlib.Path] = set()
+
+
+class Claim:
+  """The right to write something in a run's directory; one process has it.
+
+  It ends with the process, however that ends: the operating system keeps it.
+  """
+
+  def __init__(self, directory: str | os.PathLike[str], what: str):
+    """Takes the right.
+
+    Args:
+      directory: the run's.
+      what: 'train', 'eval', 'best'.
+
+    Raises:
+      ClaimedError: it is taken; the message says by whom.
+    """
+    folder = root(directory) / 'claims'
+    folder.mkdir(parents=True, exist_ok=True)
+    self._path = (folder / f'{what}.json').resolve()
+    refused = ClaimedError(
+      f'{os.fspath(directory)} is in use: {_owner(self._path)} has the right to'
+      f' write {what!r} there. Wait for its end, stop it, or give this run'
+      ' another config.checkpoint_dir.'
+    )
+    if self._path in _claimed:
+      raise refused
+    fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+      # Not flock: a worker process forked from this one would hold it on.
+      fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      owner = {
+        'host': socket.gethostname(),
+        'pid': os.getpid(),
+        'since': time.strftime('%Y-%m-%d %H:%M:%S %z'),
+      }
+      os.ftruncate(fd, 0)
+      os.pwrite(fd, json.dumps(owner).encode(), 0)
+    except BaseException as e:
+      os.close(fd)
+      if isinstance(e, BlockingIOError | PermissionError):
+        raise refused from None
+      raise
+    _claimed.add(self._path)
+    self._fd: int | None = fd
+
+  def release(self) -> None:
+    """Gives the right back."""
+    if self._fd is not None:
+      _claimed.discard(self._path)
+      os.close(self._fd)
+      self._fd = None
+
+
+def _owner(path: pathlib.Path) -> str:
+  try:
+    owner = json.loads(path.read_text(encoding='utf-8'))
+    return f'process {owner["pid"]} on {owner["host"]}, since {owner["since"]},'
+  except (OSError, ValueError, KeyError, TypeError):
+    return 'another process'

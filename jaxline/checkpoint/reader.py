@@ -1,0 +1,339 @@
+"""Reads one checkpoint: checks that it is whole and fits, then its arrays."""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import difflib
+import pathlib
+import re
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+import numpy as np
+
+from jaxline.checkpoint import files
+from jaxline.checkpoint import storage
+from jaxline.checkpoint import structure
+
+
+class MismatchError(ValueError):
+  """A checkpoint does not fit the experiment; nothing was restored."""
+
+
+@dataclasses.dataclass
+class _Plan:
+  """What to read for an experiment.
+
+  Attributes:
+    targets: name of an array -> where it goes, a jax.ShapeDtypeStruct with a
+      sharding; None is host memory.
+    trees: entry -> the tree of arrays it is restored into.
+  """
+
+  targets: dict[str, Any] = dataclasses.field(default_factory=dict)
+  trees: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Reader:
+  """Reads one checkpoint."""
+
+  def __init__(
+    self, path: pathlib.Path, record: dict[str, Any], allow_pickle: bool
+  ):
+    self._path = path
+    self._record = record
+    self._allow_pickle = allow_pickle
+    self._arrays = record['arrays']
+
+  def _below(self, entry: str) -> list[str]:
+    """Returns the names of an entry's arrays."""
+    return [
+      name
+      for name in self._arrays
+      if name == entry or name.startswith(f'{entry}/')
+    ]
+
+  def entries(self, keys: list[str]) -> dict[str, Any]:
+    """Returns entries of the live state, besides the experiment's.
+
+    Raises:
+      ValueError: the checkpoint lacks one.
+    """
+    described = dict(self._record['entries'])
+    small: dict[str, Any] = {}
+    if (self._path / 'extra.json').exists():
+      extra = files.read_json(self._path / 'extra.json')
+      described.update(extra['entries'])
+      small = {
+        name: storage.from_json(x) for name, x in extra['arrays'].items()
+      }
+    if missing := sorted(set(keys) - set(described)):
+      raise ValueError(
+        f'{self._path} lacks {missing}; it holds {sorted(described)}.'
+      )
+    names = [n for key in keys for n in self._below(f'run/{key}')]
+    arrays = self.read(dict.fromkeys(names)) | small
+    return {key: self._decode(described[key], arrays) for key in keys}
+
+  def _decode(self, described: Any, arrays: Mapping[str, Any]) -> Any:
+    return structure.decode(described, arrays, allow_pickle=self._allow_pickle)
+
+  def _shape(self, name: str) -> str:
+    return storage.saved_shape(self._arrays[name])
+
+  def _plan(self, experiment: Any) -> _Plan:
+    """Says what to read, where all of it fits the experiment.
+
+    Raises:
+      MismatchError: naming each array that is missing, extra or different.
+    """
+    plan = _Plan(trees=template(experiment))
+    saved = self._record['module']
+    wrong = []
+    for entry, tree in plan.trees.items():
+      wanted = {n: _shape_of(x) for n, x in prefixed(tree, entry).items()}
+      have = {
+        n: storage.saved_shape(self._arrays[n]) for n in self._below(entry)
+      }
+      wrong += [
+        f'  {name}: the checkpoint has {have.get(name, "nothing")}, the'
+        f' experiment expects {wanted.get(name, "nothing")}'
+        for name in sorted(have.keys() | wanted.keys())
+        if have.get(name) != wanted.get(name)
+      ]
+    wrong += [
+      f'  {entry}: the experiment does not tell its shape'
+      for entry, described in saved.items()
+      if 'leaves' in described and entry not in plan.trees
+    ]
+    if wrong:
+      raise MismatchError(
+        f'{self._path} does not fit the experiment; nothing was restored. Use'
+        ' the config it was trained with (checkpoint.json holds it), a new'
+        ' config.checkpoint_dir, or config.restore_from with'
+        ' config.restore_rules for what fits.\n' + '\n'.join(wrong)
+      )
+    for entry, tree in plan.trees.items():
+      plan.targets.update(prefixed(tree, entry))
+    for entry in set(saved) - set(plan.trees):
+      plan.targets.update(dict.fromkeys(self._below(entry)))
+    return plan
+
+  def snapshot(self, experiment: Any) -> dict[str, Any]:
+    """Reads an experiment's snapshot; of what it does not want, the shapes.
+
+    Raises:
+      MismatchError: naming each array that does not fit it.
+    """
+    plan = self._plan(experiment)
+    wants = wants_of(experiment)
+    arrays = self.read(
+      {name: x for name, x in plan.targets.items() if wants(name)}
+    )
+    on_host = set(getattr(experiment, 'CHECKPOINT_ATTRS', {}).values())
+    snapshot = {}
+    for entry, described in self._record['module'].items():
+      if entry in plan.trees:
+        tree = plan.trees[entry]
+        leaves = [
+          arrays.get(name, x) for name, x in _named(tree, entry).items()
+        ]
+        snapshot[entry] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
+        continue
+      own = {n: arrays[n] for n in self._below(entry) if n in arrays}
+      if entry not in on_host:  # Those are copied to all devices next.
+        own = {
+          n: jnp.asarray(x) if self._arrays[n]['kind'] == 'jax' else x
+          for n, x in own.items()
+        }
+      snapshot[entry] = self._decode(described['structure'], own)
+    snapshot.update(self._per_process(wants))
+    return snapshot
+
+  def _per_process(self, wants: Callable[[str], bool]) -> dict[str, Any]:
+    """Reads what each process has for itself.
+
+    Raises:
+      ValueError: other processes saved it, and not all had the same.
+    """
+    saved = self._record['processes']
+    if saved == jax.process_count():
+      mine = files.read_json(self._path / f'process_{jax.process_index()}.json')
+    else:
+      each = [
+        files.read_json(self._path / f'process_{i}.json') for i in range(saved)
+      ]
+      mine = each[0]
+      if differing := sorted(
+        k for k in mine if any(e[k] != mine[k] for e in each)
+      ):
+        raise ValueError(
+          f'{saved} processes saved {differing}, each its own, and now there'
+          f' are {jax.process_count()}. Restore on {saved} processes, or begin'
+          ' anew from this run with config.restore_from and'
+          ' config.restore_rules.'
+        )
+    return {
+      entry: self._decode(
+        described['structure'],
+        storage.from_json(described['arrays']),
+      )
+      for entry, described in mine.items()
+      if wants(entry)
+    }
+
+  def read(self, targets: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads arrays.
+
+    Args:
+      targets: name -> jax.ShapeDtypeStruct with a sharding; without one, or
+        None, the array comes as numpy.
+    """
+    try:
+      return storage.read(self._path, self._arrays, targets)
+    except (OSError, ValueError, KeyError) as e:
+      raise files.DamagedError(f'its arrays cannot be read ({e})') from e
+
+  def by_rules(
+    self, experiment: Any, rules: list[tuple[str, str | None]]
+  ) -> dict[str, Any]:
+    """Returns the experiment's own snapshot with arrays replaced by rules.
+
+    Raises:
+      ValueError: a rule matches nothing, or names no array of the checkpoint.
+      MismatchError: an array of the checkpoint has another shape or type.
+    """
+    snapshot = dict(experiment.snapshot_state())
+    live = {
+      name: x
+      for entry, tree in snapshot.items()
+      for name, x in _named(tree, entry).items()
+      if structure.is_array(x)
+    }
+    used = set()
+    sources: dict[str, str] = {}
+    for name in live:
+      for pattern, source in rules:
+        if match := re.fullmatch(pattern, name):
+          used.add(pattern)
+          if source is not None:
+            sources[name] = match.expand(source)
+          break
+    if unused := [pattern for pattern, _ in rules if pattern not in used]:
+      raise ValueError(
+        f"config.restore_rules: {unused} match none of this run's arrays, or"
+        f' an earlier rule takes them. The arrays are {sorted(live)}.'
+      )
+    if absent := sorted(set(sources.values()) - set(self._arrays)):
+      near = difflib.get_close_matches(absent[0], self._arrays, n=3, cutoff=0.3)
+      raise ValueError(
+        f'config.restore_rules: {self._path} has no arrays {absent}; the'
+        f' nearest to the first are {near}.'
+      )
+    wrong = [
+      f"  {name}: the checkpoint's {source} is {self._shape(source)}, expected"
+      f' {_shape_of(live[name])}'
+      for name, source in sources.items()
+      if self._shape(source) != _shape_of(live[name])
+    ]
+    if wrong:
+      raise MismatchError(
+        f'{self._path} does not fit the experiment; nothing was restored.\n'
+        + '\n'.join(wrong)
+      )
+    replaced = {
+      name: self.read({source: _abstract(live[name])})[source]
+      for name, source in sources.items()
+    }
+    for entry, tree in snapshot.items():
+      leaves = [
+        replaced.get(name, x) for name, x in _named(tree, entry).items()
+      ]
+      snapshot[entry] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
+    return snapshot
+
+
+# What an experiment says of its snapshot; one that is not an
+# AbstractExperiment says nothing.
+
+
+def template(experiment: Any) -> dict[str, Any]:
+  """Returns the entries that are stored leaf by leaf, and their shapes."""
+  get = getattr(experiment, 'snapshot_template', None)
+  return dict(get()) if get is not None else {}
+
+
+def wants_of(experiment: Any) -> Callable[[str], bool]:
+  """Returns what says whether to read an array."""
+  return getattr(experiment, 'wants_restored', lambda name: True)
+
+
+def per_process(experiment: Any, all_hosts: bool) -> set[str]:
+  """Returns the entries of which each process keeps its own."""
+  own = set(getattr(experiment, 'PER_PROCESS_ENTRIES', ()))
+  if all_hosts:
+    own |= set(experiment.NON_BROADCAST_CHECKPOINT_ATTRS.values())
+  return own
+
+
+# Trees and names.
+
+
+def _named(tree: Any, entry: str) -> dict[str, Any]:
+  """Returns name -> leaf, in the order of jax.tree.leaves."""
+  return {
+    f'{entry}/{name}' if name else entry: leaf
+    for name, leaf in structure.named_leaves(tree).items()
+  }
+
+
+def prefixed(tree: Any, entry: str) -> dict[str, Any]:
+  """Returns name -> array.
+
+  Raises:
+    TypeError: a leaf is no array.
+  """
+  named = _named(tree, entry)
+  for name, leaf in named.items():
+    if not structure.is_array(leaf):
+      raise TypeError(
+        f'{name} is a {type(leaf).__name__}; expected an array, since this'
+        ' entry is stored leaf by leaf.'
+      )
+  return named
+
+
+def _shape_of(x: Any) -> str:
+  return f'{x.dtype}{list(x.shape)}'
+
+
+def _abstract(x: Any) -> Any:
+  sharding = x.sharding if isinstance(x, jax.Array) else None
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def verify(path: pathlib.Path, experiment: Any) -> list[str]:
+  """Returns what is wrong with a checkpoint, looking at what is wanted."""
+  problems: list[str] = []
+  try:
+    record = files.read_record(path)
+    wants = wants_of(experiment)
+    unwanted = {
+      f'{files.ARRAYS}/{about["file"]}'
+      for name, about in record['arrays'].items()
+      if not (name.startswith('run/') or wants(name))
+    }
+    problems = files.verify(
+      path,
+      lambda file: '/'.join(file.split('/')[:2]) not in unwanted,
+      jax.process_index(),
+      jax.process_count(),
+    )
+  except (files.DamagedError, KeyError, TypeError, AttributeError) as e:
+    problems = [str(e) if isinstance(e, files.DamagedError) else repr(e)]
+  if jax.process_count() > 1:
+    counts = multihost_utils.process_allgather(np.int32(len(problems)))
+    if not problems and counts.any():
+      problems = [f'processes {np.flatnonzero(counts).tolist()} say so']
+  return problems

@@ -1,0 +1,315 @@
+"""How arrays get to the disk and back: copied to the host, written by Orbax."""
+
+import base64
+from collections.abc import Callable, Mapping
+import dataclasses
+import logging as std_logging
+import pathlib
+import re
+from typing import Any
+
+from absl import logging
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxline.checkpoint import files
+
+# Arrays are cut into files of at most this many bytes.
+_FILE_BYTES = 256 << 20
+
+
+def _is_worth_reading(record: Any) -> bool:
+  """Leaves Orbax's dozen lines for each save out of the log."""
+  if 'orbax' not in record.pathname:
+    return True
+  # The warning says that there is no OCDBT, which is as it should be.
+  is_about_ocdbt = record.filename == 'ocdbt_utils.py'
+  quiet = std_logging.WARNING if is_about_ocdbt else std_logging.INFO
+  return record.levelno > quiet
+
+
+logging.get_absl_logger().addFilter(_is_worth_reading)
+
+
+@dataclasses.dataclass
+class Content(ocp.args.CheckpointArgs):
+  """One checkpoint, in host memory.
+
+  Attributes:
+    arrays: name of the array's directory -> array.
+    record: what checkpoint.json will hold.
+    process: what process_N.json of this process will hold.
+    before_commit: called when all is written, before it becomes visible.
+  """
+
+  arrays: dict[str, Any]
+  record: dict[str, Any]
+  process: dict[str, Any]
+  before_commit: Callable[[], None] | None
+
+
+def _numpy_handler() -> Any:
+  # The arrays are our own copies: another one would take memory for nothing.
+  return ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+
+
+class Handler(ocp.CheckpointHandler):
+  """Writes a `Content` into the directory that Orbax will rename."""
+
+  def __init__(self) -> None:
+    # No OCDBT: evaluation reads, and verifies, only the arrays that it needs.
+    # No compression: weights do not compress, and it takes most of the time.
+    self._arrays = ocp.PyTreeCheckpointHandler(
+      use_ocdbt=False,
+      use_zarr3=True,
+      use_compression=False,
+      multiprocessing_options=multiprocessing_options(),
+      type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+        (np.ndarray, _numpy_handler()),
+        (jax.Array, ocp.type_handlers.ArrayHandler()),
+      ),
+    )
+
+  def save(self, directory: Any, args: Content) -> None:
+    """Writes all; returns when all processes have written theirs."""
+    folder = pathlib.Path(directory)
+    process, processes = jax.process_index(), jax.process_count()
+    if process == 0:
+      files.write_json(folder / files.RECORD, args.record)
+    files.write_json(folder / f'process_{process}.json', args.process)
+    if args.arrays:
+      arrays = directory / files.ARRAYS
+      if process == 0:
+        arrays.mkdir()
+      barrier('directory')
+      save_args = jax.tree.map(
+        lambda x: ocp.SaveArgs(chunk_byte_size=_FILE_BYTES), args.arrays
+      )
+      self._arrays.save(
+        arrays, args=ocp.args.PyTreeSave(args.arrays, save_args)
+      )
+      barrier('arrays')
+      if process == 0:
+        self._arrays.finalize(arrays)
+    if args.before_commit is not None:
+      args.before_commit()
+    barrier('content')
+    files.write_checksums(folder, process, processes)
+
+  def finalize(self, directory: Any) -> None:
+    """Has nothing left to do."""
+
+  def restore(self, directory: Any, args: Any = None) -> Any:
+    """Reads arrays from a checkpoint's `arrays`.
+
+    Args:
+      directory: that one.
+      args: name of the array's directory -> Orbax's restore arguments.
+    """
+    return self._arrays.restore(
+      directory,
+      args=ocp.args.PyTreeRestore(
+        item=dict.fromkeys(args, 0), restore_args=args, partial_restore=True
+      ),
+    )
+
+
+ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)(
+  Content
+)
+
+
+def multiprocessing_options() -> Any:
+  """Returns the options with which Orbax knows all processes."""
+  # With the processes named, Orbax meets through the coordination service;
+  # else by a program on the devices, which a background thread must not run.
+  return ocp.options.MultiprocessingOptions(
+    primary_host=0, active_processes=set(range(jax.process_count()))
+  )
+
+
+def barrier(name: str) -> None:
+  """Waits for all processes; on any thread."""
+  if jax.process_count() > 1:
+    # One call a save and name, in the same order everywhere.
+    _barrier_counts[name] = _barrier_counts.get(name, 0) + 1
+    ocp.multihost.sync_global_processes(
+      f'jaxline:{name}:{_barrier_counts[name]}',
+      processes=set(range(jax.process_count())),
+    )
+
+
+_barrier_counts: dict[str, int] = {}
+
+
+# Arrays: live -> host -> stored, and back.
+
+
+def to_host(arrays: Mapping[str, Any]) -> dict[str, Any]:
+  """Copies arrays so that no later step can change them.
+
+  Returns:
+    Numpy arrays; of an array that spans several hosts, a jax.Array in host
+    memory.
+  """
+  live = {
+    name: jax.random.key_data(x) if is_key(x) else x
+    for name, x in arrays.items()
+  }
+  for x in live.values():  # All on their way before the first is awaited.
+    if isinstance(x, jax.Array) and x.is_fully_addressable:
+      x.copy_to_host_async()
+  return {name: _host_copy(x) for name, x in live.items()}
+
+
+def _host_copy(x: Any) -> Any:
+  if not isinstance(x, jax.Array):
+    return np.array(x)
+  if x.is_fully_addressable:
+    on_cpu = next(iter(x.devices())).platform == 'cpu'
+    # What this gives is a view of the device's own memory on a CPU, unless it
+    # was put together from shards; else it is a copy already.
+    return np.array(x, copy=(on_cpu and x.is_fully_replicated) or None)
+  kinds = {m.kind for m in next(iter(x.devices())).addressable_memories()}
+  if 'pinned_host' in kinds:
+    return jax.device_put(x, x.sharding.with_memory_kind('pinned_host'))
+  # On a CPU the devices' memory is the host's.
+  return jax.make_array_from_single_device_arrays(
+    x.shape, x.sharding, [jnp.copy(s.data) for s in x.addressable_shards]
+  )
+
+
+def _can_be_stored(dtype: Any) -> bool:
+  """Returns whether the Zarr 3 driver knows a type."""
+  dtype = np.dtype(dtype)
+  return dtype.isnative and (
+    dtype.kind in 'biufc' or dtype.name in ('bfloat16',)
+    or dtype.name.startswith('float8')
+  )  # fmt: skip
+
+
+def store(
+  live: Mapping[str, Any], host: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Gives each array a directory.
+
+  Args:
+    live: name -> array, on the devices.
+    host: name -> its copy.
+
+  Returns:
+    Directory -> array, and name -> description for the record.
+  """
+  stored, described = {}, {}
+  for i, (name, x) in enumerate(host.items()):
+    tail = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
+    file = f'{i:04d}.{tail}'
+    about = {
+      'file': file,
+      'shape': list(x.shape),
+      'dtype': x.dtype.name,
+      'kind': 'jax' if isinstance(live[name], jax.Array) else 'numpy',
+    }
+    if is_key(live[name]):
+      about['key'] = str(jax.random.key_impl(live[name]))
+    if x.size == 0:
+      about['file'] = None  # Orbax takes none that is empty.
+    elif _can_be_stored(x.dtype):
+      stored[file] = x
+    else:
+      about['bytes_of'] = np.lib.format.dtype_to_descr(x.dtype)
+      stored[file] = np.frombuffer(x.tobytes(), np.uint8)
+    described[name] = about
+  return stored, described
+
+
+def read(
+  checkpoint: pathlib.Path,
+  described: Mapping[str, Any],
+  targets: Mapping[str, Any],
+) -> dict[str, Any]:
+  """Reads arrays.
+
+  Args:
+    checkpoint: its directory.
+    described: name -> description, as in the record.
+    targets: name -> jax.ShapeDtypeStruct with a sharding; without one, or
+      None, the array comes as numpy.
+
+  Returns:
+    Name -> array.
+  """
+  requests, restored = {}, {}
+  for name, target in targets.items():
+    about = described[name]
+    sharding = getattr(target, 'sharding', None)
+    if about['file'] is None:
+      x = np.zeros(about['shape'], jnp.dtype(about['dtype']))
+      restored[name] = x if sharding is None else jax.device_put(x, sharding)
+    elif sharding is None or is_key(target):
+      requests[about['file']] = ocp.RestoreArgs(restore_type=np.ndarray)
+    else:
+      requests[about['file']] = ocp.ArrayRestoreArgs(
+        sharding=sharding, global_shape=tuple(about['shape'])
+      )
+  if requests:
+    arrays = Handler().restore(epath.Path(checkpoint / files.ARRAYS), requests)
+    for name, target in targets.items():
+      if name not in restored:
+        about = described[name]
+        restored[name] = _as_saved(arrays[about['file']], about, target)
+  return restored
+
+
+def _as_saved(x: Any, about: Mapping[str, Any], target: Any) -> Any:
+  """Makes of what was read what was saved."""
+  if 'bytes_of' in about:
+    dtype = np.lib.format.descr_to_dtype(about['bytes_of'])
+    return np.frombuffer(x.tobytes(), dtype).reshape(about['shape']).copy()
+  if 'key' in about and is_key(target):
+    keys = jax.random.wrap_key_data(jnp.asarray(x), impl=about['key'])
+    sharding = getattr(target, 'sharding', None)
+    return keys if sharding is None else jax.device_put(keys, sharding)
+  return x
+
+
+def saved_shape(about: Mapping[str, Any]) -> str:
+  """Returns type and shape of a described array, as text."""
+  if 'key' in about:
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=about['key']))
+    # The last axis is the key's own.
+    return f'{key.dtype}{about["shape"][:-1]}'
+  return f'{about["dtype"]}{about["shape"]}'
+
+
+def to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
+  """Makes JSON of small arrays."""
+  return {
+    name: {
+      'shape': list(x.shape),
+      # The types of bfloat16 and its like have no other unique name.
+      'dtype': x.dtype.name if x.dtype.isbuiltin == 2 else x.dtype.str,
+      'base64': base64.b64encode(x.tobytes()).decode('ascii'),
+    }
+    for name, x in to_host(arrays).items()
+  }
+
+
+def from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  """Returns what `to_json` got, as numpy arrays."""
+  return {
+    name: np.frombuffer(
+      base64.b64decode(about['base64']), jnp.dtype(about['dtype'])
+    )
+    .reshape(about['shape'])
+    .copy()
+    for name, about in described.items()
+  }
+
+
+def is_key(x: Any) -> bool:
+  """Returns whether something is, or has the type of, an array of keys."""
+  return x is not None and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

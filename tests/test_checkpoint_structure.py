@@ -1,0 +1,670 @@
+"""Tests of jaxline.checkpoint.structure."""
+
+import base64
+import collections
+import dataclasses
+import enum
+import functools
+import json
+import math
+import os
+import pickle
+import struct
+import sys
+import threading
+import types
+from typing import Any, NamedTuple
+
+import equinox
+from flax import struct as flax_struct
+import jax
+import jax.numpy as jnp
+from ml_collections import config_dict
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+from jaxline.checkpoint import structure
+
+HERE = __name__
+
+
+class Point(NamedTuple):
+  x: Any
+  y: Any
+
+
+class Color(enum.Enum):
+  RED = 1
+  GREEN = 2
+
+
+class Letter(enum.StrEnum):
+  A = 'a'
+
+
+class Bits(enum.Flag):
+  A = 1
+  B = 2
+
+
+@dataclasses.dataclass
+class Plain:
+  """A dataclass whose code must not run at decode."""
+
+  a: Any
+  b: Any = 7
+
+  def __post_init__(self):
+    if self.a == 'no init':
+      raise AssertionError('__post_init__ ran')
+
+  @functools.cached_property
+  def doubled(self):
+    return self.a * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+  a: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+  a: Any
+  b: Any
+
+
+@dataclasses.dataclass
+class DictData(dict):
+  a: Any
+
+
+@dataclasses.dataclass
+class Guarded:
+  """Setting its field would run code."""
+
+  a: Any
+
+
+Guarded.a = property(lambda self: 1, lambda self, value: os._exit(3))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Registered:
+  w: Any
+  name: str = dataclasses.field(metadata={'static': True})
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Static:
+  a: int
+
+
+@flax_struct.dataclass
+class FlaxState:
+  w: Any
+  rate: float = flax_struct.field(pytree_node=False, default=0.5)
+
+
+class Layer(equinox.Module):
+  w: jax.Array
+  act: Any = equinox.field(static=True)
+  size: int = equinox.field(static=True)
+
+
+class Outer:
+  class Inner(NamedTuple):
+    a: int
+
+  @staticmethod
+  def helper(x):
+    return x
+
+
+class Opaque:
+  pass
+
+
+class MyDict(dict):
+  pass
+
+
+class MyList(list):
+  pass
+
+
+class MyInt(int):
+  pass
+
+
+class MyStr(str):
+  __slots__ = ()
+
+
+class ExtraPoint(Point):
+  pass
+
+
+def trip(value, name='v', **kwargs):
+  """Encodes, goes through JSON, decodes."""
+  encoded = structure.encode(value, name, **kwargs)
+  text = json.dumps(encoded.structure, allow_nan=False, sort_keys=True)
+  read = json.loads(text)
+  assert read == encoded.structure
+  return structure.decode(read, encoded.arrays, **kwargs)
+
+
+@pytest.mark.parametrize(
+  'value',
+  [
+    None, True, False, 0, -5, 2**63 - 1, -(2**63), 2**63, -(2**63) - 1,
+    10**300, 1.5, -0.0, 0.1, 5e-324, 1.7976931348623157e308, 1e16, 3.0,
+    complex(1, -0.0), complex(0.1, math.inf), '', 'text', 'é😀', 'a"\n\0',
+    '\ud800', '\ud83d\ude00', b'', b'\x00\xff', [], [1, [2.0, None]], (),
+    (1, (2,), [3]), {}, {'b': 1, 'a': 2}, {1: 'x', '1': 'y', None: 0},
+    {(1, 2): {3: 4}, 1.5: True, b'k': ()}, {'float': 1}, {'list': [1]},
+    {'jax': 'v'}, set(), {1, 2}, {'a', (1, 'b')}, frozenset({1, 2}),
+    {frozenset({1}): 2}, range(3), range(5, -5, -2), slice(1, None, 2),
+    np.dtype('float32'), np.dtype('>i4'), np.dtype('<U5'),
+    np.dtype(ml_dtypes.bfloat16), np.dtype('float8_e4m3fn'), Color.GREEN,
+    Letter.A, {Color.RED: Letter.A}, Bits.B, Point(1, 'y'), Point((), None),
+    Outer.Inner(3), Plain(1, [2]), Frozen((1,)), Slotted('a', None),
+    {Frozen(1): 2}, Registered(1.5, 'n'), FlaxState(1, 0.25),
+    collections.OrderedDict(b=1, a=2), collections.defaultdict(list, b=[1]),
+    collections.defaultdict(None, {'z': 1, 'y': 2}),
+    int, Color, jnp.float32, np.float16, len, math.sin, jax.nn.relu, jnp.tanh,
+    jnp.add, np.add, trip, Outer.helper, jax.tree_util.Partial, optax.adam,
+  ],
+)  # fmt: skip
+def test_round_trip(value):
+  back = trip(value)
+  assert type(back) is type(value)
+  assert back == value
+  assert repr(back) == repr(value) or isinstance(value, set | frozenset)
+
+
+def test_integers_too_long_for_decimal_json():
+  assert trip(10**5000) == 10**5000
+  assert trip(-(10**5000)) == -(10**5000)
+
+
+def test_references_and_members_are_the_very_same():
+  assert trip(jax.nn.relu) is jax.nn.relu
+  assert trip(Color.RED) is Color.RED
+  assert trip(Outer.helper) is Outer.helper
+
+
+@pytest.mark.parametrize(
+  ('value', 'expected'),
+  [
+    (3, 3),
+    (-0.5, -0.5),
+    (complex(1, 2), {'complex': [1.0, 2.0]}),
+    ('\ud800', {'str': '7aCA'}),
+    ({2}, {'set': [2]}),
+    (np.dtype('int32'), {'dtype': '<i4'}),
+    ([1, None], [1, None]),
+    ((1,), {'tuple': [1]}),
+    ({'b': 1, 'a': (2,)}, {'dict': [['b', 1], ['a', {'tuple': [2]}]]}),
+    (math.inf, {'float': '7ff0000000000000'}),
+    (2**64, {'int': '0x10000000000000000'}),
+    (b'a', {'bytes': 'YQ=='}),
+    (range(3), {'range': [0, 3, 1]}),
+    (len, {'ref': 'builtins:len'}),
+    (Point(1, 2), {'namedtuple': [f'{HERE}:Point', {'x': 1, 'y': 2}]}),
+    (Frozen(1), {'dataclass': [f'{HERE}:Frozen', {'a': 1}]}),
+    (Color.RED, {'enum': [f'{HERE}:Color', 'RED']}),
+    (
+      Registered(1, 's'),
+      {'node': [f'{HERE}:Registered', [1], {'tuple': ['s']}]},
+    ),
+  ],
+)
+def test_written_form(value, expected):
+  # The format is on disk: a change here is a change of every checkpoint.
+  assert structure.encode(value, 'v').structure == expected
+
+
+@pytest.mark.parametrize(
+  'bits',
+  [
+    '7ff8000000000000', 'fff8000000000000', '7ff8000000000123',
+    '7ff0000000000000', 'fff0000000000000', '8000000000000000',
+    '0000000000000001', '3fb999999999999a', '7fefffffffffffff',
+  ],
+)  # fmt: skip
+def test_floats_keep_their_bits(bits):
+  (value,) = struct.unpack('>d', bytes.fromhex(bits))
+  back = trip(value)
+  assert type(back) is float
+  assert struct.pack('>d', back).hex() == bits
+  assert back.hex() == value.hex()
+  back = trip(complex(0.0, value))
+  assert struct.pack('>d', back.imag).hex() == bits
+
+
+def test_order_of_dicts_survives_though_jax_sorts():
+  value = {'z': {'b': np.int32(1), 'a': np.int32(2)}, 'c': 1, 'y': 2}
+  back = trip(value)
+  assert list(back) == ['z', 'c', 'y']
+  assert list(back['z']) == ['b', 'a']
+  assert back == value
+  default = collections.defaultdict(int, {'z': 1, 'a': 2})
+  assert list(trip(default)) == ['z', 'a']
+  assert trip(default)['new'] == 0
+
+
+def test_arrays_go_by_name_and_uncopied():
+  w = jnp.arange(3.0)
+  n = np.arange(4)
+  value = {'opt': [w, (n, None)], 's': np.float32(2), 'k': 1}
+  encoded = structure.encode(value, 'state')
+  assert encoded.arrays.keys() == {'state/opt/0', 'state/opt/1/0', 'state/s'}
+  assert encoded.arrays['state/opt/0'] is w
+  assert encoded.arrays['state/opt/1/0'] is n
+  assert encoded.pickled == []
+  assert list(structure.encode(w, 'opt_state').arrays) == ['opt_state']
+  assert encoded.structure == {
+    'dict': [
+      ['opt', [
+        {'jax': 'state/opt/0'},
+        {'tuple': [{'numpy': 'state/opt/1/0'}, None]},
+      ]],
+      ['s', {'scalar': 'state/s'}],
+      ['k', 1],
+    ]
+  }  # fmt: skip
+  back = structure.decode(encoded.structure, encoded.arrays)
+  assert back['opt'][0] is w
+  assert back['opt'][1][0] is n
+
+
+def test_kinds_of_arrays_come_back():
+  scalar = trip(np.float32(0.1))
+  assert type(scalar) is np.float32
+  assert scalar == np.float32(0.1)
+  zero = trip(np.array(3, np.int16))
+  assert type(zero) is np.ndarray
+  assert zero.shape == ()
+  assert zero.dtype == np.int16
+  small = trip(ml_dtypes.bfloat16(1.5))
+  assert type(small) is ml_dtypes.bfloat16
+  assert small == 1.5
+  for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
+    value = jnp.asarray([1, 2], dtype)
+    assert trip(value) is value
+    assert trip(np.asarray(value)).dtype == value.dtype
+  assert trip({np.int64(3): 1}) == {3: 1}
+  assert type(next(iter(trip({np.int64(3): 1})))) is np.int64
+
+
+def test_numpy_leaves_are_writeable_wherever_they_were_read_to():
+  encoded = structure.encode(np.zeros(2), 'n')
+  back = structure.decode(encoded.structure, {'n': jnp.arange(2.0)})
+  assert type(back) is np.ndarray
+  back += 1
+  np.testing.assert_array_equal(back, [1.0, 2.0])
+
+
+@pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
+def test_typed_keys(impl):
+  keys = jax.random.split(jax.random.key(3, impl=impl), 2)
+  encoded = structure.encode([keys], 'rng')
+  assert encoded.structure == [{'key': ['rng/0', impl]}]
+  data = encoded.arrays['rng/0']
+  assert data.dtype == jnp.uint32
+  np.testing.assert_array_equal(data, jax.random.key_data(keys))
+  (back,) = structure.decode(encoded.structure, {'rng/0': np.asarray(data)})
+  assert back.dtype == keys.dtype
+  np.testing.assert_array_equal(jax.random.key_data(back), data)
+
+
+def test_abstract_leaves():
+  mesh = jax.make_mesh(
+    (2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+  sharding = jax.sharding.NamedSharding(
+    mesh, jax.sharding.PartitionSpec('data')
+  )
+  keys = jax.ShapeDtypeStruct((4,), jax.random.key(0).dtype, sharding=sharding)
+  array = jax.ShapeDtypeStruct((3,), jnp.bfloat16)
+  encoded = structure.encode([keys, array], 'a')
+  assert encoded.arrays['a/0'] == jax.ShapeDtypeStruct(
+    (4, 2), jnp.uint32, sharding=sharding
+  )
+  back = structure.decode(encoded.structure, encoded.arrays)
+  assert back == [keys, array]
+  there = structure.encode(np.zeros(3), 'n').structure
+  assert structure.decode(there, {'n': array}) is array
+
+
+def test_is_array():
+  masked = np.ma.masked_array([1, 2], [0, 1])
+  yes = [
+    jnp.ones(2), jax.random.key(0), np.ones(2), np.float32(1), np.bool_(True),
+    jax.ShapeDtypeStruct((), jnp.int32),
+  ]  # fmt: skip
+  no = [None, 1, 1.0, 'a', [1], np.array([None]), masked, np.ones, object()]
+  assert all(structure.is_array(x) for x in yes)
+  assert not any(structure.is_array(x) for x in no)
+
+
+def test_names():
+  tree = {'a': [1, Point(2, {'w': 3})], 'b': None, 'c': Registered(4, 's')}
+  assert structure.named_leaves(tree) == {
+    'a/0': 1, 'a/1/x': 2, 'a/1/y/w': 3, 'c/w': 4
+  }  # fmt: skip
+  assert list(structure.named_leaves({'b': 1, 'a': 2})) == ['a', 'b']
+  assert structure.named_leaves(5) == {'': 5}
+  partial = jax.tree_util.Partial(max, 1, k=2)
+  assert structure.named_leaves(partial) == {'0/0': 1, '1/k': 2}
+  assert structure.name_of(()) == ''
+  assert structure.name_of((jax.tree_util.SequenceKey(2), 'own')) == '2/own'
+
+
+def test_equal_names_are_numbered_alike_in_any_order():
+  one, two, three = jnp.ones(1), jnp.ones(2), jnp.ones(3)
+  tree = {'a/b': {'w': two}, 'a': {'b/w': one, 'b': {'w': three}}}
+  expected = {'a/b/w': three, 'a/b/w#2': one, 'a/b/w#3': two}
+  leaves = structure.named_leaves(tree)
+  assert list(leaves) == list(expected)
+  assert all(leaves[name] is expected[name] for name in expected)
+  arrays = structure.encode(tree, 'p').arrays
+  assert {name: x.shape for name, x in arrays.items()} == {
+    'p/a/b/w': (3,), 'p/a/b/w#2': (1,), 'p/a/b/w#3': (2,)
+  }  # fmt: skip
+  back = trip(tree, 'p')
+  assert list(back) == ['a/b', 'a']
+  assert back['a/b']['w'] is two
+  assert back['a']['b/w'] is one
+  taken = structure.named_leaves({'x': {'y': 1}, 'x/y': 2, 'x/y#2': 3})
+  assert taken == {'x/y': 1, 'x/y#2': 2, 'x/y#2#2': 3}
+
+
+def test_optax_state():
+  params = {'linear/~/w': jnp.ones((2, 3)), 'b': jnp.zeros(3)}
+  optimizer = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
+  )
+  grads = jax.tree.map(jnp.ones_like, params)
+  with jax.numpy_dtype_promotion('standard'):  # Optax relies on it.
+    _, state = optimizer.update(grads, optimizer.init(params), params)
+  encoded = structure.encode(state, 'opt_state')
+  names = structure.named_leaves({'opt_state': state})
+  assert encoded.arrays.keys() == names.keys()
+  assert all(encoded.arrays[name] is x for name, x in names.items())
+  read = json.loads(json.dumps(encoded.structure))
+  hosts = {name: np.asarray(x) for name, x in encoded.arrays.items()}
+  back = structure.decode(read, hosts)
+  assert jax.tree.structure(back) == jax.tree.structure(state)
+  for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
+    assert x.dtype == y.dtype
+    assert x.tobytes() == np.asarray(y).tobytes()
+
+
+def test_equinox_modules():
+  layer = Layer(jnp.ones((2, 2)), jax.nn.relu, 2)
+  back = trip(layer, 'model')
+  assert list(structure.encode(layer, 'model').arrays) == ['model/w']
+  assert jax.tree.structure(back) == jax.tree.structure(layer)
+  assert back.w is layer.w
+  assert back.act is jax.nn.relu
+  assert (type(back), back.size) == (Layer, 2)
+  mlp = equinox.nn.MLP(
+    2, 3, 4, 1, final_activation=jax.nn.tanh, key=jax.random.key(0)
+  )
+  again = trip(mlp, 'mlp')
+  assert jax.tree.structure(again) == jax.tree.structure(mlp)
+  np.testing.assert_array_equal(again(jnp.ones(2)), mlp(jnp.ones(2)))
+  assert 'mlp/layers/1/weight' in structure.encode(mlp, 'mlp').arrays
+
+
+def test_partials_flax_states_and_nested_nodes():
+  value = FlaxState({'a': [jax.tree_util.Partial(jnp.add, jnp.ones(2), y=3)]})
+  back = trip(value)
+  assert jax.tree.structure(back) == jax.tree.structure(value)
+  assert back.w['a'][0].func is jnp.add
+  assert back.rate == 0.5
+
+
+def test_dataclasses_come_back_without_their_code():
+  value = Plain(1)
+  assert value.doubled == 2
+  value.a = 'no init'
+  back = trip(value)
+  assert vars(back) == {'a': 'no init', 'b': 7}  # Not the cached property.
+  inner = trip(Plain(Frozen(jnp.ones(2)), Slotted(np.ones(1), 2)), 'v')
+  assert type(inner.a) is Frozen
+  assert inner.b.b == 2
+
+
+@pytest.mark.parametrize('locked', [False, True])
+@pytest.mark.parametrize('frozen', [False, True])
+def test_config_dicts(locked, frozen):
+  config = config_dict.ConfigDict({'b': 1, 'a': {'c': (1, 2), 'd': None}})
+  config.ref = config.get_ref('b')
+  config.a.seq = [1, 2]
+  if locked:
+    config.lock()
+  value = config_dict.FrozenConfigDict(config) if frozen else config
+  back = trip({'cfg': value})['cfg']
+  assert type(back) is type(value)
+  assert type(back.a) is type(value.a)
+  assert back == value
+  assert back.to_dict() == value.to_dict()
+  assert back.is_locked == value.is_locked
+  free = config_dict.ConfigDict(type_safe=False, convert_dict=False)
+  free.d = {'x': 1}
+  again = trip(free)
+  assert type(again.d) is dict
+  assert not again.is_type_safe
+
+
+def _refused():
+  def local():
+    pass
+
+  @dataclasses.dataclass
+  class Local:
+    a: int
+
+  stale = Plain(1)
+  stale.later = 2  # type: ignore[attr-defined]
+  extra = ExtraPoint(1, 2)
+  extra.note = 'lost'
+  unset = Frozen.__new__(Frozen)
+  return {
+    'lock': (threading.Lock(), '_thread.lock'),
+    'lambda': (lambda: 0, '<lambda>'),
+    'local': (local, 'local'),
+    'class': (Local(1), 'Local'),
+    'generator': ((i for i in ()), 'generator'),
+    'rng': (np.random.default_rng(0), 'numpy.random._generator.Generator'),
+    'module': (os, 'module'),
+    'opaque': (Opaque(), 'Opaque'),
+    'object_array': (np.array([None]), 'numpy.ndarray'),
+    'masked': (np.ma.masked_array([1], [1]), 'MaskedArray'),
+    'sub_dict': (MyDict(a=1), 'MyDict'),
+    'sub_list': (MyList([1]), 'MyList'),
+    'sub_int': (MyInt(1), 'MyInt'),
+    'sub_str': (MyStr('a'), 'MyStr'),
+    'counter': (collections.Counter('a'), 'Counter'),
+    'method': (Opaque().__init__, 'method-wrapper'),
+    'flag': (Bits.A | Bits.B, 'no single member'),
+    'static': (Static(1), 'registered as static'),
+    'stale': (stale, "attributes beside: ['later']"),
+    'extra': (extra, "attributes beside: ['note']"),
+    'unset': (unset, "fields without a value: ['a']"),
+    'dict_data': (DictData(a=1), 'DictData'),
+    'property': (Guarded.__new__(Guarded), 'Guarded'),
+    'ellipsis': (..., 'ellipsis'),
+    'partial': (functools.partial(max, 1), 'functools.partial'),
+    'bytearray': (bytearray(b'a'), 'bytearray'),
+  }
+
+
+@pytest.mark.parametrize('name', list(_refused()))
+def test_refuses_by_name(name):
+  value, what = _refused()[name]
+  with pytest.raises(TypeError) as caught:
+    structure.encode({'it': [1, {name: value}]}, 'train_iter')
+  message = str(caught.value)
+  assert f"'train_iter/it/1/{name}'" in message
+  assert what in message
+  assert 'CHECKPOINT_ATTRS' in message
+  assert 'config.checkpoint_allow_pickle = True' in message
+
+
+def test_refuses_all_at_once_and_in_static_parts():
+  layer = Layer(jnp.ones(1), lambda x: x, 1)
+  with pytest.raises(TypeError) as caught:
+    structure.encode({'a': os, 'b': 1, 'm': layer, 'z': Opaque()}, 'e')
+  message = str(caught.value)
+  assert "'e/a'" in message
+  assert "'e/m/aux/" in message
+  assert "'e/z'" in message
+  assert "'e/b'" not in message
+
+
+def test_cycles_are_named():
+  inner: list[Any] = [1]
+  value = {'a': [inner]}
+  inner.append(value)
+  with pytest.raises(ValueError, match=r"'v/a/0/1'.*same object as 'v'"):
+    structure.encode(value, 'v')
+  shared = [1]
+  assert trip([shared, shared]) == [[1], [1]]  # No cycle.
+
+
+def test_pickles_only_where_allowed():
+  rng = np.random.default_rng(5)
+  encoded = structure.encode([rng, jnp.ones(1)], 'it', allow_pickle=True)
+  assert encoded.pickled == ['it/0']
+  assert list(encoded.arrays) == ['it/1']
+  read = json.loads(json.dumps(encoded.structure))
+  with pytest.raises(ValueError) as caught:
+    structure.decode(read, encoded.arrays)
+  assert "'it/0'" in str(caught.value)
+  assert 'config.checkpoint_allow_pickle = True' in str(caught.value)
+  back = structure.decode(read, encoded.arrays, allow_pickle=True)
+  assert back[0].random() == np.random.default_rng(5).random()
+  with pytest.raises(TypeError, match=r"'it/lock'.*cannot be pickled: TypeE"):
+    structure.encode({'lock': threading.Lock()}, 'it', allow_pickle=True)
+
+
+_POINT = f'{HERE}:Point'
+
+
+@pytest.mark.parametrize('kind', ['namedtuple', 'dataclass', 'enum', 'node'])
+@pytest.mark.parametrize(
+  'target',
+  [
+    'os:system', 'subprocess:Popen', 'builtins:eval', 'builtins:dict',
+    'builtins:tuple', 'builtins:type', 'builtins:object', 'pickle:loads',
+    f'{HERE}:Opaque', f'{HERE}:DictData', f'{HERE}:Guarded', f'{HERE}:os',
+  ],
+)  # fmt: skip
+def test_attack_types_of_another_kind(kind, target, monkeypatch):
+  ran = []
+  for module, name in (('os', 'system'), ('builtins', 'eval')):
+    monkeypatch.setattr(sys.modules[module], name, lambda *a: ran.append(a))
+  bodies = {
+    'namedtuple': [target, {'args': 'id'}],
+    'dataclass': [target, {'a': 'id'}],
+    'enum': [target, 'id'],
+    'node': [target, ['id'], None],
+  }
+  with pytest.raises(ValueError, match=target):
+    structure.decode({kind: bodies[kind]}, {})
+  assert not ran
+
+
+@pytest.mark.parametrize(
+  ('kind', 'body'),
+  [
+    ('namedtuple', [f'{HERE}:Frozen', {'a': 1}]),
+    ('dataclass', [_POINT, {'x': 1, 'y': 2}]),
+    ('node', [_POINT, [1, 2], None]),
+    ('dataclass', [f'{HERE}:Registered', {'w': 1, 'name': 's'}]),
+    ('enum', [_POINT, 'x']),
+    ('namedtuple', [_POINT, {'x': 1}]),
+    ('namedtuple', [_POINT, {'x': 1, 'y': 2, 'z': 3}]),
+    ('dataclass', [f'{HERE}:Frozen', {'a': 1, '__class__': 2}]),
+    ('enum', [f'{HERE}:Color', '__class__']),
+    ('ref', f'{HERE}:HERE'),
+    ('ref', f'{HERE}:os.system'),  # Not through a module to another.
+    ('ref', 'os'),
+    ('ref', ''),
+    ('ref', 3),
+    ('node', [f'{HERE}:Registered', [1, 2, 3], None]),
+    ('float', 'xyz'),
+    ('int', 'xyz'),
+    ('bytes', '!!'),
+    ('range', [1]),
+    ('complex', [1, 'a']),
+    ('dict', [1]),
+    ('dict', [[[1], 2]]),
+    ('set', [[1]]),
+    ('tuple', 'abc'),
+    ('defaultdict', [3, []]),
+    ('dtype', None),
+    ('key', ['v', 'unknown']),
+    ('config', [True]),
+    ('eval', '1+1'),
+    ('pickle', ['v', 'gASVAAAA']),
+  ],
+)  # fmt: skip
+def test_attack_damaged_structures(kind, body):
+  with pytest.raises(ValueError):
+    structure.decode({kind: body}, {'v': np.zeros(2, np.uint32)})
+
+
+@pytest.mark.parametrize('value', [{}, {'a': 1, 'b': 2}, object(), {3: 4}])
+def test_attack_no_structure(value):
+  with pytest.raises(ValueError, match='structure in the checkpoint'):
+    structure.decode(value, {})
+
+
+def test_references_are_resolved_and_not_called(monkeypatch):
+  ran = []
+  monkeypatch.setattr(os, 'system', lambda *a: ran.append(a))
+  attack = {'defaultdict': [{'ref': 'os:system'}, [['a', 1]]]}
+  node = {'node': ['jax.tree_util:Partial', [{'tuple': ['id']}, {'dict': []}],
+                   {'ref': 'os:system'}]}  # fmt: skip
+  assert structure.decode(attack, {}) == {'a': 1}
+  assert structure.decode(node, {}).func is os.system
+  assert not ran
+
+
+def test_nothing_is_imported(monkeypatch):
+  assert 'this' not in sys.modules
+  with pytest.raises(ValueError, match=r"'this' is not imported: import it in"):
+    structure.decode({'ref': 'this:s'}, {})
+  assert 'this' not in sys.modules
+  with pytest.raises(ValueError, match=r"has no 'Gone'"):
+    structure.decode({'namedtuple': [f'{HERE}:Gone', {}]}, {})
+  lazy = types.ModuleType('lazy')
+  lazy.__getattr__ = lambda name: pytest.fail(name)  # type: ignore
+  monkeypatch.setitem(sys.modules, 'lazy', lazy)
+  with pytest.raises(ValueError, match=r"has no 'thing'"):
+    structure.decode({'ref': 'lazy:thing'}, {})
+
+
+def test_pickles_do_not_run_when_not_allowed():
+  class Bomb:
+    def __reduce__(self):
+      return (os._exit, (3,))
+
+  text = base64.b64encode(pickle.dumps(Bomb())).decode()
+  with pytest.raises(ValueError, match='checkpoint_allow_pickle'):
+    structure.decode([{'pickle': ['v', text]}], {})
+
+
+def test_missing_array():
+  with pytest.raises(ValueError, match=r"lacks the array 'p/w'.*\['p/b'\]"):
+    structure.decode({'jax': 'p/w'}, {'p/b': 1})

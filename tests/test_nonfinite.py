@@ -1,0 +1,642 @@
+"""Tests of jaxline.nonfinite, with the sharded step's own flag and without."""
+
+import copy
+import dataclasses
+import itertools
+import re
+import types
+from unittest import mock
+
+from experiments import compile_once
+from experiments import regression
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxline import experiment as experiment_lib
+from jaxline import metrics
+from jaxline import nonfinite
+from jaxline import sharded
+
+KEY = jax.random.PRNGKey(0)
+NAN, INF = float('nan'), float('inf')
+
+shared_programs = compile_once.shared_programs
+
+
+def a_guard(mode='raise', most=10, experiment=None):
+  return nonfinite.Guard(experiment or types.SimpleNamespace(), mode, most)
+
+
+def drive(guard, rows):
+  """Hands on one step's scalars after another, then waits."""
+  for step, scalars in enumerate(rows, start=1):
+    guard(0.0, step, scalars)
+  guard.wait()
+
+
+class Pending:
+  """Stands for an array that the devices still compute."""
+
+  def __init__(self, value, ready=False):
+    self.value = np.float32(value)
+    self.ready = ready
+    self.read = False
+    self.deleted = False
+    self.dtype = self.value.dtype
+    self.is_fully_replicated = True
+
+  def is_ready(self):
+    assert not self.deleted
+    return self.ready
+
+  def is_deleted(self):
+    return self.deleted
+
+  def __array__(self, dtype=None, copy=None):
+    assert not self.deleted
+    self.read = True
+    return np.array(self.value, dtype)
+
+
+@pytest.fixture
+def pending(monkeypatch):
+  """Lets `Pending` pass for a `jax.Array`."""
+  fake = types.SimpleNamespace(**vars(jax))
+  fake.Array = Pending
+  monkeypatch.setattr(nonfinite, 'jax', fake)
+  return Pending
+
+
+# Judged by the scalars.
+
+
+@pytest.mark.parametrize(
+  ('bad', 'named'),
+  [
+    ({'loss': NAN}, 'loss = nan'),
+    ({'loss': INF}, 'loss = inf'),
+    ({'grad_norm': -INF}, 'grad_norm = -inf'),
+    ({'loss': np.float32(NAN), 'acc': NAN}, 'loss = nan'),
+    ({'Total_LOSS': np.float16(INF)}, 'Total_LOSS = inf'),
+    ({'loss': {'kl': NAN, 'l2': 1.0}}, 'loss/kl = nan'),
+    ({'loss': jnp.bfloat16(NAN), 'GradMax': INF}, 'loss = nan, GradMax = inf'),
+    ({'loss': np.float32([1, NAN, INF])}, 'loss = nan in 2 of 3 entries'),
+    ({'loss': complex(NAN, 0)}, r'loss = (nan+0j)'),
+    ({'loss': jnp.ones([]), 'grad': jnp.float32(NAN)}, 'grad = nan'),
+  ],
+)
+def test_the_step_and_its_metrics_are_named(bad, named):
+  guard = a_guard()
+  good = {'loss': 1.0, 'grad_norm': 2.0}
+  with pytest.raises(nonfinite.NonfiniteError) as error:
+    drive(guard, [good, good, bad, good])
+  assert f'step 3 are not finite: {named}. The newest' in str(error.value)
+  for remedy in (
+    'learning rate', 'clipped', "'skip'", "'ignore'",
+    'JAX_DEBUG_NANS', '--jaxline_post_mortem',
+  ):  # fmt: skip
+    assert remedy in str(error.value)
+  assert isinstance(error.value, ArithmeticError)
+
+
+@pytest.mark.parametrize(
+  'scalars',
+  [
+    None,
+    {},
+    {'accuracy': NAN, 'reward': INF},
+    {'loss': 'nan', 'loss_b': None, 'loss_c': object(), 'loss_d': 3},
+    {'loss': np.int32(3), 'grads': True, 'loss_key': jax.random.key(0)},
+    {'loss': np.array(['nan'])},
+    {'loss': 3e38, 'grad_norm': np.float32([0, -3e38])},
+    {7: NAN},
+  ],
+)
+def test_what_is_no_loss_and_no_number_passes(scalars):
+  drive(a_guard(), [scalars] * 3)
+
+
+def test_one_of_several_devices_is_enough():
+  rows = jax.pmap(lambda x: {'loss': 1 / x, 'grad_norm': x})
+  guard = a_guard()
+  drive(guard, [rows(jnp.float32([1, 2]))])
+  with pytest.raises(
+    nonfinite.NonfiniteError, match=r'1 .*: loss = inf in 1 of 2 entries'
+  ):
+    drive(guard, [rows(jnp.float32([1, 0]))])
+
+
+def test_a_long_list_of_metrics_is_cut():
+  bad = {f'grad/{i:02}': NAN for i in range(30)}
+  with pytest.raises(nonfinite.NonfiniteError) as error:
+    drive(a_guard(), [bad])
+  named = re.search('finite: (.*?)\\.', str(error.value)).group(1)
+  first = [f'grad/{i:02} = nan' for i in range(8)]
+  assert named.split(', ') == [*first, 'and 22 more']
+
+
+def test_the_error_stays():
+  guard = a_guard()
+  errors = []
+  for act in (
+    lambda: drive(guard, [{'loss': NAN}]),
+    lambda: guard(0.0, 2, {'loss': 1.0}),
+    guard.wait,
+    guard.wait_to_finish,
+  ):
+    with pytest.raises(nonfinite.NonfiniteError, match='step 1 are') as error:
+      act()
+    errors.append(error.value)
+  # The very same, so that the loop need not report a second one.
+  assert all(error is errors[0] for error in errors)
+
+
+def test_ignore_looks_at_nothing(pending):
+  array = pending(NAN)
+  guard = a_guard('ignore', experiment=types.SimpleNamespace(nonfinite=array))
+  drive(guard, [{'loss': array}] * 20)
+  guard.wait_to_finish()
+  assert not array.read
+
+
+def test_it_is_a_periodic_action():
+  guard = a_guard()
+  guard.update_time(1.0, 2)
+  guard.skip_time(3.0)
+  guard(4.0, 3, {'loss': 1.0})
+  guard.wait_to_finish()
+
+
+@pytest.mark.parametrize('mode', ['Raise', '', None])
+def test_an_unknown_mode_is_refused(mode):
+  with pytest.raises(ValueError, match="'raise', 'skip', 'ignore'"):
+    a_guard(mode)
+
+
+def test_skip_without_support_is_refused():
+  with pytest.raises(ValueError, match=r'SimpleNamespace.*apply_if_finite'):
+    a_guard('skip')
+  a_guard('skip', experiment=regression.Regression('train', KEY))
+
+
+# When.
+
+
+@pytest.mark.parametrize('has_flag', [False, True])
+def test_it_does_not_wait_but_for_the_ninth(pending, has_flag):
+  experiment = types.SimpleNamespace(nonfinite=None)
+  guard = a_guard(experiment=experiment)
+  arrays = [pending(0) for _ in range(11)]
+
+  def call(i):
+    if has_flag:
+      experiment.nonfinite = arrays[i]
+    guard(0.0, i + 1, {} if has_flag else {'loss': arrays[i]})
+
+  for i in range(8):
+    call(i)
+  assert [x.read for x in arrays] == [False] * 11
+  call(8)
+  call(9)
+  assert [x.read for x in arrays] == [True] * 2 + [False] * 9
+  # A later step that is ready waits for those before: errors come in order.
+  arrays[5].ready = True
+  call(10)
+  assert [x.read for x in arrays] == [True] * 3 + [False] * 8
+  guard.wait()
+  assert all(x.read for x in arrays)
+
+
+@pytest.mark.parametrize('has_flag', [False, True])
+def test_it_judges_as_soon_as_a_step_is_computed(pending, has_flag):
+  experiment = types.SimpleNamespace(nonfinite=None)
+  guard = a_guard(experiment=experiment)
+  bad = pending(1 if has_flag else NAN)
+  good = pending(0, ready=True)
+  for step, array in enumerate([good, bad, good], start=1):
+    experiment.nonfinite = array if has_flag else None
+    guard(0.0, step, {'loss': array})
+  bad.ready = True
+  with pytest.raises(nonfinite.NonfiniteError, match='step 2 are'):
+    guard(0.0, 4, {'loss': good})
+
+
+def test_wait_waits(pending):
+  guard = a_guard()
+  for step in (1, 2, 3):
+    guard(0.0, step, {'loss': pending(NAN if step == 2 else 0)})
+  with pytest.raises(nonfinite.NonfiniteError, match='step 2 are'):
+    guard.wait()
+
+
+def test_copies_start_where_arrays_are_not_on_the_host(pending):
+  with mock.patch.object(
+    nonfinite.jax, 'default_backend', return_value='gpu', create=True
+  ):
+    guard = a_guard()
+  array = pending(0)
+  array.copy_to_host_async = mock.Mock()
+  guard(0.0, 1, {'loss': array, 'other': pending(0)})
+  array.copy_to_host_async.assert_called_once_with()
+  gone = pending(0)
+  gone.deleted = True
+  guard(0.0, 2, {'loss': gone})
+
+
+def test_donated_arrays_do_no_harm():
+  donate = jax.jit(lambda x: x + 1, donate_argnums=0)
+  guard = a_guard()
+  x = jnp.zeros([])
+  # As an experiment that returns what its next step donates.
+  for step in range(1, 12):
+    x_next = donate(x)
+    guard(0.0, step, {'loss': x, 'grad_norm': x_next})
+    x = x_next
+  guard.wait()
+  # What is left is judged, and named without the others.
+  gone = jnp.float32(NAN)
+  donate(gone)
+  with pytest.raises(nonfinite.NonfiniteError, match=': grad = nan\\. '):
+    drive(guard, [{'loss': gone, 'grad': NAN}])
+
+
+def test_donated_before_it_was_read_is_said_once(pending):
+  array = pending(NAN)
+  guard = a_guard()
+  with mock.patch.object(nonfinite.logging, 'log_first_n') as log:
+    guard(0.0, 5, {'loss': array})
+    array.deleted = True
+    guard.wait()
+  ((_, text, n, *args),) = [call.args for call in log.call_args_list]
+  assert n == 1
+  assert text % tuple(args) == (
+    "The scalars ['loss'] of step 5 were donated to a later step before they"
+    ' could be read, so nobody knows whether they were finite. Return a copy.'
+  )
+
+
+# The sharded step.
+
+
+class Data(regression.Input):
+  """Its targets are multiplied by the factor of their step."""
+
+  def __init__(self, factors):
+    super().__init__(16)
+    self.factors = factors
+
+  def __next__(self):
+    step = int(self.state['next'])
+    batch = super().__next__()
+    return {**batch, 'y': batch['y'] * np.float32(self.factors.get(step, 1))}
+
+
+class Faulty(regression.Regression):
+  """Has bad steps where its data say so.
+
+  Attributes:
+    factors: number of the batch -> factor.
+  """
+
+  factors = {}
+
+  def train_input(self):
+    return Data(self.factors)
+
+
+class Steep(Faulty):
+  """The factor 1e18 gives a finite loss and an infinite gradient."""
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    scale = jnp.where(jnp.abs(batch['y']).max() > 1e6, 1e30, 0.0)
+    zero = params['b'].sum() - jax.lax.stop_gradient(params['b'].sum())
+    loss, values, new = super().loss_fn(
+      params, model_state, {**batch, 'y': 0 * batch['y']}, rng, is_training
+    )
+    # 0 with the gradient 1e60, which is infinite in float32.
+    return loss + zero * scale * scale, values, new
+
+
+def train(experiment, steps, mode, most=10, seed=1):
+  """Runs the loop with a guard; returns the scalars of its steps."""
+  config = regression.get_config(int(experiment.state.step) + steps)
+  config.on_nonfinite = mode
+  guard = nonfinite.Guard(experiment, mode, most)
+  rows = []
+  state = types.SimpleNamespace(
+    global_step=int(experiment.state.step),
+    train_step_rng=experiment.initialize_train_step_rng(
+      jax.random.PRNGKey(seed)
+    ),
+  )
+  record = lambda t, step, scalars: rows.append(jax.device_get(scalars))
+  experiment.train_loop(config, state, [guard, record])
+  guard.wait()
+  return rows
+
+
+def make(factors, cls=Faulty, **kwargs):
+  experiment = cls('train', KEY, **kwargs)
+  experiment.factors = factors
+  return experiment
+
+
+def kept(state):
+  """Returns the bits of all that a skipped step keeps."""
+  return regression.digest((state.params, state.model_state, state.opt_state))
+
+
+@pytest.mark.parametrize('sharding', ['ddp', 'fsdp'])
+@pytest.mark.parametrize('factor', [NAN, INF])
+def test_raise_names_the_step(sharding, factor):
+  # The data's third batch is that of the third step.
+  with pytest.raises(nonfinite.NonfiniteError) as error:
+    train(make({2: factor}, sharding=sharding), 20, 'raise')
+  assert re.search(
+    'of step 3 are not finite: grad_norm = nan, loss = (nan|inf)\\.',
+    str(error.value),
+  )
+
+
+@pytest.mark.parametrize('sharding', ['ddp', 'fsdp'])
+def test_an_infinite_gradient_of_a_finite_loss_is_found(sharding):
+  experiment = make({3: 1e18}, Steep, sharding=sharding)
+  with pytest.raises(nonfinite.NonfiniteError) as error:
+    train(experiment, 20, 'raise')
+  assert ' step 4 are not finite: grad_norm = inf. ' in str(error.value)
+
+
+def test_without_a_metric_that_shows_it_the_message_says_so():
+  class Silent(Steep):
+    def step_scalars(self, state, grads, updates):
+      return {}
+
+  with pytest.raises(
+    nonfinite.NonfiniteError, match=r'4 .*none of its scalars'
+  ):
+    train(make({3: 1e18}, Silent), 20, 'raise')
+
+
+def test_a_metric_that_is_nan_by_nature_is_no_error():
+  class Empty(Faulty):
+    def step_scalars(self, state, grads, updates):
+      return {'loss_of_nothing': jnp.float32(NAN)}
+
+  rows = train(make({}, Empty), 3, 'raise')
+  assert np.isnan(rows[-1]['loss_of_nothing'])
+
+
+def test_ignore_passes():
+  experiment = make({2: NAN})
+  rows = train(experiment, 5, 'ignore')
+  assert [bool(np.isnan(row['loss'])) for row in rows] == [0, 0, 1, 1, 1]
+  assert experiment.nonfinite is None
+
+
+@pytest.mark.parametrize('sharding', ['ddp', 'fsdp'])
+@pytest.mark.parametrize(
+  ('cls', 'factor'), [(Faulty, NAN), (Faulty, INF), (Steep, 1e18)]
+)
+def test_skip_keeps_every_bit_and_counts(cls, factor, sharding):
+  experiment = make({2: factor, 3: factor, 5: factor}, cls, sharding=sharding)
+  digests, counts, totals = [], [], []
+  for _ in range(7):
+    (row,) = train(experiment, 1, 'skip')
+    digests.append(kept(experiment.state))
+    counts.append(np.asarray(experiment.state.skipped).tolist())
+    totals.append(int(row['skipped_steps']))
+    assert int(experiment.nonfinite) == counts[-1][0]
+    assert 'nonfinite' not in row
+  assert counts == [[0, 0], [0, 0], [1, 1], [2, 2], [0, 2], [1, 3], [0, 3]]
+  assert totals == [0, 0, 1, 2, 2, 3, 3]
+  same = [a == b for a, b in itertools.pairwise(digests)]
+  assert same == [False, True, True, False, True, False]
+  assert int(experiment.state.step) == 7
+  assert int(experiment.state.opt_state[0].count) == 4
+  leaves = jax.tree.leaves(experiment.state)
+  assert all(np.isfinite(np.asarray(x)).all() for x in leaves)
+
+
+def test_a_skipped_step_is_as_if_its_batch_were_not_there():
+  # Plain descent without noise, so that a step's number does not matter.
+  class Plain(Faulty):
+    def loss_fn(self, params, model_state, batch, rng, is_training):
+      del is_training
+      return super().loss_fn(params, model_state, batch, rng, False)
+
+    def make_optimizer(self):
+      return optax.sgd(0.1)
+
+  class Without(Plain):
+    def train_input(self):
+      data = regression.Input(16)
+      return (batch for i, batch in enumerate(data) if i not in (1, 4))
+
+  a, b = make({1: NAN, 4: INF}, Plain), make({}, Without)
+  train(a, 8, 'skip')
+  train(b, 6, 'skip')
+  assert kept(a.state) == kept(b.state)
+
+
+def test_keys_and_counts_in_the_model_state_are_kept():
+  class Stateful(Faulty):
+    def init_fn(self, rng):
+      params, state = super().init_fn(rng)
+      return params, {**state, 'count': 0, 'key': jax.random.key(1)}
+
+    def loss_fn(self, params, model_state, batch, rng, is_training):
+      loss, values, new = super().loss_fn(
+        params, model_state, batch, rng, is_training
+      )
+      new['count'] = model_state['count'] + 1
+      new['key'] = jax.random.split(model_state['key'])[0]
+      return loss, values, new
+
+  experiment = make({1: NAN}, Stateful)
+  train(experiment, 3, 'skip')
+  assert int(experiment.state.model_state['count']) == 2
+  key = jax.random.key(1)
+  for _ in range(2):
+    key = jax.random.split(key)[0]
+  assert experiment.state.model_state['key'] == key
+
+
+def test_skip_gives_up_after_a_run():
+  factors = dict.fromkeys((0, 1, 3, 4, 5, 6), NAN)
+  with pytest.raises(nonfinite.NonfiniteError) as error:
+    train(make(factors), 20, 'skip', most=3)
+  # Two, a good one, and then three.
+  assert str(error.value).startswith(
+    'Step 6 was skipped, as were those before it, 3 in a row, which is'
+    ' config.max_nonfinite_steps = 3 or more: its loss or gradients are not'
+    ' finite: grad_norm = nan, loss = nan. '
+  )
+  experiment = make(factors)
+  train(experiment, 20, 'skip', most=5)
+  assert np.asarray(experiment.state.skipped).tolist() == [0, 6]
+
+
+def test_the_run_of_skipped_steps_survives_a_resume():
+  factors = dict.fromkeys(range(2, 9), NAN)
+  experiment = make(factors)
+  train(experiment, 4, 'skip', most=3)
+  snapshot = copy.deepcopy(jax.device_get(experiment.snapshot_state()))
+  np.testing.assert_array_equal(snapshot['state'].skipped, [2, 2])
+  other = make(factors)
+  other.restore_from_snapshot(snapshot)
+  with pytest.raises(nonfinite.NonfiniteError, match=r'Step 5 .* 3 in a row'):
+    train(other, 4, 'skip', most=3)
+
+
+def test_the_modes_agree_where_all_is_well():
+  losses = []
+  for mode in ('ignore', 'raise', 'skip'):
+    experiment = make({})
+    rows = train(experiment, 4, mode)
+    losses.append([row['loss'] for row in rows])
+    names = {'loss', 'rows', 'grad_norm'}
+    assert set(rows[0]) - names == (
+      {'skipped_steps'} if mode == 'skip' else set()
+    )
+  np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+  np.testing.assert_allclose(losses[2], losses[0], rtol=1e-6)
+
+
+def test_the_state_is_donated_in_every_mode():
+  for mode in ('raise', 'skip'):
+    experiment = make({0: NAN}, sharding='fsdp')
+    experiment.on_nonfinite = mode
+    state = experiment.state
+    rng = experiment.initialize_train_step_rng(KEY)
+    experiment.step(global_step=0, rng=rng, writer=None)
+    experiment._close_input()
+    big = (state.params, state.model_state, state.opt_state)
+    assert all(x.is_deleted() for x in jax.tree.leaves(big))
+    assert experiment.compiled_train_step._cache_size() == 1
+
+
+def program(experiment, mode):
+  """Returns the compiled step's text."""
+  experiment.on_nonfinite = mode
+  batch = {**regression.examples(0, 16), 'weights': np.ones(16, np.float32)}
+  return experiment.compiled_train_step.lower(
+    experiment.state,
+    experiment.partitioner.put_batch(batch),
+    experiment.initialize_train_step_rng(KEY),
+  ).compile().as_text()  # fmt: skip
+
+
+def test_the_norm_is_computed_once():
+  experiment = make({}, sharding='fsdp')
+  counts = {
+    mode: [
+      len(re.findall(rf' {op}\(', program(experiment, mode)))
+      for op in ('reduce', 'all-reduce', 'all-gather', 'conditional')
+    ]
+    for mode in ('ignore', 'raise', 'skip')
+  }
+  assert counts['ignore'][0] > 0
+  assert counts['raise'] == counts['skip'] == counts['ignore']
+  assert 'is-finite' not in program(experiment, 'ignore')
+  assert 'is-finite' in program(experiment, 'raise')
+
+
+def test_the_loop_takes_the_mode_from_the_config():
+  experiment = make({1: NAN})
+  assert experiment.on_nonfinite == 'raise'
+  train(experiment, 1, 'raise')
+  before = experiment.compiled_train_step
+  train(experiment, 2, 'skip')  # Though the step was compiled already.
+  assert experiment.compiled_train_step is not before
+  assert np.asarray(experiment.state.skipped).tolist() == [0, 1]
+  config = regression.get_config(3)
+  with config.unlocked():
+    del config.on_nonfinite
+  experiment.train_loop(config, types.SimpleNamespace(global_step=3), [])
+  assert experiment.on_nonfinite == 'ignore'
+
+
+@pytest.mark.parametrize('name', ['nonfinite', 'skipped_steps'])
+def test_reserved_names_are_refused(name):
+  class Taken(Faulty):
+    def step_scalars(self, state, grads, updates):
+      return {name: jnp.zeros([])}
+
+  with pytest.raises(ValueError, match=rf"as \['{name}'\] otherwise"):
+    train(make({}, Taken), 1, 'raise')
+  train(make({}, Taken), 1, 'ignore')
+
+
+def test_half_precision_and_mixed_weights_raise_no_false_alarm():
+  class Mixed(Faulty):
+    def init_fn(self, rng):
+      del rng
+      weights = {'a': jnp.ones([4], jnp.float16), 'b': jnp.ones([])}
+      return weights, {}
+
+    def loss_fn(self, params, model_state, batch, rng, is_training):
+      # The gradient is 300, of which float16 cannot hold the square.
+      loss = 300 * params['a'].sum().astype(jnp.float32) + params['b']
+      return loss, {'loss': metrics.Mean.of(loss)}, model_state
+
+    def make_optimizer(self):
+      return optax.sgd(1e-3)
+
+    def step_scalars(self, state, grads, updates):
+      return {'largest': jnp.abs(grads['a']).max()}
+
+  rows = train(make({}, Mixed), 3, 'raise')
+  assert [float(row['largest']) for row in rows] == [300.0] * 3
+
+
+def test_a_state_of_four_has_skipped_nothing():
+  state = sharded.TrainState(0, 1, 2, 3)
+  assert state.skipped.tolist() == [0, 0]
+  assert state.skipped.dtype == np.int32
+  assert len(jax.tree.leaves(state)) == 5
+  other = dataclasses.replace(state, step=1)
+  assert jax.tree.structure(other) == jax.tree.structure(state)
+
+
+# The per-device style.
+
+
+class PerDevice(experiment_lib.AbstractExperiment):
+  """The loss of the second device is bad in one step."""
+
+  def __init__(self, mode='train', init_rng=None):
+    super().__init__(mode, init_rng)
+    self.bad_step = None
+    self._update = jax.pmap(
+      lambda step, bad: {
+        'loss': jnp.where(
+          (step == bad) & (jax.lax.axis_index('i') == 1), NAN, 0.5
+        )
+      },
+      axis_name='i',
+    )
+
+  def step(self, *, global_step, rng, writer):
+    bad = jnp.full([jax.local_device_count()], self.bad_step, jnp.int32)
+    return self._update(global_step, bad)
+
+  def evaluate(self, **unused):
+    return {}
+
+
+@pytest.mark.parametrize('bad_step', [0, 4, 9])
+def test_per_device_experiments_are_judged(bad_step):
+  experiment = PerDevice()
+  experiment.bad_step = bad_step
+  guard = a_guard(experiment=experiment)
+  state = types.SimpleNamespace(global_step=0)
+  state.train_step_rng = experiment.initialize_train_step_rng(KEY)
+  with pytest.raises(
+    nonfinite.NonfiniteError,
+    match=f'step {bad_step + 1} .*: loss = nan in 1 of 2 entries',
+  ):
+    experiment.train_loop(regression.get_config(10), state, [guard])
+    guard.wait_to_finish()
