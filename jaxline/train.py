@@ -363,9 +363,10 @@ def _run_training(
 
   def finish() -> None:
     save()
+    if save.saves:
+      checkpointer.wait_for_checkpointing_to_finish()
     for action in save.actions:
       action.wait_to_finish()
-    checkpointer.wait_for_checkpointing_to_finish()
 
   def leave() -> None:
     with debug.log_activity('last checkpoint, the run was told to end'):
