@@ -29,8 +29,10 @@ _BASE = [
   'tensorboardX>=2.6.2',
 ]
 _IMAGE = ['scikit-learn>=1.4']
+_EXPORT = ['safetensors>=0.4']
 _TEST = [
   *_IMAGE,
+  *_EXPORT,
   'equinox>=0.13',
   'flax>=0.12',
   'mypy>=1.15',
@@ -51,6 +53,7 @@ setuptools.setup(
   python_requires='>=3.11',
   install_requires=_BASE,
   extras_require={
+    'export': _EXPORT,
     'gpu': ['jax[cuda12]>=0.10,<0.12'],
     'image': _IMAGE,
     'seqio': ['seqio>=0.0.20'],

@@ -358,7 +358,7 @@ def _run(
       stack.enter_context(preemption.Watch(takes_steps=not evaluates_only)),
       stack.enter_context(watchdog.Watchdog(config.watchdog_secs)),
     )
-    stack.enter_context(_exit_said())
+    stack.enter_context(_exit_said(config))
     writer = stack.enter_context(_Writers(config))
 
     def checkpointer(name: str) -> base.Checkpointer:
@@ -401,12 +401,18 @@ def _run(
 
 
 @contextlib.contextmanager
-def _exit_said() -> Iterator[None]:
-  """Says why a run that was told to end has ended."""
+def _exit_said(config: config_dict.ConfigDict) -> Iterator[None]:
+  """Says why a run that was told to end has ended, and how it goes on."""
   try:
     yield
   except preemption.Preempted as e:
-    print(f'[jaxline] {e}', file=sys.stderr, flush=True)
+    message = f'[jaxline] {e}'
+    if config.checkpointer == 'durable':
+      message += (
+        '\n[jaxline] It goes on with the same command and'
+        f' --config.checkpoint_dir={config.checkpoint_dir}'
+      )
+    print(message, file=sys.stderr, flush=True)
     raise
 
 
