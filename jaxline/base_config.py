@@ -108,7 +108,7 @@ def get_base_config() -> config_dict.ConfigDict:
   # the array named `source` there, in which '\\1' is the pattern's first
   # group; None, or no match, leaves it as it was initialised. The run then
   # starts at step 0. `python -m jaxline.checkpoint show DIR` lists the names.
-  config.restore_rules = None
+  config.restore_rules = ()
   # A checkpoint was made with another experiment_class, experiment_kwargs or
   # seed: 'raise' says which keys differ, 'continue' restores it all the same.
   # Where arrays lie (`mesh`, `sharding`) may always change.
@@ -128,9 +128,9 @@ def get_base_config() -> config_dict.ConfigDict:
   config.eval_initial_weights = False
   # Evaluate the newest checkpoint once, then end.
   config.one_off_evaluate = False
-  # Evaluate these checkpoints, then end: 'all' that are kept, or a list of
-  # steps. None follows the training run.
-  config.eval_steps = None
+  # Evaluate these checkpoints, then end: 'all' that are kept, or steps, such as
+  # '1000,2000'. None follows the training run.
+  config.eval_steps = config_dict.placeholder(str)
   # The scalar of `evaluate` whose best value is kept as the series 'best'; ''
   # keeps none.
   config.best_model_eval_metric = ''
@@ -235,15 +235,10 @@ def _check_values(config: Mapping[str, Any]) -> None:
       refuse(key, 'a positive number, or None for none')
   _check_rules(config)
   wanted = config['eval_steps']
-  if not (
-    wanted in (None, 'all')
-    or (
-      isinstance(wanted, Sequence)
-      and not isinstance(wanted, str)
-      and all(isinstance(s, numbers.Integral) for s in wanted)
-    )
+  if not isinstance(wanted, str | None) or (
+    wanted not in (None, 'all') and not re.fullmatch(r'\d+(,\d+)*', wanted)
   ):
-    refuse('eval_steps', "None, 'all' or a list of steps")
+    refuse('eval_steps', "None, 'all' or steps, such as '1000,2000'")
   steps = config['training_steps']
   if steps is not None and (not _is_number(steps) or steps < 0):
     refuse('training_steps', 'a number of at least 0, or None for no end')
@@ -286,8 +281,6 @@ def _check_values(config: Mapping[str, Any]) -> None:
 def _check_rules(config: Mapping[str, Any]) -> None:
   """Refuses `restore_rules` that are no rules."""
   rules = config['restore_rules']
-  if rules is None:
-    return
   expected = (
     'expected pairs (regular expression, name or None), such as'
     " [('state/params/(.*)', r'state/params/\\1')]. See"
@@ -328,7 +321,7 @@ def check_constraints(config: Mapping[str, Any]) -> None:
       f' {config["interval_type"]!r}): hosts would save different steps. Set'
       " checkpoint_interval_type = 'steps'."
     )
-  if config['restore_rules'] is not None and not config['restore_from']:
+  if config['restore_rules'] and not config['restore_from']:
     raise ValueError(
       'config.restore_rules are given, but config.restore_from is'
       f' {config["restore_from"]!r}; name the run to restore from.'

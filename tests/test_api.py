@@ -274,7 +274,7 @@ OURS = {
   'keep_checkpoint_every_steps': None,
   'keep_checkpoint_every_hours': None,
   'restore_from': None,
-  'restore_rules': None,
+  'restore_rules': (),
   'on_config_change': 'raise',
   'on_nonfinite': 'raise',
   'max_nonfinite_steps': 10,

@@ -46,6 +46,7 @@ class Pending:
     self.read = False
     self.deleted = False
     self.dtype = self.value.dtype
+    self.ndim = 0
     self.is_fully_replicated = True
 
   def is_ready(self):
