@@ -307,15 +307,18 @@ class Partitioner:
         lines.append(f'{jax.tree_util.keystr(path)} {tuple(shape)} {axes}')
     return lines if split else []
 
-  def put(self, tree: Any, shardings: Any) -> Any:
+  def put(self, tree: Any, shardings: Any, *, may_keep: bool = False) -> Any:
     """Puts host values on the devices, each shard where it belongs.
 
     Args:
       tree: numpy or jax arrays; every process passes the same values.
       shardings: a sharding for each, as a prefix of `tree`.
+      may_keep: nobody else has the jax arrays; those that lie right already
+        are returned as they are.
 
     Returns:
-      Arrays that share no buffer with `tree`, so that they may be donated.
+      Arrays that share no buffer with what others have, so that they may be
+      donated.
     """
     shardings = jax.tree.map(
       lambda sharding, subtree: jax.tree.map(lambda _: sharding, subtree),
@@ -324,6 +327,9 @@ class Partitioner:
     )
 
     def one(x: Any, sharding: NamedSharding) -> jax.Array:
+      lies_right = isinstance(x, jax.Array) and x.sharding == sharding
+      if lies_right and may_keep:
+        return x
       if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return jax.jit(jnp.copy, out_shardings=sharding)(x)
       if isinstance(x, jax.Array) and jnp.issubdtype(
@@ -331,6 +337,8 @@ class Partitioner:
       ):
         data = one(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+      if lies_right:
+        return jax.device_put(x, sharding, may_alias=False)
       host = np.asarray(x)
       return jax.make_array_from_callback(
         # The copy keeps a CPU device from borrowing the caller's memory.

@@ -36,6 +36,7 @@ from jaxline import metrics as metrics_lib
 from jaxline import partitioning
 from jaxline import periodic
 from jaxline import writers
+from jaxline.checkpoint import base
 
 Batch = dict[str, Any]
 LossOutput = tuple[jax.Array, metrics_lib.Metrics, Any]
@@ -401,6 +402,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     return in_mesh
 
   @functools.cached_property
+  def _state_shapes(self) -> TrainState:
+    # Every save asks for it, and training waits meanwhile.
+    return jax.eval_shape(self._init_state, self._init_rng)
+
+  @functools.cached_property
   def _state_shardings(self) -> TrainState:
     """Says where each array of the state lies, without making one."""
     # In the mesh, or what is traced here would be kept without constraints.
@@ -568,11 +574,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def snapshot_template(self) -> dict[str, Any]:
     """Returns the shapes of the state, and where its arrays belong."""
-    shapes = jax.eval_shape(self._init_state, self._init_rng)
     return {
       'state': jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        shapes,
+        self._state_shapes,
         self._state_shardings,
       )
     }
@@ -600,9 +605,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
         cannot be set to its position; then nothing was changed.
     """
     saved = snapshot_state['state']
-    wanted = jax.eval_shape(self._init_state, self._init_rng)
+    is_fresh = isinstance(snapshot_state, base.Fresh)
     if wrong := experiment.differences(
-      saved, wanted, 'the checkpoint has', 'the model expects'
+      saved, self._state_shapes, 'the checkpoint has', 'the model expects'
     ):
       raise ValueError(
         'The checkpoint does not fit the model; nothing was restored. Use the'
@@ -618,14 +623,17 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # The old arrays go first, so that memory need not hold both.
     self._state = None
     if self.mode == 'train':
-      self._state = self.partitioner.put(saved, self._state_shardings)
+      self._state = self.partitioner.put(
+        saved, self._state_shardings, may_keep=is_fresh
+      )
     else:
       # An evaluation does not need the optimizer's state on the devices; it
       # is kept for when this becomes the best checkpoint.
       device = dataclasses.replace(saved, opt_state=None)
       shardings = dataclasses.replace(self._state_shardings, opt_state=None)
       self._state = dataclasses.replace(
-        self.partitioner.put(device, shardings), opt_state=saved.opt_state
+        self.partitioner.put(device, shardings, may_keep=is_fresh),
+        opt_state=saved.opt_state,
       )
 
   def share_state(self, trained: experiment.AbstractExperiment) -> None:

@@ -29,6 +29,7 @@ from jaxline import partitioning
 from jaxline import sharded
 from jaxline import train
 from jaxline import utils
+from jaxline.checkpoint import base
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KEY = jax.random.PRNGKey(0)
@@ -789,6 +790,22 @@ def test_donation_after_a_restore_leaves_the_snapshot():
   experiment.restore_from_snapshot(snapshot)
   regression.train_steps(experiment, 3)
   assert regression.digest(snapshot) == before
+
+
+def test_arrays_just_read_are_kept_and_live_ones_copied():
+  experiment = make()
+  regression.train_steps(experiment, 1)
+  live = experiment.snapshot_state()
+  other = make()
+  other.restore_from_snapshot(live)
+  regression.train_steps(other, 1)
+  assert not any(x.is_deleted() for x in jax.tree.leaves(live['state']))
+  kept = make()
+  kept.restore_from_snapshot(base.Fresh(live))
+  for got, given in zip(
+    jax.tree.leaves(kept.state), jax.tree.leaves(live['state']), strict=True
+  ):
+    assert got is given
 
 
 def test_a_checkpoint_that_does_not_fit_names_each_leaf_and_changes_nothing():

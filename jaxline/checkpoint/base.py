@@ -4,6 +4,13 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeGuard
 
 
+class Fresh(dict):
+  """A snapshot just read: a restore may keep its arrays, no one else has them.
+
+  Of any other it makes copies, and the devices hold the state twice meanwhile.
+  """
+
+
 class ExperimentState(dict):
   """The live state of one series: a dict with attribute access.
 
@@ -83,6 +90,9 @@ class Durable(Checkpointer, Protocol):
 
   def restore(self, ckpt_series: str, step: int | None = None) -> None:
     """Restores a series' checkpoint of a step; None is the newest."""
+
+  def check_shared(self) -> None:
+    """Raises ValueError where not all hosts see the same directory."""
 
   def check_config(self) -> None:
     """Raises ValueError where the newest checkpoint is of another run."""

@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
+from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import storage
 from jaxline.checkpoint import structure
@@ -65,19 +66,24 @@ class Reader:
     if (self._path / 'extra.json').exists():
       extra = files.read_json(self._path / 'extra.json')
       described.update(extra['entries'])
-      small = {
-        name: storage.from_json(x) for name, x in extra['arrays'].items()
-      }
+      small = storage.from_json(extra['arrays'])
     if missing := sorted(set(keys) - set(described)):
       raise ValueError(
         f'{self._path} lacks {missing}; it holds {sorted(described)}.'
       )
     names = [n for key in keys for n in self._below(f'run/{key}')]
-    arrays = self.read(dict.fromkeys(names)) | small
+    arrays = self._as_live(self.read(dict.fromkeys(names))) | small
     return {key: self._decode(described[key], arrays) for key in keys}
 
   def _decode(self, described: Any, arrays: Mapping[str, Any]) -> Any:
     return structure.decode(described, arrays, allow_pickle=self._allow_pickle)
+
+  def _as_live(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes jax.Arrays of those that were such."""
+    return {
+      name: jnp.asarray(x) if self._arrays[name]['kind'] == 'jax' else x
+      for name, x in arrays.items()
+    }
 
   def _shape(self, name: str) -> str:
     return storage.saved_shape(self._arrays[name])
@@ -132,7 +138,7 @@ class Reader:
       {name: x for name, x in plan.targets.items() if wants(name)}
     )
     on_host = set(getattr(experiment, 'CHECKPOINT_ATTRS', {}).values())
-    snapshot = {}
+    snapshot = base.Fresh()
     for entry, described in self._record['module'].items():
       if entry in plan.trees:
         tree = plan.trees[entry]
@@ -143,10 +149,7 @@ class Reader:
         continue
       own = {n: arrays[n] for n in self._below(entry) if n in arrays}
       if entry not in on_host:  # Those are copied to all devices next.
-        own = {
-          n: jnp.asarray(x) if self._arrays[n]['kind'] == 'jax' else x
-          for n, x in own.items()
-        }
+        own = self._as_live(own)
       snapshot[entry] = self._decode(described['structure'], own)
     snapshot.update(self._per_process(wants))
     return snapshot
@@ -242,10 +245,11 @@ class Reader:
         f'{self._path} does not fit the experiment; nothing was restored.\n'
         + '\n'.join(wrong)
       )
-    replaced = {
-      name: self.read({source: _abstract(live[name])})[source]
-      for name, source in sources.items()
-    }
+    replaced = {}
+    while pending := {s: n for n, s in sources.items() if n not in replaced}:
+      # More than once where arrays have one source: each gets its own copy.
+      arrays = self.read({s: _abstract(live[n]) for s, n in pending.items()})
+      replaced.update({n: arrays[s] for s, n in pending.items()})
     for entry, tree in snapshot.items():
       leaves = [
         replaced.get(name, x) for name, x in _named(tree, entry).items()
@@ -305,7 +309,7 @@ def prefixed(tree: Any, entry: str) -> dict[str, Any]:
 
 
 def _shape_of(x: Any) -> str:
-  return f'{x.dtype}{list(x.shape)}'
+  return f'{x.dtype.name}{list(x.shape)}'  # As the record tells it.
 
 
 def _abstract(x: Any) -> Any:
@@ -317,6 +321,9 @@ def verify(path: pathlib.Path, experiment: Any) -> list[str]:
   """Returns what is wrong with a checkpoint, looking at what is wanted."""
   problems: list[str] = []
   try:
+    # First whether the record is to be trusted.
+    if wrong := files.verify(path, lambda file: file == files.RECORD):
+      raise files.DamagedError('; '.join(wrong))
     record = files.read_record(path)
     wants = wants_of(experiment)
     unwanted = {
