@@ -22,8 +22,10 @@ from absl import app
 from absl import flags
 from absl import logging
 import jax
+from jax.experimental import multihost_utils
 from ml_collections import config_dict
 from ml_collections import config_flags
+import numpy as np
 
 from jaxline import base_config
 from jaxline import debug
@@ -85,6 +87,8 @@ _OUR_FLAGS = (
 for _name in _OUR_FLAGS:
   flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[_name])
 
+# Bytes of a message from the first process to the others, at most.
+_MAX_TEXT = 4096
 # How long the other half of a run may take to notice that one has failed.
 _GRACE_SECS = 5.0
 
@@ -298,8 +302,32 @@ def _main(
     _check_can_follow(create_checkpointer(config, mode), config)
   with contextlib.ExitStack() as stack:
     _claim(config, mode, stack)
-    _check_config(checkpointer_factory(config, mode))
-    _run(experiment_class, config, mode, checkpointer_factory)
+    _check_directory(checkpointer_factory(config, mode))
+    try:
+      _run(experiment_class, config, mode, checkpointer_factory)
+    except (Exception, preemption.Preempted) as e:
+      if jax.process_count() > 1:
+        _leave_others(e, mode)
+      raise
+
+
+def _leave_others(error: BaseException, mode: str) -> None:
+  """Ends this process at once, if the other ones are still in the run.
+
+  Python's own end would wait for them, who wait for this process: for minutes.
+  Once it is gone they notice, by a lost connection or JAX's heartbeat.
+  """
+  if isinstance(error, preemption.Preempted):
+    if not mode.startswith('eval'):
+      return  # All leave together.
+    code: Any = error.code
+  else:
+    traceback.print_exception(error)
+    code = 1
+  logging.flush()
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)
 
 
 # What each mode alone may do in the run's directory: log below that name.
@@ -314,24 +342,36 @@ def _claim(
   config: config_dict.ConfigDict, mode: str, stack: contextlib.ExitStack
 ) -> None:
   """Refuses to write where another run does."""
-  if jax.process_index() != 0:
-    return
-  try:
-    for what in _CLAIMS.get(mode, (mode,)):
-      stack.callback(files.Claim(config.checkpoint_dir, what).release)
-  except files.ClaimedError as e:
-    raise UsageError(str(e)) from e
-  except OSError as e:
-    raise UsageError(
-      f'config.checkpoint_dir is {config.checkpoint_dir!r}, but nothing can be'
-      f' written there: {e}. Give a directory of yours.'
-    ) from e
+  refused = ''
+  if jax.process_index() == 0:
+    try:
+      for what in _CLAIMS.get(mode, (mode,)):
+        stack.callback(files.Claim(config.checkpoint_dir, what).release)
+    except files.ClaimedError as e:
+      refused = str(e)
+    except OSError as e:
+      refused = (
+        f'config.checkpoint_dir is {config.checkpoint_dir!r}, but nothing can'
+        f' be written there: {e}. Give a directory of yours.'
+      )
+  if refused := _text_of_chief(refused):
+    raise UsageError(refused)
 
 
-def _check_config(checkpointer: base.Checkpointer) -> None:
-  """Refuses, before anything is written, to go on with another config."""
+def _text_of_chief(text: str) -> str:
+  """Returns the first process's text, in all processes."""
+  if jax.process_count() == 1:
+    return text
+  data = np.frombuffer(text.encode()[:_MAX_TEXT].ljust(_MAX_TEXT), np.uint8)
+  data = np.asarray(multihost_utils.broadcast_one_to_all(data), np.uint8)
+  return data.tobytes().decode(errors='replace').rstrip()
+
+
+def _check_directory(checkpointer: base.Checkpointer) -> None:
+  """Refuses, before it is used, a directory not shared or of another config."""
   if base.is_durable(checkpointer):
     try:
+      checkpointer.check_shared()
       checkpointer.check_config()
     except ValueError as e:
       raise UsageError(str(e)) from e
@@ -596,6 +636,12 @@ class _FollowingCheckpointer:
       self._checkpointer.restore(ckpt_series)
     if ckpt_series == 'latest':
       self._restored = path
+
+  def ended(self) -> int | None:
+    # Until this training has ended, that note is of the one before.
+    if not self._trained.is_set() or not base.is_durable(self._checkpointer):
+      return None
+    return self._checkpointer.ended()
 
 
 def _train_eval_multithreaded(

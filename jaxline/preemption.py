@@ -188,6 +188,29 @@ class Watch:
       self.leave()
 
 
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+  """Keeps a notice until the end of what must not be torn apart.
+
+  Out of a call into Orbax, whose event loops run on this thread, another error
+  than Preempted may come.
+
+  Raises:
+    Preempted: on leaving, if a notice has come that would have raised it.
+  """
+  watch = _active
+  is_main = threading.current_thread() is threading.main_thread()
+  if watch is None or watch._defers or not is_main:
+    yield
+    return
+  watch._defers = True
+  try:
+    yield
+  finally:
+    watch._defers = False
+  watch._leave_if_alone()
+
+
 def _forget_active() -> None:
   global _active
   _active = None

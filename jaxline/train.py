@@ -294,11 +294,14 @@ def _resume_writer(
 
   Those steps run again, and log the same again.
   """
-  if not isinstance(writer, writers.MetricWriter):
-    return
   is_new = True
   if base.is_durable(checkpointer):
-    is_new = not checkpointer.can_be_restored('latest')
+    # Asked by all hosts, whether they log or not. A run that has begun from
+    # another one's checkpoint is new as well.
+    is_new = checkpointer.next_step('latest', ()) is None
+  if not isinstance(writer, writers.MetricWriter):
+    return
+  if base.is_durable(checkpointer):
     with debug.log_activity('resuming the logs'):
       writer.resume(-1 if is_new else step)
   if is_new:
@@ -479,10 +482,11 @@ class _Evaluator:
     is_better = value > old if self._higher_is_better else value < old
     if self._collective and jax.process_count() > 1:
       # They save together; of values that differ, the first host's counts.
-      is_better, value = multihost_utils.broadcast_one_to_all(
-        (np.bool_(is_better), np.float64(value))
+      is_better, bits = multihost_utils.broadcast_one_to_all(
+        # As bits, since JAX would make a float32 of it.
+        (np.bool_(is_better), np.array([value], np.float64).view(np.uint32))
       )
-      is_better, value = bool(is_better), float(value)
+      is_better, value = bool(is_better), float(bits.view(np.float64)[0])
     if is_better:
       logging.info(
         'New best %s: %s at step %d (was %s).', self._metric, value, step, old
@@ -618,7 +622,8 @@ def _listed_steps(
       " checkpoints have steps; set config.checkpointer = 'durable'."
     )
   kept = checkpointer.steps('latest')
-  steps = kept if config.eval_steps == 'all' else list(config.eval_steps)
+  text = config.eval_steps
+  steps = kept if text == 'all' else [int(s) for s in text.split(',')]
   if missing := sorted(set(steps) - set(kept)) or not steps:
     raise ValueError(
       f'config.eval_steps is {config.eval_steps!r}, but there is no checkpoint'

@@ -10,11 +10,13 @@ anything is changed. How files lie is told in `files`.
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent import futures
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
 import pathlib
 import platform
+import re
 import threading
 import time
 from typing import Any
@@ -29,6 +31,7 @@ import orbax.checkpoint as ocp
 
 import jaxline
 from jaxline import async_lib
+from jaxline import preemption
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import reader
@@ -144,8 +147,11 @@ class DurableCheckpointer:
 
     Raises:
       files.DamagedError: all that there was has been set aside as damaged.
+      files.ClaimedError: another process writes to the series.
     """
-    if files.steps(self._root / ckpt_series):
+    if not self._follows:
+      self._own(ckpt_series)
+    if _of_chief(len(self.steps(ckpt_series))):
       return True
     damaged = files.damaged(self._root, ckpt_series)
     if damaged and not self._follows:
@@ -162,6 +168,7 @@ class DurableCheckpointer:
     found = self._candidates(ckpt_series)
     return str(found[0]) if found else None
 
+  @preemption.held()
   def restore(self, ckpt_series: str, step: int | None = None) -> None:
     """Restores a checkpoint into the calling thread's live state.
 
@@ -180,11 +187,10 @@ class DurableCheckpointer:
       files.DamagedError: it is damaged, and there is none before it.
     """
     state = self.get_experiment_state(ckpt_series)
+    self.can_be_restored(ckpt_series)  # Raises where all are damaged.
     if self._forks and ckpt_series == 'latest' and not self.steps('latest'):
       self._fork(state)
       return
-    if not self._follows:
-      self._own(ckpt_series)
     path = self._newest_whole(ckpt_series, step, state)
     with _reported(path):
       record = files.read_record(path)
@@ -246,9 +252,38 @@ class DurableCheckpointer:
       with contextlib.suppress(files.DamagedError):
         self._check_config(path, files.read_record(path))
 
+  def check_shared(self) -> None:
+    """Refuses a directory that not all processes share.
+
+    Raises:
+      ValueError: naming the processes that do not see the first one's files.
+    """
+    if jax.process_count() == 1:
+      return
+    # A name that nobody has asked for yet: a network file system may go on
+    # saying for a while that an old one is not there.
+    token = _of_chief(int.from_bytes(os.urandom(3)))
+    path = self._root / 'claims' / f'.shared-{token}'
+    if jax.process_index() == 0:
+      path.parent.mkdir(parents=True, exist_ok=True)
+      path.touch()
+    storage.barrier('shared')
+    seen = multihost_utils.process_allgather(np.bool_(path.exists()))
+    if jax.process_index() == 0:
+      path.unlink(missing_ok=True)
+    if not seen.all():
+      raise ValueError(
+        f'config.checkpoint_dir is {self._config.checkpoint_dir!r} in process'
+        f' {jax.process_index()}, but processes'
+        f' {np.flatnonzero(~seen).tolist()} do not see there what process 0'
+        ' writes. All processes save together: give all the same directory,'
+        ' on a disk that all of them share.'
+      )
+
   def mark_ended(self, step: int) -> None:
     """Notes that training has ended, for those who evaluate it."""
     if jax.process_index() == 0:
+      self._root.mkdir(parents=True, exist_ok=True)
       files.write_json(self._root / 'ended.json', {'step': step})
 
   def mark_begun(self) -> None:
@@ -257,10 +292,15 @@ class DurableCheckpointer:
       (self._root / 'ended.json').unlink(missing_ok=True)
 
   def ended(self) -> int | None:
-    """Returns the step at which training has ended, or None."""
+    """Returns the step at which training has ended, or None.
+
+    All hosts get the first one's answer.
+    """
+    step = -1
     with contextlib.suppress(files.DamagedError, KeyError, TypeError):
-      return int(files.read_json(self._root / 'ended.json')['step'])
-    return None
+      step = int(files.read_json(self._root / 'ended.json')['step'])
+    step = _of_chief(step)
+    return step if step >= 0 else None
 
   def evaluated(self) -> list[int]:
     """Returns the steps that `mark_evaluated` noted in this mode."""
@@ -284,13 +324,14 @@ class DurableCheckpointer:
     return self._root / 'evaluated' / f'{mode}.json'
 
   def _own(self, ckpt_series: str) -> None:
-    """Claims a series before its first save, and cleans up after the dead."""
+    """Claims a series before its first use, and cleans up after the dead."""
     if ckpt_series in self._owned:
       return
-    self._owned.add(ckpt_series)
     if jax.process_index() == 0:
       self._claims.append(files.Claim(self._config.checkpoint_dir, ckpt_series))
       files.clean(self._root / ckpt_series)
+    storage.barrier('own')  # The others look at what is there now.
+    self._owned.add(ckpt_series)
 
   def _collect(self, ckpt_series: str, state: Any) -> storage.Content:
     """Copies the live state to the host; describes it."""
@@ -332,10 +373,7 @@ class DurableCheckpointer:
           pickled.extend(encoded.pickled)
           per_process[name] = {
             'structure': encoded.structure,
-            'arrays': {
-              key: storage.to_json(x)
-              for key, x in storage.to_host(encoded.arrays).items()
-            },
+            'arrays': storage.to_json(encoded.arrays),
           }
         else:
           module[name] = {'structure': add(value, name)}
@@ -507,7 +545,7 @@ class DurableCheckpointer:
       for old in files.steps(folder):
         files.remove(folder / str(old))
       # Without it verification finds nothing, and the next one is taken.
-      with contextlib.suppress(FileNotFoundError):
+      with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         files.link(path, pinned)
     storage.barrier('pin')
     self._pinned = (int(path.name), pinned)
@@ -516,12 +554,12 @@ class DurableCheckpointer:
   def _restore_all(self, saved: reader.Reader, state: Any) -> None:
     """Restores the live state from one checkpoint, or changes nothing."""
     restored = saved.entries([k for k in state if k != 'experiment_module'])
-    # First, since it may refuse; then nothing else has changed yet.
+    restored = {k: _placed(k, x, state[k]) for k, x in restored.items()}
+    # Last of what may refuse; then nothing else has changed yet.
     if 'experiment_module' in state:
       experiment = state['experiment_module']
       experiment.restore_from_snapshot(saved.snapshot(experiment))
-    for key, value in restored.items():
-      state[key] = _placed(value, state[key])
+    state.update(restored)
 
   def _check_config(self, path: pathlib.Path, record: Any) -> None:
     """Refuses a checkpoint of another run, in the same directory."""
@@ -550,7 +588,7 @@ class DurableCheckpointer:
     with _reported(path):
       record = files.read_record(path)
       saved = reader.Reader(path, record, self._allow_pickle)
-      if self._config.restore_rules is None:
+      if not self._config.restore_rules:
         self._restore_all(saved, state)
       else:
         rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
@@ -566,23 +604,36 @@ def _reported(path: pathlib.Path) -> Iterator[None]:
     raise files.DamagedError(f'{path} is damaged: {e}.') from e
 
 
-def _placed(value: Any, live: Any) -> Any:
+def _placed(name: str, value: Any, live: Any) -> Any:
   """Puts a restored entry where the live one is.
 
   The keys of the per-device style are one for each local device, all the
   same; on another number of devices there are more or fewer.
+
+  Raises:
+    reader.MismatchError: it is of another type, or shape.
   """
   if not isinstance(live, jax.Array):
     return value
-  value = jnp.asarray(value)
-  if value.shape != live.shape and value.shape[1:] == live.shape[1:]:
+  if isinstance(value, np.ndarray):
+    value = jnp.asarray(value)
+  got = getattr(value, 'dtype', type(value).__name__), np.shape(value)
+  # A raw key is a row of numbers itself.
+  rows = live.ndim - (not storage.is_key(live))
+  if got[0] == live.dtype and rows == 1 and got[1][1:] == live.shape[1:]:
     value = jnp.broadcast_to(value[:1], live.shape)
+  elif got != (live.dtype, live.shape):
+    raise reader.MismatchError(
+      f'{name}: the checkpoint has {got[0]}{list(got[1])}, expected'
+      f' {live.dtype}{list(live.shape)}; nothing was restored.'
+    )
   return jax.device_put(value, live.sharding)
 
 
 # What goes into the record, and how it is compared.
 
 
+@functools.cache  # To look them up takes milliseconds.
 def _versions() -> dict[str, str]:
   names = ('jax', 'jaxlib', 'orbax-checkpoint', 'numpy', 'optax')
   versions = {'jaxline': jaxline.__version__}
@@ -594,7 +645,8 @@ def _versions() -> dict[str, str]:
 
 
 def _json_config(config: config_dict.ConfigDict) -> dict[str, Any]:
-  return json.loads(config.to_json_best_effort())
+  # Functions are told by their names; where they lie changes each time.
+  return json.loads(re.sub(' at 0x[0-9a-f]+', '', config.to_json_best_effort()))
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -613,7 +665,9 @@ def _config_changes(
   return [
     f'{key}: {before.get(key, "absent")!r} then, {now.get(key, "absent")!r} now'
     for key in sorted(before.keys() | now.keys())
+    # A NaN differs from itself.
     if before.get(key) != now.get(key)
+    and repr(before.get(key)) != repr(now.get(key))
     and key.split('.')[0] in _IDENTITY
     and not set(key.split('.')) & set(_PLACEMENT)
   ]
@@ -626,8 +680,11 @@ def _foreign(where: str) -> pathlib.Path:
     ValueError: there is none; says which there are.
   """
   head, _, tail = where.rpartition(':')
-  step = int(tail) if head and tail.isdigit() else None
-  directory = pathlib.Path(head if step is not None else where).expanduser()
+  directory = pathlib.Path(where).expanduser()
+  step = None
+  if head and tail.isdigit() and not directory.exists():
+    directory, step = pathlib.Path(head).expanduser(), int(tail)
+  directory = directory.absolute()
   if step is None and (directory / files.RECORD).exists():
     return directory
   series = files.root(directory) / 'latest'

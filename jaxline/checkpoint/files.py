@@ -27,6 +27,7 @@ import pathlib
 import re
 import shutil
 import socket
+import threading
 import time
 from typing import Any
 import zlib
@@ -42,6 +43,7 @@ _CHUNK = 1 << 22  # Bytes hashed at a time.
 # is being removed, and of a whole one that is about to replace another.
 _DELETED = '.deleted-'
 NEW = '.new'
+_STEP = '0|[1-9][0-9]*'  # The name of each number, and no other for it.
 
 
 class DamagedError(ValueError):
@@ -49,8 +51,17 @@ class DamagedError(ValueError):
 
 
 def root(directory: str | os.PathLike[str]) -> pathlib.Path:
-  """Returns where a run's checkpoints are."""
-  return pathlib.Path(directory) / 'checkpoints'
+  """Returns where a run's checkpoints are.
+
+  Raises:
+    ValueError: it is an address and not a directory.
+  """
+  if '://' in os.fspath(directory):
+    raise ValueError(
+      f'Checkpoints cannot be kept in {os.fspath(directory)!r}; expected a'
+      ' folder of this machine. Mount the bucket and give its path here.'
+    )
+  return pathlib.Path(directory).absolute() / 'checkpoints'
 
 
 def steps(series: pathlib.Path) -> list[int]:
@@ -59,7 +70,7 @@ def steps(series: pathlib.Path) -> list[int]:
     names = os.listdir(series)
   except (FileNotFoundError, NotADirectoryError):
     return []
-  return sorted(int(name) for name in names if re.fullmatch(r'\d+', name))
+  return sorted(int(name) for name in names if re.fullmatch(_STEP, name))
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
@@ -77,12 +88,14 @@ def read_json(path: pathlib.Path) -> Any:
   """Reads a file.
 
   Raises:
-    DamagedError: it is not there, or not JSON.
+    DamagedError: it cannot be read, or is not JSON.
   """
   try:
     return json.loads(path.read_text(encoding='utf-8'))
   except FileNotFoundError as e:
     raise DamagedError(f'{path.name} is missing') from e
+  except OSError as e:
+    raise DamagedError(f'{path.name} cannot be read ({e.strerror})') from e
   except ValueError as e:
     raise DamagedError(f'{path.name} is not JSON ({e})') from e
 
@@ -113,7 +126,8 @@ def _files(checkpoint: pathlib.Path) -> list[str]:
     relative = os.path.relpath(folder, checkpoint)
     for name in names:
       path = name if relative == '.' else f'{relative}/{name}'
-      if path in _UNCHECKED or re.fullmatch(r'checksums_\d+\.json', path):
+      # Another process may be writing its own checksums just now.
+      if path in _UNCHECKED or re.match(r'checksums_\d+\.json(\.|$)', path):
         continue
       found.append(path)
   return sorted(found)
@@ -144,11 +158,20 @@ def write_checksums(
     name: _checksum(checkpoint / name)
     for name in _files(checkpoint)[process::processes]
   }
-  text = json.dumps(sums, sort_keys=True)
-  write_json(
+  _write_sums(
     checkpoint / _CHECKSUMS.format(process),
-    {'processes': processes, 'files': sums, 'crc': zlib.crc32(text.encode())},
+    {'processes': processes, 'files': sums},
   )
+
+
+def _write_sums(path: pathlib.Path, part: dict[str, Any]) -> None:
+  # A new file: the old one may be linked into another checkpoint.
+  write_json(path, {**part, 'crc': _crc_of(part)})
+
+
+def _crc_of(part: dict[str, Any]) -> int:
+  summed = {key: part[key] for key in ('processes', 'files')}
+  return zlib.crc32(json.dumps(summed, sort_keys=True).encode())
 
 
 def add_checksum(checkpoint: pathlib.Path, name: str) -> None:
@@ -156,9 +179,13 @@ def add_checksum(checkpoint: pathlib.Path, name: str) -> None:
   path = checkpoint / _CHECKSUMS.format(0)
   part = read_json(path)
   part['files'][name] = _checksum(checkpoint / name)
-  text = json.dumps(part['files'], sort_keys=True)
-  # A new file: the old one may be linked into another checkpoint.
-  write_json(path, {**part, 'crc': zlib.crc32(text.encode())})
+  _write_sums(path, part)
+
+
+def complete_checksums(checkpoint: pathlib.Path) -> None:
+  """Adds the checksums that are missing to those of the first process."""
+  for name in sorted(set(_files(checkpoint)) - set(read_checksums(checkpoint))):
+    add_checksum(checkpoint, name)
 
 
 def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
@@ -173,12 +200,9 @@ def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
     name = _CHECKSUMS.format(process)
     part = read_json(checkpoint / name)
     try:
-      text = json.dumps(part['files'], sort_keys=True)
-      if zlib.crc32(text.encode()) != part['crc']:
+      if _crc_of(part) != part['crc']:
         raise DamagedError(f'{name} is not as it was written')
       sums.update(part['files'])
-      # Not in the sum, but a wrong one leaves files unlisted or a file
-      # unfound, and both are noticed.
       processes = int(part['processes'])
     except (KeyError, TypeError, AttributeError) as e:
       raise DamagedError(f'{name} holds no checksums') from e
@@ -239,8 +263,11 @@ def remove(checkpoint: pathlib.Path) -> None:
 
 def replace(new: pathlib.Path, old: pathlib.Path) -> None:
   """Puts a whole checkpoint in the place of another, or of none."""
+  whole = old.with_name(old.name + NEW)
+  if new != whole:  # So that `clean` finds it, if this is where it ends.
+    os.rename(new, whole)
   remove(old)
-  os.rename(new, old)
+  os.rename(whole, old)
 
 
 def clean(series: pathlib.Path) -> None:
@@ -250,12 +277,13 @@ def clean(series: pathlib.Path) -> None:
   """
   with contextlib.suppress(FileNotFoundError):
     for entry in os.scandir(series):
-      if entry.name.endswith(NEW):
+      step = entry.name.removesuffix(NEW)
+      if step != entry.name and re.fullmatch(_STEP, step):
         # Killed within `replace`, perhaps when only this one was left.
-        replace(pathlib.Path(entry.path), series / entry.name.removesuffix(NEW))
+        replace(pathlib.Path(entry.path), series / step)
         continue
       # Whatever is no checkpoint and is a directory here is one in part.
-      if entry.is_dir() and not entry.name.isdigit():
+      if entry.is_dir() and not re.fullmatch(_STEP, entry.name):
         shutil.rmtree(entry.path, ignore_errors=True)
 
 
@@ -332,8 +360,9 @@ class Keep:
       if self.every_steps and step // self.every_steps > last_multiple:
         last_multiple = step // self.every_steps
         forever.add(step)
+      # One from before the last: the clock was put back, so begin anew.
       if self.every_hours and (
-        last_time is None or when - last_time >= 3600 * self.every_hours
+        last_time is None or not 0 <= when - last_time < 3600 * self.every_hours
       ):
         last_time = when
         forever.add(step)
@@ -344,8 +373,11 @@ class ClaimedError(ValueError):
   """Another process writes to the same directory."""
 
 
-# What this process has claimed: to the operating system it is one claimant.
-_claimed: set[pathlib.Path] = set()
+# What has been claimed, by which process: to the operating system one process
+# is one claimant, and would get the right a second time. A forked child finds
+# its parent's here.
+_claimed: dict[pathlib.Path, int] = {}
+_claiming = threading.Lock()
 
 
 class Claim:
@@ -367,13 +399,24 @@ class Claim:
     folder = root(directory) / 'claims'
     folder.mkdir(parents=True, exist_ok=True)
     self._path = (folder / f'{what}.json').resolve()
-    refused = ClaimedError(
-      f'{os.fspath(directory)} is in use: {_owner(self._path)} has the right to'
-      f' write {what!r} there. Wait for its end, stop it, or give this run'
-      ' another config.checkpoint_dir.'
-    )
-    if self._path in _claimed:
-      raise refused
+    with _claiming:
+      try:
+        self._fd: int | None = self._take()
+      except ClaimedError as e:
+        raise ClaimedError(
+          f'{os.fspath(directory)} is in use: {e} has the right to write'
+          f' {what!r} there. Wait for its end, stop it, or give this run'
+          ' another config.checkpoint_dir.'
+        ) from None
+
+  def _take(self) -> int:
+    """Locks the file; a refusal only says who has it."""
+    # Before the file is opened: closing it, even after reading, would give the
+    # lock back that this process has on it.
+    if is_claimed_here(self._path):
+      raise ClaimedError(
+        f'this very process ({os.getpid()} on {socket.gethostname()})'
+      )
     fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
       # Not flock: a worker process forked from this one would hold it on.
@@ -388,17 +431,22 @@ class Claim:
     except BaseException as e:
       os.close(fd)
       if isinstance(e, BlockingIOError | PermissionError):
-        raise refused from None
+        raise ClaimedError(_owner(self._path)) from None
       raise
-    _claimed.add(self._path)
-    self._fd: int | None = fd
+    _claimed[self._path] = os.getpid()
+    return fd
 
   def release(self) -> None:
     """Gives the right back."""
     if self._fd is not None:
-      _claimed.discard(self._path)
+      _claimed.pop(self._path, None)
       os.close(self._fd)
       self._fd = None
+
+
+def is_claimed_here(path: pathlib.Path) -> bool:
+  """Returns whether this process has a claim, and must not open its file."""
+  return _claimed.get(path.resolve()) == os.getpid()
 
 
 def _owner(path: pathlib.Path) -> str:

@@ -1,6 +1,6 @@
 """Reads one checkpoint: checks that it is whole and fits, then its arrays."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import difflib
 import pathlib
@@ -112,6 +112,10 @@ class Reader:
       f'  {entry}: the experiment does not tell its shape'
       for entry, described in saved.items()
       if 'leaves' in described and entry not in plan.trees
+    ]
+    wrong += [
+      f'  {entry}: the checkpoint has it, the experiment does not name it'
+      for entry in sorted(set(saved) - _named_by(experiment, saved))
     ]
     if wrong:
       raise MismatchError(
@@ -266,6 +270,20 @@ def template(experiment: Any) -> dict[str, Any]:
   """Returns the entries that are stored leaf by leaf, and their shapes."""
   get = getattr(experiment, 'snapshot_template', None)
   return dict(get()) if get is not None else {}
+
+
+def _named_by(experiment: Any, default: Iterable[str]) -> set[str]:
+  """Returns the entries that an experiment's class names, where it alone does.
+
+  One with a `snapshot_state` of its own may restore anything.
+  """
+  method = getattr(type(experiment), 'snapshot_state', None)
+  if getattr(method, '__module__', None) != 'jaxline.experiment':
+    return set(default)
+  return {
+    *experiment.CHECKPOINT_ATTRS.values(),
+    *experiment.NON_BROADCAST_CHECKPOINT_ATTRS.values(),
+  }
 
 
 def wants_of(experiment: Any) -> Callable[[str], bool]:

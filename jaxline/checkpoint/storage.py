@@ -100,7 +100,9 @@ class Handler(ocp.CheckpointHandler):
     files.write_checksums(folder, process, processes)
 
   def finalize(self, directory: Any) -> None:
-    """Has nothing left to do."""
+    """Hashes, on the first process, what the others did not see yet."""
+    # The listing of a network file system may be some seconds old.
+    files.complete_checksums(pathlib.Path(directory))
 
   def restore(self, directory: Any, args: Any = None) -> Any:
     """Reads arrays from a checkpoint's `arrays`.
@@ -186,7 +188,8 @@ def _can_be_stored(dtype: Any) -> bool:
   """Returns whether the Zarr 3 driver knows a type."""
   dtype = np.dtype(dtype)
   return dtype.isnative and (
-    dtype.kind in 'biufc' or dtype.name in ('bfloat16',)
+    (dtype.kind in 'biufc' and dtype not in (np.longdouble, np.clongdouble))
+    or dtype.name == 'bfloat16'
     or dtype.name.startswith('float8')
   )  # fmt: skip
 
@@ -215,13 +218,13 @@ def store(
     }
     if is_key(live[name]):
       about['key'] = str(jax.random.key_impl(live[name]))
-    if x.size == 0:
-      about['file'] = None  # Orbax takes none that is empty.
-    elif _can_be_stored(x.dtype):
+    if not _can_be_stored(x.dtype):
+      about['bytes_of'] = _dtype_to_json(x.dtype)
+      x = np.frombuffer(x.tobytes(), np.uint8)
+    if x.size:
       stored[file] = x
     else:
-      about['bytes_of'] = np.lib.format.dtype_to_descr(x.dtype)
-      stored[file] = np.frombuffer(x.tobytes(), np.uint8)
+      about['file'] = None  # Orbax takes none that is empty.
     described[name] = about
   return stored, described
 
@@ -247,9 +250,10 @@ def read(
     about = described[name]
     sharding = getattr(target, 'sharding', None)
     if about['file'] is None:
-      x = np.zeros(about['shape'], jnp.dtype(about['dtype']))
-      restored[name] = x if sharding is None else jax.device_put(x, sharding)
-    elif sharding is None or is_key(target):
+      dtype = np.uint8 if 'bytes_of' in about else jnp.dtype(about['dtype'])
+      x = np.zeros(about['shape'], dtype)
+      restored[name] = _as_saved(x, about, target)
+    elif sharding is None or is_key(target) or 'bytes_of' in about:
       requests[about['file']] = ocp.RestoreArgs(restore_type=np.ndarray)
     else:
       requests[about['file']] = ocp.ArrayRestoreArgs(
@@ -267,12 +271,34 @@ def read(
 def _as_saved(x: Any, about: Mapping[str, Any], target: Any) -> Any:
   """Makes of what was read what was saved."""
   if 'bytes_of' in about:
-    dtype = np.lib.format.descr_to_dtype(about['bytes_of'])
-    return np.frombuffer(x.tobytes(), dtype).reshape(about['shape']).copy()
+    x = _from_bytes(x.tobytes(), about['bytes_of'], about['shape'])
   if 'key' in about and is_key(target):
-    keys = jax.random.wrap_key_data(jnp.asarray(x), impl=about['key'])
-    sharding = getattr(target, 'sharding', None)
-    return keys if sharding is None else jax.device_put(keys, sharding)
+    x = jax.random.wrap_key_data(jnp.asarray(x), impl=about['key'])
+  sharding = getattr(target, 'sharding', None)
+  if sharding is None or getattr(x, 'sharding', None) == sharding:
+    return x
+  if isinstance(x, np.ndarray) and not x.dtype.isnative:
+    x = x.astype(x.dtype.newbyteorder('='))  # Devices know no other order.
+  return jax.device_put(x, sharding)
+
+
+def _dtype_to_json(dtype: np.dtype) -> Any:
+  # Those of bfloat16 and its like have no unique name but this.
+  is_jax = dtype.isbuiltin == 2
+  return dtype.name if is_jax else np.lib.format.dtype_to_descr(dtype)
+
+
+def _from_bytes(data: bytes, dtype_json: Any, shape: list[int]) -> np.ndarray:
+  # A record's fields are lists in JSON.
+  is_record = isinstance(dtype_json, list)
+  dtype = (
+    np.lib.format.descr_to_dtype(dtype_json)
+    if is_record
+    else jnp.dtype(dtype_json)
+  )
+  x = np.empty(shape, dtype)
+  if x.nbytes:
+    x.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
   return x
 
 
@@ -287,27 +313,30 @@ def saved_shape(about: Mapping[str, Any]) -> str:
 
 def to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
   """Makes JSON of small arrays."""
-  return {
-    name: {
+  described = {}
+  for name, x in to_host(arrays).items():
+    described[name] = about = {
       'shape': list(x.shape),
-      # The types of bfloat16 and its like have no other unique name.
-      'dtype': x.dtype.name if x.dtype.isbuiltin == 2 else x.dtype.str,
+      'dtype': _dtype_to_json(x.dtype),
+      'kind': 'jax' if isinstance(arrays[name], jax.Array) else 'numpy',
       'base64': base64.b64encode(x.tobytes()).decode('ascii'),
     }
-    for name, x in to_host(arrays).items()
-  }
+    if is_key(arrays[name]):
+      about['key'] = str(jax.random.key_impl(arrays[name]))
+  return described
 
 
-def from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
-  """Returns what `to_json` got, as numpy arrays."""
-  return {
-    name: np.frombuffer(
-      base64.b64decode(about['base64']), jnp.dtype(about['dtype'])
-    )
-    .reshape(about['shape'])
-    .copy()
-    for name, about in described.items()
-  }
+def from_json(described: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns what `to_json` got; a jax.Array is on the default device."""
+  arrays: dict[str, Any] = {}
+  for name, about in described.items():
+    data = base64.b64decode(about['base64'])
+    x = _from_bytes(data, about['dtype'], about['shape'])
+    if 'key' in about:
+      arrays[name] = jax.random.wrap_key_data(jnp.asarray(x), impl=about['key'])
+    else:
+      arrays[name] = jnp.asarray(x) if about['kind'] == 'jax' else x
+  return arrays
 
 
 def is_key(x: Any) -> bool:

@@ -53,6 +53,7 @@ import sys
 import types
 from typing import Any
 
+from absl import logging
 import jax
 from ml_collections import config_dict
 import numpy as np
@@ -623,6 +624,9 @@ class _Decoder:
         ' code. If you trust who wrote it, set'
         ' config.checkpoint_allow_pickle = True.'
       )
+    logging.warning(
+      'Unpickling %r, as config.checkpoint_allow_pickle permits.', name
+    )
     return pickle.loads(_bytes(data))
 
 

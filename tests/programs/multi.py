@@ -1,0 +1,258 @@
+"""Experiments on several processes, as test_durable_multiprocess.py runs them.
+
+Arguments: coordinator's address, number of processes, this process, the style
+('sharded' or 'per_device'), and then the command line of `platform.main`.
+
+The environment's MULTI_FAULT, 'PROCESS:PLACE:STEP:WHAT' or several of them with
+commas between, says what befalls which process where: see `fault`. (Not the
+config: a run with another config would be another run.) MULTI_STEP_SECS is how
+long a step takes at least, MULTI_HEARTBEAT_SECS JAX's patience with a process.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import zlib
+
+from experiments import regression
+import jax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxline import experiment
+from jaxline import platform
+from jaxline import preemption
+from jaxline import utils
+from jaxline.checkpoint import files
+
+SIGNALS = {
+  'term': signal.SIGTERM,
+  'int': signal.SIGINT,
+  'kill': signal.SIGKILL,
+  'stop': signal.SIGSTOP,
+}
+
+
+class Failure(Exception):
+  """What an injected fault raises."""
+
+
+def say(what, **about):
+  print(json.dumps({'what': what, **about}), flush=True)
+
+
+def fault(place, step):
+  """Does to this process what MULTI_FAULT says.
+
+  Args:
+    place: 'start' (of the constructor), 'step', 'save' (all is written, and
+      not yet visible), 'evaluate'.
+    step: which one.
+
+  Returns:
+    Whether this step's loss is to be NaN.
+  """
+  if place == 'step':
+    time.sleep(float(os.environ['MULTI_STEP_SECS']))
+  here = [str(jax.process_index()), place, str(step)]
+  for text in filter(None, os.environ.get('MULTI_FAULT', '').split(',')):
+    *where, what = text.split(':')
+    if where != here:
+      continue
+    if what == 'nan':
+      return True
+    if what == 'raise':
+      raise Failure(f'{place} {step}')
+    if what == 'sleep':
+      time.sleep(3600)
+    os.kill(os.getpid(), SIGNALS[what])
+  return False
+
+
+def digest(tree):
+  """Returns the SHA-256 of a tree of global arrays, the same everywhere."""
+  tree = jax.tree.map(
+    lambda x: (
+      x
+      if x.is_fully_addressable
+      else multihost_utils.process_allgather(x, tiled=True)
+    ),
+    tree,
+  )
+  return regression.digest(jax.device_get(tree))
+
+
+class Input(regression.Input):
+  """Of the global batches the rows of this process; knows what it gave."""
+
+  def __init__(self, batch_size, own_position):
+    super().__init__(batch_size)
+    self.own_position = own_position
+    self.state['given'] = 0
+
+  def __next__(self):
+    step = int(self.state['next'])
+    batch = super().__next__()
+    rows = self.batch_size // jax.process_count()
+    first = rows * jax.process_index()
+    batch = {name: x[first : first + rows] for name, x in batch.items()}
+    if self.own_position:
+      self.state['given'] = zlib.crc32(
+        batch['x'].tobytes(), self.state['given']
+      )
+    if fault('input', step):
+      batch['y'] = batch['y'] * np.float32('nan')
+    return batch
+
+  def set_state(self, state):
+    super().set_state(state)
+    self.state['given'] = int(state['given'])
+
+
+class Sharded(regression.Regression):
+  """The regression, its weights over all processes."""
+
+  def __init__(self, mode, init_rng, config):
+    super().__init__(mode, init_rng, batch_size=12, sharding='fsdp')
+    self.own_position = config.own_position
+    fault('start', 0)
+
+  def train_input(self):
+    return Input(self.batch_size, self.own_position)
+
+  def eval_input(self):
+    first = 8 * jax.process_index()
+    for rows in (4, 4 - jax.process_index()):
+      yield regression.examples(1, rows, first)
+      first += rows
+
+  def step(self, *, global_step, rng, writer):
+    fault('step', global_step)
+    return super().step(global_step=global_step, rng=rng, writer=writer)
+
+  def evaluate(self, *, global_step, rng, writer):
+    fault('evaluate', int(global_step))
+    scalars = super().evaluate(global_step=global_step, rng=rng, writer=writer)
+    say('evaluated', step=int(global_step), loss=scalars['loss'])
+    return scalars
+
+  def restore_from_snapshot(self, snapshot_state):
+    super().restore_from_snapshot(snapshot_state)
+    self._say('restored')
+
+  def train_loop(self, *args, **kwargs):
+    try:
+      super().train_loop(*args, **kwargs)
+    except preemption.Preempted:
+      self._say('left')
+      raise
+    self._say('trained')
+
+  def _say(self, what):
+    if self.mode == 'train':
+      say(
+        what,
+        step=int(self.state.step),
+        digest=digest(self.state),
+        position=jax.tree.map(int, self._position),
+        shards=[list(s.data.shape) for s in
+                self.state.params['w'].addressable_shards],
+      )  # fmt: skip
+
+
+class PerDevice(experiment.AbstractExperiment):
+  """Learns y = 2 x by pmap; each process counts for itself."""
+
+  CHECKPOINT_ATTRS = {'_w': 'w', '_opt_state': 'opt_state'}
+  NON_BROADCAST_CHECKPOINT_ATTRS = {'_own': 'own'}
+
+  def __init__(self, mode, init_rng, config):
+    super().__init__(mode=mode, init_rng=init_rng)
+    del config
+    self.mode = mode
+    fault('start', 0)
+    self.optimizer = optax.adam(0.05)
+    w = jax.random.normal(init_rng, [4])
+    self._w = utils.bcast_local_devices(w)
+    self._opt_state = utils.bcast_local_devices(self.optimizer.init(w))
+    self._own = {'total': np.zeros([], np.int64), 'host': jax.process_index()}
+    self.update = jax.pmap(self._update, axis_name='i', donate_argnums=(0, 1))
+    self.loss = jax.pmap(
+      lambda w: jax.lax.pmean(jnp.square(w - 2).mean(), 'i'), axis_name='i'
+    )
+
+  def _update(self, w, opt_state, rng):
+    def loss_fn(w):
+      x = jax.random.normal(rng, [4, 4])
+      return jnp.square(x * w[None] - 2 * x).mean()
+
+    loss, grad = jax.value_and_grad(loss_fn)(w)
+    loss, grad = jax.lax.pmean((loss, grad), 'i')
+    updates, opt_state = self.optimizer.update(grad, opt_state, w)
+    return optax.apply_updates(w, updates), opt_state, {'loss': loss}
+
+  def step(self, *, global_step, rng, writer):
+    step = int(global_step[0])
+    if fault('step', step):
+      self._w = self._w * np.float32('nan')
+    self._own['total'] = self._own['total'] * 3 + step + jax.process_index()
+    self._w, self._opt_state, scalars = self.update(
+      self._w, self._opt_state, rng
+    )
+    return utils.get_first(scalars)
+
+  def evaluate(self, *, global_step, rng, writer):
+    fault('evaluate', int(global_step[0]))
+    loss = float(self.loss(self._w)[0])
+    say('evaluated', step=int(global_step[0]), loss=loss)
+    return {'loss': loss}
+
+  def restore_from_snapshot(self, snapshot_state):
+    super().restore_from_snapshot(snapshot_state)
+    self._say('restored')
+
+  def train_loop(self, *args, **kwargs):
+    try:
+      super().train_loop(*args, **kwargs)
+    except preemption.Preempted:
+      self._say('left')
+      raise
+    self._say('trained')
+
+  def _say(self, what):
+    if self.mode == 'train':
+      state = utils.get_first((self._w, self._opt_state))
+      own = {name: int(x) for name, x in self._own.items()}
+      say(what, digest=digest(state), position=own)
+
+
+def fault_in_saves():
+  """Lets a fault come when a checkpoint is written and not yet visible."""
+  write = files.write_checksums
+
+  def write_checksums(checkpoint, process, processes):
+    fault('save', int(checkpoint.name.split('.')[0]))
+    write(checkpoint, process, processes)
+
+  files.write_checksums = write_checksums
+
+
+CLASSES = {'sharded': Sharded, 'per_device': PerDevice}
+
+if __name__ == '__main__':
+  address, num_processes, process, style, *argv = sys.argv[1:]
+  if int(num_processes) > 1:
+    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    jax.distributed.initialize(
+      address,
+      int(num_processes),
+      int(process),
+      initialization_timeout=60,
+      heartbeat_timeout_seconds=int(os.environ['MULTI_HEARTBEAT_SECS']),
+    )
+  fault_in_saves()
+  platform.main(CLASSES[style], argv)

@@ -1,0 +1,419 @@
+"""Tests of jaxline.checkpoint.files."""
+
+import json
+import multiprocessing
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from jaxline.checkpoint import files
+
+DAY = 24 * 3600.0
+
+
+# Which steps there are, and which stay.
+
+
+def test_only_names_that_are_numbers_are_steps(tmp_path):
+  for name in (
+    '0', '12', '3', '03', '-1', '4.5', '٣', '5.orbax-checkpoint-tmp',
+    '6.new', '.deleted-7-1', '8.partial', 'x', '1_0', '9 ',
+  ):  # fmt: skip
+    (tmp_path / name).mkdir()
+  assert files.steps(tmp_path) == [0, 3, 12]
+  assert files.steps(tmp_path / 'absent') == []
+  (tmp_path / 'file').touch()
+  assert files.steps(tmp_path / 'file') == []
+
+
+@pytest.mark.parametrize(
+  ('keep', 'saved', 'stay'),
+  [
+    pytest.param(files.Keep(2), [], [], id='none'),
+    pytest.param(files.Keep(2), [(1, 0.0)], [1], id='fewer'),
+    pytest.param(
+      files.Keep(2), [(30, 0.0), (10, 5.0), (20, 1.0)], [20, 30], id='by step'
+    ),
+    pytest.param(
+      files.Keep(1, every_steps=10),
+      [(s, 0.0) for s in (0, 4, 8, 12, 16, 20, 24, 36, 38)],
+      [12, 20, 36, 38],
+      id='the first at or after each multiple',
+    ),
+    pytest.param(
+      files.Keep(1, every_hours=24),
+      [(i, i * DAY / 4) for i in range(1, 12)],
+      [1, 5, 9, 11],
+      id='a day apart',
+    ),
+    pytest.param(
+      files.Keep(1, every_hours=24),
+      [(1, 9 * DAY), (2, 1 * DAY), (3, 1.5 * DAY), (4, 2 * DAY), (5, 2 * DAY)],
+      [1, 2, 4, 5],
+      id='the clock was put back',
+    ),
+    pytest.param(
+      files.Keep(1, every_steps=4, every_hours=24),
+      [(2, 0.0), (4, 1.0), (6, DAY), (7, DAY), (9, DAY + 1)],
+      [2, 4, 6, 9],
+      id='both',
+    ),
+  ],
+)
+def test_which_stay(keep, saved, stay):
+  gone = keep.removable(saved)
+  assert sorted({step for step, _ in saved} - set(gone)) == stay
+
+
+def test_retiring_one_by_one_keeps_what_retiring_at_once_does():
+  keep = files.Keep(2, every_steps=10)
+  there: list[tuple[int, float]] = []
+  for step in range(1, 150, 3):
+    there.append((step, 0.0))
+    gone = keep.removable(there)
+    there = [x for x in there if x[0] not in gone]
+  # The first number of 1, 4, 7 ... at or after 10, 20, ..., and two more.
+  expected = {10 * k + (1 - 10 * k) % 3 for k in range(1, 15)} | {145, 148}
+  assert {step for step, _ in there} == expected
+
+
+# Removing, replacing, cleaning, setting aside, linking.
+
+
+def _checkpoint(path: pathlib.Path, content: str = 'content') -> pathlib.Path:
+  (path / 'arrays' / 'w').mkdir(parents=True)
+  (path / files.RECORD).write_text(json.dumps({'format': 1, 'is': content}))
+  (path / 'arrays' / 'w' / '0').write_bytes(b'abcd')
+  files.write_checksums(path, 0, 1)
+  return path
+
+
+def _content(path: pathlib.Path) -> str:
+  return files.read_record(path)['is']
+
+
+def test_removed_in_one_rename(tmp_path, monkeypatch):
+  _checkpoint(tmp_path / '5')
+  seen = []
+  monkeypatch.setattr(
+    files.shutil,
+    'rmtree',
+    lambda path, **unused: seen.append((path.name, os.listdir(tmp_path))),
+  )
+  files.remove(tmp_path / '5')
+  ((doomed, there),) = seen
+  assert there == [doomed]
+  assert doomed.startswith('.deleted-5')
+  assert files.steps(tmp_path) == []
+  files.remove(tmp_path / '5')  # Nothing there is nothing to do.
+
+
+@pytest.mark.parametrize('renames', [0, 1, 2, 3])
+@pytest.mark.parametrize('new', ['5.new', '5.partial'])
+def test_a_replacement_killed_at_any_instant_loses_none(
+  renames, new, tmp_path, monkeypatch
+):
+  _checkpoint(tmp_path / '5', 'old')
+  _checkpoint(tmp_path / new, 'new')
+  done = []
+
+  def rename(a, b, rename=os.rename):
+    if len(done) == renames:
+      raise KeyboardInterrupt
+    done.append(rename(a, b))
+
+  with monkeypatch.context() as patch:
+    patch.setattr(files.os, 'rename', rename)
+    try:
+      files.replace(tmp_path / new, tmp_path / '5')
+    except KeyboardInterrupt:
+      assert renames < 3
+  files.clean(tmp_path)
+  assert os.listdir(tmp_path) == ['5']
+  assert files.verify(tmp_path / '5') == []
+  is_new = renames or new == '5.new'
+  assert _content(tmp_path / '5') == ('new' if is_new else 'old')
+
+
+def test_clean(tmp_path):
+  _checkpoint(tmp_path / '5')
+  _checkpoint(tmp_path / '6.new', 'six')
+  for name in (
+    '7.orbax-checkpoint-tmp', '7.new.orbax-checkpoint-tmp', '.deleted-1-2',
+    '8.partial', '03', 'x.new',
+  ):  # fmt: skip
+    _checkpoint(tmp_path / name)
+  (tmp_path / 'notes.txt').touch()
+  files.clean(tmp_path)
+  assert sorted(os.listdir(tmp_path)) == ['5', '6', 'notes.txt']
+  assert _content(tmp_path / '6') == 'six'
+  files.clean(tmp_path / 'absent')
+
+
+def test_set_aside_under_new_names(tmp_path):
+  for _ in range(3):
+    series = tmp_path / 'latest'
+    files.set_aside(_checkpoint(series / '5'))
+  names = [path.name for path in files.damaged(tmp_path, 'latest')]
+  assert names == ['latest-5', 'latest-5-2', 'latest-5-3']
+  assert files.damaged(tmp_path, 'best') == []
+
+
+@pytest.mark.parametrize('links', [True, False])
+def test_link_outlives_its_source(links, tmp_path, monkeypatch):
+  source = _checkpoint(tmp_path / '5')
+  if not links:
+
+    def link(a, b):
+      raise PermissionError(1, 'no hard links here')
+
+    monkeypatch.setattr(files.os, 'link', link)
+  files.link(source, tmp_path / 'pin' / '5')
+  same = os.path.samefile(
+    source / files.RECORD, tmp_path / 'pin' / '5' / files.RECORD
+  )
+  assert same == links
+  files.remove(source)
+  assert files.verify(tmp_path / 'pin' / '5') == []
+
+
+def test_link_of_what_goes_meanwhile(tmp_path, monkeypatch):
+  source = _checkpoint(tmp_path / '5')
+
+  def link(a, b):
+    files.remove(source)
+    raise FileNotFoundError(2, 'gone', a)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(files.os, 'link', link)
+    with pytest.raises(FileNotFoundError, match='was removed while'):
+      files.link(source, tmp_path / 'pin')
+  assert not (tmp_path / 'pin').exists()
+  with pytest.raises(FileNotFoundError, match='was removed while'):
+    files.link(source, tmp_path / 'pin')
+
+
+# Files that are whole.
+
+
+def test_json_is_whole_or_not_there(tmp_path, monkeypatch):
+  path = tmp_path / 'a.json'
+  files.write_json(path, {'a': 1})
+  with pytest.raises(TypeError):
+    files.write_json(path, {'a': object()})
+
+  def full(fd):
+    raise OSError(28, 'No space left on device')
+
+  monkeypatch.setattr(files.os, 'fsync', full)
+  with pytest.raises(OSError, match='No space'):
+    files.write_json(path, {'a': 2})
+  assert files.read_json(path) == {'a': 1}
+
+
+@pytest.mark.parametrize(
+  ('write', 'match'),
+  [
+    (lambda p: None, 'a.json is missing'),
+    (lambda p: p.mkdir(), r'a.json cannot be read \(Is a directory\)'),
+    (lambda p: p.write_text('{"a": '), 'a.json is not JSON'),
+    (lambda p: p.write_bytes(b'"\xff"'), 'a.json is not JSON'),
+    (lambda p: p.write_bytes(b''), 'a.json is not JSON'),
+  ],
+)
+def test_json_that_is_damaged(write, match, tmp_path):
+  write(tmp_path / 'a.json')
+  with pytest.raises(files.DamagedError, match=match):
+    files.read_json(tmp_path / 'a.json')
+
+
+def test_a_record_of_a_later_version_says_so(tmp_path):
+  record = {'format': files.FORMAT + 1, 'versions': {'jaxline': '99.0'}}
+  files.write_json(tmp_path / files.RECORD, record)
+  with pytest.raises(ValueError, match=r"(?s)reads up to.*'99\.0'.*install"):
+    files.read_record(tmp_path)
+  for other in ([], {}, 5, None):
+    files.write_json(tmp_path / files.RECORD, other)
+    with pytest.raises(files.DamagedError, match='no record'):
+      files.read_record(tmp_path)
+
+
+def test_every_bit_of_every_file_is_guarded(tmp_path):
+  path = _checkpoint(tmp_path / '5')
+  assert files.verify(path) == []
+  total = 0
+  for name in ('checkpoint.json', 'arrays/w/0', 'checksums_0.json'):
+    whole = (path / name).read_bytes()
+    for bit in range(8 * len(whole)):
+      flipped = bytearray(whole)
+      flipped[bit // 8] ^= 1 << bit % 8
+      if name == 'checksums_0.json':
+        # White space and the like may change: what it says may not.
+        try:
+          if json.loads(flipped) == json.loads(whole):
+            continue
+        except ValueError:
+          pass
+      (path / name).write_bytes(flipped)
+      (problem,) = files.verify(path)
+      assert problem.startswith(name), (bit, problem)
+      total += 1
+    (path / name).write_bytes(whole)
+  assert total > 1000
+
+
+def test_shares_of_several_processes(tmp_path):
+  path = _checkpoint(tmp_path / '5')
+  for process in range(3):
+    files.write_checksums(path, process, 3)
+  parts = [
+    files.read_json(path / f'checksums_{i}.json')['files'] for i in range(3)
+  ]
+  assert [list(part) for part in parts] == [
+    ['arrays/w/0'], ['checkpoint.json'], []
+  ]  # fmt: skip
+  assert files.read_checksums(path) == parts[0] | parts[1]
+  assert files.size(path) == 4 + parts[1]['checkpoint.json'][0]
+  (path / 'arrays/w/0').write_bytes(b'abce')
+  per_process = [files.verify(path, process=i, processes=2) for i in range(2)]
+  assert [len(problems) for problems in per_process] == [1, 0]
+  assert files.verify(path, lambda name: name == 'checkpoint.json') == []
+  (path / 'checksums_1.json').unlink()
+  assert files.verify(path) == ['checksums_1.json is missing']
+
+
+def test_a_file_that_was_added(tmp_path):
+  path = _checkpoint(tmp_path / '5')
+  (path / 'extra.json').write_text('{}')
+  stray = 'extra.json was not there when the checkpoint was written'
+  assert files.verify(path) == [stray]
+  files.add_checksum(path, 'extra.json')
+  assert files.verify(path) == []
+
+
+# Claims.
+
+_CLAIM = 'from jaxline.checkpoint import files; import sys, os, time;'
+
+
+def _claim_elsewhere(directory) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [sys.executable, '-c', f'{_CLAIM} files.Claim(sys.argv[1], "train")',
+     str(directory)],
+    capture_output=True, text=True, check=False, env=_env(),
+  )  # fmt: skip
+
+
+def _env() -> dict[str, str]:
+  root = str(pathlib.Path(__file__).parents[1])
+  return {**os.environ, 'PYTHONPATH': root}
+
+
+def test_one_claim_in_this_process_and_all_others(tmp_path):
+  claim = files.Claim(tmp_path, 'train')
+  with pytest.raises(files.ClaimedError, match=rf'process \({os.getpid()} on '):
+    files.Claim(tmp_path / '.', 'train')
+  # The refusal did not give the lock back.
+  other = _claim_elsewhere(tmp_path)
+  assert other.returncode != 0
+  assert f'process {os.getpid()} on ' in other.stderr
+  assert "has the right to write 'train' there" in other.stderr
+  files.Claim(tmp_path, 'eval').release()
+  claim.release()
+  claim.release()
+  assert _claim_elsewhere(tmp_path).returncode == 0
+  files.Claim(tmp_path, 'train').release()
+
+
+def test_a_claim_ends_with_its_process(tmp_path):
+  hold = 'files.Claim(sys.argv[1], "train"); print(flush=True); time.sleep(60)'
+  with subprocess.Popen(
+    [sys.executable, '-c', _CLAIM + hold, str(tmp_path)],
+    stdout=subprocess.PIPE,
+    env=_env(),
+  ) as owner:
+    try:
+      owner.stdout.readline()
+      with pytest.raises(files.ClaimedError, match=f'process {owner.pid} on '):
+        files.Claim(tmp_path, 'train')
+    finally:
+      owner.send_signal(signal.SIGKILL)
+    owner.wait()
+  files.Claim(tmp_path, 'train').release()
+
+
+@pytest.mark.filterwarnings('ignore:.*fork.*')
+def test_a_forked_child_has_no_part_in_it(tmp_path):
+  claim = files.Claim(tmp_path, 'train')
+  ours, theirs = multiprocessing.Pipe()
+  child = os.fork()
+  if not child:
+    try:
+      files.Claim(tmp_path, 'train')
+      theirs.send('claimed')
+    except files.ClaimedError as e:
+      theirs.send(str(e))
+    claim.release()
+    theirs.recv()
+    os._exit(0)
+  try:
+    assert f'process {os.getpid()} on' in ours.recv()
+    assert _claim_elsewhere(tmp_path).returncode != 0
+    claim.release()
+    files.Claim(tmp_path, 'train').release()
+    assert _claim_elsewhere(tmp_path).returncode == 0
+  finally:
+    ours.send(None)
+    os.waitpid(child, 0)
+
+
+def test_of_threads_one_gets_it(tmp_path):
+  got, start = [], threading.Barrier(4)
+
+  def claim():
+    start.wait()
+    try:
+      got.append(files.Claim(tmp_path, 'train'))
+    except files.ClaimedError:
+      got.append(None)
+
+  threads = [threading.Thread(target=claim) for _ in range(4)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  (owner,) = [c for c in got if c is not None]
+  assert len(got) == 4
+  owner.release()
+
+
+def test_claims_where_nothing_can_be_written(tmp_path):
+  (tmp_path / 'file').touch()
+  with pytest.raises(OSError, match='file'):
+    files.Claim(tmp_path / 'file', 'train')
+  with pytest.raises(ValueError, match='folder of this machine'):
+    files.root('gs://bucket/run')
+
+
+def test_a_relative_directory_is_made_absolute(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert files.root('run') == tmp_path / 'run' / 'checkpoints'
+
+
+def test_a_file_that_no_process_saw_is_hashed_after_all(tmp_path):
+  for name in ('a', 'b', 'c'):
+    (tmp_path / name).write_text(name)
+  for process in range(2):
+    files.write_checksums(tmp_path, process, 2)
+  (tmp_path / 'late').write_text('late')
+  assert files.verify(tmp_path) == [
+    'late was not there when the checkpoint was written'
+  ]
+  files.complete_checksums(tmp_path)
+  assert files.verify(tmp_path) == []
+  assert set(files.read_checksums(tmp_path)) == {'a', 'b', 'c', 'late'}

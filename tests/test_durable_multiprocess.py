@@ -1,0 +1,604 @@
+"""Tests of durable checkpoints on several real processes that share a folder.
+
+Each launch is a run of `platform.main` by all processes, on the CPU; faults
+befall a process at a known step, see programs/multi.py. The longer half is
+marked slow.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxline.checkpoint import files
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROGRAM = ROOT / 'tests' / 'programs' / 'multi.py'
+# After this, what still runs is hanging: it is killed, and the test fails.
+TIMEOUT_SECS = 100
+# JAX's patience with a silent process; 100 s by default.
+HEARTBEAT_SECS = 10
+STEPS = 10
+ABORTED = -signal.SIGABRT  # What JAX does with a process whose peer is lost.
+
+
+@dataclasses.dataclass
+class Ended:
+  """How one process ended.
+
+  Attributes:
+    code: its exit code.
+    said: the records that the program printed.
+    err: its stderr.
+    at: when it ended, in seconds, on the monotonic clock.
+  """
+
+  code: int
+  said: list[dict]
+  err: str
+  at: float
+
+  def the(self, what):
+    """Returns the one record of a kind."""
+    (record,) = (r for r in self.said if r['what'] == what)
+    return record
+
+  def all(self, what, key):
+    return [r[key] for r in self.said if r['what'] == what]
+
+
+class Run:
+  """The processes of one run."""
+
+  def __init__(
+    self,
+    directory,
+    style='sharded',
+    *args,
+    processes=2,
+    devices=1,
+    fault='',
+    step_secs=0.0,
+    directories=None,
+    steps=STEPS,
+  ):
+    with socket.socket() as s:
+      s.bind(('localhost', 0))
+      address = f'localhost:{s.getsockname()[1]}'
+    env = os.environ | {
+      'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "tests"}',
+      'JAX_PLATFORMS': 'cpu',
+      'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+      'MULTI_FAULT': fault,
+      'MULTI_STEP_SECS': str(step_secs),
+      'MULTI_HEARTBEAT_SECS': str(HEARTBEAT_SECS),
+    }
+    logs = directory.parent / f'logs_{directory.name}_{time.monotonic_ns()}'
+    logs.mkdir()
+    self.processes = []
+    self.logs = []
+    for i in range(processes):
+      where = directories[i] if directories else directory
+      out, err = logs / f'{i}.out', logs / f'{i}.err'
+      self.logs.append((out, err))
+      with out.open('wb') as out_file, err.open('wb') as err_file:
+        self.processes.append(
+          subprocess.Popen(
+            [
+              *(sys.executable, PROGRAM, address, str(processes), str(i)),
+              *(style, f'--config={ROOT}/tests/programs/multi_config.py'),
+              f'--config.checkpoint_dir={where}',
+              f'--config.training_steps={steps}',
+              *args,
+            ],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out_file,
+            stderr=err_file,
+          )
+        )
+
+  def wait(self) -> list[Ended]:
+    """Waits for all processes; kills those that hang, and fails."""
+    deadline = time.monotonic() + TIMEOUT_SECS
+    ended: dict[int, float] = {}
+    try:
+      while len(ended) < len(self.processes) and time.monotonic() < deadline:
+        for i, process in enumerate(self.processes):
+          if i not in ended and process.poll() is not None:
+            ended[i] = time.monotonic()
+        time.sleep(0.02)
+    finally:
+      self.kill()
+    results = []
+    for i, (process, (out, err)) in enumerate(
+      zip(self.processes, self.logs, strict=True)
+    ):
+      lines = out.read_text().splitlines()
+      results.append(
+        Ended(
+          process.returncode,
+          [json.loads(line) for line in lines if line.startswith('{')],
+          err.read_text(errors='replace'),
+          ended.get(i, 0.0),
+        )
+      )
+    hanging = sorted(set(range(len(results))) - set(ended))
+    assert not hanging, f'Processes {hanging} hang.\n' + errors(results)
+    return results
+
+  def said(self, words, process=0):
+    """Waits until a process has said something on stderr."""
+    deadline = time.monotonic() + TIMEOUT_SECS
+    while words not in self.logs[process][1].read_text(errors='replace'):
+      assert time.monotonic() < deadline, f'It never said {words!r}.'
+      assert self.processes[process].poll() is None, errors(self.wait())
+      time.sleep(0.05)
+
+  def kill(self):
+    for process in self.processes:
+      process.kill()
+    for process in self.processes:
+      process.wait()
+
+
+def errors(results: Sequence[Ended]) -> str:
+  return '\n\n'.join(
+    f'--- process {i}, code {r.code}: {r.err[-3000:]}'
+    for i, r in enumerate(results)
+  )
+
+
+def run(*args, codes=0, **kwargs) -> list[Ended]:
+  """Runs all processes to their end.
+
+  Args:
+    *args: of `Run`.
+    codes: the exit code all must have, or one for each; None checks nothing.
+    **kwargs: of `Run`.
+  """
+  results = Run(*args, **kwargs).wait()
+  if codes is not None:
+    if isinstance(codes, int):
+      codes = [codes] * len(results)
+    assert [r.code for r in results] == list(codes), errors(results)
+  return results
+
+
+def peers_end(results, dead, secs):
+  """Checks that all others ended by themselves, non-zero, soon after one."""
+  for i, result in enumerate(results):
+    if i != dead:
+      after = result.at - results[dead].at
+      print(f'process {i} ended {after:.2f} s after, code {result.code}')
+      assert result.code not in (0, -signal.SIGKILL), errors(results)
+      assert after < secs, errors(results)
+
+
+def steps(directory, series='latest'):
+  """Returns the steps of a series; fails where there is anything else."""
+  return sorted(
+    int(path.name) for path in (directory / 'checkpoints' / series).iterdir()
+  )
+
+
+def bits(directory, step, series='latest'):
+  """Returns what a checkpoint holds, but times and versions, by file."""
+  checkpoint = directory / 'checkpoints' / series / str(step)
+  found = {
+    str(path.relative_to(checkpoint)): path.read_bytes()
+    for pattern in ('arrays/**/*', 'process_*.json')
+    for path in checkpoint.glob(pattern)
+    if path.is_file()
+  }
+  assert any('opt_state' in name for name in found)
+  record = json.loads((checkpoint / 'checkpoint.json').read_text())
+  keys = ('step', 'entries', 'module', 'arrays')
+  found['record'] = {key: record[key] for key in keys}
+  return found
+
+
+def logged(directory, mode='train'):
+  """Returns step -> scalars of metrics.jsonl, without times."""
+  rows = {}
+  for line in (directory / mode / 'metrics.jsonl').read_text().splitlines():
+    row = json.loads(line)
+    if 'loss' in row:
+      assert row['step'] not in rows, 'It was logged twice.'
+      rows[row['step']] = {
+        k: v for k, v in row.items() if k in ('loss', 'grad_norm', 'rows')
+      }
+  return rows
+
+
+def best_is_kept(directory):
+  """Checks the series `best`: the step, and its value to the last bit."""
+  losses = {k: v['loss'] for k, v in logged(directory, 'eval').items()}
+  best = min(losses, key=losses.__getitem__)
+  assert steps(directory, 'best') == [best]
+  checkpoint = directory / 'checkpoints' / 'best' / str(best)
+  entries = {}
+  for name in ('checkpoint.json', 'extra.json'):  # The latter overrides.
+    if (checkpoint / name).exists():
+      entries |= json.loads((checkpoint / name).read_text())['entries']
+  assert entries['best_eval_metric_value'] == losses[best]
+
+
+def same_end(results, others):
+  """Checks that two runs trained to the same bits, on each process."""
+  for a, b in zip(results, others, strict=True):
+    assert a.the('trained') == b.the('trained')
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp('multiprocess')
+
+
+@pytest.fixture(scope='module')
+def undisturbed(folder):
+  """A run of two processes from beginning to end."""
+  directory = folder / 'undisturbed'
+  return run(directory), directory
+
+
+# --- Kills -------------------------------------------------------------------
+
+
+def test_kills_lose_nothing(undisturbed, folder):
+  results, directory = undisturbed
+  a, b = (r.the('trained') for r in results)
+  assert a['digest'] == b['digest']
+  assert a['position'] != b['position']
+  assert a['shards'] == [[4, 4]]  # 'fsdp' over two processes.
+  assert steps(directory) == [2, 4, 6, 8, 10]
+
+  killed = folder / 'killed'
+  # All of checkpoint 4 is written, but for the checksums of one process.
+  results = run(killed, fault='1:save:4:kill', codes=None, step_secs=0.05)
+  peers_end(results, dead=1, secs=HEARTBEAT_SECS + 5)
+  complete = [p for p in (killed / 'checkpoints/latest').iterdir()
+              if p.name.isdigit()]  # fmt: skip
+  assert [p.name for p in complete] == ['2']
+
+  results = run(killed, fault='0:step:7:kill', codes=None, step_secs=0.1)
+  peers_end(results, dead=0, secs=5)
+  assert [r.the('restored')['step'] for r in results] == [2, 2]
+
+  results = run(killed)
+  assert {r.the('restored')['step'] for r in results} <= {4, 6}
+  same_end(results, undisturbed[0])
+  assert bits(killed, STEPS) == bits(directory, STEPS)
+  assert logged(killed) == logged(directory)
+  assert list(logged(killed)) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('processes', [2, 3])
+def test_a_killed_worker_ends_all(folder, processes):
+  directory = folder / f'worker_{processes}'
+  results = run(
+    directory, fault='1:step:5:kill', codes=None, processes=processes
+  )
+  peers_end(results, dead=1, secs=HEARTBEAT_SECS + 5)
+  straight = folder / f'straight_{processes}'
+  same_end(
+    run(directory, processes=processes), run(straight, processes=processes)
+  )
+  assert bits(directory, STEPS) == bits(straight, STEPS)
+
+
+# --- Signals -----------------------------------------------------------------
+
+
+def left_and_gone_on(directory, style, fault, codes):
+  """Tells one process to leave, checks the step all saved, and goes on."""
+  # No save but that one.
+  args = (
+    '--config.save_checkpoint_interval=1000',
+    '--config.train_checkpoint_all_hosts=True',
+  )
+  left = run(
+    directory, style, *args, fault=fault, codes=codes, step_secs=0.1, steps=60
+  )
+  (step,) = steps(directory)
+  assert 1 <= step < 60
+  assert all(f'after step {step}' in r.err for r in left), errors(left)
+  gone_on = run(directory, style, *args, steps=step + 2)
+  for a, b in zip(left, gone_on, strict=True):
+    assert a.the('left') == b.the('restored') | {'what': 'left'}
+  assert steps(directory) == [step, step + 2]
+  assert list(logged(directory)) == list(range(1, step + 3))
+  return gone_on, args, step
+
+
+def test_a_signal_to_one_saves_the_same_step_on_both(folder):
+  left_and_gone_on(folder / 'term', 'sharded', '1:step:3:term', [75, 75])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('style', 'fault', 'codes'),
+  [
+    ('per_device', '0:step:3:int', [130, 75]),
+    # During start-up: it acts after the first step.
+    ('sharded', '1:start:0:term', [75, 75]),
+  ],
+)
+def test_after_a_signal_all_goes_on_as_without(folder, style, fault, codes):
+  directory = folder / fault.replace(':', '_')
+  gone_on, args, step = left_and_gone_on(directory, style, fault, codes)
+  straight = folder / f'{directory.name}_straight'
+  same_end(gone_on, run(straight, style, *args, steps=step + 2))
+  assert bits(straight, step + 2) == bits(directory, step + 2)
+  assert logged(straight) == logged(directory)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_evaluator_ends_both(undisturbed, folder):
+  directory = folder / 'told'
+  shutil.copytree(undisturbed[1], directory)
+  results = run(
+    directory, 'sharded', '--jaxline_mode=eval',
+    fault='1:evaluate:4:term', codes=None,
+  )  # fmt: skip
+  assert results[1].code == 75, errors(results)
+  peers_end(results, dead=1, secs=HEARTBEAT_SECS + 5)
+
+
+# --- The per-device style ----------------------------------------------------
+
+
+def test_each_process_keeps_its_own(folder):
+  directory = folder / 'per_device'
+  args = ('--config.train_checkpoint_all_hosts=True',)
+  results = run(
+    directory, 'per_device', *args, fault='0:step:5:kill', codes=None
+  )
+  peers_end(results, dead=0, secs=5)
+  results = run(directory, 'per_device', *args)
+  assert [r.the('restored')['position']['host'] for r in results] == [0, 1]
+
+  def total(process):
+    n = 0
+    for step in range(STEPS):
+      n = 3 * n + step + process
+    return n
+
+  own = [r.the('trained')['position'] for r in results]
+  assert own == [{'host': i, 'total': total(i)} for i in range(2)]
+  assert list(logged(directory)) == list(range(1, STEPS + 1))
+  straight = folder / 'per_device_straight'
+  same_end(results, run(straight, 'per_device', *args))
+  assert bits(straight, STEPS) == bits(directory, STEPS)
+  assert logged(straight) == logged(directory)
+
+
+# --- Other numbers of processes and devices ----------------------------------
+
+
+SHARED_POSITION = '--config.experiment_kwargs.config.own_position=False'
+
+
+def test_another_number_of_processes(undisturbed, folder):
+  _, directory = undisturbed
+  (result,) = run(directory, processes=1, devices=2, steps=12, codes=None)
+  assert result.code == 1
+  assert "2 processes saved ['input'], each its own, and now" in result.err
+  assert steps(directory)[-1] == STEPS
+
+
+@pytest.mark.slow
+def test_from_two_processes_to_one_and_back(folder):
+  directory = folder / 'processes'
+  two = run(directory, 'sharded', SHARED_POSITION, steps=4)
+  (one,) = run(
+    directory, 'sharded', SHARED_POSITION, steps=6, processes=1, devices=2
+  )
+  for key in ('digest', 'position'):
+    assert one.the('restored')[key] == two[0].the('trained')[key]
+  assert one.the('restored')['shards'] == [[4, 4], [4, 4]]
+  again = run(directory, 'sharded', SHARED_POSITION, steps=8, devices=2)
+  for result in again:
+    for key in ('digest', 'position'):
+      assert result.the('restored')[key] == one.the('trained')[key]
+    assert result.the('restored')['shards'] == [[2, 4], [2, 4]]
+  # Other devices, the same processes: each its own position again.
+  last = run(directory, 'sharded', SHARED_POSITION, steps=10)
+  for result in last:
+    assert result.the('restored')['digest'] == again[0].the('trained')['digest']
+    assert result.the('restored')['shards'] == [[4, 4]]
+  assert list(logged(directory)) == list(range(1, 11))
+
+
+@pytest.mark.slow
+def test_another_number_of_devices_and_own_positions(folder):
+  first = folder / 'devices'
+  two = run(first, steps=4)
+  four = run(first, devices=2, steps=6)
+  for a, b in zip(two, four, strict=True):
+    for key in ('digest', 'position'):
+      assert b.the('restored')[key] == a.the('trained')[key]
+    assert b.the('restored')['shards'] == [[2, 4], [2, 4]]
+
+
+# --- What hangs --------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_process_that_sleeps_is_ended_by_its_watchdog(folder):
+  directory = folder / 'sleeps'
+  results = run(
+    directory, 'sharded', '--config.watchdog_secs=6',
+    fault='1:step:5:sleep', codes=None,
+  )  # fmt: skip
+  # Both are silent, the one that waits as well; whichever is first.
+  assert 70 in [r.code for r in results]
+  assert all(r.code not in (0, -signal.SIGKILL) for r in results)
+  first = min(range(2), key=lambda i: results[i].at)
+  peers_end(results, dead=first, secs=HEARTBEAT_SECS + 5)
+  assert any('Watchdog: no sign of life' in r.err for r in results)
+  same = run(directory)
+  assert {r.the('restored')['step'] for r in same} <= {2, 4}
+
+
+@pytest.mark.slow
+def test_a_stopped_process_ends_the_others(folder):
+  started = Run(folder / 'stopped', fault='1:step:5:stop')
+  started.said('step 4', process=0)
+  began = time.monotonic()
+  try:
+    started.processes[0].wait(HEARTBEAT_SECS + 20)
+  except subprocess.TimeoutExpired:
+    pytest.fail('It waits for ever for a process that is stopped.')
+  finally:
+    started.kill()
+  print(f'ended after {time.monotonic() - began:.1f} s')
+  assert started.processes[0].returncode == ABORTED
+  results = run(folder / 'stopped')
+  assert {r.the('restored')['step'] for r in results} <= {2, 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('place', ['start:0', 'step:5', 'input:5'])
+def test_an_error_in_one_ends_both(folder, place):
+  directory = folder / place.replace(':', '_')
+  results = run(directory, fault=f'1:{place}:raise', codes=None)
+  assert results[1].code in (1, ABORTED)
+  assert f'Failure: {place.replace(":", " ")}' in results[1].err
+  peers_end(results, dead=1, secs=HEARTBEAT_SECS + 5)
+
+
+# --- Damage ------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_damage_is_agreed_upon(folder):
+  directory = folder / 'damaged'
+  run(directory, steps=6)
+  latest = directory / 'checkpoints' / 'latest'
+  *_, array = sorted(
+    p for p in (latest / '6' / 'arrays').glob('*/c/**/*') if p.is_file()
+  )
+  content = bytearray(array.read_bytes())
+  content[0] ^= 1
+  array.write_bytes(content)
+  results = run(directory)
+  assert [r.the('restored')['step'] for r in results] == [4, 4]
+  damaged = directory / 'checkpoints' / 'damaged'
+  assert [p.name for p in damaged.iterdir()] == ['latest-6']
+  assert steps(directory) == [2, 4, 6, 8, 10]
+  assert all('is damaged' in r.err for r in results)
+  assert list(logged(directory)) == list(range(1, STEPS + 1))
+
+
+# --- Evaluation --------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_train_and_eval_goes_on(folder):
+  mode = '--jaxline_mode=train_and_eval'
+  directory, straight = folder / 'both', folder / 'both_straight'
+  results = run(directory, 'sharded', mode, fault='0:step:7:kill', codes=None)
+  peers_end(results, dead=0, secs=5)
+  results = run(directory, 'sharded', mode)
+  others = run(straight, 'sharded', mode)
+  same_end(results, others)
+  assert bits(directory, STEPS) == bits(straight, STEPS)
+  assert logged(directory, 'eval') == logged(straight, 'eval')
+  assert list(logged(directory, 'eval')) == [2, 4, 6, 8, 10]
+  best_is_kept(directory)
+  assert steps(directory, 'best') == steps(straight, 'best')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('style', ['sharded', 'per_device'])
+def test_evaluation_follows_once_and_in_order(folder, style):
+  directory = folder / f'followed_{style}'
+  mode = '--jaxline_mode=eval'
+  training = Run(directory, style, step_secs=0.5)
+  evaluation = Run(directory, style, mode, fault='1:evaluate:6:kill')
+  try:
+    results = evaluation.wait()
+    assert [r.code for r in training.wait()] == [0, 0]
+  finally:
+    training.kill()
+  peers_end(results, dead=1, secs=HEARTBEAT_SECS + 5)
+  first = [r.all('evaluated', 'step') for r in results]
+  results = run(directory, style, mode)
+  second = [r.all('evaluated', 'step') for r in results]
+  assert [a + b for a, b in zip(first, second, strict=True)] == [
+    [2, 4, 6, 8, 10]
+  ] * 2
+  assert list(logged(directory, 'eval')) == [2, 4, 6, 8, 10]
+  best_is_kept(directory)
+  # Nothing is left to evaluate.
+  results = run(directory, style, mode)
+  assert all(not r.all('evaluated', 'step') for r in results)
+
+
+def test_checksums_do_not_count_those_in_the_making(tmp_path):
+  (tmp_path / 'checkpoint.json').write_text('{}')
+  # Another process is about to rename it.
+  (tmp_path / 'checksums_1.json.7.partial').write_text('{')
+  files.write_checksums(tmp_path, 0, 1)
+  assert list(files.read_checksums(tmp_path)) == ['checkpoint.json']
+
+
+# --- What is refused ---------------------------------------------------------
+
+
+def test_a_directory_that_is_not_shared(folder):
+  a, b = folder / 'mine', folder / 'yours'
+  results = run(a, directories=[a, b], codes=2)
+  for result, directory in zip(results, (a, b), strict=True):
+    assert (
+      f'config.checkpoint_dir is {str(directory)!r} in process' in result.err
+    )
+    assert 'processes [1] do not see there what process 0' in result.err
+  assert not (b / 'checkpoints').exists()
+
+
+@pytest.mark.slow
+def test_clocks_cannot_say_when_to_save(folder):
+  results = run(
+    folder / 'secs', 'sharded', '--config.interval_type=secs', codes=1
+  )
+  assert "config.checkpoint_interval_type = 'steps'" in results[0].err
+
+
+@pytest.mark.slow
+def test_the_second_run_on_a_directory_is_refused(folder):
+  directory = folder / 'twice'
+  first = Run(directory, step_secs=1)
+  try:
+    first.said('training loop starting')
+    results = run(directory, codes=2)
+  finally:
+    first.kill()
+  pid = first.processes[0].pid
+  for result in results:
+    assert f'is in use: process {pid} on ' in result.err, result.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('style', ['sharded', 'per_device'])
+def test_nonfinite_ends_both(folder, style):
+  directory = folder / f'nan_{style}'
+  place = {'sharded': 'input', 'per_device': 'step'}[style]
+  results = run(directory, style, fault=f'1:{place}:5:nan', codes=None)
+  assert all(r.code in (1, ABORTED) for r in results), errors(results)
+  assert any('NonfiniteError' in r.err for r in results)
+  assert max(steps(directory)) == 4
+  results = run(directory, style)
+  assert all(r.the('trained') for r in results)
+  assert list(logged(directory)) == list(range(1, STEPS + 1))
