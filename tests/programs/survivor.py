@@ -1,0 +1,164 @@
+"""A small run for test_faults.py, which kills it and makes it fail.
+
+It is its own config file: `python survivor.py --config=survivor.py ...`. What
+shall go wrong is no part of the config, which a resumed run must not change;
+the environment's SURVIVOR says it, as JSON:
+
+    width: as if the model's code had been changed.
+    step_secs, write_secs: how long a step, and the writing of a record, take
+      at least, in seconds.
+    clock, clock_jump, clock_jump_at: seconds that the clock is off, from the
+      beginning, and from a step on.
+    input_at, evaluate_at: from there on, it raises.
+    nan_at: number of the batch that is not a number.
+    hang_at: the step that never ends.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+
+_FAULTS = json.loads(os.environ.get('SURVIVOR', '{}'))
+_NEVER = 1 << 60
+_clock_off = _FAULTS.get('clock', 0)
+if 'clock' in _FAULTS or 'clock_jump' in _FAULTS:
+  # Before anything else can take the function.
+  _real_time = time.time
+  time.time = lambda: _real_time() + _clock_off
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from ml_collections import config_dict  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+
+from jaxline import base_config  # noqa: E402
+from jaxline import metrics  # noqa: E402
+from jaxline import platform  # noqa: E402
+from jaxline import sharded  # noqa: E402
+from jaxline import writers  # noqa: E402
+
+FEATURES, ROWS, BATCHES = 6, 8, 7  # Of an epoch.
+
+
+def get_config() -> config_dict.ConfigDict:
+  """Returns the config of the run."""
+  config = base_config.get_base_config()
+  config.training_steps = 45
+  config.interval_type = 'steps'
+  config.log_tensors_interval = 1
+  config.log_train_data_interval = 1
+  config.save_checkpoint_interval = 3
+  config.eval_interval = 5
+  config.max_checkpoints_to_keep = 3
+  config.best_model_eval_metric = 'loss'
+  config.best_model_eval_metric_higher_is_better = False
+  config.watchdog_secs = 60.0
+  config.experiment_kwargs = config_dict.ConfigDict(
+    {'width': 16, 'sharding': 'ddp'}
+  )
+  return config
+
+
+def examples(seed, rows):
+  """Returns rows of a function to learn."""
+  x = np.random.default_rng(seed).normal(size=[rows, FEATURES])
+  y = np.sin(x.sum(-1, keepdims=True))
+  return {'x': x.astype(np.float32), 'y': y.astype(np.float32)}
+
+
+class Input:
+  """Endless batches, shuffled anew in each epoch."""
+
+  def __init__(self):
+    self.data = examples(0, ROWS * BATCHES)
+    self.epoch = self.index = 0
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    number = self.epoch * BATCHES + self.index
+    if number >= _FAULTS.get('input_at', _NEVER):
+      raise RuntimeError(f'The input fails at batch {number}.')
+    order = np.random.default_rng([1, self.epoch]).permutation(ROWS * BATCHES)
+    rows = order[self.index * ROWS : (self.index + 1) * ROWS]
+    self.index += 1
+    if self.index == BATCHES:
+      self.epoch, self.index = self.epoch + 1, 0
+    batch = {name: x[rows] for name, x in self.data.items()}
+    if number == _FAULTS.get('nan_at'):
+      batch['x'][0, 0] = np.nan
+    return batch
+
+  def get_state(self):
+    return {'epoch': self.epoch, 'index': self.index}
+
+  def set_state(self, state):
+    self.epoch, self.index = state['epoch'], state['index']
+
+
+class Survivor(sharded.ShardedExperiment):
+  """Learns a sine, with dropout and a running mean."""
+
+  def __init__(self, mode, init_rng, width, sharding):
+    self.width = _FAULTS.get('width', width)
+    super().__init__(mode, init_rng, sharding=sharding)
+
+  def init_fn(self, rng):
+    rngs = jax.random.split(rng)
+    params = {
+      'w': jax.random.normal(rngs[0], [FEATURES, self.width]),
+      'v': 0.1 * jax.random.normal(rngs[1], [self.width, 1]),
+    }
+    return params, {'mean': jnp.zeros([FEATURES])}
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    mean, x = model_state['mean'], batch['x']
+    hidden = jnp.tanh((x - mean[None]) @ params['w'])
+    if is_training:
+      kept = jax.random.bernoulli(rng, 0.8, hidden.shape)
+      hidden = jnp.where(kept, hidden / 0.8, 0.0)
+      mean = 0.9 * mean + 0.1 * x.mean(0)
+    losses = jnp.square(hidden @ params['v'] - batch['y']).sum(-1)
+    loss = metrics.Mean.of(losses, batch['weights'])
+    return loss.compute(), {'loss': loss}, {'mean': mean}
+
+  def make_optimizer(self):
+    return optax.adam(0.02)
+
+  def train_input(self):
+    return Input()
+
+  def eval_input(self):
+    return [examples(1, ROWS), examples(2, ROWS // 2)]
+
+  def step(self, *, global_step, rng, writer):
+    global _clock_off
+    time.sleep(_FAULTS.get('step_secs', 0))
+    if global_step == _FAULTS.get('hang_at'):
+      threading.Event().wait()
+    if global_step == _FAULTS.get('clock_jump_at'):
+      _clock_off += _FAULTS['clock_jump']
+    return super().step(global_step=global_step, rng=rng, writer=writer)
+
+  def evaluate(self, *, global_step, rng, writer):
+    if global_step >= _FAULTS.get('evaluate_at', _NEVER):
+      raise RuntimeError(f'The evaluation fails at step {global_step}.')
+    return super().evaluate(global_step=global_step, rng=rng, writer=writer)
+
+
+class SlowJsonlWriter(writers.JsonlWriter):
+  """Writes as to a slow disk."""
+
+  def _emit(self, *args):
+    time.sleep(_FAULTS['write_secs'])
+    super()._emit(*args)
+
+
+if __name__ == '__main__':
+  if 'write_secs' in _FAULTS:
+    writers.JsonlWriter = SlowJsonlWriter
+  platform.main(Survivor, sys.argv[1:])

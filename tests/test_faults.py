@@ -1,0 +1,792 @@
+"""Every fault of docs/reliability.md, with real processes and real signals.
+
+The kills of the slow suite: pytest tests/test_faults.py -m slow
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxline.checkpoint import files
+from jaxline.checkpoint import storage
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROGRAM = ROOT / 'tests' / 'programs' / 'survivor.py'
+STEPS, SAVE_EVERY, EVAL_EVERY = 45, 3, 5  # As survivor.py has them.
+STOPPED_AT = 25  # Where the fixture `stopped` was killed.
+KEEP_ALL = '--config.max_checkpoints_to_keep=1000'
+TIMEOUT = 60  # Seconds in which any process must have ended, or got there.
+SIGNALS = (signal.SIGKILL, signal.SIGTERM)
+SLOW_SEEDS = 25
+
+
+class Run:
+  """A run in a process of its own, and its log as it comes."""
+
+  def __init__(
+    self, run_dir, *args, mode='train_and_eval', faults=None, num_devices=1
+  ):
+    self.series = files.root(run_dir)
+    self.lines = []
+    self._changed = threading.Condition()
+    self._is_over = False
+    self._process = subprocess.Popen(
+      [
+        sys.executable,
+        str(PROGRAM),
+        f'--config={PROGRAM}',
+        f'--config.checkpoint_dir={run_dir}',
+        f'--jaxline_mode={mode}',
+        *args,
+      ],
+      env=os.environ
+      | {
+        'PYTHONPATH': str(ROOT),
+        'SURVIVOR': json.dumps(faults or {}),
+        'XLA_FLAGS': f'--xla_force_host_platform_device_count={num_devices}',
+      },
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.PIPE,
+      text=True,
+      errors='replace',
+    )
+    self._reader = threading.Thread(target=self._read)
+    self._reader.start()
+
+  def _read(self):
+    with self._process.stderr as log:
+      for line in log:
+        with self._changed:
+          self.lines.append(line)
+          self._changed.notify_all()
+    with self._changed:
+      self._is_over = True
+      self._changed.notify_all()
+
+  @property
+  def pid(self):
+    return self._process.pid
+
+  @property
+  def log(self):
+    return ''.join(self.lines)
+
+  def wait_for(self, pattern, count=1):
+    """Returns whether so many lines matched before the process ended."""
+    seen = position = 0
+    deadline = time.monotonic() + TIMEOUT
+    while True:
+      with self._changed:
+        while position == len(self.lines) and not self._is_over:
+          assert time.monotonic() < deadline, (pattern, self.log[-4000:])
+          self._changed.wait(1)
+        lines, is_over = self.lines[position:], self._is_over
+      position += len(lines)
+      seen += sum(bool(re.search(pattern, line)) for line in lines)
+      if seen >= count or (is_over and not lines):
+        return seen >= count
+
+  def wait_for_save(self, series, count=1):
+    """The same, of the beginnings of saves; as soon as it is on the disk."""
+    seen, before = 0, _entries(self.series / series)
+    deadline = time.monotonic() + TIMEOUT
+    while seen < count:
+      if self._process.poll() is not None:
+        return False
+      assert time.monotonic() < deadline, self.log[-4000:]
+      now = _entries(self.series / series)
+      seen += any(not name.isdigit() for name in now - before)
+      before = now
+      time.sleep(0.001)
+    return True
+
+  def send(self, signum):
+    self._process.send_signal(signum)
+
+  def end(self):
+    """Waits for the end, never for ever; returns the exit code."""
+    try:
+      code = self._process.wait(TIMEOUT)
+    except subprocess.TimeoutExpired:
+      raise AssertionError(f'It hangs:\n{self.log[-8000:]}') from None
+    finally:
+      self.kill()
+    return code
+
+  def kill(self):
+    self._process.kill()
+    self._process.wait()
+    self._reader.join()
+
+
+def _entries(folder):
+  try:
+    return set(os.listdir(folder))
+  except FileNotFoundError:
+    return set()
+
+
+@pytest.fixture
+def start():
+  """Starts runs, and leaves none behind."""
+  runs = []
+
+  def start(*args, **kwargs):
+    runs.append(Run(*args, **kwargs))
+    return runs[-1]
+
+  yield start
+  for run in runs:
+    run.kill()
+
+
+def finished(run_dir, *args, **kwargs):
+  """Runs to the end."""
+  run = Run(run_dir, *args, **kwargs)
+  assert run.end() == 0, run.log[-8000:]
+  return run
+
+
+# What a run leaves: its bits and its curves.
+
+
+def newest(run_dir, series='latest'):
+  """Returns the newest visible step, or None; all visible ones are whole."""
+  folder = files.root(run_dir) / series
+  steps = files.steps(folder)
+  for step in steps:
+    assert files.verify(folder / str(step)) == []
+    assert files.read_record(folder / str(step))['step'] == step
+  return max(steps, default=None)
+
+
+def bits(checkpoint):
+  """Returns all that a checkpoint holds: hashes of arrays, and the rest."""
+  record = files.read_record(checkpoint)
+  names = dict.fromkeys(record['arrays'])
+  held = {
+    name: (str(x.dtype), x.shape, hashlib.sha256(x.tobytes()).hexdigest())
+    for name, x in storage.read(checkpoint, record['arrays'], names).items()
+  }
+  for name in ('step', 'entries', 'module'):
+    held[name] = record[name]
+  held['process'] = files.read_json(checkpoint / 'process_0.json')
+  return held
+
+
+def records(run_dir, mode):
+  """Returns the scalars of each line, in the file's order."""
+  lines = (run_dir / mode / 'metrics.jsonl').read_text().splitlines()
+  found = [json.loads(line) for line in lines]
+  return [
+    {
+      name: value
+      for name, value in record.items()
+      if name != 'time' and not name.endswith('_per_sec')
+    }
+    for record in found
+    if record['kind'] == 'scalars'
+  ]
+
+
+def tensorboard(run_dir, mode, hides_voided):
+  """Returns tag -> [(step, value)], as TensorBoard reads it."""
+  from tensorboard.backend.event_processing import event_accumulator
+
+  events = event_accumulator.EventAccumulator(
+    str(run_dir / mode),
+    size_guidance={'scalars': 0},
+    purge_orphaned_data=hides_voided,
+  ).Reload()
+  return {
+    tag: [(event.step, event.value) for event in events.Scalars(tag)]
+    for tag in events.Tags()['scalars']
+    if not tag.endswith('_per_sec')
+  }
+
+
+def left_by(run_dir):
+  """Returns all that must not depend on what happened to the run."""
+  left = {'best step': newest(run_dir, 'best')}
+  for series in ('latest', 'best'):
+    step = newest(run_dir, series)
+    left[series] = bits(files.root(run_dir) / series / str(step))
+  for mode in ('train', 'eval'):
+    left[f'{mode} curve'] = records(run_dir, mode)
+    # All that is in the files; and what is shown where it heeds the marks.
+    left[f'{mode} events'] = tensorboard(run_dir, mode, False)
+    left[f'{mode} shown'] = tensorboard(run_dir, mode, True)
+  return left
+
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory):
+  """What a run leaves that nothing happened to."""
+  run_dir = tmp_path_factory.mktemp('undisturbed')
+  finished(run_dir)
+  return left_by(run_dir)
+
+
+@pytest.fixture(scope='module')
+def stopped_dir(tmp_path_factory):
+  run_dir = tmp_path_factory.mktemp('stopped')
+  run = Run(run_dir, KEEP_ALL, faults={'hang_at': STOPPED_AT})
+  try:
+    assert run.wait_for('Saved .*/latest/24'), run.log
+    assert run.wait_for(f'Saved .*/best/{STOPPED_AT}'), run.log
+  finally:
+    run.kill()
+  return run_dir
+
+
+@pytest.fixture
+def stopped(stopped_dir, tmp_path):
+  """A run that was killed after step 25, with checkpoints of 3, 6 ... 24."""
+  return shutil.copytree(stopped_dir, tmp_path / 'run')
+
+
+def test_what_an_undisturbed_run_leaves(undisturbed):
+  assert undisturbed['latest']['step'] == STEPS
+  steps = list(range(1, STEPS + 1))
+  assert [r['step'] for r in undisturbed['train curve']] == steps
+  evaluated = list(range(EVAL_EVERY, STEPS + 1, EVAL_EVERY))
+  losses = {r['step']: r['loss'] for r in undisturbed['eval curve']}
+  assert list(losses) == evaluated
+  assert undisturbed['best step'] == min(losses, key=losses.get)
+  for mode in ('train', 'eval'):
+    events = undisturbed[f'{mode} events']
+    assert events == undisturbed[f'{mode} shown']
+    assert events['loss'] == [
+      (r['step'], np.float32(r['loss'])) for r in undisturbed[f'{mode} curve']
+    ]
+  assert undisturbed['latest']['process']['input']['structure']
+
+
+# kill -9
+
+
+def wait_until(run, what, rng):
+  """Waits for something to begin, and up to a while beyond."""
+  count = int(rng.integers(1, 4))
+  happened, seconds = {
+    'start-up': (lambda: True, 2.0),
+    'restore': (lambda: run.wait_for('checkpoint restore starting'), 0.1),
+    'logs': (lambda: run.wait_for('resuming the logs starting'), 0.02),
+    'training': (lambda: run.wait_for(r'\] step \d+ \|', 2 * count), 0.05),
+    'evaluation': (lambda: run.wait_for('evaluation of .* starting'), 0.05),
+    'save': (lambda: run.wait_for_save('latest', count), 0.15),
+    'saved': (lambda: run.wait_for('Saved .*/latest/', count), 0.02),
+    'best': (lambda: run.wait_for_save('best'), 0.15),
+    'end': (lambda: run.wait_for('final checkpoint starting'), 0.3),
+  }[what]
+  if not happened():
+    return False
+  time.sleep(rng.uniform(0, seconds))
+  return True
+
+
+def check_resumed(run, before):
+  """A run goes on from the newest checkpoint that was there before."""
+  restored = re.findall(r'Restored .*/latest/(\d+)\.', run.log)
+  assert restored in ([], [str(before)]), (before, run.log[-8000:])
+  if before is None:
+    assert restored == []
+  elif steps := re.findall(r'\] step (\d+) \|', run.log):
+    assert int(steps[0]) > before, run.log[-8000:]
+
+
+def interrupt_at_random(run_dir, seed, signum):
+  """Ends a run many times, until it ends by itself.
+
+  Returns:
+    What was going on at each of the times; the exit codes.
+  """
+  rng = np.random.default_rng([seed, int(signum)])
+  plan = ['save', 'restore', 'start-up', 'training', 'saved', 'logs']
+  plan += ['best', 'restore', 'evaluation', 'save', 'start-up']
+  plan = [*rng.permutation(plan), 'end', None]
+  done, codes, before = [], [], None
+  for what in plan:
+    if what == 'restore' and before is None:
+      what = 'save'
+    run = Run(run_dir)
+    try:
+      if what is not None and wait_until(run, what, rng):
+        run.send(signum)
+        done.append(what)
+      codes.append(run.end())
+    finally:
+      run.kill()
+    check_resumed(run, before)
+    # Nothing that was saved is lost.
+    after = newest(run_dir)
+    assert (after or 0) >= (before or 0), (what, before, after)
+    newest(run_dir, 'best')
+    if codes[-1] == 75:
+      (step,) = re.findall(r'by SIGTERM after step (\d+)', run.log) or [after]
+      assert after == (step and int(step)), run.log
+    before = after
+    if codes[-1] == 0:
+      break
+    assert codes[-1] in (-signum, 75), (what, run.log[-8000:])
+  assert codes[-1] == 0
+  return done, codes
+
+
+@pytest.mark.timeout(400)
+def test_killed_at_any_instant(tmp_path, undisturbed):
+  done, codes = interrupt_at_random(tmp_path, 0, signal.SIGKILL)
+  assert len(done) == 12
+  assert codes.count(-signal.SIGKILL) >= 11  # The last may come too late.
+  assert left_by(tmp_path) == undisturbed
+
+
+def test_what_a_checkpoint_says_was_done_is_logged(tmp_path, start):
+  run = start(tmp_path, faults={'write_secs': 0.1})
+  assert run.wait_for('Saved .*/latest/6')
+  run.kill()
+  steps = [record['step'] for record in records(tmp_path, 'train')]
+  assert steps[: newest(tmp_path)] == list(range(1, newest(tmp_path) + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize('signum', SIGNALS, ids=lambda signum: signum.name)
+@pytest.mark.parametrize('seed', range(1, SLOW_SEEDS + 1))
+def test_interrupted_many_times(tmp_path, undisturbed, signum, seed):
+  done, codes = interrupt_at_random(tmp_path, seed, signum)
+  print(f'{signum.name} seed {seed}: {list(zip(done, codes, strict=False))}')
+  assert len(done) >= 8
+  assert left_by(tmp_path) == undisturbed
+
+
+# Evaluation in a process of its own.
+
+
+def follow(run_dir, start, seed, num_kills):
+  """Kills a run, and the evaluation that follows it, until both have ended."""
+  rng = np.random.default_rng([seed, 1])
+  faults = {'train': {'step_secs': 0.03}, 'eval': {}}
+  seconds = {'train': 1.5, 'eval': 0.5}
+  what = {'train': 'training', 'eval': 'evaluation'}
+  runs = {'train': [], 'eval': []}
+
+  def begin(mode):
+    runs[mode].append(start(run_dir, KEEP_ALL, mode=mode, faults=faults[mode]))
+
+  for mode in runs:
+    begin(mode)
+  while open_modes := [m for m in runs if len(runs[m]) <= num_kills]:
+    mode = str(rng.choice(open_modes))
+    run = runs[mode][-1]
+    # Two of three beyond the start-up, if they get there.
+    if rng.integers(3):
+      run.wait_for(f'{what[mode]} .*starting', int(rng.integers(1, 4)))
+    time.sleep(rng.uniform(0, seconds[mode]))
+    run.kill()
+    newest(run_dir)
+    newest(run_dir, 'best')
+    begin(mode)
+  for mode in runs:
+    assert runs[mode][-1].end() == 0, runs[mode][-1].log[-8000:]
+  begun = re.findall(
+    r'evaluation of step (\d+) starting', ''.join(r.log for r in runs['eval'])
+  )
+  # Again is evaluated only what a kill has interrupted.
+  assert len(set(begun)) == STEPS // SAVE_EVERY
+  assert len(begun) <= len(set(begun)) + num_kills, begun
+  return begun
+
+
+def check_followed(run_dir, undisturbed):
+  latest = files.root(run_dir) / 'latest'
+  steps = files.steps(latest)
+  # And where a SIGTERM came.
+  assert set(steps) >= set(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
+  assert bits(latest / str(STEPS)) == undisturbed['latest']
+  assert records(run_dir, 'train') == undisturbed['train curve']
+  evaluated = records(run_dir, 'eval')
+  assert [r['step'] for r in evaluated] == steps  # Each once.
+  assert [step for step, _ in tensorboard(run_dir, 'eval', False)['loss']] == (
+    steps
+  )
+  # The same in one go, afterwards.
+  finished(run_dir, '--config.eval_steps=all', KEEP_ALL, mode='eval_again')
+  assert evaluated == records(run_dir, 'eval_again')
+  losses = {r['step']: r['loss'] for r in evaluated}
+  assert newest(run_dir, 'best') == min(losses, key=losses.get)
+  # Those that both modes evaluate.
+  both = [r for r in undisturbed['eval curve'] if r['step'] % SAVE_EVERY == 0]
+  assert [r for r in evaluated if r in both] == both
+
+
+def test_evaluation_of_a_run_that_is_killed(tmp_path, undisturbed, start):
+  follow(tmp_path, start, 0, 3)
+  check_followed(tmp_path, undisturbed)
+
+
+def test_training_and_evaluation_in_two_threads(tmp_path, undisturbed, start):
+  mode = 'train_eval_multithreaded'
+  for signum, code in ((signal.SIGKILL, -9), (signal.SIGTERM, 75)):
+    run = start(tmp_path, KEEP_ALL, mode=mode, faults={'step_secs': 0.03})
+    assert run.wait_for('evaluation of .* finished', 2)
+    run.send(signum)
+    assert run.end() == code, run.log[-8000:]
+    newest(tmp_path, 'best')
+    assert newest(tmp_path) >= 2 * SAVE_EVERY
+  finished(tmp_path, KEEP_ALL, mode=mode)
+  check_followed(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize('seed', range(1, SLOW_SEEDS + 1))
+def test_evaluation_of_a_run_killed_often(tmp_path, undisturbed, start, seed):
+  print(f'seed {seed}: {follow(tmp_path, start, seed, 6)}')
+  check_followed(tmp_path, undisturbed)
+
+
+# SIGTERM and Ctrl-C.
+
+
+def test_sigterm_everywhere(tmp_path, undisturbed, start):
+  begins = {
+    'experiment init starting': lambda run, what: run.wait_for(what),
+    'latest': lambda run, what: run.wait_for_save(what),
+    'checkpoint restore starting': lambda run, what: run.wait_for(what),
+    r'\] step \d+ \|': lambda run, what: run.wait_for(what),
+    'evaluation of .* starting': lambda run, what: run.wait_for(what),
+  }
+  before = 0
+  for what, wait_for in begins.items():
+    run = start(tmp_path, faults={'step_secs': 0.03})
+    assert wait_for(run, what), run.log
+    began = time.monotonic()
+    run.send(signal.SIGTERM)
+    assert run.end() == 75, (what, run.log[-8000:])
+    assert time.monotonic() - began < 20  # Of the 30 s that are customary.
+    assert 'It goes on with the same command' in run.log
+    step = newest(tmp_path) or 0
+    # Not a step is lost: the newest checkpoint is of the last one logged.
+    logged = re.findall(r'\] step (\d+) \|', run.log) or [before]
+    assert step == int(logged[-1]), (what, run.log[-8000:])
+    before = step
+  assert before > 0
+  run = finished(tmp_path)
+  assert f'Restored {tmp_path}/checkpoints/latest/{before}.' in run.log
+  assert left_by(tmp_path) == undisturbed
+
+
+def test_sigterm_before_python_listens(tmp_path, start):
+  run = start(tmp_path)
+  run.send(signal.SIGTERM)
+  assert run.end() == -signal.SIGTERM  # 143 in a shell.
+  assert newest(tmp_path) is None
+
+
+def test_sigterm_to_evaluation(stopped, start):
+  for what in ('evaluation of .* starting', 'Waiting for a checkpoint'):
+    run = start(stopped, mode='eval_one')
+    assert run.wait_for(what), run.log
+    run.send(signal.SIGTERM)
+    assert run.end() == 75, run.log[-8000:]
+  steps = [r['step'] for r in records(stopped, 'eval_one')]
+  assert steps == list(range(3, STOPPED_AT, SAVE_EVERY))
+
+
+def test_ctrl_c_saves_and_a_second_one_leaves(tmp_path, undisturbed, start):
+  run = start(tmp_path, faults={'step_secs': 0.03})
+  assert run.wait_for(r'\] step 7 \|')
+  run.send(signal.SIGINT)
+  assert run.end() == 130, run.log[-8000:]
+  (step,) = re.findall(r'Interrupted by Ctrl-C after step (\d+)', run.log)
+  assert newest(tmp_path) == int(step)
+  run = start(tmp_path, faults={'hang_at': 20})
+  assert run.wait_for('Saved .*/latest/18')
+  run.send(signal.SIGINT)
+  assert run.wait_for('press Ctrl-C again')
+  began = time.monotonic()
+  run.send(signal.SIGINT)
+  assert run.end() == 130
+  assert time.monotonic() - began < 5
+  assert newest(tmp_path) == 18
+  finished(tmp_path)
+  assert left_by(tmp_path) == undisturbed
+
+
+# The disk.
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+  """A file system of 1.5 MB, as (directory, function that makes it larger)."""
+  folder = tmp_path / 'small'
+  folder.mkdir()
+  mounted = subprocess.run(
+    ['mount', '-t', 'tmpfs', '-o', 'size=1500k', 'tmpfs', str(folder)],
+    capture_output=True,
+    text=True,
+  )
+  if mounted.returncode:
+    pytest.skip(f'Only root can make a small file system: {mounted.stderr}')
+  remount = lambda option: subprocess.run(
+    ['mount', '-o', f'remount,{option}', str(folder)], check=True
+  )
+  yield folder, remount
+  subprocess.run(['umount', '-l', str(folder)], check=True)
+
+
+def test_full_disk(small_disk, undisturbed, start):
+  folder, remount = small_disk
+  run_dir = folder / 'run'
+  run = start(run_dir, KEEP_ALL)
+  assert run.end() == 1, run.log[-8000:]
+  assert 'No space left on device' in run.log
+  before = newest(run_dir)  # All that is visible is whole.
+  assert before >= SAVE_EVERY
+  newest(run_dir, 'best')
+  # While it is full: an error again, and nothing lost.
+  run = start(run_dir, KEEP_ALL)
+  assert run.end() == 1, run.log[-8000:]
+  assert 'No space left on device' in run.log
+  assert newest(run_dir) >= before
+  remount('size=50m')
+  finished(run_dir, KEEP_ALL)
+  assert left_by(run_dir) == undisturbed
+
+
+def test_a_quota(tmp_path, undisturbed, start):
+  run = start(tmp_path, faults={'step_secs': 0.03})
+  assert run.wait_for('Saved .*/latest/9')
+  # Soon a write to the largest file ends within a record.
+  largest = max(path.stat().st_size for path in (tmp_path / 'train').glob('*'))
+  limit = largest + 250
+  resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (limit, limit))
+  assert run.end() == 1, run.log[-8000:]
+  assert 'File too large' in run.log
+  assert newest(tmp_path) >= 9
+  newest(tmp_path, 'best')
+  finished(tmp_path)
+  assert left_by(tmp_path) == undisturbed
+
+
+def check_refused(start, run_dir):
+  run = start(run_dir)
+  assert run.end() == 2, run.log[-8000:]
+  assert f"config.checkpoint_dir is '{run_dir}', but nothing" in run.log
+  assert 'Give a directory of yours' in run.log
+  assert 'Traceback' not in run.log
+
+
+def test_a_directory_that_cannot_be_written(tmp_path, start):
+  (tmp_path / 'file').write_text('')
+  check_refused(start, tmp_path / 'file' / 'run')
+
+
+def test_a_disk_that_cannot_be_written(small_disk, start):
+  folder, remount = small_disk
+  remount('ro')
+  check_refused(start, folder / 'run')
+
+
+def test_the_directory_vanishes(tmp_path, start):
+  run_dir = tmp_path / 'run'
+  run = start(run_dir, faults={'step_secs': 0.02})
+  assert run.wait_for('Saved .*/latest/6')
+  while run_dir.exists():
+    shutil.rmtree(run_dir, ignore_errors=True)
+  assert run.end() == 1, run.log[-8000:]
+  assert str(run_dir) in run.log
+  assert 'deleted while a writer had it open' in run.log
+
+
+# What lies on the disk is damaged.
+
+
+def flip(path, at=0.5):
+  data = bytearray(path.read_bytes())
+  data[int(len(data) * at)] ^= 4
+  path.write_bytes(data)
+
+
+def truncate(path):
+  os.truncate(path, path.stat().st_size // 2)
+
+
+def array_file(checkpoint):
+  """Returns the file with the weights `w`."""
+  found = [
+    path
+    for path in (checkpoint / 'arrays').glob('*state.params.w/**/*')
+    if path.is_file() and path.name != 'zarr.json'
+  ]
+  return max(found, key=lambda path: path.stat().st_size)
+
+
+def test_damaged_checkpoints_are_set_aside(stopped, undisturbed):
+  latest = stopped / 'checkpoints' / 'latest'
+  damages = {
+    24: lambda path: flip(array_file(path)),
+    21: lambda path: truncate(array_file(path)),
+    18: lambda path: flip(path / 'checkpoint.json'),
+    15: lambda path: truncate(path / 'checkpoint.json'),
+    12: lambda path: truncate(path / 'checksums_0.json'),
+    9: lambda path: array_file(path).unlink(),
+    6: lambda path: flip(path / 'process_0.json'),
+  }
+  for step, damage in damages.items():
+    damage(latest / str(step))
+    assert files.verify(latest / str(step))
+  run = finished(stopped, KEEP_ALL)
+  for step in damages:
+    assert f'latest/{step} is damaged' in run.log
+    assert (stopped / 'checkpoints' / 'damaged' / f'latest-{step}').exists()
+  assert f'Restored {latest}/3.' in run.log
+  assert left_by(stopped) == undisturbed
+
+
+def test_where_all_are_damaged_nothing_begins_anew(stopped, start):
+  latest = stopped / 'checkpoints' / 'latest'
+  for step in files.steps(latest):
+    truncate(latest / str(step) / 'checkpoint.json')
+  for _ in range(2):  # Also if it is started again and again.
+    run = start(stopped)
+    assert run.end() == 1, run.log[-8000:]
+    assert 'DamagedError' in run.log
+    assert not re.search(r'\] step \d+ \|', run.log)
+  kept = stopped / 'checkpoints' / 'damaged'
+  assert len(list(kept.iterdir())) == 8
+
+
+def test_damaged_logs(stopped, undisturbed):
+  (events,) = (stopped / 'train').glob('events*')
+  flip(events)
+  (events,) = (stopped / 'eval').glob('events*')
+  truncate(events)
+  (stopped / 'eval' / 'events.out.tfevents.0000000001.000000.empty').touch()
+  lines = stopped / 'train' / 'metrics.jsonl'
+  whole = lines.read_text().splitlines(keepends=True)
+  whole[5] = f'#{whole[5][1:]}'
+  lines.write_text(''.join(whole)[:-20])
+  finished(stopped)
+  # The curve of the lines lacks the one that is no record.
+  kept = [
+    line for line in lines.read_text().splitlines() if not line.startswith('#')
+  ]
+  steps = [record['step'] for record in map(json.loads, kept)]
+  assert steps == [0, *(s for s in range(1, STEPS + 1) if s != 5)]
+  for mode, every in (('train', 1), ('eval', EVAL_EVERY)):
+    expected = undisturbed[f'{mode} events']['loss']
+    shown = tensorboard(stopped, mode, True)['loss']
+    # What is behind the damage is lost, and nothing else.
+    assert 0 < len(shown) < len(expected)
+    assert set(shown) < set(expected)
+    resumed = [point for point in expected if point[0] > 24]
+    assert shown[-len(resumed) :] == resumed, every
+  series = stopped / 'checkpoints' / 'latest'
+  assert bits(series / str(STEPS)) == undisturbed['latest']
+
+
+# The program.
+
+
+def test_what_ends_in_an_error_goes_on(stopped, undisturbed, start):
+  ends = [
+    # What fails; exit code; what is said; the newest checkpoint then.
+    ({'input_at': 27}, 1, 'The input fails at batch 27', 27),
+    ({'evaluate_at': 30}, 1, 'The evaluation fails at step 30', 30),
+    ({'nan_at': 31}, 1, 'loss or gradients of step 32 are not finite', 30),
+    ({'hang_at': 40}, 70, 'Watchdog: no sign of life', 39),
+  ]
+  for faults, code, said, step in ends:
+    # More than a compilation takes on a busy machine.
+    secs = 8 if 'hang_at' in faults else 60
+    run = start(stopped, f'--config.watchdog_secs={secs}', faults=faults)
+    assert run.end() == code, (faults, run.log[-8000:])
+    assert said in run.log
+    assert newest(stopped) == step, run.log[-8000:]
+    newest(stopped, 'best')
+  assert "Thread 'MainThread' was in: training loop" in run.log
+  assert 'threading.Event().wait()' in run.log
+  finished(stopped)
+  assert left_by(stopped) == undisturbed
+
+
+def test_the_clock_jumps_back(stopped, undisturbed):
+  hour = 3600
+  finished(
+    stopped,
+    faults={'clock': -2 * hour, 'clock_jump': -hour, 'clock_jump_at': 33},
+  )
+  assert left_by(stopped) == undisturbed
+
+
+def test_two_runs_on_one_directory(tmp_path, start):
+  first = start(tmp_path, faults={'hang_at': 7})
+  assert first.wait_for('Saved .*/latest/6')
+  second = start(tmp_path)
+  assert second.end() == 2, second.log[-8000:]
+  assert f'{tmp_path} is in use: process {first.pid} on' in second.log
+  assert 'Traceback' not in second.log
+  first.kill()  # What it had claimed goes with it.
+  third = start(tmp_path, faults={'hang_at': 10})
+  assert third.wait_for('Saved .*/latest/9')
+  assert f'Restored {tmp_path}/checkpoints/latest/6.' in third.log
+
+
+@pytest.mark.parametrize(
+  ('args', 'faults', 'code', 'said'),
+  [
+    (['--config.trainin_steps=9'], {}, 2, ['training_steps']),
+    (
+      ['--config.experiment_kwargs.width=24'],
+      {},
+      2,
+      ['config.experiment_kwargs.width: 16 then, 24 now', 'on_config_change'],
+    ),
+    (
+      [],
+      {'width': 24},
+      1,
+      [
+        'state/params/w: the checkpoint has float32[6, 16], the experiment'
+        ' expects float32[6, 24]',
+        'state/opt_state/0/mu/v: the checkpoint has float32[16, 1]',
+        'nothing was restored',
+      ],
+    ),
+  ],
+  ids=['typo', 'config', 'model'],
+)
+def test_another_run_is_refused(stopped, start, args, faults, code, said):
+  before = _entries(stopped / 'checkpoints' / 'latest')
+  run = start(stopped, *args, faults=faults)
+  assert run.end() == code, run.log[-8000:]
+  for text in said:
+    assert text in run.log
+  assert ('Traceback' in run.log) == (code == 1)
+  assert _entries(stopped / 'checkpoints' / 'latest') == before
+  assert newest(stopped) == 24
+
+
+def test_another_mesh(stopped, undisturbed):
+  finished(stopped, '--config.experiment_kwargs.sharding=fsdp', num_devices=2)
+  for mode in ('train', 'eval'):
+    got, expected = records(stopped, mode), undisturbed[f'{mode} curve']
+    assert [r['step'] for r in got] == [r['step'] for r in expected]
+    assert [r['loss'] for r in got] == pytest.approx(
+      [r['loss'] for r in expected], rel=1e-4
+    )
