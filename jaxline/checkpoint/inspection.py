@@ -1,0 +1,625 @@
+"""Looks into checkpoints, for a notebook; cli.py prints what is found here.
+
+  inspection.list_run('runs/a')
+  inspection.find('runs/a:4000').arrays('state/params/.*')
+  inspection.compare('runs/a:4000', 'runs/b')
+  list(inspection.verify('runs/a'))
+  inspection.export('runs/a', 'weights.npz')
+
+A place is the directory of a run, of a series (runs/a/checkpoints/best) or of
+one checkpoint. :STEP after one of the former two means that step, else it is
+the newest; of a run, that of `latest`, or of `best` if there is no other.
+
+Nothing is changed, claimed or unpickled. A run may go on writing there, and
+remove what is looked at, which is an error that says so.
+"""
+
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import json
+import math
+import os
+import pathlib
+import re
+import socket
+import struct
+import sys
+from typing import Any
+import zipfile
+import zlib
+
+import jax
+import numpy as np
+
+from jaxline.checkpoint import files
+from jaxline.checkpoint import reader
+from jaxline.checkpoint import storage
+from jaxline.checkpoint import structure
+
+Place = str | os.PathLike[str]
+PARAMS = 'state/params/'
+DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
+_READ_BYTES = 256 << 20  # Arrays are read together up to so many bytes.
+_COMPARED = 1 << 20  # Elements compared at a time: as float64 they take more.
+
+
+class GoneError(ValueError):
+  """A checkpoint was removed while it was read."""
+
+
+@contextlib.contextmanager
+def _reading(path: pathlib.Path) -> Iterator[None]:
+  """Says which checkpoint is damaged, or that it was removed meanwhile."""
+  try:
+    yield
+  except files.DamagedError as e:
+    if path.exists():
+      raise files.DamagedError(f'{path} is damaged: {e}') from e
+    raise GoneError(
+      f'{path} was removed meanwhile: the run that writes there keeps only as'
+      ' many as its config says. Try again.'
+    ) from e
+
+
+def _check(path: pathlib.Path, wanted: Callable[[str], bool]) -> None:
+  if problems := files.verify(path, wanted):
+    raise files.DamagedError('; '.join(problems))
+
+
+# Finding checkpoints.
+
+
+def _locate(
+  where: Place,
+) -> tuple[pathlib.Path | None, dict[str, list[pathlib.Path]]]:
+  """Returns a run's directory, and series -> its checkpoints that are meant."""
+  text, step = os.fspath(where), None
+  if not os.path.exists(text) and (match := re.fullmatch(r'(.+):(\d+)', text)):
+    text, step = match[1], int(match[2])
+  path = pathlib.Path(os.path.abspath(os.path.expanduser(text)))
+  if not path.is_dir():
+    raise ValueError(
+      f'{path} is no directory; expected that of a run, of a series'
+      ' (RUN/checkpoints/best) or of a checkpoint.'
+    )
+  near = (path / 'checkpoints', path, path.parent, path.parent.parent)
+  root = next((p for p in near if p.name == 'checkpoints' and p.is_dir()), None)
+  run = None if root is None else root.parent
+  if (path / files.RECORD).exists() or (path / 'checksums_0.json').exists():
+    if step is not None:
+      raise ValueError(f'{path} is one checkpoint; leave :{step} out.')
+    return run, {path.parent.name: [path]}
+  if root is not None and path in (run, root):
+    latest_first = sorted(root.iterdir(), key=lambda p: (p.name != 'latest', p))
+    # Evaluation keeps what it reads in a folder whose name begins with a dot.
+    folders = [p for p in latest_first if files.steps(p) and p.name[0] != '.']
+  elif root == path.parent or files.steps(path):
+    folders = [path]
+  else:
+    raise ValueError(
+      f"{path} is no run's directory: it holds no checkpoints/. Expected the"
+      ' config.checkpoint_dir of a run, a series in it (RUN/checkpoints/best)'
+      ' or a checkpoint.'
+    )
+  there = {p.name: files.steps(p) for p in folders}
+  if step is not None and not any(step in steps for steps in there.values()):
+    raise ValueError(f'{path} has no step {step}. The steps are {there}.')
+  return run, {
+    p.name: [p / str(s) for s in there[p.name] if step in (None, s)]
+    for p in folders
+  }
+
+
+def find(where: Place) -> 'Checkpoint':
+  """Finds one checkpoint, the newest where no step is named.
+
+  Args:
+    where: see the module.
+
+  Raises:
+    ValueError: there is none; says which there are.
+    files.DamagedError: what it says of itself is not as it was written.
+  """
+  while True:
+    paths = next(filter(None, _locate(where)[1].values()), None)
+    if paths is None:
+      raise ValueError(f'{os.fspath(where)} has no checkpoint yet.')
+    with contextlib.suppress(GoneError):  # There may be a newer one.
+      return Checkpoint.open(paths[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+  """One checkpoint, to be read as NumPy arrays.
+
+  Attributes:
+    path: its directory.
+    record: what it says of itself: checkpoint.json.
+  """
+
+  path: pathlib.Path
+  record: dict[str, Any]
+
+  @classmethod
+  def open(cls, path: pathlib.Path) -> 'Checkpoint':
+    """Opens a checkpoint, and verifies all of it but the arrays.
+
+    Raises:
+      files.DamagedError: it is not as it was written.
+      ValueError: a later version wrote it.
+    """
+    with _reading(path):
+      record = files.read_record(path)
+      _check(path, lambda file: file.split('/')[0] != files.ARRAYS)
+    return cls(path, record)
+
+  @property
+  def described(self) -> dict[str, dict[str, Any]]:
+    """Name of each array -> its file, shape and type, as in the record."""
+    return self.record['arrays']
+
+  def names(self, select: str = '.*') -> list[str]:
+    """Returns the names of the arrays that a pattern matches wholly.
+
+    Raises:
+      ValueError: it matches none.
+    """
+    names = [name for name in self.described if re.fullmatch(select, name)]
+    if not names and select != '.*':
+      raise ValueError(
+        f'{self.path} has no array whose whole name matches {select!r}; it has'
+        f' {list(self.described)[:8]}, ... (`show` lists them all).'
+      )
+    return names
+
+  def arrays(self, select: str = '.*') -> dict[str, np.ndarray]:
+    """Verifies and reads the arrays that a pattern matches wholly.
+
+    Random keys come as their uint32 data.
+
+    Raises:
+      ValueError: it matches none.
+      files.DamagedError: they are not as they were written.
+    """
+    return dict(self.read(self.names(select)))
+
+  def read(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """Verifies arrays, then yields name and array, few at a time in memory.
+
+    Raises:
+      files.DamagedError: they are not as they were written.
+    """
+    names = list(names)
+    saved = reader.Reader(self.path, self.record, allow_pickle=False)
+    unread = {
+      f'{files.ARRAYS}/{self.described[name]["file"]}'
+      for name in set(self.described).difference(names)
+    }
+    with _reading(self.path):
+      _check(self.path, lambda f: '/'.join(f.split('/')[:2]) not in unread)
+    ends = itertools.accumulate(bytes_of(self.described[n]) for n in names)
+    # One at a time would take ten times as long where they are small.
+    for _, group in itertools.groupby(
+      zip(names, ends, strict=True), key=lambda pair: pair[1] // _READ_BYTES
+    ):
+      together = [name for name, _ in group]
+      with _reading(self.path):
+        arrays = saved.read(dict.fromkeys(together))
+      for name in together:
+        yield name, arrays.pop(name)
+
+  def values(self) -> dict[str, str]:
+    """Returns name -> text of all that is no array of its own.
+
+    Nothing is put together: a class need not be there, nothing is unpickled.
+    """
+    parts = {f'run/{k}': v for k, v in self.record['entries'].items()}
+    for key, about in self.record['module'].items():
+      if 'structure' in about:
+        parts[key] = about['structure']
+    small: dict[str, Any] = {}
+    with _reading(self.path):
+      if (self.path / 'extra.json').exists():
+        extra = files.read_json(self.path / 'extra.json')
+        parts |= {f'run/{k}': v for k, v in extra['entries'].items()}
+        small = extra['arrays']
+      for i in range(self.record['processes']):
+        own = files.read_json(self.path / f'process_{i}.json')
+        for key, about in own.items():
+          parts[f'process {i}/{key}'] = about['structure']
+          small |= {f'process {i}/{n}': x for n, x in about['arrays'].items()}
+    texts = {n: t for k, v in parts.items() for n, t in _leaves(k, v)}
+    for name, about in small.items():
+      about = {k: about[k] for k in ('shape', 'dtype', 'base64')}
+      x = storage.from_json({name: {**about, 'kind': 'numpy'}})[name]
+      texts[name] = f'{x.dtype.name}{list(x.shape)} {x.tolist()}'
+    return texts
+
+
+def bytes_of(about: Mapping[str, Any]) -> int:
+  """Returns how many bytes the elements of a described array take."""
+  dtype = np.lib.format.descr_to_dtype(about.get('bytes_of', about['dtype']))
+  return math.prod(about['shape']) * dtype.itemsize
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+  """Yields name and text of each leaf of a structure: see structure.py."""
+  tag, body = 'list', value
+  if isinstance(value, dict):
+    ((tag, body),) = value.items()
+  children: Iterable[tuple[Any, Any]] = ()
+  if tag in ('tuple', 'set', 'frozenset') or isinstance(value, list):
+    children = enumerate(body)
+  elif tag in ('dict', 'defaultdict', 'config'):
+    children = body if tag == 'dict' else body[-1]
+  elif tag in ('namedtuple', 'dataclass'):
+    children = [('class', body[0]), *body[1].items()]
+  elif tag == 'node':
+    children = [('class', body[0]), *enumerate(body[1]), ('aux', body[2])]
+  if children := list(children):
+    for key, child in children:
+      yield from _leaves(f'{name}/{key}', child)
+  elif tag == 'pickle':
+    yield name, f'<pickled, CRC {zlib.crc32(body[-1].encode()):08x}>'
+  elif tag in ('enum', 'ref'):  # Its module may not be there.
+    yield name, f'<{tag} {body}>'
+  elif tag not in ('jax', 'numpy', 'scalar', 'key'):
+    with contextlib.suppress(ValueError):
+      value = structure.decode(value, {})
+    yield name, repr(value)
+
+
+# What a run has.
+
+
+def list_run(where: Place) -> dict[str, Any]:
+  """Lists what a run, or a series, has.
+
+  Args:
+    where: see the module.
+
+  Returns:
+    What `json.dumps` writes: `run`, a directory or None; `ended`, the step at
+    which training has ended, or None; `claims`, who may write there (`what`,
+    `host`, `pid`, and `alive`: True, False or, where that cannot be told,
+    None); `series`, name -> `step`, `path`, `time` (seconds since 1970),
+    `bytes`, `metrics` and `problem` of each checkpoint, by step; `damaged`,
+    directories that were set aside.
+
+  Raises:
+    ValueError: it is no such directory.
+  """
+  run, series = _locate(where)
+  listed = {
+    name: [row for row in map(_row, paths) if row is not None]
+    for name, paths in series.items()
+  }
+  if run is None:
+    nothing = dict.fromkeys(('run', 'ended'))
+    return {**nothing, 'claims': [], 'damaged': [], 'series': listed}
+  _add_logged(run, [row for rows in listed.values() for row in rows])
+  root, ended = files.root(run), None
+  with contextlib.suppress(files.DamagedError):
+    ended = files.read_json(root / 'ended.json')['step']
+  return {
+    'run': str(run),
+    'ended': ended,
+    'claims': _claims(root),
+    'damaged': sorted(map(str, (root / 'damaged').glob('*'))),
+    'series': listed,
+  }
+
+
+def _row(path: pathlib.Path) -> dict[str, Any] | None:
+  """Describes a checkpoint; None if it was removed meanwhile."""
+  try:
+    row: dict[str, Any] = {
+      'step': int(path.name) if path.name.isdecimal() else None,
+      'path': str(path),
+      'time': path.stat().st_mtime,
+      'bytes': files.size(path),
+      'metrics': {},
+      'problem': None,
+    }
+    checkpoint = Checkpoint.open(path)
+    row['time'] = checkpoint.record['time']
+    row['metrics'] = _best(checkpoint)
+  except (FileNotFoundError, GoneError):
+    return None
+  except ValueError as e:  # Damaged, or of a later version.
+    row['problem'] = str(e)
+  return row
+
+
+def _best(checkpoint: Checkpoint) -> dict[str, Any]:
+  """Returns the best value so far, where a checkpoint has it."""
+  saved = reader.Reader(checkpoint.path, checkpoint.record, allow_pickle=False)
+  keys = ['best_model_eval_metric', 'best_eval_metric_value']
+  try:
+    name, value = saved.entries(keys).values()
+  except ValueError:
+    return {}
+  # As `metrics.jsonl` has it: JSON has no infinity.
+  return {f'best/{name}': value if math.isfinite(value) else str(value)}
+
+
+def _add_logged(run: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+  """Adds what was logged at each checkpoint's step, by 'folder/name'."""
+  metrics = collections.defaultdict(list)
+  for row in rows:
+    metrics[row['step']].append(row['metrics'])
+  for path in sorted(run.glob('*/metrics.jsonl')):
+    for line in path.read_bytes().splitlines():
+      # Most lines are of other steps, and need not be taken apart.
+      match = re.match(rb'\{"step": (\d+),', line)
+      if match is None or int(match[1]) not in metrics:
+        continue
+      with contextlib.suppress(ValueError):  # The last may be half written.
+        record = json.loads(line)
+        if record.pop('kind', None) == 'scalars':
+          for found in metrics[record['step']]:
+            found |= {
+              f'{path.parent.name}/{name}': value
+              for name, value in record.items()
+              if name not in ('step', 'time')
+            }
+
+
+def _claims(root: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns who claims, or claimed, to write there."""
+  claims = []
+  for path in sorted((root / 'claims').glob('*.json')):
+    if files.is_claimed_here(path):
+      owner = {'host': socket.gethostname(), 'pid': os.getpid(), 'alive': True}
+      claims.append({'what': path.stem, **owner})
+      continue
+    with contextlib.suppress(files.DamagedError):  # Just being written.
+      owner = files.read_json(path) | {'alive': _is_locked(path)}
+      claims.append({'what': path.stem, **owner})
+  return claims
+
+
+def _is_locked(path: pathlib.Path) -> bool | None:
+  """Returns whether a process has a lock on a file; takes none itself."""
+  if sys.platform != 'linux':
+    return None  # The request is laid out otherwise.
+  layout = 'hhqqi0q'
+  request = struct.pack(layout, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+  try:
+    with open(path, 'rb') as f:
+      answer = fcntl.fcntl(f, fcntl.F_GETLK, request)
+  except OSError:  # Another user's, or on a file system without locks.
+    return None
+  return struct.unpack(layout, answer)[0] != fcntl.F_UNLCK
+
+
+# Comparing.
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+  """How two checkpoints, A and B, differ.
+
+  Attributes:
+    config: key, A's value, B's value, as text; 'nothing' where it is not there.
+    values: name of a plain value, likewise.
+    arrays: name of an array, A's type and shape, B's, likewise.
+    numbers: name of an array of other elements -> greatest absolute difference,
+      and the norm of the difference over the norm of A; None where the elements
+      are no numbers.
+    identical: names of the arrays that have the same bits.
+  """
+
+  config: list[tuple[str, str, str]]
+  values: list[tuple[str, str, str]]
+  arrays: list[tuple[str, str, str]]
+  numbers: dict[str, tuple[float, float] | None]
+  identical: list[str]
+
+  @property
+  def same(self) -> bool:
+    """Whether arrays and plain values are the same; configs may differ."""
+    return not (self.values or self.arrays or self.numbers)
+
+
+def compare(a: Place, b: Place) -> Difference:
+  """Compares two checkpoints, few arrays at a time.
+
+  Args:
+    a: see the module.
+    b: likewise.
+
+  Raises:
+    ValueError: one cannot be found.
+    files.DamagedError: one is damaged.
+  """
+  one, two = find(a), find(b)
+  types_a, types_b = (
+    {n: storage.saved_shape(x) for n, x in c.described.items()}
+    for c in (one, two)
+  )
+  common = [n for n, text in types_a.items() if types_b.get(n) == text]
+  numbers: dict[str, tuple[float, float] | None] = {}
+  pairs = zip(one.read(common), two.read(common), strict=True)
+  for (name, x), (_, y) in pairs:
+    if not np.array_equal(x.ravel().view(np.uint8), y.ravel().view(np.uint8)):
+      numbers[name] = _distance(x, y)
+  return Difference(
+    config=_unequal(config_texts(one), config_texts(two)),
+    values=_unequal(one.values(), two.values()),
+    arrays=_unequal(types_a, types_b),
+    numbers=numbers,
+    identical=[name for name in common if name not in numbers],
+  )
+
+
+def config_texts(checkpoint: Checkpoint) -> dict[str, str]:
+  """Returns each key of a checkpoint's config, and its value as text."""
+
+  def flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    if not isinstance(value, dict) or not value:
+      yield name.removeprefix('.'), repr(value)
+      return
+    for key in value:
+      yield from flat(value[key], f'{name}.{key}')
+
+  return dict(flat(checkpoint.record['config'], ''))
+
+
+def _unequal(
+  a: Mapping[str, str], b: Mapping[str, str]
+) -> list[tuple[str, str, str]]:
+  rows = [(k, a.get(k, 'nothing'), b.get(k, 'nothing')) for k in {**a, **b}]
+  return [row for row in rows if row[1] != row[2]]
+
+
+def _distance(x: np.ndarray, y: np.ndarray) -> tuple[float, float] | None:
+  """Returns greatest absolute and relative difference; NaN is equal to NaN."""
+  if not (jax.dtypes.issubdtype(x.dtype, np.number) or x.dtype == bool):
+    return None
+  wide = np.complex128 if np.iscomplexobj(x) else np.float64
+  greatest, squares, norm = [], 0.0, 0.0
+  for i in range(0, x.size, _COMPARED):
+    a, b = (z.reshape(-1)[i : i + _COMPARED].astype(wide) for z in (x, y))
+    equal = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid='ignore', over='ignore'):
+      difference = np.where(equal, 0, np.abs(a - b))
+      squares += float(np.square(difference).sum())
+      norm += float(np.square(np.abs(a)).sum())
+    greatest.append(difference.max())
+  most = float(np.max(greatest))  # Python's max may drop NaNs.
+  relative = math.sqrt(squares / norm) if norm else math.inf
+  return most, relative if squares else 0.0
+
+
+# Verifying.
+
+
+def verify(where: Place) -> Iterator[tuple[pathlib.Path, list[str]]]:
+  """Looks at all checkpoints: size and CRC of each file.
+
+  Args:
+    where: see the module; without a step, all of them.
+
+  Yields:
+    A checkpoint's directory, and what is wrong, a line for each file, as it is
+    found. Those removed before all was read are left out.
+
+  Raises:
+    ValueError: there is no such place, or step.
+  """
+  for paths in _locate(where)[1].values():
+    for path in paths:
+      problems = files.verify(path)
+      if path.exists():
+        yield path, problems
+
+
+# Exporting.
+
+
+def export(
+  where: Place,
+  out: str | os.PathLike[str],
+  *,
+  select: str = f'{PARAMS}.*',
+  dtype: str | None = None,
+  force: bool = False,
+) -> list[str]:
+  """Writes arrays to one file, whole or not at all; verifies them before.
+
+  Names lose 'state/params/' where all begin with it.
+
+  Args:
+    where: see the module.
+    out: a file .safetensors (of the package safetensors) or .npz.
+    select: pattern that the whole name of an array matches; the parameters.
+    dtype: what floating-point arrays are converted to; None leaves them.
+    force: whether to replace a file.
+
+  Returns:
+    The names in the file.
+
+  Raises:
+    ValueError: there is nothing of that name, or the file cannot hold it.
+    FileExistsError: there is such a file.
+    files.DamagedError: what is asked for is damaged.
+    ImportError: the package safetensors is not installed.
+  """
+  out = pathlib.Path(out).expanduser()
+  writers = {'.safetensors': _write_safetensors, '.npz': _write_npz}
+  if out.suffix not in writers:
+    raise ValueError(
+      f'{out} ends in {out.suffix!r}; expected one of {list(writers)}.'
+    )
+  if out.exists() and not force:
+    raise FileExistsError(
+      f'{out} is there already; give another name, or --force to replace it.'
+    )
+  checkpoint = find(where)
+  names = checkpoint.names(select)
+  prefix = PARAMS if all(name.startswith(PARAMS) for name in names) else ''
+  arrays = (
+    (name.removeprefix(prefix), _converted(name, x, dtype))
+    for name, x in checkpoint.read(names)
+  )
+  partial = out.with_name(f'.{out.name}.{os.getpid()}.partial')
+  try:
+    writers[out.suffix](partial, arrays)
+    with open(partial, 'rb+') as f:
+      os.fsync(f.fileno())
+    os.replace(partial, out)
+  finally:
+    partial.unlink(missing_ok=True)
+  return [name.removeprefix(prefix) for name in names]
+
+
+def _converted(name: str, x: np.ndarray, dtype: str | None) -> np.ndarray:
+  if dtype is None or not jax.dtypes.issubdtype(x.dtype, np.floating):
+    return np.require(x, requirements='C')
+  with np.errstate(over='ignore'):
+    y = x.astype(dtype)
+  if np.any(np.isfinite(x) & ~np.isfinite(y)):
+    raise ValueError(
+      f'{name} has values beyond the range of {dtype}; choose another --dtype.'
+    )
+  return y
+
+
+def _write_safetensors(
+  path: pathlib.Path, arrays: Iterator[tuple[str, np.ndarray]]
+) -> None:
+  try:
+    import safetensors.numpy
+  except ImportError as e:
+    raise ImportError(
+      f"{path.suffix} needs a package: pip install 'jaxline[export]', or export"
+      ' to .npz.'
+    ) from e
+  try:
+    safetensors.numpy.save_file(dict(arrays), path)
+  except safetensors.SafetensorError as e:
+    raise ValueError(
+      f'.safetensors could not be written: {e}. If it cannot hold these types,'
+      ' choose others with --select, or export to .npz.'
+    ) from e
+
+
+def _write_npz(
+  path: pathlib.Path, arrays: Iterator[tuple[str, np.ndarray]]
+) -> None:
+  # Not np.savez, which wants all arrays at once, and none called 'file'.
+  with zipfile.ZipFile(path, 'w') as archive:
+    for name, x in arrays:
+      # NumPy's own format has no name for the types of other packages.
+      if x.dtype.isbuiltin == 2:
+        raise ValueError(
+          f'.npz cannot hold {name!r}, which is {x.dtype.name}: convert with'
+          ' --dtype=float32, or export to .safetensors.'
+        )
+      with archive.open(f'{name}.npy', 'w', force_zip64=True) as f:
+        np.lib.format.write_array(f, x, allow_pickle=False)

@@ -1,0 +1,658 @@
+"""Tests of `python -m jaxline.checkpoint`, on checkpoints as runs save them."""
+
+import json
+import math
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxline import base_config
+from jaxline import experiment
+from jaxline.checkpoint import cli
+from jaxline.checkpoint import durable
+from jaxline.checkpoint import files
+from jaxline.checkpoint import inspection
+from jaxline.checkpoint import storage
+
+W = np.float32([[1, 2], [3, 4]])
+
+
+class Experiment(experiment.AbstractExperiment):
+  """Holds arrays below `state`, and what it is told to besides."""
+
+  CHECKPOINT_ATTRS = {'_state': 'state'}
+  NON_BROADCAST_CHECKPOINT_ATTRS = {'_note': 'note'}
+
+  def __init__(self, w=W, **more):
+    super().__init__('train', None)
+    params = {'w': jnp.asarray(w), 'file': jnp.ones([3], jnp.bfloat16)}
+    state = {'params': params | more, 'n': jnp.int32(7)}
+    self._state = jax.tree.map(lambda x: x[None], state)
+    self._note = {'text': 'hello', 'of': (1, math.inf)}
+
+  def step(self, **unused):
+    raise NotImplementedError
+
+  def evaluate(self, **unused):
+    raise NotImplementedError
+
+
+class Unpicklable:
+  """Says whether it was unpickled."""
+
+  ran = False
+
+  def __setstate__(self, state):
+    Unpicklable.ran = True
+
+
+def save(directory, steps=(2,), series='latest', entries=(), module=None, **k):
+  """Saves checkpoints as a run does, and returns its directory."""
+  config = base_config.get_base_config()
+  config.checkpoint_dir = os.fspath(directory)
+  with config.ignore_type():
+    config.update(k)
+  checkpointer = durable.DurableCheckpointer(config, 'train')
+  state = checkpointer.get_experiment_state(series)
+  state.experiment_module = module or Experiment()
+  state.train_step_rng = jax.random.PRNGKey(0)[None]
+  state.update(entries)
+  for step in steps:
+    state.global_step = step
+    checkpointer.save(series)
+  checkpointer.wait_for_checkpointing_to_finish()
+  checkpointer.close()
+  return directory
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+  """A run with latest 2, 4 and best 2; only to be read."""
+  run = save(tmp_path_factory.mktemp('runs') / 'a', (2, 4))
+  best = {'best_model_eval_metric': 'acc', 'best_eval_metric_value': 0.75}
+  save(run, (2,), 'best', best)
+  for mode, lines in {
+    'train': [
+      {'step': 2, 'time': 1.0, 'kind': 'scalars', 'zeta': 1, 'loss': 0.5},
+      {'step': 3, 'time': 1.0, 'kind': 'scalars', 'loss': 0.1},
+      {'step': 4, 'time': 1.0, 'kind': 'texts', 'loss': 'no scalar'},
+    ],
+    'eval': [{'step': 4, 'time': 1.0, 'kind': 'scalars', 'loss': 'NaN'}],
+  }.items():
+    (run / mode).mkdir()
+    text = ''.join(json.dumps(line) + '\n' for line in lines)
+    (run / mode / 'metrics.jsonl').write_text(text + '{"step": 4, "ti')
+  return run
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+  """A copy of `saved` that a test may change."""
+  return shutil.copytree(saved, tmp_path / 'a')
+
+
+@pytest.fixture
+def call(capsys):
+  """Calls main; returns exit status, stdout, stderr."""
+
+  def call(*argv):
+    status = cli.main([os.fspath(arg) for arg in argv])
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+  return call
+
+
+def snapshot(directory):
+  """Returns all there is below a directory, and when it was changed."""
+  return {
+    path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
+    for path in directory.rglob('*')
+  }
+
+
+def flip(path):
+  # In the data: of what follows them, Zarr has checksums of its own.
+  data = bytearray(path.read_bytes())
+  data[0] ^= 8
+  path.write_bytes(data)
+
+
+def array_file(run, name, step=4):
+  checkpoint = run / 'checkpoints' / 'latest' / str(step)
+  record = json.loads((checkpoint / 'checkpoint.json').read_text())
+  folder = checkpoint / 'arrays' / record['arrays'][name]['file']
+  return next(path for path in (folder / 'c').rglob('*') if path.is_file())
+
+
+# ls
+
+
+def test_ls_lists_series_steps_and_metrics(call, run):
+  status, out, err = call('ls', run)
+  assert (status, err) == (0, '')
+  rows = [line.split() for line in out.splitlines()]
+  (header,) = [i for i, row in enumerate(rows) if row[:2] == ['series', 'step']]
+  table = rows[header + 1 : header + 4]
+  assert [row[:2] for row in table] == [
+    ['latest', '2'],
+    ['latest', '4'],
+    ['best', '2'],
+  ]
+  assert [' '.join(row[6:]) for row in table] == [
+    'train/loss 0.5, train/zeta 1',
+    'eval/loss NaN',
+    'best/acc 0.75, train/loss 0.5, train/zeta 1',
+  ]
+  assert 'has not ended, and is not running' in out
+  # Aligned: the time begins in one column.
+  at = out.splitlines()[header].index('saved')
+  for line in out.splitlines()[header + 1 : header + 4]:
+    assert line[at - 2 : at + 2] == '  20', line
+
+
+def test_ls_json_has_the_same(call, run):
+  files.write_json(files.root(run) / 'ended.json', {'step': 4})
+  status, out, _ = call('ls', run, '--json')
+  listed = json.loads(out)
+  assert status == 0
+  assert listed['run'] == str(run)
+  assert listed['ended'] == 4
+  assert {k: [r['step'] for r in v] for k, v in listed['series'].items()} == {
+    'latest': [2, 4],
+    'best': [2],
+  }
+  row = listed['series']['latest'][0]
+  path = files.root(run) / 'latest' / '2'
+  assert row['metrics'] == {'train/zeta': 1, 'train/loss': 0.5}
+  assert row['time'] == files.read_record(path)['time']
+  assert row['bytes'] == sum(
+    p.stat().st_size
+    for p in path.rglob('*')
+    if p.is_file() and not p.name.startswith(('checksums', '_CH', 'commit'))
+  )
+  assert row['problem'] is None
+  assert {c['what']: c['alive'] for c in listed['claims']} == {
+    'latest': False,
+    'best': False,
+  }
+
+
+def test_ls_of_a_series_has_only_that(call, saved):
+  listed = inspection.list_run(saved / 'checkpoints' / 'best')
+  assert list(listed['series']) == ['best']
+  assert listed['run'] == str(saved)
+  assert list(inspection.list_run(saved / 'checkpoints')['series']) == [
+    'latest',
+    'best',
+  ]
+
+
+def test_ls_shows_what_is_damaged(call, run):
+  root = files.root(run)
+  (root / 'latest' / '4' / 'checkpoint.json').write_text('{')
+  (root / 'damaged').mkdir()
+  (root / 'damaged' / 'latest-1').mkdir()
+  status, out, _ = call('ls', run)
+  assert status == 0
+  assert 'checkpoint.json is not JSON' in out
+  assert f'set aside as damaged: {root / "damaged" / "latest-1"}' in out
+
+
+def test_own_claim_is_kept(call, tmp_path):
+  # A run that has just begun, looked at from within.
+  claim = files.Claim(tmp_path, 'train')
+  try:
+    status, out, _ = call('ls', tmp_path)
+    other = subprocess.run(
+      [sys.executable, '-c', OWNER, os.fspath(tmp_path)],
+      cwd=pathlib.Path(__file__).resolve().parent.parent,
+      stdin=subprocess.DEVNULL,
+      capture_output=True,
+      text=True,
+    )
+  finally:
+    claim.release()
+  assert status == 0
+  assert 'is running' in out
+  assert 'No checkpoints yet.' in out
+  assert 'ClaimedError' in other.stderr
+
+
+OWNER = """
+import sys
+from jaxline.checkpoint import files
+claim = files.Claim(sys.argv[1], 'train')
+print('claimed', flush=True)
+sys.stdin.read()
+"""
+
+
+def test_ls_knows_who_runs_without_disturbing_him(call, run):
+  with subprocess.Popen(
+    [sys.executable, '-c', OWNER, os.fspath(run)],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    cwd=pathlib.Path(__file__).resolve().parent.parent,
+  ) as owner:
+    assert owner.stdout.readline() == b'claimed\n'
+    _, out, _ = call('ls', run)
+    assert 'is running' in out
+    assert f'process {owner.pid} on ' in out
+    with pytest.raises(files.ClaimedError):  # Still.
+      files.Claim(run, 'train')
+    owner.stdin.close()
+  _, out, _ = call('ls', run)
+  assert 'is not running' in out
+  assert 'claimed by' not in out
+
+
+# show
+
+
+def test_show_tells_arrays_and_values(call, saved):
+  status, out, err = call('show', f'{saved}:2')
+  assert (status, err) == (0, '')
+  rows = [line.split() for line in out.splitlines()]
+  for row in (
+    'step 2',
+    'parameters 7 below state/params',
+    'run/global_step 2',
+    "note/text 'hello'",
+    'note/of/1 inf',
+    'state/params/w float32[2, 2] 16 B',
+    'state/params/file bfloat16[3] 6 B',
+    'state/n int32[] 4 B',
+    'size 34 B',
+  ):
+    assert row.split() in rows, out
+  assert 'random_seed' not in out
+
+
+def test_show_config(call, saved):
+  _, out, _ = call('show', saved, '--config')
+  rows = [line.split() for line in out.splitlines()]
+  assert ['random_seed', '42'] in rows
+  assert ['step', '4'] in rows
+
+
+def test_places(saved, monkeypatch):
+  for where in ('', '/checkpoints', '/checkpoints/latest/4', ':4'):
+    found = inspection.find(f'{saved}{where}')
+    assert found.path == saved / 'checkpoints' / 'latest' / '4'
+    np.testing.assert_array_equal(found.arrays('.*/w')['state/params/w'], W)
+  best = saved / 'checkpoints' / 'best'
+  for where in (best, f'{best}:2', best / '2'):
+    assert inspection.find(where).path == best / '2'
+  monkeypatch.chdir(saved / 'checkpoints' / 'latest')
+  assert inspection.find('.').record['step'] == 4
+  assert inspection.list_run('.')['run'] == str(saved)
+
+
+def test_show_never_unpickles(call, tmp_path):
+  module = Experiment()
+  module._note = {'odd': Unpicklable()}
+  module._note['odd'].x = 1
+  run = save(tmp_path / 'p', module=module, checkpoint_allow_pickle=True)
+  status, out, _ = call('show', run)
+  assert status == 0
+  assert ['note/odd', '<pickled,'] in [x.split()[:2] for x in out.splitlines()]
+  assert not Unpicklable.ran
+
+
+def test_show_needs_no_class_of_the_experiment(call, run):
+  path = files.root(run) / 'latest' / '4' / 'checkpoint.json'
+  record = json.loads(path.read_text())
+  parts = {'x': {'tuple': [1, {'float': '7ff0000000000000'}]}}
+  record['entries']['odd'] = {'dataclass': ['nowhere:Odd', parts]}
+  path.write_text(json.dumps(record))
+  files.write_checksums(path.parent, 0, 1)
+  _, out, _ = call('show', run)
+  rows = [line.split() for line in out.splitlines()]
+  assert ['run/odd/class', "'nowhere:Odd'"] in rows
+  assert ['run/odd/x/0', '1'] in rows
+  assert ['run/odd/x/1', 'inf'] in rows
+
+
+def test_show_has_the_entries_of_each_process(call, run):
+  checkpoint = files.root(run) / 'latest' / '4'
+  record = json.loads((checkpoint / 'checkpoint.json').read_text())
+  (checkpoint / 'checkpoint.json').write_text(
+    json.dumps(record | {'processes': 2})
+  )
+  for i in range(2):
+    about = {
+      'structure': {'dict': [['index', 5 + i], ['order', {'numpy': 'o'}]]},
+      'arrays': storage.to_json({'order': np.int32([i, 8])}),
+    }
+    path = checkpoint / f'process_{i}.json'
+    path.write_text(json.dumps({'input': about}))
+  files.write_checksums(checkpoint, 0, 1)
+  _, out, _ = call('show', run)
+  text = ' '.join(out.split())
+  assert 'process 0/input/index 5' in text
+  assert 'process 1/input/index 6' in text
+  assert 'process 1/order int32[2] [1, 8]' in text
+
+
+# diff
+
+
+def test_diff_of_the_same(call, saved):
+  status, out, _ = call('diff', saved, saved / 'checkpoints' / 'latest' / '4')
+  assert status == 0
+  assert out == '4 of 4 common arrays are bit-identical.\n'
+
+
+def test_diff_tells_values_entries_shapes_and_config(call, saved, tmp_path):
+  other = save(
+    tmp_path / 'b',
+    (4,),
+    module=Experiment(W + 4, extra=jnp.ones([2]), file=jnp.ones([3])),
+    entries={'lost': 'x'},
+    random_seed=1,
+  )
+  found = inspection.compare(saved, other)
+  assert ('random_seed', '42', '1') in found.config
+  assert found.values == [('run/lost', 'nothing', "'x'")]
+  assert found.arrays == [
+    ('state/params/file', 'bfloat16[3]', 'float32[3]'),
+    ('state/params/extra', 'nothing', 'float32[2]'),
+  ]
+  # ||(4, 4, 4, 4)|| = 8, and ||W||^2 = 1 + 4 + 9 + 16.
+  assert list(found.numbers) == ['state/params/w']
+  assert found.numbers['state/params/w'] == (4.0, pytest.approx(8 / 30**0.5))
+  assert set(found.identical) == {'state/n', 'run/train_step_rng'}
+  status, out, _ = call('diff', saved, other)
+  assert status == 1
+  text = ' '.join(out.split())
+  assert 'random_seed 42 1' in text
+  assert 'state/params/extra nothing float32[2]' in text
+  assert 'state/params/w 4 1.46059' in text
+  assert '2 of 3 common arrays are bit-identical.' in text
+
+
+def test_diff_of_configs_alone_is_the_same(call, saved, tmp_path):
+  other = save(tmp_path / 'b', (4,), random_seed=1)
+  status, out, _ = call('diff', saved, other)
+  assert status == 0
+  assert 'random_seed' in out
+
+
+BF16 = ml_dtypes.bfloat16
+RECORD = np.dtype([('a', 'i4')])
+
+
+@pytest.mark.parametrize(
+  ('x', 'y', 'want'),
+  [
+    (np.float32([0.0]), np.float32([-0.0]), (0, 0)),
+    (np.float32([3, 4]), np.float32([3, 6]), (2, 0.4)),
+    (np.float32([0.0]), np.float32([2.0]), (2, math.inf)),
+    (np.float32([np.nan, 1]), np.float32([np.nan, 3]), (2, math.nan)),
+    (np.float32([3, 4]), np.float32([3, np.nan]), (math.nan, math.nan)),
+    (np.float32([-np.inf, 1]), np.float32([-np.inf, 3]), (2, 0)),
+    (np.complex64([3j]), np.complex64([4]), (5, 5 / 3)),
+    (np.uint8([0, 255]), np.uint8([255, 0]), (255, 2**0.5)),
+    (np.array([True]), np.array([False]), (1, 1)),
+    (np.full(3, 2, BF16), np.full(3, 3, BF16), (1, 0.5)),
+    (np.array([(1,)], RECORD), np.array([(2,)], RECORD), None),
+  ],
+)
+def test_distance(x, y, want, monkeypatch):
+  monkeypatch.setattr(inspection, '_COMPARED', 1)  # Parts must add up.
+  got = inspection._distance(x, y)
+  assert got == (want and pytest.approx(want, nan_ok=True))
+
+
+def test_diff_refuses_what_is_damaged(call, run):
+  flip(array_file(run, 'state/params/w'))
+  status, out, err = call('diff', f'{run}:2', f'{run}:4')
+  assert (status, out) == (2, '')
+  assert err.count('\n') == 1
+  assert 'state.params.w' in err
+
+
+# verify
+
+
+def test_verify_names_the_damaged_file_and_changes_nothing(call, run):
+  path = array_file(run, 'state/params/w')
+  flip(path)
+  before = snapshot(run)
+  status, out, _ = call('verify', run)
+  assert status == 1
+  lines = out.splitlines()
+  assert [line.split()[:2] for line in lines[:3]] == [
+    ['latest/2', 'ok'],
+    ['latest/4', 'DAMAGED:'],
+    ['best/2', 'ok'],
+  ]
+  name = path.relative_to(files.root(run) / 'latest' / '4')
+  assert f'{name} is not as it was written' in lines[1]
+  assert snapshot(run) == before
+  assert call('verify', f'{run}:2')[0] == 0
+  assert call('verify', f'{run}:4')[0] == 1
+
+
+def test_verify_without_a_record(call, run):
+  checkpoint = files.root(run) / 'latest' / '4'
+  (checkpoint / 'checkpoint.json').unlink()
+  status, out, _ = call('verify', checkpoint)
+  assert status == 1
+  assert 'checkpoint.json cannot be read' in out
+
+
+# export
+
+
+def test_export_npz(call, run, tmp_path):
+  out = tmp_path / 'w.npz'
+  status, text, _ = call('export', run, out, '--dtype=float32')
+  assert status == 0
+  assert text.startswith('2 arrays, ')
+  with np.load(out) as got:
+    assert set(got) == {'w', 'file'}
+    np.testing.assert_array_equal(got['w'], W)
+    assert got['file'].dtype == np.float32
+    np.testing.assert_array_equal(got['file'], [1, 1, 1])
+  assert sorted(os.listdir(tmp_path)) == ['a', 'w.npz']
+
+
+def test_export_safetensors(call, run, tmp_path):
+  out = tmp_path / 'w.safetensors'
+  assert call('export', f'{run}:2', out)[0] == 0
+  got = safetensors.numpy.load_file(out)
+  assert set(got) == {'w', 'file'}
+  assert got['file'].dtype == ml_dtypes.bfloat16
+  np.testing.assert_array_equal(got['w'], W)
+
+
+@pytest.mark.parametrize(
+  ('argv', 'names'),
+  [
+    (['--select', 'state/params/w'], {'w'}),
+    (['--select', 'state/(n|params/w)'], {'state/n', 'state/params/w'}),
+    (
+      ['--select', '.*', '--dtype', 'float64'],
+      {'state/n', 'state/params/w', 'state/params/file', 'run/train_step_rng'},
+    ),
+  ],
+)
+def test_export_chooses_and_names(call, saved, tmp_path, argv, names):
+  assert call('export', saved, tmp_path / 'w.npz', *argv)[0] == 0
+  with np.load(tmp_path / 'w.npz') as got:
+    assert set(got) == names
+    assert 'state/n' not in names or got['state/n'].dtype == np.int32
+
+
+def test_export_refuses_bfloat16_in_npz(call, saved, tmp_path):
+  status, _, err = call('export', saved, tmp_path / 'w.npz')
+  assert status == 2
+  assert "cannot hold 'file', which is bfloat16" in err
+  assert '--dtype=float32' in err
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_export_refuses_what_overflows(call, tmp_path):
+  run = save(tmp_path / 'b', module=Experiment(np.float32([1e6])))
+  status, _, err = call('export', run, tmp_path / 'w.npz', '--dtype=float16')
+  assert status == 2
+  assert 'state/params/w has values beyond the range of float16' in err
+  assert [p.name for p in tmp_path.iterdir()] == ['b']
+
+
+def test_export_replaces_only_by_force(call, saved, tmp_path):
+  out = tmp_path / 'w.npz'
+  out.write_text('mine')
+  argv = ('export', saved, out, '--select', '.*/w')
+  status, _, err = call(*argv)
+  assert status == 2
+  assert '--force' in err
+  assert out.read_text() == 'mine'
+  assert call(*argv, '--force')[0] == 0
+  assert set(np.load(out)) == {'w'}
+
+
+def test_export_verifies_what_it_reads(call, run, tmp_path):
+  flip(array_file(run, 'state/params/w'))
+  out = tmp_path / 'w.npz'
+  status, _, err = call('export', run, out, '--select', '.*/w')
+  assert status == 2
+  assert 'state.params.w' in err
+  assert not out.exists()
+  # What is damaged is not asked for here.
+  assert call('export', run, out, '--select', 'state/n')[0] == 0
+
+
+def test_export_without_safetensors(call, saved, tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'safetensors', None)
+  monkeypatch.setitem(sys.modules, 'safetensors.numpy', None)
+  status, _, err = call('export', saved, tmp_path / 'w.safetensors')
+  assert status == 2
+  assert 'safetensors' in err
+  assert list(tmp_path.iterdir()) == []
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+  ('argv', 'message'),
+  [
+    (['ls', '{tmp}'], "is no run's directory"),
+    (['ls', '{tmp}/none'], 'is no directory'),
+    (['show', '{run}:3'], "has no step 3. The steps are {'latest': [2, 4]"),
+    (['show', '{run}/checkpoints/best:4'], 'has no step 4'),
+    (['verify', '{run}:3'], 'has no step 3'),
+    (['show', '{run}/checkpoints/best/2:2'], 'leave :2 out'),
+    (['export', '{run}', '{tmp}/w.txt'], "expected one of ['.safetensors'"),
+    (['export', '{run}', '{tmp}/none/w.npz'], 'No such file'),
+    (['export', '{run}', '{tmp}/w.npz', '--select', 'w'], "matches 'w'"),
+    (['export', '{run}', '{tmp}/w.npz', '--select', '('], 'unterminated'),
+  ],
+)
+def test_errors_are_one_line(call, saved, tmp_path, argv, message):
+  argv = [x.replace('{run}', f'{saved}') for x in argv]
+  status, out, err = call(*(x.replace('{tmp}', f'{tmp_path}') for x in argv))
+  assert (status, out) == (2, '')
+  assert message in err
+  assert err.count('\n') == 1
+
+
+@pytest.mark.parametrize('text', ['{', '[]', '{"format": 1}'])
+def test_a_damaged_record_is_an_error(call, run, text):
+  path = files.root(run) / 'latest' / '4' / 'checkpoint.json'
+  path.write_text(text)
+  for argv in (['show', run], ['diff', run, run], ['export', run, 'w.npz']):
+    status, _, err = call(*argv)
+    assert status == 2
+    assert f'{path.parent} is damaged: ' in err
+    assert err.count('\n') == 1
+  assert call('ls', run)[0] == 0
+
+
+def test_a_later_format_is_an_error(call, run):
+  path = files.root(run) / 'latest' / '4' / 'checkpoint.json'
+  path.write_text('{"format": 99}')
+  files.write_checksums(path.parent, 0, 1)
+  status, _, err = call('show', run)
+  assert status == 2
+  assert 'has format 99' in err
+
+
+def test_the_newest_is_taken_if_one_vanishes(run, monkeypatch):
+  read = files.read_record
+
+  def vanish(path):
+    if path.name == '4':
+      files.remove(path)
+    return read(path)
+
+  monkeypatch.setattr(files, 'read_record', vanish)
+  assert inspection.find(run).record['step'] == 2
+
+
+def test_what_vanishes_is_told(call, run, monkeypatch):
+  read = files.read_record
+
+  def vanish(path):
+    record = read(path)
+    files.remove(path)
+    return record
+
+  monkeypatch.setattr(files, 'read_record', vanish)
+  status, _, err = call('show', f'{run}:4')
+  assert status == 2
+  assert 'has no step 4. The steps are' in err
+  opened = inspection.Checkpoint(
+    files.root(run) / 'latest' / '4', {'arrays': {}}
+  )
+  with pytest.raises(inspection.GoneError, match='was removed meanwhile'):
+    opened.arrays()
+  assert [r['step'] for r in inspection.list_run(run)['series']['latest']] == []
+
+
+def test_verify_leaves_out_what_vanishes(call, run, monkeypatch):
+  verify = files.verify
+
+  def vanish(path):
+    if path.name == '4':
+      files.remove(path)
+    return verify(path)
+
+  monkeypatch.setattr(files, 'verify', vanish)
+  status, out, _ = call('verify', run)
+  assert status == 0
+  assert out == 'latest/2  ok\nbest/2  ok\n2 checkpoints, 0 damaged\n'
+
+
+def test_arguments_that_are_not_understood():
+  with pytest.raises(SystemExit) as e:
+    cli.main(['lsd'])
+  assert e.value.code == 2
+
+
+# As a program.
+
+
+def test_the_program(saved):
+  out = subprocess.run(
+    [sys.executable, '-m', 'jaxline.checkpoint', 'verify', os.fspath(saved)],
+    cwd=pathlib.Path(__file__).resolve().parent.parent,
+    # Not asked for: the program itself keeps away from accelerators.
+    env={**os.environ, 'JAX_PLATFORMS': 'cuda'},
+    capture_output=True,
+    text=True,
+  )
+  assert (out.returncode, out.stderr) == (0, '')
+  assert out.stdout.startswith('latest/2  ok\n')
