@@ -597,7 +597,7 @@ def _write_safetensors(
     import safetensors.numpy
   except ImportError as e:
     raise ImportError(
-      f"{path.suffix} needs a package: pip install 'jaxline[export]', or export"
+      "The package safetensors is missing: pip install 'jaxline[export]', or export"
       ' to .npz.'
     ) from e
   try:
