@@ -597,8 +597,8 @@ def _write_safetensors(
     import safetensors.numpy
   except ImportError as e:
     raise ImportError(
-      "The package safetensors is missing: pip install 'jaxline[export]', or export"
-      ' to .npz.'
+      "The package safetensors is missing: pip install 'jaxline[export]', or"
+      ' export to .npz.'
     ) from e
   try:
     safetensors.numpy.save_file(dict(arrays), path)
