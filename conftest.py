@@ -7,6 +7,7 @@ the number of devices is fixed when JAX starts.
 """
 
 import os
+import signal
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = (
@@ -22,7 +23,13 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  """Lets code that reads flags run without a command line."""
+  """Lets code that reads flags run without a command line.
+
+  And lets the programs that tests start hear signals: those of a job in a
+  shell's background inherit that SIGINT is ignored.
+  """
   del config
+  if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()

@@ -121,7 +121,8 @@ def get_base_config() -> config_dict.ConfigDict:
   # With 'skip': this many such steps in a row end the run.
   config.max_nonfinite_steps = 10
   # No step, and no other sign of life, for so many seconds ends the process,
-  # with every thread's stack. None waits for ever.
+  # with every thread's stack. Give more where a compilation or an evaluation
+  # takes longer. None waits for ever.
   config.watchdog_secs = 7200.0
 
   # Evaluate the untrained weights while there is no checkpoint.

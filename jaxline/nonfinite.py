@@ -43,12 +43,12 @@ class Guard:
   """A periodic action that judges every step, and raises `NonfiniteError`.
 
   A sharded experiment says itself, exactly, whether a step's loss and gradients
-  are finite (its attribute `nonfinite`; all hosts get the same answer). Of any
-  other, those scalars are judged whose name contains 'loss' or 'grad', in
-  capitals or not, nested dicts too, and of an array such as [devices] each
-  entry (of an array over several hosts, each host judges its own). A scalar of
-  another name, or one that is no number, is not judged; nor is an array that a
-  later step was given the buffer of.
+  are finite (its attribute `nonfinite`; all hosts get the same answer); so does
+  any with SKIPS_NONFINITE = True. Of all others, those scalars are judged whose
+  name contains 'loss' or 'grad', in capitals or not, nested dicts too, and of
+  an array such as [devices] each entry (of an array over several hosts, each
+  host judges its own). A scalar of another name, or one that is no number, is
+  not judged; nor is an array that a later step was given the buffer of.
 
   It never waits for the devices, but where 8 steps are behind: so a step is
   judged some steps late. Call `wait` before saving.
@@ -73,9 +73,9 @@ class Guard:
       raise ValueError(
         f'Got config.on_nonfinite = {on_nonfinite!r}, expected one of {MODES}.'
       )
-    if on_nonfinite == 'skip' and not getattr(
-      experiment, 'SKIPS_NONFINITE', False
-    ):
+    # Another's attribute of the name `nonfinite` is no business of ours.
+    self._has_flag = getattr(experiment, 'SKIPS_NONFINITE', False) is True
+    if on_nonfinite == 'skip' and not self._has_flag:
       raise ValueError(
         "config.on_nonfinite is 'skip', but the step of"
         f' {type(experiment).__name__} is its own and cannot be undone from'
@@ -108,7 +108,7 @@ class Guard:
     if self._mode == 'ignore':
       return
     self._raise_error()
-    flag = getattr(self._experiment, 'nonfinite', None)
+    flag = self._experiment.nonfinite if self._has_flag else None
     if flag is not None:
       scalars = dict(scalar_outputs or {})
       judged = [flag]

@@ -302,13 +302,40 @@ def _main(
     _check_can_follow(create_checkpointer(config, mode), config)
   with contextlib.ExitStack() as stack:
     _claim(config, mode, stack)
-    _check_directory(checkpointer_factory(config, mode))
     try:
-      _run(experiment_class, config, mode, checkpointer_factory)
+      made = _Checkpointers(config, checkpointer_factory)
+      in_threads = mode == 'train_eval_multithreaded'
+      _check_directory(made('train' if in_threads else mode))
+      try:
+        _run(experiment_class, config, mode, made)
+      except files.ClaimedError as e:
+        notes = getattr(e, '__notes__', [])
+        raise UsageError('\n'.join([str(e), *notes])) from e
     except (Exception, preemption.Preempted) as e:
       if jax.process_count() > 1:
         _leave_others(e, mode)
       raise
+
+
+class _Checkpointers:
+  """Makes the checkpointers of a run, each once."""
+
+  def __init__(
+    self, config: config_dict.ConfigDict, factory: base.CheckpointerFactory
+  ):
+    self._config = config
+    self._factory = factory
+    self._made: dict[str, base.Checkpointer] = {}
+
+  def __call__(self, mode: str) -> base.Checkpointer:
+    if mode not in self._made:
+      self._made[mode] = self._factory(self._config, mode)
+    return self._made[mode]
+
+  def close(self) -> None:
+    for checkpointer in self._made.values():
+      if hasattr(checkpointer, 'close'):
+        checkpointer.close()
 
 
 def _leave_others(error: BaseException, mode: str) -> None:
@@ -321,6 +348,9 @@ def _leave_others(error: BaseException, mode: str) -> None:
     if not mode.startswith('eval'):
       return  # All leave together.
     code: Any = error.code
+  elif isinstance(error, UsageError):
+    print(error, file=sys.stderr)
+    code = 2
   else:
     traceback.print_exception(error)
     code = 1
@@ -382,14 +412,15 @@ def _run(
   experiment_class: Any,
   config: config_dict.ConfigDict,
   mode: str,
-  checkpointer_factory: base.CheckpointerFactory,
+  checkpointer: _Checkpointers,
 ) -> None:
   """Runs one mode, potentially under a debugger."""
   evaluates_only = mode.startswith('eval')
   if jax.process_index() == 0:
     logging.info('Run directory: %s', config.checkpoint_dir)
     print(f'Run directory: {config.checkpoint_dir}', flush=True)
-    if not evaluates_only:
+    # A durable one writes it when the run is known to go on with it.
+    if not evaluates_only and config.checkpointer == 'memory':
       _write_config(config)
 
   with contextlib.ExitStack() as stack:
@@ -401,12 +432,8 @@ def _run(
     stack.enter_context(_exit_said(config))
     writer = stack.enter_context(_Writers(config))
 
-    def checkpointer(name: str) -> base.Checkpointer:
-      made = checkpointer_factory(config, name)
-      # Before the writers, which what is being saved is still logged to.
-      if hasattr(made, 'close'):
-        stack.callback(made.close)
-      return made
+    # Before the writers, to which what is being saved is still logged.
+    stack.callback(checkpointer.close)
 
     if mode == 'train':
       train.train(

@@ -592,6 +592,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
       return True
     return name.split('/')[:2] != ['state', 'opt_state'] and name != 'input'
 
+  def make_room(self) -> None:
+    """Drops the state; it would be made anew if it were used before."""
+    self._state = None
+
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
     """Restores the state onto this mesh, and in training the position.
 

@@ -1,6 +1,5 @@
 """The loops: `train`, `evaluate`, and the two together in `train_and_eval`."""
 
-import collections
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import inspect
@@ -24,6 +23,7 @@ from jaxline import preemption
 from jaxline import watchdog
 from jaxline import writers
 from jaxline.checkpoint import base
+from jaxline.checkpoint import files
 
 # How often evaluation looks for a new checkpoint, in seconds.
 _POLL_SECS = 0.25
@@ -107,7 +107,6 @@ class _LatestSaver:
     checkpointer: base.Checkpointer,
     state: Any,
     guard: nonfinite.Guard,
-    then: Callable[[], None] = lambda: None,
   ):
     """Makes the saver.
 
@@ -116,18 +115,13 @@ class _LatestSaver:
       checkpointer: a durable one gets a `before_commit`.
       state: the live state.
       guard: judges the steps up to the saved one.
-      then: called on the thread that writes the checkpoint, before it is
-        visible.
     """
     self._checkpointer = checkpointer
     self._state = state
     self._guard = guard
-    self._then = then
     self._saved_step: int | None = None
     if base.is_durable(checkpointer):
-      # What was just restored is there already.
-      step = state.global_step
-      self._saved_step = step if step in checkpointer.steps('latest') else None
+      self._saved_step = checkpointer.restored_step  # It is there already.
     # Whether this host saves, and what it logs up to the saved step.
     self.saves = (
       (base.is_durable(checkpointer) and checkpointer.collective)
@@ -163,7 +157,6 @@ class _LatestSaver:
       for writer in self.writers:
         if isinstance(writer, writers.MetricWriter):
           writer.flush()
-      self._then()
 
     return flush
 
@@ -196,10 +189,6 @@ class _AfterStep:
 
   def wait_to_finish(self) -> None:
     """Has nothing to wait for."""
-
-
-def _is_off(interval: float | None) -> bool:
-  return interval is None or interval < 0
 
 
 @debug.disable_pmap_jit
@@ -260,8 +249,8 @@ def _start_training(
   """Constructs the experiment and fills, or restores, its state."""
   if base.is_durable(checkpointer) and checkpointer.collective:
     kind = config.checkpoint_interval_type or config.interval_type
-    off = not (config.save_checkpoint_interval or 0) > 0
-    if jax.process_count() > 1 and kind != 'steps' and not off:
+    saves = (config.save_checkpoint_interval or 0) > 0
+    if jax.process_count() > 1 and kind != 'steps' and saves:
       raise ValueError(
         f'The {jax.process_count()} processes save together, but checkpoints go'
         f' by {kind!r} and their clocks differ. Set'
@@ -280,7 +269,7 @@ def _start_training(
     with debug.log_activity('checkpoint restore'):
       checkpointer.restore('latest')
   if base.is_durable(checkpointer):
-    checkpointer.mark_begun()
+    checkpointer.mark_begun(int(state.global_step))
   return experiment, state
 
 
@@ -294,11 +283,8 @@ def _resume_writer(
 
   Those steps run again, and log the same again.
   """
-  is_new = True
-  if base.is_durable(checkpointer):
-    # Asked by all hosts, whether they log or not. A run that has begun from
-    # another one's checkpoint is new as well.
-    is_new = checkpointer.next_step('latest', ()) is None
+  # Asked by all hosts, whether they log or not.
+  is_new = not base.is_durable(checkpointer) or _is_new(checkpointer)
   if not isinstance(writer, writers.MetricWriter):
     return
   if base.is_durable(checkpointer):
@@ -306,6 +292,16 @@ def _resume_writer(
       writer.resume(-1 if is_new else step)
   if is_new:
     writer.write_texts(0, {'config': base_config.to_json(config)})
+
+
+def _is_new(checkpointer: base.Checkpointer) -> bool:
+  """Returns whether a run has no checkpoint of its own yet.
+
+  One that begins from another run's checkpoint is new as well.
+  """
+  if base.is_durable(checkpointer):
+    return checkpointer.next_step('latest', ()) is None
+  return not checkpointer.can_be_restored('latest')
 
 
 def _default_actions(
@@ -385,13 +381,14 @@ def _run_training(
     if (
       save.saves
       and config.save_initial_train_checkpoint
-      and not checkpointer.can_be_restored('latest')
+      and _is_new(checkpointer)
     ):
       with debug.log_activity('first checkpoint'):
         save()
     try:
       experiment.train_loop(config, state, actions, writer)
     except BaseException as error:
+      save.actions = ()  # They hold the saver, which holds the weights.
       # What was due is still written; the loop's own error is what counts.
       for action in actions:
         try:
@@ -402,6 +399,7 @@ def _run_training(
       raise
     with debug.log_activity('final checkpoint'):
       finish()
+    save.actions = ()
     # No host leaves before the chief has saved: the others' exit would end it.
     devices.rendezvous()
 
@@ -437,10 +435,16 @@ class _Evaluator:
       state.best_eval_metric_value = worst
       state.best_model_eval_metric = self._metric
       self._best_state = state
+      if base.is_durable(checkpointer):
+        checkpointer.claim('best')  # Now, and not after a whole evaluation.
       if checkpointer.can_be_restored('best'):
         # For the best value so far, and which metric it is of; not the weights.
         with debug.log_activity('best checkpoint restore'):
-          checkpointer.restore('best')
+          try:
+            checkpointer.restore('best')
+          except files.DamagedError as e:
+            # The weights that count are those of `latest`.
+            logging.error('The series best begins anew: %s', e)
         if state.best_model_eval_metric != self._metric:
           logging.warning(
             'The series best was kept for %r; it starts anew for %r.',
@@ -568,10 +572,12 @@ def evaluate(
     return
 
   evaluated.resume()
-  beat = (supervision or Supervision()).dog.beat
-  initial_is_due = config.eval_initial_weights
+  supervision = supervision or Supervision()
+  initial_is_due = config.eval_initial_weights and evaluated.is_new(0)
   while True:
-    beat()
+    supervision.dog.beat()
+    if supervision.watch.reached(evaluated.last or 0):
+      supervision.watch.leave()  # It was told while it could not be heard.
     # In this order: a checkpoint that came before the end is seen.
     ended = evaluated.is_over()
     if evaluated.is_next():
@@ -581,7 +587,9 @@ def evaluate(
         if evaluated.is_gone():
           continue  # Removed, or found damaged and reported, meanwhile.
         raise
-      if not evaluated.is_new(int(state.global_step)):
+      if evaluated.next_step is None and not evaluated.is_new(
+        int(state.global_step)
+      ):
         # It was saved between the last look and the last restore, which took
         # it already; or saved again.
         continue
@@ -592,9 +600,10 @@ def evaluate(
     else:
       logging.log_every_n_seconds(
         logging.INFO,
-        'Waiting for a checkpoint after step %s.',
+        'Waiting for a checkpoint after step %s in %s.',
         60,
         evaluated.last,
+        config.checkpoint_dir,
       )
       time.sleep(_POLL_SECS)
       continue
@@ -667,6 +676,7 @@ class _Evaluated:
 
   def is_next(self) -> bool:
     """Returns whether there is something to evaluate."""
+    # Asked in any case: beside a training thread, this ends the evaluation.
     path = self._checkpointer.restore_path('latest')
     if self._durable:
       self.next_step = self._durable.next_step('latest', self._done)
@@ -766,49 +776,52 @@ def train_and_eval(
     eval_writer, config, checkpointer, state.global_step - (not is_evaluated)
   )
   evaluator = _Evaluator(evaluated, config, checkpointer, eval_writer)
+  guard = _make_guard(trained, config)
   last_evaluated = state.global_step if is_evaluated else None
-  unmarked: collections.deque[int] = collections.deque()
 
   def evaluate_now(*unused: Any) -> None:
     nonlocal last_evaluated
     if last_evaluated == state.global_step:
       return
     began = time.time()
+    guard.wait()  # What is not finite must not become the best.
     evaluated.share_state(trained)
     evaluator(state)
-    last_evaluated = state.global_step
-    unmarked.append(last_evaluated)
+    step = last_evaluated = state.global_step
+    if base.is_durable(checkpointer):
+      checkpointer.when_saved(lambda: mark(step))
     for action in save.actions:
       action.skip_time(time.time() - began)
 
-  def mark() -> None:
-    while unmarked and base.is_durable(checkpointer):
-      checkpointer.mark_evaluated(unmarked.popleft())
+  def mark(step: int) -> None:
+    if base.is_durable(checkpointer):
+      if isinstance(eval_writer, writers.MetricWriter):
+        eval_writer.flush()
+      checkpointer.mark_evaluated(step)
 
-  guard = _make_guard(trained, config)
-  save = _LatestSaver(config, checkpointer, state, guard, mark)
+  save = _LatestSaver(config, checkpointer, state, guard)
   save.writers = [writer, eval_writer]
   save.actions = [guard, *_default_actions(config, save, writer)]
-  if not _is_off(config.eval_interval):
+  interval = config.eval_interval
+  if interval is not None and interval >= 0:
     evaluation = periodic.PeriodicAction(
       evaluate_now,
       interval_type=interval_type,
-      interval=config.eval_interval,
+      interval=interval,
       run_async=False,  # Training waits: the next step donates the weights.
       end_step_to_action=config.training_steps,
     )
     # After the others: it moves the clock that they were called with.
     save.actions = [*save.actions, evaluation]
+    # The run may have been ended between this step and its evaluation.
     if state.global_step and interval_type == 'steps':
-      # The run was ended after this step and before its evaluation.
       evaluation(time.time(), state.global_step, None)
+    elif state.global_step:  # Whether it was due cannot be known.
+      evaluate_now()
   if config.eval_initial_weights and state.global_step == 0:
     evaluate_now()
   _run_training(trained, config, state, checkpointer, writer, save, supervision)
   evaluate_now()
   checkpointer.wait_for_checkpointing_to_finish()
   if base.is_durable(checkpointer):
-    if isinstance(eval_writer, writers.MetricWriter):
-      eval_writer.flush()
-    mark()
     checkpointer.mark_ended(state.global_step)

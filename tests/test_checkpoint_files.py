@@ -1,5 +1,6 @@
 """Tests of jaxline.checkpoint.files."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -149,8 +150,12 @@ def test_clean(tmp_path):
   ):  # fmt: skip
     _checkpoint(tmp_path / name)
   (tmp_path / 'notes.txt').touch()
+  _checkpoint(tmp_path / '5.bak')
   files.clean(tmp_path)
-  assert sorted(os.listdir(tmp_path)) == ['5', '6', 'notes.txt']
+  # What we and Orbax do not make is the user's.
+  assert sorted(os.listdir(tmp_path)) == [
+    '03', '5', '5.bak', '6', 'notes.txt', 'x.new',
+  ]  # fmt: skip
   assert _content(tmp_path / '6') == 'six'
   files.clean(tmp_path / 'absent')
 
@@ -214,6 +219,63 @@ def test_json_is_whole_or_not_there(tmp_path, monkeypatch):
   with pytest.raises(OSError, match='No space'):
     files.write_json(path, {'a': 2})
   assert files.read_json(path) == {'a': 1}
+
+
+@pytest.fixture
+def synced(monkeypatch):
+  """The names of all that was renamed, and of what was synced after it."""
+  happened = []
+
+  def fsync(fd, fsync=os.fsync):
+    happened.append(('sync', os.readlink(f'/proc/self/fd/{fd}')))
+    fsync(fd)
+
+  def rename(a, b, rename=os.replace):
+    rename(a, b)
+    happened.append(('rename', str(b)))
+
+  monkeypatch.setattr(files.os, 'fsync', fsync)
+  monkeypatch.setattr(files.os, 'replace', rename)
+  monkeypatch.setattr(files.os, 'rename', rename)
+  return happened
+
+
+def test_a_new_name_is_on_the_disk_too(tmp_path, synced):
+  files.write_json(tmp_path / 'a.json', 1)
+  assert synced[1:] == [
+    ('rename', str(tmp_path / 'a.json')), ('sync', str(tmp_path))
+  ]  # fmt: skip
+
+
+@pytest.mark.parametrize('new', ['5.new', '5.partial'])
+def test_a_replacement_is_on_the_disk_before_the_old_one_goes(
+  new, tmp_path, synced
+):
+  _checkpoint(tmp_path / '5')
+  _checkpoint(tmp_path / new)
+  synced.clear()
+  files.replace(tmp_path / new, tmp_path / '5')
+  sync = ('sync', str(tmp_path))
+  doomed = f'.deleted-5-{os.getpid()}'
+  renames = [('rename', str(tmp_path / n)) for n in ('5.new', doomed, '5')]
+  if new == '5.new':
+    del renames[0]
+    assert synced == [sync, *renames, sync]
+  else:
+    assert synced == [renames[0], sync, *renames[1:], sync]
+
+
+def test_directories_that_cannot_be_synced(tmp_path, monkeypatch):
+  error = OSError(errno.EINVAL, 'Invalid argument')
+
+  def fsync(fd):
+    raise error
+
+  monkeypatch.setattr(files.os, 'fsync', fsync)
+  files.sync_directory(tmp_path)
+  error = OSError(errno.EIO, 'Input/output error')
+  with pytest.raises(OSError, match='Input/output'):
+    files.sync_directory(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -287,13 +349,31 @@ def test_shares_of_several_processes(tmp_path):
   assert files.verify(path) == ['checksums_1.json is missing']
 
 
-def test_a_file_that_was_added(tmp_path):
+def test_a_file_that_was_added_is_said_once_and_no_damage(tmp_path, caplog):
+  path = _checkpoint(tmp_path / '5')
+  names = ['.checkpoint.json.swp', 'arrays/w/.nfs0001', 'arrays/.DS_Store']
+  for name in names:
+    (path / name).write_text('x')
+  assert files.verify(path, lambda name: 'w/' in name) == []
+  assert [r.levelname for r in caplog.records] == ['WARNING']
+  for _ in range(2):
+    assert files.verify(path) == []
+  for name in names:
+    told = f'{path / name} was not there when the checkpoint was written'
+    assert caplog.text.count(told) == 1
+  (path / 'arrays/w/0').unlink()
+  assert files.verify(path) == [
+    'arrays/w/0 cannot be read (No such file or directory)'
+  ]
+
+
+def test_an_added_checksum_guards_the_file(tmp_path):
   path = _checkpoint(tmp_path / '5')
   (path / 'extra.json').write_text('{}')
-  stray = 'extra.json was not there when the checkpoint was written'
-  assert files.verify(path) == [stray]
   files.add_checksum(path, 'extra.json')
   assert files.verify(path) == []
+  (path / 'extra.json').write_text('{ }')
+  assert files.verify(path) == ['extra.json has 3 bytes, 2 were written']
 
 
 # Claims.
@@ -372,6 +452,32 @@ def test_a_forked_child_has_no_part_in_it(tmp_path):
     os.waitpid(child, 0)
 
 
+def test_a_claim_taken_while_another_is_released_holds(tmp_path, monkeypatch):
+  first, got, closing = files.Claim(tmp_path, 'train'), [], []
+
+  def claim():
+    try:
+      got.append(files.Claim(tmp_path, 'train'))
+    except files.ClaimedError:  # Early is not wrong; half would be.
+      got.append(None)
+
+  def close(fd, close=os.close):
+    if not closing and threading.current_thread() is threading.main_thread():
+      closing.append(threading.Thread(target=claim))
+      closing[0].start()
+      closing[0].join(0.3)
+    close(fd)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(files.os, 'close', close)
+    first.release()
+  closing[0].join()
+  if got[0] is not None:
+    assert _claim_elsewhere(tmp_path).returncode != 0
+    got[0].release()
+  assert _claim_elsewhere(tmp_path).returncode == 0
+
+
 def test_of_threads_one_gets_it(tmp_path):
   got, start = [], threading.Barrier(4)
 
@@ -411,9 +517,7 @@ def test_a_file_that_no_process_saw_is_hashed_after_all(tmp_path):
   for process in range(2):
     files.write_checksums(tmp_path, process, 2)
   (tmp_path / 'late').write_text('late')
-  assert files.verify(tmp_path) == [
-    'late was not there when the checkpoint was written'
-  ]
+  assert set(files.read_checksums(tmp_path)) == {'a', 'b', 'c'}
   files.complete_checksums(tmp_path)
   assert files.verify(tmp_path) == []
   assert set(files.read_checksums(tmp_path)) == {'a', 'b', 'c', 'late'}

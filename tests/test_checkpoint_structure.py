@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import gc
 import json
 import math
 import os
@@ -127,6 +128,35 @@ class Outer:
 
 class Opaque:
   pass
+
+
+FINALIZED: list[Any] = []
+
+
+class Finalized:
+  """Its finalizer must not run with what a file says."""
+
+  def __del__(self):
+    FINALIZED.append(self)
+
+
+@dataclasses.dataclass
+class FinalizedData(Finalized):
+  a: Any
+
+
+class FinalizedPoint(Finalized, Point):
+  pass
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class FinalizedNode(Finalized):
+  w: Any
+
+
+class FinalizedColor(Finalized, enum.Enum):
+  RED = 1
 
 
 class MyDict(dict):
@@ -505,6 +535,9 @@ def _refused():
     'ellipsis': (..., 'ellipsis'),
     'partial': (functools.partial(max, 1), 'functools.partial'),
     'bytearray': (bytearray(b'a'), 'bytearray'),
+    'del_data': (FinalizedData(1), 'its class has a __del__'),
+    'del_point': (FinalizedPoint(1, 2), 'its class has a __del__'),
+    'del_node': (FinalizedNode(1), 'its class has a __del__'),
   }
 
 
@@ -668,3 +701,24 @@ def test_pickles_do_not_run_when_not_allowed():
 def test_missing_array():
   with pytest.raises(ValueError, match=r"lacks the array 'p/w'.*\['p/b'\]"):
     structure.decode({'jax': 'p/w'}, {'p/b': 1})
+
+
+@pytest.mark.parametrize(
+  'attack',
+  [
+    {'dataclass': [f'{HERE}:FinalizedData', {'a': 'rm'}]},
+    {'namedtuple': [f'{HERE}:FinalizedPoint', {'x': 'rm', 'y': 1}]},
+    {'node': [f'{HERE}:FinalizedNode', ['rm'], {'tuple': []}]},
+  ],
+)
+def test_finalizers_do_not_run(attack):
+  gc.collect()
+  FINALIZED.clear()
+  with pytest.raises(ValueError, match='the class has changed, or the file'):
+    structure.decode(attack, {})
+  gc.collect()
+  assert FINALIZED == []
+
+
+def test_members_of_an_enum_are_not_made_and_so_not_finalized():
+  assert trip(FinalizedColor.RED) is FinalizedColor.RED

@@ -30,6 +30,11 @@ def a_guard(mode='raise', most=10, experiment=None):
   return nonfinite.Guard(experiment or types.SimpleNamespace(), mode, most)
 
 
+def flagged(nonfinite=None):
+  """Stands for a sharded experiment."""
+  return types.SimpleNamespace(SKIPS_NONFINITE=True, nonfinite=nonfinite)
+
+
 def drive(guard, rows):
   """Hands on one step's scalars after another, then waits."""
   for step, scalars in enumerate(rows, start=1):
@@ -139,6 +144,14 @@ def test_a_long_list_of_metrics_is_cut():
   assert named.split(', ') == [*first, 'and 22 more']
 
 
+@pytest.mark.parametrize('own', [lambda: 3, 0, 5, 'no', INF, np.int32(2)])
+def test_an_attribute_of_the_same_name_is_no_flag(own):
+  guard = a_guard(experiment=types.SimpleNamespace(nonfinite=own))
+  drive(guard, [{'loss': 1.0}] * 3)
+  with pytest.raises(nonfinite.NonfiniteError, match=r'step 1 .*: loss = nan'):
+    drive(guard, [{'loss': NAN}])
+
+
 def test_the_error_stays():
   guard = a_guard()
   errors = []
@@ -157,7 +170,7 @@ def test_the_error_stays():
 
 def test_ignore_looks_at_nothing(pending):
   array = pending(NAN)
-  guard = a_guard('ignore', experiment=types.SimpleNamespace(nonfinite=array))
+  guard = a_guard('ignore', experiment=flagged(array))
   drive(guard, [{'loss': array}] * 20)
   guard.wait_to_finish()
   assert not array.read
@@ -188,7 +201,7 @@ def test_skip_without_support_is_refused():
 
 @pytest.mark.parametrize('has_flag', [False, True])
 def test_it_does_not_wait_but_for_the_ninth(pending, has_flag):
-  experiment = types.SimpleNamespace(nonfinite=None)
+  experiment = flagged() if has_flag else types.SimpleNamespace()
   guard = a_guard(experiment=experiment)
   arrays = [pending(0) for _ in range(11)]
 
@@ -213,7 +226,7 @@ def test_it_does_not_wait_but_for_the_ninth(pending, has_flag):
 
 @pytest.mark.parametrize('has_flag', [False, True])
 def test_it_judges_as_soon_as_a_step_is_computed(pending, has_flag):
-  experiment = types.SimpleNamespace(nonfinite=None)
+  experiment = flagged() if has_flag else types.SimpleNamespace()
   guard = a_guard(experiment=experiment)
   bad = pending(1 if has_flag else NAN)
   good = pending(0, ready=True)

@@ -83,9 +83,12 @@ class Durable(Checkpointer, Protocol):
     before_commit: series -> function, called on the thread that writes before
       a checkpoint becomes visible: what belongs to it, such as the logs up to
       its step, is then safe before it.
+    restored_step: the step of the run's own checkpoint of `latest` that was
+      restored last; None if none was.
   """
 
   collective: bool
+  restored_step: int | None
   before_commit: dict[str, Callable[[], None]]
 
   def restore(self, ckpt_series: str, step: int | None = None) -> None:
@@ -96,6 +99,12 @@ class Durable(Checkpointer, Protocol):
 
   def check_config(self) -> None:
     """Raises ValueError where the newest checkpoint is of another run."""
+
+  def claim(self, ckpt_series: str) -> None:
+    """Takes the right to save a series; raises ValueError where it is taken."""
+
+  def when_saved(self, fn: Callable[[], None]) -> None:
+    """Calls a function, in the background, once all so far is saved."""
 
   def raise_error(self) -> None:
     """Raises what a save in the background failed with."""
@@ -112,8 +121,8 @@ class Durable(Checkpointer, Protocol):
   def mark_evaluated(self, step: int) -> None:
     """Notes that a step is evaluated and its results are safe."""
 
-  def mark_begun(self) -> None:
-    """Notes that training goes on."""
+  def mark_begun(self, step: int) -> None:
+    """Notes that training goes on, from this step."""
 
   def mark_ended(self, step: int) -> None:
     """Notes that training has ended, at this step."""

@@ -66,6 +66,8 @@ class DurableCheckpointer:
     before_commit: series -> function that is called on the background thread
       before a checkpoint becomes visible, so that what belongs to it, such as
       the logs up to its step, is safe before it.
+    restored_step: the step of the checkpoint of `latest` that was restored
+      last, if it was this run's own.
   """
 
   collective = True
@@ -99,6 +101,7 @@ class DurableCheckpointer:
     self._pinned: tuple[int, pathlib.Path] | None = None
     self._passed_over: set[str] = set()
     self.before_commit: dict[str, Callable[[], None]] = {}
+    self.restored_step: int | None = None
 
   # The protocol.
 
@@ -139,7 +142,9 @@ class DurableCheckpointer:
       write: Callable[[], None] = self._promotion(state, pinned, target)
     else:
       content = self._collect(ckpt_series, state)
-      write = lambda: self._write(content, target)
+      # Asked here, since hosts may agree only on the thread of the steps.
+      is_there = bool(_of_chief(target.exists()))
+      write = lambda: self._write(content, target, is_there)
     self._last[ckpt_series] = self._writer.submit(write)
 
   def can_be_restored(self, ckpt_series: str) -> bool:
@@ -151,10 +156,12 @@ class DurableCheckpointer:
     """
     if not self._follows:
       self._own(ckpt_series)
-    if _of_chief(len(self.steps(ckpt_series))):
+    if self._has_any(ckpt_series):
       return True
     damaged = files.damaged(self._root, ckpt_series)
-    if damaged and not self._follows:
+    # Without a best one, evaluation begins anew.
+    is_lost = ckpt_series == 'latest' and not self._follows
+    if is_lost and _of_chief(len(damaged)):
       raise files.DamagedError(
         f'No checkpoint of {ckpt_series!r} is left in {self._root}: all were'
         f' damaged, and set aside as {[str(p) for p in damaged]}. To train'
@@ -188,7 +195,7 @@ class DurableCheckpointer:
     """
     state = self.get_experiment_state(ckpt_series)
     self.can_be_restored(ckpt_series)  # Raises where all are damaged.
-    if self._forks and ckpt_series == 'latest' and not self.steps('latest'):
+    if self._forks and ckpt_series == 'latest' and not self._has_any('latest'):
       self._fork(state)
       return
     path = self._newest_whole(ckpt_series, step, state)
@@ -197,6 +204,8 @@ class DurableCheckpointer:
       self._check_config(path, record)
       saved = reader.Reader(path, record, self._allow_pickle)
       self._restore_all(saved, state)
+    if ckpt_series == 'latest':
+      self.restored_step = int(path.name)
     logging.info('Restored %s.', path)
 
   def wait_for_checkpointing_to_finish(self) -> None:
@@ -208,6 +217,18 @@ class DurableCheckpointer:
     self._writer.wait()
 
   # Beyond it.
+
+  def claim(self, ckpt_series: str) -> None:
+    """Takes the right to save a series, before there is anything to save.
+
+    Raises:
+      files.ClaimedError: another process has it.
+    """
+    self._own(ckpt_series)
+
+  def when_saved(self, fn: Callable[[], None]) -> None:
+    """Calls a function, on the writing thread, once all so far is saved."""
+    self._writer.submit(fn)
 
   def raise_error(self) -> None:
     """Raises what a save in the background failed with; costs nothing."""
@@ -246,11 +267,15 @@ class DurableCheckpointer:
 
     Raises:
       ConfigChangedError: a key that makes another run differs.
+      ValueError: `restore_from` names no checkpoint.
     """
+    if self._forks and not self._has_any('latest'):
+      _foreign(self._config.restore_from)
     for path in self._candidates('latest')[:1]:
-      # One that cannot be read is found damaged by `restore`.
+      # One that is damaged is found to be so by `restore`.
       with contextlib.suppress(files.DamagedError):
-        self._check_config(path, files.read_record(path))
+        if not files.verify(path, lambda file: file == files.RECORD):
+          self._check_config(path, files.read_record(path))
 
   def check_shared(self) -> None:
     """Refuses a directory that not all processes share.
@@ -286,10 +311,22 @@ class DurableCheckpointer:
       self._root.mkdir(parents=True, exist_ok=True)
       files.write_json(self._root / 'ended.json', {'step': step})
 
-  def mark_begun(self) -> None:
-    """Takes the note of an end back: training goes on."""
-    if jax.process_index() == 0:
-      (self._root / 'ended.json').unlink(missing_ok=True)
+  def mark_begun(self, step: int) -> None:
+    """Notes that training goes on from a step, with this config.
+
+    What was evaluated of later steps, which are no more, will be anew.
+    """
+    if jax.process_index() != 0:
+      return
+    self._root.mkdir(parents=True, exist_ok=True)
+    files.write_json(
+      self._root.parent / 'config.json', _json_config(self._config)
+    )
+    (self._root / 'ended.json').unlink(missing_ok=True)
+    for path in (self._root / 'evaluated').glob('*.json'):
+      noted = _noted(path)
+      if left := [s for s in noted if s > step]:
+        files.write_json(path, {'steps': [s for s in noted if s not in left]})
 
   def ended(self) -> int | None:
     """Returns the step at which training has ended, or None.
@@ -303,15 +340,21 @@ class DurableCheckpointer:
     return step if step >= 0 else None
 
   def evaluated(self) -> list[int]:
-    """Returns the steps that `mark_evaluated` noted in this mode."""
-    with contextlib.suppress(files.DamagedError, KeyError, TypeError):
-      return list(files.read_json(self._evaluated_path)['steps'])
-    return []
+    """Returns the steps that `mark_evaluated` noted in this mode.
+
+    All hosts get the first one's answer.
+    """
+    steps = _noted(self._evaluated_path)
+    if jax.process_count() == 1:
+      return steps
+    own = np.zeros([_of_chief(len(steps))], np.int32)
+    own[: len(steps)] = steps[: len(own)]
+    return multihost_utils.broadcast_one_to_all(own).tolist()
 
   def mark_evaluated(self, step: int) -> None:
     """Notes that a step is evaluated and its results are safe."""
     if jax.process_index() == 0:
-      steps = [*self.evaluated(), step]
+      steps = [*_noted(self._evaluated_path), step]
       self._evaluated_path.parent.mkdir(parents=True, exist_ok=True)
       # Old ones are of no interest: they are evaluated in ascending order.
       files.write_json(self._evaluated_path, {'steps': steps[-10000:]})
@@ -323,12 +366,25 @@ class DurableCheckpointer:
     mode = self._mode if self._follows else 'eval'
     return self._root / 'evaluated' / f'{mode}.json'
 
+  def _has_any(self, ckpt_series: str) -> bool:
+    """Returns whether the first host sees a checkpoint."""
+    return bool(_of_chief(len(self.steps(ckpt_series))))
+
   def _own(self, ckpt_series: str) -> None:
     """Claims a series before its first use, and cleans up after the dead."""
     if ckpt_series in self._owned:
       return
     if jax.process_index() == 0:
-      self._claims.append(files.Claim(self._config.checkpoint_dir, ckpt_series))
+      try:
+        claim = files.Claim(self._config.checkpoint_dir, ckpt_series)
+      except files.ClaimedError as e:
+        if ckpt_series == 'best':
+          e.add_note(
+            "One evaluation keeps 'best'; config.best_model_eval_metric = ''"
+            ' lets another one run beside it.'
+          )
+        raise
+      self._claims.append(claim)
       files.clean(self._root / ckpt_series)
     storage.barrier('own')  # The others look at what is there now.
     self._owned.add(ckpt_series)
@@ -406,13 +462,17 @@ class DurableCheckpointer:
       before_commit=self.before_commit.get(ckpt_series),
     )
 
-  def _write(self, content: storage.Content, target: pathlib.Path) -> None:
+  def _write(
+    self, content: storage.Content, target: pathlib.Path, is_there: bool
+  ) -> None:
     """Writes a checkpoint, on the background thread."""
     chief = jax.process_index() == 0
     final = target
     if chief:
       target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists():
+    if final.parent.name == 'best':
+      content.record['time'] = self._after_all_best()
+    if is_there:
       # The same step again: the old one stays until the new one is there.
       target = target.with_name(f'{target.name}{files.NEW}')
     storage.barrier('series')
@@ -425,6 +485,10 @@ class DurableCheckpointer:
         ),
       ).save(target, args=content)
     except OSError as e:
+      if chief:
+        files.clean(
+          final.parent
+        )  # On a full disk, the half of it is in the way.
       raise OSError(
         e.errno, f'{e.strerror or e}; the checkpoints before it are untouched',
         str(target),
@@ -432,6 +496,7 @@ class DurableCheckpointer:
     if chief:
       if target != final:
         files.replace(target, final)
+      files.sync_directory(final.parent)
       logging.info('Saved %s.', final)
       self._retire(final.parent)
 
@@ -455,7 +520,12 @@ class DurableCheckpointer:
         target.parent.mkdir(parents=True, exist_ok=True)
         files.link(pinned, partial)
         files.write_json(
-          partial / 'extra.json', {'entries': values, 'arrays': small}
+          partial / 'extra.json',
+          {
+            'time': self._after_all_best(),
+            'entries': values,
+            'arrays': small,
+          },
         )
         files.add_checksum(partial, 'extra.json')
         files.replace(partial, target)
@@ -463,6 +533,11 @@ class DurableCheckpointer:
         self._retire(target.parent)
 
     return write
+
+  def _after_all_best(self) -> float:
+    """Returns the time, later than any best one's also if the clock is not."""
+    before = [_saved_at(path) + 1 for path in self._candidates('best')]
+    return max([time.time(), *before])
 
   def _retire(self, series: pathlib.Path) -> None:
     config = self._config
@@ -475,10 +550,16 @@ class DurableCheckpointer:
         config.keep_checkpoint_every_hours,
       )
     saved = [
-      (step, os.stat(series / str(step)).st_mtime)
+      (step, _saved_at(series / str(step)) if keep.every_hours else 0.0)
       for step in files.steps(series)
     ]
-    for step in keep.removable(saved):
+    if series.name == 'best':
+      # The best is the one that was saved last, of whichever step.
+      order = [int(path.name) for path in self._candidates('best')]
+      removable = order[keep.newest :]
+    else:
+      removable = keep.removable(saved)
+    for step in removable:
       files.remove(series / str(step))
 
   # Restoring.
@@ -493,6 +574,9 @@ class DurableCheckpointer:
     """Returns the checkpoints to try, newest first."""
     series = self._root / ckpt_series
     found = [series / str(s) for s in reversed(files.steps(series))]
+    if ckpt_series == 'best':
+      # Of several evaluations the later may have been of the earlier step.
+      found.sort(key=_saved_at, reverse=True)
     if step is not None:
       return [path for path in found if path.name == str(step)]
     return [path for path in found if str(path) not in self._passed_over]
@@ -604,6 +688,13 @@ def _reported(path: pathlib.Path) -> Iterator[None]:
     raise files.DamagedError(f'{path} is damaged: {e}.') from e
 
 
+def _noted(path: pathlib.Path) -> list[int]:
+  """Returns the steps that a file of evaluated ones holds."""
+  with contextlib.suppress(files.DamagedError, KeyError, TypeError):
+    return list(files.read_json(path)['steps'])
+  return []
+
+
 def _placed(name: str, value: Any, live: Any) -> Any:
   """Puts a restored entry where the live one is.
 
@@ -673,12 +764,28 @@ def _config_changes(
   ]
 
 
+def _saved_at(checkpoint: pathlib.Path) -> float:
+  """Returns when a checkpoint was saved, or became the best, in seconds.
+
+  By its own word, since a copy of the run may have other file times.
+  """
+  for name in ('extra.json', files.RECORD):
+    with contextlib.suppress(files.DamagedError, KeyError, TypeError):
+      return float(files.read_json(checkpoint / name)['time'])
+  return 0.0
+
+
 def _foreign(where: str) -> pathlib.Path:
   """Returns the checkpoint that 'DIR' or 'DIR:STEP' means.
 
   Raises:
     ValueError: there is none; says which there are.
   """
+  if '://' in where:
+    raise ValueError(
+      f'config.restore_from is {where!r}; expected a folder of this machine.'
+      ' Mount the bucket and give the path it has here.'
+    )
   head, _, tail = where.rpartition(':')
   directory = pathlib.Path(where).expanduser()
   step = None
@@ -693,6 +800,7 @@ def _foreign(where: str) -> pathlib.Path:
   steps = files.steps(series)
   if step is None and steps:
     step = steps[-1]
+  step = _of_chief(-1 if step is None else step)
   if step not in steps:
     raise ValueError(
       f'config.restore_from is {where!r}; expected the directory of a run, or'

@@ -20,6 +20,7 @@ whenever it is there:
 from collections.abc import Callable, Iterable
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -32,6 +33,8 @@ import time
 from typing import Any
 import zlib
 
+from absl import logging
+
 FORMAT = 1
 RECORD = 'checkpoint.json'
 ARRAYS = 'arrays'
@@ -43,6 +46,8 @@ _CHUNK = 1 << 22  # Bytes hashed at a time.
 # is being removed, and of a whole one that is about to replace another.
 _DELETED = '.deleted-'
 NEW = '.new'
+# Names that only we and Orbax give; what else is there is the user's.
+_LEFTOVER = r'\.deleted-.*|\d+\.partial|\d+(\.new)?\.orbax-checkpoint-tmp.*'
 _STEP = '0|[1-9][0-9]*'  # The name of each number, and no other for it.
 
 
@@ -82,6 +87,25 @@ def write_json(path: pathlib.Path, value: Any) -> None:
     f.flush()
     os.fsync(f.fileno())
   os.replace(partial, path)
+  sync_directory(path.parent)
+
+
+def sync_directory(directory: pathlib.Path) -> None:
+  """Waits until the disk knows the names that a directory has now.
+
+  Raises:
+    OSError: the disk is full, or failing.
+  """
+  try:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+      os.fsync(fd)
+    finally:
+      os.close(fd)
+  except OSError as e:
+    # What else is said is said by file systems that have no such thing.
+    if e.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+      raise
 
 
 def read_json(path: pathlib.Path) -> Any:
@@ -218,6 +242,9 @@ def verify(
 ) -> list[str]:
   """Returns what is wrong with a checkpoint, a line for each file.
 
+  Files that were not there when it was written (an editor's, a file system's)
+  do no harm: they are logged, each once.
+
   Args:
     checkpoint: its directory.
     wanted: of a file's relative name, whether to look at it.
@@ -228,12 +255,13 @@ def verify(
     sums = read_checksums(checkpoint)
   except DamagedError as e:
     return [str(e)]
-  present = _files(checkpoint)
-  problems = [
-    f'{name} was not there when the checkpoint was written'
-    for name in sorted(set(present) - set(sums))
-    if wanted(name)
-  ]
+  for name in filter(wanted, sorted(set(_files(checkpoint)) - set(sums))):
+    if (path := checkpoint / name) not in _strays:
+      _strays.add(path)
+      logging.warning(
+        '%s was not there when the checkpoint was written; it is ignored.', path
+      )
+  problems = []
   for name in sorted(filter(wanted, sums))[process::processes]:
     size, crc = sums[name]
     try:
@@ -246,6 +274,9 @@ def verify(
     elif got_crc != crc:
       problems.append(f'{name} is not as it was written (its CRC differs)')
   return problems
+
+
+_strays: set[pathlib.Path] = set()  # Those that were logged.
 
 
 def size(checkpoint: pathlib.Path) -> int:
@@ -266,8 +297,10 @@ def replace(new: pathlib.Path, old: pathlib.Path) -> None:
   whole = old.with_name(old.name + NEW)
   if new != whole:  # So that `clean` finds it, if this is where it ends.
     os.rename(new, whole)
+  sync_directory(old.parent)  # The new one is there for good before that.
   remove(old)
   os.rename(whole, old)
+  sync_directory(old.parent)
 
 
 def clean(series: pathlib.Path) -> None:
@@ -282,8 +315,7 @@ def clean(series: pathlib.Path) -> None:
         # Killed within `replace`, perhaps when only this one was left.
         replace(pathlib.Path(entry.path), series / step)
         continue
-      # Whatever is no checkpoint and is a directory here is one in part.
-      if entry.is_dir() and not re.fullmatch(_STEP, entry.name):
+      if entry.is_dir() and re.fullmatch(_LEFTOVER, entry.name):
         shutil.rmtree(entry.path, ignore_errors=True)
 
 
@@ -438,10 +470,15 @@ class Claim:
 
   def release(self) -> None:
     """Gives the right back."""
-    if self._fd is not None:
-      _claimed.pop(self._path, None)
-      os.close(self._fd)
-      self._fd = None
+    # Closed before another thread may claim: the operating system takes at
+    # any close of the file all locks that this process has on it.
+    with _claiming:
+      if self._fd is not None:
+        fd, self._fd = self._fd, None
+        try:
+          os.close(fd)
+        finally:
+          _claimed.pop(self._path, None)
 
 
 def is_claimed_here(path: pathlib.Path) -> bool:

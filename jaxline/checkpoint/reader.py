@@ -138,10 +138,13 @@ class Reader:
     """
     plan = self._plan(experiment)
     wants = wants_of(experiment)
+    # It fits: what is replaced may go, so that the devices need not hold both.
+    if hasattr(experiment, 'make_room'):
+      experiment.make_room()
     arrays = self.read(
       {name: x for name, x in plan.targets.items() if wants(name)}
     )
-    on_host = set(getattr(experiment, 'CHECKPOINT_ATTRS', {}).values())
+    on_host = _placed_by(experiment)
     snapshot = base.Fresh()
     for entry, described in self._record['module'].items():
       if entry in plan.trees:
@@ -152,7 +155,7 @@ class Reader:
         snapshot[entry] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
         continue
       own = {n: arrays[n] for n in self._below(entry) if n in arrays}
-      if entry not in on_host:  # Those are copied to all devices next.
+      if entry not in on_host:
         own = self._as_live(own)
       snapshot[entry] = self._decode(described['structure'], own)
     snapshot.update(self._per_process(wants))
@@ -199,7 +202,7 @@ class Reader:
     """
     try:
       return storage.read(self._path, self._arrays, targets)
-    except (OSError, ValueError, KeyError) as e:
+    except (OSError, KeyError) as e:
       raise files.DamagedError(f'its arrays cannot be read ({e})') from e
 
   def by_rules(
@@ -225,7 +228,12 @@ class Reader:
         if match := re.fullmatch(pattern, name):
           used.add(pattern)
           if source is not None:
-            sources[name] = match.expand(source)
+            try:
+              sources[name] = match.expand(source)
+            except (re.error, IndexError) as e:
+              raise ValueError(
+                f'config.restore_rules has {(pattern, source)!r}: {e}.'
+              ) from e
           break
     if unused := [pattern for pattern, _ in rules if pattern not in used]:
       raise ValueError(
@@ -259,7 +267,8 @@ class Reader:
         replaced.get(name, x) for name, x in _named(tree, entry).items()
       ]
       snapshot[entry] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
-    return snapshot
+    # Nobody has these arrays but the experiment itself, or this function.
+    return base.Fresh(snapshot)
 
 
 # What an experiment says of its snapshot; one that is not an
@@ -270,6 +279,17 @@ def template(experiment: Any) -> dict[str, Any]:
   """Returns the entries that are stored leaf by leaf, and their shapes."""
   get = getattr(experiment, 'snapshot_template', None)
   return dict(get()) if get is not None else {}
+
+
+def _placed_by(experiment: Any) -> set[str]:
+  """Returns the entries that the experiment itself puts onto its devices."""
+  placed = set(getattr(experiment, 'CHECKPOINT_ATTRS', {}).values())
+  whole = getattr(experiment, 'NON_BROADCAST_CHECKPOINT_ATTRS', {})
+  for attribute, entry in whole.items():
+    leaves = jax.tree.leaves(getattr(experiment, attribute, None))
+    if leaves and all(isinstance(x, jax.Array) for x in leaves):
+      placed.add(entry)
+  return placed
 
 
 def _named_by(experiment: Any, default: Iterable[str]) -> set[str]:
@@ -287,7 +307,9 @@ def _named_by(experiment: Any, default: Iterable[str]) -> set[str]:
 
 
 def wants_of(experiment: Any) -> Callable[[str], bool]:
-  """Returns what says whether to read an array."""
+  """Returns what says whether to read an array of the experiment's."""
+  if experiment is None:
+    return lambda name: False
   return getattr(experiment, 'wants_restored', lambda name: True)
 
 

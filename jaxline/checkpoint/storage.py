@@ -4,6 +4,7 @@ import base64
 from collections.abc import Callable, Mapping
 import dataclasses
 import logging as std_logging
+import os
 import pathlib
 import re
 from typing import Any
@@ -19,11 +20,18 @@ from jaxline.checkpoint import files
 
 # Arrays are cut into files of at most this many bytes.
 _FILE_BYTES = 256 << 20
+_ORBAX = os.path.join(os.path.dirname(ocp.__file__), '')
+# Those beside NumPy's own that TensorStore's zarr3 driver takes.
+_ZARR_DTYPES = (
+  'bfloat16', 'float8_e3m4', 'float8_e4m3b11fnuz', 'float8_e4m3fn',
+  'float8_e4m3fnuz', 'float8_e5m2', 'float8_e5m2fnuz', 'float8_e8m0fnu',
+  'float4_e2m1fn', 'int4', 'int2',
+)  # fmt: skip
 
 
 def _is_worth_reading(record: Any) -> bool:
   """Leaves Orbax's dozen lines for each save out of the log."""
-  if 'orbax' not in record.pathname:
+  if not record.pathname.startswith(_ORBAX):
     return True
   # The warning says that there is no OCDBT, which is as it should be.
   is_about_ocdbt = record.filename == 'ocdbt_utils.py'
@@ -189,8 +197,7 @@ def _can_be_stored(dtype: Any) -> bool:
   dtype = np.dtype(dtype)
   return dtype.isnative and (
     (dtype.kind in 'biufc' and dtype not in (np.longdouble, np.clongdouble))
-    or dtype.name == 'bfloat16'
-    or dtype.name.startswith('float8')
+    or dtype.name in _ZARR_DTYPES
   )  # fmt: skip
 
 
@@ -244,10 +251,14 @@ def read(
 
   Returns:
     Name -> array.
+
+  Raises:
+    files.DamagedError: a description leads out of the checkpoint.
   """
   requests, restored = {}, {}
   for name, target in targets.items():
     about = described[name]
+    _check_file(name, about['file'])
     sharding = getattr(target, 'sharding', None)
     if about['file'] is None:
       dtype = np.uint8 if 'bytes_of' in about else jnp.dtype(about['dtype'])
@@ -266,6 +277,17 @@ def read(
         about = described[name]
         restored[name] = _as_saved(arrays[about['file']], about, target)
   return restored
+
+
+def _check_file(name: str, file: Any) -> None:
+  """Refuses what is no name of a directory right in the checkpoint's."""
+  if file is None:
+    return
+  if not isinstance(file, str) or not re.fullmatch(r'\d+\.[\w.-]*', file):
+    raise files.DamagedError(
+      f'{files.RECORD} says that the array {name!r} is in {file!r}, which is'
+      ' no name that a save gives; the file was edited'
+    )
 
 
 def _as_saved(x: Any, about: Mapping[str, Any], target: Any) -> Any:

@@ -31,8 +31,10 @@ nothing, finds types only in modules that the program has imported, and checks
 that each is of the kind that the structure says. It calls no class and no
 function that the structure names. What runs is the code that those types have
 for it themselves: what a type registered with JAX to put its nodes together,
-and the hash of what becomes a key. A reference is looked up, never called;
-what the program then does with a restored function is up to the program.
+and the hash of what becomes a key. Types with a `__del__` are refused, by
+`encode` too: it would run with whatever fields the file gives. A reference is
+looked up, never called; what the program then does with a restored function is
+up to the program.
 
 An object that occurs twice is stored, and restored, as two.
 """
@@ -211,14 +213,20 @@ def _address(x: Any) -> str | None:
   return f'{module}:{qualname}' if found is x else None
 
 
+def _has_finalizer(cls: type) -> bool:
+  return any('__del__' in vars(c) for c in cls.__mro__)
+
+
 def _kind(cls: type) -> str | None:
   """Returns how instances of a class are described; None: not at all."""
+  if issubclass(cls, enum.Enum):  # Its members are found, not made.
+    return 'enum'
+  if _has_finalizer(cls):
+    return None
   if issubclass(cls, tuple) and isinstance(
     inspect.getattr_static(cls, '_fields', None), tuple
   ):
     return 'namedtuple'
-  if issubclass(cls, enum.Enum):
-    return 'enum'
   if cls in (dict, list, tuple, type(None), collections.defaultdict):
     return None
   if jax.tree_util.is_tree_node(cls):
@@ -396,7 +404,8 @@ class _Encoder:
     cls: Any = type(x)
     kind = _kind(cls)
     if kind is None:
-      return self._refuse(x, name)
+      why = 'its class has a __del__' if _has_finalizer(cls) else ''
+      return self._refuse(x, name, why)
     address = _address(cls)
     if address is None:
       return self._refuse(x, name, 'its class cannot be found by its name')
