@@ -90,8 +90,8 @@ def get_base_config() -> config_dict.ConfigDict:
   # How many of the newest checkpoints of each series are kept.
   config.max_checkpoints_to_keep = 5
   config.max_best_checkpoints_to_keep = 1
-  # Besides those, checkpoints this far apart are kept for ever; None keeps
-  # none.
+  # Besides those, checkpoints of `latest` this far apart are kept for ever;
+  # None keeps none.
   config.keep_checkpoint_every_steps = config_dict.placeholder(int)
   config.keep_checkpoint_every_hours = config_dict.placeholder(float)
   # What an experiment keeps is stored as arrays, JSON and structure. This
