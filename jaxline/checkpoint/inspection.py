@@ -223,7 +223,7 @@ class Checkpoint:
         parts[key] = about['structure']
     small: dict[str, Any] = {}
     with _reading(self.path):
-      if (self.path / 'extra.json').exists():
+      if 'extra.json' in files.read_checksums(self.path):
         extra = files.read_json(self.path / 'extra.json')
         parts |= {f'run/{k}': v for k, v in extra['entries'].items()}
         small = extra['arrays']

@@ -63,7 +63,8 @@ class Reader:
     """
     described = dict(self._record['entries'])
     small: dict[str, Any] = {}
-    if (self._path / 'extra.json').exists():
+    # Only as it was written: a file that is not listed is not ours.
+    if 'extra.json' in files.read_checksums(self._path):
       extra = files.read_json(self._path / 'extra.json')
       described.update(extra['entries'])
       small = storage.from_json(extra['arrays'])
