@@ -100,6 +100,7 @@ class DurableCheckpointer:
     self._owned: set[str] = set()
     self._pinned: tuple[int, pathlib.Path] | None = None
     self._passed_over: set[str] = set()
+    self._pickles = False
     self.before_commit: dict[str, Callable[[], None]] = {}
     self.restored_step: int | None = None
 
@@ -433,12 +434,11 @@ class DurableCheckpointer:
           }
         else:
           module[name] = {'structure': add(value, name)}
-    if pickled:
-      logging.log_first_n(
-        logging.WARNING,
+    if pickled and not self._pickles:
+      self._pickles = True  # Once is enough.
+      logging.warning(
         'Pickled into the checkpoint, as config.checkpoint_allow_pickle'
         ' permits: %s.',
-        1,
         pickled,
       )
     stored, described = storage.store(arrays, storage.to_host(arrays))
