@@ -2,6 +2,7 @@
 
 import functools
 import math
+import pathlib
 import threading
 import time
 import traceback
@@ -17,10 +18,12 @@ import pytest
 from jaxline import base_config
 from jaxline import devices
 from jaxline import experiment
+from jaxline import nonfinite
 from jaxline import periodic
 from jaxline import train
 from jaxline import utils
 from jaxline.checkpoint import base
+from jaxline.checkpoint import durable
 
 POLL_SECS = train._POLL_SECS
 MODES = (
@@ -1193,6 +1196,86 @@ def test_a_finished_run_is_evaluated_once_more_and_goes_on():
   log.evals.clear()
   train.train_and_eval(partial, config, checkpointer, None, None)
   assert log.evals == [(4, 4.0), (5, 5.0)]
+
+
+def test_a_step_is_judged_before_it_is_evaluated(monkeypatch):
+  order = []
+
+  class Noting(Plain):
+    def evaluate(self, *, global_step, **unused):
+      order.append(f'evaluated {global_step}')
+      return {}
+
+  monkeypatch.setattr(nonfinite.Guard, 'wait', lambda _: order.append('judged'))
+  run_both(Noting, make_config(2, eval_interval=2))
+  assert order[: order.index('evaluated 2') + 1] == ['judged', 'evaluated 2']
+
+
+def durable_run(tmp_path, log, steps=2, **values):
+  """Trains and evaluates with durable checkpoints; returns what was kept."""
+  values = {'eval_interval': 1, 'save_checkpoint_interval': 1} | values
+  config = make_config(
+    steps, checkpoint_dir=str(tmp_path), best_model_eval_metric='score',
+    **values,
+  )  # fmt: skip
+  checkpointer = durable.DurableCheckpointer(config, 'train_and_eval')
+  try:
+    train.train_and_eval(
+      functools.partial(Plain, log=log), config, checkpointer, None, None
+    )
+  finally:
+    checkpointer.close()
+  state = checkpointer.get_experiment_state('best')
+  return checkpointer, state.best_eval_metric_value
+
+
+def test_an_evaluation_is_noted_when_its_best_is_written(tmp_path, monkeypatch):
+  order = []
+
+  def noting(name):
+    original = getattr(durable.DurableCheckpointer, name)
+
+    def noted(self, *args):
+      path = [a for a in args if isinstance(a, pathlib.Path)]
+      what = '/'.join(path[0].parts[-2:]) if path else f'{name} {args[0]}'
+      original(self, *args)
+      order.append(what)
+
+    monkeypatch.setattr(durable.DurableCheckpointer, name, noted)
+
+  noting('_write')
+  noting('mark_evaluated')
+  durable_run(tmp_path, Log())
+  assert order == [
+    'latest/1', 'best/1', 'mark_evaluated 1',
+    'latest/2', 'best/2', 'mark_evaluated 2',
+  ]  # fmt: skip
+
+
+@pytest.mark.parametrize('kind', ['steps', 'secs'])
+def test_what_was_not_noted_is_evaluated_again(kind, tmp_path):
+  checkpointer, best = durable_run(tmp_path, Log())
+  assert checkpointer.evaluated() == [1, 2]
+  checkpointer.mark_begun(1)  # As if it was killed before the note.
+  assert checkpointer.evaluated() == [1]
+  log = Log()
+  again = durable_run(tmp_path, log, eval_interval_type=kind)
+  assert log.evals == [(2, 2.0)]
+  assert again[1] == best == 2.0
+  log = Log()
+  durable_run(tmp_path, log, eval_interval_type=kind)
+  assert log.evals == []
+
+
+def test_a_damaged_best_one_does_not_keep_a_run_from_going_on(tmp_path):
+  durable_run(tmp_path, Log())
+  record = tmp_path / 'checkpoints' / 'best' / '2' / 'checkpoint.json'
+  record.write_text('{')
+  for steps in (3, 4):  # Also once it has been set aside.
+    checkpointer, best = durable_run(tmp_path, Log(), steps)
+    assert best == steps
+    assert checkpointer.steps('best') == [steps]
+  assert (tmp_path / 'checkpoints' / 'damaged' / 'best-2').exists()
 
 
 def test_an_error_in_an_evaluation_ends_training():
