@@ -229,7 +229,7 @@ with preemption.Watch() as watch, watch.training():
   child = os.fork()
   if child == 0:
     say('child')
-    signal.pause()
+    time.sleep(1)  # Not a pause, which the signal could come before.
     os.write(write_end, b'x')
     signal.pause()
   os.close(write_end)
