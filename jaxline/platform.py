@@ -7,6 +7,7 @@ checkpointer and the writers, and calls the loop that `--jaxline_mode` names.
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import importlib
+import json
 import os
 import pathlib
 import queue
@@ -561,9 +562,9 @@ def _write_config(config: config_dict.ConfigDict) -> None:
   """Writes the resolved config as JSON, visible only when it is whole."""
   directory = pathlib.Path(config.checkpoint_dir)
   directory.mkdir(parents=True, exist_ok=True)
-  partial = directory / f'config.json.{os.getpid()}'
-  partial.write_text(base_config.to_json(config) + '\n', encoding='utf-8')
-  partial.replace(directory / 'config.json')
+  files.write_json(
+    directory / 'config.json', json.loads(base_config.to_json(config))
+  )
 
 
 def _check_backend() -> None:

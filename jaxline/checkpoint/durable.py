@@ -123,7 +123,7 @@ class DurableCheckpointer:
       TypeError: something in it can only be pickled.
       Exception: what an earlier save failed with.
     """
-    self._own(ckpt_series)
+    self.claim(ckpt_series)
     if ckpt_series in self._last:
       began = time.monotonic()
       futures.wait([self._last[ckpt_series]])
@@ -156,7 +156,7 @@ class DurableCheckpointer:
       files.ClaimedError: another process writes to the series.
     """
     if not self._follows:
-      self._own(ckpt_series)
+      self.claim(ckpt_series)
     if self._has_any(ckpt_series):
       return True
     damaged = files.damaged(self._root, ckpt_series)
@@ -218,14 +218,6 @@ class DurableCheckpointer:
     self._writer.wait()
 
   # Beyond it.
-
-  def claim(self, ckpt_series: str) -> None:
-    """Takes the right to save a series, before there is anything to save.
-
-    Raises:
-      files.ClaimedError: another process has it.
-    """
-    self._own(ckpt_series)
 
   def when_saved(self, fn: Callable[[], None]) -> None:
     """Calls a function, on the writing thread, once all so far is saved."""
@@ -371,8 +363,15 @@ class DurableCheckpointer:
     """Returns whether the first host sees a checkpoint."""
     return bool(_of_chief(len(self.steps(ckpt_series))))
 
-  def _own(self, ckpt_series: str) -> None:
-    """Claims a series before its first use, and cleans up after the dead."""
+  def claim(self, ckpt_series: str) -> None:
+    """Takes the right to save a series, and cleans up after the dead.
+
+    Done at the first use of a series that is saved; earlier by who would learn
+    too late that another one has it.
+
+    Raises:
+      files.ClaimedError: another process has it.
+    """
     if ckpt_series in self._owned:
       return
     if jax.process_index() == 0:
@@ -470,7 +469,7 @@ class DurableCheckpointer:
     final = target
     if chief:
       target.parent.mkdir(parents=True, exist_ok=True)
-    if final.parent.name == 'best':
+    if target.parent.name == 'best':
       content.record['time'] = self._after_all_best()
     if is_there:
       # The same step again: the old one stays until the new one is there.
@@ -485,10 +484,8 @@ class DurableCheckpointer:
         ),
       ).save(target, args=content)
     except OSError as e:
-      if chief:
-        files.clean(
-          final.parent
-        )  # On a full disk, the half of it is in the way.
+      if chief:  # On a full disk, the half of it is in the way.
+        files.clean(final.parent)
       raise OSError(
         e.errno, f'{e.strerror or e}; the checkpoints before it are untouched',
         str(target),
@@ -540,26 +537,24 @@ class DurableCheckpointer:
     return max([time.time(), *before])
 
   def _retire(self, series: pathlib.Path) -> None:
+    """Removes the checkpoints of a series that need not be kept."""
     config = self._config
     if series.name == 'best':
-      keep = files.Keep(config.max_best_checkpoints_to_keep)
-    else:
-      keep = files.Keep(
-        config.max_checkpoints_to_keep,
-        config.keep_checkpoint_every_steps,
-        config.keep_checkpoint_every_hours,
-      )
-    saved = [
+      # The best is the one that was saved last, of whichever step.
+      saved = self._candidates('best')
+      for path in saved[config.max_best_checkpoints_to_keep :]:
+        files.remove(path)
+      return
+    keep = files.Keep(
+      config.max_checkpoints_to_keep,
+      config.keep_checkpoint_every_steps,
+      config.keep_checkpoint_every_hours,
+    )
+    times = [
       (step, _saved_at(series / str(step)) if keep.every_hours else 0.0)
       for step in files.steps(series)
     ]
-    if series.name == 'best':
-      # The best is the one that was saved last, of whichever step.
-      order = [int(path.name) for path in self._candidates('best')]
-      removable = order[keep.newest :]
-    else:
-      removable = keep.removable(saved)
-    for step in removable:
+    for step in keep.removable(times):
       files.remove(series / str(step))
 
   # Restoring.

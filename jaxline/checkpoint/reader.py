@@ -99,10 +99,10 @@ class Reader:
     saved = self._record['module']
     wrong = []
     for entry, tree in plan.trees.items():
-      wanted = {n: _shape_of(x) for n, x in prefixed(tree, entry).items()}
-      have = {
-        n: storage.saved_shape(self._arrays[n]) for n in self._below(entry)
-      }
+      targets = prefixed(tree, entry)
+      plan.targets.update(targets)
+      wanted = {n: _shape_of(x) for n, x in targets.items()}
+      have = {n: self._shape(n) for n in self._below(entry)}
       wrong += [
         f'  {name}: the checkpoint has {have.get(name, "nothing")}, the'
         f' experiment expects {wanted.get(name, "nothing")}'
@@ -125,8 +125,6 @@ class Reader:
         ' config.checkpoint_dir, or config.restore_from with'
         ' config.restore_rules for what fits.\n' + '\n'.join(wrong)
       )
-    for entry, tree in plan.trees.items():
-      plan.targets.update(prefixed(tree, entry))
     for entry in set(saved) - set(plan.trees):
       plan.targets.update(dict.fromkeys(self._below(entry)))
     return plan
@@ -149,11 +147,7 @@ class Reader:
     snapshot = base.Fresh()
     for entry, described in self._record['module'].items():
       if entry in plan.trees:
-        tree = plan.trees[entry]
-        leaves = [
-          arrays.get(name, x) for name, x in _named(tree, entry).items()
-        ]
-        snapshot[entry] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
+        snapshot[entry] = _with_arrays(plan.trees[entry], entry, arrays)
         continue
       own = {n: arrays[n] for n in self._below(entry) if n in arrays}
       if entry not in on_host:
@@ -263,13 +257,13 @@ class Reader:
       # More than once where arrays have one source: each gets its own copy.
       arrays = self.read({s: _abstract(live[n]) for s, n in pending.items()})
       replaced.update({n: arrays[s] for s, n in pending.items()})
-    for entry, tree in snapshot.items():
-      leaves = [
-        replaced.get(name, x) for name, x in _named(tree, entry).items()
-      ]
-      snapshot[entry] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
     # Nobody has these arrays but the experiment itself, or this function.
-    return base.Fresh(snapshot)
+    return base.Fresh(
+      {
+        entry: _with_arrays(tree, entry, replaced)
+        for entry, tree in snapshot.items()
+      }
+    )
 
 
 # What an experiment says of its snapshot; one that is not an
@@ -331,6 +325,12 @@ def _named(tree: Any, entry: str) -> dict[str, Any]:
     f'{entry}/{name}' if name else entry: leaf
     for name, leaf in structure.named_leaves(tree).items()
   }
+
+
+def _with_arrays(tree: Any, entry: str, arrays: Mapping[str, Any]) -> Any:
+  """Returns a tree with those leaves replaced for which there are arrays."""
+  leaves = [arrays.get(name, x) for name, x in _named(tree, entry).items()]
+  return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def prefixed(tree: Any, entry: str) -> dict[str, Any]:

@@ -113,7 +113,23 @@ class Input(regression.Input):
     self.state['given'] = int(state['given'])
 
 
-class Sharded(regression.Regression):
+class Reporting:
+  """Says where training begins, ends, and what it then has."""
+
+  def restore_from_snapshot(self, snapshot_state):
+    super().restore_from_snapshot(snapshot_state)
+    self._say('restored')
+
+  def train_loop(self, *args, **kwargs):
+    try:
+      super().train_loop(*args, **kwargs)
+    except preemption.Preempted:
+      self._say('left')
+      raise
+    self._say('trained')
+
+
+class Sharded(Reporting, regression.Regression):
   """The regression, its weights over all processes."""
 
   def __init__(self, mode, init_rng, config):
@@ -140,18 +156,6 @@ class Sharded(regression.Regression):
     say('evaluated', step=int(global_step), loss=scalars['loss'])
     return scalars
 
-  def restore_from_snapshot(self, snapshot_state):
-    super().restore_from_snapshot(snapshot_state)
-    self._say('restored')
-
-  def train_loop(self, *args, **kwargs):
-    try:
-      super().train_loop(*args, **kwargs)
-    except preemption.Preempted:
-      self._say('left')
-      raise
-    self._say('trained')
-
   def _say(self, what):
     if self.mode == 'train':
       say(
@@ -164,7 +168,7 @@ class Sharded(regression.Regression):
       )  # fmt: skip
 
 
-class PerDevice(experiment.AbstractExperiment):
+class PerDevice(Reporting, experiment.AbstractExperiment):
   """Learns y = 2 x by pmap; each process counts for itself."""
 
   CHECKPOINT_ATTRS = {'_w': 'w', '_opt_state': 'opt_state'}
@@ -210,18 +214,6 @@ class PerDevice(experiment.AbstractExperiment):
     loss = float(self.loss(self._w)[0])
     say('evaluated', step=int(global_step[0]), loss=loss)
     return {'loss': loss}
-
-  def restore_from_snapshot(self, snapshot_state):
-    super().restore_from_snapshot(snapshot_state)
-    self._say('restored')
-
-  def train_loop(self, *args, **kwargs):
-    try:
-      super().train_loop(*args, **kwargs)
-    except preemption.Preempted:
-      self._say('left')
-      raise
-    self._say('trained')
 
   def _say(self, what):
     if self.mode == 'train':
