@@ -1,0 +1,746 @@
+"""What every input is: Pax's `BaseInput`, with an exact position.
+
+An input gives one process its batches: dicts of numpy arrays with the batch
+dimension first. To write one, override `get_next`:
+
+  class Counting(base.BaseInput):
+    def get_next(self):
+      return base.Batch(x=np.arange(self.batch_size))
+
+or give a generator function to `from_generator`. Where `position` and
+`set_position` are overridden too, every checkpoint holds the place in the data,
+and a resumed run neither repeats nor skips a record.
+
+Each process has an input of its own, and reads `batch_size` rows of a global
+batch of `batch_size * num_infeed_hosts`. In training no two of them ever give
+the same record; a finite pass ends on all of them after the same number of
+batches, filled up with rows of weight 0.
+
+How evaluation reads (`eval_batches`):
+
+                        N = eval_loop_num_batches    N = None or -1
+  reset_for_eval=True   refused (1 is ignored)       one epoch; repeat=False
+  reset_for_eval=False  the next N batches, on and   refused
+                        on over the data; repeat=True
+
+The contract is that of Pax's documents, section 'Data inputs'
+(https://github.com/google/paxml).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+import contextlib
+import contextvars
+import dataclasses
+import inspect
+import json
+import numbers
+import os
+import pathlib
+import re
+import secrets
+from typing import Any, ClassVar, Self
+
+import jax
+import numpy as np
+
+# The entry of a batch that says what counts: float32, 0 for what only fills.
+WEIGHTS = 'weights'
+
+_STATE_FORMAT = 1
+_NAME = re.compile(r'[a-zA-Z0-9.:_+-]+')
+
+
+class Batch(dict[str, Any]):
+  """A dict whose entries are attributes too: `batch.ids` is `batch['ids']`.
+
+  A pytree, like every dict. Dicts inside become `Batch` as well.
+  """
+
+  def __init__(self, *args: Any, **kwargs: Any):
+    super().__init__()
+    for key, value in dict(*args, **kwargs).items():
+      self[key] = value
+
+  def __setitem__(self, key: str, value: Any) -> None:
+    is_plain = isinstance(value, Mapping) and not isinstance(value, Batch)
+    super().__setitem__(key, Batch(value) if is_plain else value)
+
+  def __getattr__(self, name: str) -> Any:
+    try:
+      return self[name]
+    except KeyError:
+      raise AttributeError(
+        f'The batch has no entry {name!r}; it has {sorted(self)}.'
+      ) from None
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    if hasattr(dict, name):
+      raise AttributeError(
+        f'{name!r} is a method of dicts; write batch[{name!r}] = ... instead.'
+      )
+    self[name] = value
+
+  def __delattr__(self, name: str) -> None:
+    if name not in self:
+      raise AttributeError(
+        f'The batch has no entry {name!r}; it has {sorted(self)}.'
+      )
+    del self[name]
+
+  def __reduce__(self) -> Any:
+    # Pickled attribute by attribute, it would look for methods in its entries.
+    return Batch, (dict(self),)
+
+  def copy(self) -> Batch:
+    """Returns a shallow copy, a `Batch` again."""
+    return Batch(self)
+
+
+def _flatten_batch(batch: Batch) -> tuple[list[Any], tuple[str, ...]]:
+  keys = tuple(sorted(batch))
+  return [(jax.tree_util.DictKey(key), batch[key]) for key in keys], keys
+
+
+def _unflatten_batch(keys: tuple[str, ...], values: Iterable[Any]) -> Batch:
+  batch = Batch()
+  for key, value in zip(keys, values, strict=True):
+    dict.__setitem__(batch, key, value)  # Whatever JAX puts in its leaves.
+  return batch
+
+
+jax.tree_util.register_pytree_with_keys(
+  Batch,
+  _flatten_batch,
+  _unflatten_batch,
+  lambda batch: ([batch[k] for k in sorted(batch)], tuple(sorted(batch))),
+)
+
+
+_pretended: contextvars.ContextVar[tuple[int, int] | None] = (
+  contextvars.ContextVar('pretended_host', default=None)
+)
+
+
+@contextlib.contextmanager
+def pretend_host(index: int, count: int) -> Iterator[None]:
+  """Makes the inputs that are built inside those of one host of several.
+
+  What `python -m jaxline.inputs show --host 1/4` does: an experiment's inputs
+  can be looked at as another machine would have them, without that machine.
+
+  Args:
+    index: which host, from 0.
+    count: of how many.
+
+  Yields:
+    Nothing.
+
+  Raises:
+    ValueError: there is no such host.
+  """
+  _check_host(index, count)
+  token = _pretended.set((index, count))
+  try:
+    yield
+  finally:
+    _pretended.reset(token)
+
+
+def this_host() -> tuple[int, int]:
+  """Returns whose rows to read, and among how many: of JAX, or pretended."""
+  return _pretended.get() or (jax.process_index(), jax.process_count())
+
+
+def _check_host(index: int, count: int) -> None:
+  if not (_is_integer(index) and _is_integer(count) and 0 <= index < count):
+    raise ValueError(
+      f'infeed_host_index is {index!r} and num_infeed_hosts {count!r}; expected'
+      ' integers, the first at least 0 and less than the second.'
+    )
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class BaseInput:
+  """One process's batches, and where it stands among them.
+
+  A subclass is a dataclass too where it has fields of its own, and checks them
+  in `__post_init__` after that of this class.
+
+  Attributes:
+    name: what messages call it; '' is the name of the class.
+    batch_size: rows that each host reads a batch.
+    num_infeed_hosts: how many hosts share the data. None is
+      `jax.process_count()`, 0 means 1; afterwards it is the number.
+    infeed_host_index: which of them this is; None is `jax.process_index()`.
+    input_random_seed: of the order of the data and what else is random in it.
+      None is 0 where the position is saved, and another number at each start
+      where it is not.
+    is_training: whether it feeds training.
+    reset_for_eval: whether each evaluation begins anew and sees one epoch.
+    eval_loop_num_batches: batches an evaluation; see the top of this module.
+    batch_padding_size: rows of weight 0 that `get_next_padded` adds to each
+      batch, for a `batch_size` that does not divide over the devices.
+    custom_device_order: ids of this process's devices: which one gets the
+      first rows of a batch, which the next. None is the mesh's own order.
+    input_checkpointing_enabled: whether checkpoints hold the position.
+  """
+
+  name: str = ''
+  batch_size: int
+  num_infeed_hosts: int | None = None
+  infeed_host_index: int | None = None
+  input_random_seed: int | None = None
+  is_training: bool = False
+  reset_for_eval: bool = False
+  eval_loop_num_batches: int | None = 1
+  batch_padding_size: int = 0
+  custom_device_order: tuple[int, ...] | None = None
+  input_checkpointing_enabled: bool = True
+
+  # Whether positions are the same on every host and fit any number of them.
+  ANY_NUMBER_OF_HOSTS: ClassVar[bool] = False
+
+  def __post_init__(self) -> None:
+    self.name = self.name or type(self).__name__
+    self._resolve_hosts()
+    self._check_fields()
+    # Of the batch that was peeked at: it, and the state in front of it.
+    self._peeked: tuple[Batch, bytes | None] | None = None
+    self._ended = False
+    self._num_read = 0
+    self._fresh_seed: int | None = None
+
+  def _resolve_hosts(self) -> None:
+    index, count = self.infeed_host_index, self.num_infeed_hosts
+    if index is None and count is None:
+      index, count = this_host()
+    elif index is None:
+      index = this_host()[0] if count == this_host()[1] else 0
+    elif count is None:
+      count = this_host()[1]
+    self.infeed_host_index, self.num_infeed_hosts = index, count or 1
+    _check_host(self.infeed_host_index, self.num_infeed_hosts)
+
+  def _check_fields(self) -> None:
+    def refuse(key: str, expected: str) -> None:
+      raise ValueError(
+        f'{self.name}.{key} is {getattr(self, key)!r}; expected {expected}.'
+      )
+
+    if not _NAME.fullmatch(self.name):
+      raise ValueError(
+        f'The name of an input is {self.name!r}; expected letters, digits and'
+        " any of '.:_+-'."
+      )
+    self._check_batch_size()
+    padding = self.batch_padding_size
+    if not _is_integer(padding) or padding < 0:
+      refuse('batch_padding_size', 'an integer of at least 0')
+    if self.input_random_seed is not None and not _is_integer(
+      self.input_random_seed
+    ):
+      refuse('input_random_seed', 'an integer or None')
+    for key in ('is_training', 'reset_for_eval', 'input_checkpointing_enabled'):
+      if not isinstance(getattr(self, key), bool):
+        refuse(key, 'True or False')
+    order = self.custom_device_order
+    if order is not None:
+      self.custom_device_order = order = tuple(order)
+      if len(set(order)) != len(order):
+        refuse('custom_device_order', 'each device once')
+    self._check_eval_table()
+    if (
+      self.is_training
+      and self.input_random_seed is not None
+      and not self.saves_position
+    ):
+      raise ValueError(
+        f'{self.name} feeds training with input_random_seed='
+        f'{self.input_random_seed} but its position is not saved: after a'
+        ' preemption the run would see the same data again. '
+        + (
+          'Set input_checkpointing_enabled=True'
+          if type(self).position is not BaseInput.position
+          else 'Override position() and set_position()'
+        )
+        + ', or leave input_random_seed None, which is another order at each'
+        ' start.'
+      )
+
+  def _check_batch_size(self) -> None:
+    if not _is_integer(self.batch_size) or self.batch_size < 1:
+      raise ValueError(
+        f'{self.name}.batch_size is {self.batch_size!r}; expected an integer of'
+        ' at least 1, the rows that each host reads a batch.'
+      )
+
+  def _check_eval_table(self) -> None:
+    n = self.eval_loop_num_batches
+    if n is not None and (not _is_integer(n) or (n < 1 and n != -1)):
+      raise ValueError(
+        f'{self.name}.eval_loop_num_batches is {n!r}; expected an integer of at'
+        ' least 1, or None or -1 for one epoch.'
+      )
+    if self.is_training:
+      if self.reset_for_eval:
+        raise ValueError(
+          f'{self.name} has is_training=True and reset_for_eval=True; training'
+          ' data is never reset. Set one of them to False.'
+        )
+      return
+    if self.reset_for_eval and n not in (None, -1, 1):
+      raise ValueError(
+        f'{self.name} has reset_for_eval=True and eval_loop_num_batches={n}: to'
+        ' evaluate on the same first batches each time is not supported. Set'
+        ' eval_loop_num_batches=None to evaluate on one epoch, give the input'
+        ' less data, or set reset_for_eval=False and repeat=True for the next'
+        f' {n} batches each time.'
+      )
+    if not self.reset_for_eval and n in (None, -1):
+      raise ValueError(
+        f'{self.name} has reset_for_eval=False and eval_loop_num_batches={n!r}:'
+        ' an evaluation would not know where to end. Set reset_for_eval=True to'
+        ' evaluate on one epoch, or give a number of batches.'
+      )
+
+  def check_repeat(self, repeat: bool | None) -> bool:
+    """Returns whether the data begins again at its end.
+
+    For subclasses that have a field `repeat`.
+
+    Args:
+      repeat: as the user gave it; None follows `reset_for_eval`.
+
+    Raises:
+      ValueError: one epoch of data without an end was asked for.
+    """
+    if repeat is None:
+      return not self.reset_for_eval
+    if repeat and self.reset_for_eval:
+      raise ValueError(
+        f'{self.name} has reset_for_eval=True and repeat=True: an evaluation on'
+        ' one epoch would never end. Set repeat=False.'
+      )
+    return bool(repeat)
+
+  # What a subclass overrides.
+
+  def get_next(self) -> Batch:
+    """Returns the next batch: arrays [batch_size, ...].
+
+    Raises:
+      StopIteration: (or `tf.errors.OutOfRangeError`) at the end of the data.
+    """
+    raise NotImplementedError(
+      f'{type(self).__name__} does not override get_next().'
+    )
+
+  def reset(self) -> None:
+    """Goes back to the beginning; a subclass calls this one too."""
+    self._peeked = None
+    self._ended = False
+    self._num_read = 0
+
+  def position(self) -> Any:
+    """Returns where the next `get_next` reads: plain values, as JSON has them.
+
+    Small, and quick to make: it is asked for with every batch.
+    """
+    raise NotImplementedError(
+      f'The position of {self.name} cannot be saved: {type(self).__name__} does'
+      ' not override position() and set_position().'
+    )
+
+  def set_position(self, position: Any) -> None:
+    """Goes to where `position` was called, maybe in another process."""
+    del position
+    raise NotImplementedError(
+      f'{type(self).__name__} does not override set_position().'
+    )
+
+  def identity(self) -> dict[str, Any]:
+    """Returns what must be the same for a position to mean the same: plain.
+
+    A subclass adds what it reads, and in what order. Where a position is one in
+    the global order (`ANY_NUMBER_OF_HOSTS`), the hosts are not part of it.
+    """
+    if self.ANY_NUMBER_OF_HOSTS:
+      return {}
+    return {
+      'batch_size': self.batch_size,
+      'num_infeed_hosts': self.num_infeed_hosts,
+      'infeed_host_index': self.infeed_host_index,
+    }
+
+  def where(self) -> str:
+    """Returns, for messages, what is being read: file and record if known."""
+    return f'batch {self._num_read}'
+
+  def ids_to_strings(
+    self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
+  ) -> list[str]:
+    """Returns the text of token ids.
+
+    Args:
+      ids: integers [B, L].
+      lengths: integers [B], how many of each row to take.
+      key: which entry of the batch they are, where entries differ in tokens.
+    """
+    del ids, lengths, key
+    raise NotImplementedError(
+      f'{type(self).__name__} has no tokens: it does not override'
+      ' ids_to_strings().'
+    )
+
+  def close(self) -> None:
+    """Ends workers and threads, if there are any. May be called twice."""
+
+  # What users call.
+
+  @property
+  def saves_position(self) -> bool:
+    """Whether `get_state` can be called, and checkpoints hold the position."""
+    overridden = type(self).position is not BaseInput.position
+    return self.input_checkpointing_enabled and overridden
+
+  def get_global_batch_size(self) -> int:
+    """Returns the rows of a batch over all hosts."""
+    assert self.num_infeed_hosts is not None
+    return self.batch_size * self.num_infeed_hosts
+
+  def seed(self) -> int:
+    """Returns the seed to use: `input_random_seed`, or what stands for None."""
+    if self.input_random_seed is not None:
+      return int(self.input_random_seed)
+    if self.saves_position or not self.is_training:
+      return 0
+    if self._fresh_seed is None:
+      self._fresh_seed = self._agree_on_seed()
+    return self._fresh_seed
+
+  def _agree_on_seed(self) -> int:
+    """Draws a seed, the same on all hosts: they share one order."""
+    seed = secrets.randbits(31)
+    if self.num_infeed_hosts == 1:
+      return seed
+    if self.num_infeed_hosts != jax.process_count():
+      raise ValueError(
+        f'{self.name} has {self.num_infeed_hosts} hosts, but'
+        f' {jax.process_count()} processes run, and neither its position is'
+        ' saved nor a seed given: the hosts could not agree on an order. Set'
+        ' input_checkpointing_enabled=True.'
+      )
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(np.int32(seed)))
+
+  def get_next_padded(self) -> Batch:
+    """Returns the next batch, the peeked one if there is one, filled up.
+
+    Returns:
+      Arrays [batch_size + batch_padding_size, ...]. Rows that only fill are
+      zeros; where there are such rows, `weights` says so, as [rows] of 1 and 0
+      if the batch has none of its own.
+
+    Raises:
+      StopIteration: at the end of the data, again and again until `reset` or
+        `set_state`.
+    """
+    if self._peeked is not None:
+      batch, _ = self._peeked
+      self._peeked = None
+      return batch
+    if self._ended:
+      raise StopIteration
+    try:
+      batch = self._fill(self.get_next())
+    except StopIteration:
+      self._ended = True
+      raise
+    except Exception as e:
+      if _is_out_of_range(e):
+        self._ended = True
+        raise StopIteration from e
+      e.add_note(f'While {self.name} read {self.where()}.')
+      raise
+    self._num_read += 1
+    return batch
+
+  def _fill(self, batch: Mapping[str, Any]) -> Batch:
+    """Returns the batch with all its rows."""
+    if not isinstance(batch, Batch):
+      if not isinstance(batch, Mapping):
+        raise TypeError(
+          f'get_next() returned {type(batch).__name__}; expected a dict of'
+          ' arrays.'
+        )
+      batch = Batch(batch)
+    rows = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
+    if len(rows) != 1 or () in rows:
+      shapes = jax.tree.map(np.shape, dict(batch))
+      raise ValueError(
+        f'The arrays of a batch must share their first dimension; got {shapes}.'
+      )
+    have = rows.pop()[0]
+    want = self.batch_size + self.batch_padding_size
+    if have > self.batch_size:
+      raise ValueError(
+        f'get_next() returned {have} rows; expected at most batch_size ='
+        f' {self.batch_size}.'
+      )
+    return pad_rows(batch, want) if have < want else batch
+
+  def peek_padded(self) -> Batch | None:
+    """Returns what `get_next_padded` will, or None at the end of the data.
+
+    A state that is saved meanwhile is that in front of the peeked batch: it is
+    not lost. (`get_next` knows nothing of it and reads on behind it.)
+    """
+    if self._peeked is None:
+      state = self.get_state() if self.saves_position else None
+      try:
+        batch = self.get_next_padded()
+      except StopIteration:
+        return None
+      self._peeked = batch, state
+    return self._peeked[0]
+
+  def __iter__(self) -> Self:
+    """Returns itself; `next` is `get_next_padded`."""
+    return self
+
+  def __next__(self) -> Batch:
+    return self.get_next_padded()
+
+  def eval_batches(self) -> Iterator[Batch]:
+    """Yields the batches of one evaluation: see the top of this module.
+
+    Raises:
+      ValueError: the data has not as many batches as were asked for, or none.
+    """
+    if self.reset_for_eval:
+      self.reset()
+      if self.peek_padded() is None:
+        raise ValueError(f'{self.name} has no data to evaluate on.')
+      yield from self
+      return
+    assert self.eval_loop_num_batches is not None
+    for number in range(self.eval_loop_num_batches):
+      batch = next(self, None)
+      if batch is None:
+        raise ValueError(
+          f'{self.name} ended after {number} of eval_loop_num_batches='
+          f'{self.eval_loop_num_batches} batches of an evaluation. Set'
+          ' repeat=True, so that its data begins again, or reset_for_eval=True'
+          ' for one epoch an evaluation.'
+        )
+      yield batch
+
+  def get_state(self) -> bytes:
+    """Returns the position: what `set_state` needs to go on exactly here.
+
+    It counts the batches that were taken from this object: one that reads
+    ahead of the training step keeps a state with each batch.
+
+    Raises:
+      ValueError: the position is not saved (`input_checkpointing_enabled`).
+      NotImplementedError: it cannot be saved.
+    """
+    if not self.input_checkpointing_enabled:
+      raise ValueError(
+        f'{self.name} has input_checkpointing_enabled=False; set it to True to'
+        ' save its position.'
+      )
+    if self._peeked is not None and self._peeked[1] is not None:
+      return self._peeked[1]
+    state = {
+      'format': _STATE_FORMAT,
+      'input': type(self).__name__,
+      'ended': self._ended,
+      'num_read': self._num_read,
+      'identity': self.identity(),
+      'position': self.position(),
+    }
+    return json.dumps(state, sort_keys=True).encode()
+
+  def set_state(self, state: bytes) -> None:
+    """Goes on where `get_state` was called, in this or another process.
+
+    Args:
+      state: what it returned.
+
+    Raises:
+      ValueError: it is the state of another input, other data, another order,
+        or, where the input depends on them, of other hosts.
+    """
+    try:
+      values = json.loads(state)
+      kind, identity = values['input'], values['identity']
+      position, read = values['position'], values['num_read']
+      ended, version = values['ended'], values['format']
+    except (KeyError, TypeError, ValueError) as e:
+      raise ValueError(
+        f'{self.name}.set_state got {_shorten(state)}, which is no state of an'
+        ' input. Give what get_state() returned.'
+      ) from e
+    if version != _STATE_FORMAT:
+      raise ValueError(
+        f'The state of {self.name} has format {version!r}; this version reads'
+        f' {_STATE_FORMAT}. Use the version of jaxline that saved it.'
+      )
+    here = json.loads(json.dumps(self.identity()))
+    there = {'input': kind, **identity}
+    here = {'input': type(self).__name__, **here}
+    differences = [
+      f'{key} is {there.get(key)!r} in the state and {here.get(key)!r} here'
+      for key in {**there, **here}
+      if there.get(key) != here.get(key)
+    ]
+    if differences:
+      raise ValueError(
+        f'{self.name} cannot go on from this state: {"; ".join(differences)}.'
+        ' Use the data and the settings of the run that saved it, or start'
+        ' anew.'
+      )
+    self._peeked = None
+    self._ended = ended
+    self._num_read = read
+    self.set_position(position)
+
+  def save(self, path: str | os.PathLike[str]) -> None:
+    """Writes the state to a file; an existing one is replaced whole."""
+    path = pathlib.Path(path)
+    part = path.with_name(f'{path.name}.{secrets.token_hex(4)}.part')
+    part.write_bytes(self.get_state())
+    part.replace(path)
+
+  def restore(self, path: str | os.PathLike[str]) -> None:
+    """Reads the state from a file that `save` wrote."""
+    self.set_state(pathlib.Path(path).read_bytes())
+
+
+def pad_rows(batch: Batch, rows: int) -> Batch:
+  """Fills a batch up to a number of rows.
+
+  Args:
+    batch: arrays [b, ...] with b <= rows.
+    rows: how many it shall have.
+
+  Returns:
+    Arrays [rows, ...], the new ones zeros; with `weights`, 1 for the rows that
+    were there, if it had none.
+  """
+  have = len(jax.tree.leaves(batch)[0])
+  if WEIGHTS not in batch:
+    batch = Batch(batch, **{WEIGHTS: np.ones(have, np.float32)})
+
+  def fill(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    return np.concatenate([x, np.zeros((rows - have, *x.shape[1:]), x.dtype)])
+
+  return jax.tree.map(fill, batch)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class GeneratorInput(BaseInput):
+  """The batches of a generator function; see `from_generator`.
+
+  Attributes:
+    function: returns an iterator of batches, each a dict of arrays
+      [batch_size, ...]; the last may have fewer rows.
+  """
+
+  function: Callable[..., Iterable[Mapping[str, Any]]]
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    self._takes_host = _takes_two(self.function)
+    if self.num_infeed_hosts != 1 and not self._takes_host:
+      raise ValueError(
+        f'{self.name} has {self.num_infeed_hosts} hosts, and its function takes'
+        ' no arguments: all hosts would read the same. Let it take'
+        ' (host_index, num_hosts) and give host_index its own part.'
+      )
+    self._iterator: Iterator[Mapping[str, Any]] | None = None
+
+  def get_next(self) -> Batch:
+    """Returns the generator's next batch."""
+    if self._iterator is None:
+      arguments = (
+        (self.infeed_host_index, self.num_infeed_hosts)
+        if self._takes_host
+        else ()
+      )
+      self._iterator = iter(self.function(*arguments))
+    return Batch(next(self._iterator))
+
+  def reset(self) -> None:
+    """Calls the function anew."""
+    super().reset()
+    self._iterator = None
+
+  def position(self) -> Any:
+    """Refuses: nobody knows where a generator stands."""
+    raise NotImplementedError(
+      f'The position of {self.name} cannot be saved, since it is a generator:'
+      ' after a restart it begins anew. Write a subclass of BaseInput with'
+      ' position() and set_position() for a run that resumes exactly.'
+    )
+
+  @property
+  def saves_position(self) -> bool:
+    """False: nobody knows where a generator stands."""
+    return False
+
+
+def from_generator(
+  function: Callable[..., Iterable[Mapping[str, Any]]],
+  *,
+  batch_size: int,
+  **fields: Any,
+) -> GeneratorInput:
+  """Makes an input of a generator function.
+
+  Its position cannot be saved: a run that is resumed reads from the beginning
+  again, and says so. Where it draws what it gives at random without a fixed
+  seed, that is no loss.
+
+  Args:
+    function: called as `function()`, or as `function(host_index, num_hosts)` if
+      it takes two arguments, which it must with several hosts. Returns an
+      iterator of dicts of arrays [batch_size, ...].
+    batch_size: rows of each.
+    **fields: of `BaseInput`.
+
+  Returns:
+    The input.
+  """
+  return GeneratorInput(function=function, batch_size=batch_size, **fields)
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+  try:
+    inspect.signature(function).bind(0, 1)
+  except TypeError:
+    return False
+  return True
+
+
+def _is_out_of_range(e: Exception) -> bool:
+  """Returns whether it is TensorFlow's way to say that the data has ended."""
+  return any(
+    cls.__name__ == 'OutOfRangeError'
+    and cls.__module__.startswith('tensorflow.')
+    for cls in type(e).__mro__
+  )
+
+
+def _is_integer(x: Any) -> bool:
+  return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def _shorten(x: Any, length: int = 80) -> str:
+  text = repr(x)
+  return text if len(text) <= length else f'{text[:length]}...'
