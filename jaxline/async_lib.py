@@ -170,15 +170,32 @@ def py_prefetch(
       'element in use and one read ahead.'
     )
   name = function_name(iterable_function)
-  return _prefetch(
+  return read_ahead(
     iterable_function, buffer_size, thread_name or f'py_prefetch({name})'
   )
 
 
-def _prefetch(
-  iterable_function: Callable[[], Iterable[T]], buffer_size: int, name: str
+def read_ahead(
+  iterable_function: Callable[[], Iterable[T]],
+  buffer_size: int,
+  name: str,
+  *,
+  stall_secs: float | None = None,
+  on_stall: Callable[[float], None] | None = None,
 ) -> Generator[T, None, None]:
-  """The generator of py_prefetch."""
+  """Does what `py_prefetch` does, and says so where the iterable stalls.
+
+  Args:
+    iterable_function: as for `py_prefetch`.
+    buffer_size: likewise, at least 2.
+    name: name of the thread.
+    stall_secs: how long to wait for an element before `on_stall` is called,
+      each time anew; None waits in silence.
+    on_stall: called on the waiting thread with the seconds waited so far.
+
+  Yields:
+    The iterable's elements.
+  """
   buffer: queue.Queue[Any] = queue.Queue(buffer_size - 1)
   closed = threading.Event()
   errors: list[BaseException] = []
@@ -205,8 +222,20 @@ def _prefetch(
 
   thread = threading.Thread(target=produce, name=name, daemon=True)
   thread.start()
+
+  def take() -> Any:
+    waited = 0.0
+    while True:
+      try:
+        return buffer.get(timeout=stall_secs)
+      except queue.Empty:
+        assert stall_secs is not None
+        waited += stall_secs
+        if on_stall is not None:
+          on_stall(waited)
+
   try:
-    while (item := buffer.get()) is not end:
+    while (item := take()) is not end:
       yield item
       del item  # Or it would stay in memory while the next one is awaited.
     if errors:

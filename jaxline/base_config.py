@@ -78,6 +78,13 @@ def get_base_config() -> config_dict.ConfigDict:
   # and 1 for several CPU devices, whose collectives can starve each other.
   config.max_steps_in_flight = config_dict.placeholder(int)
 
+  # Sharded steps: how many batches are read and put on the devices ahead of the
+  # step, at least 2. Each takes device memory.
+  config.infeed_buffer_size = 3
+  # A step that waits so many seconds for its batch is told of in the log, with
+  # what the input is reading. None never is.
+  config.infeed_stall_secs = 60.0
+
   # A checkpoint before the first step, for evaluators to start from.
   config.save_initial_train_checkpoint = False
   # Checkpoints by all hosts, not only the first. In steps: hosts' clocks
@@ -230,7 +237,11 @@ def _check_values(config: Mapping[str, Any]) -> None:
   ):
     if config[key] not in valid:
       refuse(key, f'one of {valid}')
-  for key in ('keep_checkpoint_every_hours', 'watchdog_secs'):
+  for key in (
+    'infeed_stall_secs',
+    'keep_checkpoint_every_hours',
+    'watchdog_secs',
+  ):
     value = config[key]
     if value is not None and not (_is_number(value) and value > 0):
       refuse(key, 'a positive number, or None for none')
@@ -255,6 +266,9 @@ def _check_values(config: Mapping[str, Any]) -> None:
       continue
     if not isinstance(value, numbers.Integral) or value < 1:
       refuse(key, 'an integer of at least 1')
+  buffer_size = config['infeed_buffer_size']
+  if not isinstance(buffer_size, numbers.Integral) or buffer_size < 2:
+    refuse('infeed_buffer_size', 'an integer of at least 2')
   if not isinstance(config['random_seed'], numbers.Integral):
     refuse('random_seed', 'an integer')
   for key, expected in (

@@ -39,11 +39,14 @@ class AbstractExperiment(abc.ABC):
     PER_PROCESS_ENTRIES: names in the checkpoint of what each process has for
       itself; of everything else that is not spread over the hosts, a durable
       checkpoint keeps the first process's.
+    num_evaluated: how many earlier steps were evaluated, in this process or
+      before the run was resumed; set before each `evaluate`.
   """
 
   CHECKPOINT_ATTRS: dict[str, str] = {}
   NON_BROADCAST_CHECKPOINT_ATTRS: dict[str, str] = {}
   PER_PROCESS_ENTRIES: tuple[str, ...] = ()
+  num_evaluated: int = 0
 
   @abc.abstractmethod
   def __init__(self, mode: str, init_rng: jax.Array | None = None):

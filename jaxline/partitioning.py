@@ -349,19 +349,24 @@ class Partitioner:
 
     return jax.tree.map(one, tree, shardings)
 
-  def put_batch(self, batch: Any) -> Any:
+  def put_batch(
+    self, batch: Any, device_order: Sequence[int] | None = None
+  ) -> Any:
     """Makes the global batch of which every process holds its part.
 
     Args:
       batch: a pytree of numpy arrays [B / processes, ...]: this process's
         rows, in process order; on a CPU it may be borrowed and not copied, so
         leave it as it is. A batch that lies right already is returned.
+      device_order: the ids of this process's devices: which gets the first
+        rows, which the next. None is the order of the mesh.
 
     Returns:
       The tree with global arrays [B, ...], split along the first dimension.
 
     Raises:
-      ValueError: the rows do not divide over this process's devices.
+      ValueError: the rows do not divide over this process's devices, or
+        `device_order` is not an order of these.
     """
     sharding = self.batch_sharding
     rows = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
@@ -377,6 +382,8 @@ class Partitioner:
         f' over {self.batch_shards} devices (mesh {dict(self.mesh.shape)});'
         f' make it a multiple of {self.batch_shards}.'
       )
+    if device_order is not None:
+      return self._put_in_order(batch, tuple(device_order))
     leaves = jax.tree.leaves(batch)
     if all(getattr(x, 'sharding', None) == sharding for x in leaves):
       return batch
@@ -386,6 +393,27 @@ class Partitioner:
       lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),
       batch,
     )
+
+  def _put_in_order(self, batch: Any, order: tuple[int, ...]) -> Any:
+    """Makes the global batch, its local rows dealt out in a device order."""
+    local = {d.id: d for d in self.mesh.local_devices}
+    if sorted(order) != sorted(local):
+      raise ValueError(
+        f"custom_device_order is {order}; expected each of this process's"
+        f' devices once, in any order: {sorted(local)}.'
+      )
+
+    def one(x: Any) -> jax.Array:
+      x = np.asarray(x)
+      shape = (x.shape[0] * jax.process_count(), *x.shape[1:])
+      pieces = zip(np.split(x, len(order)), order, strict=True)
+      return jax.make_array_from_single_device_arrays(
+        shape,
+        self.batch_sharding,
+        [jax.device_put(piece, local[i]) for piece, i in pieces],
+      )
+
+    return jax.tree.map(one, batch)
 
   def all_hosts(self, value: int) -> list[int]:
     """Returns the value of each process; all must call it together."""

@@ -11,13 +11,11 @@ the step wants it. The mesh itself is `partitioning`'s business.
 import abc
 from collections.abc import (
   Callable,
-  Generator,
   Iterable,
   Iterator,
   Mapping,
   Sequence,
 )
-import copy
 import dataclasses
 import functools
 from typing import Any
@@ -29,7 +27,6 @@ from ml_collections import config_dict
 import numpy as np
 import optax
 
-from jaxline import async_lib
 from jaxline import base_config
 from jaxline import experiment
 from jaxline import metrics as metrics_lib
@@ -37,6 +34,8 @@ from jaxline import partitioning
 from jaxline import periodic
 from jaxline import writers
 from jaxline.checkpoint import base
+from jaxline.inputs import base as inputs
+from jaxline.inputs import infeed
 
 Batch = dict[str, Any]
 LossOutput = tuple[jax.Array, metrics_lib.Metrics, Any]
@@ -46,11 +45,16 @@ LossFn = Callable[[Any, Any, Batch, jax.Array, bool], LossOutput]
 
 # The entry of a batch that says what counts: [B] float32 for rows, or [B, ...]
 # for parts of rows, such as tokens.
-WEIGHTS = 'weights'
+WEIGHTS = inputs.WEIGHTS
+
+# Of an infeed, where the config has no such keys.
+_BUFFER_SIZE = 3
 
 # Scalars that the step itself adds; see `train_step`.
 NONFINITE = 'nonfinite'
 SKIPPED_STEPS = 'skipped_steps'
+# And what the host adds: see `infeed.Infeed.wait_fraction`.
+INPUT_WAIT_FRACTION = 'input_wait_fraction'
 
 
 @functools.partial(
@@ -270,8 +274,12 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self._init_rng = init_rng
     self._state: TrainState | None = None
     # Batches on the devices, and where the input stood behind the last one.
-    self._batches: Generator[tuple[Batch, Any], None, None] | None = None
+    self._infeed: infeed.Infeed | None = None
+    self._infeed_options: dict[str, Any] = {'buffer_size': _BUFFER_SIZE}
     self._position: Any = None
+    # Of an input that goes on at each evaluation, how many had their batches.
+    self._eval_source: inputs.BaseInput | None = None
+    self._num_fed = 0
 
   @abc.abstractmethod
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
@@ -305,17 +313,21 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   @abc.abstractmethod
   def train_input(self) -> Iterator[Batch]:
-    """Returns an endless iterator of batches, dicts of numpy arrays.
+    """Returns an endless input: a `BaseInput`, or any iterator of dicts.
 
-    Each process gets its own rows, global batch / processes of them. What was
-    given must stay as it is: it is read later, on another thread. Where
-    the iterator has `get_state` and `set_state`, its position is saved with
-    every checkpoint; the state must be a pytree of arrays and plain values.
+    Each process gets its own rows, global batch / processes of them, as numpy
+    arrays. What was given must stay as it is: it is read later, on another
+    thread. The position of a `BaseInput` is saved with every checkpoint; so is
+    that of an iterator with `get_state` and `set_state`, whose state must be a
+    pytree of arrays and plain values.
     """
 
   @abc.abstractmethod
   def eval_input(self) -> Iterable[Batch]:
-    """Returns the batches of one evaluation; the last may have fewer rows."""
+    """Returns the batches of one evaluation; the last may have fewer rows.
+
+    A `BaseInput` that is not reset for each evaluation is asked for only once.
+    """
 
   def step_scalars(
     self, state: TrainState, grads: Any, updates: Any
@@ -466,6 +478,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Runs steps until `should_run_step` says no."""
     known = base_config.has(config, 'on_nonfinite')
     self.on_nonfinite = config.on_nonfinite if known else 'ignore'
+    if base_config.has(config, 'infeed_buffer_size'):
+      self._infeed_options = {
+        'buffer_size': config.infeed_buffer_size,
+        'stall_secs': config.infeed_stall_secs,
+      }
     try:
       super().train_loop(config, state, periodic_actions, writer)
     finally:
@@ -474,45 +491,63 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def step(
     self, *, global_step: Any, rng: Any, writer: writers.Writer | None
-  ) -> dict[str, jax.Array]:
+  ) -> dict[str, Any]:
     """Trains on the next batch."""
     del global_step, writer  # The state has its own count, on the devices.
-    if self._batches is None:
-      self._batches = self._open_input(self._position)
+    if self._infeed is None:
+      self._infeed = self._open_input(self._position)
     try:
-      batch, self._position = next(self._batches)
+      batch = next(self._infeed)
     except StopIteration:
       # From inside a step, StopIteration could end a loop silently.
       raise ValueError(
         'train_input ended; training needs an endless iterator (repeat it).'
       ) from None
+    self._position = self._infeed.position
     self._state, scalars = self.compiled_train_step(self.state, batch, rng)
     # Not to be logged.
     self.nonfinite = scalars.pop(NONFINITE, None)
+    scalars[INPUT_WAIT_FRACTION] = self._infeed.wait_fraction
     return scalars
 
-  def _open_input(
-    self, position: Any
-  ) -> Generator[tuple[Batch, Any], None, None]:
+  def _open_input(self, position: Any) -> infeed.Infeed:
     """Starts to read `train_input` ahead, from a position if there is one."""
-    iterator = iter(self.train_input())
-    if position is not None:
-      if not hasattr(iterator, 'set_state'):
+    source = iter(self.train_input())
+    order = None
+    if isinstance(source, inputs.BaseInput):
+      order = source.custom_device_order
+      _check_hosts(source, 'train_input')
+      if not source.is_training:
         raise ValueError(
-          'The checkpoint holds the position of the data, but train_input'
-          f' returned a {type(iterator).__name__} without set_state.'
+          f'train_input returned {source.name} with is_training=False; set it'
+          ' to True.'
         )
-      iterator.set_state(position)
-    return async_lib.py_prefetch(
-      functools.partial(_place, iterator, self.partitioner),
-      buffer_size=3,
-      thread_name='infeed',
-    )
+    if position is None:
+      if isinstance(source, inputs.BaseInput) and not source.saves_position:
+        logging.warning(
+          'The position of %s cannot be saved: a run that is resumed reads its'
+          ' data from the beginning.',
+          source.name,
+        )
+    elif not infeed.saves_position(source):
+      raise ValueError(
+        'The checkpoint holds the position of the data, but train_input'
+        f' returned {infeed.describe(source)}, whose position cannot be set.'
+        ' Use the input that the run was trained with (in a BaseInput with'
+        ' input_checkpointing_enabled=True), or start a new run.'
+      )
+    else:
+      source.set_state(position)  # type: ignore[attr-defined]
+
+    def place(batch: Batch) -> Batch:
+      return self.partitioner.put_batch(_with_weights(batch), order)
+
+    return infeed.Infeed(source, place, **self._infeed_options)
 
   def _close_input(self) -> None:
-    if self._batches is not None:
-      self._batches.close()
-      self._batches = None
+    if self._infeed is not None:
+      self._infeed.close()
+      self._infeed = None
 
   def evaluate(
     self, *, global_step: Any, rng: Any, writer: writers.Writer | None
@@ -542,7 +577,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Yields global batches of one shape; hosts with no more give padding."""
     rows = 0
     empty: Batch = {}
-    batches = iter(self.eval_input())
+    batches, order = self._open_eval_input()
     while True:
       batch = next(batches, None)
       sizes = self.partitioner.all_hosts(_rows(batch) if batch else 0)
@@ -562,8 +597,30 @@ class ShardedExperiment(experiment.AbstractExperiment):
           ' of an evaluation may differ, and be smaller.'
         )
       yield self.partitioner.put_batch(
-        _pad(batch or empty, rows, self.partitioner.batch_shards)
+        _pad(batch or empty, rows, self.partitioner.batch_shards), order
       )
+
+  def _open_eval_input(self) -> tuple[Iterator[Batch], Sequence[int] | None]:
+    """Returns the batches of this evaluation, and their device order."""
+    source: Any = self._eval_source or self.eval_input()
+    if not isinstance(source, inputs.BaseInput):
+      return iter(source), None
+    _check_hosts(source, 'eval_input')
+    if source.is_training:
+      raise ValueError(
+        f'eval_input returned {source.name} with is_training=True; set it to'
+        ' False.'
+      )
+    if not source.reset_for_eval:
+      self._eval_source = source
+      if self._num_fed != self.num_evaluated:
+        # A run that was ended and resumed goes on with the batches that it
+        # would have come to without that.
+        assert source.eval_loop_num_batches is not None
+        source.reset()
+        source.skip(self.num_evaluated * source.eval_loop_num_batches)
+      self._num_fed = self.num_evaluated + 1
+    return source.eval_batches(), source.custom_device_order
 
   def snapshot_state(self) -> dict[str, Any]:
     """Returns the state and the position of the data."""
@@ -619,9 +676,14 @@ class ShardedExperiment(experiment.AbstractExperiment):
       )
     position = snapshot_state.get('input')
     if self.mode == 'train':
-      batches = self._open_input(position)
+      if position is None:
+        logging.warning(
+          'The checkpoint holds no position of the data: the data begins anew,'
+          ' and the run sees again what it had seen before.'
+        )
+      opened = self._open_input(position)
       self._close_input()
-      self._batches = batches
+      self._infeed = opened
     # An evaluation keeps it for when this becomes the best checkpoint.
     self._position = position
     # The old arrays go first, so that memory need not hold both.
@@ -645,6 +707,17 @@ class ShardedExperiment(experiment.AbstractExperiment):
     assert isinstance(trained, ShardedExperiment)
     self._state = trained.state
     self._position = trained._position
+
+
+def _check_hosts(source: inputs.BaseInput, method: str) -> None:
+  """Refuses the rows of a host that is not this process."""
+  here = jax.process_index(), jax.process_count()
+  if (source.infeed_host_index, source.num_infeed_hosts) != here:
+    raise ValueError(
+      f'{method} returned {source.name} for host {source.infeed_host_index} of'
+      f' {source.num_infeed_hosts}, but this is process {here[0]} of {here[1]}.'
+      ' Leave infeed_host_index and num_infeed_hosts None.'
+    )
 
 
 def _rows(batch: Batch) -> int:
@@ -679,7 +752,8 @@ def _pad(batch: Batch, rows: int, shards: int) -> Batch:
 def _with_weights(batch: Batch) -> Batch:
   if WEIGHTS in batch:
     return batch
-  return {**batch, WEIGHTS: np.ones(_rows(batch), np.float32)}
+  weights = np.ones(_rows(batch), np.float32)
+  return type(batch)({**batch, WEIGHTS: weights})
 
 
 def _add_fetched(sums: Any, metrics: Any) -> Any:
@@ -688,16 +762,3 @@ def _add_fetched(sums: Any, metrics: Any) -> Any:
     return sums
   metrics = jax.tree.map(np.float64, jax.device_get(metrics))
   return metrics if sums is None else metrics_lib.add(sums, metrics)
-
-
-def _place(
-  iterator: Iterator[Batch], partitioner: partitioning.Partitioner
-) -> Iterator[tuple[Batch, Any]]:
-  """Yields batches on the devices, each with the position behind it."""
-  can_save = hasattr(iterator, 'get_state')
-  for batch in iterator:
-    position = None
-    if can_save:
-      # A copy, since this runs ahead: the iterator may change its own.
-      position = copy.deepcopy(iterator.get_state())  # type: ignore[attr-defined]
-    yield partitioner.put_batch(_with_weights(batch)), position

@@ -425,6 +425,9 @@ class _Evaluator:
       config, jax.random.PRNGKey(config.random_seed)
     )
     self._evaluate = debug.evaluate_should_return_dict(experiment.evaluate)
+    self._evaluated = set(
+      checkpointer.evaluated() if base.is_durable(checkpointer) else ()
+    )
     self._best_state = None
     is_chief = jax.process_index() == 0
     if self._metric and (
@@ -458,6 +461,8 @@ class _Evaluator:
     """Evaluates the experiment's weights, those of `state.global_step`."""
     step = int(state.global_step)
     global_step, rng = self._inputs(step)
+    self._experiment.num_evaluated = sum(s < step for s in self._evaluated)
+    self._evaluated.add(step)
     with debug.log_activity(f'evaluation of step {step}'):
       scalars = self._evaluate(
         global_step=global_step, rng=rng, writer=self._writer

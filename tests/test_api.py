@@ -278,6 +278,8 @@ OURS = {
   'on_config_change': 'raise',
   'on_nonfinite': 'raise',
   'max_nonfinite_steps': 10,
+  'infeed_buffer_size': 3,
+  'infeed_stall_secs': 60.0,
   'watchdog_secs': 7200.0,
   'eval_steps': None,
 }

@@ -187,6 +187,10 @@ def bits(checkpoint):
   return held
 
 
+# Ends of the names of what depends on the clock.
+TIMES = ('_per_sec', '_wait_fraction')
+
+
 def records(run_dir, mode):
   """Returns the scalars of each line, in the file's order."""
   lines = (run_dir / mode / 'metrics.jsonl').read_text().splitlines()
@@ -195,7 +199,7 @@ def records(run_dir, mode):
     {
       name: value
       for name, value in record.items()
-      if name != 'time' and not name.endswith('_per_sec')
+      if name != 'time' and not name.endswith(TIMES)
     }
     for record in found
     if record['kind'] == 'scalars'
@@ -214,7 +218,7 @@ def tensorboard(run_dir, mode, hides_voided):
   return {
     tag: [(event.step, event.value) for event in events.Scalars(tag)]
     for tag in events.Tags()['scalars']
-    if not tag.endswith('_per_sec')
+    if not tag.endswith(TIMES)
   }
 
 

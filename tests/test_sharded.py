@@ -332,7 +332,7 @@ def test_loss_fn_gets_global_arrays_and_weights():
 def test_batches_lie_split_over_the_devices():
   experiment = make()
   batches = experiment._open_input(None)
-  batch, _ = next(batches)
+  batch = next(batches)
   batches.close()
   assert shard_shapes(batch['x']) == [(8, 8), (8, 8)]
   assert shard_shapes(batch['weights']) == [(8,), (8,)]
@@ -433,7 +433,13 @@ def test_scalars_of_a_step():
       return {**scalars, 'before': state.step}
 
   rows = regression.train_steps(make(More), 3)
-  assert set(rows[0]) == {'loss', 'rows', 'grad_norm', 'before'}
+  assert set(rows[0]) == {
+    'loss',
+    'rows',
+    'grad_norm',
+    'before',
+    'input_wait_fraction',
+  }
   assert [int(row['before']) for row in rows] == [0, 1, 2]
   assert [float(row['rows']) for row in rows] == [16.0] * 3
 
@@ -850,7 +856,7 @@ def test_a_position_without_set_state_is_refused_and_changes_nothing():
   for step in range(3):
     experiment.step(global_step=step, rng=rng, writer=None)
     if step == 1:
-      with pytest.raises(ValueError, match='generator without set_state'):
+      with pytest.raises(ValueError, match='a generator, whose position'):
         experiment.restore_from_snapshot(snapshot)
   experiment._close_input()
   regression.train_steps(straight, 3)

@@ -514,6 +514,19 @@ class BaseInput:
   def __next__(self) -> Batch:
     return self.get_next_padded()
 
+  def skip(self, num_batches: int) -> None:
+    """Goes on behind so many batches.
+
+    Raises:
+      ValueError: there are not so many.
+    """
+    for number in range(num_batches):
+      if next(self, None) is None:
+        raise ValueError(
+          f'{self.name} ended after {number} of {num_batches} batches that were'
+          ' to be skipped.'
+        )
+
   def eval_batches(self) -> Iterator[Batch]:
     """Yields the batches of one evaluation: see the top of this module.
 

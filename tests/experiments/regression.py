@@ -101,8 +101,12 @@ class Regression(sharded.ShardedExperiment):
 
 def expected_evaluation(state, sizes):
   """Returns the evaluation's loss by numpy, in float64, on all rows at once."""
+  return expected_loss(state, examples(1, sum(sizes)))
+
+
+def expected_loss(state, batch):
+  """Returns the loss of some rows without noise by numpy, in float64."""
   state = jax.tree.map(np.float64, jax.device_get(state))
-  batch = examples(1, sum(sizes))
   w, b = state.params['w'], state.params['b']
   y = (batch['x'] - state.model_state['mean']) @ w + b
   return np.mean((y - batch['y']) ** 2)
@@ -129,15 +133,17 @@ def get_config(steps):
   return config
 
 
-def train_steps(experiment, steps, seed=1):
+def train_steps(experiment, steps, seed=1, **changes):
   """Runs the experiment's own loop; returns the scalars of each step."""
   rows = []
   state = types.SimpleNamespace(global_step=int(experiment.state.step))
   state.train_step_rng = experiment.initialize_train_step_rng(
     jax.random.PRNGKey(seed)
   )
+  config = get_config(state.global_step + steps)
+  config.update(changes)
   experiment.train_loop(
-    get_config(state.global_step + steps),
+    config,
     state,
     [lambda t, step, scalars: rows.append(jax.device_get(scalars))],
   )

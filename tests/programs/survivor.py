@@ -12,8 +12,10 @@ the environment's SURVIVOR says it, as JSON:
     input_at, evaluate_at: from there on, it raises.
     nan_at: number of the batch that is not a number.
     hang_at: the step that never ends.
+    num_workers: processes that read the input.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -39,6 +41,8 @@ from jaxline import metrics  # noqa: E402
 from jaxline import platform  # noqa: E402
 from jaxline import sharded  # noqa: E402
 from jaxline import writers  # noqa: E402
+from jaxline.inputs import base  # noqa: E402
+from jaxline.inputs import indexed  # noqa: E402
 
 FEATURES, ROWS, BATCHES = 6, 8, 7  # Of an epoch.
 
@@ -57,7 +61,7 @@ def get_config() -> config_dict.ConfigDict:
   config.best_model_eval_metric_higher_is_better = False
   config.watchdog_secs = 60.0
   config.experiment_kwargs = config_dict.ConfigDict(
-    {'width': 16, 'sharding': 'ddp'}
+    {'width': 16, 'sharding': 'ddp', 'rolling': False}
   )
   return config
 
@@ -69,41 +73,33 @@ def examples(seed, rows):
   return {'x': x.astype(np.float32), 'y': y.astype(np.float32)}
 
 
-class Input:
-  """Endless batches, shuffled anew in each epoch."""
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Input(indexed.IndexedInput):
+  """Rows of examples, shuffled anew in each epoch of training."""
 
-  def __init__(self):
-    self.data = examples(0, ROWS * BATCHES)
-    self.epoch = self.index = 0
+  data: dict[str, np.ndarray]
 
-  def __iter__(self):
-    return self
+  def num_records(self):
+    return len(self.data['x'])
 
-  def __next__(self):
-    number = self.epoch * BATCHES + self.index
-    if number >= _FAULTS.get('input_at', _NEVER):
+  def read(self, records, epochs):
+    return base.Batch({name: x[records] for name, x in self.data.items()})
+
+  def get_next(self):
+    number = self.position()['records'] // self.batch_size
+    if self.is_training and number >= _FAULTS.get('input_at', _NEVER):
       raise RuntimeError(f'The input fails at batch {number}.')
-    order = np.random.default_rng([1, self.epoch]).permutation(ROWS * BATCHES)
-    rows = order[self.index * ROWS : (self.index + 1) * ROWS]
-    self.index += 1
-    if self.index == BATCHES:
-      self.epoch, self.index = self.epoch + 1, 0
-    batch = {name: x[rows] for name, x in self.data.items()}
-    if number == _FAULTS.get('nan_at'):
-      batch['x'][0, 0] = np.nan
+    batch = super().get_next()
+    if self.is_training and number == _FAULTS.get('nan_at'):
+      batch.x[0, 0] = np.nan
     return batch
-
-  def get_state(self):
-    return {'epoch': self.epoch, 'index': self.index}
-
-  def set_state(self, state):
-    self.epoch, self.index = state['epoch'], state['index']
 
 
 class Survivor(sharded.ShardedExperiment):
   """Learns a sine, with dropout and a running mean."""
 
-  def __init__(self, mode, init_rng, width, sharding):
+  def __init__(self, mode, init_rng, width, sharding, rolling):
+    self.rolling = rolling
     self.width = _FAULTS.get('width', width)
     super().__init__(mode, init_rng, sharding=sharding)
 
@@ -130,10 +126,19 @@ class Survivor(sharded.ShardedExperiment):
     return optax.adam(0.02)
 
   def train_input(self):
-    return Input()
+    return Input(
+      data=examples(0, ROWS * BATCHES),
+      batch_size=ROWS,
+      input_random_seed=1,
+      is_training=True,
+      num_workers=_FAULTS.get('num_workers', 0),
+    )
 
   def eval_input(self):
-    return [examples(1, ROWS), examples(2, ROWS // 2)]
+    data = examples(1, 3 * ROWS + 1)
+    if self.rolling:  # Each evaluation goes on where the one before ended.
+      return Input(data=data, batch_size=ROWS, eval_loop_num_batches=2)
+    return Input(data=data, batch_size=ROWS, reset_for_eval=True)
 
   def step(self, *, global_step, rng, writer):
     global _clock_off

@@ -1,0 +1,134 @@
+"""Batches read and put on the devices ahead of the step, on a thread.
+
+The training thread only takes what is ready. How long it had to wait for that
+is measured; a source that stalls or fails is named with the place where it
+stood. With each batch comes the position behind it, since the source itself is
+further on by then.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Generator, Iterator
+import copy
+import time
+from typing import Any
+
+from absl import logging
+
+from jaxline import async_lib
+from jaxline.inputs import base
+
+# What the wait is measured over.
+_WINDOW_STEPS = 100
+
+
+class Infeed:
+  """An iterator of batches that are on the devices before they are needed."""
+
+  def __init__(
+    self,
+    source: Iterator[Any],
+    place: Callable[[Any], Any],
+    *,
+    buffer_size: int = 3,
+    stall_secs: float | None = None,
+  ):
+    """Starts to read at the first `next`.
+
+    Args:
+      source: a `BaseInput`, or any iterator. Where another iterator has
+        `get_state`, that is its position: a pytree of arrays and plain values.
+      place: puts a batch of numpy arrays on the devices.
+      buffer_size: how many batches are in memory besides that of the step: at
+        least 2, one being read and one that is ready.
+      stall_secs: a step that waits so long is told of in the log, with where
+        the source stands; None never is.
+    """
+    self.source = source
+    self.position: Any = None
+    self._waited = 0.0
+    self._times: collections.deque[tuple[float, float]] = collections.deque(
+      maxlen=_WINDOW_STEPS + 1
+    )
+    self._batches: Generator[tuple[Any, Any], None, None] = (
+      async_lib.read_ahead(
+        lambda: _read(source, place),
+        buffer_size,
+        'infeed',
+        stall_secs=stall_secs,
+        on_stall=lambda waited: logging.warning(
+          'The step has waited %.0f s for a batch: %s.',
+          waited,
+          describe(source),
+        ),
+      )
+    )
+
+  def __iter__(self) -> Infeed:
+    return self
+
+  def __next__(self) -> Any:
+    """Returns the next batch; `position` is then the one behind it."""
+    began = time.perf_counter()
+    batch, self.position = next(self._batches)
+    now = time.perf_counter()
+    self._waited += now - began
+    self._times.append((now, self._waited))
+    return batch
+
+  @property
+  def wait_fraction(self) -> float:
+    """The part of the time that went into waiting, of the last 100 steps.
+
+    The first wait, until the source has started, does not count.
+    """
+    (start, waited_before), (end, waited) = self._times[0], self._times[-1]
+    return (waited - waited_before) / (end - start) if end > start else 0.0
+
+  def close(self) -> None:
+    """Stops to read, and closes the source."""
+    self._batches.close()
+    if isinstance(self.source, base.BaseInput):
+      self.source.close()
+
+
+def _read(
+  source: Iterator[Any], place: Callable[[Any], Any]
+) -> Iterator[tuple[Any, Any]]:
+  """Yields batches on the devices, each with the position behind it."""
+  for batch in source:
+    position = position_of(source)
+    try:
+      placed = place(batch)
+    except Exception as e:
+      e.add_note(f'The batch is the last that {describe(source)} has given.')
+      raise
+    yield placed, position
+
+
+def position_of(source: Iterator[Any]) -> Any:
+  """Returns where a source stands, or None where that cannot be told."""
+  if isinstance(source, base.BaseInput):
+    return source.get_state() if source.saves_position else None
+  if hasattr(source, 'get_state'):
+    # A copy, since this runs ahead: the iterator may change its own.
+    return copy.deepcopy(source.get_state())
+  return None
+
+
+def saves_position(source: Iterator[Any]) -> bool:
+  """Returns whether a source can be set to where another one stood."""
+  if isinstance(source, base.BaseInput):
+    return source.saves_position
+  return hasattr(source, 'get_state') and hasattr(source, 'set_state')
+
+
+def describe(source: Iterator[Any]) -> str:
+  """Returns the source's name and, if it can say it, what it is reading."""
+  if not isinstance(source, base.BaseInput):
+    return f'a {type(source).__name__}'
+  try:
+    return f'{source.name}, reading {source.where()}'
+  except Exception as e:  # It is asked while it reads, on another thread.
+    return f'{source.name}, which cannot say where it stands ({e!r})'

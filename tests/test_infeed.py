@@ -1,0 +1,480 @@
+"""Batches read ahead: positions, waits, stalls, errors; in training too."""
+
+import dataclasses
+import gc
+import re
+import threading
+import time
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from jaxline import partitioning
+from jaxline.inputs import base
+from jaxline.inputs import indexed
+from jaxline.inputs import infeed
+from tests.experiments import regression
+
+KEY = np.array([0, 7], np.uint32)
+ROWS = 16
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Counting(base.BaseInput):
+  """Batches of one number each, counted up."""
+
+  end: int = 1 << 30
+
+  def __post_init__(self):
+    super().__post_init__()
+    self.number = 0
+    self.closed = 0
+
+  def get_next(self):
+    if self.number == self.end:
+      raise StopIteration
+    self.number += 1
+    return base.Batch(x=np.full(self.batch_size, self.number - 1))
+
+  def position(self):
+    return self.number
+
+  def set_position(self, position):
+    self.number = position
+
+  def where(self):
+    return f'file a.txt, record {self.number}'
+
+  def close(self):
+    self.closed += 1
+
+
+def counting(**fields):
+  return Counting(batch_size=2, is_training=True, **fields)
+
+
+def value(batch):
+  return int(batch['x'][0])
+
+
+def threads():
+  return [t for t in threading.enumerate() if t.name == 'infeed']
+
+
+# Positions.
+
+
+@pytest.mark.parametrize('buffer_size', [2, 3, 7])
+def test_the_position_is_that_behind_the_batch(buffer_size):
+  source = counting()
+  feed = infeed.Infeed(source, lambda x: x, buffer_size=buffer_size)
+  states = []
+  for number in range(20):
+    assert value(next(feed)) == number
+    states.append(feed.position)
+  feed.close()
+  for number, state in enumerate(states):
+    resumed = counting()
+    resumed.set_state(state)
+    assert value(next(resumed)) == number + 1
+
+
+def test_no_more_than_the_buffer_is_read_ahead():
+  source = counting()
+  feed = infeed.Infeed(source, lambda x: x, buffer_size=3)
+  assert value(next(feed)) == 0
+  deadline = time.monotonic() + 5
+  while source.number < 4 and time.monotonic() < deadline:
+    time.sleep(0.01)
+  time.sleep(0.1)
+  assert source.number == 4  # One is with us, three are ahead.
+  feed.close()
+
+
+def test_an_input_without_a_position():
+  source = base.from_generator(
+    lambda: iter([{'x': np.ones(2)}] * 3), batch_size=2, is_training=True
+  )
+  feed = infeed.Infeed(source, lambda x: x)
+  assert [feed.position for _ in feed] == [None] * 3
+
+
+def test_the_position_of_any_iterator_is_copied():
+  source = regression.Input(4)
+  feed = infeed.Infeed(source, lambda x: x)
+  seen = []
+  for _ in range(3):
+    next(feed)
+    seen.append(feed.position)
+  feed.close()
+  assert [int(s['next']) for s in seen] == [1, 2, 3]
+
+
+def test_the_end():
+  feed = infeed.Infeed(counting(end=3), lambda x: x)
+  assert [value(batch) for batch in feed] == [0, 1, 2]
+  with pytest.raises(StopIteration):
+    next(feed)
+
+
+# Time.
+
+
+def test_wait_fraction_is_waiting_over_time():
+  feed = infeed.Infeed(counting(), lambda x: x)
+  # Each call looks at the clock before and after its wait.
+  clock = iter([0, 5, 6, 7, 9, 9, 12, 13.0])
+  with mock.patch.object(infeed.time, 'perf_counter', clock.__next__):
+    fractions = []
+    for _ in range(4):
+      next(feed)
+      fractions.append(feed.wait_fraction)
+  feed.close()
+  # The first five seconds are the start; then 1 of 2, 1 of 4, 2 of 8.
+  assert fractions == [0, 1 / 2, 1 / 4, 2 / 8]
+
+
+def test_wait_fraction_forgets():
+  feed = infeed.Infeed(counting(), lambda x: x)
+  now = 0.0
+  waits = [0.0] + [1.0] * 10 + [0.0] * 100
+
+  def clock():
+    return now
+
+  real = feed._batches
+
+  class Waiting:
+    def __next__(self):
+      nonlocal now
+      now += waits.pop(0)
+      return next(real)
+
+    def close(self):
+      real.close()
+
+  feed._batches = Waiting()
+  with mock.patch.object(infeed.time, 'perf_counter', clock):
+    for _ in range(11):
+      next(feed)
+      now += 1
+    assert feed.wait_fraction == 10 / 20
+    for _ in range(100):
+      next(feed)
+      now += 1
+    assert feed.wait_fraction == 0
+  feed.close()
+
+
+def test_a_stall_is_told_with_the_place(caplog):
+  caplog.set_level('WARNING')
+  go_on = threading.Event()
+
+  class Stalling(Counting):
+    def get_next(self):
+      if self.number == 2:
+        assert go_on.wait(30)
+      return super().get_next()
+
+  source = Stalling(batch_size=2, name='books', is_training=True)
+  feed = infeed.Infeed(source, lambda x: x, stall_secs=0.05)
+  assert [value(next(feed)) for _ in range(2)] == [0, 1]
+  timer = threading.Timer(0.5, go_on.set)
+  timer.start()
+  assert value(next(feed)) == 2
+  feed.close()
+  said = [r.getMessage() for r in caplog.records]
+  assert len(said) >= 2
+  for text in said:
+    assert re.fullmatch(
+      r'The step has waited \d+ s for a batch: books, reading file a.txt,'
+      r' record 2.',
+      text,
+    )
+
+
+# Errors.
+
+
+def test_an_error_names_the_source_and_the_place():
+  class Failing(Counting):
+    def get_next(self):
+      if self.number == 2:
+        raise KeyError('no such word')
+      return super().get_next()
+
+  feed = infeed.Infeed(
+    Failing(batch_size=2, name='books', is_training=True), lambda x: x
+  )
+  assert [value(next(feed)) for _ in range(2)] == [0, 1]
+  with pytest.raises(KeyError, match='no such word') as caught:
+    next(feed)
+  assert caught.value.__notes__ == ['While books read file a.txt, record 2.']
+  assert 'get_next' in [t.name for t in caught.traceback]
+
+
+def test_an_error_of_placing_names_the_source():
+  def place(batch):
+    raise ValueError('does not fit')
+
+  feed = infeed.Infeed(counting(), place)
+  with pytest.raises(ValueError, match='does not fit') as caught:
+    next(feed)
+  assert 'Counting, reading file a.txt, record 1' in caught.value.__notes__[0]
+
+
+def test_a_place_that_cannot_be_told():
+  class Confused(Counting):
+    def where(self):
+      raise RuntimeError('not now')
+
+  said = infeed.describe(Confused(batch_size=2))
+  assert said.startswith('Confused, which cannot say where it stands')
+  assert infeed.describe(iter([])) == 'a list_iterator'
+
+
+# The end of it.
+
+
+@pytest.mark.parametrize('num_read', [0, 1, 5])
+def test_close_ends_the_thread_and_closes_the_source(num_read):
+  source = counting()
+  feed = infeed.Infeed(source, lambda x: x)
+  for _ in range(num_read):
+    next(feed)
+  feed.close()
+  assert source.closed >= 1
+  assert not threads()
+
+
+def test_a_dropped_feed_ends_its_thread():
+  feed = infeed.Infeed(counting(), lambda x: x)
+  next(feed)
+  del feed
+  gc.collect()
+  deadline = time.monotonic() + 5
+  while threads() and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert not threads()
+
+
+# In training.
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Examples(indexed.IndexedInput):
+  """Rows of the regression's data."""
+
+  n: int = 50
+
+  def num_records(self):
+    return self.n
+
+  def read(self, records, epochs):
+    data = regression.examples(0, self.n)
+    return base.Batch({name: x[records] for name, x in data.items()})
+
+
+class Experiment(regression.Regression):
+  """The regression, on inputs of ours."""
+
+  train_fields = {}
+  eval_fields = {'reset_for_eval': True}
+
+  def train_input(self):
+    fields = {'batch_size': ROWS, 'is_training': True, **self.train_fields}
+    return Examples(**fields)
+
+  def eval_input(self):
+    return Examples(**{'batch_size': ROWS, **self.eval_fields})
+
+
+def with_fields(train=None, evaluation=None):
+  class Chosen(Experiment):
+    train_fields = train or {}
+    eval_fields = evaluation or Experiment.eval_fields
+
+  return Chosen
+
+
+def make(cls=Experiment, mode='train'):
+  return cls(mode, KEY)
+
+
+def steps(experiment, num_steps):
+  rng = experiment.initialize_train_step_rng(jax.random.PRNGKey(1))
+  rows = []
+  for step in range(num_steps):
+    scalars = experiment.step(global_step=step, rng=rng, writer=None)
+    rows.append({k: np.asarray(v).item() for k, v in scalars.items()})
+  return rows
+
+
+def losses(rows):
+  return [row['loss'] for row in rows]
+
+
+def test_the_wait_is_reported():
+  experiment = make()
+  rows = steps(experiment, 3)
+  experiment._close_input()
+  assert rows[0]['input_wait_fraction'] == 0
+  assert all(0 <= row['input_wait_fraction'] <= 1 for row in rows)
+
+
+# An epoch is 50 / 16 batches. To start processes takes seconds.
+@pytest.mark.parametrize(
+  ('after', 'num_workers'), [(1, 0), (3, 0), (4, 0), (3, 2)]
+)
+def test_a_resumed_experiment_sees_what_follows(after, num_workers):
+  straight = make()
+  expected = steps(straight, 7)
+  straight._close_input()
+  first = make(with_fields({'num_workers': num_workers}))
+  rows = steps(first, after)
+  saved = jax.device_get(first.snapshot_state())
+  first._close_input()
+  assert isinstance(saved['input'], bytes)
+  resumed = make()
+  resumed.restore_from_snapshot(saved)
+  rows += steps(resumed, 7 - after)
+  resumed._close_input()
+  assert losses(rows) == losses(expected)
+
+
+def test_a_config_sets_buffer_and_patience():
+  made = []
+
+  class Spy(infeed.Infeed):
+    def __init__(self, *args, **kwargs):
+      made.append(kwargs)
+      super().__init__(*args, **kwargs)
+
+  with mock.patch.object(infeed, 'Infeed', Spy):
+    regression.train_steps(make(), 2)
+    regression.train_steps(
+      make(), 2, infeed_buffer_size=5, infeed_stall_secs=9.0
+    )
+  assert made == [
+    {'buffer_size': 3, 'stall_secs': 60.0},
+    {'buffer_size': 5, 'stall_secs': 9.0},
+  ]
+
+
+@pytest.mark.parametrize(
+  ('fields', 'said'),
+  [
+    ({'is_training': False}, 'is_training=False; set it to True'),
+    (
+      {'num_infeed_hosts': 2, 'infeed_host_index': 1},
+      'for host 1 of 2, but this is process 0 of 1',
+    ),
+  ],
+)
+def test_a_training_input_that_cannot_be_meant(fields, said):
+  with pytest.raises(ValueError, match=said):
+    steps(make(with_fields(fields)), 1)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'said'),
+  [
+    ({'is_training': True}, 'is_training=True; set it to False'),
+    ({'num_infeed_hosts': 2}, 'for host 0 of 2'),
+  ],
+)
+def test_an_eval_input_that_cannot_be_meant(fields, said):
+  experiment = make(with_fields(evaluation=fields), 'eval')
+  with pytest.raises(ValueError, match=said):
+    regression.evaluate(experiment)
+
+
+def test_a_position_that_nobody_can_set():
+  first = make()
+  steps(first, 1)
+  saved = jax.device_get(first.snapshot_state())
+  first._close_input()
+  other = make(with_fields({'input_checkpointing_enabled': False}))
+  with pytest.raises(ValueError, match=r'Examples, reading .*cannot be set'):
+    other.restore_from_snapshot(saved)
+
+
+def test_without_a_position_it_is_said_that_data_begins_anew(caplog):
+  caplog.set_level('WARNING')
+  cls = with_fields({'input_checkpointing_enabled': False})
+  first = make(cls)
+  steps(first, 1)
+  assert 'The position of Examples cannot be saved' in caplog.text
+  saved = jax.device_get(first.snapshot_state())
+  first._close_input()
+  assert 'input' not in saved
+  make(cls).restore_from_snapshot(saved)
+  assert 'sees again what it had seen' in caplog.text
+
+
+def test_an_input_that_ends_ends_training_with_an_error():
+  cls = with_fields({'repeat': False})
+  experiment = make(cls)
+  with pytest.raises(ValueError, match='train_input ended'):
+    steps(experiment, 5)
+
+
+def test_devices_in_an_order_of_ones_own():
+  experiment = make(with_fields({'custom_device_order': (1, 0)}))
+  feed = experiment._open_input(None)
+  batch = next(feed)
+  feed.close()
+  rows = next(Examples(batch_size=ROWS, is_training=True)).x
+  held = {
+    s.device.id: np.asarray(s.data) for s in batch['x'].addressable_shards
+  }
+  np.testing.assert_array_equal(held[1], rows[:8])
+  np.testing.assert_array_equal(held[0], rows[8:])
+
+
+@pytest.mark.parametrize('order', [(0,), (0, 2), (0, 1, 2)])
+def test_an_order_of_other_devices(order):
+  partitioner = partitioning.Partitioner(
+    partitioning.make_mesh(None), partitioning.get_rules('ddp')
+  )
+  with pytest.raises(ValueError, match=r'custom_device_order is .*: \[0, 1\]'):
+    partitioner.put_batch({'x': np.zeros(4)}, order)
+
+
+# Evaluation.
+
+
+def test_an_evaluation_on_one_epoch():
+  experiment = make(mode='eval')
+  state = jax.device_get(experiment.state)
+  expected = regression.expected_loss(state, regression.examples(0, 50))
+  for _ in range(2):
+    scalars = regression.evaluate(experiment)
+    assert scalars['loss'] == pytest.approx(expected, rel=1e-5)
+    assert scalars['rows'] == pytest.approx(50 / 4)
+
+
+def rolling_losses(experiment, numbers):
+  found = []
+  for number in numbers:
+    experiment.num_evaluated = number
+    found.append(regression.evaluate(experiment)['loss'])
+  return found
+
+
+def test_evaluations_that_roll_on():
+  cls = with_fields(evaluation={'eval_loop_num_batches': 2})
+  experiment = make(cls, 'eval')
+  state = jax.device_get(experiment.state)
+  data = regression.examples(0, 50)
+  found = rolling_losses(experiment, range(4))
+  for number, loss in enumerate(found):
+    rows = np.arange(number * 2 * ROWS, (number + 1) * 2 * ROWS) % 50
+    batch = {name: x[rows] for name, x in data.items()}
+    assert loss == pytest.approx(
+      regression.expected_loss(state, batch), rel=1e-5
+    )
+  # After a restart, where they would have come to.
+  assert rolling_losses(make(cls, 'eval'), [2, 3]) == found[2:]
