@@ -115,9 +115,19 @@ def test_imports_go_down(path):
       continue
     same_package = imported.split('.')[0] == name.split('.')[0]
     both_leaves = name in LEAVES and imported in LEAVES
-    assert same_package or both_leaves or step_of(imported) < step_of(name), (
-      f'jaxline.{name} imports jaxline.{imported}'
-    )
+    # A program stands above everything.
+    is_program = name.endswith('.__main__')
+    assert (
+      same_package
+      or both_leaves
+      or is_program
+      or step_of(imported) < step_of(name)
+    ), f'jaxline.{name} imports jaxline.{imported}'
+
+
+@by_path
+def test_nobody_imports_a_program(path):
+  assert not [n for n in library_imports(path) if n.endswith('__main__')]
 
 
 def test_exceptions_are_still_needed():
@@ -165,9 +175,21 @@ def test_examples_do_not_import_each_other():
 # Which room knows what.
 
 
+# Lets Grain, which has flags of its own, do without their having been parsed.
+MARKS_FLAGS = 'inputs.indexed'
+
+
 @by_path
 def test_only_the_platform_reads_flags(path):
   if room(path) == 'platform':
+    return
+  if room(path) == MARKS_FLAGS:
+    used = {
+      node.attr
+      for node in ast.walk(tree_of(path))
+      if isinstance(node, ast.Attribute) and name_of(node.value) == 'FLAGS'
+    }
+    assert used == {'is_parsed', 'mark_as_parsed'}
     return
   for name in imports(path):
     assert name not in ('absl.flags', 'absl.app'), path

@@ -359,6 +359,52 @@ def test_killed_at_any_instant(tmp_path, undisturbed):
   assert left_by(tmp_path) == undisturbed
 
 
+ROLLING = '--config.experiment_kwargs.rolling=True'
+
+
+def workers_of(run_dir):
+  """Returns the ids of the processes that a run in a directory has left."""
+  found = []
+  for entry in pathlib.Path('/proc').iterdir():
+    try:
+      environment = (entry / 'environ').read_bytes()
+    except OSError:  # It has ended, or is no process.
+      continue
+    if f'SURVIVOR_DIR={run_dir}'.encode() in environment.split(b'\0'):
+      found.append(int(entry.name))
+  return found
+
+
+@pytest.mark.timeout(400)
+def test_killed_with_workers_and_a_rolling_evaluation(tmp_path, monkeypatch):
+  straight, killed = tmp_path / 'straight', tmp_path / 'killed'
+  finished(straight, ROLLING)
+  expected = left_by(straight)
+  monkeypatch.setenv('SURVIVOR_DIR', str(killed))
+  for saves in (2, 3, 2, None):
+    before = newest(killed)
+    run = Run(killed, ROLLING, faults={'num_workers': 2})
+    try:
+      if saves:
+        assert run.wait_for_save('latest', saves), run.log
+        assert len(workers_of(killed)) >= 3
+        run.kill()
+      else:
+        assert run.end() == 0, run.log
+    finally:
+      run.kill()
+    check_resumed(run, before)
+    # Of Grain's workers none outlives the run; they look, and leave.
+    deadline = time.monotonic() + 20
+    while (left := workers_of(killed)) and time.monotonic() < deadline:
+      time.sleep(0.1)
+    assert left == []
+  assert left_by(killed) == expected
+  # Each evaluation had other rows than the one before.
+  curve = expected['eval curve']
+  assert len({r['loss'] for r in curve}) == len(curve)
+
+
 def test_what_a_checkpoint_says_was_done_is_logged(tmp_path, start):
   run = start(tmp_path, faults={'write_secs': 0.1})
   assert run.wait_for('Saved .*/latest/6')

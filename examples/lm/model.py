@@ -24,6 +24,8 @@ from jaxline import partitioning
 
 Params = dict[str, dict[str, Any]]
 Cache = tuple[jax.Array, jax.Array]
+# Documents of the queries and of the keys; see `attend`.
+Segments = tuple[jax.Array, jax.Array] | None
 
 _CHOICES = {
   'positions': ('rotary', 'learned'),
@@ -205,6 +207,7 @@ def attend(
   k_BMHK: jax.Array,
   v_BMHK: jax.Array,
   offset: int | jax.Array = 0,
+  segments: Segments = None,
 ) -> jax.Array:
   """Causal attention of L queries over M keys.
 
@@ -213,6 +216,8 @@ def attend(
     k_BMHK: keys, at positions 0 to M - 1.
     v_BMHK: values.
     offset: position of the first query.
+    segments: which document each query [B, L] and each key [B, M] is of; none
+      sees another one. None is one document a row.
 
   Returns:
     [B, L, H, K], in the dtype of `v_BMHK`.
@@ -220,7 +225,10 @@ def attend(
   length, keys = q_BLHK.shape[1], k_BMHK.shape[1]
   scores = _einsum('BLHK,BMHK->BHLM', q_BLHK * q_BLHK.shape[-1] ** -0.5, k_BMHK)
   seen_LM = offset + jnp.arange(length)[:, None] >= jnp.arange(keys)[None, :]
-  scores = jnp.where(seen_LM[None, None], scores, -jnp.inf)
+  seen = seen_LM[None, None]
+  if segments is not None:
+    seen = seen & (segments[0][:, None, :, None] == segments[1][:, None, None])
+  scores = jnp.where(seen, scores, -jnp.inf)
   # Dividing after the product instead of before touches L x K numbers, not
   # L x M; the maximum only guards the range, so no gradient belongs to it.
   top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
@@ -235,6 +243,7 @@ def causal_attention(
   k_BLHK: jax.Array,
   v_BLHK: jax.Array,
   implementation: str,
+  segment_ids_BL: jax.Array | None = None,
 ) -> jax.Array:
   """Causal attention of a sequence over itself.
 
@@ -243,24 +252,34 @@ def causal_attention(
     k_BLHK: keys.
     v_BLHK: values.
     implementation: see `ModelConfig.attention`.
+    segment_ids_BL: the document that each token is of; None is one a row.
 
   Returns:
     [B, L, H, K].
   """
+  ids = segment_ids_BL
   if implementation != 'einsum':
+    same_BLL = None if ids is None else ids[:, :, None] == ids[:, None, :]
     return jax.nn.dot_product_attention(
       q_BLHK,
       k_BLHK,
       v_BLHK,
+      mask=None if same_BLL is None else same_BLL[:, None],
       is_causal=True,
       implementation=cast(Literal['xla', 'cudnn'], implementation),
     )
   # The first half of the queries never sees the second half of the keys.
   half = q_BLHK.shape[1] // 2
   if half < 64:
-    return attend(q_BLHK, k_BLHK, v_BLHK)
-  first = attend(q_BLHK[:, :half], k_BLHK[:, :half], v_BLHK[:, :half])
-  second = attend(q_BLHK[:, half:], k_BLHK, v_BLHK, offset=half)
+    both = None if ids is None else (ids, ids)
+    return attend(q_BLHK, k_BLHK, v_BLHK, segments=both)
+  early = late = None
+  if ids is not None:
+    early, late = (ids[:, :half], ids[:, :half]), (ids[:, half:], ids)
+  first = attend(
+    q_BLHK[:, :half], k_BLHK[:, :half], v_BLHK[:, :half], segments=early
+  )
+  second = attend(q_BLHK[:, half:], k_BLHK, v_BLHK, half, late)
   return jnp.concatenate([first, second], axis=1)
 
 
@@ -288,6 +307,7 @@ class Attention(hk.Module):
     angles_LK: jax.Array | None,
     cache: Cache | None = None,
     start: int | jax.Array = 0,
+    segment_ids_BL: jax.Array | None = None,
   ) -> tuple[jax.Array, Cache | None]:
     """Returns [B, L, D], and the cache with the new keys and values in it.
 
@@ -296,6 +316,7 @@ class Attention(hk.Module):
       angles_LK: rotary angles of its positions; None leaves q and k unturned.
       cache: keys and values, [B, M, H, K] each, right up to `start`.
       start: where the new keys and values belong in the cache.
+      segment_ids_BL: documents, as for `causal_attention`; without a cache.
     """
     c = self._config
     heads = (c.num_heads, c.head_dim)
@@ -319,7 +340,7 @@ class Attention(hk.Module):
     if angles_LK is not None:
       q, k = rotate(q, angles_LK), rotate(k, angles_LK)
     if cache is None:
-      mixed = causal_attention(q, k, v, c.attention)
+      mixed = causal_attention(q, k, v, c.attention, segment_ids_BL)
     else:
       k = jax.lax.dynamic_update_slice_in_dim(cache[0], k, start, axis=1)
       v = jax.lax.dynamic_update_slice_in_dim(cache[1], v, start, axis=1)
@@ -369,9 +390,18 @@ class Embedding(hk.Module):
     self._config = config
 
   def __call__(
-    self, tokens_BL: jax.Array, start: int | jax.Array
+    self,
+    tokens_BL: jax.Array,
+    start: int | jax.Array,
+    positions_BL: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns the embedded tokens [B, L, D], and the table [V, D]."""
+    """Returns the embedded tokens [B, L, D], and the table [V, D].
+
+    Args:
+      tokens_BL: integers below `vocab_size`.
+      start: position of the first.
+      positions_BL: the position of each; None counts from `start`.
+    """
     c = self._config
     # Small, because the table is also the output layer: logits start near 0.
     table_VD = weight(
@@ -382,9 +412,12 @@ class Embedding(hk.Module):
       table_MD = weight(
         'positions', (c.max_length, c.embed_dim), ('length', 'embed'), 0.02
       )
-      x_BLD += jax.lax.dynamic_slice_in_dim(
-        table_MD, start, tokens_BL.shape[1]
-      )[None]
+      if positions_BL is None:
+        x_BLD += jax.lax.dynamic_slice_in_dim(
+          table_MD, start, tokens_BL.shape[1]
+        )[None]
+      else:
+        x_BLD += table_MD[positions_BL]
     return x_BLD.astype(c.dtype), table_VD
 
 
@@ -395,6 +428,8 @@ def _forward(
   is_training: bool,
   cache: Cache | None = None,
   start: int | jax.Array = 0,
+  segment_ids_BL: jax.Array | None = None,
+  positions_BL: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Cache | None]:
   """Runs all but the output layer; a Haiku function.
 
@@ -404,6 +439,10 @@ def _forward(
     is_training: whether to drop out.
     cache: keys and values of all layers, [N, B, M, H, K] each.
     start: position of the first token.
+    segment_ids_BL: the document that each token is of; None is one a row.
+    positions_BL: the position of each token in its document, for learned
+      positions; None counts from `start`. (Rotary ones know differences only,
+      which are the same.)
 
   Returns:
     Normalised output [B, L, D], the embedding table [V, D], and the cache.
@@ -423,7 +462,11 @@ def _forward(
 
   def layer(x: jax.Array, *cache: Any) -> tuple[jax.Array, Cache | None]:
     mixed, new_cache = Attention(config)(
-      RMSNorm('attention_norm')(x), angles_LK, cache or None, start
+      RMSNorm('attention_norm')(x),
+      angles_LK,
+      cache or None,
+      start,
+      segment_ids_BL,
     )
     x += drop(mixed)
     x += drop(FeedForward(config)(RMSNorm('feed_forward_norm')(x)))
@@ -435,7 +478,7 @@ def _forward(
     angles_LK = rotary_angles(start + jnp.arange(length), config.head_dim)
   if config.remat != 'none':
     layer = hk.remat(layer, policy=_REMAT_POLICIES[config.remat])
-  x_BLD, table_VD = Embedding(config)(tokens_BL, start)
+  x_BLD, table_VD = Embedding(config)(tokens_BL, start, positions_BL)
   x_BLD = partitioning.constrain(drop(x_BLD), ('batch', 'length', 'embed'))
   x_BLD, cache = hk.layer_stack(
     config.num_layers,
@@ -607,6 +650,8 @@ def loss(
   *,
   rng: jax.Array | None = None,
   is_training: bool = False,
+  segment_ids_BL: jax.Array | None = None,
+  positions_BL: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the summed cross entropy, in nats, and the summed weights.
 
@@ -621,6 +666,9 @@ def loss(
     config: the model.
     rng: a key for dropout; needed where it is on.
     is_training: whether to drop out.
+    segment_ids_BL: the document that each token is of, where rows hold several:
+      none sees another. None is one a row.
+    positions_BL: the position of each token in its document.
 
   Returns:
     Two float32 scalars.
@@ -635,7 +683,12 @@ def loss(
       f' {config.loss_chunks} for {tokens_BL.shape[1]} tokens.'
     )
   x_BLD, table_VD, _ = _transformed(config).apply(
-    params, rng, tokens_BL, is_training=is_training
+    params,
+    rng,
+    tokens_BL,
+    is_training=is_training,
+    segment_ids_BL=segment_ids_BL,
+    positions_BL=positions_BL,
   )
   weights_BL = jax.lax.stop_gradient(weights_BL)
   args = (x_BLD, table_VD, targets_BL, weights_BL)

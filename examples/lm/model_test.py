@@ -162,6 +162,49 @@ def test_attention_matches_an_independent_program(length, implementation):
       np.testing.assert_allclose(actual[b, :, h], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize('length', [6, 160])
+@pytest.mark.parametrize('implementation', ['einsum', 'xla'])
+def test_attention_stays_within_its_segment(length, implementation):
+  rng = np.random.default_rng(0)
+  q, k, v = rng.normal(size=(3, 1, length, 2, 8)).astype(np.float32)
+  # Three documents, of which the second lies in both halves.
+  ends = [length // 3, length // 3 * 2, length]
+  ids = np.repeat([1, 2, 3], np.diff([0, *ends]))[None]
+  actual = _jit(model.causal_attention, static_argnums=3)(
+    *map(jnp.asarray, (q, k, v)), implementation, jnp.asarray(ids)
+  )
+  for h in range(2):
+    alone = [
+      _numpy_attention(*(x[0, start:end, h] for x in (q, k, v)))
+      for start, end in zip([0, *ends], ends, strict=False)
+    ]
+    np.testing.assert_allclose(actual[0, :, h], np.vstack(alone), atol=1e-5)
+
+
+@pytest.mark.parametrize('name', VARIANTS)
+def test_documents_packed_into_a_row_cost_what_they_cost_alone(name):
+  config = VARIANTS[name]
+  params = _params(config)
+  lengths = (5, 1, 6)
+  tokens = [_tokens(config, 1, n, seed=n) for n in lengths]
+  targets = [_tokens(config, 1, n, seed=n + 20) for n in lengths]
+  loss = _jit(model.loss, static_argnums=4)
+  alone = sum(
+    loss(params, x, y, jnp.ones(x.shape), config)[0]
+    for x, y in zip(tokens, targets, strict=True)
+  )
+  packed = [jnp.concatenate(x, axis=1) for x in (tokens, targets)]
+  args = (params, *packed, jnp.ones((1, 12)), config)
+  total, weight = loss(
+    *args,
+    segment_ids_BL=jnp.repeat(jnp.arange(1, 4), np.array(lengths))[None],
+    positions_BL=jnp.concatenate([jnp.arange(n) for n in lengths])[None],
+  )
+  assert weight == 12
+  np.testing.assert_allclose(total, alone, rtol=1e-5)
+  assert abs(loss(*args)[0] - alone) > 0.01  # Unless they see each other.
+
+
 def test_parameter_count_and_axes():
   d, f, v, n = TINY.embed_dim, TINY.mlp_dim, TINY.vocab_size, TINY.num_layers
   counts = {
