@@ -1,14 +1,16 @@
 """Experiments on several processes, as test_durable_multiprocess.py runs them.
 
 Arguments: coordinator's address, number of processes, this process, the style
-('sharded' or 'per_device'), and then the command line of `platform.main`.
+('sharded', 'per_device' or 'fed'), and then `platform.main`'s command line.
 
 The environment's MULTI_FAULT, 'PROCESS:PLACE:STEP:WHAT' or several of them with
 commas between, says what befalls which process where: see `fault`. (Not the
 config: a run with another config would be another run.) MULTI_STEP_SECS is how
 long a step takes at least, MULTI_HEARTBEAT_SECS JAX's patience with a process.
+MULTI_WORKERS is how many processes read for each of the 'fed' style.
 """
 
+import dataclasses
 import json
 import os
 import signal
@@ -24,11 +26,16 @@ import numpy as np
 import optax
 
 from jaxline import experiment
+from jaxline import metrics
 from jaxline import platform
 from jaxline import preemption
+from jaxline import sharded
 from jaxline import utils
 from jaxline.checkpoint import files
+from jaxline.inputs import base
+from jaxline.inputs import indexed
 
+WORKERS = int(os.environ.get('MULTI_WORKERS', '0'))
 SIGNALS = {
   'term': signal.SIGTERM,
   'int': signal.SIGINT,
@@ -168,6 +175,64 @@ class Sharded(Reporting, regression.Regression):
       )  # fmt: skip
 
 
+RECORDS, GLOBAL_BATCH = 41, 12
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Numbers(indexed.IndexedInput):
+  """The numbers up to 40."""
+
+  def num_records(self):
+    return RECORDS
+
+  def read(self, records, epochs):
+    return base.Batch(x=np.float32(records))
+
+
+class Fed(Reporting, sharded.ShardedExperiment):
+  """Reports which records a step or an evaluation saw, and in which rows."""
+
+  def __init__(self, mode, init_rng, config):
+    del config
+    super().__init__(mode, init_rng)
+    self.rows = GLOBAL_BATCH // jax.process_count()
+
+  def init_fn(self, rng):
+    return {'w': jnp.zeros([])}, {}
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    x, one = batch.x, jnp.ones([])
+    places = jnp.arange(1, x.shape[0] + 1, dtype=jnp.float32)
+    seen = {
+      'loss': metrics.Mean.of(jnp.square(params['w'] - x / 20), batch.weights),
+      # Whole numbers, small enough to be exact.
+      'order': metrics.Mean(jnp.sum(x * places * batch.weights), one),
+      'squares': metrics.Mean(jnp.sum(x * x * batch.weights), one),
+      'number': metrics.Mean.of(x, batch.weights),
+      'rows': metrics.Mean(batch.weights.sum(), one),
+    }
+    return seen['loss'].compute(), seen, model_state
+
+  def make_optimizer(self):
+    return optax.sgd(0.01)
+
+  def train_input(self):
+    return Numbers(batch_size=self.rows, is_training=True, num_workers=WORKERS)
+
+  def eval_input(self):
+    return Numbers(batch_size=self.rows, reset_for_eval=True)
+
+  def evaluate(self, *, global_step, rng, writer):
+    scalars = super().evaluate(global_step=global_step, rng=rng, writer=writer)
+    say('evaluated', step=int(global_step), **scalars)
+    return scalars
+
+  def _say(self, what):
+    if self.mode == 'train':
+      position = json.loads(self._position)['position']
+      say(what, step=int(self.state.step), position=position)
+
+
 class PerDevice(Reporting, experiment.AbstractExperiment):
   """Learns y = 2 x by pmap; each process counts for itself."""
 
@@ -233,7 +298,7 @@ def fault_in_saves():
   files.write_checksums = write_checksums
 
 
-CLASSES = {'sharded': Sharded, 'per_device': PerDevice}
+CLASSES = {'sharded': Sharded, 'per_device': PerDevice, 'fed': Fed}
 
 if __name__ == '__main__':
   address, num_processes, process, style, *argv = sys.argv[1:]
