@@ -6,6 +6,7 @@ pyproject.toml). Tests that are about eight devices start their own process:
 the number of devices is fixed when JAX starts.
 """
 
+from collections.abc import Iterator
 import os
 import signal
 
@@ -33,3 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
+
+
+@pytest.fixture(autouse=True, scope='session')
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+  """Keeps what is cached, such as tokens, out of the user's home."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
+    yield

@@ -42,7 +42,13 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.model.scan_layers = False  # Few layers: unrolled is a quarter faster.
 
   kwargs.files = 'stdlib'
+  kwargs.documents = 'file'
   kwargs.eval_fraction = 0.05
+  kwargs.tokenizer = 'bytes'
+  # Windows of the stream. To tell documents apart ('packed') costs attention a
+  # mask, and most windows lie within one file.
+  kwargs.packing = 'stream'
+  kwargs.cache_dir = config_dict.placeholder(str)
   # On two cores time goes with tokens, and learning with steps: many small
   # steps beat few large ones (2.4 bits per byte against 3.1 with batch 8, from
   # the same two minutes). At least one sequence for each device.

@@ -1,9 +1,9 @@
-"""A language model on bytes of text: data, loss, optimizer, a sample.
+"""A language model on text: data, loss, optimizer, a sample.
 
 Shapes: B batch, L length, T prompt.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -19,6 +19,7 @@ from jaxline import base_config
 from jaxline import metrics
 from jaxline import sharded
 from jaxline import writers
+from jaxline.inputs import base as inputs
 from jaxline.inputs import text
 
 # More held-out bytes than this take xz longer than a second or two.
@@ -32,7 +33,11 @@ class Config:
   Attributes:
     model: the transformer.
     files: 'stdlib', a folder, a glob, or a list of these.
-    eval_fraction: share of the files that is held out.
+    documents: what is held out whole: 'file', 'line' or 'jsonl'.
+    eval_fraction: share of the documents that is held out.
+    tokenizer: 'bytes', a SentencePiece '.model' or a 'tokenizer.json'.
+    packing: what a sequence is: 'stream', 'packed' or 'padded'.
+    cache_dir: where tokens are kept; None is the user's cache.
     batch_size: sequences a step, over all devices.
     length: tokens a sequence.
     eval_batch_size: sequences a batch of evaluation.
@@ -56,7 +61,11 @@ class Config:
 
   model: model.ModelConfig
   files: Any
+  documents: str
   eval_fraction: float
+  tokenizer: str
+  packing: str
+  cache_dir: str | None
   batch_size: int
   length: int
   eval_batch_size: int
@@ -77,22 +86,10 @@ class Config:
   sample_temperature: float
 
   def __post_init__(self):
-    if self.model.vocab_size < text.VOCABULARY_SIZE:
-      raise ValueError(
-        f'model.vocab_size is {self.model.vocab_size}; bytes need at least'
-        f' {text.VOCABULARY_SIZE}.'
-      )
     if self.length > self.model.max_length:
       raise ValueError(
         f'length is {self.length}, more than model.max_length'
         f' {self.model.max_length}.'
-      )
-    sample = 1 + len(text.encode(self.sample_prompt)) + self.sample_length
-    if self.sample_length < 0 or sample > self.model.max_length:
-      raise ValueError(
-        f'sample_length is {self.sample_length}; with the document token and'
-        f' sample_prompt that makes {sample} tokens, expected at most'
-        f' model.max_length, {self.model.max_length}, and no less than 0.'
       )
     if self.eval_batches is not None and self.eval_batches < 1:
       raise ValueError(
@@ -147,7 +144,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 class Experiment(sharded.ShardedExperiment):
-  """Trains a byte-level language model on files of text."""
+  """Trains a language model on files of text."""
 
   def __init__(self, mode: str, init_rng: jax.Array, config: Any):
     """Reads the text.
@@ -159,8 +156,14 @@ class Experiment(sharded.ShardedExperiment):
     """
     self.config = base_config.read(Config, config)
     self.corpus = text.load_corpus(
-      self.config.files, eval_fraction=self.config.eval_fraction
+      self.config.files,
+      documents=self.config.documents,
+      eval_fraction=self.config.eval_fraction,
+      tokenizer=self.config.tokenizer,
+      cache_dir=self.config.cache_dir,
     )
+    self.tokenizer = self.corpus.train.tokenizer
+    self._prompt_T = self._check_tokens()
     super().__init__(
       mode,
       init_rng,
@@ -182,6 +185,25 @@ class Experiment(sharded.ShardedExperiment):
       out_shardings=self.partitioner.replicated,
     )
 
+  def _check_tokens(self) -> np.ndarray:
+    """Returns the prompt's tokens; refuses a model that is too small for it."""
+    config, tokenizer = self.config, self.tokenizer
+    if config.model.vocab_size < tokenizer.vocab_size:
+      raise ValueError(
+        f'model.vocab_size is {config.model.vocab_size}; the tokenizer'
+        f' {config.tokenizer!r} needs at least {tokenizer.vocab_size}.'
+      )
+    prompt = tokenizer.encode(config.sample_prompt)
+    prompt_T = np.concatenate([[tokenizer.document_id], prompt])
+    length = len(prompt_T) + config.sample_length
+    if config.sample_length < 0 or length > config.model.max_length:
+      raise ValueError(
+        f'sample_length is {config.sample_length}; with the document token and'
+        f' sample_prompt that makes {length} tokens, expected at most'
+        f' model.max_length, {config.model.max_length}, and no less than 0.'
+      )
+    return prompt_T.astype(np.int32)
+
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
     """Returns the initial weights; the model has no other state."""
     return model.init(rng, self.config.model), {}
@@ -194,40 +216,52 @@ class Experiment(sharded.ShardedExperiment):
     rng: jax.Array,
     is_training: bool,
   ) -> sharded.LossOutput:
-    """Returns the mean cross entropy of the bytes, in nats."""
+    """Returns the mean cross entropy of the tokens, in nats."""
+    packed = self.config.packing == 'packed'
     total, weight = model.loss(
       params,
-      batch['inputs'],
-      batch['targets'],
-      batch['weights'],
+      batch.ids,
+      batch.labels,
+      batch.weights,
       self.config.model,
       rng=rng,
       is_training=is_training,
+      segment_ids_BL=batch.segment_ids if packed else None,
+      positions_BL=batch.segment_pos if packed else None,
     )
     nats = metrics.Mean(total, weight)
-    bits = metrics.Mean(total / float(np.log(2)), weight)
+    documents = self.corpus.train if is_training else self.corpus.eval
+    # Each token but the documents' own is a label once: over the whole of an
+    # evaluation this is exact.
+    tokens = documents.tokens.size - documents.num_documents
+    bytes_per_token = documents.num_bytes / tokens
+    bits = metrics.Mean(total / float(np.log(2)), weight * bytes_per_token)
     return nats.compute(), {'loss': nats, 'bits_per_byte': bits}, model_state
 
   def make_optimizer(self) -> optax.GradientTransformation:
     """Returns the optimizer of the config."""
     return make_optimizer(self.config)
 
-  def train_input(self) -> Iterator[sharded.Batch]:
-    """Returns windows of the training files, shuffled, for ever."""
-    return text.TrainInput(
-      self.corpus.train,
-      batch_size=self.config.batch_size,
+  def train_input(self) -> text.TextInput:
+    """Returns rows of the training documents, shuffled, for ever."""
+    return text.TextInput(
+      documents=self.corpus.train,
+      batch_size=inputs.per_host(self.config.batch_size),
       length=self.config.length,
-      seed=self.config.seed,
+      packing=self.config.packing,
+      input_random_seed=self.config.seed,
+      is_training=True,
     )
 
-  def eval_input(self) -> text.EvalInput:
-    """Returns the held-out files, each byte once."""
-    return text.EvalInput(
-      self.corpus.eval,
-      batch_size=self.config.eval_batch_size,
+  def eval_input(self) -> text.TextInput:
+    """Returns the held-out documents, each token once."""
+    return text.TextInput(
+      documents=self.corpus.eval,
+      batch_size=inputs.per_host(self.config.eval_batch_size),
       length=self.config.length,
+      packing=self.config.packing,
       max_batches=self.config.eval_batches,
+      reset_for_eval=True,
     )
 
   def step_scalars(
@@ -261,8 +295,6 @@ class Experiment(sharded.ShardedExperiment):
 
   def sample(self, rng: jax.Array) -> str:
     """Returns `sample_prompt` and the text with which the model goes on."""
-    prompt_T = np.concatenate(
-      [[text.DOCUMENT_TOKEN], text.encode(self.config.sample_prompt)]
-    ).astype(np.int32)
-    tokens_BT = self._generate(self.state.params, prompt_T[None], rng=rng)
-    return self.config.sample_prompt + text.decode(jax.device_get(tokens_BT)[0])
+    tokens_BT = self._generate(self.state.params, self._prompt_T[None], rng=rng)
+    new_T = jax.device_get(tokens_BT)[0]
+    return self.config.sample_prompt + self.tokenizer.decode(new_T)

@@ -82,6 +82,7 @@ def test_it_learns_reports_and_samples(config, checkpointer):
   assert set(last) == {
     'bits_per_byte',
     'grad_norm',
+    'input_wait_fraction',
     'learning_rate',
     'loss',
     'steps_per_sec',
@@ -107,19 +108,71 @@ def test_the_evaluation_is_the_mean_over_all_held_out_bytes(config):
   nats, count = 0.0, 0
   for batch in subject.eval_input():
     logits_BLV = np.asarray(
-      model.apply(subject.state.params, batch['inputs'], subject.config.model),
+      model.apply(subject.state.params, batch.ids, subject.config.model),
       np.float64,
     )
     probs = np.exp(logits_BLV - logits_BLV.max(-1, keepdims=True))
     probs /= probs.sum(-1, keepdims=True)
-    of_target = np.take_along_axis(probs, batch['targets'][..., None], -1)
-    nats -= (np.log(of_target[..., 0]) * batch['weights']).sum()
-    count += int(batch['weights'].sum())
+    of_target = np.take_along_axis(probs, batch.labels[..., None], -1)
+    nats -= (np.log(of_target[..., 0]) * batch.weights).sum()
+    count += int(batch.weights.sum())
   assert count == subject.corpus.eval.num_bytes
   assert scalars['loss'] == pytest.approx(nats / count, rel=1e-5)
   assert scalars['bits_per_byte'] == pytest.approx(
     nats / count / np.log(2), rel=1e-5
   )
+
+
+@pytest.mark.parametrize('packing', ['packed', 'padded'])
+def test_it_learns_in_rows_of_any_packing(config, packing):
+  kwargs = config.experiment_kwargs.config
+  kwargs.packing = packing
+  kwargs.model.positions = 'learned'
+  subject = make(config)
+  rng = subject.initialize_train_step_rng(jax.random.PRNGKey(1))
+  losses = [
+    float(subject.step(global_step=i, rng=rng, writer=None)['loss'])
+    for i in range(30)
+  ]
+  subject._close_input()
+  assert losses[-1] < 0.7 * losses[0]
+  # Each byte is a label once, however rows are made.
+  count = sum(float(batch.weights.sum()) for batch in subject.eval_input())
+  assert count == subject.corpus.eval.num_bytes
+
+
+def test_another_tokenizer_is_measured_by_the_bytes(config, tmp_path):
+  tokenizers = pytest.importorskip('tokenizers')
+  words = tokenizers.Tokenizer(tokenizers.models.BPE())
+  words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False)
+  words.decoder = tokenizers.decoders.ByteLevel()
+  words.train_from_iterator(
+    [LINES] * 9,
+    tokenizers.trainers.BpeTrainer(
+      vocab_size=290,
+      special_tokens=['<|endoftext|>'],
+      initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+      show_progress=False,
+    ),
+  )
+  words.save(str(tmp_path / 'words.json'))
+  kwargs = config.experiment_kwargs.config
+  kwargs.files = str(tmp_path / '*.txt')
+  kwargs.tokenizer = str(tmp_path / 'words.json')
+  with pytest.raises(ValueError, match=r'words.json.* needs at least 2\d\d'):
+    make(config, 'eval')
+  kwargs.model.vocab_size = 320
+  subject = make(config, 'eval')
+  scalars = subject.evaluate(
+    global_step=0, rng=jax.random.PRNGKey(1), writer=None
+  )
+  documents = subject.corpus.eval
+  tokens = documents.tokens.size - documents.num_documents
+  assert tokens < 0.8 * documents.num_bytes
+  assert scalars['bits_per_byte'] == pytest.approx(
+    scalars['loss'] * tokens / documents.num_bytes / np.log(2), rel=1e-5
+  )
+  assert subject.sample(jax.random.PRNGKey(2)).startswith('def ')
 
 
 def test_learning_rate():
