@@ -30,11 +30,14 @@ _BASE = [
 ]
 _IMAGE = ['scikit-learn>=1.4']
 _EXPORT = ['safetensors>=0.4']
+_TEXT = ['sentencepiece>=0.2', 'tokenizers>=0.20']
 _TEST = [
   *_IMAGE,
   *_EXPORT,
+  *_TEXT,
   'equinox>=0.13',
   'flax>=0.12',
+  'hypothesis>=6.100',
   'mypy>=1.15',
   'pytest>=8',
   'pytest-timeout>=2.3',
@@ -58,6 +61,7 @@ setuptools.setup(
     'image': _IMAGE,
     'seqio': ['seqio>=0.0.20'],
     'test': _TEST,
+    'text': _TEXT,
     'tf': ['tensorflow>=2.20'],
     'tpu': ['jax[tpu]>=0.10,<0.12'],
   },

@@ -28,6 +28,7 @@ import optax
 from configs import lm as lm_config
 from examples.lm import experiment as lm_experiment
 from examples.lm import model
+from jaxline.inputs import base
 
 # What each size changes of configs/lm.py.
 SIZES: dict[str, dict[str, Any]] = {
@@ -243,11 +244,11 @@ def compare(name: str, rounds: int, steps: int) -> float:
   key = experiment.initialize_train_step_rng(jax.random.key(1))
   placed = [
     experiment.partitioner.put_batch(
-      {
-        'inputs': x[:, :-1],
-        'targets': x[:, 1:],
-        'weights': np.ones([batch, length], np.float32),
-      }
+      base.Batch(
+        ids=x[:, :-1],
+        labels=x[:, 1:],
+        weights=np.ones([batch, length], np.float32),
+      )
     )
     for x in tokens
   ]

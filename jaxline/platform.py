@@ -217,7 +217,19 @@ def _parse_flags(argv: list[str]) -> list[str]:
     print(_help_text())
     sys.exit(0)
   try:
-    return flags.FLAGS(argv)
+    return _parse(flags.FLAGS, argv)
+  except UsageError as e:
+    _exit_with_usage(str(e))
+
+
+def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
+  """Parses flags; returns what are none, behind the program's name.
+
+  Raises:
+    UsageError: what is wrong, in a line.
+  """
+  try:
+    return values(argv)
   except (flags.Error, AttributeError, KeyError) as e:
     # The latter two are what ml_collections raises for an unknown config key,
     # one inside the other. From elsewhere they are errors of the config file.
@@ -229,7 +241,34 @@ def _parse_flags(argv: list[str]) -> list[str]:
     while isinstance(message, Exception) and message.args:
       message = message.args[0]
     prefix = '' if isinstance(e, flags.Error) else 'Unknown config key: '
-    _exit_with_usage(f'{prefix}{message}')
+    raise UsageError(f'{prefix}{message}') from e
+
+
+def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
+  """Returns the config that a command line names, for programs that run none.
+
+  Args:
+    argv: `--config=FILE` and overrides, `--config.key=value`; nothing else.
+
+  Returns:
+    The config, validated and locked; no directory is made for it.
+
+  Raises:
+    UsageError: what is wrong with the command line or the config.
+  """
+  values = flags.FlagValues()
+  argv = [sys.argv[0], *argv]
+  config_flags.DEFINE_config_file('config', flag_values=values, sys_argv=argv)
+  _, *unknown = _parse(values, argv)
+  if unknown:
+    raise UsageError(f'Unexpected arguments {unknown}.')
+  if values.config is None:
+    raise UsageError('Which run? Give --config=FILE, such as configs/lm.py.')
+  try:
+    base_config.validate_config(values.config)
+  except (OSError, ValueError) as e:
+    raise UsageError(str(e)) from e
+  return values.config.copy_and_resolve_references().lock()
 
 
 def _exit_with_usage(message: str) -> NoReturn:

@@ -1,0 +1,797 @@
+"""Looking at data: known answers, inputs that are wrong, the command."""
+
+import dataclasses
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxline import platform
+from jaxline.inputs import base
+from jaxline.inputs import indexed
+from jaxline.inputs import show
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Numbers(indexed.IndexedInput):
+  """Record r of N is the tokens r, r + 1, r + 2, which letters stand for."""
+
+  n: int = 10
+  is_training: bool = True
+  same: bool = False  # All records hold the same.
+
+  def num_records(self):
+    return self.n
+
+  def read(self, records, epochs):
+    records = 0 * records if self.same else records
+    ids = (records[:, None] + np.arange(3)).astype(np.int32)
+    return base.Batch(ids=ids, weights=np.ones(ids.shape, np.float32))
+
+  def describe_record(self, record):
+    return f'line {record}'
+
+  def ids_to_strings(self, ids, lengths, key=None):
+    assert key is None
+    return [
+      ''.join(chr(ord('a') + i) for i in row[:length])
+      for row, length in zip(ids, lengths, strict=True)
+    ]
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Counting(base.BaseInput):
+  """Numbers 0, 1, 2 ... of each host's own, or the same on all."""
+
+  own: bool = True
+  end: int = 10**6  # How many numbers there are, of each host.
+  lies: bool = False  # Its position is one too far.
+
+  def __post_init__(self):
+    super().__post_init__()
+    self.count = 0
+
+  def get_next(self):
+    if self.count >= self.end:
+      raise StopIteration
+    x = np.arange(self.count, self.count + self.batch_size)
+    self.count += self.batch_size
+    return base.Batch(x=x + 10**6 * self.infeed_host_index * self.own)
+
+  def position(self):
+    return self.count + self.lies
+
+  def set_position(self, position):
+    self.count = position
+
+
+def train(**fields):
+  return lambda: Counting(batch_size=2, is_training=True, **fields)
+
+
+def verdicts(report):
+  return {finding.name: finding.verdict for finding in report.findings}
+
+
+def said(report):
+  return ' '.join(str(report).split())
+
+
+def check(make_input, **kwargs):
+  return show.check(make_input, seconds=0.0, **{'num_batches': 5} | kwargs)
+
+
+# One batch.
+
+
+PADDED = base.Batch(
+  ids=np.int32([[5, 6, 7, 0], [8, 0, 0, 0], [0, 0, 0, 0]]),
+  # The last row fills up the batch: zeros, as `base.pad_rows` makes them.
+  paddings=np.float32([[0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 0, 0]]),
+  weights=np.float32([[0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]),
+)
+
+
+@pytest.mark.parametrize(
+  ('batch', 'tokens', 'share', 'rows'),
+  [
+    (PADDED, 4, 8 / 12, 2),
+    # By the first of these that there is: paddings, segments, weights, none.
+    ({k: PADDED[k] for k in ('ids', 'weights')}, 3, 9 / 12, 2),
+    ({'ids': PADDED.ids}, 12, 0.0, 3),
+    ({'ids': PADDED.ids, 'segment_ids': PADDED.ids}, 4, 8 / 12, 3),
+    ({'src': PADDED, 'tgt': {'ids': PADDED.ids}}, 4 + 8, 12 / 24, 2),
+    # Of inputs side by side, one has several rows a row.
+    (
+      {
+        'a': {k: x[None] for k, x in PADDED.items()},
+        'b': {'ids': PADDED.ids[:1], 'weights': PADDED.weights[:1]},
+      },
+      4 + 2,
+      10 / 16,
+      1,
+    ),
+    # No tokens: rows.
+    (
+      {'x': np.ones([4, 2]), 'weights': np.float32([1, 1, 1, 0])},
+      None,
+      1 / 4,
+      3,
+    ),
+    ({'x': np.ones([0, 2])}, None, 0.0, 0),
+  ],
+)
+def test_tokens_padding_and_rows(batch, tokens, share, rows):
+  assert show.tokens(batch) == tokens
+  assert show.padding_share(batch) == pytest.approx(share)
+  assert show.rows(batch) == rows
+
+
+def test_describe():
+  batch = {
+    'ids': np.int32([[3, 5], [0, 0]]),
+    'image': np.zeros([2, 4, 4, 3], ml_dtypes.bfloat16) + ml_dtypes.bfloat16(2),
+    'is_new': np.array([True, False]),
+    'nested': {'key': np.array([b'abc', b'd'])},
+    'none': np.ones([0, 2]),
+  }
+  table = [line.split() for line in show.describe(batch).splitlines()]
+  assert table == [
+    ['entry', 'shape', 'dtype', 'min', 'max', 'mean'],
+    ['ids', '2', 'x', '2', 'int32', '0', '5', '2'],
+    ['image', '2', 'x', '4', 'x', '4', 'x', '3', 'bfloat16', '2', '2', '2'],
+    ['is_new', '2', 'bool', 'False', 'True', '0.5'],
+    ['nested.key', '2', 'bytes24', 'first', "np.bytes_(b'abc')"],
+    ['none', '0', 'x', '2', 'float64'],
+  ]
+
+
+def test_texts_have_no_filler():
+  source = Numbers(batch_size=3)
+  assert show.texts(source, PADDED) == {'ids': ['fgh', 'i']}
+  assert show.texts(source, PADDED, 3) == {'ids': ['fgh', 'i', '']}
+  assert show.texts(source, {'x': np.ones(3)}) == {}
+  assert show.texts(Counting(batch_size=3), PADDED) == {}
+  assert show.texts(iter([PADDED]), PADDED) == {}
+
+
+def test_texts_of_nested_batches():
+  class Nested(Numbers):
+    def ids_to_strings(self, ids, lengths, key=None):
+      rows = zip(ids, lengths, strict=True)
+      return [f'{key} {row[:n].tolist()}' for row, n in rows]
+
+  nested = {'a': {k: x[None] for k, x in PADDED.items()}, 'b': {'src': PADDED}}
+  assert show.texts(Nested(batch_size=3), nested) == {
+    'a.ids': ['a [5, 6, 7]', 'a [8]'],
+    'b.src.ids': ['b/src [5, 6, 7]', 'b/src [8]'],
+  }
+
+
+# Several batches.
+
+
+def test_a_digest_never_changes():
+  # Written down: it must be the same tomorrow, and elsewhere.
+  batch = {'b': np.float32([[1, 2]]), 'a': np.int32([7])}
+  assert show.digest([batch]) == 'b7699075867a52cc'
+  assert show.digest([dict(reversed(batch.items()))]) == 'b7699075867a52cc'
+
+
+def test_a_digest_sees_everything():
+  x = np.int32([1, 2, 3, 4])
+  strings = np.array(['ab', 'c'], object)
+  different = [
+    [],
+    [{'x': x}],
+    [{'y': x}],
+    [{'x': x[::-1]}],
+    [{'x': x.reshape(2, 2)}],
+    [{'x': x.view(np.uint32)}],
+    [{'x': x}, {'x': x}],
+    [{'x': x, 'y': x}],
+    [{'x': {'y': x}}],
+    [{'x': strings}],
+    [{'x': strings[::-1]}],
+  ]
+  assert len({show.digest(batches) for batches in different}) == len(different)
+  assert show.digest([{'x': strings.copy()}]) == show.digest([{'x': strings}])
+
+
+def test_throughput_counts_what_it_reads():
+  batches = [PADDED] * 5
+  found = show.throughput(batches, seconds=1e9)
+  # The first one is not counted.
+  assert (found.batches, found.rows, found.tokens) == (4, 8, 16)
+  found = show.throughput([{'x': np.ones(3)}] * 100, seconds=1e9)
+  assert (found.batches, found.rows, found.tokens) == (99, 297, None)
+  assert 'tokens' not in str(found)
+  found = show.throughput([PADDED], seconds=1e9)
+  assert found.batches == 0
+  assert 'no second batch was read' in str(found)
+
+
+def test_throughput_in_words():
+  found = show.Throughput(
+    batches=10, rows=80, tokens=8000, seconds=2.0, first_batch_seconds=0.25
+  )
+  assert str(found) == (
+    '4,000 tokens/s, 40 rows/s, 5 batches/s; the first batch after 0.25 s'
+  )
+
+
+# Several hosts.
+
+
+@pytest.mark.parametrize(
+  'workers', [{}, {'num_threads': 2}, {'num_workers': 1}]
+)
+@pytest.mark.parametrize('num_hosts', [1, 2, 4])
+def test_records_of_a_right_input_are_read_once(num_hosts, workers):
+  # Over two epochs and more, rows come again; records of an epoch do not.
+  found = show.overlap(lambda: Numbers(batch_size=2, **workers), num_hosts, 10)
+  assert found.num_rows == (20,) * num_hosts
+  assert (found.shared_records, found.repeated_records) == (0, 0)
+  assert found.num_distinct == 10
+  assert found.verdict == show.OK
+  assert 'no record of' in str(found)
+
+
+def test_hosts_that_share_records_are_found():
+  found = show.overlap(
+    lambda: Numbers(batch_size=2, infeed_host_index=0, num_infeed_hosts=1), 3, 4
+  )
+  assert (found.shared_records, found.repeated_records) == (8, 0)
+  assert found.same_hosts == (0, 1, 2)
+  assert found.mistaken_hosts == (0, 1, 2)
+  assert found.verdict == show.WRONG
+  assert '8 records are read by several of 3 hosts, such as line' in str(found)
+  assert 'the input names a host of its own' in str(found)
+
+
+def test_records_read_twice_by_one_host_are_found():
+  class Twice(Numbers):
+    def order(self, positions):
+      return positions // 2 % self.n
+
+  found = show.overlap(lambda: Twice(batch_size=2), 2, 2)
+  assert (found.shared_records, found.repeated_records) == (0, 4)
+  assert found.verdict == show.WRONG
+  assert 'read twice in an epoch by the same host, such as line 0' in str(found)
+
+
+def test_identical_data_is_no_error():
+  found = show.overlap(lambda: Numbers(batch_size=2, same=True), 2, 4)
+  assert found.num_distinct == 1
+  assert found.verdict == show.OK
+  assert 'all rows are the same' in str(found)
+
+
+def test_rows_tell_where_records_have_no_numbers():
+  right = show.overlap(train(), 3, 4)
+  assert (right.shared_records, right.identical_across) == (None, 0)
+  assert right.verdict == show.OK
+  assert str(right) == 'no two of 24 rows of 3 hosts are identical'
+
+  wrong = show.overlap(train(own=False), 3, 4)
+  assert (wrong.identical_across, wrong.identical_within) == (8, 0)
+  assert wrong.same_hosts == (0, 1, 2)
+  assert wrong.verdict == show.WRONG
+  assert 'hosts 0, 1, 2 of 3 hosts read the same rows' in str(wrong)
+
+
+def test_some_identical_rows_are_for_people_to_judge():
+  def half(host, num_hosts):
+    del num_hosts
+    for i in range(4):
+      yield {'x': np.array([i, 100 * (host + 1) + i])}
+
+  found = show.overlap(
+    lambda: base.from_generator(half, batch_size=2, is_training=True), 2, 4
+  )
+  assert (found.identical_across, found.identical_within) == (4, 0)
+  assert found.verdict == show.LOOK
+  # Constant data, without numbers.
+  ones = show.overlap(
+    lambda: base.from_generator(
+      lambda host, num: iter([{'x': np.ones(2)}] * 4), batch_size=2
+    ),
+    2,
+    4,
+  )
+  assert ones.verdict == show.LOOK
+  assert ones.same_hosts == ()
+
+
+def test_a_plain_iterator_may_not_know_its_host():
+  def same():
+    return iter([{'x': np.arange(2) + i} for i in range(0, 8, 2)])
+
+  def own():
+    host, num_hosts = base.this_host()
+    for i in range(0, 8, 2):
+      yield {'x': (np.arange(2) + i) * num_hosts + host}
+
+  found = show.overlap(same, 2, 4)
+  assert found.verdict == show.LOOK
+  assert 'only if it asks base.this_host()' in str(found)
+  assert show.overlap(own, 2, 4).verdict == show.OK
+
+
+def test_weights_and_rows_that_fill_do_not_count():
+  def rows(host, num_hosts):
+    del num_hosts
+    # The same row twice, in different company; then one that fills.
+    yield {'x': np.array([1, 1, 0]), 'weights': np.float32([1, 1 + host, 0])}
+
+  found = show.overlap(lambda: base.from_generator(rows, batch_size=3), 2, 1)
+  assert found.num_rows == (2, 2)
+  assert (found.identical_across, found.identical_within) == (1, 2)
+
+
+# All checks.
+
+
+def test_a_right_input_passes():
+  report = check(lambda: Numbers(batch_size=2, n=1000), num_hosts=4)
+  assert report.ok
+  assert verdicts(report) == {'rows': 'ok', 'resume': 'ok', 'position': 'ok'}
+  assert len(set(report.digests)) == 4
+  assert max(map(len, str(report).splitlines())) <= show.WIDTH
+  with base.pretend_host(3, 4):
+    source = Numbers(batch_size=2, n=1000)
+  assert show.digest(next(source) for _ in range(5)) == report.digests[3]
+
+
+@pytest.mark.parametrize('n', [1, 7, 8, 10])
+@pytest.mark.parametrize('num_hosts', [1, 3])
+def test_one_epoch_is_counted(n, num_hosts):
+  report = check(
+    lambda: Numbers(
+      batch_size=2,
+      n=n,
+      is_training=False,
+      reset_for_eval=True,
+      eval_loop_num_batches=None,
+    ),
+    num_hosts=num_hosts,
+    num_batches=1,
+  )
+  assert report.ok, report
+  batches = -(-n // (2 * num_hosts))
+  text = next(f.text for f in report.findings if f.name == 'epoch')
+  assert text == (
+    f'{batches} batches on each host; in all, {n} rows of'
+    f' {batches * 2 * num_hosts}, and weights of {3 * n};'
+    f' {n} records, of which 0 are not read'
+  )
+  rows = batches * 2 * num_hosts
+  assert report.padding_share == pytest.approx((rows - n) / rows)
+
+
+@pytest.mark.parametrize('num_hosts', [1, 2])
+def test_a_record_without_weight_is_read_all_the_same(num_hosts):
+  # And is none of the rows that fill, for which the first record stands in.
+  class Empty(Numbers):
+    def read(self, records, epochs):
+      batch = super().read(records, epochs)
+      return batch | {'weights': batch.weights * (records > 0)[:, None]}
+
+  report = check(
+    lambda: Empty(
+      batch_size=1,
+      n=3,
+      shuffle=False,
+      is_training=False,
+      reset_for_eval=True,
+      eval_loop_num_batches=None,
+    ),
+    num_hosts=num_hosts,
+  )
+  assert report.ok
+  assert '2 rows of' in said(report)
+  assert '3 records, of which 0 are not read' in said(report)
+
+
+def test_records_that_are_left_out_are_found():
+  class Less(Numbers):
+    def order(self, positions):
+      return positions // 2
+
+  report = check(
+    lambda: Less(
+      batch_size=2,
+      is_training=False,
+      reset_for_eval=True,
+      eval_loop_num_batches=None,
+    )
+  )
+  assert verdicts(report)['epoch'] == show.WRONG
+  assert '10 records, of which 5 are not read' in said(report)
+
+
+def test_unequal_numbers_of_batches_are_found():
+  def make():
+    _, num_hosts = base.this_host()
+    source = Counting(batch_size=2, reset_for_eval=True)
+    source.end = 8 + 2 * source.infeed_host_index * (num_hosts > 1)
+    return source
+
+  assert check(make, num_hosts=1).ok
+  report = check(make, num_batches=1)
+  assert verdicts(report)['epoch'] == show.WRONG
+  assert 'have 4, 5 batches' in said(report)
+  # Also where only one of them ends within what is read.
+  report = check(make, num_batches=1, max_batches=4)
+  assert 'have 4, 4 or more batches' in said(report)
+  report = check(make, num_batches=1, max_batches=3)
+  assert verdicts(report)['epoch'] == show.LOOK
+  # And in training, where nobody asked for an end.
+  report = check(lambda: train(end=4 + 6 * base.this_host()[0])())
+  assert 'have 2, 5 or more batches' in said(report)
+
+
+def test_no_data_is_found():
+  report = check(train(end=0))
+  assert report.num_batches == 0
+  assert verdicts(report)['epoch'] == show.WRONG
+  assert 'there is no data' in said(report)
+
+
+def test_a_position_that_lies_is_found():
+  assert check(train()).ok
+  report = check(train(lies=True))
+  assert verdicts(report)['resume'] == show.WRONG
+  assert 'after 5 batches gave another batch number 5' in said(report)
+
+
+def test_going_back_is_checked_too():
+  class Forward(Counting):
+    def set_position(self, position):
+      self.count = max(self.count, position)
+
+  report = check(lambda: Forward(batch_size=2, is_training=True))
+  assert 'after 1 batches gave another batch number 1' in said(report)
+
+
+def test_a_state_that_is_refused_is_found():
+  class Random(Counting):
+    def identity(self):
+      return {**super().identity(), 'data': os.urandom(4).hex()}
+
+  report = check(lambda: Random(batch_size=2, is_training=True))
+  assert verdicts(report)['resume'] == show.WRONG
+  assert 'refuses the state after 5 batches: Random cannot go on' in said(
+    report
+  )
+
+
+def test_resuming_that_cannot_be_judged():
+  report = check(
+    lambda: Counting(
+      batch_size=2, is_training=True, input_checkpointing_enabled=False
+    )
+  )
+  assert verdicts(report)['resume'] == show.LOOK
+  report = check(lambda: Numbers(batch_size=2, same=True))
+  assert verdicts(report)['resume'] == show.LOOK
+  assert 'all batches are the same' in said(report)
+
+
+def test_a_plain_iterator_that_saves_its_position():
+  class Plain:
+    def __init__(self, step):
+      self.state = {'count': np.zeros([], np.int64)}
+      self.step = step
+
+    def __iter__(self):
+      return self
+
+    def __next__(self):
+      self.state['count'] += 2
+      return {'x': np.arange(2) + self.state['count']}
+
+    def get_state(self):
+      return self.state
+
+    def set_state(self, state):
+      self.state = {'count': state['count'] + self.step}
+
+  assert verdicts(check(lambda: Plain(0)))['resume'] == show.OK
+  assert verdicts(check(lambda: Plain(2)))['resume'] == show.WRONG
+
+
+def test_positions_that_differ_are_found():
+  class Own(Numbers):
+    def position(self):
+      return {'records': self._given // (1 + self.infeed_host_index)}
+
+  report = check(lambda: Own(batch_size=2))
+  assert verdicts(report)['position'] == show.WRONG
+
+
+def test_hosts_that_are_refused():
+  report = check(
+    lambda: base.from_generator(
+      lambda: ({'x': np.arange(2) + 2 * i} for i in range(100)),
+      batch_size=2,
+      is_training=True,
+    )
+  )
+  assert report.ok
+  assert report.findings[0].verdict == show.LOOK
+  assert 'all hosts would read the same' in report.findings[0].text
+  assert len(report.digests) == 1
+
+  # Hosts that draw an order at each start must be real ones to agree on it.
+  report = check(
+    lambda: Numbers(batch_size=2, input_checkpointing_enabled=False)
+  )
+  assert report.ok
+  assert 'could not agree on an order' in report.findings[0].text
+
+
+# The command, as a process.
+
+
+EXPERIMENT = '''
+import dataclasses
+
+import numpy as np
+
+from jaxline import sharded
+from jaxline.inputs import base
+from tests import test_inputs_show
+
+
+class Experiment(sharded.ShardedExperiment):
+
+  def __init__(self, mode, init_rng, batch_size, fault, mesh):
+    super().__init__(mode, init_rng, mesh=mesh)
+    self.batch_size, self.fault = batch_size, fault
+
+  def init_fn(self, rng):
+    raise AssertionError('The weights were made.')
+
+  make_optimizer = loss_fn = init_fn
+
+  def train_input(self):
+    index, count = base.this_host()
+    if self.batch_size % count:
+      raise ValueError(f'batch_size is {self.batch_size}, for {count} hosts.')
+    if self.fault == 'read':
+      raise KeyError('in code of the user')
+    return test_inputs_show.Numbers(
+      name='numbers',
+      batch_size=self.batch_size // count,
+      shuffle=False,
+      n=20,
+      infeed_host_index=0 if self.fault == 'hosts' else index,
+      num_infeed_hosts=1 if self.fault == 'hosts' else count,
+    )
+
+  def eval_input(self):
+    assert self.mode == 'eval'
+    return [{'x': np.arange(3) + 3 * base.this_host()[0]}]
+
+
+class Old:
+  """Has no inputs."""
+'''
+
+CONFIG = """
+from jaxline import base_config
+
+
+def get_config():
+  config = base_config.get_base_config()
+  config.experiment_class = 'looked_at:Experiment'
+  config.experiment_kwargs.batch_size = 8
+  config.experiment_kwargs.fault = ''
+  config.experiment_kwargs.mesh = {'data': 2}
+  return config
+"""
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  path = tmp_path_factory.mktemp('show')
+  (path / 'looked_at.py').write_text(EXPERIMENT)
+  (path / 'config.py').write_text(CONFIG)
+  return path
+
+
+def command(folder, *args):
+  # conftest has put two CPU devices into XLA_FLAGS.
+  return subprocess.run(
+    [sys.executable, '-m', 'jaxline.inputs', *args],
+    cwd=folder,
+    env=os.environ | {'PYTHONPATH': f'{ROOT}{os.pathsep}{folder}'},
+    capture_output=True,
+    text=True,
+    timeout=120,
+    stdin=subprocess.DEVNULL,
+  )
+
+
+def shown(folder, *args):
+  return command(
+    folder, 'show', '--config=config.py', '--seconds=0.01', '--batches=3', *args
+  )
+
+
+def test_command(folder):
+  result = shown(folder, '-n', '1')
+  assert (result.returncode, result.stderr) == (0, '')
+  lines = result.stdout.splitlines()
+  first = "Numbers 'numbers': 8 rows a batch, 8 over all hosts, for host 0 of 1"
+  assert lines[0] == first
+  assert lines[2:8] == [
+    'batch 0',
+    'entry    shape  dtype    min  max  mean',
+    'ids      8 x 3  int32      0    9   4.5',
+    'weights  8 x 3  float32    1    1     1',
+    "row 0 of ids: 'abc'",
+    "row 1 of ids: 'bcd'",
+  ]
+  assert 'batch 1' not in lines
+  assert 'digest of the first 3 batches' in lines
+  assert sum('  host ' in line for line in lines) == 2
+  assert 'no record of 24 rows of 2 hosts is read twice' in result.stdout
+  assert 'tokens/s' in lines[-1]
+  assert 'WRONG' not in result.stdout
+  assert max(map(len, lines)) <= show.WIDTH
+  assert not list(folder.glob('**/checkpoints'))
+
+
+def test_command_as_another_host(folder):
+  result = shown(
+    folder,
+    '--host=1/4',
+    '--config.experiment_kwargs.batch_size=16',
+    '-n1',
+  )
+  assert (result.returncode, result.stderr) == (0, '')
+  assert '4 rows a batch, 16 over all hosts, for host 1 of 4' in result.stdout
+  assert "row 0 of ids: 'efg'" in result.stdout  # Global row 4.
+  assert '48 rows of 4 hosts' in result.stdout
+
+
+def test_command_on_evaluation(folder):
+  result = shown(folder, '--split=eval', '--hosts', '3')
+  assert (result.returncode, result.stderr) == (0, '')
+  assert 'list, no BaseInput, for host 0 of 3' in result.stdout
+  assert '1 batches on each host; in all, 9 rows of 9' in result.stdout
+  assert 'begins anew with each evaluation' in result.stdout
+
+
+@pytest.mark.parametrize('split', ['train', 'eval'])
+def test_command_on_the_language_model(split):
+  result = command(
+    ROOT,
+    'show',
+    '--config=configs/lm.py',
+    f'--split={split}',
+    '--host=1/2',
+    '--seconds=0.01',
+    '-n1',
+  )
+  assert (result.returncode, result.stderr) == (0, '')
+  assert 'row 0 of ids: ' in result.stdout
+  for line in (
+    '^ok     rows     no record of .* rows of 2 hosts is read twice$',
+    '^ok     resume   a new input goes on exactly',
+    '^ok     position the same on all hosts$',
+  ):
+    assert re.search(line, result.stdout, re.MULTILINE)
+  assert ('of which 0 are not read' in said(result.stdout)) == (split == 'eval')
+
+
+def test_command_finds_hosts_that_read_the_same(folder):
+  result = shown(folder, '-n0', '--config.experiment_kwargs.fault=hosts')
+  assert (result.returncode, result.stderr) == (1, '')
+  assert 'WRONG  rows     12 records are read by several of 2' in result.stdout
+
+
+def test_command_leaves_an_error_in_the_data_its_traceback(folder):
+  result = shown(folder, '--config.experiment_kwargs.fault=read')
+  assert result.returncode == 1
+  assert 'in train_input' in result.stderr
+
+
+# ml_collections loads the config file in a way that Python will drop.
+loads_config = pytest.mark.filterwarnings('ignore:the load_module')
+
+
+@loads_config
+@pytest.mark.parametrize(
+  ('args', 'words'),
+  [
+    ([], 'Give --config=FILE'),
+    (['--config=nope.py'], 'No such file or directory'),
+    (['--config=config.py', 'more'], "Unexpected arguments ['more']"),
+    (['--config=config.py', '--hots=3'], "Unknown command line flag 'hots'"),
+    (
+      ['--config=config.py', '--config.experiment_kwargs.batch_sizes=3'],
+      "Unknown config key: 'batch_sizes' Did you mean",
+    ),
+    (
+      ['--config=config.py', '--config.interval_type=days'],
+      "config.interval_type is 'days'; expected",
+    ),
+    (
+      ['--config=config.py', '--config.experiment_class=looked_at:Other'],
+      "looked_at has no 'Other'; its classes are",
+    ),
+    (
+      ['--config=config.py', '--config.experiment_class=looked_at:Old'],
+      'looked_at:Old has no train_input(): experiments in the per-device',
+    ),
+    (
+      ['--config=config.py', '--hosts=3'],
+      'As host 0 of 3: batch_size is 8, for 3 hosts.',
+    ),
+    (
+      ['--config=config.py', '--host=0/2', '--hosts=4'],
+      '--host 0/2 is one of 2 hosts, but --hosts is 4',
+    ),
+    (['--config=config.py', '--host=2/2'], "'2/2' is no host"),
+    (['--config=config.py', '--host=two'], "'two' is no host"),
+    (['--config=config.py', '-n', 'x'], "'x'; expected an integer of at least"),
+  ],
+  ids=str,
+)
+def test_wrong_usage(folder, args, words, monkeypatch, capsys):
+  # In this process, for the time's sake: another one takes seconds.
+  from jaxline.inputs import __main__ as program
+
+  monkeypatch.chdir(folder)
+  monkeypatch.syspath_prepend(str(folder))
+  try:
+    status = program.main(['show', *args])
+  except SystemExit as e:
+    status = e.code  # How argparse leaves.
+  assert status == 2
+  assert words in capsys.readouterr().err
+
+
+def test_wrong_usage_as_a_process(folder):
+  result = command(folder, 'show', '--config=nope.py')
+  assert (result.returncode, result.stdout) == (2, '')
+  assert len(result.stderr.splitlines()) == 1
+  assert command(folder, 'list').returncode == 2
+  result = command(folder, 'show', '--help')
+  assert result.returncode == 0
+  assert '--config.key=value' in result.stdout
+
+
+def test_more_devices_than_there_are(folder):
+  args = ('-n0', '--config.experiment_kwargs.mesh.data=4')
+  result = shown(folder, *args)
+  assert result.returncode == 2
+  result = shown(folder, *args, '--devices=4')
+  assert (result.returncode, result.stderr) == (0, '')
+
+
+# What the command loads its config with.
+
+
+@loads_config
+def test_load_config(folder):
+  path = folder / 'config.py'
+  config = platform.load_config(
+    [f'--config={path}', '--config.experiment_kwargs.batch_size', '3']
+  )
+  assert config.experiment_kwargs.batch_size == 3
+  assert config.checkpoint_dir is None
+  assert config.is_locked
+  # Another one is not touched by it.
+  config = platform.load_config([f'--config={path}'])
+  assert config.experiment_kwargs.batch_size == 8
