@@ -153,6 +153,22 @@ def this_host() -> tuple[int, int]:
   return _pretended.get() or (jax.process_index(), jax.process_count())
 
 
+def per_host(global_batch_size: int) -> int:
+  """Returns the `batch_size` of each host for a global one.
+
+  Raises:
+    ValueError: it cannot be divided by the number of hosts.
+  """
+  _, count = this_host()
+  rows, remainder = divmod(global_batch_size, count)
+  if remainder or not rows:
+    raise ValueError(
+      f'A global batch of {global_batch_size} rows does not divide over {count}'
+      f' hosts. Make it a multiple of {count}.'
+    )
+  return rows
+
+
 def _check_host(index: int, count: int) -> None:
   if not (_is_integer(index) and _is_integer(count) and 0 <= index < count):
     raise ValueError(
@@ -262,7 +278,7 @@ class BaseInput:
         ' preemption the run would see the same data again. '
         + (
           'Set input_checkpointing_enabled=True'
-          if type(self).position is not BaseInput.position
+          if not self.input_checkpointing_enabled
           else 'Override position() and set_position()'
         )
         + ', or leave input_random_seed None, which is another order at each'
@@ -460,7 +476,7 @@ class BaseInput:
       self._ended = True
       raise
     except Exception as e:
-      if _is_out_of_range(e):
+      if is_out_of_range(e):
         self._ended = True
         raise StopIteration from e
       e.add_note(f'While {self.name} read {self.where()}.')
@@ -477,13 +493,7 @@ class BaseInput:
           ' arrays.'
         )
       batch = Batch(batch)
-    rows = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
-    if len(rows) != 1 or () in rows:
-      shapes = jax.tree.map(np.shape, dict(batch))
-      raise ValueError(
-        f'The arrays of a batch must share their first dimension; got {shapes}.'
-      )
-    have = rows.pop()[0]
+    have = num_rows(batch)
     want = self.batch_size + self.batch_padding_size
     if have > self.batch_size:
       raise ValueError(
@@ -634,6 +644,21 @@ class BaseInput:
     self.set_state(pathlib.Path(path).read_bytes())
 
 
+def num_rows(batch: Batch) -> int:
+  """Returns how many rows a batch has.
+
+  Raises:
+    ValueError: its arrays differ in their first dimension, or one has none.
+  """
+  rows = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
+  if len(rows) != 1 or () in rows:
+    shapes = jax.tree.map(np.shape, dict(batch))
+    raise ValueError(
+      f'The arrays of a batch must share their first dimension; got {shapes}.'
+    )
+  return rows.pop()[0]
+
+
 def pad_rows(batch: Batch, rows: int) -> Batch:
   """Fills a batch up to a number of rows.
 
@@ -741,7 +766,7 @@ def _takes_two(function: Callable[..., Any]) -> bool:
   return True
 
 
-def _is_out_of_range(e: Exception) -> bool:
+def is_out_of_range(e: Exception) -> bool:
   """Returns whether it is TensorFlow's way to say that the data has ended."""
   return any(
     cls.__name__ == 'OutOfRangeError'

@@ -1,0 +1,480 @@
+"""Inputs for generators with Lingvo's interface: Pax's adaptors.
+
+A generator has `GetPreprocessedInputBatch()`, which returns a (nested) mapping
+of tensors, batch first; `params` (or `p`), of which `file_random_seed` and
+`batch_size` are looked at; and, as it has them, `InfeedBatchSize()`, `Reset()`
+and `IdsToStrings()`. Params are anything with `Instantiate()` that makes one.
+Lingvo need not be installed. Where it is, its generators see the host and
+whether they evaluate as they do in Lingvo, by its infeed context and cluster.
+
+Generators cannot save where they stand, so neither can these inputs: a run that
+is resumed reads from the beginning again. In training they should therefore
+have `file_random_seed` 0, which is another order at each start.
+
+Shapes: b rows of a generator's batch, B rows of a host's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import copy
+import dataclasses
+import functools
+import importlib
+import sys
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from jaxline.inputs import base
+
+# Pax's name for the weights of rows.
+SAMPLE_WEIGHTS = 'eval_sample_weights'
+
+# What is 0 in rows that only fill, at any depth of a batch.
+_WEIGHT_NAMES = (SAMPLE_WEIGHTS, base.WEIGHTS, 'weight')
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class LingvoInputAdaptor(base.BaseInput):
+  """The batches of a generator, as it makes them.
+
+  Whether hosts read different data, and end together, is the generator's
+  affair: with `file_random_seed` 0, each host has another random order. To
+  evaluate on one epoch with several hosts, use `LingvoEvalAdaptor`.
+
+  Strings are dropped in training and with several hosts, as devices cannot hold
+  them. Where the generator gives no `eval_sample_weights`, ones are added,
+  float32 [B]; and where it gives no `weights`, they are the same, so that rows
+  that fill up a short batch count nothing by either name.
+
+  Attributes:
+    input: a generator, or its params. Only with params can it be made anew, for
+      each evaluation and with a host's own seed.
+    batch_size: leave it None: it is the generator's own, by `InfeedBatchSize()`
+      or its params, or else the rows of its first batch.
+    num_batches: how many batches there are until the input ends; None is as
+      many as the generator has.
+    allow_fixed_file_random_seed: whether `file_random_seed` may be other than
+      0; the host's index is added to it then.
+    cluster_do_eval: whether Lingvo's cluster says that it evaluates: its
+      generators then read in order, and once. None follows `reset_for_eval`.
+  """
+
+  input: Any
+  batch_size: int | None = None  # type: ignore[assignment]
+  num_batches: int | None = None
+  allow_fixed_file_random_seed: bool = False
+  cluster_do_eval: bool | None = None
+
+  # Whether batches are as big as the generator makes them.
+  _OWN_BATCH_SIZE: ClassVar[bool] = True
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    count = self.num_batches
+    if count is not None and (not isinstance(count, int) or count < 1):
+      raise ValueError(
+        f'{self.name}.num_batches is {count!r}; expected an integer of at least'
+        ' 1, or None for as many as there are.'
+      )
+    if self.cluster_do_eval is None:
+      self.cluster_do_eval = self.reset_for_eval
+    if self.cluster_do_eval and self.is_training:
+      raise ValueError(
+        f'{self.name} has is_training=True and cluster_do_eval=True; set one of'
+        ' them to False.'
+      )
+    given = self.input
+    is_generator = hasattr(given, 'GetPreprocessedInputBatch')
+    if isinstance(given, type) or not (
+      is_generator or hasattr(given, 'Instantiate')
+    ):
+      raise TypeError(
+        f'{self.name}.input is {given!r}; expected an object with'
+        ' GetPreprocessedInputBatch(), or params with Instantiate().'
+      )
+    self._params: Any = None if is_generator else copy.deepcopy(given)
+    self._settle_seed(_params_of(given) if is_generator else self._params)
+    self._start(given if is_generator else None)
+    if self._OWN_BATCH_SIZE:
+      self.batch_size = self._find_batch_size()
+
+  def _check_batch_size(self) -> None:
+    if not self._OWN_BATCH_SIZE:
+      super()._check_batch_size()
+    elif self.batch_size is not None:
+      raise ValueError(
+        f'{self.name}.batch_size is {self.batch_size!r}; leave it None: it is'
+        " the generator's own. Set that, or use LingvoInputAdaptorNewBatchSize"
+        ' to cut its batches into smaller ones.'
+      )
+
+  def _settle_seed(self, params: Any) -> None:
+    """Checks the generator's seed, and makes it that of this host."""
+    seed = getattr(params, 'file_random_seed', 0)
+    if not seed:
+      return
+    if not self.allow_fixed_file_random_seed:
+      raise ValueError(
+        f'{self.name} has a generator with file_random_seed={seed}: each start'
+        ' reads the same data, so that a training that is resumed repeats it.'
+        ' Set file_random_seed=0 for another order at each start, or'
+        ' allow_fixed_file_random_seed=True.'
+      )
+    if not self.infeed_host_index:
+      return
+    if params is not self._params:
+      raise ValueError(
+        f'{self.name} is host {self.infeed_host_index}, and its generator was'
+        f' already made with file_random_seed={seed}, that of host 0. Give the'
+        ' params instead of the generator.'
+      )
+    params.file_random_seed = seed + self.infeed_host_index
+
+  def _start(self, generator: Any = None) -> None:
+    """Goes to the first batch, of a new generator if none is given."""
+    with self._scope():
+      self._generator = (
+        self._params.Instantiate() if generator is None else generator
+      )
+      self._get = _getter(self._generator)
+    self._first: base.Batch | None = None
+    self._forget()
+
+  def _forget(self) -> None:
+    """Forgets what was read."""
+    self._given = 0
+    self._taken = 0
+    self._at_end = False
+    self._rest: base.Batch | None = None
+
+  def _find_batch_size(self) -> int:
+    size = getattr(_params_of(self._generator), 'batch_size', None)
+    if hasattr(self._generator, 'InfeedBatchSize'):
+      with self._scope():
+        size = self._generator.InfeedBatchSize()
+    if size:
+      return int(size)
+    try:
+      self._first = self._read()
+    except StopIteration:
+      raise ValueError(
+        f'{self.name} has no data: its generator does not tell its batch size,'
+        ' and ended at once.'
+      ) from None
+    self._taken = 0
+    return base.num_rows(self._first)
+
+  def _infeed_host(self) -> tuple[int, int]:
+    """Returns which host of how many the generator is to read for."""
+    assert self.infeed_host_index is not None
+    assert self.num_infeed_hosts is not None
+    return self.infeed_host_index, self.num_infeed_hosts
+
+  @contextlib.contextmanager
+  def _scope(self) -> Iterator[None]:
+    """What Lingvo's generators look around for, if there are any."""
+    if self._cluster is None:
+      yield
+      return
+    module, cluster = self._cluster
+    with module.InfeedContextScope(*self._infeed_host()), cluster:
+      yield
+
+  @functools.cached_property
+  def _cluster(self) -> tuple[Any, Any] | None:
+    """Lingvo's module of clusters and the cluster to read in, if it is here."""
+    module = sys.modules.get('lingvo.core.cluster')
+    if module is None:  # Who has one of its generators has imported it.
+      return None
+    factory = importlib.import_module('lingvo.core.cluster_factory')
+    cluster = factory.SetEval(self.cluster_do_eval)
+    cluster.params.xla_device = 'tpu'  # Fixed shapes, as JAX wants them too.
+    cluster.params.enable_asserts = False
+    return module, cluster
+
+  def _read(self) -> base.Batch:
+    """Returns the generator's next batch, [b, ...], with weights."""
+    if self._at_end:
+      raise StopIteration
+    self._taken += 1
+    if self._first is not None:
+      first, self._first = self._first, None
+      return first
+    try:
+      with self._scope():
+        batch = self._get()
+    except Exception as e:
+      if isinstance(e, StopIteration) or base.is_out_of_range(e):
+        self._at_end = True
+        raise StopIteration from e
+      raise
+    keep_strings = not self.is_training and self.num_infeed_hosts == 1
+    arrays = _to_numpy(batch, '', keep_strings)
+    if not isinstance(arrays, dict) or not jax.tree.leaves(arrays):
+      raise TypeError(
+        f'{type(self._generator).__name__}.GetPreprocessedInputBatch() returned'
+        f' {type(batch).__name__}; expected a mapping with at least one tensor'
+        ' that is not of strings.'
+      )
+    result = base.Batch(arrays)
+    rows = base.num_rows(result)
+    if SAMPLE_WEIGHTS not in result:
+      result[SAMPLE_WEIGHTS] = np.ones(rows, np.float32)
+    if base.WEIGHTS not in result:
+      result[base.WEIGHTS] = result[SAMPLE_WEIGHTS].astype(np.float32)
+    return result
+
+  def get_next(self) -> base.Batch:
+    """Returns the next batch: arrays [B, ...].
+
+    Raises:
+      StopIteration: after `num_batches`, or where the generator ends.
+    """
+    if self.num_batches is not None and self._given >= self.num_batches:
+      raise StopIteration
+    batch = self._next_rows()
+    self._given += 1
+    return batch
+
+  def _next_rows(self) -> base.Batch:
+    return self._read()
+
+  def reset(self) -> None:
+    """Makes the generator anew, or calls its `Reset()` where it was given.
+
+    Raises:
+      NotImplementedError: it was given, and has none.
+    """
+    super().reset()
+    if not self._taken:
+      return
+    if self._params is not None:
+      self._start()
+      return
+    try:
+      with self._scope():
+        self._generator.Reset()
+    except (AttributeError, NotImplementedError) as e:
+      raise NotImplementedError(
+        f'{self.name} cannot be reset: {type(self._generator).__name__} has no'
+        ' Reset(). Give its params instead, which can make it anew.'
+      ) from e
+    self._forget()
+
+  def where(self) -> str:
+    """Returns which batch of the generator was read last."""
+    return f'batch {self._taken} of {type(self._generator).__name__}'
+
+  def ids_to_strings(
+    self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
+  ) -> list[str]:
+    """Returns the text of token ids [B, L], as the generator has it."""
+    if not hasattr(self._generator, 'IdsToStrings'):
+      return super().ids_to_strings(ids, lengths, key)
+    with self._scope():
+      strings = self._generator.IdsToStrings(
+        np.asarray(ids, np.int32), np.asarray(lengths, np.int32), key
+      )
+    return [
+      s.decode(errors='replace') if isinstance(s, bytes) else str(s)
+      for s in _array(strings).tolist()
+    ]
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
+  """The batches of a generator, cut into smaller ones.
+
+  For generators that pack a fixed number of examples into a row and so need
+  big batches of their own.
+
+  Attributes:
+    batch_size: B; the generator's b must be a multiple of it.
+    num_batches: counts the batches that this input gives.
+  """
+
+  _OWN_BATCH_SIZE: ClassVar[bool] = False
+
+  def _next_rows(self) -> base.Batch:
+    assert self.batch_size is not None
+    if self._rest is None:
+      self._rest = self._read()
+      rows = base.num_rows(self._rest)
+      if rows % self.batch_size:
+        raise ValueError(
+          f'{self.name} has batch_size={self.batch_size}, and its generator'
+          f' gave {rows} rows; expected a multiple of batch_size.'
+        )
+    batch, self._rest = _cut(self._rest, self.batch_size)
+    return batch
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class LingvoEvalAdaptor(LingvoInputAdaptor):
+  """One epoch of a generator's examples, dealt out among the hosts.
+
+  Every host reads all of them, in the same order, which the generator must see
+  to: it is told that there is one host, and a `file_random_seed` is left as it
+  is. Of each B * num_infeed_hosts examples, a host gives the B that are its
+  own. The last are filled up with copies of the first example, of which all
+  that is named `weights`, `weight` or `eval_sample_weights` is 0: all hosts end
+  after the same number of batches.
+
+  Attributes:
+    batch_size: B; the generator's batches may be of any size.
+    reset_for_eval: must be True.
+    num_batches: counts the batches that this input gives.
+  """
+
+  _OWN_BATCH_SIZE: ClassVar[bool] = False
+
+  def _check_fields(self) -> None:
+    super()._check_fields()
+    if self.is_training or not self.reset_for_eval:
+      raise ValueError(
+        f'{self.name} has is_training={self.is_training} and reset_for_eval='
+        f'{self.reset_for_eval}; expected False and True: it reads one epoch.'
+      )
+
+  def _settle_seed(self, params: Any) -> None:
+    """Leaves the seed as it is: all hosts read the same."""
+
+  def _infeed_host(self) -> tuple[int, int]:
+    return 0, 1
+
+  def _forget(self) -> None:
+    super()._forget()
+    self._example: base.Batch | None = None
+
+  def _next_rows(self) -> base.Batch:
+    assert self.infeed_host_index is not None
+    assert self.batch_size is not None
+    size = self.get_global_batch_size()
+    parts: list[base.Batch] = []
+    if self._rest is not None:
+      parts.append(self._rest)
+    have = sum(map(base.num_rows, parts))
+    while have < size:
+      try:
+        parts.append(self._read())
+      except StopIteration:
+        break
+      have += base.num_rows(parts[-1])
+    if not have:
+      raise StopIteration
+    if self._example is None:
+      self._example, _ = _cut(parts[0], 1)
+    if have < size:
+      parts.append(_filling(self._example, size - have))
+    rows, self._rest = _cut(_joined(parts), size)
+    first = self.infeed_host_index * self.batch_size
+    own = slice(first, first + self.batch_size)
+    return jax.tree.map(lambda x: x[own], rows)
+
+
+def _params_of(generator: Any) -> Any:
+  return getattr(generator, 'params', getattr(generator, 'p', None))
+
+
+def _getter(generator: Any) -> Callable[[], Any]:
+  """Returns what makes the generator's next batch."""
+  lingvo = sys.modules.get('lingvo.core.base_input_generator')
+  if lingvo is None or not isinstance(generator, lingvo.BaseInputGenerator):
+    return generator.GetPreprocessedInputBatch
+  datasource = importlib.import_module('lingvo.core.datasource')
+  if isinstance(
+    getattr(generator, 'datasource', None), datasource.TFDatasetSource
+  ):
+    return generator.GetPreprocessedInputBatch
+  # Called op by op, an input op of Lingvo's would start to read anew each time.
+  import tensorflow as tf
+
+  return tf.function(generator.GetPreprocessedInputBatch)
+
+
+_DROPPED = object()
+
+
+def _to_numpy(x: Any, path: str, keep_strings: bool) -> Any:
+  """Returns dicts and lists of arrays for those of tensors.
+
+  Args:
+    x: tensors, anything with `numpy()` or that NumPy takes.
+    path: what messages call it.
+    keep_strings: whether tensors of strings stay.
+
+  Raises:
+    TypeError: something in it is no array.
+  """
+  if isinstance(x, Mapping):
+    items = {
+      key: _to_numpy(value, f'{path}.{key}', keep_strings)
+      for key, value in x.items()
+    }
+    return {k: v for k, v in items.items() if v is not _DROPPED}
+  if isinstance(x, list | tuple):
+    values = [
+      _to_numpy(value, f'{path}[{i}]', keep_strings)
+      for i, value in enumerate(x)
+    ]
+    return [v for v in values if v is not _DROPPED]
+  array = _array(x)
+  kind = array.dtype.kind
+  if kind in 'SU' or (
+    kind == 'O' and all(isinstance(v, bytes | str) for v in array.flat)
+  ):
+    return array if keep_strings else _DROPPED
+  if kind == 'O':
+    raise TypeError(
+      f"The entry {path[1:]} of the generator's batch is {type(x).__name__},"
+      ' which is no dense array. Remove it, or make it dense.'
+    )
+  return array
+
+
+def _array(x: Any) -> np.ndarray:
+  return np.asarray(x.numpy() if hasattr(x, 'numpy') else x)
+
+
+def _cut(batch: base.Batch, rows: int) -> tuple[base.Batch, base.Batch | None]:
+  """Returns the first rows, and the others if there are any."""
+  head = jax.tree.map(lambda x: x[:rows], batch)
+  if base.num_rows(batch) == rows:
+    return head, None
+  return head, jax.tree.map(lambda x: x[rows:], batch)
+
+
+def _joined(parts: list[base.Batch]) -> base.Batch:
+  if len(parts) == 1:
+    return parts[0]
+  for other in parts[1:]:
+    one, two = (
+      {
+        jax.tree_util.keystr(path): x.shape[1:]
+        for path, x in jax.tree_util.tree_leaves_with_path(part)
+      }
+      for part in (parts[0], other)
+    )
+    if one != two:
+      raise ValueError(
+        f'The generator gave rows of shapes {one} and then of {two}; expected'
+        ' one shape for each entry. Let it fill up all rows to one length.'
+      )
+  return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+
+
+def _filling(example: base.Batch, rows: int) -> base.Batch:
+  """Returns copies of an example [1, ...], [rows, ...], of weight 0."""
+
+  def fill(path: Any, x: np.ndarray) -> np.ndarray:
+    copies = np.repeat(x, rows, axis=0)
+    is_weight = isinstance(path[-1], jax.tree_util.DictKey) and (
+      path[-1].key in _WEIGHT_NAMES
+    )
+    return np.zeros_like(copies) if is_weight else copies
+
+  return jax.tree_util.tree_map_with_path(fill, example)

@@ -1,0 +1,167 @@
+"""Data from nowhere, for speed tests and examples: Pax's LmCloud, and random.
+
+Shapes: b rows, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from jaxline.inputs import base
+from jaxline.inputs import indexed
+
+Kind = Literal['ones', 'random']
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class SyntheticInput(indexed.IndexedInput):
+  """Batches of ones, or of random values that a record's number fixes.
+
+  With `length`, a batch of a language model: `ids` and `labels`, int32 [b, L],
+  `weights` of 1 and `paddings` of 0, float32 [b, L], `segment_ids` of 1 and
+  `segment_pos` of 0 to L - 1, int32 [b, L]. Of kind 'random', ids are uniform
+  and labels the ids that follow; of kind 'ones' (the data of Pax's LmCloud
+  experiments), both are 1.
+
+  With `spec`, whatever it names: ones; of kind 'random', floats are standard
+  normal and integers uniform.
+
+  Attributes:
+    kind: 'ones' or 'random'.
+    length: L, tokens a row; give this or `spec`.
+    vocab_size: random integers are less than this.
+    spec: of each entry, the shape of a row and the dtype: for images and
+      classes, {'images': ((224, 224, 3), 'float32'), 'labels': ((), 'int32')}.
+    size: records of an epoch.
+    shuffle: as in every indexed input; the records are random without it.
+  """
+
+  kind: Kind = 'ones'
+  length: int | None = None
+  vocab_size: int = 256
+  spec: Mapping[str, tuple[Sequence[int], Any]] | None = None
+  size: int = 2**20
+  shuffle: bool | None = False
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.kind not in get_args(Kind):
+      raise ValueError(
+        f'{self.name}.kind is {self.kind!r}; expected one of {get_args(Kind)}.'
+      )
+    if (self.length is None) == (self.spec is None):
+      raise ValueError(
+        f'{self.name} has length={self.length} and spec={self.spec}; give'
+        ' length for the batches of a language model, or spec for others.'
+      )
+    for key in ('length', 'vocab_size', 'size'):
+      value = getattr(self, key)
+      if value is not None and (not isinstance(value, int) or value < 1):
+        raise ValueError(
+          f'{self.name}.{key} is {value!r}; expected an integer of at least 1.'
+        )
+    if self.spec is not None and not self.spec:
+      raise ValueError(f'{self.name}.spec names no entry of a batch.')
+    # Of each entry that is drawn; labels are the ids that follow.
+    spec = self.spec or {'ids': (((self.length or 0) + 1,), 'int32')}
+    self._spec = {
+      key: (tuple(shape), np.dtype(dtype))
+      for key, (shape, dtype) in spec.items()
+    }
+    for key, (_, dtype) in self._spec.items():
+      if not _is_float(dtype) and dtype.kind not in 'iu':
+        raise ValueError(
+          f'{self.name}.spec[{key!r}] has dtype {dtype.name}; expected floats'
+          ' or integers.'
+        )
+      if dtype.kind in 'iu' and self.vocab_size - 1 > np.iinfo(dtype).max:
+        raise ValueError(
+          f'{self.name}.vocab_size is {self.vocab_size}, more than the'
+          f' {dtype.name} of {key!r} can hold.'
+        )
+
+  def num_records(self) -> int:
+    """Returns the records of an epoch."""
+    return self.size
+
+  def data_identity(self) -> dict[str, Any]:
+    """Returns what the records are made of."""
+    return {
+      'kind': self.kind,
+      'vocab_size': self.vocab_size,
+      'spec': {
+        k: [list(shape), d.name] for k, (shape, d) in self._spec.items()
+      },
+    }
+
+  def read(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
+    """Returns the records [b, ...]."""
+    # A stream of its own for each record: it does not matter who reads it.
+    seed = _mix(np.array([self.seed() % 2**64], np.uint64))
+    streams = _mix(
+      _mix(seed + epochs.astype(np.uint64)) + records.astype(np.uint64)
+    )
+    batch = base.Batch(
+      {
+        key: self._values(_mix(streams + np.uint64(i)), shape, dtype)
+        for i, (key, (shape, dtype)) in enumerate(self._spec.items())
+      }
+    )
+    if self.length is None:
+      return batch
+    tokens = batch.ids
+    rows, length = len(tokens), self.length
+    return base.Batch(
+      ids=tokens[:, :-1].copy(),
+      labels=tokens[:, 1:].copy(),
+      weights=np.ones((rows, length), np.float32),
+      paddings=np.zeros((rows, length), np.float32),
+      segment_ids=np.ones((rows, length), np.int32),
+      segment_pos=np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
+    )
+
+  def _values(
+    self, streams: np.ndarray, shape: tuple[int, ...], dtype: np.dtype
+  ) -> np.ndarray:
+    """Returns the values of an entry, [b, *shape], from streams [b]."""
+    shape = len(streams), *shape
+    if self.kind == 'ones':
+      return np.ones(shape, dtype)
+    places = np.arange(math.prod(shape[1:]), dtype=np.uint64)
+    bits = _mix(streams[:, None] + places * _GOLDEN)
+    high, low = bits >> np.uint64(32), bits & np.uint64(2**32 - 1)
+    if _is_float(dtype):
+      # Box and Muller's; 1 is added lest the logarithm of 0 be taken.
+      radius = np.sqrt(-2 * np.log((high.astype(np.float32) + 1) / 2**32))
+      values = radius * np.cos(low.astype(np.float32) * (2 * np.pi / 2**32))
+    else:
+      # As even as 32 bits can be, and without a division.
+      values = high * np.uint64(self.vocab_size) >> np.uint64(32)
+    return values.reshape(shape).astype(dtype)
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+  """Returns one draw of SplitMix64 (Steele, Lea, Flood, 2014) from each state.
+
+  Unlike a generator of NumPy's for each record, all of them at once.
+
+  Args:
+    x: uint64 [...].
+  """
+  x = x + _GOLDEN
+  x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+  x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+  return x ^ (x >> np.uint64(31))
+
+
+def _is_float(dtype: np.dtype) -> bool:
+  # Those that JAX adds to NumPy's are of no kind that NumPy knows.
+  return dtype.kind == 'f' or dtype.name == 'bfloat16'

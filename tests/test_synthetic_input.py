@@ -1,0 +1,202 @@
+"""Tests of synthetic data: values known in advance, the same for any hosts."""
+
+import numpy as np
+import pytest
+
+from jaxline.inputs import synthetic
+
+
+def make(**fields):
+  return synthetic.SyntheticInput(**{'batch_size': 4, 'length': 6} | fields)
+
+
+def read(hosts, num_batches, total=8, **fields):
+  """Returns the global batches that so many hosts read together."""
+  inputs = [
+    make(
+      batch_size=total // hosts,
+      num_infeed_hosts=hosts,
+      infeed_host_index=h,
+      **fields,
+    )
+    for h in range(hosts)
+  ]
+  batches = []
+  for _ in range(num_batches):
+    rows = [next(x) for x in inputs]
+    batches.append({k: np.concatenate([r[k] for r in rows]) for k in rows[0]})
+  return batches
+
+
+def assert_same(actual, expected):
+  assert actual.keys() == expected.keys()
+  for key, value in expected.items():
+    assert actual[key].dtype == value.dtype
+    np.testing.assert_array_equal(actual[key], value)
+
+
+def test_lm_cloud_data():
+  batch = next(make(batch_size=2, length=3))
+  ones, integers = np.ones((2, 3), np.float32), np.ones((2, 3), np.int32)
+  assert_same(
+    batch,
+    {
+      'ids': integers,
+      'labels': integers,
+      'weights': ones,
+      'paddings': 0 * ones,
+      'segment_ids': integers,
+      'segment_pos': np.array([[0, 1, 2]] * 2, np.int32),
+    },
+  )
+
+
+def test_random_ids_are_uniform_and_labels_the_next():
+  batch = next(make(batch_size=256, length=64, kind='random', vocab_size=5))
+  np.testing.assert_array_equal(batch.ids[:, 1:], batch.labels[:, :-1])
+  assert batch.ids.dtype == batch.labels.dtype == np.int32
+  counts = np.bincount(batch.ids.ravel(), minlength=5)
+  assert counts.size == 5
+  # 16384 draws: a fifth each, within five standard deviations.
+  np.testing.assert_allclose(counts / batch.ids.size, 0.2, atol=0.016)
+  assert len({row.tobytes() for row in batch.ids}) == 256
+
+
+@pytest.mark.parametrize('kind', ['ones', 'random'])
+@pytest.mark.parametrize('hosts', [2, 4])
+def test_any_number_of_hosts_reads_the_same(kind, hosts):
+  # Three global batches of 8 of an epoch of 12: across its end.
+  fields = {'kind': kind, 'size': 12, 'input_random_seed': 3}
+  for actual, expected in zip(
+    read(hosts, 3, **fields), read(1, 3, **fields), strict=True
+  ):
+    assert_same(actual, expected)
+
+
+def test_seed_epoch_and_record_change_the_values():
+  def values(**fields):
+    batches = read(1, 2, kind='random', size=8, **fields)
+    return [row.tobytes() for batch in batches for row in batch['ids']]
+
+  rows = values(input_random_seed=1) + values(input_random_seed=2)
+  assert len(set(rows)) == 32
+
+
+def test_values_stay_as_they_are():
+  batch = next(make(batch_size=1, kind='random', vocab_size=1000))
+  assert batch.ids.tolist() == [[471, 724, 303, 309, 933, 5]]
+
+
+def test_splitmix64():
+  # The first draws from state 0 of its authors' program.
+  state = np.array([0, 0x9E3779B97F4A7C15], np.uint64)
+  assert synthetic._mix(state).tolist() == [
+    0xE220A8397B1DCDAF,
+    0x6E789E6AA1B965F4,
+  ]
+
+
+def test_spec_of_ones():
+  spec = {'images': ((2, 3), 'bfloat16'), 'labels': ((), np.int8)}
+  batch = next(make(length=None, spec=spec, batch_size=5, vocab_size=10))
+  assert batch.images.shape == (5, 2, 3)
+  assert batch.images.dtype.name == 'bfloat16'
+  assert batch.labels.shape == (5,)
+  assert batch.labels.dtype == np.int8
+  assert (batch.images == 1).all()
+  assert (batch.labels == 1).all()
+
+
+def test_random_spec():
+  spec = {'images': ((16, 16), np.float32), 'labels': ((), np.int64)}
+  fields = {'length': None, 'spec': spec, 'vocab_size': 10, 'kind': 'random'}
+  batch = next(make(batch_size=64, **fields))
+  assert abs(batch.images.mean()) < 0.05
+  assert abs(batch.images.std() - 1) < 0.05
+  assert abs((np.abs(batch.images) < 1).mean() - 0.6827) < 0.02
+  assert set(batch.labels.tolist()) == set(range(10))
+  assert_same(read(4, 1, **fields)[0], read(1, 1, **fields)[0])
+
+
+def test_entries_differ():
+  spec = {'a': ((50,), 'int32'), 'b': ((50,), 'int32')}
+  batch = next(make(length=None, spec=spec, kind='random'))
+  assert (batch.a != batch.b).mean() > 0.9
+
+
+def test_one_epoch_is_filled_up():
+  for hosts in 1, 2, 4:
+    inputs = [
+      make(
+        batch_size=8 // hosts,
+        num_infeed_hosts=hosts,
+        infeed_host_index=h,
+        size=10,
+        reset_for_eval=True,
+      )
+      for h in range(hosts)
+    ]
+    batches = [list(x.eval_batches()) for x in inputs]
+    assert {len(b) for b in batches} == {2}
+    weights = sum(x.weights.sum() for b in batches for x in b)
+    assert weights == 10 * 6
+
+
+@pytest.mark.parametrize('stop', range(5))
+def test_resume_is_exact_with_other_hosts_too(stop):
+  fields = {'kind': 'random', 'size': 20, 'is_training': True, 'shuffle': True}
+  straight = read(1, 5, **fields)
+  first = make(batch_size=8, **fields)
+  for _ in range(stop):
+    next(first)
+  rest = []
+  for h in range(2):
+    second = make(
+      batch_size=4, num_infeed_hosts=2, infeed_host_index=h, **fields
+    )
+    second.set_state(first.get_state())
+    rest.append([next(second) for _ in range(5 - stop)])
+  for expected, *parts in zip(straight[stop:], *rest, strict=True):
+    actual = {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
+    assert_same(actual, expected)
+
+
+def test_state_of_other_values_is_refused():
+  state = make(kind='random', vocab_size=10).get_state()
+  with pytest.raises(ValueError, match='vocab_size is 10 in the state and 11'):
+    make(kind='random', vocab_size=11).set_state(state)
+
+
+def test_workers_read_the_same():
+  fields = {'kind': 'random', 'batch_size': 2}
+  expected, other = make(**fields), make(num_workers=1, **fields)
+  try:
+    for _ in range(3):
+      assert_same(next(other), next(expected))
+  finally:
+    other.close()
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'kind': 'zeros'}, "kind is 'zeros'; expected one of"),
+    ({'length': None}, 'give length .* or spec'),
+    ({'spec': {'x': ((), 'int32')}}, 'give length .* or spec'),
+    ({'length': 0}, 'length is 0; expected an integer of at least 1'),
+    ({'size': 1.5}, 'size is 1.5; expected an integer'),
+    (
+      {'vocab_size': 2**31 + 1},
+      'vocab_size is 2147483649, more than the int32',
+    ),
+    ({'length': None, 'spec': {}}, 'names no entry'),
+    (
+      {'length': None, 'spec': {'x': ((), 'uint8')}, 'vocab_size': 257},
+      'more than the uint8 of',
+    ),
+    ({'length': None, 'spec': {'x': ((), 'bool')}}, 'has dtype bool; expected'),
+  ],
+)
+def test_wrong_fields_are_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    make(**fields)
