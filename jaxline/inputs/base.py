@@ -42,6 +42,7 @@ import re
 import secrets
 from typing import Any, ClassVar, Self
 
+from absl import logging
 import jax
 import numpy as np
 
@@ -156,11 +157,25 @@ def this_host() -> tuple[int, int]:
 def per_host(global_batch_size: int) -> int:
   """Returns the `batch_size` of each host for a global one.
 
+  Where hosts are only pretended, it is rounded up, so that the data of a small
+  run can be looked at as that of several hosts.
+
   Raises:
     ValueError: it cannot be divided by the number of hosts.
   """
   _, count = this_host()
   rows, remainder = divmod(global_batch_size, count)
+  if remainder and _pretended.get():
+    logging.log_first_n(
+      logging.WARNING,
+      'A global batch of %d rows does not divide over %d hosts; it is shown as'
+      ' one of %d. A run on so many hosts needs another batch size.',
+      1,
+      global_batch_size,
+      count,
+      (rows + 1) * count,
+    )
+    return rows + 1
   if remainder or not rows:
     raise ValueError(
       f'A global batch of {global_batch_size} rows does not divide over {count}'
