@@ -1,0 +1,252 @@
+"""The C4 corpus as a SeqIO task, read from files that are already here.
+
+  task = c4.c4_task(
+    train_files='/data/c4/en/c4-train.*.json.gz',
+    eval_files='/data/c4/en/c4-validation.*.json.gz',
+    vocabulary='/data/c4/sentencepiece.model',
+  )
+  train = c4.c4_input(task, batch_size=8, length=1024, is_training=True)
+
+Files are the official ones, JSON with a document a line (`allenai/c4` on the
+Hugging Face hub, config `en`), or TFRecords of `tf.train.Example` (`c4/en` of
+TensorFlow Datasets); both have the document as `text`. Hosts share the files
+out among themselves.
+
+As Pax does for its C4 runs, documents are tokenized, put one after the other,
+some thousand at a time, and cut into rows: a row begins and ends within a
+document, and only what is left at the end of such a group is shorter; packing
+puts several of these into a row. The documents of a row share a segment. Each
+document ends with the vocabulary's end token; Pax has one at the end of each
+row instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import functools
+import json
+import os
+import re
+from typing import Any
+
+import numpy as np
+
+from jaxline.inputs import seqio as seqio_input
+from jaxline.inputs import tfdata
+
+_JSON = re.compile(r'\.jsonl?(\.gz)?$')
+_TFRECORD = re.compile(r'\.tfrecords?(-\d+-of-\d+)?(\.gz)?$')
+# Lines that are parsed at once: each time costs a turn of Python's lock.
+_LINES_AT_ONCE = 64
+
+# Of Pax's C4 runs.
+SEED = 9876
+_DOCUMENTS_AT_ONCE = 4096
+
+Patterns = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def c4_task(
+  *,
+  train_files: Patterns | None = None,
+  eval_files: Patterns | None = None,
+  vocabulary: Any,
+  name: str = 'c4_lm',
+  documents_at_once: int = _DOCUMENTS_AT_ONCE,
+  shuffle_buffer_size: int = 10_000,
+) -> Any:
+  """Makes the task: splits 'train' and 'validation', feature 'targets'.
+
+  Args:
+    train_files: paths or globs of the training split; None: there is none.
+    eval_files: likewise, of the validation split.
+    vocabulary: the path of a SentencePiece model whose token 0 is padding, or
+      any `seqio.Vocabulary`.
+    name: of the task. It is not registered; give the task itself to
+      `SeqIOInput.mixture_or_task`.
+    documents_at_once: how many are put one after the other before they are cut.
+    shuffle_buffer_size: among how many rows to draw the next. (Pax takes
+      100,000, which is 400 MB a host for rows of 1024 tokens.)
+
+  Returns:
+    A `seqio.Task`.
+
+  Raises:
+    FileNotFoundError: a pattern matches no file, or there is no such model.
+    ValueError: files are neither JSON nor TFRecord, or there are no splits.
+  """
+  seqio = seqio_input.import_seqio()
+  tf = tfdata.import_tensorflow()
+  patterns = {
+    split: _as_list(files)
+    for split, files in (('train', train_files), ('validation', eval_files))
+    if files is not None
+  }
+  if not patterns:
+    raise ValueError('Give train_files, eval_files or both.')
+  kinds = {
+    _kind_of(path)
+    for split, files in patterns.items()
+    for path in _find(split, files)
+  }
+  if len(kinds) > 1:
+    raise ValueError(
+      f'Some files are JSON and some TFRecord: {patterns}. Give one kind.'
+    )
+  if isinstance(vocabulary, (str, os.PathLike)):
+    path = os.fspath(vocabulary)
+    if not tf.io.gfile.exists(path):
+      raise FileNotFoundError(
+        f'There is no SentencePiece model {path!r}. Give the path of a .model'
+        ' file, or a seqio.Vocabulary.'
+      )
+    vocabulary = seqio.SentencePieceVocabulary(path)
+  return seqio.Task(
+    name,
+    source=seqio.FileDataSource(
+      _read_json if kinds == {'json'} else _read_tfrecord, patterns
+    ),
+    preprocessors=[
+      functools.partial(seqio.preprocessors.rekey, key_map={'targets': 'text'}),
+      functools.partial(
+        seqio.preprocessors.tokenize_and_append_eos, copy_pretokenized=False
+      ),
+      functools.partial(_concatenate, documents=documents_at_once),
+      _split,
+    ],
+    output_features={'targets': seqio.Feature(vocabulary, add_eos=True)},
+    shuffle_buffer_size=shuffle_buffer_size,
+  )
+
+
+def c4_input(
+  task: Any, *, batch_size: int, length: int, is_training: bool, **fields: Any
+) -> seqio_input.SeqIOInput:
+  """Makes the input of Pax's C4 runs: packed, with its seed.
+
+  Args:
+    task: of `c4_task`.
+    batch_size: rows a host reads a batch.
+    length: tokens of a row.
+    is_training: reads 'train' then, otherwise 'validation', one epoch each
+      time.
+    **fields: more of `SeqIOInput`.
+
+  Returns:
+    The input.
+  """
+  defaults = {
+    'split_name': 'train' if is_training else 'validation',
+    'task_feature_lengths': {'targets': length},
+    'feature_converter': seqio_input.LanguageModelFeatures(pack=True),
+    'input_random_seed': SEED,
+    'reset_for_eval': not is_training,
+    'eval_loop_num_batches': 1 if is_training else None,
+  }
+  return seqio_input.SeqIOInput(
+    mixture_or_task=task,
+    batch_size=batch_size,
+    is_training=is_training,
+    **{**defaults, **fields},
+  )
+
+
+def _as_list(patterns: Patterns) -> list[str]:
+  if isinstance(patterns, (str, os.PathLike)):
+    patterns = [patterns]
+  return [os.fspath(pattern) for pattern in patterns]
+
+
+def _find(split: str, patterns: list[str]) -> list[str]:
+  tf = tfdata.import_tensorflow()
+  paths = []
+  for pattern in patterns:
+    found = tf.io.gfile.glob(pattern)
+    if not found:
+      argument = 'train_files' if split == 'train' else 'eval_files'
+      raise FileNotFoundError(
+        f'No file matches {pattern!r}. Download C4, 300 GB of JSON from the'
+        ' Hugging Face hub (hf download allenai/c4 --repo-type=dataset'
+        " --include='en/*' --local-dir=DIR) or the TFRecords of TensorFlow"
+        ' Datasets (tfds build c4/en:3.0.1), and give the path:'
+        f" {argument}='DIR/en/c4-{split}.*.json.gz'."
+      )
+    paths += found
+  return paths
+
+
+def _kind_of(path: str) -> str:
+  for kind, pattern in (('json', _JSON), ('tfrecord', _TFRECORD)):
+    if pattern.search(path):
+      return kind
+  raise ValueError(
+    f'{path!r} is neither JSON nor TFRecord by its name; expected .json,'
+    ' .jsonl, .json.gz, .tfrecord or .tfrecord-00000-of-01024.'
+  )
+
+
+def _compression(tf: Any, path: Any) -> Any:
+  return tf.where(tf.strings.regex_full_match(path, r'.*\.gz'), 'GZIP', '')
+
+
+def _read_json(path: Any) -> Any:
+  """Returns the documents of a file, as records of `text`."""
+  tf = tfdata.import_tensorflow()
+
+  def parse(numbers: Any, lines: Any) -> dict[str, Any]:
+    texts = tf.numpy_function(
+      _parse_json, [path, numbers[0], lines], tf.string, stateful=False
+    )
+    texts.set_shape([None])
+    return {'text': texts}
+
+  lines = tf.data.TextLineDataset(path, _compression(tf, path))
+  return lines.enumerate(1).batch(_LINES_AT_ONCE).map(parse).unbatch()
+
+
+def _parse_json(path: bytes, first: np.int64, lines: np.ndarray) -> np.ndarray:
+  texts = []
+  for number, line in enumerate(lines.tolist(), int(first)):
+    try:
+      texts.append(json.loads(line)['text'].encode())
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+      raise ValueError(
+        f'{path.decode()}, line {number}: expected a JSON object with a string'
+        f' `text`, got {line[:80]!r} ({e!r}).'
+      ) from e
+  return np.array(texts, object)
+
+
+def _read_tfrecord(path: Any) -> Any:
+  """Returns the documents of a file, as records of `text`."""
+  tf = tfdata.import_tensorflow()
+  features = {'text': tf.io.FixedLenFeature([], tf.string)}
+  return tf.data.TFRecordDataset(path, _compression(tf, path)).map(
+    lambda record: tf.io.parse_single_example(record, features)
+  )
+
+
+def _concatenate(dataset: Any, *, documents: int) -> Any:
+  """Puts the tokens of so many documents one after the other."""
+  return dataset.ragged_batch(documents).map(
+    lambda batch: {'targets': batch['targets'].flat_values}
+  )
+
+
+def _split(dataset: Any, sequence_length: Mapping[str, int]) -> Any:
+  """Cuts tokens into pieces, all as long as a row but the last."""
+  tf = tfdata.import_tensorflow()
+  length = sequence_length['targets']
+
+  def pieces(record: Mapping[str, Any]) -> Any:
+    tokens = record['targets']
+    end = tf.size(tokens) // length * length
+    whole = tf.reshape(tokens[:end], [-1, length])
+    rest = tf.data.Dataset.from_tensors(tokens[end:])
+    return (
+      tf.data.Dataset.from_tensor_slices(whole)
+      .concatenate(rest.filter(lambda x: tf.size(x) > 0))
+      .map(lambda x: {'targets': x})
+    )
+
+  return dataset.flat_map(pieces)

@@ -1,0 +1,777 @@
+"""SeqIO as input: examples and rows, evaluation, metrics, the C4 task."""
+
+import gzip
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from jaxline.inputs import c4
+from jaxline.inputs import seqio as seqio_input
+from jaxline.inputs import tfdata
+
+tf = pytest.importorskip('tensorflow')
+seqio = pytest.importorskip('seqio')
+
+VOCABULARY = seqio.PassThroughVocabulary(100, eos_id=1)
+
+
+def write_example(writer, **values):
+  features = {
+    key: tf.train.Feature(
+      bytes_list=tf.train.BytesList(value=[value])
+      if isinstance(value, bytes)
+      else None,
+      int64_list=tf.train.Int64List(value=value)
+      if not isinstance(value, bytes)
+      else None,
+    )
+    for key, value in values.items()
+  }
+  example = tf.train.Example(features=tf.train.Features(feature=features))
+  writer.write(example.SerializeToString())
+
+
+def accuracy(targets, predictions):
+  hits = [list(t) == list(p) for t, p in zip(targets, predictions, strict=True)]
+  return {'accuracy': float(np.mean(hits))}
+
+
+def total(targets, scores):
+  return {'total': float(np.sum(scores)), 'examples': len(targets)}
+
+
+def longest(targets, predictions, aux_values):
+  del targets, predictions
+  return {'longest': int(np.max(aux_values['length']))}
+
+
+def make_task(folder, name='numbers', sizes=(5, 0, 6), first=10, **fields):
+  """Makes a task of files: each example has a number x from `first` on.
+
+  Its inputs are x % 3 + 1 threes and an end, its targets x and an end.
+  """
+  for i, size in enumerate(sizes):
+    with tf.io.TFRecordWriter(str(folder / f'{name}-{i}.tfrecord')) as writer:
+      for x in range(first, first + size):
+        write_example(writer, inputs=[3] * (x % 3 + 1) + [1], targets=[x, 1])
+    first += size
+  lengths = tf.io.FixedLenSequenceFeature([], tf.int64, allow_missing=True)
+  glob = str(folder / f'{name}-*.tfrecord')
+  return seqio.Task(
+    name,
+    source=seqio.TFExampleDataSource(
+      {'train': glob, 'validation': glob},
+      {'inputs': lengths, 'targets': lengths},
+    ),
+    preprocessors=[to_int32],
+    output_features={
+      key: seqio.Feature(VOCABULARY, add_eos=False)
+      for key in ('inputs', 'targets')
+    },
+    **{'metric_fns': [accuracy, total], **fields},
+  )
+
+
+@seqio.map_over_dataset
+def to_int32(example):
+  return {key: tf.cast(value, tf.int32) for key, value in example.items()}
+
+
+def make(task, count=1, host=0, **fields):
+  fields = {
+    'split_name': 'train',
+    'batch_size': 2,
+    'task_feature_lengths': {'inputs': 4, 'targets': 2},
+    'feature_converter': seqio_input.EncoderDecoderFeatures(pack=False),
+    'is_training': True,
+    **fields,
+  }
+  return seqio_input.SeqIOInput(
+    mixture_or_task=task,
+    num_infeed_hosts=count,
+    infeed_host_index=host,
+    **fields,
+  )
+
+
+def evaluate(task, count=1, **fields):
+  """Returns the inputs of all hosts for one epoch of evaluation."""
+  fields = {
+    'split_name': 'validation',
+    'is_training': False,
+    'reset_for_eval': True,
+    'eval_loop_num_batches': None,
+    **fields,
+  }
+  return [make(task, count, host, **fields) for host in range(count)]
+
+
+def rows_of(converter, examples, lengths):
+  dataset = tf.data.Dataset.from_generator(
+    lambda: iter(examples),
+    output_signature={
+      key: tf.TensorSpec([None], tf.int32) for key in examples[0]
+    },
+  )
+  return list(converter(dataset, lengths).as_numpy_iterator())
+
+
+def check_row(row, expected):
+  assert {key: value.tolist() for key, value in row.items()} == expected
+  assert {
+    key: value.dtype.name
+    for key, value in row.items()
+    if value.dtype != np.int32
+  } == {key: 'float32' for key in ('weights', 'paddings') if key in expected}
+
+
+# Rows.
+
+
+def test_a_packed_row_of_a_language_model():
+  rows = rows_of(
+    seqio_input.LanguageModelFeatures(pack=True, bos_id=7),
+    [{'targets': [3, 9, 1]}, {'targets': [4, 1]}, {'targets': [5, 5, 5, 1]}],
+    {'targets': 6},
+  )
+  assert len(rows) == 2
+  check_row(
+    rows[0],
+    {
+      'ids': [7, 3, 9, 7, 4, 0],
+      'labels': [3, 9, 1, 4, 1, 0],
+      'weights': [1, 1, 1, 1, 1, 0],
+      'paddings': [0, 0, 0, 0, 0, 1],
+      'segment_ids': [1, 1, 1, 2, 2, 0],
+      'segment_pos': [0, 1, 2, 0, 1, 0],
+    },
+  )
+  check_row(
+    rows[1],
+    {
+      'ids': [7, 5, 5, 5, 0, 0],
+      'labels': [5, 5, 5, 1, 0, 0],
+      'weights': [1, 1, 1, 1, 0, 0],
+      'paddings': [0, 0, 0, 0, 1, 1],
+      'segment_ids': [1, 1, 1, 1, 0, 0],
+      'segment_pos': [0, 1, 2, 3, 0, 0],
+    },
+  )
+
+
+@pytest.mark.parametrize('targets_only', [True, False])
+def test_a_padded_row_with_a_prefix(targets_only):
+  (row,) = rows_of(
+    seqio_input.LanguageModelFeatures(
+      pack=False, weights_on_targets_only=targets_only
+    ),
+    [{'inputs': [8, 9], 'targets': [4, 5, 1]}],
+    {'inputs': 3, 'targets': 4},
+  )
+  read_only = 0 if targets_only else 1
+  check_row(
+    row,
+    {
+      'ids': [0, 8, 9, 4, 5, 0, 0],
+      'labels': [8, 9, 4, 5, 1, 0, 0],
+      'weights': [read_only, read_only, 1, 1, 1, 0, 0],
+      'paddings': [0, 0, 0, 0, 0, 1, 1],
+      'segment_ids': [1, 1, 1, 1, 1, 0, 0],
+      'segment_pos': [0, 1, 2, 3, 4, 0, 0],
+    },
+  )
+
+
+def test_a_packed_row_with_prefixes():
+  (row,) = rows_of(
+    seqio_input.LanguageModelFeatures(pack=True),
+    [{'inputs': [8, 9], 'targets': [4, 1]}, {'inputs': [6], 'targets': [5, 1]}],
+    {'inputs': 4, 'targets': 4},
+  )
+  check_row(
+    row,
+    {
+      'ids': [0, 8, 9, 4, 0, 6, 5, 0],
+      'labels': [8, 9, 4, 1, 6, 5, 1, 0],
+      'weights': [0, 0, 1, 1, 0, 1, 1, 0],
+      'paddings': [0, 0, 0, 0, 0, 0, 0, 1],
+      'segment_ids': [1, 1, 1, 1, 2, 2, 2, 0],
+      'segment_pos': [0, 1, 2, 3, 0, 1, 2, 0],
+    },
+  )
+
+
+@pytest.mark.parametrize('pack', [True, False])
+def test_rows_of_an_encoder_and_a_decoder(pack):
+  rows = rows_of(
+    seqio_input.EncoderDecoderFeatures(pack=pack),
+    [
+      {'inputs': [7, 8, 1], 'targets': [3, 1]},
+      {'inputs': [6, 1], 'targets': [4, 1]},
+    ],
+    {'inputs': 6, 'targets': 5},
+  )
+  if not pack:
+    assert len(rows) == 2
+    check_row(
+      rows[1]['src'],
+      {
+        'ids': [6, 1, 0, 0, 0, 0],
+        'paddings': [0, 0, 1, 1, 1, 1],
+        'segment_ids': [1, 1, 0, 0, 0, 0],
+        'segment_pos': [0, 1, 0, 0, 0, 0],
+      },
+    )
+    check_row(
+      rows[1]['tgt'],
+      {
+        'ids': [0, 4, 0, 0, 0],
+        'labels': [4, 1, 0, 0, 0],
+        'weights': [1, 1, 0, 0, 0],
+        'paddings': [0, 0, 1, 1, 1],
+        'segment_ids': [1, 1, 0, 0, 0],
+        'segment_pos': [0, 1, 0, 0, 0],
+      },
+    )
+    return
+  (row,) = rows
+  check_row(
+    row['src'],
+    {
+      'ids': [7, 8, 1, 6, 1, 0],
+      'paddings': [0, 0, 0, 0, 0, 1],
+      'segment_ids': [1, 1, 1, 2, 2, 0],
+      'segment_pos': [0, 1, 2, 0, 1, 0],
+    },
+  )
+  check_row(
+    row['tgt'],
+    {
+      'ids': [0, 3, 0, 4, 0],
+      'labels': [3, 1, 4, 1, 0],
+      'weights': [1, 1, 1, 1, 0],
+      'paddings': [0, 0, 0, 0, 1],
+      'segment_ids': [1, 1, 2, 2, 0],
+      'segment_pos': [0, 1, 0, 1, 0],
+    },
+  )
+
+
+def test_ids_are_text_again():
+  features = {
+    key: seqio.Feature(vocabulary, add_eos=True)
+    for key, vocabulary in (
+      ('inputs', VOCABULARY),
+      ('targets', seqio.ByteVocabulary()),
+    )
+  }
+  task = seqio.Task(
+    'text',
+    seqio.FunctionDataSource(lambda split, shuffle_files: None, ['train']),
+    features,
+  )
+  inputs = make(task)
+  ids = np.array([[*b'\0de', 1, *b'f', 1, 0], [*b'gggg', 0, 0, 0]])
+  ids[ids > 1] += 3
+  assert inputs.ids_to_strings(ids, [6, 2]) == ['de\nf', 'gg']
+  assert inputs.ids_to_strings(ids, [6, 2], 'tgt') == ['de\nf', 'gg']
+  assert inputs.ids_to_strings([[5, 1, 6]], [3], 'src') == ['5 1\n6']
+
+
+# Training.
+
+
+def test_hosts_share_an_epoch(tmp_path):
+  # Four hosts have but three files: each then takes some of all examples.
+  count = 4
+  task = make_task(tmp_path, sizes=(5, 4, 6))
+  seen = []
+  for host in range(count):
+    inputs = make(task, count, host, repeat=False)
+    for batch in inputs:
+      rows = batch.weights == 1
+      seen += batch.tgt.labels[rows, 0].tolist()
+  assert sorted(seen) == list(range(10, 25))
+
+
+def test_epochs_differ_and_go_on_after_any_batch(tmp_path):
+  task = make_task(tmp_path)
+
+  def read(inputs, num_batches):
+    return [next(inputs).tgt.labels[:, 0].tolist() for _ in range(num_batches)]
+
+  whole = read(make(task), 12)
+  rows = [x for batch in whole for x in batch]
+  assert sorted(rows[:11]) == sorted(rows[11:22]) == list(range(10, 21))
+  assert rows[:11] != rows[11:22]
+  for done in (3, 6):
+    before = make(task)
+    read(before, done)
+    after = make(task)
+    after.set_state(before.get_state())
+    assert read(after, 3) == whole[done : done + 3]
+  state = before.get_state()
+  for fields, message in (
+    ({'count': 2}, 'num_infeed_hosts is 1 in the state and 2 here'),
+    ({'split_name': 'validation'}, "split_name is 'train'"),
+    ({'shuffle': False}, 'shuffle is True'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      make(task, **fields).set_state(state)
+  (tmp_path / 'numbers-3.tfrecord').touch()
+  seqio.utils._list_files_for_glob.cache_clear()
+  with pytest.raises(ValueError, match='file_names_sha256'):
+    make(task).set_state(state)
+
+
+def test_a_packed_task_goes_on(tmp_path):
+  task = make_task(tmp_path)
+  fields = {
+    'feature_converter': seqio_input.LanguageModelFeatures(pack=True),
+    'batch_size': 1,
+    'task_feature_lengths': {'inputs': 6, 'targets': 6},
+  }
+  inputs = make(task, **fields)
+  whole = [next(inputs).labels.tolist() for _ in range(7)]
+  tokens = [t for (row,) in whole[:5] for t in row if t > 9]
+  assert len(set(tokens)) == len(tokens)  # Rows of one epoch share nothing.
+  before, after = make(task, **fields), make(task, **fields)
+  for _ in range(6):
+    next(before)
+  after.set_state(before.get_state())
+  assert next(after).labels.tolist() == whole[6]
+
+
+def test_a_mixture_repeats_its_tasks_each_by_itself(tmp_path):
+  mixture = seqio.Mixture(
+    'both',
+    [
+      (make_task(tmp_path, 'small', sizes=(2,), first=10), 1),
+      (make_task(tmp_path, 'large', sizes=(40,), first=20), 1),
+    ],
+  )
+  inputs = make(mixture, batch_size=10)
+  rows = [next(inputs).tgt.labels[:, 0].tolist() for _ in range(10)]
+  flat = [x for row in rows for x in row]
+  # The small one is drawn as often as the large one, and does not end it.
+  assert 30 < sum(x < 20 for x in flat) < 70
+  assert len(set(flat)) > 20
+  assert inputs.position() == {'epoch': 0, 'record': 100}
+  after = make(mixture, batch_size=10)
+  after.set_position({'epoch': 0, 'record': 70})
+  assert next(after).tgt.labels[:, 0].tolist() == rows[7]
+
+
+def test_an_empty_task_of_a_mixture_does_not_loop(tmp_path):
+  def nothing(dataset):
+    return dataset.filter(lambda _: False)
+
+  mixture = seqio.Mixture(
+    'with_an_empty_one',
+    [
+      (make_task(tmp_path), 1),
+      (
+        make_task(tmp_path, 'empty').replace(preprocessors=[to_int32, nothing]),
+        1,
+      ),
+    ],
+  )
+  with pytest.raises(
+    ValueError, match='Task empty of with_an_empty_one has no'
+  ):
+    next(make(mixture))
+
+
+def test_an_evaluation_goes_on_over_the_data(tmp_path):
+  inputs = make(
+    make_task(tmp_path),
+    split_name='validation',
+    is_training=False,
+    eval_loop_num_batches=4,
+  )
+  rounds = [
+    [b.tgt.labels[:, 0].tolist() for b in inputs.eval_batches()]
+    for _ in range(2)
+  ]
+  assert rounds == [
+    [[10, 11], [12, 13], [14, 15], [16, 17]],
+    [[18, 19], [20, 10], [11, 12], [13, 14]],
+  ]
+
+
+# One epoch of evaluation, and metrics.
+
+
+def run_model(inputs):
+  """Returns, of all hosts: predictions that are right for x % 4 == 0; x."""
+  predictions, scores = [], []
+  for host in inputs:
+    for batch in host.eval_batches():
+      ids = {key: batch[key] for key in seqio_input.ID_KEYS}
+      x = batch.tgt.labels[:, 0]
+      right = np.where(x % 4 == 0, x, 99)
+      tokens = np.stack([right, np.ones_like(x)], axis=1)
+      length = {'length': x}
+      predictions.append((ids, (tokens.astype(np.int32), length)))
+      scores.append((ids, x.astype(np.float32)))
+  return predictions, scores
+
+
+@pytest.mark.parametrize('count', [1, 2, 4])
+def test_ids_and_metrics_whatever_the_number_of_hosts(tmp_path, count):
+  task = make_task(tmp_path, metric_fns=[accuracy, total, longest])
+  inputs = evaluate(task, count, batch_padding_size=1)
+  predictions, scores = run_model(inputs)
+
+  examples = {}
+  for ids, x in scores:
+    assert [id.dtype for id in ids.values()] == [np.int32] * 3
+    assert [id.shape for id in ids.values()] == [(3,)] * 3
+    index = ids[seqio_input.INDEX_KEY]
+    assert index[2] == -1  # What batch_padding_size adds.
+    np.testing.assert_array_equal(index == -1, x == 0)
+    for row in np.nonzero(x)[0]:
+      key = tuple(ids[k][row].item() for k in seqio_input.ID_KEYS)
+      assert key not in examples
+      assert key[1] == count
+      examples[key] = x[row]
+  assert sorted(examples.values()) == list(range(10, 21))
+  assert {key[0] for key in examples} <= set(range(count))
+  # The files have 5, 0 and 6 examples: of two hosts the first has them all.
+  # Four hosts have too few files, and take every fourth example.
+  assert len(scores) == {1: 6, 2: 2 * 6, 4: 4 * 2}[count]
+
+  # Of 10, ..., 20 three divide by 4; their sum is 165.
+  expected = {'accuracy': 3 / 11, 'longest': 20, 'total': 165.0, 'examples': 11}
+  order = np.random.default_rng(0).permutation(len(predictions))
+  metrics = inputs[-1].compute_metrics(
+    predict_outputs=[predictions[i] for i in order],
+    # A row that comes twice counts once.
+    score_outputs=[scores[i] for i in order] + scores[:1],
+  )
+  assert metrics == {'numbers': pytest.approx(expected)}
+  only = inputs[-1].compute_metrics(score_outputs=scores)
+  assert only == {'numbers': {'total': 165.0, 'examples': 11}}
+
+
+def test_each_task_of_a_mixture_has_its_metrics(tmp_path):
+  mixture = seqio.Mixture(
+    'both',
+    [
+      (make_task(tmp_path, 'small', sizes=(2, 1), first=12), 1),
+      (make_task(tmp_path, 'large', sizes=(4, 3, 2), first=20), 5),
+    ],
+  )
+  inputs = evaluate(mixture, 2)
+  predictions, scores = run_model(inputs)
+  metrics = inputs[0].compute_metrics(
+    predict_outputs=[(ids, tokens) for ids, (tokens, _) in predictions],
+    score_outputs=scores,
+  )
+  assert metrics == {
+    'small': pytest.approx({'accuracy': 1 / 3, 'total': 39, 'examples': 3}),
+    'large': pytest.approx({'accuracy': 3 / 9, 'total': 216, 'examples': 9}),
+  }
+
+
+def test_postprocessing_and_metric_objects_are_those_of_seqio(tmp_path):
+  @seqio.metrics.flax.struct.dataclass
+  class Count(seqio.metrics.Metric):
+    model_output_type: seqio.metrics.ModelOutputType = (
+      seqio.metrics.ModelOutputType.SCORE
+    )
+    value: int = 0
+
+    @classmethod
+    def from_model_output(cls, inputs, model_output, features, *_):
+      del features
+      assert len(inputs) == len(model_output)
+      return cls(value=len(model_output))
+
+    def compute(self):
+      return {'count': seqio.metrics.Scalar(self.value)}
+
+  def postprocess(decoded, example, is_target):
+    del is_target
+    # An example knows its inputs: 10, ..., 20 have 2, 3, 1, ... threes.
+    return [int(decoded[0]) * 100 + int(np.sum(example['inputs'] == 3))]
+
+  def collected(targets, predictions):
+    return {'targets': targets[:3], 'predictions': predictions[:3]}
+
+  task = make_task(
+    tmp_path,
+    postprocess_fn=postprocess,
+    metric_fns=[collected],
+    metric_objs=[Count()],
+  )
+  inputs = evaluate(task)
+  predictions, scores = run_model(inputs)
+  assert inputs[0].compute_metrics(
+    predict_outputs=predictions, score_outputs=scores
+  ) == {
+    'numbers': {
+      'targets': [[1002], [1103], [1201]],
+      'predictions': [[9902], [9903], [1201]],
+      'count': 11,
+    }
+  }
+
+
+def test_metrics_see_longer_targets_than_the_model(tmp_path):
+  def lengths(targets, scores):
+    del scores
+    return {'longest': max(map(len, targets))}
+
+  task = make_task(tmp_path, metric_fns=[lengths])
+  for seen, expected in ((None, 1), (2, 2)):
+    inputs = evaluate(
+      task,
+      task_feature_lengths={'inputs': 4, 'targets': 1},
+      eval_metrics_targets_length=seen,
+    )
+    _, scores = run_model(inputs)
+    metrics = inputs[0].compute_metrics(score_outputs=scores)
+    assert metrics == {'numbers': {'longest': expected}}
+
+
+def test_outputs_that_do_not_fit_are_refused(tmp_path, monkeypatch):
+  task = make_task(tmp_path, metric_fns=[total, longest])
+  inputs = evaluate(task, 2)
+  predictions, scores = run_model(inputs)
+  compute = inputs[0].compute_metrics
+  with pytest.raises(
+    ValueError,
+    match=r'2 of the score_outputs for SeqIOInput are missing:.*'
+    r'\(0, 2, 0\), \(0, 2, 1\)\.',
+  ):
+    compute(score_outputs=scores[1:])
+  _, others = run_model(evaluate(task, 1))
+  with pytest.raises(
+    ValueError, match='num_shards=1; SeqIOInput has num_infee'
+  ):
+    compute(score_outputs=others)
+  ids = {
+    seqio_input.SHARD_KEY: [0],
+    seqio_input.NUM_SHARDS_KEY: [2],
+    seqio_input.INDEX_KEY: [11],
+  }
+  with pytest.raises(ValueError, match=r'belong to no example:.*\(0, 2, 11\)'):
+    compute(score_outputs=[*scores, (ids, [1.0])])
+  with pytest.raises(ValueError, match='pairs'):
+    compute(predict_outputs=[(i, tokens) for i, (tokens, _) in predictions])
+  with pytest.raises(ValueError, match='Give predict_outputs, score_outputs'):
+    compute()
+  packed = evaluate(
+    task, feature_converter=seqio_input.LanguageModelFeatures(pack=True)
+  )
+  with pytest.raises(ValueError, match='packing is True'):
+    packed[0].compute_metrics(score_outputs=scores)
+  with pytest.raises(ValueError, match='reset_for_eval is False'):
+    make(task).compute_metrics(score_outputs=scores)
+  monkeypatch.setattr(seqio_input.jax, 'process_index', lambda: 1)
+  assert compute(score_outputs=scores) == {}
+
+
+# Fields.
+
+
+def test_wrong_fields_are_refused(tmp_path):
+  task = make_task(tmp_path)
+  seqio.TaskRegistry.add_provider('a_registered_task', task)
+  fields = {
+    'split_name': 'train',
+    'task_feature_lengths': {'targets': 2},
+    'feature_converter': seqio_input.LanguageModelFeatures(pack=False),
+    'batch_size': 2,
+    'is_training': True,
+  }
+  named = seqio_input.SeqIOInput(mixture_name='a_registered_task', **fields)
+  assert next(named).labels.shape == (2, 2)
+  for wrong, error, message in (
+    ({}, ValueError, 'exactly one'),
+    (
+      {'mixture_name': 'a', 'mixture_or_task': task},
+      ValueError,
+      'exactly one',
+    ),
+    (
+      {'mixture_name': 'a_registred_task'},
+      ValueError,
+      r"did you mean one of \['a_registered_task'",
+    ),
+    ({'mixture_or_task': 'a'}, TypeError, 'is a str; expected a seqio.Mixture'),
+    (
+      {'mixture_or_task': task, 'split_name': 'test'},
+      ValueError,
+      r"no split 'test'; it has \['train', 'validation'\]",
+    ),
+    (
+      {'mixture_or_task': task, 'task_feature_lengths': {'target': 2}},
+      ValueError,
+      r"its features are \['inputs', 'targets'\]",
+    ),
+    (
+      {'mixture_or_task': task, 'is_training': False, 'shuffle': True},
+      ValueError,
+      'never shuffled',
+    ),
+  ):
+    with pytest.raises(error, match=message):
+      seqio_input.SeqIOInput(**{**fields, **wrong})
+
+
+def test_an_error_names_the_files(tmp_path):
+  task = make_task(tmp_path, sizes=(9, 1, 1, 1))
+  path = tmp_path / 'numbers-0.tfrecord'
+  data = bytearray(path.read_bytes())
+  data[-10] ^= 1
+  path.write_bytes(data)
+  with pytest.raises(tf.errors.DataLossError) as caught:
+    list(make(task, repeat=False, shuffle=False))
+  note = caught.value.__notes__[0]
+  assert "of numbers, split 'train'" in note
+  assert f'{path}, ' in note
+  assert 'and 1 more' in note
+
+
+def test_without_seqio_the_error_says_how_to_get_it(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'seqio', None)
+  seqio_input.import_seqio.cache_clear()
+  with pytest.raises(ImportError, match=r"pip install 'jaxline\[seqio\]'"):
+    make(None)
+
+
+# C4.
+
+DOCUMENTS = [f'document {i}' + ' and more' * (i % 4) for i in range(30)]
+
+
+def c4_files(folder, kind):
+  """Writes 3 files of 10 documents each; returns a glob."""
+  for i in range(3):
+    texts = DOCUMENTS[10 * i : 10 * i + 10]
+    if kind == 'json.gz':
+      with gzip.open(folder / f'c4-{i}.json.gz', 'wt') as f:
+        for text in texts:
+          f.write(json.dumps({'text': text, 'url': 'http://a'}) + '\n')
+    else:
+      path = folder / f'c4-train.tfrecord-0000{i}-of-00003'
+      with tf.io.TFRecordWriter(str(path)) as writer:
+        for text in texts:
+          write_example(writer, text=text.encode(), url=b'http://a')
+  return str(folder / 'c4-*')
+
+
+@pytest.mark.parametrize(('kind', 'count'), [('json.gz', 1), ('tfrecord', 2)])
+def test_c4_is_each_token_once(tmp_path, kind, count):
+  task = c4.c4_task(
+    train_files=c4_files(tmp_path, kind),
+    vocabulary=seqio.ByteVocabulary(),
+    documents_at_once=4,
+  )
+  tokens = []
+  for host in range(count):
+    inputs = c4.c4_input(
+      task,
+      batch_size=2,
+      length=16,
+      is_training=True,
+      repeat=False,
+      num_infeed_hosts=count,
+      infeed_host_index=host,
+    )
+    assert inputs.seed() == 9876
+    for batch in inputs:
+      np.testing.assert_array_equal(batch.weights, batch.labels != 0)
+      tokens += batch.labels[batch.weights == 1].tolist()
+  expected = [
+    t for text in DOCUMENTS for t in [*(b + 3 for b in text.encode()), 1]
+  ]
+  assert sorted(tokens) == sorted(expected)
+
+
+def test_c4_puts_documents_one_after_the_other(tmp_path):
+  task = c4.c4_task(
+    eval_files=c4_files(tmp_path, 'json.gz'), vocabulary=seqio.ByteVocabulary()
+  )
+  inputs = c4.c4_input(task, batch_size=1, length=64, is_training=False)
+  batches = list(inputs.eval_batches())
+  # All rows are full, but what is left behind the last document.
+  assert all(b.weights.all() for b in batches[:-1])
+  ids = np.concatenate([b.labels[0][b.weights[0] == 1] for b in batches])
+  text = (np.where(ids == 1, 10 + 3, ids) - 3).astype(np.uint8)
+  text = text.tobytes().decode()
+  assert sorted(text.splitlines()) == sorted(DOCUMENTS)
+  first = batches[0]
+  assert first.ids[0, 1:].tolist() == first.labels[0, :-1].tolist()
+  assert inputs.ids_to_strings(first.labels, [64]) == [text[:64].strip()]
+
+
+def test_c4_with_a_sentencepiece_model(tmp_path):
+  import sentencepiece
+
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(DOCUMENTS),
+    model_writer=model,
+    vocab_size=40,
+    pad_id=0,
+    eos_id=1,
+    unk_id=2,
+    bos_id=-1,
+    hard_vocab_limit=False,
+    minloglevel=2,
+  )
+  path = tmp_path / 'a.model'
+  path.write_bytes(model.getvalue())
+  task = c4.c4_task(eval_files=c4_files(tmp_path, 'json.gz'), vocabulary=path)
+  inputs = c4.c4_input(task, batch_size=4, length=32, is_training=False)
+  text = []
+  for batch in inputs.eval_batches():
+    text += inputs.ids_to_strings(
+      batch.labels, batch.weights.sum(1).astype(int)
+    )
+  joined = ' '.join(text).replace('\n', ' ')
+  assert set(joined.split()) >= {'document', 'and', 'more'}
+
+
+def test_c4_without_files_says_what_to_do(tmp_path):
+  vocabulary = seqio.ByteVocabulary()
+  with pytest.raises(
+    FileNotFoundError, match=r"allenai/c4(.|\n)*eval_files='DIR/en/c4-valid"
+  ):
+    c4.c4_task(eval_files=tmp_path / '*.json.gz', vocabulary=vocabulary)
+  with pytest.raises(ValueError, match='train_files, eval_files or both'):
+    c4.c4_task(vocabulary=vocabulary)
+  (tmp_path / 'a.txt').touch()
+  with pytest.raises(ValueError, match='neither JSON nor TFRecord'):
+    c4.c4_task(train_files=tmp_path / 'a.txt', vocabulary=vocabulary)
+  (tmp_path / 'a.json').touch()
+  (tmp_path / 'a.tfrecord').touch()
+  with pytest.raises(ValueError, match='Give one kind'):
+    c4.c4_task(
+      train_files=tmp_path / 'a.json',
+      eval_files=tmp_path / 'a.tfrecord',
+      vocabulary=vocabulary,
+    )
+  with pytest.raises(FileNotFoundError, match='no SentencePiece model'):
+    c4.c4_task(train_files=tmp_path / 'a.json', vocabulary=tmp_path / 'x')
+
+
+def test_c4_names_the_file_and_the_line(tmp_path):
+  path = tmp_path / 'a.json'
+  path.write_text('{"text": "good"}\n{"texts": "bad"}\n')
+  task = c4.c4_task(train_files=path, vocabulary=seqio.ByteVocabulary())
+  inputs = c4.c4_input(task, batch_size=1, length=4, is_training=True)
+  with pytest.raises(tf.errors.OpError, match=r'a\.json, line 2: expected'):
+    next(inputs)
+
+
+def test_seeds_of_epochs_never_change():
+  # A change would make saved positions mean other records.
+  seeds = [tfdata.derive_seed(9876, epoch) for epoch in (0, 2)]
+  assert seeds == [1015467176, 578776331]

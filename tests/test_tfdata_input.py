@@ -1,0 +1,523 @@
+"""tf.data as input: who reads what, where it ends, going on exactly."""
+
+import itertools
+import sys
+
+import hypothesis
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from jaxline.inputs import tfdata
+
+tf = pytest.importorskip('tensorflow')
+
+
+def numbers(count):
+  """Returns a function that gives {'x': 0}, ..., {'x': count - 1}."""
+
+  def dataset(seed):
+    del seed
+    return tf.data.Dataset.range(count).map(lambda x: {'x': x})
+
+  return dataset
+
+
+def parts(*sizes):
+  """Returns a function that gives host h sizes[h] numbers from 100 h on."""
+
+  def dataset(seed, host_index, num_hosts):
+    del seed
+    assert num_hosts == len(sizes)
+    # tf.data does not know how many a filter lets through.
+    return (
+      tf.data.Dataset.range(100 * host_index, 100 * host_index + 50)
+      .filter(lambda x: x < 100 * host_index + sizes[host_index])
+      .map(lambda x: {'x': x})
+    )
+
+  return dataset
+
+
+def hosts(count, cls=tfdata.TfDataInput, **fields):
+  return [
+    cls(num_infeed_hosts=count, infeed_host_index=index, **fields)
+    for index in range(count)
+  ]
+
+
+def train(count=1, cls=tfdata.TfDataInput, **fields):
+  return hosts(count, cls, is_training=True, **fields)
+
+
+def one_epoch(count=1, cls=tfdata.TfDataInput, **fields):
+  return hosts(
+    count, cls, reset_for_eval=True, eval_loop_num_batches=None, **fields
+  )
+
+
+def read(inputs, num_batches):
+  """Returns `x` of so many global batches, one list each."""
+  return [
+    np.concatenate([next(host).x for host in inputs]).tolist()
+    for _ in range(num_batches)
+  ]
+
+
+def read_epoch(inputs):
+  """Returns, by host, its batches: (x, weights) as lists."""
+  return [
+    [(b.x.tolist(), b.weights.tolist()) for b in host.eval_batches()]
+    for host in inputs
+  ]
+
+
+def check_epoch(inputs, expected):
+  """Checks that the hosts give each of `expected` once, as many batches each.
+
+  Returns:
+    How many batches.
+  """
+  batches = read_epoch(inputs)
+  assert len({len(b) for b in batches}) == 1
+  rows = [
+    (x, w)
+    for host in batches
+    for xs, ws in host
+    for x, w in zip(xs, ws, strict=True)
+  ]
+  assert all(w in (0, 1) for _, w in rows)
+  assert sorted(x for x, w in rows if w) == sorted(expected)
+  assert all(x == 0 for x, w in rows if not w)
+  return len(batches[0])
+
+
+# Who reads what.
+
+
+@pytest.mark.parametrize('num_hosts', [1, 2, 4])
+def test_a_global_batch_is_the_next_rows_whatever_the_number_of_hosts(
+  num_hosts,
+):
+  inputs = train(num_hosts, dataset=numbers(10), batch_size=4 // num_hosts)
+  assert read(inputs, 6) == [
+    [0, 1, 2, 3],
+    [4, 5, 6, 7],
+    [8, 9, 0, 1],
+    [2, 3, 4, 5],
+    [6, 7, 8, 9],
+    [0, 1, 2, 3],
+  ]
+  # The last batch began where the third epoch did.
+  assert {tuple(host.position().items()) for host in inputs} == {
+    (('epoch', 2), ('record', 4))
+  }
+
+
+@pytest.mark.parametrize('num_hosts', [1, 2, 4])
+def test_a_position_is_the_same_on_all_hosts_where_an_epoch_ends(num_hosts):
+  inputs = train(num_hosts, dataset=numbers(3), batch_size=4 // num_hosts)
+  for expected in [(0, 4), (1, 5), (2, 6), (4, 4), (5, 5)]:
+    read(inputs, 1)
+    assert [tuple(x.position().values()) for x in inputs] == (
+      [expected] * num_hosts
+    )
+
+
+def test_shuffling_gives_each_epoch_an_order_of_its_own():
+  def orders(num_hosts, **fields):
+    inputs = train(
+      num_hosts,
+      dataset=numbers(12),
+      batch_size=4 // num_hosts,
+      shuffle_buffer_size=12,
+      **fields,
+    )
+    rows = list(itertools.chain(*read(inputs, 9)))
+    return [rows[:12], rows[12:24], rows[24:]]
+
+  epochs = orders(1)
+  assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 3
+  assert len({tuple(epoch) for epoch in epochs}) == 3
+  assert orders(2) == orders(4) == epochs
+  assert orders(1, input_random_seed=1) != epochs
+
+
+@pytest.mark.parametrize('num_hosts', [1, 2, 4])
+@pytest.mark.parametrize('size', [1, 8, 9])
+def test_one_epoch_is_each_record_once(num_hosts, size):
+  inputs = one_epoch(num_hosts, dataset=numbers(size), batch_size=2)
+  count = -(-size // (2 * num_hosts))
+  assert check_epoch(inputs, range(size)) == count
+  # And the same once more, after a reset.
+  assert check_epoch(inputs, range(size)) == count
+
+
+@pytest.mark.parametrize(('sizes', 'num_batches'), [((5,), 3), ((2, 7, 0), 4)])
+def test_one_epoch_of_parts_ends_with_the_largest(sizes, num_batches):
+  inputs = one_epoch(
+    len(sizes), tfdata.ShardedTfDataInput, dataset=parts(*sizes), batch_size=2
+  )
+  expected = [100 * h + i for h, n in enumerate(sizes) for i in range(n)]
+  assert check_epoch(inputs, expected) == num_batches
+  assert check_epoch(inputs, expected) == num_batches
+
+
+def test_a_remainder_is_dropped_on_all_hosts_alike():
+  whole = hosts(
+    2,
+    dataset=numbers(11),
+    batch_size=2,
+    is_training=True,
+    repeat=False,
+    drop_remainder=True,
+  )
+  assert read(whole, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+  shared = hosts(
+    2,
+    tfdata.ShardedTfDataInput,
+    dataset=parts(7, 5),
+    batch_size=2,
+    is_training=True,
+    repeat=False,
+    drop_remainder=True,
+  )
+  assert read(shared, 2) == [[0, 1, 100, 101], [2, 3, 102, 103]]
+  for host in whole + shared:
+    for _ in range(2):
+      with pytest.raises(StopIteration):
+        next(host)
+  exact = hosts(
+    2,
+    dataset=numbers(4),
+    batch_size=2,
+    is_training=True,
+    repeat=False,
+    drop_remainder=True,
+  )
+  assert read(exact, 1) == [[0, 1, 2, 3]]
+  assert [next(host, None) for host in exact] == [None, None]
+  with pytest.raises(ValueError, match='would not see all of it'):
+    one_epoch(dataset=numbers(4), batch_size=2, drop_remainder=True)
+
+
+# Going on.
+
+
+def test_going_on_after_any_batch():
+  def make(num_hosts, batch_size):
+    return train(
+      num_hosts,
+      dataset=numbers(10),
+      batch_size=batch_size,
+      shuffle_buffer_size=5,
+    )
+
+  whole = read(make(2, 2), 6)
+  inputs = make(2, 2)
+  for done in range(6):
+    states = [host.get_state() for host in inputs]
+    # That of any host will do, on any number of hosts.
+    assert states[0] == states[1]
+    others = make(1, 4) if done % 2 else make(4, 1)
+    for host in others:
+      host.set_state(states[0])
+    assert read(others, min(2, 6 - done)) == whole[done : done + 2]
+    read(inputs, 1)
+
+
+@hypothesis.settings(max_examples=5, deadline=None, derandomize=True)
+@hypothesis.given(
+  size=st.integers(3, 23),
+  batch_size=st.integers(1, 4),
+  num_hosts=st.integers(1, 3),
+  done=st.integers(0, 5),
+  others=st.tuples(st.integers(1, 3), st.integers(1, 4)),
+)
+def test_going_on_with_other_hosts_and_batches(
+  size, batch_size, num_hosts, done, others
+):
+  fields = {'dataset': numbers(size), 'shuffle_buffer_size': 4}
+  (single,) = train(batch_size=1, **fields)
+  order = [int(next(single).x[0]) for _ in range(100)]
+  before = train(num_hosts, batch_size=batch_size, **fields)
+  first = list(itertools.chain(*read(before, done)))
+  assert first == order[: len(first)]
+  after = train(others[0], batch_size=others[1], **fields)
+  for host in after:
+    host.set_state(before[0].get_state())
+  rest = list(itertools.chain(*read(after, 3)))
+  assert rest == order[len(first) : len(first) + len(rest)]
+  assert len({str(host.position()) for host in after}) == 1
+
+
+def test_going_on_in_one_epoch():
+  fields = {'dataset': numbers(9), 'batch_size': 2}
+  inputs = hosts(2, is_training=True, repeat=False, **fields)
+  whole = [[(b.x.tolist(), b.weights.tolist()) for b in x] for x in inputs]
+  assert [len(x) for x in whole] == [3, 3]
+  for done in range(4):
+    states = []
+    for host in hosts(2, is_training=True, repeat=False, **fields):
+      list(itertools.islice(host, done))
+      states.append(host.get_state())
+    others = hosts(2, is_training=True, repeat=False, **fields)
+    for host, state, expected in zip(others, states, whole, strict=True):
+      host.set_state(state)
+      rest = [(b.x.tolist(), b.weights.tolist()) for b in host]
+      assert rest == expected[done:]
+
+
+def test_parts_go_on_each_by_itself():
+  def make():
+    return train(
+      2,
+      tfdata.ShardedTfDataInput,
+      dataset=parts(5, 7),
+      batch_size=2,
+      shuffle_buffer_size=3,
+    )
+
+  whole = read(make(), 8)
+  assert {x for rows in whole for x in rows} == {*range(5), *range(100, 107)}
+  inputs = make()
+  for done in range(6):
+    others = make()
+    for host, other in zip(inputs, others, strict=True):
+      other.set_state(host.get_state())
+    assert read(others, 2) == whole[done : done + 2]
+    read(inputs, 1)
+  with pytest.raises(ValueError, match='infeed_host_index is 0 in the state'):
+    inputs[1].set_state(inputs[0].get_state())
+
+
+def test_a_state_of_other_data_or_another_order_is_refused():
+  def make(**fields):
+    fields = {'data_version': 'a', 'shuffle_buffer_size': 4, **fields}
+    return train(dataset=numbers(5), batch_size=2, **fields)[0]
+
+  state = make().get_state()
+  make().set_state(state)
+  for fields, message in (
+    ({'data_version': 'b'}, "data_version is 'a' in the state and 'b' here"),
+    ({'shuffle_buffer_size': 5}, 'shuffle_buffer_size is 4'),
+    ({'input_random_seed': 3}, 'seed is 0 in the state and 3 here'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      make(**fields).set_state(state)
+
+
+def test_what_has_no_seed_of_its_own_is_the_same_each_time():
+  def dataset(seed):
+    del seed
+    return (
+      tf.data.Dataset.range(8)
+      .shuffle(8)
+      .map(lambda x: {'x': x, 'noise': tf.random.uniform([])})
+    )
+
+  def batches(inputs, count):
+    return [
+      (b.x.tolist(), b.noise.tolist())
+      for _ in range(count)
+      for b in [next(inputs)]
+    ]
+
+  (first,) = train(dataset=dataset, batch_size=4)
+  (second,) = train(dataset=dataset, batch_size=4)
+  whole = batches(first, 4)
+  assert whole[:2] != whole[2:]
+  batches(second, 3)
+  (third,) = train(dataset=dataset, batch_size=4)
+  third.set_state(second.get_state())
+  assert batches(third, 1) == whole[3:]
+
+
+def test_parallel_parts_keep_their_order():
+  def dataset(seed, **fields):
+    del seed
+    options = tf.data.Options()
+    options.deterministic = False
+    return (
+      tf.data.Dataset.range(64)
+      .map(
+        lambda x: {'x': tf.numpy_function(slowly, [x], tf.int64)},
+        num_parallel_calls=8,
+        **fields,
+      )
+      .map(lambda x: {'x': tf.ensure_shape(x['x'], [])})
+      .with_options(options)
+    )
+
+  def slowly(x):
+    # The first of each eight takes longest.
+    np.linalg.svd(np.ones([1 + 30 * (7 - x % 8)] * 2))
+    return x
+
+  (inputs,) = train(dataset=dataset, batch_size=64)
+  assert read([inputs], 1) == [list(range(64))]
+  (inputs,) = train(
+    dataset=lambda seed: dataset(seed, deterministic=False), batch_size=64
+  )
+  with pytest.raises(ValueError, match='deterministic=False'):
+    next(inputs)
+
+
+# Ends and errors.
+
+
+def test_no_records_end_and_do_not_loop():
+  (inputs,) = train(dataset=numbers(0), batch_size=2)
+  with pytest.raises(ValueError, match='no records in epoch 0'):
+    next(inputs)
+  (inputs,) = one_epoch(dataset=numbers(0), batch_size=2)
+  assert list(inputs) == []
+  with pytest.raises(ValueError, match='no data to evaluate on'):
+    list(inputs.eval_batches())
+
+
+def test_data_that_shrinks_to_nothing_ends():
+  sizes = iter([5, 3])
+  (inputs,) = train(
+    dataset=lambda seed: numbers(next(sizes, 0))(seed), batch_size=4
+  )
+  assert read([inputs], 2) == [[0, 1, 2, 3], [4, 0, 1, 2]]
+  with pytest.raises(ValueError, match='no records in epoch 2'):
+    next(inputs)
+
+
+def test_a_host_without_a_part_is_named_in_training():
+  inputs = train(
+    2, tfdata.ShardedTfDataInput, dataset=parts(5, 0), batch_size=2
+  )
+  next(inputs[0])
+  with pytest.raises(ValueError, match='for host 1 of 2'):
+    next(inputs[1])
+
+
+def test_an_epoch_without_an_end_is_refused():
+  (inputs,) = one_epoch(
+    dataset=lambda seed: numbers(3)(seed).repeat(), batch_size=2
+  )
+  with pytest.raises(ValueError, match='has no end, and repeat=False'):
+    next(inputs)
+
+
+def write_records(path, values):
+  with tf.io.TFRecordWriter(str(path)) as writer:
+    for value in values:
+      feature = tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
+      features = tf.train.Features(feature={'x': feature})
+      writer.write(tf.train.Example(features=features).SerializeToString())
+
+
+def records(paths):
+  def dataset(seed):
+    del seed
+    return tf.data.TFRecordDataset([str(p) for p in paths]).map(
+      lambda x: tf.io.parse_single_example(
+        x, {'x': tf.io.FixedLenFeature([], tf.int64)}
+      )
+    )
+
+  return dataset
+
+
+@pytest.mark.parametrize('num_hosts', [1, 2, 4])
+def test_files_are_read_once_by_all_hosts_together(tmp_path, num_hosts):
+  paths = [tmp_path / f'{i}.tfrecord' for i in range(3)]
+  for i, path in enumerate(paths):
+    write_records(path, range(10 * i, 10 * i + 5 + i))
+  inputs = one_epoch(num_hosts, dataset=records(paths), batch_size=2)
+  expected = [*range(5), *range(10, 16), *range(20, 27)]
+  assert check_epoch(inputs, expected) == -(-18 // (2 * num_hosts))
+
+
+def test_a_broken_file_is_an_error_again_and_again(tmp_path):
+  path = tmp_path / 'a.tfrecord'
+  write_records(path, range(9))
+  data = bytearray(path.read_bytes())
+  data[-10] ^= 1
+  path.write_bytes(data)
+  (inputs,) = train(dataset=records([path]), batch_size=4, name='broken')
+  assert read([inputs], 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+  for _ in range(2):  # Never mistaken for the end.
+    with pytest.raises(tf.errors.DataLossError) as caught:
+      next(inputs)
+    assert 'broken read epoch 0 from record 8 on' in caught.value.__notes__[0]
+
+
+def test_an_error_of_the_function_names_the_input():
+  def dataset(seed):
+    raise OSError('gone')
+
+  (inputs,) = train(dataset=dataset, batch_size=2, name='mine')
+  with pytest.raises(OSError, match='gone') as caught:
+    next(inputs)
+  assert 'While mine read epoch 0' in caught.value.__notes__[0]
+
+
+def test_strings_reach_no_device():
+  def dataset(seed):
+    del seed
+    return tf.data.Dataset.range(3).map(
+      lambda x: {
+        'x': x,
+        's': tf.strings.as_string(x),
+        'in': {'s': tf.strings.as_string(x)},
+        'more': {'y': tf.stack([x, x]), 's': tf.strings.as_string(x)},
+      }
+    )
+
+  for inputs in (
+    train(dataset=dataset, batch_size=3),
+    hosts(2, dataset=dataset, batch_size=3),
+  ):
+    batch = next(inputs[0])
+    assert set(batch) - {'weights'} == {'x', 'more'}
+    assert set(batch.more) == {'y'}
+    assert batch.more.y.tolist() == [[0, 0], [1, 1], [2, 2]]
+  batch = next(one_epoch(dataset=dataset, batch_size=3)[0])
+  assert batch.s.tolist() == [b'0', b'1', b'2']
+
+
+@pytest.mark.parametrize(
+  ('make', 'error', 'message'),
+  [
+    (lambda: [1, 2], TypeError, 'is a list; expected a tf.data.Dataset'),
+    (lambda: tf.data.Dataset.range(3), TypeError, 'expected dicts'),
+    (
+      lambda: tf.data.Dataset.from_tensors(
+        {'x': tf.ragged.constant([[1], [2, 3]])}
+      ),
+      TypeError,
+      'dense tensors',
+    ),
+    (
+      lambda: tf.data.Dataset.from_tensors({'x': 'text'}),
+      ValueError,
+      'no numbers',
+    ),
+  ],
+)
+def test_what_makes_no_batch_is_refused(make, error, message):
+  (inputs,) = train(dataset=lambda seed: make(), batch_size=2)
+  with pytest.raises(error, match=message):
+    next(inputs)
+
+
+def test_a_buffer_of_no_records_is_refused():
+  with pytest.raises(ValueError, match='shuffle_buffer_size is 0'):
+    train(dataset=numbers(3), batch_size=2, shuffle_buffer_size=0)
+
+
+def test_no_gpu_is_left_to_tensorflow():
+  tfdata.import_tensorflow()
+  assert tf.config.get_visible_devices('GPU') == []
+
+
+def test_without_tensorflow_the_error_says_how_to_get_it(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'tensorflow', None)
+  tfdata.import_tensorflow.cache_clear()
+  with pytest.raises(ImportError, match=r"pip install 'jaxline\[tf\]'"):
+    train(dataset=numbers(3), batch_size=2)
