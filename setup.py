@@ -30,7 +30,7 @@ _BASE = [
 ]
 _IMAGE = ['scikit-learn>=1.4']
 _EXPORT = ['safetensors>=0.4']
-_TEXT = ['sentencepiece>=0.2', 'tokenizers>=0.20']
+_TEXT = ['sentencepiece>=0.2', 'tokenizers>=0.21']
 _TEST = [
   *_IMAGE,
   *_EXPORT,

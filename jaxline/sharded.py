@@ -733,27 +733,19 @@ def _pad(batch: Batch, rows: int, shards: int) -> Batch:
     shards: into how many pieces a global batch is cut.
 
   Returns:
-    The batch with `weights`; rows that only fill up have weight 0, and are
-    zeros.
+    The batch with `weights`; rows that only fill up have weight 0.
   """
-  have = _rows(batch)
   local_shards = max(1, shards // jax.process_count())
-  fill = -(-rows // local_shards) * local_shards - have
-  return jax.tree.map(
-    lambda x: (
-      np.concatenate([x, np.zeros((fill, *x.shape[1:]), x.dtype)])
-      if fill
-      else np.asarray(x)
-    ),
-    _with_weights(batch),
+  return inputs.pad_rows(
+    inputs.Batch(batch), -(-rows // local_shards) * local_shards
   )
 
 
-def _with_weights(batch: Batch) -> Batch:
-  if WEIGHTS in batch:
-    return batch
-  weights = np.ones(_rows(batch), np.float32)
-  return type(batch)({**batch, WEIGHTS: weights})
+def _with_weights(batch: Batch) -> inputs.Batch:
+  batch = inputs.Batch(batch)
+  if WEIGHTS not in batch:
+    batch[WEIGHTS] = np.ones(_rows(batch), np.float32)
+  return batch
 
 
 def _add_fetched(sums: Any, metrics: Any) -> Any:

@@ -1,9 +1,11 @@
-"""Tests of the text input: windows, splits, positions, shares of processes."""
+"""Tests of the text input: windows, packings, splits, positions, hosts."""
 
+import gzip
 import hashlib
 import json
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
 import sysconfig
@@ -11,9 +13,16 @@ import sysconfig
 import numpy as np
 import pytest
 
+from jaxline.inputs import base
 from jaxline.inputs import text
+from jaxline.inputs import tokenization
 
 D = text.DOCUMENT_TOKEN
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
 
 
 def write(folder: pathlib.Path, files: dict[str, bytes]) -> pathlib.Path:
@@ -26,33 +35,57 @@ def write(folder: pathlib.Path, files: dict[str, bytes]) -> pathlib.Path:
 def documents(*contents: bytes) -> text.Documents:
   tokens = [t for data in contents for t in (D, *data)]
   names = tuple(f'{i}.txt' for i in range(len(contents)))
-  return text.Documents(names, np.array(tokens, np.uint16), f'hash of {names}')
+  return text.Documents(
+    names=names,
+    tokens=np.array(tokens, np.uint16),
+    starts=np.flatnonzero(np.array(tokens) == D),
+    sha256=f'hash of {names}',
+    num_files=len(names),
+    num_bytes=sum(map(len, contents)),
+  )
 
 
 # One document whose 201 tokens are all different: a window tells its place.
 COUNTING = documents(bytes(range(200)))
 PLACE = {D: 0} | {byte: byte + 1 for byte in range(200)}
+EPOCH = {'reset_for_eval': True, 'eval_loop_num_batches': None}
 
 
 def counting_input(**kwargs):
-  kwargs = {'batch_size': 8, 'length': 10, 'seed': 7} | kwargs
-  return text.TrainInput(COUNTING, **kwargs)
+  kwargs = {
+    'documents': COUNTING,
+    'batch_size': 8,
+    'length': 10,
+    'input_random_seed': 7,
+    'is_training': True,
+  } | kwargs
+  return text.TextInput(**kwargs)
 
 
-def assert_same(actual: text.Batch, expected: text.Batch) -> None:
+def one_epoch(docs, **kwargs):
+  return text.TextInput(documents=docs, **EPOCH, **kwargs)
+
+
+def evaluate(docs, **kwargs):
+  return list(one_epoch(docs, **kwargs).eval_batches())
+
+
+def assert_same(actual: base.Batch, expected: base.Batch) -> None:
   assert actual.keys() == expected.keys()
   for key in expected:
     np.testing.assert_array_equal(actual[key], expected[key])
     assert actual[key].dtype == expected[key].dtype
 
 
-def joined(batches) -> text.Batch:
+def joined(batches) -> base.Batch:
   batches = list(batches)
-  return {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
+  return base.Batch(
+    {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
+  )
 
 
 def everything(corpus: text.Corpus) -> list[str]:
-  return sorted(corpus.train.names + corpus.eval.names)
+  return sorted([*corpus.train.names, *corpus.eval.names])
 
 
 # Tokens.
@@ -211,6 +244,111 @@ def test_both_splits_have_a_file(tmp_path, fraction):
   assert everything(corpus) == ['a', 'b', 'c']
 
 
+def test_the_split_of_lines_goes_by_their_names(tmp_path):
+  text_of = {f'a:{i}': f'line {i}'.encode() for i in range(1, 301)}
+  write(tmp_path, {'a': b'\n'.join(text_of.values())})
+  corpus = text.load_corpus(tmp_path, documents='line', eval_fraction=0.25)
+  held_out = [
+    name
+    for name in text_of
+    if int(hashlib.sha256(f'eval/{name}'.encode()).hexdigest()[:8], 16)
+    < 0.25 * 2**32
+  ]
+  assert 50 < len(held_out) < 100
+  assert list(corpus.eval.names) == held_out
+  assert corpus.eval.data() == b''.join(text_of[name] for name in held_out)
+  assert set(corpus.train.names) == set(text_of) - set(held_out)
+  assert corpus.train.num_files == corpus.eval.num_files == 1
+  assert corpus.train.sha256 != corpus.eval.sha256
+  # Neither split is ever empty.
+  for fraction, sizes in (1e-9, (299, 1)), (1 - 1e-9, (1, 299)):
+    few = text.load_corpus(tmp_path, documents='line', eval_fraction=fraction)
+    assert (few.train.num_documents, few.eval.num_documents) == sizes
+    assert sorted(everything(few)) == sorted(text_of)
+
+
+def test_documents_of_lines(tmp_path):
+  lines = [b'one', b'', b'two\xff \r', b'  ', b'three']
+  write(
+    tmp_path,
+    {'b.txt': b'\n'.join(lines) + b'\n', 'a.gz': gzip.compress(b'zip\nped')},
+  )
+  corpus = text.load_corpus(tmp_path, documents='line')
+  assert everything(corpus) == [
+    'a.gz:1',
+    'a.gz:2',
+    'b.txt:1',
+    'b.txt:3',
+    'b.txt:4',
+    'b.txt:5',
+  ]
+  contents = {
+    'a.gz:1': b'zip',
+    'a.gz:2': b'ped',
+    'b.txt:1': b'one',
+    'b.txt:3': b'two\xff ',
+    'b.txt:4': b'  ',
+    'b.txt:5': b'three',
+  }
+  for split in corpus.train, corpus.eval:
+    names = list(split.names)
+    assert names == sorted(names) == [split.names[i] for i in range(len(names))]
+    assert split.names[-1] == names[-1]
+    assert split.names[:2] == tuple(names[:2])
+    with pytest.raises(IndexError):
+      split.names[len(names)]
+    np.testing.assert_array_equal(
+      split.tokens, [t for name in names for t in (D, *contents[name])]
+    )
+    np.testing.assert_array_equal(
+      split.starts, np.flatnonzero(split.tokens == D)
+    )
+    assert split.num_bytes == sum(len(contents[name]) for name in names)
+
+
+def test_documents_of_json(tmp_path):
+  values = ['naïve', '', 'two\nlines', '\ud800', 'last']
+  data = '\n'.join(json.dumps({'id': 1, 'text': v}) for v in values) + '\n\n'
+  write(tmp_path, {'a.jsonl.gz': gzip.compress(data.encode())})
+  corpus = text.load_corpus(tmp_path, documents='jsonl')
+  found = {}
+  for split in corpus.train, corpus.eval:
+    contents = split.tokens.tolist()
+    ends = [*split.starts[1:].tolist(), len(contents)]
+    for name, i, j in zip(split.names, split.starts, ends, strict=True):
+      found[name] = bytes(contents[i + 1 : j])
+  assert found == {
+    'a.jsonl.gz:1': 'naïve'.encode(),
+    'a.jsonl.gz:3': b'two\nlines',
+    'a.jsonl.gz:4': b'?',
+    'a.jsonl.gz:5': b'last',
+  }
+  for bad in '{"text": 3}', '{"txt": ""}', '[]', '{':
+    write(tmp_path, {'b.jsonl': b'{"text": "x"}\n' + bad.encode()})
+    with pytest.raises(ValueError, match=r'b\.jsonl:2 is no JSON object'):
+      text.load_corpus(tmp_path, documents='jsonl')
+
+
+def test_unpacked_files(tmp_path):
+  write(
+    tmp_path,
+    {
+      'a.gz': gzip.compress(b'first'),
+      'b.txt': b'second',
+      'empty.gz': gzip.compress(b''),
+      'binary.gz': gzip.compress(b'\0'),
+    },
+  )
+  corpus = text.load_corpus(tmp_path)
+  assert everything(corpus) == ['a.gz', 'b.txt']
+  assert corpus.train.num_bytes + corpus.eval.num_bytes == 11
+  assert {corpus.train.data(), corpus.eval.data()} == {b'first', b'second'}
+  for bad in b'no gzip', gzip.compress(b'text' * 100)[:20]:
+    write(tmp_path, {'bad.gz': bad})
+    with pytest.raises(ValueError, match=r'bad\.gz cannot be unpacked'):
+      text.load_corpus(tmp_path)
+
+
 def test_split_errors(tmp_path):
   write(tmp_path, {'only.txt': b'text', 'empty.txt': b''})
   with pytest.raises(ValueError, match='has 1 files that are not empty'):
@@ -218,6 +356,10 @@ def test_split_errors(tmp_path):
   for fraction in 0, 1, -0.1:
     with pytest.raises(ValueError, match='eval_fraction'):
       text.load_corpus(tmp_path, eval_fraction=fraction)
+  with pytest.raises(ValueError, match=r"'word'; expected one of \('file', "):
+    text.load_corpus(tmp_path, documents='word')
+  with pytest.raises(ValueError, match='1 documents that are not empty'):
+    text.load_corpus(tmp_path, documents='line')
 
 
 # Training.
@@ -228,17 +370,17 @@ def test_training_windows():
   data = counting_input()
   batch = next(data)
   assert {k: (v.shape, v.dtype.name) for k, v in batch.items()} == {
-    'inputs': ((8, 10), 'int32'),
-    'targets': ((8, 10), 'int32'),
+    'ids': ((8, 10), 'int32'),
+    'labels': ((8, 10), 'int32'),
     'weights': ((8, 10), 'float32'),
   }
   rows = joined([batch] + [next(data) for _ in range(6)])
-  inputs = np.vectorize(PLACE.get)(rows['inputs'])
-  targets = np.vectorize(PLACE.get)(rows['targets'])
-  starts = inputs[:, 0]
-  np.testing.assert_array_equal(inputs, (starts[:, None] + np.arange(10)) % 201)
-  np.testing.assert_array_equal(targets, (inputs + 1) % 201)
-  np.testing.assert_array_equal(rows['weights'], targets != 0)
+  ids = np.vectorize(PLACE.get)(rows.ids)
+  labels = np.vectorize(PLACE.get)(rows.labels)
+  starts = ids[:, 0]
+  np.testing.assert_array_equal(ids, (starts[:, None] + np.arange(10)) % 201)
+  np.testing.assert_array_equal(labels, (ids + 1) % 201)
+  np.testing.assert_array_equal(rows.weights, labels != 0)
 
   orders = []
   for epoch in range(2):
@@ -254,50 +396,55 @@ def test_training_windows():
 
 def test_the_order_is_that_of_earlier_versions():
   """Runs that were saved a year ago shall continue with the data they miss."""
-  first = [PLACE[token] for token in next(counting_input())['inputs'][:, 0]]
-  assert first == [62, 92, 42, 183, 193, 32, 162, 72]
+  first = [PLACE[token] for token in next(counting_input()).ids[:, 0]]
+  assert first == [52, 132, 12, 183, 32, 2, 193, 162]
 
 
 def test_seeds():
-  a, b, c = (counting_input(seed=s) for s in (7, 7, 8))
+  a, b, c = (counting_input(input_random_seed=s) for s in (7, 7, 8))
   first = next(a)
   assert_same(next(b), first)
-  assert not np.array_equal(next(c)['inputs'], first['inputs'])
-  next(counting_input(seed=2**40))
-  next(counting_input(seed=-1))
+  assert not np.array_equal(next(c).ids, first.ids)
+  next(counting_input(input_random_seed=2**40))
+  next(counting_input(input_random_seed=-1))
 
 
 def test_a_text_of_one_window():
-  """The circle closes: the target after the last byte is its first token."""
-  data = text.TrainInput(documents(b'ab'), batch_size=2, length=3, seed=0)
-  for row in joined(next(data) for _ in range(3))['inputs'].tolist():
+  """The circle closes: the label after the last byte is its first token."""
+  data = counting_input(documents=documents(b'ab'), batch_size=2, length=3)
+  seen = set()
+  for row in joined(next(data) for _ in range(10)).ids.tolist():
     assert row in ([D, 97, 98], [97, 98, D], [98, D, 97])
+    seen.add(row[0])
+  assert seen == {D, 97, 98}
 
 
-def test_resume_is_exact_at_every_position():
-  straight = counting_input()
+@pytest.mark.parametrize('packing', text.PACKINGS)
+def test_resume_is_exact_at_every_position(packing):
+  kwargs = {'packing': packing, 'documents': TEXTS, 'length': 5}
+  straight = counting_input(**kwargs)
   states, batches = [straight.get_state()], []
-  for _ in range(9):  # Three and a half epochs.
+  for _ in range(9):
     batches.append(next(straight))
     states.append(straight.get_state())
-  resumed = counting_input()
+  assert straight.position()['records'] > 3 * straight.num_records()
+  resumed = counting_input(**kwargs)
   for position in range(6):
-    state = json.loads(json.dumps(states[position]))
-    assert len(json.dumps(state)) < 300
-    for data in resumed, counting_input():
-      data.set_state(state)
+    for data in resumed, counting_input(**kwargs):
+      data.set_state(states[position])
       assert data.get_state() == states[position]
       for i in range(position, position + 3):
         assert_same(next(data), batches[i])
-  assert iter(resumed) is resumed
 
 
 @pytest.mark.parametrize(
   ('change', 'named'),
   [
-    ({'seed': 8}, 'seed is 7 in the state and 8 here'),
-    ({'batch_size': 4}, 'batch_size is 8 in the state and 4 here'),
+    ({'input_random_seed': 8}, 'seed is 7 in the state and 8 here'),
     ({'length': 9}, 'length is 10 in the state and 9 here'),
+    ({'packing': 'padded'}, "packing is 'stream' in the state and 'padded'"),
+    ({'is_training': False, 'shuffle': True}, 'is_training is True in the st'),
+    ({'documents': documents(b'x' * 100, b'y' * 100)}, 'corpus_sha256 is'),
   ],
 )
 def test_a_foreign_state_is_refused(change, named):
@@ -308,133 +455,406 @@ def test_a_foreign_state_is_refused(change, named):
 
 def test_the_state_of_another_text_is_refused(tmp_path):
   write(tmp_path, {'a': b'1' * 20, 'b': b'2' * 20})
-  kwargs = {'batch_size': 1, 'length': 4, 'seed': 0}
-  state = text.TrainInput(
-    text.load_corpus(tmp_path).train, **kwargs
-  ).get_state()
-  text.TrainInput(text.load_corpus(tmp_path).train, **kwargs).set_state(state)
+  kwargs = {'files': tmp_path, 'length': 4}
+
+  def make():
+    return text.TextInput(batch_size=1, is_training=True, **kwargs)
+
+  state = make().get_state()
+  make().set_state(state)
   write(tmp_path, {'a': b'3' * 20, 'b': b'4' * 20})
-  other = text.TrainInput(text.load_corpus(tmp_path).train, **kwargs)
-  with pytest.raises(ValueError, match=r'corpus_sha256 is .* another Python'):
-    other.set_state(state)
-  with pytest.raises(ValueError, match=r"lacks \['format'.* has \['step'\]"):
-    other.set_state({'step': 3})
-  with pytest.raises(ValueError, match='format is 0 in the state'):
-    other.set_state(other.get_state() | {'format': 0})
+  with pytest.raises(ValueError, match=r'corpus_sha256 is .* and .* here'):
+    make().set_state(state)
 
 
 def test_too_little_text():
   with pytest.raises(ValueError, match='201 tokens, fewer than one'):
     counting_input(length=202)
   next(counting_input(length=201))
+  with pytest.raises(ValueError, match='no document has a token'):
+    one_epoch(documents(b'', b''), batch_size=1, length=3, packing='padded')
 
 
-# Several processes.
+# Packings, against a construction of their own.
+
+TEXTS = documents(b'abcdefghijk', b'', b'l', b'mnopqrs', b't', b'uvwx')
 
 
+def naive_rows(docs, length, packing):
+  """Builds each row of an epoch of evaluation, token by token."""
+  tokens = docs.tokens.tolist()
+  if packing == 'padded':
+    ends = [*docs.starts[1:].tolist(), len(tokens)]
+    streams = [
+      tokens[i:j] for i, j in zip(docs.starts.tolist(), ends, strict=True)
+    ]
+  else:
+    streams = [tokens]
+  for stream in streams:
+    for first in range(0, len(stream) - 1, length):
+      row = {'ids': [], 'labels': [], 'weights': []}
+      row |= {'segment_ids': [], 'segment_pos': [], 'paddings': []}
+      segment, place = 1, -1
+      for i in range(first, first + length):
+        is_real = i + 1 < len(stream)
+        label = stream[i + 1] if is_real else D
+        # The last token of a stream is read by nobody but 'stream'.
+        read = is_real or (packing == 'stream' and i < len(stream))
+        token = stream[i] if read else D
+        if token == D and i > first:
+          segment, place = segment + 1, 0
+        else:
+          place += 1
+        row['ids'].append(token)
+        row['labels'].append(label)
+        row['weights'].append(float(label != D))
+        row['segment_ids'].append(segment if is_real else 0)
+        row['segment_pos'].append(place if is_real else 0)
+        row['paddings'].append(float(not is_real))
+      keys = ['ids', 'labels', 'weights']
+      keys += {
+        'stream': [],
+        'packed': ['segment_ids', 'segment_pos'],
+        'padded': ['paddings'],
+      }[packing]
+      yield {k: row[k] for k in keys}
+
+
+@pytest.mark.parametrize('packing', text.PACKINGS)
+@pytest.mark.parametrize('length', [1, 2, 3, 4, 7, 11, 12, 13, 31, 32, 50])
+@pytest.mark.parametrize('batch_size', [1, 4])
+def test_packings(packing, length, batch_size):
+  expected = list(naive_rows(TEXTS, length, packing))
+  data = one_epoch(TEXTS, batch_size=batch_size, length=length, packing=packing)
+  assert data.num_records() == len(expected)
+  batches = list(data.eval_batches())
+  assert len(batches) == -(-len(expected) // batch_size)
+  rows = joined(batches)
+  assert rows.keys() == expected[0].keys()
+  for key, value in rows.items():
+    np.testing.assert_array_equal(
+      value[: len(expected)], [row[key] for row in expected], err_msg=key
+    )
+    is_float = key in ('weights', 'paddings')
+    assert value.dtype == (np.float32 if is_float else np.int32)
+  assert not rows.weights[len(expected) :].any()
+  # Each byte is a label once.
+  labels = rows.labels[rows.weights == 1]
+  assert labels.astype(np.uint8).tobytes() == TEXTS.data()
+  assert rows.weights.sum() == TEXTS.num_bytes == 24
+
+
+def test_packed_training_windows():
+  """The same windows as of 'stream', with the segments of these rows."""
+  kwargs = {'documents': TEXTS, 'length': 9}
+  stream = counting_input(**kwargs)
+  packed = counting_input(packing='packed', **kwargs)
+  for _ in range(5):
+    batch, expected = next(packed), next(stream)
+    for key, value in expected.items():
+      np.testing.assert_array_equal(batch[key], value)
+    for row, ids in enumerate(batch.ids.tolist()):
+      segment, place = 1, -1
+      for i, token in enumerate(ids):
+        place += 1
+        if token == D and i:
+          segment, place = segment + 1, 0
+        assert batch.segment_ids[row, i] == segment
+        assert batch.segment_pos[row, i] == place
+    # No label is of another document than what reads it.
+    crosses = batch.segment_ids[:, 1:] != batch.segment_ids[:, :-1]
+    assert crosses.any()
+    assert not batch.weights[:, :-1][crosses].any()
+
+
+def test_padded_training_rows():
+  kwargs = {'documents': TEXTS, 'length': 4, 'packing': 'padded'}
+  data = counting_input(batch_size=1, **kwargs)
+  expected = sorted(row['labels'] for row in naive_rows(TEXTS, 4, 'padded'))
+  for _ in range(3):
+    epoch = [next(data).labels[0].tolist() for _ in expected]
+    assert sorted(epoch) == expected
+    assert epoch != expected
+
+
+def test_wide_tokens():
+  """Large vocabularies: tokens of 32 bits, another document token."""
+
+  class Words(tokenization.Tokenizer):
+    vocab_size, document_id, identity = 100_000, 7, 'words'
+
+    def encode_batch(self, texts):
+      return [np.array(t.split(), np.int32) for t in texts]
+
+    def _decode(self, ids):
+      return ' '.join(map(str, ids))
+
+  docs = text.Documents(
+    names=('a', 'b'),
+    tokens=np.array([7, 99_999, 3, 7, 70_000], np.uint32),
+    starts=np.array([0, 3]),
+    sha256='hash',
+    num_files=2,
+    num_bytes=13,
+    tokenizer=Words(),
+  )
+  data = one_epoch(docs, batch_size=1, length=6, packing='packed')
+  (batch,) = data.eval_batches()
+  assert batch.ids.tolist() == [[7, 99_999, 3, 7, 7, 7]]
+  assert batch.labels.tolist() == [[99_999, 3, 7, 70_000, 7, 7]]
+  assert batch.weights.tolist() == [[1, 1, 0, 1, 0, 0]]
+  assert batch.segment_ids.tolist() == [[1, 1, 1, 2, 0, 0]]
+  assert data.ids_to_strings(batch.ids, [3]) == ['99999 3']
+  assert data.data_identity()['tokenizer'] == 'words'
+  assert docs.data() == b'99999 370000'
+
+
+# Several hosts.
+
+
+@pytest.mark.parametrize('packing', text.PACKINGS)
 @pytest.mark.parametrize('count', [2, 4, 8])
-def test_processes_share_each_batch(count):
-  single = counting_input()
+def test_hosts_share_each_batch(packing, count):
+  kwargs = {'documents': TEXTS, 'length': 3, 'packing': packing}
+  single = counting_input(**kwargs)
   parts = [
-    counting_input(process_index=i, process_count=count) for i in range(count)
+    counting_input(
+      batch_size=8 // count,
+      infeed_host_index=i,
+      num_infeed_hosts=count,
+      **kwargs,
+    )
+    for i in range(count)
   ]
   for _ in range(6):
-    batches = [next(part) for part in parts]
-    assert all(b['inputs'].shape == (8 // count, 10) for b in batches)
-    assert_same(joined(batches), next(single))
-  # One process goes on where many were.
-  again = counting_input()
+    assert_same(joined(next(part) for part in parts), next(single))
+  # One host goes on where many were.
+  again = counting_input(**kwargs)
   again.set_state(parts[-1].get_state())
   assert_same(next(again), next(single))
 
 
 @pytest.mark.parametrize('count', [1, 2, 4])
-def test_processes_share_the_evaluation(count):
-  kwargs = {'batch_size': 4, 'length': 9}
-  single = text.EvalInput(COUNTING, **kwargs)
+def test_training_covers_the_text_once_an_epoch(count):
   parts = [
-    text.EvalInput(COUNTING, process_index=i, process_count=count, **kwargs)
+    counting_input(
+      batch_size=4 // count, infeed_host_index=i, num_infeed_hosts=count
+    )
     for i in range(count)
   ]
+  for _ in range(3):  # 20 windows are 5 batches of 4.
+    rows = joined(next(part) for _ in range(5) for part in parts)
+    assert len(set(rows.labels.ravel().tolist())) == rows.labels.size == 200
+
+
+@pytest.mark.parametrize('count', [1, 2, 4])
+@pytest.mark.parametrize('packing', text.PACKINGS)
+def test_hosts_share_the_evaluation(count, packing):
+  kwargs = {'length': 9, 'packing': packing}
+  whole = evaluate(COUNTING, batch_size=4, **kwargs)
   # 23 windows: the last batch has three, which are not the same for all.
-  assert {len(part) for part in parts} == {len(single)} == {6}
-  for whole, *batches in zip(single, *parts, strict=True):
-    assert_same(joined(batches), whole)
-    assert all(b['inputs'].shape[1] == 9 for b in batches)
+  assert len(whole) == 6
+  parts = [
+    evaluate(
+      COUNTING,
+      batch_size=4 // count,
+      infeed_host_index=i,
+      num_infeed_hosts=count,
+      **kwargs,
+    )
+    for i in range(count)
+  ]
+  for expected, *batches in zip(whole, *parts, strict=True):
+    assert_same(joined(batches), expected)
 
 
-def test_process_defaults_are_those_of_jax(monkeypatch):
+def test_hosts_are_those_of_jax(monkeypatch):
+  expected = counting_input(infeed_host_index=3, num_infeed_hosts=4)
   monkeypatch.setattr('jax.process_count', lambda: 4)
   monkeypatch.setattr('jax.process_index', lambda: 3)
-  expected = counting_input(process_index=3, process_count=4)
   assert_same(next(counting_input()), next(expected))
-
-
-@pytest.mark.parametrize('cls', [text.TrainInput, text.EvalInput])
-def test_argument_errors(cls):
-  kwargs = {'batch_size': 8, 'length': 10}
-  if cls is text.TrainInput:
-    kwargs['seed'] = 0
-  with pytest.raises(ValueError, match='batch_size=8 cannot be'):
-    cls(COUNTING, process_index=0, process_count=3, **kwargs)
-  with pytest.raises(ValueError, match='process_index is 2; expected 0 to 1'):
-    cls(COUNTING, process_index=2, process_count=2, **kwargs)
-  for key in 'batch_size', 'length':
-    with pytest.raises(ValueError, match=f'{key} is 0; expected at least 1'):
-      cls(COUNTING, **(kwargs | {key: 0}))
 
 
 # Evaluation.
 
 
 def test_evaluation_windows():
-  data = text.EvalInput(documents(b'abc', b'de'), batch_size=2, length=4)
+  data = one_epoch(documents(b'abc', b'de'), batch_size=2, length=4)
   a, b, c, d, e = b'abcde'
-  (batch,) = data
-  assert len(data) == 1
+  (batch,) = data.eval_batches()
   assert_same(
     batch,
     {
-      'inputs': np.array([[D, a, b, c], [D, d, e, D]], np.int32),
-      'targets': np.array([[a, b, c, D], [d, e, D, D]], np.int32),
+      'ids': np.array([[D, a, b, c], [D, d, e, D]], np.int32),
+      'labels': np.array([[a, b, c, D], [d, e, D, D]], np.int32),
       'weights': np.array([[1, 1, 1, 0], [1, 1, 0, 0]], np.float32),
     },
   )
-  assert_same(next(iter(data)), batch)
+  (again,) = data.eval_batches()
+  assert_same(again, batch)
 
 
 @pytest.mark.parametrize('length', [1, 2, 5, 7, 8, 100])
 @pytest.mark.parametrize('batch_size', [1, 3])
-def test_each_byte_is_a_target_once(length, batch_size):
+def test_each_byte_is_a_label_once(length, batch_size):
   held_out = documents(b'first', b'2', b'third\xff\x00')
-  data = text.EvalInput(held_out, batch_size=batch_size, length=length)
-  batches = list(data)
-  assert len(batches) == len(data)
-  assert all(len(b['inputs']) == batch_size for b in batches[:-1])
+  batches = evaluate(held_out, batch_size=batch_size, length=length)
+  assert all(len(b.ids) == batch_size for b in batches)
   rows = joined(batches)
-  counted = rows['targets'][rows['weights'] == 1]
+  counted = rows.labels[rows.weights == 1]
   assert counted.astype(np.uint8).tobytes() == b'first2third\xff\x00'
-  assert rows['weights'].sum() == held_out.num_bytes == 13
+  assert rows.weights.sum() == held_out.num_bytes == 13
   # What is read is what was to be predicted one token before.
+  real = -(-15 // length) * length
   np.testing.assert_array_equal(
-    rows['inputs'].ravel()[1:], rows['targets'].ravel()[:-1]
+    rows.ids.ravel()[1:real], rows.labels.ravel()[: real - 1]
   )
 
 
 def test_a_short_evaluation_is_spread_over_the_text():
   kwargs = {'batch_size': 2, 'length': 10}
-  batches = list(text.EvalInput(COUNTING, max_batches=2, **kwargs))
+  batches = evaluate(COUNTING, max_batches=2, **kwargs)
   # 4 of 20 windows.
-  starts = [PLACE[t] for t in joined(batches)['inputs'][:, 0]]
+  assert len(batches) == 2
+  starts = [PLACE[t] for t in joined(batches).ids[:, 0]]
   assert starts == [0, 50, 100, 150]
-  whole = list(text.EvalInput(COUNTING, **kwargs))
+  for hosts in 1, 2:
+    part = one_epoch(
+      COUNTING,
+      batch_size=2 // hosts,
+      length=10,
+      max_batches=2,
+      infeed_host_index=0,
+      num_infeed_hosts=hosts,
+    )
+    assert part.num_records() == 4
+  whole = evaluate(COUNTING, **kwargs)
   for enough in 10, 1000:
-    capped = text.EvalInput(COUNTING, max_batches=enough, **kwargs)
-    assert len(capped) == 10
+    capped = evaluate(COUNTING, max_batches=enough, **kwargs)
     for actual, expected in zip(capped, whole, strict=True):
       assert_same(actual, expected)
-  with pytest.raises(ValueError, match='max_batches is 0'):
-    text.EvalInput(COUNTING, max_batches=0, **kwargs)
+  padded = one_epoch(TEXTS, packing='padded', max_batches=1, **kwargs)
+  (batch,) = padded.eval_batches()
+  # 2 of 6 rows: of 11, 1, 7, 1 and 4 bytes.
+  assert [bytes(r[:1].astype(np.uint8)) for r in batch.labels] == [b'a', b'm']
+
+
+def test_rolling_evaluation():
+  """The next 3 batches of 2 each time, on and on over 20 windows."""
+  data = text.TextInput(
+    documents=COUNTING, batch_size=2, length=10, eval_loop_num_batches=3
+  )
+  starts = []
+  for _ in range(5):
+    batches = list(data.eval_batches())
+    assert len(batches) == 3
+    starts += [PLACE[t] for t in joined(batches).ids[:, 0]]
+  assert starts == [10 * (i % 20) for i in range(30)]
+  state = data.get_state()
+  again = text.TextInput(
+    documents=COUNTING, batch_size=2, length=10, eval_loop_num_batches=3
+  )
+  again.set_state(state)
+  for actual, expected in zip(
+    again.eval_batches(), data.eval_batches(), strict=True
+  ):
+    assert_same(actual, expected)
+
+
+def test_argument_errors(tmp_path):
+  for key in 'length', 'max_batches':
+    for bad in 0, 2.0, True:
+      with pytest.raises(ValueError, match=f'{key} is {bad!r}; expected an i'):
+        counting_input(**{key: bad})
+  with pytest.raises(ValueError, match='training sees all of the text'):
+    counting_input(max_batches=3)
+  with pytest.raises(ValueError, match=r"packing is 'rows'; expected one of"):
+    counting_input(packing='rows')
+  with pytest.raises(ValueError, match='has nothing to read: give files'):
+    text.TextInput(batch_size=1, length=1)
+  settled = {'files': 'stdlib', 'tokenizer': 'bytes', 'eval_fraction': 0.1}
+  for key, value in settled.items():
+    with pytest.raises(ValueError, match=f'both documents and {key}='):
+      counting_input(**{key: value})
+  write(tmp_path, {'a': b'1', 'b': b'2'})
+  with pytest.raises(ValueError, match=r"split is 'test'; expected one of"):
+    text.TextInput(files=tmp_path, split='test', batch_size=1, length=1)
+
+
+def test_where():
+  docs = documents(b'abcdefghij', b'klmn')
+  data = one_epoch(docs, batch_size=1, length=4)
+  assert [data.describe_record(r) for r in range(4)] == [
+    '0.txt, from byte 0 on',
+    '0.txt, from byte 3 on',
+    '0.txt, from byte 7 on',
+    '1.txt, from byte 0 on',
+  ]
+  data = one_epoch(docs, batch_size=1, length=4, packing='padded')
+  assert data.describe_record(2) == '0.txt, from byte 7 on'
+  assert data.describe_record(3) == '1.txt, from byte 0 on'
+  data = one_epoch(docs, batch_size=1, length=4, max_batches=2)
+  assert data.describe_record(1) == '0.txt, from byte 7 on'
+  # In training, a window is where its epoch cuts it.
+  data = counting_input(batch_size=1, shuffle=False)
+  for position in range(45):
+    epoch, record = divmod(position, 20)
+    place = PLACE[int(next(data).ids[0, 0])]
+    assert data.describe_record(record, epoch) == (
+      f'0.txt, from byte {max(0, place - 1)} on'
+    )
+
+
+def test_text_of_ids():
+  data = one_epoch(documents('naïve'.encode(), b'x'), batch_size=1, length=9)
+  (batch,) = data.eval_batches()
+  assert data.ids_to_strings(batch.ids, [9]) == ['naïvex']
+  assert data.ids_to_strings(batch.ids, [3], key='labels') == ['na']
+
+
+def test_files_as_input(tmp_path):
+  write(tmp_path, {f'{i}.txt': b'%d' % i * (i + 3) for i in range(9)})
+  corpus = text.load_corpus(tmp_path, eval_fraction=0.3)
+  kwargs = {'batch_size': 2, 'length': 5}
+  for split, docs in ('train', corpus.train), ('eval', corpus.eval):
+    data = text.TextInput(
+      files=tmp_path, split=split, eval_fraction=0.3, **kwargs
+    )
+    assert data.documents.names == docs.names
+    assert_same(next(data), next(text.TextInput(documents=docs, **kwargs)))
+    assert data.identity()['corpus_sha256'] == docs.sha256
+  default = text.TextInput(files=tmp_path, eval_fraction=0.3, **kwargs)
+  assert default.documents.names == corpus.eval.names
+  default = text.TextInput(
+    files=tmp_path, eval_fraction=0.3, is_training=True, **kwargs
+  )
+  assert default.documents.names == corpus.train.names
+  lines = text.TextInput(files=tmp_path, documents='line', **kwargs)
+  assert lines.documents.names[0].endswith('.txt:1')
+
+
+def test_workers_map_the_tokens_themselves(tmp_path):
+  write(tmp_path, {f'{i}.txt': b'line %d\n' % i * 5_000 for i in range(4)})
+  corpus = text.load_corpus(tmp_path)
+  for kind in 'file', 'line':
+    docs = text.load_corpus(tmp_path, documents=kind).train
+    assert len(pickle.dumps(docs)) < 1000
+    for packing in text.PACKINGS:
+      data = counting_input(documents=docs, packing=packing)
+      next(data)
+      assert len(pickle.dumps(data)) < 5000
+      other = pickle.loads(pickle.dumps(data))
+      assert other.documents.names[0] == docs.names[0]
+      assert_same(next(other), next(data))
+  in_memory = pickle.loads(pickle.dumps(COUNTING))
+  np.testing.assert_array_equal(in_memory.tokens, COUNTING.tokens)
+  data = counting_input(documents=corpus.train, num_workers=1)
+  expected = counting_input(documents=corpus.train)
+  try:
+    for _ in range(3):
+      assert_same(next(data), next(expected))
+  finally:
+    data.close()
 
 
 def test_compression_baselines():
@@ -470,22 +890,21 @@ def test_the_standard_library():
   path = os.path.join(sysconfig.get_path('stdlib'), name)
   data = pathlib.Path(path).read_bytes()
   assert corpus.eval.data().startswith(data)
-  batches = text.EvalInput(corpus.eval, batch_size=64, length=512)
-  weight = sum(int(batch['weights'].sum()) for batch in batches)
+  batches = evaluate(corpus.eval, batch_size=64, length=512)
+  weight = sum(int(batch.weights.sum()) for batch in batches)
   assert weight == corpus.eval.num_bytes
   stream = np.tile(corpus.train.tokens, 2).tobytes()
-  batch = next(text.TrainInput(corpus.train, batch_size=2, length=64, seed=0))
-  assert batch['inputs'][0].astype(np.uint16).tobytes() in stream
+  batch = next(counting_input(documents=corpus.train, length=64))
+  assert batch.ids[0].astype(np.uint16).tobytes() in stream
 
 
-def test_looking_at_text_imports_neither_jax_nor_grain(tmp_path):
+def test_looking_at_text_imports_no_other_library(tmp_path):
   write(tmp_path, {'a': b'text', 'b': b'text'})
   code = (
     'import sys; from jaxline.inputs import text;'
-    f'corpus = text.load_corpus({str(tmp_path)!r});'
-    'kwargs = dict(process_index=0, process_count=1);'
-    'list(text.EvalInput(corpus.eval, batch_size=1, length=4, **kwargs));'
-    'print(sorted({"jax", "grain", "tensorflow"} & set(sys.modules)))'
+    f'text.TextInput(files={str(tmp_path)!r}, batch_size=1, length=4);'
+    'print(sorted({"grain", "tensorflow", "sentencepiece", "tokenizers"}'
+    ' & set(sys.modules)))'
   )
   run = subprocess.run(
     [sys.executable, '-c', code],

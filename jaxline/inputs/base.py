@@ -48,6 +48,8 @@ import numpy as np
 
 # The entry of a batch that says what counts: float32, 0 for what only fills.
 WEIGHTS = 'weights'
+# The entry that says what only fills: 1 there, else 0.
+PADDINGS = 'paddings'
 
 _STATE_FORMAT = 1
 _NAME = re.compile(r'[a-zA-Z0-9.:_+-]+')
@@ -682,18 +684,25 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
     rows: how many it shall have.
 
   Returns:
-    Arrays [rows, ...], the new ones zeros; with `weights`, 1 for the rows that
-    were there, if it had none.
+    Arrays [rows, ...], the new ones zeros, or ones in `paddings`, which mark
+    filler; with `weights`, 1 for the rows that were there, if it had none.
   """
   have = len(jax.tree.leaves(batch)[0])
   if WEIGHTS not in batch:
     batch = Batch(batch, **{WEIGHTS: np.ones(have, np.float32)})
+  if have == rows:
+    return batch
 
-  def fill(x: Any) -> np.ndarray:
+  def fill(path: Any, x: Any) -> np.ndarray:
     x = np.asarray(x)
-    return np.concatenate([x, np.zeros((rows - have, *x.shape[1:]), x.dtype)])
+    shape = (rows - have, *x.shape[1:])
+    if x.dtype == object:  # Strings, as TensorFlow gives them.
+      filler = np.full(shape, type(x.flat[0])() if x.size else b'', object)
+    else:
+      filler = np.full(shape, path[-1].key == PADDINGS, x.dtype)
+    return np.concatenate([x, filler])
 
-  return jax.tree.map(fill, batch)
+  return jax.tree_util.tree_map_with_path(fill, batch)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

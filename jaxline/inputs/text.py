@@ -1,56 +1,72 @@
-"""Text files as batches of byte-level tokens for a language model.
+"""Text files as batches of tokens for a language model.
 
-Three lines are enough to look at the data:
+Two lines are enough to look at the data:
 
-  corpus = text.load_corpus('stdlib')
-  batch = next(text.TrainInput(corpus.train, batch_size=8, length=256, seed=0))
-  print(text.decode(batch['inputs'][0]))
+  data = text.TextInput(files='stdlib', batch_size=8, length=256)
+  print(*data.ids_to_strings(next(data).ids, [256] * 8), sep='\n---\n')
 
-A document is a file. Its tokens are `DOCUMENT_TOKEN` and then its bytes; the
-documents of a split, one after the other in the order of their names, are one
-stream, and an example is a window of that stream. Whole files are held out for
-evaluation.
+A document is a file, or a line of one. Its tokens are the document token and
+then those of its text; the documents of a split, in the order of their names,
+are one stream. Whole documents are held out for evaluation. The tokens are made
+once and kept on disk: see `token_cache`.
 
-A batch is a dict of three arrays, each of shape [B, L]:
+`packing` says what a row is:
 
-  inputs   int32    what the model reads
-  targets  int32    what it shall predict: the stream, one token further on
-  weights  float32  1 where the target is a byte, 0 where it is not
+  stream  L tokens of the stream, wherever documents begin and end
+  packed  the same, with `segment_ids` and `segment_pos` to tell them apart
+  padded  one document from its beginning; a long one goes on in another row
 
-so that `sum(weights * nats) / sum(weights) / log(2)` is the bits per byte. The
-document token is something to read, never something to predict: a compressor
-does not pay for the boundaries between files either.
+A batch has, each of shape [B, L]:
 
-Shapes: N tokens of a stream, B rows of this process, L tokens of a window.
+  ids          int32    what the model reads
+  labels       int32    what it shall predict: the stream, one token further on
+  weights      float32  1 where the label is text, 0 where it is not
+  segment_ids  int32    packed: the documents of a row, 1, 2, ...; 0 for filler
+  segment_pos  int32    packed: the place within the document, or what is here
+                        of it, from 0
+  paddings     float32  padded: 1 where there is nothing, else 0
+
+so that, for bytes, `sum(weights * nats) / sum(weights) / log(2)` is the bits
+per byte. The document token is something to read, never something to predict: a
+compressor does not pay for the boundaries between files either.
+
+Shapes: N tokens of a stream, D documents, B rows of this host, L tokens of a
+row, b rows that are read.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 import contextlib
 import dataclasses
 import functools
 import glob
 import gzip
-import hashlib
-import operator
 import os
 import pathlib
 import re
-import sys
 import sysconfig
 from typing import Any
 
 from absl import logging
 import numpy as np
 
-DOCUMENT_TOKEN = 256
-VOCABULARY_SIZE = 257
+from jaxline.inputs import base
+from jaxline.inputs import indexed
+from jaxline.inputs import token_cache
+from jaxline.inputs import tokenization
 
-Batch = dict[str, np.ndarray]
-Path = str | os.PathLike[str]
+# Of the tokenizer 'bytes'.
+DOCUMENT_TOKEN = tokenization.DOCUMENT_TOKEN
+VOCABULARY_SIZE = tokenization.VOCABULARY_SIZE
+encode = tokenization.BYTES.encode
+decode = tokenization.BYTES.decode
 
-_STATE_FORMAT = 1
-# Git looks at as many bytes to tell a binary file from a text.
-_BINARY_PROBE_BYTES = 8000
+Documents = token_cache.Documents
+Path = token_cache.Path
+
+_EVAL_FRACTION = 0.05
+PACKINGS = ('stream', 'packed', 'padded')
 
 # Tests would be more text than the library itself, much of it tables; packages
 # are not the standard library; `config-*` and `_sysconfigdata*` are written
@@ -61,65 +77,14 @@ _STDLIB_SKIPPED_FOLDERS = re.compile(
 _STDLIB_FILES = re.compile(r'(?!_sysconfigdata).*\.py')
 
 
-def encode(text: str | bytes) -> np.ndarray:
-  """Returns the tokens of a text: its (UTF-8) bytes, int32 [length]."""
-  data = text.encode() if isinstance(text, str) else text
-  return np.frombuffer(data, np.uint8).astype(np.int32)
-
-
-def decode(tokens: Sequence[int] | np.ndarray) -> str:
-  """Returns the text of some tokens.
-
-  Args:
-    tokens: integers, [length].
-
-  Returns:
-    The text. Bytes that are no UTF-8 and tokens outside the vocabulary become
-    U+FFFD; document tokens are left out.
-  """
-  ids = np.asarray(tokens, np.int64)
-  ids = ids[ids != DOCUMENT_TOKEN]
-  # 0xFF occurs in no UTF-8 text, so that it decodes to U+FFFD.
-  ids = np.where((ids >= 0) & (ids < 256), ids, 0xFF)
-  return ids.astype(np.uint8).tobytes().decode(errors='replace')
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Documents:
-  """Files as one stream of tokens.
-
-  Attributes:
-    names: their paths relative to the folder that was read, sorted.
-    tokens: the document token and then the bytes of each, uint16 [N].
-    sha256: the SHA-256 hash of what `sha256sum` prints for these files.
-  """
-
-  names: tuple[str, ...] = dataclasses.field(repr=False)
-  tokens: np.ndarray = dataclasses.field(repr=False)
-  sha256: str
-
-  @property
-  def num_files(self) -> int:
-    return len(self.names)
-
-  @property
-  def num_bytes(self) -> int:
-    return self.tokens.size - len(self.names)
-
-  def data(self) -> bytes:
-    """Returns the contents of all files, one after the other."""
-    is_byte = self.tokens != DOCUMENT_TOKEN
-    return self.tokens[is_byte].astype(np.uint8).tobytes()
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-  """Text for training and, from other files, text for evaluation.
+  """Text for training and, from other documents, text for evaluation.
 
   Attributes:
-    train: the files to train on.
-    eval: the files that are held out.
-    sha256: the hash of both together, as `Documents.sha256`.
+    train: the documents to train on.
+    eval: the documents that are held out.
+    sha256: the SHA-256 hash of what `sha256sum` prints for all files.
   """
 
   train: Documents
@@ -128,58 +93,75 @@ class Corpus:
 
 
 def load_corpus(
-  files: Path | Sequence[Path] = 'stdlib', *, eval_fraction: float = 0.05
+  files: Path | Sequence[Path] = 'stdlib',
+  *,
+  eval_fraction: float = _EVAL_FRACTION,
+  tokenizer: Path | tokenization.Tokenizer = 'bytes',
+  documents: str = 'file',
+  cache_dir: Path | None = None,
 ) -> Corpus:
-  """Reads text files into memory (2 bytes for each) and splits them.
+  """Splits text files, and makes tokens of them unless that was done before.
 
-  Which files are held out depends on nothing but their relative paths: it is
-  the same on every machine, and stays when other files are added. Where the
-  fraction of a handful of files would be none (or all), it is one (or all but
-  one).
+  Which documents are held out depends on nothing but their names, the relative
+  paths: it is the same on every machine, and stays when other files are added.
+  Where the fraction of a handful of documents would be none (or all), it is one
+  (or all but one).
 
   Args:
     files: 'stdlib', the source text of the standard library of the running
       Python without its tests; or a folder, for all text files below it but
       hidden ones; or a glob such as 'notes/**/*.md'; or a list of these. Bytes
-      need not be UTF-8. Empty files are left out.
-    eval_fraction: how much of the files to hold out, between 0 and 1.
+      need not be UTF-8. Empty files are left out. Those whose name ends in
+      '.gz' are unpacked.
+    eval_fraction: how much of the documents to hold out, between 0 and 1.
+    tokenizer: 'bytes', the path of a SentencePiece '.model', or that of a
+      Hugging Face 'tokenizer.json'; see `tokenization.load_tokenizer`.
+    documents: what a document is: 'file'; 'line', each line that is not empty,
+      called 'path:line'; or 'jsonl', the entry 'text' of each line.
+    cache_dir: where tokens are kept; None is '~/.cache/jaxline/tokens', or
+      below XDG_CACHE_HOME where that is set.
 
   Returns:
-    The two splits, both with at least one file.
+    The two splits, both with at least one document.
 
   Raises:
     ValueError: where an entry of `files` matches nothing, or where there are
-      fewer than two files that are not empty.
+      fewer than two documents that are not empty, or a line is not as
+      `documents` says.
   """
   if not 0 < eval_fraction < 1:
     raise ValueError(
       f'eval_fraction is {eval_fraction}; expected a number between 0 and 1, '
       'both excluded, such as 0.05.'
     )
-  contents = _read(files)
-  if len(contents) < 2:
+  if documents not in token_cache.KINDS:
     raise ValueError(
-      f'{files!r} has {len(contents)} files that are not empty; at least 2 are '
-      'needed, since whole files are held out for evaluation. Split a single '
-      'file into parts (`split -C 100k FILE`), or give more files.'
+      f'documents is {documents!r}; expected one of {token_cache.KINDS}.'
     )
-  order = sorted(contents, key=_split_hash)
-  num_eval = sum(_split_hash(name) < eval_fraction * 2**64 for name in order)
-  num_eval = min(max(num_eval, 1), len(order) - 1)
-  held_out = set(order[:num_eval])
-
-  corpus = Corpus(
-    train=_documents({k: v for k, v in contents.items() if k not in held_out}),
-    eval=_documents({k: v for k, v in contents.items() if k in held_out}),
-    sha256=_sha256(contents),
+  tokenizer = tokenization.load_tokenizer(tokenizer)
+  sources = _find(files, cache_dir)
+  if len(sources) < 2 and (documents == 'file' or not sources):
+    raise ValueError(
+      f'{files!r} has {len(sources)} files that are not empty; at least 2 are '
+      'needed, since whole files are held out for evaluation. Split a single '
+      'file into parts (`split -C 100k FILE`), make its lines the documents '
+      "(documents='line'), or give more files."
+    )
+  splits = token_cache.load(
+    sources,
+    tokenizer=tokenizer,
+    kind=documents,
+    eval_fraction=eval_fraction,
+    cache_dir=cache_dir,
   )
+  corpus = Corpus(**splits, sha256=token_cache.corpus_sha256(sources))
   logging.info(
-    'Text from %s: %d files of %d bytes to train on, %d files of %d bytes held '
-    'out, SHA-256 %s.',
+    'Text from %s: %d documents of %d bytes to train on, %d documents of %d '
+    'bytes held out, SHA-256 %s.',
     files,
-    corpus.train.num_files,
+    corpus.train.num_documents,
     corpus.train.num_bytes,
-    corpus.eval.num_files,
+    corpus.eval.num_documents,
     corpus.eval.num_bytes,
     corpus.sha256,
   )
@@ -207,299 +189,347 @@ def compression_baselines(documents: Documents) -> dict[str, float]:
   return {k: 8 * len(v) / len(data) for k, v in compressed.items()}
 
 
-class TrainInput:
-  """An endless iterator of training batches that can be resumed exactly.
+@dataclasses.dataclass(kw_only=True, eq=False)
+class TextInput(indexed.IndexedInput):
+  """Rows of tokens of text files; see the top of this module.
 
-  In each epoch the stream is cut into windows anew, beginning at another place,
-  and these are shuffled. The windows follow one another without overlap; the
-  last N mod L tokens of the circle that the stream is here are left out until
-  another epoch.
+  Training ('stream' and 'packed'): in each epoch the stream is cut into windows
+  anew, beginning at another place. The windows follow one another without
+  overlap; the last N mod L tokens of the circle that the stream is here are
+  left out until another epoch.
 
-  Batch n is the same for any number of processes: each takes its share of
-  consecutive rows. The position can therefore be restored by another number of
-  processes than saved it.
+  Evaluation: the windows begin with the stream. Each token of text is a label
+  once, read from the token before it on; the end of the last window is filled
+  with document tokens of weight 0.
+
+  'padded' rows are the same in every epoch: of a document of T tokens of text,
+  ceil(T / L) rows, each of which reads from the token before its first label
+  on. Filler is document tokens of weight 0.
+
+  Attributes:
+    documents: a split of `load_corpus`; or, with `files`, what a document is,
+      as `load_corpus` has it. Afterwards the documents.
+    files: which files to read, as `load_corpus` has it, where `documents` does
+      not hold them.
+    split: of the files, 'train' or 'eval'; None goes by `is_training`.
+    eval_fraction: of the files, how much belongs to 'eval'; None is 0.05.
+    tokenizer: of the files; None is 'bytes'. Afterwards the tokenizer.
+    length: L, tokens of a row.
+    packing: what a row is: 'stream', 'packed' or 'padded'.
+    max_batches: of an epoch of evaluation, at most so many global batches,
+      always the same: rows at equal distances from all of it. None is all.
+    cache_dir: where tokens of files are kept, as `load_corpus` has it.
   """
 
-  def __init__(
-    self,
-    documents: Documents,
-    *,
-    batch_size: int,
-    length: int,
-    seed: int,
-    process_index: int | None = None,
-    process_count: int | None = None,
-  ):
-    """Prepares the input; nothing is read before the first `next`.
+  documents: Documents | str = 'file'
+  files: Path | Sequence[Path] | None = None
+  split: str | None = None
+  eval_fraction: float | None = None
+  tokenizer: Path | tokenization.Tokenizer | None = None
+  length: int
+  packing: str = 'stream'
+  max_batches: int | None = None
+  cache_dir: Path | None = None
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.packing not in PACKINGS:
+      raise ValueError(
+        f'{self.name}.packing is {self.packing!r}; expected one of {PACKINGS}.'
+      )
+    for key in 'length', 'max_batches':
+      value = getattr(self, key)
+      if value is None and key == 'max_batches':
+        continue
+      if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+          f'{self.name}.{key} is {value!r}; expected an integer of at least 1.'
+        )
+    if self.is_training and self.max_batches is not None:
+      raise ValueError(
+        f'{self.name} has is_training=True and max_batches={self.max_batches};'
+        ' training sees all of the text. Leave max_batches None.'
+      )
+    self._documents = self.documents = self._load()
+    self.tokenizer = self._tokenizer = self._documents.tokenizer
+    self._document_id = self._tokenizer.document_id
+    self._num_rows = self._count_rows()
+    self._num_records = self._num_rows
+    if self.max_batches is not None:
+      self._num_records = min(
+        self._num_rows, self.max_batches * self.get_global_batch_size()
+      )
+
+  def _load(self) -> Documents:
+    if isinstance(self.documents, Documents):
+      for key in 'files', 'split', 'eval_fraction', 'tokenizer', 'cache_dir':
+        if getattr(self, key) is not None:
+          raise ValueError(
+            f'{self.name} has both documents and {key}={getattr(self, key)!r}:'
+            ' which files they are of, and what made their tokens, is settled.'
+            ' Give one of them.'
+          )
+      return self.documents
+    if self.files is None:
+      raise ValueError(
+        f"{self.name} has nothing to read: give files, such as 'stdlib' or a"
+        ' folder, or documents, a split of load_corpus().'
+      )
+    if self.split is None:
+      self.split = 'train' if self.is_training else 'eval'
+    if self.split not in token_cache.SPLITS:
+      raise ValueError(
+        f'{self.name}.split is {self.split!r}; expected one of'
+        f' {token_cache.SPLITS}, or None to go by is_training.'
+      )
+    if self.eval_fraction is None:
+      self.eval_fraction = _EVAL_FRACTION
+    corpus = load_corpus(
+      self.files,
+      eval_fraction=self.eval_fraction,
+      tokenizer='bytes' if self.tokenizer is None else self.tokenizer,
+      documents=self.documents,
+      cache_dir=self.cache_dir,
+    )
+    return getattr(corpus, self.split)
+
+  def _count_rows(self) -> int:
+    """Returns how many rows an epoch has."""
+    num_tokens = self._documents.tokens.size
+    if self.packing == 'padded':
+      num_rows = int(self._row_ends[-1])
+      if not num_rows:
+        raise ValueError(f'{self.name}: no document has a token to predict.')
+      return num_rows
+    if not self.is_training:
+      if num_tokens < 2:
+        raise ValueError(f'{self.name} has {num_tokens} tokens; expected 2.')
+      return -(-(num_tokens - 1) // self.length)
+    if num_tokens < self.length:
+      raise ValueError(
+        f'The text to train on has {num_tokens} tokens, fewer than one window'
+        f' of length={self.length}. Give more text or a smaller length.'
+      )
+    return num_tokens // self.length
+
+  @functools.cached_property
+  def _row_ends(self) -> np.ndarray:
+    """Of 'padded', the rows up to the end of each document, int64 [D]."""
+    starts = self._documents.starts
+    rows = np.empty(len(starts), np.int64)
+    np.subtract(starts[1:], starts[:-1], out=rows[:-1])
+    rows[-1] = self._documents.tokens.size - starts[-1]
+    # The first token of a document is no label.
+    rows += self.length - 2
+    rows //= self.length
+    return np.cumsum(rows, out=rows)
+
+  def num_records(self) -> int:
+    """Returns how many rows an epoch has, or `max_batches` have."""
+    return self._num_records
+
+  def read(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
+    """Returns rows, each array [b, L]."""
+    rows = records
+    if self._num_records != self._num_rows:
+      # As integers of Python: the product may be too large for NumPy's.
+      rows = np.array(
+        [r * self._num_rows // self._num_records for r in records.tolist()],
+        np.int64,
+      )
+    if self.packing == 'padded':
+      starts, sizes = self._pieces(rows)
+      return self._batch_of(starts.tolist(), sizes)
+    starts = rows * self.length
+    if self.is_training:
+      starts = self._offsets(epochs) + starts
+      # Rows that do not cross the end of the circle are slices.
+      starts %= self._documents.tokens.size
+      return self._batch_of(starts.tolist(), None)
+    sizes = np.minimum(self._documents.tokens.size - 1 - starts, self.length)
+    return self._batch_of(starts.tolist(), sizes)
+
+  def _offsets(self, epochs: np.ndarray) -> np.ndarray | int:
+    """Returns where epochs begin to cut the stream into windows."""
+    num_tokens = self._documents.tokens.size
+    if (epochs == epochs[0]).all():
+      return _epoch_offset(self.seed(), int(epochs[0]), num_tokens)
+    return np.array(
+      [_epoch_offset(self.seed(), e, num_tokens) for e in epochs.tolist()],
+      np.int64,
+    )
+
+  def _pieces(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where 'padded' rows begin, and how much they predict: [b]."""
+    starts, ends = self._documents.starts, self._row_ends
+    documents = np.searchsorted(ends, rows, side='right')
+    before = np.where(documents > 0, ends[documents - 1], 0)
+    places = (rows - before) * self.length
+    is_last = documents == len(starts) - 1
+    following = starts[np.where(is_last, 0, documents + 1)]
+    stops = np.where(is_last, self._documents.tokens.size, following)
+    begins = starts[documents] + places
+    return begins, np.minimum(stops - begins - 1, self.length)
+
+  def _batch_of(
+    self, starts: list[int], sizes: np.ndarray | None
+  ) -> base.Batch:
+    """Cuts rows out of the stream.
 
     Args:
-      documents: what to train on.
-      batch_size: rows of the global batch, of all processes together.
-      length: L, tokens per row.
-      seed: any integer; it decides on the order.
-      process_index: whose rows to read; default `jax.process_index()`.
-      process_count: default `jax.process_count()`.
-
-    Raises:
-      ValueError: where the text is shorter than one window, or `batch_size`
-        cannot be divided by `process_count`.
+      starts: where each begins, b of them.
+      sizes: how many tokens of each are predicted, at most L: the rest is
+        filler. [b]; None is L of each, in a stream that is a circle.
     """
-    import grain  # Takes a second to import; only training needs it.
+    tokens, length = self._documents.tokens, self.length
+    window = np.empty((len(starts), length + 1), tokens.dtype)
+    if sizes is None:
+      last = tokens.size - length - 1
+      for row, start in enumerate(starts):
+        window[row] = (
+          tokens[start : start + length + 1]
+          if start <= last
+          else tokens.take(range(start, start + length + 1), mode='wrap')
+        )
+    else:
+      for row, (start, size) in enumerate(
+        zip(starts, sizes.tolist(), strict=True)
+      ):
+        window[row, : size + 1] = tokens[start : start + size + 1]
+        window[row, size + 1 :] = self._document_id
+    ids_BL = window[:, :-1].astype(np.int32)
+    batch = base.Batch(
+      ids=ids_BL,
+      labels=window[:, 1:].astype(np.int32),
+      weights=(window[:, 1:] != self._document_id).astype(np.float32),
+    )
+    if self.packing == 'stream':
+      return batch
+    # The rows that are filled up, and from where on.
+    short: list[tuple[int, int]] = []
+    if sizes is not None:
+      rows = np.flatnonzero(sizes < length)
+      # There the last token is still read, for nothing.
+      ids_BL[rows, sizes[rows]] = self._document_id
+      short = list(zip(rows.tolist(), sizes[rows].tolist(), strict=True))
+    if self.packing == 'packed':
+      segment_ids_BL, segment_pos_BL = _segments(ids_BL == self._document_id)
+      for row, size in short:
+        segment_ids_BL[row, size:] = 0
+        segment_pos_BL[row, size:] = 0
+      batch['segment_ids'] = segment_ids_BL
+      batch['segment_pos'] = segment_pos_BL
+    else:
+      batch['paddings'] = paddings_BL = np.zeros(ids_BL.shape, np.float32)
+      for row, size in short:
+        paddings_BL[row, size:] = 1
+    return batch
 
-    self._rows = _rows_of_process(batch_size, process_index, process_count)
-    _check_positive(length=length)
-    num_windows = documents.tokens.size // length
-    if not num_windows:
-      raise ValueError(
-        f'The text to train on has {documents.tokens.size} tokens, fewer than '
-        f'one window of length={length}. Give more text or a smaller length.'
-      )
-    self._documents = documents
-    self._length = length
-    self._seed = operator.index(seed)
-    self._batch_size = batch_size
-    self._identity = {
-      'format': _STATE_FORMAT,
-      'corpus_sha256': documents.sha256,
-      'seed': self._seed,
-      'batch_size': batch_size,
-      'length': length,
+  def describe_record(self, record: int, epoch: int = 0) -> str:
+    """Returns which document a row begins in, and how far in its text."""
+    row = record * self._num_rows // self._num_records
+    starts = self._documents.starts
+    if self.packing == 'padded':
+      begins, _ = self._pieces(np.array([row]))
+      start = int(begins[0])
+    else:
+      start = row * self.length
+      if self.is_training:
+        start += _epoch_offset(self.seed(), epoch, self._documents.tokens.size)
+        start %= self._documents.tokens.size
+    document = int(np.searchsorted(starts, start, side='right')) - 1
+    unit = (
+      'byte'
+      if isinstance(self._tokenizer, tokenization.ByteTokenizer)
+      else 'token'
+    )
+    place = max(0, start - int(starts[document]) - 1)
+    return f'{self._documents.names[document]}, from {unit} {place} on'
+
+  def data_identity(self) -> dict[str, Any]:
+    """Returns what the rows are."""
+    return {
+      'corpus_sha256': self._documents.sha256,
+      'tokenizer': self._tokenizer.identity,
+      'length': self.length,
+      'packing': self.packing,
+      'is_training': self.is_training,
     }
-    # Grain shuffles and counts. It is given batch numbers, and looks up those
-    # windows that this process needs: passing windows through it one by one
-    # costs twice as much time, shuffling other processes' windows even more.
-    self._num_windows = num_windows
-    self._order = (
-      grain.MapDataset.range(num_windows)
-      .shuffle(seed=_stable_hash('shuffle', self._seed) % 2**32)
-      .repeat()
-    )
-    self._iterator = iter(
-      grain.MapDataset.range(sys.maxsize // batch_size)
-      .map(self._batch)
-      .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    )
 
-  def _batch(self, number: int) -> Batch:
-    first = number * self._batch_size
-    starts = []
-    for position in range(first + self._rows.start, first + self._rows.stop):
-      epoch = position // self._num_windows
-      offset = _epoch_offset(self._seed, epoch, self._documents.tokens.size)
-      starts.append(offset + self._order[position] * self._length)
-    return _windows(self._documents.tokens, starts, self._length)
+  def ids_to_strings(
+    self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
+  ) -> list[str]:
+    """Returns the text of token ids; see `BaseInput.ids_to_strings`."""
+    del key
+    rows = zip(np.asarray(ids), lengths, strict=True)
+    return [self._tokenizer.decode(row[:length]) for row, length in rows]
 
-  def __iter__(self) -> 'TrainInput':
-    return self
-
-  def __next__(self) -> Batch:
-    return next(self._iterator)
-
-  def get_state(self) -> dict[str, Any]:
-    """Returns the position: a small dict that JSON can hold.
-
-    It counts the batches that were taken from this object: one that reads
-    ahead of the training step keeps a state with each batch.
-    """
-    return {**self._identity, 'grain': self._iterator.get_state()}
-
-  def set_state(self, state: Mapping[str, Any]) -> None:
-    """Continues where `get_state` was called.
-
-    Args:
-      state: what `get_state` returned, in this or another process.
-
-    Raises:
-      ValueError: where the state is of another text, seed, batch size or
-        length, each of which would silently be another order of the data.
-    """
-    missing = [k for k in (*self._identity, 'grain') if k not in state]
-    if missing:
-      raise ValueError(
-        f'No state of a TrainInput: it lacks {missing} and has {list(state)}. '
-        'Give what get_state() returned.'
-      )
-    differences = [
-      f'{key} is {state[key]!r} in the state and {value!r} here'
-      for key, value in self._identity.items()
-      if state[key] != value
-    ]
-    if differences:
-      raise ValueError(
-        f'Cannot continue from this state: {"; ".join(differences)}. Use the '
-        'settings and the text of the run that saved it (the standard library '
-        'is another text in another Python), or start anew.'
-      )
-    self._iterator.set_state(dict(state['grain']))
+  def __getstate__(self) -> dict[str, Any]:
+    # As large as the text has documents, and quickly made again.
+    return {k: v for k, v in super().__getstate__().items() if k != '_row_ends'}
 
 
-class EvalInput:
-  """One pass over held-out text, each byte predicted exactly once.
+def _segments(is_first_BL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Numbers the segments of each row, and the places within each.
 
-  The stream is cut into windows without overlap. The context starts anew with
-  each, from the token before the first target; the end of the last window is
-  filled with document tokens of weight 0. The last batch may have fewer rows,
-  and on some processes none: all processes see the same number of batches.
+  Args:
+    is_first_BL: where segments begin; each row begins with one in any case.
 
-  Iterating again starts the pass again.
+  Returns:
+    int32 [B, L] from 1 on, and int32 [B, L] from 0 on.
   """
-
-  def __init__(
-    self,
-    documents: Documents,
-    *,
-    batch_size: int,
-    length: int,
-    max_batches: int | None = None,
-    process_index: int | None = None,
-    process_count: int | None = None,
-  ):
-    """Prepares the pass.
-
-    Args:
-      documents: what to evaluate on.
-      batch_size: rows of the global batch, of all processes together.
-      length: L, tokens per row.
-      max_batches: at most so many batches, always the same: windows at equal
-        distances from the whole text. None is all of it.
-      process_index: whose rows to read; default `jax.process_index()`.
-      process_count: default `jax.process_count()`.
-
-    Raises:
-      ValueError: where `batch_size` cannot be divided by `process_count`.
-    """
-    self._rows = _rows_of_process(batch_size, process_index, process_count)
-    _check_positive(length=length)
-    num_windows = -(-(documents.tokens.size - 1) // length)
-    chosen = num_windows
-    if max_batches is not None:
-      _check_positive(max_batches=max_batches)
-      chosen = min(num_windows, max_batches * batch_size)
-    self._starts = np.arange(chosen) * num_windows // chosen * length
-    self._tokens = np.full(
-      num_windows * length + 1, DOCUMENT_TOKEN, documents.tokens.dtype
-    )
-    self._tokens[: documents.tokens.size] = documents.tokens
-    self._batch_size = batch_size
-    self._length = length
-
-  def __len__(self) -> int:
-    """Returns the number of batches."""
-    return -(-self._starts.size // self._batch_size)
-
-  def __iter__(self) -> Iterator[Batch]:
-    for first in range(0, self._starts.size, self._batch_size):
-      starts = self._starts[first : first + self._batch_size][self._rows]
-      yield _windows(self._tokens, starts, self._length)
+  shape = num_rows, length = is_first_BL.shape
+  is_first_BL[:, 0] = True
+  # By segments, which are few, instead of by tokens.
+  firsts = np.flatnonzero(is_first_BL)
+  sizes = np.diff(firsts, append=num_rows * length)
+  first_of_row = np.searchsorted(firsts, np.arange(num_rows) * length)
+  numbers = np.arange(1, 1 + len(firsts)) - first_of_row[firsts // length]
+  ids = np.repeat(numbers.astype(np.int32), sizes)
+  places = np.repeat(firsts.astype(np.int32), sizes)
+  np.subtract(_arange(num_rows * length), places, out=places)
+  return ids.reshape(shape), places.reshape(shape)
 
 
-def _windows(
-  tokens_N: np.ndarray, starts: Sequence[int] | np.ndarray, length: int
-) -> Batch:
-  """Cuts windows out of a circular stream, one row for each start."""
-  indices = np.asarray(starts, np.int64)[:, None] + np.arange(length + 1)
-  window = tokens_N.take(indices, mode='wrap')
-  targets_BL = window[:, 1:].astype(np.int32)
-  return {
-    'inputs': window[:, :-1].astype(np.int32),
-    'targets': targets_BL,
-    'weights': (targets_BL != DOCUMENT_TOKEN).astype(np.float32),
-  }
+@functools.lru_cache(maxsize=4)
+def _arange(size: int) -> np.ndarray:
+  return np.arange(size, dtype=np.int32)
 
 
 @functools.lru_cache(maxsize=64)
 def _epoch_offset(seed: int, epoch: int, num_tokens: int) -> int:
   """Returns where an epoch begins to cut the stream into windows."""
-  return _stable_hash('offset', seed, epoch) % num_tokens
+  return token_cache.stable_hash('offset', seed, epoch) % num_tokens
 
 
-def _split_hash(name: str) -> int:
-  return _stable_hash('eval', name)
-
-
-def _stable_hash(*parts: object) -> int:
-  """Returns 64 bits that are the same in every process and version."""
-  key = '/'.join(map(str, parts)).encode(errors='surrogateescape')
-  return int.from_bytes(hashlib.sha256(key).digest()[:8], 'big')
-
-
-def _rows_of_process(
-  batch_size: int, process_index: int | None, process_count: int | None
-) -> slice:
-  """Returns the rows of the global batch that are those of a process."""
-  if process_index is None or process_count is None:
-    import jax  # Not needed to look at text.
-
-    if process_index is None:
-      process_index = jax.process_index()
-    if process_count is None:
-      process_count = jax.process_count()
-  _check_positive(batch_size=batch_size, process_count=process_count)
-  if not 0 <= process_index < process_count:
-    raise ValueError(
-      f'process_index is {process_index}; expected 0 to {process_count - 1}, '
-      f'since process_count is {process_count}.'
-    )
-  rows, remainder = divmod(batch_size, process_count)
-  if remainder:
-    raise ValueError(
-      f'batch_size={batch_size} cannot be divided by '
-      f'process_count={process_count}: each process reads the same number of '
-      f'rows. Use a multiple of {process_count}.'
-    )
-  return slice(process_index * rows, (process_index + 1) * rows)
-
-
-def _check_positive(**values: int) -> None:
-  for name, value in values.items():
-    if operator.index(value) < 1:
-      raise ValueError(f'{name} is {value}; expected at least 1.')
-
-
-def _documents(contents: Mapping[str, bytes]) -> Documents:
-  size = sum(map(len, contents.values())) + len(contents)
-  tokens = np.empty(size, np.uint16)
-  end = 0
-  for data in contents.values():
-    tokens[end] = DOCUMENT_TOKEN
-    start, end = end + 1, end + 1 + len(data)
-    tokens[start:end] = np.frombuffer(data, np.uint8)
-  return Documents(tuple(contents), tokens, _sha256(contents))
-
-
-def _sha256(contents: Mapping[str, bytes]) -> str:
-  total = hashlib.sha256()
-  for name, data in contents.items():
-    line = f'{hashlib.sha256(data).hexdigest()}  {name}\n'
-    total.update(line.encode(errors='surrogateescape'))
-  return total.hexdigest()
-
-
-def _read(files: Path | Sequence[Path]) -> dict[str, bytes]:
-  """Reads all files that are not empty: contents by name, sorted by name."""
+def _find(
+  files: Path | Sequence[Path], cache_dir: Path | None
+) -> list[token_cache.Source]:
+  """Returns all files that are not empty, sorted by name."""
   entries = [files] if isinstance(files, str | os.PathLike) else list(files)
-  contents: dict[str, bytes] = {}
+  sources: list[token_cache.Source] = []
   seen = set()
   num_skipped = 0
   for number, entry in enumerate(entries):
-    root, paths, drop_binary = _match(os.fspath(entry))
-    for path in sorted(paths):
+    root, matches, drop_binary = _match(os.fspath(entry))
+    paths = {}
+    for path in sorted(matches):
       # A second name of a file could be on the other side of the split.
       real_path = os.path.realpath(path)
       if real_path in seen:
         continue
       seen.add(real_path)
-      with open(path, 'rb') as f:
-        data = f.read()
-      if not data or (drop_binary and b'\0' in data[:_BINARY_PROBE_BYTES]):
-        num_skipped += 1
-        continue
       name = pathlib.Path(os.path.relpath(path, root)).as_posix()
       # Of two folders with a file of the same name both are read.
-      contents[name if len(entries) == 1 else f'{number}/{name}'] = data
+      paths[name if len(entries) == 1 else f'{number}/{name}'] = path
+    for source in token_cache.hash_files(paths, root, cache_dir):
+      if source.is_empty or (drop_binary and source.is_binary):
+        num_skipped += 1
+      else:
+        sources.append(source)
   if num_skipped:
     logging.info('Left out %d empty or binary files.', num_skipped)
-  return dict(sorted(contents.items()))
+  return sorted(sources, key=lambda source: source.name)
 
 
 def _match(entry: str) -> tuple[str, list[str], bool]:

@@ -1,0 +1,344 @@
+"""Text to tokens and back: bytes, SentencePiece models, Hugging Face models.
+
+  tokenizer = load_tokenizer('bytes')  # or 'my.model', or 'my/tokenizer.json'
+  tokenizer.encode('naïve')  # 110, 97, 195, 175, 118, 101
+
+Each kind has a document token, which is put in front of every document. No text
+is ever encoded to it.
+"""
+
+import abc
+from collections.abc import Sequence
+import hashlib
+import os
+import pathlib
+import re
+from typing import Any, ClassVar
+
+import numpy as np
+
+Text = str | bytes
+
+# Of the tokenizer 'bytes'.
+DOCUMENT_TOKEN = 256
+VOCABULARY_SIZE = 257
+
+# What the special tokens that begin or end a text are called: the beginning
+# before the end, as for SentencePiece.
+WELL_KNOWN_TOKENS = (
+  '<s>',
+  '<bos>',
+  '[BOS]',
+  '<|begin_of_text|>',
+  '<|startoftext|>',
+  '<|endoftext|>',
+  '<|end_of_text|>',
+  '</s>',
+  '<eos>',
+  '[EOS]',
+)
+
+_REPLACEMENT = '\ufffd'
+_SPEC = re.compile(r'(?P<path>.*?\.(?P<kind>model|json))(#(?P<token>.+))?')
+
+
+class Tokenizer(abc.ABC):
+  """What turns text into tokens; safe to use from several threads.
+
+  Attributes:
+    vocab_size: tokens are less than it.
+    document_id: the token to put in front of a document.
+    identity: says which tokenizer it is, by the hash of its file.
+  """
+
+  vocab_size: int
+  document_id: int
+  identity: str
+
+  def encode(self, text: Text) -> np.ndarray:
+    """Returns the tokens of a text, int32 [length], none in front of it.
+
+    Args:
+      text: what is not UTF-8 in bytes is U+FFFD, where that matters.
+    """
+    return self.encode_batch([text])[0]
+
+  @abc.abstractmethod
+  def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
+    """Returns the tokens of each text, as `encode` does, in parallel."""
+
+  def encode_joined(
+    self, texts: Sequence[Text]
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens of all texts as one array, and the size of each.
+
+    Args:
+      texts: at least one.
+
+    Returns:
+      Integers [sum of lengths], and the lengths, int64 [number of texts].
+    """
+    encoded = self.encode_batch(texts)
+    return np.concatenate(encoded), np.array([*map(len, encoded)], np.int64)
+
+  def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    """Returns the text of some tokens.
+
+    Args:
+      ids: integers, [length].
+
+    Returns:
+      The text. Tokens outside the vocabulary become U+FFFD; document tokens are
+      left out.
+    """
+    kept = np.asarray(ids, np.int64)
+    kept = kept[kept != self.document_id]
+    unknown = np.flatnonzero((kept < 0) | (kept >= self.vocab_size))
+    first, *others = np.split(kept, unknown)
+    return self._decode(first.tolist()) + ''.join(
+      _REPLACEMENT + self._decode(run[1:].tolist()) for run in others
+    )
+
+  @abc.abstractmethod
+  def _decode(self, ids: list[int]) -> str:
+    """Returns the text of tokens of the vocabulary."""
+
+
+class ByteTokenizer(Tokenizer):
+  """Each byte of the UTF-8 text is a token."""
+
+  vocab_size = VOCABULARY_SIZE
+  document_id = DOCUMENT_TOKEN
+  identity = 'bytes'
+
+  def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
+    """Returns the bytes of each text, int32 [length]."""
+    return [np.frombuffer(_bytes(t), np.uint8).astype(np.int32) for t in texts]
+
+  def encode_joined(
+    self, texts: Sequence[Text]
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the bytes of all texts as one array, and the size of each."""
+    data = [_bytes(text) for text in texts]  # Without an array for each.
+    sizes = np.array([*map(len, data)], np.int64)
+    return np.frombuffer(b''.join(data), np.uint8), sizes
+
+  def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    """Returns the text of some tokens.
+
+    Args:
+      ids: integers, [length].
+
+    Returns:
+      The text. Bytes that are no UTF-8 and tokens outside the vocabulary become
+      U+FFFD; document tokens are left out.
+    """
+    # Not in runs: an unknown token may stand within a character.
+    kept = np.asarray(ids, np.int64)
+    kept = kept[kept != self.document_id]
+    # 0xFF occurs in no UTF-8 text, so that it decodes to U+FFFD.
+    is_byte = (kept >= 0) & (kept < 256)
+    return self._decode(np.where(is_byte, kept, 0xFF).tolist())
+
+  def _decode(self, ids: list[int]) -> str:
+    return bytes(ids).decode(errors='replace')
+
+
+class _FileTokenizer(Tokenizer):
+  """A tokenizer of a file.
+
+  Args:
+    data: the contents of the file.
+    source: its path, for messages.
+    token: the name of the document token; None finds one.
+  """
+
+  KIND: ClassVar[str]
+
+  def __init__(self, data: bytes, source: str, token: str | None = None):
+    self._arguments = data, source, token
+    self._source = source
+    try:
+      self._library = self._load(data)
+    except ImportError as e:
+      raise ImportError(
+        f'Tokenizing with {source} needs a package that is not installed: '
+        f"{e.name}. Install it: pip install 'jaxline[text]'"
+      ) from e
+    except Exception as e:  # Both libraries raise what they like.
+      raise ValueError(
+        f'{source} is no {self.KIND} tokenizer: {e}. Expected a SentencePiece '
+        "model in a '.model', a tokenizer of Hugging Face's `tokenizers` in a "
+        "'.json'."
+      ) from e
+    self.document_id = self._find_document_id(token)
+    digest = hashlib.sha256(data).hexdigest()
+    self.identity = f'{self.KIND} {digest} #{self.document_id}'
+
+  def __reduce__(self) -> Any:
+    # Worker processes get the file's contents, and load them anew.
+    return type(self), self._arguments
+
+  @abc.abstractmethod
+  def _load(self, data: bytes) -> Any:
+    """Returns the library's object."""
+
+  @abc.abstractmethod
+  def _find_document_id(self, token: str | None) -> int:
+    """Returns which token stands in front of a document."""
+
+
+class SentencePieceTokenizer(_FileTokenizer):
+  """A SentencePiece model; the document token is BOS, or EOS if there is none.
+
+  The text goes through the model's normalisation, so that what is decoded may
+  differ from it in spaces.
+  """
+
+  KIND = 'sentencepiece'
+
+  def _load(self, data: bytes) -> Any:
+    import sentencepiece
+
+    library = sentencepiece.SentencePieceProcessor()
+    if not data:
+      raise ValueError('it is empty')
+    library.LoadFromSerializedProto(data)
+    self.vocab_size = library.vocab_size()
+    return library
+
+  def _find_document_id(self, token: str | None) -> int:
+    library = self._library
+    if token is None:
+      for document_id in library.bos_id(), library.eos_id():
+        if document_id >= 0:
+          return document_id
+    control = [
+      library.id_to_piece(i)
+      for i in range(self.vocab_size)
+      if library.is_control(i)
+    ]
+    if token in control:
+      return library.piece_to_id(token)
+    raise ValueError(
+      _no_document_token(
+        self._source, token, 'has neither BOS nor EOS', 'control', control
+      )
+    )
+
+  def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
+    """Returns the tokens of each text, int32 [length]."""
+    ids = self._library.encode([_str(t) for t in texts], out_type=int)
+    return [np.array(x, np.int32) for x in ids]
+
+  def _decode(self, ids: list[int]) -> str:
+    return self._library.decode(ids)
+
+
+class HuggingFaceTokenizer(_FileTokenizer):
+  """A `tokenizer.json` of Hugging Face's library `tokenizers`.
+
+  The document token is the first of `WELL_KNOWN_TOKENS` that is a special token
+  of it, or the one that was named. The names of special tokens in a text are
+  encoded as any other text.
+  """
+
+  KIND = 'huggingface'
+
+  def _load(self, data: bytes) -> Any:
+    import tokenizers
+
+    library = tokenizers.Tokenizer.from_buffer(data)
+    # The file may say to cut texts, or to fill them up.
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True
+    self.vocab_size = 1 + max(library.get_vocab().values(), default=-1)
+    return library
+
+  def _find_document_id(self, token: str | None) -> int:
+    special = {
+      added.content: i
+      for i, added in self._library.get_added_tokens_decoder().items()
+      if added.special
+    }
+    for name in WELL_KNOWN_TOKENS if token is None else [token]:
+      if name in special:
+        return special[name]
+    known = 'has none of ' + ', '.join(WELL_KNOWN_TOKENS)
+    raise ValueError(
+      _no_document_token(self._source, token, known, 'special', list(special))
+    )
+
+  def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
+    """Returns the tokens of each text, int32 [length]."""
+    encodings = self._library.encode_batch_fast(
+      [_str(t) for t in texts], add_special_tokens=False
+    )
+    return [np.array(x.ids, np.int32) for x in encodings]
+
+  def _decode(self, ids: list[int]) -> str:
+    return self._library.decode(ids, skip_special_tokens=False)
+
+
+BYTES = ByteTokenizer()
+
+
+def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
+  """Returns a tokenizer.
+
+  Args:
+    spec: 'bytes'; or the path of a SentencePiece model, which ends in '.model';
+      or of a `tokenizer.json` of Hugging Face's library `tokenizers`. Behind a
+      path may stand which special token to put in front of each document, as
+      in 'tokenizer.json#<|endoftext|>'. A `Tokenizer` is returned as it is.
+
+  Raises:
+    ValueError: it is none of these, or has no document token.
+    FileNotFoundError: there is no such file.
+    ImportError: the library that reads it is not installed.
+  """
+  if isinstance(spec, Tokenizer):
+    return spec
+  spec = os.fspath(spec)
+  if spec == 'bytes':
+    return BYTES
+  match = _SPEC.fullmatch(spec)
+  if not match:
+    raise ValueError(
+      f"The tokenizer is {spec!r}; expected 'bytes', the path of a "
+      "SentencePiece model ('.model') or of a tokenizer of Hugging Face's "
+      "`tokenizers` ('.json'), maybe with '#' and the document token behind it."
+    )
+  path = pathlib.Path(match['path']).expanduser()
+  if not path.is_file():
+    raise FileNotFoundError(
+      f"The tokenizer is {spec!r}, but there is no file {path}. Give 'bytes', "
+      "or the path of a '.model' or a 'tokenizer.json'."
+    )
+  kinds = {'model': SentencePieceTokenizer, 'json': HuggingFaceTokenizer}
+  return kinds[match['kind']](path.read_bytes(), str(path), match['token'])
+
+
+def _no_document_token(
+  source: str, token: str | None, none_found: str, kind: str, names: list[str]
+) -> str:
+  problem = none_found if token is None else f'has no {kind} token {token!r}'
+  remedy = (
+    f"Name one of its {kind} tokens behind '#', as in '{source}#{names[0]}': it"
+    f' has {names}.'
+    if names
+    else f'It has no {kind} tokens at all; make it with one.'
+  )
+  return (
+    f'{source} {problem}, and a token is needed to put in front of each '
+    f'document. {remedy}'
+  )
+
+
+def _bytes(text: Text) -> bytes:
+  return text.encode() if isinstance(text, str) else text
+
+
+def _str(text: Text) -> str:
+  return text if isinstance(text, str) else text.decode(errors='replace')

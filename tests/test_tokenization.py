@@ -1,0 +1,296 @@
+"""Tests of tokenizers, with models that are trained here on Python's source."""
+
+import hashlib
+import io
+import pathlib
+import pickle
+import sys
+import sysconfig
+import threading
+
+import numpy as np
+import pytest
+
+from jaxline.inputs import text
+from jaxline.inputs import tokenization
+
+STDLIB = pathlib.Path(sysconfig.get_path('stdlib'))
+FILES = ('argparse.py', 'ast.py', 'bisect.py', 'calendar.py')
+HARD = (
+  'plain words',
+  'def f(x):\n    return x  # naïve ∑ 🙂\n',
+  '',
+  '\0',
+  'the name <|endoftext|> of a token, and <s> and </s> and [BOS] too',
+)
+
+
+def lines():
+  for name in FILES:
+    for line in (STDLIB / name).read_text('utf-8').splitlines():
+      if line.strip():
+        yield line
+
+
+def train_sentencepiece(path: pathlib.Path, **kwargs) -> pathlib.Path:
+  sentencepiece = pytest.importorskip('sentencepiece')
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=lines(),
+    model_writer=model,
+    vocab_size=400,
+    model_type='bpe',
+    byte_fallback=True,
+    # Text comes back as it was.
+    normalization_rule_name='identity',
+    remove_extra_whitespaces=False,
+    add_dummy_prefix=False,
+    minloglevel=2,
+    **kwargs,
+  )
+  path.write_bytes(model.getvalue())
+  return path
+
+
+def train_huggingface(path: pathlib.Path, *special: str) -> pathlib.Path:
+  tokenizers = pytest.importorskip('tokenizers')
+  model = tokenizers.Tokenizer(tokenizers.models.BPE())
+  model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+    add_prefix_space=False
+  )
+  model.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=400,
+    special_tokens=list(special),
+    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  model.train_from_iterator(lines(), trainer)
+  # What some files say, and a corpus must not know of.
+  model.enable_truncation(4)
+  model.enable_padding(length=6)
+  model.save(str(path))
+  return path
+
+
+@pytest.fixture(scope='module')
+def sentencepiece_model(tmp_path_factory):
+  return train_sentencepiece(tmp_path_factory.mktemp('sp') / 'a.model')
+
+
+@pytest.fixture(scope='module')
+def huggingface_model(tmp_path_factory):
+  return train_huggingface(
+    tmp_path_factory.mktemp('hf') / 'tokenizer.json',
+    '<unk>',
+    '<|endoftext|>',
+    '<s>',
+  )
+
+
+@pytest.fixture(params=['bytes', 'sentencepiece', 'huggingface'])
+def spec(request):
+  if request.param == 'bytes':
+    return 'bytes'
+  return request.getfixturevalue(f'{request.param}_model')
+
+
+def test_text_comes_back(spec):
+  tokenizer = tokenization.load_tokenizer(spec)
+  for example in HARD:
+    ids = tokenizer.encode(example)
+    assert ids.dtype == np.int32
+    assert ids.ndim == 1
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+    # Not even its name is the document token.
+    assert tokenizer.document_id not in ids
+    assert tokenizer.decode(ids) == example
+    np.testing.assert_array_equal(tokenizer.encode(example.encode()), ids)
+    framed = [tokenizer.document_id, *ids, tokenizer.document_id]
+    assert tokenizer.decode(framed) == example
+  assert tokenizer.encode('').shape == (0,)
+
+
+def test_batches_are_the_texts_one_by_one(spec):
+  tokenizer = tokenization.load_tokenizer(spec)
+  texts = [*HARD, b'bytes', *lines()]
+  batch = tokenizer.encode_batch(texts)
+  assert len(batch) == len(texts)
+  for ids, example in zip(batch[:50], texts, strict=False):
+    np.testing.assert_array_equal(ids, tokenizer.encode(example))
+  ids, sizes = tokenizer.encode_joined(texts)
+  np.testing.assert_array_equal(ids, np.concatenate(batch))
+  assert sizes.tolist() == [*map(len, batch)]
+  assert sizes.dtype == np.int64
+  if spec != 'bytes':
+    assert len(ids) < 0.8 * sum(map(len, texts))
+    # Longer than the file's own limit, not filled up to its own length.
+    assert max(sizes) > 6
+    assert 1 in sizes
+
+
+def test_decode_never_fails(spec):
+  tokenizer = tokenization.load_tokenizer(spec)
+  a, b = (tokenizer.encode(x).tolist() for x in 'ab')
+  foreign = [-1, tokenizer.vocab_size, 2**40]
+  assert tokenizer.decode([*a, *foreign, *b]) == 'a\ufffd\ufffd\ufffdb'
+  assert tokenizer.decode(foreign[:1]) == '\ufffd'
+  assert tokenizer.decode([]) == ''
+  assert isinstance(tokenizer.decode(range(tokenizer.vocab_size)), str)
+  assert tokenizer.decode(tokenizer.encode(b'a\xff')) == 'a\ufffd'
+
+
+def test_identities(spec, tmp_path):
+  tokenizer = tokenization.load_tokenizer(spec)
+  assert tokenization.load_tokenizer(tokenizer) is tokenizer
+  if spec == 'bytes':
+    assert tokenizer.identity == 'bytes'
+    assert (tokenizer.document_id, tokenizer.vocab_size) == (256, 257)
+    return
+  digest = hashlib.sha256(spec.read_bytes()).hexdigest()
+  assert digest in tokenizer.identity
+  # Not where it lies.
+  copy = tmp_path / spec.name
+  copy.write_bytes(spec.read_bytes())
+  assert tokenization.load_tokenizer(str(copy)).identity == tokenizer.identity
+
+
+def test_pickled_and_in_threads(spec):
+  tokenizer = tokenization.load_tokenizer(spec)
+  other = pickle.loads(pickle.dumps(tokenizer))
+  assert other.identity == tokenizer.identity
+  texts = list(lines())
+  expected, _ = tokenizer.encode_joined(texts)
+  results = {}
+
+  def run(number, tokenizer):
+    results[number] = tokenizer.encode_joined(texts)[0]
+
+  threads = [
+    threading.Thread(target=run, args=(i, t))
+    for i, t in enumerate([tokenizer, tokenizer, other])
+  ]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  for i in range(3):
+    np.testing.assert_array_equal(results[i], expected)
+
+
+def test_document_token_of_sentencepiece(sentencepiece_model, tmp_path):
+  model = tokenization.load_tokenizer(sentencepiece_model)
+  assert model.document_id == 1  # <s>
+  end = tokenization.load_tokenizer(f'{sentencepiece_model}#</s>')
+  assert end.document_id == 2
+  assert end.identity != model.identity
+  with pytest.raises(
+    ValueError, match=r"has no control token 'the'.*\['<s>', '</s>'\]"
+  ):
+    tokenization.load_tokenizer(f'{sentencepiece_model}#the')
+  path = train_sentencepiece(tmp_path / 'eos.model', bos_id=-1)
+  assert tokenization.load_tokenizer(path).document_id == 2  # </s>
+  path = train_sentencepiece(tmp_path / 'neither.model', bos_id=-1, eos_id=-1)
+  with pytest.raises(ValueError, match=r'neither BOS nor EOS.*no control tok'):
+    tokenization.load_tokenizer(path)
+  path = train_sentencepiece(
+    tmp_path / 'own.model', bos_id=-1, eos_id=-1, control_symbols=['<doc>']
+  )
+  with pytest.raises(ValueError, match=r"as in '.*own\.model#<doc>'"):
+    tokenization.load_tokenizer(path)
+  own = tokenization.load_tokenizer(f'{path}#<doc>')
+  assert own.document_id not in own.encode('<doc>')
+
+
+def test_document_token_of_huggingface(huggingface_model, tmp_path):
+  # The beginning before the end.
+  assert tokenization.load_tokenizer(huggingface_model).document_id == 2
+  named = tokenization.load_tokenizer(f'{huggingface_model}#<|endoftext|>')
+  assert named.document_id == 1
+  assert named.decode([1, 2]) == '<s>'
+  path = train_huggingface(tmp_path / 'a.json', '<#one#>', '<two>')
+  with pytest.raises(
+    ValueError, match=r"none of <s>, .*as in .*a\.json#<#one#>'.*'<two>'\]"
+  ):
+    tokenization.load_tokenizer(path)
+  assert tokenization.load_tokenizer(f'{path}#<#one#>').document_id == 0
+  with pytest.raises(ValueError, match="has no special token 'e'"):
+    tokenization.load_tokenizer(f'{path}#e')
+  # A token that text is encoded to is none, whatever it is called.
+  tokenizers = pytest.importorskip('tokenizers')
+  model = tokenizers.Tokenizer.from_file(str(path))
+  model.add_tokens(['<s>'])
+  model.save(str(path))
+  with pytest.raises(ValueError, match='has none of <s>, <bos>'):
+    tokenization.load_tokenizer(path)
+  path = train_huggingface(tmp_path / 'b.json')
+  with pytest.raises(ValueError, match='It has no special tokens at all'):
+    tokenization.load_tokenizer(path)
+
+
+def test_wrong_specs(tmp_path):
+  for spec in 'byte', 'my.txt', '', str(tmp_path):
+    with pytest.raises(ValueError, match="expected 'bytes', the path of a Sen"):
+      tokenization.load_tokenizer(spec)
+  with pytest.raises(FileNotFoundError, match=r'there is no file .*no\.model'):
+    tokenization.load_tokenizer(tmp_path / 'no.model#<s>')
+
+
+@pytest.mark.parametrize(
+  ('library', 'name'),
+  [('sentencepiece', 'a.model'), ('tokenizers', 'a.json')],
+)
+@pytest.mark.parametrize('data', [b'', b'nonsense', b'{}'])
+def test_files_that_are_no_models(tmp_path, library, name, data):
+  pytest.importorskip(library)
+  (tmp_path / name).write_bytes(data)
+  with pytest.raises(ValueError, match=f'{name} is no .* tokenizer'):
+    tokenization.load_tokenizer(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+  ('library', 'name'),
+  [('sentencepiece', 'a.model'), ('tokenizers', 'a.json')],
+)
+def test_a_missing_package_is_named(tmp_path, monkeypatch, library, name):
+  (tmp_path / name).write_bytes(b'data')
+  monkeypatch.setitem(sys.modules, library, None)
+  with pytest.raises(ImportError, match=rf"{library}.*'jaxline\[text\]'"):
+    tokenization.load_tokenizer(tmp_path / name)
+
+
+@pytest.mark.parametrize('kind', ['file', 'line'])
+def test_a_corpus(spec, kind, tmp_path):
+  contents = {name: (STDLIB / name).read_bytes() for name in FILES}
+  for name, content in contents.items():
+    (tmp_path / name).write_bytes(content)
+  corpus = text.load_corpus(
+    tmp_path, tokenizer=spec, documents=kind, cache_dir=tmp_path / 'cache'
+  )
+  if kind == 'line':
+    contents = {
+      f'{name}:{i}': line
+      for name, content in contents.items()
+      for i, line in enumerate(content.split(b'\n'), 1)
+      if line
+    }
+  assert {*corpus.train.names, *corpus.eval.names} == set(contents)
+  tokenizer = tokenization.load_tokenizer(spec)
+  for split in corpus.train, corpus.eval:
+    assert split.tokens.dtype == np.uint16
+    expected = []
+    for name in split.names:
+      expected += [tokenizer.document_id, *tokenizer.encode(contents[name])]
+    np.testing.assert_array_equal(split.tokens, expected)
+    data = text.TextInput(
+      documents=split,
+      batch_size=8,
+      length=64,
+      reset_for_eval=True,
+      eval_loop_num_batches=None,
+    )
+    batches = list(data.eval_batches())
+    total = sum(int(b.weights.sum()) for b in batches)
+    assert total == len(split.tokens) - split.num_documents
+    assert split.data() == b''.join(contents[name] for name in split.names)
+    assert split.num_bytes == len(split.data())
