@@ -698,8 +698,10 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
     shape = (rows - have, *x.shape[1:])
     if x.dtype == object:  # Strings, as TensorFlow gives them.
       filler = np.full(shape, type(x.flat[0])() if x.size else b'', object)
+    elif getattr(path[-1], 'key', None) == PADDINGS:
+      filler = np.ones(shape, x.dtype)
     else:
-      filler = np.full(shape, path[-1].key == PADDINGS, x.dtype)
+      filler = np.zeros(shape, x.dtype)
     return np.concatenate([x, filler])
 
   return jax.tree_util.tree_map_with_path(fill, batch)

@@ -14,18 +14,20 @@ Shapes: b rows, N records of an epoch.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Callable
 import dataclasses
 import functools
 import multiprocessing
 from multiprocessing import connection
 import os
+import pickle
 import signal
 import sys
 import threading
 from typing import Any, ClassVar
 
 from absl import flags
+from absl import logging
 import jax
 import numpy as np
 
@@ -33,9 +35,17 @@ from jaxline.inputs import base
 
 # Up to so many records an epoch's order is held in memory (8 bytes a record,
 # sorted in a second or two). Grain's shuffle needs none and costs microseconds
-# a record, as much as it takes to copy a thousand tokens.
+# a record, as much as it takes to copy a thousand tokens. The two differ:
+# another limit here would be another order.
 _MAX_HELD = 2**24
 _MAX_DESCRIBED = 3
+
+# How long `close` waits for workers.
+_MAX_CLOSE_SECS = 30
+# What a terminal or a scheduler sends to all processes of a job at once.
+_SIGNALS_TO_ALL = (signal.SIGINT, signal.SIGTERM)
+# An order is drawn by one thread; the others that want it wait.
+_order_lock = threading.Lock()
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -74,12 +84,13 @@ class IndexedInput(base.BaseInput, abc.ABC):
     # Of the global order, how many records were given.
     self._given = 0
     self._iterator: Any = None
+    self._orders: dict[int, np.ndarray] = {}
 
   # What a subclass overrides.
 
   @abc.abstractmethod
   def num_records(self) -> int:
-    """Returns N, the records of an epoch."""
+    """Returns N, the records of an epoch; asked for with every batch."""
 
   @abc.abstractmethod
   def read(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
@@ -98,7 +109,11 @@ class IndexedInput(base.BaseInput, abc.ABC):
     return f'record {record}'
 
   def data_identity(self) -> dict[str, Any]:
-    """Returns what the records are, as plain values: a hash, their length."""
+    """Returns what the records are: plain values, as a hash of the data.
+
+    Asked for with every batch. Besides, `identity` has their number, the seed,
+    `shuffle` and `repeat`.
+    """
     return {}
 
   def order(self, positions: np.ndarray) -> np.ndarray:
@@ -115,8 +130,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
     if not self.shuffle:
       return within
     if num_records > _MAX_HELD:
-      dataset = self._grain_order
-      return np.array([dataset[p] for p in positions.tolist()], np.int64)
+      return self._computed_order(epochs, within)
     if positions.size and epochs[0] == epochs[-1]:
       return self._epoch_order(int(epochs[0]))[within]
     return np.array(
@@ -129,30 +143,47 @@ class IndexedInput(base.BaseInput, abc.ABC):
 
   def _epoch_order(self, epoch: int) -> np.ndarray:
     """Returns the order of an epoch, int64 [N]; the last two are kept."""
-    # Threads may read across the end of an epoch: the whole dict is replaced.
     order = self._orders.get(epoch)
-    if order is None:
-      # A stream that NumPy promises never to change, unlike its permutations.
-      key = [self.seed() % 2**64, epoch]
-      draws = np.random.Philox(key=np.array(key, np.uint64)).random_raw(
-        self._checked_num_records()
-      )
-      order = np.argsort(draws, kind='stable')
-      kept = {e: o for e, o in self._orders.items() if abs(e - epoch) == 1}
-      self._orders = {**dict(list(kept.items())[-1:]), epoch: order}
-    return order
+    if order is not None:
+      return order
+    with _order_lock:
+      if epoch not in self._orders:
+        draws = self._draw(epoch, self._checked_num_records())
+        # Other threads look in without the lock: the dict is replaced whole.
+        # The neighbour is kept, for batches across the end of an epoch.
+        kept = {e: o for e, o in self._orders.items() if abs(e - epoch) == 1}
+        self._orders = {
+          **dict(list(kept.items())[-1:]),
+          epoch: np.argsort(draws, kind='stable'),
+        }
+      return self._orders[epoch]
 
-  @functools.cached_property
-  def _orders(self) -> dict[int, np.ndarray]:
-    return {}
-
-  @functools.cached_property
-  def _grain_order(self) -> Any:
+  def _computed_order(
+    self, epochs: np.ndarray, within: np.ndarray
+  ) -> np.ndarray:
+    """Returns records of an order that nobody holds: Grain computes each."""
     import grain  # Takes a second to import.
 
-    return grain.MapDataset.range(self._checked_num_records()).shuffle(
-      seed=self.seed() % 2**32
+    # Not Grain's own seeds of epochs, seed + epoch: with them, the second epoch
+    # of one seed is the first of the next.
+    seeds = {e: self._draw(e, 1).item() % 2**32 for e in set(epochs.tolist())}
+    shuffle = grain.experimental.index_shuffle
+    last = self._checked_num_records() - 1
+    return np.array(
+      [
+        shuffle(index, max_index=last, seed=seeds[epoch], rounds=4)
+        for epoch, index in zip(epochs.tolist(), within.tolist(), strict=True)
+      ],
+      np.int64,
     )
+
+  def _draw(self, epoch: int, number: int) -> np.ndarray:
+    """Returns random numbers of an epoch, uint64 [number].
+
+    Of a stream that NumPy promises never to change, unlike its permutations.
+    """
+    key = np.array([self.seed() % 2**64, epoch], np.uint64)
+    return np.random.Philox(key=key).random_raw(number)
 
   def _checked_num_records(self) -> int:
     num_records = self.num_records()
@@ -166,14 +197,25 @@ class IndexedInput(base.BaseInput, abc.ABC):
     """Returns this host's rows of the next global batch."""
     if self._iterator is None:
       self._iterator = self._start()
-    batch = next(self._iterator)
+    try:
+      batch = next(self._iterator)
+    except StopIteration:
+      raise
+    except BaseException as e:
+      # Grain's threads and workers are further on than what was given: who
+      # tries again begins at the same batch.
+      self.close()
+      explain_dead_worker(e)
+      raise
+    if self.num_workers:
+      batch = own_arrays(batch)
     self._given += self.get_global_batch_size()
     return batch
 
-  def _start(self) -> Iterator[base.Batch]:
+  def _start(self) -> Any:
     """Starts to read where this input stands; Grain has the workers."""
-    import grain
-
+    # Threads and workers must not draw a seed each.
+    self.seed()
     size = self.get_global_batch_size()
     if self.repeat:
       num_batches = sys.maxsize // size
@@ -181,22 +223,24 @@ class IndexedInput(base.BaseInput, abc.ABC):
       num_batches = max(
         0, -(-(self._checked_num_records() - self._given) // size)
       )
+    # Fixed here: `_given` goes on.
+    batch = functools.partial(self._batch, self._given)
+    if not self.num_threads and not self.num_workers:
+      # Nothing to read ahead: Grain's iterator alone would cost as much as it
+      # takes to copy eight rows of a thousand tokens.
+      return map(batch, range(num_batches))
+    import grain  # Takes a second to import.
+
     dataset = (
       grain.MapDataset.range(num_batches)
-      .map(functools.partial(self._batch, self._given))
+      .map(functools.partial(_send, batch) if self.num_workers else batch)
       .to_iter_dataset(
         grain.ReadOptions(
           num_threads=self.num_threads, prefetch_buffer_size=self.num_threads
         )
       )
     )
-    if self.num_workers:
-      allow_workers()
-      dataset = dataset.mp_prefetch(
-        grain.MultiprocessingOptions(num_workers=self.num_workers),
-        worker_init_fn=start_worker,
-      )
-    return iter(dataset)
+    return start_iterator(dataset, self.num_workers)
 
   def _batch(self, given: int, number: int) -> base.Batch:
     """Returns the rows of a batch, so many batches behind a position."""
@@ -219,16 +263,25 @@ class IndexedInput(base.BaseInput, abc.ABC):
     try:
       return self.read(records, epochs)
     except Exception as e:
-      some = ', '.join(
-        self.describe_record(r) for r in records[:_MAX_DESCRIBED].tolist()
+      error = not_an_end(e)
+      error.add_note(
+        f'While {self.name} read {self._describe(records, epochs)}.'
       )
-      more = f' and {len(records) - _MAX_DESCRIBED} more'
-      e.add_note(
-        f'While {self.name} read {some}'
-        + (more if len(records) > _MAX_DESCRIBED else '')
-        + '.'
-      )
-      raise
+      if error is e:
+        raise
+      raise error from e
+
+  def _describe(self, records: np.ndarray, epochs: np.ndarray) -> str:
+    """Returns which of some records cannot be read, or all of them."""
+    for i in range(len(records)):
+      try:
+        self.read(records[i : i + 1], epochs[i : i + 1])
+      except Exception:
+        return self.describe_record(int(records[i]))
+    some = [self.describe_record(r) for r in records[:_MAX_DESCRIBED].tolist()]
+    if more := len(records) - len(some):
+      some[-1] += f' and {more} more'
+    return ', '.join(some) + ', which can be read one by one'
 
   def reset(self) -> None:
     """Goes back to the first record."""
@@ -270,12 +323,51 @@ class IndexedInput(base.BaseInput, abc.ABC):
   def close(self) -> None:
     """Ends threads and workers."""
     iterator, self._iterator = self._iterator, None
-    if iterator is not None:
-      iterator.close()
+    if not hasattr(iterator, 'close'):
+      return
+    # Grain waits for what its workers are reading, however long that takes.
+    closing = threading.Thread(target=iterator.close, daemon=True)
+    closing.start()
+    closing.join(_MAX_CLOSE_SECS)
+    if closing.is_alive():
+      logging.warning(
+        'A worker of %s still reads after %.0f s, and is left to itself; it'
+        ' ends with this process.',
+        self.name,
+        _MAX_CLOSE_SECS,
+      )
 
   def __getstate__(self) -> dict[str, Any]:
-    # A worker gets the fields, and none of what runs here.
-    return {**self.__dict__, '_iterator': None, '_peeked': None}
+    # A worker gets the fields, and none of what runs or is kept here.
+    return {**self.__dict__, '_iterator': None, '_peeked': None, '_orders': {}}
+
+
+def start_iterator(dataset: Any, num_workers: int) -> Any:
+  """Returns the iterator of a Grain dataset, with workers if there are any.
+
+  Args:
+    dataset: a `grain.IterDataset`.
+    num_workers: processes to read it with, from one `MapDataset`; 0 for none.
+  """
+  import grain
+
+  if num_workers:
+    allow_workers()
+    dataset = dataset.mp_prefetch(
+      grain.MultiprocessingOptions(num_workers=num_workers),
+      worker_init_fn=start_worker,
+    )
+  iterator = iter(dataset)
+  if num_workers:
+    iterator.get_state()  # Makes what `start_prefetch` starts.
+    # Until `start_worker` runs in them, the workers have the mask of this
+    # thread.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_TO_ALL)
+    try:
+      iterator.start_prefetch()
+    finally:
+      signal.pthread_sigmask(signal.SIG_SETMASK, before)
+  return iterator
 
 
 def allow_workers() -> None:
@@ -290,9 +382,13 @@ def allow_workers() -> None:
 def start_worker(index: int, count: int) -> None:
   """Makes a worker process leave with its parent, and only then."""
   del index, count
-  # At Ctrl-C the terminal interrupts every process; the parent still wants
-  # batches for the step that it finishes and saves.
-  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  # At Ctrl-C the terminal interrupts every process, and a scheduler that takes
+  # the machine away terminates them all; the parent still wants batches for the
+  # step that it finishes and saves.
+  for number in _SIGNALS_TO_ALL:
+    signal.signal(number, signal.SIG_IGN)
+  # The accelerator is the parent's.
+  jax.config.update('jax_platforms', 'cpu')
   parent = multiprocessing.parent_process()
   assert parent is not None
 
@@ -302,3 +398,58 @@ def start_worker(index: int, count: int) -> None:
     os._exit(1)
 
   threading.Thread(target=watch, name='watch_parent', daemon=True).start()
+
+
+def not_an_end(error: Exception) -> Exception:
+  """Returns an error that nobody takes for the end of the data.
+
+  Args:
+    error: what a reader of records raised.
+
+  Returns:
+    It, or a `RuntimeError` in the place of `StopIteration` and TensorFlow's
+    `OutOfRangeError`, as generators do it.
+  """
+  if not isinstance(error, StopIteration) and not base.is_out_of_range(error):
+    return error
+  return RuntimeError(f'A record could not be read: {error!r}.')
+
+
+def _send(batch: Callable[[int], base.Batch], number: int) -> base.Batch:
+  """Returns a batch in a worker, or raises what its parent can be sent.
+
+  Grain's worker drops an error that cannot be pickled, and its parent would
+  wait for it for ever.
+  """
+  try:
+    return batch(number)
+  except Exception as e:
+    try:
+      pickle.loads(pickle.dumps(e))
+    except Exception:
+      other = RuntimeError(f'{type(e).__qualname__}: {e}')
+      for note in getattr(e, '__notes__', ()):
+        other.add_note(note)
+      raise other from e
+    raise
+
+
+def own_arrays(tree: Any) -> Any:
+  """Returns a copy of what came from a worker, outside the shared memory.
+
+  There is little of that, it takes a file descriptor an array, and nobody knows
+  how long a batch is kept.
+  """
+  return jax.tree.map(
+    lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree
+  )
+
+
+def explain_dead_worker(error: BaseException) -> None:
+  """Says what Grain's error about a worker that died does not."""
+  if 'terminated unexpectedly' in str(error):
+    error.add_note(
+      'Exit code -9 is a kill, by the system most often when memory ran out; -7'
+      ' is a full /dev/shm; 1 is an error when the worker started, which is in'
+      ' the log. Try fewer num_workers; with none, errors come up here.'
+    )

@@ -481,12 +481,16 @@ def _segments(is_first_BL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   shape = num_rows, length = is_first_BL.shape
   is_first_BL[:, 0] = True
   # By segments, which are few, instead of by tokens.
-  firsts = np.flatnonzero(is_first_BL)
+  firsts = is_first_BL.ravel().nonzero()[0]
+  if len(firsts) == num_rows:  # Most rows of long documents.
+    places_BL = np.empty(shape, np.int32)
+    places_BL[:] = _arange(length)
+    return np.ones(shape, np.int32), places_BL
   sizes = np.diff(firsts, append=num_rows * length)
-  first_of_row = np.searchsorted(firsts, np.arange(num_rows) * length)
+  first_of_row = firsts.searchsorted(np.arange(num_rows) * length)
   numbers = np.arange(1, 1 + len(firsts)) - first_of_row[firsts // length]
-  ids = np.repeat(numbers.astype(np.int32), sizes)
-  places = np.repeat(firsts.astype(np.int32), sizes)
+  ids = numbers.astype(np.int32).repeat(sizes)
+  places = firsts.astype(np.int32).repeat(sizes)
   np.subtract(_arange(num_rows * length), places, out=places)
   return ids.reshape(shape), places.reshape(shape)
 

@@ -1,0 +1,527 @@
+"""Any Grain dataset, any random-access data source, ArrayRecord files.
+
+  GrainInput(files='/data/train-*.array_record', transformations=[decode], ...)
+  GrainInput(dataset=grain.MapDataset.source(records).map(f), ...)
+  GrainInput(dataset=lambda host_index, num_hosts: stream(...), ...)
+
+Records that have numbers (files, a `grain.MapDataset`, anything with `__len__`
+and `__getitem__`) are shuffled, dealt out and counted by `IndexedInput`: any
+number of hosts, one-epoch evaluation, exact positions. A `grain.IterDataset` is
+a stream: whoever makes it deals it out to the hosts, and the position is that
+of Grain's iterator, for the same host of the same number of hosts.
+
+Records with numbers go without Grain's nodes for shuffling, repeating and
+batching, which take their time with every record: an order of a whole epoch at
+once, and the records of a batch in one call, are faster than plain Grain.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+import dataclasses
+import glob
+import hashlib
+import inspect
+import itertools
+import json
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+from jaxline.inputs import base
+from jaxline.inputs import indexed
+
+# What a function that makes a dataset may ask for, by the names of its
+# arguments.
+_ARGUMENTS = ('host_index', 'num_hosts', 'seed', 'epoch')
+# Grain's nodes that leave records out. (Grain gives them no public names.)
+_SPARSE_NODES = ('FilterMapDataset', 'FlatMapMapDataset')
+_BATCH_NODES = ('BatchMapDataset', 'BatchIterDataset')
+_MAX_OPENING_THREADS = 64
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class GrainInput(indexed.IndexedInput):
+  """Records that Grain can read, each a dict of arrays, as batches of them.
+
+  Of an `IterDataset`, `shuffle` means nothing and `num_threads` must be 0 (see
+  `to_iter_dataset`); one-epoch evaluation needs one host, since nobody knows
+  how many records a stream has. With `repeat` it begins again at its end: in
+  the same order, unless it is made by a function that takes `epoch`.
+
+  Attributes:
+    dataset: one of
+      - a `grain.MapDataset`, finite, neither filtered nor batched;
+      - anything with `__len__` and `__getitem__`; its `__getitems__`, if there
+        is one, gets the numbers of a whole batch, as a list;
+      - a `grain.IterDataset` of records, not batched, for one host;
+      - a function that returns one of these. It is called with those of
+        `host_index`, `num_hosts`, `seed` and `epoch` that it has as arguments;
+        the first two it must have if it returns an `IterDataset` and there are
+        several hosts, and then return the part of that host.
+    files: ArrayRecord files instead: a path, a glob, or several.
+    transformations: what to do with each record, in this order: functions,
+      `grain.transforms.Map`, or `grain.transforms.RandomMap`, whose generator
+      depends on the seed, the record and the epoch alone. Of a stream all that
+      `IterDataset.apply` knows but batches.
+    collate: makes the batch, a dict of arrays [b, ...], of a list of b records;
+      None stacks arrays of equal shapes.
+    data_name: what to tell other data by: a state that was saved with another
+      name is refused. Files are told by names, sizes and numbers of records;
+      other datasets without a name by their number of records alone.
+  """
+
+  dataset: Any = None
+  files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
+  transformations: Sequence[Any] = ()
+  collate: Callable[[list[Any]], Mapping[str, Any]] | None = None
+  data_name: str = ''
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if (self.dataset is None) == (not self.files):
+      raise ValueError(
+        f'{self.name} needs one of dataset and files, got'
+        f' {"neither" if self.dataset is None else "both"}.'
+      )
+    import grain  # Takes a second to import.
+
+    # Of files: where each ends in the numbering of the records.
+    self._paths: list[str] = []
+    self._ends: list[int] = []
+    self._files_hash = ''
+    self._arguments: dict[str, Any] | None = None
+    if self.files:
+      self._paths = _find_files(self.files)
+      self._ends = _find_ends(self._paths)
+      self._files_hash = _hash_files(self._paths, self._ends)
+      self._records: Any = grain.sources.ArrayRecordDataSource(self._paths)
+    elif isinstance(self.dataset, grain.IterDataset) or not _is_function(
+      self.dataset
+    ):
+      self._records = self.dataset
+    else:
+      self._arguments = self._choose_arguments()
+      self._records = self._make(epoch=0)
+    self._is_stream = isinstance(self._records, grain.IterDataset)
+    if self._is_stream:
+      self._check_stream()
+      # Of this host alone; see `BaseInput`.
+      self.ANY_NUMBER_OF_HOSTS = False  # type: ignore[misc]
+    else:
+      self._check_records()
+      self._steps = [self._step(t) for t in self.transformations]
+      self._num_records = len(self._records)
+      self._is_map_dataset = isinstance(self._records, grain.MapDataset)
+    # Of a stream, the position of the next batch, and the epoch and number of
+    # the next record.
+    self._at = _position(0, 0, None)
+    self._reading = 0, 0
+
+  # The dataset and what is done with it.
+
+  def _choose_arguments(self) -> dict[str, Any]:
+    """Returns what the function that makes the dataset takes."""
+    parameters = inspect.signature(self.dataset).parameters.values()
+    unknown = [
+      p.name
+      for p in parameters
+      if p.name not in _ARGUMENTS
+      and p.default is p.empty
+      and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    if unknown:
+      raise TypeError(
+        f'The function {self.name}.dataset has the arguments {unknown}; it is'
+        f' called with those of {list(_ARGUMENTS)} that it has.'
+      )
+    values = {
+      'host_index': self.infeed_host_index,
+      'num_hosts': self.num_infeed_hosts,
+      'seed': self.seed(),
+    }
+    names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+    return {k: values.get(k) for k in _ARGUMENTS if k in names}
+
+  def _make(self, epoch: int) -> Any:
+    assert self._arguments is not None
+    arguments = dict(self._arguments)
+    if 'epoch' in arguments:
+      arguments['epoch'] = epoch
+    return self.dataset(**arguments)
+
+  def _check_records(self) -> None:
+    import grain
+
+    records = self._records
+    if isinstance(records, (Mapping, str, bytes)) or not (
+      hasattr(records, '__len__') and hasattr(records, '__getitem__')
+    ):
+      raise TypeError(
+        f'{self.name}.dataset is {type(records).__name__}; expected a'
+        ' grain.MapDataset, a grain.IterDataset, a data source with __len__ and'
+        ' __getitem__, or a function that returns one of these.'
+      )
+    dealt = {'host_index', 'num_hosts', 'epoch'} & set(self._arguments or ())
+    if dealt:
+      raise ValueError(
+        f'{self.name}.dataset takes {sorted(dealt)} and returns records with'
+        ' numbers, which the input deals out and shuffles itself: each host'
+        ' would read a part of its part. Let it return all of them.'
+      )
+    if not isinstance(records, grain.MapDataset):
+      return
+    if len(records) == sys.maxsize:
+      raise ValueError(
+        f'{self.name}.dataset has no end; leave out its .repeat(): the input'
+        ' begins again by itself, with repeat=True.'
+      )
+    self._refuse_batches()
+    sparse = [n for n in _node_names(records) if n in _SPARSE_NODES]
+    if sparse:
+      raise ValueError(
+        f'{self.name}.dataset leaves records out ({sparse[0]}), and their'
+        ' numbers would no longer tell how many were read. Filter the data'
+        ' beforehand, or give the stream: .to_iter_dataset() behind the filter.'
+      )
+
+  def _check_stream(self) -> None:
+    if self.num_infeed_hosts != 1:
+      if not {'host_index', 'num_hosts'} <= set(self._arguments or ()):
+        raise ValueError(
+          f'{self.name} has {self.num_infeed_hosts} hosts, and all of them'
+          ' would read the same IterDataset. Give a function that takes'
+          ' host_index and num_hosts and returns the part of that host.'
+        )
+      if not self.repeat:
+        raise ValueError(
+          f'{self.name} has {self.num_infeed_hosts} hosts and repeat=False: of'
+          ' an IterDataset nobody knows how many records it has, and the hosts'
+          ' would end after different numbers of batches. Give a'
+          ' grain.MapDataset, or set repeat=True and evaluate on'
+          ' eval_loop_num_batches.'
+        )
+    if self.num_threads:
+      raise ValueError(
+        f'{self.name}.num_threads is {self.num_threads}, and its dataset an'
+        ' IterDataset, which has threads of its own: set them with'
+        ' .to_iter_dataset(grain.ReadOptions(num_threads=...)).'
+      )
+    self._refuse_batches()
+    for transformation in self.transformations:
+      known = isinstance(transformation, _stream_transformations())
+      if not known and not callable(transformation):
+        raise TypeError(
+          f'{self.name}.transformations has {transformation!r}; expected'
+          ' functions of a record, or any of grain.transforms but Batch.'
+        )
+
+  def _refuse_batches(self) -> None:
+    if type(self._records).__name__ in _BATCH_NODES:
+      raise ValueError(
+        f'{self.name}.dataset is batched; leave out its .batch(): the input'
+        ' makes the batches, of batch_size and with `collate`.'
+      )
+
+  def _step(self, transformation: Any) -> tuple[Callable[..., Any], bool]:
+    """Returns a function of a record, and whether it takes a generator."""
+    import grain
+
+    if isinstance(transformation, grain.transforms.Map):
+      return transformation.map, False
+    if isinstance(transformation, grain.transforms.RandomMap):
+      return transformation.random_map, True
+    if callable(transformation):
+      return transformation, False
+    raise TypeError(
+      f'{self.name}.transformations has {transformation!r}; expected functions'
+      ' of a record, grain.transforms.Map or RandomMap. What leaves records out'
+      ' or makes several of one needs a stream: an IterDataset.'
+    )
+
+  def _collate(self, records: list[Any]) -> base.Batch:
+    import grain
+
+    if self.collate is not None:
+      batch = self.collate(records)
+    else:
+      batch = grain.experimental.batch_and_pad(records, batch_size=len(records))
+    if not isinstance(batch, Mapping):
+      raise TypeError(
+        f'{self.name} made {type(batch).__name__} of records of type'
+        f' {type(records[0]).__name__}; expected a dict of arrays. Name what a'
+        " record has: transformations=[..., lambda x: {'x': x}]."
+      )
+    return base.Batch(batch)
+
+  # Records with numbers: what `IndexedInput` asks for.
+
+  def num_records(self) -> int:
+    """Returns how many records the dataset has; none may be told of streams."""
+    return self._num_records
+
+  def read(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
+    """Returns the records with these numbers, transformed and stacked."""
+    numbers = records.tolist()
+    if self._is_map_dataset:
+      # Grain's own numbering over epochs: its random nodes differ in each.
+      offsets = (epochs * self._num_records).tolist()
+      elements = [
+        self._records[offset + number]
+        for offset, number in zip(offsets, numbers, strict=True)
+      ]
+    elif hasattr(self._records, '__getitems__'):
+      elements = list(self._records.__getitems__(numbers))
+    else:
+      elements = [self._records[number] for number in numbers]
+    for i, element in enumerate(elements):
+      for stage, (function, is_random) in enumerate(self._steps):
+        if is_random:
+          rng = self._generator(stage, int(epochs[i]), numbers[i])
+          element = function(element, rng)
+        else:
+          element = function(element)
+      if element is None:
+        raise ValueError(
+          f'Record {numbers[i]} is None; expected a dict of arrays. Records'
+          ' cannot be left out where they have numbers: filter the data'
+          ' beforehand, or give a grain.IterDataset.'
+        )
+      elements[i] = element
+    return self._collate(elements)
+
+  def _generator(
+    self, stage: int, epoch: int, record: int
+  ) -> np.random.Generator:
+    return np.random.Generator(
+      np.random.Philox(
+        # Epochs below 2**63 are the keys of the order.
+        key=np.array([self.seed() % 2**64, 2**63 + stage], np.uint64),
+        counter=np.array([0, 0, epoch, record], np.uint64),
+      )
+    )
+
+  def describe_record(self, record: int) -> str:
+    """Returns the file and the place in it, where there are files."""
+    if not self._paths:
+      return f'record {record}'
+    file = bisect.bisect_right(self._ends, record)
+    first = self._ends[file - 1] if file else 0
+    return f'{self._paths[file]}, record {record - first}'
+
+  def data_identity(self) -> dict[str, Any]:
+    """Returns what the data is known by."""
+    return {'data_name': self.data_name, 'files': self._files_hash}
+
+  # Streams.
+
+  def get_next(self) -> base.Batch:
+    """Returns this host's rows of the next batch."""
+    if not self._is_stream:
+      return super().get_next()
+    try:
+      records, position = self._take()
+      batch = self._collate(records)
+    except StopIteration:
+      raise
+    except BaseException as e:
+      if self.saves_position:
+        # The iterator is further on than what was given; see `IndexedInput`.
+        self.close()
+      indexed.explain_dead_worker(e)
+      raise
+    self._at = position
+    return batch if self.repeat else base.pad_rows(batch, self.batch_size)
+
+  def _take(self) -> tuple[list[Any], dict[str, Any]]:
+    """Returns the next records of the stream, and the position behind them."""
+    epoch, record = self._at['epoch'], self._at['record']
+    if self._iterator is None:
+      self._iterator = self._start_stream(epoch, self._at['grain'])
+    records: list[Any] = []
+    while len(records) < self.batch_size:
+      self._reading = epoch, record
+      try:
+        element = next(self._iterator)
+        records.append(
+          indexed.own_arrays(element) if self.num_workers else element
+        )
+        record += 1
+      except StopIteration:
+        if not self.repeat:
+          break
+        if not record:
+          raise ValueError(
+            f'{self.name} has no records: epoch {epoch} of its stream is empty.'
+          ) from None
+        self.close()
+        epoch, record = epoch + 1, 0
+        self._iterator = self._start_stream(epoch, None)
+    if not records:
+      raise StopIteration
+    if not self.saves_position:
+      return records, _position(epoch, record, None)
+    state = self._iterator.get_state()
+    text = json.dumps(state, default=repr)
+    if self._at['grain'] is None and json.loads(text) != state:
+      raise TypeError(
+        f'The position of {self.name} cannot be saved: the state of its'
+        f' iterator is {state!r}; expected plain values, as JSON has them. Let'
+        ' its get_state() return such, or set input_checkpointing_enabled=False'
+        ' where that is no loss.'
+      )
+    return records, _position(epoch, record, text)
+
+  def _start_stream(self, epoch: int, state: str | None) -> Any:
+    import grain
+
+    stream = self._records
+    if self._arguments is not None:
+      stream = self._make(epoch)
+    for stage, transformation in enumerate(self.transformations):
+      if isinstance(transformation, grain.transforms.RandomMap):
+        # Hosts number the records of their streams alike.
+        assert self.infeed_host_index is not None
+        entropy = [self.seed() % 2**64, epoch, self.infeed_host_index, stage]
+        seed = np.random.SeedSequence(entropy).generate_state(1)[0]
+        stream = stream.random_map(transformation, seed=int(seed))
+      elif isinstance(transformation, _stream_transformations()):
+        stream = stream.apply(transformation)
+      else:
+        stream = stream.map(transformation)
+    iterator = indexed.start_iterator(stream, self.num_workers)
+    if state is not None:
+      iterator.set_state(json.loads(state))
+    return iterator
+
+  def reset(self) -> None:
+    """Goes back to the first record."""
+    if not self._is_stream:
+      super().reset()
+      return
+    base.BaseInput.reset(self)
+    self.set_position(_position(0, 0, None))
+
+  def position(self) -> dict[str, Any]:
+    """Returns how many records were given; of a stream, Grain's state too."""
+    if not self._is_stream:
+      return super().position()
+    return self._at
+
+  def set_position(self, position: dict[str, Any]) -> None:
+    """Reads on from where `position` was called."""
+    if not self._is_stream:
+      super().set_position(position)
+      return
+    self.close()
+    self._at = position
+    self._reading = position['epoch'], position['record']
+
+  def identity(self) -> dict[str, Any]:
+    """Returns what fixes the order; of a stream, the host and the workers."""
+    if not self._is_stream:
+      return super().identity()
+    return {
+      'num_infeed_hosts': self.num_infeed_hosts,
+      'infeed_host_index': self.infeed_host_index,
+      'num_workers': self.num_workers,
+      'repeat': self.repeat,
+      'seed': self.seed(),
+      'data_name': self.data_name,
+    }
+
+  def where(self) -> str:
+    """Returns which record is being read; of files, in which one."""
+    if not self._is_stream:
+      return super().where()
+    epoch, record = self._reading
+    return (
+      f'record {record} of epoch {epoch} of the stream of host'
+      f' {self.infeed_host_index}/{self.num_infeed_hosts}'
+    )
+
+
+def _position(epoch: int, record: int, state: str | None) -> dict[str, Any]:
+  """Returns a stream's position: the next record, and Grain's state as JSON.
+
+  As text, since Grain goes on with the dict that it gave.
+  """
+  return {'epoch': epoch, 'record': record, 'grain': state}
+
+
+def _is_function(x: Any) -> bool:
+  return callable(x) and not hasattr(x, '__getitem__')
+
+
+def _stream_transformations() -> tuple[type, ...]:
+  import grain
+
+  names = ('Map', 'RandomMap', 'MapWithIndex', 'Filter')
+  kinds = [getattr(grain.transforms, name) for name in names]
+  return *kinds, grain.experimental.FlatMapTransform
+
+
+def _node_names(dataset: Any) -> list[str]:
+  """Returns the classes of a dataset and of all that it is made of."""
+  names = [type(dataset).__name__]
+  for parent in dataset.parents:
+    names += _node_names(parent)
+  return names
+
+
+def _find_files(
+  files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+) -> list[str]:
+  """Returns the paths of files: of a glob sorted, of several in their order."""
+  if isinstance(files, (str, os.PathLike)):
+    files = [files]
+  paths: list[str] = []
+  for entry in files:
+    path = os.path.expanduser(os.fspath(entry))
+    found = [path]
+    if not os.path.isfile(path):
+      found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    if not found:
+      raise FileNotFoundError(
+        f'No files found: {path!r} names none. Give the path of an ArrayRecord'
+        ' file, a glob, or a list of these.'
+      )
+    paths += found
+  counts = collections.Counter(os.path.realpath(path) for path in paths)
+  twice = [path for path, count in counts.items() if count > 1]
+  if twice:
+    raise ValueError(
+      f'{len(twice)} files are given twice, {twice[0]!r} the first: their'
+      ' records would be read twice an epoch.'
+    )
+  return paths
+
+
+def _find_ends(paths: list[str]) -> list[int]:
+  """Returns how many records the files have up to the end of each."""
+  import grain
+
+  def count(path: str) -> int:
+    try:
+      return len(grain.sources.ArrayRecordDataSource(path))
+    except Exception as e:
+      e.add_note(f'While {path} was opened as an ArrayRecord file.')
+      raise
+
+  threads = min(len(paths), _MAX_OPENING_THREADS)
+  with futures.ThreadPoolExecutor(threads) as pool:
+    return list(itertools.accumulate(pool.map(count, paths)))
+
+
+def _hash_files(paths: list[str], ends: list[int]) -> str:
+  """Returns a hash of the files' names, sizes and numbers of records."""
+  facts = [
+    [os.path.basename(path), os.path.getsize(path), end]
+    for path, end in zip(paths, ends, strict=True)
+  ]
+  return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

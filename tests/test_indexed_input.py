@@ -1,0 +1,507 @@
+"""Records addressed by number: their order, the hosts, positions, workers."""
+
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import pathlib
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from jaxline.inputs import base
+from jaxline.inputs import indexed
+
+PROGRAM = pathlib.Path(__file__).parent / 'programs' / 'worker_input.py'
+
+
+class OddError(Exception):
+  """Cannot be pickled."""
+
+  def __init__(self, message):
+    super().__init__(message)
+    self.lock = threading.Lock()
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Numbers(indexed.IndexedInput):
+  """Gives the numbers of its records, and the epochs."""
+
+  size: int = 10
+  fail: str = ''  # What happens at record 7.
+  data: str = 'a'
+
+  def num_records(self):
+    return self.size
+
+  def read(self, records, epochs):
+    if self.fail == 'stall' and 7 in records:
+      time.sleep(1000)
+    if self.fail and 7 in records:
+      raise {'odd': OddError, 'stop': StopIteration, 'error': ValueError}[
+        self.fail
+      ]('broken')
+    return base.Batch(x=records, epoch=epochs, pid=np.full(len(records), 0))
+
+  def describe_record(self, record):
+    return f'file f{record // 5}, row {record % 5}'
+
+  def data_identity(self):
+    return {'data': self.data}
+
+
+ONE_EPOCH = {'reset_for_eval': True, 'eval_loop_num_batches': None}
+
+
+def take(source, number):
+  return [next(source).x.tolist() for _ in range(number)]
+
+
+def rows(batches):
+  return [record for batch in batches for record in batch]
+
+
+# The order.
+
+
+@pytest.mark.parametrize('max_held', [indexed._MAX_HELD, 0])
+def test_the_order_is_a_permutation_in_each_epoch(monkeypatch, max_held):
+  monkeypatch.setattr(indexed, '_MAX_HELD', max_held)
+  orders = {}
+  for seed in (0, 1, -1, 2**40):
+    source = Numbers(
+      batch_size=7, size=101, is_training=True, input_random_seed=seed
+    )
+    given = rows(take(source, 44))
+    for epoch in range(3):
+      order = given[epoch * 101 : (epoch + 1) * 101]
+      assert sorted(order) == list(range(101))
+      orders[seed, epoch] = tuple(order)
+    # The same order for batches that cross from an epoch into the next.
+    positions = np.arange(303)
+    np.testing.assert_array_equal(source.order(positions), given[:303])
+  assert len(set(orders.values())) == len(orders)
+  assert tuple(range(101)) not in orders.values()
+
+
+def test_the_order_never_changes_between_versions():
+  source = Numbers(batch_size=5, is_training=True, input_random_seed=3)
+  assert take(source, 4) == [
+    [6, 1, 8, 5, 2],
+    [7, 9, 4, 3, 0],
+    [9, 7, 8, 3, 5],
+    [6, 4, 0, 2, 1],
+  ]
+
+
+def test_without_shuffling_the_order_is_that_of_the_data():
+  source = Numbers(batch_size=4)
+  assert not source.shuffle
+  assert take(source, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+  assert next(source).epoch.tolist() == [1, 1, 1, 1]
+  assert Numbers(batch_size=4, is_training=True).shuffle
+  assert not Numbers(batch_size=4, is_training=True, shuffle=False).shuffle
+  assert Numbers(batch_size=4, shuffle=True).shuffle
+
+
+def test_batches_of_many_epochs():
+  source = Numbers(batch_size=7, size=2, is_training=True)
+  given = rows(take(source, 4))
+  assert all(sorted(given[i : i + 2]) == [0, 1] for i in range(0, 28, 2))
+
+
+def test_threads_agree_on_the_order():
+  source = Numbers(batch_size=8, size=20_000, is_training=True)
+  expected = Numbers(batch_size=8, size=20_000, is_training=True)
+  positions = [np.arange(e * 20_000 - 4, e * 20_000 + 4) for e in range(1, 7)]
+  want = [expected.order(p).tolist() for p in positions]
+  wrong = []
+  barrier = threading.Barrier(8)
+
+  def work(first):
+    barrier.wait()
+    for i in range(12):
+      k = (first + i) % len(positions)
+      if source.order(positions[k]).tolist() != want[k]:
+        wrong.append(k)
+
+  threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert not wrong
+  assert len(source._orders) <= 2
+
+
+# The hosts.
+
+
+@pytest.mark.parametrize('fields', [{'is_training': True}, ONE_EPOCH])
+@pytest.mark.parametrize('hosts', [2, 4])
+def test_all_hosts_together_see_the_same_batches(fields, hosts):
+  whole = Numbers(batch_size=8, size=21, **fields)
+  parts = [
+    Numbers(
+      batch_size=8 // hosts,
+      size=21,
+      num_infeed_hosts=hosts,
+      infeed_host_index=host,
+      **fields,
+    )
+    for host in range(hosts)
+  ]
+  for _ in range(3):
+    batch = next(whole)
+    pieces = [next(part) for part in parts]
+    assert len({part.get_state() for part in parts} | {whole.get_state()}) == 1
+    for key in batch:
+      np.testing.assert_array_equal(
+        np.concatenate([piece[key] for piece in pieces]), batch[key]
+      )
+
+
+def test_one_epoch_ends_on_all_hosts_at_once():
+  epoch = []
+  for host in range(4):
+    source = Numbers(
+      batch_size=2, num_infeed_hosts=4, infeed_host_index=host, **ONE_EPOCH
+    )
+    batches = list(source.eval_batches())
+    assert [b.x.shape for b in batches] == [(2,), (2,)]
+    epoch += [
+      x
+      for b in batches
+      for x, weight in zip(b.x, b.weights, strict=True)
+      if weight
+    ]
+  assert sorted(epoch) == list(range(10))
+
+
+def test_every_batch_of_one_epoch_has_weights():
+  batches = list(Numbers(batch_size=4, **ONE_EPOCH))
+  assert [b.weights.tolist() for b in batches] == [
+    [1, 1, 1, 1],
+    [1, 1, 1, 1],
+    [1, 1, 0, 0],
+  ]
+  assert 'weights' not in next(Numbers(batch_size=4))
+
+
+def test_no_records_are_an_error_and_no_endless_loop():
+  for fields in ({}, ONE_EPOCH, {'is_training': True}, {'num_threads': 1}):
+    with pytest.raises(ValueError, match='Numbers has no records'):
+      next(Numbers(batch_size=4, size=0, **fields))
+
+
+# Positions.
+
+
+@pytest.mark.parametrize('shuffle', [True, False])
+def test_restored_with_other_hosts_batches_and_threads(shuffle):
+  reference = rows(take(Numbers(batch_size=1, shuffle=shuffle), 60))
+  for position in range(8):
+    source = Numbers(batch_size=3, shuffle=shuffle, num_threads=position % 3)
+    take(source, position)
+    state = source.get_state()
+    source.close()
+    for hosts, batch_size in ((1, 3), (1, 4), (2, 3), (3, 1), (4, 2)):
+      parts = [
+        Numbers(
+          batch_size=batch_size,
+          shuffle=shuffle,
+          num_infeed_hosts=hosts,
+          infeed_host_index=host,
+          num_threads=host % 2,
+        )
+        for host in range(hosts)
+      ]
+      for part in parts:
+        part.set_state(state)
+      given = []
+      for _ in range(3):
+        for part in parts:
+          given += next(part).x.tolist()
+      first = 3 * position
+      assert given == reference[first : first + len(given)]
+      for part in parts:
+        part.close()
+
+
+def test_one_epoch_goes_on_where_it_stood():
+  source = Numbers(batch_size=4, shuffle=True, **ONE_EPOCH)
+  expected = [b.x.tolist() for b in source]
+  for position in range(4):
+    source.reset()
+    take(source, position)
+    other = Numbers(batch_size=4, shuffle=True, **ONE_EPOCH)
+    other.set_state(source.get_state())
+    assert [b.x.tolist() for b in other] == expected[position:]
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'size': 11}, 'num_records is 10 in the state and 11 here'),
+    ({'shuffle': True}, 'shuffle is False in the state and True here'),
+    ({'input_random_seed': 1}, 'seed is 0 in the state and 1 here'),
+    ({'data': 'b'}, "data is 'a' in the state and 'b' here"),
+    ({'repeat': False}, 'repeat is True in the state and False here'),
+  ],
+)
+def test_a_state_of_another_order_is_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    Numbers(batch_size=2, **fields).set_state(Numbers(batch_size=2).get_state())
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'num_threads': -1}, 'num_threads is -1'),
+    ({'num_workers': 1.5}, r'num_workers is 1\.5'),
+    ({'repeat': True, **ONE_EPOCH}, 'would never end'),
+  ],
+)
+def test_a_wrong_field_is_named(fields, message):
+  with pytest.raises(ValueError, match=message):
+    Numbers(batch_size=2, **fields)
+
+
+def test_a_pickled_input_is_small_and_goes_on_where_it_stood():
+  source = Numbers(batch_size=5, size=50_000, is_training=True, num_threads=1)
+  expected = take(source, 4)[3]
+  source.set_position({'records': 0})
+  take(source, 3)
+  source.peek_padded()
+  data = cloudpickle.dumps(source)
+  assert len(data) < 5_000
+  # The peeked batch belongs to the one who peeked.
+  assert next(source).x.tolist() == expected
+  assert pickle.loads(data)._given == 20
+  source.close()
+
+
+def test_threads_share_a_fresh_seed(monkeypatch):
+  draws = itertools.count()
+
+  def draw(self):
+    number = next(draws)
+    time.sleep(0.1)  # So that all threads would draw one.
+    return number
+
+  monkeypatch.setattr(Numbers, '_agree_on_seed', draw)
+  monkeypatch.setattr(indexed, '_MAX_HELD', 0)  # No lock around the order.
+  source = Numbers(
+    batch_size=5,
+    size=100,
+    is_training=True,
+    input_checkpointing_enabled=False,
+    num_threads=4,
+  )
+  assert sorted(rows(take(source, 20))) == list(range(100))
+  assert next(draws) == 1
+  source.close()
+
+
+# Errors.
+
+
+@pytest.mark.parametrize('threads', [0, 2])
+def test_an_error_names_the_record_and_loses_nothing(threads):
+  source = Numbers(batch_size=4, fail='error', num_threads=threads, name='mine')
+  take(source, 1)
+  for _ in range(2):  # Who tries again gets the same error, not the next batch.
+    with pytest.raises(ValueError, match='broken') as caught:
+      next(source)
+    assert 'While mine read file f1, row 2.' in caught.value.__notes__
+    assert source.position() == {'records': 4}
+  source.fail = ''
+  assert take(source, 2) == [[4, 5, 6, 7], [8, 9, 0, 1]]
+  source.close()
+
+
+@pytest.mark.parametrize('threads', [0, 2])
+def test_an_end_inside_a_record_is_no_end_of_the_data(threads):
+  source = Numbers(batch_size=4, fail='stop', num_threads=threads)
+  with pytest.raises(RuntimeError, match='could not be read: StopIteration'):
+    list(source)
+  source.close()
+
+
+def test_an_error_of_no_single_record_names_the_first():
+  class Together(Numbers):
+    def read(self, records, epochs):
+      if len(records) > 1:
+        raise ValueError('shapes differ')
+      return super().read(records, epochs)
+
+  with pytest.raises(ValueError) as caught:
+    next(Together(batch_size=6))
+  assert caught.value.__notes__[0] == (
+    'While Together read file f0, row 0, file f0, row 1, file f0, row 2 and 3'
+    ' more, which can be read one by one.'
+  )
+
+
+def test_where():
+  source = Numbers(batch_size=3, num_infeed_hosts=2, infeed_host_index=1)
+  assert (
+    source.where() == 'a batch from record 3 of epoch 0 on (file f0, row 3)'
+  )
+  take(source, 2)
+  assert (
+    source.where() == 'a batch from record 5 of epoch 1 on (file f1, row 0)'
+  )
+  source = Numbers(batch_size=5, **ONE_EPOCH)
+  take(source, 2)
+  assert source.where() == 'the rows that fill up the end of the epoch'
+
+
+# Workers: each takes seconds to start.
+
+
+def test_workers_give_the_same_batches_and_end_with_the_input():
+  fields = {'batch_size': 4, 'size': 22, 'shuffle': True, **ONE_EPOCH}
+  expected = [batch.x.tolist() for batch in Numbers(**fields)]
+  source = Numbers(**fields, num_workers=2, num_threads=1)
+  # From two positions on, one of them with more workers than batches.
+  for position in (1, 5):
+    source.reset()
+    source.set_position({'records': 4 * position})
+    batches = list(source)
+    assert [batch.x.tolist() for batch in batches] == expected[position:]
+    # Not in the memory that is shared with the worker.
+    assert {type(array) for array in batches[0].values()} == {np.ndarray}
+  source.reset()
+  next(source)
+  assert len(multiprocessing.active_children()) == 2
+  state = source.get_state()
+  source.close()
+  source.close()
+  assert not multiprocessing.active_children()
+  other = Numbers(**fields)
+  other.set_state(state)
+  assert [batch.x.tolist() for batch in other] == expected[1:]
+
+
+def test_an_error_in_a_worker_comes_up_and_loses_nothing():
+  source = Numbers(batch_size=4, num_workers=1)
+  for fail, kind, message in (
+    ('error', ValueError, 'broken'),
+    # It cannot be sent to the parent, which would wait for ever.
+    ('odd', RuntimeError, 'OddError: broken'),
+  ):
+    source.fail = fail
+    take(source, 1 - source.position()['records'] // 4)
+    with pytest.raises(kind, match=message) as caught:
+      next(source)
+    notes = caught.value.__notes__
+    assert 'While Numbers read file f1, row 2.' in notes
+    assert 'from record 4 of epoch 0 on (file f0, row 4)' in notes[-1]
+    assert not multiprocessing.active_children()
+  source.fail = ''
+  assert take(source, 1) == [[4, 5, 6, 7]]
+  source.close()
+
+
+def test_closing_does_not_wait_for_ever_for_a_worker(monkeypatch):
+  monkeypatch.setattr(indexed, '_MAX_CLOSE_SECS', 1)
+  source = Numbers(batch_size=4, fail='stall', num_workers=1)
+  take(source, 1)
+  (worker,) = multiprocessing.active_children()
+  source.close()
+  assert worker.is_alive()
+  worker.kill()
+  worker.join()
+
+
+def test_a_killed_worker_is_an_error_and_no_hang():
+  source = Numbers(batch_size=4, num_workers=2)
+  take(source, 1)
+  for process in multiprocessing.active_children():
+    os.kill(process.pid, signal.SIGKILL)
+  with pytest.raises(RuntimeError, match='exit code -9') as caught:
+    take(source, 20)
+  assert any('memory' in note for note in caught.value.__notes__)
+  source.close()
+  assert not multiprocessing.active_children()
+
+
+def start(*arguments):
+  """Starts the program as the leader of a group, as a shell does."""
+  return subprocess.Popen(
+    [sys.executable, PROGRAM, *arguments],
+    env={**os.environ, 'PYTHONPATH': str(PROGRAM.parents[2])},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    start_new_session=True,
+  )
+
+
+def workers_of(process):
+  word, *pids = process.stdout.readline().split()
+  assert word == 'workers'
+  assert len(pids) == 2
+  return [int(pid) for pid in pids]
+
+
+def is_running(pid):
+  try:
+    return ') Z' not in pathlib.Path(f'/proc/{pid}/stat').read_text()
+  except FileNotFoundError:
+    return False
+
+
+def wait_until_gone(pids):
+  deadline = time.monotonic() + 60
+  while any(map(is_running, pids)):
+    assert time.monotonic() < deadline, 'workers outlive their parent'
+    time.sleep(0.05)
+
+
+def test_workers_do_not_outlive_a_killed_parent():
+  with start('run') as process:
+    assert process.stdout.readline() == 'starting\n'
+    pids = workers_of(process)
+    assert all(map(is_running, pids))
+    process.kill()
+    wait_until_gone(pids)
+
+
+def test_workers_serve_a_parent_that_finishes_after_signals_to_all():
+  with start('finish') as process:
+    assert process.stdout.readline() == 'starting\n'
+    deadline = time.monotonic() + 60
+    while len(children_of(process.pid)) < 2:
+      assert time.monotonic() < deadline
+      time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # They import, and know nothing yet.
+    pids = workers_of(process)
+    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert out == 'finished\n'
+    wait_until_gone(pids)
+
+
+def children_of(pid):
+  """Returns the workers that were started, though they still import."""
+  found = []
+  for path in pathlib.Path('/proc').glob('[0-9]*/stat'):
+    try:
+      parent = path.read_text().rpartition(')')[2].split()[1]
+      command = (path.parent / 'cmdline').read_text()
+    except OSError:
+      continue
+    if int(parent) == pid and 'spawn_main' in command:
+      found.append(int(path.parent.name))
+  return found
