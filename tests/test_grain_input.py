@@ -370,7 +370,7 @@ def test_files_are_read_in_their_order(files):
 
 def test_records_of_files_are_told_by_file_and_place(files):
   source = grain.GrainInput(files=files / '*', batch_size=1)
-  assert [source.describe_record(i) for i in (0, 4, 5, 11, 12)] == [
+  assert [source.describe_record(i, 0) for i in (0, 4, 5, 11, 12)] == [
     f'{files}/a.array_record, record 0',
     f'{files}/a.array_record, record 4',
     f'{files}/c.array_record, record 0',

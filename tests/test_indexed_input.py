@@ -50,7 +50,7 @@ class Numbers(indexed.IndexedInput):
       ]('broken')
     return base.Batch(x=records, epoch=epochs, pid=np.full(len(records), 0))
 
-  def describe_record(self, record):
+  def describe_record(self, record, epoch):
     return f'file f{record // 5}, row {record % 5}'
 
   def data_identity(self):

@@ -6,6 +6,7 @@ An input joins by an entry in `SOURCES`.
 import collections
 from collections.abc import Callable
 import dataclasses
+import importlib.util
 from typing import Any
 
 import grain as grain_library
@@ -17,6 +18,10 @@ import pytest
 from jaxline.inputs import base
 from jaxline.inputs import grain
 from jaxline.inputs import indexed
+from jaxline.inputs import multi
+from jaxline.inputs import synthetic
+from jaxline.inputs import text
+from jaxline.inputs import tfdata
 
 # The same examples each time: a failure is found again, and the time bounded.
 SETTINGS = hypothesis.settings(
@@ -26,6 +31,8 @@ SETTINGS = hypothesis.settings(
   max_examples=60,
   suppress_health_check=list(hypothesis.HealthCheck),
 )
+# TensorFlow builds a graph for each epoch of each input.
+SLOW = (pytest.mark.slow, pytest.mark.timeout(1800))
 ONE_EPOCH = {'reset_for_eval': True, 'eval_loop_num_batches': None}
 
 
@@ -42,6 +49,7 @@ class Source:
       order.
     one_epoch_hosts: whether several hosts may evaluate on one epoch.
     saves_position: whether it can be resumed.
+    has_epochs: whether an epoch is the dataset, each record once.
   """
 
   make: Callable[..., base.BaseInput]
@@ -49,6 +57,7 @@ class Source:
   shard: Callable[[int, int, int], Any] | None = None
   one_epoch_hosts: bool = True
   saves_position: bool = True
+  has_epochs: bool = True
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -109,6 +118,62 @@ def make_generator(size, **fields):
   return base.from_generator(batches, **fields)
 
 
+def make_text(size, **fields):
+  tokens = [[text.DOCUMENT_TOKEN, i] for i in range(size)]
+  documents = text.Documents(
+    names=tuple(map(str, range(size))),
+    tokens=np.array(tokens, np.uint16).ravel(),
+    starts=np.arange(0, 2 * size, 2),
+    sha256='',
+    num_files=size,
+    num_bytes=size,
+  )
+  return text.TextInput(
+    documents=documents, length=1, packing='padded', **fields
+  )
+
+
+class NumberedSynthetic(synthetic.SyntheticInput):
+  """Gives the numbers of its records too."""
+
+  def read(self, records, epochs):
+    return base.Batch(super().read(records, epochs), x=records)
+
+
+def make_synthetic(size, **fields):
+  return NumberedSynthetic(
+    kind='random', length=4, size=size, shuffle=True, **fields
+  )
+
+
+def make_mixture(size, **fields):
+  seed = fields.pop('input_random_seed')
+  hosts = {k: fields[k] for k in ('num_infeed_hosts', 'infeed_host_index')}
+  children = {
+    name: make_numbers(
+      size + i,
+      batch_size=i + 2,
+      input_random_seed=seed,
+      is_training=fields['is_training'],
+      **hosts,
+    )
+    for i, name in enumerate('abc')
+  }
+  weights = {'a': 0.5, 'b': 0.2, 'c': 0.3}
+  return multi.MixtureInput(inputs=children, weights=weights, **fields)
+
+
+def make_tensors(size, **fields):
+  import tensorflow as tf
+
+  def dataset(seed):
+    return (
+      tf.data.Dataset.range(size).shuffle(7, seed=seed).map(lambda x: {'x': x})
+    )
+
+  return tfdata.TfDataInput(dataset=dataset, **fields)
+
+
 def every_nth(size, hosts, host):
   """Returns a host's part; where not all have one, all read the same."""
   return range(size)[host::hosts] if size >= hosts else range(size)
@@ -131,7 +196,12 @@ SOURCES = {
   'generator': Source(
     make_generator, shard=every_nth, one_epoch_hosts=False, saves_position=False
   ),
+  'text': Source(make_text, lambda batch: batch.labels[:, 0]),
+  'synthetic': Source(make_synthetic),
+  'mixture': Source(make_mixture, shard=every_nth, has_epochs=False),
 }
+if importlib.util.find_spec('tensorflow'):
+  SOURCES['tf_data'] = Source(make_tensors)
 
 sizes = st.integers(1, 30)
 batch_sizes = st.integers(1, 6)
@@ -142,12 +212,14 @@ steps = st.integers(0, 12)
 
 def those(**conditions):
   """Marks a test with the sources of which this is true."""
-  names = [
-    name
-    for name, source in SOURCES.items()
-    if all(getattr(source, key) == value for key, value in conditions.items())
-  ]
-  return pytest.mark.parametrize('name', names)
+  return pytest.mark.parametrize(
+    'name',
+    [
+      pytest.param(name, marks=SLOW if name == 'tf_data' else ())
+      for name, source in SOURCES.items()
+      if all(getattr(source, key) == value for key, value in conditions.items())
+    ],
+  )
 
 
 def make_hosts(name, size, hosts, **fields):
@@ -177,7 +249,7 @@ def close(inputs):
     part.close()
 
 
-@those()
+@those(has_epochs=True)
 @SETTINGS
 @hypothesis.given(sizes, batch_sizes, host_counts, seeds, st.booleans())
 def test_one_epoch_is_the_dataset_once(
@@ -201,6 +273,7 @@ def test_one_epoch_is_the_dataset_once(
       records = np.asarray(SOURCES[name].records(batch))
       assert records.shape == (batch_size,)
       weights = batch.get('weights', np.ones(batch_size, np.float32))
+      weights = weights.reshape(batch_size, -1).mean(1)  # Of rows.
       seen += records[weights > 0].tolist()
       weight += float(weights.sum())
     assert sorted(seen) == list(range(size))
@@ -208,7 +281,7 @@ def test_one_epoch_is_the_dataset_once(
   close(inputs)
 
 
-@those()
+@those(has_epochs=True)
 @SETTINGS
 @hypothesis.given(sizes, batch_sizes, host_counts, st.integers(1, 3), seeds)
 def test_training_sees_each_record_once_an_epoch(
@@ -267,7 +340,7 @@ def test_resumed_is_uninterrupted(
   close(straight + first + second)
 
 
-@those(saves_position=True, one_epoch_hosts=True)
+@those(saves_position=True, one_epoch_hosts=True, has_epochs=True)
 @SETTINGS
 @hypothesis.given(sizes, batch_sizes, host_counts, seeds, steps)
 def test_one_epoch_resumed_is_uninterrupted(

@@ -35,7 +35,7 @@ class Numbers(indexed.IndexedInput):
     ids = (records[:, None] + np.arange(3)).astype(np.int32)
     return base.Batch(ids=ids, weights=np.ones(ids.shape, np.float32))
 
-  def describe_record(self, record):
+  def describe_record(self, record, epoch):
     return f'line {record}'
 
   def ids_to_strings(self, ids, lengths, key=None):

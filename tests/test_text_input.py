@@ -784,17 +784,17 @@ def test_argument_errors(tmp_path):
 def test_where():
   docs = documents(b'abcdefghij', b'klmn')
   data = one_epoch(docs, batch_size=1, length=4)
-  assert [data.describe_record(r) for r in range(4)] == [
+  assert [data.describe_record(r, 0) for r in range(4)] == [
     '0.txt, from byte 0 on',
     '0.txt, from byte 3 on',
     '0.txt, from byte 7 on',
     '1.txt, from byte 0 on',
   ]
   data = one_epoch(docs, batch_size=1, length=4, packing='padded')
-  assert data.describe_record(2) == '0.txt, from byte 7 on'
-  assert data.describe_record(3) == '1.txt, from byte 0 on'
+  assert data.describe_record(2, 0) == '0.txt, from byte 7 on'
+  assert data.describe_record(3, 0) == '1.txt, from byte 0 on'
   data = one_epoch(docs, batch_size=1, length=4, max_batches=2)
-  assert data.describe_record(1) == '0.txt, from byte 7 on'
+  assert data.describe_record(1, 0) == '0.txt, from byte 7 on'
   # In training, a window is where its epoch cuts it.
   data = counting_input(batch_size=1, shuffle=False)
   for position in range(45):

@@ -306,10 +306,10 @@ class GrainInput(indexed.IndexedInput):
       )
     )
 
-  def describe_record(self, record: int) -> str:
+  def describe_record(self, record: int, epoch: int) -> str:
     """Returns the file and the place in it, where there are files."""
     if not self._paths:
-      return f'record {record}'
+      return super().describe_record(record, epoch)
     file = bisect.bisect_right(self._ends, record)
     first = self._ends[file - 1] if file else 0
     return f'{self._paths[file]}, record {record - first}'

@@ -104,8 +104,9 @@ class IndexedInput(base.BaseInput, abc.ABC):
       epochs: of each, which epoch it is read in, int64 [b].
     """
 
-  def describe_record(self, record: int) -> str:
+  def describe_record(self, record: int, epoch: int) -> str:
     """Returns where a record comes from, for messages: its file and place."""
+    del epoch
     return f'record {record}'
 
   def data_identity(self) -> dict[str, Any]:
@@ -277,8 +278,11 @@ class IndexedInput(base.BaseInput, abc.ABC):
       try:
         self.read(records[i : i + 1], epochs[i : i + 1])
       except Exception:
-        return self.describe_record(int(records[i]))
-    some = [self.describe_record(r) for r in records[:_MAX_DESCRIBED].tolist()]
+        return self.describe_record(int(records[i]), int(epochs[i]))
+    some = [
+      self.describe_record(int(records[i]), int(epochs[i]))
+      for i in range(min(len(records), _MAX_DESCRIBED))
+    ]
     if more := len(records) - len(some):
       some[-1] += f' and {more} more'
     return ', '.join(some) + ', which can be read one by one'
@@ -315,9 +319,10 @@ class IndexedInput(base.BaseInput, abc.ABC):
     if not self.repeat and position >= num_records:
       return 'the rows that fill up the end of the epoch'
     record = int(self.order(np.array([position]))[0])
+    epoch, within = divmod(position, num_records)
     return (
-      f'a batch from record {position % num_records} of epoch'
-      f' {position // num_records} on ({self.describe_record(record)})'
+      f'a batch from record {within} of epoch {epoch} on'
+      f' ({self.describe_record(record, epoch)})'
     )
 
   def close(self) -> None:

@@ -586,8 +586,8 @@ def _overlap(hosts: Sequence[_Host]) -> Overlap:
     repeated = [r for c in records for r, number in c.items() if number > 1]
     found['shared_records'] = len(shared)
     found['repeated_records'] = len(repeated)
-    for _, record in [*shared, *repeated][:1]:
-      found['example'] = hosts[0].source.describe_record(record)
+    for epoch, record in [*shared, *repeated][:1]:
+      found['example'] = hosts[0].source.describe_record(record, epoch)
   counts = [collections.Counter(host.hashes) for host in hosts]
   same = collections.defaultdict(list)
   for number, (host, count) in enumerate(zip(hosts, counts, strict=True)):

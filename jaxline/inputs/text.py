@@ -425,7 +425,7 @@ class TextInput(indexed.IndexedInput):
         paddings_BL[row, size:] = 1
     return batch
 
-  def describe_record(self, record: int, epoch: int = 0) -> str:
+  def describe_record(self, record: int, epoch: int) -> str:
     """Returns which document a row begins in, and how far in its text."""
     row = record * self._num_rows // self._num_records
     starts = self._documents.starts
