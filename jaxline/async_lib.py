@@ -164,11 +164,6 @@ def py_prefetch(
   Raises:
     ValueError: if `buffer_size` is not over 1.
   """
-  if buffer_size <= 1:
-    raise ValueError(
-      f'py_prefetch got buffer_size={buffer_size}, expected at least 2: one '
-      'element in use and one read ahead.'
-    )
   name = function_name(iterable_function)
   return read_ahead(
     iterable_function, buffer_size, thread_name or f'py_prefetch({name})'
@@ -193,9 +188,28 @@ def read_ahead(
       each time anew; None waits in silence.
     on_stall: called on the waiting thread with the seconds waited so far.
 
-  Yields:
-    The iterable's elements.
+  Returns:
+    A generator of the iterable's elements.
+
+  Raises:
+    ValueError: if `buffer_size` is not over 1.
   """
+  if buffer_size <= 1:
+    raise ValueError(
+      f'Got buffer_size={buffer_size} to read ahead, expected at least 2: one '
+      'element in use and one read ahead.'
+    )
+  return _read_ahead(iterable_function, buffer_size, name, stall_secs, on_stall)
+
+
+def _read_ahead(
+  iterable_function: Callable[[], Iterable[T]],
+  buffer_size: int,
+  name: str,
+  stall_secs: float | None,
+  on_stall: Callable[[float], None] | None,
+) -> Generator[T, None, None]:
+  """The generator of `read_ahead`."""
   buffer: queue.Queue[Any] = queue.Queue(buffer_size - 1)
   closed = threading.Event()
   errors: list[BaseException] = []

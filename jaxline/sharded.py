@@ -273,7 +273,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     )
     self._init_rng = init_rng
     self._state: TrainState | None = None
-    # Batches on the devices, and where the input stood behind the last one.
+    # The training data: opened, read ahead, and where it stood behind the last
+    # batch that was taken.
+    self._source: Iterator[Batch] | None = None
     self._infeed: infeed.Infeed | None = None
     self._infeed_options: dict[str, Any] = {'buffer_size': _BUFFER_SIZE}
     self._position: Any = None
@@ -495,7 +497,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Trains on the next batch."""
     del global_step, writer  # The state has its own count, on the devices.
     if self._infeed is None:
-      self._infeed = self._open_input(self._position)
+      if self._source is None:
+        self._source = self._open_input(self._position)
+      self._infeed = self._read_ahead(self._source)
     try:
       batch = next(self._infeed)
     except StopIteration:
@@ -510,24 +514,23 @@ class ShardedExperiment(experiment.AbstractExperiment):
     scalars[INPUT_WAIT_FRACTION] = self._infeed.wait_fraction
     return scalars
 
-  def _open_input(self, position: Any) -> infeed.Infeed:
-    """Starts to read `train_input` ahead, from a position if there is one."""
+  def _open_input(self, position: Any) -> Iterator[Batch]:
+    """Returns `train_input`, at a position if there is one."""
     source = iter(self.train_input())
-    order = None
     if isinstance(source, inputs.BaseInput):
-      order = source.custom_device_order
       _check_hosts(source, 'train_input')
       if not source.is_training:
         raise ValueError(
           f'train_input returned {source.name} with is_training=False; set it'
           ' to True.'
         )
+      source.settle_seed()  # Here, where all hosts come by alike.
     if position is None:
-      if isinstance(source, inputs.BaseInput) and not source.saves_position:
+      if not infeed.saves_position(source):
         logging.warning(
-          'The position of %s cannot be saved: a run that is resumed reads its'
-          ' data from the beginning.',
-          source.name,
+          'The position of %s is not saved: a run that is resumed begins its'
+          ' data anew.',
+          infeed.name_of(source),
         )
     elif not infeed.saves_position(source):
       raise ValueError(
@@ -538,6 +541,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
       )
     else:
       source.set_state(position)  # type: ignore[attr-defined]
+    return source
+
+  def _read_ahead(self, source: Iterator[Batch]) -> infeed.Infeed:
+    """Starts to put the batches of a source on the devices."""
+    order = getattr(source, 'custom_device_order', None)
 
     def place(batch: Batch) -> Batch:
       return self.partitioner.put_batch(_with_weights(batch), order)
@@ -547,7 +555,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def _close_input(self) -> None:
     if self._infeed is not None:
       self._infeed.close()
-      self._infeed = None
+    elif self._source is not None:
+      infeed.close(self._source)
+    self._infeed = self._source = None
 
   def evaluate(
     self, *, global_step: Any, rng: Any, writer: writers.Writer | None
@@ -575,9 +585,19 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def _eval_batches(self) -> Iterator[Batch]:
     """Yields global batches of one shape; hosts with no more give padding."""
+    source, batches = self._open_eval_input()
+    try:
+      yield from self._global_batches(
+        batches, getattr(source, 'custom_device_order', None)
+      )
+    finally:
+      infeed.close(source)
+
+  def _global_batches(
+    self, batches: Iterator[Batch], order: Sequence[int] | None
+  ) -> Iterator[Batch]:
     rows = 0
     empty: Batch = {}
-    batches, order = self._open_eval_input()
     while True:
       batch = next(batches, None)
       sizes = self.partitioner.all_hosts(_rows(batch) if batch else 0)
@@ -600,11 +620,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
         _pad(batch or empty, rows, self.partitioner.batch_shards), order
       )
 
-  def _open_eval_input(self) -> tuple[Iterator[Batch], Sequence[int] | None]:
-    """Returns the batches of this evaluation, and their device order."""
+  def _open_eval_input(self) -> tuple[Any, Iterator[Batch]]:
+    """Returns the input, and its batches of this evaluation."""
     source: Any = self._eval_source or self.eval_input()
     if not isinstance(source, inputs.BaseInput):
-      return iter(source), None
+      return source, iter(source)
     _check_hosts(source, 'eval_input')
     if source.is_training:
       raise ValueError(
@@ -620,7 +640,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
         source.reset()
         source.skip(self.num_evaluated * source.eval_loop_num_batches)
       self._num_fed = self.num_evaluated + 1
-    return source.eval_batches(), source.custom_device_order
+    return source, source.eval_batches()
 
   def snapshot_state(self) -> dict[str, Any]:
     """Returns the state and the position of the data."""
@@ -676,14 +696,14 @@ class ShardedExperiment(experiment.AbstractExperiment):
       )
     position = snapshot_state.get('input')
     if self.mode == 'train':
-      if position is None:
+      if position is None and saved.step > 0:
         logging.warning(
-          'The checkpoint holds no position of the data: the data begins anew,'
-          ' and the run sees again what it had seen before.'
+          'The checkpoint holds no position of the data, which begins anew: if'
+          ' its order does not change, the run sees the same again.'
         )
-      opened = self._open_input(position)
+      source = self._open_input(position)
       self._close_input()
-      self._infeed = opened
+      self._source = source
     # An evaluation keeps it for when this becomes the best checkpoint.
     self._position = position
     # The old arrays go first, so that memory need not hold both.

@@ -211,7 +211,11 @@ def test_an_error_names_the_source_and_the_place():
   assert [value(next(feed)) for _ in range(2)] == [0, 1]
   with pytest.raises(KeyError, match='no such word') as caught:
     next(feed)
-  assert caught.value.__notes__ == ['While books read file a.txt, record 2.']
+  assert caught.value.__notes__ == [
+    'It was books, reading file a.txt, record 2.'
+  ]
+  with pytest.raises(KeyError, match='no such word'):
+    next(feed)  # No end of the data.
   assert 'get_next' in [t.name for t in caught.traceback]
 
 
@@ -354,13 +358,14 @@ def test_a_config_sets_buffer_and_patience():
 
   with mock.patch.object(infeed, 'Infeed', Spy):
     regression.train_steps(make(), 2)
-    regression.train_steps(
-      make(), 2, infeed_buffer_size=5, infeed_stall_secs=9.0
-    )
-  assert made == [
-    {'buffer_size': 3, 'stall_secs': 60.0},
-    {'buffer_size': 5, 'stall_secs': 9.0},
-  ]
+    experiment = make()
+    changes = {'infeed_buffer_size': 5, 'infeed_stall_secs': 9.0}
+    regression.train_steps(experiment, 2, **changes)
+    resumed = make()
+    resumed.restore_from_snapshot(jax.device_get(experiment.snapshot_state()))
+    regression.train_steps(resumed, 2, **changes)
+  chosen = {'buffer_size': 5, 'stall_secs': 9.0}
+  assert made == [{'buffer_size': 3, 'stall_secs': 60.0}, chosen, chosen]
 
 
 @pytest.mark.parametrize(
@@ -406,12 +411,12 @@ def test_without_a_position_it_is_said_that_data_begins_anew(caplog):
   cls = with_fields({'input_checkpointing_enabled': False})
   first = make(cls)
   steps(first, 1)
-  assert 'The position of Examples cannot be saved' in caplog.text
+  assert 'The position of Examples is not saved' in caplog.text
   saved = jax.device_get(first.snapshot_state())
   first._close_input()
   assert 'input' not in saved
   make(cls).restore_from_snapshot(saved)
-  assert 'sees again what it had seen' in caplog.text
+  assert 'the run sees the same again' in caplog.text
 
 
 def test_an_input_that_ends_ends_training_with_an_error():
@@ -423,9 +428,7 @@ def test_an_input_that_ends_ends_training_with_an_error():
 
 def test_devices_in_an_order_of_ones_own():
   experiment = make(with_fields({'custom_device_order': (1, 0)}))
-  feed = experiment._open_input(None)
-  batch = next(feed)
-  feed.close()
+  batch = next(experiment._read_ahead(experiment._open_input(None)))
   rows = next(Examples(batch_size=ROWS, is_training=True)).x
   held = {
     s.device.id: np.asarray(s.data) for s in batch['x'].addressable_shards

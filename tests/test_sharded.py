@@ -331,9 +331,7 @@ def test_loss_fn_gets_global_arrays_and_weights():
 
 def test_batches_lie_split_over_the_devices():
   experiment = make()
-  batches = experiment._open_input(None)
-  batch = next(batches)
-  batches.close()
+  batch = next(experiment._read_ahead(experiment._open_input(None)))
   assert shard_shapes(batch['x']) == [(8, 8), (8, 8)]
   assert shard_shapes(batch['weights']) == [(8,), (8,)]
   np.testing.assert_array_equal(batch['x'], regression.examples(0, 16)['x'])

@@ -57,7 +57,8 @@ class ModelConfig:
     feed_forward: 'gelu' (one matrix in) or 'swiglu' (two, one gating).
     attention: 'einsum' is the implementation below, the fastest on CPU; 'xla'
       and 'cudnn' are those of `jax.nn.dot_product_attention`. 'cudnn' is flash
-      attention on GPU. Decoding with a cache always takes 'einsum'.
+      attention on GPU, but a mask of L x L where documents share a row.
+      Decoding with a cache always takes 'einsum'.
     scan_layers: one loop over the layers, so that compile time does not grow
       with depth. Unrolled, XLA fuses across layers: faster where there are few.
     remat: what the backward pass computes again rather than keeps: 'none',

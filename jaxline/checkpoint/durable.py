@@ -349,8 +349,9 @@ class DurableCheckpointer:
     if jax.process_index() == 0:
       steps = [*_noted(self._evaluated_path), step]
       self._evaluated_path.parent.mkdir(parents=True, exist_ok=True)
-      # Old ones are of no interest: they are evaluated in ascending order.
-      files.write_json(self._evaluated_path, {'steps': steps[-10000:]})
+      # They are evaluated in ascending order. (And counted: an evaluation that
+      # goes on through its data finds its place by how many there were.)
+      files.write_json(self._evaluated_path, {'steps': steps[-100_000:]})
 
   # Saving.
 

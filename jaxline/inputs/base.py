@@ -40,6 +40,7 @@ import os
 import pathlib
 import re
 import secrets
+import threading
 from typing import Any, ClassVar, Self
 
 from absl import logging
@@ -52,6 +53,7 @@ WEIGHTS = 'weights'
 PADDINGS = 'paddings'
 
 _STATE_FORMAT = 1
+_seed_lock = threading.Lock()
 _NAME = re.compile(r'[a-zA-Z0-9.:_+-]+')
 
 
@@ -99,6 +101,24 @@ class Batch(dict[str, Any]):
   def copy(self) -> Batch:
     """Returns a shallow copy, a `Batch` again."""
     return Batch(self)
+
+  def update(self, *args: Any, **kwargs: Any) -> None:
+    """Sets entries, as dicts do it."""
+    for key, value in dict(*args, **kwargs).items():
+      self[key] = value
+
+  def setdefault(self, key: str, default: Any = None) -> Any:
+    """Returns an entry, after it was set where it was missing."""
+    if key not in self:
+      self[key] = default
+    return self[key]
+
+  def __or__(self, other: Any) -> Any:
+    return Batch({**self, **other})
+
+  def __ior__(self, other: Any) -> Any:
+    self.update(other)
+    return self
 
 
 def _flatten_batch(batch: Batch) -> tuple[list[Any], tuple[str, ...]]:
@@ -247,12 +267,18 @@ class BaseInput:
 
   def _resolve_hosts(self) -> None:
     index, count = self.infeed_host_index, self.num_infeed_hosts
-    if index is None and count is None:
-      index, count = this_host()
-    elif index is None:
-      index = this_host()[0] if count == this_host()[1] else 0
-    elif count is None:
+    if count is None:
       count = this_host()[1]
+    if index is None:
+      if count in (0, 1):
+        index = 0
+      elif count == this_host()[1] or this_host()[1] == 1:
+        index = this_host()[0]
+      else:
+        raise ValueError(
+          f'{self.name} has num_infeed_hosts={count} and no infeed_host_index,'
+          f' but there are {this_host()[1]} processes. Give both, or neither.'
+        )
     self.infeed_host_index, self.num_infeed_hosts = index, count or 1
     _check_host(self.infeed_host_index, self.num_infeed_hosts)
 
@@ -268,6 +294,9 @@ class BaseInput:
         " any of '.:_+-'."
       )
     self._check_batch_size()
+    for key in ('batch_size', 'infeed_host_index', 'num_infeed_hosts'):
+      if _is_integer(getattr(self, key)):  # Of NumPy, perhaps.
+        setattr(self, key, int(getattr(self, key)))
     padding = self.batch_padding_size
     if not _is_integer(padding) or padding < 0:
       refuse('batch_padding_size', 'an integer of at least 0')
@@ -411,6 +440,15 @@ class BaseInput:
     """Returns, for messages, what is being read: file and record if known."""
     return f'batch {self._num_read}'
 
+  def settle_seed(self) -> None:
+    """Draws a seed if one is to be drawn; all hosts do so together.
+
+    Training calls it before anything is read on other threads. An input made
+    of others passes it on to them.
+    """
+    if self.is_training and not self.saves_position:
+      self.seed()
+
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
   ) -> list[str]:
@@ -449,9 +487,10 @@ class BaseInput:
       return int(self.input_random_seed)
     if self.saves_position or not self.is_training:
       return 0
-    if self._fresh_seed is None:
-      self._fresh_seed = self._agree_on_seed()
-    return self._fresh_seed
+    with _seed_lock:
+      if self._fresh_seed is None:
+        self._fresh_seed = self._agree_on_seed()
+      return self._fresh_seed
 
   def _agree_on_seed(self) -> int:
     """Draws a seed, the same on all hosts: they share one order."""
@@ -468,6 +507,13 @@ class BaseInput:
     from jax.experimental import multihost_utils
 
     return int(multihost_utils.broadcast_one_to_all(np.int32(seed)))
+
+  def describe(self) -> str:
+    """Returns the name and, if it can say it, what is being read."""
+    try:
+      return f'{self.name}, reading {self.where()}'
+    except Exception as e:  # What it was asked for is more important.
+      return f'{self.name}, which cannot say where it stands ({e!r})'
 
   def get_next_padded(self) -> Batch:
     """Returns the next batch, the peeked one if there is one, filled up.
@@ -496,7 +542,7 @@ class BaseInput:
       if is_out_of_range(e):
         self._ended = True
         raise StopIteration from e
-      e.add_note(f'While {self.name} read {self.where()}.')
+      e.add_note(f'It was {self.describe()}.')
       raise
     self._num_read += 1
     return batch
@@ -603,7 +649,7 @@ class BaseInput:
       'identity': self.identity(),
       'position': self.position(),
     }
-    return json.dumps(state, sort_keys=True).encode()
+    return json.dumps(state, sort_keys=True, default=_plain).encode()
 
   def set_state(self, state: bytes) -> None:
     """Goes on where `get_state` was called, in this or another process.
@@ -630,7 +676,7 @@ class BaseInput:
         f'The state of {self.name} has format {version!r}; this version reads'
         f' {_STATE_FORMAT}. Use the version of jaxline that saved it.'
       )
-    here = json.loads(json.dumps(self.identity()))
+    here = json.loads(json.dumps(self.identity(), default=_plain))
     there = {'input': kind, **identity}
     here = {'input': type(self).__name__, **here}
     differences = [
@@ -644,10 +690,10 @@ class BaseInput:
         ' Use the data and the settings of the run that saved it, or start'
         ' anew.'
       )
+    self.set_position(position)  # First: it may refuse.
     self._peeked = None
     self._ended = ended
     self._num_read = read
-    self.set_position(position)
 
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes the state to a file; an existing one is replaced whole."""
@@ -720,11 +766,18 @@ class GeneratorInput(BaseInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    self._takes_host = _takes_two(self.function)
-    if self.num_infeed_hosts != 1 and not self._takes_host:
+    self._arguments = choose_arguments(
+      self.function,
+      f'{self.name}.function',
+      {
+        'host_index': self.infeed_host_index,
+        'num_hosts': self.num_infeed_hosts,
+      },
+    )
+    if self.num_infeed_hosts != 1 and 'host_index' not in self._arguments:
       raise ValueError(
-        f'{self.name} has {self.num_infeed_hosts} hosts, and its function takes'
-        ' no arguments: all hosts would read the same. Let it take'
+        f'{self.name} has {self.num_infeed_hosts} hosts, and its function does'
+        ' not take host_index: all hosts would read the same. Let it take'
         ' (host_index, num_hosts) and give host_index its own part.'
       )
     self._iterator: Iterator[Mapping[str, Any]] | None = None
@@ -732,13 +785,8 @@ class GeneratorInput(BaseInput):
   def get_next(self) -> Batch:
     """Returns the generator's next batch."""
     if self._iterator is None:
-      arguments = (
-        (self.infeed_host_index, self.num_infeed_hosts)
-        if self._takes_host
-        else ()
-      )
-      self._iterator = iter(self.function(*arguments))
-    return Batch(next(self._iterator))
+      self._iterator = iter(self.function(**self._arguments))
+    return next(self._iterator)  # type: ignore[return-value]
 
   def reset(self) -> None:
     """Calls the function anew."""
@@ -772,9 +820,9 @@ def from_generator(
   seed, that is no loss.
 
   Args:
-    function: called as `function()`, or as `function(host_index, num_hosts)` if
-      it takes two arguments, which it must with several hosts. Returns an
-      iterator of dicts of arrays [batch_size, ...].
+    function: returns an iterator of dicts of arrays [batch_size, ...]. It may
+      take `host_index` and `num_hosts`, by these names, and must take the first
+      where there are several hosts.
     batch_size: rows of each.
     **fields: of `BaseInput`.
 
@@ -784,12 +832,29 @@ def from_generator(
   return GeneratorInput(function=function, batch_size=batch_size, **fields)
 
 
-def _takes_two(function: Callable[..., Any]) -> bool:
-  try:
-    inspect.signature(function).bind(0, 1)
-  except TypeError:
-    return False
-  return True
+def choose_arguments(
+  function: Callable[..., Any], what: str, values: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns those of some arguments that a function takes, by their names.
+
+  Raises:
+    TypeError: it needs others.
+  """
+  parameters = inspect.signature(function).parameters.values()
+  unknown = [
+    p.name
+    for p in parameters
+    if p.name not in values
+    and p.default is p.empty
+    and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+  ]
+  if unknown:
+    raise TypeError(
+      f'The function {what} has the arguments {unknown}; it is called with'
+      f' those of {list(values)} that it has.'
+    )
+  names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+  return {name: value for name, value in values.items() if name in names}
 
 
 def is_out_of_range(e: Exception) -> bool:
@@ -798,6 +863,16 @@ def is_out_of_range(e: Exception) -> bool:
     cls.__name__ == 'OutOfRangeError'
     and cls.__module__.startswith('tensorflow.')
     for cls in type(e).__mro__
+  )
+
+
+def _plain(x: Any) -> Any:
+  """Returns what JSON has for a number of NumPy's."""
+  if isinstance(x, np.generic):
+    return x.item()
+  raise TypeError(
+    f'A position or an identity has {_shorten(x)}, a {type(x).__name__};'
+    ' expected plain values, as JSON has them.'
   )
 
 

@@ -24,7 +24,6 @@ from concurrent import futures
 import dataclasses
 import glob
 import hashlib
-import inspect
 import itertools
 import json
 import os
@@ -36,9 +35,6 @@ import numpy as np
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 
-# What a function that makes a dataset may ask for, by the names of its
-# arguments.
-_ARGUMENTS = ('host_index', 'num_hosts', 'seed', 'epoch')
 # Grain's nodes that leave records out. (Grain gives them no public names.)
 _SPARSE_NODES = ('FilterMapDataset', 'FlatMapMapDataset')
 _BATCH_NODES = ('BatchMapDataset', 'BatchIterDataset')
@@ -127,26 +123,16 @@ class GrainInput(indexed.IndexedInput):
 
   def _choose_arguments(self) -> dict[str, Any]:
     """Returns what the function that makes the dataset takes."""
-    parameters = inspect.signature(self.dataset).parameters.values()
-    unknown = [
-      p.name
-      for p in parameters
-      if p.name not in _ARGUMENTS
-      and p.default is p.empty
-      and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    ]
-    if unknown:
-      raise TypeError(
-        f'The function {self.name}.dataset has the arguments {unknown}; it is'
-        f' called with those of {list(_ARGUMENTS)} that it has.'
-      )
-    values = {
-      'host_index': self.infeed_host_index,
-      'num_hosts': self.num_infeed_hosts,
-      'seed': self.seed(),
-    }
-    names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
-    return {k: values.get(k) for k in _ARGUMENTS if k in names}
+    return base.choose_arguments(
+      self.dataset,
+      f'{self.name}.dataset',
+      {
+        'host_index': self.infeed_host_index,
+        'num_hosts': self.num_infeed_hosts,
+        'seed': self.seed(),
+        'epoch': 0,  # Of the first.
+      },
+    )
 
   def _make(self, epoch: int) -> Any:
     assert self._arguments is not None
@@ -222,7 +208,13 @@ class GrainInput(indexed.IndexedInput):
         )
 
   def _refuse_batches(self) -> None:
-    if type(self._records).__name__ in _BATCH_NODES:
+    # Behind a stream's batches there may be what takes them apart again.
+    nodes = (
+      [type(self._records).__name__]
+      if self._is_stream
+      else _node_names(self._records)
+    )
+    if any(node in _BATCH_NODES for node in nodes):
       raise ValueError(
         f'{self.name}.dataset is batched; leave out its .batch(): the input'
         ' makes the batches, of batch_size and with `collate`.'
@@ -368,7 +360,7 @@ class GrainInput(indexed.IndexedInput):
       return records, _position(epoch, record, None)
     state = self._iterator.get_state()
     text = json.dumps(state, default=repr)
-    if self._at['grain'] is None and json.loads(text) != state:
+    if self._at['grain'] is None and json.loads(text) != _without_tuples(state):
       raise TypeError(
         f'The position of {self.name} cannot be saved: the state of its'
         f' iterator is {state!r}; expected plain values, as JSON has them. Let'
@@ -525,3 +517,12 @@ def _hash_files(paths: list[str], ends: list[int]) -> str:
     for path, end in zip(paths, ends, strict=True)
   ]
   return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _without_tuples(state: Any) -> Any:
+  """Returns a state with lists for tuples, as JSON has them."""
+  if isinstance(state, dict):
+    return {key: _without_tuples(value) for key, value in state.items()}
+  if isinstance(state, list | tuple):
+    return [_without_tuples(value) for value in state]
+  return state

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+import copy
 import dataclasses
 import functools
 import multiprocessing
@@ -217,15 +218,17 @@ class IndexedInput(base.BaseInput, abc.ABC):
     """Starts to read where this input stands; Grain has the workers."""
     # Threads and workers must not draw a seed each.
     self.seed()
-    size = self.get_global_batch_size()
     if self.repeat:
-      num_batches = sys.maxsize // size
+      num_batches = sys.maxsize // self.get_global_batch_size()
     else:
-      num_batches = max(
-        0, -(-(self._checked_num_records() - self._given) // size)
-      )
+      num_batches = self._num_batches_left()
+    reader = self
+    if self.num_workers:
+      # They get the fields, and none of what is kept here.
+      reader = copy.copy(self)
+      reader._peeked, reader._orders = None, {}
     # Fixed here: `_given` goes on.
-    batch = functools.partial(self._batch, self._given)
+    batch = functools.partial(reader._batch, self._given)
     if not self.num_threads and not self.num_workers:
       # Nothing to read ahead: Grain's iterator alone would cost as much as it
       # takes to copy eight rows of a thousand tokens.
@@ -274,15 +277,19 @@ class IndexedInput(base.BaseInput, abc.ABC):
 
   def _describe(self, records: np.ndarray, epochs: np.ndarray) -> str:
     """Returns which of some records cannot be read, or all of them."""
+
+    def describe(i: int) -> str:
+      try:
+        return self.describe_record(int(records[i]), int(epochs[i]))
+      except Exception as e:  # The error of reading is more important.
+        return f'record {records[i]} (which it cannot describe: {e!r})'
+
     for i in range(len(records)):
       try:
         self.read(records[i : i + 1], epochs[i : i + 1])
       except Exception:
-        return self.describe_record(int(records[i]), int(epochs[i]))
-    some = [
-      self.describe_record(int(records[i]), int(epochs[i]))
-      for i in range(min(len(records), _MAX_DESCRIBED))
-    ]
+        return describe(i)
+    some = [describe(i) for i in range(min(len(records), _MAX_DESCRIBED))]
     if more := len(records) - len(some):
       some[-1] += f' and {more} more'
     return ', '.join(some) + ', which can be read one by one'
@@ -342,9 +349,30 @@ class IndexedInput(base.BaseInput, abc.ABC):
         _MAX_CLOSE_SECS,
       )
 
+  def skip(self, num_batches: int) -> None:
+    """Goes on behind so many batches, without reading them.
+
+    Raises:
+      ValueError: there are not so many.
+    """
+    if num_batches and self._peeked is not None:
+      next(self)
+      num_batches -= 1
+    if not self.repeat and num_batches > self._num_batches_left():
+      raise ValueError(
+        f'{self.name} has {self._num_batches_left()} batches left;'
+        f' {num_batches} were to be skipped.'
+      )
+    given = num_batches * self.get_global_batch_size()
+    self.set_position({'records': self._given + given})
+    self._num_read += num_batches
+
+  def _num_batches_left(self) -> int:
+    left = max(0, self._checked_num_records() - self._given)
+    return -(-left // self.get_global_batch_size())
+
   def __getstate__(self) -> dict[str, Any]:
-    # A worker gets the fields, and none of what runs or is kept here.
-    return {**self.__dict__, '_iterator': None, '_peeked': None, '_orders': {}}
+    return {**self.__dict__, '_iterator': None}
 
 
 def start_iterator(dataset: Any, num_workers: int) -> Any:

@@ -47,6 +47,7 @@ class Infeed:
     """
     self.source = source
     self.position: Any = None
+    self._error: Exception | None = None
     self._waited = 0.0
     self._times: collections.deque[tuple[float, float]] = collections.deque(
       maxlen=_WINDOW_STEPS + 1
@@ -70,8 +71,16 @@ class Infeed:
 
   def __next__(self) -> Any:
     """Returns the next batch; `position` is then the one behind it."""
+    if self._error is not None:
+      raise self._error
     began = time.perf_counter()
-    batch, self.position = next(self._batches)
+    try:
+      batch, self.position = next(self._batches)
+    except StopIteration:
+      raise
+    except Exception as e:
+      self._error = e  # The next call would find an end instead.
+      raise
     now = time.perf_counter()
     self._waited += now - began
     self._times.append((now, self._waited))
@@ -83,38 +92,42 @@ class Infeed:
 
     The first wait, until the source has started, does not count.
     """
+    if not self._times:
+      return 0.0
     (start, waited_before), (end, waited) = self._times[0], self._times[-1]
     return (waited - waited_before) / (end - start) if end > start else 0.0
 
   def close(self) -> None:
     """Stops to read, and closes the source."""
     self._batches.close()
-    if isinstance(self.source, base.BaseInput):
-      self.source.close()
+    close(self.source)  # The thread may never have started.
 
 
 def _read(
   source: Iterator[Any], place: Callable[[Any], Any]
 ) -> Iterator[tuple[Any, Any]]:
   """Yields batches on the devices, each with the position behind it."""
-  for batch in source:
-    position = position_of(source)
-    try:
-      placed = place(batch)
-    except Exception as e:
-      e.add_note(f'The batch is the last that {describe(source)} has given.')
-      raise
-    yield placed, position
+  try:
+    for batch in source:
+      position = position_of(source)
+      try:
+        placed = place(batch)
+      except Exception as e:
+        e.add_note(f'The batch is the last that {describe(source)} has given.')
+        raise
+      yield placed, position
+  finally:
+    # Also here: whoever closes from outside may come while it still starts.
+    close(source)
 
 
 def position_of(source: Iterator[Any]) -> Any:
   """Returns where a source stands, or None where that cannot be told."""
-  if isinstance(source, base.BaseInput):
-    return source.get_state() if source.saves_position else None
-  if hasattr(source, 'get_state'):
-    # A copy, since this runs ahead: the iterator may change its own.
-    return copy.deepcopy(source.get_state())
-  return None
+  if not saves_position(source):
+    return None
+  state = source.get_state()  # type: ignore[attr-defined]
+  # A copy, since this runs ahead: an iterator may change its own.
+  return state if isinstance(state, bytes) else copy.deepcopy(state)
 
 
 def saves_position(source: Iterator[Any]) -> bool:
@@ -126,9 +139,19 @@ def saves_position(source: Iterator[Any]) -> bool:
 
 def describe(source: Iterator[Any]) -> str:
   """Returns the source's name and, if it can say it, what it is reading."""
-  if not isinstance(source, base.BaseInput):
-    return f'a {type(source).__name__}'
-  try:
-    return f'{source.name}, reading {source.where()}'
-  except Exception as e:  # It is asked while it reads, on another thread.
-    return f'{source.name}, which cannot say where it stands ({e!r})'
+  if isinstance(source, base.BaseInput):
+    return source.describe()
+  return name_of(source)
+
+
+def name_of(source: Iterator[Any]) -> str:
+  """Returns what messages call a source."""
+  if isinstance(source, base.BaseInput):
+    return source.name
+  return f'a {type(source).__name__}'
+
+
+def close(source: Iterator[Any]) -> None:
+  """Ends the workers of a source, if it has any."""
+  if isinstance(source, base.BaseInput):
+    source.close()

@@ -132,6 +132,11 @@ class _Parent(base.BaseInput):
     for child in self.inputs.values():
       child.reset()
 
+  def settle_seed(self) -> None:
+    """Settles those of the children; it draws nothing itself."""
+    for child in self.inputs.values():
+      child.settle_seed()
+
   def where(self) -> str:
     """Returns which child is read, and where it stands."""
     name = self._reading

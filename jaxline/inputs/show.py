@@ -32,6 +32,7 @@ import numpy as np
 
 from jaxline.inputs import base
 from jaxline.inputs import indexed
+from jaxline.inputs import infeed
 
 MakeInput = Callable[[], Iterable[Mapping[str, Any]]]
 
@@ -369,7 +370,7 @@ class _Host:
     self.position: str | None = None
 
     self.digest = digest(self._read(batches, num_batches))
-    if _saves_position(source) and _fits_any_host(source):
+    if infeed.saves_position(source) and _fits_any_host(source):
       self.position = json.dumps(source.position(), sort_keys=True)
     if ends:
       for _ in self._read(batches, max(0, max_batches - num_batches)):
@@ -417,12 +418,6 @@ class _Host:
 
   def _is_first(self) -> bool:
     return self.num_batches == 0 and self.source.infeed_host_index == 0
-
-
-def _saves_position(source: Any) -> bool:
-  if isinstance(source, base.BaseInput):
-    return source.saves_position
-  return hasattr(source, 'get_state') and hasattr(source, 'set_state')
 
 
 def _fits_any_host(source: Any) -> bool:
@@ -783,7 +778,7 @@ def _check_resume(
   host = num_hosts - 1
   digests, states = [], []
   with _opened(make_input, host, num_hosts) as (source, batches):
-    if not _saves_position(source):
+    if not infeed.saves_position(source):
       if one_epoch or getattr(source, 'reset_for_eval', False):
         return Finding('resume', OK, 'begins anew with each evaluation')
       text = 'its position is not saved: a run that resumes reads other data'

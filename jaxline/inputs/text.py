@@ -524,8 +524,9 @@ def _find(
         continue
       seen.add(real_path)
       name = pathlib.Path(os.path.relpath(path, root)).as_posix()
-      # Of two folders with a file of the same name both are read.
-      paths[name if len(entries) == 1 else f'{number}/{name}'] = path
+      # Of two folders with a file of the same name both are read; a second
+      # folder leaves the names of the first, and so its split, as they were.
+      paths[f'../{number}/{name}' if number else name] = path
     for source in token_cache.hash_files(paths, root, cache_dir):
       if source.is_empty or (drop_binary and source.is_binary):
         num_skipped += 1

@@ -4,8 +4,9 @@ A cache is a folder of plain files, whose name is the hash of all that its
 tokens depend on: the tokenizer, the names and contents of the files, what a
 document is, and the split. It is built under another name and then renamed, so
 that it is there whole or not at all; whoever else needs it meanwhile waits.
-Tokens are mapped into memory: neither building nor reading takes more of it for
-a larger corpus. Any part of the cache may be deleted when no run uses it.
+Tokens are mapped into memory: reading takes no more of it for a larger corpus,
+and building no more than the largest documents do (of files as bytes, not even
+that). Any part of the cache may be deleted when no run uses it.
 
   <cache_dir>/hashes/<folder>.json   hashes of files, by size and time
   <cache_dir>/<key>/
@@ -194,8 +195,13 @@ class Documents:
 
 def default_cache_dir() -> str:
   """Returns the folder below the user's cache."""
-  base = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+  base = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
   return os.path.join(base, 'jaxline', 'tokens')
+
+
+def _root(cache_dir: Path | None) -> pathlib.Path:
+  path = pathlib.Path(cache_dir or default_cache_dir())
+  return path.expanduser().absolute()
 
 
 def corpus_sha256(sources: Iterable[Source]) -> str:
@@ -232,7 +238,7 @@ def hash_files(
   Raises:
     ValueError: a file was written meanwhile, or cannot be unpacked.
   """
-  folder = pathlib.Path(cache_dir or default_cache_dir()) / 'hashes'
+  folder = _root(cache_dir) / 'hashes'
   digest = hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()
   memo_file = folder / f'{digest[:32]}.json'
   memo = _read_memo(memo_file)
@@ -355,7 +361,7 @@ def load(
       says, or was written meanwhile; or the folder cannot be written to and the
       text is too large to do without.
   """
-  root = pathlib.Path(cache_dir or default_cache_dir()).absolute()
+  root = _root(cache_dir)
   corpus = corpus_sha256(sources)
   parts = [_FORMAT, tokenizer.identity, kind, eval_fraction, corpus]
   key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
