@@ -586,11 +586,14 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def _eval_batches(self) -> Iterator[Batch]:
     """Yields global batches of one shape; hosts with no more give padding."""
     source, batches = self._open_eval_input()
+    # Training waits for an evaluation, which shall not wait for a disk.
+    ahead = infeed.read_ahead(source, batches, **self._infeed_options)
     try:
       yield from self._global_batches(
-        batches, getattr(source, 'custom_device_order', None)
+        ahead, getattr(source, 'custom_device_order', None)
       )
     finally:
+      ahead.close()
       infeed.close(source)
 
   def _global_batches(

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxline import async_lib
 from jaxline import partitioning
 from jaxline.inputs import base
 from jaxline.inputs import indexed
@@ -239,7 +240,83 @@ def test_a_place_that_cannot_be_told():
   assert infeed.describe(iter([])) == 'a list_iterator'
 
 
+def test_a_stall_of_what_cannot_say_where_it_stands(caplog, monkeypatch):
+  caplog.set_level('WARNING')
+  monkeypatch.setattr(infeed, '_DESCRIBE_SECS', 0.1)
+  go_on = threading.Event()
+
+  class Hanging(Counting):
+    def get_next(self):
+      assert go_on.wait(30)
+      return super().get_next()
+
+    def where(self):
+      assert go_on.wait(30)
+      return ''
+
+  feed = infeed.Infeed(Hanging(batch_size=2), lambda x: x, stall_secs=0.05)
+  timer = threading.Timer(0.5, go_on.set)
+  timer.start()
+  assert value(next(feed)) == 0
+  feed.close()
+  assert 'Hanging, which does not say where it stands' in caplog.text
+
+
 # The end of it.
+
+
+def test_a_source_that_starts_late_is_closed_all_the_same(monkeypatch):
+  monkeypatch.setattr(async_lib, '_JOIN_SECONDS', 0.1)
+  go_on, started = threading.Event(), threading.Event()
+
+  class Starting(Counting):
+    workers = None
+
+    def get_next(self):
+      started.set()
+      assert go_on.wait(30)
+      self.workers = 'running'
+      return super().get_next()
+
+    def close(self):
+      super().close()
+      self.workers = None
+
+  source = Starting(batch_size=2)
+  feed = infeed.Infeed(source, lambda x: x)
+  reader = threading.Thread(target=lambda: next(feed, None), daemon=True)
+  reader.start()
+  assert started.wait(10)
+  threading.Timer(0.3, go_on.set).start()
+  reader.join(10)
+  feed.close()
+  deadline = time.monotonic() + 5
+  while threads() and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert source.workers is None
+
+
+def test_a_buffer_of_one_is_refused():
+  with pytest.raises(ValueError, match=r'buffer_size=1 .* at least 2'):
+    infeed.Infeed(counting(), lambda x: x, buffer_size=1)
+
+
+def test_an_iterator_that_cannot_be_set_has_no_position():
+  class Half:
+    def __next__(self):
+      return {'x': np.ones(1)}
+
+    def __iter__(self):
+      return self
+
+    def get_state(self):
+      return 1
+
+  feed = infeed.Infeed(Half(), lambda x: x)
+  next(feed)
+  assert feed.position is None
+  assert feed.wait_fraction == 0
+  feed.close()
 
 
 @pytest.mark.parametrize('num_read', [0, 1, 5])
@@ -446,7 +523,55 @@ def test_an_order_of_other_devices(order):
     partitioner.put_batch({'x': np.zeros(4)}, order)
 
 
+def test_a_seed_is_drawn_before_anything_is_read():
+  cls = with_fields({'input_checkpointing_enabled': False})
+  experiment = make(cls)
+  drawn_on = []
+  real = base.BaseInput._agree_on_seed
+
+  def agree(self):
+    drawn_on.append(threading.current_thread())
+    return real(self)
+
+  with mock.patch.object(base.BaseInput, '_agree_on_seed', agree):
+    steps(experiment, 2)
+  experiment._close_input()
+  assert drawn_on == [threading.main_thread()]
+
+
 # Evaluation.
+
+
+def test_an_evaluation_reads_ahead_and_closes_its_input():
+  closed, read_on = [], set()
+
+  class Watched(Examples):
+    def read(self, records, epochs):
+      read_on.add(threading.current_thread().name)
+      return super().read(records, epochs)
+
+    def close(self):
+      super().close()
+      closed.append(self)
+
+  class Watching(Experiment):
+    def eval_input(self):
+      return Watched(batch_size=ROWS, reset_for_eval=True)
+
+  regression.evaluate(make(Watching, 'eval'))
+  assert closed
+  assert read_on == {'eval_infeed'}
+  assert 'eval_infeed' not in {t.name for t in threading.enumerate()}
+
+
+def test_an_error_of_an_eval_input_is_raised():
+  class Failing(Experiment):
+    def eval_input(self):
+      yield regression.examples(0, ROWS)
+      raise OSError('the disk is gone')
+
+  with pytest.raises(OSError, match='the disk is gone'):
+    regression.evaluate(make(Failing, 'eval'))
 
 
 def test_an_evaluation_on_one_epoch():

@@ -172,7 +172,7 @@ def test_defaults_are_those_of_this_process():
     (None, None, (2, 4)),
     (None, 4, (2, 4)),
     (1, None, (1, 4)),
-    (None, 3, (0, 3)),
+    (None, 1, (0, 1)),
     (None, 0, (0, 1)),
     (0, 0, (0, 1)),
     (3, 8, (3, 8)),
@@ -186,6 +186,15 @@ def test_hosts_are_filled_in(index, count, expected):
   assert (source.infeed_host_index, source.num_infeed_hosts) == expected
   assert source.get_global_batch_size() == 3 * expected[1]
   assert base.this_host() == (0, 1)
+
+
+def test_a_number_of_hosts_that_are_others_needs_an_index():
+  assert Counting(batch_size=3, num_infeed_hosts=3).infeed_host_index == 0
+  with (
+    base.pretend_host(2, 4),
+    pytest.raises(ValueError, match=r'=3 and no infeed_host_index, .* are 4'),
+  ):
+    Counting(batch_size=3, num_infeed_hosts=3)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +426,7 @@ def test_other_errors_say_where_and_do_not_end_the_data():
   assert numbers(itertools.islice(source, 2)) == [0, 1]
   with pytest.raises(RuntimeError, match='broken') as caught:
     next(source)
-  assert caught.value.__notes__ == ['While mine read batch 2.']
+  assert caught.value.__notes__ == ['It was mine, reading batch 2.']
   assert numbers(source) == [3]
 
 
@@ -609,3 +618,94 @@ def test_the_batch_of_each_host():
   assert base.per_host(12) == 12
   with base.pretend_host(1, 4):
     assert base.per_host(12) == 3
+
+
+def test_however_a_dict_gets_in_it_becomes_a_batch():
+  batch = base.Batch(a=1)
+  batch.update({'src': {'ids': 1}}, b=2)
+  batch.setdefault('tgt', {'ids': 2})
+  batch |= {'third': {'ids': 3}}
+  merged = batch | {'fourth': {'ids': 4}}
+  assert type(merged) is base.Batch
+  assert 'fourth' not in batch
+  for i, key in enumerate(('src', 'tgt', 'third', 'fourth'), 1):
+    assert merged[key].ids == i
+  assert merged.setdefault('b', 9) == 2
+
+
+def test_numbers_of_numpy_are_numbers():
+  source = Counting(
+    batch_size=np.int64(4), num_infeed_hosts=np.int32(2), infeed_host_index=1
+  )
+  next(source)
+  other = Counting(batch_size=4, num_infeed_hosts=2, infeed_host_index=1)
+  other.set_state(source.get_state())
+
+  class Odd(Counting):
+    def position(self):
+      return self if self._num_read else np.int64(3)
+
+  odd = Odd(batch_size=1, name='odd')
+  assert b'"position": 3' in odd.get_state()
+  next(odd)
+  with pytest.raises(TypeError, match='expected plain values') as caught:
+    odd.get_state()
+  assert caught.value.__notes__ == ['It is of odd.']
+
+
+def test_a_failed_set_state_changes_nothing():
+  class Refusing(Counting):
+    def set_position(self, position):
+      raise ValueError('no such place')
+
+  source = Refusing(batch_size=1)
+  state = source.get_state()
+  peeked = source.peek_padded()
+  with pytest.raises(ValueError, match='no such place'):
+    source.set_state(state)
+  assert next(source) is peeked
+
+
+def test_what_cannot_be_told_does_not_hide_the_error():
+  class Failing(Counting):
+    def get_next(self):
+      raise OSError('the disk is gone')
+
+    def where(self):
+      raise KeyError('index')
+
+  with pytest.raises(OSError, match='the disk is gone') as caught:
+    next(Failing(batch_size=1))
+  assert 'which cannot say where it stands' in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize('value', ['no', 0, 1])
+def test_repeat_is_true_or_false(value):
+  with pytest.raises(ValueError, match=r'repeat is .*; expected True, False'):
+    Counting(batch_size=1).check_repeat(value)
+
+
+def test_a_generator_function_gets_what_it_names():
+  def scaled(scale=5, size=7):
+    yield {'x': np.full(2, scale * size)}
+
+  source = base.from_generator(scaled, batch_size=2)
+  assert next(source).x.tolist() == [35, 35]
+
+  def host_only(*, host_index):
+    yield {'x': np.full(2, host_index)}
+
+  source = base.from_generator(
+    host_only, batch_size=2, num_infeed_hosts=3, infeed_host_index=2
+  )
+  assert next(source).x.tolist() == [2, 2]
+  with pytest.raises(TypeError, match=r"has the arguments \['other'\]"):
+    base.from_generator(lambda other: iter([]), batch_size=2)
+  with pytest.raises(ValueError, match='expected a function that returns'):
+    base.from_generator(scaled(), batch_size=2)
+
+
+def test_a_generator_of_something_else():
+  source = base.from_generator(lambda: iter([np.zeros(2)]), batch_size=2)
+  with pytest.raises(TypeError, match='returned ndarray; expected a dict'):
+    next(source)

@@ -216,7 +216,7 @@ def test_errors_name_the_child():
     with pytest.raises(OSError, match='the disk is gone') as caught:
       next(parent)
     notes = '\n'.join(caught.value.__notes__)
-    assert f'While {parent.name} read its input b: a batch from record' in notes
+    assert f'It was {parent.name}, reading its input b: a batch from' in notes
 
 
 def test_closing_closes_all_children():

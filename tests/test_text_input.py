@@ -139,19 +139,32 @@ def test_globs_and_lists(tmp_path):
   # even what looks binary.
   entries = [f'{tmp_path}/x', f'{tmp_path}/[xz]/*.md', tmp_path / 'x' / 'c.txt']
   assert everything(text.load_corpus(entries)) == [
-    '0/a.md',
-    '0/c.txt',
-    '0/y/b.md',
-    '1/z/a.md',
-    '1/z/nul.md',
+    '../1/z/a.md',
+    '../1/z/nul.md',
+    'a.md',
+    'c.txt',
+    'y/b.md',
   ]
+
+
+def test_what_is_held_out_stays_when_a_folder_is_added(tmp_path):
+  write(tmp_path, {f'x/{i}': b'%d' % i for i in range(40)})
+  write(tmp_path, {f'z/{i}': b'%d' % i for i in range(40)})
+  kwargs = {'eval_fraction': 0.3}
+  before = text.load_corpus(tmp_path / 'x', **kwargs)
+  after = text.load_corpus([tmp_path / 'x', tmp_path / 'z'], **kwargs)
+  assert set(before.eval.names) <= set(after.eval.names)
+  assert set(before.train.names) <= set(after.train.names)
 
 
 def test_names_are_sorted_whatever_the_order_of_entries(tmp_path):
   write(tmp_path, {f'{i}.txt': b'text' for i in range(12)})
   entries = [tmp_path / f'{11 - i}.txt' for i in range(12)]
   names = text.load_corpus(entries).train.names
-  assert {'10/1.txt', '2/9.txt'} <= set(names)
+  assert {'../10/1.txt', '../2/9.txt', '11.txt'} <= {
+    *names,
+    *text.load_corpus(entries).eval.names,
+  }
   assert list(names) == sorted(names)
 
 

@@ -29,7 +29,7 @@ The contract is that of Pax's documents, section 'Data inputs'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import contextvars
 import dataclasses
@@ -309,6 +309,8 @@ class BaseInput:
         refuse(key, 'True or False')
     order = self.custom_device_order
     if order is not None:
+      if not isinstance(order, Sequence):
+        refuse('custom_device_order', 'ids of devices, or None')
       self.custom_device_order = order = tuple(order)
       if len(set(order)) != len(order):
         refuse('custom_device_order', 'each device once')
@@ -380,12 +382,16 @@ class BaseInput:
     """
     if repeat is None:
       return not self.reset_for_eval
+    if not isinstance(repeat, bool):
+      raise ValueError(
+        f'{self.name}.repeat is {repeat!r}; expected True, False or None.'
+      )
     if repeat and self.reset_for_eval:
       raise ValueError(
         f'{self.name} has reset_for_eval=True and repeat=True: an evaluation on'
         ' one epoch would never end. Set repeat=False.'
       )
-    return bool(repeat)
+    return repeat
 
   # What a subclass overrides.
 
@@ -649,7 +655,11 @@ class BaseInput:
       'identity': self.identity(),
       'position': self.position(),
     }
-    return json.dumps(state, sort_keys=True, default=_plain).encode()
+    try:
+      return json.dumps(state, sort_keys=True, default=_plain).encode()
+    except TypeError as e:
+      e.add_note(f'It is of {self.name}.')
+      raise
 
   def set_state(self, state: bytes) -> None:
     """Goes on where `get_state` was called, in this or another process.
@@ -766,6 +776,11 @@ class GeneratorInput(BaseInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
+    if not callable(self.function):
+      raise ValueError(
+        f'{self.name}.function is {_shorten(self.function)}; expected a'
+        ' function that returns an iterator: it is called anew at each reset.'
+      )
     self._arguments = choose_arguments(
       self.function,
       f'{self.name}.function',

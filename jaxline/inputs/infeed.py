@@ -11,6 +11,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Generator, Iterator
 import copy
+import functools
+import threading
 import time
 from typing import Any
 
@@ -19,6 +21,8 @@ from absl import logging
 from jaxline import async_lib
 from jaxline.inputs import base
 
+# How long a source may take to say where it stands: it may hang itself.
+_DESCRIBE_SECS = 2.0
 # What the wait is measured over.
 _WINDOW_STEPS = 100
 
@@ -58,11 +62,7 @@ class Infeed:
         buffer_size,
         'infeed',
         stall_secs=stall_secs,
-        on_stall=lambda waited: logging.warning(
-          'The step has waited %.0f s for a batch: %s.',
-          waited,
-          describe(source),
-        ),
+        on_stall=functools.partial(_tell, 'The step', source),
       )
     )
 
@@ -101,6 +101,46 @@ class Infeed:
     """Stops to read, and closes the source."""
     self._batches.close()
     close(self.source)  # The thread may never have started.
+
+
+def _tell(who: str, source: Iterator[Any], waited: float) -> None:
+  """Logs that a source stalls, and where."""
+  said = [f'{name_of(source)}, which does not say where it stands']
+  asked = threading.Thread(
+    target=lambda: said.append(describe(source)), daemon=True
+  )
+  asked.start()
+  asked.join(_DESCRIBE_SECS)
+  logging.warning(
+    '%s has waited %.0f s for a batch: %s.', who, waited, said[-1]
+  )
+
+
+def read_ahead(
+  source: Any,
+  batches: Iterator[Any],
+  *,
+  buffer_size: int = 3,
+  stall_secs: float | None = None,
+) -> Generator[Any, None, None]:
+  """Reads batches ahead on a thread, without putting them on devices.
+
+  Args:
+    source: what messages name.
+    batches: its batches, for instance those of one evaluation.
+    buffer_size: how many may be in memory, at least 2.
+    stall_secs: as for `Infeed`.
+
+  Returns:
+    A generator of the batches; to close it ends the thread.
+  """
+  return async_lib.read_ahead(
+    lambda: batches,
+    buffer_size,
+    'eval_infeed',
+    stall_secs=stall_secs,
+    on_stall=functools.partial(_tell, 'The evaluation', source),
+  )
 
 
 def _read(

@@ -328,7 +328,8 @@ class MixtureInput(_Parent):
         f' of {sorted(self.inputs)}.'
       )
     for name, weight in self.weights.items():
-      if not isinstance(weight, numbers.Real) or not 0 < weight < math.inf:
+      is_number = isinstance(weight, numbers.Real)
+      if isinstance(weight, bool) or not is_number or not 0 < weight < math.inf:
         raise ValueError(
           f'{self.name}.weights[{name!r}] is {weight!r}; expected a positive'
           ' number.'

@@ -69,10 +69,16 @@ class SyntheticInput(indexed.IndexedInput):
       raise ValueError(f'{self.name}.spec names no entry of a batch.')
     # Of each entry that is drawn; labels are the ids that follow.
     spec = self.spec or {'ids': (((self.length or 0) + 1,), 'int32')}
-    self._spec = {
-      key: (tuple(shape), np.dtype(dtype))
-      for key, (shape, dtype) in spec.items()
-    }
+    try:
+      self._spec = {
+        key: (tuple(shape), np.dtype(dtype))
+        for key, (shape, dtype) in spec.items()
+      }
+    except (TypeError, ValueError) as e:
+      raise ValueError(
+        f'{self.name}.spec is {self.spec!r} ({e}); expected for each entry the'
+        " shape of a row and a dtype, such as {'x': ((28, 28), 'float32')}."
+      ) from e
     for key, (_, dtype) in self._spec.items():
       if not _is_float(dtype) and dtype.kind not in 'iu':
         raise ValueError(

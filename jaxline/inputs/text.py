@@ -42,6 +42,7 @@ import dataclasses
 import functools
 import glob
 import gzip
+import numbers
 import os
 import pathlib
 import re
@@ -129,7 +130,8 @@ def load_corpus(
       fewer than two documents that are not empty, or a line is not as
       `documents` says.
   """
-  if not 0 < eval_fraction < 1:
+  is_number = isinstance(eval_fraction, numbers.Real)
+  if not is_number or not 0 < eval_fraction < 1:
     raise ValueError(
       f'eval_fraction is {eval_fraction}; expected a number between 0 and 1, '
       'both excluded, such as 0.05.'
@@ -241,7 +243,8 @@ class TextInput(indexed.IndexedInput):
       value = getattr(self, key)
       if value is None and key == 'max_batches':
         continue
-      if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+      is_integer = isinstance(value, numbers.Integral)
+      if not is_integer or isinstance(value, bool) or value < 1:
         raise ValueError(
           f'{self.name}.{key} is {value!r}; expected an integer of at least 1.'
         )
