@@ -202,11 +202,13 @@ class MultiInput(_Parent):
         f' {sorted(self.inputs)}, whose epochs differ in their numbers of'
         ' batches. Evaluate on each of them as an input of its own.'
       )
-    if base.WEIGHTS in self.inputs:
-      raise ValueError(
-        f'{self.name} has an input named {base.WEIGHTS!r}: that entry says'
-        ' which rows count. Give the input another name.'
-      )
+    for name in self.inputs:
+      if name == base.WEIGHTS or '/' in name:
+        raise ValueError(
+          f'{self.name} has an input named {name!r}: the entry'
+          f" {base.WEIGHTS!r} says which rows count, and '/' stands between"
+          ' names. Give the input another name.'
+        )
 
   def get_next(self) -> base.Batch:
     """Returns, of each child, its next batch: arrays [B, b / B, ...]."""
@@ -215,9 +217,15 @@ class MultiInput(_Parent):
       x = np.asarray(x)
       return x.reshape(self.batch_size, -1, *x.shape[1:])
 
-    return base.Batch(
+    batch = base.Batch(
       {name: jax.tree.map(split, self._next_of(name)) for name in self.inputs}
     )
+    if self.reset_for_eval:  # Of its one child, the last rows may only fill.
+      (child,) = batch.values()
+      if base.WEIGHTS in child:
+        weights = child[base.WEIGHTS].reshape(self.batch_size, -1)
+        batch[base.WEIGHTS] = (weights != 0).any(axis=1).astype(np.float32)
+    return batch
 
   def position(self) -> dict[str, Any]:
     """Returns the states of the children."""
