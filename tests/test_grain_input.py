@@ -38,6 +38,10 @@ def stream_of(number, repeat=False, shuffle=True, num_threads=0):
   )
 
 
+def repeated(stream, epochs=None):
+  return grain_library.experimental.RepeatIterDataset(stream, epochs)
+
+
 def decode(record):
   return {'x': np.frombuffer(record, np.int32)[0]}
 
@@ -186,6 +190,11 @@ def test_slices_and_finite_repetitions_are_datasets_too():
   [
     (source_of(4).repeat(), ValueError, r'leave out its \.repeat\(\)'),
     (source_of(4).batch(2), ValueError, r'leave out its \.batch\(\)'),
+    (
+      source_of(4).batch(2).map(lambda x: x),
+      ValueError,
+      r'leave out its \.batch\(\)',
+    ),
     (stream_of(4).batch(2), ValueError, r'leave out its \.batch\(\)'),
     (
       source_of(4).filter(lambda x: x['x'] > 2).map(lambda x: x),
@@ -196,6 +205,8 @@ def test_slices_and_finite_repetitions_are_datasets_too():
     (b'abc', TypeError, 'dataset is bytes'),
     (7, TypeError, 'dataset is int'),
     (lambda: 7, TypeError, 'dataset is int'),
+    (dict, TypeError, 'dataset is the class dict; expected'),
+    (Batched, TypeError, 'dataset is the class Batched; expected'),
     (lambda host: 7, TypeError, r"arguments \['host'\]; .*'host_index'"),
     (
       lambda host_index, num_hosts: records(3),
@@ -310,6 +321,37 @@ def test_transformations_that_do_not_keep_numbers_are_refused(transformation):
     grain.GrainInput(
       dataset=records(4), transformations=[transformation], batch_size=2
     )
+
+
+@pytest.mark.parametrize('dataset', [records(4), stream_of(4)])
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'transformations': decode}, r'expected a list: transformations=\[f\]'),
+    ({'transformations': 'decode'}, 'expected a list'),
+    ({'collate': 3}, 'collate is 3; expected a function'),
+  ],
+)
+def test_fields_of_other_kinds_are_named(dataset, fields, message):
+  with pytest.raises(TypeError, match=message):
+    grain.GrainInput(dataset=dataset, batch_size=2, **fields)
+
+
+@pytest.mark.parametrize('dataset', [records(11), stream_of(11)])
+@pytest.mark.parametrize('fields', [{}, ONE_EPOCH])
+@pytest.mark.parametrize('rows', [3, 5])
+def test_a_batch_that_loses_or_doubles_records_is_an_error(
+  dataset, fields, rows
+):
+  def collate(elements):
+    del elements
+    return {'x': np.zeros(rows)}
+
+  source = grain.GrainInput(
+    dataset=dataset, collate=collate, batch_size=4, name='mine', **fields
+  )
+  with pytest.raises(ValueError, match=f'mine made {rows} rows of 4 records'):
+    next(source)
 
 
 def test_records_are_stacked_as_nested_batches():
@@ -586,6 +628,42 @@ def test_a_stream_of_several_hosts_that_is_not_dealt_out_is_refused():
       grain.GrainInput(dataset=dataset, batch_size=2, num_infeed_hosts=2)
 
 
+@pytest.mark.parametrize(
+  'dataset',
+  [
+    stream_of(4, repeat=True),
+    repeated(stream_of(4)),
+    repeated(stream_of(4)).map(lambda x: x),
+    lambda: stream_of(4, repeat=True).filter(lambda x: True),
+  ],
+)
+def test_one_epoch_of_a_stream_without_end_is_refused(dataset):
+  with pytest.raises(ValueError, match='has no end'):
+    grain.GrainInput(dataset=dataset, batch_size=4, **ONE_EPOCH)
+  with pytest.raises(ValueError, match='has no end'):
+    grain.GrainInput(dataset=dataset, batch_size=4, repeat=False)
+  source = grain.GrainInput(dataset=dataset, batch_size=4, is_training=True)
+  assert len(rows(take(source, 3))) == 12
+
+
+@pytest.mark.parametrize(
+  'dataset',
+  [
+    repeated(stream_of(4), 2),
+    source_of(4).repeat()[:8].to_iter_dataset(),
+    grain_library.experimental.LimitIterDataset(
+      stream_of(4, repeat=True), count=8
+    ),
+    grain_library.experimental.ZipIterDataset(
+      [source_of(8).to_iter_dataset(), stream_of(4, repeat=True)], strict=False
+    ).map(lambda pair: pair[1]),
+  ],
+)
+def test_one_epoch_of_what_only_repeats_within_is_read(dataset):
+  source = grain.GrainInput(dataset=dataset, batch_size=3, **ONE_EPOCH)
+  assert sorted(real_rows(source)) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_threads_of_a_stream_are_its_own():
   with pytest.raises(ValueError, match='threads of its own'):
     grain.GrainInput(dataset=stream_of(4), batch_size=2, num_threads=1)
@@ -608,10 +686,236 @@ def test_an_error_in_a_stream_names_the_record_and_loses_nothing():
     with pytest.raises(KeyError) as caught:
       next(source)
     assert caught.value.__notes__[-1] == (
-      'While mine read record 5 of epoch 0 of the stream of host 0/1.'
+      'It was mine, reading record 5 of epoch 0 of the stream of host 0/1.'
     )
   broken.clear()
   assert take(source, 1) == [[4, 5, 6, 7]]
+
+
+class Split(grain_library.experimental.FlatMapTransform):
+  """Gives each record twice."""
+
+  max_fan_out = 2
+
+  def flat_map(self, element):
+    return [end_at_5(element), element]
+
+
+class Index(grain_library.transforms.MapWithIndex):
+  """Fails."""
+
+  def map_with_index(self, index, element):
+    return end_at_5({'x': np.int32(index)})
+
+
+class Keep(grain_library.transforms.Filter):
+  """Fails."""
+
+  def filter(self, element):
+    return end_at_5(element)
+
+
+class End(grain_library.transforms.Map):
+  """Fails."""
+
+  def map(self, element):
+    return end_at_5(element)
+
+
+class EndAtRandom(grain_library.transforms.RandomMap):
+  """Fails."""
+
+  def random_map(self, element, rng):
+    return end_at_5(element)
+
+
+def end_at_5(record):
+  return next(iter([])) if record['x'] == 5 else record
+
+
+@pytest.mark.parametrize('fields', [ONE_EPOCH, {'is_training': True}])
+@pytest.mark.parametrize(
+  'fault',
+  [end_at_5, End(), EndAtRandom(), Index(), Keep(), Split()],
+  ids=lambda fault: getattr(fault, '__name__', type(fault).__name__),
+)
+def test_an_end_inside_a_record_is_no_end_of_the_stream(fault, fields):
+  source = grain.GrainInput(
+    dataset=stream_of(8, shuffle=False),
+    transformations=[fault],
+    batch_size=4,
+    **fields,
+  )
+  take(source, 1)
+  for _ in range(2):
+    with pytest.raises(RuntimeError, match='could not be read: StopIteration'):
+      take(source, 2)
+
+
+@pytest.mark.parametrize('saved', [True, False])
+def test_an_end_inside_collate_is_no_end_of_the_stream(saved):
+  source = grain.GrainInput(
+    dataset=stream_of(8, shuffle=False),
+    collate=lambda elements: next(iter([])),
+    batch_size=4,
+    input_checkpointing_enabled=saved,
+  )
+  with pytest.raises(RuntimeError, match='could not be read: StopIteration'):
+    next(source)
+
+
+def test_flat_maps_of_a_stream_are_resumed():
+  def make():
+    return grain.GrainInput(
+      dataset=stream_of(5, shuffle=False),
+      transformations=[Split()],
+      batch_size=3,
+      **ONE_EPOCH,
+    )
+
+  source = make()
+  assert take(source, 1) == [[0, 0, 1]]
+  other = make()
+  other.set_state(source.get_state())
+  assert rows(take(other, 3)) == [1, 2, 2, 3, 3, 4, 4, 0, 0]
+
+
+class Stuttering(grain_library.DatasetIterator):
+  """Gives more behind its end."""
+
+  def __init__(self):
+    super().__init__()
+    self.number = 0
+
+  def __next__(self):
+    self.number += 1
+    if self.number % 4 == 0:
+      raise StopIteration
+    return {'x': np.int32(self.number)}
+
+  def get_state(self):
+    return {'number': self.number}
+
+  def set_state(self, state):
+    self.number = state['number']
+
+
+class StutteringStream(grain_library.IterDataset):
+  """A stream of `Stuttering`."""
+
+  def __iter__(self):
+    return Stuttering()
+
+
+@pytest.mark.parametrize('batch_size', [2, 3])
+def test_an_iterator_is_not_asked_again_behind_its_end(batch_size):
+  def make():
+    return grain.GrainInput(
+      dataset=StutteringStream(), batch_size=batch_size, **ONE_EPOCH
+    )
+
+  source = make()
+  for _ in range(2):
+    assert real_rows(source.eval_batches()) == [1, 2, 3]
+    with pytest.raises(StopIteration):
+      source.get_next()
+    with pytest.raises(StopIteration):
+      source.get_next()
+  source.reset()
+  take(source, 3 // batch_size + (batch_size == 2))
+  other = make()
+  other.set_state(source.get_state())
+  if batch_size == 2:  # The end was seen.
+    assert next(other, None) is None
+
+
+class OddError(Exception):
+  """Cannot be pickled."""
+
+  def __reduce__(self):
+    raise TypeError('never')
+
+
+def odd_at_5(record):
+  if record['x'] == 5:
+    raise OddError('boom')
+  return record
+
+
+@pytest.mark.parametrize('own', [True, False])
+def test_an_error_that_cannot_be_sent_comes_up_all_the_same(own):
+  dataset = stream_of(8, shuffle=False)
+  source = grain.GrainInput(
+    dataset=dataset if own else dataset.map(odd_at_5),
+    transformations=[odd_at_5] if own else [],
+    batch_size=4,
+    num_workers=1,
+  )
+  take(source, 1)
+  with pytest.raises(RuntimeError, match='OddError: boom'):
+    next(source)
+  assert not multiprocessing.active_children()
+
+
+def test_a_closed_stream_goes_on_or_says_that_it_cannot():
+  source = grain.GrainInput(dataset=stream_of(8, shuffle=False), batch_size=3)
+  take(source, 1)
+  source.close()
+  assert take(source, 1) == [[3, 4, 5]]
+  source = grain.GrainInput(
+    dataset=stream_of(8, shuffle=False),
+    batch_size=3,
+    input_checkpointing_enabled=False,
+  )
+  source.close()
+  assert take(source, 1) == [[0, 1, 2]]
+  source.close()
+  for _ in range(2):
+    with pytest.raises(RuntimeError, match='behind record 3 of epoch 0'):
+      next(source)
+  source.reset()
+  assert take(source, 1) == [[0, 1, 2]]
+
+
+def test_skipping():
+  for dataset in (stream_of(8, shuffle=False), records(8)):
+    source = grain.GrainInput(dataset=dataset, batch_size=3, **ONE_EPOCH)
+    source.skip(2)
+    assert take(source, 1) == [[6, 7, 0]]
+    source.reset()
+    with pytest.raises(ValueError, match='were to be skipped'):
+      source.skip(4)
+
+
+@pytest.mark.parametrize('position', [{'records': 3}, {'epoch': 1}, {}, None])
+def test_what_is_no_position_of_a_stream_is_refused(position):
+  source = grain.GrainInput(dataset=stream_of(8), batch_size=4)
+  with pytest.raises(ValueError, match='set_position got'):
+    source.set_position(position)
+
+
+def test_a_state_with_tuples_is_saved_and_resumed():
+  lengths = [3, 5, 2, 7, 4, 1, 6, 2]
+  texts = [
+    {'x': np.arange(length) + 10 * i} for i, length in enumerate(lengths)
+  ]
+  dataset = grain_library.experimental.ConcatThenSplitIterDataset(
+    grain_library.MapDataset.source(texts).to_iter_dataset(),
+    length_struct={'x': 4},
+  ).map(lambda packed: {'x': packed['x']})
+
+  def make():
+    return grain.GrainInput(dataset=dataset, batch_size=1, **ONE_EPOCH)
+
+  source = make()
+  expected = [batch.x.tolist() for batch in source]
+  assert len(expected) > 5
+  for position in range(len(expected)):
+    source.reset()
+    take(source, position)
+    other = make()
+    other.set_state(source.get_state())
+    assert [batch.x.tolist() for batch in other] == expected[position:]
 
 
 class Unsaved(grain_library.DatasetIterator):

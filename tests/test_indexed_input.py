@@ -266,6 +266,10 @@ def test_a_state_of_another_order_is_refused(fields, message):
   [
     ({'num_threads': -1}, 'num_threads is -1'),
     ({'num_workers': 1.5}, r'num_workers is 1\.5'),
+    ({'num_threads': True}, 'num_threads is True; expected an integer'),
+    ({'num_workers': False}, 'num_workers is False'),
+    ({'shuffle': 'no'}, "shuffle is 'no'; expected True, False or None"),
+    ({'repeat': 'no'}, "repeat is 'no'"),
     ({'repeat': True, **ONE_EPOCH}, 'would never end'),
   ],
 )
@@ -281,11 +285,81 @@ def test_a_pickled_input_is_small_and_goes_on_where_it_stood():
   take(source, 3)
   source.peek_padded()
   data = cloudpickle.dumps(source)
-  assert len(data) < 5_000
-  # The peeked batch belongs to the one who peeked.
+  assert len(data) < 5_000  # No order.
   assert next(source).x.tolist() == expected
-  assert pickle.loads(data)._given == 20
+  other = pickle.loads(data)
+  assert next(other).x.tolist() == expected  # The peeked one.
+  assert take(other, 5) == take(source, 5)
+  assert other.get_state() == source.get_state()
   source.close()
+  other.close()
+
+
+def test_workers_are_sent_neither_orders_nor_batches(monkeypatch):
+  sent = []
+
+  def start(dataset, num_workers):
+    sent.append(cloudpickle.dumps(dataset))
+    return iter([])
+
+  source = Numbers(batch_size=1000, size=50_000, shuffle=True)
+  source.peek_padded()
+  source.num_workers = 1
+  source.close()
+  monkeypatch.setattr(indexed, 'start_iterator', start)
+  with pytest.raises(StopIteration):
+    source.get_next()
+  assert len(sent[0]) < 5_000
+
+
+# Skipping.
+
+
+@pytest.mark.parametrize('peeked', [False, True])
+@pytest.mark.parametrize('fields', [{'is_training': True}, ONE_EPOCH])
+def test_skipping_is_reading_without_the_reading(peeked, fields):
+  for number in (0, 1, 2, 5):
+    made = Numbers(batch_size=2, num_infeed_hosts=1, **fields)
+    read = Numbers(batch_size=2, num_infeed_hosts=1, **fields)
+    if peeked:
+      made.peek_padded()
+    made.skip(number)
+    for _ in range(number):
+      next(read)
+    assert made.get_state() == read.get_state()
+    left = 5 - number if fields is ONE_EPOCH else 7
+    assert take(made, left) == take(read, left)
+    assert next(made, None) is None or fields is not ONE_EPOCH
+
+
+def test_skipping_counts_the_records_of_all_hosts():
+  source = Numbers(batch_size=3, num_infeed_hosts=4, infeed_host_index=1)
+  source.skip(5)
+  assert source.position() == {'records': 60}
+  source = Numbers(
+    batch_size=1, num_infeed_hosts=4, infeed_host_index=3, **ONE_EPOCH
+  )
+  source.skip(3)  # The last is filled up.
+  assert next(source, None) is None
+
+
+def test_skipping_beyond_the_end_is_refused_and_moves_nothing():
+  source = Numbers(batch_size=4, **ONE_EPOCH)
+  take(source, 1)
+  with pytest.raises(ValueError, match='has 2 batches left; 3 were to be'):
+    source.skip(3)
+  assert take(source, 1) == [[4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+  'position', [{'records': -5}, {}, {'records': True}, {'records': 1.5}, 7]
+)
+def test_what_is_no_position_is_refused(position):
+  source = Numbers(batch_size=4)
+  take(source, 1)
+  with pytest.raises(ValueError, match=r'Numbers\.set_position got'):
+    source.set_position(position)
+  assert take(source, 1) == [[4, 5, 6, 7]]
 
 
 def test_threads_share_a_fresh_seed(monkeypatch):
@@ -333,6 +407,33 @@ def test_an_end_inside_a_record_is_no_end_of_the_data(threads):
   with pytest.raises(RuntimeError, match='could not be read: StopIteration'):
     list(source)
   source.close()
+
+
+@pytest.mark.parametrize('fields', [{}, ONE_EPOCH, {'num_threads': 1}])
+@pytest.mark.parametrize('wrong', [0, 2])
+def test_a_reader_that_loses_or_doubles_rows_is_an_error(fields, wrong):
+  class Wrong(Numbers):
+    def read(self, records, epochs):
+      number = np.where(records == 6, wrong, 1)
+      return base.Batch(x=np.repeat(records, number))
+
+  source = Wrong(batch_size=4, **fields)
+  take(source, 1)
+  with pytest.raises(
+    ValueError, match=f'Wrong made {3 + wrong} rows of 4 records'
+  ) as caught:
+    next(source)
+  assert caught.value.__notes__[0] == 'While Wrong read file f1, row 1.'
+  source.close()
+
+
+def test_a_reader_that_makes_no_dict_is_an_error():
+  class Wrong(Numbers):
+    def read(self, records, epochs):
+      return [records]
+
+  with pytest.raises(TypeError, match='Wrong made list of its records'):
+    next(Wrong(batch_size=4))
 
 
 def test_an_error_of_no_single_record_names_the_first():
@@ -430,6 +531,9 @@ def test_a_killed_worker_is_an_error_and_no_hang():
   with pytest.raises(RuntimeError, match='exit code -9') as caught:
     take(source, 20)
   assert any('memory' in note for note in caught.value.__notes__)
+  assert any(
+    "`if __name__ == '__main__':`" in n for n in caught.value.__notes__
+  )
   source.close()
   assert not multiprocessing.active_children()
 

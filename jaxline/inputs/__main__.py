@@ -7,6 +7,7 @@ line, the config or the input itself is refused, in one line on stderr.
 import argparse
 from collections.abc import Callable, Sequence
 import itertools
+import math
 import os
 import sys
 from typing import Any
@@ -81,6 +82,18 @@ def _at_least(least: int) -> Callable[[str], int]:
   return parse
 
 
+def _seconds(text: str) -> float:
+  try:
+    seconds = float(text)
+  except ValueError:
+    seconds = math.nan
+  if not 0 < seconds < math.inf:
+    raise argparse.ArgumentTypeError(
+      f'{text!r}; expected a finite number of seconds above 0'
+    )
+  return seconds
+
+
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog='python -m jaxline.inputs',
@@ -133,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
   )
   sub.add_argument(
     '--seconds',
-    type=float,
+    type=_seconds,
     default=1.0,
     help='how long to measure the speed (default: 1)',
   )

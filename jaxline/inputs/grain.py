@@ -22,6 +22,7 @@ import collections
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 import dataclasses
+import functools
 import glob
 import hashlib
 import itertools
@@ -39,6 +40,7 @@ from jaxline.inputs import indexed
 _SPARSE_NODES = ('FilterMapDataset', 'FlatMapMapDataset')
 _BATCH_NODES = ('BatchMapDataset', 'BatchIterDataset')
 _MAX_OPENING_THREADS = 64
+_TUPLE = '__tuple__'  # The key of what is one, in JSON.
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -55,7 +57,8 @@ class GrainInput(indexed.IndexedInput):
       - a `grain.MapDataset`, finite, neither filtered nor batched;
       - anything with `__len__` and `__getitem__`; its `__getitems__`, if there
         is one, gets the numbers of a whole batch, as a list;
-      - a `grain.IterDataset` of records, not batched, for one host;
+      - a `grain.IterDataset` of records, not batched, for one host; it ends
+        where it raises `StopIteration`, even if a function of its own does;
       - a function that returns one of these. It is called with those of
         `host_index`, `num_hosts`, `seed` and `epoch` that it has as arguments;
         the first two it must have if it returns an `IterDataset` and there are
@@ -84,6 +87,18 @@ class GrainInput(indexed.IndexedInput):
       raise ValueError(
         f'{self.name} needs one of dataset and files, got'
         f' {"neither" if self.dataset is None else "both"}.'
+      )
+    if isinstance(self.transformations, str) or not isinstance(
+      self.transformations, Sequence
+    ):
+      raise TypeError(
+        f'{self.name}.transformations is {self.transformations!r}; expected a'
+        ' list: transformations=[f].'
+      )
+    if self.collate is not None and not callable(self.collate):
+      raise TypeError(
+        f'{self.name}.collate is {self.collate!r}; expected a function of a'
+        ' list of records, or None.'
       )
     import grain  # Takes a second to import.
 
@@ -139,17 +154,20 @@ class GrainInput(indexed.IndexedInput):
     arguments = dict(self._arguments)
     if 'epoch' in arguments:
       arguments['epoch'] = epoch
-    return self.dataset(**arguments)
+    return _call(functools.partial(self.dataset, **arguments))
 
   def _check_records(self) -> None:
     import grain
 
     records = self._records
-    if isinstance(records, (Mapping, str, bytes)) or not (
+    if isinstance(records, (Mapping, str, bytes, type)) or not (
       hasattr(records, '__len__') and hasattr(records, '__getitem__')
     ):
+      what = type(records).__name__
+      if isinstance(records, type):
+        what = f'the class {records.__name__}'
       raise TypeError(
-        f'{self.name}.dataset is {type(records).__name__}; expected a'
+        f'{self.name}.dataset is {what}; expected a'
         ' grain.MapDataset, a grain.IterDataset, a data source with __len__ and'
         ' __getitem__, or a function that returns one of these.'
       )
@@ -192,6 +210,12 @@ class GrainInput(indexed.IndexedInput):
           ' grain.MapDataset, or set repeat=True and evaluate on'
           ' eval_loop_num_batches.'
         )
+    if not self.repeat and _has_no_end(self._records):
+      raise ValueError(
+        f'{self.name}.dataset has no end and {self.name}.repeat is False: one'
+        ' epoch of it would never end. Leave out its .repeat(); where it shall'
+        ' begin again, set repeat=True.'
+      )
     if self.num_threads:
       raise ValueError(
         f'{self.name}.num_threads is {self.num_threads}, and its dataset an'
@@ -318,25 +342,43 @@ class GrainInput(indexed.IndexedInput):
       return super().get_next()
     try:
       records, position = self._take()
-      batch = self._collate(records)
-    except StopIteration:
-      raise
+      if records:
+        batch = self._make_batch(records)
     except BaseException as e:
-      if self.saves_position:
-        # The iterator is further on than what was given; see `IndexedInput`.
-        self.close()
+      # The iterator is further on than what was given; see `IndexedInput`.
+      self.close()
       indexed.explain_dead_worker(e)
       raise
+    if not records:
+      self._at = {**self._at, 'ended': True}
+      raise StopIteration
     self._at = position
     return batch if self.repeat else base.pad_rows(batch, self.batch_size)
 
+  def _make_batch(self, records: list[Any]) -> base.Batch:
+    """Returns the batch of a stream's records, all of them."""
+    batch: base.Batch = _call(self._collate, records)
+    self._check_rows(batch, len(records))
+    return batch
+
   def _take(self) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the next records of the stream, and the position behind them."""
+    """Returns the next records of the stream, and the position behind them.
+
+    There are fewer than `batch_size` at the end of the data only.
+    """
     epoch, record = self._at['epoch'], self._at['record']
-    if self._iterator is None:
+    ended = self._at['ended']
+    if self._iterator is None and not ended:
+      if record and self._at['grain'] is None:
+        raise RuntimeError(
+          f'{self.name} was closed behind record {record} of epoch {epoch} of'
+          ' its stream, and cannot go on there, since its position is not'
+          ' saved. Call reset() to begin anew, or set'
+          ' input_checkpointing_enabled=True.'
+        )
       self._iterator = self._start_stream(epoch, self._at['grain'])
     records: list[Any] = []
-    while len(records) < self.batch_size:
+    while len(records) < self.batch_size and not ended:
       self._reading = epoch, record
       try:
         element = next(self._iterator)
@@ -346,6 +388,8 @@ class GrainInput(indexed.IndexedInput):
         record += 1
       except StopIteration:
         if not self.repeat:
+          # Not asked again: who gives an end by mistake may give more behind.
+          ended = True
           break
         if not record:
           raise ValueError(
@@ -354,20 +398,18 @@ class GrainInput(indexed.IndexedInput):
         self.close()
         epoch, record = epoch + 1, 0
         self._iterator = self._start_stream(epoch, None)
-    if not records:
-      raise StopIteration
-    if not self.saves_position:
-      return records, _position(epoch, record, None)
+    if not records or not self.saves_position:
+      return records, _position(epoch, record, None, ended)
     state = self._iterator.get_state()
-    text = json.dumps(state, default=repr)
-    if self._at['grain'] is None and json.loads(text) != _without_tuples(state):
+    text = _to_json(state)
+    if self._at['grain'] is None and _from_json(text) != state:
       raise TypeError(
         f'The position of {self.name} cannot be saved: the state of its'
         f' iterator is {state!r}; expected plain values, as JSON has them. Let'
         ' its get_state() return such, or set input_checkpointing_enabled=False'
         ' where that is no loss.'
       )
-    return records, _position(epoch, record, text)
+    return records, _position(epoch, record, text, ended)
 
   def _start_stream(self, epoch: int, state: str | None) -> Any:
     import grain
@@ -381,14 +423,13 @@ class GrainInput(indexed.IndexedInput):
         assert self.infeed_host_index is not None
         entropy = [self.seed() % 2**64, epoch, self.infeed_host_index, stage]
         seed = np.random.SeedSequence(entropy).generate_state(1)[0]
-        stream = stream.random_map(transformation, seed=int(seed))
-      elif isinstance(transformation, _stream_transformations()):
-        stream = stream.apply(transformation)
+        function = functools.partial(_call, transformation.random_map)
+        stream = stream.random_map(function, seed=int(seed))
       else:
-        stream = stream.map(transformation)
+        stream = _apply(stream, transformation)
     iterator = indexed.start_iterator(stream, self.num_workers)
     if state is not None:
-      iterator.set_state(json.loads(state))
+      iterator.set_state(_from_json(state))
     return iterator
 
   def reset(self) -> None:
@@ -399,6 +440,17 @@ class GrainInput(indexed.IndexedInput):
     base.BaseInput.reset(self)
     self.set_position(_position(0, 0, None))
 
+  def skip(self, num_batches: int) -> None:
+    """Goes on behind so many batches; a stream has to read them.
+
+    Raises:
+      ValueError: there are not so many.
+    """
+    if not self._is_stream:
+      super().skip(num_batches)
+    else:
+      base.BaseInput.skip(self, num_batches)
+
   def position(self) -> dict[str, Any]:
     """Returns how many records were given; of a stream, Grain's state too."""
     if not self._is_stream:
@@ -406,10 +458,20 @@ class GrainInput(indexed.IndexedInput):
     return self._at
 
   def set_position(self, position: dict[str, Any]) -> None:
-    """Reads on from where `position` was called."""
+    """Reads on from where `position` was called.
+
+    Raises:
+      ValueError: it is no position of such an input.
+    """
     if not self._is_stream:
       super().set_position(position)
       return
+    expected = _position(0, 0, None)
+    if not isinstance(position, dict) or set(position) != set(expected):
+      raise ValueError(
+        f'{self.name}.set_position got {position!r}; expected what position()'
+        f' returned, a dict of {", ".join(expected)}.'
+      )
     self.close()
     self._at = position
     self._reading = position['epoch'], position['record']
@@ -438,12 +500,49 @@ class GrainInput(indexed.IndexedInput):
     )
 
 
-def _position(epoch: int, record: int, state: str | None) -> dict[str, Any]:
+def _position(
+  epoch: int, record: int, state: str | None, ended: bool = False
+) -> dict[str, Any]:
   """Returns a stream's position: the next record, and Grain's state as JSON.
 
   As text, since Grain goes on with the dict that it gave.
   """
-  return {'epoch': epoch, 'record': record, 'grain': state}
+  return {'epoch': epoch, 'record': record, 'grain': state, 'ended': ended}
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+  """Calls a function, whose errors are not the end of a stream."""
+  try:
+    return function(*args)
+  except Exception as e:
+    error = indexed.not_an_end(e)
+    if error is e:
+      raise
+    raise error from e
+
+
+def _apply(stream: Any, transformation: Any) -> Any:
+  """Returns a stream with a transformation that is not random."""
+  import grain
+
+  if isinstance(transformation, grain.experimental.FlatMapTransform):
+
+    class FlatMap(grain.experimental.FlatMapTransform):
+      max_fan_out = transformation.max_fan_out
+
+      def flat_map(self, element: Any) -> Any:
+        return _call(transformation.flat_map, element)
+
+    return stream.apply(FlatMap())
+  for kind, name in (
+    (grain.transforms.Map, 'map'),
+    (grain.transforms.MapWithIndex, 'map_with_index'),
+    (grain.transforms.Filter, 'filter'),
+  ):
+    if isinstance(transformation, kind):  # Its method and Grain's: one name.
+      function = functools.partial(_call, getattr(transformation, name))
+      return getattr(stream, name)(function)
+  return stream.map(functools.partial(_call, transformation))
 
 
 def _is_function(x: Any) -> bool:
@@ -464,6 +563,21 @@ def _node_names(dataset: Any) -> list[str]:
   for parent in dataset.parents:
     names += _node_names(parent)
   return names
+
+
+def _has_no_end(dataset: Any) -> bool:
+  """Returns whether a dataset says that it never ends."""
+  import grain
+
+  if isinstance(dataset, grain.MapDataset):
+    return len(dataset) == sys.maxsize
+  name = type(dataset).__name__
+  if name == 'LimitIterDataset':
+    return False
+  if name == 'RepeatIterDataset' and dataset._num_epochs is None:
+    return True
+  # What zips or mixes several ends with the first of them.
+  return bool(dataset.parents) and all(map(_has_no_end, dataset.parents))
 
 
 def _find_files(
@@ -519,10 +633,24 @@ def _hash_files(paths: list[str], ends: list[int]) -> str:
   return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
-def _without_tuples(state: Any) -> Any:
-  """Returns a state with lists for tuples, as JSON has them."""
-  if isinstance(state, dict):
-    return {key: _without_tuples(value) for key, value in state.items()}
-  if isinstance(state, list | tuple):
-    return [_without_tuples(value) for value in state]
-  return state
+def _to_json(state: Any) -> str:
+  """Returns the state of an iterator as text; what JSON cannot have, by repr.
+
+  Tuples stay tuples: Grain compares with some, and would resume elsewhere.
+  """
+
+  def mark(x: Any) -> Any:
+    if isinstance(x, dict):
+      return {key: mark(value) for key, value in x.items()}
+    if isinstance(x, list):
+      return list(map(mark, x))
+    return {_TUPLE: list(map(mark, x))} if isinstance(x, tuple) else x
+
+  return json.dumps(mark(state), default=repr)
+
+
+def _from_json(text: str) -> Any:
+  """Returns the state of which `_to_json` made a text."""
+  return json.loads(
+    text, object_hook=lambda x: tuple(x[_TUPLE]) if _TUPLE in x else x
+  )

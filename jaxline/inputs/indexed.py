@@ -14,7 +14,7 @@ Shapes: b rows, N records of an epoch.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Mapping
 import copy
 import dataclasses
 import functools
@@ -61,7 +61,8 @@ class IndexedInput(base.BaseInput, abc.ABC):
       all hosts have as many, and every batch has `weights`.
     num_threads: threads that read batches ahead, for files on slow disks.
     num_workers: processes that do, for work that holds Python's lock. The input
-      is sent to them with cloudpickle.
+      is sent to them with cloudpickle. They import the program's main file: a
+      script begins its work under `if __name__ == '__main__':`.
   """
 
   shuffle: bool | None = None
@@ -73,12 +74,18 @@ class IndexedInput(base.BaseInput, abc.ABC):
 
   def __post_init__(self) -> None:
     super().__post_init__()
+    for key in ('shuffle', 'repeat'):
+      if not isinstance(getattr(self, key), bool | None):
+        raise ValueError(
+          f'{self.name}.{key} is {getattr(self, key)!r}; expected True, False'
+          ' or None.'
+        )
     self.repeat = self.check_repeat(self.repeat)
     if self.shuffle is None:
       self.shuffle = self.is_training
     for key in ('num_threads', 'num_workers'):
       value = getattr(self, key)
-      if not isinstance(value, int) or value < 0:
+      if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(
           f'{self.name}.{key} is {value!r}; expected an integer of at least 0.'
         )
@@ -226,7 +233,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
     if self.num_workers:
       # They get the fields, and none of what is kept here.
       reader = copy.copy(self)
-      reader._peeked, reader._orders = None, {}
+      reader._peeked = None
     # Fixed here: `_given` goes on.
     batch = functools.partial(reader._batch, self._given)
     if not self.num_threads and not self.num_workers:
@@ -237,7 +244,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
 
     dataset = (
       grain.MapDataset.range(num_batches)
-      .map(functools.partial(_send, batch) if self.num_workers else batch)
+      .map(batch)
       .to_iter_dataset(
         grain.ReadOptions(
           num_threads=self.num_threads, prefetch_buffer_size=self.num_threads
@@ -265,7 +272,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
     epochs = positions // self._checked_num_records()
     records = self.order(positions)
     try:
-      return self.read(records, epochs)
+      return self._read_all(records, epochs)
     except Exception as e:
       error = not_an_end(e)
       error.add_note(
@@ -274,6 +281,25 @@ class IndexedInput(base.BaseInput, abc.ABC):
       if error is e:
         raise
       raise error from e
+
+  def _read_all(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
+    batch = self.read(records, epochs)
+    self._check_rows(batch, len(records))
+    return batch
+
+  def _check_rows(self, batch: Any, expected: int) -> None:
+    """Refuses a batch that would lose records, or count some twice."""
+    if not isinstance(batch, Mapping):
+      raise TypeError(
+        f'{self.name} made {type(batch).__name__} of its records; expected a'
+        ' dict of arrays.'
+      )
+    got = base.num_rows(batch)  # type: ignore[arg-type]
+    if got != expected:
+      raise ValueError(
+        f'{self.name} made {got} rows of {expected} records; expected a row of'
+        ' each.'
+      )
 
   def _describe(self, records: np.ndarray, epochs: np.ndarray) -> str:
     """Returns which of some records cannot be read, or all of them."""
@@ -286,7 +312,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
 
     for i in range(len(records)):
       try:
-        self.read(records[i : i + 1], epochs[i : i + 1])
+        self._read_all(records[i : i + 1], epochs[i : i + 1])
       except Exception:
         return describe(i)
     some = [describe(i) for i in range(min(len(records), _MAX_DESCRIBED))]
@@ -304,9 +330,19 @@ class IndexedInput(base.BaseInput, abc.ABC):
     return {'records': self._given}
 
   def set_position(self, position: dict[str, int]) -> None:
-    """Reads on behind so many records."""
+    """Reads on behind so many records.
+
+    Raises:
+      ValueError: it is no position of such an input.
+    """
+    given = position.get('records') if isinstance(position, dict) else None
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+      raise ValueError(
+        f'{self.name}.set_position got {position!r}; expected'
+        " {'records': N}, with N an integer of at least 0."
+      )
     self.close()
-    self._given = position['records']
+    self._given = given
 
   def identity(self) -> dict[str, Any]:
     """Returns what fixes the global order."""
@@ -372,7 +408,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
     return -(-left // self.get_global_batch_size())
 
   def __getstate__(self) -> dict[str, Any]:
-    return {**self.__dict__, '_iterator': None}
+    return {**self.__dict__, '_iterator': None, '_orders': {}}
 
 
 def start_iterator(dataset: Any, num_workers: int) -> Any:
@@ -386,7 +422,7 @@ def start_iterator(dataset: Any, num_workers: int) -> Any:
 
   if num_workers:
     allow_workers()
-    dataset = dataset.mp_prefetch(
+    dataset = _sender_class()(dataset).mp_prefetch(
       grain.MultiprocessingOptions(num_workers=num_workers),
       worker_init_fn=start_worker,
     )
@@ -448,23 +484,54 @@ def not_an_end(error: Exception) -> Exception:
   return RuntimeError(f'A record could not be read: {error!r}.')
 
 
-def _send(batch: Callable[[int], base.Batch], number: int) -> base.Batch:
-  """Returns a batch in a worker, or raises what its parent can be sent.
+@functools.cache
+def _sender_class() -> type:
+  """Returns a node that raises only what a parent process can be sent.
 
   Grain's worker drops an error that cannot be pickled, and its parent would
   wait for it for ever.
   """
+  import grain
+
+  class Sender(grain.DatasetIterator):
+    """What its parent gives, and errors that can be pickled."""
+
+    def __next__(self) -> Any:
+      try:
+        return next(self._parent)
+      except StopIteration:
+        raise
+      except Exception as e:
+        error = _picklable(e)
+        if error is e:
+          raise
+        raise error from e
+
+    def get_state(self) -> Any:
+      return self._parent.get_state()
+
+    def set_state(self, state: Any) -> None:
+      self._parent.set_state(state)
+
+  class SenderDataset(grain.IterDataset):
+    """The dataset of such an iterator."""
+
+    def __iter__(self) -> Sender:
+      return Sender(self._parent.__iter__())
+
+  return SenderDataset
+
+
+def _picklable(error: Exception) -> Exception:
+  """Returns an error, or what stands for it where it cannot be pickled."""
   try:
-    return batch(number)
-  except Exception as e:
-    try:
-      pickle.loads(pickle.dumps(e))
-    except Exception:
-      other = RuntimeError(f'{type(e).__qualname__}: {e}')
-      for note in getattr(e, '__notes__', ()):
-        other.add_note(note)
-      raise other from e
-    raise
+    pickle.loads(pickle.dumps(error))
+  except Exception:
+    other = RuntimeError(f'{type(error).__qualname__}: {error}')
+    for note in getattr(error, '__notes__', ()):
+      other.add_note(note)
+    return other
+  return error
 
 
 def own_arrays(tree: Any) -> Any:
@@ -484,5 +551,7 @@ def explain_dead_worker(error: BaseException) -> None:
     error.add_note(
       'Exit code -9 is a kill, by the system most often when memory ran out; -7'
       ' is a full /dev/shm; 1 is an error when the worker started, which is in'
-      ' the log. Try fewer num_workers; with none, errors come up here.'
+      ' the log: in a script most often that its work does not stand under'
+      " `if __name__ == '__main__':`, and every worker would begin it anew. Try"
+      ' fewer num_workers; with none, errors come up here.'
     )
