@@ -79,7 +79,7 @@ def get_base_config() -> config_dict.ConfigDict:
   config.max_steps_in_flight = config_dict.placeholder(int)
 
   # Sharded steps: how many batches are read and put on the devices ahead of the
-  # step, at least 2. Each takes device memory.
+  # step, at least 2. Each takes device memory. (Of an evaluation, read only.)
   config.infeed_buffer_size = 3
   # A step that waits so many seconds for its batch is told of in the log, with
   # what the input is reading. None never is.

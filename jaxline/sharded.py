@@ -466,7 +466,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self, config: config_dict.ConfigDict, rng: jax.Array
   ) -> Callable[[int], tuple[Any, Any]]:
     """Hands on the step's number and the evaluation key."""
-    del config
+    self._set_infeed(config)
     rng = self.partitioner.put(rng, self.partitioner.replicated)
     return lambda global_step: (global_step, rng)
 
@@ -480,16 +480,19 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Runs steps until `should_run_step` says no."""
     known = base_config.has(config, 'on_nonfinite')
     self.on_nonfinite = config.on_nonfinite if known else 'ignore'
-    if base_config.has(config, 'infeed_buffer_size'):
-      self._infeed_options = {
-        'buffer_size': config.infeed_buffer_size,
-        'stall_secs': config.infeed_stall_secs,
-      }
+    self._set_infeed(config)
     try:
       super().train_loop(config, state, periodic_actions, writer)
     finally:
       # The thread would keep the experiment, and its arrays, alive.
       self._close_input()
+
+  def _set_infeed(self, config: config_dict.ConfigDict) -> None:
+    if base_config.has(config, 'infeed_buffer_size'):
+      self._infeed_options = {
+        'buffer_size': config.infeed_buffer_size,
+        'stall_secs': config.infeed_stall_secs,
+      }
 
   def step(
     self, *, global_step: Any, rng: Any, writer: writers.Writer | None

@@ -564,6 +564,22 @@ def test_an_evaluation_reads_ahead_and_closes_its_input():
   assert 'eval_infeed' not in {t.name for t in threading.enumerate()}
 
 
+def test_an_evaluation_that_stalls_is_told_of(caplog):
+  caplog.set_level('WARNING')
+
+  class Slow(Experiment):
+    def eval_input(self):
+      time.sleep(0.7)
+      yield regression.examples(0, ROWS)
+
+  experiment = make(Slow, 'eval')
+  config = regression.get_config(0)
+  config.infeed_stall_secs = 0.2
+  experiment.evaluate_inputs(config, KEY)
+  experiment.evaluate(global_step=0, rng=KEY, writer=None)
+  assert 'The evaluation has waited 0 s for a batch: a gen' in caplog.text
+
+
 def test_an_error_of_an_eval_input_is_raised():
   class Failing(Experiment):
     def eval_input(self):
