@@ -5,9 +5,12 @@ import io
 import json
 import sys
 
+import jax
+from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 
+from jaxline.inputs import base
 from jaxline.inputs import c4
 from jaxline.inputs import seqio as seqio_input
 from jaxline.inputs import tfdata
@@ -279,6 +282,13 @@ def test_ids_are_text_again():
   assert inputs.ids_to_strings(ids, [6, 2]) == ['de\nf', 'gg']
   assert inputs.ids_to_strings(ids, [6, 2], 'tgt') == ['de\nf', 'gg']
   assert inputs.ids_to_strings([[5, 1, 6]], [3], 'src') == ['5 1\n6']
+  task = task.replace(
+    name='inputs', output_features={'inputs': features['inputs']}
+  )
+  inputs = make(task, task_feature_lengths={'inputs': 4})
+  assert inputs.ids_to_strings([[5]], [1], 'inputs') == ['5']
+  with pytest.raises(ValueError, match=r"'targets' .*it has \['inputs'\]"):
+    inputs.ids_to_strings([[5]], [1])
 
 
 # Training.
@@ -318,9 +328,12 @@ def test_epochs_differ_and_go_on_after_any_batch(tmp_path):
     ({'count': 2}, 'num_infeed_hosts is 1 in the state and 2 here'),
     ({'split_name': 'validation'}, "split_name is 'train'"),
     ({'shuffle': False}, 'shuffle is True'),
+    ({'trim_output_features': False}, 'trim_output_features is True'),
+    ({'data_version': 'new'}, "data_version is ''"),
+    ({'task': make_task(tmp_path, shuffle_buffer_size=5)}, 'tasks is'),
   ):
     with pytest.raises(ValueError, match=message):
-      make(task, **fields).set_state(state)
+      make(**{'task': task, **fields}).set_state(state)
   (tmp_path / 'numbers-3.tfrecord').touch()
   seqio.utils._list_files_for_glob.cache_clear()
   with pytest.raises(ValueError, match='file_names_sha256'):
@@ -363,6 +376,54 @@ def test_a_mixture_repeats_its_tasks_each_by_itself(tmp_path):
   after = make(mixture, batch_size=10)
   after.set_position({'epoch': 0, 'record': 70})
   assert next(after).tgt.labels[:, 0].tolist() == rows[7]
+
+
+def test_a_state_of_other_rates_is_refused(tmp_path):
+  tasks = [make_task(tmp_path, name) for name in ('one', 'two')]
+
+  def mix(rates, **fields):
+    mixture = seqio.Mixture('both', list(zip(tasks, rates, strict=True)))
+    return make(mixture, **fields)
+
+  state = mix((1, 2)).get_state()
+  mix((1, 2.0)).set_state(state)
+  with pytest.raises(ValueError, match=r'tasks is .*2\.0.* in the state'):
+    mix((1, 3)).set_state(state)
+  # Each task is read once there, one after the other.
+  fields = {
+    'is_training': False,
+    'reset_for_eval': True,
+    'eval_loop_num_batches': None,
+  }
+  mix((1, 3), **fields).set_state(mix((1, 2), **fields).get_state())
+
+
+def test_looking_for_examples_reads_few_of_them(tmp_path):
+  seen = []
+
+  def note(x):
+    seen.append(0)
+    return x
+
+  def counted(dataset):
+    return dataset.map(
+      lambda e: {
+        **e,
+        'targets': tf.ensure_shape(
+          tf.numpy_function(note, [e['targets']], tf.int32), [None]
+        ),
+      }
+    )
+
+  tasks = [
+    make_task(tmp_path, name, sizes=(400,)).replace(
+      preprocessors=[to_int32, counted]
+    )
+    for name in ('one', 'two')
+  ]
+  inputs = make(seqio.Mixture('both', [(task, 1) for task in tasks]))
+  inputs.epoch_dataset(0, 0)
+  assert 2 <= len(seen) < 200
 
 
 def test_an_empty_task_of_a_mixture_does_not_loop(tmp_path):
@@ -410,7 +471,7 @@ def run_model(inputs):
   predictions, scores = [], []
   for host in inputs:
     for batch in host.eval_batches():
-      ids = {key: batch[key] for key in seqio_input.ID_KEYS}
+      ids = host.example_ids(batch)
       x = batch.tgt.labels[:, 0]
       right = np.where(x % 4 == 0, x, 99)
       tokens = np.stack([right, np.ones_like(x)], axis=1)
@@ -455,6 +516,48 @@ def test_ids_and_metrics_whatever_the_number_of_hosts(tmp_path, count):
   assert metrics == {'numbers': pytest.approx(expected)}
   only = inputs[-1].compute_metrics(score_outputs=scores)
   assert only == {'numbers': {'total': 165.0, 'examples': 11}}
+
+
+def test_outputs_are_gathered_as_documented(tmp_path):
+  (data,) = evaluate(make_task(tmp_path))
+
+  def gather(**fields):
+    return [
+      multihost_utils.process_allgather(
+        (data.example_ids(batch), batch.tgt.labels[:, 0]), **fields
+      )
+      for batch in data.eval_batches()
+    ]
+
+  metrics = data.compute_metrics(score_outputs=gather(tiled=True))
+  assert metrics == {'numbers': {'total': 165.0, 'examples': 11}}
+  stacked = [
+    jax.tree.map(lambda x: np.asarray(x)[None], output)
+    for output in gather(tiled=True)
+  ]
+  with pytest.raises(ValueError, match=r'shape \(1, 2\); .*tiled=True'):
+    data.compute_metrics(score_outputs=stacked)
+
+
+def test_a_subclass_may_leave_the_ids_out(tmp_path):
+  class Labels(seqio_input.SeqIOInput):
+    def get_next(self):
+      batch = super().get_next()
+      return base.Batch(x=batch.tgt.labels, weights=batch.weights)
+
+  inputs = Labels(
+    mixture_or_task=make_task(tmp_path),
+    split_name='validation',
+    batch_size=2,
+    task_feature_lengths={'inputs': 4, 'targets': 2},
+    feature_converter=seqio_input.EncoderDecoderFeatures(pack=False),
+    reset_for_eval=True,
+    eval_loop_num_batches=None,
+    batch_padding_size=1,
+  )
+  assert [b.x.shape for b in inputs.eval_batches()] == [(3, 2)] * 6
+  with pytest.raises(ValueError, match='are missing'):
+    inputs.example_ids(next(inputs.eval_batches()))
 
 
 def test_each_task_of_a_mixture_has_its_metrics(tmp_path):
@@ -563,13 +666,26 @@ def test_outputs_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     compute(score_outputs=[*scores, (ids, [1.0])])
   with pytest.raises(ValueError, match='pairs'):
     compute(predict_outputs=[(i, tokens) for i, (tokens, _) in predictions])
+  uneven = [
+    (i, (np.pad(tokens, [(0, 0), (0, n % 2)]), more))
+    for n, (i, (tokens, more)) in enumerate(predictions)
+  ]
+  with pytest.raises(
+    ValueError,
+    match=r'predict_outputs of task numbers .*\(2,\) and \(3,\).*Pad',
+  ):
+    compute(predict_outputs=uneven)
   with pytest.raises(ValueError, match='Give predict_outputs, score_outputs'):
     compute()
-  packed = evaluate(
-    task, feature_converter=seqio_input.LanguageModelFeatures(pack=True)
+  (packed,) = evaluate(
+    task, feature_converter=seqio_input.EncoderDecoderFeatures(pack=True)
   )
   with pytest.raises(ValueError, match='packing is True'):
-    packed[0].compute_metrics(score_outputs=scores)
+    packed.example_ids(next(packed.eval_batches()))
+  with pytest.raises(ValueError, match='packing is True'):
+    packed.compute_metrics(score_outputs=scores)
+  with pytest.raises(ValueError, match=r"\['x'\], and \['_seqio_index_within_"):
+    compute(score_outputs=[({'x': [1]}, [1.0])])
   with pytest.raises(ValueError, match='reset_for_eval is False'):
     make(task).compute_metrics(score_outputs=scores)
   monkeypatch.setattr(seqio_input.jax, 'process_index', lambda: 1)
@@ -619,6 +735,11 @@ def test_wrong_fields_are_refused(tmp_path):
       ValueError,
       'never shuffled',
     ),
+    (
+      {'mixture_or_task': task, 'use_cached': 'no'},
+      ValueError,
+      "use_cached is 'no'; expected True or False",
+    ),
   ):
     with pytest.raises(error, match=message):
       seqio_input.SeqIOInput(**{**fields, **wrong})
@@ -634,8 +755,45 @@ def test_an_error_names_the_files(tmp_path):
     list(make(task, repeat=False, shuffle=False))
   note = caught.value.__notes__[0]
   assert "of numbers, split 'train'" in note
-  assert f'{path}, ' in note
+  assert f'(one of {path}, ' in note
   assert 'and 1 more' in note
+
+
+@pytest.mark.parametrize(
+  ('count', 'host', 'files'),
+  [(1, 0, [0, 1, 2]), (2, 0, [0, 2]), (2, 1, [1]), (4, 3, [0, 1, 2])],
+)
+def test_only_files_that_a_host_reads_are_named(tmp_path, count, host, files):
+  inputs = make(make_task(tmp_path, sizes=(9, 9, 9)), count, host)
+  rows = [x for _ in range(4) for x in next(inputs).tgt.labels[:, 0].tolist()]
+  assert {(x - 10) // 9 for x in rows} <= set(files)
+  where = inputs.where()
+  named = [str(tmp_path / f'numbers-{i}.tfrecord') for i in files]
+  some = ', '.join(named)
+  assert where.endswith(f'(one of {some})' if len(named) > 1 else f'({some})')
+
+
+def test_files_are_looked_for_once(tmp_path, monkeypatch):
+  task = make_task(tmp_path)
+  inputs = make(task)
+  path = str(tmp_path / 'numbers-0.tfrecord')
+  calls = []
+  list_shards = type(task.source).list_shards
+
+  def listing(self, split):
+    calls.append(split)
+    return list_shards(self, split)
+
+  monkeypatch.setattr(type(task.source), 'list_shards', listing)
+  # Not even before the data is open: what opens it may be what hangs.
+  assert path not in inputs.where()
+  assert not calls
+  next(inputs)
+  before = len(calls)
+  for _ in range(3):
+    assert path in inputs.where()
+    inputs.get_state()
+  assert len(calls) == before
 
 
 def test_without_seqio_the_error_says_how_to_get_it(monkeypatch):
@@ -709,6 +867,32 @@ def test_c4_puts_documents_one_after_the_other(tmp_path):
   first = batches[0]
   assert first.ids[0, 1:].tolist() == first.labels[0, :-1].tolist()
   assert inputs.ids_to_strings(first.labels, [64]) == [text[:64].strip()]
+
+
+def test_a_state_of_c4_in_another_order_is_refused(tmp_path):
+  files = c4_files(tmp_path, 'json.gz')
+
+  def c4_with(documents=4, buffer=50, vocabulary=None, **fields):
+    task = c4.c4_task(
+      train_files=files,
+      vocabulary=vocabulary or seqio.ByteVocabulary(),
+      documents_at_once=documents,
+      shuffle_buffer_size=buffer,
+    )
+    return c4.c4_input(
+      task, batch_size=2, length=16, is_training=True, **fields
+    )
+
+  state = c4_with().get_state()
+  c4_with().set_state(state)
+  for fields, message in (
+    ({'documents': 8}, 'data_version is .*documents_at_once=4'),
+    ({'buffer': 5}, "tasks is .*'shuffle_buffer_size': 50"),
+    ({'vocabulary': seqio.ByteVocabulary(9)}, 'data_version is'),
+    ({'data_version': 'mine'}, "'mine vocabulary="),
+  ):
+    with pytest.raises(ValueError, match=message):
+      c4_with(**fields).set_state(state)
 
 
 def test_c4_with_a_sentencepiece_model(tmp_path):

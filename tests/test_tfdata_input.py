@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import time
 
 import hypothesis
 from hypothesis import strategies as st
@@ -333,34 +334,77 @@ def test_what_has_no_seed_of_its_own_is_the_same_each_time():
   assert batches(third, 1) == whole[3:]
 
 
-def test_parallel_parts_keep_their_order():
-  def dataset(seed, **fields):
-    del seed
-    options = tf.data.Options()
-    options.deterministic = False
-    return (
-      tf.data.Dataset.range(64)
-      .map(
-        lambda x: {'x': tf.numpy_function(slowly, [x], tf.int64)},
-        num_parallel_calls=8,
-        **fields,
-      )
-      .map(lambda x: {'x': tf.ensure_shape(x['x'], [])})
-      .with_options(options)
-    )
+def slowly(x, stateful=True):
+  """Gives `x` back; of each eight the first takes longest."""
 
-  def slowly(x):
-    # The first of each eight takes longest.
-    np.linalg.svd(np.ones([1 + 30 * (7 - x % 8)] * 2))
+  def work(x):
+    time.sleep((7 - x % 8) / 1000)
     return x
 
-  (inputs,) = train(dataset=dataset, batch_size=64)
-  assert read([inputs], 1) == [list(range(64))]
-  (inputs,) = train(
-    dataset=lambda seed: dataset(seed, deterministic=False), batch_size=64
+  x = tf.numpy_function(work, [x], tf.int64, stateful=stateful)
+  return tf.ensure_shape(x, [])
+
+
+def parallel_map(seed):
+  del seed
+  options = tf.data.Options()
+  options.deterministic = False
+  return (
+    tf.data.Dataset.range(64)
+    .map(slowly, num_parallel_calls=8, deterministic=False)
+    .map(lambda x: slowly(x, stateful=False), num_parallel_calls=8)
+    .map(lambda x: {'x': x})
+    .with_options(options)
   )
-  with pytest.raises(ValueError, match='deterministic=False'):
-    next(inputs)
+
+
+def parallel_interleave(seed):
+  del seed
+  return (
+    tf.data.Dataset.range(8)
+    .interleave(
+      lambda k: tf.data.Dataset.range(8 * k, 8 * k + 8).map(
+        lambda x: slowly(x // 8 + x % 8, stateful=False) * 0 + x
+      ),
+      cycle_length=8,
+      num_parallel_calls=8,
+      deterministic=False,
+    )
+    .map(lambda x: {'x': x})
+  )
+
+
+def parallel_draws(seed):
+  del seed
+  generator = tf.random.Generator.from_seed(1)
+
+  def draw(x):
+    x = slowly(x, stateful=False)
+    a = tf.random.uniform([], 0, 1000, tf.int64)
+    return {
+      'x': 10**6 * x + 1000 * a + generator.uniform([], 0, 1000, tf.int64)
+    }
+
+  return tf.data.Dataset.range(64).map(draw, num_parallel_calls=8)
+
+
+@pytest.mark.parametrize(
+  'dataset', [parallel_map, parallel_interleave, parallel_draws]
+)
+def test_parallel_parts_are_the_same_each_time(dataset):
+  (inputs,) = train(dataset=dataset, batch_size=8)
+  whole = read([inputs], 8)
+  rows = list(itertools.chain(*whole))
+  if dataset is parallel_map:
+    assert rows == list(range(64))
+  elif dataset is parallel_interleave:
+    assert rows == [8 * k + i for i in range(8) for k in range(8)]
+  for done in (0, 3):
+    (before,) = train(dataset=dataset, batch_size=8)
+    assert read([before], done) == whole[:done]
+    (after,) = train(dataset=dataset, batch_size=8)
+    after.set_state(before.get_state())
+    assert read([after], 8 - done) == whole[done:]
 
 
 # Ends and errors.
@@ -395,12 +439,77 @@ def test_a_host_without_a_part_is_named_in_training():
     next(inputs[1])
 
 
-def test_an_epoch_without_an_end_is_refused():
-  (inputs,) = one_epoch(
-    dataset=lambda seed: numbers(3)(seed).repeat(), batch_size=2
-  )
+def even(x):
+  return x['x'] % 2 == 0
+
+
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda endless, end: endless,
+    lambda endless, end: endless.filter(even).batch(2).unbatch().prefetch(1),
+    lambda endless, end: endless.flat_map(tf.data.Dataset.from_tensors),
+    lambda endless, end: end.concatenate(endless.filter(even)),
+    lambda endless, end: tf.data.Dataset.zip(endless, endless.filter(even)).map(
+      lambda a, b: b
+    ),
+  ],
+)
+def test_an_epoch_without_an_end_is_refused(make):
+  def dataset(seed):
+    one = numbers(3)(seed)
+    return make(one.repeat(), one.filter(even))
+
+  (inputs,) = one_epoch(dataset=dataset, batch_size=2)
   with pytest.raises(ValueError, match='has no end, and repeat=False'):
     next(inputs)
+
+
+@pytest.mark.parametrize(
+  ('make', 'expected'),
+  [
+    (lambda endless, end: endless.filter(even).take(3), [0, 2, 0]),
+    (lambda endless, end: endless.take(4).filter(even), [0, 2, 0]),
+    (lambda endless, end: endless.take_while(even), [0]),
+    (
+      lambda endless, end: tf.data.Dataset.zip(endless, end).map(
+        lambda a, b: a
+      ),
+      [0, 1],
+    ),
+    (
+      lambda endless, end: tf.data.Dataset.choose_from_datasets(
+        [endless.filter(even)] * 2, tf.data.Dataset.range(2)
+      ),
+      [0, 0],
+    ),
+  ],
+)
+def test_an_end_of_what_repeats_is_accepted(make, expected):
+  def dataset(seed):
+    one = numbers(3)(seed)
+    return make(one.repeat(), one.filter(even))
+
+  (inputs,) = one_epoch(dataset=dataset, batch_size=1)
+  assert [b.x.tolist() for b in inputs.eval_batches()] == [
+    [x] for x in expected
+  ]
+
+
+def test_a_global_seed_is_set_again():
+  def draw():
+    return float(tf.random.uniform([]))
+
+  tf.random.set_seed(5)
+  tf.config.experimental.enable_op_determinism()
+  expected = draw()
+  tf.random.set_seed(5)
+  (inputs,) = train(dataset=numbers(3), batch_size=2)
+  next(inputs)
+  assert draw() == expected
+  with pytest.raises(ZeroDivisionError):
+    tfdata.build(3, lambda seed: 1 / 0)
+  assert draw() == expected
 
 
 def write_records(path, values):
@@ -444,7 +553,9 @@ def test_a_broken_file_is_an_error_again_and_again(tmp_path):
   for _ in range(2):  # Never mistaken for the end.
     with pytest.raises(tf.errors.DataLossError) as caught:
       next(inputs)
-    assert 'broken read epoch 0 from record 8 on' in caught.value.__notes__[0]
+    assert (
+      'broken, reading epoch 0 from record 8 on' in caught.value.__notes__[0]
+    )
 
 
 def test_an_error_of_the_function_names_the_input():
@@ -454,7 +565,7 @@ def test_an_error_of_the_function_names_the_input():
   (inputs,) = train(dataset=dataset, batch_size=2, name='mine')
   with pytest.raises(OSError, match='gone') as caught:
     next(inputs)
-  assert 'While mine read epoch 0' in caught.value.__notes__[0]
+  assert 'mine, reading epoch 0' in caught.value.__notes__[0]
 
 
 def test_strings_reach_no_device():
@@ -487,6 +598,11 @@ def test_strings_reach_no_device():
     (lambda: [1, 2], TypeError, 'is a list; expected a tf.data.Dataset'),
     (lambda: tf.data.Dataset.range(3), TypeError, 'expected dicts'),
     (
+      lambda: tf.data.Dataset.from_tensors({'x': {'y': (1, 2)}}),
+      TypeError,
+      'dicts of dicts',
+    ),
+    (
       lambda: tf.data.Dataset.from_tensors(
         {'x': tf.ragged.constant([[1], [2, 3]])}
       ),
@@ -504,6 +620,15 @@ def test_what_makes_no_batch_is_refused(make, error, message):
   (inputs,) = train(dataset=lambda seed: make(), batch_size=2)
   with pytest.raises(error, match=message):
     next(inputs)
+
+
+@pytest.mark.parametrize(
+  ('field', 'value'), [('drop_remainder', 'no'), ('repeat', 1)]
+)
+def test_what_is_neither_true_nor_false_is_refused(field, value):
+  message = rf'TfDataInput\.{field} is {value!r}; expected True'
+  with pytest.raises(ValueError, match=message):
+    train(dataset=numbers(3), batch_size=2, **{field: value})
 
 
 def test_a_buffer_of_no_records_is_refused():

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import functools
+import hashlib
 import json
 import os
 import re
@@ -130,11 +131,13 @@ def c4_input(
     length: tokens of a row.
     is_training: reads 'train' then, otherwise 'validation', one epoch each
       time.
-    **fields: more of `SeqIOInput`.
+    **fields: more of `SeqIOInput`. Its `data_version` also gets the task's
+      `documents_at_once` and vocabulary.
 
   Returns:
     The input.
   """
+  version = [fields.pop('data_version', ''), *_describe(task)]
   defaults = {
     'split_name': 'train' if is_training else 'validation',
     'task_feature_lengths': {'targets': length},
@@ -147,8 +150,25 @@ def c4_input(
     mixture_or_task=task,
     batch_size=batch_size,
     is_training=is_training,
+    data_version=' '.join(filter(None, version)),
     **{**defaults, **fields},
   )
+
+
+def _describe(task: Any) -> list[str]:
+  """Returns what makes a task's rows of its documents."""
+  vocabulary = task.output_features['targets'].vocabulary
+  kind = type(vocabulary).__name__
+  described = [f'vocabulary={kind}({vocabulary.vocab_size})']
+  if isinstance(vocabulary, seqio_input.import_seqio().SentencePieceVocabulary):
+    # Its contents: the path may change.
+    model = hashlib.sha256(vocabulary.sp_model).hexdigest()
+    described.append(f'model_sha256={model}')
+  for preprocessor in task.preprocessors:
+    if getattr(preprocessor, 'func', None) is _concatenate:
+      documents = preprocessor.keywords['documents']
+      described.append(f'documents_at_once={documents}')
+  return described
 
 
 def _as_list(patterns: Patterns) -> list[str]:

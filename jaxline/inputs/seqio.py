@@ -19,14 +19,17 @@ position is and what it costs.
 - With `reset_for_eval`, each task of a mixture is evaluated on one epoch, one
   after the other, whatever the rates are.
 
-Metrics. With `reset_for_eval` and without packing each row says which example
-it is: the entries of `ID_KEYS`, int32 [B]. Rows that only fill have index -1.
-To evaluate, gather the model's outputs of all hosts and give them back:
+Metrics need `reset_for_eval=True` and a converter that does not pack, such as
+`EncoderDecoderFeatures(pack=False)`: then each row says which example it is, in
+the entries `ID_KEYS`, int32 [B]. Rows that only fill have index -1. To
+evaluate, gather the model's outputs of all hosts and give them back:
 
   outputs = []
   for batch in data.eval_batches():
-    ids = {key: batch[key] for key in seqio.ID_KEYS}
-    outputs.append(gather((ids, predict(batch))))  # process_allgather
+    ids = data.example_ids(batch)
+    outputs.append(
+      multihost_utils.process_allgather((ids, predict(batch)), tiled=True)
+    )
   metrics = data.compute_metrics(predict_outputs=outputs)
 
 SeqIO means padding where a token is 0, and so do the converters here.
@@ -41,6 +44,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import itertools
 import os
 from typing import Any
 
@@ -196,6 +200,9 @@ class SeqIOInput(tfdata.EpochInput):
       where a model may predict more than `task_feature_lengths` lets it read.
       None: as many as the model sees. (Where a task keeps the text in
       `targets_pretokenized`, the metrics see all of that.)
+    data_version: what the examples are made of, in a word. A position is
+      refused where this has changed: it is for what this class cannot see, such
+      as the preprocessors and the vocabularies.
   """
 
   mixture_name: str | None = None
@@ -207,10 +214,14 @@ class SeqIOInput(tfdata.EpochInput):
   shuffle: bool | None = None
   trim_output_features: bool = True
   eval_metrics_targets_length: int | None = None
+  data_version: str = ''
 
   def __post_init__(self) -> None:
     import_seqio()
     super().__post_init__()
+    tfdata.check_flag(self, 'shuffle', or_none=True)
+    tfdata.check_flag(self, 'use_cached')
+    tfdata.check_flag(self, 'trim_output_features')
     if (self.mixture_name is None) == (self.mixture_or_task is None):
       raise ValueError(
         f'{self.name} has mixture_name={self.mixture_name!r} and'
@@ -236,6 +247,8 @@ class SeqIOInput(tfdata.EpochInput):
         f'{self.name}.task_feature_lengths has {unknown}, which'
         f' {self._provider.name} has not; its features are {sorted(features)}.'
       )
+    # Of each task; None until the data is opened.
+    self._paths: list[list[str]] | None = None
     # Of each task, the examples of each part, for metrics.
     self._examples: dict[str, list[list[Any]]] = {}
 
@@ -288,6 +301,7 @@ class SeqIOInput(tfdata.EpochInput):
   def epoch_dataset(self, seed: int, host_index: int) -> Any:
     """Returns the rows of a host: one epoch, or all there are of a mixture."""
     tf = tfdata.import_tensorflow()
+    self._find_files()
     if self.reset_for_eval:
       parts = [
         self._convert(self._examples_of(task, seed, host_index))
@@ -323,6 +337,7 @@ class SeqIOInput(tfdata.EpochInput):
     host_index: int,
     lengths: Mapping[str, int] | None = None,
     endless: bool | None = None,
+    shuffle: bool | None = None,
   ) -> Any:
     """Returns the examples of a part of a task or mixture."""
     seqio = import_seqio()
@@ -333,7 +348,7 @@ class SeqIOInput(tfdata.EpochInput):
       sequence_length=dict(lengths or self.task_feature_lengths),
       split=self.split_name,
       use_cached=self.use_cached,
-      shuffle=self.shuffle,
+      shuffle=self.shuffle if shuffle is None else shuffle,
       seed=seed,
       shard_info=(
         seqio.ShardInfo(host_index, self.num_infeed_hosts)
@@ -349,7 +364,14 @@ class SeqIOInput(tfdata.EpochInput):
   def _check_tasks_have_examples(self, seed: int, host_index: int) -> None:
     # Repeated, a task without any would be looked through for ever.
     for task in self._tasks:
-      dataset = self._examples_of(task, seed, host_index, endless=False)
+      dataset = self._examples_of(
+        # One example is enough: do not fill a buffer for it.
+        task,
+        seed,
+        host_index,
+        endless=False,
+        shuffle=False,
+      )
       if next(iter(dataset), None) is None:
         raise ValueError(
           f'Task {task.name} of {self._provider.name} has no examples in split'
@@ -366,7 +388,8 @@ class SeqIOInput(tfdata.EpochInput):
     return self._mark(batch, super()._fill(batch))
 
   def _mark(self, batch: Mapping[str, Any], filled: base.Batch) -> base.Batch:
-    if self._has_ids:
+    # A subclass may leave them out, where it needs no metrics.
+    if self._has_ids and INDEX_KEY in batch:
       index = filled[INDEX_KEY].copy()
       index[len(batch[INDEX_KEY]) :] = -1
       filled = base.Batch(filled, **{INDEX_KEY: index})
@@ -385,34 +408,75 @@ class SeqIOInput(tfdata.EpochInput):
       kind = getattr(converter, '__qualname__', type(converter).__name__)
       named = f'{kind}(pack={getattr(converter, "pack", None)})'
     files = hashlib.sha256()
-    for task in self._tasks:
-      for path in self._files(task):
-        files.update(f'{os.path.basename(path)}\n'.encode())
+    for path in itertools.chain(*self._find_files()):
+      files.update(f'{os.path.basename(path)}\n'.encode())
+    # Without a mixture, or where each task is read to its end, no rate counts.
+    mixes = not self.reset_for_eval and hasattr(self._provider, 'get_rate')
     return {
       'mixture_or_task': self._provider.name,
+      # In order, since that is the one in which they are read.
+      'tasks': [
+        {
+          'name': task.name,
+          # Private in SeqIO; what else shuffles is the same each time.
+          'shuffle_buffer_size': (
+            getattr(task, '_shuffle_buffer_size', None)
+            if self.shuffle
+            else None
+          ),
+          'rate': self._provider.get_rate(task) if mixes else None,
+        }
+        for task in self._tasks
+      ],
       'split_name': self.split_name,
       'task_feature_lengths': dict(self.task_feature_lengths),
       'feature_converter': named,
       'use_cached': self.use_cached,
       'shuffle': self.shuffle,
+      'trim_output_features': self.trim_output_features,
+      'data_version': self.data_version,
       'file_names_sha256': files.hexdigest(),
     }
 
-  def _files(self, task: Any) -> list[str]:
-    if self.use_cached and task.supports_caching:
-      return [task.cache_dir]  # Its source may be gone.
-    return list(task.source.list_shards(self.split_name))
+  def _find_files(self) -> list[list[str]]:
+    """Returns the paths of each task; looks for them the first time only."""
+    if self._paths is None:
+      self._paths = [
+        [task.cache_dir]  # Its source may be gone.
+        if self.use_cached and task.supports_caching
+        else list(task.source.list_shards(self.split_name))
+        for task in self._tasks
+      ]
+    return self._paths
+
+  def _files_of_host(self) -> list[str]:
+    """Returns the paths that this host reads, as SeqIO shares them out."""
+    assert self._paths is not None
+    hosts, host = self.num_infeed_hosts, self.infeed_host_index
+    assert hosts is not None
+    files = []
+    for paths in self._paths:
+      # With fewer files than hosts, each reads all and keeps some examples.
+      files += paths[host::hosts] if len(paths) >= hosts else paths
+    return files
 
   def where(self) -> str:
-    """Returns the first record of the next batch, and which files there are."""
-    files = [path for task in self._tasks for path in self._files(task)]
-    some = ', '.join(files[:_MAX_NAMED])
-    if len(files) > _MAX_NAMED:
-      some += f' and {len(files) - _MAX_NAMED} more'
-    return (
-      f'{super().where()} of {self._provider.name}, split'
-      f' {self.split_name!r} ({some})'
+    """Returns the first record of the next batch, and the files it may be of.
+
+    These are the files that this host reads, once the data is open: before,
+    they are not looked for, since this is asked for while a file system hangs,
+    too. Which of them is open, nobody but TensorFlow knows.
+    """
+    text = (
+      f'{super().where()} of {self._provider.name}, split {self.split_name!r}'
     )
+    if self._paths is None:
+      return text
+    paths = self._files_of_host()
+    some = ', '.join(paths[:_MAX_NAMED])
+    if len(paths) > _MAX_NAMED:
+      some += f' and {len(paths) - _MAX_NAMED} more'
+    return f'{text} ({"one of " if len(paths) > 1 else ""}{some})'
 
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
@@ -424,14 +488,53 @@ class SeqIOInput(tfdata.EpochInput):
       lengths: integers [B], how many of each row to take.
       key: a feature of the task, or 'src' for 'inputs'. All else, and None, is
         'targets'.
+
+    Raises:
+      ValueError: the task has no such feature.
     """
     features = self._provider.output_features
     key = 'inputs' if key == 'src' else key
-    feature = features[key if key in features else 'targets']
+    feature = features.get(key) or features.get('targets')
+    if feature is None:
+      raise ValueError(
+        f'{self._provider.name} has no feature {key or "targets"!r} whose'
+        f' vocabulary could decode ids; it has {sorted(features)}. Give one of'
+        ' these as key.'
+      )
     return [
       _decode(feature.vocabulary, np.asarray(row)[:length].tolist())
       for row, length in zip(ids, lengths, strict=True)
     ]
+
+  def example_ids(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns which examples the rows of a batch are, for `compute_metrics`.
+
+    Args:
+      batch: of `eval_batches`, or what this has returned for one.
+
+    Returns:
+      The entries `ID_KEYS` of it, int32 [B]; index -1 where a row only fills.
+
+    Raises:
+      ValueError: rows have no ids.
+    """
+    self._check_has_ids()
+    missing = sorted(set(ID_KEYS) - set(batch))
+    if missing:
+      raise ValueError(
+        f'A batch has the entries {sorted(batch)}, and {missing} are missing.'
+        f' Give a batch of {self.name}.eval_batches(), or its example_ids.'
+      )
+    return {key: batch[key] for key in ID_KEYS}
+
+  def _check_has_ids(self) -> None:
+    if not self._has_ids:
+      raise ValueError(
+        f'{self.name} has no example ids to compute metrics with: its'
+        f' reset_for_eval is {self.reset_for_eval}, and packing is'
+        f' {getattr(self.feature_converter, "pack", False)}. Set'
+        ' reset_for_eval=True, and pack=False in the feature converter.'
+      )
 
   def compute_metrics(
     self,
@@ -441,6 +544,8 @@ class SeqIOInput(tfdata.EpochInput):
   ) -> dict[str, dict[str, Any]]:
     """Computes the metrics of the task, or of each task of the mixture.
 
+    It needs `reset_for_eval=True`, and a converter that does not pack.
+
     Each output is joined to its example by the id of its row, so that neither
     the order nor the number of hosts matters. Rows that only fill are left out;
     of several rows with the same id, the first counts. Where outputs of one
@@ -448,10 +553,10 @@ class SeqIOInput(tfdata.EpochInput):
     examples of all hosts for this, and keeps them for the next time.
 
     Args:
-      predict_outputs: for each batch, over all hosts, the batch (or a dict of
-        the entries `ID_KEYS` of it) and what the model predicts: token ids
-        [B, L], or a pair of these and a dict of more arrays [B, ...] for the
-        metrics that take `aux_values`.
+      predict_outputs: for each batch, over all hosts, its `example_ids` (or the
+        whole batch) and what the model predicts: token ids [B, L], or a pair of
+        these and a dict of more arrays [B, ...] for the metrics that take
+        `aux_values`.
       score_outputs: likewise, with scores [B].
 
     Returns:
@@ -462,13 +567,7 @@ class SeqIOInput(tfdata.EpochInput):
       ValueError: the outputs are not those of exactly the examples there are;
         or rows have no ids.
     """
-    if not self._has_ids:
-      raise ValueError(
-        f'{self.name} has no example ids to compute metrics with: its'
-        f' reset_for_eval is {self.reset_for_eval}, and packing is'
-        f' {getattr(self.feature_converter, "pack", False)}. Set'
-        ' reset_for_eval=True, and pack=False in the feature converter.'
-      )
+    self._check_has_ids()
     if predict_outputs is None and score_outputs is None:
       raise ValueError('Give predict_outputs, score_outputs or both.')
     if jax.process_index():
@@ -510,7 +609,18 @@ class SeqIOInput(tfdata.EpochInput):
     """Returns the output of each example, by part and place in it."""
     collected: dict[tuple[int, int], Any] = {}
     for batch, output in outputs:
-      shards, num_shards, indices = (np.asarray(batch[key]) for key in ID_KEYS)
+      shards, num_shards, indices = map(
+        np.asarray, self.example_ids(batch).values()
+      )
+      for key, values in zip(
+        ID_KEYS, (shards, num_shards, indices), strict=True
+      ):
+        if values.ndim != 1:
+          raise ValueError(
+            f'Outputs for {self.name} come with {key} of shape {values.shape};'
+            ' expected [B], the rows of all hosts one after the other. Gather'
+            ' with process_allgather(..., tiled=True).'
+          )
       output = jax.tree.map(
         np.asarray, output, is_leaf=lambda x: isinstance(x, list)
       )
@@ -594,7 +704,7 @@ def _task_metrics(
     kind, takes_more = wanted[metric.model_output_type]
     if kind not in outputs_of:
       continue
-    output = _stack(outputs_of[kind])
+    output = _stack(outputs_of[kind], f'{kind}_outputs of task {task.name}')
     has_more = isinstance(output, tuple)
     if takes_more and not has_more:
       raise ValueError(
@@ -623,9 +733,20 @@ def _task_metrics(
   return result
 
 
-def _stack(rows: list[Any]) -> Any:
+def _stack(rows: list[Any], what: str) -> Any:
   """Returns arrays [N, ...] of N rows of them."""
-  return jax.tree.map(lambda *xs: np.stack(xs), *rows)
+
+  def stack(*xs: Any) -> np.ndarray:
+    first = np.shape(xs[0])
+    for x in xs:
+      if np.shape(x) != first:
+        raise ValueError(
+          f'The {what} have rows of shapes {first} and {np.shape(x)}; expected'
+          ' the same in all batches. Pad predictions to one length, with 0.'
+        )
+    return np.stack(xs)
+
+  return jax.tree.map(stack, *rows)
 
 
 def _decode(vocabulary: Any, ids: list[int]) -> str:

@@ -26,9 +26,16 @@ Who reads what:
 A position is an epoch and how many of its records were given. To go there, the
 epoch is built again from its seed and read up to there: that takes as long as
 reading takes, but it is small, exact in the middle of a shuffle, and no file.
-An epoch is the same each time it is built: its seed is also TensorFlow's global
-seed meanwhile, so that operations without a seed of their own have one too, and
-parallel parts of the pipeline keep their order.
+An epoch is the same each time it is built: its seed is meanwhile TensorFlow's
+global seed, so that operations without a seed of their own have one too, and
+parallel parts of the pipeline keep their order, even those with
+`deterministic=False`. For the latter, building the first dataset turns on
+TensorFlow's `tf.config.experimental.enable_op_determinism`, for the whole
+process. It costs something where a parallel part draws random numbers or calls
+Python: that is then done one record after the other. Parallel stay
+`tf.random.stateless_*` and `tf.numpy_function(..., stateful=False)`, which is
+for functions that always give the same for the same. What Python draws at
+random is the function's own affair: let it draw from `seed`.
 
 TensorFlow is imported when the first input is made, and never touches a GPU.
 
@@ -85,10 +92,34 @@ def derive_seed(seed: int, epoch: int) -> int:
 
 
 def build(seed: int, make: Callable[[int], Any]) -> Any:
-  """Returns `make(seed)`, with that seed for what has none of its own."""
+  """Returns `make(seed)`, with that seed for what has none of its own.
+
+  From here on TensorFlow works deterministically, in the whole process. A
+  global seed that it had before is set again; where it had none, it keeps this.
+  """
+  tf = import_tensorflow()
+  from tensorflow.python.eager import context
+
   with _building:
-    import_tensorflow().random.set_seed(seed)
-    return make(seed)
+    before = context.global_seed()
+    tf.random.set_seed(seed)
+    # Not before: without any seed, random operations would refuse from then on.
+    tf.config.experimental.enable_op_determinism()
+    try:
+      return make(seed)
+    finally:
+      if before is not None:
+        tf.random.set_seed(before)
+
+
+def check_flag(inputs: Any, key: str, or_none: bool = False) -> None:
+  """Refuses a field that is neither True nor False (nor None)."""
+  value = getattr(inputs, key)
+  if not isinstance(value, bool) and not (or_none and value is None):
+    raise ValueError(
+      f'{inputs.name}.{key} is {value!r}; expected True'
+      + (', False or None.' if or_none else ' or False.')
+    )
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -112,6 +143,8 @@ class EpochInput(base.BaseInput, abc.ABC):
 
   def __post_init__(self) -> None:
     super().__post_init__()
+    check_flag(self, 'repeat', or_none=True)
+    check_flag(self, 'drop_remainder')
     self.repeat = self.check_repeat(self.repeat)
     if self.drop_remainder and self.reset_for_eval:
       raise ValueError(
@@ -149,11 +182,7 @@ class EpochInput(base.BaseInput, abc.ABC):
 
   def fill_up(self, batch: base.Batch, rows: int) -> base.Batch:
     """Returns a batch with so many rows, those that only fill of weight 0."""
-    if len(jax.tree.leaves(batch)[0]) < rows:
-      return base.pad_rows(batch, rows)
-    if base.WEIGHTS not in batch:
-      return base.Batch(batch, **{base.WEIGHTS: np.ones(rows, np.float32)})
-    return batch
+    return base.pad_rows(batch, rows)
 
   # The contract of `BaseInput`.
 
@@ -200,28 +229,30 @@ class EpochInput(base.BaseInput, abc.ABC):
     """Returns B rows, fewer at the end of the data, None if there are none."""
     if self._chunks is None:
       self._chunks = self._read(self._epoch, self._record)
-    # One more shows that the end of the epoch lies behind the global batch.
-    wanted = self.batch_size + self.drop_remainder
-    parts = [] if self._rest is None else [self._rest]
-    have = sum(_num_rows(part) for part in parts)
-    while have < wanted:
-      chunk = next(self._chunks, None)
+    parts: list[base.Batch] = []
+    missing = self.batch_size
+    while missing:
+      chunk = self._next_chunk()
       if chunk is None:
         break
+      have = base.num_rows(chunk)
+      if have > missing:
+        self._rest = _choose(chunk, slice(missing, None))
+        chunk, have = _choose(chunk, slice(missing)), missing
       parts.append(chunk)
-      have += _num_rows(chunk)
-    self._rest = None
-    if not parts:
-      return None
-    rows = (
-      parts[0]
-      if len(parts) == 1
-      else jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
-    )
-    if have > self.batch_size:
-      self._rest = _choose(rows, slice(self.batch_size, None))
-      rows = _choose(rows, slice(self.batch_size))
-    return rows
+      missing -= have
+    if self.drop_remainder and not missing:
+      # It shows whether the end of the epoch lies behind the global batch.
+      self._rest = self._next_chunk()
+    if len(parts) > 1:
+      return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+    return parts[0] if parts else None
+
+  def _next_chunk(self) -> base.Batch | None:
+    """Returns rows that follow: what is left of a chunk, or the next."""
+    assert self._chunks is not None
+    chunk, self._rest = self._rest, None
+    return next(self._chunks, None) if chunk is None else chunk
 
   def _read(self, epoch: int, skip: int) -> Iterator[base.Batch]:
     """Yields this host's rows, some at a time, and notes how epochs end.
@@ -240,7 +271,7 @@ class EpochInput(base.BaseInput, abc.ABC):
       dataset = self._build(epoch, self.infeed_host_index).skip(skip)
       for count, chunk in self._batched(dataset, rows, offset):
         num_read += count
-        if _num_rows(chunk):
+        if base.num_rows(chunk):
           yield chunk
       if skip and not num_read:
         size = self._count(epoch, self.infeed_host_index)
@@ -277,12 +308,10 @@ class EpochInput(base.BaseInput, abc.ABC):
         ' a tf.data.Dataset.'
       )
     _check_elements(tf, dataset, self.name)
-    _check_order(dataset, self.name)
-    endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-    if endless and not self.repeat:
+    if not self.repeat and _is_endless(tf, dataset):
       raise ValueError(
         f'The dataset of {self.name} has no end, and repeat=False. Let it be'
-        ' one epoch: leave out .repeat().'
+        ' one epoch: leave out .repeat(), or append .take(n).'
       )
     return dataset
 
@@ -309,7 +338,7 @@ class EpochInput(base.BaseInput, abc.ABC):
     (mine,) = np.nonzero((first <= place) & (place < first + self.batch_size))
     for record in dataset.as_numpy_iterator():
       batch = base.Batch(record)
-      count = _num_rows(batch)
+      count = base.num_rows(batch)
       if len(mine) < rows:
         batch = _choose(batch, mine[mine < count])
       yield count, batch
@@ -468,10 +497,6 @@ class ShardedTfDataInput(TfDataInput):
     )
 
 
-def _num_rows(batch: base.Batch) -> int:
-  return len(jax.tree.leaves(batch)[0])
-
-
 def _choose(batch: base.Batch, rows: Any) -> base.Batch:
   return jax.tree.map(lambda x: x[rows], batch)
 
@@ -489,6 +514,31 @@ def _numbers(tf: Any, record: Mapping[str, Any]) -> dict[str, Any]:
   return kept
 
 
+def _is_dicts(spec: Any) -> bool:
+  if isinstance(spec, Mapping):
+    return all(map(_is_dicts, spec.values()))
+  return not isinstance(spec, (tuple, list))
+
+
+def _is_endless(tf: Any, dataset: Any) -> bool:
+  """Returns whether a dataset has no end, as far as can be known.
+
+  Behind a filter, tf.data knows it of the filter's input only.
+  """
+  known = dataset.cardinality()
+  if known != tf.data.UNKNOWN_CARDINALITY:
+    return bool(known == tf.data.INFINITE_CARDINALITY)
+  kind = type(dataset).__name__
+  inputs = [_is_endless(tf, x) for x in dataset._inputs()]
+  if kind == '_ConcatenateDataset':
+    return any(inputs)
+  if kind == '_ZipDataset':
+    return all(inputs)
+  # What else has several inputs may end with one of them.
+  ends = kind in ('_TakeDataset', '_TakeWhileDataset') or len(inputs) != 1
+  return not ends and inputs[0]
+
+
 def _check_elements(tf: Any, dataset: Any, name: str) -> None:
   """Refuses what cannot become a batch of arrays."""
   spec = dataset.element_spec
@@ -496,6 +546,11 @@ def _check_elements(tf: Any, dataset: Any, name: str) -> None:
     raise TypeError(
       f'The dataset of {name} has elements {spec}; expected dicts. Append'
       " .map(lambda *x: {'x': x[0], ...})."
+    )
+  if not _is_dicts(spec):
+    raise TypeError(
+      f'The dataset of {name} has elements {spec}; expected dicts of dicts of'
+      ' tensors. Append a .map that gives the parts of tuples and lists names.'
     )
   odd = [x for x in tf.nest.flatten(spec) if not isinstance(x, tf.TensorSpec)]
   if odd:
@@ -507,21 +562,4 @@ def _check_elements(tf: Any, dataset: Any, name: str) -> None:
     raise ValueError(
       f'The dataset of {name} has no numbers, only {spec}. Tokenize or drop'
       ' strings: no device holds them.'
-    )
-
-
-def _check_order(dataset: Any, name: str) -> None:
-  """Refuses what says by itself that its order is left to chance.
-
-  The options of a dataset are overridden; an argument of one of its parts
-  cannot be.
-  """
-  # TensorFlow has no public way to ask; without these names nothing is found.
-  for part in getattr(dataset, '_inputs', list)():
-    _check_order(part, name)
-  if getattr(dataset, '_deterministic', '') == 'false':
-    raise ValueError(
-      f'The dataset of {name} has a part with deterministic=False'
-      f' ({type(dataset).__name__}): its order could not be had again after a'
-      ' restart. Leave that argument out.'
     )
