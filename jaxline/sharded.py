@@ -549,9 +549,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def _read_ahead(self, source: Iterator[Batch]) -> infeed.Infeed:
     """Starts to put the batches of a source on the devices."""
     order = getattr(source, 'custom_device_order', None)
+    # Not `self`: the thread would keep the experiment, and its arrays, alive.
+    partitioner = self.partitioner
 
     def place(batch: Batch) -> Batch:
-      return self.partitioner.put_batch(_with_weights(batch), order)
+      return partitioner.put_batch(_with_weights(batch), order)
 
     return infeed.Infeed(source, place, **self._infeed_options)
 

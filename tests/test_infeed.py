@@ -342,6 +342,18 @@ def test_a_dropped_feed_ends_its_thread():
   assert not threads()
 
 
+def test_an_experiment_that_is_dropped_ends_its_thread():
+  experiment = make()
+  steps(experiment, 2)  # Outside of a training loop, which would close it.
+  assert threads()
+  del experiment
+  gc.collect()
+  deadline = time.monotonic() + 5
+  while threads() and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert not threads()
+
+
 # In training.
 
 

@@ -393,7 +393,7 @@ def test_errors_name_the_batch():
   with pytest.raises(OSError, match='the disk is gone') as caught:
     next(source)
   assert caught.value.__notes__ == [
-    'While LingvoInputAdaptor read batch 2 of Generator.'
+    'It was LingvoInputAdaptor, reading batch 2 of Generator.'
   ]
 
 

@@ -511,7 +511,7 @@ def test_the_modes_agree_where_all_is_well():
     experiment = make({})
     rows = train(experiment, 4, mode)
     losses.append([row['loss'] for row in rows])
-    names = {'loss', 'rows', 'grad_norm'}
+    names = {'loss', 'rows', 'grad_norm', 'input_wait_fraction'}
     assert set(rows[0]) - names == (
       {'skipped_steps'} if mode == 'skip' else set()
     )
