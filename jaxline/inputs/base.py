@@ -305,8 +305,7 @@ class BaseInput:
     ):
       refuse('input_random_seed', 'an integer or None')
     for key in ('is_training', 'reset_for_eval', 'input_checkpointing_enabled'):
-      if not isinstance(getattr(self, key), bool):
-        refuse(key, 'True or False')
+      self.check_flag(key)
     order = self.custom_device_order
     if order is not None:
       if not isinstance(order, Sequence):
@@ -367,6 +366,15 @@ class BaseInput:
         f'{self.name} has reset_for_eval=False and eval_loop_num_batches={n!r}:'
         ' an evaluation would not know where to end. Set reset_for_eval=True to'
         ' evaluate on one epoch, or give a number of batches.'
+      )
+
+  def check_flag(self, key: str, or_none: bool = False) -> None:
+    """Refuses a field that is neither True nor False (nor None)."""
+    value = getattr(self, key)
+    if not isinstance(value, bool) and not (or_none and value is None):
+      raise ValueError(
+        f'{self.name}.{key} is {value!r}; expected True'
+        + (', False or None.' if or_none else ' or False.')
       )
 
   def check_repeat(self, repeat: bool | None) -> bool:

@@ -74,12 +74,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    for key in ('shuffle', 'repeat'):
-      if not isinstance(getattr(self, key), bool | None):
-        raise ValueError(
-          f'{self.name}.{key} is {getattr(self, key)!r}; expected True, False'
-          ' or None.'
-        )
+    self.check_flag('shuffle', or_none=True)
     self.repeat = self.check_repeat(self.repeat)
     if self.shuffle is None:
       self.shuffle = self.is_training

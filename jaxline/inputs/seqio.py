@@ -219,9 +219,9 @@ class SeqIOInput(tfdata.EpochInput):
   def __post_init__(self) -> None:
     import_seqio()
     super().__post_init__()
-    tfdata.check_flag(self, 'shuffle', or_none=True)
-    tfdata.check_flag(self, 'use_cached')
-    tfdata.check_flag(self, 'trim_output_features')
+    self.check_flag('shuffle', or_none=True)
+    self.check_flag('use_cached')
+    self.check_flag('trim_output_features')
     if (self.mixture_name is None) == (self.mixture_or_task is None):
       raise ValueError(
         f'{self.name} has mixture_name={self.mixture_name!r} and'

@@ -112,16 +112,6 @@ def build(seed: int, make: Callable[[int], Any]) -> Any:
         tf.random.set_seed(before)
 
 
-def check_flag(inputs: Any, key: str, or_none: bool = False) -> None:
-  """Refuses a field that is neither True nor False (nor None)."""
-  value = getattr(inputs, key)
-  if not isinstance(value, bool) and not (or_none and value is None):
-    raise ValueError(
-      f'{inputs.name}.{key} is {value!r}; expected True'
-      + (', False or None.' if or_none else ' or False.')
-    )
-
-
 @dataclasses.dataclass(kw_only=True, eq=False)
 class EpochInput(base.BaseInput, abc.ABC):
   """Reads datasets that hold one epoch each; a subclass builds them.
@@ -143,8 +133,7 @@ class EpochInput(base.BaseInput, abc.ABC):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    check_flag(self, 'repeat', or_none=True)
-    check_flag(self, 'drop_remainder')
+    self.check_flag('drop_remainder')
     self.repeat = self.check_repeat(self.repeat)
     if self.drop_remainder and self.reset_for_eval:
       raise ValueError(
