@@ -29,6 +29,8 @@ def get_config() -> config_dict.ConfigDict:
   config.best_model_eval_metric = 'bits_per_byte'
   config.best_model_eval_metric_higher_is_better = False
 
+  config.sharding = 'ddp'  # Weights this small are best whole on each device.
+
   kwargs = config.experiment_kwargs.config = config_dict.ConfigDict()
   # 0.8 million weights: for so short a run, a larger model learns less.
   kwargs.model = config_dict.ConfigDict()
@@ -68,9 +70,6 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.b2 = 0.95  # 0.999 would remember longer than the warm-up lasts.
   kwargs.weight_decay = 0.1
   kwargs.clip_norm = 1.0
-
-  kwargs.sharding = 'ddp'  # Weights this small are best whole on each device.
-  kwargs.mesh = config_dict.placeholder(dict)
 
   kwargs.sample_prompt = 'def '
   kwargs.sample_length = 240  # With the prompt, no longer than max_length.

@@ -6,7 +6,9 @@ missing, misspelled, of the wrong kind or contradictory before anything is
 compiled.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+import contextvars
 import dataclasses
 import difflib
 import json
@@ -46,6 +48,56 @@ def get_base_config() -> config_dict.ConfigDict:
   # Number of training steps; None runs until the experiment's own
   # `should_run_step` says no.
   config.training_steps = 10000
+
+  # Sharded steps: sizes of the mesh, within a slice (`ici`: devices that a fast
+  # network joins, such as a TPU slice or the GPUs of a node) and across slices
+  # (`dcn`). In each, one may be -1: all that are left. docs/sharding.md.
+  config.mesh = config_dict.ConfigDict()
+  config.mesh.ici = config_dict.ConfigDict(
+    {'stage': 1, 'replica': 1, 'data': -1, 'mdl': 1}
+  )
+  config.mesh.dcn = config_dict.ConfigDict(
+    {'stage': 1, 'replica': -1, 'data': 1, 'mdl': 1}
+  )
+  # What is split over it: 'ddp' (only the batch), 'fsdp', 'tp', 'fsdp_tp',
+  # 'sp' or 'pipeline'; see `partitioning.PRESETS`.
+  config.sharding = 'ddp'
+  # Changes to the preset: logical axis -> mesh axes, {'vocab': ('data',)}.
+  config.sharding_rules = config_dict.ConfigDict()
+  # Sharded steps: a batch is cut into so many parts, one computed after the
+  # other, whose gradients are added: less memory, the same step.
+  config.gradient_accumulation_steps = 1
+
+  # --jaxline_mode=compile: the TPU topology to compile for, such as 'v4:4x4x4',
+  # and of how many slices; None compiles for the devices that are here.
+  config.topology = config_dict.placeholder(str)
+  config.num_slices = 1
+  # A program that this mode saved, to run instead of compiling: the directory
+  # that it names.
+  config.compiled_program = config_dict.placeholder(str)
+
+  # How several processes meet: 'auto' (a cluster that JAX knows, or the
+  # launcher's variables; else this is one process), 'off', or a dict
+  # {coordinator, num_processes, process_id}. docs/launching.md.
+  config.distributed = config_dict.FieldReference('auto', field_type=object)
+
+  # Settings of XLA, made before JAX starts: docs/accelerators.md.
+  config.xla = config_dict.ConfigDict()
+  # Communicate while computing; None leaves it to XLA.
+  config.xla.latency_hiding_scheduler = config_dict.placeholder(bool)
+  # GPU: profile so many runs of the step, then compile it again by what was
+  # measured (auto PGLE); 0 is off.
+  config.xla.pgle_profiling_runs = 0
+  # Of several measured times, which; None is JAX's own, 90.
+  config.xla.pgle_aggregation_percentile = config_dict.placeholder(int)
+  # The same in two runs (manual PGLE): the first profiles so many steps and
+  # writes this file, which the second names as its profile.
+  config.xla.pgle_save = config_dict.placeholder(str)
+  config.xla.pgle_save_steps = 10
+  config.xla.pgle_profile = config_dict.placeholder(str)
+  # More of XLA_FLAGS, and of libtpu's LIBTPU_INIT_ARGS: name -> value.
+  config.xla.flags = config_dict.ConfigDict()
+  config.xla.tpu_flags = config_dict.ConfigDict()
 
   # In what all intervals are counted: 'secs' or 'steps' (None means 'secs').
   # An interval that is None or negative is off; 0 is every step.
@@ -258,6 +310,8 @@ def _check_values(config: Mapping[str, Any]) -> None:
     ('max_checkpoints_to_keep', False),
     ('max_best_checkpoints_to_keep', False),
     ('max_nonfinite_steps', False),
+    ('gradient_accumulation_steps', False),
+    ('num_slices', False),
     ('keep_checkpoint_every_steps', True),
     ('max_steps_in_flight', True),
   ):
@@ -276,6 +330,8 @@ def _check_values(config: Mapping[str, Any]) -> None:
     ('checkpoint_dir', 'the name of a directory, or None for a fresh one'),
     ('experiment_class', "'package.module:Class', or None"),
     ('restore_from', "'DIR' or 'DIR:STEP', or None"),
+    ('topology', "a TPU topology, such as 'v4:4x4x4', or None"),
+    ('compiled_program', 'the name of a directory, or None'),
   ):
     if not isinstance(config[key], str | None):
       refuse(key, expected)
@@ -373,6 +429,40 @@ def validate_config(config: config_dict.ConfigDict) -> None:
   validate_keys(get_base_config(), config)
   _check_values(config)
   check_constraints(config)
+
+
+_of_run: contextvars.ContextVar[Any] = contextvars.ContextVar(
+  'config_of_run', default=None
+)
+
+
+@contextlib.contextmanager
+def building(config: Any) -> Iterator[None]:
+  """Lets the experiment that is constructed inside see the run's config.
+
+  An experiment's constructor gets `experiment_kwargs` only, as in JAXline.
+
+  Args:
+    config: the run's.
+
+  Yields:
+    Nothing.
+  """
+  token = _of_run.set(config)
+  try:
+    yield
+  finally:
+    _of_run.reset(token)
+
+
+def of_run() -> config_dict.ConfigDict:
+  """Returns the config of the run whose experiment is being constructed.
+
+  The base config where there is none, as in a notebook, or an old one without
+  our keys.
+  """
+  config = _of_run.get()
+  return config if has(config, 'mesh') else get_base_config()
 
 
 def has(config: Any, key: str) -> bool:

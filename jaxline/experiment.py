@@ -39,6 +39,7 @@ class AbstractExperiment(abc.ABC):
     PER_PROCESS_ENTRIES: names in the checkpoint of what each process has for
       itself; of everything else that is not spread over the hosts, a durable
       checkpoint keeps the first process's.
+    IS_SHARDED: whether `sharded.ShardedExperiment` is its kind.
     num_evaluated: how many earlier steps were evaluated, in this process or
       before the run was resumed; set before each `evaluate`.
   """
@@ -46,6 +47,7 @@ class AbstractExperiment(abc.ABC):
   CHECKPOINT_ATTRS: dict[str, str] = {}
   NON_BROADCAST_CHECKPOINT_ATTRS: dict[str, str] = {}
   PER_PROCESS_ENTRIES: tuple[str, ...] = ()
+  IS_SHARDED: bool = False
   num_evaluated: int = 0
 
   @abc.abstractmethod

@@ -6,10 +6,14 @@ A model names the axes of its weights where it creates them
 of the mesh, so that another strategy is another config value and no other
 model. The names in use are `AXIS_NAMES`.
 
+The mesh has four axes, as Pax's: `stage`, `replica`, `data` and `mdl`. Each has
+a size within a slice (`ici`: devices that a fast network joins) and a size
+across slices (`dcn`).
+
 After the logical axis rules of GSPMD-style trainers (T5X, Flax, Pax).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import contextvars
 import dataclasses
@@ -19,6 +23,7 @@ import math
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +34,7 @@ P = jax.sharding.PartitionSpec
 
 # Outermost first: what talks least often comes first, so that the axes that
 # talk most get the nearest devices.
-MESH_AXES = ('replica', 'data')
+MESH_AXES = ('stage', 'replica', 'data', 'mdl')
 
 
 @functools.partial(
@@ -55,12 +60,25 @@ class Rules:
   """For each logical axis, the mesh axes it is split over.
 
   Within one array a mesh axis is used once, by the first logical axis that
-  asks for it. So `embed` may be split over `data` in a weight and whole in an
-  activation, whose `batch` comes first and takes `data`.
+  asks for it.
+
+  Attributes:
+    batch: of activations, the rows.
+    length: of activations between blocks, the positions.
+    activation_embed: of activations between blocks, the residual stream.
+    stages: the leading axis of a pipeline's buffers.
+    layers: of weights, the repeated layers.
+    vocab: tokens, of weights and of logits.
+    embed: of weights, the width of the residual stream.
+    mlp: hidden width of the feed-forward part, of weights and activations.
+    heads: attention heads, of weights and activations.
+    kv: width of one head, of weights and activations.
   """
 
   batch: tuple[str, ...] = ('replica', 'data')
   length: tuple[str, ...] = ()
+  activation_embed: tuple[str, ...] = ()
+  stages: tuple[str, ...] = ()
   layers: tuple[str, ...] = ()
   vocab: tuple[str, ...] = ()
   embed: tuple[str, ...] = ()
@@ -71,71 +89,317 @@ class Rules:
 
 AXIS_NAMES = tuple(field.name for field in dataclasses.fields(Rules))
 
+_TENSOR = Rules(vocab=('mdl',), mlp=('mdl',), heads=('mdl',))
+_PAX = dataclasses.replace(_TENSOR, embed=('data',), activation_embed=('mdl',))
+
 PRESETS = {
   # Data parallel: every device holds the whole state.
   'ddp': Rules(),
   # Fully sharded data parallel (ZeRO-3): each weight, and with it its
   # gradient and optimizer state, is split along its `embed` dimension.
   'fsdp': Rules(embed=('data',)),
+  # Tensor parallel (Megatron): heads, hidden width and vocabulary are split.
+  'tp': _TENSOR,
+  # Both: the sharding of Pax's language models.
+  'fsdp_tp': _PAX,
+  # Both, and between the blocks the sequence is split where `fsdp_tp` splits
+  # the residual stream (Megatron's sequence parallelism).
+  'sp': dataclasses.replace(_PAX, length=('mdl',), activation_embed=()),
+  # `fsdp_tp`, and the layers are dealt out to the stages of a pipeline.
+  'pipeline': dataclasses.replace(_PAX, layers=('stage',), stages=('stage',)),
 }
 
 
-def get_rules(name: str) -> Rules:
-  """Returns the rules of a preset; an error lists the presets there are."""
+def get_rules(
+  name: str, changes: Mapping[str, Sequence[str] | str] | None = None
+) -> Rules:
+  """Returns the rules of a preset.
+
+  Args:
+    name: one of `PRESETS`.
+    changes: logical axis -> the mesh axes that it is split over instead.
+
+  Raises:
+    ValueError: there is no such preset or axis; those there are are listed.
+  """
   if name not in PRESETS:
     near = difflib.get_close_matches(str(name), PRESETS, n=1)
     raise ValueError(
       f'Unknown sharding {name!r}; expected one of {sorted(PRESETS)}.'
       + (f' Did you mean {near[0]!r}?' if near else '')
     )
-  return PRESETS[name]
+  rules = {}
+  for axis, mesh_axes in (changes or {}).items():
+    _check_names([axis], AXIS_NAMES, 'logical axis', 'sharding_rules')
+    if isinstance(mesh_axes, str):
+      mesh_axes = (mesh_axes,)
+    _check_names(mesh_axes, MESH_AXES, 'mesh axis', f'sharding_rules.{axis}')
+    rules[axis] = tuple(mesh_axes)
+  return dataclasses.replace(PRESETS[name], **rules)
+
+
+def _check_names(
+  names: Iterable[str], valid: Sequence[str], what: str, where: str
+) -> None:
+  for name in names:
+    if name not in valid:
+      near = difflib.get_close_matches(str(name), valid, n=1)
+      raise ValueError(
+        f'Unknown {what} {name!r} in {where}; expected some of {list(valid)}.'
+        + (f' Did you mean {near[0]!r}?' if near else '')
+      )
+
+
+# Devices and their slices.
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractDevice:
+  """A device that is only counted: see `on_devices`."""
+
+  id: int
+  slice_index: int
+
+
+def abstract_devices(count: int, num_slices: int = 1) -> list[AbstractDevice]:
+  """Returns devices that are only counted, `count` in all."""
+  per_slice = count // num_slices
+  return [AbstractDevice(i, i // per_slice) for i in range(count)]
+
+
+_on_devices: contextvars.ContextVar[Sequence[Any] | None] = (
+  contextvars.ContextVar('on_devices', default=None)
+)
+
+
+@contextlib.contextmanager
+def on_devices(devices: Sequence[Any]) -> Iterator[None]:
+  """Makes the meshes that are made inside of devices that are not here.
+
+  What is compiled for them cannot run here, and no array can be put there.
+
+  Args:
+    devices: those of `jax.experimental.topologies`, or `abstract_devices`.
+
+  Yields:
+    Nothing.
+  """
+  token = _on_devices.set(devices)
+  try:
+    yield
+  finally:
+    _on_devices.reset(token)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+  """Sizes of a mesh, one for each of `MESH_AXES`.
+
+  Attributes:
+    ici: within a slice.
+    dcn: across slices.
+  """
+
+  ici: tuple[int, ...]
+  dcn: tuple[int, ...]
+
+  @property
+  def sizes(self) -> dict[str, int]:
+    """Mesh axis -> size, over all slices."""
+    pairs = zip(self.ici, self.dcn, strict=True)
+    return {axis: i * d for axis, (i, d) in zip(MESH_AXES, pairs, strict=True)}
+
+  @property
+  def slices(self) -> list[int]:
+    """The slice of each device, in the order of the flattened mesh."""
+    blocks = np.arange(math.prod(self.dcn)).reshape(self.dcn)
+    for axis, size in enumerate(self.ici):
+      blocks = np.repeat(blocks, size, axis=axis)
+    return blocks.ravel().tolist()
+
+  def __str__(self) -> str:
+    def text(shape: tuple[int, ...]) -> str:
+      return ', '.join(
+        f'{axis} {size}' for axis, size in zip(MESH_AXES, shape, strict=True)
+      )
+
+    if math.prod(self.dcn) == 1:
+      return text(self.ici)
+    return f'{text(self.ici)}; across slices {text(self.dcn)}'
+
+
+def mesh_shape(
+  sizes: Mapping[str, Any] | None, devices: Sequence[Any]
+) -> MeshShape:
+  """Returns the sizes of the mesh that `make_mesh` would make.
+
+  Args:
+    sizes: as for `make_mesh`.
+    devices: the devices.
+
+  Raises:
+    ValueError: as `make_mesh`.
+  """
+  sizes = dict(sizes or {})
+  if set(sizes) - {'ici', 'dcn'}:  # The axes themselves: within a slice.
+    sizes = {'ici': sizes}
+  ici = {'data': -1, **(sizes.get('ici') or {})}
+  if -1 in [size for axis, size in ici.items() if axis != 'data'] and (
+    'data' not in (sizes.get('ici') or {})
+  ):
+    ici['data'] = 1  # Another axis is filled up.
+  dcn = {'replica': -1, **(sizes.get('dcn') or {})}
+  if -1 in [size for axis, size in dcn.items() if axis != 'replica'] and (
+    'replica' not in (sizes.get('dcn') or {})
+  ):
+    dcn['replica'] = 1
+  _check_sizes(ici, 'mesh.ici')
+  _check_sizes(dcn, 'mesh.dcn')
+  num_slices = _num_slices(devices, dcn)
+  across = _fill(
+    dcn,
+    num_slices,
+    'mesh.dcn',
+    f'slices (of {len(devices) // num_slices} devices each)',
+  )
+  within = _fill(
+    ici,
+    len(devices) // num_slices,
+    'mesh.ici',
+    'devices' if num_slices == 1 else 'devices in a slice',
+  )
+  return MeshShape(within, across)
+
+
+def _check_sizes(sizes: Mapping[str, int], where: str) -> None:
+  _check_names(sizes, MESH_AXES, 'mesh axis', where)
+  values = list(sizes.values())
+  if values.count(-1) > 1 or any(
+    isinstance(size, bool)
+    or not isinstance(size, int | np.integer)
+    or (size < 1 and size != -1)
+    for size in values
+  ):
+    raise ValueError(
+      f'{where} is {dict(sizes)}; expected positive integers, one of which may'
+      ' be -1: all that are left.'
+    )
+
+
+def _num_slices(devices: Sequence[Any], dcn: Mapping[str, int]) -> int:
+  """Into how many slices the devices fall."""
+  found = len({getattr(d, 'slice_index', None) for d in devices})
+  wanted = math.prod(size for size in dcn.values() if size != -1)
+  if found > 1 or wanted == 1:
+    return found
+  if len({d.process_index for d in devices}) == wanted:
+    return wanted  # As JAX does where devices do not say their slice.
+  if devices[0].platform == 'cpu' and len(devices) % wanted == 0:
+    return wanted  # Fake devices make fake slices.
+  return found
+
+
+def _fill(
+  sizes: Mapping[str, int], count: int, where: str, what: str
+) -> tuple[int, ...]:
+  """Returns a size for each mesh axis, with their product `count`."""
+  shape = [int(sizes.get(axis, 1)) for axis in MESH_AXES]
+  fixed = math.prod(size for size in shape if size != -1)
+  if -1 in shape and count % fixed == 0:
+    shape[shape.index(-1)] = count // fixed
+  if -1 not in shape and math.prod(shape) == count:
+    return tuple(shape)
+  given = {
+    axis: size for axis, size in zip(MESH_AXES, shape, strict=True) if size != 1
+  }
+  lines = [
+    f'{where} is {given or dict(sizes)}, which needs'
+    f' {"a multiple of " if -1 in shape else ""}{fixed} {what}; there are'
+    f' {count}.'
+  ]
+  for axis, size in given.items():
+    others = fixed // size if size != -1 else fixed
+    if size != -1 and count % others == 0:
+      fits = count // others
+      if -1 in shape:
+        lines.append(
+          f'{axis}: {size} does not divide {fits}; expected one of'
+          f' {_divisors(fits)}.'
+        )
+      else:
+        lines.append(f'{axis}: {fits} would fit, in place of {size}.')
+  if len(lines) == 1:
+    lines.append(
+      f'The sizes that fit are divisors of {count}, {_divisors(count)}, whose'
+      f' product is {count}; -1 in one place fills it.'
+    )
+  raise ValueError(' '.join(lines))
+
+
+def _divisors(n: int) -> list[int]:
+  return [i for i in range(1, n + 1) if n % i == 0]
 
 
 def make_mesh(
-  sizes: Mapping[str, int] | None = None,
-  devices: Sequence[jax.Device] | None = None,
+  sizes: Mapping[str, Any] | None = None,
+  devices: Sequence[Any] | None = None,
 ) -> Mesh:
   """Makes the mesh of a run.
 
   Args:
-    sizes: number of devices along `replica` and `data`; one may be -1, which
-      means all that are left. Absent axes have size 1; None is `{'data': -1}`.
-    devices: the devices to use; all devices of all hosts where None.
+    sizes: {'ici': {axis: size}, 'dcn': {axis: size}}, the number of devices
+      along each of `MESH_AXES` within a slice and of slices; or only the
+      former. In each one may be -1, which means all that are left. Where it is
+      not said otherwise, `data` takes the devices of a slice and `replica` the
+      slices, and all other sizes are 1.
+    devices: the devices to use; where None those of `on_devices`, or else all
+      devices of all hosts. Devices form one slice, or those of their
+      `slice_index`, or one for each process where `dcn` asks for so many; CPU
+      devices form as many as it asks for.
 
   Returns:
-    A mesh with the axes `MESH_AXES`.
+    A mesh with the axes `MESH_AXES`, its devices in an order that JAX finds
+    good for their network; abstract for `abstract_devices`.
 
   Raises:
-    ValueError: an axis is unknown, or the sizes do not multiply to the number
-      of devices.
+    ValueError: an axis is unknown, or the sizes do not fit the devices.
   """
-  devices = jax.devices() if devices is None else list(devices)
-  sizes = {'data': -1} if sizes is None else dict(sizes)
-  if unknown := sorted(set(sizes) - set(MESH_AXES)):
-    raise ValueError(
-      f'Unknown mesh axes {unknown}; expected some of {list(MESH_AXES)}.'
+  devices = list(devices or _on_devices.get() or jax.devices())
+  shape = mesh_shape(sizes, devices)
+  axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
+  if isinstance(devices[0], AbstractDevice):
+    # It says sizes, and holds nothing.
+    abstract: Any = jax.sharding.AbstractMesh(
+      tuple(shape.sizes.values()), MESH_AXES, axis_types=axis_types
     )
-  shape = [sizes.get(axis, 1) for axis in MESH_AXES]
-  fixed = math.prod(size for size in shape if size != -1)
-  if shape.count(-1) > 1 or any(size < 1 and size != -1 for size in shape):
-    raise ValueError(
-      f'Mesh sizes must be positive, and one may be -1; got {sizes}.'
-    )
-  if -1 in shape and fixed and len(devices) % fixed == 0:
-    shape[shape.index(-1)] = len(devices) // fixed
-  if math.prod(shape) != len(devices):
-    raise ValueError(
-      f'The mesh {dict(zip(MESH_AXES, shape, strict=True))} needs'
-      f' {math.prod(abs(size) for size in shape)} devices (or a multiple, with'
-      f' -1), but there are {len(devices)}. Sizes that fit are the divisors of'
-      f' {len(devices)}; {{"data": -1}} uses all.'
-    )
-  return jax.make_mesh(
-    shape,
-    MESH_AXES,
-    axis_types=(jax.sharding.AxisType.Auto,) * len(MESH_AXES),
-    devices=devices,
+    return abstract
+  return jax.sharding.Mesh(
+    _order(shape, devices), MESH_AXES, axis_types=axis_types
   )
+
+
+def _order(shape: MeshShape, devices: Sequence[Any]) -> np.ndarray:
+  """Returns the devices as the mesh has them."""
+  num_slices = math.prod(shape.dcn)
+  # Else a physical axis of a torus could not serve two axes of the mesh.
+  splits = {'allow_split_physical_axes': True}
+  if num_slices == 1:
+    return mesh_utils.create_device_mesh(shape.ici, devices, **splits)
+  granule: str | None = None
+  for attribute in ('slice_index', 'process_index'):
+    if len({getattr(d, attribute, None) for d in devices}) == num_slices:
+      granule = granule or attribute
+  if granule is not None:
+    return mesh_utils.create_hybrid_device_mesh(
+      shape.ici,
+      shape.dcn,
+      devices,
+      process_is_granule=granule == 'process_index',
+      **splits,
+    )
+  ordered = np.empty(len(devices), object)
+  ordered[np.argsort(shape.slices, kind='stable')] = devices
+  return ordered.reshape(tuple(shape.sizes.values()))
 
 
 def is_logical(x: Any) -> bool:
@@ -156,9 +420,12 @@ class Partitioner:
   Attributes:
     mesh: the devices, with the axes `MESH_AXES`.
     rules: logical axes to mesh axes.
+    slices: the slice of each device of the flattened mesh.
   """
 
-  def __init__(self, mesh: Mesh, rules: Rules):
+  def __init__(
+    self, mesh: Mesh, rules: Rules, slices: Sequence[int] | None = None
+  ):
     for field in dataclasses.fields(rules):
       for axis in getattr(rules, field.name):
         if axis not in mesh.axis_names:
@@ -168,6 +435,73 @@ class Partitioner:
           )
     self.mesh = mesh
     self.rules = rules
+    self.slices = [0] * mesh.size if slices is None else list(slices)
+
+  @classmethod
+  def make(
+    cls,
+    sizes: Mapping[str, Any] | None,
+    sharding: str,
+    changes: Mapping[str, Any] | None = None,
+  ) -> 'Partitioner':
+    """Makes the mesh and the rules: see `make_mesh` and `get_rules`."""
+    devices = _on_devices.get() or jax.devices()
+    return cls(
+      make_mesh(sizes, devices),
+      get_rules(sharding, changes),
+      mesh_shape(sizes, devices).slices,
+    )
+
+  @property
+  def axis_sizes(self) -> dict[str, int]:
+    """Mesh axis -> size, outermost first."""
+    return dict(self.mesh.shape)
+
+  def size(self, name: str) -> int:
+    """Into how many pieces a logical axis is cut."""
+    return math.prod(
+      self.mesh.shape[axis] for axis in getattr(self.rules, name)
+    )
+
+  @property
+  def is_here(self) -> bool:
+    """Whether the mesh's devices are this run's: see `on_devices`."""
+    return (
+      isinstance(self.mesh, jax.sharding.Mesh)
+      and self.mesh.devices.flat[0].client is jax.devices()[0].client
+    )
+
+  @functools.cached_property
+  def host(self) -> tuple[int, int]:
+    """Whose rows of a batch this process reads, and among how many.
+
+    Fewer than there are processes, where some of them hold the same rows, as
+    the processes that a tensor-parallel weight is spread over. (0, 1) where the
+    devices are not here.
+
+    Raises:
+      ValueError: processes have some rows in common and others not.
+    """
+    if not self.is_here or jax.process_count() == 1:
+      return 0, 1
+    shards = NamedSharding(self.mesh, P(self.rules.batch)).devices_indices_map(
+      (self.batch_shards,)
+    )
+    rows: dict[int, set[int]] = {}
+    device: Any
+    for device, (index,) in shards.items():
+      start, _, _ = index.indices(self.batch_shards)
+      rows.setdefault(device.process_index, set()).add(start)
+    groups = sorted({tuple(sorted(of)) for of in rows.values()})
+    if sum(map(len, groups)) != self.batch_shards or (
+      len({len(group) for group in groups}) > 1
+    ):
+      raise ValueError(
+        f'On the mesh {self.axis_sizes} the processes have some rows of a batch'
+        f' in common and others not: {rows}. Choose a mesh whose'
+        f' {self.rules.batch} axes fit the devices of a process.'
+      )
+    return groups.index(tuple(sorted(rows[jax.process_index()]))), len(groups)
 
   @functools.cached_property
   def replicated(self) -> NamedSharding:
@@ -292,8 +626,9 @@ class Partitioner:
       tree: as for `specs`.
 
     Returns:
-      One line a weight: its path, shape and axes. Empty where the rules split
-      no weight at all (`ddp`) or one device holds everything.
+      One line a weight: its path, shape and axes, and why, if the rules would
+      split it but its size does not divide. Empty where the rules split no
+      weight at all (`ddp`) or one device holds everything.
     """
     lines, split = [], False
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_logical)
@@ -304,8 +639,20 @@ class Partitioner:
       if not NamedSharding(self.mesh, spec).is_fully_replicated:
         split = True
       else:
-        lines.append(f'{jax.tree_util.keystr(path)} {tuple(shape)} {axes}')
+        lines.append(
+          f'{jax.tree_util.keystr(path)} {tuple(shape)} {axes}'
+          + ''.join(self._misfits(x) if is_logical(x) else ())
+        )
     return lines if split else []
+
+  def _misfits(self, x: Logical) -> Iterator[str]:
+    """Says which axes the rules would split but cannot."""
+    for name, length in zip(x.axes, x.value.shape, strict=True):
+      if name is not None and length % self.size(name):
+        yield (
+          f'; {name} is {length}, no multiple of the {self.size(name)} of'
+          f' {" x ".join(getattr(self.rules, name))}'
+        )
 
   def put(self, tree: Any, shardings: Any, *, may_keep: bool = False) -> Any:
     """Puts host values on the devices, each shard where it belongs.
@@ -355,9 +702,9 @@ class Partitioner:
     """Makes the global batch of which every process holds its part.
 
     Args:
-      batch: a pytree of numpy arrays [B / processes, ...]: this process's
-        rows, in process order; on a CPU it may be borrowed and not copied, so
-        leave it as it is. A batch that lies right already is returned.
+      batch: a pytree of numpy arrays [B / hosts, ...]: the rows of `host`; on
+        a CPU it may be borrowed and not copied, so leave it as it is. A batch
+        that lies right already is returned.
       device_order: the ids of this process's devices: which gets the first
         rows, which the next. None is the order of the mesh.
 
@@ -376,12 +723,8 @@ class Partitioner:
         f'{jax.tree.map(np.shape, batch)}.'
       )
     local = rows.pop()[0]
-    if local * jax.process_count() % self.batch_shards:
-      raise ValueError(
-        f'A global batch of {local * jax.process_count()} rows does not divide'
-        f' over {self.batch_shards} devices (mesh {dict(self.mesh.shape)});'
-        f' make it a multiple of {self.batch_shards}.'
-      )
+    total = local * self.host[1]
+    self.check_rows(total)
     if device_order is not None:
       return self._put_in_order(batch, tuple(device_order))
     leaves = jax.tree.leaves(batch)
@@ -390,9 +733,22 @@ class Partitioner:
     if jax.process_count() == 1:  # Faster than the general way below.
       return jax.device_put(batch, sharding)
     return jax.tree.map(
-      lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),
+      lambda x: jax.make_array_from_process_local_data(
+        sharding, np.asarray(x), (total, *np.shape(x)[1:])
+      ),
       batch,
     )
+
+  def check_rows(self, total: int) -> None:
+    """Refuses a global batch that does not divide over the devices."""
+    if remainder := total % self.batch_shards:
+      near = [total - remainder, total - remainder + self.batch_shards]
+      raise ValueError(
+        f'A global batch of {total} rows does not divide over'
+        f' {self.batch_shards} devices ({" x ".join(self.rules.batch)} of the'
+        f' mesh {self.axis_sizes}); make it a multiple of {self.batch_shards},'
+        f' such as {near[0] or near[1]} or {near[1]}.'
+      )
 
   def _put_in_order(self, batch: Any, order: tuple[int, ...]) -> Any:
     """Makes the global batch, its local rows dealt out in a device order."""
@@ -402,10 +758,15 @@ class Partitioner:
         f"custom_device_order is {order}; expected each of this process's"
         f' devices once, in any order: {sorted(local)}.'
       )
+    if self.batch_shards < self.mesh.size:
+      raise ValueError(
+        'custom_device_order needs rows of its own for each device; on the mesh'
+        f' {self.axis_sizes} some hold the same. Leave it None.'
+      )
 
     def one(x: Any) -> jax.Array:
       x = np.asarray(x)
-      shape = (x.shape[0] * jax.process_count(), *x.shape[1:])
+      shape = (x.shape[0] * self.host[1], *x.shape[1:])
       pieces = zip(np.split(x, len(order)), order, strict=True)
       return jax.make_array_from_single_device_arrays(
         shape,
@@ -443,6 +804,21 @@ class Partitioner:
 _active: contextvars.ContextVar[Partitioner | None] = contextvars.ContextVar(
   'active_partitioner', default=None
 )
+
+
+def active() -> Partitioner | None:
+  """Returns the partitioner of the step being traced, if there is one."""
+  return _active.get()
+
+
+def mesh_axes(name: str) -> tuple[str, ...]:
+  """Returns the mesh axes of a logical axis, for `spmd_axis_name` of `vmap`.
+
+  Without that, what `constrain` says inside of a `vmap` would make the mapped
+  axis whole. Empty where no `Partitioner` is active.
+  """
+  partitioner = _active.get()
+  return () if partitioner is None else getattr(partitioner.rules, name)
 
 
 def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:

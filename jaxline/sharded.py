@@ -50,6 +50,11 @@ WEIGHTS = inputs.WEIGHTS
 # Of an infeed, where the config has no such keys.
 _BUFFER_SIZE = 3
 
+# The entry of a model state, if it is a dict, that a step replaces by the
+# loss's gradient with respect to it. So an FP8 product keeps its scales
+# (Flax's convention), which are neither optimized nor part of the gradients.
+OVERWRITE = '_overwrite_with_gradient'
+
 # Scalars that the step itself adds; see `train_step`.
 NONFINITE = 'nonfinite'
 SKIPPED_STEPS = 'skipped_steps'
@@ -94,6 +99,8 @@ def train_step(
   rng: jax.Array,
   *,
   on_nonfinite: str = 'ignore',
+  accumulation_steps: int = 1,
+  place_grads: Callable[[Any], Any] = lambda grads: grads,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """One step of training: the pure function that is compiled.
 
@@ -108,21 +115,24 @@ def train_step(
       the gradients' global norm is not finite (int32, 0 or 1). With 'skip' such
       a step changes nothing but the counts: `nonfinite` is how many there were
       in a row, `skipped_steps` in all. 'ignore' looks at nothing.
+    accumulation_steps: into how many parts the batch is cut, the gradients of
+      which are averaged by their `weights`: the same as of the whole batch, for
+      a loss that is the mean by these weights. Each part gets its own key.
+    place_grads: says where gradients lie.
 
   Returns:
     The state after the step, and scalars.
   """
   rng = jax.random.fold_in(rng, state.step)
-
-  def compute_loss(params: Any) -> tuple[jax.Array, Any]:
-    loss, metrics, model_state = loss_fn(
-      params, state.model_state, batch, rng, True
+  if accumulation_steps == 1:
+    loss, metrics, model_state, grads = _loss_and_grads(
+      loss_fn, state.params, state.model_state, batch, rng
     )
-    return loss, (metrics, model_state)
-
-  (loss, (metrics, model_state)), grads = jax.value_and_grad(
-    compute_loss, has_aux=True
-  )(state.params)
+    grads = place_grads(grads)
+  else:
+    loss, metrics, model_state, grads = _accumulate(
+      loss_fn, state, batch, rng, accumulation_steps, place_grads
+    )
   # Optax relies on promotion, although a model may be written to do without.
   with jax.numpy_dtype_promotion('standard'):
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -169,6 +179,95 @@ def train_step(
     )
     scalars |= {NONFINITE: in_a_row, SKIPPED_STEPS: in_all}
   return new_state, scalars
+
+
+def _loss_and_grads(
+  loss_fn: LossFn, params: Any, model_state: Any, batch: Batch, rng: jax.Array
+) -> tuple[jax.Array, metrics_lib.Metrics, Any, Any]:
+  """Returns the loss, the metrics, the new model state and the gradients."""
+  by_grad: dict[str, Any] = {}
+  if isinstance(model_state, Mapping) and OVERWRITE in model_state:
+    by_grad = {OVERWRITE: model_state[OVERWRITE]}
+
+  def compute_loss(params: Any, by_grad: Any) -> tuple[jax.Array, Any]:
+    old = {**model_state, **by_grad} if by_grad else model_state
+    loss, metrics, new = loss_fn(params, old, batch, rng, True)
+    return loss, (metrics, new)
+
+  (loss, (metrics, new)), (grads, by_grad) = jax.value_and_grad(
+    compute_loss, argnums=(0, 1), has_aux=True
+  )(params, by_grad)
+  return loss, metrics, ({**new, **by_grad} if by_grad else new), grads
+
+
+def _accumulate(
+  loss_fn: LossFn,
+  state: TrainState,
+  batch: Batch,
+  rng: jax.Array,
+  num_parts: int,
+  place_grads: Callable[[Any], Any],
+) -> tuple[jax.Array, metrics_lib.Metrics, Any, Any]:
+  """`_loss_and_grads` of a batch, one part of its rows after the other."""
+  rows = _rows(batch)
+  if rows % num_parts:
+    raise ValueError(
+      f'config.gradient_accumulation_steps is {num_parts}, which does not'
+      f' divide the global batch of {rows} rows; expected one of'
+      f' {[n for n in range(1, rows + 1) if rows % n == 0]}.'
+    )
+  shards = (partitioner := partitioning.active()) and partitioner.batch_shards
+  if rows // num_parts % (shards or 1):
+    raise ValueError(
+      f'config.gradient_accumulation_steps is {num_parts}: of a global batch'
+      f' of {rows} rows a part has {rows // num_parts}, which do not divide'
+      f' over the {shards} devices that share a batch. Use fewer parts or more'
+      ' rows.'
+    )
+
+  def cut(x: jax.Array) -> jax.Array:
+    # Part p has the rows p, p + num_parts ...: as many of each device's.
+    x = x.reshape(rows // num_parts, num_parts, *x.shape[1:]).swapaxes(0, 1)
+    return partitioning.constrain(x, (None, 'batch') + (None,) * (x.ndim - 2))
+
+  def one(params: Any, model_state: Any, part: Batch, i: Any) -> Any:
+    loss, metrics, model_state, grads = _loss_and_grads(
+      loss_fn, params, model_state, part, jax.random.fold_in(rng, i)
+    )
+    weight = part[WEIGHTS].sum(dtype=jnp.float32)
+
+    # A part in which nothing counts has no mean.
+    def weighted(x: jax.Array) -> jax.Array:
+      scaled = x * weight.astype(x.dtype)
+      return jnp.where(weight > 0, scaled, jnp.zeros_like(x))
+
+    sums = jax.tree.map(weighted, (loss, grads))
+    return weight, sums, metrics, model_state
+
+  def add(carry: Any, part: Any) -> tuple[Any, None]:
+    weight, (loss, grads), metrics, model_state = carry
+    more, (more_loss, more_grads), more_metrics, model_state = one(
+      state.params, model_state, *part
+    )
+    grads = place_grads(jax.tree.map(jnp.add, grads, more_grads))
+    return (
+      weight + more,
+      (loss + more_loss, grads),
+      metrics_lib.add(metrics, more_metrics),
+      _strongly_typed(model_state),
+    ), None
+
+  parts = jax.tree.map(cut, dict(batch)), jnp.arange(num_parts)
+  first = jax.tree.map(lambda x: x[0], parts)
+  weight, sums, metrics, _ = jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype),
+    jax.eval_shape(one, state.params, state.model_state, *first),
+  )
+  sums = (sums[0], place_grads(sums[1]))
+  carry = (weight, sums, metrics, _strongly_typed(state.model_state))
+  (weight, sums, metrics, model_state), _ = jax.lax.scan(add, carry, parts)
+  loss, grads = jax.tree.map(lambda x: x / weight.astype(x.dtype), sums)
+  return loss, metrics, model_state, grads
 
 
 def _nonfinite(loss: jax.Array, grads: Any) -> jax.Array:
@@ -247,6 +346,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   PER_PROCESS_ENTRIES = ('input',)
   SKIPS_NONFINITE = True
+  IS_SHARDED = True
   nonfinite: jax.Array | None = None
   _on_nonfinite = 'raise'
 
@@ -255,22 +355,26 @@ class ShardedExperiment(experiment.AbstractExperiment):
     mode: str,
     init_rng: jax.Array,
     *,
-    sharding: str = 'ddp',
-    mesh: Mapping[str, int] | None = None,
+    sharding: str | None = None,
+    mesh: Mapping[str, Any] | None = None,
   ):
     """Makes the mesh; all else is made when it is first used.
 
     Args:
       mode: 'train', or what evaluation was started as.
       init_rng: the key that `init_fn` gets.
-      sharding: one of `partitioning.PRESETS`.
-      mesh: sizes of mesh axes, as for `partitioning.make_mesh`; None puts all
-        devices on `data`.
+      sharding: one of `partitioning.PRESETS`; None is the run's `sharding`.
+      mesh: sizes of mesh axes, as for `partitioning.make_mesh`; None is the
+        run's `mesh`.
     """
     self.mode = mode
-    self.partitioner = partitioning.Partitioner(
-      partitioning.make_mesh(mesh), partitioning.get_rules(sharding)
+    config = base_config.of_run()
+    self.partitioner = partitioning.Partitioner.make(
+      config.mesh if mesh is None else mesh,
+      config.sharding if sharding is None else sharding,
+      config.sharding_rules,
     )
+    self.accumulation_steps: int = config.gradient_accumulation_steps
     self._init_rng = init_rng
     self._state: TrainState | None = None
     # The training data: opened, read ahead, and where it stood behind the last
@@ -370,19 +474,30 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
     It takes the buffers of the state that it gets.
     """
+
+    # No partial: JAX would keep its signature, and with it the experiment.
+    def step(state: TrainState, batch: Batch, rng: jax.Array) -> Any:
+      return train_step(
+        self.loss_fn,
+        self._optimizer,
+        self.step_scalars,
+        state,
+        batch,
+        rng,
+        on_nonfinite=self.on_nonfinite,
+        accumulation_steps=self.accumulation_steps,
+        place_grads=self._place_grads,
+      )
+
     return jax.jit(
-      self._in_mesh(
-        functools.partial(
-          train_step,
-          self.loss_fn,
-          self._optimizer,
-          self.step_scalars,
-          on_nonfinite=self.on_nonfinite,
-        )
-      ),
+      self._in_mesh(step),
       donate_argnums=0,
       out_shardings=(self._state_shardings, self.partitioner.replicated),
     )
+
+  def _place_grads(self, grads: Any) -> Any:
+    # As the weights, so that no device ever has them whole.
+    return jax.lax.with_sharding_constraint(grads, self._state_shardings.params)
 
   @functools.cached_property
   def compiled_eval_step(self) -> Callable[..., Any]:
@@ -414,6 +529,64 @@ class ShardedExperiment(experiment.AbstractExperiment):
         return fn(*args)
 
     return in_mesh
+
+  @property
+  def bubble_fraction(self) -> float:
+    """The part of a step in which a stage of a pipeline has nothing to do."""
+    return 0.0
+
+  def abstract_state(self) -> TrainState:
+    """Returns the shapes of the state, and where its arrays lie."""
+    return jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      self._state_shapes,
+      self._state_shardings,
+    )
+
+  def abstract_rng(self) -> jax.ShapeDtypeStruct:
+    """Returns the shape of the key of a step, and where it lies."""
+    return jax.ShapeDtypeStruct(
+      self._init_rng.shape,
+      self._init_rng.dtype,
+      sharding=self.partitioner.replicated,
+    )
+
+  def abstract_batch(self, is_training: bool) -> inputs.Batch:
+    """Returns the shapes of a global batch, and where its arrays lie.
+
+    Args:
+      is_training: whether of `train_input` or of `eval_input`, which are
+        opened for their first batch. Where the devices are not here, this
+        process stands for all hosts and reads all rows.
+    """
+    if is_training:
+      source: Any = self._open_input(None)
+      batches: Iterator[Batch] = source
+    else:
+      source, batches = self._open_eval_input()
+    try:
+      batch = next(batches, None)
+      if batch is None:
+        raise ValueError(f'{infeed.name_of(source)} gave no batch.')
+    finally:
+      infeed.close(source)
+      self._eval_source, self._num_fed = None, 0
+    num_hosts = self.partitioner.host[1]
+    if is_training:
+      batch = _with_weights(batch)
+      self.partitioner.check_rows(_rows(batch) * num_hosts)
+    else:
+      local_shards = self.partitioner.batch_shards // num_hosts
+      batch = _pad(batch, _rows(batch), local_shards)
+    sharding = self.partitioner.batch_sharding
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(
+        (len(x) * num_hosts, *x.shape[1:]),
+        jax.dtypes.canonicalize_dtype(x.dtype),
+        sharding=sharding,
+      ),
+      batch,
+    )
 
   @functools.cached_property
   def _state_shapes(self) -> TrainState:
@@ -519,9 +692,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def _open_input(self, position: Any) -> Iterator[Batch]:
     """Returns `train_input`, at a position if there is one."""
-    source = iter(self.train_input())
+    # Processes that share rows read the same.
+    with inputs.act_as_host(*self.partitioner.host):
+      source = iter(self.train_input())
     if isinstance(source, inputs.BaseInput):
-      _check_hosts(source, 'train_input')
+      _check_hosts(source, self.partitioner.host, 'train_input')
       if not source.is_training:
         raise ValueError(
           f'train_input returned {source.name} with is_training=False; set it'
@@ -624,16 +799,18 @@ class ShardedExperiment(experiment.AbstractExperiment):
           f'A batch of {max(sizes)} rows follows one of {rows}; only the last'
           ' of an evaluation may differ, and be smaller.'
         )
+      local_shards = self.partitioner.batch_shards // self.partitioner.host[1]
       yield self.partitioner.put_batch(
-        _pad(batch or empty, rows, self.partitioner.batch_shards), order
+        _pad(batch or empty, rows, local_shards), order
       )
 
   def _open_eval_input(self) -> tuple[Any, Iterator[Batch]]:
     """Returns the input, and its batches of this evaluation."""
-    source: Any = self._eval_source or self.eval_input()
+    with inputs.act_as_host(*self.partitioner.host):
+      source: Any = self._eval_source or self.eval_input()
     if not isinstance(source, inputs.BaseInput):
       return source, iter(source)
-    _check_hosts(source, 'eval_input')
+    _check_hosts(source, self.partitioner.host, 'eval_input')
     if source.is_training:
       raise ValueError(
         f'eval_input returned {source.name} with is_training=True; set it to'
@@ -659,13 +836,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def snapshot_template(self) -> dict[str, Any]:
     """Returns the shapes of the state, and where its arrays belong."""
-    return {
-      'state': jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        self._state_shapes,
-        self._state_shardings,
-      )
-    }
+    return {'state': self.abstract_state()}
 
   def wants_restored(self, name: str) -> bool:
     """Returns whether a restore shall read an array.
@@ -737,13 +908,14 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self._position = trained._position
 
 
-def _check_hosts(source: inputs.BaseInput, method: str) -> None:
+def _check_hosts(
+  source: inputs.BaseInput, here: tuple[int, int], method: str
+) -> None:
   """Refuses the rows of a host that is not this process."""
-  here = jax.process_index(), jax.process_count()
   if (source.infeed_host_index, source.num_infeed_hosts) != here:
     raise ValueError(
       f'{method} returned {source.name} for host {source.infeed_host_index} of'
-      f' {source.num_infeed_hosts}, but this is process {here[0]} of {here[1]}.'
+      f' {source.num_infeed_hosts}, but this is host {here[0]} of {here[1]}.'
       ' Leave infeed_host_index and num_infeed_hosts None.'
     )
 
@@ -758,15 +930,12 @@ def _pad(batch: Batch, rows: int, shards: int) -> Batch:
   Args:
     batch: numpy arrays [b, ...] with b <= rows.
     rows: what this process's batches have, but for the last.
-    shards: into how many pieces a global batch is cut.
+    shards: into how many pieces it is cut.
 
   Returns:
     The batch with `weights`; rows that only fill up have weight 0.
   """
-  local_shards = max(1, shards // jax.process_count())
-  return inputs.pad_rows(
-    inputs.Batch(batch), -(-rows // local_shards) * local_shards
-  )
+  return inputs.pad_rows(inputs.Batch(batch), -(-rows // shards) * shards)
 
 
 def _with_weights(batch: Batch) -> inputs.Batch:

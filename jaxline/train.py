@@ -74,6 +74,53 @@ def _initialize_experiment(
   return experiment_class(mode, **experiment_kwargs)
 
 
+# Keys that only an experiment with a sharded step reads.
+_SHARDED_KEYS = (
+  'mesh',
+  'sharding',
+  'sharding_rules',
+  'gradient_accumulation_steps',
+  'compiled_program',
+)
+
+
+def _build(
+  experiment_class: Any,
+  mode: str,
+  rng: jax.Array,
+  config: config_dict.ConfigDict,
+) -> experiment_lib.AbstractExperiment:
+  """Constructs the experiment of a run, which may read the run's config."""
+  with base_config.building(config):
+    experiment = _initialize_experiment(
+      experiment_class, mode, rng, config.experiment_kwargs
+    )
+  if not getattr(experiment, 'IS_SHARDED', False):
+    defaults = base_config.get_base_config().to_dict()
+    for key in _SHARDED_KEYS:
+      if not base_config.has(config, key):
+        continue
+      value = config[key]
+      if isinstance(value, config_dict.ConfigDict):
+        value = value.to_dict()
+      if value != defaults[key]:
+        raise ValueError(
+          f'config.{key} is {value!r}, but'
+          f' {type(experiment).__name__} has no sharded step, which alone reads'
+          ' it. Leave it as it is in jaxline/base_config.py, or derive from'
+          ' sharded.ShardedExperiment.'
+        )
+  return experiment
+
+
+def build_for_compilation(
+  experiment_class: Any, config: config_dict.ConfigDict
+) -> experiment_lib.AbstractExperiment:
+  """Constructs the experiment of a run as training would, with its seed."""
+  _, init_rng = _seed_keys(config)
+  return _build(experiment_class, 'train', init_rng, config)
+
+
 def _seed_keys(config: config_dict.ConfigDict) -> tuple[jax.Array, jax.Array]:
   """Returns the step key and the init key of training."""
   rng = jax.random.PRNGKey(config.random_seed)
@@ -258,9 +305,7 @@ def _start_training(
       )
   step_rng, init_rng = _seed_keys(config)
   with debug.log_activity('experiment init'):
-    experiment = _initialize_experiment(
-      experiment_class, 'train', init_rng, config.experiment_kwargs
-    )
+    experiment = _build(experiment_class, 'train', init_rng, config)
   state = checkpointer.get_experiment_state('latest')
   state.global_step = 0
   state.experiment_module = experiment
@@ -538,11 +583,11 @@ def evaluate(
   """
   logging.info('Evaluating with config:\n%s', config)
   with debug.log_activity('experiment init'):
-    experiment = _initialize_experiment(
+    experiment = _build(
       experiment_class,
       default_mode() if jaxline_mode is None else jaxline_mode,
       jax.random.PRNGKey(config.random_seed),
-      config.experiment_kwargs,
+      config,
     )
   evaluator = _Evaluator(experiment, config, checkpointer, writer)
   state = checkpointer.get_experiment_state('latest')

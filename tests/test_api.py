@@ -282,6 +282,31 @@ OURS = {
   'infeed_stall_secs': 60.0,
   'watchdog_secs': 7200.0,
   'eval_steps': None,
+  'mesh': config_dict.ConfigDict(
+    {
+      'ici': {'stage': 1, 'replica': 1, 'data': -1, 'mdl': 1},
+      'dcn': {'stage': 1, 'replica': -1, 'data': 1, 'mdl': 1},
+    }
+  ),
+  'sharding': 'ddp',
+  'sharding_rules': config_dict.ConfigDict(),
+  'gradient_accumulation_steps': 1,
+  'topology': None,
+  'num_slices': 1,
+  'compiled_program': None,
+  'distributed': 'auto',
+  'xla': config_dict.ConfigDict(
+    {
+      'latency_hiding_scheduler': None,
+      'pgle_profiling_runs': 0,
+      'pgle_aggregation_percentile': None,
+      'pgle_save': None,
+      'pgle_save_steps': 10,
+      'pgle_profile': None,
+      'flags': {},
+      'tpu_flags': {},
+    }
+  ),
 }
 
 
@@ -290,8 +315,11 @@ def test_base_config_keys_and_defaults():
   expected = DEFAULTS | OURS
   assert set(config) == set(expected)
   for key, default in expected.items():
-    assert config[key] == default
-    assert type(config[key]) is type(default), key
+    value = config[key]
+    assert type(value) is type(default), key
+    if isinstance(value, config_dict.ConfigDict):
+      value, default = value.to_dict(), default.to_dict()
+    assert value == default, key
 
 
 # What an import brings along, each in a process of its own.

@@ -32,7 +32,7 @@ def shard_shapes(x):
 
 def test_mesh_puts_all_devices_on_data():
   mesh = partitioning.make_mesh()
-  assert dict(mesh.shape) == {'replica': 1, 'data': 2}
+  assert dict(mesh.shape) == {'stage': 1, 'replica': 1, 'data': 2, 'mdl': 1}
   assert mesh.axis_names == partitioning.MESH_AXES
   # Explicit axes, JAX's own default, would refuse most models.
   assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
@@ -41,11 +41,16 @@ def test_mesh_puts_all_devices_on_data():
 @pytest.mark.parametrize(
   ('sizes', 'expected'),
   [
-    ({'data': 2}, (1, 2)),
-    ({'replica': 2}, (2, 1)),
-    ({'replica': -1}, (2, 1)),
-    ({'replica': 2, 'data': -1}, (2, 1)),
-    ({'replica': 1, 'data': -1}, (1, 2)),
+    ({'data': 2}, (1, 1, 2, 1)),
+    ({'replica': 2}, (1, 2, 1, 1)),
+    ({'replica': -1}, (1, 2, 1, 1)),
+    ({'replica': 2, 'data': -1}, (1, 2, 1, 1)),
+    ({'replica': 1, 'data': -1}, (1, 1, 2, 1)),
+    ({'mdl': -1}, (1, 1, 1, 2)),
+    ({'stage': 2}, (2, 1, 1, 1)),
+    ({'ici': {'mdl': 2}}, (1, 1, 1, 2)),
+    ({'ici': {}, 'dcn': {'stage': 2}}, (2, 1, 1, 1)),
+    ({'ici': {'data': -1}, 'dcn': {'replica': 2}}, (1, 2, 1, 1)),
   ],
 )
 def test_mesh_of_sizes(sizes, expected):
@@ -54,19 +59,19 @@ def test_mesh_of_sizes(sizes, expected):
 
 def test_mesh_of_some_devices():
   mesh = partitioning.make_mesh(devices=jax.devices()[:1])
-  assert mesh.devices.tolist() == [[jax.devices()[0]]]
+  assert mesh.devices.tolist() == [[[[jax.devices()[0]]]]]
 
 
 @pytest.mark.parametrize(
   ('sizes', 'words'),
   [
-    ({'dta': 2}, ['dta', 'replica', 'data']),
-    ({'data': 3}, ['needs 3 devices', 'there are 2']),
+    ({'dta': 2}, ['dta', 'replica', 'data', 'Did you mean']),
+    ({'data': 3}, ['needs 3 devices', 'there are 2', '2 would fit']),
     ({'data': 1}, ['needs 1 devices', 'there are 2']),
-    ({'replica': 3, 'data': -1}, ['needs 3 devices', 'there are 2']),
-    ({'data': 0}, ['positive', "{'data': 0}"]),
-    ({'data': -2}, ['positive', "{'data': -2}"]),
-    ({'replica': -1, 'data': -1}, ['one may be -1']),
+    ({'replica': 3, 'data': -1}, ['a multiple of 3 devices', 'one of [1, 2]']),
+    ({'data': 0}, ['positive', "'data': 0"]),
+    ({'data': -2}, ['positive', "'data': -2"]),
+    ({'replica': -1, 'data': -1}, ['may be -1']),
   ],
 )
 def test_mesh_errors_give_the_numbers(sizes, words):
@@ -77,15 +82,13 @@ def test_mesh_errors_give_the_numbers(sizes, words):
 
 
 def test_unknown_preset_is_refused_with_the_nearest():
-  with pytest.raises(
-    ValueError, match=r"'fsd'.*\['ddp', 'fsdp'\].*mean 'fsdp'"
-  ):
+  with pytest.raises(ValueError, match=r"'fsd'.*'ddp', 'fsdp'.*mean 'fsdp'"):
     partitioning.get_rules('fsd')
 
 
 def test_rules_for_axes_that_the_mesh_lacks_are_refused():
-  rules = partitioning.Rules(mlp=('mdl',))
-  with pytest.raises(ValueError, match=r"Rules\.mlp .*'mdl'.*'replica'"):
+  rules = partitioning.Rules(mlp=('model',))
+  with pytest.raises(ValueError, match=r"Rules\.mlp .*'model'.*'replica'"):
     partitioner(rules=rules)
 
 
@@ -397,7 +400,8 @@ def test_weights_left_whole_are_listed():
   lines = partitioner().whole_weights(WEIGHTS)
   assert lines == [
     "['layer']['b'] (6,) no axes named",
-    "['layer']['odd'] (3, 6) ('embed', 'mlp')",
+    "['layer']['odd'] (3, 6) ('embed', 'mlp'); embed is 3, no multiple of the 2"
+    ' of data',
   ]
 
 

@@ -3,7 +3,6 @@
 Shapes: B batch, L length, T prompt.
 """
 
-from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -52,8 +51,6 @@ class Config:
     b2: decay of Adam's second moment.
     weight_decay: of all weights but normalisation scales.
     clip_norm: the gradient's global norm is at most this.
-    sharding: a name of `partitioning.PRESETS`.
-    mesh: devices along each axis of the mesh; None is all on `data`.
     sample_prompt: what the sample of each evaluation continues.
     sample_length: bytes of the sample; 0 for none.
     sample_temperature: 1 samples the model's distribution, 0 its likeliest.
@@ -79,8 +76,6 @@ class Config:
   b2: float
   weight_decay: float
   clip_norm: float
-  sharding: str
-  mesh: Mapping[str, int] | None
   sample_prompt: str
   sample_length: int
   sample_temperature: float
@@ -164,12 +159,7 @@ class Experiment(sharded.ShardedExperiment):
     )
     self.tokenizer = self.corpus.train.tokenizer
     self._prompt_T = self._check_tokens()
-    super().__init__(
-      mode,
-      init_rng,
-      sharding=self.config.sharding,
-      mesh=self.config.mesh,
-    )
+    super().__init__(mode, init_rng)
     if mode != 'train' and self.corpus.eval.num_bytes < _MAX_TO_COMPRESS:
       logging.info(
         'Bits per byte of the same held-out files: %s',

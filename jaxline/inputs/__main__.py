@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from jaxline import base_config
 from jaxline import platform
 from jaxline.inputs import base
 from jaxline.inputs import show
@@ -47,11 +48,12 @@ def input_maker(config: Any, split: str) -> Callable[[], Any]:
     )
 
   def make() -> Any:
-    experiment = experiment_class(
-      split,
-      init_rng=jax.random.PRNGKey(config.random_seed),
-      **config.experiment_kwargs,
-    )
+    with base_config.building(config):
+      experiment = experiment_class(
+        split,
+        init_rng=jax.random.PRNGKey(config.random_seed),
+        **config.experiment_kwargs,
+      )
     return getattr(experiment, method)()
 
   return make

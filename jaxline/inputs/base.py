@@ -144,6 +144,31 @@ jax.tree_util.register_pytree_with_keys(
 _pretended: contextvars.ContextVar[tuple[int, int] | None] = (
   contextvars.ContextVar('pretended_host', default=None)
 )
+_acting: contextvars.ContextVar[tuple[int, int] | None] = (
+  contextvars.ContextVar('acting_host', default=None)
+)
+
+
+@contextlib.contextmanager
+def act_as_host(index: int, count: int) -> Iterator[None]:
+  """Makes the inputs that are built inside those of one host of several.
+
+  For processes that share the rows of a batch, which are one host to the
+  inputs. What `pretend_host` says goes before.
+
+  Args:
+    index: which host, from 0.
+    count: of how many.
+
+  Yields:
+    Nothing.
+  """
+  _check_host(index, count)
+  token = _acting.set((index, count))
+  try:
+    yield
+  finally:
+    _acting.reset(token)
 
 
 @contextlib.contextmanager
@@ -172,8 +197,12 @@ def pretend_host(index: int, count: int) -> Iterator[None]:
 
 
 def this_host() -> tuple[int, int]:
-  """Returns whose rows to read, and among how many: of JAX, or pretended."""
-  return _pretended.get() or (jax.process_index(), jax.process_count())
+  """Returns whose rows to read, and among how many.
+
+  Those of JAX's process, or of `act_as_host`, or pretended.
+  """
+  here = _pretended.get() or _acting.get()
+  return here or (jax.process_index(), jax.process_count())
 
 
 def per_host(global_batch_size: int) -> int:
