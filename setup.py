@@ -57,6 +57,7 @@ setuptools.setup(
   install_requires=_BASE,
   extras_require={
     'export': _EXPORT,
+    'fp8': ['flax>=0.12'],
     'gpu': ['jax[cuda12]>=0.10,<0.12'],
     'image': _IMAGE,
     'seqio': ['seqio>=0.0.20'],
@@ -64,5 +65,7 @@ setuptools.setup(
     'text': _TEXT,
     'tf': ['tensorflow>=2.20'],
     'tpu': ['jax[tpu]>=0.10,<0.12'],
+    # Compiles for TPUs on a machine without any.
+    'tpu-aot': ['libtpu>=0.0.40'],
   },
 )

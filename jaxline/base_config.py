@@ -20,8 +20,10 @@ from typing import Any, TypeVar
 
 from ml_collections import config_dict
 
+from jaxline import distributed
 from jaxline import nonfinite
 from jaxline import prng
+from jaxline import xla
 
 T = TypeVar('T')
 
@@ -297,6 +299,8 @@ def _check_values(config: Mapping[str, Any]) -> None:
     value = config[key]
     if value is not None and not (_is_number(value) and value > 0):
       refuse(key, 'a positive number, or None for none')
+  distributed.validate(config['distributed'])
+  xla.validate(config['xla'])
   _check_rules(config)
   wanted = config['eval_steps']
   if not isinstance(wanted, str | None) or (

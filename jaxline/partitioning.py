@@ -420,12 +420,10 @@ class Partitioner:
   Attributes:
     mesh: the devices, with the axes `MESH_AXES`.
     rules: logical axes to mesh axes.
-    slices: the slice of each device of the flattened mesh.
+    shape: the sizes of the mesh, within slices and across.
   """
 
-  def __init__(
-    self, mesh: Mesh, rules: Rules, slices: Sequence[int] | None = None
-  ):
+  def __init__(self, mesh: Mesh, rules: Rules, shape: MeshShape | None = None):
     for field in dataclasses.fields(rules):
       for axis in getattr(rules, field.name):
         if axis not in mesh.axis_names:
@@ -435,7 +433,9 @@ class Partitioner:
           )
     self.mesh = mesh
     self.rules = rules
-    self.slices = [0] * mesh.size if slices is None else list(slices)
+    self.shape = shape or MeshShape(
+      tuple(mesh.shape[axis] for axis in MESH_AXES), (1,) * len(MESH_AXES)
+    )
 
   @classmethod
   def make(
@@ -449,8 +449,13 @@ class Partitioner:
     return cls(
       make_mesh(sizes, devices),
       get_rules(sharding, changes),
-      mesh_shape(sizes, devices).slices,
+      mesh_shape(sizes, devices),
     )
+
+  @property
+  def slices(self) -> list[int]:
+    """The slice of each device of the flattened mesh."""
+    return self.shape.slices
 
   @property
   def axis_sizes(self) -> dict[str, int]:
@@ -742,12 +747,13 @@ class Partitioner:
   def check_rows(self, total: int) -> None:
     """Refuses a global batch that does not divide over the devices."""
     if remainder := total % self.batch_shards:
-      near = [total - remainder, total - remainder + self.batch_shards]
+      less = total - remainder
+      near = [*([less] if less else []), less + self.batch_shards]
       raise ValueError(
         f'A global batch of {total} rows does not divide over'
         f' {self.batch_shards} devices ({" x ".join(self.rules.batch)} of the'
         f' mesh {self.axis_sizes}); make it a multiple of {self.batch_shards},'
-        f' such as {near[0] or near[1]} or {near[1]}.'
+        f' such as {" or ".join(map(str, near))}.'
       )
 
   def _put_in_order(self, batch: Any, order: tuple[int, ...]) -> Any:

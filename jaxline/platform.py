@@ -30,11 +30,13 @@ import numpy as np
 
 from jaxline import base_config
 from jaxline import debug
+from jaxline import distributed
 from jaxline import periodic
 from jaxline import preemption
 from jaxline import train
 from jaxline import watchdog
 from jaxline import writers
+from jaxline import xla
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
@@ -46,6 +48,8 @@ MODES = {
   ' evaluate',
   'train_eval_multithreaded': 'train and evaluate checkpoints at once, in two'
   ' threads',
+  'compile': 'compile the steps, for config.topology or the devices that are'
+  ' here, and report memory, communication and time; train nothing',
 }
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -324,10 +328,18 @@ def _main(
     raise UsageError(
       f'--jaxline_mode is {mode!r}; expected one of {sorted(MODES)}.'
     )
+  _start_jax(config, mode)
   config = resolve_config(config)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
+  if mode == 'compile':
+    _compile(experiment_class, config)
+    return
   _check_backend()
+  try:
+    xla.check_backend(config.xla)
+  except ValueError as e:
+    raise UsageError(str(e)) from e
   if mode == 'train_eval_multithreaded' and jax.process_count() > 1:
     raise UsageError(
       f'--jaxline_mode={mode} is for one process, and there are'
@@ -347,7 +359,8 @@ def _main(
       in_threads = mode == 'train_eval_multithreaded'
       _check_directory(made('train' if in_threads else mode))
       try:
-        _run(experiment_class, config, mode, made)
+        with _compiled_program(config):
+          _run(experiment_class, config, mode, made)
       except files.ClaimedError as e:
         notes = getattr(e, '__notes__', [])
         raise UsageError('\n'.join([str(e), *notes])) from e
@@ -355,6 +368,53 @@ def _main(
       if jax.process_count() > 1:
         _leave_others(e, mode)
       raise
+
+
+def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
+  """Sets what must be set before JAX touches a device, and meets the others.
+
+  Raises:
+    UsageError: the config is wrong, or the other processes were not met.
+  """
+  validate_config(config)
+  try:
+    if (
+      mode == 'compile'
+      and config.topology
+      and not jax.config.values['jax_platforms']
+    ):
+      # With libtpu installed JAX would look for TPUs here.
+      jax.config.update('jax_platforms', 'cpu')
+    for line in xla.apply(config.xla):
+      print(f'[jaxline] {line}', flush=True)
+    if mode != 'compile' or not config.topology:
+      distributed.initialize(config.distributed)
+  except (ValueError, RuntimeError) as e:
+    raise UsageError(str(e)) from e
+
+
+@debug.debugger_fallback
+def _compile(experiment_class: Any, config: config_dict.ConfigDict) -> None:
+  """Compiles the steps and reports on them; exits with 1 if they do not fit."""
+  from jaxline.aot import ahead
+
+  if not ahead.compile_experiment(experiment_class, config):
+    sys.exit(1)
+
+
+def _compiled_program(
+  config: config_dict.ConfigDict,
+) -> contextlib.AbstractContextManager[None]:
+  """Takes the run's programs from where `--jaxline_mode=compile` put them."""
+  if config.compiled_program is None:
+    return contextlib.nullcontext()
+  from jaxline.aot import programs
+
+  xla.check_precompiled(config.xla)
+  try:
+    return programs.of_run(config)
+  except ValueError as e:
+    raise UsageError(str(e)) from e
 
 
 class _Checkpointers:
@@ -481,6 +541,7 @@ def _run(
         config,
         checkpointer(mode),
         writer(mode),
+        xla.actions(config.xla),
         supervision=supervision,
       )
     elif mode == 'train_and_eval':
@@ -490,6 +551,7 @@ def _run(
         checkpointer(mode),
         writer('train'),
         writer('eval'),
+        xla.actions(config.xla),
         supervision=supervision,
       )
     elif mode == 'train_eval_multithreaded':
@@ -537,11 +599,8 @@ def _check_can_follow(
     )
 
 
-def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
-  """Returns the config of a run, validated, with a directory, locked.
-
-  Args:
-    config: as the config file and the overrides made it; not changed.
+def validate_config(config: config_dict.ConfigDict) -> None:
+  """Checks a whole config; see `base_config.validate_config`.
 
   Raises:
     UsageError: what is wrong with it, by name.
@@ -553,6 +612,18 @@ def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
     raise UsageError(f'{e}\n{_configs_text()}') from None
   except ValueError as e:
     raise UsageError(str(e)) from e
+
+
+def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
+  """Returns the config of a run, validated, with a directory, locked.
+
+  Args:
+    config: as the config file and the overrides made it; not changed.
+
+  Raises:
+    UsageError: what is wrong with it, by name.
+  """
+  validate_config(config)
   config = config.copy_and_resolve_references()
   if '://' in (config.checkpoint_dir or ''):
     raise UsageError(
@@ -728,7 +799,7 @@ def _train_eval_multithreaded(
       config,
       checkpointer('train'),
       writer('train'),
-      (_StopAction(stop),),
+      (_StopAction(stop), *xla.actions(config.xla)),
       supervision=supervision,
     )
     trained.set()

@@ -257,7 +257,7 @@ def _accumulate(
       _strongly_typed(model_state),
     ), None
 
-  parts = jax.tree.map(cut, dict(batch)), jnp.arange(num_parts)
+  parts = jax.tree.map(cut, batch), jnp.arange(num_parts)
   first = jax.tree.map(lambda x: x[0], parts)
   weight, sums, metrics, _ = jax.tree.map(
     lambda x: jnp.zeros(x.shape, x.dtype),
@@ -373,6 +373,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
       config.mesh if mesh is None else mesh,
       config.sharding if sharding is None else sharding,
       config.sharding_rules,
+    )
+    logging.info(
+      'Mesh: %s. Sharding: %s',
+      self.partitioner.shape,
+      self.partitioner.rules,
     )
     self.accumulation_steps: int = config.gradient_accumulation_steps
     self._init_rng = init_rng
@@ -654,6 +659,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     known = base_config.has(config, 'on_nonfinite')
     self.on_nonfinite = config.on_nonfinite if known else 'ignore'
     self._set_infeed(config)
+    if self.bubble_fraction:
+      logging.info(
+        'Pipeline: the bubbles are %.1f%% of a step.',
+        100 * self.bubble_fraction,
+      )
     try:
       super().train_loop(config, state, periodic_actions, writer)
     finally:

@@ -781,6 +781,7 @@ def train_and_eval(
   checkpointer: base.Checkpointer,
   writer: writers.Writer | None,
   eval_writer: writers.Writer | None,
+  periodic_actions: Sequence[periodic.PeriodicAction] = (),
   *,
   supervision: Supervision | None = None,
 ) -> None:
@@ -796,6 +797,7 @@ def train_and_eval(
     checkpointer: saves and restores `latest`, keeps `best`.
     writer: gets the scalars of training.
     eval_writer: gets the scalars of evaluation.
+    periodic_actions: called at each step besides the loop's own.
     supervision: what else may end the run.
 
   Raises:
@@ -812,11 +814,8 @@ def train_and_eval(
   logging.info('Training and evaluating with config:\n%s', config)
   trained, state = _start_training(experiment_class, config, checkpointer)
   _resume_writer(writer, config, checkpointer, state.global_step)
-  evaluated = _initialize_experiment(
-    experiment_class,
-    'eval',
-    jax.random.PRNGKey(config.random_seed),
-    config.experiment_kwargs,
+  evaluated = _build(
+    experiment_class, 'eval', jax.random.PRNGKey(config.random_seed), config
   )
   is_evaluated = base.is_durable(checkpointer) and (
     state.global_step in checkpointer.evaluated()
@@ -851,7 +850,11 @@ def train_and_eval(
 
   save = _LatestSaver(config, checkpointer, state, guard)
   save.writers = [writer, eval_writer]
-  save.actions = [guard, *_default_actions(config, save, writer)]
+  save.actions = [
+    guard,
+    *periodic_actions,
+    *_default_actions(config, save, writer),
+  ]
   interval = config.eval_interval
   if interval is not None and interval >= 0:
     evaluation = periodic.PeriodicAction(

@@ -1,0 +1,397 @@
+"""Joins the processes of a run: who they are, and their rendezvous.
+
+`config.distributed` is 'auto', 'off', or where to meet:
+
+    config.distributed = {
+      'coordinator': 'node0:1234',  # A free port of process 0's machine.
+      'num_processes': 4,
+      'process_id': 0,  # Another one in each process.
+    }
+
+'auto' takes it from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+JAX_PROCESS_ID, as `python -m jaxline.launch` sets them, or from the cluster
+that JAX detects: Slurm, Open MPI, Kubernetes, Cloud TPU. Where there is
+neither, and where there is but one process, nothing is done.
+
+On the CPU the processes talk by gloo, which is JAX's default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import dataclasses
+import difflib
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import threading
+import time
+from typing import Any
+
+from absl import logging
+import jax
+from jax._src import clusters
+from jax._src import xla_bridge
+from jax._src.clusters import cloud_tpu_cluster
+from ml_collections import config_dict
+
+MODES = ('auto', 'off')
+# The keys of a mapping, and what gives them in the environment.
+VARIABLES = {
+  'coordinator': 'JAX_COORDINATOR_ADDRESS',
+  'num_processes': 'JAX_NUM_PROCESSES',
+  'process_id': 'JAX_PROCESS_ID',
+}
+
+# How much longer than we JAX waits. It ends the process where it gives up, we
+# raise an error.
+_JAX_SLACK_SECS = 60
+
+
+class RendezvousError(RuntimeError):
+  """The processes have not met; says what to check."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+  """Where to meet, and as who.
+
+  Attributes:
+    coordinator: 'host:port'.
+    num_processes: how many there are.
+    process_id: which of them this one is.
+    source: who says so.
+    local_device_ids: this process's share of the devices of its machine; None
+      is all of them, or what JAX_LOCAL_DEVICE_IDS says.
+  """
+
+  coordinator: str
+  num_processes: int
+  process_id: int
+  source: str
+  local_device_ids: tuple[int, ...] | None = None
+
+  def __str__(self) -> str:
+    return (
+      f'process {self.process_id} of {self.num_processes} (by {self.source}),'
+      f' coordinator {self.coordinator}'
+    )
+
+
+def validate(value: Any) -> None:
+  """Checks a value of `config.distributed`.
+
+  Raises:
+    ValueError: naming what is wrong, and what was expected.
+  """
+  if isinstance(value, Mapping | config_dict.ConfigDict):
+    _read('config.distributed', dict(value))
+  elif value not in MODES:
+    raise ValueError(
+      f'config.distributed is {value!r}; expected one of {MODES} or a mapping'
+      f' with the keys {tuple(VARIABLES)}.'
+    )
+
+
+def initialize(value: Any, timeout_secs: float = 300.0) -> None:
+  """Meets the other processes of the run, if there are any.
+
+  To be called before any device is touched. Where `jax.distributed` is
+  initialised already, it is left alone.
+
+  Args:
+    value: of `config.distributed`.
+    timeout_secs: how long to wait for the others, in seconds.
+
+  Raises:
+    ValueError: the value, or what the environment says instead, is wrong.
+    RendezvousError: the others were not met in time. The process has to end
+      then, since JAX goes on trying for a minute, and ends it after that.
+    RuntimeError: a device was touched already.
+  """
+  validate(value)
+  if value == 'off':
+    return
+  if jax.distributed.is_initialized():
+    logging.info('jax.distributed is initialised already, and left as it is.')
+    return
+  if value == 'auto':
+    place = _found(timeout_secs)
+  else:
+    place = _read('config.distributed', dict(value))
+  if place is None:
+    logging.info('One process: no cluster and no JAX_* variables were found.')
+    return
+  if place.num_processes == 1:
+    logging.info('One process, by %s: there is nobody to meet.', place.source)
+    return
+  if xla_bridge.backends_are_initialized():
+    raise RuntimeError(
+      f'This is {place}, but JAX has started its devices already, so that it'
+      ' would not see those of the others. Call distributed.initialize (or'
+      ' platform.main) before anything that touches a device, such as'
+      ' jax.devices() or jnp.zeros(()); or run alone, with config.distributed ='
+      " 'off'."
+    )
+  logging.info('This is %s; meeting the others.', place)
+  began = time.monotonic()
+  _meet(place, timeout_secs)
+  logging.info('All have met after %.1f s.', time.monotonic() - began)
+
+
+def _read(source: str, value: Mapping[str, Any]) -> _Place:
+  """Returns what a mapping says.
+
+  Raises:
+    ValueError: naming what is wrong with it.
+  """
+  for key in value:
+    if key not in VARIABLES:
+      near = difflib.get_close_matches(key, VARIABLES, n=1)
+      raise ValueError(
+        f'Unknown key {key!r} in {source}'
+        + (f': did you mean {near[0]!r}?' if near else '.')
+        + f' Its keys are {tuple(VARIABLES)}.'
+      )
+  if missing := [key for key in VARIABLES if key not in value]:
+    raise ValueError(
+      f'{source} lacks {missing}; its keys are {tuple(VARIABLES)}.'
+    )
+
+  def refuse(key: str, expected: str) -> None:
+    raise ValueError(
+      f'{key} of {source} is {value[key]!r}; expected {expected}.'
+    )
+
+  coordinator, count, process = (value[key] for key in VARIABLES)
+  port = re.fullmatch(r'(?:[^:\s]+|\[[^\]\s]+\]):(\d+)', str(coordinator))
+  if port is None or not 0 < int(port[1]) < 2**16:
+    refuse('coordinator', "'host:port', such as 'node0:1234' or '[::1]:1234'")
+  if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    refuse('num_processes', 'an integer of at least 1')
+  if (
+    isinstance(process, bool)
+    or not isinstance(process, int)
+    or not 0 <= process < count
+  ):
+    refuse(
+      'process_id', f'an integer from 0 to {count - 1}, one below them all'
+    )
+  return _Place(coordinator, count, process, source)
+
+
+def _found(timeout_secs: float) -> _Place | None:
+  """Returns what the environment says; None where it says nothing."""
+  given = {
+    key: text for key, name in VARIABLES.items() if (text := os.getenv(name))
+  }
+  # JAX lets the address be given beside a cluster, which says the rest.
+  if set(given) - {'coordinator'}:
+    return _read_variables(given)
+  cluster = _cluster()
+  if cluster is None:
+    return _read_variables(given) if given else None
+  name = cluster.__name__
+  try:
+    count = cluster.get_process_count()
+    if count == 1:
+      return _Place('', 1, 0, name)
+    local = cluster.get_local_process_id()
+    return _Place(
+      given.get('coordinator')
+      or cluster.get_coordinator_address(
+        timeout_secs=int(timeout_secs),
+        override_coordinator_port=os.environ.get('JAX_COORDINATOR_PORT'),
+      ),
+      count,
+      cluster.get_process_id(),
+      name,
+      None if local is None or _keeps_devices() else (local,),
+    )
+  except Exception as e:
+    raise RendezvousError(
+      f"JAX's {name} says that this process is one of several, and cannot tell"
+      f' which: {e}\nGive {", ".join(VARIABLES.values())} in the environment;'
+      " or run alone, with config.distributed = 'off'."
+    ) from e
+
+
+def _read_variables(given: Mapping[str, str]) -> _Place:
+  named = {VARIABLES[key]: text for key, text in given.items()}
+  if len(given) < len(VARIABLES):
+    raise ValueError(
+      f'The environment has {named}, and no cluster was found that would say'
+      f' the rest; give all of {", ".join(VARIABLES.values())}, or none.'
+    )
+  numbers = {}
+  for key in ('num_processes', 'process_id'):
+    if not re.fullmatch(r'\d+', given[key]):
+      raise ValueError(
+        f'{VARIABLES[key]} is {given[key]!r}; expected a number.'
+      )
+    numbers[key] = int(given[key])
+  return _read(f'the variables {", ".join(named)}', {**given, **numbers})
+
+
+def _cluster() -> type[clusters.ClusterEnv] | None:
+  """Returns the first cluster that JAX detects, without asking in vain."""
+  for cluster in clusters.ClusterEnv._cluster_types:
+    if cluster.opt_in_only_method:
+      continue
+    if issubclass(cluster, cloud_tpu_cluster.BaseTpuCluster):
+      # A TPU VM whose TPU is not to be used: its metadata server need not be
+      # asked. (On machines without a TPU, JAX does not ask it.)
+      platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+      if platforms and 'tpu' not in platforms.split(','):
+        continue
+    elif issubclass(cluster, clusters.K8sCluster):
+      # A notebook or a server in some pod is no process of a job.
+      if 'JOB_COMPLETION_INDEX' not in os.environ:
+        continue
+      if importlib.util.find_spec('kubernetes') is None:
+        raise RendezvousError(
+          'This process is one of an Indexed Job of Kubernetes, and JAX can ask'
+          ' for the others only with the package `kubernetes`: pip install'
+          f' kubernetes. Or give {", ".join(VARIABLES.values())} in the'
+          " environment; or run alone, with config.distributed = 'off'."
+        )
+    if cluster.is_env_present():
+      return cluster
+  return None
+
+
+def _keeps_devices() -> bool:
+  """Says whether a process of Slurm or MPI is to have more than one GPU.
+
+  JAX gives each of them the one of its local number. Where there is one process
+  on each machine, the other GPUs would be idle.
+  """
+  if os.environ.get('JAX_LOCAL_DEVICE_IDS'):
+    return True  # JAX takes these, where it is told of none.
+  per_node = os.environ.get('SLURM_STEP_TASKS_PER_NODE', '')
+  return (
+    re.fullmatch(r'1(\(x\d+\))?(,1(\(x\d+\))?)*', per_node) is not None
+    or os.environ.get('OMPI_COMM_WORLD_LOCAL_SIZE') == '1'
+  )
+
+
+def _meet(place: _Place, timeout_secs: float) -> None:
+  """Calls `jax.distributed.initialize`; raises instead of hanging or dying."""
+  deadline = time.monotonic() + timeout_secs
+  if place.process_id == 0:
+    _check_port(place)
+  else:
+    _check_reachable(place, deadline)
+  errors: list[BaseException] = []
+
+  def connect() -> None:
+    try:
+      jax.distributed.initialize(
+        place.coordinator,
+        place.num_processes,
+        place.process_id,
+        local_device_ids=place.local_device_ids,
+        # All is known: JAX need not look for what else there is.
+        cluster_detection_method='deactivate',
+        initialization_timeout=int(timeout_secs) + _JAX_SLACK_SECS,
+      )
+    except BaseException as e:
+      errors.append(e)
+
+  # On a thread, since the call hears neither Ctrl-C nor our deadline.
+  thread = threading.Thread(target=connect, name='rendezvous', daemon=True)
+  with _said_if_this_dies(place):
+    thread.start()
+    thread.join(max(0.0, deadline - time.monotonic()))
+  if thread.is_alive():
+    raise RendezvousError(
+      f'After {timeout_secs:g} s not all processes have met; this is {place}.'
+      f' {_what_to_check(place)}'
+    )
+  if errors:
+    raise RendezvousError(
+      f'{errors[0]}\nThis is {place}. {_what_to_check(place)}'
+    ) from errors[0]
+
+
+def _what_to_check(place: _Place) -> str:
+  return (
+    f'Check that {place.num_processes} processes were started, that all of them'
+    ' have the same num_processes and coordinator and each another process_id'
+    f' from 0 to {place.num_processes - 1}, that none has failed (its own'
+    ' output says why), and that no firewall or proxy variable is in the way.'
+  )
+
+
+def _split(address: str) -> tuple[str, int]:
+  host, _, port = address.rpartition(':')
+  return host.strip('[]'), int(port)
+
+
+def _check_port(place: _Place) -> None:
+  """Refuses a port that is taken, for which JAX ends in a segfault."""
+  address = os.environ.get('JAX_COORDINATOR_BIND_ADDRESS')
+  host, port = _split(address or place.coordinator)
+  try:
+    if address:
+      family = socket.AF_INET6 if ':' in host else socket.AF_INET
+      socket.create_server((host, port), family=family).close()
+    elif socket.has_dualstack_ipv6():
+      socket.create_server(
+        ('', port), family=socket.AF_INET6, dualstack_ipv6=True
+      ).close()
+    else:
+      socket.create_server(('', port)).close()
+  except OSError as e:
+    raise RendezvousError(
+      f'This is {place}, which cannot listen on port {port}: {e}. Is a process'
+      ' of an earlier or another run still there? End it, or take another port.'
+    ) from e
+
+
+def _check_reachable(place: _Place, deadline: float) -> None:
+  """Waits until somebody listens at the coordinator's address."""
+  pause = 0.05
+  while True:
+    try:
+      socket.create_connection(_split(place.coordinator), timeout=5).close()
+      return
+    except OSError as e:
+      if time.monotonic() + pause > deadline:
+        raise RendezvousError(
+          f'This is {place}, which cannot be reached: {e}. Check that process 0'
+          ' was started and still runs (its own output says what went wrong),'
+          ' that the address is one of its machine, as seen from here, and that'
+          ' no firewall is between.'
+        ) from e
+    time.sleep(pause)
+    pause = min(2 * pause, 1.0)
+
+
+@contextlib.contextmanager
+def _said_if_this_dies(place: _Place) -> Iterator[None]:
+  """Has it said what to check, should JAX end the process while inside.
+
+  For instance for a process_id that the coordinator does not expect, JAX
+  aborts, in C++. So the last word is a shell's, which hears of the end by the
+  end of its input.
+  """
+  message = (
+    f'[jaxline] JAX ended {place}, while it was meeting the others; see above.'
+    f' {_what_to_check(place)}'
+  )
+  program = 'read -r met || printf "%s\\n" "$1" >&2'
+  with subprocess.Popen(
+    ['/bin/sh', '-c', program, 'sh', message],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.DEVNULL,
+  ) as shell:
+    try:
+      yield
+    finally:
+      # A Ctrl-C at the terminal ends the shell, too.
+      with contextlib.suppress(OSError):
+        shell.communicate(b'met\n')

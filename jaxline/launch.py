@@ -1,0 +1,371 @@
+"""Starts a program as several processes of this machine's CPU, for testing.
+
+    python -m jaxline.launch --processes 4 --devices-per-process 2 -- \\
+        python experiment.py --config=configs/lm.py
+
+is a run of four processes with two devices each, which talk as those of a
+cluster do (gloo instead of a network of accelerators). Each process is told who
+it is by the variables that `jaxline.distributed` reads. What they print has the
+number of the process before each line. Signals are passed on to all. When one
+fails, the others are given some seconds to end by themselves, then they are
+killed, and the exit code is that of the first to fail.
+
+For clusters see docs/launching.md: this starts nothing on other machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from typing import IO, NoReturn
+
+from jaxline import preemption
+
+# Passed on to the processes, unless they were ignored when this one started.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+# Codes of processes that have left in order: the others save what they have,
+# too, and take the time it takes.
+_IN_ORDER = (preemption.EXIT_CODE, preemption.SIGINT_EXIT_CODE)
+# XLA's flag for the number of CPU devices.
+_DEVICES_FLAG = '--xla_force_host_platform_device_count'
+# For what ended processes have still in their pipes, in seconds. It is used up
+# only where a process has left its group and goes on with them.
+_DRAIN_SECS = 5.0
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the program; returns the exit code.
+
+  Args:
+    argv: the command line without the program's name.
+  """
+  args = _parse(argv)
+  port = args.port or _free_port()
+  with _Launch(args.grace_secs) as launch:
+    try:
+      for process in range(args.processes):
+        launch.start(
+          args.command,
+          environment(
+            os.environ, args.processes, process, args.devices_per_process, port
+          ),
+        )
+      return launch.wait()
+    except OSError as e:
+      # As a shell has it.
+      _say(f'Cannot start {args.command[0]!r}: {e.strerror}.')
+      return 127 if isinstance(e, FileNotFoundError) else 126
+    except KeyboardInterrupt:
+      return preemption.SIGINT_EXIT_CODE  # It came before all were started.
+
+
+def environment(
+  env: Mapping[str, str],
+  num_processes: int,
+  process_id: int,
+  num_devices: int,
+  port: int,
+) -> dict[str, str]:
+  """Returns the environment of one of the processes.
+
+  Args:
+    env: the environment to add to.
+    num_processes: how many processes there are.
+    process_id: which of them it is for.
+    num_devices: the number of CPU devices of each.
+    port: where process 0 listens, on this machine only.
+  """
+  address = f'127.0.0.1:{port}'
+  flags = [
+    flag
+    for flag in env.get('XLA_FLAGS', '').split()
+    if flag.partition('=')[0] != _DEVICES_FLAG
+  ]
+  # These would be one more word on the devices, for all the same one.
+  overruled = ('JAX_LOCAL_DEVICE_IDS', 'JAX_NUM_CPU_DEVICES')
+  return {
+    **{name: value for name, value in env.items() if name not in overruled},
+    'JAX_COORDINATOR_ADDRESS': address,
+    'JAX_COORDINATOR_BIND_ADDRESS': address,
+    'JAX_NUM_PROCESSES': str(num_processes),
+    'JAX_PROCESS_ID': str(process_id),
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
+    'XLA_FLAGS': ' '.join([*flags, f'{_DEVICES_FLAG}={num_devices}']),
+    # Otherwise what is printed comes late, and is lost where one is killed.
+    'PYTHONUNBUFFERED': '1',
+  }
+
+
+class _Launch:
+  """The processes, each in a session and process group of its own."""
+
+  def __init__(self, grace_secs: float):
+    self._grace_secs = grace_secs
+    self._processes: list[subprocess.Popen[bytes]] = []
+    self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    self._live: set[int] = set()
+    self._lock = threading.Lock()
+    self._readers: list[threading.Thread] = []
+    self._stack = contextlib.ExitStack()
+
+  def __enter__(self) -> _Launch:
+    self._guard = _Guard()
+    self._stack.callback(self._guard.close)
+    self._stack.callback(self._kill)
+    return self
+
+  def __exit__(self, *unused: object) -> None:
+    self._stack.close()
+
+  def start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+    """Starts the next process.
+
+    Raises:
+      OSError: there is no such program.
+    """
+    number = len(self._processes)
+    process = subprocess.Popen(
+      command,
+      env=env,
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      # Else a Ctrl-C at the terminal came twice; and so that what a process
+      # has started can be ended with it.
+      start_new_session=True,
+    )
+    self._processes.append(process)
+    self._live.add(number)
+    self._watch_over()
+    assert process.stdout is not None
+    assert process.stderr is not None
+    for source, sink in (
+      (process.stdout, sys.stdout.buffer),
+      (process.stderr, sys.stderr.buffer),
+    ):
+      reader = threading.Thread(
+        target=self._copy, args=(number, source, sink), daemon=True
+      )
+      reader.start()
+      self._readers.append(reader)
+    threading.Thread(
+      target=lambda: self._ended.put((number, process.wait())), daemon=True
+    ).start()
+
+  def wait(self) -> int:
+    """Waits for all to end; returns the exit code of the first that failed."""
+    for signum in SIGNALS:
+      if signal.getsignal(signum) != signal.SIG_IGN:
+        old = signal.signal(signum, self._pass_on)
+        self._stack.callback(signal.signal, signum, old)
+    deadline: float | None = None
+    failed, left = 0, 0
+    while self._live:
+      try:
+        number, code = self._ended.get(
+          timeout=None if deadline is None else max(0, deadline - _now())
+        )
+      except queue.Empty:
+        _say(
+          f'Killing {_name(self._live)}, {self._grace_secs:g} s after the first'
+          ' failure.'
+        )
+        self._kill()
+        break
+      self._end(number)
+      if code == 0:
+        continue
+      code = 128 - code if code < 0 else code
+      others = f'; waiting for {_name(self._live)}' if self._live else ''
+      _say(f'Process {number} ended with code {code}{others}.')
+      if code in _IN_ORDER:
+        left = left or code
+      elif not failed:
+        failed = code
+        deadline = _now() + self._grace_secs
+    drained = _now() + _DRAIN_SECS
+    for reader in self._readers:
+      reader.join(max(0, drained - _now()))
+    return failed or left
+
+  def _copy(self, number: int, source: IO[bytes], sink: IO[bytes]) -> None:
+    """Copies lines, each at once and as one; on a thread of its own."""
+    prefix = b'[%d] ' % number
+    with source:
+      for line in source:
+        end = b'' if line.endswith(b'\n') else b'\n'
+        try:
+          with self._lock:
+            sink.write(prefix + line + end)
+            sink.flush()
+        except OSError:
+          # Nobody reads us any more: by the closed pipe the process is told.
+          return
+
+  def _pass_on(self, signum: int, frame: types.FrameType | None) -> None:
+    del frame
+    for number in tuple(self._live):
+      self._processes[number].send_signal(signum)
+
+  def _end(self, number: int) -> None:
+    """Ends what an ended process has left in its group."""
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(self._processes[number].pid, signal.SIGKILL)
+    self._live.discard(number)
+    self._watch_over()
+
+  def _kill(self) -> None:
+    for number in tuple(self._live):
+      self._end(number)
+      self._processes[number].wait()
+
+  def _watch_over(self) -> None:
+    self._guard.watch_over(self._processes[number].pid for number in self._live)
+
+
+class _Guard:
+  """Kills the process groups should this process be killed itself.
+
+  SIGKILL cannot be passed on. But it closes a pipe, at whose other end a shell
+  waits. (Linux can tie a process to its parent, but not what that has started
+  in its turn.)
+  """
+
+  # Each line is the groups there are; after the last one, this process is gone.
+  _PROGRAM = """
+    while read -r line; do groups=$line; done
+    [ -z "$groups" ] || kill -s KILL -- $groups
+  """
+
+  def __init__(self) -> None:
+    self._shell = subprocess.Popen(
+      ['/bin/sh', '-c', self._PROGRAM],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+      start_new_session=True,
+    )
+
+  def watch_over(self, groups: Iterable[int]) -> None:
+    """Says which process groups there are."""
+    assert self._shell.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # Somebody has killed the shell.
+      line = ' '.join(f'-{group}' for group in groups)
+      self._shell.stdin.write(f'{line}\n'.encode())
+      self._shell.stdin.flush()
+
+  def close(self) -> None:
+    """Ends the shell; nothing is killed."""
+    self.watch_over(())
+    self._shell.communicate()
+
+
+class _Parser(argparse.ArgumentParser):
+  """Says in one line what is wrong."""
+
+  def error(self, message: str) -> NoReturn:
+    _say(f'{message[:1].upper()}{message[1:]}. See {self.prog} --help.')
+    sys.exit(2)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+  """Parses the command line; ends the process with 2 where it is wrong."""
+  parser = _Parser(
+    prog='python -m jaxline.launch',
+    usage='%(prog)s --processes N [options] -- PROGRAM [ARGUMENT ...]',
+    description="Starts a program as several processes of this machine's CPU,"
+    ' for testing.',
+    allow_abbrev=False,
+  )
+  parser.add_argument(
+    '--processes',
+    type=_integer(1, 1024),
+    required=True,
+    metavar='N',
+    help='how many processes',
+  )
+  parser.add_argument(
+    '--devices-per-process',
+    type=_integer(1, 1024),
+    default=1,
+    metavar='N',
+    help='CPU devices of each process (default: %(default)s)',
+  )
+  parser.add_argument(
+    '--port',
+    type=_integer(1, 2**16 - 1),
+    metavar='N',
+    help='where process 0 listens (default: one that is free)',
+  )
+  parser.add_argument(
+    '--grace-secs',
+    type=float,
+    default=10.0,
+    metavar='SECS',
+    help='how long the others may go on after one has failed, before they are'
+    ' killed (default: %(default)g)',
+  )
+  own, separator, command = _split(argv)
+  args, unknown = parser.parse_known_args(own)
+  if unknown:
+    parser.error(
+      f'unexpected {" ".join(unknown)!r}: the program comes after a --'
+    )
+  if not command:
+    parser.error(f'there is no program{" after --" if separator else ""}')
+  args.command = command
+  return args
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+  argv = list(argv)
+  if '--' not in argv:
+    return argv, False, []
+  place = argv.index('--')
+  return argv[:place], True, argv[place + 1 :]
+
+
+def _integer(low: int, high: int) -> Callable[[str], int]:
+  def parse(text: str) -> int:
+    if not text.isdecimal() or not low <= int(text) <= high:
+      raise argparse.ArgumentTypeError(
+        f'got {text!r}, expected an integer from {low} to {high}'
+      )
+    return int(text)
+
+  return parse
+
+
+def _free_port() -> int:
+  with socket.create_server(('127.0.0.1', 0)) as server:
+    return server.getsockname()[1]
+
+
+def _name(numbers: Iterable[int]) -> str:
+  numbers = sorted(numbers)
+  listed = ', '.join(map(str, numbers))
+  return f'process{"es" if len(numbers) > 1 else ""} {listed}'
+
+
+def _now() -> float:
+  return time.monotonic()
+
+
+def _say(text: str) -> None:
+  print(f'[launch] {text}', file=sys.stderr, flush=True)
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,704 @@
+"""Settings of the XLA compilers: flags, and profile-guided scheduling (PGLE).
+
+What `config.xla` says becomes XLA_FLAGS, LIBTPU_INIT_ARGS and settings of JAX
+before JAX starts. XLA ends the process where it does not know a flag; here the
+flags are tried in a process of their own first, so that a misspelled one is an
+error like any other. What to set, and when, stands in docs/accelerators.md.
+
+The Profile Guided Latency Estimator gives XLA's scheduler for GPUs the measured
+durations of a program's instructions, with which it hides communication behind
+computation. JAX can measure and recompile by itself (automatic), or one run
+saves a profile and the next one compiles with it (manual).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+import difflib
+import importlib.util
+import itertools
+import mmap
+import numbers
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from absl import logging
+import jax
+from jax.experimental import profiler
+import jaxlib
+
+from jaxline import periodic
+
+KEYS = (
+  'latency_hiding_scheduler',
+  'pgle_profiling_runs',
+  'pgle_aggregation_percentile',
+  'pgle_save',
+  'pgle_save_steps',
+  'pgle_profile',
+  'flags',
+  'tpu_flags',
+)
+# The first step whose profile is saved: the first compiles, and the next ones
+# still fill the queues.
+FIRST_PROFILED_STEP = 5
+
+_GPU_SCHEDULER = 'xla_gpu_enable_latency_hiding_scheduler'
+_TPU_SCHEDULER = 'xla_tpu_enable_latency_hiding_scheduler'
+_PGLE_PROFILE = 'xla_gpu_pgle_profile_file_or_directory_path'
+_COMMAND_BUFFER = 'xla_gpu_enable_command_buffer'
+
+# A flag as XLA reads it: a name, and a value that may be quoted.
+_FLAG = re.compile(
+  r"""(?<!\S)--?(?P<name>[\w-]+)(=(?P<value>"(?:\\.|[^"\\])*"|'[^']*'|\S*))?(?=\s|$)"""
+)
+# What may be one, among all that is in a library. Patterns that begin with
+# letters are found in it twenty times faster than one with alternatives.
+_WORDS = tuple(
+  re.compile(start + rb'[a-z0-9_]{3,80}') for start in (b'xla_', b'megascale_')
+)
+# The parts of XLA and of libtpu that read the flags: a fraction of a second.
+_READ_XLA_FLAGS = """
+from jaxlib import xla_client
+xla_client.CompileOptions().executable_build_options.debug_options
+"""
+_READ_TPU_FLAGS = """
+import sys
+from jaxlib import xla_client
+xla_client.load_pjrt_plugin_dynamically('tpu', sys.argv[1])
+xla_client.initialize_pjrt_plugin('tpu')
+"""
+_PROBE_SECS = 60.0
+# How many names an error offers, and how many near ones are tried for that.
+_NUM_NAMES = 3
+_NUM_TRIED = 8
+
+
+class _Flags:
+  """The flags for one environment variable, each with the place it is from."""
+
+  def __init__(self, variable: str):
+    self.variable = variable
+    self._values: dict[str, str] = {}
+    self._places: dict[str, str] = {}
+
+  def add(self, name: str, value: Any, place: str) -> None:
+    """Adds a flag.
+
+    Args:
+      name: with or without dashes in front.
+      value: True, False, a number or text.
+      place: where it is set, for messages.
+
+    Raises:
+      ValueError: the flag has another value from elsewhere, or cannot be one.
+    """
+    name, text = name.lstrip('-'), _to_text(name, value, place)
+    if not re.fullmatch(r'[\w-]+', name):
+      raise ValueError(
+        f'{place} has {name!r}; expected the name of a flag, such as'
+        f' {_GPU_SCHEDULER!r}.'
+      )
+    if name not in self._values:
+      self._values[name], self._places[name] = text, place
+    elif not _is_same(self._values[name], text):
+      raise ValueError(
+        f'The flag --{name} has two values: {self._values[name]!r} by'
+        f' {self._places[name]} and {text!r} by {place}. Take one out.'
+      )
+
+  def missing_in(self, text: str) -> dict[str, str]:
+    """Returns the flags, as written, that the variable's text does not have.
+
+    Args:
+      text: the variable's value.
+
+    Returns:
+      '--name=value' -> the place it is from.
+
+    Raises:
+      ValueError: the text has another value for a flag.
+    """
+    if text.strip() and not text.strip().startswith('-'):
+      raise ValueError(
+        f'{self.variable} is {text!r}, the name of a file with flags; no flags'
+        f' can be added to it. Put them into {self.variable} itself.'
+      )
+    given = {
+      # A flag without a value is a switch that is on.
+      m['name']: 'true' if m['value'] is None else m['value'].strip('\'"')
+      for m in _FLAG.finditer(text)
+    }
+    missing = {}
+    for name, value in self._values.items():
+      place = self._places[name]
+      if name not in given:
+        missing[f'--{name}={value}'] = place
+      elif not _is_same(given[name], value):
+        raise ValueError(
+          f'The flag --{name} has two values: {given[name]!r} by the'
+          f' environment variable {self.variable} and {value!r} by {place}.'
+          ' Take one out.'
+        )
+    return missing
+
+
+def _to_text(name: str, value: Any, place: str) -> str:
+  """Returns a flag's value as XLA reads it."""
+  text = str(value).lower() if isinstance(value, bool) else str(value)
+  # XLA splits at white space, and libtpu knows no quotes.
+  if not isinstance(value, str | numbers.Real) or re.search(r'[\s\'"]', text):
+    raise ValueError(
+      f'{place} sets {name!r} to {value!r}; expected True, False, a number or'
+      ' text without white space and quotes.'
+    )
+  return text
+
+
+def _is_same(a: str, b: str) -> bool:
+  words = {'true': True, '1': True, 'false': False, '0': False}
+  return words.get(a.lower(), a) == words.get(b.lower(), b)
+
+
+def _flags(options: Mapping[str, Any]) -> tuple[_Flags, _Flags]:
+  """Returns what XLA and what libtpu is to be told."""
+  xla, tpu = _Flags('XLA_FLAGS'), _Flags('LIBTPU_INIT_ARGS')
+  scheduler = options['latency_hiding_scheduler']
+  if scheduler is not None:
+    place = 'config.xla.latency_hiding_scheduler'
+    xla.add(_GPU_SCHEDULER, scheduler, place)
+    tpu.add(_TPU_SCHEDULER, scheduler, place)
+  for key in ('pgle_profiling_runs', 'pgle_save', 'pgle_profile'):
+    if options[key]:
+      xla.add(_GPU_SCHEDULER, True, f'config.xla.{key}')
+  if options['pgle_save']:
+    # In command buffers (CUDA graphs) the profiler sees no instructions.
+    xla.add(_COMMAND_BUFFER, '', 'config.xla.pgle_save')
+  if options['pgle_profile']:
+    # The program may go to another directory before it compiles.
+    path = os.path.abspath(options['pgle_profile'])
+    xla.add(_PGLE_PROFILE, path, 'config.xla.pgle_profile')
+  for wanted, key in ((xla, 'flags'), (tpu, 'tpu_flags')):
+    for name, value in options[key].items():
+      wanted.add(name, value, f'config.xla.{key}')
+  return xla, tpu
+
+
+def validate(options: Mapping[str, Any]) -> None:
+  """Checks `config.xla` without looking at the machine.
+
+  Args:
+    options: the values of `KEYS`; see jaxline/base_config.py.
+
+  Raises:
+    ValueError: the first thing that is wrong, by name.
+  """
+  for key in options:
+    if key not in KEYS:
+      near = difflib.get_close_matches(key, KEYS, n=1)
+      raise ValueError(
+        f'Unknown key config.xla.{key}'
+        + (f': did you mean {near[0]!r}?' if near else '.')
+        + f' The keys are {sorted(KEYS)}. A flag of XLA goes into'
+        ' config.xla.flags, one of libtpu into config.xla.tpu_flags.'
+      )
+
+  def refuse(key: str, expected: str) -> None:
+    raise ValueError(
+      f'config.xla.{key} is {options[key]!r}; expected {expected}. See'
+      ' jaxline/base_config.py.'
+    )
+
+  if options['latency_hiding_scheduler'] not in (None, True, False):
+    refuse('latency_hiding_scheduler', "True, False, or None for XLA's default")
+  if not _is_integer(options['pgle_profiling_runs'], 0):
+    refuse('pgle_profiling_runs', 'an integer of at least 1, or 0 for off')
+  if not _is_integer(options['pgle_save_steps'], 1):
+    refuse('pgle_save_steps', 'an integer of at least 1')
+  percentile = options['pgle_aggregation_percentile']
+  if percentile is not None:
+    if not _is_integer(percentile, 0) or percentile > 100:
+      refuse(
+        'pgle_aggregation_percentile',
+        "an integer from 0 to 100, or None for JAX's default",
+      )
+    if not options['pgle_profiling_runs']:
+      raise ValueError(
+        f'config.xla.pgle_aggregation_percentile is {percentile}, but'
+        ' pgle_profiling_runs is 0, so that nothing is measured. Set'
+        ' config.xla.pgle_profiling_runs, for instance to 3.'
+      )
+  for key in ('pgle_save', 'pgle_profile'):
+    if not isinstance(options[key], str | None):
+      refuse(key, 'the name of a file, or None')
+  if options['pgle_save'] and not options['pgle_save'].endswith('.pb'):
+    refuse('pgle_save', 'a name that ends with .pb, by which XLA knows it')
+  ways = [
+    key
+    for key in ('pgle_profiling_runs', 'pgle_save', 'pgle_profile')
+    if options[key]
+  ]
+  if len(ways) > 1:
+    raise ValueError(
+      'Set one of '
+      + ' and '.join(f'config.xla.{key} ({options[key]!r})' for key in ways)
+      + ': pgle_profiling_runs measures and recompiles in one run; pgle_save is'
+      ' for the first of two runs, pgle_profile for the second.'
+    )
+  if ways and options['latency_hiding_scheduler'] is False:
+    raise ValueError(
+      f'config.xla.{ways[0]} is {options[ways[0]]!r}, but'
+      ' config.xla.latency_hiding_scheduler is False, and it is that scheduler'
+      ' which uses the profile. Set it to None or True.'
+    )
+  for key in ('flags', 'tpu_flags'):
+    if not hasattr(options[key], 'items'):
+      refuse(key, "a dict from flag to value, such as {'xla_dump_to': '/tmp'}")
+  _flags(options)
+
+
+def _is_integer(x: Any, at_least: int) -> bool:
+  return (
+    isinstance(x, numbers.Integral)
+    and not isinstance(x, bool)
+    and int(x) >= at_least
+  )
+
+
+def apply(options: Mapping[str, Any]) -> list[str]:
+  """Sets the environment and JAX as `config.xla` says, before JAX starts.
+
+  Flags are added to those that XLA_FLAGS and LIBTPU_INIT_ARGS have already.
+  Where flags are added, they are tried in another process, for half a second.
+
+  Args:
+    options: valid values of `KEYS`.
+
+  Returns:
+    What was set, in lines to show the user; none where nothing had to be.
+
+  Raises:
+    ValueError: a flag is unknown, its value is wrong or it has another value in
+      the environment; `pgle_profile` is no profile.
+    RuntimeError: JAX has started, and flags would have to be set.
+  """
+  if options['pgle_profile']:
+    _check_profile(pathlib.Path(options['pgle_profile']))
+  lines = []
+  for wanted in _flags(options):
+    before = os.environ.get(wanted.variable, '')
+    missing = wanted.missing_in(before)
+    if not missing:
+      continue
+    _check_not_started(wanted.variable, missing)
+    after = ' '.join([before, *missing]).strip()
+    is_xla = wanted.variable == 'XLA_FLAGS'
+    is_tried = _try_xla_flags(after) if is_xla else _try_tpu_flags(after)
+    os.environ[wanted.variable] = after
+    if not is_tried and not options['tpu_flags']:
+      continue  # The scheduler's: without libtpu they do nothing, nor matter.
+    if not is_tried:
+      lines.append('libtpu is not installed here: its flags are not checked.')
+    lines += [
+      f'{wanted.variable}: {flag} ({place})' for flag, place in missing.items()
+    ]
+  return lines + _set_auto_pgle(options)
+
+
+def _check_profile(path: pathlib.Path) -> None:
+  """Refuses what XLA would read as no profile without a word."""
+  if not path.exists():
+    raise ValueError(
+      f'config.xla.pgle_profile is {str(path)!r}, which does not exist. Make it'
+      f' with a run with config.xla.pgle_save={str(path)!r}.'
+    )
+  if not path.is_dir() and path.suffix not in ('.pb', '.pbtxt'):
+    raise ValueError(
+      f'config.xla.pgle_profile is {str(path)!r}; expected a .pb or a .pbtxt'
+      ' file, or a directory of them: XLA ignores any other.'
+    )
+
+
+def _check_not_started(variable: str, missing: Iterable[str]) -> None:
+  # There is no public way to ask.
+  from jax._src import xla_bridge
+
+  if xla_bridge.backends_are_initialized():
+    raise RuntimeError(
+      f'config.xla needs {" ".join(missing)} in {variable}, but JAX has started'
+      ' and reads it no more. Call nothing of JAX that needs a device before'
+      f' the run, or set {variable} in the shell.'
+    )
+
+
+def _set_auto_pgle(options: Mapping[str, Any]) -> list[str]:
+  if not options['pgle_profiling_runs']:
+    return []
+  settings = {
+    'jax_enable_pgle': True,
+    'jax_pgle_profiling_runs': options['pgle_profiling_runs'],
+    # Else programs with custom partitioning are other programs in each run.
+    'jax_remove_custom_partitioning_ptr_from_cache_key': True,
+  }
+  if options['pgle_aggregation_percentile'] is not None:
+    settings['jax_pgle_aggregation_percentile'] = options[
+      'pgle_aggregation_percentile'
+    ]
+  for name, value in settings.items():
+    given = os.environ.get(name.upper())
+    if given is not None and not _is_same(given, str(value)):
+      raise ValueError(
+        f'{name} has two values: {given!r} by the environment variable'
+        f' {name.upper()} and {value!r} by config.xla. Take one out.'
+      )
+  for name, value in settings.items():
+    jax.config.update(name, value)
+  return [f'JAX: {name}={value}' for name, value in settings.items()]
+
+
+def _probe(code: str, *args: str, **environ: str) -> str | None:
+  """Returns what a process that reads flags has to say against them."""
+  done = subprocess.run(
+    [sys.executable, '-c', code, *args],
+    env=os.environ | environ,
+    stdin=subprocess.DEVNULL,
+    capture_output=True,
+    text=True,
+    errors='replace',
+    timeout=_PROBE_SECS,
+  )
+  return done.stderr if done.returncode else None
+
+
+def _try_xla_flags(text: str) -> bool:
+  """Refuses flags for which XLA would end the process; else returns True."""
+
+  def read(text: str) -> str | None:
+    return _probe(_READ_XLA_FLAGS, XLA_FLAGS=text)
+
+  said = read(text)
+  if said is None:
+    return True
+  if unknown := re.search(r'Unknown flags? in XLA_FLAGS: (.*)', said):
+    names = [m['name'] for m in _FLAG.finditer(unknown[1])]
+    libraries = pathlib.Path(jaxlib.__file__).parent.glob('*.so')
+    raise ValueError(
+      f'XLA (jaxlib {jaxlib.__version__}) does not know'
+      f' {_with_near(names, libraries, read)}. XLA_FLAGS would be {text!r};'
+      ' flags of libtpu go into config.xla.tpu_flags.'
+    )
+  problems = re.findall(r'^E.*?\] (.*)$', said, re.MULTILINE)
+  if 'Flag parsing failed' in said and problems:
+    raise ValueError(
+      f'XLA refuses the value of a flag: {"; ".join(problems)} XLA_FLAGS would'
+      f' be {text!r}.'
+    )
+  raise RuntimeError(
+    f'XLA could not be started with XLA_FLAGS={text!r}:\n{said[-2000:]}'
+  )
+
+
+def _try_tpu_flags(text: str) -> bool:
+  """Refuses flags for which libtpu would end the process.
+
+  Returns:
+    Whether there is a libtpu to ask.
+  """
+  path = os.environ.get('TPU_LIBRARY_PATH', '')
+  if not os.path.isfile(path):
+    package = importlib.util.find_spec('libtpu')
+    if package is None or package.origin is None:
+      return False
+    path = str(pathlib.Path(package.origin).with_name('libtpu.so'))
+
+  def read(text: str) -> str | None:
+    # It reads its flags and no more: it takes no chip, needs not be the only
+    # one to use libtpu, and does not look for the machine's metadata.
+    return _probe(
+      _READ_TPU_FLAGS,
+      path,
+      LIBTPU_INIT_ARGS=text,
+      ALLOW_MULTIPLE_LIBTPU_LOAD='1',
+      TPU_SKIP_MDS_QUERY='1',
+    )
+
+  said = read(text)
+  if said is None:
+    return True
+  if names := re.findall(r"Unknown command line flag '([^']*)'", said):
+    raise ValueError(
+      f'libtpu does not know {_with_near(names, [pathlib.Path(path)], read)}.'
+      f' LIBTPU_INIT_ARGS would be {text!r}; flags of XLA for CPUs and GPUs go'
+      ' into config.xla.flags.'
+    )
+  if problems := re.findall(r'^ERROR: (.*)$', said, re.MULTILINE):
+    raise ValueError(
+      f'libtpu refuses the value of a flag: {"; ".join(problems)}.'
+      f' LIBTPU_INIT_ARGS would be {text!r}.'
+    )
+  raise RuntimeError(
+    f'libtpu could not be started with LIBTPU_INIT_ARGS={text!r}:'
+    f'\n{said[-2000:]}'
+  )
+
+
+def _with_near(
+  unknown: Iterable[str],
+  libraries: Iterable[pathlib.Path],
+  read: Callable[[str], str | None],
+) -> str:
+  """Lists unknown flags, each with the names that are near and known.
+
+  There is no list to look them up in: what XLA prints for --help is cut off in
+  the middle. So words in the library are tried that are spelled like flags.
+  """
+  words: set[str] = set()
+  for path in libraries:
+    with (
+      open(path, 'rb') as f,
+      mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+      for pattern in _WORDS:
+        words |= {word.decode() for word in set(pattern.findall(data))}
+
+  def is_known(name: str) -> bool:
+    said = read(f'--{name}=')
+    return said is None or not re.search('Unknown (command line )?flag', said)
+
+  texts = []
+  for flag in unknown:
+    near = difflib.get_close_matches(flag, words, n=_NUM_TRIED)
+    # Lazily: each costs a third of a second.
+    known = list(itertools.islice(filter(is_known, near), _NUM_NAMES))
+    note = f' (near: {", ".join(f"--{name}" for name in known)})'
+    texts.append(f'--{flag}{note if known else ""}')
+  return ' nor '.join(texts)
+
+
+def check_backend(options: Mapping[str, Any]) -> list[str]:
+  """Says what of `config.xla` has no effect on the devices that JAX found.
+
+  Automatic PGLE is turned off where there is no GPU: it would measure, find
+  nothing and compile everything twice.
+
+  Args:
+    options: valid values of `KEYS`, after `apply`.
+
+  Returns:
+    The warnings, which are logged as well.
+
+  Raises:
+    ValueError: a profile shall be saved, and there is no GPU.
+  """
+  platform = jax.default_backend()
+  warnings = []
+  if platform != 'gpu':
+    if options['pgle_save']:
+      raise ValueError(
+        f'config.xla.pgle_save is {options["pgle_save"]!r}, but JAX runs on'
+        f' {platform!r}, and only profiles of NVIDIA GPUs say how long'
+        ' instructions take. Set it to None.'
+      )
+    if options['pgle_profiling_runs']:
+      jax.config.update('jax_enable_pgle', False)
+    for key in ('pgle_profiling_runs', 'pgle_profile'):
+      if options[key]:
+        warnings.append(
+          f'config.xla.{key} has no effect: JAX runs on {platform!r}, and PGLE'
+          ' is for GPUs.'
+        )
+  elif cache := _compilation_cache():
+    if options['pgle_profiling_runs']:
+      warnings.append(
+        f'The compilation cache {cache} may hold programs that an earlier run'
+        ' compiled with its own profile. They are used as they are and measured'
+        ' no more, whatever config.xla.pgle_profiling_runs and'
+        ' pgle_aggregation_percentile say. To measure anew, empty it.'
+      )
+    if options['pgle_profile']:
+      warnings.append(
+        f'The compilation cache {cache} knows config.xla.pgle_profile by its'
+        ' name, not by what is in it. Give a new profile a new name, or empty'
+        ' the cache.'
+      )
+  _log_warnings(warnings)
+  return warnings
+
+
+def _compilation_cache() -> str | None:
+  settings = jax.config.values
+  if not settings['jax_enable_compilation_cache']:
+    return None
+  return settings['jax_compilation_cache_dir']
+
+
+def check_precompiled(options: Mapping[str, Any]) -> list[str]:
+  """Says what of `config.xla` has no effect on a program compiled before.
+
+  Args:
+    options: valid values of `KEYS`.
+
+  Returns:
+    The warnings, which are logged as well.
+  """
+  why = {
+    'pgle_profiling_runs': 'JAX measures and recompiles only what it compiles'
+    ' as it runs',
+    'pgle_profile': 'the profile is used when a program is compiled',
+    'pgle_save': 'it may have been compiled with command buffers, inside of'
+    ' which nothing can be measured',
+  }
+  warnings = [
+    f'config.xla.{key} is {options[key]!r}, but has no effect on a program that'
+    f' was compiled before: {reason}. Do not reuse the saved program.'
+    for key, reason in why.items()
+    if options[key]
+  ]
+  _log_warnings(warnings)
+  return warnings
+
+
+def _log_warnings(warnings: Iterable[str]) -> None:
+  for warning in warnings:
+    logging.warning('%s', warning)
+
+
+def actions(options: Mapping[str, Any]) -> list[ProfileSteps]:
+  """Returns the periodic actions that `config.xla` asks for.
+
+  Args:
+    options: valid values of `KEYS`, after `check_backend`.
+
+  Returns:
+    On the first process of a run that saves a profile: the action that does.
+  """
+  if options['pgle_save'] and jax.process_index() == 0:
+    return [
+      ProfileSteps(
+        options['pgle_save'], FIRST_PROFILED_STEP, options['pgle_save_steps']
+      )
+    ]
+  return []
+
+
+class ProfileSteps(periodic.PeriodicAction):
+  """Saves the profile of some steps, for `config.xla.pgle_profile`.
+
+  The trace is started by the thread that trains. It is awaited, stopped and
+  read on a background thread, while training goes on; that a step or two more
+  get into it does no harm, as durations are averaged. The file is whole or not
+  there. An error is raised by the next step, or by `wait_to_finish`.
+  """
+
+  def __init__(self, path: str, first_step: int, num_steps: int):
+    """Makes the action.
+
+    Args:
+      path: the file to write, a serialized ProfiledInstructionsProto of XLA.
+      first_step: the first step to profile, counted from 1 where this process
+        begins, whatever the number of that step is; at least 2.
+      num_steps: how many steps to profile.
+
+    Raises:
+      ValueError: there are no such steps.
+    """
+    if first_step < 2 or num_steps < 1:
+      raise ValueError(
+        f'Got first_step={first_step} and num_steps={num_steps}; expected at'
+        ' least 2, for the first step compiles, and at least 1.'
+      )
+    super().__init__(self._write_profile, 'steps', interval=None)
+    self._path = pathlib.Path(path).absolute()
+    self._before = first_step - 1
+    self._last = self._before + num_steps
+    self._calls = 0
+    self._directory: tempfile.TemporaryDirectory | None = None
+
+  def __call__(
+    self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
+  ) -> None:
+    """Starts, or has stopped, the trace if it is time to.
+
+    Raises:
+      RuntimeError: another trace is running.
+      BaseException: the error of saving the profile.
+    """
+    self._calls += 1
+    super().__call__(t, step, scalar_outputs)
+    if self._calls == self._before:
+      self._start()
+
+  def _is_due(self, t: float, step: int) -> bool:
+    return self._calls == self._last
+
+  def wait_to_finish(self) -> None:
+    """Waits until the profile is saved; warns where the run ended before.
+
+    Raises:
+      BaseException: the error of saving the profile.
+    """
+    if self._calls < self._last:
+      logging.warning(
+        'No profile was saved to %s: this run ended after %d steps, and the'
+        ' profile is of the steps from %d to %d.',
+        self._path,
+        self._calls,
+        self._before + 1,
+        self._last,
+      )
+      self._calls = self._last
+      if self._directory is not None:
+        with self._directory:
+          jax.profiler.stop_trace()
+    super().wait_to_finish()
+
+  def _start(self) -> None:
+    directory = tempfile.TemporaryDirectory(prefix='jaxline_pgle_')
+    options = jax.profiler.ProfileOptions()
+    # The programs, to whose instructions the durations belong; no stacks of
+    # Python, which would slow down the steps that are measured.
+    options.enable_hlo_proto = True
+    options.python_tracer_level = 0
+    try:
+      jax.profiler.start_trace(directory.name, profiler_options=options)
+    except BaseException:
+      directory.cleanup()
+      raise
+    self._directory = directory  # Only now the trace is this one's to stop.
+    logging.info(
+      'Profiling %d steps for %s.', self._last - self._before, self._path
+    )
+
+  def _write_profile(self, step: int, scalars: dict[str, Any]) -> None:
+    """Stops the trace and writes the profile; on the background thread.
+
+    It gets the last step's scalars on the host, so that step has run.
+    """
+    del scalars
+    assert self._directory is not None
+    with self._directory as directory:
+      jax.profiler.stop_trace()
+      (trace,) = pathlib.Path(directory).glob('plugins/profile/*/')
+      profile = profiler.get_profiled_instructions_proto(os.fspath(trace))
+    if not profile:
+      raise RuntimeError(
+        f'There is no GPU in the profile of the steps up to {step}, so nothing'
+        f' was written to {self._path}. JAX runs on'
+        f" {jax.default_backend()!r}; a GPU other than NVIDIA's, or another"
+        ' profiler beside this one (Nsight Systems), gives no durations.'
+      )
+    self._path.parent.mkdir(parents=True, exist_ok=True)
+    partial = self._path.with_name(f'{self._path.name}.{os.getpid()}.partial')
+    partial.write_bytes(profile)
+    os.replace(partial, self._path)
+    logging.info(
+      'Wrote the profile of %d bytes; the next run compiles with it by'
+      ' --config.xla.pgle_profile=%s',
+      len(profile),
+      self._path,
+    )

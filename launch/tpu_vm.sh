@@ -1,0 +1,145 @@
+#!/bin/bash
+# A run on Cloud TPU VMs, one slice or several, by the gcloud command.
+#
+#   launch/tpu_vm.sh create     # Asks for the TPUs, waits until they are there.
+#   launch/tpu_vm.sh install    # Brings the last commit, and installs it.
+#   launch/tpu_vm.sh run --config=configs/lm.py --config.checkpoint_dir=/runs/a
+#   launch/tpu_vm.sh logs       # What the first worker says.
+#   launch/tpu_vm.sh stop       # SIGTERM: the run saves, and ends.
+#   launch/tpu_vm.sh delete     # Gives the TPUs back.
+#
+# With --dry-run before the word, the commands are printed, and not run.
+# The parameters are taken from the environment:
+set -euo pipefail
+
+NAME=${NAME:-jaxline}
+ZONE=${ZONE:-us-east5-a}
+ACCELERATOR=${ACCELERATOR:-v5p-128}
+RUNTIME=${RUNTIME:-v2-alpha-tpuv5}
+SLICES=${SLICES:-1}
+# Such as --spot, --reserved, --network=NETWORK, --project=PROJECT.
+FLAGS=${FLAGS:-}
+# What all workers mount at /runs, such as 10.0.0.2:/runs of a Filestore. Of one
+# worker it can be left out.
+NFS=${NFS:-}
+
+usage() {
+  echo "tpu_vm.sh: $1. Usage: launch/tpu_vm.sh [--dry-run]" \
+    "create|install|run|logs|stop|delete [ARGUMENT ...]" >&2
+  exit 2
+}
+
+# Runs a command, or prints it as one can type it.
+do_run() {
+  if [ -z "$DRY_RUN" ]; then
+    "$@"
+    return
+  fi
+  local word
+  for word in "$@"; do
+    case $word in
+      *[!A-Za-z0-9_./:=,@%+-]*)
+        printf "'%s' " "$(printf '%s' "$word" | sed "s/'/'\\\\''/g")" ;;
+      *) printf '%s ' "$word" ;;
+    esac
+  done
+  echo
+}
+
+tpus() {
+  do_run gcloud compute tpus queued-resources "$@" "--zone=$ZONE"
+}
+
+# Runs a command on the workers that the first two arguments name.
+on() {
+  tpus ssh "$NAME" "--node=$1" "--worker=$2" "--command=$3"
+}
+
+create() {
+  local nodes=("--node-id=$NAME")
+  if [ "$SLICES" -gt 1 ]; then
+    nodes=("--node-count=$SLICES" "--node-prefix=$NAME")
+  fi
+  # shellcheck disable=SC2086  # FLAGS are words.
+  tpus create "$NAME" "${nodes[@]}" "--accelerator-type=$ACCELERATOR" \
+    "--runtime-version=$RUNTIME" $FLAGS
+  if [ -n "$DRY_RUN" ]; then
+    tpus describe "$NAME" '--format=value(state.state)'
+    return
+  fi
+  local state=''
+  until [ "$state" = ACTIVE ]; do
+    state=$(tpus describe "$NAME" '--format=value(state.state)')
+    case $state in
+      FAILED | SUSPENDED) echo "tpu_vm.sh: $NAME is $state." >&2 && exit 1 ;;
+      ACTIVE) ;;
+      *) echo "$NAME is $state." && sleep 30 ;;
+    esac
+  done
+}
+
+install() {
+  local archive=/tmp/$NAME.tar.gz mount=''
+  do_run git archive "--output=$archive" HEAD
+  tpus scp "$archive" "$NAME:$archive" --node=all --worker=all
+  if [ -n "$NFS" ]; then
+    mount="
+sudo apt-get install --yes nfs-common
+sudo mkdir -p /runs
+mountpoint -q /runs || sudo mount $NFS /runs"
+  fi
+  # The VMs' own Python can be older than 3.11; uv brings one.
+  on all all "set -e$mount
+mkdir -p ~/jaxline
+cd ~/jaxline
+tar -xzf $archive
+python3 -m pip install --user --quiet uv
+~/.local/bin/uv venv --quiet --allow-existing --python 3.11
+~/.local/bin/uv pip install --quiet -e '.[tpu]'"
+}
+
+run() {
+  case " $* " in
+    *" --config.checkpoint_dir="*) ;;
+    *) usage "run needs --config.checkpoint_dir=DIR, which all workers see" ;;
+  esac
+  # Not tied to the connection. Started again where it asks for it, and where it
+  # has lost another worker (docs/reliability.md): if that is not started again,
+  # they give up waiting for it after five minutes.
+  on all all "cd ~/jaxline
+rm -f stop
+cat > run.sh << 'EOF'
+until [ -e stop ]; do
+  .venv/bin/python experiment.py --jaxline_ensure_tpu$(printf ' %q' "$@") &
+  echo \$! > run.pid
+  wait \$!
+  code=\$?
+  case \$code in 70 | 75 | 134 | 143) ;; *) exit \$code ;; esac
+done
+EOF
+nohup setsid bash run.sh >> run.log 2>&1 < /dev/null &"
+}
+
+logs() {
+  on 0 0 'tail -n 100 -F ~/jaxline/run.log'
+}
+
+stop() {
+  # shellcheck disable=SC2016  # The workers' own.
+  on all all 'cd ~/jaxline && touch stop && kill -TERM "$(cat run.pid)"'
+}
+
+delete() {
+  tpus delete "$NAME" --force --quiet
+}
+
+DRY_RUN=''
+if [ "${1:-}" = --dry-run ]; then
+  DRY_RUN=yes
+  shift
+fi
+case ${1:-} in
+  create | install | run | logs | stop | delete) "$@" ;;
+  '') usage 'what is to be done' ;;
+  *) usage "there is no '$1'" ;;
+esac

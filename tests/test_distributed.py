@@ -1,0 +1,433 @@
+"""Tests of jaxline.distributed: who a process is, and real rendezvous."""
+
+import contextlib
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+import types
+
+import jax
+from jax._src import clusters
+from jax._src.clusters import cloud_tpu_cluster
+from ml_collections import config_dict
+import pytest
+
+from jaxline import distributed
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TIMEOUT_SECS = 100
+
+HERE = {'coordinator': 'localhost:1234', 'num_processes': 4, 'process_id': 1}
+# What could tell the tests' own process that it is one of several.
+NAMES = (
+  *distributed.VARIABLES.values(),
+  'JAX_LOCAL_DEVICE_IDS',
+  'JAX_COORDINATOR_PORT',
+  'JOB_COMPLETION_INDEX',
+  'OMPI_MCA_orte_hnp_uri',
+  'SLURM_JOB_ID',
+  'SLURM_STEP_TASKS_PER_NODE',
+)
+SLURM = {
+  'SLURM_JOB_ID': '70000',
+  'SLURM_STEP_NODELIST': 'node[07-09]',
+  'SLURM_NTASKS': '24',
+  'SLURM_PROCID': '9',
+  'SLURM_LOCALID': '1',
+  'SLURM_STEP_TASKS_PER_NODE': '8(x3)',
+}
+OPEN_MPI = {
+  'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://10.96.0.1,10.148.0.1:34911',
+  'OMPI_COMM_WORLD_SIZE': '4',
+  'OMPI_COMM_WORLD_RANK': '3',
+  'OMPI_COMM_WORLD_LOCAL_RANK': '1',
+  'OMPI_COMM_WORLD_LOCAL_SIZE': '2',
+}
+
+
+@pytest.fixture(autouse=True)
+def env(monkeypatch):
+  """Nothing is known of other processes; returns a function that adds."""
+  for name in NAMES:
+    monkeypatch.delenv(name, raising=False)
+
+  def add(**variables):
+    for name, value in variables.items():
+      monkeypatch.setenv(name, value)
+
+  return add
+
+
+def found():
+  return distributed._found(5)
+
+
+def who(place):
+  return place.coordinator, place.num_processes, place.process_id
+
+
+# --- The value ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  'value', ['auto', 'off', HERE, config_dict.ConfigDict(HERE)]
+)
+def test_valid(value):
+  distributed.validate(value)
+
+
+@pytest.mark.parametrize(
+  ('value', 'words'),
+  [
+    ('of', "'of'; expected one of ('auto', 'off') or a mapping"),
+    (None, 'None; expected'),
+    (2, '2; expected'),
+    ({}, "lacks ['coordinator', 'num_processes', 'process_id']"),
+    ({'coordinator': 'a:1', 'num_processes': 2}, "lacks ['process_id']"),
+    ({**HERE, 'num_process': 4}, "'num_process' in config.distributed: did you"
+     " mean 'num_processes'?"),
+    ({**HERE, 'x': 4}, "Unknown key 'x' in config.distributed. Its keys"),
+    ({**HERE, 'coordinator': 'node0'}, "'node0'; expected 'host:port'"),
+    ({**HERE, 'coordinator': 'node0:0'}, "'node0:0'; expected 'host:port'"),
+    ({**HERE, 'coordinator': '::1:99'}, "'::1:99'; expected 'host:port'"),
+    ({**HERE, 'coordinator': 'a:70000'}, "'a:70000'; expected 'host:port'"),
+    ({**HERE, 'num_processes': 0}, 'num_processes of config.distributed is 0'),
+    ({**HERE, 'num_processes': True}, 'is True; expected an integer'),
+    ({**HERE, 'process_id': 4}, 'is 4; expected an integer from 0 to 3'),
+    ({**HERE, 'process_id': '1'}, "is '1'; expected an integer from 0 to 3"),
+  ],
+)  # fmt: skip
+def test_invalid(value, words):
+  with pytest.raises(ValueError) as e:
+    distributed.validate(value)
+  assert words in str(e.value)
+
+
+# --- What the environment says -----------------------------------------------
+
+
+def test_nothing_is_found_and_nobody_is_asked(monkeypatch, env):
+  def refuse(*args, **kwargs):
+    raise AssertionError('Somebody was asked.')
+
+  monkeypatch.setattr(socket, 'create_connection', refuse)
+  monkeypatch.setattr(socket, 'getaddrinfo', refuse)
+  monkeypatch.setattr(cloud_tpu_cluster, 'get_metadata', refuse)
+  # A pod that is no process of a job: no warning, no package asked for.
+  env(KUBERNETES_SERVICE_HOST='10.0.0.1')
+  assert found() is None
+  # A TPU VM where the CPU is to be used.
+  monkeypatch.setattr(cloud_tpu_cluster, 'running_in_cloud_tpu_vm', True)
+  monkeypatch.delenv('TPU_SKIP_MDS_QUERY', raising=False)
+  assert found() is None
+  distributed.initialize('auto')
+  assert not jax.distributed.is_initialized()
+
+
+def test_the_variables(env):
+  env(
+    JAX_COORDINATOR_ADDRESS='node0:1234',
+    JAX_NUM_PROCESSES='4',
+    JAX_PROCESS_ID='2',
+    **SLURM,  # They say more than the cluster does.
+  )
+  place = found()
+  assert who(place) == ('node0:1234', 4, 2)
+  assert place.local_device_ids is None
+
+
+@pytest.mark.parametrize(
+  ('variables', 'words'),
+  [
+    ({'JAX_NUM_PROCESSES': '4'}, 'give all of JAX_COORDINATOR_ADDRESS'),
+    ({'JAX_COORDINATOR_ADDRESS': 'a:1'}, "{'JAX_COORDINATOR_ADDRESS': 'a:1'}"),
+    (
+      {
+        'JAX_COORDINATOR_ADDRESS': 'a:1',
+        'JAX_NUM_PROCESSES': 'four',
+        'JAX_PROCESS_ID': '2',
+      },
+      "JAX_NUM_PROCESSES is 'four'; expected a number",
+    ),
+    (
+      {
+        'JAX_COORDINATOR_ADDRESS': 'a:1',
+        'JAX_NUM_PROCESSES': '2',
+        'JAX_PROCESS_ID': '2',
+      },
+      'is 2; expected an integer from 0 to 1',
+    ),
+  ],
+)
+def test_wrong_variables(env, variables, words):
+  env(**variables)
+  with pytest.raises(ValueError) as e:
+    distributed.initialize('auto')
+  assert words in str(e.value)
+
+
+def test_slurm(env):
+  env(**SLURM)
+  place = found()
+  # The port is JAX's: 61440 + the job's number modulo 4096.
+  assert who(place) == ('node07:61808', 24, 9)
+  assert place.local_device_ids == (1,)
+  assert place.source == 'SlurmCluster'
+  env(JAX_COORDINATOR_ADDRESS='other:99')
+  assert who(found()) == ('other:99', 24, 9)
+  # JAX gives it what the variable says.
+  env(JAX_LOCAL_DEVICE_IDS='2,3')
+  assert found().local_device_ids is None
+
+
+@pytest.mark.parametrize('per_node', ['1', '1(x3)', '1,1(x2)'])
+def test_one_process_on_each_node_keeps_its_gpus(env, per_node):
+  env(**SLURM | {'SLURM_STEP_TASKS_PER_NODE': per_node, 'SLURM_LOCALID': '0'})
+  assert found().local_device_ids is None
+
+
+def test_one_process_of_slurm_meets_nobody(env):
+  env(**SLURM | {'SLURM_NTASKS': '1', 'SLURM_PROCID': '0'})
+  assert found().num_processes == 1
+  distributed.initialize('auto')  # Would be too late to meet anybody.
+  assert not jax.distributed.is_initialized()
+
+
+def test_open_mpi(env):
+  env(**OPEN_MPI)
+  # The port is JAX's: 61440 + (1531576320 / 4096) modulo 4096.
+  assert who(found()) == ('10.96.0.1:62624', 4, 3)
+  assert found().local_device_ids == (1,)
+  env(OMPI_COMM_WORLD_LOCAL_SIZE='1')
+  assert found().local_device_ids is None
+
+
+def test_what_a_cluster_cannot_tell_is_said(env):
+  env(**SLURM | {'SLURM_PROCID': 'first'})
+  with pytest.raises(distributed.RendezvousError) as e:
+    found()
+  for words in ("JAX's SlurmCluster", "'first'", 'JAX_PROCESS_ID', "'off'"):
+    assert words in str(e.value)
+
+
+def test_tpu_slices_of_gke(monkeypatch, env):
+  monkeypatch.setattr(cloud_tpu_cluster, 'running_in_cloud_tpu_vm', True)
+  monkeypatch.setattr(socket, 'gethostbyname', lambda host: '10.0.0.1')
+  before = jax.config.jax_platforms
+  jax.config.update('jax_platforms', 'tpu,cpu')
+  try:
+    seen = []
+    for piece in range(2):
+      for worker in range(3):
+        env(
+          JOB_COMPLETION_INDEX=str(worker),
+          KUBERNETES_SERVICE_HOST='10.0.0.9',
+          TPU_WORKER_ID=str(worker),
+          TPU_WORKER_HOSTNAMES=','.join(f'lm-slice-{piece}-{i}' for i in '012'),
+          MEGASCALE_COORDINATOR_ADDRESS='lm-slice-0-0.lm:8080',
+          MEGASCALE_NUM_SLICES='2',
+          MEGASCALE_SLICE_ID=str(piece),
+        )
+        place = found()
+        assert place.source == 'GkeTpuCluster'
+        assert place.local_device_ids is None
+        seen.append(who(place))
+  finally:
+    jax.config.update('jax_platforms', before)
+  assert seen == [('lm-slice-0-0.lm:8482', 6, i) for i in range(6)]
+
+
+def test_an_indexed_job_needs_the_package(monkeypatch, env):
+  monkeypatch.setitem(sys.modules, 'kubernetes', None)
+  monkeypatch.setattr(distributed.importlib.util, 'find_spec', lambda _: None)
+  env(KUBERNETES_SERVICE_HOST='10.0.0.1', JOB_COMPLETION_INDEX='1')
+  with pytest.raises(distributed.RendezvousError, match='pip install kube'):
+    distributed.initialize('auto')
+
+
+class FakeKubernetes:
+  """The package `kubernetes`, as far as JAX asks it: one pod of one Job."""
+
+  def __init__(self, num_pods):
+    labels = {
+      'job-name': 'lm-worker-0',
+      'jobset.sigs.k8s.io/jobset-name': 'lm',
+    }
+    owner = types.SimpleNamespace(controller=True, kind='Job')
+    pod = types.SimpleNamespace(
+      metadata=types.SimpleNamespace(
+        name='lm-worker-0-2-x', labels=labels, owner_references=[owner]
+      ),
+      spec=types.SimpleNamespace(subdomain='lm'),
+    )
+    job = types.SimpleNamespace(
+      metadata=types.SimpleNamespace(name='lm-worker-0', labels=labels),
+      spec=types.SimpleNamespace(parallelism=num_pods),
+    )
+    self.config = types.SimpleNamespace(load_incluster_config=lambda: None)
+    self.client = types.SimpleNamespace(
+      CoreV1Api=lambda: types.SimpleNamespace(
+        list_namespaced_pod=lambda *_, **__: types.SimpleNamespace(items=[pod])
+      ),
+      BatchV1Api=lambda: types.SimpleNamespace(
+        read_namespaced_job=lambda **_: job
+      ),
+      exceptions=types.SimpleNamespace(ApiException=OSError),
+    )
+
+
+def test_an_indexed_job(monkeypatch, env):
+  kubernetes = FakeKubernetes(num_pods=3)
+  kubernetes.__spec__ = object()  # As find_spec wants it.
+  monkeypatch.setitem(sys.modules, 'kubernetes', kubernetes)
+  monkeypatch.setattr(clusters.K8sCluster, '_namespace', lambda: 'default')
+  monkeypatch.setattr(socket, 'gethostbyname', lambda host: '10.0.0.2')
+  env(
+    KUBERNETES_SERVICE_HOST='10.0.0.1',
+    JOB_COMPLETION_INDEX='2',
+    HOSTNAME='lm-worker-0-2',
+  )
+  place = found()
+  assert who(place) == ('lm-worker-0-0.lm:55527', 3, 2)
+  assert place.source == 'K8sCluster'
+  assert place.local_device_ids is None
+
+
+# --- Too late ----------------------------------------------------------------
+
+
+def test_devices_were_touched_already():
+  jax.devices()
+  with pytest.raises(RuntimeError, match='started its devices already'):
+    distributed.initialize(HERE)
+  distributed.initialize('off')
+
+
+# --- Real processes ----------------------------------------------------------
+
+MEET = """
+import json, sys
+from jaxline import distributed
+address, count, process, timeout = sys.argv[1:]
+distributed.initialize(
+  {'coordinator': address, 'num_processes': int(count),
+   'process_id': int(process)},
+  timeout_secs=float(timeout),
+)
+"""
+
+SUM = """
+import jax
+import jax.numpy as jnp
+from jax.experimental import multihost_utils
+distributed.initialize('auto')  # Is left alone.
+local = jnp.arange(2.0) + 2 * jax.process_index()
+whole = multihost_utils.process_allgather(local, tiled=True)
+total = jax.pmap(lambda x: jax.lax.psum(x, 'i'), axis_name='i')(local)
+print(json.dumps({
+  'whole': whole.tolist(), 'total': total.tolist(),
+  'count': jax.process_count(), 'devices': jax.device_count(),
+  'collectives': jax.config.jax_cpu_collectives_implementation,
+}))
+"""
+
+
+@contextlib.contextmanager
+def started(code, *args):
+  env = os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
+  with subprocess.Popen(
+    [sys.executable, '-W', 'error', '-c', code, *map(str, args)],
+    env=env,
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  ) as process:
+    try:
+      yield process
+    finally:
+      process.kill()
+
+
+def run(code, *places):
+  """Runs a program for each of some places; returns codes, stdout, stderr."""
+  with contextlib.ExitStack() as stack:
+    programs = [stack.enter_context(started(code, *args)) for args in places]
+    ends = [p.communicate(timeout=TIMEOUT_SECS) for p in programs]
+  return [
+    (p.returncode, out, err)
+    for p, (out, err) in zip(programs, ends, strict=True)
+  ]
+
+
+@pytest.fixture
+def address():
+  with socket.create_server(('localhost', 0)) as server:
+    port = server.getsockname()[1]
+  return f'localhost:{port}'
+
+
+def test_two_processes_meet(address):
+  for code, out, err in run(
+    MEET + SUM, *((address, 2, process, 60) for process in range(2))
+  ):
+    assert code == 0, err
+    *_, last = out.splitlines()  # Before, gloo says whom it has met.
+    assert last == (
+      '{"whole": [0.0, 1.0, 2.0, 3.0], "total": [6.0, 6.0], "count": 2,'
+      ' "devices": 4, "collectives": "gloo"}'
+    )
+    assert 'Check that' not in err
+
+
+def test_nobody_is_there(address):
+  ((code, _, err),) = run(MEET, (address, 2, 1, 1))
+  assert code == 1
+  *_, last = err.splitlines()
+  assert last.startswith('jaxline.distributed.RendezvousError: This is process')
+  assert '1 of 2 (by config.distributed)' in last
+  assert f'coordinator {address}, which cannot be reached' in last
+  assert 'Connection refused' in last
+
+
+def test_no_such_host():
+  place = distributed._Place('nowhere.invalid:1234', 2, 1, 'a test')
+  with pytest.raises(distributed.RendezvousError) as e:
+    distributed._check_reachable(place, time.monotonic())
+  assert 'coordinator nowhere.invalid:1234, which cannot be reached' in str(
+    e.value
+  )
+
+
+@pytest.mark.parametrize('bind', ['', '127.0.0.1'])
+def test_the_port_is_taken(env, bind):
+  """Where JAX would end in a segmentation fault."""
+  with socket.create_server((bind, 0)) as server:
+    port = server.getsockname()[1]
+    if bind:
+      env(JAX_COORDINATOR_BIND_ADDRESS=f'{bind}:{port}')
+    place = distributed._Place(f'localhost:{port}', 2, 0, 'a test')
+    with pytest.raises(distributed.RendezvousError) as e:
+      distributed._meet(place, 5)
+  assert f'cannot listen on port {port}' in str(e.value)
+  assert 'Is a process of an earlier' in str(e.value)
+
+
+def test_the_others_do_not_come(address):
+  ((code, _, err),) = run(MEET, (address, 2, 0, 1))
+  assert code == 1, err
+  assert 'After 1 s not all processes have met; this is process 0 of 2' in err
+  assert 'Check that 2 processes were started' in err
+
+
+def test_one_is_not_expected(address):
+  """Process 0 expects two, and the last of three comes."""
+  with started(MEET, address, 2, 0, 100):
+    ((code, _, err),) = run(MEET, (address, 3, 2, 100))
+  assert code < 0  # JAX ends it, in C++.
+  *_, last = err.splitlines()
+  assert last.startswith('[jaxline] JAX ended process 2 of 3')
+  assert 'Check that 3 processes were started' in last

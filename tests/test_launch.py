@@ -1,0 +1,340 @@
+"""Tests of jaxline.launch: real processes, real signals."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxline import launch
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TIMEOUT_SECS = 100
+PYTHON = sys.executable
+
+
+def command(*args, processes=2):
+  return [
+    *(PYTHON, '-W', 'error', '-m', 'jaxline.launch'),
+    *('--processes', str(processes)),
+    *map(str, args),
+  ]
+
+
+@contextlib.contextmanager
+def started(*args, **kwargs):
+  """The launcher, in a session of its own."""
+  with subprocess.Popen(
+    command(*args, **kwargs),
+    cwd=ROOT,
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    start_new_session=True,
+  ) as process:
+    try:
+      yield process
+    finally:
+      process.terminate()
+
+
+def end(process):
+  out, err = process.communicate(timeout=TIMEOUT_SECS)
+  return process.returncode, out.splitlines(), err.splitlines()
+
+
+def run(*args, **kwargs):
+  """Returns the exit code and the lines of stdout and stderr."""
+  with started(*args, **kwargs) as process:
+    return end(process)
+
+
+def sh(program):
+  """Ends a command line: the same shell program in each process."""
+  return '--', 'sh', '-c', program
+
+
+def py(program):
+  return '--', PYTHON, '-c', program
+
+
+def of(lines, process):
+  prefix = f'[{process}] '
+  return [x.removeprefix(prefix) for x in lines if x.startswith(prefix)]
+
+
+def is_gone(pid):
+  """Whether a process has ended, waited for by its parent or not."""
+  try:
+    stat = pathlib.Path(f'/proc/{pid}/stat').read_text()
+  except (FileNotFoundError, ProcessLookupError):
+    return True
+  return stat.rpartition(')')[2].split()[0] == 'Z'
+
+
+def are_gone(pids):
+  deadline = time.monotonic() + TIMEOUT_SECS
+  while not all(map(is_gone, pids)):
+    if time.monotonic() > deadline:
+      return False
+    time.sleep(0.02)
+  return True
+
+
+# --- The environment ---------------------------------------------------------
+
+
+def test_environment():
+  before = {
+    'HOME': '/home/me',
+    'XLA_FLAGS': '--a=b --xla_force_host_platform_device_count=8  --c',
+    'JAX_NUM_CPU_DEVICES': '3',
+  }
+  env = launch.environment(before, 4, 1, 2, 1234)
+  flags = env.pop('XLA_FLAGS').split()
+  assert flags == ['--a=b', '--c', '--xla_force_host_platform_device_count=2']
+  assert env == {
+    'HOME': '/home/me',
+    'JAX_COORDINATOR_ADDRESS': '127.0.0.1:1234',
+    'JAX_COORDINATOR_BIND_ADDRESS': '127.0.0.1:1234',
+    'JAX_NUM_PROCESSES': '4',
+    'JAX_PROCESS_ID': '1',
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
+    'PYTHONUNBUFFERED': '1',
+  }
+
+
+# --- JAX ---------------------------------------------------------------------
+
+SUM = """
+from jaxline import distributed
+distributed.initialize('auto')
+import jax
+import jax.numpy as jnp
+ones = jnp.ones(jax.local_device_count())
+total = jax.pmap(lambda x: jax.lax.psum(x, 'i'), axis_name='i')(ones)
+print('of', jax.process_count(), 'this is', jax.process_index(), *total)
+"""
+
+
+def test_four_processes_add_up():
+  code, out, err = run('--devices-per-process', 2, *py(SUM), processes=4)
+  assert code == 0, err
+  for process in range(4):
+    assert of(out, process)[-1] == f'of 4 this is {process} 8.0 8.0'
+
+
+def test_the_port_can_be_given():
+  with socket.create_server(('127.0.0.1', 0)) as server:
+    port = server.getsockname()[1]
+  code, out, _ = run('--port', port, *sh('echo $JAX_COORDINATOR_ADDRESS'))
+  assert code == 0
+  assert sorted(out) == [f'[{i}] 127.0.0.1:{port}' for i in range(2)]
+
+
+# --- Output ------------------------------------------------------------------
+
+MANY_LINES = """
+import os, sys
+me = os.environ['JAX_PROCESS_ID']
+for i in range(200):
+  sink = sys.stdout if i % 2 else sys.stderr
+  for piece in (me, ' ', str(i), ' ', me * 3000, '\\n'):
+    sink.write(piece)
+    sink.flush()
+sys.stdout.write('no end')
+"""
+
+
+def test_lines_are_whole_and_where_they_belong():
+  code, out, err = run(*py(MANY_LINES), processes=4)
+  assert code == 0
+  for process in range(4):
+    for lines, first in ((out, 1), (err, 0)):
+      expected = [
+        f'{process} {i} {str(process) * 3000}' for i in range(first, 200, 2)
+      ]
+      if lines is out:
+        expected.append('no end')
+      assert of(lines, process) == expected
+  assert len(out) == 4 * 101
+  assert len(err) == 4 * 100
+
+
+def test_output_comes_at_once():
+  with started(*py("print('here'); import time; time.sleep(1000)")) as process:
+    assert {process.stdout.readline() for _ in range(2)} == {
+      '[0] here\n',
+      '[1] here\n',
+    }
+    process.terminate()
+    assert end(process)[0] == 143
+
+
+def test_nobody_reads_any_more():
+  """As `... | head -1` does: the processes see a closed pipe, too."""
+  with started(*sh('while echo line; do sleep 0.01; done')) as process:
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(TIMEOUT_SECS) != 0
+
+
+# --- Exit codes --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('program', 'code'),
+  [
+    ('exit 0', 0),
+    ('exit 7', 7),
+    ('kill -KILL $$', 137),
+    ('kill -SEGV $$', 139),
+    # The first to fail counts, and not the one that is killed for it.
+    ('[ $JAX_PROCESS_ID = 1 ] && exit 7; sleep 1000', 7),
+    # Leaving in order kills nobody; an error counts for more.
+    ('[ $JAX_PROCESS_ID = 1 ] && exit 75; sleep 0.5; exit 75', 75),
+    ('[ $JAX_PROCESS_ID = 1 ] && exit 75; sleep 0.5; exit 3', 3),
+    ('[ $JAX_PROCESS_ID = 1 ] && exit 75; sleep 0.5', 75),
+  ],
+)
+def test_exit_code(program, code):
+  assert run('--grace-secs', 0.2, *sh(program))[0] == code
+
+
+def test_the_others_may_end_by_themselves():
+  code, out, err = run(
+    '--grace-secs',
+    TIMEOUT_SECS,
+    *sh('[ $JAX_PROCESS_ID = 1 ] && exit 7; sleep 0.5; echo done'),
+  )
+  assert code == 7
+  assert out == ['[0] done']
+  assert err == ['[launch] Process 1 ended with code 7; waiting for process 0.']
+
+
+def test_all_that_was_started_is_killed(tmp_path):
+  # Each process has a child, which holds its stdout, and ignores signals.
+  program = f"""
+    trap '' TERM INT
+    sleep 1000 & echo $! > {tmp_path}/$JAX_PROCESS_ID
+    echo $$ > {tmp_path}/shell$JAX_PROCESS_ID
+    until [ -s {tmp_path}/0 ] && [ -s {tmp_path}/1 ]; do sleep 0.02; done
+    [ $JAX_PROCESS_ID = 1 ] && exit 7
+    sleep 1000
+  """
+  code, _, err = run('--grace-secs', 0.2, *sh(program))
+  assert code == 7
+  assert err == [
+    '[launch] Process 1 ended with code 7; waiting for process 0.',
+    '[launch] Killing process 0, 0.2 s after the first failure.',
+  ]
+  pids = [int(path.read_text()) for path in tmp_path.iterdir()]
+  assert len(pids) == 4
+  assert are_gone(pids)
+
+
+def test_nothing_outlives_a_killed_launcher(tmp_path):
+  program = f"""
+    sleep 1000 & echo $! > {tmp_path}/$JAX_PROCESS_ID
+    echo $$ > {tmp_path}/shell$JAX_PROCESS_ID
+    echo started
+    wait
+  """
+  with started(*sh(program)) as process:
+    for _ in range(2):
+      assert 'started' in process.stdout.readline()
+    process.kill()
+    process.wait()
+    pids = [int(path.read_text()) for path in tmp_path.iterdir()]
+    assert len(pids) == 4
+    assert are_gone(pids)
+
+
+# --- Signals -----------------------------------------------------------------
+
+HEAR = """
+import signal, sys, time
+def hear(signum, frame):
+  print('heard', signum)
+signal.signal(signal.SIGINT, hear)
+signal.signal(signal.SIGTERM, hear)
+print('ready')
+while True:
+  signal.pause()
+  sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_passed_on(signum):
+  with started(*py(HEAR)) as process:
+    for _ in range(2):
+      assert 'ready' in process.stdout.readline()
+    process.send_signal(signum)
+    code, out, _ = end(process)
+  assert code == 75
+  assert sorted(out) == [f'[{i}] heard {signum:d}' for i in range(2)]
+
+
+WATCH = """
+from jaxline import distributed
+distributed.initialize('auto')
+import jax, time
+from jaxline import preemption
+with preemption.Watch() as watch, watch.training():
+  step = 0
+  while True:
+    step += 1
+    if watch.reached(step):
+      watch.leave()
+    if step == 1:
+      print('stepping')
+    time.sleep(0.01)
+"""
+
+
+def test_a_run_leaves_in_order():
+  with started(*py(WATCH)) as process:
+    for _ in range(2):
+      assert 'stepping' in process.stdout.readline()
+    process.terminate()
+    code, _, err = end(process)
+  assert code == 75, err
+
+
+# --- Wrong usage -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('args', 'code', 'words'),
+  [
+    (['--', 'true'], 2, 'are required: --processes'),
+    (['--processes', '0', '--', 'true'], 2, "got '0', expected an integer"),
+    (['--processes', 'two', '--', 'true'], 2, "got 'two', expected an integer"),
+    (['--processes', '2', '--port', '70000', '--', 'true'], 2, "got '70000'"),
+    (['--processes', '2', 'true'], 2, "'true': the program comes after a --"),
+    (['--processes', '2', '--proc', '1', '--', 'true'], 2, "'--proc 1'"),
+    (['--processes', '2'], 2, 'There is no program'),
+    (['--processes', '2', '--'], 2, 'There is no program after --'),
+    (['--processes', '2', '--', '/no/such'], 127, "Cannot start '/no/such'"),
+    (['--processes', '2', '--', str(ROOT / 'LICENSE')], 126, 'Cannot start'),
+  ],
+)
+def test_wrong_usage_is_said_in_a_line(capfd, args, code, words):
+  try:
+    got = launch.main(args)
+  except SystemExit as e:
+    got = e.code
+  out, err = capfd.readouterr()
+  assert got == code
+  assert out == ''
+  assert err.count('\n') == 1
+  assert words in err

@@ -1,0 +1,461 @@
+"""Tests of the files in launch/, and of the recipes in docs/launching.md.
+
+No cluster is needed: programs of the names that a cluster has (srun, gcloud)
+stand in for them, and start real processes.
+"""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import string
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxline import preemption
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LAUNCH = ROOT / 'launch'
+SCRIPTS = (LAUNCH / 'slurm.sbatch', LAUNCH / 'tpu_vm.sh')
+TIMEOUT_SECS = 100
+
+
+def program(folder, name, text):
+  """Makes an executable."""
+  path = folder / name
+  path.write_text(text)
+  path.chmod(0o755)
+  return path
+
+
+def on_path(folder, **more):
+  path = f'{folder}{os.pathsep}{os.environ["PATH"]}'
+  return os.environ | {'PATH': path, 'PYTHONPATH': str(ROOT), **more}
+
+
+@pytest.mark.parametrize('path', SCRIPTS, ids=lambda p: p.name)
+def test_scripts_parse(path):
+  subprocess.run(['bash', '-n', path], check=True)
+
+
+# --- Slurm -------------------------------------------------------------------
+
+# Starts as many processes as the header asks for, on one node, and tells them
+# what Slurm would. Passes SIGTERM on, as Slurm does by itself, and ends with
+# the highest code.
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys
+argv = sys.argv[1:]
+options = []
+while argv[0].startswith('-'):
+  options.append(argv.pop(0))
+print(*options)
+count = int(os.environ['SLURM_NTASKS'])
+processes = [
+  subprocess.Popen(argv, env=os.environ | {{
+    'SLURM_STEP_NODELIST': 'localhost',
+    'SLURM_STEP_NUM_NODES': '1',
+    'SLURM_STEP_TASKS_PER_NODE': str(count),
+    'SLURM_PROCID': str(i),
+    'SLURM_LOCALID': str(i),
+  }})
+  for i in range(count)
+]
+def pass_on(signum, frame):
+  for process in processes:
+    process.send_signal(signum)
+signal.signal(signal.SIGTERM, pass_on)
+codes = [process.wait() for process in processes]
+sys.exit(max(128 - code if code < 0 else code for code in codes))
+"""
+
+MEET = """
+import sys
+from jaxline import distributed
+distributed.initialize('auto', timeout_secs=60)
+from jax.experimental import multihost_utils
+import jax
+import numpy as np
+ranks = multihost_utils.process_allgather(np.int32(jax.process_index()))
+print('process', jax.process_index(), 'sees', ranks.tolist(), sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+  """Runs the script as a job would; the folder has `srun` and `scontrol`."""
+  program(tmp_path, 'srun', SRUN)
+  program(tmp_path, 'scontrol', f'#!/bin/sh\necho "$@" >> {tmp_path}/control')
+
+  def start(text, *args, **more):
+    (tmp_path / 'program.py').write_text(text)
+    env = on_path(
+      tmp_path,
+      # JAX takes its port from it.
+      SLURM_JOB_ID=str(os.getpid()),
+      SLURM_NTASKS='2',
+      PYTHON=sys.executable,
+      PROGRAM=str(tmp_path / 'program.py'),
+      JAX_PLATFORMS='cpu',
+      **more,
+    )
+    return subprocess.Popen(
+      ['bash', LAUNCH / 'slurm.sbatch', *args],
+      env=env,
+      cwd=ROOT,
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+
+  return start
+
+
+def test_slurm_processes_meet(slurm):
+  run = '--config.checkpoint_dir=/a/b c'
+  with slurm(MEET, '--config=x.py', run) as job:
+    out, err = job.communicate(timeout=TIMEOUT_SECS)
+  assert job.returncode == 0, err
+  for process in range(2):
+    assert f"process {process} sees [0, 1] ['--config=x.py', '{run}']" in out
+  assert '--label --unbuffered --kill-on-bad-exit=0 --wait=300' in out
+
+
+@pytest.mark.parametrize(
+  ('code', 'restarts', 'requeued'),
+  [
+    (0, 0, False),
+    (1, 0, False),
+    (70, 0, True),
+    (preemption.EXIT_CODE, 0, True),
+    (preemption.EXIT_CODE, 99, True),
+    (preemption.EXIT_CODE, 100, False),
+    (143, 0, True),
+  ],
+)
+def test_slurm_requeues(slurm, tmp_path, code, restarts, requeued):
+  with slurm(
+    f'raise SystemExit({code})',
+    '--config.checkpoint_dir=/a',
+    SLURM_RESTART_COUNT=str(restarts),
+  ) as job:
+    job.communicate(timeout=TIMEOUT_SECS)
+  assert job.returncode == code
+  said = tmp_path / 'control'
+  assert said.exists() == requeued
+  if requeued:
+    assert said.read_text() == f'requeue {os.getpid()}\n'
+
+
+def test_slurm_needs_a_directory(slurm):
+  with slurm('', '--config=configs/lm.py') as job:
+    _, err = job.communicate(timeout=TIMEOUT_SECS)
+  assert job.returncode == 2
+  assert 'give --config.checkpoint_dir=DIR' in err
+
+
+def test_slurm_options():
+  text = (LAUNCH / 'slurm.sbatch').read_text()
+  options = dict(re.findall(r'^#SBATCH --([a-z-]+)=?(.*)$', text, re.M))
+  assert options['ntasks-per-node'] == options['gpus-per-node']
+  # To the processes, and not to the script, which has to requeue then.
+  assert re.fullmatch(r'TERM@\d+', options['signal'])
+  assert 'requeue' in options
+  # All before the first command: sbatch reads no further.
+  lines = text.splitlines()
+  commands = [i for i, x in enumerate(lines) if x and not x.startswith('#')]
+  assert text.splitlines()[commands[0]] == 'set -u'
+  assert not [x for x in lines[commands[0] :] if x.startswith('#SBATCH')]
+
+
+# --- Kubernetes --------------------------------------------------------------
+
+# The fields of JobSet v1alpha2 that there are, and of what is inside, by the
+# generated references of JobSet and Kubernetes 1.31.
+FIELDS = {
+  '': {'apiVersion', 'kind', 'metadata', 'spec'},
+  'spec': {
+    *('replicatedJobs', 'network', 'successPolicy', 'failurePolicy'),
+    *('startupPolicy', 'suspend', 'coordinator', 'managedBy'),
+    'ttlSecondsAfterFinished',
+  },
+  'spec.failurePolicy': {'maxRestarts', 'restartStrategy', 'rules'},
+  'spec.failurePolicy.rules': {
+    *('name', 'action', 'onJobFailureReasons', 'targetReplicatedJobs'),
+  },
+  'spec.replicatedJobs': {
+    *('name', 'groupName', 'template', 'replicas', 'dependsOn'),
+  },
+  'spec.replicatedJobs.template': {'metadata', 'spec'},
+  'spec.replicatedJobs.template.spec': {
+    *('activeDeadlineSeconds', 'backoffLimit', 'backoffLimitPerIndex'),
+    *('completionMode', 'completions', 'managedBy', 'manualSelector'),
+    *('maxFailedIndexes', 'parallelism', 'podFailurePolicy'),
+    *('podReplacementPolicy', 'selector', 'successPolicy', 'suspend'),
+    *('template', 'ttlSecondsAfterFinished'),
+  },
+}
+
+
+def parameters():
+  """Returns what the head of jobset.yaml exports."""
+  text = (LAUNCH / 'jobset.yaml').read_text()
+  return dict(re.findall(r'^#   export ([A-Z]+)=(.*)$', text, re.M))
+
+
+@pytest.fixture
+def jobset():
+  yaml = pytest.importorskip('yaml')
+  text = (LAUNCH / 'jobset.yaml').read_text()
+  body = re.sub(r'^#.*\n', '', text, flags=re.M)
+  names = set(re.findall(r'\$\{([A-Z]+)\}', body))
+  assert names == set(parameters())
+  return yaml.safe_load(string.Template(body).substitute(parameters()))
+
+
+def check_fields(value, where=''):
+  for item in value if isinstance(value, list) else [value]:
+    if isinstance(item, dict):
+      if where in FIELDS:
+        assert set(item) <= FIELDS[where], where
+      for key, inner in item.items():
+        check_fields(inner, f'{where}.{key}'.lstrip('.'))
+
+
+def test_jobset_is_one(jobset):
+  check_fields(jobset)
+  assert jobset['apiVersion'] == 'jobset.x-k8s.io/v1alpha2'
+  assert jobset['kind'] == 'JobSet'
+  (rule,) = jobset['spec']['failurePolicy']['rules']
+  assert rule['action'] == 'FailJobSet'
+  (replicated,) = jobset['spec']['replicatedJobs']
+  assert replicated['replicas'] == 2
+  # A Job's name and a pod's are of these, and have 63 letters at most.
+  name = f'{jobset["metadata"]["name"]}-{replicated["name"]}-99-9999-xxxxx'
+  assert re.fullmatch('[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?', name)
+
+
+def test_jobset_has_a_pod_for_each_machine_of_a_slice(jobset):
+  (replicated,) = jobset['spec']['replicatedJobs']
+  job = replicated['template']['spec']
+  pod = job['template']['spec']
+  (container,) = pod['containers']
+  # So that pods get JOB_COMPLETION_INDEX, and none is replaced alone.
+  assert job['completionMode'] == 'Indexed'
+  assert job['backoffLimit'] == 0
+  assert job['parallelism'] == job['completions'] == 16
+  selector = pod['nodeSelector']
+  chips = 1
+  for side in selector['cloud.google.com/gke-tpu-topology'].split('x'):
+    chips *= int(side)
+  per_pod = container['resources']['limits']['google.com/tpu']
+  assert job['parallelism'] * per_pod == chips
+  assert {p['containerPort'] for p in container['ports']} >= {8471, 8080, 8482}
+  (volume,), (mount,) = pod['volumes'], container['volumeMounts']
+  assert volume['name'] == mount['name']
+  directory = f'{mount["mountPath"]}/{jobset["metadata"]["name"]}'
+  assert f'--config.checkpoint_dir={directory}' in container['command']
+
+
+def test_jobset_lets_a_run_save_and_starts_it_again(jobset):
+  (replicated,) = jobset['spec']['replicatedJobs']
+  job = replicated['template']['spec']
+  assert job['template']['spec']['terminationGracePeriodSeconds'] >= 300
+  # As Kubernetes wants it where there is a podFailurePolicy.
+  assert job['template']['spec']['restartPolicy'] == 'Never'
+  (rule,) = job['podFailurePolicy']['rules']
+  assert rule['action'] == 'FailJob'
+  codes = rule['onExitCodes']
+  assert codes['operator'] == 'In'
+  assert not {0, 70, preemption.EXIT_CODE, 134, 137, 143} & set(codes['values'])
+  assert {1, 2} <= set(codes['values'])
+
+
+# --- Cloud TPU ---------------------------------------------------------------
+
+
+def tpu_vm(*args, env=None, **more):
+  return subprocess.run(
+    [LAUNCH / 'tpu_vm.sh', *args],
+    env=env or os.environ | more,
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=TIMEOUT_SECS,
+  )
+
+
+def test_tpu_vm_dry_run(tmp_path):
+  program(tmp_path, 'gcloud', f'#!/bin/sh\ntouch {tmp_path}/called')
+  more = {'NAME': 'lm', 'ZONE': 'z', 'ACCELERATOR': 'v4-8', 'RUNTIME': 'r'}
+  gcloud = 'gcloud compute tpus queued-resources'
+
+  def said(*args, **others):
+    env = on_path(tmp_path, **more, **others)
+    result = tpu_vm('--dry-run', *args, env=env)
+    assert result.returncode == 0, result.stderr
+    return [line.rstrip() for line in result.stdout.splitlines()]
+
+  kind = '--accelerator-type=v4-8 --runtime-version=r'
+  create, describe = said('create')
+  assert create == f'{gcloud} create lm --node-id=lm {kind} --zone=z'
+  assert describe == (
+    f"{gcloud} describe lm '--format=value(state.state)' --zone=z"
+  )
+  create, _ = said('create', SLICES='4', FLAGS='--spot --network=n')
+  assert create == (
+    f'{gcloud} create lm --node-count=4 --node-prefix=lm {kind}'
+    ' --spot --network=n --zone=z'
+  )
+  assert said('delete') == [f'{gcloud} delete lm --force --quiet --zone=z']
+  assert said('install')[:2] == [
+    'git archive --output=/tmp/lm.tar.gz HEAD',
+    f'{gcloud} scp /tmp/lm.tar.gz lm:/tmp/lm.tar.gz --node=all --worker=all'
+    ' --zone=z',
+  ]
+  assert not any('mount' in line for line in said('install'))
+  assert any(
+    'mount 1.2.3.4:/x /runs' in x for x in said('install', NFS='1.2.3.4:/x')
+  )
+  for name in ('run', 'stop'):
+    first, *_ = said(name, '--config.checkpoint_dir=/runs/a')
+    assert first.startswith(
+      f"{gcloud} ssh lm --node=all --worker=all '--command=cd ~/jaxline"
+    )
+  assert not (tmp_path / 'called').exists()
+
+
+@pytest.mark.parametrize(
+  ('args', 'words'),
+  [
+    ([], 'what is to be done'),
+    (['create_all'], "there is no 'create_all'"),
+    (['run', '--config=configs/lm.py'], 'run needs --config.checkpoint_dir'),
+  ],
+)
+def test_tpu_vm_wrong_usage(args, words):
+  result = tpu_vm('--dry-run', *args)
+  assert result.returncode == 2
+  assert words in result.stderr
+  assert result.stdout == ''
+
+
+# A worker's Python: says what it was given, ends with the codes that a file
+# lists, and then waits for SIGTERM.
+WORKER = """#!/bin/bash
+echo "$@"
+code=$(head -n 1 codes)
+sed -i 1d codes
+[ -z "$code" ] || exit "$code"
+trap 'kill $!; exit 75' TERM
+echo waiting
+sleep 1000 & wait $!
+"""
+
+
+def test_tpu_vm_runs_and_stops(tmp_path):
+  """Runs on this machine what gcloud would have run on the workers."""
+  home = tmp_path / 'home'
+  python = home / 'jaxline' / '.venv' / 'bin'
+  python.mkdir(parents=True)
+  program(python, 'python', WORKER)
+  (home / 'jaxline' / 'codes').write_text('75\n134\n')
+  program(
+    tmp_path,
+    'gcloud',
+    '#!/bin/bash\nfor x; do case $x in --command=*)'
+    ' bash -c "${x#--command=}";; esac; done',
+  )
+  env = on_path(tmp_path, HOME=str(home))
+  log, pid = (home / 'jaxline' / name for name in ('run.log', 'run.pid'))
+  result = tpu_vm(
+    'run', '--config=x.py', '--config.checkpoint_dir=/runs/a b', env=env
+  )
+  assert result.returncode == 0, result.stderr
+  try:
+    until(lambda: log.exists() and 'waiting' in log.read_text())
+    assert tpu_vm('stop', env=env).returncode == 0
+    line = 'experiment.py --jaxline_ensure_tpu --config=x.py'
+    line += ' --config.checkpoint_dir=/runs/a b'
+    # Started anew after 75 and 134, and not once it was told to stop.
+    until(lambda: not alive(int(pid.read_text())))
+    assert log.read_text().splitlines() == [line] * 3 + ['waiting']
+  finally:
+    if alive(int(pid.read_text())):
+      os.kill(int(pid.read_text()), signal.SIGTERM)
+
+
+def until(condition):
+  deadline = time.monotonic() + TIMEOUT_SECS
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+
+
+def alive(pid):
+  try:
+    os.kill(pid, 0)
+  except ProcessLookupError:
+    return False
+  return True
+
+
+# --- The recipes -------------------------------------------------------------
+
+
+def blocks(language):
+  text = (ROOT / 'docs' / 'launching.md').read_text()
+  return re.findall(rf'^```{language}\n(.*?)^```$', text, re.M | re.S)
+
+
+def test_recipes_compile():
+  found = blocks('python')
+  assert any('import ray' in block for block in found)
+  assert any('xmanager' in block for block in found)
+  for block in found:
+    compile(block, 'docs/launching.md', 'exec')
+
+
+def test_vertex_recipe():
+  (block,) = (b for b in blocks('python') if 'CLUSTER_SPEC' in b)
+  scope = {'__name__': 'vertex'}
+  exec(block, scope)
+  hosts = {'workerpool1': ['b:2222', 'c:2222'], 'workerpool0': ['a:2222']}
+  seen = []
+  for pool, index in (
+    ('workerpool0', 0),
+    ('workerpool1', 0),
+    ('workerpool1', 1),
+  ):
+    task = {'type': pool, 'index': index}
+    seen.append(
+      scope['variables'](json.dumps({'cluster': hosts, 'task': task}))
+    )
+  assert seen == [
+    {
+      'JAX_COORDINATOR_ADDRESS': 'a:2222',
+      'JAX_NUM_PROCESSES': '3',
+      'JAX_PROCESS_ID': str(i),
+    }
+    for i in range(3)
+  ]
+
+
+def test_recipes_parse():
+  yaml = pytest.importorskip('yaml')
+  for block in blocks('bash'):
+    subprocess.run(['bash', '-n'], input=block, text=True, check=True)
+  for block in blocks('yaml'):
+    assert yaml.safe_load(block), block
+
+
+def test_what_the_documents_name_is_there():
+  text = (ROOT / 'docs' / 'launching.md').read_text()
+  for name in re.findall(r'\]\((\.\./[^)#]+)\)', text):
+    assert (ROOT / 'docs' / name).exists(), name
+  assert json.dumps(preemption.EXIT_CODE) in text

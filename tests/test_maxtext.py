@@ -1,0 +1,289 @@
+"""Tests of jaxline.maxtext against Pax's table "MaxText to Pax"."""
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+import jax.numpy as jnp
+import pytest
+
+from configs import lm
+from jaxline import maxtext
+from jaxline import partitioning
+
+LM = 'experiment_kwargs.config'
+
+# The rows of the table: Pax's C4Spmd22BAdam2xv4_128 and MaxText's 2xv4-128.sh,
+# then what it is here. The table has no MaxText name for two of them; today's
+# MaxText has one for the first.
+TABLE = [
+  ('NUM_LAYERS', 48, 'base_num_decoder_layers', 16, 'model.num_layers', 48),
+  ('MODEL_DIMS', 6144, 'base_emb_dim', 2048, 'model.embed_dim', 6144),
+  ('HIDDEN_DIMS', 24576, 'base_mlp_dim', 8192, 'model.mlp_dim', 24576),
+  ('NUM_HEADS', 24, 'base_num_heads', 8, 'model.num_heads', 24),
+  ('DIMS_PER_HEAD', 256, 'head_dim', 256, None, None),
+  ('PERCORE_BATCH_SIZE', 16, 'per_device_batch_size', 16, 'batch_size', 2048),
+  ('MAX_SEQ_LEN', 1024, 'max_target_length', 1024, 'length', 1024),
+  ('VOCAB_SIZE', 32768, 'vocab_size', 32768, 'model.vocab_size', 32768),
+  ('FPROP_DTYPE', jnp.bfloat16, 'dtype', 'bfloat16', 'model.dtype', 'bfloat16'),
+  ('USE_REPEATED_LAYER', True, 'scan_layers', True, 'model.scan_layers', True),
+]
+PAX_MESH = {'ICI_MESH_SHAPE': [1, 64, 1], 'DCN_MESH_SHAPE': [2, 1, 1]}
+MAXTEXT_MESH = {'ici_fsdp_parallelism': 64, 'dcn_data_parallelism': 2}
+MESH = {
+  'ici': {'stage': 1, 'replica': 1, 'data': 64, 'mdl': 1},
+  'dcn': {'stage': 1, 'replica': 2, 'data': 1, 'mdl': 1},
+}
+ONES = {
+  f'{network}_{axis}_parallelism': 1
+  for network in ('ici', 'dcn')
+  for axis in ('data', 'fsdp', 'tensor')
+}
+
+PAX = {pax: value for pax, value, *_ in TABLE} | PAX_MESH
+MAXTEXT = (
+  {name: value for _, _, name, value, *_ in TABLE} | MAXTEXT_MESH | {'scale': 3}
+)
+OURS = (
+  {f'{LM}.{key}': value for *_, key, value in TABLE if key}
+  | {f'{LM}.model.max_length': 1024}
+  | {f'mesh.{n}.{a}': size for n in MESH for a, size in MESH[n].items()}
+)
+
+
+@pytest.mark.parametrize('row', TABLE, ids=lambda row: row[0])
+def test_each_row_both_ways(row):
+  pax, value, name, maxtext_value, *_ = row
+  scaled = name.startswith('base_')
+  # What `scale` multiplies needs the others that it multiplies.
+  theirs = {k: v for k, v in MAXTEXT.items() if k.startswith('base_')}
+  theirs |= {'scale': 3} if scaled else {}
+  theirs[name] = maxtext_value
+  assert maxtext.maxtext_to_pax(theirs)[pax] == value
+  back = maxtext.pax_to_maxtext({pax: value}, 3 if scaled else 1)
+  assert back == {name: maxtext_value} | ({'scale': 3} if scaled else {})
+
+
+def test_the_table_as_a_whole():
+  assert maxtext.maxtext_to_pax(MAXTEXT) == PAX
+  assert maxtext.pax_to_maxtext(PAX, scale=3) == ONES | MAXTEXT
+  without = maxtext.pax_to_maxtext({**PAX, 'SUMMARY_INTERVAL_STEPS': 10})
+  assert 'scale' not in without
+  assert without['base_emb_dim'] == 6144
+  assert maxtext.maxtext_to_pax(without) == PAX
+
+
+def test_the_table_as_a_config():
+  assert maxtext.from_maxtext(MAXTEXT) == OURS
+  assert maxtext.from_pax(PAX) == OURS
+  assert maxtext.from_pax({'SUMMARY_INTERVAL_STEPS': 10}) == {
+    'log_train_data_interval': 10,
+    'logging_interval_type': 'steps',
+  }
+
+
+def test_a_config_takes_it_and_gives_it_back():
+  config = lm.get_config()
+  config.update_from_flattened_dict(
+    maxtext.from_pax({**PAX, 'SUMMARY_INTERVAL_STEPS': 10})
+  )
+  assert config.experiment_kwargs.config.batch_size == 2048
+  assert config.mesh.ici.data == 64
+  assert maxtext.to_pax(config) == {**PAX, 'SUMMARY_INTERVAL_STEPS': 10}
+  assert maxtext.to_maxtext(config, scale=3) == ONES | MAXTEXT
+  config.interval_type, config.logging_interval_type = 'steps', 'secs'
+  assert maxtext.to_pax(config) == PAX
+
+
+def test_a_batch_of_less_than_a_row_a_device():
+  # C4SpmdGpt3AdamDataParallel2x16x16: half a row on each of 512.
+  pax = {
+    'PERCORE_BATCH_SIZE': 0.5,
+    'ICI_MESH_SHAPE': [1, 16, 16],
+    'DCN_MESH_SHAPE': [2, 1, 1],
+  }
+  assert maxtext.from_pax(pax)[f'{LM}.batch_size'] == 256
+  config = lm.get_config()
+  config.update_from_flattened_dict(maxtext.from_pax(pax))
+  pax = maxtext.to_pax(config)
+  assert pax['PERCORE_BATCH_SIZE'] == 0.5
+  assert 'FPROP_DTYPE' not in pax  # The config leaves it to the model.
+
+
+# The mesh.
+
+
+def test_axes_are_those_of_the_mesh():
+  for sizes in maxtext.mesh_from_pax([1, 1, 1]).values():
+    assert tuple(sizes) == partitioning.MESH_AXES
+
+
+@pytest.mark.parametrize(
+  ('theirs', 'ici', 'dcn', 'ours'),
+  [
+    ({}, [1, 1, 1], [1, 1, 1], {}),
+    (MAXTEXT_MESH, [1, 64, 1], [2, 1, 1], MESH),
+    (
+      {'ici_data_parallelism': 2, 'ici_tensor_parallelism': 4},
+      [2, 1, 4],
+      [1, 1, 1],
+      {'ici': {'replica': 2, 'mdl': 4}},
+    ),
+    (
+      {'ici_fsdp_parallelism': 16, 'ici_tensor_parallelism': 2},
+      [1, 16, 2],
+      [1, 1, 1],
+      {'ici': {'data': 16, 'mdl': 2}},
+    ),
+    # C4SpmdPipelineGpt3SmallAdam64Replicas.
+    (
+      {
+        'ici_pipeline_parallelism': 4,
+        'ici_fsdp_parallelism': 4,
+        'ici_tensor_parallelism': 4,
+      },
+      [4, 1, 4, 4],
+      [1, 1, 1, 1],
+      {'ici': {'stage': 4, 'data': 4, 'mdl': 4}},
+    ),
+    (
+      {'dcn_pipeline_parallelism': 2},
+      [1, 1, 1, 1],
+      [2, 1, 1, 1],
+      {'dcn': {'stage': 2}},
+    ),
+  ],
+)
+def test_a_mesh_in_three_ways(theirs, ici, dcn, ours):
+  whole = {
+    network: dict.fromkeys(partitioning.MESH_AXES, 1) | ours.get(network, {})
+    for network in ('ici', 'dcn')
+  }
+  assert maxtext.mesh_from_maxtext(theirs) == whole
+  assert maxtext.mesh_from_pax(ici, dcn) == whole
+  assert maxtext.mesh_to_maxtext(ours) == ONES | theirs
+  assert maxtext.mesh_to_pax(ours) == (ici, dcn)
+
+
+def test_one_slice_needs_no_dcn():
+  assert maxtext.mesh_from_pax([1, 4, 1]) == maxtext.mesh_from_pax(
+    [1, 4, 1], [1, 1, 1]
+  )
+
+
+def test_all_that_are_left_is_known_to_maxtext_and_us():
+  mesh = maxtext.mesh_from_maxtext({'ici_fsdp_parallelism': -1})
+  assert mesh['ici']['data'] == -1
+  assert maxtext.mesh_to_maxtext(mesh)['ici_fsdp_parallelism'] == -1
+
+
+def test_our_meshes_are_built_from_it():
+  mesh = maxtext.mesh_from_maxtext({'ici_tensor_parallelism': 2})
+  assert dict(partitioning.make_mesh(mesh).shape) == mesh['ici']
+
+
+SIZES = st.integers(1, 9)
+
+
+@given(st.lists(st.tuples(SIZES, SIZES), min_size=4, max_size=4))
+def test_any_mesh_comes_back(pairs):
+  sizes = [
+    dict(zip(partitioning.MESH_AXES, s, strict=True))
+    for s in zip(*pairs, strict=True)
+  ]
+  mesh = dict(zip(('ici', 'dcn'), sizes, strict=True))
+  assert maxtext.mesh_from_pax(*maxtext.mesh_to_pax(mesh)) == mesh
+  assert maxtext.mesh_from_maxtext(maxtext.mesh_to_maxtext(mesh)) == mesh
+  settings = {**PAX, 'PERCORE_BATCH_SIZE': 1}
+  settings |= dict(zip(PAX_MESH, maxtext.mesh_to_pax(mesh), strict=True))
+  devices = math.prod(i * d for i, d in pairs)
+  assert maxtext.from_pax(settings)[f'{LM}.batch_size'] == devices
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+  ('function', 'args', 'words'),
+  [
+    (
+      maxtext.maxtext_to_pax,
+      [{'base_embed_dim': 1}],
+      ["'base_embed_dim' of MaxText", "mean 'base_emb_dim'"],
+    ),
+    (
+      maxtext.from_pax,
+      [{'MODEL_DIM': 1}],
+      ["'MODEL_DIM' of Pax", "mean 'MODEL_DIMS'", 'DCN_MESH_SHAPE'],
+    ),
+    (
+      maxtext.mesh_from_maxtext,
+      [{'ici_tensr_parallelism': 2}],
+      ["mean 'ici_tensor_parallelism'"],
+    ),
+    (maxtext.mesh_to_pax, [{'icy': {}}], ["mean 'ici'"]),
+    (maxtext.mesh_to_pax, [{'ici': {'model': 2}}], ["'model'", "'mdl'"]),
+    (maxtext.mesh_to_pax, [{'ici': {'data': -1}}], ['no -1', "'data': -1"]),
+    (
+      maxtext.maxtext_to_pax,
+      [{'ici_fsdp_parallelism': -1}],
+      ['no -1', "'data': -1"],
+    ),
+    (
+      maxtext.mesh_to_maxtext,
+      [{'ici': {'data': 0}}],
+      ['mesh.ici.data is 0', 'positive integer'],
+    ),
+    (
+      maxtext.mesh_from_pax,
+      [[1, -1, 1]],
+      ['ICI_MESH_SHAPE is -1', 'positive integer'],
+    ),
+    (
+      maxtext.mesh_from_pax,
+      [[1, 4, 1], [2]],
+      ['DCN_MESH_SHAPE is [2]', '[stage, replica, data, mdl]'],
+    ),
+    (
+      maxtext.from_pax,
+      [{'DCN_MESH_SHAPE': [1, 1, 1]}],
+      ['expected ICI_MESH_SHAPE'],
+    ),
+    (
+      maxtext.maxtext_to_pax,
+      [{'scale': 3, 'base_emb_dim': 2048}],
+      ['scale is 3', 'base_num_heads', 'base_mlp_dim', 'absent'],
+    ),
+    (
+      maxtext.pax_to_maxtext,
+      [{'NUM_LAYERS': 48, 'NUM_HEADS': 36}, 5],
+      ['scale=5', 'a divisor of 12'],
+    ),
+    (maxtext.pax_to_maxtext, [{}, 0], ['scale is 0']),
+    (
+      maxtext.from_pax,
+      [{'MODEL_DIMS': 64, 'NUM_HEADS': 4, 'DIMS_PER_HEAD': 32}],
+      ['make 128', 'MODEL_DIMS=64'],
+    ),
+    (maxtext.from_pax, [{'DIMS_PER_HEAD': 32}], ['give these']),
+    (maxtext.from_pax, [{'PERCORE_BATCH_SIZE': 1}], ['give the mesh']),
+    (
+      maxtext.from_pax,
+      [{'PERCORE_BATCH_SIZE': 0.5, 'ICI_MESH_SHAPE': [1, 3, 1]}],
+      ['on 3 devices', '1.5'],
+    ),
+    (
+      maxtext.from_pax,
+      [{'PERCORE_BATCH_SIZE': 0, 'ICI_MESH_SHAPE': [1, 3, 1]}],
+      ['positive number'],
+    ),
+    (maxtext.from_pax, [{'NUM_LAYERS': True}], ['NUM_LAYERS is True']),
+    (maxtext.from_pax, [{'USE_REPEATED_LAYER': 1}], ['True or False']),
+    (maxtext.maxtext_to_pax, [{'dtype': 'bf'}], ["'bf'", 'a dtype']),
+  ],
+)
+def test_errors_say_what_to_do(function, args, words):
+  with pytest.raises(ValueError) as error:
+    function(*args)
+  for word in words:
+    assert word in str(error.value)
