@@ -212,11 +212,17 @@ def _found(timeout_secs: float) -> _Place | None:
       None if local is None or _keeps_devices() else (local,),
     )
   except Exception as e:
-    raise RendezvousError(
-      f"JAX's {name} says that this process is one of several, and cannot tell"
-      f' which: {e}\nGive {", ".join(VARIABLES.values())} in the environment;'
-      " or run alone, with config.distributed = 'off'."
-    ) from e
+    raise _untold(cluster, e) from e
+
+
+def _untold(
+  cluster: type[clusters.ClusterEnv], error: Exception
+) -> RendezvousError:
+  return RendezvousError(
+    f"JAX's {cluster.__name__} finds that this process is one of several, and"
+    f' cannot tell which: {error}\nGive {", ".join(VARIABLES.values())} in the'
+    " environment; or run alone, with config.distributed = 'off'."
+  )
 
 
 def _read_variables(given: Mapping[str, str]) -> _Place:
@@ -258,8 +264,11 @@ def _cluster() -> type[clusters.ClusterEnv] | None:
           f' kubernetes. Or give {", ".join(VARIABLES.values())} in the'
           " environment; or run alone, with config.distributed = 'off'."
         )
-    if cluster.is_env_present():
-      return cluster
+    try:
+      if cluster.is_env_present():
+        return cluster
+    except Exception as e:  # Of those that ask a server.
+      raise _untold(cluster, e) from e
   return None
 
 

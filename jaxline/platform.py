@@ -356,11 +356,11 @@ def _main(
     _claim(config, mode, stack)
     try:
       made = _Checkpointers(config, checkpointer_factory)
+      _take_programs(config, stack)
       in_threads = mode == 'train_eval_multithreaded'
       _check_directory(made('train' if in_threads else mode))
       try:
-        with _compiled_program(config):
-          _run(experiment_class, config, mode, made)
+        _run(experiment_class, config, mode, made)
       except files.ClaimedError as e:
         notes = getattr(e, '__notes__', [])
         raise UsageError('\n'.join([str(e), *notes])) from e
@@ -389,6 +389,10 @@ def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
       print(f'[jaxline] {line}', flush=True)
     if mode != 'compile' or not config.topology:
       distributed.initialize(config.distributed)
+  except distributed.RendezvousError as e:
+    # To start again is all there is to do: the others may be late.
+    print(e, file=sys.stderr, flush=True)
+    sys.exit(watchdog.EXIT_CODE)
   except (ValueError, RuntimeError) as e:
     raise UsageError(str(e)) from e
 
@@ -402,17 +406,17 @@ def _compile(experiment_class: Any, config: config_dict.ConfigDict) -> None:
     sys.exit(1)
 
 
-def _compiled_program(
-  config: config_dict.ConfigDict,
-) -> contextlib.AbstractContextManager[None]:
-  """Takes the run's programs from where `--jaxline_mode=compile` put them."""
+def _take_programs(
+  config: config_dict.ConfigDict, stack: contextlib.ExitStack
+) -> None:
+  """Has the run take programs from where `--jaxline_mode=compile` put them."""
   if config.compiled_program is None:
-    return contextlib.nullcontext()
+    return
   from jaxline.aot import programs
 
   xla.check_precompiled(config.xla)
   try:
-    return programs.of_run(config)
+    stack.enter_context(programs.of_run(config))
   except ValueError as e:
     raise UsageError(str(e)) from e
 

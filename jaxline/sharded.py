@@ -236,8 +236,11 @@ def _accumulate(
     )
     weight = part[WEIGHTS].sum(dtype=jnp.float32)
 
-    # A part in which nothing counts has no mean.
+    # A part in which nothing counts has no mean. Narrow types could not hold
+    # the weight of many tokens.
     def weighted(x: jax.Array) -> jax.Array:
+      if jnp.finfo(x.dtype).bits < 32:
+        x = x.astype(jnp.float32)
       scaled = x * weight.astype(x.dtype)
       return jnp.where(weight > 0, scaled, jnp.zeros_like(x))
 
@@ -267,6 +270,7 @@ def _accumulate(
   carry = (weight, sums, metrics, _strongly_typed(state.model_state))
   (weight, sums, metrics, model_state), _ = jax.lax.scan(add, carry, parts)
   loss, grads = jax.tree.map(lambda x: x / weight.astype(x.dtype), sums)
+  grads = jax.tree.map(lambda x, w: x.astype(w.dtype), grads, state.params)
   return loss, metrics, model_state, grads
 
 

@@ -213,6 +213,18 @@ def test_what_a_cluster_cannot_tell_is_said(env):
     assert words in str(e.value)
 
 
+def test_a_cluster_that_cannot_be_asked_is_said(monkeypatch, env):
+  kubernetes = FakeKubernetes(num_pods=3)
+  kubernetes.__spec__ = object()
+  del kubernetes.config.load_incluster_config  # No service account.
+  monkeypatch.setitem(sys.modules, 'kubernetes', kubernetes)
+  env(KUBERNETES_SERVICE_HOST='10.0.0.1', JOB_COMPLETION_INDEX='2')
+  with pytest.raises(distributed.RendezvousError) as e:
+    found()
+  assert "JAX's K8sCluster" in str(e.value)
+  assert 'load_incluster_config' in str(e.value)
+
+
 def test_tpu_slices_of_gke(monkeypatch, env):
   monkeypatch.setattr(cloud_tpu_cluster, 'running_in_cloud_tpu_vm', True)
   monkeypatch.setattr(socket, 'gethostbyname', lambda host: '10.0.0.1')

@@ -15,6 +15,7 @@ import sys
 import time
 
 import pytest
+import yaml
 
 from jaxline import preemption
 
@@ -210,7 +211,6 @@ def parameters():
 
 @pytest.fixture
 def jobset():
-  yaml = pytest.importorskip('yaml')
   text = (LAUNCH / 'jobset.yaml').read_text()
   body = re.sub(r'^#.*\n', '', text, flags=re.M)
   names = set(re.findall(r'\$\{([A-Z]+)\}', body))
@@ -447,7 +447,6 @@ def test_vertex_recipe():
 
 
 def test_recipes_parse():
-  yaml = pytest.importorskip('yaml')
   for block in blocks('bash'):
     subprocess.run(['bash', '-n'], input=block, text=True, check=True)
   for block in blocks('yaml'):

@@ -1,0 +1,1 @@
+"""Programs compiled ahead of time: what they will need, before they run."""

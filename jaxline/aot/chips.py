@@ -1,0 +1,301 @@
+"""What chips can do, and TPU topologies on machines that have none.
+
+The numbers are those their makers publish: peaks that no program reaches. What
+is computed from them is a bound, and no forecast.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from typing import Any
+
+import jax
+
+_GB = 1e9
+_GIB = 2.0**30
+_TERA = 1e12
+
+
+class TargetError(ValueError):
+  """There is nothing to compile, or nothing like it to compile for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+  """One accelerator chip. A device, in JAX's words, is one of these.
+
+  Attributes:
+    name: as in a topology's name, or what people call it.
+    device_kinds: as JAX names it.
+    peak_flops: bfloat16 matrix products, dense, in FLOP/s.
+    hbm_bytes: of memory, what a program may use: the maker's number less what
+      the system keeps for itself, where that is known.
+    hbm_bandwidth: bytes/s.
+    ici_links: to neighbours, on the fast network: of a TPU, one for each
+      direction of each dimension of its torus.
+    ici_link_bandwidth: bytes/s of one link, one way.
+    dcn_bandwidth: bytes/s of a chip's share of its host's network, one way.
+    largest: of a TPU, the largest slice, by dimensions.
+  """
+
+  name: str
+  device_kinds: tuple[str, ...]
+  peak_flops: float
+  hbm_bytes: float
+  hbm_bandwidth: float
+  ici_links: int
+  ici_link_bandwidth: float
+  dcn_bandwidth: float
+  largest: tuple[int, ...] = ()
+
+  @property
+  def ici_bandwidth(self) -> float:
+    """Bytes/s over all links, one way."""
+    return self.ici_links * self.ici_link_bandwidth
+
+
+# https://cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}, and for v4's links Jouppi
+# et al., "TPU v4: An Optically Reconfigurable Supercomputer" (2023). The pages
+# give the bandwidth of links both ways together: half of that is ours. Memory
+# is what libtpu 0.0.52 says is available when a program needs more. DCN: v5e
+# has 2 x 100 Gbit/s for 8 chips, v5p 50 Gbit/s for a chip, v6e 25.6 Tbit/s for
+# 256. For v4 there is no number; it is assumed to be as v5p.
+_TPUS = (
+  Chip(
+    name='v4',
+    device_kinds=('TPU v4',),
+    peak_flops=275 * _TERA,
+    hbm_bytes=30.75 * _GIB,
+    hbm_bandwidth=1228 * _GB,
+    ici_links=6,
+    ici_link_bandwidth=50 * _GB,
+    dcn_bandwidth=6.25 * _GB,
+    largest=(12, 16, 16),
+  ),
+  Chip(
+    name='v5e',
+    device_kinds=('TPU v5 lite', 'TPU v5e'),
+    peak_flops=197 * _TERA,
+    hbm_bytes=15.75 * _GIB,
+    hbm_bandwidth=819 * _GB,
+    ici_links=4,
+    ici_link_bandwidth=50 * _GB,
+    dcn_bandwidth=3.125 * _GB,
+    largest=(16, 16),
+  ),
+  Chip(
+    name='v5p',
+    device_kinds=('TPU v5', 'TPU v5p'),
+    peak_flops=459 * _TERA,
+    hbm_bytes=95.73 * _GIB,
+    hbm_bandwidth=2765 * _GB,
+    ici_links=6,
+    ici_link_bandwidth=100 * _GB,
+    dcn_bandwidth=6.25 * _GB,
+    largest=(16, 16, 24),
+  ),
+  Chip(
+    name='v6e',
+    device_kinds=('TPU v6 lite', 'TPU v6e'),
+    peak_flops=918 * _TERA,
+    hbm_bytes=31.24 * _GIB,
+    hbm_bandwidth=1638 * _GB,
+    ici_links=4,
+    ici_link_bandwidth=100 * _GB,
+    dcn_bandwidth=12.5 * _GB,
+    largest=(16, 16),
+  ),
+)
+
+
+def _gpu(
+  name: str,
+  device_kind: str,
+  tflops: float,
+  gigabytes: float,
+  hbm: float,
+  links: int,
+  link: float,
+  dcn: float,
+) -> Chip:
+  return Chip(
+    name=name,
+    device_kinds=(device_kind,),
+    peak_flops=tflops * _TERA,
+    hbm_bytes=gigabytes * _GB,
+    hbm_bandwidth=hbm * _GB,
+    ici_links=links,
+    ici_link_bandwidth=link * _GB,
+    dcn_bandwidth=dcn * _GB,
+  )
+
+
+# NVIDIA's data sheets: without sparsity; NVLink one way (half of the "total
+# bandwidth"); network of NVIDIA's own DGX machines, one adapter for a GPU
+# (200 Gbit/s with A100, else 400), which other machines may not have.
+_GPUS = (
+  _gpu('A100-40GB', 'NVIDIA A100-SXM4-40GB', 312, 40, 1555, 12, 25, 25),
+  _gpu('A100-80GB', 'NVIDIA A100-SXM4-80GB', 312, 80, 2039, 12, 25, 25),
+  _gpu('H100', 'NVIDIA H100 80GB HBM3', 989, 80, 3350, 18, 25, 50),
+  _gpu('H200', 'NVIDIA H200', 989, 141, 4800, 18, 25, 50),
+  _gpu('B200', 'NVIDIA B200', 2250, 180, 8000, 18, 50, 50),
+)
+
+# libtpu's default splits a v4 chip into two devices; on real machines its two
+# cores are one.
+_MEGACORE = ('v4',)
+
+# The chips of a host; libtpu also compiles for a single one.
+_HOST = (2, 2)
+_MAX_LINKS = 2  # Of one dimension: one each way.
+_EXAMPLES = {
+  2: '2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16',
+  3: '2x2x1, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8, 8x8x8',
+}
+_ENVIRONMENT = {
+  # Else libtpu asks a metadata server, which is only on Cloud machines, ...
+  'TPU_SKIP_MDS_QUERY': '1',
+  # ... what it is and who its fellows are, ...
+  'TPU_ACCELERATOR_TYPE': 'v4-8',
+  'TPU_WORKER_HOSTNAMES': 'localhost',
+  # ... and refuses to be loaded by two processes, who would share a TPU.
+  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """A slice: chips that a fast network joins.
+
+  Attributes:
+    chip: what it is made of.
+    shape: chips along each dimension of the torus.
+  """
+
+  chip: Chip
+  shape: tuple[int, ...]
+
+  def __str__(self) -> str:
+    return f'{self.chip.name}:{"x".join(map(str, self.shape))}'
+
+  @property
+  def num_chips(self) -> int:
+    """How many chips, each of which is a device."""
+    return math.prod(self.shape)
+
+  @property
+  def chips_per_host(self) -> int:
+    """How many chips, and so devices, a host has."""
+    return min(self.num_chips, math.prod(_HOST))
+
+  @property
+  def num_hosts(self) -> int:
+    """How many hosts, and so processes."""
+    return self.num_chips // self.chips_per_host
+
+  @property
+  def ici_bandwidth(self) -> float:
+    """Bytes/s of a chip, one way, over the links that it has in this shape.
+
+    A dimension of 1 has none, one of 2 has one; a longer one, two (at most:
+    one that does not close into a ring has chips at its ends with one).
+    """
+    links = sum(min(size - 1, _MAX_LINKS) for size in self.shape)
+    return links * self.chip.ici_link_bandwidth
+
+
+def parse_topology(name: str) -> Topology:
+  """Returns the topology of a name, such as 'v4:4x4x4'.
+
+  Raises:
+    TargetError: there is no such chip, or it does not come in that shape; says
+      which there are.
+  """
+  tpus = {chip.name: chip for chip in _TPUS}
+  match = re.fullmatch(r'(\w+):(\d+(?:x\d+)*)', name)
+  if match is None or match[1] not in tpus:
+    raise TargetError(
+      f'config.topology is {name!r}; expected CHIP:SHAPE, such as'
+      f" 'v4:4x4x4' or 'v5e:4x8', with a chip of {sorted(tpus)}."
+    )
+  chip = tpus[match[1]]
+  shape = tuple(int(size) for size in match[2].split('x'))
+  dims = len(chip.largest)
+  # Which dimension is the longest does not matter.
+  pairs = zip(sorted(shape), sorted(chip.largest), strict=False)
+  whole_hosts = all(
+    size % host == 0 for size, host in zip(shape, _HOST, strict=False)
+  )
+  if (
+    len(shape) != dims
+    or not all(0 < size <= most for size, most in pairs)
+    or not (whole_hosts or set(shape) == {1})
+  ):
+    one, host = ('1x1', '2x2') if dims == 2 else ('1x1x1', '2x2x1')
+    raise TargetError(
+      f'config.topology is {name!r}, but {chip.name} comes in {one}, or a'
+      f' multiple of the {host} of a host, up to'
+      f' {"x".join(map(str, chip.largest))}; such as {_EXAMPLES[dims]}.'
+    )
+  return Topology(chip, shape)
+
+
+def chip_of(device: Any) -> Chip | None:
+  """Returns the chip that a device is; None where its peaks are not known."""
+  for chip in (*_TPUS, *_GPUS):
+    if device.device_kind in chip.device_kinds:
+      return chip
+  return None
+
+
+class MissingCompilerError(RuntimeError):
+  """The TPU compiler is not installed; the message says how to."""
+
+
+def topology_devices(topology: Topology, num_slices: int = 1) -> Sequence[Any]:
+  """Returns devices to compile for with the TPU compiler; none need be here.
+
+  They go by the name of devices, but hold nothing and run nothing. libtpu is
+  told by variables of the environment, where they are not set, to look for
+  no TPU: so do not use the TPUs of this machine in the same process.
+
+  Args:
+    topology: one slice.
+    num_slices: how many of them, joined by the data centre's network.
+
+  Raises:
+    MissingCompilerError: there is no libtpu.
+    TargetError: it knows no such topology.
+  """
+  if importlib.util.find_spec('libtpu') is None:
+    raise MissingCompilerError(
+      f'To compile for {topology}, the TPU compiler is needed; install it with'
+      " pip install 'jaxline[tpu-aot]'."
+    )
+  for key, value in _ENVIRONMENT.items():
+    os.environ.setdefault(key, value)
+  from jax.experimental import topologies
+
+  options: dict[str, Any] = {}
+  if topology.chip.name in _MEGACORE:
+    options['chip_config_name'] = 'megacore'
+  if num_slices > 1:
+    options['num_slices'] = num_slices
+  try:
+    devices = topologies.get_topology_desc(
+      str(topology), 'tpu', **options
+    ).devices
+  except jax.errors.JaxRuntimeError as e:
+    raise TargetError(
+      f'libtpu makes no {topology} of {num_slices} slices: {e}'
+    ) from e
+  expected = topology.num_chips * num_slices
+  if len(devices) != expected:
+    raise TargetError(
+      f'libtpu makes {len(devices)} devices of {num_slices} x {topology};'
+      f' expected {expected}, one for each chip.'
+    )
+  return devices

@@ -1,0 +1,180 @@
+"""Counts what a traced program needs, without a compiler or an array.
+
+What XLA would make of the program (fusions, what it computes again, what it
+drops) is not in here: `hlo` measures that. There is no estimate of the peak of
+activations either: the order of a traced program is not the order it is run in,
+most of its values are never stored, and how they are split over devices is
+known only where the program says so. A number would be neither an upper nor a
+lower bound.
+"""
+
+from collections.abc import Callable, Iterator
+import math
+from typing import Any
+
+from absl import logging
+import jax
+
+from jaxline.aot import hlo
+
+
+def flops(function: Any, *args: Any) -> float:
+  """Returns the FLOPs of a program's matrix products and convolutions.
+
+  A multiplication and an addition are two. The whole program counts, over all
+  devices: a `shard_map` as often as it has devices, a `scan` its length. Of a
+  `cond` the dearest branch counts; a `while` counts once, and a warning tells,
+  if there is anything in it. Fused attention counts whole, though a causal
+  kernel skips about half.
+
+  Args:
+    function: a function of arrays, or its jaxpr.
+    *args: its arguments; `jax.ShapeDtypeStruct` will do. None for a jaxpr.
+  """
+  jaxpr = function if hasattr(function, 'eqns') else None
+  if jaxpr is None:
+    jaxpr = jax.make_jaxpr(function)(*args)
+  return _jaxpr_flops(jaxpr)
+
+
+def state_bytes_per_device(shapes: Any, shardings: Any) -> int:
+  """Returns the bytes each device holds of a tree of arrays.
+
+  Args:
+    shapes: arrays or `jax.ShapeDtypeStruct`.
+    shardings: a `jax.sharding.Sharding` for each, as a prefix of `shapes`.
+
+  Raises:
+    ValueError: a sharding does not divide the shape it is for.
+  """
+  sizes = jax.tree.map(
+    lambda sharding, subtree: sum(
+      math.prod(sharding.shard_shape(tuple(x.shape))) * x.dtype.itemsize
+      for x in jax.tree.leaves(subtree)
+    ),
+    shardings,
+    shapes,
+  )
+  return sum(jax.tree.leaves(sizes))
+
+
+def _jaxpr_flops(jaxpr: Any) -> float:
+  return sum(_equation_flops(equation) for equation in jaxpr.eqns)
+
+
+def _equation_flops(equation: Any) -> float:
+  name, params = equation.primitive.name, equation.params
+  if count := _PRODUCTS.get(name.removesuffix('_wrapper')):
+    shapes = [getattr(v.aval, 'shape', ()) for v in equation.invars]
+    return float(count(shapes, equation.outvars[0].aval.shape, params))
+  inner = [_jaxpr_flops(jaxpr) for jaxpr in _jaxprs(params)]
+  if name == 'cond':
+    return max(inner)
+  if name == 'while':
+    if sum(inner):
+      logging.warning(
+        'A while loop of %.3g FLOPs a round was counted once: how often it'
+        ' runs is not known before it does.',
+        sum(inner),
+      )
+    return sum(inner)
+  return _repeats(name, params) * sum(inner)
+
+
+def _repeats(name: str, params: Any) -> int:
+  """Returns how often the jaxpr of an equation runs."""
+  if name == 'scan':
+    return params['length']
+  if name == 'shard_map':
+    mesh = params['mesh']
+    return math.prod(mesh.shape[a] for a in params['newly_manual_axes'])
+  if name == 'pallas_call':
+    grid = params['grid_mapping'].grid
+    if not all(isinstance(size, int) for size in grid):
+      logging.warning(
+        'A Pallas kernel with the dynamic grid %s was counted once.', grid
+      )
+      return 1
+    return math.prod(grid)
+  return 1
+
+
+def _jaxprs(params: Any) -> Iterator[Any]:
+  """Yields the jaxprs among the parameters of an equation."""
+  for value in params.values():
+    for x in value if isinstance(value, (tuple, list)) else (value,):
+      if hasattr(x, 'eqns'):
+        yield x
+
+
+# The primitives that multiply. Each function takes the shapes of the operands,
+# that of the result and the parameters.
+
+
+def _dot(shapes: Any, out: Any, params: Any) -> int:
+  (contracted, _), _ = params['dimension_numbers']
+  return 2 * math.prod((*out, *(shapes[0][d] for d in contracted)))
+
+
+def _ragged_dot(shapes: Any, out: Any, params: Any) -> int:
+  numbers = params['ragged_dot_dimension_numbers']
+  (contracted, _), _ = numbers.dot_dimension_numbers
+  if set(numbers.lhs_ragged_dimensions) <= set(contracted):
+    # The result has a matrix a group, and the rows are shared out among them.
+    out = out[1:]
+  return 2 * math.prod((*out, *(shapes[0][d] for d in contracted)))
+
+
+def _convolution(shapes: Any, out: Any, params: Any) -> int:
+  lhs, rhs = shapes[:2]
+  numbers = params['dimension_numbers']
+  batch = lhs[numbers.lhs_spec[0]] // params['batch_group_count']
+  out_features, in_features = (rhs[d] for d in numbers.rhs_spec[:2])
+  met = math.prod(
+    hlo.count_meetings(
+      size=lhs[numbers.lhs_spec[n + 2]],
+      kernel=rhs[numbers.rhs_spec[n + 2]],
+      out=out[numbers.out_spec[n + 2]],
+      stride=params['window_strides'][n],
+      low=params['padding'][n][0],
+      dilation=params['lhs_dilation'][n],
+      kernel_dilation=params['rhs_dilation'][n],
+    )
+    for n in range(len(lhs) - 2)
+  )
+  return 2 * met * batch * in_features * out_features
+
+
+def _attention(shapes: Any, out: Any, params: Any) -> int:
+  """Forward: queries and keys, weights and values."""
+  del out
+  query, key, value = shapes[:3]
+  length = 2 if params['layout'] else 1  # BNTH is 1, BTNH is 0.
+  weights = math.prod(query[:-1]) * key[length]
+  return 2 * weights * (query[-1] + value[-1])
+
+
+def _attention_backward(shapes: Any, out: Any, params: Any) -> int:
+  """The weights again, and a gradient of either factor of both products."""
+  del out
+  query, key, value = shapes[:3]
+  length = 2 if params['layout'] else 1
+  weights = math.prod(query[:-1]) * key[length]
+  return 2 * weights * (3 * query[-1] + 2 * value[-1])
+
+
+def _scaled_matmul(shapes: Any, out: Any, params: Any) -> int:
+  del params
+  return 2 * math.prod(out) * shapes[0][-1]
+
+
+_PRODUCTS: dict[str, Callable[[Any, Any, Any], int]] = {
+  'conv_general_dilated': _convolution,
+  'dot_general': _dot,
+  'dot_product_attention_bwd': _attention_backward,
+  'dot_product_attention_fp8_bwd': _attention_backward,
+  'dot_product_attention_fp8_fwd': _attention,
+  'dot_product_attention_fwd': _attention,
+  'ragged_dot_general': _ragged_dot,
+  'scaled_matmul': _scaled_matmul,
+}

@@ -1,0 +1,299 @@
+"""Compiled programs, kept on disk for runs that would compile the same.
+
+A directory holds XLA's own bytes of each program, as JAX's compilation cache
+writes and reads them (nothing is pickled), and `programs.json`: what they are
+for. JAX itself decides whether a program is the one that a run needs, by a hash
+of all that goes into it; `programs.json` is there to say why not.
+
+A program is machine code: use only directories that you trust as you trust the
+programs you start.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+import threading
+from typing import Any
+
+from absl import logging
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+import jaxlib
+from ml_collections import config_dict
+
+from jaxline import base_config
+from jaxline.checkpoint import files
+
+RECORD = 'programs.json'
+_SCHEMA = 1
+_SUFFIX = '-cache'
+# What decides which program a step becomes, apart from the code itself.
+_KEYS = (
+  'experiment_class',
+  'experiment_kwargs',
+  'gradient_accumulation_steps',
+  'mesh',
+  'on_nonfinite',
+  'sharding',
+  'sharding_rules',
+)
+# Flags that change nothing in the program, and no hash of JAX's.
+_NEUTRAL_FLAGS = ('--xla_dump', '--xla_force_host_platform_device_count')
+_HIT = '/jax/compilation_cache/cache_hits'
+_SAVED_SECS = '/jax/compilation_cache/compile_time_saved_sec'
+_COMPILED = '/jax/core/compile/backend_compile_duration'
+
+
+def identity(
+  config: config_dict.ConfigDict, devices: Sequence[Any]
+) -> dict[str, Any]:
+  """Returns what a run's programs depend on, for `programs.json`.
+
+  Args:
+    config: the run's.
+    devices: what it runs on, or is compiled for.
+  """
+  kinds = sorted({device.device_kind for device in devices})
+  xla_flags = os.environ.get('XLA_FLAGS', '').split()
+  return {
+    'jax': jax.__version__,
+    'jaxlib': jaxlib.__version__,
+    'platform': devices[0].platform,
+    'platform version': devices[0].client.platform_version,
+    'device kind': ', '.join(kinds),
+    'devices': len(devices),
+    'XLA_FLAGS': ' '.join(
+      flag for flag in xla_flags if not flag.startswith(_NEUTRAL_FLAGS)
+    ),
+    'LIBTPU_INIT_ARGS': os.environ.get('LIBTPU_INIT_ARGS', ''),
+    **{
+      f'config.{key}': value
+      for key, value in json.loads(base_config.to_json(config)).items()
+      if key in _KEYS
+    },
+  }
+
+
+def of_run(config: config_dict.ConfigDict) -> Any:
+  """Returns `using` for the run of a config; nothing where it names none."""
+  if config.compiled_program is None:
+    return contextlib.nullcontext()
+  directory = pathlib.Path(config.compiled_program)
+  return using(directory, identity(config, jax.devices()))
+
+
+@contextlib.contextmanager
+def saving(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
+  """Keeps the programs that are compiled inside.
+
+  All are compiled anew. A directory of before is replaced when the new one is
+  whole.
+
+  Args:
+    directory: where to.
+    of: their `identity`.
+
+  Yields:
+    Nothing.
+  """
+  directory.parent.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(
+    prefix=f'{directory.name}.partial', dir=directory.parent
+  ) as name:
+    partial = pathlib.Path(name) / 'programs'
+    partial.mkdir()
+    with _cache(partial, min_secs=0.0):
+      yield
+    found = sorted(partial.glob(f'*{_SUFFIX}'))
+    if not found:
+      return
+    files.write_json(
+      partial / RECORD,
+      {
+        'schema': _SCHEMA,
+        'identity': dict(of),
+        'programs': {path.name: _digest(path) for path in found},
+      },
+    )
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
+
+
+@contextlib.contextmanager
+def using(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
+  """Takes programs from a directory, in place of compiling them.
+
+  The log says which were taken; and where one is compiled all the same, in what
+  this run differs from that for which it was saved.
+
+  Args:
+    directory: what `saving` made.
+    of: the `identity` of this run.
+
+  Yields:
+    Nothing.
+
+  Raises:
+    ValueError: `directory` holds no programs.
+  """
+  record = _read(directory)
+  if damaged := _damaged(directory, record['programs']):
+    logging.warning(
+      'The programs in %s are not used, since %s is damaged or missing.',
+      directory,
+      ', '.join(damaged),
+    )
+    yield
+    return
+  taken: list[str] = []
+  differences = _differences(record['identity'], of)
+  watch = _Watch(directory, record['programs'], differences, taken)
+  jax.monitoring.register_event_listener(watch.event)
+  jax.monitoring.register_event_duration_secs_listener(watch.duration)
+  try:
+    # Runs may share a directory: none adds to it.
+    with _cache(directory, min_secs=float('inf')):
+      yield
+  finally:
+    jax.monitoring.unregister_event_listener(watch.event)
+    jax.monitoring.unregister_event_duration_listener(watch.duration)
+    if not taken:
+      logging.warning('None of the programs in %s was used.', directory)
+
+
+class _Watch(threading.local):
+  """Hears from JAX what it compiles, and what it has taken instead.
+
+  In each thread the two follow each other.
+  """
+
+  def __init__(
+    self,
+    directory: pathlib.Path,
+    programs: Mapping[str, str],
+    differences: Sequence[str],
+    taken: list[str],
+  ):
+    self._directory = directory
+    # Before the hash.
+    self._names = {name.rpartition('-')[0] for name in _keys(programs)}
+    self._differences = differences
+    self._all_taken = taken
+    self._is_taken = False
+    self._saved = 0.0
+
+  def event(self, event: str, **kwargs: Any) -> None:
+    del kwargs
+    if event == _HIT:
+      self._is_taken = True
+
+  def duration(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+    if event == _SAVED_SECS:
+      self._saved = duration_secs
+    if event != _COMPILED:
+      return
+    name = re.sub(r'\W+', '_', str(kwargs.get('fun_name'))).strip('_')
+    if self._is_taken:
+      self._all_taken.append(name)
+      logging.info(
+        '%s was taken from %s (%.0f s of compiling saved).',
+        name,
+        self._directory,
+        max(self._saved, 0.0),
+      )
+    elif name in self._names:
+      logging.warning(
+        '%s is compiled, although %s has one of that name: it is of\n  %s',
+        name,
+        self._directory,
+        '\n  '.join(self._differences)
+        or 'other code, or arguments of other shapes.',
+      )
+    self._is_taken = False
+
+
+@contextlib.contextmanager
+def _cache(directory: pathlib.Path, min_secs: float) -> Iterator[None]:
+  """Sets JAX's compilation cache, in place of whatever it was."""
+  settings = {
+    'jax_enable_compilation_cache': True,
+    'jax_compilation_cache_dir': str(directory),
+    'jax_persistent_cache_min_compile_time_secs': min_secs,
+    'jax_persistent_cache_min_entry_size_bytes': -1,
+    # Of a GPU; else the directory's name would be part of the hash.
+    'jax_persistent_cache_enable_xla_caches': 'none',
+  }
+  before = {key: getattr(jax.config, key) for key in settings}
+  _configure(settings)
+  try:
+    yield
+  finally:
+    _configure(before)
+
+
+def _configure(settings: Mapping[str, Any]) -> None:
+  # JAX looks at its settings when it first compiles, and then no more.
+  compilation_cache.reset_cache()
+  for key, value in settings.items():
+    jax.config.update(key, value)
+
+
+def _keys(programs: Mapping[str, str]) -> Iterator[str]:
+  return (name.removesuffix(_SUFFIX) for name in programs)
+
+
+def _digest(path: pathlib.Path) -> str:
+  with open(path, 'rb') as f:
+    return hashlib.file_digest(f, 'sha256').hexdigest()
+
+
+def _read(directory: pathlib.Path) -> dict[str, Any]:
+  try:
+    record = json.loads((directory / RECORD).read_text(encoding='utf-8'))
+    if record['schema'] == _SCHEMA:
+      return record
+    found = f'schema {record["schema"]}'
+  except (OSError, ValueError, KeyError) as e:
+    found = repr(e)
+  raise ValueError(
+    f'config.compiled_program is {str(directory)!r}, which has no {RECORD} of'
+    f' schema {_SCHEMA} ({found}). Give the directory that'
+    ' --jaxline_mode=compile names as "saved programs".'
+  )
+
+
+def _damaged(directory: pathlib.Path, programs: Mapping[str, str]) -> list[str]:
+  """Returns which files are not as they were written."""
+  return [
+    name
+    for name, digest in programs.items()
+    if not (directory / name).exists() or _digest(directory / name) != digest
+  ]
+
+
+def _differences(
+  there: Mapping[str, Any], here: Mapping[str, Any]
+) -> list[str]:
+  """Says in what the programs' run is another than this."""
+  there, here = _flat(there), _flat(here)
+  return [
+    f'{key} {there.get(key)!r}, and here it is {here.get(key)!r}'
+    for key in sorted({*there, *here})
+    if there.get(key) != here.get(key)
+  ]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+  flat: dict[str, Any] = {}
+  for key, value in tree.items():
+    if isinstance(value, Mapping):
+      flat |= _flat(value, f'{prefix}{key}.')
+    else:
+      flat[f'{prefix}{key}'] = value
+  return flat

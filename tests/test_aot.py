@@ -1,0 +1,500 @@
+"""Compiling a run for chips that are not here, and keeping the programs."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxline import base_config
+from jaxline import experiment
+from jaxline import metrics
+from jaxline import partitioning
+from jaxline import sharded
+from jaxline.aot import ahead
+from jaxline.aot import chips
+from jaxline.aot import hlo
+from jaxline.aot import programs
+from jaxline.aot import report
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROWS = 128
+
+
+class TwoLayers(sharded.ShardedExperiment):
+  """x -> tanh(x a) b; with Adam."""
+
+  def __init__(self, mode, init_rng, width=128, hidden=256, evaluates=True):
+    self.width = width
+    self.hidden = hidden
+    self.evaluates = evaluates
+    super().__init__(mode, init_rng)
+
+  def init_fn(self, rng):
+    a, b = jax.random.split(rng)
+    normal = jax.random.normal
+    weights = {
+      'a': (normal(a, [self.width, self.hidden]), ('embed', 'mlp')),
+      'b': (normal(b, [self.hidden, self.width]), ('mlp', 'embed')),
+    }
+    return {k: partitioning.Logical(*v) for k, v in weights.items()}, {}
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    del rng, is_training
+    y = jnp.tanh(batch['x'] @ params['a']) @ params['b']
+    loss = metrics.Mean.of(jnp.square(y).mean(-1), batch['weights'])
+    return loss.compute(), {'loss': loss}, model_state
+
+  def make_optimizer(self):
+    return optax.adam(1e-2)
+
+  def train_input(self):
+    rng = np.random.default_rng(0)
+    while True:
+      yield {'x': rng.normal(size=[ROWS, self.width]).astype(np.float32)}
+
+  def eval_input(self):
+    if not self.evaluates:
+      raise NotImplementedError
+    return [{'x': np.ones([ROWS, self.width], np.float32)}]
+
+
+class NotSharded(experiment.AbstractExperiment):
+  """Has no sharded step."""
+
+  def __init__(self, mode, init_rng):
+    super().__init__(mode=mode, init_rng=init_rng)
+
+  def step(self, *, global_step, rng, writer):
+    raise AssertionError
+
+  def evaluate(self, *, global_step, rng, writer):
+    raise AssertionError
+
+
+def make_config(**changes):
+  config = base_config.get_base_config()
+  config.sharding = 'fsdp'
+  for key, value in changes.items():
+    config[key] = value
+  return config.lock()
+
+
+def without_libtpu(monkeypatch):
+  monkeypatch.setattr(chips.importlib.util, 'find_spec', lambda name: None)
+
+
+# The devices that are here.
+
+
+def test_a_run_on_the_devices_of_this_machine(tmp_path, capsys):
+  config = make_config(checkpoint_dir=str(tmp_path))
+  assert ahead.compile_experiment(TwoLayers, config)
+  path = tmp_path / 'compile' / 'local.json'
+  made = report.Report.from_json(json.loads(path.read_text()))
+  assert str(made) in capsys.readouterr().out
+  assert made.experiment == 'TwoLayers'
+  assert made.mesh == {'stage': 1, 'replica': 1, 'data': 2, 'mdl': 1}
+  assert made.sharding == 'fsdp'
+  assert made.target == report.Target(
+    name='local', device_kind='cpu', num_slices=1, num_devices=2
+  )
+  assert made.batch_rows == ROWS
+  assert made.parameters == 2 * 128 * 256
+  # Half of the weights and of Adam's two moments; four counters of 4 bytes.
+  weights = 4 * made.parameters // 2
+  assert made.gradient_bytes == weights
+  assert made.state_bytes == 3 * weights + 4 * 4
+  assert made.batch_bytes == (ROWS // 2) * (128 + 1) * 4
+  train, evaluation = made.programs
+  product = 2 * ROWS * 128 * 256
+  assert train.model_flops == 3 * 2 * product
+  assert evaluation.model_flops == 2 * product
+  # There is no gradient of x, and each of the two devices has half the rows.
+  assert train.flops == 5 * product / 2
+  assert evaluation.flops == 2 * product / 2
+  assert train.argument_bytes >= made.state_bytes + made.batch_bytes
+  assert train.alias_bytes == made.state_bytes  # It is donated.
+  assert train.peak_bytes >= train.argument_bytes
+  assert train.fits is None
+  assert train.roofline is None
+  gathers = [t for t in train.traffic if t.kind == 'all-gather']
+  assert [t.axes for t in gathers] == [('data',)]
+  # Each weight once whole, at least.
+  assert gathers[0].bytes >= 4 * made.parameters
+  assert gathers[0].dcn_bytes == 0
+  names = [b.name for b in train.buffers]
+  assert "state.opt_state[0].mu['a']" in names
+  assert any("what a device of kind 'cpu'" in n.lower() for n in made.notes)
+  assert sorted(os.listdir(made.saved))[-1] == programs.RECORD
+
+
+def test_without_an_evaluation_the_train_step_is_compiled():
+  config = make_config()
+  config.unlock()
+  config.experiment_kwargs.evaluates = False
+  made = ahead.make_report(TwoLayers, config)
+  assert [p.name for p in made.programs] == ['train step']
+  assert any('no eval step' in note for note in made.notes)
+  assert made.saved == ''
+
+
+def test_an_experiment_without_a_sharded_step_is_refused():
+  config = make_config(sharding='ddp')
+  with pytest.raises(chips.TargetError, match='NotSharded has no sharded step'):
+    ahead.make_report(NotSharded, config)
+
+
+# Sizes without a compiler.
+
+
+@pytest.mark.parametrize('num_slices', [1, 2])
+def test_sizes_without_libtpu(monkeypatch, num_slices):
+  without_libtpu(monkeypatch)
+  config = make_config(topology='v4:2x4x4', num_slices=num_slices)
+  made = ahead.make_report(TwoLayers, config)
+  assert made.target.num_devices == 32 * num_slices
+  assert made.target.num_slices == num_slices
+  assert made.target.device_kind == 'TPU v4'
+  assert made.mesh['data'] == 32
+  assert made.mesh['replica'] == num_slices
+  assert made.state_bytes == 3 * 4 * made.parameters // 32 + 4 * 4
+  assert made.batch_bytes == ROWS // 32 // num_slices * (128 + 1) * 4
+  train, evaluation = made.programs
+  assert train.model_flops == 3 * 2 * 2 * ROWS * 128 * 256
+  assert train.peak_bytes is None
+  assert train.fits is None
+  assert evaluation.flops is None
+  assert made.fits
+  assert any("pip install 'jaxline[tpu-aot]'" in note for note in made.notes)
+  assert 'at the peak of all chips' in str(made)
+
+
+def test_no_array_is_made_and_too_much_state_is_seen(monkeypatch):
+  without_libtpu(monkeypatch)
+  config = make_config(topology='v4:2x2x1', sharding='ddp')
+  config.unlock()
+  # Weights of 64 GiB, which this machine could not hold either.
+  config.experiment_kwargs.width = 1 << 16
+  config.experiment_kwargs.hidden = 1 << 17
+  made = ahead.make_report(TwoLayers, config)
+  assert made.gradient_bytes == 64 << 30
+  assert not made.fits
+  assert 'DOES NOT FIT' in str(made)
+  assert made.hints[0].startswith("config.sharding = 'fsdp'")
+  assert 'the state alone' in made.hints[-1]
+
+
+def test_a_wrong_topology_is_refused():
+  with pytest.raises(chips.TargetError, match='v4'):
+    ahead.make_report(TwoLayers, make_config(topology='v4:2x2'))
+
+
+# What to change.
+
+
+def hints(*, peak, state, sharding='fsdp', kwargs=None, **changes):
+  config = make_config(**changes)
+  config.unlock()
+  config.experiment_kwargs.update(kwargs or {})
+  made = report.Report(
+    experiment='',
+    target=report.Target(
+      name='',
+      device_kind='',
+      num_slices=1,
+      num_devices=4,
+      hbm_bytes=1000.0,
+    ),
+    mesh={'stage': 1, 'replica': 1, 'data': 4, 'mdl': 1},
+    sharding=sharding,
+    batch_rows=32,
+    parameters=1,
+    state_bytes=state,
+    gradient_bytes=0,
+    batch_bytes=1,
+    bubble_fraction=0.0,
+    state_buffers=(),
+    programs=(
+      report.Program(
+        name='', model_flops=1.0, peak_bytes=peak, fits=peak < 1000
+      ),
+    ),
+  )
+  return list(ahead._hints(made, config))
+
+
+def test_what_is_largest_is_made_smaller_first():
+  first, *_, last = hints(peak=1100, state=200)
+  assert 'remat' in first
+  assert 'More chips' in last
+  first, *_, last = hints(peak=1100, state=900, sharding='ddp')
+  assert "config.sharding = 'fsdp'" in first
+  assert "'offload'" in last
+  first, *_ = hints(peak=1100, state=900, sharding='tp')
+  assert "config.sharding = 'fsdp_tp'" in first
+
+
+def test_hints_name_the_settings_that_there_are():
+  kwargs = {'config': {'model': {'remat': 'full', 'dtype': 'float32'}}}
+  model = 'config.experiment_kwargs.config.model'
+  found = hints(peak=1100, state=1, kwargs=kwargs)
+  assert not any("remat = 'full'" in hint for hint in found)
+  assert any(f"{model}.dtype = 'bfloat16' (it is 'fl" in h for h in found)
+  assert any(f"{model}.remat = 'offload' (it is 'full" in h for h in found)
+  assert any('gradient_accumulation_steps = 2 (it is 1' in h for h in found)
+  # 32 rows in 8 parts are one for each of 4 chips.
+  found = hints(peak=1100, state=1, gradient_accumulation_steps=8)
+  assert any('32 rows in 8 parts over 4 chips' in hint for hint in found)
+
+
+# What goes between slices.
+
+
+@pytest.mark.parametrize(
+  ('kind', 'axes', 'group_size', 'part'),
+  [
+    # Within slices all but one of each slice's chips' shares has been added.
+    ('all-reduce', ('replica', 'data'), 8, 1 / 7),
+    ('all-gather', ('replica', 'data'), 8, 1 / 7),
+    ('all-reduce', ('replica',), 2, 1.0),
+    # Half of the chips are in the other slice.
+    ('all-to-all', ('replica', 'data'), 8, 4 / 7),
+    ('collective-permute', ('replica', 'data'), 8, 1.0),
+  ],
+)
+def test_what_must_leave_a_slice(kind, axes, group_size, part):
+  collective = hlo.Collective(
+    kind=kind,
+    bytes=1,
+    wire_bytes=1.0,
+    count=1,
+    axes=axes,
+    group_size=group_size,
+    crosses_slices=True,
+    op_name='',
+  )
+  sizes = {'stage': 1, 'replica': 2, 'data': 4, 'mdl': 1}
+  slices = [0] * 4 + [1] * 4
+  assert ahead._dcn_part(collective, sizes, slices) == pytest.approx(part)
+  within = dataclasses.replace(collective, crosses_slices=False)
+  assert ahead._dcn_part(within, sizes, slices) == 0
+
+
+# Programs on disk.
+
+RUN = textwrap.dedent("""
+  import hashlib, logging, pathlib, sys
+  import jax, numpy as np
+  from jaxline import train
+  from jaxline.aot import ahead, programs
+  from tests import test_aot
+
+  directory, what, *rest = sys.argv[1:]
+  logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+  config = test_aot.make_config(checkpoint_dir=directory)
+  if what == 'save':
+    ahead.compile_experiment(test_aot.TwoLayers, config)
+  else:
+    config.unlock()
+    config.compiled_program = f'{directory}/compile/local_programs'
+  with programs.of_run(config):
+    print('HASH', test_aot.hash_after_training(config))
+""")
+
+
+def hash_after_training(config):
+  """Trains for three steps, evaluates, and returns the hash of the state."""
+  from jaxline import train
+
+  made = train.build_for_compilation(TwoLayers, config)
+  rng = made.initialize_train_step_rng(jax.random.key(1))
+  for step in range(3):
+    made.step(global_step=step, rng=rng, writer=None)
+    jax.block_until_ready(made.state)
+  made.evaluate(global_step=3, rng=rng, writer=None)
+  made._close_input()
+  digest = hashlib.sha256()
+  for x in jax.tree.leaves(made.state):
+    digest.update(np.asarray(x).tobytes())
+  return digest.hexdigest()
+
+
+def run(tmp_path, what):
+  done = subprocess.run(
+    [sys.executable, '-c', RUN, str(tmp_path), what],
+    cwd=ROOT,
+    env={
+      **os.environ,
+      'PYTHONPATH': str(ROOT),
+      'JAX_PLATFORMS': 'cpu',
+      'XLA_FLAGS': '--xla_force_host_platform_device_count=2',
+    },
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=150,
+  )
+  assert done.returncode == 0, done.stderr
+  text = done.stdout + done.stderr
+  return text, [line for line in text.splitlines() if line.startswith('HASH')]
+
+
+def test_another_process_runs_what_was_compiled(tmp_path):
+  _, compiled = run(tmp_path, 'save')
+  text, loaded = run(tmp_path, 'use')
+  directory = tmp_path / 'compile' / 'local_programs'
+  assert f'jit_step was taken from {directory}' in text
+  assert (
+    f'was taken from {directory}' in text.partition('jit_step was taken')[2]
+  )
+  assert 'is compiled' not in text
+  assert len(loaded) == 1
+  assert loaded == compiled
+
+
+def test_what_is_other_is_compiled_and_told_of(tmp_path, caplog):
+  caplog.set_level(logging.INFO)
+  config = make_config()
+  made = ahead.make_report(TwoLayers, config, tmp_path)
+  before = sorted(os.listdir(made.saved))
+  other = make_config(
+    gradient_accumulation_steps=2, compiled_program=made.saved
+  )
+  with programs.of_run(other):
+    hash_after_training(other)
+  told = [
+    r.getMessage() for r in caplog.records if 'jit_step' in r.getMessage()
+  ]
+  assert len(told) == 1
+  assert 'is compiled' in told[0]
+  assert 'config.gradient_accumulation_steps 1, and here it is 2' in told[0]
+  assert 'experiment_kwargs' not in told[0]
+  assert sorted(os.listdir(made.saved)) == before  # A run adds nothing.
+  assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_damaged_programs_are_not_used(tmp_path, caplog):
+  config = make_config()
+  made = ahead.make_report(TwoLayers, config, tmp_path)
+  path = next(pathlib.Path(made.saved).glob('jit_step*'))
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
+  with programs.using(pathlib.Path(made.saved), {}):
+    assert jax.config.jax_compilation_cache_dir is None
+  assert f'{path.name} is damaged or missing' in caplog.text
+
+
+@pytest.mark.parametrize('text', [None, '', '{}', '{"schema": 0}'])
+def test_a_directory_without_programs_is_refused(tmp_path, text):
+  if text is not None:
+    (tmp_path / programs.RECORD).write_text(text)
+  config = make_config(compiled_program=str(tmp_path))
+  with (
+    pytest.raises(ValueError, match='compiled_program is'),
+    programs.of_run(config),
+  ):
+    pass
+
+
+def test_no_programs_are_asked_for():
+  with programs.of_run(make_config()):
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+# The TPU compiler.
+
+
+def test_a_run_on_tpus():
+  pytest.importorskip('libtpu')
+  made = ahead.make_report(TwoLayers, make_config(topology='v4:2x2x1'))
+  train, evaluation = made.programs
+  product = 2 * ROWS * 128 * 256
+  assert train.flops == 5 * product / 4
+  assert evaluation.flops == 2 * product / 4
+  assert train.fits
+  assert train.peak_bytes < 10 << 20
+  assert {t.axes for t in train.traffic} == {('data',)}
+  assert train.roofline.ici > 0
+  assert train.roofline.dcn == 0
+  assert 0 < train.roofline.mfu_sum < train.roofline.mfu_bound <= 1.2
+  assert 'libtpu' in made.versions
+
+
+def test_a_run_on_slices_of_tpus(tmp_path):
+  pytest.importorskip('libtpu')
+  config = make_config(topology='v4:2x2x1', num_slices=2)
+  made = ahead.make_report(TwoLayers, config, tmp_path)
+  train, _ = made.programs
+  assert made.mesh == {'stage': 1, 'replica': 2, 'data': 4, 'mdl': 1}
+  assert train.flops == 5 * 2 * ROWS * 128 * 256 / 8
+  over = {t.axes: t.dcn_bytes for t in train.traffic}
+  assert over[('data',)] == 0
+  # Of an all-reduce between two chips each sends what it has, its quarter of
+  # the gradients, at least.
+  crossing = sum(t.dcn_bytes for t in train.traffic)
+  assert crossing >= 4 * made.parameters / 4
+  assert train.roofline.dcn == pytest.approx(crossing / 6.25e9)
+  assert made.saved == str(tmp_path / '2xv4-2x2x1_programs')
+  assert len(os.listdir(made.saved)) == 3
+
+
+def test_a_run_that_does_not_fit(tmp_path, capsys):
+  pytest.importorskip('libtpu')
+  config = make_config(
+    topology='v5e:2x2', sharding='ddp', checkpoint_dir=str(tmp_path)
+  )
+  config.unlock()
+  # Weights of 5 GiB, with Adam's moments 15 GiB; and a gradient of 2.5 GiB.
+  config.experiment_kwargs.width = 1 << 14
+  config.experiment_kwargs.hidden = 5 << 13
+  assert not ahead.compile_experiment(TwoLayers, config)
+  text = capsys.readouterr().out
+  assert 'DOES NOT FIT' in text
+  made = report.Report.from_json(
+    json.loads((tmp_path / 'compile' / 'v5e-2x2.json').read_text())
+  )
+  train, evaluation = made.programs
+  assert train.fits is False
+  assert evaluation.fits is True
+  assert 17 << 30 <= train.peak_bytes < 21 << 30
+  assert train.flops == 5 * 2 * ROWS * (5 << 27) / 4
+  assert train.buffers[0].bytes == 5 << 29
+  weights = {f"state.params['{name}']" for name in 'ab'}
+  assert weights <= {b.name for b in train.buffers}
+  assert made.hints[0].startswith("config.sharding = 'fsdp'")
+
+
+def test_the_language_model_on_tpus():
+  pytest.importorskip('libtpu')
+  from configs import lm
+  from examples.lm import experiment as lm_experiment
+
+  config = lm.get_config()
+  config.topology = 'v4:2x2x1'
+  config.sharding = 'fsdp_tp'
+  config.mesh.ici.mdl = 2
+  model = config.experiment_kwargs.config.model
+  model.num_layers = 2
+  model.scan_layers = True
+  config.experiment_kwargs.config.batch_size = 4
+  config.experiment_kwargs.config.eval_batch_size = 4
+  made = ahead.make_report(lm_experiment.Experiment, config)
+  train, _ = made.programs
+  assert made.mesh['mdl'] == made.mesh['data'] == 2
+  assert train.fits
+  # The attention's mask and such things are no products; nothing is computed
+  # again. What differs is rounding to the sizes of tiles.
+  assert train.flops * 4 / train.model_flops == pytest.approx(1, abs=0.1)
+  assert {axis for t in train.traffic for axis in t.axes} >= {'data', 'mdl'}

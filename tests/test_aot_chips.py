@@ -1,0 +1,136 @@
+"""Chips and TPU topologies."""
+
+import math
+import types
+
+import pytest
+
+from jaxline.aot import chips
+
+
+@pytest.mark.parametrize(
+  ('name', 'num_chips', 'num_hosts', 'links'),
+  [
+    ('v4:1x1x1', 1, 1, 0),
+    ('v4:2x2x1', 4, 1, 2),  # One neighbour in each of two dimensions.
+    ('v4:2x4x4', 32, 8, 5),
+    ('v4:4x4x4', 64, 16, 6),
+    ('v4:4x8x8', 256, 64, 6),
+    ('v4:12x16x16', 3072, 768, 6),
+    ('v5p:16x16x24', 6144, 1536, 6),
+    ('v5e:2x2', 4, 1, 2),
+    ('v5e:2x4', 8, 2, 3),
+    ('v5e:16x16', 256, 64, 4),
+    ('v6e:4x8', 32, 8, 4),
+  ],
+)
+def test_a_topology_has_its_chips(name, num_chips, num_hosts, links):
+  topology = chips.parse_topology(name)
+  assert str(topology) == name
+  assert topology.num_chips == num_chips
+  assert topology.num_hosts == num_hosts
+  assert topology.num_hosts * topology.chips_per_host == num_chips
+  assert topology.ici_bandwidth == links * topology.chip.ici_link_bandwidth
+
+
+@pytest.mark.parametrize(
+  'name', ['', 'v4', 'v3:2x2x1', '4x4x4', 'v4:4x', 'V4:1']
+)
+def test_a_wrong_name_lists_the_chips(name):
+  with pytest.raises(chips.TargetError, match="'v4', 'v5e', 'v5p', 'v6e'"):
+    chips.parse_topology(name)
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    'v4:4x4',
+    'v5e:2x2x1',
+    'v4:3x4x4',
+    'v4:0x2x2',
+    'v5e:32x16',
+    'v4:16x16x16',
+    'v5e:1x2',
+    'v5p:2x2x26',
+  ],
+)
+def test_a_wrong_shape_lists_shapes(name):
+  with pytest.raises(chips.TargetError, match='such as 2x2') as e:
+    chips.parse_topology(name)
+  assert name in str(e.value)
+  example = str(e.value).rpartition('such as ')[2].split(',')[0]
+  assert chips.parse_topology(f'{name.split(":")[0]}:{example}')
+
+
+def test_the_published_numbers():
+  # FLOP/s, bytes/s: what the makers' pages say, read once more.
+  v4, v5e, v5p, v6e = (
+    chips.parse_topology(f'{name}:2x2{rest}').chip
+    for name, rest in (('v4', 'x1'), ('v5e', ''), ('v5p', 'x1'), ('v6e', ''))
+  )
+  assert [c.peak_flops for c in (v4, v5e, v5p, v6e)] == [
+    275e12,
+    197e12,
+    459e12,
+    918e12,
+  ]
+  # Both ways, as on their pages, in GB/s.
+  assert [2 * c.ici_bandwidth / 1e9 for c in (v4, v5e, v5p, v6e)] == [
+    600,
+    400,
+    1200,
+    800,
+  ]
+  # What is left of 32, 16, 95 (96) and 32 GiB.
+  for chip, gib in ((v4, 32), (v5e, 16), (v5p, 96), (v6e, 32)):
+    assert 0.95 * gib < chip.hbm_bytes / 2**30 < gib
+  h100 = chips.chip_of(
+    types.SimpleNamespace(device_kind='NVIDIA H100 80GB HBM3')
+  )
+  assert h100 is not None
+  assert 2 * h100.ici_bandwidth == 900e9
+
+
+def test_device_kinds_tell_chips_apart():
+  kinds = {
+    'TPU v4': 'v4',
+    'TPU v5 lite': 'v5e',
+    'TPU v5': 'v5p',
+    'TPU v5p': 'v5p',
+    'TPU v6 lite': 'v6e',
+    'NVIDIA A100-SXM4-40GB': 'A100-40GB',
+    'NVIDIA A100-SXM4-80GB': 'A100-80GB',
+    'NVIDIA H200': 'H200',
+    'NVIDIA B200': 'B200',
+  }
+  for kind, name in kinds.items():
+    chip = chips.chip_of(types.SimpleNamespace(device_kind=kind))
+    assert chip is not None
+    assert chip.name == name
+  assert chips.chip_of(types.SimpleNamespace(device_kind='cpu')) is None
+
+
+def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
+  monkeypatch.setattr(chips.importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(chips.MissingCompilerError, match=r'jaxline\[tpu-aot\]'):
+    chips.topology_devices(chips.parse_topology('v4:2x2x1'))
+
+
+@pytest.mark.parametrize(
+  ('name', 'num_slices'),
+  [
+    ('v4:2x2x1', 1),
+    ('v4:2x2x2', 2),
+    ('v5e:4x4', 1),
+    ('v5p:2x2x1', 4),
+    ('v6e:2x4', 1),
+  ],
+)
+def test_libtpu_makes_a_device_for_each_chip(name, num_slices):
+  pytest.importorskip('libtpu')
+  topology = chips.parse_topology(name)
+  devices = chips.topology_devices(topology, num_slices)
+  assert len(devices) == math.prod((topology.num_chips, num_slices))
+  assert chips.chip_of(devices[0]) == topology.chip
+  hosts = {(getattr(d, 'slice_index', 0), d.process_index) for d in devices}
+  assert len(hosts) == topology.num_hosts * num_slices

@@ -1,0 +1,926 @@
+"""Tests of jaxline.aot.hlo.
+
+Programs compiled here for eight devices, and excerpts of what the compilers for
+TPU and GPU have written, shortened by hand. This file is also the program that
+compiles: arguments are 'cpu' or a TPU topology, and the file to write.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxline.aot import counting
+from jaxline.aot import hlo
+
+P = jax.sharding.PartitionSpec
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+AXES = {'data': 4, 'mdl': 2}
+NO_SLICES = [0] * 8
+L, B, D, F = 3, 1024, 64, 128
+ONE_PRODUCT = 2 * B * D * F
+
+
+# What is compiled.
+
+
+def make_mesh(devices, **sizes):
+  return jax.sharding.Mesh(
+    np.array(devices).reshape(tuple(sizes.values())),
+    tuple(sizes),
+    axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
+  )
+
+
+def mlp(mesh, scan):
+  """A step whose weights are split over `data`, with its arguments."""
+  on = lambda *spec: jax.sharding.NamedSharding(mesh, P(*spec))
+  shape = lambda dims, *spec: jax.ShapeDtypeStruct(
+    dims, jnp.float32, sharding=on(*spec)
+  )
+  weights = shape((L, D, F), None, 'data'), shape((L, F, D), None, None, 'data')
+
+  def layer(x_BD, wv):
+    w_DF, v_FD = wv
+    x_BD = jax.lax.with_sharding_constraint(x_BD, on('data'))
+    h_BF = jnp.tanh(x_BD @ w_DF)
+    h_BF = jax.lax.with_sharding_constraint(h_BF, on('data'))
+    return jnp.tanh(h_BF @ v_FD)
+
+  def loss(weights, x_BD):
+    if scan:
+      f = lambda x, wv: (layer(x, wv), None)
+      return jax.lax.scan(f, x_BD, weights)[0].sum()
+    for i in range(L):
+      x_BD = layer(x_BD, (weights[0][i], weights[1][i]))
+    return x_BD.sum()
+
+  step = jax.jit(
+    jax.value_and_grad(loss),
+    out_shardings=(on(), jax.tree.map(lambda w: w.sharding, weights)),
+  )
+  return step, (weights, shape((B, D), 'data'))
+
+
+def talk(mesh):
+  """One of each collective, of float32[256, 512] = 2**19 bytes a device."""
+
+  def program(x):
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+    return (
+      jax.lax.psum(x, 'data'),
+      jax.lax.all_gather(x, 'mdl', tiled=True),
+      jax.lax.psum_scatter(x, 'data', tiled=True),
+      jax.lax.all_to_all(x, 'mdl', 0, 1, tiled=True),
+      jax.lax.ppermute(x, 'data', ring),
+      jax.lax.psum(jnp.sin(x), ('data', 'mdl')),
+      jax.lax.ppermute(x, 'data', [(i, i) for i in range(4)]),
+    )
+
+  everywhere = P(('data', 'mdl'))
+  x = jax.ShapeDtypeStruct(
+    (mesh.size * 256, 512),
+    jnp.float32,
+    sharding=jax.sharding.NamedSharding(mesh, everywhere),
+  )
+  program = jax.shard_map(
+    program,
+    mesh=mesh,
+    in_specs=everywhere,
+    out_specs=everywhere,
+    check_vma=False,
+  )
+  return jax.jit(program), (x,)
+
+
+def loops(mesh):
+  """A loop of unknown length, a branch, and a loop of 7 rounds."""
+
+  def program(x, w):
+    x = jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ w, x)
+    x = jax.lax.cond(x.sum() > 0, lambda x: x @ w @ w, lambda x: x, x)
+    return jax.lax.fori_loop(3, 10, lambda i, x: x @ w, x)
+
+  split = jax.sharding.NamedSharding(mesh, P(('data', 'mdl')))
+  x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=split)
+  w = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+  return jax.jit(program), (x, w)
+
+
+def talk_between_slices(mesh):
+  """Sums of 2**19 bytes a device: between two slices, and within them."""
+
+  def program(x):
+    return jax.lax.psum(x, 'replica'), jax.lax.psum(x, 'data')
+
+  everywhere = P(('data', 'replica'))
+  x = jax.ShapeDtypeStruct(
+    (mesh.size * 256, 512),
+    jnp.float32,
+    sharding=jax.sharding.NamedSharding(mesh, everywhere),
+  )
+  program = jax.shard_map(
+    program,
+    mesh=mesh,
+    in_specs=everywhere,
+    out_specs=everywhere,
+    check_vma=False,
+  )
+  return jax.jit(program), (x,)
+
+
+def compile_all(where):
+  devices = jax.devices() if where == 'cpu' else tpu_devices(where)
+  one_axis = make_mesh(devices, data=8)
+  two_axes = make_mesh(devices, **AXES)
+  programs = {
+    'scanned': mlp(one_axis, scan=True),
+    'unrolled': mlp(one_axis, scan=False),
+    'talk': talk(two_axes),
+    'loops': loops(two_axes),
+  }
+  if where != 'cpu':
+    # The axis between the slices is the inner one.
+    near = np.array(tpu_devices('v4:2x2x1', num_slices=2)).reshape(2, 4).T
+    mesh = make_mesh(near.ravel().tolist(), data=4, replica=2)
+    programs['slices'] = talk_between_slices(mesh)
+  return {
+    name: {
+      'text': step.lower(*args).compile().as_text(),
+      'flops': 0 if name == 'loops' else counting.flops(step, *args),
+    }
+    for name, (step, args) in programs.items()
+  }
+
+
+def tpu_devices(topology, **kwargs):
+  from jax.experimental import topologies
+
+  return topologies.get_topology_desc(
+    topology, 'tpu', chip_config_name='megacore', **kwargs
+  ).devices
+
+
+def texts(where, folder):
+  path = folder / 'texts.json'
+  environment = {
+    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+    'JAX_PLATFORMS': 'cpu',
+    'PYTHONPATH': str(ROOT),
+    'TPU_SKIP_MDS_QUERY': '1',
+    'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
+  }
+  subprocess.run(
+    [sys.executable, __file__, where, str(path)],
+    env=os.environ | environment,
+    check=True,
+    timeout=150,
+  )
+  return json.loads(path.read_text())
+
+
+@pytest.fixture(scope='module')
+def compiled(tmp_path_factory):
+  return texts('cpu', tmp_path_factory.mktemp('cpu'))
+
+
+@pytest.fixture(scope='module')
+def compiled_for_tpu(tmp_path_factory):
+  pytest.importorskip('libtpu')
+  return texts('v4:2x2x2', tmp_path_factory.mktemp('tpu'))
+
+
+def summary(found):
+  """Kind, bytes, wire bytes, count and axes of each collective, sorted."""
+  return sorted(
+    (c.kind, c.bytes, c.wire_bytes, c.count, c.axes, c.group_size)
+    for c in found
+  )
+
+
+TALK = [
+  ('all-gather', 2**20, 2**19, 1, ('mdl',), 2),
+  ('all-reduce', 2**19, 2**19 * 1.5, 1, ('data',), 4),
+  ('all-reduce', 2**19, 2**19 * 1.75, 1, ('data', 'mdl'), 8),
+  ('all-to-all', 2**19, 2**18, 1, ('mdl',), 2),
+  ('collective-permute', 2**19, 2**19, 1, ('data',), 4),
+  ('reduce-scatter', 2**19, 2**19 * 0.75, 1, ('data',), 4),
+]
+
+
+# Compiled here, for CPU.
+
+
+@pytest.mark.parametrize(
+  ('name', 'products'),
+  # What is before the first layer needs no gradient, but a scan computes it.
+  [('scanned', 6 * L), ('unrolled', 6 * L - 1)],
+)
+def test_flops_are_those_of_the_traced_program(compiled, name, products):
+  program = compiled[name]
+  assert program['flops'] == products * ONE_PRODUCT
+  assert 8 * hlo.flops(program['text']) == program['flops']
+  assert hlo.unknown_loops(program['text']) == []
+  assert hlo.uncounted_kernels(program['text']) == []
+
+
+def test_fsdp_gathers_each_weight_where_it_is_used(compiled):
+  found = hlo.collectives(compiled['scanned']['text'], {'data': 8}, NO_SLICES)
+  weight = D * F * 4
+  gathers = [c for c in found if c.kind == 'all-gather']
+  # Two weights, forward and backward, in each round of the scans.
+  assert summary(gathers) == 4 * [
+    ('all-gather', weight, weight * 7 / 8, L, ('data',), 8)
+  ]
+  assert [c.op_name.count('transpose') for c in gathers] == [0, 0, 1, 1]
+  reduced = [c for c in found if c.kind in ('all-reduce', 'reduce-scatter')]
+  assert sum(c.bytes * c.count for c in reduced) == 2 * L * weight + 4
+  assert not any(c.crosses_slices for c in found)
+
+
+def test_unrolled_layers_gather_once_a_layer(compiled):
+  found = hlo.collectives(compiled['unrolled']['text'], {'data': 8}, NO_SLICES)
+  gathers = [c for c in found if c.kind == 'all-gather']
+  # The compiler keeps what is gathered forward for the backward pass.
+  assert [c.count for c in gathers] == 2 * L * [1]
+
+
+def test_each_kind_of_collective(compiled):
+  found = hlo.collectives(compiled['talk']['text'], AXES, NO_SLICES)
+  assert summary(found) == TALK
+
+
+def test_collectives_across_slices(compiled):
+  text = compiled['talk']['text']
+  slices = [0, 0, 0, 0, 1, 1, 1, 1]  # Half of `data` is far away.
+  crossing = [
+    c for c in hlo.collectives(text, AXES, slices) if c.crosses_slices
+  ]
+  assert {c.axes for c in crossing} == {('data',), ('data', 'mdl')}
+  slices = [0, 1] * 4
+  crossing = [
+    c for c in hlo.collectives(text, AXES, slices) if c.crosses_slices
+  ]
+  assert {c.axes for c in crossing} == {('mdl',), ('data', 'mdl')}
+
+
+def test_loops_and_branches(compiled):
+  text = compiled['loops']['text']
+  (unknown,) = hlo.unknown_loops(text)
+  assert '(jit(program)/while)' in unknown
+  # One round of the unknown loop, two products in the branch, seven rounds.
+  assert 8 * hlo.flops(text) == (1 + 2 + 7) * 2 * 64 * 32 * 32
+
+
+def test_bytes_of_what_has_no_loops_are_what_xla_counts():
+  def program(x, w):
+    return jnp.tanh(x @ w).sum(axis=0) + x[3, :16]
+
+  args = (
+    jax.ShapeDtypeStruct((64, 32), jnp.float32),
+    jax.ShapeDtypeStruct((32, 16), jnp.float32),
+  )
+  compiled = jax.jit(program).lower(*args).compile()
+  found = hlo.bytes_accessed(compiled.as_text())
+  assert found == compiled.cost_analysis()['bytes accessed']
+  assert found > 4 * (64 * 32 + 32 * 16)
+
+
+# Compiled here, for TPUs.
+
+
+@pytest.mark.parametrize('name', ['scanned', 'unrolled'])
+def test_tpu_does_the_same_products(compiled_for_tpu, name):
+  program = compiled_for_tpu[name]
+  assert 8 * hlo.flops(program['text']) == program['flops']
+  assert hlo.unknown_loops(program['text']) == []
+
+
+def test_tpu_collectives(compiled_for_tpu):
+  found = hlo.collectives(compiled_for_tpu['talk']['text'], AXES, NO_SLICES)
+  assert summary(found) == TALK
+
+
+def test_tpu_slices(compiled_for_tpu):
+  found = hlo.collectives(
+    compiled_for_tpu['slices']['text'],
+    {'data': 4, 'replica': 2},
+    [0, 1, 0, 1, 0, 1, 0, 1],
+  )
+  assert summary(found) == [
+    ('all-reduce', 2**19, 2**19, 1, ('replica',), 2),
+    ('all-reduce', 2**19, 2**19 * 1.5, 1, ('data',), 4),
+  ]
+  assert [c.crosses_slices for c in found] == [
+    c.axes == ('replica',) for c in found
+  ]
+
+
+def test_tpu_loops(compiled_for_tpu):
+  text = compiled_for_tpu['loops']['text']
+  assert len(hlo.unknown_loops(text)) == 1
+  assert 8 * hlo.flops(text) == (1 + 2 + 7) * 2 * 64 * 32 * 32
+
+
+# Excerpts: TPU.
+
+# Overlapped with a matrix product: v5e:4x4, weights split over all.
+ASYNC_FUSIONS = """\
+HloModule jit_step, is_scheduled=true, num_partitions=16
+
+%fused_computation.69 (param_0.198: bf16[4096,64]) -> (bf16[4096,64], bf16[4096,1024], s32[2], u32[]) {
+  %param_0.198 = bf16[4096,64]{0,1:T(8,128)(2,1)S(1)} parameter(0)
+  %all-gather.35 = bf16[4096,1024]{0,1:T(8,128)(2,1)} all-gather(%param_0.198), channel_id=6, replica_groups=mesh['axis_0'=16] {'axis_0'}, dimensions={1}, use_global_device_ids=true, frontend_attributes={chain_id="0"}, metadata={op_name="jit(step)/dot_general" stack_frame_id=16}
+  ROOT %custom-call.2 = (bf16[4096,64]{0,1:T(8,128)(2,1)S(1)}, bf16[4096,1024]{0,1:T(8,128)(2,1)}, s32[2]{0:S(4)}, u32[]{:S(2)}) custom-call(%all-gather.35), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.111 (param_0.202: bf16[4096,64], param_1.191: bf16[4096,1024], param_2.147: s32[2], param_3.102: u32[], param_9.2: bf16[1024,4096], param_10.3: bf16[2,128,1024]) -> (bf16[2,128,4096], bf16[4096,64], bf16[4096,1024], bf16[4096,1024], s32[2], /*index=5*/u32[]) {
+  %param_10.3 = bf16[2,128,1024]{1,2,0:T(8,128)(2,1)S(1)} parameter(5)
+  %param_9.2 = bf16[1024,4096]{1,0:T(8,128)(2,1)} parameter(4)
+  %bitcast.7 = bf16[1024,4096,1]{1,0,2:T(8,128)(2,1)} bitcast(%param_9.2)
+  %convolution.41 = bf16[2,128,4096]{2,1,0:T(8,128)(2,1)S(1)} convolution(%param_10.3, %bitcast.7), window={size=1}, dim_labels=0bf_io0->0bf, metadata={op_name="jit(step)/dot_general" stack_frame_id=18}
+  %param_0.202 = bf16[4096,64]{0,1:T(8,128)(2,1)S(1)} parameter(0)
+  %param_1.191 = bf16[4096,1024]{0,1:T(8,128)(2,1)} parameter(1)
+  %all-gather.37 = bf16[4096,1024]{0,1:T(8,128)(2,1)} all-gather(%param_0.202), channel_id=6, replica_groups=mesh['axis_0'=16] {'axis_0'}, dimensions={1}, use_global_device_ids=true, frontend_attributes={chain_id="0"}
+  %param_2.147 = s32[2]{0:S(4)} parameter(2)
+  %param_3.102 = u32[]{:S(2)} parameter(3)
+  ROOT %tuple.62 = (bf16[2,128,4096]{2,1,0:T(8,128)(2,1)S(1)}, bf16[4096,64]{0,1:T(8,128)(2,1)S(1)}, bf16[4096,1024]{0,1:T(8,128)(2,1)}, bf16[4096,1024]{0,1:T(8,128)(2,1)}, s32[2]{0:S(4)}, /*index=5*/u32[]{:S(2)}) tuple(%convolution.41, %param_0.202, %param_1.191, %all-gather.37, %param_2.147, /*index=5*/%param_3.102)
+}
+
+%fused_computation.72 (param_0.209: bf16[4096,64], param_1.195: bf16[4096,1024], param_2.152: s32[2], param_3.107: u32[]) -> bf16[4096,1024] {
+  %param_0.209 = bf16[4096,64]{0,1:T(8,128)(2,1)S(1)} parameter(0)
+  %param_1.195 = bf16[4096,1024]{0,1:T(8,128)(2,1)} parameter(1)
+  %all-gather.41 = bf16[4096,1024]{0,1:T(8,128)(2,1)} all-gather(%param_0.209), channel_id=6, replica_groups=mesh['axis_0'=16] {'axis_0'}, dimensions={1}, use_global_device_ids=true, frontend_attributes={chain_id="0"}
+  %param_2.152 = s32[2]{0:S(4)} parameter(2)
+  %param_3.107 = u32[]{:S(2)} parameter(3)
+  ROOT %custom-call.4 = bf16[4096,1024]{0,1:T(8,128)(2,1)} custom-call(%param_0.209, %param_1.195, %all-gather.41, %param_2.152, %param_3.107), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main.6_spmd (param.4: bf16[4096,64], param.6: bf16[1024,4096], param.5: bf16[2,128,1024]) -> (bf16[2,128,4096], bf16[4096,1024]) {
+  %param.4 = bf16[4096,64]{0,1:T(8,128)(2,1)S(1)} parameter(0)
+  %param.6 = bf16[1024,4096]{1,0:T(8,128)(2,1)} parameter(1)
+  %param.5 = bf16[2,128,1024]{1,2,0:T(8,128)(2,1)S(1)} parameter(2)
+  %async-collective-start = (bf16[4096,64]{0,1:T(8,128)(2,1)S(1)}, bf16[4096,1024]{0,1:T(8,128)(2,1)}, s32[2]{0:S(4)}, u32[]{:S(2)}) fusion(%param.4), kind=kCustom, output_to_operand_aliasing={{0}: (0, {})}, calls=%fused_computation.69
+  %get-tuple-element.1 = bf16[4096,64]{0,1:T(8,128)(2,1)S(1)} get-tuple-element(%async-collective-start), index=0
+  %get-tuple-element.2 = bf16[4096,1024]{0,1:T(8,128)(2,1)} get-tuple-element(%async-collective-start), index=1
+  %get-tuple-element.3 = s32[2]{0:S(4)} get-tuple-element(%async-collective-start), index=2
+  %get-tuple-element.4 = u32[]{:S(2)} get-tuple-element(%async-collective-start), index=3
+  %fusion.111 = (bf16[2,128,4096]{2,1,0:T(8,128)(2,1)S(1)}, bf16[4096,64]{0,1:T(8,128)(2,1)S(1)}, bf16[4096,1024]{0,1:T(8,128)(2,1)}, bf16[4096,1024]{0,1:T(8,128)(2,1)}, s32[2]{0:S(4)}, /*index=5*/u32[]{:S(2)}) fusion(%get-tuple-element.1, %get-tuple-element.2, %get-tuple-element.3, %get-tuple-element.4, %param.6, /*index=5*/%param.5), kind=kOutput, calls=%async_collective_fusion.111
+  %get-tuple-element.5 = bf16[4096,64]{0,1:T(8,128)(2,1)S(1)} get-tuple-element(%fusion.111), index=1
+  %get-tuple-element.6 = bf16[4096,1024]{0,1:T(8,128)(2,1)} get-tuple-element(%fusion.111), index=2
+  %get-tuple-element.7 = s32[2]{0:S(4)} get-tuple-element(%fusion.111), index=4
+  %get-tuple-element.8 = u32[]{:S(2)} get-tuple-element(%fusion.111), index=5
+  %get-tuple-element.9 = bf16[2,128,4096]{2,1,0:T(8,128)(2,1)S(1)} get-tuple-element(%fusion.111), index=0
+  %async-collective-done = bf16[4096,1024]{0,1:T(8,128)(2,1)} fusion(%get-tuple-element.5, %get-tuple-element.6, %get-tuple-element.7, %get-tuple-element.8), kind=kCustom, output_to_operand_aliasing={{}: (1, {})}, calls=%fused_computation.72
+  ROOT %tuple.1 = (bf16[2,128,4096]{2,1,0:T(8,128)(2,1)S(1)}, bf16[4096,1024]{0,1:T(8,128)(2,1)}) tuple(%get-tuple-element.9, %async-collective-done)
+}
+"""  # noqa: E501
+
+
+def test_a_chain_of_fusions_is_one_collective():
+  found = hlo.collectives(ASYNC_FUSIONS, {'data': 16}, [0] * 16)
+  size = 4096 * 1024 * 2
+  assert summary(found) == [
+    ('all-gather', size, size * 15 / 16, 1, ('data',), 16)
+  ]
+  assert found[0].op_name == 'jit(step)/dot_general'
+  assert hlo.flops(ASYNC_FUSIONS) == 2 * (2 * 128) * 1024 * 4096
+  # Written is what is gathered; read, the weight of the product. All else is in
+  # VMEM, S(1), or is passed on.
+  assert hlo.bytes_accessed(ASYNC_FUSIONS) == size + 1024 * 4096 * 2
+
+
+# The gradients of two slices of v4:2x2x1, in the last rounds of a loop that was
+# peeled: it starts with 1. The shard is padded to a multiple of the tiles.
+TWO_SLICES = """\
+HloModule jit_step, is_scheduled=true, num_partitions=4
+
+%add.clone (x.3: bf16[], y.1: bf16[]) -> bf16[] {
+  %x.3 = bf16[]{:T(256)} parameter(0)
+  %y.1 = bf16[]{:T(256)} parameter(1)
+  ROOT %add.2 = bf16[]{:T(256)} add(%x.3, %y.1)
+}
+
+%all-reduce-scatter.2 (input.2: bf16[1024,4096]) -> bf16[288,4096] {
+  %input.2 = bf16[1024,4096]{1,0:T(8,128)(2,1)S(3)} parameter(0)
+  %constant.195 = bf16[] constant(0)
+  %pad.1 = bf16[1152,4096]{1,0:T(8,128)(2,1)} pad(%input.2, %constant.195), padding=0_128x0_0
+  %all-reduce.22 = bf16[1152,4096]{1,0:T(8,128)(2,1)} all-reduce(%pad.1), channel_id=9, replica_groups={{0,1,2,3}}, use_global_device_ids=true, to_apply=%add.clone, frontend_attributes={from-cross-replica-sharding="true"}
+  %partition-id.14 = u32[] partition-id()
+  %constant.196 = u32[] constant(288)
+  %multiply.12 = u32[]{:T(128)} multiply(%partition-id.14, %constant.196)
+  %constant.197 = u32[] constant(0)
+  ROOT %dynamic-slice.30 = bf16[288,4096]{1,0:T(8,128)(2,1)S(3)} dynamic-slice(%all-reduce.22, %multiply.12, %constant.197), dynamic_slice_sizes={288,4096}
+}
+
+%body (wide.param: (s32[], bf16[1024,4096], bf16[288,8,512], s32[])) -> (s32[], bf16[1024,4096], bf16[288,8,512], s32[]) {
+  %wide.param = (s32[]{:T(128)}, bf16[1024,4096]{1,0:T(8,128)(2,1)S(3)}, bf16[288,8,512]{2,1,0:T(8,128)(2,1)}, s32[]{:T(128)}) parameter(0)
+  %get-tuple-element.10 = s32[]{:T(128)} get-tuple-element(%wide.param), index=0
+  %constant.111 = s32[]{:T(128)} constant(1)
+  %add.9 = s32[]{:T(128)} add(%get-tuple-element.10, %constant.111)
+  %get-tuple-element.11 = bf16[1024,4096]{1,0:T(8,128)(2,1)S(3)} get-tuple-element(%wide.param), index=1
+  %get-tuple-element.12 = s32[]{:T(128)} get-tuple-element(%wide.param), index=3
+  %fusion.90 = bf16[288,4096]{1,0:T(8,128)(2,1)S(3)} fusion(%get-tuple-element.11), kind=kCustom, calls=%all-reduce-scatter.2, metadata={op_name="jit(step)/transpose" stack_frame_id=17}
+  %bitcast.138 = bf16[288,8,512]{2,1,0:T(8,128)(2,1)} bitcast(%fusion.90)
+  %after-all.7 = token[] after-all(), frontend_attributes={MegascaleRendezvousKeyName="all-reduce.11_0"}
+  %send.7 = (bf16[288,8,512]{2,1,0:T(8,128)(2,1)}, u32[], token[]) send(%bitcast.138, %after-all.7), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.11_0",_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE",is_spmd_generated="true"}
+  %recv.7 = (bf16[288,8,512]{2,1,0:T(8,128)(2,1)}, u32[], token[]) recv(%after-all.7), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.11_0",_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE",is_spmd_generated="true"}
+  %send-done.7 = token[] send-done(%send.7), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+  %recv-done.7 = (bf16[288,8,512]{2,1,0:T(8,128)(2,1)}, token[]) recv-done(%recv.7), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+  %get-tuple-element.13 = bf16[288,8,512]{2,1,0:T(8,128)(2,1)} get-tuple-element(%recv-done.7), index=0
+  ROOT %tuple.9 = (s32[]{:T(128)}, bf16[1024,4096]{1,0:T(8,128)(2,1)S(3)}, bf16[288,8,512]{2,1,0:T(8,128)(2,1)}, s32[]{:T(128)}) tuple(%add.9, %get-tuple-element.11, %get-tuple-element.13, %get-tuple-element.12)
+}
+
+%condition (wide.param.1: (s32[], bf16[1024,4096], bf16[288,8,512], s32[])) -> pred[] {
+  %wide.param.1 = (s32[]{:T(128)}, bf16[1024,4096]{1,0:T(8,128)(2,1)S(3)}, bf16[288,8,512]{2,1,0:T(8,128)(2,1)}, s32[]{:T(128)}) parameter(0)
+  %get-tuple-element.1 = s32[]{:T(128)} get-tuple-element(%wide.param.1), index=0
+  %constant.119 = s32[]{:T(128)} constant(4)
+  ROOT %lt.12 = pred[]{:T(512)} compare(%get-tuple-element.1, %constant.119), direction=LT
+}
+
+ENTRY %main.6_spmd (param.4: bf16[1024,4096], param.5: bf16[288,8,512]) -> bf16[288,8,512] {
+  %param.4 = bf16[1024,4096]{1,0:T(8,128)(2,1)} parameter(0)
+  %copy-start = (bf16[1024,4096]{1,0:T(8,128)(2,1)S(3)}, bf16[1024,4096]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%param.4)
+  %copy-done = bf16[1024,4096]{1,0:T(8,128)(2,1)S(3)} copy-done(%copy-start)
+  %param.5 = bf16[288,8,512]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %constant.1 = s32[]{:T(128)} constant(1)
+  %copy.1 = s32[]{:T(128)} copy(%constant.1)
+  %constant.2 = s32[]{:T(128)} constant(4)
+  %tuple.1 = (s32[]{:T(128)}, bf16[1024,4096]{1,0:T(8,128)(2,1)S(3)}, bf16[288,8,512]{2,1,0:T(8,128)(2,1)}, s32[]{:T(128)}) tuple(%copy.1, %copy-done, %param.5, %constant.2)
+  %while.30 = (s32[]{:T(128)}, bf16[1024,4096]{1,0:T(8,128)(2,1)S(3)}, bf16[288,8,512]{2,1,0:T(8,128)(2,1)}, s32[]{:T(128)}) while(%tuple.1), condition=%condition, body=%body, metadata={op_name="jit(step)/while"}
+  ROOT %get-tuple-element.2 = bf16[288,8,512]{2,1,0:T(8,128)(2,1)} get-tuple-element(%while.30), index=2
+}
+"""  # noqa: E501
+TWO_SLICES_MESH = {'replica': 2, 'data': 4}
+
+
+def test_slices_that_run_a_program_each():
+  found = hlo.collectives(TWO_SLICES, TWO_SLICES_MESH, [0, 0, 0, 0, 1, 1, 1, 1])
+  padded, shard = 1152 * 4096 * 2, 288 * 4096 * 2
+  assert summary(found) == [
+    ('all-reduce', shard, shard, 3, ('replica',), 2),
+    ('reduce-scatter', padded, padded * 3 / 4, 3, ('data',), 4),
+  ]
+  between, within = sorted(found, key=lambda c: c.kind)
+  assert between.crosses_slices
+  assert not within.crosses_slices
+  # XLA lost the name of the all-reduce; its fusion has it.
+  assert within.op_name == 'jit(step)/transpose'
+
+
+def test_devices_of_a_slice_are_numbered_within_it():
+  """The axis between the slices need not be the first one."""
+  found = hlo.collectives(
+    TWO_SLICES, {'data': 4, 'replica': 2}, [0, 1, 0, 1, 0, 1, 0, 1]
+  )
+  assert {(c.kind, c.axes) for c in found} == {
+    ('all-reduce', ('replica',)),
+    ('reduce-scatter', ('data',)),
+  }
+
+
+def test_bytes_of_a_transfer_between_slices():
+  copied, shard = 1024 * 4096 * 2, 288 * 4096 * 2
+  counter = 4
+  # What is sent is read, what is received is written, three times; the copy
+  # into CMEM is read once. Scalars: a copy once, an addition three times, of a
+  # counter and a constant; a comparison four times.
+  scalars = 2 * counter + 3 * 3 * counter + 4 * (2 * counter + 1)
+  assert hlo.bytes_accessed(TWO_SLICES) == copied + 3 * 2 * shard + scalars
+
+
+@pytest.mark.parametrize(
+  ('target', 'kind', 'axes', 'group_size'),
+  [
+    ('"{1,2,3,4}x{0:1}"', 'ALL_REDUCE', ('replica', 'data'), 4),
+    (
+      '{{100000,300000},{100001,300001},{200000,400000},{200001,400001}}',
+      'ALL_REDUCE',
+      ('replica',),
+      2,
+    ),
+    (
+      '{{100000,200000},{100001,200001},{300000,400000},{300001,400001}}',
+      'ALL_GATHER',
+      ('data',),
+      2,
+    ),
+    (
+      '{{100000->200000},{200000->100000},{300000->400000},{400000->300000}}',
+      'ONE_TO_ONE',
+      ('data',),
+      2,
+    ),
+  ],
+)
+def test_targets_between_four_slices(target, kind, axes, group_size):
+  """As the compiler wrote them for two axes between slices, and one within."""
+  text = f"""\
+HloModule jit_f, is_scheduled=true, num_partitions=2
+
+ENTRY %main (param: f32[64,128]) -> f32[64,128] {{
+  %param = f32[64,128]{{1,0:T(8,128)}} parameter(0)
+  %after-all = token[] after-all()
+  %send = (f32[64,128]{{1,0:T(8,128)}}, u32[], token[]) send(%param, %after-all), channel_id=2, is_host_transfer=true, frontend_attributes={{_xla_host_transfer_rendezvous="x_0",_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"}}
+  %recv = (f32[128,128]{{1,0:T(8,128)}}, u32[], token[]) recv(%after-all), channel_id=1, is_host_transfer=true, frontend_attributes={{_xla_host_transfer_rendezvous="x_0",_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"}}
+  %send-done = token[] send-done(%send), channel_id=2
+  %recv-done = (f32[128,128]{{1,0:T(8,128)}}, token[]) recv-done(%recv), channel_id=1
+  ROOT %get-tuple-element = f32[128,128]{{1,0:T(8,128)}} get-tuple-element(%recv-done), index=0
+}}
+"""  # noqa: E501
+  (found,) = hlo.collectives(
+    text, {'replica': 2, 'data': 2, 'mdl': 2}, [0, 0, 1, 1, 2, 2, 3, 3]
+  )
+  assert (found.axes, found.group_size) == (axes, group_size)
+  assert found.bytes == 128 * 128 * 4  # What is received is larger.
+  assert found.crosses_slices
+
+
+def test_batch_dimensions_of_a_convolution():
+  """Attention scores: a window that meets only its diagonal."""
+  text = """\
+HloModule jit_att
+
+ENTRY %main (k: bf16[2,512,8,128], q: bf16[2,8,512,128]) -> bf16[2,8,512,512] {
+  %k = bf16[2,512,8,128]{3,1,2,0:T(8,128)(2,1)} parameter(0)
+  %q = bf16[2,8,512,128]{3,2,1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %convolution = bf16[2,8,512,512]{3,2,1,0:T(8,128)(2,1)} convolution(%k, %q), window={size=2x8 stride=1x7 lhs_dilate=2x8}, dim_labels=0b1f_01oi->01bf
+}
+"""  # noqa: E501
+  assert hlo.flops(text) == 2 * (2 * 8 * 512 * 512) * 128
+
+
+def test_what_a_fusion_reads_and_writes():
+  """A layer's slice of the stack; its update in place; what passes through."""
+  text = """\
+HloModule jit_step
+
+%fused (param_0: f32[12,8,128], param_1: s32[], param_2: f32[8,128], param_3: f32[12,8,128]) -> (f32[8,128], f32[12,8,128], f32[12,8,128]) {
+  %param_0 = f32[12,8,128]{2,1,0:T(8,128)} parameter(0)
+  %param_1 = s32[]{:T(128)} parameter(1)
+  %constant = s32[]{:T(128)} constant(0)
+  %slice = f32[1,8,128]{2,1,0:T(8,128)} dynamic-slice(%param_0, %param_1, %constant, %constant), dynamic_slice_sizes={1,8,128}
+  %bitcast = f32[8,128]{1,0:T(8,128)} bitcast(%slice)
+  %param_2 = f32[8,128]{1,0:T(8,128)} parameter(2)
+  %add = f32[8,128]{1,0:T(8,128)} add(%bitcast, %param_2)
+  %row = f32[1,8,128]{2,1,0:T(8,128)} bitcast(%add)
+  %param_3 = f32[12,8,128]{2,1,0:T(8,128)} parameter(3)
+  %update = f32[12,8,128]{2,1,0:T(8,128)} dynamic-update-slice(%param_3, %row, %param_1, %constant, %constant)
+  ROOT %tuple = (f32[8,128]{1,0:T(8,128)S(1)}, f32[12,8,128]{2,1,0:T(8,128)}, f32[12,8,128]{2,1,0:T(8,128)}) tuple(%add, %update, %param_0)
+}
+
+ENTRY %main (a: f32[12,8,128], i: s32[], x: f32[8,128], b: f32[12,8,128]) -> (f32[8,128], f32[12,8,128], f32[12,8,128]) {
+  %a = f32[12,8,128]{2,1,0:T(8,128)} parameter(0)
+  %i = s32[]{:T(128)S(6)} parameter(1)
+  %x = f32[8,128]{1,0:T(8,128)S(1)} parameter(2)
+  %b = f32[12,8,128]{2,1,0:T(8,128)} parameter(3)
+  ROOT %fusion = (f32[8,128]{1,0:T(8,128)S(1)}, f32[12,8,128]{2,1,0:T(8,128)}, f32[12,8,128]{2,1,0:T(8,128)}) fusion(%a, %i, %x, %b), kind=kLoop, calls=%fused
+}
+"""  # noqa: E501
+  # The slice is read, the update written; x and the sum stay in VMEM.
+  assert hlo.bytes_accessed(text) == 2 * 8 * 128 * 4
+
+
+def test_slices_on_their_way_into_vmem():
+  text = """\
+HloModule jit_step
+
+ENTRY %main (x: bf16[4,8,128]) -> bf16[1,8,128] {
+  %x = bf16[4,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %slice-start = ((bf16[4,8,128]{2,1,0:T(8,128)(2,1)}), bf16[1,8,128]{2,1,0:T(8,128)(2,1)S(1)}, s32[]{:S(2)}) slice-start(%x), slice={[0:1], [0:8], [0:128]}
+  %slice-done = bf16[1,8,128]{2,1,0:T(8,128)(2,1)S(1)} slice-done(%slice-start)
+  ROOT %copy = bf16[1,8,128]{2,1,0:T(8,128)(2,1)} copy(%slice-done)
+}
+"""  # noqa: E501
+  assert hlo.bytes_accessed(text) == 2 * 8 * 128 * 2
+
+
+def test_kernels_tell_what_they_cost_or_are_listed():
+  text = """\
+HloModule jit_g
+
+ENTRY %main (q: bf16[2,4,1024,128]) -> bf16[2,4,1024,128] {
+  %q = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)} parameter(0)
+  %flash_attention.1 = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)S(1)} custom-call(%q, %q, %q), custom_call_target="tpu_custom_call", metadata={op_name="jit(g)/flash_attention/pallas_call"}, backend_config={"custom_call_config":{"body":"TUzv","cost_estimate":{"flops":"4320133120","transcendentals":"8388608","bytes_accessed":"16777216"},"needs_layout_passes":true}}
+  ROOT %flash_mha_bwd = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)} custom-call(%flash_attention.1), custom_call_target="tpu_custom_call", metadata={op_name="jit(g)/pallas_call"}, backend_config={"custom_call_config":{"body":"TUzv","needs_layout_passes":true}}
+}
+"""  # noqa: E501
+  assert hlo.flops(text) == 4320133120
+  assert hlo.uncounted_kernels(text) == ['flash_mha_bwd (jit(g)/pallas_call)']
+
+
+# Excerpts: GPU. Not compiled by the authors of these tests: the attributes are
+# as XLA's own tests and public dumps have them.
+
+GPU = """\
+HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%add (x: bf16[], y: bf16[]) -> bf16[] {
+  %x = bf16[] parameter(0)
+  %y = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%x, %y)
+}
+
+%async_computation (param_0: bf16[1024,64]) -> bf16[128,64] {
+  %param_0 = bf16[1024,64]{1,0} parameter(0)
+  ROOT %reduce-scatter.1 = bf16[128,64]{1,0} reduce-scatter(%param_0), channel_id=3, replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true, dimensions={0}, to_apply=%add
+}, execution_thread="parallel"
+
+%body (state: (s32[], bf16[128,64])) -> (s32[], bf16[128,64]) {
+  %state = (s32[], bf16[128,64]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %w = bf16[128,64]{1,0} get-tuple-element(%state), index=1
+  %all-gather-start = (bf16[128,64]{1,0}, bf16[1024,64]{1,0:S(1)}) all-gather-start(%w), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}, use_global_device_ids=true, metadata={op_name="jit(step)/while/body/all_gather"}, backend_config={"operation_queue_id":"0"}
+  %all-gather-done = bf16[1024,64]{1,0:S(1)} all-gather-done(%all-gather-start)
+  %all-reduce-start = bf16[1024,64]{1,0} all-reduce-start(%all-gather-done), channel_id=2, replica_groups=[4,2]<=[8], use_global_device_ids=true, to_apply=%add
+  %all-reduce-done = bf16[1024,64]{1,0} all-reduce-done(%all-reduce-start)
+  %reduce-scatter-start = ((bf16[1024,64]{1,0}), bf16[128,64]{1,0}) async-start(%all-reduce-done), calls=%async_computation, async_execution_thread="parallel"
+  %reduce-scatter-done = bf16[128,64]{1,0} async-done(%reduce-scatter-start)
+  %after-all = token[] after-all()
+  %send = (bf16[128,64]{1,0}, u32[], token[]) send(%reduce-scatter-done, %after-all), channel_id=5, frontend_attributes={_xla_send_recv_source_target_pairs={{0,2},{2,4},{4,6},{1,3},{3,5},{5,7}}}
+  %recv = (bf16[128,64]{1,0}, u32[], token[]) recv(%after-all), channel_id=5, frontend_attributes={_xla_send_recv_source_target_pairs={{0,2},{2,4},{4,6},{1,3},{3,5},{5,7}}}
+  %send-done = token[] send-done(%send), channel_id=5
+  %recv-done = (bf16[128,64]{1,0}, token[]) recv-done(%recv), channel_id=5
+  %got = bf16[128,64]{1,0} get-tuple-element(%recv-done), index=0
+  ROOT %next = (s32[], bf16[128,64]{1,0}) tuple(%i, %got)
+}
+
+%condition (state.1: (s32[], bf16[128,64])) -> pred[] {
+  %state.1 = (s32[], bf16[128,64]{1,0}) parameter(0)
+  ROOT %custom = pred[] custom-call(%state.1), custom_call_target="unknown"
+}
+
+ENTRY %main (p: bf16[128,64]) -> (s32[], bf16[128,64]) {
+  %p = bf16[128,64]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %init = (s32[], bf16[128,64]{1,0}) tuple(%zero, %p)
+  ROOT %while = (s32[], bf16[128,64]{1,0}) while(%init), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+}
+"""  # noqa: E501
+
+
+def test_gpu_pairs_count_once():
+  found = hlo.collectives(GPU, AXES, NO_SLICES)
+  whole, shard = 1024 * 64 * 2, 128 * 64 * 2
+  assert summary(found) == [
+    ('all-gather', whole, whole * 7 / 8, 5, ('data', 'mdl'), 8),
+    ('all-reduce', whole, whole, 5, ('mdl',), 2),
+    ('collective-permute', shard, shard, 5, ('data',), 4),
+    ('reduce-scatter', whole, whole * 7 / 8, 5, ('data', 'mdl'), 8),
+  ]
+  assert hlo.unknown_loops(GPU) == []
+
+
+def test_gpu_pairs_move_their_bytes_once():
+  whole, shard = 1024 * 64 * 2, 128 * 64 * 2
+  a_round = (shard + whole) + 2 * whole + (whole + shard) + 2 * shard
+  # The condition looks at the state, six times.
+  state = 4 + shard
+  assert hlo.bytes_accessed(GPU) == 5 * a_round + 6 * (state + 1)
+
+
+@pytest.mark.parametrize(
+  ('call', 'expected'),
+  [
+    (
+      '(f32[4,32,48]{2,1,0}, s8[4096]{0}) custom-call(%a, %b),'
+      ' custom_call_target="__cublas$lt$matmul", backend_config={'
+      '"gemm_backend_config":{"alpha_real":1,"dot_dimension_numbers":{'
+      '"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],'
+      '"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]}}}',
+      2 * 4 * 32 * 48 * 64,
+    ),
+    (
+      '(bf16[2,4,256,64]{3,1,2,0}, u8[16]{0}) custom-call(%q, %k, %k),'
+      ' custom_call_target="__cudnn$fmhaSoftmax", backend_config={'
+      '"cudnn_fmha_backend_config":{"fmha_scale":1.0,'
+      '"intermediate_tensor_shape": {"element_type": "BF16", "dimensions":'
+      ' ["2", "4", "256", "128"], "tuple_shapes": []}}}',
+      2 * (2 * (2 * 4 * 256 * 128) * 64),
+    ),
+    (
+      '(bf16[2,256,4,64]{3,1,2,0}, u8[16]{0}) custom-call(%q, %k, %k),'
+      ' custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={'
+      '"cudnn_fmha_backend_config":{"fmha_scale":1.0,'
+      '"intermediate_tensor_shape": {"element_type": "BF16", "dimensions":'
+      ' ["2", "4", "256", "128"], "tuple_shapes": []}}}',
+      5 * (2 * (2 * 4 * 256 * 128) * 64),
+    ),
+    (
+      '(f32[8,7,7,5]{3,2,1,0}, u8[0]{0}) custom-call(%image, %kernel),'
+      ' window={size=3x3}, dim_labels=b01f_01io->b01f,'
+      ' custom_call_target="__cudnn$convForward"',
+      2 * (8 * 7 * 7 * 5) * (3 * 3 * 2),
+    ),
+    (
+      '(f32[8,9,9,2]{3,2,1,0}, u8[0]{0}) custom-call(%output, %kernel),'
+      ' window={size=3x3}, dim_labels=b01f_01io->b01f,'
+      ' custom_call_target="__cudnn$convBackwardInput"',
+      2 * (8 * 7 * 7 * 5) * (3 * 3 * 2),
+    ),
+    (
+      '(f32[3,3,2,5]{3,2,1,0}, u8[0]{0}) custom-call(%image, %output),'
+      ' window={size=3x3}, dim_labels=b01f_01io->b01f,'
+      ' custom_call_target="__cudnn$convBackwardFilter"',
+      2 * (8 * 7 * 7 * 5) * (3 * 3 * 2),
+    ),
+    (
+      'f32[24,48]{1,0} ragged-dot(%rows, %b, %sizes),'
+      ' lhs_contracting_dims={1}, rhs_contracting_dims={1},'
+      ' lhs_ragged_dims={0}, rhs_group_dims={0}',
+      2 * 24 * 64 * 48,
+    ),
+    (
+      'f32[4,64,48]{2,1,0} ragged-dot(%rows, %columns, %sizes),'
+      ' lhs_contracting_dims={0}, rhs_contracting_dims={0},'
+      ' lhs_ragged_dims={0}',
+      2 * 24 * 64 * 48,
+    ),
+  ],
+)
+def test_kernels_of_libraries(call, expected):
+  text = f"""\
+HloModule jit_f
+
+ENTRY %main (a: f32[4,32,64]) -> f32[] {{
+  %a = f32[4,32,64]{{2,1,0}} parameter(0)
+  %b = f32[4,64,48]{{2,1,0}} parameter(1)
+  %q = bf16[2,256,4,64]{{3,2,1,0}} parameter(2)
+  %k = bf16[2,128,4,64]{{3,2,1,0}} parameter(3)
+  %image = f32[8,9,9,2]{{3,2,1,0}} parameter(4)
+  %kernel = f32[3,3,2,5]{{3,2,1,0}} parameter(5)
+  %output = f32[8,7,7,5]{{3,2,1,0}} parameter(6)
+  %rows = f32[24,64]{{1,0}} parameter(7)
+  %columns = f32[24,48]{{1,0}} parameter(8)
+  %sizes = s32[4]{{0}} parameter(9)
+  ROOT %call = {call}
+}}
+"""
+  assert hlo.flops(text) == expected
+  assert hlo.uncounted_kernels(text) == []
+
+
+# Groups.
+
+
+@pytest.mark.parametrize(
+  ('groups', 'axes', 'group_size'),
+  [
+    ('{{0,1},{2,3},{4,5},{6,7}}', ('mdl',), 2),
+    ('{{0,2,4,6},{1,3,5,7}}', ('data',), 4),
+    ('{}', ('data', 'mdl'), 8),
+    ('[4,2]<=[8]', ('mdl',), 2),
+    ('[2,4]<=[4,2]T(1,0)', ('data',), 4),
+    ('[1,8]<=[8]', ('data', 'mdl'), 8),
+    ("mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", ('data',), 4),
+    ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_2'}", ('mdl',), 2),
+    ("mesh['a'=4,'b'=2] {'a','b'}", ('data', 'mdl'), 8),
+    # Parts of an axis: its inner half (stride 1), and its outer half.
+    ("mesh['a'=2,'b'=4] {'b':(2)2}", ('mdl',), 2),
+    ("mesh['a'=2,'b'=4] {'b':(1)2}", ('data',), 2),
+    ("mesh['a'=8] {'a':(1)2,'a':(4)2}", ('data', 'mdl'), 4),
+    # Other orders of the devices.
+    ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", ('data',), 2),
+    ("mesh['a'=4,'b'=2], device_ids=(0,2,4,6,1,3,5,7) {'b'}", ('data',), 2),
+  ],
+)
+def test_replica_groups(groups, axes, group_size):
+  text = f"""\
+HloModule jit_f, num_partitions=8
+
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  ROOT %all-reduce = f32[8]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, use_global_device_ids=true, to_apply=%add
+}}
+"""  # noqa: E501
+  (found,) = hlo.collectives(text, AXES, NO_SLICES)
+  assert (found.axes, found.group_size) == (axes, group_size)
+  assert found.wire_bytes == 32 * 2 * (group_size - 1) / group_size
+
+
+@pytest.mark.parametrize(
+  ('pairs', 'axes', 'group_size'),
+  [
+    ('{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}', ('mdl',), 2),
+    ('{0,2},{2,4},{4,6}', ('data',), 4),
+    ('{0,3},{3,0}', ('data', 'mdl'), 2),
+  ],
+)
+def test_permutes(pairs, axes, group_size):
+  text = f"""\
+HloModule jit_f, num_partitions=8
+
+ENTRY %main (x: u4[9]) -> u4[9] {{
+  %x = u4[9]{{0}} parameter(0)
+  ROOT %permute = u4[9]{{0}} collective-permute(%x), channel_id=1, source_target_pairs={{{pairs}}}
+}}
+"""  # noqa: E501
+  (found,) = hlo.collectives(text, AXES, NO_SLICES)
+  assert (found.axes, found.group_size) == (axes, group_size)
+  assert found.bytes == found.wire_bytes == 5  # Nine halves of a byte.
+
+
+# Loops.
+
+
+def loop_text(start, step, test, body_extra=''):
+  return f"""\
+HloModule jit_f
+
+%wrapped (a: s32[], b: s32[]) -> pred[] {{
+  %a = s32[] parameter(0)
+  %b = s32[] parameter(1)
+  ROOT %compare = pred[] compare(%a, %b), direction=LT
+}}
+
+%body (state: (s32[], f32[2,2], s32[])) -> (s32[], f32[2,2], s32[]) {{
+  %state = (s32[], f32[2,2], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = f32[2,2]{{1,0}} get-tuple-element(%state), index=1
+  %n = s32[] get-tuple-element(%state), index=2
+  %by = s32[] constant({step})
+  %next = s32[] add(%i, %by)
+  %dot = f32[2,2]{{1,0}} dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  ROOT %tuple = (s32[], f32[2,2], s32[]) tuple(%next, %dot, %n)
+}}
+
+%condition (state.1: (s32[], f32[2,2], s32[])) -> pred[] {{
+  %state.1 = (s32[], f32[2,2], s32[]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %n.1 = s32[] get-tuple-element(%state.1), index=2
+  %ten = s32[] constant(10)
+  %shifted = s32[] add(%ten, %i.1)
+  ROOT %test = pred[] {test}
+}}
+
+ENTRY %main (x: f32[2,2], unknown: s32[]) -> (s32[], f32[2,2], s32[]) {{
+  %x.1 = f32[2,2]{{1,0}} parameter(0)
+  %unknown = s32[] parameter(1)
+  %start = s32[] {start}
+  %n.2 = s32[] constant(10)
+  %init = (s32[], f32[2,2], s32[]) tuple(%start, %x.1, %n.2)
+  ROOT %while = (s32[], f32[2,2], s32[]) while(%init), condition=%condition, body=%body, metadata={{op_name="jit(f)/while"}}
+}}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+  ('start', 'step', 'test', 'rounds'),
+  [
+    ('constant(0)', 1, 'compare(%i.1, %ten), direction=LT', 10),
+    ('constant(0)', 1, 'compare(%ten, %i.1), direction=GT', 10),
+    ('constant(0)', 3, 'compare(%i.1, %ten), direction=LT', 4),
+    ('constant(0)', 3, 'compare(%i.1, %ten), direction=LE', 4),
+    ('constant(1)', 3, 'compare(%i.1, %ten), direction=LE', 4),
+    ('constant(1)', 3, 'compare(%i.1, %ten), direction=NE', 3),
+    ('constant(30)', -5, 'compare(%i.1, %ten), direction=GT', 4),
+    ('constant(30)', -5, 'compare(%i.1, %ten), direction=GE', 5),
+    ('constant(-5)', 1, 'compare(%i.1, %n.1), direction=LT', 15),
+    ('constant(-5)', 1, 'compare(%shifted, %n.1), direction=LT', 5),
+    ('constant(3)', 1, 'fusion(%i.1, %ten), kind=kLoop, calls=%wrapped', 7),
+    ('constant(20)', 1, 'compare(%i.1, %ten), direction=LT', 0),
+    # It is told once how often they run, if at all.
+    ('copy(%unknown)', 1, 'compare(%i.1, %ten), direction=LT', None),
+    ('constant(0)', -1, 'compare(%i.1, %ten), direction=LT', None),
+    ('constant(0)', 3, 'compare(%i.1, %ten), direction=NE', None),
+    ('constant(0)', 0, 'compare(%i.1, %ten), direction=LT', None),
+  ],
+)
+def test_rounds_of_a_loop(start, step, test, rounds):
+  text = loop_text(start, step, test)
+  assert hlo.flops(text) == 16 * (1 if rounds is None else rounds)
+  unknown = [] if rounds is not None else ['while (jit(f)/while)']
+  assert hlo.unknown_loops(text) == unknown
+
+
+# Errors.
+
+
+def test_a_text_that_is_none():
+  with pytest.raises(ValueError, match='no ENTRY'):
+    hlo.flops('module @jit_f {')
+
+
+def test_a_mesh_that_does_not_fit():
+  with pytest.raises(ValueError, match='8 devices, but `slices` tells'):
+    hlo.collectives(GPU, AXES, [0] * 4)
+  with pytest.raises(ValueError, match='program is one of 8 devices'):
+    hlo.collectives(GPU, {'data': 4}, [0] * 4)
+
+
+def test_a_collective_is_a_value():
+  (found,) = hlo.collectives(ASYNC_FUSIONS, {'data': 16}, [0] * 16)
+  assert json.loads(json.dumps(dataclasses.asdict(found)))['kind'] == found.kind
+  assert math.isclose(found.wire_bytes, found.bytes * 15 / 16)
+
+
+if __name__ == '__main__':
+  pathlib.Path(sys.argv[2]).write_text(json.dumps(compile_all(sys.argv[1])))

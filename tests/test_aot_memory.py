@@ -1,0 +1,152 @@
+"""Buffers of a program, from what XLA writes of its memory."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxline.aot import memory
+
+# libtpu 0.0.52 for v5e:2x2: two layers, w f32[2,28000,28000] replicated, so
+# that a chip's 15.75 GiB do not hold it, its gradient and its update. Left out
+# are instructions and buffers that say nothing more.
+OUT_OF_MEMORY = (
+  'RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the'
+  ' total memory required for HLO temporaries (17.57G) exceeds available HBM'
+  ' (15.75G). HLO module: jit_f.\nSee'
+  ' https://openxla.org/xla/errors/error_1000 for more details.'
+)
+ASSIGNMENT = r"""BufferAssignment:
+allocation 0: size 100352000, color 1, page 0, preallocated-temp:
+ value: <73 copy-start{0} @1> (size=28672000,offset=0): f32[256,28000]{0,1:T(8,128)S(1)}
+allocation 1: size 4, color 2, page 0, preallocated-temp:
+ value: <74 copy-start{2} @2> (size=4,offset=0): u32[]{:S(2)}
+allocation 2: size 512, page 0, thread-local:
+ value: <2 add.1 @0> (size=512,offset=0): f32[]{:T(128)}
+allocation 4: size 6279168000, page 0, parameter 0, shape |f32[2,28000,28000]| at ShapeIndex {}, output shape is |f32[2,28000,28000]|, maybe-live-out:
+ value: <70 param @0> (size=6279168000,offset=0): f32[2,28000,28000]{2,1,0:T(8,128)}
+ value: <91 sub.8 @0> (size=6279168000,offset=0): f32[2,28000,28000]{2,1,0:T(8,128)}
+allocation 5: size 28672000, page 0, parameter 1, shape |f32[256,28000]| at ShapeIndex {}:
+ value: <71 param.1 @0> (size=28672000,offset=0): f32[256,28000]{0,1:T(8,128)}
+allocation 7: size 12558385664, page 0, preallocated-temp:
+ value: <72 copy-start{} @0> (size=512,offset=12558385152): (f32[256,28000]{0,1:T(8,128)S(1)}, f32[256,28000]{0,1:T(8,128)}, u32[]{:S(2)})
+ value: <77 copy-start.1{0} @0> (size=28672000,offset=49152): f32[256,28000]{0,1:T(8,128)}
+ value: <81 convolution_bitcast_fusion @0> (size=3139584000,offset=6279217152): f32[1,28000,28000]{2,1,0:T(8,128)}
+ value: <88 convolution_bitcast_fusion.1 @0> (size=3139584000,offset=9418801152): f32[1,28000,28000]{2,1,0:T(8,128)}
+ value: <89 pad_add_fusion @0> (size=6279168000,offset=49152): f32[2,28000,28000]{2,1,0:T(8,128)}
+ value: <90 all-reduce.2 @0> (size=6279168000,offset=49152): f32[2,28000,28000]{2,1,0:T(8,128)}
+"""  # noqa: E501
+MODULE = r"""HloModule jit_f, is_scheduled=true
+
+%fused_computation.16 (param_0.34: f32[256,28000]) -> f32[256,28000] {
+  %param_0.34 = f32[256,28000]{0,1:T(8,128)S(1)} parameter(0)
+  ROOT %convolution.11 = f32[256,28000]{0,1:T(8,128)} convolution(%param_0.34), metadata={op_name="jit(f)/jvp(layer0)/dot_general" stack_frame_id=4}
+}
+
+ENTRY %main.0_spmd (param: f32[2,28000,28000], param.1: f32[256,28000]) -> f32[2,28000,28000] {
+  %param.1 = f32[256,28000]{0,1:T(8,128)} parameter(1), metadata={op_name="x"}
+  %param = f32[2,28000,28000]{2,1,0:T(8,128)} parameter(0), metadata={op_name="p[\'w\']"}
+  %convolution_bitcast_fusion = f32[1,28000,28000]{2,1,0:T(8,128)} fusion(%param), kind=kOutput, metadata={op_name="jit(f)/transpose(jvp(layer1))/dot_general" stack_frame_id=4}
+  %pad_add_fusion = f32[2,28000,28000]{2,1,0:T(8,128)} fusion(%param), kind=kLoop, metadata={op_name="jit(f)/add_any" stack_frame_id=4}
+}
+"""  # noqa: E501
+
+
+def test_the_buffers_of_a_program_that_does_not_fit():
+  found = memory.buffers(ASSIGNMENT, MODULE)
+  assert found[:5] == [
+    memory.Buffer(
+      bytes=6279168000,  # Of 2 x 28000 x 28000 x 4, padded to tiles.
+      shape='f32[2,28000,28000]',
+      kind='argument',
+      name="p['w']",
+    ),
+    memory.Buffer(
+      bytes=6279168000,
+      shape='f32[2,28000,28000]',
+      kind='temporary',
+      name='jit(f)/add_any',
+    ),
+    memory.Buffer(
+      bytes=3139584000,
+      shape='f32[1,28000,28000]',
+      kind='temporary',
+      name='',
+    ),
+    memory.Buffer(
+      bytes=3139584000,
+      shape='f32[1,28000,28000]',
+      kind='temporary',
+      name='jit(f)/transpose(jvp(layer1))/dot_general',
+    ),
+    memory.Buffer(
+      bytes=28672000, shape='f32[256,28000]', kind='argument', name='x'
+    ),
+  ]
+  # Buffers that take turns in the same place count once, and all together they
+  # are what the program needs.
+  total = memory.total_bytes(ASSIGNMENT)
+  assert total == 6279168000 + 28672000 + 12558385664
+  assert 0 <= total - sum(b.bytes for b in found) < 1 << 20
+  # Which is what the compiler says.
+  needed = memory.needed_bytes(OUT_OF_MEMORY)
+  assert needed is not None
+  assert abs(needed / total - 1) < 0.01
+
+
+@pytest.mark.parametrize(
+  ('error', 'gib'),
+  [
+    (OUT_OF_MEMORY, 17.57),
+    (
+      'RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory'
+      ' in memory space hbm. Used 21.49G of 15.48G hbm. Exceeded hbm capacity'
+      ' by 6.01G.',
+      21.49,
+    ),
+    ('RESOURCE_EXHAUSTED: the total memory required for HLO (512.0M)', 0.5),
+  ],
+)
+def test_what_a_program_needs_is_read_from_the_error(error, gib):
+  assert memory.needed_bytes(error) == int(gib * 2**30)
+
+
+@pytest.mark.parametrize(
+  'error',
+  [
+    '',
+    'INVALID_ARGUMENT: Invalid TPU program.',
+    'RESOURCE_EXHAUSTED: Ran out of scoped memory in vmem.',
+  ],
+)
+def test_other_errors_are_not_out_of_memory(error):
+  assert memory.needed_bytes(error) is None
+
+
+def test_nothing_is_known_of_nothing():
+  assert memory.buffers('', '') == []
+  assert memory.total_bytes('') == 0
+  with memory.dump() as dump:
+    assert dump.buffers() == []
+    assert dump.module() == ''
+
+
+def test_a_real_dump_of_this_machine():
+  def f(p, x):
+    return jnp.tanh(x @ p['w']) @ p['w'].T
+
+  w = jax.ShapeDtypeStruct((256, 512), jnp.float32)
+  x = jax.ShapeDtypeStruct((128, 256), jnp.float32)
+  with memory.dump() as dump:
+    compiled = jax.jit(f).lower({'w': w}, x).compile(dict(dump.options))
+    directory = dump._directory
+    found = dump.buffers()
+    stats = compiled.memory_analysis()
+    assert dump.total_bytes() == (
+      stats.argument_size_in_bytes
+      + stats.output_size_in_bytes
+      + stats.temp_size_in_bytes
+    )
+  assert not directory.exists()
+  arguments = [(b.bytes, b.name) for b in found if b.kind == 'argument']
+  assert arguments == [(256 * 512 * 4, "p['w']"), (128 * 256 * 4, 'x')]
+  assert 128 * 256 * 4 in [b.bytes for b in found if b.kind == 'output']

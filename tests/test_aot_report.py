@@ -1,0 +1,201 @@
+"""Reports: the bounds they compute, their JSON and their text."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxline.aot import memory
+from jaxline.aot import report
+
+# A chip of 100 FLOP/s, 50 bytes/s of memory, 20 and 10 bytes/s of network.
+TARGET = report.Target(
+  name='v4:2x2x1',
+  device_kind='TPU v4',
+  num_slices=2,
+  num_devices=8,
+  hbm_bytes=1000.0,
+  peak_flops=100.0,
+  hbm_bandwidth=50.0,
+  ici_bandwidth=20.0,
+  dcn_bandwidth=10.0,
+)
+GATHER = report.Traffic(
+  kind='all-gather',
+  axes=('data',),
+  count=3,
+  bytes=80.0,
+  wire_bytes=60.0,
+  dcn_bytes=0.0,
+)
+REDUCE = report.Traffic(
+  kind='all-reduce',
+  axes=('replica', 'data'),
+  count=1,
+  bytes=40.0,
+  wire_bytes=70.0,
+  dcn_bytes=10.0,
+)
+BUFFER = memory.Buffer(
+  bytes=6 << 30,
+  shape='f32[2,28000,28000]',
+  kind='argument',
+  name=f"state.params['{'layers/' * 20}w']",
+)
+
+
+def make_roofline(**changes):
+  values = {
+    'flops': 1000.0,
+    'hbm_bytes': 200.0,
+    'traffic': [GATHER, REDUCE],
+    'model_flops': 4000.0,
+  }
+  return report.roofline(TARGET, **{**values, **changes})
+
+
+def make_report(**changes):
+  train = report.Program(
+    name='train step',
+    model_flops=4000.0,
+    flops=1000.0,
+    hbm_bytes=200.0,
+    argument_bytes=500,
+    output_bytes=450,
+    alias_bytes=450,
+    temp_bytes=300,
+    peak_bytes=800,
+    fits=True,
+    traffic=(GATHER, REDUCE),
+    roofline=make_roofline(),
+    compile_secs=12.34,
+    unknown_loops=('while.3 (jit(step)/while)',),
+    unknown_kernels=(),
+    buffers=(BUFFER,),
+  )
+  values = {
+    'experiment': 'Experiment',
+    'target': TARGET,
+    'mesh': {'stage': 1, 'replica': 2, 'data': 4, 'mdl': 1},
+    'sharding': 'fsdp',
+    'batch_rows': 32,
+    'parameters': 1_104_619_904,
+    'state_bytes': 480,
+    'gradient_bytes': 160,
+    'batch_bytes': 20,
+    'bubble_fraction': 0.25,
+    'state_buffers': (BUFFER,),
+    'programs': (
+      train,
+      report.Program(name='eval step', model_flops=1000.0),
+    ),
+    'notes': ('A note.',),
+    'saved': 'runs/a/compile/2xv4-2x2x1_programs',
+    'versions': {'jax': '0.10.2'},
+  }
+  return report.Report(**{**values, **changes})
+
+
+def test_the_roofline_of_a_step():
+  r = make_roofline()
+  assert r == report.Roofline(
+    compute=1000 / 100,
+    memory=200 / 50,
+    ici=(60 + 70 - 10) / 20,
+    dcn=10 / 10,
+    # 4000 of the 8 x 100 FLOP/s there are, in 10 s; in 10 + 4 + 6 + 1 s.
+    mfu_bound=4000 / (800 * 10),
+    mfu_sum=4000 / (800 * 21),
+  )
+  assert r.bound == 10
+  assert r.sum == 21
+
+
+def test_the_slowest_bounds():
+  assert make_roofline(flops=1.0).bound == 6  # ICI.
+  assert make_roofline(flops=1.0, traffic=[]).bound == 4
+  r = make_roofline(flops=4000.0 / 8, hbm_bytes=0.0, traffic=[])
+  assert r.mfu_bound == r.mfu_sum == 1  # Nothing but the model's own FLOPs.
+  assert make_roofline(flops=0.0, hbm_bytes=0.0, traffic=[]).mfu_bound == 0
+
+
+def test_there_is_no_roofline_of_an_unknown_chip():
+  target = report.Target(
+    name='local', device_kind='cpu', num_slices=1, num_devices=2
+  )
+  assert (
+    report.roofline(
+      target, flops=1.0, hbm_bytes=1.0, traffic=[GATHER], model_flops=1.0
+    )
+    is None
+  )
+
+
+def test_json_gives_back_the_same():
+  made = make_report(hints=('Do this.',))
+  text = json.dumps(made.to_json(), allow_nan=False)
+  assert report.Report.from_json(json.loads(text)) == made
+
+
+def test_another_schema_is_refused():
+  values = make_report().to_json()
+  with pytest.raises(ValueError, match='schema 7, expected 1'):
+    report.Report.from_json({**values, 'schema': 7})
+
+
+def test_the_text_says_it_all():
+  text = str(make_report())
+  for line in text.splitlines():
+    assert len(line) <= 80, line
+    assert line == line.rstrip()
+  for words in (
+    'Experiment on 2 x v4:2x2x1 (TPU v4)',
+    '8 devices: stage 1, replica 2, data 4, mdl 1; sharding fsdp',
+    '1,104,619,904',
+    '480 B of 1000 B (48%); gradients 160 B',
+    '800 B of 1000 B: fits, 200 B to spare',
+    'temporaries 300 B',
+    '25.0% of each stage',
+    # 8 x 1000 compiled FLOPs for 4000 of the model.
+    '8.00 k (2.00 x); 1.00 k per chip',
+    '3 over data: 80 B',
+    '1 over replica x data: 40 B',
+    'compute 10.00 s, memory 4.00 s, ICI 6.00 s, DCN 1.00 s',
+    '50.0% (bound by compute, 10.00 s)',
+    '23.8% where nothing',
+    'while.3',
+    '12.3 s',
+    'A note.',
+    '2xv4-2x2x1_programs',
+    'jax 0.10.2',
+    "layers/layers/w']",
+  ):
+    assert words in text, words
+
+
+def test_what_does_not_fit_says_so():
+  made = make_report()
+  train, evaluation = made.programs
+  assert made.fits
+  train = dataclasses.replace(train, peak_bytes=1500, fits=False)
+  made = dataclasses.replace(
+    made, programs=(train, evaluation), hints=('First this.',)
+  )
+  assert not made.fits
+  text = str(made)
+  assert '1.46 KiB of 1000 B: DOES NOT FIT, 500 B too much' in text
+  assert 'First this.' in text
+
+
+@pytest.mark.parametrize(
+  ('num_bytes', 'text'),
+  [
+    (0, '0 B'),
+    (1023, '1023 B'),
+    (1536, '1.50 KiB'),
+    (3 << 20, '3.00 MiB'),
+    (5 << 40, '5120.00 GiB'),
+  ],
+)
+def test_sizes(num_bytes, text):
+  assert report.size_text(num_bytes) == text
