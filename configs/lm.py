@@ -42,6 +42,14 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.model.feed_forward = 'swiglu'
   kwargs.model.max_length = 256
   kwargs.model.scan_layers = False  # Few layers: unrolled is a quarter faster.
+  kwargs.model.attention = 'einsum'
+  kwargs.model.dtype = 'float32'  # Two cores have no faster one.
+  kwargs.model.matmul = 'dtype'
+  kwargs.model.remat = 'nothing'  # It fits in memory.
+  kwargs.model.loss_chunks = 1
+  kwargs.model.pipeline_stages = 1
+  kwargs.model.pipeline_microbatches = 1
+  kwargs.model.pipeline_repeats = 1
 
   kwargs.files = 'stdlib'
   kwargs.documents = 'file'

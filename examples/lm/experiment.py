@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from examples.lm import fp8
 from examples.lm import model
 from jaxline import base_config
 from jaxline import metrics
+from jaxline import pipeline
 from jaxline import sharded
 from jaxline import writers
 from jaxline.inputs import base as inputs
@@ -138,6 +140,12 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
   )
 
 
+def _merged(params: Any, model_state: Any) -> Any:
+  """Returns the weights, with what FP8 products keep, for the model."""
+  scales = model_state.get(sharded.OVERWRITE)
+  return fp8.merge(params, scales) if scales else params
+
+
 class Experiment(sharded.ShardedExperiment):
   """Trains a language model on files of text."""
 
@@ -160,6 +168,8 @@ class Experiment(sharded.ShardedExperiment):
     self.tokenizer = self.corpus.train.tokenizer
     self._prompt_T = self._check_tokens()
     super().__init__(mode, init_rng)
+    if self.config.model.matmul == 'fp8' and self.partitioner.is_here:
+      fp8.check_devices(jax.local_devices())
     if mode != 'train' and self.corpus.eval.num_bytes < _MAX_TO_COMPRESS:
       logging.info(
         'Bits per byte of the same held-out files: %s',
@@ -195,8 +205,17 @@ class Experiment(sharded.ShardedExperiment):
     return prompt_T.astype(np.int32)
 
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
-    """Returns the initial weights; the model has no other state."""
-    return model.init(rng, self.config.model), {}
+    """Returns the initial weights, and what FP8 products keep, if any."""
+    params, scales = fp8.split(model.init(rng, self.config.model))
+    return params, {sharded.OVERWRITE: scales} if scales else {}
+
+  @property
+  def bubble_fraction(self) -> float:
+    """The part of a step in which a stage of the pipeline has nothing to do."""
+    c = self.config.model
+    return pipeline.bubble_fraction(
+      c.pipeline_stages, c.pipeline_microbatches, c.pipeline_repeats
+    )
 
   def loss_fn(
     self,
@@ -209,7 +228,7 @@ class Experiment(sharded.ShardedExperiment):
     """Returns the mean cross entropy of the tokens, in nats."""
     packed = self.config.packing == 'packed'
     total, weight = model.loss(
-      params,
+      _merged(params, model_state),
       batch.ids,
       batch.labels,
       batch.weights,
@@ -285,6 +304,7 @@ class Experiment(sharded.ShardedExperiment):
 
   def sample(self, rng: jax.Array) -> str:
     """Returns `sample_prompt` and the text with which the model goes on."""
-    tokens_BT = self._generate(self.state.params, self._prompt_T[None], rng=rng)
+    params = _merged(self.state.params, self.state.model_state)
+    tokens_BT = self._generate(params, self._prompt_T[None], rng=rng)
     new_T = jax.device_get(tokens_BT)[0]
     return self.config.sample_prompt + self.tokenizer.decode(new_T)

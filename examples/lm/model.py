@@ -1,44 +1,63 @@
 """A decoder-only transformer: pure functions over a plain tree of weights.
 
-Pre-norm (RMSNorm), rotary or learned positions, tied embedding, no biases.
-Every weight is created by `weight`, which names its logical axes; the layers
-are one stack of weights with a leading `layers` axis, whether one scan runs
-over it or the layers are unrolled, so checkpoints and seeds fit both.
+Pre-norm, with a tied embedding; `ModelConfig` says what may differ. Every
+weight is created by `weight`, which names its logical axes; the layers are one
+stack of weights with a leading `layers` axis, whether one scan runs over it,
+the layers are unrolled, or a pipeline deals them out to stages, so checkpoints
+and seeds fit all three.
 
 Shapes: B batch, L length, D embed, F mlp, H heads, K head dim, V vocab,
 N layers, M keys (cached and new), T prompt, S parts fused into one product.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import contextvars
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, cast
 
 import haiku as hk
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from examples.lm import fp8
 from jaxline import partitioning
+from jaxline import pipeline
 
 Params = dict[str, dict[str, Any]]
 Cache = tuple[jax.Array, jax.Array]
 # Documents of the queries and of the keys; see `attend`.
 Segments = tuple[jax.Array, jax.Array] | None
+# The output layer: the table [V, D], and a bias [V].
+Head = tuple[jax.Array, jax.Array | None]
 
 _CHOICES = {
-  'positions': ('rotary', 'learned'),
-  'feed_forward': ('gelu', 'swiglu'),
+  'normalization': ('rms', 'layer'),
+  'positions': ('rotary', 'learned', 'sinusoidal'),
+  'feed_forward': ('gelu', 'relu', 'swiglu'),
+  'initialization': ('fan_in', 'xavier', 'normal'),
   'attention': ('einsum', 'xla', 'cudnn'),
-  'remat': ('none', 'dots', 'full'),
+  'remat': ('nothing', 'dots', 'full', 'offload'),
   'dtype': ('float32', 'bfloat16'),
+  'matmul': ('dtype', 'fp8'),
 }
+# By name, because a pipeline's `vmap` hides which products are with weights.
+_DOT = 'dot'
 _REMAT_POLICIES = {
-  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'dots': jax.checkpoint_policies.save_only_these_names(_DOT),
   'full': jax.checkpoint_policies.nothing_saveable,
+  'offload': jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[_DOT],
+    offload_src='device',
+    offload_dst='pinned_host',
+  ),
 }
 _STACK = 'layers'  # Module name of the repeated layers, and their axis.
+_BETWEEN_BLOCKS = ('batch', 'length', 'activation_embed')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,20 +71,44 @@ class ModelConfig:
     num_heads: attention heads, each of width `embed_dim / num_heads`.
     mlp_dim: hidden width of the feed-forward part.
     max_length: the longest sequence, in tokens.
-    positions: 'rotary' turns queries and keys; 'learned' adds a vector to the
-      embedding.
-    feed_forward: 'gelu' (one matrix in) or 'swiglu' (two, one gating).
+    normalization: 'rms' (divides by the root mean square, scales), or 'layer'
+      (takes the mean off as well, and adds a bias; keeps its scale less 1).
+    norm_epsilon: what the normalisation adds to the mean square.
+    positions: 'rotary' turns queries and keys; 'learned' and 'sinusoidal' add a
+      vector to the embedding.
+    feed_forward: what is between its two products: 'gelu' (as tanh), 'relu', or
+      'swiglu' (SiLU, and a third matrix that gates).
+    scale_embedding: multiply embedded tokens by the root of `embed_dim`.
+    scale_queries: learn a factor for each dimension of a head's queries.
+    attention_bias: add a bias in attention's products.
+    feed_forward_bias: add a bias in the feed-forward part's products.
+    logits_bias: add a bias to the logits.
+    attention_cap: c tanh(score / c) takes the place of attention's scores; 0
+      leaves them. Needs 'einsum'.
+    logits_cap: the same for the logits.
+    initialization: of matrices, 'fan_in' (normal, 1 over the root of the
+      inputs, less before the residual stream), 'xavier' (uniform) or 'normal'.
+    initial_stddev: of embeddings, and with 'normal' of all matrices.
     attention: 'einsum' is the implementation below, the fastest on CPU; 'xla'
       and 'cudnn' are those of `jax.nn.dot_product_attention`. 'cudnn' is flash
       attention on GPU, but a mask of L x L where documents share a row.
       Decoding with a cache always takes 'einsum'.
     scan_layers: one loop over the layers, so that compile time does not grow
       with depth. Unrolled, XLA fuses across layers: faster where there are few.
-    remat: what the backward pass computes again rather than keeps: 'none',
-      'dots' (all but products with weights) or 'full' (each whole layer).
+    remat: what the backward pass computes again rather than keeps: 'nothing',
+      'dots' (all but products with weights), 'full' (each whole layer) or
+      'offload' (as 'dots', but the products wait in the host's memory).
+    pipeline_stages: groups of layers that work at the same time, each on some
+      of the rows (`pipeline.pipeline`); 1 is no pipeline. As many as the mesh
+      has along `stage`, or a multiple.
+    pipeline_microbatches: parts into which the rows are cut for it. The more,
+      the less a stage waits: `pipeline.bubble_fraction`.
+    pipeline_repeats: how often each part goes round the stages.
     dropout: rate at the embedding and at each residual branch in training.
     dtype: of the computation. Weights, normalisation, softmax and loss stay
       float32.
+    matmul: of products with weights: 'dtype', or 'fp8' (docs/accelerators.md).
+      Attention itself and the logits stay in `dtype`.
     loss_chunks: pieces into which the loss cuts the sequence, so that the
       logits of one piece exist at a time. Pays for large vocabularies.
   """
@@ -76,13 +119,29 @@ class ModelConfig:
   num_heads: int
   mlp_dim: int
   max_length: int
+  normalization: str = 'rms'
+  norm_epsilon: float = 1e-6
   positions: str = 'rotary'
   feed_forward: str = 'gelu'
+  scale_embedding: bool = False
+  scale_queries: bool = False
+  attention_bias: bool = False
+  feed_forward_bias: bool = False
+  logits_bias: bool = False
+  attention_cap: float = 0.0
+  logits_cap: float = 0.0
+  initialization: str = 'fan_in'
+  # Small, because the table is also the output layer: logits start near 0.
+  initial_stddev: float = 0.02
   attention: str = 'einsum'
   scan_layers: bool = False
-  remat: str = 'none'
+  remat: str = 'nothing'
+  pipeline_stages: int = 1
+  pipeline_microbatches: int = 1
+  pipeline_repeats: int = 1
   dropout: float = 0.0
   dtype: str = 'float32'
+  matmul: str = 'dtype'
   loss_chunks: int = 1
 
   def __post_init__(self) -> None:
@@ -109,6 +168,40 @@ class ModelConfig:
     if self.attention == 'cudnn' and self.dtype == 'float32':
       raise ValueError(
         "attention='cudnn' needs dtype='bfloat16'; got dtype='float32'."
+      )
+    for name in ('attention_cap', 'logits_cap'):
+      if (value := getattr(self, name)) < 0:
+        raise ValueError(
+          f'{name} must be positive, or 0 for none; got {value!r}.'
+        )
+    if self.positions == 'sinusoidal' and self.embed_dim % 2:
+      raise ValueError(
+        f'Sinusoidal positions need an even embed_dim; got {self.embed_dim}.'
+      )
+    if self.attention_cap and self.attention != 'einsum':
+      raise ValueError(
+        f"attention_cap is {self.attention_cap}, which attention='einsum' has"
+        f' and {self.attention!r} has not. Choose either.'
+      )
+    if self.matmul == 'fp8' and self.pipeline_stages > 1:
+      raise ValueError(
+        "matmul='fp8' has the scales' next values in place of gradients; a"
+        f' pipeline of {self.pipeline_stages} stages would add them up over'
+        " microbatches. Set pipeline_stages=1, or matmul='dtype'."
+      )
+    pipeline.check_sizes(
+      self.num_layers,
+      self.pipeline_stages,
+      self.pipeline_microbatches,
+      self.pipeline_repeats,
+    )
+    if self.pipeline_stages == 1 and (
+      self.pipeline_microbatches > 1 or self.pipeline_repeats > 1
+    ):
+      raise ValueError(
+        f'pipeline_microbatches={self.pipeline_microbatches} and'
+        f' pipeline_repeats={self.pipeline_repeats} have no effect with'
+        ' pipeline_stages=1. Set more stages, or these to 1.'
       )
     if not 0 <= self.dropout < 1:
       raise ValueError(f'dropout must lie in [0, 1); got {self.dropout!r}.')
@@ -139,7 +232,7 @@ def weight(
   name: str,
   shape: tuple[int, ...],
   axes: tuple[str | None, ...],
-  stddev: float | None,
+  init: hk.initializers.Initializer,
 ) -> jax.Array:
   """Creates or gets a float32 weight of the current Haiku module.
 
@@ -148,7 +241,7 @@ def weight(
     shape: its shape; in the repeated layers, that of one layer.
     axes: a logical axis name (`partitioning.AXIS_NAMES`) or None for each
       dimension.
-    stddev: of the normal distribution it starts from; None starts it at one.
+    init: what it starts as, such as `jnp.ones`.
 
   Returns:
     The weight.
@@ -156,8 +249,28 @@ def weight(
   declared = _declared.get()
   if declared is not None:
     declared[hk.experimental.current_name(), name] = axes
-  init = jnp.ones if stddev is None else hk.initializers.RandomNormal(stddev)
   return hk.get_parameter(name, shape, jnp.float32, init)
+
+
+def _matrix_init(
+  config: ModelConfig, inputs: int, outputs: int, *, is_last: bool = False
+) -> hk.initializers.Initializer:
+  """Returns what a matrix starts as.
+
+  Args:
+    config: the model.
+    inputs: numbers that each output is a sum over.
+    outputs: numbers that each input goes into.
+    is_last: its outputs are added to the residual stream, one of two in each
+      layer.
+  """
+  if config.initialization == 'normal':
+    return hk.initializers.RandomNormal(config.initial_stddev)
+  if config.initialization == 'xavier':
+    limit = (6 / (inputs + outputs)) ** 0.5
+    return hk.initializers.RandomUniform(-limit, limit)
+  terms = inputs * 2 * config.num_layers if is_last else inputs
+  return hk.initializers.RandomNormal(terms**-0.5)
 
 
 def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -186,6 +299,72 @@ def _low_precision_backward(spec: str, operands: Any, grad: jax.Array) -> Any:
 _low_precision_einsum.defvjp(_low_precision_forward, _low_precision_backward)
 
 
+def _dot(
+  config: ModelConfig, name: str, spec: str, x: jax.Array, w: jax.Array
+) -> jax.Array:
+  """The product of an activation with a weight, in the activation's dtype.
+
+  All of them but the logits come by here.
+
+  Args:
+    config: the model.
+    name: which product, unique in its module.
+    spec: as for `jnp.einsum`.
+    x: the activation.
+    w: the float32 weight.
+  """
+  if config.matmul == 'fp8':
+    return checkpoint_name(fp8.einsum(name, spec, x, w), _DOT)
+  w = checkpoint_name(w.astype(x.dtype), pipeline.WEIGHT)
+  return checkpoint_name(jnp.einsum(spec, x, w), _DOT)
+
+
+def _remat_policy(name: str) -> Any:
+  """Returns the policy; refuses one that the devices have no memory for."""
+  partitioner = partitioning.active()
+  if name == 'offload' and (partitioner is None or partitioner.is_here):
+    device = jax.devices()[0]
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    if 'pinned_host' not in kinds:
+      works = [choice for choice in _CHOICES['remat'] if choice != name]
+      raise ValueError(
+        "remat='offload' keeps products in memory of kind 'pinned_host'; this"
+        f' {device.platform} device ({device.device_kind}) has {kinds}. Choose'
+        f' one of {works}.'
+      )
+  return _REMAT_POLICIES[name]
+
+
+def _add_bias(
+  name: str, x: jax.Array, axes: tuple[str | None, ...], num_axes: int
+) -> jax.Array:
+  """Adds a bias along the last `num_axes` axes of `x`, which `axes` name."""
+  shape = x.shape[-num_axes:]
+  bias = weight(name, shape, axes, jnp.zeros).astype(x.dtype)
+  return x + jnp.expand_dims(bias, range(x.ndim - num_axes))
+
+
+def _cap(x: jax.Array, limit: float) -> jax.Array:
+  """Keeps `x` within the limit, smoothly (Gemma Team, 2024); 0 is none."""
+  return limit * jnp.tanh(x / limit) if limit else x
+
+
+def sinusoidal_positions(positions_BL: jax.Array, dim: int) -> jax.Array:
+  """Returns sines and then cosines [B, L, D] (Vaswani et al., 2017).
+
+  Their periods, over 2 pi, go from 1 to 10000, as in Tensor2Tensor and Praxis.
+
+  Args:
+    positions_BL: integers.
+    dim: D, even.
+  """
+  steps = jnp.arange(dim // 2, dtype=jnp.float32) / max(dim // 2 - 1, 1)
+  angles = (
+    positions_BL[..., None].astype(jnp.float32) * 1e-4 ** steps[None, None]
+  )
+  return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
 def rotary_angles(
   positions_L: jax.Array, head_dim: int, base: float = 1e4
 ) -> jax.Array:
@@ -209,6 +388,7 @@ def attend(
   v_BMHK: jax.Array,
   offset: int | jax.Array = 0,
   segments: Segments = None,
+  cap: float = 0.0,
 ) -> jax.Array:
   """Causal attention of L queries over M keys.
 
@@ -219,12 +399,14 @@ def attend(
     offset: position of the first query.
     segments: which document each query [B, L] and each key [B, M] is of; none
       sees another one. None is one document a row.
+    cap: see `ModelConfig.attention_cap`.
 
   Returns:
     [B, L, H, K], in the dtype of `v_BMHK`.
   """
   length, keys = q_BLHK.shape[1], k_BMHK.shape[1]
   scores = _einsum('BLHK,BMHK->BHLM', q_BLHK * q_BLHK.shape[-1] ** -0.5, k_BMHK)
+  scores = _cap(scores, cap)
   seen_LM = offset + jnp.arange(length)[:, None] >= jnp.arange(keys)[None, :]
   seen = seen_LM[None, None]
   if segments is not None:
@@ -245,6 +427,7 @@ def causal_attention(
   v_BLHK: jax.Array,
   implementation: str,
   segment_ids_BL: jax.Array | None = None,
+  cap: float = 0.0,
 ) -> jax.Array:
   """Causal attention of a sequence over itself.
 
@@ -254,6 +437,7 @@ def causal_attention(
     v_BLHK: values.
     implementation: see `ModelConfig.attention`.
     segment_ids_BL: the document that each token is of; None is one a row.
+    cap: see `ModelConfig.attention_cap`; for 'einsum' only.
 
   Returns:
     [B, L, H, K].
@@ -273,26 +457,44 @@ def causal_attention(
   half = q_BLHK.shape[1] // 2
   if half < 64:
     both = None if ids is None else (ids, ids)
-    return attend(q_BLHK, k_BLHK, v_BLHK, segments=both)
+    return attend(q_BLHK, k_BLHK, v_BLHK, segments=both, cap=cap)
   early = late = None
   if ids is not None:
     early, late = (ids[:, :half], ids[:, :half]), (ids[:, half:], ids)
   first = attend(
-    q_BLHK[:, :half], k_BLHK[:, :half], v_BLHK[:, :half], segments=early
+    q_BLHK[:, :half], k_BLHK[:, :half], v_BLHK[:, :half], 0, early, cap
   )
-  second = attend(q_BLHK[:, half:], k_BLHK, v_BLHK, half, late)
+  second = attend(q_BLHK[:, half:], k_BLHK, v_BLHK, half, late, cap)
   return jnp.concatenate([first, second], axis=1)
 
 
-class RMSNorm(hk.Module):
-  """Divides by the root mean square of the last axis (Zhang et al., 2019)."""
+class Norm(hk.Module):
+  """Normalises the last axis: see `ModelConfig.normalization`.
+
+  'rms' after Zhang and Sennrich (2019), 'layer' after Ba et al. (2016).
+  """
+
+  def __init__(self, config: ModelConfig, name: str):
+    super().__init__(name=name)
+    self._config = config
 
   def __call__(self, x_BLD: jax.Array) -> jax.Array:
     """Returns the normalised [B, L, D], computed in float32."""
-    scale_D = weight('scale', x_BLD.shape[-1:], ('embed',), None)
+    is_rms = self._config.normalization == 'rms'
+    shape = x_BLD.shape[-1:]
+    scale_D = weight(
+      'scale', shape, ('embed',), jnp.ones if is_rms else jnp.zeros
+    )
     x = x_BLD.astype(jnp.float32)
-    x *= jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-    return (x * scale_D[None, None]).astype(x_BLD.dtype)
+    if not is_rms:
+      x -= jnp.mean(x, axis=-1, keepdims=True)
+    x *= jax.lax.rsqrt(
+      jnp.mean(x * x, axis=-1, keepdims=True) + self._config.norm_epsilon
+    )
+    if is_rms:
+      return (x * scale_D[None, None]).astype(x_BLD.dtype)
+    x *= 1 + scale_D[None, None]
+    return _add_bias('bias', x, ('embed',), 1).astype(x_BLD.dtype)
 
 
 class Attention(hk.Module):
@@ -325,34 +527,45 @@ class Attention(hk.Module):
       'qkv',
       (c.embed_dim, 3, *heads),
       ('embed', None, 'heads', 'kv'),
-      c.embed_dim**-0.5,
+      _matrix_init(c, c.embed_dim, c.embed_dim),
     )
     w_HKD = weight(
       'out',
       (*heads, c.embed_dim),
       ('heads', 'kv', 'embed'),
-      (c.embed_dim * 2 * c.num_layers) ** -0.5,
+      _matrix_init(c, c.embed_dim, c.embed_dim, is_last=True),
     )
-    qkv = jnp.einsum('BLD,DSHK->BLSHK', x_BLD, w_DSHK.astype(x_BLD.dtype))
+    qkv = _dot(c, 'qkv', 'BLD,DSHK->BLSHK', x_BLD, w_DSHK)
+    if c.attention_bias:
+      qkv = _add_bias('qkv_bias', qkv, (None, 'heads', 'kv'), 3)
     q, k, v = (
-      partitioning.constrain(qkv[:, :, i], ('batch', 'length', 'heads', 'kv'))
+      partitioning.constrain(qkv[:, :, i], ('batch', None, 'heads', 'kv'))
       for i in range(3)
     )
+    if c.scale_queries:
+      # As in Praxis: a softplus keeps the factor positive; it starts at 1.
+      raw_K = weight('query_scale', (c.head_dim,), ('kv',), jnp.zeros)
+      scale_K = jax.nn.softplus(raw_K) / math.log(2)
+      q *= scale_K.astype(q.dtype)[None, None, None]
     if angles_LK is not None:
       q, k = rotate(q, angles_LK), rotate(k, angles_LK)
     if cache is None:
-      mixed = causal_attention(q, k, v, c.attention, segment_ids_BL)
+      mixed = causal_attention(
+        q, k, v, c.attention, segment_ids_BL, c.attention_cap
+      )
     else:
       k = jax.lax.dynamic_update_slice_in_dim(cache[0], k, start, axis=1)
       v = jax.lax.dynamic_update_slice_in_dim(cache[1], v, start, axis=1)
       cache = (k, v)
-      mixed = attend(q, k, v, offset=start)
-    out = jnp.einsum('BLHK,HKD->BLD', mixed, w_HKD.astype(x_BLD.dtype))
+      mixed = attend(q, k, v, offset=start, cap=c.attention_cap)
+    out = _dot(c, 'out', 'BLHK,HKD->BLD', mixed, w_HKD)
+    if c.attention_bias:
+      out = _add_bias('out_bias', out, ('embed',), 1)
     return out, cache
 
 
 class FeedForward(hk.Module):
-  """The position-wise part: D -> F -> D, with GELU or SwiGLU between."""
+  """The position-wise part: D -> F -> D."""
 
   def __init__(self, config: ModelConfig, name: str = 'feed_forward'):
     super().__init__(name=name)
@@ -366,21 +579,27 @@ class FeedForward(hk.Module):
       'in',
       (c.embed_dim, parts, c.mlp_dim),
       ('embed', None, 'mlp'),
-      c.embed_dim**-0.5,
+      _matrix_init(c, c.embed_dim, c.mlp_dim),
     )
     w_FD = weight(
       'out',
       (c.mlp_dim, c.embed_dim),
       ('mlp', 'embed'),
-      (c.mlp_dim * 2 * c.num_layers) ** -0.5,
+      _matrix_init(c, c.mlp_dim, c.embed_dim, is_last=True),
     )
-    hidden = jnp.einsum('BLD,DSF->BLSF', x_BLD, w_DSF.astype(x_BLD.dtype))
+    hidden = _dot(c, 'in', 'BLD,DSF->BLSF', x_BLD, w_DSF)
+    if c.feed_forward_bias:
+      hidden = _add_bias('in_bias', hidden, (None, 'mlp'), 2)
     if parts == 2:
       hidden_BLF = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
     else:
-      hidden_BLF = jax.nn.gelu(hidden[:, :, 0])
-    hidden_BLF = partitioning.constrain(hidden_BLF, ('batch', 'length', 'mlp'))
-    return jnp.einsum('BLF,FD->BLD', hidden_BLF, w_FD.astype(x_BLD.dtype))
+      activation = getattr(jax.nn, c.feed_forward)
+      hidden_BLF = activation(hidden[:, :, 0])
+    hidden_BLF = partitioning.constrain(hidden_BLF, ('batch', None, 'mlp'))
+    out = _dot(c, 'out', 'BLF,FD->BLD', hidden_BLF, w_FD)
+    if c.feed_forward_bias:
+      out = _add_bias('out_bias', out, ('embed',), 1)
+    return out
 
 
 class Embedding(hk.Module):
@@ -395,8 +614,8 @@ class Embedding(hk.Module):
     tokens_BL: jax.Array,
     start: int | jax.Array,
     positions_BL: jax.Array | None = None,
-  ) -> tuple[jax.Array, jax.Array]:
-    """Returns the embedded tokens [B, L, D], and the table [V, D].
+  ) -> tuple[jax.Array, Head]:
+    """Returns the embedded tokens [B, L, D], and the output layer.
 
     Args:
       tokens_BL: integers below `vocab_size`.
@@ -404,14 +623,19 @@ class Embedding(hk.Module):
       positions_BL: the position of each; None counts from `start`.
     """
     c = self._config
-    # Small, because the table is also the output layer: logits start near 0.
+    init = hk.initializers.RandomNormal(c.initial_stddev)
     table_VD = weight(
-      'tokens', (c.vocab_size, c.embed_dim), ('vocab', 'embed'), 0.02
+      'tokens', (c.vocab_size, c.embed_dim), ('vocab', 'embed'), init
     )
+    bias_V = None
+    if c.logits_bias:
+      bias_V = weight('logits_bias', (c.vocab_size,), ('vocab',), jnp.zeros)
     x_BLD = table_VD[tokens_BL]
+    if c.scale_embedding:
+      x_BLD *= c.embed_dim**0.5
     if c.positions == 'learned':
       table_MD = weight(
-        'positions', (c.max_length, c.embed_dim), ('length', 'embed'), 0.02
+        'positions', (c.max_length, c.embed_dim), (None, 'embed'), init
       )
       if positions_BL is None:
         x_BLD += jax.lax.dynamic_slice_in_dim(
@@ -419,7 +643,11 @@ class Embedding(hk.Module):
         )[None]
       else:
         x_BLD += table_MD[positions_BL]
-    return x_BLD.astype(c.dtype), table_VD
+    if c.positions == 'sinusoidal':
+      if positions_BL is None:
+        positions_BL = start + jnp.arange(tokens_BL.shape[1])[None]
+      x_BLD += sinusoidal_positions(positions_BL, c.embed_dim)
+    return x_BLD.astype(c.dtype), (table_VD, bias_V)
 
 
 def _forward(
@@ -431,7 +659,7 @@ def _forward(
   start: int | jax.Array = 0,
   segment_ids_BL: jax.Array | None = None,
   positions_BL: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, Cache | None]:
+) -> tuple[jax.Array, Head, Cache | None]:
   """Runs all but the output layer; a Haiku function.
 
   Args:
@@ -441,53 +669,129 @@ def _forward(
     cache: keys and values of all layers, [N, B, M, H, K] each.
     start: position of the first token.
     segment_ids_BL: the document that each token is of; None is one a row.
-    positions_BL: the position of each token in its document, for learned
-      positions; None counts from `start`. (Rotary ones know differences only,
+    positions_BL: the position of each token in its document, for positions that
+      are added; None counts from `start`. (Rotary ones know differences only,
       which are the same.)
 
   Returns:
-    Normalised output [B, L, D], the embedding table [V, D], and the cache.
+    Normalised output [B, L, D], the output layer, and the cache.
   """
-  length = tokens_BL.shape[1]
+  batch, length = tokens_BL.shape
   if length > config.max_length:
     raise ValueError(
       f'Got sequences of {length} tokens; max_length is {config.max_length}.'
       ' Cut them, or raise it.'
     )
+  drops = is_training and config.dropout > 0
+  key = hk.next_rng_key() if drops else None
+  rows_B = jnp.arange(batch)
 
-  def drop(x: jax.Array) -> jax.Array:
-    if not is_training or not config.dropout:
+  def drop(
+    x: jax.Array, place: int | jax.Array, rows_B: jax.Array
+  ) -> jax.Array:
+    if key is None:
       return x
-    keep = jax.random.bernoulli(hk.next_rng_key(), 1 - config.dropout, x.shape)
+    # By row, so that it does not matter in which microbatch a row is.
+    keep = jax.vmap(
+      lambda row: jax.random.bernoulli(
+        jax.random.fold_in(jax.random.fold_in(key, place), row),
+        1 - config.dropout,
+        x.shape[1:],
+      )
+    )(rows_B)
     return jnp.where(keep, x / (1 - config.dropout), 0)
 
-  def layer(x: jax.Array, *cache: Any) -> tuple[jax.Array, Cache | None]:
+  def layer(
+    x: jax.Array,
+    number: jax.Array,
+    segment_ids_BL: jax.Array | None,
+    rows_B: jax.Array,
+    *cache: Any,
+  ) -> tuple[jax.Array, Cache | None]:
     mixed, new_cache = Attention(config)(
-      RMSNorm('attention_norm')(x),
+      Norm(config, 'attention_norm')(x),
       angles_LK,
       cache or None,
       start,
       segment_ids_BL,
     )
-    x += drop(mixed)
-    x += drop(FeedForward(config)(RMSNorm('feed_forward_norm')(x)))
-    x = partitioning.constrain(x, ('batch', 'length', 'embed'))
-    return x, new_cache
+    x += drop(mixed, 2 * number + 1, rows_B)
+    normed = Norm(config, 'feed_forward_norm')(x)
+    x += drop(FeedForward(config)(normed), 2 * number + 2, rows_B)
+    return partitioning.constrain(x, _BETWEEN_BLOCKS), new_cache
 
   angles_LK = None
   if config.positions == 'rotary':
     angles_LK = rotary_angles(start + jnp.arange(length), config.head_dim)
-  if config.remat != 'none':
-    layer = hk.remat(layer, policy=_REMAT_POLICIES[config.remat])
-  x_BLD, table_VD = Embedding(config)(tokens_BL, start, positions_BL)
-  x_BLD = partitioning.constrain(drop(x_BLD), ('batch', 'length', 'embed'))
-  x_BLD, cache = hk.layer_stack(
-    config.num_layers,
-    with_per_layer_inputs=True,
-    unroll=1 if config.scan_layers else config.num_layers,
-    name=_STACK,
-  )(layer)(x_BLD, *(cache or ()))
-  return RMSNorm('final_norm')(x_BLD), table_VD, cache
+  x_BLD, head = Embedding(config)(tokens_BL, start, positions_BL)
+  x_BLD = partitioning.constrain(drop(x_BLD, 0, rows_B), _BETWEEN_BLOCKS)
+  numbers = jnp.arange(config.num_layers)
+  # Only what is trained or evaluated is pipelined, not what is decoded.
+  if config.pipeline_stages > 1 and cache is None and not hk.running_init():
+    x_BLD = _pipelined(config, layer, x_BLD, numbers, segment_ids_BL, rows_B)
+  else:
+    one = lambda x, number, *cache: layer(
+      x, number, segment_ids_BL, rows_B, *cache
+    )
+    if config.remat != 'nothing':
+      one = hk.remat(one, policy=_remat_policy(config.remat))
+    x_BLD, cache = hk.layer_stack(
+      config.num_layers,
+      with_per_layer_inputs=True,
+      unroll=1 if config.scan_layers else config.num_layers,
+      name=_STACK,
+    )(one)(x_BLD, numbers, *(cache or ()))
+  return Norm(config, 'final_norm')(x_BLD), head, cache
+
+
+def _pipelined(
+  config: ModelConfig,
+  layer: Callable[..., tuple[jax.Array, Cache | None]],
+  x_BLD: jax.Array,
+  numbers: jax.Array,
+  segment_ids_BL: jax.Array | None,
+  rows_B: jax.Array,
+) -> jax.Array:
+  """Runs the layers as a pipeline; inside of a Haiku function."""
+  run = hk.transform(layer).apply
+  axes = _axes(config)
+  weights = {
+    name.removeprefix(f'{_STACK}/'): {
+      key: partitioning.Logical(value, axes[name][key])
+      for key, value in leaves.items()
+    }
+    for name, leaves in hk.get_params().items()
+    if name.startswith(f'{_STACK}/')
+  }
+
+  def one(layer: Any, inputs: Any) -> Any:
+    weights, number = layer
+    x_BLD, segment_ids_BL, rows_B = inputs
+    x_BLD, _ = run(weights, None, x_BLD, number, segment_ids_BL, rows_B)
+    return x_BLD, segment_ids_BL, rows_B
+
+  policy = pipeline.save_all_but_weights
+  if config.remat != 'nothing':
+    policy = _remat_policy(config.remat)
+  x_BLD, _, _ = pipeline.pipeline(
+    one,
+    (weights, numbers),
+    (x_BLD, segment_ids_BL, rows_B),
+    axes=(_BETWEEN_BLOCKS, ('batch', 'length'), ('batch',)),
+    num_stages=config.pipeline_stages,
+    num_microbatches=config.pipeline_microbatches,
+    num_repeats=config.pipeline_repeats,
+    unroll=not config.scan_layers,
+    policy=policy,
+  )
+  return x_BLD
+
+
+@functools.cache
+def _axes(config: ModelConfig) -> dict[str, dict[str, tuple]]:
+  """Returns the names of the axes of each weight."""
+  boxed = jax.eval_shape(lambda: init(jax.random.key(0), config))
+  return jax.tree.map(lambda x: x.axes, boxed, is_leaf=partitioning.is_logical)
 
 
 @functools.cache
@@ -515,12 +819,15 @@ def init(rng: jax.Array, config: ModelConfig) -> Params:
     # The layers are created in a context of their own, which does not know
     # that it is stacked.
     inner = module.removeprefix(f'{_STACK}/')
+    stacked = () if inner == module else (_STACK,)
+    if fp8.is_state(name):  # Small: whole on every device but for the layers.
+      unnamed = (None,) * (value.ndim - len(stacked))
+      return partitioning.Logical(value, (*stacked, *unnamed))
     if (inner, name) not in declared:
       raise ValueError(
         f'The weight {module}/{name} has no logical axes; expected it to be'
         ' created with `weight`, not `hk.get_parameter`.'
       )
-    stacked = () if inner == module else (_STACK,)
     return partitioning.Logical(value, (*stacked, *declared[inner, name]))
 
   return {
@@ -549,44 +856,49 @@ def apply(
   Raises:
     ValueError: the sequence is longer than `max_length`.
   """
-  x_BLD, table_VD, _ = _transformed(config).apply(
+  x_BLD, head, _ = _transformed(config).apply(
     params, rng, tokens_BL, is_training=is_training
   )
-  return _logits(x_BLD, table_VD)
+  return _logits(x_BLD, head, config.logits_cap)
 
 
-def _logits(x_BLD: jax.Array, table_VD: jax.Array) -> jax.Array:
+def _logits(x_BLD: jax.Array, head: Head, cap: float) -> jax.Array:
+  table_VD, bias_V = head
   logits = _einsum('BLD,VD->BLV', x_BLD, table_VD.astype(x_BLD.dtype))
-  return partitioning.constrain(logits, ('batch', 'length', 'vocab'))
+  if bias_V is not None:
+    logits += bias_V[None, None]
+  return partitioning.constrain(_cap(logits, cap), ('batch', None, 'vocab'))
 
 
 def _cross_entropy(
+  cap: float,
   x_BLD: jax.Array,
-  table_VD: jax.Array,
+  head: Head,
   targets_BL: jax.Array,
   weights_BL: jax.Array,
 ) -> jax.Array:
   """The weighted sum of the cross entropy, in nats."""
-  logits_BLV = _logits(x_BLD, table_VD)
+  logits_BLV = _logits(x_BLD, head, cap)
   target_BL1 = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)
   nats_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - target_BL1[..., 0]
   return jnp.sum(nats_BL * weights_BL)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunked_cross_entropy(
+  chunks: int,
+  cap: float,
   x_BLD: jax.Array,
-  table_VD: jax.Array,
+  head: Head,
   targets_BL: jax.Array,
   weights_BL: jax.Array,
-  chunks: int,
 ) -> jax.Array:
   """`_cross_entropy` with the logits of one piece of the sequence at a time."""
   pieces = _pieces((x_BLD, targets_BL, weights_BL), chunks)
 
   def add(total: jax.Array, piece: Any) -> tuple[jax.Array, None]:
     x, targets, weights = piece
-    return total + _cross_entropy(x, table_VD, targets, weights), None
+    return total + _cross_entropy(cap, x, head, targets, weights), None
 
   return jax.lax.scan(add, jnp.zeros([]), pieces)[0]
 
@@ -603,11 +915,12 @@ def _pieces(tree: Any, chunks: int) -> Any:
 
 
 def _chunked_forward(
+  chunks: int,
+  cap: float,
   x_BLD: jax.Array,
-  table_VD: jax.Array,
+  head: Head,
   targets_BL: jax.Array,
   weights_BL: jax.Array,
-  chunks: int,
 ) -> tuple[jax.Array, Any]:
   """The loss with its gradients, while the logits are at hand.
 
@@ -617,23 +930,25 @@ def _chunked_forward(
 
   def add(carry: Any, piece: Any) -> tuple[Any, jax.Array]:
     x, targets, weights = piece
-    loss, (grad_x, grad_table) = jax.value_and_grad(
-      _cross_entropy, argnums=(0, 1)
-    )(x, table_VD, targets, weights)
-    return jax.tree.map(jnp.add, carry, (loss, grad_table)), grad_x
+    loss, (grad_x, grad_head) = jax.value_and_grad(
+      _cross_entropy, argnums=(1, 2)
+    )(cap, x, head, targets, weights)
+    return jax.tree.map(jnp.add, carry, (loss, grad_head)), grad_x
 
   pieces = _pieces((x_BLD, targets_BL, weights_BL), chunks)
-  zero = (jnp.zeros([]), jnp.zeros_like(table_VD))
-  (loss, grad_table), grad_x = jax.lax.scan(add, zero, pieces)
-  return loss, (jnp.swapaxes(grad_x, 0, 1).reshape(x_BLD.shape), grad_table)
+  zero = (jnp.zeros([]), jax.tree.map(jnp.zeros_like, head))
+  (loss, grad_head), grad_x = jax.lax.scan(add, zero, pieces)
+  return loss, (jnp.swapaxes(grad_x, 0, 1).reshape(x_BLD.shape), grad_head)
 
 
-def _chunked_backward(chunks: int, grads: Any, cotangent: jax.Array) -> Any:
-  del chunks
-  grad_x, grad_table = grads
+def _chunked_backward(
+  chunks: int, cap: float, grads: Any, cotangent: jax.Array
+) -> Any:
+  del chunks, cap
+  grad_x, grad_head = grads
   return (
     grad_x * cotangent.astype(grad_x.dtype),
-    grad_table * cotangent,
+    jax.tree.map(lambda grad: grad * cotangent, grad_head),
     None,
     None,
   )
@@ -683,7 +998,7 @@ def loss(
       f'loss_chunks must divide the length of the sequence; got'
       f' {config.loss_chunks} for {tokens_BL.shape[1]} tokens.'
     )
-  x_BLD, table_VD, _ = _transformed(config).apply(
+  x_BLD, head, _ = _transformed(config).apply(
     params,
     rng,
     tokens_BL,
@@ -692,10 +1007,10 @@ def loss(
     positions_BL=positions_BL,
   )
   weights_BL = jax.lax.stop_gradient(weights_BL)
-  args = (x_BLD, table_VD, targets_BL, weights_BL)
+  args = (config.logits_cap, x_BLD, head, targets_BL, weights_BL)
   if config.loss_chunks == 1:
     return _cross_entropy(*args), weights_BL.sum()
-  return _chunked_cross_entropy(*args, config.loss_chunks), weights_BL.sum()
+  return _chunked_cross_entropy(config.loss_chunks, *args), weights_BL.sum()
 
 
 @functools.partial(jax.jit, static_argnames=('num_tokens', 'config'))
@@ -737,10 +1052,11 @@ def generate(
   def next_logits(
     tokens: jax.Array, cache: Cache, start: int | jax.Array
   ) -> tuple[jax.Array, Cache]:
-    x_BLD, table_VD, cache = _transformed(config).apply(
+    x_BLD, head, cache = _transformed(config).apply(
       params, None, tokens, is_training=False, cache=cache, start=start
     )
-    return _logits(x_BLD[:, -1:], table_VD)[:, 0], cache
+    logits_BLV = _logits(x_BLD[:, -1:], head, config.logits_cap)
+    return logits_BLV[:, 0], cache
 
   def step(carry: Any, key_and_position: Any) -> tuple[Any, jax.Array]:
     logits_BV, cache = carry

@@ -28,6 +28,31 @@ VARIANTS = {
   'learned_swiglu': dataclasses.replace(
     TINY, positions='learned', feed_forward='swiglu'
   ),
+  # As Pax's language models on C4, but with caps that are felt.
+  'pax': dataclasses.replace(
+    TINY,
+    normalization='layer',
+    positions='sinusoidal',
+    scale_embedding=True,
+    scale_queries=True,
+    feed_forward_bias=True,
+    logits_bias=True,
+    attention_cap=0.5,
+    logits_cap=3.0,
+    initialization='xavier',
+    initial_stddev=16**-0.5,
+  ),
+  # As GPT-3; ReLU as in the Transformer of Pax's tutorial.
+  'gpt3_relu': dataclasses.replace(
+    TINY,
+    normalization='layer',
+    norm_epsilon=1e-2,
+    positions='learned',
+    feed_forward='relu',
+    attention_bias=True,
+    feed_forward_bias=True,
+    initialization='normal',
+  ),
 }
 
 
@@ -82,8 +107,24 @@ def _assert_trees_close(actual, expected, **tolerance):
 # ---- An independent program: numpy, float64, one position at a time.
 
 
-def _numpy_norm(x, scale):
-  return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+def _numpy_norm(x, weights, config, layer=...):
+  weights = {name: x[layer] for name, x in weights.items()}
+  if config.normalization == 'rms':
+    size = np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon)
+    return x / size * weights['scale']
+  size = np.sqrt(x.var(-1, keepdims=True) + config.norm_epsilon)
+  normed = (x - x.mean(-1, keepdims=True)) / size
+  return normed * (1 + weights['scale']) + weights['bias']
+
+
+def _numpy_cap(x, limit):
+  return limit * np.tanh(x / limit) if limit else x
+
+
+def _numpy_sinusoid(position, dim):
+  periods = np.geomspace(1, 1e4, dim // 2)
+  angles = position / periods
+  return np.array([*np.sin(angles), *np.cos(angles)])
 
 
 def _numpy_turn(vector, position):
@@ -94,10 +135,11 @@ def _numpy_turn(vector, position):
   return np.concatenate([pairs.real, pairs.imag])
 
 
-def _numpy_attention(q_LK, k_LK, v_LK):
+def _numpy_attention(q_LK, k_LK, v_LK, cap=0.0):
   out = []
   for i in range(len(q_LK)):
     scores = k_LK[: i + 1] @ q_LK[i] / math.sqrt(q_LK.shape[1])
+    scores = _numpy_cap(scores, cap)
     p = np.exp(scores) / np.exp(scores).sum()
     out.append(p @ v_LK[: i + 1])
   return np.array(out)
@@ -106,26 +148,50 @@ def _numpy_attention(q_LK, k_LK, v_LK):
 def _numpy_logits(params, tokens_L, config):
   w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
   x = w['embedding']['tokens'][tokens_L]
+  if config.scale_embedding:
+    x = x * math.sqrt(config.embed_dim)
   if config.positions == 'learned':
     x = x + w['embedding']['positions'][: len(tokens_L)]
+  if config.positions == 'sinusoidal':
+    x = x + [_numpy_sinusoid(i, config.embed_dim) for i in range(len(x))]
   for n in range(config.num_layers):
     attention, feed_forward = w['layers/attention'], w['layers/feed_forward']
-    h = _numpy_norm(x, w['layers/attention_norm']['scale'][n])
+    h = _numpy_norm(x, w['layers/attention_norm'], config, n)
+    branch = 0
     for head in range(config.num_heads):
-      q, k, v = (h @ attention['qkv'][n, :, part, head] for part in range(3))
+      qkv = [h @ attention['qkv'][n, :, part, head] for part in range(3)]
+      if config.attention_bias:
+        qkv = [qkv[i] + attention['qkv_bias'][n, i, head] for i in range(3)]
+      q, k, v = qkv
+      if config.scale_queries:
+        q = q * np.log2(1 + np.exp(attention['query_scale'][n]))
       if config.positions == 'rotary':
         q = np.array([_numpy_turn(q[i], i) for i in range(len(q))])
         k = np.array([_numpy_turn(k[i], i) for i in range(len(k))])
-      x = x + _numpy_attention(q, k, v) @ attention['out'][n, head]
-    h = _numpy_norm(x, w['layers/feed_forward_norm']['scale'][n])
+      mixed = _numpy_attention(q, k, v, config.attention_cap)
+      branch = branch + mixed @ attention['out'][n, head]
+    if config.attention_bias:
+      branch = branch + attention['out_bias'][n]
+    x = x + branch
+    h = _numpy_norm(x, w['layers/feed_forward_norm'], config, n)
     a = h @ feed_forward['in'][n, :, 0]
+    if config.feed_forward_bias:
+      a = a + feed_forward['in_bias'][n, 0]
     if config.feed_forward == 'swiglu':
       a = a / (1 + np.exp(-a)) * (h @ feed_forward['in'][n, :, 1])
+    elif config.feed_forward == 'relu':
+      a = np.maximum(a, 0)
     else:
       inner = math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)
       a = 0.5 * a * (1 + np.tanh(inner))
     x = x + a @ feed_forward['out'][n]
-  return _numpy_norm(x, w['final_norm']['scale']) @ w['embedding']['tokens'].T
+    if config.feed_forward_bias:
+      x = x + feed_forward['out_bias'][n]
+  x = _numpy_norm(x, w['final_norm'], config)
+  logits = x @ w['embedding']['tokens'].T
+  if config.logits_bias:
+    logits = logits + w['embedding']['logits_bias']
+  return _numpy_cap(logits, config.logits_cap)
 
 
 @pytest.mark.parametrize('name', VARIANTS)
@@ -212,6 +278,13 @@ def test_parameter_count_and_axes():
     'learned_swiglu': (v + TINY.max_length) * d
     + n * (4 * d * d + 3 * d * f + 2 * d)
     + d,
+    'pax': v * d
+    + v
+    + n * (4 * d * d + 2 * d * f + f + d + 4 * d + TINY.head_dim)
+    + 2 * d,
+    'gpt3_relu': (v + TINY.max_length) * d
+    + n * (4 * d * d + 4 * d + 2 * d * f + f + d + 4 * d)
+    + 2 * d,
   }
   for name, config in VARIANTS.items():
     boxed = jax.eval_shape(
@@ -233,6 +306,59 @@ def test_parameter_count_and_axes():
         assert (x.axes[0] == 'layers') == module.startswith('layers/')
 
 
+_C4 = {
+  'vocab_size': 32000,
+  'max_length': 1024,
+  'normalization': 'layer',
+  'positions': 'sinusoidal',
+  'scale_embedding': True,
+  'scale_queries': True,
+  'feed_forward_bias': True,
+  'logits_bias': True,
+  'attention_cap': 50.0,
+  'logits_cap': 30.0,
+}
+_GPT3 = {
+  'max_length': 16384,
+  'normalization': 'layer',
+  'norm_epsilon': 1e-5,
+  'positions': 'learned',
+  'attention_bias': True,
+  'feed_forward_bias': True,
+}
+
+
+@pytest.mark.parametrize(
+  ('layers', 'width', 'heads', 'changes', 'count'),
+  [
+    # Parameters as counted in Paxml's own classes: LmCloudTransformerAdam,
+    # LmCloudSpmd2B, C4Spmd1B, C4Spmd16B, C4Spmd22B on v4-128, on v4-384 and the
+    # small one on v4-8, C4SpmdPipelineGpt3Small and C4SpmdGpt3 (175B).
+    (10, 1024, 16, {**_C4, 'feed_forward': 'relu'}, 158_723_968),
+    (18, 3072, 24, _C4, 2_137_273_856),
+    (13, 2560, 20, _C4, 1_104_619_904),
+    (36, 6144, 48, _C4, 16_506_101_504),
+    (48, 6144, 24, {**_C4, 'vocab_size': 32768}, 21_947_310_080),
+    (24, 9216, 24, {**_C4, 'vocab_size': 32768}, 24_765_221_888),
+    (16, 2048, 8, {**_C4, 'vocab_size': 32768}, 872_751_104),
+    (24, 3072, 24, {**_GPT3, 'vocab_size': 51200}, 2_926_491_648),
+    (96, 12288, 96, {**_GPT3, 'vocab_size': 50257}, 174_780_420_096),
+  ],
+)
+def test_the_language_models_of_pax_have_as_many_parameters(
+  layers, width, heads, changes, count
+):
+  config = model.ModelConfig(
+    num_layers=layers,
+    embed_dim=width,
+    num_heads=heads,
+    mlp_dim=4 * width,
+    **changes,
+  )
+  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
+  assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == count
+
+
 def test_axes_give_a_sharding_that_computes_the_same():
   params, tokens = _params(TINY), _tokens(TINY)
   expected = _apply(params, tokens, TINY)
@@ -251,6 +377,28 @@ def test_axes_give_a_sharding_that_computes_the_same():
     actual = jax.block_until_ready(sharded(params, tokens))
   assert len(actual.sharding.device_set) == 2
   np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize('initialization', ['xavier', 'normal'])
+def test_initial_weights_of_other_kinds(initialization):
+  config = dataclasses.replace(
+    TINY,
+    embed_dim=128,
+    mlp_dim=256,
+    vocab_size=257,
+    initialization=initialization,
+    initial_stddev=0.3,
+  )
+  params = partitioning.unbox(_init(jax.random.key(3), config))
+  assert np.std(params['embedding']['tokens']) == pytest.approx(0.3, rel=0.02)
+  for weight, terms in (
+    (params['layers/attention']['out'], 128 + 128),
+    (params['layers/feed_forward']['in'], 128 + 256),
+  ):
+    expected = 0.3 if initialization == 'normal' else math.sqrt(2 / terms)
+    assert np.std(weight) == pytest.approx(expected, rel=0.02)
+    if initialization == 'xavier':  # Uniform.
+      assert np.abs(weight).max() == pytest.approx(math.sqrt(6 / terms), 1e-2)
 
 
 def test_initial_weights_and_loss():
@@ -277,6 +425,7 @@ def test_initial_weights_and_loss():
   [
     {'scan_layers': True},
     {'remat': 'dots'},
+    {'remat': 'offload', 'scan_layers': True},
     {'remat': 'full', 'scan_layers': True},
     {'loss_chunks': 3},
     {'attention': 'xla'},
@@ -288,6 +437,94 @@ def test_how_it_is_computed_changes_neither_loss_nor_gradients(changes):
   _assert_trees_close(
     _loss_and_grads(config), _loss_and_grads(TINY), rtol=1e-4, atol=1e-6
   )
+
+
+# Four layers, six rows.
+@pytest.mark.parametrize(
+  ('stages', 'microbatches', 'repeats', 'changes'),
+  [
+    (2, 3, 1, {}),
+    (2, 2, 2, {'scan_layers': True, 'remat': 'dots'}),
+    (4, 1, 1, {'remat': 'offload', 'scan_layers': True}),
+    (2, 6, 1, {'remat': 'full', 'loss_chunks': 2, 'attention': 'xla'}),
+  ],
+)
+def test_a_pipeline_changes_neither_loss_nor_gradients(
+  stages, microbatches, repeats, changes
+):
+  # Learned positions, so that of segments and rows all is in use.
+  config = dataclasses.replace(
+    VARIANTS['learned_swiglu'], num_layers=4, dropout=0.3
+  )
+  pipelined = dataclasses.replace(
+    config,
+    pipeline_stages=stages,
+    pipeline_microbatches=microbatches,
+    pipeline_repeats=repeats,
+    **changes,
+  )
+  _assert_trees_close(
+    _packed_loss_and_grads(pipelined),
+    _packed_loss_and_grads(config),
+    rtol=1e-4,
+    atol=1e-5,
+  )
+
+
+@functools.cache
+def _packed_loss_and_grads(config):
+  tokens = _tokens(config, batch=6)
+  segments = jnp.sort(_tokens(config, batch=6, seed=2) % 3, axis=1)
+
+  def mean(params):
+    total, weight = model.loss(
+      params,
+      tokens,
+      tokens[:, ::-1],
+      jnp.ones(tokens.shape),
+      config,
+      rng=jax.random.key(5),
+      is_training=True,
+      segment_ids_BL=segments,
+      positions_BL=tokens,
+    )
+    return total / weight
+
+  four_layers = dataclasses.replace(VARIANTS['learned_swiglu'], num_layers=4)
+  return _jit(jax.value_and_grad(mean))(_params(four_layers))
+
+
+def test_the_pipeline_is_left_out_where_tokens_are_generated():
+  params, prompt = _params(TINY), _tokens(TINY, batch=1, length=3)
+  pipelined = dataclasses.replace(
+    TINY, pipeline_stages=2, pipeline_microbatches=3
+  )
+  _assert_trees_close(
+    *(
+      model.generate(params, prompt, 4, jax.random.key(0), config)
+      for config in (pipelined, TINY)
+    ),
+    rtol=0,
+  )
+  with pytest.raises(
+    ValueError, match='batch of 1 rows does not divide into 3'
+  ):
+    model.apply(params, prompt, pipelined)
+
+
+def test_offload_names_what_works_where_the_host_has_no_such_memory(
+  monkeypatch,
+):
+  class Device:
+    platform, device_kind = 'abacus', 'beads'
+
+    def addressable_memories(self):
+      return []
+
+  monkeypatch.setattr(jax, 'devices', lambda: [Device()])
+  config = dataclasses.replace(TINY, remat='offload')
+  with pytest.raises(ValueError, match=r"abacus .*has \[\].*'dots', 'full'"):
+    jax.eval_shape(lambda: model.init(jax.random.key(0), config))
 
 
 def test_scanned_and_unrolled_start_from_the_same_weights():
@@ -343,7 +580,8 @@ def test_rotary_angles_by_hand():
 
 
 @pytest.mark.parametrize(
-  ('name', 'scan_layers'), [('rotary_gelu', True), ('learned_swiglu', False)]
+  ('name', 'scan_layers'),
+  [('rotary_gelu', True), ('learned_swiglu', False), ('pax', True)],
 )
 def test_cached_decoding_equals_running_the_whole_prefix(name, scan_layers):
   config = dataclasses.replace(VARIANTS[name], scan_layers=scan_layers)
@@ -420,6 +658,14 @@ def test_dropout_in_training_only_and_the_same_scanned_or_not():
     ({'remat': 'some'}, "remat must be one of .*'dots'.*; got 'some'"),
     ({'dtype': 'float8'}, "dtype must be one of .*; got 'float8'"),
     ({'attention': 'cudnn'}, "'cudnn' needs dtype='bfloat16'"),
+    ({'attention_cap': 5.0, 'attention': 'xla'}, "'einsum' has and 'xla' has"),
+    ({'logits_cap': -1.0}, 'logits_cap must be positive, or 0 .* got -1.0'),
+    ({'pipeline_stages': 3}, '2 layers do not divide over 3 stages'),
+    (
+      {'pipeline_microbatches': 2},
+      'pipeline_microbatches=2 .* no effect with pipeline_stages=1',
+    ),
+    ({'matmul': 'fp8', 'pipeline_stages': 2}, 'pipeline of 2 stages would add'),
     ({'dropout': 1.0}, r'dropout must lie in \[0, 1\); got 1.0'),
   ],
 )
@@ -441,8 +687,8 @@ def test_errors_about_lengths():
 
 
 def test_a_weight_without_axes_is_refused(monkeypatch):
-  def undeclared(name, shape, axes, stddev):
-    del axes, stddev
+  def undeclared(name, shape, axes, init):
+    del axes, init
     return model.hk.get_parameter(name, shape, jnp.float32, jnp.ones)
 
   monkeypatch.setattr(model, 'weight', undeclared)

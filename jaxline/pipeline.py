@@ -1,0 +1,316 @@
+"""Pipeline parallelism: layers dealt out to stages, through which rows shift.
+
+The rows of a batch are cut into microbatches. A buffer with a leading `stages`
+axis holds what each stage works on; after each iteration it shifts by one
+stage, which the compiler makes a permutation between neighbours. All stages
+are one `vmap`, and all iterations one `scan`: one program, compiled once for
+any number of either, and differentiated like any other.
+
+With repeats, the last stage hands on to the first, and each microbatch goes
+round several times: each time through other, fewer layers. Stages wait less at
+the ends of the batch, for more hops on the way.
+
+After GPipe (Huang et al., 2019), as GSPMD runs it (Xu et al., 2021, section
+3.3), and the circular schedule of Praxis.
+
+Shapes: B batch, M microbatches, S stages, R repeats, N layers, K = N / (S R)
+layers that a stage runs in one repeat.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any, TypeVar
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from jaxline import partitioning
+
+X = TypeVar('X')
+
+# What a layer calls, with `checkpoint_name`, whatever it makes of a weight
+# before its use, such as a copy in another dtype: see `save_all_but_weights`.
+WEIGHT = 'weight'
+
+# The backward pass computes nothing again but the `WEIGHT`s, of which else a
+# copy would be kept for each iteration.
+save_all_but_weights = jax.checkpoint_policies.save_anything_except_these_names(
+  WEIGHT
+)
+
+
+def num_iterations(
+  num_stages: int, num_microbatches: int, num_repeats: int = 1
+) -> int:
+  """Returns how often the buffer shifts for one batch: M R + S - 1."""
+  return num_microbatches * num_repeats + num_stages - 1
+
+
+def bubble_fraction(
+  num_stages: int, num_microbatches: int, num_repeats: int = 1
+) -> float:
+  """Returns the part of its time that a stage has nothing to do.
+
+  (S - 1) / (M R + S - 1): half of this at the batch's start, half at its end,
+  on average over the stages.
+  """
+  return (num_stages - 1) / num_iterations(
+    num_stages, num_microbatches, num_repeats
+  )
+
+
+def check_sizes(
+  num_layers: int, num_stages: int, num_microbatches: int, num_repeats: int
+) -> None:
+  """Refuses sizes that make no pipeline.
+
+  Raises:
+    ValueError: the layers do not divide over stages and repeats, or there are
+      repeats and fewer microbatches than stages.
+  """
+  parts = num_stages * num_repeats
+  if num_layers % parts:
+    below, above = num_layers // parts * parts, -(-num_layers // parts) * parts
+    fits = f'{below} or {above}' if below else f'{above}'
+    stages = [s for s in _divisors(num_layers) if s * num_repeats <= num_layers]
+    stages = [s for s in stages if num_layers % (s * num_repeats) == 0]
+    raise ValueError(
+      f'{num_layers} layers do not divide over {num_stages} stages x'
+      f' {num_repeats} repeats = {parts}. {fits} layers would fit'
+      + (f', or {stages} stages.' if stages else '.')
+    )
+  if num_repeats > 1 and num_microbatches < num_stages:
+    raise ValueError(
+      f'{num_microbatches} microbatches for {num_stages} stages and'
+      f' {num_repeats} repeats: the first comes back from the last stage before'
+      ' the first stage has seen them all. Expected at least'
+      f' {num_stages} microbatches, or 1 repeat.'
+    )
+
+
+def _divisors(n: int) -> list[int]:
+  return [i for i in range(1, n + 1) if n % i == 0]
+
+
+def pipeline(
+  layer_fn: Callable[[Any, X], X],
+  layers: Any,
+  inputs: X,
+  *,
+  axes: Any,
+  num_stages: int,
+  num_microbatches: int,
+  num_repeats: int = 1,
+  unroll: bool = False,
+  policy: Callable[..., Any] = save_all_but_weights,
+) -> X:
+  """Runs rows through all layers, layers at the same time on several stages.
+
+  The result is that of running the layers one after the other. In repeat r,
+  stage s has the layers r S K + s K to r S K + s K + K - 1. With one repeat,
+  layers that are stored split over the stages lie where they are used. With
+  more they do not, and each step moves them: what is stored keeps the order of
+  the layers, the same under every schedule.
+
+  A stage without a microbatch, at the start and the end of the batch, computes
+  on the first one's input. Nothing comes of it, and no gradient.
+
+  Args:
+    layer_fn: `(weights of one layer, x) -> x`, where `x` is as `inputs` with
+      B / M rows; rows must not know of each other. What only travels along,
+      such as segment ids, it returns as it got it.
+    layers: weights [N, ...] in the order of the layers; each an array, or a
+      `partitioning.Logical`, which else would be whole within a stage.
+    inputs: a pytree of arrays [B, ...].
+    axes: for each array of `inputs` a tuple with the logical names of its axes
+      (`partitioning.AXIS_NAMES`), the first of them 'batch'.
+    num_stages: S.
+    num_microbatches: M. Microbatch m is the rows m, m + M, ..., so that it has
+      its share on every device that the batch is split over.
+    num_repeats: R.
+    unroll: whether a stage's layers are unrolled, or one loop.
+    policy: what the backward pass may keep of each layer, one of
+      `jax.checkpoint_policies`.
+
+  Returns:
+    As `inputs`, in the same order of rows.
+
+  Raises:
+    ValueError: as `check_sizes`; or the batch does not divide into the
+      microbatches, or the stages over the mesh; or `layer_fn` returns other
+      shapes or types than it got.
+  """
+  num_layers = jax.tree.leaves(layers)[0].shape[0]
+  batch = jax.tree.leaves(inputs)[0].shape[0]
+  check_sizes(num_layers, num_stages, num_microbatches, num_repeats)
+  if batch % num_microbatches:
+    raise ValueError(
+      f'A batch of {batch} rows does not divide into {num_microbatches}'
+      f' microbatches. Expected one of {_divisors(batch)} microbatches, or a'
+      f' multiple of {num_microbatches} rows.'
+    )
+  partitioner = partitioning.active()
+  devices = 1 if partitioner is None else partitioner.size('stages')
+  if num_stages % devices:
+    raise ValueError(
+      f'{num_stages} stages do not divide over the {devices} devices along the'
+      f" mesh's {partitioning.mesh_axes('stages')}. Expected {devices} stages,"
+      ' or a mesh with as many of them as there are stages.'
+    )
+
+  def place(tree: X, *leading: str | None) -> X:
+    """Constrains arrays whose first axes are `leading`, then `axes`."""
+    return jax.tree.map(
+      lambda x, names: partitioning.constrain(x, (*leading, *names)), tree, axes
+    )
+
+  per_stage = num_layers // (num_stages * num_repeats)
+
+  def deal(w: Any) -> jax.Array:
+    """Returns [S, R K, ...]: what is a stage's own, in its order."""
+    names: tuple[str | None, ...] = ()
+    if partitioning.is_logical(w):
+      w, names = w.value, w.axes[1:]
+    shape = w.shape[1:]
+    w = w.reshape(num_repeats, num_stages, per_stage, *shape)
+    w = jnp.swapaxes(w, 0, 1).reshape(num_stages, -1, *shape)
+    names = ('stages', None, *(names or (None,) * len(shape)))
+    return partitioning.constrain(w, names)
+
+  layers = jax.tree.map(deal, layers, is_leaf=partitioning.is_logical)
+  stage = functools.partial(
+    _stage, layer_fn, per_stage=per_stage, unroll=unroll, policy=policy
+  )
+  stages = jax.vmap(
+    stage,
+    in_axes=(0, 0, None if num_repeats == 1 else 0),
+    spmd_axis_name=partitioning.mesh_axes('stages') or None,
+  )
+  # Rows stay where they are: their number in a microbatch varies slower than
+  # the microbatch's own.
+  rows = jax.tree.map(
+    lambda x: jnp.moveaxis(
+      x.reshape(batch // num_microbatches, num_microbatches, *x.shape[1:]), 1, 0
+    ),
+    inputs,
+  )
+  rows = place(rows, None)
+  first = jax.tree.map(lambda x: jax.lax.stop_gradient(x[:1]), rows)
+  stage_S = jnp.arange(num_stages)
+
+  # Computed again, the masks are a number for each stage; kept for the backward
+  # pass, they would be one for each entry.
+  @_again
+  def enter(moved: X, kept: X, time: jax.Array) -> X:
+    """Returns [S, B / M, ...]: what the stages work on in this iteration."""
+    work_S = time - stage_S
+    x = _where(stage_S == 0, _get(kept, time % num_microbatches), moved)
+    is_busy = (work_S >= 0) & (work_S < num_microbatches * num_repeats)
+    return _where(is_busy, x, first)
+
+  @_again
+  def leave(moved: X, kept: X, time: jax.Array) -> X:
+    """Returns `kept`, in it what the first stage has from the last."""
+    slot = (time - (num_stages - 1)) % num_microbatches
+    has_come = jnp.broadcast_to(time >= num_stages - 1, stage_S.shape)
+    return jax.tree.map(
+      lambda all_, new: jax.lax.dynamic_update_index_in_dim(
+        all_, new, slot, axis=1
+      ),
+      kept,
+      _where(has_come, moved, _get(kept, slot)),
+    )
+
+  def iteration(carry: tuple[X, X], time: jax.Array) -> tuple[Any, None]:
+    # `moved` [S, B / M, ...] is what the stage before has given; of `kept`
+    # [S, M, B / M, ...] only the first stage's counts: what goes in, in its
+    # place later what has come out. Every stage has one, since what all do is
+    # done by each for itself, whereas to hand it to one takes all of them.
+    moved, kept = carry
+    x = place(enter(moved, kept, time), 'stages')
+    start = jnp.zeros((), jnp.int32)
+    if num_repeats > 1:
+      repeat = (time - stage_S) // num_microbatches
+      start = jnp.clip(repeat, 0, num_repeats - 1) * per_stage
+    out = stages(layers, x, start)
+    _check_alike(x, out)
+    moved = place(jax.tree.map(lambda y: jnp.roll(y, 1, axis=0), out), 'stages')
+    return (moved, place(leave(moved, kept, time), 'stages', None)), None
+
+  kept = jax.tree.map(
+    lambda x: jnp.broadcast_to(x[None], (num_stages, *x.shape)), rows
+  )
+  moved = jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), kept)
+  (_, kept), _ = jax.lax.scan(
+    iteration,
+    (place(moved, 'stages'), place(kept, 'stages', None)),
+    jnp.arange(num_iterations(num_stages, num_microbatches, num_repeats)),
+  )
+  rows = place(jax.tree.map(lambda x: x[0], kept), None)
+  outputs = jax.tree.map(
+    lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, *x.shape[2:]), rows
+  )
+  return place(outputs)
+
+
+def _stage(
+  layer_fn: Callable[[Any, X], X],
+  weights: Any,
+  x: X,
+  start: jax.Array,
+  *,
+  per_stage: int,
+  unroll: bool,
+  policy: Callable[..., Any],
+) -> X:
+  """Runs a stage's layers from `start` on; `weights` are [R K, ...]."""
+
+  # Weights are looked up where the backward pass does it again: else it would
+  # keep those of each iteration.
+  @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+  def layer(x: X, i: jax.Array) -> tuple[X, None]:
+    own = jax.tree.map(
+      lambda w: checkpoint_name(
+        jax.lax.dynamic_index_in_dim(w, start + i, keepdims=False), WEIGHT
+      ),
+      weights,
+    )
+    return layer_fn(own, x), None
+
+  numbers = jnp.arange(per_stage)
+  unroll_by = per_stage if unroll else 1
+  return jax.lax.scan(layer, x, numbers, unroll=unroll_by)[0]
+
+
+def _again(fn: Callable[..., X]) -> Callable[..., X]:
+  """Makes the backward pass compute all of `fn` again."""
+  nothing = jax.checkpoint_policies.nothing_saveable
+  return jax.checkpoint(fn, policy=nothing, prevent_cse=False)
+
+
+def _where(condition_S: jax.Array, a: X, b: X) -> X:
+  """Chooses for each stage; arrays [S, ...], of `b` or [1, ...]."""
+
+  def one(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.where(condition_S.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+
+  return jax.tree.map(one, a, b)
+
+
+def _get(tree: X, slot: jax.Array) -> X:
+  """Returns [S, ...] of [S, M, ...]."""
+  return jax.tree.map(
+    lambda x: jax.lax.dynamic_index_in_dim(x, slot, axis=1, keepdims=False),
+    tree,
+  )
+
+
+def _check_alike(x: Any, out: Any) -> None:
+  types = [
+    jax.tree.map(lambda a: f'{a.dtype}{list(a.shape[1:])}', t) for t in (x, out)
+  ]
+  if types[0] != types[1]:
+    raise ValueError(
+      f'layer_fn must return what it gets, {types[0]}; got {types[1]}.'
+    )
