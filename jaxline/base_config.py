@@ -401,6 +401,12 @@ def check_constraints(config: Mapping[str, Any]) -> None:
       'config.restore_rules are given, but config.restore_from is'
       f' {config["restore_from"]!r}; name the run to restore from.'
     )
+  if config['num_slices'] > 1 and not config['topology']:
+    raise ValueError(
+      f'config.num_slices is {config["num_slices"]}, but config.topology is'
+      f' {config["topology"]!r}: the devices that are here are in as many slices'
+      ' as they are. Set both, or neither.'
+    )
   if config['checkpointer'] == 'memory':
     for key in (
       'restore_from',

@@ -401,8 +401,13 @@ def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
 def _compile(experiment_class: Any, config: config_dict.ConfigDict) -> None:
   """Compiles the steps and reports on them; exits with 1 if they do not fit."""
   from jaxline.aot import ahead
+  from jaxline.aot import chips
 
-  if not ahead.compile_experiment(experiment_class, config):
+  try:
+    fits = ahead.compile_experiment(experiment_class, config)
+  except chips.TargetError as e:
+    raise UsageError(str(e)) from e
+  if not fits:
     sys.exit(1)
 
 

@@ -589,6 +589,31 @@ ENTRY %main (a: f32[12,8,128], i: s32[], x: f32[8,128], b: f32[12,8,128]) -> (f3
   assert hlo.bytes_accessed(text) == 2 * 8 * 128 * 4
 
 
+def test_a_weight_that_a_nested_fusion_reshapes_is_read():
+  text = """\
+HloModule jit_step
+
+%reshape (p: f32[1,128,256]) -> f32[128,256] {
+  %p = f32[1,128,256]{2,1,0:T(8,128)} parameter(0)
+  ROOT %bitcast = f32[128,256]{1,0:T(8,128)} bitcast(%p)
+}
+
+%fused (x: f32[8,128], w: f32[1,128,256]) -> f32[8,256] {
+  %x.1 = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %w.1 = f32[1,128,256]{2,1,0:T(8,128)} parameter(1)
+  %w.2 = f32[128,256]{1,0:T(8,128)} fusion(%w.1), kind=kLoop, calls=%reshape
+  ROOT %product = f32[8,256]{1,0:T(8,128)} convolution(%x.1, %w.2), dim_labels=bf_io->bf
+}
+
+ENTRY %main (x: f32[8,128], w: f32[1,128,256]) -> f32[8,256] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %w = f32[1,128,256]{2,1,0:T(8,128)} parameter(1)
+  ROOT %fusion = f32[8,256]{1,0:T(8,128)} fusion(%x, %w), kind=kOutput, calls=%fused
+}
+"""  # noqa: E501
+  assert hlo.bytes_accessed(text) == 4 * (8 * 128 + 128 * 256 + 8 * 256)
+
+
 def test_slices_on_their_way_into_vmem():
   text = """\
 HloModule jit_step

@@ -150,7 +150,8 @@ def test_the_text_says_it_all():
     assert line == line.rstrip()
   for words in (
     'Experiment on 2 x v4:2x2x1 (TPU v4)',
-    '8 devices: stage 1, replica 2, data 4, mdl 1; sharding fsdp',
+    '8 devices: stage 1, replica 2, data 4, mdl 1',
+    'sharding           fsdp',
     '1,104,619,904',
     '480 B of 1000 B (48%); gradients 160 B',
     '800 B of 1000 B: fits, 200 B to spare',

@@ -34,7 +34,7 @@ from jaxline.checkpoint import files
 _PRODUCTS_IN_TRAINING = 3
 # How many arrays of the state, and buffers of a program, a report lists.
 _NUM_LARGEST = 8
-# Above this part of a chip's memory, the state is what to make smaller first.
+# Above this part of what is needed, the state is what to make smaller first.
 _MUCH = 0.5
 
 
@@ -163,6 +163,9 @@ def _target(
         name=name, device_kind=kind, num_slices=1, num_devices=len(devices)
       )
     chip, ici_bandwidth = known, known.ici_bandwidth
+    # JAX takes for itself only a part of a GPU, and says which.
+    if stats := jax.local_devices()[0].memory_stats():
+      chip = dataclasses.replace(chip, hbm_bytes=float(stats['bytes_limit']))
   return devices, report_lib.Target(
     name=name,
     device_kind=kind,

@@ -436,11 +436,13 @@ def _read(
       total += _read(module, computation, user.name)
     elif user.opcode == 'fusion':
       inner = module.computations[user.called('calls')[0]]
-      total += sum(
-        _read(module, inner, inner.parameters[number].name)
-        for number, operand in enumerate(user.operands)
-        if operand == name
-      )
+      for number, operand in enumerate(user.operands):
+        if operand != name:
+          continue
+        parameter = inner.parameters[number].name
+        total += _read(module, inner, parameter)
+        if _handed_on(module, inner) == parameter:
+          total += _read(module, computation, user.name)
     elif user.opcode == 'tuple' or _continues_chain(user, computation):
       continue
     elif user.operands[0] != name:
@@ -450,6 +452,23 @@ def _read(
     elif user.opcode != 'dynamic-update-slice':
       total += value.bytes
   return min(total, value.bytes)
+
+
+def _handed_on(
+  module: hlo_text.Module, computation: hlo_text.Computation
+) -> str | None:
+  """Returns the parameter that a fusion gives back in another shape, if so."""
+  value = computation.root
+  while value.opcode in ('bitcast', 'fusion'):
+    number = 0
+    if value.opcode == 'fusion':
+      inner = module.computations[value.called('calls')[0]]
+      parameter = _handed_on(module, inner)
+      if parameter is None:
+        return None
+      number = int(inner.instructions[parameter].arguments)
+    value = computation.operand(value, number)
+  return value.name if value.opcode == 'parameter' else None
 
 
 def _written(computation: hlo_text.Computation, name: str) -> int:

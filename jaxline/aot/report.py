@@ -351,10 +351,8 @@ def _lines(report: Report) -> Iterable[str]:
   yield f'{report.experiment} on {slices}{target.name} ({target.device_kind})'
   mesh = ', '.join(f'{axis} {size}' for axis, size in report.mesh.items())
   devices = 'device' if target.num_devices == 1 else 'devices'
-  yield from _row(
-    'mesh',
-    f'{target.num_devices} {devices}: {mesh}; sharding {report.sharding}',
-  )
+  yield from _row('mesh', f'{target.num_devices} {devices}: {mesh}')
+  yield from _row('sharding', report.sharding)
   yield from _row('parameters', f'{report.parameters:,}')
   yield from _row(
     'global batch',
@@ -423,7 +421,7 @@ def _program_lines(program: Program, target: Target) -> Iterable[str]:
       ('temporaries', program.temp_bytes),
     )
     yield from _row(
-      '',
+      '' if program.peak_bytes is not None else 'per chip',
       ', '.join(f'{k} {size_text(v)}' for k, v in parts if v is not None),
     )
   yield from _buffer_lines([b for b in program.buffers if b.bytes >= _SMALL])
