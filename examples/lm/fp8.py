@@ -12,8 +12,6 @@ A product keeps three scales and three histories of magnitudes, one pair each
 for input, weight and gradient. They are Haiku parameters, so that repeated
 layers stack and scan them as they do weights, but no optimizer may see them:
 their "gradient" is their next value. `split` and `merge` keep them apart.
-
-Shapes: H steps of history.
 """
 
 from collections.abc import Iterable, Mapping
