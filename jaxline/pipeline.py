@@ -22,22 +22,36 @@ import functools
 from typing import Any, TypeVar
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from jaxline import partitioning
 
 X = TypeVar('X')
 
-# What a layer calls, with `checkpoint_name`, whatever it makes of a weight
-# before its use, such as a copy in another dtype: see `save_all_but_weights`.
-WEIGHT = 'weight'
-
-# The backward pass computes nothing again but the `WEIGHT`s, of which else a
-# copy would be kept for each iteration.
-save_all_but_weights = jax.checkpoint_policies.save_anything_except_these_names(
-  WEIGHT
+_COPIES = frozenset(
+  {
+    'broadcast_in_dim',
+    'convert_element_type',
+    'copy',
+    'dynamic_slice',
+    'gather',
+    'name',
+    'reshape',
+    'sharding_constraint',
+    'slice',
+    'squeeze',
+    'transpose',
+  }
 )
+
+
+def save_all_but_copies(prim: Any, *unused_args: Any, **unused: Any) -> bool:
+  """A policy that computes nothing again but what only moves or converts.
+
+  So it keeps no weights, of which else each iteration would keep a copy: those
+  of its layers, and in the type that the layer computes in.
+  """
+  return prim.name not in _COPIES
 
 
 def num_iterations(
@@ -103,7 +117,7 @@ def pipeline(
   num_microbatches: int,
   num_repeats: int = 1,
   unroll: bool = False,
-  policy: Callable[..., Any] = save_all_but_weights,
+  policy: Callable[..., Any] = save_all_but_copies,
 ) -> X:
   """Runs rows through all layers, layers at the same time on several stages.
 
@@ -234,7 +248,6 @@ def pipeline(
       repeat = (time - stage_S) // num_microbatches
       start = jnp.clip(repeat, 0, num_repeats - 1) * per_stage
     out = stages(layers, x, start)
-    _check_alike(x, out)
     moved = place(jax.tree.map(lambda y: jnp.roll(y, 1, axis=0), out), 'stages')
     return (moved, place(leave(moved, kept, time), 'stages', None)), None
 
@@ -271,12 +284,12 @@ def _stage(
   @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
   def layer(x: X, i: jax.Array) -> tuple[X, None]:
     own = jax.tree.map(
-      lambda w: checkpoint_name(
-        jax.lax.dynamic_index_in_dim(w, start + i, keepdims=False), WEIGHT
-      ),
+      lambda w: jax.lax.dynamic_index_in_dim(w, start + i, keepdims=False),
       weights,
     )
-    return layer_fn(own, x), None
+    y = layer_fn(own, x)
+    _check_alike(x, y)
+    return y, None
 
   numbers = jnp.arange(per_stage)
   unroll_by = per_stage if unroll else 1
@@ -308,7 +321,7 @@ def _get(tree: X, slot: jax.Array) -> X:
 
 def _check_alike(x: Any, out: Any) -> None:
   types = [
-    jax.tree.map(lambda a: f'{a.dtype}{list(a.shape[1:])}', t) for t in (x, out)
+    jax.tree.map(lambda a: f'{a.dtype}{list(a.shape)}', t) for t in (x, out)
   ]
   if types[0] != types[1]:
     raise ValueError(

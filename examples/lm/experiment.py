@@ -5,6 +5,7 @@ Shapes: B batch, L length, T prompt.
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 from absl import logging
@@ -25,6 +26,9 @@ from jaxline.inputs import text
 
 # More held-out bytes than this take xz longer than a second or two.
 _MAX_TO_COMPRESS = 4_000_000
+
+# Names of scales and biases.
+_NOT_DECAYED = re.compile('norm|bias|query_scale')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ class Config:
     final_learning_rate: at the end of the cosine, as a fraction of the peak.
     b1: decay of Adam's first moment.
     b2: decay of Adam's second moment.
-    weight_decay: of all weights but normalisation scales.
+    weight_decay: of matrices; not of scales and biases.
     clip_norm: the gradient's global norm is at most this.
     sample_prompt: what the sample of each evaluation continues.
     sample_length: bytes of the sample; 0 for none.
@@ -125,7 +129,8 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
   def is_decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
-      lambda path, _: 'norm' not in jax.tree_util.keystr(path), params
+      lambda path, _: not _NOT_DECAYED.search(jax.tree_util.keystr(path)),
+      params,
     )
 
   return optax.chain(

@@ -315,8 +315,7 @@ def _dot(
   """
   if config.matmul == 'fp8':
     return checkpoint_name(fp8.einsum(name, spec, x, w), _DOT)
-  w = checkpoint_name(w.astype(x.dtype), pipeline.WEIGHT)
-  return checkpoint_name(jnp.einsum(spec, x, w), _DOT)
+  return checkpoint_name(jnp.einsum(spec, x, w.astype(x.dtype)), _DOT)
 
 
 def _remat_policy(name: str) -> Any:
@@ -770,14 +769,18 @@ def _pipelined(
     x_BLD, _ = run(weights, None, x_BLD, number, segment_ids_BL, rows_B)
     return x_BLD, segment_ids_BL, rows_B
 
-  policy = pipeline.save_all_but_weights
+  policy = pipeline.save_all_but_copies
   if config.remat != 'nothing':
     policy = _remat_policy(config.remat)
   x_BLD, _, _ = pipeline.pipeline(
     one,
     (weights, numbers),
     (x_BLD, segment_ids_BL, rows_B),
-    axes=(_BETWEEN_BLOCKS, ('batch', 'length'), ('batch',)),
+    axes=(
+      _BETWEEN_BLOCKS,
+      None if segment_ids_BL is None else ('batch', None),
+      ('batch',),
+    ),
     num_stages=config.pipeline_stages,
     num_microbatches=config.pipeline_microbatches,
     num_repeats=config.pipeline_repeats,
@@ -864,6 +867,9 @@ def apply(
 
 def _logits(x_BLD: jax.Array, head: Head, cap: float) -> jax.Array:
   table_VD, bias_V = head
+  # Else the devices of other stages, which have nothing to do here, may split
+  # the sum over D, and send each other logits.
+  x_BLD = partitioning.constrain(x_BLD, ('batch', None, None))
   logits = _einsum('BLD,VD->BLV', x_BLD, table_VD.astype(x_BLD.dtype))
   if bias_V is not None:
     logits += bias_V[None, None]

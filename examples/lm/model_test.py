@@ -429,6 +429,7 @@ def test_initial_weights_and_loss():
     {'remat': 'full', 'scan_layers': True},
     {'loss_chunks': 3},
     {'attention': 'xla'},
+    {'pipeline_stages': 2, 'pipeline_microbatches': 2},
   ],
   ids=str,
 )
@@ -444,9 +445,8 @@ def test_how_it_is_computed_changes_neither_loss_nor_gradients(changes):
   ('stages', 'microbatches', 'repeats', 'changes'),
   [
     (2, 3, 1, {}),
-    (2, 2, 2, {'scan_layers': True, 'remat': 'dots'}),
-    (4, 1, 1, {'remat': 'offload', 'scan_layers': True}),
-    (2, 6, 1, {'remat': 'full', 'loss_chunks': 2, 'attention': 'xla'}),
+    (2, 2, 2, {'scan_layers': True, 'remat': 'dots', 'loss_chunks': 2}),
+    (4, 1, 1, {'scan_layers': True, 'remat': 'offload', 'attention': 'xla'}),
   ],
 )
 def test_a_pipeline_changes_neither_loss_nor_gradients(
@@ -499,13 +499,13 @@ def test_the_pipeline_is_left_out_where_tokens_are_generated():
   pipelined = dataclasses.replace(
     TINY, pipeline_stages=2, pipeline_microbatches=3
   )
-  _assert_trees_close(
-    *(
-      model.generate(params, prompt, 4, jax.random.key(0), config)
-      for config in (pipelined, TINY)
-    ),
-    rtol=0,
-  )
+  programs = [
+    jax.make_jaxpr(model.generate, static_argnums=(2, 4))(
+      params, prompt, 4, jax.random.key(0), config
+    )
+    for config in (pipelined, TINY)
+  ]
+  assert str(programs[0]) == str(programs[1])
   with pytest.raises(
     ValueError, match='batch of 1 rows does not divide into 3'
   ):
@@ -585,8 +585,11 @@ def test_rotary_angles_by_hand():
 )
 def test_cached_decoding_equals_running_the_whole_prefix(name, scan_layers):
   config = dataclasses.replace(VARIANTS[name], scan_layers=scan_layers)
-  # Larger weights, so that the likeliest token is not always the last one.
+  # Larger weights, so that the likeliest token is not always the last one; and
+  # where it is nevertheless, the unlikeliest one.
   params = jax.tree.map(lambda x: 2 * x, _params(config))
+  if name == 'pax':
+    params['final_norm']['scale'] = -2 - params['final_norm']['scale']
   prompt = _tokens(config, batch=3, length=4)
   new = model.generate(params, prompt, 8, jax.random.key(0), config, 0.0)
   assert new.shape == (3, 8)

@@ -1,0 +1,320 @@
+"""Tests of the pipeline against its layers, run one after the other."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxline import partitioning
+from jaxline import pipeline
+
+ROWS = 12
+WIDTH = 4
+AXES = (('batch', None), ('batch',))
+
+
+def _layer(weight, inputs):
+  """Not commutative, and different for each row's number."""
+  x, rows = inputs
+  product = checkpoint_name(x @ weight, 'dot')
+  return jnp.tanh(product) + 0.01 * rows[:, None].astype(x.dtype), rows
+
+
+def _one_after_the_other(weights, x):
+  inputs = x, jnp.arange(len(x))
+  for weight in weights:
+    inputs = _layer(weight, inputs)
+  return inputs[0]
+
+
+def _pipelined(weights, x, layer=_layer, **kwargs):
+  y, rows = pipeline.pipeline(
+    layer, weights, (x, jnp.arange(len(x))), axes=AXES, **kwargs
+  )
+  return y + 0 * rows[:, None].astype(y.dtype)
+
+
+def _step(run):
+  """Returns a program that gives ((loss, output), gradients)."""
+
+  def loss(weights, x):
+    y = run(weights, x)
+    # Every number of the output has a gradient of its own.
+    return jnp.vdot(y, jnp.arange(y.size, dtype=y.dtype).reshape(y.shape)), y
+
+  return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
+def _value_and_grads(run, weights, x):
+  (_, y), grads = _step(run)(weights, x)
+  return y, *grads
+
+
+def _weights_and_rows(num_layers, rows=ROWS):
+  rng = np.random.default_rng(0)
+  weights = rng.normal(size=(num_layers, WIDTH, WIDTH)) / 2
+  x = rng.normal(size=(rows, WIDTH))
+  return jnp.asarray(weights, jnp.float32), jnp.asarray(x, jnp.float32)
+
+
+@pytest.mark.parametrize(
+  ('stages', 'microbatches', 'repeats', 'unroll'),
+  [
+    (1, 3, 2, False),
+    (4, 1, 1, True),  # Fewer microbatches than stages.
+    (4, 6, 1, False),
+    (2, 2, 2, True),  # As many as stages: each goes round at once.
+    (2, 3, 4, False),
+    (4, 12, 2, False),  # One row each.
+  ],
+)
+def test_a_pipeline_computes_what_its_layers_do(
+  stages, microbatches, repeats, unroll
+):
+  weights, x = _weights_and_rows(8)
+  actual = _value_and_grads(
+    lambda weights, x: _pipelined(
+      weights,
+      x,
+      num_stages=stages,
+      num_microbatches=microbatches,
+      num_repeats=repeats,
+      unroll=unroll,
+    ),
+    weights,
+    x,
+  )
+  expected = _value_and_grads(_one_after_the_other, weights, x)
+  for a, b in zip(actual, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('repeats', [1, 2])
+def test_a_stage_without_work_leaves_no_trace(repeats):
+  # Of zeros, whether they are put in or left over, this makes NaN; and of what
+  # goes through more layers than there are, infinity.
+  def layer(weight, inputs):
+    x, rows = inputs
+    return 1e9 * x / jnp.sqrt(jnp.sum(x * x, 1, keepdims=True)) @ weight, rows
+
+  weights, x = _weights_and_rows(4)
+  y, *grads = _value_and_grads(
+    lambda weights, x: _pipelined(
+      weights,
+      x,
+      layer,
+      num_stages=2,
+      num_microbatches=3,
+      num_repeats=repeats,
+    ),
+    weights,
+    x,
+  )
+  for array in (y, *grads):
+    assert np.isfinite(array).all()
+    assert np.abs(array).max() > 0
+
+
+def test_a_stage_sees_its_microbatch_and_its_layers_only():
+  seen = []
+
+  def layer(number, inputs):
+    x, rows = inputs
+    jax.debug.callback(
+      lambda number, rows: seen.append((int(number), *map(int, rows))),
+      number,
+      rows,
+    )
+    return x, rows
+
+  x = jnp.zeros((6, 1))
+  jax.block_until_ready(
+    _pipelined(
+      jnp.arange(8),
+      x,
+      layer,
+      num_stages=2,
+      num_microbatches=3,
+      num_repeats=2,
+    )
+  )
+  jax.effects_barrier()
+  # Microbatch m has the rows m and m + 3, and meets each layer.
+  wanted = {(n, m, m + 3) for n in range(8) for m in range(3)}
+  assert wanted <= set(seen)
+  # Two layers a stage, in 3 * 2 + 1 iterations. What is more is the bubble.
+  assert len(seen) == 2 * 2 * 7
+  bubble = (len(seen) - len(wanted)) / len(seen)
+  assert pipeline.bubble_fraction(2, 3, 2) == pytest.approx(bubble)
+
+
+@pytest.mark.parametrize(
+  ('sizes', 'iterations', 'bubble'),
+  [
+    ((1, 1), 1, 0),
+    ((4, 1), 4, 3 / 4),
+    ((4, 8), 11, 3 / 11),
+    ((4, 8, 2), 19, 3 / 19),
+  ],
+)
+def test_bubbles_by_hand(sizes, iterations, bubble):
+  assert pipeline.num_iterations(*sizes) == iterations
+  assert pipeline.bubble_fraction(*sizes) == pytest.approx(bubble)
+
+
+@pytest.mark.parametrize('repeats', [1, 2])
+@pytest.mark.parametrize(
+  ('policy', 'kept'),
+  [
+    (pipeline.save_all_but_copies, None),
+    (jax.checkpoint_policies.save_only_these_names('dot'), 2),
+    (jax.checkpoint_policies.nothing_saveable, 1),
+  ],
+)
+def test_the_backward_pass_keeps_no_weights(repeats, policy, kept):
+  # The microbatch has 3 rows, a weight 4 x 5 numbers.
+  def layer(weight, inputs):
+    x, rows = inputs
+    weight = weight.astype(x.dtype)
+    y = jnp.tanh(checkpoint_name(x @ weight, 'dot'))
+    return y @ weight.T, rows
+
+  def loss(weights, x):
+    return _pipelined(
+      weights,
+      x,
+      layer,
+      num_stages=2,
+      num_microbatches=4,
+      num_repeats=repeats,
+      policy=policy,
+    ).sum()
+
+  jaxpr = jax.make_jaxpr(jax.grad(loss))(
+    jnp.ones((8, 4, 5)), jnp.ones((12, 4), jnp.bfloat16)
+  )
+  iterations = pipeline.num_iterations(2, 4, repeats)
+  scans = [e for e in jaxpr.eqns if e.primitive.name == 'scan']
+  forward = next(e for e in scans if e.params['length'] == iterations)
+  shapes = [v.aval.shape for v in forward.outvars]
+  assert not [shape for shape in shapes if shape[-2:] in ((4, 5), (5, 4))]
+  # And of activations what the policy says: no masks.
+  rows = [s for s in shapes if s[0] == iterations and 3 in s[1:]]
+  assert kept is None or len(rows) == kept
+
+
+@pytest.mark.parametrize(
+  ('kwargs', 'words'),
+  [
+    (
+      {'num_stages': 3, 'num_microbatches': 1},
+      r'8 layers do not divide over 3 stages x 1 repeats = 3\. 6 or 9 layers'
+      r' would fit, or \[1, 2, 4, 8\] stages',
+    ),
+    (
+      {'num_stages': 8, 'num_microbatches': 8, 'num_repeats': 2},
+      r'= 16\. 16 layers would fit, or \[1, 2, 4\] stages',
+    ),
+    (
+      {'num_stages': 4, 'num_microbatches': 3, 'num_repeats': 2},
+      '3 microbatches for 4 stages and 2 repeats.* at least 4 microbatches',
+    ),
+    (
+      {'num_stages': 2, 'num_microbatches': 5},
+      r'batch of 12 rows does not divide into 5 microbatches.* one of'
+      r' \[1, 2, 3, 4, 6, 12\] microbatches, or a multiple of 5 rows',
+    ),
+  ],
+)
+def test_errors_offer_what_would_fit(kwargs, words):
+  with pytest.raises(ValueError, match=words):
+    _pipelined(*_weights_and_rows(8), **kwargs)
+
+
+def test_a_layer_must_return_what_it_gets():
+  def layer(weight, inputs):
+    x, rows = inputs
+    return (x @ weight).astype(jnp.bfloat16), rows
+
+  with pytest.raises(ValueError, match=r'float32\[6, 4\].*; got .*bfloat16'):
+    _pipelined(*_weights_and_rows(2), layer, num_stages=2, num_microbatches=2)
+
+
+def test_stages_must_divide_over_the_mesh():
+  partitioner = partitioning.Partitioner.make({'stage': 2}, 'pipeline')
+  with partitioner.activate():
+    with pytest.raises(ValueError, match='1 stages do not divide over the 2'):
+      _pipelined(*_weights_and_rows(2), num_stages=1, num_microbatches=2)
+
+
+# Its own process, because the number of devices is fixed when JAX starts.
+_EIGHT = """
+import json, sys
+import jax
+sys.path.insert(0, 'tests')
+import numpy as np
+import test_pipeline as t
+from jaxline import partitioning
+from jaxline.aot import hlo
+
+partitioner = partitioning.Partitioner.make(
+  {'stage': 2, 'data': 2, 'mdl': 2}, 'pipeline')
+axes = ('layers', 'embed', 'mlp')
+weights, x = t._weights_and_rows(8)
+expected = t._value_and_grads(t._one_after_the_other, weights, x)
+placed = [
+  jax.device_put(weights, partitioner.shardings(
+    partitioner.specs(partitioning.Logical(weights, axes)))),
+  partitioner.put_batch(x),
+]
+out = []
+for repeats in (1, 2):
+  def run(weights, x):
+    return t._pipelined(
+      partitioning.Logical(weights, axes), x, num_stages=2, num_microbatches=3,
+      num_repeats=repeats)
+  with partitioner.activate():
+    compiled = t._step(run).lower(*placed).compile()
+  (_, y), grads = jax.block_until_ready(compiled(*placed))
+  for a, b in zip((y, *grads), expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+  out.append([
+    (c.kind, c.count)
+    for c in hlo.collectives(
+      compiled.as_text(), partitioner.axis_sizes, partitioner.slices)
+    if 'stage' in c.axes and c.bytes > 4
+  ])
+print(json.dumps(out))
+"""
+
+
+def test_on_eight_devices_rows_go_to_the_next_stage_and_nothing_else():
+  environment = os.environ | {
+    'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
+    'PYTHONPATH': '.',
+  }
+  process = subprocess.run(
+    [sys.executable, '-c', _EIGHT],
+    env=environment,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert process.returncode == 0, process.stderr
+  once, twice = json.loads(process.stdout.splitlines()[-1])
+  for found, repeats in ((once, 1), (twice, 2)):
+    iterations = pipeline.num_iterations(2, 3, repeats)
+    in_loops = [(kind, count) for kind, count in found if count > 1]
+    # Rows and their numbers forwards, the gradients of rows backwards.
+    assert {kind for kind, _ in in_loops} == {'collective-permute'}
+    assert {count for _, count in in_loops} == {iterations}
+    # The whole batch once each way; repeats move the weights.
+    at_the_ends = {kind for kind, count in found if count == 1}
+    assert 'all-reduce' in at_the_ends
+    assert ('all-to-all' in at_the_ends) == (repeats == 2)
