@@ -1,6 +1,7 @@
 """Compiling a run for chips that are not here, and keeping the programs."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -9,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+import types
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from jaxline import experiment
 from jaxline import metrics
 from jaxline import partitioning
 from jaxline import sharded
+from jaxline import train as train_lib
 from jaxline.aot import ahead
 from jaxline.aot import chips
 from jaxline.aot import hlo
@@ -34,15 +37,24 @@ ROWS = 128
 class TwoLayers(sharded.ShardedExperiment):
   """x -> tanh(x a) b; with Adam."""
 
-  def __init__(self, mode, init_rng, width=128, hidden=256, evaluates=True):
+  def __init__(
+    self,
+    mode,
+    init_rng,
+    width=128,
+    hidden=256,
+    evaluates=True,
+    dtype='float32',
+  ):
     self.width = width
     self.hidden = hidden
     self.evaluates = evaluates
+    self.dtype = dtype
     super().__init__(mode, init_rng)
 
   def init_fn(self, rng):
     a, b = jax.random.split(rng)
-    normal = jax.random.normal
+    normal = functools.partial(jax.random.normal, dtype=self.dtype)
     weights = {
       'a': (normal(a, [self.width, self.hidden]), ('embed', 'mlp')),
       'b': (normal(b, [self.hidden, self.width]), ('mlp', 'embed')),
@@ -51,7 +63,9 @@ class TwoLayers(sharded.ShardedExperiment):
 
   def loss_fn(self, params, model_state, batch, rng, is_training):
     del rng, is_training
-    y = jnp.tanh(batch['x'] @ params['a']) @ params['b']
+    x = batch['x'].astype(self.dtype)
+    y = jnp.tanh(x @ params['a']) @ params['b']
+    y = y.astype(jnp.float32)
     loss = metrics.Mean.of(jnp.square(y).mean(-1), batch['weights'])
     return loss.compute(), {'loss': loss}, model_state
 
@@ -69,11 +83,24 @@ class TwoLayers(sharded.ShardedExperiment):
     return [{'x': np.ones([ROWS, self.width], np.float32)}]
 
 
+class OnItsMesh(TwoLayers):
+  """Its loss asks for the mesh of the step."""
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    rows = jax.sharding.PartitionSpec('data')
+    double = jax.shard_map(lambda x: 2 * x, in_specs=rows, out_specs=rows)
+    batch = {**batch, 'x': double(batch['x'])}
+    return super().loss_fn(params, model_state, batch, rng, is_training)
+
+
 class NotSharded(experiment.AbstractExperiment):
   """Has no sharded step."""
 
+  made = 0
+
   def __init__(self, mode, init_rng):
     super().__init__(mode=mode, init_rng=init_rng)
+    type(self).made += 1
 
   def step(self, *, global_step, rng, writer):
     raise AssertionError
@@ -149,10 +176,89 @@ def test_without_an_evaluation_the_train_step_is_compiled():
   assert made.saved == ''
 
 
-def test_an_experiment_without_a_sharded_step_is_refused():
-  config = make_config(sharding='ddp')
+def test_the_compiler_is_asked_although_there_is_a_cache(tmp_path):
+  settings = {
+    'jax_compilation_cache_dir': str(tmp_path),
+    'jax_persistent_cache_min_compile_time_secs': 0.0,
+  }
+  before = {key: getattr(jax.config, key) for key in settings}
+  for key, value in settings.items():
+    jax.config.update(key, value)
+  try:
+    for _ in range(2):
+      made = ahead.make_report(TwoLayers, make_config())
+      assert made.programs[0].buffers  # XLA tells them as it compiles.
+  finally:
+    for key, value in before.items():
+      jax.config.update(key, value)
+
+
+def test_a_loss_may_ask_for_its_mesh():
+  made = ahead.make_report(OnItsMesh, make_config())
+  train, _ = made.programs
+  assert train.model_flops == 3 * 2 * 2 * ROWS * 128 * 256
+
+
+@pytest.mark.parametrize(
+  ('made_by', 'made'),
+  [
+    (NotSharded, 0),
+    (functools.partial(NotSharded), 0),
+    # It is known only when it is there.
+    (lambda mode, init_rng: NotSharded(mode, init_rng), 1),
+  ],
+)
+def test_an_experiment_without_a_sharded_step_is_refused(made_by, made):
+  NotSharded.made = 0
+  config = make_config(sharding='fsdp' if not made else 'ddp')
   with pytest.raises(chips.TargetError, match='NotSharded has no sharded step'):
-    ahead.make_report(NotSharded, config)
+    ahead.make_report(made_by, config)
+  assert NotSharded.made == made
+
+
+@pytest.mark.parametrize(
+  ('stats', 'expected'),
+  [
+    (None, 141e9),  # What the maker says.
+    ({'bytes_in_use': 1}, 141e9),
+    ({'bytes_limit': 100}, 100.0),
+  ],
+)
+def test_what_a_gpu_has_for_programs(monkeypatch, stats, expected):
+  gpu = types.SimpleNamespace(
+    device_kind='NVIDIA H200', memory_stats=lambda: stats
+  )
+  monkeypatch.setattr(jax, 'devices', lambda: [gpu])
+  monkeypatch.setattr(jax, 'local_devices', lambda: [gpu])
+  _, target = ahead._target(make_config(), [])
+  assert target.hbm_bytes == expected
+
+
+def test_an_evaluation_beside_the_optimizer_may_not_fit():
+  made = train_lib.build_for_compilation(TwoLayers, make_config())
+  state = made.abstract_state()
+  # Half of Adam's two moments of the two weights; its counter.
+  waiting = 2 * 2 * 4 * 128 * 256 // 2 + 4
+  target = report.Target(
+    name='',
+    device_kind='',
+    num_slices=1,
+    num_devices=2,
+    hbm_bytes=1000.0 + waiting,
+  )
+
+  def notes(peak, target=target):
+    compiled = [
+      report.Program(name='', model_flops=0.0, peak_bytes=p) for p in (1, peak)
+    ]
+    return list(ahead._beside_evaluation(state, compiled, target))
+
+  assert not notes(1000)
+  (note,) = notes(1001)
+  assert 'train_and_eval' in note
+  assert not notes(1001 + waiting)  # It does not fit by itself either.
+  assert not notes(None)
+  assert not notes(1001, dataclasses.replace(target, hbm_bytes=None))
 
 
 # Sizes without a compiler.
@@ -180,6 +286,19 @@ def test_sizes_without_libtpu(monkeypatch, num_slices):
   assert 'at the peak of all chips' in str(made)
 
 
+@pytest.mark.parametrize(
+  ('dtype', 'parts', 'size'),
+  [('float32', 1, 4), ('bfloat16', 1, 2), ('bfloat16', 2, 4)],
+)
+def test_sums_of_gradients_are_wide(monkeypatch, dtype, parts, size):
+  without_libtpu(monkeypatch)
+  config = make_config(topology='v4:2x2x1', gradient_accumulation_steps=parts)
+  config.unlock()
+  config.experiment_kwargs.dtype = dtype
+  made = ahead.make_report(TwoLayers, config)
+  assert made.gradient_bytes == size * made.parameters // 4
+
+
 def test_no_array_is_made_and_too_much_state_is_seen(monkeypatch):
   without_libtpu(monkeypatch)
   config = make_config(topology='v4:2x2x1', sharding='ddp')
@@ -203,7 +322,16 @@ def test_a_wrong_topology_is_refused():
 # What to change.
 
 
-def hints(*, peak, state, sharding='fsdp', kwargs=None, **changes):
+def hints(
+  *,
+  peak,
+  state,
+  gradients=0,
+  evaluation=1,
+  sharding='fsdp',
+  kwargs=None,
+  **changes,
+):
   config = make_config(**changes)
   config.unlock()
   config.experiment_kwargs.update(kwargs or {})
@@ -221,14 +349,15 @@ def hints(*, peak, state, sharding='fsdp', kwargs=None, **changes):
     batch_rows=32,
     parameters=1,
     state_bytes=state,
-    gradient_bytes=0,
+    gradient_bytes=gradients,
     batch_bytes=1,
     bubble_fraction=0.0,
     state_buffers=(),
-    programs=(
+    programs=tuple(
       report.Program(
-        name='', model_flops=1.0, peak_bytes=peak, fits=peak < 1000
-      ),
+        name='', model_flops=1.0, peak_bytes=num_bytes, fits=num_bytes < 1000
+      )
+      for num_bytes in (peak, evaluation)
     ),
   )
   return list(ahead._hints(made, config))
@@ -243,6 +372,21 @@ def test_what_is_largest_is_made_smaller_first():
   assert "'offload'" in last
   first, *_ = hints(peak=1100, state=900, sharding='tp')
   assert "config.sharding = 'fsdp_tp'" in first
+
+
+def test_gradients_may_go_before_they_are_all_there():
+  found = hints(peak=1100, state=900, gradients=300)
+  assert 'More chips' in found[0]
+  assert len(found) > 2
+  found = hints(peak=1100, state=1001)
+  assert len(found) == 2
+  assert 'the state alone' in found[-1]
+
+
+def test_where_only_the_evaluation_does_not_fit():
+  found = hints(peak=900, state=800, evaluation=1100)
+  assert 'eval_input' in found[0]
+  assert not any('remat' in hint or 'steps' in hint for hint in found)
 
 
 def test_hints_name_the_settings_that_there_are():
@@ -363,6 +507,47 @@ def test_another_process_runs_what_was_compiled(tmp_path):
   assert loaded == compiled
 
 
+MANY = textwrap.dedent("""
+  import sys
+  from jaxline import distributed
+
+  distributed.initialize('auto')
+  from jaxline.aot import ahead
+  from tests import test_aot
+
+  config = test_aot.make_config(checkpoint_dir=sys.argv[1])
+  ahead.compile_experiment(test_aot.TwoLayers, config)
+""")
+
+
+@pytest.mark.slow
+def test_of_several_processes_the_first_reports(tmp_path):
+  launch = [sys.executable, '-m', 'jaxline.launch', '--processes=2', '--']
+  done = subprocess.run(
+    [*launch, sys.executable, '-c', MANY, str(tmp_path)],
+    cwd=ROOT,
+    env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=150,
+  )
+  assert done.returncode == 0, done.stderr
+  lines = done.stdout.splitlines()
+  assert any(line.startswith('[0] TwoLayers on local') for line in lines)
+  assert not any(line.startswith('[1] TwoLayers') for line in lines)
+  directory = tmp_path / 'compile'
+  made = report.Report.from_json(
+    json.loads((directory / 'local.json').read_text())
+  )
+  assert made.target.num_devices == 2
+  assert made.batch_rows == 2 * ROWS  # Each has rows of its own.
+  assert sorted(os.listdir(directory)) == ['local.json', 'local_programs']
+  kept = sorted(os.listdir(made.saved))
+  assert len(kept) == 3
+  assert kept[-1] == programs.RECORD
+
+
 def test_what_is_other_is_compiled_and_told_of(tmp_path, caplog):
   caplog.set_level(logging.INFO)
   config = make_config()
@@ -384,6 +569,43 @@ def test_what_is_other_is_compiled_and_told_of(tmp_path, caplog):
   assert jax.config.jax_compilation_cache_dir is None
 
 
+def compile_something():
+  jax.jit(lambda x: x + 1).lower(1.0).compile()
+
+
+def test_programs_of_before_do_not_stay(tmp_path, monkeypatch):
+  directory = tmp_path / 'programs'
+  with programs.saving(directory, {}):
+    compile_something()
+  before = sorted(os.listdir(directory))
+  assert before[-1] == programs.RECORD
+  with monkeypatch.context() as patch:
+    # JAX lets only the first process write.
+    patch.setattr(jax, 'process_index', lambda: 1)
+    with programs.saving(directory, {}):
+      pass
+  assert sorted(os.listdir(directory)) == before
+  with programs.saving(directory, {}):
+    pass
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_run_leaves_the_directory_as_it_is(tmp_path, caplog):
+  directory = tmp_path / 'programs'
+  with programs.saving(directory, {}):
+    compile_something()
+  before = sorted(os.listdir(directory))
+  # With this JAX notes when it read what, and removes what it read long ago.
+  jax.config.update('jax_compilation_cache_max_size', 1 << 30)
+  try:
+    with programs.using(directory, {}):
+      compile_something()
+  finally:
+    jax.config.update('jax_compilation_cache_max_size', -1)
+  assert 'None of the programs' not in caplog.text
+  assert sorted(os.listdir(directory)) == before
+
+
 def test_damaged_programs_are_not_used(tmp_path, caplog):
   config = make_config()
   made = ahead.make_report(TwoLayers, config, tmp_path)
@@ -396,7 +618,9 @@ def test_damaged_programs_are_not_used(tmp_path, caplog):
   assert f'{path.name} is damaged or missing' in caplog.text
 
 
-@pytest.mark.parametrize('text', [None, '', '{}', '{"schema": 0}'])
+@pytest.mark.parametrize(
+  'text', [None, '', '{}', '[]', '{"schema": 0}', '{"schema": 1}']
+)
 def test_a_directory_without_programs_is_refused(tmp_path, text):
   if text is not None:
     (tmp_path / programs.RECORD).write_text(text)

@@ -141,6 +141,8 @@ def test_another_schema_is_refused():
   values = make_report().to_json()
   with pytest.raises(ValueError, match='schema 7, expected 1'):
     report.Report.from_json({**values, 'schema': 7})
+  with pytest.raises(ValueError, match='schema None, expected 1'):
+    report.Report.from_json({'mesh': {}})
 
 
 def test_the_text_says_it_all():
@@ -186,6 +188,26 @@ def test_what_does_not_fit_says_so():
   text = str(made)
   assert '1.46 KiB of 1000 B: DOES NOT FIT, 500 B too much' in text
   assert 'First this.' in text
+
+
+@pytest.mark.parametrize(
+  ('hbm_bytes', 'expected'),
+  [
+    # Nothing is known of the chip but that the compiler found no room.
+    (None, '1.46 KiB: DOES NOT FIT\n'),
+    # The compiler had less to give.
+    (1600.0, '1.46 KiB of 1.56 KiB: DOES NOT FIT\n'),
+  ],
+)
+def test_the_compiler_knows_better_what_fits(hbm_bytes, expected):
+  made = make_report()
+  train = dataclasses.replace(made.programs[0], peak_bytes=1500, fits=False)
+  made = dataclasses.replace(
+    made,
+    programs=(train,),
+    target=dataclasses.replace(TARGET, hbm_bytes=hbm_bytes),
+  )
+  assert expected in str(made)
 
 
 @pytest.mark.parametrize(

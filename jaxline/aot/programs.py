@@ -16,7 +16,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 import tempfile
 import threading
 from typing import Any
@@ -93,7 +92,8 @@ def saving(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
   """Keeps the programs that are compiled inside.
 
   All are compiled anew. A directory of before is replaced when the new one is
-  whole.
+  whole; where no program could be kept, it goes. Of several processes the first
+  does this, since JAX writes in no other.
 
   Args:
     directory: where to.
@@ -110,9 +110,9 @@ def saving(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
     partial.mkdir()
     with _cache(partial, min_secs=0.0):
       yield
-    found = sorted(partial.glob(f'*{_SUFFIX}'))
-    if not found:
+    if jax.process_index() != 0:
       return
+    found = sorted(partial.glob(f'*{_SUFFIX}'))
     files.write_json(
       partial / RECORD,
       {
@@ -121,8 +121,22 @@ def saving(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
         'programs': {path.name: _digest(path) for path in found},
       },
     )
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
+    if directory.exists():
+      # Goes with the rest of what is temporary here.
+      directory.rename(pathlib.Path(name) / 'before')
+    if found:
+      partial.rename(directory)
+
+
+@contextlib.contextmanager
+def kept_nowhere() -> Iterator[None]:
+  """Has what is compiled inside compiled anew: XLA tells only then what it did.
+
+  Yields:
+    Nothing.
+  """
+  with _configured({'jax_enable_compilation_cache': False}):
+    yield
 
 
 @contextlib.contextmanager
@@ -213,22 +227,31 @@ class _Watch(threading.local):
         name,
         self._directory,
         '\n  '.join(self._differences)
-        or 'other code, or arguments of other shapes.',
+        or 'other code, or arguments of other shapes; on CPU, perhaps only of'
+        ' another process.',
       )
     self._is_taken = False
 
 
-@contextlib.contextmanager
-def _cache(directory: pathlib.Path, min_secs: float) -> Iterator[None]:
+def _cache(
+  directory: pathlib.Path, min_secs: float
+) -> contextlib.AbstractContextManager[None]:
   """Sets JAX's compilation cache, in place of whatever it was."""
   settings = {
     'jax_enable_compilation_cache': True,
     'jax_compilation_cache_dir': str(directory),
+    # Else reading leaves files, and makes room by removing others.
+    'jax_compilation_cache_max_size': -1,
     'jax_persistent_cache_min_compile_time_secs': min_secs,
     'jax_persistent_cache_min_entry_size_bytes': -1,
     # Of a GPU; else the directory's name would be part of the hash.
     'jax_persistent_cache_enable_xla_caches': 'none',
   }
+  return _configured(settings)
+
+
+@contextlib.contextmanager
+def _configured(settings: Mapping[str, Any]) -> Iterator[None]:
   before = {key: getattr(jax.config, key) for key in settings}
   _configure(settings)
   try:
@@ -257,9 +280,9 @@ def _read(directory: pathlib.Path) -> dict[str, Any]:
   try:
     record = json.loads((directory / RECORD).read_text(encoding='utf-8'))
     if record['schema'] == _SCHEMA:
-      return record
+      return {key: record[key] for key in ('identity', 'programs')}
     found = f'schema {record["schema"]}'
-  except (OSError, ValueError, KeyError) as e:
+  except (OSError, ValueError, KeyError, TypeError) as e:
     found = repr(e)
   raise ValueError(
     f'config.compiled_program is {str(directory)!r}, which has no {RECORD} of'

@@ -175,12 +175,15 @@ class Program:
     alias_bytes: outputs that take the place of arguments.
     temp_bytes: per chip, at the worst moment.
     peak_bytes: arguments, outputs and temporaries, what is shared counted once.
-    fits: whether the compiler found room for it.
+    fits: whether the peak is within the chip's memory. Of TPUs the compiler
+      says so itself where it is not.
     traffic: collectives.
     roofline: None also where the chip is not known.
     compile_secs: what the compiler took.
     unknown_loops: loops whose bodies are counted once, since the compiler does
       not say how often they run: with them the program takes longer.
+    unknown_kernels: kernels whose FLOPs are not counted, since nothing says how
+      many they are.
     buffers: the largest.
   """
 
@@ -214,7 +217,8 @@ class Report:
     batch_rows: rows of a global batch.
     parameters: number of weights.
     state_bytes: of the whole state, per chip: weights, optimizer, model state.
-    gradient_bytes: per chip, if all gradients are there at once.
+    gradient_bytes: per chip, if all gradients are there at once; of sums over
+      parts of a batch, of one such sum.
     batch_bytes: of one batch, per chip.
     bubble_fraction: part of a step in which a pipeline's stage idles.
     state_buffers: the largest arrays of the state.
@@ -260,10 +264,10 @@ class Report:
     Raises:
       ValueError: another version of this program wrote it.
     """
-    if values['schema'] != SCHEMA:
+    if (schema := values.get('schema')) != SCHEMA:
       raise ValueError(
-        f'The report has schema {values["schema"]}, expected {SCHEMA}; make it'
-        ' anew with --jaxline_mode=compile.'
+        f'The report has schema {schema}, expected {SCHEMA}; make it anew with'
+        ' --jaxline_mode=compile.'
       )
     return cls(
       **{
@@ -478,9 +482,12 @@ def _peak_text(program: Program, target: Target) -> str:
   assert program.peak_bytes is not None
   text = size_text(program.peak_bytes)
   if not target.hbm_bytes:
-    return text
+    return text if program.fits is None else f'{text}: DOES NOT FIT'
   text += f' of {size_text(target.hbm_bytes)}'
   rest = target.hbm_bytes - program.peak_bytes
   if program.fits is False:
-    return f'{text}: DOES NOT FIT, {size_text(-rest)} too much'
+    # The compiler may have less to give than what is published.
+    return f'{text}: DOES NOT FIT' + (
+      f', {size_text(-rest)} too much' if rest < 0 else ''
+    )
   return f'{text}: fits, {size_text(rest)} to spare'
