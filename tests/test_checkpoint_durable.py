@@ -1049,7 +1049,8 @@ def test_what_may_change(run):
   other = run(
     training_steps=7, log_tensors_interval=3, max_checkpoints_to_keep=1,
     save_checkpoint_interval=2, on_nonfinite='skip', watchdog_secs=5.0,
-    **_kwargs(net=SAME | {'mesh': {'data': 1}, 'sharding': 'fsdp'}, **after),
+    **_kwargs(net=SAME | {'mesh': {'data': 1}, 'sharding': 'fsdp',
+      'pipeline_stages': 2, 'remat': 'full'}, **after),
   )  # fmt: skip
   other.check_config()
   restore(other, weights())

@@ -1,5 +1,6 @@
 """Tests of jaxline.partitioning, on the two fake devices of conftest.py."""
 
+import dataclasses
 import gc
 import re
 
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxline import base_config
 from jaxline import partitioning
 
 Logical = partitioning.Logical
@@ -81,6 +83,290 @@ def test_mesh_errors_give_the_numbers(sizes, words):
     assert word in str(error.value)
 
 
+# Sizes within slices and across; the devices are only counted.
+
+
+def shape_of(sizes, count, num_slices=1):
+  devices = partitioning.abstract_devices(count, num_slices)
+  return partitioning.mesh_shape(sizes, devices)
+
+
+@pytest.mark.parametrize(
+  ('sizes', 'count', 'num_slices', 'ici', 'dcn'),
+  [
+    (None, 8, 1, (1, 1, 8, 1), (1, 1, 1, 1)),
+    # Slices are replicas where it is not said otherwise.
+    (None, 8, 2, (1, 1, 4, 1), (1, 2, 1, 1)),
+    ({'mdl': 2}, 8, 2, (1, 1, 2, 2), (1, 2, 1, 1)),
+    ({'ici': {'mdl': -1}}, 8, 2, (1, 1, 1, 4), (1, 2, 1, 1)),
+    ({'ici': {'mdl': -1, 'data': 2}}, 8, 1, (1, 1, 2, 4), (1, 1, 1, 1)),
+    ({'dcn': {'data': 2}}, 8, 2, (1, 1, 4, 1), (1, 1, 2, 1)),
+    ({'dcn': {'data': -1}}, 12, 3, (1, 1, 4, 1), (1, 1, 3, 1)),
+    ({'dcn': {'stage': 2}}, 16, 4, (1, 1, 4, 1), (2, 2, 1, 1)),
+    ({'dcn': {'stage': 2, 'data': 2, 'replica': 1}}, 16, 4, (1, 1, 4, 1),
+     (2, 1, 2, 1)),
+    ({'ici': {'replica': 2, 'data': 8, 'mdl': 16}}, 512, 2, (1, 2, 8, 16),
+     (1, 2, 1, 1)),
+    ({'ici': {'data': np.int64(2), 'mdl': 4}}, 8, 1, (1, 1, 2, 4),
+     (1, 1, 1, 1)),
+    ({'ici': None, 'dcn': None}, 4, 1, (1, 1, 4, 1), (1, 1, 1, 1)),
+  ],
+)  # fmt: skip
+def test_mesh_shape(sizes, count, num_slices, ici, dcn):
+  shape = shape_of(sizes, count, num_slices)
+  assert shape == partitioning.MeshShape(ici, dcn)
+  assert shape.sizes == dict(
+    zip(partitioning.MESH_AXES, np.multiply(ici, dcn).tolist(), strict=True)
+  )
+
+
+def test_mesh_shape_as_text():
+  shape = shape_of({'mdl': 2}, 8)
+  assert str(shape) == 'stage 1, replica 1, data 4, mdl 2'
+  assert str(shape_of({'mdl': 2}, 8, 2)) == (
+    'stage 1, replica 1, data 2, mdl 2; across slices stage 1, replica 2,'
+    ' data 1, mdl 1'
+  )
+
+
+@pytest.mark.parametrize(
+  ('sizes', 'count', 'num_slices', 'words'),
+  [
+    (
+      {'data': 4, 'mdl': 4},
+      8,
+      1,
+      [
+        "mesh.ici is {'data': 4, 'mdl': 4}, which needs 16 devices; there are"
+        ' 8.',
+        'data: 2 would fit, in place of 4.',
+        'mdl: 2 would fit, in place of 4.',
+      ],
+    ),
+    # Of one, the other size leaves no whole number.
+    (
+      {'data': 3, 'mdl': 2},
+      8,
+      1,
+      ['needs 6 devices', 'data: 4 would fit, in place of 3.'],
+    ),
+    # Of neither.
+    (
+      {'data': 3, 'mdl': 5},
+      8,
+      1,
+      ['needs 15 devices', 'divisors of 8, [1, 2, 4, 8]', '-1 in one place'],
+    ),
+    (
+      {'ici': {'mdl': 3}},
+      8,
+      1,
+      [
+        "mesh.ici is {'data': -1, 'mdl': 3}, which needs a multiple of 3"
+        ' devices; there are 8.',
+        'mdl: 3 does not divide 8; expected one of [1, 2, 4, 8].',
+      ],
+    ),
+    # Of a slice, not of all devices.
+    (
+      {'ici': {'mdl': 8}},
+      8,
+      2,
+      ['devices in a slice; there are 4.', 'mdl: 8 does not divide 4'],
+    ),
+    (
+      {'dcn': {'data': 3}},
+      8,
+      2,
+      [
+        "mesh.dcn is {'replica': -1, 'data': 3}, which needs a multiple of 3"
+        ' slices (of 4 devices each); there are 2.',
+        'data: 3 does not divide 2; expected one of [1, 2].',
+      ],
+    ),
+    (
+      {'dcn': {'replica': 4, 'data': 1}},
+      8,
+      2,
+      ['mesh.dcn', 'needs 4 slices', 'replica: 2 would fit, in place of 4.'],
+    ),
+    ({'ici': {'mdle': 2}}, 8, 1, ["'mdle' in mesh.ici", "mean 'mdl'"]),
+    ({'dcn': {'repica': 2}}, 8, 2, ["'repica' in mesh.dcn", "mean 'replica'"]),
+    # The axes themselves, or by network: not both.
+    ({'ici': {}, 'data': 2}, 8, 1, ["'data' in mesh;", "['ici', 'dcn']"]),
+    ({'ici': {}, 'dnc': {}}, 8, 1, ["'dnc' in mesh;", "mean 'dcn'"]),
+    # Devices that are only counted stand for no slices but their own.
+    (
+      {'dcn': {'data': 2}},
+      8,
+      1,
+      ['a multiple of 2 slices (of 8 devices each); there are 1.'],
+    ),
+    ({'dcn': {'data': -1, 'mdl': -1}}, 8, 2, ['mesh.dcn is', 'may be -1']),
+    ({'data': True}, 1, 1, ['positive integers', "'data': True"]),
+    ({'data': 2.0}, 2, 1, ['positive integers', "'data': 2.0"]),
+    ({'data': '2'}, 2, 1, ['positive integers', "'data': '2'"]),
+  ],
+)
+def test_mesh_shape_errors_offer_what_fits(sizes, count, num_slices, words):
+  with pytest.raises(ValueError) as error:
+    shape_of(sizes, count, num_slices)
+  for word in words:
+    assert word in str(error.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+  """What JAX's mesh utilities look at, of a machine that is not here."""
+
+  id: int
+  process_index: int = 0
+  slice_index: int | None = None
+  platform: str = 'tpu'
+  device_kind: str = 'unknown'
+  coords: tuple[int, ...] | None = None
+  core_on_chip: int = 0
+
+
+def slices_of_tpus(num_slices, side=2):
+  """Returns the devices of slices, side x side each, in no good order."""
+  devices = [
+    Device(
+      id=8 * index + side * x + y,
+      process_index=2 * index + x,
+      slice_index=index,
+      device_kind='TPU v5 lite',
+      coords=(x, y, 0),
+    )
+    for index in range(num_slices)
+    for x in range(side)
+    for y in range(side)
+  ]
+  np.random.default_rng(0).shuffle(devices)
+  return devices
+
+
+def order(sizes, devices):
+  shape = partitioning.mesh_shape(sizes, devices)
+  return partitioning._order(shape, devices), shape
+
+
+DCN = [
+  {'replica': 4},
+  {'data': 4},
+  {'mdl': 4},
+  {'stage': 2, 'replica': 2},
+  {'stage': 2, 'data': 2},
+  {'replica': 2, 'data': 2},
+]
+
+
+@pytest.mark.parametrize('dcn', DCN, ids=str)
+@pytest.mark.parametrize('ici', [{}, {'mdl': 2}, {'mdl': -1}], ids=str)
+def test_each_slice_is_a_block_of_the_mesh(dcn, ici):
+  dcn = {'replica': 1, **dcn}
+  devices, shape = order({'ici': ici, 'dcn': dcn}, slices_of_tpus(4))
+  assert devices.shape == tuple(shape.sizes.values())
+  assert [d.slice_index for d in devices.ravel()] == shape.slices
+  # Within a slice its devices, across the slices in their order.
+  assert sorted(d.id for d in devices.ravel()) == sorted(
+    8 * i + j for i in range(4) for j in range(4)
+  )
+  stages = shape.dcn[0]
+  for stage, part in enumerate(np.split(devices, stages)):
+    expected = set(range(4 // stages * stage, 4 // stages * (stage + 1)))
+    assert {d.slice_index for d in part.ravel()} == expected
+
+
+def test_the_innermost_axis_has_neighbours():
+  devices, _ = order({'mdl': 2}, slices_of_tpus(2))
+  for pair in devices.reshape(-1, 2):
+    a, b = (np.array(d.coords) for d in pair)
+    assert pair[0].slice_index == pair[1].slice_index
+    assert np.abs(a - b).sum() == 1
+
+
+@pytest.mark.parametrize('slice_index', [None, 0])
+def test_processes_stand_for_slices_that_devices_do_not_tell(slice_index):
+  # As GPUs: each machine is a process.
+  devices = [
+    Device(i, process_index=i // 4, slice_index=slice_index, platform='gpu')
+    for i in range(8)
+  ]
+  sizes = {'ici': {'mdl': 2}, 'dcn': {'replica': 2}}
+  ordered, shape = order(sizes, devices)
+  assert [d.process_index for d in ordered.ravel()] == shape.slices
+  assert shape == partitioning.MeshShape((1, 1, 2, 2), (1, 2, 1, 1))
+  # It was not asked for: then there is one slice.
+  assert order({}, devices)[1].dcn == (1, 1, 1, 1)
+  with pytest.raises(ValueError, match=r'needs 4 slices .*there are 1\.'):
+    order({'dcn': {'replica': 4}}, devices)
+
+
+def test_cpu_devices_make_fake_slices_in_their_order():
+  devices = [Device(i, platform='cpu') for i in range(8)]
+  sizes = {'ici': {'mdl': 2}, 'dcn': {'data': 2}}
+  ordered, shape = order(sizes, devices)
+  ids = np.vectorize(lambda d: d.id)(ordered)
+  assert ids[0, 0].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+  assert shape.slices == [0, 0, 0, 0, 1, 1, 1, 1]
+  # Here a slice has every second column.
+  ordered, shape = order(
+    {'ici': {'data': 4}, 'dcn': {'mdl': 2, 'replica': 1}}, devices
+  )
+  ids = np.vectorize(lambda d: d.id)(ordered)
+  assert ids[0, 0].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+  assert shape.slices == [0, 1] * 4
+  with pytest.raises(ValueError, match=r'3 slices .*there are 1\.'):
+    order({'dcn': {'replica': 3}}, devices)
+
+
+@pytest.mark.parametrize('topology', ['v5e:2x4', 'v4:2x2x2'])
+def test_slices_of_real_topologies(topology):
+  pytest.importorskip('libtpu')
+  from jax.experimental import topologies
+
+  more = {'chip_config_name': 'megacore'} if 'v4' in topology else {}
+  devices = topologies.get_topology_desc(
+    topology, 'tpu', num_slices=2, **more
+  ).devices
+  assert len(devices) == 16
+  ordered, shape = order(
+    {'ici': {'data': -1, 'mdl': 2}, 'dcn': {'data': 2}}, devices
+  )
+  assert shape == partitioning.MeshShape((1, 1, 4, 2), (1, 1, 2, 1))
+  assert [d.slice_index for d in ordered.ravel()] == shape.slices
+  for a, b in ordered.reshape(-1, 2):
+    assert np.abs(np.subtract(a.coords, b.coords)).sum() == 1
+
+
+def test_a_mesh_of_devices_that_are_only_counted():
+  devices = partitioning.abstract_devices(8, 2)
+  with partitioning.on_devices(devices):
+    p = partitioning.Partitioner.make({'mdl': 2}, 'fsdp_tp')
+  assert p.axis_sizes == {'stage': 1, 'replica': 2, 'data': 2, 'mdl': 2}
+  assert p.slices == [0] * 4 + [1] * 4
+  assert not p.is_here
+  assert p.host == (0, 1)
+  assert p.batch_shards == 4
+  assert p.spec(('embed', 'mlp'), (4, 4)) == P('data', 'mdl')
+  p.check_rows(8)
+  # Outside, meshes are of what is here again.
+  here = partitioning.Partitioner.make(None, 'ddp')
+  assert here.is_here
+  assert here.mesh.size == 2
+
+
+def test_on_devices_ends_with_an_error():
+  with pytest.raises(KeyError):
+    with partitioning.on_devices(partitioning.abstract_devices(8)):
+      raise KeyError
+  assert partitioning.make_mesh().size == 2
+
+
+# Rules.
+
+
 def test_unknown_preset_is_refused_with_the_nearest():
   with pytest.raises(ValueError, match=r"'fsd'.*'ddp', 'fsdp'.*mean 'fsdp'"):
     partitioning.get_rules('fsd')
@@ -90,6 +376,133 @@ def test_rules_for_axes_that_the_mesh_lacks_are_refused():
   rules = partitioning.Rules(mlp=('model',))
   with pytest.raises(ValueError, match=r"Rules\.mlp .*'model'.*'replica'"):
     partitioner(rules=rules)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'axis', 'mesh_axes'),
+  [
+    ({'vocab': 'data'}, 'vocab', ('data',)),
+    ({'vocab': ('data', 'mdl')}, 'vocab', ('data', 'mdl')),
+    ({'embed': ()}, 'embed', ()),
+    ({'mlp': ['mdl']}, 'mlp', ('mdl',)),
+  ],
+)
+def test_rules_with_changes(changes, axis, mesh_axes):
+  preset = partitioning.get_rules('fsdp')
+  changed = partitioning.get_rules('fsdp', changes)
+  assert changed == dataclasses.replace(preset, **{axis: mesh_axes})
+  assert partitioning.get_rules('fsdp', {}) == preset
+  assert partitioning.get_rules('fsdp') == partitioning.PRESETS['fsdp']
+
+
+@pytest.mark.parametrize(
+  ('changes', 'words'),
+  [
+    (
+      {'embd': ('data',)},
+      ["logical axis 'embd' in sharding_rules", "'heads'", "mean 'embed'"],
+    ),
+    (
+      {'embed': ('dat',)},
+      ["mesh axis 'dat' in sharding_rules.embed", "'mdl'", "mean 'data'"],
+    ),
+    ({'embed': 'mdl2'}, ["mesh axis 'mdl2'", "mean 'mdl'"]),
+  ],
+)
+def test_changes_are_refused_with_the_nearest(changes, words):
+  with pytest.raises(ValueError) as error:
+    partitioning.get_rules('fsdp', changes)
+  for word in words:
+    assert word in str(error.value)
+
+
+def test_a_partitioner_of_config_values():
+  config = base_config.get_base_config()
+  config.mesh.ici.mdl = 2
+  config.sharding_rules = {'vocab': ('mdl', 'data')}
+  p = partitioning.Partitioner.make(config.mesh, 'fsdp', config.sharding_rules)
+  assert p.axis_sizes == {'stage': 1, 'replica': 1, 'data': 1, 'mdl': 2}
+  assert p.rules.vocab == ('mdl', 'data')
+  assert p.rules.embed == ('data',)
+  assert p.size('vocab') == 2
+  assert p.size('embed') == p.size('length') == 1
+  assert p.slices == [0, 0]
+  assert p.host == (0, 1)
+
+
+def counted(sizes, sharding='fsdp', count=8):
+  with partitioning.on_devices(partitioning.abstract_devices(count)):
+    return partitioning.Partitioner.make(sizes, sharding)
+
+
+@pytest.mark.parametrize(
+  ('rows', 'words'),
+  [
+    (6, ['6 rows', 'over 4 devices (replica x data', 'such as 4 or 8']),
+    (3, ['3 rows', 'a multiple of 4', 'such as 4.']),
+  ],
+)
+def test_rows_are_refused_with_those_that_fit(rows, words):
+  p = counted({'mdl': 2})
+  p.check_rows(8)
+  with pytest.raises(ValueError) as error:
+    p.check_rows(rows)
+  for word in words:
+    assert word in str(error.value)
+
+
+# Processes that share rows.
+
+
+def rows_of(sizes, num_processes, per_process, monkeypatch):
+  """Returns the host of each process, were there so many."""
+  devices = np.array(
+    [
+      Device(i, process_index=i // per_process, platform='cpu')
+      for i in range(num_processes * per_process)
+    ]
+  )
+  monkeypatch.setattr(partitioning.Partitioner, 'is_here', True)
+  monkeypatch.setattr(jax, 'process_count', lambda: num_processes)
+  shape = partitioning.mesh_shape(sizes, list(devices))
+  mesh = jax.sharding.Mesh(
+    partitioning._order(shape, list(devices)), partitioning.MESH_AXES
+  )
+  hosts = []
+  for process in range(num_processes):
+    monkeypatch.setattr(jax, 'process_index', lambda process=process: process)
+    hosts.append(
+      partitioning.Partitioner(mesh, partitioning.PRESETS['tp'], shape).host
+    )
+  return hosts
+
+
+@pytest.mark.parametrize(
+  ('sizes', 'processes', 'devices', 'expected'),
+  [
+    ({}, 4, 2, [(0, 4), (1, 4), (2, 4), (3, 4)]),
+    ({'mdl': 2}, 4, 2, [(0, 4), (1, 4), (2, 4), (3, 4)]),
+    # Two processes hold the weights of a row's heads, and so its rows.
+    ({'mdl': 4}, 4, 2, [(0, 2), (0, 2), (1, 2), (1, 2)]),
+    ({'mdl': 8}, 4, 2, [(0, 1)] * 4),
+    ({'mdl': 2}, 4, 1, [(0, 2), (0, 2), (1, 2), (1, 2)]),
+    # Of a pipeline, other layers of the same rows.
+    ({'stage': 2}, 4, 2, [(0, 2), (1, 2), (0, 2), (1, 2)]),
+    ({'dcn': {'mdl': 2}}, 2, 4, [(0, 1), (0, 1)]),
+    ({'dcn': {'data': 4}}, 4, 2, [(0, 4), (1, 4), (2, 4), (3, 4)]),
+  ],
+)
+def test_processes_that_share_rows_are_one_host(
+  sizes, processes, devices, expected, monkeypatch
+):
+  assert rows_of(sizes, processes, devices, monkeypatch) == expected
+
+
+def test_rows_in_common_in_part_are_refused(monkeypatch):
+  with pytest.raises(ValueError) as error:
+    rows_of({'data': 3, 'mdl': 2}, 2, 3, monkeypatch)
+  for word in ('some rows of a batch in common and others not', "'mdl': 2"):
+    assert word in str(error.value)
 
 
 # Which axis of an array is split over what.
@@ -243,6 +656,17 @@ def test_inner_functions_are_traced_anew_for_another_mesh():
   trace(replicas)
   trace(two)
   assert seen == [None, two, replicas]
+
+
+def test_models_can_ask_for_the_active_rules():
+  assert partitioning.active() is None
+  assert partitioning.mesh_axes('stages') == ()
+  p = counted({'stage': 2}, 'pipeline')
+  with p.activate():
+    assert partitioning.active() is p
+    assert partitioning.mesh_axes('stages') == ('stage',)
+    assert partitioning.mesh_axes('batch') == ('replica', 'data')
+  assert partitioning.active() is None
 
 
 def test_activate_ends_with_an_error():

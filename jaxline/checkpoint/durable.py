@@ -47,7 +47,17 @@ _IDENTITY = (
   'random_mode_train',
   'legacy_random_seed_behavior',
 )
-_PLACEMENT = ('mesh', 'sharding')
+# Of these: where arrays lie, and in which order the same step is computed.
+_PLACEMENT = (
+  'mesh',
+  'sharding',
+  'loss_chunks',
+  'pipeline_microbatches',
+  'pipeline_repeats',
+  'pipeline_stages',
+  'remat',
+  'scan_layers',
+)
 _SLOW_SECS = 1.0  # A save that waits longer for the one before is reported.
 
 

@@ -1,0 +1,195 @@
+"""The language model trained in many ways, for test_exactness.py.
+
+Arguments: a folder, 'narrow' or 'wide' (float64), and a JSON list of cases, as
+test_exactness.py writes them. Each case leaves `<name>.npz` and `<name>.json`
+in the folder, and its checkpoint in `<name>`.
+"""
+
+import contextlib
+import json
+import pathlib
+import re
+import sys
+
+import jax
+import numpy as np
+
+from configs import lm
+from examples.lm import experiment
+from examples.lm import model
+from jaxline import base_config
+from jaxline import partitioning
+from jaxline import platform
+from jaxline import sharded
+
+MODEL = {
+  'vocab_size': 264,
+  'num_layers': 4,
+  'embed_dim': 32,
+  'num_heads': 4,
+  'mlp_dim': 64,
+  'max_length': 32,
+  'scan_layers': True,
+}
+BATCH_SIZE = 16
+COLLECTIVES = re.compile(
+  r' (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\('
+)
+
+
+class Experiment(experiment.Experiment):
+  """Tells its gradients."""
+
+  def step_scalars(self, state, grads, updates):
+    return {
+      **super().step_scalars(state, grads, updates),
+      'grads': grads,
+    }
+
+
+class Wide:
+  """jax.numpy whose float32 is float64."""
+
+  float32 = jax.numpy.float64
+
+  def __getattr__(self, name):
+    return getattr(jax.numpy, name)
+
+
+def widen():
+  """Makes the model compute in float64."""
+  jax.config.update('jax_enable_x64', True)
+  model.jnp = sharded.jnp = Wide()
+  model._CHOICES['dtype'] += ('float64',)
+  MODEL['dtype'] = 'float64'
+
+
+def write_text(folder):
+  """Writes documents of many lengths, a line each; returns the folder."""
+  rng = np.random.default_rng(0)
+  words = ['for', 'item', 'in', 'items', 'total', '=', '+', 'return']
+  lines = [' '.join(rng.choice(words, n)) for n in rng.integers(1, 9, 300)]
+  folder.mkdir(exist_ok=True)
+  (folder / 'text.txt').write_text('\n'.join(lines))
+  return folder
+
+
+def config_of(case, folder):
+  """Returns the run's config."""
+  config = lm.get_config()
+  config.checkpoint_dir = str(folder / case['name'])
+  config.training_steps = 8
+  config.sharding = case.get('sharding', 'ddp')
+  for network, sizes in case.get('mesh', {}).items():
+    config.mesh[network].update(sizes)
+  config.gradient_accumulation_steps = case.get('accumulation', 1)
+  # Pipelines and remat are the model's own config.
+  config.on_config_change = 'continue'
+  kwargs = config.experiment_kwargs.config
+  kwargs.update(
+    files=str(folder / 'text'),
+    cache_dir=str(folder / 'cache'),
+    documents='line',
+    packing=case.get('packing', 'packed'),
+    batch_size=BATCH_SIZE,
+    eval_batch_size=BATCH_SIZE,
+    length=32,
+    warmup_fraction=0.0,
+    sample_length=0,
+  )
+  kwargs.model = dict(kwargs.model) | MODEL | case.get('model', {})
+  return config.copy_and_resolve_references()
+
+
+def flat(tree):
+  """Returns name -> array, on the host."""
+  return {
+    jax.tree_util.keystr(path): np.asarray(x)
+    for path, x in jax.tree_util.tree_leaves_with_path(jax.device_get(tree))
+  }
+
+
+def pieces(tree):
+  """Returns name -> into how many pieces each array is really cut."""
+  return {
+    jax.tree_util.keystr(path): x.size // x.addressable_shards[0].data.size
+    for path, x in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def run(case, folder):
+  """Trains two steps, saves, restores another case's, and trains one step."""
+  config = config_of(case, folder)
+  devices = jax.devices()[: case['devices']]
+  with partitioning.on_devices(devices), base_config.building(config):
+    live = Experiment(
+      'train', jax.random.PRNGKey(0), **config.experiment_kwargs
+    )
+  key = live.initialize_train_step_rng(jax.random.PRNGKey(1))
+  arrays = {'initial': flat(live.state.params)}
+  result = {
+    'devices': len(live.state.params['final_norm']['scale'].devices()),
+    'pieces': [
+      pieces(x) for x in (live.state.params, live.state.opt_state[1][0].mu)
+    ],
+  }
+  # What it says of itself without an array is to be what is run.
+  program = live.compiled_train_step.lower(
+    live.abstract_state(), live.abstract_batch(True), live.abstract_rng()
+  ).compile()
+  live.compiled_train_step = program
+  result['collectives'] = sorted(set(COLLECTIVES.findall(program.as_text())))
+
+  def step():
+    scalars = live.step(global_step=int(live.state.step), rng=key, writer=None)
+    # Several programs at once on fake devices can starve each other.
+    return jax.block_until_ready((scalars, live.state))[0]
+
+  first, second = step(), step()
+  arrays['grads'] = flat(first['grads'])
+  with checkpoints(config, live, key) as checkpointer:
+    checkpointer.save('latest')
+  arrays['saved'] = flat(live.state)
+  step()  # Something else than what is restored.
+  config.checkpoint_dir = str(folder / case['restore'])
+  with checkpoints(config, live, key) as checkpointer:
+    checkpointer.restore('latest')
+    state = checkpointer.get_experiment_state('latest')
+    key = live.initialize_train_step_rng(state.train_step_rng)
+    result['step'] = state.global_step
+  arrays['restored'] = flat(live.state)
+  result['pieces'].append(pieces(live.state.params))
+  result['losses'] = [float(x['loss']) for x in (first, second, step())]
+  result['grad_norm'] = float(first['grad_norm'])
+  live._close_input()
+  np.savez(
+    folder / f'{case["name"]}.npz',
+    **{f'{kind}/{k}': x for kind, of in arrays.items() for k, x in of.items()},
+  )
+  (folder / f'{case["name"]}.json').write_text(json.dumps(result))
+
+
+@contextlib.contextmanager
+def checkpoints(config, live, key):
+  """A durable checkpointer of the run, filled as the loops do."""
+  checkpointer = platform.create_checkpointer(config, 'train')
+  checkpointer.get_experiment_state('latest').update(
+    global_step=int(live.state.step),
+    train_step_rng=key,
+    experiment_module=live,
+  )
+  try:
+    yield checkpointer
+  finally:
+    checkpointer.close()
+
+
+if __name__ == '__main__':
+  where, precision, cases = sys.argv[1:]
+  if precision == 'wide':
+    widen()
+  write_text(pathlib.Path(where) / 'text')
+  for one in json.loads(cases):
+    # Rules are not among what JAX keeps its traces by.
+    jax.clear_caches()
+    run(one, pathlib.Path(where))

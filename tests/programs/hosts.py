@@ -1,0 +1,156 @@
+"""The regression on meshes that lie across processes, for one of these.
+
+Started by `python -m jaxline.launch` in test_scale_multiprocess.py. Arguments:
+a folder with the checkpoint `start`, and a JSON list of cases, as that has
+them. Each case goes on from there, and leaves a checkpoint of its name. Prints
+as JSON what this process sees.
+"""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import sys
+
+from experiments import regression
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
+from jaxline import base_config
+from jaxline import devices
+from jaxline import distributed
+from jaxline import platform
+from jaxline import prng
+from jaxline.inputs import base as inputs
+from jaxline.inputs import indexed
+
+STEPS = 2  # Of each leg: before, in the processes, after.
+GLOBAL_BATCH = 12
+EVAL_RECORDS = 41  # The last batch has five, for more hosts than that fills.
+MODES = [mode.value for mode in prng.DistributedRNGMode]
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Examples(indexed.IndexedInput):
+  """The regression's examples, by number."""
+
+  def num_records(self):
+    return 100 if self.is_training else EVAL_RECORDS
+
+  def read(self, records, epochs):
+    rows = [regression.examples(0, 1, int(i)) for i in records]
+    return inputs.Batch(
+      x=np.concatenate([row['x'] for row in rows]),
+      y=np.concatenate([row['y'] for row in rows]),
+      record=np.int32(records),
+    )
+
+
+class Regression(regression.Regression):
+  """The regression on an input that every host has its rows of."""
+
+  def train_input(self):
+    return Examples(batch_size=inputs.per_host(GLOBAL_BATCH), is_training=True)
+
+  def eval_input(self):
+    return Examples(
+      batch_size=inputs.per_host(GLOBAL_BATCH), reset_for_eval=True
+    )
+
+
+def make(folder, sharding, mesh):
+  """Returns a run's config and experiment."""
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(folder)
+  config.interval_type = 'steps'
+  config.sharding = sharding
+  for network, sizes in mesh.items():
+    config.mesh[network].update(sizes)
+  with base_config.building(config):
+    return config, Regression('train', jax.random.PRNGKey(0))
+
+
+@contextlib.contextmanager
+def checkpoints(config, live):
+  """A durable checkpointer of the run, filled as the loops do."""
+  checkpointer = platform.create_checkpointer(config, 'train')
+  checkpointer.get_experiment_state('latest').update(
+    global_step=int(live.state.step),
+    train_step_rng=live.initialize_train_step_rng(jax.random.PRNGKey(1)),
+    experiment_module=live,
+  )
+  try:
+    yield checkpointer
+  finally:
+    checkpointer.close()
+
+
+def save(config, live):
+  with checkpoints(config, live) as checkpointer:
+    checkpointer.save('latest')
+
+
+def restore(config, live):
+  with checkpoints(config, live) as checkpointer:
+    checkpointer.restore('latest')
+
+
+def train(live):
+  """Returns the losses of the next steps."""
+  rows = regression.train_steps(live, STEPS)
+  return [float(row['loss']) for row in rows]
+
+
+def digest(state):
+  """Returns the SHA-256 of global arrays, the same in every process."""
+  gathered = jax.tree.map(
+    lambda x: (
+      x
+      if x.is_fully_addressable
+      else multihost_utils.process_allgather(x, tiled=True)
+    ),
+    state,
+  )
+  return regression.digest(jax.device_get(gathered))
+
+
+def run(folder, name, sharding, mesh):
+  """Goes on from `start`; returns what this process saw."""
+  config, live = make(folder / 'start', sharding, mesh)
+  restore(config, live)
+  restored = digest(live.state)
+  losses = train(live)
+  config.checkpoint_dir = str(folder / name)
+  save(config, live)
+  with inputs.act_as_host(*live.partitioner.host):
+    source = live.train_input()
+  records = next(source).record.tolist()
+  source.close()
+  w = live.state.params['w']
+  return {
+    'restored': restored,
+    'losses': losses,
+    'saved': digest(live.state),
+    'eval': regression.evaluate(live),
+    'host': live.partitioner.host,
+    'slices': live.partitioner.slices,
+    'records': records,
+    'shards': [shard.data.shape for shard in w.addressable_shards],
+  }
+
+
+def keys(mode):
+  """Returns the keys of a step on this process's devices."""
+  state_keys = devices.bcast_local_devices(jax.random.PRNGKey(3))
+  _, step_keys, _ = prng.DeviceStepKeys(mode)(0, state_keys)
+  return np.asarray(step_keys).tolist()
+
+
+if __name__ == '__main__':
+  distributed.initialize('auto')
+  where = pathlib.Path(sys.argv[1])
+  cases = json.loads(sys.argv[2])
+  seen = {case['name']: run(where, **case) for case in cases}
+  seen['keys'] = {mode: keys(mode) for mode in MODES}
+  print(json.dumps({'process': jax.process_index(), **seen}), flush=True)

@@ -1,0 +1,408 @@
+"""Tests of gradient accumulation: a batch in parts, and yet the same step."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxline import base_config
+from jaxline import metrics
+from jaxline import partitioning
+from jaxline import sharded
+from jaxline.inputs import base as inputs
+
+KEY = jax.random.PRNGKey(0)
+ROWS, LENGTH, FEATURES = 8, 3, 4
+
+
+def batch(weights=None, seed=0):
+  rng = np.random.default_rng(seed)
+  made = inputs.Batch(
+    x=rng.normal(size=[ROWS, LENGTH, FEATURES]).astype(np.float32),
+    y=rng.normal(size=[ROWS, LENGTH]).astype(np.float32),
+    row=np.arange(ROWS, dtype=np.float32),
+  )
+  made.weights = np.ones(ROWS, np.float32) if weights is None else weights
+  return made
+
+
+class Linear(sharded.ShardedExperiment):
+  """Weighted linear regression on tokens; its model state tells of the parts.
+
+  Attributes:
+    batches: what `train_input` gives, over and over.
+    dtype: of the weights.
+    traced: how often `loss_fn` was traced.
+  """
+
+  def __init__(self, batches=None, dtype=jnp.float32, **kwargs):
+    self.batches = batches or [batch()]
+    self.dtype = dtype
+    self.traced = 0
+    super().__init__('train', KEY, **kwargs)
+
+  def init_fn(self, rng):
+    w = jnp.linspace(-1, 2, FEATURES).astype(self.dtype)
+    state = {'calls': jnp.zeros([]), 'rows': jnp.zeros([]), 'draw': 0.0}
+    return {'w': partitioning.Logical(w, ('embed',))}, state
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    self.traced += 1
+    w = params['w'].astype(jnp.float32)
+    nats = jnp.square(jnp.einsum('BLD,D->BL', batch.x, w) - batch.y)
+    loss = metrics.Mean.of(nats, batch.weights)
+    first = metrics.Mean(batch.row[0], jnp.ones([]))
+    model_state = {
+      'calls': model_state['calls'] + 1,
+      'rows': 10 * model_state['rows'] + batch.row[0],
+      'draw': jax.random.uniform(rng),
+    }
+    return loss.compute(), {'loss': loss, 'first': first}, model_state
+
+  def make_optimizer(self):
+    return optax.sgd(0.1, momentum=0.9)
+
+  def train_input(self):
+    while True:
+      yield from self.batches
+
+  def eval_input(self):
+    return [self.batches[0]]
+
+  def step_scalars(self, state, grads, updates):
+    return {**super().step_scalars(state, grads, updates), 'grads': grads}
+
+
+def run_config(steps, sharding='fsdp', **values):
+  config = base_config.get_base_config()
+  config.gradient_accumulation_steps = steps
+  config.sharding = sharding
+  config.update(values)
+  return config
+
+
+def make(steps, *args, cls=Linear, sharding='fsdp', **kwargs):
+  with base_config.building(run_config(steps, sharding)):
+    return cls(*args, **kwargs)
+
+
+def train(experiment, steps=1):
+  """Returns the scalars of each step, on the host."""
+  key = experiment.initialize_train_step_rng(KEY)
+  rows = [
+    jax.device_get(experiment.step(global_step=i, rng=key, writer=None))
+    for i in range(steps)
+  ]
+  experiment._close_input()
+  return rows
+
+
+def expected(w, data):
+  """The loss and its gradient by numpy, in float64."""
+  x, y, w = (np.asarray(a, np.float64) for a in (data.x, data.y, w))
+  weights = np.asarray(data.weights, np.float64)
+  weights = np.broadcast_to(weights.reshape(ROWS, -1), y.shape)
+  error = x @ w - y
+  total = weights.sum()
+  grad = np.einsum('bl,bld->d', 2 * weights * error, x) / total
+  return (weights * error**2).sum() / total, grad
+
+
+def tokens(seed=1):
+  rng = np.random.default_rng(seed)
+  return rng.uniform(0, 2, [ROWS, LENGTH]).astype(np.float32)
+
+
+def check(scalars, w, data):
+  """Checks a step from the weights `w` on."""
+  loss, grad = expected(w, data)
+  np.testing.assert_allclose(scalars['loss'], loss, rtol=2e-6)
+  np.testing.assert_allclose(scalars['grads']['w'], grad, rtol=2e-5, atol=2e-6)
+
+
+ROW_WEIGHTS = [
+  np.ones(ROWS),
+  np.arange(ROWS),
+  # Of 2 or 4 parts, the first has the rows 0, 2, ... or 0, 4.
+  [0, 1, 0, 3, 0, 1, 0, 2],
+  [0, 0, 0, 0, 0, 0, 5, 0],
+]
+
+
+@pytest.mark.parametrize('parts', [1, 2, 4])
+def test_parts_are_the_whole(parts):
+  batches = [
+    batch(np.float32(weights), seed) for seed, weights in enumerate(ROW_WEIGHTS)
+  ]
+  experiment = make(parts, batches)
+  key = experiment.initialize_train_step_rng(KEY)
+  for step, data in enumerate(batches):
+    w = jax.device_get(experiment.state.params['w'])
+    scalars = experiment.step(global_step=step, rng=key, writer=None)
+    check(jax.device_get(scalars), w, data)
+    # It was cut: the mean of the numbers of the parts' first rows.
+    assert scalars['first'] == np.mean(np.arange(parts))
+    assert int(experiment.state.model_state['calls']) == (step + 1) * parts
+  experiment._close_input()
+  # By the last batch, momentum or not, the weights have moved.
+  assert not np.allclose(experiment.state.params['w'], w)
+  assert len(experiment.state.params['w'].addressable_shards) == 2
+
+
+@pytest.mark.parametrize(
+  'weights',
+  [tokens(), np.arange(ROWS, dtype=np.int32), np.arange(ROWS) > 4],
+  ids=['tokens', 'integers', 'booleans'],
+)
+def test_weights_of_any_kind(weights):
+  data = batch(weights)
+  experiment = make(4, [data])
+  w = jax.device_get(experiment.state.params['w'])
+  (scalars,) = train(experiment)
+  check(scalars, w, data)
+  # The first step of momentum: the update is by the gradient.
+  np.testing.assert_allclose(
+    experiment.state.params['w'],
+    w - 0.1 * expected(w, data)[1],
+    rtol=2e-6,
+    atol=2e-6,
+  )
+
+
+def test_a_batch_without_weight_is_as_without_parts():
+  experiment = make(4, [batch(np.zeros(ROWS, np.float32))])
+  (scalars,) = train(experiment)
+  assert np.isnan(scalars['loss'])
+  assert experiment.nonfinite == 1
+
+
+def test_a_part_that_is_not_finite_is_the_whole_step_s():
+  data = batch()
+  data.y[5, 0] = np.inf
+  experiment = make(4, [batch(), data])
+  experiment.on_nonfinite = 'skip'
+  train(experiment)
+  before = jax.device_get(experiment.state)
+  experiment.batches.reverse()
+  (scalars,) = train(experiment)
+  assert scalars['skipped_steps'] == 1
+  after = jax.device_get(experiment.state)
+  for name in ('params', 'model_state', 'opt_state'):
+    jax.tree.map(
+      np.testing.assert_array_equal, getattr(after, name), getattr(before, name)
+    )
+
+
+def test_model_state_goes_through_the_parts_in_order():
+  experiment = make(4)
+  train(experiment)
+  state = jax.device_get(experiment.state.model_state)
+  assert state['calls'] == 4
+  assert state['rows'] == 123  # Part p begins with row p.
+  # The key of the last part, of step 0.
+  key = jax.random.fold_in(jax.random.fold_in(KEY, 0), 3)
+  assert state['draw'] == jax.random.uniform(key)
+
+
+def test_it_is_one_program_whatever_the_number_of_parts():
+  experiment = make(2)
+  train(experiment)
+  traced = experiment.traced
+  train(experiment, 3)
+  assert experiment.compiled_train_step._cache_size() == 1
+  assert experiment.traced == traced
+  more = make(4)
+  train(more)
+  assert more.traced == traced
+
+
+@pytest.mark.parametrize('sharding', ['ddp', 'fsdp'])
+def test_rows_stay_on_their_devices(sharding):
+  programs = {parts: make(parts, sharding=sharding) for parts in (1, 4)}
+  found = {
+    parts: set(
+      re.findall(r' (all-[a-z-]+|collective-permute|reduce-scatter)\(', text)
+    )
+    for parts, text in (
+      (parts, compiled(experiment).as_text())
+      for parts, experiment in programs.items()
+    )
+  }
+  assert 'all-reduce' in found[1]
+  assert found[4] <= found[1] | {'all-gather'}
+  if sharding == 'ddp':
+    assert found[4] == {'all-reduce'}
+
+
+def compiled(experiment):
+  return experiment.compiled_train_step.lower(
+    experiment.abstract_state(),
+    experiment.abstract_batch(True),
+    experiment.abstract_rng(),
+  ).compile()
+
+
+class Deep(Linear):
+  """A step whose memory is that of its activations."""
+
+  def init_fn(self, rng):
+    return {'w': jnp.tile(jnp.eye(32), [8, 1, 1])}, {}
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    x = batch.x
+    for w in params['w']:
+      x = jnp.tanh(x @ w)
+    loss = metrics.Mean.of(jnp.square(x).mean(-1), batch.weights)
+    return loss.compute(), {'loss': loss}, model_state
+
+
+def test_parts_take_less_memory():
+  data = inputs.Batch(
+    x=np.ones([512, 32], np.float32), weights=np.ones(512, np.float32)
+  )
+  needed = {
+    parts: compiled(make(parts, [data], cls=Deep))
+    .memory_analysis()
+    .temp_size_in_bytes
+    for parts in (1, 8)
+  }
+  # 8 layers of [256, 32] float32 a device.
+  assert needed[1] > 8 * 256 * 32 * 4
+  assert needed[8] < needed[1] / 2
+
+
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float16])
+def test_sums_of_narrow_gradients_are_wide(dtype):
+  # Token counts that neither type can tell apart, or hold.
+  weights = np.float32([40001, 70000, 40003, 69999] * 2)
+  data = batch(weights)
+  experiment = make(4, [data], dtype=dtype)
+  w = np.float64(jax.device_get(experiment.state.params['w']))
+  (scalars,) = train(experiment)
+  assert scalars['grads']['w'].dtype == dtype
+  _, grad = expected(w, data)
+  rounded = grad.astype(dtype).astype(np.float64)
+  # Each part's own gradient is rounded to the type once, and so is the sum.
+  np.testing.assert_allclose(
+    np.float64(scalars['grads']['w']),
+    rounded,
+    atol=2 * float(jnp.finfo(dtype).eps) * np.abs(grad).max(),
+  )
+
+
+@pytest.mark.parametrize(
+  ('parts', 'words'),
+  [
+    (3, ['steps is 3', '8 rows', '[1, 2, 4, 8]']),
+    (16, ['steps is 16', '8 rows', '[1, 2, 4, 8]']),
+    (8, ['steps is 8', 'a part has 1', 'over the 2 devices', 'fewer parts']),
+  ],
+)
+def test_what_does_not_divide_is_refused(parts, words):
+  experiment = make(parts)
+  with pytest.raises(ValueError) as error:
+    train(experiment)
+  experiment._close_input()
+  for word in words:
+    assert word in str(error.value)
+
+
+def test_parts_are_refused_by_the_shards_of_a_batch_only():
+  # Two devices that have the same rows may compute on one row at a time.
+  experiment = make(8, sharding='tp', mesh={'mdl': 2})
+  loss, _ = expected(experiment.state.params['w'], batch())
+  (scalars,) = train(experiment)
+  np.testing.assert_allclose(scalars['loss'], loss, rtol=2e-6)
+
+
+def test_evaluation_is_not_cut():
+  experiment = make(8)  # Which would be refused.
+  key = jax.random.PRNGKey(1)
+  scalars = experiment.evaluate(global_step=0, rng=key, writer=None)
+  loss, _ = expected(experiment.state.params['w'], batch())
+  assert scalars['loss'] == pytest.approx(loss, rel=2e-6)
+
+
+# What a step overwrites by its gradient.
+
+
+@jax.custom_vjp
+def scaled(x, scale):
+  """A product whose scale learns, by its gradient, how large `x` was."""
+  return x * scale / jax.lax.stop_gradient(scale)
+
+
+def _scaled_forward(x, scale):
+  return x, (x, scale)
+
+
+def _scaled_backward(saved, grad):
+  x, scale = saved
+  return grad, scale / 2 + jnp.abs(x).max()
+
+
+scaled.defvjp(_scaled_forward, _scaled_backward)
+
+
+class Scaled(Linear):
+  """Keeps a scale as FP8 products do."""
+
+  def init_fn(self, rng):
+    params, state = super().init_fn(rng)
+    return params, {**state, sharded.OVERWRITE: {'scale': jnp.float32(8)}}
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    scale = model_state[sharded.OVERWRITE]['scale']
+    batch = inputs.Batch(batch, x=scaled(batch.x, scale))
+    loss, values, new = super().loss_fn(
+      params, model_state, batch, rng, is_training
+    )
+    # What it returns of its own is not what is kept.
+    return loss, values, {**new, sharded.OVERWRITE: {'scale': jnp.float32(-1)}}
+
+
+@pytest.mark.parametrize('parts', [1, 4])
+def test_what_is_overwritten_by_its_gradient(parts):
+  data = batch(tokens())
+  experiment = make(parts, [data], cls=Scaled)
+  loss, grad = expected(experiment.state.params['w'], data)
+  (scalars,) = train(experiment)
+  scale = 8.0
+  for part in range(parts):
+    scale = scale / 2 + np.abs(data.x[part::parts]).max()
+  state = jax.device_get(experiment.state)
+  assert state.model_state[sharded.OVERWRITE] == {
+    'scale': pytest.approx(scale, rel=1e-6)
+  }
+  assert state.model_state['calls'] == parts
+  # It is no weight: neither optimized nor part of the gradients.
+  np.testing.assert_allclose(scalars['loss'], loss, rtol=2e-6)
+  assert scalars['grad_norm'] == pytest.approx(np.linalg.norm(grad), rel=2e-6)
+  assert 'scale' not in str(jax.tree.structure(state.opt_state))
+  if parts == 1:
+    train(experiment)
+    scale = scale / 2 + np.abs(data.x).max()
+    assert experiment.state.model_state[sharded.OVERWRITE]['scale'] == (
+      pytest.approx(scale, rel=1e-6)
+    )
+
+
+def test_the_pure_function_needs_no_mesh():
+  experiment = Linear()
+  state = sharded.init_state(experiment.init_fn, optax.sgd(0.1), KEY)
+  data = batch(tokens())
+  step = functools.partial(
+    sharded.train_step, experiment.loss_fn, optax.sgd(0.1), lambda *unused: {}
+  )
+  whole, parts = (
+    jax.jit(functools.partial(step, accumulation_steps=n))(state, data, KEY)
+    for n in (1, 8)
+  )
+  np.testing.assert_allclose(whole[1]['loss'], parts[1]['loss'], rtol=2e-6)
+  np.testing.assert_allclose(
+    whole[0].params['w'], parts[0].params['w'], rtol=2e-6
+  )

@@ -1,0 +1,309 @@
+"""One model, one seed, one batch: the same whatever the mesh and the preset.
+
+The language model of examples/lm is trained in many ways by one process with
+eight fake devices (programs/exact.py). Loss and gradients must be those of one
+device, and each case goes on from another one's checkpoint.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROGRAM = ROOT / 'tests' / 'programs' / 'exact.py'
+
+# By how much results may differ: sums in another order. Of losses relative, of
+# gradients in the norm of each array, relative to its own.
+NARROW = {'loss': 5e-6, 'grads': 5e-6}
+WIDE = {'loss': 1e-12, 'grads': 1e-12}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+  """A way to train.
+
+  Attributes:
+    devices: how many of the eight.
+    sharding: the preset.
+    ici: sizes of the mesh within a slice.
+    dcn: sizes across fake slices.
+    accumulation: parts that a batch is cut into.
+    model: changes to the model.
+    packing: what a row is; both kinds have weights of 0 in other places.
+    pieces: into how many pieces the preset cuts, along weights' `embed`, the
+      heads and the hidden width, and the layers.
+    collectives: some of what the program must have.
+  """
+
+  devices: int = 8
+  sharding: str
+  ici: dict = dataclasses.field(default_factory=dict)
+  dcn: dict = dataclasses.field(default_factory=dict)
+  accumulation: int = 1
+  model: dict = dataclasses.field(default_factory=dict)
+  packing: str = 'packed'
+  pieces: tuple[int, int, int] = (1, 1, 1)
+  collectives: tuple[str, ...] = ()
+
+  def written(self, name, restore):
+    """Returns it as the program has it."""
+    return {
+      'name': name,
+      'restore': restore,
+      'devices': self.devices,
+      'sharding': self.sharding,
+      'mesh': {'ici': self.ici, 'dcn': self.dcn},
+      'accumulation': self.accumulation,
+      'model': self.model,
+      'packing': self.packing,
+    }
+
+
+def alone(packing):
+  return Case(devices=1, sharding='ddp', packing=packing)
+
+
+def pipelined(stages, microbatches, repeats=1):
+  return {
+    'pipeline_stages': stages,
+    'pipeline_microbatches': microbatches,
+    'pipeline_repeats': repeats,
+  }
+
+
+# Each case restores what the one before it of the same packing has saved.
+CASES = {
+  'packed': alone('packed'),
+  'padded': alone('padded'),
+  'ddp_over_slices': Case(
+    sharding='ddp',
+    dcn={'replica': 2},
+    accumulation=2,
+    packing='padded',
+    collectives=('all-reduce',),
+  ),
+  'fsdp_over_slices': Case(
+    sharding='fsdp',
+    ici={'data': 4},
+    dcn={'replica': 2},
+    model={'remat': 'dots', 'loss_chunks': 2},
+    pieces=(4, 1, 1),
+    collectives=('all-gather', 'all-reduce'),
+  ),
+  'fsdp_tp': Case(
+    sharding='fsdp_tp',
+    ici={'data': 2, 'mdl': 2},
+    dcn={'data': 2},
+    accumulation=4,
+    packing='padded',
+    pieces=(4, 2, 1),
+    collectives=('all-gather', 'all-reduce'),
+  ),
+  'sp': Case(
+    sharding='sp',
+    ici={'data': 2, 'mdl': 4},
+    model={'remat': 'full'},
+    pieces=(2, 4, 1),
+    collectives=('all-gather', 'all-reduce'),
+  ),
+  'pipeline': Case(
+    sharding='pipeline',
+    ici={'stage': 2, 'data': 2, 'mdl': 2},
+    model=pipelined(2, 4),
+    pieces=(2, 2, 2),
+    collectives=('collective-permute',),
+  ),
+  'circular_pipeline': Case(
+    devices=4,
+    sharding='pipeline',
+    ici={'data': 2},
+    dcn={'stage': 2},
+    accumulation=2,
+    model=pipelined(2, 4, 2),
+    packing='padded',
+    pieces=(2, 1, 2),
+    collectives=('collective-permute',),
+  ),
+  'one_device_again': Case(
+    devices=1,
+    sharding='fsdp_tp',
+    accumulation=2,
+    model={'scan_layers': False, 'remat': 'full'},
+    packing='padded',
+  ),
+}
+
+
+def run(folder, cases, precision, timeout=280):
+  """Runs the cases; returns name -> what each saw, with its arrays."""
+  last = {}
+  written = []
+  for name, case in cases.items():
+    restore = last.get(case.packing, name)
+    written.append(case.written(name, restore))
+    last[case.packing] = name
+  result = subprocess.run(
+    [sys.executable, PROGRAM, folder, precision, json.dumps(written)],
+    env=os.environ
+    | {
+      'PYTHONPATH': str(ROOT),
+      # Most of the time goes into LLVM, whose optimisations gain nothing here.
+      'XLA_FLAGS': '--xla_force_host_platform_device_count=8'
+      ' --xla_backend_optimization_level=0',
+    },
+    capture_output=True,
+    text=True,
+    timeout=timeout,
+  )
+  assert result.returncode == 0, result.stderr[-6000:]
+  return {case['name']: read(folder, case) for case in written}
+
+
+def read(folder, case):
+  seen = json.loads((folder / f'{case["name"]}.json').read_text())
+  seen['restore'] = case['restore']
+  with np.load(folder / f'{case["name"]}.npz') as arrays:
+    for name, x in arrays.items():
+      kind, _, path = name.partition('/')
+      seen.setdefault(kind, {})[path] = x
+  return seen
+
+
+def expected_pieces(case):
+  """Returns weight -> into how many pieces it is to be cut."""
+  embed, tensor, layers = case.pieces
+  return {
+    "['embedding']['tokens']": embed * tensor,
+    "['layers/attention']['qkv']": embed * tensor * layers,
+    "['layers/attention']['out']": embed * tensor * layers,
+    "['layers/feed_forward']['in']": embed * tensor * layers,
+    "['layers/feed_forward']['out']": embed * tensor * layers,
+    "['layers/attention_norm']['scale']": embed * layers,
+    "['layers/feed_forward_norm']['scale']": embed * layers,
+    "['final_norm']['scale']": embed,
+  }
+
+
+def check(seen, case, name, tolerance):
+  """Checks that a case is as that of one device."""
+  own, one = seen[name], seen[case.packing]
+  # It is really what it is called.
+  assert own['devices'] == case.devices
+  for pieces in own['pieces']:  # Of weights, momentum, and weights restored.
+    assert pieces == expected_pieces(case)
+  assert set(case.collectives) <= set(own['collectives'])
+  if case.devices == 1:
+    assert own['collectives'] == []
+  same_bits(own['initial'], one['initial'])
+  assert own['grads'].keys() == one['grads'].keys()
+  for path, x in one['grads'].items():
+    error = np.linalg.norm(own['grads'][path] - x) / np.linalg.norm(x)
+    assert error < tolerance['grads'], (path, error)
+  assert own['grad_norm'] == pytest.approx(
+    one['grad_norm'], rel=tolerance['grads']
+  )
+  # Restored from another mesh.
+  assert own['step'] == 2
+  same_bits(own['restored'], seen[own['restore']]['saved'])
+  np.testing.assert_allclose(
+    own['losses'], one['losses'], rtol=tolerance['loss']
+  )
+
+
+def same_bits(a, b):
+  assert a.keys() == b.keys()
+  for path, x in b.items():
+    assert a[path].dtype == x.dtype
+    np.testing.assert_array_equal(a[path], x, err_msg=path, strict=True)
+
+
+@pytest.fixture(scope='module')
+def seen(tmp_path_factory):
+  # In float64, in which nothing but an error is larger than 1e-12.
+  return run(tmp_path_factory.mktemp('exact'), CASES, 'wide')
+
+
+@pytest.mark.timeout(300)  # The first one runs all: a minute on two cores.
+@pytest.mark.parametrize('name', CASES)
+def test_every_way_is_the_same(name, seen):
+  check(seen, CASES[name], name, WIDE)
+
+
+# Everything with everything.
+
+# (stage, replica, data, mdl), by preset and number of devices.
+MESHES = {
+  'ddp': [(1, 1, 2, 1), (1, 2, 2, 1), (1, 2, 4, 1)],
+  'fsdp': [(1, 1, 2, 1), (1, 1, 4, 1), (1, 2, 4, 1)],
+  'tp': [(1, 1, 1, 2), (1, 1, 1, 4), (1, 2, 2, 2)],
+  'fsdp_tp': [(1, 1, 1, 2), (1, 1, 2, 2), (1, 1, 2, 4)],
+  'sp': [(1, 1, 1, 2), (1, 1, 2, 2), (1, 2, 1, 4)],
+  'pipeline': [(2, 1, 1, 1), (4, 1, 1, 1), (2, 1, 2, 2)],
+}
+# What a preset splits, of `Case.pieces`.
+SPLITS = {
+  'ddp': (False, False, False),
+  'fsdp': (True, False, False),
+  'tp': (False, True, False),
+  'fsdp_tp': (True, True, False),
+  'sp': (True, True, False),
+  'pipeline': (True, True, True),
+}
+WAYS = [
+  {},
+  {'accumulation': 2, 'packing': 'padded'},
+  {'model': {'remat': 'full', 'scan_layers': False}},
+  {'model': {'remat': 'dots', 'loss_chunks': 4}, 'packing': 'padded'},
+  {'model': pipelined(4, 4), 'packing': 'padded'},
+  {'model': pipelined(2, 2, 2) | {'remat': 'full'}, 'accumulation': 2},
+]
+
+
+def product(sharding):
+  """Returns all ways to train with a preset."""
+  cases = {'packed': alone('packed'), 'padded': alone('padded')}
+  for mesh, way in itertools.product(MESHES[sharding], WAYS):
+    stage, replica, data, mdl = mesh
+    if way.get('model', {}).get('pipeline_stages', stage) % stage:
+      continue  # Fewer stages than the mesh has.
+    splits = zip(SPLITS[sharding], (data, mdl, stage), strict=True)
+    case = Case(
+      devices=stage * replica * data * mdl,
+      sharding=sharding,
+      pieces=tuple(size if is_split else 1 for is_split, size in splits),
+      **way,
+    )
+    for across in ('', 'data', 'stage'):
+      sizes = {'stage': stage, 'replica': replica, 'data': data, 'mdl': mdl}
+      if sizes.get(across, 2) == 1 or (across and way):
+        continue
+      dcn = {across: sizes.pop(across), 'replica': 1} if across else {}
+      cases[f'{len(cases)}_{across}'] = dataclasses.replace(
+        case, ici={**sizes, across: 1} if across else sizes, dcn=dcn
+      )
+  return cases
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+  ('precision', 'tolerance'), [('narrow', NARROW), ('wide', WIDE)]
+)
+@pytest.mark.parametrize('sharding', MESHES)
+def test_everything_with_everything(sharding, precision, tolerance, tmp_path):
+  cases = product(sharding)
+  assert len(cases) >= 20
+  seen = run(tmp_path, cases, precision, timeout=3500)
+  for name, case in cases.items():
+    try:
+      check(seen, case, name, tolerance)
+    except AssertionError as e:
+      e.add_note(f'In {case}.')
+      raise
