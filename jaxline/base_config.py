@@ -404,8 +404,8 @@ def check_constraints(config: Mapping[str, Any]) -> None:
   if config['num_slices'] > 1 and not config['topology']:
     raise ValueError(
       f'config.num_slices is {config["num_slices"]}, but config.topology is'
-      f' {config["topology"]!r}: the devices that are here are in as many slices'
-      ' as they are. Set both, or neither.'
+      f' {config["topology"]!r}: the devices that are here are in as many'
+      ' slices as they are. Set both, or neither.'
     )
   if config['checkpointer'] == 'memory':
     for key in (
@@ -436,7 +436,9 @@ def validate_config(config: config_dict.ConfigDict) -> None:
   Raises:
     ValueError: the first thing that is wrong, by name.
   """
-  validate_keys(get_base_config(), config)
+  keys = get_base_config()
+  keys.mesh = {}  # What it leaves out has a default: see `partitioning`.
+  validate_keys(keys, config)
   _check_values(config)
   check_constraints(config)
 

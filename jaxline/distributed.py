@@ -45,6 +45,8 @@ VARIABLES = {
   'num_processes': 'JAX_NUM_PROCESSES',
   'process_id': 'JAX_PROCESS_ID',
 }
+_BIND_ADDRESS = 'JAX_COORDINATOR_BIND_ADDRESS'
+_PORT = 'JAX_COORDINATOR_PORT'
 
 # How much longer than we JAX waits. It ends the process where it gives up, we
 # raise an error.
@@ -110,7 +112,7 @@ def initialize(value: Any, timeout_secs: float = 300.0) -> None:
     ValueError: the value, or what the environment says instead, is wrong.
     RendezvousError: the others were not met in time. The process has to end
       then, since JAX goes on trying for a minute, and ends it after that.
-    RuntimeError: a device was touched already.
+    RuntimeError: a device was touched already, or a package is missing.
   """
   validate(value)
   if value == 'off':
@@ -128,6 +130,8 @@ def initialize(value: Any, timeout_secs: float = 300.0) -> None:
   if place.num_processes == 1:
     logging.info('One process, by %s: there is nobody to meet.', place.source)
     return
+  if address := os.getenv(_BIND_ADDRESS):
+    _check_address(_BIND_ADDRESS, address)
   if xla_bridge.backends_are_initialized():
     raise RuntimeError(
       f'This is {place}, but JAX has started its devices already, so that it'
@@ -167,9 +171,7 @@ def _read(source: str, value: Mapping[str, Any]) -> _Place:
     )
 
   coordinator, count, process = (value[key] for key in VARIABLES)
-  port = re.fullmatch(r'(?:[^:\s]+|\[[^\]\s]+\]):(\d+)', str(coordinator))
-  if port is None or not 0 < int(port[1]) < 2**16:
-    refuse('coordinator', "'host:port', such as 'node0:1234' or '[::1]:1234'")
+  _check_address(f'coordinator of {source}', coordinator)
   if isinstance(count, bool) or not isinstance(count, int) or count < 1:
     refuse('num_processes', 'an integer of at least 1')
   if (
@@ -183,11 +185,29 @@ def _read(source: str, value: Mapping[str, Any]) -> _Place:
   return _Place(coordinator, count, process, source)
 
 
+def _check_address(name: str, address: Any) -> None:
+  parts = re.fullmatch(r'(?:[^:\s]+|\[[^\]\s]+\]):(\d+)', str(address))
+  if parts is None or not _is_port(parts[1]):
+    raise ValueError(
+      f"{name} is {address!r}; expected 'host:port', such as 'node0:1234' or"
+      " '[::1]:1234'."
+    )
+
+
+def _is_port(text: str) -> bool:
+  return re.fullmatch(r'\d+', text) is not None and 0 < int(text) < 2**16
+
+
 def _found(timeout_secs: float) -> _Place | None:
   """Returns what the environment says; None where it says nothing."""
   given = {
     key: text for key, name in VARIABLES.items() if (text := os.getenv(name))
   }
+  if 'coordinator' in given:
+    _check_address(VARIABLES['coordinator'], given['coordinator'])
+  port = os.getenv(_PORT)
+  if port and not _is_port(port):
+    raise ValueError(f'{_PORT} is {port!r}; expected a port, such as 1234.')
   # JAX lets the address be given beside a cluster, which says the rest.
   if set(given) - {'coordinator'}:
     return _read_variables(given)
@@ -204,7 +224,7 @@ def _found(timeout_secs: float) -> _Place | None:
       given.get('coordinator')
       or cluster.get_coordinator_address(
         timeout_secs=int(timeout_secs),
-        override_coordinator_port=os.environ.get('JAX_COORDINATOR_PORT'),
+        override_coordinator_port=port,
       ),
       count,
       cluster.get_process_id(),
@@ -258,7 +278,8 @@ def _cluster() -> type[clusters.ClusterEnv] | None:
       if 'JOB_COMPLETION_INDEX' not in os.environ:
         continue
       if importlib.util.find_spec('kubernetes') is None:
-        raise RendezvousError(
+        # No RendezvousError: to start again would not help.
+        raise RuntimeError(
           'This process is one of an Indexed Job of Kubernetes, and JAX can ask'
           ' for the others only with the package `kubernetes`: pip install'
           f' kubernetes. Or give {", ".join(VARIABLES.values())} in the'
@@ -342,7 +363,7 @@ def _split(address: str) -> tuple[str, int]:
 
 def _check_port(place: _Place) -> None:
   """Refuses a port that is taken, for which JAX ends in a segfault."""
-  address = os.environ.get('JAX_COORDINATOR_BIND_ADDRESS')
+  address = os.environ.get(_BIND_ADDRESS)
   host, port = _split(address or place.coordinator)
   try:
     if address:
@@ -389,7 +410,8 @@ def _said_if_this_dies(place: _Place) -> Iterator[None]:
   end of its input.
   """
   message = (
-    f'[jaxline] JAX ended {place}, while it was meeting the others; see above.'
+    f'[jaxline] This was {place}. It was ended while it was meeting the others,'
+    ' by a signal or by JAX, which then says why above.'
     f' {_what_to_check(place)}'
   )
   program = 'read -r met || printf "%s\\n" "$1" >&2'

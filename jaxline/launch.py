@@ -42,6 +42,8 @@ _DEVICES_FLAG = '--xla_force_host_platform_device_count'
 # For what ended processes have still in their pipes, in seconds. It is used up
 # only where a process has left its group and goes on with them.
 _DRAIN_SECS = 5.0
+# A day: longer waits are mistakes, and some are more than a clock holds.
+_MAX_SECS = 86400.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -311,7 +313,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
   )
   parser.add_argument(
     '--grace-secs',
-    type=float,
+    type=_seconds,
     default=10.0,
     metavar='SECS',
     help='how long the others may go on after one has failed, before they are'
@@ -346,6 +348,17 @@ def _integer(low: int, high: int) -> Callable[[str], int]:
     return int(text)
 
   return parse
+
+
+def _seconds(text: str) -> float:
+  try:
+    if 0 <= (secs := float(text)) <= _MAX_SECS:
+      return secs
+  except ValueError:
+    pass
+  raise argparse.ArgumentTypeError(
+    f'got {text!r}, expected seconds, of at most {_MAX_SECS:g}'
+  )
 
 
 def _free_port() -> int:

@@ -285,7 +285,8 @@ def to_pax(config: Mapping[str, Any]) -> dict[str, Any]:
   pax: dict[str, Any] = {}
   for name, keys in _KEYS.items():
     if name == 'DIMS_PER_HEAD':
-      pax[name] = pax['MODEL_DIMS'] // pax['NUM_HEADS']
+      if {'MODEL_DIMS', 'NUM_HEADS'} <= set(pax):
+        pax[name] = pax['MODEL_DIMS'] // pax['NUM_HEADS']
       continue
     value: Any = config
     for key in keys[0].split('.'):

@@ -153,6 +153,10 @@ def _check_names(
 # Devices and their slices.
 
 
+class MeshError(ValueError):
+  """The mesh does not fit the devices, or the batch not the mesh."""
+
+
 @dataclasses.dataclass(frozen=True)
 class AbstractDevice:
   """A device that is only counted: see `on_devices`."""
@@ -240,21 +244,7 @@ def mesh_shape(
   Raises:
     ValueError: as `make_mesh`.
   """
-  sizes = dict(sizes or {})
-  if set(sizes) - {'ici', 'dcn'}:  # The axes themselves: within a slice.
-    sizes = {'ici': sizes}
-  ici = {'data': -1, **(sizes.get('ici') or {})}
-  if -1 in [size for axis, size in ici.items() if axis != 'data'] and (
-    'data' not in (sizes.get('ici') or {})
-  ):
-    ici['data'] = 1  # Another axis is filled up.
-  dcn = {'replica': -1, **(sizes.get('dcn') or {})}
-  if -1 in [size for axis, size in dcn.items() if axis != 'replica'] and (
-    'replica' not in (sizes.get('dcn') or {})
-  ):
-    dcn['replica'] = 1
-  _check_sizes(ici, 'mesh.ici')
-  _check_sizes(dcn, 'mesh.dcn')
+  ici, dcn = _sizes(sizes)
   num_slices = _num_slices(devices, dcn)
   across = _fill(
     dcn,
@@ -269,6 +259,38 @@ def mesh_shape(
     'devices' if num_slices == 1 else 'devices in a slice',
   )
   return MeshShape(within, across)
+
+
+def validate(
+  sizes: Mapping[str, Any] | None,
+  sharding: str,
+  changes: Mapping[str, Any] | None = None,
+) -> None:
+  """Checks what `Partitioner.make` takes, as far as it needs no devices.
+
+  Raises:
+    ValueError: naming what is wrong, and what there is.
+  """
+  _sizes(sizes)
+  get_rules(sharding, changes)
+
+
+def _sizes(
+  sizes: Mapping[str, Any] | None,
+) -> tuple[dict[str, int], dict[str, int]]:
+  """Returns the sizes within a slice and across, as far as they are given."""
+  sizes = dict(sizes or {})
+  if not sizes.keys() & {'ici', 'dcn'}:  # The axes themselves.
+    sizes = {'ici': sizes}
+  _check_names(sizes, ('ici', 'dcn'), 'key', 'mesh')
+  found = []
+  for network, filled in (('ici', 'data'), ('dcn', 'replica')):
+    given = dict(sizes.get(network) or {})
+    # Where another axis is filled up, this one is not.
+    found.append({filled: 1 if -1 in given.values() else -1} | given)
+    _check_sizes(found[-1], f'mesh.{network}')
+  within, across = found
+  return within, across
 
 
 def _check_sizes(sizes: Mapping[str, int], where: str) -> None:
@@ -292,9 +314,12 @@ def _num_slices(devices: Sequence[Any], dcn: Mapping[str, int]) -> int:
   wanted = math.prod(size for size in dcn.values() if size != -1)
   if found > 1 or wanted == 1:
     return found
-  if len({d.process_index for d in devices}) == wanted:
+  if isinstance(devices[0], AbstractDevice):
+    return found
+  kind = devices[0].platform
+  if kind != 'tpu' and len({d.process_index for d in devices}) == wanted:
     return wanted  # As JAX does where devices do not say their slice.
-  if devices[0].platform == 'cpu' and len(devices) % wanted == 0:
+  if kind == 'cpu' and len(devices) % wanted == 0:
     return wanted  # Fake devices make fake slices.
   return found
 
@@ -333,7 +358,7 @@ def _fill(
       f'The sizes that fit are divisors of {count}, {_divisors(count)}, whose'
       f' product is {count}; -1 in one place fills it.'
     )
-  raise ValueError(' '.join(lines))
+  raise MeshError(' '.join(lines))
 
 
 def _divisors(n: int) -> list[int]:
@@ -632,23 +657,24 @@ class Partitioner:
 
     Returns:
       One line a weight: its path, shape and axes, and why, if the rules would
-      split it but its size does not divide. Empty where the rules split no
-      weight at all (`ddp`) or one device holds everything.
+      split it but its size does not divide. Empty where the rules would split
+      no weight at all (`ddp`, or a mesh of one device).
     """
-    lines, split = [], False
+    lines, splits = [], False
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_logical)
     for path, x in flat:
       axes = x.axes if is_logical(x) else 'no axes named'
       shape = (x.value if is_logical(x) else x).shape
       spec = self.spec(x.axes, shape) if is_logical(x) else P()
-      if not NamedSharding(self.mesh, spec).is_fully_replicated:
-        split = True
-      else:
+      splits |= is_logical(x) and any(
+        name is not None and self.size(name) > 1 for name in x.axes
+      )
+      if NamedSharding(self.mesh, spec).is_fully_replicated:
         lines.append(
           f'{jax.tree_util.keystr(path)} {tuple(shape)} {axes}'
           + ''.join(self._misfits(x) if is_logical(x) else ())
         )
-    return lines if split else []
+    return lines if splits else []
 
   def _misfits(self, x: Logical) -> Iterator[str]:
     """Says which axes the rules would split but cannot."""
@@ -749,7 +775,7 @@ class Partitioner:
     if remainder := total % self.batch_shards:
       less = total - remainder
       near = [*([less] if less else []), less + self.batch_shards]
-      raise ValueError(
+      raise MeshError(
         f'A global batch of {total} rows does not divide over'
         f' {self.batch_shards} devices ({" x ".join(self.rules.batch)} of the'
         f' mesh {self.axis_sizes}); make it a multiple of {self.batch_shards},'

@@ -31,6 +31,7 @@ import numpy as np
 from jaxline import base_config
 from jaxline import debug
 from jaxline import distributed
+from jaxline import partitioning
 from jaxline import periodic
 from jaxline import preemption
 from jaxline import train
@@ -269,7 +270,7 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   if values.config is None:
     raise UsageError('Which run? Give --config=FILE, such as configs/lm.py.')
   try:
-    base_config.validate_config(values.config)
+    _validate(values.config)
   except (OSError, ValueError) as e:
     raise UsageError(str(e)) from e
   return values.config.copy_and_resolve_references().lock()
@@ -329,6 +330,21 @@ def _main(
       f'--jaxline_mode is {mode!r}; expected one of {sorted(MODES)}.'
     )
   _start_jax(config, mode)
+  try:
+    _start(experiment_class, config, mode, checkpointer_factory)
+  except (Exception, preemption.Preempted) as e:
+    if _has_others():
+      _leave_others(e, mode)
+    raise
+
+
+def _start(
+  experiment_class: Any,
+  config: config_dict.ConfigDict,
+  mode: str,
+  checkpointer_factory: base.CheckpointerFactory,
+) -> None:
+  """Does what a mode says, once the processes have met."""
   config = resolve_config(config)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
@@ -354,20 +370,15 @@ def _main(
     _check_can_follow(create_checkpointer(config, mode), config)
   with contextlib.ExitStack() as stack:
     _claim(config, mode, stack)
+    made = _Checkpointers(config, checkpointer_factory)
+    _take_programs(config, stack)
+    in_threads = mode == 'train_eval_multithreaded'
+    _check_directory(made('train' if in_threads else mode))
     try:
-      made = _Checkpointers(config, checkpointer_factory)
-      _take_programs(config, stack)
-      in_threads = mode == 'train_eval_multithreaded'
-      _check_directory(made('train' if in_threads else mode))
-      try:
-        _run(experiment_class, config, mode, made)
-      except files.ClaimedError as e:
-        notes = getattr(e, '__notes__', [])
-        raise UsageError('\n'.join([str(e), *notes])) from e
-    except (Exception, preemption.Preempted) as e:
-      if jax.process_count() > 1:
-        _leave_others(e, mode)
-      raise
+      _run(experiment_class, config, mode, made)
+    except (files.ClaimedError, partitioning.MeshError) as e:
+      notes = getattr(e, '__notes__', [])
+      raise UsageError('\n'.join([str(e), *notes])) from e
 
 
 def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
@@ -389,6 +400,13 @@ def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
       print(f'[jaxline] {line}', flush=True)
     if mode != 'compile' or not config.topology:
       distributed.initialize(config.distributed)
+    elif int(os.environ.get('JAX_NUM_PROCESSES') or 1) > 1:
+      raise UsageError(
+        f'config.topology is {config.topology!r}, for which one process'
+        ' compiles, and JAX_NUM_PROCESSES is'
+        f' {os.environ["JAX_NUM_PROCESSES"]!r}. Start it once, without the'
+        ' launcher.'
+      )
   except distributed.RendezvousError as e:
     # To start again is all there is to do: the others may be late.
     print(e, file=sys.stderr, flush=True)
@@ -405,7 +423,7 @@ def _compile(experiment_class: Any, config: config_dict.ConfigDict) -> None:
 
   try:
     fits = ahead.compile_experiment(experiment_class, config)
-  except chips.TargetError as e:
+  except (chips.TargetError, partitioning.MeshError) as e:
     raise UsageError(str(e)) from e
   if not fits:
     sys.exit(1)
@@ -445,6 +463,18 @@ class _Checkpointers:
     for checkpointer in self._made.values():
       if hasattr(checkpointer, 'close'):
         checkpointer.close()
+
+
+def _has_others() -> bool:
+  """Says whether this is one of several processes, as far as is known yet."""
+  # There is no public way to ask: `jax.process_count` starts the devices, which
+  # takes the others, or this process has just failed to.
+  from jax._src import distributed as jax_distributed
+  from jax._src import xla_bridge
+
+  if jax.distributed.is_initialized():
+    return jax_distributed.global_state.num_processes > 1
+  return xla_bridge.backends_are_initialized() and jax.process_count() > 1
 
 
 def _leave_others(error: BaseException, mode: str) -> None:
@@ -609,18 +639,23 @@ def _check_can_follow(
 
 
 def validate_config(config: config_dict.ConfigDict) -> None:
-  """Checks a whole config; see `base_config.validate_config`.
+  """Checks a whole config: `base_config.validate_config`, mesh, sharding.
 
   Raises:
     UsageError: what is wrong with it, by name.
   """
   try:
-    base_config.validate_config(config)
+    _validate(config)
   except OSError as e:
     # What ml_collections gives instead of a config where it found no file.
     raise UsageError(f'{e}\n{_configs_text()}') from None
   except ValueError as e:
     raise UsageError(str(e)) from e
+
+
+def _validate(config: config_dict.ConfigDict) -> None:
+  base_config.validate_config(config)
+  partitioning.validate(config.mesh, config.sharding, config.sharding_rules)
 
 
 def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:

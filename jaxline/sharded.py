@@ -511,9 +511,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
   @functools.cached_property
   def compiled_eval_step(self) -> Callable[..., Any]:
     """`eval_step` as one program `(state, batch, rng) -> metrics`."""
+
+    # Its name is the program's, where programs are listed.
+    def evaluation(state: TrainState, batch: Batch, rng: jax.Array) -> Any:
+      return eval_step(self.loss_fn, state, batch, rng)
+
     return jax.jit(
-      self._in_mesh(functools.partial(eval_step, self.loss_fn)),
-      out_shardings=self.partitioner.replicated,
+      self._in_mesh(evaluation), out_shardings=self.partitioner.replicated
     )
 
   @property
@@ -611,7 +615,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     if whole := self.partitioner.whole_weights(params):
       logging.info(
         'These weights are whole on every device although the sharding splits'
-        ' others:\n%s',
+        ' weights:\n%s',
         '\n'.join(whole),
       )
     opt_state = jax.eval_shape(self._optimizer.init, partitioning.unbox(params))

@@ -797,7 +797,7 @@ def train_and_eval(
     checkpointer: saves and restores `latest`, keeps `best`.
     writer: gets the scalars of training.
     eval_writer: gets the scalars of evaluation.
-    periodic_actions: called at each step besides the loop's own.
+    periodic_actions: called after each step before the default ones.
     supervision: what else may end the run.
 
   Raises:
@@ -840,7 +840,8 @@ def train_and_eval(
     if base.is_durable(checkpointer):
       checkpointer.when_saved(lambda: mark(step))
     for action in save.actions:
-      action.skip_time(time.time() - began)
+      if hasattr(action, 'skip_time'):  # Somebody's own may have no clock.
+        action.skip_time(time.time() - began)
 
   def mark(step: int) -> None:
     if base.is_durable(checkpointer):

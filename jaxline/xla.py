@@ -298,12 +298,20 @@ def apply(options: Mapping[str, Any]) -> list[str]:
     _check_not_started(wanted.variable, missing)
     after = ' '.join([before, *missing]).strip()
     is_xla = wanted.variable == 'XLA_FLAGS'
-    is_tried = _try_xla_flags(after) if is_xla else _try_tpu_flags(after)
+    why = 'libtpu is not installed here'
+    try:
+      is_tried = _try_xla_flags(after) if is_xla else _try_tpu_flags(after)
+      # Without libtpu the scheduler's does nothing, nor matters.
+      is_shown = is_tried or bool(options['tpu_flags'])
+    except subprocess.TimeoutExpired:
+      # Of many processes on one slow disk. No reason to stop all of them.
+      is_tried, is_shown = False, True
+      why = f'what reads them took more than {_PROBE_SECS:g} s'
     os.environ[wanted.variable] = after
-    if not is_tried and not options['tpu_flags']:
-      continue  # The scheduler's: without libtpu they do nothing, nor matter.
+    if not is_shown:
+      continue
     if not is_tried:
-      lines.append('libtpu is not installed here: its flags are not checked.')
+      lines.append(f'{wanted.variable}: {why}: they are not checked.')
     lines += [
       f'{wanted.variable}: {flag} ({place})' for flag, place in missing.items()
     ]
@@ -362,7 +370,11 @@ def _set_auto_pgle(options: Mapping[str, Any]) -> list[str]:
 
 
 def _probe(code: str, *args: str, **environ: str) -> str | None:
-  """Returns what a process that reads flags has to say against them."""
+  """Returns what a process that reads flags has to say against them.
+
+  Raises:
+    subprocess.TimeoutExpired: it has not read them after `_PROBE_SECS`.
+  """
   done = subprocess.run(
     [sys.executable, '-c', code, *args],
     env=os.environ | environ,

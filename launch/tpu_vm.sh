@@ -104,17 +104,25 @@ run() {
     *) usage "run needs --config.checkpoint_dir=DIR, which all workers see" ;;
   esac
   # Not tied to the connection. Started again where it asks for it, and where it
-  # has lost another worker (docs/reliability.md): if that is not started again,
-  # they give up waiting for it after five minutes.
+  # has lost another worker (docs/reliability.md). If that one is gone for good,
+  # each start ends after the five minutes of waiting for it: given up after 5.
   on all all "cd ~/jaxline
 rm -f stop
 cat > run.sh << 'EOF'
+tries=0
 until [ -e stop ]; do
+  SECONDS=0
   .venv/bin/python experiment.py --jaxline_ensure_tpu$(printf ' %q' "$@") &
   echo \$! > run.pid
   wait \$!
   code=\$?
   case \$code in 70 | 75 | 134 | 143) ;; *) exit \$code ;; esac
+  [ \$SECONDS -lt 900 ] || tries=0
+  tries=\$((tries + 1))
+  if [ \$tries = 5 ]; then
+    echo \"tpu_vm.sh: ended with \$code; the fifth in a row within 15 minutes.\"
+    exit \$code
+  fi
 done
 EOF
 nohup setsid bash run.sh >> run.log 2>&1 < /dev/null &"

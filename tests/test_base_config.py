@@ -160,6 +160,13 @@ def with_value(key, value):
     ('log_async', 'no', 'True or False'),
     ('log_all_hosts', 1, 'True or False'),
     ('one_off_evaluate', None, 'True or False'),
+    ('gradient_accumulation_steps', 0, 'at least 1'),
+    ('gradient_accumulation_steps', None, 'at least 1'),
+    ('num_slices', 0, 'at least 1'),
+    ('topology', 4, "'v4:4x4x4'"),
+    ('compiled_program', 4, 'name of a directory'),
+    ('distributed', 'on', "('auto', 'off')"),
+    ('distributed', None, "('auto', 'off')"),
   ],
 )
 def test_a_wrong_value_is_refused_by_name(key, value, expected):
@@ -185,6 +192,16 @@ def test_a_wrong_value_is_refused_by_name(key, value, expected):
     ('periodic_action_growth_ratios', []),
     ('checkpoint_dir', '/tmp/run'),
     ('experiment_class', 'package.module:Class'),
+    # What a mesh leaves out has a default.
+    ('mesh', None),
+    ('mesh', {'data': 4}),
+    ('mesh', {'ici': {'mdl': -1}}),
+    ('sharding_rules', {'mlp': ('data',)}),
+    ('distributed', 'off'),
+    (
+      'distributed',
+      {'coordinator': 'a:1234', 'num_processes': 2, 'process_id': 1},
+    ),
   ],
 )
 def test_what_a_run_can_mean_passes(key, value):
@@ -248,6 +265,20 @@ def test_growth_ratios_need_steps(values, passes):
     refused(config, 'periodic_action_growth_ratios', "interval_type = 'steps'")
 
 
+def test_settings_of_xla_are_checked():
+  config = base_config.get_base_config()
+  config.xla.pgle_profiling_runs = -1
+  refused(config, 'config.xla.pgle_profiling_runs is -1')
+  config = base_config.get_base_config()
+  config.xla.pgle_profilng_runs = 3
+  refused(config, "'pgle_profilng_runs'", "'pgle_profiling_runs'")
+
+
+def test_slices_are_of_a_topology():
+  refused(make(num_slices=2), 'config.num_slices is 2', 'Set both, or neither')
+  base_config.validate_config(make(num_slices=2, topology='v4:4x4x4'))
+
+
 def test_validate_config_makes_all_three_checks():
   config = make()
   names = ('validate_keys', '_check_values', 'check_constraints')
@@ -256,6 +287,32 @@ def test_validate_config_makes_all_three_checks():
     base_config.validate_config(config)
   for name in names:
     mocks[name].assert_called_once()
+
+
+# The config of a run, for its experiment.
+
+
+def test_the_config_of_the_run_is_seen_while_building():
+  config = make(sharding='fsdp')
+  default = base_config.get_base_config().to_dict()
+  assert base_config.of_run().to_dict() == default
+  with base_config.building(config):
+    assert base_config.of_run() is config
+    with base_config.building(make(sharding='tp')):
+      assert base_config.of_run().sharding == 'tp'
+    assert base_config.of_run() is config
+  with pytest.raises(KeyError), base_config.building(config):
+    raise KeyError
+  assert base_config.of_run().to_dict() == default
+
+
+@pytest.mark.parametrize(
+  'old', [config_dict.ConfigDict({'training_steps': 3}), {}, mock.Mock(), None]
+)
+def test_configs_of_old_have_none_of_our_keys(old):
+  assert not base_config.has(old, 'mesh')
+  with base_config.building(old):
+    assert base_config.of_run().sharding == 'ddp'
 
 
 # An experiment's own config.

@@ -6,7 +6,6 @@ import pathlib
 import socket
 import subprocess
 import sys
-import time
 import types
 
 import jax
@@ -25,6 +24,7 @@ HERE = {'coordinator': 'localhost:1234', 'num_processes': 4, 'process_id': 1}
 NAMES = (
   *distributed.VARIABLES.values(),
   'JAX_LOCAL_DEVICE_IDS',
+  'JAX_COORDINATOR_BIND_ADDRESS',
   'JAX_COORDINATOR_PORT',
   'JOB_COMPLETION_INDEX',
   'OMPI_MCA_orte_hnp_uri',
@@ -145,6 +145,23 @@ def test_the_variables(env):
     ({'JAX_NUM_PROCESSES': '4'}, 'give all of JAX_COORDINATOR_ADDRESS'),
     ({'JAX_COORDINATOR_ADDRESS': 'a:1'}, "{'JAX_COORDINATOR_ADDRESS': 'a:1'}"),
     (
+      {**SLURM, 'JAX_COORDINATOR_ADDRESS': 'node0'},
+      "JAX_COORDINATOR_ADDRESS is 'node0'; expected 'host:port'",
+    ),
+    (
+      {**SLURM, 'JAX_COORDINATOR_PORT': '70000'},
+      "JAX_COORDINATOR_PORT is '70000'; expected a port",
+    ),
+    (
+      {
+        'JAX_COORDINATOR_ADDRESS': 'a:1',
+        'JAX_COORDINATOR_BIND_ADDRESS': 'a',
+        'JAX_NUM_PROCESSES': '4',
+        'JAX_PROCESS_ID': '2',
+      },
+      "JAX_COORDINATOR_BIND_ADDRESS is 'a'; expected 'host:port'",
+    ),
+    (
       {
         'JAX_COORDINATOR_ADDRESS': 'a:1',
         'JAX_NUM_PROCESSES': 'four',
@@ -256,8 +273,10 @@ def test_an_indexed_job_needs_the_package(monkeypatch, env):
   monkeypatch.setitem(sys.modules, 'kubernetes', None)
   monkeypatch.setattr(distributed.importlib.util, 'find_spec', lambda _: None)
   env(KUBERNETES_SERVICE_HOST='10.0.0.1', JOB_COMPLETION_INDEX='1')
-  with pytest.raises(distributed.RendezvousError, match='pip install kube'):
+  with pytest.raises(RuntimeError, match='pip install kube') as e:
     distributed.initialize('auto')
+  # Which platform takes for something that may be better the next time.
+  assert not isinstance(e.value, distributed.RendezvousError)
 
 
 class FakeKubernetes:
@@ -396,22 +415,13 @@ def test_two_processes_meet(address):
 
 
 def test_nobody_is_there(address):
-  ((code, _, err),) = run(MEET, (address, 2, 1, 1))
-  assert code == 1
-  *_, last = err.splitlines()
-  assert last.startswith('jaxline.distributed.RendezvousError: This is process')
-  assert '1 of 2 (by config.distributed)' in last
-  assert f'coordinator {address}, which cannot be reached' in last
-  assert 'Connection refused' in last
-
-
-def test_no_such_host():
-  place = distributed._Place('nowhere.invalid:1234', 2, 1, 'a test')
-  with pytest.raises(distributed.RendezvousError) as e:
-    distributed._check_reachable(place, time.monotonic())
-  assert 'coordinator nowhere.invalid:1234, which cannot be reached' in str(
-    e.value
-  )
+  for where, why in ((address, 'Connection refused'), ('x.invalid:1', '')):
+    place = distributed._Place(where, 2, 1, 'a test')
+    with pytest.raises(distributed.RendezvousError) as e:
+      distributed._meet(place, 0.2)
+    words = f'1 of 2 (by a test), coordinator {where}, which cannot be reached'
+    assert words in str(e.value)
+    assert why in str(e.value)
 
 
 @pytest.mark.parametrize('bind', ['', '127.0.0.1'])
@@ -441,5 +451,6 @@ def test_one_is_not_expected(address):
     ((code, _, err),) = run(MEET, (address, 3, 2, 100))
   assert code < 0  # JAX ends it, in C++.
   *_, last = err.splitlines()
-  assert last.startswith('[jaxline] JAX ended process 2 of 3')
+  assert last.startswith('[jaxline] This was process 2 of 3')
+  assert 'ended while it was meeting the others, by a signal or by JAX' in last
   assert 'Check that 3 processes were started' in last

@@ -125,11 +125,17 @@ print('of', jax.process_count(), 'this is', jax.process_index(), *total)
 """
 
 
-def test_four_processes_add_up():
-  code, out, err = run('--devices-per-process', 2, *py(SUM), processes=4)
+@pytest.mark.parametrize(
+  'processes', [2, pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_processes_add_up(processes):
+  command = ('--devices-per-process', 2, *py(SUM))
+  code, out, err = run(*command, processes=processes)
   assert code == 0, err
-  for process in range(4):
-    assert of(out, process)[-1] == f'of 4 this is {process} 8.0 8.0'
+  total = 2.0 * processes
+  for process in range(processes):
+    last = f'of {processes} this is {process} {total} {total}'
+    assert of(out, process)[-1] == last
 
 
 def test_the_port_can_be_given():
@@ -320,6 +326,18 @@ def test_a_run_leaves_in_order():
     (['--processes', '0', '--', 'true'], 2, "got '0', expected an integer"),
     (['--processes', 'two', '--', 'true'], 2, "got 'two', expected an integer"),
     (['--processes', '2', '--port', '70000', '--', 'true'], 2, "got '70000'"),
+    (['--processes', '2', '--grace-secs', 'x', '--', 'true'], 2, "got 'x'"),
+    (
+      ['--processes', '2', '--grace-secs', 'inf', '--', 'true'],
+      2,
+      "'inf', exp",
+    ),
+    (
+      ['--processes', '2', '--grace-secs', 'nan', '--', 'true'],
+      2,
+      'of at most',
+    ),
+    (['--processes', '2', '--grace-secs', '-1', '--', 'true'], 2, "got '-1'"),
     (['--processes', '2', 'true'], 2, "'true': the program comes after a --"),
     (['--processes', '2', '--proc', '1', '--', 'true'], 2, "'--proc 1'"),
     (['--processes', '2'], 2, 'There is no program'),

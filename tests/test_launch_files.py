@@ -54,7 +54,7 @@ argv = sys.argv[1:]
 options = []
 while argv[0].startswith('-'):
   options.append(argv.pop(0))
-print(*options)
+print(*options, os.environ.get('SRUN_CPUS_PER_TASK'))
 count = int(os.environ['SLURM_NTASKS'])
 processes = [
   subprocess.Popen(argv, env=os.environ | {{
@@ -119,12 +119,12 @@ def slurm(tmp_path):
 
 def test_slurm_processes_meet(slurm):
   run = '--config.checkpoint_dir=/a/b c'
-  with slurm(MEET, '--config=x.py', run) as job:
+  with slurm(MEET, '--config=x.py', run, SLURM_CPUS_PER_TASK='6') as job:
     out, err = job.communicate(timeout=TIMEOUT_SECS)
   assert job.returncode == 0, err
   for process in range(2):
     assert f"process {process} sees [0, 1] ['--config=x.py', '{run}']" in out
-  assert '--label --unbuffered --kill-on-bad-exit=0 --wait=300' in out
+  assert '--label --unbuffered --kill-on-bad-exit=0 --wait=300 6\n' in out
 
 
 @pytest.mark.parametrize(
@@ -358,21 +358,34 @@ sleep 1000 & wait $!
 """
 
 
-def test_tpu_vm_runs_and_stops(tmp_path):
-  """Runs on this machine what gcloud would have run on the workers."""
-  home = tmp_path / 'home'
-  python = home / 'jaxline' / '.venv' / 'bin'
+@pytest.fixture
+def worker(tmp_path):
+  """Returns what has this machine do what gcloud would have workers do.
+
+  It takes the codes with which the worker's Python ends, and returns the
+  environment of `tpu_vm` and the worker's folder.
+  """
+  folder = tmp_path / 'home' / 'jaxline'
+  python = folder / '.venv' / 'bin'
   python.mkdir(parents=True)
   program(python, 'python', WORKER)
-  (home / 'jaxline' / 'codes').write_text('75\n134\n')
   program(
     tmp_path,
     'gcloud',
     '#!/bin/bash\nfor x; do case $x in --command=*)'
     ' bash -c "${x#--command=}";; esac; done',
   )
-  env = on_path(tmp_path, HOME=str(home))
-  log, pid = (home / 'jaxline' / name for name in ('run.log', 'run.pid'))
+
+  def make(*codes):
+    (folder / 'codes').write_text(''.join(f'{code}\n' for code in codes))
+    return on_path(tmp_path, HOME=str(folder.parent)), folder
+
+  return make
+
+
+def test_tpu_vm_runs_and_stops(worker):
+  env, folder = worker(75, 134)
+  log, pid = folder / 'run.log', folder / 'run.pid'
   result = tpu_vm(
     'run', '--config=x.py', '--config.checkpoint_dir=/runs/a b', env=env
   )
@@ -388,6 +401,20 @@ def test_tpu_vm_runs_and_stops(tmp_path):
   finally:
     if alive(int(pid.read_text())):
       os.kill(int(pid.read_text()), signal.SIGTERM)
+
+
+def test_tpu_vm_gives_up_what_never_lasts(worker):
+  """As where a worker is gone for good: the others must not wait for ever."""
+  env, folder = worker(*[70] * 9)
+  result = tpu_vm('run', '--config.checkpoint_dir=/runs/a', env=env)
+  assert result.returncode == 0, result.stderr
+  log = folder / 'run.log'
+  until(lambda: log.exists() and 'tpu_vm.sh' in log.read_text())
+  *starts, last = log.read_text().splitlines()
+  assert len(starts) == 5
+  assert (
+    last == 'tpu_vm.sh: ended with 70; the fifth in a row within 15 minutes.'
+  )
 
 
 def until(condition):

@@ -105,9 +105,20 @@ def test_a_batch_of_less_than_a_row_a_device():
   assert maxtext.from_pax(pax)[f'{LM}.batch_size'] == 256
   config = lm.get_config()
   config.update_from_flattened_dict(maxtext.from_pax(pax))
-  pax = maxtext.to_pax(config)
-  assert pax['PERCORE_BATCH_SIZE'] == 0.5
-  assert 'FPROP_DTYPE' not in pax  # The config leaves it to the model.
+  assert maxtext.to_pax(config)['PERCORE_BATCH_SIZE'] == 0.5
+
+
+def test_what_a_config_leaves_to_its_experiment_is_left_out():
+  config = lm.get_config()
+  config.update_from_flattened_dict(maxtext.from_pax(PAX))
+  config.logging_interval_type = 'secs'
+  names = {'FPROP_DTYPE': 'dtype', 'HIDDEN_DIMS': 'mlp_dim'}
+  names |= {'NUM_HEADS': 'num_heads', 'DIMS_PER_HEAD': 'num_heads'}
+  for name in set(names.values()):
+    del config.experiment_kwargs.config.model[name]
+  assert maxtext.to_pax(config) == {
+    name: value for name, value in PAX.items() if name not in names
+  }
 
 
 # The mesh.

@@ -9,12 +9,19 @@ import select
 import subprocess
 import sys
 import time
+import types
+from unittest import mock
 
 from absl.testing import flagsaver
+import jax
+from jax._src import distributed as jax_distributed
 import pytest
 
 from jaxline import base_config
+from jaxline import distributed
 from jaxline import platform
+from jaxline import watchdog
+from jaxline.aot import ahead
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOY = ROOT / 'tests' / 'programs' / 'toy.py'
@@ -357,6 +364,7 @@ def test_several_processes_need_one_directory(monkeypatch):
 
 def test_threads_are_for_one_process(tmp_path, monkeypatch):
   monkeypatch.setattr(platform.jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(platform, '_has_others', lambda: False)
   config = base_config.get_base_config()
   config.checkpoint_dir = str(tmp_path)
   with flagsaver.flagsaver(
@@ -396,6 +404,247 @@ def test_main_under_a_flag_saver(tmp_path):
   with flagsaver.flagsaver(config=config):
     with pytest.raises(ValueError, match=r'config.interval_type.*sec'):
       platform.main(Experiment, [])
+
+
+# Before JAX starts, and what then needs no loop.
+
+
+def flags_of(tmp_path, mode='train', **values):
+  """Sets the flags of a command line."""
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(tmp_path)
+  config.update(values)
+  return flagsaver.flagsaver(config=config, jaxline_mode=mode)
+
+
+@pytest.fixture
+def started(monkeypatch):
+  """Lists what is set before JAX starts; `resolve_config` is where that ends.
+
+  Nothing is: this process has its devices.
+  """
+  calls = []
+
+  def noting(name, result=None):
+    def note(*args):
+      calls.append((name, *args))
+      return result
+
+    return note
+
+  monkeypatch.setattr(platform.xla, 'apply', noting('xla', ['--a=1 (there)']))
+  monkeypatch.setattr(platform.distributed, 'initialize', noting('meet'))
+  fake = types.SimpleNamespace(
+    config=types.SimpleNamespace(
+      values={'jax_platforms': ''}, update=noting('update')
+    ),
+    # The real one, for all else.
+    distributed=platform.jax.distributed,
+    process_count=platform.jax.process_count,
+  )
+  monkeypatch.setattr(platform, 'jax', fake)
+  monkeypatch.setattr(platform, '_start', noting('start'))
+  return calls
+
+
+def test_flags_are_set_before_the_processes_meet(tmp_path, started, capsys):
+  with flags_of(tmp_path, distributed='off'):
+    platform.main(object, [])
+  assert [name for name, *_ in started] == ['xla', 'meet', 'start']
+  assert started[0][1].to_dict() == base_config.get_base_config().xla.to_dict()
+  assert started[1] == ('meet', 'off')
+  assert capsys.readouterr().out == '[jaxline] --a=1 (there)\n'
+
+
+@pytest.mark.parametrize(
+  ('topology', 'platforms', 'expected'),
+  [
+    # With libtpu JAX would look for TPUs here, and nobody else compiles.
+    ('v4:2x2x1', '', ['update', 'xla', 'start']),
+    ('v4:2x2x1', 'cpu', ['xla', 'start']),
+    (None, '', ['xla', 'meet', 'start']),
+  ],
+)
+def test_what_is_started_to_compile(
+  tmp_path, started, topology, platforms, expected
+):
+  platform.jax.config.values['jax_platforms'] = platforms
+  with flags_of(tmp_path, 'compile', topology=topology):
+    platform.main(object, [])
+  assert [name for name, *_ in started] == expected
+  if 'update' in expected:
+    assert started[0] == ('update', 'jax_platforms', 'cpu')
+
+
+@pytest.mark.parametrize(
+  ('error', 'raised', 'code'),
+  [
+    (
+      distributed.RendezvousError('Nobody came.'),
+      SystemExit,
+      watchdog.EXIT_CODE,
+    ),
+    (ValueError('No port.'), platform.UsageError, None),
+    (RuntimeError('JAX has started.'), platform.UsageError, None),
+  ],
+)
+def test_who_cannot_start(
+  tmp_path, started, monkeypatch, capsys, error, raised, code
+):
+  monkeypatch.setattr(
+    platform.distributed, 'initialize', mock.Mock(side_effect=error)
+  )
+  with flags_of(tmp_path), pytest.raises(raised) as caught:
+    platform.main(object, [])
+  assert getattr(caught.value, 'code', None) == code
+  said = str(caught.value) if code is None else capsys.readouterr().err
+  assert str(error) in said
+  assert 'start' not in [name for name, *_ in started]
+
+
+def test_a_wrong_config_starts_nothing(tmp_path, started):
+  with flags_of(tmp_path, sharding='fsdpp'):
+    with pytest.raises(platform.UsageError, match=r"'fsdpp'.*mean 'fsdp'"):
+      platform.main(object, [])
+  assert started == []
+
+
+@pytest.mark.parametrize(
+  ('values', 'words'),
+  [
+    ({'sharding_rules': {'mpl': ['data']}}, "'mpl'.*mean 'mlp'"),
+    ({'sharding_rules': {'mlp': ['date']}}, "'date'.*mean 'data'"),
+    ({'mesh': {'ici': {'model': 4}}}, "'model' in mesh.ici.*mdl"),
+    ({'mesh': {'ici': {}, 'dnc': {'data': 2}}}, "'dnc'.*mean 'dcn'"),
+    ({'mesh': {'ici': {'mdl': -1}}}, 'one of which may be -1'),
+    ({'mesh': {'dcn': {'data': 0}}}, 'mesh.dcn is .*positive'),
+  ],
+)
+def test_a_wrong_mesh_or_sharding_is_refused_without_devices(values, words):
+  config = base_config.get_base_config()
+  config.update(values)
+  with pytest.raises(platform.UsageError, match=words):
+    platform.validate_config(config)
+
+
+@pytest.mark.filterwarnings('ignore:.*load_module:DeprecationWarning')
+@pytest.mark.parametrize(
+  ('overrides', 'expected'),
+  [
+    (['distributed=off'], {'distributed': 'off'}),
+    (
+      [
+        "distributed={'coordinator': 'a:1', 'num_processes': 2, 'process_id':"
+        ' 1}'
+      ],
+      {
+        'distributed': {
+          'coordinator': 'a:1',
+          'num_processes': 2,
+          'process_id': 1,
+        }
+      },
+    ),
+    (
+      ['mesh.ici.data=4', 'mesh.dcn.replica=2'],
+      {
+        'mesh': {
+          'ici': {'stage': 1, 'replica': 1, 'data': 4, 'mdl': 1},
+          'dcn': {'stage': 1, 'replica': 2, 'data': 1, 'mdl': 1},
+        }
+      },
+    ),
+    (["mesh={'data': 4}"], {'mesh': {'data': 4}}),
+    (
+      ["sharding_rules={'mlp': ['data']}"],
+      {'sharding_rules': {'mlp': ['data']}},
+    ),
+    (
+      ["xla.flags={'xla_dump_to': '/tmp/hlo'}"],
+      {'xla': {'flags': {'xla_dump_to': '/tmp/hlo'}}},
+    ),
+  ],
+)
+def test_overrides_on_the_command_line(overrides, expected):
+  config = platform.load_config(
+    [f'--config={CONFIG}', *(f'--config.{text}' for text in overrides)]
+  ).to_dict()
+  for key, value in expected.items():
+    if key == 'xla':
+      value = config[key] | value
+    assert config[key] == value
+
+
+def test_programs_are_compiled_kept_and_taken(tmp_path):
+  result = succeeded(run(tmp_path, mode='compile'))
+  (path,) = (tmp_path / 'compile').glob('*.json')
+  report = json.loads(path.read_text())
+  assert report['mesh'] == {'stage': 1, 'replica': 1, 'data': 2, 'mdl': 1}
+  assert f'Written to {path}' in result.stdout
+  assert not (tmp_path / 'train').exists()
+  result = succeeded(
+    run(tmp_path, f'--config.compiled_program={report["saved"]}')
+  )
+  assert re.search(r'step was taken from', result.stderr)
+  assert len(records(tmp_path, 'train')) == 6
+
+
+@pytest.mark.parametrize(('fits', 'code'), [(True, None), (False, 1)])
+def test_what_does_not_fit_is_an_exit_code(tmp_path, monkeypatch, fits, code):
+  compiled = mock.Mock(return_value=fits)
+  monkeypatch.setattr(ahead, 'compile_experiment', compiled)
+  with flags_of(tmp_path, 'compile'):
+    if code is None:
+      platform.main(object, [])
+    else:
+      with pytest.raises(SystemExit) as caught:
+        platform.main(object, [])
+      assert caught.value.code == code
+  (experiment_class, config), _ = compiled.call_args
+  assert experiment_class is object
+  assert config.checkpoint_dir == str(tmp_path)
+
+
+def test_what_cannot_be_compiled_is_said_in_a_line(tmp_path):
+  result = run(tmp_path, style='per_device', mode='compile')
+  assert result.returncode == 2
+  assert 'PerDevice has no sharded step' in result.stderr
+  assert 'Traceback' not in result.stderr
+
+
+def test_a_directory_without_programs_is_refused(tmp_path):
+  with flags_of(tmp_path, compiled_program=str(tmp_path)):
+    with pytest.raises(platform.UsageError, match=r'programs\.json'):
+      platform.main(object, [])
+
+
+def test_actions_of_xla_reach_the_loops(tmp_path, monkeypatch):
+  actions = [object()]
+  monkeypatch.setattr(platform.xla, 'actions', lambda options: actions)
+  for mode in ('train', 'train_and_eval'):
+    loop = mock.Mock()
+    monkeypatch.setattr(platform.train, mode, loop)
+    with flags_of(tmp_path, mode):
+      platform.main(object, [])
+    assert actions in loop.call_args.args
+
+
+@pytest.mark.parametrize('num_processes', [1, 2])
+def test_who_fails_after_the_meeting_leaves_the_others(
+  tmp_path, monkeypatch, num_processes
+):
+  # Else its end waits for them, and they for it: for minutes.
+  monkeypatch.setattr(jax.distributed, 'is_initialized', lambda: True)
+  monkeypatch.setattr(
+    jax_distributed.global_state, 'num_processes', num_processes
+  )
+  left = mock.Mock()
+  monkeypatch.setattr(platform, '_leave_others', left)
+  with flags_of(tmp_path, experiment_class='nowhere:Experiment'):
+    with pytest.raises(platform.UsageError, match='nowhere') as caught:
+      platform.main(None, [])
+  expected = [mock.call(caught.value, 'train')] if num_processes > 1 else []
+  assert left.call_args_list == expected
 
 
 def test_ensure_tpu(tmp_path):

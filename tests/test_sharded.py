@@ -23,6 +23,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxline import base_config
 from jaxline import debug
 from jaxline import metrics
 from jaxline import partitioning
@@ -30,6 +31,7 @@ from jaxline import sharded
 from jaxline import train
 from jaxline import utils
 from jaxline.checkpoint import base
+from jaxline.inputs import base as inputs
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KEY = jax.random.PRNGKey(0)
@@ -241,6 +243,20 @@ def test_the_list_of_whole_weights_is_logged():
     str(c.args[1]) for c in info.call_args_list if 'whole' in c.args[0]
   ]
   assert text == "['b'] (4,) no axes named"
+
+
+def test_weights_that_do_not_divide_are_listed_where_no_other_is_split():
+  class Odd(Regression):
+    def init_fn(self, rng):
+      w = partitioning.Logical(jnp.ones([3, 4]), ('embed', 'mlp'))
+      return {'w': w}, {}
+
+  with mock.patch.object(sharded.logging, 'info') as info:
+    _ = make(Odd, sharding='fsdp').abstract_state()
+  (text,) = [
+    str(c.args[1]) for c in info.call_args_list if 'whole' in c.args[0]
+  ]
+  assert 'embed is 3, no multiple of the 2 of data' in text
 
 
 @pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
@@ -1033,6 +1049,186 @@ def test_wrong_sharding_or_mesh_is_refused_at_once():
     make(sharding='zero')
   with pytest.raises(ValueError, match='needs 3 devices'):
     make(mesh={'data': 3})
+
+
+# The config of a run.
+
+
+def test_mesh_rules_and_parts_are_those_of_the_runs_config():
+  config = base_config.get_base_config()
+  config.mesh.ici.update(data=1, mdl=2)
+  config.sharding = 'tp'
+  config.sharding_rules = {'mlp': [], 'embed': ['mdl']}
+  config.gradient_accumulation_steps = 4
+  with (
+    mock.patch.object(sharded.logging, 'info') as info,
+    base_config.building(config),
+  ):
+    ours = make()
+    own = make(sharding='fsdp', mesh={'data': 2})
+  said = [call.args[0] % call.args[1:] for call in info.call_args_list]
+  assert said[0].startswith('Mesh: stage 1, replica 1, data 1, mdl 2. Sharding')
+  assert said[1].startswith('Mesh: stage 1, replica 1, data 2, mdl 1. Sharding')
+  assert "embed=('mdl',), mlp=()" in said[0]
+  assert shard_shapes(ours.state.params['w']) == [(4, 4), (4, 4)]
+  assert ours.accumulation_steps == own.accumulation_steps == 4
+  # The constructor's own arguments go before; the changes are to any preset.
+  assert own.partitioner.rules == partitioning.get_rules(
+    'fsdp', config.sharding_rules
+  )
+
+
+@pytest.mark.parametrize('fraction', [0.0, 0.25])
+def test_bubbles_are_told_of(fraction):
+  class Piped(Regression):
+    bubble_fraction = fraction
+
+  with mock.patch.object(sharded.logging, 'info') as info:
+    regression.train_steps(make(Piped), 1)
+  said = [call.args[0] % call.args[1:] for call in info.call_args_list]
+  expected = ['Pipeline: the bubbles are 25.0% of a step.'] if fraction else []
+  assert [line for line in said if 'bubbles' in line] == expected
+
+
+# Shapes without arrays.
+
+
+def test_shapes_of_state_batch_and_key_are_those_of_a_step():
+  experiment = make(sharding='fsdp')
+  shapes = experiment.abstract_batch(True), experiment.abstract_batch(False)
+  state, rng = experiment.abstract_state(), experiment.abstract_rng()
+  with mock.patch.object(
+    experiment, 'compiled_train_step', wraps=experiment.compiled_train_step
+  ) as step:
+    # What is donated can still be asked for its shape.
+    regression.train_steps(experiment, 1)
+  with mock.patch.object(
+    experiment, 'compiled_eval_step', wraps=experiment.compiled_eval_step
+  ) as evaluation:
+    regression.evaluate(experiment)
+  without = dataclasses.replace(state, opt_state=None)
+  for compiled, expected in (
+    (step, (state, shapes[0], rng)),
+    (evaluation, (without, shapes[1], rng)),
+  ):
+    args = compiled.call_args_list[0].args
+    assert described(args) == described(expected)
+
+
+def described(tree):
+  return [
+    (jax.tree_util.keystr(path), x.shape, x.dtype, x.sharding)
+    for path, x in jax.tree_util.tree_leaves_with_path(tree)
+  ]
+
+
+class Listed(Regression):
+  """Counts how often its inputs are opened and closed."""
+
+  batches = None
+
+  def train_input(self):
+    self.opened = self.closed = 0
+
+    def read():
+      self.opened += 1
+      try:
+        yield from self.batches
+      finally:
+        self.closed += 1
+
+    return read()
+
+  eval_input = train_input
+
+
+@pytest.mark.parametrize('is_training', [True, False])
+def test_shapes_of_a_batch_take_one_and_close_the_input(is_training):
+  threads = infeed_threads()
+  experiment = make(Listed)
+  # An evaluation's rows are filled up to divide over the two devices.
+  rows = 4 if is_training else 3
+  # Of a type that JAX narrows.
+  experiment.batches = [{'x': np.zeros([rows, 2]), 'n': np.arange(rows)}] * 2
+  shapes = experiment.abstract_batch(is_training)
+  assert {k: (x.shape, str(x.dtype)) for k, x in shapes.items()} == {
+    'x': ((4, 2), 'float32'),
+    'n': ((4,), 'int32'),
+    'weights': ((4,), 'float32'),
+  }
+  assert experiment.opened == experiment.closed == 1
+  assert infeed_threads() == threads
+  experiment.batches = []
+  with pytest.raises(ValueError, match='gave no batch'):
+    experiment.abstract_batch(is_training)
+  assert experiment.closed == 1
+
+
+def test_shapes_of_a_batch_that_does_not_divide():
+  with pytest.raises(ValueError, match=r'5 rows.*over 2 devices.*4 or 6'):
+    make(batch_size=5).abstract_batch(True)
+
+
+def test_where_the_devices_are_not_here_all_rows_are_of_this_process():
+  with partitioning.on_devices(partitioning.abstract_devices(8, 2)):
+    experiment = make(sharding='fsdp')
+    assert not experiment.partitioner.is_here
+    assert experiment.partitioner.host == (0, 1)
+    batch = experiment.abstract_batch(True)
+    w = experiment.abstract_state().params['w']
+  assert batch['x'].shape == (16, 8)
+  assert batch['x'].sharding.shard_shape(batch['x'].shape) == (2, 8)
+  assert w.sharding.shard_shape(w.shape) == (2, 4)
+
+
+# Processes that share rows.
+
+
+class Hosts(Regression):
+  """Writes down whose rows it is to read."""
+
+  own_hosts: dict = {}
+
+  def train_input(self):
+    self.seen = inputs.this_host()
+    return Rows(batch_size=4, is_training=True, **self.own_hosts)
+
+  def eval_input(self):
+    self.seen = inputs.this_host()
+    return Rows(batch_size=4, reset_for_eval=True, **self.own_hosts)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Rows(inputs.BaseInput):
+  input_checkpointing_enabled: bool = False
+
+  def get_next(self):
+    return inputs.Batch(x=np.zeros([self.batch_size], np.float32))
+
+
+@pytest.mark.parametrize('is_training', [True, False])
+def test_inputs_are_those_of_the_partitioners_host(is_training):
+  experiment = make(Hosts)
+  experiment.partitioner.host = (1, 2)  # As on four processes, two by two.
+  batch = experiment.abstract_batch(is_training)
+  assert experiment.seen == (1, 2)
+  assert batch['x'].shape == (8,)
+  assert inputs.this_host() == (0, 1)
+  experiment.own_hosts = {'infeed_host_index': 3, 'num_infeed_hosts': 4}
+  with pytest.raises(ValueError, match=r'host 3 of 4, but this is host 1 of 2'):
+    experiment.abstract_batch(is_training)
+
+
+def test_a_pretended_host_goes_before_the_acting_one():
+  with inputs.pretend_host(2, 3), inputs.act_as_host(0, 2):
+    assert inputs.this_host() == (2, 3)
+  with inputs.act_as_host(1, 2):
+    with inputs.act_as_host(0, 1):
+      assert inputs.this_host() == (0, 1)
+    assert inputs.this_host() == (1, 2)
+  with pytest.raises(ValueError, match='infeed_host_index is 2'):
+    with inputs.act_as_host(2, 2):
+      pass
 
 
 def test_the_first_batches_come_in_order():

@@ -329,6 +329,52 @@ def test_constructors_old_and_new(cls, kwargs, got, warns):
   )
 
 
+@pytest.mark.parametrize(
+  ('key', 'value'),
+  [
+    ('mesh', {'data': 2}),
+    ('sharding', 'fsdp'),
+    ('sharding_rules', {'mlp': ['data']}),
+    ('gradient_accumulation_steps', 2),
+    ('compiled_program', 'programs'),
+  ],
+)
+def test_keys_that_only_sharded_steps_read_are_refused(key, value):
+  config = make_config(1)
+  config[key] = value
+  for loop in (run, run_both, evaluate_once):
+    with pytest.raises(ValueError, match=f'config.{key} is .*Plain has no sh'):
+      loop(Plain, config)
+
+
+def evaluate_once(cls, config):
+  train.evaluate(cls, config, Recorder(config, 'eval'), None, 'eval')
+
+
+def test_configs_of_old_lack_the_keys_of_sharded_steps():
+  config = make_config(2)
+  for key in train._SHARDED_KEYS:
+    del config[key]
+  log, _ = run(Plain, config)
+  assert len(log.inits) == 1
+
+
+def test_a_constructor_sees_the_config_of_its_run_and_nothing_later_does():
+  seen = []
+
+  class Sees(Plain):
+    def __init__(self, *args, **kwargs):
+      seen.append(base_config.of_run().training_steps)
+      super().__init__(*args, **kwargs)
+
+    def step(self, **kwargs):
+      seen.append(base_config.of_run().training_steps)
+      return super().step(**kwargs)
+
+  run(Sees, make_config(1))
+  assert seen == [1, base_config.get_base_config().training_steps]
+
+
 def test_a_partial_is_shared_and_its_experiments_are_not():
   shared = Log()
   partial = functools.partial(Plain, log=shared)
@@ -1136,6 +1182,17 @@ def test_several_processes_evaluate_by_steps(monkeypatch):
   config.eval_interval_type = None  # By interval_type, which is 'steps'.
   log, _ = run_both(Plain, config)
   assert len(log.evals) == 1
+
+
+def test_actions_are_called_beside_evaluations():
+  action = Action()
+  config = make_config(3, eval_interval=2)
+  train.train_and_eval(
+    functools.partial(Plain, log=Log()),
+    config, Recorder(config), None, None, [action],
+  )  # fmt: skip
+  assert [step for _, step, _ in action.calls] == [1, 2, 3]
+  assert action.waits
 
 
 def test_evaluations_share_the_live_state_by_reference():

@@ -227,6 +227,9 @@ said['setting'] = attempt(pgle_profiling_runs=3, flags={'xla_gpu_ftz': True})
 said['flags'] = os.environ['XLA_FLAGS']
 os.environ['XLA_FLAGS'] = '/etc/flags'
 said['file'] = attempt(flags={'xla_cpu_ftz': True})
+os.environ['XLA_FLAGS'] = ''
+xla._PROBE_SECS = 0.01
+said['slow'] = attempt(flags={'xla_cpu_ftz': True})
 os.environ['XLA_FLAGS'] = '--xla_cpu_ftz=true'
 jax.devices()
 said['too late'] = attempt(flags={'xla_gpu_ftz': True})
@@ -251,6 +254,11 @@ said['too late'] = attempt(flags={'xla_gpu_ftz': True})
   # What is refused is not set.
   assert said['flags'] == '--xla_gpu_enable_latency_hiding_scheduler=false'
   assert 'the name of a file with flags' in said['file']
+  # Hundreds of processes may load jaxlib at once from one file system.
+  assert said['slow'] == [
+    'XLA_FLAGS: what reads them took more than 0.01 s: they are not checked.',
+    'XLA_FLAGS: --xla_cpu_ftz=true (config.xla.flags)',
+  ]
   assert said['too late'].startswith('RuntimeError: config.xla needs')
   assert 'JAX has started' in said['too late']
 
@@ -313,7 +321,7 @@ said['environ'] = os.environ['LIBTPU_INIT_ARGS']
   )
   assert len(said['scheduler']) == 1  # Of XLA_FLAGS; this is no TPU machine.
   assert said['flags'] == [
-    'libtpu is not installed here: its flags are not checked.',
+    'LIBTPU_INIT_ARGS: libtpu is not installed here: they are not checked.',
     'LIBTPU_INIT_ARGS: --xla_tpu_enable_async=true (config.xla.tpu_flags)',
   ]
   assert said['environ'].split() == [
