@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import queue
+import re
 import sys
 import tempfile
 import textwrap
@@ -477,6 +478,15 @@ def _has_others() -> bool:
   return xla_bridge.backends_are_initialized() and jax.process_count() > 1
 
 
+# What collectives say, of CPUs and of GPUs, where another process has gone: then
+# nothing is wrong with this one. It ends with the code of SIGABRT, by which JAX
+# ends those that it finds so.
+_LOST = re.compile(
+  r'\bGloo\b|ncclRemoteError|ncclSystemError|Connection (reset|closed) by peer'
+)
+_LOST_CODE = 134
+
+
 def _leave_others(error: BaseException, mode: str) -> None:
   """Ends this process at once, if the other ones are still in the run.
 
@@ -492,7 +502,7 @@ def _leave_others(error: BaseException, mode: str) -> None:
     code = 2
   else:
     traceback.print_exception(error)
-    code = 1
+    code = _LOST_CODE if _LOST.search(str(error)) else 1
   logging.flush()
   sys.stdout.flush()
   sys.stderr.flush()

@@ -647,6 +647,22 @@ def test_who_fails_after_the_meeting_leaves_the_others(
   assert left.call_args_list == expected
 
 
+@pytest.mark.parametrize(
+  ('error', 'code'),
+  [
+    (ValueError('UNKNOWN: Gloo all-reduce failed: Connection reset'), 134),
+    (RuntimeError('NCCL operation failed: ncclRemoteError'), 134),
+    (RuntimeError('RESOURCE_EXHAUSTED: out of memory'), 1),
+    (platform.UsageError('no such file'), 2),
+  ],
+)
+def test_the_code_of_who_leaves_the_others(error, code, monkeypatch):
+  exit_now = mock.Mock()
+  monkeypatch.setattr(platform.os, '_exit', exit_now)
+  platform._leave_others(error, 'train')
+  assert exit_now.call_args_list == [mock.call(code)]
+
+
 def test_ensure_tpu(tmp_path):
   result = run(tmp_path, '--jaxline_ensure_tpu')
   assert result.returncode != 0
