@@ -478,7 +478,7 @@ def _has_others() -> bool:
   return xla_bridge.backends_are_initialized() and jax.process_count() > 1
 
 
-# What collectives say, of CPUs and of GPUs, where another process has gone: then
+# What collectives say, of CPUs and of GPUs, where another process has gone: so
 # nothing is wrong with this one. It ends with the code of SIGABRT, by which JAX
 # ends those that it finds so.
 _LOST = re.compile(
