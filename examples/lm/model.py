@@ -869,7 +869,7 @@ def _logits(x_BLD: jax.Array, head: Head, cap: float) -> jax.Array:
   table_VD, bias_V = head
   # Else the devices of other stages, which have nothing to do here, may split
   # the sum over D, and send each other logits.
-  x_BLD = partitioning.constrain(x_BLD, ('batch', None, None))
+  x_BLD = partitioning.constrain(x_BLD, ('batch', None, 'activation_embed'))
   logits = _einsum('BLD,VD->BLV', x_BLD, table_VD.astype(x_BLD.dtype))
   if bias_V is not None:
     logits += bias_V[None, None]

@@ -1,0 +1,177 @@
+"""What the runs of configs/c4.py need, by the TPU compiler and without a TPU.
+
+    python -m benchmarks.scale [NAMES] [--results=DIR] [--again]
+
+Compiles the train step of each run for its topology, keeps the report as JSON
+and prints tables of all: those of docs/scale.md. (`--jaxline_mode=compile` does
+the same, and the eval step too.) A report that is there already is taken. Needs
+libtpu (the extra `tpu-aot`), one to three minutes a run of a free core, and up
+to 3 GB of memory.
+"""
+
+import argparse
+from collections.abc import Iterable, Sequence
+import json
+import os
+import pathlib
+from typing import Any
+
+import jax
+
+from configs import c4
+from jaxline import platform
+from jaxline.aot import ahead
+from jaxline.aot import report as report_lib
+from jaxline.checkpoint import files
+
+_RESULTS = pathlib.Path(__file__).parent / 'results' / 'scale'
+_GIB = 2.0**30
+_TERA = 1e12
+
+_MODEL = '--config.experiment_kwargs.config.model'
+# Name -> command line.
+RUNS: dict[str, Sequence[str]] = {
+  name: [f'--config=configs/c4.py:{name}'] for name in c4.RUNS
+} | {
+  'lm_1b': [
+    '--config=configs/lm_1b.py',
+    '--config.topology=v5p:2x2x1',
+    f'{_MODEL}.attention=xla',
+  ],
+}
+# Model FLOPs utilization that was published, on so many chips.
+PUBLISHED = {'C4Spmd16BAdam32Replicas': '42%'}
+
+
+def compile_run(arguments: Sequence[str]) -> report_lib.Report:
+  """Compiles the train step of the run of a command line."""
+  # What is traced is kept by mesh, but not by rules of sharding.
+  jax.clear_caches()
+  config = platform.load_config(arguments)
+  experiment_class = platform.resolve_experiment_class(config)
+  return ahead.make_report(_without_evaluation(experiment_class), config)
+
+
+def _without_evaluation(experiment_class: Any) -> Any:
+  def eval_input(self: Any) -> Any:
+    raise NotImplementedError
+
+  return type(
+    experiment_class.__name__, (experiment_class,), {'eval_input': eval_input}
+  )
+
+
+def _train(report: report_lib.Report) -> report_lib.Program:
+  return report.programs[0]
+
+
+def _mesh(report: report_lib.Report) -> str:
+  sizes = [f'{axis} {n}' for axis, n in report.mesh.items() if n > 1]
+  return ', '.join(sizes)
+
+
+def _room_row(name: str, report: report_lib.Report) -> Iterable[str]:
+  """Yields what a run needs of a chip's memory."""
+  step, target = _train(report), report.target
+  assert step.peak_bytes is not None
+  assert target.hbm_bytes is not None
+  rest = (target.hbm_bytes - step.peak_bytes) / _GIB
+  slices = f'{target.num_slices} x ' if target.num_slices > 1 else ''
+  yield name
+  yield f'{slices}{target.name}'
+  yield str(target.num_devices)
+  yield _mesh(report)
+  yield f'{report.parameters:,}'
+  yield f'{report.state_bytes / _GIB:.2f}'
+  yield f'{step.peak_bytes / _GIB:.2f} of {target.hbm_bytes / _GIB:.2f}'
+  yield f'yes, {rest:.1f} left' if step.fits else f'**no**, by {-rest:.1f}'
+
+
+def _time_row(name: str, report: report_lib.Report) -> Iterable[str]:
+  """Yields how long a step takes at least."""
+  step, roofline = _train(report), _train(report).roofline
+  assert roofline is not None
+  assert step.flops is not None
+  devices = report.target.num_devices
+  longest = max(roofline.times, key=lambda key: roofline.times[key])
+  yield name
+  yield f'{step.model_flops / devices / _TERA:,.0f}'
+  yield f'{step.flops * devices / step.model_flops:.2f}'
+  for seconds in roofline.times.values():
+    yield f'{seconds:#.3g}' if seconds else ''
+  yield f'{longest}, {roofline.bound:#.3g} s'
+  yield f'{roofline.mfu_bound:.0%}'
+  yield f'{roofline.mfu_sum:.0%}'
+  yield PUBLISHED.get(name, '')
+  yield f'{step.compile_secs:.0f}'
+
+
+def print_tables(reports: dict[str, report_lib.Report]) -> None:
+  """Prints two tables in Markdown."""
+  versions = {tuple(report.versions.items()) for report in reports.values()}
+  for titles, row in (
+    (
+      (
+        'run',
+        'topology',
+        'chips',
+        'mesh',
+        'parameters',
+        'state, GiB a chip',
+        'peak, GiB a chip',
+        'fits',
+      ),
+      _room_row,
+    ),
+    (
+      (
+        'run',
+        'model TFLOP a chip',
+        'compiled / model',
+        'compute, s',
+        'memory, s',
+        'ICI, s',
+        'DCN, s',
+        'bound by',
+        'MFU at most',
+        'if nothing overlaps',
+        'published MFU',
+        'compiled in, s',
+      ),
+      _time_row,
+    ),
+  ):
+    print(f'| {" | ".join(titles)} |\n|{"---|" * len(titles)}')
+    for name, report in reports.items():
+      print(f'| {" | ".join(row(name, report))} |')
+    print()
+  for of in sorted(versions):
+    print(', '.join(f'{name} {version}' for name, version in of))
+
+
+def main() -> None:
+  """Compiles what is missing, and prints the tables."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('names', nargs='*', metavar='NAMES')
+  parser.add_argument('--results', type=pathlib.Path, default=_RESULTS)
+  parser.add_argument('--again', action='store_true')
+  args = parser.parse_args()
+  args.results.mkdir(parents=True, exist_ok=True)
+  os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+  reports = {}
+  for name in args.names or RUNS:
+    if name not in RUNS:
+      parser.error(f'there is no run {name!r}; expected some of {list(RUNS)}')
+    path = args.results / f'{name}.json'
+    if args.again or not path.exists():
+      report = compile_run(RUNS[name])
+      files.write_json(path, report.to_json())
+      print(f'{name}: {report}\n', flush=True)
+    reports[name] = report_lib.Report.from_json(json.loads(path.read_text()))
+  print_tables(reports)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,50 @@
+"""A language model of 1.1 billion weights, for one large GPU.
+
+Expected: not known: nobody has run it on a GPU yet. By the TPU compiler, four
+          v5p chips with plain attention need 9.4 GiB each (3.0 of it state)
+          and 84 ms a step at least, bound by memory: docs/scale.md.
+Hardware: one GPU of 80 GB or more (H100, H200); bfloat16, flash attention.
+Command:  python experiment.py --config=configs/lm_1b.py \
+            --config.experiment_kwargs.config.files='text/**/*.txt'
+          Without the GPU, what it needs of TPUs in its place: \
+            --jaxline_mode=compile --config.topology=v5p:2x2x1 \
+            --config.experiment_kwargs.config.model.attention=xla
+"""
+
+from ml_collections import config_dict
+
+from configs import lm
+
+
+def get_config() -> config_dict.ConfigDict:
+  """Returns the config of the run."""
+  config = lm.get_config()
+  config.training_steps = 20_000
+  config.log_tensors_interval = 10
+  config.log_train_data_interval = 10
+  config.save_checkpoint_interval = 1000  # 13 GB each.
+  config.max_checkpoints_to_keep = 2
+  config.eval_interval = 1000
+  config.sharding = 'fsdp'  # The same run on all the GPUs of a node.
+
+  kwargs = config.experiment_kwargs.config
+  kwargs.model.vocab_size = 32_000  # Of a tokenizer; bytes use 257 of them.
+  kwargs.model.num_layers = 20
+  kwargs.model.embed_dim = 2048
+  kwargs.model.num_heads = 16  # Heads of 128: what matrix units like.
+  kwargs.model.mlp_dim = 5632
+  kwargs.model.max_length = 2048
+  kwargs.model.attention = 'cudnn'
+  kwargs.model.dtype = 'bfloat16'
+  kwargs.model.scan_layers = True
+  kwargs.model.remat = 'dots'
+  kwargs.model.loss_chunks = 8  # The logits alone would be 2 GB.
+
+  kwargs.batch_size = 8  # 16384 tokens a step.
+  kwargs.length = 2048
+  kwargs.eval_batch_size = 8
+  kwargs.eval_batches = 50
+  kwargs.learning_rate = 3e-4  # As others train models of this size.
+  kwargs.warmup_fraction = 0.05
+  kwargs.final_learning_rate = 0.1
+  return config
