@@ -30,6 +30,8 @@ from jaxline.aot import chips
 # What each changes of `experiment_kwargs.config`.
 VARIANTS: dict[str, dict[str, Any]] = {
   'as_is': {},
+  'batch_16': {'batch_size': 16},
+  'batch_32': {'batch_size': 32},
   'remat_nothing': {'model': {'remat': 'nothing'}},
   'remat_full': {'model': {'remat': 'full'}},
   'unrolled': {'model': {'scan_layers': False}},

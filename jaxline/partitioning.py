@@ -296,7 +296,14 @@ def _sizes(
 def _check_sizes(sizes: Mapping[str, int], where: str) -> None:
   _check_names(sizes, MESH_AXES, 'mesh axis', where)
   values = list(sizes.values())
-  if values.count(-1) > 1 or any(
+  if values.count(-1) > 1:
+    raise ValueError(
+      f'{where} is {dict(sizes)}; one size may be -1 (all that are left), and'
+      ' these are several. Set the others, such as'
+      f' {"replica" if where.endswith("dcn") else "data"}, which is -1 where it'
+      ' is not said otherwise, to a number.'
+    )
+  if any(
     isinstance(size, bool)
     or not isinstance(size, int | np.integer)
     or (size < 1 and size != -1)
@@ -650,15 +657,15 @@ class Partitioner:
     )
 
   def whole_weights(self, tree: Any) -> list[str]:
-    """Lists the weights that these rules leave whole on a mesh that could cut.
+    """Lists the weights that these rules leave whole, or cut less than asked.
 
     Args:
       tree: as for `specs`.
 
     Returns:
       One line a weight: its path, shape and axes, and why, if the rules would
-      split it but its size does not divide. Empty where the rules would split
-      no weight at all (`ddp`, or a mesh of one device).
+      split it, or split it further, but its size does not divide. Empty where
+      the rules would split no weight at all (`ddp`, or a mesh of one device).
     """
     lines, splits = [], False
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_logical)
@@ -669,12 +676,28 @@ class Partitioner:
       splits |= is_logical(x) and any(
         name is not None and self.size(name) > 1 for name in x.axes
       )
-      if NamedSharding(self.mesh, spec).is_fully_replicated:
+      misfits = ''.join(self._misfits(x) if is_logical(x) else ())
+      if misfits or NamedSharding(self.mesh, spec).is_fully_replicated:
         lines.append(
-          f'{jax.tree_util.keystr(path)} {tuple(shape)} {axes}'
-          + ''.join(self._misfits(x) if is_logical(x) else ())
+          f'{jax.tree_util.keystr(path)} {tuple(shape)} {axes}{misfits}'
         )
     return lines if splits else []
+
+  def idle_axes(self) -> list[str]:
+    """Lists the axes of the mesh that no rule uses.
+
+    The devices along one of them all do the same.
+    """
+    used = {
+      axis
+      for field in dataclasses.fields(self.rules)
+      for axis in getattr(self.rules, field.name)
+    }
+    return [
+      axis
+      for axis, size in self.mesh.shape.items()
+      if size > 1 and axis not in used
+    ]
 
   def _misfits(self, x: Logical) -> Iterator[str]:
     """Says which axes the rules would split but cannot."""

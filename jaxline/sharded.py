@@ -344,6 +344,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   Attributes:
     SKIPS_NONFINITE: that `on_nonfinite = 'skip'` can be had.
+    uncut_weights: a line for each weight that is whole on every device, or cut
+      less than the sharding asks for, once the state's shardings are known.
     nonfinite: of the last step, the scalar of that name of `train_step`; None
       before the first step and with 'ignore'.
   """
@@ -351,6 +353,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   PER_PROCESS_ENTRIES = ('input',)
   SKIPS_NONFINITE = True
   IS_SHARDED = True
+  uncut_weights: Sequence[str] = ()
   nonfinite: jax.Array | None = None
   _on_nonfinite = 'raise'
 
@@ -383,6 +386,12 @@ class ShardedExperiment(experiment.AbstractExperiment):
       self.partitioner.shape,
       self.partitioner.rules,
     )
+    if idle := self.partitioner.idle_axes():
+      logging.warning(
+        'The sharding uses nothing of the mesh along %s: the devices there all'
+        ' do the same.',
+        idle,
+      )
     self.accumulation_steps: int = config.gradient_accumulation_steps
     self._init_rng = init_rng
     self._state: TrainState | None = None
@@ -612,11 +621,12 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # In the mesh, or what is traced here would be kept without constraints.
     init_fn = self._in_mesh(self.init_fn)
     params, model_state = jax.eval_shape(init_fn, self._init_rng)
-    if whole := self.partitioner.whole_weights(params):
+    self.uncut_weights = self.partitioner.whole_weights(params)
+    if self.uncut_weights:
       logging.info(
-        'These weights are whole on every device although the sharding splits'
-        ' weights:\n%s',
-        '\n'.join(whole),
+        'These weights are whole on every device, or cut less than the sharding'
+        ' asks for, although it splits weights:\n%s',
+        '\n'.join(self.uncut_weights),
       )
     opt_state = jax.eval_shape(self._optimizer.init, partitioning.unbox(params))
     return self.partitioner.shardings(

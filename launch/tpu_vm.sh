@@ -3,7 +3,7 @@
 #
 #   launch/tpu_vm.sh create     # Asks for the TPUs, waits until they are there.
 #   launch/tpu_vm.sh install    # Brings the last commit, and installs it.
-#   launch/tpu_vm.sh run --config=configs/lm.py --config.checkpoint_dir=/runs/a
+#   launch/tpu_vm.sh run --config=configs/yours.py --config.checkpoint_dir=/runs/a
 #   launch/tpu_vm.sh logs       # What the first worker says.
 #   launch/tpu_vm.sh stop       # SIGTERM: the run saves, and ends.
 #   launch/tpu_vm.sh delete     # Gives the TPUs back.

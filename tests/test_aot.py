@@ -282,7 +282,7 @@ def test_sizes_without_libtpu(monkeypatch, num_slices):
   assert train.fits is None
   assert evaluation.flops is None
   assert made.fits
-  assert any("pip install 'jaxline[tpu-aot]'" in note for note in made.notes)
+  assert any("pip install -e '.[tpu-aot]'" in note for note in made.notes)
   assert 'at the peak of all chips' in str(made)
 
 

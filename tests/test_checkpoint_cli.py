@@ -539,7 +539,7 @@ def test_export_without_safetensors(call, saved, tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'safetensors.numpy', None)
   status, _, err = call('export', saved, tmp_path / 'w.safetensors')
   assert status == 2
-  assert "pip install 'jaxline[export]'" in err
+  assert "pip install -e '.[export]'" in err
   assert list(tmp_path.iterdir()) == []
 
 

@@ -97,6 +97,13 @@ CASES = {
     pieces=(4, 1, 1),
     collectives=('all-gather', 'all-reduce'),
   ),
+  'tp_on_two': Case(
+    sharding='tp',
+    ici={'mdl': 2},
+    devices=2,
+    pieces=(1, 2, 1),
+    collectives=('all-reduce',),
+  ),
   'fsdp_tp': Case(
     sharding='fsdp_tp',
     ici={'data': 2, 'mdl': 2},

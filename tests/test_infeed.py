@@ -464,7 +464,7 @@ def test_a_config_sets_buffer_and_patience():
     ({'is_training': False}, 'is_training=False; set it to True'),
     (
       {'num_infeed_hosts': 2, 'infeed_host_index': 1},
-      'for host 1 of 2, but this is process 0 of 1',
+      'for host 1 of 2, but this is host 0 of 1',
     ),
   ],
 )

@@ -270,12 +270,12 @@ HEAR = """
 import signal, sys, time
 def hear(signum, frame):
   print('heard', signum)
+  sys.exit(75)
 signal.signal(signal.SIGINT, hear)
 signal.signal(signal.SIGTERM, hear)
 print('ready')
 while True:
   signal.pause()
-  sys.exit(75)
 """
 
 

@@ -922,3 +922,21 @@ def test_optimizer_state_of_a_single_array():
   specs = partitioner().specs_like(state, weight)
   assert specs[0].mu == specs[0].nu == P('data', None)
   assert specs[0].count == P()
+
+
+# Axes that nothing uses.
+
+
+@pytest.mark.parametrize(
+  ('sharding', 'mesh', 'idle'),
+  [
+    ('ddp', {'data': 2}, []),
+    ('ddp', {'replica': 2}, []),
+    ('ddp', {'mdl': 2}, ['mdl']),
+    ('fsdp', {'stage': 2}, ['stage']),
+    ('tp', {'mdl': 2}, []),
+    ('pipeline', {'stage': 2}, []),
+  ],
+)
+def test_axes_that_no_rule_uses(sharding, mesh, idle):
+  assert partitioner(sharding, mesh).idle_axes() == idle

@@ -173,6 +173,12 @@ class Experiment(sharded.ShardedExperiment):
     self.tokenizer = self.corpus.train.tokenizer
     self._prompt_T = self._check_tokens()
     super().__init__(mode, init_rng)
+    on_gpu = self.partitioner.is_here and jax.default_backend() == 'gpu'
+    if self.config.model.attention == 'cudnn' and not on_gpu:
+      raise ValueError(
+        "model.attention is 'cudnn', which is for NVIDIA GPUs; here it must be"
+        " 'xla', the same without cuDNN, or 'einsum'."
+      )
     if self.config.model.matmul == 'fp8' and self.partitioner.is_here:
       fp8.check_devices(jax.local_devices())
     if mode != 'train' and self.corpus.eval.num_bytes < _MAX_TO_COMPRESS:

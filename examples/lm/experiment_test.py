@@ -213,7 +213,7 @@ def test_only_norms_are_not_decayed(config):
 def test_ten_steps_and_ten_after_a_restore_are_twenty(
   config, checkpointer, sharding, monkeypatch
 ):
-  config.experiment_kwargs.config.sharding = sharding
+  config.sharding = sharding
   config.training_steps = 20
 
   def run(*last_steps):
@@ -240,12 +240,18 @@ def test_ten_steps_and_ten_after_a_restore_are_twenty(
     ('sample_length', -1, 'sample_length is -1'),
     ('eval_batches', 0, 'eval_batches is 0'),
     ('eval_batch_size', 0, 'eval_batch_size is 0'),
-    ('sharding', 'fsd', "Unknown sharding 'fsd'.*'fsdp'"),
   ],
 )
 def test_wrong_values_are_refused_by_name(config, key, value, said):
   config.experiment_kwargs.config[key] = value
   with pytest.raises(ValueError, match=said):
+    make(config)
+
+
+def test_flash_attention_needs_a_gpu(config):
+  config.experiment_kwargs.config.model.attention = 'cudnn'
+  config.experiment_kwargs.config.model.dtype = 'bfloat16'
+  with pytest.raises(ValueError, match="'cudnn', which is for NVIDIA.*'xla'"):
     make(config)
 
 

@@ -90,6 +90,16 @@ def make_report(
     slices = set(experiment.partitioner.slices)
     target = dataclasses.replace(target, num_slices=len(slices))
     steps = list(_steps(experiment, notes))
+    notes.extend(
+      f'The sharding uses nothing of the mesh along {axis!r}: the'
+      f' {experiment.partitioner.axis_sizes[axis]} devices there all do the'
+      ' same.'
+      for axis in experiment.partitioner.idle_axes()
+    )
+    notes.extend(
+      f'Whole, or cut less than the sharding asks for: {line}'
+      for line in experiment.uncut_weights
+    )
     place = None
     if can_compile and directory is not None:
       place = directory / f'{_file_name(target)}_programs'
@@ -311,6 +321,8 @@ def _compile(
   target: report_lib.Target,
 ) -> report_lib.Program:
   """Compiles a step, and reads what came of it."""
+  if jax.process_index() == 0:
+    print(f'Compiling the {step.name} for {target.name}: minutes.', flush=True)
   lowered = step.jitted.lower(*step.args)
   with memory.dump() as dump:
     start = time.monotonic()
@@ -527,7 +539,7 @@ def _hints(
   smaller_state = list(_smaller_state(report, config, state))
   if report.state_bytes > hbm_bytes:
     yield from smaller_state
-    yield 'Nothing else is enough: the state alone is larger than a chip.'
+    yield 'Nothing less is enough: the state alone is larger than a chip.'
     return
   if state > _MUCH * peak:
     yield from smaller_state
@@ -545,10 +557,20 @@ def _smaller_state(
   )
   if report.sharding in ('ddp', 'tp') and report.mesh['data'] > 1:
     better = {'ddp': 'fsdp', 'tp': 'fsdp_tp'}[report.sharding]
+    chips_of_data = report.mesh['data']
+    left = state / chips_of_data
     yield (
       f"config.sharding = '{better}', which splits the weights over"
-      f' {report.mesh["data"]} chips of `data`: {takes}.'
+      f' {chips_of_data} chips of `data`: {takes}, and would take'
+      f' {report_lib.size_text(left)}.'
     )
+    hbm_bytes = report.target.hbm_bytes or math.inf
+    if left > hbm_bytes:
+      more = math.ceil(state / (_MUCH * hbm_bytes))
+      yield (
+        'More chips besides (config.topology): along `data`, at least'
+        f' {more} for the state to take half of each.'
+      )
   else:
     also = " and config.sharding = 'fsdp'," if report.sharding == 'ddp' else ''
     yield (

@@ -273,7 +273,7 @@ def topology_devices(topology: Topology, num_slices: int = 1) -> Sequence[Any]:
   if importlib.util.find_spec('libtpu') is None:
     raise MissingCompilerError(
       f'To compile for {topology}, the TPU compiler is needed; install it with'
-      " pip install 'jaxline[tpu-aot]'."
+      " pip install -e '.[tpu-aot]'."
     )
   for key, value in _ENVIRONMENT.items():
     os.environ.setdefault(key, value)

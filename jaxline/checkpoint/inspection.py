@@ -597,7 +597,7 @@ def _write_safetensors(
     import safetensors.numpy
   except ImportError as e:
     raise ImportError(
-      "The package safetensors is missing: pip install 'jaxline[export]', or"
+      "The package safetensors is missing: pip install -e '.[export]', or"
       ' export to .npz.'
     ) from e
   try:

@@ -80,7 +80,7 @@ def import_seqio() -> Any:
     import seqio
   except ImportError as e:
     raise ImportError(
-      "This input needs SeqIO; install it: pip install 'jaxline[seqio]'."
+      "This input needs SeqIO; install it: pip install -e '.[seqio]'."
     ) from e
   tfdata.import_tensorflow()
   return seqio

@@ -76,7 +76,7 @@ def import_tensorflow() -> Any:
     import tensorflow as tf
   except ImportError as e:
     raise ImportError(
-      "This input needs TensorFlow; install it: pip install 'jaxline[tf]'."
+      "This input needs TensorFlow; install it: pip install -e '.[tf]'."
     ) from e
   # It refuses where somebody has used TensorFlow on them already.
   with contextlib.suppress(RuntimeError):

@@ -163,7 +163,7 @@ class _FileTokenizer(Tokenizer):
     except ImportError as e:
       raise ImportError(
         f'Tokenizing with {source} needs a package that is not installed: '
-        f"{e.name}. Install it: pip install 'jaxline[text]'"
+        f"{e.name}. Install it: pip install -e '.[text]'"
       ) from e
     except Exception as e:  # Both libraries raise what they like.
       raise ValueError(
