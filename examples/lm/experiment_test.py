@@ -251,7 +251,7 @@ def test_wrong_values_are_refused_by_name(config, key, value, said):
 def test_flash_attention_needs_a_gpu(config):
   config.experiment_kwargs.config.model.attention = 'cudnn'
   config.experiment_kwargs.config.model.dtype = 'bfloat16'
-  with pytest.raises(ValueError, match="'cudnn', which is for NVIDIA.*'xla'"):
+  with pytest.raises(ValueError, match=r"'cudnn', which is for NVIDIA.*'xla'"):
     make(config)
 
 
