@@ -386,7 +386,9 @@ def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
   """Sets what must be set before JAX touches a device, and meets the others.
 
   Raises:
-    UsageError: the config is wrong, or the other processes were not met.
+    UsageError: the config is wrong, or it does not fit what is here.
+    SystemExit: the other processes were not met; with a code that means to
+      start again.
   """
   validate_config(config)
   try:
