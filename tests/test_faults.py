@@ -375,6 +375,7 @@ def workers_of(run_dir):
   return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_killed_with_workers_and_a_rolling_evaluation(tmp_path, monkeypatch):
   straight, killed = tmp_path / 'straight', tmp_path / 'killed'

@@ -82,7 +82,8 @@ from jax.experimental import multihost_utils
 import jax
 import numpy as np
 ranks = multihost_utils.process_allgather(np.int32(jax.process_index()))
-print('process', jax.process_index(), 'sees', ranks.tolist(), sys.argv[1:])
+# In one piece: the other one writes to the same pipe.
+print(f'process {jax.process_index()} sees {ranks.tolist()} {sys.argv[1:]}')
 """
 
 

@@ -516,7 +516,7 @@ def test_a_wrong_config_starts_nothing(tmp_path, started):
     ({'sharding_rules': {'mlp': ['date']}}, "'date'.*mean 'data'"),
     ({'mesh': {'ici': {'model': 4}}}, "'model' in mesh.ici.*mdl"),
     ({'mesh': {'ici': {}, 'dnc': {'data': 2}}}, "'dnc'.*mean 'dcn'"),
-    ({'mesh': {'ici': {'mdl': -1}}}, 'one of which may be -1'),
+    ({'mesh': {'ici': {'mdl': -1}}}, 'one size may be -1'),
     ({'mesh': {'dcn': {'data': 0}}}, 'mesh.dcn is .*positive'),
   ],
 )

@@ -799,7 +799,7 @@ def test_files_are_looked_for_once(tmp_path, monkeypatch):
 def test_without_seqio_the_error_says_how_to_get_it(monkeypatch):
   monkeypatch.setitem(sys.modules, 'seqio', None)
   seqio_input.import_seqio.cache_clear()
-  with pytest.raises(ImportError, match=r"pip install 'jaxline\[seqio\]'"):
+  with pytest.raises(ImportError, match=r"pip install -e '\.\[seqio\]'"):
     make(None)
 
 

@@ -644,5 +644,5 @@ def test_no_gpu_is_left_to_tensorflow():
 def test_without_tensorflow_the_error_says_how_to_get_it(monkeypatch):
   monkeypatch.setitem(sys.modules, 'tensorflow', None)
   tfdata.import_tensorflow.cache_clear()
-  with pytest.raises(ImportError, match=r"pip install 'jaxline\[tf\]'"):
+  with pytest.raises(ImportError, match=r"pip install -e '\.\[tf\]'"):
     train(dataset=numbers(3), batch_size=2)

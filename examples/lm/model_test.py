@@ -444,7 +444,7 @@ def test_how_it_is_computed_changes_neither_loss_nor_gradients(changes):
 @pytest.mark.parametrize(
   ('stages', 'microbatches', 'repeats', 'changes'),
   [
-    (2, 3, 1, {}),
+    pytest.param(2, 3, 1, {}, marks=pytest.mark.slow),
     (2, 2, 2, {'scan_layers': True, 'remat': 'dots', 'loss_chunks': 2}),
     (4, 1, 1, {'scan_layers': True, 'remat': 'offload', 'attention': 'xla'}),
   ],
