@@ -396,8 +396,16 @@ def make_mesh(
   Raises:
     ValueError: an axis is unknown, or the sizes do not fit the devices.
   """
-  devices = list(devices or _on_devices.get() or jax.devices())
-  shape = mesh_shape(sizes, devices)
+  devices = list(devices or _devices())
+  return _lay_out(mesh_shape(sizes, devices), devices)
+
+
+def _devices() -> Sequence[Any]:
+  return _on_devices.get() or jax.devices()
+
+
+def _lay_out(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
+  """Returns the mesh of a shape that fits the devices."""
   axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
   if isinstance(devices[0], AbstractDevice):
     # It says sizes, and holds nothing.
@@ -477,12 +485,9 @@ class Partitioner:
     changes: Mapping[str, Any] | None = None,
   ) -> 'Partitioner':
     """Makes the mesh and the rules: see `make_mesh` and `get_rules`."""
-    devices = _on_devices.get() or jax.devices()
-    return cls(
-      make_mesh(sizes, devices),
-      get_rules(sharding, changes),
-      mesh_shape(sizes, devices),
-    )
+    devices = _devices()
+    shape = mesh_shape(sizes, devices)
+    return cls(_lay_out(shape, devices), get_rules(sharding, changes), shape)
 
   @property
   def slices(self) -> list[int]:
@@ -553,7 +558,12 @@ class Partitioner:
   @property
   def batch_shards(self) -> int:
     """Into how many pieces a global batch is cut."""
-    return math.prod(self.mesh.shape[axis] for axis in self.rules.batch)
+    return self.size('batch')
+
+  @property
+  def host_shards(self) -> int:
+    """Into how many of these the rows of one `host` are cut."""
+    return self.batch_shards // self.host[1]
 
   def spec(
     self, axes: Sequence[str | None], shape: Sequence[int] | None = None

@@ -598,8 +598,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       batch = _with_weights(batch)
       self.partitioner.check_rows(_rows(batch) * num_hosts)
     else:
-      local_shards = self.partitioner.batch_shards // num_hosts
-      batch = _pad(batch, _rows(batch), local_shards)
+      batch = _pad(batch, _rows(batch), self.partitioner.host_shards)
     sharding = self.partitioner.batch_sharding
     return jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(
@@ -827,9 +826,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
           f'A batch of {max(sizes)} rows follows one of {rows}; only the last'
           ' of an evaluation may differ, and be smaller.'
         )
-      local_shards = self.partitioner.batch_shards // self.partitioner.host[1]
       yield self.partitioner.put_batch(
-        _pad(batch or empty, rows, local_shards), order
+        _pad(batch or empty, rows, self.partitioner.host_shards), order
       )
 
   def _open_eval_input(self) -> tuple[Any, Iterator[Batch]]:
