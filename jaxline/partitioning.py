@@ -48,11 +48,11 @@ class Logical:
 
   Attributes:
     value: the array.
-    axes: one name of `AXIS_NAMES`, or None, for each dimension of `value`.
+    axes: an `Axis` for each dimension of `value`.
   """
 
   value: Any
-  axes: tuple[str | None, ...]
+  axes: tuple['Axis', ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +88,10 @@ class Rules:
 
 
 AXIS_NAMES = tuple(field.name for field in dataclasses.fields(Rules))
+
+# How a dimension is split: by a logical axis of `AXIS_NAMES`, of which the rules
+# know; by mesh axes of `MESH_AXES`, under any rules; None is not at all.
+Axis = str | tuple[str, ...] | None
 
 _TENSOR = Rules(vocab=('mdl',), mlp=('mdl',), heads=('mdl',))
 _PAX = dataclasses.replace(_TENSOR, embed=('data',), activation_embed=('mdl',))
@@ -136,6 +140,25 @@ def get_rules(
     _check_names(mesh_axes, MESH_AXES, 'mesh axis', f'sharding_rules.{axis}')
     rules[axis] = tuple(mesh_axes)
   return dataclasses.replace(PRESETS[name], **rules)
+
+
+def _mesh_axes(rules: Rules, axis: Axis) -> tuple[str, ...]:
+  """Returns the mesh axes that a dimension is split over."""
+  if axis is None:
+    return ()
+  if isinstance(axis, str) and axis in AXIS_NAMES:
+    return getattr(rules, axis)
+  names = (axis,) if isinstance(axis, str) else tuple(axis)
+  if wrong := [name for name in names if name not in MESH_AXES]:
+    near = difflib.get_close_matches(
+      str(wrong[0]), (*AXIS_NAMES, *MESH_AXES), n=1
+    )
+    raise ValueError(
+      f'Unknown logical axis {wrong[0]!r}; expected None, one of {AXIS_NAMES},'
+      f' or some of the mesh axes {MESH_AXES}.'
+      + (f' Did you mean {near[0]!r}?' if near else '')
+    )
+  return names
 
 
 def _check_names(
@@ -499,10 +522,10 @@ class Partitioner:
     """Mesh axis -> size, outermost first."""
     return dict(self.mesh.shape)
 
-  def size(self, name: str) -> int:
-    """Into how many pieces a logical axis is cut."""
+  def size(self, name: Axis) -> int:
+    """Into how many pieces a dimension with this axis is cut."""
     return math.prod(
-      self.mesh.shape[axis] for axis in getattr(self.rules, name)
+      self.mesh.shape[axis] for axis in _mesh_axes(self.rules, name)
     )
 
   @property
@@ -565,13 +588,11 @@ class Partitioner:
     """Into how many of these the rows of one `host` are cut."""
     return self.batch_shards // self.host[1]
 
-  def spec(
-    self, axes: Sequence[str | None], shape: Sequence[int] | None = None
-  ) -> P:
-    """Returns the partition of an array with these logical axes.
+  def spec(self, axes: Sequence[Axis], shape: Sequence[int] | None = None) -> P:
+    """Returns the partition of an array with these axes.
 
     Args:
-      axes: a logical name or None for each dimension.
+      axes: an `Axis` for each dimension.
       shape: the array's shape. Where given, a dimension that its mesh axes do
         not divide stays whole.
 
@@ -587,12 +608,11 @@ class Partitioner:
     used: set[str] = set()
     entries = []
     for i, name in enumerate(axes):
-      if name is not None and name not in AXIS_NAMES:
-        raise ValueError(
-          f'Unknown logical axis {name!r} in {tuple(axes)}; expected None or'
-          f' one of {AXIS_NAMES}.'
-        )
-      wanted = () if name is None else getattr(self.rules, name)
+      try:
+        wanted = _mesh_axes(self.rules, name)
+      except ValueError as e:
+        e.add_note(f'In the axes {tuple(axes)}.')
+        raise
       mesh_axes = tuple(axis for axis in wanted if axis not in used)
       parts = math.prod(self.mesh.shape[axis] for axis in mesh_axes)
       if shape is not None and shape[i] % parts:
@@ -715,7 +735,7 @@ class Partitioner:
       if name is not None and length % self.size(name):
         yield (
           f'; {name} is {length}, no multiple of the {self.size(name)} of'
-          f' {" x ".join(getattr(self.rules, name))}'
+          f' {" x ".join(_mesh_axes(self.rules, name))}'
         )
 
   def put(self, tree: Any, shardings: Any, *, may_keep: bool = False) -> Any:
@@ -886,12 +906,12 @@ def mesh_axes(name: str) -> tuple[str, ...]:
   return () if partitioner is None else getattr(partitioner.rules, name)
 
 
-def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+def constrain(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
   """Says how an activation is split over the mesh of the step being traced.
 
   Args:
     x: the activation.
-    axes: a logical name or None for each of its dimensions.
+    axes: an `Axis` for each of its dimensions.
 
   Returns:
     `x`; unchanged where no `Partitioner` is active, as in a notebook or in

@@ -542,6 +542,19 @@ def test_spec_leaves_whole_what_does_not_divide_and_gives_its_axis_on():
   assert p.spec(('embed', 'mlp'), (0, 5)) == P('data', None)
 
 
+def test_spec_takes_mesh_axes_whatever_the_rules():
+  p = partitioner()  # Its rules split no weight.
+  assert p.spec(('data', 'mdl'), (4, 4)) == P('data', 'mdl')
+  assert p.spec((('replica', 'data'), None), (4, 4)) == P(
+    ('replica', 'data'), None
+  )
+  # One axis splits one dimension only.
+  assert p.spec((('data',), 'data'), (4, 4)) == P('data', None)
+  assert p.spec(('data',), (3,)) == P(None)
+  with pytest.raises(ValueError, match=r"'dta'.*Did you mean 'data'"):
+    p.spec((('replica', 'dta'),))
+
+
 def test_spec_of_an_unknown_name_is_refused():
   with pytest.raises(ValueError, match=r"'emebd'.*'embed'"):
     partitioner().spec(('emebd',))
