@@ -98,6 +98,9 @@ def train_step(
   batch: Batch,
   rng: jax.Array,
   *,
+  after_update: Callable[..., Any] = lambda model_state, params, step: (
+    model_state
+  ),
   on_nonfinite: str = 'ignore',
   accumulation_steps: int = 1,
   place_grads: Callable[[Any], Any] = lambda grads: grads,
@@ -111,6 +114,8 @@ def train_step(
     state: before the step.
     batch: a global batch.
     rng: the run's step key; this step's key is its `fold_in` of `state.step`.
+    after_update: `(model_state, params, step) -> model_state`, with the weights
+      and the number of steps after this one.
     on_nonfinite: with 'raise' the scalar `nonfinite` says whether the loss or
       the gradients' global norm is not finite (int32, 0 or 1). With 'skip' such
       a step changes nothing but the counts: `nonfinite` is how many there were
@@ -138,11 +143,12 @@ def train_step(
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   scalars = metrics_lib.compute(metrics)
   scalars.update(step_scalars(state, grads, updates))
+  params = optax.apply_updates(state.params, updates)
   new_state = _strongly_typed(
     TrainState(
       step=state.step + 1,
-      params=optax.apply_updates(state.params, updates),
-      model_state=model_state,
+      params=params,
+      model_state=after_update(model_state, params, state.step + 1),
       opt_state=opt_state,
       skipped=state.skipped,
     )
@@ -466,6 +472,20 @@ class ShardedExperiment(experiment.AbstractExperiment):
     del state, updates
     return {'grad_norm': optax.tree.norm(grads)}
 
+  def after_update(self, model_state: Any, params: Any, step: Any) -> Any:
+    """Returns the model state once the weights have changed.
+
+    For what follows the weights, such as their moving average. Compiled in the
+    step; called once in it, however many parts a batch is cut into.
+
+    Args:
+      model_state: as `loss_fn` returned it.
+      params: the new weights.
+      step: the number of steps done, this one included.
+    """
+    del params, step
+    return model_state
+
   @property
   def on_nonfinite(self) -> str:
     """What `train_step` does where its loss or gradients are not finite.
@@ -502,6 +522,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
         state,
         batch,
         rng,
+        after_update=self.after_update,
         on_nonfinite=self.on_nonfinite,
         accumulation_steps=self.accumulation_steps,
         place_grads=self._place_grads,
