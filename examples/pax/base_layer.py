@@ -1,0 +1,895 @@
+"""Layers: Haiku modules that are made of hyperparameters.
+
+A layer has an inner dataclass `HParams`; `setup`, which creates its variables
+and children; and `__call__`, which computes (a layer may call it `fprop`).
+
+    class Linear(base_layer.BaseLayer):
+
+      class HParams(BaseHParams):
+        input_dims: int = 0
+        output_dims: int = 0
+
+      def setup(self):
+        p = self.hparams
+        shape = (p.input_dims, p.output_dims)
+        self.create_variable('w', WeightHParams(shape))
+
+      def __call__(self, inputs):
+        return inputs @ self.theta.w
+
+    layer = Linear.HParams(input_dims=3, output_dims=4).Instantiate()
+    variables = layer.init(jax.random.key(0))
+    outputs = layer.apply(variables, inputs)
+
+What `Instantiate` returns has no weights: `init` and `apply` are pure functions
+that make the Haiku modules anew. All variables are created in `setup`, so that
+they are known without an input: `abstract_init` lists them with their shapes
+and axes without making one.
+
+Where an array lies is `jaxline.partitioning`'s business: a variable names its
+axes (`tensor_split_dims_mapping`), the run's sharding says what that means.
+
+Names and behaviour are those of Praxis (Google, 2022).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import contextvars
+import dataclasses
+import enum
+import functools
+import math
+import re
+from typing import Any, Self
+import zlib
+
+import fiddle as fdl
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from examples.pax import hparams as hparams_lib
+from jaxline import partitioning
+
+sub_config_field = hparams_lib.sub_config_field
+
+# The two collections of variables.
+PARAMS = 'params'
+NON_TRAINABLE = 'non_trainable'
+
+# Collection -> path of the layer -> name -> array.
+Variables = dict[str, dict[str, dict[str, Any]]]
+# For each dimension of an array: a logical axis of the run's sharding
+# (`partitioning.AXIS_NAMES`), a mesh axis (`partitioning.MESH_AXES`), several of
+# these, or -1 or None where it is whole.
+SplitDims = Sequence[str | int | Sequence[str] | None] | None
+
+
+class WeightHParamsCollection(enum.Enum):
+  """What else is to be known of a variable."""
+
+  # Neither weight decay nor L2 regularisation belongs to it.
+  SKIP_LP_REGULARIZATION = 'skip_lp_regularization'
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightInit:
+  """What a variable starts as.
+
+  Attributes:
+    method: one of the class's methods' names.
+    scale: standard deviation, limit, factor of either, or the constant.
+  """
+
+  method: str
+  scale: float = 1.0
+
+  @classmethod
+  def Gaussian(cls, scale: float = 1.0) -> Self:
+    """Normal, with the standard deviation `scale`."""
+    return cls('gaussian', scale)
+
+  @classmethod
+  def TruncatedGaussian(cls, scale: float = 1.0) -> Self:
+    """Normal with the standard deviation `scale`, cut at two of them."""
+    return cls('truncated_gaussian', scale)
+
+  @classmethod
+  def GaussianSqrtFanIn(cls, scale: float = 1.0) -> Self:
+    """Normal; its standard deviation is `scale` over the root of the inputs."""
+    return cls('gaussian_sqrt_fan_in', scale)
+
+  @classmethod
+  def GaussianSqrtFanOut(cls, scale: float = 1.0) -> Self:
+    """Normal; its standard deviation is `scale` over the root of the outputs."""
+    return cls('gaussian_sqrt_fan_out', scale)
+
+  @classmethod
+  def Uniform(cls, scale: float = 1.0) -> Self:
+    """Uniform between `-scale` and `scale`."""
+    return cls('uniform', scale)
+
+  @classmethod
+  def Xavier(cls, scale: float = 1.0) -> Self:
+    """Uniform, the limit is `scale` sqrt(6 / (inputs + outputs)).
+
+    Glorot and Bengio (2010).
+    """
+    return cls('xavier', scale)
+
+  @classmethod
+  def Constant(cls, scale: float = 0.0) -> Self:
+    """`scale` everywhere."""
+    return cls('constant', scale)
+
+  def __call__(
+    self,
+    key: jax.Array,
+    shape: Sequence[int],
+    dtype: Any,
+    in_axes: Sequence[int],
+    out_axes: Sequence[int],
+  ) -> jax.Array:
+    """Returns the first value.
+
+    Args:
+      key: a key.
+      shape: its shape.
+      dtype: its type.
+      in_axes: dimensions over which an output sums.
+      out_axes: dimensions of the outputs. What is in neither counts as the
+        size of a filter.
+    """
+    init = jax.nn.initializers
+    s = self.scale
+    fans = {'in_axis': tuple(in_axes), 'out_axis': tuple(out_axes)}
+    makers: dict[str, Callable[[], Any]] = {
+      'gaussian': lambda: init.normal(s),
+      'truncated_gaussian': lambda: init.truncated_normal(s),
+      'gaussian_sqrt_fan_in': lambda: init.variance_scaling(
+        s * s, 'fan_in', 'normal', **fans
+      ),
+      'gaussian_sqrt_fan_out': lambda: init.variance_scaling(
+        s * s, 'fan_out', 'normal', **fans
+      ),
+      'uniform': lambda: (
+        lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -s, s)
+      ),
+      'xavier': lambda: init.variance_scaling(
+        s * s, 'fan_avg', 'uniform', **fans
+      ),
+      'constant': lambda: init.constant(s),
+    }
+    if self.method not in makers:
+      raise ValueError(
+        f'Unknown WeightInit {self.method!r}; expected one of'
+        f' {sorted(makers)}.{hparams_lib.nearest(self.method, makers)}'
+      )
+    return makers[self.method]()(key, tuple(shape), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightHParams:
+  """A variable.
+
+  Attributes:
+    shape: its shape; of a repeated layer's, that of one layer.
+    init: what it starts as; None is the layer's `params_init`.
+    dtype: its type; None is the layer's `dtype`.
+    collections: what else is to be known of it.
+    tensor_split_dims_mapping: its axes; see `SplitDims`.
+    fan_in_axes: dimensions over which an output sums, for `init`; None is the
+      last but one (of a vector, its only one).
+    fan_out_axes: dimensions of the outputs; None is the last.
+    repeat_prefix: dimensions before `shape`, one for each level of repetition.
+    repeat_prefix_split_dims_mapping: their axes.
+  """
+
+  shape: tuple[int, ...]
+  init: WeightInit | None = None
+  dtype: Any = None
+  collections: tuple[WeightHParamsCollection, ...] = ()
+  tensor_split_dims_mapping: SplitDims = None
+  fan_in_axes: tuple[int, ...] | None = None
+  fan_out_axes: tuple[int, ...] | None = None
+  repeat_prefix: tuple[int, ...] = ()
+  repeat_prefix_split_dims_mapping: tuple[str | None, ...] = ()
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, 'shape', tuple(self.shape))
+    mapping = self.tensor_split_dims_mapping
+    if mapping is not None and len(mapping) != len(self.shape):
+      raise ValueError(
+        f'tensor_split_dims_mapping {tuple(mapping)} has {len(mapping)} entries'
+        f' for a variable of shape {self.shape}; expected one a dimension.'
+      )
+    if any(type(n) is not int or n < 1 for n in self.shape):
+      raise ValueError(
+        f'The shape of a variable is {self.shape}; expected positive integers.'
+        ' Is a size of the HParams still 0?'
+      )
+
+  @property
+  def full_shape(self) -> tuple[int, ...]:
+    """Its shape, with those dimensions that repetition puts before."""
+    return (*self.repeat_prefix, *self.shape)
+
+  @property
+  def size(self) -> int:
+    """How many numbers it is."""
+    return math.prod(self.full_shape)
+
+  @property
+  def axes(self) -> tuple[Any, ...]:
+    """For each of its dimensions what `partitioning.Logical` takes."""
+    mapping = self.tensor_split_dims_mapping or (None,) * len(self.shape)
+    return (
+      *(self.repeat_prefix_split_dims_mapping or (None,) * self._depth),
+      *(_axis(entry) for entry in mapping),
+    )
+
+  @property
+  def _depth(self) -> int:
+    return len(self.repeat_prefix)
+
+  def repeated(self, times: int, axis: str | None = 'layers') -> Self:
+    """Returns the variable of `times` such layers, stacked.
+
+    Args:
+      times: how many.
+      axis: the name of the new first dimension.
+    """
+    return dataclasses.replace(
+      self,
+      repeat_prefix=(times, *self.repeat_prefix),
+      repeat_prefix_split_dims_mapping=(
+        axis,
+        *(self.repeat_prefix_split_dims_mapping or (None,) * self._depth),
+      ),
+    )
+
+  def make(self, key: jax.Array) -> jax.Array:
+    """Returns its first value; every repetition gets a key of its own."""
+    assert self.init is not None
+    in_axes, out_axes = self.fan_in_axes, self.fan_out_axes
+    rank = len(self.shape)
+    if in_axes is None:
+      in_axes = () if rank == 0 else (max(rank - 2, 0),)
+    if out_axes is None:
+      out_axes = () if rank == 0 else (rank - 1,)
+
+    def one(key: jax.Array) -> jax.Array:
+      return self.init(key, self.shape, self.dtype, in_axes, out_axes)
+
+    for times in self.repeat_prefix:
+      one = functools.partial(
+        lambda key, inner, times: jax.vmap(inner)(jax.random.split(key, times)),
+        inner=one,
+        times=times,
+      )
+    return one(key)
+
+
+def _axis(entry: str | int | Sequence[str] | None) -> Any:
+  if entry is None or entry == -1:
+    return None
+  return entry if isinstance(entry, str) else tuple(entry)
+
+
+@dataclasses.dataclass
+class Collected:
+  """What a layer has left beside its output.
+
+  Attributes:
+    non_trainable: the new values of these variables, all of them.
+    summaries: path -> array, of `add_summary`.
+    aux_losses: path -> (value, weight), of `add_aux_loss`.
+  """
+
+  non_trainable: dict[str, dict[str, Any]] = dataclasses.field(
+    default_factory=dict
+  )
+  summaries: dict[str, Any] = dataclasses.field(default_factory=dict)
+  aux_losses: dict[str, tuple[Any, Any]] = dataclasses.field(
+    default_factory=dict
+  )
+
+
+jax.tree_util.register_dataclass(
+  Collected, ['non_trainable', 'summaries', 'aux_losses'], []
+)
+
+
+@dataclasses.dataclass
+class _Scope:
+  """One run of `init` or `apply`."""
+
+  do_eval: bool
+  verbosity: int
+  init_key: jax.Array | None
+  collected: Collected = dataclasses.field(default_factory=Collected)
+  # (path of the layer, name) -> what was created, and whether it is trained.
+  created: dict[tuple[str, str], tuple[WeightHParams, bool]] = (
+    dataclasses.field(default_factory=dict)
+  )
+  # Layers that several parents have: of one Fiddle config, or with one
+  # `shared_weight_layer_id`.
+  shared: dict[Any, tuple[Any, 'BaseLayer']] = dataclasses.field(
+    default_factory=dict
+  )
+
+
+_scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar(
+  'pax_scope', default=None
+)
+
+
+@contextlib.contextmanager
+def _in_scope(scope: _Scope) -> Iterator[_Scope]:
+  token = _scope.set(scope)
+  try:
+    yield scope
+  finally:
+    _scope.reset(token)
+
+
+def _current_scope(what: str) -> _Scope:
+  scope = _scope.get()
+  if scope is None:
+    raise RuntimeError(
+      f'{what} works inside of a layer only. From outside call'
+      ' layer.apply(variables, ..., method=...).'
+    )
+  return scope
+
+
+class _Theta:
+  """The values of a layer's variables, as attributes."""
+
+  def __init__(self, layer: 'BaseLayer'):
+    self._layer = layer
+
+  def __getattr__(self, name: str) -> Any:
+    return self._layer.get_var(name)
+
+
+class _LayerMeta(type(hk.Module)):  # type: ignore[misc]
+  """Lets a layer be made outside of a run, with hyperparameters only."""
+
+  def __call__(cls, hparams: Any, path: str | None = None) -> Any:
+    if not isinstance(hparams, cls.HParams):
+      raise TypeError(
+        f'{cls.__name__} is made of {cls.HParams.__qualname__}; got'
+        f' {hparams!r}. Write {cls.HParams.__qualname__}(...).Instantiate().'
+      )
+    if path is None:
+      layer = cls.__new__(cls)
+      object.__setattr__(layer, 'hparams', hparams)
+      object.__setattr__(layer, '_auto_repr', f'{cls.__name__}(unbound)')
+      return layer
+    return super().__call__(hparams, path)
+
+
+class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
+  """A function with variables, and with other layers as children.
+
+  Attributes:
+    hparams: its hyperparameters, frozen.
+    theta: its variables as attributes, `self.theta.w`; within a run only.
+  """
+
+  class HParams(hparams_lib.BaseHParams):
+    """Hyperparameters that every layer has.
+
+    Attributes:
+      name: of the layer, as the root of a tree; a child's is its parent's
+        choice. None is the class's, in snake_case.
+      dtype: of its variables.
+      fprop_dtype: of what it computes; None is its parent's, or `dtype`.
+      params_init: what its variables start as, where they say nothing else;
+        None is its parent's, or Xavier.
+      shared_weight_layer_id: all layers of one tree with one id are one layer.
+        Their other hyperparameters must be equal.
+      weight_split_dims_mapping: axes of its variables by name, in place of the
+        layer's own: {'w': ('data', 'mdl')}. See `SplitDims`.
+      activation_split_dims_mapping: the same of what it computes:
+        {'out': ('batch', None, 'mlp')}.
+    """
+
+    name: str | None = None
+    dtype: Any = jnp.float32
+    fprop_dtype: Any = None
+    params_init: WeightInit | None = None
+    shared_weight_layer_id: str | None = None
+    weight_split_dims_mapping: dict[str, SplitDims] = dataclasses.field(
+      default_factory=dict
+    )
+    activation_split_dims_mapping: dict[str, SplitDims] = dataclasses.field(
+      default_factory=dict
+    )
+
+  def __init__(self, hparams: Any, path: str):
+    hk.Module.__init__(self, name=hk.experimental.force_name(path))
+    self.hparams = hparams
+    self.theta = _Theta(self)
+    # Name -> what it is, and whether it is trained.
+    self._variables: dict[str, tuple[WeightHParams, bool]] = {}
+    self._names: set[str] = set()
+    self._in_setup = True
+    self.setup()
+    self._in_setup = False
+
+  def __deepcopy__(self, memo: Any) -> Self:
+    return self  # Nothing in it changes; and who shares it, still does.
+
+  def setup(self) -> None:
+    """Creates variables and children; nothing by default."""
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    """Computes; another name for `fprop`."""
+    return self.fprop(*args, **kwargs)
+
+  def fprop(self, *args: Any, **kwargs: Any) -> Any:
+    """Computes; a layer has either this or `__call__`."""
+    raise NotImplementedError(
+      f'{type(self).__name__} has neither `fprop` nor `__call__`; write one.'
+    )
+
+  # What `setup` uses.
+
+  def create_variable(
+    self, name: str, weight: WeightHParams, trainable: bool = True
+  ) -> None:
+    """Creates a variable; `self.theta.<name>` is its value.
+
+    Args:
+      name: its name, new in this layer.
+      weight: what it is.
+      trainable: whether the optimizer changes it; else only `update_var` does.
+    """
+    scope = _current_scope('create_variable')
+    self._reserve(name, 'create_variable')
+    p = self.hparams
+    split = weight.tensor_split_dims_mapping
+    if name in p.weight_split_dims_mapping:
+      split = p.weight_split_dims_mapping[name]
+    weight = dataclasses.replace(
+      weight,
+      init=weight.init or p.params_init or WeightInit.Xavier(),
+      dtype=weight.dtype or p.dtype,
+      tensor_split_dims_mapping=split,
+    )
+    self._variables[name] = weight, trainable
+    path = self.module_name
+    scope.created[path, name] = (weight, trainable)
+
+    def make(*unused: Any) -> jax.Array:
+      assert scope.init_key is not None
+      # By name, so that a new variable does not change what others start as.
+      key = zlib.crc32(f'{path}/{name}'.encode())
+      return weight.make(jax.random.fold_in(scope.init_key, key))
+
+    get = hk.get_parameter if trainable else hk.get_state
+    value = get(name, weight.full_shape, weight.dtype, init=make)
+    if value.dtype != weight.dtype:
+      raise ValueError(
+        f'The variable {path}/{name} is {value.dtype}; expected'
+        f' {jnp.dtype(weight.dtype)}.'
+      )
+
+  @hk.transparent
+  def create_child(self, name: str, template: Any) -> None:
+    """Creates a layer, which becomes `self.<name>`.
+
+    What it leaves open (`fprop_dtype`, `params_init`) is this layer's.
+
+    Args:
+      name: its name, new in this layer.
+      template: its HParams; or a Fiddle config or a layer made of one: where
+        the same comes several times in a tree, all are one layer, which has
+        its place where it comes first.
+    """
+    setattr(self, name, self._child(name, template))
+
+  @hk.transparent
+  def create_children(self, name: str, templates: Sequence[Any]) -> None:
+    """Creates layers `name_0`, ...; `self.<name>` is the list of them."""
+    made = [self._child(f'{name}_{i}', t) for i, t in enumerate(templates)]
+    self._reserve(name, 'create_children')
+    setattr(self, name, made)
+
+  @hk.transparent
+  def _child(self, name: str, template: Any) -> 'BaseLayer':
+    scope = _current_scope('create_child')
+    self._reserve(name, 'create_child')
+    # Fiddle's own objects say by being the same ones that they are shared.
+    identity: Any = None
+    if isinstance(template, fdl.Buildable | BaseLayer):
+      identity = (id(template), template)
+      if isinstance(template, fdl.Buildable):
+        template = fdl.build(template)
+      template = template.hparams
+    hparams = self._inherit(template)
+    if hparams.shared_weight_layer_id is not None:
+      identity = (hparams.shared_weight_layer_id, None)
+    if identity is None:
+      return hparams._owner(hparams, f'{self.module_name}/{name}')
+    key = identity[0]
+    if key not in scope.shared:
+      layer = hparams._owner(hparams, f'{self.module_name}/{name}')
+      # The template itself is kept, since else its id could be another's.
+      scope.shared[key] = (identity[1], layer)
+    layer = scope.shared[key][1]
+    if layer.hparams != hparams or type(layer) is not hparams._owner:
+      raise ValueError(
+        f'Layers with shared_weight_layer_id {key!r} must have equal'
+        f' hyperparameters. {layer.module_name}'
+        f' has\n{layer.hparams.to_text()}\nbut {self.module_name}/{name}'
+        f' has\n{hparams.to_text()}'
+      )
+    return layer
+
+  @hk.transparent
+  def _inherit(self, template: Any) -> Any:
+    """Returns a child's hyperparameters, what they leave open filled in."""
+    if not (
+      isinstance(template, hparams_lib.BaseHParams)
+      and isinstance(template._owner, type)
+      and issubclass(template._owner, BaseLayer)
+    ):
+      raise TypeError(
+        f'A child of {type(self).__name__} is made of the HParams of a layer;'
+        f' got {template!r}.'
+      )
+    p, hparams = self.hparams, template.clone()
+    if hparams.fprop_dtype is None:
+      hparams.fprop_dtype = self.fprop_dtype
+    if hparams.params_init is None:
+      hparams.params_init = p.params_init
+    return hparams.freeze()
+
+  @hk.transparent
+  def _reserve(self, name: str, method: str) -> None:
+    if not self._in_setup:
+      raise RuntimeError(
+        f'{type(self).__name__} calls {method}({name!r}) outside of `setup`;'
+        ' what a layer has must be known without an input.'
+      )
+    if name in self._names or hasattr(type(self), name):
+      raise ValueError(
+        f'{type(self).__name__} has a {name!r} already; choose another name.'
+      )
+    self._names.add(name)
+
+  # What computing uses.
+
+  @property
+  @hk.transparent
+  def fprop_dtype(self) -> Any:
+    """The type of what the layer computes."""
+    p = self.hparams
+    return p.dtype if p.fprop_dtype is None else p.fprop_dtype
+
+  @property
+  @hk.transparent
+  def do_eval(self) -> bool:
+    """Whether this is an evaluation, and not training."""
+    return _current_scope('do_eval').do_eval
+
+  def get_var(self, name: str) -> jax.Array:
+    """Returns the value of a variable, as it is now."""
+    if name not in self._variables:
+      raise AttributeError(
+        f'{self.module_name} has no variable {name!r}; it has'
+        f' {sorted(self._variables)}.'
+        + hparams_lib.nearest(name, self._variables)
+      )
+    weight, trainable = self._variables[name]
+    get = hk.get_parameter if trainable else hk.get_state
+    return get(name, weight.full_shape, weight.dtype)
+
+  def update_var(self, name: str, value: jax.Array) -> None:
+    """Sets a variable that is not trained."""
+    own = sorted(
+      n for n, (_, trained) in self._variables.items() if not trained
+    )
+    if name not in own:
+      raise ValueError(
+        f'{self.module_name} cannot set {name!r}: expected one of its variables'
+        f' with trainable=False, {own}.'
+      )
+    hk.set_state(name, value)
+
+  @hk.transparent
+  def next_prng_key(self) -> jax.Array:
+    """Returns a new random key of this run."""
+    return hk.next_rng_key()
+
+  @hk.transparent
+  def shard(
+    self, x: jax.Array, axes: SplitDims, name: str = 'out'
+  ) -> jax.Array:
+    """Says how an activation is split over the mesh.
+
+    Args:
+      x: the activation.
+      axes: one entry for each dimension; see `SplitDims`.
+      name: under which `activation_split_dims_mapping` may say otherwise.
+    """
+    own = self.hparams.activation_split_dims_mapping
+    axes = own.get(name, axes)
+    if axes is None:
+      return x
+    return partitioning.constrain(x, tuple(_axis(entry) for entry in axes))
+
+  @hk.transparent
+  def add_summary(
+    self, name: str, value: jax.Array, verbosity: int = 2
+  ) -> None:
+    """Logs a scalar beside the metrics of the step, where that is wanted.
+
+    Args:
+      name: its name in this layer.
+      value: a scalar.
+      verbosity: from which verbosity of the run on (the task's
+        `train.summary_verbosity`).
+    """
+    scope = _current_scope('add_summary')
+    if verbosity <= scope.verbosity:
+      _add(scope.collected.summaries, f'{self.module_name}/{name}', value)
+
+  @hk.transparent
+  def add_aux_loss(
+    self, name: str, value: jax.Array, weight: Any = 1.0
+  ) -> None:
+    """Adds `value` to what is minimised.
+
+    Args:
+      name: its name in this layer.
+      value: a scalar.
+      weight: what counts where it is averaged over batches.
+    """
+    losses = _current_scope('add_aux_loss').collected.aux_losses
+    _add(losses, f'{self.module_name}/{name}', (value, weight))
+
+  @hk.transparent
+  def collect(self, collected: Collected) -> None:
+    """Adds the summaries and losses of a layer that was run by `apply`."""
+    scope = _current_scope('collect')
+    for name, value in collected.summaries.items():
+      _add(scope.collected.summaries, f'{self.module_name}/{name}', value)
+    for name, value in collected.aux_losses.items():
+      _add(scope.collected.aux_losses, f'{self.module_name}/{name}', value)
+
+  # From outside.
+
+  @hk.transparent
+  def init(self, rng: jax.Array, *args: Any, **kwargs: Any) -> Variables:
+    """Returns the first values of all variables.
+
+    Args:
+      rng: a key, raw or typed.
+      *args: inputs, which are needed only where a layer has Haiku modules that
+        make their weights when they are called.
+      **kwargs: as for `apply`.
+    """
+    boxed = self.boxed_init(rng, *args, **kwargs)
+    return partitioning.unbox(boxed)
+
+  @hk.transparent
+  def boxed_init(self, rng: jax.Array, *args: Any, **kwargs: Any) -> Variables:
+    """Returns `init`, each array in a `partitioning.Logical`."""
+    variables, created = self._init(rng, *args, **kwargs)
+
+    def box(path: Any, value: jax.Array) -> partitioning.Logical:
+      _, module, name = (key.key for key in path)
+      axes: tuple[Any, ...] = (None,) * value.ndim
+      if (module, name) in created:  # Else it is a Haiku module's own.
+        axes = created[module, name][0].axes
+      return partitioning.Logical(value, axes)
+
+    return jax.tree_util.tree_map_with_path(box, variables)
+
+  @hk.transparent
+  def abstract_init(self) -> dict[str, dict[str, dict[str, WeightHParams]]]:
+    """Returns what each variable is, without making any."""
+    created: dict[tuple[str, str], tuple[WeightHParams, bool]] = {}
+
+    def run(rng: jax.Array) -> Variables:
+      variables, made = self._init(rng)
+      created.update(made)
+      return variables
+
+    jax.eval_shape(run, jax.random.key(0))
+    tree: dict[str, Any] = {PARAMS: {}, NON_TRAINABLE: {}}
+    for (module, name), (weight, trainable) in created.items():
+      collection = tree[PARAMS if trainable else NON_TRAINABLE]
+      collection.setdefault(module, {})[name] = weight
+    return tree
+
+  @hk.transparent
+  def num_params(self) -> int:
+    """Returns how many numbers are trained."""
+    params = self.abstract_init()[PARAMS]
+    return sum(w.size for module in params.values() for w in module.values())
+
+  @hk.transparent
+  def _init(
+    self, rng: jax.Array, *args: Any, method: str = '__call__', **kwargs: Any
+  ) -> tuple[Variables, dict[Any, Any]]:
+    scope = _Scope(do_eval=True, verbosity=-1, init_key=rng)
+
+    def run() -> None:
+      layer = self._bind()
+      if args or kwargs:
+        getattr(layer, method)(*args, **kwargs)
+
+    with _in_scope(scope):
+      params, state = hk.transform_with_state(run).init(rng)
+    to_dict = hk.data_structures.to_mutable_dict
+    return (
+      {PARAMS: to_dict(params), NON_TRAINABLE: to_dict(state)},
+      scope.created,
+    )
+
+  @hk.transparent
+  def _bind(self) -> 'BaseLayer':
+    if 'module_name' in vars(self):
+      raise RuntimeError(
+        f'{self.module_name} is part of a run; call it, or its methods, itself.'
+      )
+    name = self.hparams.name or _snake_case(type(self).__name__)
+    return type(self)(self.hparams, name)
+
+  @hk.transparent
+  def apply(
+    self,
+    variables: Mapping[str, Any],
+    *args: Any,
+    rng: jax.Array | None = None,
+    method: str = '__call__',
+    do_eval: bool = False,
+    mutable: bool = False,
+    verbosity: int = -1,
+    **kwargs: Any,
+  ) -> Any:
+    """Runs a method with these variables; a pure function.
+
+    Args:
+      variables: as `init` returns them.
+      *args: of the method.
+      rng: a key, where the method draws random numbers.
+      method: its name.
+      do_eval: whether this is an evaluation.
+      mutable: whether to return also what else comes of it.
+      verbosity: which summaries are wanted; those up to it.
+      **kwargs: of the method.
+
+    Returns:
+      What the method returns; with `mutable` also a `Collected`.
+    """
+    scope = _Scope(do_eval=do_eval, verbosity=verbosity, init_key=None)
+
+    def run() -> Any:
+      return getattr(self._bind(), method)(*args, **kwargs)
+
+    with _in_scope(scope):
+      out, state = hk.transform_with_state(run).apply(
+        variables[PARAMS], variables.get(NON_TRAINABLE, {}), rng
+      )
+    if not mutable:
+      return out
+    scope.collected.non_trainable = hk.data_structures.to_mutable_dict(state)
+    return out, scope.collected
+
+
+def _add(into: dict[str, Any], name: str, value: Any) -> None:
+  """Adds an entry; a layer that is called twice has two."""
+  unique, i = name, 1
+  while unique in into:
+    unique, i = f'{name}_{i}', i + 1
+  into[unique] = value
+
+
+def _snake_case(name: str) -> str:
+  return re.sub(
+    r'(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])', '_', name
+  ).lower()
+
+
+class _Bundle(hk.Module):
+  """Variables with a path of their own."""
+
+  def __init__(self, path: str):
+    super().__init__(name=hk.experimental.force_name(path))
+
+  def get(
+    self, name: str, weight: WeightHParams, trainable: bool, make: Any
+  ) -> jax.Array:
+    get = hk.get_parameter if trainable else hk.get_state
+    return get(name, weight.full_shape, weight.dtype, init=make)
+
+  def set(self, name: str, value: jax.Array) -> None:
+    hk.set_state(name, value)
+
+
+class Stacked:
+  """The variables of several equal layers, each with a first axis for them.
+
+  For layers that run another one several times, such as a scan over layers.
+
+  Attributes:
+    layer: the one layer, unbound: `layer.apply(slice of variables, ...)`.
+    times: how many.
+  """
+
+  def __init__(
+    self,
+    parent: BaseLayer,
+    name: str,
+    template: Any,
+    times: int,
+    axis: str | None = 'layers',
+  ):
+    """Creates the variables; to be called in the parent's `setup`.
+
+    Args:
+      parent: the layer that they are part of.
+      name: their place in it.
+      template: HParams of the one layer; what they leave open is the parent's.
+      times: how many layers.
+      axis: the name of the first axis, for the sharding.
+    """
+    scope = _current_scope('Stacked')
+    parent._reserve(name, 'Stacked')
+    if isinstance(template, fdl.Buildable):
+      template = fdl.build(template)
+    if isinstance(template, BaseLayer):
+      template = template.hparams
+    hparams = parent._inherit(template).clone().set(name=name)
+    self.times = times
+    self.layer = hparams.Instantiate()
+    self._path = parent.module_name
+    self._weights: dict[tuple[str, str], tuple[WeightHParams, bool]] = {}
+    self._bundles: dict[str, _Bundle] = {}
+    for collection, modules in self.layer.abstract_init().items():
+      for module, weights in modules.items():
+        self._bundles[module] = _Bundle(f'{self._path}/{module}')
+        for key, weight in weights.items():
+          stacked = weight.repeated(times, axis)
+          trainable = collection == PARAMS
+          self._weights[module, key] = (stacked, trainable)
+          scope.created[f'{self._path}/{module}', key] = (stacked, trainable)
+          self._value(module, key)
+
+  def _value(self, module: str, key: str) -> jax.Array:
+    weight, trainable = self._weights[module, key]
+    scope = _current_scope('Stacked')
+
+    def make(*unused: Any) -> jax.Array:
+      assert scope.init_key is not None
+      hashed = zlib.crc32(f'{self._path}/{module}/{key}'.encode())
+      return weight.make(jax.random.fold_in(scope.init_key, hashed))
+
+    return self._bundles[module].get(key, weight, trainable, make)
+
+  def variables(self, *, boxed: bool = False) -> Variables:
+    """Returns their values, as `layer.init` would, with one axis more.
+
+    Args:
+      boxed: whether each is in a `partitioning.Logical`.
+    """
+    tree: Variables = {PARAMS: {}, NON_TRAINABLE: {}}
+    for (module, key), (weight, trainable) in self._weights.items():
+      value: Any = self._value(module, key)
+      if boxed:
+        value = partitioning.Logical(value, weight.axes)
+      collection = tree[PARAMS if trainable else NON_TRAINABLE]
+      collection.setdefault(module, {})[key] = value
+    return tree
+
+  def update(self, non_trainable: Mapping[str, Mapping[str, Any]]) -> None:
+    """Sets the variables that are not trained, stacked."""
+    for module, values in non_trainable.items():
+      for key, value in values.items():
+        self._bundles[module].set(key, value)
