@@ -30,15 +30,19 @@ _BASE = [
 ]
 _IMAGE = ['scikit-learn>=1.4']
 _EXPORT = ['safetensors>=0.4']
+_PAX = ['fiddle>=0.3']
 _TEXT = ['sentencepiece>=0.2', 'tokenizers>=0.21']
 _TEST = [
   *_IMAGE,
   *_EXPORT,
+  *_PAX,
   *_TEXT,
   'equinox>=0.13',
   'flax>=0.12',
   'hypothesis>=6.100',
+  'ipykernel>=6.29',
   'mypy>=1.15',
+  'nbclient>=0.10',  # Runs the notebooks of docs/.
   'pytest>=8',
   'pytest-timeout>=2.3',
   'ruff>=0.17,<0.18',  # Another release formats otherwise.
@@ -60,6 +64,7 @@ setuptools.setup(
     'fp8': ['flax>=0.12'],
     'gpu': ['jax[cuda12]>=0.10,<0.12'],
     'image': _IMAGE,
+    'pax': _PAX,
     'seqio': ['seqio>=0.0.20'],
     'test': _TEST,
     'text': _TEXT,

@@ -1,0 +1,345 @@
+"""Learners: which weights are trained, by which optimizer, on which gradients.
+
+A learner clips gradients, skips steps whose gradients are of no use, and
+leaves weights alone that are not to be trained.
+
+Names, fields and behaviour are those of Praxis (Google, 2022).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from examples.pax import hparams
+from examples.pax import optimizers
+
+BaseHParams = hparams.BaseHParams
+
+_TRAINED, _FROZEN, _MAIN = 'trained', 'frozen', 'main'
+
+
+class Learner(hparams.Configurable):
+  """One optimizer, and what belongs before and behind it."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters of a learner.
+
+    Attributes:
+      name: what messages call it.
+      loss_name: the metric that is minimised.
+      optimizer: hyperparameters of the optimizer.
+      grad_norm_summary: report norms of gradients and of updates.
+      grad_norm_individual_vars: report each gradient's norm besides.
+      skip_step_gradient_norm_value: a step with a larger norm of the gradients
+        is skipped, as one is whose norm is not finite; 0 is no limit.
+      vectorize_on_repeat_prefix: each layer of a stack is a tensor of its own
+        to the optimizer; see `optimizers.BaseOptimizer.make`.
+      bprop_variable_inclusion: regular expressions for the names of the weights
+        that are trained; empty for all.
+      bprop_variable_exclusion: or for those that are not.
+    """
+
+    name: str = 'learner'
+    loss_name: str | None = None
+    optimizer: Any = hparams.sub_config_field(None)
+    grad_norm_summary: bool = True
+    grad_norm_individual_vars: bool = False
+    skip_step_gradient_norm_value: float = 0.0
+    vectorize_on_repeat_prefix: bool = True
+    bprop_variable_inclusion: optimizers.Regexes = ()
+    bprop_variable_exclusion: optimizers.Regexes = ()
+
+  def __init__(self, hparams: Any):
+    super().__init__(hparams)
+    p = hparams
+    if p.optimizer is None:
+      raise ValueError(
+        f'{p.name}.optimizer is None; set it to hyperparameters such as'
+        ' optimizers.Adam.HParams(learning_rate=1e-3).'
+      )
+    self.optimizer: optimizers.BaseOptimizer = optimizers.instantiate(
+      p.optimizer
+    )
+    self._included = optimizers.Pattern(
+      f'{p.name}.bprop_variable_inclusion', p.bprop_variable_inclusion
+    )
+    self._excluded = optimizers.Pattern(
+      f'{p.name}.bprop_variable_exclusion', p.bprop_variable_exclusion
+    )
+    if self._included and self._excluded:
+      raise ValueError(
+        f'{p.name} has bprop_variable_inclusion {p.bprop_variable_inclusion!r}'
+        f' and bprop_variable_exclusion {p.bprop_variable_exclusion!r}; set one'
+        ' of them.'
+      )
+
+  @property
+  def ema_decay(self) -> float:
+    """The decay for `optimizers.ema_update`, or 0 for no average."""
+    return self.optimizer.hparams.ema_decay
+
+  def is_trained(self, name: str) -> bool:
+    """Whether the weight of a name is trained."""
+    if self._included:
+      return self._included.fits(name)
+    return not self._excluded.fits(name)
+
+  def make(
+    self, is_stacked: Callable[[str], bool] | None = None
+  ) -> optax.GradientTransformation:
+    """Returns what turns gradients into updates.
+
+    Weights that are not trained get no update, have no state
+    (`optax.MaskedNode`), and count in no norm. Gradients of the others are
+    clipped and go to the optimizer. Where their norm, before that, is not
+    finite or more than `skip_step_gradient_norm_value`, the update is 0 and the
+    state stays as it was, its count of steps included.
+
+    Args:
+      is_stacked: as for `optimizers.BaseOptimizer.make`.
+
+    Returns:
+      A transformation, whose `init` raises ValueError where a regular
+      expression fits no weight, or no weight is trained; its `update` must be
+      given the weights.
+    """
+    if is_stacked is None or not self.hparams.vectorize_on_repeat_prefix:
+      is_stacked = optimizers.not_stacked
+    tx = optax.partition(
+      {
+        _TRAINED: self._skipping(
+          optax.chain(self._clip(), self._optimizers(is_stacked))
+        ),
+        _FROZEN: optax.set_to_zero(),
+      },
+      lambda tree: optimizers.map_with_names(
+        lambda name, _: _TRAINED if self.is_trained(name) else _FROZEN, tree
+      ),
+    )
+
+    def init(params: Any) -> Any:
+      self._check_names(optimizers.weight_names(params))
+      return tx.init(params)
+
+    return optax.GradientTransformation(init, tx.update)
+
+  def scalars(
+    self, grads: Any, updates: Any, step: Any
+  ) -> dict[str, jax.Array]:
+    """Returns what a step has to report, float32 scalars.
+
+    Args:
+      grads: the gradients that `update` was given.
+      updates: what it returned.
+      step: how many updates there were before: `num_updates` of the state
+        before the step. It is less than the number of the step where some were
+        skipped.
+
+    Returns:
+      `learning_rate`; `is_valid_step`, 0 where the step was skipped; with
+      `grad_norm_summary` the norms `grad_norm` of gradients,
+      `clipped_grad_norm` of these after clipping, and `applied_grad_norm` of
+      the updates; with `grad_norm_individual_vars` a `grad_norm/` for each
+      weight. All but those of `updates` are of weights that are trained.
+    """
+    p = self.hparams
+    grads = optimizers.map_with_names(
+      lambda name, x: x if self.is_trained(name) else optax.MaskedNode(), grads
+    )
+    norm = optax.tree.norm(grads)
+    scalars = {
+      **self._learning_rates(step),
+      'is_valid_step': self._is_valid(norm).astype(jnp.float32),
+    }
+    if p.grad_norm_summary:
+      clipped, _ = self._clip().update(grads, optax.EmptyState())
+      scalars |= {
+        'grad_norm': norm,
+        'clipped_grad_norm': optax.tree.norm(clipped),
+        'applied_grad_norm': optax.tree.norm(updates),
+      }
+    if p.grad_norm_individual_vars:
+      names = optimizers.weight_names(grads)
+      for name, grad in zip(names, jax.tree.leaves(grads), strict=True):
+        scalars[f'grad_norm/{name}'] = optax.tree.norm(grad)
+    return scalars
+
+  def _learning_rates(self, step: Any) -> dict[str, jax.Array]:
+    return {'learning_rate': self.optimizer.get_learning_rate(step)}
+
+  def _optimizers(
+    self, is_stacked: Callable[[str], bool]
+  ) -> optax.GradientTransformation:
+    """Returns what clipped gradients go to."""
+    return self.optimizer.make(is_stacked)
+
+  def _check_names(self, names: Sequence[str]) -> None:
+    """Refuses a regular expression that fits no weight."""
+    self._included.check(names)
+    self._excluded.check(names)
+    self.optimizer.check_names(names)
+    if not any(map(self.is_trained, names)):
+      raise ValueError(
+        f'{self._excluded.field} is {self.hparams.bprop_variable_exclusion!r},'
+        f' which fits all of the {len(names)} weights and leaves none to train.'
+      )
+
+  def _is_valid(self, norm: jax.Array) -> jax.Array:
+    """Whether a step with gradients of this norm is taken."""
+    limit = self.hparams.skip_step_gradient_norm_value
+    valid = jnp.isfinite(norm)
+    return valid & (norm <= limit) if limit else valid
+
+  def _clip(self) -> optax.GradientTransformation:
+    """Returns what clips gradients, without state."""
+    p = self.optimizer.hparams
+    if limit := p.clip_gradient_norm_to_value:
+      return optax.clip_by_global_norm(limit)
+    if limit := p.clip_gradient_single_norm_to_value:
+      clip = optax.clip_by_global_norm(limit)
+      return optax.stateless_with_tree_map(
+        lambda grad, _: clip.update(grad, optax.EmptyState())[0]
+      )
+    return optax.identity()
+
+  def _skipping(
+    self, inner: optax.GradientTransformation
+  ) -> optax.GradientTransformation:
+    """Makes updates 0, and keeps the state, where a step is not valid."""
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+      valid = self._is_valid(optax.tree.norm(grads))
+      updates, new_state = inner.update(grads, state, params)
+      updates = jax.tree.map(
+        lambda x: jnp.where(valid, x, jnp.zeros_like(x)), updates
+      )
+      state = jax.tree.map(
+        lambda new, old: jnp.where(valid, new, old), new_state, state
+      )
+      return updates, state
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def num_updates(opt_state: Any) -> jax.Array:
+  """Returns how many updates a learner's state has had, an int32 scalar.
+
+  Steps that were skipped do not count, and the learning rate follows this.
+  """
+
+  def is_schedule(x: Any) -> bool:
+    return isinstance(x, optax.ScaleByScheduleState)
+
+  states = jax.tree.leaves(opt_state, is_leaf=is_schedule)
+  return next(state.count for state in states if is_schedule(state))
+
+
+class MultiOptimizerLearner(Learner):
+  """Some weights to one optimizer, some to others, all others to the main one.
+
+  Clipping and the moving average of weights are those of the main optimizer,
+  for all weights.
+  """
+
+  class HParams(BaseHParams):
+    """Hyperparameters of several optimizers.
+
+    Attributes:
+      auxiliary_optimizers: hyperparameters of the others.
+      auxiliary_regex: for each, a regular expression for the names of its
+        weights.
+      auxiliary_names: for each, a name for scalars, `<name>/learning_rate`;
+        the main optimizer's is `main`.
+    """
+
+    auxiliary_optimizers: Sequence[Any] = ()
+    auxiliary_regex: Sequence[str] = ()
+    auxiliary_names: Sequence[str] = ()
+
+  def __init__(self, hparams: Any):
+    super().__init__(hparams)
+    p = hparams
+    lengths = [
+      len(p.auxiliary_optimizers),
+      len(p.auxiliary_regex),
+      len(p.auxiliary_names),
+    ]
+    if len(set(lengths)) > 1:
+      raise ValueError(
+        f'{p.name} has {lengths[0]} auxiliary_optimizers, {lengths[1]}'
+        f' auxiliary_regex and {lengths[2]} auxiliary_names; expected as many'
+        ' of each.'
+      )
+    if len({_MAIN, *p.auxiliary_names}) <= lengths[2]:
+      raise ValueError(
+        f'{p.name}.auxiliary_names is {p.auxiliary_names}; expected each name'
+        f' once, and not {_MAIN!r}, which is the main optimizer.'
+      )
+    self._auxiliary: dict[str, optimizers.BaseOptimizer] = {}
+    self._patterns: dict[str, optimizers.Pattern] = {}
+    for name, optimizer, regex in zip(
+      p.auxiliary_names,
+      p.auxiliary_optimizers,
+      p.auxiliary_regex,
+      strict=True,
+    ):
+      self._auxiliary[name] = optimizers.instantiate(optimizer)
+      self._patterns[name] = optimizers.Pattern(
+        f'{p.name}.auxiliary_regex', regex
+      )
+      own = self._auxiliary[name].hparams
+      for field in (
+        'clip_gradient_norm_to_value',
+        'clip_gradient_single_norm_to_value',
+        'ema_decay',
+      ):
+        if value := getattr(own, field):
+          raise ValueError(
+            f'The auxiliary optimizer {name!r} of {p.name} has {field} {value},'
+            ' which would have no effect; set it in the main optimizer, for all'
+            ' weights.'
+          )
+
+  def _label(self, name: str) -> str:
+    """Returns which optimizer has the weight of a name."""
+    fitting = [
+      label for label, pattern in self._patterns.items() if pattern.fits(name)
+    ]
+    if len(fitting) > 1:
+      raise ValueError(
+        f'The weight {name!r} is fitted by the auxiliary_regex of several'
+        f' optimizers of {self.hparams.name}: {fitting}; expected one.'
+      )
+    return fitting[0] if fitting else _MAIN
+
+  def _optimizers(
+    self, is_stacked: Callable[[str], bool]
+  ) -> optax.GradientTransformation:
+    return optax.partition(
+      {
+        label: optimizer.make(is_stacked)
+        for label, optimizer in self._all().items()
+      },
+      lambda tree: optimizers.map_with_names(
+        lambda name, _: self._label(name), tree
+      ),
+    )
+
+  def _all(self) -> dict[str, optimizers.BaseOptimizer]:
+    return {_MAIN: self.optimizer, **self._auxiliary}
+
+  def _check_names(self, names: Sequence[str]) -> None:
+    super()._check_names(names)
+    for pattern in self._patterns.values():
+      pattern.check(names)
+    for optimizer in self._auxiliary.values():
+      optimizer.check_names(names)
+
+  def _learning_rates(self, step: Any) -> dict[str, jax.Array]:
+    return {
+      f'{label}/learning_rate': optimizer.get_learning_rate(step)
+      for label, optimizer in self._all().items()
+    }

@@ -1,0 +1,368 @@
+"""Tests of what a learner does before and behind its optimizer."""
+
+import functools
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from examples.pax import learners
+from examples.pax import optimizers
+from examples.pax import schedules
+
+# Norms: 3 in the stack (2 and the root of 5), 4, 12; of all of them, 13.
+_GRADS = {
+  'lm/layers/ff': {'w': np.float32([[[2.0, 0.0]], [[1.0, 2.0]]])},
+  'lm/norm': {'scale': np.float32([0.0, 4.0])},
+  'lm/softmax': {'w': np.float32([[12.0]])},
+}
+_WEIGHTS = jax.tree.map(np.ones_like, _GRADS)
+
+
+def _learner(optimizer=None, cls=learners.Learner, **kwargs):
+  optimizer = optimizer or optimizers.Sgd.HParams(learning_rate=1.0)
+  return cls.HParams(name='mine', optimizer=optimizer, **kwargs).Instantiate()
+
+
+def _adam(**kwargs):
+  """One with every kind of state: moments, and a count of its own."""
+  kwargs = {'learning_rate': 0.1, **kwargs}
+  return optimizers.Adam.HParams(weight_decay=0.1, **kwargs)
+
+
+# Most of the time of these tests is compiling.
+_jit = functools.partial(
+  jax.jit,
+  compiler_options={
+    'xla_backend_optimization_level': 0,
+    'xla_llvm_disable_expensive_passes': True,
+  },
+)
+
+
+def _made(learner, is_stacked=None):
+  """Returns the first state, and a function that updates."""
+  tx = learner.make(is_stacked)
+
+  @_jit
+  def update(grads, state):
+    # As jaxline's step does: Optax relies on promotion.
+    with jax.numpy_dtype_promotion('standard'):
+      return tx.update(grads, state, _WEIGHTS)
+
+  return tx.init(_WEIGHTS), update
+
+
+def _first_update(learner, grads=_GRADS, is_stacked=None):
+  state, update = _made(learner, is_stacked)
+  return update(grads, state)[0]
+
+
+def _scaled(grads, *factors):
+  """Returns minus the gradients, each times a factor."""
+  leaves, structure = jax.tree.flatten(grads)
+  pairs = zip(leaves, factors, strict=True)
+  return structure.unflatten([-x * factor for x, factor in pairs])
+
+
+def _assert_close(found, expected):
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7),
+    found,
+    expected,
+  )
+
+
+@pytest.mark.parametrize(
+  ('options', 'factors', 'clipped_norm'),
+  [
+    ({}, (1, 1, 1), 13),
+    ({'clip_gradient_norm_to_value': 6.5}, (0.5, 0.5, 0.5), 6.5),
+    ({'clip_gradient_norm_to_value': 13.5}, (1, 1, 1), 13),
+    # A stack of layers has one gradient, as in Praxis.
+    (
+      {'clip_gradient_single_norm_to_value': 3.5},
+      (1, 7 / 8, 7 / 24),
+      33.5**0.5,
+    ),
+  ],
+)
+def test_clips_gradients(options, factors, clipped_norm):
+  schedule = schedules.Linear.HParams(start=(0, 1.0), limit=(10, 0.0))
+  learner = _learner(
+    optimizers.Sgd.HParams(learning_rate=1.0, lr_schedule=schedule, **options),
+    grad_norm_individual_vars=True,
+  )
+  updates = _first_update(learner, is_stacked=lambda name: 'layers' in name)
+  _assert_close(updates, _scaled(_GRADS, *factors))
+  _assert_close(
+    _jit(learner.scalars)(_GRADS, updates, jnp.int32(4)),
+    {
+      'learning_rate': 0.6,
+      'is_valid_step': 1,
+      'grad_norm': 13,
+      'clipped_grad_norm': clipped_norm,
+      'applied_grad_norm': clipped_norm,
+      'grad_norm/lm/layers/ff/w': 3,
+      'grad_norm/lm/norm/scale': 4,
+      'grad_norm/lm/softmax/w': 12,
+    },
+  )
+
+
+def test_reports_only_what_is_asked_for():
+  learner = _learner(grad_norm_summary=False)
+  scalars = learner.scalars(_GRADS, _GRADS, 0)
+  assert scalars.keys() == {'learning_rate', 'is_valid_step'}
+  assert {x.dtype for x in scalars.values()} == {np.dtype('float32')}
+
+
+def test_gradients_of_zero_stay_zero():
+  zeros = jax.tree.map(np.zeros_like, _GRADS)
+  for name in (
+    'clip_gradient_norm_to_value',
+    'clip_gradient_single_norm_to_value',
+  ):
+    optimizer = optimizers.Sgd.HParams(learning_rate=1.0, **{name: 1.0})
+    _assert_close(_first_update(_learner(optimizer), zeros), zeros)
+
+
+def test_a_skipped_step_changes_nothing():
+  """Nor does it count: the run goes on as if it had not been."""
+  schedule = schedules.Linear.HParams(start=(0, 1.0), limit=(4, 0.0))
+  learner = _learner(
+    _adam(lr_schedule=schedule, clip_gradient_norm_to_value=5.0),
+    skip_step_gradient_norm_value=13.5,
+  )
+  state, update = _made(learner)
+  _, state = update(_GRADS, state)
+  scalars = _jit(learner.scalars)
+  for bad in (np.nan, np.inf, 1e30, 20.0):
+    grads = {**_GRADS, 'lm/softmax': {'w': np.float32([[bad]])}}
+    updates, skipped = update(grads, state)
+    jax.tree.map(np.testing.assert_array_equal, skipped, state)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), updates)
+    assert scalars(grads, updates, 1)['is_valid_step'] == 0
+    assert learners.num_updates(skipped) == 1
+  after, state = update(_GRADS, skipped)
+  assert learners.num_updates(state) == 2
+  # Adam's of the same gradient twice, at 3/4 of the learning rate.
+  clipped = jax.tree.map(lambda x: x * 5 / 13, _GRADS)
+  _assert_close(
+    jax.tree.map(lambda x: x + 0.075 * 0.1, after),
+    jax.tree.map(lambda g: -0.075 * g / (np.abs(g) + 1e-6), clipped),
+  )
+
+
+def test_a_large_norm_is_kept_where_there_is_no_limit():
+  learner = _learner()
+  grads = {**_GRADS, 'lm/softmax': {'w': np.float32([[1e15]])}}
+  _assert_close(_first_update(learner, grads), _scaled(grads, 1, 1, 1))
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    {'bprop_variable_exclusion': ['.*/norm', 'lm/softmax']},
+    {'bprop_variable_inclusion': 'lm/layers'},
+  ],
+)
+def test_weights_that_are_not_trained(options):
+  learner = _learner(
+    _adam(
+      clip_gradient_norm_to_value=1.5,
+      clip_threshold=0.0,
+      epsilon=1.0,
+      # It fits only a weight that is not trained, and is no mistake.
+      weight_decay_exclusion='lm/norm',
+    ),
+    grad_norm_individual_vars=True,
+    **options,
+  )
+  state, update = _made(learner)
+  (mu,) = [
+    x.mu
+    for x in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, 'mu'))
+    if hasattr(x, 'mu')
+  ]
+  assert mu['lm/norm']['scale'] == optax.MaskedNode()
+  assert mu['lm/softmax']['w'] == optax.MaskedNode()
+  # What is not trained may even be no number; it counts in no norm.
+  grads = {**_GRADS, 'lm/norm': {'scale': np.float32([np.nan, 1])}}
+  updates, _ = update(grads, state)
+  half = _GRADS['lm/layers/ff']['w'] / 2  # From the norm 3 to 1.5.
+  expected = {
+    **jax.tree.map(np.zeros_like, _GRADS),
+    'lm/layers/ff': {'w': -0.1 * (half / (half + 1) + 0.1)},
+  }
+  _assert_close(updates, expected)
+  scalars = learner.scalars(grads, updates, 0)
+  assert scalars['grad_norm'] == 3
+  assert [key for key in scalars if '/' in key] == ['grad_norm/lm/layers/ff/w']
+
+
+def test_layers_of_a_stack_by_themselves():
+  """Unless it is switched off: Adam caps each layer, or the stack."""
+
+  def one(**kwargs):
+    optimizer = _adam(clip_threshold=0.25, epsilon=1.0, learning_rate=1.0)
+    learner = _learner(optimizer, **kwargs)
+    updates = _first_update(learner, is_stacked=lambda name: 'layers' in name)
+    return updates['lm/layers/ff']['w'] + 0.1  # But for the decay.
+
+  update = np.float64([[[2 / 3, 0.0]], [[1 / 2, 2 / 3]]])
+  rms = np.sqrt(np.mean(update**2, (1, 2), keepdims=True))
+  _assert_close(one(), -update / (rms / 0.25))
+  rms = np.sqrt(np.mean(update**2))
+  _assert_close(one(vectorize_on_repeat_prefix=False), -update / (rms / 0.25))
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    (
+      {'bprop_variable_exclusion': 'lm/sofmax'},
+      r"mine.bprop_variable_exclusion has 'lm/sofmax', which fits the start of"
+      r" no.* names are \['lm/softmax/w', ",
+    ),
+    (
+      {'bprop_variable_inclusion': ['lm', '.*lm/layer/.*/w']},
+      r"'.\*lm/layer/.\*/w', which fits.* names are \['lm/layers/ff/w', ",
+    ),
+    ({'bprop_variable_exclusion': 'l'}, 'all of the 3 weights and leaves none'),
+    (
+      {'optimizer': _adam(weight_decay_exclusion='bias')},
+      "Adam.weight_decay_exclusion has 'bias', which fits",
+    ),
+    (
+      {
+        'optimizer': optimizers.Muon.HParams(
+          learning_rate=1.0, matrices={'embed': None}
+        )
+      },
+      "Muon.matrices has 'embed', which fits",
+    ),
+    (
+      {
+        'cls': learners.MultiOptimizerLearner,
+        'auxiliary_optimizers': [_adam(weight_decay_exclusion='bias')],
+        'auxiliary_regex': ['lm/norm'],
+        'auxiliary_names': ['norms'],
+      },
+      "Adam.weight_decay_exclusion has 'bias', which fits",
+    ),
+    (
+      {
+        'cls': learners.MultiOptimizerLearner,
+        'auxiliary_optimizers': [_adam()],
+        'auxiliary_regex': ['norm'],
+        'auxiliary_names': ['norms'],
+      },
+      "mine.auxiliary_regex has 'norm', which fits",
+    ),
+    (
+      {
+        'cls': learners.MultiOptimizerLearner,
+        'auxiliary_optimizers': [_adam(), _adam()],
+        'auxiliary_regex': ['lm/norm', '.*/scale'],
+        'auxiliary_names': ['norms', 'scales'],
+      },
+      r"'lm/norm/scale' is fitted by .* \['norms', 'scales'\]",
+    ),
+  ],
+)
+def test_refuses_names_that_fit_no_weight_when_it_sees_the_weights(
+  options, message
+):
+  learner = _learner(**options)
+  with pytest.raises(ValueError, match=message):
+    learner.make().init(_WEIGHTS)
+
+
+@pytest.mark.parametrize(
+  ('hparams', 'message'),
+  [
+    (learners.Learner.HParams(), 'learner.optimizer is None'),
+    (
+      learners.Learner.HParams(
+        optimizer=_adam(),
+        bprop_variable_inclusion='a',
+        bprop_variable_exclusion='b',
+      ),
+      "bprop_variable_inclusion 'a' and bprop_variable_exclusion 'b'",
+    ),
+    (
+      learners.MultiOptimizerLearner.HParams(
+        optimizer=_adam(), auxiliary_regex=['a']
+      ),
+      '0 auxiliary_optimizers, 1 auxiliary_regex and 0 auxiliary_names',
+    ),
+    (
+      learners.MultiOptimizerLearner.HParams(
+        optimizer=_adam(),
+        auxiliary_optimizers=[_adam()],
+        auxiliary_regex=['a'],
+        auxiliary_names=['main'],
+      ),
+      "expected each name once, and not 'main'",
+    ),
+    (
+      learners.MultiOptimizerLearner.HParams(
+        optimizer=_adam(),
+        auxiliary_optimizers=[_adam(clip_gradient_norm_to_value=2.0)],
+        auxiliary_regex=['a'],
+        auxiliary_names=['other'],
+      ),
+      "'other' of learner has clip_gradient_norm_to_value 2.0",
+    ),
+  ],
+)
+def test_refuses_what_contradicts_itself(hparams, message):
+  with pytest.raises(ValueError, match=message):
+    hparams.Instantiate()
+
+
+def test_several_optimizers():
+  """All under one clip of the norm; what is not trained is nobody's."""
+  learner = _learner(
+    optimizers.Sgd.HParams(
+      learning_rate=0.5, clip_gradient_norm_to_value=1.0, ema_decay=0.9
+    ),
+    learners.MultiOptimizerLearner,
+    auxiliary_optimizers=[
+      optimizers.Sgd.HParams(learning_rate=2.0),
+      optimizers.Muon.HParams(learning_rate=0.1),
+    ],
+    auxiliary_regex=['lm/norm', 'lm/softmax'],
+    auxiliary_names=['norms', 'head'],
+    bprop_variable_exclusion='lm/softmax',
+  )
+  updates = _first_update(learner)
+  _assert_close(updates, _scaled(_GRADS, 0.5 / 5, 2.0 / 5, 0))
+  rates = {
+    key: value
+    for key, value in learner.scalars(_GRADS, updates, 3).items()
+    if 'rate' in key
+  }
+  _assert_close(
+    rates,
+    {
+      'main/learning_rate': 0.5,
+      'norms/learning_rate': 2.0,
+      'head/learning_rate': 0.1,
+    },
+  )
+  assert learner.ema_decay == 0.9
+
+
+def test_through_fiddle():
+  """A config in which all is set in place makes the same."""
+  config = learners.Learner.HParams.config(
+    optimizer=optimizers.Sgd.HParams.config(learning_rate=2.0)
+  )
+  config.optimizer.lr_schedule.value = 0.25
+  learner = fdl.build(config)
+  _assert_close(_first_update(learner), _scaled(_GRADS, 0.5, 0.5, 0.5))

@@ -1,0 +1,448 @@
+"""Tests of optimizers against float64 NumPy written from their formulas.
+
+Weights are of one layer, of no layer, or stacks of layers; the formulas know
+only layers, one after the other.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from examples.pax import optimizers
+from examples.pax import schedules
+from jaxline import partitioning
+
+_SHAPES = {
+  'lm/embed': {'w': (6, 5)},
+  'lm/layers/ff': {'w': (3, 4, 5), 'b': (3, 4)},
+  'lm/norm': {'scale': (5,)},
+}
+_SCHEDULE = schedules.Linear.HParams(start=(0, 1.0), limit=(10, 0.0))
+
+
+def _is_stacked(name):
+  return name.startswith('lm/layers/')
+
+
+def _tree(rng, shapes=None, scale=1.0):
+  return jax.tree.map(
+    lambda shape: np.float32(scale * rng.normal(size=shape)),
+    shapes or _SHAPES,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+
+
+# Most of the time of these tests is compiling.
+_jit = functools.partial(
+  jax.jit,
+  compiler_options={
+    'xla_backend_optimization_level': 0,
+    'xla_llvm_disable_expensive_passes': True,
+  },
+)
+
+
+def _train(tx, weights, grads):
+  """Returns the weights after each step."""
+
+  @_jit
+  def step(weights, state, grad):
+    # As jaxline's step does: Optax relies on promotion.
+    with jax.numpy_dtype_promotion('standard'):
+      updates, state = tx.update(grad, state, weights)
+    return optax.apply_updates(weights, updates), state
+
+  state, found = tx.init(weights), []
+  for grad in grads:
+    weights, state = step(weights, state, grad)
+    found.append(weights)
+  return found
+
+
+def _expect(step, weights, grads, is_stacked=_is_stacked):
+  """Returns the same of `step(name, w, g, n, memory) -> w` by layer, float64.
+
+  `n` is 1 at the first step; `memory` is a dict that is kept.
+  """
+  weights = jax.tree.map(np.float64, weights)
+  memory, found = {}, []
+  for n, grad in enumerate(grads, 1):
+
+    def one(name, w, g, n=n):
+      g = np.float64(g)
+      if not is_stacked(name):
+        return step(name, w, g, n, memory.setdefault(name, {}))
+      layers = [
+        step(name, w[i], g[i], n, memory.setdefault((name, i), {}))
+        for i in range(len(w))
+      ]
+      return np.stack(layers)
+
+    weights = optimizers.map_with_names(one, weights, grad)
+    found.append(weights)
+  return found
+
+
+def _compare(
+  optimizer,
+  step,
+  num_steps=5,
+  *,
+  shapes=None,
+  is_stacked=_is_stacked,
+  rtol=1e-5,
+):
+  rng = np.random.default_rng(0)
+  weights = _tree(rng, shapes)
+  # They shrink, so that updates are of very different sizes.
+  grads = [_tree(rng, shapes, 10.0**-i) for i in range(num_steps)]
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6),
+    _train(optimizer.make(is_stacked), weights, grads),
+    _expect(step, weights, grads, is_stacked),
+  )
+
+
+def _rms(x):
+  return np.sqrt(np.mean(x**2))
+
+
+def test_adam_with_all_its_terms():
+  optimizer = optimizers.Adam.HParams(
+    learning_rate=0.1,
+    lr_schedule=_SCHEDULE,
+    beta1=0.8,
+    beta2=0.95,
+    epsilon=1e-3,
+    epsilon_root=1e-4,
+    clip_threshold=0.7,
+    weight_decay=0.3,
+    weight_decay_exclusion='lm/(norm|layers/ff/b)',
+  ).Instantiate()
+  caps = []
+
+  def step(name, w, g, n, memory):
+    m = memory['m'] = 0.8 * memory.get('m', 0) + 0.2 * g
+    v = memory['v'] = 0.95 * memory.get('v', 0) + 0.05 * g**2
+    m, v = m / (1 - 0.8**n), v / (1 - 0.95**n)
+    update = m / (np.sqrt(v + 1e-4) + 1e-3)
+    caps.append(_rms(update) > 0.7)
+    update /= max(1, _rms(update) / 0.7)
+    if name in ('lm/embed/w', 'lm/layers/ff/w'):
+      update = update + 0.3 * w
+    return w - 0.1 * (1 - (n - 1) / 10) * update
+
+  _compare(optimizer, step)
+  assert True in caps
+  assert False in caps
+
+
+def test_adam_without_a_cap_is_optax():
+  rng = np.random.default_rng(0)
+  weights, grads = _tree(rng), [_tree(rng) for _ in range(3)]
+  ours = optimizers.Adam.HParams(
+    learning_rate=0.1, clip_threshold=0.0, decoupled_weight_decay=0.01
+  )
+  theirs = optax.adamw(0.1, 0.9, 0.999, 1e-6, weight_decay=0.01)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7),
+    _train(ours.Instantiate().make(), weights, grads),
+    _train(theirs, weights, grads),
+  )
+
+
+def test_a_stack_that_is_not_said_to_be_one_is_one_tensor():
+  optimizer = optimizers.Adam.HParams(
+    learning_rate=0.1, clip_threshold=0.5
+  ).Instantiate()
+
+  def step(name, w, g, n, memory):
+    del name
+    m = memory['m'] = 0.9 * memory.get('m', 0) + 0.1 * g
+    v = memory['v'] = 0.999 * memory.get('v', 0) + 0.001 * g**2
+    update = m / (1 - 0.9**n) / (np.sqrt(v / (1 - 0.999**n)) + 1e-6)
+    return w - 0.1 * update / max(1, _rms(update) / 0.5)
+
+  _compare(optimizer, step, 3, is_stacked=optimizers.not_stacked)
+
+
+@pytest.mark.parametrize('nesterov', [False, True])
+def test_gradient_descent_with_momentum_and_l2(nesterov):
+  """As for ResNet: L2 is not for vectors, and a stack of vectors is vectors."""
+  optimizer = optimizers.Sgd.HParams(
+    learning_rate=0.2,
+    lr_schedule=_SCHEDULE,
+    momentum=0.9,
+    nesterov=nesterov,
+    l2_regularizer_weight=0.1,
+    skip_lp_1d_vectors=True,
+  ).Instantiate()
+
+  def step(name, w, g, n, memory):
+    if name.endswith('/w'):
+      g = g + 0.1 * w
+    m = memory['m'] = 0.9 * memory.get('m', 0) + g
+    update = g + 0.9 * m if nesterov else m
+    return w - 0.2 * (1 - (n - 1) / 10) * update
+
+  _compare(optimizer, step)
+
+
+def test_gradient_descent_with_l2_of_all_but_some():
+  optimizer = optimizers.Sgd.HParams(
+    learning_rate=0.5,
+    l2_regularizer_weight=0.1,
+    weight_decay_exclusion=['lm/embed'],
+  ).Instantiate()
+
+  def step(name, w, g, n, memory):
+    del n, memory
+    return w - 0.5 * (g + (name != 'lm/embed/w') * 0.1 * w)
+
+  _compare(optimizer, step, 2)
+
+
+def test_lion():
+  optimizer = optimizers.Lion.HParams(
+    learning_rate=0.1, lr_schedule=_SCHEDULE, weight_decay=0.2, beta1=0.8
+  ).Instantiate()
+
+  def step(name, w, g, n, memory):
+    del name
+    m = memory.get('m', 0)
+    memory['m'] = 0.99 * m + 0.01 * g
+    sign = np.sign(0.8 * m + 0.2 * g)
+    return w - 0.1 * (1 - (n - 1) / 10) * (sign + 0.2 * w)
+
+  _compare(optimizer, step)
+
+
+def _orthogonalize(g):
+  x = g / np.linalg.norm(g)
+  for _ in range(5):  # Keller Jordan's coefficients.
+    a = x @ x.T
+    x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+  return x * max(1, g.shape[1] / g.shape[0]) ** 0.5
+
+
+def test_muon_of_matrices_by_layer_and_adam_of_the_rest():
+  optimizer = optimizers.Muon.HParams(
+    learning_rate=0.1,
+    weight_decay=0.2,
+    matrices={
+      'lm/embed': None,
+      'lm/heads/post': ((-2, -1), (-3,)),
+      'lm/heads': ((-3,), (-2, -1)),
+    },
+  ).Instantiate()
+  shapes = {
+    **_SHAPES,
+    'lm/heads': {'w': (5, 2, 4)},
+    'lm/heads/post': {'w': (7, 2, 2)},
+  }
+
+  def step(name, w, g, n, memory):
+    del n, memory
+    if name == 'lm/layers/ff/w':
+      update = _orthogonalize(g)
+    elif name == 'lm/heads/w':
+      update = _orthogonalize(g.reshape(5, 8)).reshape(g.shape)
+    elif name == 'lm/heads/post/w':
+      update = _orthogonalize(g.reshape(7, 4).T).T.reshape(g.shape)
+    else:  # Adam's first step, with Nesterov's look ahead (Dozat, 2016).
+      update = np.sign(g) * (1 + 0.9 / 1.9)
+    return w - 0.1 * (update + 0.2 * w)
+
+  _compare(optimizer, step, 1, shapes=shapes, rtol=1e-4)
+
+
+def test_adafactor_of_the_largest_axes_is_optax():
+  shapes = {'a': {'w': (6, 5), 's': (3, 9)}, 'c': {'w': (2, 6, 5)}}
+  rng = np.random.default_rng(0)
+  weights = _tree(rng, shapes)
+  grads = [_tree(rng, shapes) for _ in range(4)]
+  optimizer = optimizers.ShardedAdafactor.HParams(
+    learning_rate=0.1,
+    lr_schedule=_SCHEDULE,
+    beta1=0.9,
+    clipping_threshold=0.5,
+    sort_factored_second_moment_dims=True,
+    min_dim_size_to_factor=4,
+    multiply_by_parameter_scale=True,
+  ).Instantiate()
+  theirs = optax.adafactor(
+    lambda step: 0.1 * (1 - step / 10),
+    min_dim_size_to_factor=4,
+    clipping_threshold=0.5,
+    momentum=0.9,
+  )
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6),
+    _train(optimizer.make(), weights, grads),
+    _train(theirs, weights, grads),
+  )
+
+
+@pytest.mark.parametrize(('factored', 'beta1'), [(True, 0.8), (False, 0.0)])
+def test_adafactor_of_the_last_two_axes_by_layer(factored, beta1):
+  optimizer = optimizers.ShardedAdafactor.HParams(
+    learning_rate=0.1,
+    lr_schedule=_SCHEDULE,
+    decay_method='adam',
+    decay_adam=0.9,
+    beta1=beta1,
+    clipping_threshold=0.9,
+    epsilon1_grad_sq_reg=1e-4,
+    weight_decay=0.3,
+    factored=factored,
+  ).Instantiate()
+  # Largest first: Optax itself would factor the layers, or the heads.
+  shapes = {
+    'lm/layers/qkv': {'w': (9, 3, 4, 2), 'b': (9, 8)},
+    'lm/post': {'w': (7, 2, 3)},
+    'lm/norm': {'scale': (5,)},
+  }
+
+  def step(name, w, g, n, memory):
+    del name
+    v = memory['v'] = 0.9 * memory.get('v', 0) + 0.1 * (g**2 + 1e-4)
+    v = v / (1 - 0.9**n)
+    if factored and g.ndim > 1:
+      rows, columns = v.mean(-1, keepdims=True), v.mean(-2, keepdims=True)
+      v = rows * columns / v.mean((-2, -1), keepdims=True)
+    update = g / np.sqrt(v)
+    update /= max(1, _rms(update) / 0.9)
+    rate = 0.1 * (1 - (n - 1) / 10)
+    mean = beta1 * memory.get('m', 0) + (1 - beta1) * rate * update
+    memory['m'] = mean
+    return w - mean - rate * 0.3 * w
+
+  _compare(optimizer, step, shapes=shapes)
+
+
+def test_adafactor_by_the_scale_of_a_layer():
+  """The scale is a layer's own, and has a least value."""
+  optimizer = optimizers.ShardedAdafactor.HParams(
+    learning_rate=0.1,
+    decay_method='pow',
+    decay_pow=0.5,
+    multiply_by_parameter_scale=True,
+    epsilon2_param_scale_reg=1.1,
+    quantized_dtype='bfloat16',
+    beta1=0.5,
+  ).Instantiate()
+
+  def step(name, w, g, n, memory):
+    del name
+    kept = 1 - n**-0.5
+    v = memory['v'] = kept * memory.get('v', 0) + (1 - kept) * (g**2 + 1e-30)
+    if g.ndim > 1:
+      v = v.mean(-1, keepdims=True) * v.mean(-2, keepdims=True) / v.mean()
+    update = g / np.sqrt(v)
+    update /= max(1, _rms(update))
+    m = 0.5 * memory.get('m', 0) + 0.05 * max(_rms(w), 1.1) * update
+    memory['m'] = np.float64(jnp.asarray(np.float32(m), jnp.bfloat16))
+    return w - m
+
+  shapes = {'lm/layers/ff': {'w': (3, 4, 5)}, 'lm/norm': {'scale': (5,)}}
+  _compare(optimizer, step, 3, shapes=shapes, rtol=1e-4)
+
+
+def test_state_lies_where_its_weights_lie():
+  partitioner = partitioning.Partitioner.make({'data': 2}, 'fsdp')
+  weights = {
+    'lm/embed': {'w': partitioning.Logical(np.zeros([6, 4]), (None, 'embed'))},
+    'lm/norm': {'scale': partitioning.Logical(np.zeros([4]), ('embed',))},
+  }
+  state = jax.eval_shape(
+    optimizers.ShardedAdafactor.HParams(learning_rate=1.0, beta1=0.9)
+    .Instantiate()
+    .make()
+    .init,
+    partitioning.unbox(weights),
+  )
+  specs = partitioner.specs_like(state, weights)
+  moments = next(s for s in specs if isinstance(s, optax.FactoredState))
+  mean = next(s for s in specs if isinstance(s, optax.EmaState))
+  split = partitioning.P(('data',))
+  assert mean.ema['lm/embed']['w'] == partitioning.P(None, ('data',))
+  assert mean.ema['lm/norm']['scale'] == split
+  assert moments.v['lm/norm']['scale'] == split
+  # Less than a weight: whole everywhere.
+  for part in (moments.v_row, moments.v_col, moments.v):
+    assert part['lm/embed']['w'] == partitioning.P()
+
+
+def test_moving_average_of_weights():
+  rng = np.random.default_rng(0)
+  weights = [rng.normal(size=3) for _ in range(20)]
+  expected, ema = weights[0], {'w': jnp.float32(weights[0])}
+  update = jax.jit(optimizers.ema_update, static_argnames='decay')
+  for step, w in enumerate(weights):
+    decay = min(0.6, (1 + step) / (10 + step))
+    expected = decay * expected + (1 - decay) * w
+    ema = update(ema, {'w': jnp.float32(w)}, jnp.int32(step), decay=0.6)
+  assert decay == 0.6
+  np.testing.assert_allclose(ema['w'], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ('make', 'message'),
+  [
+    (lambda: optimizers.Adam.HParams(), 'Adam.learning_rate is None'),
+    (
+      lambda: optimizers.Adam.HParams(
+        learning_rate=1.0,
+        clip_gradient_norm_to_value=1.0,
+        clip_gradient_single_norm_to_value=2.0,
+      ),
+      'clip_gradient_norm_to_value 1.0 and clip_gradient_single_norm_to_value'
+      ' 2.0',
+    ),
+    (
+      lambda: optimizers.Adam.HParams(
+        learning_rate=1.0, weight_decay=0.1, decoupled_weight_decay=0.2
+      ),
+      'weight_decay 0.1 and decoupled_weight_decay 0.2',
+    ),
+    (
+      lambda: optimizers.Lion.HParams(
+        learning_rate=1.0, weight_decay=0.1, l2_regularizer_weight=0.2
+      ),
+      'l2_regularizer_weight 0.2 and a weight decay of 0.1',
+    ),
+    (
+      lambda: optimizers.Sgd.HParams(learning_rate=1.0, nesterov=True),
+      'Nesterov needs a momentum',
+    ),
+    (
+      lambda: optimizers.Sgd.HParams(learning_rate=1.0, ema_decay=1.0),
+      'ema_decay is 1.0; expected at least 0',
+    ),
+    (
+      lambda: optimizers.Sgd.HParams(
+        learning_rate=1.0, weight_decay_exclusion='a['
+      ),
+      r"weight_decay_exclusion has 'a\[', which is no regular expression",
+    ),
+    (
+      lambda: optimizers.ShardedAdafactor.HParams(
+        learning_rate=1.0, decay_method='power'
+      ),
+      "decay_method is 'power'; expected one of",
+    ),
+    (
+      lambda: optimizers.ShardedAdafactor.HParams(
+        learning_rate=1.0, quantized_dtype='int8'
+      ),
+      "quantized_dtype is 'int8'; expected one of",
+    ),
+  ],
+)
+def test_refuses_what_contradicts_itself(make, message):
+  with pytest.raises(ValueError, match=message):
+    make().Instantiate()
