@@ -4,7 +4,8 @@ Pre-norm, with a tied embedding; `ModelConfig` says what may differ. Every
 weight is created by `weight`, which names its logical axes; the layers are one
 stack of weights with a leading `layers` axis, whether one scan runs over it,
 the layers are unrolled, or a pipeline deals them out to stages, so checkpoints
-and seeds fit all three.
+and seeds fit all three. What it computes with them is in
+`examples/transformer.py`.
 
 Shapes: B batch, L length, D embed, F mlp, H heads, K head dim, V vocab,
 N layers, M keys (cached and new), T prompt, S parts fused into one product.
@@ -15,49 +16,32 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import math
-from typing import Any, Literal, cast
+from typing import Any
 
 import haiku as hk
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from examples import transformer
 from examples.lm import fp8
 from jaxline import partitioning
 from jaxline import pipeline
 
 Params = dict[str, dict[str, Any]]
 Cache = tuple[jax.Array, jax.Array]
-# Documents of the queries and of the keys; see `attend`.
-Segments = tuple[jax.Array, jax.Array] | None
-# The output layer: the table [V, D], and a bias [V].
-Head = tuple[jax.Array, jax.Array | None]
 
 _CHOICES = {
   'normalization': ('rms', 'layer'),
   'positions': ('rotary', 'learned', 'sinusoidal'),
-  'feed_forward': ('gelu', 'relu', 'swiglu'),
+  'feed_forward': transformer.ACTIVATIONS,
   'initialization': ('fan_in', 'xavier', 'normal'),
-  'attention': ('einsum', 'xla', 'cudnn'),
-  'remat': ('nothing', 'dots', 'full', 'offload'),
+  'attention': transformer.ATTENTIONS,
+  'remat': transformer.REMATS,
   'dtype': ('float32', 'bfloat16'),
   'matmul': ('dtype', 'fp8'),
 }
-# By name, because a pipeline's `vmap` hides which products are with weights.
-_DOT = 'dot'
-_REMAT_POLICIES = {
-  'dots': jax.checkpoint_policies.save_only_these_names(_DOT),
-  'full': jax.checkpoint_policies.nothing_saveable,
-  'offload': jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[],
-    names_which_can_be_offloaded=[_DOT],
-    offload_src='device',
-    offload_dst='pinned_host',
-  ),
-}
 _STACK = 'layers'  # Module name of the repeated layers, and their axis.
-_BETWEEN_BLOCKS = ('batch', 'length', 'activation_embed')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,10 +73,8 @@ class ModelConfig:
     initialization: of matrices, 'fan_in' (normal, 1 over the root of the
       inputs, less before the residual stream), 'xavier' (uniform) or 'normal'.
     initial_stddev: of embeddings, and with 'normal' of all matrices.
-    attention: 'einsum' is the implementation below, the fastest on CPU; 'xla'
-      and 'cudnn' are those of `jax.nn.dot_product_attention`. 'cudnn' is flash
-      attention on GPU, but a mask of L x L where documents share a row.
-      Decoding with a cache always takes 'einsum'.
+    attention: the implementation, see `transformer.causal_attention`. Decoding
+      with a cache always takes 'einsum'.
     scan_layers: one loop over the layers, so that compile time does not grow
       with depth. Unrolled, XLA fuses across layers: faster where there are few.
     remat: what the backward pass computes again rather than keeps: 'nothing',
@@ -273,32 +255,6 @@ def _matrix_init(
   return hk.initializers.RandomNormal(terms**-0.5)
 
 
-def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-  """A product that is accumulated and returned in float32."""
-  if a.dtype == jnp.float32:
-    return jnp.einsum(spec, a, b)
-  return _low_precision_einsum(spec, a, b)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _low_precision_einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-  return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
-
-
-def _low_precision_forward(spec: str, a: jax.Array, b: jax.Array) -> Any:
-  return _low_precision_einsum(spec, a, b), (a, b)
-
-
-def _low_precision_backward(spec: str, operands: Any, grad: jax.Array) -> Any:
-  # JAX's own rule would multiply the float32 gradient with a low-precision
-  # operand, which hardware only does by widening both.
-  _, vjp = jax.vjp(functools.partial(jnp.einsum, spec), *operands)
-  return vjp(grad.astype(operands[0].dtype))
-
-
-_low_precision_einsum.defvjp(_low_precision_forward, _low_precision_backward)
-
-
 def _dot(
   config: ModelConfig, name: str, spec: str, x: jax.Array, w: jax.Array
 ) -> jax.Array:
@@ -314,24 +270,8 @@ def _dot(
     w: the float32 weight.
   """
   if config.matmul == 'fp8':
-    return checkpoint_name(fp8.einsum(name, spec, x, w), _DOT)
-  return checkpoint_name(jnp.einsum(spec, x, w.astype(x.dtype)), _DOT)
-
-
-def _remat_policy(name: str) -> Any:
-  """Returns the policy; refuses one that the devices have no memory for."""
-  partitioner = partitioning.active()
-  if name == 'offload' and (partitioner is None or partitioner.is_here):
-    device = jax.devices()[0]
-    kinds = sorted(memory.kind for memory in device.addressable_memories())
-    if 'pinned_host' not in kinds:
-      works = [choice for choice in _CHOICES['remat'] if choice != name]
-      raise ValueError(
-        "remat='offload' keeps products in memory of kind 'pinned_host'; this"
-        f' {device.platform} device ({device.device_kind}) has {kinds}. Choose'
-        f' one of {works}.'
-      )
-  return _REMAT_POLICIES[name]
+    return checkpoint_name(fp8.einsum(name, spec, x, w), transformer.DOT)
+  return transformer.dot(spec, x, w)
 
 
 def _add_bias(
@@ -343,135 +283,8 @@ def _add_bias(
   return x + jnp.expand_dims(bias, range(x.ndim - num_axes))
 
 
-def _cap(x: jax.Array, limit: float) -> jax.Array:
-  """Keeps `x` within the limit, smoothly (Gemma Team, 2024); 0 is none."""
-  return limit * jnp.tanh(x / limit) if limit else x
-
-
-def sinusoidal_positions(positions_BL: jax.Array, dim: int) -> jax.Array:
-  """Returns sines and then cosines [B, L, D] (Vaswani et al., 2017).
-
-  Their periods, over 2 pi, go from 1 to 10000, as in Tensor2Tensor and Praxis.
-
-  Args:
-    positions_BL: integers.
-    dim: D, even.
-  """
-  steps = jnp.arange(dim // 2, dtype=jnp.float32) / max(dim // 2 - 1, 1)
-  angles = (
-    positions_BL[..., None].astype(jnp.float32) * 1e-4 ** steps[None, None]
-  )
-  return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
-
-
-def rotary_angles(
-  positions_L: jax.Array, head_dim: int, base: float = 1e4
-) -> jax.Array:
-  """Returns the angles [L, K/2] of rotary positions (Su et al., 2021)."""
-  frequency_K = base ** (-jnp.arange(0, head_dim, 2, jnp.float32) / head_dim)
-  return positions_L.astype(jnp.float32)[:, None] * frequency_K[None, :]
-
-
-def rotate(x_BLHK: jax.Array, angles_LK: jax.Array) -> jax.Array:
-  """Turns each pair (x[k], x[k + K/2]) of a head by its position's angles."""
-  cos = jnp.cos(angles_LK)[None, :, None, :]
-  sin = jnp.sin(angles_LK)[None, :, None, :]
-  a, b = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
-  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-  return turned.astype(x_BLHK.dtype)
-
-
-def attend(
-  q_BLHK: jax.Array,
-  k_BMHK: jax.Array,
-  v_BMHK: jax.Array,
-  offset: int | jax.Array = 0,
-  segments: Segments = None,
-  cap: float = 0.0,
-) -> jax.Array:
-  """Causal attention of L queries over M keys.
-
-  Args:
-    q_BLHK: queries; query l is at position `offset + l`.
-    k_BMHK: keys, at positions 0 to M - 1.
-    v_BMHK: values.
-    offset: position of the first query.
-    segments: which document each query [B, L] and each key [B, M] is of; none
-      sees another one. None is one document a row.
-    cap: see `ModelConfig.attention_cap`.
-
-  Returns:
-    [B, L, H, K], in the dtype of `v_BMHK`.
-  """
-  length, keys = q_BLHK.shape[1], k_BMHK.shape[1]
-  scores = _einsum('BLHK,BMHK->BHLM', q_BLHK * q_BLHK.shape[-1] ** -0.5, k_BMHK)
-  scores = _cap(scores, cap)
-  seen_LM = offset + jnp.arange(length)[:, None] >= jnp.arange(keys)[None, :]
-  seen = seen_LM[None, None]
-  if segments is not None:
-    seen = seen & (segments[0][:, None, :, None] == segments[1][:, None, None])
-  scores = jnp.where(seen, scores, -jnp.inf)
-  # Dividing after the product instead of before touches L x K numbers, not
-  # L x M; the maximum only guards the range, so no gradient belongs to it.
-  top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
-  exp_BHLM = jnp.exp(scores - top)
-  total_BLH = exp_BHLM.sum(axis=-1).transpose(0, 2, 1)
-  mixed = _einsum('BHLM,BMHK->BLHK', exp_BHLM.astype(v_BMHK.dtype), v_BMHK)
-  return (mixed / total_BLH[..., None]).astype(v_BMHK.dtype)
-
-
-def causal_attention(
-  q_BLHK: jax.Array,
-  k_BLHK: jax.Array,
-  v_BLHK: jax.Array,
-  implementation: str,
-  segment_ids_BL: jax.Array | None = None,
-  cap: float = 0.0,
-) -> jax.Array:
-  """Causal attention of a sequence over itself.
-
-  Args:
-    q_BLHK: queries.
-    k_BLHK: keys.
-    v_BLHK: values.
-    implementation: see `ModelConfig.attention`.
-    segment_ids_BL: the document that each token is of; None is one a row.
-    cap: see `ModelConfig.attention_cap`; for 'einsum' only.
-
-  Returns:
-    [B, L, H, K].
-  """
-  ids = segment_ids_BL
-  if implementation != 'einsum':
-    same_BLL = None if ids is None else ids[:, :, None] == ids[:, None, :]
-    return jax.nn.dot_product_attention(
-      q_BLHK,
-      k_BLHK,
-      v_BLHK,
-      mask=None if same_BLL is None else same_BLL[:, None],
-      is_causal=True,
-      implementation=cast(Literal['xla', 'cudnn'], implementation),
-    )
-  # The first half of the queries never sees the second half of the keys.
-  half = q_BLHK.shape[1] // 2
-  if half < 64:
-    both = None if ids is None else (ids, ids)
-    return attend(q_BLHK, k_BLHK, v_BLHK, segments=both, cap=cap)
-  early = late = None
-  if ids is not None:
-    early, late = (ids[:, :half], ids[:, :half]), (ids[:, half:], ids)
-  first = attend(
-    q_BLHK[:, :half], k_BLHK[:, :half], v_BLHK[:, :half], 0, early, cap
-  )
-  second = attend(q_BLHK[:, half:], k_BLHK, v_BLHK, half, late, cap)
-  return jnp.concatenate([first, second], axis=1)
-
-
 class Norm(hk.Module):
-  """Normalises the last axis: see `ModelConfig.normalization`.
-
-  'rms' after Zhang and Sennrich (2019), 'layer' after Ba et al. (2016).
-  """
+  """Normalises the last axis: see `ModelConfig.normalization`."""
 
   def __init__(self, config: ModelConfig, name: str):
     super().__init__(name=name)
@@ -479,21 +292,19 @@ class Norm(hk.Module):
 
   def __call__(self, x_BLD: jax.Array) -> jax.Array:
     """Returns the normalised [B, L, D], computed in float32."""
-    is_rms = self._config.normalization == 'rms'
-    shape = x_BLD.shape[-1:]
-    scale_D = weight(
-      'scale', shape, ('embed',), jnp.ones if is_rms else jnp.zeros
+    shape, axes = x_BLD.shape[-1:], ('embed',)
+    if self._config.normalization == 'rms':
+      scale_D, bias_D = weight('scale', shape, axes, jnp.ones), None
+    else:
+      scale_D = 1 + weight('scale', shape, axes, jnp.zeros)
+      bias_D = weight('bias', shape, axes, jnp.zeros)
+    return transformer.normalize(
+      x_BLD,
+      scale=scale_D,
+      bias=bias_D,
+      epsilon=self._config.norm_epsilon,
+      centered=bias_D is not None,
     )
-    x = x_BLD.astype(jnp.float32)
-    if not is_rms:
-      x -= jnp.mean(x, axis=-1, keepdims=True)
-    x *= jax.lax.rsqrt(
-      jnp.mean(x * x, axis=-1, keepdims=True) + self._config.norm_epsilon
-    )
-    if is_rms:
-      return (x * scale_D[None, None]).astype(x_BLD.dtype)
-    x *= 1 + scale_D[None, None]
-    return _add_bias('bias', x, ('embed',), 1).astype(x_BLD.dtype)
 
 
 class Attention(hk.Module):
@@ -506,7 +317,7 @@ class Attention(hk.Module):
   def __call__(
     self,
     x_BLD: jax.Array,
-    angles_LK: jax.Array | None,
+    angles: jax.Array | None,
     cache: Cache | None = None,
     start: int | jax.Array = 0,
     segment_ids_BL: jax.Array | None = None,
@@ -515,10 +326,12 @@ class Attention(hk.Module):
 
     Args:
       x_BLD: normalised input, at the positions from `start`.
-      angles_LK: rotary angles of its positions; None leaves q and k unturned.
+      angles: rotary angles of its positions, [L, K/2] or [B, L, K/2]; None
+        leaves q and k unturned.
       cache: keys and values, [B, M, H, K] each, right up to `start`.
-      start: where the new keys and values belong in the cache.
-      segment_ids_BL: documents, as for `causal_attention`; without a cache.
+      start: where the new keys and values belong in the cache; [B] if not in
+        the same place in all rows.
+      segment_ids_BL: the document that each token is of; without a cache.
     """
     c = self._config
     heads = (c.num_heads, c.head_dim)
@@ -542,21 +355,21 @@ class Attention(hk.Module):
       for i in range(3)
     )
     if c.scale_queries:
-      # As in Praxis: a softplus keeps the factor positive; it starts at 1.
-      raw_K = weight('query_scale', (c.head_dim,), ('kv',), jnp.zeros)
-      scale_K = jax.nn.softplus(raw_K) / math.log(2)
+      scale_K = transformer.query_scale(
+        weight('query_scale', (c.head_dim,), ('kv',), jnp.zeros)
+      )
       q *= scale_K.astype(q.dtype)[None, None, None]
-    if angles_LK is not None:
-      q, k = rotate(q, angles_LK), rotate(k, angles_LK)
+    if angles is not None:
+      q, k = transformer.rotate(q, angles), transformer.rotate(k, angles)
     if cache is None:
-      mixed = causal_attention(
+      mixed = transformer.causal_attention(
         q, k, v, c.attention, segment_ids_BL, c.attention_cap
       )
     else:
-      k = jax.lax.dynamic_update_slice_in_dim(cache[0], k, start, axis=1)
-      v = jax.lax.dynamic_update_slice_in_dim(cache[1], v, start, axis=1)
+      k = transformer.update_cache(cache[0], k, start)
+      v = transformer.update_cache(cache[1], v, start)
       cache = (k, v)
-      mixed = attend(q, k, v, offset=start, cap=c.attention_cap)
+      mixed = transformer.attend(q, k, v, offset=start, cap=c.attention_cap)
     out = _dot(c, 'out', 'BLHK,HKD->BLD', mixed, w_HKD)
     if c.attention_bias:
       out = _add_bias('out_bias', out, ('embed',), 1)
@@ -573,7 +386,7 @@ class FeedForward(hk.Module):
   def __call__(self, x_BLD: jax.Array) -> jax.Array:
     """Returns [B, L, D] for a normalised [B, L, D]."""
     c = self._config
-    parts = 2 if c.feed_forward == 'swiglu' else 1
+    parts = transformer.num_parts(c.feed_forward)
     w_DSF = weight(
       'in',
       (c.embed_dim, parts, c.mlp_dim),
@@ -589,11 +402,7 @@ class FeedForward(hk.Module):
     hidden = _dot(c, 'in', 'BLD,DSF->BLSF', x_BLD, w_DSF)
     if c.feed_forward_bias:
       hidden = _add_bias('in_bias', hidden, (None, 'mlp'), 2)
-    if parts == 2:
-      hidden_BLF = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
-    else:
-      activation = getattr(jax.nn, c.feed_forward)
-      hidden_BLF = activation(hidden[:, :, 0])
+    hidden_BLF = transformer.activate(c.feed_forward, hidden)
     hidden_BLF = partitioning.constrain(hidden_BLF, ('batch', None, 'mlp'))
     out = _dot(c, 'out', 'BLF,FD->BLD', hidden_BLF, w_FD)
     if c.feed_forward_bias:
@@ -613,12 +422,12 @@ class Embedding(hk.Module):
     tokens_BL: jax.Array,
     start: int | jax.Array,
     positions_BL: jax.Array | None = None,
-  ) -> tuple[jax.Array, Head]:
+  ) -> tuple[jax.Array, transformer.Head]:
     """Returns the embedded tokens [B, L, D], and the output layer.
 
     Args:
       tokens_BL: integers below `vocab_size`.
-      start: position of the first.
+      start: position of the first; [B] if not the same in all rows.
       positions_BL: the position of each; None counts from `start`.
     """
     c = self._config
@@ -632,20 +441,21 @@ class Embedding(hk.Module):
     x_BLD = table_VD[tokens_BL]
     if c.scale_embedding:
       x_BLD *= c.embed_dim**0.5
+    length = tokens_BL.shape[1]
+    if positions_BL is None and jnp.ndim(start):
+      positions_BL = transformer.positions_from(start, length)
     if c.positions == 'learned':
       table_MD = weight(
         'positions', (c.max_length, c.embed_dim), (None, 'embed'), init
       )
       if positions_BL is None:
-        x_BLD += jax.lax.dynamic_slice_in_dim(
-          table_MD, start, tokens_BL.shape[1]
-        )[None]
+        x_BLD += jax.lax.dynamic_slice_in_dim(table_MD, start, length)[None]
       else:
         x_BLD += table_MD[positions_BL]
     if c.positions == 'sinusoidal':
       if positions_BL is None:
-        positions_BL = start + jnp.arange(tokens_BL.shape[1])[None]
-      x_BLD += sinusoidal_positions(positions_BL, c.embed_dim)
+        positions_BL = transformer.positions_from(start, length)[None]
+      x_BLD += transformer.sinusoidal_positions(positions_BL, c.embed_dim)
     return x_BLD.astype(c.dtype), (table_VD, bias_V)
 
 
@@ -658,7 +468,7 @@ def _forward(
   start: int | jax.Array = 0,
   segment_ids_BL: jax.Array | None = None,
   positions_BL: jax.Array | None = None,
-) -> tuple[jax.Array, Head, Cache | None]:
+) -> tuple[jax.Array, transformer.Head, Cache | None]:
   """Runs all but the output layer; a Haiku function.
 
   Args:
@@ -666,7 +476,7 @@ def _forward(
     tokens_BL: integers below `vocab_size`, at the positions from `start`.
     is_training: whether to drop out.
     cache: keys and values of all layers, [N, B, M, H, K] each.
-    start: position of the first token.
+    start: position of the first token; [B] if not the same in all rows.
     segment_ids_BL: the document that each token is of; None is one a row.
     positions_BL: the position of each token in its document, for positions that
       are added; None counts from `start`. (Rotary ones know differences only,
@@ -688,17 +498,7 @@ def _forward(
   def drop(
     x: jax.Array, place: int | jax.Array, rows_B: jax.Array
   ) -> jax.Array:
-    if key is None:
-      return x
-    # By row, so that it does not matter in which microbatch a row is.
-    keep = jax.vmap(
-      lambda row: jax.random.bernoulli(
-        jax.random.fold_in(jax.random.fold_in(key, place), row),
-        1 - config.dropout,
-        x.shape[1:],
-      )
-    )(rows_B)
-    return jnp.where(keep, x / (1 - config.dropout), 0)
+    return transformer.drop(x, key, config.dropout, rows_B, place)
 
   def layer(
     x: jax.Array,
@@ -709,7 +509,7 @@ def _forward(
   ) -> tuple[jax.Array, Cache | None]:
     mixed, new_cache = Attention(config)(
       Norm(config, 'attention_norm')(x),
-      angles_LK,
+      angles,
       cache or None,
       start,
       segment_ids_BL,
@@ -717,23 +517,27 @@ def _forward(
     x += drop(mixed, 2 * number + 1, rows_B)
     normed = Norm(config, 'feed_forward_norm')(x)
     x += drop(FeedForward(config)(normed), 2 * number + 2, rows_B)
-    return partitioning.constrain(x, _BETWEEN_BLOCKS), new_cache
+    return partitioning.constrain(x, transformer.BETWEEN_BLOCKS), new_cache
 
-  angles_LK = None
+  angles = None
   if config.positions == 'rotary':
-    angles_LK = rotary_angles(start + jnp.arange(length), config.head_dim)
+    angles = transformer.rotary_angles(
+      transformer.positions_from(start, length), config.head_dim
+    )
   x_BLD, head = Embedding(config)(tokens_BL, start, positions_BL)
-  x_BLD = partitioning.constrain(drop(x_BLD, 0, rows_B), _BETWEEN_BLOCKS)
+  x_BLD = partitioning.constrain(
+    drop(x_BLD, 0, rows_B), transformer.BETWEEN_BLOCKS
+  )
   numbers = jnp.arange(config.num_layers)
   # Only what is trained or evaluated is pipelined, not what is decoded.
   if config.pipeline_stages > 1 and cache is None and not hk.running_init():
-    x_BLD = _pipelined(config, layer, x_BLD, numbers, segment_ids_BL, rows_B)
+    x_BLD = _pipelined(config, layer, x_BLD, segment_ids_BL, rows_B)
   else:
     one = lambda x, number, *cache: layer(
       x, number, segment_ids_BL, rows_B, *cache
     )
     if config.remat != 'nothing':
-      one = hk.remat(one, policy=_remat_policy(config.remat))
+      one = hk.remat(one, policy=transformer.remat_policy(config.remat))
     x_BLD, cache = hk.layer_stack(
       config.num_layers,
       with_per_layer_inputs=True,
@@ -747,7 +551,6 @@ def _pipelined(
   config: ModelConfig,
   layer: Callable[..., tuple[jax.Array, Cache | None]],
   x_BLD: jax.Array,
-  numbers: jax.Array,
   segment_ids_BL: jax.Array | None,
   rows_B: jax.Array,
 ) -> jax.Array:
@@ -763,31 +566,22 @@ def _pipelined(
     if name.startswith(f'{_STACK}/')
   }
 
-  def one(layer: Any, inputs: Any) -> Any:
-    weights, number = layer
-    x_BLD, segment_ids_BL, rows_B = inputs
-    x_BLD, _ = run(weights, None, x_BLD, number, segment_ids_BL, rows_B)
-    return x_BLD, segment_ids_BL, rows_B
+  def run_layer(
+    weights: Any, number: jax.Array, x_BLD: jax.Array, beside: Any
+  ) -> jax.Array:
+    return run(weights, None, x_BLD, number, *beside)[0]
 
-  policy = pipeline.save_all_but_copies
-  if config.remat != 'nothing':
-    policy = _remat_policy(config.remat)
-  x_BLD, _, _ = pipeline.pipeline(
-    one,
-    (weights, numbers),
-    (x_BLD, segment_ids_BL, rows_B),
-    axes=(
-      _BETWEEN_BLOCKS,
-      None if segment_ids_BL is None else ('batch', None),
-      ('batch',),
-    ),
+  return transformer.pipelined(
+    run_layer,
+    weights,
+    x_BLD,
+    (segment_ids_BL, rows_B),
     num_stages=config.pipeline_stages,
     num_microbatches=config.pipeline_microbatches,
     num_repeats=config.pipeline_repeats,
     unroll=not config.scan_layers,
-    policy=policy,
+    remat=config.remat,
   )
-  return x_BLD
 
 
 @functools.cache
@@ -862,105 +656,7 @@ def apply(
   x_BLD, head, _ = _transformed(config).apply(
     params, rng, tokens_BL, is_training=is_training
   )
-  return _logits(x_BLD, head, config.logits_cap)
-
-
-def _logits(x_BLD: jax.Array, head: Head, cap: float) -> jax.Array:
-  table_VD, bias_V = head
-  # Else the devices of other stages, which have nothing to do here, may split
-  # the sum over D, and send each other logits.
-  x_BLD = partitioning.constrain(x_BLD, ('batch', None, 'activation_embed'))
-  logits = _einsum('BLD,VD->BLV', x_BLD, table_VD.astype(x_BLD.dtype))
-  if bias_V is not None:
-    logits += bias_V[None, None]
-  return partitioning.constrain(_cap(logits, cap), ('batch', None, 'vocab'))
-
-
-def _cross_entropy(
-  cap: float,
-  x_BLD: jax.Array,
-  head: Head,
-  targets_BL: jax.Array,
-  weights_BL: jax.Array,
-) -> jax.Array:
-  """The weighted sum of the cross entropy, in nats."""
-  logits_BLV = _logits(x_BLD, head, cap)
-  target_BL1 = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)
-  nats_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - target_BL1[..., 0]
-  return jnp.sum(nats_BL * weights_BL)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _chunked_cross_entropy(
-  chunks: int,
-  cap: float,
-  x_BLD: jax.Array,
-  head: Head,
-  targets_BL: jax.Array,
-  weights_BL: jax.Array,
-) -> jax.Array:
-  """`_cross_entropy` with the logits of one piece of the sequence at a time."""
-  pieces = _pieces((x_BLD, targets_BL, weights_BL), chunks)
-
-  def add(total: jax.Array, piece: Any) -> tuple[jax.Array, None]:
-    x, targets, weights = piece
-    return total + _cross_entropy(cap, x, head, targets, weights), None
-
-  return jax.lax.scan(add, jnp.zeros([]), pieces)[0]
-
-
-def _pieces(tree: Any, chunks: int) -> Any:
-  """Cuts [B, L, ...] into [chunks, B, L / chunks, ...]."""
-  # Not along the batch, which is split over devices.
-  return jax.tree.map(
-    lambda x: jnp.swapaxes(
-      x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 0, 1
-    ),
-    tree,
-  )
-
-
-def _chunked_forward(
-  chunks: int,
-  cap: float,
-  x_BLD: jax.Array,
-  head: Head,
-  targets_BL: jax.Array,
-  weights_BL: jax.Array,
-) -> tuple[jax.Array, Any]:
-  """The loss with its gradients, while the logits are at hand.
-
-  Recomputing them in the backward pass would cost a fourth product with the
-  table.
-  """
-
-  def add(carry: Any, piece: Any) -> tuple[Any, jax.Array]:
-    x, targets, weights = piece
-    loss, (grad_x, grad_head) = jax.value_and_grad(
-      _cross_entropy, argnums=(1, 2)
-    )(cap, x, head, targets, weights)
-    return jax.tree.map(jnp.add, carry, (loss, grad_head)), grad_x
-
-  pieces = _pieces((x_BLD, targets_BL, weights_BL), chunks)
-  zero = (jnp.zeros([]), jax.tree.map(jnp.zeros_like, head))
-  (loss, grad_head), grad_x = jax.lax.scan(add, zero, pieces)
-  return loss, (jnp.swapaxes(grad_x, 0, 1).reshape(x_BLD.shape), grad_head)
-
-
-def _chunked_backward(
-  chunks: int, cap: float, grads: Any, cotangent: jax.Array
-) -> Any:
-  del chunks, cap
-  grad_x, grad_head = grads
-  return (
-    grad_x * cotangent.astype(grad_x.dtype),
-    jax.tree.map(lambda grad: grad * cotangent, grad_head),
-    None,
-    None,
-  )
-
-
-_chunked_cross_entropy.defvjp(_chunked_forward, _chunked_backward)
+  return transformer.logits(x_BLD, head, config.logits_cap)
 
 
 def loss(
@@ -999,11 +695,6 @@ def loss(
     ValueError: `loss_chunks` does not divide the length, or the sequence is
       longer than `max_length`.
   """
-  if tokens_BL.shape[1] % config.loss_chunks:
-    raise ValueError(
-      f'loss_chunks must divide the length of the sequence; got'
-      f' {config.loss_chunks} for {tokens_BL.shape[1]} tokens.'
-    )
   x_BLD, head, _ = _transformed(config).apply(
     params,
     rng,
@@ -1012,11 +703,71 @@ def loss(
     segment_ids_BL=segment_ids_BL,
     positions_BL=positions_BL,
   )
-  weights_BL = jax.lax.stop_gradient(weights_BL)
-  args = (config.logits_cap, x_BLD, head, targets_BL, weights_BL)
-  if config.loss_chunks == 1:
-    return _cross_entropy(*args), weights_BL.sum()
-  return _chunked_cross_entropy(config.loss_chunks, *args), weights_BL.sum()
+  nats = transformer.chunked_cross_entropy(
+    x_BLD,
+    head,
+    targets_BL,
+    weights_BL,
+    chunks=config.loss_chunks,
+    cap=config.logits_cap,
+  )
+  return nats.total, jax.lax.stop_gradient(weights_BL.sum())
+
+
+def empty_cache(config: ModelConfig, batch: int, length: int) -> Cache:
+  """Returns room for the keys and the values of all layers, for `decode_step`.
+
+  Args:
+    config: the model.
+    batch: B.
+    length: M, as many positions as shall be decoded, the prompt included.
+
+  Returns:
+    Two arrays [N, B, M, H, K] of `dtype`.
+
+  Raises:
+    ValueError: the length exceeds `max_length`.
+  """
+  if length > config.max_length:
+    raise ValueError(
+      f'Got a cache of {length} positions; max_length is {config.max_length}.'
+      ' Decode less, or raise it.'
+    )
+  shape = (config.num_layers, batch, length, config.num_heads, config.head_dim)
+  return jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
+
+
+def decode_step(
+  params: Params,
+  tokens_BL: jax.Array,
+  cache: Cache,
+  start: int | jax.Array,
+  config: ModelConfig,
+) -> tuple[jax.Array, Cache]:
+  """Runs the model on the next tokens, with what is cached of those before.
+
+  Row b's tokens are at the positions from `start[b]`, whose place in the cache
+  they take. They see what the cache holds of the positions before, and none
+  after: what is written past the end of a prompt, as its padding is, does no
+  harm if the next call starts there.
+
+  Args:
+    params: weights, not boxed.
+    tokens_BL: integers below `vocab_size`.
+    cache: from `empty_cache`, or the call before.
+    start: position of the first tokens, of all rows or [B] of each.
+    config: the model.
+
+  Returns:
+    Float32 logits [B, L, V] for each position's next token, and the cache.
+
+  Raises:
+    ValueError: there are more tokens than `max_length`.
+  """
+  x_BLD, head, cache = _transformed(config).apply(
+    params, None, tokens_BL, is_training=False, cache=cache, start=start
+  )
+  return transformer.logits(x_BLD, head, config.logits_cap), cache
 
 
 @functools.partial(jax.jit, static_argnames=('num_tokens', 'config'))
@@ -1061,7 +812,7 @@ def generate(
     x_BLD, head, cache = _transformed(config).apply(
       params, None, tokens, is_training=False, cache=cache, start=start
     )
-    logits_BLV = _logits(x_BLD[:, -1:], head, config.logits_cap)
+    logits_BLV = transformer.logits(x_BLD[:, -1:], head, config.logits_cap)
     return logits_BLV[:, 0], cache
 
   def step(carry: Any, key_and_position: Any) -> tuple[Any, jax.Array]:
@@ -1075,11 +826,9 @@ def generate(
     token_B = token_B.astype(jnp.int32)
     return next_logits(token_B[:, None], cache, position), token_B
 
-  shape = (config.num_layers, batch, length, config.num_heads, config.head_dim)
-  empty = (jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
   _, tokens_LB = jax.lax.scan(
     step,
-    next_logits(prompt_BT, empty, 0),
+    next_logits(prompt_BT, empty_cache(config, batch, length), 0),
     (jax.random.split(rng, num_tokens), prompt_length + jnp.arange(num_tokens)),
   )
   return tokens_LB.T

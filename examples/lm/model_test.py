@@ -214,39 +214,6 @@ def test_logits_and_loss_match_an_independent_program(name):
   np.testing.assert_allclose(total, (nats * weights).sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize('length', [5, 160])  # 160 is attended in two halves.
-@pytest.mark.parametrize('implementation', ['einsum', 'xla'])
-def test_attention_matches_an_independent_program(length, implementation):
-  rng = np.random.default_rng(0)
-  q, k, v = rng.normal(size=(3, 2, length, 2, 8))
-  actual = _jit(model.causal_attention, static_argnums=3)(
-    *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), implementation
-  )
-  for b in range(2):
-    for h in range(2):
-      expected = _numpy_attention(q[b, :, h], k[b, :, h], v[b, :, h])
-      np.testing.assert_allclose(actual[b, :, h], expected, atol=1e-5)
-
-
-@pytest.mark.parametrize('length', [6, 160])
-@pytest.mark.parametrize('implementation', ['einsum', 'xla'])
-def test_attention_stays_within_its_segment(length, implementation):
-  rng = np.random.default_rng(0)
-  q, k, v = rng.normal(size=(3, 1, length, 2, 8)).astype(np.float32)
-  # Three documents, of which the second lies in both halves.
-  ends = [length // 3, length // 3 * 2, length]
-  ids = np.repeat([1, 2, 3], np.diff([0, *ends]))[None]
-  actual = _jit(model.causal_attention, static_argnums=3)(
-    *map(jnp.asarray, (q, k, v)), implementation, jnp.asarray(ids)
-  )
-  for h in range(2):
-    alone = [
-      _numpy_attention(*(x[0, start:end, h] for x in (q, k, v)))
-      for start, end in zip([0, *ends], ends, strict=False)
-    ]
-    np.testing.assert_allclose(actual[0, :, h], np.vstack(alone), atol=1e-5)
-
-
 @pytest.mark.parametrize('name', VARIANTS)
 def test_documents_packed_into_a_row_cost_what_they_cost_alone(name):
   config = VARIANTS[name]
@@ -512,41 +479,10 @@ def test_the_pipeline_is_left_out_where_tokens_are_generated():
     model.apply(params, prompt, pipelined)
 
 
-def test_offload_names_what_works_where_the_host_has_no_such_memory(
-  monkeypatch,
-):
-  class Device:
-    platform, device_kind = 'abacus', 'beads'
-
-    def addressable_memories(self):
-      return []
-
-  monkeypatch.setattr(jax, 'devices', lambda: [Device()])
-  config = dataclasses.replace(TINY, remat='offload')
-  with pytest.raises(ValueError, match=r"abacus .*has \[\].*'dots', 'full'"):
-    jax.eval_shape(lambda: model.init(jax.random.key(0), config))
-
-
 def test_scanned_and_unrolled_start_from_the_same_weights():
   scanned = dataclasses.replace(TINY, scan_layers=True)
   rng = jax.random.key(0)
   _assert_trees_close(_init(rng, scanned), _init(rng, TINY), rtol=0)
-
-
-def test_chunked_loss_without_gradients():
-  params, tokens = _params(TINY), _tokens(TINY)
-  weights = jnp.linspace(0, 1, tokens.size).reshape(tokens.shape)
-  plain, chunked = (
-    _jit(model.loss, static_argnums=4)(
-      params,
-      tokens,
-      tokens[:, ::-1],
-      weights,
-      dataclasses.replace(TINY, loss_chunks=chunks),
-    )
-    for chunks in (1, 4)
-  )
-  _assert_trees_close(chunked, plain, rtol=1e-5)
 
 
 def test_a_future_token_never_changes_an_earlier_prediction():
@@ -558,25 +494,6 @@ def test_a_future_token_never_changes_an_earlier_prediction():
     after = _apply(params, changed, config)
     np.testing.assert_array_equal(after[:, :position], before[:, :position])
     assert not np.allclose(after[:, position], before[:, position])
-
-
-def test_rotary_scores_depend_on_the_distance_only():
-  rng = np.random.default_rng(0)
-  q, k = (jnp.asarray(rng.normal(size=8), jnp.float32) for _ in range(2))
-
-  def score(i, j):
-    angles = model.rotary_angles(jnp.array([i, j]), 8)
-    pair = model.rotate(jnp.stack([q, k])[None, :, None], angles)[0, :, 0]
-    return float(pair[0] @ pair[1])
-
-  assert score(0, 0) == pytest.approx(float(q @ k), rel=1e-5)
-  assert score(9, 4) == pytest.approx(score(105, 100), rel=1e-4)
-  assert abs(score(9, 4) - score(9, 5)) > 1e-2
-
-
-def test_rotary_angles_by_hand():
-  angles = model.rotary_angles(jnp.array([0, 3]), 4)
-  np.testing.assert_allclose(angles, [[0, 0], [3, 0.03]], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -599,6 +516,36 @@ def test_cached_decoding_equals_running_the_whole_prefix(name, scan_layers):
   # Causality makes one pass over the whole sequence the pass over any prefix.
   likeliest = _apply(params, whole, config).argmax(-1)[:, 3:-1]
   np.testing.assert_array_equal(new, likeliest)
+
+
+@pytest.mark.parametrize(
+  ('name', 'scan_layers'),
+  [('rotary_gelu', False), ('learned_swiglu', True), ('pax', False)],
+)
+def test_rows_decode_from_positions_of_their_own(name, scan_layers):
+  config = dataclasses.replace(VARIANTS[name], scan_layers=scan_layers)
+  params, tokens = _params(config), np.asarray(_tokens(config, batch=3))
+  whole = _apply(params, tokens, config)  # Of which each prefix is a part.
+  step = _jit(model.decode_step, static_argnums=4)
+  # Prompts of 2, 5 and 3 tokens, padded with nonsense.
+  at = np.array([2, 5, 3])
+  prompts = np.where(np.arange(5) < at[:, None], tokens[:, :5], 7)
+  cache = model.empty_cache(config, 3, 9)
+  logits, cache = step(params, prompts, cache, 0, config)
+  assert logits.dtype == jnp.float32
+  for row, length in enumerate(at):
+    np.testing.assert_allclose(
+      logits[row, :length], whole[row, :length], atol=1e-5
+    )
+  for _ in range(6):  # The second row runs past the end of the cache.
+    new = np.take_along_axis(tokens, at[:, None], axis=1)
+    logits, cache = step(params, new, cache, at, config)
+    for row, position in enumerate(at):
+      if position < 9:
+        np.testing.assert_allclose(
+          logits[row, 0], whole[row, position], atol=1e-5
+        )
+    at += 1
 
 
 def test_sampling_follows_the_softmax_at_its_temperature():
@@ -681,11 +628,13 @@ def test_errors_about_lengths():
   params, tokens = _params(TINY), _tokens(TINY, length=13)
   with pytest.raises(ValueError, match='13 tokens; max_length is 12'):
     model.apply(params, tokens, TINY)
+  with pytest.raises(ValueError, match=r'cache of 13 .* max_length is 12'):
+    model.empty_cache(TINY, 2, 13)
   with pytest.raises(ValueError, match=r'prompt of 13 .* max_length=12'):
     model.generate(params, tokens, 1, jax.random.key(0), TINY)
   config = dataclasses.replace(TINY, loss_chunks=5)
   tokens = tokens[:, :12]
-  with pytest.raises(ValueError, match=r'loss_chunks must divide .* 5 for 12'):
+  with pytest.raises(ValueError, match=r'chunks must divide .* 5 for 12'):
     model.loss(params, tokens, tokens, jnp.ones(tokens.shape), config)
 
 

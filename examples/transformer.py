@@ -1,0 +1,709 @@
+"""The mathematics of transformers: arrays in, arrays out.
+
+No modules, and no weights: `examples/lm` and `examples/pax` create theirs, each
+in its own way, and call what is here.
+
+Shapes: B batch, L length (queries), M keys, D embed, F mlp, H heads, G heads of
+keys and values (each for H / G heads of queries), K head dim, V vocab, S parts
+fused into one product, N layers.
+"""
+
+from collections.abc import Callable
+import functools
+import math
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from jaxline import partitioning
+from jaxline import pipeline
+
+# Documents of the queries [B, L] and of the keys [B, M]; see `attend`.
+Segments = tuple[jax.Array, jax.Array] | None
+# The output layer: the table [V, D], and a bias [V].
+Head = tuple[jax.Array, jax.Array | None]
+
+# Logical axes of what goes from one layer to the next, [B, L, D].
+BETWEEN_BLOCKS = ('batch', 'length', 'activation_embed')
+
+ATTENTIONS = ('einsum', 'xla', 'cudnn')
+
+# By name: a function, and of how many parts S what goes in is. Of two, the
+# first goes through the function and gates the second.
+_ACTIVATIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {
+  'gelu': (jax.nn.gelu, 1),
+  'relu': (jax.nn.relu, 1),
+  'swiglu': (jax.nn.silu, 2),
+}
+ACTIVATIONS = tuple(_ACTIVATIONS)
+
+# What products with weights are called for the policies. By name, because a
+# pipeline's `vmap` hides which products are with weights.
+DOT = 'dot'
+_REMAT_POLICIES = {
+  'nothing': None,
+  'dots': jax.checkpoint_policies.save_only_these_names(DOT),
+  'full': jax.checkpoint_policies.nothing_saveable,
+  'offload': jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[DOT],
+    offload_src='device',
+    offload_dst='pinned_host',
+  ),
+}
+REMATS = tuple(_REMAT_POLICIES)
+
+
+# ---- Products.
+
+
+def einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  """A product that is accumulated and returned in float32."""
+  if a.dtype == jnp.float32:
+    return jnp.einsum(spec, a, b)
+  return _low_precision_einsum(spec, a, b)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _low_precision_einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+
+
+def _low_precision_forward(spec: str, a: jax.Array, b: jax.Array) -> Any:
+  return _low_precision_einsum(spec, a, b), (a, b)
+
+
+def _low_precision_backward(spec: str, operands: Any, grad: jax.Array) -> Any:
+  # JAX's own rule would multiply the float32 gradient with a low-precision
+  # operand, which hardware only does by widening both.
+  _, vjp = jax.vjp(functools.partial(jnp.einsum, spec), *operands)
+  return vjp(grad.astype(operands[0].dtype))
+
+
+_low_precision_einsum.defvjp(_low_precision_forward, _low_precision_backward)
+
+
+def dot(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+  """The product of an activation with a float32 weight, in the type of `x`.
+
+  It has the name that `remat_policy` may keep.
+  """
+  return checkpoint_name(jnp.einsum(spec, x, w.astype(x.dtype)), DOT)
+
+
+def remat_policy(name: str) -> Any:
+  """Returns what the backward pass may keep of a layer.
+
+  Args:
+    name: one of `REMATS`: what is computed again. 'nothing', 'dots' (all but
+      products with weights), 'full' (each whole layer), or 'offload' (as
+      'dots', but the products wait in the host's memory).
+
+  Returns:
+    One of `jax.checkpoint_policies`; None for 'nothing', which is to do without
+    `jax.checkpoint`: there None would mean 'full'.
+
+  Raises:
+    ValueError: the name is none of these, or the devices have no memory for it.
+  """
+  if name not in _REMAT_POLICIES:
+    raise ValueError(f'remat must be one of {REMATS}; got {name!r}.')
+  partitioner = partitioning.active()
+  if name == 'offload' and (partitioner is None or partitioner.is_here):
+    device = jax.devices()[0]
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    if 'pinned_host' not in kinds:
+      works = [choice for choice in REMATS if choice != name]
+      raise ValueError(
+        "remat='offload' keeps products in memory of kind 'pinned_host'; this"
+        f' {device.platform} device ({device.device_kind}) has {kinds}. Choose'
+        f' one of {works}.'
+      )
+  return _REMAT_POLICIES[name]
+
+
+# ---- Element by element.
+
+
+def cap(x: jax.Array, limit: float) -> jax.Array:
+  """Keeps `x` within the limit, smoothly (Gemma Team, 2024); 0 is none."""
+  return limit * jnp.tanh(x / limit) if limit else x
+
+
+_cap = cap  # For where a parameter has the name.
+
+
+def query_scale(raw_K: jax.Array) -> jax.Array:
+  """Returns a factor for each dimension of a head's queries, as in Praxis.
+
+  A softplus keeps it positive; it is 1 where `raw_K` is 0.
+  """
+  return jax.nn.softplus(raw_K) / math.log(2)
+
+
+def normalize(
+  x: jax.Array,
+  *,
+  scale: jax.Array,
+  bias: jax.Array | None = None,
+  epsilon: float,
+  centered: bool,
+) -> jax.Array:
+  """Normalises the last axis.
+
+  By the root mean square (Zhang and Sennrich, 2019), or as layer normalisation
+  (Ba et al., 2016).
+
+  Args:
+    x: [..., D].
+    scale: factors [D], float32. Who stores them less 1 adds it.
+    bias: [D], float32, is added; None is none.
+    epsilon: is added to the mean square.
+    centered: whether the mean is taken off first: layer normalisation.
+
+  Returns:
+    As `x`, computed in float32.
+  """
+  leading = range(x.ndim - 1)
+  y = x.astype(jnp.float32)
+  if centered:
+    y -= jnp.mean(y, axis=-1, keepdims=True)
+  y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
+  y *= jnp.expand_dims(scale, leading)
+  if bias is not None:
+    y += jnp.expand_dims(bias, leading)
+  return y.astype(x.dtype)
+
+
+def num_parts(name: str) -> int:
+  """Returns S, how many parts an activation takes.
+
+  Args:
+    name: one of `ACTIVATIONS`.
+  """
+  return _ACTIVATIONS[name][1]
+
+
+def activate(name: str, hidden_BLSF: jax.Array) -> jax.Array:
+  """Returns [B, L, F]: what is between a feed-forward part's two products.
+
+  Args:
+    name: one of `ACTIVATIONS`: 'gelu' (as tanh; Hendrycks and Gimpel, 2016),
+      'relu', or 'swiglu' (SiLU gates the second part; Shazeer, 2020).
+    hidden_BLSF: S is `num_parts(name)`.
+  """
+  function, parts = _ACTIVATIONS[name]
+  out = function(hidden_BLSF[:, :, 0])
+  return out if parts == 1 else out * hidden_BLSF[:, :, 1]
+
+
+def drop(
+  x: jax.Array,
+  key: jax.Array | None,
+  rate: float,
+  rows_B: jax.Array,
+  place: int | jax.Array,
+) -> jax.Array:
+  """Drops out entries, and makes up for it by the size of the others.
+
+  Args:
+    x: [B, ...].
+    key: the random key of this step; None drops nothing.
+    rate: the part of the entries that is dropped, below 1.
+    rows_B: each row's number in the batch. Its entries depend on that, so that
+      it does not matter in which microbatch it is.
+    place: where in the model; each has its own.
+  """
+  if key is None:
+    return x
+  keep = jax.vmap(
+    lambda row: jax.random.bernoulli(
+      jax.random.fold_in(jax.random.fold_in(key, place), row),
+      1 - rate,
+      x.shape[1:],
+    )
+  )(rows_B)
+  return jnp.where(keep, x / (1 - rate), 0)
+
+
+# ---- Positions.
+
+
+def positions_from(start: int | jax.Array, length: int) -> jax.Array:
+  """Returns `length` positions: [L], or [B, L] if `start` is [B]."""
+  if jnp.ndim(start):
+    return start[:, None] + jnp.arange(length)[None]
+  return start + jnp.arange(length)
+
+
+def sinusoidal_positions(
+  positions_BL: jax.Array,
+  dim: int,
+  min_timescale: float = 1,
+  max_timescale: float = 10_000,
+) -> jax.Array:
+  """Returns sines and then cosines [B, L, D] (Vaswani et al., 2017).
+
+  In this order as in Tensor2Tensor and Praxis. They multiply by a smallest
+  period that is not 1 where here its angles are divided by it.
+
+  Args:
+    positions_BL: integers.
+    dim: D, even.
+    min_timescale: the shortest period, over 2 pi.
+    max_timescale: the longest.
+  """
+  steps = jnp.arange(dim // 2, dtype=jnp.float32) / max(dim // 2 - 1, 1)
+  frequencies = (min_timescale / max_timescale) ** steps / min_timescale
+  angles = positions_BL[..., None].astype(jnp.float32) * frequencies[None, None]
+  return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+def rotary_angles(
+  positions: jax.Array, head_dim: int, base: float = 1e4
+) -> jax.Array:
+  """Returns the angles of rotary positions (Su et al., 2021).
+
+  Args:
+    positions: integers, [L] or [B, L].
+    head_dim: K, even.
+    base: the longest period, over 2 pi, is nearly this.
+
+  Returns:
+    [L, K/2] or [B, L, K/2].
+  """
+  frequency_K = base ** (-jnp.arange(0, head_dim, 2, jnp.float32) / head_dim)
+  return positions.astype(jnp.float32)[..., None] * jnp.expand_dims(
+    frequency_K, range(positions.ndim)
+  )
+
+
+def rotate(x_BLHK: jax.Array, angles: jax.Array) -> jax.Array:
+  """Turns each pair (x[k], x[k + K/2]) of a head by its position's angles.
+
+  Args:
+    x_BLHK: queries or keys.
+    angles: as `rotary_angles` returns them, for all rows or for each.
+
+  Returns:
+    As `x_BLHK`, computed in float32.
+  """
+  if angles.ndim == 2:
+    angles = angles[None]
+  cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+  a, b = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
+  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  return turned.astype(x_BLHK.dtype)
+
+
+# ---- Attention.
+
+
+def attend(
+  q_BLHK: jax.Array,
+  k_BMGK: jax.Array,
+  v_BMGK: jax.Array,
+  offset: int | jax.Array = 0,
+  segments: Segments = None,
+  cap: float = 0.0,
+  *,
+  is_causal: bool = True,
+  seen_BM: jax.Array | None = None,
+  scale: float | None = None,
+) -> jax.Array:
+  """Attention of L queries over M keys (Vaswani et al., 2017).
+
+  Head h of the queries attends with head h G // H of the keys and values
+  (Ainslie et al., 2023).
+
+  Args:
+    q_BLHK: queries; query l is at position `offset + l`.
+    k_BMGK: keys, at positions 0 to M - 1; G divides H.
+    v_BMGK: values.
+    offset: position of the first query, of all rows or [B] of each.
+    segments: which document each query [B, L] and each key [B, M] is of; none
+      sees another one. None is one document a row.
+    cap: c tanh(score / c) takes the place of the scores; 0 leaves them.
+    is_causal: whether a query sees no later position than its own. If not,
+      `offset` has no meaning.
+    seen_BM: bool; False takes a key out, such as padding. None keeps all.
+    scale: a factor of the scores; None is K**-0.5.
+
+  Returns:
+    [B, L, H, K], in the dtype of `v_BMGK`; 0 where a query sees no key.
+
+  Raises:
+    ValueError: G does not divide H.
+  """
+  batch, length, heads, width = q_BLHK.shape
+  keys, groups = k_BMGK.shape[1:3]
+  if heads % groups:
+    raise ValueError(
+      f'The heads of keys and values must divide those of queries; got {groups}'
+      f' for {heads}.'
+    )
+  # The axes of the queries' heads: G, and R in each of them.
+  h = 'G' if heads == groups else 'GR'
+  q = q_BLHK * (width**-0.5 if scale is None else scale)
+  if heads != groups:
+    q = q.reshape(batch, length, groups, -1, width)
+  scores = einsum(f'BL{h}K,BMGK->B{h}LM', q, k_BMGK)
+  scores = _cap(scores, cap)
+  masks = []  # [B or 1, L or 1, M]
+  if is_causal:
+    positions = positions_from(offset, length)
+    if positions.ndim == 1:
+      positions = positions[None]
+    masks.append(positions[..., None] >= jnp.arange(keys)[None, None])
+  if segments is not None:
+    masks.append(segments[0][..., None] == segments[1][:, None])
+  if seen_BM is not None:
+    masks.append(seen_BM[:, None])
+  if masks:
+    seen = functools.reduce(jnp.logical_and, masks)
+    seen = jnp.expand_dims(seen, range(1, scores.ndim - 2))
+    scores = jnp.where(seen, scores, -jnp.inf)
+  # Dividing after the product instead of before touches L x K numbers, not
+  # L x M; the maximum only guards the range, so no gradient belongs to it.
+  top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+  # A causal query sees at least itself.
+  may_be_blind = seen_BM is not None or (segments is not None and not is_causal)
+  if may_be_blind:
+    top = jnp.where(jnp.isneginf(top), 0, top)
+  exp = jnp.exp(scores - top)
+  total = jnp.moveaxis(exp.sum(axis=-1), -1, 1)  # [B, L, heads]
+  if may_be_blind:
+    total = jnp.where(total > 0, total, 1)
+  mixed = einsum(f'B{h}LM,BMGK->BL{h}K', exp.astype(v_BMGK.dtype), v_BMGK)
+  mixed = (mixed / total[..., None]).astype(v_BMGK.dtype)
+  return mixed if heads == groups else mixed.reshape(q_BLHK.shape)
+
+
+def causal_attention(
+  q_BLHK: jax.Array,
+  k_BLGK: jax.Array,
+  v_BLGK: jax.Array,
+  implementation: str,
+  segment_ids_BL: jax.Array | None = None,
+  cap: float = 0.0,
+) -> jax.Array:
+  """Causal attention of a sequence over itself.
+
+  Args:
+    q_BLHK: queries.
+    k_BLGK: keys; G divides H, as for `attend`.
+    v_BLGK: values.
+    implementation: one of `ATTENTIONS`. 'einsum' is `attend`, the fastest on
+      CPU; 'xla' and 'cudnn' are those of `jax.nn.dot_product_attention`.
+      'cudnn' is flash attention on GPU, but a mask of L x L where documents
+      share a row.
+    segment_ids_BL: the document that each token is of; None is one a row.
+    cap: as for `attend`; for 'einsum' only.
+
+  Returns:
+    [B, L, H, K].
+
+  Raises:
+    ValueError: there is a cap, and the implementation has none; or G does not
+      divide H.
+  """
+  ids = segment_ids_BL
+  if implementation != 'einsum':
+    if cap:
+      raise ValueError(
+        f"A cap of {cap} needs implementation='einsum'; got {implementation!r},"
+        ' which has none. Choose either.'
+      )
+    same_BLL = None if ids is None else ids[:, :, None] == ids[:, None, :]
+    return jax.nn.dot_product_attention(
+      q_BLHK,
+      k_BLGK,
+      v_BLGK,
+      mask=None if same_BLL is None else same_BLL[:, None],
+      is_causal=True,
+      implementation=cast(Literal['xla', 'cudnn'], implementation),
+    )
+  # The first half of the queries never sees the second half of the keys.
+  half = q_BLHK.shape[1] // 2
+  if half < 64:
+    both = None if ids is None else (ids, ids)
+    return attend(q_BLHK, k_BLGK, v_BLGK, segments=both, cap=cap)
+  early = late = None
+  if ids is not None:
+    early, late = (ids[:, :half], ids[:, :half]), (ids[:, half:], ids)
+  first = attend(
+    q_BLHK[:, :half], k_BLGK[:, :half], v_BLGK[:, :half], 0, early, cap
+  )
+  second = attend(q_BLHK[:, half:], k_BLGK, v_BLGK, half, late, cap)
+  return jnp.concatenate([first, second], axis=1)
+
+
+def update_cache(
+  cache_BMGK: jax.Array, new_BLGK: jax.Array, start: int | jax.Array
+) -> jax.Array:
+  """Writes keys or values where their positions are.
+
+  Args:
+    cache_BMGK: what is there.
+    new_BLGK: what belongs at the positions from `start`.
+    start: of all rows, with `start + L <= M`; or [B] of each, where what is
+      past the end is left out: a row that is done may go on.
+
+  Returns:
+    [B, M, G, K].
+  """
+  if not jnp.ndim(start):
+    return jax.lax.dynamic_update_slice_in_dim(
+      cache_BMGK, new_BLGK, start, axis=1
+    )
+  positions_BL = positions_from(start, new_BLGK.shape[1])
+  return jax.vmap(lambda cache, new, at: cache.at[at].set(new, mode='drop'))(
+    cache_BMGK, new_BLGK, positions_BL
+  )
+
+
+# ---- The output layer, and the loss.
+
+
+def logits(x_BLD: jax.Array, head: Head, cap: float = 0.0) -> jax.Array:
+  """Returns float32 logits [B, L, V].
+
+  Args:
+    x_BLD: normalised output of the layers.
+    head: the table, and the bias; float32.
+    cap: c tanh(logit / c) takes the place of the logits; 0 leaves them.
+  """
+  table_VD, bias_V = head
+  # Else the devices of other stages, which have nothing to do here, may split
+  # the sum over D, and send each other logits.
+  x_BLD = partitioning.constrain(x_BLD, ('batch', None, 'activation_embed'))
+  logits_BLV = einsum('BLD,VD->BLV', x_BLD, table_VD.astype(x_BLD.dtype))
+  if bias_V is not None:
+    logits_BLV += bias_V[None, None]
+  return partitioning.constrain(_cap(logits_BLV, cap), ('batch', None, 'vocab'))
+
+
+def cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
+  """Returns the nats [B, L] that each target costs, in float32."""
+  logits_BLV = logits_BLV.astype(jnp.float32)
+  target_BL1 = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)
+  return jax.nn.logsumexp(logits_BLV, axis=-1) - target_BL1[..., 0]
+
+
+class CrossEntropy(NamedTuple):
+  """What `chunked_cross_entropy` returns; float32.
+
+  Attributes:
+    total: the weighted sum of the cross entropy, in nats.
+    correct: the weighted number of targets that are the likeliest token. No
+      gradient belongs to it.
+    nats_BL: what each target costs, not weighted. No gradient belongs to it.
+  """
+
+  total: jax.Array
+  correct: jax.Array
+  nats_BL: jax.Array
+
+
+def chunked_cross_entropy(
+  x_BLD: jax.Array,
+  head: Head,
+  targets_BL: jax.Array,
+  weights_BL: jax.Array,
+  *,
+  chunks: int,
+  cap: float = 0.0,
+) -> CrossEntropy:
+  """The loss, with the logits of one piece of the sequence at a time.
+
+  In a compiled program, what of the result nobody uses costs nothing.
+
+  Args:
+    x_BLD: normalised output of the layers.
+    head: see `logits`.
+    targets_BL: the token to predict at each position.
+    weights_BL: float32; 0 takes a position out. No gradient belongs to it.
+    chunks: pieces into which the sequence is cut. With more than one, the
+      gradients are computed along with the loss, while the logits are there.
+    cap: see `logits`.
+
+  Raises:
+    ValueError: `chunks` does not divide the length of the sequence.
+  """
+  if x_BLD.shape[1] % chunks:
+    raise ValueError(
+      f"The loss's chunks must divide the length of the sequence; got {chunks}"
+      f' for {x_BLD.shape[1]} tokens.'
+    )
+  args = (x_BLD, head, targets_BL, jax.lax.stop_gradient(weights_BL))
+  if chunks == 1:
+    total, rest = _piece_cross_entropy(cap, *args)
+  else:
+    total, rest = _chunked_cross_entropy(chunks, cap, *args)
+  return CrossEntropy(total, *rest)
+
+
+# The sum; and the number of correct predictions, and the nats of each.
+_Sums = tuple[jax.Array, tuple[jax.Array, jax.Array]]
+
+
+def _piece_cross_entropy(
+  cap: float,
+  x_BLD: jax.Array,
+  head: Head,
+  targets_BL: jax.Array,
+  weights_BL: jax.Array,
+) -> _Sums:
+  logits_BLV = logits(x_BLD, head, cap)
+  nats_BL = cross_entropy(logits_BLV, targets_BL)
+  likeliest_BL = logits_BLV.argmax(axis=-1).astype(targets_BL.dtype)
+  correct = jnp.sum(jnp.where(likeliest_BL == targets_BL, weights_BL, 0))
+  return jnp.sum(nats_BL * weights_BL), (
+    correct,
+    jax.lax.stop_gradient(nats_BL),
+  )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _chunked_cross_entropy(
+  chunks: int,
+  cap: float,
+  x_BLD: jax.Array,
+  head: Head,
+  targets_BL: jax.Array,
+  weights_BL: jax.Array,
+) -> _Sums:
+  def add(carry: Any, piece: Any) -> tuple[Any, jax.Array]:
+    x, targets, weights = piece
+    total, (correct, nats) = _piece_cross_entropy(
+      cap, x, head, targets, weights
+    )
+    return jax.tree.map(jnp.add, carry, (total, correct)), nats
+
+  (total, correct), nats = jax.lax.scan(
+    add,
+    (jnp.zeros([]), jnp.zeros([])),
+    _pieces((x_BLD, targets_BL, weights_BL), chunks),
+  )
+  return total, (correct, _whole(nats))
+
+
+def _pieces(tree: Any, chunks: int) -> Any:
+  """Cuts [B, L, ...] into [chunks, B, L / chunks, ...]."""
+  # Not along the batch, which is split over devices.
+  return jax.tree.map(
+    lambda x: jnp.swapaxes(
+      x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 0, 1
+    ),
+    tree,
+  )
+
+
+def _whole(pieces: jax.Array) -> jax.Array:
+  """Undoes `_pieces`."""
+  chunks, batch, _, *rest = pieces.shape
+  del chunks
+  return jnp.swapaxes(pieces, 0, 1).reshape(batch, -1, *rest)
+
+
+def _chunked_forward(
+  chunks: int,
+  cap: float,
+  x_BLD: jax.Array,
+  head: Head,
+  targets_BL: jax.Array,
+  weights_BL: jax.Array,
+) -> tuple[_Sums, Any]:
+  """The loss with its gradients, while the logits are at hand.
+
+  Recomputing them in the backward pass would cost a fourth product with the
+  table.
+  """
+
+  def add(carry: Any, piece: Any) -> tuple[Any, Any]:
+    x, targets, weights = piece
+    (total, (correct, nats)), (grad_x, grad_head) = jax.value_and_grad(
+      _piece_cross_entropy, argnums=(1, 2), has_aux=True
+    )(cap, x, head, targets, weights)
+    carry = jax.tree.map(jnp.add, carry, (total, correct, grad_head))
+    return carry, (nats, grad_x)
+
+  zeros = (jnp.zeros([]), jnp.zeros([]), jax.tree.map(jnp.zeros_like, head))
+  (total, correct, grad_head), (nats, grad_x) = jax.lax.scan(
+    add, zeros, _pieces((x_BLD, targets_BL, weights_BL), chunks)
+  )
+  return (total, (correct, _whole(nats))), (_whole(grad_x), grad_head)
+
+
+def _chunked_backward(
+  chunks: int, cap: float, grads: Any, cotangents: _Sums
+) -> Any:
+  del chunks, cap
+  grad_x, grad_head = grads
+  cotangent, _ = cotangents
+  return (
+    grad_x * cotangent.astype(grad_x.dtype),
+    jax.tree.map(lambda grad: grad * cotangent, grad_head),
+    None,
+    None,
+  )
+
+
+_chunked_cross_entropy.defvjp(_chunked_forward, _chunked_backward)
+
+
+# ---- A pipeline of layers.
+
+
+def pipelined(
+  run_layer: Callable[[Any, jax.Array, jax.Array, Any], jax.Array],
+  weights: Any,
+  x_BLD: jax.Array,
+  beside: Any,
+  *,
+  num_stages: int,
+  num_microbatches: int,
+  num_repeats: int,
+  unroll: bool,
+  remat: str,
+) -> jax.Array:
+  """Runs layers as a pipeline; see `pipeline.pipeline`.
+
+  Args:
+    run_layer: `(weights of one layer, its number, x, beside) -> x`, on some of
+      the rows.
+    weights: [N, ...], each an array or a `partitioning.Logical`.
+    x_BLD: what goes into the first layer.
+    beside: a pytree of arrays [B, ...] that layers read, such as segment ids.
+    num_stages: as for `pipeline.pipeline`, like all that follow.
+    num_microbatches: parts of the batch.
+    num_repeats: how often each goes round the stages.
+    unroll: whether a stage's layers are unrolled, or one loop.
+    remat: one of `REMATS`.
+
+  Returns:
+    What the last layer gives, [B, L, D].
+  """
+
+  def run(layer: Any, inputs: Any) -> Any:
+    x_BLD, beside = inputs
+    return run_layer(*layer, x_BLD, beside), beside
+
+  numbers = jnp.arange(jax.tree.leaves(weights)[0].shape[0])
+  x_BLD, _ = pipeline.pipeline(
+    run,
+    (weights, numbers),
+    (x_BLD, beside),
+    axes=(
+      BETWEEN_BLOCKS,
+      jax.tree.map(lambda x: ('batch', *(None,) * (x.ndim - 1)), beside),
+    ),
+    num_stages=num_stages,
+    num_microbatches=num_microbatches,
+    num_repeats=num_repeats,
+    unroll=unroll,
+    policy=remat_policy(remat) or pipeline.save_all_but_copies,
+  )
+  return x_BLD

@@ -1,0 +1,508 @@
+"""Tests of the mathematics of transformers against NumPy in float64.
+
+Shapes: as in transformer.py.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples import transformer
+
+# Most of the time of these tests is compiling.
+_jit = functools.partial(
+  jax.jit,
+  compiler_options={
+    'xla_backend_optimization_level': 0,
+    'xla_llvm_disable_expensive_passes': True,
+  },
+)
+
+
+def _normal(*shape, seed=0):
+  return np.random.default_rng(seed).normal(size=shape)
+
+
+def _float32(*arrays):
+  return [jnp.asarray(x, jnp.float32) for x in arrays]
+
+
+# ---- Attention.
+
+
+def _numpy_attention(q, k, v, sees, cap=0.0, scale=None):
+  """One query at a time; `sees(b, l, m)` says which keys it sees."""
+  batch, length, heads, width = q.shape
+  per_group = heads // k.shape[2]
+  out = np.zeros(q.shape)
+  for b, i, h in np.ndindex(batch, length, heads):
+    seen = [m for m in range(k.shape[1]) if sees(b, i, m)]
+    if not seen:
+      continue
+    scores = k[b, seen, h // per_group] @ q[b, i, h]
+    scores = scores * (1 / math.sqrt(width) if scale is None else scale)
+    if cap:
+      scores = cap * np.tanh(scores / cap)
+    p = np.exp(scores) / np.exp(scores).sum()
+    out[b, i, h] = p @ v[b, seen, h // per_group]
+  return out
+
+
+_OFFSETS = np.array([0, 5, 2])
+_QUERY_IDS = np.array([[1, 1, 2, 3], [1, 2, 2, 2], [7, 7, 7, 8]])
+_KEY_IDS = np.array([[1, 1, 1, 2, 2, 3, 3, 3, 0]] * 3)  # Of 7 and 8 none.
+_SEEN = np.arange(9) < np.array([9, 4, 0])[:, None]  # The last row sees none.
+
+# Arguments, which key a query sees, and heads of keys and values.
+_ATTENTION = {
+  'causal': ({}, lambda b, i, m: m <= i, 4),
+  'grouped': ({'cap': 0.7}, lambda b, i, m: m <= i, 2),
+  'one_group': ({'scale': 1.0}, lambda b, i, m: m <= i, 1),
+  'offset': ({'offset': 3}, lambda b, i, m: m <= i + 3, 4),
+  'offset_by_row': (
+    {'offset': jnp.asarray(_OFFSETS)},
+    lambda b, i, m: m <= i + _OFFSETS[b],
+    2,
+  ),
+  'segments': (
+    {'segments': (jnp.asarray(_QUERY_IDS[:2]), jnp.asarray(_QUERY_IDS[:2]))},
+    lambda b, i, m: m <= i and _QUERY_IDS[b, i] == _QUERY_IDS[b, m],
+    2,
+  ),
+  'padding': (
+    {'is_causal': False, 'seen_BM': jnp.asarray(_SEEN)},
+    lambda b, i, m: _SEEN[b, m],
+    2,
+  ),
+  'other_segments': (
+    {
+      'is_causal': False,
+      'segments': (jnp.asarray(_QUERY_IDS), jnp.asarray(_KEY_IDS)),
+    },
+    lambda b, i, m: _QUERY_IDS[b, i] == _KEY_IDS[b, m],
+    4,
+  ),
+  'all_together': (
+    {
+      'offset': jnp.asarray(_OFFSETS),
+      'segments': (jnp.asarray(_QUERY_IDS), jnp.asarray(_KEY_IDS)),
+      'seen_BM': jnp.asarray(_SEEN),
+      'cap': 2.0,
+      'scale': 0.3,
+    },
+    lambda b, i, m: (
+      m <= i + _OFFSETS[b]
+      and _QUERY_IDS[b, i] == _KEY_IDS[b, m]
+      and _SEEN[b, m]
+    ),
+    1,
+  ),
+}
+
+
+@pytest.mark.parametrize('name', _ATTENTION)
+def test_attention(name):
+  arguments, sees, groups = _ATTENTION[name]
+  batch, keys = (2, 4) if name == 'segments' else (3, 9)
+  q = _normal(batch, 4, 4, 6)
+  k, v = _normal(2, batch, keys, groups, 6, seed=1)
+  limits = {key: arguments[key] for key in ('cap', 'scale') if key in arguments}
+  attend = _jit(functools.partial(transformer.attend, **arguments))
+  actual = attend(*_float32(q, k, v))
+  expected = _numpy_attention(q, k, v, sees, **limits)
+  np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
+def test_gradients_of_attention_are_those_of_jax():
+  q, k, v, weights = _float32(
+    _normal(3, 4, 4, 6), *_normal(2, 3, 9, 2, 6), _normal(3, 4, 4, 6, seed=5)
+  )
+  sees = np.arange(9) <= np.arange(4)[:, None] + _OFFSETS[:, None, None]
+
+  def ours(q, k, v):
+    out = transformer.attend(q, k, v, jnp.asarray(_OFFSETS))
+    return jnp.sum(out * weights)
+
+  def jaxs(q, k, v):
+    mask = jnp.asarray(sees)[:, None]
+    return jnp.sum(jax.nn.dot_product_attention(q, k, v, mask=mask) * weights)
+
+  actual, expected = (
+    _jit(jax.grad(f, (0, 1, 2)))(q, k, v) for f in (ours, jaxs)
+  )
+  for a, b in zip(actual, expected, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_gradients_where_a_query_sees_one_key_or_none():
+  q, k, v = _float32(_normal(2, 1, 1, 6), *_normal(2, 2, 3, 1, 6))
+  seen = np.array([[False, True, False], [False, False, False]])
+
+  def total(q, k, v):
+    return transformer.attend(q, k, v, is_causal=False, seen_BM=seen).sum()
+
+  grad_q, grad_k, grad_v = _jit(jax.grad(total, (0, 1, 2)))(q, k, v)
+  # The sum of the exponentials is 1, which is no reason to stop there.
+  np.testing.assert_allclose(grad_v[..., 0, :], seen[..., None] * np.ones(6))
+  np.testing.assert_allclose(grad_q, 0, atol=1e-6)
+  np.testing.assert_allclose(grad_k, 0, atol=1e-6)
+
+
+@pytest.mark.parametrize('length', [5, 160])  # 160 is attended in two halves.
+@pytest.mark.parametrize('implementation', ['einsum', 'xla'])
+@pytest.mark.parametrize(('documents', 'groups'), [(1, 4), (3, 2)])
+def test_causal_attention(length, implementation, documents, groups):
+  q = _normal(1, length, 4, 8)
+  k, v = _normal(2, 1, length, groups, 8, seed=1)
+  # Of three documents the second lies in both halves.
+  ids = np.arange(length) * documents // length
+  actual = _jit(transformer.causal_attention, static_argnums=3)(
+    *_float32(q, k, v),
+    implementation,
+    None if documents == 1 else jnp.asarray(ids)[None],
+  )
+  expected = _numpy_attention(
+    q, k, v, lambda b, i, m: m <= i and ids[i] == ids[m]
+  )
+  np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_errors_of_attention():
+  q, k = jnp.ones((1, 2, 4, 6)), jnp.ones((1, 2, 3, 6))
+  with pytest.raises(ValueError, match=r'must divide .*; got 3 for 4'):
+    transformer.attend(q, k, k)
+  with pytest.raises(ValueError, match=r"cap of 5.0 needs .*got 'xla'"):
+    transformer.causal_attention(q, q, q, 'xla', None, 5.0)
+
+
+def test_a_cache_takes_what_is_new_where_it_belongs():
+  cache, new = _float32(_normal(3, 5, 2, 2), _normal(3, 2, 2, 2, seed=1))
+  together = np.array(cache)
+  together[:, 1:3] = new
+  np.testing.assert_array_equal(
+    transformer.update_cache(cache, new, 1), together
+  )
+  by_row = np.array(cache)
+  by_row[0, 0:2], by_row[1, 3:5], by_row[2, 4:5] = new[0], new[1], new[2, :1]
+  np.testing.assert_array_equal(
+    transformer.update_cache(cache, new, jnp.array([0, 3, 4])), by_row
+  )
+
+
+# ---- Positions.
+
+
+def test_rotary_angles_by_hand():
+  angles = transformer.rotary_angles(jnp.array([0, 3]), 4)
+  np.testing.assert_allclose(angles, [[0, 0], [3, 0.03]], rtol=1e-6)
+  by_row = transformer.rotary_angles(jnp.array([[0], [3]]), 4, base=100.0)
+  np.testing.assert_allclose(by_row, [[[0, 0]], [[3, 0.3]]], rtol=1e-6)
+
+
+def test_rotary_positions_turn_pairs_as_complex_numbers():
+  x = _normal(3, 4, 2, 6)
+  positions = np.array([[0, 1, 2, 3], [7, 8, 9, 10], [2, 0, 5, 1]])
+  pairs = x[..., :3] + 1j * x[..., 3:]
+  angles = positions[..., None] * 1e4 ** -(np.arange(3) / 3)
+  pairs = pairs * np.exp(1j * angles)[:, :, None]
+  expected = np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+  @_jit
+  def turned(x, positions):
+    return transformer.rotate(x, transformer.rotary_angles(positions, 6))
+
+  (x32,) = _float32(x)
+  np.testing.assert_allclose(turned(x32, positions), expected, atol=1e-5)
+  for_all = turned(x32, positions[0])
+  np.testing.assert_allclose(for_all[0], expected[0], atol=1e-5)
+
+
+def test_rotary_scores_depend_on_the_distance_only():
+  q, k = _float32(*_normal(2, 8))
+
+  @_jit
+  def turned(i, j):
+    angles = transformer.rotary_angles(jnp.stack([i, j]), 8)
+    return transformer.rotate(jnp.stack([q, k])[None, :, None], angles)
+
+  def score(i, j):
+    return np.dot(*np.asarray(turned(i, j))[0, :, 0])
+
+  assert score(0, 0) == pytest.approx(np.dot(q, k), rel=1e-5)
+  assert score(9, 4) == pytest.approx(score(105, 100), rel=1e-4)
+  assert abs(score(9, 4) - score(9, 5)) > 1e-2
+
+
+@pytest.mark.parametrize('scales', [(), (0.5, 200.0)])
+def test_sinusoidal_positions(scales):
+  positions = np.array([[0, 1, 2], [30, 4, 11]])
+  angles = positions[..., None] / np.geomspace(*(scales or (1, 1e4)), 5)
+  sinusoids = _jit(transformer.sinusoidal_positions, static_argnums=(1, 2, 3))
+  actual = sinusoids(positions, 10, *scales)
+  expected = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
+  np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ('start', 'expected'),
+  [(2, [2, 3, 4]), ([2, 0], [[2, 3, 4], [0, 1, 2]])],
+)
+def test_positions_from(start, expected):
+  actual = transformer.positions_from(jnp.asarray(start), 3)
+  np.testing.assert_array_equal(actual, expected)
+
+
+# ---- Element by element.
+
+
+def test_normalizations():
+  x = 3 * _normal(2, 3, 8) + 20
+  scale, bias = _normal(2, 8, seed=1)
+  x32, scale32, bias32 = _float32(x, scale, bias)
+  rms = transformer.normalize(x32, scale=scale32, epsilon=0.5, centered=False)
+  expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.5) * scale
+  np.testing.assert_allclose(rms, expected, atol=1e-5)
+  layer = transformer.normalize(
+    x32, scale=scale32, bias=bias32, epsilon=0.5, centered=True
+  )
+  expected = (x - x.mean(-1, keepdims=True)) * scale
+  expected = expected / np.sqrt(x.var(-1, keepdims=True) + 0.5) + bias
+  np.testing.assert_allclose(layer, expected, atol=1e-4)
+  # Computed in float32, whatever goes in.
+  low = x32.astype(jnp.bfloat16)
+  actual = transformer.normalize(low, scale=scale32, epsilon=0, centered=True)
+  assert actual.dtype == jnp.bfloat16
+  x = np.asarray(low, np.float64)
+  expected = (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True) * scale
+  np.testing.assert_allclose(
+    np.asarray(actual, np.float64), expected, rtol=2**-8, atol=1e-6
+  )
+
+
+def test_activations():
+  a, b = hidden = 2 * _normal(2, 2, 3, 5)
+  gelu = 0.5 * a * (1 + np.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)))
+  expected = {
+    'gelu': gelu,
+    'relu': np.maximum(a, 0),
+    'swiglu': a / (1 + np.exp(-a)) * b,
+  }
+  assert set(expected) == set(transformer.ACTIVATIONS)
+  for name, values in expected.items():
+    parts = transformer.num_parts(name)
+    x = jnp.asarray(np.stack(hidden[:parts], axis=2), jnp.float32)
+    actual = _jit(transformer.activate, static_argnums=0)(name, x)
+    np.testing.assert_allclose(actual, values, atol=1e-6)
+
+
+def test_caps_and_query_scales():
+  x = 5 * _normal(7)
+  (x32,) = _float32(x)
+  np.testing.assert_allclose(
+    transformer.cap(x32, 2.0), 2 * np.tanh(x / 2), rtol=1e-5
+  )
+  assert transformer.cap(x32, 0.0) is x32
+  np.testing.assert_allclose(
+    transformer.query_scale(x32), np.log2(1 + np.exp(x)), rtol=1e-5
+  )
+  assert transformer.query_scale(jnp.zeros(1))[0] == 1
+
+
+def test_dropout_depends_on_row_and_place_only():
+  x = np.ones((4, 50, 20), np.float32)
+  key, rows = jax.random.key(3), np.arange(4)
+  drop = _jit(transformer.drop, static_argnums=2)
+  dropped = np.asarray(drop(x, key, 0.25, rows, 1))
+  assert set(np.unique(dropped)) == {np.float32(0), np.float32(1 / 0.75)}
+  # 4000 draws: five standard deviations of their mean.
+  assert np.mean(dropped == 0) == pytest.approx(0.25, abs=0.035)
+  order = np.array([2, 0, 3, 1])
+  moved = drop(x, key, 0.25, order, 1)
+  np.testing.assert_array_equal(moved, dropped[order])
+  assert np.any(dropped[0] != dropped[1])
+  assert np.any(drop(x, key, 0.25, rows, 2) != dropped)
+  assert transformer.drop(x, None, 0.25, rows, 1) is x
+
+
+# ---- Products.
+
+
+def test_a_product_of_bfloat16_is_summed_in_float32_and_its_gradient_is_not():
+  a, b, grad = (
+    jnp.asarray(x, jnp.bfloat16)
+    for x in (_normal(3, 4096), _normal(4096, 2, seed=1), _normal(3, 2))
+  )
+  actual, vjp = jax.vjp(
+    functools.partial(transformer.einsum, 'ab,bc->ac'), a, b
+  )
+  a64, b64, grad64 = (np.asarray(x, np.float64) for x in (a, b, grad))
+  assert actual.dtype == jnp.float32
+  np.testing.assert_allclose(actual, a64 @ b64, atol=1e-3)
+  for actual, expected in zip(
+    vjp(grad.astype(jnp.float32)), (grad64 @ b64.T, a64.T @ grad64), strict=True
+  ):
+    assert actual.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+      np.asarray(actual, np.float64), expected, rtol=2**-7, atol=2**-7
+    )
+
+
+def test_products_are_known_to_the_policies_by_name():
+  x, w = _float32(_normal(2, 3), _normal(3, 3))
+
+  def computed_again(remat):
+    f = jax.checkpoint(
+      lambda x: jnp.sin(transformer.dot('ab,bc->ac', x, w)).sum(),
+      policy=transformer.remat_policy(remat),
+    )
+    return str(jax.make_jaxpr(jax.grad(f))(x)).count('dot_general')
+
+  # Forward and backward pass; 'full' has the forward one twice.
+  assert [computed_again(name) for name in ('dots', 'full')] == [2, 3]
+
+
+def test_offload_names_what_works_where_the_host_has_no_such_memory(
+  monkeypatch,
+):
+  class Device:
+    platform, device_kind = 'abacus', 'beads'
+
+    def addressable_memories(self):
+      return []
+
+  monkeypatch.setattr(jax, 'devices', lambda: [Device()])
+  with pytest.raises(ValueError, match=r"abacus .*has \[\].*'dots', 'full'"):
+    transformer.remat_policy('offload')
+
+
+def test_an_unknown_policy_is_refused():
+  with pytest.raises(ValueError, match=r"one of .*'full'.*; got 'some'"):
+    transformer.remat_policy('some')
+
+
+def test_a_pipeline_runs_each_layer_on_each_row():
+  weights, x, shift = _normal(4, 3, 3), _normal(4, 2, 3), _normal(4, seed=1)
+  weights32, x32, shift32 = _float32(weights, x, shift)
+
+  def run_layer(w, number, x, shift):
+    x = jnp.tanh(jnp.einsum('BLD,DE->BLE', x, w)) + shift[:, None, None]
+    return x * number.astype(jnp.float32)
+
+  pipelined = functools.partial(
+    transformer.pipelined,
+    run_layer,
+    num_stages=2,
+    num_microbatches=2,
+    num_repeats=2,
+    unroll=False,
+    remat='nothing',
+  )
+  actual = _jit(pipelined)(weights32, x32, shift32)
+  for number, w in enumerate(weights):
+    x = (np.tanh(x @ w) + shift[:, None, None]) * number
+  np.testing.assert_allclose(actual, x, atol=1e-5)
+
+
+# ---- The loss.
+
+
+_LOSS = {
+  'x': _normal(2, 6, 5),
+  'table': 2 * _normal(7, 5, seed=1),
+  'bias': _normal(7, seed=2),
+  'targets': np.random.default_rng(1).integers(0, 7, (2, 6)),
+  'weights': np.arange(12.0).reshape(2, 6) % 4 / 2,
+}
+
+
+def _numpy_loss(cap, has_bias):
+  """Returns sum, correct, nats and the gradients of three times the sum."""
+  x, table, bias, targets, weights = _LOSS.values()
+  scores = x @ table.T + (bias if has_bias else 0)
+  logits = cap * np.tanh(scores / cap) if cap else scores
+  p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+  one_hot = np.eye(7)[targets]
+  nats = -np.log((p * one_hot).sum(-1))
+  grad = 3 * weights[..., None] * (p - one_hot)
+  if cap:
+    grad = grad * (1 - np.tanh(scores / cap) ** 2)
+  grads = [grad @ table, np.einsum('BLV,BLD->VD', grad, x), grad.sum((0, 1))]
+  correct = weights[logits.argmax(-1) == targets].sum()
+  assert 0 < correct < weights.sum()
+  return (weights * nats).sum(), correct, nats, grads[: 2 + has_bias]
+
+
+def _loss(chunks, cap, has_bias):
+  x, table, bias, targets, weights = _LOSS.values()
+  head = (*_float32(table), *(_float32(bias) if has_bias else [None]))
+
+  def loss(x, head):
+    return transformer.chunked_cross_entropy(
+      x,
+      head,
+      jnp.asarray(targets, jnp.int32),
+      *_float32(weights),
+      chunks=chunks,
+      cap=cap,
+    )
+
+  return loss, (*_float32(x), head)
+
+
+@pytest.mark.parametrize('chunks', [1, 3])
+@pytest.mark.parametrize(('cap', 'has_bias'), [(0.0, False), (2.0, True)])
+def test_cross_entropy_and_its_gradients(chunks, cap, has_bias):
+  loss, args = _loss(chunks, cap, has_bias)
+  *expected, expected_grads = _numpy_loss(cap, has_bias)
+
+  def thrice(x, head):
+    out = loss(x, head)
+    # No gradient belongs to the latter.
+    return 3 * out.total + 5 * out.correct + 7 * out.nats_BL.sum(), out
+
+  (_, out), grads = _jit(jax.value_and_grad(thrice, (0, 1), has_aux=True))(
+    *args
+  )
+  forward_only = _jit(loss)(*args)
+  for actual in (out, forward_only):
+    for a, b in zip(actual, expected, strict=True):
+      assert a.dtype == jnp.float32
+      np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+  for a, b in zip(jax.tree.leaves(grads), expected_grads, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize('chunks', [1, 3])
+def test_what_nobody_reads_of_the_loss_is_not_computed(chunks):
+  loss, args = _loss(chunks, 0.0, False)
+
+  def text(*names):
+    def f(x, head):
+      out = loss(x, head)
+      return out.total, [getattr(out, name) for name in names]
+
+    grad = _jit(jax.value_and_grad(f, (0, 1), has_aux=True))
+    return grad.lower(*args).compile().as_text()
+
+  # The likeliest token is a reduction of pairs of logit and number; the nats of
+  # all pieces are an array [pieces, B, L / pieces] that the loop carries.
+  marks = [
+    '(f32[2,2]{1,0}, s32[2,2]{1,0}) reduce',
+    'f32[3,2,2]{2,1,0} dynamic-update-slice',
+  ]
+  if chunks == 1:
+    marks = ['(f32[2,6]{1,0}, s32[2,6]{1,0}) reduce']
+  read, unread = text('correct', 'nats_BL'), text()
+  for mark in marks:
+    assert mark in read
+    assert mark not in unread
+
+
+def test_chunks_that_do_not_divide_the_sequence_are_refused():
+  loss, args = _loss(5, 0.0, False)
+  with pytest.raises(ValueError, match=r'must divide .*; got 5 for 6 tokens'):
+    loss(*args)
