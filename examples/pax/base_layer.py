@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import contextvars
 import dataclasses
+import difflib
 import enum
 import functools
 import math
@@ -43,7 +44,6 @@ import re
 from typing import Any, Self
 import zlib
 
-import fiddle as fdl
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -60,8 +60,8 @@ NON_TRAINABLE = 'non_trainable'
 # Collection -> path of the layer -> name -> array.
 Variables = dict[str, dict[str, dict[str, Any]]]
 # For each dimension of an array: a logical axis of the run's sharding
-# (`partitioning.AXIS_NAMES`), a mesh axis (`partitioning.MESH_AXES`), several of
-# these, or -1 or None where it is whole.
+# (`partitioning.AXIS_NAMES`), a mesh axis (`partitioning.MESH_AXES`), several
+# of these, or -1 or None where it is whole.
 SplitDims = Sequence[str | int | Sequence[str] | None] | None
 
 
@@ -91,17 +91,17 @@ class WeightInit:
 
   @classmethod
   def TruncatedGaussian(cls, scale: float = 1.0) -> Self:
-    """Normal with the standard deviation `scale`, cut at two of them."""
+    """Normal with the standard deviation `scale`, which is then cut at two."""
     return cls('truncated_gaussian', scale)
 
   @classmethod
   def GaussianSqrtFanIn(cls, scale: float = 1.0) -> Self:
-    """Normal; its standard deviation is `scale` over the root of the inputs."""
+    """Normal; the standard deviation is `scale` over the inputs' root."""
     return cls('gaussian_sqrt_fan_in', scale)
 
   @classmethod
   def GaussianSqrtFanOut(cls, scale: float = 1.0) -> Self:
-    """Normal; its standard deviation is `scale` over the root of the outputs."""
+    """Normal; the standard deviation is `scale` over the outputs' root."""
     return cls('gaussian_sqrt_fan_out', scale)
 
   @classmethod
@@ -129,6 +129,7 @@ class WeightInit:
     dtype: Any,
     in_axes: Sequence[int],
     out_axes: Sequence[int],
+    batch_axes: Sequence[int] = (),
   ) -> jax.Array:
     """Returns the first value.
 
@@ -137,35 +138,36 @@ class WeightInit:
       shape: its shape.
       dtype: its type.
       in_axes: dimensions over which an output sums.
-      out_axes: dimensions of the outputs. What is in neither counts as the
-        size of a filter.
+      out_axes: dimensions of the outputs.
+      batch_axes: dimensions that count several matrices, each of which starts
+        as if it were alone. What is in none of these counts as the size of a
+        filter.
     """
+    named = (*in_axes, *out_axes, *batch_axes)
+    area = math.prod(n for i, n in enumerate(shape) if i not in named)
+    fan_in = area * math.prod(shape[i] for i in in_axes)
+    fan_out = area * math.prod(shape[i] for i in out_axes)
     init = jax.nn.initializers
+
+    def uniform(limit: float) -> Callable[..., jax.Array]:
+      return functools.partial(jax.random.uniform, minval=-limit, maxval=limit)
+
     s = self.scale
-    fans = {'in_axis': tuple(in_axes), 'out_axis': tuple(out_axes)}
-    makers: dict[str, Callable[[], Any]] = {
-      'gaussian': lambda: init.normal(s),
-      'truncated_gaussian': lambda: init.truncated_normal(s),
-      'gaussian_sqrt_fan_in': lambda: init.variance_scaling(
-        s * s, 'fan_in', 'normal', **fans
-      ),
-      'gaussian_sqrt_fan_out': lambda: init.variance_scaling(
-        s * s, 'fan_out', 'normal', **fans
-      ),
-      'uniform': lambda: (
-        lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -s, s)
-      ),
-      'xavier': lambda: init.variance_scaling(
-        s * s, 'fan_avg', 'uniform', **fans
-      ),
-      'constant': lambda: init.constant(s),
+    makers: dict[str, Callable[..., jax.Array]] = {
+      'gaussian': init.normal(s),
+      'truncated_gaussian': init.truncated_normal(s),
+      'gaussian_sqrt_fan_in': init.normal(s / math.sqrt(fan_in)),
+      'gaussian_sqrt_fan_out': init.normal(s / math.sqrt(fan_out)),
+      'uniform': uniform(s),
+      'xavier': uniform(s * math.sqrt(6 / (fan_in + fan_out))),
+      'constant': init.constant(s),
     }
     if self.method not in makers:
       raise ValueError(
         f'Unknown WeightInit {self.method!r}; expected one of'
         f' {sorted(makers)}.{hparams_lib.nearest(self.method, makers)}'
       )
-    return makers[self.method]()(key, tuple(shape), dtype)
+    return makers[self.method](key, tuple(shape), dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +183,8 @@ class WeightHParams:
     fan_in_axes: dimensions over which an output sums, for `init`; None is the
       last but one (of a vector, its only one).
     fan_out_axes: dimensions of the outputs; None is the last.
+    batch_axes: dimensions that count several matrices side by side, each of
+      which starts as if it were alone.
     repeat_prefix: dimensions before `shape`, one for each level of repetition.
     repeat_prefix_split_dims_mapping: their axes.
   """
@@ -192,6 +196,7 @@ class WeightHParams:
   tensor_split_dims_mapping: SplitDims = None
   fan_in_axes: tuple[int, ...] | None = None
   fan_out_axes: tuple[int, ...] | None = None
+  batch_axes: tuple[int, ...] = ()
   repeat_prefix: tuple[int, ...] = ()
   repeat_prefix_split_dims_mapping: tuple[str | None, ...] = ()
 
@@ -259,9 +264,11 @@ class WeightHParams:
       out_axes = () if rank == 0 else (rank - 1,)
 
     def one(key: jax.Array) -> jax.Array:
-      return self.init(key, self.shape, self.dtype, in_axes, out_axes)
+      return self.init(
+        key, self.shape, self.dtype, in_axes, out_axes, self.batch_axes
+      )
 
-    for times in self.repeat_prefix:
+    for times in reversed(self.repeat_prefix):
       one = functools.partial(
         lambda key, inner, times: jax.vmap(inner)(jax.random.split(key, times)),
         inner=one,
@@ -312,11 +319,11 @@ class _Scope:
   created: dict[tuple[str, str], tuple[WeightHParams, bool]] = (
     dataclasses.field(default_factory=dict)
   )
-  # Layers that several parents have: of one Fiddle config, or with one
-  # `shared_weight_layer_id`.
-  shared: dict[Any, tuple[Any, 'BaseLayer']] = dataclasses.field(
-    default_factory=dict
-  )
+  # Layers that several parents have, by what makes them the same: a
+  # `shared_weight_layer_id`, `BaseHParams.shared`, or the unbound layer.
+  shared: dict[Any, 'BaseLayer'] = dataclasses.field(default_factory=dict)
+  # Those of them that are within a `Stacked`.
+  stacked: set[Any] = dataclasses.field(default_factory=set)
 
 
 _scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar(
@@ -331,6 +338,12 @@ def _in_scope(scope: _Scope) -> Iterator[_Scope]:
     yield scope
   finally:
     _scope.reset(token)
+
+
+_NOT_OUTSIDE = (
+  '{} cannot be the same layer as one within a stack, whose weights have one'
+  ' axis more. Share layers either within one of its layers or outside of it.'
+)
 
 
 def _current_scope(what: str) -> _Scope:
@@ -353,14 +366,32 @@ class _Theta:
     return self._layer.get_var(name)
 
 
+def _in_a_run(method: Callable[..., Any]) -> Callable[..., Any]:
+  """Says what to do if a layer without variables is called."""
+
+  @functools.wraps(method)
+  def checked(self: 'BaseLayer', *args: Any, **kwargs: Any) -> Any:
+    self._check_bound('call')
+    return method(self, *args, **kwargs)
+
+  return checked
+
+
 class _LayerMeta(type(hk.Module)):  # type: ignore[misc]
   """Lets a layer be made outside of a run, with hyperparameters only."""
 
-  def __call__(cls, hparams: Any, path: str | None = None) -> Any:
+  def __new__(cls, name: str, bases: tuple, namespace: dict) -> Any:
+    made = super().__new__(cls, name, bases, namespace)
+    for method in {'__call__', 'fprop'} & set(namespace):
+      setattr(made, method, _in_a_run(getattr(made, method)))
+    return made
+
+  def __call__(cls, hparams: Any = None, path: str | None = None) -> Any:
     if not isinstance(hparams, cls.HParams):
       raise TypeError(
         f'{cls.__name__} is made of {cls.HParams.__qualname__}; got'
-        f' {hparams!r}. Write {cls.HParams.__qualname__}(...).Instantiate().'
+        f' {_brief(hparams)}. Write'
+        f' {cls.HParams.__qualname__}(...).Instantiate().'
       )
     if path is None:
       layer = cls.__new__(cls)
@@ -418,9 +449,42 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
     self._in_setup = True
     self.setup()
     self._in_setup = False
+    mapping = hparams.weight_split_dims_mapping
+    if wrong := sorted(set(mapping) - set(self._variables)):
+      raise ValueError(
+        f'weight_split_dims_mapping of {path} names {wrong}, which are none of'
+        f' its variables {sorted(self._variables)}.'
+        + hparams_lib.nearest(wrong[0], self._variables)
+      )
 
   def __deepcopy__(self, memo: Any) -> Self:
     return self  # Nothing in it changes; and who shares it, still does.
+
+  @hk.transparent
+  def __getattr__(self, name: str) -> Any:
+    # What is not there; names with underscores are asked for by Python itself.
+    if name.startswith('_'):
+      raise AttributeError(name)
+    if 'module_name' not in vars(self):
+      raise AttributeError(
+        f'{type(self).__name__} has no {name!r} yet: outside of a run a layer'
+        ' is nothing but hyperparameters. layer.init(rng) returns variables;'
+        ' layer.apply(variables, ..., method=...) runs a method.'
+      )
+    own = sorted(self._names)
+    raise AttributeError(
+      f'{type(self).__name__} {self.module_name} has no {name!r}; `setup`'
+      f' creates {own}.{hparams_lib.nearest(name, own)}'
+    )
+
+  @hk.transparent
+  def _check_bound(self, what: str) -> None:
+    if 'module_name' not in vars(self):
+      raise RuntimeError(
+        f'Cannot {what} this {type(self).__name__}: it has no variables. From'
+        ' outside write layer.apply(layer.init(rng), ...); in another layer'
+        " create_child('name', hparams) in `setup`, and call self.name."
+      )
 
   def setup(self) -> None:
     """Creates variables and children; nothing by default."""
@@ -464,10 +528,7 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
     scope.created[path, name] = (weight, trainable)
 
     def make(*unused: Any) -> jax.Array:
-      assert scope.init_key is not None
-      # By name, so that a new variable does not change what others start as.
-      key = zlib.crc32(f'{path}/{name}'.encode())
-      return weight.make(jax.random.fold_in(scope.init_key, key))
+      return _first_value(f'{path}/{name}', weight)
 
     get = hk.get_parameter if trainable else hk.get_state
     value = get(name, weight.full_shape, weight.dtype, init=make)
@@ -478,60 +539,67 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
       )
 
   @hk.transparent
-  def create_child(self, name: str, template: Any) -> None:
+  def create_child(self, name: str, template: Any, **fields: Any) -> None:
     """Creates a layer, which becomes `self.<name>`.
 
     What it leaves open (`fprop_dtype`, `params_init`) is this layer's.
 
     Args:
       name: its name, new in this layer.
-      template: its HParams; or a Fiddle config or a layer made of one: where
-        the same comes several times in a tree, all are one layer, which has
-        its place where it comes first.
+      template: its HParams. Where a Fiddle config was used several times in
+        a tree, or a layer is in the place of its HParams, all are one layer,
+        which has its place where it comes first.
+      **fields: what this layer decides of them, such as `input_dims`.
     """
-    setattr(self, name, self._child(name, template))
+    setattr(self, name, self._child(name, template, fields))
 
   @hk.transparent
-  def create_children(self, name: str, templates: Sequence[Any]) -> None:
-    """Creates layers `name_0`, ...; `self.<name>` is the list of them."""
-    made = [self._child(f'{name}_{i}', t) for i, t in enumerate(templates)]
+  def create_children(
+    self, name: str, templates: Sequence[Any], **fields: Any
+  ) -> None:
+    """Creates layers `name_0`, ...; `self.<name>` is the list of them.
+
+    Args:
+      name: of all of them.
+      templates: one each, as for `create_child`.
+      **fields: as for `create_child`.
+    """
+    made = [
+      self._child(f'{name}_{i}', t, fields) for i, t in enumerate(templates)
+    ]
     self._reserve(name, 'create_children')
     setattr(self, name, made)
 
   @hk.transparent
-  def _child(self, name: str, template: Any) -> 'BaseLayer':
+  def _child(
+    self, name: str, template: Any, fields: Mapping[str, Any]
+  ) -> 'BaseLayer':
     scope = _current_scope('create_child')
     self._reserve(name, 'create_child')
-    # Fiddle's own objects say by being the same ones that they are shared.
-    identity: Any = None
-    if isinstance(template, fdl.Buildable | BaseLayer):
-      identity = (id(template), template)
-      if isinstance(template, fdl.Buildable):
-        template = fdl.build(template)
-      template = template.hparams
-    hparams = self._inherit(template)
-    if hparams.shared_weight_layer_id is not None:
-      identity = (hparams.shared_weight_layer_id, None)
-    if identity is None:
-      return hparams._owner(hparams, f'{self.module_name}/{name}')
-    key = identity[0]
-    if key not in scope.shared:
-      layer = hparams._owner(hparams, f'{self.module_name}/{name}')
-      # The template itself is kept, since else its id could be another's.
-      scope.shared[key] = (identity[1], layer)
-    layer = scope.shared[key][1]
+    hparams = self._inherit(template, fields)
+    shared = _identity(template, hparams)
+    path = f'{self.module_name}/{name}'
+    if shared is None:
+      return hparams._owner(hparams, path)
+    if shared in scope.stacked:
+      raise ValueError(_NOT_OUTSIDE.format(path))
+    if shared not in scope.shared:
+      scope.shared[shared] = hparams._owner(hparams, path)
+    layer = scope.shared[shared]
     if layer.hparams != hparams or type(layer) is not hparams._owner:
       raise ValueError(
-        f'Layers with shared_weight_layer_id {key!r} must have equal'
-        f' hyperparameters. {layer.module_name}'
-        f' has\n{layer.hparams.to_text()}\nbut {self.module_name}/{name}'
-        f' has\n{hparams.to_text()}'
+        f'Layers that are shared (shared_weight_layer_id is'
+        f' {hparams.shared_weight_layer_id!r}) must have equal hyperparameters.'
+        f' {path} differs from {layer.module_name} in\n'
+        + _differences(hparams, layer.hparams)
       )
     return layer
 
   @hk.transparent
-  def _inherit(self, template: Any) -> Any:
+  def _inherit(self, template: Any, fields: Mapping[str, Any]) -> Any:
     """Returns a child's hyperparameters, what they leave open filled in."""
+    if isinstance(template, BaseLayer):
+      template = template.hparams
     if not (
       isinstance(template, hparams_lib.BaseHParams)
       and isinstance(template._owner, type)
@@ -539,9 +607,9 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
     ):
       raise TypeError(
         f'A child of {type(self).__name__} is made of the HParams of a layer;'
-        f' got {template!r}.'
+        f' got {_brief(template)}.'
       )
-    p, hparams = self.hparams, template.clone()
+    p, hparams = self.hparams, template.twin().set(**fields)
     if hparams.fprop_dtype is None:
       hparams.fprop_dtype = self.fprop_dtype
     if hparams.params_init is None:
@@ -555,7 +623,7 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
         f'{type(self).__name__} calls {method}({name!r}) outside of `setup`;'
         ' what a layer has must be known without an input.'
       )
-    if name in self._names or hasattr(type(self), name):
+    if name in self._names or name in vars(self) or hasattr(type(self), name):
       raise ValueError(
         f'{type(self).__name__} has a {name!r} already; choose another name.'
       )
@@ -575,6 +643,12 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
   def do_eval(self) -> bool:
     """Whether this is an evaluation, and not training."""
     return _current_scope('do_eval').do_eval
+
+  @property
+  @hk.transparent
+  def verbosity(self) -> int:
+    """Up to which verbosity summaries are wanted; -1 is none."""
+    return _current_scope('verbosity').verbosity
 
   def get_var(self, name: str) -> jax.Array:
     """Returns the value of a variable, as it is now."""
@@ -597,6 +671,12 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
       raise ValueError(
         f'{self.module_name} cannot set {name!r}: expected one of its variables'
         f' with trainable=False, {own}.'
+      )
+    weight, _ = self._variables[name]
+    if value.shape != weight.full_shape or value.dtype != weight.dtype:
+      raise ValueError(
+        f'{self.module_name}/{name} is {jnp.dtype(weight.dtype).name}'
+        f' {weight.full_shape}; got {value.dtype.name} {value.shape}.'
       )
     hk.set_state(name, value)
 
@@ -679,13 +759,13 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
   @hk.transparent
   def boxed_init(self, rng: jax.Array, *args: Any, **kwargs: Any) -> Variables:
     """Returns `init`, each array in a `partitioning.Logical`."""
-    variables, created = self._init(rng, *args, **kwargs)
+    variables, scope = self._init(rng, *args, **kwargs)
 
     def box(path: Any, value: jax.Array) -> partitioning.Logical:
       _, module, name = (key.key for key in path)
       axes: tuple[Any, ...] = (None,) * value.ndim
-      if (module, name) in created:  # Else it is a Haiku module's own.
-        axes = created[module, name][0].axes
+      if (module, name) in scope.created:  # Else it is a Haiku module's own.
+        axes = scope.created[module, name][0].axes
       return partitioning.Logical(value, axes)
 
     return jax.tree_util.tree_map_with_path(box, variables)
@@ -693,19 +773,23 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
   @hk.transparent
   def abstract_init(self) -> dict[str, dict[str, dict[str, WeightHParams]]]:
     """Returns what each variable is, without making any."""
-    created: dict[tuple[str, str], tuple[WeightHParams, bool]] = {}
-
-    def run(rng: jax.Array) -> Variables:
-      variables, made = self._init(rng)
-      created.update(made)
-      return variables
-
-    jax.eval_shape(run, jax.random.key(0))
     tree: dict[str, Any] = {PARAMS: {}, NON_TRAINABLE: {}}
-    for (module, name), (weight, trainable) in created.items():
+    for (module, name), (weight, trainable) in self._abstract().created.items():
       collection = tree[PARAMS if trainable else NON_TRAINABLE]
       collection.setdefault(module, {})[name] = weight
     return tree
+
+  @hk.transparent
+  def _abstract(self) -> _Scope:
+    scopes = []
+
+    def run(rng: jax.Array) -> Variables:
+      variables, scope = self._init(rng)
+      scopes.append(scope)
+      return variables
+
+    jax.eval_shape(run, jax.random.key(0))
+    return scopes[0]
 
   @hk.transparent
   def num_params(self) -> int:
@@ -716,7 +800,7 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
   @hk.transparent
   def _init(
     self, rng: jax.Array, *args: Any, method: str = '__call__', **kwargs: Any
-  ) -> tuple[Variables, dict[Any, Any]]:
+  ) -> tuple[Variables, _Scope]:
     scope = _Scope(do_eval=True, verbosity=-1, init_key=rng)
 
     def run() -> None:
@@ -727,10 +811,7 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
     with _in_scope(scope):
       params, state = hk.transform_with_state(run).init(rng)
     to_dict = hk.data_structures.to_mutable_dict
-    return (
-      {PARAMS: to_dict(params), NON_TRAINABLE: to_dict(state)},
-      scope.created,
-    )
+    return {PARAMS: to_dict(params), NON_TRAINABLE: to_dict(state)}, scope
 
   @hk.transparent
   def _bind(self) -> 'BaseLayer':
@@ -768,6 +849,11 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
     Returns:
       What the method returns; with `mutable` also a `Collected`.
     """
+    if PARAMS not in variables:
+      raise ValueError(
+        f'The variables have the keys {sorted(variables)}; expected'
+        f' {[PARAMS, NON_TRAINABLE]}, as `init` returns them.'
+      )
     scope = _Scope(do_eval=do_eval, verbosity=verbosity, init_key=None)
 
     def run() -> Any:
@@ -783,12 +869,78 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
     return out, scope.collected
 
 
+def _first_value(name: str, weight: WeightHParams) -> jax.Array:
+  """Returns what a variable starts as; `name` is `<path of the layer>/w`."""
+  key = _current_scope('create_variable').init_key
+  if key is None:
+    given = [
+      f'{module}/{name}'
+      for modules in (hk.get_params(), hk.get_current_state())
+      for module, names in modules.items()
+      for name in names
+    ]
+    raise ValueError(
+      f'The variables given to `apply` have no {name}; expected those that'
+      ' `init` of a layer with the same HParams returns.'
+      f'{hparams_lib.nearest(name, given)} Got {sorted(given)}.'
+    )
+  # By name, so that a new variable does not change what others start as.
+  return weight.make(jax.random.fold_in(key, zlib.crc32(name.encode())))
+
+
 def _add(into: dict[str, Any], name: str, value: Any) -> None:
   """Adds an entry; a layer that is called twice has two."""
   unique, i = name, 1
   while unique in into:
     unique, i = f'{name}_{i}', i + 1
   into[unique] = value
+
+
+def _identity(template: Any, hparams: Any) -> Any:
+  """Returns what a layer has in common with those that it is one with."""
+  if hparams.shared_weight_layer_id is not None:
+    return hparams.shared_weight_layer_id
+  return template if isinstance(template, BaseLayer) else hparams.shared
+
+
+def _brief(value: Any) -> str:
+  """Returns what is short enough for an error."""
+  if isinstance(value, hparams_lib.BaseHParams):
+    return f'{type(value).__qualname__}(...)'
+  return repr(value)
+
+
+def _differences(a: hparams_lib.BaseHParams, b: hparams_lib.BaseHParams) -> str:
+  lines = difflib.ndiff(b.to_text().splitlines(), a.to_text().splitlines())
+  return '\n'.join(line for line in lines if line[0] in '+-')
+
+
+def remat(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
+  """`hk.remat` of what calls layers: summaries and losses come out of it.
+
+  Args:
+    fn: calls layers, within a run.
+    **kwargs: as for `jax.checkpoint`.
+  """
+
+  def run(*args: Any) -> tuple[Any, Collected]:
+    scope = _current_scope('remat')
+    outside, scope.collected = scope.collected, Collected()
+    try:
+      return fn(*args), scope.collected
+    finally:
+      scope.collected = outside
+
+  def call(*args: Any) -> Any:
+    out, collected = hk.remat(run, **kwargs)(*args)
+    into = _current_scope('remat').collected
+    for name, value in collected.summaries.items():
+      _add(into.summaries, name, value)
+    for name, value in collected.aux_losses.items():
+      _add(into.aux_losses, name, value)
+    return out
+
+  return call
 
 
 def _snake_case(name: str) -> str:
@@ -830,6 +982,7 @@ class Stacked:
     template: Any,
     times: int,
     axis: str | None = 'layers',
+    **fields: Any,
   ):
     """Creates the variables; to be called in the parent's `setup`.
 
@@ -839,37 +992,36 @@ class Stacked:
       template: HParams of the one layer; what they leave open is the parent's.
       times: how many layers.
       axis: the name of the first axis, for the sharding.
+      **fields: what the parent decides of the HParams.
     """
     scope = _current_scope('Stacked')
     parent._reserve(name, 'Stacked')
-    if isinstance(template, fdl.Buildable):
-      template = fdl.build(template)
-    if isinstance(template, BaseLayer):
-      template = template.hparams
-    hparams = parent._inherit(template).clone().set(name=name)
+    hparams = parent._inherit(template, fields)
+    root = _identity(template, hparams)
+    hparams = hparams.clone().set(name=name)
     self.times = times
     self.layer = hparams.Instantiate()
     self._path = parent.module_name
     self._weights: dict[tuple[str, str], tuple[WeightHParams, bool]] = {}
     self._bundles: dict[str, _Bundle] = {}
-    for collection, modules in self.layer.abstract_init().items():
-      for module, weights in modules.items():
+    inside = self.layer._abstract()
+    shared = {root, *inside.shared, *inside.stacked} - {None}
+    if shared & {*scope.shared, *scope.stacked}:
+      raise ValueError(_NOT_OUTSIDE.format(f'A layer of {self._path}/{name}'))
+    scope.stacked |= shared
+    for (module, key), (weight, trainable) in inside.created.items():
+      if module not in self._bundles:
         self._bundles[module] = _Bundle(f'{self._path}/{module}')
-        for key, weight in weights.items():
-          stacked = weight.repeated(times, axis)
-          trainable = collection == PARAMS
-          self._weights[module, key] = (stacked, trainable)
-          scope.created[f'{self._path}/{module}', key] = (stacked, trainable)
-          self._value(module, key)
+      stacked = (weight.repeated(times, axis), trainable)
+      self._weights[module, key] = stacked
+      scope.created[f'{self._path}/{module}', key] = stacked
+      self._value(module, key)
 
   def _value(self, module: str, key: str) -> jax.Array:
     weight, trainable = self._weights[module, key]
-    scope = _current_scope('Stacked')
 
     def make(*unused: Any) -> jax.Array:
-      assert scope.init_key is not None
-      hashed = zlib.crc32(f'{self._path}/{module}/{key}'.encode())
-      return weight.make(jax.random.fold_in(scope.init_key, hashed))
+      return _first_value(f'{self._path}/{module}/{key}', weight)
 
     return self._bundles[module].get(key, weight, trainable, make)
 

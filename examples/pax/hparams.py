@@ -18,6 +18,10 @@ The same through Fiddle, where one config that is used twice is built once:
     config.output_dims = 4
     layer = fdl.build(config)
 
+Whatever was nested in a config is HParams in what is built of it. Where one
+config was used twice, both are marked as the same (`shared`), and a copy that
+`clone` makes of the whole is marked anew.
+
 Names and behaviour are those of Praxis (Google, 2022).
 """
 
@@ -28,12 +32,22 @@ import enum
 import functools
 from typing import Any, ClassVar, Self, TypeVar
 
-import fiddle as fdl
 import numpy as np
+
+try:
+  import fiddle as fdl
+except ModuleNotFoundError as e:
+  if e.name != 'fiddle':
+    raise
+  raise ModuleNotFoundError(
+    "Pax's way to write an experiment needs Fiddle: pip install -e '.[pax]'.",
+    name='fiddle',
+  ) from e
 
 T = TypeVar('T', bound='BaseHParams')
 
 _FROZEN = '_frozen'
+_IDENTITY = '_identity'
 
 
 def nearest(name: str, names: Any) -> str:
@@ -72,6 +86,24 @@ def sub_config_field(cls: type['BaseHParams'] | None) -> Any:
   return dataclasses.field(default_factory=_SubConfig(cls))
 
 
+class _Identity:
+  """What tells hyperparameters that Fiddle built from equal ones.
+
+  Attributes:
+    uses: of how many others they became a part.
+  """
+
+  def __init__(self) -> None:
+    self.uses = 0
+
+  def __deepcopy__(self, memo: dict[Any, Any]) -> '_Identity':
+    if memo.get(_Identity):
+      return self
+    new = memo[id(self)] = _Identity()
+    new.uses = self.uses
+    return new
+
+
 class BaseHParams:
   """Hyperparameters: a dataclass, all of whose fields have names.
 
@@ -90,7 +122,15 @@ class BaseHParams:
     for part in reversed(cls.__mro__):
       fields = _annotated(part)
       overrides = set(vars(part).get('_attribute_overrides', ()))
-      if twice := sorted((fields & inherited) - overrides):
+      # Who inherits from both parts may say so as well.
+      meant = overrides.union(
+        *(
+          vars(child).get('_attribute_overrides', ())
+          for child in cls.__mro__
+          if issubclass(child, part)
+        )
+      )
+      if twice := sorted((fields & inherited) - meant):
         raise AttributeError(
           f'{cls.__qualname__} redefines {twice} of a parent. If that is meant,'
           f' add `_attribute_overrides = {tuple(twice)}`.'
@@ -109,6 +149,24 @@ class BaseHParams:
           ' _attribute_overrides.'
         )
       inherited |= fields
+    if taken := sorted(_annotated(cls) & set(dir(BaseHParams))):
+      raise AttributeError(
+        f'{cls.__qualname__} cannot have a field {taken[0]!r}: all HParams have'
+        ' something else of this name.'
+      )
+    if untyped := sorted(
+      name
+      for name, value in vars(cls).items()
+      if not name.startswith('_')
+      and name not in inherited
+      and name not in dir(BaseHParams)
+      and not callable(value)
+      and not hasattr(value, '__get__')
+    ):
+      raise AttributeError(
+        f'{cls.__qualname__}.{untyped[0]} = ... has no type and would be no'
+        f' field. Write `{untyped[0]}: type = value`.'
+      )
     dataclasses.dataclass(kw_only=True, repr=False)(cls)
 
   def __new__(cls, *unused: Any, **kwargs: Any) -> Any:
@@ -123,6 +181,12 @@ class BaseHParams:
     if not dataclasses.is_dataclass(cls):
       return []  # This class itself.
     return [field.name for field in dataclasses.fields(cls)]
+
+  def __getattr__(self, name: str) -> Any:
+    # What is not there; names with underscores are asked for by Python itself.
+    if name.startswith('_'):
+      raise AttributeError(name)
+    raise AttributeError(_unknown(type(self), name))
 
   def __setattr__(self, name: str, value: Any) -> None:
     if name not in self.names():
@@ -153,15 +217,30 @@ class BaseHParams:
   def clone(self) -> Self:
     """Returns a deep copy that can be changed, and its nested ones too.
 
-    What is in it twice is in the copy twice.
+    What is in it twice is in the copy twice. Neither the copy nor anything in
+    it is the same, for Fiddle, as before.
     """
-    return copy.deepcopy(self)
+    new = copy.deepcopy(self)
+    vars(new).pop(_IDENTITY, None)
+    return new
 
-  def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+  def twin(self) -> Self:
+    """Returns a `clone` that is the same for Fiddle."""
+    return copy.deepcopy(self, {_Identity: True})
+
+  @property
+  def shared(self) -> Any:
+    """What all copies have that are one for Fiddle; None if there is one."""
+    identity = vars(self).get(_IDENTITY)
+    return identity if identity is not None and identity.uses > 1 else None
+
+  def __deepcopy__(self, memo: dict[Any, Any]) -> Self:
     new = object.__new__(type(self))
     memo[id(self)] = new
     for name, value in self.items():
       object.__setattr__(new, name, copy.deepcopy(value, memo))
+    if (identity := vars(self).get(_IDENTITY)) is not None:
+      object.__setattr__(new, _IDENTITY, copy.deepcopy(identity, memo))
     return new
 
   def items(self) -> list[tuple[str, Any]]:
@@ -219,7 +298,7 @@ class BaseHParams:
         f'{type(self).__qualname__} belongs to no class that could be made;'
         ' HParams within a class that derives from Configurable do.'
       )
-    return self._owner(self.clone().set(**kwargs).freeze())
+    return self._owner(self.twin().set(**kwargs).freeze())
 
   @classmethod
   def config(cls, **kwargs: Any) -> fdl.Config:
@@ -233,22 +312,12 @@ class BaseHParams:
     Raises:
       AttributeError: there is no such field.
     """
-    config = _Config(cls, **kwargs)
-    for field in dataclasses.fields(cls):
-      if isinstance(field.default_factory, _SubConfig):
-        if field.name not in kwargs:
-          setattr(config, field.name, field.default_factory.cls.config())
-      elif (
-        field.default_factory is not dataclasses.MISSING
-        and field.name not in kwargs
-      ):
-        setattr(config, field.name, field.default_factory())
-    return config
+    return _filled(_Config(cls, **kwargs))
 
   @classmethod
   def partial(cls, **kwargs: Any) -> fdl.Partial:
     """Returns a Fiddle partial; built, it is a function of the other fields."""
-    return _Partial(cls, **kwargs)
+    return _filled(_Partial(cls, **kwargs))
 
   def to_text(self) -> str:
     """Returns a line for each value, `a.b.c : value`, in order of names."""
@@ -295,10 +364,8 @@ def _lines(value: Any) -> list[tuple[str, str]]:
   if isinstance(value, Configurable):
     value = value.hparams
   if isinstance(value, BaseHParams):
-    inside = [('type', _type_name(value)), *value.items()]
-  elif isinstance(value, fdl.Buildable):
-    inside = [('type', _qualified(value.__fn_or_cls__))]
-    inside += value.__arguments__.items()
+    name = _qualified(value._owner or type(value))
+    inside = [('type', _Verbatim(name)), *value.items()]
   elif isinstance(value, dict):
     inside = value.items()
   elif isinstance(value, list | tuple) and _nested(value):
@@ -308,7 +375,7 @@ def _lines(value: Any) -> list[tuple[str, str]]:
   return [
     (f'{name}.{path}' if path and path[0] != '[' else f'{name}{path}', text)
     for name, item in inside
-    for path, text in _lines(item if name != 'type' else _Verbatim(item))
+    for path, text in _lines(item)
   ]
 
 
@@ -328,20 +395,17 @@ def _text(value: Any) -> str:
   dtype = getattr(value, 'dtype', None)
   if callable(value) and isinstance(dtype, np.dtype):
     return dtype.name  # jnp.bfloat16 is no class.
-  if isinstance(value, type) or callable(value):
+  if isinstance(value, functools.partial):
+    args = [_text(value.func), *(_text(arg) for arg in value.args)]
+    args += [f'{name}={_text(arg)}' for name, arg in value.keywords.items()]
+    return f'partial({", ".join(args)})'
+  if hasattr(value, '__qualname__'):  # A class or a function.
     return _qualified(value)
   return repr(value)
 
 
 def _qualified(value: Any) -> str:
-  if isinstance(value, functools.partial):
-    return f'partial({_qualified(value.func)})'
-  name = getattr(value, '__qualname__', None) or type(value).__qualname__
-  return f'{value.__module__}.{name}'
-
-
-def _type_name(value: BaseHParams) -> str:
-  return _qualified(value._owner or type(value))
+  return f'{value.__module__}.{value.__qualname__}'
 
 
 class Configurable:
@@ -378,6 +442,8 @@ class Configurable:
         '__module__': cls.__module__,
         '__qualname__': f'{cls.__qualname__}.HParams',
       }
+      if bodies:
+        names['_attribute_overrides'] = bodies[0]._attribute_overrides
       made = type('HParams', tuple(bases), names)
     made._owner = cls
     cls.HParams = made
@@ -390,15 +456,20 @@ Configurable.HParams._owner = Configurable
 
 
 class _Named:
-  """Names the nearest field where a Fiddle config is given one it has not."""
+  """Names the nearest field where a Fiddle config is asked for one it lacks."""
 
   def __init__(self, fn_or_cls: Any, /, **kwargs: Any):
     for name in kwargs:
       _check_name(fn_or_cls, name)
     super().__init__(fn_or_cls, **kwargs)
 
+  def __getattr__(self, name: str) -> Any:
+    if not name.startswith('_'):
+      _check_name(self.__fn_or_cls__, name)
+    return super().__getattr__(name)  # type: ignore[misc]
+
   def __setattr__(self, name: str, value: Any) -> None:
-    _check_name(self.__fn_or_cls__, name)  # type: ignore[attr-defined]
+    _check_name(self.__fn_or_cls__, name)
     super().__setattr__(name, value)
 
 
@@ -410,17 +481,51 @@ def _check_name(cls: type[BaseHParams], name: str) -> None:
 class _Config(_Named, fdl.Config):
   """Builds the object, not its hyperparameters."""
 
-  def __build__(self, /, *args: Any, **kwargs: Any) -> Any:
-    return _make(self.__fn_or_cls__, *args, **kwargs)
+  def __build__(self, /, **kwargs: Any) -> Any:
+    return _make(self.__fn_or_cls__, **kwargs)
 
 
 class _Partial(_Named, fdl.Partial):
   """Builds a function that makes the object."""
 
-  def __build__(self, /, *args: Any, **kwargs: Any) -> Any:
-    return functools.partial(_make, self.__fn_or_cls__, *args, **kwargs)
+  def __build__(self, /, **kwargs: Any) -> Any:
+    return functools.partial(_make, self.__fn_or_cls__, **kwargs)
+
+
+def _filled(config: Any) -> Any:
+  """Makes those fields that a Fiddle config cannot take the defaults of."""
+  for field in dataclasses.fields(config.__fn_or_cls__):
+    factory = field.default_factory
+    if field.name in config.__arguments__:
+      continue
+    if isinstance(factory, _SubConfig):
+      setattr(config, field.name, factory.cls.config())
+    elif factory is not dataclasses.MISSING:
+      setattr(config, field.name, factory())
+  return config
 
 
 def _make(cls: type[BaseHParams], **kwargs: Any) -> Any:
-  hparams = cls(**kwargs)
+  """Makes what a Fiddle config describes."""
+  hparams = cls(**{name: _unbuilt(value) for name, value in kwargs.items()})
+  object.__setattr__(hparams, _IDENTITY, _Identity())
   return hparams if cls._owner is None else hparams.Instantiate()
+
+
+def _unbuilt(value: Any) -> Any:
+  """Returns the hyperparameters of what Fiddle built within a value.
+
+  It builds from the leaves on; but who has a template wants to complete it.
+  """
+  if isinstance(value, Configurable):
+    value = value.hparams
+  if isinstance(value, BaseHParams):
+    value = value.twin()
+    if (identity := vars(value).get(_IDENTITY)) is not None:
+      identity.uses += 1
+    return value
+  if isinstance(value, dict):
+    return {key: _unbuilt(item) for key, item in value.items()}
+  if isinstance(value, list | tuple) and not hasattr(value, '_fields'):
+    return type(value)(_unbuilt(item) for item in value)
+  return value

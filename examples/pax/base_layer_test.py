@@ -1,0 +1,649 @@
+"""Tests of layers: their variables, their children, and what runs them."""
+
+import dataclasses
+import re
+
+import fiddle as fdl
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.pax import base_layer
+from examples.pax import hparams
+from jaxline import partitioning
+
+BaseHParams = hparams.BaseHParams
+WeightHParams = base_layer.WeightHParams
+WeightInit = base_layer.WeightInit
+sub_config_field = base_layer.sub_config_field
+
+pytestmark = pytest.mark.usefixtures('compile_fast')
+
+# Of a kind that compiles fast.
+KEY = jax.random.key(0, impl='rbg')
+X = np.arange(6, dtype=np.float32).reshape(2, 3) / 5 - np.float32(0.4)
+
+
+class Linear(base_layer.BaseLayer):
+  """A product, which counts and sums up what it did."""
+
+  class HParams(BaseHParams):
+    input_dims: int = 3
+    output_dims: int = 3
+
+  def setup(self):
+    p = self.hparams
+    self.create_variable(
+      'w',
+      WeightHParams(
+        (p.input_dims, p.output_dims),
+        tensor_split_dims_mapping=('embed', 'mlp'),
+      ),
+    )
+    self.create_variable(
+      'calls',
+      WeightHParams((), init=WeightInit.Constant(0.0), dtype=jnp.int32),
+      trainable=False,
+    )
+
+  def fprop(self, x):
+    self.update_var('calls', self.theta.calls + 1)
+    self.add_summary('sum', x.sum())
+    self.add_summary('most', x.max(), verbosity=3)
+    self.add_aux_loss('square', (x * x).sum(), weight=x.shape[0])
+    return x @ self.theta.w.astype(self.fprop_dtype)
+
+
+class Two(base_layer.BaseLayer):
+  """Two layers, with tanh between them."""
+
+  class HParams(BaseHParams):
+    first: BaseHParams = sub_config_field(Linear.HParams)
+    second: BaseHParams = sub_config_field(Linear.HParams)
+
+  def setup(self):
+    self.create_child('first', self.hparams.first)
+    self.create_child('second', self.hparams.second)
+
+  def __call__(self, x):
+    return self.second(jnp.tanh(self.first(x)))
+
+
+class Stack(base_layer.BaseLayer):
+  """Layers that are run by a scan."""
+
+  class HParams(BaseHParams):
+    layer: BaseHParams = sub_config_field(Linear.HParams)
+    beside: BaseHParams | None = None
+    times: int = 3
+
+  def setup(self):
+    p = self.hparams
+    if p.beside is not None:
+      self.create_child('beside', p.beside)
+    self.stack = base_layer.Stacked(self, 'x', p.layer, p.times)
+
+  def __call__(self, x):
+    def body(x, variables):
+      return self.stack.layer.apply(variables, x, mutable=True, verbosity=9)
+
+    x, collected = jax.lax.scan(body, x, self.stack.variables())
+    self.stack.update(collected.non_trainable)
+    self.collect(jax.tree.map(jnp.sum, collected))
+    return x
+
+
+def _shapes(variables):
+  return jax.tree.map(jnp.shape, variables)
+
+
+def test_a_layer_is_two_pure_functions():
+  layer = Two.HParams(second=Linear.HParams(output_dims=4)).Instantiate()
+  variables = layer.init(KEY)
+  assert _shapes(variables) == {
+    'params': {'two/first': {'w': (3, 3)}, 'two/second': {'w': (3, 4)}},
+    'non_trainable': {
+      'two/first': {'calls': ()},
+      'two/second': {'calls': ()},
+    },
+  }
+  assert layer.num_params() == 9 + 12
+  w = [v['w'] for v in variables['params'].values()]
+  np.testing.assert_allclose(
+    layer.apply(variables, X), np.tanh(X @ w[0]) @ w[1], rtol=1e-6
+  )
+  # Without an input nothing is run; nothing is drawn of the run's key.
+  abstract = layer.abstract_init()
+  assert jax.tree.map(lambda w: w.full_shape, abstract) == _shapes(variables)
+  assert abstract['params']['two/first']['w'].init == WeightInit.Xavier()
+  again = layer.init(KEY, X)
+  jax.tree.map(np.testing.assert_array_equal, variables, again)
+  assert type(layer)(layer.hparams).hparams is layer.hparams
+  named = layer.hparams.clone().set(name='root').Instantiate()
+  assert list(named.init(KEY)['params']) == ['root/first', 'root/second']
+
+
+@pytest.mark.parametrize(
+  ('init', 'shape', 'stddev', 'limit'),
+  [
+    (WeightInit.Gaussian(0.3), (200, 50), 0.3, None),
+    (WeightInit.TruncatedGaussian(0.3), (200, 50), 0.3 * 0.87963, 0.6),
+    (WeightInit.GaussianSqrtFanIn(2.0), (200, 50), 2 / 200**0.5, None),
+    (WeightInit.GaussianSqrtFanOut(2.0), (200, 50), 2 / 50**0.5, None),
+    (WeightInit.Uniform(0.7), (200, 50), 0.7 / 3**0.5, 0.7),
+    (WeightInit.Xavier(), (200, 50), (2 / 250) ** 0.5, (6 / 250) ** 0.5),
+    # The size of a filter counts for both sides.
+    (WeightInit.Xavier(2.0), (5, 40, 50), None, 2 * (6 / 450) ** 0.5),
+    (WeightInit.Xavier(), (10_000,), None, (6 / 20_000) ** 0.5),
+    (WeightInit.Constant(1.5), (200, 50), 0.0, 1.5),
+  ],
+)
+def test_first_values(init, shape, stddev, limit):
+  weight = WeightHParams(shape, init=init, dtype=jnp.float32)
+  value = np.asarray(jax.jit(weight.make)(KEY), np.float64)
+  if stddev is None:
+    stddev = limit / 3**0.5
+  # 10,000 numbers: the deviation is known to 0.7%, the mean to 1%.
+  assert value.std() == pytest.approx(stddev, rel=0.03, abs=1e-9)
+  if limit is not None:
+    assert 0.999 * limit < np.abs(value).max() <= limit * (1 + 1e-6)
+  if init.method != 'constant':
+    assert abs(value.mean()) < 0.04 * stddev
+
+
+def test_first_values_by_axes_and_by_name():
+  weight = WeightHParams(
+    (200, 50),
+    init=WeightInit.GaussianSqrtFanIn(),
+    dtype=jnp.float32,
+    fan_in_axes=(1,),
+    fan_out_axes=(0,),
+  )
+  assert np.std(jax.jit(weight.make)(KEY)) == pytest.approx(50**-0.5, rel=0.03)
+  # Each of a stack's has its own, with the fans of one.
+  stacked = weight.repeated(2).repeated(3)
+  assert stacked.size == 6 * 200 * 50
+  assert stacked.full_shape == (3, 2, 200, 50)
+  assert stacked.axes == ('layers', 'layers', None, None)
+  flat = np.reshape(jax.jit(stacked.make)(KEY), (6, -1))
+  np.testing.assert_allclose(flat.std(axis=1), 50**-0.5, rtol=0.03)
+  assert len(np.unique(flat[:, 0])) == 6
+  with pytest.raises(ValueError, match=r"'gausian'.*Did you mean 'gaussian'"):
+    dataclasses.replace(weight, init=WeightInit('gausian')).make(KEY)
+
+  # Two variables of one shape differ; a third changes neither.
+  class Three(Linear):
+    def setup(self):
+      self.create_variable('a', WeightHParams((3, 3)))
+      super().setup()
+
+  one = Linear.HParams(name='x').Instantiate().init(KEY)['params']['x']
+  three = Three.HParams(name='x').Instantiate().init(KEY)['params']['x']
+  np.testing.assert_array_equal(one['w'], three['w'])
+  assert np.all(np.asarray(three['a']) != np.asarray(three['w']))
+  other = (
+    Linear.HParams(name='x').Instantiate().init(jax.random.key(1, impl='rbg'))
+  )
+  assert np.all(np.asarray(other['params']['x']['w']) != np.asarray(one['w']))
+
+
+def test_what_a_child_leaves_open_is_its_parents():
+  p = Two.HParams(
+    fprop_dtype=jnp.bfloat16,
+    params_init=WeightInit.Constant(0.5),
+    second=Linear.HParams(
+      params_init=WeightInit.Constant(2.0), dtype=jnp.bfloat16
+    ),
+  )
+  layer = p.Instantiate()
+  params = layer.init(KEY)['params']
+  np.testing.assert_array_equal(params['two/first']['w'], np.full((3, 3), 0.5))
+  assert params['two/first']['w'].dtype == jnp.float32
+  assert params['two/second']['w'].dtype == jnp.bfloat16
+  assert float(params['two/second']['w'][0, 0]) == 2
+  out = layer.apply(layer.init(KEY), X.astype(jnp.bfloat16))
+  assert out.dtype == jnp.bfloat16
+  # The template is as it was.
+  assert p.first.fprop_dtype is None
+  assert not p.first.is_frozen
+
+
+def test_jit_grad_vmap_and_scan():
+  layer = Two.HParams().Instantiate()
+  variables = jax.jit(layer.init)(KEY)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+    variables,
+    layer.init(KEY),
+  )
+  w0, w1 = (
+    np.asarray(v['w'], np.float64) for v in variables['params'].values()
+  )
+  rest = {'non_trainable': variables['non_trainable']}
+
+  @jax.jit
+  def run(params, x_SBD):
+    def total(params, x):
+      return layer.apply({'params': params, **rest}, x).sum()
+
+    grad = jax.grad(total)(params, x_SBD[0])
+    rows = jax.vmap(lambda x: layer.apply({'params': params, **rest}, x))
+
+    def step(carry, x):
+      out, collected = layer.apply({**carry, 'params': params}, x, mutable=True)
+      return {'non_trainable': collected.non_trainable}, out
+
+    carry, scanned = jax.lax.scan(step, rest, x_SBD)
+    return grad, rows(x_SBD), scanned, carry
+
+  x = np.stack([X, 2 * X])
+  grad, mapped, scanned, carry = run(variables['params'], x)
+  hidden = np.tanh(x @ w0)
+  np.testing.assert_allclose(mapped, hidden @ w1, rtol=1e-5)
+  np.testing.assert_allclose(scanned, hidden @ w1, rtol=1e-5)
+  np.testing.assert_allclose(
+    grad['two/first']['w'],
+    x[0].T @ ((1 - hidden[0] ** 2) * w1.sum(axis=1)),
+    rtol=1e-5,
+  )
+  assert carry['non_trainable']['two/second']['calls'] == 2
+
+
+# Shared layers.
+
+
+def _shared(how):
+  if how == 'config':
+    one = Linear.HParams.config()
+    return fdl.build(Two.HParams.config(first=one, second=one))
+  if how == 'id':
+    one = Linear.HParams(shared_weight_layer_id='one')
+  elif how == 'layer':
+    one = Linear.HParams().Instantiate()
+  else:
+    one = Linear.HParams()
+  return Two.HParams(first=one, second=one).Instantiate()
+
+
+@pytest.mark.parametrize('how', ['config', 'id', 'layer'])
+def test_a_shared_layers_gradients_add(how):
+  apart, shared = _shared('hparams'), _shared(how)
+  assert apart.num_params() == 18
+  assert shared.num_params() == 9
+  assert list(shared.init(KEY)['params']) == ['two/first']
+  w = shared.init(KEY)['params']['two/first']
+
+  def loss(layer, params):
+    variables = {'params': params, 'non_trainable': layer.init(KEY)[_STATE]}
+    return layer.apply(variables, X).sum()
+
+  both = {'two/first': w, 'two/second': w}
+  grads = jax.grad(lambda params: loss(apart, params))(both)
+  grad = jax.grad(lambda params: loss(shared, params))({'two/first': w})
+  np.testing.assert_allclose(
+    grad['two/first']['w'],
+    grads['two/first']['w'] + grads['two/second']['w'],
+    rtol=1e-6,
+  )
+  # It was called twice.
+  _, collected = shared.apply(shared.init(KEY), X, mutable=True, verbosity=2)
+  assert collected.non_trainable == {'two/first': {'calls': 2}}
+  assert sorted(collected.summaries) == ['two/first/sum', 'two/first/sum_1']
+
+
+_STATE = base_layer.NON_TRAINABLE
+
+
+def test_layers_are_shared_across_a_tree():
+  def tree(one, make, cls=Two):
+    inner = make(cls)(first=one)
+    return make(cls)(first=inner, second=make(cls)(first=inner, second=one))
+
+  # Four are one, beside the second of `inner`, which itself is twice there.
+  config = tree(Linear.HParams.config(), lambda layer: layer.HParams.config)
+  shared = fdl.build(config)
+  assert list(shared.init(KEY)['params']) == [
+    'two/first/first',
+    'two/first/second',
+  ]
+  by_id = tree(
+    Linear.HParams(shared_weight_layer_id='one'), lambda layer: layer.HParams
+  )
+  assert list(by_id.Instantiate().init(KEY)['params']) == [
+    'two/first/first',
+    'two/first/second',
+    'two/second/first/second',
+  ]
+  assert list(
+    tree(Linear.HParams(), lambda layer: layer.HParams)
+    .Instantiate()
+    .init(KEY)['params']
+  ) == [
+    'two/first/first',
+    'two/first/second',
+    'two/second/first/first',
+    'two/second/first/second',
+    'two/second/second',
+  ]
+
+
+def test_layers_of_one_template_are_not_shared():
+  class Row(base_layer.BaseLayer):
+    class HParams(BaseHParams):
+      layer: BaseHParams = sub_config_field(Two.HParams)
+
+    def setup(self):
+      template = self.hparams.layer
+      self.create_children('x', [template.clone() for _ in range(2)])
+
+    def __call__(self, x):
+      return self.x[1](self.x[0](x))
+
+  one = Linear.HParams.config()
+  config = Row.HParams.config(layer=Two.HParams.config(first=one, second=one))
+  layer = fdl.build(config)
+  assert list(layer.init(KEY)['params']) == ['row/x_0/first', 'row/x_1/first']
+  config.layer.second = Linear.HParams.config()
+  assert fdl.build(config).num_params() == 4 * 9
+
+
+def test_shared_layers_must_be_equal():
+  first = Linear.HParams(shared_weight_layer_id='one')
+  second = Linear.HParams(shared_weight_layer_id='one', output_dims=4)
+  with pytest.raises(
+    ValueError,
+    match=r"'one'\) must have equal.* two/second differs from two/first"
+    r' in\n- output_dims : 3\n\+ output_dims : 4$',
+  ):
+    Two.HParams(first=first, second=second).Instantiate().init(KEY)
+
+
+def test_a_layer_within_a_stack_is_not_one_outside():
+  one = Linear.HParams(shared_weight_layer_id='one')
+  both = Two.HParams(first=one, second=one)
+  # Within one of the stacked layers it is.
+  layer = Stack.HParams(layer=both).Instantiate()
+  assert layer.num_params() == 3 * 9
+  for p in (
+    Stack.HParams(layer=both, beside=one),
+    Two.HParams(first=Stack.HParams(layer=both), second=one),
+    Two.HParams(
+      first=Stack.HParams(layer=both), second=Stack.HParams(layer=one)
+    ),
+  ):
+    with pytest.raises(
+      ValueError, match='the same layer as one within a stack'
+    ):
+      p.Instantiate().num_params()
+
+
+# What is beside the output.
+
+
+def test_non_trainable_variables():
+  layer = Two.HParams().Instantiate()
+  variables = layer.init(KEY)
+  assert variables['non_trainable']['two/first']['calls'] == 0
+  out, collected = layer.apply(variables, X, mutable=True)
+  assert collected.non_trainable == {
+    'two/first': {'calls': 1},
+    'two/second': {'calls': 1},
+  }
+  assert variables['non_trainable']['two/first']['calls'] == 0
+  np.testing.assert_array_equal(out, layer.apply(variables, X))
+
+  class Wrong(Linear):
+    def __call__(self, name, value):
+      self.update_var(name, value)
+
+  wrong = Wrong.HParams().Instantiate()
+  for name, value, message in (
+    ('w', X, r"cannot set 'w': expected .*\['calls'\]"),
+    ('calls', jnp.zeros([]), r'wrong/calls is int32 \(\); got float32 \(\)'),
+    (
+      'calls',
+      jnp.zeros(2, int),
+      r'wrong/calls is int32 \(\); got int32 \(2,\)',
+    ),
+  ):
+    with pytest.raises(ValueError, match=message):
+      wrong.apply(wrong.init(KEY), name, value)
+
+
+def test_summaries_and_losses():
+  layer = Two.HParams(name='net').Instantiate()
+  variables = layer.init(KEY)
+
+  def collected(**kwargs):
+    return layer.apply(variables, X, mutable=True, **kwargs)[1]
+
+  assert collected().summaries == {}
+  assert collected(verbosity=1).summaries == {}
+  some = collected(verbosity=2).summaries
+  assert sorted(some) == ['net/first/sum', 'net/second/sum']
+  assert some['net/first/sum'] == X.sum()
+  every = collected(verbosity=3).summaries
+  assert every['net/first/most'] == X.max()
+  assert len(every) == 4
+  losses = collected().aux_losses
+  hidden = np.tanh(X @ variables['params']['net/first']['w'])
+  assert sorted(losses) == ['net/first/square', 'net/second/square']
+  value, weight = losses['net/second/square']
+  assert value == pytest.approx(np.sum(hidden**2), rel=1e-6)
+  assert weight == 2
+
+
+def test_a_stack_is_its_layers_one_after_another():
+  layer = Stack.HParams(layer=Two.HParams()).Instantiate()
+  variables = layer.init(KEY)
+  assert _shapes(variables) == {
+    'params': {
+      'stack/x/first': {'w': (3, 3, 3)},
+      'stack/x/second': {'w': (3, 3, 3)},
+    },
+    'non_trainable': {
+      'stack/x/first': {'calls': (3,)},
+      'stack/x/second': {'calls': (3,)},
+    },
+  }
+  boxed = layer.boxed_init(KEY)['params']['stack/x/first']['w']
+  assert boxed.axes == ('layers', 'embed', 'mlp')
+  out, collected = layer.apply(variables, X, mutable=True, verbosity=9)
+  expected, total = np.asarray(X, np.float64), 0.0
+  first, second = (
+    np.asarray(v['w'], np.float64) for v in variables['params'].values()
+  )
+  for n in range(3):
+    total += expected.sum()
+    expected = np.tanh(expected @ first[n]) @ second[n]
+  np.testing.assert_allclose(out, expected, rtol=1e-5)
+  np.testing.assert_allclose(
+    collected.summaries['stack/x/first/sum'], total, rtol=1e-5
+  )
+  assert collected.aux_losses['stack/x/second/square'][1] == 6
+  calls = collected.non_trainable['stack/x/second']['calls']
+  np.testing.assert_array_equal(calls, [1, 1, 1])
+  # A stack of stacks.
+  nested = Stack.HParams(layer=Stack.HParams(times=2)).Instantiate()
+  variables = nested.init(KEY)
+  w = np.asarray(variables['params']['stack/x/x']['w'], np.float64)
+  assert w.shape == (3, 2, 3, 3)
+  expected = X
+  for one in w.reshape(6, 3, 3):
+    expected = expected @ one
+  np.testing.assert_allclose(nested.apply(variables, X), expected, rtol=1e-5)
+
+
+def test_evaluation_and_random_numbers():
+  class Noisy(base_layer.BaseLayer):
+    def __call__(self, x):
+      if self.do_eval:
+        return x, x
+      keys = self.next_prng_key(), self.next_prng_key()
+      return tuple(jax.random.normal(key, x.shape) for key in keys)
+
+  layer = Noisy.HParams().Instantiate()
+  variables = layer.init(KEY)
+  assert layer.apply(variables, X, do_eval=True)[1] is X
+  a, b = layer.apply(variables, X, rng=KEY)
+  assert np.all(np.asarray(a) != np.asarray(b))
+  np.testing.assert_array_equal(a, layer.apply(variables, X, rng=KEY)[0])
+
+
+def test_haiku_modules_within_a_layer():
+  class Mixed(base_layer.BaseLayer):
+    def setup(self):
+      self.create_child('first', Linear.HParams())
+
+    def __call__(self, x):
+      return hk.Linear(2, name='last')(self.first(x))
+
+  layer = Mixed.HParams().Instantiate()
+  # Haiku's weights are only known with an input.
+  assert layer.num_params() == 9
+  boxed = layer.boxed_init(KEY, X)
+  assert boxed['params']['mixed/last']['w'].axes == (None, None)
+  assert boxed['params']['mixed/first']['w'].axes == ('embed', 'mlp')
+  variables = partitioning.unbox(boxed)
+  w = [variables['params'][f'mixed/{name}']['w'] for name in ('first', 'last')]
+  np.testing.assert_allclose(
+    layer.apply(variables, X), X @ w[0] @ w[1], rtol=1e-6
+  )
+
+
+# Where arrays lie.
+
+
+def test_axes():
+  def axes(**kwargs):
+    layer = Linear.HParams(**kwargs).Instantiate()
+    return layer.boxed_init(KEY)['params']['linear']['w'].axes
+
+  assert axes() == ('embed', 'mlp')
+  for mapping, expected in (
+    (None, (None, None)),
+    ((-1, 'heads'), (None, 'heads')),
+    (('mdl', ('replica', 'data')), ('mdl', ('replica', 'data'))),
+    ([['data', 'mdl'], None], (('data', 'mdl'), None)),
+  ):
+    assert axes(weight_split_dims_mapping={'w': mapping}) == expected
+  with pytest.raises(ValueError, match=r'has 1 entries.*one a dimension'):
+    axes(weight_split_dims_mapping={'w': ('data',)})
+  with pytest.raises(ValueError, match=r"names \['wight'\].*\['calls', 'w'\]"):
+    axes(weight_split_dims_mapping={'wight': ('data', None)})
+
+
+def test_a_layer_on_a_mesh():
+  class Split(Linear):
+    def fprop(self, x):
+      return self.shard(super().fprop(x), ('batch', 'mlp'))
+
+  partitioner = partitioning.Partitioner.make(
+    {'data': 2}, 'ddp', {'embed': ('data',)}
+  )
+
+  def shards(**kwargs):
+    layer = Split.HParams(input_dims=4, output_dims=4, **kwargs).Instantiate()
+    boxed = jax.eval_shape(layer.boxed_init, KEY)
+    spec = partitioner.specs(boxed)['params']['split']['w']
+    with partitioner.activate():
+      out = jax.jit(layer.apply)(layer.init(KEY), jnp.ones((4, 4)))
+    return tuple(spec), out.sharding.shard_shape(out.shape)
+
+  assert shards() == (('data', None), (2, 4))
+  assert shards(
+    weight_split_dims_mapping={'w': (None, 'data')},
+    activation_split_dims_mapping={'out': (None, 'data')},
+  ) == ((None, 'data'), (4, 2))
+  # Nothing is said of it; XLA decides.
+  assert shards(activation_split_dims_mapping={'out': None})[0][0] == 'data'
+
+
+# Errors.
+
+
+def test_what_a_layer_is_made_of():
+  with pytest.raises(
+    TypeError, match=r'Linear.HParams; got Two.HParams\(...\)'
+  ):
+    Linear(Two.HParams())
+  with pytest.raises(TypeError, match=r'got None. Write Linear.HParams\(...\)'):
+    Linear()
+  for wrong in (3, WeightInit.Xavier(), Linear.HParams.config()):
+    with pytest.raises(
+      TypeError, match='A child of Two is made of the HParams'
+    ):
+      Two.HParams(first=wrong).Instantiate().init(KEY)
+  with pytest.raises(ValueError, match='Is a size of the HParams still 0'):
+    Linear.HParams(output_dims=0).Instantiate().init(KEY)
+
+
+def test_a_layer_outside_of_a_run():
+  layer = Linear.HParams().Instantiate()
+  assert repr(layer) == 'Linear(unbound)'
+  for use in (lambda: layer(X), lambda: layer.fprop(X)):
+    with pytest.raises(RuntimeError, match=r'layer\.apply\(layer\.init\(rng\)'):
+      use()
+  with pytest.raises(AttributeError, match=r"has no 'theta' yet.*layer\.init"):
+    _ = layer.theta
+  with pytest.raises(RuntimeError, match='inside of a layer only'):
+    _ = layer.do_eval
+  with pytest.raises(RuntimeError, match='inside of a layer only'):
+    layer.add_summary('a', 1)
+
+
+def test_variables_of_another_layer():
+  layer = Linear.HParams().Instantiate()
+  variables = layer.init(KEY)
+  renamed = Linear.HParams(name='liner').Instantiate()
+  with pytest.raises(ValueError, match=r"no liner/w.*mean 'linear/w'.*Got"):
+    renamed.apply(variables, X)
+  with pytest.raises(
+    ValueError, match=r"keys \['linear'\]; expected \['params'"
+  ):
+    layer.apply(variables['params'], X)
+  with pytest.raises(ValueError, match=r'shape \(3, 3\) does not match'):
+    Linear.HParams(output_dims=4).Instantiate().apply(variables, X)
+  half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), variables['params'])
+  with pytest.raises(
+    ValueError, match='linear/w is bfloat16; expected float32'
+  ):
+    layer.apply({**variables, 'params': half}, X)
+  with pytest.raises(AttributeError, match=r"no 'aply'; `setup` creates \["):
+    layer.apply(variables, X, method='aply')
+
+
+def test_names_within_a_layer():
+  def layer(do, call=lambda self: None):
+    namespace = {'setup': do, '__call__': call}
+    made = type('Bad', (base_layer.BaseLayer,), namespace)
+    return made.HParams().Instantiate()
+
+  weight = WeightHParams((1,))
+  for name in ('apply', 'theta', 'hparams', 'name', 'a'):
+
+    def setup(self, name=name):
+      self.create_variable('a', weight)
+      self.create_child(name, Linear.HParams())
+
+    with pytest.raises(ValueError, match=f"has a '{name}' already"):
+      layer(setup).init(KEY)
+
+  late = layer(
+    lambda self: None, lambda self, x: self.create_variable('a', weight)
+  )
+  with pytest.raises(RuntimeError, match='outside of `setup`'):
+    late.init(KEY, X)
+  nothing = layer(
+    lambda self: self.create_variable('weight', weight),
+    lambda self: self.theta.wieght,
+  )
+  with pytest.raises(AttributeError, match=r"'wieght'.*Did you mean 'weight'"):
+    nothing.apply(nothing.init(KEY))
+  no_call = type('Lazy', (base_layer.BaseLayer,), {}).HParams().Instantiate()
+  with pytest.raises(
+    NotImplementedError, match=re.escape('neither `fprop` nor `__call__`')
+  ):
+    no_call.apply(no_call.init(KEY), X)

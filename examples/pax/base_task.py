@@ -1,0 +1,717 @@
+"""Tasks: a model, and how it is trained.
+
+A `SingleTask` has pure functions, which are those of a
+`sharded.ShardedExperiment`: the initial state, the loss of a batch, and the
+optimizer. Its model state is a dict:
+
+    non_trainable  variables of the model that it changes itself
+    ema            the moving average of the weights, if the learner keeps one
+    step           steps done, if the variational noise begins late
+
+Names, fields and values are those of Praxis and Paxml (Google, 2022).
+"""
+
+import abc
+from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+import math
+import pathlib
+import re
+from typing import Any
+import zlib
+
+from absl import logging
+import jax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from examples import decoding
+from examples.pax import base_layer
+from examples.pax import hparams as hparams_lib
+from examples.pax import learners
+from examples.pax import models
+from examples.pax import optimizers
+from jaxline import base_config
+from jaxline import metrics as metrics_lib
+from jaxline import sharded
+from jaxline import writers
+from jaxline.checkpoint import files
+
+BaseHParams = hparams_lib.BaseHParams
+Configurable = hparams_lib.Configurable
+WeightHParams = base_layer.WeightHParams
+sub_config_field = hparams_lib.sub_config_field
+
+EMA = 'ema'
+_STEP = 'step'
+# What is minimised, where it is none of the model's metrics.
+_LOSS = 'loss'
+
+
+# Metrics, and which of them is the loss.
+
+
+def _metric(
+  metrics: models.WeightedScalars, name: str, where: str
+) -> tuple[jax.Array, jax.Array]:
+  if name not in metrics:
+    raise ValueError(
+      f'{where} is {name!r}, but the model has no metric of that name.'
+      f'{hparams_lib.nearest(name, metrics)} It has {sorted(metrics)}.'
+    )
+  return metrics[name]
+
+
+class BaseMetrics(Configurable, abc.ABC):
+  """Says what of a model's metrics is reported."""
+
+  @abc.abstractmethod
+  def aggregate(
+    self, metrics: models.WeightedScalars
+  ) -> dict[str, metrics_lib.Mean]:
+    """Returns name -> what can be averaged over batches without a loss.
+
+    Args:
+      metrics: of one batch.
+    """
+
+
+class MeanMetrics(BaseMetrics):
+  """Weighted means of the model's metrics."""
+
+  class HParams(BaseHParams):
+    """Attributes: metric_keys: names of those to report; empty for all."""
+
+    metric_keys: Sequence[str] = ()
+
+  def aggregate(
+    self, metrics: models.WeightedScalars
+  ) -> dict[str, metrics_lib.Mean]:
+    """Returns name -> what can be averaged over batches without a loss."""
+    names = self.hparams.metric_keys or metrics
+    return {
+      name: _to_mean(*_metric(metrics, name, 'An entry of metrics.metric_keys'))
+      for name in names
+    }
+
+
+def _to_mean(value: jax.Array, weight: jax.Array) -> metrics_lib.Mean:
+  return metrics_lib.Mean.of(value, weight)
+
+
+class LossAggregator(Configurable):
+  """Minimises one of the model's metrics."""
+
+  class HParams(BaseHParams):
+    """Attributes: loss_key: its name."""
+
+    loss_key: str = 'total_loss'
+
+  def aggregate(
+    self, metrics: models.WeightedScalars
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the loss of a batch, and its weight; scalars."""
+    key = self.hparams.loss_key
+    return _metric(metrics, key, 'loss_aggregator.loss_key')
+
+
+class MultiLossAggregator(LossAggregator):
+  """Minimises a weighted sum of several metrics, which it reports as `loss`."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      loss_key: how the sum is called where it is reported.
+      loss_keys: names of the metrics.
+      loss_weights: the factor of each.
+    """
+
+    _attribute_overrides = ('loss_key',)
+    loss_key: str = _LOSS
+    loss_keys: Sequence[str] = ()
+    loss_weights: Sequence[float] = ()
+
+  def __init__(self, hparams: Any):
+    super().__init__(hparams)
+    keys, weights = hparams.loss_keys, hparams.loss_weights
+    if not keys or len(keys) != len(weights):
+      raise ValueError(
+        f'MultiLossAggregator has loss_keys {tuple(keys)} and loss_weights'
+        f' {tuple(weights)}; expected at least one key, and a weight for each.'
+      )
+
+  def aggregate(
+    self, metrics: models.WeightedScalars
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the loss of a batch, and its weight; scalars.
+
+    The weight is the first metric's, in a mean over batches.
+    """
+    p = self.hparams
+    parts = [
+      _metric(metrics, key, 'An entry of loss_aggregator.loss_keys')
+      for key in p.loss_keys
+    ]
+    terms = [
+      weight * value
+      for (value, _), weight in zip(parts, p.loss_weights, strict=True)
+    ]
+    return functools.reduce(jnp.add, terms), parts[0][1]
+
+
+# Early stopping.
+
+
+class EarlyStopping(Configurable):
+  """Ends training when a metric of the evaluations gets no better."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters of early stopping.
+
+    Attributes:
+      metric: which, as evaluation names it.
+      patience: end after so many evaluations in a row without a better value.
+      min_delta: by more than this a value must be better than the best so far.
+      higher_is_better: whether a larger value is better.
+    """
+
+    metric: str = ''
+    patience: int = 0
+    min_delta: float = 0.0
+    higher_is_better: bool = False
+
+  def __init__(self, hparams: Any):
+    super().__init__(hparams)
+    if not hparams.metric:
+      raise ValueError(
+        "early_stopping.metric is ''; set it to the name of a scalar of the"
+        ' evaluation.'
+      )
+    if type(hparams.patience) is not int or hparams.patience < 1:
+      raise ValueError(
+        f'early_stopping.patience is {hparams.patience!r}; expected an integer'
+        ' of at least 1: how many evaluations may bring nothing better.'
+      )
+    if not hparams.min_delta >= 0:
+      raise ValueError(
+        f'early_stopping.min_delta is {hparams.min_delta!r}; expected a number'
+        ' of at least 0.'
+      )
+
+  def best(self, values: Sequence[float]) -> int:
+    """Returns the place of the last value that was better than all before.
+
+    Args:
+      values: of the evaluations in order. A NaN is never better.
+
+    Returns:
+      -1 where there is none.
+    """
+    p = self.hparams
+    best, place = -math.inf, -1
+    for i, value in enumerate(values):
+      value = value if p.higher_is_better else -value
+      if value > best + p.min_delta or (place < 0 and value > best):
+        best, place = value, i
+    return place
+
+  def should_stop(self, values: Sequence[float]) -> bool:
+    """Whether to end training after evaluations with these values."""
+    return len(values) - 1 - self.best(values) >= self.hparams.patience
+
+
+class _Evaluations:
+  """What was evaluated up to now, kept over a restart of the run.
+
+  In a file beside the checkpoints: a step's checkpoint is saved before the step
+  is evaluated, so that it cannot hold the result.
+  """
+
+  def __init__(self, rule: EarlyStopping, path: pathlib.Path | None):
+    """Begins with none.
+
+    Args:
+      rule: when to stop.
+      path: the file; None keeps none.
+    """
+    self.rule = rule
+    self._path = path
+    self._values: dict[int, float] = {}
+    self._said = False
+
+  def add(self, step: int, scalars: Mapping[str, Any]) -> None:
+    """Notes the evaluation of a step."""
+    name = self.rule.hparams.metric
+    values = writers.to_scalars(scalars)
+    if name not in values:
+      raise ValueError(
+        f'early_stopping.metric is {name!r}, but evaluation returned no number'
+        f' of that name.{hparams_lib.nearest(name, values)} It returned'
+        f' {sorted(values)}.'
+      )
+    self._values[step] = float(values[name])
+    if self._path is not None and jax.process_index() == 0:
+      files.write_json(
+        self._path, {'metric': name, 'values': list(self._values.items())}
+      )
+
+  def restore(self, step: int) -> None:
+    """Goes back to what was known when training was at a step."""
+    known = dict(self._values)
+    if self._path is not None:
+      known = dict(_of_chief(self._read()))
+    self._values = {s: known[s] for s in sorted(known) if s <= step}
+    self._said = False
+
+  def _read(self) -> list[tuple[int, float]]:
+    assert self._path is not None
+    if jax.process_index() != 0 or not self._path.exists():
+      return []
+    try:
+      saved = files.read_json(self._path)
+      if saved['metric'] == self.rule.hparams.metric:
+        return [(int(step), float(value)) for step, value in saved['values']]
+      logging.warning(
+        '%s is of the metric %r; early stopping begins anew for %r.',
+        self._path,
+        saved['metric'],
+        self.rule.hparams.metric,
+      )
+    except (files.DamagedError, KeyError, TypeError, ValueError) as e:
+      logging.error('Early stopping begins anew: %s: %s', self._path, e)
+    return []
+
+  def should_stop(self) -> bool:
+    """Whether to end training; says so in the log, once."""
+    values = list(self._values.values())
+    if not self.rule.should_stop(values):
+      return False
+    if not self._said:
+      self._said = True
+      p, best = self.rule.hparams, self.rule.best(values)
+      steps = list(self._values)
+      so_far = f'{values[best]:.6g} at step {steps[best]}'
+      logging.info(
+        'Early stopping after step %d: %s is %.6g, and the last %d evaluations'
+        ' brought nothing better (by more than %g). The best was %s.',
+        steps[-1],
+        p.metric,
+        values[-1],
+        len(values) - 1 - best,
+        p.min_delta,
+        so_far if best >= 0 else 'never a number',
+      )
+    return True
+
+
+def _of_chief(pairs: list[tuple[int, float]]) -> list[tuple[int, float]]:
+  """Returns the first process's pairs, in all processes."""
+  if jax.process_count() == 1:
+    return pairs
+  count = int(multihost_utils.broadcast_one_to_all(np.int32(len(pairs))))
+  table = np.zeros([count, 2], np.float64)
+  table[: len(pairs)] = np.array(pairs).reshape(-1, 2)
+  # As bits, since JAX would make float32 of it.
+  bits = multihost_utils.broadcast_one_to_all(table.view(np.uint32))
+  table = np.asarray(bits).view(np.float64)
+  return [(int(step), float(value)) for step, value in table]
+
+
+class EarlyStoppingMixin:
+  """A `ShardedExperiment` that ends training early; to stand before it.
+
+  For `train_and_eval`, where two experiments share a state: what the one finds
+  when it evaluates ends the loop of the other, as if it had come to its last
+  step.
+  """
+
+  _evaluations: _Evaluations | None = None
+  # Those of the experiment in training, where this one evaluates for it.
+  _noted_in: _Evaluations | None = None
+
+  def set_early_stopping(self, rule: EarlyStopping.HParams | None) -> None:
+    """Sets when to stop; to be called by the constructor.
+
+    Args:
+      rule: None is never.
+    """
+    if rule is None or self.mode != 'train':
+      return
+    config = base_config.of_run()
+    path = None
+    if config.checkpointer == 'durable' and config.checkpoint_dir:
+      path = pathlib.Path(config.checkpoint_dir) / 'early_stopping.json'
+    self._evaluations = _Evaluations(optimizers.instantiate(rule), path)
+
+  def should_run_step(self, global_step: int, config: Any) -> bool:
+    """Whether to run the step of this number."""
+    if not super().should_run_step(global_step, config):
+      return False
+    return self._evaluations is None or not self._evaluations.should_stop()
+
+  def share_state(self, trained: Any) -> None:
+    """Takes over the live state of the experiment in training."""
+    super().share_state(trained)
+    self._noted_in = trained._evaluations
+
+  def evaluate(self, *, global_step: Any, rng: Any, writer: Any) -> Any:
+    """Evaluates, and notes the metric."""
+    scalars = super().evaluate(global_step=global_step, rng=rng, writer=writer)
+    if self._noted_in is not None:
+      self._noted_in.add(int(global_step), scalars)
+    return scalars
+
+  def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
+    """Restores the state, and what was known of evaluations then."""
+    step = int(snapshot_state['state'].step)
+    super().restore_from_snapshot(snapshot_state)
+    if self._evaluations is not None:
+      self._evaluations.restore(step)
+
+
+# Tasks.
+
+
+class VariationalNoise(BaseHParams):
+  """Gaussian noise on the weights in training (Graves, 2011).
+
+  Attributes:
+    vn_scale: its standard deviation; 0 is none.
+    vn_regex: regular expression that fits the start of the names of weights
+      that get it; '' for all.
+    vn_start_step: the first step with it.
+  """
+
+  vn_scale: float = 0.0
+  vn_regex: str = ''
+  vn_start_step: int = 0
+
+
+class TrainHParams(BaseHParams):
+  """Hyperparameters of how a task is trained.
+
+  Attributes:
+    learner: that of all weights.
+    num_train_steps: steps of training.
+    save_interval_steps: from checkpoint to checkpoint.
+    save_max_to_keep: how many of the newest checkpoints are kept.
+    summary_interval_steps: from log line to log line.
+    eval_interval_steps: from evaluation to evaluation.
+    async_summary_writing: log on another thread.
+    variable_norm_summary: report each weight's norm.
+    random_seed: of the weights and of what else is random in training.
+    summary_verbosity: summaries of layers with a verbosity up to this are
+      reported.
+    init_from_checkpoint_rules: directory of a run ->
+      `loading.CheckpointLoadingRules`: which of its weights a new run begins
+      with.
+  """
+
+  learner: Any = sub_config_field(learners.Learner.HParams)
+  num_train_steps: int = 10_000_000
+  save_interval_steps: int = 5000
+  save_max_to_keep: int = 10
+  summary_interval_steps: int = 100
+  eval_interval_steps: int = 100
+  async_summary_writing: bool = True
+  variable_norm_summary: bool = True
+  random_seed: int = 1234
+  summary_verbosity: int = 3
+  init_from_checkpoint_rules: dict[str, Any] = dataclasses.field(
+    default_factory=dict
+  )
+
+
+class BaseTask(Configurable):
+  """A goal, and all that is needed to come near it."""
+
+  class HParams(BaseHParams):
+    """Attributes: name: a valid identifier."""
+
+    name: str = 'task'
+
+  def __init__(self, hparams: Any):
+    super().__init__(hparams)
+    if not str(hparams.name).isidentifier():
+      raise ValueError(
+        f'The name of a task is {hparams.name!r}; expected an identifier, such'
+        " as 'language_model'."
+      )
+
+
+class SingleTask(BaseTask):
+  """A task with one model and one learner.
+
+  Attributes:
+    model: unbound.
+    learner: its learner.
+  """
+
+  class HParams(BaseHParams):
+    """Hyperparameters of a task.
+
+    Attributes:
+      model: the model, with all its layers.
+      train: how it is trained.
+      metrics: which of the model's metrics are reported.
+      loss_aggregator: what of them is minimised; None is the learner's
+        `loss_name`, or else 'total_loss'.
+      vn: variational noise.
+      early_stopping: when training ends before its last step; None is never.
+    """
+
+    model: Any = sub_config_field(None)
+    train: TrainHParams = sub_config_field(TrainHParams)
+    metrics: Any = sub_config_field(MeanMetrics.HParams)
+    loss_aggregator: Any = sub_config_field(None)
+    vn: VariationalNoise = sub_config_field(VariationalNoise)
+    early_stopping: Any = sub_config_field(None)
+
+  def __init__(self, hparams: Any):
+    super().__init__(hparams)
+    p = hparams
+    self.model: models.BaseModel = optimizers.instantiate(p.model)
+    if not isinstance(self.model, models.BaseModel):
+      raise TypeError(
+        f'The model of the task {p.name!r} is {p.model!r}; expected the HParams'
+        ' of a models.BaseModel.'
+      )
+    self._metrics: BaseMetrics = optimizers.instantiate(p.metrics)
+    self.learner = self._make_learner()
+    self._loss = self._make_loss_aggregator()
+    self._noise = optimizers.Pattern('vn.vn_regex', p.vn.vn_regex)
+    if not (p.vn.vn_scale >= 0 and p.vn.vn_start_step >= 0):
+      raise ValueError(
+        f'{p.name}.vn has vn_scale {p.vn.vn_scale} and vn_start_step'
+        f' {p.vn.vn_start_step}; expected numbers of at least 0.'
+      )
+
+  def _make_learner(self) -> learners.Learner:
+    p = self.hparams
+    given = p.train.learner
+    if isinstance(given, list | tuple):
+      if len(given) != 1:
+        raise ValueError(
+          f'The task {p.name!r} has {len(given)} learners; expected one. For'
+          ' several optimizers there is learners.MultiOptimizerLearner.'
+        )
+      given = given[0]
+    # A built one stands for its hyperparameters.
+    found = getattr(given, 'hparams', given).clone()
+    skipped = self._names_with(
+      base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
+    )
+    if skipped:
+      found.optimizer = _without_decay(found.optimizer, skipped)
+      if hasattr(found, 'auxiliary_optimizers'):
+        found.auxiliary_optimizers = [
+          _without_decay(o, skipped) for o in found.auxiliary_optimizers
+        ]
+    return found.Instantiate()
+
+  def _make_loss_aggregator(self) -> LossAggregator:
+    p, name = self.hparams, self.learner.hparams.loss_name
+    if p.loss_aggregator is None:
+      return LossAggregator.HParams(
+        **({'loss_key': name} if name else {})
+      ).Instantiate()
+    found = optimizers.instantiate(p.loss_aggregator)
+    if name not in (None, found.hparams.loss_key):
+      raise ValueError(
+        f'The task {p.name!r} has a learner with loss_name {name!r}, and a'
+        f' loss_aggregator of {found.hparams.loss_key!r}. Leave one of them'
+        ' None.'
+      )
+    return found
+
+  @functools.cached_property
+  def weights(self) -> dict[str, WeightHParams]:
+    """Name -> what the weight is."""
+    params = self.model.abstract_init()[base_layer.PARAMS]
+    names = optimizers.weight_names(params)
+    return dict(zip(names, jax.tree.leaves(params), strict=True))
+
+  def _names_with(
+    self, collection: base_layer.WeightHParamsCollection
+  ) -> list[str]:
+    return [n for n, w in self.weights.items() if collection in w.collections]
+
+  def boxed_init(self, rng: jax.Array) -> tuple[Any, dict[str, Any]]:
+    """Returns initial weights and model state, each a `partitioning.Logical`.
+
+    Args:
+      rng: a key.
+
+    Raises:
+      ValueError: there is to be noise, and `vn_regex` fits no weight.
+    """
+    variables = self.model.boxed_init(rng)
+    params = variables[base_layer.PARAMS]
+    model_state = {
+      base_layer.NON_TRAINABLE: variables[base_layer.NON_TRAINABLE]
+    }
+    if self.learner.ema_decay:
+      model_state[EMA] = params
+    vn = self.hparams.vn
+    if vn.vn_scale:
+      self._noise.check(self.weights)
+      if vn.vn_start_step:
+        model_state[_STEP] = jnp.zeros((), jnp.int32)
+    return params, model_state
+
+  def loss_fn(
+    self,
+    params: Any,
+    model_state: dict[str, Any],
+    batch: Mapping[str, Any],
+    rng: jax.Array,
+    is_training: bool,
+  ) -> tuple[jax.Array, dict[str, metrics_lib.Mean], dict[str, Any]]:
+    """Returns the loss, the metrics and the new model state of a batch.
+
+    Args:
+      params: the weights.
+      model_state: as `boxed_init` returned it, without its boxes.
+      batch: what the model takes.
+      rng: this step's key.
+      is_training: whether for training or for evaluation, which is of the
+        moving average of the weights, where there is one.
+    """
+    if is_training:
+      params = self._with_noise(params, model_state, rng)
+    else:
+      params = model_state.get(EMA, params)
+    (metrics, _), collected = self.model.apply(
+      self._variables(params, model_state),
+      batch,
+      rng=rng,
+      do_eval=not is_training,
+      mutable=True,
+      verbosity=self.hparams.train.summary_verbosity,
+    )
+    loss, weight = self._loss.aggregate(metrics)
+    means = self._metrics.aggregate(metrics)
+    if isinstance(self._loss, MultiLossAggregator):
+      means[self._loss.hparams.loss_key] = _to_mean(loss, weight)
+    for name, value in collected.summaries.items():
+      means[name] = metrics_lib.Mean.of(value)
+    if is_training:
+      model_state = {
+        **model_state,
+        base_layer.NON_TRAINABLE: collected.non_trainable,
+      }
+    return loss, means, model_state
+
+  def _variables(
+    self, params: Any, model_state: Mapping[str, Any]
+  ) -> base_layer.Variables:
+    return {
+      base_layer.PARAMS: params,
+      base_layer.NON_TRAINABLE: model_state[base_layer.NON_TRAINABLE],
+    }
+
+  def _with_noise(
+    self, params: Any, model_state: Mapping[str, Any], rng: jax.Array
+  ) -> Any:
+    """Returns the weights, with variational noise where it belongs."""
+    vn = self.hparams.vn
+    if not vn.vn_scale:
+      return params
+    scale = jnp.float32(vn.vn_scale)
+    if vn.vn_start_step:
+      scale *= (model_state[_STEP] >= vn.vn_start_step).astype(jnp.float32)
+
+    def noisy(name: str, x: jax.Array) -> jax.Array:
+      if not self._noise.fits(name):
+        return x
+      key = jax.random.fold_in(rng, zlib.crc32(f'vn/{name}'.encode()))
+      return x + scale.astype(x.dtype) * jax.random.normal(
+        key, x.shape, x.dtype
+      )
+
+    return optimizers.map_with_names(noisy, params)
+
+  def make_optimizer(self) -> optax.GradientTransformation:
+    """Returns what turns gradients into updates.
+
+    The layers in a repeated layer's weight are tensors of their own, and what
+    is in the collection SKIP_LP_REGULARIZATION has no weight decay.
+    """
+    # A pipeline's weights have two axes of layers before their own.
+    return self.learner.make(lambda name: len(self.weights[name].repeat_prefix))
+
+  def step_scalars(
+    self, state: sharded.TrainState, grads: Any, updates: Any
+  ) -> dict[str, jax.Array]:
+    """Returns scalars to log: the learner's, and the norms of the weights.
+
+    Args:
+      state: before the step.
+      grads: the gradients.
+      updates: what is added to the weights.
+    """
+    scalars = self.learner.scalars(
+      grads, updates, learners.num_updates(state.opt_state)
+    )
+    if self.hparams.train.variable_norm_summary:
+      for name, x in zip(
+        self.weights, jax.tree.leaves(state.params), strict=True
+      ):
+        scalars[f'var_norm/{name}'] = optax.tree.norm(x)
+    return scalars
+
+  def after_update(
+    self, model_state: dict[str, Any], params: Any, step: jax.Array
+  ) -> dict[str, Any]:
+    """Returns the model state after an update: average, and count of steps.
+
+    Args:
+      model_state: of `loss_fn`.
+      params: the weights after the update.
+      step: how many steps there were before it, an int32 scalar.
+    """
+    new = dict(model_state)
+    if EMA in new:
+      new[EMA] = optimizers.ema_update(
+        new[EMA], params, step, self.learner.ema_decay
+      )
+    if _STEP in new:
+      new[_STEP] = (step + 1).astype(jnp.int32)
+    return new
+
+  def decode(
+    self,
+    params: Any,
+    model_state: Mapping[str, Any],
+    batch: Mapping[str, Any],
+    rng: jax.Array | None = None,
+    options: models.DecoderHParams | decoding.Options | None = None,
+  ) -> decoding.Decoded:
+    """Continues the prompts of a batch; pure.
+
+    Args:
+      params: the weights.
+      model_state: as after `boxed_init`; of a moving average it is that which
+        decodes.
+      batch: see the model's `start_decoding`.
+      rng: a key, where tokens are drawn.
+      options: how; None is the model's own.
+    """
+    variables = self._variables(model_state.get(EMA, params), model_state)
+    return self.model.decode(variables, batch, rng, options)
+
+
+def _without_decay(optimizer: Any, names: Sequence[str]) -> Any:
+  """Returns an optimizer's hyperparameters, with weights excluded by name."""
+  found = getattr(optimizer, 'hparams', optimizer)
+  if found is None:
+    return None  # The learner itself says what is missing.
+  found = found.clone()
+  before = found.weight_decay_exclusion
+  before = (before,) if isinstance(before, str) else tuple(before)
+  own = (f'{re.escape(name)}$' for name in names)
+  return found.set(weight_decay_exclusion=(*before, *own))

@@ -1,0 +1,593 @@
+"""Tests of tasks: losses, metrics, noise, averages, and when training ends."""
+
+import functools
+import json
+import logging
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.pax import base_layer
+from examples.pax import base_task
+from examples.pax import learners
+from examples.pax import loading
+from examples.pax import models
+from examples.pax import optimizers
+from examples.pax import tasks
+from examples.pax.layers import linears
+from jaxline import base_config
+from jaxline import partitioning
+from jaxline import sharded
+from jaxline import train
+from jaxline.checkpoint import durable
+
+WeightHParams = base_layer.WeightHParams
+WeightInit = base_layer.WeightInit
+SKIP = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
+
+pytestmark = pytest.mark.usefixtures('compile_fast')
+
+KEY = jax.random.PRNGKey(0)
+FEATURES = 3
+
+
+class Line(models.BaseModel):
+  """Least squares: the weighted mean of (x w + b - y)^2."""
+
+  def setup(self):
+    one = WeightInit.Constant(1.0)
+    self.create_variable('w', WeightHParams((FEATURES,), init=one))
+    self.create_variable(
+      'b', WeightHParams((1,), init=one, collections=(SKIP,))
+    )
+    zero = WeightHParams((), init=WeightInit.Constant(0.0))
+    self.create_variable('seen', zero, trainable=False)
+
+  def compute_predictions(self, batch):
+    return {'y': batch['x'] @ self.theta.w + self.theta.b}
+
+  def compute_loss(self, predictions, batch):
+    if not self.do_eval:
+      self.update_var('seen', self.theta.seen + len(batch['x']))
+    error = predictions['y'] - batch['y']
+    weights = batch['weights']
+    self.add_summary('largest', jnp.abs(error).max(), verbosity=3)
+    self.add_summary('rare', error[0], verbosity=4)
+    mse = ((error**2 * weights).sum() / weights.sum(), weights.sum())
+    size = ((self.theta.w**2).sum(), jnp.float32(1))
+    return {'total_loss': mse, 'size': size}, {'error': error}
+
+  @base_layer.hk.transparent
+  def decode(self, variables, batch, rng=None, options=None):
+    return variables, batch, rng, options
+
+
+class Slope(models.BaseModel):
+  """A gradient of 0, and metrics of its weights: what noise does to them."""
+
+  def setup(self):
+    weight = WeightHParams((200, 100), init=WeightInit.Constant(1.0))
+    for name in ('a', 'also', 'b'):
+      self.create_variable(name, weight)
+
+  def compute_predictions(self, batch):
+    del batch
+    return {name: self.get_var(name) for name in ('a', 'also', 'b')}
+
+  def compute_loss(self, predictions, batch):
+    one = jnp.float32(1)
+    metrics = {'total_loss': (0 * predictions['a'].sum(), one)}
+    for name, x in predictions.items():
+      metrics[f'{name}_mean'] = (x.mean(), one)
+      metrics[f'{name}_variance'] = (jnp.square(x - 1.0).mean(), one)
+    return metrics, {}
+
+
+def make_task(model=None, optimizer=None, learner=None, train=None, **kwargs):
+  optimizer = optimizer or optimizers.Sgd.HParams(learning_rate=0.1)
+  learner = learner or learners.Learner.HParams(optimizer=optimizer)
+  return tasks.SingleTask.HParams(
+    model=model or Line.HParams(name='line'),
+    train=tasks.TrainHParams(learner=learner, **(train or {})),
+    **kwargs,
+  )
+
+
+def examples(seed, rows=8):
+  rng = np.random.default_rng(seed)
+  return {
+    'x': rng.normal(size=[rows, FEATURES]).astype(np.float32),
+    'y': rng.normal(size=[rows]).astype(np.float32),
+    'weights': rng.integers(0, 4, rows).astype(np.float32) + 0.5,
+  }
+
+
+def init(task):
+  return jax.jit(lambda key: partitioning.unbox(task.boxed_init(key)))(KEY)
+
+
+def error_of(w, b, batch):
+  return np.float64(batch['x']) @ w + b - np.float64(batch['y'])
+
+
+def mse(w, b, batch):
+  weights = np.float64(batch['weights'])
+  return (error_of(w, b, batch) ** 2 * weights).sum() / weights.sum()
+
+
+class Scripted(sharded.ShardedExperiment):
+  """Its `scores` are what evaluations give."""
+
+  scores = None
+
+  def evaluate(self, *, global_step, rng, writer):
+    return {'score': self.scores[global_step]}
+
+
+class Run(base_task.EarlyStoppingMixin, loading.LoadingMixin, Scripted):
+  """A task in the library's loop."""
+
+  def __init__(self, mode, init_rng, task, scores=(), dies_at=None):
+    super().__init__(mode, init_rng)
+    self.task = task.Instantiate()
+    self.set_early_stopping(self.task.hparams.early_stopping)
+    self.scores, self.dies_at = scores, dies_at
+    self.init_fn = self.task.boxed_init
+    self.loss_fn = self.task.loss_fn
+    self.make_optimizer = self.task.make_optimizer
+    self.step_scalars = self.task.step_scalars
+
+  def after_update(self, model_state, params, step):
+    return self.task.after_update(model_state, params, step - 1)
+
+  def init_fn(self, rng):
+    """Set by the constructor, as the others are."""
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    """Likewise."""
+
+  def make_optimizer(self):
+    """Likewise."""
+
+  def train_input(self):
+    step = 0
+    while True:
+      yield examples(step)
+      step += 1
+
+  def eval_input(self):
+    return [examples(100)]
+
+  def step(self, *, global_step, rng, writer):
+    if global_step == self.dies_at:
+      raise KeyboardInterrupt
+    return super().step(global_step=global_step, rng=rng, writer=writer)
+
+
+# Losses and metrics.
+
+
+def test_loss_metrics_and_state():
+  task = make_task().Instantiate()
+  params, state = init(task)
+  batch = jax.tree.map(jnp.asarray, examples(0))
+  w, b = np.ones(FEATURES), 1.0
+  run = jax.jit(task.loss_fn, static_argnums=4)
+  loss, metrics, new = run(params, state, batch, KEY, True)
+  assert loss == pytest.approx(mse(w, b, batch), rel=1e-5)
+  weight = batch['weights'].sum()
+  assert {name: m.compute() for name, m in metrics.items()} == pytest.approx(
+    {
+      'total_loss': mse(w, b, batch),
+      'size': FEATURES,
+      # Up to train.summary_verbosity, which is 3.
+      'line/largest': np.abs(error_of(w, b, batch)).max(),
+    },
+    rel=1e-5,
+  )
+  assert metrics['total_loss'].weight == weight
+  assert new == {'non_trainable': {'line': {'seen': 8}}}
+  evaluated, _, same = run(params, state, batch, KEY, False)
+  assert evaluated == loss
+  assert same == state
+
+
+def test_accumulated_steps_are_exact():
+  config = base_config.get_base_config()
+  config.gradient_accumulation_steps = 4  # Of two rows each, of other weights.
+  with base_config.building(config):
+    run = Run('train', KEY, make_task())
+  scalars = run.step(global_step=0, rng=KEY, writer=None)
+  run._close_input()
+  batch, weights = examples(0), examples(0)['weights']
+  error = error_of(np.ones(FEATURES), 1.0, batch)
+  gradient = 2 * (error * weights) @ batch['x'] / weights.sum()
+  np.testing.assert_allclose(
+    run.state.params['line']['w'], 1 - 0.1 * gradient, rtol=1e-5
+  )
+  assert scalars['total_loss'] == pytest.approx(
+    mse(np.ones(FEATURES), 1.0, batch), rel=1e-5
+  )
+
+
+def test_several_losses():
+  aggregator = tasks.MultiLossAggregator.HParams(
+    loss_keys=('total_loss', 'size'), loss_weights=(2.0, 0.5)
+  )
+  metrics = tasks.MeanMetrics.HParams(metric_keys=('size',))
+  task = make_task(
+    loss_aggregator=aggregator, metrics=metrics, train={'summary_verbosity': 0}
+  ).Instantiate()
+  params, state = init(task)
+  batch = jax.tree.map(jnp.asarray, examples(0))
+  loss, means, _ = jax.jit(task.loss_fn, static_argnums=4)(
+    params, state, batch, KEY, True
+  )
+  expected = 2 * mse(np.ones(FEATURES), 1.0, batch) + 0.5 * FEATURES
+  assert loss == pytest.approx(expected, rel=1e-5)
+  assert means.keys() == {'size', 'loss'}
+  assert means['loss'].compute() == loss
+
+
+def test_the_learner_may_name_the_loss():
+  optimizer = optimizers.Sgd.HParams(learning_rate=0.1)
+  learner = learners.Learner.HParams(optimizer=optimizer, loss_name='size')
+  task = make_task(learner=learner).Instantiate()
+  loss, _, _ = task.loss_fn(*init(task), examples(0), KEY, False)
+  assert loss == FEATURES
+  with pytest.raises(ValueError, match=r"loss_name 'size'.*'total_loss'"):
+    make_task(
+      learner=learner, loss_aggregator=tasks.LossAggregator.HParams()
+    ).Instantiate()
+
+
+@pytest.mark.parametrize(
+  ('kwargs', 'message'),
+  [
+    (
+      {'metrics': tasks.MeanMetrics.HParams(metric_keys=['sizes'])},
+      r"'sizes', but the model.*Did you mean 'size'.*\['size', 'total_loss'\]",
+    ),
+    (
+      {'loss_aggregator': tasks.LossAggregator.HParams(loss_key='loss')},
+      "loss_key is 'loss', but the model has no metric",
+    ),
+    (
+      {
+        'loss_aggregator': tasks.MultiLossAggregator.HParams(
+          loss_keys=['a', 'b'], loss_weights=[1.0]
+        )
+      },
+      'expected at least one key, and a weight for each',
+    ),
+    ({'learner': [learners.Learner.HParams()] * 2}, 'has 2 learners; expected'),
+    ({'name': 'a task'}, "'a task'; expected an identifier"),
+    ({'model': linears.Linear.HParams()}, 'the HParams of a models.BaseModel'),
+    (
+      {'vn': tasks.VariationalNoise(vn_scale=-1.0)},
+      'vn_scale -1.0 .* expected numbers of at least 0',
+    ),
+    (
+      {'vn': tasks.VariationalNoise(vn_scale=1.0, vn_regex='line/v')},
+      r"vn.vn_regex has 'line/v'.*\['line/.', 'line/.'\]",
+    ),
+  ],
+)
+def test_errors(kwargs, message):
+  with pytest.raises((ValueError, TypeError), match=message):
+    task = make_task(**kwargs).Instantiate()
+    task.loss_fn(*init(task), examples(0), KEY, False)
+
+
+# Noise, averages, optimizers.
+
+
+def test_variational_noise():
+  vn = tasks.VariationalNoise(vn_scale=0.3, vn_regex='.*/a.*', vn_start_step=2)
+  task = make_task(Slope.HParams(name='slope'), vn=vn).Instantiate()
+  params, state = init(task)
+  run = jax.jit(task.loss_fn, static_argnums=4)
+
+  def measure(state, key, is_training):
+    _, metrics, _ = run(params, state, {}, key, is_training)
+    return {name: float(m.compute()) for name, m in metrics.items()}
+
+  still = {'total_loss': 0} | {
+    f'{name}_{what}': value
+    for name in ('a', 'also', 'b')
+    for what, value in (('mean', 1), ('variance', 0))
+  }
+  assert measure(state, KEY, True) == still
+  # Of steps 0, 1, 2 it is the third.
+  state = task.after_update(state, params, jnp.int32(0))
+  assert measure(state, KEY, True) == still
+  state = task.after_update(state, params, jnp.int32(1))
+  assert measure(state, KEY, False) == still
+  noisy = measure(state, KEY, True)
+  assert noisy['b_variance'] == 0
+  assert noisy['also_variance'] == pytest.approx(0.09, rel=0.1)
+  assert noisy['also_mean'] != noisy['a_mean']
+  # Of 20,000 numbers: three standard errors.
+  assert noisy['a_mean'] == pytest.approx(1, abs=3 * 0.3 / math.sqrt(20_000))
+  assert noisy['a_variance'] == pytest.approx(0.09, rel=3 * math.sqrt(2 / 2e4))
+  assert measure(state, KEY, True) == noisy
+  other = measure(state, jax.random.PRNGKey(1), True)
+  assert other['a_mean'] != noisy['a_mean']
+
+
+def test_moving_average_in_a_run():
+  optimizer = optimizers.Sgd.HParams(learning_rate=0.1, ema_decay=0.15)
+  run = Run('train', KEY, make_task(optimizer=optimizer))
+  w, b = np.ones(FEATURES), 1.0
+  ema = w
+  for step in range(3):
+    run.step(global_step=step, rng=KEY, writer=None)
+    batch = examples(step)
+    weights = np.float64(batch['weights']) / batch['weights'].sum()
+    error = 2 * error_of(w, b, batch) * weights
+    w, b = w - 0.1 * error @ batch['x'], b - 0.1 * error.sum()
+    # At first the average forgets faster: (1 + step) / (10 + step).
+    decay = (0.1, 0.15, 0.15)[step]
+    ema = decay * ema + (1 - decay) * w
+  run._close_input()
+  state = jax.device_get(run.state)
+  np.testing.assert_allclose(state.params['line']['w'], w, rtol=1e-4)
+  np.testing.assert_allclose(state.model_state['ema']['line']['w'], ema, 1e-4)
+  assert state.model_state['non_trainable']['line']['seen'] == 24
+  # It is what is evaluated, and what decodes.
+  only = {'line': {'w': ema, 'b': state.model_state['ema']['line']['b']}}
+  loss, _, _ = run.task.loss_fn(
+    state.params, state.model_state, examples(100), KEY, False
+  )
+  expected = mse(ema, only['line']['b'], examples(100))
+  assert loss == pytest.approx(expected, rel=1e-4)
+  variables, *given = run.task.decode(
+    state.params, state.model_state, 'batch', KEY, 'options'
+  )
+  assert given == ['batch', KEY, 'options']
+  assert variables['params'] is state.model_state['ema']
+  assert variables['non_trainable'] is state.model_state['non_trainable']
+
+
+def test_weights_that_skip_regularization_do_not_decay():
+  main = optimizers.Sgd.HParams(learning_rate=1.0, decoupled_weight_decay=0.1)
+  excluding = main.clone().set(weight_decay_exclusion='.*/w')
+  zero = {'line': {'w': jnp.zeros([FEATURES]), 'b': jnp.zeros([1])}}
+  for optimizer, decay in ((main, 0.1), (excluding, 0.0)):
+    task = make_task(optimizer=optimizer).Instantiate()
+    params, _ = init(task)
+    tx = task.make_optimizer()
+    updates = jax.jit(lambda p, tx=tx: tx.update(zero, tx.init(p), p)[0])(
+      params
+    )
+    np.testing.assert_allclose(updates['line']['w'], -decay, rtol=1e-6)
+    assert (updates['line']['b'] == 0).all()
+
+
+class Deep(Line):
+  """Has a stack of stacks of layers."""
+
+  def setup(self):
+    super().setup()
+    linear = linears.Linear.HParams(input_dims=2, output_dims=2)
+    self.one = base_layer.Stacked(self, 'one', linear, 3)
+    self.two = base_layer.Stacked(self, 'two', Column.HParams(), 4)
+
+
+class Column(base_layer.BaseLayer):
+  """Has a stack of layers."""
+
+  def setup(self):
+    linear = linears.Linear.HParams(input_dims=2, output_dims=2)
+    self.rows = base_layer.Stacked(self, 'rows', linear, 3)
+
+
+def test_optimizers_hear_of_stacks():
+  task = make_task(Deep.HParams(name='deep')).Instantiate()
+  heard = []
+  task.learner.make = heard.append
+  task.make_optimizer()
+  (depth,) = heard
+  assert {name: depth(name) for name in task.weights} == {
+    'deep/w': 0,
+    'deep/b': 0,
+    'deep/one/w': 1,
+    'deep/two/rows/w': 2,
+  }
+
+
+def test_step_scalars():
+  task = make_task().Instantiate()
+  params, model_state = init(task)
+  opt_state = task.make_optimizer().init(params)
+  grads = {'line': {'w': jnp.float32([0, 3, 4]), 'b': jnp.float32([12])}}
+  scalars = task.step_scalars(
+    sharded.TrainState(jnp.int32(0), params, model_state, opt_state),
+    grads,
+    grads,
+  )
+  assert scalars == pytest.approx(
+    {
+      'learning_rate': 0.1,
+      'is_valid_step': 1,
+      'grad_norm': 13,
+      'clipped_grad_norm': 13,
+      'applied_grad_norm': 13,
+      'var_norm/line/w': math.sqrt(3),
+      'var_norm/line/b': 1,
+    }
+  )
+  quiet = make_task(train={'variable_norm_summary': False}).Instantiate()
+  assert set(scalars) - set(
+    quiet.step_scalars(
+      sharded.TrainState(jnp.int32(0), params, model_state, opt_state),
+      grads,
+      grads,
+    )
+  ) == {'var_norm/line/w', 'var_norm/line/b'}
+
+
+def test_fields_of_the_documents():
+  task = tasks.SingleTask.HParams()
+  assert task.train.learner.name == 'learner'
+  defaults = {
+    'num_train_steps': 10_000_000,
+    'save_interval_steps': 5000,
+    'save_max_to_keep': 10,
+    'summary_interval_steps': 100,
+    'eval_interval_steps': 100,
+    'async_summary_writing': True,
+    'variable_norm_summary': True,
+    'random_seed': 1234,
+    'init_from_checkpoint_rules': {},
+  }
+  assert dict(task.train.items()).items() >= defaults.items()
+  assert set(task.names()) == {
+    *('name', 'model', 'train', 'metrics', 'loss_aggregator', 'vn'),
+    'early_stopping',
+  }
+
+
+# Early stopping.
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+  ('values', 'higher', 'min_delta', 'best'),
+  [
+    ([], False, 0.0, -1),
+    ([3.0], False, 0.0, 0),
+    ([3.0, 2.0, 2.0, 2.5], False, 0.0, 1),
+    ([3.0, 2.0, 4.0, 4.5], True, 0.0, 3),
+    # 2.95 and 2.85 are no better than 3 by more than 0.2, but 2.75 is.
+    ([3.0, 2.95, 2.85, 2.75, 2.6], False, 0.2, 3),
+    ([NAN, NAN], False, 0.0, -1),
+    ([NAN, 5.0, NAN, 4.0], False, 0.0, 3),
+    ([math.inf, 5.0], False, 0.0, 1),
+    ([-1e30, 5.0], True, 1.0, 1),
+  ],
+)
+def test_the_best_evaluation(values, higher, min_delta, best):
+  rule = tasks.EarlyStopping.HParams(
+    metric='m', patience=2, higher_is_better=higher, min_delta=min_delta
+  ).Instantiate()
+  assert rule.best(values) == best
+  assert rule.should_stop(values) == (len(values) - 1 - best >= 2)
+
+
+@pytest.mark.parametrize(
+  ('kwargs', 'message'),
+  [
+    ({'patience': 1}, "metric is ''"),
+    ({'metric': 'm'}, 'patience is 0; expected an integer of at least 1'),
+    ({'metric': 'm', 'patience': 1, 'min_delta': NAN}, 'min_delta is nan'),
+  ],
+)
+def test_early_stopping_is_checked(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    tasks.EarlyStopping.HParams(**kwargs).Instantiate()
+
+
+# Step -> what its evaluation gives: the best is at 4, and at 10 three have
+# brought nothing better.
+SCORES = {2: 5.0, 4: 3.0, 6: 3.5, 8: 3.0, 10: NAN, 12: 1.0, 14: 0.0}
+
+
+def start(directory, dies_at=None, patience=3):
+  """Runs `train_and_eval`; returns the step at which it ended."""
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(directory)
+  config.training_steps = 14
+  config.interval_type = 'steps'
+  config.eval_interval = 2
+  config.save_checkpoint_interval = 2
+  config.log_tensors_interval = config.log_train_data_interval = -1
+  config.best_model_eval_metric = ''
+  config.on_config_change = 'continue'
+  rule = tasks.EarlyStopping.HParams(metric='score', patience=patience)
+  experiment = functools.partial(
+    Run,
+    task=make_task(early_stopping=rule),
+    scores=SCORES,
+    dies_at=dies_at,
+  )
+  checkpointer = durable.DurableCheckpointer(config, 'train')
+  try:
+    train.train_and_eval(experiment, config, checkpointer, None, None)
+    return checkpointer.ended()
+  finally:
+    checkpointer.close()
+
+
+def noted(directory):
+  saved = json.loads((directory / 'early_stopping.json').read_text())
+  assert saved['metric'] == 'score'
+  return [step for step, _ in saved['values']]
+
+
+def test_early_stopping_ends_a_run_that_died_in_between(tmp_path, caplog):
+  caplog.set_level(logging.INFO, 'absl')
+  # It dies after the evaluation of step 8, of which that step's checkpoint,
+  # the newest, cannot know.
+  with pytest.raises(KeyboardInterrupt):
+    start(tmp_path, dies_at=8)
+  assert noted(tmp_path) == [2, 4, 6, 8]
+  assert start(tmp_path) == 10
+  assert noted(tmp_path) == [2, 4, 6, 8, 10]
+  (line,) = [m for m in caplog.messages if m.startswith('Early stopping')]
+  assert 'after step 10: score is nan, and the last 3' in line
+  assert 'The best was 3 at step 4.' in line
+  # Started again, it has ended.
+  assert start(tmp_path, dies_at=10) == 10
+
+
+def test_evaluations_of_steps_that_run_again_are_forgotten(tmp_path):
+  path = tmp_path / 'early_stopping.json'
+  rule = tasks.EarlyStopping.HParams(metric='m', patience=1).Instantiate()
+  first = base_task._Evaluations(rule, path)
+  for step, value in ((2, 5.0), (4, 3.0), (6, 4.0)):
+    first.add(step, {'m': value})
+  assert first.should_stop()
+  again = base_task._Evaluations(rule, path)
+  again.restore(4)
+  assert not again.should_stop()
+  again.add(6, {'m': 3.5})
+  assert again.should_stop()
+  # In memory alone too.
+  alone = base_task._Evaluations(rule, None)
+  alone.add(2, {'m': 5.0})
+  alone.add(4, {'m': 6.0})
+  alone.restore(2)
+  assert not alone.should_stop()
+
+
+@pytest.mark.parametrize(
+  ('text', 'message'),
+  [
+    ('{', 'is not JSON'),
+    ('{"metric": "m"}', 'values'),
+    ('{"metric": "other", "values": []}', "is of the metric 'other'"),
+  ],
+)
+def test_a_file_of_no_use_is_reported(tmp_path, caplog, text, message):
+  path = tmp_path / 'early_stopping.json'
+  path.write_text(text)
+  rule = tasks.EarlyStopping.HParams(metric='m', patience=1).Instantiate()
+  evaluations = base_task._Evaluations(rule, path)
+  evaluations.restore(4)
+  assert not evaluations.should_stop()
+  assert 'begins anew' in caplog.text
+  assert message in caplog.text
+
+
+def test_early_stopping_needs_its_metric():
+  rule = tasks.EarlyStopping.HParams(metric='scores', patience=1)
+  evaluations = base_task._Evaluations(rule.Instantiate(), None)
+  with pytest.raises(
+    ValueError, match=r"metric is 'scores', .*Did you mean 'score'.*\['score'\]"
+  ):
+    evaluations.add(2, {'score': 1.0, 'text': 'no number'})

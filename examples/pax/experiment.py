@@ -1,0 +1,326 @@
+"""A registered experiment as this library's own kind.
+
+So all that a `ShardedExperiment` can do holds for it: checkpoints, several
+hosts, compilation ahead of time. What it does is the task's business.
+
+Shapes: B prompts, T prompt length.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from absl import logging
+import fiddle as fdl
+import jax
+import numpy as np
+import optax
+
+from examples import decoding
+from examples.pax import base_experiment
+from examples.pax import base_task
+from examples.pax import config as config_lib
+from examples.pax import experiment_registry
+from examples.pax import loading
+from jaxline import base_config
+from jaxline import sharded
+from jaxline import writers
+from jaxline.inputs import base as inputs
+from jaxline.inputs import synthetic
+from jaxline.inputs import tokenization
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """Which experiment.
+
+  Attributes:
+    exp: its name, or a suffix of it: see `experiment_registry.get`.
+    reduced: its small version.
+    constants: its constants, but for those that are keys of the run's config.
+      What is missing is as in the class.
+    decode: how `--mode=decode` continues prompts; None where it has no text.
+  """
+
+  exp: str
+  reduced: bool
+  constants: Mapping[str, Any]
+  decode: decoding.Options | None = None
+
+
+class _OverDatasets(sharded.ShardedExperiment):
+  """Reads the datasets of an experiment; evaluates on each of them."""
+
+  experiment: base_experiment.BaseExperiment
+  # While shapes are wanted and no data.
+  _wants_shapes = False
+  # The name of the dataset that is evaluated on, where there are several.
+  _selected = ''
+
+  def __init__(self, mode: str, init_rng: jax.Array):
+    super().__init__(mode, init_rng)
+    # Of datasets that are not read at the moment, what the base class keeps of
+    # one: the open input, and how many evaluations have had its batches.
+    self._kept: dict[str, tuple[Any, int]] = {}
+
+  def train_input(self) -> Any:
+    """Returns the input for training."""
+    return self._build(self._dataset(is_training=True))
+
+  def eval_input(self) -> Any:
+    """Returns the input for evaluation; of several, the selected or first."""
+    return self._build(self._dataset(is_training=False))
+
+  def _datasets(self, is_training: bool) -> list[fdl.Config]:
+    # Their batch sizes are those of a host.
+    with inputs.act_as_host(*self.partitioner.host):
+      found = self.experiment.datasets()
+    found = [d for d in found if bool(d.is_training) == is_training]
+    name = type(self.experiment).__name__
+    if not found:
+      kind = 'train' if is_training else 'evaluate'
+      raise ValueError(f'{name} has no data to {kind} on.')
+    if len(found) == 1:
+      return found
+    if is_training:
+      raise ValueError(
+        f'{name} has {len(found)} inputs for training; expected one, such as a'
+        ' MixtureInput of several.'
+      )
+    names = [d.__arguments__.get('name', '') for d in found]
+    if '' in names or len(set(names)) < len(names):
+      raise ValueError(
+        f'{name} has {len(names)} inputs for evaluation, with the names'
+        f' {names}; expected another name for each.'
+      )
+    return found
+
+  def _dataset(self, is_training: bool) -> fdl.Config:
+    found = self._datasets(is_training)
+    if is_training or not self._selected:
+      return found[0]
+    return next(d for d in found if d.name == self._selected)
+
+  def _build(self, dataset: fdl.Config) -> Any:
+    specs = self.experiment.input_specs() if self._wants_shapes else None
+    if specs is None:
+      return fdl.build(dataset)
+    return synthetic.SyntheticInput(
+      spec=specs,
+      batch_size=dataset.batch_size,
+      is_training=bool(dataset.is_training),
+    )
+
+  def abstract_batch(self, is_training: bool) -> inputs.Batch:
+    """Returns the shapes of a global batch, if possible without data."""
+    self._wants_shapes = True
+    try:
+      return super().abstract_batch(is_training)
+    finally:
+      self._wants_shapes = False
+
+  def evaluate(
+    self, *, global_step: Any, rng: Any, writer: writers.Writer | None
+  ) -> dict[str, float]:
+    """Averages the metrics over the data.
+
+    Of several datasets, over one after the other: the names of metrics begin
+    with that of the dataset then.
+    """
+
+    def one() -> dict[str, float]:
+      run = super(_OverDatasets, self).evaluate
+      return run(global_step=global_step, rng=rng, writer=writer)
+
+    datasets = self._datasets(is_training=False)
+    if len(datasets) == 1:
+      return one()
+    scalars: dict[str, float] = {}
+    for name in [dataset.name for dataset in datasets]:
+      self._selected = name
+      self._eval_source, self._num_fed = self._kept.pop(name, (None, 0))
+      try:
+        scalars |= {f'{name}/{key}': x for key, x in one().items()}
+      finally:
+        self._kept[name] = self._eval_source, self._num_fed
+        self._selected = ''
+    return scalars
+
+
+class Experiment(
+  base_task.EarlyStoppingMixin, loading.LoadingMixin, _OverDatasets
+):
+  """Runs a registered experiment.
+
+  Attributes:
+    config: which one.
+    experiment: it.
+    task: its task.
+  """
+
+  def __init__(self, mode: str, init_rng: jax.Array, config: Any):
+    """Makes the task.
+
+    Args:
+      mode: 'train', 'decode', or what evaluation was started as.
+      init_rng: the key of the initial weights.
+      config: the values of a `Config`.
+    """
+    super().__init__(mode, init_rng)
+    self.config = base_config.read(Config, config)
+    experiment = experiment_registry.get(self.config.exp)
+    if self.config.reduced:
+      experiment = experiment.reduced()
+    of_run = config_lib.constants_of(base_config.of_run())
+    experiment = experiment.with_constants({**self.config.constants, **of_run})
+    self.experiment: base_experiment.BaseExperiment = experiment(
+      num_devices=math.prod(self.partitioner.axis_sizes.values())
+    )
+    self.task: base_task.SingleTask = (
+      self.experiment.filled_task().Instantiate()
+    )
+    self._text = self.task.hparams.to_text()
+    logging.info('Task:\n%s', self._text)
+    self.set_early_stopping(self.task.hparams.early_stopping)
+    self.loading_rules = self.task.hparams.train.init_from_checkpoint_rules
+
+  def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
+    """Returns the initial weights and model state."""
+    return self.task.boxed_init(rng)
+
+  def loss_fn(
+    self,
+    params: Any,
+    model_state: Any,
+    batch: sharded.Batch,
+    rng: jax.Array,
+    is_training: bool,
+  ) -> sharded.LossOutput:
+    """Returns the task's loss and metrics."""
+    return self.task.loss_fn(params, model_state, batch, rng, is_training)
+
+  def make_optimizer(self) -> optax.GradientTransformation:
+    """Returns the learner's optimizer."""
+    return self.task.make_optimizer()
+
+  def step_scalars(
+    self, state: sharded.TrainState, grads: Any, updates: Any
+  ) -> Mapping[str, jax.Array]:
+    """Returns norms, learning rate, and what else the task reports."""
+    return self.task.step_scalars(state, grads, updates)
+
+  def after_update(self, model_state: Any, params: Any, step: Any) -> Any:
+    """Keeps the moving average of the weights, where there is one."""
+    return self.task.after_update(model_state, params, step - 1)
+
+  @property
+  def bubble_fraction(self) -> float:
+    """The part of a step in which a stage of a pipeline has nothing to do."""
+    return self.experiment.bubble_fraction()
+
+  def step(
+    self, *, global_step: Any, rng: Any, writer: writers.Writer | None
+  ) -> dict[str, Any]:
+    """Trains on the next batch; says how much that was."""
+    if int(global_step) == 0 and isinstance(writer, writers.MetricWriter):
+      writer.write_texts(0, {'task': self._text})
+    scalars = super().step(global_step=global_step, rng=rng, writer=writer)
+    return {**scalars, **self._counts}
+
+  @functools.cached_property
+  def _counts(self) -> dict[str, int]:
+    """Returns the rows and tokens of a step."""
+    batch_size = self._dataset(is_training=True).batch_size
+    rows = batch_size * self.partitioner.host[1]
+    counts = {'examples_per_step': rows}
+    specs = self.experiment.input_specs() or {}
+    if 'ids' in specs:
+      counts['tokens_per_step'] = rows * math.prod(specs['ids'][0])
+    return counts
+
+  # Decoding.
+
+  def decode(
+    self, prompts: Sequence[str], rng: jax.Array
+  ) -> list[list[dict[str, Any]]]:
+    """Continues prompts as `config.decode` says; each begins a document.
+
+    Args:
+      prompts: texts.
+      rng: a key.
+
+    Returns:
+      For each its continuations, the best first: 'text', 'score' (see
+      `decoding.Decoded`) and 'tokens', their number.
+    """
+    text, options = self.experiment.prompting(), self.config.decode
+    assert options is not None
+    options = dataclasses.replace(
+      options, stop_ids=(*options.stop_ids, text.tokenizer.document_id)
+    )
+    longest = text.max_length - options.max_decode_steps
+    if longest < 1:
+      raise ValueError(
+        f'decode.max_decode_steps is {options.max_decode_steps}, which leaves'
+        f' nothing of {text.max_length} tokens for a prompt.'
+      )
+    encoded = [
+      np.concatenate([[text.start_id], text.tokenizer.encode(prompt)])
+      for prompt in prompts
+    ]
+    batch = decoding.pad_prompts(
+      encoded, rows=self.partitioner.batch_shards, max_length=longest
+    )
+    batch = self.partitioner.put(batch, self.partitioner.batch_sharding)
+    rng = self.partitioner.put(rng, self.partitioner.replicated)
+    state = self.state
+    decoded = jax.device_get(
+      self._decode(state.params, state.model_state, *batch, rng, options)
+    )
+    return [
+      [
+        {
+          'text': _new_text(text.tokenizer, prompt, ids[:length]),
+          'score': float(score),
+          'tokens': int(length),
+        }
+        for ids, length, score in zip(*row, strict=True)
+        if length
+      ]
+      for prompt, *row in zip(encoded, *decoded, strict=False)
+    ]
+
+  @functools.cached_property
+  def _decode(self) -> Any:
+    """The task's `decode`, compiled for each shape and options."""
+
+    def decode(
+      params: Any,
+      model_state: Any,
+      prompts_BT: jax.Array,
+      lengths_B: jax.Array,
+      rng: jax.Array,
+      options: decoding.Options,
+    ) -> decoding.Decoded:
+      batch = {'ids': prompts_BT, 'lengths': lengths_B}
+      return self.task.decode(params, model_state, batch, rng, options)
+
+    return jax.jit(
+      self._in_mesh(decode),
+      static_argnums=5,
+      out_shardings=self.partitioner.replicated,
+    )
+
+
+def _new_text(
+  tokenizer: tokenization.Tokenizer, prompt: np.ndarray, new: np.ndarray
+) -> str:
+  """Returns the text of new tokens behind a prompt's."""
+  # Together: alone, a tokenizer's first word may lose the space before it.
+  before = tokenizer.decode(prompt[1:])
+  whole = tokenizer.decode(np.concatenate([prompt[1:], new]))
+  if whole.startswith(before):
+    return whole[len(before) :]
+  return tokenizer.decode(new)  # The new changed the end of the old.

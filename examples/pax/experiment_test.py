@@ -1,0 +1,269 @@
+"""Registered experiments as runs: each reduced, data, several evaluations."""
+
+import math
+
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+
+from examples.pax import config as config_lib
+from examples.pax import experiment
+from examples.pax import experiment_registry
+from examples.pax.tasks.lm import model_params
+from jaxline import base_config
+from jaxline import partitioning
+from jaxline import sharded
+from jaxline import train
+from jaxline import utils
+from jaxline import writers
+from jaxline.inputs import synthetic
+
+# One of each family; the others differ in numbers only.
+FAMILIES = (
+  'LmCloudTransformerAdamLimitSteps',
+  'C4Spmd22BAdam2xv4_8',
+  'C4SpmdPipelineGpt3SmallAdam64Replicas',
+)
+ALL = sorted(
+  name.rpartition('.')[2]
+  for name in experiment_registry.get_all()
+  if '.tasks.lm.' in name
+)
+# Smaller than `reduced`: here the time goes with compiling.
+TINY = {
+  'NUM_LAYERS': 2,
+  'MODEL_DIMS': 16,
+  'HIDDEN_DIMS': 32,
+  'NUM_HEADS': 2,
+  'DIMS_PER_HEAD': 8,
+  'MAX_SEQ_LEN': 16,
+  'PERCORE_BATCH_SIZE': 4,
+}
+LINES = 'for item in items:\n  total = total + item\n'
+
+
+@pytest.fixture(autouse=True)
+def _quickly_compiled():
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
+@pytest.fixture(autouse=True)
+def _on_one_device():
+  with partitioning.on_devices(jax.devices()[:1]):
+    yield
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """Twenty files of the same two lines."""
+  path = tmp_path_factory.mktemp('text')
+  for i in range(20):
+    (path / f'file{i}.txt').write_text(LINES * (3 + i % 4))
+  return str(path)
+
+
+@pytest.fixture
+def checkpointer(monkeypatch):
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+
+  def make(config):
+    return utils.InMemoryCheckpointer(config, 'train')
+
+  return make
+
+
+def tiny(name, **keys):
+  """Returns the config of a run that takes a second; `keys` are of its own."""
+  config = config_lib.get_config(f'{name}:reduced')
+  config.checkpointer = 'memory'
+  config.log_tensors_interval = 1
+  config.update({'training_steps': 3, 'eval_interval': 3} | keys)
+  config.experiment_kwargs.config.constants.update(TINY)
+  return config
+
+
+def make(config, mode='train'):
+  """Constructs the experiment of a run, as `train` does."""
+  config = config.copy_and_resolve_references()
+  with base_config.building(config):
+    return experiment.Experiment(
+      mode, jax.random.PRNGKey(0), **config.experiment_kwargs
+    )
+
+
+class Recorder(writers.MultiWriter):
+  """Keeps what is written."""
+
+  def __init__(self):
+    super().__init__([])
+    self.scalars, self.texts = {}, {}
+
+  def write_scalars(self, global_step, scalars):
+    self.scalars[int(global_step)] = dict(scalars)
+
+  def write_texts(self, global_step, texts):
+    self.texts.setdefault(int(global_step), {}).update(texts)
+
+
+def run(config, checkpointer):
+  """Trains, and returns what training and evaluations wrote."""
+  config = config.copy_and_resolve_references()
+  recorder, evaluations = Recorder(), Recorder()
+  train.train_and_eval(
+    experiment.Experiment, config, checkpointer(config), recorder, evaluations
+  )
+  return recorder, evaluations
+
+
+def test_it_learns_reports_and_decodes(checkpointer, folder, monkeypatch):
+  config = tiny(
+    'C4Spmd22BAdam2xv4_8', data=folder, training_steps=60, eval_interval=30
+  )
+  config.experiment_kwargs.config.constants.LR_WARMUP_STEPS = 6
+  config.experiment_kwargs.config.constants.LEARNING_RATE = 3e-2
+  config.experiment_kwargs.config.decode.max_decode_steps = 4
+  # The experiment that was trained.
+  made = []
+  monkeypatch.setattr(
+    experiment.Experiment,
+    'share_state',
+    lambda self, trained, share=experiment.Experiment.share_state: (
+      made.append(trained) or share(self, trained)
+    ),
+  )
+  recorder, evaluations = run(config, checkpointer)
+
+  assert sorted(recorder.scalars) == list(range(1, 61))
+  first, last = recorder.scalars[1], recorder.scalars[60]
+  # Untrained, it knows nothing: ln V, and what initial logits are off.
+  assert math.log(257) - 0.1 < first['total_loss'] < math.log(257) + 3
+  assert first['learning_rate'] == 0.0
+  assert first['log_pplx'] == first['total_loss'] == first['avg_xent']
+  assert recorder.scalars[4]['learning_rate'] == pytest.approx(3e-2 * 3 / 6)
+  assert (first['examples_per_step'], first['tokens_per_step']) == (4, 64)
+  assert any(name.startswith('var_norm/') for name in first)
+  assert last['total_loss'] < 1.2
+  # Of held-out files, which are of the same lines.
+  assert sorted(evaluations.scalars) == [30, 60]
+  assert evaluations.scalars[60]['log_pplx'] < 1.2
+  assert evaluations.scalars[60]['fraction_of_correct_next_step_preds'] > 0.6
+  # What was configured.
+  assert 'model.lm_tpl.vocab_size : 257' in recorder.texts[0]['task']
+  assert 'train.num_train_steps : 60' in recorder.texts[0]['task']
+
+  (trained,) = made
+  prompts = ['for it', 'f']
+  continued = trained.decode(prompts, jax.random.key(0))
+  assert [len(c) for c in continued] == [1, 1]
+  for ((found,),) in zip(continued, strict=True):
+    assert found['tokens'] == len(found['text'].encode()) == 4
+    assert found['score'] < 0
+  with pytest.raises(ValueError, match='Prompt 2 of 2 has 14 tokens'):
+    trained.decode(['f', 'for item in i'], jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+  'name',
+  ['LmCloudTransformerAdamLimitSteps', 'C4SpmdPipelineGpt3SmallAdam64Replicas'],
+)
+def test_a_step_can_be_traced_without_data(name):
+  config = tiny(name, data='c4')
+  made = make(config)
+  batch = made.abstract_batch(is_training=True)
+  assert {k: x.shape for k, x in batch.items()} == dict.fromkeys(
+    (
+      'ids',
+      'labels',
+      'paddings',
+      'segment_ids',
+      'segment_pos',
+      'weights',
+    ),
+    (4, 16),
+  )
+  state, scalars = jax.eval_shape(
+    made.compiled_train_step, made.abstract_state(), batch, made.abstract_rng()
+  )
+  assert scalars['total_loss'].shape == ()
+  if 'Pipeline' in name:  # Of 2 stages and 2 microbatches.
+    assert made.bubble_fraction == pytest.approx(1 / 3)
+  with pytest.raises(ValueError, match=r'hf download.*--config\.data=stdlib'):
+    made.train_input()
+
+
+def test_shapes_without_data_are_those_of_the_data(folder):
+  made = make(tiny('C4Spmd1BAdam4Replicas', data=folder))
+  without = made.abstract_batch(is_training=True)
+  batch = next(made.train_input())
+  assert {k: (x.shape, x.dtype) for k, x in batch.items()} == {
+    k: (x.shape, x.dtype) for k, x in without.items()
+  }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ALL)
+def test_reduced(name, checkpointer):
+  """Each trains on what it is for, three steps, and evaluates."""
+  recorder, evaluations = run(tiny(name), checkpointer)
+  losses = [float(recorder.scalars[i]['total_loss']) for i in (1, 2, 3)]
+  assert losses[2] < losses[0]
+  assert losses[0] < math.log(257) + 3
+  assert np.isfinite(evaluations.scalars[3]['log_pplx'])
+
+
+class _TwoSets(model_params.LmExperiment):
+  """Evaluates on two datasets, one of which goes on at each evaluation."""
+
+  def datasets(self):
+    train_data, _ = super().datasets()
+    rolling = fdl.Config(
+      synthetic.SyntheticInput,
+      name='rolling',
+      kind='random',
+      size=64,
+      length=16,
+      batch_size=4,
+      eval_loop_num_batches=2,
+    )
+    whole = fdl.copy_with(
+      rolling,
+      name='whole',
+      size=8,
+      reset_for_eval=True,
+      eval_loop_num_batches=None,
+    )
+    return [train_data, rolling, whole]
+
+
+def test_several_datasets_have_metrics_of_their_own(monkeypatch):
+  given = {'rolling': [], 'whole': []}
+
+  def evaluate(self, *, global_step, rng, writer):
+    source, batches = self._open_eval_input()
+    batches = list(batches)
+    given[source.name].append([batch.ids for batch in batches])
+    return {'log_pplx': float(len(batches))}
+
+  monkeypatch.setattr(sharded.ShardedExperiment, 'evaluate', evaluate)
+  made = make(tiny('LmCloudSpmd2BLimitSteps'))
+  constants = type(made.experiment).constants()
+  made.experiment = _TwoSets.with_constants(constants)(1)
+  for made.num_evaluated in (0, 1, 2):
+    scalars = made.evaluate(global_step=0, rng=None, writer=None)
+    assert scalars == {'rolling/log_pplx': 2.0, 'whole/log_pplx': 2.0}
+  # The one gives the same each time, the other what follows.
+  source = fdl.build(made.experiment.datasets()[1])
+  expected = [[next(source).ids for _ in range(2)] for _ in range(3)]
+  np.testing.assert_array_equal(given['rolling'], expected)
+  assert not np.array_equal(expected[0], expected[1])
+  np.testing.assert_array_equal(given['whole'][0], given['whole'][1])
+
+  del (twice := made.experiment.datasets())[0]
+  monkeypatch.setattr(_TwoSets, 'datasets', lambda self: [twice[0], twice[0]])
+  with pytest.raises(ValueError, match="names \\['rolling', 'rolling'\\]"):
+    made.evaluate(global_step=0, rng=None, writer=None)
+  with pytest.raises(ValueError, match='no data to train on'):
+    made.train_input()

@@ -1,0 +1,484 @@
+"""Tests of hyperparameters, by themselves and through Fiddle."""
+
+import copy
+import dataclasses
+import enum
+import functools
+import pickle
+
+import fiddle as fdl
+from fiddle import diffing
+from fiddle import printing
+import jax.numpy as jnp
+import pytest
+
+from examples.pax import base_layer
+from examples.pax import hparams
+from examples.pax.layers import activations
+
+BaseHParams = hparams.BaseHParams
+ReLU = activations.ReLU
+sub_config_field = base_layer.sub_config_field
+
+# The snippets of Pax's documents, as they are written there.
+
+
+class Linear(base_layer.BaseLayer):
+  """Linear layer without bias."""
+
+  class HParams(BaseHParams):
+    """Associated hyperparams for this layer class.
+
+    Attributes:
+      input_dims: Depth of the input.
+      output_dims: Depth of the output.
+    """
+
+    input_dims: int = 0
+    output_dims: int = 0
+
+
+class FeedForward(base_layer.BaseLayer):
+  """Feedforward layer with activation."""
+
+  class HParams(BaseHParams):
+    """Associated hyperparams for this layer class.
+
+    Attributes:
+      input_dims: Depth of the input.
+      output_dims: Depth of the output.
+      has_bias: Adds bias weights or not.
+      linear_tpl: Linear layer params.
+      activation_tpl: Activation layer params.
+    """
+
+    input_dims: int = 0
+    output_dims: int = 0
+    has_bias: bool = True
+    linear_tpl: BaseHParams = sub_config_field(Linear.HParams)
+    activation_tpl: activations.BaseActivation.HParams = sub_config_field(
+      ReLU.HParams
+    )
+
+
+def test_the_documents_fiddle_snippet():
+  fdl_config = Linear.HParams.config(input_dims=1, output_dims=1)
+  with pytest.raises(AttributeError, match="Did you mean 'input_dims'"):
+    fdl_config.input_dimz = 31337
+  layer = fdl.build(fdl_config)
+  assert isinstance(layer, Linear)
+  assert layer.hparams == Linear.HParams(input_dims=1, output_dims=1)
+
+  fdl_partial = Linear.HParams.partial(input_dims=1)
+  layer = fdl.build(fdl_partial)(output_dims=5)
+  assert isinstance(layer, Linear)
+  assert layer.hparams == Linear.HParams(input_dims=1, output_dims=5)
+
+
+def test_a_parents_fields_need_not_be_named():
+  p = FeedForward.HParams(has_bias=False, fprop_dtype=jnp.bfloat16)
+  assert p.dtype is jnp.float32
+  assert p.names()[-5:] == [
+    'input_dims',
+    'output_dims',
+    'has_bias',
+    'linear_tpl',
+    'activation_tpl',
+  ]
+  assert dataclasses.is_dataclass(p)
+  assert isinstance(p, base_layer.BaseLayer.HParams)
+  assert isinstance(p.linear_tpl, Linear.HParams)
+  assert isinstance(p.activation_tpl, activations.BaseActivation.HParams)
+  # Every owner has its own.
+  assert p.linear_tpl is not FeedForward.HParams().linear_tpl
+
+
+# What follows needs no layers.
+
+
+class Colour(enum.Enum):
+  RED = 1
+
+
+class Leaf(hparams.Configurable):
+  class HParams(BaseHParams):
+    size: int = 0
+    colour: Colour = Colour.RED
+
+
+class Tree(hparams.Configurable):
+  class HParams(BaseHParams):
+    """Of a tree."""
+
+    left: BaseHParams = sub_config_field(Leaf.HParams)
+    right: BaseHParams | None = sub_config_field(None)
+    others: list = dataclasses.field(default_factory=list)
+    by_name: dict = dataclasses.field(default_factory=dict)
+
+
+class Tall(Tree):
+  class HParams(BaseHParams):
+    height: float = 1.5
+
+
+class Taller(Tall):
+  pass
+
+
+def _tree(**kwargs):
+  return Tree.HParams(
+    right=Leaf.HParams(size=1),
+    others=[Leaf.HParams(size=2), (Leaf.HParams(size=3), 'text')],
+    by_name={'a': Leaf.HParams(size=4)},
+    **kwargs,
+  )
+
+
+def _leaves(tree):
+  return [
+    tree.left,
+    tree.right,
+    tree.others[0],
+    tree.others[1][0],
+    tree.by_name['a'],
+  ]
+
+
+@pytest.mark.parametrize(
+  'use',
+  [
+    lambda: Leaf.HParams(sise=3),
+    lambda: setattr(Leaf.HParams(), 'sise', 3),
+    lambda: Leaf.HParams().set(sise=3),
+    lambda: Leaf.HParams().sise,
+    lambda: Leaf.HParams().Instantiate(sise=3),
+    lambda: Leaf.HParams.config(sise=3),
+    lambda: setattr(Leaf.HParams.config(), 'sise', 3),
+    lambda: Leaf.HParams.config().sise,
+    lambda: Leaf.HParams.partial(sise=3),
+    lambda: fdl.build(Leaf.HParams.partial())(sise=3),
+    lambda: setattr(Tree.HParams.config().left, 'sise', 3),
+  ],
+)
+def test_a_typo_names_the_nearest_field(use):
+  with pytest.raises(
+    AttributeError,
+    match=r"Leaf.HParams has no field 'sise'. Did you mean 'size'\? Its fields"
+    r" are \['colour', 'size'\]",
+  ):
+    use()
+
+
+def test_a_field_cannot_be_deleted():
+  with pytest.raises(AttributeError, match='cannot be deleted'):
+    del Leaf.HParams().size
+
+
+def test_frozen_is_all_that_is_nested():
+  tree = _tree()
+  assert not tree.is_frozen
+  assert tree.freeze() is tree
+  for nested in tree, *_leaves(tree):
+    assert nested.is_frozen
+    with pytest.raises(AttributeError, match=r'is frozen.*clone\(\)'):
+      setattr(nested, nested.names()[0], 7)
+
+
+def test_a_clone_can_be_changed_and_has_all_anew():
+  tree = _tree().freeze()
+  clone = tree.clone()
+  assert clone == tree
+  assert clone is not tree
+  for old, new in zip(_leaves(tree), _leaves(clone), strict=True):
+    new.size += 10
+    assert new.size == old.size + 10
+  assert clone != tree
+  twice = Leaf.HParams()
+  clone = Tree.HParams(left=twice, right=twice).clone()
+  assert clone.left is clone.right
+  assert pickle.loads(pickle.dumps(tree)) == tree
+  assert copy.copy(tree) == tree
+
+
+def test_instantiate_copies_and_freezes():
+  tree = _tree()
+  made = tree.Instantiate(left=Leaf.HParams(size=9))
+  assert type(made) is Tree
+  assert made.hparams.is_frozen
+  assert made.hparams.left.size == 9
+  assert tree.left.size == 0
+  tree.right.size = 5
+  assert made.hparams.right.size == 1
+
+  class Plain(BaseHParams):
+    size: int = 0
+
+  with pytest.raises(TypeError, match='belongs to no class'):
+    Plain().Instantiate()
+  assert fdl.build(Plain.config(size=3)) == Plain(size=3)
+
+
+def test_inheritance_over_two_levels():
+  assert Tall.HParams().names() == [*Tree.HParams().names(), 'height']
+  assert Taller.HParams().names() == Tall.HParams().names()
+  assert type(Taller.HParams().Instantiate()) is Taller
+  assert type(Tall.HParams().Instantiate()) is Tall
+  assert isinstance(Taller.HParams(), Tall.HParams)
+  assert Tree.HParams.__doc__ == 'Of a tree.'
+
+  class Explicit(Tall):
+    class HParams(Tall.HParams):
+      depth: int = 2
+
+  assert Explicit.HParams().names() == [*Tall.HParams().names(), 'depth']
+  assert type(Explicit.HParams().Instantiate()) is Explicit
+
+
+def test_multiple_inheritance():
+  class Wide(hparams.Configurable):
+    class HParams(BaseHParams):
+      width: int = 3
+
+  class Both(Tall, Wide):
+    class HParams(BaseHParams):
+      both: int = 4
+
+  p = Both.HParams(width=5)
+  assert sorted(p.names()) == sorted([*Tall.HParams().names(), 'width', 'both'])
+  assert (p.height, p.width, p.both) == (1.5, 5, 4)
+  assert isinstance(p, Tall.HParams)
+  assert isinstance(p, Wide.HParams)
+
+  class High(hparams.Configurable):
+    class HParams(BaseHParams):
+      height: float = 2.5
+
+  with pytest.raises(AttributeError, match=r"redefines \['height'\]"):
+
+    class Clash(Tall, High):
+      pass
+
+  class Agreed(Tall, High):
+    class HParams(BaseHParams):
+      _attribute_overrides = ('height',)
+      height: float = 3.5
+
+  assert Agreed.HParams().height == 3.5
+
+
+def test_another_default_must_be_meant():
+  with pytest.raises(
+    AttributeError,
+    match=r"redefines \['height'\].*_attribute_overrides = \('height',\)",
+  ):
+
+    class Wrong(Tall):
+      class HParams(BaseHParams):
+        height: float = 2.0
+
+  class Right(Tall):
+    class HParams(BaseHParams):
+      _attribute_overrides = ('height',)
+      height: float = 2.0
+
+  assert Right.HParams().height == 2.0
+  assert Tall.HParams().height == 1.5
+
+  with pytest.raises(AttributeError, match=r"'heigt'.*mean 'height'"):
+
+    class Misspelled(Tall):
+      class HParams(BaseHParams):
+        _attribute_overrides = ('heigt',)
+
+  # Nor does the child of who meant it.
+  with pytest.raises(AttributeError, match='redefines'):
+
+    class Child(Right):
+      class HParams(BaseHParams):
+        height: float = 2.0
+
+
+def test_what_would_be_no_field_is_refused():
+  with pytest.raises(AttributeError, match=r'height = .*has no type'):
+
+    class Known(Tall):
+      class HParams(Tall.HParams):
+        height = 2.0
+
+  with pytest.raises(AttributeError, match=r'depth = .*has no type'):
+
+    class New(Tall):
+      class HParams(BaseHParams):
+        depth = 2.0
+
+  with pytest.raises(AttributeError, match="cannot have a field 'clone'"):
+
+    class Taken(Tall):
+      class HParams(BaseHParams):
+        clone: int = 0
+
+  with pytest.raises(TypeError, match=r'expects a class of hyperparameters'):
+    sub_config_field(Leaf)
+
+
+def test_fields_are_copied_strictly():
+  class Other(hparams.Configurable):
+    class HParams(BaseHParams):
+      size: int = 1
+      colour: str = 'blue'
+      extra: list = dataclasses.field(default_factory=lambda: [1])
+
+  other = Other.HParams()
+  with pytest.raises(AttributeError, match=r"has not the fields \['extra'\]"):
+    Leaf.HParams().copy_fields_from(other)
+  leaf = Leaf.HParams()
+  leaf.copy_fields_from(other, missing_fields_in_self=['extra'])
+  assert leaf == Leaf.HParams(size=1, colour='blue')
+  with pytest.raises(AttributeError, match='which would stay as they are'):
+    Other.HParams().copy_fields_from(leaf)
+  mine = Other.HParams().copy_fields_from(other)
+  mine.extra.append(2)
+  assert other.extra == [1]
+
+
+def test_text():
+  def double(x):
+    return 2 * x
+
+  p = FeedForward.HParams(
+    output_dims=3,
+    dtype=jnp.bfloat16,
+    params_init=base_layer.WeightInit.Gaussian(0.5),
+    weight_split_dims_mapping={'w': ('data', None)},
+  )
+  assert p.to_text() == '\n'.join(
+    [
+      'activation_tpl.dtype : float32',
+      'activation_tpl.fprop_dtype : None',
+      'activation_tpl.name : None',
+      'activation_tpl.params_init : None',
+      'activation_tpl.shared_weight_layer_id : None',
+      'activation_tpl.type : examples.pax.layers.activations.ReLU',
+      'dtype : bfloat16',
+      'fprop_dtype : None',
+      'has_bias : True',
+      'input_dims : 0',
+      'linear_tpl.dtype : float32',
+      'linear_tpl.fprop_dtype : None',
+      'linear_tpl.input_dims : 0',
+      'linear_tpl.name : None',
+      'linear_tpl.output_dims : 0',
+      'linear_tpl.params_init : None',
+      'linear_tpl.shared_weight_layer_id : None',
+      f'linear_tpl.type : {__name__}.Linear',
+      'name : None',
+      'output_dims : 3',
+      "params_init : WeightInit(method='gaussian', scale=0.5)",
+      'shared_weight_layer_id : None',
+      f'type : {__name__}.FeedForward',
+      "weight_split_dims_mapping.w : ('data', None)",
+    ]
+  )
+  here = f'{__name__}.test_text.<locals>.double'
+  tree = _tree(left=functools.partial(double, 2, z=jnp.float32))
+  assert tree.to_text() == '\n'.join(
+    [
+      'by_name.a.colour : Colour.RED',
+      'by_name.a.size : 4',
+      f'by_name.a.type : {__name__}.Leaf',
+      f'left : partial({here}, 2, z=float32)',
+      'others[0].colour : Colour.RED',
+      'others[0].size : 2',
+      f'others[0].type : {__name__}.Leaf',
+      'others[1][0].colour : Colour.RED',
+      'others[1][0].size : 3',
+      f'others[1][0].type : {__name__}.Leaf',
+      "others[1][1] : 'text'",
+      'right.colour : Colour.RED',
+      'right.size : 1',
+      f'right.type : {__name__}.Leaf',
+      f'type : {__name__}.Tree',
+    ]
+  )
+  # Equal ones are written equally.
+  assert p.clone().to_text() == p.to_text()
+  assert repr(Leaf.HParams(size=2)) == (
+    'Leaf.HParams(size=2, colour=<Colour.RED: 1>)'
+  )
+
+
+def test_a_fiddle_config_is_printed_and_compared():
+  config = Tree.HParams.config()
+  config.left.size = 3
+  lines = printing.as_str_flattened(config).splitlines()
+  assert 'left.size: int = 3' in lines
+  other = copy.deepcopy(config)
+  assert other == config
+  other.left.size = 4
+  other.right = Leaf.HParams.config()
+  diff = diffing.build_diff(config, other)
+  changed = {
+    ''.join(element.code for element in change.target): change
+    for change in diff.changes
+  }
+  assert sorted(changed) == ['.left.size', '.right']
+  assert changed['.left.size'].new_value == 4
+  assert config.left.size == 3
+  assert fdl.build(fdl.copy_with(config, others=[1])).hparams.others == [1]
+
+
+def test_what_fiddle_builds_is_what_hparams_make():
+  config = Tree.HParams.config(
+    right=Leaf.HParams.config(size=1),
+    others=[Leaf.HParams.config(size=2), (Leaf.HParams.config(size=3), 'text')],
+    by_name={'a': Leaf.HParams.config(size=4)},
+  )
+  made = fdl.build(config)
+  assert type(made) is Tree
+  assert made.hparams == _tree()
+  assert made.hparams.is_frozen
+  assert made.hparams.left.is_frozen
+  # A template that Fiddle built can be completed.
+  assert made.hparams.left.clone().set(size=6).size == 6
+  # The config is as before, and builds another.
+  config.left.size = 5
+  assert fdl.build(config).hparams.left.size == 5
+  assert made.hparams.left.size == 0
+  partial = Tree.HParams.partial()
+  partial.left.size = 8
+  make = fdl.build(partial)
+  assert make().hparams.left.size == 8
+  assert make(left=Leaf.HParams(size=9)).hparams.left.size == 9
+
+
+def test_one_config_used_twice_is_one():
+  leaf = Leaf.HParams.config(size=1)
+  made = fdl.build(
+    Tree.HParams.config(left=leaf, by_name={'a': leaf}, others=[leaf])
+  )
+  p = made.hparams
+  same = p.left.shared
+  assert same is not None
+  assert p.by_name['a'].shared is same
+  assert p.others[0].shared is same
+  assert p.twin().left.shared is same
+  # What is alone shares with nobody, nor do equal configs.
+  alone = fdl.build(
+    Tree.HParams.config(
+      left=Leaf.HParams.config(size=1), right=Leaf.HParams.config(size=1)
+    )
+  ).hparams
+  assert alone.left.shared is None
+  assert alone.right.shared is None
+  # A clone of the whole shares as much within itself; one of a part nothing.
+  clone = p.clone()
+  assert clone.left.shared is clone.others[0].shared
+  assert clone.left.shared not in (None, same)
+  assert p.left.clone().shared is None
+  # Built again, it is another.
+  assert Leaf.HParams().shared is None
+  # Within what Fiddle builds from the leaves on.
+  inner = Tree.HParams.config(left=leaf)
+  outer = fdl.build(Tree.HParams.config(left=inner, right=leaf)).hparams
+  assert outer.left.left.shared is outer.right.shared is not None
+  assert outer.left.shared is None

@@ -1,0 +1,475 @@
+"""Attention: self-, cross- and grouped attention, with and without a cache.
+
+Shapes: B batch, L length (queries), M keys, D width, H heads, G heads of keys
+and values (each for H / G heads of queries), K head dim, S matrices side by
+side in one product.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from examples import transformer
+from examples.pax import base_layer
+from examples.pax import hparams
+from examples.pax.layers import embedding_softmax
+
+BaseHParams = hparams.BaseHParams
+WeightHParams = base_layer.WeightHParams
+WeightInit = base_layer.WeightInit
+sub_config_field = base_layer.sub_config_field
+
+# Keys and values [B, M, G, K], by these names.
+Cache = dict[str, jax.Array]
+
+
+class Projection(base_layer.BaseLayer):
+  """A product with a weight `w`, and a bias `b`.
+
+  Its `spec` says what is what: in 'BLD,DSHK->BLSHK', D is summed over, and the
+  bias is [S, H, K].
+  """
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      spec: of the inputs, the weight and the outputs; as for `jnp.einsum`, with
+        one letter for each dimension.
+      shape: of the weight.
+      axes: of the weight; see `base_layer.SplitDims`.
+      use_bias: whether there is a bias.
+    """
+
+    spec: str = ''
+    shape: tuple[int, ...] = ()
+    axes: base_layer.SplitDims = None
+    use_bias: bool = True
+
+  def setup(self) -> None:
+    p = self.hparams
+    inputs, rest = p.spec.split(',')
+    of_w, outputs = rest.split('->')
+    dims = {letter: i for i, letter in enumerate(of_w)}
+    sums = tuple(i for letter, i in dims.items() if letter not in outputs)
+    # S matrices side by side: each starts as if it were alone.
+    beside = tuple(i for letter, i in dims.items() if letter == 'S')
+    outs = tuple(
+      i for i in range(len(of_w)) if i not in sums and i not in beside
+    )
+    if not set(of_w) <= set(inputs + outputs) or len(p.shape) != len(of_w):
+      raise ValueError(
+        f'{self.module_name} has spec {p.spec!r} and shape {p.shape}; expected'
+        ' a size for each letter of the weight, each of which stands in the'
+        ' inputs or the outputs.'
+      )
+    self.create_variable(
+      'w',
+      WeightHParams(
+        p.shape,
+        tensor_split_dims_mapping=p.axes,
+        fan_in_axes=sums,
+        fan_out_axes=outs,
+        batch_axes=beside,
+      ),
+    )
+    if p.use_bias:
+      kept = sorted(beside + outs)
+      axes = p.axes or (None,) * len(of_w)
+      self.create_variable(
+        'b',
+        WeightHParams(
+          tuple(p.shape[i] for i in kept),
+          init=WeightInit.Constant(0.0),
+          tensor_split_dims_mapping=tuple(axes[i] for i in kept),
+        ),
+      )
+
+  def __call__(self, inputs: jax.Array) -> jax.Array:
+    """Returns the product, in `fprop_dtype`."""
+    p = self.hparams
+    out = transformer.dot(p.spec, inputs.astype(self.fprop_dtype), self.theta.w)
+    if p.use_bias:
+      b = self.theta.b.astype(out.dtype)
+      out += jnp.expand_dims(b, range(out.ndim - b.ndim))
+    return out
+
+
+class PerDimScale(base_layer.BaseLayer):
+  """Scales each dimension of a head's queries, by 1 where the weight is 0.
+
+  Its variable is `per_dim_scale` [K]; see `transformer.query_scale`.
+  """
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      dim: K.
+    """
+
+    dim: int = 0
+
+  def setup(self) -> None:
+    self.create_variable(
+      'per_dim_scale',
+      WeightHParams(
+        (self.hparams.dim,),
+        init=WeightInit.Constant(0.0),
+        tensor_split_dims_mapping=('kv',),
+      ),
+    )
+
+  def __call__(self, inputs: jax.Array) -> jax.Array:
+    """Returns [..., K], in the dtype of the inputs."""
+    scale_K = transformer.query_scale(self.theta.per_dim_scale)
+    scale_K = scale_K.astype(inputs.dtype)
+    return inputs * jnp.expand_dims(scale_K, range(inputs.ndim - 1))
+
+
+class DotProductAttention(base_layer.BaseLayer):
+  """Multi-head attention (Vaswani et al., 2017).
+
+  Of a sequence over itself, by `__call__`, or token by token by `extend_step`;
+  or of one over another, by `__call__`, or by `keys_and_values` once and
+  `attend_to` for each part of the queries.
+  """
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      input_dim: D, of the queries, the keys and the outputs.
+      hidden_dim: H K, where `dim_per_head` does not say K; 0 is `input_dim`.
+      num_heads: H.
+      num_kv_heads: G, which divides H (Ainslie et al., 2023); None is H.
+      dim_per_head: K; None is `hidden_dim` / H.
+      use_bias: whether there is a bias in the products with weights.
+      atten_logit_cap: c tanh(score / c) takes the place of the scores; 0 leaves
+        them. Needs 'einsum'.
+      internal_enable_per_dim_scale: whether queries have a `PerDimScale`.
+      use_rotary_position_emb: whether queries and keys are turned by their
+        positions.
+      combine_qkv: whether queries, keys and values are one product, which is
+        faster; keys and values only where queries have more heads, or are of
+        another sequence.
+      is_causal: whether a query sees no later position than its own.
+      is_cross_attention: whether keys and values are of another sequence. Then
+        nothing is causal, and nothing is turned.
+      attention_impl: one of `transformer.ATTENTIONS`, for causal attention
+        without a cache: 'einsum'; or 'xla' or 'cudnn' (flash attention on GPU,
+        in bfloat16) of `jax.nn.dot_product_attention`.
+      proj_tpl: the products with weights.
+      rotary_position_emb_tpl: what turns.
+    """
+
+    input_dim: int = 0
+    hidden_dim: int = 0
+    num_heads: int = 1
+    num_kv_heads: int | None = None
+    dim_per_head: int | None = None
+    use_bias: bool = True
+    atten_logit_cap: float = 0.0
+    internal_enable_per_dim_scale: bool = True
+    use_rotary_position_emb: bool = False
+    combine_qkv: bool = True
+    is_causal: bool = True
+    is_cross_attention: bool = False
+    attention_impl: str = 'einsum'
+    proj_tpl: BaseHParams = sub_config_field(Projection.HParams)
+    rotary_position_emb_tpl: BaseHParams = sub_config_field(
+      embedding_softmax.RotaryPositionalEmbedding.HParams
+    )
+
+  def setup(self) -> None:
+    p = self.hparams
+    self._check()
+    groups = p.num_kv_heads or p.num_heads
+    if self._is_one_product:
+      self._create_projection('combined_qkv', groups, 3)
+    else:
+      self._create_projection('query', p.num_heads)
+      if p.combine_qkv:
+        self._create_projection('combined_kv', groups, 2)
+      else:
+        self._create_projection('key', groups)
+        self._create_projection('value', groups)
+    self.create_child(
+      'post',
+      p.proj_tpl.clone(),
+      spec='BLHK,HKD->BLD',
+      shape=(p.num_heads, self._width, p.input_dim),
+      axes=('heads', 'kv', 'embed'),
+      use_bias=p.use_bias,
+    )
+    if p.internal_enable_per_dim_scale:
+      self.create_child('per_dim_scale', PerDimScale.HParams(), dim=self._width)
+    if self._turns:
+      self.create_child(
+        'rotary_position_emb',
+        p.rotary_position_emb_tpl,
+        embedding_dims=self._width,
+      )
+
+  def _check(self) -> None:
+    p, name = self.hparams, self.module_name
+    groups = p.num_kv_heads or p.num_heads
+    if p.num_heads % groups:
+      raise ValueError(
+        f'{name}.num_kv_heads is {groups}; expected a divisor of num_heads'
+        f' {p.num_heads}.'
+      )
+    hidden = p.hidden_dim or p.input_dim
+    if p.dim_per_head is None and hidden % p.num_heads:
+      raise ValueError(
+        f'{name} has {p.num_heads} heads for a width of {hidden}; expected a'
+        ' divisor of it, or dim_per_head.'
+      )
+    if p.hidden_dim and p.hidden_dim != p.num_heads * self._width:
+      raise ValueError(
+        f'{name}.hidden_dim is {p.hidden_dim}, num_heads {p.num_heads} and'
+        f' dim_per_head {p.dim_per_head}; expected their product, or 0.'
+      )
+    if self._turns and self._width % 2:
+      raise ValueError(
+        f'{name}.use_rotary_position_emb needs an even dim_per_head; got'
+        f' {self._width}.'
+      )
+    if p.attention_impl not in transformer.ATTENTIONS:
+      raise ValueError(
+        f'{name}.attention_impl is {p.attention_impl!r}; expected one of'
+        f' {transformer.ATTENTIONS}.'
+      )
+    if p.attention_impl != 'einsum' and (
+      p.atten_logit_cap or not p.is_causal or p.is_cross_attention
+    ):
+      raise ValueError(
+        f'{name}.attention_impl is {p.attention_impl!r}, which is for causal'
+        ' attention of a sequence over itself without a cap; got'
+        f' is_causal={p.is_causal},'
+        f' is_cross_attention={p.is_cross_attention},'
+        f" atten_logit_cap={p.atten_logit_cap}. Set 'einsum', or these."
+      )
+    if p.attention_impl == 'cudnn' and self.fprop_dtype == jnp.float32:
+      raise ValueError(
+        f"{name}.attention_impl 'cudnn' needs fprop_dtype=jnp.bfloat16; got"
+        ' float32.'
+      )
+
+  @property
+  def _width(self) -> int:
+    """K."""
+    p = self.hparams
+    return p.dim_per_head or (p.hidden_dim or p.input_dim) // p.num_heads
+
+  @property
+  def _turns(self) -> bool:
+    p = self.hparams
+    return p.use_rotary_position_emb and not p.is_cross_attention
+
+  @property
+  def _is_one_product(self) -> bool:
+    """Whether queries, keys and values are one."""
+    p = self.hparams
+    return (
+      p.combine_qkv
+      and not p.is_cross_attention
+      and (p.num_kv_heads or p.num_heads) == p.num_heads
+    )
+
+  def _create_projection(
+    self, name: str, heads: int, num_parts: int | None = None
+  ) -> None:
+    p = self.hparams
+    spec, shape = 'BLD,DHK->BLHK', (p.input_dim, heads, self._width)
+    axes: tuple[str | None, ...] = ('embed', 'heads', 'kv')
+    if num_parts is not None:
+      spec = 'BLD,DSHK->BLSHK'
+      shape, axes = (
+        (values[0], between, *values[1:])
+        for values, between in ((shape, num_parts), (axes, None))
+      )
+    self.create_child(
+      name,
+      p.proj_tpl.clone(),
+      spec=spec,
+      shape=shape,
+      axes=axes,
+      use_bias=p.use_bias,
+    )
+
+  def __call__(
+    self,
+    query: jax.Array,
+    key: jax.Array | None = None,
+    value: jax.Array | None = None,
+    *,
+    segment_ids: jax.Array | None = None,
+    seen: jax.Array | None = None,
+    position: jax.Array | None = None,
+  ) -> jax.Array:
+    """Attends.
+
+    Args:
+      query: [B, L, D].
+      key: [B, M, D], what cross-attention attends to; None is the query.
+      value: [B, M, D], what it takes from there; None is the key.
+      segment_ids: the document that each token is of, [B, L]: none sees
+        another. None is one a row. Not of cross-attention.
+      seen: bool [B, M]; False takes a key out, such as padding. None keeps all.
+        Not of causal attention, where padding comes last and nobody sees it.
+      position: integers [B, L], or [L] of all rows: what turns queries and
+        keys; None counts from 0.
+
+    Returns:
+      [B, L, D].
+
+    Raises:
+      ValueError: something is given that this attention does not have, or is
+        missing.
+    """
+    p = self.hparams
+    if p.is_cross_attention:
+      if key is None or segment_ids is not None:
+        raise ValueError(
+          f'{self.module_name} is cross-attention: expected a key, and no'
+          ' segment_ids.'
+        )
+      return self.attend_to(query, self.keys_and_values(key, value), seen)
+    if not (key is None or key is query) or not (
+      value is None or value is query
+    ):
+      raise ValueError(
+        f'{self.module_name} attends of a sequence over itself; expected key'
+        ' and value to be None, or is_cross_attention=True.'
+      )
+    if p.is_causal and seen is not None:
+      raise ValueError(
+        f'{self.module_name} is causal, and takes no `seen`: put padding last.'
+      )
+    q, k, v = self._qkv(query, position)
+    if p.is_causal:
+      mixed = transformer.causal_attention(
+        q, k, v, p.attention_impl, segment_ids, p.atten_logit_cap
+      )
+    else:
+      mixed = transformer.attend(
+        q,
+        k,
+        v,
+        segments=None if segment_ids is None else (segment_ids, segment_ids),
+        cap=p.atten_logit_cap,
+        is_causal=False,
+        seen_BM=seen,
+      )
+    return self.post(mixed)
+
+  def empty_cache(self, batch: int, length: int) -> Cache:
+    """Returns room for keys and values, for `extend_step`.
+
+    Args:
+      batch: B.
+      length: M, as many positions as there shall be.
+    """
+    p = self.hparams
+    shape = (batch, length, p.num_kv_heads or p.num_heads, self._width)
+    room = jnp.zeros(shape, self.fprop_dtype)
+    return {'key': room, 'value': room}
+
+  def extend_step(
+    self, inputs: jax.Array, cache: Cache, start: int | jax.Array
+  ) -> tuple[jax.Array, Cache]:
+    """Attends causally with the next tokens to themselves and those before.
+
+    Args:
+      inputs: [B, L, D], at the positions from `start`.
+      cache: of `empty_cache`, or the call before.
+      start: of all rows, or [B] of each.
+
+    Returns:
+      [B, L, D], and the cache.
+    """
+    p = self.hparams
+    position = transformer.positions_from(start, inputs.shape[1])
+    q, k, v = self._qkv(inputs, position)
+    mixed, (k, v) = transformer.cached_attention(
+      q, k, v, (cache['key'], cache['value']), start, p.atten_logit_cap
+    )
+    return self.post(mixed), {'key': k, 'value': v}
+
+  def keys_and_values(
+    self, key: jax.Array, value: jax.Array | None = None
+  ) -> Cache:
+    """Returns what queries attend to, for `attend_to`.
+
+    Args:
+      key: [B, M, D].
+      value: [B, M, D]; None is the key.
+
+    Raises:
+      ValueError: keys and values are one product, of different arrays.
+    """
+    if not self.hparams.combine_qkv:
+      value = key if value is None else value
+      k, v = self._split(self.key(key)), self._split(self.value(value))
+    elif value is None or value is key:
+      k, v = self._parts(self.combined_kv, key)
+    else:
+      raise ValueError(
+        f'{self.module_name} has one product for keys and values, and got two'
+        ' arrays; expected one, or combine_qkv=False.'
+      )
+    return {'key': k, 'value': v}
+
+  def attend_to(
+    self, query: jax.Array, cache: Cache, seen: jax.Array | None = None
+  ) -> jax.Array:
+    """Attends to all of another sequence.
+
+    Args:
+      query: [B, L, D].
+      cache: of `keys_and_values`.
+      seen: as for `__call__`.
+
+    Returns:
+      [B, L, D].
+    """
+    q = self._scaled(self._split(self.query(query)))
+    mixed = transformer.attend(
+      q,
+      cache['key'],
+      cache['value'],
+      cap=self.hparams.atten_logit_cap,
+      is_causal=False,
+      seen_BM=seen,
+    )
+    return self.post(mixed)
+
+  def _qkv(
+    self, x_BLD: jax.Array, position: jax.Array | None
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries [B, L, H, K], keys and values [B, L, G, K]."""
+    if self._is_one_product:
+      q, k, v = self._parts(self.combined_qkv, x_BLD)
+    else:
+      q = self._split(self.query(x_BLD))
+      k, v = self.keys_and_values(x_BLD).values()
+    q = self._scaled(q)
+    if self._turns:
+      if position is None:
+        position = jnp.arange(x_BLD.shape[1])
+      q = self.rotary_position_emb(q, position)
+      k = self.rotary_position_emb(k, position)
+    return q, k, v
+
+  def _parts(self, projection: Projection, x_BLD: jax.Array) -> list[jax.Array]:
+    """Returns what is side by side in a product."""
+    out = projection(x_BLD)
+    return [self._split(out[:, :, i]) for i in range(out.shape[2])]
+
+  def _split(self, x_BLHK: jax.Array) -> jax.Array:
+    return self.shard(x_BLHK, transformer.HEADS, 'heads')
+
+  def _scaled(self, q_BLHK: jax.Array) -> jax.Array:
+    if self.hparams.internal_enable_per_dim_scale:
+      return self.per_dim_scale(q_BLHK)
+    return q_BLHK

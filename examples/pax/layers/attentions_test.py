@@ -1,0 +1,259 @@
+"""Tests of attention against the formulas of its papers.
+
+Shapes: as in attentions.py.
+"""
+
+import functools
+import math
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.pax.layers import attentions
+
+B, L, M, D, H, K = 2, 5, 7, 6, 4, 4
+
+_jit = functools.partial(
+  jax.jit,
+  compiler_options={
+    'xla_backend_optimization_level': 0,
+    'xla_llvm_disable_expensive_passes': True,
+  },
+)
+
+
+def _random(*shape, seed=0):
+  rng = np.random.default_rng(seed)
+  return np.asarray(rng.normal(size=shape), np.float32)
+
+
+def _made(**fields):
+  """Returns the layer, and variables none of which is what it starts as."""
+  hparams = attentions.DotProductAttention.HParams(
+    input_dim=D, num_heads=H, dim_per_head=K, **fields
+  )
+  layer = hparams.Instantiate()
+  shapes = jax.eval_shape(layer.init, jax.random.key(0))
+  rng = np.random.default_rng(1)
+  return layer, jax.tree.map(
+    lambda x: np.asarray(rng.normal(size=x.shape) / 2, np.float32), shapes
+  )
+
+
+def _weights(variables):
+  """Returns path within the layer -> float64 array."""
+  return {
+    f'{module.partition("/")[2]}/{name}': np.asarray(x, np.float64)
+    for module, of in variables['params'].items()
+    for name, x in of.items()
+  }
+
+
+# ---- An independent program: float64, one head and one query at a time.
+
+
+def _numpy_turn(vector, position):
+  """Turns pairs as complex numbers."""
+  half = len(vector) // 2
+  pairs = vector[:half] + 1j * vector[half:]
+  pairs = pairs * np.exp(1j * position / 1e4 ** (np.arange(half) / half))
+  return np.concatenate([pairs.real, pairs.imag])
+
+
+def _numpy_attention(w, x_LD, source_MD, mask_LM, *, cap=0.0, turns=False):
+  def part(name, index, x):
+    if f'{name}/w' in w:
+      y = np.einsum('ld,dhk->lhk', x, w[f'{name}/w'])
+      return y + w.get(f'{name}/b', 0)
+    name = 'combined_qkv' if 'combined_qkv/w' in w else 'combined_kv'
+    index -= 'combined_kv/w' in w
+    y = np.einsum('ld,dhk->lhk', x, w[f'{name}/w'][:, index])
+    return y + (w[f'{name}/b'][index] if f'{name}/b' in w else 0)
+
+  q = part('query', 0, x_LD)
+  k, v = (part(name, i, source_MD) for i, name in ((1, 'key'), (2, 'value')))
+  if 'per_dim_scale/per_dim_scale' in w:
+    q = q * np.log2(1 + np.exp(w['per_dim_scale/per_dim_scale']))
+  out = np.zeros((len(x_LD), D)) + w.get('post/b', 0)
+  for head in range(H):
+    group = head * k.shape[1] // H
+    for i in range(len(x_LD)):
+      query, keys = q[i, head], k[:, group]
+      if turns:
+        query = _numpy_turn(query, i)
+        keys = np.array([_numpy_turn(key, j) for j, key in enumerate(keys)])
+      scores = keys @ query / math.sqrt(K)
+      if cap:
+        scores = cap * np.tanh(scores / cap)
+      p = np.exp(scores) * mask_LM[i]
+      if p.sum():
+        out[i] += (p / p.sum() @ v[:, group]) @ w['post/w'][head]
+  return out
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'atten_logit_cap': 0.5},
+    {'use_bias': False, 'combine_qkv': False, 'use_rotary_position_emb': True},
+    {
+      'num_kv_heads': 2,
+      'internal_enable_per_dim_scale': False,
+      'use_rotary_position_emb': True,
+    },
+    {'num_kv_heads': 1, 'combine_qkv': False, 'attention_impl': 'xla'},
+  ],
+)
+def test_causal_attention_is_the_papers(fields):
+  layer, variables = _made(**fields)
+  x = _random(B, L, D)
+  segments = np.array([[0, 0, 1, 1, 1], [0] * L])
+  actual = _jit(
+    lambda v, x: layer.apply(v, x, segment_ids=jnp.asarray(segments))
+  )(variables, x)
+  for row in range(B):
+    mask = np.tri(L) * (segments[row][:, None] == segments[row])
+    expected = _numpy_attention(
+      _weights(variables),
+      x[row],
+      x[row],
+      mask,
+      cap=fields.get('atten_logit_cap', 0.0),
+      turns=fields.get('use_rotary_position_emb', False),
+    )
+    np.testing.assert_allclose(actual[row], expected, atol=2e-5)
+
+
+def test_a_cache_gives_what_the_whole_sequence_does():
+  layer, variables = _made(num_kv_heads=2, use_rotary_position_emb=True)
+  x = _random(B, L, D)
+
+  @_jit
+  def run(variables, x):
+    whole = layer.apply(variables, x)
+    cache = layer.apply(variables, B, L, method='empty_cache')
+    first, cache = layer.apply(
+      variables, x[:, :3], cache, 0, method='extend_step'
+    )
+    # The second row goes back by one, over what is there.
+    start = jnp.array([3, 2])
+    late = jnp.stack([x[0, 3:], x[1, 2:4]])
+    second, _ = layer.apply(variables, late, cache, start, method='extend_step')
+    return whole, first, second
+
+  whole, first, second = run(variables, x)
+  np.testing.assert_allclose(first, whole[:, :3], atol=1e-5)
+  np.testing.assert_allclose(second[0], whole[0, 3:], atol=1e-5)
+  np.testing.assert_allclose(second[1], whole[1, 2:4], atol=1e-5)
+
+
+@pytest.mark.parametrize('combine', [True, False])
+def test_attention_over_another_sequence(combine):
+  layer, variables = _made(
+    is_cross_attention=True,
+    combine_qkv=combine,
+    num_kv_heads=2,
+    use_rotary_position_emb=True,  # Of which this has none.
+    atten_logit_cap=2.0,
+  )
+  x, source = _random(B, L, D), _random(B, M, D, seed=2)
+  seen = np.ones([B, M], bool)
+  seen[0, 4:], seen[1] = False, False  # The second row sees nothing.
+  actual = _jit(lambda v, *args: layer.apply(v, *args, seen=jnp.asarray(seen)))(
+    variables, x, source
+  )
+  for row in range(B):
+    mask = np.broadcast_to(seen[row], [L, M])
+    expected = _numpy_attention(
+      _weights(variables), x[row], source[row], mask, cap=2.0
+    )
+    np.testing.assert_allclose(actual[row], expected, atol=2e-5)
+
+
+def test_attention_that_is_not_causal_leaves_padding_out():
+  layer, variables = _made(is_causal=False)
+  x = _random(1, L, D)
+  seen = np.arange(L)[None] < 3
+  actual = _jit(lambda v, x: layer.apply(v, x, seen=jnp.asarray(seen)))(
+    variables, x
+  )
+  mask = np.broadcast_to(seen, [L, L])
+  expected = _numpy_attention(_weights(variables), x[0], x[0], mask)
+  np.testing.assert_allclose(actual[0], expected, atol=2e-5)
+
+
+def test_matrices_side_by_side_start_as_if_alone():
+  hparams = attentions.DotProductAttention.HParams(
+    input_dim=48, num_heads=4, dim_per_head=24
+  )
+  params = _jit(hparams.Instantiate().init)(jax.random.key(0))['params']
+  name = 'dot_product_attention'
+  q, k, v = np.moveaxis(params[f'{name}/combined_qkv']['w'], 1, 0)
+  for w in (q, k, v, params[f'{name}/post']['w']):
+    # Glorot and Bengio (2010): of 48 inputs and 96 outputs, or back.
+    assert np.abs(w).max() == pytest.approx(math.sqrt(6 / (48 + 96)), rel=0.01)
+    assert np.std(w) == pytest.approx(math.sqrt(2 / (48 + 96)), rel=0.05)
+  assert abs(np.corrcoef(q.ravel(), k.ravel())[0, 1]) < 0.05
+  assert not params[f'{name}/combined_qkv']['b'].any()
+  scale = attentions.PerDimScale.HParams(dim=3).Instantiate()
+  x = jnp.arange(3.0)
+  variables = {'params': {'per_dim_scale': {'per_dim_scale': jnp.zeros(3)}}}
+  np.testing.assert_allclose(scale.apply(variables, x), x, rtol=1e-6)
+
+
+def test_templates_of_fiddle_make_projections_of_their_own():
+  config = attentions.DotProductAttention.HParams.config(
+    input_dim=D, num_heads=H, dim_per_head=K
+  )
+  assert fdl.build(config).num_params() == 3 * H * K * (D + 1) + K + (
+    H * K * D + D
+  )
+
+
+@pytest.mark.parametrize(
+  ('fields', 'match'),
+  [
+    ({'num_kv_heads': 3}, 'num_kv_heads is 3; expected a divisor'),
+    ({'hidden_dim': 7}, 'expected their product'),
+    ({'attention_impl': 'flash'}, "'flash'; expected one of"),
+    ({'attention_impl': 'xla', 'is_causal': False}, 'is_causal=False'),
+    ({'attention_impl': 'xla', 'atten_logit_cap': 1.0}, 'cap=1.0'),
+    ({'attention_impl': 'cudnn'}, 'needs fprop_dtype=jnp.bfloat16'),
+    ({'dim_per_head': 3, 'use_rotary_position_emb': True}, 'an even'),
+    ({'dim_per_head': None}, 'a divisor of it'),
+  ],
+)
+def test_what_makes_no_attention_is_refused(fields, match):
+  sizes = {'input_dim': D, 'num_heads': H, 'dim_per_head': K}
+  hparams = attentions.DotProductAttention.HParams(**{**sizes, **fields})
+  with pytest.raises(ValueError, match=match):
+    hparams.Instantiate().abstract_init()
+
+
+@pytest.mark.parametrize(
+  ('fields', 'args', 'kwargs', 'match'),
+  [
+    ({}, ('y',), {}, 'is_cross_attention=True'),
+    ({}, (), {'seen': np.ones([B, L], bool)}, 'put padding last'),
+    ({'is_cross_attention': True}, (), {}, 'expected a key'),
+    ({'is_cross_attention': True}, ('y', 'z'), {}, 'combine_qkv=False'),
+  ],
+)
+def test_what_attention_does_not_take_is_refused(fields, args, kwargs, match):
+  layer, variables = _made(**fields)
+  x = _random(B, L, D)
+  args = [x + i + 1 for i, _ in enumerate(args)]
+  with pytest.raises(ValueError, match=match):
+    jax.eval_shape(
+      lambda v: layer.apply(v, x, *args, **kwargs),  # Nothing is computed.
+      variables,
+    )
+
+
+def test_a_projection_says_what_its_shape_lacks():
+  hparams = attentions.Projection.HParams(spec='BLD,DF->BLF', shape=(3, 4, 5))
+  with pytest.raises(ValueError, match='a size for each letter'):
+    hparams.Instantiate().abstract_init()

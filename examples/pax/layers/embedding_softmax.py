@@ -1,0 +1,297 @@
+"""Embeddings of tokens and of positions, and the output layer with its loss.
+
+Shapes: B batch, L length, D embed, V vocab, H heads, K head dim.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from examples import transformer
+from examples.pax import base_layer
+from examples.pax import hparams
+
+BaseHParams = hparams.BaseHParams
+WeightHParams = base_layer.WeightHParams
+WeightInit = base_layer.WeightInit
+
+
+class Embedding(base_layer.BaseLayer):
+  """A table of vectors, `emb_var` [V, D], with the axes 'vocab' and 'embed'."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      num_classes: V.
+      input_dims: D.
+      scale_sqrt_depth: whether the vectors are multiplied by sqrt(D).
+    """
+
+    num_classes: int = 0
+    input_dims: int = 0
+    scale_sqrt_depth: bool = False
+
+  def setup(self) -> None:
+    p = self.hparams
+    self.create_variable(
+      'emb_var',
+      WeightHParams(
+        (p.num_classes, p.input_dims),
+        tensor_split_dims_mapping=('vocab', 'embed'),
+      ),
+    )
+
+  def __call__(self, ids: jax.Array) -> jax.Array:
+    """Returns vectors [..., D] of ids [...], in `fprop_dtype`."""
+    return self.emb_lookup(ids)
+
+  def emb_lookup(self, ids: jax.Array) -> jax.Array:
+    """Returns vectors [..., D] of ids [...], in `fprop_dtype`."""
+    p = self.hparams
+    x = self.theta.emb_var[ids]
+    if p.scale_sqrt_depth:
+      x *= math.sqrt(p.input_dims)
+    return self.shard(x.astype(self.fprop_dtype), None)
+
+
+class _Softmax(base_layer.BaseLayer):
+  """The output layer: logits, and the cross entropy that is minimised."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      num_classes: V.
+      input_dims: D.
+      soft_cap_logits: c tanh(logit / c) takes the place of the logits; 0 leaves
+        them.
+      has_bias: whether there is a `bias`, [V].
+      chunks: pieces into which the sequence is cut for the loss, so that there
+        is only one piece's logits at a time; see
+        `transformer.chunked_cross_entropy`.
+    """
+
+    num_classes: int = 0
+    input_dims: int = 0
+    soft_cap_logits: float = 0.0
+    has_bias: bool = True
+    chunks: int = 1
+
+  def _create_bias(self) -> None:
+    p = self.hparams
+    if p.has_bias:
+      weight = WeightHParams(
+        (p.num_classes,),
+        init=WeightInit.Constant(0.0),
+        tensor_split_dims_mapping=('vocab',),
+      )
+      self.create_variable('bias', weight)
+
+  def _table(self) -> jax.Array:
+    """Returns the table [V, D]."""
+    raise NotImplementedError
+
+  def _head(self) -> transformer.Head:
+    return self._table(), self.theta.bias if self.hparams.has_bias else None
+
+  def __call__(self, inputs: jax.Array) -> jax.Array:
+    """Returns `get_logits(inputs)`."""
+    return self.get_logits(inputs)
+
+  def get_logits(self, inputs: jax.Array) -> jax.Array:
+    """Returns float32 logits [B, L, V] for [B, L, D]; or [B, V] for [B, D]."""
+    x_BLD = inputs[:, None] if inputs.ndim == 2 else inputs
+    logits_BLV = transformer.logits(
+      x_BLD.astype(self.fprop_dtype),
+      self._head(),
+      self.hparams.soft_cap_logits,
+    )
+    return logits_BLV[:, 0] if inputs.ndim == 2 else logits_BLV
+
+  def compute_loss(
+    self, inputs: jax.Array, labels: jax.Array, weights: jax.Array
+  ) -> dict[str, jax.Array]:
+    """Returns the cross entropy, in nats, and what else is to be reported.
+
+    Args:
+      inputs: [B, L, D], or [B, D] of one label a row.
+      labels: integers below V, [B, L] or [B].
+      weights: of the labels; 0 takes one out. No gradient belongs to it.
+
+    Returns:
+      In float32: `total_loss`, the weighted sum, which alone has a gradient;
+      `total_weight`, the sum of the weights; `per_token_xent`, as the labels,
+      not weighted; `correct`, the weighted number of labels that are likeliest.
+
+    Raises:
+      ValueError: `chunks` does not divide L.
+    """
+    p = self.hparams
+    if inputs.ndim == 2:
+      rows = self.compute_loss(
+        inputs[:, None], labels[:, None], weights[:, None]
+      )
+      return {**rows, 'per_token_xent': rows['per_token_xent'][:, 0]}
+    found = transformer.chunked_cross_entropy(
+      inputs.astype(self.fprop_dtype),
+      self._head(),
+      labels,
+      weights.astype(jnp.float32),
+      chunks=p.chunks,
+      cap=p.soft_cap_logits,
+    )
+    return {
+      'total_loss': found.total,
+      'total_weight': jax.lax.stop_gradient(weights.astype(jnp.float32).sum()),
+      'per_token_xent': found.nats_BL,
+      'correct': found.correct,
+    }
+
+
+class FullSoftmax(_Softmax):
+  """An output layer of its own: `w` [D, V], axes 'embed' and 'vocab'."""
+
+  def setup(self) -> None:
+    p = self.hparams
+    self.create_variable(
+      'w',
+      WeightHParams(
+        (p.input_dims, p.num_classes),
+        tensor_split_dims_mapping=('embed', 'vocab'),
+      ),
+    )
+    self._create_bias()
+
+  def _table(self) -> jax.Array:
+    return self.theta.w.T
+
+
+class SharedEmbeddingSoftmax(_Softmax):
+  """An output layer whose table also embeds the tokens (Press and Wolf, 2017).
+
+  `emb_var` is [V, D], with the axes 'vocab' and 'embed'.
+  """
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      scale_sqrt_depth: whether embedded tokens are multiplied by sqrt(D).
+    """
+
+    scale_sqrt_depth: bool = False
+
+  def setup(self) -> None:
+    p = self.hparams
+    self.create_variable(
+      'emb_var',
+      WeightHParams(
+        (p.num_classes, p.input_dims),
+        tensor_split_dims_mapping=('vocab', 'embed'),
+        # As the matrix of the output layer.
+        fan_in_axes=(1,),
+        fan_out_axes=(0,),
+      ),
+    )
+    self._create_bias()
+
+  def _table(self) -> jax.Array:
+    return self.theta.emb_var
+
+  def emb_lookup(self, ids: jax.Array) -> jax.Array:
+    """Returns vectors [..., D] of ids [...], in `fprop_dtype`."""
+    return Embedding.emb_lookup(self, ids)
+
+
+class PositionalEmbedding(base_layer.BaseLayer):
+  """Sines and cosines of positions (Vaswani et al., 2017); no variables."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      embedding_dims: D, even.
+      min_timescale: the shortest period, over 2 pi.
+      max_timescale: the longest.
+    """
+
+    embedding_dims: int = 0
+    min_timescale: float = 1.0
+    max_timescale: float = 10_000.0
+
+  def __call__(self, position_BL: jax.Array) -> jax.Array:
+    """Returns [B, L, D] of integers [B, L], in `fprop_dtype`."""
+    p = self.hparams
+    x_BLD = transformer.sinusoidal_positions(
+      position_BL, p.embedding_dims, p.min_timescale, p.max_timescale
+    )
+    return x_BLD.astype(self.fprop_dtype)
+
+
+class TrainablePositionalEmbedding(base_layer.BaseLayer):
+  """A trained vector for each position: `emb_var` [max_seq_length, D]."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      max_seq_length: how many positions there are.
+      embedding_dims: D.
+    """
+
+    max_seq_length: int = 0
+    embedding_dims: int = 0
+
+  def setup(self) -> None:
+    p = self.hparams
+    self.create_variable(
+      'emb_var',
+      WeightHParams(
+        (p.max_seq_length, p.embedding_dims),
+        tensor_split_dims_mapping=(None, 'embed'),
+      ),
+    )
+
+  def __call__(self, position_BL: jax.Array) -> jax.Array:
+    """Returns [B, L, D] of integers [B, L], in `fprop_dtype`.
+
+    Raises:
+      ValueError: L exceeds `max_seq_length`.
+    """
+    most = self.hparams.max_seq_length
+    if position_BL.shape[-1] > most:
+      raise ValueError(
+        f'Got sequences of {position_BL.shape[-1]} tokens; {self.module_name}'
+        f' has max_seq_length {most}. Cut them, or raise it.'
+      )
+    return self.theta.emb_var[position_BL].astype(self.fprop_dtype)
+
+
+class RotaryPositionalEmbedding(base_layer.BaseLayer):
+  """Turns queries and keys by their positions (Su et al., 2021)."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      embedding_dims: K, even.
+      max_timescale: the longest period, over 2 pi, is nearly this.
+    """
+
+    embedding_dims: int = 0
+    max_timescale: float = 10_000.0
+
+  def __call__(self, inputs: jax.Array, position: jax.Array) -> jax.Array:
+    """Returns [B, L, H, K], in the dtype of the inputs.
+
+    Args:
+      inputs: [B, L, H, K].
+      position: integers, [B, L] or [L].
+    """
+    p = self.hparams
+    angles = transformer.rotary_angles(
+      position, p.embedding_dims, p.max_timescale
+    )
+    return transformer.rotate(inputs, angles)

@@ -1,0 +1,177 @@
+"""Normalisations; all compute in float32.
+
+Shapes: D the last axis, which has a scale and a bias for each entry.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from examples import transformer
+from examples.pax import base_layer
+from examples.pax import hparams
+
+BaseHParams = hparams.BaseHParams
+WeightHParams = base_layer.WeightHParams
+WeightInit = base_layer.WeightInit
+
+
+class BaseNormalization(base_layer.BaseLayer):
+  """What all have: `__call__(inputs)` returns the same shape.
+
+  The axis of their variables is 'embed', unless `weight_split_dims_mapping`
+  says otherwise.
+  """
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      dim: D.
+    """
+
+    dim: int = 0
+
+  def _create(
+    self,
+    name: str,
+    value: float,
+    trainable: bool = True,
+    collections: tuple[base_layer.WeightHParamsCollection, ...] = (),
+  ) -> None:
+    weight = WeightHParams(
+      (self.hparams.dim,),
+      init=WeightInit.Constant(value),
+      collections=collections,
+      tensor_split_dims_mapping=('embed',),
+    )
+    self.create_variable(name, weight, trainable)
+
+
+class IdentityNorm(BaseNormalization):
+  """The inputs themselves."""
+
+  def __call__(self, inputs: jax.Array) -> jax.Array:
+    """Returns [..., D]."""
+    return inputs
+
+
+class LayerNorm(BaseNormalization):
+  """Layer normalisation (Ba et al., 2016).
+
+  Its variables are `scale`, which is stored less 1, and `bias`.
+  """
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      epsilon: is added to the variance.
+      use_scale: whether there is a scale.
+      use_bias: whether there is a bias.
+    """
+
+    epsilon: float = 1e-6
+    use_scale: bool = True
+    use_bias: bool = True
+
+  def setup(self) -> None:
+    p = self.hparams
+    if p.use_scale:
+      self._create('scale', 0.0)
+    if p.use_bias:
+      self._create('bias', 0.0)
+
+  def __call__(self, inputs: jax.Array) -> jax.Array:
+    """Returns [..., D], in the dtype of the inputs."""
+    p = self.hparams
+    return transformer.normalize(
+      inputs,
+      scale=1 + self.theta.scale if p.use_scale else jnp.ones(p.dim),
+      bias=self.theta.bias if p.use_bias else None,
+      epsilon=p.epsilon,
+      centered=True,
+    )
+
+
+class RmsNorm(BaseNormalization):
+  """By the root mean square (Zhang and Sennrich, 2019), with a `scale`."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      epsilon: is added to the mean square.
+      direct_scale: whether `scale` is the factor itself, or less 1.
+    """
+
+    epsilon: float = 1e-6
+    direct_scale: bool = True
+
+  def setup(self) -> None:
+    self._create('scale', 1.0 if self.hparams.direct_scale else 0.0)
+
+  def __call__(self, inputs: jax.Array) -> jax.Array:
+    """Returns [..., D], in the dtype of the inputs."""
+    p, scale = self.hparams, self.theta.scale
+    return transformer.normalize(
+      inputs,
+      scale=scale if p.direct_scale else 1 + scale,
+      epsilon=p.epsilon,
+      centered=False,
+    )
+
+
+class BatchNorm(BaseNormalization):
+  """Batch normalisation (Ioffe and Szegedy, 2015).
+
+  In training by the statistics of the batch over all axes but the last; that is
+  the whole global batch where it is one array over a mesh. Rows that only fill
+  the batch up are not known here, and count. In evaluation by moving averages.
+
+  Its variables are `scale` and `bias`; and, not trained, `moving_mean` and
+  `moving_variance`.
+  """
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      decay: what part of the moving averages a batch leaves.
+      epsilon: is added to the variance.
+      scale_init: what `scale` starts as; 0 in the last one of a residual branch
+        makes it start as the identity (Goyal et al., 2017).
+    """
+
+    decay: float = 0.9
+    epsilon: float = 1e-5
+    scale_init: float = 1.0
+
+  def setup(self) -> None:
+    skip = (base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION,)
+    self._create('scale', self.hparams.scale_init, collections=skip)
+    self._create('bias', 0.0, collections=skip)
+    self._create('moving_mean', 0.0, trainable=False)
+    self._create('moving_variance', 1.0, trainable=False)
+
+  def __call__(self, inputs: jax.Array) -> jax.Array:
+    """Returns [..., D], in the dtype of the inputs."""
+    p, theta = self.hparams, self.theta
+    x = inputs.astype(theta.scale.dtype)
+    if self.do_eval:
+      mean, variance = theta.moving_mean, theta.moving_variance
+    else:
+      # Both sums in one pass over the inputs, which is what this costs.
+      axes = tuple(range(x.ndim - 1))
+      mean = jnp.mean(x, axis=axes)
+      square = jnp.mean(x * x, axis=axes)
+      variance = jnp.maximum(square - mean * mean, 0)
+      for name, value in ('mean', mean), ('variance', variance):
+        old = self.get_var(f'moving_{name}')
+        new = p.decay * old + (1 - p.decay) * jax.lax.stop_gradient(value)
+        self.update_var(f'moving_{name}', new)
+    factor = theta.scale * jax.lax.rsqrt(variance + p.epsilon)
+    leading = range(x.ndim - 1)
+    factor, mean, bias = (
+      jnp.expand_dims(v, leading) for v in (factor, mean, theta.bias)
+    )
+    return ((x - mean) * factor + bias).astype(inputs.dtype)

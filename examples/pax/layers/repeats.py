@@ -1,0 +1,148 @@
+"""A layer that is repeated: one program, stacked weights.
+
+Shapes: N repetitions; the arrays of a cache have the batch as axis 1.
+"""
+
+from collections.abc import Callable
+import operator
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from examples import transformer
+from examples.pax import base_layer
+from examples.pax import hparams
+
+BaseHParams = hparams.BaseHParams
+sub_config_field = base_layer.sub_config_field
+
+
+def check_policy(layer: base_layer.BaseLayer, name: str) -> None:
+  """Refuses a `checkpoint_policy` that there is not."""
+  if name not in transformer.REMATS:
+    raise ValueError(
+      f'{layer.module_name}.checkpoint_policy is {name!r}; expected one of'
+      f' {transformer.REMATS}.{hparams.nearest(name, transformer.REMATS)}'
+    )
+
+
+def checkpointed(
+  layer: base_layer.BaseLayer, policy: str
+) -> Callable[..., Any]:
+  """Returns the layer's call, of which the backward pass computes some again.
+
+  Args:
+    layer: part of the run.
+    policy: one of `transformer.REMATS`.
+  """
+  found = transformer.remat_policy(policy)
+  return layer if found is None else base_layer.remat(layer, policy=found)
+
+
+class Repeat(base_layer.BaseLayer):
+  """Runs N equal layers, each with weights of its own, as one loop.
+
+  So compile time does not grow with N. The layer's `__call__(x, *args)` returns
+  what the next one takes as `x`; `args` are the same for all. One that has
+  `empty_cache` and `extend_step` is decoded in the same way.
+  """
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      sub_tpl: the layer.
+      x_times: N.
+      checkpoint_policy: what the backward pass computes again; see
+        `transformer.remat_policy`.
+    """
+
+    sub_tpl: BaseHParams | None = sub_config_field(None)
+    x_times: int = 0
+    checkpoint_policy: str = 'nothing'
+
+  def setup(self) -> None:
+    p = self.hparams
+    check_policy(self, p.checkpoint_policy)
+    self._sub = base_layer.Stacked(self, 'sub', p.sub_tpl, p.x_times)
+
+  def __call__(self, x: Any, *args: Any) -> Any:
+    """Returns what the last layer gives."""
+    return self._scan('__call__', x, None, args)[0]
+
+  def empty_cache(self, batch: int, length: int, *args: Any) -> Any:
+    """Returns the layers' caches as one, [N, B, ...] each."""
+
+    def one(variables: base_layer.Variables) -> Any:
+      cache = self._sub.layer.apply(
+        variables, batch, length, *args, method='empty_cache', do_eval=True
+      )
+      return jax.tree.map(lambda c: c[0], cache)
+
+    return jax.lax.map(one, self._sub.variables())
+
+  def extend_step(self, x: Any, cache: Any, *args: Any) -> tuple[Any, Any]:
+    """Returns what the last layer gives, and the cache."""
+    return self._scan('extend_step', x, cache, args)
+
+  def _scan(
+    self, method: str, x: Any, cache: Any, args: tuple[Any, ...]
+  ) -> tuple[Any, Any]:
+    run = self._runner(method)
+
+    def one(x: Any, of_layer: Any) -> tuple[Any, Any]:
+      variables, number, cache = of_layer
+      if cache is None:
+        x, collected = run(variables, number, x, *args)
+        return x, (None, collected)
+      # The layer itself is a stack of one.
+      cache = jax.tree.map(lambda c: c[None], cache)
+      (x, cache), collected = run(variables, number, x, cache, *args)
+      return x, (jax.tree.map(lambda c: c[0], cache), collected)
+
+    policy = transformer.remat_policy(self.hparams.checkpoint_policy)
+    if policy is not None and cache is None:
+      # A loop is not merged with the one that computes again.
+      one = jax.checkpoint(one, policy=policy, prevent_cse=False)
+    layers = (self._sub.variables(), jnp.arange(self._sub.times), cache)
+    x, (cache, collected) = jax.lax.scan(one, x, layers)
+    self._sub.update(collected.non_trainable)
+
+    def by_layer(tree: dict[str, Any]) -> dict[str, Any]:
+      return {
+        f'{i}/{name}': jax.tree.map(operator.itemgetter(i), value)
+        for name, value in tree.items()
+        for i in range(self._sub.times)
+      }
+
+    self.collect(
+      base_layer.Collected(
+        summaries=by_layer(collected.summaries),
+        aux_losses=by_layer(collected.aux_losses),
+      )
+    )
+    return x, cache
+
+  def _runner(self, method: str) -> Callable[..., Any]:
+    """Returns a function `(variables, number of the layer, *args)`.
+
+    It is pure, and returns also what the layer has left. What a layer draws
+    depends on its number, and on nothing else about where it runs.
+    """
+    key = hk.maybe_next_rng_key()
+    layer, do_eval, verbosity = self._sub.layer, self.do_eval, self.verbosity
+
+    def run(variables: Any, number: jax.Array, *args: Any) -> Any:
+      return layer.apply(
+        variables,
+        *args,
+        rng=None if key is None else jax.random.fold_in(key, number),
+        method=method,
+        do_eval=do_eval,
+        verbosity=verbosity,
+        mutable=True,
+      )
+
+    return run

@@ -1,0 +1,150 @@
+"""Tests of repeated and pipelined layers with a layer that leaves traces."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.pax import base_layer
+from examples.pax import hparams
+from examples.pax.layers import pipeline
+from examples.pax.layers import repeats
+
+
+class Traces(base_layer.BaseLayer):
+  """Multiplies by `w`; counts that, reports and penalises."""
+
+  class HParams(hparams.BaseHParams):
+    """Hyperparameters."""
+
+    counts: bool = True
+    penalises: bool = True
+
+  def setup(self) -> None:
+    weight = base_layer.WeightHParams(())
+    self.create_variable('w', weight)
+    if self.hparams.counts:
+      self.create_variable('calls', weight, trainable=False)
+
+  def __call__(self, x, by):
+    w = self.theta.w
+    if self.hparams.counts:
+      self.update_var('calls', self.theta.calls + 1)
+    if self.hparams.penalises:
+      self.add_aux_loss('square', w * w, 2.0)
+    self.add_summary('w', w)
+    self.add_summary('quiet', w, verbosity=5)
+    return x * w + by
+
+
+WEIGHTS = np.array([2.0, 3.0, 5.0], np.float32)
+
+
+def _repeat(policy='nothing', kind=repeats.Repeat, **fields):
+  sub = Traces.HParams(
+    **{name: fields.pop(name, True) for name in ('counts', 'penalises')}
+  )
+  return kind.HParams(
+    sub_tpl=sub, x_times=3, checkpoint_policy=policy, name='r', **fields
+  ).Instantiate()
+
+
+def _variables(calls=True):
+  non_trainable = {'r/sub': {'calls': np.arange(3, dtype=np.float32)}}
+  return {
+    'params': {'r/sub': {'w': WEIGHTS}},
+    'non_trainable': non_trainable if calls else {},
+  }
+
+
+@pytest.mark.parametrize('policy', ['nothing', 'full'])
+def test_what_repeated_layers_leave_comes_out(policy):
+  layer = _repeat(policy)
+
+  @jax.jit
+  @functools.partial(jax.grad, has_aux=True)
+  def grads(params):
+    variables = {**_variables(), 'params': params}
+    y, collected = layer.apply(variables, 7.0, 1.0, mutable=True, verbosity=2)
+    loss = sum(value for value, _ in collected.aux_losses.values())
+    return y + loss, (y, collected)
+
+  found, (y, collected) = grads(_variables()['params'])
+  assert y == ((7 * 2 + 1) * 3 + 1) * 5 + 1
+  # d y / d w, and 2 w of the penalty.
+  np.testing.assert_allclose(
+    found['r/sub']['w'], [7 * 15 + 4, 15 * 5 + 6, 46 + 10]
+  )
+  assert collected.non_trainable['r/sub']['calls'].tolist() == [1, 2, 3]
+  summaries = {name: float(x) for name, x in collected.summaries.items()}
+  assert summaries == {f'r/{i}/sub/w': w for i, w in enumerate(WEIGHTS)}
+  losses = {
+    name: (float(value), float(weight))
+    for name, (value, weight) in collected.aux_losses.items()
+  }
+  assert losses == {
+    f'r/{i}/sub/square': (w * w, 2) for i, w in enumerate(WEIGHTS)
+  }
+
+
+def test_a_part_that_is_computed_again_hands_on_what_it_leaves():
+  class Unrolled(base_layer.BaseLayer):
+    """One checkpointed layer."""
+
+    def setup(self):
+      self.create_child('sub', Traces.HParams())
+
+    def __call__(self, x):
+      return repeats.checkpointed(self.sub, 'full')(x, 1.0)
+
+  variables = jax.tree.map(lambda x: x[0], _variables())
+  layer = Unrolled.HParams(name='r').Instantiate()
+  y, collected = jax.jit(
+    lambda v: layer.apply(v, 7.0, mutable=True, verbosity=5)
+  )(variables)
+  assert y == 15
+  assert collected.non_trainable['r/sub']['calls'] == 1
+  assert sorted(collected.summaries) == ['r/sub/quiet', 'r/sub/w']
+  assert list(collected.aux_losses) == ['r/sub/square']
+
+
+def _pipelined(**fields):
+  return _repeat(
+    kind=pipeline.Pipelined,
+    num_pipeline_stages=3,
+    **{'counts': False, 'penalises': False, **fields},
+  )
+
+
+def test_a_pipeline_of_any_layer():
+  layer = _pipelined(num_pipeline_microbatches=2)
+  x = np.arange(4, dtype=np.float32).reshape(4, 1, 1)
+  by = np.arange(1, 5, dtype=np.float32).reshape(4, 1, 1)
+  y = jax.jit(layer.apply)(_variables(calls=False), x, by)
+  np.testing.assert_allclose(y, ((x * 2 + by) * 3 + by) * 5 + by)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'match'),
+  [
+    ({'num_pipeline_microbatches': 2, 'counts': True}, "'sub'.*not trained"),
+    ({'num_pipeline_microbatches': 2, 'penalises': True}, 'an aux loss; got'),
+    (
+      {'pipeline_microbatch_size': 3},
+      'is 3; expected a divisor of the batch 4',
+    ),
+    ({'num_pipeline_microbatches': 0}, 'expected a positive'),
+    ({}, 'expected one of them'),
+    (
+      {'num_pipeline_microbatches': 2, 'pipeline_microbatch_size': 2},
+      'expected one of them',
+    ),
+  ],
+)
+def test_what_a_pipeline_cannot_do_is_refused(fields, match):
+  layer = _pipelined(**fields)
+  x = jnp.ones([4, 1, 1])
+  with pytest.raises(ValueError, match=match):
+    jax.eval_shape(layer.apply, _variables(fields.get('counts', False)), x, x)

@@ -1,0 +1,862 @@
+"""Transformers: one layer, stacks of them, language model, encoder-decoder.
+
+All normalise before each part (Xiong et al., 2020). A stack is run in one of
+three ways, which compute the same: `StackedTransformer` (unrolled),
+`StackedTransformerRepeated` (one loop) or `PipelinedTransformer`.
+
+Each of them, like the one layer, has `__call__` for whole sequences, and for
+decoding `empty_cache` and `extend_step`. Axis 1 of all arrays of a cache is the
+batch; axis 0 counts the layers of a loop.
+
+Shapes: B batch, L length, D width, F hidden width, H heads, G heads of keys and
+values, K head dim, V vocab, S matrices side by side, M positions of a cache, T
+length of the source.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from examples import transformer
+from examples.pax import base_layer
+from examples.pax import hparams
+from examples.pax.layers import activations
+from examples.pax.layers import attentions
+from examples.pax.layers import embedding_softmax
+from examples.pax.layers import normalizations
+from examples.pax.layers import pipeline
+from examples.pax.layers import repeats
+from examples.pax.layers import stochastics
+
+BaseHParams = hparams.BaseHParams
+sub_config_field = base_layer.sub_config_field
+
+CACHE_AXIS = 1  # The batch, in all arrays of a cache.
+
+
+class Context(NamedTuple):
+  """What the layers of a stack see beside their input; None is without.
+
+  Attributes:
+    segment_ids: the document that each token is of, [B, L].
+    position: of each token, [B, L]: what rotary positions turn by; None counts
+      from 0.
+    seen: bool [B, L]; False takes a key out of self-attention that is not
+      causal.
+    source: [B, T, D], what cross-attention attends to.
+    source_seen: bool [B, T]; False takes a position of it out.
+    rows: [B], the rows' numbers in the batch, which dropout depends on; None
+      counts from 0.
+  """
+
+  segment_ids: jax.Array | None = None
+  position: jax.Array | None = None
+  seen: jax.Array | None = None
+  source: jax.Array | None = None
+  source_seen: jax.Array | None = None
+  rows: jax.Array | None = None
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+  """Returns those that say something: not 0, and not None."""
+  return {name: value for name, value in fields.items() if value}
+
+
+def _dropout(rate: float) -> dict[str, Any]:
+  """Returns the arguments of `create_child` for a rate."""
+  return {
+    'template': stochastics.Dropout.HParams(),
+    'keep_prob': 1 - rate,
+  }
+
+
+class TransformerFeedForward(base_layer.BaseLayer):
+  """The position-wise part: normalise, D -> F -> D, and add to the input."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      input_dims: D.
+      hidden_dims: F.
+      has_bias: whether there is a bias in both products.
+      activation_tpl: what is between them.
+      use_gated_activation: whether a second product of the inputs multiplies
+        what the activation gives (Shazeer, 2020).
+      ln_tpl: what normalises.
+      proj_tpl: the products.
+      residual_dropout_prob: part of the output that is dropped in training.
+      relu_dropout_prob: the same of what the activation gives.
+      add_skip_connection: whether the input is added.
+      residual_weight: a factor of the output, before that.
+    """
+
+    input_dims: int = 0
+    hidden_dims: int = 0
+    has_bias: bool = True
+    activation_tpl: BaseHParams = sub_config_field(activations.GELU.HParams)
+    use_gated_activation: bool = False
+    ln_tpl: BaseHParams = sub_config_field(normalizations.LayerNorm.HParams)
+    proj_tpl: BaseHParams = sub_config_field(attentions.Projection.HParams)
+    residual_dropout_prob: float = 0.0
+    relu_dropout_prob: float = 0.0
+    add_skip_connection: bool = True
+    residual_weight: float = 1.0
+
+  def setup(self) -> None:
+    p = self.hparams
+    self.create_child('layer_norm', p.ln_tpl, dim=p.input_dims)
+    spec, shape = 'BLD,DF->BLF', (p.input_dims, p.hidden_dims)
+    axes: tuple[str | None, ...] = ('embed', 'mlp')
+    if p.use_gated_activation:  # Its weight and the gate's, in one product.
+      spec, shape = 'BLD,DSF->BLSF', (p.input_dims, 2, p.hidden_dims)
+      axes = ('embed', None, 'mlp')
+    self.create_child(
+      'ffn_layer1',
+      p.proj_tpl.clone(),
+      spec=spec,
+      shape=shape,
+      axes=axes,
+      use_bias=p.has_bias,
+    )
+    self.create_child('activation', p.activation_tpl)
+    self.create_child(
+      'ffn_layer2',
+      p.proj_tpl.clone(),
+      spec='BLF,FD->BLD',
+      shape=(p.hidden_dims, p.input_dims),
+      axes=('mlp', 'embed'),
+      use_bias=p.has_bias,
+    )
+    self.create_child('relu_dropout', **_dropout(p.relu_dropout_prob))
+    self.create_child('residual_dropout', **_dropout(p.residual_dropout_prob))
+
+  def __call__(
+    self, inputs: jax.Array, rows: jax.Array | None = None
+  ) -> jax.Array:
+    """Returns [B, L, D].
+
+    Args:
+      inputs: [B, L, D].
+      rows: see `Context`.
+    """
+    p = self.hparams
+    hidden = self.ffn_layer1(self.layer_norm(inputs))
+    if p.use_gated_activation:
+      hidden_BLF = self.activation(hidden[:, :, 0]) * hidden[:, :, 1]
+    else:
+      hidden_BLF = self.activation(hidden)
+    hidden_BLF = self.shard(hidden_BLF, transformer.HIDDEN, 'hidden')
+    hidden_BLF = self.relu_dropout(hidden_BLF, rows)
+    out = self.residual_dropout(self.ffn_layer2(hidden_BLF), rows)
+    if p.residual_weight != 1:
+      out *= p.residual_weight
+    return inputs + out if p.add_skip_connection else out
+
+
+class Transformer(base_layer.BaseLayer):
+  """One layer: self-attention, perhaps cross-attention, and feed-forward."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      input_dims: D.
+      hidden_dims: F; 0 is what `tr_fflayer_tpl` says.
+      num_heads: H; 0 is what `tr_atten_tpl` says.
+      dim_per_head: K; None is what `tr_atten_tpl` says.
+      is_causal: whether no position sees later ones.
+      use_cross_attention: whether it attends to `Context.source`.
+      tr_atten_tpl: self-attention.
+      cross_atten_tpl: cross-attention; None is as `tr_atten_tpl`, by 'einsum'.
+      tr_fflayer_tpl: the feed-forward part.
+      ln_tpl: what normalises before attention.
+      residual_dropout_prob: part of what each part adds that is dropped in
+        training.
+      relu_dropout_prob: the same within the feed-forward part.
+    """
+
+    input_dims: int = 0
+    hidden_dims: int = 0
+    num_heads: int = 0
+    dim_per_head: int | None = None
+    is_causal: bool = True
+    use_cross_attention: bool = False
+    tr_atten_tpl: BaseHParams = sub_config_field(
+      attentions.DotProductAttention.HParams
+    )
+    cross_atten_tpl: BaseHParams | None = sub_config_field(None)
+    tr_fflayer_tpl: BaseHParams = sub_config_field(
+      TransformerFeedForward.HParams
+    )
+    ln_tpl: BaseHParams = sub_config_field(normalizations.LayerNorm.HParams)
+    residual_dropout_prob: float = 0.0
+    relu_dropout_prob: float = 0.0
+
+  def setup(self) -> None:
+    p = self.hparams
+    heads = {
+      'input_dim': p.input_dims,
+      **_given(num_heads=p.num_heads, dim_per_head=p.dim_per_head),
+    }
+    self.create_child('layer_norm', p.ln_tpl, dim=p.input_dims)
+    self.create_child(
+      'self_attention', p.tr_atten_tpl, is_causal=p.is_causal, **heads
+    )
+    if p.use_cross_attention:
+      self.create_child('cross_layer_norm', p.ln_tpl.clone(), dim=p.input_dims)
+      self.create_child(
+        'cross_attention',
+        p.cross_atten_tpl
+        or p.tr_atten_tpl.clone().set(attention_impl='einsum'),
+        is_cross_attention=True,
+        **heads,
+      )
+    self.create_child('residual_dropout', **_dropout(p.residual_dropout_prob))
+    self.create_child(
+      'ff_layer',
+      p.tr_fflayer_tpl,
+      input_dims=p.input_dims,
+      **_given(
+        hidden_dims=p.hidden_dims,
+        residual_dropout_prob=p.residual_dropout_prob,
+        relu_dropout_prob=p.relu_dropout_prob,
+      ),
+    )
+
+  def __call__(
+    self, inputs: jax.Array, context: Context | None = None
+  ) -> jax.Array:
+    """Returns [B, L, D].
+
+    Args:
+      inputs: [B, L, D].
+      context: what else it sees.
+    """
+    context = context or Context()
+    mixed = self.self_attention(
+      self.layer_norm(inputs),
+      segment_ids=context.segment_ids,
+      seen=context.seen,
+      position=context.position,
+    )
+    source = None
+    if self.hparams.use_cross_attention:
+      source = self.cross_attention.keys_and_values(context.source)
+    return self._after(inputs, mixed, source, context)
+
+  def empty_cache(
+    self, batch: int, length: int, source: jax.Array | None = None
+  ) -> dict[str, attentions.Cache]:
+    """Returns room for `extend_step`.
+
+    Args:
+      batch: B.
+      length: M, as many positions as there shall be.
+      source: [B, T, D], what cross-attention attends to.
+    """
+    cache = {'self': self.self_attention.empty_cache(batch, length)}
+    if self.hparams.use_cross_attention:
+      cache['cross'] = self.cross_attention.keys_and_values(source)
+    return cache
+
+  def extend_step(
+    self,
+    inputs: jax.Array,
+    cache: dict[str, attentions.Cache],
+    start: int | jax.Array,
+    context: Context | None = None,
+  ) -> tuple[jax.Array, dict[str, attentions.Cache]]:
+    """Runs the layer on the next positions.
+
+    Args:
+      inputs: [B, L, D], at the positions from `start`.
+      cache: of `empty_cache`, or the call before.
+      start: of all rows, or [B] of each.
+      context: only `source_seen` counts.
+
+    Returns:
+      [B, L, D], and the cache.
+    """
+    mixed, of_self = self.self_attention.extend_step(
+      self.layer_norm(inputs), cache['self'], start
+    )
+    out = self._after(inputs, mixed, cache.get('cross'), context or Context())
+    return out, {**cache, 'self': of_self}
+
+  def _after(
+    self,
+    x_BLD: jax.Array,
+    mixed_BLD: jax.Array,
+    source: attentions.Cache | None,
+    context: Context,
+  ) -> jax.Array:
+    """Returns the output, given what self-attention gives."""
+    x_BLD += self.residual_dropout(mixed_BLD, context.rows)
+    if source is not None:
+      mixed_BLD = self.cross_attention.attend_to(
+        self.cross_layer_norm(x_BLD), source, context.source_seen
+      )
+      x_BLD += self.residual_dropout(mixed_BLD, context.rows)
+    x_BLD = self.ff_layer(x_BLD, context.rows)
+    return self.shard(x_BLD, transformer.BETWEEN_BLOCKS)
+
+
+class StackedTransformer(base_layer.BaseLayer):
+  """Layers one after the other, unrolled: XLA fuses across them."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      num_layers: how many.
+      model_dims: D.
+      hidden_dims: F.
+      num_heads: H.
+      dim_per_head: K.
+      mask_self_attention: whether no position sees later ones.
+      use_cross_attention: whether the layers attend to `Context.source`.
+      residual_dropout_prob: part of what each part of a layer adds that is
+        dropped in training.
+      relu_dropout_prob: the same within the feed-forward parts.
+      transformer_layer_params_tpl: the layers; it says what is 0 or None above.
+      checkpoint_policy: what of each layer the backward pass computes again;
+        see `transformer.remat_policy`.
+    """
+
+    num_layers: int = 0
+    model_dims: int = 0
+    hidden_dims: int = 0
+    num_heads: int = 0
+    dim_per_head: int | None = None
+    mask_self_attention: bool = True
+    use_cross_attention: bool = False
+    residual_dropout_prob: float = 0.0
+    relu_dropout_prob: float = 0.0
+    transformer_layer_params_tpl: BaseHParams = sub_config_field(
+      Transformer.HParams
+    )
+    checkpoint_policy: str = 'nothing'
+
+  def setup(self) -> None:
+    p = self.hparams
+    repeats.check_policy(self, p.checkpoint_policy)
+    if p.num_layers < 1:
+      raise ValueError(
+        f'{self.module_name}.num_layers is {p.num_layers}; expected at least 1.'
+      )
+    self.create_children(
+      'x_layers',
+      [p.transformer_layer_params_tpl.clone() for _ in range(p.num_layers)],
+      is_causal=p.mask_self_attention,
+      use_cross_attention=p.use_cross_attention,
+      **_given(
+        input_dims=p.model_dims,
+        hidden_dims=p.hidden_dims,
+        num_heads=p.num_heads,
+        dim_per_head=p.dim_per_head,
+        residual_dropout_prob=p.residual_dropout_prob,
+        relu_dropout_prob=p.relu_dropout_prob,
+      ),
+    )
+
+  def __call__(
+    self, inputs: jax.Array, context: Context | None = None
+  ) -> jax.Array:
+    """Returns [B, L, D]; see `Transformer`."""
+    x_BLD = inputs
+    for layer in self.x_layers:
+      run = repeats.checkpointed(layer, self.hparams.checkpoint_policy)
+      x_BLD = run(x_BLD, context)
+    return x_BLD
+
+  def empty_cache(
+    self, batch: int, length: int, source: jax.Array | None = None
+  ) -> list[Any]:
+    """Returns the caches of the layers, [1, B, ...] each."""
+    caches = [
+      layer.empty_cache(batch, length, source) for layer in self.x_layers
+    ]
+    return jax.tree.map(lambda x: x[None], caches)
+
+  def extend_step(
+    self,
+    inputs: jax.Array,
+    cache: list[Any],
+    start: int | jax.Array,
+    context: Context | None = None,
+  ) -> tuple[jax.Array, list[Any]]:
+    """Returns [B, L, D], and the cache; see `Transformer`."""
+    x_BLD, new = inputs, []
+    for layer, own in zip(self.x_layers, cache, strict=True):
+      own = jax.tree.map(lambda x: x[0], own)
+      x_BLD, own = layer.extend_step(x_BLD, own, start, context)
+      new.append(own)
+    return x_BLD, jax.tree.map(lambda x: x[None], new)
+
+
+class _OfRepeat(base_layer.BaseLayer):
+  """A stack that is a repeated one, its child `repeat`."""
+
+  def __call__(
+    self, inputs: jax.Array, context: Context | None = None
+  ) -> jax.Array:
+    """Returns [B, L, D]; see `Transformer`."""
+    return self.repeat(inputs, context or Context())
+
+  def empty_cache(
+    self, batch: int, length: int, source: jax.Array | None = None
+  ) -> Any:
+    """Returns the caches of the layers, [x_times, B, ...] each."""
+    return self.repeat.empty_cache(batch, length, source)
+
+  def extend_step(
+    self,
+    inputs: jax.Array,
+    cache: Any,
+    start: int | jax.Array,
+    context: Context | None = None,
+  ) -> tuple[jax.Array, Any]:
+    """Returns [B, L, D], and the cache; see `Transformer`."""
+    return self.repeat.extend_step(inputs, cache, start, context or Context())
+
+
+class StackedTransformerRepeated(_OfRepeat):
+  """Layers one after the other, as one loop over stacked weights."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      block: what is repeated: often one layer.
+      x_times: how often.
+      checkpoint_policy: what of each block the backward pass computes again;
+        see `transformer.remat_policy`.
+    """
+
+    block: BaseHParams = sub_config_field(StackedTransformer.HParams)
+    x_times: int = 0
+    checkpoint_policy: str = 'nothing'
+
+  def setup(self) -> None:
+    p = self.hparams
+    self.create_child(
+      'repeat',
+      repeats.Repeat.HParams(
+        sub_tpl=p.block,
+        x_times=p.x_times,
+        checkpoint_policy=p.checkpoint_policy,
+      ),
+    )
+
+
+class PipelinedTransformer(_OfRepeat):
+  """Layers dealt out to the stages of a pipeline.
+
+  A stage that is a `StackedTransformerRepeated` is a loop over its blocks, and
+  a `StackedTransformer` is unrolled. Either way the weights are those of a
+  `StackedTransformerRepeated` of all the layers, in the same place.
+  """
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      pipeline_stage: the layers that a stage has in one repeat. All of them
+        are these, times the stages, times the repeats.
+      num_pipeline_stages: groups of layers that work at the same time.
+      num_pipeline_microbatches: parts into which the batch is cut; or
+      pipeline_microbatch_size: rows of each.
+      circular_repeat: how often each part goes round the stages.
+    """
+
+    pipeline_stage: BaseHParams = sub_config_field(StackedTransformer.HParams)
+    num_pipeline_stages: int = 1
+    num_pipeline_microbatches: int | None = None
+    pipeline_microbatch_size: int | None = None
+    circular_repeat: int = 1
+
+  def setup(self) -> None:
+    p = self.hparams
+    stage = p.pipeline_stage
+    if isinstance(stage, StackedTransformerRepeated.HParams):
+      layer, times, unroll = stage.block, stage.x_times, False
+    elif isinstance(stage, StackedTransformer.HParams):
+      layer = stage.clone().set(num_layers=1, checkpoint_policy='nothing')
+      times, unroll = stage.num_layers, True
+    else:
+      raise TypeError(
+        f'{self.module_name}.pipeline_stage is {type(stage).__qualname__};'
+        ' expected HParams of StackedTransformer or StackedTransformerRepeated.'
+      )
+    self.create_child(
+      'repeat',
+      pipeline.Pipelined.HParams(
+        sub_tpl=layer,
+        x_times=times * p.num_pipeline_stages * p.circular_repeat,
+        checkpoint_policy=stage.checkpoint_policy,
+        num_pipeline_stages=p.num_pipeline_stages,
+        num_pipeline_microbatches=p.num_pipeline_microbatches,
+        pipeline_microbatch_size=p.pipeline_microbatch_size,
+        circular_repeat=p.circular_repeat,
+        unroll=unroll,
+      ),
+    )
+
+
+class _Embedded(base_layer.BaseLayer):
+  """What has embedded tokens, an output layer, and layers in between."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      vocab_size: V.
+      model_dims: D.
+      softmax_tpl: the output layer; `SharedEmbeddingSoftmax` embeds as well.
+      separate_embedding_tpl: what embeds instead; needed for a `FullSoftmax`.
+      position_emb_tpl: what is added to embedded tokens; None is nothing, as
+        for rotary positions.
+      final_ln_tpl: what normalises before the output layer.
+      input_dropout_prob: part of the embedded tokens that is dropped in
+        training.
+    """
+
+    vocab_size: int = 0
+    model_dims: int = 0
+    softmax_tpl: BaseHParams = sub_config_field(
+      embedding_softmax.SharedEmbeddingSoftmax.HParams
+    )
+    separate_embedding_tpl: BaseHParams | None = sub_config_field(None)
+    position_emb_tpl: BaseHParams | None = sub_config_field(
+      embedding_softmax.PositionalEmbedding.HParams
+    )
+    final_ln_tpl: BaseHParams = sub_config_field(
+      normalizations.LayerNorm.HParams
+    )
+    input_dropout_prob: float = 0.0
+
+  def setup(self) -> None:
+    p = self.hparams
+    sizes = {'num_classes': p.vocab_size, 'input_dims': p.model_dims}
+    self.create_child('softmax', p.softmax_tpl, **sizes)
+    self._embedding = self.softmax
+    if p.separate_embedding_tpl is not None:
+      self.create_child('embedding', p.separate_embedding_tpl, **sizes)
+      self._embedding = self.embedding
+    elif not hasattr(self.softmax, 'emb_lookup'):
+      raise ValueError(
+        f'{self.module_name}.softmax_tpl is of'
+        f' {type(self.softmax).__name__}, which does not embed; expected'
+        ' SharedEmbeddingSoftmax, or a separate_embedding_tpl.'
+      )
+    if p.position_emb_tpl is not None:
+      self.create_child(
+        'position_emb', p.position_emb_tpl, embedding_dims=p.model_dims
+      )
+    self.create_child('input_dropout', **_dropout(p.input_dropout_prob))
+    self.create_child('final_ln', p.final_ln_tpl, dim=p.model_dims)
+
+  def _embed(
+    self,
+    ids_BL: jax.Array,
+    position: jax.Array,
+    rows: jax.Array | None = None,
+    embedding: base_layer.BaseLayer | None = None,
+  ) -> jax.Array:
+    """Returns [B, L, D]; positions are [B, L], or [L] of all rows."""
+    x_BLD = (embedding or self._embedding).emb_lookup(ids_BL)
+    if self.hparams.position_emb_tpl is not None:
+      if position.ndim == 1:
+        position = position[None]
+      x_BLD += self.position_emb(position)
+    x_BLD = self.input_dropout(x_BLD.astype(self.fprop_dtype), rows)
+    return self.shard(x_BLD, transformer.BETWEEN_BLOCKS)
+
+  def logits(self, x: jax.Array) -> jax.Array:
+    """Returns float32 logits [B, L, V] of what `hidden` gives."""
+    return self.softmax.get_logits(x)
+
+  def compute_loss(
+    self, x: jax.Array, labels: jax.Array, weights: jax.Array
+  ) -> dict[str, jax.Array]:
+    """Returns the cross entropy, and what else is to be reported.
+
+    Args:
+      x: [B, L, D], of `hidden`.
+      labels: [B, L], the token to predict at each position.
+      weights: [B, L]; 0 takes a position out.
+
+    Returns:
+      As `SharedEmbeddingSoftmax.compute_loss`.
+    """
+    return self.softmax.compute_loss(x, labels, weights)
+
+  def _check_length(self, length: int) -> None:
+    p = self.hparams.position_emb_tpl
+    if isinstance(
+      p, embedding_softmax.TrainablePositionalEmbedding.HParams
+    ) and (length > p.max_seq_length):
+      raise ValueError(
+        f'Got {length} positions; {self.module_name} has max_seq_length'
+        f' {p.max_seq_length}. Decode less, or raise it.'
+      )
+
+
+class TransformerLm(_Embedded):
+  """A decoder-only language model."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
+      stacked_transformer_tpl: the layers.
+      packed_input: whether rows hold several documents, of which none sees
+        another. Then `segment_ids` is needed.
+    """
+
+    stacked_transformer_tpl: BaseHParams = sub_config_field(
+      StackedTransformer.HParams
+    )
+    packed_input: bool = False
+
+  def setup(self) -> None:
+    super().setup()
+    self.create_child('transformer', self.hparams.stacked_transformer_tpl)
+
+  def __call__(
+    self,
+    ids: jax.Array,
+    segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+  ) -> jax.Array:
+    """Returns float32 logits [B, L, V]; see `hidden`."""
+    return self.logits(self.hidden(ids, segment_ids, segment_pos))
+
+  def hidden(
+    self,
+    ids: jax.Array,
+    segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+  ) -> jax.Array:
+    """Returns what goes into the output layer, [B, L, D].
+
+    Args:
+      ids: integers below V, [B, L].
+      segment_ids: the document that each token is of, [B, L].
+      segment_pos: the position of each token in its document, [B, L]; None
+        counts from the start of the row.
+
+    Raises:
+      ValueError: `segment_ids` is missing, or given without `packed_input`.
+    """
+    if (segment_ids is not None) != self.hparams.packed_input:
+      got = 'none' if segment_ids is None else 'some'
+      raise ValueError(
+        f'{self.module_name}.packed_input is {self.hparams.packed_input}, and'
+        f' there are {got} segment_ids. Expected them with packed_input=True,'
+        ' and only then.'
+      )
+    batch, length = ids.shape
+    self._check_length(length)
+    rows = jnp.arange(batch)
+    position = jnp.arange(length) if segment_pos is None else segment_pos
+    x_BLD = self.transformer(
+      self._embed(ids, position, rows),
+      Context(segment_ids=segment_ids, position=segment_pos, rows=rows),
+    )
+    return self.final_ln(x_BLD)
+
+  def empty_cache(self, batch: int, length: int) -> Any:
+    """Returns room for `extend_step`.
+
+    Args:
+      batch: B.
+      length: M, as many positions as there shall be.
+
+    Raises:
+      ValueError: there are not so many positions.
+    """
+    self._check_length(length)
+    return self.transformer.empty_cache(batch, length)
+
+  def extend_step(
+    self, ids: jax.Array, cache: Any, start: int | jax.Array
+  ) -> tuple[jax.Array, Any]:
+    """Runs the model on the next tokens.
+
+    They see what the cache holds of the positions before them, and none after:
+    what padding has left there does no harm.
+
+    Args:
+      ids: [B, L], at the positions from `start`.
+      cache: of `empty_cache`, or the call before.
+      start: of all rows, or [B] of each.
+
+    Returns:
+      Float32 logits [B, L, V], and the cache.
+    """
+    position = transformer.positions_from(start, ids.shape[1])
+    x_BLD, cache = self.transformer.extend_step(
+      self._embed(ids, position), cache, start
+    )
+    return self.logits(self.final_ln(x_BLD)), cache
+
+
+class TransformerEncoderDecoder(_Embedded):
+  """An encoder of a source, and a decoder that attends to it.
+
+  Vaswani et al. (2017), but normalised before each part.
+  """
+
+  class HParams(BaseHParams):
+    """Hyperparameters; those of embedding and output are the decoder's.
+
+    Attributes:
+      encoder_stacked_transformer_tpl: the encoder's layers.
+      decoder_stacked_transformer_tpl: the decoder's.
+      encoder_embedding_tpl: what embeds the source; None is what embeds the
+        target.
+      source_vocab_size: tokens of the source, with an `encoder_embedding_tpl`;
+        0 is `vocab_size`.
+    """
+
+    encoder_stacked_transformer_tpl: BaseHParams = sub_config_field(
+      StackedTransformer.HParams
+    )
+    decoder_stacked_transformer_tpl: BaseHParams = sub_config_field(
+      StackedTransformer.HParams
+    )
+    encoder_embedding_tpl: BaseHParams | None = sub_config_field(None)
+    source_vocab_size: int = 0
+
+  def setup(self) -> None:
+    super().setup()
+    p = self.hparams
+    self._encoder_embedding = self._embedding
+    if p.encoder_embedding_tpl is not None:
+      self.create_child(
+        'encoder_embedding',
+        p.encoder_embedding_tpl,
+        num_classes=p.source_vocab_size or p.vocab_size,
+        input_dims=p.model_dims,
+      )
+      self._encoder_embedding = self.encoder_embedding
+    elif p.source_vocab_size:
+      raise ValueError(
+        f'{self.module_name}.source_vocab_size is {p.source_vocab_size}, and'
+        ' what embeds the target embeds the source; expected 0, or an'
+        ' encoder_embedding_tpl.'
+      )
+    self.create_child(
+      'encoder',
+      _in_blocks(p.encoder_stacked_transformer_tpl, mask_self_attention=False),
+    )
+    self.create_child('encoder_ln', p.final_ln_tpl.clone(), dim=p.model_dims)
+    self.create_child(
+      'decoder',
+      _in_blocks(p.decoder_stacked_transformer_tpl, use_cross_attention=True),
+    )
+
+  def __call__(
+    self,
+    source_ids: jax.Array,
+    source_paddings: jax.Array,
+    target_ids: jax.Array,
+  ) -> jax.Array:
+    """Returns float32 logits [B, L, V]; see `hidden`."""
+    return self.logits(self.hidden(source_ids, source_paddings, target_ids))
+
+  def encode(
+    self, source_ids: jax.Array, source_paddings: jax.Array
+  ) -> jax.Array:
+    """Returns what the decoder attends to, [B, T, D].
+
+    Args:
+      source_ids: integers below the source's vocabulary, [B, T].
+      source_paddings: [B, T], 1 where there is no token, else 0.
+    """
+    batch, length = source_ids.shape
+    self._check_length(length)
+    rows = jnp.arange(batch)
+    x_BTD = self._embed(
+      source_ids, jnp.arange(length), rows, self._encoder_embedding
+    )
+    context = Context(seen=_seen(source_paddings), rows=rows)
+    return self.encoder_ln(self.encoder(x_BTD, context))
+
+  def decode(
+    self, encoded: jax.Array, source_paddings: jax.Array, target_ids: jax.Array
+  ) -> jax.Array:
+    """Returns what goes into the output layer, [B, L, D].
+
+    Args:
+      encoded: [B, T, D], of `encode`.
+      source_paddings: [B, T], as for `encode`.
+      target_ids: integers below V, [B, L]: what precedes each prediction.
+    """
+    batch, length = target_ids.shape
+    self._check_length(length)
+    rows = jnp.arange(batch)
+    context = Context(
+      source=encoded, source_seen=_seen(source_paddings), rows=rows
+    )
+    x_BLD = self._embed(target_ids, jnp.arange(length), rows)
+    return self.final_ln(self.decoder(x_BLD, context))
+
+  def hidden(
+    self,
+    source_ids: jax.Array,
+    source_paddings: jax.Array,
+    target_ids: jax.Array,
+  ) -> jax.Array:
+    """Returns `decode` of `encode`, [B, L, D]."""
+    encoded = self.encode(source_ids, source_paddings)
+    return self.decode(encoded, source_paddings, target_ids)
+
+  def empty_cache(
+    self, encoded: jax.Array, source_paddings: jax.Array, length: int
+  ) -> Any:
+    """Returns room for `extend_step`, and what it attends to of the source.
+
+    Args:
+      encoded: [B, T, D], of `encode`.
+      source_paddings: [B, T], as for `encode`.
+      length: M, as many positions as there shall be.
+
+    Raises:
+      ValueError: there are not so many positions.
+    """
+    self._check_length(length)
+    batch = encoded.shape[0]
+    return {
+      'decoder': self.decoder.empty_cache(batch, length, encoded),
+      'source_seen': _seen(source_paddings)[None],
+    }
+
+  def extend_step(
+    self, ids: jax.Array, cache: Any, start: int | jax.Array
+  ) -> tuple[jax.Array, Any]:
+    """Runs the decoder on the next tokens; see `TransformerLm.extend_step`."""
+    position = transformer.positions_from(start, ids.shape[1])
+    x_BLD, decoder = self.decoder.extend_step(
+      self._embed(ids, position),
+      cache['decoder'],
+      start,
+      Context(source_seen=cache['source_seen'][0]),
+    )
+    return self.logits(self.final_ln(x_BLD)), {**cache, 'decoder': decoder}
+
+
+def _seen(paddings: jax.Array) -> jax.Array:
+  return paddings < 0.5
+
+
+def _in_blocks(stack: Any, **fields: Any) -> Any:
+  """Returns a stack's HParams with fields set in its `StackedTransformer`."""
+  stack = stack.clone()
+  for field in ('pipeline_stage', 'block'):
+    if field in stack.names():
+      return stack.set(**{field: _in_blocks(getattr(stack, field), **fields)})
+  return stack.set(**fields)

@@ -1,0 +1,565 @@
+"""Tests of transformers against another program, and of their ways to run.
+
+Shapes: as in transformers.py.
+"""
+
+import functools
+import math
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.pax import base_layer
+from examples.pax.layers import activations
+from examples.pax.layers import attentions
+from examples.pax.layers import embedding_softmax
+from examples.pax.layers import normalizations
+from examples.pax.layers import transformers
+from jaxline import partitioning
+
+B, L, V, D, H, F = 4, 8, 11, 16, 2, 24
+
+# Most of the time of these tests is compiling.
+_OPTIONS = {
+  'xla_backend_optimization_level': 0,
+  'xla_llvm_disable_expensive_passes': True,
+}
+if jax.__version_info__ < (0, 11):  # Later ones have no such option.
+  _OPTIONS['xla_cpu_use_fusion_emitters'] = False
+_jit = functools.partial(jax.jit, compiler_options=_OPTIONS)
+
+TRAINED = embedding_softmax.TrainablePositionalEmbedding.HParams(
+  max_seq_length=L
+)
+
+
+def _block(num_layers=1, width=D, heads=H, hidden=F, dropout=0.0, **attention):
+  """Layers as Pax's on C4, but with a cap that is felt."""
+  atten = attentions.DotProductAttention.HParams(
+    use_bias=False, atten_logit_cap=0.5
+  )
+  return transformers.StackedTransformer.HParams(
+    num_layers=num_layers,
+    model_dims=width,
+    hidden_dims=hidden,
+    num_heads=heads,
+    residual_dropout_prob=dropout,
+    transformer_layer_params_tpl=transformers.Transformer.HParams(
+      tr_atten_tpl=atten.set(**attention)
+    ),
+  )
+
+
+def _repeated(times, policy='nothing', **block):
+  return transformers.StackedTransformerRepeated.HParams(
+    block=_block(**block), x_times=times, checkpoint_policy=policy
+  )
+
+
+def _lm(stack, vocab=V, width=D, **fields):
+  lm = transformers.TransformerLm.HParams(
+    vocab_size=vocab,
+    model_dims=width,
+    softmax_tpl=embedding_softmax.SharedEmbeddingSoftmax.HParams(
+      scale_sqrt_depth=True, soft_cap_logits=3.0
+    ),
+    stacked_transformer_tpl=stack,
+  )
+  return lm.set(**fields)
+
+
+def _gpt3_lm(stack, vocab=V, width=D, length=L, epsilon=1e-5):
+  """As GPT-3, of the same stack."""
+  norm = normalizations.LayerNorm.HParams(epsilon=epsilon)
+  block = getattr(stack, 'pipeline_stage', stack).block
+  layer = block.transformer_layer_params_tpl.set(ln_tpl=norm.clone())
+  layer.tr_fflayer_tpl.ln_tpl = norm.clone()
+  layer.tr_atten_tpl.set(
+    use_bias=True, atten_logit_cap=0.0, internal_enable_per_dim_scale=False
+  )
+  return _lm(
+    stack,
+    vocab,
+    width,
+    softmax_tpl=embedding_softmax.SharedEmbeddingSoftmax.HParams(
+      has_bias=False
+    ),
+    position_emb_tpl=TRAINED.clone().set(max_seq_length=length),
+    final_ln_tpl=norm.clone(),
+  )
+
+
+def _random_like(layer):
+  """Returns variables none of which is what it starts as."""
+  return _random(jax.eval_shape(layer.init, jax.random.key(0)))
+
+
+def _random(shapes):
+  rng = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda x: np.asarray(rng.normal(size=x.shape) / 4, np.float32), shapes
+  )
+
+
+def _ids(batch=B, length=L, seed=1):
+  rng = np.random.default_rng(seed)
+  return jnp.asarray(rng.integers(0, V, [batch, length]), jnp.int32)
+
+
+def _assert_trees_close(actual, expected, **tolerance):
+  assert jax.tree.structure(actual) == jax.tree.structure(expected)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, **tolerance), actual, expected
+  )
+
+
+WEIGHTS = jnp.ones([B, L]).at[0, :3].set(0)
+DOCUMENTS = {
+  'segment_ids': jnp.asarray([[1, 1, 1, 2, 2, 2, 2, 2]] * B),
+  'segment_pos': jnp.asarray([[0, 1, 2, 0, 1, 2, 3, 4]] * B),
+}
+
+
+def _packed_lm(stack):
+  lm = _lm(stack, packed_input=True)
+  lm.softmax_tpl.chunks = 2
+  return lm
+
+
+def _loss(lm, **kwargs):
+  """Returns a function `(variables, ids, rng) -> mean loss`."""
+  layer = lm.Instantiate()
+
+  def loss(variables, ids, rng):
+    x = layer.apply(variables, ids, rng=rng, method='hidden', **kwargs)
+    found = layer.apply(
+      variables, x, ids[:, ::-1], WEIGHTS, method='compute_loss'
+    )
+    return found['total_loss'] / found['total_weight']
+
+  return loss
+
+
+# ---- Against another program.
+
+
+def test_the_parameters_of_paxs_models():
+  # As counted in Paxml's own classes: C4Spmd1B and C4SpmdPipelineGpt3Small.
+  lm = _lm(_repeated(13, width=2560, heads=20, hidden=10240), 32000, 2560)
+  assert lm.Instantiate().num_params() == 1_104_619_904
+  stage = _repeated(6, width=3072, heads=24, hidden=12288)
+  stack = transformers.PipelinedTransformer.HParams(
+    pipeline_stage=stage, num_pipeline_stages=4, pipeline_microbatch_size=16
+  )
+  lm = _gpt3_lm(stack, 51200, 3072, 16384)
+  assert lm.Instantiate().num_params() == 2_926_491_648
+
+
+# An independent program: NumPy, float64, one position at a time.
+
+
+def _numpy_norm(x, w, epsilon):
+  size = np.sqrt(x.var(-1, keepdims=True) + epsilon)
+  normed = (x - x.mean(-1, keepdims=True)) / size
+  return normed * (1 + w['scale']) + w['bias']
+
+
+def _numpy_cap(x, limit):
+  return limit * np.tanh(x / limit) if limit else x
+
+
+def _numpy_sinusoid(position):
+  angles = position / np.geomspace(1, 1e4, D // 2)
+  return np.array([*np.sin(angles), *np.cos(angles)])
+
+
+def _numpy_attention(w, x, cap):
+  out = np.zeros_like(x) + w['post'].get('b', 0)
+  scale_K = np.ones(D // H)
+  if 'per_dim_scale' in w:
+    scale_K = np.log2(1 + np.exp(w['per_dim_scale']['per_dim_scale']))
+  for head in range(H):
+    q, k, v = (x @ w['combined_qkv']['w'][:, i, head] for i in range(3))
+    if 'b' in w['combined_qkv']:
+      q, k, v = (
+        y + w['combined_qkv']['b'][i, head] for i, y in enumerate((q, k, v))
+      )
+    for i in range(len(x)):
+      scores = k[: i + 1] @ (q[i] * scale_K) / math.sqrt(D // H)
+      p = np.exp(_numpy_cap(scores, cap))
+      out[i] += p / p.sum() @ v[: i + 1] @ w['post']['w'][head]
+  return out
+
+
+def _numpy_gelu(x):
+  inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+  return 0.5 * x * (1 + np.tanh(inner))
+
+
+def _numpy_logits(variables, tokens_L, *, activation, epsilon, caps):
+  """Returns the logits [L, V] of a language model of two layers."""
+  w: dict = {}
+  for path, of in variables[base_layer.PARAMS].items():
+    w[path.removeprefix('transformer_lm/')] = jax.tree.map(np.float64, of)
+  table_VD = w['softmax']['emb_var']
+  x = table_VD[tokens_L]
+  if 'position_emb' in w:
+    x = x + w['position_emb']['emb_var'][: len(x)]
+  else:
+    x = x * math.sqrt(D) + [_numpy_sinusoid(i) for i in range(len(x))]
+  for layer in range(2):
+    prefix = 'transformer/repeat/sub/x_layers_0/'
+    own = {
+      path.removeprefix(prefix): {name: y[layer] for name, y in of.items()}
+      for path, of in w.items()
+      if path.startswith(prefix)
+    }
+    attention = {
+      path.removeprefix('self_attention/'): of
+      for path, of in own.items()
+      if path.startswith('self_attention/')
+    }
+    normed = _numpy_norm(x, own['layer_norm'], epsilon)
+    x = x + _numpy_attention(attention, normed, caps[0])
+    first, second = own['ff_layer/ffn_layer1'], own['ff_layer/ffn_layer2']
+    hidden = _numpy_norm(x, own['ff_layer/layer_norm'], epsilon) @ first['w']
+    x = x + activation(hidden + first['b']) @ second['w'] + second['b']
+  logits = _numpy_norm(x, w['final_ln'], epsilon) @ table_VD.T
+  return _numpy_cap(logits + w['softmax'].get('bias', 0), caps[1])
+
+
+@pytest.mark.parametrize('name', ['C4', 'GPT-3'])
+def test_the_loss_is_that_of_another_program(name):
+  ids = _ids()
+  if name == 'C4':
+    lm, documents = _packed_lm(_repeated(2)), DOCUMENTS
+    options = {'activation': _numpy_gelu, 'epsilon': 1e-6, 'caps': (0.5, 3.0)}
+  else:
+    lm, documents = _gpt3_lm(_repeated(2), epsilon=1e-2), {}
+    block = lm.stacked_transformer_tpl.block
+    ff = block.transformer_layer_params_tpl.tr_fflayer_tpl
+    ff.activation_tpl = activations.ReLU.HParams()
+    relu = lambda x: np.maximum(x, 0)
+    options = {'activation': relu, 'epsilon': 1e-2, 'caps': (0.0, 0.0)}
+  variables = _random_like(lm.Instantiate())
+  actual = _jit(_loss(lm, **documents))(variables, ids, None)
+  nats = []
+  for row, labels in zip(
+    np.asarray(ids), np.asarray(ids[:, ::-1]), strict=True
+  ):
+    # Of documents that share a row each is as if it were alone.
+    parts = (slice(0, 3), slice(3, L)) if documents else (slice(0, L),)
+    logits = np.concatenate(
+      [_numpy_logits(variables, row[part], **options) for part in parts]
+    )
+    target = logits[np.arange(L), labels]
+    nats.append(np.log(np.exp(logits).sum(-1)) - target)
+  expected = np.average(nats, weights=np.float64(WEIGHTS))
+  np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+# ---- Ways to run the same layers.
+
+
+def _stacked(variables, times):
+  """Returns the weights of unrolled layers as those of a repeated one."""
+  unrolled = variables[base_layer.PARAMS]
+  stack = 'transformer_lm/transformer'
+  params = {
+    path: of
+    for path, of in unrolled.items()
+    if not path.startswith(f'{stack}/')
+  }
+  for path in unrolled:
+    if path.startswith(f'{stack}/x_layers_0/'):
+      inner = path.removeprefix(f'{stack}/x_layers_0/')
+      params[f'{stack}/repeat/sub/x_layers_0/{inner}'] = jax.tree.map(
+        lambda *x: np.stack(x),
+        *(unrolled[f'{stack}/x_layers_{i}/{inner}'] for i in range(times)),
+      )
+  return {base_layer.PARAMS: params, base_layer.NON_TRAINABLE: {}}
+
+
+def _pipelined(stage, **sizes):
+  return transformers.PipelinedTransformer.HParams(
+    pipeline_stage=stage, num_pipeline_stages=2, **sizes
+  )
+
+
+def test_all_ways_to_run_layers_compute_the_same():
+  unrolled = _packed_lm(_block(2).set(checkpoint_policy='full'))
+  variables = _random_like(unrolled.Instantiate())
+  stacked = _stacked(variables, 2)
+
+  def run(lm, variables):
+    program = _jit(jax.value_and_grad(_loss(lm, **DOCUMENTS)))
+    return program(variables, _ids(), None)
+
+  loss, grads = run(_packed_lm(_repeated(2)), stacked)
+  actual, actual_grads = run(unrolled, variables)
+  np.testing.assert_allclose(actual, loss, rtol=1e-6)
+  _assert_trees_close(_stacked(actual_grads, 2), grads, rtol=1e-4, atol=1e-6)
+  stage = _repeated(1, 'dots')
+  actual = run(
+    _packed_lm(_pipelined(stage, num_pipeline_microbatches=2)), stacked
+  )
+  _assert_trees_close(actual, (loss, grads), rtol=1e-4, atol=1e-6)
+
+
+def test_a_pipeline_drops_what_a_loop_does():
+  def program(stack):
+    lm = _lm(stack)
+    variables = _random_like(lm.Instantiate())
+    run = _jit(_loss(lm))
+    return lambda seed: run(variables, _ids(), jax.random.key(seed))
+
+  loop = program(_repeated(4, dropout=0.3))
+  # Four layers in two rounds, one of a stage at a time, on one row each.
+  pipeline = program(
+    _pipelined(
+      _block(1, dropout=0.3), pipeline_microbatch_size=1, circular_repeat=2
+    )
+  )
+  np.testing.assert_allclose(pipeline(0), loop(0), rtol=1e-6)
+  assert abs(loop(0) - loop(1)) > 1e-3
+
+
+def test_axes_give_shardings_that_compute_the_same():
+  lm = _lm(_pipelined(_repeated(1), num_pipeline_microbatches=2)).Instantiate()
+  variables = _random_like(lm)
+  expected = _jit(_lm(_repeated(2)).Instantiate().apply)(variables, _ids())
+  boxed = jax.eval_shape(lm.boxed_init, jax.random.key(0))
+  layer = 'transformer_lm/transformer/repeat/sub/x_layers_0'
+  for preset, sizes, axes in (
+    ('pipeline', {'stage': 2, 'data': 1}, ('stage', 'data', 'mdl')),
+    ('fsdp', {'data': 2}, (None, 'data', None)),
+  ):
+    partitioner = partitioning.Partitioner(
+      partitioning.make_mesh(sizes, jax.devices()[:2]),
+      partitioning.get_rules(preset),
+    )
+    specs = partitioner.specs(boxed)
+    w = specs[base_layer.PARAMS][f'{layer}/ff_layer/ffn_layer1']['w']
+    assert tuple(w) == axes
+    with partitioner.activate():
+      run = _jit(
+        lm.apply,
+        in_shardings=(partitioner.shardings(specs), partitioner.batch_sharding),
+      )
+      actual = jax.block_until_ready(run(variables, _ids()))
+    assert len(actual.sharding.device_set) == 2
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+# ---- Decoding.
+
+ROTARY = {'use_rotary_position_emb': True, 'num_kv_heads': 2}
+PROMPTS = (3, 1, 5, 2)  # Tokens of each row's.
+
+
+def _stepwise(layer, variables, cache, ids):
+  """Returns logits [B, L, V]: of prompts at once, then token by token.
+
+  Of what is before a prompt's last token, all zeros.
+  """
+  step = functools.partial(layer.apply, variables, method='extend_step')
+  lengths_B, longest = jnp.asarray(PROMPTS), max(PROMPTS)
+  # What is behind a prompt is wrong.
+  is_prompt = jnp.arange(longest)[None] < lengths_B[:, None]
+  prompts = jnp.where(is_prompt, ids[:, :longest], V - 1)
+  prefill, cache = step(prompts, cache, 0)
+
+  def one(cache, i):
+    start_B = lengths_B + i
+    # Rows whose sequence is over go on at its end, and beyond the cache.
+    token_B1 = jnp.take_along_axis(
+      ids, jnp.minimum(start_B, L - 1)[:, None], axis=1
+    )
+    logits_B1V, cache = step(token_B1, cache, start_B)
+    return cache, logits_B1V[:, 0]
+
+  _, steps = jax.lax.scan(one, cache, jnp.arange(L - 1))
+  return prefill, jnp.swapaxes(steps, 0, 1)
+
+
+def _assert_decoded(whole, decoded):
+  prefill, steps = decoded
+  for row, length in enumerate(PROMPTS):
+    np.testing.assert_allclose(
+      prefill[row, :length], whole[row, :length], atol=2e-5
+    )
+    np.testing.assert_allclose(
+      steps[row, : L - length], whole[row, length:], atol=2e-5
+    )
+
+
+@pytest.mark.parametrize(
+  ('positions', 'stack'),
+  [
+    ('sinusoidal', 'repeated'),
+    ('trained', 'unrolled'),
+    ('rotary', 'pipelined'),
+  ],
+)
+def test_cached_decoding_is_the_uncached_token_by_token(positions, stack):
+  if stack == 'repeated':
+    lm = _lm(_repeated(2))
+  elif stack == 'unrolled':
+    lm = _lm(_block(2), position_emb_tpl=TRAINED)
+  else:
+    rotary = _repeated(1, heads=4, **ROTARY)
+    stack = _pipelined(rotary, num_pipeline_microbatches=2)
+    lm = _lm(stack, position_emb_tpl=None)
+  layer = lm.Instantiate()
+  variables = _random_like(layer)
+
+  @_jit
+  def run(variables, ids):
+    cache = layer.apply(variables, B, L, method='empty_cache')
+    assert {
+      x.shape[transformers.CACHE_AXIS] for x in jax.tree.leaves(cache)
+    } == {B}
+    return layer.apply(variables, ids), _stepwise(layer, variables, cache, ids)
+
+  whole, decoded = run(variables, _ids())
+  _assert_decoded(whole, decoded)
+
+
+def _encoder_decoder(**fields):
+  made = transformers.TransformerEncoderDecoder.HParams(
+    vocab_size=V,
+    model_dims=D,
+    encoder_stacked_transformer_tpl=_block(1),
+    decoder_stacked_transformer_tpl=_repeated(2),
+  )
+  return made.set(**fields).Instantiate()
+
+
+def test_an_encoder_decoder_sees_its_source_and_the_past_only():
+  layer = _encoder_decoder()
+  variables = _random_like(layer)
+  source, lengths = _ids(length=6, seed=2), np.array([6, 4, 1, 3])
+  paddings = jnp.asarray(np.arange(6)[None] >= lengths[:, None], jnp.float32)
+
+  @_jit
+  def run(variables, source, paddings, ids):
+    whole = layer.apply(variables, source, paddings, ids)
+    encoded = layer.apply(variables, source, paddings, method='encode')
+    cache = layer.apply(variables, encoded, paddings, L, method='empty_cache')
+    assert {
+      x.shape[transformers.CACHE_AXIS] for x in jax.tree.leaves(cache)
+    } == {B}
+    return whole, _stepwise(layer, variables, cache, ids)
+
+  ids = _ids()
+  whole, decoded = run(variables, source, paddings, ids)
+  _assert_decoded(whole, decoded)
+  # What padding holds does not matter; what the source holds does, everywhere;
+  # and what comes later in the target does not.
+  garbage = jnp.where(paddings == 1, V - 1, source)
+  np.testing.assert_allclose(
+    run(variables, garbage, paddings, ids)[0], whole, atol=1e-5
+  )
+  other = run(variables, (source + 1) % V, paddings, ids)[0]
+  assert (np.abs(other - whole).max(axis=-1) > 1e-3).all()
+  late = ids.at[:, 5].set((ids[:, 5] + 1) % V)
+  other = run(variables, source, paddings, late)[0]
+  np.testing.assert_allclose(other[:, :5], whole[:, :5], atol=1e-5)
+  assert (np.abs(other - whole)[:, 5].max(axis=-1) > 1e-3).all()
+
+
+def test_an_encoder_may_have_an_embedding_of_its_own():
+  shared = _encoder_decoder().num_params()
+  embedding = embedding_softmax.Embedding.HParams()
+  own = _encoder_decoder(encoder_embedding_tpl=embedding, source_vocab_size=7)
+  assert own.num_params() == shared + 7 * D
+  with pytest.raises(ValueError, match='source_vocab_size is 7'):
+    _encoder_decoder(source_vocab_size=7).abstract_init()
+
+
+# ---- Parts.
+
+
+def test_a_gated_feed_forward_part_is_its_formula():
+  layer = transformers.TransformerFeedForward.HParams(
+    input_dims=3,
+    hidden_dims=5,
+    use_gated_activation=True,
+    activation_tpl=activations.SiLU.HParams(),
+    ln_tpl=normalizations.IdentityNorm.HParams(),
+    residual_weight=0.5,
+  ).Instantiate()
+  variables = _random_like(layer)
+  x = np.random.default_rng(1).normal(size=(1, 2, 3)).astype(np.float32)
+  actual = _jit(layer.apply)(variables, x)
+  params = jax.tree.map(np.float64, variables[base_layer.PARAMS])
+  first, second = (
+    params[f'transformer_feed_forward/ffn_layer{i}'] for i in (1, 2)
+  )
+  a, gate = (x[0] @ first['w'][:, i] + first['b'][i] for i in (0, 1))
+  hidden = a / (1 + np.exp(-a)) * gate
+  out = hidden @ second['w'] + second['b']
+  np.testing.assert_allclose(actual[0], x[0] + 0.5 * out, rtol=1e-5)
+
+
+def test_layers_of_one_fiddle_config_have_weights_of_their_own():
+  config = transformers.TransformerLm.HParams.config(vocab_size=V, model_dims=D)
+  stack = config.stacked_transformer_tpl
+  stack.num_layers, stack.model_dims, stack.hidden_dims = 3, D, F
+  stack.num_heads = H
+  layer = fdl.build(config)
+  per_layer = sum(
+    weight.size
+    for path, of in layer.abstract_init()[base_layer.PARAMS].items()
+    for weight in of.values()
+    if '/x_layers_0/' in path
+  )
+  stack.num_layers = 4
+  assert fdl.build(config).num_params() == layer.num_params() + per_layer
+  # Those with one name are one.
+  stack.transformer_layer_params_tpl.shared_weight_layer_id = 'all'
+  assert fdl.build(config).num_params() == layer.num_params() - 2 * per_layer
+
+
+def test_what_makes_no_model_is_refused():
+  with pytest.raises(
+    ValueError, match=r"'nothin'; expected one of .* Did you mean 'nothing'"
+  ):
+    _lm(_repeated(2, 'nothin')).Instantiate().abstract_init()
+  with pytest.raises(ValueError, match='num_layers is 0'):
+    _lm(_block(0)).Instantiate().abstract_init()
+  full = embedding_softmax.FullSoftmax.HParams()
+  with pytest.raises(ValueError, match='which does not embed'):
+    _lm(_block(), softmax_tpl=full).Instantiate().abstract_init()
+  separate = embedding_softmax.Embedding.HParams()
+  lm = _lm(_block(), softmax_tpl=full, separate_embedding_tpl=separate)
+  assert lm.Instantiate().num_params() == (
+    _lm(_block()).Instantiate().num_params() + V * D
+  )
+  stack = transformers.PipelinedTransformer.HParams(
+    pipeline_stage=transformers.Transformer.HParams()
+  )
+  with pytest.raises(TypeError, match='expected HParams of StackedTransformer'):
+    _lm(stack).Instantiate().abstract_init()
+
+
+@pytest.mark.parametrize(
+  ('fields', 'method', 'args', 'match'),
+  [
+    ({'packed_input': True}, 'hidden', (_ids(),), 'there are none segment_ids'),
+    ({}, 'hidden', (_ids(), _ids()), 'with packed_input=True'),
+    (
+      {'position_emb_tpl': TRAINED},
+      'empty_cache',
+      (1, L + 1),
+      'Got 9 positions; .* 8. Decode less',
+    ),
+  ],
+)
+def test_what_a_model_does_not_take_is_refused(fields, method, args, match):
+  layer = _lm(_block(), **fields).Instantiate()
+  with pytest.raises(ValueError, match=match):
+    layer.apply(_random_like(layer), *args, method=method)

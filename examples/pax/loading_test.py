@@ -1,0 +1,349 @@
+"""Tests of the loading rules, on checkpoints that a run has saved."""
+
+import functools
+import logging
+import pathlib
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.pax import base_layer
+from examples.pax import learners
+from examples.pax import loading
+from examples.pax import models
+from examples.pax import optimizers
+from examples.pax import tasks
+from examples.pax.layers import linears
+from jaxline import base_config
+from jaxline import sharded
+from jaxline import train
+from jaxline.checkpoint import durable
+from jaxline.checkpoint import files
+from jaxline.checkpoint import inspection
+
+pytestmark = pytest.mark.usefixtures('compile_fast')
+
+Rules = loading.CheckpointLoadingRules
+WIDTH = 4
+
+
+class Net(models.BaseModel):
+  """Two layers and a count of rows."""
+
+  def setup(self):
+    layer = linears.Linear.HParams(input_dims=WIDTH, output_dims=WIDTH)
+    self.create_child('first', layer)
+    self.create_child('second', layer)
+    zero = base_layer.WeightInit.Constant(0.0)
+    rows = base_layer.WeightHParams((), init=zero)
+    self.create_variable('rows', rows, trainable=False)
+
+  def compute_predictions(self, batch):
+    return {'y': self.second(self.first(batch['x']))}
+
+  def compute_loss(self, predictions, batch):
+    if not self.do_eval:
+      self.update_var('rows', self.theta.rows + len(batch['x']))
+    error = (predictions['y'] - 1.0) ** 2
+    return {'total_loss': (error.mean(), jnp.float32(1))}, {}
+
+
+class Run(loading.LoadingMixin, sharded.ShardedExperiment):
+  """Trains it."""
+
+  def __init__(self, mode, init_rng, ema_decay=0.5, rules=None):
+    super().__init__(mode, init_rng)
+    adam = optimizers.Adam.HParams(learning_rate=0.1, ema_decay=ema_decay)
+    self.task = tasks.SingleTask.HParams(
+      model=Net.HParams(name='net'),
+      train=tasks.TrainHParams(
+        learner=learners.Learner.HParams(optimizer=adam),
+        init_from_checkpoint_rules=rules or {},
+      ),
+    ).Instantiate()
+    self.loading_rules = self.task.hparams.train.init_from_checkpoint_rules
+
+  def init_fn(self, rng):
+    return self.task.boxed_init(rng)
+
+  def loss_fn(self, *args):
+    return self.task.loss_fn(*args)
+
+  def make_optimizer(self):
+    return self.task.make_optimizer()
+
+  def after_update(self, model_state, params, step):
+    return self.task.after_update(model_state, params, step - 1)
+
+  def train_input(self):
+    rng = np.random.default_rng(0)
+    while True:
+      yield {'x': rng.normal(size=[2, WIDTH]).astype(np.float32)}
+
+  def eval_input(self):
+    raise NotImplementedError
+
+
+def run(directory, steps, seed=0, **kwargs):
+  """Trains; returns the experiment."""
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(directory)
+  config.training_steps = steps
+  config.random_seed = seed
+  config.interval_type = 'steps'
+  config.save_checkpoint_interval = 1
+  config.log_tensors_interval = config.log_train_data_interval = -1
+  config.sharding = 'fsdp'
+  made = []
+
+  def make(mode, init_rng):
+    made.append(Run(mode, init_rng, **kwargs))
+    return made[0]
+
+  checkpointer = durable.DurableCheckpointer(config, 'train')
+  try:
+    train.train(make, config, checkpointer, None)
+  finally:
+    checkpointer.close()
+  return made[0]
+
+
+@pytest.fixture(scope='module')
+def source(tmp_path_factory):
+  """The directory of a run of two steps."""
+  directory = tmp_path_factory.mktemp('runs') / 'source'
+  run(directory, 2)
+  return str(directory)
+
+
+@functools.cache
+def new_state(**kwargs):
+  """The state of a run that begins, cut over two devices."""
+  config = base_config.get_base_config()
+  config.sharding = 'fsdp'
+  with base_config.building(config):
+    return Run('train', jax.random.PRNGKey(1), **kwargs).state
+
+
+def saved(source, step=2):
+  """Returns name -> array of the source, as `export` reads it."""
+  arrays = inspection.find(f'{source}:{step}').arrays('state/.*')
+  return {n.removeprefix('state/'): x for n, x in arrays.items()}
+
+
+def named(state):
+  return loading.structure.named_leaves(jax.device_get(state))
+
+
+def check(state, expected, old):
+  """Compares with the source's arrays; all others must be the old ones."""
+  got, old = named(state), named(old)
+  for name, x in got.items():
+    wanted = expected.get(name, old[name])
+    np.testing.assert_array_equal(x, wanted, err_msg=name)
+  assert expected.keys() <= got.keys()
+
+
+FIRST, SECOND = 'params/net/first/w', 'params/net/second/w'
+ROWS = 'model_state/non_trainable/net/rows'
+EMA = 'model_state/ema/net/{}/w'
+
+
+@pytest.mark.parametrize(
+  ('load_rules', 'sources'),
+  [
+    # All of it, and by name; the other way round; both from one.
+    ([('params/(.*)', 'params/{}')], {FIRST: FIRST, SECOND: SECOND}),
+    (
+      [
+        ('params/(.*)first/w', 'params/{0}second/w'),
+        ('params/(.*)', r'params/\1'),
+      ],
+      {FIRST: SECOND, SECOND: SECOND},
+    ),
+    ([('non_trainable/(.*)', 'non_trainable/{}')], {ROWS: ROWS}),
+  ],
+)
+def test_load_rules(source, load_rules, sources):
+  old = new_state()
+  state = loading.load(old, {source: Rules(load_rules=load_rules)})
+  arrays = saved(source)
+  expected = {name: arrays[s] for name, s in sources.items()}
+  for name in ('first', 'second'):  # The average begins as the weights.
+    if (weight := f'params/net/{name}/w') in expected:
+      expected[EMA.format(name)] = expected[weight]
+  check(state, expected, old)
+  assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(
+    lambda x: x.sharding, old
+  )
+  assert not state.params['net/first']['w'].sharding.is_fully_replicated
+
+
+def test_ignored_variables_stay(source):
+  rules = Rules(
+    load_rules=[('params/(.*)', 'params/{}')], ignore_rules=['.*/first/.*']
+  )
+  state = loading.load(new_state(), {source: rules})
+  expected = dict.fromkeys(
+    (SECOND, EMA.format('second')), saved(source)[SECOND]
+  )
+  check(state, expected, new_state())
+
+
+def test_states_of_the_optimizer_averages_and_the_step(source):
+  rules = Rules(
+    load_rules=[('params/net/first/(.*)', 'params/net/first/{}')],
+    load_opt_states=True,
+    load_ema_states=True,
+    load_step=True,
+  )
+  state = loading.load(new_state(), {source: rules})
+  expected = {
+    name: x
+    for name, x in saved(source).items()
+    if name in (FIRST, EMA.format('first'), 'step')
+    # Moments of the weight, and counts of steps; not the other's moments.
+    or (name.startswith('opt_state/') and 'second' not in name)
+  }
+  assert expected['step'] == 2
+  moments = [name for name in expected if name.endswith('net/first/w')]
+  assert len(moments) == 4  # Weight, average, and Adam's two.
+  assert [x for n, x in expected.items() if n.endswith('/count')] == [2, 2]
+  check(state, expected, new_state())
+
+
+def test_several_checkpoints_and_steps(source):
+  rules = {
+    source: Rules(load_rules=[(FIRST, FIRST)], step=1),
+    f'{source}:2': Rules(load_rules=[(SECOND, SECOND)]),
+  }
+  state = loading.load(new_state(ema_decay=0.0), rules)
+  one, two = saved(source, 1), saved(source, 2)
+  assert (one[FIRST] != two[FIRST]).any()
+  check(
+    state, {FIRST: one[FIRST], SECOND: two[SECOND]}, new_state(ema_decay=0.0)
+  )
+
+
+def test_what_stays_is_logged(source, caplog):
+  caplog.set_level(logging.INFO, 'absl')
+  loading.load(
+    new_state(ema_decay=0.0), {source: Rules(load_rules=[(FIRST, FIRST)])}
+  )
+  assert f'Loaded 1 arrays of {pathlib.Path(source)}' in caplog.text
+  assert (
+    '2 variables stay as they were initialised: params/net/second/w,'
+    ' non_trainable/net/rows'
+  ) in caplog.text
+
+
+def rule(*pairs, **kwargs):
+  return Rules(load_rules=pairs, **kwargs)
+
+
+@pytest.mark.parametrize(
+  ('kwargs', 'rules', 'message'),
+  [
+    (
+      {},
+      rule(('params/net/frist/w', FIRST)),
+      r"\['params/net/frist/w'\] match .* nearest .*\['params/net/first/w'",
+    ),
+    # A whole name.
+    ({}, rule(('params', FIRST)), 'match the whole name of no variable'),
+    (
+      {},
+      rule((FIRST, FIRST), ('params/net/third/.*', FIRST), safe_load=True),
+      r"\['params/net/third/\.\*'\] match.*safe_load=False lets",
+    ),
+    # An earlier one takes it; and it is ignored.
+    (
+      {},
+      rule((FIRST, FIRST), (FIRST, SECOND), safe_load=True),
+      'an earlier rule takes',
+    ),
+    ({}, rule((FIRST, FIRST), ignore_rules=[FIRST]), 'are ignored'),
+    (
+      {},
+      rule((FIRST, 'params/net/frist/w')),
+      r"lacks 2 arrays: 'params/net/frist/w' \(for 'params/net/first/w'\).*"
+      r"nearest to the first are \['params/net/first/w'",
+    ),
+    ({}, rule(('(', FIRST)), r"load_rules has '\(', which is no regular"),
+    ({}, rule((FIRST, FIRST), ignore_rules=['(']), 'ignore_rules has'),
+    (
+      {},
+      rule(('params/net/(.*)', 'params/{}/{}')),
+      "'params/{}/{}'.*, whose source does not fit its 1 groups",
+    ),
+    ({}, rule((FIRST, r'\1')), 'does not fit its 0 groups'),
+    (
+      {},
+      rule(('non_trainable/.*', FIRST)),
+      f'{ROWS} is float32\\[\\], its source {FIRST} is float32\\[4, 4\\]',
+    ),
+    (
+      {'ema_decay': 0.0},
+      rule((FIRST, FIRST), load_ema_states=True),
+      'this run keeps no moving average',
+    ),
+    ({}, rule((FIRST, FIRST), step=7), r'has no step 7. The steps are'),
+    ({}, {'load_rules': ()}, 'expected loading.CheckpointLoadingRules'),
+  ],
+)
+def test_errors(source, kwargs, rules, message):
+  with pytest.raises((ValueError, TypeError), match=re.compile(message, re.S)):
+    loading.load(new_state(**kwargs), {source: rules})
+
+
+def test_two_checkpoints_must_not_give_the_same(source):
+  rules = {source: rule((FIRST, FIRST)), f'{source}:1': rule((FIRST, SECOND))}
+  with pytest.raises(ValueError, match=r'gives .*first/w.*, and so does'):
+    loading.load(new_state(), rules)
+
+
+def test_damage_is_found_where_it_matters(source, tmp_path):
+  copy = tmp_path / 'copy'
+  shutil.copytree(pathlib.Path(source) / 'checkpoints/latest/2', copy)
+  file = inspection.find(copy).described[f'state/{FIRST}']['file']
+  (path,) = [
+    p for p in (copy / 'arrays' / file / 'c').rglob('*') if p.is_file()
+  ][:1]
+  path.write_bytes(path.read_bytes()[:-1] + b'?')
+  state = loading.load(new_state(), {str(copy): rule((SECOND, SECOND))})
+  np.testing.assert_array_equal(
+    state.params['net/second']['w'], saved(source)[SECOND]
+  )
+  with pytest.raises(files.DamagedError, match='is damaged'):
+    loading.load(new_state(), {str(copy): rule((FIRST, FIRST))})
+
+
+def test_a_run_loads_once_and_goes_on_from_the_step(
+  source, tmp_path, monkeypatch
+):
+  loaded = []
+
+  def load(state, rules):
+    loaded.append(loading_load(state, rules))
+    return loaded[-1]
+
+  loading_load = loading.load
+  monkeypatch.setattr(loading, 'load', load)
+  rules = {source: rule(('params/(.*)', 'params/{}'), load_step=True)}
+  experiment = run(tmp_path, 3, seed=1, rules=rules)
+  assert len(loaded) == 1
+  # One step, the third.
+  assert experiment.state.step == 3
+  assert experiment.state.model_state['non_trainable']['net']['rows'] == 2
+  assert set(inspection.list_run(tmp_path)['series']) == {'latest'}
+  steps = [r['step'] for r in inspection.list_run(tmp_path)['series']['latest']]
+  assert steps == [3]
+  # A resumed run goes on from its own checkpoint.
+  experiment = run(tmp_path, 4, seed=1, rules=rules)
+  assert len(loaded) == 1
+  assert experiment.state.step == 4
+  assert experiment.state.model_state['non_trainable']['net']['rows'] == 4

@@ -1,0 +1,154 @@
+"""Runs a registered experiment, as Pax's documents do.
+
+    python -m examples.pax.main \
+      --exp=tasks.lm.params.lm_cloud.LmCloudSpmd2BLimitSteps \
+      --job_log_dir=/tmp/lm --reduced
+
+It is `experiment.py` with a config that is made of the experiment
+(`examples.pax.config`): what is not known here goes there, such as
+`--config.training_steps=10` and `--jaxline_ensure_tpu`.
+"""
+
+import argparse
+from collections.abc import Sequence
+import pathlib
+import subprocess
+import sys
+import time
+from typing import NoReturn
+
+from examples.pax import experiment_registry
+from jaxline import platform
+from jaxline.checkpoint import files
+
+MODES = {
+  'train': 'train, with evaluations between if there is data for them',
+  'eval': 'evaluate each new checkpoint of --job_log_dir',
+  'decode': 'continue prompts with each new checkpoint (--config.decode.*)',
+  'decode_once': 'continue prompts with the newest checkpoint',
+  'compile': 'compile the steps for the chips of the experiment, and report'
+  ' what they need; train nothing',
+}
+
+_CONFIG = pathlib.Path(__file__).with_name('config.py')
+
+
+# How often `--mode=decode` looks for a new checkpoint, in seconds.
+_POLL_SECS = 5.0
+
+
+class _Parser(argparse.ArgumentParser):
+  """Says what is wrong in a line."""
+
+  def error(self, message: str) -> NoReturn:
+    _exit(message)
+
+
+def _exit(message: str) -> NoReturn:
+  print(
+    f'{message}\n\nFor all flags: python -m examples.pax.main --help',
+    file=sys.stderr,
+  )
+  sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = _Parser(
+    prog='python -m examples.pax.main',
+    allow_abbrev=False,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    description=__doc__,
+    epilog='modes:\n'
+    + '\n'.join(f'  {name:<12} {text}' for name, text in MODES.items()),
+  )
+  parser.add_argument(
+    '--exp', help='the experiment, such as tasks.lm.params.c4.NAME, or NAME'
+  )
+  parser.add_argument(
+    '--job_log_dir', help='directory of the run; one that is there goes on'
+  )
+  parser.add_argument(
+    '--mode', default='train', choices=MODES, help='what to do; see below'
+  )
+  parser.add_argument(
+    '--reduced',
+    action='store_true',
+    help='a small model of the same family, for two cores and a minute',
+  )
+  parser.add_argument(
+    '--list', action='store_true', help='print the experiments, and end'
+  )
+  return parser
+
+
+def main(argv: Sequence[str]) -> None:
+  """Runs what the command line says.
+
+  Args:
+    argv: the command line without the program's name.
+  """
+  args, others = _parser().parse_known_args(argv)
+  if args.list:
+    names = map(experiment_registry.short_name, experiment_registry.get_all())
+    print('\n'.join(names))
+    return
+  if args.exp is None:
+    _exit('Which experiment? Give --exp=NAME; --list prints the names.')
+  try:
+    experiment = experiment_registry.get(args.exp)
+  except experiment_registry.UnknownError as e:
+    _exit(str(e))
+  if args.job_log_dir is None and args.mode not in ('train', 'compile'):
+    _exit(f'--mode={args.mode} needs the --job_log_dir of a run.')
+  if args.mode == 'decode':
+    _decode_each(args, others)
+    return
+  mode = args.mode
+  if mode == 'train' and experiment.EVAL_INTERVAL_STEPS is not None:
+    mode = 'train_and_eval'
+  flags = [
+    f'--config={_CONFIG}:{args.exp}' + (':reduced' if args.reduced else ''),
+    f'--jaxline_mode={"decode" if mode == "decode_once" else mode}',
+  ]
+  if args.job_log_dir is not None:
+    flags.append(f'--config.checkpoint_dir={args.job_log_dir}')
+  # Where config flags look for what overrides the config.
+  sys.argv[1:] = [*flags, *others]
+  platform.main(None, sys.argv[1:])
+
+
+def _decode_each(args: argparse.Namespace, others: Sequence[str]) -> None:
+  """Decodes with each checkpoint of a run until it has ended.
+
+  Each in a process of its own. It may be started before the run is.
+  """
+  if not any(flag.startswith('--config.decode.prompts') for flag in others):
+    _exit(
+      '--mode=decode takes the same prompts for each checkpoint: give'
+      ' --config.decode.prompts=FILE; or --mode=decode_once, which asks.'
+    )
+  root = files.root(args.job_log_dir)
+  command = [
+    *(sys.executable, '-m', 'examples.pax.main', '--mode=decode_once'),
+    *(f'--exp={args.exp}', f'--job_log_dir={args.job_log_dir}'),
+    *(['--reduced'] if args.reduced else []),
+    *others,
+  ]
+  done: set[int] = set()
+  while True:
+    has_ended = (root / 'ended.json').exists()  # Before its last checkpoint is.
+    new = [s for s in files.steps(root / 'latest') if s not in done]
+    if not new and has_ended:
+      return
+    if not new:
+      time.sleep(_POLL_SECS)
+      continue
+    done.add(step := new[0])
+    ended = subprocess.run([*command, f'--config.decode.step={step}'])
+    # The run may have removed the checkpoint, having newer ones.
+    if ended.returncode and step in files.steps(root / 'latest'):
+      sys.exit(ended.returncode)
+
+
+if __name__ == '__main__':
+  main(sys.argv[1:])

@@ -1,0 +1,413 @@
+"""Tests of the models: metrics against NumPy, decoding against no cache."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples import decoding
+from examples.pax import base_layer
+from examples.pax import models
+from examples.pax.layers import embedding_softmax
+from examples.pax.layers import linears
+from examples.pax.layers import transformers
+
+pytestmark = pytest.mark.usefixtures('compile_fast')
+
+KEY = jax.random.key(0)
+VOCAB = 11
+# An output layer of its own: a tied one goes on with the same token for ever.
+SIZES = {
+  'vocab_size': VOCAB,
+  'model_dims': 16,
+  'softmax_tpl': embedding_softmax.FullSoftmax.HParams(),
+  'separate_embedding_tpl': embedding_softmax.Embedding.HParams(),
+}
+STACK = transformers.StackedTransformer.HParams(
+  num_layers=1, model_dims=16, hidden_dims=32, num_heads=2
+)
+
+
+class Table(base_layer.BaseLayer):
+  """Predicts a token by the one before it: the smallest language model."""
+
+  class HParams(base_layer.BaseLayer.HParams):
+    """Attributes: packed_input: whether it wants segments."""
+
+    packed_input: bool = False
+
+  def setup(self):
+    self.create_child(
+      'softmax',
+      embedding_softmax.SharedEmbeddingSoftmax.HParams(
+        num_classes=VOCAB, input_dims=16
+      ),
+    )
+
+  def hidden(self, ids, *segments):
+    # As a layer that is repeated gives a loss for each repetition.
+    self.add_aux_loss('one', jnp.float32(0.25), 3.0)
+    self.add_aux_loss('each', jnp.float32([0.5, 0.125]), jnp.float32([1, 1]))
+    x = self.softmax.emb_lookup(ids)
+    for factor, entry in zip((1.0, 100.0), segments, strict=False):
+      x += factor * entry.astype(jnp.float32)[..., None]
+    return x
+
+  def compute_loss(self, x, labels, weights):
+    return self.softmax.compute_loss(x, labels, weights)
+
+
+def table_model(**kwargs):
+  return models.LanguageModel.HParams(
+    lm_tpl=Table.HParams(**kwargs)
+  ).Instantiate()
+
+
+def sequence_model():
+  network = transformers.TransformerEncoderDecoder.HParams(
+    encoder_stacked_transformer_tpl=STACK,
+    decoder_stacked_transformer_tpl=STACK,
+    **SIZES,
+  )
+  return models.SequenceModel.HParams(model_tpl=network).Instantiate()
+
+
+def network_of(model, template, name):
+  """Returns a model's network alone, for the model's variables."""
+  path = f'{base_layer._snake_case(type(model).__name__)}/{name}'
+  return template.clone().set(name=path).Instantiate()
+
+
+def tokens(seed, *shape):
+  rng = np.random.default_rng(seed)
+  return jnp.asarray(rng.integers(0, VOCAB, shape), jnp.int32)
+
+
+def random_variables(model):
+  """Returns variables whose predictions are far from uniform.
+
+  To compile what `init` draws would take longer than all else.
+  """
+  rng = np.random.default_rng(0)
+
+  def draw(weight):
+    scale = 1 / np.sqrt(weight.shape[0]) if len(weight.shape) > 1 else 0.1
+    return jnp.float32(3 * scale * rng.normal(size=weight.full_shape))
+
+  return jax.tree.map(draw, model.abstract_init())
+
+
+def log_softmax(logits):
+  logits = np.float64(logits)
+  logits = logits - logits.max(axis=-1, keepdims=True)
+  return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+def expected_metrics(logits, labels, weights):
+  """The definitions, in float64."""
+  logp = log_softmax(logits)
+  labels, weights = np.asarray(labels), np.float64(weights)
+  nats = -np.take_along_axis(logp, labels[..., None], axis=-1)[..., 0]
+  correct = logp.argmax(axis=-1) == labels
+  total = weights.sum()
+  return nats, {
+    'avg_xent': (nats * weights).sum() / total,
+    'correct': (correct * weights).sum() / total,
+    'total': total,
+  }
+
+
+def check_token_metrics(metrics, per_example, logits, labels, weights, aux=0.0):
+  nats, expected = expected_metrics(logits, labels, weights)
+  values = {name: float(value) for name, (value, _) in metrics.items()}
+  assert values == pytest.approx(
+    {
+      'total_loss': expected['avg_xent'] + aux,
+      'avg_xent': expected['avg_xent'],
+      'aux_loss': aux,
+      'log_pplx': expected['avg_xent'],
+      'fraction_of_correct_next_step_preds': expected['correct'],
+      'num_predictions': expected['total'],
+    },
+    rel=1e-5,
+  )
+  counts = {name: float(weight) for name, (_, weight) in metrics.items()}
+  aux_weight, batch_weight = (
+    counts.pop('aux_loss'),
+    counts.pop('num_predictions'),
+  )
+  assert (aux_weight, batch_weight) == (2.0 if aux else 1.0, 1.0)
+  assert set(counts.values()) == {expected['total']}
+  np.testing.assert_allclose(per_example['per_token_xent'], nats, rtol=1e-4)
+  np.testing.assert_allclose(
+    per_example['scores'], -(nats * np.float64(weights)).sum(axis=1), rtol=1e-4
+  )
+  np.testing.assert_array_equal(per_example['labels'], labels)
+
+
+def test_language_model_metrics():
+  model = table_model()
+  variables = random_variables(model)
+  batch = {
+    'ids': tokens(0, 3, 5),
+    'labels': tokens(1, 3, 5),
+    'weights': jnp.float32([[1, 1, 1, 0.5, 0], [1, 1, 0, 0, 0], [0] * 5]),
+  }
+
+  @jax.jit
+  @functools.partial(jax.value_and_grad, has_aux=True)
+  def loss(variables, batch):
+    metrics, per_example = model.apply(variables, batch)
+    return metrics['total_loss'][0], (metrics, per_example)
+
+  (value, (metrics, per_example)), _ = loss(variables, batch)
+  assert value == metrics['total_loss'][0]
+  softmax = variables['params']['language_model/lm/softmax']
+  table, bias = (np.float64(softmax[name]) for name in ('emb_var', 'bias'))
+  logits = table[np.asarray(batch['ids'])] @ table.T + bias
+  # Half of the weight of a token, and a row that only fills the batch.
+  check_token_metrics(
+    metrics, per_example, logits, batch['labels'], batch['weights'], aux=0.875
+  )
+  # Where nothing counts there is no NaN.
+  nothing = batch | {'weights': jnp.zeros_like(batch['weights'])}
+  (_, (metrics, _)), grads = loss(variables, nothing)
+  assert metrics['avg_xent'] == (0, 0)
+  assert metrics['num_predictions'] == (0, 1)
+  assert all((g == 0).all() for g in jax.tree.leaves(grads))
+
+
+def test_rows_have_weights_where_tokens_have_none():
+  model = table_model()
+  variables = random_variables(model)
+  batch = {'ids': tokens(0, 2, 4), 'labels': tokens(1, 2, 4)}
+
+  @jax.jit
+  def run(batch):
+    metrics, per_example = model.apply(variables, batch)
+    return metrics['avg_xent'], per_example['per_token_xent']
+
+  (mean, weight), xent = run(batch)
+  assert weight == 8
+  assert mean == pytest.approx(float(xent.mean()), rel=1e-5)
+  (mean, weight), xent = run(batch | {'weights': jnp.float32([0, 1])})
+  assert weight == 4
+  assert mean == pytest.approx(float(xent[1].mean()), rel=1e-5)
+
+
+def test_packed_input_is_handed_on():
+  batch = {
+    'ids': jnp.zeros([1, 3], jnp.int32),
+    'segment_ids': jnp.int32([[1, 1, 2]]),
+    'segment_pos': jnp.int32([[0, 1, 0]]),
+  }
+
+  def hidden(**kwargs):
+    model = table_model(**kwargs)
+    return model.apply(
+      random_variables(model), batch, method='compute_predictions'
+    )['hidden'][0, :, 0]
+
+  np.testing.assert_allclose(
+    hidden(packed_input=True) - hidden(), [1, 101, 2], rtol=1e-5
+  )
+
+
+def continue_without_cache(next_logits, prompts, steps, stop):
+  """Takes the likeliest token each time, of each prompt by itself."""
+  found = []
+  for row, prompt in enumerate(prompts):
+    new, score = [], 0.0
+    while len(new) < steps and stop not in new:
+      logp = log_softmax(next_logits(row, [*prompt, *new]))
+      new.append(int(logp.argmax()))
+      score += logp.max()
+    found.append((new, score))
+  return found
+
+
+def check_decoded(decoded, expected):
+  for row, (new, score) in enumerate(expected):
+    assert decoded.lengths[row, 0] == len(new)
+    assert decoded.ids[row, 0, : len(new)].tolist() == new
+    assert decoded.scores[row, 0] == pytest.approx(score, rel=1e-3)
+
+
+PROMPTS = [[3, 1, 4, 1], [5], [9, 2]]
+LENGTH = 10
+
+
+def padded(rows):
+  ids = np.zeros([len(rows), max(map(len, rows))], np.int32)
+  for row, prompt in enumerate(rows):
+    ids[row, : len(prompt)] = prompt
+  return {'ids': jnp.asarray(ids), 'lengths': jnp.int32([*map(len, rows)])}
+
+
+def test_language_model_decodes():
+  lm = transformers.TransformerLm.HParams(
+    stacked_transformer_tpl=STACK, **SIZES
+  )
+  model = models.LanguageModel.HParams(lm_tpl=lm).Instantiate()
+  variables = random_variables(model)
+  network = network_of(model, lm, 'lm')
+  forward = jax.jit(lambda ids: network.apply(variables, ids))
+
+  def next_logits(row, prefix):
+    del row
+    ids = np.zeros([1, LENGTH], np.int32)
+    ids[0, : len(prefix)] = prefix  # It sees no later one.
+    return forward(ids)[0, len(prefix) - 1]
+
+  steps = LENGTH - max(map(len, PROMPTS))
+  ((free, _),) = continue_without_cache(next_logits, PROMPTS[:1], steps, -1)
+  stop = next(token for token in free if token != free[0])
+  expected = continue_without_cache(next_logits, PROMPTS, steps, stop)
+  assert 1 < len(expected[0][0]) < steps
+  assert len({tuple(new) for new, _ in expected}) == len(PROMPTS)
+  # The model's own decoder.
+  greedy = models.GreedyDecoderHParams(max_decode_steps=steps, eos_id=stop)
+  own = model.hparams.clone().set(decoder_tpl=greedy).Instantiate()
+  check_decoded(jax.jit(own.decode)(variables, padded(PROMPTS)), expected)
+
+
+def test_sequence_model_is_evaluated_and_decodes():
+  model = sequence_model()
+  variables = random_variables(model)
+  source, target = tokens(0, 2, 5), tokens(1, 2, LENGTH)
+  paddings = jnp.zeros([2, 5]).at[0, 3:].set(1)
+  network = network_of(model, model.hparams.model_tpl, 'model')
+
+  @jax.jit
+  def run(source, target):
+    batch = {'src': {'ids': source, 'paddings': paddings}, 'tgt': target}
+    metrics, per_example = model.apply(variables, batch)
+    logits = network.apply(variables, source, paddings, target['ids'])
+    return metrics, per_example, logits
+
+  target = {
+    'ids': target,
+    'labels': tokens(2, 2, LENGTH),
+    'weights': jnp.ones([2, LENGTH]).at[0, 3:].set(0),
+  }
+  metrics, per_example, logits = run(source, target)
+  check_token_metrics(
+    metrics, per_example, logits, target['labels'], target['weights']
+  )
+  # What only fills the source does not count.
+  other = source.at[0, 3:].set((source[0, 3:] + 1) % VOCAB)
+  assert run(other, target)[0]['avg_xent'] == metrics['avg_xent']
+
+  def next_logits(row, prefix):
+    ids = np.zeros([2, LENGTH], np.int32)
+    ids[row, : len(prefix)] = prefix
+    return run(source, target | {'ids': ids})[2][row, len(prefix) - 1]
+
+  steps, prompts = 5, [[0], [0, 6]]
+  expected = continue_without_cache(next_logits, prompts, steps, stop=-1)
+  options = models.GreedyDecoderHParams(max_decode_steps=steps).to_options()
+  batch = {'src': {'ids': source, 'paddings': paddings}, 'tgt': padded(prompts)}
+  decode = jax.jit(model.decode, static_argnames='options')
+  check_decoded(decode(variables, batch, options=options), expected)
+
+
+def test_decoder_hparams_are_options():
+  sample = models.SampleDecoderHParams(
+    max_decode_steps=4, num_samples=2, temperature=0.5, k=3, p=0.9, eos_id=1
+  )
+  assert sample.to_options() == decoding.Options(
+    method='sample',
+    max_decode_steps=4,
+    num_samples=2,
+    temperature=0.5,
+    top_k=3,
+    top_p=0.9,
+    stop_ids=(1,),
+  )
+  assert (
+    models.SampleDecoderHParams(max_decode_steps=4).to_options().top_k == 40
+  )
+  beam = models.BeamSearchHParams(max_decode_steps=4, eos_id=(1, 2))
+  assert beam.to_options() == decoding.Options(
+    method='beam',
+    max_decode_steps=4,
+    beam_size=4,
+    length_norm_alpha=0.8,
+    stop_ids=(1, 2),
+  )
+  with pytest.raises(ValueError, match='max_decode_steps is 0'):
+    models.GreedyDecoderHParams().to_options()
+  with pytest.raises(NotImplementedError, match='GreedyDecoderHParams'):
+    models.DecoderHParams(max_decode_steps=1).to_options()
+
+
+def classifier(classes=7):
+  return models.ClassificationModel.HParams(
+    network_tpl=linears.Linear.HParams(input_dims=3, output_dims=4),
+    softmax_tpl=embedding_softmax.FullSoftmax.HParams(
+      input_dims=4, num_classes=classes
+    ),
+    input_field='x',
+    label_field='y',
+  ).Instantiate()
+
+
+def test_classification_metrics():
+  model = classifier()
+  variables = random_variables(model)
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=[64, 3]).astype(np.float32)
+  y = rng.integers(0, 7, 64).astype(np.int32)
+  weights = np.float32(rng.integers(0, 3, 64))
+  x[weights == 0] *= 100  # These rows do not count.
+  batch = {'x': jnp.asarray(x), 'y': jnp.asarray(y)}
+  run = jax.jit(model.apply)
+  metrics, per_example = run(
+    variables, batch | {'weights': jnp.asarray(weights)}
+  )
+  params = jax.tree.map(np.float64, variables['params'])
+  network = params['classification_model/network']
+  softmax = params['classification_model/softmax']
+  logits = np.float64(x) @ network['w'] @ softmax['w'] + softmax['bias']
+  nats, expected = expected_metrics(logits, y, weights)
+  among_5 = (np.argsort(-logits, axis=1)[:, :5] == y[:, None]).any(axis=1)
+  acc5 = (among_5 * weights).sum() / weights.sum()
+  assert expected['correct'] < acc5 < 1
+  values = {name: float(value) for name, (value, _) in metrics.items()}
+  assert values == pytest.approx(
+    {
+      'total_loss': expected['avg_xent'],
+      'avg_xent': expected['avg_xent'],
+      'aux_loss': 0,
+      'accuracy': expected['correct'],
+      'error': 1 - expected['correct'],
+      'acc5': acc5,
+      'num_predictions': weights.sum(),
+    },
+    rel=1e-4,
+  )
+  np.testing.assert_allclose(per_example['xent'], nats, rtol=1e-3, atol=1e-4)
+  # Without weights all count alike.
+  metrics, _ = run(variables, batch)
+  assert float(metrics['avg_xent'][0]) == pytest.approx(nats.mean(), rel=1e-4)
+
+
+def test_acc5_of_fewer_classes_is_1():
+  model = classifier(classes=3)
+  batch = {'x': jnp.ones([2, 3]), 'y': jnp.int32([0, 2])}
+  metrics, _ = jax.jit(model.apply)(random_variables(model), batch)
+  assert metrics['acc5'] == (1, 2)
+
+
+def test_a_model_without_tokens_does_not_decode():
+  model = classifier()
+  with pytest.raises(NotImplementedError, match='ClassificationModel cannot'):
+    model.decode({}, {})
+
+
+def test_a_model_needs_its_network():
+  with pytest.raises(TypeError, match='HParams of a layer; got None'):
+    models.LanguageModel.HParams().Instantiate().init(KEY)
+  assert issubclass(models.BaseModel, base_layer.BaseLayer)

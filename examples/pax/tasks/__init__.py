@@ -1,0 +1,21 @@
+"""Tasks; below it, the registered experiments: `tasks.lm.params.lm_cloud.X`."""
+
+from examples.pax.base_task import BaseTask
+from examples.pax.base_task import EarlyStopping
+from examples.pax.base_task import LossAggregator
+from examples.pax.base_task import MeanMetrics
+from examples.pax.base_task import MultiLossAggregator
+from examples.pax.base_task import SingleTask
+from examples.pax.base_task import TrainHParams
+from examples.pax.base_task import VariationalNoise
+
+__all__ = [
+  'BaseTask',
+  'EarlyStopping',
+  'LossAggregator',
+  'MeanMetrics',
+  'MultiLossAggregator',
+  'SingleTask',
+  'TrainHParams',
+  'VariationalNoise',
+]

@@ -1,0 +1,287 @@
+"""Data of the language models: C4, or other text, from files.
+
+Rows are packed, with the entries ids, labels, weights, segment_ids and
+segment_pos, [b, L] each; of C4 paddings too.
+"""
+
+from collections.abc import Iterator
+import functools
+import glob
+import json
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from jaxline.inputs import base as inputs
+from jaxline.inputs import c4
+from jaxline.inputs import grain as grain_input
+from jaxline.inputs import text
+from jaxline.inputs import tokenization
+
+# Of Pax's C4 runs.
+SEED = c4.SEED
+# What the model reads before the first token of a piece, as SeqIO has it.
+BOS_ID = 0
+
+_GET_C4 = (
+  'Download C4: `hf download allenai/c4 --repo-type=dataset'
+  " --include='en/*' --local-dir=DIR` (300 GB of JSON), or `tfds build"
+  ' c4/en:3.0.1` (TFRecord, or ArrayRecord with'
+  ' --file_format=array_record); then give --config.data_dir=DIR/en, and a'
+  ' SentencePiece model with --config.vocabulary=FILE.model. Or train the same'
+  ' model on the bundled corpus: --config.data=stdlib.'
+)
+
+
+def row_specs(length: int) -> dict[str, tuple[tuple[int, ...], str]]:
+  """Returns the shape and dtype of each entry of a row of `length` tokens."""
+  integers = ('ids', 'labels', 'segment_ids', 'segment_pos')
+  return {
+    **dict.fromkeys(integers, ((length,), 'int32')),
+    **dict.fromkeys(('weights', 'paddings'), ((length,), 'float32')),
+  }
+
+
+def text_input(
+  *,
+  files: str,
+  batch_size: int,
+  length: int,
+  vocab_size: int,
+  tokenizer: str,
+  is_training: bool,
+  eval_batches: int | None = None,
+) -> text.TextInput:
+  """Makes rows of text files, packed.
+
+  Args:
+    files: 'stdlib' is the bundled corpus; or a folder or a glob.
+    batch_size: rows of a host.
+    length: tokens of a row.
+    vocab_size: of the model.
+    tokenizer: as for `tokenization.load_tokenizer`.
+    is_training: whether of the training documents, for ever.
+    eval_batches: of the held-out ones, at most so many, the same each time.
+  """
+  check_vocabulary(tokenization.load_tokenizer(tokenizer), vocab_size)
+  return text.TextInput(
+    files=files,
+    tokenizer=tokenizer,
+    packing='packed',
+    batch_size=batch_size,
+    length=length,
+    is_training=is_training,
+    input_random_seed=SEED if is_training else None,
+    reset_for_eval=not is_training,
+    max_batches=None if is_training else eval_batches,
+  )
+
+
+def c4_input(
+  *,
+  data_dir: str | None,
+  vocabulary: str | None,
+  batch_size: int,
+  length: int,
+  vocab_size: int,
+  is_training: bool,
+  eval_batches: int | None = None,
+) -> inputs.BaseInput:
+  """Makes rows of C4, packed.
+
+  JSON and TFRecord go through SeqIO, as in Pax; ArrayRecord through Grain.
+
+  Args:
+    data_dir: a folder of its files: `c4-train.*`, `c4-validation.*`.
+    vocabulary: a SentencePiece model, whose token 0 is padding.
+    batch_size: rows of a host.
+    length: tokens of a row.
+    vocab_size: of the model.
+    is_training: whether of the split 'train', or of 'validation'.
+    eval_batches: of 'validation', the next so many each time; None is one
+      epoch, of ArrayRecord not to be had.
+
+  Raises:
+    ValueError: no files or no vocabulary are given, or it is too large.
+    FileNotFoundError: or they are not there.
+  """
+  if data_dir is None or vocabulary is None:
+    raise ValueError(
+      f'The data is C4, but data_dir is {data_dir!r} and vocabulary'
+      f' {vocabulary!r}; expected paths. {_GET_C4}'
+    )
+  if not pathlib.Path(vocabulary).is_file():
+    raise FileNotFoundError(f'There is no vocabulary {vocabulary!r}. {_GET_C4}')
+  check_vocabulary(tokenization.load_tokenizer(vocabulary), vocab_size)
+  split = 'train' if is_training else 'validation'
+  pattern = f'{glob.escape(data_dir)}/c4-{split}.*'
+  files = sorted(glob.glob(pattern))
+  if not files:
+    raise FileNotFoundError(f'No file matches {pattern!r}. {_GET_C4}')
+  rolls: dict[str, Any] = {}
+  if not is_training and eval_batches is not None:
+    rolls = {'reset_for_eval': False, 'eval_loop_num_batches': eval_batches}
+  if any('.array_record' in os.path.basename(path) for path in files):
+    return array_record_input(
+      files,
+      vocabulary,
+      batch_size=batch_size,
+      length=length,
+      is_training=is_training,
+      **rolls,
+    )
+  task = c4.c4_task(
+    **{'train_files' if is_training else 'eval_files': files},
+    vocabulary=vocabulary,
+  )
+  return c4.c4_input(
+    task, batch_size=batch_size, length=length, is_training=is_training, **rolls
+  )
+
+
+def check_vocabulary(
+  tokenizer: tokenization.Tokenizer, vocab_size: int
+) -> None:
+  """Refuses a tokenizer that has more tokens than the model."""
+  if tokenizer.vocab_size > vocab_size:
+    raise ValueError(
+      f'The model has VOCAB_SIZE {vocab_size}; the tokenizer'
+      f' {tokenizer.identity} needs at least {tokenizer.vocab_size}.'
+    )
+
+
+def array_record_input(
+  files: list[str],
+  vocabulary: str,
+  *,
+  batch_size: int,
+  length: int,
+  is_training: bool,
+  **fields: Any,
+) -> grain_input.GrainInput:
+  """Makes rows of ArrayRecord files of documents.
+
+  The documents of a host, in another order each epoch, are put one after the
+  other, each ended by the vocabulary's end token, and cut into rows without a
+  gap. Within a row, a document (or what is here of it) is a segment.
+
+  Args:
+    files: each record a `tf.train.Example` with `text`, as TensorFlow Datasets
+      writes it, or a JSON object with `text`.
+    vocabulary: as for `tokenization.load_tokenizer`.
+    batch_size: rows of a host.
+    length: tokens of a row.
+    is_training: shuffles then.
+    **fields: more of `GrainInput`.
+  """
+  return grain_input.GrainInput(
+    name='C4',
+    dataset=functools.partial(
+      _array_record_rows, files, vocabulary, length, is_training
+    ),
+    batch_size=batch_size,
+    is_training=is_training,
+    input_random_seed=SEED,
+    **{'repeat': True, **fields},
+  )
+
+
+def _array_record_rows(
+  files: list[str],
+  vocabulary: str,
+  length: int,
+  shuffle: bool,
+  host_index: int,
+  num_hosts: int,
+  seed: int,
+  epoch: int,
+) -> Any:
+  """Returns one epoch of a host's rows, a `grain.IterDataset`."""
+  import grain
+
+  tokenizer = tokenization.load_tokenizer(f'{vocabulary}#</s>')
+
+  def tokens(record: bytes) -> dict[str, np.ndarray]:
+    ids = tokenizer.encode(document_text(record))
+    return {'labels': np.append(ids, np.int32(tokenizer.document_id))}
+
+  source = grain.sources.ArrayRecordDataSource(files)
+  documents = grain.MapDataset.source(source)
+  if shuffle:
+    documents = documents.shuffle(seed=(seed + epoch) % 2**32)
+  documents = documents[host_index::num_hosts].map(tokens).to_iter_dataset()
+  rows = grain.experimental.ConcatThenSplitIterDataset(
+    documents, length_struct={'labels': length}
+  )
+  return rows.map(_row)
+
+
+def _row(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+  labels = packed['labels'].astype(np.int32)
+  places = packed['labels_positions'].astype(np.int32)
+  segments = packed['labels_segment_ids'].astype(np.int32)
+  is_token = segments > 0
+  before = np.concatenate([[BOS_ID], labels[:-1]])
+  return {
+    'ids': np.where(places == 0, BOS_ID, before).astype(np.int32),
+    'labels': labels,
+    'weights': is_token.astype(np.float32),
+    'paddings': 1 - is_token.astype(np.float32),
+    'segment_ids': segments,
+    'segment_pos': places,
+  }
+
+
+def document_text(record: bytes) -> bytes:
+  """Returns the document of a record: see `array_record_input`.
+
+  Raises:
+    ValueError: it has none.
+  """
+  if record.startswith(b'{'):
+    document = json.loads(record)
+    if isinstance(document.get('text'), str):
+      return document['text'].encode()
+  for number, features in _fields(record):
+    for _, entry in _fields(features) if number == 1 else ():
+      # Of a map: key and value; of a Feature: 1 is a list of bytes.
+      parts = dict(_fields(entry))
+      if parts.get(1) == b'text':
+        return dict(_fields(dict(_fields(parts[2]))[1]))[1]
+  raise ValueError(
+    f'A record of {len(record)} bytes, {record[:40]!r}..., has no `text`;'
+    ' expected a tf.train.Example or a JSON object with it.'
+  )
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+  """Yields number and value of the fields of a message of Protocol Buffers.
+
+  As far as `tf.train.Example` has them: numbers, and what has a length.
+  """
+  place = 0
+
+  def number() -> int:
+    nonlocal place
+    value = shift = 0
+    while True:
+      byte = message[place]
+      place += 1
+      value |= (byte & 127) << shift
+      shift += 7
+      if byte < 128:
+        return value
+
+  while place < len(message):
+    key = number()
+    kind = key & 7
+    if kind == 0:
+      yield key >> 3, number()
+    elif kind == 2:
+      size = number()
+      yield key >> 3, message[place : place + size]
+      place += size
+    else:
+      raise ValueError(f'A field of wire type {kind}: this is no Example.')

@@ -1,0 +1,357 @@
+"""A language model as constants: the base of the registered ones.
+
+Its numbers are those that most of Pax's language models have in common; a
+subclass sets sizes, and what differs.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import fiddle as fdl
+import jax.numpy as jnp
+
+from examples.pax import base_experiment
+from examples.pax import base_layer
+from examples.pax import learners
+from examples.pax import models
+from examples.pax import optimizers
+from examples.pax import schedules
+from examples.pax import tasks
+from examples.pax.layers import activations
+from examples.pax.layers import attentions
+from examples.pax.layers import embedding_softmax
+from examples.pax.layers import normalizations
+from examples.pax.layers import transformers
+from examples.pax.tasks.lm import input as lm_input
+from jaxline import pipeline
+from jaxline.inputs import base as inputs
+from jaxline.inputs import synthetic
+from jaxline.inputs import tokenization
+
+_ACTIVATIONS = {
+  'gelu': activations.GELU,
+  'relu': activations.ReLU,
+  'silu': activations.SiLU,
+}
+_SCHEDULES = {
+  'exponential': schedules.LinearRampupExponentialDecay,
+  'cosine': schedules.LinearRampupCosineDecay,
+}
+
+
+class LmExperiment(base_experiment.BaseExperiment):
+  """A decoder-only transformer, trained with Adam.
+
+  Attributes:
+    NUM_LAYERS: of the transformer, L.
+    MODEL_DIMS: width of the residual stream, D.
+    HIDDEN_DIMS: width within the feed-forward part, F.
+    NUM_HEADS: attention heads.
+    DIMS_PER_HEAD: width of each.
+    VOCAB_SIZE: tokens.
+    MAX_SEQ_LEN: tokens of a row in training.
+    PERCORE_BATCH_SIZE: rows for each device of the mesh; may be a fraction.
+    ACTIVATION: 'gelu' (its tanh form), 'relu' or 'silu'.
+    USE_GATED_ACTIVATION: whether a second product multiplies it.
+    USE_BIAS: whether attention has biases; the feed-forward part does.
+    COMBINE_QKV: whether queries, keys and values are one product.
+    ENABLE_PER_DIM_SCALE: whether queries have a learned scale by dimension.
+    ATTEN_LOGIT_CAP: of attention's logits; 0 is none.
+    SOFTMAX_CAP_LOGITS: of the output's.
+    SOFTMAX_BIAS: whether the output has a bias.
+    SCALE_SQRT_DEPTH: whether embedded tokens are multiplied by sqrt(D).
+    TRAINABLE_POSITION_EMB: learned positions; else sinusoids.
+    TRAINABLE_PE_MAX_SEQ_LEN: how many of them.
+    NORM_EPSILON: of layer normalisation.
+    INIT_STD: standard deviation of all initial weights; None is Xavier, and
+      1 / sqrt(D) for the embedding.
+    FPROP_DTYPE: of what is computed. Weights are float32.
+    ATTENTION_IMPL: one of `transformer.ATTENTIONS`.
+    LOSS_CHUNKS: pieces of a row whose logits exist at once.
+    USE_REPEATED_LAYER: layers as one loop over stacked weights.
+    CHECKPOINT_POLICY: what the backward pass computes again, one of
+      `transformer.REMATS`.
+    NUM_STAGES: of a pipeline; 1 is none.
+    MICROBATCH_SIZE: rows that go through the pipeline together.
+    LEARNING_RATE: at its peak.
+    LR_SCHEDULE: after the linear warm-up, 'exponential' or 'cosine'.
+    LR_WARMUP_STEPS: how long it rises.
+    LR_DECAY_START: step at which it begins to fall.
+    LR_DECAY_END: step at which it ends.
+    LR_MIN_RATIO: to this part of the peak.
+    ADAM_BETA1: decay of the first moment.
+    ADAM_BETA2: decay of the second.
+    ADAM_EPSILON: added to the second moment's root.
+    ADAM_CLIP_THRESHOLD: most that an update's root mean square may be; 0 is no
+      limit.
+    WEIGHT_DECAY: of all weights.
+    CLIP_GRADIENT_NORM: most that the norm of all gradients may be.
+    DATA: 'c4', 'stdlib' (the bundled corpus), 'synthetic' (ones), or a folder
+      or glob of text files.
+    DATA_DIR: of C4, the folder of its files.
+    VOCABULARY: a SentencePiece model; None is bytes, but for C4.
+    EVAL_LOOP_NUM_BATCHES: batches of an evaluation; None is all there are.
+  """
+
+  NUM_LAYERS: ClassVar[int]
+  MODEL_DIMS: ClassVar[int]
+  HIDDEN_DIMS: ClassVar[int]
+  NUM_HEADS: ClassVar[int]
+  DIMS_PER_HEAD: ClassVar[int]
+  VOCAB_SIZE: ClassVar[int]
+  MAX_SEQ_LEN: ClassVar[int]
+  PERCORE_BATCH_SIZE: ClassVar[float]
+
+  ACTIVATION: ClassVar[str] = 'gelu'
+  USE_GATED_ACTIVATION: ClassVar[bool] = False
+  USE_BIAS: ClassVar[bool] = False
+  COMBINE_QKV: ClassVar[bool] = True
+  ENABLE_PER_DIM_SCALE: ClassVar[bool] = True
+  ATTEN_LOGIT_CAP: ClassVar[float] = 50.0
+  SOFTMAX_CAP_LOGITS: ClassVar[float] = 30.0
+  SOFTMAX_BIAS: ClassVar[bool] = True
+  SCALE_SQRT_DEPTH: ClassVar[bool] = True
+  TRAINABLE_POSITION_EMB: ClassVar[bool] = False
+  TRAINABLE_PE_MAX_SEQ_LEN: ClassVar[int] = 16384
+  NORM_EPSILON: ClassVar[float] = 1e-6
+  INIT_STD: ClassVar[float | None] = None
+
+  FPROP_DTYPE: ClassVar[str] = 'bfloat16'
+  ATTENTION_IMPL: ClassVar[str] = 'einsum'
+  LOSS_CHUNKS: ClassVar[int] = 1
+  USE_REPEATED_LAYER: ClassVar[bool] = True
+  CHECKPOINT_POLICY: ClassVar[str] = 'full'
+  NUM_STAGES: ClassVar[int] = 1
+  MICROBATCH_SIZE: ClassVar[int | None] = None
+  SHARDING: ClassVar[str] = 'fsdp_tp'
+
+  LEARNING_RATE: ClassVar[float]
+  LR_SCHEDULE: ClassVar[str] = 'exponential'
+  LR_WARMUP_STEPS: ClassVar[int] = 4000
+  LR_DECAY_START: ClassVar[int] = 4001
+  LR_DECAY_END: ClassVar[int] = 300_000
+  LR_MIN_RATIO: ClassVar[float] = 0.1
+  ADAM_BETA1: ClassVar[float] = 0.9
+  ADAM_BETA2: ClassVar[float] = 0.99
+  ADAM_EPSILON: ClassVar[float] = 1e-6
+  ADAM_CLIP_THRESHOLD: ClassVar[float] = 1.0
+  WEIGHT_DECAY: ClassVar[float] = 1e-3
+  CLIP_GRADIENT_NORM: ClassVar[float] = 5.0
+
+  DATA: ClassVar[str]
+  DATA_DIR: ClassVar[str | None] = None
+  VOCABULARY: ClassVar[str | None] = None
+  EVAL_LOOP_NUM_BATCHES: ClassVar[int | None] = 1
+
+  def _one_of(self, name: str, valid: Any) -> str:
+    """Returns a constant that names something."""
+    if (value := getattr(self, name)) not in valid:
+      raise ValueError(f'{name} is {value!r}; expected one of {list(valid)}.')
+    return value
+
+  # The data.
+
+  def datasets(self) -> list[fdl.Config]:
+    """Returns an input for training and one for evaluation."""
+    config: fdl.Config
+    if self.DATA == 'synthetic':
+      config = fdl.Config(
+        synthetic.SyntheticInput,
+        eval_loop_num_batches=self.EVAL_LOOP_NUM_BATCHES or 1,
+      )
+    elif self.DATA == 'c4':
+      config = fdl.Config(
+        lm_input.c4_input,
+        data_dir=self.DATA_DIR,
+        vocabulary=self.VOCABULARY,
+        eval_batches=self.EVAL_LOOP_NUM_BATCHES,
+      )
+    else:
+      config = fdl.Config(
+        lm_input.text_input,
+        files=self.DATA,
+        tokenizer=self._tokenizer,
+        eval_batches=self.EVAL_LOOP_NUM_BATCHES,
+      )
+    config.batch_size = inputs.per_host(self.rows(self.PERCORE_BATCH_SIZE))
+    config.length = self.MAX_SEQ_LEN
+    config.vocab_size = self.VOCAB_SIZE
+    return [
+      fdl.copy_with(config, is_training=is_training)
+      for is_training in (True, False)
+    ]
+
+  @property
+  def _tokenizer(self) -> str:
+    return 'bytes' if self.VOCABULARY is None else self.VOCABULARY
+
+  def input_specs(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
+    """Returns the shapes of a row of tokens."""
+    specs = lm_input.row_specs(self.MAX_SEQ_LEN)
+    if self.DATA not in ('c4', 'synthetic'):
+      del specs['paddings']
+    return specs
+
+  def prompting(self) -> base_experiment.Prompting:
+    """Returns the tokenizer of the data, and what stands before a document."""
+    start_id = None
+    name = self._tokenizer
+    if self.DATA == 'c4':
+      if self.VOCABULARY is None:
+        raise ValueError(
+          'To decode, a model of C4 needs the SentencePiece model that it was'
+          ' trained with: --config.vocabulary=FILE.model.'
+        )
+      # As `lm_input` begins and ends documents.
+      name, start_id = f'{self.VOCABULARY}#</s>', lm_input.BOS_ID
+    tokenizer = tokenization.load_tokenizer(name)
+    if start_id is None:
+      start_id = tokenizer.document_id
+    return base_experiment.Prompting(tokenizer, start_id, self.MAX_SEQ_LEN)
+
+  # The task.
+
+  def task(self) -> Any:
+    """Returns the task."""
+    optimizer = optimizers.Adam.HParams(
+      learning_rate=self.LEARNING_RATE,
+      lr_schedule=_SCHEDULES[self._one_of('LR_SCHEDULE', _SCHEDULES)].HParams(
+        warmup_steps=self.LR_WARMUP_STEPS,
+        decay_start=self.LR_DECAY_START,
+        decay_end=self.LR_DECAY_END,
+        min_ratio=self.LR_MIN_RATIO,
+      ),
+      beta1=self.ADAM_BETA1,
+      beta2=self.ADAM_BETA2,
+      epsilon=self.ADAM_EPSILON,
+      clip_threshold=self.ADAM_CLIP_THRESHOLD,
+      weight_decay=self.WEIGHT_DECAY,
+      clip_gradient_norm_to_value=self.CLIP_GRADIENT_NORM,
+    )
+    task = tasks.SingleTask.HParams(
+      name='lm', model=models.LanguageModel.HParams(lm_tpl=self.lm())
+    )
+    task.model.fprop_dtype = jnp.dtype(self.FPROP_DTYPE)
+    task.train.learner = learners.Learner.HParams(
+      loss_name='total_loss', optimizer=optimizer
+    )
+    return task
+
+  def lm(self) -> Any:
+    """Returns the network."""
+    norm = normalizations.LayerNorm.HParams(epsilon=self.NORM_EPSILON)
+    position: Any = embedding_softmax.PositionalEmbedding.HParams()
+    if self.TRAINABLE_POSITION_EMB:
+      position = embedding_softmax.TrainablePositionalEmbedding.HParams(
+        max_seq_length=self.TRAINABLE_PE_MAX_SEQ_LEN
+      )
+    weight_init = base_layer.WeightInit
+    softmax_init = weight_init.Gaussian(self.INIT_STD or self.MODEL_DIMS**-0.5)
+    return transformers.TransformerLm.HParams(
+      vocab_size=self.VOCAB_SIZE,
+      model_dims=self.MODEL_DIMS,
+      packed_input=True,
+      params_init=weight_init.Gaussian(self.INIT_STD)
+      if self.INIT_STD
+      else None,
+      position_emb_tpl=position,
+      softmax_tpl=embedding_softmax.SharedEmbeddingSoftmax.HParams(
+        params_init=softmax_init,
+        scale_sqrt_depth=self.SCALE_SQRT_DEPTH,
+        soft_cap_logits=self.SOFTMAX_CAP_LOGITS,
+        has_bias=self.SOFTMAX_BIAS,
+        chunks=self.LOSS_CHUNKS,
+      ),
+      final_ln_tpl=norm,
+      stacked_transformer_tpl=self._stack(norm),
+    )
+
+  def _stack(self, norm: Any) -> Any:
+    """Returns the layers: unrolled, as a loop, or in a pipeline."""
+    layer = transformers.Transformer.HParams(
+      ln_tpl=norm,
+      tr_atten_tpl=attentions.DotProductAttention.HParams(
+        use_bias=self.USE_BIAS,
+        combine_qkv=self.COMBINE_QKV,
+        atten_logit_cap=self.ATTEN_LOGIT_CAP,
+        internal_enable_per_dim_scale=self.ENABLE_PER_DIM_SCALE,
+        attention_impl=self.ATTENTION_IMPL,
+      ),
+      tr_fflayer_tpl=transformers.TransformerFeedForward.HParams(
+        ln_tpl=norm,
+        activation_tpl=_ACTIVATIONS[
+          self._one_of('ACTIVATION', _ACTIVATIONS)
+        ].HParams(),
+        use_gated_activation=self.USE_GATED_ACTIVATION,
+      ),
+    )
+    layers = transformers.StackedTransformer.HParams(
+      num_layers=self.NUM_LAYERS,
+      model_dims=self.MODEL_DIMS,
+      hidden_dims=self.HIDDEN_DIMS,
+      num_heads=self.NUM_HEADS,
+      dim_per_head=self.DIMS_PER_HEAD,
+      transformer_layer_params_tpl=layer,
+    )
+    if self.NUM_STAGES == 1 and not self.USE_REPEATED_LAYER:
+      return layers.set(checkpoint_policy=self.CHECKPOINT_POLICY)
+    repeated = transformers.StackedTransformerRepeated.HParams(
+      block=layers.set(num_layers=1),
+      x_times=self.NUM_LAYERS // self.NUM_STAGES,
+      checkpoint_policy=self.CHECKPOINT_POLICY,
+    )
+    if self.NUM_STAGES == 1:
+      return repeated
+    if self.NUM_LAYERS % self.NUM_STAGES:
+      raise ValueError(
+        f'NUM_LAYERS is {self.NUM_LAYERS}, which does not divide into'
+        f' NUM_STAGES {self.NUM_STAGES}.'
+      )
+    return transformers.PipelinedTransformer.HParams(
+      pipeline_stage=repeated,
+      num_pipeline_stages=self.NUM_STAGES,
+      pipeline_microbatch_size=self.MICROBATCH_SIZE,
+    )
+
+  def bubble_fraction(self) -> float:
+    """The part of a step in which a stage has nothing to do."""
+    if self.NUM_STAGES == 1:
+      return 0.0
+    rows = self.rows(self.PERCORE_BATCH_SIZE)
+    return pipeline.bubble_fraction(
+      self.NUM_STAGES, rows // (self.MICROBATCH_SIZE or rows)
+    )
+
+  @classmethod
+  def reduced(cls) -> type[Self]:
+    """Returns one of the same options with 4 narrow layers, and bytes."""
+    changes: dict[str, Any] = {
+      'NUM_LAYERS': 4,
+      'MODEL_DIMS': 128,
+      'HIDDEN_DIMS': 512,
+      'NUM_HEADS': 4,
+      'DIMS_PER_HEAD': 32,
+      'VOCAB_SIZE': tokenization.VOCABULARY_SIZE,
+      'MAX_SEQ_LEN': 128,
+      'TRAINABLE_PE_MAX_SEQ_LEN': 256,
+      'PERCORE_BATCH_SIZE': 8,
+      # Two cores have no faster one.
+      'FPROP_DTYPE': 'float32',
+      'ICI_MESH_SHAPE': (1, -1, 1),
+      'DCN_MESH_SHAPE': (1, 1, 1),
+      'TOPOLOGY': None,
+      'LEARNING_RATE': 4e-3,
+      'LR_WARMUP_STEPS': 50,
+      'LR_DECAY_START': 50,
+      'LR_DECAY_END': 500,
+      'MAX_STEPS': 400,
+      'CHECKPOINT_EVERY_N_STEPS': 200,
+      'SUMMARY_INTERVAL_STEPS': 20,
+      'EVAL_INTERVAL_STEPS': 200,
+      'EVAL_LOOP_NUM_BATCHES': 8,
+    }
+    if cls.DATA == 'c4':
+      changes['DATA'] = 'stdlib'
+    if cls.NUM_STAGES > 1:
+      changes |= {'NUM_STAGES': 2, 'MICROBATCH_SIZE': 2}
+    return cls.with_constants(changes)

@@ -1,0 +1,192 @@
+"""ResNet-50's numbers, and that its small version learns.
+
+The whole run of the small version, half a minute on two free cores, is slow:
+
+    pytest -m slow examples/pax/tasks/vision
+"""
+
+import functools
+import importlib.util
+import math
+
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+
+from examples.pax import config as config_lib
+from examples.pax import experiment as experiment_lib
+from examples.pax import experiment_registry
+from examples.pax.tasks.vision import input as vision_input
+from examples.pax.tasks.vision.params import imagenet_resnets
+from jaxline import partitioning
+from jaxline import train
+from jaxline import utils
+from jaxline import writers
+
+ResNet50Pjit = imagenet_resnets.ResNet50Pjit
+
+
+def _task(**constants):
+  experiment = ResNet50Pjit.with_constants(constants)(num_devices=4)
+  return experiment.filled_task().Instantiate()
+
+
+def test_the_registered_experiment_has_resnet_50s_counts():
+  name = 'tasks.vision.params.imagenet_resnets.ResNet50Pjit'
+  assert experiment_registry.get(name) is ResNet50Pjit
+  variables = _task().model.abstract_init()
+  counts = {
+    collection: sum(math.prod(x.shape) for x in jax.tree.leaves(of_it))
+    for collection, of_it in variables.items()
+  }
+  assert counts == {'params': 25_557_032, 'non_trainable': 53_120}
+
+
+def test_the_learning_rate_rises_and_falls_by_epochs():
+  learner = _task().hparams.train.learner.Instantiate()
+  # 1281167 / 512 = 2502.28 steps an epoch.
+  want = {
+    0: 0.0,
+    6255: 0.1,
+    12511: 0.2,
+    75067: 0.2,
+    75068: 0.02,
+    150137: 0.002,
+    200182: 0.0002,
+    225204: 0.0002,
+  }
+  got = {step: learner.optimizer.get_learning_rate(step) for step in want}
+  np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=1e-3)
+
+
+def test_momentum_is_nesterovs_and_vectors_are_not_regularised():
+  # A rise that ends after one step, at which the rate is 0.
+  task = _task(WARMUP_EPOCHS=1 / 2502)
+  optimizer = task.hparams.train.learner.Instantiate().make()
+  params = {
+    'conv': {'w': np.full((1, 1, 2, 2), 3.0, np.float32)},
+    'batch_norm': {'scale': np.ones(2, np.float32)},
+  }
+  grads = {
+    'conv': {'w': np.full((1, 1, 2, 2), 0.5, np.float32)},
+    'batch_norm': {'scale': np.full(2, 0.5, np.float32)},
+  }
+
+  @jax.jit
+  def two_steps(params, grads):
+    state = optimizer.init(params)
+    first, state = optimizer.update(grads, state, params)
+    return first, optimizer.update(grads, state, params)[0]
+
+  with jax.numpy_dtype_promotion('standard'):
+    first, second = two_steps(params, grads)
+  np.testing.assert_array_equal(first['conv']['w'], np.zeros((1, 1, 2, 2)))
+  # The sum of gradients g is g and then 1.9 g; the step g + 0.9 * 1.9 g.
+  for module, name, gradient in (
+    ('conv', 'w', 0.5 + 1e-4 * 3),
+    ('batch_norm', 'scale', 0.5),
+  ):
+    np.testing.assert_allclose(
+      second[module][name], -0.2 * 2.71 * gradient, rtol=1e-5
+    )
+
+
+def _datasets(**constants):
+  return ResNet50Pjit.with_constants(constants)(num_devices=4).datasets()
+
+
+def test_batches_are_what_is_declared():
+  experiment = ResNet50Pjit(num_devices=4)
+  for dataset in experiment.datasets():
+    assert dataset.batch_size == 512
+    dataset.batch_size = 2
+    batch = fdl.build(dataset).get_next()
+    for key, (shape, dtype) in experiment.input_specs().items():
+      assert batch[key].shape == (2, *shape)
+      assert batch[key].dtype == dtype
+  sizes = [fdl.build(d).num_records() for d in experiment.datasets()]
+  assert sizes == [1_281_167, 50_000]
+
+
+def test_data_is_chosen_by_name(tmp_path):
+  for split in vision_input.SPLITS:
+    (tmp_path / split).mkdir()
+    images = np.zeros((3, 230, 224, 3), np.uint8)
+    np.save(tmp_path / split / 'images-0.npy', images)
+    np.save(tmp_path / split / 'labels-0.npy', np.array([0, 999, 1]))
+  train_set, _ = _datasets(DATA='arrays', DATA_DIR=str(tmp_path))
+  train_set.batch_size = 3
+  assert fdl.build(train_set).get_next().image.shape == (3, 224, 224, 3)
+  with pytest.raises(ValueError, match='DATA_DIR is empty'):
+    _datasets(DATA='arrays')
+  with pytest.raises(ValueError, match="Did you mean 'synthetic'"):
+    _datasets(DATA='syntetic')
+
+
+class _Recorder(writers.MultiWriter):
+  """Keeps what is written."""
+
+  def __init__(self):
+    super().__init__([])
+    self.scalars = {}
+
+  def write_scalars(self, global_step, scalars):
+    self.scalars[int(global_step)] = dict(scalars)
+
+
+def _train(monkeypatch):
+  """Trains the small version on two devices; returns what it evaluated."""
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+  config = config_lib.get_config('ResNet50Pjit:reduced')
+  config.save_checkpoint_interval = -1
+  checkpointer = utils.InMemoryCheckpointer(config, 'train')
+  evaluated = _Recorder()
+  train.train_and_eval(
+    experiment_lib.Experiment, config, checkpointer, _Recorder(), evaluated
+  )
+  return evaluated.scalars
+
+
+def _without_scikit_learn(monkeypatch):
+  find = importlib.util.find_spec
+  monkeypatch.setattr(
+    importlib.util,
+    'find_spec',
+    lambda name, *args: None if name == 'sklearn' else find(name, *args),
+  )
+
+
+def test_a_step_and_an_evaluation_have_the_batchs_shapes():
+  experiment = ResNet50Pjit.reduced()(num_devices=2)
+  task = experiment.filled_task().Instantiate()
+  batch = {
+    key: jax.ShapeDtypeStruct((6, *shape), dtype)
+    for key, (shape, dtype) in experiment.input_specs().items()
+  }
+  rng = jax.random.key(0)
+  params, model_state = partitioning.unbox(jax.eval_shape(task.boxed_init, rng))
+  for is_training in True, False:
+    loss, metrics, new_state = jax.eval_shape(
+      functools.partial(task.loss_fn, is_training=is_training),
+      params,
+      model_state,
+      batch,
+      rng,
+    )
+    assert loss.shape == ()
+    assert {'total_loss', 'accuracy', 'acc5'} <= set(metrics)
+    assert jax.tree.map(np.shape, new_state) == jax.tree.map(
+      np.shape, model_state
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('has_digits', [True, False])
+def test_the_small_version_learns(has_digits, monkeypatch):
+  if has_digits:
+    pytest.importorskip('sklearn')
+  else:
+    _without_scikit_learn(monkeypatch)
+  evaluated = _train(monkeypatch)
+  assert evaluated[224]['accuracy'] > 0.97
