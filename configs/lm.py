@@ -82,4 +82,16 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.sample_prompt = 'def '
   kwargs.sample_length = 240  # With the prompt, no longer than max_length.
   kwargs.sample_temperature = 0.8  # Below 1: likelier, and less noisy, text.
+
+  # --jaxline_mode=decode. With the prompt, too, no longer than max_length.
+  kwargs.decode = config_dict.ConfigDict()
+  kwargs.decode.method = 'sample'  # 'greedy' and 'beam' soon repeat themselves.
+  kwargs.decode.max_decode_steps = 128
+  kwargs.decode.temperature = 0.8
+  kwargs.decode.top_k = 40
+  kwargs.decode.top_p = 1.0
+  kwargs.decode.num_samples = 1
+  kwargs.decode.beam_size = 4
+  kwargs.decode.length_norm_alpha = 0.8
+  kwargs.decode.stop_ids = ()
   return config

@@ -198,6 +198,22 @@ def get_base_config() -> config_dict.ConfigDict:
   config.best_model_eval_metric = ''
   config.best_model_eval_metric_higher_is_better = True
 
+  # --jaxline_mode=decode: prompts, continued with the weights of a checkpoint.
+  config.decode = config_dict.ConfigDict()
+  # A file with a prompt on each line that is not blank; or, if its name ends in
+  # '.jsonl', with {"prompt": ...} on each. None is standard input, which asks
+  # for them if it is a terminal.
+  config.decode.prompts = config_dict.placeholder(str)
+  # Where the continuations go, a line of JSON for each prompt; a file that is
+  # there is replaced. None is decode/step_N.jsonl below `checkpoint_dir`.
+  config.decode.output = config_dict.placeholder(str)
+  # How many prompts are continued at once, but at a terminal.
+  config.decode.batch_size = 8
+  # Of which series, 'latest' or 'best', and of which step of it; None is the
+  # newest.
+  config.decode.series = 'latest'
+  config.decode.step = config_dict.placeholder(int)
+
   # The seed of everything: split into the step key and the init key.
   config.random_seed = 42
   # How the per-device keys of a step are related: see prng.DistributedRNGMode.
@@ -299,6 +315,7 @@ def _check_values(config: Mapping[str, Any]) -> None:
     value = config[key]
     if value is not None and not (_is_number(value) and value > 0):
       refuse(key, 'a positive number, or None for none')
+  _check_decode(config['decode'])
   distributed.validate(config['distributed'])
   xla.validate(config['xla'])
   _check_rules(config)
@@ -351,6 +368,34 @@ def _check_values(config: Mapping[str, Any]) -> None:
   for key, default in base.items():
     if isinstance(default, bool) and not isinstance(config[key], bool):
       refuse(key, 'True or False')
+
+
+def _check_decode(options: Mapping[str, Any]) -> None:
+  """Refuses values of `config.decode` that no run can mean."""
+  keys = get_base_config().decode
+  if not isinstance(options, Mapping | config_dict.ConfigDict):
+    raise ValueError(f'config.decode is {options!r}; expected {sorted(keys)}.')
+  for key in options:
+    if key not in keys:
+      raise ValueError(
+        f'Unknown key {key!r} in config.decode; its keys are {sorted(keys)}.'
+      )
+
+  def is_count(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least
+
+  for key, valid, expected in (
+    ('prompts', lambda x: isinstance(x, str | None), 'the name of a file'),
+    ('output', lambda x: isinstance(x, str | None), 'the name of a file'),
+    ('batch_size', lambda x: is_count(x, 1), 'an integer of at least 1'),
+    ('series', lambda x: x in ('latest', 'best'), "'latest' or 'best'"),
+    ('step', lambda x: x is None or is_count(x, 0), 'a step, or None'),
+  ):
+    if not valid(options[key]):
+      raise ValueError(
+        f'config.decode.{key} is {options[key]!r}; expected {expected}. See'
+        ' jaxline/base_config.py.'
+      )
 
 
 def _check_rules(config: Mapping[str, Any]) -> None:

@@ -55,7 +55,8 @@ class AbstractExperiment(abc.ABC):
     """Constructs the experiment.
 
     Args:
-      mode: 'train', or what evaluation was started as (such as 'eval').
+      mode: 'train', 'decode', or what evaluation was started as (such as
+        'eval').
       init_rng: the key to initialise weights from.
     """
     del mode, init_rng
@@ -142,6 +143,29 @@ class AbstractExperiment(abc.ABC):
     Returns:
       Scalars to log.
     """
+
+  def decode(
+    self, prompts: Sequence[str], rng: jax.Array
+  ) -> list[list[dict[str, Any]]]:
+    """Continues prompts; for `--jaxline_mode=decode`, which alone needs it.
+
+    The experiment was constructed with the mode 'decode', and its weights are
+    restored. To open training data is a waste then: it may not be there.
+
+    Args:
+      prompts: as many each time. The last of a file are filled up with others,
+        whose continuations are not looked at.
+      rng: one key, of its own each time.
+
+    Returns:
+      For each prompt its continuations, the best first: dicts of what JSON
+      has, one entry the 'text', others such as 'score'. With several processes
+      all get the same prompts, and must return the same.
+
+    Raises:
+      NotImplementedError: the experiment has no such thing.
+    """
+    raise NotImplementedError(f'{type(self).__name__} has no `decode`.')
 
   def should_run_step(
     self, global_step: int, config: config_dict.ConfigDict

@@ -31,6 +31,7 @@ import numpy as np
 
 from jaxline import base_config
 from jaxline import debug
+from jaxline import decode
 from jaxline import distributed
 from jaxline import partitioning
 from jaxline import periodic
@@ -50,6 +51,7 @@ MODES = {
   ' evaluate',
   'train_eval_multithreaded': 'train and evaluate checkpoints at once, in two'
   ' threads',
+  'decode': 'continue prompts with the weights of a checkpoint: config.decode',
   'compile': 'compile the steps, for config.topology or the devices that are'
   ' here, and report memory, communication and time; train nothing',
 }
@@ -346,6 +348,11 @@ def _start(
   checkpointer_factory: base.CheckpointerFactory,
 ) -> None:
   """Does what a mode says, once the processes have met."""
+  if mode == 'decode' and not config.checkpoint_dir:
+    raise UsageError(
+      f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected the'
+      ' directory of the run whose weights --jaxline_mode=decode shall take.'
+    )
   config = resolve_config(config)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
@@ -357,6 +364,9 @@ def _start(
     xla.check_backend(config.xla)
   except ValueError as e:
     raise UsageError(str(e)) from e
+  if mode == 'decode':
+    _decode(experiment_class, config, checkpointer_factory)
+    return
   if mode == 'train_eval_multithreaded' and jax.process_count() > 1:
     raise UsageError(
       f'--jaxline_mode={mode} is for one process, and there are'
@@ -430,6 +440,27 @@ def _compile(experiment_class: Any, config: config_dict.ConfigDict) -> None:
     raise UsageError(str(e)) from e
   if not fits:
     sys.exit(1)
+
+
+@debug.debugger_fallback
+def _decode(
+  experiment_class: Any,
+  config: config_dict.ConfigDict,
+  checkpointer_factory: base.CheckpointerFactory,
+) -> None:
+  """Continues prompts with a checkpoint; its run may go on meanwhile."""
+  with contextlib.ExitStack() as stack:
+    # As evaluation does, it only reads, and may lack the optimizer's state.
+    checkpointer = checkpointer_factory(config, 'eval_decode')
+    try:
+      decode.check_checkpoint(config, checkpointer)
+      _claim(config, 'decode', stack)
+      _check_directory(checkpointer)
+      if hasattr(checkpointer, 'close'):
+        stack.callback(checkpointer.close)
+      decode.decode(experiment_class, config, checkpointer)
+    except (decode.DecodeError, partitioning.MeshError) as e:
+      raise UsageError(str(e)) from e
 
 
 def _take_programs(

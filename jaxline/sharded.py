@@ -348,6 +348,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
   Here `step` and `evaluate` get scalars and not one value a device: the step's
   number, and the run's key, from which `train_step` derives each step's.
 
+  A model that continues text has one method more, `decode(prompts, rng)`; what
+  it compiles goes through `in_mesh`.
+
   Attributes:
     SKIPS_NONFINITE: that `on_nonfinite = 'skip'` can be had.
     uncut_weights: a line for each weight that is whole on every device, or cut
@@ -529,7 +532,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       )
 
     return jax.jit(
-      self._in_mesh(step),
+      self.in_mesh(step),
       donate_argnums=0,
       out_shardings=(self._state_shardings, self.partitioner.replicated),
     )
@@ -547,7 +550,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       return eval_step(self.loss_fn, state, batch, rng)
 
     return jax.jit(
-      self._in_mesh(evaluation), out_shardings=self.partitioner.replicated
+      self.in_mesh(evaluation), out_shardings=self.partitioner.replicated
     )
 
   @property
@@ -560,11 +563,15 @@ class ShardedExperiment(experiment.AbstractExperiment):
     return self._state
 
   def _init_state(self, rng: jax.Array) -> TrainState:
-    init = self._in_mesh(init_state)
+    init = self.in_mesh(init_state)
     return init(self.init_fn, self._optimizer, rng)
 
-  def _in_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `partitioning.constrain` work while `fn` is traced."""
+  def in_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `partitioning.constrain` work while `fn` is traced.
+
+    Args:
+      fn: takes positional arguments only; goes to `jax.jit` afterwards.
+    """
 
     @functools.wraps(fn)
     def in_mesh(*args: Any) -> Any:
@@ -639,7 +646,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def _state_shardings(self) -> TrainState:
     """Says where each array of the state lies, without making one."""
     # In the mesh, or what is traced here would be kept without constraints.
-    init_fn = self._in_mesh(self.init_fn)
+    init_fn = self.in_mesh(self.init_fn)
     params, model_state = jax.eval_shape(init_fn, self._init_rng)
     self.uncut_weights = self.partitioner.whole_weights(params)
     if self.uncut_weights:

@@ -263,6 +263,15 @@ DEFAULTS = {
 }
 # What JAXline's experiments declared themselves, or had not.
 OURS = {
+  'decode': config_dict.ConfigDict(
+    {
+      'prompts': None,
+      'output': None,
+      'batch_size': 8,
+      'series': 'latest',
+      'step': None,
+    }
+  ),
   'checkpoint_dir': None,
   'experiment_class': None,
   'eval_interval': 300,

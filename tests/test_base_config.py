@@ -174,6 +174,38 @@ def test_a_wrong_value_is_refused_by_name(key, value, expected):
 
 
 @pytest.mark.parametrize(
+  ('key', 'value', 'expected'),
+  [
+    ('prompts', 7, 'name of a file'),
+    ('output', True, 'name of a file'),
+    ('batch_size', 0, 'at least 1'),
+    ('batch_size', None, 'an integer'),
+    ('series', 'newest', "'latest' or 'best'"),
+    ('step', -1, 'a step'),
+    ('step', '9', 'a step'),
+  ],
+)
+def test_a_wrong_value_of_decode_is_refused_by_name(key, value, expected):
+  config = base_config.get_base_config()
+  with config.ignore_type():
+    config.decode[key] = value
+  refused(config, f'config.decode.{key} is {value!r}', expected)
+
+
+def test_keys_of_decode():
+  config = base_config.get_base_config()
+  config.decode.prompt = 'x'
+  refused(config, "'prompt'", "'prompts'")
+  config = base_config.get_base_config()
+  config.decode.beam_size = 3
+  refused(config, "'beam_size' in config.decode", "'batch_size'", "'series'")
+  refused(with_value('decode', None), 'config.decode is None', "'prompts'")
+  config = base_config.get_base_config()
+  config.decode.update(series='best', step=0, prompts='a.txt')
+  base_config.validate_config(config)
+
+
+@pytest.mark.parametrize(
   ('key', 'value'),
   [
     ('training_steps', None),

@@ -1050,6 +1050,7 @@ def test_what_may_change(run):
     training_steps=7, log_tensors_interval=3, max_checkpoints_to_keep=1,
     save_checkpoint_interval=2, on_nonfinite='skip', watchdog_secs=5.0,
     **_kwargs(net=SAME | {'mesh': {'data': 1}, 'sharding': 'fsdp',
+                          'decode': {'method': 'beam'},
       'pipeline_stages': 2, 'remat': 'full'}, **after),
   )  # fmt: skip
   other.check_config()

@@ -1,11 +1,11 @@
-"""A language model on text: data, loss, optimizer, a sample.
+"""A language model on text: data, loss, optimizer, how prompts go on.
 
 Shapes: B batch, L length, T prompt.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
-import re
 from typing import Any
 
 from absl import logging
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from examples import decoding
 from examples.lm import fp8
 from examples.lm import model
 from jaxline import base_config
@@ -23,12 +24,10 @@ from jaxline import sharded
 from jaxline import writers
 from jaxline.inputs import base as inputs
 from jaxline.inputs import text
+from jaxline.inputs import tokenization
 
 # More held-out bytes than this take xz longer than a second or two.
 _MAX_TO_COMPRESS = 4_000_000
-
-# Names of scales and biases.
-_NOT_DECAYED = re.compile('norm|bias|query_scale')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,11 +54,13 @@ class Config:
     final_learning_rate: at the end of the cosine, as a fraction of the peak.
     b1: decay of Adam's first moment.
     b2: decay of Adam's second moment.
-    weight_decay: of matrices; not of scales and biases.
+    weight_decay: of all weights but the scales of normalisation.
     clip_norm: the gradient's global norm is at most this.
     sample_prompt: what the sample of each evaluation continues.
     sample_length: bytes of the sample; 0 for none.
     sample_temperature: 1 samples the model's distribution, 0 its likeliest.
+    decode: how --jaxline_mode=decode continues prompts. The token between
+      documents stops it, besides its `stop_ids`.
   """
 
   model: model.ModelConfig
@@ -85,6 +86,7 @@ class Config:
   sample_prompt: str
   sample_length: int
   sample_temperature: float
+  decode: decoding.Options
 
   def __post_init__(self):
     if self.length > self.model.max_length:
@@ -129,7 +131,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
   def is_decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
-      lambda path, _: not _NOT_DECAYED.search(jax.tree_util.keystr(path)),
+      lambda path, _: 'norm' not in jax.tree_util.keystr(path),
       params,
     )
 
@@ -155,23 +157,24 @@ class Experiment(sharded.ShardedExperiment):
   """Trains a language model on files of text."""
 
   def __init__(self, mode: str, init_rng: jax.Array, config: Any):
-    """Reads the text.
+    """Reads the text, but to decode.
 
     Args:
-      mode: 'train', or what evaluation was started as.
+      mode: 'train', 'decode', or what evaluation was started as.
       init_rng: the key of the initial weights.
       config: the values of a `Config`.
     """
     self.config = base_config.read(Config, config)
-    self.corpus = text.load_corpus(
-      self.config.files,
-      documents=self.config.documents,
-      eval_fraction=self.config.eval_fraction,
-      tokenizer=self.config.tokenizer,
-      cache_dir=self.config.cache_dir,
-    )
-    self.tokenizer = self.corpus.train.tokenizer
-    self._prompt_T = self._check_tokens()
+    self.tokenizer = tokenization.load_tokenizer(self.config.tokenizer)
+    self._check_tokens()
+    if mode != 'decode':
+      self.corpus = text.load_corpus(
+        self.config.files,
+        documents=self.config.documents,
+        eval_fraction=self.config.eval_fraction,
+        tokenizer=self.tokenizer,
+        cache_dir=self.config.cache_dir,
+      )
     super().__init__(mode, init_rng)
     on_gpu = self.partitioner.is_here and jax.default_backend() == 'gpu'
     if self.config.model.attention == 'cudnn' and not on_gpu:
@@ -181,39 +184,31 @@ class Experiment(sharded.ShardedExperiment):
       )
     if self.config.model.matmul == 'fp8' and self.partitioner.is_here:
       fp8.check_devices(jax.local_devices())
-    if mode != 'train' and self.corpus.eval.num_bytes < _MAX_TO_COMPRESS:
+    if (
+      mode not in ('train', 'decode')
+      and self.corpus.eval.num_bytes < _MAX_TO_COMPRESS
+    ):
       logging.info(
         'Bits per byte of the same held-out files: %s',
         text.compression_baselines(self.corpus.eval),
       )
-    self._generate = jax.jit(
-      functools.partial(
-        model.generate,
-        num_tokens=self.config.sample_length,
-        config=self.config.model,
-        temperature=self.config.sample_temperature,
-      ),
-      out_shardings=self.partitioner.replicated,
-    )
 
-  def _check_tokens(self) -> np.ndarray:
-    """Returns the prompt's tokens; refuses a model that is too small for it."""
+  def _check_tokens(self) -> None:
+    """Refuses a model that is too small for the tokens, or for the sample."""
     config, tokenizer = self.config, self.tokenizer
     if config.model.vocab_size < tokenizer.vocab_size:
       raise ValueError(
         f'model.vocab_size is {config.model.vocab_size}; the tokenizer'
         f' {config.tokenizer!r} needs at least {tokenizer.vocab_size}.'
       )
-    prompt = tokenizer.encode(config.sample_prompt)
-    prompt_T = np.concatenate([[tokenizer.document_id], prompt])
-    length = len(prompt_T) + config.sample_length
+    prompt = 1 + len(tokenizer.encode(config.sample_prompt))
+    length = prompt + config.sample_length
     if config.sample_length < 0 or length > config.model.max_length:
       raise ValueError(
         f'sample_length is {config.sample_length}; with the document token and'
         f' sample_prompt that makes {length} tokens, expected at most'
         f' model.max_length, {config.model.max_length}, and no less than 0.'
       )
-    return prompt_T.astype(np.int32)
 
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
     """Returns the initial weights, and what FP8 products keep, if any."""
@@ -315,7 +310,85 @@ class Experiment(sharded.ShardedExperiment):
 
   def sample(self, rng: jax.Array) -> str:
     """Returns `sample_prompt` and the text with which the model goes on."""
-    params = _merged(self.state.params, self.state.model_state)
-    tokens_BT = self._generate(params, self._prompt_T[None], rng=rng)
-    new_T = jax.device_get(tokens_BT)[0]
-    return self.config.sample_prompt + self.tokenizer.decode(new_T)
+    options = decoding.Options(
+      method='sample',
+      max_decode_steps=self.config.sample_length,
+      temperature=self.config.sample_temperature,
+      top_k=0,
+    )
+    prompt = self.config.sample_prompt
+    ((sample,),) = self._continue([prompt], rng, options)
+    return prompt + sample['text']
+
+  def decode(
+    self, prompts: Sequence[str], rng: jax.Array
+  ) -> list[list[dict[str, Any]]]:
+    """Continues prompts as `config.decode` says; each begins a document.
+
+    Args:
+      prompts: texts; with `max_decode_steps`, no longer than `max_length`.
+      rng: a key.
+
+    Returns:
+      For each its continuations, the best first: 'text', 'score' (see
+      `decoding.Decoded`) and 'tokens', their number.
+    """
+    options = self.config.decode
+    document = self.tokenizer.document_id
+    options = dataclasses.replace(
+      options, stop_ids=(*options.stop_ids, document)
+    )
+    return self._continue(prompts, rng, options)
+
+  def _continue(
+    self, prompts: Sequence[str], rng: jax.Array, options: decoding.Options
+  ) -> list[list[dict[str, Any]]]:
+    """Decodes texts to texts, as many rows on each device."""
+    rng = self.partitioner.put(rng, self.partitioner.replicated)
+
+    def run(*batch: np.ndarray) -> decoding.Decoded:
+      params = _merged(self.state.params, self.state.model_state)
+      # All processes have all rows, and get all results.
+      placed = self.partitioner.put(batch, self.partitioner.batch_sharding)
+      return self._decode(params, *placed, rng, options)
+
+    return decoding.continue_texts(
+      run,
+      prompts,
+      options,
+      tokenizer=self.tokenizer,
+      start_id=self.tokenizer.document_id,
+      max_length=self.config.model.max_length,
+      rows=self.partitioner.batch_shards,
+    )
+
+  @functools.cached_property
+  def _decode(self) -> Any:
+    """`decoding.decode` with the model, compiled for each shape and options."""
+    config = self.config.model
+
+    def decode(
+      params: Any,
+      prompts_BT: jax.Array,
+      lengths_B: jax.Array,
+      rng: jax.Array,
+      options: decoding.Options,
+    ) -> decoding.Decoded:
+      batch, length = prompts_BT.shape
+      return decoding.decode(
+        lambda cache, tokens_BL, start_B: model.decode_step(
+          params, tokens_BL, cache, start_B, config
+        ),
+        model.empty_cache(config, batch, length + options.max_decode_steps),
+        prompts_BT,
+        lengths_B,
+        options,
+        rng,
+        cache_axis=1,
+      )
+
+    return jax.jit(
+      self.in_mesh(decode),
+      static_argnums=4,
+      out_shardings=self.partitioner.replicated,
+    )

@@ -1,13 +1,16 @@
 """Tests of the language-model example, on a corpus of a few thousand bytes."""
 
+import functools
 import hashlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from configs import lm
 from configs import lm_long
+from examples import decoding
 from examples.lm import experiment
 from examples.lm import model
 from jaxline import train
@@ -40,6 +43,7 @@ def config(tmp_path):
   kwargs.learning_rate = 1e-2
   kwargs.warmup_fraction = 0.1
   kwargs.sample_length = 20
+  kwargs.decode.max_decode_steps = 6
   return config
 
 
@@ -175,6 +179,92 @@ def test_another_tokenizer_is_measured_by_the_bytes(config, tmp_path):
   assert subject.sample(jax.random.PRNGKey(2)).startswith('def ')
 
 
+@pytest.fixture
+def compiled_fast():
+  """Most of the time would go into LLVM."""
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
+@pytest.mark.usefixtures('compiled_fast')
+def test_decoding_with_a_cache_is_decoding_without(config):
+  subject = make(config, 'decode')
+  # Larger weights, so that likely tokens and unlikely ones are far apart.
+  params = jax.tree.map(lambda x: 3 * x, subject.state.params)
+  prompts = [[256, 5], [256, 70, 71, 72, 9, 9, 9], [3]]
+  options = decoding.Options(method='beam', max_decode_steps=6)
+  prompts_BT, lengths_B = decoding.pad_prompts(prompts, rows=1, max_length=20)
+  decoded = subject._decode(
+    params, prompts_BT, lengths_B, jax.random.key(0), options
+  )
+  rows = [
+    (prompt, ids, score)
+    for prompt, *of in zip(prompts, decoded.ids, decoded.scores, strict=True)
+    for ids, score in zip(*of, strict=True)
+  ]
+  assert len({tuple(np.asarray(ids).tolist()) for _, ids, _ in rows}) > 3
+  whole_BL = np.zeros([len(rows), 13], np.int32)
+  for row, (prompt, ids, _) in enumerate(rows):
+    whole_BL[row, : len(prompt) + 6] = [*prompt, *ids]
+  logits_BLV = np.asarray(
+    jax.jit(functools.partial(model.apply, config=subject.config.model))(
+      params, whole_BL
+    ),
+    np.float64,
+  )
+  logprobs_BLV = logits_BLV - np.log(np.exp(logits_BLV).sum(-1, keepdims=True))
+  for row, (prompt, ids, score) in enumerate(rows):
+    at = len(prompt) - 1 + np.arange(6)
+    assert float(score) == pytest.approx(
+      logprobs_BLV[row, at, ids].sum(), rel=1e-4
+    )
+
+
+@pytest.mark.usefixtures('compiled_fast')
+def test_decoding_takes_the_likeliest_of_the_uncached_model(config):
+  config.experiment_kwargs.config.decode.method = 'greedy'
+  config.experiment_kwargs.config.files = '/no/such/place'  # Nor needed.
+  subject = make(config, 'decode')
+  prompts = ['for', 'items in x', '']
+  found = subject.decode(prompts, jax.random.PRNGKey(0))
+  apply = jax.jit(functools.partial(model.apply, config=subject.config.model))
+  for prompt, continuations in zip(prompts, found, strict=True):
+    tokens = [256, *prompt.encode()]
+    ((continuation),) = continuations
+    assert set(continuation) == {'text', 'score', 'tokens'}
+    new = []
+    while len(new) < 6 and 256 not in new:
+      padded = jnp.array([[*tokens, *new] + [0] * (20 - len(tokens + new))])
+      logits_BLV = apply(subject.state.params, padded)
+      new.append(int(logits_BLV[0, len(tokens + new) - 1].argmax()))
+    assert continuation['tokens'] == len(new)
+    assert continuation['text'] == subject.tokenizer.decode(new)
+
+
+def test_the_document_token_stops_besides_the_others(config, monkeypatch):
+  config.experiment_kwargs.config.decode.stop_ids = (10,)
+  subject = make(config, 'decode')
+  seen = []
+  monkeypatch.setattr(subject, '_continue', lambda *args: seen.append(args))
+  subject.decode(['x'], 'key')
+  ((prompts, key, options),) = seen
+  assert (prompts, key) == (['x'], 'key')
+  assert options.stop_ids == (10, 256)
+  assert options.max_decode_steps == 6
+
+
+def test_a_prompt_must_leave_room(config):
+  subject = make(config, 'decode')
+  with pytest.raises(ValueError, match=r'Prompt 2 of 2 has 27 tokens.* to 26'):
+    subject.decode(['x', 'x' * 26], jax.random.PRNGKey(0))
+  config.experiment_kwargs.config.decode.max_decode_steps = 32
+  with pytest.raises(
+    ValueError, match=r'max_decode_steps is 32.*the 32 tokens'
+  ):
+    make(config, 'decode').decode(['x'], jax.random.PRNGKey(0))
+
+
 def test_learning_rate():
   config = lm.get_config().copy_and_resolve_references()
   kwargs = config.experiment_kwargs
@@ -271,3 +361,4 @@ def test_configs_are_valid(get_config):
   # The document token, the prompt, the sample.
   used = 1 + len(train_config.sample_prompt) + train_config.sample_length
   assert used <= train_config.model.max_length
+  assert train_config.decode.max_decode_steps < train_config.model.max_length

@@ -126,7 +126,7 @@ def einsum(
   That value cannot be added up, so a weight takes part in one product a step.
   And `jax.checkpoint` may not keep the rounded operands themselves: JAX passes
   what it keeps through `lax.reduce_precision`, for which e4m3 ends at 240, and
-  not at 448 as here. Results, as the policies of `model` keep them, it may.
+  not at 448 as here. Results it may, as `transformer.remat_policy` keeps them.
 
   Args:
     name: of the product in the current Haiku module.

@@ -1,14 +1,15 @@
 """A decoder-only transformer: pure functions over a plain tree of weights.
 
-Pre-norm, with a tied embedding; `ModelConfig` says what may differ. Every
-weight is created by `weight`, which names its logical axes; the layers are one
-stack of weights with a leading `layers` axis, whether one scan runs over it,
-the layers are unrolled, or a pipeline deals them out to stages, so checkpoints
-and seeds fit all three. What it computes with them is in
-`examples/transformer.py`.
+It normalises before each part, by the root mean square, and has no biases; the
+embedding is the output layer as well. Every weight is created by `weight`,
+which names its logical axes; the layers are one stack of weights with a leading
+`layers` axis, whether one scan runs over it, the layers are unrolled, or a
+pipeline deals them out to stages, so checkpoints and seeds fit all three. What
+it computes with them is in `examples/transformer.py`; transformers of other
+kinds are built of the layers in `examples/pax`.
 
 Shapes: B batch, L length, D embed, F mlp, H heads, K head dim, V vocab,
-N layers, M keys (cached and new), T prompt, S parts fused into one product.
+N layers, M keys (cached and new), S parts fused into one product.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,16 +33,18 @@ Params = dict[str, dict[str, Any]]
 Cache = tuple[jax.Array, jax.Array]
 
 _CHOICES = {
-  'normalization': ('rms', 'layer'),
-  'positions': ('rotary', 'learned', 'sinusoidal'),
+  'positions': ('rotary', 'learned'),
   'feed_forward': transformer.ACTIVATIONS,
-  'initialization': ('fan_in', 'xavier', 'normal'),
   'attention': transformer.ATTENTIONS,
   'remat': transformer.REMATS,
   'dtype': ('float32', 'bfloat16'),
   'matmul': ('dtype', 'fp8'),
 }
 _STACK = 'layers'  # Module name of the repeated layers, and their axis.
+_EPSILON = 1e-6  # What normalisation adds to the mean square.
+# Of first embeddings. Small, because the table is also the output layer: logits
+# start near 0.
+_EMBEDDING_STDDEV = 0.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,24 +58,10 @@ class ModelConfig:
     num_heads: attention heads, each of width `embed_dim / num_heads`.
     mlp_dim: hidden width of the feed-forward part.
     max_length: the longest sequence, in tokens.
-    normalization: 'rms' (divides by the root mean square, scales), or 'layer'
-      (takes the mean off as well, and adds a bias; keeps its scale less 1).
-    norm_epsilon: what the normalisation adds to the mean square.
-    positions: 'rotary' turns queries and keys; 'learned' and 'sinusoidal' add a
-      vector to the embedding.
-    feed_forward: what is between its two products: 'gelu' (as tanh), 'relu', or
+    positions: 'rotary' turns queries and keys; 'learned' adds a vector to the
+      embedding.
+    feed_forward: what is between its two products: 'gelu' (as tanh), or
       'swiglu' (SiLU, and a third matrix that gates).
-    scale_embedding: multiply embedded tokens by the root of `embed_dim`.
-    scale_queries: learn a factor for each dimension of a head's queries.
-    attention_bias: add a bias in attention's products.
-    feed_forward_bias: add a bias in the feed-forward part's products.
-    logits_bias: add a bias to the logits.
-    attention_cap: c tanh(score / c) takes the place of attention's scores; 0
-      leaves them. Needs 'einsum'.
-    logits_cap: the same for the logits.
-    initialization: of matrices, 'fan_in' (normal, 1 over the root of the
-      inputs, less before the residual stream), 'xavier' (uniform) or 'normal'.
-    initial_stddev: of embeddings, and with 'normal' of all matrices.
     attention: the implementation, see `transformer.causal_attention`. Decoding
       with a cache always takes 'einsum'.
     scan_layers: one loop over the layers, so that compile time does not grow
@@ -101,20 +90,8 @@ class ModelConfig:
   num_heads: int
   mlp_dim: int
   max_length: int
-  normalization: str = 'rms'
-  norm_epsilon: float = 1e-6
   positions: str = 'rotary'
   feed_forward: str = 'gelu'
-  scale_embedding: bool = False
-  scale_queries: bool = False
-  attention_bias: bool = False
-  feed_forward_bias: bool = False
-  logits_bias: bool = False
-  attention_cap: float = 0.0
-  logits_cap: float = 0.0
-  initialization: str = 'fan_in'
-  # Small, because the table is also the output layer: logits start near 0.
-  initial_stddev: float = 0.02
   attention: str = 'einsum'
   scan_layers: bool = False
   remat: str = 'nothing'
@@ -151,20 +128,6 @@ class ModelConfig:
       raise ValueError(
         "attention='cudnn' needs dtype='bfloat16'; got dtype='float32'."
       )
-    for name in ('attention_cap', 'logits_cap'):
-      if (value := getattr(self, name)) < 0:
-        raise ValueError(
-          f'{name} must be positive, or 0 for none; got {value!r}.'
-        )
-    if self.positions == 'sinusoidal' and self.embed_dim % 2:
-      raise ValueError(
-        f'Sinusoidal positions need an even embed_dim; got {self.embed_dim}.'
-      )
-    if self.attention_cap and self.attention != 'einsum':
-      raise ValueError(
-        f"attention_cap is {self.attention_cap}, which attention='einsum' has"
-        f' and {self.attention!r} has not. Choose either.'
-      )
     if self.matmul == 'fp8' and self.pipeline_stages > 1:
       raise ValueError(
         "matmul='fp8' has the scales' next values in place of gradients; a"
@@ -192,6 +155,11 @@ class ModelConfig:
   def head_dim(self) -> int:
     """Width of one attention head."""
     return self.embed_dim // self.num_heads
+
+  @property
+  def num_branches(self) -> int:
+    """Parts that add to the residual stream."""
+    return 2 * self.num_layers
 
 
 _declared: contextvars.ContextVar[dict[tuple[str, str], tuple] | None] = (
@@ -234,24 +202,8 @@ def weight(
   return hk.get_parameter(name, shape, jnp.float32, init)
 
 
-def _matrix_init(
-  config: ModelConfig, inputs: int, outputs: int, *, is_last: bool = False
-) -> hk.initializers.Initializer:
-  """Returns what a matrix starts as.
-
-  Args:
-    config: the model.
-    inputs: numbers that each output is a sum over.
-    outputs: numbers that each input goes into.
-    is_last: its outputs are added to the residual stream, one of two in each
-      layer.
-  """
-  if config.initialization == 'normal':
-    return hk.initializers.RandomNormal(config.initial_stddev)
-  if config.initialization == 'xavier':
-    limit = (6 / (inputs + outputs)) ** 0.5
-    return hk.initializers.RandomUniform(-limit, limit)
-  terms = inputs * 2 * config.num_layers if is_last else inputs
+def _matrix_init(terms: int) -> hk.initializers.Initializer:
+  """Returns what a matrix starts as whose outputs are sums of `terms`."""
   return hk.initializers.RandomNormal(terms**-0.5)
 
 
@@ -274,36 +226,14 @@ def _dot(
   return transformer.dot(spec, x, w)
 
 
-def _add_bias(
-  name: str, x: jax.Array, axes: tuple[str | None, ...], num_axes: int
-) -> jax.Array:
-  """Adds a bias along the last `num_axes` axes of `x`, which `axes` name."""
-  shape = x.shape[-num_axes:]
-  bias = weight(name, shape, axes, jnp.zeros).astype(x.dtype)
-  return x + jnp.expand_dims(bias, range(x.ndim - num_axes))
-
-
 class Norm(hk.Module):
-  """Normalises the last axis: see `ModelConfig.normalization`."""
-
-  def __init__(self, config: ModelConfig, name: str):
-    super().__init__(name=name)
-    self._config = config
+  """Divides the last axis by its root mean square, and scales it."""
 
   def __call__(self, x_BLD: jax.Array) -> jax.Array:
     """Returns the normalised [B, L, D], computed in float32."""
-    shape, axes = x_BLD.shape[-1:], ('embed',)
-    if self._config.normalization == 'rms':
-      scale_D, bias_D = weight('scale', shape, axes, jnp.ones), None
-    else:
-      scale_D = 1 + weight('scale', shape, axes, jnp.zeros)
-      bias_D = weight('bias', shape, axes, jnp.zeros)
+    scale_D = weight('scale', x_BLD.shape[-1:], ('embed',), jnp.ones)
     return transformer.normalize(
-      x_BLD,
-      scale=scale_D,
-      bias=bias_D,
-      epsilon=self._config.norm_epsilon,
-      centered=bias_D is not None,
+      x_BLD, scale=scale_D, epsilon=_EPSILON, centered=False
     )
 
 
@@ -339,41 +269,25 @@ class Attention(hk.Module):
       'qkv',
       (c.embed_dim, 3, *heads),
       ('embed', None, 'heads', 'kv'),
-      _matrix_init(c, c.embed_dim, c.embed_dim),
+      _matrix_init(c.embed_dim),
     )
     w_HKD = weight(
       'out',
       (*heads, c.embed_dim),
       ('heads', 'kv', 'embed'),
-      _matrix_init(c, c.embed_dim, c.embed_dim, is_last=True),
+      _matrix_init(c.embed_dim * c.num_branches),
     )
     qkv = _dot(c, 'qkv', 'BLD,DSHK->BLSHK', x_BLD, w_DSHK)
-    if c.attention_bias:
-      qkv = _add_bias('qkv_bias', qkv, (None, 'heads', 'kv'), 3)
     q, k, v = (
-      partitioning.constrain(qkv[:, :, i], ('batch', None, 'heads', 'kv'))
-      for i in range(3)
+      partitioning.constrain(qkv[:, :, i], transformer.HEADS) for i in range(3)
     )
-    if c.scale_queries:
-      scale_K = transformer.query_scale(
-        weight('query_scale', (c.head_dim,), ('kv',), jnp.zeros)
-      )
-      q *= scale_K.astype(q.dtype)[None, None, None]
     if angles is not None:
       q, k = transformer.rotate(q, angles), transformer.rotate(k, angles)
     if cache is None:
-      mixed = transformer.causal_attention(
-        q, k, v, c.attention, segment_ids_BL, c.attention_cap
-      )
+      mixed = transformer.causal_attention(q, k, v, c.attention, segment_ids_BL)
     else:
-      k = transformer.update_cache(cache[0], k, start)
-      v = transformer.update_cache(cache[1], v, start)
-      cache = (k, v)
-      mixed = transformer.attend(q, k, v, offset=start, cap=c.attention_cap)
-    out = _dot(c, 'out', 'BLHK,HKD->BLD', mixed, w_HKD)
-    if c.attention_bias:
-      out = _add_bias('out_bias', out, ('embed',), 1)
-    return out, cache
+      mixed, cache = transformer.cached_attention(q, k, v, cache, start)
+    return _dot(c, 'out', 'BLHK,HKD->BLD', mixed, w_HKD), cache
 
 
 class FeedForward(hk.Module):
@@ -391,23 +305,18 @@ class FeedForward(hk.Module):
       'in',
       (c.embed_dim, parts, c.mlp_dim),
       ('embed', None, 'mlp'),
-      _matrix_init(c, c.embed_dim, c.mlp_dim),
+      _matrix_init(c.embed_dim),
     )
     w_FD = weight(
       'out',
       (c.mlp_dim, c.embed_dim),
       ('mlp', 'embed'),
-      _matrix_init(c, c.mlp_dim, c.embed_dim, is_last=True),
+      _matrix_init(c.mlp_dim * c.num_branches),
     )
     hidden = _dot(c, 'in', 'BLD,DSF->BLSF', x_BLD, w_DSF)
-    if c.feed_forward_bias:
-      hidden = _add_bias('in_bias', hidden, (None, 'mlp'), 2)
     hidden_BLF = transformer.activate(c.feed_forward, hidden)
-    hidden_BLF = partitioning.constrain(hidden_BLF, ('batch', None, 'mlp'))
-    out = _dot(c, 'out', 'BLF,FD->BLD', hidden_BLF, w_FD)
-    if c.feed_forward_bias:
-      out = _add_bias('out_bias', out, ('embed',), 1)
-    return out
+    hidden_BLF = partitioning.constrain(hidden_BLF, transformer.HIDDEN)
+    return _dot(c, 'out', 'BLF,FD->BLD', hidden_BLF, w_FD)
 
 
 class Embedding(hk.Module):
@@ -431,32 +340,23 @@ class Embedding(hk.Module):
       positions_BL: the position of each; None counts from `start`.
     """
     c = self._config
-    init = hk.initializers.RandomNormal(c.initial_stddev)
+    init = hk.initializers.RandomNormal(_EMBEDDING_STDDEV)
     table_VD = weight(
       'tokens', (c.vocab_size, c.embed_dim), ('vocab', 'embed'), init
     )
-    bias_V = None
-    if c.logits_bias:
-      bias_V = weight('logits_bias', (c.vocab_size,), ('vocab',), jnp.zeros)
     x_BLD = table_VD[tokens_BL]
-    if c.scale_embedding:
-      x_BLD *= c.embed_dim**0.5
-    length = tokens_BL.shape[1]
-    if positions_BL is None and jnp.ndim(start):
-      positions_BL = transformer.positions_from(start, length)
     if c.positions == 'learned':
+      length = tokens_BL.shape[1]
       table_MD = weight(
         'positions', (c.max_length, c.embed_dim), (None, 'embed'), init
       )
+      if positions_BL is None and jnp.ndim(start):
+        positions_BL = transformer.positions_from(start, length)
       if positions_BL is None:
         x_BLD += jax.lax.dynamic_slice_in_dim(table_MD, start, length)[None]
       else:
         x_BLD += table_MD[positions_BL]
-    if c.positions == 'sinusoidal':
-      if positions_BL is None:
-        positions_BL = transformer.positions_from(start, length)[None]
-      x_BLD += transformer.sinusoidal_positions(positions_BL, c.embed_dim)
-    return x_BLD.astype(c.dtype), (table_VD, bias_V)
+    return x_BLD.astype(c.dtype), (table_VD, None)
 
 
 def _forward(
@@ -508,14 +408,14 @@ def _forward(
     *cache: Any,
   ) -> tuple[jax.Array, Cache | None]:
     mixed, new_cache = Attention(config)(
-      Norm(config, 'attention_norm')(x),
+      Norm('attention_norm')(x),
       angles,
       cache or None,
       start,
       segment_ids_BL,
     )
     x += drop(mixed, 2 * number + 1, rows_B)
-    normed = Norm(config, 'feed_forward_norm')(x)
+    normed = Norm('feed_forward_norm')(x)
     x += drop(FeedForward(config)(normed), 2 * number + 2, rows_B)
     return partitioning.constrain(x, transformer.BETWEEN_BLOCKS), new_cache
 
@@ -544,7 +444,7 @@ def _forward(
       unroll=1 if config.scan_layers else config.num_layers,
       name=_STACK,
     )(one)(x_BLD, numbers, *(cache or ()))
-  return Norm(config, 'final_norm')(x_BLD), head, cache
+  return Norm('final_norm')(x_BLD), head, cache
 
 
 def _pipelined(
@@ -656,7 +556,7 @@ def apply(
   x_BLD, head, _ = _transformed(config).apply(
     params, rng, tokens_BL, is_training=is_training
   )
-  return transformer.logits(x_BLD, head, config.logits_cap)
+  return transformer.logits(x_BLD, head)
 
 
 def loss(
@@ -704,12 +604,7 @@ def loss(
     positions_BL=positions_BL,
   )
   nats = transformer.chunked_cross_entropy(
-    x_BLD,
-    head,
-    targets_BL,
-    weights_BL,
-    chunks=config.loss_chunks,
-    cap=config.logits_cap,
+    x_BLD, head, targets_BL, weights_BL, chunks=config.loss_chunks
   )
   return nats.total, jax.lax.stop_gradient(weights_BL.sum())
 
@@ -767,68 +662,4 @@ def decode_step(
   x_BLD, head, cache = _transformed(config).apply(
     params, None, tokens_BL, is_training=False, cache=cache, start=start
   )
-  return transformer.logits(x_BLD, head, config.logits_cap), cache
-
-
-@functools.partial(jax.jit, static_argnames=('num_tokens', 'config'))
-def generate(
-  params: Params,
-  prompt_BT: jax.Array,
-  num_tokens: int,
-  rng: jax.Array,
-  config: ModelConfig,
-  temperature: float | jax.Array = 1.0,
-) -> jax.Array:
-  """Continues prompts, with the keys and values of the past kept in a cache.
-
-  One compiled program for each shape of the prompt and `num_tokens`.
-
-  Args:
-    params: weights, not boxed.
-    prompt_BT: at least one token each.
-    num_tokens: how many to add.
-    rng: a key, raw or typed.
-    config: the model.
-    temperature: the logits are divided by it; 0 takes the likeliest token.
-
-  Returns:
-    The new tokens, int32 [B, num_tokens].
-
-  Raises:
-    ValueError: prompt and continuation exceed `max_length`.
-  """
-  batch, prompt_length = prompt_BT.shape
-  length = prompt_length + num_tokens
-  if prompt_length < 1 or num_tokens < 1 or length > config.max_length:
-    raise ValueError(
-      f'Got a prompt of {prompt_length} tokens and num_tokens={num_tokens};'
-      ' expected at least one each and together at most'
-      f' max_length={config.max_length}.'
-    )
-
-  def next_logits(
-    tokens: jax.Array, cache: Cache, start: int | jax.Array
-  ) -> tuple[jax.Array, Cache]:
-    x_BLD, head, cache = _transformed(config).apply(
-      params, None, tokens, is_training=False, cache=cache, start=start
-    )
-    logits_BLV = transformer.logits(x_BLD[:, -1:], head, config.logits_cap)
-    return logits_BLV[:, 0], cache
-
-  def step(carry: Any, key_and_position: Any) -> tuple[Any, jax.Array]:
-    logits_BV, cache = carry
-    key, position = key_and_position
-    # The guard keeps the branch not taken finite.
-    sampled = jax.random.categorical(
-      key, logits_BV / jnp.where(temperature > 0, temperature, 1.0)
-    )
-    token_B = jnp.where(temperature > 0, sampled, logits_BV.argmax(axis=-1))
-    token_B = token_B.astype(jnp.int32)
-    return next_logits(token_B[:, None], cache, position), token_B
-
-  _, tokens_LB = jax.lax.scan(
-    step,
-    next_logits(prompt_BT, empty_cache(config, batch, length), 0),
-    (jax.random.split(rng, num_tokens), prompt_length + jnp.arange(num_tokens)),
-  )
-  return tokens_LB.T
+  return transformer.logits(x_BLD, head), cache

@@ -28,31 +28,6 @@ VARIANTS = {
   'learned_swiglu': dataclasses.replace(
     TINY, positions='learned', feed_forward='swiglu'
   ),
-  # As Pax's language models on C4, but with caps that are felt.
-  'pax': dataclasses.replace(
-    TINY,
-    normalization='layer',
-    positions='sinusoidal',
-    scale_embedding=True,
-    scale_queries=True,
-    feed_forward_bias=True,
-    logits_bias=True,
-    attention_cap=0.5,
-    logits_cap=3.0,
-    initialization='xavier',
-    initial_stddev=16**-0.5,
-  ),
-  # As GPT-3; ReLU as in the Transformer of Pax's tutorial.
-  'gpt3_relu': dataclasses.replace(
-    TINY,
-    normalization='layer',
-    norm_epsilon=1e-2,
-    positions='learned',
-    feed_forward='relu',
-    attention_bias=True,
-    feed_forward_bias=True,
-    initialization='normal',
-  ),
 }
 
 
@@ -107,24 +82,8 @@ def _assert_trees_close(actual, expected, **tolerance):
 # ---- An independent program: numpy, float64, one position at a time.
 
 
-def _numpy_norm(x, weights, config, layer=...):
-  weights = {name: x[layer] for name, x in weights.items()}
-  if config.normalization == 'rms':
-    size = np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon)
-    return x / size * weights['scale']
-  size = np.sqrt(x.var(-1, keepdims=True) + config.norm_epsilon)
-  normed = (x - x.mean(-1, keepdims=True)) / size
-  return normed * (1 + weights['scale']) + weights['bias']
-
-
-def _numpy_cap(x, limit):
-  return limit * np.tanh(x / limit) if limit else x
-
-
-def _numpy_sinusoid(position, dim):
-  periods = np.geomspace(1, 1e4, dim // 2)
-  angles = position / periods
-  return np.array([*np.sin(angles), *np.cos(angles)])
+def _numpy_norm(x, scale):
+  return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
 
 
 def _numpy_turn(vector, position):
@@ -135,11 +94,10 @@ def _numpy_turn(vector, position):
   return np.concatenate([pairs.real, pairs.imag])
 
 
-def _numpy_attention(q_LK, k_LK, v_LK, cap=0.0):
+def _numpy_attention(q_LK, k_LK, v_LK):
   out = []
   for i in range(len(q_LK)):
     scores = k_LK[: i + 1] @ q_LK[i] / math.sqrt(q_LK.shape[1])
-    scores = _numpy_cap(scores, cap)
     p = np.exp(scores) / np.exp(scores).sum()
     out.append(p @ v_LK[: i + 1])
   return np.array(out)
@@ -148,50 +106,28 @@ def _numpy_attention(q_LK, k_LK, v_LK, cap=0.0):
 def _numpy_logits(params, tokens_L, config):
   w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
   x = w['embedding']['tokens'][tokens_L]
-  if config.scale_embedding:
-    x = x * math.sqrt(config.embed_dim)
   if config.positions == 'learned':
     x = x + w['embedding']['positions'][: len(tokens_L)]
-  if config.positions == 'sinusoidal':
-    x = x + [_numpy_sinusoid(i, config.embed_dim) for i in range(len(x))]
   for n in range(config.num_layers):
     attention, feed_forward = w['layers/attention'], w['layers/feed_forward']
-    h = _numpy_norm(x, w['layers/attention_norm'], config, n)
+    h = _numpy_norm(x, w['layers/attention_norm']['scale'][n])
     branch = 0
     for head in range(config.num_heads):
-      qkv = [h @ attention['qkv'][n, :, part, head] for part in range(3)]
-      if config.attention_bias:
-        qkv = [qkv[i] + attention['qkv_bias'][n, i, head] for i in range(3)]
-      q, k, v = qkv
-      if config.scale_queries:
-        q = q * np.log2(1 + np.exp(attention['query_scale'][n]))
+      q, k, v = (h @ attention['qkv'][n, :, i, head] for i in range(3))
       if config.positions == 'rotary':
         q = np.array([_numpy_turn(q[i], i) for i in range(len(q))])
         k = np.array([_numpy_turn(k[i], i) for i in range(len(k))])
-      mixed = _numpy_attention(q, k, v, config.attention_cap)
-      branch = branch + mixed @ attention['out'][n, head]
-    if config.attention_bias:
-      branch = branch + attention['out_bias'][n]
+      branch = branch + _numpy_attention(q, k, v) @ attention['out'][n, head]
     x = x + branch
-    h = _numpy_norm(x, w['layers/feed_forward_norm'], config, n)
+    h = _numpy_norm(x, w['layers/feed_forward_norm']['scale'][n])
     a = h @ feed_forward['in'][n, :, 0]
-    if config.feed_forward_bias:
-      a = a + feed_forward['in_bias'][n, 0]
     if config.feed_forward == 'swiglu':
       a = a / (1 + np.exp(-a)) * (h @ feed_forward['in'][n, :, 1])
-    elif config.feed_forward == 'relu':
-      a = np.maximum(a, 0)
     else:
       inner = math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)
       a = 0.5 * a * (1 + np.tanh(inner))
     x = x + a @ feed_forward['out'][n]
-    if config.feed_forward_bias:
-      x = x + feed_forward['out_bias'][n]
-  x = _numpy_norm(x, w['final_norm'], config)
-  logits = x @ w['embedding']['tokens'].T
-  if config.logits_bias:
-    logits = logits + w['embedding']['logits_bias']
-  return _numpy_cap(logits, config.logits_cap)
+  return _numpy_norm(x, w['final_norm']['scale']) @ w['embedding']['tokens'].T
 
 
 @pytest.mark.parametrize('name', VARIANTS)
@@ -245,13 +181,6 @@ def test_parameter_count_and_axes():
     'learned_swiglu': (v + TINY.max_length) * d
     + n * (4 * d * d + 3 * d * f + 2 * d)
     + d,
-    'pax': v * d
-    + v
-    + n * (4 * d * d + 2 * d * f + f + d + 4 * d + TINY.head_dim)
-    + 2 * d,
-    'gpt3_relu': (v + TINY.max_length) * d
-    + n * (4 * d * d + 4 * d + 2 * d * f + f + d + 4 * d)
-    + 2 * d,
   }
   for name, config in VARIANTS.items():
     boxed = jax.eval_shape(
@@ -271,59 +200,6 @@ def test_parameter_count_and_axes():
     for module, weights in boxed.items():
       for x in weights.values():
         assert (x.axes[0] == 'layers') == module.startswith('layers/')
-
-
-_C4 = {
-  'vocab_size': 32000,
-  'max_length': 1024,
-  'normalization': 'layer',
-  'positions': 'sinusoidal',
-  'scale_embedding': True,
-  'scale_queries': True,
-  'feed_forward_bias': True,
-  'logits_bias': True,
-  'attention_cap': 50.0,
-  'logits_cap': 30.0,
-}
-_GPT3 = {
-  'max_length': 16384,
-  'normalization': 'layer',
-  'norm_epsilon': 1e-5,
-  'positions': 'learned',
-  'attention_bias': True,
-  'feed_forward_bias': True,
-}
-
-
-@pytest.mark.parametrize(
-  ('layers', 'width', 'heads', 'changes', 'count'),
-  [
-    # Parameters as counted in Paxml's own classes: LmCloudTransformerAdam,
-    # LmCloudSpmd2B, C4Spmd1B, C4Spmd16B, C4Spmd22B on v4-128, on v4-384 and the
-    # small one on v4-8, C4SpmdPipelineGpt3Small and C4SpmdGpt3 (175B).
-    (10, 1024, 16, {**_C4, 'feed_forward': 'relu'}, 158_723_968),
-    (18, 3072, 24, _C4, 2_137_273_856),
-    (13, 2560, 20, _C4, 1_104_619_904),
-    (36, 6144, 48, _C4, 16_506_101_504),
-    (48, 6144, 24, {**_C4, 'vocab_size': 32768}, 21_947_310_080),
-    (24, 9216, 24, {**_C4, 'vocab_size': 32768}, 24_765_221_888),
-    (16, 2048, 8, {**_C4, 'vocab_size': 32768}, 872_751_104),
-    (24, 3072, 24, {**_GPT3, 'vocab_size': 51200}, 2_926_491_648),
-    (96, 12288, 96, {**_GPT3, 'vocab_size': 50257}, 174_780_420_096),
-  ],
-)
-def test_the_language_models_of_pax_have_as_many_parameters(
-  layers, width, heads, changes, count
-):
-  config = model.ModelConfig(
-    num_layers=layers,
-    embed_dim=width,
-    num_heads=heads,
-    mlp_dim=4 * width,
-    **changes,
-  )
-  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
-  assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == count
 
 
 def test_axes_give_a_sharding_that_computes_the_same():
@@ -346,34 +222,13 @@ def test_axes_give_a_sharding_that_computes_the_same():
   np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize('initialization', ['xavier', 'normal'])
-def test_initial_weights_of_other_kinds(initialization):
-  config = dataclasses.replace(
-    TINY,
-    embed_dim=128,
-    mlp_dim=256,
-    vocab_size=257,
-    initialization=initialization,
-    initial_stddev=0.3,
-  )
-  params = partitioning.unbox(_init(jax.random.key(3), config))
-  assert np.std(params['embedding']['tokens']) == pytest.approx(0.3, rel=0.02)
-  for weight, terms in (
-    (params['layers/attention']['out'], 128 + 128),
-    (params['layers/feed_forward']['in'], 128 + 256),
-  ):
-    expected = 0.3 if initialization == 'normal' else math.sqrt(2 / terms)
-    assert np.std(weight) == pytest.approx(expected, rel=0.02)
-    if initialization == 'xavier':  # Uniform.
-      assert np.abs(weight).max() == pytest.approx(math.sqrt(6 / terms), 1e-2)
-
-
 def test_initial_weights_and_loss():
   config = dataclasses.replace(TINY, embed_dim=128, mlp_dim=256, vocab_size=257)
   typed = _init(jax.random.key(3), config)
   raw = _init(jax.random.PRNGKey(3), config)
   _assert_trees_close(typed, raw, rtol=0)
   params = partitioning.unbox(typed)
+  assert np.std(params['embedding']['tokens']) == pytest.approx(0.02, rel=0.02)
   first, second = params['layers/attention']['qkv']
   assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02
   assert np.std(first) == pytest.approx(128**-0.5, rel=0.02)
@@ -461,14 +316,15 @@ def _packed_loss_and_grads(config):
   return _jit(jax.value_and_grad(mean))(_params(four_layers))
 
 
-def test_the_pipeline_is_left_out_where_tokens_are_generated():
-  params, prompt = _params(TINY), _tokens(TINY, batch=1, length=3)
+def test_the_pipeline_is_left_out_where_tokens_are_decoded():
+  params, tokens = _params(TINY), _tokens(TINY, batch=1, length=3)
   pipelined = dataclasses.replace(
     TINY, pipeline_stages=2, pipeline_microbatches=3
   )
+  cache = model.empty_cache(TINY, 1, 3)
   programs = [
-    jax.make_jaxpr(model.generate, static_argnums=(2, 4))(
-      params, prompt, 4, jax.random.key(0), config
+    jax.make_jaxpr(model.decode_step, static_argnums=4)(
+      params, tokens, cache, 0, config
     )
     for config in (pipelined, TINY)
   ]
@@ -476,7 +332,7 @@ def test_the_pipeline_is_left_out_where_tokens_are_generated():
   with pytest.raises(
     ValueError, match='batch of 1 rows does not divide into 3'
   ):
-    model.apply(params, prompt, pipelined)
+    model.apply(params, tokens, pipelined)
 
 
 def test_scanned_and_unrolled_start_from_the_same_weights():
@@ -496,31 +352,25 @@ def test_a_future_token_never_changes_an_earlier_prediction():
     assert not np.allclose(after[:, position], before[:, position])
 
 
-@pytest.mark.parametrize(
-  ('name', 'scan_layers'),
-  [('rotary_gelu', True), ('learned_swiglu', False), ('pax', True)],
-)
-def test_cached_decoding_equals_running_the_whole_prefix(name, scan_layers):
-  config = dataclasses.replace(VARIANTS[name], scan_layers=scan_layers)
-  # Larger weights, so that the likeliest token is not always the last one; and
-  # where it is nevertheless, the unlikeliest one.
-  params = jax.tree.map(lambda x: 2 * x, _params(config))
-  if name == 'pax':
-    params['final_norm']['scale'] = -2 - params['final_norm']['scale']
-  prompt = _tokens(config, batch=3, length=4)
-  new = model.generate(params, prompt, 8, jax.random.key(0), config, 0.0)
-  assert new.shape == (3, 8)
-  assert new.dtype == jnp.int32
-  assert len(np.unique(new)) > 3
-  whole = jnp.concatenate([prompt, new], axis=1)
-  # Causality makes one pass over the whole sequence the pass over any prefix.
-  likeliest = _apply(params, whole, config).argmax(-1)[:, 3:-1]
-  np.testing.assert_array_equal(new, likeliest)
+# Decoding by it is tested in experiment_test.py.
+@pytest.mark.parametrize('name', VARIANTS)
+def test_a_sequence_in_two_pieces_is_the_whole(name):
+  config = VARIANTS[name]
+  params, tokens = _params(config), _tokens(config)
+  whole = _apply(params, tokens, config)
+  step = _jit(model.decode_step, static_argnums=4)
+  cache, pieces = model.empty_cache(config, 2, 12), []
+  for start in (0, 6):
+    piece = tokens[:, start : start + 6]
+    logits, cache = step(params, piece, cache, start, config)
+    pieces.append(logits)
+  actual = np.concatenate(pieces, axis=1)
+  np.testing.assert_allclose(actual, whole, atol=1e-5)
 
 
 @pytest.mark.parametrize(
   ('name', 'scan_layers'),
-  [('rotary_gelu', False), ('learned_swiglu', True), ('pax', False)],
+  [('rotary_gelu', False), ('learned_swiglu', True)],
 )
 def test_rows_decode_from_positions_of_their_own(name, scan_layers):
   config = dataclasses.replace(VARIANTS[name], scan_layers=scan_layers)
@@ -546,24 +396,6 @@ def test_rows_decode_from_positions_of_their_own(name, scan_layers):
           logits[row, 0], whole[row, position], atol=1e-5
         )
     at += 1
-
-
-def test_sampling_follows_the_softmax_at_its_temperature():
-  params, prompt = _params(TINY), _tokens(TINY, batch=1, length=3)
-  logits = np.asarray(_apply(params, prompt, TINY)[0, -1], np.float64)
-  draws = 8192
-  tokens = model.generate(
-    params,
-    jnp.tile(prompt, (draws, 1)),
-    1,
-    jax.random.PRNGKey(0),
-    TINY,
-    temperature=0.5,
-  )
-  counts = np.bincount(np.asarray(tokens[:, 0]), minlength=TINY.vocab_size)
-  expected = np.exp(logits / 0.5) / np.exp(logits / 0.5).sum() * draws
-  # The 99.9% point of chi-square with 10 degrees of freedom.
-  assert ((counts - expected) ** 2 / expected).sum() < 29.6
 
 
 def test_bfloat16_keeps_float32_weights_loss_and_gradients():
@@ -608,8 +440,7 @@ def test_dropout_in_training_only_and_the_same_scanned_or_not():
     ({'remat': 'some'}, "remat must be one of .*'dots'.*; got 'some'"),
     ({'dtype': 'float8'}, "dtype must be one of .*; got 'float8'"),
     ({'attention': 'cudnn'}, "'cudnn' needs dtype='bfloat16'"),
-    ({'attention_cap': 5.0, 'attention': 'xla'}, "'einsum' has and 'xla' has"),
-    ({'logits_cap': -1.0}, 'logits_cap must be positive, or 0 .* got -1.0'),
+    ({'positions': 'some'}, "positions must be one of .*'rotary'.* got 'some'"),
     ({'pipeline_stages': 3}, '2 layers do not divide over 3 stages'),
     (
       {'pipeline_microbatches': 2},
@@ -630,8 +461,6 @@ def test_errors_about_lengths():
     model.apply(params, tokens, TINY)
   with pytest.raises(ValueError, match=r'cache of 13 .* max_length is 12'):
     model.empty_cache(TINY, 2, 13)
-  with pytest.raises(ValueError, match=r'prompt of 13 .* max_length=12'):
-    model.generate(params, tokens, 1, jax.random.key(0), TINY)
   config = dataclasses.replace(TINY, loss_chunks=5)
   tokens = tokens[:, :12]
   with pytest.raises(ValueError, match=r'chunks must divide .* 5 for 12'):

@@ -47,8 +47,10 @@ _IDENTITY = (
   'random_mode_train',
   'legacy_random_seed_behavior',
 )
-# Of these: where arrays lie, and in which order the same step is computed.
-_PLACEMENT = (
+# Of these, what changes no step: where arrays lie, in which order the same step
+# is computed, and how a trained model is decoded.
+_FREE = (
+  'decode',
   'mesh',
   'sharding',
   'loss_chunks',
@@ -766,7 +768,7 @@ def _config_changes(
     if before.get(key) != now.get(key)
     and repr(before.get(key)) != repr(now.get(key))
     and key.split('.')[0] in _IDENTITY
-    and not set(key.split('.')) & set(_PLACEMENT)
+    and not set(key.split('.')) & set(_FREE)
   ]
 
 

@@ -1,0 +1,445 @@
+"""Tests of decoding, with a model small enough to enumerate.
+
+Its logits depend on every token before, which it knows from its cache only:
+
+    logits(x_0 .. x_p) = sum over j of table[p - j, x_j]
+
+so that a row at a wrong place, or the cache of another one, gives other tokens.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from examples import decoding
+
+VOCAB, LONGEST = 4, 12
+TABLE = np.random.default_rng(0).normal(size=[LONGEST, VOCAB, VOCAB]) * 1.5
+PROMPTS = [[1], [2, 0, 1], [3, 3, 1, 0, 2]]
+calls = []
+
+
+def step_fn(cache, tokens_BL, start_B):
+  """Runs the model; the cache holds the tokens themselves, [1, B, M]."""
+  jax.debug.callback(lambda: calls.append(tokens_BL.shape))
+  positions_BL = start_B[:, None] + jnp.arange(tokens_BL.shape[1])[None]
+  rows_B1 = jnp.arange(len(tokens_BL))[:, None]
+  cache = {'x': cache['x'].at[0, rows_B1, positions_BL].set(tokens_BL)}
+  back_BLM = positions_BL[..., None] - jnp.arange(LONGEST)[None, None]
+  logits_BLMV = jnp.asarray(TABLE, jnp.float32)[
+    back_BLM, cache['x'][0][:, None]
+  ]
+  return jnp.where(back_BLM[..., None] >= 0, logits_BLMV, 0).sum(2), cache
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _compiled_fast():
+  """Most of the time would go into LLVM."""
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
+@functools.partial(jax.jit, static_argnames=('options', 'batch'))
+def _decode(prompts_BT, lengths_B, rng, options, batch):
+  # What an empty cache holds does not matter.
+  cache = {'x': jnp.full([1, batch, LONGEST], 3, jnp.int32)}
+  return decoding.decode(
+    step_fn, cache, prompts_BT, lengths_B, options, rng, cache_axis=1
+  )
+
+
+def decode(prompts, seed=0, length=5, **options):
+  """Returns NumPy arrays (ids, lengths, scores)."""
+  ids = np.full([len(prompts), length], 2, np.int32)  # Padding is no token.
+  for i, prompt in enumerate(prompts):
+    ids[i, : len(prompt)] = prompt
+  options = decoding.Options(**{'max_decode_steps': 4} | options)
+  lengths = np.array([*map(len, prompts)], np.int32)
+  return jax.device_get(
+    _decode(ids, lengths, jax.random.key(seed), options, len(prompts))
+  )
+
+
+def logprobs(prefix):
+  """Returns the log probabilities of the next token, in float64."""
+  logits = sum(TABLE[len(prefix) - 1 - j, x] for j, x in enumerate(prefix))
+  return logits - np.log(np.exp(logits).sum())
+
+
+def score(prompt, tokens):
+  return sum(
+    logprobs([*prompt, *tokens[:i]])[token] for i, token in enumerate(tokens)
+  )
+
+
+def continuations(steps, stop_ids):
+  """Yields all there are: ended by a stop, or by their length."""
+  for size in range(1, steps + 1):
+    for tokens in itertools.product(range(VOCAB), repeat=size):
+      stops = [token in stop_ids for token in tokens]
+      if not any(stops[:-1]) and (stops[-1] or size == steps):
+        yield tokens
+
+
+def norm(length, alpha):
+  return ((5 + length) / 5) ** alpha
+
+
+def trimmed(decoded, row):
+  """Returns the continuations of a row, as tuples."""
+  for ids, length in zip(decoded.ids[row], decoded.lengths[row], strict=True):
+    assert not ids[length:].any()
+  return [
+    tuple(ids[:length].tolist())
+    for ids, length in zip(decoded.ids[row], decoded.lengths[row], strict=True)
+  ]
+
+
+def greedy(prompt, steps, stop_ids):
+  tokens = []
+  while len(tokens) < steps and not (tokens and tokens[-1] in stop_ids):
+    tokens.append(int(logprobs([*prompt, *tokens]).argmax()))
+  return tuple(tokens)
+
+
+# Greedy.
+
+
+@pytest.mark.parametrize('stop_ids', [(), (0, 3)])
+def test_greedy_takes_the_likeliest_until_it_stops(stop_ids):
+  found = decode(PROMPTS, method='greedy', stop_ids=stop_ids)
+  for row, prompt in enumerate(PROMPTS):
+    tokens = greedy(prompt, 4, stop_ids)
+    assert trimmed(found, row) == [tokens]
+    assert found.scores[row, 0] == pytest.approx(score(prompt, tokens), 1e-5)
+  if len(stop_ids) == 2:  # Else the case shows nothing.
+    assert len({*map(int, found.lengths[:, 0])}) > 1
+
+
+def test_a_prompt_alone_goes_on_as_beside_others():
+  together = decode(PROMPTS, method='greedy')
+  for row, prompt in enumerate(PROMPTS[:2]):
+    alone = decode([prompt], method='greedy', length=len(prompt))
+    assert trimmed(alone, 0) == trimmed(together, row)
+
+
+def test_the_loop_ends_with_the_last_row():
+  prompts = [[1], [2, 0, 1]]
+  stop_ids = (0, 3)
+  lengths = [len(greedy(prompt, 7, stop_ids)) for prompt in prompts]
+  assert lengths[0] != lengths[1]
+  assert max(lengths) < 7
+  calls.clear()
+  found = decode(
+    prompts, method='greedy', stop_ids=stop_ids, max_decode_steps=7
+  )
+  jax.effects_barrier()
+  assert found.lengths[:, 0].tolist() == lengths
+  # The prompts but for what may be a last token, then one token at a time.
+  assert calls == [(2, 4)] + [(2, 1)] * max(lengths)
+
+
+# Samples.
+
+DRAWS = 4000
+
+
+def assert_frequencies(draws, expected):
+  """Checks draws [number] against probabilities by a chi-square test."""
+  expected = expected.ravel()
+  counts = np.bincount(draws, minlength=expected.size)
+  possible = expected > 0
+  assert counts[~possible].sum() == 0
+  assert counts[possible].all()
+  result = stats.chisquare(counts[possible], len(draws) * expected[possible])
+  assert result.pvalue > 1e-3
+
+
+@pytest.mark.parametrize('top_k', [0, 2])
+def test_samples_follow_the_softmax_at_its_temperature(top_k):
+  found = decode(
+    [[2, 0, 1]],
+    method='sample',
+    max_decode_steps=2,
+    top_k=top_k,
+    temperature=3.0,
+    num_samples=DRAWS,
+  )
+  ids = found.ids[0]
+
+  def probs(prefix):
+    probs = np.exp(logprobs(prefix) / 3.0)
+    if top_k:
+      probs[probs.argsort()[:-top_k]] = 0
+    return probs / probs.sum()
+
+  first = probs([2, 0, 1])
+  both = np.stack([first[x] * probs([2, 0, 1, x]) for x in range(VOCAB)])
+  assert_frequencies(ids[:, 0] * VOCAB + ids[:, 1], both)
+  # A score is the model's own, whatever is drawn from.
+  scores = [score([2, 0, 1], tokens) for tokens in ids[:20].tolist()]
+  np.testing.assert_allclose(found.scores[0, :20], scores, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ('options', 'probs', 'kept'),
+  [
+    # Of equals the first.
+    ({'top_k': 2}, [0.3, 0.1, 0.3, 0.3], [0, 2]),
+    ({'top_k': 9}, [0.1, 0.2, 0.3, 0.4], [0, 1, 2, 3]),
+    ({'top_k': 0, 'top_p': 0.65}, [0.1, 0.2, 0.3, 0.4], [2, 3]),
+    ({'top_k': 0, 'top_p': 0.75}, [0.1, 0.2, 0.3, 0.4], [1, 2, 3]),
+    ({'top_k': 0, 'top_p': 1e-9}, [0.1, 0.2, 0.3, 0.4], [3]),
+    # Of the two that are left, the first has 4/7.
+    ({'top_k': 2, 'top_p': 0.55}, [0.1, 0.2, 0.3, 0.4], [3]),
+    # The temperature comes first: these are 1, 4, 9, 16 of 30.
+    (
+      {'top_k': 0, 'top_p': 0.8, 'temperature': 0.5},
+      [0.1, 0.2, 0.3, 0.4],
+      [2, 3],
+    ),
+  ],
+)
+def test_what_is_drawn_from(options, probs, kept):
+  options = decoding.Options(method='sample', max_decode_steps=1, **options)
+  logits, ids = map(
+    np.asarray, decoding.choices(jnp.log(jnp.asarray(probs)), options)
+  )
+  assert sorted(ids[np.isfinite(logits)].tolist()) == kept
+  expected = np.log(probs)[ids] / options.temperature
+  np.testing.assert_allclose(
+    logits, np.where(np.isin(ids, kept), expected, -np.inf), rtol=1e-5
+  )
+
+
+@pytest.mark.parametrize('temperature', [0, 1e-3])
+def test_without_temperature_a_sample_is_greedy(temperature):
+  found = decode(
+    PROMPTS, method='sample', temperature=temperature, stop_ids=(0, 3)
+  )
+  for row, prompt in enumerate(PROMPTS):
+    assert trimmed(found, row) == [greedy(prompt, 4, (0, 3))]
+
+
+def test_a_sample_depends_on_its_row_and_number_only():
+  sample = functools.partial(
+    decode, method='sample', top_k=0, temperature=3.0, num_samples=8
+  )
+  found = sample(PROMPTS)
+  beside = sample([[3, 3], [2, 0, 1], [1]])
+  assert trimmed(found, 1) == trimmed(beside, 1)
+  again = sample(PROMPTS)
+  np.testing.assert_array_equal(found.ids, again.ids)
+  # The samples of a row differ, as do those of rows with the same prompt, and
+  # those of another seed.
+  same = sample([[2, 0, 1]] * 3)
+  assert len(set(trimmed(same, 0))) > 4
+  assert trimmed(same, 0) != trimmed(same, 1)
+  assert trimmed(same, 0) != trimmed(sample([[2, 0, 1]] * 3, seed=1), 0)
+
+
+# Beams.
+
+
+def test_a_beam_of_full_width_is_an_exhaustive_search():
+  prompts, stop_ids, size, alpha = [[2, 0, 1], [1]], (0, 3), 48, 0.8
+  found = decode(
+    prompts,
+    method='beam',
+    beam_size=size,
+    stop_ids=stop_ids,
+    length_norm_alpha=alpha,
+  )
+  for row, prompt in enumerate(prompts):
+    scores = {
+      tokens: score(prompt, tokens) for tokens in continuations(4, stop_ids)
+    }
+    assert len(scores) == 46  # Fewer than the beam holds.
+    best = sorted(
+      scores, key=lambda x: scores[x] / norm(len(x), alpha), reverse=True
+    )
+    assert trimmed(found, row)[: len(best)] == best
+    np.testing.assert_allclose(
+      found.scores[row, : len(best)], [scores[x] for x in best], rtol=1e-5
+    )
+    # There is nothing else to be had.
+    assert not found.lengths[row, len(best) :].any()
+    assert (found.scores[row, len(best) :] == -np.inf).all()
+
+
+def beam(prompt, size, steps, stop_ids, alpha):
+  """The search in words: lists, and no early end."""
+  live, finished = [()], []
+  for step in range(steps):
+    behind = [(*tokens, x) for tokens in live for x in range(VOCAB)]
+    behind.sort(key=lambda tokens: score(prompt, tokens), reverse=True)
+    live = []
+    for tokens in behind[:size]:
+      ends = tokens[-1] in stop_ids or step == steps - 1
+      (finished if ends else live).append(tokens)
+  return sorted(
+    finished,
+    key=lambda x: score(prompt, x) / norm(len(x), alpha),
+    reverse=True,
+  )[:size]
+
+
+def test_a_narrow_beam():
+  size, steps, stop_ids, alpha = 3, 5, (0,), 0.8
+  found = decode(
+    PROMPTS,
+    method='beam',
+    beam_size=size,
+    max_decode_steps=steps,
+    stop_ids=stop_ids,
+    length_norm_alpha=alpha,
+  )
+  for row, prompt in enumerate(PROMPTS):
+    assert trimmed(found, row) == beam(prompt, size, steps, stop_ids, alpha)
+
+
+def test_a_beam_of_one_is_greedy():
+  stop_ids = (0, 3)
+  found = decode(PROMPTS, method='beam', beam_size=1, stop_ids=stop_ids)
+  for row, prompt in enumerate(PROMPTS):
+    tokens = greedy(prompt, 4, stop_ids)
+    assert trimmed(found, row) == [tokens]
+    assert found.scores[row, 0] == pytest.approx(score(prompt, tokens), 1e-5)
+
+
+def test_a_search_ends_when_nothing_can_get_better(monkeypatch):
+  # All behind any token is a stop, nearly: more steps find nothing.
+  table = np.zeros_like(TABLE)
+  table[0, :, 3] = 20
+  monkeypatch.setitem(globals(), 'TABLE', table)
+  jax.clear_caches()
+  calls.clear()
+  found = decode(
+    [[1]],
+    length=1,
+    method='beam',
+    beam_size=2,
+    max_decode_steps=7,
+    stop_ids=(3,),
+  )
+  jax.effects_barrier()
+  jax.clear_caches()
+  assert trimmed(found, 0)[0] == (3,)
+  # A prompt of one token needs no call of its own. The second step finds the
+  # second hypothesis; none of the third could beat it.
+  assert calls == [(2, 1)] * 2
+
+
+def test_length_norm():
+  np.testing.assert_allclose(
+    decoding.length_norm(jnp.array([0, 1, 10]), 0.8),
+    [1, 1.2**0.8, 3**0.8],
+    rtol=1e-6,
+  )
+
+
+# What is refused, and prompts.
+
+
+@pytest.mark.parametrize(
+  ('options', 'said'),
+  [
+    ({'method': 'beams'}, r"method is 'beams'; expected one of .*'beam'"),
+    ({'max_decode_steps': 0}, 'max_decode_steps is 0; .* at least 1'),
+    ({'max_decode_steps': 2.0}, 'max_decode_steps is 2.0; .* integer'),
+    ({'top_k': -1}, 'top_k is -1; .* at least 0'),
+    ({'top_p': 0}, 'top_p is 0; .* above 0'),
+    ({'top_p': 1.5}, 'top_p is 1.5; .* at most 1'),
+    ({'temperature': -0.5}, 'temperature is -0.5'),
+    ({'temperature': None}, 'temperature is None'),
+    ({'length_norm_alpha': -1}, 'length_norm_alpha is -1'),
+    ({'beam_size': True}, 'beam_size is True'),
+    ({'num_samples': 0}, 'num_samples is 0'),
+    ({'num_samples': 2}, "num_samples is 2; .*method='sample', not 'greedy'"),
+    ({'stop_ids': 3}, r'stop_ids is 3; .*\(0, 10\)'),
+    ({'stop_ids': (-1,)}, r'stop_ids is \(-1,\)'),
+  ],
+)
+def test_wrong_options_are_refused_by_name(options, said):
+  with pytest.raises(ValueError, match=said):
+    decoding.Options(**{'method': 'greedy', 'max_decode_steps': 1} | options)
+
+
+def test_a_list_of_stop_ids_can_be_hashed():
+  options = decoding.Options(
+    method='greedy', max_decode_steps=1, stop_ids=[0, 1]
+  )
+  assert hash(options) == hash(options)
+  assert options.stop_ids == (0, 1)
+
+
+def test_what_cannot_be_decoded_is_refused():
+  options = decoding.Options(method='sample', max_decode_steps=1)
+  one, none = jnp.zeros([1, 1], jnp.int32), jnp.zeros([1, 0], jnp.int32)
+  for prompts, said in ((one, 'rng is None'), (none, r'shape \(1, 0\)')):
+    with pytest.raises(ValueError, match=said):
+      decoding.decode(
+        step_fn, {}, prompts, jnp.ones([1]), options, cache_axis=1
+      )
+
+
+def test_prompts_are_padded_to_few_shapes():
+  prompts_BT, lengths_B = decoding.pad_prompts(
+    [[5, 6, 7], np.array([8])], rows=3, max_length=100
+  )
+  assert prompts_BT.shape == (3, 32)
+  assert prompts_BT.dtype == lengths_B.dtype == np.int32
+  assert lengths_B.tolist() == [3, 1, 1]
+  assert prompts_BT[0].tolist() == [5, 6, 7] + [0] * 29
+  assert prompts_BT.sum() == 26
+  for size, shape in ((32, 32), (33, 64), (65, 100), (100, 100)):
+    padded, _ = decoding.pad_prompts([[1] * size], rows=1, max_length=100)
+    assert padded.shape == (1, shape)
+  with pytest.raises(ValueError, match=r'Prompt 2 of 2 has 101 tokens.*to 100'):
+    decoding.pad_prompts([[1], [1] * 101], rows=1, max_length=100)
+  with pytest.raises(ValueError, match='Prompt 1 of 1 has 0 tokens'):
+    decoding.pad_prompts([[]], rows=1, max_length=100)
+
+
+class Words:
+  """A tokenizer as SentencePiece's: no space in front of a text."""
+
+  words = ['', 'a', ' b', ' c', 'X']
+
+  def encode(self, text):
+    return np.array([self.words.index(' b' if x == 'b' else x) for x in text])
+
+  def decode(self, ids):
+    # X changes the word before.
+    return ''.join(self.words[i] for i in ids).lstrip().replace('bX', 'd')
+
+
+def test_texts_go_on_with_texts():
+  def run(prompts_BT, lengths_B):
+    assert prompts_BT[:, :3].tolist() == [[9, 1, 2], [9, 1, 0], [0, 0, 0]]
+    assert prompts_BT.shape == (3, 4)
+    return decoding.Decoded(
+      ids=np.array([[[3, 3], [4, 3]], [[2, 3], [1, 0]], [[1, 1]] * 2]),
+      lengths=np.array([[2, 2], [1, 0], [2, 2]]),
+      scores=np.array([[-1, -2], [-3, -np.inf], [-4, -5]], np.float32),
+    )
+
+  options = decoding.Options(method='beam', beam_size=2, max_decode_steps=2)
+  kwargs = {'tokenizer': Words(), 'start_id': 9, 'max_length': 6, 'rows': 3}
+  assert decoding.continue_texts(run, ['ab', 'a'], options, **kwargs) == [
+    [
+      {'text': ' c c', 'score': -1.0, 'tokens': 2},
+      {'text': 'X c', 'score': -2.0, 'tokens': 2},
+    ],
+    # What a beam has not found is left out.
+    [{'text': ' b', 'score': -3.0, 'tokens': 1}],
+  ]
+  options = decoding.Options(method='greedy', max_decode_steps=6)
+  with pytest.raises(ValueError, match=r'max_decode_steps is 6.*the 6 tokens'):
+    decoding.continue_texts(run, ['a'], options, **kwargs)

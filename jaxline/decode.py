@@ -1,0 +1,248 @@
+"""`--jaxline_mode=decode`: continues prompts with a checkpoint's weights.
+
+Prompts come from a file, a pipe or a terminal; continuations go to the screen
+and into a file of JSON lines. What lies between is the experiment's `decode`.
+"""
+
+from collections.abc import Iterable, Iterator
+import contextlib
+import itertools
+import json
+import pathlib
+import sys
+from typing import Any, TextIO
+
+import jax
+from jax.experimental import multihost_utils
+from ml_collections import config_dict
+import numpy as np
+
+from jaxline import base_config
+from jaxline import debug
+from jaxline import experiment as experiment_lib
+from jaxline.checkpoint import base
+
+# Several processes hand on prompts in pieces of so many bytes, so that few
+# programs are compiled for it.
+_PIECE = 1 << 16
+
+
+class DecodeError(ValueError):
+  """What was asked for cannot be had; the message says what can."""
+
+
+def check_checkpoint(
+  config: config_dict.ConfigDict, checkpointer: base.Checkpointer
+) -> None:
+  """Refuses to decode without a checkpoint; writes nothing.
+
+  Args:
+    config: the run's.
+    checkpointer: the run's.
+
+  Raises:
+    DecodeError: there is no checkpoint, or none of the step.
+  """
+  series, step = config.decode.series, config.decode.step
+  if not checkpointer.can_be_restored(series):
+    where = f'{config.checkpoint_dir} has no checkpoint of {series!r}'
+    if config.checkpointer == 'memory':
+      raise DecodeError(
+        f"{where}: config.checkpointer is 'memory', which keeps them in the"
+        " process that trains. Train with config.checkpointer = 'durable'."
+      )
+    raise DecodeError(
+      f'{where} to decode with. Give the config.checkpoint_dir of a run that'
+      ' has saved one'
+      + (
+        ", or config.decode.series = 'latest'."
+        if series == 'best'
+        else ', or train first.'
+      )
+    )
+  if step is None:
+    return
+  if not base.is_durable(checkpointer):
+    raise DecodeError(
+      f'config.decode.step is {step}, but only durable checkpoints have steps.'
+      ' Leave it None, for the newest.'
+    )
+  if step not in (steps := checkpointer.steps(series)):
+    raise DecodeError(
+      f'config.decode.step is {step}, but of {series!r} the steps {steps} are'
+      f' kept in {config.checkpoint_dir}.'
+    )
+
+
+def read_prompts(path: str) -> list[dict[str, Any]]:
+  """Returns the prompts of a file, each a dict with 'prompt'.
+
+  Args:
+    path: as `config.decode.prompts`. Of '.jsonl', other entries are kept.
+
+  Raises:
+    DecodeError: the file cannot be read, or it holds something else, or no
+      prompt.
+  """
+  try:
+    text = pathlib.Path(path).read_text(encoding='utf-8')
+  except (OSError, UnicodeDecodeError) as e:
+    raise DecodeError(
+      f'config.decode.prompts is {path!r}, which cannot be read as text: {e}.'
+    ) from e
+  records = list(_records(text.split('\n'), path))
+  if not records:
+    raise DecodeError(f'config.decode.prompts is {path!r}: it has no prompt.')
+  return records
+
+
+def _records(lines: Iterable[str], path: str) -> Iterator[dict[str, Any]]:
+  for number, line in enumerate(lines, 1):
+    line = line.rstrip('\r\n')
+    if not line.strip():
+      continue
+    record: Any = {'prompt': line}
+    if path.endswith('.jsonl'):
+      try:
+        record = json.loads(line)
+      except json.JSONDecodeError as e:
+        record = e
+      if not isinstance(record, dict) or not isinstance(
+        record.get('prompt'), str
+      ):
+        raise DecodeError(
+          f'{path}:{number} is {line[:80]!r}; expected JSON, such as'
+          ' {"prompt": "Once"}.'
+        )
+    yield record
+
+
+def _typed() -> Iterator[str]:
+  """Asks for lines at the terminal, until Ctrl-D or Ctrl-C."""
+  while True:
+    try:
+      yield input('prompt> ')
+    except (EOFError, KeyboardInterrupt):
+      print()
+      return
+
+
+def _source(
+  options: config_dict.ConfigDict,
+) -> tuple[Iterator[dict[str, Any]], int]:
+  """Returns prompts, a file's already read, and how many to take at once."""
+  if options.prompts is not None:
+    return iter(read_prompts(options.prompts)), options.batch_size
+  if sys.stdin.isatty():
+    return _records(_typed(), 'the terminal'), 1
+  return _records(sys.stdin, 'standard input'), options.batch_size
+
+
+def _of_chief(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Returns the first process's batch, in all processes."""
+  if jax.process_count() == 1:
+    return batch
+  data = json.dumps(batch).encode()
+  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+  room = -(-size // _PIECE) * _PIECE
+  # What the others have is ignored, but for its shape.
+  data = data[:room].ljust(room)
+  pieces = multihost_utils.broadcast_one_to_all(np.frombuffer(data, np.uint8))
+  return json.loads(np.asarray(pieces, np.uint8).tobytes())
+
+
+def decode(
+  experiment_class: Any,
+  config: config_dict.ConfigDict,
+  checkpointer: base.Checkpointer,
+) -> None:
+  """Continues the prompts of `config.decode`, until there are no more.
+
+  With several processes the first one reads, prints and writes.
+
+  Args:
+    experiment_class: constructs the experiment: a class or a partial of one. It
+      must take `init_rng`.
+    config: the run's config, validated.
+    checkpointer: has the checkpoint: see `check_checkpoint`.
+
+  Raises:
+    DecodeError: the prompts cannot be read, or the experiment has no `decode`.
+  """
+  options = config.decode
+  is_chief = jax.process_index() == 0
+  # First: a model is not restored for a file that is not there.
+  records, size = _source(options) if is_chief else (iter(()), 1)
+  rng = jax.random.PRNGKey(config.random_seed)
+  with debug.log_activity('experiment init'), base_config.building(config):
+    experiment: experiment_lib.AbstractExperiment = experiment_class(
+      'decode', init_rng=rng, **config.experiment_kwargs
+    )
+  if type(experiment).decode is experiment_lib.AbstractExperiment.decode:
+    raise DecodeError(
+      f'{type(experiment).__name__} cannot continue prompts. Write its method'
+      ' `decode(self, prompts, rng)`, as AbstractExperiment in'
+      ' jaxline/experiment.py says and examples/lm/experiment.py does.'
+    )
+  state = checkpointer.get_experiment_state(options.series)
+  state.global_step = 0
+  state.experiment_module = experiment
+  with debug.log_activity('checkpoint restore'):
+    if base.is_durable(checkpointer):
+      checkpointer.restore(options.series, options.step)
+    else:
+      checkpointer.restore(options.series)
+
+  with contextlib.ExitStack() as stack:
+    if is_chief:
+      file = stack.enter_context(_open(config, int(state.global_step)))
+    rows = 0
+    for number in itertools.count():
+      batch = _of_chief(list(itertools.islice(records, size)))
+      if not batch:
+        break
+      prompts = [record['prompt'] for record in batch]
+      # As many as before: programs are compiled for a number of rows.
+      rows = max(rows, len(prompts))
+      prompts += prompts[-1:] * (rows - len(prompts))
+      continued = experiment.decode(prompts, jax.random.fold_in(rng, number))
+      if len(continued) != rows:
+        raise ValueError(
+          f'{type(experiment).__name__}.decode got {rows} prompts and returned'
+          f' {len(continued)} lists of continuations; expected one for each.'
+        )
+      if is_chief:
+        for record, continuations in zip(batch, continued, strict=False):
+          _show(record['prompt'], continuations)
+          line = {**record, 'continuations': continuations}
+          file.write(json.dumps(line, ensure_ascii=False) + '\n')
+        file.flush()  # What is shown is safe.
+  if is_chief:
+    print(f'Written to {file.name}', flush=True)
+
+
+def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
+  """Opens the file of the continuations."""
+  path = pathlib.Path(
+    config.decode.output or f'{config.checkpoint_dir}/decode/step_{step}.jsonl'
+  )
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open('w', encoding='utf-8')
+  except OSError as e:
+    raise DecodeError(
+      f'The continuations cannot be written to {path}: {e}. Give'
+      ' config.decode.output.'
+    ) from e
+
+
+def _show(prompt: str, continuations: list[dict[str, Any]]) -> None:
+  """Prints a prompt and what follows it."""
+  print(f'=== {prompt}')
+  for continuation in continuations:
+    others = {k: x for k, x in continuation.items() if k != 'text'}
+    shown = {
+      k: f'{x:.4g}' if isinstance(x, float) else x for k, x in others.items()
+    }
+    print('---', *(f'{k} {x}' for k, x in shown.items()))
+    print(continuation['text'], flush=True)

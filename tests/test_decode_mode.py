@@ -1,0 +1,383 @@
+"""`--jaxline_mode=decode`: prompts from anywhere, weights of a checkpoint."""
+
+import builtins
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from absl.testing import flagsaver
+import jax
+import numpy as np
+import pytest
+
+from configs import lm
+from examples.lm import experiment as lm_experiment
+from jaxline import base_config
+from jaxline import experiment
+from jaxline import platform
+from jaxline import train
+from jaxline import utils
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BEST = 2
+
+
+class Mute(experiment.AbstractExperiment):
+  """Counts its steps; the second is its best."""
+
+  NON_BROADCAST_CHECKPOINT_ATTRS = {'weight': 'weight'}
+
+  def __init__(self, mode, init_rng):
+    super().__init__(mode, init_rng)
+    self.mode = mode
+    self.weight = np.zeros([1], np.int32)
+
+  def step(self, **unused):
+    self.weight = self.weight + 1
+    return {}
+
+  def evaluate(self, **unused):
+    return {'loss': abs(int(self.weight[0]) - BEST)}
+
+
+class Echo(Mute):
+  """Repeats a prompt, with its weight."""
+
+  calls = []
+  missing = 0
+
+  def decode(self, prompts, rng):
+    assert self.mode == 'decode'
+    self.calls.append((list(prompts), np.asarray(rng).tolist()))
+    return [
+      [
+        {'text': f'{prompt} {self.weight[0]}', 'score': -1 / 3},
+        {'text': f'ü {prompt}', 'score': -1.0},
+      ]
+      for prompt in prompts[self.missing :]
+    ]
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+  """The directory of a run of three steps, each with a checkpoint."""
+  config = base_config.get_base_config()
+  config.update(
+    checkpoint_dir=str(tmp_path_factory.mktemp('run')),
+    training_steps=3,
+    interval_type='steps',
+    save_checkpoint_interval=1,
+    eval_interval=1,
+    best_model_eval_metric='loss',
+    best_model_eval_metric_higher_is_better=False,
+  )
+  checkpointer = platform.create_checkpointer(config, 'train')
+  train.train_and_eval(Echo, config, checkpointer, None, None)
+  checkpointer.close()
+  return pathlib.Path(config.checkpoint_dir)
+
+
+@pytest.fixture
+def run(trained, monkeypatch):
+  """Decodes; returns what was given to the experiment, and the lines."""
+
+  def run(cls=Echo, directory=trained, checkpointer='durable', **options):
+    monkeypatch.setattr(Echo, 'calls', [])
+    config = base_config.get_base_config()
+    config.checkpoint_dir = str(directory)
+    config.checkpointer = checkpointer
+    config.decode.update(options)
+    with flagsaver.flagsaver(config=config, jaxline_mode='decode'):
+      platform.main(cls, [])
+    return Echo.calls
+
+  return run
+
+
+def lines_of(path):
+  return [json.loads(line) for line in path.read_text('utf-8').splitlines()]
+
+
+def texts(path):
+  return [line['continuations'][0]['text'] for line in lines_of(path)]
+
+
+# Where prompts come from, and where continuations go.
+
+
+def test_prompts_of_a_file_in_batches_of_one_size(
+  run, trained, tmp_path, capsys
+):
+  (tmp_path / 'p.txt').write_text('a\n  b \n\n \nc\r\nd\ne')
+  calls = run(prompts=str(tmp_path / 'p.txt'), batch_size=2)
+  # The last batch is filled up; each has a key of its own.
+  assert [prompts for prompts, _ in calls] == [
+    ['a', '  b '],
+    ['c', 'd'],
+    ['e', 'e'],
+  ]
+  keys = [
+    jax.random.fold_in(jax.random.PRNGKey(42), i).tolist() for i in range(3)
+  ]
+  assert [key for _, key in calls] == keys
+  path = trained / 'decode' / 'step_3.jsonl'
+  lines = lines_of(path)
+  assert [line['prompt'] for line in lines] == ['a', '  b ', 'c', 'd', 'e']
+  assert lines[0]['continuations'] == [
+    {'text': 'a 3', 'score': -1 / 3},
+    {'text': 'ü a', 'score': -1.0},
+  ]
+  shown = capsys.readouterr().out
+  assert '=== c\n--- score -0.3333\nc 3\n--- score -1\nü c\n=== d' in shown
+  assert shown.endswith(f'Written to {path}\n')
+  # Another run's file takes the place of this one.
+  run(prompts=str(tmp_path / 'p.txt'))
+  assert len(lines_of(path)) == 5
+
+
+def test_prompts_of_json_lines(run, tmp_path):
+  (tmp_path / 'p.jsonl').write_text(
+    '{"prompt": "two\\nlines", "id": 7}\n\n{"prompt": ""}\n'
+  )
+  output = tmp_path / 'new' / 'o.jsonl'
+  run(prompts=str(tmp_path / 'p.jsonl'), output=str(output))
+  first, second = lines_of(output)
+  assert (first['prompt'], first['id']) == ('two\nlines', 7)
+  assert second['continuations'][1]['text'] == 'ü '
+
+
+def test_prompts_of_a_pipe(run, tmp_path, monkeypatch):
+  monkeypatch.setattr(sys, 'stdin', io.StringIO('a\n\nb\nc\n'))
+  calls = run(batch_size=2, output=str(tmp_path / 'o'))
+  assert [prompts for prompts, _ in calls] == [['a', 'b'], ['c', 'c']]
+
+
+@pytest.mark.parametrize('end', [EOFError, KeyboardInterrupt])
+def test_prompts_of_a_terminal(run, tmp_path, monkeypatch, end):
+  class Terminal(io.StringIO):
+    def isatty(self):
+      return True
+
+  typed = iter(['a', '', 'b'])
+
+  def ask(text):
+    assert text == 'prompt> '
+    # What was typed before is answered, and safe.
+    assert len(lines_of(tmp_path / 'o')) == len(Echo.calls)
+    try:
+      return next(typed)
+    except StopIteration:
+      raise end from None
+
+  monkeypatch.setattr(sys, 'stdin', Terminal())
+  monkeypatch.setattr(builtins, 'input', ask)
+  calls = run(output=str(tmp_path / 'o'))
+  # One at a time, whatever the batch size.
+  assert [prompts for prompts, _ in calls] == [['a'], ['b']]
+
+
+@pytest.mark.parametrize(
+  ('options', 'step'),
+  [
+    ({}, 3),
+    ({'step': 1}, 1),
+    ({'series': 'best'}, BEST),
+    ({'series': 'best', 'step': BEST}, BEST),
+  ],
+)
+def test_which_checkpoint(run, trained, tmp_path, options, step):
+  (tmp_path / 'p.txt').write_text('a')
+  run(prompts=str(tmp_path / 'p.txt'), **options)
+  assert texts(trained / 'decode' / f'step_{step}.jsonl') == [f'a {step}']
+
+
+def test_checkpoints_in_the_memory_of_this_process(run, tmp_path, monkeypatch):
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+  config = base_config.get_base_config()
+  config.training_steps = 2
+  checkpointer = utils.InMemoryCheckpointer(config, 'train')
+  train.train(Echo, config, checkpointer, None)
+  (tmp_path / 'p.txt').write_text('a')
+  memory = {'directory': tmp_path, 'checkpointer': 'memory'}
+  run(prompts=str(tmp_path / 'p.txt'), **memory)
+  assert texts(tmp_path / 'decode' / 'step_2.jsonl') == ['a 2']
+  with pytest.raises(platform.UsageError, match='step is 2, but only durable'):
+    run(prompts=str(tmp_path / 'p.txt'), step=2, **memory)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+  ('options', 'said'),
+  [
+    ({'step': 7}, r"step is 7, but of 'latest' the steps \[1, 2, 3\]"),
+    ({'series': 'best', 'step': 1}, r"of 'best' the steps \[2\]"),
+    ({'prompts': 'no_such.txt'}, r"'no_such.txt', which cannot be read"),
+    ({'prompts': 'latin.txt'}, r"'latin.txt', which cannot be read.*decode"),
+    ({'prompts': 'blank.txt'}, r"'blank.txt': it has no prompt"),
+    ({'prompts': 'bad.jsonl'}, r"bad.jsonl:3 is 'Once'; .*\"prompt\": \"Once"),
+    ({'prompts': 'number.jsonl'}, 'number.jsonl:1 is .*expected JSON'),
+    ({'prompts': 'list.jsonl'}, 'list.jsonl:1 is .*expected JSON'),
+    ({'cls': Mute}, r'Mute cannot continue prompts.*decode\(self, prompts'),
+    ({'output': 'p.txt/o'}, r'written to p.txt/o: .*config.decode.output'),
+    ({'directory': None}, r'config.checkpoint_dir is .*; expected the dir'),
+    ({'directory': 'new'}, r"new has no checkpoint of 'latest'.*train first"),
+    (
+      {'directory': 'new', 'series': 'best'},
+      r"no checkpoint of 'best'.*config.decode.series = 'latest'",
+    ),
+    (
+      {'directory': 'new', 'checkpointer': 'memory'},
+      r"'memory', which keeps them in .* process that trains.*'durable'",
+    ),
+  ],
+)
+def test_what_is_refused(run, tmp_path, monkeypatch, options, said):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+  for name, content in {
+    'p.txt': b'a',
+    'latin.txt': b'\xff',
+    'blank.txt': b'\n \n',
+    'bad.jsonl': b'\n{"prompt": "a"}\nOnce',
+    'number.jsonl': b'{"prompt": 7}',
+    'list.jsonl': b'["prompt"]',
+  }.items():
+    (tmp_path / name).write_bytes(content)
+  if 'directory' in options:
+    options = options | {'directory': options['directory'] or ''}
+  with pytest.raises(platform.UsageError, match=said):
+    run(**{'prompts': 'p.txt'} | options)
+  assert Echo.calls == []
+  # No directory is made for a name that is wrong.
+  assert not (tmp_path / 'new').exists()
+
+
+def test_an_experiment_must_continue_each_prompt(run, tmp_path, monkeypatch):
+  monkeypatch.setattr(Echo, 'missing', 1)
+  (tmp_path / 'p.txt').write_text('a\nb')
+  with pytest.raises(ValueError, match=r'got 2 prompts and returned 1 lists'):
+    run(prompts=str(tmp_path / 'p.txt'), output=str(tmp_path / 'o'))
+
+
+# A language model.
+
+
+SMALL = {
+  'length': 16,
+  'sample_length': 0,
+  'model': {
+    'num_layers': 1,
+    'embed_dim': 32,
+    'mlp_dim': 64,
+    'max_length': 48,
+  },
+  'decode': {'max_decode_steps': 12, 'num_samples': 2},
+}
+
+
+def overrides(values, prefix='--config'):
+  for key, value in values.items():
+    if isinstance(value, dict):
+      yield from overrides(value, f'{prefix}.{key}')
+    else:
+      yield f'{prefix}.{key}={value}'
+
+
+PROMPTS = ['for', 'total +=', 'x']
+
+
+@pytest.fixture(scope='module')
+def language_model(tmp_path_factory):
+  """Trains one here; returns flags to decode with it, and what it says."""
+  folder = tmp_path_factory.mktemp('lm')
+  for i in range(3):
+    text = 'for item in items:\n  total += item\n' * 9
+    (folder / f'{i}.txt').write_text(text)
+  (folder / 'prompts').write_text('\n'.join(PROMPTS))
+  config = lm.get_config()
+  config.checkpoint_dir = str(folder / 'run')
+  config.training_steps = 4
+  kwargs = config.experiment_kwargs.config
+  kwargs.update(SMALL)
+  kwargs.update(files=f'{folder}/*.txt', cache_dir=str(folder / 'cache'))
+  config = config.copy_and_resolve_references()
+  checkpointer = platform.create_checkpointer(config, 'train')
+  # Most of the time would go into LLVM.
+  jax.config.update('jax_disable_most_optimizations', True)
+  try:
+    train.train(lm_experiment.Experiment, config, checkpointer, None)
+    live = checkpointer.get_experiment_state('latest').experiment_module
+    rng = jax.random.fold_in(jax.random.PRNGKey(config.random_seed), 0)
+    expected = live.decode(PROMPTS, rng)
+  finally:
+    jax.config.update('jax_disable_most_optimizations', False)
+    checkpointer.close()
+  values = {
+    'checkpoint_dir': config.checkpoint_dir,
+    'decode': {'prompts': folder / 'prompts'},
+    # The text is not needed any more.
+    'experiment_kwargs': {'config': {**SMALL, 'files': '/no/such/place'}},
+  }
+  return list(overrides(values)), expected
+
+
+def decode_elsewhere(output, flags, *launcher):
+  """Runs the command line; returns the lines of the file and what it said."""
+  result = subprocess.run(
+    [
+      sys.executable,
+      *launcher,
+      str(ROOT / 'experiment.py'),
+      f'--config={ROOT}/configs/lm.py',
+      '--jaxline_mode=decode',
+      f'--config.decode.output={output}',
+      *flags,
+    ],
+    cwd=ROOT,
+    env=os.environ
+    | {'PYTHONPATH': str(ROOT), 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'},
+    capture_output=True,
+    text=True,
+    timeout=170,
+    stdin=subprocess.DEVNULL,
+  )
+  assert result.returncode == 0, result.stderr[-4000:]
+  return lines_of(output), result.stdout
+
+
+def assert_as_expected(lines, expected):
+  assert [line['prompt'] for line in lines] == PROMPTS
+  for line, continuations in zip(lines, expected, strict=True):
+    assert len(continuations) == 2
+    for found, here in zip(line['continuations'], continuations, strict=True):
+      assert found['text'] == here['text']
+      assert found['tokens'] == here['tokens'] <= 12
+      assert found['score'] == pytest.approx(here['score'], rel=1e-4)
+
+
+def test_a_language_model_is_trained_here_and_decoded_elsewhere(
+  tmp_path, language_model
+):
+  flags, expected = language_model
+  lines, said = decode_elsewhere(tmp_path / 'o.jsonl', flags)
+  assert_as_expected(lines, expected)
+  assert f'=== {PROMPTS[-1]}\n--- score ' in said
+
+
+@pytest.mark.slow
+def test_two_processes_decode_together(tmp_path, language_model):
+  flags, expected = language_model
+  lines, said = decode_elsewhere(
+    tmp_path / 'o.jsonl',
+    flags,
+    *('-m', 'jaxline.launch', '--processes', '2'),
+    *('--devices-per-process', '1', '--', sys.executable),
+  )
+  assert_as_expected(lines, expected)
+  # One of them prints.
+  assert said.count(f'=== {PROMPTS[-1]}\n') == 1
