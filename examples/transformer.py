@@ -25,8 +25,12 @@ Segments = tuple[jax.Array, jax.Array] | None
 # The output layer: the table [V, D], and a bias [V].
 Head = tuple[jax.Array, jax.Array | None]
 
-# Logical axes of what goes from one layer to the next, [B, L, D].
+# Logical axes of activations: of what goes from one layer to the next, [B, L,
+# D]; and within a layer of queries, keys and values, [B, L, H, K], and of what
+# is between a feed-forward part's products, [B, L, F].
 BETWEEN_BLOCKS = ('batch', 'length', 'activation_embed')
+HEADS = ('batch', None, 'heads', 'kv')
+HIDDEN = ('batch', None, 'mlp')
 
 ATTENTIONS = ('einsum', 'xla', 'cudnn')
 
@@ -34,7 +38,6 @@ ATTENTIONS = ('einsum', 'xla', 'cudnn')
 # first goes through the function and gates the second.
 _ACTIVATIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {
   'gelu': (jax.nn.gelu, 1),
-  'relu': (jax.nn.relu, 1),
   'swiglu': (jax.nn.silu, 2),
 }
 ACTIVATIONS = tuple(_ACTIVATIONS)
@@ -191,7 +194,7 @@ def activate(name: str, hidden_BLSF: jax.Array) -> jax.Array:
 
   Args:
     name: one of `ACTIVATIONS`: 'gelu' (as tanh; Hendrycks and Gimpel, 2016),
-      'relu', or 'swiglu' (SiLU gates the second part; Shazeer, 2020).
+      or 'swiglu' (SiLU gates the second part; Shazeer, 2020).
     hidden_BLSF: S is `num_parts(name)`.
   """
   function, parts = _ACTIVATIONS[name]
@@ -438,6 +441,33 @@ def causal_attention(
   )
   second = attend(q_BLHK[:, half:], k_BLGK, v_BLGK, half, late, cap)
   return jnp.concatenate([first, second], axis=1)
+
+
+def cached_attention(
+  q_BLHK: jax.Array,
+  k_BLGK: jax.Array,
+  v_BLGK: jax.Array,
+  cache: tuple[jax.Array, jax.Array],
+  start: int | jax.Array,
+  cap: float = 0.0,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  """Causal attention of the next positions over themselves and those before.
+
+  Args:
+    q_BLHK: queries, at the positions from `start`.
+    k_BLGK: their keys.
+    v_BLGK: their values.
+    cache: keys and values [B, M, G, K], right up to `start`.
+    start: as for `update_cache`.
+    cap: as for `attend`.
+
+  Returns:
+    [B, L, H, K]; and the cache, with the new keys and values in it.
+  """
+  k_BMGK = update_cache(cache[0], k_BLGK, start)
+  v_BMGK = update_cache(cache[1], v_BLGK, start)
+  mixed = attend(q_BLHK, k_BMGK, v_BMGK, start, cap=cap)
+  return mixed, (k_BMGK, v_BMGK)
 
 
 def update_cache(

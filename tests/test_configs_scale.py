@@ -1,4 +1,4 @@
-"""The runs of configs/c4.py are those of Pax's documents; nothing is compiled.
+"""The runs of Pax's documents are as published; nothing is compiled.
 
 The sizes were counted with Pax's own configuration classes.
 """
@@ -10,8 +10,12 @@ import jax
 import pytest
 
 from configs import c4
-from examples.lm import experiment
+from examples.lm import experiment as lm_experiment
 from examples.lm import model
+from examples.pax import base_layer
+from examples.pax import config as pax_config
+from examples.pax import experiment_registry
+from examples.pax import optimizers
 from jaxline import base_config
 from jaxline import partitioning
 from jaxline import platform
@@ -20,54 +24,84 @@ from jaxline.aot import chips
 # What config flags load a file with.
 pytestmark = pytest.mark.filterwarnings('ignore:the load_module')
 
-# Parameters; rows of a global batch, length; chips of a slice, slices; mesh.
+# Parameters; rows of a global batch, length; chips of a slice, slices; mesh
+# without what is 1; learning rate, steps, save, log.
 FACTS = {
+  'LmCloudTransformerAdamLimitSteps': (
+    158_723_968,
+    (64, 1024),
+    (4, 1),
+    {'data': 4},
+    (1e-3, 2000, 5000, 100),
+  ),
+  'LmCloudSpmd2BLimitSteps': (
+    2_137_273_856,
+    (32, 1024),
+    (4, 1),
+    {'data': 4},
+    (2.5e-4, 300, 5000, 100),
+  ),
   'C4Spmd1BAdam4Replicas': (
     1_104_619_904,
     (128, 1024),
     (4, 1),
-    {'stage': 1, 'replica': 1, 'data': 4, 'mdl': 1},
+    {'data': 4},
+    (1e-3, 10_000_000, 1000, 10),
   ),
   'C4Spmd16BAdam32Replicas': (
     16_506_101_504,
     (512, 1024),
     (32, 1),
-    {'stage': 1, 'replica': 1, 'data': 16, 'mdl': 2},
+    {'data': 16, 'mdl': 2},
+    (1e-3, 10_000_000, 1000, 10),
   ),
-  'C4Spmd22BAdam2xv4_128': (
-    21_947_310_080,
-    (2048, 1024),
-    (64, 2),
-    {'stage': 1, 'replica': 2, 'data': 64, 'mdl': 1},
-  ),
+  **{
+    f'C4Spmd22BAdam{slices}xv4_{cores}': (
+      parameters,
+      (rows * slices, 1024),
+      (chips_of_slice, slices),
+      {'replica': slices, 'data': chips_of_slice},
+      (1e-3, 10_000_000, 1000, 10),
+    )
+    for parameters, cores, chips_of_slice, rows, all_slices in (
+      (21_947_310_080, 128, 64, 1024, (1, 2, 4)),
+      (24_765_221_888, 384, 192, 1920, (1, 2)),
+      (872_751_104, 8, 4, 64, (1, 2, 4)),
+    )
+    for slices in all_slices
+  },
   'C4SpmdPipelineGpt3SmallAdam64Replicas': (
     2_926_491_648,
     (512, 2048),
     (64, 1),
-    {'stage': 4, 'replica': 1, 'data': 4, 'mdl': 4},
+    {'stage': 4, 'data': 4, 'mdl': 4},
+    (2e-4, 108_600, 200, 1),
   ),
   'C4SpmdGpt3AdamDataParallel2x16x16': (
     174_780_420_096,
     (256, 2048),
     (256, 2),
-    {'stage': 1, 'replica': 2, 'data': 16, 'mdl': 16},
+    {'replica': 2, 'data': 16, 'mdl': 16},
+    (6e-5, 100, 2000, 10),
   ),
 }
 
 
 def load(name):
-  """Returns a run's config as the command line gives it, and the experiment's.
+  """Returns a run's config as the command line gives it, and its experiment.
 
-  Validated, both of them.
+  The latter is made for as many devices as the run has.
   """
-  config = platform.load_config([f'--config=configs/{name}'])
-  kwargs = config.experiment_kwargs.config
-  return config, base_config.read(experiment.Config, kwargs)
+  config = platform.load_config([f'--config=configs/c4.py:{name}'])
+  experiment = experiment_registry.get(name)
+  topology = chips.parse_topology(config.topology)
+  return config, experiment(topology.num_chips * config.num_slices)
 
 
-def abstract_weights(config):
-  """Returns the weights' shapes, with the names of their axes."""
-  return jax.eval_shape(lambda: model.init(jax.random.key(0), config.model))
+def weights_of(experiment):
+  """Returns what each weight is, by module and name."""
+  model = experiment.task().model.Instantiate()
+  return model.abstract_init()[base_layer.PARAMS]
 
 
 def count(tree):
@@ -75,31 +109,51 @@ def count(tree):
 
 
 def test_facts_are_of_all_runs():
-  assert list(c4.RUNS) == list(FACTS)
+  known = experiment_registry.get_all()
+  assert {n.rpartition('.')[2] for n in known if '.tasks.lm.' in n} == {*FACTS}
 
 
 @pytest.mark.parametrize('name', FACTS)
 def test_run_is_as_published(name):
-  parameters, batch, (chips_of_slice, slices), mesh = FACTS[name]
-  config, kwargs = load(f'c4.py:{name}')
+  parameters, batch, (chips_of_slice, slices), mesh, numbers = FACTS[name]
+  config, experiment = load(name)
+  task = experiment.filled_task()
 
-  assert count(abstract_weights(kwargs)) == parameters
-  assert (kwargs.batch_size, kwargs.length) == batch
+  weights = jax.tree.leaves(weights_of(experiment))
+  assert sum(w.size for w in weights) == parameters
+  (train, evaluation) = experiment.datasets()
+  assert (train.is_training, evaluation.is_training) == (True, False)
+  assert (train.batch_size, train.length) == batch
   topology = chips.parse_topology(config.topology)
   assert (topology.num_chips, config.num_slices) == (chips_of_slice, slices)
   devices = partitioning.abstract_devices(chips_of_slice * slices, slices)
-  assert partitioning.mesh_shape(config.mesh, devices).sizes == mesh
-  assert (kwargs.model.dtype, kwargs.model.remat) == ('bfloat16', 'full')
-  if mesh['stage'] > 1:
-    # Of 16 rows each.
-    assert kwargs.model.pipeline_stages == mesh['stage']
-    assert batch[0] / kwargs.model.pipeline_microbatches == 16
+  sizes = partitioning.mesh_shape(config.mesh, devices).sizes
+  assert {k: size for k, size in sizes.items() if size > 1} == {
+    k: size for k, size in mesh.items() if size > 1
+  }
+  run = (
+    config.training_steps,
+    config.save_checkpoint_interval,
+    config.log_tensors_interval,
+  )
+  rate = task.train.learner.optimizer.learning_rate
+  assert (rate, *run) == numbers
+  train = task.train
+  assert run == (
+    train.num_train_steps,
+    train.save_interval_steps,
+    train.summary_interval_steps,
+  )
+  assert (config.eval_interval, config.random_seed) == (100, 1234)
 
 
 @pytest.mark.parametrize('name', FACTS)
 def test_weights_are_split_over_the_mesh(name):
-  config, kwargs = load(f'c4.py:{name}')
-  *_, (chips_of_slice, slices), _ = FACTS[name]
+  config, experiment = load(name)
+  *_, (chips_of_slice, slices), _, _ = FACTS[name]
+  if config.sharding == 'ddp':
+    assert name == 'LmCloudTransformerAdamLimitSteps'
+    return
   devices = partitioning.abstract_devices(chips_of_slice * slices, slices)
   with partitioning.on_devices(devices):
     partitioner = partitioning.Partitioner.make(
@@ -108,9 +162,12 @@ def test_weights_are_split_over_the_mesh(name):
   # What is outside of the layers is no stage's, and 50257 tokens are no
   # multiple of 16.
   layers = {
-    module: leaves
-    for module, leaves in abstract_weights(kwargs).items()
-    if module.startswith('layers/')
+    (module, key): partitioning.Logical(
+      jax.ShapeDtypeStruct(weight.full_shape, weight.dtype), weight.axes
+    )
+    for module, weights in weights_of(experiment).items()
+    for key, weight in weights.items()
+    if weight.repeat_prefix
   }
   a_chip = jax.tree.map(
     lambda x, sharding: jax.ShapeDtypeStruct(
@@ -121,40 +178,126 @@ def test_weights_are_split_over_the_mesh(name):
   )
   # All but biases.
   share = count(layers) / chips_of_slice
-  assert share <= count(a_chip) < 1.004 * share
+  assert share <= count(a_chip) < 1.008 * share
 
 
-def test_a_schedule_is_as_published():
-  config, kwargs = load('c4.py:C4SpmdGpt3AdamDataParallel2x16x16')
-  assert kwargs.training_steps == config.training_steps == 108_600
-  assert int(kwargs.warmup_fraction * kwargs.training_steps) == 265
-  assert kwargs.learning_rate == 6e-5
-  config, kwargs = load('c4.py:C4SpmdPipelineGpt3SmallAdam64Replicas')
-  assert kwargs.learning_rate == 2e-4
-  assert config.save_checkpoint_interval == 200
-  config, kwargs = load('c4.py:C4Spmd1BAdam4Replicas')
-  assert int(kwargs.warmup_fraction * kwargs.training_steps) == 4000
-  assert (kwargs.b1, kwargs.b2) == (0.9, 0.99)
-  assert config.save_checkpoint_interval == 1000
+# The learning rate's part of its peak, by step.
+SCHEDULES = {
+  'C4Spmd1BAdam4Replicas': {
+    0: 0.0,
+    2000: 0.5,
+    4000: 1.0,
+    10_000: 0.9544,
+    100_000: 0.4739,
+    300_000: 0.1,
+    400_000: 0.1,
+  },
+  'C4SpmdGpt3AdamDataParallel2x16x16': {
+    0: 0.0,
+    265: 1.0,
+    (266 + 108_600) // 2: 0.55,
+    108_600: 0.1,
+    200_000: 0.1,
+  },
+}
 
 
-def test_any_field_of_the_model_may_be_overridden():
-  override = '--config.experiment_kwargs.config.model.loss_chunks=8'
-  config = platform.load_config(
-    ['--config=configs/c4.py:C4Spmd1BAdam4Replicas', override]
+@pytest.mark.parametrize('name', SCHEDULES)
+def test_a_schedule_is_as_published(name):
+  _, experiment = load(name)
+  optimizer = experiment.task().train.learner.optimizer
+  for step, part in SCHEDULES[name].items():
+    rate = optimizer.Instantiate().get_learning_rate(step)
+    assert float(rate) == pytest.approx(
+      part * optimizer.learning_rate, rel=1e-4, abs=1e-12
+    )
+
+
+def test_the_families_are_as_published():
+  _, one = load('C4Spmd1BAdam4Replicas')
+  _, gpt = load('C4SpmdPipelineGpt3SmallAdam64Replicas')
+  tasks = one.task(), gpt.task()
+  adam, gpt_adam = (task.train.learner.optimizer for task in tasks)
+  assert isinstance(adam, optimizers.Adam.HParams)
+  numbers = (
+    'beta1',
+    'beta2',
+    'epsilon',
+    'clip_threshold',
+    'weight_decay',
+    'clip_gradient_norm_to_value',
   )
-  assert config.experiment_kwargs.config.model.loss_chunks == 8
+  assert [getattr(adam, n) for n in numbers] == [0.9, 0.99, 1e-6, 1.0, 1e-3, 5]
+  assert [getattr(gpt_adam, n) for n in numbers] == [
+    0.9,
+    0.95,
+    1e-8,
+    0.0,  # No limit.
+    0.1,
+    1,
+  ]
+  text, gpt_text = (task.model.to_text() for task in tasks)
+  stack = 'lm_tpl.stacked_transformer_tpl'
+  layer = 'block.transformer_layer_params_tpl'
+  for line in (
+    'fprop_dtype : bfloat16',
+    'lm_tpl.packed_input : True',
+    'lm_tpl.softmax_tpl.params_init : '
+    "WeightInit(method='gaussian', scale=0.01976423537605237)",
+    'lm_tpl.softmax_tpl.soft_cap_logits : 30.0',
+    'lm_tpl.softmax_tpl.scale_sqrt_depth : True',
+    'lm_tpl.final_ln_tpl.epsilon : 1e-06',
+    f"{stack}.checkpoint_policy : 'full'",
+    f'{stack}.{layer}.tr_atten_tpl.atten_logit_cap : 50.0',
+    f'{stack}.{layer}.tr_atten_tpl.internal_enable_per_dim_scale : True',
+    f'{stack}.{layer}.tr_atten_tpl.use_bias : False',
+    f'{stack}.{layer}.tr_fflayer_tpl.has_bias : True',
+  ):
+    assert line in text
+  for line in (
+    "lm_tpl.params_init : WeightInit(method='gaussian', scale=0.006)",
+    'lm_tpl.softmax_tpl.has_bias : False',
+    'lm_tpl.position_emb_tpl.max_seq_length : 16384',
+    f'{stack}.num_pipeline_stages : 4',
+    f'{stack}.pipeline_microbatch_size : 16',
+    f'{stack}.pipeline_stage.{layer}.tr_atten_tpl.use_bias : True',
+    f'{stack}.pipeline_stage.{layer}.tr_atten_tpl.atten_logit_cap : 0.0',
+  ):
+    assert line in gpt_text
+
+
+def test_any_constant_may_be_overridden():
+  config = platform.load_config(
+    [
+      '--config=configs/c4.py:C4Spmd1BAdam4Replicas:reduced',
+      '--config.experiment_kwargs.config.constants.LOSS_CHUNKS=8',
+      '--config.data=synthetic',
+    ]
+  )
+  kwargs = config.experiment_kwargs.config
+  assert (kwargs.constants.LOSS_CHUNKS, kwargs.reduced) == (8, True)
+  assert config.data == 'synthetic'
+  constants = pax_config.constants_of(config)
+  assert constants['DATA'] == 'synthetic'
+  assert constants['MAX_STEPS'] == config.training_steps
+  # Each once.
+  assert not constants.keys() & kwargs.constants.keys()
 
 
 def test_an_unknown_name_lists_the_names():
   with pytest.raises(ValueError, match='C4Spmd2B') as e:
     c4.get_config('C4Spmd2B')
-  assert all(name in str(e.value) for name in c4.RUNS)
+  assert all(name in str(e.value) for name in FACTS)
+  with pytest.raises(ValueError, match='reduced'):
+    c4.get_config('C4Spmd1BAdam4Replicas:small')
 
 
 def test_lm_1b():
-  _, kwargs = load('lm_1b.py')
+  config = platform.load_config(['--config=configs/lm_1b.py'])
+  kwargs = base_config.read(
+    lm_experiment.Config, config.experiment_kwargs.config
+  )
   # Without a GPU, its kernels cannot even be traced.
   sized = dataclasses.replace(kwargs.model, attention='einsum')
-  kwargs = dataclasses.replace(kwargs, model=sized)
-  assert 1.09e9 < count(abstract_weights(kwargs)) < 1.1e9
+  weights = jax.eval_shape(lambda: model.init(jax.random.key(0), sized))
+  assert 1.09e9 < count(weights) < 1.1e9

@@ -53,6 +53,9 @@ from jaxline import partitioning
 
 sub_config_field = hparams_lib.sub_config_field
 
+# Up to so many numbers a variable is drawn flat.
+_MAX_FLAT = 2**22
+
 # The two collections of variables.
 PARAMS = 'params'
 NON_TRAINABLE = 'non_trainable'
@@ -167,7 +170,10 @@ class WeightInit:
         f'Unknown WeightInit {self.method!r}; expected one of'
         f' {sorted(makers)}.{hparams_lib.nearest(self.method, makers)}'
       )
-    return makers[self.method](key, tuple(shape), dtype)
+    # The bits are the same for every shape of a size, and each new shape costs
+    # XLA's CPU compiler seconds. A large one keeps its own: it may be split.
+    drawn = (size,) if (size := math.prod(shape)) <= _MAX_FLAT else shape
+    return makers[self.method](key, tuple(drawn), dtype).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -215,7 +215,7 @@ class EarlyStopping(Configurable):
     best, place = -math.inf, -1
     for i, value in enumerate(values):
       value = value if p.higher_is_better else -value
-      if value > best + p.min_delta or (place < 0 and value > best):
+      if value > best + p.min_delta:
         best, place = value, i
     return place
 
@@ -229,6 +229,9 @@ class _Evaluations:
 
   In a file beside the checkpoints: a step's checkpoint is saved before the step
   is evaluated, so that it cannot hold the result.
+
+  Attributes:
+    should_stop: whether to end training.
   """
 
   def __init__(self, rule: EarlyStopping, path: pathlib.Path | None):
@@ -241,7 +244,7 @@ class _Evaluations:
     self.rule = rule
     self._path = path
     self._values: dict[int, float] = {}
-    self._said = False
+    self.should_stop = False
 
   def add(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Notes the evaluation of a step."""
@@ -258,6 +261,7 @@ class _Evaluations:
       files.write_json(
         self._path, {'metric': name, 'values': list(self._values.items())}
       )
+    self._decide()
 
   def restore(self, step: int) -> None:
     """Goes back to what was known when training was at a step."""
@@ -265,7 +269,7 @@ class _Evaluations:
     if self._path is not None:
       known = dict(_of_chief(self._read()))
     self._values = {s: known[s] for s in sorted(known) if s <= step}
-    self._said = False
+    self._decide()
 
   def _read(self) -> list[tuple[int, float]]:
     assert self._path is not None
@@ -285,27 +289,25 @@ class _Evaluations:
       logging.error('Early stopping begins anew: %s: %s', self._path, e)
     return []
 
-  def should_stop(self) -> bool:
-    """Whether to end training; says so in the log, once."""
-    values = list(self._values.values())
-    if not self.rule.should_stop(values):
-      return False
-    if not self._said:
-      self._said = True
-      p, best = self.rule.hparams, self.rule.best(values)
-      steps = list(self._values)
-      so_far = f'{values[best]:.6g} at step {steps[best]}'
-      logging.info(
-        'Early stopping after step %d: %s is %.6g, and the last %d evaluations'
-        ' brought nothing better (by more than %g). The best was %s.',
-        steps[-1],
-        p.metric,
-        values[-1],
-        len(values) - 1 - best,
-        p.min_delta,
-        so_far if best >= 0 else 'never a number',
-      )
-    return True
+  def _decide(self) -> None:
+    """Decides whether to end training, and says so in the log."""
+    steps, values = list(self._values), list(self._values.values())
+    self.should_stop = self.rule.should_stop(values)
+    if not self.should_stop:
+      return
+    p, best = self.rule.hparams, self.rule.best(values)
+    logging.info(
+      'Early stopping after step %d: %s is %.6g, and the last %d evaluations'
+      ' brought nothing better (by more than %g). The best was %s.',
+      steps[-1],
+      p.metric,
+      values[-1],
+      len(values) - 1 - best,
+      p.min_delta,
+      f'{values[best]:.6g} at step {steps[best]}'
+      if best >= 0
+      else 'never a number',
+    )
 
 
 def _of_chief(pairs: list[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -351,7 +353,7 @@ class EarlyStoppingMixin:
     """Whether to run the step of this number."""
     if not super().should_run_step(global_step, config):
       return False
-    return self._evaluations is None or not self._evaluations.should_stop()
+    return self._evaluations is None or not self._evaluations.should_stop
 
   def share_state(self, trained: Any) -> None:
     """Takes over the live state of the experiment in training."""
@@ -367,10 +369,9 @@ class EarlyStoppingMixin:
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
     """Restores the state, and what was known of evaluations then."""
-    step = int(snapshot_state['state'].step)
     super().restore_from_snapshot(snapshot_state)
     if self._evaluations is not None:
-      self._evaluations.restore(step)
+      self._evaluations.restore(int(self.state.step))
 
 
 # Tasks.

@@ -541,7 +541,7 @@ def test_early_stopping_ends_a_run_that_died_in_between(tmp_path, caplog):
   (line,) = [m for m in caplog.messages if m.startswith('Early stopping')]
   assert 'after step 10: score is nan, and the last 3' in line
   assert 'The best was 3 at step 4.' in line
-  # Started again, it has ended.
+  # Started again, it has ended, and does no further step.
   assert start(tmp_path, dies_at=10) == 10
 
 
@@ -551,18 +551,18 @@ def test_evaluations_of_steps_that_run_again_are_forgotten(tmp_path):
   first = base_task._Evaluations(rule, path)
   for step, value in ((2, 5.0), (4, 3.0), (6, 4.0)):
     first.add(step, {'m': value})
-  assert first.should_stop()
+  assert first.should_stop
   again = base_task._Evaluations(rule, path)
   again.restore(4)
-  assert not again.should_stop()
+  assert not again.should_stop
   again.add(6, {'m': 3.5})
-  assert again.should_stop()
+  assert again.should_stop
   # In memory alone too.
   alone = base_task._Evaluations(rule, None)
   alone.add(2, {'m': 5.0})
   alone.add(4, {'m': 6.0})
   alone.restore(2)
-  assert not alone.should_stop()
+  assert not alone.should_stop
 
 
 @pytest.mark.parametrize(
@@ -579,7 +579,7 @@ def test_a_file_of_no_use_is_reported(tmp_path, caplog, text, message):
   rule = tasks.EarlyStopping.HParams(metric='m', patience=1).Instantiate()
   evaluations = base_task._Evaluations(rule, path)
   evaluations.restore(4)
-  assert not evaluations.should_stop()
+  assert not evaluations.should_stop
   assert 'begins anew' in caplog.text
   assert message in caplog.text
 

@@ -308,7 +308,7 @@ class Experiment(
       return self.task.decode(params, model_state, batch, rng, options)
 
     return jax.jit(
-      self._in_mesh(decode),
+      self.in_mesh(decode),
       static_argnums=5,
       out_shardings=self.partitioner.replicated,
     )

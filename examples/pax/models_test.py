@@ -74,12 +74,6 @@ def sequence_model():
   return models.SequenceModel.HParams(model_tpl=network).Instantiate()
 
 
-def network_of(model, template, name):
-  """Returns a model's network alone, for the model's variables."""
-  path = f'{base_layer._snake_case(type(model).__name__)}/{name}'
-  return template.clone().set(name=path).Instantiate()
-
-
 def tokens(seed, *shape):
   rng = np.random.default_rng(seed)
   return jnp.asarray(rng.integers(0, VOCAB, shape), jnp.int32)
@@ -252,7 +246,7 @@ def test_language_model_decodes():
   )
   model = models.LanguageModel.HParams(lm_tpl=lm).Instantiate()
   variables = random_variables(model)
-  network = network_of(model, lm, 'lm')
+  network = lm.clone().set(name='language_model/lm').Instantiate()
   forward = jax.jit(lambda ids: network.apply(variables, ids))
 
   def next_logits(row, prefix):
@@ -278,13 +272,16 @@ def test_sequence_model_is_evaluated_and_decodes():
   variables = random_variables(model)
   source, target = tokens(0, 2, 5), tokens(1, 2, LENGTH)
   paddings = jnp.zeros([2, 5]).at[0, 3:].set(1)
-  network = network_of(model, model.hparams.model_tpl, 'model')
+  softmax = variables['params']['sequence_model/model/softmax']
 
   @jax.jit
   def run(source, target):
     batch = {'src': {'ids': source, 'paddings': paddings}, 'tgt': target}
-    metrics, per_example = model.apply(variables, batch)
-    logits = network.apply(variables, source, paddings, target['ids'])
+    predictions = model.apply(variables, batch, method='compute_predictions')
+    metrics, per_example = model.apply(
+      variables, predictions, batch, method='compute_loss'
+    )
+    logits = predictions['hidden'] @ softmax['w'] + softmax['bias'][None, None]
     return metrics, per_example, logits
 
   target = {

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from configs import lm
+from examples import transformer
 from examples.lm import experiment
 from examples.lm import model
 from jaxline import base_config
@@ -59,7 +60,7 @@ class Wide:
 def widen():
   """Makes the model compute in float64."""
   jax.config.update('jax_enable_x64', True)
-  model.jnp = sharded.jnp = Wide()
+  model.jnp = transformer.jnp = sharded.jnp = Wide()
   model._CHOICES['dtype'] += ('float64',)
   MODEL['dtype'] = 'float64'
 

@@ -167,7 +167,7 @@ class BatchNorm(BaseNormalization):
       variance = jnp.maximum(square - mean * mean, 0)
       for name, value in ('mean', mean), ('variance', variance):
         old = self.get_var(f'moving_{name}')
-        new = p.decay * old + (1 - p.decay) * jax.lax.stop_gradient(value)
+        new = p.decay * old + (1 - p.decay) * value
         self.update_var(f'moving_{name}', new)
     factor = theta.scale * jax.lax.rsqrt(variance + p.epsilon)
     leading = range(x.ndim - 1)

@@ -77,14 +77,13 @@ def test_normalisation_of_a_vector(hparams, names, expected):
   }
   trained = {'scale': SCALE, 'bias': BIAS}
   variables = {'params': {'n': {name: trained[name] for name in names}}}
-  run = jax.jit(layer.apply)
-  out = run(variables, X)
+  out = layer.apply(variables, jnp.asarray(X))
   np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
   # Within a low precision, computed in float32.
   low = X.astype(jnp.bfloat16)
-  out = run(variables, low)
+  out = layer.apply(variables, jnp.asarray(low))
   assert out.dtype == jnp.bfloat16
-  exact = np.asarray(run(variables, np.float32(low)))
+  exact = np.asarray(layer.apply(variables, jnp.asarray(np.float32(low))))
   np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
 
 

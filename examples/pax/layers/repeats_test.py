@@ -148,3 +148,19 @@ def test_what_a_pipeline_cannot_do_is_refused(fields, match):
   x = jnp.ones([4, 1, 1])
   with pytest.raises(ValueError, match=match):
     jax.eval_shape(layer.apply, _variables(fields.get('counts', False)), x, x)
+
+
+def test_each_repetition_draws_for_itself():
+  class Draws(base_layer.BaseLayer):
+    """Adds a random number."""
+
+    def __call__(self, x):
+      return x + jax.random.uniform(self.next_prng_key())
+
+  one, two = (
+    repeats.Repeat.HParams(sub_tpl=Draws.HParams(), x_times=times)
+    .Instantiate()
+    .apply({'params': {}}, 0.0, rng=jax.random.key(0))
+    for times in (1, 2)
+  )
+  assert two != 2 * one

@@ -240,19 +240,19 @@ def document_text(record: bytes) -> bytes:
   Raises:
     ValueError: it has none.
   """
-  if record.startswith(b'{'):
-    document = json.loads(record)
-    if isinstance(document.get('text'), str):
-      return document['text'].encode()
-  for number, features in _fields(record):
-    for _, entry in _fields(features) if number == 1 else ():
-      # Of a map: key and value; of a Feature: 1 is a list of bytes.
-      parts = dict(_fields(entry))
-      if parts.get(1) == b'text':
-        return dict(_fields(dict(_fields(parts[2]))[1]))[1]
+  try:
+    if record.startswith(b'{'):
+      return json.loads(record)['text'].encode()
+    for _, entry in _fields(dict(_fields(record))[1]):
+      # Of a map: key and value; of the value, a list of bytes.
+      name, value = dict(_fields(entry)).values()
+      if name == b'text':
+        return dict(_fields(dict(_fields(value))[1]))[1]
+  except (AttributeError, IndexError, KeyError, ValueError):
+    pass  # It is something else, or cut off.
   raise ValueError(
-    f'A record of {len(record)} bytes, {record[:40]!r}..., has no `text`;'
-    ' expected a tf.train.Example or a JSON object with it.'
+    f'A record of {len(record)} bytes, {record[:40]!r}..., has no text;'
+    ' expected a tf.train.Example or a JSON object with `text`.'
   )
 
 
@@ -284,4 +284,4 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
       yield key >> 3, message[place : place + size]
       place += size
     else:
-      raise ValueError(f'A field of wire type {kind}: this is no Example.')
+      raise ValueError(f'Wire type {kind}: no field of an Example.')

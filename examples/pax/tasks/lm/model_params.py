@@ -334,7 +334,7 @@ class LmExperiment(base_experiment.BaseExperiment):
       'VOCAB_SIZE': tokenization.VOCABULARY_SIZE,
       'MAX_SEQ_LEN': 128,
       'TRAINABLE_PE_MAX_SEQ_LEN': 256,
-      'PERCORE_BATCH_SIZE': 8,
+      'PERCORE_BATCH_SIZE': 4,
       # Two cores have no faster one.
       'FPROP_DTYPE': 'float32',
       'ICI_MESH_SHAPE': (1, -1, 1),
@@ -348,7 +348,7 @@ class LmExperiment(base_experiment.BaseExperiment):
       'CHECKPOINT_EVERY_N_STEPS': 200,
       'SUMMARY_INTERVAL_STEPS': 20,
       'EVAL_INTERVAL_STEPS': 200,
-      'EVAL_LOOP_NUM_BATCHES': 8,
+      'EVAL_LOOP_NUM_BATCHES': 16,
     }
     if cls.DATA == 'c4':
       changes['DATA'] = 'stdlib'

@@ -100,7 +100,7 @@ def test_batches_are_what_is_declared():
   experiment = ResNet50Pjit(num_devices=4)
   for dataset in experiment.datasets():
     assert dataset.batch_size == 512
-    dataset.batch_size = 2
+    dataset.batch_size, dataset.num_threads = 2, 0
     batch = fdl.build(dataset).get_next()
     for key, (shape, dtype) in experiment.input_specs().items():
       assert batch[key].shape == (2, *shape)
@@ -116,7 +116,7 @@ def test_data_is_chosen_by_name(tmp_path):
     np.save(tmp_path / split / 'images-0.npy', images)
     np.save(tmp_path / split / 'labels-0.npy', np.array([0, 999, 1]))
   train_set, _ = _datasets(DATA='arrays', DATA_DIR=str(tmp_path))
-  train_set.batch_size = 3
+  train_set.batch_size, train_set.num_threads = 3, 0
   assert fdl.build(train_set).get_next().image.shape == (3, 224, 224, 3)
   with pytest.raises(ValueError, match='DATA_DIR is empty'):
     _datasets(DATA='arrays')

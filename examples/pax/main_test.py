@@ -1,0 +1,166 @@
+"""The command line of Pax's documents, and what it becomes here."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from examples.pax import main
+from jaxline import platform
+
+EXP = 'tasks.lm.params.c4.C4Spmd1BAdam4Replicas'
+
+
+@pytest.fixture
+def handed_on(monkeypatch):
+  """Returns a function of a command line: what goes on to the platform."""
+  monkeypatch.setattr(sys, 'argv', ['main.py'])
+
+  def run(*argv):
+    found = []
+    monkeypatch.setattr(
+      platform, 'main', lambda cls, argv: found.append((cls, list(argv)))
+    )
+    main.main(argv)
+    ((cls, argv),) = found
+    assert cls is None
+    assert sys.argv[1:] == argv  # Where config flags look.
+    return argv
+
+  return run
+
+
+def test_train_also_evaluates(handed_on):
+  config, *flags = handed_on(
+    f'--exp={EXP}', '--job_log_dir=/tmp/x', '--config.training_steps=3'
+  )
+  assert config.endswith(f'examples/pax/config.py:{EXP}')
+  assert flags == [
+    '--jaxline_mode=train_and_eval',
+    '--config.checkpoint_dir=/tmp/x',
+    '--config.training_steps=3',
+  ]
+
+
+@pytest.mark.parametrize(
+  ('mode', 'ours'),
+  [('eval', 'eval'), ('decode_once', 'decode'), ('compile', 'compile')],
+)
+def test_modes(handed_on, mode, ours):
+  config, flag, *_ = handed_on(
+    '--exp', EXP, '--mode', mode, '--job_log_dir', '/tmp/x', '--reduced'
+  )
+  assert config.endswith(f':{EXP}:reduced')
+  assert flag == f'--jaxline_mode={ours}'
+
+
+@pytest.mark.parametrize(
+  ('argv', 'said'),
+  [
+    ([], '--list prints the names'),
+    (['--exp=C4Spmd1BAdam4Replica'], "'tasks.lm.params.c4.C4Spmd1B"),
+    ([f'--exp={EXP}', '--mode=evaluate'], "'decode_once'"),
+    ([f'--exp={EXP}', '--mode=eval'], '--job_log_dir'),
+    (
+      [f'--exp={EXP}', '--mode=decode', '--job_log_dir=/tmp/x'],
+      '--config.decode.prompts=FILE',
+    ),
+  ],
+)
+def test_what_is_wrong_is_said(capsys, argv, said):
+  with pytest.raises(SystemExit) as e:
+    main.main(argv)
+  assert e.value.code == 2
+  assert said in capsys.readouterr().err
+
+
+def test_list(capsys):
+  main.main(['--list'])
+  names = capsys.readouterr().out.split()
+  assert {EXP, 'tasks.vision.params.imagenet_resnets.ResNet50Pjit'} <= {*names}
+
+
+def test_decode_follows_a_run(monkeypatch, tmp_path):
+  latest = tmp_path / 'checkpoints' / 'latest'
+  for step in (10, 20):
+    (latest / str(step)).mkdir(parents=True)
+  ran = []
+
+  def run(command):
+    step = int(command[-1].removeprefix('--config.decode.step='))
+    ran.append((step, command[3:]))
+    if step == 10:  # Meanwhile the run goes on: 20 is gone, 30 and the end.
+      (latest / '20').rmdir()
+      (latest / '30').mkdir()
+      (tmp_path / 'checkpoints' / 'ended.json').write_text('{"step": 30}')
+    return subprocess.CompletedProcess(command, 0)
+
+  monkeypatch.setattr(subprocess, 'run', run)
+  flags = [f'--exp={EXP}', f'--job_log_dir={tmp_path}', '--reduced']
+  prompts = '--config.decode.prompts=x.txt'
+  main.main([*flags, '--mode=decode', prompts])
+  assert [step for step, _ in ran] == [10, 30]
+  assert ran[0][1] == [
+    '--mode=decode_once',
+    *flags,
+    prompts,
+    '--config.decode.step=10',
+  ]
+
+  # One that fails ends it, with the same code.
+  monkeypatch.setattr(
+    subprocess, 'run', lambda command: subprocess.CompletedProcess(command, 3)
+  )
+  with pytest.raises(SystemExit) as e:
+    main.main([*flags, '--mode=decode', prompts])
+  assert e.value.code == 3
+
+
+def start(*argv):
+  """Runs the program; returns what it said."""
+  done = subprocess.run(
+    [sys.executable, '-m', 'examples.pax.main', *argv],
+    env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    timeout=170,
+  )
+  assert done.returncode == 0, done.stdout
+  return done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_from_the_command_line(tmp_path):
+  run = tmp_path / 'run'
+  prompts = tmp_path / 'prompts.txt'
+  prompts.write_text('def \nimport\n')
+  flags = [
+    '--exp=C4Spmd1BAdam4Replicas',
+    '--reduced',
+    f'--job_log_dir={run}',
+    '--config.training_steps=4',
+    '--config.save_checkpoint_interval=2',
+    '--config.eval_interval=4',
+    '--config.experiment_kwargs.config.constants.NUM_LAYERS=1',
+  ]
+  assert 'total_loss' in start(*flags)
+  written = json.loads((run / 'config.json').read_text())
+  constants = written['experiment_kwargs']['config']['constants']
+  assert constants['NUM_LAYERS'] == 1
+  assert constants['MODEL_DIMS'] == 128
+  assert 'log_pplx' in start(*flags, '--mode=eval')
+  start(
+    *flags,
+    '--mode=decode',
+    f'--config.decode.prompts={prompts}',
+    '--config.experiment_kwargs.config.decode.max_decode_steps=8',
+    '--config.experiment_kwargs.config.decode.method=greedy',
+  )
+  for step in (2, 4):
+    lines = (run / 'decode' / f'step_{step}.jsonl').read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [f['prompt'] for f in found] == ['def ', 'import']
+    assert all(len(f['continuations']) == 1 for f in found)

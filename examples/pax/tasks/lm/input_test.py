@@ -1,0 +1,137 @@
+"""Data of the language models: rows of ArrayRecord files; what is missing."""
+
+import json
+
+from array_record.python import array_record_module
+import numpy as np
+import pytest
+import sentencepiece
+
+from examples.pax.tasks.lm import input as lm_input
+
+
+@pytest.fixture(scope='module')
+def vocabulary(tmp_path_factory):
+  """A SentencePiece model of single characters; 0 is padding, 1 the end."""
+  prefix = tmp_path_factory.mktemp('vocabulary') / 'chars'
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(['abcd'] * 10),
+    model_prefix=str(prefix),
+    model_type='char',
+    vocab_size=7,
+    pad_id=0,
+    eos_id=1,
+    unk_id=2,
+    bos_id=-1,
+    add_dummy_prefix=False,
+    minloglevel=2,
+  )
+  return f'{prefix}.model'
+
+
+def field(number, value):
+  """Returns a field of a message of Protocol Buffers that has a length."""
+  assert len(value) < 128
+  return bytes([number << 3 | 2, len(value)]) + value
+
+
+def example(**features):
+  """Returns a `tf.train.Example` of texts, as its specification has it."""
+  entries = b''.join(
+    field(
+      1, field(1, name.encode()) + field(2, field(1, field(1, text.encode())))
+    )
+    for name, text in features.items()
+  )
+  return field(1, entries)
+
+
+def test_a_record_is_an_example_or_json():
+  record = example(timestamp='2019', text='né', url='http://x')
+  assert lm_input.document_text(record) == 'né'.encode()
+  record = json.dumps({'text': 'né', 'url': 'x'}).encode()
+  assert lm_input.document_text(record) == 'né'.encode()
+  for wrong in (example(content='x'), b'{"content": "x"}', b'abc', record[:20]):
+    with pytest.raises(ValueError, match='expected a tf'):
+      lm_input.document_text(wrong)
+
+
+def write(path, documents):
+  writer = array_record_module.ArrayRecordWriter(str(path), 'group_size:1')
+  for document in documents:
+    writer.write(example(text=document))
+  writer.close()
+
+
+def make(data_dir, vocabulary, **fields):
+  return lm_input.c4_input(
+    **{
+      'data_dir': data_dir and str(data_dir),
+      'vocabulary': vocabulary,
+      'batch_size': 2,
+      'length': 5,
+      'vocab_size': 7,
+      'is_training': False,
+      'eval_batches': 1,
+    }
+    | fields
+  )
+
+
+def test_rows_of_array_records_are_documents_without_a_gap(
+  tmp_path, vocabulary
+):
+  write(tmp_path / 'c4-validation.array_record-00000-of-00001', ['abcd', 'ba'])
+  tokenizer = sentencepiece.SentencePieceProcessor(model_file=vocabulary)
+  a, b, c, d = (tokenizer.piece_to_id(x) for x in 'abcd')
+  batch = next(make(tmp_path, vocabulary).eval_batches())
+  # A document ends with 1, and begins with what is read, 0. The data begins
+  # again in the third row, and so on.
+  np.testing.assert_array_equal(
+    batch.labels, [[a, b, c, d, 1], [b, a, 1, 0, 0]]
+  )
+  np.testing.assert_array_equal(batch.ids, [[0, a, b, c, d], [0, b, a, 0, 0]])
+  np.testing.assert_array_equal(batch.weights, [[1] * 5, [1, 1, 1, 0, 0]])
+  np.testing.assert_array_equal(batch.paddings, 1 - batch.weights)
+  np.testing.assert_array_equal(batch.segment_ids, [[1] * 5, [1, 1, 1, 0, 0]])
+  np.testing.assert_array_equal(
+    batch.segment_pos, [[0, 1, 2, 3, 4], [0, 1, 2, 0, 0]]
+  )
+  specs = lm_input.row_specs(5)
+  assert {k: (x.shape[1:], x.dtype.name) for k, x in batch.items()} == specs
+
+
+def test_training_reads_every_document_and_goes_on_where_it_was(
+  tmp_path, vocabulary
+):
+  documents = ['abcd', 'ba', 'ddd', 'c', 'abab']
+  write(tmp_path / 'c4-train.array_record-00000-of-00001', documents)
+
+  def read(source):
+    return next(source).labels
+
+  source = make(tmp_path, vocabulary, is_training=True, length=4)
+  first = [read(source) for _ in range(3)]
+  state = source.get_state()
+  after = [read(source) for _ in range(3)]
+  # 19 tokens an epoch, and so 5 rows; the first ones hold all of them.
+  tokenizer = sentencepiece.SentencePieceProcessor(model_file=vocabulary)
+  tokens = np.concatenate(first)[:5].ravel()
+  expected = [t for x in documents for t in [*tokenizer.encode(x), 1]]
+  assert sorted(tokens[tokens > 0]) == sorted(expected)
+
+  other = make(tmp_path, vocabulary, is_training=True, length=4)
+  other.set_state(state)
+  np.testing.assert_array_equal([read(other) for _ in range(3)], after)
+
+
+def test_what_is_missing_is_said(tmp_path, vocabulary):
+  for given in ((None, vocabulary), (tmp_path, None)):
+    with pytest.raises(ValueError, match=r'hf download.*data=stdlib'):
+      make(*given)
+  with pytest.raises(FileNotFoundError, match=r'hf download.*data=stdlib'):
+    make(tmp_path, vocabulary)
+  with pytest.raises(FileNotFoundError, match='no vocabulary'):
+    make(tmp_path, 'none.model')
+  with pytest.raises(ValueError, match=r'VOCAB_SIZE 6; .* at least 7'):
+    make(tmp_path, vocabulary, vocab_size=6)
