@@ -107,16 +107,28 @@ class BaseExperiment(abc.ABC):
     )
 
   def filled_task(self) -> Any:
-    """Returns the task with the constants' steps, intervals and seed."""
+    """Returns the task with the constants' steps, intervals and seed.
+
+    Raises:
+      ValueError: `task` has set one of them to something else.
+    """
     task = self.task()
-    task.train.set(
-      num_train_steps=self.MAX_STEPS,
-      save_interval_steps=self.CHECKPOINT_EVERY_N_STEPS,
-      save_max_to_keep=self.CHECKPOINT_MAX_TO_KEEP,
-      summary_interval_steps=self.SUMMARY_INTERVAL_STEPS,
-      eval_interval_steps=self.EVAL_INTERVAL_STEPS,
-      random_seed=self.RANDOM_SEED,
-    )
+    defaults = type(task.train)()
+    for field, constant in (
+      ('num_train_steps', 'MAX_STEPS'),
+      ('save_interval_steps', 'CHECKPOINT_EVERY_N_STEPS'),
+      ('save_max_to_keep', 'CHECKPOINT_MAX_TO_KEEP'),
+      ('summary_interval_steps', 'SUMMARY_INTERVAL_STEPS'),
+      ('eval_interval_steps', 'EVAL_INTERVAL_STEPS'),
+      ('random_seed', 'RANDOM_SEED'),
+    ):
+      value, given = getattr(self, constant), getattr(task.train, field)
+      if given not in (value, getattr(defaults, field)):
+        raise ValueError(
+          f'{type(self).__name__}.task sets train.{field} to {given}, and'
+          f' {constant} is {value}. Set the constant.'
+        )
+      setattr(task.train, field, value)
     return task
 
   def rows(self, per_core: float) -> int:

@@ -656,6 +656,12 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
     """Up to which verbosity summaries are wanted; -1 is none."""
     return _current_scope('verbosity').verbosity
 
+  @property
+  @hk.transparent
+  def aux_losses(self) -> dict[str, tuple[Any, Any]]:
+    """What was added to the loss in this run up to now, by `add_aux_loss`."""
+    return dict(_current_scope('aux_losses').collected.aux_losses)
+
   def get_var(self, name: str) -> jax.Array:
     """Returns the value of a variable, as it is now."""
     if name not in self._variables:

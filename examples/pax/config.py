@@ -78,6 +78,10 @@ def get_config(name: str) -> config_dict.ConfigDict:
   with config.ignore_type():
     config.log_train_data_interval = config.get_ref('log_tensors_interval')
 
+  # A task does not depend on how many devices there are.
+  train = experiment(num_devices=1).filled_task().train
+  config.log_async = train.async_summary_writing
+
   kwargs = config.experiment_kwargs.config = config_dict.ConfigDict()
   kwargs.exp = name
   kwargs.reduced = bool(option)

@@ -1,4 +1,4 @@
-"""This code against others': a run against another program, parts by libraries.
+"""Against others: a run against another program, parts against libraries.
 
 The other program is plain JAX, written from the papers' formulas. It shares
 with the run its initial weights and its batches, and no line of code.
@@ -29,15 +29,17 @@ from jaxline import train
 from jaxline import utils
 from jaxline import writers
 
+pytestmark = pytest.mark.usefixtures('compile_fast')
+
 # A run of 200 steps.
 
 STEPS = 200
 WARMUP, DECAY_START, DECAY_END = 60, 80, 180
 PEAK, FLOOR = 4e-3, 0.1
 CLIP = 1.2
-BETA1, BETA2, EPSILON, MAX_RMS, DECAY = 0.9, 0.99, 1e-6, 1.0, 1e-3
+BETA1, BETA2, EPSILON, DECAY = 0.9, 0.99, 1e-6, 1e-3
 # So low that they are felt.
-ATTENTION_CAP, LOGIT_CAP = 1.5, 6.0
+MAX_RMS, ATTENTION_CAP, LOGIT_CAP = 0.5, 1.5, 6.0
 L, D, H, K, F = 32, 32, 2, 16, 64
 
 
@@ -46,7 +48,7 @@ def folder(tmp_path_factory):
   """Documents of a few words, several of which fit in a row."""
   path = tmp_path_factory.mktemp('text')
   draw = random.Random(0)
-  words = 'for if in x y total item return while + = :'.split()
+  words = ['for', 'if', 'in', 'x', 'y', 'total', 'item', 'return', '+', '=']
   for i in range(300):
     text = ' '.join(draw.choices(words, k=draw.randint(2, 9)))
     (path / f'{i}.txt').write_text(f'{text}\n')
@@ -83,6 +85,7 @@ def config(folder):
       'LR_DECAY_START': DECAY_START,
       'LR_DECAY_END': DECAY_END,
       'LR_MIN_RATIO': FLOOR,
+      'ADAM_CLIP_THRESHOLD': MAX_RMS,
       'CLIP_GRADIENT_NORM': CLIP,
     }
   )
@@ -153,9 +156,7 @@ def _gelu(x):
 
 def _attention(x, w, mask):
   """Attention of Vaswani et al. (2017), with a scale of each dimension."""
-  q, k, v = jnp.einsum(
-    'bld,dshk->sbhlk', x, w['self_attention/combined_qkv/w']
-  )
+  q, k, v = jnp.einsum('bld,dshk->sbhlk', x, w['self_attention/combined_qkv/w'])
   scale = w['self_attention/per_dim_scale/per_dim_scale']
   q = q * jnp.log(1 + jnp.exp(scale)) / (np.log(2) * np.sqrt(K))
   scores = q @ jnp.swapaxes(k, 2, 3)
@@ -211,7 +212,9 @@ def _step(carry, batch):
   directions = jax.tree.map(direction, m, v)
   rms = jax.tree.map(lambda u: jnp.sqrt(jnp.mean(u**2)), directions)
   weights = jax.tree.map(
-    lambda w, u, rms: w - rate * (u / jnp.maximum(1, rms / MAX_RMS) + DECAY * w),
+    lambda w, u, rms: (
+      w - rate * (u / jnp.maximum(1, rms / MAX_RMS) + DECAY * w)
+    ),
     weights,
     directions,
     rms,
@@ -236,7 +239,6 @@ def _run_otherwise(first, batches):
   return weights, jax.device_get(said)
 
 
-@pytest.mark.usefixtures('compile_fast')
 def test_a_run_is_that_of_another_program(config, monkeypatch):
   monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
   with partitioning.on_devices(jax.devices()[:1]):
@@ -248,7 +250,7 @@ def test_a_run_is_that_of_another_program(config, monkeypatch):
 
   np.testing.assert_allclose(values('total_loss'), said['loss'], rtol=1e-5)
   np.testing.assert_allclose(values('learning_rate'), said['rate'], rtol=1e-5)
-  np.testing.assert_allclose(values('grad_norm'), said['norm'], rtol=1e-3)
+  np.testing.assert_allclose(values('grad_norm'), said['norm'], rtol=1e-4)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
     _as_layers(last),
@@ -352,15 +354,20 @@ def test_rotary_positions_have_roformers_numbers():
 @pytest.mark.parametrize(
   ('width', 'published'),
   [
-    (4, [[0, 0, 1, 1], [0.841470957, 9.99999902e-05, 0.540302277, 1]]),
+    (
+      4,
+      [
+        [0, 0, 1, 1],
+        [0.841470957, 9.99999902e-05, 0.540302277, 1],
+        [0.909297407, 1.99999980e-04, -0.416146845, 1],
+      ],
+    ),
     (
       6,
       [
         [0, 0, 0, 1, 1, 1],
-        [0.841470957, 0.00999983307, 9.99999902e-05]
-        + [0.540302277, 0.999949992, 1],
-        [0.909297407, 0.0199986659, 0.00019999998]
-        + [-0.416146815, 0.999800026, 1],
+        [0.841470957, 0.009999833, 9.99999902e-05, 0.540302277, 0.99995, 1],
+        [0.909297407, 0.019998666, 1.99999980e-04, -0.416146815, 0.9998, 1],
       ],
     ),
   ],

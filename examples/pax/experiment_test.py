@@ -227,8 +227,17 @@ def test_reduced(name, checkpointer):
   assert np.isfinite(evaluations.scalars[3]['log_pplx'])
 
 
+def test_what_a_constant_says_the_task_cannot_say_otherwise(monkeypatch):
+  made = lm_cloud.LmCloudSpmd2BLimitSteps(num_devices=1)
+  task = made.task()
+  task.train.num_train_steps = 9
+  monkeypatch.setattr(made, 'task', lambda: task)
+  with pytest.raises(ValueError, match='to 9, and MAX_STEPS is 300'):
+    made.filled_task()
+
+
 # Nats a byte of held-out files after 400 steps, a minute each. A model that
-# only counts bytes has 3.2, and gzip -9 needs 1.33.
+# only counts bytes has 3.25, and gzip -9 needs 1.33.
 LEARNED = {
   'C4Spmd1BAdam4Replicas': 2.2,
   'C4SpmdPipelineGpt3SmallAdam64Replicas': 2.3,

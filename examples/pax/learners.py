@@ -88,7 +88,7 @@ class Learner(hparams.Configurable):
     return not self._excluded.fits(name)
 
   def make(
-    self, is_stacked: Callable[[str], bool] | None = None
+    self, num_stacked: Callable[[str], int] | None = None
   ) -> optax.GradientTransformation:
     """Returns what turns gradients into updates.
 
@@ -99,19 +99,19 @@ class Learner(hparams.Configurable):
     state stays as it was, its count of steps included.
 
     Args:
-      is_stacked: as for `optimizers.BaseOptimizer.make`.
+      num_stacked: as for `optimizers.BaseOptimizer.make`.
 
     Returns:
       A transformation, whose `init` raises ValueError where a regular
       expression fits no weight, or no weight is trained; its `update` must be
       given the weights.
     """
-    if is_stacked is None or not self.hparams.vectorize_on_repeat_prefix:
-      is_stacked = optimizers.not_stacked
+    if num_stacked is None or not self.hparams.vectorize_on_repeat_prefix:
+      num_stacked = optimizers.not_stacked
     tx = optax.partition(
       {
         _TRAINED: self._skipping(
-          optax.chain(self._clip(), self._optimizers(is_stacked))
+          optax.chain(self._clip(), self._optimizers(num_stacked))
         ),
         _FROZEN: optax.set_to_zero(),
       },
@@ -171,10 +171,10 @@ class Learner(hparams.Configurable):
     return {'learning_rate': self.optimizer.get_learning_rate(step)}
 
   def _optimizers(
-    self, is_stacked: Callable[[str], bool]
+    self, num_stacked: Callable[[str], int]
   ) -> optax.GradientTransformation:
     """Returns what clipped gradients go to."""
-    return self.optimizer.make(is_stacked)
+    return self.optimizer.make(num_stacked)
 
   def _check_names(self, names: Sequence[str]) -> None:
     """Refuses a regular expression that fits no weight."""
@@ -316,11 +316,11 @@ class MultiOptimizerLearner(Learner):
     return fitting[0] if fitting else _MAIN
 
   def _optimizers(
-    self, is_stacked: Callable[[str], bool]
+    self, num_stacked: Callable[[str], int]
   ) -> optax.GradientTransformation:
     return optax.partition(
       {
-        label: optimizer.make(is_stacked)
+        label: optimizer.make(num_stacked)
         for label, optimizer in self._all().items()
       },
       lambda tree: optimizers.map_with_names(

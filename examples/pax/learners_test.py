@@ -43,9 +43,9 @@ _jit = functools.partial(
 )
 
 
-def _made(learner, is_stacked=None):
+def _made(learner, num_stacked=None):
   """Returns the first state, and a function that updates."""
-  tx = learner.make(is_stacked)
+  tx = learner.make(num_stacked)
 
   @_jit
   def update(grads, state):
@@ -56,8 +56,8 @@ def _made(learner, is_stacked=None):
   return tx.init(_WEIGHTS), update
 
 
-def _first_update(learner, grads=_GRADS, is_stacked=None):
-  state, update = _made(learner, is_stacked)
+def _first_update(learner, grads=_GRADS, num_stacked=None):
+  state, update = _made(learner, num_stacked)
   return update(grads, state)[0]
 
 
@@ -96,7 +96,7 @@ def test_clips_gradients(options, factors, clipped_norm):
     optimizers.Sgd.HParams(learning_rate=1.0, lr_schedule=schedule, **options),
     grad_norm_individual_vars=True,
   )
-  updates = _first_update(learner, is_stacked=lambda name: 'layers' in name)
+  updates = _first_update(learner, num_stacked=lambda name: 'layers' in name)
   _assert_close(updates, _scaled(_GRADS, *factors))
   _assert_close(
     _jit(learner.scalars)(_GRADS, updates, jnp.int32(4)),
@@ -210,7 +210,7 @@ def test_layers_of_a_stack_by_themselves():
   def one(**kwargs):
     optimizer = _adam(clip_threshold=0.25, epsilon=1.0, learning_rate=1.0)
     learner = _learner(optimizer, **kwargs)
-    updates = _first_update(learner, is_stacked=lambda name: 'layers' in name)
+    updates = _first_update(learner, num_stacked=lambda name: 'layers' in name)
     return updates['lm/layers/ff']['w'] + 0.1  # But for the decay.
 
   update = np.float64([[[2 / 3, 0.0]], [[1 / 2, 2 / 3]]])

@@ -88,12 +88,12 @@ def main(argv: Sequence[str]) -> None:
     argv: the command line without the program's name.
   """
   args, others = _parser().parse_known_args(argv)
+  names = map(experiment_registry.short_name, experiment_registry.get_all())
   if args.list:
-    names = map(experiment_registry.short_name, experiment_registry.get_all())
     print('\n'.join(names))
     return
   if args.exp is None:
-    _exit('Which experiment? Give --exp=NAME; --list prints the names.')
+    _exit('\n  '.join(['Which experiment? Give --exp, one of:', *names]))
   try:
     experiment = experiment_registry.get(args.exp)
   except experiment_registry.UnknownError as e:

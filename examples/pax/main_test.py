@@ -59,7 +59,7 @@ def test_modes(handed_on, mode, ours):
 @pytest.mark.parametrize(
   ('argv', 'said'),
   [
-    ([], '--list prints the names'),
+    ([], f'  {EXP}\n'),
     (['--exp=C4Spmd1BAdam4Replica'], "'tasks.lm.params.c4.C4Spmd1B"),
     ([f'--exp={EXP}', '--mode=evaluate'], "'decode_once'"),
     ([f'--exp={EXP}', '--mode=eval'], '--job_log_dir'),

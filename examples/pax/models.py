@@ -173,8 +173,7 @@ class BaseModel(base_layer.BaseLayer, abc.ABC):
     self, avg_xent: jax.Array, weight: jax.Array
   ) -> WeightedScalars:
     """Returns the metrics of a loss: in all, and its parts."""
-    scope = base_layer._current_scope('aux losses')
-    added = list(scope.collected.aux_losses.values())
+    added = list(self.aux_losses.values())
     total, weights = jnp.float32(0), jnp.float32(1)
     if added:
       # A layer that is repeated may give one for each repetition.

@@ -32,14 +32,14 @@ from examples.pax import schedules
 
 BaseHParams = hparams.BaseHParams
 Regexes = str | Sequence[str]
-# Whether the weight of a name is a stack, whose first axis is the layers.
-IsStacked = Callable[[str], bool]
+# How many axes of repeated layers the weight of a name has before its own.
+NumStacked = Callable[[str], int]
 
 
-def not_stacked(name: str) -> bool:
+def not_stacked(name: str) -> int:
   """Says of every weight that it is one layer's."""
   del name
-  return False
+  return 0
 
 
 def map_with_names(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
@@ -208,14 +208,14 @@ class BaseOptimizer(hparams.Configurable, abc.ABC):
     self._excluded.check(names)
 
   def make(
-    self, is_stacked: IsStacked = not_stacked
+    self, num_stacked: NumStacked = not_stacked
   ) -> optax.GradientTransformation:
     """Returns the optimizer, without what its learner does: clip and skip.
 
     Args:
-      is_stacked: says of a weight's name whether its first axis is a stack of
-        layers. Each layer is then a tensor of its own, as in Praxis, where the
-        optimizer is mapped over that axis: its update's root mean square is
+      num_stacked: says of a weight's name how many axes of layers it has before
+        its own. Each layer is a tensor of its own, as in Praxis, where the
+        optimizer is mapped over these axes: its update's root mean square is
         capped by itself, its moments are factored by themselves, and a stack of
         vectors is vectors.
     """
@@ -226,7 +226,7 @@ class BaseOptimizer(hparams.Configurable, abc.ABC):
         lambda name, x: (
           not (
             self._excluded.fits(name)
-            or (skip_vectors and x.ndim - is_stacked(name) <= 1)
+            or (skip_vectors and x.ndim - num_stacked(name) <= 1)
           )
         ),
         tree,
@@ -241,19 +241,21 @@ class BaseOptimizer(hparams.Configurable, abc.ABC):
     )
     return optax.chain(
       *([regularizer] if p.l2_regularizer_weight else []),
-      *self._steps(is_stacked),
+      *self._steps(num_stacked),
       *([decay] if self._weight_decay else []),
       optax.scale(-1.0),
     )
 
-  def _steps(self, is_stacked: IsStacked) -> list[optax.GradientTransformation]:
+  def _steps(
+    self, num_stacked: NumStacked
+  ) -> list[optax.GradientTransformation]:
     """From gradients to what is taken off the weights, but for their decay."""
     rate = optax.scale_by_learning_rate(self.get_learning_rate, flip_sign=False)
-    return [*self._directions(is_stacked), rate]
+    return [*self._directions(num_stacked), rate]
 
   @abc.abstractmethod
   def _directions(
-    self, is_stacked: IsStacked
+    self, num_stacked: NumStacked
   ) -> list[optax.GradientTransformation]:
     """From gradients to what the learning rate multiplies."""
 
@@ -304,7 +306,7 @@ class Sgd(BaseOptimizer):
       )
 
   def _directions(
-    self, is_stacked: IsStacked
+    self, num_stacked: NumStacked
   ) -> list[optax.GradientTransformation]:
     p = self.hparams
     return [] if p.momentum is None else [optax.trace(p.momentum, p.nesterov)]
@@ -338,12 +340,12 @@ class Adam(_Decayed):
     clip_threshold: float = 1.0
 
   def _directions(
-    self, is_stacked: IsStacked
+    self, num_stacked: NumStacked
   ) -> list[optax.GradientTransformation]:
     p = self.hparams
     return [
       optax.scale_by_adam(p.beta1, p.beta2, p.epsilon, p.epsilon_root),
-      *([_cap_rms(p.clip_threshold, is_stacked)] if p.clip_threshold else []),
+      *([_cap_rms(p.clip_threshold, num_stacked)] if p.clip_threshold else []),
     ]
 
 
@@ -366,7 +368,7 @@ class Lion(_Decayed):
     beta2: float = 0.99
 
   def _directions(
-    self, is_stacked: IsStacked
+    self, num_stacked: NumStacked
   ) -> list[optax.GradientTransformation]:
     return [optax.scale_by_lion(self.hparams.beta1, self.hparams.beta2)]
 
@@ -420,7 +422,7 @@ class Muon(_Decayed):
       pattern.check(names)
 
   def _directions(
-    self, is_stacked: IsStacked
+    self, num_stacked: NumStacked
   ) -> list[optax.GradientTransformation]:
     p = self.hparams
 
@@ -428,7 +430,7 @@ class Muon(_Decayed):
       for pattern, found in self._matrices:
         if pattern.fits(name):
           return found and optax.contrib.MuonDimensionNumbers(*found)
-      if x.ndim - is_stacked(name) == 2:
+      if x.ndim - num_stacked(name) == 2:
         return optax.contrib.MuonDimensionNumbers(-2, -1)
       return None
 
@@ -512,14 +514,14 @@ class ShardedAdafactor(_Decayed):
     return beta * (1.0 - beta ** (n - 1.0)) / (1.0 - beta**n)
 
   def _directions(
-    self, is_stacked: IsStacked
+    self, num_stacked: NumStacked
   ) -> list[optax.GradientTransformation]:
     p = self.hparams
     sort = p.sort_factored_second_moment_dims
 
     def leading_axes(name: str, x: Any) -> int:
       """How many axes count the tensors that are factored by themselves."""
-      stacked = int(is_stacked(name))
+      stacked = num_stacked(name)
       return stacked if sort else max(stacked, x.ndim - 2)
 
     factored = optax.scale_by_factored_rms(
@@ -531,17 +533,19 @@ class ShardedAdafactor(_Decayed):
     threshold = p.clipping_threshold
     return [
       _map_factored(factored, leading_axes),
-      *([_cap_rms(threshold, is_stacked)] if threshold else []),
+      *([_cap_rms(threshold, num_stacked)] if threshold else []),
     ]
 
-  def _steps(self, is_stacked: IsStacked) -> list[optax.GradientTransformation]:
+  def _steps(
+    self, num_stacked: NumStacked
+  ) -> list[optax.GradientTransformation]:
     p = self.hparams
 
     def scale(name: str, update: jax.Array, weight: jax.Array) -> jax.Array:
-      rms = _rms(weight, is_stacked(name))
+      rms = _rms(weight, num_stacked(name))
       return update * jnp.maximum(rms, p.epsilon2_param_scale_reg)
 
-    steps = super()._steps(is_stacked)
+    steps = super()._steps(num_stacked)
     if p.multiply_by_parameter_scale:
       steps.append(optax.stateless(functools.partial(map_with_names, scale)))
     if p.beta1:
@@ -551,19 +555,19 @@ class ShardedAdafactor(_Decayed):
     return steps
 
 
-def _rms(x: jax.Array, is_stacked: bool) -> jax.Array:
+def _rms(x: jax.Array, num_stacked: int) -> jax.Array:
   """Root mean square of a tensor, or of each of a stack; keeps the axes."""
-  axes = tuple(range(int(is_stacked), x.ndim))
+  axes = tuple(range(num_stacked, x.ndim))
   return jnp.sqrt(jnp.mean(jnp.square(x), axes, keepdims=True))
 
 
 def _cap_rms(
-  threshold: float, is_stacked: IsStacked
+  threshold: float, num_stacked: NumStacked
 ) -> optax.GradientTransformation:
   """Scales a tensor down to a root mean square of at most `threshold`."""
 
   def cap(name: str, x: jax.Array) -> jax.Array:
-    return x / jnp.maximum(_rms(x, is_stacked(name)) / threshold, 1.0)
+    return x / jnp.maximum(_rms(x, num_stacked(name)) / threshold, 1.0)
 
   return optax.stateless(lambda updates, _: map_with_names(cap, updates))
 

@@ -24,7 +24,7 @@ _SHAPES = {
 _SCHEDULE = schedules.Linear.HParams(start=(0, 1.0), limit=(10, 0.0))
 
 
-def _is_stacked(name):
+def _num_stacked(name):
   return name.startswith('lm/layers/')
 
 
@@ -63,7 +63,7 @@ def _train(tx, weights, grads):
   return found
 
 
-def _expect(step, weights, grads, is_stacked=_is_stacked):
+def _expect(step, weights, grads, num_stacked=_num_stacked):
   """Returns the same of `step(name, w, g, n, memory) -> w` by layer, float64.
 
   `n` is 1 at the first step; `memory` is a dict that is kept.
@@ -74,7 +74,7 @@ def _expect(step, weights, grads, is_stacked=_is_stacked):
 
     def one(name, w, g, n=n):
       g = np.float64(g)
-      if not is_stacked(name):
+      if not num_stacked(name):
         return step(name, w, g, n, memory.setdefault(name, {}))
       layers = [
         step(name, w[i], g[i], n, memory.setdefault((name, i), {}))
@@ -93,7 +93,7 @@ def _compare(
   num_steps=5,
   *,
   shapes=None,
-  is_stacked=_is_stacked,
+  num_stacked=_num_stacked,
   rtol=1e-5,
 ):
   rng = np.random.default_rng(0)
@@ -102,8 +102,8 @@ def _compare(
   grads = [_tree(rng, shapes, 10.0**-i) for i in range(num_steps)]
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6),
-    _train(optimizer.make(is_stacked), weights, grads),
-    _expect(step, weights, grads, is_stacked),
+    _train(optimizer.make(num_stacked), weights, grads),
+    _expect(step, weights, grads, num_stacked),
   )
 
 
@@ -167,7 +167,7 @@ def test_a_stack_that_is_not_said_to_be_one_is_one_tensor():
     update = m / (1 - 0.9**n) / (np.sqrt(v / (1 - 0.999**n)) + 1e-6)
     return w - 0.1 * update / max(1, _rms(update) / 0.5)
 
-  _compare(optimizer, step, 3, is_stacked=optimizers.not_stacked)
+  _compare(optimizer, step, 3, num_stacked=optimizers.not_stacked)
 
 
 @pytest.mark.parametrize('nesterov', [False, True])

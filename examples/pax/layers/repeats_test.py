@@ -157,10 +157,12 @@ def test_each_repetition_draws_for_itself():
     def __call__(self, x):
       return x + jax.random.uniform(self.next_prng_key())
 
-  one, two = (
-    repeats.Repeat.HParams(sub_tpl=Draws.HParams(), x_times=times)
-    .Instantiate()
-    .apply({'params': {}}, 0.0, rng=jax.random.key(0))
-    for times in (1, 2)
-  )
+  def total(times):
+    hparams = repeats.Repeat.HParams(sub_tpl=Draws.HParams(), x_times=times)
+    layer = hparams.Instantiate()
+    return jax.jit(lambda key: layer.apply({'params': {}}, 0.0, rng=key))(
+      jax.random.key(0)
+    )
+
+  one, two = total(1), total(2)
   assert two != 2 * one

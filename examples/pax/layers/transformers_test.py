@@ -289,24 +289,31 @@ def _pipelined(stage, **sizes):
   )
 
 
-def test_all_ways_to_run_layers_compute_the_same():
-  unrolled = _packed_lm(_block(2).set(checkpoint_policy='full'))
-  variables = _random_like(unrolled.Instantiate())
-  stacked = _stacked(variables, 2)
+def _loss_and_grads(stack, variables):
+  program = _jit(jax.value_and_grad(_loss(_packed_lm(stack), **DOCUMENTS)))
+  return program(variables, _ids(), None)
 
-  def run(lm, variables):
-    program = _jit(jax.value_and_grad(_loss(lm, **DOCUMENTS)))
-    return program(variables, _ids(), None)
 
-  loss, grads = run(_packed_lm(_repeated(2)), stacked)
-  actual, actual_grads = run(unrolled, variables)
-  np.testing.assert_allclose(actual, loss, rtol=1e-6)
-  _assert_trees_close(_stacked(actual_grads, 2), grads, rtol=1e-4, atol=1e-6)
-  stage = _repeated(1, 'dots')
-  actual = run(
-    _packed_lm(_pipelined(stage, num_pipeline_microbatches=2)), stacked
-  )
-  _assert_trees_close(actual, (loss, grads), rtol=1e-4, atol=1e-6)
+def test_unrolled_and_repeated_layers_compute_the_same():
+  unrolled = _block(2).set(checkpoint_policy='full')
+  variables = _random_like(_packed_lm(unrolled).Instantiate())
+  actual, grads = _loss_and_grads(unrolled, variables)
+  expected = _loss_and_grads(_repeated(2, 'dots'), _stacked(variables, 2))
+  actual = actual, _stacked(grads, 2)
+  _assert_trees_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('sizes', [{}, {'circular_repeat': 2}])
+@pytest.mark.parametrize('is_loop', [True, False])
+def test_pipelined_layers_have_the_gradients_of_repeated_ones(sizes, is_loop):
+  times = 4 // (2 * sizes.get('circular_repeat', 1))
+  stage = _repeated(times, 'dots') if is_loop else _block(times)
+  stack = _pipelined(stage, num_pipeline_microbatches=2, **sizes)
+  variables = _random_like(_packed_lm(stack).Instantiate())
+  actual = _loss_and_grads(stack, variables)
+  expected = _loss_and_grads(_repeated(4), variables)
+  _assert_trees_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_pipeline_drops_what_a_loop_does():

@@ -1,0 +1,140 @@
+"""Encoder-decoders on sequences that are made up.
+
+Expected: TODO
+Hardware: two cores; they are as small as that.
+Command:  python -m examples.pax.main --job_log_dir=/tmp/reverse \
+            --exp=ReverseEncoderDecoder
+"""
+
+from typing import Any, ClassVar, Self
+
+import fiddle as fdl
+import jax.numpy as jnp
+
+from examples.pax import base_experiment
+from examples.pax import experiment_registry
+from examples.pax import learners
+from examples.pax import models
+from examples.pax import optimizers
+from examples.pax import schedules
+from examples.pax import tasks
+from examples.pax.layers import embedding_softmax
+from examples.pax.layers import transformers
+from examples.pax.tasks.synthetic import input as synthetic_input
+from jaxline.inputs import base as inputs
+
+
+@experiment_registry.register
+class ReverseEncoderDecoder(base_experiment.BaseExperiment):
+  """Writes a sequence backwards.
+
+  Attributes:
+    REVERSE: whether backwards, or as it is.
+    NUM_LAYERS: of the encoder, and of the decoder.
+    MODEL_DIMS: width of the residual stream.
+    HIDDEN_DIMS: width within the feed-forward parts.
+    NUM_HEADS: attention heads.
+    VOCAB_SIZE: tokens: the symbols, and two that begin and end.
+    MIN_LENGTH: symbols of the shortest sequence.
+    MAX_LENGTH: symbols of the longest.
+    BATCH_SIZE: sequences a step, over all devices.
+    EVAL_EXAMPLES: sequences of an evaluation.
+    FPROP_DTYPE: of what is computed. Weights are float32.
+    LEARNING_RATE: at its peak.
+    LR_WARMUP_STEPS: how long it rises; then it falls to the last step.
+    CLIP_GRADIENT_NORM: most that the norm of all gradients may be.
+  """
+
+  REVERSE: ClassVar[bool] = True
+  NUM_LAYERS: ClassVar[int] = 2
+  MODEL_DIMS: ClassVar[int] = 64
+  HIDDEN_DIMS: ClassVar[int] = 256
+  NUM_HEADS: ClassVar[int] = 4
+  VOCAB_SIZE: ClassVar[int] = 18
+  MIN_LENGTH: ClassVar[int] = 1
+  MAX_LENGTH: ClassVar[int] = 12
+  BATCH_SIZE: ClassVar[int] = 64
+  EVAL_EXAMPLES: ClassVar[int] = 512
+  FPROP_DTYPE: ClassVar[str] = 'float32'
+
+  LEARNING_RATE: ClassVar[float] = 3e-3
+  LR_WARMUP_STEPS: ClassVar[int] = 50
+  CLIP_GRADIENT_NORM: ClassVar[float] = 1.0
+
+  MAX_STEPS: ClassVar[int] = 1000
+  CHECKPOINT_EVERY_N_STEPS: ClassVar[int] = 500
+  SUMMARY_INTERVAL_STEPS: ClassVar[int] = 50
+  EVAL_INTERVAL_STEPS: ClassVar[int] = 250
+
+  def datasets(self) -> list[fdl.Config]:
+    """Returns sequences to train on, and others to evaluate on."""
+    config = fdl.Config(
+      synthetic_input.SequenceInput,
+      batch_size=inputs.per_host(self.BATCH_SIZE),
+      min_length=self.MIN_LENGTH,
+      max_length=self.MAX_LENGTH,
+      vocab_size=self.VOCAB_SIZE,
+      reverse=self.REVERSE,
+      shuffle=False,  # They are random as they are.
+      input_random_seed=self.RANDOM_SEED,
+    )
+    return [
+      fdl.copy_with(config, is_training=True),
+      fdl.copy_with(
+        config,
+        size=self.EVAL_EXAMPLES,
+        reset_for_eval=True,
+        eval_loop_num_batches=None,
+      ),
+    ]
+
+  def task(self) -> Any:
+    """Returns the task."""
+    stack = transformers.StackedTransformer.HParams(
+      num_layers=self.NUM_LAYERS,
+      model_dims=self.MODEL_DIMS,
+      hidden_dims=self.HIDDEN_DIMS,
+      num_heads=self.NUM_HEADS,
+    )
+    network = transformers.TransformerEncoderDecoder.HParams(
+      vocab_size=self.VOCAB_SIZE,
+      model_dims=self.MODEL_DIMS,
+      softmax_tpl=embedding_softmax.SharedEmbeddingSoftmax.HParams(
+        scale_sqrt_depth=True
+      ),
+      encoder_stacked_transformer_tpl=stack,
+      decoder_stacked_transformer_tpl=stack.clone(),
+    )
+    optimizer = optimizers.Adam.HParams(
+      learning_rate=self.LEARNING_RATE,
+      lr_schedule=schedules.LinearRampupCosineDecay.HParams(
+        warmup_steps=self.LR_WARMUP_STEPS,
+        decay_start=self.LR_WARMUP_STEPS,
+        decay_end=self.MAX_STEPS,
+      ),
+      clip_gradient_norm_to_value=self.CLIP_GRADIENT_NORM,
+    )
+    greedy = models.GreedyDecoderHParams(
+      max_decode_steps=self.MAX_LENGTH + 1, eos_id=synthetic_input.STOP_ID
+    )
+    task = tasks.SingleTask.HParams(
+      name='sequences',
+      model=models.SequenceModel.HParams(model_tpl=network, decoder_tpl=greedy),
+    )
+    task.model.fprop_dtype = jnp.dtype(self.FPROP_DTYPE)
+    task.train.learner = learners.Learner.HParams(
+      loss_name='total_loss', optimizer=optimizer
+    )
+    return task
+
+  @classmethod
+  def reduced(cls) -> type[Self]:
+    """Returns itself: it is small."""
+    return cls
+
+
+@experiment_registry.register
+class CopyEncoderDecoder(ReverseEncoderDecoder):
+  """Writes a sequence as it is."""
+
+  REVERSE = False
