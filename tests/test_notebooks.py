@@ -1,0 +1,172 @@
+"""The notebooks run, and the code on the page for users of Pax does.
+
+To run them anew and keep what they print:
+
+    PYTHONPATH=. JAX_PLATFORMS=cpu python tests/test_notebooks.py
+"""
+
+import ast
+import pathlib
+import re
+import tempfile
+
+import jax
+import nbclient
+import nbformat
+import pytest
+
+from examples.pax import experiment_registry
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / 'docs' / 'notebooks').glob('*.ipynb'))
+PAGE = ROOT / 'docs' / 'from_pax.md'
+# Of this or that machine: /home/me, ~/x, C:\x, file:///x, 127.0.0.1.
+PATHS = re.compile(
+  r'(?<![\w./:-])(?:/[\w.-]+/|~/)|\b[A-Z]:\\|file:/|localhost|127\.0\.0\.1'
+)
+# A statement that says so in its last line is expected to raise this.
+RAISES = re.compile(r'#.*?\b(\w*Error)\b')
+
+by_notebook = pytest.mark.parametrize(
+  'path', NOTEBOOKS, ids=lambda path: path.stem
+)
+
+
+def test_notebooks_are_there():
+  assert [path.stem for path in NOTEBOOKS] == [
+    'inputs',
+    'life_of_an_experiment',
+    'pax_layer_basics',
+  ]
+
+
+@pytest.mark.parametrize(
+  ('text', 'is_path'),
+  [
+    ('in /home/me/run', True),
+    ("open('/tmp/x/y')", True),
+    ('~/.cache/x', True),
+    (r'C:\x', True),
+    ('file:///x', True),
+    ('1 rows/s, 2 batches/s', False),
+    ('https://github.com/google/paxml', False),
+    ('runs/a/train/metrics.jsonl, ../inputs.md', False),
+    ('a / b', False),
+  ],
+)
+def test_what_a_path_is(text, is_path):
+  assert bool(PATHS.search(text)) == is_path
+
+
+def texts(cell):
+  """Yields all text that a cell shows."""
+  for output in cell.outputs:
+    yield output.get('text', '')
+    for data in output.get('data', {}).values():
+      yield data if isinstance(data, str) else ''
+
+
+@by_notebook
+def test_what_is_saved(path):
+  notebook = nbformat.read(path, as_version=4)
+  nbformat.validate(notebook)
+  code = [cell for cell in notebook.cells if cell.cell_type == 'code']
+  # All of them, in order: what is shown is of one run.
+  assert [c.execution_count for c in code] == list(range(1, len(code) + 1))
+  assert any(cell.outputs for cell in code)
+  for cell in code:
+    assert 'error' not in {output.output_type for output in cell.outputs}
+    for text in texts(cell):
+      assert PATHS.search(text) is None, text
+  for cell in notebook.cells:
+    assert PATHS.search(cell.source) is None, cell.source
+    assert 'execution' not in cell.metadata  # Times of day.
+
+
+def execute(notebook, folder):
+  """Runs a notebook in a folder; raises what a cell raises."""
+  nbclient.NotebookClient(
+    notebook,
+    timeout=150,
+    kernel_name='python3',
+    record_timing=False,
+    coalesce_streams=True,
+    resources={'metadata': {'path': str(folder)}},
+  ).execute()
+  # Else the version of Python, and more.
+  notebook.metadata.language_info = {'name': 'python'}
+
+
+@by_notebook
+def test_runs(path, tmp_path, monkeypatch):
+  monkeypatch.setenv('PYTHONPATH', str(ROOT))
+  # Most of the time would go into LLVM.
+  monkeypatch.setenv('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
+  execute(nbformat.read(path, as_version=4), tmp_path)
+  assert list(tmp_path.iterdir()) == []  # Folders of its own.
+
+
+def statements(markdown):
+  """Yields (code, what it shall raise) of all Python in a page, in order."""
+  for match in re.finditer(r'^```python\n(.*?)^```', markdown, re.M | re.S):
+    # As many lines as stand before it, for tracebacks.
+    before = markdown.count('\n', 0, match.start(1))
+    source = '\n' * before + match[1]
+    lines = source.splitlines()
+    for node in ast.parse(source).body:
+      raises = RAISES.search(lines[node.end_lineno - 1])
+      yield ast.Module([node], []), raises[1] if raises else None
+
+
+def test_statements():
+  page = (
+    'x\n```python\na = 1\nb = a.c  # AttributeError, none.\n```\n```\ny\n```\n'
+  )
+  first, second = statements(page)
+  assert (ast.unparse(first[0]), first[1]) == ('a = 1', None)
+  assert (ast.unparse(second[0]), second[1]) == ('b = a.c', 'AttributeError')
+  assert second[0].body[0].lineno == 4
+
+
+@pytest.fixture
+def _quickly_compiled():
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
+@pytest.mark.usefixtures('_quickly_compiled')
+def test_page_for_users_of_pax(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  # What the page registers is forgotten afterwards.
+  known = experiment_registry.get_all()
+  monkeypatch.setattr(experiment_registry, '_registered', dict(known))
+  names = {'__name__': 'from_pax'}
+  raised = []
+  for code, raises in statements(PAGE.read_text(encoding='utf-8')):
+    run = compile(code, str(PAGE), 'exec')
+    if raises is None:
+      exec(run, names)
+      continue
+    with pytest.raises(Exception) as caught:
+      exec(run, names)
+    assert caught.type.__name__ == raises
+    raised.append(raises)
+  assert raised == ['AttributeError'] * 3 + ['UnknownError']
+
+
+@pytest.mark.parametrize('path', [PAGE, *NOTEBOOKS], ids=lambda path: path.stem)
+def test_links(path):
+  text = path.read_text(encoding='utf-8')
+  links = re.findall(r'\]\((?!https?:)([^)#\s]+)', text)
+  assert links
+  for link in links:
+    assert (path.parent / link).exists(), link
+
+
+if __name__ == '__main__':
+  for saved in NOTEBOOKS:
+    book = nbformat.read(saved, as_version=4)
+    with tempfile.TemporaryDirectory() as directory:
+      execute(book, directory)
+    nbformat.write(book, saved)
