@@ -226,6 +226,12 @@ def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
   path = pathlib.Path(
     config.decode.output or f'{config.checkpoint_dir}/decode/step_{step}.jsonl'
   )
+  prompts = config.decode.prompts
+  if prompts is not None and path.resolve() == pathlib.Path(prompts).resolve():
+    raise DecodeError(
+      f'config.decode.output is {config.decode.output!r}, the file of the'
+      ' prompts, which would be lost. Give another, or None.'
+    )
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.open('w', encoding='utf-8')

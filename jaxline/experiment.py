@@ -158,9 +158,9 @@ class AbstractExperiment(abc.ABC):
       rng: one key, of its own each time.
 
     Returns:
-      For each prompt its continuations, the best first: dicts of what JSON
-      has, one entry the 'text', others such as 'score'. With several processes
-      all get the same prompts, and must return the same.
+      For each prompt its continuations: dicts of what JSON has, one entry the
+      'text', others such as 'score'. With several processes all get the same
+      prompts, and must return the same.
 
     Raises:
       NotImplementedError: the experiment has no such thing.

@@ -89,8 +89,8 @@ class Rules:
 
 AXIS_NAMES = tuple(field.name for field in dataclasses.fields(Rules))
 
-# How a dimension is split: by a logical axis of `AXIS_NAMES`, of which the rules
-# know; by mesh axes of `MESH_AXES`, under any rules; None is not at all.
+# How a dimension is split: by a logical axis of `AXIS_NAMES`, which the rules
+# map; by mesh axes of `MESH_AXES`, under any rules; None is not at all.
 Axis = str | tuple[str, ...] | None
 
 _TENSOR = Rules(vocab=('mdl',), mlp=('mdl',), heads=('mdl',))

@@ -13,6 +13,7 @@ Shapes: B images, H rows, W columns, C channels. A record is what one call of a
 
 import abc
 import atexit
+import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import errno
@@ -865,6 +866,9 @@ class LogLineWriter(_Backend):
   """Logs each record as one line; a text follows on lines of its own.
 
   `step 1200 | loss 2.345 | bits_per_byte 3.383 | steps_per_sec 8.31`
+
+  Of a large group of names, such as `norm/...` of each weight, it only says how
+  many there are.
   """
 
   def __init__(self, *, mode: str | None = None) -> None:
@@ -886,7 +890,15 @@ class LogLineWriter(_Backend):
       for name in fields:
         self._order.setdefault(name, len(self._order))
       names = sorted(fields, key=self._order.__getitem__)
-      parts = [f'{name} {_shorten(fields[name])}' for name in names]
+      group_of = {name: name.partition('/')[0] for name in names if '/' in name}
+      sizes = collections.Counter(group_of.values())
+      large = {group for group, n in sizes.items() if n > _MAX_GROUP}
+      parts = [
+        f'{name} {_shorten(fields[name])}'
+        for name in names
+        if group_of.get(name) not in large
+      ]
+      parts += [f'{group}/ ({sizes[group]})' for group in sorted(large)]
     logging.info('%s', ' | '.join([f'{self._mode}step {step}', *parts]))
 
   def _flush(self) -> None:
@@ -894,6 +906,10 @@ class LogLineWriter(_Backend):
 
   def _finish(self) -> None:
     """Nothing is held."""
+
+
+# So many names with one beginning are written out in a line.
+_MAX_GROUP = 8
 
 
 def _shorten(value: Any) -> str:

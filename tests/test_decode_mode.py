@@ -223,6 +223,7 @@ def test_checkpoints_in_the_memory_of_this_process(run, tmp_path, monkeypatch):
     ({'prompts': 'number.jsonl'}, 'number.jsonl:1 is .*expected JSON'),
     ({'prompts': 'list.jsonl'}, 'list.jsonl:1 is .*expected JSON'),
     ({'cls': Mute}, r'Mute cannot continue prompts.*decode\(self, prompts'),
+    ({'output': './p.txt'}, "output is './p.txt', the file of the prompts"),
     ({'output': 'p.txt/o'}, r'written to p.txt/o: .*config.decode.output'),
     ({'directory': None}, r'config.checkpoint_dir is .*; expected the dir'),
     ({'directory': 'new'}, r"new has no checkpoint of 'latest'.*train first"),
@@ -253,6 +254,7 @@ def test_what_is_refused(run, tmp_path, monkeypatch, options, said):
   with pytest.raises(platform.UsageError, match=said):
     run(**{'prompts': 'p.txt'} | options)
   assert Echo.calls == []
+  assert (tmp_path / 'p.txt').read_text() == 'a'
   # No directory is made for a name that is wrong.
   assert not (tmp_path / 'new').exists()
 

@@ -358,6 +358,7 @@ def test_a_signal_to_one_evaluator_ends_both(undisturbed, folder):
 # --- The per-device style ----------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_process_keeps_its_own(folder):
   directory = folder / 'per_device'
   args = ('--config.train_checkpoint_all_hosts=True',)

@@ -487,11 +487,13 @@ def check_followed(run_dir, undisturbed):
   assert [r for r in evaluated if r in both] == both
 
 
+@pytest.mark.slow
 def test_evaluation_of_a_run_that_is_killed(tmp_path, undisturbed, start):
   follow(tmp_path, start, 0, 3)
   check_followed(tmp_path, undisturbed)
 
 
+@pytest.mark.slow
 def test_training_and_evaluation_in_two_threads(tmp_path, undisturbed, start):
   mode = 'train_eval_multithreaded'
   for signum, code in ((signal.SIGKILL, -9), (signal.SIGTERM, 75)):

@@ -1004,6 +1004,18 @@ def test_log_lines():
   ]
 
 
+def test_a_large_group_of_names_is_counted_and_not_written_out():
+  with mock.patch.object(logging, 'info') as info:
+    scalars = {'norm/w0': 1.0, 'loss': 2.0, 'b/x': 3.0}
+    scalars |= {f'norm/w{i}': 1.0 for i in range(8)}
+    writer = writers.LogLineWriter()
+    writer.write_scalars(1, scalars)
+    writer.write_scalars(2, scalars | {'norm/w8': 1.0})
+  lines = [call.args[0] % call.args[1:] for call in info.call_args_list]
+  assert lines[0].startswith('step 1 | norm/w0 1 | loss 2 | b/x 3 | norm/w1 1')
+  assert lines[1] == 'step 2 | loss 2 | b/x 3 | norm/ (9)'
+
+
 # --- Several writers. ---
 
 

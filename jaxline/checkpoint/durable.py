@@ -59,6 +59,13 @@ _FREE = (
   'pipeline_stages',
   'remat',
   'scan_layers',
+  # The same in examples/pax.
+  'ATTENTION_IMPL',
+  'CHECKPOINT_POLICY',
+  'EVAL_LOOP_NUM_BATCHES',
+  'LOSS_CHUNKS',
+  'MICROBATCH_SIZE',
+  'NUM_STAGES',
 )
 _SLOW_SECS = 1.0  # A save that waits longer for the one before is reported.
 

@@ -1,0 +1,131 @@
+"""Experiments of examples/pax, compiled for their chips, against formulas.
+
+Small ones of each kind: layers unrolled and whole weights, layers in a loop and
+weights that are split, and convolutions. `python -m benchmarks.scale` compiles
+all of them.
+"""
+
+import pytest
+
+from benchmarks import scale
+from jaxline.aot import report as report_lib
+
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.timeout(1800),  # Of each, a minute or two of a free core.
+  # What config flags load a file with.
+  pytest.mark.filterwarnings('ignore:the load_module'),
+]
+
+CHIPS = 4
+FORWARD_AND_BACKWARD = 3
+
+
+def compiled(name: str) -> tuple[report_lib.Report, report_lib.Program]:
+  pytest.importorskip('libtpu')
+  made = scale.compile_run(scale.RUNS[name])
+  (train,) = made.programs
+  assert made.target.num_devices == CHIPS
+  assert train.fits
+  assert train.unknown_loops == train.unknown_kernels == ()
+  assert {traffic.axes for traffic in train.traffic} == {('data',)}
+  return made, train
+
+
+def sent(train: report_lib.Program, *kinds: str) -> float:
+  """Returns the bytes of a chip's collectives, of all kinds or of some."""
+  return sum(t.bytes for t in train.traffic if t.kind in kinds or not kinds)
+
+
+def language_model_flops(
+  *, layers: int, width: int, hidden: int, vocab: int, rows: int, length: int
+) -> int:
+  """The products of a step, with heads that are together as wide as layers."""
+  weights = layers * (4 * width**2 + 2 * width * hidden) + width * vocab
+  # The first half of the queries leaves the second half of the keys out.
+  scores = length * length * 3 // 4
+  attention = layers * 2 * scores * width
+  return FORWARD_AND_BACKWARD * 2 * rows * (length * weights + attention)
+
+
+def test_layers_in_a_loop_and_split_weights():
+  made, train = compiled('C4Spmd22BAdam1xv4_8')
+  assert made.parameters == 872_751_104
+  assert made.state_bytes * CHIPS == pytest.approx(12 * 872_751_104, rel=1e-3)
+  assert train.model_flops == language_model_flops(
+    layers=16, width=2048, hidden=8192, vocab=32768, rows=64, length=1024
+  )
+  # All of a layer but its last product twice; and what is rounded to tiles.
+  assert 1.15 < train.flops * CHIPS / train.model_flops < 4 / 3
+  # Each weight twice in bfloat16, and its gradient once, in float32 and by a
+  # sum of which each chip wants a quarter: no activation is sent.
+  assert sent(train) < 1.2 * (2 * 2 + 4) * 872_751_104
+
+
+def test_layers_one_by_one_and_whole_weights():
+  made, train = compiled('LmCloudTransformerAdamLimitSteps')
+  assert made.parameters == 158_723_968
+  assert made.state_bytes == pytest.approx(12 * 158_723_968, rel=1e-3)
+  assert train.model_flops == language_model_flops(
+    layers=10, width=1024, hidden=4096, vocab=32000, rows=64, length=1024
+  )
+  # Nothing is computed again.
+  assert train.flops * CHIPS / train.model_flops == pytest.approx(1, abs=0.1)
+  # The gradients, in float32, and a few sums.
+  assert sent(train) == sent(train, 'all-reduce')
+  assert sent(train) == pytest.approx(4 * 158_723_968, rel=1e-3)
+
+
+def taps(size: int, kernel: int, stride: int, *, skip_padding: bool) -> int:
+  """Products along one axis of a convolution that keeps size / stride."""
+  out = size // stride
+  if not skip_padding:
+    return out * kernel
+  low = max((out - 1) * stride + kernel - size, 0) // 2
+  return sum(
+    0 <= i * stride + j - low < size for i in range(out) for j in range(kernel)
+  )
+
+
+def resnet_50_flops(images: int, *, skip_padding: bool) -> int:
+  """The products forward; the strides are those of the 3x3 convolutions."""
+
+  def products(kernel: int, dims: int, out_dims: int, stride: int = 1) -> int:
+    along = taps(size, kernel, stride, skip_padding=skip_padding)
+    return along**2 * dims * out_dims
+
+  size = 224
+  total = products(7, 3, 64, 2)
+  size, dims = 56, 64
+  for inner, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+    for block in range(blocks):
+      out_dims, stride = 4 * inner, 2 if inner > 64 and block == 0 else 1
+      total += products(1, dims, inner) + products(3, inner, inner, stride)
+      if block == 0:
+        total += products(1, dims, out_dims, stride)
+      size //= stride
+      total += products(1, inner, out_dims)
+      dims = out_dims
+  return 2 * images * (total + dims * 1000)
+
+
+def test_convolutions():
+  made, train = compiled('ResNet50Pjit')
+  # As published, of one image forward: He et al. (2015) count 3.8 G, with the
+  # strides elsewhere.
+  assert resnet_50_flops(1, skip_padding=False) / 2 == pytest.approx(
+    4.09e9, rel=1e-3
+  )
+  assert made.parameters == 25_557_032
+  statistics = 53_120
+  assert made.state_bytes == pytest.approx(
+    4 * (2 * 25_557_032 + statistics), rel=1e-3
+  )
+  assert train.model_flops == FORWARD_AND_BACKWARD * resnet_50_flops(
+    512, skip_padding=True
+  )
+  # Nothing needs the gradient of the images.
+  assert train.flops * CHIPS / train.model_flops == pytest.approx(1, abs=0.1)
+  # The gradients in float32, and sums over the batch.
+  assert sent(train) == sent(train, 'all-reduce')
+  assert sent(train) == pytest.approx(4 * 25_557_032, rel=0.05)
