@@ -12,16 +12,20 @@ import os
 import signal
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
-_FLAGS = [
-  os.environ.get('XLA_FLAGS', ''),
-  '--xla_force_host_platform_device_count=2',
-]
-# The tests compile many small programs and run each a few times. Without these
+# The tests compile many small programs and run each a few times. Without fusion
 # emitters that takes a third less; later releases have no such flag, and would
 # not start with it.
-if importlib.metadata.version('jax').startswith('0.10.'):
-  _FLAGS.append('--xla_cpu_use_fusion_emitters=false')
-os.environ['XLA_FLAGS'] = ' '.join(_FLAGS)
+os.environ['XLA_FLAGS'] = ' '.join(
+  [
+    os.environ.get('XLA_FLAGS', ''),
+    '--xla_force_host_platform_device_count=2',
+    *(
+      ['--xla_cpu_use_fusion_emitters=false']
+      if importlib.metadata.version('jax').startswith('0.10.')
+      else []
+    ),
+  ]
+)
 
 from absl import flags
 import jax

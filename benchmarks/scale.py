@@ -1,10 +1,10 @@
-"""What the runs of configs/c4.py need, by the TPU compiler and without a TPU.
+"""What the experiments of examples/pax need, by the TPU compiler, without TPUs.
 
     python -m benchmarks.scale [NAMES] [--results=DIR] [--again]
 
-Compiles the train step of each run for its topology, keeps the report as JSON
-and prints tables of all: those of docs/scale.md. (`--jaxline_mode=compile` does
-the same, and the eval step too.) A report that is there already is taken. Needs
+Compiles the train step of each for its topology, keeps the report as JSON and
+prints tables of all: those of docs/scale.md. (`--jaxline_mode=compile` does the
+same, and the eval step too.) A report that is there already is taken. Needs
 libtpu (the extra `tpu-aot`), one to three minutes a run of a free core, and up
 to 3 GB of memory.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from configs import c4
+from examples.pax import experiment_registry
 from jaxline import platform
 from jaxline.aot import ahead
 from jaxline.aot import report as report_lib
@@ -29,9 +29,11 @@ _GIB = 2.0**30
 _TERA = 1e12
 
 _MODEL = '--config.experiment_kwargs.config.model'
-# Name -> command line.
+# Name -> command line, of all that have chips of their own; and of lm_1b.
 RUNS: dict[str, Sequence[str]] = {
-  name: [f'--config=configs/c4.py:{name}'] for name in c4.RUNS
+  experiment.__name__: [f'--config=configs/c4.py:{experiment.__name__}']
+  for experiment in experiment_registry.get_all().values()
+  if experiment.TOPOLOGY
 } | {
   'lm_1b': [
     '--config=configs/lm_1b.py',
@@ -103,7 +105,11 @@ def _time_row(name: str, report: report_lib.Report) -> Iterable[str]:
   yield f'{roofline.mfu_bound:.0%}'
   yield f'{roofline.mfu_sum:.0%}'
   yield PUBLISHED.get(name, '')
-  yield f'{step.compile_secs:.0f}'
+
+
+def _size(item: tuple[str, report_lib.Report]) -> tuple[int, int]:
+  _, report = item
+  return report.parameters, report.target.num_devices
 
 
 def print_tables(reports: dict[str, report_lib.Report]) -> None:
@@ -136,13 +142,12 @@ def print_tables(reports: dict[str, report_lib.Report]) -> None:
         'MFU at most',
         'if nothing overlaps',
         'published MFU',
-        'compiled in, s',
       ),
       _time_row,
     ),
   ):
     print(f'| {" | ".join(titles)} |\n|{"---|" * len(titles)}')
-    for name, report in reports.items():
+    for name, report in sorted(reports.items(), key=_size):
       print(f'| {" | ".join(row(name, report))} |')
     print()
   for of in sorted(versions):

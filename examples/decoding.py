@@ -56,7 +56,8 @@ class Options:
     top_k: of 'sample': draw from so many of the likeliest tokens (Fan et al.,
       2018); 0 is all. 40 is the default of Pax.
     top_p: of 'sample': of these draw from the fewest whose probabilities, after
-      the temperature, add up to at least this (Holtzman et al., 2020).
+      the temperature and among these, add up to at least this (Holtzman et al.,
+      2020).
     num_samples: of 'sample': continuations of each prompt.
     beam_size: of 'beam': hypotheses kept for each prompt.
     length_norm_alpha: of 'beam': see `length_norm`; 0 prefers short ones.
@@ -408,7 +409,7 @@ def pad_prompts(
     if not 1 <= len(prompt) <= max_length:
       raise ValueError(
         f'Prompt {i + 1} of {len(prompts)} has {len(prompt)} tokens; expected 1'
-        f' to {max_length}.'
+        f' to {max_length}. Shorten it.'
       )
   longest = max(map(len, prompts))
   length = max(1 << (longest - 1).bit_length(), _SHORTEST)
@@ -443,8 +444,8 @@ def continue_texts(
     rows: see `pad_prompts`.
 
   Returns:
-    For each prompt its continuations: 'text', 'score' (see `Decoded`) and
-    'tokens', their number.
+    For each prompt its continuations, of a beam the best first: 'text', 'score'
+    (see `Decoded`) and 'tokens', their number.
 
   Raises:
     ValueError: a prompt is too long, or there is no room for any.

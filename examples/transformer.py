@@ -22,6 +22,8 @@ from jaxline import pipeline
 
 # Documents of the queries [B, L] and of the keys [B, M]; see `attend`.
 Segments = tuple[jax.Array, jax.Array] | None
+# Drops some of an array [B, ...], and makes up for it; None drops nothing.
+Dropout = Callable[[jax.Array], jax.Array] | None
 # The output layer: the table [V, D], and a bias [V].
 Head = tuple[jax.Array, jax.Array | None]
 
@@ -161,8 +163,8 @@ def normalize(
 
   Args:
     x: [..., D].
-    scale: factors [D], float32. Who stores them less 1 adds it.
-    bias: [D], float32, is added; None is none.
+    scale: factors [D]. Who stores them less 1 adds it.
+    bias: [D], is added; None is none.
     epsilon: is added to the mean square.
     centered: whether the mean is taken off first: layer normalisation.
 
@@ -174,9 +176,9 @@ def normalize(
   if centered:
     y -= jnp.mean(y, axis=-1, keepdims=True)
   y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
-  y *= jnp.expand_dims(scale, leading)
+  y *= jnp.expand_dims(scale.astype(jnp.float32), leading)
   if bias is not None:
-    y += jnp.expand_dims(bias, leading)
+    y += jnp.expand_dims(bias.astype(jnp.float32), leading)
   return y.astype(x.dtype)
 
 
@@ -315,6 +317,7 @@ def attend(
   is_causal: bool = True,
   seen_BM: jax.Array | None = None,
   scale: float | None = None,
+  dropout: Dropout = None,
 ) -> jax.Array:
   """Attention of L queries over M keys (Vaswani et al., 2017).
 
@@ -333,6 +336,7 @@ def attend(
       `offset` has no meaning.
     seen_BM: bool; False takes a key out, such as padding. None keeps all.
     scale: a factor of the scores; None is K**-0.5.
+    dropout: is applied to the weights of the keys; see `Dropout`.
 
   Returns:
     [B, L, H, K], in the dtype of `v_BMGK`; 0 where a query sees no key.
@@ -379,7 +383,10 @@ def attend(
   total = jnp.moveaxis(exp.sum(axis=-1), -1, 1)  # [B, L, heads]
   if may_be_blind:
     total = jnp.where(total > 0, total, 1)
-  mixed = einsum(f'B{h}LM,BMGK->BL{h}K', exp.astype(v_BMGK.dtype), v_BMGK)
+  weights = exp.astype(v_BMGK.dtype)
+  if dropout is not None:
+    weights = dropout(weights)
+  mixed = einsum(f'B{h}LM,BMGK->BL{h}K', weights, v_BMGK)
   mixed = (mixed / total[..., None]).astype(v_BMGK.dtype)
   return mixed if heads == groups else mixed.reshape(q_BLHK.shape)
 
@@ -391,6 +398,7 @@ def causal_attention(
   implementation: str,
   segment_ids_BL: jax.Array | None = None,
   cap: float = 0.0,
+  dropout: Dropout = None,
 ) -> jax.Array:
   """Causal attention of a sequence over itself.
 
@@ -404,19 +412,21 @@ def causal_attention(
       share a row.
     segment_ids_BL: the document that each token is of; None is one a row.
     cap: as for `attend`; for 'einsum' only.
+    dropout: the same.
 
   Returns:
     [B, L, H, K].
 
   Raises:
-    ValueError: there is a cap, and the implementation has none; or G does not
-      divide H.
+    ValueError: there is a cap or dropout, and the implementation has none; or G
+      does not divide H.
   """
   ids = segment_ids_BL
   if implementation != 'einsum':
-    if cap:
+    if cap or dropout is not None:
+      what = f'A cap of {cap}' if cap else 'Dropout'
       raise ValueError(
-        f"A cap of {cap} needs implementation='einsum'; got {implementation!r},"
+        f"{what} needs implementation='einsum'; got {implementation!r},"
         ' which has none. Choose either.'
       )
     same_BLL = None if ids is None else ids[:, :, None] == ids[:, None, :]
@@ -432,14 +442,24 @@ def causal_attention(
   half = q_BLHK.shape[1] // 2
   if half < 64:
     both = None if ids is None else (ids, ids)
-    return attend(q_BLHK, k_BLGK, v_BLGK, segments=both, cap=cap)
+    return attend(
+      q_BLHK, k_BLGK, v_BLGK, segments=both, cap=cap, dropout=dropout
+    )
   early = late = None
   if ids is not None:
     early, late = (ids[:, :half], ids[:, :half]), (ids[:, half:], ids)
   first = attend(
-    q_BLHK[:, :half], k_BLGK[:, :half], v_BLGK[:, :half], 0, early, cap
+    q_BLHK[:, :half],
+    k_BLGK[:, :half],
+    v_BLGK[:, :half],
+    0,
+    early,
+    cap,
+    dropout=dropout,
   )
-  second = attend(q_BLHK[:, half:], k_BLGK, v_BLGK, half, late, cap)
+  second = attend(
+    q_BLHK[:, half:], k_BLGK, v_BLGK, half, late, cap, dropout=dropout
+  )
   return jnp.concatenate([first, second], axis=1)
 
 
@@ -511,7 +531,7 @@ def logits(x_BLD: jax.Array, head: Head, cap: float = 0.0) -> jax.Array:
   x_BLD = partitioning.constrain(x_BLD, ('batch', None, 'activation_embed'))
   logits_BLV = einsum('BLD,VD->BLV', x_BLD, table_VD.astype(x_BLD.dtype))
   if bias_V is not None:
-    logits_BLV += bias_V[None, None]
+    logits_BLV += bias_V.astype(jnp.float32)[None, None]
   return partitioning.constrain(_cap(logits_BLV, cap), ('batch', None, 'vocab'))
 
 
@@ -612,9 +632,10 @@ def _chunked_cross_entropy(
     )
     return jax.tree.map(jnp.add, carry, (total, correct)), nats
 
+  zero = jnp.zeros([], jnp.float32)
   (total, correct), nats = jax.lax.scan(
     add,
-    (jnp.zeros([]), jnp.zeros([])),
+    (zero, zero),
     _pieces((x_BLD, targets_BL, weights_BL), chunks),
   )
   return total, (correct, _whole(nats))
@@ -660,7 +681,8 @@ def _chunked_forward(
     carry = jax.tree.map(jnp.add, carry, (total, correct, grad_head))
     return carry, (nats, grad_x)
 
-  zeros = (jnp.zeros([]), jnp.zeros([]), jax.tree.map(jnp.zeros_like, head))
+  zero = jnp.zeros([], jnp.float32)
+  zeros = (zero, zero, jax.tree.map(jnp.zeros_like, head))
   (total, correct, grad_head), (nats, grad_x) = jax.lax.scan(
     add, zeros, _pieces((x_BLD, targets_BL, weights_BL), chunks)
   )

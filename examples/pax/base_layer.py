@@ -208,16 +208,28 @@ class WeightHParams:
 
   def __post_init__(self) -> None:
     object.__setattr__(self, 'shape', tuple(self.shape))
+
+  def check(self, path: str) -> None:
+    """Refuses what no variable can be.
+
+    Args:
+      path: of the variable.
+
+    Raises:
+      ValueError: the shape has a size that is no positive integer, or not as
+        many dimensions as there are axes.
+    """
+    if any(type(n) is not int or n < 1 for n in self.shape):
+      raise ValueError(
+        f'The shape of {path} is {self.shape}; expected positive integers. Is a'
+        ' size of the HParams still 0?'
+      )
     mapping = self.tensor_split_dims_mapping
     if mapping is not None and len(mapping) != len(self.shape):
       raise ValueError(
-        f'tensor_split_dims_mapping {tuple(mapping)} has {len(mapping)} entries'
-        f' for a variable of shape {self.shape}; expected one a dimension.'
-      )
-    if any(type(n) is not int or n < 1 for n in self.shape):
-      raise ValueError(
-        f'The shape of a variable is {self.shape}; expected positive integers.'
-        ' Is a size of the HParams still 0?'
+        f'tensor_split_dims_mapping {tuple(mapping)} of {path} has'
+        f' {len(mapping)} entries for the shape {self.shape}; expected one a'
+        ' dimension.'
       )
 
   @property
@@ -373,12 +385,21 @@ class _Theta:
 
 
 def _in_a_run(method: Callable[..., Any]) -> Callable[..., Any]:
-  """Says what to do if a layer without variables is called."""
+  """Says what is wrong with how a layer is called, or what it splits."""
 
   @functools.wraps(method)
   def checked(self: 'BaseLayer', *args: Any, **kwargs: Any) -> Any:
     self._check_bound('call')
-    return method(self, *args, **kwargs)
+    self._depth += 1  # A method may call its parent's.
+    try:
+      out = method(self, *args, **kwargs)
+    finally:
+      self._depth -= 1
+    if not self._depth:
+      self._check_mapping(
+        'activation_split_dims_mapping', self._sharded, 'what it splits'
+      )
+    return out
 
   return checked
 
@@ -421,7 +442,7 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
     Attributes:
       name: of the layer, as the root of a tree; a child's is its parent's
         choice. None is the class's, in snake_case.
-      dtype: of its variables.
+      dtype: of its variables. A child's that is float32 is its parent's.
       fprop_dtype: of what it computes; None is its parent's, or `dtype`.
       params_init: what its variables start as, where they say nothing else;
         None is its parent's, or Xavier.
@@ -452,15 +473,21 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
     # Name -> what it is, and whether it is trained.
     self._variables: dict[str, tuple[WeightHParams, bool]] = {}
     self._names: set[str] = set()
+    self._sharded: set[str] = set()  # What `shard` was called with.
+    self._depth = 0  # Of calls.
     self._in_setup = True
     self.setup()
     self._in_setup = False
-    mapping = hparams.weight_split_dims_mapping
-    if wrong := sorted(set(mapping) - set(self._variables)):
+    self._check_mapping(
+      'weight_split_dims_mapping', set(self._variables), 'its variables'
+    )
+
+  @hk.transparent
+  def _check_mapping(self, field: str, names: set[str], what: str) -> None:
+    if wrong := sorted(set(getattr(self.hparams, field)) - names):
       raise ValueError(
-        f'weight_split_dims_mapping of {path} names {wrong}, which are none of'
-        f' its variables {sorted(self._variables)}.'
-        + hparams_lib.nearest(wrong[0], self._variables)
+        f'{field} of {self.module_name} names {wrong}, which are none of {what}'
+        f' {sorted(names)}.{hparams_lib.nearest(wrong[0], names)}'
       )
 
   def __deepcopy__(self, memo: Any) -> Self:
@@ -529,8 +556,9 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
       dtype=weight.dtype or p.dtype,
       tensor_split_dims_mapping=split,
     )
-    self._variables[name] = weight, trainable
     path = self.module_name
+    weight.check(f'{path}/{name}')
+    self._variables[name] = weight, trainable
     scope.created[path, name] = (weight, trainable)
 
     def make(*unused: Any) -> jax.Array:
@@ -548,7 +576,7 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
   def create_child(self, name: str, template: Any, **fields: Any) -> None:
     """Creates a layer, which becomes `self.<name>`.
 
-    What it leaves open (`fprop_dtype`, `params_init`) is this layer's.
+    What it leaves open (`dtype`, `fprop_dtype`, `params_init`) is this layer's.
 
     Args:
       name: its name, new in this layer.
@@ -616,6 +644,8 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
         f' got {_brief(template)}.'
       )
     p, hparams = self.hparams, template.twin().set(**fields)
+    if hparams.dtype == jnp.float32:
+      hparams.dtype = p.dtype
     if hparams.fprop_dtype is None:
       hparams.fprop_dtype = self.fprop_dtype
     if hparams.params_init is None:
@@ -695,7 +725,13 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
   @hk.transparent
   def next_prng_key(self) -> jax.Array:
     """Returns a new random key of this run."""
-    return hk.next_rng_key()
+    key = hk.maybe_next_rng_key()
+    if key is None:
+      raise ValueError(
+        f'{self.module_name} draws random numbers, and got no key; expected'
+        ' layer.apply(..., rng=key), or do_eval=True where that draws none.'
+      )
+    return key
 
   @hk.transparent
   def shard(
@@ -708,8 +744,8 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
       axes: one entry for each dimension; see `SplitDims`.
       name: under which `activation_split_dims_mapping` may say otherwise.
     """
-    own = self.hparams.activation_split_dims_mapping
-    axes = own.get(name, axes)
+    self._sharded.add(name)
+    axes = self.hparams.activation_split_dims_mapping.get(name, axes)
     if axes is None:
       return x
     return partitioning.constrain(x, tuple(_axis(entry) for entry in axes))
@@ -727,6 +763,7 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
         `train.summary_verbosity`).
     """
     scope = _current_scope('add_summary')
+    self._check_scalar(name, value)
     if verbosity <= scope.verbosity:
       _add(scope.collected.summaries, f'{self.module_name}/{name}', value)
 
@@ -742,16 +779,22 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
       weight: what counts where it is averaged over batches.
     """
     losses = _current_scope('add_aux_loss').collected.aux_losses
+    self._check_scalar(name, value)
     _add(losses, f'{self.module_name}/{name}', (value, weight))
 
   @hk.transparent
   def collect(self, collected: Collected) -> None:
     """Adds the summaries and losses of a layer that was run by `apply`."""
-    scope = _current_scope('collect')
-    for name, value in collected.summaries.items():
-      _add(scope.collected.summaries, f'{self.module_name}/{name}', value)
-    for name, value in collected.aux_losses.items():
-      _add(scope.collected.aux_losses, f'{self.module_name}/{name}', value)
+    into = _current_scope('collect').collected
+    _add_all(into, collected, f'{self.module_name}/')
+
+  @hk.transparent
+  def _check_scalar(self, name: str, value: Any) -> None:
+    if jnp.ndim(value):
+      raise ValueError(
+        f'{self.module_name} has {name!r} of shape {jnp.shape(value)}; expected'
+        ' a scalar, such as the mean.'
+      )
 
   # From outside.
 
@@ -908,6 +951,13 @@ def _add(into: dict[str, Any], name: str, value: Any) -> None:
   into[unique] = value
 
 
+def _add_all(into: Collected, other: Collected, prefix: str = '') -> None:
+  for name, value in other.summaries.items():
+    _add(into.summaries, prefix + name, value)
+  for name, value in other.aux_losses.items():
+    _add(into.aux_losses, prefix + name, value)
+
+
 def _identity(template: Any, hparams: Any) -> Any:
   """Returns what a layer has in common with those that it is one with."""
   if hparams.shared_weight_layer_id is not None:
@@ -945,11 +995,7 @@ def remat(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
 
   def call(*args: Any) -> Any:
     out, collected = hk.remat(run, **kwargs)(*args)
-    into = _current_scope('remat').collected
-    for name, value in collected.summaries.items():
-      _add(into.summaries, name, value)
-    for name, value in collected.aux_losses.items():
-      _add(into.aux_losses, name, value)
+    _add_all(_current_scope('remat').collected, collected)
     return out
 
   return call
@@ -1008,6 +1054,11 @@ class Stacked:
     """
     scope = _current_scope('Stacked')
     parent._reserve(name, 'Stacked')
+    if times < 1:
+      raise ValueError(
+        f'{parent.module_name}/{name} is to be repeated {times} times; expected'
+        ' at least 1.'
+      )
     hparams = parent._inherit(template, fields)
     root = _identity(template, hparams)
     hparams = hparams.clone().set(name=name)

@@ -205,6 +205,10 @@ def test_what_a_child_leaves_open_is_its_parents():
   assert float(params['two/second']['w'][0, 0]) == 2
   out = layer.apply(layer.init(KEY), X.astype(jnp.bfloat16))
   assert out.dtype == jnp.bfloat16
+  # As in Praxis, a type that is not the default is that of all within.
+  whole = Stack.HParams(layer=Two.HParams(), dtype=jnp.bfloat16).Instantiate()
+  for of in whole.abstract_init()['params'].values():
+    assert of['w'].dtype == jnp.bfloat16
   # The template is as it was.
   assert p.first.fprop_dtype is None
   assert not p.first.is_frozen
@@ -435,6 +439,13 @@ def test_summaries_and_losses():
   assert weight == 2
 
 
+@pytest.mark.parametrize('method', ['add_summary', 'add_aux_loss'])
+def test_a_summary_or_a_loss_is_a_scalar(method):
+  layer = Linear.HParams().Instantiate()
+  with pytest.raises(ValueError, match=r"linear has 'a' of shape \(2, 3\);"):
+    layer.apply(layer.init(KEY), 'a', X, method=method)
+
+
 def test_a_stack_is_its_layers_one_after_another():
   layer = Stack.HParams(layer=Two.HParams()).Instantiate()
   variables = layer.init(KEY)
@@ -466,6 +477,8 @@ def test_a_stack_is_its_layers_one_after_another():
   calls = collected.non_trainable['stack/x/second']['calls']
   np.testing.assert_array_equal(calls, [1, 1, 1])
   # A stack of stacks.
+  with pytest.raises(ValueError, match='stack/x is to be repeated 0 times'):
+    Stack.HParams(times=0).Instantiate().num_params()
   nested = Stack.HParams(layer=Stack.HParams(times=2)).Instantiate()
   variables = nested.init(KEY)
   w = np.asarray(variables['params']['stack/x/x']['w'], np.float64)
@@ -490,6 +503,8 @@ def test_evaluation_and_random_numbers():
   a, b = layer.apply(variables, X, rng=KEY)
   assert np.all(np.asarray(a) != np.asarray(b))
   np.testing.assert_array_equal(a, layer.apply(variables, X, rng=KEY)[0])
+  with pytest.raises(ValueError, match=r'noisy draws .*rng=key\), or do_eval'):
+    layer.apply(variables, X)
 
 
 def test_haiku_modules_within_a_layer():
@@ -559,6 +574,8 @@ def test_a_layer_on_a_mesh():
   ) == ((None, 'data'), (4, 2))
   # Nothing is said of it; XLA decides.
   assert shards(activation_split_dims_mapping={'out': None})[0][0] == 'data'
+  with pytest.raises(ValueError, match=r"split names \['ou'\], .*mean 'out'"):
+    shards(activation_split_dims_mapping={'ou': None})
 
 
 # Errors.

@@ -343,11 +343,17 @@ class EarlyStoppingMixin:
     """
     if rule is None or self.mode != 'train':
       return
+    rule = hparams_lib.instantiate(rule, EarlyStopping, 'early_stopping')
     config = base_config.of_run()
     path = None
     if config.checkpointer == 'durable' and config.checkpoint_dir:
       path = pathlib.Path(config.checkpoint_dir) / 'early_stopping.json'
-    self._evaluations = _Evaluations(optimizers.instantiate(rule), path)
+    self._evaluations = _Evaluations(rule, path)
+    logging.info(
+      'The evaluations of --jaxline_mode=train_and_eval may end training early,'
+      ' by their %r; in other modes it goes on to its last step.',
+      rule.hparams.metric,
+    )
 
   def should_run_step(self, global_step: int, config: Any) -> bool:
     """Whether to run the step of this number."""
@@ -475,13 +481,12 @@ class SingleTask(BaseTask):
   def __init__(self, hparams: Any):
     super().__init__(hparams)
     p = hparams
-    self.model: models.BaseModel = optimizers.instantiate(p.model)
-    if not isinstance(self.model, models.BaseModel):
-      raise TypeError(
-        f'The model of the task {p.name!r} is {p.model!r}; expected the HParams'
-        ' of a models.BaseModel.'
-      )
-    self._metrics: BaseMetrics = optimizers.instantiate(p.metrics)
+    self.model = hparams_lib.instantiate(
+      p.model, models.BaseModel, f'{p.name}.model'
+    )
+    self._metrics = hparams_lib.instantiate(
+      p.metrics, BaseMetrics, f'{p.name}.metrics'
+    )
     self.learner = self._make_learner()
     self._loss = self._make_loss_aggregator()
     self._noise = optimizers.Pattern('vn.vn_regex', p.vn.vn_regex)
@@ -502,7 +507,13 @@ class SingleTask(BaseTask):
         )
       given = given[0]
     # A built one stands for its hyperparameters.
-    found = getattr(given, 'hparams', given).clone()
+    found = getattr(given, 'hparams', given)
+    if not isinstance(found, learners.Learner.HParams):
+      raise TypeError(
+        f'{p.name}.train.learner is {given!r}; expected the HParams of a'
+        ' learners.Learner.'
+      )
+    found = found.clone()
     skipped = self._names_with(
       base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
     )
@@ -520,7 +531,9 @@ class SingleTask(BaseTask):
       return LossAggregator.HParams(
         **({'loss_key': name} if name else {})
       ).Instantiate()
-    found = optimizers.instantiate(p.loss_aggregator)
+    found = hparams_lib.instantiate(
+      p.loss_aggregator, LossAggregator, f'{p.name}.loss_aggregator'
+    )
     if name not in (None, found.hparams.loss_key):
       raise ValueError(
         f'The task {p.name!r} has a learner with loss_name {name!r}, and a'
@@ -669,6 +682,9 @@ class SingleTask(BaseTask):
     self, model_state: dict[str, Any], params: Any, step: jax.Array
   ) -> dict[str, Any]:
     """Returns the model state after an update: average, and count of steps.
+
+    A step that the learner has skipped counts as one that changed no weight;
+    not so where the whole step is left out (`config.on_nonfinite`).
 
     Args:
       model_state: of `loss_fn`.

@@ -264,6 +264,14 @@ def test_the_learner_may_name_the_loss():
       'expected at least one key, and a weight for each',
     ),
     ({'learner': [learners.Learner.HParams()] * 2}, 'has 2 learners; expected'),
+    (
+      {'learner': [None]},
+      'task.train.learner is None; expected the HParams of a',
+    ),
+    (
+      {'metrics': tasks.LossAggregator.HParams()},
+      'task.metrics is .* expected the HParams of a base_task.BaseMetrics',
+    ),
     ({'name': 'a task'}, "'a task'; expected an identifier"),
     ({'model': linears.Linear.HParams()}, 'the HParams of a models.BaseModel'),
     (

@@ -29,7 +29,6 @@ from jaxline import sharded
 from jaxline import writers
 from jaxline.inputs import base as inputs
 from jaxline.inputs import synthetic
-from jaxline.inputs import tokenization
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,7 +251,7 @@ class Experiment(
       rng: a key.
 
     Returns:
-      For each its continuations, the best first: 'text', 'score' (see
+      For each its continuations, of a beam the best first: 'text', 'score' (see
       `decoding.Decoded`) and 'tokens', their number.
     """
     text, options = self.experiment.prompting(), self.config.decode
@@ -260,37 +259,25 @@ class Experiment(
     options = dataclasses.replace(
       options, stop_ids=(*options.stop_ids, text.tokenizer.document_id)
     )
-    longest = text.max_length - options.max_decode_steps
-    if longest < 1:
-      raise ValueError(
-        f'decode.max_decode_steps is {options.max_decode_steps}, which leaves'
-        f' nothing of {text.max_length} tokens for a prompt.'
-      )
-    encoded = [
-      np.concatenate([[text.start_id], text.tokenizer.encode(prompt)])
-      for prompt in prompts
-    ]
-    batch = decoding.pad_prompts(
-      encoded, rows=self.partitioner.batch_shards, max_length=longest
-    )
-    batch = self.partitioner.put(batch, self.partitioner.batch_sharding)
     rng = self.partitioner.put(rng, self.partitioner.replicated)
-    state = self.state
-    decoded = jax.device_get(
-      self._decode(state.params, state.model_state, *batch, rng, options)
+
+    def run(*batch: np.ndarray) -> decoding.Decoded:
+      # All processes have all rows, and get all results.
+      placed = self.partitioner.put(batch, self.partitioner.batch_sharding)
+      state = self.state
+      return self._decode(
+        state.params, state.model_state, *placed, rng, options
+      )
+
+    return decoding.continue_texts(
+      run,
+      prompts,
+      options,
+      tokenizer=text.tokenizer,
+      start_id=text.start_id,
+      max_length=text.max_length,
+      rows=self.partitioner.batch_shards,
     )
-    return [
-      [
-        {
-          'text': _new_text(text.tokenizer, prompt, ids[:length]),
-          'score': float(score),
-          'tokens': int(length),
-        }
-        for ids, length, score in zip(*row, strict=True)
-        if length
-      ]
-      for prompt, *row in zip(encoded, *decoded, strict=False)
-    ]
 
   @functools.cached_property
   def _decode(self) -> Any:
@@ -312,15 +299,3 @@ class Experiment(
       static_argnums=5,
       out_shardings=self.partitioner.replicated,
     )
-
-
-def _new_text(
-  tokenizer: tokenization.Tokenizer, prompt: np.ndarray, new: np.ndarray
-) -> str:
-  """Returns the text of new tokens behind a prompt's."""
-  # Together: alone, a tokenizer's first word may lose the space before it.
-  before = tokenizer.decode(prompt[1:])
-  whole = tokenizer.decode(np.concatenate([prompt[1:], new]))
-  if whole.startswith(before):
-    return whole[len(before) :]
-  return tokenizer.decode(new)  # The new changed the end of the old.

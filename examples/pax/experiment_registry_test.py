@@ -14,6 +14,7 @@ FULL = 'examples.pax.tasks.lm.params.c4.C4Spmd1BAdam4Replicas'
 
 @pytest.fixture(autouse=True)
 def _as_before():
+  experiment_registry.get_all()  # Imports what registers experiments.
   before = dict(experiment_registry._registered)
   yield
   experiment_registry._registered.clear()

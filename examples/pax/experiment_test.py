@@ -174,7 +174,7 @@ def test_prompts_become_tokens_and_tokens_text():
   with pytest.raises(ValueError, match='Prompt 2 of 2 has 14 tokens'):
     made.decode(['f', 'for item in i'], jax.random.PRNGKey(0))
   config.experiment_kwargs.config.decode.max_decode_steps = 16
-  with pytest.raises(ValueError, match='leaves nothing of 16 tokens'):
+  with pytest.raises(ValueError, match='leaves nothing of the 16 tokens'):
     make(config, 'decode').decode(['f'], jax.random.PRNGKey(0))
 
 
@@ -240,7 +240,7 @@ def test_what_a_constant_says_the_task_cannot_say_otherwise(monkeypatch):
 # only counts bytes has 3.25, and gzip -9 needs 1.33.
 LEARNED = {
   'C4Spmd1BAdam4Replicas': 2.2,
-  'C4SpmdPipelineGpt3SmallAdam64Replicas': 2.3,
+  'C4SpmdPipelineGpt3SmallAdam64Replicas': 2.5,
   # A plain one: ReLU, no caps, layers unrolled.
   'LmCloudTransformerAdamLimitSteps': 2.2,
 }

@@ -44,7 +44,7 @@ except ModuleNotFoundError as e:
     name='fiddle',
   ) from e
 
-T = TypeVar('T', bound='BaseHParams')
+C = TypeVar('C')
 
 _FROZEN = '_frozen'
 _IDENTITY = '_identity'
@@ -282,9 +282,10 @@ class BaseHParams:
         f' {type(self).__qualname__}, which would stay as they are. Copy what'
         ' is meant with set().'
       )
-    for name, value in source.items():
+    # As one, so that what is in it twice is one here as well.
+    for name, value in source.clone().items():
       if name in self.names():
-        setattr(self, name, copy.deepcopy(value))
+        setattr(self, name, value)
     return self
 
   def Instantiate(self, **kwargs: Any) -> Any:
@@ -453,6 +454,27 @@ class Configurable:
 
 
 Configurable.HParams._owner = Configurable
+
+
+def instantiate(value: Any, kind: type[C], where: str) -> C:
+  """Makes the object of hyperparameters; an object stays what it is.
+
+  Args:
+    value: hyperparameters, or what was made of such.
+    kind: what it must be.
+    where: how messages call it.
+
+  Raises:
+    TypeError: it is something else.
+  """
+  made = value.Instantiate() if isinstance(value, BaseHParams) else value
+  if not isinstance(made, kind):
+    module = kind.__module__.rpartition('.')[2]
+    raise TypeError(
+      f'{where} is {value!r}; expected the HParams of a'
+      f' {module}.{kind.__name__}.'
+    )
+  return made
 
 
 class _Named:

@@ -339,6 +339,11 @@ def test_fields_are_copied_strictly():
   mine = Other.HParams().copy_fields_from(other)
   mine.extra.append(2)
   assert other.extra == [1]
+  twice = Leaf.HParams()
+  copied = Tree.HParams().copy_fields_from(
+    Tree.HParams(left=twice, right=twice)
+  )
+  assert copied.left is copied.right is not twice
 
 
 def test_text():

@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.pax import hparams
+from examples.pax import hparams as hparams_lib
 from examples.pax import optimizers
 
-BaseHParams = hparams.BaseHParams
+BaseHParams = hparams_lib.BaseHParams
 
 _TRAINED, _FROZEN, _MAIN = 'trained', 'frozen', 'main'
 
 
-class Learner(hparams.Configurable):
+class Learner(hparams_lib.Configurable):
   """One optimizer, and what belongs before and behind it."""
 
   class HParams(BaseHParams):
@@ -34,7 +34,8 @@ class Learner(hparams.Configurable):
       grad_norm_summary: report norms of gradients and of updates.
       grad_norm_individual_vars: report each gradient's norm besides.
       skip_step_gradient_norm_value: a step with a larger norm of the gradients
-        is skipped, as one is whose norm is not finite; 0 is no limit.
+        is skipped, as one is whose norm is not finite; 0 is no limit. The norm
+        is that before clipping.
       vectorize_on_repeat_prefix: each layer of a stack is a tensor of its own
         to the optimizer; see `optimizers.BaseOptimizer.make`.
       bprop_variable_inclusion: regular expressions for the names of the weights
@@ -44,7 +45,7 @@ class Learner(hparams.Configurable):
 
     name: str = 'learner'
     loss_name: str | None = None
-    optimizer: Any = hparams.sub_config_field(None)
+    optimizer: Any = hparams_lib.sub_config_field(None)
     grad_norm_summary: bool = True
     grad_norm_individual_vars: bool = False
     skip_step_gradient_norm_value: float = 0.0
@@ -55,13 +56,11 @@ class Learner(hparams.Configurable):
   def __init__(self, hparams: Any):
     super().__init__(hparams)
     p = hparams
-    if p.optimizer is None:
-      raise ValueError(
-        f'{p.name}.optimizer is None; set it to hyperparameters such as'
-        ' optimizers.Adam.HParams(learning_rate=1e-3).'
-      )
-    self.optimizer: optimizers.BaseOptimizer = optimizers.instantiate(
-      p.optimizer
+    self.optimizer = hparams_lib.instantiate(
+      p.optimizer, optimizers.BaseOptimizer, f'{p.name}.optimizer'
+    )
+    optimizers.check_not_negative(
+      f'{p.name}.skip_step_gradient_norm_value', p.skip_step_gradient_norm_value
     )
     self._included = optimizers.Pattern(
       f'{p.name}.bprop_variable_inclusion', p.bprop_variable_inclusion
@@ -286,7 +285,11 @@ class MultiOptimizerLearner(Learner):
       p.auxiliary_regex,
       strict=True,
     ):
-      self._auxiliary[name] = optimizers.instantiate(optimizer)
+      self._auxiliary[name] = hparams_lib.instantiate(
+        optimizer,
+        optimizers.BaseOptimizer,
+        f'An entry of {p.name}.auxiliary_optimizers',
+      )
       self._patterns[name] = optimizers.Pattern(
         f'{p.name}.auxiliary_regex', regex
       )

@@ -285,7 +285,26 @@ def test_refuses_names_that_fit_no_weight_when_it_sees_the_weights(
 @pytest.mark.parametrize(
   ('hparams', 'message'),
   [
-    (learners.Learner.HParams(), 'learner.optimizer is None'),
+    (
+      learners.Learner.HParams(),
+      'learner.optimizer is None; expected the HParams of a'
+      ' optimizers.BaseOptimizer',
+    ),
+    (
+      learners.Learner.HParams(
+        optimizer=_adam(), skip_step_gradient_norm_value=-1.0
+      ),
+      'learner.skip_step_gradient_norm_value is -1.0; expected a number of at',
+    ),
+    (
+      learners.MultiOptimizerLearner.HParams(
+        optimizer=_adam(),
+        auxiliary_optimizers=[learners.Learner.HParams(optimizer=_adam())],
+        auxiliary_regex=['a'],
+        auxiliary_names=['other'],
+      ),
+      'An entry of learner.auxiliary_optimizers is Learner.HParams',
+    ),
     (
       learners.Learner.HParams(
         optimizer=_adam(),
@@ -321,7 +340,7 @@ def test_refuses_names_that_fit_no_weight_when_it_sees_the_weights(
   ],
 )
 def test_refuses_what_contradicts_itself(hparams, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises((ValueError, TypeError), match=message):
     hparams.Instantiate()
 
 

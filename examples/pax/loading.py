@@ -13,7 +13,8 @@ A weight is called `params/` and its name; a variable that is not trained, such
 as a moving mean, `non_trainable/` and its name. `python -m jaxline.checkpoint
 show runs/a` lists what a checkpoint holds, with `state/` and, before
 `non_trainable/`, `model_state/` in front. Any sharded run of this library will
-do; its experiment and its mesh need not be this one's.
+do; its experiment and its mesh need not be this one's. Of a run that keeps a
+moving average of its weights, `model_state/ema/` and a weight's name is that.
 
 For one checkpoint, `config.restore_from` with `config.restore_rules` does the
 same, for any experiment.
@@ -61,7 +62,8 @@ class CheckpointLoadingRules(hparams.BaseHParams):
     ignore_rules: regular expressions, likewise: these variables stay as they
       are initialised, whatever `load_rules` say.
     step: of the checkpoint; None is the newest.
-    load_step: whether the run's steps go on from the checkpoint's.
+    load_step: whether the run's steps go on from the checkpoint's. The learning
+      rate follows the optimizer's own count: see `load_opt_states`.
     load_opt_states: whether the optimizer's state of the loaded weights is
       loaded too, with its counts of steps. It must be of the same kind.
     load_ema_states: whether the moving average of the loaded weights is loaded
@@ -191,11 +193,12 @@ def _sources(
       f' them. The nearest to the first are {_nearest(unused[0], names)}.'
       + (' safe_load=False lets unused rules pass.' if used else '')
     )
-  # Of the weights alone: what follows belongs to them.
+  # Of the weights alone: what follows belongs to them. A weight that comes from
+  # an average belongs to the weight that this is the average of.
   weights = {
-    name.removeprefix(_PARAMS): source.removeprefix(_PARAMS)
+    name.removeprefix(_PARAMS): source.removeprefix(_PARAMS).removeprefix(_EMA)
     for name, source in sources.items()
-    if name.startswith(_PARAMS) and source.startswith(_PARAMS)
+    if name.startswith(_PARAMS)
   }
   has_ema = any(name.startswith(_EMA) for name in live)
   if rule.load_ema_states and not has_ema:
@@ -203,9 +206,10 @@ def _sources(
       f'{where}.load_ema_states is True, but this run keeps no moving average'
       " of its weights: its optimizer's ema_decay is 0."
     )
-  if has_ema:
-    prefix = _EMA if rule.load_ema_states else _PARAMS
-    sources |= {f'{_EMA}{n}': f'{prefix}{s}' for n, s in weights.items()}
+  if rule.load_ema_states:
+    sources |= {f'{_EMA}{n}': f'{_EMA}{s}' for n, s in weights.items()}
+  elif has_ema:
+    sources |= {f'{_EMA}{n}': sources[f'{_PARAMS}{n}'] for n in weights}
   if rule.load_opt_states:
     sources |= _opt_sources(live, weights)
   if rule.load_step:

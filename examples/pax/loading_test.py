@@ -216,6 +216,22 @@ def test_states_of_the_optimizer_averages_and_the_step(source):
   check(state, expected, new_state())
 
 
+@pytest.mark.parametrize('load_ema_states', [False, True])
+def test_weights_of_an_average(source, load_ema_states):
+  rules = Rules(
+    load_rules=[('params/(.*)', 'model_state/ema/{}')],
+    load_ema_states=load_ema_states,
+    load_opt_states=True,
+  )
+  arrays = saved(source)
+  assert (arrays[EMA.format('first')] != arrays[FIRST]).any()
+  expected = {n: x for n, x in arrays.items() if n.startswith('opt_state/')}
+  for name in ('first', 'second'):
+    average = arrays[EMA.format(name)]
+    expected |= {f'params/net/{name}/w': average, EMA.format(name): average}
+  check(loading.load(new_state(), {source: rules}), expected, new_state())
+
+
 def test_several_checkpoints_and_steps(source):
   rules = {
     source: Rules(load_rules=[(FIRST, FIRST)], step=1),

@@ -29,6 +29,7 @@ from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
 from examples.pax.layers import transformers
+from jaxline import metrics as metrics_lib
 from jaxline.inputs import base as inputs
 
 BaseHParams = hparams.BaseHParams
@@ -176,7 +177,7 @@ class BaseModel(base_layer.BaseLayer, abc.ABC):
     added = list(self.aux_losses.values())
     total, weights = jnp.float32(0), jnp.float32(1)
     if added:
-      # A layer that is repeated may give one for each repetition.
+      # What runs a layer in a loop may collect an array of its losses.
       total = sum(jnp.sum(value) for value, _ in added).astype(jnp.float32)
       weights = jnp.stack(
         [jnp.mean(jnp.asarray(w, jnp.float32)) for _, w in added]
@@ -317,6 +318,12 @@ class LanguageModel(_TokenModel):
     """Returns `hidden` [B, L, D], what the output layer is given."""
     segments = ()
     if self.lm.hparams.packed_input:
+      if missing := {'segment_ids', 'segment_pos'} - set(batch):
+        raise ValueError(
+          f'{self.module_name}.lm_tpl.packed_input is True, but the batch lacks'
+          f' {sorted(missing)}; it has {sorted(batch)}. Pack the data, or set'
+          ' packed_input=False.'
+        )
       segments = (batch['segment_ids'], batch['segment_pos'])
     return {'hidden': self.lm.hidden(batch['ids'], *segments)}
 
@@ -361,9 +368,9 @@ class SequenceModel(_TokenModel):
   Its network is like `transformers.TransformerEncoderDecoder`.
 
   A batch has `src`, with `ids` and `paddings` [B, S] (1 for what only fills),
-  and `tgt`, with `ids`, `labels` and `weights` [B, L]. A run that accumulates
-  gradients weighs parts of a batch by its own `weights`: with those of `tgt`
-  there too, that is exact.
+  and `tgt`, with `ids`, `labels` and `weights` [B, L]; without these, the
+  batch's own `weights` count. A run that accumulates gradients weighs parts of
+  a batch by its own: with those of `tgt` there too, that is exact.
   """
 
   class HParams(BaseHParams):
@@ -392,7 +399,11 @@ class SequenceModel(_TokenModel):
     self, predictions: Mapping[str, Any], batch: Mapping[str, Any]
   ) -> tuple[WeightedScalars, PerExample]:
     """Returns metrics of the target's tokens; see `LanguageModel`."""
-    return self._token_loss(self.model, predictions['hidden'], batch['tgt'])
+    target = dict(batch['tgt'])
+    if inputs.WEIGHTS not in target and inputs.WEIGHTS in batch:
+      # So the rows that only fill up a batch do not count.
+      target[inputs.WEIGHTS] = batch[inputs.WEIGHTS]
+    return self._token_loss(self.model, predictions['hidden'], target)
 
   def start_decoding(
     self, batch: Mapping[str, Any], max_decode_steps: int
@@ -462,7 +473,8 @@ class ClassificationModel(BaseModel):
     weight = weights_B.sum()
 
     def mean(values_B: jax.Array) -> jax.Array:
-      return _mean((values_B * weights_B).sum(), weight)
+      # What has no weight may be NaN.
+      return _mean(metrics_lib.Mean.of(values_B, weights_B).total, weight)
 
     xent_B = transformer.cross_entropy(logits_BV[:, None], labels_B[:, None])
     xent_B = xent_B[:, 0]

@@ -47,9 +47,10 @@ class Table(base_layer.BaseLayer):
     )
 
   def hidden(self, ids, *segments):
-    # As a layer that is repeated gives a loss for each repetition.
     self.add_aux_loss('one', jnp.float32(0.25), 3.0)
-    self.add_aux_loss('each', jnp.float32([0.5, 0.125]), jnp.float32([1, 1]))
+    # As what runs a layer in a loop of its own may collect them.
+    each = (jnp.float32([0.5, 0.125]), jnp.float32([1, 1]))
+    self.collect(base_layer.Collected(aux_losses={'each': each}))
     x = self.softmax.emb_lookup(ids)
     for factor, entry in zip((1.0, 100.0), segments, strict=False):
       x += factor * entry.astype(jnp.float32)[..., None]
@@ -207,6 +208,12 @@ def test_packed_input_is_handed_on():
   np.testing.assert_allclose(
     hidden(packed_input=True) - hidden(), [1, 101, 2], rtol=1e-5
   )
+  del batch['segment_pos']
+  with pytest.raises(
+    ValueError,
+    match=r"lacks \['segment_pos'\]; it has \['ids', 'segment_ids'\]",
+  ):
+    hidden(packed_input=True)
 
 
 def continue_without_cache(next_logits, prompts, steps, stop):
@@ -297,6 +304,16 @@ def test_sequence_model_is_evaluated_and_decodes():
   other = source.at[0, 3:].set((source[0, 3:] + 1) % VOCAB)
   assert run(other, target)[0]['avg_xent'] == metrics['avg_xent']
 
+  # Nor a row that only fills up a batch.
+  batch = {'tgt': {'labels': target['labels']}, 'weights': jnp.float32([0, 1])}
+  x = jnp.ones([2, LENGTH, softmax['w'].shape[0]])
+  found, _ = jax.jit(
+    lambda batch: model.apply(
+      variables, {'hidden': x}, batch, method='compute_loss'
+    )
+  )(batch)
+  assert found['num_predictions'] == (LENGTH, 1)
+
   def next_logits(row, prefix):
     ids = np.zeros([2, LENGTH], np.int32)
     ids[row, : len(prefix)] = prefix
@@ -386,6 +403,10 @@ def test_classification_metrics():
     rel=1e-4,
   )
   np.testing.assert_allclose(per_example['xent'], nats, rtol=1e-3, atol=1e-4)
+  # Not even if nothing is known of them.
+  unknown = jnp.where((weights == 0)[:, None], jnp.nan, batch['x'])
+  again, _ = run(variables, batch | {'x': unknown, 'weights': weights})
+  assert {name: float(value) for name, (value, _) in again.items()} == values
   # Without weights all count alike.
   metrics, _ = run(variables, batch)
   assert float(metrics['avg_xent'][0]) == pytest.approx(nats.mean(), rel=1e-4)

@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.pax import hparams
+from examples.pax import hparams as hparams_lib
 from examples.pax import schedules
 
-BaseHParams = hparams.BaseHParams
+BaseHParams = hparams_lib.BaseHParams
 Regexes = str | Sequence[str]
 # How many axes of repeated layers the weight of a name has before its own.
 NumStacked = Callable[[str], int]
@@ -58,9 +58,13 @@ def weight_names(tree: Any) -> list[str]:
   return jax.tree.leaves(map_with_names(lambda name, _: name, tree))
 
 
-def instantiate(value: Any) -> Any:
-  """Makes the object of hyperparameters; an object stays what it is."""
-  return value.Instantiate() if isinstance(value, BaseHParams) else value
+def check_not_negative(field: str, value: float | None) -> None:
+  """Refuses a number of which a negative one would turn the sense round."""
+  if value is not None and not value >= 0:
+    raise ValueError(
+      f'{field} is {value}; expected a number of at least 0. With 0 it is left'
+      ' out.'
+    )
 
 
 class Pattern:
@@ -133,7 +137,7 @@ def ema_update(ema: Any, params: Any, step: Any, decay: float) -> Any:
   )
 
 
-class BaseOptimizer(hparams.Configurable, abc.ABC):
+class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
   """Turns gradients into what is added to the weights."""
 
   class HParams(BaseHParams):
@@ -156,7 +160,7 @@ class BaseOptimizer(hparams.Configurable, abc.ABC):
     """
 
     learning_rate: float | None = None
-    lr_schedule: Any = hparams.sub_config_field(schedules.Constant.HParams)
+    lr_schedule: Any = hparams_lib.sub_config_field(schedules.Constant.HParams)
     l2_regularizer_weight: float | None = None
     skip_lp_1d_vectors: bool = False
     decoupled_weight_decay: float | None = None
@@ -172,6 +176,12 @@ class BaseOptimizer(hparams.Configurable, abc.ABC):
       raise ValueError(
         f'{name}.learning_rate is None; set it to what the schedule multiplies.'
       )
+    for field in (
+      'l2_regularizer_weight',
+      'clip_gradient_norm_to_value',
+      'clip_gradient_single_norm_to_value',
+    ):
+      check_not_negative(f'{name}.{field}', getattr(p, field))
     if p.clip_gradient_norm_to_value and p.clip_gradient_single_norm_to_value:
       raise ValueError(
         f'{name} has clip_gradient_norm_to_value'
@@ -181,6 +191,7 @@ class BaseOptimizer(hparams.Configurable, abc.ABC):
         ' other to 0.'
       )
     self._weight_decay = self._find_weight_decay()
+    check_not_negative(f'The weight decay of {name}', self._weight_decay)
     if self._weight_decay and p.l2_regularizer_weight:
       raise ValueError(
         f'{name} has both l2_regularizer_weight {p.l2_regularizer_weight} and a'
@@ -194,7 +205,9 @@ class BaseOptimizer(hparams.Configurable, abc.ABC):
     self._excluded = Pattern(
       f'{name}.weight_decay_exclusion', p.weight_decay_exclusion
     )
-    self._schedule = instantiate(p.lr_schedule)
+    self._schedule = hparams_lib.instantiate(
+      p.lr_schedule, schedules.BaseSchedule, f'{name}.lr_schedule'
+    )
 
   def _find_weight_decay(self) -> float:
     return self.hparams.decoupled_weight_decay or 0.0

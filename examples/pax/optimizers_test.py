@@ -396,6 +396,24 @@ def test_moving_average_of_weights():
     (lambda: optimizers.Adam.HParams(), 'Adam.learning_rate is None'),
     (
       lambda: optimizers.Adam.HParams(
+        learning_rate=1.0, clip_gradient_norm_to_value=-1.0
+      ),
+      'clip_gradient_norm_to_value is -1.0; expected a number of at least 0',
+    ),
+    (
+      lambda: optimizers.Adam.HParams(learning_rate=1.0, weight_decay=-0.1),
+      'The weight decay of Adam is -0.1; expected a number of at least 0',
+    ),
+    (
+      lambda: optimizers.Adam.HParams(
+        learning_rate=1.0,
+        lr_schedule=optimizers.Lion.HParams(learning_rate=1.0),
+      ),
+      'Adam.lr_schedule is .*; expected the HParams of a'
+      ' schedules.BaseSchedule',
+    ),
+    (
+      lambda: optimizers.Adam.HParams(
         learning_rate=1.0,
         clip_gradient_norm_to_value=1.0,
         clip_gradient_single_norm_to_value=2.0,
@@ -444,5 +462,5 @@ def test_moving_average_of_weights():
   ],
 )
 def test_refuses_what_contradicts_itself(make, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises((ValueError, TypeError), match=message):
     make().Instantiate()

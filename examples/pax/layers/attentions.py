@@ -5,6 +5,8 @@ and values (each for H / G heads of queries), K head dim, S matrices side by
 side in one product.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -12,6 +14,7 @@ from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
 from examples.pax.layers import embedding_softmax
+from examples.pax.layers import stochastics
 
 BaseHParams = hparams.BaseHParams
 WeightHParams = base_layer.WeightHParams
@@ -146,6 +149,8 @@ class DotProductAttention(base_layer.BaseLayer):
       use_bias: whether there is a bias in the products with weights.
       atten_logit_cap: c tanh(score / c) takes the place of the scores; 0 leaves
         them. Needs 'einsum'.
+      atten_dropout_prob: part of the softmax's weights that is dropped in
+        training. Needs 'einsum'.
       internal_enable_per_dim_scale: whether queries have a `PerDimScale`.
       use_rotary_position_emb: whether queries and keys are turned by their
         positions.
@@ -169,6 +174,7 @@ class DotProductAttention(base_layer.BaseLayer):
     dim_per_head: int | None = None
     use_bias: bool = True
     atten_logit_cap: float = 0.0
+    atten_dropout_prob: float = 0.0
     internal_enable_per_dim_scale: bool = True
     use_rotary_position_emb: bool = False
     combine_qkv: bool = True
@@ -203,6 +209,9 @@ class DotProductAttention(base_layer.BaseLayer):
     )
     if p.internal_enable_per_dim_scale:
       self.create_child('per_dim_scale', PerDimScale.HParams(), dim=self._width)
+    self.create_child(
+      'atten_dropout', **stochastics.dropout(p.atten_dropout_prob)
+    )
     if self._turns:
       self.create_child(
         'rotary_position_emb',
@@ -212,6 +221,10 @@ class DotProductAttention(base_layer.BaseLayer):
 
   def _check(self) -> None:
     p, name = self.hparams, self.module_name
+    if p.num_heads < 1:
+      raise ValueError(
+        f'{name}.num_heads is {p.num_heads}; expected at least 1.'
+      )
     groups = p.num_kv_heads or p.num_heads
     if p.num_heads % groups:
       raise ValueError(
@@ -240,14 +253,19 @@ class DotProductAttention(base_layer.BaseLayer):
         f' {transformer.ATTENTIONS}.'
       )
     if p.attention_impl != 'einsum' and (
-      p.atten_logit_cap or not p.is_causal or p.is_cross_attention
+      p.atten_logit_cap
+      or p.atten_dropout_prob
+      or not p.is_causal
+      or p.is_cross_attention
     ):
       raise ValueError(
         f'{name}.attention_impl is {p.attention_impl!r}, which is for causal'
-        ' attention of a sequence over itself without a cap; got'
+        ' attention of a sequence over itself without a cap or dropout; got'
         f' is_causal={p.is_causal},'
         f' is_cross_attention={p.is_cross_attention},'
-        f" atten_logit_cap={p.atten_logit_cap}. Set 'einsum', or these."
+        f' atten_logit_cap={p.atten_logit_cap},'
+        f' atten_dropout_prob={p.atten_dropout_prob}.'
+        " Set 'einsum', or these."
       )
     if p.attention_impl == 'cudnn' and self.fprop_dtype == jnp.float32:
       raise ValueError(
@@ -306,6 +324,7 @@ class DotProductAttention(base_layer.BaseLayer):
     segment_ids: jax.Array | None = None,
     seen: jax.Array | None = None,
     position: jax.Array | None = None,
+    rows: jax.Array | None = None,
   ) -> jax.Array:
     """Attends.
 
@@ -319,6 +338,8 @@ class DotProductAttention(base_layer.BaseLayer):
         Not of causal attention, where padding comes last and nobody sees it.
       position: integers [B, L], or [L] of all rows: what turns queries and
         keys; None counts from 0.
+      rows: [B], the rows' numbers in the batch, which dropout depends on; None
+        counts from 0.
 
     Returns:
       [B, L, D].
@@ -334,7 +355,8 @@ class DotProductAttention(base_layer.BaseLayer):
           f'{self.module_name} is cross-attention: expected a key, and no'
           ' segment_ids.'
         )
-      return self.attend_to(query, self.keys_and_values(key, value), seen)
+      cache = self.keys_and_values(key, value)
+      return self.attend_to(query, cache, seen, rows)
     if not (key is None or key is query) or not (
       value is None or value is query
     ):
@@ -349,7 +371,13 @@ class DotProductAttention(base_layer.BaseLayer):
     q, k, v = self._qkv(query, position)
     if p.is_causal:
       mixed = transformer.causal_attention(
-        q, k, v, p.attention_impl, segment_ids, p.atten_logit_cap
+        q,
+        k,
+        v,
+        p.attention_impl,
+        segment_ids,
+        p.atten_logit_cap,
+        self._dropout(rows),
       )
     else:
       mixed = transformer.attend(
@@ -360,6 +388,7 @@ class DotProductAttention(base_layer.BaseLayer):
         cap=p.atten_logit_cap,
         is_causal=False,
         seen_BM=seen,
+        dropout=self._dropout(rows),
       )
     return self.post(mixed)
 
@@ -387,8 +416,18 @@ class DotProductAttention(base_layer.BaseLayer):
 
     Returns:
       [B, L, D], and the cache.
+
+    Raises:
+      ValueError: this attention is not causal, or not of a sequence over
+        itself.
     """
     p = self.hparams
+    if not p.is_causal or p.is_cross_attention:
+      raise ValueError(
+        f'{self.module_name} has is_causal={p.is_causal} and'
+        f' is_cross_attention={p.is_cross_attention}; only causal attention of'
+        ' a sequence over itself can be extended.'
+      )
     position = transformer.positions_from(start, inputs.shape[1])
     q, k, v = self._qkv(inputs, position)
     mixed, (k, v) = transformer.cached_attention(
@@ -421,7 +460,11 @@ class DotProductAttention(base_layer.BaseLayer):
     return {'key': k, 'value': v}
 
   def attend_to(
-    self, query: jax.Array, cache: Cache, seen: jax.Array | None = None
+    self,
+    query: jax.Array,
+    cache: Cache,
+    seen: jax.Array | None = None,
+    rows: jax.Array | None = None,
   ) -> jax.Array:
     """Attends to all of another sequence.
 
@@ -429,6 +472,7 @@ class DotProductAttention(base_layer.BaseLayer):
       query: [B, L, D].
       cache: of `keys_and_values`.
       seen: as for `__call__`.
+      rows: the same.
 
     Returns:
       [B, L, D].
@@ -441,8 +485,14 @@ class DotProductAttention(base_layer.BaseLayer):
       cap=self.hparams.atten_logit_cap,
       is_causal=False,
       seen_BM=seen,
+      dropout=self._dropout(rows),
     )
     return self.post(mixed)
+
+  def _dropout(self, rows: jax.Array | None) -> transformer.Dropout:
+    if self.do_eval or not self.hparams.atten_dropout_prob:
+      return None
+    return functools.partial(self.atten_dropout, rows_B=rows)
 
   def _qkv(
     self, x_BLD: jax.Array, position: jax.Array | None

@@ -185,6 +185,40 @@ def test_attention_that_is_not_causal_leaves_padding_out():
   np.testing.assert_allclose(actual[0], expected, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+  'fields', [{}, {'is_causal': False}, {'is_cross_attention': True}]
+)
+def test_what_attention_drops_depends_on_the_row(fields):
+  layer, variables = _made(atten_dropout_prob=0.5, num_kv_heads=2, **fields)
+  x = np.stack([_random(L, D)] * 2)
+  source = (x,) if 'is_cross_attention' in fields else ()
+
+  @functools.partial(_jit, static_argnums=2)
+  def run(key, rows, do_eval):
+    return layer.apply(
+      variables, x, *source, rows=rows, rng=key, do_eval=do_eval
+    )
+
+  both, swapped = (
+    np.asarray(run(jax.random.key(0), jnp.array(rows), False))
+    for rows in ([3, 4], [4, 3])
+  )
+  np.testing.assert_allclose(swapped, both[::-1], atol=1e-5)
+  assert np.abs(both[0] - both[1]).max() > 1e-2
+  whole = np.asarray(run(None, None, True))
+  np.testing.assert_allclose(whole[0], whole[1], atol=1e-5)
+  assert np.abs(both[0] - whole[0]).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+  'fields', [{'is_causal': False}, {'is_cross_attention': True}]
+)
+def test_only_causal_attention_over_itself_is_extended(fields):
+  layer, variables = _made(**fields)
+  with pytest.raises(ValueError, match='can be extended'):
+    layer.apply(variables, _random(B, 1, D), {}, 0, method='extend_step')
+
+
 def test_matrices_side_by_side_start_as_if_alone():
   hparams = attentions.DotProductAttention.HParams(
     input_dim=48, num_heads=4, dim_per_head=24
@@ -221,6 +255,8 @@ def test_templates_of_fiddle_make_projections_of_their_own():
     ({'attention_impl': 'flash'}, "'flash'; expected one of"),
     ({'attention_impl': 'xla', 'is_causal': False}, 'is_causal=False'),
     ({'attention_impl': 'xla', 'atten_logit_cap': 1.0}, 'cap=1.0'),
+    ({'attention_impl': 'xla', 'atten_dropout_prob': 0.1}, 'prob=0.1'),
+    ({'num_heads': 0}, 'num_heads is 0; expected at least 1'),
     ({'attention_impl': 'cudnn'}, 'needs fprop_dtype=jnp.bfloat16'),
     ({'dim_per_head': 3, 'use_rotary_position_emb': True}, 'an even'),
     ({'dim_per_head': None}, 'a divisor of it'),

@@ -221,6 +221,9 @@ class PositionalEmbedding(base_layer.BaseLayer):
     min_timescale: float = 1.0
     max_timescale: float = 10_000.0
 
+  def setup(self) -> None:
+    _check_even(self)
+
   def __call__(self, position_BL: jax.Array) -> jax.Array:
     """Returns [B, L, D] of integers [B, L], in `fprop_dtype`."""
     p = self.hparams
@@ -283,15 +286,35 @@ class RotaryPositionalEmbedding(base_layer.BaseLayer):
     embedding_dims: int = 0
     max_timescale: float = 10_000.0
 
+  def setup(self) -> None:
+    _check_even(self)
+
   def __call__(self, inputs: jax.Array, position: jax.Array) -> jax.Array:
     """Returns [B, L, H, K], in the dtype of the inputs.
 
     Args:
       inputs: [B, L, H, K].
       position: integers, [B, L] or [L].
+
+    Raises:
+      ValueError: K is not `embedding_dims`.
     """
     p = self.hparams
+    if inputs.shape[-1] != p.embedding_dims:
+      raise ValueError(
+        f'{self.module_name}.embedding_dims is {p.embedding_dims}; expected the'
+        f' width of the heads, {inputs.shape[-1]}.'
+      )
     angles = transformer.rotary_angles(
       position, p.embedding_dims, p.max_timescale
     )
     return transformer.rotate(inputs, angles)
+
+
+def _check_even(layer: base_layer.BaseLayer) -> None:
+  dims = layer.hparams.embedding_dims
+  if dims < 2 or dims % 2:
+    raise ValueError(
+      f'{layer.module_name}.embedding_dims is {dims}; expected an even number,'
+      ' for pairs of a sine and a cosine.'
+    )

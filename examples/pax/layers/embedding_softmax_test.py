@@ -207,6 +207,9 @@ def test_sinusoidal_positions():
   np.testing.assert_allclose(
     out, np.concatenate([np.sin(angles), np.cos(angles)], -1), atol=1e-3
   )
+  odd = embedding_softmax.PositionalEmbedding.HParams(embedding_dims=7)
+  with pytest.raises(ValueError, match=r'is 7; .*an even number'):
+    odd.Instantiate().init(jax.random.key(0))
   p.fprop_dtype = jnp.bfloat16
   low = jax.eval_shape(p.Instantiate().apply, nothing, POSITIONS)
   assert low.dtype == jnp.bfloat16
@@ -242,3 +245,5 @@ def test_rotary_positions():
   np.testing.assert_allclose(
     out, np.concatenate([pairs.real, pairs.imag], axis=-1), atol=1e-4
   )
+  with pytest.raises(ValueError, match='is 8; expected the width of the heads'):
+    layer.apply({'params': {}}, x_BLHK[..., :6], positions)

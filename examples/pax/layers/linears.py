@@ -6,6 +6,7 @@ Shapes: D input, F output.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from examples import transformer
 from examples.pax import base_layer
@@ -81,7 +82,7 @@ class Bias(base_layer.BaseLayer):
     """Returns [..., D] for [..., D], in `fprop_dtype`."""
     x = inputs.astype(self.fprop_dtype)
     b_D = self.theta.b.astype(x.dtype)
-    return x + b_D.reshape((1,) * (x.ndim - 1) + b_D.shape)
+    return x + jnp.expand_dims(b_D, range(x.ndim - 1))
 
 
 class FeedForward(base_layer.BaseLayer):

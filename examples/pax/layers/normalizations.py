@@ -5,6 +5,7 @@ Shapes: D the last axis, which has a scale and a bias for each entry.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from examples import transformer
 from examples.pax import base_layer
@@ -156,22 +157,25 @@ class BatchNorm(BaseNormalization):
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Returns [..., D], in the dtype of the inputs."""
     p, theta = self.hparams, self.theta
-    x = inputs.astype(theta.scale.dtype)
+    x = inputs.astype(np.promote_types(theta.scale.dtype, np.float32))
+
+    def value(name: str) -> jax.Array:
+      return self.get_var(name).astype(x.dtype)
+
     if self.do_eval:
-      mean, variance = theta.moving_mean, theta.moving_variance
+      mean, variance = value('moving_mean'), value('moving_variance')
     else:
       # Both sums in one pass over the inputs, which is what this costs.
       axes = tuple(range(x.ndim - 1))
       mean = jnp.mean(x, axis=axes)
       square = jnp.mean(x * x, axis=axes)
       variance = jnp.maximum(square - mean * mean, 0)
-      for name, value in ('mean', mean), ('variance', variance):
-        old = self.get_var(f'moving_{name}')
-        new = p.decay * old + (1 - p.decay) * value
-        self.update_var(f'moving_{name}', new)
-    factor = theta.scale * jax.lax.rsqrt(variance + p.epsilon)
+      for name, new in ('moving_mean', mean), ('moving_variance', variance):
+        new = p.decay * value(name) + (1 - p.decay) * new
+        self.update_var(name, new.astype(self.get_var(name).dtype))
+    factor = value('scale') * jax.lax.rsqrt(variance + p.epsilon)
     leading = range(x.ndim - 1)
     factor, mean, bias = (
-      jnp.expand_dims(v, leading) for v in (factor, mean, theta.bias)
+      jnp.expand_dims(v, leading) for v in (factor, mean, value('bias'))
     )
     return ((x - mean) * factor + bias).astype(inputs.dtype)

@@ -1,6 +1,7 @@
 """A layer that is repeated: one program, stacked weights.
 
-Shapes: N repetitions; the arrays of a cache have the batch as axis 1.
+Shapes: N repetitions; the arrays of a cache have the batch as axis 1, and on
+axis 0 those of the layers one after another.
 """
 
 from collections.abc import Callable
@@ -73,15 +74,14 @@ class Repeat(base_layer.BaseLayer):
     return self._scan('__call__', x, None, args)[0]
 
   def empty_cache(self, batch: int, length: int, *args: Any) -> Any:
-    """Returns the layers' caches as one, [N, B, ...] each."""
+    """Returns the layers' caches as one: [N n, B, ...] of [n, B, ...]."""
 
     def one(variables: base_layer.Variables) -> Any:
-      cache = self._sub.layer.apply(
+      return self._sub.layer.apply(
         variables, batch, length, *args, method='empty_cache', do_eval=True
       )
-      return jax.tree.map(lambda c: c[0], cache)
 
-    return jax.lax.map(one, self._sub.variables())
+    return _joined(jax.lax.map(one, self._sub.variables()))
 
   def extend_step(self, x: Any, cache: Any, *args: Any) -> tuple[Any, Any]:
     """Returns what the last layer gives, and the cache."""
@@ -97,16 +97,16 @@ class Repeat(base_layer.BaseLayer):
       if cache is None:
         x, collected = run(variables, number, x, *args)
         return x, (None, collected)
-      # The layer itself is a stack of one.
-      cache = jax.tree.map(lambda c: c[None], cache)
       (x, cache), collected = run(variables, number, x, cache, *args)
-      return x, (jax.tree.map(lambda c: c[0], cache), collected)
+      return x, (cache, collected)
 
     policy = transformer.remat_policy(self.hparams.checkpoint_policy)
     if policy is not None and cache is None:
       # A loop is not merged with the one that computes again.
       one = jax.checkpoint(one, policy=policy, prevent_cse=False)
-    layers = (self._sub.variables(), jnp.arange(self._sub.times), cache)
+    times = self._sub.times
+    cache = jax.tree.map(lambda c: c.reshape(times, -1, *c.shape[1:]), cache)
+    layers = (self._sub.variables(), jnp.arange(times), cache)
     x, (cache, collected) = jax.lax.scan(one, x, layers)
     self._sub.update(collected.non_trainable)
 
@@ -114,7 +114,7 @@ class Repeat(base_layer.BaseLayer):
       return {
         f'{i}/{name}': jax.tree.map(operator.itemgetter(i), value)
         for name, value in tree.items()
-        for i in range(self._sub.times)
+        for i in range(times)
       }
 
     self.collect(
@@ -123,7 +123,7 @@ class Repeat(base_layer.BaseLayer):
         aux_losses=by_layer(collected.aux_losses),
       )
     )
-    return x, cache
+    return x, _joined(cache)
 
   def _runner(self, method: str) -> Callable[..., Any]:
     """Returns a function `(variables, number of the layer, *args)`.
@@ -146,3 +146,8 @@ class Repeat(base_layer.BaseLayer):
       )
 
     return run
+
+
+def _joined(cache: Any) -> Any:
+  """Returns [N n, ...] of [N, n, ...]."""
+  return jax.tree.map(lambda c: c.reshape(-1, *c.shape[2:]), cache)

@@ -1,5 +1,7 @@
 """Layers that draw random numbers."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -48,3 +50,12 @@ class Dropout(base_layer.BaseLayer):
     if rows_B is None:
       rows_B = jnp.arange(inputs.shape[0])
     return transformer.drop(inputs, self.next_prng_key(), 1 - keep, rows_B, 0)
+
+
+def dropout(rate: float) -> dict[str, Any]:
+  """Returns the arguments of `create_child` for a rate.
+
+  Args:
+    rate: the part of the entries that is dropped, below 1.
+  """
+  return {'template': Dropout.HParams(), 'keep_prob': 1 - rate}

@@ -63,14 +63,6 @@ def _given(**fields: Any) -> dict[str, Any]:
   return {name: value for name, value in fields.items() if value}
 
 
-def _dropout(rate: float) -> dict[str, Any]:
-  """Returns the arguments of `create_child` for a rate."""
-  return {
-    'template': stochastics.Dropout.HParams(),
-    'keep_prob': 1 - rate,
-  }
-
-
 class TransformerFeedForward(base_layer.BaseLayer):
   """The position-wise part: normalise, D -> F -> D, and add to the input."""
 
@@ -129,8 +121,12 @@ class TransformerFeedForward(base_layer.BaseLayer):
       axes=('mlp', 'embed'),
       use_bias=p.has_bias,
     )
-    self.create_child('relu_dropout', **_dropout(p.relu_dropout_prob))
-    self.create_child('residual_dropout', **_dropout(p.residual_dropout_prob))
+    self.create_child(
+      'relu_dropout', **stochastics.dropout(p.relu_dropout_prob)
+    )
+    self.create_child(
+      'residual_dropout', **stochastics.dropout(p.residual_dropout_prob)
+    )
 
   def __call__(
     self, inputs: jax.Array, rows: jax.Array | None = None
@@ -175,6 +171,7 @@ class Transformer(base_layer.BaseLayer):
       residual_dropout_prob: part of what each part adds that is dropped in
         training.
       relu_dropout_prob: the same within the feed-forward part.
+      atten_dropout_prob: the same of attention's weights.
     """
 
     input_dims: int = 0
@@ -193,12 +190,17 @@ class Transformer(base_layer.BaseLayer):
     ln_tpl: BaseHParams = sub_config_field(normalizations.LayerNorm.HParams)
     residual_dropout_prob: float = 0.0
     relu_dropout_prob: float = 0.0
+    atten_dropout_prob: float = 0.0
 
   def setup(self) -> None:
     p = self.hparams
     heads = {
       'input_dim': p.input_dims,
-      **_given(num_heads=p.num_heads, dim_per_head=p.dim_per_head),
+      **_given(
+        num_heads=p.num_heads,
+        dim_per_head=p.dim_per_head,
+        atten_dropout_prob=p.atten_dropout_prob,
+      ),
     }
     self.create_child('layer_norm', p.ln_tpl, dim=p.input_dims)
     self.create_child(
@@ -213,7 +215,9 @@ class Transformer(base_layer.BaseLayer):
         is_cross_attention=True,
         **heads,
       )
-    self.create_child('residual_dropout', **_dropout(p.residual_dropout_prob))
+    self.create_child(
+      'residual_dropout', **stochastics.dropout(p.residual_dropout_prob)
+    )
     self.create_child(
       'ff_layer',
       p.tr_fflayer_tpl,
@@ -233,6 +237,9 @@ class Transformer(base_layer.BaseLayer):
     Args:
       inputs: [B, L, D].
       context: what else it sees.
+
+    Raises:
+      ValueError: there is no `source` for cross-attention, or one without it.
     """
     context = context or Context()
     mixed = self.self_attention(
@@ -240,26 +247,27 @@ class Transformer(base_layer.BaseLayer):
       segment_ids=context.segment_ids,
       seen=context.seen,
       position=context.position,
+      rows=context.rows,
     )
-    source = None
-    if self.hparams.use_cross_attention:
-      source = self.cross_attention.keys_and_values(context.source)
-    return self._after(inputs, mixed, source, context)
+    return self._after(inputs, mixed, self._source(context.source), context)
 
   def empty_cache(
     self, batch: int, length: int, source: jax.Array | None = None
   ) -> dict[str, attentions.Cache]:
-    """Returns room for `extend_step`.
+    """Returns room for `extend_step`, [1, B, ...] each.
 
     Args:
       batch: B.
       length: M, as many positions as there shall be.
       source: [B, T, D], what cross-attention attends to.
+
+    Raises:
+      ValueError: as for `__call__`.
     """
     cache = {'self': self.self_attention.empty_cache(batch, length)}
-    if self.hparams.use_cross_attention:
-      cache['cross'] = self.cross_attention.keys_and_values(source)
-    return cache
+    if (of_source := self._source(source)) is not None:
+      cache['cross'] = of_source
+    return jax.tree.map(lambda x: x[None], cache)
 
   def extend_step(
     self,
@@ -279,11 +287,23 @@ class Transformer(base_layer.BaseLayer):
     Returns:
       [B, L, D], and the cache.
     """
+    own = jax.tree.map(lambda x: x[0], cache)
     mixed, of_self = self.self_attention.extend_step(
-      self.layer_norm(inputs), cache['self'], start
+      self.layer_norm(inputs), own['self'], start
     )
-    out = self._after(inputs, mixed, cache.get('cross'), context or Context())
-    return out, {**cache, 'self': of_self}
+    out = self._after(inputs, mixed, own.get('cross'), context or Context())
+    return out, {**cache, 'self': jax.tree.map(lambda x: x[None], of_self)}
+
+  def _source(self, source: jax.Array | None) -> attentions.Cache | None:
+    """Returns what cross-attention attends to; None without it."""
+    has = self.hparams.use_cross_attention
+    if (source is not None) != has:
+      got = 'no' if source is None else 'a'
+      raise ValueError(
+        f'{self.module_name} has use_cross_attention={has}, and {got} source.'
+        ' Expected one with use_cross_attention=True, and only then.'
+      )
+    return self.cross_attention.keys_and_values(source) if has else None
 
   def _after(
     self,
@@ -296,7 +316,7 @@ class Transformer(base_layer.BaseLayer):
     x_BLD += self.residual_dropout(mixed_BLD, context.rows)
     if source is not None:
       mixed_BLD = self.cross_attention.attend_to(
-        self.cross_layer_norm(x_BLD), source, context.source_seen
+        self.cross_layer_norm(x_BLD), source, context.source_seen, context.rows
       )
       x_BLD += self.residual_dropout(mixed_BLD, context.rows)
     x_BLD = self.ff_layer(x_BLD, context.rows)
@@ -320,6 +340,8 @@ class StackedTransformer(base_layer.BaseLayer):
       residual_dropout_prob: part of what each part of a layer adds that is
         dropped in training.
       relu_dropout_prob: the same within the feed-forward parts.
+      atten_dropout_prob: the same of attention's weights.
+      dropout_prob: takes the place of those of these three that are 0.
       transformer_layer_params_tpl: the layers; it says what is 0 or None above.
       checkpoint_policy: what of each layer the backward pass computes again;
         see `transformer.remat_policy`.
@@ -334,6 +356,8 @@ class StackedTransformer(base_layer.BaseLayer):
     use_cross_attention: bool = False
     residual_dropout_prob: float = 0.0
     relu_dropout_prob: float = 0.0
+    atten_dropout_prob: float = 0.0
+    dropout_prob: float = 0.0
     transformer_layer_params_tpl: BaseHParams = sub_config_field(
       Transformer.HParams
     )
@@ -356,8 +380,9 @@ class StackedTransformer(base_layer.BaseLayer):
         hidden_dims=p.hidden_dims,
         num_heads=p.num_heads,
         dim_per_head=p.dim_per_head,
-        residual_dropout_prob=p.residual_dropout_prob,
-        relu_dropout_prob=p.relu_dropout_prob,
+        residual_dropout_prob=p.residual_dropout_prob or p.dropout_prob,
+        relu_dropout_prob=p.relu_dropout_prob or p.dropout_prob,
+        atten_dropout_prob=p.atten_dropout_prob or p.dropout_prob,
       ),
     )
 
@@ -375,10 +400,7 @@ class StackedTransformer(base_layer.BaseLayer):
     self, batch: int, length: int, source: jax.Array | None = None
   ) -> list[Any]:
     """Returns the caches of the layers, [1, B, ...] each."""
-    caches = [
-      layer.empty_cache(batch, length, source) for layer in self.x_layers
-    ]
-    return jax.tree.map(lambda x: x[None], caches)
+    return [layer.empty_cache(batch, length, source) for layer in self.x_layers]
 
   def extend_step(
     self,
@@ -390,10 +412,9 @@ class StackedTransformer(base_layer.BaseLayer):
     """Returns [B, L, D], and the cache; see `Transformer`."""
     x_BLD, new = inputs, []
     for layer, own in zip(self.x_layers, cache, strict=True):
-      own = jax.tree.map(lambda x: x[0], own)
       x_BLD, own = layer.extend_step(x_BLD, own, start, context)
       new.append(own)
-    return x_BLD, jax.tree.map(lambda x: x[None], new)
+    return x_BLD, new
 
 
 class _OfRepeat(base_layer.BaseLayer):
@@ -555,7 +576,9 @@ class _Embedded(base_layer.BaseLayer):
       self.create_child(
         'position_emb', p.position_emb_tpl, embedding_dims=p.model_dims
       )
-    self.create_child('input_dropout', **_dropout(p.input_dropout_prob))
+    self.create_child(
+      'input_dropout', **stochastics.dropout(p.input_dropout_prob)
+    )
     self.create_child('final_ln', p.final_ln_tpl, dim=p.model_dims)
 
   def _embed(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples import transformer
 from examples.pax import base_layer
 from examples.pax.layers import activations
 from examples.pax.layers import attentions
@@ -46,7 +47,7 @@ def _block(num_layers=1, width=D, heads=H, hidden=F, dropout=0.0, **attention):
     model_dims=width,
     hidden_dims=hidden,
     num_heads=heads,
-    residual_dropout_prob=dropout,
+    dropout_prob=dropout,
     transformer_layer_params_tpl=transformers.Transformer.HParams(
       tr_atten_tpl=atten.set(**attention)
     ),
@@ -413,7 +414,10 @@ def _assert_decoded(whole, decoded):
 )
 def test_cached_decoding_is_the_uncached_token_by_token(positions, stack):
   if stack == 'repeated':
-    lm = _lm(_repeated(2))
+    nested = transformers.StackedTransformerRepeated.HParams(
+      block=_repeated(2), x_times=2
+    )
+    lm = _lm(nested)
   elif stack == 'unrolled':
     lm = _lm(_block(2), position_emb_tpl=TRAINED)
   else:
@@ -510,6 +514,44 @@ def test_a_gated_feed_forward_part_is_its_formula():
   hidden = a / (1 + np.exp(-a)) * gate
   out = hidden @ second['w'] + second['b']
   np.testing.assert_allclose(actual[0], x[0] + 0.5 * out, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'times'),
+  [
+    ({}, 0),
+    ({'residual_dropout_prob': 0.1}, 2),
+    ({'relu_dropout_prob': 0.1}, 1),
+    ({'atten_dropout_prob': 0.1}, 1),
+    ({'dropout_prob': 0.1}, 4),
+  ],
+)
+def test_how_often_a_layer_drops(fields, times, monkeypatch):
+  shapes, drop = [], transformer.drop
+  monkeypatch.setattr(
+    transformer,
+    'drop',
+    lambda x, *args: shapes.append(x.shape) or drop(x, *args),
+  )
+  layer = _block().set(**fields).Instantiate()
+  x = jnp.zeros([B, L, D])
+  run = functools.partial(layer.apply, _random_like(layer), x)
+  jax.eval_shape(lambda key: run(rng=key), jax.random.key(0))
+  assert len(shapes) == times
+  assert ((B, H, L, L) in shapes) == (
+    'atten_dropout_prob' in fields or 'dropout_prob' in fields
+  )
+  jax.eval_shape(lambda: run(do_eval=True))
+  assert len(shapes) == times
+
+
+def test_cross_attention_needs_a_source_and_only_it():
+  x = jnp.zeros([B, L, D])
+  for has, source, match in ((True, None, 'no source'), (False, x, 'a source')):
+    layer = _block(1).set(use_cross_attention=has).Instantiate()
+    context = transformers.Context(source=source)
+    with pytest.raises(ValueError, match=match):
+      jax.eval_shape(layer.apply, _random_like(layer), x, context)
 
 
 def test_layers_of_one_fiddle_config_have_weights_of_their_own():

@@ -2,12 +2,13 @@
 
 import json
 
-from array_record.python import array_record_module
 import numpy as np
 import pytest
-import sentencepiece
 
 from examples.pax.tasks.lm import input as lm_input
+
+array_record = pytest.importorskip('array_record.python.array_record_module')
+sentencepiece = pytest.importorskip('sentencepiece')
 
 
 @pytest.fixture(scope='module')
@@ -57,7 +58,7 @@ def test_a_record_is_an_example_or_json():
 
 
 def write(path, documents):
-  writer = array_record_module.ArrayRecordWriter(str(path), 'group_size:1')
+  writer = array_record.ArrayRecordWriter(str(path), 'group_size:1')
   for document in documents:
     writer.write(example(text=document))
   writer.close()

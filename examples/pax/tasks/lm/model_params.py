@@ -352,6 +352,10 @@ class LmExperiment(base_experiment.BaseExperiment):
     }
     if cls.DATA == 'c4':
       changes['DATA'] = 'stdlib'
+    if cls.INIT_STD is not None:
+      changes['INIT_STD'] = (
+        0.05  # What it is was for a hundred times the width.
+      )
     if cls.NUM_STAGES > 1:
       changes |= {'NUM_STAGES': 2, 'MICROBATCH_SIZE': 2}
     return cls.with_constants(changes)

@@ -1,0 +1,142 @@
+"""What registered experiments learn: losses that were seen, and what is easy.
+
+The slow ones are whole runs, of a minute or two on two cores.
+"""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from examples.pax import config as config_lib
+from examples.pax import experiment
+from examples.pax.tasks.synthetic import input as synthetic_input
+from jaxline import partitioning
+from jaxline import train
+from jaxline import utils
+from jaxline import writers
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+  """On one device, with checkpoints of its own."""
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+  with partitioning.on_devices(jax.devices()[:1]):
+    yield
+
+
+class Last(writers.MultiWriter):
+  """Keeps what is written last."""
+
+  def __init__(self):
+    super().__init__([])
+    self.scalars = {}
+
+  def write_scalars(self, global_step, scalars):
+    self.scalars = jax.device_get(dict(scalars))
+
+
+def _train_and_eval(config):
+  """Returns the experiment that was trained, and its last evaluation."""
+  made, last = {}, Last()
+
+  def make(mode, init_rng, config):
+    made[mode] = experiment.Experiment(mode, init_rng, config)
+    return made[mode]
+
+  checkpointer = utils.InMemoryCheckpointer(config, 'train')
+  train.train_and_eval(make, config, checkpointer, Last(), last)
+  return made['train'], last.scalars
+
+
+def _config(name, **keys):
+  config = config_lib.get_config(name)
+  config.checkpointer = 'memory'
+  config.update(keys)
+  return config.copy_and_resolve_references()
+
+
+def _nats_without_the_source(min_length, max_length, num_symbols):
+  """Returns the loss of who knows all of the targets but their sources."""
+  lengths = np.arange(min_length, max_length + 1)
+  nats = lengths.mean() * math.log(num_symbols) + math.log(len(lengths))
+  return nats / (lengths + 1).mean()  # The token that ends it, too.
+
+
+@pytest.mark.usefixtures('compile_fast')
+def test_an_encoder_decoder_uses_its_source():
+  config = _config('ReverseEncoderDecoder', training_steps=150)
+  config.log_train_data_interval = 150
+  config.experiment_kwargs.config.constants.update(
+    {
+      'NUM_LAYERS': 1,
+      'MODEL_DIMS': 32,
+      'HIDDEN_DIMS': 64,
+      'NUM_HEADS': 2,
+      'MAX_LENGTH': 3,
+      'VOCAB_SIZE': 6,
+      'LEARNING_RATE': 1e-2,
+      'LR_WARMUP_STEPS': 10,
+      'EVAL_EXAMPLES': 64,
+    }
+  )
+  last = Last()
+  checkpointer = utils.InMemoryCheckpointer(config, 'train')
+  train.train(experiment.Experiment, config, checkpointer, last)
+  assert last.scalars['log_pplx'] < 0.3 * _nats_without_the_source(1, 3, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+  'name', ['ReverseEncoderDecoder', 'CopyEncoderDecoder']
+)
+def test_sequences_come_out_as_they_should(name):
+  trained, scalars = _train_and_eval(_config(name))
+  assert scalars['log_pplx'] < 0.01
+  assert scalars['fraction_of_correct_next_step_preds'] > 0.995
+
+  # Greedily, of sequences that it has not seen, token after token of its own.
+  source = trained.eval_input()
+  batch = next(source)
+  rows = len(batch.src.ids)
+  begun = {
+    'src': batch.src,
+    'tgt': {
+      'ids': np.full([rows, 1], synthetic_input.START_ID, np.int32),
+      'lengths': np.ones(rows, np.int32),
+    },
+  }
+  state = trained.state
+  decoded = jax.jit(trained.in_mesh(trained.task.decode))(
+    state.params, state.model_state, begun
+  )
+  lengths_B = batch.tgt.weights.sum(axis=1)
+  exact = [
+    length == expected and np.array_equal(ids[:length], labels[:length])
+    for ids, length, labels, expected in zip(
+      np.asarray(decoded.ids)[:, 0],
+      np.asarray(decoded.lengths)[:, 0],
+      batch.tgt.labels,
+      lengths_B,
+      strict=True,
+    )
+  ]
+  assert np.mean(exact) > 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+  ('name', 'most'),
+  [
+    ('C4Spmd1BAdam4Replicas', 2.3),  # 2.16 was seen.
+    ('LmCloudTransformerAdamLimitSteps', 2.3),  # 2.18.
+    ('C4SpmdPipelineGpt3SmallAdam64Replicas', 2.7),  # 2.57.
+  ],
+)
+def test_language_models_learn_the_bundled_corpus(name, most):
+  """Nats a byte of held-out files, after 400 steps of 1024 bytes."""
+  _, scalars = _train_and_eval(_config(f'{name}:reduced', data='stdlib'))
+  assert scalars['log_pplx'] < most
