@@ -454,7 +454,8 @@ def continue_texts(
   if longest < 1:
     raise ValueError(
       f'max_decode_steps is {options.max_decode_steps}, which leaves nothing of'
-      f' the {max_length} tokens that the model can see for a prompt.'
+      f' the {max_length} tokens that the model can see for a prompt; expected'
+      f' at most {max_length - 1}.'
     )
   encoded = [
     np.concatenate([[start_id], tokenizer.encode(prompt)]) for prompt in prompts

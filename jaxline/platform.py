@@ -737,7 +737,11 @@ def _fresh_directory() -> str:
     source = config_flags.get_config_filename(flags.FLAGS['config'])
   except flags.Error:
     source = 'run'  # A config that was set without a file, by a flag saver.
-  name = pathlib.Path(source.split(':')[0]).stem
+  path, _, option = source.partition(':')
+  # The option says which run of a file it is.
+  name = re.sub(r'[^\w.-]+', '_', f'{pathlib.Path(path).stem}_{option}').strip(
+    '_'
+  )
   root = pathlib.Path(tempfile.gettempdir()) / 'jaxline'
   try:
     root.mkdir(parents=True)

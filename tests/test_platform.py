@@ -386,6 +386,19 @@ def test_default_directory_is_fresh(tmp_path, monkeypatch):
   assert (tmp_path / 'jaxline').stat().st_mode & 0o1777 == 0o1777
 
 
+def test_default_directory_says_which_run_of_a_file(tmp_path, monkeypatch):
+  monkeypatch.setattr(platform.tempfile, 'gettempdir', lambda: str(tmp_path))
+  monkeypatch.setattr(
+    platform.config_flags,
+    'get_config_filename',
+    lambda flag: 'configs/c4.py:tasks.c4.A:reduced',
+  )
+  with flagsaver.flagsaver(config=base_config.get_base_config()):
+    config = platform.resolve_config(base_config.get_base_config())
+  name = pathlib.Path(config.checkpoint_dir).name
+  assert name.startswith('c4_tasks.c4.A_reduced_')
+
+
 def test_relative_directory_is_made_absolute(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   config = base_config.get_base_config()

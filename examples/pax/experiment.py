@@ -25,6 +25,7 @@ from examples.pax import config as config_lib
 from examples.pax import experiment_registry
 from examples.pax import loading
 from jaxline import base_config
+from jaxline import partitioning
 from jaxline import sharded
 from jaxline import writers
 from jaxline.inputs import base as inputs
@@ -167,8 +168,16 @@ class Experiment(
       init_rng: the key of the initial weights.
       config: the values of a `Config`.
     """
-    super().__init__(mode, init_rng)
     self.config = base_config.read(Config, config)
+    try:
+      super().__init__(mode, init_rng)
+    except partitioning.MeshError as e:
+      if not self.config.reduced:
+        e.add_note(
+          f'{self.config.exp} is made for its own chips. Its small version runs'
+          ' on one device: --reduced, or NAME:reduced behind --config.'
+        )
+      raise
     experiment = experiment_registry.get(self.config.exp)
     if self.config.reduced:
       experiment = experiment.reduced()

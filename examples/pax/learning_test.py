@@ -12,6 +12,7 @@ import pytest
 from examples.pax import config as config_lib
 from examples.pax import experiment
 from examples.pax.tasks.synthetic import input as synthetic_input
+from examples.pax.tasks.synthetic.params import sequences
 from jaxline import partitioning
 from jaxline import train
 from jaxline import utils
@@ -87,6 +88,17 @@ def test_an_encoder_decoder_uses_its_source():
   assert last.scalars['log_pplx'] < 0.3 * _nats_without_the_source(1, 3, 4)
 
 
+@pytest.mark.parametrize('steps', [1, 20, 750])
+def test_a_run_may_be_shorter_than_its_warm_up(steps):
+  constants = {'MAX_STEPS': steps}
+  made = sequences.ReverseEncoderDecoder.with_constants(constants)(1)
+  rate = made.filled_task().Instantiate().learner.optimizer.get_learning_rate
+  np.testing.assert_allclose(rate(steps), 0.01 * made.LEARNING_RATE, rtol=1e-5)
+  np.testing.assert_allclose(
+    rate(min(steps // 2, made.LR_WARMUP_STEPS)), made.LEARNING_RATE, rtol=1e-5
+  )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -133,10 +145,13 @@ def test_sequences_come_out_as_they_should(name):
   [
     ('C4Spmd1BAdam4Replicas', 2.3),  # 2.16 was seen.
     ('LmCloudTransformerAdamLimitSteps', 2.3),  # 2.18.
-    ('C4SpmdPipelineGpt3SmallAdam64Replicas', 2.7),  # 2.57.
+    ('C4SpmdPipelineGpt3SmallAdam64Replicas', 2.5),  # 2.38.
   ],
 )
 def test_language_models_learn_the_bundled_corpus(name, most):
-  """Nats a byte of held-out files, after 400 steps of 1024 bytes."""
+  """Nats a byte of held-out files, after 400 steps of 512 bytes.
+
+  A model that only counts bytes has 3.25, and gzip -9 needs 1.33.
+  """
   _, scalars = _train_and_eval(_config(f'{name}:reduced', data='stdlib'))
   assert scalars['log_pplx'] < most

@@ -1,4 +1,4 @@
-"""Runs a registered experiment, as Pax's documents do.
+r"""Runs a registered experiment, as Pax's documents do.
 
     python -m examples.pax.main \
       --exp=tasks.lm.params.lm_cloud.LmCloudSpmd2BLimitSteps \
@@ -11,12 +11,14 @@ It is `experiment.py` with a config that is made of the experiment
 
 import argparse
 from collections.abc import Sequence
+import os
 import pathlib
 import subprocess
 import sys
 import time
 from typing import NoReturn
 
+from examples.pax import base_experiment
 from examples.pax import experiment_registry
 from jaxline import platform
 from jaxline.checkpoint import files
@@ -30,6 +32,7 @@ MODES = {
   ' what they need; train nothing',
 }
 
+_PROGRAM = '-m examples.pax.main'
 _CONFIG = pathlib.Path(__file__).with_name('config.py')
 
 
@@ -46,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _exit(message: str) -> NoReturn:
   print(
-    f'{message}\n\nFor all flags: python -m examples.pax.main --help',
+    f'{message}\n\nFor all flags: python {_PROGRAM} --help',
     file=sys.stderr,
   )
   sys.exit(2)
@@ -54,7 +57,7 @@ def _exit(message: str) -> NoReturn:
 
 def _parser() -> argparse.ArgumentParser:
   parser = _Parser(
-    prog='python -m examples.pax.main',
+    prog=f'python {_PROGRAM}',
     allow_abbrev=False,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     description=__doc__,
@@ -90,7 +93,11 @@ def main(argv: Sequence[str]) -> None:
   args, others = _parser().parse_known_args(argv)
   names = map(experiment_registry.short_name, experiment_registry.get_all())
   if args.list:
-    print('\n'.join(names))
+    try:
+      print('\n'.join(names), flush=True)
+    except BrokenPipeError:
+      # Whoever read, such as `head`, has read enough; nothing more is written.
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return
   if args.exp is None:
     _exit('\n  '.join(['Which experiment? Give --exp, one of:', *names]))
@@ -100,6 +107,14 @@ def main(argv: Sequence[str]) -> None:
     _exit(str(e))
   if args.job_log_dir is None and args.mode not in ('train', 'compile'):
     _exit(f'--mode={args.mode} needs the --job_log_dir of a run.')
+  has_prompts = (
+    experiment.prompting is not base_experiment.BaseExperiment.prompting
+  )
+  if args.mode.startswith('decode') and not has_prompts:
+    _exit(
+      f'--mode={args.mode} continues text, and {experiment.__name__} has none:'
+      ' it does not override `prompting`. Take a language model.'
+    )
   if args.mode == 'decode':
     _decode_each(args, others)
     return
@@ -112,8 +127,9 @@ def main(argv: Sequence[str]) -> None:
   ]
   if args.job_log_dir is not None:
     flags.append(f'--config.checkpoint_dir={args.job_log_dir}')
-  # Where config flags look for what overrides the config.
-  sys.argv[1:] = [*flags, *others]
+  # Where config flags look for what overrides the config, and messages for how
+  # the program is started: not by its path, from which it finds no package.
+  sys.argv = [_PROGRAM, *flags, *others]
   platform.main(None, sys.argv[1:])
 
 
@@ -129,7 +145,7 @@ def _decode_each(args: argparse.Namespace, others: Sequence[str]) -> None:
     )
   root = files.root(args.job_log_dir)
   command = [
-    *(sys.executable, '-m', 'examples.pax.main', '--mode=decode_once'),
+    *(sys.executable, *_PROGRAM.split(), '--mode=decode_once'),
     *(f'--exp={args.exp}', f'--job_log_dir={args.job_log_dir}'),
     *(['--reduced'] if args.reduced else []),
     *others,

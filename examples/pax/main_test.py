@@ -27,6 +27,7 @@ def handed_on(monkeypatch):
     ((cls, argv),) = found
     assert cls is None
     assert sys.argv[1:] == argv  # Where config flags look.
+    assert sys.argv[0] == '-m examples.pax.main'  # As messages name it.
     return argv
 
   return run
@@ -67,6 +68,10 @@ def test_modes(handed_on, mode, ours):
       [f'--exp={EXP}', '--mode=decode', '--job_log_dir=/tmp/x'],
       '--config.decode.prompts=FILE',
     ),
+    (
+      ['--exp=ResNet50Pjit', '--mode=decode_once', '--job_log_dir=/tmp/x'],
+      'ResNet50Pjit has none',
+    ),
   ],
 )
 def test_what_is_wrong_is_said(capsys, argv, said):
@@ -80,6 +85,15 @@ def test_list(capsys):
   main.main(['--list'])
   names = capsys.readouterr().out.split()
   assert {EXP, 'tasks.vision.params.imagenet_resnets.ResNet50Pjit'} <= {*names}
+
+
+def test_who_has_read_enough_of_the_list_may_go(monkeypatch):
+  reader, writer = os.pipe()
+  os.close(reader)
+  with open(writer, 'w') as pipe:
+    monkeypatch.setattr(sys, 'stdout', pipe)
+    main.main(['--list'])
+    monkeypatch.undo()
 
 
 def test_decode_follows_a_run(monkeypatch, tmp_path):

@@ -29,7 +29,8 @@ _GET_C4 = (
   'Download C4: `hf download allenai/c4 --repo-type=dataset'
   " --include='en/*' --local-dir=DIR` (300 GB of JSON), or `tfds build"
   ' c4/en:3.0.1` (TFRecord, or ArrayRecord with'
-  ' --file_format=array_record); then give --config.data_dir=DIR/en, and a'
+  ' --file_format=array_record); then give the folder of the files'
+  ' `c4-train.*` and `c4-validation.*` with --config.data_dir=DIR/en, and a'
   ' SentencePiece model with --config.vocabulary=FILE.model. Or train the same'
   ' model on the bundled corpus: --config.data=stdlib.'
 )

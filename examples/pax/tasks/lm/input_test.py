@@ -1,4 +1,4 @@
-"""Data of the language models: rows of ArrayRecord files; what is missing."""
+"""Data of the language models: rows of C4's files; what is missing."""
 
 import json
 
@@ -124,6 +124,33 @@ def test_training_reads_every_document_and_goes_on_where_it_was(
   other = make(tmp_path, vocabulary, is_training=True, length=4)
   other.set_state(state)
   np.testing.assert_array_equal([read(other) for _ in range(3)], after)
+
+
+def test_json_goes_through_seqio(tmp_path, vocabulary):
+  pytest.importorskip('seqio')
+  documents = {'train': 40 * ['abcd'], 'validation': 40 * ['ba']}
+  for split, texts in documents.items():
+    lines = ''.join(json.dumps({'text': text}) + '\n' for text in texts)
+    (tmp_path / f'c4-{split}.00000-of-00001.json').write_text(lines)
+  tokenizer = lm_input.tokenization.load_tokenizer(vocabulary)
+  for is_training, split in ((True, 'train'), (False, 'validation')):
+    source = lm_input.c4_input(
+      data_dir=str(tmp_path),
+      vocabulary=vocabulary,
+      batch_size=2,
+      length=16,
+      vocab_size=7,
+      is_training=is_training,
+      eval_batches=3,
+    )
+    batch = source.get_next()
+    found = {k: (x.shape[1:], x.dtype.name) for k, x in batch.items()}
+    assert found == lm_input.row_specs(16)
+    document = [*tokenizer.encode(documents[split][0]), 1]
+    # Pieces of documents that stand one after the other, without a gap.
+    rows = [(document * 17)[i : i + 16] for i in range(len(document))]
+    assert all(row.tolist() in rows for row in batch.labels)
+    assert source.eval_loop_num_batches == (1 if is_training else 3)
 
 
 def test_what_is_missing_is_said(tmp_path, vocabulary):

@@ -293,7 +293,8 @@ class LmExperiment(base_experiment.BaseExperiment):
       dim_per_head=self.DIMS_PER_HEAD,
       transformer_layer_params_tpl=layer,
     )
-    if self.NUM_STAGES == 1 and not self.USE_REPEATED_LAYER:
+    self._check_stages()
+    if not self.USE_REPEATED_LAYER:
       return layers.set(checkpoint_policy=self.CHECKPOINT_POLICY)
     repeated = transformers.StackedTransformerRepeated.HParams(
       block=layers.set(num_layers=1),
@@ -302,16 +303,30 @@ class LmExperiment(base_experiment.BaseExperiment):
     )
     if self.NUM_STAGES == 1:
       return repeated
-    if self.NUM_LAYERS % self.NUM_STAGES:
-      raise ValueError(
-        f'NUM_LAYERS is {self.NUM_LAYERS}, which does not divide into'
-        f' NUM_STAGES {self.NUM_STAGES}.'
-      )
     return transformers.PipelinedTransformer.HParams(
       pipeline_stage=repeated,
       num_pipeline_stages=self.NUM_STAGES,
       pipeline_microbatch_size=self.MICROBATCH_SIZE,
     )
+
+  def _check_stages(self) -> None:
+    """Refuses what would have no effect, or makes no pipeline."""
+    if self.NUM_LAYERS % self.NUM_STAGES:
+      raise ValueError(
+        f'NUM_LAYERS is {self.NUM_LAYERS}, which does not divide into'
+        f' NUM_STAGES {self.NUM_STAGES}.'
+      )
+    if self.NUM_STAGES > 1 and not self.USE_REPEATED_LAYER:
+      raise ValueError(
+        f'USE_REPEATED_LAYER is False with NUM_STAGES {self.NUM_STAGES}; a'
+        ' stage of a pipeline is a loop over its layers. Set it to True, or'
+        ' NUM_STAGES to 1.'
+      )
+    if self.NUM_STAGES == 1 and self.MICROBATCH_SIZE is not None:
+      raise ValueError(
+        f'MICROBATCH_SIZE is {self.MICROBATCH_SIZE}, but NUM_STAGES is 1: there'
+        ' is no pipeline. Set more stages, or leave it None.'
+      )
 
   def bubble_fraction(self) -> float:
     """The part of a step in which a stage has nothing to do."""

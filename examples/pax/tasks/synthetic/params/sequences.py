@@ -44,7 +44,8 @@ class ReverseEncoderDecoder(base_experiment.BaseExperiment):
     EVAL_EXAMPLES: sequences of an evaluation.
     FPROP_DTYPE: of what is computed. Weights are float32.
     LEARNING_RATE: at its peak.
-    LR_WARMUP_STEPS: how long it rises; then it falls to the last step.
+    LR_WARMUP_STEPS: how long it rises, half of the run at most; then it falls
+      to the last step.
     CLIP_GRADIENT_NORM: most that the norm of all gradients may be.
   """
 
@@ -108,11 +109,12 @@ class ReverseEncoderDecoder(base_experiment.BaseExperiment):
       encoder_stacked_transformer_tpl=stack,
       decoder_stacked_transformer_tpl=stack.clone(),
     )
+    warmup_steps = min(self.LR_WARMUP_STEPS, self.MAX_STEPS // 2)
     optimizer = optimizers.Adam.HParams(
       learning_rate=self.LEARNING_RATE,
       lr_schedule=schedules.LinearRampupCosineDecay.HParams(
-        warmup_steps=self.LR_WARMUP_STEPS,
-        decay_start=self.LR_WARMUP_STEPS,
+        warmup_steps=warmup_steps,
+        decay_start=warmup_steps,
         decay_end=self.MAX_STEPS,
       ),
       clip_gradient_norm_to_value=self.CLIP_GRADIENT_NORM,
