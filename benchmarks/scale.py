@@ -24,7 +24,8 @@ from jaxline.aot import ahead
 from jaxline.aot import report as report_lib
 from jaxline.checkpoint import files
 
-_RESULTS = pathlib.Path(__file__).parent / 'results' / 'scale'
+# Where the reports are kept.
+RESULTS = pathlib.Path(__file__).parent / 'results' / 'scale'
 _GIB = 2.0**30
 _TERA = 1e12
 
@@ -160,7 +161,7 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument('names', nargs='*', metavar='NAMES')
-  parser.add_argument('--results', type=pathlib.Path, default=_RESULTS)
+  parser.add_argument('--results', type=pathlib.Path, default=RESULTS)
   parser.add_argument('--again', action='store_true')
   args = parser.parse_args()
   args.results.mkdir(parents=True, exist_ok=True)

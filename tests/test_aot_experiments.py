@@ -1,9 +1,11 @@
 """Experiments of examples/pax, compiled for their chips, against formulas.
 
 Small ones of each kind: layers unrolled and whole weights, layers in a loop and
-weights that are split, and convolutions. `python -m benchmarks.scale` compiles
-all of them.
+weights that are split, and convolutions. And all of them against the table of
+docs/scale.md, which takes an hour.
 """
+
+import json
 
 import pytest
 
@@ -35,6 +37,21 @@ def compiled(name: str) -> tuple[report_lib.Report, report_lib.Program]:
 def sent(train: report_lib.Program, *kinds: str) -> float:
   """Returns the bytes of a chip's collectives, of all kinds or of some."""
   return sum(t.bytes for t in train.traffic if t.kind in kinds or not kinds)
+
+
+@pytest.mark.parametrize('name', scale.RUNS)
+def test_every_run_is_as_published(name):
+  pytest.importorskip('libtpu')
+  path = scale.RESULTS / f'{name}.json'
+  published = report_lib.Report.from_json(json.loads(path.read_text()))
+  made = scale.compile_run(scale.RUNS[name])
+  (train,), (expected,) = made.programs, published.programs
+  assert train.fits
+  assert made.parameters == published.parameters
+  assert train.model_flops == expected.model_flops
+  # Another compiler does otherwise, but not much.
+  assert train.flops == pytest.approx(expected.flops, rel=0.05)
+  assert train.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.2)
 
 
 def language_model_flops(
