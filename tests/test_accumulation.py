@@ -105,6 +105,7 @@ def test_what_follows_the_weights_is_called_once_a_step(parts):
     state = experiment.state.model_state
     np.testing.assert_allclose(state['sum'], expected, rtol=1e-6)
     assert state['step'] == step + 1
+  experiment._close_input()
 
 
 def run_config(steps, sharding='fsdp', **values):
