@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxline import decode as decode_lib
 from jaxline.inputs import tokenization
 
 # (cache, tokens_BL, start_B) -> (logits_BLV, cache)
@@ -403,11 +404,12 @@ def pad_prompts(
     of two, or `max_length`.
 
   Raises:
-    ValueError: a prompt is empty, or too long.
+    decode_lib.DecodeError: a prompt is empty, or too long. It ends the run in
+      a line, without a traceback.
   """
   for i, prompt in enumerate(prompts):
     if not 1 <= len(prompt) <= max_length:
-      raise ValueError(
+      raise decode_lib.DecodeError(
         f'Prompt {i + 1} of {len(prompts)} has {len(prompt)} tokens; expected 1'
         f' to {max_length}. Shorten it.'
       )
@@ -448,11 +450,11 @@ def continue_texts(
     (see `Decoded`) and 'tokens', their number.
 
   Raises:
-    ValueError: a prompt is too long, or there is no room for any.
+    decode_lib.DecodeError: a prompt is too long, or there is no room for any.
   """
   longest = max_length - options.max_decode_steps
   if longest < 1:
-    raise ValueError(
+    raise decode_lib.DecodeError(
       f'max_decode_steps is {options.max_decode_steps}, which leaves nothing of'
       f' the {max_length} tokens that the model can see for a prompt; expected'
       f' at most {max_length - 1}.'

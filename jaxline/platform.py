@@ -388,8 +388,7 @@ def _start(
     try:
       _run(experiment_class, config, mode, made)
     except (files.ClaimedError, partitioning.MeshError) as e:
-      notes = getattr(e, '__notes__', [])
-      raise UsageError('\n'.join([str(e), *notes])) from e
+      raise UsageError(_with_notes(e)) from e
 
 
 def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
@@ -437,7 +436,7 @@ def _compile(experiment_class: Any, config: config_dict.ConfigDict) -> None:
   try:
     fits = ahead.compile_experiment(experiment_class, config)
   except (chips.TargetError, partitioning.MeshError) as e:
-    raise UsageError(str(e)) from e
+    raise UsageError(_with_notes(e)) from e
   if not fits:
     sys.exit(1)
 
@@ -460,7 +459,11 @@ def _decode(
         stack.callback(checkpointer.close)
       decode.decode(experiment_class, config, checkpointer)
     except (decode.DecodeError, partitioning.MeshError) as e:
-      raise UsageError(str(e)) from e
+      raise UsageError(_with_notes(e)) from e
+
+
+def _with_notes(error: BaseException) -> str:
+  return '\n'.join([str(error), *getattr(error, '__notes__', [])])
 
 
 def _take_programs(
