@@ -32,17 +32,8 @@ import enum
 import functools
 from typing import Any, ClassVar, Self, TypeVar
 
+import fiddle as fdl
 import numpy as np
-
-try:
-  import fiddle as fdl
-except ModuleNotFoundError as e:
-  if e.name != 'fiddle':
-    raise
-  raise ModuleNotFoundError(
-    "Pax's way to write an experiment needs Fiddle: pip install -e '.[pax]'.",
-    name='fiddle',
-  ) from e
 
 C = TypeVar('C')
 

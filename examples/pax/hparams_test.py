@@ -4,7 +4,10 @@ import copy
 import dataclasses
 import enum
 import functools
+import pathlib
 import pickle
+import subprocess
+import sys
 
 import fiddle as fdl
 from fiddle import diffing
@@ -487,3 +490,19 @@ def test_one_config_used_twice_is_one():
   outer = fdl.build(Tree.HParams.config(left=inner, right=leaf)).hparams
   assert outer.left.left.shared is outer.right.shared is not None
   assert outer.left.shared is None
+
+
+def test_without_fiddle_it_is_said_what_to_install():
+  code = """
+import sys
+sys.modules['fiddle'] = None
+import configs.c4
+"""
+  ended = subprocess.run(
+    [sys.executable, '-c', code],
+    capture_output=True,
+    text=True,
+    cwd=pathlib.Path(__file__).parents[2],
+  )
+  assert ended.returncode
+  assert "pip install -e '.[pax]'" in ended.stderr
