@@ -14,8 +14,8 @@ import signal
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 # The tests compile many small programs and run each a few times. Without fusion
-# emitters that takes a third less. Later releases have no such flag, nor has the
-# compiler for TPUs, and none starts with one that it does not know.
+# emitters that takes a third less. Later releases have no such flag, nor has
+# the compiler for TPUs, and none starts with one that it does not know.
 os.environ['XLA_FLAGS'] = ' '.join(
   [
     os.environ.get('XLA_FLAGS', ''),
