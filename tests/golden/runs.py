@@ -1,0 +1,296 @@
+"""Golden runs: one run of each kind, killed after its fifth step of six.
+
+    python tests/golden/runs.py record [NAME]      # by hand
+    python tests/golden/runs.py run NAME DIRECTORY
+
+Each folder of tests/golden/runs holds a run's directory as kill -9 left it,
+with a checkpoint of step 3, and `expected.json`, written by the same run
+without a kill: a hash of each leaf of its state at step 3, and the losses of
+all steps and evaluations.
+tests/test_golden_runs.py continues each with the present code. They were
+recorded with jax 0.10.2 on an x86_64 CPU, before checkpoints, inputs and the
+training loop were rebuilt. To record them again would make the test worthless:
+add others instead.
+
+The working directory must be the repository: `files` is a relative path.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+FOLDER = REPOSITORY / 'tests' / 'golden' / 'runs'
+SAVED, KILLED, LAST = 3, 5, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """How a run is started.
+
+  Attributes:
+    experiment_class: 'module:Class'.
+    config: the config file.
+    kwargs: overrides below `experiment_kwargs.config`.
+    overrides: further flags.
+    processes: how many share the two devices.
+    optional: the package without which it cannot run.
+  """
+
+  experiment_class: str
+  config: str
+  kwargs: dict[str, Any]
+  overrides: tuple[str, ...] = ()
+  processes: int = 1
+  optional: str = 'jax'
+
+
+_LM = {
+  'model.num_layers': 1,
+  'model.embed_dim': 8,
+  'model.num_heads': 2,
+  'model.mlp_dim': 8,
+  'model.max_length': 16,
+  'files': 'tests/golden/text',
+  'documents': 'line',
+  'batch_size': 2,
+  'length': 16,
+  'eval_batch_size': 4,
+  'eval_batches': 2,
+  'sample_length': 4,
+}
+
+RUNS = {
+  'lm': Run(
+    'examples.lm.experiment:Experiment',
+    'configs/lm.py',
+    _LM,
+    ('--config.sharding=fsdp',),
+  ),
+  'lm_two_processes': Run(
+    'examples.lm.experiment:Experiment',
+    'configs/lm.py',
+    {**_LM, 'packing': 'packed'},
+    processes=2,
+  ),
+  'pax': Run(
+    'examples.pax.experiment:Experiment',
+    'configs/c4.py:C4Spmd1BAdam4Replicas:reduced',
+    {
+      'constants.NUM_LAYERS': 1,
+      'constants.MODEL_DIMS': 8,
+      'constants.HIDDEN_DIMS': 16,
+      'constants.NUM_HEADS': 2,
+      'constants.DIMS_PER_HEAD': 4,
+      'constants.MAX_SEQ_LEN': 16,
+      'constants.PERCORE_BATCH_SIZE': 2,
+    },
+    ('--config.data=tests/golden/text', '--config.best_model_eval_metric='),
+    optional='fiddle',
+  ),
+  'image': Run(
+    'examples.image.experiment:Experiment',
+    'configs/image.py',
+    {
+      'model.stem_channels': 4,
+      'model.blocks_per_group': '(1,)',
+      'model.channels_per_group': '(4,)',
+      'model.strides': '(1,)',
+      'train_batch_size': 8,
+    },
+    optional='sklearn',
+  ),
+}
+
+
+def start(
+  name: str, directory: str, *kill: str
+) -> subprocess.CompletedProcess[str]:
+  """Trains a run in processes of its own.
+
+  Args:
+    name: one of `RUNS`.
+    directory: the run's; a run that is there is resumed.
+    *kill: 'kill' kills the run after its fifth step.
+
+  Returns:
+    The ended process, with its output. Each process has written
+    DIRECTORY.states/N.json: the hashes of its state where it began and at
+    step 3.
+  """
+  run = RUNS[name]
+  command = [sys.executable, __file__, 'run', name, directory, *kill]
+  devices = 2 // run.processes
+  if run.processes > 1:
+    command = [
+      sys.executable,
+      '-m',
+      'jaxline.launch',
+      f'--processes={run.processes}',
+      f'--devices-per-process={devices}',
+      '--',
+      *command,
+    ]
+  return subprocess.run(
+    command,
+    cwd=REPOSITORY,
+    env={
+      **os.environ,
+      'JAX_PLATFORMS': 'cpu',
+      'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+      'PYTHONPATH': str(REPOSITORY),
+    },
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+
+
+def numbers(directory: str | pathlib.Path) -> dict[str, list[Any]]:
+  """Returns the [step, loss] of each record, for 'train' and 'eval'."""
+  found: dict[str, list[Any]] = {}
+  for path in sorted(pathlib.Path(directory).glob('*/metrics.jsonl')):
+    lines = map(json.loads, path.read_text(encoding='utf-8').splitlines())
+    found[path.parent.name] = [
+      [record['step'], record[key]]
+      for record in lines
+      for key in ('loss', 'total_loss')
+      if key in record
+    ]
+  return found
+
+
+def states(directory: str | pathlib.Path, where: str) -> list[Any]:
+  """Returns each process's hashes, 'begun' or 'saved', of the last `start`."""
+  return [
+    json.loads(path.read_text(encoding='utf-8'))[where]
+    for path in sorted(pathlib.Path(f'{directory}.states').iterdir())
+  ]
+
+
+def _digest(experiment: Any, state: Any) -> dict[str, str]:
+  """Returns a hash of each leaf of a run's state, by its path."""
+  import jax
+  from jax.experimental import multihost_utils
+  import numpy as np
+
+  def text(x: Any) -> str:
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+      return repr(x)
+    kind = 'array'
+    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+      kind, x = str(jax.random.key_impl(x)), jax.random.key_data(x)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+      x = multihost_utils.process_allgather(x, tiled=True)
+    x = np.asarray(x)
+    sha = hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
+    return f'{kind} {x.dtype}{list(x.shape)} {sha}'
+
+  tree = {
+    **experiment.snapshot_state(),
+    'global_step': int(state.global_step),
+    'train_step_rng': state.train_step_rng,
+  }
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path): text(x) for path, x in leaves}
+
+
+def _train(name: str, directory: str, *kill: str) -> None:
+  """Trains a run in this process; see `start`."""
+  import importlib
+
+  import jax
+
+  from jaxline import platform
+
+  run = RUNS[name]
+  module, _, cls = run.experiment_class.partition(':')
+
+  class Recorded(getattr(importlib.import_module(module), cls)):  # type: ignore[misc]
+    """Notes the state where training begins, and at the saved step."""
+
+    def train_loop(self, config, state, periodic_actions, writer=None):  # type: ignore[no-untyped-def]
+      noted = {}
+
+      def note(where: str) -> None:
+        noted[where] = _digest(self, state)
+
+      def note_saved(t: float, step: int, scalars: Any) -> None:
+        del t, scalars
+        if step == SAVED:
+          note('saved')
+        if step == KILLED and kill:
+          time.sleep(5)  # Until the checkpoint of step 3 is written.
+          os.kill(os.getpid(), signal.SIGKILL)
+
+      note_saved.update_time = lambda *_: None  # type: ignore[attr-defined]
+      note_saved.wait_to_finish = lambda: None  # type: ignore[attr-defined]
+      note('begun')
+      actions = [*periodic_actions, note_saved]
+      super().train_loop(config, state, actions, writer)
+      folder = pathlib.Path(f'{directory}.states')
+      folder.mkdir(exist_ok=True)
+      path = folder / f'{jax.process_index()}.json'
+      path.write_text(json.dumps(noted), encoding='utf-8')
+
+  Recorded.__qualname__ = cls
+  argv = [
+    f'--config={run.config}',
+    '--jaxline_mode=train_and_eval',
+    f'--config.checkpoint_dir={directory}',
+    f'--config.training_steps={LAST}',
+    f'--config.save_checkpoint_interval={SAVED}',
+    f'--config.eval_interval={SAVED}',
+    '--config.log_tensors_interval=1',
+    '--config.log_train_data_interval=1',
+    *(f'--config.experiment_kwargs.config.{k}={v}'
+      for k, v in run.kwargs.items()),
+    *run.overrides,
+  ]  # fmt: skip
+  sys.argv[1:] = argv  # Where ml_collections looks for overrides.
+  platform.main(Recorded, argv)
+
+
+def _record(name: str) -> None:
+  """Trains a run twice, and keeps what the one that was killed has left."""
+  # The record of a checkpoint holds this name.
+  directory = pathlib.Path(tempfile.gettempdir(), 'golden', name)
+  shutil.rmtree(directory.parent, ignore_errors=True)
+  ended = start(name, str(directory))
+  if ended.returncode:
+    raise SystemExit(f'{name}: {ended.stdout}{ended.stderr}')
+  expected = {'states': states(directory, 'saved')}
+  expected['numbers'] = numbers(directory)
+  shutil.rmtree(directory)
+  start(name, str(directory), 'kill')
+  checkpoints = directory / 'checkpoints'
+  shutil.rmtree(checkpoints / 'claims')
+  # Event files are named after the machine; these files are Orbax's, read by
+  # nobody, and tell where they were made.
+  for pattern in ('events.out.*', 'commit_success.txt'):
+    for path in directory.rglob(pattern):
+      path.unlink()
+  shutil.rmtree(FOLDER / name, ignore_errors=True)
+  shutil.copytree(directory, FOLDER / name)
+  path = FOLDER / name / 'expected.json'
+  path.write_text(json.dumps(expected, indent=1) + '\n', encoding='utf-8')
+  files = [p for p in (FOLDER / name).rglob('*') if p.is_file()]
+  size = sum(p.stat().st_size for p in files)
+  print(f'{name}: {size / 1e3:.0f} kB', expected['numbers'])
+
+
+if __name__ == '__main__':
+  if sys.argv[1] == 'record':
+    for run_name in sys.argv[2:] or RUNS:
+      _record(run_name)
+  else:
+    _train(*sys.argv[2:])
