@@ -19,9 +19,9 @@ _BASE = [
   'chex>=0.1.90',
   'dm-haiku>=0.0.16',
   'grain>=0.2.12',
-  # 0.12 has not been tried yet; Python 3.11 gets 0.10 in any case.
-  'jax>=0.10,<0.12',
-  'jaxlib>=0.10,<0.12',
+  # Python 3.11 gets 0.10, the last release for it.
+  'jax>=0.10,<0.13',
+  'jaxlib>=0.10,<0.13',
   'ml_collections>=1.0',
   'numpy>=2.0',
   'optax>=0.2.5',
@@ -58,18 +58,21 @@ setuptools.setup(
   license='Apache-2.0',
   packages=setuptools.find_packages(include=['jaxline', 'jaxline.*']),
   python_requires='>=3.11',
+  classifiers=[
+    f'Programming Language :: Python :: 3.{minor}' for minor in (11, 12, 13)
+  ],
   install_requires=_BASE,
   extras_require={
     'export': _EXPORT,
     'fp8': ['flax>=0.12'],
-    'gpu': ['jax[cuda12]>=0.10,<0.12'],
+    'gpu': ['jax[cuda12]>=0.10,<0.13'],
     'image': _IMAGE,
     'pax': _PAX,
     'seqio': ['seqio>=0.0.20'],
     'test': _TEST,
     'text': _TEXT,
     'tf': ['tensorflow>=2.20'],
-    'tpu': ['jax[tpu]>=0.10,<0.12'],
+    'tpu': ['jax[tpu]>=0.10,<0.13'],
     # Compiles for TPUs on a machine without any.
     'tpu-aot': ['libtpu>=0.0.40'],
   },

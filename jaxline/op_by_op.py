@@ -93,7 +93,7 @@ def _hooks_in_jax() -> Iterator[None]:
     Nothing.
   """
   try:
-    # Private, hence looked for where it was last seen, in JAX 0.10 and 0.11.
+    # Private, hence looked for where it was last seen, in JAX 0.10 to 0.12.
     from jax._src import core
     from jax._src.lax import parallel
 

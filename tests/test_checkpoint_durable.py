@@ -1589,7 +1589,7 @@ GOLDEN = pathlib.Path(__file__).parent / 'golden'
 
 
 @pytest.mark.parametrize(
-  'name', sorted(p.name for p in GOLDEN.iterdir() if p.is_dir())
+  'name', sorted(p.parent.name for p in GOLDEN.glob('*/checkpoints'))
 )
 @pytest.mark.parametrize('mode', ['train', 'eval'])
 def test_golden_checkpoints_are_restored(name, mode, run, tmp_path):
