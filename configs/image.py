@@ -28,6 +28,8 @@ def get_config() -> config_dict.ConfigDict:
   config.eval_interval = 100  # An evaluation costs as much as two steps.
   config.save_checkpoint_interval = 100
   config.best_model_eval_metric = 'accuracy'
+  # The default of this style only warns, as JAXline's runs go on.
+  config.on_nonfinite = 'raise'
 
   kwargs = config.experiment_kwargs.config = config_dict.ConfigDict()
   # References: an override of the run's own value reaches these too.

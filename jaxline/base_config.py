@@ -176,9 +176,11 @@ def get_base_config() -> config_dict.ConfigDict:
   config.on_config_change = 'raise'
 
   # What a step with a loss or gradients that are not finite does: 'raise' ends
-  # the run; 'skip' (sharded steps) keeps weights and optimizer as they were,
-  # and counts; 'ignore' does nothing.
-  config.on_nonfinite = 'raise'
+  # the run; 'warn' warns once for each scalar, and never removes the newest
+  # checkpoint from before; 'skip' (sharded steps) keeps weights and optimizer
+  # as they were, and counts; 'ignore' does nothing. None is 'raise' for sharded
+  # steps and 'warn' in the per-device style, where JAXline goes on.
+  config.on_nonfinite = config_dict.placeholder(str)
   # With 'skip': this many such steps in a row end the run.
   config.max_nonfinite_steps = 10
   # No step, and no other sign of life, for so many seconds ends the process,
@@ -303,7 +305,7 @@ def _check_values(config: Mapping[str, Any]) -> None:
   for key, valid in (
     ('checkpointer', ('durable', 'memory')),
     ('on_config_change', ('raise', 'continue')),
-    ('on_nonfinite', nonfinite.MODES),
+    ('on_nonfinite', (None, *nonfinite.MODES)),
   ):
     if config[key] not in valid:
       refuse(key, f'one of {valid}')

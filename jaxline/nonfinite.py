@@ -1,7 +1,7 @@
-"""Ends a run whose loss or gradients are not finite, before it saves them."""
+"""Ends a run whose loss or gradients are not finite, or warns of it."""
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import functools
 import math
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 _MAX_LATE = 8
 _MAX_NAMED = 8  # Scalars in a message; a norm for each layer can be hundreds.
 
-MODES = ('raise', 'skip', 'ignore')
+MODES = ('warn', 'raise', 'skip', 'ignore')
 
 
 class NonfiniteError(ArithmeticError):
@@ -39,8 +39,22 @@ class _Step(NamedTuple):
   judged: list[Any]
 
 
+def resolve(on_nonfinite: str | None, is_sharded: bool) -> str:
+  """Returns the mode that a value of `config.on_nonfinite` means.
+
+  Args:
+    on_nonfinite: one of `MODES`, or None for the default of the style.
+    is_sharded: whether the experiment is of the sharded style. The per-device
+      style warns, since JAXline goes on: its experiments may log a NaN on
+      purpose.
+  """
+  if on_nonfinite is None:
+    return 'raise' if is_sharded else 'warn'
+  return on_nonfinite
+
+
 class Guard:
-  """A periodic action that judges every step, and raises `NonfiniteError`.
+  """A periodic action that judges each step: raises `NonfiniteError`, or warns.
 
   A sharded experiment says itself, exactly, whether a step's loss and gradients
   are finite (its attribute `nonfinite`; all hosts get the same answer); so does
@@ -55,27 +69,37 @@ class Guard:
   """
 
   def __init__(
-    self, experiment: Any, on_nonfinite: str, max_nonfinite_steps: int
+    self,
+    experiment: Any,
+    on_nonfinite: str | None,
+    max_nonfinite_steps: int,
+    warn: Callable[[int, list[str], str], None] | None = None,
   ):
     """Sets what is judged, and when it is an error.
 
     Args:
       experiment: the one in training.
       on_nonfinite: 'raise': the first such step is an error; 'skip': so many
-        in a row are, the step itself leaves the state as it was; 'ignore':
-        none is.
+        in a row are, the step itself leaves the state as it was; 'warn': none
+        is, and each name is warned of once; 'ignore': none is. None is
+        'raise' for a sharded experiment and 'warn' for any other.
       max_nonfinite_steps: how many in a row, for 'skip'.
+      warn: for 'warn', gets the number of a step, the names that were not
+        finite for the first time in this step, and the warning's text. None
+        logs the text.
 
     Raises:
       ValueError: for another mode, or where the experiment's step cannot skip.
     """
-    if on_nonfinite not in MODES:
+    is_sharded = getattr(experiment, 'IS_SHARDED', False) is True
+    mode = resolve(on_nonfinite, is_sharded)
+    if mode not in MODES:
       raise ValueError(
         f'Got config.on_nonfinite = {on_nonfinite!r}, expected one of {MODES}.'
       )
     # Another's attribute of the name `nonfinite` is no business of ours.
     self._has_flag = getattr(experiment, 'SKIPS_NONFINITE', False) is True
-    if on_nonfinite == 'skip' and not self._has_flag:
+    if mode == 'skip' and not self._has_flag:
       raise ValueError(
         "config.on_nonfinite is 'skip', but the step of"
         f' {type(experiment).__name__} is its own and cannot be undone from'
@@ -84,8 +108,10 @@ class Guard:
         " 'ignore'."
       )
     self._experiment = experiment
-    self._mode = on_nonfinite
-    self._max_in_a_row = max_nonfinite_steps if on_nonfinite == 'skip' else 1
+    self._mode = mode
+    self._max_in_a_row = max_nonfinite_steps if mode == 'skip' else 1
+    self._warn = warn or (lambda step, names, text: logging.warning('%s', text))
+    self._warned: set[str] = set()
     # A CPU's arrays lie on the host: to copy one costs more than to read it.
     self._copies = jax.default_backend() != 'cpu'
     self._steps: collections.deque[_Step] = collections.deque()
@@ -163,9 +189,25 @@ class Guard:
       _warn_of_gone(step)
       if all(map(_is_finite, step.scalars.values())):
         return
+    if self._mode == 'warn':
+      self._warn_of(step)
+      return
     self._steps.clear()  # Steps after a bad one say nothing new.
     self._error = NonfiniteError(self._message(step))
     raise self._error
+
+  def _warn_of(self, step: _Step) -> None:
+    """Warns of the names that were finite in all steps before."""
+    bad = dict(_nonfinite(step.scalars)) or {'': _NOT_SHOWN}
+    if new := [name for name in bad if name not in self._warned]:
+      self._warned.update(new)
+      self._warn(
+        step.number,
+        new,
+        f'The loss or gradients of step {step.number} are not finite:'
+        f' {", ".join(bad[name] for name in new)}. Training goes on, and does'
+        " not warn of these again; config.on_nonfinite = 'raise' would end it.",
+      )
 
   def _message(self, step: _Step) -> str:
     if self._mode == 'skip' and step.flag is not None:
@@ -269,9 +311,13 @@ def _to_host(x: Any) -> list[np.ndarray]:
   return [np.asarray(x)]
 
 
-def _describe(scalars: Mapping[str, Any]) -> str:
-  """Returns such as `loss = nan, grad_norm = inf`."""
-  texts = []
+_NOT_SHOWN = (
+  'none of its scalars shows it; optax.tree.norm(grads) among them would'
+)
+
+
+def _nonfinite(scalars: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+  """Yields the names that are not finite, and such as `loss = nan`."""
   numbers = [(name, x) for name, x in _flat(scalars) if _is_number(x)]
   # Those that speak of the loss or the gradients first.
   for name, x in sorted(numbers, key=lambda number: not _judges(number[0])):
@@ -279,9 +325,12 @@ def _describe(scalars: Mapping[str, Any]) -> str:
     bad = values[~np.isfinite(values)]
     if bad.size:
       several = f' in {bad.size} of {values.size} entries'
-      texts.append(f'{name} = {bad[0]}' + (several if values.size > 1 else ''))
+      yield name, f'{name} = {bad[0]}' + (several if values.size > 1 else '')
+
+
+def _describe(scalars: Mapping[str, Any]) -> str:
+  """Returns such as `loss = nan, grad_norm = inf`."""
+  texts = [text for _, text in _nonfinite(scalars)]
   if len(texts) > _MAX_NAMED:
     texts[_MAX_NAMED:] = [f'and {len(texts) - _MAX_NAMED} more']
-  return ', '.join(texts) or (
-    'none of its scalars shows it; optax.tree.norm(grads) among them would'
-  )
+  return ', '.join(texts) or _NOT_SHOWN

@@ -30,6 +30,7 @@ import optax
 from jaxline import base_config
 from jaxline import experiment
 from jaxline import metrics as metrics_lib
+from jaxline import nonfinite as nonfinite_lib
 from jaxline import partitioning
 from jaxline import periodic
 from jaxline import writers
@@ -116,10 +117,11 @@ def train_step(
     rng: the run's step key; this step's key is its `fold_in` of `state.step`.
     after_update: `(model_state, params, step) -> model_state`, with the weights
       and the number of steps after this one.
-    on_nonfinite: with 'raise' the scalar `nonfinite` says whether the loss or
-      the gradients' global norm is not finite (int32, 0 or 1). With 'skip' such
-      a step changes nothing but the counts: `nonfinite` is how many there were
-      in a row, `skipped_steps` in all. 'ignore' looks at nothing.
+    on_nonfinite: with 'raise' and 'warn' the scalar `nonfinite` says whether
+      the loss or the gradients' global norm is not finite (int32, 0 or 1).
+      With 'skip' such a step changes nothing but the counts: `nonfinite` is how
+      many there were in a row, `skipped_steps` in all. 'ignore' looks at
+      nothing.
     accumulation_steps: into how many parts the batch is cut, the gradients of
       which are averaged by their `weights`: the same as of the whole batch, for
       a loss that is the mean by these weights. Each part gets its own key.
@@ -494,11 +496,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """What `train_step` does where its loss or gradients are not finite.
 
     `train_loop` sets it to the config's; to set it compiles the step anew.
+    None is the default, 'raise'.
     """
     return self._on_nonfinite
 
   @on_nonfinite.setter
-  def on_nonfinite(self, mode: str) -> None:
+  def on_nonfinite(self, mode: str | None) -> None:
+    mode = nonfinite_lib.resolve(mode, is_sharded=True)
     if mode != self._on_nonfinite:
       self._on_nonfinite = mode
       self.__dict__.pop('compiled_train_step', None)

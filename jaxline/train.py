@@ -265,7 +265,7 @@ def train(
   logging.info('Training with config:\n%s', config)
   experiment, state = _start_training(experiment_class, config, checkpointer)
   _resume_writer(writer, config, checkpointer, state.global_step)
-  guard = _make_guard(experiment, config)
+  guard = _make_guard(experiment, config, checkpointer)
   save = _LatestSaver(config, checkpointer, state, guard)
   save.writers = [writer]
   save.actions = [
@@ -279,12 +279,31 @@ def train(
 
 
 def _make_guard(
-  experiment: experiment_lib.AbstractExperiment, config: config_dict.ConfigDict
+  experiment: experiment_lib.AbstractExperiment,
+  config: config_dict.ConfigDict,
+  checkpointer: base.Checkpointer,
 ) -> nonfinite.Guard:
   if not base_config.has(config, 'on_nonfinite'):
     return nonfinite.Guard(experiment, 'ignore', 1)
+  warn = None
+  if base.is_durable(checkpointer):
+
+    def warn(step: int, names: list[str], text: str) -> None:
+      # In the background: a save of a step before it may still be written.
+      checkpointer.when_saved(lambda: keep_and_warn(step, names, text))
+
+    def keep_and_warn(step: int, names: list[str], text: str) -> None:
+      kept = checkpointer.keep_before(step, names)
+      logging.warning(
+        '%s %s',
+        text,
+        f'The newest checkpoint from before is not removed: {kept}.'
+        if kept
+        else 'There is no checkpoint from before.',
+      )
+
   return nonfinite.Guard(
-    experiment, config.on_nonfinite, config.max_nonfinite_steps
+    experiment, config.on_nonfinite, config.max_nonfinite_steps, warn
   )
 
 
@@ -532,7 +551,9 @@ class _Evaluator:
     best = self._best_state
     assert best is not None
     value, old = float(values[self._metric]), best.best_eval_metric_value
-    # Written so that a NaN is never better.
+    # Written so that a NaN is never better, and anything is better than one.
+    if math.isnan(old):
+      old = -math.inf if self._higher_is_better else math.inf
     is_better = value > old if self._higher_is_better else value < old
     if self._collective and jax.process_count() > 1:
       # They save together; of values that differ, the first host's counts.
@@ -825,7 +846,7 @@ def train_and_eval(
     eval_writer, config, checkpointer, state.global_step - (not is_evaluated)
   )
   evaluator = _Evaluator(evaluated, config, checkpointer, eval_writer)
-  guard = _make_guard(trained, config)
+  guard = _make_guard(trained, config, checkpointer)
   last_evaluated = state.global_step if is_evaluated else None
 
   def evaluate_now(*unused: Any) -> None:

@@ -285,7 +285,7 @@ OURS = {
   'restore_from': None,
   'restore_rules': (),
   'on_config_change': 'raise',
-  'on_nonfinite': 'raise',
+  'on_nonfinite': None,
   'max_nonfinite_steps': 10,
   'infeed_buffer_size': 3,
   'infeed_stall_secs': 60.0,

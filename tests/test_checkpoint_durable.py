@@ -646,6 +646,41 @@ def test_retention(series, values, stay, run, tmp_path):
   assert sorted(there) == [str(s) for s in stay]
 
 
+def test_what_was_before_a_nan_stays_for_ever(run, tmp_path):
+  latest = series_path(tmp_path)
+  first = run(max_checkpoints_to_keep=1)
+  first.mark_begun(0)
+  assert first.keep_before(1, ['by_design']) is None
+  save(first, weights(1), 1, 2, 3)
+  assert first.keep_before(4, ['loss']) == latest / '3'
+  save(first, weights(1), 4, 5)
+  assert first.steps('latest') == [3, 5]
+  first.close()
+  # Another process, in which they still are not finite.
+  second = run(max_checkpoints_to_keep=1)
+  second.mark_begun(5)
+  assert second.keep_before(6, ['by_design']) is None
+  assert second.keep_before(6, ['loss']) == latest / '3'
+  save(second, weights(1), 6)
+  assert second.steps('latest') == [3, 6]
+  assert second.keep_before(7, ['loss', 'grad']) == latest / '6'
+  save(second, weights(1), 7, 8)
+  assert second.steps('latest') == [3, 6, 8]
+  second.close()
+  # One that was set back to before it counts anew; no mark is lost by damage.
+  for step in (6, 8):
+    shutil.rmtree(latest / str(step))
+  (latest / '3.keep').write_bytes(b'\xff{\n[]\n{"name": 1, "nonfinite_at": ""}')
+  (latest / '6.keep').write_text('')
+  third = run(max_checkpoints_to_keep=1)
+  third.mark_begun(3)
+  save(third, weights(1), 4, 5)
+  assert third.keep_before(6, ['loss']) == latest / '5'
+  save(third, weights(1), 6, 7, 8)
+  assert third.steps('latest') == [3, 5, 6, 8]
+  assert files.kept(latest) == [0, 3, 5, 6]
+
+
 def test_the_same_step_again_replaces_it(run, tmp_path):
   checkpointer = run()
   save(checkpointer, weights(1))

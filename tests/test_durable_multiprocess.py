@@ -596,10 +596,26 @@ def test_the_second_run_on_a_directory_is_refused(folder):
 def test_nonfinite_ends_both(folder, style):
   directory = folder / f'nan_{style}'
   place = {'sharded': 'input', 'per_device': 'step'}[style]
-  results = run(directory, style, fault=f'1:{place}:5:nan', codes=None)
+  results = run(
+    directory, style, '--config.on_nonfinite=raise',
+    fault=f'1:{place}:5:nan', codes=None,
+  )  # fmt: skip
   assert all(r.code in (1, ABORTED) for r in results), errors(results)
   assert any('NonfiniteError' in r.err for r in results)
   assert max(steps(directory)) == 4
   results = run(directory, style)
   assert all(r.the('trained') for r in results)
   assert list(logged(directory)) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_what_was_before_a_warning_is_kept(folder):
+  directory = folder / 'warned'
+  results = run(
+    directory, 'per_device', '--config.max_checkpoints_to_keep=1',
+    fault='1:step:5:nan',
+  )  # fmt: skip
+  latest = directory / 'checkpoints' / 'latest'
+  for result in results:  # The mean over all devices is what is bad.
+    assert f'is not removed: {latest}/4.' in result.err
+  assert files.steps(latest) == [4, STEPS]

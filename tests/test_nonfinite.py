@@ -184,7 +184,7 @@ def test_it_is_a_periodic_action():
   guard.wait_to_finish()
 
 
-@pytest.mark.parametrize('mode', ['Raise', '', None])
+@pytest.mark.parametrize('mode', ['Raise', ''])
 def test_an_unknown_mode_is_refused(mode):
   with pytest.raises(ValueError, match="'raise', 'skip', 'ignore'"):
     a_guard(mode)
@@ -654,3 +654,80 @@ def test_per_device_experiments_are_judged(bad_step):
   ):
     experiment.train_loop(regression.get_config(10), state, [guard])
     guard.wait_to_finish()
+
+
+# Warnings.
+
+
+def warnings_of(rows, experiment=None, mode='warn'):
+  """Returns (step, names, text) of each warning of a guard."""
+  said = []
+  guard = nonfinite.Guard(
+    experiment or types.SimpleNamespace(),
+    mode,
+    1,
+    lambda step, names, text: said.append((step, names, text)),
+  )
+  drive(guard, rows)
+  guard.wait_to_finish()
+  return said
+
+
+def test_each_name_is_warned_of_once_with_its_step():
+  good = {'loss': 1.0, 'new_loss': 2.0, 'acc': NAN}
+  rows = [
+    good | {'new_loss': NAN},  # As kfac-jax logs it on purpose.
+    good,
+    good | {'new_loss': INF},
+    good | {'new_loss': NAN, 'loss': np.float32([1, NAN]), 'grad': {'w': -INF}},
+    good | {'loss': NAN},
+  ]
+  said = warnings_of(rows)
+  assert [(step, names) for step, names, _ in said] == [
+    (1, ['new_loss']), (4, ['loss', 'grad/w']),
+  ]  # fmt: skip
+  assert 'of step 1 are not finite: new_loss = nan. Training' in said[0][2]
+  assert (
+    'of step 4 are not finite: loss = nan in 1 of 2 entries, grad/w = -inf. '
+    in said[1][2]
+  )
+  assert "config.on_nonfinite = 'raise'" in said[1][2]
+
+
+def test_a_warning_names_all_of_many():
+  ((_, names, text),) = warnings_of([{f'grad/{i:02}': NAN for i in range(30)}])
+  assert len(names) == 30
+  assert all(f'grad/{i:02} = nan' in text for i in range(30))
+
+
+def test_a_flag_that_no_scalar_shows_is_warned_of_once():
+  experiment = flagged(jnp.int32(1))
+  ((step, names, text),) = warnings_of([{'acc': 1.0}] * 3, experiment)
+  assert (step, names) == (1, [''])
+  assert 'not finite: none of its scalars shows it' in text
+  ((step, names, _),) = warnings_of([{'acc': NAN}] * 3, experiment)
+  assert (step, names) == (1, ['acc'])
+
+
+def test_the_default_of_a_style():
+  assert len(warnings_of([{'loss': NAN}], mode=None)) == 1
+  own = types.SimpleNamespace(SKIPS_NONFINITE=True, nonfinite=None)
+  assert len(warnings_of([{'loss': NAN}], own, mode=None)) == 1
+  for cls in (sharded.ShardedExperiment, regression.Regression):
+    experiment = types.SimpleNamespace(IS_SHARDED=cls.IS_SHARDED)
+    with pytest.raises(nonfinite.NonfiniteError, match='step 1 are'):
+      warnings_of([{'loss': NAN}], experiment, mode=None)
+
+
+def test_a_sharded_run_raises_by_default_and_may_warn(caplog):
+  with pytest.raises(nonfinite.NonfiniteError, match='step 3 are'):
+    train(make({2: NAN}), 9, None)
+  experiment = make({2: NAN})
+  rows = train(experiment, 5, 'warn')
+  assert [bool(np.isnan(row['loss'])) for row in rows] == [0, 0, 1, 1, 1]
+  said = [r for r in caplog.records if 'are not finite' in r.getMessage()]
+  # The loss and the gradient show it at once, in one line.
+  assert [r.levelname for r in said] == ['WARNING']
+  assert 'of step 3 ' in said[0].getMessage()
+  assert 'loss = nan' in said[0].getMessage()
+  assert 'grad_norm = nan' in said[0].getMessage()

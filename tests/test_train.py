@@ -24,6 +24,7 @@ from jaxline import train
 from jaxline import utils
 from jaxline.checkpoint import base
 from jaxline.checkpoint import durable
+from jaxline.checkpoint import files
 
 POLL_SECS = train._POLL_SECS
 MODES = (
@@ -1413,3 +1414,190 @@ def test_an_experiment_with_snapshots_of_its_own_is_evaluated_as_trained():
   config = make_config(4, eval_interval=2)
   train.train_and_eval(Own, config, Recorder(config), None, None)
   assert seen == [2.0, 4.0]
+
+
+# What is not finite.
+
+
+class LogsNan(Plain):
+  """Logs a NaN on purpose, as clients of kfac-jax do.
+
+  Attributes:
+    bad_from: the loss of this step and all later ones is a NaN too.
+    before_step: called with each step's number.
+  """
+
+  bad_from = 1 << 60
+  before_step = staticmethod(lambda step: None)
+
+  def step(self, *, global_step, rng, writer):
+    self.before_step(global_step + 1)
+    scalars = super().step(global_step=global_step, rng=rng, writer=writer)
+    if global_step + 1 >= self.bad_from:
+      scalars['loss'] = NAN
+    return scalars | {'new_loss': NAN}
+
+
+def train_durably(tmp_path, cls, steps, **values):
+  """Trains as a process of its own would; returns the steps that are kept."""
+  values = {
+    'save_checkpoint_interval': 2,
+    'max_checkpoints_to_keep': 1,
+  } | values
+  config = make_config(steps, checkpoint_dir=str(tmp_path), **values)
+  checkpointer = durable.DurableCheckpointer(config, 'train')
+  try:
+    run(cls, config, checkpointer)
+    return checkpointer.steps('latest')
+  finally:
+    checkpointer.close()
+
+
+def nonfinite_warnings(caplog):
+  said = [
+    record.getMessage()
+    for record in caplog.records
+    if record.levelno == logging.logging.WARNING
+    and 'not finite' in record.getMessage()
+  ]
+  caplog.clear()
+  return said
+
+
+def test_a_per_device_run_goes_on_and_keeps_what_was_before(tmp_path, caplog):
+  class Explodes(LogsNan):
+    bad_from = 8
+
+  assert train_durably(
+    tmp_path, Explodes, 13, save_initial_train_checkpoint=True
+  ) == [0, 6, 13]
+  latest = tmp_path / 'checkpoints' / 'latest'
+  first, second = nonfinite_warnings(caplog)
+  assert 'step 1 are not finite: new_loss = nan. ' in first
+  assert 'step 8 are not finite: loss = nan. ' in second
+  assert first.endswith(f'{latest}/0.')
+  assert second.endswith(f'{latest}/6.')
+  # So it stays however often the run is resumed.
+  assert train_durably(tmp_path, Explodes, 16) == [0, 6, 16]
+  (again,) = nonfinite_warnings(caplog)
+  assert 'step 14 are not finite: ' in again
+  assert again.endswith(f'{latest}/0.')
+  assert train_durably(tmp_path, Explodes, 19) == [0, 6, 19]
+
+
+def test_without_a_checkpoint_from_before_none_is_kept(tmp_path, caplog):
+  assert train_durably(tmp_path, LogsNan, 5) == [5]
+  (said,) = nonfinite_warnings(caplog)
+  assert said.endswith('There is no checkpoint from before.')
+  assert train_durably(tmp_path, LogsNan, 9) == [9]
+
+
+def test_a_save_in_flight_of_a_step_before_is_kept(tmp_path, monkeypatch):
+  gate, seen = threading.Event(), []
+  write = durable.DurableCheckpointer._write
+
+  def slow(self, content, target, is_there):
+    assert gate.wait(30)
+    write(self, content, target, is_there)
+
+  class Explodes(LogsNan):
+    bad_from = 5
+
+    def before_step(self, step):
+      if step == 7:  # The fifth is judged; the save of the fourth goes on.
+        seen.extend(files.steps(tmp_path / 'checkpoints' / 'latest'))
+        gate.set()
+
+  monkeypatch.setattr(durable.DurableCheckpointer, '_write', slow)
+  kept = train_durably(tmp_path, Explodes, 12, save_checkpoint_interval=4)
+  assert (seen, kept) == ([], [4, 12])
+
+
+def test_in_memory_a_run_goes_on_as_well(caplog):
+  log, _ = run(LogsNan, make_config(4))
+  assert len(log.steps) == 4
+  (said,) = nonfinite_warnings(caplog)
+  assert 'step 1 are not finite: new_loss = nan. ' in said
+
+
+def test_what_is_not_finite_raises_where_the_config_says_so():
+  with pytest.raises(
+    nonfinite.NonfiniteError, match=r'step 1 .*new_loss = nan'
+  ):
+    run(LogsNan, make_config(4, on_nonfinite='raise'))
+
+
+@pytest.mark.parametrize(
+  ('higher', 'scores', 'best_at'),
+  [(True, [NAN, 1, NAN, 2], 4), (False, [NAN, 1, NAN, 2], 2)],
+)
+def test_a_nan_is_never_the_best_on_disk(higher, scores, best_at, tmp_path):
+  class Scored(Plain):
+    def evaluate(self, *, global_step, **unused):
+      return {'score': scores[global_step - 1]}
+
+  config = make_config(
+    1,
+    checkpoint_dir=str(tmp_path),
+    eval_interval=1,
+    best_model_eval_metric='score',
+    best_model_eval_metric_higher_is_better=higher,
+  )
+  found = []
+  for config.training_steps in (1, 2, 4):  # Also from one process to the next.
+    checkpointer = durable.DurableCheckpointer(config, 'train_and_eval')
+    train.train_and_eval(Scored, config, checkpointer, None, None)
+    checkpointer.close()
+    found.append(checkpointer.steps('best'))
+  assert found == [[], [2], [best_at]]
+
+
+@pytest.mark.parametrize('higher', [True, False])
+def test_a_best_value_that_is_a_nan_is_beaten_by_any(higher):
+  # As a program may have put it there itself.
+  class Restores(Scripted):
+    def can_be_restored(self, ckpt_series):
+      return ckpt_series == 'best' or super().can_be_restored(ckpt_series)
+
+    def restore(self, ckpt_series):
+      if ckpt_series == 'best':
+        self.states['best'].best_eval_metric_value = NAN
+      else:
+        super().restore(ckpt_series)
+
+  config = make_config(
+    100,
+    best_model_eval_metric='score',
+    best_model_eval_metric_higher_is_better=higher,
+  )
+  checkpointer = Restores([10, 100])
+  partial = functools.partial(Plain, scalars={10: NAN, 100: 1.0})
+  train.evaluate(partial, config, checkpointer, None, 'eval')
+  assert [s['global_step'] for _, s in checkpointer.saved] == [100]
+
+
+@pytest.mark.parametrize(('chief', 'is_best'), [(NAN, False), (1.0, True)])
+def test_of_several_processes_the_first_decides_what_is_best(
+  chief, is_best, tmp_path, monkeypatch
+):
+  class Scored(Plain):
+    def evaluate(self, **unused):
+      return {'score': NAN if is_best else 1.0}  # What another process sees.
+
+  def from_chief(value):
+    if not isinstance(value, tuple):
+      return value
+    bits = np.array([chief], np.float64).view(np.uint32)
+    return np.bool_(chief > -math.inf), bits
+
+  config = make_config(
+    1, checkpoint_dir=str(tmp_path), best_model_eval_metric='score'
+  )
+  checkpointer = durable.DurableCheckpointer(config, 'train_and_eval')
+  evaluator = train._Evaluator(Scored('eval'), config, checkpointer, None)
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(train.multihost_utils, 'broadcast_one_to_all', from_chief)
+  saved = []
+  monkeypatch.setattr(checkpointer, 'save', saved.append)
+  evaluator(base.ExperimentState(global_step=1, train_step_rng=None))
+  assert saved == (['best'] if is_best else [])

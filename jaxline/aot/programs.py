@@ -27,6 +27,7 @@ import jaxlib
 from ml_collections import config_dict
 
 from jaxline import base_config
+from jaxline import nonfinite
 from jaxline.checkpoint import files
 
 RECORD = 'programs.json'
@@ -76,6 +77,7 @@ def identity(
       for key, value in json.loads(base_config.to_json(config)).items()
       if key in _KEYS
     },
+    'config.on_nonfinite': nonfinite.resolve(config.on_nonfinite, True),
   }
 
 

@@ -124,6 +124,13 @@ class Durable(Checkpointer, Protocol):
   def mark_begun(self, step: int) -> None:
     """Notes that training goes on, from this step."""
 
+  def keep_before(self, step: int, names: Collection[str]) -> Any:
+    """Exempts the newest checkpoint of `latest` before a step from retention.
+
+    Returns what names it, or None if there is none; `names` are the scalars
+    that were not finite.
+    """
+
   def mark_ended(self, step: int) -> None:
     """Notes that training has ended, at this step."""
 

@@ -120,6 +120,7 @@ class DurableCheckpointer:
     self._pinned: tuple[int, pathlib.Path] | None = None
     self._passed_over: set[str] = set()
     self._pickles = False
+    self._begun = 0  # The step that training goes on from.
     self.before_commit: dict[str, Callable[[], None]] = {}
     self.restored_step: int | None = None
 
@@ -317,6 +318,39 @@ class DurableCheckpointer:
         ' on a disk that all of them share.'
       )
 
+  def keep_before(
+    self, step: int, names: Collection[str]
+  ) -> pathlib.Path | None:
+    """Exempts the newest checkpoint of `latest` before a step from retention.
+
+    Called through `when_saved`, so that the saves before it are complete.
+    Names that an earlier process gave, of steps that this one does not run
+    again, exempt no other checkpoint.
+
+    Args:
+      step: the first step in which these scalars were not finite.
+      names: of the scalars.
+
+    Returns:
+      The checkpoint; None if there was none.
+    """
+    series = self._root / 'latest'
+    noted = {
+      note.get('name'): kept
+      for kept in files.kept(series)
+      for note in files.why_kept(series / str(kept))
+      if type(at := note.get('nonfinite_at')) is int and at <= self._begun
+    }
+    if new := [name for name in names if name not in noted]:
+      # 0 if there is none: that is noted as well.
+      kept = max((s for s in files.steps(series) if s < step), default=0)
+      notes = [{'name': name, 'nonfinite_at': step} for name in new]
+      files.keep(series / str(kept), notes)
+    else:
+      kept = min(noted[name] for name in names)
+    checkpoint = series / str(kept)
+    return checkpoint if checkpoint.exists() else None
+
   def mark_ended(self, step: int) -> None:
     """Notes that training has ended, for those who evaluate it."""
     if jax.process_index() == 0:
@@ -328,6 +362,7 @@ class DurableCheckpointer:
 
     What was evaluated of later steps, which are no more, will be anew.
     """
+    self._begun = step
     if jax.process_index() != 0:
       return
     self._root.mkdir(parents=True, exist_ok=True)
@@ -574,8 +609,10 @@ class DurableCheckpointer:
       (step, _saved_at(series / str(step)) if keep.every_hours else 0.0)
       for step in files.steps(series)
     ]
+    kept = files.kept(series)
     for step in keep.removable(times):
-      files.remove(series / str(step))
+      if step not in kept:
+        files.remove(series / str(step))
 
   # Restoring.
 

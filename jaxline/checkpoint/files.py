@@ -3,6 +3,7 @@
 A run's directory holds, besides the logs:
 
     checkpoints/latest/STEP/    written by training
+    checkpoints/latest/STEP.keep  exempts STEP from retention, and says why
     checkpoints/best/STEP/      written by evaluation
     checkpoints/damaged/        what could not be read, set aside
     checkpoints/claims/         who is writing here
@@ -17,7 +18,7 @@ whenever it is there:
     checksums_N.json    size and CRC-32 of every file above
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 import contextlib
 import dataclasses
 import errno
@@ -399,6 +400,49 @@ class Keep:
         last_time = when
         forever.add(step)
     return [step for step, _ in ordered[: -self.newest] if step not in forever]
+
+
+_KEEP = '.keep'
+
+
+def keep(checkpoint: pathlib.Path, notes: Iterable[Mapping[str, Any]]) -> None:
+  """Exempts a checkpoint from retention, by a file beside it.
+
+  That the file is there is what counts; its lines say why. They are appended,
+  since several processes may write them.
+
+  Args:
+    checkpoint: its directory, which need not be there.
+    notes: why, as JSON.
+  """
+  checkpoint.parent.mkdir(parents=True, exist_ok=True)
+  path = checkpoint.with_name(checkpoint.name + _KEEP)
+  with open(path, 'a', encoding='utf-8') as f:
+    f.writelines(f'{json.dumps(note)}\n' for note in notes)
+    f.flush()
+    os.fsync(f.fileno())
+  sync_directory(path.parent)
+
+
+def kept(series: pathlib.Path) -> list[int]:
+  """Returns the steps that `keep` exempted from retention, ascending."""
+  try:
+    names = os.listdir(series)
+  except (FileNotFoundError, NotADirectoryError):
+    return []
+  found = [name.removesuffix(_KEEP) for name in names if name.endswith(_KEEP)]
+  return sorted(int(name) for name in found if re.fullmatch(_STEP, name))
+
+
+def why_kept(checkpoint: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns the notes that `keep` was given; without those that are damaged."""
+  path = checkpoint.with_name(checkpoint.name + _KEEP)
+  notes = []
+  if path.is_file():
+    for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
+      with contextlib.suppress(ValueError):
+        notes.append(json.loads(line))
+  return [note for note in notes if isinstance(note, dict)]
 
 
 class ClaimedError(ValueError):
