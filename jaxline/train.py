@@ -1,6 +1,6 @@
 """The loops: `train`, `evaluate`, and the two together in `train_and_eval`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import inspect
 import math
@@ -342,20 +342,53 @@ def _resume_writer(
   config: config_dict.ConfigDict,
   checkpointer: base.Checkpointer,
   step: int,
+  is_evaluated: bool | None = None,
 ) -> None:
   """Voids what a killed process logged beyond the checkpoint; logs the config.
 
   Those steps run again, and log the same again.
+
+  Args:
+    writer: of training, or of evaluation.
+    config: the run's.
+    checkpointer: restored.
+    step: that it goes on from.
+    is_evaluated: None for training. For evaluation, whether the step itself is
+      evaluated; if not, what was logged of it is void.
   """
   # Asked by all hosts, whether they log or not.
   is_new = not base.is_durable(checkpointer) or _is_new(checkpointer)
   if not isinstance(writer, writers.MetricWriter):
     return
+  last = step - 1 if is_evaluated is False else step
+  if is_new and not is_evaluated:
+    last = -1
   if base.is_durable(checkpointer):
     with debug.log_activity('resuming the logs'):
-      writer.resume(-1 if is_new else step)
-  if is_new:
+      writer.resume(last)
+  if last < 0:
     writer.write_texts(0, {'config': base_config.to_json(config)})
+
+
+def _steps_evaluated(
+  checkpointer: base.Checkpointer,
+  writer: writers.Writer | None,
+  until: float = math.inf,
+) -> list[int]:
+  """Returns the steps that earlier processes evaluated.
+
+  Args:
+    checkpointer: a durable one has noted them.
+    writer: of evaluation; its log counts where that note is lost.
+    until: the last step of the log that counts.
+  """
+
+  def logged() -> list[int]:
+    if not isinstance(writer, writers.MetricWriter):
+      return []
+    return [step for step in writer.logged_steps() if step <= until]
+
+  return checkpointer.evaluated(logged) if base.is_durable(checkpointer) else []
 
 
 def _is_new(checkpointer: base.Checkpointer) -> bool:
@@ -477,6 +510,7 @@ class _Evaluator:
     config: config_dict.ConfigDict,
     checkpointer: base.Checkpointer,
     writer: writers.Writer | None,
+    evaluated: Iterable[int] = (),
   ):
     self._experiment = experiment
     self._checkpointer = checkpointer
@@ -489,9 +523,7 @@ class _Evaluator:
       config, jax.random.PRNGKey(config.random_seed)
     )
     self._evaluate = debug.evaluate_should_return_dict(experiment.evaluate)
-    self._evaluated = set(
-      checkpointer.evaluated() if base.is_durable(checkpointer) else ()
-    )
+    self._evaluated = set(evaluated)
     self._best_state = None
     is_chief = jax.process_index() == 0
     if self._metric and (
@@ -610,12 +642,13 @@ def evaluate(
       jax.random.PRNGKey(config.random_seed),
       config,
     )
-  evaluator = _Evaluator(experiment, config, checkpointer, writer)
+  done = _steps_evaluated(checkpointer, writer)
+  evaluator = _Evaluator(experiment, config, checkpointer, writer, done)
   state = checkpointer.get_experiment_state('latest')
   state.global_step = 0
   state.experiment_module = experiment
   state.train_step_rng = None
-  evaluated = _Evaluated(experiment, config, checkpointer, writer)
+  evaluated = _Evaluated(experiment, config, checkpointer, writer, done)
 
   def evaluate_checkpoint(step: int | None = None) -> None:
     with debug.log_activity('checkpoint restore'):
@@ -725,19 +758,23 @@ class _Evaluated:
     config: config_dict.ConfigDict,
     checkpointer: base.Checkpointer,
     writer: writers.Writer | None,
+    done: Iterable[int],
   ):
     self._experiment = experiment
     self._checkpointer = checkpointer
     self._config = config
     self._writer = writer
     self._durable = checkpointer if base.is_durable(checkpointer) else None
-    self._done = set(self._durable.evaluated() if self._durable else ())
+    self._done = set(done)
     self._path: Any = None
     self.next_step: int | None = None
     self.last: int | None = max(self._done, default=None)
 
   def resume(self) -> None:
     """Voids logs of an evaluation that did not finish."""
+    if self._durable:
+      # Before anything is logged: then a log without a note has lost it.
+      self._durable.mark_evaluated()
     if isinstance(self._writer, writers.MetricWriter):
       if self._durable:
         self._writer.resume(-1 if self.last is None else self.last)
@@ -838,14 +875,15 @@ def train_and_eval(
   evaluated = _build(
     experiment_class, 'eval', jax.random.PRNGKey(config.random_seed), config
   )
-  is_evaluated = base.is_durable(checkpointer) and (
-    state.global_step in checkpointer.evaluated()
-  )
+  done = _steps_evaluated(checkpointer, eval_writer, state.global_step)
+  if done and base.is_durable(checkpointer):
+    checkpointer.mark_evaluated()  # The note may have been lost.
   # Of an evaluation at this very step nothing counts unless all of it is safe.
+  is_evaluated = state.global_step in done
   _resume_writer(
-    eval_writer, config, checkpointer, state.global_step - (not is_evaluated)
+    eval_writer, config, checkpointer, state.global_step, is_evaluated
   )
-  evaluator = _Evaluator(evaluated, config, checkpointer, eval_writer)
+  evaluator = _Evaluator(evaluated, config, checkpointer, eval_writer, done)
   guard = _make_guard(trained, config, checkpointer)
   last_evaluated = state.global_step if is_evaluated else None
 

@@ -119,6 +119,17 @@ class MetricWriter(abc.ABC):
       OSError: a file cannot be rewritten; it stands as it was.
     """
 
+  def logged_steps(self) -> list[int]:
+    """Returns the steps that scalars were written of, ascending.
+
+    Also by earlier processes. A writer that keeps no records has none. It may
+    read all that was written, and blocks.
+
+    Raises:
+      OSError: a file cannot be read.
+    """
+    return []
+
   @abc.abstractmethod
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
@@ -622,6 +633,17 @@ class TensorBoardWriter(_Backend):
     summary = [{'tag': k, **encode(value)} for k, value in values.items()]
     self._append(step=step, summary={'value': summary})
 
+  def logged_steps(self) -> list[int]:
+    directory = os.path.dirname(self.path)
+    steps = set()
+    for name in _event_files(directory):
+      with open(os.path.join(directory, name), 'rb') as file:
+        for _, event in _read_events(file):
+          values = event.summary.value if event is not None else ()
+          if any(value.HasField('simple_value') for value in values):
+            steps.add(event.step)
+    return sorted(steps)
+
   def _resume(self, step: int) -> None:
     directory = os.path.dirname(self.path)
     for name in _event_files(directory):
@@ -649,6 +671,15 @@ def _without_later_events(
   file: BinaryIO, step: int
 ) -> Iterator[tuple[bytes, bytes]]:
   """Yields each record, and the same or nothing in its place."""
+  for record, event in _read_events(file):
+    is_later = event is not None and (
+      event.step > step and event.HasField('summary')
+    )
+    yield record, b'' if is_later else record
+
+
+def _read_events(file: BinaryIO) -> Iterator[tuple[bytes, Any]]:
+  """Yields each record and its event; None is the event of what is damaged."""
   from google.protobuf import message
   from tensorboardX import record_writer
   from tensorboardX.proto import event_pb2
@@ -657,18 +688,17 @@ def _without_later_events(
     length, checksum = header[:8], header[8:]
     if checksum != struct.pack('<I', record_writer.masked_crc32c(length)):
       # Where the next record begins cannot be known.
-      yield header, header
+      yield header, None
       while rest := file.read(1 << 20):
-        yield rest, rest
+        yield rest, None
       return
     data = file.read(struct.unpack('<Q', length)[0])
     record = header + data + file.read(4)
     try:
       event = event_pb2.Event.FromString(data)
-      is_later = event.step > step and event.HasField('summary')
     except message.DecodeError:
-      is_later = False
-    yield record, b'' if is_later else record
+      event = None
+    yield record, event
 
 
 def _scalar_summary(number: int | float) -> dict[str, Any]:
@@ -792,6 +822,17 @@ class JsonlWriter(_Backend):
     self._file.append(line)
     self._has_begun = True
 
+  def logged_steps(self) -> list[int]:
+    if not self._file.is_regular:
+      return []
+    steps = set()
+    with open(self._file.path, 'rb') as file:
+      for record in map(_read_record, file):
+        is_ours = record.get('mode') == self._mode.get('mode')
+        if is_ours and record.get('kind') == 'scalars':
+          steps.add(record['step'])
+    return sorted(steps)
+
   def _resume(self, step: int) -> None:
     if not self._file.is_regular:
       return
@@ -814,13 +855,14 @@ class JsonlWriter(_Backend):
     """Yields each line, and what is to stand there; numbers are those then."""
     number = 1
     for line in file:
-      record_step, mode = _read_step_and_mode(line)
+      record = _read_record(line)
       is_whole = line.endswith(b'\n')
-      if record_step is None:
+      if not record:
         is_kept = is_whole
       else:
-        is_kept = record_step <= step or mode != self._mode.get('mode')
-      if is_kept and record_step is None:
+        is_ours = record.get('mode') == self._mode.get('mode')
+        is_kept = record['step'] <= step or not is_ours
+      if is_kept and not record:
         damaged.add(number)
       number += is_kept
       # A record may lack no more than the end of its line.
@@ -836,15 +878,15 @@ class JsonlWriter(_Backend):
 _JSONL_KEYS = frozenset({'step', 'time', 'mode', 'kind'})
 
 
-def _read_step_and_mode(line: bytes) -> tuple[int | None, Any]:
-  """Returns both of a line's record; the step of what is no record is None."""
+def _read_record(line: bytes) -> dict[str, Any]:
+  """Returns a line's record, which has a step; of what is none, nothing."""
   try:
     record = json.loads(line)
   except ValueError:
-    return None, None
+    return {}
   if not isinstance(record, dict) or not isinstance(record.get('step'), int):
-    return None, None
-  return record['step'], record.get('mode')
+    return {}
+  return record
 
 
 def _to_json_value(value: Any) -> Any:
@@ -938,6 +980,11 @@ def _forward(writer: Writer, method: str, *args: Any) -> None:
     )
 
 
+def _logged_steps(writer: Writer) -> list[int]:
+  """Returns the `logged_steps` of a writer that may not have the method."""
+  return writer.logged_steps() if isinstance(writer, MetricWriter) else []
+
+
 class MultiWriter(MetricWriter):
   """Hands each record to several writers.
 
@@ -975,6 +1022,11 @@ class MultiWriter(MetricWriter):
 
   def resume(self, step: int) -> None:
     self._each('resume', step)
+
+  def logged_steps(self) -> list[int]:
+    return sorted(
+      {s for writer in self._writers for s in _logged_steps(writer)}
+    )
 
   def flush(self) -> None:
     self._each('flush')
@@ -1084,6 +1136,13 @@ class AsyncWriter(MetricWriter):
 
   def resume(self, step: int) -> None:
     self._run_and_wait('resume', lambda: _forward(self._writer, 'resume', step))
+
+  def logged_steps(self) -> list[int]:
+    steps: list[int] = []
+    self._run_and_wait(
+      'logged_steps', lambda: steps.extend(_logged_steps(self._writer))
+    )
+    return steps
 
   def flush(self) -> None:
     self._run_and_wait(

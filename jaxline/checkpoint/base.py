@@ -115,11 +115,11 @@ class Durable(Checkpointer, Protocol):
   def next_step(self, ckpt_series: str, done: Collection[int]) -> int | None:
     """Returns the first step with a checkpoint and not in `done`."""
 
-  def evaluated(self) -> list[int]:
-    """Returns the steps that were noted as evaluated."""
+  def evaluated(self, logged: Callable[[], list[int]] = list) -> list[int]:
+    """Returns the steps noted as evaluated; `logged()` if the note is lost."""
 
-  def mark_evaluated(self, step: int) -> None:
-    """Notes that a step is evaluated and its results are safe."""
+  def mark_evaluated(self, *steps: int) -> None:
+    """Notes that steps are evaluated and their results are safe."""
 
   def mark_begun(self, step: int) -> None:
     """Notes that training goes on, from this step."""

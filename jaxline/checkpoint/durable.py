@@ -20,6 +20,7 @@ import re
 import threading
 import time
 from typing import Any
+import zlib
 
 from absl import logging
 import jax
@@ -121,6 +122,9 @@ class DurableCheckpointer:
     self._passed_over: set[str] = set()
     self._pickles = False
     self._begun = 0  # The step that training goes on from.
+    # What is evaluated as last read or written, for where the note is lost.
+    self._evaluated: list[int] = []
+    self._is_lost = False
     self.before_commit: dict[str, Callable[[], None]] = {}
     self.restored_step: int | None = None
 
@@ -371,9 +375,13 @@ class DurableCheckpointer:
     )
     (self._root / 'ended.json').unlink(missing_ok=True)
     for path in (self._root / 'evaluated').glob('*.json'):
-      noted = _noted(path)
-      if left := [s for s in noted if s > step]:
-        files.write_json(path, {'steps': [s for s in noted if s not in left]})
+      with contextlib.suppress(files.DamagedError):  # Evaluation reports it.
+        noted = _noted(path)
+        if any(s > step for s in noted):
+          _note(path, [s for s in noted if s <= step])
+    path = self._root / 'evaluated' / 'eval.json'
+    if not path.exists() and not self.steps('latest'):
+      _note(path, [])  # A new run, whatever the logs of an earlier one say.
 
   def ended(self) -> int | None:
     """Returns the step at which training has ended, or None.
@@ -386,26 +394,55 @@ class DurableCheckpointer:
     step = _of_chief(step)
     return step if step >= 0 else None
 
-  def evaluated(self) -> list[int]:
+  def evaluated(self, logged: Callable[[], list[int]] = list) -> list[int]:
     """Returns the steps that `mark_evaluated` noted in this mode.
 
     All hosts get the first one's answer.
+
+    Args:
+      logged: returns the steps in the log, which count where the note is
+        missing or damaged; that is reported.
     """
-    steps = _noted(self._evaluated_path)
+    steps = []
+    if jax.process_index() == 0:
+      steps = self._read_evaluated(logged)
     if jax.process_count() == 1:
       return steps
     own = np.zeros([_of_chief(len(steps))], np.int32)
     own[: len(steps)] = steps[: len(own)]
     return multihost_utils.broadcast_one_to_all(own).tolist()
 
-  def mark_evaluated(self, step: int) -> None:
-    """Notes that a step is evaluated and its results are safe."""
+  def mark_evaluated(self, *steps: int) -> None:
+    """Notes that steps are evaluated and their results are safe.
+
+    Where the note is lost, what `evaluated` returned is noted as well.
+    """
     if jax.process_index() == 0:
-      steps = [*_noted(self._evaluated_path), step]
-      self._evaluated_path.parent.mkdir(parents=True, exist_ok=True)
+      noted = self._read_evaluated(lambda: self._evaluated)
       # They are evaluated in ascending order. (And counted: an evaluation that
       # goes on through its data finds its place by how many there were.)
-      files.write_json(self._evaluated_path, {'steps': steps[-100_000:]})
+      self._evaluated = [*noted, *steps][-100_000:]
+      _note(self._evaluated_path, self._evaluated)
+      self._is_lost = False
+
+  def _read_evaluated(self, logged: Callable[[], list[int]]) -> list[int]:
+    path = self._evaluated_path
+    try:
+      self._evaluated = _noted(path)
+    except files.DamagedError as e:
+      self._evaluated = steps = logged()
+      # In a new run there is neither a note nor a log.
+      if not self._is_lost and (steps or path.exists()):
+        self._is_lost = True
+        logging.error(
+          '%s is damaged: %s. What is evaluated already is taken from the log,'
+          ' of which nothing is removed: %d steps%s.',
+          path,
+          e,
+          len(steps),
+          f', the last of them {steps[-1]}' if steps else '',
+        )
+    return self._evaluated
 
   # Saving.
 
@@ -741,10 +778,28 @@ def _reported(path: pathlib.Path) -> Iterator[None]:
 
 
 def _noted(path: pathlib.Path) -> list[int]:
-  """Returns the steps that a file of evaluated ones holds."""
-  with contextlib.suppress(files.DamagedError, KeyError, TypeError):
-    return list(files.read_json(path)['steps'])
-  return []
+  """Returns the steps that a file of evaluated ones holds.
+
+  Raises:
+    files.DamagedError: it is missing, or not as it was written.
+  """
+  noted = files.read_json(path)
+  steps = noted.get('steps') if isinstance(noted, dict) else None
+  if not isinstance(steps, list) or not all(type(s) is int for s in steps):
+    raise files.DamagedError(f'{path.name} holds no steps')
+  # Earlier versions wrote no checksum.
+  if noted.get('crc', _crc_of(steps)) != _crc_of(steps):
+    raise files.DamagedError(f'{path.name} is not as it was written')
+  return steps
+
+
+def _note(path: pathlib.Path, steps: list[int]) -> None:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  files.write_json(path, {'steps': steps, 'crc': _crc_of(steps)})
+
+
+def _crc_of(steps: list[int]) -> int:
+  return zlib.crc32(json.dumps(steps).encode())
 
 
 def _placed(name: str, value: Any, live: Any) -> Any:
