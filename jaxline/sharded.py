@@ -411,6 +411,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self._source: Iterator[Batch] | None = None
     self._infeed: infeed.Infeed | None = None
     self._infeed_options: dict[str, Any] = {'buffer_size': _BUFFER_SIZE}
+    self._batch_shapes = _BatchShapes()
     self._position: Any = None
     # Of an input that goes on at each evaluation, how many had their batches.
     self._eval_source: inputs.BaseInput | None = None
@@ -784,10 +785,12 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Starts to put the batches of a source on the devices."""
     order = getattr(source, 'custom_device_order', None)
     # Not `self`: the thread would keep the experiment, and its arrays, alive.
-    partitioner = self.partitioner
+    partitioner, shapes = self.partitioner, self._batch_shapes
 
     def place(batch: Batch) -> Batch:
-      return partitioner.put_batch(_with_weights(batch), order)
+      placed = partitioner.put_batch(_with_weights(batch), order)
+      shapes.check(placed)
+      return placed
 
     return infeed.Infeed(source, place, **self._infeed_options)
 
@@ -964,6 +967,33 @@ class ShardedExperiment(experiment.AbstractExperiment):
     assert isinstance(trained, ShardedExperiment)
     self._state = trained.state
     self._position = trained._position
+
+
+class _BatchShapes:
+  """Warns of a batch that the step must be compiled anew for."""
+
+  def __init__(self) -> None:
+    self._seen: set[Any] = set()  # Each is compiled only once.
+    self._last: Any = None
+
+  def check(self, batch: Batch) -> None:
+    """Compares a batch with those before; on the thread that reads ahead."""
+    leaves, tree = jax.tree.flatten(dict(batch))
+    shapes = tree, tuple((x.shape, x.dtype) for x in leaves)
+    if self._seen and shapes not in self._seen:
+      now, before = (
+        tree.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in leaves)
+        for tree, leaves in (shapes, self._last)
+      )
+      logging.warning(
+        'train_input gave a batch of another shape or type, for which the step'
+        ' is compiled anew; pad its batches to one shape, or to few.\n%s',
+        '\n'.join(
+          experiment.differences(now, before, 'now', 'before', 'batch')
+        ),
+      )
+    self._seen.add(shapes)
+    self._last = shapes
 
 
 def _check_hosts(
