@@ -634,13 +634,19 @@ class TensorBoardWriter(_Backend):
     self._append(step=step, summary={'value': summary})
 
   def logged_steps(self) -> list[int]:
+    from tensorboardX import record_writer
+
     directory = os.path.dirname(self.path)
     steps = set()
     for name in _event_files(directory):
       with open(os.path.join(directory, name), 'rb') as file:
-        for _, event in _read_events(file):
-          values = event.summary.value if event is not None else ()
-          if any(value.HasField('simple_value') for value in values):
+        for record, event in _read_events(file):
+          checksum = struct.pack(
+            '<I', record_writer.masked_crc32c(record[12:-4])
+          )
+          if event is None or record[-4:] != checksum:
+            continue  # What is damaged may say any step.
+          if any(v.HasField('simple_value') for v in event.summary.value):
             steps.add(event.step)
     return sorted(steps)
 

@@ -1487,6 +1487,66 @@ def test_what_was_evaluated_is_noted_per_mode(run, tmp_path):
     assert run('eval').evaluated() == []
 
 
+def damaged_notes(noted):
+  """Damages the file of evaluated steps in one way after another."""
+  whole = noted.read_bytes()
+  digit = whole.index(b'5')
+  for i, damage in enumerate((
+    b'', b'{', whole[:-3], b'[]', b'{"steps": 5}', b'{"steps": {}}',
+    b'{"steps": ["5"]}', whole[:digit] + b'4' + whole[digit + 1 :], None,
+  )):  # fmt: skip
+    noted.unlink()
+    if damage is not None:
+      noted.write_bytes(damage)
+    yield i
+
+
+def test_where_the_note_is_lost_the_log_counts(run, tmp_path, caplog):
+  evaluation = run('eval')
+  asked = []
+  logged = lambda: asked.append(1) or [3, 5, 9]
+  noted = tmp_path / 'run' / 'checkpoints' / 'evaluated' / 'eval.json'
+  evaluation.mark_evaluated()
+  evaluation.mark_evaluated(3)
+  evaluation.mark_evaluated(5, 9)
+  assert run('eval').evaluated(logged) == [3, 5, 9]
+  assert (asked, caplog.messages) == ([], [])
+  for i in damaged_notes(noted):
+    caplog.clear()
+    again = run('eval')
+    assert again.evaluated(logged) == [3, 5, 9], i
+    again.mark_evaluated()
+    (said,) = caplog.messages  # Once.
+    assert str(noted) in said
+    assert 'Nothing is removed from the log' in said
+    assert '3 steps are evaluated, the last of them 9' in said
+    again.mark_evaluated(11)
+    assert run('eval').evaluated() == [3, 5, 9, 11], i
+    noted.write_text('{"steps": [3, 5, 9]}')  # As before there was a checksum.
+    assert run('eval').evaluated() == [3, 5, 9]
+  # Also of a note that is lost while an evaluation goes on.
+  evaluation = run('eval')
+  evaluation.mark_evaluated()
+  for i in damaged_notes(noted):
+    caplog.clear()
+    evaluation.mark_evaluated(11)
+    assert run('eval').evaluated() == [3, 5, 9, 11], i
+    assert len(caplog.messages) == 1
+    noted.write_text('{"steps": [3, 5, 9]}')
+    assert evaluation.evaluated() == [3, 5, 9]
+
+
+def test_a_new_run_has_evaluated_nothing(run, tmp_path):
+  logged = lambda: [3, 5]
+  training = run()
+  training.mark_begun(0)  # In the directory of an earlier one.
+  assert run('eval').evaluated(logged) == []
+  save(training, weights(1), 3)
+  (tmp_path / 'run' / 'checkpoints' / 'evaluated' / 'eval.json').unlink()
+  training.mark_begun(3)
+  assert run('eval').evaluated(logged) == [3, 5]
+
+
 def test_the_end_is_noted_and_taken_back(run, tmp_path):
   training, evaluation = run(), run('eval')
   assert evaluation.ended() is None

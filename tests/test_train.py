@@ -1,8 +1,11 @@
 """The loops: seeds, keys, checkpoints, logging, evaluation, and every error."""
 
+import contextlib
 import functools
+import json
 import math
 import pathlib
+import shutil
 import threading
 import time
 import traceback
@@ -20,6 +23,7 @@ from jaxline import devices
 from jaxline import experiment
 from jaxline import nonfinite
 from jaxline import periodic
+from jaxline import platform
 from jaxline import train
 from jaxline import utils
 from jaxline.checkpoint import base
@@ -1601,3 +1605,199 @@ def test_of_several_processes_the_first_decides_what_is_best(
   monkeypatch.setattr(checkpointer, 'save', saved.append)
   evaluator(base.ExperimentState(global_step=1, train_step_rng=None))
   assert saved == (['best'] if is_best else [])
+
+
+# What was evaluated, over the ends of processes.
+
+
+class Killed(BaseException):
+  """Ends a run as kill -9 does: nothing else is saved or noted."""
+
+
+class Counted(Plain):
+  """Says how many evaluations there were before.
+
+  Attributes:
+    dies_at: the number of the step in which it is killed.
+  """
+
+  dies_at = None
+
+  def step(self, *, global_step, rng, writer):
+    if global_step == self.dies_at:
+      raise Killed
+    return super().step(global_step=global_step, rng=rng, writer=writer)
+
+  def evaluate(self, **kwargs):
+    super().evaluate(**kwargs)
+    return {'before': self.num_evaluated}
+
+
+class Process:
+  """A run in a directory, by one mode, with its logs; each is a new process."""
+
+  def __init__(self, run_dir, mode='train_and_eval', **values):
+    self.run_dir = run_dir
+    self.mode = mode
+    self.values = {
+      'eval_interval': 1, 'save_checkpoint_interval': 1,
+      'max_checkpoints_to_keep': 2,
+    } | values  # fmt: skip
+
+  def run(self, steps, dies_at=None, **values):
+    """Runs so many steps; returns what was evaluated, in this order."""
+    config = make_config(
+      steps, checkpoint_dir=str(self.run_dir), **self.values | values
+    )
+    log = Log()
+    cls = type('Counted', (Counted,), {'dies_at': dies_at})
+    experiment_class = functools.partial(cls, log=log)
+    with contextlib.ExitStack() as logs, contextlib.ExitStack() as stack:
+
+      def checkpointer(mode):
+        made = durable.DurableCheckpointer(config, mode)
+        return stack.enter_context(contextlib.closing(made))
+
+      def writer(mode):
+        return logs.enter_context(platform.create_writer(config, mode))
+
+      if dies_at is not None:
+        stack.enter_context(pytest.raises(Killed))
+      if self.mode == 'train_and_eval':
+        train.train_and_eval(
+          experiment_class, config, checkpointer(self.mode),
+          writer('train'), writer('eval'),
+        )  # fmt: skip
+      elif self.mode == 'eval':
+        # Training goes first, at once to its end; so nothing is missed.
+        values = self.values | {'max_checkpoints_to_keep': 100}
+        Process(self.run_dir, 'train', **values).run(steps)
+        train.evaluate(
+          experiment_class, config, checkpointer('eval'), writer('eval'), 'eval'
+        )
+      elif self.mode == 'train':
+        train.train(
+          experiment_class, config, checkpointer('train'), writer('train')
+        )
+      else:
+        platform._train_eval_multithreaded(
+          experiment_class, config, checkpointer, writer, train.Supervision()
+        )
+    return [step for step, _ in log.evals]
+
+  def curve(self, mode='eval'):
+    """Returns each line's step and number of evaluations before it."""
+    return [(r['step'], r['before']) for r in self._records(mode, 'scalars')]
+
+  def texts(self, mode='eval'):
+    return [(r['step'], 'config' in r) for r in self._records(mode, 'texts')]
+
+  def shown(self, mode='eval'):
+    """Returns the curve of TensorBoard's files, whatever they say is void."""
+    from tensorboard.backend.event_processing import event_accumulator
+
+    events = event_accumulator.EventAccumulator(
+      str(self.run_dir / mode), purge_orphaned_data=False
+    ).Reload()
+    return [(e.step, e.value) for e in events.Scalars('before')]
+
+  def _records(self, mode, kind):
+    lines = (self.run_dir / mode / 'metrics.jsonl').read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [r for r in found if r['kind'] == kind]
+
+
+@pytest.mark.parametrize('damage', ['{"steps": [1, 4', None])
+@pytest.mark.parametrize('mode', ['train_and_eval', 'eval', 'threads'])
+def test_no_evaluation_is_lost_with_its_note(mode, damage, tmp_path, caplog):
+  process = Process(tmp_path, mode)
+  if mode == 'threads':  # It evaluates what there is when it looks.
+    assert 3 in process.run(3)
+  else:
+    assert process.run(3) == [1, 2, 3]
+  before = process.curve()
+  noted = tmp_path / 'checkpoints' / 'evaluated' / 'eval.json'
+  noted.unlink()
+  if damage is not None:
+    noted.write_text(damage)
+  caplog.clear()
+  if mode == 'eval':  # Those that were evaluated have gone meanwhile.
+    for step in (1, 2):
+      shutil.rmtree(tmp_path / 'checkpoints' / 'latest' / str(step))
+  again = process.run(5)
+  assert set(again) <= {4, 5}
+  assert 5 in again
+  steps = [step for step, _ in before] + again
+  expected = [(step, i) for i, step in enumerate(steps)]
+  assert process.curve() == process.shown() == expected
+  assert process.texts() == [(0, True)]
+  said = [r for r in caplog.records if str(noted) in r.getMessage()]
+  assert [r.levelname for r in said] == ['ERROR']
+  # And it is whole again.
+  caplog.clear()
+  assert process.run(5) == []
+  assert process.curve() == process.shown() == expected
+  assert str(noted) not in caplog.text
+
+
+def test_a_one_off_evaluation_keeps_what_it_cannot_read(tmp_path):
+  process = Process(tmp_path, 'eval')
+  assert process.run(3) == [1, 2, 3]
+  noted = tmp_path / 'checkpoints' / 'evaluated' / 'eval.json'
+  noted.write_text('')
+  assert process.run(3, one_off_evaluate=True) == [3]
+  assert process.curve() == [(1, 0), (2, 1), (3, 2), (3, 2)]  # As asked for.
+  assert process.run(3) == []
+
+
+@pytest.mark.parametrize('is_noted', [True, False])
+@pytest.mark.parametrize('forks', [False, True])
+def test_killed_between_the_first_evaluation_and_the_first_save(
+  forks, is_noted, tmp_path
+):
+  values = {'eval_initial_weights': True}
+  if forks:
+    Process(tmp_path / 'other', 'train').run(4)
+    values = {'restore_from': str(tmp_path / 'other')}
+  process = Process(tmp_path / 'run', **values)
+  first = 4 if forks else 0
+  for _ in range(2):  # Nor if it happens again.
+    process.run(6, dies_at=first)
+    noted = tmp_path / 'run' / 'checkpoints' / 'evaluated' / 'eval.json'
+    assert json.loads(noted.read_text())['steps'] == [first]
+    assert files.steps(tmp_path / 'run' / 'checkpoints' / 'latest') == []
+    assert process.curve() == [(first, 0)]
+    if not is_noted:
+      noted.write_text('{"steps": []}')
+  process.run(6)
+  expected = [(step, i) for i, step in enumerate(range(first, 7))]
+  assert process.curve() == process.shown() == expected
+  assert process.texts() == process.texts('train') == [(0, True)]
+
+
+@pytest.mark.parametrize('initial', [True, False])
+def test_killed_behind_the_save_before_the_first_step(initial, tmp_path):
+  process = Process(
+    tmp_path,
+    save_initial_train_checkpoint=True,
+    eval_initial_weights=initial,
+    save_checkpoint_interval=3,
+  )
+  for dies_at in (0, 2):
+    process.run(3, dies_at=dies_at)
+    assert files.steps(tmp_path / 'checkpoints' / 'latest') == [0]
+    assert process.texts() == process.texts('train') == [(0, True)]
+  process.run(3)
+  steps = [0, 1, 2, 3] if initial else [1, 2, 3]
+  assert [step for step, _ in process.curve()] == steps
+  assert process.texts() == process.texts('train') == [(0, True)]
+
+
+def test_a_run_that_begins_anew_has_none_of_the_old_log(tmp_path):
+  for mode in ('train_and_eval', 'eval'):
+    process = Process(tmp_path / mode, mode)
+    process.run(3)
+    shutil.rmtree(tmp_path / mode / 'checkpoints')
+    assert process.run(2) == [1, 2]
+    assert process.curve() == [(1, 0), (2, 1)]
+    assert process.texts() == [(0, True)]

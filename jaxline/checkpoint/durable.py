@@ -435,8 +435,8 @@ class DurableCheckpointer:
       if not self._is_lost and (steps or path.exists()):
         self._is_lost = True
         logging.error(
-          '%s is damaged: %s. What is evaluated already is taken from the log,'
-          ' of which nothing is removed: %d steps%s.',
+          '%s is damaged: %s. Nothing is removed from the log, by which %d'
+          ' steps are evaluated%s.',
           path,
           e,
           len(steps),
