@@ -414,6 +414,25 @@ def test_what_a_checkpoint_says_was_done_is_logged(tmp_path, start):
   assert steps[: newest(tmp_path)] == list(range(1, newest(tmp_path) + 1))
 
 
+def test_killed_behind_the_first_evaluation(tmp_path, start):
+  args = '--config.eval_initial_weights=True', '--config.training_steps=6'
+  run = start(tmp_path, *args, faults={'hang_at': 1})
+  assert run.wait_for('Saved .*/best/0')
+  noted = tmp_path / 'checkpoints' / 'evaluated' / 'eval.json'
+  deadline = time.monotonic() + TIMEOUT
+  while files.read_json(noted)['steps'] != [0]:
+    assert time.monotonic() < deadline, run.log
+    time.sleep(0.01)
+  run.kill()
+  assert newest(tmp_path) is None
+  finished(tmp_path, *args)
+  steps = [0, EVAL_EVERY, 6]
+  assert [r['step'] for r in records(tmp_path, 'eval')] == steps
+  for hides_voided in (False, True):
+    shown = tensorboard(tmp_path, 'eval', hides_voided)['loss']
+    assert [step for step, _ in shown] == steps
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize('signum', SIGNALS, ids=lambda signum: signum.name)
@@ -711,6 +730,14 @@ def test_damaged_checkpoints_are_set_aside(stopped, undisturbed):
     assert f'latest/{step} is damaged' in run.log
     assert (stopped / 'checkpoints' / 'damaged' / f'latest-{step}').exists()
   assert f'Restored {latest}/3.' in run.log
+  assert left_by(stopped) == undisturbed
+
+
+def test_the_note_of_what_is_evaluated_is_damaged(stopped, undisturbed):
+  noted = stopped / 'checkpoints' / 'evaluated' / 'eval.json'
+  flip(noted, 0.3)
+  run = finished(stopped)
+  assert f'{noted} is damaged' in run.log
   assert left_by(stopped) == undisturbed
 
 
