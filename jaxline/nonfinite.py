@@ -198,15 +198,21 @@ class Guard:
 
   def _warn_of(self, step: _Step) -> None:
     """Warns of the names that were finite in all steps before."""
-    bad = dict(_nonfinite(step.scalars)) or {'': _NOT_SHOWN}
-    if new := [name for name in bad if name not in self._warned]:
-      self._warned.update(new)
+    bad = dict(
+      _nonfinite(
+        {name: x for name, x in _flat(step.scalars) if name not in self._warned}
+      )
+    )
+    if not bad and not self._warned:
+      bad[''] = _NOT_SHOWN
+    if bad:
+      self._warned.update(bad)
       self._warn(
         step.number,
-        new,
+        list(bad),
         f'The loss or gradients of step {step.number} are not finite:'
-        f' {", ".join(bad[name] for name in new)}. Training goes on, and does'
-        " not warn of these again; config.on_nonfinite = 'raise' would end it.",
+        f' {", ".join(bad.values())}. Training goes on, and does not warn of'
+        " these again; config.on_nonfinite = 'raise' would end it.",
       )
 
   def _message(self, step: _Step) -> str:

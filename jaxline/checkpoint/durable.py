@@ -374,14 +374,15 @@ class DurableCheckpointer:
       self._root.parent / 'config.json', _json_config(self._config)
     )
     (self._root / 'ended.json').unlink(missing_ok=True)
-    for path in (self._root / 'evaluated').glob('*.json'):
-      with contextlib.suppress(files.DamagedError):  # Evaluation reports it.
-        noted = _noted(path)
-        if any(s > step for s in noted):
-          _note(path, [s for s in noted if s <= step])
-    path = self._root / 'evaluated' / 'eval.json'
-    if not path.exists() and not self.steps('latest'):
-      _note(path, [])  # A new run, whatever the logs of an earlier one say.
+    with _noting:
+      for path in (self._root / 'evaluated').glob('*.json'):
+        with contextlib.suppress(files.DamagedError):  # Evaluation reports it.
+          noted = _noted(path)
+          if any(s > step for s in noted):
+            _note(path, [s for s in noted if s <= step])
+      path = self._root / 'evaluated' / 'eval.json'
+      if not path.exists() and not self.steps('latest'):
+        _note(path, [])  # A new run, whatever the logs of an earlier one say.
 
   def ended(self) -> int | None:
     """Returns the step at which training has ended, or None.
@@ -417,7 +418,9 @@ class DurableCheckpointer:
 
     Where the note is lost, what `evaluated` returned is noted as well.
     """
-    if jax.process_index() == 0:
+    if jax.process_index() != 0:
+      return
+    with _noting:
       noted = self._read_evaluated(lambda: self._evaluated)
       # They are evaluated in ascending order. (And counted: an evaluation that
       # goes on through its data finds its place by how many there were.)
@@ -775,6 +778,10 @@ def _reported(path: pathlib.Path) -> Iterator[None]:
     yield
   except files.DamagedError as e:
     raise files.DamagedError(f'{path} is damaged: {e}.') from e
+
+
+# A training and an evaluation thread may change the same file.
+_noting = threading.Lock()
 
 
 def _noted(path: pathlib.Path) -> list[int]:
