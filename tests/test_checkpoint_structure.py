@@ -1,6 +1,7 @@
 """Tests of jaxline.checkpoint.structure."""
 
 import base64
+import builtins
 import collections
 import dataclasses
 import enum
@@ -130,6 +131,36 @@ class Opaque:
   pass
 
 
+CALLED: list[Any] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+  """An instance that can be called."""
+
+  by: Any
+
+  def __call__(self, *args):
+    CALLED.append((self.by, args))
+    return self
+
+
+@jax.tree_util.register_pytree_node_class
+class Caller:
+  """A node that calls what it stores when JAX builds it."""
+
+  def __init__(self, fn, x):
+    self.fn, self.x = fn, x
+
+  def tree_flatten(self):
+    return (self.x,), self.fn
+
+  @classmethod
+  def tree_unflatten(cls, fn, children):
+    fn(*children)
+    return cls(fn, *children)
+
+
 FINALIZED: list[Any] = []
 
 
@@ -206,8 +237,7 @@ def trip(value, name='v', **kwargs):
     {Frozen(1): 2}, Registered(1.5, 'n'), FlaxState(1, 0.25),
     collections.OrderedDict(b=1, a=2), collections.defaultdict(list, b=[1]),
     collections.defaultdict(None, {'z': 1, 'y': 2}),
-    int, Color, jnp.float32, np.float16, len, math.sin, jax.nn.relu, jnp.tanh,
-    jnp.add, np.add, trip, Outer.helper, jax.tree_util.Partial, optax.adam,
+    *(collections.defaultdict(t) for t in (dict, set, int, float, str, tuple)),
   ],
 )  # fmt: skip
 def test_round_trip(value):
@@ -222,10 +252,8 @@ def test_integers_too_long_for_decimal_json():
   assert trip(-(10**5000)) == -(10**5000)
 
 
-def test_references_and_members_are_the_very_same():
-  assert trip(jax.nn.relu) is jax.nn.relu
+def test_members_are_the_very_same():
   assert trip(Color.RED) is Color.RED
-  assert trip(Outer.helper) is Outer.helper
 
 
 @pytest.mark.parametrize(
@@ -244,7 +272,11 @@ def test_references_and_members_are_the_very_same():
     (2**64, {'int': '0x10000000000000000'}),
     (b'a', {'bytes': 'YQ=='}),
     (range(3), {'range': [0, 3, 1]}),
-    (len, {'ref': 'builtins:len'}),
+    (
+      collections.defaultdict(list, a=[1]),
+      {'defaultdict': [{'ref': 'builtins:list'}, [['a', [1]]]]},
+    ),
+    (collections.defaultdict(), {'defaultdict': [None, []]}),
     (Point(1, 2), {'namedtuple': [f'{HERE}:Point', {'x': 1, 'y': 2}]}),
     (Frozen(1), {'dataclass': [f'{HERE}:Frozen', {'a': 1}]}),
     (Color.RED, {'enum': [f'{HERE}:Color', 'RED']}),
@@ -415,12 +447,29 @@ def test_equal_names_are_numbered_alike_in_any_order():
   assert taken == {'x/y': 1, 'x/y#2': 2, 'x/y#2#2': 3}
 
 
-def test_optax_state():
+def _optimizers():
+  rate = optax.cosine_decay_schedule(0.1, 10)
+  is_w = lambda params: {name: 'w' in name for name in params}
+  of_name = lambda params: {name: name[0] for name in params}
+  return {
+    'inject': optax.chain(
+      optax.clip_by_global_norm(1.0),
+      optax.inject_hyperparams(optax.adamw)(learning_rate=rate),
+    ),
+    'masked': optax.masked(optax.adam(rate), is_w),
+    'partition': optax.partition(
+      {'l': optax.adafactor(rate), 'b': optax.set_to_zero()}, of_name
+    ),
+    'multi': optax.MultiSteps(optax.lamb(rate), 2).gradient_transformation(),
+    'finite': optax.apply_if_finite(optax.lion(rate), 3),
+    'trace': optax.sgd(rate, momentum=0.9, nesterov=True),
+  }
+
+
+@pytest.mark.parametrize('name', list(_optimizers()))
+def test_optax_state(name):
   params = {'linear/~/w': jnp.ones((2, 3)), 'b': jnp.zeros(3)}
-  optimizer = optax.chain(
-    optax.clip_by_global_norm(1.0),
-    optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
-  )
+  optimizer = _optimizers()[name]
   grads = jax.tree.map(jnp.ones_like, params)
   with jax.numpy_dtype_promotion('standard'):  # Optax relies on it.
     _, state = optimizer.update(grads, optimizer.init(params), params)
@@ -438,27 +487,29 @@ def test_optax_state():
 
 
 def test_equinox_modules():
-  layer = Layer(jnp.ones((2, 2)), jax.nn.relu, 2)
+  layer = Layer(jnp.ones((2, 2)), 'relu', 2)
   back = trip(layer, 'model')
   assert list(structure.encode(layer, 'model').arrays) == ['model/w']
   assert jax.tree.structure(back) == jax.tree.structure(layer)
   assert back.w is layer.w
-  assert back.act is jax.nn.relu
-  assert (type(back), back.size) == (Layer, 2)
-  mlp = equinox.nn.MLP(
-    2, 3, 4, 1, final_activation=jax.nn.tanh, key=jax.random.key(0)
+  assert (type(back), back.act, back.size) == (Layer, 'relu', 2)
+  keys = jax.random.split(jax.random.key(0))
+  # Callable themselves, but they hold arrays and plain values alone.
+  net = equinox.nn.Sequential(
+    [equinox.nn.Linear(2, 3, key=key) for key in keys[:1]]
+    + [equinox.nn.LayerNorm(3)]
   )
-  again = trip(mlp, 'mlp')
-  assert jax.tree.structure(again) == jax.tree.structure(mlp)
-  np.testing.assert_array_equal(again(jnp.ones(2)), mlp(jnp.ones(2)))
-  assert 'mlp/layers/1/weight' in structure.encode(mlp, 'mlp').arrays
+  again = trip(net, 'net')
+  assert jax.tree.structure(again) == jax.tree.structure(net)
+  np.testing.assert_array_equal(again(jnp.ones(2)), net(jnp.ones(2)))
+  assert 'net/layers/0/weight' in structure.encode(net, 'net').arrays
 
 
-def test_partials_flax_states_and_nested_nodes():
-  value = FlaxState({'a': [jax.tree_util.Partial(jnp.add, jnp.ones(2), y=3)]})
+def test_flax_states_and_nested_nodes():
+  value = FlaxState({'a': [Registered(jnp.ones(2), 'n')]})
   back = trip(value)
   assert jax.tree.structure(back) == jax.tree.structure(value)
-  assert back.w['a'][0].func is jnp.add
+  assert back.w['a'][0].w is value.w['a'][0].w
   assert back.rate == 0.5
 
 
@@ -512,6 +563,18 @@ def _refused():
     'lock': (threading.Lock(), '_thread.lock'),
     'lambda': (lambda: 0, '<lambda>'),
     'local': (local, 'local'),
+    'function': (trip, "a builtins.function 'trip'"),
+    'builtin': (len, "a builtins.builtin_function_or_method 'len'"),
+    'ufunc': (np.add, 'numpy.ufunc'),
+    'jitted': (jnp.tanh, "'tanh'"),
+    'activation': (jax.nn.relu, 'custom_jvp'),
+    'static_method': (Outer.helper, "'Outer.helper'"),
+    'type': (int, "a builtins.type 'int'"),
+    'enum_type': (Color, "'Color'"),
+    'dtype_type': (np.float16, "'float16'"),
+    'jax_type': (jnp.float32, 'jax'),
+    'jax_partial': (jax.tree_util.Partial(jnp.add, 1), 'Partial'),
+    'partial_of_data': (jax.tree_util.Partial(Outer, 1), 'Partial'),
     'class': (Local(1), 'Local'),
     'generator': ((i for i in ()), 'generator'),
     'rng': (np.random.default_rng(0), 'numpy.random._generator.Generator'),
@@ -553,8 +616,34 @@ def test_refuses_by_name(name):
   assert 'config.checkpoint_allow_pickle = True' in message
 
 
+@pytest.mark.parametrize(
+  ('make', 'what'),
+  [
+    (lambda: optax.sgd(0.1), "'v/init', a builtins.function 'chain."),
+    (lambda: equinox.nn.MLP(1, 1, 1, 1, key=jax.random.key(0)), "'v/activa"),
+    (lambda: equinox.nn.Lambda(jnp.tanh), "'v/fn', a "),
+    (lambda: FlaxState(1, jax.nn.relu), "'v/aux/"),
+    (lambda: Caller(jnp.abs, 1), "'v/aux', a "),
+    (lambda: Caller(Scale(2), 1), 'a callable in the data of a node'),
+    (lambda: Caller(equinox.nn.Identity(), 1), 'a callable in the data of'),
+    (lambda: collections.defaultdict(Opaque), "'v/default_factory', a "),
+    (lambda: collections.defaultdict(lambda: 0), "'v/default_factory', a "),
+    (lambda: collections.defaultdict(bool), 'not one of'),
+    (lambda: collections.defaultdict(Scale(2)), 'not one of'),
+    (lambda: config_dict.ConfigDict({'fn': jnp.abs}), "'v/fn', a "),
+    (lambda: {len: 1}, "'v/keys/<built-in function len>', a "),
+    (lambda: Plain(jnp.abs, 1), "'v/a', a "),
+    (lambda: collections.OrderedDict(a=int), "'v/a', a builtins.type 'int'"),
+  ],
+)
+def test_refuses_functions_within(make, what):
+  with pytest.raises(TypeError, match='config.checkpoint_allow_') as caught:
+    structure.encode(make(), 'v')
+  assert what in str(caught.value)
+
+
 def test_refuses_all_at_once_and_in_static_parts():
-  layer = Layer(jnp.ones(1), lambda x: x, 1)
+  layer = Layer(jnp.ones(1), lambda x: x, 1)  # In static parts.
   with pytest.raises(TypeError) as caught:
     structure.encode({'a': os, 'b': 1, 'm': layer, 'z': Opaque()}, 'e')
   message = str(caught.value)
@@ -630,10 +719,12 @@ def test_attack_types_of_another_kind(kind, target, monkeypatch):
     ('dataclass', [f'{HERE}:Frozen', {'a': 1, '__class__': 2}]),
     ('enum', [f'{HERE}:Color', '__class__']),
     ('ref', f'{HERE}:HERE'),
-    ('ref', f'{HERE}:os.system'),  # Not through a module to another.
-    ('ref', 'os'),
     ('ref', ''),
     ('ref', 3),
+    ('enum', [f'{HERE}:os.system', 'x']),  # Not through a module to another.
+    ('enum', ['enum', 'x']),
+    ('enum', ['', 'x']),
+    ('enum', [3, 'x']),
     ('node', [f'{HERE}:Registered', [1, 2, 3], None]),
     ('float', 'xyz'),
     ('int', 'xyz'),
@@ -663,21 +754,121 @@ def test_attack_no_structure(value):
     structure.decode(value, {})
 
 
-def test_references_are_resolved_and_not_called(monkeypatch):
+_SYSTEM = {'ref': 'posix:system'}
+_SCALE = {'dataclass': [f'{HERE}:Scale', {'by': 'id'}]}
+
+
+@pytest.mark.parametrize(
+  'attack',
+  [
+    _SYSTEM,
+    {'ref': 'os:system'},
+    {'ref': 'builtins:list'},
+    {'ref': 'jax.nn:relu'},
+    {'defaultdict': [_SYSTEM, [['a', 1]]]},
+    {'defaultdict': [{'ref': 'builtins:bool'}, []]},
+    {'defaultdict': [{'ref': 'builtins:eval'}, []]},
+    {'defaultdict': [{'ref': f'{HERE}:Point'}, []]},
+    {'defaultdict': [{'ref': ['builtins:list']}, []]},
+    {'defaultdict': ['builtins:list', []]},
+    {'defaultdict': [_SCALE, []]},
+    {
+      'defaultdict': [
+        {'node': ['equinox.nn._linear:Identity', [], {'tuple': []}]},
+        [],
+      ]
+    },
+    {
+      'node': [
+        'jax.tree_util:Partial',
+        [{'tuple': ['id']}, {'dict': []}],
+        _SYSTEM,
+      ]
+    },
+    {'node': ['jax._src.tree_util:Partial', [{'tuple': []}, {'dict': []}], 1]},
+    {
+      'node': [
+        'jax._src.tree_util:Partial',
+        [{'tuple': []}, {'dict': []}],
+        _SCALE,
+      ]
+    },
+    {'node': [f'{HERE}:Caller', ['id'], _SYSTEM]},
+    {'node': [f'{HERE}:Caller', ['id'], _SCALE]},
+    {
+      'node': [f'{HERE}:Caller', ['id'], {'tuple': [{'dict': [['k', _SCALE]]}]}]
+    },
+    {'dataclass': [f'{HERE}:Plain', {'a': _SYSTEM, 'b': 1}]},
+    {'namedtuple': [f'{HERE}:Point', {'x': 1, 'y': _SYSTEM}]},
+    {'config': [False, [False, True, True, False], [['fn', _SYSTEM]]]},
+    {'dict': [[_SYSTEM, 1]]},
+    {'set': [_SYSTEM]},
+    {'enum': ['builtins:list', 'append']},
+    {'range': [_SYSTEM, 1, 1]},
+  ],
+)
+@pytest.mark.parametrize('allow_pickle', [False, True])
+def test_attack_functions_are_never_looked_up(
+  attack, allow_pickle, monkeypatch
+):
   ran = []
-  monkeypatch.setattr(os, 'system', lambda *a: ran.append(a))
-  attack = {'defaultdict': [{'ref': 'os:system'}, [['a', 1]]]}
-  node = {'node': ['jax.tree_util:Partial', [{'tuple': ['id']}, {'dict': []}],
-                   {'ref': 'os:system'}]}  # fmt: skip
-  assert structure.decode(attack, {}) == {'a': 1}
-  assert structure.decode(node, {}).func is os.system
+  for module in ('os', 'posix'):
+    monkeypatch.setattr(sys.modules[module], 'system', lambda *a: ran.append(a))
+  CALLED.clear()
+  with pytest.raises(ValueError, match=r'^The checkpoint') as caught:
+    structure.decode([attack], {}, allow_pickle=allow_pickle)
+  assert '\n' not in str(caught.value)
   assert not ran
+  assert not CALLED
+
+
+def test_factories_of_old_and_new_records():
+  for name in ('list', 'dict', 'set', 'int', 'float', 'str', 'tuple'):
+    record = {'defaultdict': [{'ref': f'builtins:{name}'}, [['a', 1]]]}
+    back = structure.decode(record, {})
+    assert type(back) is collections.defaultdict
+    assert back.default_factory.__name__ == name
+    assert back == {'a': 1}
+    assert back['new'] == getattr(builtins, name)()
+
+
+def test_an_old_record_of_a_function_says_what_to_do():
+  old = {'namedtuple': [_POINT, {'x': 1, 'y': {'ref': 'jax.nn:relu'}}]}
+  with pytest.raises(ValueError, match='jax.nn:relu') as caught:
+    structure.decode(old, {})
+  assert '\n' not in str(caught.value)
+  assert 'config.restore_rules' in str(caught.value)
+
+
+def test_functions_are_pickled_where_allowed():
+  value = {'f': trip, 'd': collections.defaultdict(Opaque)}
+  encoded = structure.encode(value, 'v', allow_pickle=True)
+  assert encoded.pickled == ['v/d/default_factory', 'v/f']
+  with pytest.raises(ValueError, match=r"'v/f' pickled"):
+    structure.decode(encoded.structure, {})
+  back = trip(value, allow_pickle=True)
+  assert back['f'] is trip
+  assert type(back['d']['new']) is Opaque
+
+
+@pytest.mark.parametrize('kind', ['list', 'tuple', 'dict'])
+def test_attack_deep_structures(kind):
+  deep: Any = None
+  for _ in range(100_000):
+    deep = [deep] if kind == 'list' else {kind: [deep]}
+    if kind == 'dict':
+      deep = {kind: [['k', deep['dict'][0]]]}
+  with pytest.raises(ValueError, match='nested too deeply'):
+    structure.decode(deep, {})
+  while deep:  # Else Python frees it by recursion.
+    deep = next(iter(deep.values())) if isinstance(deep, dict) else deep
+    deep = deep.pop()
 
 
 def test_nothing_is_imported(monkeypatch):
   assert 'this' not in sys.modules
   with pytest.raises(ValueError, match=r"'this' is not imported: import it in"):
-    structure.decode({'ref': 'this:s'}, {})
+    structure.decode({'enum': ['this:s', 'x']}, {})
   assert 'this' not in sys.modules
   with pytest.raises(ValueError, match=r"has no 'Gone'"):
     structure.decode({'namedtuple': [f'{HERE}:Gone', {}]}, {})
@@ -685,7 +876,7 @@ def test_nothing_is_imported(monkeypatch):
   lazy.__getattr__ = lambda name: pytest.fail(name)  # type: ignore
   monkeypatch.setitem(sys.modules, 'lazy', lazy)
   with pytest.raises(ValueError, match=r"has no 'thing'"):
-    structure.decode({'ref': 'lazy:thing'}, {})
+    structure.decode({'enum': ['lazy:thing', 'x']}, {})
 
 
 def test_pickles_do_not_run_when_not_allowed():

@@ -21,20 +21,22 @@ structure that `json.dumps` writes and `decode` puts together again:
 | member of an enum                   | {"enum": [type, name]}                 |
 | other node of the JAX registry      | {"node": [type, children, aux data]}   |
 | ConfigDict, FrozenConfigDict        | {"config": [frozen, options, pairs]}   |
-| function or class                   | {"ref": "module:qualname"}             |
 | with config.checkpoint_allow_pickle | {"pickle": [name, base64]}             |
 
-with n the name of an array and types as "module:qualname".
+with n the name of an array and types as "module:qualname". The factory of a
+defaultdict is null or {"ref": "builtins:list"}, with one of `_FACTORIES`.
 
-A structure comes from a file, and files can be edited. So `decode` imports
-nothing, finds types only in modules that the program has imported, and checks
-that each is of the kind that the structure says. It calls no class and no
-function that the structure names. What runs is the code that those types have
-for it themselves: what a type registered with JAX to put its nodes together,
-and the hash of what becomes a key. Types with a `__del__` are refused, by
-`encode` too: it would run with whatever fields the file gives. A reference is
-looked up, never called; what the program then does with a restored function is
-up to the program.
+A structure comes from a file, and files can be edited. So `decode` never looks
+up a function. It imports nothing, finds types only in modules that the program
+has imported, and checks that each is a NamedTuple, a dataclass, an enum or
+registered with JAX, as the structure says. It calls no class that the structure
+names. The code that runs belongs to those types: the function that a type
+registered with JAX to build its nodes, and the hash of a dict's keys. `encode`
+and `decode` refuse types with a `__del__`, which would run with the fields that
+the file gives; subclasses of functools.partial, such as jax.tree_util.Partial;
+and callables in the auxiliary data of a node, which the function that builds
+the node could call. Earlier versions stored functions and classes as
+{"ref": "module:qualname"}; such a value cannot be restored.
 
 An object that occurs twice is stored, and restored, as two.
 """
@@ -61,6 +63,11 @@ from ml_collections import config_dict
 import numpy as np
 
 _MISSING = object()
+
+# The only factories of a defaultdict, since it calls them.
+_FACTORIES = {
+  f'builtins:{t.__name__}': t for t in (list, dict, set, int, float, str, tuple)
+}
 
 # What can replace an object that has no place in a checkpoint.
 _REMEDY = (
@@ -155,7 +162,12 @@ def decode(
       that may not be unpickled, or names a type that is not imported or is not
       of the kind that it says.
   """
-  return _Decoder(arrays, allow_pickle).walk(structure)
+  try:
+    return _Decoder(arrays, allow_pickle).walk(structure)
+  except RecursionError:
+    raise ValueError(
+      'The structure in the checkpoint is nested too deeply to be restored.'
+    ) from None
 
 
 def _component(key: Any) -> str:
@@ -174,7 +186,7 @@ def _unique(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def _find(address: str) -> Any:
-  """Looks up 'module:qualname' without running or importing anything."""
+  """Looks up a class, 'module:qualname', without running or importing any."""
   module_name, _, qualname = address.partition(':')
   module = sys.modules.get(module_name)
   if not isinstance(module, types.ModuleType):
@@ -189,8 +201,6 @@ def _find(address: str) -> Any:
       break
     # Static, since a module's own __getattr__ may import others.
     found = inspect.getattr_static(found, part, _MISSING)
-    if isinstance(found, staticmethod):
-      found = found.__func__
   if found is _MISSING:
     raise ValueError(
       f'The checkpoint holds {address!r}, but the module {module_name!r} has'
@@ -200,17 +210,13 @@ def _find(address: str) -> Any:
   return found
 
 
-def _address(x: Any) -> str | None:
-  """Returns 'module:qualname' where that finds the very same object."""
-  module = getattr(x, '__module__', None)
-  qualname = getattr(x, '__qualname__', None) or getattr(x, '__name__', None)
-  if not isinstance(module, str) or not isinstance(qualname, str):
-    return None
+def _address(cls: type) -> str | None:
+  """Returns 'module:qualname' where that finds the very same class."""
+  address = f'{cls.__module__}:{cls.__qualname__}'
   try:
-    found = _find(f'{module}:{qualname}')
+    return address if _find(address) is cls else None
   except ValueError:
     return None
-  return f'{module}:{qualname}' if found is x else None
 
 
 def _has_finalizer(cls: type) -> bool:
@@ -221,7 +227,7 @@ def _kind(cls: type) -> str | None:
   """Returns how instances of a class are described; None: not at all."""
   if issubclass(cls, enum.Enum):  # Its members are found, not made.
     return 'enum'
-  if _has_finalizer(cls):
+  if _has_finalizer(cls) or issubclass(cls, functools.partial):
     return None
   if issubclass(cls, tuple) and isinstance(
     inspect.getattr_static(cls, '_fields', None), tuple
@@ -327,6 +333,7 @@ class _Encoder:
     self.refused: list[str] = []
     self._allow_pickle = allow_pickle
     self._open: dict[int, str] = {}  # The containers around, by id.
+    self._aux = 0  # How many of them are auxiliary data.
 
   def walk(self, x: Any, name: str) -> Any:
     """Returns the structure of `x`."""
@@ -383,15 +390,21 @@ class _Encoder:
     if kind is dict:
       return {'dict': self._pairs(x, name)}
     if kind is collections.defaultdict:
-      factory = self.walk(x.default_factory, f'{name}/default_factory')
+      factory = self._factory(x.default_factory, f'{name}/default_factory')
       return {'defaultdict': [factory, self._pairs(x, name)]}
     if kind is range or kind is slice:
       return {kind.__name__: self._all((x.start, x.stop, x.step), name)}
     if kind is config_dict.ConfigDict or kind is config_dict.FrozenConfigDict:
       return self._config(x, name)
-    if callable(x) and (address := _address(x)) is not None:
-      return {'ref': address}
     return self._instance(x, name)
+
+  def _factory(self, factory: Any, name: str) -> Any:
+    if factory is None:
+      return None
+    for address, found in _FACTORIES.items():
+      if found is factory:
+        return {'ref': address}
+    return self._refuse(factory, name, f'not one of {list(_FACTORIES)}')
 
   def _config(self, x: config_dict.ConfigDict, name: str) -> Any:
     frozen = isinstance(x, config_dict.FrozenConfigDict)
@@ -406,6 +419,8 @@ class _Encoder:
     if kind is None:
       why = 'its class has a __del__' if _has_finalizer(cls) else ''
       return self._refuse(x, name, why)
+    if self._aux and callable(x):
+      return self._refuse(x, name, 'a callable in the data of a node')
     address = _address(cls)
     if address is None:
       return self._refuse(x, name, 'its class cannot be found by its name')
@@ -418,7 +433,11 @@ class _Encoder:
       if aux is x:  # By jax.tree_util.register_static.
         return self._refuse(x, name, 'registered as static')
       parts = [self.walk(c, f'{name}/{_component(k)}') for k, c in children]
-      return {'node': [address, parts, self.walk(aux, f'{name}/aux')]}
+      self._aux += 1
+      try:
+        return {'node': [address, parts, self.walk(aux, f'{name}/aux')]}
+      finally:
+        self._aux -= 1
     fields = _field_names(cls, kind)
     unset = [field for field in fields if not hasattr(x, field)]
     # What a cached property holds is computed again.
@@ -458,6 +477,7 @@ class _Decoder:
   def __init__(self, arrays: Mapping[str, Any], allow_pickle: bool):
     self._arrays = arrays
     self._allow_pickle = allow_pickle
+    self._aux = 0  # How many auxiliary data are around.
     self._tags: dict[str, Callable[[Any], Any]] = {
       'int': lambda x: int(x, 16),
       'float': lambda x: struct.unpack('>d', bytes.fromhex(x))[0],
@@ -504,12 +524,12 @@ class _Decoder:
       )
     try:
       return self._tags[tag](body)
-    except (ValueError, MemoryError):
+    except (ValueError, MemoryError, RecursionError):
       raise
     except Exception as e:  # A node's own code may raise anything.
       raise ValueError(
         f'The checkpoint holds a {tag!r} that cannot be restored from'
-        f' {str(body)[:80]!r}: {type(e).__name__}: {e}'
+        f' {str(body)[:80]!r}: {type(e).__name__}: {str(e)!r}'
       ) from e
 
   def _all(self, xs: list[Any], count: int | None = None) -> list[Any]:
@@ -522,7 +542,18 @@ class _Decoder:
 
   def _defaultdict(self, body: list[Any]) -> Any:
     factory, pairs = body
-    return collections.defaultdict(self.walk(factory), self._pairs(pairs))
+    found = None
+    if isinstance(factory, dict) and list(factory) == ['pickle']:
+      found = self._pickle(factory['pickle'])
+    elif factory is not None:
+      address = factory.get('ref') if isinstance(factory, dict) else None
+      if address not in _FACTORIES:
+        raise ValueError(
+          'The checkpoint holds a defaultdict with the factory'
+          f' {str(factory)[:80]!r}; expected one of {list(_FACTORIES)}.'
+        )
+      found = _FACTORIES[address]
+    return collections.defaultdict(found, self._pairs(pairs))
 
   def _array(self, name: str) -> Any:
     if name not in self._arrays:
@@ -555,6 +586,11 @@ class _Decoder:
       raise ValueError(
         f'The checkpoint holds a {kind!r} of type {address!r}, but that is'
         f' none: the class has changed, or the file has.'
+      )
+    if self._aux and any('__call__' in vars(c) for c in found.__mro__):
+      raise ValueError(
+        f'The checkpoint holds a {address!r} in the data of a node; callables'
+        ' are not restored there.'
       )
     return found
 
@@ -595,9 +631,12 @@ class _Decoder:
     address, children, aux = body
     cls = self._class(address, 'node')
     children = self._all(children)
+    self._aux += 1
+    data = self.walk(aux)
+    self._aux -= 1
     treedef = jax.tree_util.PyTreeDef.from_node_data_and_children(
       jax.tree_util.default_registry,
-      (cls, self.walk(aux)),
+      (cls, data),
       [jax.tree.structure(0)] * len(children),
     )
     return jax.tree.unflatten(treedef, children)
@@ -617,13 +656,12 @@ class _Decoder:
     return config
 
   def _ref(self, address: str) -> Any:
-    found = _find(address)
-    if not callable(found):
-      raise ValueError(
-        f'The checkpoint refers to {address!r}, which is no function or class'
-        f' but a {type(found).__qualname__}.'
-      )
-    return found
+    raise ValueError(
+      f'The checkpoint refers to the function or class {str(address)[:80]!r},'
+      ' as earlier versions stored it; none is looked up by a name found in a'
+      ' file. Keep it out of the saved attributes, and begin anew from the'
+      ' arrays with config.restore_from and config.restore_rules.'
+    )
 
   def _pickle(self, body: list[str]) -> Any:
     name, data = body
