@@ -637,7 +637,7 @@ def test_refuses_by_name(name):
   ],
 )
 def test_refuses_functions_within(make, what):
-  with pytest.raises(TypeError, match='config.checkpoint_allow_') as caught:
+  with pytest.raises(TypeError, match=r'config\.checkpoint_allow_') as caught:
     structure.encode(make(), 'v')
   assert what in str(caught.value)
 
@@ -834,7 +834,7 @@ def test_factories_of_old_and_new_records():
 
 def test_an_old_record_of_a_function_says_what_to_do():
   old = {'namedtuple': [_POINT, {'x': 1, 'y': {'ref': 'jax.nn:relu'}}]}
-  with pytest.raises(ValueError, match='jax.nn:relu') as caught:
+  with pytest.raises(ValueError, match=r'jax\.nn:relu') as caught:
     structure.decode(old, {})
   assert '\n' not in str(caught.value)
   assert 'config.restore_rules' in str(caught.value)

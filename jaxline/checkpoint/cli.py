@@ -1,7 +1,9 @@
 """`python -m jaxline.checkpoint ls|show|diff|verify|export`: see inspection.py.
 
-The exit status is 0; 1 where two checkpoints differ or one is damaged; 2 for an
-error, which is one line on stderr.
+The exit status is 0; 1 where two checkpoints differ, where `verify` finds
+damage, and where a checkpoint holds what no save writes (a link, an array that
+is not there); 2 for another error. An error is one line on stderr. Control
+characters in what a file says are printed as escapes.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import re
 import sys
 from typing import Any
 
+from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import storage
 
@@ -44,7 +47,7 @@ def _print_table(
   rows: Iterable[Sequence[str]], title: str = '', right: Sequence[int] = ()
 ) -> None:
   """Prints columns, of which some are aligned on the right, if any."""
-  rows = list(rows)
+  rows = [[files.printable(cell) for cell in row] for row in rows]
   if not rows:
     return
   if title:
@@ -60,9 +63,12 @@ def _print_table(
 
 def _ls(args: argparse.Namespace) -> int:
   listed = inspection.list_run(args.dir)
+  is_refused = any(
+    row['refused'] for rows in listed['series'].values() for row in rows
+  )
   if args.json:
     print(json.dumps(listed, indent=1))
-    return 0
+    return int(is_refused)
   if listed['run'] is not None:
     _print_table(_about_run(listed))
     print()
@@ -83,8 +89,8 @@ def _ls(args: argparse.Namespace) -> int:
   else:
     print('No checkpoints yet.')
   for path in listed['damaged']:
-    print(f'set aside as damaged: {path}')
-  return 0
+    print(f'set aside as damaged: {files.printable(path)}')
+  return int(is_refused)
 
 
 def _metrics(metrics: Mapping[str, Any]) -> str:
@@ -116,6 +122,7 @@ def _about_run(listed: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _show(args: argparse.Namespace) -> int:
   checkpoint = inspection.find(args.dir)
+  checkpoint.check()
   record, described = checkpoint.record, checkpoint.described
   values = checkpoint.values()
   num_params = sum(
@@ -166,7 +173,8 @@ def _verify(args: argparse.Namespace) -> int:
     num += 1
     damaged += bool(problems)
     verdict = f'DAMAGED: {"; ".join(problems)}' if problems else 'ok'
-    print(f'{path.parent.name}/{path.name}  {verdict}', flush=True)
+    line = f'{path.parent.name}/{path.name}  {verdict}'
+    print(files.printable(line), flush=True)
   print(f'{num} checkpoints, {damaged} damaged')
   return 1 if damaged else 0
 
@@ -244,6 +252,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Whoever read, such as `head`, has read enough; nothing more is written.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-  except (ValueError, OSError, ImportError, re.error) as e:
-    print(f'jaxline.checkpoint: {" ".join(str(e).split())}', file=sys.stderr)
-    return 2
+  except RecursionError:
+    return _error('the checkpoint is nested too deeply', 1)
+  except (ValueError, OSError, ImportError, MemoryError, re.error) as e:
+    text = ' '.join(str(e).split()) or type(e).__name__
+    return _error(text, 1 if isinstance(e, files.RefusedError) else 2)
+
+
+def _error(text: str, status: int) -> int:
+  print(f'jaxline.checkpoint: {files.printable(text)}', file=sys.stderr)
+  return status

@@ -224,7 +224,7 @@ class DurableCheckpointer:
       self._fork(state)
       return
     path = self._newest_whole(ckpt_series, step, state)
-    with _reported(path):
+    with _reported(self._root / ckpt_series / path.name):
       record = files.read_record(path)
       self._check_config(path, record)
       saved = reader.Reader(path, record, self._allow_pickle)
@@ -292,7 +292,7 @@ class DurableCheckpointer:
       # One that is damaged is found to be so by `restore`.
       with contextlib.suppress(files.DamagedError):
         if not files.verify(path, lambda file: file == files.RECORD):
-          self._check_config(path, files.read_record(path))
+          self._check_config(path, files.read_whole_record(path))
 
   def check_shared(self) -> None:
     """Refuses a directory that not all processes share.
@@ -693,9 +693,11 @@ class DurableCheckpointer:
           + ''.join(f' {report}.' for report in reports)
         )
       path = whole = self._root / ckpt_series / str(number)
-      if self._follows and ckpt_series == 'latest':
-        whole = self._pin(path)
-      problems = reader.verify(whole, state.get('experiment_module'))
+      with _reported(path):
+        files.regular_files(path)  # Before anything is linked.
+        if self._follows and ckpt_series == 'latest':
+          whole = self._pin(path)
+        problems = reader.verify(whole, state.get('experiment_module'))
       if not problems:
         return whole
       if not _of_chief(path.exists()):
@@ -759,9 +761,9 @@ class DurableCheckpointer:
     """Begins from another run's checkpoint, as `restore_from` says."""
     path = _foreign(self._config.restore_from)
     experiment = state['experiment_module']
-    if problems := reader.verify(path, experiment):
-      raise files.DamagedError(f'{path} is damaged: {"; ".join(problems)}.')
     with _reported(path):
+      if problems := reader.verify(path, experiment):
+        raise files.DamagedError('; '.join(problems))
       record = files.read_record(path)
       saved = reader.Reader(path, record, self._allow_pickle)
       if not self._config.restore_rules:
@@ -776,6 +778,11 @@ class DurableCheckpointer:
 def _reported(path: pathlib.Path) -> Iterator[None]:
   try:
     yield
+  except files.RefusedError as e:
+    raise files.RefusedError(
+      f'{path} is refused: {e}. Nothing was restored or moved; a name that is'
+      f' no number keeps it out of the way: mv {path} {path}.bak'
+    ) from e
   except files.DamagedError as e:
     raise files.DamagedError(f'{path} is damaged: {e}.') from e
 
@@ -884,7 +891,7 @@ def _saved_at(checkpoint: pathlib.Path) -> float:
   By its own word, since a copy of the run may have other file times.
   """
   for name in ('extra.json', files.RECORD):
-    with contextlib.suppress(files.DamagedError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
       return float(files.read_json(checkpoint / name)['time'])
   return 0.0
 
@@ -907,7 +914,7 @@ def _foreign(where: str) -> pathlib.Path:
     directory, step = pathlib.Path(head).expanduser(), int(tail)
   directory = directory.absolute()
   if step is None and (directory / files.RECORD).exists():
-    return directory
+    return directory.resolve()  # Its own link is the user's.
   series = files.root(directory) / 'latest'
   if not series.exists():
     series = directory  # The directory of a series itself.

@@ -23,12 +23,14 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import io
 import json
 import os
 import pathlib
 import re
 import shutil
 import socket
+import stat
 import threading
 import time
 from typing import Any
@@ -50,10 +52,50 @@ NEW = '.new'
 # Names that only we and Orbax give; what else is there is the user's.
 _LEFTOVER = r'\.deleted-.*|\d+\.partial|\d+(\.new)?\.orbax-checkpoint-tmp.*'
 _STEP = '0|[1-9][0-9]*'  # The name of each number, and no other for it.
+# What a checkpoint does not hold. Opening it could wait for ever, and a link
+# leads to another directory.
+_IRREGULAR = {
+  stat.S_IFLNK: 'a symbolic link',
+  stat.S_IFIFO: 'a FIFO',
+  stat.S_IFCHR: 'a device',
+  stat.S_IFBLK: 'a device',
+  stat.S_IFSOCK: 'a socket',
+}
+# Of a file that is taken into memory: as many bytes as the machine has.
+_MOST_JSON = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+# The fields of a record that are read, and of each array in it.
+_FIELDS: dict[str, Any] = {
+  'step': int,
+  'time': (int, float),
+  'processes': int,
+  'devices': int,
+  'versions': dict,
+  'config': dict,
+  'entries': dict,
+  'module': dict,
+  'arrays': dict,
+}
+_ARRAY_FIELDS: dict[str, Any] = {
+  'file': (str, type(None)),
+  'shape': list,
+  'dtype': str,
+  'kind': str,
+}
+_LAST_SECOND = 253402300799  # Of the year 9999, the last one that has a date.
 
 
 class DamagedError(ValueError):
   """A checkpoint is not as it was written; the message says what differs."""
+
+
+class RefusedError(DamagedError):
+  """A checkpoint holds what no save writes, such as a link or a FIFO."""
+
+
+def printable(text: Any) -> str:
+  """Returns a text whose control characters are escaped."""
+  # A terminal would obey those in a name that comes from a file.
+  return ''.join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
 
 
 def root(directory: str | os.PathLike[str]) -> pathlib.Path:
@@ -109,20 +151,53 @@ def sync_directory(directory: pathlib.Path) -> None:
       raise
 
 
+def _refuse_irregular(name: str, mode: int) -> None:
+  if kind := _IRREGULAR.get(stat.S_IFMT(mode)):
+    raise RefusedError(
+      f'{printable(name)} is {kind}; expected only directories and regular'
+      ' files'
+    )
+
+
+def open_regular(path: pathlib.Path) -> io.FileIO:
+  """Opens a file for reading, unbuffered.
+
+  Raises:
+    RefusedError: it is a link, a FIFO or a device.
+    OSError: it cannot be opened.
+  """
+  _refuse_irregular(path.name, os.lstat(path).st_mode)
+  # In case it was replaced since: neither follows a link nor waits.
+  safe = os.O_NOFOLLOW | os.O_NONBLOCK
+  return io.FileIO(path, opener=lambda p, flags: os.open(p, flags | safe))
+
+
+def _text(path: pathlib.Path) -> str:
+  with open_regular(path) as f:
+    if (size := os.fstat(f.fileno()).st_size) > _MOST_JSON:
+      raise RefusedError(f'{path.name} has {size} bytes, which is too large')
+    return f.read().decode()
+
+
 def read_json(path: pathlib.Path) -> Any:
   """Reads a file.
 
   Raises:
     DamagedError: it cannot be read, or is not JSON.
+    RefusedError: it is no regular file, or holds what no save writes.
   """
   try:
-    return json.loads(path.read_text(encoding='utf-8'))
+    return json.loads(_text(path))
   except FileNotFoundError as e:
     raise DamagedError(f'{path.name} is missing') from e
   except OSError as e:
     raise DamagedError(f'{path.name} cannot be read ({e.strerror})') from e
+  except DamagedError:
+    raise
   except ValueError as e:
     raise DamagedError(f'{path.name} is not JSON ({e})') from e
+  except RecursionError:
+    raise RefusedError(f'{path.name} is nested too deeply') from None
 
 
 def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
@@ -130,10 +205,11 @@ def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
 
   Raises:
     DamagedError: it cannot be read.
+    RefusedError: it is of another step than the directory's name says.
     ValueError: a later version of this library wrote it.
   """
   record = read_json(checkpoint / RECORD)
-  if not isinstance(record, dict) or 'format' not in record:
+  if not isinstance(record, dict) or type(record.get('format')) is not int:
     raise DamagedError(f'{RECORD} is no record of a checkpoint')
   if record['format'] > FORMAT:
     raise ValueError(
@@ -141,27 +217,95 @@ def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
       f' {FORMAT}. It was written by {record.get("versions")}: install that'
       ' jaxline or a newer one.'
     )
+  step, name = record.get('step'), checkpoint.name
+  if re.fullmatch(_STEP, name) and isinstance(step, int) and str(step) != name:
+    raise RefusedError(
+      f'its directory is named {name}, but {RECORD} says step {step}; rename'
+      f' it to {step}'
+    )
   return record
 
 
-def _files(checkpoint: pathlib.Path) -> list[str]:
-  """Returns all files but the checksums, relative, sorted."""
-  found = []
-  for folder, _, names in os.walk(checkpoint):
-    relative = os.path.relpath(folder, checkpoint)
-    for name in names:
-      path = name if relative == '.' else f'{relative}/{name}'
-      # Another process may be writing its own checksums just now.
-      if path in _UNCHECKED or re.match(r'checksums_\d+\.json(\.|$)', path):
-        continue
-      found.append(path)
-  return sorted(found)
+def read_whole_record(checkpoint: pathlib.Path) -> dict[str, Any]:
+  """Reads what a checkpoint says of itself; nothing of it is missing.
+
+  Raises:
+    DamagedError: something is missing, or see `read_record`.
+    ValueError: a later version of this library wrote it.
+  """
+  record = read_record(checkpoint)
+  _check_fields(record, _FIELDS, RECORD)
+  if _is_deeper(record['config'], 100):
+    raise RefusedError(f'{RECORD} has a config that is nested too deeply')
+  if not 0 <= record['time'] <= _LAST_SECOND:
+    raise RefusedError(f'{RECORD} has a time that is no date')
+  for name, about in record['module'].items():
+    _check_fields(about, {}, f'{RECORD} at {name!r}')
+  for name, about in record['arrays'].items():
+    _check_fields(about, _ARRAY_FIELDS, f'{RECORD} at {name!r}')
+    if any(type(n) is not int or n < 0 for n in about['shape']):
+      raise RefusedError(f'{RECORD} at {name!r} has no shape')
+  return record
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+  """Returns whether JSON is nested deeper than so many levels."""
+  level = [value]
+  for _ in range(levels):
+    dicts = [x for x in level if isinstance(x, dict)]
+    level = [y for x in level if isinstance(x, list) for y in x]
+    level += [y for x in dicts for y in x.values()]
+  return bool(level)
+
+
+def _check_fields(value: Any, fields: dict[str, Any], where: str) -> None:
+  """Refuses JSON that is no object with fields of these types."""
+  if not isinstance(value, dict):
+    raise RefusedError(f'{where} is a {type(value).__name__}; expected a dict')
+  for key, kind in fields.items():
+    if key not in value:
+      raise DamagedError(f'{where} has no {key!r}')
+    if not isinstance(value[key], kind) or isinstance(value[key], bool):
+      got = type(value[key]).__name__
+      raise RefusedError(f'{where} has a {got} as {key!r}')
+
+
+def regular_files(checkpoint: pathlib.Path) -> dict[str, int]:
+  """Returns relative name -> bytes of all files but the checksums, sorted.
+
+  Raises:
+    RefusedError: there is a link, a FIFO or a device.
+  """
+  found = {}
+  folders = ['']
+  with contextlib.suppress(FileNotFoundError):
+    _refuse_irregular(checkpoint.name, os.lstat(checkpoint).st_mode)
+  while folders:
+    folder = folders.pop()
+    try:
+      entries = list(os.scandir(checkpoint / folder))
+    except (FileNotFoundError, NotADirectoryError):
+      continue
+    for entry in entries:
+      name = f'{folder}{entry.name}'
+      try:
+        info = entry.stat(follow_symlinks=False)
+      except FileNotFoundError:
+        continue  # Another process may be writing its own files just now.
+      _refuse_irregular(name, info.st_mode)
+      if stat.S_ISDIR(info.st_mode):
+        folders.append(f'{name}/')
+      elif name not in _UNCHECKED and not re.match(
+        r'checksums_\d+\.json(\.|$)', name
+      ):
+        found[name] = info.st_size
+  return dict(sorted(found.items()))
 
 
 def _checksum(path: pathlib.Path) -> list[int]:
   """Returns a file's size in bytes and its CRC-32."""
   size = crc = 0
-  with open(path, 'rb', buffering=0) as f:
+  with open_regular(path) as f:
     buffer = memoryview(bytearray(_CHUNK))
     while n := f.readinto(buffer):
       size += n
@@ -181,7 +325,7 @@ def write_checksums(
   """
   sums = {
     name: _checksum(checkpoint / name)
-    for name in _files(checkpoint)[process::processes]
+    for name in list(regular_files(checkpoint))[process::processes]
   }
   _write_sums(
     checkpoint / _CHECKSUMS.format(process),
@@ -209,8 +353,10 @@ def add_checksum(checkpoint: pathlib.Path, name: str) -> None:
 
 def complete_checksums(checkpoint: pathlib.Path) -> None:
   """Adds the checksums that are missing to those of the first process."""
-  for name in sorted(set(_files(checkpoint)) - set(read_checksums(checkpoint))):
-    add_checksum(checkpoint, name)
+  listed = read_checksums(checkpoint)
+  for name in regular_files(checkpoint):
+    if name not in listed:
+      add_checksum(checkpoint, name)
 
 
 def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
@@ -227,12 +373,30 @@ def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
     try:
       if _crc_of(part) != part['crc']:
         raise DamagedError(f'{name} is not as it was written')
-      sums.update(part['files'])
-      processes = int(part['processes'])
-    except (KeyError, TypeError, AttributeError) as e:
+    except (KeyError, TypeError, AttributeError, RecursionError) as e:
       raise DamagedError(f'{name} holds no checksums') from e
+    _check_fields(part, {'files': dict, 'processes': int}, name)
+    for file, listed in part['files'].items():
+      if not isinstance(listed, list) or [*map(type, listed)] != [int, int]:
+        raise DamagedError(f'{name} holds no checksum of {file!r}')
+      if file != os.path.normpath(file) or file.split('/')[0] in ('', '..'):
+        raise RefusedError(
+          f'{name} lists {file!r}, which is no file in the checkpoint'
+        )
+    sums.update(part['files'])
+    processes = part['processes']
     process += 1
   return sums
+
+
+def sizes(checkpoint: pathlib.Path) -> dict[str, int]:
+  """Returns name -> bytes of the files that have a checksum and are there.
+
+  Raises:
+    DamagedError: see `read_checksums` and `regular_files`.
+  """
+  listed, there = read_checksums(checkpoint), regular_files(checkpoint)
+  return {name: listed[name][0] for name in listed if name in there}
 
 
 def verify(
@@ -251,25 +415,37 @@ def verify(
     wanted: of a file's relative name, whether to look at it.
     process: index of this process.
     processes: how many share the work.
+
+  Raises:
+    RefusedError: it holds what no save writes.
   """
+  there = regular_files(checkpoint)
   try:
     sums = read_checksums(checkpoint)
+  except RefusedError:
+    raise
   except DamagedError as e:
     return [str(e)]
-  for name in filter(wanted, sorted(set(_files(checkpoint)) - set(sums))):
+  for name in filter(wanted, sorted(set(there) - set(sums))):
     if (path := checkpoint / name) not in _strays:
       _strays.add(path)
       logging.warning(
-        '%s was not there when the checkpoint was written; it is ignored.', path
+        '%s was not there when the checkpoint was written; it is ignored.',
+        printable(path),
       )
   problems = []
   for name in sorted(filter(wanted, sums))[process::processes]:
     size, crc = sums[name]
     try:
-      got_size, got_crc = _checksum(checkpoint / name)
+      if name not in there:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+      got_size, got_crc = there[name], None
+      if got_size == size:
+        got_size, got_crc = _checksum(checkpoint / name)
     except OSError as e:
-      problems.append(f'{name} cannot be read ({e.strerror})')
+      problems.append(f'{printable(name)} cannot be read ({e.strerror})')
       continue
+    name = printable(name)
     if got_size != size:
       problems.append(f'{name} has {got_size} bytes, {size} were written')
     elif got_crc != crc:
@@ -282,7 +458,7 @@ _strays: set[pathlib.Path] = set()  # Those that were logged.
 
 def size(checkpoint: pathlib.Path) -> int:
   """Returns the bytes of all files of a checkpoint."""
-  return sum((checkpoint / name).stat().st_size for name in _files(checkpoint))
+  return sum(regular_files(checkpoint).values())
 
 
 def remove(checkpoint: pathlib.Path) -> None:
@@ -316,7 +492,8 @@ def clean(series: pathlib.Path) -> None:
         # Killed within `replace`, perhaps when only this one was left.
         replace(pathlib.Path(entry.path), series / step)
         continue
-      if entry.is_dir() and re.fullmatch(_LEFTOVER, entry.name):
+      is_dir = entry.is_dir(follow_symlinks=False)
+      if is_dir and re.fullmatch(_LEFTOVER, entry.name):
         shutil.rmtree(entry.path, ignore_errors=True)
 
 

@@ -55,14 +55,29 @@ class GoneError(ValueError):
 def _reading(path: pathlib.Path) -> Iterator[None]:
   """Says which checkpoint is damaged, or that it was removed meanwhile."""
   try:
-    yield
+    try:
+      yield
+    except _MALFORMED as e:
+      raise files.RefusedError(
+        'it is not written as a save writes it'
+        f' ({type(e).__name__}: {str(e)[:80]!r})'
+      ) from e
   except files.DamagedError as e:
-    if path.exists():
-      raise files.DamagedError(f'{path} is damaged: {e}') from e
+    if os.path.lexists(path):
+      is_refused = isinstance(e, files.RefusedError)
+      verdict = 'refused' if is_refused else 'damaged'
+      raise type(e)(f'{path} is {verdict}: {e}') from e
     raise GoneError(
       f'{path} was removed meanwhile: the run that writes there keeps only as'
       ' many as its config says. Try again.'
     ) from e
+
+
+# What reading JSON raises that is of another form than expected.
+_MALFORMED = (
+  KeyError, TypeError, AttributeError, IndexError, OverflowError,
+  RecursionError,
+)  # fmt: skip
 
 
 def _check(path: pathlib.Path, wanted: Callable[[str], bool]) -> None:
@@ -89,9 +104,11 @@ def _locate(
   near = (path / 'checkpoints', path, path.parent, path.parent.parent)
   root = next((p for p in near if p.name == 'checkpoints' and p.is_dir()), None)
   run = None if root is None else root.parent
-  if (path / files.RECORD).exists() or (path / 'checksums_0.json').exists():
+  if any(os.path.lexists(path / f) for f in (files.RECORD, 'checksums_0.json')):
     if step is not None:
       raise ValueError(f'{path} is one checkpoint; leave :{step} out.')
+    if path.is_symlink():  # By which the user means the checkpoint.
+      path = path.resolve()
     return run, {path.parent.name: [path]}
   if root is not None and path in (run, root):
     latest_first = sorted(root.iterdir(), key=lambda p: (p.name != 'latest', p))
@@ -149,18 +166,33 @@ class Checkpoint:
     """Opens a checkpoint, and verifies all of it but the arrays.
 
     Raises:
+      files.RefusedError: it holds what no save writes.
       files.DamagedError: it is not as it was written.
       ValueError: a later version wrote it.
     """
     with _reading(path):
-      record = files.read_record(path)
+      files.regular_files(path)  # Before anything is opened.
+      record = files.read_whole_record(path)
       _check(path, lambda file: file.split('/')[0] != files.ARRAYS)
+      listed = files.read_checksums(path)
+      storage.check_listed(
+        record['arrays'], {name: size for name, (size, _) in listed.items()}
+      )
     return cls(path, record)
 
   @property
   def described(self) -> dict[str, dict[str, Any]]:
     """Name of each array -> its file, shape and type, as in the record."""
     return self.record['arrays']
+
+  def check(self) -> None:
+    """Looks whether all arrays are there; does not read them.
+
+    Raises:
+      files.RefusedError: naming one that is not.
+    """
+    with _reading(self.path):
+      storage.check(self.path, self.described)
 
   def names(self, select: str = '.*') -> list[str]:
     """Returns the names of the arrays that a pattern matches wholly.
@@ -200,6 +232,8 @@ class Checkpoint:
       for name in set(self.described).difference(names)
     }
     with _reading(self.path):
+      wanted = {name: self.described[name] for name in names}
+      storage.check_listed(wanted, files.sizes(self.path))
       _check(self.path, lambda f: '/'.join(f.split('/')[:2]) not in unread)
     ends = itertools.accumulate(bytes_of(self.described[n]) for n in names)
     # One at a time would take ten times as long where they are small.
@@ -222,6 +256,7 @@ class Checkpoint:
       if 'structure' in about:
         parts[key] = about['structure']
     small: dict[str, Any] = {}
+    texts: dict[str, str] = {}
     with _reading(self.path):
       if 'extra.json' in files.read_checksums(self.path):
         extra = files.read_json(self.path / 'extra.json')
@@ -232,11 +267,12 @@ class Checkpoint:
         for key, about in own.items():
           parts[f'process {i}/{key}'] = about['structure']
           small |= {f'process {i}/{n}': x for n, x in about['arrays'].items()}
-    texts = {n: t for k, v in parts.items() for n, t in _leaves(k, v)}
-    for name, about in small.items():
-      about = {k: about[k] for k in ('shape', 'dtype', 'base64')}
-      x = storage.from_json({name: {**about, 'kind': 'numpy'}})[name]
-      texts[name] = f'{x.dtype.name}{list(x.shape)} {x.tolist()}'
+      for key, value in parts.items():
+        texts.update(_leaves(key, value))
+      for name, about in small.items():
+        about = {k: about[k] for k in ('shape', 'dtype', 'base64')}
+        x = storage.from_json({name: {**about, 'kind': 'numpy'}})[name]
+        texts[name] = f'{x.dtype.name}{list(x.shape)} {x.tolist()}'
     return texts
 
 
@@ -268,9 +304,11 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
   elif tag in ('enum', 'ref'):  # Its module may not be there.
     yield name, f'<{tag} {body}>'
   elif tag not in ('jax', 'numpy', 'scalar', 'key'):
+    text = repr(value)
+    # Another version's, or an integer that is too long to be read.
     with contextlib.suppress(ValueError):
-      value = structure.decode(value, {})
-    yield name, repr(value)
+      text = repr(structure.decode(value, {}))
+    yield name, text
 
 
 # What a run has.
@@ -287,8 +325,9 @@ def list_run(where: Place) -> dict[str, Any]:
     which training has ended, or None; `claims`, who may write there (`what`,
     `host`, `pid`, and `alive`: True, False or, where that cannot be told,
     None); `series`, name -> `step`, `path`, `time` (seconds since 1970),
-    `bytes`, `metrics` and `problem` of each checkpoint, by step; `damaged`,
-    directories that were set aside.
+    `bytes`, `metrics`, `problem` and `refused` (whether that is something that
+    no save writes) of each checkpoint, by step; `damaged`, directories that
+    were set aside.
 
   Raises:
     ValueError: it is no such directory.
@@ -303,8 +342,8 @@ def list_run(where: Place) -> dict[str, Any]:
     return {**nothing, 'claims': [], 'damaged': [], 'series': listed}
   _add_logged(run, [row for rows in listed.values() for row in rows])
   root, ended = files.root(run), None
-  with contextlib.suppress(files.DamagedError):
-    ended = files.read_json(root / 'ended.json')['step']
+  with contextlib.suppress(files.DamagedError, *_MALFORMED):
+    ended = int(files.read_json(root / 'ended.json')['step'])
   return {
     'run': str(run),
     'ended': ended,
@@ -320,18 +359,24 @@ def _row(path: pathlib.Path) -> dict[str, Any] | None:
     row: dict[str, Any] = {
       'step': int(path.name) if path.name.isdecimal() else None,
       'path': str(path),
-      'time': path.stat().st_mtime,
-      'bytes': files.size(path),
+      'time': path.lstat().st_mtime,
+      'bytes': 0,
       'metrics': {},
       'problem': None,
+      'refused': False,
     }
+    with _reading(path):
+      row['bytes'] = files.size(path)
     checkpoint = Checkpoint.open(path)
+    with _reading(path):
+      storage.check_listed(checkpoint.described, files.sizes(path))
     row['time'] = checkpoint.record['time']
     row['metrics'] = _best(checkpoint)
   except (FileNotFoundError, GoneError):
     return None
   except ValueError as e:  # Damaged, or of a later version.
     row['problem'] = str(e)
+    row['refused'] = isinstance(e, files.RefusedError)
   return row
 
 
@@ -341,10 +386,10 @@ def _best(checkpoint: Checkpoint) -> dict[str, Any]:
   keys = ['best_model_eval_metric', 'best_eval_metric_value']
   try:
     name, value = saved.entries(keys).values()
-  except ValueError:
+    # As `metrics.jsonl` has it: JSON has no infinity.
+    return {f'best/{name}': value if math.isfinite(value) else str(value)}
+  except (ValueError, *_MALFORMED):
     return {}
-  # As `metrics.jsonl` has it: JSON has no infinity.
-  return {f'best/{name}': value if math.isfinite(value) else str(value)}
 
 
 def _add_logged(run: pathlib.Path, rows: list[dict[str, Any]]) -> None:
@@ -353,15 +398,21 @@ def _add_logged(run: pathlib.Path, rows: list[dict[str, Any]]) -> None:
   for row in rows:
     metrics[row['step']].append(row['metrics'])
   for path in sorted(run.glob('*/metrics.jsonl')):
-    for line in path.read_bytes().splitlines():
+    try:
+      with files.open_regular(path) as f:
+        lines = f.read().splitlines()
+    except files.DamagedError:
+      continue
+    for line in lines:
       # Most lines are of other steps, and need not be taken apart.
-      match = re.match(rb'\{"step": (\d+),', line)
-      if match is None or int(match[1]) not in metrics:
+      match = re.match(rb'\{"step": (\d{1,20}),', line)
+      if match is None or (step := int(match[1])) not in metrics:
         continue
-      with contextlib.suppress(ValueError):  # The last may be half written.
+      # The last may be half written.
+      with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
         if record.pop('kind', None) == 'scalars':
-          for found in metrics[record['step']]:
+          for found in metrics[step]:
             found |= {
               f'{path.parent.name}/{name}': value
               for name, value in record.items()
@@ -373,13 +424,17 @@ def _claims(root: pathlib.Path) -> list[dict[str, Any]]:
   """Returns who claims, or claimed, to write there."""
   claims = []
   for path in sorted((root / 'claims').glob('*.json')):
+    if path.is_symlink():
+      continue  # None of ours.
     if files.is_claimed_here(path):
       owner = {'host': socket.gethostname(), 'pid': os.getpid(), 'alive': True}
       claims.append({'what': path.stem, **owner})
       continue
-    with contextlib.suppress(files.DamagedError):  # Just being written.
-      owner = files.read_json(path) | {'alive': _is_locked(path)}
-      claims.append({'what': path.stem, **owner})
+    # Just being written.
+    with contextlib.suppress(files.DamagedError, *_MALFORMED):
+      found = files.read_json(path)
+      owner = {'host': str(found['host']), 'pid': int(found['pid'])}
+      claims.append({'what': path.stem, **owner, 'alive': _is_locked(path)})
   return claims
 
 
@@ -438,6 +493,8 @@ def compare(a: Place, b: Place) -> Difference:
     files.DamagedError: one is damaged.
   """
   one, two = find(a), find(b)
+  one.check()
+  two.check()
   types_a, types_b = (
     {n: storage.saved_shape(x) for n, x in c.described.items()}
     for c in (one, two)
@@ -514,8 +571,16 @@ def verify(where: Place) -> Iterator[tuple[pathlib.Path, list[str]]]:
   """
   for paths in _locate(where)[1].values():
     for path in paths:
-      problems = files.verify(path)
-      if path.exists():
+      try:
+        problems = files.verify(path)
+        if not problems:
+          record = files.read_whole_record(path)
+          storage.check(path, record['arrays'])
+      except files.DamagedError as e:
+        problems = [str(e)]
+      except ValueError:
+        pass  # Of a later version, and whole.
+      if os.path.lexists(path):
         yield path, problems
 
 

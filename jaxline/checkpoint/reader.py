@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import difflib
+import functools
 import pathlib
 import re
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 from jax.experimental import multihost_utils
@@ -16,6 +17,8 @@ from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import storage
 from jaxline.checkpoint import structure
+
+_F = TypeVar('_F', bound=Callable[..., Any])
 
 
 class MismatchError(ValueError):
@@ -34,6 +37,21 @@ class _Plan:
 
   targets: dict[str, Any] = dataclasses.field(default_factory=dict)
   trees: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _well_formed(method: _F) -> _F:
+  """Makes an error of what is not in a file as a save writes it."""
+
+  @functools.wraps(method)
+  def read(*args: Any, **kwargs: Any) -> Any:
+    try:
+      return method(*args, **kwargs)
+    except (KeyError, TypeError, AttributeError) as e:
+      raise files.RefusedError(
+        f'it is not written as a save writes it ({type(e).__name__}: {e})'
+      ) from e
+
+  return cast(_F, read)
 
 
 class Reader:
@@ -55,6 +73,7 @@ class Reader:
       if name == entry or name.startswith(f'{entry}/')
     ]
 
+  @_well_formed
   def entries(self, keys: list[str]) -> dict[str, Any]:
     """Returns entries of the live state, besides the experiment's.
 
@@ -123,7 +142,8 @@ class Reader:
         f'{self._path} does not fit the experiment; nothing was restored. Use'
         ' the config it was trained with (checkpoint.json holds it), a new'
         ' config.checkpoint_dir, or config.restore_from with'
-        ' config.restore_rules for what fits.\n' + '\n'.join(wrong)
+        ' config.restore_rules for what fits.\n'
+        + '\n'.join(map(files.printable, wrong))
       )
     for entry in set(saved) - set(plan.trees):
       plan.targets.update(dict.fromkeys(self._below(entry)))
@@ -156,6 +176,7 @@ class Reader:
     snapshot.update(self._per_process(wants))
     return snapshot
 
+  @_well_formed
   def _per_process(self, wants: Callable[[str], bool]) -> dict[str, Any]:
     """Reads what each process has for itself.
 
@@ -359,18 +380,28 @@ def _abstract(x: Any) -> Any:
 
 
 def verify(path: pathlib.Path, experiment: Any) -> list[str]:
-  """Returns what is wrong with a checkpoint, looking at what is wanted."""
+  """Returns what is wrong with a checkpoint, looking at what is wanted.
+
+  Raises:
+    files.RefusedError: it is as it was written, but no save writes such.
+  """
   problems: list[str] = []
+  refused: files.RefusedError | None = None
   try:
     # First whether the record is to be trusted.
     if wrong := files.verify(path, lambda file: file == files.RECORD):
       raise files.DamagedError('; '.join(wrong))
-    record = files.read_record(path)
+    record = files.read_whole_record(path)
     wants = wants_of(experiment)
+    wanted = {
+      name: about
+      for name, about in record['arrays'].items()
+      if name.startswith('run/') or wants(name)
+    }
     unwanted = {
       f'{files.ARRAYS}/{about["file"]}'
       for name, about in record['arrays'].items()
-      if not (name.startswith('run/') or wants(name))
+      if name not in wanted
     }
     problems = files.verify(
       path,
@@ -378,10 +409,23 @@ def verify(path: pathlib.Path, experiment: Any) -> list[str]:
       jax.process_index(),
       jax.process_count(),
     )
-  except (files.DamagedError, KeyError, TypeError, AttributeError) as e:
-    problems = [str(e) if isinstance(e, files.DamagedError) else repr(e)]
+    if not problems:
+      storage.check(path, wanted)
+  except files.RefusedError as e:
+    refused = e
+  except files.DamagedError as e:
+    problems = [str(e)]
   if jax.process_count() > 1:
-    counts = multihost_utils.process_allgather(np.int32(len(problems)))
-    if not problems and counts.any():
-      problems = [f'processes {np.flatnonzero(counts).tolist()} say so']
+    found = np.array([len(problems), refused is not None], np.int32)
+    damaged, refuse = multihost_utils.process_allgather(found).T
+    if not problems and damaged.any():
+      # One process sees damage, another what comes of it.
+      refused = None
+      problems = [f'processes {np.flatnonzero(damaged).tolist()} say so']
+    elif not refused and refuse.any():
+      refused = files.RefusedError(
+        f'processes {np.flatnonzero(refuse).tolist()} say so'
+      )
+  if refused and not problems:
+    raise refused
   return problems

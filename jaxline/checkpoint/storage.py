@@ -1,9 +1,13 @@
 """How arrays get to the disk and back: copied to the host, written by Orbax."""
 
 import base64
+import collections
 from collections.abc import Callable, Mapping
+import contextlib
 import dataclasses
+import itertools
 import logging as std_logging
+import math
 import os
 import pathlib
 import re
@@ -27,6 +31,8 @@ _ZARR_DTYPES = (
   'float8_e4m3fnuz', 'float8_e5m2', 'float8_e5m2fnuz', 'float8_e8m0fnu',
   'float4_e2m1fn', 'int4', 'int2',
 )  # fmt: skip
+# How Orbax calls what is restored as an array.
+_VALUE_TYPES = {'np.ndarray', 'jax.Array'}
 
 
 def _is_worth_reading(record: Any) -> bool:
@@ -253,12 +259,12 @@ def read(
     Name -> array.
 
   Raises:
-    files.DamagedError: a description leads out of the checkpoint.
+    files.DamagedError: see `check`.
   """
+  check(checkpoint, {name: described[name] for name in targets})
   requests, restored = {}, {}
   for name, target in targets.items():
     about = described[name]
-    _check_file(name, about['file'])
     sharding = getattr(target, 'sharding', None)
     if about['file'] is None:
       dtype = np.uint8 if 'bytes_of' in about else jnp.dtype(about['dtype'])
@@ -279,12 +285,147 @@ def read(
   return restored
 
 
+def check(checkpoint: pathlib.Path, described: Mapping[str, Any]) -> None:
+  """Refuses arrays whose files do not hold what the record says.
+
+  Orbax and TensorStore would read a file that is not there as zeros, and take
+  as much memory as a shape asks for.
+
+  Args:
+    checkpoint: its directory.
+    described: name -> description, as in the record.
+
+  Raises:
+    files.DamagedError: naming the first such array.
+  """
+  for name, about in described.items():
+    _check_file(name, about['file'])
+  sizes = files.sizes(checkpoint)
+  check_listed(described, sizes)
+  stored = {n: about for n, about in described.items() if about['file']}
+  if not stored:
+    return
+  folders = _by_folder(sizes)
+  arrays = checkpoint / files.ARRAYS
+  metadata = files.read_json(arrays / '_METADATA')
+  try:
+    values = [
+      metadata['tree_metadata'][str((about['file'],))]['value_metadata']
+      for about in stored.values()
+    ]
+    is_ours = (
+      '_METADATA' in folders
+      and not metadata['use_ocdbt']
+      and metadata['use_zarr3']
+      and not any(value['skip_deserialize'] for value in values)
+      and {value['value_type'] for value in values} <= _VALUE_TYPES
+      # Another way of Orbax to store values, which it would prefer.
+      and not os.path.lexists(arrays / 'checkpoint')
+    )
+  except (KeyError, TypeError, AttributeError):
+    is_ours = False
+  if not is_ours:
+    raise files.RefusedError(
+      f'{files.ARRAYS} does not describe its arrays as a save does'
+    )
+  for name, about in stored.items():
+    zarr = files.read_json(arrays / about['file'] / 'zarr.json')
+    try:
+      fits = _fits(zarr, *_stored(about), folders[about['file']])
+    except (KeyError, TypeError, AttributeError):
+      fits = False
+    if not fits:
+      raise files.RefusedError(
+        f'{files.ARRAYS}/{about["file"]} does not hold all of the array'
+        f' {name!r}, which is {about["dtype"]}{about["shape"]} in'
+        f' {files.RECORD}'
+      )
+
+
+def check_listed(
+  described: Mapping[str, Any], sizes: Mapping[str, int]
+) -> None:
+  """Refuses arrays that have fewer bytes than the record says.
+
+  Args:
+    described: name -> description, as in the record.
+    sizes: of the files that may be read: see `files.sizes`.
+
+  Raises:
+    files.RefusedError: naming the first such array.
+  """
+  folders = _by_folder(sizes)
+  for name, about in described.items():
+    _check_file(name, about['file'])
+    shape, dtype = _stored(about)
+    wanted = math.prod(shape) * dtype.itemsize
+    has = folders.get(about['file'], {})
+    # Nothing is compressed.
+    size = sum(size for key, size in has.items() if key != 'zarr.json')
+    if wanted > size or (about['file'] and 'zarr.json' not in has):
+      raise files.RefusedError(
+        f'{files.RECORD} says that the array {name!r} is'
+        f' {about["dtype"]}{about["shape"]}, of {wanted} bytes; its files with'
+        f' a checksum have {size}'
+      )
+
+
+def _by_folder(sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
+  """Returns the directory of each array -> the files in it -> their bytes."""
+  folders: dict[str, dict[str, int]] = collections.defaultdict(dict)
+  for name, size in sizes.items():
+    if name.startswith(f'{files.ARRAYS}/'):
+      folder, _, key = name.removeprefix(f'{files.ARRAYS}/').partition('/')
+      folders[folder][key] = size
+  return folders
+
+
+def _stored(about: Mapping[str, Any]) -> tuple[list[int], np.dtype]:
+  """Returns shape and type of an array on the disk."""
+  dtype = _dtype_from_json(about.get('bytes_of', about['dtype']))
+  if 'bytes_of' in about:
+    return [math.prod(about['shape']) * dtype.itemsize], np.dtype(np.uint8)
+  return about['shape'], dtype
+
+
+def _fits(
+  zarr: Any, shape: list[int], dtype: np.dtype, has: Mapping[str, int]
+) -> bool:
+  """Returns whether a zarr.json is of such an array, and its chunks are there.
+
+  Args:
+    zarr: its content.
+    shape: the array's.
+    dtype: likewise.
+    has: the files beside it.
+  """
+  grid = zarr['chunk_grid']
+  chunk = grid['configuration']['chunk_shape']
+  separator = zarr['chunk_key_encoding'].get('configuration', {})
+  if (
+    (zarr['zarr_format'], zarr['node_type']) != (3, 'array')
+    or zarr['shape'] != shape
+    or zarr['data_type'] != dtype.name
+    or grid['name'] != 'regular'
+    or zarr['chunk_key_encoding']['name'] != 'default'
+    or separator not in ({}, {'separator': '/'})
+    or len(chunk) != len(shape)
+    or not all(0 < c <= max(n, 1) for c, n in zip(chunk, shape, strict=True))
+  ):
+    return False
+  counts = [-(-n // c) for n, c in zip(shape, chunk, strict=True)]
+  if math.prod(counts) > len(has):
+    return False
+  indices = itertools.product(*map(range, counts))
+  return all('/'.join(('c', *map(str, index))) in has for index in indices)
+
+
 def _check_file(name: str, file: Any) -> None:
   """Refuses what is no name of a directory right in the checkpoint's."""
   if file is None:
     return
   if not isinstance(file, str) or not re.fullmatch(r'\d+\.[\w.-]*', file):
-    raise files.DamagedError(
+    raise files.RefusedError(
       f'{files.RECORD} says that the array {name!r} is in {file!r}, which is'
       ' no name that a save gives; the file was edited'
     )
@@ -310,14 +451,26 @@ def _dtype_to_json(dtype: np.dtype) -> Any:
   return dtype.name if is_jax else np.lib.format.dtype_to_descr(dtype)
 
 
+def _dtype_from_json(description: Any) -> np.dtype:
+  """Returns a type as `_dtype_to_json` describes it."""
+  dtype = None
+  with contextlib.suppress(Exception):  # NumPy raises all kinds.
+    if isinstance(description, list):  # A record's fields are lists in JSON.
+      dtype = np.lib.format.descr_to_dtype(description)
+    elif isinstance(description, str):
+      dtype = jnp.dtype(description)
+  if dtype is None or dtype.hasobject:
+    text = description if isinstance(description, str) else 'of several fields'
+    raise files.RefusedError(f'an array has a type that is none: {text!r:.40}')
+  return dtype
+
+
 def _from_bytes(data: bytes, dtype_json: Any, shape: list[int]) -> np.ndarray:
-  # A record's fields are lists in JSON.
-  is_record = isinstance(dtype_json, list)
-  dtype = (
-    np.lib.format.descr_to_dtype(dtype_json)
-    if is_record
-    else jnp.dtype(dtype_json)
-  )
+  dtype = _dtype_from_json(dtype_json)
+  if len(data) != math.prod(shape) * dtype.itemsize:
+    raise files.RefusedError(
+      f'an array {dtype.name}{shape} has {len(data)} bytes'
+    )
   x = np.empty(shape, dtype)
   if x.nbytes:
     x.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
