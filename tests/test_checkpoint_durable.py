@@ -548,6 +548,36 @@ def test_an_edited_checkpoint_calls_nothing(structure, run, tmp_path):
   assert 'antigravity' not in sys.modules
 
 
+@pytest.mark.parametrize(
+  'value', [jnp.tanh, functools.partial(max, 1), jax.tree_util.Partial(jnp.add)]
+)
+def test_functions_are_refused_by_name(value, run):
+  with pytest.raises(TypeError, match="'opt/fn', a "):
+    save(run(), PerDevice({}, {'opt': {'fn': value}}))
+
+
+def test_an_old_record_of_a_function(run, tmp_path):
+  first = run()
+  save(first, weights(1))
+  first.close()
+  path = series_path(tmp_path) / '5'
+  record = files.read_record(path)
+  record['module']['n']['structure'] = {'ref': 'jax.nn:relu'}
+  files.write_json(path / files.RECORD, record)
+  files.write_checksums(path, 0, 1)
+  left = tree_of(path)
+  for mode in ('train', 'eval'):
+    with pytest.raises(ValueError, match=r'jax\.nn:relu') as caught:
+      restore(run(mode), weights())
+    assert '\n' not in str(caught.value)
+  assert tree_of(path) == left
+  # Its arrays are read all the same.
+  live = weights(7)
+  rules = {'restore_rules': [('w', 'w')], 'restore_from': str(tmp_path / 'run')}
+  restore(run(directory=tmp_path / 'new', **rules), live)
+  np.testing.assert_array_equal(live.held()['w'][0], np.ones(3))
+
+
 # Nothing aliases.
 
 

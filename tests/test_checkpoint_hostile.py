@@ -636,6 +636,7 @@ def evil(step, outside):
     record['arrays'][f'state/params/{EVIL}'] = about
     record['entries'][EVIL] = EVIL
     record['config'][EVIL] = {EVIL: EVIL}
+    record['config']['experiment_kwargs'] = {EVIL: EVIL}
     record['versions'][EVIL] = EVIL
     record['module'][EVIL] = {'structure': {'dict': [[EVIL, EVIL]]}}
     record['module']['odd'] = {'structure': {'enum': [EVIL, EVIL]}}
@@ -689,15 +690,21 @@ def test_control_characters_are_escaped(
     assert '\\x1b]0;owned\\x07' in out
 
 
-def test_control_characters_of_a_restore_are_escaped(run, attacked, caplog):
+@pytest.mark.parametrize('on_config_change', ['raise', 'continue'])
+def test_control_characters_of_a_restore_are_escaped(
+  on_config_change, run, attacked, caplog
+):
   attacked(evil)
-  checkpointer = checkpointer_of(run)
+  checkpointer = checkpointer_of(run, on_config_change=on_config_change)
   fill(checkpointer, Experiment())
-  with pytest.raises(ValueError) as caught:
+  message = ''
+  try:
     checkpointer.restore('latest')
+  except ValueError as e:
+    message = str(e)
   checkpointer.close()
-  assert 'owned' in str(caught.value)
-  assert is_clean(str(caught.value))
+  assert 'owned' in message + caplog.text
+  assert is_clean(message)
   assert is_clean(caplog.text)
 
 

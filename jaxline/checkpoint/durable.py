@@ -694,7 +694,7 @@ class DurableCheckpointer:
         )
       path = whole = self._root / ckpt_series / str(number)
       with _reported(path):
-        files.regular_files(path)  # Before anything is linked.
+        files.refuse_link(path)
         if self._follows and ckpt_series == 'latest':
           whole = self._pin(path)
         problems = reader.verify(whole, state.get('experiment_module'))
@@ -744,7 +744,8 @@ class DurableCheckpointer:
     changes = _config_changes(record['config'], _json_config(self._config))
     if not changes:
       return
-    text = '\n'.join(f'  config.{line}' for line in changes)
+    lines = map(files.printable, changes)
+    text = '\n'.join(f'  config.{line}' for line in lines)
     if self._follows or self._config.on_config_change == 'continue':
       logging.log_first_n(
         logging.WARNING, '%s was made with another config:\n%s', 1, path, text

@@ -270,42 +270,60 @@ def _check_fields(value: Any, fields: dict[str, Any], where: str) -> None:
       raise RefusedError(f'{where} has a {got} as {key!r}')
 
 
-def regular_files(checkpoint: pathlib.Path) -> dict[str, int]:
-  """Returns relative name -> bytes of all files but the checksums, sorted.
+def refuse_link(checkpoint: pathlib.Path) -> None:
+  """Refuses a checkpoint that is a link to another directory.
+
+  Raises:
+    RefusedError: it is one.
+  """
+  with contextlib.suppress(FileNotFoundError):
+    _refuse_irregular(checkpoint.name, os.lstat(checkpoint).st_mode)
+
+
+def regular_files(checkpoint: pathlib.Path) -> list[str]:
+  """Returns the relative names of all files but the checksums, sorted.
 
   Raises:
     RefusedError: there is a link, a FIFO or a device.
   """
-  found = {}
+  refuse_link(checkpoint)
+  found = []
   folders = ['']
-  with contextlib.suppress(FileNotFoundError):
-    _refuse_irregular(checkpoint.name, os.lstat(checkpoint).st_mode)
   while folders:
     folder = folders.pop()
     try:
-      entries = list(os.scandir(checkpoint / folder))
+      with os.scandir(checkpoint / folder) as it:
+        entries = list(it)
     except (FileNotFoundError, NotADirectoryError):
       continue
     for entry in entries:
       name = f'{folder}{entry.name}'
-      try:
-        info = entry.stat(follow_symlinks=False)
-      except FileNotFoundError:
-        continue  # Another process may be writing its own files just now.
-      _refuse_irregular(name, info.st_mode)
-      if stat.S_ISDIR(info.st_mode):
+      if entry.is_dir(follow_symlinks=False):
         folders.append(f'{name}/')
+      elif not entry.is_file(follow_symlinks=False):
+        # Another process may be replacing its own files just now.
+        with contextlib.suppress(FileNotFoundError):
+          _refuse_irregular(name, entry.stat(follow_symlinks=False).st_mode)
+      # Another process may be writing its own checksums just now.
       elif name not in _UNCHECKED and not re.match(
         r'checksums_\d+\.json(\.|$)', name
       ):
-        found[name] = info.st_size
-  return dict(sorted(found.items()))
+        found.append(name)
+  return sorted(found)
 
 
-def _checksum(path: pathlib.Path) -> list[int]:
-  """Returns a file's size in bytes and its CRC-32."""
+def _checksum(path: pathlib.Path, expected: int | None = None) -> list[int]:
+  """Returns a file's size in bytes and its CRC-32.
+
+  Args:
+    path: the file.
+    expected: its size; where it has another, it is not read, and the CRC is 0.
+  """
   size = crc = 0
   with open_regular(path) as f:
+    found = os.fstat(f.fileno()).st_size
+    if expected is not None and found != expected:
+      return [found, 0]
     buffer = memoryview(bytearray(_CHUNK))
     while n := f.readinto(buffer):
       size += n
@@ -325,7 +343,7 @@ def write_checksums(
   """
   sums = {
     name: _checksum(checkpoint / name)
-    for name in list(regular_files(checkpoint))[process::processes]
+    for name in regular_files(checkpoint)[process::processes]
   }
   _write_sums(
     checkpoint / _CHECKSUMS.format(process),
@@ -395,7 +413,7 @@ def sizes(checkpoint: pathlib.Path) -> dict[str, int]:
   Raises:
     DamagedError: see `read_checksums` and `regular_files`.
   """
-  listed, there = read_checksums(checkpoint), regular_files(checkpoint)
+  listed, there = read_checksums(checkpoint), set(regular_files(checkpoint))
   return {name: listed[name][0] for name in listed if name in there}
 
 
@@ -419,14 +437,14 @@ def verify(
   Raises:
     RefusedError: it holds what no save writes.
   """
-  there = regular_files(checkpoint)
+  there = set(regular_files(checkpoint))
   try:
     sums = read_checksums(checkpoint)
   except RefusedError:
     raise
   except DamagedError as e:
     return [str(e)]
-  for name in filter(wanted, sorted(set(there) - set(sums))):
+  for name in filter(wanted, sorted(there - set(sums))):
     if (path := checkpoint / name) not in _strays:
       _strays.add(path)
       logging.warning(
@@ -439,9 +457,7 @@ def verify(
     try:
       if name not in there:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-      got_size, got_crc = there[name], None
-      if got_size == size:
-        got_size, got_crc = _checksum(checkpoint / name)
+      got_size, got_crc = _checksum(checkpoint / name, size)
     except OSError as e:
       problems.append(f'{printable(name)} cannot be read ({e.strerror})')
       continue
@@ -458,7 +474,8 @@ _strays: set[pathlib.Path] = set()  # Those that were logged.
 
 def size(checkpoint: pathlib.Path) -> int:
   """Returns the bytes of all files of a checkpoint."""
-  return sum(regular_files(checkpoint).values())
+  names = regular_files(checkpoint)
+  return sum((checkpoint / name).lstat().st_size for name in names)
 
 
 def remove(checkpoint: pathlib.Path) -> None:
@@ -530,12 +547,13 @@ def link(source: pathlib.Path, target: pathlib.Path) -> None:
     except FileNotFoundError:
       raise
     except OSError:
-      shutil.copy2(a, b)
+      if stat.S_ISREG(os.lstat(a).st_mode):  # What else is there is refused.
+        shutil.copy2(a, b)
 
   shutil.rmtree(target, ignore_errors=True)
   target.parent.mkdir(parents=True, exist_ok=True)
   try:
-    shutil.copytree(source, target, copy_function=link_file)
+    shutil.copytree(source, target, symlinks=True, copy_function=link_file)
   except (FileNotFoundError, shutil.Error) as e:
     shutil.rmtree(target, ignore_errors=True)
     if source.exists() and not isinstance(e, FileNotFoundError):

@@ -171,7 +171,7 @@ class Checkpoint:
       ValueError: a later version wrote it.
     """
     with _reading(path):
-      files.regular_files(path)  # Before anything is opened.
+      files.refuse_link(path)
       record = files.read_whole_record(path)
       _check(path, lambda file: file.split('/')[0] != files.ARRAYS)
       listed = files.read_checksums(path)
