@@ -287,7 +287,7 @@ def attach(path: str) -> None:
           sources.remove(sys.stdin)
 
 
-def disable_pmap_jit(f: F) -> F:
+def disable_pmap_jit(fn: F) -> F:
   """Runs a function op by op, if `settings.disable_pmap_jit` is on.
 
   It holds for functions that were decorated with `jax.pmap` and `jax.jit`
@@ -295,20 +295,20 @@ def disable_pmap_jit(f: F) -> F:
   `op_by_op` says what is seen.
 
   Args:
-    f: any function.
+    fn: any function.
 
   Returns:
     The function; it reads the setting at each call.
   """
 
-  @functools.wraps(f)
+  @functools.wraps(fn)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
     if not settings.disable_pmap_jit():
-      return f(*args, **kwargs)
+      return fn(*args, **kwargs)
     import chex  # It takes as long to import as jax, and runs seldom need it.
 
     with op_by_op.mode, chex.fake_pmap_and_jit(enable_pmap_patching=False):
-      return f(*args, **kwargs)
+      return fn(*args, **kwargs)
 
   return wrapped  # type: ignore[return-value]
 
