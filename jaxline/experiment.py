@@ -269,9 +269,11 @@ class AbstractExperiment(abc.ABC):
     Args:
       snapshot_state: name in the checkpoint -> value.
 
+    Arrays of other shapes or types than those that the experiment has now are
+    restored all the same, with a warning.
+
     Raises:
-      ValueError: a name is missing, or arrays have other shapes or types than
-        those that the experiment has now; then nothing was changed.
+      ValueError: a name is missing; then nothing was changed.
     """
     names = self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
     if missing := sorted(set(names.values()) - set(snapshot_state)):
@@ -279,9 +281,9 @@ class AbstractExperiment(abc.ABC):
         f'The checkpoint lacks {missing} for {type(self).__name__}; it holds'
         f' {sorted(snapshot_state)}.'
       )
-    self._check_fits(snapshot_state)
-    shardings = {
-      attribute: _shardings(getattr(self, attribute, None))
+    self._warn_of_differences(snapshot_state)
+    layouts = {
+      attribute: _layout(getattr(self, attribute, None))
       for attribute in self.NON_BROADCAST_CHECKPOINT_ATTRS
     }
     # All old values go before any new one comes, so that the device's memory
@@ -294,12 +296,12 @@ class AbstractExperiment(abc.ABC):
       value = devices.bcast_local_devices(snapshot_state[name])
       setattr(self, attribute, value)
     for attribute, name in self.NON_BROADCAST_CHECKPOINT_ATTRS.items():
-      value = _put(snapshot_state[name], shardings[attribute])
+      value = _put(snapshot_state[name], layouts[attribute])
       setattr(self, attribute, value)
 
-  def _check_fits(self, snapshot_state: Mapping[str, Any]) -> None:
-    """Refuses a snapshot of another model, where there is one to compare."""
-    wrong = []
+  def _warn_of_differences(self, snapshot_state: Mapping[str, Any]) -> None:
+    """Names the arrays that a restore gives another shape or type."""
+    wrong: list[str] = []
     for attribute, name in self.CHECKPOINT_ATTRS.items():
       live = getattr(self, attribute, None)
       if _is_on_devices(live):
@@ -307,19 +309,28 @@ class AbstractExperiment(abc.ABC):
           lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), live
         )
         wrong += differences(
-          snapshot_state[name], rows, 'the checkpoint has', 'expected', name
+          snapshot_state[name],
+          rows,
+          'the checkpoint has',
+          'the experiment has',
+          name,
         )
     for attribute, name in self.NON_BROADCAST_CHECKPOINT_ATTRS.items():
       live = getattr(self, attribute, None)
       if _is_on_devices(live):
         wrong += differences(
-          snapshot_state[name], live, 'the checkpoint has', 'expected', name
+          snapshot_state[name],
+          live,
+          'the checkpoint has',
+          'the experiment has',
+          name,
         )
     if wrong:
-      raise ValueError(
-        f'The checkpoint does not fit {type(self).__name__}; nothing was'
-        ' restored. Use the config it was trained with, or start a new run.\n'
-        + '\n'.join(wrong)
+      logging.warning(
+        'The checkpoint holds arrays of other shapes or types than %s has now;'
+        ' they are restored as they were saved.\n%s',
+        type(self).__name__,
+        '\n'.join(wrong),
       )
 
   def share_state(self, trained: 'AbstractExperiment') -> None:
@@ -394,15 +405,62 @@ def _is_on_devices(value: Any) -> bool:
   return bool(leaves) and all(isinstance(x, jax.Array) for x in leaves)
 
 
-def _shardings(value: Any) -> Any:
-  """Returns where a tree of jax.Arrays lies, or None if it is none."""
+def _layout(value: Any) -> dict[str, Any] | None:
+  """Returns path -> (shape, sharding) of a tree of jax.Arrays; else None."""
   if not _is_on_devices(value):
     return None
-  return jax.tree.map(lambda x: x.sharding, value)
+  return {
+    jax.tree_util.keystr(path): (x.shape, x.sharding)
+    for path, x in jax.tree_util.tree_leaves_with_path(value)
+  }
 
 
-def _put(value: Any, shardings: Any) -> Any:
-  return value if shardings is None else jax.device_put(value, shardings)
+def _put(value: Any, layout: dict[str, Any] | None) -> Any:
+  """Puts arrays where those of the same path and shape were."""
+  if layout is None:
+    return value
+
+  def put(path: Any, x: Any) -> Any:
+    shape, sharding = layout.get(jax.tree_util.keystr(path), (None, None))
+    if shape == np.shape(x):
+      return jax.device_put(x, sharding)
+    return jax.device_put(x) if isinstance(x, np.ndarray) else x
+
+  return jax.tree_util.tree_map_with_path(put, value)
+
+
+def check_scalars(scalars: Any, experiment: Any, method: str) -> None:
+  """Checks what a `step` or an `evaluate` has returned.
+
+  Args:
+    scalars: what it returned.
+    experiment: whose method it is.
+    method: its name.
+
+  Raises:
+    TypeError: it is neither a mapping nor None.
+  """
+  # Not by its class: a ConfigDict is no Mapping, nor is a mock.
+  if scalars is not None and not hasattr(scalars, 'items'):
+    raise TypeError(
+      f'{type(experiment).__name__}.{method} returned {describe(scalars)};'
+      " expected a dict of scalars, such as {'loss': loss}, or None."
+    )
+
+
+def describe(value: Any) -> str:
+  """Returns, for a message, what kind of value it is: without its content."""
+  if isinstance(value, tuple | list):
+    kinds = ', '.join(describe(x) for x in value[:5])
+    more = ', ...' if len(value) > 5 else ''
+    return f'a {type(value).__name__} of {len(value)} ({kinds}{more})'
+  if hasattr(value, 'shape') and hasattr(value, 'dtype'):
+    return f'an array {value.dtype}{list(value.shape)}'
+  if isinstance(value, Mapping):
+    return f'a {type(value).__name__} with the keys {list(value)[:5]}'
+  if isinstance(value, str | int | float | bool | None):
+    return f'{type(value).__name__} {value!r}'[:80]
+  return f'an object of the class {type(value).__name__}'
 
 
 def _max_steps_in_flight(config: config_dict.ConfigDict) -> int:

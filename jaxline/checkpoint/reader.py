@@ -8,6 +8,7 @@ import pathlib
 import re
 from typing import Any, TypeVar, cast
 
+from absl import logging
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
@@ -115,7 +116,8 @@ class Reader:
       MismatchError: naming each array that is missing, extra or different.
     """
     plan = _Plan(trees=template(experiment))
-    saved = self._record['module']
+    names = _names_of(experiment)
+    saved = {e: d for e, d in self._record['module'].items() if names(e)}
     wrong = []
     for entry, tree in plan.trees.items():
       targets = prefixed(tree, entry)
@@ -132,10 +134,6 @@ class Reader:
       f'  {entry}: the experiment does not tell its shape'
       for entry, described in saved.items()
       if 'leaves' in described and entry not in plan.trees
-    ]
-    wrong += [
-      f'  {entry}: the checkpoint has it, the experiment does not name it'
-      for entry in sorted(set(saved) - _named_by(experiment, saved))
     ]
     if wrong:
       raise MismatchError(
@@ -156,7 +154,7 @@ class Reader:
       MismatchError: naming each array that does not fit it.
     """
     plan = self._plan(experiment)
-    wants = wants_of(experiment)
+    wants, names = wants_of(experiment), _names_of(experiment)
     # It fits: what is replaced may go, so that the devices need not hold both.
     if hasattr(experiment, 'make_room'):
       experiment.make_room()
@@ -166,6 +164,8 @@ class Reader:
     on_host = _placed_by(experiment)
     snapshot = base.Fresh()
     for entry, described in self._record['module'].items():
+      if not names(entry):
+        continue
       if entry in plan.trees:
         snapshot[entry] = _with_arrays(plan.trees[entry], entry, arrays)
         continue
@@ -173,7 +173,14 @@ class Reader:
       if entry not in on_host:
         own = self._as_live(own)
       snapshot[entry] = self._decode(described['structure'], own)
-    snapshot.update(self._per_process(wants))
+    snapshot.update(self._per_process(lambda e: names(e) and wants(e)))
+    if skipped := [e for e in self._record['module'] if not names(e)]:
+      logging.info(
+        'Skipped %s of %s, which %s does not name.',
+        skipped,
+        self._path,
+        type(experiment).__name__,
+      )
     return snapshot
 
   @_well_formed
@@ -308,18 +315,20 @@ def _placed_by(experiment: Any) -> set[str]:
   return placed
 
 
-def _named_by(experiment: Any, default: Iterable[str]) -> set[str]:
-  """Returns the entries that an experiment's class names, where it alone does.
+def _names_of(experiment: Any) -> Callable[[str], bool]:
+  """Returns what says whether an entry is one of the experiment's.
 
-  One with a `snapshot_state` of its own may restore anything.
+  Its attributes say so. One with a `snapshot_state` of its own may restore
+  anything.
   """
   method = getattr(type(experiment), 'snapshot_state', None)
   if getattr(method, '__module__', None) != 'jaxline.experiment':
-    return set(default)
-  return {
+    return lambda name: True
+  names = {
     *experiment.CHECKPOINT_ATTRS.values(),
     *experiment.NON_BROADCAST_CHECKPOINT_ATTRS.values(),
   }
+  return lambda name: name in names
 
 
 def wants_of(experiment: Any) -> Callable[[str], bool]:
