@@ -124,9 +124,10 @@ class AbstractExperiment(abc.ABC):
       writer: for logging beyond the returned scalars.
 
     Returns:
-      Scalars to log. Leave them on the device: they are fetched on another
-      thread when they are due. With `tokens_per_step` or `examples_per_step`
-      among them, `tokens_per_sec` or `examples_per_sec` is logged too.
+      Scalars to log, or None for none. Leave them on the device: they are
+      fetched on another thread when they are due. With `tokens_per_step` or
+      `examples_per_step` among them, `tokens_per_sec` or `examples_per_sec` is
+      logged too.
     """
 
   @abc.abstractmethod
@@ -204,6 +205,7 @@ class AbstractExperiment(abc.ABC):
             state.global_step, state.train_step_rng
           )
           scalars = self.step(global_step=global_step, rng=rng, writer=writer)
+        check_scalars(scalars, self, 'step')
         # The state's step and key move together: a checkpoint must not see
         # one without the other.
         state.global_step += 1

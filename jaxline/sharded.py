@@ -199,7 +199,7 @@ def _loss_and_grads(
 
   def compute_loss(params: Any, by_grad: Any) -> tuple[jax.Array, Any]:
     old = {**model_state, **by_grad} if by_grad else model_state
-    loss, metrics, new = loss_fn(params, old, batch, rng, True)
+    loss, metrics, new = _call(loss_fn, params, old, batch, rng, True)
     return loss, (metrics, new)
 
   (loss, (metrics, new)), (grads, by_grad) = jax.value_and_grad(
@@ -300,8 +300,46 @@ def eval_step(
   loss_fn: LossFn, state: TrainState, batch: Batch, rng: jax.Array
 ) -> dict[str, metrics_lib.Mean]:
   """Returns the metrics of one batch; the state needs no `opt_state`."""
-  _, metrics, _ = loss_fn(state.params, state.model_state, batch, rng, False)
+  _, metrics, _ = _call(
+    loss_fn, state.params, state.model_state, batch, rng, False
+  )
   return dict(metrics)
+
+
+def _call(loss_fn: LossFn, *args: Any) -> LossOutput:
+  """Returns what `loss_fn` returns.
+
+  Raises:
+    TypeError: it is not what a loss function must return.
+  """
+  result: Any = loss_fn(*args)
+  if not (
+    isinstance(result, tuple | list)
+    and len(result) == 3
+    and hasattr(result[1], 'items')
+  ):
+    raise TypeError(
+      f'loss_fn returned {experiment.describe(result)}; expected the tuple'
+      ' (loss, metrics, model_state): a scalar, a dict of metrics.Mean, and the'
+      ' new model state, which is {} if the model has none.'
+    )
+  return tuple(result)
+
+
+def _call_init(init_fn: Callable[..., Any], rng: jax.Array) -> tuple[Any, Any]:
+  """Returns what `init_fn` returns.
+
+  Raises:
+    TypeError: it is not what it must return.
+  """
+  result: Any = init_fn(rng)
+  if not isinstance(result, tuple | list) or len(result) != 2:
+    raise TypeError(
+      f'init_fn returned {experiment.describe(result)}; expected the tuple'
+      ' (params, model_state), of which the model state is {} if the model has'
+      ' none.'
+    )
+  return tuple(result)
 
 
 def init_state(
@@ -310,7 +348,9 @@ def init_state(
   rng: jax.Array,
 ) -> TrainState:
   """Returns the state before the first step."""
-  params, model_state = _strongly_typed(partitioning.unbox(init_fn(rng)))
+  params, model_state = _strongly_typed(
+    partitioning.unbox(_call_init(init_fn, rng))
+  )
   return _strongly_typed(
     TrainState(
       step=jnp.zeros((), jnp.int32),
@@ -651,8 +691,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def _state_shardings(self) -> TrainState:
     """Says where each array of the state lies, without making one."""
     # In the mesh, or what is traced here would be kept without constraints.
-    init_fn = self.in_mesh(self.init_fn)
-    params, model_state = jax.eval_shape(init_fn, self._init_rng)
+    init = self.in_mesh(lambda rng: _call_init(self.init_fn, rng))
+    params, model_state = jax.eval_shape(init, self._init_rng)
     self.uncut_weights = self.partitioner.whole_weights(params)
     if self.uncut_weights:
       logging.info(

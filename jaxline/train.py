@@ -563,6 +563,7 @@ class _Evaluator:
       scalars = self._evaluate(
         global_step=global_step, rng=rng, writer=self._writer
       )
+    experiment_lib.check_scalars(scalars, self._experiment, 'evaluate')
     assert scalars is not None
     if self._writer is not None:
       self._writer.write_scalars(step, scalars)

@@ -506,6 +506,59 @@ def test_a_metric_that_is_no_mean_is_refused_by_name():
     regression.train_steps(make(Wrong), 1)
 
 
+@pytest.mark.parametrize(
+  ('wrong', 'said'),
+  [
+    (
+      lambda loss, values, new: (loss, values),
+      r'a tuple of 2 \(an array float32\[\], a dict with the keys',
+    ),
+    (lambda loss, values, new: loss, r'an array float32\[\]; '),
+    (
+      lambda loss, values, new: (loss, new, values, None),
+      r'a tuple of 4 \(.*, NoneType None\); ',
+    ),
+    (lambda loss, values, new: (loss, loss, new), r'a tuple of 3 \('),
+  ],
+)
+@pytest.mark.parametrize('parts', [1, 2, 'eval'])
+def test_a_loss_function_that_returns_something_else(wrong, said, parts):
+  class Wrong(Regression):
+    def loss_fn(self, *args):
+      return wrong(*super().loss_fn(*args))
+
+  experiment = make(Wrong)
+  expected = rf'^loss_fn returned {said}.*tuple \(loss, metrics, model_state\)'
+  with pytest.raises(TypeError, match=expected) as e:
+    if parts == 'eval':
+      regression.evaluate(experiment)
+    else:
+      experiment.accumulation_steps = parts
+      regression.train_steps(experiment, 1)
+  assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize(
+  ('returned', 'said'),
+  [
+    (
+      {'w': np.zeros(2), 'b': np.zeros(1)},
+      r"a dict with the keys \['w', 'b'\]",
+    ),
+    (({'w': np.zeros(2)},), r'a tuple of 1 \('),
+  ],
+)
+def test_an_init_function_that_returns_something_else(returned, said):
+  class Wrong(Regression):
+    def init_fn(self, rng):
+      return returned
+
+  with pytest.raises(
+    TypeError, match=rf'^init_fn returned {said}.*\(params, model_state\)'
+  ):
+    regression.train_steps(make(Wrong), 1)
+
+
 # The same mathematics everywhere.
 
 
