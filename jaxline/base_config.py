@@ -172,7 +172,7 @@ def get_base_config() -> config_dict.ConfigDict:
   config.restore_rules = ()
   # A checkpoint was made with another experiment_class, experiment_kwargs or
   # seed: 'raise' says which keys differ, 'continue' restores it all the same.
-  # Where arrays lie (`mesh`, `sharding`) may always change.
+  # What an experiment declares as CHANGEABLE_ON_RESUME may always change.
   config.on_config_change = 'raise'
 
   # What a step with a loss or gradients that are not finite does: 'raise' ends
@@ -584,6 +584,36 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
       value = value.to_dict()
     values[key] = value
   return cls(**values)
+
+
+def with_defaults(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns an experiment's own config with the keys that it lacks.
+
+  Args:
+    cls: a dataclass, as for `read`.
+    config: the values.
+
+  Returns:
+    The values, and the default of each field without one that has a default.
+  """
+  filled = dict(config)
+  kinds = typing.get_type_hints(cls)
+  for f in dataclasses.fields(cls):
+    if f.name not in filled:
+      if f.default is not dataclasses.MISSING:
+        filled[f.name] = f.default
+      elif f.default_factory is not dataclasses.MISSING:
+        filled[f.name] = f.default_factory()
+      else:
+        continue
+    value = filled[f.name]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+      filled[f.name] = dataclasses.asdict(value)
+    elif isinstance(value, Mapping) and (
+      nested := _dataclass_in(kinds[f.name])
+    ):
+      filled[f.name] = with_defaults(nested, value)
+  return filled
 
 
 def _dataclass_in(kind: Any) -> type | None:

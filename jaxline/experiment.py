@@ -39,6 +39,14 @@ class AbstractExperiment(abc.ABC):
     PER_PROCESS_ENTRIES: names in the checkpoint of what each process has for
       itself; of everything else that is not spread over the hosts, a durable
       checkpoint keeps the first process's.
+    CHANGEABLE_ON_RESUME: paths in the config, such as
+      'experiment_kwargs.config.eval_batches', of keys that change no training
+      step: a run may be resumed with other values of these, and of all that is
+      below them. Another value of any other key in `experiment_kwargs` is
+      another run.
+    CONFIG_CLASS: the dataclass that `experiment_kwargs.config` is read into,
+      if there is one: `base_config.read`. A checkpoint that was made before
+      one of its fields was added is taken to have had the field's default.
     IS_SHARDED: whether `sharded.ShardedExperiment` is its kind.
     num_evaluated: how many earlier steps were evaluated, in this process or
       before the run was resumed; set before each `evaluate`.
@@ -47,6 +55,8 @@ class AbstractExperiment(abc.ABC):
   CHECKPOINT_ATTRS: dict[str, str] = {}
   NON_BROADCAST_CHECKPOINT_ATTRS: dict[str, str] = {}
   PER_PROCESS_ENTRIES: tuple[str, ...] = ()
+  CHANGEABLE_ON_RESUME: tuple[str, ...] = ()
+  CONFIG_CLASS: type | None = None
   IS_SHARDED: bool = False
   num_evaluated: int = 0
 

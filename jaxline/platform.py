@@ -384,7 +384,7 @@ def _start(
     made = _Checkpointers(config, checkpointer_factory)
     _take_programs(config, stack)
     in_threads = mode == 'train_eval_multithreaded'
-    _check_directory(made('train' if in_threads else mode))
+    _check_directory(made('train' if in_threads else mode), experiment_class)
     try:
       _run(experiment_class, config, mode, made)
     except (files.ClaimedError, partitioning.MeshError) as e:
@@ -454,7 +454,7 @@ def _decode(
     try:
       decode.check_checkpoint(config, checkpointer)
       _claim(config, 'decode', stack)
-      _check_directory(checkpointer)
+      _check_directory(checkpointer, experiment_class)
       if hasattr(checkpointer, 'close'):
         stack.callback(checkpointer.close)
       decode.decode(experiment_class, config, checkpointer)
@@ -582,12 +582,14 @@ def _text_of_chief(text: str) -> str:
   return data.tobytes().decode(errors='replace').rstrip()
 
 
-def _check_directory(checkpointer: base.Checkpointer) -> None:
+def _check_directory(
+  checkpointer: base.Checkpointer, experiment_class: Any
+) -> None:
   """Refuses, before it is used, a directory not shared or of another config."""
   if base.is_durable(checkpointer):
     try:
       checkpointer.check_shared()
-      checkpointer.check_config()
+      checkpointer.check_config(experiment_class)
     except ValueError as e:
       raise UsageError(str(e)) from e
 
@@ -885,6 +887,8 @@ def _train_eval_multithreaded(
 ) -> None:
   """Trains and evaluates at once; the first exception of either ends both."""
   stop, trained = threading.Event(), threading.Event()
+  # Before training begins: its experiment may change the config.
+  follower = _FollowingCheckpointer(checkpointer('eval'), stop, trained)
   ended: queue.Queue[tuple[str, BaseException | None]] = queue.Queue()
 
   def run_train() -> None:
@@ -899,7 +903,6 @@ def _train_eval_multithreaded(
     trained.set()
 
   def run_eval() -> None:
-    follower = _FollowingCheckpointer(checkpointer('eval'), stop, trained)
     train.evaluate(experiment_class, config, follower, writer('eval'))
 
   def target(half: Callable[[], None]) -> None:

@@ -402,6 +402,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
   """
 
   PER_PROCESS_ENTRIES = ('input',)
+  # What this class's constructor takes: where arrays lie.
+  CHANGEABLE_ON_RESUME = (
+    'experiment_kwargs.mesh',
+    'experiment_kwargs.sharding',
+  )
   SKIPS_NONFINITE = True
   IS_SHARDED = True
   uncut_weights: Sequence[str] = ()

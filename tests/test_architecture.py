@@ -38,7 +38,8 @@ LEAVES = (
 # or, among the leaves, another leaf.
 STEPS = (
   LEAVES,
-  ('base_config', 'checkpoint', 'experiment', 'inputs', 'partitioning'),
+  ('base_config',),
+  ('checkpoint', 'experiment', 'inputs', 'partitioning'),
   ('decode', 'pipeline', 'sharded', 'train'),
   ('aot',),
   ('platform',),

@@ -6,10 +6,12 @@ test_durable_multiprocess.py.
 
 import collections
 from collections.abc import Iterator
+import copy
 import dataclasses
 import errno
 import functools
 import hashlib
+import importlib
 import importlib.util
 import math
 import os
@@ -36,6 +38,7 @@ from jaxline import devices
 from jaxline import experiment
 from jaxline import metrics
 from jaxline import partitioning
+from jaxline import platform
 from jaxline import sharded
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
@@ -1084,12 +1087,160 @@ def _activation(x):
 SAME = {'layers': 2, 'nan': math.nan, 'mesh': {'data': 2}, 'sharding': 'ddp'}
 
 
+@dataclasses.dataclass
+class Decoding:
+  """A part of an experiment's own config; `top_k` is a later addition."""
+
+  method: str
+  top_k: int = 40
+
+
+@dataclasses.dataclass
+class Settings:
+  """An experiment's own config; what has a default was added later."""
+
+  width: int
+  decode: Decoding
+  sizes: tuple[int, ...] = (1, 2)
+  best: Decoding = dataclasses.field(default_factory=lambda: Decoding('beam'))
+
+
+class Declares(PerDevice):
+  """Says what may change, and what its config is read into."""
+
+  CONFIG_CLASS = Settings
+  CHANGEABLE_ON_RESUME = (
+    'experiment_kwargs.config.eval_batches',
+    'experiment_kwargs.config.decode',
+  )
+
+
+class Inherits(Declares):
+  """Shares the config."""
+
+
+def _own(**values: Any) -> dict[str, Any]:
+  own = {'width': 3, 'decode': {'method': 'greedy'}} | values
+  return _kwargs(config=own)
+
+
+def test_a_key_of_ones_own_is_no_exception(run):
+  # Both were exempt, for their names only.
+  before = {'mesh': {'num_vertices': 3}, 'model': {'decode': {'hidden': 4}}}
+  after = {'mesh': {'num_vertices': 5}, 'model': {'decode': {'hidden': 6}}}
+  first = run(**_own(**before))
+  save(first, Declares({'w': np.ones(3)}, {}))
+  first.close()
+  for check in (
+    lambda run: run.check_config(),
+    lambda run: run.check_config(Inherits),
+    lambda run: restore(run, Inherits({'w': np.ones(3)}, {})),
+  ):
+    with pytest.raises(durable.ConfigChangedError) as e:
+      check(run(**_own(**after)))
+    assert [x for x in str(e.value).splitlines() if x[:2] == '  '] == [
+      '  config.experiment_kwargs.config.mesh.num_vertices: 3 then, 5 now',
+      '  config.experiment_kwargs.config.model.decode.hidden: 4 then, 6 now',
+    ]
+
+
+def test_what_the_experiment_declares_may_change(run):
+  first = run(**_own(eval_batches=3))
+  live = Declares({'w': np.ones(3)}, {})
+  save(first, live)
+  save(first, live, series='best', value=1.0)
+  first.close()
+  changed = _own(eval_batches=None, decode={'method': 'beam', 'size': 4})
+  for cls in (Declares, Inherits, functools.partial(Inherits, {})):
+    other = run(**changed)
+    other.check_config(cls)
+    # The best value is restored without an experiment.
+    state = other.get_experiment_state('best')
+    state.value = 0.0
+    other.restore('best')
+    assert state.value == 1.0
+    other.close()
+  other = run(**changed)
+  restore(other, live)
+  with pytest.raises(durable.ConfigChangedError, match='eval_batches'):
+    run(**changed).check_config()
+  # Of a function it is not known yet what it declares.
+  run(**changed).check_config(lambda **kwargs: live)
+
+
+@pytest.mark.parametrize(
+  ('name', 'option', 'may_change', 'may_not'),
+  [
+    ('lm', (), ['eval_batches', 'sample_temperature', 'model.remat'],
+     ['learning_rate', 'model.dropout', 'model.num_layers']),
+    ('image', (), ['eval_batch_size'], ['train_batch_size', 'model.strides']),
+    ('c4', ('C4Spmd1BAdam4Replicas:reduced',),
+     ['decode.top_k', 'constants.LOSS_CHUNKS', 'constants.ATTENTION_IMPL'],
+     ['constants.LEARNING_RATE', 'exp']),
+  ],
+)  # fmt: skip
+def test_what_the_examples_declare(name, option, may_change, may_not):
+  module = importlib.import_module(f'configs.{name}')
+  config = module.get_config(*option).copy_and_resolve_references()
+  cls = platform.resolve_experiment_class(config)
+  keys = dict(durable._flat(durable._json_config(config), ''))
+  fields = {f.name for f in dataclasses.fields(cls.CONFIG_CLASS)}
+  for path in cls.CHANGEABLE_ON_RESUME:
+    assert path.split('.')[2] in fields
+    assert any(f'{key}.'.startswith(f'{path}.') for key in keys), path
+  for key in may_change + may_not:
+    old = durable._json_config(config)
+    new = copy.deepcopy(old)
+    *parents, last = f'experiment_kwargs.config.{key}'.split('.')
+    node = functools.reduce(lambda node, part: node[part], parents, new)
+    node[last] = 'another'
+    changes = durable._config_changes(old, new, cls)
+    assert len(changes) == (key in may_not), (key, changes)
+
+
+@pytest.mark.parametrize('is_in', ['config', 'record'])
+def test_a_key_that_is_new_has_its_default(is_in, run):
+  defaults = {
+    'sizes': (1, 2),
+    'decode': {'method': 'greedy', 'top_k': 40},
+    'best': {'method': 'beam', 'top_k': 40},
+  }
+  old, new = {}, defaults
+  if is_in == 'record':
+    old, new = new, old
+  live = Declares({'w': np.ones(3)}, {})
+  first = run(**_own(**old))
+  save(first, live)
+  first.close()
+  run(**_own(**new)).check_config(Declares)
+  with pytest.raises(durable.ConfigChangedError) as e:
+    run(**_own(**new | {'sizes': (1, 3)})).check_config(Declares)
+  assert [x for x in str(e.value).splitlines() if x[:2] == '  '] == [
+    '  config.experiment_kwargs.config.sizes: [1, 2] then, [1, 3] now'
+  ]
+  other = run(**_own(**new))
+  restore(other, live)
+
+
+def test_a_key_of_the_base_config_that_is_new_has_its_default(run, tmp_path):
+  first = run()
+  first._recorded.pop('random_mode_train')  # As if it were a later addition.
+  save(first, weights(1))
+  first.close()
+  run().check_config()
+  with pytest.raises(
+    durable.ConfigChangedError,
+    match="random_mode_train: 'unique_host_unique_device' then, 'same_host",
+  ):
+    run(random_mode_train='same_host_same_device').check_config()
+
+
 def test_another_config_is_refused_by_its_keys(run, tmp_path):
   first = run(**_kwargs(net=SAME | {'old': 1}))
   save(first, weights(1))
   first.close()
-  other = run(random_seed=43, training_steps=7, **_kwargs(
-    net=SAME | {'layers': 3, 'new': [1], 'mesh': {'data': 4}}))  # fmt: skip
+  other = run(random_seed=43, training_steps=7, mesh={'ici': {'data': 1}},
+    **_kwargs(net=SAME | {'layers': 3, 'new': [1]}))  # fmt: skip
   with pytest.raises(durable.ConfigChangedError) as e:
     other.check_config()
   assert [line for line in str(e.value).splitlines() if line[:2] == '  '] == [
@@ -1130,9 +1281,8 @@ def test_what_may_change(run):
   other = run(
     training_steps=7, log_tensors_interval=3, max_checkpoints_to_keep=1,
     save_checkpoint_interval=2, on_nonfinite='skip', watchdog_secs=5.0,
-    **_kwargs(net=SAME | {'mesh': {'data': 1}, 'sharding': 'fsdp',
-                          'decode': {'method': 'beam'},
-      'pipeline_stages': 2, 'remat': 'full'}, **after),
+    mesh={'ici': {'data': 1}}, sharding='fsdp',
+    **_kwargs(net=SAME, **after),
   )  # fmt: skip
   other.check_config()
   restore(other, weights())

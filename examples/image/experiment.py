@@ -194,6 +194,8 @@ class Experiment(experiment.AbstractExperiment):
     '_state': 'state',
     '_opt_state': 'opt_state',
   }
+  CONFIG_CLASS = Config
+  CHANGEABLE_ON_RESUME = ('experiment_kwargs.config.eval_batch_size',)
 
   def __init__(
     self, mode: str, init_rng: jax.Array, config: config_dict.ConfigDict

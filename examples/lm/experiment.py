@@ -156,6 +156,29 @@ def _merged(params: Any, model_state: Any) -> Any:
 class Experiment(sharded.ShardedExperiment):
   """Trains a language model on files of text."""
 
+  CONFIG_CLASS = Config
+  # How the same step is computed, how the model is evaluated and decoded, and
+  # where tokens are cached.
+  CHANGEABLE_ON_RESUME = tuple(
+    f'experiment_kwargs.config.{key}'
+    for key in (
+      'model.attention',
+      'model.loss_chunks',
+      'model.pipeline_microbatches',
+      'model.pipeline_repeats',
+      'model.pipeline_stages',
+      'model.remat',
+      'model.scan_layers',
+      'cache_dir',
+      'eval_batch_size',
+      'eval_batches',
+      'sample_length',
+      'sample_prompt',
+      'sample_temperature',
+      'decode',
+    )
+  )
+
   def __init__(self, mode: str, init_rng: jax.Array, config: Any):
     """Reads the text, but to decode.
 

@@ -160,6 +160,23 @@ class Experiment(
     task: its task.
   """
 
+  CONFIG_CLASS = Config
+  # How the same step is computed, and how the model is evaluated and decoded.
+  CHANGEABLE_ON_RESUME = (
+    'experiment_kwargs.config.decode',
+    *(
+      f'experiment_kwargs.config.constants.{name}'
+      for name in (
+        'ATTENTION_IMPL',
+        'CHECKPOINT_POLICY',
+        'EVAL_LOOP_NUM_BATCHES',
+        'LOSS_CHUNKS',
+        'MICROBATCH_SIZE',
+        'NUM_STAGES',
+      )
+    ),
+  )
+
   def __init__(self, mode: str, init_rng: jax.Array, config: Any):
     """Makes the task.
 

@@ -97,7 +97,7 @@ class Durable(Checkpointer, Protocol):
   def check_shared(self) -> None:
     """Raises ValueError where not all hosts see the same directory."""
 
-  def check_config(self) -> None:
+  def check_config(self, experiment_class: Any = None) -> None:
     """Raises ValueError where the newest checkpoint is of another run."""
 
   def claim(self, ckpt_series: str) -> None:

@@ -32,6 +32,7 @@ import orbax.checkpoint as ocp
 
 import jaxline
 from jaxline import async_lib
+from jaxline import base_config
 from jaxline import preemption
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
@@ -39,34 +40,14 @@ from jaxline.checkpoint import reader
 from jaxline.checkpoint import storage
 from jaxline.checkpoint import structure
 
-# Config keys whose change makes another run, and what may change all the same:
-# where arrays lie says nothing about their values.
+# Config keys whose change makes another run. What may change below
+# `experiment_kwargs` is declared by the experiment: CHANGEABLE_ON_RESUME.
 _IDENTITY = (
   'experiment_class',
   'experiment_kwargs',
   'random_seed',
   'random_mode_train',
   'legacy_random_seed_behavior',
-)
-# Of these, what changes no step: where arrays lie, in which order the same step
-# is computed, and how a trained model is decoded.
-_FREE = (
-  'decode',
-  'mesh',
-  'sharding',
-  'loss_chunks',
-  'pipeline_microbatches',
-  'pipeline_repeats',
-  'pipeline_stages',
-  'remat',
-  'scan_layers',
-  # The same in examples/pax.
-  'ATTENTION_IMPL',
-  'CHECKPOINT_POLICY',
-  'EVAL_LOOP_NUM_BATCHES',
-  'LOSS_CHUNKS',
-  'MICROBATCH_SIZE',
-  'NUM_STAGES',
 )
 _SLOW_SECS = 1.0  # A save that waits longer for the one before is reported.
 
@@ -107,6 +88,9 @@ class DurableCheckpointer:
         " 'memory'."
       )
     self._config = config
+    # Before the experiment is constructed, which may change its own config.
+    self._recorded = _json_config(config)
+    self._experiment_class: Any = None
     self._mode = mode
     self._follows = mode.startswith('eval')
     self._root = files.root(config.checkpoint_dir)
@@ -219,6 +203,9 @@ class DurableCheckpointer:
       files.DamagedError: it is damaged, and there is none before it.
     """
     state = self.get_experiment_state(ckpt_series)
+    experiment = state.get('experiment_module')
+    if experiment is not None:
+      self._experiment_class = type(experiment)
     self.can_be_restored(ckpt_series)  # Raises where all are damaged.
     if self._forks and ckpt_series == 'latest' and not self._has_any('latest'):
       self._fork(state)
@@ -279,8 +266,13 @@ class DurableCheckpointer:
     step = _of_chief(steps[0] if steps else -1)
     return step if step >= 0 else None
 
-  def check_config(self) -> None:
+  def check_config(self, experiment_class: Any = None) -> None:
     """Compares the newest checkpoint's config with this run's.
+
+    Args:
+      experiment_class: what constructs the experiment. What it declares of its
+        config counts (`CHANGEABLE_ON_RESUME`, `CONFIG_CLASS`); where it is
+        neither a class nor a partial of one, only a restore compares.
 
     Raises:
       ConfigChangedError: a key that makes another run differs.
@@ -288,6 +280,12 @@ class DurableCheckpointer:
     """
     if self._forks and not self._has_any('latest'):
       _foreign(self._config.restore_from)
+    while isinstance(experiment_class, functools.partial):
+      experiment_class = experiment_class.func
+    if isinstance(experiment_class, type):
+      self._experiment_class = experiment_class
+    elif experiment_class is not None:
+      return
     for path in self._candidates('latest')[:1]:
       # One that is damaged is found to be so by `restore`.
       with contextlib.suppress(files.DamagedError):
@@ -370,9 +368,7 @@ class DurableCheckpointer:
     if jax.process_index() != 0:
       return
     self._root.mkdir(parents=True, exist_ok=True)
-    files.write_json(
-      self._root.parent / 'config.json', _json_config(self._config)
-    )
+    files.write_json(self._root.parent / 'config.json', self._recorded)
     (self._root / 'ended.json').unlink(missing_ok=True)
     with _noting:
       for path in (self._root / 'evaluated').glob('*.json'):
@@ -544,7 +540,7 @@ class DurableCheckpointer:
       'processes': jax.process_count(),
       'devices': jax.device_count(),
       'versions': _versions(),
-      'config': _json_config(self._config),
+      'config': self._recorded,
       'entries': entries,
       'module': module,
       'arrays': described,
@@ -741,7 +737,9 @@ class DurableCheckpointer:
 
   def _check_config(self, path: pathlib.Path, record: Any) -> None:
     """Refuses a checkpoint of another run, in the same directory."""
-    changes = _config_changes(record['config'], _json_config(self._config))
+    changes = _config_changes(
+      record['config'], self._recorded, self._experiment_class
+    )
     if not changes:
       return
     lines = map(files.printable, changes)
@@ -862,6 +860,10 @@ def _json_config(config: config_dict.ConfigDict) -> dict[str, Any]:
   return json.loads(re.sub(' at 0x[0-9a-f]+', '', config.to_json_best_effort()))
 
 
+def _json_value(value: Any) -> Any:
+  return _json_config(config_dict.ConfigDict({'value': value}))['value']
+
+
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
   if isinstance(value, Mapping) and value:
     for key in value:
@@ -870,19 +872,48 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     yield name, value
 
 
+def _identity(
+  recorded: Mapping[str, Any], experiment_class: Any
+) -> dict[str, Any]:
+  """Returns the keys whose change makes another run, flat, with their values.
+
+  A key that the config lacks, since it is newer than the config, has its
+  default.
+
+  Args:
+    recorded: a run's config, as JSON.
+    experiment_class: the class whose declarations count; may be None.
+  """
+  defaults = base_config.get_base_config().to_dict()
+  values = {key: recorded.get(key, defaults[key]) for key in _IDENTITY}
+  kwargs = values['experiment_kwargs']
+  own = kwargs.get('config') if isinstance(kwargs, Mapping) else None
+  cls = getattr(experiment_class, 'CONFIG_CLASS', None)
+  if cls is not None and isinstance(own, Mapping):
+    own = base_config.with_defaults(cls, own)
+    values['experiment_kwargs'] = {**kwargs, 'config': own}
+  # Defaults as the record would hold them: tuples are lists there.
+  values = json.loads(json.dumps(values, default=_json_value))
+  changeable = getattr(experiment_class, 'CHANGEABLE_ON_RESUME', ())
+  return {
+    key: value
+    for key, value in _flat(values, '')
+    if not any(f'{key}.'.startswith(f'{path}.') for path in changeable)
+  }
+
+
 def _config_changes(
-  old: Mapping[str, Any], new: Mapping[str, Any]
+  old: Mapping[str, Any], new: Mapping[str, Any], experiment_class: Any
 ) -> list[str]:
   """Returns a line for each key that makes another run of it."""
-  before, now = dict(_flat(old, '')), dict(_flat(new, ''))
+  before = _identity(old, experiment_class)
+  now = _identity(new, experiment_class)
   return [
     f'{key}: {before.get(key, "absent")!r} then, {now.get(key, "absent")!r} now'
     for key in sorted(before.keys() | now.keys())
     # A NaN differs from itself.
     if before.get(key) != now.get(key)
     and repr(before.get(key)) != repr(now.get(key))
-    and key.split('.')[0] in _IDENTITY
-    and not set(key.split('.')) & set(_FREE)
   ]
 
 
