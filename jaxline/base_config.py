@@ -148,9 +148,11 @@ def get_base_config() -> config_dict.ConfigDict:
   # Where checkpoints are kept: 'durable', on disk, below `checkpoint_dir`; or
   # 'memory', in this process, for tests and trials.
   config.checkpointer = 'durable'
-  # How many of the newest checkpoints of each series are kept.
+  # How many of the newest checkpoints of a series are kept. None of the best
+  # ones means `max_checkpoints_to_keep` in the per-device style, 1 in the
+  # sharded style.
   config.max_checkpoints_to_keep = 5
-  config.max_best_checkpoints_to_keep = 1
+  config.max_best_checkpoints_to_keep = config_dict.placeholder(int)
   # Besides those, checkpoints of `latest` this far apart are kept for ever;
   # None keeps none.
   config.keep_checkpoint_every_steps = config_dict.placeholder(int)
@@ -331,7 +333,7 @@ def _check_values(config: Mapping[str, Any]) -> None:
     refuse('training_steps', 'a number of at least 0, or None for no end')
   for key, optional in (
     ('max_checkpoints_to_keep', False),
-    ('max_best_checkpoints_to_keep', False),
+    ('max_best_checkpoints_to_keep', True),
     ('max_nonfinite_steps', False),
     ('gradient_accumulation_steps', False),
     ('num_slices', False),

@@ -115,7 +115,13 @@ train.default_mode = lambda: _flag(_MODE)
 def create_checkpointer(
   config: config_dict.ConfigDict, mode: str
 ) -> base.Checkpointer:
-  """Returns the run's checkpointer for one mode, as `config.checkpointer`."""
+  """Returns the run's checkpointer for one mode, as `config.checkpointer`.
+
+  A run that trains forgets the checkpoints of earlier runs in this process; an
+  evaluation may be of those.
+  """
+  if not mode.startswith('eval'):
+    memory.forget_published()
   if config.checkpointer == 'memory':
     return memory.InMemoryCheckpointer(config, mode)
   from jaxline.checkpoint import durable  # Orbax takes a second to import.

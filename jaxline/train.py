@@ -789,7 +789,9 @@ class _Evaluated:
     path = self._checkpointer.restore_path('latest')
     if self._durable:
       self.next_step = self._durable.next_step('latest', self._done)
-      return self.next_step is not None
+      if self.next_step is not None:
+        return True
+      return self._durable.seed_step() not in {None, *self._done}
     if path in (None, self._path):
       return False
     self._path = path

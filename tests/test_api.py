@@ -4,14 +4,20 @@ import inspect
 import json
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
+import threading
+import time
+import types
 from unittest import mock
 
 from absl.testing import flagsaver
 import jax
+import jax.numpy as jnp
 from ml_collections import config_dict
 import numpy as np
+import optax
 import pytest
 
 from jaxline import base_config
@@ -279,7 +285,7 @@ OURS = {
   'max_steps_in_flight': None,
   'checkpointer': 'durable',
   'checkpoint_allow_pickle': False,
-  'max_best_checkpoints_to_keep': 1,
+  'max_best_checkpoints_to_keep': None,
   'keep_checkpoint_every_steps': None,
   'keep_checkpoint_every_hours': None,
   'restore_from': None,
@@ -453,3 +459,411 @@ def test_the_post_mortem_flag_of_utils_is_read(enabled):
   ):
     utils.debugger_fallback(fail)()
   assert post_mortem.call_count == enabled
+
+
+# Programs that save and restore on their own, as published ones do.
+
+
+class Client(experiment.AbstractExperiment):
+  """Adds one to each weight at each step; the classic style."""
+
+  CHECKPOINT_ATTRS = {'_params': 'params', '_opt_state': 'opt_state'}
+  steps: list[int] = []
+  evaluated: list[tuple[int, float]] = []
+  during_step = staticmethod(lambda step: None)
+
+  def __init__(self, mode, config, init_rng):
+    super().__init__(mode=mode, init_rng=init_rng)
+    self.config = config
+    self._params = utils.bcast_local_devices({'linear': {'w': jnp.zeros([3])}})
+    self._opt_state = utils.bcast_local_devices(
+      optax.sgd(1.0, momentum=0.5).init({'linear': {'w': jnp.zeros([3])}})
+    )
+    self._update = jax.pmap(
+      lambda p: jax.tree.map(lambda x: x + 1, p), axis_name='i',
+      donate_argnums=0,
+    )  # fmt: skip
+
+  def step(self, global_step, rng, *unused_args, **unused_kwargs):
+    step = int(utils.get_first(global_step))
+    Client.steps.append(step)
+    Client.during_step(step)
+    self._params = self._update(self._params)
+    return {'loss': jnp.ones([])}
+
+  def evaluate(self, global_step, rng, writer):
+    w = float(utils.get_first(self._params)['linear']['w'][0])
+    Client.evaluated.append((int(utils.get_first(global_step)), w))
+    return {'score': w}
+
+
+def restore_state_to_in_memory_checkpointer(path):
+  """As in many public projects: a file of one's own starts the run."""
+  with open(path, 'rb') as f:
+    pretrained = pickle.load(f)
+  dummy = Client('train', None, init_rng=jax.random.PRNGKey(0))
+  for attribute, key in Client.CHECKPOINT_ATTRS.items():
+    setattr(dummy, attribute, utils.bcast_local_devices(pretrained[key]))
+  state = {
+    'global_step': pretrained['global_step'],
+    'experiment_module': dummy,
+  }
+  utils.GLOBAL_CHECKPOINT_DICT['latest'] = utils.CheckpointNT(
+    threading.local(), [utils.SnapshotNT(0, state)]
+  )
+
+
+def save_state_from_in_memory_checkpointer(path):
+  """The same projects' other half; called by signal handlers, and `finally`."""
+  for name, checkpoint in utils.GLOBAL_CHECKPOINT_DICT.items():
+    if not checkpoint.history or name != 'latest':
+      continue
+    nest = checkpoint.history[-1].pickle_nest
+    state = {'global_step': nest['global_step']}
+    for attribute, key in Client.CHECKPOINT_ATTRS.items():
+      state[key] = utils.get_first(
+        getattr(nest['experiment_module'], attribute)
+      )
+    with open(path, 'wb') as f:
+      pickle.dump(state, f)
+
+
+@pytest.fixture
+def client(tmp_path, monkeypatch):
+  """Runs `Client` as its program would; returns its steps."""
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+  monkeypatch.setattr(Client, 'evaluated', [])
+  monkeypatch.setattr(Client, 'during_step', staticmethod(lambda step: None))
+
+  def run(mode='train', directory='run', cls=Client, **values):
+    monkeypatch.setattr(Client, 'steps', [])
+    config = base_config.get_base_config()
+    config.checkpoint_dir = str(tmp_path / directory)
+    config.interval_type = 'steps'
+    config.training_steps = 3
+    config.save_checkpoint_interval = 2
+    config.experiment_kwargs.config = config_dict.ConfigDict({'width': 3})
+    config.update(values)
+    with flagsaver.flagsaver(config=config, jaxline_mode=mode):
+      platform.main(cls, [])
+    return Client.steps
+
+  return run
+
+
+def own_file(path, step=40, w=7.0):
+  """Writes what a program of old has saved."""
+  opt_state = optax.sgd(1.0, momentum=0.5).init({'linear': {'w': np.ones(3)}})
+  state = {
+    'global_step': step,
+    'params': {'linear': {'w': np.full([3], w, np.float32)}},
+    'opt_state': jax.device_get(opt_state),
+  }
+  path.write_bytes(pickle.dumps(state))
+  return path
+
+
+@pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
+def test_a_file_of_the_programs_own_starts_the_run(
+  checkpointer, client, tmp_path, caplog
+):
+  restore_state_to_in_memory_checkpointer(own_file(tmp_path / 'own'))
+  steps = client(training_steps=43, checkpointer=checkpointer)
+  assert steps == [40, 41, 42]
+  save_state_from_in_memory_checkpointer(tmp_path / 'own')
+  saved = pickle.loads((tmp_path / 'own').read_bytes())
+  assert saved['global_step'] == 43
+  assert type(saved['global_step']) is int
+  np.testing.assert_array_equal(saved['params']['linear']['w'], [10, 10, 10])
+  np.testing.assert_array_equal(saved['opt_state'][0].trace['linear']['w'], 0)
+  # Again, in what could be another process.
+  utils.GLOBAL_CHECKPOINT_DICT.clear()
+  restore_state_to_in_memory_checkpointer(tmp_path / 'own')
+  again = client(
+    training_steps=45, checkpointer=checkpointer, directory='another'
+  )
+  assert again == [43, 44]
+
+
+def test_the_directory_goes_before_the_programs_own_file(
+  client, tmp_path, caplog
+):
+  caplog.set_level('INFO')
+  restore_state_to_in_memory_checkpointer(own_file(tmp_path / 'own'))
+  assert client(training_steps=42) == [40, 41]
+  assert "Began the series 'latest' from the snapshot that the" in caplog.text
+  caplog.clear()
+  restore_state_to_in_memory_checkpointer(own_file(tmp_path / 'own', 90))
+  assert client(training_steps=43) == [42]
+  assert 'is not used' in caplog.text
+  assert f'Restored {tmp_path}/run/checkpoints/latest/42.' in caplog.text
+
+
+@pytest.mark.parametrize(
+  'wrap',
+  [
+    config_dict.ConfigDict,
+    dict,
+    lambda d: types.SimpleNamespace(to_dict=lambda: d),
+  ],
+)
+def test_a_whole_dictionary_may_be_bound_anew(wrap, client):
+  key = utils.bcast_local_devices(jax.random.PRNGKey(9))
+  nest = wrap({
+    'global_step': np.int64(5),
+    'train_step_rng': np.asarray(key),
+    'experiment_module': {
+      'params': {'linear': {'w': np.full([3], 2, np.float32)}},
+      'opt_state': optax.sgd(1.0, momentum=0.5).init(
+        {'linear': {'w': np.ones(3, np.float32)}}
+      ),
+    },
+  })  # fmt: skip
+  utils.GLOBAL_CHECKPOINT_DICT = {
+    'latest': utils.CheckpointNT(threading.local(), [utils.SnapshotNT(0, nest)])
+  }
+  assert client(training_steps=6) == [5]
+  saved = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[-1].pickle_nest
+  _, expected = jax.random.split(jax.random.PRNGKey(9))
+  np.testing.assert_array_equal(utils.get_first(saved.train_step_rng), expected)
+
+
+@pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
+def test_what_is_looked_at_during_the_run_is_the_last_save(
+  checkpointer, client, tmp_path
+):
+  seen = []
+
+  def look(step):
+    if step in (1, 3, 4):
+      if step > 1:
+        wait_for_save(step - step % 2)
+      save_state_from_in_memory_checkpointer(tmp_path / 'own')
+      if (tmp_path / 'own').exists():
+        state = pickle.loads((tmp_path / 'own').read_bytes())
+        w = state['params']['linear']['w'].tolist()
+        seen.append((step, state['global_step'], w))
+
+  def wait_for_save(step):
+    path = tmp_path / 'run' / 'checkpoints' / 'latest' / str(step)
+    deadline = time.monotonic() + 30
+    while checkpointer == 'durable' and time.monotonic() < deadline:
+      history = utils.GLOBAL_CHECKPOINT_DICT['latest'].history
+      if path.exists() and history and history[-1].id == step:
+        return
+      time.sleep(0.01)
+
+  Client.during_step = staticmethod(look)
+  client(checkpointer=checkpointer, training_steps=5, max_checkpoints_to_keep=1)
+  # Saved are the steps 2 and 4; the weights say how many steps were done.
+  assert seen == [(3, 2, [2, 2, 2]), (4, 4, [4, 4, 4])]
+
+
+def test_what_is_left_behind_an_error_is_the_last_save(client, tmp_path):
+  def fail(step):
+    if step == 3:
+      raise ZeroDivisionError('in a step')
+
+  Client.during_step = staticmethod(fail)
+  with pytest.raises(ZeroDivisionError):
+    try:
+      client(training_steps=5)
+    finally:
+      save_state_from_in_memory_checkpointer(tmp_path / 'own')
+  saved = pickle.loads((tmp_path / 'own').read_bytes())
+  assert saved['global_step'] == 2
+  np.testing.assert_array_equal(saved['params']['linear']['w'], [2, 2, 2])
+
+
+@pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
+@pytest.mark.parametrize(
+  'mode', ['train', 'train_and_eval', 'train_eval_multithreaded']
+)
+def test_two_runs_of_one_process_are_two_runs(mode, checkpointer, client):
+  for directory in ('first', 'second'):
+    steps = client(
+      mode, directory, checkpointer=checkpointer,
+      best_model_eval_metric='score',
+    )  # fmt: skip
+    assert steps == [0, 1, 2]
+  if mode != 'train':
+    assert Client.evaluated.count((3, 3.0)) == 2
+
+
+def test_a_save_of_the_first_run_may_start_the_second(client):
+  client(directory='first')
+  snapshot = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[-1]
+  nest = pickle.loads(pickle.dumps(snapshot)).pickle_nest
+  utils.GLOBAL_CHECKPOINT_DICT['latest'].history.append(
+    utils.SnapshotNT(4, nest)
+  )
+  assert client(directory='second', training_steps=5) == [3, 4]
+
+
+def test_trained_and_then_evaluated_in_one_process(client):
+  client(checkpointer='memory')
+  client('eval', checkpointer='memory')
+  assert Client.evaluated == [(3, 3.0)]
+  client('eval', checkpointer='memory', one_off_evaluate=True)
+  assert Client.evaluated == [(3, 3.0)] * 2
+
+
+@pytest.mark.parametrize('one_off', [False, True])
+def test_a_file_of_the_programs_own_is_evaluated(one_off, client, tmp_path):
+  restore_state_to_in_memory_checkpointer(own_file(tmp_path / 'own', 3))
+  client('eval', one_off_evaluate=one_off)
+  assert Client.evaluated == [(3, 7.0)]
+
+
+def test_the_best_of_an_earlier_run_goes_on(client, tmp_path):
+  restore_state_to_in_memory_checkpointer(own_file(tmp_path / 'own', 1, w=0))
+  utils.GLOBAL_CHECKPOINT_DICT['best'] = utils.CheckpointNT(
+    threading.local(),
+    [
+      utils.SnapshotNT(
+        0,
+        {'best_eval_metric_value': 1.5, 'best_model_eval_metric': 'score'},
+      )
+    ],
+  )
+  client('train_and_eval', best_model_eval_metric='score', eval_interval=1)
+  assert Client.evaluated == [(1, 0.0), (2, 1.0), (3, 2.0)]
+  best = utils.GLOBAL_CHECKPOINT_DICT['best'].history
+  assert [s.pickle_nest['global_step'] for s in best] == [3]
+
+
+class FillsItsConfig(Client):
+  """Derives a number of its own config in the constructor."""
+
+  def __init__(self, mode, config, init_rng):
+    with config.unlocked():
+      config.depth = config.width + 1
+      config.width = 17
+    super().__init__(mode, config, init_rng)
+
+
+@pytest.mark.parametrize('mode', ['train', 'train_eval_multithreaded'])
+def test_an_experiment_may_fill_in_its_own_config(mode, client, tmp_path):
+  assert client(mode, cls=FillsItsConfig) == [0, 1, 2]
+  assert client(mode, cls=FillsItsConfig, training_steps=4) == [3]
+  record = json.loads((tmp_path / 'run' / 'config.json').read_text())
+  assert record['experiment_kwargs']['config'] == {'width': 3}
+  with pytest.raises(ValueError, match='width: 3 then, 5 now'):
+    client(
+      mode, cls=FillsItsConfig, training_steps=5,
+      experiment_kwargs={'config': {'width': 5}},
+    )  # fmt: skip
+
+
+class LessInEvaluation(Client):
+  """Its evaluation has no optimizer."""
+
+  def __init__(self, mode, config, init_rng):
+    self._mode = mode
+    super().__init__(mode, config, init_rng)
+    if mode != 'train':
+      del self._opt_state
+
+  @property
+  def CHECKPOINT_ATTRS(self):
+    attributes = {'_params': 'params'}
+    if self._mode == 'train':
+      attributes['_opt_state'] = 'opt_state'
+    return attributes
+
+
+@pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
+def test_an_evaluation_may_name_less_than_training(
+  checkpointer, client, caplog
+):
+  caplog.set_level('INFO')
+  client(cls=LessInEvaluation, checkpointer=checkpointer)
+  client(
+    'eval', cls=LessInEvaluation, checkpointer=checkpointer,
+    one_off_evaluate=True,
+  )  # fmt: skip
+  assert Client.evaluated == [(3, 3.0)]
+  if checkpointer == 'durable':
+    (line,) = [r for r in caplog.messages if 'Skipped' in r]
+    assert "Skipped ['opt_state'] of " in line
+    assert 'which LessInEvaluation does not name' in line
+
+
+class ChangesItsStructure(Client):
+  """Drops what only the first step needs; another grows."""
+
+  NON_BROADCAST_CHECKPOINT_ATTRS = {'_buffer': 'buffer', '_extra': 'extra'}
+
+  def __init__(self, mode, config, init_rng):
+    super().__init__(mode, config, init_rng)
+    self._opt_state = utils.bcast_local_devices(np.ones([4], np.float32))
+    self._buffer = jnp.zeros([0, 2])
+    self._extra = {'a': jnp.zeros([2])}
+
+  def step(self, global_step, rng, *args, **kwargs):
+    self._opt_state = None
+    self._buffer = jnp.concatenate([self._buffer, jnp.ones([1, 2])])
+    self._extra = {'b': np.arange(2), 'c': None}
+    return super().step(global_step, rng, *args, **kwargs)
+
+
+@pytest.mark.parametrize('checkpointer', ['durable', 'memory'])
+def test_attributes_may_change_their_structure(checkpointer, client, caplog):
+  seen = []
+
+  class Seen(ChangesItsStructure):
+    def step(self, global_step, *args, **kwargs):
+      seen.append((self._opt_state, np.shape(self._buffer), self._extra))
+      return super().step(global_step, *args, **kwargs)
+
+  client(cls=Seen, checkpointer=checkpointer)
+  kept = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[-1].pickle_nest
+  utils.GLOBAL_CHECKPOINT_DICT['latest'].history[:] = [
+    utils.SnapshotNT(0, kept)
+  ]
+  del seen[:]
+  caplog.clear()
+  steps = client(cls=Seen, checkpointer=checkpointer, training_steps=4)
+  assert steps == [3]
+  opt_state, buffer, extra = seen[0]
+  assert opt_state is None
+  assert buffer == (3, 2)
+  assert set(extra) == {'b', 'c'}
+  assert extra['c'] is None
+  np.testing.assert_array_equal(extra['b'], [0, 1])
+  (warning,) = [r for r in caplog.messages if 'other shapes or types' in r]
+  for line in (
+    'buffer: the checkpoint has float32[3, 2], the experiment has float32[0,',
+    'opt_state: the checkpoint has nothing, the experiment has float32[4]',
+    "extra['a']: the checkpoint has nothing, the experiment has float32[2]",
+    "extra['b']: the checkpoint has int",
+  ):
+    assert line in warning
+
+
+@pytest.mark.parametrize(
+  ('returned', 'said'),
+  [
+    ([1.0], r'a list of 1 \(float 1.0\)'),
+    ('loss', "str 'loss'"),
+    (2.5, 'float 2.5'),
+    (np.ones([2], np.float32), r'an array float32\[2\]'),
+  ],
+)
+@pytest.mark.parametrize('method', ['step', 'evaluate'])
+def test_what_is_no_dict_of_scalars_is_refused(method, returned, said, client):
+  cls = type('Wrong', (Client,), {method: lambda self, **unused: returned})
+  expected = rf'Wrong.{method} returned {said}; expected a dict of scalars'
+  with pytest.raises(TypeError, match=expected) as e:
+    client('train_and_eval', cls=cls, checkpointer='memory')
+  assert '\n' not in str(e.value)
+
+
+def test_decorators_take_their_function_by_name():
+  def double(x=1):
+    return {'x': 2 * x}
+
+  assert utils.disable_pmap_jit(fn=double)(x=2) == {'x': 4}
+  assert utils.debugger_fallback(f=double)(x=2) == {'x': 4}
+  assert utils.evaluate_should_return_dict(f=double)(x=2) == {'x': 4}
+  assert utils.kwargs_only(f=double)(x=2) == {'x': 4}

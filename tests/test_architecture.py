@@ -45,8 +45,6 @@ STEPS = (
   ('platform',),
   ('utils',),
 )
-# memory.py looks up GLOBAL_CHECKPOINT_DICT where forks rebind it.
-EXCEPTIONS = {('checkpoint.memory', 'utils')}
 
 NEURAL_NETWORK_LIBRARIES = {'haiku', 'flax', 'equinox', 'torch', 'keras'}
 TENSORFLOW = {'tensorflow', 'tensorflow_datasets', 'seqio', 'lingvo', 'clu'}
@@ -118,8 +116,6 @@ def test_imports_go_down(path):
     assert list(imports(path)) == []
     return
   for imported in library_imports(path):
-    if (name, imported) in EXCEPTIONS:
-      continue
     same_package = imported.split('.')[0] == name.split('.')[0]
     both_leaves = name in LEAVES and imported in LEAVES
     # A program stands above everything.
@@ -137,19 +133,8 @@ def test_nobody_imports_a_program(path):
   assert not [n for n in library_imports(path) if n.endswith('__main__')]
 
 
-def test_exceptions_are_still_needed():
-  found = {
-    (room(path), imported)
-    for path in LIBRARY
-    for imported in library_imports(path)
-  }
-  assert found >= EXCEPTIONS
-
-
 def test_no_module_imports_itself_through_others():
   graph = {room(p): set(library_imports(p)) for p in LIBRARY}
-  for name, imported in EXCEPTIONS:
-    graph[name].discard(imported)
 
   def visit(name, above):
     assert name not in above, ' -> '.join([*above, name])

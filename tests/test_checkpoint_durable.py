@@ -40,6 +40,7 @@ from jaxline import metrics
 from jaxline import partitioning
 from jaxline import platform
 from jaxline import sharded
+from jaxline import utils
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
 from jaxline.checkpoint import reader
@@ -241,6 +242,10 @@ def tree_of(path: pathlib.Path) -> dict[str, tuple[int, bytes]]:
     for p in sorted(path.rglob('*'))
     if p.is_file()
   }
+
+
+def pickle_twice(x: Any) -> Any:
+  return pickle.loads(pickle.dumps(x))
 
 
 # Bit for bit.
@@ -667,6 +672,8 @@ def test_a_save_waits_for_the_one_before_and_not_for_its_own(run):
     ('best', {'max_best_checkpoints_to_keep': 1}, [6]),
     ('best', {'max_best_checkpoints_to_keep': 3,
               'keep_checkpoint_every_steps': 1}, [4, 5, 6]),
+    # As many as of the others, in JAXline's style.
+    ('best', {'max_checkpoints_to_keep': 2}, [5, 6]),
     ('latest', {'max_checkpoints_to_keep': 1,
                 'keep_checkpoint_every_steps': 3}, [3, 6]),
     ('latest', {'max_checkpoints_to_keep': 1,
@@ -714,6 +721,13 @@ def test_what_was_before_a_nan_stays_for_ever(run, tmp_path):
   save(third, weights(1), 6, 7, 8)
   assert third.steps('latest') == [3, 5, 6, 8]
   assert files.kept(latest) == [0, 3, 5, 6]
+
+
+def test_one_best_checkpoint_is_kept_in_the_sharded_style(run, copied):
+  live = Sharded()
+  checkpointer = run()
+  save(checkpointer, live, 6, 7, series='best', key=jax.random.key(7))
+  assert checkpointer.steps('best') == [7]
 
 
 def test_the_same_step_again_replaces_it(run, tmp_path):
@@ -1286,6 +1300,149 @@ def test_what_may_change(run):
   )  # fmt: skip
   other.check_config()
   restore(other, weights())
+
+
+# Programs written against JAXline look at checkpoints in its dictionary.
+
+
+@pytest.fixture
+def newest(monkeypatch):
+  """Returns what such programs look at."""
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+  return lambda series='latest': utils.GLOBAL_CHECKPOINT_DICT[series].history[
+    -1
+  ]
+
+
+def test_the_newest_save_is_read_when_it_is_looked_at(
+  newest, run, tmp_path, monkeypatch
+):
+  reads = []
+  read = storage.read
+
+  def spy(path, *args):
+    reads.append(path)
+    return read(path, *args)
+
+  monkeypatch.setattr(storage, 'read', spy)
+  checkpointer = run(max_checkpoints_to_keep=1)
+  fill(checkpointer, weights(1))
+  assert utils.GLOBAL_CHECKPOINT_DICT['latest'].history == []
+  live = weights(1)
+  save(checkpointer, live, 5, extra={'a': np.ones(2)})
+  first = newest()
+  assert (first.id, reads) == (5, [])
+  live._a0, live._b0 = rows({'other': np.zeros(1)}), 9  # Not the live state.
+  nest = first.pickle_nest
+  assert nest.global_step == 5
+  assert nest.experiment_module.n == 1
+  assert_same(nest.to_dict()['experiment_module'], {
+    'w': np.full([3], 1, np.float32), 'n': 1})  # fmt: skip
+  assert_same(nest['extra'].to_dict(), {'a': np.ones(2)})
+  np.testing.assert_array_equal(
+    nest['experiment_module']._a0, [np.full([3], 1, np.float32)]
+  )
+  assert first.pickle_nest is nest
+  number, unpacked = first
+  assert (number, unpacked) == (5, nest)
+  assert first[1] is nest
+  # One that was looked at keeps what it has read; another one, which is
+  # removed meanwhile, gives way to the newest.
+  save(checkpointer, weights(6), 6)
+  late = newest()
+  save(checkpointer, weights(7), 7)
+  assert late.pickle_nest.global_step == 7
+  assert first.pickle_nest.global_step == 5
+  assert len(utils.GLOBAL_CHECKPOINT_DICT['latest'].history) == 1
+
+
+def test_the_newest_save_of_the_sharded_style(newest, run, copied):
+  checkpointer = run()
+  live = Sharded()
+  restore(checkpointer, live, key=jax.random.key(0))
+  # What a run goes on from is its last save.
+  assert newest().pickle_nest.global_step == 5
+  _advance(live, 2)
+  want = live.snapshot_state()
+  want = jax.tree.map(np.asarray, want['state'].params), want['input']
+  save(checkpointer, live, 7, key=jax.random.key(0))
+  _advance(live, 1)
+  module = newest().pickle_nest.experiment_module
+  assert isinstance(module.state, sharded.TrainState)
+  assert_same(module.state.params, want[0])
+  assert_same(module.to_dict()['input'], want[1])
+
+
+def test_a_save_that_fails_is_not_looked_at(newest, run):
+  checkpointer = run()
+  save(checkpointer, weights(1), 5)
+  checkpointer.before_commit['latest'] = lambda: 1 / 0
+  fill(checkpointer, weights(2), 6)
+  checkpointer.save('latest')
+  with pytest.raises(ZeroDivisionError):
+    checkpointer.wait_for_checkpointing_to_finish()
+  assert newest().pickle_nest.global_step == 5
+
+
+def test_the_best_is_looked_at_too(newest, run):
+  training = run()
+  save(training, weights(3), 3)
+  evaluation = run('eval')
+  live = weights()
+  restore(evaluation, live)
+  save_best(evaluation, live, 3, 0.5)
+  nest = newest('best').pickle_nest
+  assert nest.global_step == 3
+  assert nest.best_eval_metric_value == 0.5
+  assert nest.experiment_module.n == 3
+
+
+@pytest.mark.parametrize('clone', [copy.copy, copy.deepcopy, pickle_twice])
+def test_a_copy_of_a_save_is_a_plain_snapshot(clone, newest, run):
+  checkpointer = run()
+  save(checkpointer, weights(3), 3)
+  checkpointer.close()
+  snapshot = clone(newest())
+  assert type(snapshot) is utils.SnapshotNT
+  assert snapshot.pickle_nest.global_step == 3
+  # And starts another run, which the save itself does not.
+  other = run(directory=checkpointer._root.parent.with_name('other'))
+  assert not other.can_be_restored('latest')
+  utils.GLOBAL_CHECKPOINT_DICT['latest'].history.append(snapshot)
+  assert other.seed_step() == 3
+  live = weights()
+  assert restore(other, live).global_step == 3
+  assert live.held()['n'] == 3
+  assert other.restored_step is None  # It is no checkpoint of its own.
+  assert other.steps('latest') == []
+
+
+def test_a_snapshot_that_lacks_something_changes_nothing(newest, run):
+  checkpointer = run()
+  nest = {'global_step': 3, 'experiment_module': {'w': np.ones(3)}}
+  utils.GLOBAL_CHECKPOINT_DICT['latest'] = utils.CheckpointNT(
+    threading.local(), [utils.SnapshotNT(0, nest)]
+  )
+  live = weights(1)
+  state = fill(checkpointer, live, 0)
+  with pytest.raises(ValueError, match=r"lacks \['n'\]"):
+    checkpointer.restore('latest')
+  assert (state.global_step, live.held()['n']) == (0, 1)
+
+
+def test_processes_must_agree_on_a_snapshot(newest, run, monkeypatch):
+  utils.GLOBAL_CHECKPOINT_DICT['latest'] = utils.CheckpointNT(
+    threading.local(), [utils.SnapshotNT(0, {'global_step': 3})]
+  )
+  checkpointer = run('eval')
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(durable, '_of_chief', lambda number: number)
+  monkeypatch.setattr(
+    durable.multihost_utils, 'process_allgather',
+    lambda x: np.array([x, -1]),
+  )  # fmt: skip
+  with pytest.raises(ValueError, match=r'of the steps \[3, -1\]'):
+    checkpointer.can_be_restored('latest')
 
 
 # Beginning from another run.

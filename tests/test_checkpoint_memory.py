@@ -142,6 +142,27 @@ def test_the_newest_are_kept(keep):
   assert checkpointer.restore_path(SERIES) == 4
 
 
+@pytest.mark.parametrize(
+  ('is_sharded', 'values', 'kept'),
+  [
+    (False, {}, 3),
+    (False, {'max_best_checkpoints_to_keep': None}, 3),
+    (True, {'max_best_checkpoints_to_keep': None}, 1),
+    (True, {'max_best_checkpoints_to_keep': 2}, 2),
+    (False, {'max_best_checkpoints_to_keep': 2}, 2),
+  ],
+)
+def test_how_many_of_the_best_are_kept(is_sharded, values, kept):
+  config = config_dict.ConfigDict({'max_checkpoints_to_keep': 3} | values)
+  checkpointer = utils.InMemoryCheckpointer(config, 'eval')
+  module = Toy()
+  module.IS_SHARDED = is_sharded
+  checkpointer.get_experiment_state('best').experiment_module = module
+  for _ in range(5):
+    checkpointer.save('best')
+  assert len(history('best')) == kept
+
+
 def test_series_are_apart():
   checkpointer, state = make()
   best = checkpointer.get_experiment_state('best')
@@ -480,6 +501,39 @@ def test_a_subclass_may_save_more():
   checkpointer.save(SERIES)
   assert checkpointer.extra is state.experiment_module
   assert len(history()) == 1
+
+
+def test_what_a_run_saved_is_forgotten_and_what_the_program_put_is_not():
+  checkpointer, _ = make()
+  checkpointer.save(SERIES)
+  checkpointer.save(SERIES)
+  own = utils.SnapshotNT(7, dict(history()[0].pickle_nest))
+  utils.GLOBAL_CHECKPOINT_DICT['best'] = utils.CheckpointNT(
+    threading.local(), [own]
+  )
+  assert memory.seed(SERIES) is None
+  memory.forget_published()
+  assert history() == []
+  assert history('best') == [own]
+  # One was there before a save, which took its place; another came after.
+  history().append(own)
+  assert memory.seed(SERIES) is own
+  checkpointer.save(SERIES)
+  assert memory.seed(SERIES) is None
+  later = own._replace(id=9)
+  history().append(later)
+  assert memory.seed(SERIES) is later
+  memory.forget_published()
+  assert history() == [later]
+
+
+def test_what_a_run_saved_may_be_put_in_again():
+  checkpointer, _ = make()
+  checkpointer.save(SERIES)
+  saved = history()[-1]
+  assert memory.seed(SERIES) is None
+  history().append(saved._replace(id=5))
+  assert memory.seed(SERIES).pickle_nest is saved.pickle_nest
 
 
 # The live state.

@@ -73,6 +73,7 @@ def trained(tmp_path_factory):
     eval_interval=1,
     best_model_eval_metric='loss',
     best_model_eval_metric_higher_is_better=False,
+    max_best_checkpoints_to_keep=1,
   )
   checkpointer = platform.create_checkpointer(config, 'train')
   train.train_and_eval(Echo, config, checkpointer, None, None)

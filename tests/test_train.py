@@ -1330,11 +1330,12 @@ def test_what_was_not_noted_is_evaluated_again(kind, tmp_path):
 
 
 def test_a_damaged_best_one_does_not_keep_a_run_from_going_on(tmp_path):
-  durable_run(tmp_path, Log())
+  one = {'max_best_checkpoints_to_keep': 1}
+  durable_run(tmp_path, Log(), **one)
   record = tmp_path / 'checkpoints' / 'best' / '2' / 'checkpoint.json'
   record.write_text('{')
   for steps in (3, 4):  # Also once it has been set aside.
-    checkpointer, best = durable_run(tmp_path, Log(), steps)
+    checkpointer, best = durable_run(tmp_path, Log(), steps, **one)
     assert best == steps
     assert checkpointer.steps('best') == [steps]
   assert (tmp_path / 'checkpoints' / 'damaged' / 'best-2').exists()

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeGuard
 
+from jaxline import base_config
+
 
 class Fresh(dict):
   """A snapshot just read: a restore may keep its arrays, no one else has them.
@@ -115,6 +117,9 @@ class Durable(Checkpointer, Protocol):
   def next_step(self, ckpt_series: str, done: Collection[int]) -> int | None:
     """Returns the first step with a checkpoint and not in `done`."""
 
+  def seed_step(self) -> int | None:
+    """Returns the step of the snapshot that a new run starts from, or None."""
+
   def evaluated(self, logged: Callable[[], list[int]] = list) -> list[int]:
     """Returns the steps noted as evaluated; `logged()` if the note is lost."""
 
@@ -141,6 +146,23 @@ class Durable(Checkpointer, Protocol):
 def is_durable(checkpointer: Any) -> TypeGuard[Durable]:
   """Returns whether a checkpointer's checkpoints outlive the process."""
   return isinstance(getattr(checkpointer, 'before_commit', None), dict)
+
+
+def num_to_keep(config: Any, ckpt_series: str, experiment: Any) -> int:
+  """Returns how many of the newest checkpoints of a series are kept.
+
+  Args:
+    config: the run's; an old one may lack `max_best_checkpoints_to_keep`.
+    ckpt_series: the series.
+    experiment: what is saved.
+  """
+  if ckpt_series != 'best':
+    return config.max_checkpoints_to_keep
+  has_key = base_config.has(config, 'max_best_checkpoints_to_keep')
+  if has_key and config.max_best_checkpoints_to_keep is not None:
+    return config.max_best_checkpoints_to_keep
+  is_sharded = getattr(experiment, 'IS_SHARDED', False)
+  return 1 if is_sharded else config.max_checkpoints_to_keep
 
 
 CheckpointerFactory = Callable[[Any, str], Checkpointer]

@@ -36,6 +36,7 @@ from jaxline import base_config
 from jaxline import preemption
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
+from jaxline.checkpoint import memory
 from jaxline.checkpoint import reader
 from jaxline.checkpoint import storage
 from jaxline.checkpoint import structure
@@ -116,6 +117,8 @@ class DurableCheckpointer:
 
   def get_experiment_state(self, ckpt_series: str) -> Any:
     """Returns the calling thread's live state of the series."""
+    # Programs written against JAXline look at the series there.
+    memory.add_series(ckpt_series)
     active = self._active.setdefault(ckpt_series, threading.local())
     if not hasattr(active, 'state'):
       active.state = base.ExperimentState()
@@ -145,15 +148,25 @@ class DurableCheckpointer:
     state = self.get_experiment_state(ckpt_series)
     step = int(state['global_step'])
     target = self._root / ckpt_series / str(step)
+    experiment = state.get('experiment_module')
+    keep = base.num_to_keep(self._config, ckpt_series, experiment)
+    saved = self._published(target, experiment)
     if self._follows and ckpt_series == 'best' and self._pinned is not None:
       pinned_step, pinned = self._pinned
       assert pinned_step == step, (pinned_step, step)
-      write: Callable[[], None] = self._promotion(state, pinned, target)
+      make_visible: Callable[[], None] = self._promotion(state, pinned, target)
     else:
       content = self._collect(ckpt_series, state)
       # Asked here, since hosts may agree only on the thread of the steps.
       is_there = bool(_of_chief(target.exists()))
-      write = lambda: self._write(content, target, is_there)
+      make_visible = lambda: self._write(content, target, is_there)
+
+    def write() -> None:
+      make_visible()
+      memory.publish(ckpt_series, saved)
+      if jax.process_index() == 0:
+        self._retire(target.parent, keep)
+
     self._last[ckpt_series] = self._writer.submit(write)
 
   def can_be_restored(self, ckpt_series: str) -> bool:
@@ -177,7 +190,9 @@ class DurableCheckpointer:
         ' from the beginning all the same, remove them or give another'
         ' config.checkpoint_dir.'
       )
-    return ckpt_series == 'latest' and self._forks
+    return self._seed(ckpt_series) is not None or (
+      ckpt_series == 'latest' and self._forks
+    )
 
   def restore_path(self, ckpt_series: str) -> str | None:
     """Returns the directory of the newest checkpoint, or None."""
@@ -189,8 +204,8 @@ class DurableCheckpointer:
     """Restores a checkpoint into the calling thread's live state.
 
     Only the entries of the live state are restored. Where this run has no
-    checkpoint yet and `config.restore_from` names another run, that is where
-    it begins.
+    checkpoint yet, it begins from the snapshot that the program has put into
+    `utils.GLOBAL_CHECKPOINT_DICT`, or else from `config.restore_from`.
 
     Args:
       ckpt_series: the series.
@@ -207,9 +222,14 @@ class DurableCheckpointer:
     if experiment is not None:
       self._experiment_class = type(experiment)
     self.can_be_restored(ckpt_series)  # Raises where all are damaged.
-    if self._forks and ckpt_series == 'latest' and not self._has_any('latest'):
-      self._fork(state)
-      return
+    seed = self._seed(ckpt_series) if step is None else None
+    if not self._has_any(ckpt_series):
+      if seed is not None:
+        self._restore_seed(ckpt_series, seed, state)
+        return
+      if self._forks and ckpt_series == 'latest':
+        self._fork(state)
+        return
     path = self._newest_whole(ckpt_series, step, state)
     with _reported(self._root / ckpt_series / path.name):
       record = files.read_record(path)
@@ -219,6 +239,13 @@ class DurableCheckpointer:
     if ckpt_series == 'latest':
       self.restored_step = int(path.name)
     logging.info('Restored %s.', path)
+    if seed is not None:
+      logging.warning(
+        'The snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
+        ' is not used: %s holds checkpoints of %r.', self._root, ckpt_series,
+      )  # fmt: skip
+    if experiment is not None and not self._follows:
+      memory.publish(ckpt_series, self._published(path, experiment))
 
   def wait_for_checkpointing_to_finish(self) -> None:
     """Returns when everything saved is on the disk.
@@ -390,6 +417,16 @@ class DurableCheckpointer:
       step = int(files.read_json(self._root / 'ended.json')['step'])
     step = _of_chief(step)
     return step if step >= 0 else None
+
+  def seed_step(self) -> int | None:
+    """Returns the step of the snapshot that a new run starts from, or None.
+
+    A run that has checkpoints is not new.
+    """
+    if self._has_any('latest'):
+      return None
+    seed = self._seed('latest')
+    return None if seed is None else memory.step_of(seed)
 
   def evaluated(self, logged: Callable[[], list[int]] = list) -> list[int]:
     """Returns the steps that `mark_evaluated` noted in this mode.
@@ -586,7 +623,6 @@ class DurableCheckpointer:
         files.replace(target, final)
       files.sync_directory(final.parent)
       logging.info('Saved %s.', final)
-      self._retire(final.parent)
 
   def _promotion(
     self, state: Any, pinned: pathlib.Path, target: pathlib.Path
@@ -618,7 +654,6 @@ class DurableCheckpointer:
         files.add_checksum(partial, 'extra.json')
         files.replace(partial, target)
         logging.info('Saved %s.', target)
-        self._retire(target.parent)
 
     return write
 
@@ -627,17 +662,16 @@ class DurableCheckpointer:
     before = [_saved_at(path) + 1 for path in self._candidates('best')]
     return max([time.time(), *before])
 
-  def _retire(self, series: pathlib.Path) -> None:
+  def _retire(self, series: pathlib.Path, num_to_keep: int) -> None:
     """Removes the checkpoints of a series that need not be kept."""
     config = self._config
     if series.name == 'best':
       # The best is the one that was saved last, of whichever step.
-      saved = self._candidates('best')
-      for path in saved[config.max_best_checkpoints_to_keep :]:
+      for path in self._candidates('best')[num_to_keep:]:
         files.remove(path)
       return
     keep = files.Keep(
-      config.max_checkpoints_to_keep,
+      num_to_keep,
       config.keep_checkpoint_every_steps,
       config.keep_checkpoint_every_hours,
     )
@@ -650,11 +684,81 @@ class DurableCheckpointer:
       if step not in kept:
         files.remove(series / str(step))
 
+  def _published(self, path: pathlib.Path, experiment: Any) -> memory.Published:
+    """Returns a checkpoint as programs written against JAXline look at it.
+
+    Args:
+      path: the checkpoint, which may not be there yet.
+      experiment: what is saved; not kept, since it holds the live arrays.
+    """
+    template = {
+      entry: jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree
+      )
+      for entry, tree in reader.template(experiment).items()
+    }
+    attributes = dict(getattr(experiment, 'CHECKPOINT_ATTRS', {}))
+    allow_pickle = self._allow_pickle
+
+    def read() -> Any:
+      # A client's signal handler may call it: it waits for no other process.
+      entries = reader.read_whole(path, template, allow_pickle)
+      return memory.nest_of(entries, attributes)
+
+    return memory.Published(int(path.name), read)
+
   # Restoring.
 
   @property
   def _forks(self) -> bool:
     return bool(self._config.restore_from) and not self._follows
+
+  def _seed(self, ckpt_series: str) -> memory.SnapshotNT | None:
+    """Returns the snapshot that the program has put in.
+
+    Each process has its own.
+
+    Raises:
+      ValueError: not all processes have one, or not of the same step.
+    """
+    seed = memory.seed(ckpt_series)
+    if jax.process_count() > 1:
+      step = -1 if seed is None else memory.step_of(seed)
+      steps = multihost_utils.process_allgather(np.int32(step)).tolist()
+      if len(set(steps)) > 1:
+        raise ValueError(
+          'The snapshots in utils.GLOBAL_CHECKPOINT_DICT are of the steps'
+          f' {steps} in the processes (-1 is none); put one of the same step'
+          ' into each process, or none.'
+        )
+    return seed
+
+  def _restore_seed(
+    self, ckpt_series: str, seed: memory.SnapshotNT, state: Any
+  ) -> None:
+    """Begins from a snapshot that the program has put in."""
+    saved = memory.entries_of(seed, ckpt_series, state)
+    restored = {
+      key: _placed(key, saved[key], state[key])
+      for key in state
+      if key in saved and key != 'experiment_module'
+    }
+    # Last of what may refuse; then nothing else has changed yet.
+    if 'experiment_module' in state:
+      state['experiment_module'].restore_from_snapshot(
+        saved['experiment_module']
+      )
+    state.update(restored)
+    logging.info(
+      'Began the series %r from the snapshot that the program put into'
+      ' utils.GLOBAL_CHECKPOINT_DICT.', ckpt_series,
+    )  # fmt: skip
+    if self._forks:
+      logging.warning(
+        'config.restore_from is %r, which is not used: the program put a'
+        ' snapshot into utils.GLOBAL_CHECKPOINT_DICT.',
+        self._config.restore_from,
+      )
 
   def _candidates(
     self, ckpt_series: str, step: int | None = None

@@ -1,11 +1,19 @@
-"""Checkpoints in this process's memory: for tests and trials."""
+"""Checkpoints in this process's memory: for tests and trials.
 
+And the dictionary through which programs written against JAXline save and
+restore on their own. A snapshot that the program puts there starts the run; the
+snapshots that a run puts there are of the class `Published` and start no other.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
 import threading
 from typing import Any, NamedTuple
 
 from absl import logging
 import jax
 from ml_collections import config_dict
+import numpy as np
 
 from jaxline import devices
 from jaxline.checkpoint import base
@@ -20,6 +28,54 @@ class SnapshotNT(NamedTuple):
 
   id: int
   pickle_nest: Any
+
+
+class Published(SnapshotNT):
+  """A snapshot that a run saved, read when `pickle_nest` is first used.
+
+  Copies and pickles of it are plain `SnapshotNT`s: a program that puts one into
+  the dictionary starts a run from it.
+  """
+
+  _read: Callable[[], Any]
+  _lock: Any
+
+  def __new__(cls, id: int, read: Callable[[], Any]) -> 'Published':
+    """Makes a snapshot.
+
+    Args:
+      id: its number.
+      read: returns the `pickle_nest`.
+    """
+    self = super().__new__(cls, id, None)
+    self._read = read
+    self._lock = threading.RLock()
+    return self
+
+  @property
+  def pickle_nest(self) -> Any:  # type: ignore[override]
+    """What was saved; the same object each time."""
+    with self._lock:
+      if not hasattr(self, '_nest'):
+        self._nest = self._read()
+      return self._nest
+
+  def __iter__(self) -> Iterator[Any]:
+    return iter((self.id, self.pickle_nest))
+
+  def __getitem__(self, key: Any) -> Any:
+    return (self.id, self.pickle_nest)[key]
+
+  def __repr__(self) -> str:
+    return f'{type(self).__name__}(id={self.id})'
+
+  def _replace(  # type: ignore[override]
+    self, /, **kwargs: Any
+  ) -> SnapshotNT:
+    return SnapshotNT(*self)._replace(**kwargs)
+
+  def __reduce__(self) -> Any:
+    return SnapshotNT, (self.id, self.pickle_nest)
 
 
 class CheckpointNT(NamedTuple):
@@ -39,9 +95,9 @@ _lock = threading.RLock()
 
 
 def _checkpoints() -> dict[str, CheckpointNT]:
-  from jaxline import utils  # utils imports this module.
-
-  return utils.GLOBAL_CHECKPOINT_DICT
+  # Nobody can have rebound the name where that module was not imported.
+  utils = sys.modules.get('jaxline.utils')
+  return getattr(utils, 'GLOBAL_CHECKPOINT_DICT', GLOBAL_CHECKPOINT_DICT)
 
 
 class _ModuleState(base.ExperimentState):
@@ -51,12 +107,17 @@ class _ModuleState(base.ExperimentState):
   save it on their own read `get_first(module._params)`.
   """
 
-  def __init__(self, experiment: Any):
-    """Copies the experiment's snapshot."""
-    snapshot = dict(experiment.snapshot_state())
-    super().__init__(_nest(jax.tree.map(devices.freeze, snapshot)))
-    # Beside the entries: attribute -> entry, as in CHECKPOINT_ATTRS.
-    self.__dict__['attributes'] = dict(experiment.CHECKPOINT_ATTRS)
+  def __init__(
+    self, snapshot: Mapping[str, Any], attributes: Mapping[str, str]
+  ):
+    """Takes a snapshot that nothing else changes.
+
+    Args:
+      snapshot: name in the checkpoint -> value.
+      attributes: attribute -> name, as in CHECKPOINT_ATTRS.
+    """
+    super().__init__(_nest(dict(snapshot)))
+    self.__dict__['attributes'] = dict(attributes)  # Beside the entries.
 
   def __getattr__(self, name: str) -> Any:
     attributes = self.__dict__.get('attributes', {})  # None while unpickled.
@@ -73,17 +134,117 @@ def _nest(tree: Any) -> Any:
   return base.ExperimentState({key: _nest(x) for key, x in tree.items()})
 
 
-def _entries(nest: Any) -> dict[str, Any]:
-  """Returns what a `pickle_nest` holds, as plain dicts and as a copy.
+def nest_of(
+  entries: Mapping[str, Any], attributes: Mapping[str, str]
+) -> base.ExperimentState:
+  """Returns the `pickle_nest` of entries that nothing else changes.
 
   Args:
-    nest: our own, a ConfigDict, or a dict whose `experiment_module` may be an
-      experiment: programs that save and restore on their own write all three.
+    entries: of the experiment state; 'experiment_module' is a snapshot.
+    attributes: the experiment's CHECKPOINT_ATTRS.
   """
+  nest = base.ExperimentState()
+  for key, value in entries.items():
+    if key == 'experiment_module':
+      nest[key] = _ModuleState(value, attributes)
+    else:
+      nest[key] = _nest(value)
+  return nest
+
+
+def publish(ckpt_series: str, snapshot: Published, keep: int = 1) -> None:
+  """Makes a snapshot the newest of a series in the dictionary.
+
+  Args:
+    ckpt_series: the series.
+    snapshot: of what a run saved.
+    keep: how many snapshots the series has at most.
+  """
+  with _lock:
+    series = add_series(ckpt_series)
+    history = [*series.history, snapshot][-keep:]
+    _checkpoints()[ckpt_series] = series._replace(history=history)
+
+
+def add_series(ckpt_series: str) -> CheckpointNT:
+  """Returns a series of the dictionary; adds it where it is not there."""
+  with _lock:
+    checkpoints = _checkpoints()
+    if ckpt_series not in checkpoints:
+      checkpoints[ckpt_series] = CheckpointNT(threading.local(), [])
+    return checkpoints[ckpt_series]
+
+
+def seed(ckpt_series: str) -> SnapshotNT | None:
+  """Returns the snapshot that the program put in to start from, or None."""
+  series = _checkpoints().get(ckpt_series)
+  newest = series.history[-1] if series and series.history else None
+  return None if isinstance(newest, Published) else newest
+
+
+def forget_published() -> None:
+  """Removes what earlier runs of this process published.
+
+  And what was there before, which those runs have taken already. What the
+  program has put in since then stays.
+  """
+  with _lock:
+    checkpoints = _checkpoints()
+    for name, series in list(checkpoints.items()):
+      mine = [isinstance(s, Published) for s in series.history]
+      if any(mine):
+        newer = mine[::-1].index(True)  # How many came after the last one.
+        checkpoints[name] = series._replace(
+          history=series.history[len(mine) - newer :]
+        )
+
+
+def step_of(snapshot: SnapshotNT) -> int:
+  """Returns the step of a snapshot; -1 if it does not say."""
+  nest = snapshot.pickle_nest
+  entries = nest.to_dict() if hasattr(nest, 'to_dict') else nest
+  return _as_step(entries.get('global_step', -1))
+
+
+def _as_step(value: Any) -> int:
+  # JAXline's first versions kept one for each device.
+  return int(np.ravel(value)[0])
+
+
+def entries_of(
+  snapshot: SnapshotNT, ckpt_series: str, keys: Iterable[str]
+) -> dict[str, Any]:
+  """Returns what a snapshot holds, as plain dicts and as a copy.
+
+  Args:
+    snapshot: its `pickle_nest` is our own, a ConfigDict, or a dict whose
+      `experiment_module` may be an experiment: programs that save and restore
+      on their own write all three.
+    ckpt_series: the series that it is of.
+    keys: the entries that it must have, but for `train_step_rng`.
+
+  Raises:
+    ValueError: it lacks one.
+  """
+  nest = snapshot.pickle_nest
   entries = nest.to_dict() if hasattr(nest, 'to_dict') else dict(nest)
   module: Any = entries.get('experiment_module')
   if hasattr(module, 'snapshot_state'):
     entries['experiment_module'] = module.snapshot_state()
+  missing = sorted(set(keys) - set(entries))
+  if missing == ['train_step_rng']:
+    # So are checkpoints that programs made for themselves.
+    logging.warning(
+      'Checkpoint %s of series %s has no train_step_rng: the keys of the'
+      ' steps begin anew.', snapshot.id, ckpt_series,
+    )  # fmt: skip
+  elif missing:
+    raise ValueError(
+      f'Checkpoint {snapshot.id} of series {ckpt_series!r} lacks'
+      f' {missing}; it holds {sorted(entries)}.'
+    )
+  if 'global_step' in entries:
+    entries['global_step'] = _as_step(entries['global_step'])
   # A copy, so that nothing done to the live state reaches the snapshot.
   return jax.tree.map(devices.freeze, entries)
 
@@ -95,37 +256,36 @@ class InMemoryCheckpointer:
   """
 
   def __init__(self, config: config_dict.ConfigDict, mode: str):
-    """Reads `config.max_checkpoints_to_keep`; all modes share the series."""
+    """Reads how many to keep; all modes share the series.
+
+    Args:
+      config: the run's.
+      mode: not used.
+    """
     del mode
-    self._max_checkpoints_to_keep = config.max_checkpoints_to_keep
+    self._config = config
 
   def get_experiment_state(self, ckpt_series: str) -> Any:
     """Returns the calling thread's live state of the series."""
-    with _lock:
-      checkpoints = _checkpoints()
-      if ckpt_series not in checkpoints:
-        checkpoints[ckpt_series] = CheckpointNT(threading.local(), [])
-      active = checkpoints[ckpt_series].active
+    active = add_series(ckpt_series).active
     if not hasattr(active, 'state'):
       active.state = base.ExperimentState()
     return active.state
 
   def save(self, ckpt_series: str) -> None:
     """Copies the live state to host memory, as the newest checkpoint."""
-    nest = base.ExperimentState()
-    for key, value in self.get_experiment_state(ckpt_series).items():
-      if key == 'experiment_module':
-        nest[key] = _ModuleState(value)
-      else:
-        nest[key] = _nest(jax.tree.map(devices.freeze, value))
+    state = self.get_experiment_state(ckpt_series)
+    entries = dict(state)
+    module = entries.get('experiment_module')
+    if module is not None:
+      entries['experiment_module'] = dict(module.snapshot_state())
+    entries = jax.tree.map(devices.freeze, entries)
+    nest = nest_of(entries, getattr(module, 'CHECKPOINT_ATTRS', {}))
+    keep = base.num_to_keep(self._config, ckpt_series, module)
     with _lock:
-      checkpoints = _checkpoints()
-      series = checkpoints[ckpt_series]
-      id_ = series.history[-1].id + 1 if series.history else 0
-      history = [*series.history, SnapshotNT(id_, nest)]
-      checkpoints[ckpt_series] = series._replace(
-        history=history[-self._max_checkpoints_to_keep :]
-      )
+      history = add_series(ckpt_series).history
+      id_ = history[-1].id + 1 if history else 0
+      publish(ckpt_series, Published(id_, lambda: nest), keep)
     logging.info('Saved checkpoint %d of series %s.', id_, ckpt_series)
 
   def can_be_restored(self, ckpt_series: str) -> bool:
@@ -148,19 +308,7 @@ class InMemoryCheckpointer:
         f'The series {ckpt_series!r} has no checkpoint to restore; there are'
         f' checkpoints of {_saved_series()}.'
       )
-    saved = _entries(history[-1].pickle_nest)
-    missing = sorted(set(state) - set(saved))
-    if missing == ['train_step_rng']:
-      # So are checkpoints that programs made for themselves.
-      logging.warning(
-        'Checkpoint %s of series %s has no train_step_rng: the keys of the'
-        ' steps begin anew.', history[-1].id, ckpt_series,
-      )  # fmt: skip
-    elif missing:
-      raise ValueError(
-        f'Checkpoint {history[-1].id} of series {ckpt_series!r} lacks'
-        f' {missing}; it holds {sorted(saved)}.'
-      )
+    saved = entries_of(history[-1], ckpt_series, state)
     # First, since it may refuse; then nothing else has changed yet.
     if 'experiment_module' in state:
       module = state['experiment_module']

@@ -75,8 +75,11 @@ class Reader:
     ]
 
   @_well_formed
-  def entries(self, keys: list[str]) -> dict[str, Any]:
+  def entries(self, keys: Iterable[str] | None = None) -> dict[str, Any]:
     """Returns entries of the live state, besides the experiment's.
+
+    Args:
+      keys: which; None is all.
 
     Raises:
       ValueError: the checkpoint lacks one.
@@ -88,6 +91,7 @@ class Reader:
       extra = files.read_json(self._path / 'extra.json')
       described.update(extra['entries'])
       small = storage.from_json(extra['arrays'])
+    keys = list(described if keys is None else keys)
     if missing := sorted(set(keys) - set(described)):
       raise ValueError(
         f'{self._path} lacks {missing}; it holds {sorted(described)}.'
@@ -292,6 +296,48 @@ class Reader:
         for entry, tree in snapshot.items()
       }
     )
+
+
+@dataclasses.dataclass
+class _OnHost:
+  """Stands for an experiment whose arrays shall all be in host memory."""
+
+  CHECKPOINT_ATTRS: dict[str, str]
+  snapshot_template: Callable[[], Mapping[str, Any]]
+
+
+def read_whole(
+  path: pathlib.Path, trees: Mapping[str, Any], allow_pickle: bool
+) -> dict[str, Any]:
+  """Returns all entries of a checkpoint, as host arrays.
+
+  No other process takes part.
+
+  Args:
+    path: the checkpoint; where it has been removed, the newest of its series
+      is read.
+    trees: entry that is stored leaf by leaf -> tree of its shapes.
+    allow_pickle: whether to unpickle.
+
+  Raises:
+    files.DamagedError: it cannot be read.
+  """
+  while True:
+    try:
+      if problems := files.verify(path):
+        raise files.DamagedError('; '.join(problems))
+      record = files.read_record(path)
+      saved = Reader(path, record, allow_pickle)
+      entries = saved.entries()
+      entries['experiment_module'] = saved.snapshot(
+        _OnHost({entry: entry for entry in record['module']}, lambda: trees)
+      )
+      return entries
+    except files.DamagedError as e:
+      steps = files.steps(path.parent)
+      if path.exists() or not steps:
+        raise files.DamagedError(f'{path} cannot be read: {e}.') from e
+      path = path.parent / str(steps[-1])
 
 
 # What an experiment says of its snapshot; one that is not an
