@@ -251,6 +251,32 @@ def undisturbed(folder):
   return run(directory), directory
 
 
+# --- Snapshots that the program has put in ------------------------------------
+
+
+def test_each_process_begins_from_its_own_snapshot(folder, monkeypatch):
+  directory = folder / 'snapshots'
+  args = '--config.train_checkpoint_all_hosts=True'
+  monkeypatch.setenv('MULTI_SEED', '6,')
+  for result in run(directory, 'per_device', args, codes=None):
+    assert result.code != 0
+    assert 'are of the steps [6, -1] in the processes' in result.err
+  assert not (directory / 'checkpoints' / 'latest').exists()
+
+  monkeypatch.setenv('MULTI_SEED', '6,6')
+  results = run(directory, 'per_device', args)
+  assert steps(directory)[-1] == STEPS
+  own = [5, 5]
+  for step in range(6, STEPS):
+    own = [total * 3 + step + i for i, total in enumerate(own)]
+  for i, result in enumerate(results):
+    trained, saved = result.the('trained'), result.the('saved')
+    # Each has read the checkpoint from the disk by itself.
+    assert saved['step'] == STEPS
+    assert saved['digest'] == trained['digest']
+    assert saved['own'] == trained['position']['total'] == own[i]
+
+
 # --- Kills -------------------------------------------------------------------
 
 

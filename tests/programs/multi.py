@@ -8,6 +8,8 @@ commas between, says what befalls which process where: see `fault`. (Not the
 config: a run with another config would be another run.) MULTI_STEP_SECS is how
 long a step takes at least, MULTI_HEARTBEAT_SECS JAX's patience with a process.
 MULTI_WORKERS is how many processes read for each of the 'fed' style.
+MULTI_SEED, 'STEP,STEP', is the step of the snapshot that each process begins
+from, in the style 'per_device'; behind the run each says what it has saved.
 """
 
 import dataclasses
@@ -15,6 +17,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import zlib
 
@@ -298,6 +301,33 @@ def fault_in_saves():
   files.write_checksums = write_checksums
 
 
+def put_snapshot(step):
+  """Does what a program does that restores a file of its own."""
+  w = np.arange(4, dtype=np.float32)
+  module = {
+    'w': w,
+    'opt_state': optax.adam(0.05).init(w),
+    'own': {'total': np.int64(5), 'host': jax.process_index()},
+  }
+  nest = {'global_step': step, 'experiment_module': module}
+  utils.GLOBAL_CHECKPOINT_DICT['latest'] = utils.CheckpointNT(
+    threading.local(), [utils.SnapshotNT(0, nest)]
+  )
+
+
+def say_saved():
+  """Does what a program does that saves a file of its own."""
+  nest = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[-1].pickle_nest
+  state = utils.get_first(
+    (nest.experiment_module._w, nest.experiment_module._opt_state)
+  )
+  own = nest.experiment_module.to_dict()['own']
+  say(
+    'saved', step=nest.global_step, digest=regression.digest(state),
+    own=int(own['total']),
+  )  # fmt: skip
+
+
 CLASSES = {'sharded': Sharded, 'per_device': PerDevice, 'fed': Fed}
 
 if __name__ == '__main__':
@@ -312,4 +342,11 @@ if __name__ == '__main__':
       heartbeat_timeout_seconds=int(os.environ['MULTI_HEARTBEAT_SECS']),
     )
   fault_in_saves()
-  platform.main(CLASSES[style], argv)
+  seeds = os.environ.get('MULTI_SEED', '')
+  if seeds and (seed := seeds.split(',')[int(process)]):
+    put_snapshot(int(seed))
+  try:
+    platform.main(CLASSES[style], argv)
+  finally:
+    if seeds:
+      say_saved()
