@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -272,6 +273,207 @@ with preemption.Watch() as watch:
   got, out, err = program.end()
   assert (got, out) == (code, 'closed\n')
   assert 'Traceback' not in err
+
+
+# Python drops what is raised in each of these.
+SWALLOWS = {
+  'gc': """
+import gc
+gc.callbacks.append(lambda phase, info: phase == 'start' and raise_once())
+swallow = gc.collect
+""",
+  '__del__': """
+class Deleted:
+  def __del__(self):
+    raise_once()
+swallow = lambda: Deleted() and None
+""",
+  'weakref': """
+import weakref
+class Deleted:
+  pass
+def swallow():
+  deleted = Deleted()
+  weakref.finalize(deleted, raise_once)
+""",
+  'bare except': """
+def swallow():
+  try:
+    raise_once()
+  except:
+    pass
+""",
+}
+
+
+@pytest.mark.parametrize('how', SWALLOWS)
+@pytest.mark.parametrize(
+  ('signum', 'code'), [(signal.SIGTERM, 75), (signal.SIGINT, 130)]
+)
+def test_a_notice_during_start_up_that_was_swallowed_is_raised_again(
+  start, how, signum, code
+):
+  program = start(
+    """
+import signal, time
+signums = [int(sys.argv[1])]
+def raise_once():
+  if signums:
+    signal.raise_signal(signums.pop())
+"""
+    + SWALLOWS[how]
+    + """
+with preemption.Watch():
+  swallow()
+  say('went on')
+  time.sleep(60)
+""",
+    str(int(signum)),
+  )
+  program.said('went on')
+  got, out, err = program.end()
+  assert (got, out) == (code, ''), err
+  assert err.count(AGAIN) == (signum == signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+  ('signum', 'code'), [(signal.SIGTERM, 75), (signal.SIGINT, 130)]
+)
+def test_a_call_into_c_has_a_grace_where_nothing_is_to_be_saved(
+  start, signum, code
+):
+  program = start("""
+import ctypes
+mutex = ctypes.create_string_buffer(64)
+lock = ctypes.CDLL(None).pthread_mutex_lock
+with preemption.Watch(grace=0.3):
+  lock(mutex)
+  say('in C')
+  lock(mutex)
+""")
+  program.said('in C')
+  program.kill(signum)
+  got, _, err = program.end()
+  assert got == code
+  assert f'{signum.name}: leaving.' in err
+
+
+def test_a_run_takes_over_from_its_start_up(start):
+  program = start("""
+import signal, time
+with preemption.Watch(grace=0.1) as outer:
+  with preemption.Watch() as watch:
+    with watch.training():
+      say('stepping')
+      while not watch.reached(1):
+        time.sleep(0.01)
+      time.sleep(0.5)  # Saves: nobody hurries it.
+      say('saved')
+    say('never')
+""")
+  program.said('stepping')
+  program.kill(signal.SIGINT)
+  code, out, err = program.end()
+  assert (code, out) == (130, 'saved\n')
+  assert err.count(AGAIN) == 1
+
+
+def test_after_both_watches_the_handlers_are_those_from_before():
+  signums = (signal.SIGTERM, signal.SIGINT)
+  before = [signal.getsignal(signum) for signum in signums]
+  with preemption.Watch(grace=1.0):
+    outer = [signal.getsignal(signum) for signum in signums]
+    with preemption.Watch():
+      inner = [signal.getsignal(signum) for signum in signums]
+      assert not {*inner} & {*outer, *before}
+      with preemption.paused():
+        assert [signal.getsignal(signum) for signum in signums] == before
+      assert [signal.getsignal(signum) for signum in signums] == inner
+    assert [signal.getsignal(signum) for signum in signums] == before
+  assert [signal.getsignal(signum) for signum in signums] == before
+  assert signal.set_wakeup_fd(-1) == -1
+
+
+# --- handlers of the program itself ------------------------------------------
+
+CLIENT = """
+import logging, signal, time
+heard = []
+signum = int(sys.argv[1])
+signal.signal(signum, lambda *unused: heard.append(signum))
+with preemption.Watch() as watch, watch.training():
+  say('in')
+  while len(heard) < 3 and not watch.reached(1):
+    time.sleep(0.01)
+  say(len(heard))
+  if watch.reached(1):
+    watch.leave()
+assert callable(signal.getsignal(signum))
+"""
+
+
+@pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])
+def test_a_handler_of_the_program_alone_handles_its_signal(start, signum):
+  program = start(CLIENT, str(int(signum)))
+  program.said('in')
+  for _ in range(3):
+    program.kill(signum)
+    time.sleep(0.2)  # Two that are pending are one.
+  code, out, err = program.end()
+  assert (code, out) == (0, '3\n'), err
+  assert f'{signum.name} has a handler of the program itself' in err
+  assert AGAIN not in err
+
+
+@pytest.mark.parametrize(
+  ('signum', 'other', 'code'),
+  [(signal.SIGINT, signal.SIGTERM, 75), (signal.SIGTERM, signal.SIGINT, 130)],
+)
+def test_the_other_signal_is_still_heard(start, signum, other, code):
+  program = start(CLIENT, str(int(signum)))
+  program.said('in')
+  program.kill(other)
+  got, out, err = program.end()
+  assert (got, out) == (code, '0\n'), err
+
+
+def test_a_handler_that_the_program_sets_during_the_run_stays(start):
+  program = start("""
+import signal, time
+heard = []
+with preemption.Watch() as watch, watch.training():
+  signal.signal(signal.SIGINT, lambda *unused: heard.append(1))
+  say('in')
+  while len(heard) < 3:
+    time.sleep(0.01)
+signal.raise_signal(signal.SIGINT)
+say(len(heard), watch.reached(1))
+""")
+  program.said('in')
+  for _ in range(3):
+    program.kill(signal.SIGINT)
+    time.sleep(0.2)
+  code, out, err = program.end()
+  assert (code, out) == (0, '4 False\n'), err
+
+
+def test_a_notebooks_handler_is_no_handler_of_the_program(monkeypatch):
+  def handle_sigint(*unused):
+    """What ipykernel sets while a cell runs."""
+
+  handle_sigint.__module__ = 'ipykernel.ipkernel'
+  before = signal.getsignal(signal.SIGINT)
+  signal.signal(signal.SIGINT, handle_sigint)
+  try:
+    with preemption.Watch() as watch, watch.training(), raises_preempted(130):
+      signal.raise_signal(signal.SIGINT)
+      assert watch.reached(1)
+      watch.leave()
+    pytest.fail('The notice was not kept.')
+  except preemption.Preempted:
+    assert signal.getsignal(signal.SIGINT) is handle_sigint
+  finally:
+    signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
