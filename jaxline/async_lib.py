@@ -10,6 +10,7 @@ import queue
 import threading
 import types
 from typing import Any, NoReturn, TypeVar
+import weakref
 
 from absl import logging
 
@@ -27,11 +28,18 @@ def function_name(fn: Callable[..., Any]) -> str:
   return getattr(fn, '__name__', None) or type(fn).__name__
 
 
+def _log_all(name: str, errors: list[BaseException]) -> None:
+  """Logs the errors of a thread that nobody was there to be told of."""
+  for error in errors:
+    logging.error('Error in background thread %s.', name, exc_info=error)
+
+
 class SerialExecutor:
   """Runs calls in order on one background thread, up to the first error.
 
   The calls that wait behind an error do not run, and every later use raises
-  that error with the traceback it had on the background thread.
+  that error with the traceback it had on the background thread. Where there is
+  no later use, the error is logged in the end.
   """
 
   def __init__(self, name: str = ''):
@@ -45,6 +53,9 @@ class SerialExecutor:
     self._last: futures.Future | None = None
     self._traceback: types.TracebackType | None = None
     self.error: BaseException | None = None
+    self._unraised: list[BaseException] = []
+    # Also at the end of the process.
+    weakref.finalize(self, _log_all, name, self._unraised)
 
   def submit(
     self, fn: Callable[..., T], *args: Any, **kwargs: Any
@@ -78,6 +89,7 @@ class SerialExecutor:
     self.raise_error()
 
   def _raise(self, error: BaseException) -> NoReturn:
+    self._unraised.clear()
     # Each raise would otherwise add its frames to those of the one before.
     raise error.with_traceback(self._traceback)
 
@@ -92,10 +104,9 @@ class SerialExecutor:
     try:
       return fn(*args, **kwargs)
     except BaseException as e:
-      # Set before the log is written, so that the next call sees it.
+      self._unraised.append(e)
       self._traceback = e.__traceback__
       self.error = e
-      logging.exception('Error in background thread %s.', self._name)
       raise
 
 
@@ -230,7 +241,6 @@ def _read_ahead(
           iterator.close()
     except BaseException as e:
       errors.append(e)
-      logging.exception('Error in thread %s.', name)
     if not closed.is_set():
       buffer.put(end)
 
@@ -253,7 +263,7 @@ def _read_ahead(
       yield item
       del item  # Or it would stay in memory while the next one is awaited.
     if errors:
-      raise errors[0]
+      raise errors.pop()
   finally:
     closed.set()
     # Emptying the queue once is enough: the thread puts at most one more.
@@ -270,3 +280,4 @@ def _read_ahead(
           name,
           _JOIN_SECONDS,
         )
+    _log_all(name, errors)

@@ -24,10 +24,13 @@ import tempfile
 import threading
 from typing import Any, TypeVar
 from unittest import mock
+import weakref
 
 from absl import logging
 
+from jaxline import errors
 from jaxline import op_by_op
+from jaxline import preemption
 
 F = TypeVar('F', bound=Callable[..., Any])
 
@@ -36,12 +39,19 @@ F = TypeVar('F', bound=Callable[..., Any])
 class Settings:
   """The switches of this module, read at each use.
 
-  jaxline.platform sets them to functions that read its flags; no other module
-  knows of flags.
+  jaxline.platform sets the first two to functions that read its flags; no other
+  module knows of flags.
+
+  Attributes:
+    post_mortem: whether to enter pdb where an error was raised.
+    disable_pmap_jit: whether to run op by op.
+    log_tracebacks: whether `log_activity` logs an error's traceback. Not while
+      `platform.main` runs, which ends with it: it would be printed twice.
   """
 
   post_mortem: Callable[[], bool] = lambda: False
   disable_pmap_jit: Callable[[], bool] = lambda: False
+  log_tracebacks: bool = True
 
 
 settings = Settings()
@@ -67,7 +77,11 @@ class Stopped(BaseException):
 _activities_lock = threading.Lock()
 # The open activities of each thread that has any, outermost first.
 _activities: dict[threading.Thread, list[str]] = {}
+# How often one has started or ended: in all, and in each thread.
 _activity_changes = 0
+_changes_of: weakref.WeakKeyDictionary[threading.Thread, int] = (
+  weakref.WeakKeyDictionary()
+)
 
 
 def activities() -> dict[str, list[str]]:
@@ -84,18 +98,24 @@ def activities() -> dict[str, list[str]]:
   return named
 
 
-def activity_changes() -> int:
-  """Returns how often an activity has started or ended so far."""
-  return _activity_changes
+def activity_changes(thread: threading.Thread | None = None) -> int:
+  """Returns how often an activity has started or ended so far.
+
+  Args:
+    thread: counts those of this thread; None counts all.
+  """
+  with _activities_lock:
+    if thread is None:
+      return _activity_changes
+    return _changes_of.get(thread, 0)
 
 
 @contextlib.contextmanager
 def _open_activity(name: str) -> Iterator[None]:
-  global _activity_changes
   thread = threading.current_thread()
   with _activities_lock:
     _activities.setdefault(thread, []).append(name)
-    _activity_changes += 1
+    _note_change(thread)
   try:
     yield
   finally:
@@ -103,7 +123,13 @@ def _open_activity(name: str) -> Iterator[None]:
       _activities[thread].pop()
       if not _activities[thread]:
         del _activities[thread]
-      _activity_changes += 1
+      _note_change(thread)
+
+
+def _note_change(thread: threading.Thread) -> None:
+  global _activity_changes
+  _activity_changes += 1
+  _changes_of[thread] = _changes_of.get(thread, 0) + 1
 
 
 @contextlib.contextmanager
@@ -111,7 +137,7 @@ def log_activity(activity_name: str) -> Iterator[None]:
   """Logs the start and the end of what runs inside, and its error.
 
   Meanwhile the name is among `activities()`. An exit (SystemExit, of which
-  `preemption.Preempted` is one) is no error.
+  `preemption.Preempted` is one) and a `UsageError` are logged as a stop.
 
   Args:
     activity_name: what to call it in the log.
@@ -123,11 +149,12 @@ def log_activity(activity_name: str) -> Iterator[None]:
   try:
     with _open_activity(activity_name):
       yield
-  except (Stopped, SystemExit):
+  except (Stopped, SystemExit, errors.UsageError):
     logging.info('[jaxline] %s stopped.', activity_name)
     raise
   except BaseException:
-    logging.exception('[jaxline] %s failed with error.', activity_name)
+    log = logging.exception if settings.log_tracebacks else logging.error
+    log('[jaxline] %s failed with error.', activity_name)
     raise
   logging.info('[jaxline] %s finished.', activity_name)
 
@@ -187,7 +214,8 @@ def _post_mortem(error: Exception) -> None:
       return
     error.__dict__['_jaxline_seen_by_pdb'] = True
     if sys.stdin is not None and sys.stdin.isatty():
-      pdb.post_mortem(error.__traceback__)
+      with preemption.paused():  # Ctrl-C is for the debugger.
+        pdb.post_mortem(error.__traceback__)
       return
     with _Remote(error) as remote, contextlib.suppress(OSError):
       # Only this thread's output goes to the debugger.

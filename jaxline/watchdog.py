@@ -7,7 +7,9 @@ the middle of, then ends the process.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator
+import contextlib
 import faulthandler
 import os
 import sys
@@ -35,7 +37,8 @@ class Watchdog:
   """Ends the process where no sign of life came for some seconds.
 
   A sign of life is a `beat`, and the start and the end of every
-  `debug.log_activity`. While a thread stands in pdb, everything may wait.
+  `debug.log_activity`, in whichever thread. Where threads are `watched`, each
+  of them must give its own. While a thread stands in pdb, everything may wait.
 
   Only time in which this process could run counts. So setting the clock,
   suspending the machine, or stopping the process and continuing it raises no
@@ -59,14 +62,15 @@ class Watchdog:
     Raises:
       ValueError: if `secs` is not a positive number.
     """
-    if secs is not None and not secs > 0:
+    if secs is not None and not 0 < secs < float('inf'):
       raise ValueError(
         f'The watchdog got secs={secs!r}; expected a positive number of'
         ' seconds, or None for no watchdog.'
       )
     self._secs = secs
     self._exit = exit
-    self._beats = 0
+    self._beats: collections.Counter[int | None] = collections.Counter()
+    self._watched: set[threading.Thread] = set()
     self._stop = threading.Event()
     self._thread: threading.Thread | None = None
 
@@ -87,11 +91,37 @@ class Watchdog:
 
   def beat(self) -> None:
     """Gives a sign of life; from any thread, in some tens of nanoseconds."""
-    self._beats += 1
+    self._beats[threading.get_ident()] += 1
+
+  @contextlib.contextmanager
+  def watched(self) -> Iterator[None]:
+    """Watches this thread by itself while inside."""
+    thread = threading.current_thread()
+    self._watched.add(thread)
+    try:
+      yield
+    finally:
+      self._watched.discard(thread)
+
+  def _signs(self) -> dict[threading.Thread | None, tuple[int, int]]:
+    """Returns the number of signs of life of each watched thread.
+
+    Of all threads together, under None, where none is.
+    """
+    watched = self._watched.copy()
+    if not watched:
+      beats = sum(self._beats.copy().values())
+      return {None: (beats, debug.activity_changes())}
+    return {
+      thread: (self._beats[thread.ident], debug.activity_changes(thread))
+      for thread in watched
+    }
 
   def _watch(self, secs: float) -> None:
     tick = min(secs / 20, _TICK_SECS)
-    silence, seen, last = 0.0, None, time.monotonic()
+    last = time.monotonic()
+    seen: dict[threading.Thread | None, tuple[int, int]] = {}
+    silences: dict[threading.Thread | None, float] = {}
     try:
       while True:
         _arm_second_line(2 * secs)
@@ -99,24 +129,31 @@ class Watchdog:
           return
         now = time.monotonic()
         # What is beyond two ticks, this thread was stopped.
-        silence += min(now - last, 2 * tick)
-        last = now
-        signs = (self._beats, debug.activity_changes())
-        if signs != seen:
-          silence, seen = 0.0, signs
-        elif silence >= secs:
+        elapsed, last = min(now - last, 2 * tick), now
+        before, seen = seen, self._signs()
+        for thread, signs in seen.items():
+          is_silent = before.get(thread) == signs
+          silence = silences.get(thread, 0.0) + elapsed if is_silent else 0.0
+          silences[thread] = silence
+          if silence < secs:
+            continue
           frames = _frames()
           if any(_is_debugged(frame) for frame in frames.values()):
-            silence = 0.0
-            continue
-          self._alarm(silence, frames)
+            silences.clear()
+            break
+          self._alarm(thread, silence, frames)
           return
     finally:
       faulthandler.cancel_dump_traceback_later()
 
-  def _alarm(self, silence: float, frames: dict[int, types.FrameType]) -> None:
+  def _alarm(
+    self,
+    thread: threading.Thread | None,
+    silence: float,
+    frames: dict[int, types.FrameType],
+  ) -> None:
     """Prints the report and ends the process."""
-    text = _report(silence, frames)
+    text = _report(thread, silence, frames)
     reporter = threading.Thread(
       target=lambda: print(text, file=sys.stderr, flush=True), daemon=True
     )
@@ -149,17 +186,22 @@ def _is_debugged(frame: types.FrameType) -> bool:
   )
 
 
-def _report(silence: float, frames: dict[int, types.FrameType]) -> str:
+def _report(
+  thread: threading.Thread | None,
+  silence: float,
+  frames: dict[int, types.FrameType],
+) -> str:
+  whose = '' if thread is None else f' of thread {thread.name!r}'
   lines = [
-    f'[jaxline] Watchdog: no sign of life for {silence:.1f} s. The process ends'
-    f' with code {EXIT_CODE}.'
+    f'[jaxline] Watchdog: no sign of life{whose} for {silence:.1f} s. The'
+    f' process ends with code {EXIT_CODE}.'
   ]
   activities = debug.activities()
   for name, stack in activities.items():
     lines.append(f'[jaxline] Thread {name!r} was in: {" > ".join(stack)}')
   if not activities:
     lines.append('[jaxline] No thread was in a logged activity.')
-  names = {thread.ident: thread.name for thread in threading.enumerate()}
+  names = {t.ident: t.name for t in threading.enumerate()}
   for ident, frame in frames.items():
     lines.append(f'\nThread {names.get(ident, ident)!r}:')
     lines += [line.rstrip() for line in traceback.format_stack(frame)]

@@ -22,6 +22,7 @@ LEAVES = (
   'debug',
   'devices',
   'distributed',
+  'errors',
   'launch',
   'maxtext',
   'metrics',

@@ -198,6 +198,42 @@ def test_a_tick_counts_no_longer_than_two(clock):
   assert clock.watch(40.0, [*stops, (3600.0, nothing)]) == [70]
 
 
+def test_each_watched_thread_gives_signs_of_its_own(clock, capsys):
+  inside, leave = threading.Event(), threading.Event()
+
+  def evaluate(dog):
+    with dog.watched():
+      inside.set()
+      assert leave.wait(TIMEOUT_SECS)
+
+  thread = None
+
+  def start(dog):
+    nonlocal thread
+    thread = threading.Thread(target=evaluate, args=(dog,), name='eval')
+    thread.start()
+    assert inside.wait(TIMEOUT_SECS)
+
+  def end(dog):
+    del dog
+    leave.set()
+    thread.join(TIMEOUT_SECS)
+
+  for sign in (beat, enter_and_leave):
+    inside.clear()
+    leave.clear()
+    # This thread is watched no more than others, and goes on giving signs.
+    steps = [(1.0, start), *[(1.0, sign)] * 39]
+    assert clock.watch(40.0, [*steps, (1.0, end), *[(1.0, sign)] * 40]) == []
+    inside.clear()
+    leave.clear()
+    assert clock.watch(40.0, [*steps, (1.0, sign), (1.0, sign)]) == [70]
+    end(None)
+    assert (
+      "no sign of life of thread 'eval' for 40.0" in capsys.readouterr().err
+    )
+
+
 def test_who_is_in_the_debugger_has_time(clock, monkeypatch):
   asked, go_on = threading.Event(), threading.Event()
 
@@ -247,7 +283,7 @@ def test_none_is_no_watchdog():
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize('secs', [0, -1.0, float('nan')])
+@pytest.mark.parametrize('secs', [0, -1.0, float('nan'), float('inf')])
 def test_a_time_that_is_none_is_refused(secs):
   with pytest.raises(ValueError, match=r'expected a positive number'):
     watchdog.Watchdog(secs)
