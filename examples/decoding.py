@@ -27,6 +27,7 @@ S max_decode_steps, V vocab, K candidates; L and M as above.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import math
 import numbers
 from typing import Any, NamedTuple
 
@@ -493,4 +494,5 @@ def _new_text(
 
 
 def _is_number(x: Any) -> bool:
-  return isinstance(x, numbers.Real) and not isinstance(x, bool)
+  is_real = isinstance(x, numbers.Real) and not isinstance(x, bool)
+  return is_real and math.isfinite(x)

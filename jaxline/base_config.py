@@ -12,7 +12,9 @@ import contextvars
 import dataclasses
 import difflib
 import json
+import math
 import numbers
+import os
 import re
 import types
 import typing
@@ -21,6 +23,7 @@ from typing import Any, TypeVar
 from ml_collections import config_dict
 
 from jaxline import distributed
+from jaxline import errors
 from jaxline import nonfinite
 from jaxline import prng
 from jaxline import xla
@@ -43,8 +46,9 @@ def get_base_config() -> config_dict.ConfigDict:
   config.experiment_kwargs = config_dict.ConfigDict()
 
   # The run's directory: checkpoints, event files, JSON lines, resolved config.
-  # None makes a fresh one below /tmp/jaxline, named for the config and the
-  # time. A run that was started with the same directory goes on.
+  # None makes a fresh one below /tmp/jaxline-UID, which is this user's alone,
+  # named for the config and the time. A run that was started with the same
+  # directory goes on. Here and in all names of files `~` is the home directory.
   config.checkpoint_dir = config_dict.placeholder(str)
 
   # Number of training steps; None runs until the experiment's own
@@ -343,13 +347,15 @@ def _check_values(config: Mapping[str, Any]) -> None:
     value = config[key]
     if value is None and optional:
       continue
-    if not isinstance(value, numbers.Integral) or value < 1:
+    if not _is_integer(value) or value < 1:
       refuse(key, 'an integer of at least 1')
   buffer_size = config['infeed_buffer_size']
-  if not isinstance(buffer_size, numbers.Integral) or buffer_size < 2:
+  if not _is_integer(buffer_size) or buffer_size < 2:
     refuse('infeed_buffer_size', 'an integer of at least 2')
-  if not isinstance(config['random_seed'], numbers.Integral):
-    refuse('random_seed', 'an integer')
+  seed = config['random_seed']
+  # JAX takes a signed integer of 64 bits.
+  if not _is_integer(seed) or not -(2**63) <= seed < 2**63:
+    refuse('random_seed', 'an integer from -2**63 to 2**63 - 1')
   for key, expected in (
     ('best_model_eval_metric', "the name of a scalar, or '' for none"),
     ('checkpoint_dir', 'the name of a directory, or None for a fresh one'),
@@ -425,7 +431,67 @@ def _check_rules(config: Mapping[str, Any]) -> None:
 
 
 def _is_number(x: Any) -> bool:
-  return isinstance(x, numbers.Real) and not isinstance(x, bool)
+  is_real = isinstance(x, numbers.Real) and not isinstance(x, bool)
+  return is_real and math.isfinite(x)
+
+
+def _is_integer(x: Any) -> bool:
+  return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def check_numbers(config: Any, ranges: Mapping[str, str]) -> None:
+  """Refuses values of an experiment's own config that no run can mean.
+
+  For the `__post_init__` of a dataclass that `read` builds.
+
+  Args:
+    config: what has the values as attributes.
+    ranges: attribute -> the interval that it must be in, such as '[0, 1)' or
+      '(0, inf)'; for integers with a word before, 'integer [1, inf)'. Infinity
+      and NaN are in none.
+
+  Raises:
+    ValueError: the first that is not, by name.
+  """
+  for key, expected in ranges.items():
+    value = getattr(config, key)
+    kind, interval = expected[:-1].rsplit('[' if '[' in expected else '(')
+    low, high = (float(x) for x in interval.split(','))
+    if not (
+      (_is_integer if kind else _is_number)(value)
+      and (low <= value if '[' in expected else low < value)
+      and (value <= high if expected.endswith(']') else value < high)
+    ):
+      raise ValueError(
+        f'{key} is {value!r}; expected {"an" if kind else "a number in"}'
+        f' {expected.replace("integer", "integer in")}.'
+      )
+
+
+# The keys that name files, which may begin with `~`.
+_PATHS = (
+  'checkpoint_dir',
+  'compiled_program',
+  'decode.output',
+  'decode.prompts',
+  'restore_from',
+  'xla.pgle_profile',
+  'xla.pgle_save',
+)
+
+
+def expand_paths(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
+  """Returns a copy of a run's config in which `~` is the home directory."""
+  config = config.copy_and_resolve_references()
+  with config.unlocked():
+    for path in _PATHS:
+      *sections, key = path.split('.')
+      section = config
+      for name in sections:
+        section = section[name]
+      if isinstance(section[key], str):
+        section[key] = os.path.expanduser(section[key])
+  return config
 
 
 def check_constraints(config: Mapping[str, Any]) -> None:
@@ -553,14 +619,15 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
     An instance of `cls`.
 
   Raises:
-    ValueError: a key is unknown or missing; the nearest valid one is named.
+    errors.UsageError: a key is unknown or missing, and the nearest valid one is
+      named; or `cls` refuses a value.
   """
   fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
   name = cls.__name__
   for key in config:
     if key not in fields:
       near = _nearest(key, fields)
-      raise ValueError(
+      raise errors.UsageError(
         f'Unknown key {key!r} for {name}'
         + (f': did you mean {near!r}?' if near else '.')
         + f' Its keys are {sorted(fields)}.'
@@ -572,7 +639,7 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
     and f.default_factory is dataclasses.MISSING
   ]
   if missing := sorted(set(required) - set(config)):
-    raise ValueError(
+    raise errors.UsageError(
       f'Missing keys {missing} for {name}; its keys are {sorted(fields)}.'
     )
   kinds = typing.get_type_hints(cls)
@@ -585,7 +652,12 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
     elif isinstance(value, config_dict.ConfigDict):
       value = value.to_dict()
     values[key] = value
-  return cls(**values)
+  try:
+    return cls(**values)
+  except (TypeError, ValueError) as e:
+    if isinstance(e, errors.UsageError):
+      raise
+    raise errors.UsageError(f'{name}: {e}') from e
 
 
 def with_defaults(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:

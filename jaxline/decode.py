@@ -19,7 +19,9 @@ import numpy as np
 
 from jaxline import base_config
 from jaxline import debug
+from jaxline import errors
 from jaxline import experiment as experiment_lib
+from jaxline import preemption
 from jaxline.checkpoint import base
 
 # Several processes hand on prompts in pieces of so many bytes, so that few
@@ -27,7 +29,7 @@ from jaxline.checkpoint import base
 _PIECE = 1 << 16
 
 
-class DecodeError(ValueError):
+class DecodeError(errors.UsageError):
   """What was asked for cannot be had; the message says what can."""
 
 
@@ -121,10 +123,12 @@ def _typed() -> Iterator[str]:
   """Asks for lines at the terminal, until Ctrl-D or Ctrl-C."""
   while True:
     try:
-      yield input('prompt> ')
+      with preemption.paused():
+        line = input('prompt> ')
     except (EOFError, KeyboardInterrupt):
       print()
       return
+    yield line
 
 
 def _source(

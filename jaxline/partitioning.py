@@ -28,6 +28,8 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
+from jaxline import errors
+
 Mesh = jax.sharding.Mesh
 NamedSharding = jax.sharding.NamedSharding
 P = jax.sharding.PartitionSpec
@@ -176,7 +178,7 @@ def _check_names(
 # Devices and their slices.
 
 
-class MeshError(ValueError):
+class MeshError(errors.UsageError):
   """The mesh does not fit the devices, or the batch not the mesh."""
 
 

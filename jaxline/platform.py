@@ -12,13 +12,14 @@ import os
 import pathlib
 import queue
 import re
+import stat
 import sys
 import tempfile
 import textwrap
 import threading
 import time
 import traceback
-from typing import Any, NoReturn
+from typing import Any
 
 from absl import app
 from absl import flags
@@ -33,6 +34,7 @@ from jaxline import base_config
 from jaxline import debug
 from jaxline import decode
 from jaxline import distributed
+from jaxline import errors
 from jaxline import partitioning
 from jaxline import periodic
 from jaxline import preemption
@@ -98,8 +100,11 @@ for _name in _OUR_FLAGS:
 
 # Bytes of a message from the first process to the others, at most.
 _MAX_TEXT = 4096
-# How long the other half of a run may take to notice that one has failed.
+# How long the other half of a run may take to notice that one has failed, and
+# a run that has nothing to save yet to leave.
 _GRACE_SECS = 5.0
+
+UsageError = errors.UsageError
 
 
 def _flag(holder: flags.FlagHolder) -> Any:
@@ -208,21 +213,63 @@ def main(
       absl has parsed it already (`app.run(functools.partial(main, Class))`).
     checkpointer_factory: makes the checkpointer of a config and a mode.
   """
-  if flags.FLAGS.is_parsed():
-    _main(experiment_class, checkpointer_factory)
-    return
 
   def run(unused_argv: Sequence[str]) -> None:
-    try:
-      _main(experiment_class, checkpointer_factory)
-    except UsageError as e:
-      _exit_with_usage(str(e))
+    _main(experiment_class, checkpointer_factory)
 
-  app.run(run, argv=[sys.argv[0], *argv], flags_parser=_parse_flags)
+  with preemption.Watch(grace=_GRACE_SECS):
+    if flags.FLAGS.is_parsed():
+      run(argv)
+    else:
+      app.run(run, argv=[sys.argv[0], *argv], flags_parser=_parse_flags)
 
 
-class UsageError(ValueError):
-  """The command line or the config is wrong; the message says what."""
+class _Exit(SystemExit):
+  """Ends the process with a code; what there is to say has been said."""
+
+  def __init__(self, code: int, message: str = ''):
+    super().__init__(message)
+    self.code = code
+
+
+class _Refused(_Exit, UsageError):
+  """A UsageError that has been printed."""
+
+
+@contextlib.contextmanager
+def _exits() -> Iterator[None]:
+  """Prints what ends a run, once, and gives it its exit code.
+
+  Raises:
+    _Refused: for a UsageError.
+    _Exit: for a SystemExit of the user's code, which must not look like the end
+      of a run.
+  """
+  debug.settings.log_tracebacks = False
+  try:
+    yield
+  except preemption.Preempted as e:
+    text = _with_notes(e).replace('\n', '\n[jaxline] ')
+    print(f'[jaxline] {text}', file=sys.stderr, flush=True)
+    raise
+  except _Exit:
+    raise
+  except UsageError as e:
+    message = _with_notes(e)
+    print(message, file=sys.stderr, flush=True)
+    raise _Refused(2, message) from e
+  except SystemExit as e:
+    traceback.print_exception(e)
+    print(
+      f'[jaxline] The experiment raised SystemExit({e.code!r}), which does not'
+      ' end a run: let `should_run_step` return False.',
+      file=sys.stderr,
+      flush=True,
+    )
+    code = e.code if isinstance(e.code, int) else 1
+    raise _Exit(code if code & 0xFF else 1) from e
+  finally:
+    debug.settings.log_tracebacks = True
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
@@ -233,7 +280,8 @@ def _parse_flags(argv: list[str]) -> list[str]:
   try:
     return _parse(flags.FLAGS, argv)
   except UsageError as e:
-    _exit_with_usage(str(e))
+    print(e, file=sys.stderr)
+    sys.exit(2)
 
 
 def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
@@ -255,7 +303,7 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
     while isinstance(message, Exception) and message.args:
       message = message.args[0]
     prefix = '' if isinstance(e, flags.Error) else 'Unknown config key: '
-    raise UsageError(f'{prefix}{message}') from e
+    raise UsageError(prefix + ' '.join(str(message).split())) from e
 
 
 def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
@@ -283,14 +331,6 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   except (OSError, ValueError) as e:
     raise UsageError(str(e)) from e
   return values.config.copy_and_resolve_references().lock()
-
-
-def _exit_with_usage(message: str) -> NoReturn:
-  print(
-    f'{message}\n\nFor all flags: python {sys.argv[0]} --help',
-    file=sys.stderr,
-  )
-  sys.exit(2)
 
 
 def _help_text() -> str:
@@ -329,22 +369,32 @@ def _configs_text() -> str:
 def _main(
   experiment_class: Any, checkpointer_factory: base.CheckpointerFactory
 ) -> None:
+  """Runs; with an error it leaves the other processes, which would wait."""
+  mode = _MODE.value
+  try:
+    with _exits():
+      _check_and_start(experiment_class, mode, checkpointer_factory)
+  except (Exception, SystemExit) as e:
+    if _has_others():
+      _leave_others(e, mode)
+    raise
+
+
+def _check_and_start(
+  experiment_class: Any,
+  mode: str,
+  checkpointer_factory: base.CheckpointerFactory,
+) -> None:
   """Checks what the user said; only what comes then is worth a debugger."""
   config = _CONFIG.value
   if config is None:
     raise UsageError(f'Which run? --config is missing.\n{_configs_text()}')
-  mode = _MODE.value
   if not mode.startswith('eval') and mode not in MODES:
     raise UsageError(
       f'--jaxline_mode is {mode!r}; expected one of {sorted(MODES)}.'
     )
   _start_jax(config, mode)
-  try:
-    _start(experiment_class, config, mode, checkpointer_factory)
-  except (Exception, preemption.Preempted) as e:
-    if _has_others():
-      _leave_others(e, mode)
-    raise
+  _start(experiment_class, config, mode, checkpointer_factory)
 
 
 def _start(
@@ -391,10 +441,7 @@ def _start(
     _take_programs(config, stack)
     in_threads = mode == 'train_eval_multithreaded'
     _check_directory(made('train' if in_threads else mode), experiment_class)
-    try:
-      _run(experiment_class, config, mode, made)
-    except (files.ClaimedError, partitioning.MeshError) as e:
-      raise UsageError(_with_notes(e)) from e
+    _run(experiment_class, config, mode, made)
 
 
 def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
@@ -406,6 +453,7 @@ def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
       start again.
   """
   validate_config(config)
+  config = base_config.expand_paths(config)
   try:
     if (
       mode == 'compile'
@@ -428,7 +476,7 @@ def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
   except distributed.RendezvousError as e:
     # To start again is all there is to do: the others may be late.
     print(e, file=sys.stderr, flush=True)
-    sys.exit(watchdog.EXIT_CODE)
+    raise _Exit(watchdog.EXIT_CODE) from e
   except (ValueError, RuntimeError) as e:
     raise UsageError(str(e)) from e
 
@@ -437,14 +485,9 @@ def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
 def _compile(experiment_class: Any, config: config_dict.ConfigDict) -> None:
   """Compiles the steps and reports on them; exits with 1 if they do not fit."""
   from jaxline.aot import ahead
-  from jaxline.aot import chips
 
-  try:
-    fits = ahead.compile_experiment(experiment_class, config)
-  except (chips.TargetError, partitioning.MeshError) as e:
-    raise UsageError(_with_notes(e)) from e
-  if not fits:
-    sys.exit(1)
+  if not ahead.compile_experiment(experiment_class, config):
+    raise _Exit(1)
 
 
 @debug.debugger_fallback
@@ -457,15 +500,12 @@ def _decode(
   with contextlib.ExitStack() as stack:
     # As evaluation does, it only reads, and may lack the optimizer's state.
     checkpointer = checkpointer_factory(config, 'eval_decode')
-    try:
-      decode.check_checkpoint(config, checkpointer)
-      _claim(config, 'decode', stack)
-      _check_directory(checkpointer, experiment_class)
-      if hasattr(checkpointer, 'close'):
-        stack.callback(checkpointer.close)
-      decode.decode(experiment_class, config, checkpointer)
-    except (decode.DecodeError, partitioning.MeshError) as e:
-      raise UsageError(_with_notes(e)) from e
+    decode.check_checkpoint(config, checkpointer)
+    _claim(config, 'decode', stack)
+    _check_directory(checkpointer, experiment_class)
+    if hasattr(checkpointer, 'close'):
+      stack.callback(checkpointer.close)
+    decode.decode(experiment_class, config, checkpointer)
 
 
 def _with_notes(error: BaseException) -> str:
@@ -535,12 +575,12 @@ def _leave_others(error: BaseException, mode: str) -> None:
   Python's own end would wait for them, who wait for this process: for minutes.
   Once it is gone they notice, by a lost connection or JAX's heartbeat.
   """
-  if isinstance(error, preemption.Preempted):
-    if not mode.startswith('eval'):
-      return  # All leave together.
-    code: Any = error.code
+  if isinstance(error, preemption.Preempted) and not mode.startswith('eval'):
+    return  # All leave together.
+  code: Any
+  if isinstance(error, SystemExit):
+    code = error.code
   elif isinstance(error, UsageError):
-    print(error, file=sys.stderr)
     code = 2
   else:
     traceback.print_exception(error)
@@ -617,7 +657,6 @@ def _run(
       _write_config(config)
 
   with contextlib.ExitStack() as stack:
-    # Inside of the debugger's reach: at its prompt, Ctrl-C is Python's own.
     supervision = train.Supervision(
       stack.enter_context(preemption.Watch(takes_steps=not evaluates_only)),
       stack.enter_context(watchdog.Watchdog(config.watchdog_secs)),
@@ -664,17 +703,15 @@ def _run(
 
 @contextlib.contextmanager
 def _exit_said(config: config_dict.ConfigDict) -> Iterator[None]:
-  """Says why a run that was told to end has ended, and how it goes on."""
+  """Adds to what is said of a run that was told to end how it goes on."""
   try:
     yield
   except preemption.Preempted as e:
-    message = f'[jaxline] {e}'
     if config.checkpointer == 'durable':
-      message += (
-        '\n[jaxline] It goes on with the same command and'
+      e.add_note(
+        'It goes on with the same command and'
         f' --config.checkpoint_dir={config.checkpoint_dir}'
       )
-    print(message, file=sys.stderr, flush=True)
     raise
 
 
@@ -722,7 +759,7 @@ def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
     UsageError: what is wrong with it, by name.
   """
   validate_config(config)
-  config = config.copy_and_resolve_references()
+  config = base_config.expand_paths(config)
   if '://' in (config.checkpoint_dir or ''):
     raise UsageError(
       f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected a folder'
@@ -743,7 +780,7 @@ def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
 
 
 def _fresh_directory() -> str:
-  """Makes a directory below /tmp/jaxline that no other run has."""
+  """Makes a directory below /tmp/jaxline-UID that no other run has."""
   try:
     source = config_flags.get_config_filename(flags.FLAGS['config'])
   except flags.Error:
@@ -753,12 +790,19 @@ def _fresh_directory() -> str:
   name = re.sub(r'[^\w.-]+', '_', f'{pathlib.Path(path).stem}_{option}').strip(
     '_'
   )
-  root = pathlib.Path(tempfile.gettempdir()) / 'jaxline'
-  try:
-    root.mkdir(parents=True)
-    root.chmod(0o1777)  # As /tmp: for every user of the machine.
-  except FileExistsError:
-    pass
+  # Everybody may write to /tmp, and so be there first.
+  root = pathlib.Path(tempfile.gettempdir()) / f'jaxline-{os.geteuid()}'
+  with contextlib.suppress(FileExistsError):
+    root.mkdir(mode=0o700, parents=True)
+  found = root.lstat()
+  if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    raise UsageError(
+      f'{root}, where runs without a directory go, is not a directory that'
+      f' belongs to you (user {os.geteuid()}): its mode is'
+      f' {stat.filemode(found.st_mode)} and its owner is user {found.st_uid}.'
+      ' Remove it, or give --config.checkpoint_dir=DIR.'
+    )
+  root.chmod(0o700)
   stamp = time.strftime('%Y%m%d_%H%M%S')
   for suffix in ('', *(f'_{i}' for i in range(2, 1000))):
     path = root / f'{name}_{stamp}{suffix}'
@@ -809,15 +853,15 @@ class _Writers:
     return writer
 
   def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-    errors = []
+    failures = []
     for writer in self._open:
       # A writer of an old fork may have no `close`.
       if isinstance(writer, writers.MetricWriter):
         try:
           writer.close()
         except Exception as e:
-          errors.append(e)
-    for failed in errors:
+          failures.append(e)
+    for failed in failures:
       if error is None:
         raise failed
       # The error that ends the run counts; this one is often its cause.
@@ -909,12 +953,20 @@ def _train_eval_multithreaded(
     trained.set()
 
   def run_eval() -> None:
-    train.evaluate(experiment_class, config, follower, writer('eval'))
+    train.evaluate(
+      experiment_class,
+      config,
+      follower,
+      writer('eval'),
+      # What it is told by signals is for the thread that trains.
+      supervision=train.Supervision(dog=supervision.dog),
+    )
 
   def target(half: Callable[[], None]) -> None:
     error: BaseException | None = None
     try:
-      debug.debugger_fallback(half)()
+      with supervision.dog.watched():
+        debug.debugger_fallback(half)()
     except debug.Stopped:
       pass
     except BaseException as e:
@@ -932,7 +984,8 @@ def _train_eval_multithreaded(
     for _ in threads:
       name, error = ended.get()
       if error is not None:
-        error.add_note(f'[jaxline] raised in the {name} thread.')
+        if not isinstance(error, UsageError):
+          error.add_note(f'[jaxline] raised in the {name} thread.')
         raise error
   finally:
     stop.set()

@@ -16,6 +16,7 @@ import numpy as np
 from jaxline import base_config
 from jaxline import debug
 from jaxline import devices
+from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline import nonfinite
 from jaxline import periodic
@@ -104,7 +105,7 @@ def _build(
       if isinstance(value, config_dict.ConfigDict):
         value = value.to_dict()
       if value != defaults[key]:
-        raise ValueError(
+        raise errors.UsageError(
           f'config.{key} is {value!r}, but'
           f' {type(experiment).__name__} has no sharded step, which alone reads'
           ' it. Leave it as it is in jaxline/base_config.py, or derive from'
@@ -262,7 +263,6 @@ def train(
     preemption.Preempted: the run was told to end; all is saved.
     nonfinite.NonfiniteError: the loss or the gradients are not finite.
   """
-  logging.info('Training with config:\n%s', config)
   experiment, state = _start_training(experiment_class, config, checkpointer)
   _resume_writer(writer, config, checkpointer, state.global_step)
   guard = _make_guard(experiment, config, checkpointer)
@@ -317,7 +317,7 @@ def _start_training(
     kind = config.checkpoint_interval_type or config.interval_type
     saves = (config.save_checkpoint_interval or 0) > 0
     if jax.process_count() > 1 and kind != 'steps' and saves:
-      raise ValueError(
+      raise errors.UsageError(
         f'The {jax.process_count()} processes save together, but checkpoints go'
         f' by {kind!r} and their clocks differ. Set'
         " config.checkpoint_interval_type = 'steps'."
@@ -325,6 +325,8 @@ def _start_training(
   step_rng, init_rng = _seed_keys(config)
   with debug.log_activity('experiment init'):
     experiment = _build(experiment_class, 'train', init_rng, config)
+  # Not before: the line that says what is wrong with it would be lost in it.
+  logging.info('Training with config:\n%s', config)
   state = checkpointer.get_experiment_state('latest')
   state.global_step = 0
   state.experiment_module = experiment
@@ -577,7 +579,7 @@ class _Evaluator:
   ) -> None:
     values = writers.to_scalars(scalars)
     if self._metric not in values:
-      raise ValueError(
+      raise errors.UsageError(
         f'config.best_model_eval_metric is {self._metric!r}, but evaluate'
         f' returned no number of that name. It returned {sorted(values)}.'
       )
@@ -635,7 +637,16 @@ def evaluate(
       `eval_initial_weights`; `eval_steps` of which one has no checkpoint; or
       the best metric's name is not returned.
   """
-  logging.info('Evaluating with config:\n%s', config)
+  if (
+    config.one_off_evaluate
+    and not config.eval_initial_weights
+    and not checkpointer.can_be_restored('latest')
+  ):
+    raise errors.UsageError(
+      'config.one_off_evaluate is True but there is no checkpoint of'
+      " 'latest' to evaluate. Train first, or set"
+      ' config.eval_initial_weights = True to evaluate untrained weights.'
+    )
   with debug.log_activity('experiment init'):
     experiment = _build(
       experiment_class,
@@ -643,6 +654,7 @@ def evaluate(
       jax.random.PRNGKey(config.random_seed),
       config,
     )
+  logging.info('Evaluating with config:\n%s', config)
   done = _steps_evaluated(checkpointer, writer)
   evaluator = _Evaluator(experiment, config, checkpointer, writer, done)
   state = checkpointer.get_experiment_state('latest')
@@ -665,15 +677,9 @@ def evaluate(
   if config.one_off_evaluate:
     if checkpointer.can_be_restored('latest'):
       evaluate_checkpoint()
-    elif config.eval_initial_weights:
+    else:
       evaluator(state)
       checkpointer.wait_for_checkpointing_to_finish()
-    else:
-      raise ValueError(
-        'config.one_off_evaluate is True but there is no checkpoint of'
-        " 'latest' to evaluate. Train first, or set"
-        ' config.eval_initial_weights = True to evaluate untrained weights.'
-      )
     return
 
   evaluated.resume()
@@ -731,7 +737,7 @@ def _listed_steps(
 ) -> list[int]:
   """Returns the steps that `config.eval_steps` means."""
   if not base.is_durable(checkpointer):
-    raise ValueError(
+    raise errors.UsageError(
       f'config.eval_steps is {config.eval_steps!r}, but only durable'
       " checkpoints have steps; set config.checkpointer = 'durable'."
     )
@@ -739,7 +745,7 @@ def _listed_steps(
   text = config.eval_steps
   steps = kept if text == 'all' else [int(s) for s in text.split(',')]
   if missing := sorted(set(steps) - set(kept)) or not steps:
-    raise ValueError(
+    raise errors.UsageError(
       f'config.eval_steps is {config.eval_steps!r}, but there is no checkpoint'
       f' of {missing if steps else "any step"}; those kept are {kept}.'
     )
@@ -867,12 +873,11 @@ def train_and_eval(
   """
   interval_type = config.eval_interval_type or config.interval_type
   if jax.process_count() > 1 and interval_type != 'steps':
-    raise ValueError(
+    raise errors.UsageError(
       f'train_and_eval on {jax.process_count()} processes evaluates by'
       f' {interval_type!r}, but their clocks differ and they must evaluate'
       " together. Set config.eval_interval_type = 'steps'."
     )
-  logging.info('Training and evaluating with config:\n%s', config)
   trained, state = _start_training(experiment_class, config, checkpointer)
   _resume_writer(writer, config, checkpointer, state.global_step)
   evaluated = _build(

@@ -190,6 +190,165 @@ def test_failure_of_either_thread_ends_the_run(tmp_path, style, place):
   assert f'raised in the {half} thread' in result.stderr
 
 
+@pytest.mark.parametrize(
+  ('form', 'place', 'mode', 'style', 'raised', 'code'),
+  [
+    ('app_run', 'constructor', 'train', 'sharded', 'None', 1),
+    ('direct', 'step', 'train', 'per_device', '0', 1),
+    ('direct', 'input', 'train', 'sharded', '0', 1),
+    ('app_run', 'evaluate', 'train_and_eval', 'sharded', '"text"', 1),
+    ('direct', 'step', 'train_eval_multithreaded', 'sharded', '256', 1),
+    ('app_run', 'evaluate', 'train_eval_multithreaded', 'per_device', '3', 3),
+  ],
+)
+def test_an_exit_of_the_experiment_is_no_end_of_the_run(
+  tmp_path, form, place, mode, style, raised, code
+):
+  result = run(
+    tmp_path,
+    f'--config.experiment_kwargs.config.fault={place}',
+    f'--config.experiment_kwargs.config.fault_kind=exit {raised}',
+    style=style,
+    form=form,
+    mode=mode,
+  )
+  assert result.returncode == code, result.stderr
+  assert result.stderr.count('sys.exit(ast.literal_eval(code))') == 1
+  shown = raised.replace('"', "'")
+  assert f'raised SystemExit({shown}), which does not end a' in result.stderr
+
+
+def test_an_exit_in_an_asynchronous_action_is_no_end_of_the_run(tmp_path):
+  program = f"""
+import sys
+sys.path.insert(0, {str(TOY.parent)!r})
+import toy
+from jaxline import platform, train
+def log(step, scalars):
+  sys.exit(0)
+train._log_outputs = log
+platform.main(toy.Sharded, sys.argv[1:])
+"""
+  args = command(tmp_path, '--config.training_steps=100')[4:]
+  result = subprocess.run(
+    [sys.executable, '-c', program, *args],
+    cwd=ROOT,
+    env=environment(),
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert result.returncode == 1
+  assert result.stderr.count('in log\n') == 1
+  assert 'raised SystemExit(0)' in result.stderr
+
+
+def test_a_blocked_evaluation_is_noticed_while_training_goes_on(tmp_path):
+  result = run(
+    tmp_path,
+    '--config.training_steps=100000',
+    '--config.experiment_kwargs.config.step_secs=0.05',
+    '--config.experiment_kwargs.config.fault=evaluate',
+    '--config.experiment_kwargs.config.fault_kind=hang',
+    '--config.watchdog_secs=8',
+    mode='train_eval_multithreaded',
+  )
+  assert result.returncode == watchdog.EXIT_CODE, result.stderr[-4000:]
+  assert "no sign of life of thread 'eval'" in result.stderr
+  assert "Thread 'eval' was in: evaluation of step" in result.stderr
+  assert 'in fault\n' in result.stderr
+  assert len(records(tmp_path, 'train')) > 8
+
+
+LM = '--config=configs/lm.py'
+IMAGE = '--config=configs/image.py'
+
+
+def of_kwargs(key, value):
+  return f'--config.experiment_kwargs.config.{key}={value}'
+
+
+@pytest.mark.parametrize(
+  ('args', 'said'),
+  [
+    ([LM, '--config.watchdog_secs=inf'], 'config.watchdog_secs is inf'),
+    ([LM, f'--config.random_seed={2**63}'], f'config.random_seed is {2**63}'),
+    ([LM, of_kwargs('batch_size', 0)], 'batch_size is 0; expected an int'),
+    ([LM, of_kwargs('clip_norm', 0.0)], r'clip_norm is 0.0; expected a number'),
+    ([LM, of_kwargs('learning_rate', -1)], 'learning_rate is -1.0; expected'),
+    ([LM, of_kwargs('files', '/none')], 'No files found: looked for /none'),
+    ([LM, of_kwargs('tokenizer', '/none.json')], 'there is no file /none.json'),
+    ([LM, of_kwargs('model.num_heads', 5)], 'num_heads must divide embed_dim'),
+    ([LM, of_kwargs('model.vocab_size', 9)], 'model.vocab_size is 9; the tok'),
+    (
+      [LM, '--config.mesh.ici.data=3'],
+      'mesh.ici is .*, which needs 3 dev',
+    ),
+    ([LM, '--config.restore_from=/none'], 'config.restore_from is ./none.'),
+    (
+      [LM, '--jaxline_mode=eval', '--config.one_off_evaluate=True'],
+      'config.one_off_evaluate is True but there is no checkpoint',
+    ),
+    ([IMAGE, of_kwargs('peak_learning_rate', -1)], 'peak_learning_rate is -1'),
+    ([IMAGE, '--config.sharding=fsdp'], r"config.sharding is 'fsdp', but Exp"),
+    ([LM, '--config.trainin_steps=3'], 'Unknown config key: .*training_steps'),
+  ],
+)
+def test_an_error_of_the_user_is_one_line(tmp_path, args, said):
+  result = subprocess.run(
+    [
+      sys.executable,
+      'experiment.py',
+      *args,
+      f'--config.checkpoint_dir={tmp_path}/run',
+    ],
+    cwd=ROOT,
+    env=environment() | {'JAX_PLATFORMS': 'cpu'},
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert result.returncode == 2, result.stderr
+  lines = result.stderr.splitlines()
+  # Besides, a line for each thing that was done before it was found.
+  own = [line for line in lines if not re.match(r'[IW]\d{4} ', line)]
+  assert len(own) == 1, result.stderr
+  assert re.search(said, own[0]), own
+  assert lines[-1] == own[0]
+  assert len(lines) <= 10, result.stderr
+
+
+def test_an_unexpected_error_keeps_its_traceback_once(tmp_path):
+  result = run(tmp_path, '--config.experiment_kwargs.config.fault=input')
+  assert result.returncode == 1
+  assert result.stderr.count('Traceback (most recent call last)') == 1
+  assert result.stderr.count('Failure: input at 0') == 1
+  assert 'secret_of_frame' in result.stderr
+
+
+def test_a_checkpoint_that_does_not_fit_is_said_once(tmp_path):
+  succeeded(run(tmp_path))
+  program = f"""
+import sys
+sys.path.insert(0, {str(TOY.parent)!r})
+import jax, toy
+from jaxline import platform
+toy.Sharded.init_fn = lambda self, rng: ({{'w': jax.numpy.ones([6])}}, {{}})
+platform.main(toy.Sharded, sys.argv[1:])
+"""
+  result = subprocess.run(
+    [sys.executable, '-c', program, *command(tmp_path)[4:]],
+    cwd=ROOT,
+    env=environment(),
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert result.returncode == 1
+  assert result.stderr.count('Traceback (most recent call last)') == 1
+  assert result.stderr.count('state/params/w') == 1, result.stderr
+
+
 def test_directory_that_cannot_be_written(tmp_path):
   (tmp_path / 'file').write_text('')
   result = run(tmp_path / 'file' / 'run')
@@ -224,7 +383,7 @@ def test_post_mortem_stops_at_the_raising_frame(tmp_path, mode):
     return seen
 
   try:
-    assert 'toy.py(32)fault()' in read_until('(Pdb)')
+    assert 'toy.py(38)fault()' in read_until('(Pdb)')
     os.write(controller, b'p "secret: " + secret_of_frame\n')
     read_until("'secret: step at 0'")
     os.write(controller, b'quit\n')
@@ -381,9 +540,51 @@ def test_default_directory_is_fresh(tmp_path, monkeypatch):
   config.checkpoint_dir = ''
   b = platform.resolve_config(config).checkpoint_dir
   assert a != b
-  assert pathlib.Path(a).parent == tmp_path / 'jaxline'
+  root = tmp_path / f'jaxline-{os.geteuid()}'
+  assert pathlib.Path(a).parent == root
   assert pathlib.Path(b).is_dir()
-  assert (tmp_path / 'jaxline').stat().st_mode & 0o1777 == 0o1777
+  assert root.stat().st_mode & 0o7777 == 0o700
+  root.chmod(0o755)
+  platform.resolve_config(base_config.get_base_config())
+  assert root.stat().st_mode & 0o7777 == 0o700
+
+
+@pytest.mark.parametrize('what', ['link', 'file', 'directory of another'])
+def test_a_root_that_another_user_made_is_refused(tmp_path, monkeypatch, what):
+  monkeypatch.setattr(platform.tempfile, 'gettempdir', lambda: str(tmp_path))
+  root = tmp_path / f'jaxline-{os.geteuid()}'
+  elsewhere = tmp_path / 'elsewhere'
+  elsewhere.mkdir(mode=0o755)
+  if what == 'link':
+    root.symlink_to(elsewhere)
+  elif what == 'file':
+    root.write_text('')
+  elif os.geteuid() == 0:
+    root.mkdir()
+    os.chown(root, 12345, -1)
+  else:
+    pytest.skip('Only root can give a directory away.')
+  with pytest.raises(platform.UsageError, match=f'{root}.*checkpoint_dir=DIR'):
+    platform.resolve_config(base_config.get_base_config())
+  assert not list(elsewhere.iterdir())
+  assert elsewhere.stat().st_mode & 0o7777 == 0o755
+
+
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+  monkeypatch.setenv('HOME', str(tmp_path))
+  config = base_config.get_base_config()
+  config.checkpoint_dir = '~/runs/a'
+  config.restore_from = '~/runs/b:12'
+  config.compiled_program = '~/program'
+  config.decode.update(prompts='~/in.txt', output='~/out.jsonl')
+  resolved = platform.resolve_config(config)
+  assert resolved.checkpoint_dir == f'{tmp_path}/runs/a'
+  assert resolved.restore_from == f'{tmp_path}/runs/b:12'
+  assert resolved.compiled_program == f'{tmp_path}/program'
+  assert resolved.decode.prompts == f'{tmp_path}/in.txt'
+  assert resolved.decode.output == f'{tmp_path}/out.jsonl'
+  assert config.checkpoint_dir == '~/runs/a'
+  assert list(tmp_path.iterdir()) == []
 
 
 def test_default_directory_says_which_run_of_a_file(tmp_path, monkeypatch):
@@ -497,8 +698,8 @@ def test_what_is_started_to_compile(
       SystemExit,
       watchdog.EXIT_CODE,
     ),
-    (ValueError('No port.'), platform.UsageError, None),
-    (RuntimeError('JAX has started.'), platform.UsageError, None),
+    (ValueError('No port.'), platform.UsageError, 2),
+    (RuntimeError('JAX has started.'), platform.UsageError, 2),
   ],
 )
 def test_who_cannot_start(
@@ -509,9 +710,8 @@ def test_who_cannot_start(
   )
   with flags_of(tmp_path), pytest.raises(raised) as caught:
     platform.main(object, [])
-  assert getattr(caught.value, 'code', None) == code
-  said = str(caught.value) if code is None else capsys.readouterr().err
-  assert str(error) in said
+  assert caught.value.code == code
+  assert capsys.readouterr().err.count(str(error)) == 1
   assert 'start' not in [name for name, *_ in started]
 
 

@@ -61,6 +61,21 @@ class Config:
   eval_batch_size: int
   model: model.ResNetConfig
 
+  def __post_init__(self) -> None:
+    base_config.check_numbers(
+      self,
+      {
+        'seed': 'integer [0, inf)',
+        'training_steps': 'integer [0, inf)',
+        'warmup_fraction': '[0, 1)',
+        'peak_learning_rate': '[0, inf)',
+        'momentum': '[0, 1)',
+        'l2': '[0, inf)',
+        'train_batch_size': 'integer [1, inf)',
+        'eval_batch_size': 'integer [1, inf)',
+      },
+    )
+
 
 def decays(params: hk.Params) -> Any:
   """Says which parameters L2 regularisation is for: those not 1-d.

@@ -16,6 +16,8 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from jaxline import base_config
+
 
 @dataclasses.dataclass(frozen=True)
 class ResNetConfig:
@@ -56,6 +58,14 @@ class ResNetConfig:
         f'Each group needs its blocks, channels and stride; got {groups}. '
         'Give the three the same length.'
       )
+    base_config.check_numbers(
+      self,
+      {
+        'num_classes': 'integer [1, inf)',
+        'stem_channels': 'integer [1, inf)',
+        'batch_norm_decay': '[0, 1)',
+      },
+    )
 
 
 RESNET_50 = ResNetConfig(

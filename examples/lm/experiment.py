@@ -18,6 +18,7 @@ from examples import decoding
 from examples.lm import fp8
 from examples.lm import model
 from jaxline import base_config
+from jaxline import errors
 from jaxline import metrics
 from jaxline import pipeline
 from jaxline import sharded
@@ -105,11 +106,21 @@ class Config:
         raise ValueError(
           f'{key} is {value!r}; expected an integer of at least 1.'
         )
-    if not 0 <= self.warmup_fraction < 1:
-      raise ValueError(
-        f'warmup_fraction is {self.warmup_fraction}; expected at least 0 and'
-        ' less than 1.'
-      )
+    base_config.check_numbers(
+      self,
+      {
+        'warmup_fraction': '[0, 1)',
+        'learning_rate': '[0, inf)',
+        'final_learning_rate': '[0, inf)',
+        'b1': '[0, 1)',
+        'b2': '[0, 1)',
+        'weight_decay': '[0, inf)',
+        'clip_norm': '(0, inf)',
+        'eval_fraction': '(0, 1)',
+        'sample_length': 'integer [0, inf)',
+        'sample_temperature': '[0, inf)',
+      },
+    )
 
 
 def learning_rate_schedule(config: Config) -> optax.Schedule:
@@ -201,7 +212,7 @@ class Experiment(sharded.ShardedExperiment):
     super().__init__(mode, init_rng)
     on_gpu = self.partitioner.is_here and jax.default_backend() == 'gpu'
     if self.config.model.attention == 'cudnn' and not on_gpu:
-      raise ValueError(
+      raise errors.UsageError(
         "model.attention is 'cudnn', which is for NVIDIA GPUs; here it must be"
         " 'xla', the same without cuDNN, or 'einsum'."
       )
@@ -220,14 +231,14 @@ class Experiment(sharded.ShardedExperiment):
     """Refuses a model that is too small for the tokens, or for the sample."""
     config, tokenizer = self.config, self.tokenizer
     if config.model.vocab_size < tokenizer.vocab_size:
-      raise ValueError(
+      raise errors.UsageError(
         f'model.vocab_size is {config.model.vocab_size}; the tokenizer'
         f' {config.tokenizer!r} needs at least {tokenizer.vocab_size}.'
       )
     prompt = 1 + len(tokenizer.encode(config.sample_prompt))
     length = prompt + config.sample_length
     if config.sample_length < 0 or length > config.model.max_length:
-      raise ValueError(
+      raise errors.UsageError(
         f'sample_length is {config.sample_length}; with the document token and'
         f' sample_prompt that makes {length} tokens, expected at most'
         f' model.max_length, {config.model.max_length}, and no less than 0.'

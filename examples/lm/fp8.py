@@ -23,6 +23,8 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from jaxline import errors
+
 # Steps that an unusually large value is remembered: the default of Flax and of
 # NVIDIA's Transformer Engine.
 HISTORY_LENGTH = 1024
@@ -80,7 +82,7 @@ def check_compute_capability(capability: str, kind: str = 'this GPU') -> None:
   major, _, minor = capability.partition('.')
   numbers = major.isdecimal() and minor.isdecimal()
   if not numbers or (int(major), int(minor)) < _FIRST_CAPABILITY:
-    raise ValueError(
+    raise errors.UsageError(
       f'FP8 products need an NVIDIA GPU of compute capability 8.9 (Ada) or'
       f' later, such as 9.0 (Hopper); {kind} has {capability!r}. Compute in'
       ' bfloat16 instead.'

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 import fiddle as fdl
 
 from examples.pax import hparams
+from jaxline import errors
 from jaxline.inputs import tokenization
 
 
@@ -163,7 +164,7 @@ class BaseExperiment(abc.ABC):
     known = cls.constants()
     for name in values:
       if name not in known:
-        raise ValueError(
+        raise errors.UsageError(
           f'{cls.__name__} has no constant {name!r}.'
           f'{hparams.nearest(name, known)} It has {sorted(known)}.'
         )

@@ -25,6 +25,7 @@ from examples.pax import config as config_lib
 from examples.pax import experiment_registry
 from examples.pax import loading
 from jaxline import base_config
+from jaxline import errors
 from jaxline import partitioning
 from jaxline import sharded
 from jaxline import writers
@@ -48,6 +49,15 @@ class Config:
   reduced: bool
   constants: Mapping[str, Any]
   decode: decoding.Options | None = None
+
+  def __post_init__(self) -> None:
+    for name, value in self.constants.items():
+      is_number = isinstance(value, int | float)
+      if is_number and not (value >= 0 and math.isfinite(value)):
+        raise ValueError(
+          f'constants.{name} is {value!r}; expected a finite number of at least'
+          ' 0.'
+        )
 
 
 class _OverDatasets(sharded.ShardedExperiment):
@@ -81,17 +91,17 @@ class _OverDatasets(sharded.ShardedExperiment):
     name = type(self.experiment).__name__
     if not found:
       kind = 'train' if is_training else 'evaluate'
-      raise ValueError(f'{name} has no data to {kind} on.')
+      raise errors.UsageError(f'{name} has no data to {kind} on.')
     if len(found) == 1:
       return found
     if is_training:
-      raise ValueError(
+      raise errors.UsageError(
         f'{name} has {len(found)} inputs for training; expected one, such as a'
         ' MixtureInput of several.'
       )
     names = [d.__arguments__.get('name', '') for d in found]
     if '' in names or len(set(names)) < len(names):
-      raise ValueError(
+      raise errors.UsageError(
         f'{name} has {len(names)} inputs for evaluation, with the names'
         f' {names}; expected another name for each.'
       )

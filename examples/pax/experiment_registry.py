@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from examples.pax import base_experiment
 from examples.pax import tasks
+from jaxline import errors
 
 Experiment = type[base_experiment.BaseExperiment]
 T = TypeVar('T', bound=Experiment)
@@ -25,7 +26,7 @@ T = TypeVar('T', bound=Experiment)
 _registered: dict[str, Experiment] = {}
 
 
-class UnknownError(ValueError):
+class UnknownError(errors.UsageError):
   """No experiment has this name, or several have."""
 
 

@@ -14,12 +14,14 @@ from typing import Any
 
 import jax
 
+from jaxline import errors
+
 _GB = 1e9
 _GIB = 2.0**30
 _TERA = 1e12
 
 
-class TargetError(ValueError):
+class TargetError(errors.UsageError):
   """There is nothing to compile, or nothing like it to compile for."""
 
 

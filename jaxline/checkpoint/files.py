@@ -38,6 +38,8 @@ import zlib
 
 from absl import logging
 
+from jaxline import errors
+
 FORMAT = 1
 RECORD = 'checkpoint.json'
 ARRAYS = 'arrays'
@@ -640,7 +642,7 @@ def why_kept(checkpoint: pathlib.Path) -> list[dict[str, Any]]:
   return [note for note in notes if isinstance(note, dict)]
 
 
-class ClaimedError(ValueError):
+class ClaimedError(errors.UsageError):
   """Another process writes to the same directory."""
 
 

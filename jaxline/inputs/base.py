@@ -47,6 +47,8 @@ from absl import logging
 import jax
 import numpy as np
 
+from jaxline import errors
+
 # The entry of a batch that says what counts: float32, 0 for what only fills.
 WEIGHTS = 'weights'
 # The entry that says what only fills: 1 there, else 0.
@@ -228,7 +230,7 @@ def per_host(global_batch_size: int) -> int:
     )
     return rows + 1
   if remainder or not rows:
-    raise ValueError(
+    raise errors.UsageError(
       f'A global batch of {global_batch_size} rows does not divide over {count}'
       f' hosts. Make it a multiple of {count}.'
     )
@@ -237,7 +239,7 @@ def per_host(global_batch_size: int) -> int:
 
 def _check_host(index: int, count: int) -> None:
   if not (_is_integer(index) and _is_integer(count) and 0 <= index < count):
-    raise ValueError(
+    raise errors.UsageError(
       f'infeed_host_index is {index!r} and num_infeed_hosts {count!r}; expected'
       ' integers, the first at least 0 and less than the second.'
     )
@@ -304,7 +306,7 @@ class BaseInput:
       elif count == this_host()[1] or this_host()[1] == 1:
         index = this_host()[0]
       else:
-        raise ValueError(
+        raise errors.UsageError(
           f'{self.name} has num_infeed_hosts={count} and no infeed_host_index,'
           f' but there are {this_host()[1]} processes. Give both, or neither.'
         )
@@ -313,12 +315,12 @@ class BaseInput:
 
   def _check_fields(self) -> None:
     def refuse(key: str, expected: str) -> None:
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.name}.{key} is {getattr(self, key)!r}; expected {expected}.'
       )
 
     if not _NAME.fullmatch(self.name):
-      raise ValueError(
+      raise errors.UsageError(
         f'The name of an input is {self.name!r}; expected letters, digits and'
         " any of '.:_+-'."
       )
@@ -348,7 +350,7 @@ class BaseInput:
       and self.input_random_seed is not None
       and not self.saves_position
     ):
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.name} feeds training with input_random_seed='
         f'{self.input_random_seed} but its position is not saved: after a'
         ' preemption the run would see the same data again. '
@@ -363,7 +365,7 @@ class BaseInput:
 
   def _check_batch_size(self) -> None:
     if not _is_integer(self.batch_size) or self.batch_size < 1:
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.name}.batch_size is {self.batch_size!r}; expected an integer of'
         ' at least 1, the rows that each host reads a batch.'
       )
@@ -371,19 +373,19 @@ class BaseInput:
   def _check_eval_table(self) -> None:
     n = self.eval_loop_num_batches
     if n is not None and (not _is_integer(n) or (n < 1 and n != -1)):
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.name}.eval_loop_num_batches is {n!r}; expected an integer of at'
         ' least 1, or None or -1 for one epoch.'
       )
     if self.is_training:
       if self.reset_for_eval:
-        raise ValueError(
+        raise errors.UsageError(
           f'{self.name} has is_training=True and reset_for_eval=True; training'
           ' data is never reset. Set one of them to False.'
         )
       return
     if self.reset_for_eval and n not in (None, -1, 1):
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.name} has reset_for_eval=True and eval_loop_num_batches={n}: to'
         ' evaluate on the same first batches each time is not supported. Set'
         ' eval_loop_num_batches=None to evaluate on one epoch, give the input'
@@ -391,7 +393,7 @@ class BaseInput:
         f' {n} batches each time.'
       )
     if not self.reset_for_eval and n in (None, -1):
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.name} has reset_for_eval=False and eval_loop_num_batches={n!r}:'
         ' an evaluation would not know where to end. Set reset_for_eval=True to'
         ' evaluate on one epoch, or give a number of batches.'
@@ -401,7 +403,7 @@ class BaseInput:
     """Refuses a field that is neither True nor False (nor None)."""
     value = getattr(self, key)
     if not isinstance(value, bool) and not (or_none and value is None):
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.name}.{key} is {value!r}; expected True'
         + (', False or None.' if or_none else ' or False.')
       )
@@ -420,11 +422,11 @@ class BaseInput:
     if repeat is None:
       return not self.reset_for_eval
     if not isinstance(repeat, bool):
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.name}.repeat is {repeat!r}; expected True, False or None.'
       )
     if repeat and self.reset_for_eval:
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.name} has reset_for_eval=True and repeat=True: an evaluation on'
         ' one epoch would never end. Set repeat=False.'
       )

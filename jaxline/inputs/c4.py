@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxline import errors
 from jaxline.inputs import seqio as seqio_input
 from jaxline.inputs import tfdata
 
@@ -84,20 +85,20 @@ def c4_task(
     if files is not None
   }
   if not patterns:
-    raise ValueError('Give train_files, eval_files or both.')
+    raise errors.UsageError('Give train_files, eval_files or both.')
   kinds = {
     _kind_of(path)
     for split, files in patterns.items()
     for path in _find(split, files)
   }
   if len(kinds) > 1:
-    raise ValueError(
+    raise errors.UsageError(
       f'Some files are JSON and some TFRecord: {patterns}. Give one kind.'
     )
   if isinstance(vocabulary, (str, os.PathLike)):
     path = os.fspath(vocabulary)
     if not tf.io.gfile.exists(path):
-      raise FileNotFoundError(
+      raise errors.MissingFileError(
         f'There is no SentencePiece model {path!r}. Give the path of a .model'
         ' file, or a seqio.Vocabulary.'
       )
@@ -184,7 +185,7 @@ def _find(split: str, patterns: list[str]) -> list[str]:
     found = tf.io.gfile.glob(pattern)
     if not found:
       argument = 'train_files' if split == 'train' else 'eval_files'
-      raise FileNotFoundError(
+      raise errors.MissingFileError(
         f'No file matches {pattern!r}. Download C4, 300 GB of JSON from the'
         ' Hugging Face hub (hf download allenai/c4 --repo-type=dataset'
         " --include='en/*' --local-dir=DIR) or the TFRecords of TensorFlow"

@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxline import errors
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 
@@ -593,7 +594,7 @@ def _find_files(
     if not os.path.isfile(path):
       found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
     if not found:
-      raise FileNotFoundError(
+      raise errors.MissingFileError(
         f'No files found: {path!r} names none. Give the path of an ArrayRecord'
         ' file, a glob, or a list of these.'
       )

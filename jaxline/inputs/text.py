@@ -52,6 +52,7 @@ from typing import Any
 from absl import logging
 import numpy as np
 
+from jaxline import errors
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import token_cache
@@ -132,18 +133,18 @@ def load_corpus(
   """
   is_number = isinstance(eval_fraction, numbers.Real)
   if not is_number or not 0 < eval_fraction < 1:
-    raise ValueError(
+    raise errors.UsageError(
       f'eval_fraction is {eval_fraction}; expected a number between 0 and 1, '
       'both excluded, such as 0.05.'
     )
   if documents not in token_cache.KINDS:
-    raise ValueError(
+    raise errors.UsageError(
       f'documents is {documents!r}; expected one of {token_cache.KINDS}.'
     )
   tokenizer = tokenization.load_tokenizer(tokenizer)
   sources = _find(files, cache_dir)
   if len(sources) < 2 and (documents == 'file' or not sources):
-    raise ValueError(
+    raise errors.UsageError(
       f'{files!r} has {len(sources)} files that are not empty; at least 2 are '
       'needed, since whole files are held out for evaluation. Split a single '
       'file into parts (`split -C 100k FILE`), make its lines the documents '
@@ -236,7 +237,7 @@ class TextInput(indexed.IndexedInput):
   def __post_init__(self) -> None:
     super().__post_init__()
     if self.packing not in PACKINGS:
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.name}.packing is {self.packing!r}; expected one of {PACKINGS}.'
       )
     for key in 'length', 'max_batches':
@@ -245,11 +246,11 @@ class TextInput(indexed.IndexedInput):
         continue
       is_integer = isinstance(value, numbers.Integral)
       if not is_integer or isinstance(value, bool) or value < 1:
-        raise ValueError(
+        raise errors.UsageError(
           f'{self.name}.{key} is {value!r}; expected an integer of at least 1.'
         )
     if self.is_training and self.max_batches is not None:
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.name} has is_training=True and max_batches={self.max_batches};'
         ' training sees all of the text. Leave max_batches None.'
       )
@@ -267,21 +268,21 @@ class TextInput(indexed.IndexedInput):
     if isinstance(self.documents, Documents):
       for key in 'files', 'split', 'eval_fraction', 'tokenizer', 'cache_dir':
         if getattr(self, key) is not None:
-          raise ValueError(
+          raise errors.UsageError(
             f'{self.name} has both documents and {key}={getattr(self, key)!r}:'
             ' which files they are of, and what made their tokens, is settled.'
             ' Give one of them.'
           )
       return self.documents
     if self.files is None:
-      raise ValueError(
+      raise errors.UsageError(
         f"{self.name} has nothing to read: give files, such as 'stdlib' or a"
         ' folder, or documents, a split of load_corpus().'
       )
     if self.split is None:
       self.split = 'train' if self.is_training else 'eval'
     if self.split not in token_cache.SPLITS:
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.name}.split is {self.split!r}; expected one of'
         f' {token_cache.SPLITS}, or None to go by is_training.'
       )
@@ -302,14 +303,18 @@ class TextInput(indexed.IndexedInput):
     if self.packing == 'padded':
       num_rows = int(self._row_ends[-1])
       if not num_rows:
-        raise ValueError(f'{self.name}: no document has a token to predict.')
+        raise errors.UsageError(
+          f'{self.name}: no document has a token to predict.'
+        )
       return num_rows
     if not self.is_training:
       if num_tokens < 2:
-        raise ValueError(f'{self.name} has {num_tokens} tokens; expected 2.')
+        raise errors.UsageError(
+          f'{self.name} has {num_tokens} tokens; expected 2.'
+        )
       return -(-(num_tokens - 1) // self.length)
     if num_tokens < self.length:
-      raise ValueError(
+      raise errors.UsageError(
         f'The text to train on has {num_tokens} tokens, fewer than one window'
         f' of length={self.length}. Give more text or a smaller length.'
       )
@@ -564,7 +569,7 @@ def _match(entry: str) -> tuple[str, list[str], bool]:
     paths = glob.glob(pattern, recursive=True)
   paths = [path for path in paths if os.path.isfile(path)]
   if not paths:
-    raise ValueError(
+    raise errors.UsageError(
       f'No files found: looked for {looked_for}. Give "stdlib", a folder, a '
       'glob, or a list of these.'
     )

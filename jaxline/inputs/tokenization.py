@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxline import errors
+
 Text = str | bytes
 
 # Of the tokenizer 'bytes'.
@@ -166,7 +168,7 @@ class _FileTokenizer(Tokenizer):
         f"{e.name}. Install it: pip install -e '.[text]'"
       ) from e
     except Exception as e:  # Both libraries raise what they like.
-      raise ValueError(
+      raise errors.UsageError(
         f'{source} is no {self.KIND} tokenizer: {e}. Expected a SentencePiece '
         "model in a '.model', a tokenizer of Hugging Face's `tokenizers` in a "
         "'.json'."
@@ -220,7 +222,7 @@ class SentencePieceTokenizer(_FileTokenizer):
     ]
     if token in control:
       return library.piece_to_id(token)
-    raise ValueError(
+    raise errors.UsageError(
       _no_document_token(
         self._source, token, 'has neither BOS nor EOS', 'control', control
       )
@@ -266,7 +268,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
       if name in special:
         return special[name]
     known = 'has none of ' + ', '.join(WELL_KNOWN_TOKENS)
-    raise ValueError(
+    raise errors.UsageError(
       _no_document_token(self._source, token, known, 'special', list(special))
     )
 
@@ -305,14 +307,14 @@ def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
     return BYTES
   match = _SPEC.fullmatch(spec)
   if not match:
-    raise ValueError(
+    raise errors.UsageError(
       f"The tokenizer is {spec!r}; expected 'bytes', the path of a "
       "SentencePiece model ('.model') or of a tokenizer of Hugging Face's "
       "`tokenizers` ('.json'), maybe with '#' and the document token behind it."
     )
   path = pathlib.Path(match['path']).expanduser()
   if not path.is_file():
-    raise FileNotFoundError(
+    raise errors.MissingFileError(
       f"The tokenizer is {spec!r}, but there is no file {path}. Give 'bytes', "
       "or the path of a '.model' or a 'tokenizer.json'."
     )

@@ -3,6 +3,7 @@
 Faults are injected by config: see toy_config.py.
 """
 
+import ast
 import functools
 import sys
 import time
@@ -26,9 +27,14 @@ class Failure(Exception):
 
 
 def fault(config, place, step):
-  """Raises where the config says so."""
+  """Fails where the config says so."""
   if config.fault == place and step >= config.fault_step:
     secret_of_frame = f'{place} at {step}'
+    kind, _, code = config.fault_kind.partition(' ')
+    if kind == 'hang':
+      time.sleep(600)
+    if kind == 'exit':
+      sys.exit(ast.literal_eval(code))
     raise Failure(secret_of_frame)
 
 
@@ -36,6 +42,7 @@ class Sharded(sharded.ShardedExperiment):
   """Learns y = 2 x."""
 
   def __init__(self, mode, init_rng, config):
+    fault(config, 'constructor', 0)
     self.config = config
     self.num_batches = 0
     super().__init__(mode, init_rng, sharding='fsdp')

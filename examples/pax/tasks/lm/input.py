@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxline import errors
 from jaxline.inputs import base as inputs
 from jaxline.inputs import c4
 from jaxline.inputs import grain as grain_input
@@ -109,18 +110,20 @@ def c4_input(
     FileNotFoundError: or they are not there.
   """
   if data_dir is None or vocabulary is None:
-    raise ValueError(
+    raise errors.UsageError(
       f'The data is C4, but data_dir is {data_dir!r} and vocabulary'
       f' {vocabulary!r}; expected paths. {_GET_C4}'
     )
   if not pathlib.Path(vocabulary).is_file():
-    raise FileNotFoundError(f'There is no vocabulary {vocabulary!r}. {_GET_C4}')
+    raise errors.MissingFileError(
+      f'There is no vocabulary {vocabulary!r}. {_GET_C4}'
+    )
   check_vocabulary(tokenization.load_tokenizer(vocabulary), vocab_size)
   split = 'train' if is_training else 'validation'
   pattern = f'{glob.escape(data_dir)}/c4-{split}.*'
   files = sorted(glob.glob(pattern))
   if not files:
-    raise FileNotFoundError(f'No file matches {pattern!r}. {_GET_C4}')
+    raise errors.MissingFileError(f'No file matches {pattern!r}. {_GET_C4}')
   rolls: dict[str, Any] = {}
   if not is_training and eval_batches is not None:
     rolls = {'reset_for_eval': False, 'eval_loop_num_batches': eval_batches}

@@ -17,6 +17,7 @@ import zlib
 
 import numpy as np
 
+from jaxline import errors
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 
@@ -233,7 +234,7 @@ class ArrayFolderInput(_Images):
       for kind, of_kind in paths.items()
     }
     if not paths['images'] or names['images'] != names['labels']:
-      raise FileNotFoundError(
+      raise errors.MissingFileError(
         f'{self.name} looked for images-*.npy and labels-*.npy in {folder} and'
         f' found {len(paths["images"])} and {len(paths["labels"])} of them;'
         ' expected at least one pair, and for each file of images one of labels'
