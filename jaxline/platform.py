@@ -249,7 +249,7 @@ def _exits() -> Iterator[None]:
   try:
     yield
   except preemption.Preempted as e:
-    text = _with_notes(e).replace('\n', '\n[jaxline] ')
+    text = _with_notes(e, '\n[jaxline] ')
     print(f'[jaxline] {text}', file=sys.stderr, flush=True)
     raise
   except _Exit:
@@ -508,8 +508,8 @@ def _decode(
     decode.decode(experiment_class, config, checkpointer)
 
 
-def _with_notes(error: BaseException) -> str:
-  return '\n'.join([str(error), *getattr(error, '__notes__', [])])
+def _with_notes(error: BaseException, separator: str = ' ') -> str:
+  return separator.join([str(error), *getattr(error, '__notes__', [])])
 
 
 def _take_programs(

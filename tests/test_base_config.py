@@ -1,6 +1,7 @@
 """What a config may hold, and that what is wrong is said by name."""
 
 import dataclasses
+import math
 from unittest import mock
 
 from ml_collections import config_dict
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxline import base_config
+from jaxline import errors
 
 
 def make(**values):
@@ -167,6 +169,23 @@ def with_value(key, value):
     ('compiled_program', 4, 'name of a directory'),
     ('distributed', 'on', "('auto', 'off')"),
     ('distributed', None, "('auto', 'off')"),
+    ('training_steps', math.inf, 'a number'),
+    ('training_steps', math.nan, 'a number'),
+    ('save_checkpoint_interval', math.inf, 'a number'),
+    ('log_tensors_interval', math.nan, 'a number'),
+    ('log_train_data_interval', -math.inf, 'a number'),
+    ('eval_interval', math.inf, 'a number'),
+    ('watchdog_secs', math.inf, 'a positive number'),
+    ('watchdog_secs', math.nan, 'a positive number'),
+    ('infeed_stall_secs', math.inf, 'a positive number'),
+    ('keep_checkpoint_every_hours', math.inf, 'a positive number'),
+    ('periodic_action_growth_ratios', [1, math.inf], 'positive numbers'),
+    ('max_checkpoints_to_keep', True, 'an integer'),
+    ('max_nonfinite_steps', math.inf, 'an integer'),
+    ('infeed_buffer_size', math.inf, 'an integer'),
+    ('random_seed', 2**63, 'from -2**63 to 2**63 - 1'),
+    ('random_seed', -(2**63) - 1, 'from -2**63 to 2**63 - 1'),
+    ('random_seed', True, 'an integer'),
   ],
 )
 def test_a_wrong_value_is_refused_by_name(key, value, expected):
@@ -220,6 +239,8 @@ def test_keys_of_decode():
     ('log_tensors_interval', 0),
     ('max_steps_in_flight', 2),
     ('random_seed', np.int32(3)),
+    ('random_seed', 2**63 - 1),
+    ('random_seed', -(2**63)),
     ('best_model_eval_metric', None),
     ('periodic_action_growth_ratios', []),
     ('checkpoint_dir', '/tmp/run'),
@@ -428,3 +449,42 @@ def test_read_refuses_wrong_keys_by_name(config, words):
     base_config.read(Model, config_dict.ConfigDict(config))
   for word in words:
     assert word in str(caught.value), caught.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+  rate: float = 0.5
+  size: int = 1
+
+  def __post_init__(self):
+    base_config.check_numbers(
+      self, {'rate': '(0, 1]', 'size': 'integer [0, inf)'}
+    )
+
+
+@pytest.mark.parametrize(
+  ('key', 'value', 'expected'),
+  [
+    ('rate', 0, r'a number in \(0, 1\]'),
+    ('rate', 1.1, r'a number in \(0, 1\]'),
+    ('rate', math.nan, r'a number in \(0, 1\]'),
+    ('rate', '0.5', r'a number in \(0, 1\]'),
+    ('rate', None, r'a number in \(0, 1\]'),
+    ('size', -1, r'an integer in \[0, inf\)'),
+    ('size', 1.5, r'an integer in \[0, inf\)'),
+    ('size', math.inf, r'an integer in \[0, inf\)'),
+    ('size', True, r'an integer in \[0, inf\)'),
+  ],
+)
+def test_values_that_a_dataclass_refuses_are_the_users_error(
+  key, value, expected
+):
+  with pytest.raises(
+    errors.UsageError, match=rf'^Checked: {key} is .*{expected}\.$'
+  ):
+    base_config.read(Checked, {key: value})
+
+
+def test_values_at_the_ends_of_an_interval():
+  for config in ({'rate': 1}, {'rate': 1e-9}, {'size': 0}, {'size': 10**30}):
+    base_config.read(Checked, config)

@@ -6,6 +6,7 @@ import pathlib
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -905,3 +906,80 @@ def test_tensorboard_logger_writes_images(tmp_path):
   logger.write_scalars(3, {'a': 1.0})
   logger.close()
   assert records(tmp_path, 'eval', 'a') == {3: 1.0}
+
+
+# Signals from the first line of `main` on.
+
+
+def start_up(tmp_path, config=CONFIG):
+  """Starts a long run, which says on stdout when `main` begins."""
+  program = f"""
+import sys
+sys.path.insert(0, {str(TOY.parent)!r})
+import toy
+from jaxline import platform
+print('main', flush=True)
+platform.main(toy.PerDevice, sys.argv[1:])
+"""
+  return subprocess.Popen(
+    [
+      *(sys.executable, '-c', program, f'--config={config}'),
+      f'--config.checkpoint_dir={tmp_path}/run',
+      '--config.training_steps=100000',
+      '--config.experiment_kwargs.config.step_secs=0.05',
+    ],
+    cwd=ROOT,
+    env=environment(),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+@pytest.mark.parametrize(
+  ('signum', 'code', 'secs'),
+  [
+    (signal.SIGINT, 130, 0.0),
+    (signal.SIGINT, 130, 0.3),
+    (signal.SIGINT, 130, 0.9),
+    (signal.SIGTERM, 75, 0.1),
+  ],
+)
+def test_a_signal_in_the_first_seconds_is_heard(tmp_path, signum, code, secs):
+  with start_up(tmp_path) as process:
+    try:
+      assert process.stdout.readline() == 'main\n'
+      time.sleep(secs)
+      process.send_signal(signum)
+      _, stderr = process.communicate(timeout=60)
+    finally:
+      process.kill()
+  # In the very first instant the signal is Python's: a shell shows 130 or 143.
+  assert process.returncode in (code, -signum), stderr
+  assert 'training loop starting' not in stderr or process.returncode == code
+
+
+@pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM'])
+def test_a_signal_that_python_drops_during_start_up_is_heard(tmp_path, name):
+  # A config is a program: this one is hit in `__del__`, as JAX may be in a
+  # callback of the garbage collector.
+  config = tmp_path / 'config.py'
+  config.write_text(f"""
+import signal
+from tests.programs import toy_config
+
+class Hit:
+  def __del__(self):
+    signal.raise_signal(signal.{name})
+
+def get_config():
+  Hit()
+  return toy_config.get_config()
+""")
+  with start_up(tmp_path, config) as process:
+    try:
+      _, stderr = process.communicate(timeout=60)
+    finally:
+      process.kill()
+  assert process.returncode == (130 if name == 'SIGINT' else 75), stderr
+  assert 'training loop' not in stderr

@@ -346,9 +346,10 @@ def test_a_call_into_c_has_a_grace_where_nothing_is_to_be_saved(
 import ctypes
 mutex = ctypes.create_string_buffer(64)
 lock = ctypes.CDLL(None).pthread_mutex_lock
+import threading
 with preemption.Watch(grace=0.3):
   lock(mutex)
-  say('in C')
+  threading.Timer(0.5, say, ['in C']).start()
   lock(mutex)
 """)
   program.said('in C')

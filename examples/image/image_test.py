@@ -22,6 +22,7 @@ from examples.image import experiment as image_experiment
 from examples.image import input as image_input
 from examples.image import model
 from jaxline import base_config
+from jaxline import errors
 from jaxline import utils
 
 _REPOSITORY = pathlib.Path(__file__).parents[2]
@@ -141,6 +142,29 @@ def test_bottleneck_blocks_start_as_the_identity():
   )
   last = params['res_net/~/group_0/~/block_0/~/batchnorm_2']
   np.testing.assert_array_equal(last['scale'], np.zeros((1, 1, 1, 8)))
+
+
+@pytest.mark.parametrize(
+  ('key', 'value'),
+  [
+    ('peak_learning_rate', -1.0),
+    ('peak_learning_rate', float('inf')),
+    ('momentum', 1.0),
+    ('l2', -1.0),
+    ('warmup_fraction', 1.0),
+    ('train_batch_size', 0),
+    ('eval_batch_size', -1),
+    ('seed', -1),
+    ('model.batch_norm_decay', 1.5),
+    ('model.num_classes', 0),
+  ],
+)
+def test_values_that_no_run_can_mean_are_refused_by_name(key, value):
+  config = _small_config()
+  *section, key = key.split('.')
+  (config[section[0]] if section else config)[key] = value
+  with pytest.raises(errors.UsageError, match=f'{key} is {value}; expected'):
+    image_experiment.Experiment('train', jax.random.PRNGKey(0), config)
 
 
 def test_groups_must_have_one_length():

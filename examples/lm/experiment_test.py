@@ -13,6 +13,7 @@ from configs import lm_long
 from examples import decoding
 from examples.lm import experiment
 from examples.lm import model
+from jaxline import errors
 from jaxline import train
 from jaxline import utils
 from jaxline import writers
@@ -326,6 +327,18 @@ def test_ten_steps_and_ten_after_a_restore_are_twenty(
   [
     ('length', 64, 'length is 64, more than model.max_length 32'),
     ('warmup_fraction', 1.0, 'warmup_fraction is 1.0'),
+    ('clip_norm', 0.0, r'clip_norm is 0.0; expected a number in \(0, inf\)'),
+    ('clip_norm', float('inf'), 'clip_norm is inf'),
+    ('learning_rate', -1.0, r'learning_rate is -1.0; expected a number in \['),
+    ('learning_rate', float('nan'), 'learning_rate is nan'),
+    ('final_learning_rate', -0.1, 'final_learning_rate is -0.1'),
+    ('b1', 1.0, 'b1 is 1.0'),
+    ('b2', -0.1, 'b2 is -0.1'),
+    ('weight_decay', float('inf'), 'weight_decay is inf'),
+    ('eval_fraction', 1.0, 'eval_fraction is 1.0'),
+    ('sample_temperature', -1.0, 'sample_temperature is -1.0'),
+    ('model.dropout', 1.0, 'dropout is 1.0'),
+    ('decode.temperature', float('inf'), 'temperature is inf'),
     ('sample_length', 28, 'sample_length is 28.*makes 33 tokens.*32'),
     ('sample_length', -1, 'sample_length is -1'),
     ('eval_batches', 0, 'eval_batches is 0'),
@@ -333,8 +346,10 @@ def test_ten_steps_and_ten_after_a_restore_are_twenty(
   ],
 )
 def test_wrong_values_are_refused_by_name(config, key, value, said):
-  config.experiment_kwargs.config[key] = value
-  with pytest.raises(ValueError, match=said):
+  *section, key = key.split('.')
+  kwargs = config.experiment_kwargs.config
+  (kwargs[section[0]] if section else kwargs)[key] = value
+  with pytest.raises(errors.UsageError, match=said):
     make(config)
 
 

@@ -13,6 +13,7 @@ from examples.pax import experiment
 from examples.pax import experiment_registry
 from examples.pax.tasks.lm.params import lm_cloud
 from jaxline import base_config
+from jaxline import errors
 from jaxline import partitioning
 from jaxline import sharded
 from jaxline import train
@@ -313,6 +314,17 @@ def test_constants_that_contradict_each_other_are_refused(
   experiment_class = experiment_registry.get(name).reduced()
   with pytest.raises(ValueError, match=said):
     experiment_class.with_constants(constants)(num_devices=1).task()
+
+
+@pytest.mark.parametrize(
+  ('name', 'value'),
+  [('LEARNING_RATE', -1.0), ('CLIP_GRADIENT_NORM', math.inf)],
+)
+def test_constants_that_no_run_can_mean_are_refused(name, value):
+  config = config_lib.get_config('C4Spmd1BAdam4Replicas:reduced')
+  config.experiment_kwargs.config.constants[name] = value
+  with pytest.raises(errors.UsageError, match=f'{name} is {value}; expected'):
+    make(config)
 
 
 def test_too_few_devices_say_that_there_is_a_small_version():
