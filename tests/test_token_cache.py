@@ -1,8 +1,11 @@
 """Tests of the token cache: keys, damage, several builders, bounded memory."""
 
+import errno
 import fcntl
 import gzip
 import hashlib
+import io
+import json
 import os
 import pathlib
 import pickle
@@ -195,7 +198,25 @@ def test_hashes_of_files_just_written_are_not_trusted(files, cache, hashed):
 def test_damaged_hashes_are_made_anew(files, cache, hashed):
   first = text.load_corpus(files, cache_dir=cache)
   (memo,) = (cache / 'hashes').iterdir()
-  for damage in b'', b'{"format": 1', b'[]', b'{"format": 0, "files": {}}':
+  right = memo.read_bytes()
+  sealed = [
+    [],
+    {'/x': 3},
+    {name: known[:-1] for name, known in read(memo)['files'].items()},
+    {name: [*known[:2], []] for name, known in read(memo)['files'].items()},
+  ]
+  for damage in (
+    b'',
+    b'{"format": 1',
+    b'[]',
+    b'{"format": 0, "files": {}}',
+    b'[' * 10**6,
+    # A bit by which files that are not empty would be left out.
+    right.replace(b'false', b'true '),
+    *(
+      token_cache._sealed({'format': 2, 'files': of}).encode() for of in sealed
+    ),
+  ):
     memo.write_bytes(damage)
     hashed.clear()
     assert text.load_corpus(files, cache_dir=cache).sha256 == first.sha256
@@ -259,6 +280,345 @@ def test_a_folder_without_its_description(files, cache, builds, meta):
   assert len(builds) == 2
 
 
+def seal(path, values):
+  """Writes JSON as the cache does: whoever can write can make checksums."""
+  path.write_text(token_cache._sealed(values))
+
+
+def read(path):
+  return token_cache._read_sealed(path, 2**20)
+
+
+def crafted(folder, name, data):
+  """Replaces a file of the cache, and its checksums in the metadata."""
+  (folder / name).write_bytes(data)
+  meta = read(folder / 'meta.json')
+  with (folder / name).open('rb') as f:
+    meta['files'][name] = token_cache._checksums(f)
+  seal(folder / 'meta.json', meta)
+
+
+def check_made_anew(load, expected, warnings, *words):
+  """Checks that the tokens are right, once they were made anew."""
+  assert digest(load()) == expected
+  (warning,) = warnings
+  for word in ('is damaged', 'is made anew', *words):
+    assert word in warning
+  assert len(warning) < 500
+  assert digest(load()) == expected
+  assert len(warnings) == 1
+
+
+@pytest.mark.parametrize('documents', ['file', 'line'])
+def test_a_flipped_bit_is_noticed(files, cache, warnings, documents):
+  def load():
+    return text.load_corpus(files, documents=documents, cache_dir=cache)
+
+  expected = digest(load())
+  (key,) = keys(cache)
+  names = sorted(p.name for p in (cache / key).iterdir())
+  assert len(names) == (7 if documents == 'file' else 11)
+  for name in names:
+    path = cache / key / name
+    stat = path.stat()
+    data = bytearray(path.read_bytes())
+    data[len(data) * 2 // 3] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    check_made_anew(load, expected, warnings, name)
+    warnings.clear()
+
+
+def test_which_part_of_a_large_file_is_damaged(
+  files, cache, warnings, monkeypatch
+):
+  monkeypatch.setattr(token_cache, '_BLOCK_BYTES', 1000)
+  monkeypatch.setattr(token_cache, '_BATCH_BYTES', 300)
+
+  def load():
+    return text.load_corpus(files, cache_dir=cache)
+
+  expected = digest(load())
+  (path,) = cache.glob('*/train.tokens.bin')
+  with path.open('r+b') as f:
+    f.seek(3456)
+    f.write(b'\7')
+  check_made_anew(
+    load,
+    expected,
+    warnings,
+    'train.tokens.bin is not as it was written: its CRC-32 differs from byte'
+    ' 3000 on',
+  )
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    {'dtype': '|O'},
+    {'dtype': '<u4'},
+    {'dtype': '<f2'},
+    {'dtype': '<u2,<u2'},
+    {'dtype': ['<u2', [2**40]]},
+    {'dtype': None},
+    {'format': 3},
+    {'format': None},
+    {'kind': '../../etc'},
+    {'tokenizer': '\x1b[2J' * 999},
+    {'corpus_sha256': ''},
+    {'files': None},
+    {'files': {'../../etc/passwd': [1, 0]}},
+    {'splits': []},
+    {'splits': {'train': {'num_bytes': 1, 'sha256': ''}}},
+    {'num_bytes': 0},
+    {'num_bytes': 1.5},
+    {'num_bytes': True},
+    {'sha256': '\x1b[2J'},
+    {'tokens': None},
+    {'sums': [-1]},
+    {'sums': [10**30, 0]},
+    {'sums': ['x', {}]},
+    {'sums': []},
+    {'sums': [1.5, 0]},
+    {'sums': [True, 0]},
+  ],
+)
+def test_crafted_metadata_is_refused(files, cache, warnings, change):
+  def load():
+    return text.load_corpus(files, cache_dir=cache)
+
+  expected = digest(load())
+  (key,) = keys(cache)
+  meta = read(cache / key / 'meta.json')
+  if change.keys() & {'num_bytes', 'sha256', 'tokens'}:
+    meta['splits']['train'].update(change)
+  elif 'sums' in change:
+    meta['files']['train.tokens.bin'] = change['sums']
+  else:
+    meta.update(change)
+  seal(cache / key / 'meta.json', meta)
+  check_made_anew(load, expected, warnings)
+  assert '\x1b' not in warnings[0]
+
+
+@pytest.mark.parametrize('name', ['meta.json', 'train.files.json'])
+@pytest.mark.parametrize(
+  'data',
+  [
+    b'[' * 10**6,
+    b'{"a":' * 10**6,
+    *(b'{"dtype": %s%s}' % (b'[' * n, b']' * n) for n in (500, 900, 5000)),
+    b'"\xff"',
+    b'9' * 5000,
+    b'null',
+  ],
+  ids=range(8),
+)
+def test_crafted_json_is_refused(files, cache, warnings, name, data):
+  def load():
+    return text.load_corpus(files, cache_dir=cache)
+
+  expected = digest(load())
+  (key,) = keys(cache)
+  if name == 'meta.json':
+    (cache / key / name).write_bytes(data)
+  else:
+    crafted(cache / key, name, data)
+  check_made_anew(load, expected, warnings, name)
+
+
+def npy(array, **fields):
+  """Returns what NumPy writes, or claims to."""
+  header = {'descr': '<i8', 'fortran_order': False, 'shape': array.shape}
+  out = io.BytesIO()
+  np.lib.format.write_array_header_1_0(out, {**header, **fields})
+  return out.getvalue() + array.tobytes()
+
+
+STARTS = np.arange(0, 90, 10)
+
+
+@pytest.mark.parametrize(
+  ('name', 'data'),
+  [
+    ('starts.npy', npy(STARTS - 1)),
+    ('starts.npy', npy(STARTS + 1)),
+    ('starts.npy', npy(STARTS[::-1])),
+    ('starts.npy', npy(STARTS * 0)),
+    ('starts.npy', npy(STARTS * 2**50)),
+    ('starts.npy', npy(STARTS[:3])),
+    ('starts.npy', npy(STARTS[:0])),
+    ('starts.npy', npy(STARTS, descr='|O')),
+    ('starts.npy', npy(STARTS, descr='<f8')),
+    ('starts.npy', npy(STARTS, shape=(10**17,))),
+    ('starts.npy', npy(STARTS, shape=(3, 3))),
+    ('starts.npy', npy(STARTS)[:-4]),
+    ('starts.npy', b'\x80\x04N.'),
+    ('starts.npy', b'PK\x03\x04'),
+    ('starts.npy', b''),
+    ('first.npy', npy(STARTS)),
+    ('first.npy', npy(np.arange(3))),
+    ('lines.npy', npy(STARTS)),
+    ('lines.npy', npy(STARTS[:0])),
+    ('tokens.bin', b''),
+    ('tokens.bin', b'123'),
+    ('tokens.bin', b'12'),
+    ('files.json', b'[]'),
+    ('files.json', b'["/etc/passwd"]'),
+    ('files.json', b'["\\u001b[2J"]'),
+    ('files.json', b'[1, 2]'),
+    ('files.json', b'{"0.txt": 1}'),
+  ],
+)
+def test_crafted_arrays_are_refused(files, cache, warnings, name, data):
+  def load():
+    return text.load_corpus(files, documents='line', cache_dir=cache)
+
+  expected = digest(load())
+  (key,) = keys(cache)
+  crafted(cache / key, f'train.{name}', data)
+  check_made_anew(load, expected, warnings, 'train')
+
+
+@pytest.mark.parametrize('what', ['link', 'fifo', 'folder', 'zero'])
+def test_only_regular_files_are_read(files, cache, tmp_path, warnings, what):
+  """A link leads out of the cache, a FIFO makes its reader wait for ever."""
+
+  def load():
+    return text.load_corpus(files, cache_dir=cache)
+
+  def replace(path):
+    if path.is_dir():
+      path.rename(tmp_path / 'outside')
+    else:
+      path.rename(tmp_path / 'outside' / path.name)
+    if what == 'link':
+      path.symlink_to(tmp_path / 'outside' / path.name)
+    elif what == 'fifo':
+      os.mkfifo(path)
+    elif what == 'zero':
+      path.symlink_to('/dev/zero')
+    else:
+      path.mkdir()
+
+  (tmp_path / 'outside').mkdir()
+  expected = digest(load())
+  (key,) = keys(cache)
+  for name in ('meta.json', 'train.tokens.bin', 'eval.files.json'):
+    replace(cache / key / name)
+    check_made_anew(load, expected, warnings, f'{name} is not a regular file')
+    warnings.clear()
+  # The hashes of files, and the lock.
+  (memo,) = (cache / 'hashes').iterdir()
+  replace(memo)
+  if what == 'folder':
+    assert digest(load()) == expected
+    memo.rmdir()
+    warnings.clear()
+  replace(cache / f'{key}.lock')
+  shutil.rmtree(cache / key)
+  assert digest(load()) == expected
+  assert keys(cache) == [key]
+  assert not warnings
+
+
+@pytest.mark.parametrize('what', ['link', 'file'])
+def test_what_is_no_folder_of_tokens_is_replaced(
+  files, cache, tmp_path, warnings, what
+):
+  def load():
+    return text.load_corpus(files, cache_dir=cache)
+
+  expected = digest(load())
+  (key,) = keys(cache)
+  outside = (cache / key).rename(tmp_path / 'outside')
+  before = {p: p.stat().st_mtime_ns for p in outside.iterdir()}
+  if what == 'link':
+    (cache / key).symlink_to(outside)
+  else:
+    (cache / key).touch()
+  check_made_anew(load, expected, warnings, 'expected a folder')
+  assert not (cache / key).is_symlink()
+  assert {p: p.stat().st_mtime_ns for p in outside.iterdir()} == before
+  assert not list(cache.glob('*.tmp'))
+
+
+def test_a_cache_without_checksums_is_made_anew(
+  files, cache, builds, warnings, monkeypatch
+):
+  said = []
+  monkeypatch.setattr(
+    logging, 'info', lambda message, *args: said.append(message % args)
+  )
+  expected = digest(text.load_corpus(files, cache_dir=cache))
+  (key,) = keys(cache)
+  meta = read(cache / key / 'meta.json')
+  meta |= {'format': 1, 'dtype': '|O'}
+  del meta['files']
+  names = [p.name for p in (cache / key).iterdir() if p.name != 'meta.json']
+  meta['sizes'] = {n: (cache / key / n).stat().st_size for n in names}
+  (cache / key / 'meta.json').write_text(json.dumps(meta))
+  said.clear()
+  assert digest(text.load_corpus(files, cache_dir=cache)) == expected
+  assert len(builds) == 2
+  assert not warnings
+  assert sum('earlier version, without checksums' in line for line in said) == 1
+  text.load_corpus(files, cache_dir=cache)
+  assert len(builds) == 2
+  assert keys(cache) == [key]
+
+
+def test_checksums_are_compared_once_in_each_process(files, cache, monkeypatch):
+  corpus = text.load_corpus(files, cache_dir=cache)
+  seen = []
+  real = token_cache._checksums
+  monkeypatch.setattr(
+    token_cache, '_checksums', lambda f: seen.append(f) or real(f)
+  )
+  text.load_corpus(files, cache_dir=cache)
+  assert not seen
+  token_cache._verified.clear()
+  text.load_corpus(files, cache_dir=cache)
+  assert len(seen) == 6
+  # A worker process is told what its parent has verified.
+  data = pickle.dumps(corpus.train)
+  token_cache._verified.clear()
+  again = pickle.loads(data)
+  assert len(seen) == 6
+  assert isinstance(again.tokens.base, np.memmap)
+  (path,) = cache.glob('*/train.tokens.bin')
+  path.write_bytes(bytes(path.stat().st_size))
+  with pytest.raises(
+    ValueError, match=r'damaged: train\.tokens\.bin is not as'
+  ):
+    pickle.loads(data)
+
+
+def test_an_error_that_may_pass_is_not_damage(
+  files, cache, builds, warnings, monkeypatch
+):
+  expected = digest(text.load_corpus(files, cache_dir=cache))
+  (key,) = keys(cache)
+  before = (cache / key).stat().st_ino
+  real = token_cache._open_regular
+  fails = [True]
+
+  def fail(path):
+    if path.name == 'train.tokens.bin' and fails and fails.pop():
+      raise OSError(errno.EIO, 'Input/output error', str(path))
+    return real(path)
+
+  monkeypatch.setattr(token_cache, '_open_regular', fail)
+  assert digest(text.load_corpus(files, cache_dir=cache)) == expected
+  fails.extend([True] * 2)
+  with pytest.raises(OSError, match='Input/output error') as caught:
+    text.load_corpus(files, cache_dir=cache)
+  assert f'rm -r {cache / key}' in caught.value.__notes__[0]
+  assert (cache / key).stat().st_ino == before
+  assert len(builds) == 1
+  assert not warnings
+
+
 def test_worker_processes_say_when_the_cache_is_gone(files, cache):
   corpus = text.load_corpus(files, cache_dir=cache)
   data = pickle.dumps(corpus.train)
@@ -305,6 +665,75 @@ def test_a_cache_may_be_read_only(files, cache, builds, warnings, monkeypatch):
     monkeypatch.setattr(pathlib.Path, name, refuse)
   assert digest(text.load_corpus(files, cache_dir=cache)) == expected
   assert len(builds) == 1
+  assert not warnings
+
+
+# The default folder, which belongs to one user.
+
+
+@pytest.fixture
+def default(tmp_path, monkeypatch):
+  """The default folder of the cache, not yet made."""
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'xdg'))
+  return tmp_path / 'xdg' / 'jaxline' / 'tokens'
+
+
+def give_away(path, monkeypatch):
+  """Makes a file or folder that of another user."""
+  if os.geteuid() == 0:
+    os.chown(path, 12345, -1, follow_symlinks=False)
+  else:
+    monkeypatch.setattr(os, 'geteuid', lambda: path.stat().st_uid + 1)
+
+
+def test_the_default_folder_is_for_one_user(files, default):
+  text.load_corpus(files)
+  for folder in default, default.parent:
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize('what', ['owner', 'parent', 'link', 'mode'])
+def test_a_default_folder_of_another_user(
+  files, default, builds, warnings, monkeypatch, what
+):
+  """Its tokens could be anything, and a link in it leads anywhere."""
+  expected = digest(text.load_corpus(files))
+  if what == 'mode':
+    default.chmod(0o777)
+    reason = f'everybody can write to {default}'
+  else:
+    theirs = default
+    if what == 'parent':
+      theirs = default.parent
+    elif what == 'link':
+      default.rename(default.with_name('elsewhere'))
+      default.symlink_to('elsewhere')
+    give_away(theirs, monkeypatch)
+    reason = f'{theirs} belongs to user'
+  before = sorted(default.parent.rglob('*'))
+  (files / 'new.txt').write_bytes(b'new')
+  changed = text.load_corpus(files)
+  (files / 'new.txt').unlink()
+  assert digest(text.load_corpus(files)) == expected
+  assert changed.train.num_files + changed.eval.num_files == 11
+  assert len(builds) == 3
+  assert sorted(default.parent.rglob('*')) == before
+  assert any(reason in w and 'at each start' in w for w in warnings)
+  # A folder that was named is the user's choice.
+  warnings.clear()
+  assert digest(text.load_corpus(files, cache_dir=default)) == expected
+  assert len(builds) == 3
+  assert not warnings
+
+
+def test_an_own_link_is_followed(files, default, builds, warnings, tmp_path):
+  """A home with little space has its cache elsewhere."""
+  (tmp_path / 'large').mkdir()
+  default.parent.parent.mkdir()
+  default.parent.symlink_to(tmp_path / 'large')
+  text.load_corpus(files)
+  text.load_corpus(files)
+  assert len(keys(tmp_path / 'large' / 'tokens')) == len(builds) == 1
   assert not warnings
 
 

@@ -10,7 +10,7 @@ that). Any part of the cache may be deleted when no run uses it.
 
   <cache_dir>/hashes/<folder>.json   hashes of files, by size and time
   <cache_dir>/<key>/
-    meta.json                        what it is; the size of each file
+    meta.json                        what it is; size and checksums of each file
     train.tokens.bin, eval...        uint16 or uint32 [N]
     train.starts.npy, eval...        of each document in the tokens, int64 [D]
     train.files.json, eval...        names of the files that have documents
@@ -19,13 +19,25 @@ that). Any part of the cache may be deleted when no run uses it.
 
 The last two are there where a document is a line.
 
+Nothing in a cache is believed. `meta.json` must say what the caller asks for,
+with its own checksum; every other file must be a regular file of the size and
+the CRC-32 of each block in `meta.json`, and its numbers must be in range. What
+differs is made anew from the text, with a warning.
+
 Shapes: N tokens of a split, D documents, F files.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+  Callable,
+  Iterable,
+  Iterator,
+  Mapping,
+  Sequence,
+  Set,
+)
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -39,9 +51,12 @@ import itertools
 import json
 import os
 import pathlib
+import re
+import reprlib
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -60,8 +75,33 @@ SPLITS: tuple[Split, Split] = ('train', 'eval')
 # What a document can be.
 KINDS = ('file', 'line', 'jsonl')
 
-_FORMAT = 1
+# Part of the key: another number would be another folder for the same tokens.
+_KEY_FORMAT = 1
+# Of the files. Format 1 had no checksums.
+_FORMAT = 2
 _META = 'meta.json'
+# What the metadata must say, word for word.
+_DESCRIPTION = (
+  'format',
+  'tokenizer',
+  'kind',
+  'eval_fraction',
+  'corpus_sha256',
+  'dtype',
+)
+# A block of a file has a checksum of its own, so that threads share a file.
+_BLOCK_BYTES = 2**26
+_MAX_META_BYTES = 2**26
+_MAX_HASHES_BYTES = 2**30
+# How NumPy begins a file of int64 [N]. Any other header is refused unread.
+_HEADER = re.compile(
+  rb"\x93NUMPY\x01\x00..\{'descr': '<i8', 'fortran_order': False,"
+  rb" 'shape': \((\d{1,18}),\), \} *\n",
+  re.DOTALL,
+)
+_SHA256 = re.compile('[0-9a-f]{64}')
+# Follows no link, and does not wait for the other end of a FIFO.
+_NO_SURPRISE = os.O_NOFOLLOW | os.O_NONBLOCK
 # Git looks at as many bytes to tell a binary file from a text.
 _BINARY_PROBE_BYTES = 8000
 # A file that was written just before it was hashed may be written again within
@@ -161,10 +201,8 @@ class Documents:
   num_files: int
   num_bytes: int
   tokenizer: tokenization.Tokenizer = tokenization.BYTES
-  # Where the arrays are mapped from.
-  _origin: tuple[str, Split] | None = dataclasses.field(
-    default=None, repr=False
-  )
+  # What `_reopen` needs, but for the tokenizer.
+  _origin: tuple[Any, ...] | None = dataclasses.field(default=None, repr=False)
 
   @property
   def num_documents(self) -> int:
@@ -186,7 +224,8 @@ class Documents:
     )
 
   def __reduce__(self) -> Any:
-    # Pickled, maps would be copied whole; a worker maps the files itself.
+    # Pickled, maps would be copied whole; a worker maps the files itself, and
+    # need not verify them again.
     if self._origin:
       return _reopen, (*self._origin, self.tokenizer)
     fields = dataclasses.fields(self)
@@ -202,6 +241,43 @@ def default_cache_dir() -> str:
 def _root(cache_dir: Path | None) -> pathlib.Path:
   path = pathlib.Path(cache_dir or default_cache_dir())
   return path.expanduser().absolute()
+
+
+def _make_root(cache_dir: Path | None) -> pathlib.Path:
+  """Makes the folder of the cache; the default one for this user alone."""
+  root = _root(cache_dir)
+  if cache_dir:
+    root.mkdir(parents=True, exist_ok=True)
+  else:
+    root.parent.parent.mkdir(parents=True, exist_ok=True)
+    root.parent.mkdir(mode=0o700, exist_ok=True)
+    root.mkdir(mode=0o700, exist_ok=True)
+    _check_owner(cache_dir)
+  return root
+
+
+def _check_owner(cache_dir: Path | None) -> None:
+  """Refuses a default folder that another user could have prepared.
+
+  A folder that the user has named is used whoever owns it.
+
+  Raises:
+    PermissionError: it, or a link that leads to it, is another user's, or
+      everybody can write to it.
+  """
+  if cache_dir:
+    return
+  root = _root(cache_dir)
+  for folder in (root.parent, root):
+    try:
+      found = (folder.lstat(), folder.stat())
+    except FileNotFoundError:
+      continue
+    for status in found:
+      if status.st_uid not in (0, os.geteuid()):
+        raise PermissionError(f'{folder} belongs to user {status.st_uid}')
+    if found[1].st_mode & stat.S_IWOTH:
+      raise PermissionError(f'everybody can write to {folder}')
 
 
 def corpus_sha256(sources: Iterable[Source]) -> str:
@@ -241,7 +317,7 @@ def hash_files(
   folder = _root(cache_dir) / 'hashes'
   digest = hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()
   memo_file = folder / f'{digest[:32]}.json'
-  memo = _read_memo(memo_file)
+  memo = _read_memo(memo_file, cache_dir)
   news: dict[str, list[Any]] = {}
 
   def look(item: tuple[str, str]) -> Source:
@@ -261,23 +337,39 @@ def hash_files(
     sources = list(pool.map(look, paths.items()))
   if news:
     # What another process has found meanwhile is kept.
-    memo = _read_memo(memo_file) | news
+    memo = _read_memo(memo_file, cache_dir) | news
     try:
-      folder.mkdir(parents=True, exist_ok=True)
+      _make_root(cache_dir)
+      folder.mkdir(exist_ok=True)
       part = folder / f'{memo_file.name}.{secrets.token_hex(8)}.part'
-      part.write_text(json.dumps({'format': _FORMAT, 'files': memo}))
+      part.write_text(_sealed({'format': _FORMAT, 'files': memo}))
       part.replace(memo_file)
     except OSError as e:
       logging.warning('Cannot remember the hashes of files: %s', e)
   return sources
 
 
-def _read_memo(path: pathlib.Path) -> dict[str, list[Any]]:
+def _read_memo(
+  path: pathlib.Path, cache_dir: Path | None
+) -> dict[str, list[Any]]:
   try:
-    memo = json.loads(path.read_bytes())
-    return memo['files'] if memo['format'] == _FORMAT else {}
-  except (OSError, ValueError, KeyError, TypeError):
+    _check_owner(cache_dir)
+    memo = _read_sealed(path, _MAX_HASHES_BYTES)
+    files = memo.get('files')
+  except (OSError, _DamagedError):
     return {}  # All it costs is to hash again.
+  if memo.get('format') != _FORMAT or not isinstance(files, dict):
+    return {}
+  return {name: known for name, known in files.items() if _is_hash(known)}
+
+
+def _is_hash(known: Any) -> bool:
+  """Returns whether it is what `_hash` finds of a file, behind its name."""
+  return (
+    isinstance(known, list)
+    and [type(value) for value in known] == [int, int, str, bool, bool]
+    and _SHA256.fullmatch(known[2]) is not None
+  )
 
 
 def _hash(path: str, name: str) -> Source:
@@ -363,22 +455,44 @@ def load(
   """
   root = _root(cache_dir)
   corpus = corpus_sha256(sources)
-  parts = [_FORMAT, tokenizer.identity, kind, eval_fraction, corpus]
+  parts = [_KEY_FORMAT, tokenizer.identity, kind, eval_fraction, corpus]
   key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
   folder = root / key
   build = _Build(sources, tokenizer, kind, eval_fraction, corpus)
-  if documents := _open(folder, tokenizer):
-    return documents
+  names = {source.name for source in sources}
+  problem: Exception | None = None
   try:
-    root.mkdir(parents=True, exist_ok=True)
+    _check_owner(cache_dir)
+    try:
+      if documents := _open(folder, tokenizer, build.description, names):
+        return documents
+    except (_DamagedError, OSError) as e:
+      problem = e  # Maybe somebody is mending it: the lock tells.
+    _make_root(cache_dir)
     probe = root / f'{key}.{secrets.token_hex(8)}.probe'
     probe.touch()
     probe.unlink()
   except OSError as e:
+    if problem:
+      logging.warning('The tokens in %s are not used: %s', folder, problem)
     return _load_uncached(build, root, e)
   with _lock(root / f'{key}.lock') as is_locked:
-    if documents := _open(folder, tokenizer, complain=True):
-      return documents
+    try:
+      if documents := _open(folder, tokenizer, build.description, names):
+        return documents
+    except _OldFormatError:
+      logging.info(
+        '%s is of an earlier version, without checksums, and is made anew.',
+        folder,
+      )
+    except _DamagedError as e:
+      logging.warning('%s is damaged (%s) and is made anew.', folder, e)
+    except OSError as e:
+      e.add_note(
+        f'The tokens in {folder} cannot be read, which does not mean that they'
+        f' are damaged. To have them made anew: rm -r {folder}'
+      )
+      raise
     if is_locked:
       _remove_leftovers(root, key)
     part = root / f'{key}.{_host()}.{secrets.token_hex(8)}.tmp'
@@ -389,13 +503,16 @@ def load(
     except BaseException:
       shutil.rmtree(part, ignore_errors=True)
       raise
-  documents = _open(folder, tokenizer)
-  if not documents:
-    raise ValueError(
-      f'The tokens in {folder} vanished or were damaged right after they were'
-      ' written. Is something else deleting files there?'
-    )
-  return documents
+  try:
+    if documents := _open(folder, tokenizer, build.description, names):
+      return documents
+    reason = 'it is gone'
+  except _DamagedError as e:
+    reason = str(e)
+  raise ValueError(
+    f'The tokens in {folder} vanished or were damaged right after they were'
+    f' written ({reason}). Is something else deleting files there?'
+  )
 
 
 def _load_uncached(
@@ -404,19 +521,19 @@ def _load_uncached(
   size = sum(s.size for s in build.sources)
   if size > _MAX_UNCACHED_BYTES:
     raise ValueError(
-      f'The folder for tokens, {root}, cannot be written to ({reason}), and the'
+      f'The folder for tokens, {root}, cannot be used ({reason}), and the'
       f' text has {size} bytes, too many to tokenize at each start. Give'
       ' another cache_dir, or set XDG_CACHE_HOME.'
     ) from reason
   logging.warning(
-    'The folder for tokens, %s, cannot be written to (%s): the text is '
+    'The folder for tokens, %s, cannot be used (%s): the text is '
     'tokenized at each start. Give another cache_dir, or set XDG_CACHE_HOME.',
     root,
     reason,
   )
   with tempfile.TemporaryDirectory() as folder:
     build.run(pathlib.Path(folder))
-    documents = _open(pathlib.Path(folder), build.tokenizer)
+    documents = _open(pathlib.Path(folder), build.tokenizer, build.description)
     assert documents
     # What is mapped outlives the names of the files.
     return {
@@ -425,59 +542,311 @@ def _load_uncached(
     }
 
 
+class _DamagedError(ValueError):
+  """A file of the cache is not there, or is not what was written."""
+
+
+class _OldFormatError(_DamagedError):
+  """The cache is of a version that wrote no checksums."""
+
+
 def _open(
   folder: pathlib.Path,
   tokenizer: tokenization.Tokenizer,
-  complain: bool = False,
+  description: Mapping[str, Any],
+  names: Set[str] | None = None,
 ) -> dict[Split, Documents] | None:
-  """Maps what is in a folder; None where it is not there, or not whole."""
+  """Verifies and maps the tokens in a folder.
+
+  Args:
+    folder: of one key.
+    tokenizer: what made them.
+    description: what the metadata must say.
+    names: which files the documents can be of; None for any.
+
+  Returns:
+    The splits; None where there is no such folder.
+
+  Raises:
+    _DamagedError: they are not as they were written; says which file.
+    OSError: they cannot be read.
+  """
   try:
-    meta = json.loads((folder / _META).read_bytes())
-    for name, size in meta['sizes'].items():
-      actual = (folder / name).stat().st_size
-      if actual != size:
-        raise ValueError(f'{name} has {actual} bytes; expected {size}')
-  except (OSError, ValueError, KeyError, TypeError) as e:
-    if complain and folder.exists():
-      logging.warning('%s is damaged (%s) and is made anew.', folder, e)
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+      raise _DamagedError('it is a link or a file; expected a folder')
+  except FileNotFoundError:
     return None
-  return {split: _map(folder, split, meta, tokenizer) for split in SPLITS}
+  meta = _read_meta(folder, description)
+  return {
+    split: _map(folder, split, meta, tokenizer, names) for split in SPLITS
+  }
+
+
+def _read_meta(
+  folder: pathlib.Path, description: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns the metadata, each entry of it of the right type."""
+  meta = _read_sealed(folder / _META, _MAX_META_BYTES)
+  if meta.get('format') == 1:
+    raise _OldFormatError('it has no checksums')
+  for key, expected in description.items():
+    if meta.get(key) != expected:
+      raise _DamagedError(
+        f'{_META} has {key}={reprlib.repr(meta.get(key))}; expected'
+        f' {expected!r}'
+      )
+  splits, files = meta.get('splits'), meta.get('files')
+  for split in SPLITS:
+    about = splits.get(split) if isinstance(splits, dict) else None
+    if (
+      not isinstance(about, dict)
+      or about.keys() != {'sha256', 'num_bytes'}
+      or not isinstance(about['sha256'], str)
+      or not _SHA256.fullmatch(about['sha256'])
+      or type(about['num_bytes']) is not int
+      or about['num_bytes'] < 1
+    ):
+      raise _DamagedError(f'{_META} does not describe the split {split!r}')
+    for name in _file_names(split, meta['kind']):
+      sums = files.get(name) if isinstance(files, dict) else None
+      if not (
+        isinstance(sums, list)
+        and sums
+        and all(type(x) is int and 0 <= x < 2**63 for x in sums)
+      ):
+        raise _DamagedError(f'{_META} has no checksums of {name}')
+  return meta
+
+
+def _file_names(split: Split, kind: str) -> list[str]:
+  lines = [] if kind == 'file' else ['first.npy', 'lines.npy']
+  names = ['tokens.bin', 'starts.npy', 'files.json', *lines]
+  return [f'{split}.{name}' for name in names]
 
 
 def _map(
   folder: pathlib.Path,
   split: Split,
-  meta: dict[str, Any],
+  meta: Mapping[str, Any],
   tokenizer: tokenization.Tokenizer,
+  names: Set[str] | None,
 ) -> Documents:
-  def array(name: str) -> np.ndarray:
-    return _plain(np.load(folder / f'{split}.{name}.npy', mmap_mode='r'))
+  """Maps a split, with metadata of `_read_meta`."""
 
-  files = json.loads((folder / f'{split}.files.json').read_bytes())
+  def damaged(name: str, problem: str) -> _DamagedError:
+    return _DamagedError(f'{split}.{name} {problem}')
+
+  sums: dict[str, list[int]] = {}
+  verified_files: dict[_Identity, list[int]] = {}
+
+  def verified(name: str) -> BinaryIO:
+    name = f'{split}.{name}'
+    file = _open_regular(folder / name)
+    try:
+      sums[name] = meta['files'][name]
+      verified_files[_verify(file, name, sums[name])] = sums[name]
+    except BaseException:
+      file.close()
+      raise
+    return file
+
+  def rising(name: str, stop: int) -> np.ndarray:
+    """Returns places, each behind the one before, from 0 and below `stop`."""
+    places = integers(name)
+    is_right = len(places) > 0 and places[0] == 0 and places[-1] < stop
+    # In parts, so that no more memory is needed for more of them.
+    step = max(1, _BATCH_BYTES // 8)
+    for start in range(0, len(places) if is_right else 0, step):
+      part = places[start : start + step + 1]
+      is_right &= bool((part[1:] > part[:-1]).all())
+    if not is_right:
+      raise damaged(name, f'does not rise from 0 to less than {stop}')
+    return places
+
+  def integers(name: str) -> np.ndarray:
+    with verified(name) as f:
+      size = os.fstat(f.fileno()).st_size
+      header = _HEADER.match(f.read(2**10))
+      if not header or size != header.end() + 8 * int(header[1]):
+        raise damaged(name, 'is not a NumPy file of one row of int64')
+      if not int(header[1]):
+        return np.zeros(0, '<i8')
+      shape = int(header[1])
+      return _plain(np.memmap(f, '<i8', 'r', header.end(), shape))
+
+  dtype = np.dtype(meta['dtype'])
+  with verified('tokens.bin') as f:
+    size = os.fstat(f.fileno()).st_size
+    if not size or size % dtype.itemsize:
+      raise damaged('tokens.bin', f'has {size} bytes, no tokens of {dtype}')
+    tokens = _plain(np.memmap(f, dtype, 'r'))
+  starts = rising('starts.npy', len(tokens))
+  with verified('files.json') as f:
+    files = _parse(f.read(), f'{split}.files.json')
+  if not isinstance(files, list) or not all(isinstance(x, str) for x in files):
+    raise damaged('files.json', 'is not a list of names')
+  if names is not None and not set(files) <= names:
+    raise damaged('files.json', 'names files that are not in the corpus')
+  of_documents: Sequence[str] = tuple(files)
+  if meta['kind'] != 'file':
+    first = rising('first.npy', len(starts))
+    if len(first) != len(files):
+      raise damaged('first.npy', f'has {len(first)} of {len(files)} files')
+    of_documents = LineNames(files, first, integers('lines.npy'))
+  if len(of_documents) != len(starts):
+    raise _DamagedError(
+      f'{split} has {len(of_documents)} names of {len(starts)} documents'
+    )
   return Documents(
-    names=(
-      tuple(files)
-      if meta['kind'] == 'file'
-      else LineNames(files, array('first'), array('lines'))
-    ),
-    tokens=_plain(
-      np.memmap(folder / f'{split}.tokens.bin', meta['dtype'], 'r')
-    ),
-    starts=array('starts'),
+    names=of_documents,
+    tokens=tokens,
+    starts=starts,
     num_files=len(files),
     tokenizer=tokenizer,
-    _origin=(str(folder), split),
+    # Of the metadata, what is about this split.
+    _origin=(
+      str(folder),
+      split,
+      {
+        'kind': meta['kind'],
+        'dtype': meta['dtype'],
+        'splits': {split: meta['splits'][split]},
+        'files': sums,
+      },
+      verified_files,
+    ),
     **meta['splits'][split],
   )
 
 
 def _reopen(
-  folder: str, split: Split, tokenizer: tokenization.Tokenizer
+  folder: str,
+  split: Split,
+  meta: dict[str, Any],
+  verified: dict[_Identity, list[int]],
+  tokenizer: tokenization.Tokenizer,
 ) -> Documents:
-  documents = _open(pathlib.Path(folder), tokenizer)
-  if not documents:
-    raise ValueError(f'The tokens in {folder} are gone or damaged.')
-  return documents[split]
+  _verified.update(verified)
+  try:
+    return _map(pathlib.Path(folder), split, meta, tokenizer, None)
+  except (_DamagedError, OSError) as e:
+    raise ValueError(
+      f'The tokens in {folder} are gone or damaged: {e}. Start again: they are'
+      ' made anew from the text.'
+    ) from e
+
+
+# Checksums.
+
+# A file is the same one as long as all of these are: device, inode, size, and
+# the times of its content and of its status.
+_Identity = tuple[int, int, int, int, int]
+# The checksums of files that were compared by this process, or its parent.
+_verified: dict[_Identity, list[int]] = {}
+
+
+def _checksums(file: BinaryIO) -> list[int]:
+  """Returns the size of a file, and the CRC-32 of each block."""
+  descriptor = file.fileno()
+  size = os.fstat(descriptor).st_size
+
+  def sum_of(start: int) -> int:
+    total, end = 0, min(start + _BLOCK_BYTES, size)
+    while start < end:
+      data = os.pread(descriptor, min(_BATCH_BYTES, end - start), start)
+      if not data:
+        break
+      total = zlib.crc32(data, total)
+      start += len(data)
+    return total
+
+  with _pool() as pool:
+    return [size, *pool.map(sum_of, range(0, size, _BLOCK_BYTES))]
+
+
+def _verify(file: BinaryIO, name: str, expected: list[int]) -> _Identity:
+  """Compares a file with its checksums, once in each process."""
+  status = os.fstat(file.fileno())
+  identity = (
+    status.st_dev,
+    status.st_ino,
+    status.st_size,
+    status.st_mtime_ns,
+    status.st_ctime_ns,
+  )
+  if _verified.get(identity) == expected:
+    return identity
+  if expected[0] != status.st_size:
+    raise _DamagedError(
+      f'{name} has {status.st_size} bytes; expected {expected[0]}'
+    )
+  start = time.monotonic()
+  found = _checksums(file)
+  if (seconds := time.monotonic() - start) > 1:
+    logging.info('Verified %s, %d bytes, in %.1f s.', name, found[0], seconds)
+  if found != expected:
+    same = itertools.takewhile(
+      lambda i: expected[i : i + 1] == [found[i]], range(len(found))
+    )
+    block = len(list(same)) - 1
+    raise _DamagedError(
+      f'{name} is not as it was written: its CRC-32 differs from byte'
+      f' {block * _BLOCK_BYTES} on'
+    )
+  _verified[identity] = found
+  return identity
+
+
+def _open_regular(path: pathlib.Path) -> BinaryIO:
+  """Opens a file of the cache; neither follows a link nor waits for a FIFO."""
+  try:
+    descriptor = os.open(path, os.O_RDONLY | _NO_SURPRISE)
+  except OSError as e:
+    if e.errno in (errno.ELOOP, errno.ENXIO):
+      raise _DamagedError(f'{path.name} is not a regular file') from e
+    if e.errno in (errno.ENOENT, errno.ENOTDIR):
+      raise _DamagedError(f'{path.name}: {e.strerror}') from e
+    raise
+  if stat.S_ISREG(os.fstat(descriptor).st_mode):
+    return os.fdopen(descriptor, 'rb')
+  os.close(descriptor)
+  raise _DamagedError(f'{path.name} is not a regular file')
+
+
+def _sealed(values: dict[str, Any]) -> str:
+  """Returns JSON with a checksum of itself, for `_read_sealed`."""
+  return json.dumps({**values, 'crc32': _crc_of(values)}, indent=1)
+
+
+def _crc_of(values: dict[str, Any]) -> int:
+  return zlib.crc32(json.dumps(values, sort_keys=True).encode())
+
+
+def _read_sealed(path: pathlib.Path, max_bytes: int) -> dict[str, Any]:
+  """Returns what `_sealed` was given; of format 1, what is there."""
+  with _open_regular(path) as f:
+    if os.fstat(f.fileno()).st_size > max_bytes:
+      raise _DamagedError(f'{path.name} has more than {max_bytes} bytes')
+    values = _parse(f.read(), path.name)
+  if not isinstance(values, dict):
+    raise _DamagedError(f'{path.name} is not a JSON object')
+  crc = values.pop('crc32', None)
+  try:
+    is_right = values.get('format') == 1 or crc == _crc_of(values)
+  except RecursionError:
+    is_right = False
+  if is_right:
+    return values
+  raise _DamagedError(
+    f'{path.name} is not as it was written: its CRC-32 differs'
+  )
+
+
+def _parse(data: bytes, name: str) -> Any:
+  try:
+    return json.loads(data)
+  except (ValueError, RecursionError) as e:
+    raise _DamagedError(f'{name} is not JSON ({e})') from e
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
@@ -489,24 +858,29 @@ def _publish(
   part: pathlib.Path, folder: pathlib.Path, tokenizer: tokenization.Tokenizer
 ) -> None:
   """Gives a complete folder its name, once it is safe on the disk."""
+  meta = _read_sealed(part / _META, _MAX_META_BYTES)
+  description = {key: meta[key] for key in _DESCRIPTION}
   for path in [*part.iterdir(), part]:
     _sync(path)
   while True:
     try:
       part.rename(folder)
     except OSError as e:
-      if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+      if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
         raise
     else:
       _sync(folder.parent)
       return
-    if _open(folder, tokenizer):
-      # Another host, whose file system does not share locks, was faster.
-      shutil.rmtree(part)
-      return
+    with contextlib.suppress(_DamagedError):
+      if _open(folder, tokenizer, description):
+        # Another host, whose file system does not share locks, was faster.
+        shutil.rmtree(part)
+        return
     damaged = part.with_name(f'{part.name.removesuffix(".tmp")}.old.tmp')
     with contextlib.suppress(FileNotFoundError):
       folder.rename(damaged)
+    with contextlib.suppress(OSError):
+      damaged.unlink()  # A link, or a file.
     shutil.rmtree(damaged, ignore_errors=True)
 
 
@@ -524,18 +898,24 @@ def _lock(path: pathlib.Path) -> Iterator[bool]:
 
   The lock of a process that was killed is gone with it.
   """
-  with open(path, 'ab') as f:
+  with contextlib.ExitStack() as stack:
     try:
-      fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      logging.info('Waiting for the process that makes the tokens: %s', path)
-      fcntl.flock(f, fcntl.LOCK_EX)
+      f = stack.enter_context(open(path, 'ab', opener=_open_lock))
+      try:
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        logging.info('Waiting for the process that makes the tokens: %s', path)
+        fcntl.flock(f, fcntl.LOCK_EX)
     except OSError as e:
       # All that is lost is that hosts may do the same work twice.
       logging.info('%s cannot be locked: %s', path, e)
       yield False
       return
     yield True
+
+
+def _open_lock(path: str, flags: int) -> int:
+  return os.open(path, flags | _NO_SURPRISE, 0o666)
 
 
 def _host() -> str:
@@ -579,7 +959,20 @@ class _Build:
     self._kind = kind
     self._corpus = corpus
     self._eval_fraction = eval_fraction
+    # These two types and no others are read back.
     self._dtype = np.dtype('<u2' if tokenizer.vocab_size <= 2**16 else '<u4')
+
+  @property
+  def description(self) -> dict[str, Any]:
+    """What the metadata says of the tokens."""
+    return {
+      'format': _FORMAT,
+      'tokenizer': self.tokenizer.identity,
+      'kind': self._kind,
+      'eval_fraction': self._eval_fraction,
+      'corpus_sha256': self._corpus,
+      'dtype': self._dtype.str,
+    }
 
   def run(self, folder: pathlib.Path) -> None:
     """Writes all files of the cache into an empty folder."""
@@ -600,17 +993,12 @@ class _Build:
     splits = {}
     for number, split in enumerate(SPLITS):
       splits[split] = self._join(folder, split, [p[number] for p in parts])
-    meta = {
-      'format': _FORMAT,
-      'tokenizer': self.tokenizer.identity,
-      'kind': self._kind,
-      'eval_fraction': self._eval_fraction,
-      'corpus_sha256': self._corpus,
-      'dtype': self._dtype.str,
-      'splits': splits,
-      'sizes': {p.name: p.stat().st_size for p in folder.iterdir()},
-    }
-    (folder / _META).write_text(json.dumps(meta, indent=1))
+    files = {}
+    for path in folder.iterdir():
+      with path.open('rb') as f:
+        files[path.name] = _checksums(f)
+    meta = {**self.description, 'splits': splits, 'files': files}
+    (folder / _META).write_text(_sealed(meta))
     logging.info(
       'Tokenized %d files in %.1f s.',
       len(self.sources),
