@@ -61,7 +61,7 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.cache_dir = config_dict.placeholder(str)
   # On two cores time goes with tokens, and learning with steps: many small
   # steps beat few large ones (2.4 bits per byte against 3.1 with batch 8, from
-  # the same two minutes). At least one sequence for each device.
+  # the same two minutes). Rounded up to the devices.
   kwargs.batch_size = 2
   kwargs.length = 256
   kwargs.eval_batch_size = 16

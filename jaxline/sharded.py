@@ -16,6 +16,7 @@ from collections.abc import (
   Mapping,
   Sequence,
 )
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -449,6 +450,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
         idle,
       )
     self.accumulation_steps: int = config.gradient_accumulation_steps
+    self._rounding: dict[bool, inputs.Rounding] = {}
+    self._told_filler = False
     self._init_rng = init_rng
     self._state: TrainState | None = None
     # The training data: opened, read ahead, and where it stood behind the last
@@ -795,10 +798,35 @@ class ShardedExperiment(experiment.AbstractExperiment):
     scalars[INPUT_WAIT_FRACTION] = self._infeed.wait_fraction
     return scalars
 
+  def reads(self, is_training: bool) -> contextlib.AbstractContextManager[None]:
+    """Makes the inputs that are built inside read this process's rows.
+
+    Processes that share rows read the same. `inputs.per_host` rounds a batch of
+    training up to the devices; one of evaluation is filled up with rows of
+    weight 0, so that it is of the same records on any number of devices.
+    """
+    if is_training not in self._rounding:
+      self._set_rounding(is_training, None)
+    return inputs.act_as_host(
+      *self.partitioner.host, self._rounding[is_training]
+    )
+
+  def _set_rounding(self, is_training: bool, position: Any) -> None:
+    parts = self.partitioner.host[1]
+    sharers = f'{parts} hosts'
+    if is_training:
+      parts = self.partitioner.batch_shards * self.accumulation_steps
+      sharers = f'{self.partitioner.batch_shards} devices that share a batch'
+      if self.accumulation_steps > 1:
+        sharers += f' x {self.accumulation_steps} gradient_accumulation_steps'
+    self._rounding[is_training] = inputs.Rounding(
+      parts, sharers, inputs.rounded_in(position)
+    )
+
   def _open_input(self, position: Any) -> Iterator[Batch]:
     """Returns `train_input`, at a position if there is one."""
-    # Processes that share rows read the same.
-    with inputs.act_as_host(*self.partitioner.host):
+    self._set_rounding(True, position)
+    with self.reads(is_training=True):
       source = iter(self.train_input())
     if isinstance(source, inputs.BaseInput):
       _check_hosts(source, self.partitioner.host, 'train_input')
@@ -900,6 +928,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
             ' processes; give each process at least one.'
           )
         rows = max(sizes)
+        self._tell_filler(rows)
         empty = jax.tree.map(lambda x: np.zeros_like(x[:0]), batch)
       if max(sizes) > rows:
         raise ValueError(
@@ -910,9 +939,22 @@ class ShardedExperiment(experiment.AbstractExperiment):
         _pad(batch or empty, rows, self.partitioner.host_shards), order
       )
 
+  def _tell_filler(self, rows: int) -> None:
+    """Says once that batches of evaluation do not divide over the devices."""
+    shards = self.partitioner.host_shards
+    if rows % shards and not self._told_filler:
+      self._told_filler = True
+      logging.info(
+        'Batches of evaluation have %d rows in each process, and are filled up'
+        ' to %d with rows of weight 0, so that they divide over %d devices.',
+        rows,
+        -(-rows // shards) * shards,
+        shards,
+      )
+
   def _open_eval_input(self) -> tuple[Any, Iterator[Batch]]:
     """Returns the input, and its batches of this evaluation."""
-    with inputs.act_as_host(*self.partitioner.host):
+    with self.reads(is_training=False):
       source: Any = self._eval_source or self.eval_input()
     if not isinstance(source, inputs.BaseInput):
       return source, iter(source)

@@ -6,12 +6,14 @@ import itertools
 import json
 import pickle
 
+from absl import logging
 import cloudpickle
 import jax
 import numpy as np
 import pytest
 
 from jaxline.inputs import base
+from jaxline.inputs import indexed
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -45,6 +47,16 @@ class Counting(base.BaseInput):
 
   def set_position(self, position):
     self.number = position
+
+
+@pytest.fixture
+def warned(monkeypatch):
+  base._rounding_over.cache_clear()
+  said = []
+  monkeypatch.setattr(
+    logging, 'warning', lambda message, *args: said.append(message % args)
+  )
+  return said
 
 
 def numbers(batches):
@@ -621,6 +633,105 @@ def test_the_batch_of_each_host():
   assert base.per_host(12) == 12
   with base.pretend_host(1, 4):
     assert base.per_host(12) == 3
+
+
+def test_a_global_batch_is_rounded_up_to_the_hosts(warned):
+  with base.pretend_host(1, 4):
+    assert base.per_host(10) == 3
+    assert base.per_host(10) == 3
+  with base.act_as_host(1, 5):
+    assert base.per_host(10) == 2
+    assert base.per_host(1) == 1
+  four, five = warned
+  assert '10 rows does not divide over 4 hosts: it is rounded up to 12' in four
+  assert '1 rows does not divide over 5 hosts: it is rounded up to 5' in five
+
+
+@pytest.mark.parametrize(
+  ('multiple', 'kept', 'used', 'message'),
+  [
+    (1, {}, 6, None),
+    (3, {}, 6, None),
+    (4, {}, 8, 'does not divide over 4 devices: it is rounded up to 8 rows'),
+    # A run goes on with the batch that it had, where that divides.
+    (1, {6: 8}, 8, 'rounded up to 8, as it was before'),
+    (4, {6: 8}, 8, 'rounded up to 8, as it was before'),
+    (3, {6: 8}, 6, None),
+    (5, {6: 8}, 10, 'rounded up to 10 rows'),
+    (4, {6: 4}, 8, 'rounded up to 8 rows'),
+    (1, {2: 8}, 6, None),
+  ],
+)
+def test_rounded_rows(multiple, kept, used, message, warned):
+  rounding = base.Rounding(multiple, f'{multiple} devices', kept)
+  for _ in range(2):
+    assert rounding.rows(6) == used
+  assert rounding.rounded == ({} if used == 6 else {6: used})
+  assert len(warned) == (message is not None)
+  assert message is None or message in warned[0]
+
+
+def test_a_state_tells_what_was_rounded(warned):
+  def make(multiple, state=None):
+    rounding = base.Rounding(
+      multiple, f'{multiple} devices', base.rounded_in(state)
+    )
+    with base.act_as_host(0, 1, rounding):
+      source = indexed_numbers(base.per_host(2))
+    warned.clear()
+    if state is not None:
+      source.set_state(state)
+    return source
+
+  assert 'rounded' not in json.loads(make(1).get_state())
+  first = make(4)
+  assert next(first).x.tolist() == [0, 1, 2, 3]
+  state = first.get_state()
+  assert json.loads(state)['rounded'] == {'2': 4}
+  # On fewer devices, the same batches; on others the position fits.
+  for multiple in (1, 2, 4):
+    again = make(multiple, state)
+    assert next(again).x.tolist() == [4, 5, 6, 7]
+    assert not warned
+  assert base.rounded_in(again.get_state()) == {2: 4}
+  again = make(3, state)
+  assert next(again).x.tolist() == [4, 5, 6]
+  (warning,) = warned
+  assert 'of another size' in warning
+  assert '{2: 4} before, and are {2: 3} now' in warning
+  make(4, make(1).get_state())
+  assert 'none before, and are {2: 4} now' in warned[0]
+
+
+@pytest.mark.parametrize(
+  'state',
+  [
+    None,
+    b'',
+    b'{}',
+    b'[]',
+    b'{"rounded": 3}',
+    b'{"rounded": {"a": 3}}',
+    b'{"rounded": {"2": null}}',
+    b'[' * 10**6,
+    {'x': np.zeros(3)},
+    np.zeros(3),
+  ],
+)
+def test_a_state_that_tells_nothing_of_rounding(state):
+  assert base.rounded_in(state) == {}
+
+
+def indexed_numbers(batch_size):
+  @dataclasses.dataclass(kw_only=True, eq=False)
+  class Numbers(indexed.IndexedInput):
+    def num_records(self):
+      return 100
+
+    def read(self, records, epochs):
+      return base.Batch(x=records)
+
+  return Numbers(batch_size=batch_size, is_training=True, shuffle=False)
 
 
 def test_however_a_dict_gets_in_it_becomes_a_batch():

@@ -43,7 +43,7 @@ class Config:
     tokenizer: 'bytes', a SentencePiece '.model' or a 'tokenizer.json'.
     packing: what a sequence is: 'stream', 'packed' or 'padded'.
     cache_dir: where tokens are kept; None is the user's cache.
-    batch_size: sequences a step, over all devices.
+    batch_size: sequences a step, over all devices, to which it is rounded up.
     length: tokens a sequence.
     eval_batch_size: sequences a batch of evaluation.
     eval_batches: how many batches an evaluation has; None is all that is held
@@ -210,6 +210,7 @@ class Experiment(sharded.ShardedExperiment):
         cache_dir=self.config.cache_dir,
       )
     super().__init__(mode, init_rng)
+    self._rows = self.config.batch_size
     on_gpu = self.partitioner.is_here and jax.default_backend() == 'gpu'
     if self.config.model.attention == 'cudnn' and not on_gpu:
       raise errors.UsageError(
@@ -293,7 +294,7 @@ class Experiment(sharded.ShardedExperiment):
 
   def train_input(self) -> text.TextInput:
     """Returns rows of the training documents, shuffled, for ever."""
-    return text.TextInput(
+    source = text.TextInput(
       documents=self.corpus.train,
       batch_size=inputs.per_host(self.config.batch_size),
       length=self.config.length,
@@ -301,6 +302,8 @@ class Experiment(sharded.ShardedExperiment):
       input_random_seed=self.config.seed,
       is_training=True,
     )
+    self._rows = source.get_global_batch_size()
+    return source
 
   def eval_input(self) -> text.TextInput:
     """Returns the held-out documents, each token once."""
@@ -327,7 +330,7 @@ class Experiment(sharded.ShardedExperiment):
   ) -> dict[str, Any]:
     """Trains on the next batch; says how many tokens it had."""
     scalars = super().step(global_step=global_step, rng=rng, writer=writer)
-    tokens = self.config.batch_size * self.config.length
+    tokens = self._rows * self.config.length
     return {**scalars, 'tokens_per_step': tokens}
 
   def evaluate(

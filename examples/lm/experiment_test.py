@@ -2,7 +2,9 @@
 
 import functools
 import hashlib
+import json
 
+from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from configs import lm_long
 from examples import decoding
 from examples.lm import experiment
 from examples.lm import model
+from jaxline import base_config
 from jaxline import errors
 from jaxline import train
 from jaxline import utils
@@ -178,6 +181,118 @@ def test_another_tokenizer_is_measured_by_the_bytes(config, tmp_path):
     scalars['loss'] * tokens / documents.num_bytes / np.log(2), rel=1e-5
   )
   assert subject.sample(jax.random.PRNGKey(2)).startswith('def ')
+
+
+@pytest.fixture
+def said(monkeypatch):
+  """The lines of the log that are about the size of a batch."""
+  lines = []
+
+  def note(message, *args):
+    if 'rows' in message:
+      lines.append(message % args)
+
+  monkeypatch.setattr(logging, 'warning', note)
+  monkeypatch.setattr(logging, 'info', note)
+  return lines
+
+
+def on_mesh(config, rows, *, mdl=1, accumulation=1):
+  """An experiment on two devices, which share a batch unless mdl is 2."""
+  config = config.copy_and_resolve_references()
+  config.experiment_kwargs.config.batch_size = rows
+  config.mesh.ici.mdl = mdl
+  config.sharding = 'fsdp_tp'
+  config.gradient_accumulation_steps = accumulation
+  with base_config.building(config):
+    return make(config)
+
+
+def losses_of(subject, steps):
+  rng = subject.initialize_train_step_rng(jax.random.PRNGKey(1))
+  scalars = [
+    subject.step(global_step=i, rng=rng, writer=None) for i in range(steps)
+  ]
+  return [float(s['loss']) for s in scalars], scalars[-1]['tokens_per_step']
+
+
+@pytest.mark.usefixtures('compiled_fast')
+@pytest.mark.parametrize(
+  ('rows', 'accumulation', 'used'), [(1, 1, 2), (4, 1, 4), (3, 3, 6)]
+)
+def test_a_batch_is_rounded_up_to_the_devices(
+  config, said, rows, accumulation, used
+):
+  subject = on_mesh(config, rows, accumulation=accumulation)
+  batch = subject.abstract_batch(is_training=True)
+  assert batch.ids.shape == (used, 16)
+  said.clear()
+  _, tokens = losses_of(subject, 2)
+  subject._close_input()
+  assert tokens == used * 16
+  if used == rows:
+    assert not said
+    return
+  (line,) = said
+  assert f'batch of {rows} rows does not divide over 2 devices' in line
+  assert f'is rounded up to {used} rows' in line
+  assert ('3 gradient_accumulation_steps' in line) == (accumulation == 3)
+
+
+@pytest.mark.usefixtures('compiled_fast')
+def test_a_rounded_batch_stays_on_fewer_devices(config, said):
+  straight = on_mesh(config, rows=3)
+  expected, _ = losses_of(straight, 4)
+  straight._close_input()
+  first = on_mesh(config, rows=3)
+  assert losses_of(first, 2)[0] == expected[:2]
+  snapshot = jax.device_get(first.snapshot_state())
+  first._close_input()
+  # Now nothing would need to be rounded.
+  second = on_mesh(config, rows=3, mdl=2)
+  said.clear()
+  second.restore_from_snapshot(snapshot)
+  (line,) = said
+  assert '3 rows is rounded up to 4, as it was before' in line
+  losses, tokens = losses_of(second, 2)
+  second._close_input()
+  assert losses == pytest.approx(expected[2:], rel=1e-5)
+  assert tokens == 4 * 16
+
+
+@pytest.mark.usefixtures('compiled_fast')
+def test_a_batch_that_must_be_rounded_later_reads_on(config, said):
+  first = on_mesh(config, rows=3, mdl=2)
+  assert losses_of(first, 2)[1] == 3 * 16
+  snapshot = jax.device_get(first.snapshot_state())
+  first._close_input()
+  assert not said
+  second = on_mesh(config, rows=3)
+  second.restore_from_snapshot(snapshot)
+  rounded, other = said
+  assert 'is rounded up to 4 rows' in rounded
+  assert 'global batches of another size' in other
+  position = json.loads(second._source.get_state())['position']
+  assert position == {'records': 6}
+  assert losses_of(second, 1)[1] == 4 * 16
+  second._close_input()
+
+
+@pytest.mark.usefixtures('compiled_fast')
+def test_an_evaluation_is_of_the_same_records_on_any_devices(config, said):
+  config.experiment_kwargs.config.eval_batch_size = 3
+  config.experiment_kwargs.config.eval_batches = 2
+  found = []
+  for mdl in (1, 2):
+    subject = on_mesh(config, rows=2, mdl=mdl)
+    for _ in range(2):
+      scalars = subject.evaluate(
+        global_step=0, rng=jax.random.PRNGKey(1), writer=None
+      )
+    found.append(scalars['loss'])
+  assert found[0] == pytest.approx(found[1], rel=1e-5)
+  (line,) = said
+  assert '3 rows in each process, and are filled up to 4 with rows' in line
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ class _OverDatasets(sharded.ShardedExperiment):
 
   def _datasets(self, is_training: bool) -> list[fdl.Config]:
     # Their batch sizes are those of a host.
-    with inputs.act_as_host(*self.partitioner.host):
+    with self.reads(is_training):
       found = self.experiment.datasets()
     found = [d for d in found if bool(d.is_training) == is_training]
     name = type(self.experiment).__name__

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import inspect
 import json
 import numbers
@@ -143,16 +144,83 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+class Rounding:
+  """Rounds global batches up until they divide over those who share them.
+
+  Each size is rounded, and logged, once. An input that is built inside of
+  `act_as_host` has the sizes in its state, so that a run that goes on with
+  fewer devices keeps the batch that it had.
+  """
+
+  def __init__(
+    self, multiple: int, sharers: str, kept: Mapping[int, int] | None = None
+  ):
+    """Rounds to multiples.
+
+    Args:
+      multiple: into how many equal parts a batch is cut.
+      sharers: who has these parts, for the log: '4 hosts'.
+      kept: given -> used rows before, which is used again where it divides.
+    """
+    self._multiple = multiple
+    self._sharers = sharers
+    self._kept = kept or {}
+    self._used: dict[int, int] = {}
+
+  @property
+  def rounded(self) -> dict[int, int]:
+    """Given -> used rows, of the sizes that were not used as given."""
+    return {
+      int(given): int(used)
+      for given, used in self._used.items()
+      if used != given
+    }
+
+  def rows(self, given: int) -> int:
+    """Returns the rows of a global batch for which `given` were asked."""
+    if given not in self._used:
+      used = self._kept.get(given, given)
+      if used < given or used % self._multiple:
+        used = -(-given // self._multiple) * self._multiple
+      if used == self._kept.get(given):
+        logging.warning(
+          'A global batch of %d rows is rounded up to %d, as it was before.',
+          given,
+          used,
+        )
+      elif used != given:
+        logging.warning(
+          'A global batch of %d rows does not divide over %s: it is rounded up'
+          ' to %d rows, and the results are those of %d rows.',
+          given,
+          self._sharers,
+          used,
+          used,
+        )
+      self._used[given] = used
+    return self._used[given]
+
+
+@functools.cache
+def _rounding_over(num_hosts: int) -> Rounding:
+  return Rounding(num_hosts, f'{num_hosts} hosts')
+
+
 _pretended: contextvars.ContextVar[tuple[int, int] | None] = (
   contextvars.ContextVar('pretended_host', default=None)
 )
 _acting: contextvars.ContextVar[tuple[int, int] | None] = (
   contextvars.ContextVar('acting_host', default=None)
 )
+_rounding: contextvars.ContextVar[Rounding | None] = contextvars.ContextVar(
+  'rounding', default=None
+)
 
 
 @contextlib.contextmanager
-def act_as_host(index: int, count: int) -> Iterator[None]:
+def act_as_host(
+  index: int, count: int, rounding: Rounding | None = None
+) -> Iterator[None]:
   """Makes the inputs that are built inside those of one host of several.
 
   For processes that share the rows of a batch, which are one host to the
@@ -161,16 +229,19 @@ def act_as_host(index: int, count: int) -> Iterator[None]:
   Args:
     index: which host, from 0.
     count: of how many.
+    rounding: of the batches of `per_host`, to a multiple of `count`; None
+      rounds to `count`.
 
   Yields:
     Nothing.
   """
   _check_host(index, count)
-  token = _acting.set((index, count))
+  acting, rounds = _acting.set((index, count)), _rounding.set(rounding)
   try:
     yield
   finally:
-    _acting.reset(token)
+    _acting.reset(acting)
+    _rounding.reset(rounds)
 
 
 @contextlib.contextmanager
@@ -210,31 +281,13 @@ def this_host() -> tuple[int, int]:
 def per_host(global_batch_size: int) -> int:
   """Returns the `batch_size` of each host for a global one.
 
-  Where hosts are only pretended, it is rounded up, so that the data of a small
-  run can be looked at as that of several hosts.
-
-  Raises:
-    ValueError: it cannot be divided by the number of hosts.
+  It is rounded up, with a line in the log, to a multiple of the hosts; in an
+  experiment's `train_input` to one of all devices that share a batch, times
+  `gradient_accumulation_steps`.
   """
   _, count = this_host()
-  rows, remainder = divmod(global_batch_size, count)
-  if remainder and _pretended.get():
-    logging.log_first_n(
-      logging.WARNING,
-      'A global batch of %d rows does not divide over %d hosts; it is shown as'
-      ' one of %d. A run on so many hosts needs another batch size.',
-      1,
-      global_batch_size,
-      count,
-      (rows + 1) * count,
-    )
-    return rows + 1
-  if remainder or not rows:
-    raise errors.UsageError(
-      f'A global batch of {global_batch_size} rows does not divide over {count}'
-      f' hosts. Make it a multiple of {count}.'
-    )
-  return rows
+  rounding = None if _pretended.get() else _rounding.get()
+  return (rounding or _rounding_over(count)).rows(global_batch_size) // count
 
 
 def _check_host(index: int, count: int) -> None:
@@ -295,6 +348,8 @@ class BaseInput:
     self._ended = False
     self._num_read = 0
     self._fresh_seed: int | None = None
+    rounding = _rounding.get()
+    self._rounded = rounding.rounded if rounding else {}
 
   def _resolve_hosts(self) -> None:
     index, count = self.infeed_host_index, self.num_infeed_hosts
@@ -690,6 +745,8 @@ class BaseInput:
       'identity': self.identity(),
       'position': self.position(),
     }
+    if self._rounded:
+      state['rounded'] = self._rounded
     try:
       return json.dumps(state, sort_keys=True, default=_plain).encode()
     except TypeError as e:
@@ -711,7 +768,7 @@ class BaseInput:
       kind, identity = values['input'], values['identity']
       position, read = values['position'], values['num_read']
       ended, version = values['ended'], values['format']
-    except (KeyError, TypeError, ValueError) as e:
+    except (KeyError, TypeError, ValueError, RecursionError) as e:
       raise ValueError(
         f'{self.name}.set_state got {_shorten(state)}, which is no state of an'
         ' input. Give what get_state() returned.'
@@ -736,6 +793,17 @@ class BaseInput:
         ' anew.'
       )
     self.set_position(position)  # First: it may refuse.
+    before = rounded_in(state)
+    is_same = self.get_global_batch_size() in before.values()
+    if before != self._rounded and not is_same:
+      logging.warning(
+        '%s goes on with global batches of another size, and with the results'
+        ' of that size. Rounded up were %s before, and are %s now (given: used'
+        ' rows).',
+        self.name,
+        before or 'none',
+        self._rounded or 'none',
+      )
     self._peeked = None
     self._ended = ended
     self._num_read = read
@@ -750,6 +818,25 @@ class BaseInput:
   def restore(self, path: str | os.PathLike[str]) -> None:
     """Reads the state from a file that `save` wrote."""
     self.set_state(pathlib.Path(path).read_bytes())
+
+
+def rounded_in(state: Any) -> dict[int, int]:
+  """Returns what `Rounding.rounded` was where a state was taken.
+
+  Args:
+    state: what `get_state` of any input has returned; None for a new run.
+  """
+  try:
+    rounded = json.loads(state)['rounded']
+    return {int(given): int(used) for given, used in rounded.items()}
+  except (
+    AttributeError,
+    KeyError,
+    TypeError,
+    ValueError,
+    RecursionError,
+  ):
+    return {}
 
 
 def num_rows(batch: Batch) -> int:

@@ -997,7 +997,13 @@ class _Build:
     for path in folder.iterdir():
       with path.open('rb') as f:
         files[path.name] = _checksums(f)
-    meta = {**self.description, 'splits': splits, 'files': files}
+    meta = {
+      **self.description,
+      'splits': splits,
+      'files': files,
+      # All that format 1 reads, so that two versions can share a cache.
+      'sizes': {name: sums[0] for name, sums in files.items()},
+    }
     (folder / _META).write_text(_sealed(meta))
     logging.info(
       'Tokenized %d files in %.1f s.',
