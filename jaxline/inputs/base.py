@@ -318,7 +318,8 @@ class BaseInput:
     reset_for_eval: whether each evaluation begins anew and sees one epoch.
     eval_loop_num_batches: batches an evaluation; see the top of this module.
     batch_padding_size: rows of weight 0 that `get_next_padded` adds to each
-      batch, for a `batch_size` that does not divide over the devices.
+      batch, for a `batch_size` that does not divide over the devices. One from
+      `per_host` does, in training, and needs none.
     custom_device_order: ids of this process's devices: which one gets the
       first rows of a batch, which the next. None is the mesh's own order.
     input_checkpointing_enabled: whether checkpoints hold the position.
