@@ -522,6 +522,19 @@ def test_only_regular_files_are_read(files, cache, tmp_path, warnings, what):
   assert not warnings
 
 
+def test_hashes_are_not_written_through_a_link(
+  files, cache, tmp_path, warnings
+):
+  outside = tmp_path / 'outside'
+  outside.mkdir()
+  cache.mkdir()
+  (cache / 'hashes').symlink_to(outside)
+  text.load_corpus(files, cache_dir=cache)
+  assert not list(outside.iterdir())
+  (warning,) = warnings
+  assert f'{cache / "hashes"} is a link' in warning
+
+
 @pytest.mark.parametrize('what', ['link', 'file'])
 def test_what_is_no_folder_of_tokens_is_replaced(
   files, cache, tmp_path, warnings, what

@@ -3,6 +3,10 @@
 import functools
 import hashlib
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 from absl import logging
 import jax
@@ -237,6 +241,44 @@ def test_a_batch_is_rounded_up_to_the_devices(
   assert f'batch of {rows} rows does not divide over 2 devices' in line
   assert f'is rounded up to {used} rows' in line
   assert ('3 gradient_accumulation_steps' in line) == (accumulation == 3)
+
+
+def test_the_first_command_on_four_devices(config, tmp_path):
+  """That of the README, with a smaller model, on a little text."""
+  kwargs = config.experiment_kwargs.config
+  values = {
+    'files': kwargs.files,
+    'eval_fraction': 0.2,
+    'length': 16,
+    'sample_length': 0,
+    'sample_prompt': '',
+    'model.num_layers': 1,
+    'model.embed_dim': 16,
+    'model.num_heads': 2,
+    'model.mlp_dim': 16,
+  }
+  found = subprocess.run(
+    [
+      sys.executable,
+      'experiment.py',
+      '--config=configs/lm.py',
+      '--jaxline_mode=train_and_eval',
+      f'--config.checkpoint_dir={tmp_path / "run"}',
+      '--config.training_steps=2',
+      *(
+        f'--config.experiment_kwargs.config.{key}={value}'
+        for key, value in values.items()
+      ),
+    ],
+    cwd=pathlib.Path(__file__).parents[2],
+    env=os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=4'},
+    capture_output=True,
+    text=True,
+  )
+  assert found.returncode == 0, found.stderr
+  line = 'of 2 rows does not divide over 4 devices'
+  assert found.stderr.count(line) == 1
+  assert 'eval step 2 | ' in found.stderr
 
 
 @pytest.mark.usefixtures('compiled_fast')

@@ -341,6 +341,8 @@ def hash_files(
     try:
       _make_root(cache_dir)
       folder.mkdir(exist_ok=True)
+      if folder.is_symlink():
+        raise NotADirectoryError(f'{folder} is a link; expected a folder')
       part = folder / f'{memo_file.name}.{secrets.token_hex(8)}.part'
       part.write_text(_sealed({'format': _FORMAT, 'files': memo}))
       part.replace(memo_file)
@@ -1267,7 +1269,7 @@ def _lines(
         value = json.loads(text)['text']
         if not isinstance(value, str):
           raise TypeError(f"'text' is {type(value).__name__}")
-      except (ValueError, KeyError, TypeError) as e:
+      except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise ValueError(
           f"{source.path}:{number} is no JSON object with a string 'text'"
           f' ({type(e).__name__}: {e}): {text[:80]!r}.'
