@@ -1067,6 +1067,8 @@ class _BatchShapes:
     """Compares a batch with those before; on the thread that reads ahead."""
     leaves, tree = jax.tree.flatten(dict(batch))
     shapes = tree, tuple((x.shape, x.dtype) for x in leaves)
+    if shapes == self._last:
+      return
     if self._seen and shapes not in self._seen:
       now, before = (
         tree.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in leaves)

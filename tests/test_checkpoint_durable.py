@@ -714,6 +714,8 @@ def test_what_was_before_a_nan_stays_for_ever(run, tmp_path):
     shutil.rmtree(latest / str(step))
   (latest / '3.keep').write_bytes(b'\xff{\n[]\n{"name": 1, "nonfinite_at": ""}')
   (latest / '6.keep').write_text('')
+  with open(latest / '6.keep', 'a') as file:
+    file.write('{"name": [], "nonfinite_at": 1}\n{"set_back_to": "1"}\n')
   third = run(max_checkpoints_to_keep=1)
   third.mark_begun(3)
   save(third, weights(1), 4, 5)
@@ -721,6 +723,19 @@ def test_what_was_before_a_nan_stays_for_ever(run, tmp_path):
   save(third, weights(1), 6, 7, 8)
   assert third.steps('latest') == [3, 5, 6, 8]
   assert files.kept(latest) == [0, 3, 5, 6]
+  third.close()
+  # A second one that was set back, and went well for a while.
+  for step in (5, 6, 8):
+    shutil.rmtree(latest / str(step))
+  for begun in (3, 7):
+    fourth = run(max_checkpoints_to_keep=1)
+    fourth.mark_begun(begun)
+    save(fourth, weights(1), begun + 1, begun + 4)
+    if begun == 7:
+      assert fourth.keep_before(12, ['loss']) == latest / '11'
+      save(fourth, weights(1), 12)
+      assert fourth.steps('latest') == [3, 11, 12]
+    fourth.close()
 
 
 def test_one_best_checkpoint_is_kept_in_the_sharded_style(run, copied):

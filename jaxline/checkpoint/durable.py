@@ -106,7 +106,6 @@ class DurableCheckpointer:
     self._pinned: tuple[int, pathlib.Path] | None = None
     self._passed_over: set[str] = set()
     self._pickles = False
-    self._begun = 0  # The step that training goes on from.
     # What is evaluated as last read or written, for where the note is lost.
     self._evaluated: list[int] = []
     self._is_lost = False
@@ -353,8 +352,8 @@ class DurableCheckpointer:
     """Exempts the newest checkpoint of `latest` before a step from retention.
 
     Called through `when_saved`, so that the saves before it are complete.
-    Names that an earlier process gave, of steps that this one does not run
-    again, exempt no other checkpoint.
+    Names that an earlier process gave exempt no other checkpoint, unless the
+    run was set back to before their steps.
 
     Args:
       step: the first step in which these scalars were not finite.
@@ -365,10 +364,9 @@ class DurableCheckpointer:
     """
     series = self._root / 'latest'
     noted = {
-      note.get('name'): kept
+      name: kept
       for kept in files.kept(series)
-      for note in files.why_kept(series / str(kept))
-      if type(at := note.get('nonfinite_at')) is int and at <= self._begun
+      for name in _nonfinite(series / str(kept))
     }
     if new := [name for name in names if name not in noted]:
       # 0 if there is none: that is noted as well.
@@ -391,12 +389,15 @@ class DurableCheckpointer:
 
     What was evaluated of later steps, which are no more, will be anew.
     """
-    self._begun = step
     if jax.process_index() != 0:
       return
     self._root.mkdir(parents=True, exist_ok=True)
     files.write_json(self._root.parent / 'config.json', self._recorded)
     (self._root / 'ended.json').unlink(missing_ok=True)
+    for kept in files.kept(self._root / 'latest'):
+      checkpoint = self._root / 'latest' / str(kept)
+      if any(at > step for at in _nonfinite(checkpoint).values()):
+        files.keep(checkpoint, [{'set_back_to': step}])
     with _noting:
       for path in (self._root / 'evaluated').glob('*.json'):
         with contextlib.suppress(files.DamagedError):  # Evaluation reports it.
@@ -888,6 +889,22 @@ def _reported(path: pathlib.Path) -> Iterator[None]:
     ) from e
   except files.DamagedError as e:
     raise files.DamagedError(f'{path} is damaged: {e}.') from e
+
+
+def _nonfinite(kept: pathlib.Path) -> dict[str, int]:
+  """Returns the scalars that a checkpoint is kept for, and their first steps.
+
+  A checkpoint stays for ever. But what was not finite in steps that the run was
+  set back from is no more, and may come again.
+  """
+  first: dict[str, int] = {}
+  for note in files.why_kept(kept):
+    name, at = note.get('name'), note.get('nonfinite_at')
+    if isinstance(name, str) and type(at) is int:
+      first[name] = at
+    elif type(step := note.get('set_back_to')) is int:
+      first = {name: at for name, at in first.items() if at <= step}
+  return first
 
 
 # A training and an evaluation thread may change the same file.

@@ -637,7 +637,7 @@ def why_kept(checkpoint: pathlib.Path) -> list[dict[str, Any]]:
   notes = []
   if path.is_file():
     for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
-      with contextlib.suppress(ValueError):
+      with contextlib.suppress(ValueError, RecursionError):
         notes.append(json.loads(line))
   return [note for note in notes if isinstance(note, dict)]
 
