@@ -528,6 +528,29 @@ def test_damage_is_agreed_upon(folder):
   assert list(logged(directory)) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('attack', ['fifo', 'shape'])
+def test_refusal_is_agreed_upon(attack, folder):
+  directory = folder / f'refused_{attack}'
+  run(directory, steps=4)
+  newest = directory / 'checkpoints' / 'latest' / '4'
+  zarr = sorted((newest / 'arrays').glob('*/zarr.json'))[-1]
+  if attack == 'fifo':
+    zarr.unlink()
+    os.mkfifo(zarr)
+  else:  # One of the processes looks at this array.
+    about = json.loads(zarr.read_text())
+    zarr.write_text(json.dumps(about | {'shape': [1 << 40]}))
+    files.write_checksums(newest, 0, 1)
+    (newest / 'checksums_1.json').unlink(missing_ok=True)
+  results = run(directory, codes=None)
+  assert all(r.code not in (0, -signal.SIGKILL) for r in results)
+  for r in results:
+    assert f'{newest} is refused: ' in r.err
+  assert steps(directory) == [2, 4]
+  assert not (directory / 'checkpoints' / 'damaged').exists()
+
+
 # --- Evaluation --------------------------------------------------------------
 
 
