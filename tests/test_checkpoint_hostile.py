@@ -757,6 +757,19 @@ def test_structures_that_are_malformed_are_one_line(call, run):
     assert err.count('\n') <= 1, (value, err)
 
 
+@pytest.mark.parametrize(
+  'text',
+  ['[]', '{"step": "x"}', '{"step": [1], "host": 1, "pid": "x"}', '[' * 9999],
+)
+def test_files_of_a_run_that_are_malformed(text, call, run):
+  root = files.root(run)
+  (root / 'ended.json').write_text(text)
+  (root / 'claims').mkdir(exist_ok=True)
+  (root / 'claims' / 'other.json').write_text(text)
+  status, _, err = call('ls', run)
+  assert (status, err) == (0, '')
+
+
 @pytest.mark.parametrize('make', [fifo, link_to_zero, link, zero])
 def test_files_of_a_run_that_are_no_files(make, call, run, tmp_path):
   root = files.root(run)

@@ -17,6 +17,7 @@ import os
 import pathlib
 import platform
 import re
+import shlex
 import threading
 import time
 from typing import Any
@@ -883,9 +884,10 @@ def _reported(path: pathlib.Path) -> Iterator[None]:
   try:
     yield
   except files.RefusedError as e:
+    where = shlex.quote(str(path))
     raise files.RefusedError(
-      f'{path} is refused: {e}. Nothing was restored or moved; a name that is'
-      f' no number keeps it out of the way: mv {path} {path}.bak'
+      f'{path} is refused: {e}. Nothing was restored or moved. To skip this'
+      f' checkpoint: mv {where} {where}.bak'
     ) from e
   except files.DamagedError as e:
     raise files.DamagedError(f'{path} is damaged: {e}.') from e

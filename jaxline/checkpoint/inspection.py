@@ -342,7 +342,7 @@ def list_run(where: Place) -> dict[str, Any]:
     return {**nothing, 'claims': [], 'damaged': [], 'series': listed}
   _add_logged(run, [row for rows in listed.values() for row in rows])
   root, ended = files.root(run), None
-  with contextlib.suppress(files.DamagedError, *_MALFORMED):
+  with contextlib.suppress(ValueError, *_MALFORMED):
     ended = int(files.read_json(root / 'ended.json')['step'])
   return {
     'run': str(run),
@@ -431,7 +431,7 @@ def _claims(root: pathlib.Path) -> list[dict[str, Any]]:
       claims.append({'what': path.stem, **owner})
       continue
     # Just being written.
-    with contextlib.suppress(files.DamagedError, *_MALFORMED):
+    with contextlib.suppress(ValueError, *_MALFORMED):
       found = files.read_json(path)
       owner = {'host': str(found['host']), 'pid': int(found['pid'])}
       claims.append({'what': path.stem, **owner, 'alive': _is_locked(path)})
