@@ -314,29 +314,20 @@ class AbstractExperiment(abc.ABC):
   def _warn_of_differences(self, snapshot_state: Mapping[str, Any]) -> None:
     """Names the arrays that a restore gives another shape or type."""
     wrong: list[str] = []
-    for attribute, name in self.CHECKPOINT_ATTRS.items():
+    names = self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
+    for attribute, name in names.items():
       live = getattr(self, attribute, None)
-      if _is_on_devices(live):
-        rows = jax.tree.map(
-          lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), live
-        )
-        wrong += differences(
-          snapshot_state[name],
-          rows,
-          'the checkpoint has',
-          'the experiment has',
-          name,
-        )
-    for attribute, name in self.NON_BROADCAST_CHECKPOINT_ATTRS.items():
-      live = getattr(self, attribute, None)
-      if _is_on_devices(live):
-        wrong += differences(
-          snapshot_state[name],
-          live,
-          'the checkpoint has',
-          'the experiment has',
-          name,
-        )
+      if not _is_on_devices(live):
+        continue
+      first = int(attribute in self.CHECKPOINT_ATTRS)  # The axis of devices.
+      live = jax.tree.map(
+        lambda x, first=first: jax.ShapeDtypeStruct(x.shape[first:], x.dtype),
+        live,
+      )
+      saved = snapshot_state[name]
+      wrong += differences(
+        saved, live, 'the checkpoint has', 'the experiment has', name
+      )
     if wrong:
       logging.warning(
         'The checkpoint holds arrays of other shapes or types than %s has now;'
