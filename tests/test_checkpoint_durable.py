@@ -873,6 +873,164 @@ def test_evaluation_reads_no_optimizer(copied, run):
   assert restore(run(), Sharded(), key=jax.random.key(0)).global_step == 3
 
 
+# Errors that may pass.
+
+
+@pytest.fixture
+def disk(monkeypatch):
+  """Makes the opening of files fail, as by a disk that is not well.
+
+  `disk.fail(path, number, times)` does so; `disk.tries` counts what failed,
+  and `disk.slept` holds the seconds that were waited.
+  """
+  real_open = open
+
+  class Disk:
+    def __init__(self):
+      self.tries, self.slept, self._bad = 0, [], {}
+
+    def fail(self, path, number, times=math.inf):
+      self._bad = {str(path): (number, times)}
+
+    def heal(self):
+      self._bad = {}
+
+    def open(self, file, *args, **kwargs):
+      number, times = self._bad.get(str(file), (0, 0))
+      if times > 0:
+        self.tries += 1
+        self._bad[str(file)] = (number, times - 1)
+        raise OSError(number, os.strerror(number), str(file))
+      return real_open(file, *args, **kwargs)
+
+  disk = Disk()
+  monkeypatch.setattr('builtins.open', disk.open)
+  monkeypatch.setattr('io.open', disk.open)
+  monkeypatch.setattr(files.time, 'sleep', disk.slept.append)
+  return disk
+
+
+MAY_PASS = [
+  errno.EIO,
+  errno.ESTALE,
+  errno.EACCES,
+  errno.EMFILE,
+  errno.ETIMEDOUT,
+]
+
+
+def _two(run, tmp_path):
+  """Makes the steps 3 and 5; returns the checkpoint of the latter."""
+  first = run()
+  save(first, weights(1), 3)
+  save(first, weights(2), 5)
+  first.close()
+  return series_path(tmp_path) / '5'
+
+
+@pytest.mark.parametrize(
+  ('name', 'number'),
+  [
+    *(('arrays/*.w/c/0', number) for number in MAY_PASS),
+    ('checkpoint.json', errno.EIO),
+    ('checksums_0.json', errno.EIO),
+    ('process_0.json', errno.ESTALE),
+    ('arrays/_METADATA', errno.ESTALE),
+  ],
+)
+@pytest.mark.parametrize('mode', ['train', 'eval'])
+def test_an_error_that_may_pass_is_no_damage(
+  name, number, mode, run, tmp_path, disk, caplog
+):
+  newest = _two(run, tmp_path)
+  checkpointer = run(mode)
+  left = tree_of(series_path(tmp_path))
+  # An evaluation reads by another name of the same files.
+  read = newest
+  if mode == 'eval':
+    read = tmp_path / 'run' / 'checkpoints' / '.evaluating-eval' / '5'
+  name = str(next(newest.glob(name)).relative_to(newest))
+  disk.fail(read / name, number)
+  live = weights()
+  before = live.held()
+  with pytest.raises(OSError, match=f'mv {newest} {newest}.bak') as e:
+    restore(checkpointer, live)
+  assert e.value.errno == number
+  assert os.strerror(number) in str(e.value)
+  assert name in str(e.value)
+  assert '\n' not in str(e.value)
+  assert disk.tries == 4
+  assert len(disk.slept) == 3
+  assert_same(live.held(), before)
+  disk.heal()
+  assert tree_of(series_path(tmp_path)) == left
+  assert not (tmp_path / 'run' / 'checkpoints' / 'damaged').exists()
+  # Twice, and it has passed.
+  caplog.clear()
+  disk.fail(read / name, number, times=2)
+  assert restore(checkpointer, live).global_step == 5
+  assert live.held()['n'] == 2
+  assert caplog.text.count(os.strerror(number)) == 2
+  assert 'damaged' not in caplog.text
+
+
+@pytest.mark.parametrize('passes', [True, False])
+def test_an_error_of_tensorstore_that_may_pass(
+  passes, run, tmp_path, monkeypatch
+):
+  newest = _two(run, tmp_path)
+  (chunk,) = newest.glob('arrays/*.w/c/0')
+  checkpointer, live, slept = run(), weights(), []
+  read = storage.Handler.restore
+
+  def read_what_cannot_be_opened(*args):
+    if passes and slept:
+      return read(*args)
+    os.rename(chunk, f'{chunk}.away')
+    os.symlink(chunk, chunk)  # A loop, which is an error of the system.
+    try:
+      return read(*args)
+    finally:
+      os.rename(f'{chunk}.away', chunk)
+
+  monkeypatch.setattr(storage.Handler, 'restore', read_what_cannot_be_opened)
+  monkeypatch.setattr(files.time, 'sleep', slept.append)
+  if passes:
+    assert restore(checkpointer, live).global_step == 5
+    assert len(slept) == 1
+    return
+  with pytest.raises(OSError, match=f'mv {newest} {newest}.bak') as e:
+    restore(checkpointer, live)
+  assert e.value.errno == errno.ELOOP
+  assert len(slept) == 3
+  assert sorted(os.listdir(series_path(tmp_path))) == ['3', '5']
+  assert live.held()['n'] == 0
+
+
+def test_processes_agree_on_an_error_that_may_pass(
+  run, tmp_path, disk, monkeypatch
+):
+  newest = _two(run, tmp_path)
+  others = [[0, 0], [1, 0]]  # Of each process: unreadable, damaged.
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(
+    reader.multihost_utils, 'process_allgather', lambda x: np.array(others)
+  )
+  with pytest.raises(files.UnreadableError, match=r'processes \[1\]'):
+    reader.verify(newest, None)
+  # Its own error counts more than what others say.
+  disk.fail(newest / 'checkpoint.json', errno.EIO)
+  with pytest.raises(files.UnreadableError, match=r'checkpoint\.json'):
+    reader.verify(newest, None)
+  # And damage less than an error.
+  disk.heal()
+  others[1] = [0, 1]
+  assert reader.verify(newest, None) == ['processes [1] say so']
+  others[0] = [1, 0]
+  with pytest.raises(files.UnreadableError, match=r'processes \[0\]'):
+    reader.verify(newest, None)
+
+
 # What does not fit.
 
 

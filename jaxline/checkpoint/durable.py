@@ -17,6 +17,7 @@ import os
 import pathlib
 import platform
 import re
+import shlex
 import threading
 import time
 from typing import Any
@@ -218,12 +219,17 @@ class DurableCheckpointer:
     if self._forks and ckpt_series == 'latest' and not self._has_any('latest'):
       self._fork(state)
       return
-    path = self._newest_whole(ckpt_series, step, state)
-    with _reported(path):
-      record = files.read_record(path)
-      self._check_config(path, record)
-      saved = reader.Reader(path, record, self._allow_pickle)
-      self._restore_all(saved, state)
+    read = None
+    while read is None:
+      path = self._newest_whole(ckpt_series, step, state)
+      with _reported(self._root / ckpt_series / path.name):
+        try:
+          read = reader.together(functools.partial(self._read, path, state))
+        except files.DamagedError:
+          # If it was removed while it was read, there may be another one.
+          if _of_chief(path.exists()):
+            raise
+    _fill(state, *read)
     if ckpt_series == 'latest':
       self.restored_step = int(path.name)
     logging.info('Restored %s.', path)
@@ -285,7 +291,7 @@ class DurableCheckpointer:
       _foreign(self._config.restore_from)
     for path in self._candidates('latest')[:1]:
       # One that is damaged is found to be so by `restore`.
-      with contextlib.suppress(files.DamagedError):
+      with contextlib.suppress(files.DamagedError), _reported(path):
         if not files.verify(path, lambda file: file == files.RECORD):
           self._check_config(path, files.read_record(path))
 
@@ -346,7 +352,8 @@ class DurableCheckpointer:
     All hosts get the first one's answer.
     """
     step = -1
-    with contextlib.suppress(files.DamagedError, KeyError, TypeError):
+    # Where it cannot be read it is asked again.
+    with contextlib.suppress(files.DamagedError, OSError, KeyError, TypeError):
       step = int(files.read_json(self._root / 'ended.json')['step'])
     step = _of_chief(step)
     return step if step >= 0 else None
@@ -618,7 +625,8 @@ class DurableCheckpointer:
       path = whole = self._root / ckpt_series / str(number)
       if self._follows and ckpt_series == 'latest':
         whole = self._pin(path)
-      problems = reader.verify(whole, state.get('experiment_module'))
+      with _reported(path):
+        problems = reader.verify(whole, state.get('experiment_module'))
       if not problems:
         return whole
       if not _of_chief(path.exists()):
@@ -645,20 +653,27 @@ class DurableCheckpointer:
         files.remove(folder / str(old))
       # Without it verification finds nothing, and the next one is taken.
       with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        files.link(path, pinned)
+        files.retried(lambda: files.link(path, pinned), str(path))
     storage.barrier('pin')
     self._pinned = (int(path.name), pinned)
     return pinned
 
-  def _restore_all(self, saved: reader.Reader, state: Any) -> None:
-    """Restores the live state from one checkpoint, or changes nothing."""
-    restored = saved.entries([k for k in state if k != 'experiment_module'])
-    restored = {k: _placed(k, x, state[k]) for k, x in restored.items()}
-    # Last of what may refuse; then nothing else has changed yet.
-    if 'experiment_module' in state:
-      experiment = state['experiment_module']
-      experiment.restore_from_snapshot(saved.snapshot(experiment))
-    state.update(restored)
+  def _read(
+    self, path: pathlib.Path, state: Any, is_foreign: bool = False
+  ) -> tuple[dict[str, Any], Any]:
+    """Returns the entries of a checkpoint, and the experiment's snapshot."""
+    record = files.read_record(path)
+    if not is_foreign:
+      self._check_config(path, record)
+    saved = reader.Reader(path, record, self._allow_pickle)
+    if is_foreign and self._config.restore_rules:
+      rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
+      return {}, saved.by_rules(state['experiment_module'], rules)
+    entries = saved.entries([k for k in state if k != 'experiment_module'])
+    entries = {k: _placed(k, x, state[k]) for k, x in entries.items()}
+    if 'experiment_module' not in state:
+      return entries, None
+    return entries, saved.snapshot(state['experiment_module'])
 
   def _check_config(self, path: pathlib.Path, record: Any) -> None:
     """Refuses a checkpoint of another run, in the same directory."""
@@ -681,26 +696,36 @@ class DurableCheckpointer:
   def _fork(self, state: Any) -> None:
     """Begins from another run's checkpoint, as `restore_from` says."""
     path = _foreign(self._config.restore_from)
-    experiment = state['experiment_module']
-    if problems := reader.verify(path, experiment):
-      raise files.DamagedError(f'{path} is damaged: {"; ".join(problems)}.')
     with _reported(path):
-      record = files.read_record(path)
-      saved = reader.Reader(path, record, self._allow_pickle)
-      if not self._config.restore_rules:
-        self._restore_all(saved, state)
-      else:
-        rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
-        experiment.restore_from_snapshot(saved.by_rules(experiment, rules))
+      if problems := reader.verify(path, state['experiment_module']):
+        raise files.DamagedError('; '.join(problems))
+      read = reader.together(lambda: self._read(path, state, is_foreign=True))
+    _fill(state, *read)
     logging.info('Began from %s.', path)
+
+
+def _fill(state: Any, entries: Mapping[str, Any], snapshot: Any) -> None:
+  """Restores the live state from what was read, or changes nothing."""
+  if snapshot is not None:
+    # The last that may refuse; then nothing else has changed yet.
+    state['experiment_module'].restore_from_snapshot(snapshot)
+  state.update(entries)
 
 
 @contextlib.contextmanager
 def _reported(path: pathlib.Path) -> Iterator[None]:
+  """Says which checkpoint an error is about, and what to do."""
   try:
     yield
   except files.DamagedError as e:
     raise files.DamagedError(f'{path} is damaged: {e}.') from e
+  except files.UnreadableError as e:
+    where = shlex.quote(str(path))
+    raise files.UnreadableError(
+      e.errno,
+      f'{path} could not be read: {e.strerror}. This may pass, and nothing was'
+      f' moved: start again. To skip this checkpoint: mv {where} {where}.bak',
+    ) from e
 
 
 def _noted(path: pathlib.Path) -> list[int]:

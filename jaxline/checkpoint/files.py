@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import functools
 import json
 import os
 import pathlib
@@ -30,7 +31,7 @@ import shutil
 import socket
 import threading
 import time
-from typing import Any
+from typing import Any, TypeVar
 import zlib
 
 from absl import logging
@@ -49,10 +50,50 @@ NEW = '.new'
 # Names that only we and Orbax give; what else is there is the user's.
 _LEFTOVER = r'\.deleted-.*|\d+\.partial|\d+(\.new)?\.orbax-checkpoint-tmp.*'
 _STEP = '0|[1-9][0-9]*'  # The name of each number, and no other for it.
+_PAUSES = (0.5, 1.5, 4.0)  # Seconds before each further try to read.
+_T = TypeVar('_T')
+
+# What says that there is no file of that name.
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class DamagedError(ValueError):
   """A checkpoint is not as it was written; the message says what differs."""
+
+
+class UnreadableError(OSError):
+  """A file could not be read, which says nothing of what it holds."""
+
+
+def retried(read: Callable[[], _T], name: str) -> _T:
+  """Calls a function, and three times more where it fails as may pass.
+
+  Args:
+    read: reads something.
+    name: of what it reads.
+
+  Returns:
+    What `read` returns.
+
+  Raises:
+    UnreadableError: it failed each time.
+    OSError: there is no such file.
+  """
+  pauses = iter(_PAUSES)
+  while True:
+    try:
+      return read()
+    except MISSING:
+      raise
+    except OSError as e:
+      text = f'{name}: {e.strerror or e}'
+      pause = next(pauses, None)
+      if pause is None:
+        raise UnreadableError(
+          e.errno, f'{text} (tried {len(_PAUSES) + 1} times)'
+        ) from e
+      logging.warning('%s. Trying again in %.1f s.', text, pause)
+    time.sleep(pause)
 
 
 def root(directory: str | os.PathLike[str]) -> pathlib.Path:
@@ -72,8 +113,8 @@ def root(directory: str | os.PathLike[str]) -> pathlib.Path:
 def steps(series: pathlib.Path) -> list[int]:
   """Returns the steps of a series' checkpoints, ascending."""
   try:
-    names = os.listdir(series)
-  except (FileNotFoundError, NotADirectoryError):
+    names = retried(lambda: os.listdir(series), str(series))
+  except MISSING:
     return []
   return sorted(int(name) for name in names if re.fullmatch(_STEP, name))
 
@@ -112,13 +153,15 @@ def read_json(path: pathlib.Path) -> Any:
   """Reads a file.
 
   Raises:
-    DamagedError: it cannot be read, or is not JSON.
+    DamagedError: it is not there, or is not JSON.
+    UnreadableError: it cannot be read, which may pass.
   """
   try:
-    return json.loads(path.read_text(encoding='utf-8'))
+    text = retried(lambda: path.read_text(encoding='utf-8'), path.name)
+    return json.loads(text)
   except FileNotFoundError as e:
     raise DamagedError(f'{path.name} is missing') from e
-  except OSError as e:
+  except MISSING as e:
     raise DamagedError(f'{path.name} cannot be read ({e.strerror})') from e
   except ValueError as e:
     raise DamagedError(f'{path.name} is not JSON ({e})') from e
@@ -128,7 +171,8 @@ def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
   """Reads what a checkpoint says of itself.
 
   Raises:
-    DamagedError: it cannot be read.
+    DamagedError: it is not there, or is no record.
+    UnreadableError: it cannot be read, which may pass.
     ValueError: a later version of this library wrote it.
   """
   record = read_json(checkpoint / RECORD)
@@ -216,7 +260,8 @@ def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
   """Returns size in bytes and CRC-32 of each file.
 
   Raises:
-    DamagedError: they cannot be read, or are not as written.
+    DamagedError: they are not there, or are not as written.
+    UnreadableError: they cannot be read, which may pass.
   """
   sums: dict[str, list[int]] = {}
   process, processes = 0, 1
@@ -250,6 +295,9 @@ def verify(
     wanted: of a file's relative name, whether to look at it.
     process: index of this process.
     processes: how many share the work.
+
+  Raises:
+    UnreadableError: a file cannot be read, which may pass and is no damage.
   """
   try:
     sums = read_checksums(checkpoint)
@@ -264,9 +312,10 @@ def verify(
   problems = []
   for name in sorted(filter(wanted, sums))[process::processes]:
     size, crc = sums[name]
+    read = functools.partial(_checksum, checkpoint / name)
     try:
-      got_size, got_crc = _checksum(checkpoint / name)
-    except OSError as e:
+      got_size, got_crc = retried(read, name)
+    except MISSING as e:
       problems.append(f'{name} cannot be read ({e.strerror})')
       continue
     if got_size != size:

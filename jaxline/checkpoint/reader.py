@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import difflib
+import errno
 import pathlib
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
@@ -16,6 +17,8 @@ from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import storage
 from jaxline.checkpoint import structure
+
+_T = TypeVar('_T')
 
 
 class MismatchError(ValueError):
@@ -194,10 +197,16 @@ class Reader:
     Args:
       targets: name -> jax.ShapeDtypeStruct with a sharding; without one, or
         None, the array comes as numpy.
+
+    Raises:
+      files.DamagedError: one is not there.
+      files.UnreadableError: one cannot be read, which may pass.
     """
     try:
-      return storage.read(self._path, self._arrays, targets)
-    except (OSError, KeyError) as e:
+      return files.retried(
+        lambda: storage.read(self._path, self._arrays, targets), files.ARRAYS
+      )
+    except (*files.MISSING, KeyError) as e:
       raise files.DamagedError(f'its arrays cannot be read ({e})') from e
 
   def by_rules(
@@ -358,30 +367,73 @@ def _abstract(x: Any) -> Any:
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def verify(path: pathlib.Path, experiment: Any) -> list[str]:
-  """Returns what is wrong with a checkpoint, looking at what is wanted."""
-  problems: list[str] = []
+def together(read: Callable[[], _T]) -> _T:
+  """Calls a function in all processes; where it fails in one, all raise.
+
+  Args:
+    read: reads something, or finds it damaged.
+
+  Returns:
+    What it returns.
+
+  Raises:
+    files.UnreadableError: somebody could not read it.
+    files.DamagedError: somebody found it damaged.
+  """
+  error: Exception | None = None
   try:
-    # First whether the record is to be trusted.
-    if wrong := files.verify(path, lambda file: file == files.RECORD):
-      raise files.DamagedError('; '.join(wrong))
-    record = files.read_record(path)
-    wants = wants_of(experiment)
-    unwanted = {
-      f'{files.ARRAYS}/{about["file"]}'
-      for name, about in record['arrays'].items()
-      if not (name.startswith('run/') or wants(name))
-    }
-    problems = files.verify(
-      path,
-      lambda file: '/'.join(file.split('/')[:2]) not in unwanted,
-      jax.process_index(),
-      jax.process_count(),
-    )
-  except (files.DamagedError, KeyError, TypeError, AttributeError) as e:
-    problems = [str(e) if isinstance(e, files.DamagedError) else repr(e)]
+    result = read()
+  except (files.DamagedError, files.UnreadableError) as e:
+    error = e
   if jax.process_count() > 1:
-    counts = multihost_utils.process_allgather(np.int32(len(problems)))
-    if not problems and counts.any():
-      problems = [f'processes {np.flatnonzero(counts).tolist()} say so']
-  return problems
+    kinds = files.UnreadableError, files.DamagedError
+    here = np.array([isinstance(error, kind) for kind in kinds])
+    unreadable, damaged = multihost_utils.process_allgather(here).T
+    # An error that may pass comes first, since it leaves all as it is.
+    if unreadable.any() and not here[0]:
+      others = np.flatnonzero(unreadable).tolist()
+      error = files.UnreadableError(
+        errno.EIO, f'processes {others} could not read it'
+      )
+    elif damaged.any() and error is None:
+      others = np.flatnonzero(damaged).tolist()
+      error = files.DamagedError(f'processes {others} say so')
+  if error is not None:
+    raise error
+  return result
+
+
+def verify(path: pathlib.Path, experiment: Any) -> list[str]:
+  """Returns what is wrong with a checkpoint, looking at what is wanted.
+
+  Raises:
+    files.UnreadableError: a file cannot be read, which may pass.
+  """
+
+  def check() -> None:
+    try:
+      # First whether the record is to be trusted.
+      if wrong := files.verify(path, lambda file: file == files.RECORD):
+        raise files.DamagedError('; '.join(wrong))
+      record = files.read_record(path)
+      wants = wants_of(experiment)
+      unwanted = {
+        f'{files.ARRAYS}/{about["file"]}'
+        for name, about in record['arrays'].items()
+        if not (name.startswith('run/') or wants(name))
+      }
+      if wrong := files.verify(
+        path,
+        lambda file: '/'.join(file.split('/')[:2]) not in unwanted,
+        jax.process_index(),
+        jax.process_count(),
+      ):
+        raise files.DamagedError('; '.join(wrong))
+    except (KeyError, TypeError, AttributeError) as e:
+      raise files.DamagedError(repr(e)) from e
+
+  try:
+    together(check)
+  except files.DamagedError as e:
+    return [str(e)]
+  return []

@@ -1,8 +1,10 @@
 """How arrays get to the disk and back: copied to the host, written by Orbax."""
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
 import dataclasses
+import errno
 import logging as std_logging
 import os
 import pathlib
@@ -132,6 +134,21 @@ ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)(
 )
 
 
+@contextlib.contextmanager
+def os_errors() -> Iterator[None]:
+  """Makes an OSError of what TensorStore says of the operating system's."""
+  try:
+    yield
+  except ValueError as e:
+    # "RESOURCE_EXHAUSTED: ... No space left on device [os_error_code='28']"
+    if match := re.search(r"\[os_error_code='(\d+)'\]", str(e)):
+      number = int(match[1])
+      raise OSError(number, os.strerror(number)) from e
+    if str(e).startswith('NOT_FOUND:'):  # An array lacks one of its files.
+      raise FileNotFoundError(errno.ENOENT, str(e)) from e
+    raise
+
+
 def multiprocessing_options() -> Any:
   """Returns the options with which Orbax knows all processes."""
   # With the processes named, Orbax meets through the coordination service;
@@ -254,6 +271,7 @@ def read(
 
   Raises:
     files.DamagedError: a description leads out of the checkpoint.
+    OSError: a file is not there, or cannot be read.
   """
   requests, restored = {}, {}
   for name, target in targets.items():
@@ -271,7 +289,10 @@ def read(
         sharding=sharding, global_shape=tuple(about['shape'])
       )
   if requests:
-    arrays = Handler().restore(epath.Path(checkpoint / files.ARRAYS), requests)
+    with os_errors():
+      arrays = Handler().restore(
+        epath.Path(checkpoint / files.ARRAYS), requests
+      )
     for name, target in targets.items():
       if name not in restored:
         about = described[name]
