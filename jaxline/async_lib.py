@@ -95,7 +95,10 @@ class SerialExecutor:
       # Set before the log is written, so that the next call sees it.
       self._traceback = e.__traceback__
       self.error = e
-      logging.exception('Error in background thread %s.', self._name)
+      # Without a traceback, which the next call raises.
+      logging.error(
+        'Background thread %s ends with %s.', self._name, type(e).__name__
+      )
       raise
 
 

@@ -335,7 +335,7 @@ def _main(
   _start_jax(config, mode)
   try:
     _start(experiment_class, config, mode, checkpointer_factory)
-  except (Exception, preemption.Preempted) as e:
+  except (Exception, SystemExit) as e:
     if _has_others():
       _leave_others(e, mode)
     raise
@@ -389,6 +389,27 @@ def _start(
       _run(experiment_class, config, mode, made)
     except (files.ClaimedError, partitioning.MeshError) as e:
       raise UsageError(_with_notes(e)) from e
+    except (OSError, ExceptionGroup) as e:
+      if (full := _full_disk(e, config)) is None:
+        raise
+      print(
+        f'{full.strerror}: {full.filename}. Make room, then start the same'
+        ' command again.',
+        file=sys.stderr,
+        flush=True,
+      )
+      raise SystemExit(1) from e
+
+
+def _full_disk(
+  error: BaseException, config: config_dict.ConfigDict
+) -> OSError | None:
+  """Returns the first error that says that the run's disk is full, if any."""
+  for e in getattr(error, 'exceptions', [error]):
+    is_full = isinstance(e, OSError) and e.errno in files.FULL
+    if is_full and str(e.filename).startswith(config.checkpoint_dir):
+      return e
+  return None
 
 
 def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
@@ -533,6 +554,8 @@ def _leave_others(error: BaseException, mode: str) -> None:
     if not mode.startswith('eval'):
       return  # All leave together.
     code: Any = error.code
+  elif isinstance(error, SystemExit):
+    code = error.code
   elif isinstance(error, UsageError):
     print(error, file=sys.stderr)
     code = 2

@@ -6,6 +6,7 @@ test_durable_multiprocess.py.
 
 import collections
 from collections.abc import Iterator
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -14,6 +15,7 @@ import importlib.util
 import math
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -1739,6 +1741,71 @@ def test_a_failed_save_is_raised_and_loses_nothing(
   )
   save(second, weights(3), 6)
   assert sorted(os.listdir(series_path(tmp_path))) == ['5', '6']
+
+
+PAGE = 4096  # Bytes; what a file on a tmpfs takes is a multiple of it.
+
+
+@pytest.mark.parametrize(('series', 'step'), [('latest', 6), ('best', 5)])
+def test_a_save_that_does_not_fit_leaves_nothing(series, step, run, small_disk):
+  folder, _ = small_disk
+  directory = folder / 'run'
+  live = PerDevice({'w': jnp.ones([9000])}, {'n': 0, 'v': np.arange(9000.0)})
+  first = run(directory=directory)
+  save(first, live, 5)
+  first.close()
+  there = [5] if series == 'latest' else []
+  # It ends in another phase each time: arrays, record, checksums, renames.
+  for pages in range(0, 60, 5 if series == 'latest' else 1):
+    if series == 'latest':
+      checkpointer = run(directory=directory)
+      fill(checkpointer, live, step)
+    else:
+      checkpointer = run('eval', directory=directory)
+      restore(checkpointer, live, 5)
+      more = {'best_eval_metric_value': 0.5, 'best_model_eval_metric': ''}
+      fill(checkpointer, live, step, series, **more)
+    checkpointer.claim(series)
+    free = os.statvfs(folder).f_bavail
+    (folder / 'ballast').write_bytes(bytes(max(0, free - pages) * PAGE))
+    checkpointer.save(series)
+    error = checkpointer._last[series].exception()
+    (folder / 'ballast').unlink()
+    checkpointer.close()
+    if error is None:
+      break
+    assert error.errno == errno.ENOSPC
+    assert re.search(r'No space left .*MiB needed, .* MiB free', str(error))
+    assert '\n' not in str(error)
+    assert error.filename == str(series_path(folder, series) / str(step))
+    assert checkpointer.steps(series) == there
+    left = _names(series_path(folder, series))
+    assert left == [str(step) for step in there]
+  assert pages >= 2
+  assert checkpointer.steps(series) == [*there, step]
+  assert files.verify(series_path(folder, series) / str(step)) == []
+
+
+def _names(folder):
+  return sorted(os.listdir(folder)) if folder.exists() else []
+
+
+def test_json_that_does_not_fit_leaves_nothing(run, small_disk):
+  folder, _ = small_disk
+  checkpointer = run('eval', directory=folder / 'run')
+  checkpointer.mark_evaluated(3)
+  with (
+    open(folder / 'ballast', 'wb', buffering=0) as ballast,
+    contextlib.suppress(OSError),
+  ):
+    while True:
+      ballast.write(bytes(PAGE))
+  with pytest.raises(OSError, match=r'\(0\.00 MiB free.*eval\.json') as e:
+    checkpointer.mark_evaluated(5)
+  assert e.value.errno == errno.ENOSPC
+  evaluated = folder / 'run' / 'checkpoints' / 'evaluated'
+  assert os.listdir(evaluated) == ['eval.json']
+  assert checkpointer.evaluated() == [3]
 
 
 # Checkpoints made by earlier versions of this library; see golden/make.py.

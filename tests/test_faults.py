@@ -586,25 +586,6 @@ def test_ctrl_c_saves_and_a_second_one_leaves(tmp_path, undisturbed, start):
 # The disk.
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-  """A file system of 1.5 MB, as (directory, function that makes it larger)."""
-  folder = tmp_path / 'small'
-  folder.mkdir()
-  mounted = subprocess.run(
-    ['mount', '-t', 'tmpfs', '-o', 'size=1500k', 'tmpfs', str(folder)],
-    capture_output=True,
-    text=True,
-  )
-  if mounted.returncode:
-    pytest.skip(f'Only root can make a small file system: {mounted.stderr}')
-  remount = lambda option: subprocess.run(
-    ['mount', '-o', f'remount,{option}', str(folder)], check=True
-  )
-  yield folder, remount
-  subprocess.run(['umount', '-l', str(folder)], check=True)
-
-
 def test_full_disk(small_disk, undisturbed, start):
   folder, remount = small_disk
   run_dir = folder / 'run'
@@ -614,6 +595,14 @@ def test_full_disk(small_disk, undisturbed, start):
   before = newest(run_dir)  # All that is visible is whole.
   assert before >= SAVE_EVERY
   newest(run_dir, 'best')
+  # One message, and nothing left of what did not fit.
+  assert re.search(r'^No space .* MiB free\).* Make room, ', run.lines[-1])
+  trained = max(i for i, s in enumerate(run.lines) if re.search('step \\d', s))
+  assert len(run.lines) - trained < 60, run.log[-8000:]
+  for said in ('Event loop is closed', 'future.py', 'direct cause'):
+    assert said not in run.log
+  left = [p.name for p in (run_dir / 'checkpoints').glob('*/*')]
+  assert [name for name in left if 'tmp' in name or 'partial' in name] == []
   # While it is full: an error again, and nothing lost.
   run = start(run_dir, KEEP_ALL)
   assert run.end() == 1, run.log[-8000:]

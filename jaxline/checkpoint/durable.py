@@ -18,6 +18,7 @@ import pathlib
 import platform
 import re
 import shlex
+import shutil
 import threading
 import time
 from typing import Any
@@ -503,20 +504,23 @@ class DurableCheckpointer:
       target = target.with_name(f'{target.name}{files.NEW}')
     storage.barrier('series')
     try:
-      ocp.Checkpointer(
-        storage.Handler(),
-        multiprocessing_options=storage.multiprocessing_options(),
-        atomicity_options=ocp.options.AtomicityOptions(
-          ocp.options.AtomicityMode.ATOMIC_RENAME
-        ),
-      ).save(target, args=content)
-    except OSError as e:
-      if chief:  # On a full disk, the half of it is in the way.
-        files.clean(final.parent)
-      raise OSError(
-        e.errno, f'{e.strerror or e}; the checkpoints before it are untouched',
-        str(target),
-      ) from e  # fmt: skip
+      with storage.os_errors():
+        ocp.Checkpointer(
+          storage.Handler(),
+          multiprocessing_options=storage.multiprocessing_options(),
+          atomicity_options=ocp.options.AtomicityOptions(
+            ocp.options.AtomicityMode.ATOMIC_RENAME
+          ),
+        ).save(target, args=content)
+    except Exception as e:
+      # On a full disk, the half of it is in the way.
+      for partial in target.parent.glob(f'{target.name}.orbax-*-tmp*'):
+        files.discard(partial)
+      if isinstance(e, OSError):
+        raise _failed_save(e, target, content.num_bytes) from (
+          None if e.errno in files.FULL else e
+        )
+      raise
     if chief:
       if target != final:
         files.replace(target, final)
@@ -542,16 +546,22 @@ class DurableCheckpointer:
       if jax.process_index() == 0:
         partial = target.with_name(f'{target.name}.partial')
         target.parent.mkdir(parents=True, exist_ok=True)
-        files.link(pinned, partial)
-        files.write_json(
-          partial / 'extra.json',
-          {
-            'time': self._after_all_best(),
-            'entries': values,
-            'arrays': small,
-          },
-        )
-        files.add_checksum(partial, 'extra.json')
+        try:
+          files.link(pinned, partial)
+          files.write_json(
+            partial / 'extra.json',
+            {
+              'time': self._after_all_best(),
+              'entries': values,
+              'arrays': small,
+            },
+          )
+          files.add_checksum(partial, 'extra.json')
+        except OSError as e:
+          shutil.rmtree(partial, ignore_errors=True)
+          # What it takes where the file system has no links.
+          size = functools.partial(files.size, pinned)
+          raise _failed_save(e, target, size) from e
         files.replace(partial, target)
         logging.info('Saved %s.', target)
         self._retire(target.parent)
@@ -759,6 +769,20 @@ def _placed(name: str, value: Any, live: Any) -> Any:
       f' {live.dtype}{list(live.shape)}; nothing was restored.'
     )
   return jax.device_put(value, live.sharding)
+
+
+def _failed_save(
+  error: OSError, target: pathlib.Path, size: Callable[[], int]
+) -> OSError:
+  """Returns an error that says what became of a save."""
+  needed = size() if error.errno in files.FULL else None
+  error = files.failed_write(error, target, needed)
+  return OSError(
+    error.errno,
+    f'{error.strerror}; what was written of it was removed, and the checkpoints'
+    ' before it are untouched',
+    str(target),
+  )
 
 
 # What goes into the record, and how it is compared.

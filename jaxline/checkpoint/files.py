@@ -51,8 +51,12 @@ NEW = '.new'
 _LEFTOVER = r'\.deleted-.*|\d+\.partial|\d+(\.new)?\.orbax-checkpoint-tmp.*'
 _STEP = '0|[1-9][0-9]*'  # The name of each number, and no other for it.
 _PAUSES = (0.5, 1.5, 4.0)  # Seconds before each further try to read.
+_DISCARD_CHECKS = 10  # In a row, that find nothing of a save that failed.
+_DISCARD_SECS = 10.0  # After which the next start removes what is left.
 _T = TypeVar('_T')
 
+# What says that a file system or a quota has no room.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What says that there is no file of that name.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -122,13 +126,38 @@ def steps(series: pathlib.Path) -> list[int]:
 def write_json(path: pathlib.Path, value: Any) -> None:
   """Writes a file that is whole, and on the disk, or not there."""
   partial = path.with_name(f'{path.name}.{os.getpid()}.partial')
-  with open(partial, 'w', encoding='utf-8') as f:
-    json.dump(value, f, indent=1)
-    f.write('\n')
-    f.flush()
-    os.fsync(f.fileno())
-  os.replace(partial, path)
+  try:
+    with open(partial, 'w', encoding='utf-8') as f:
+      json.dump(value, f, indent=1)
+      f.write('\n')
+      f.flush()
+      os.fsync(f.fileno())
+    os.replace(partial, path)
+  except BaseException as e:
+    with contextlib.suppress(OSError):
+      partial.unlink(missing_ok=True)
+    if isinstance(e, OSError):
+      raise failed_write(e, path) from None
+    raise
   sync_directory(path.parent)
+
+
+def failed_write(
+  error: OSError, path: pathlib.Path, needed: int | None = None
+) -> OSError:
+  """Returns an error of the same kind that says how much room there is.
+
+  Args:
+    error: what writing failed with.
+    path: what could not be written.
+    needed: bytes that it would take; None leaves that out.
+  """
+  text = error.strerror or str(error)
+  if error.errno in FULL:
+    room = [] if needed is None else [f'{needed / 2**20:.2f} MiB needed']
+    free = shutil.disk_usage(path.parent).free
+    text += f' ({", ".join([*room, f"{free / 2**20:.2f} MiB free"])})'
+  return OSError(error.errno, text, str(path))
 
 
 def sync_directory(directory: pathlib.Path) -> None:
@@ -339,6 +368,16 @@ def remove(checkpoint: pathlib.Path) -> None:
   with contextlib.suppress(FileNotFoundError):
     os.rename(checkpoint, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def discard(partial: pathlib.Path) -> None:
+  """Removes a save that failed, and what threads still write of it."""
+  gone, deadline = 0, time.monotonic() + _DISCARD_SECS
+  # TensorStore makes the directory again for a write that was still queued.
+  while gone < _DISCARD_CHECKS and time.monotonic() < deadline:
+    shutil.rmtree(partial, ignore_errors=True)
+    gone = 0 if partial.exists() else gone + 1
+    time.sleep(0.05)
 
 
 def replace(new: pathlib.Path, old: pathlib.Path) -> None:

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
 import errno
+import json
 import logging as std_logging
 import os
 import pathlib
 import re
+import sys
 from typing import Any
 
 from absl import logging
@@ -22,6 +24,7 @@ from jaxline.checkpoint import files
 
 # Arrays are cut into files of at most this many bytes.
 _FILE_BYTES = 256 << 20
+_BLOCK = 4096  # Bytes that a file takes at least, on most file systems.
 _ORBAX = os.path.join(os.path.dirname(ocp.__file__), '')
 # Those beside NumPy's own that TensorStore's zarr3 driver takes.
 _ZARR_DTYPES = (
@@ -36,12 +39,28 @@ def _is_worth_reading(record: Any) -> bool:
   if not record.pathname.startswith(_ORBAX):
     return True
   # The warning says that there is no OCDBT, which is as it should be.
-  is_about_ocdbt = record.filename == 'ocdbt_utils.py'
-  quiet = std_logging.WARNING if is_about_ocdbt else std_logging.INFO
-  return record.levelno > quiet
+  # An error in a thread of Orbax is raised by the save as well.
+  quiet = {
+    'ocdbt_utils.py': std_logging.WARNING,
+    'future.py': std_logging.ERROR,
+  }
+  return record.levelno > quiet.get(record.filename, std_logging.INFO)
 
 
 logging.get_absl_logger().addFilter(_is_worth_reading)
+
+
+def _quiet_unraisable(unraisable: Any, then: Any = sys.unraisablehook) -> None:
+  """Leaves out what TensorStore's threads say once Orbax has given up.
+
+  At the first array that cannot be written Orbax closes the event loop to which
+  the writes of the others would report.
+  """
+  if str(unraisable.exc_value) != 'Event loop is closed':
+    then(unraisable)
+
+
+sys.unraisablehook = _quiet_unraisable
 
 
 @dataclasses.dataclass
@@ -59,6 +78,13 @@ class Content(ocp.args.CheckpointArgs):
   record: dict[str, Any]
   process: dict[str, Any]
   before_commit: Callable[[], None] | None
+
+  def num_bytes(self) -> int:
+    """Returns about how much room it takes, in files of whole blocks."""
+    small = len(json.dumps([self.record, self.process], indent=1))
+    # Each array has a file of numbers and one that describes them.
+    sizes = [small, *(x.nbytes + _BLOCK for x in self.arrays.values())]
+    return sum(-(-size // _BLOCK) * _BLOCK for size in sizes)
 
 
 def _numpy_handler() -> Any:
