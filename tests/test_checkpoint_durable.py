@@ -1743,6 +1743,33 @@ def test_a_failed_save_is_raised_and_loses_nothing(
   assert sorted(os.listdir(series_path(tmp_path))) == ['5', '6']
 
 
+@pytest.mark.parametrize('removed', ['checkpoints', 'checkpoints/claims', '.'])
+@pytest.mark.parametrize('series', ['latest', 'best'])
+def test_a_right_that_is_lost_is_an_error_at_the_next_save(
+  series, removed, run, tmp_path
+):
+  first = run()
+  save(first, weights(1), 3)
+  if series == 'best':
+    first = run('eval')
+    live = weights()
+    restore(first, live, 3)
+    first.claim('best')
+  shutil.rmtree(tmp_path / 'run' / removed)
+  if removed != '.':  # As another run makes it.
+    claim = tmp_path / 'run' / 'checkpoints' / 'claims' / f'{series}.json'
+    claim.parent.mkdir(parents=True)
+    claim.write_text('{}')
+  before = _names(series_path(tmp_path, series))
+  with pytest.raises(OSError, match=rf'another one may .*{series}\.json'):
+    if series == 'best':
+      save_best(first, live, 3, 0.5)
+    else:
+      save(first, weights(2), 5)
+  assert _names(series_path(tmp_path, series)) == before
+  assert (tmp_path / 'run').exists() == (removed != '.')
+
+
 PAGE = 4096  # Bytes; what a file on a tmpfs takes is a multiple of it.
 
 

@@ -658,6 +658,15 @@ def test_the_directory_vanishes(tmp_path, start):
   assert 'deleted while a writer had it open' in run.log
 
 
+@pytest.mark.parametrize('removed', ['checkpoints', 'checkpoints/claims'])
+def test_a_second_run_cannot_stay_unnoticed(tmp_path, start, removed):
+  first = start(tmp_path, faults={'step_secs': 0.02})
+  assert first.wait_for('Saved .*/latest/6')
+  os.rename(tmp_path / removed, tmp_path / 'removed')
+  assert first.end() == 1, first.log[-8000:]
+  assert 'so that another one may be writing there' in first.log
+
+
 # What lies on the disk is damaged.
 
 

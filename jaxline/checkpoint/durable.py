@@ -117,7 +117,7 @@ class DurableCheckpointer:
     # they write, and must do so in one order.
     self._writer = async_lib.SerialExecutor('checkpoint')
     self._last: dict[str, futures.Future[None]] = {}
-    self._claims: list[files.Claim] = []
+    self._claims: dict[str, files.Claim] = {}
     self._owned: set[str] = set()
     self._pinned: tuple[int, pathlib.Path] | None = None
     self._passed_over: set[str] = set()
@@ -260,7 +260,7 @@ class DurableCheckpointer:
     if self._pinned is not None and jax.process_index() == 0:
       files.remove(self._pinned[1])
     self._pinned = None
-    for claim in self._claims:
+    for claim in self._claims.values():
       claim.release()
     self._claims.clear()
 
@@ -412,7 +412,7 @@ class DurableCheckpointer:
             ' lets another one run beside it.'
           )
         raise
-      self._claims.append(claim)
+      self._claims[ckpt_series] = claim
       files.clean(self._root / ckpt_series)
     storage.barrier('own')  # The others look at what is there now.
     self._owned.add(ckpt_series)
@@ -496,6 +496,7 @@ class DurableCheckpointer:
     chief = jax.process_index() == 0
     final = target
     if chief:
+      self._claims[target.parent.name].check()
       target.parent.mkdir(parents=True, exist_ok=True)
     if target.parent.name == 'best':
       content.record['time'] = self._after_all_best()
@@ -544,6 +545,7 @@ class DurableCheckpointer:
 
     def write() -> None:
       if jax.process_index() == 0:
+        self._claims[target.parent.name].check()
         partial = target.with_name(f'{target.name}.partial')
         target.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -556,6 +556,25 @@ class Claim:
     _claimed[self._path] = os.getpid()
     return fd
 
+  def check(self) -> None:
+    """Raises an error where the right is lost: another run may have begun.
+
+    Raises:
+      FileNotFoundError: its file is gone, or is another one.
+    """
+    assert self._fd is not None
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+      found = retried(self._path.stat, str(self._path))
+      if os.path.samestat(found, os.fstat(self._fd)):
+        return
+    raise FileNotFoundError(
+      errno.ENOENT,
+      'This file was removed or replaced while this run held it, so that'
+      ' another one may be writing there; nothing was saved. Leave the'
+      ' directory in place while a run writes there',
+      str(self._path),
+    )
+
   def release(self) -> None:
     """Gives the right back."""
     # Closed before another thread may claim: the operating system takes at
