@@ -168,7 +168,8 @@ def get_base_config() -> config_dict.ConfigDict:
   # whose name the regular expression matches wholly (first match wins) gets
   # the array named `source` there, in which '\\1' is the pattern's first
   # group; None, or no match, leaves it as it was initialised. The run then
-  # starts at step 0. `python -m jaxline.checkpoint show DIR` lists the names.
+  # starts at step 0, with fresh keys and schedules, whatever the rules match.
+  # `python -m jaxline.checkpoint show DIR` lists the names.
   config.restore_rules = ()
   # A checkpoint was made with another experiment_class, experiment_kwargs or
   # seed: 'raise' says which keys differ, 'continue' restores it all the same.

@@ -360,6 +360,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
   """
 
   PER_PROCESS_ENTRIES = ('input',)
+  # Of the state, what `config.restore_rules` never take from another run.
+  NEVER_BY_RULES = ('state/step', 'state/skipped')
   SKIPS_NONFINITE = True
   IS_SHARDED = True
   uncut_weights: Sequence[str] = ()

@@ -41,6 +41,7 @@ from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
 from jaxline.checkpoint import reader
 from jaxline.checkpoint import storage
+from jaxline.checkpoint import structure
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -1319,6 +1320,73 @@ def test_rules(kept, run, tmp_path):
   assert 'input' not in live.snapshot_state()
   _advance(live, 1)  # Nothing shares a buffer that a step gives away.
   assert live.snapshot_state()['input']['index'] == 1
+
+
+class Scheduled(Sharded):
+  """Has each kind of schedule that Optax keeps a count for."""
+
+  def make_optimizer(self):
+    rate = optax.linear_schedule(0.1, 0.0, 10)
+    return optax.chain(
+      optax.add_noise(0.1, 0.5, 3),
+      optax.inject_hyperparams(optax.adamw)(rate, weight_decay=0.1),
+      optax.add_decayed_weights(rate),
+      optax.scale_by_schedule(rate),
+    )
+
+
+def _counts(opt_state):
+  leaves = structure.named_leaves(opt_state).items()
+  return {n: int(x) for n, x in leaves if n.split('/')[-1] == 'count'}
+
+
+def test_rules_for_all_of_the_state_begin_a_new_run(run, tmp_path):
+  source = Scheduled(params={'more': jnp.ones([3])})
+  _advance(source, 6)
+  save(run(directory=tmp_path / 'other'), source, 6, key=jax.random.key(1))
+  live = Scheduled(params={'more': jnp.zeros([3])}, seed=2)
+  key = jax.random.key(8)
+  before = jax.tree.map(jnp.copy, live.state)
+  rules = [('state/(.*)', r'state/\1')]
+  checkpointer = run(restore_from=str(tmp_path / 'other'), restore_rules=rules)
+  state = fill(checkpointer, live, 0, key=key)
+  checkpointer.restore('latest')
+  assert state.global_step == 0
+  assert state.train_step_rng is key
+  got, taken = live.state, source.state
+  # It was not of step 0, and had weights and moments of its own.
+  assert (int(taken.step), int(got.step)) == (6, 0)
+  assert_same(got.skipped, before.skipped)
+  assert_same(got.params, taken.params)
+  assert_same(got.model_state['half'], taken.model_state['half'])
+  assert_same(got.model_state['key'], before.model_state['key'])
+  adam = lambda x: x.opt_state[1].inner_state[0]
+  assert_same(adam(got), adam(taken))
+  assert _counts(taken.opt_state) == {
+    '0/count': 6,
+    '1/count': 6,
+    '1/hyperparams_states/learning_rate/count': 6,
+    '1/inner_state/0/count': 6,
+    '2/count': 6,
+    '3/count': 6,
+  }
+  counts = _counts(got.opt_state)
+  assert counts.pop('1/inner_state/0/count') == 6  # Of Adam's moments.
+  assert set(counts.values()) == {0}
+  assert_same(got.opt_state[0], before.opt_state[0])  # Its key as well.
+  assert_same(got.opt_state[1].hyperparams, before.opt_state[1].hyperparams)
+  _advance(live, 1)
+  assert int(live.state.step) == 1
+  # What begins anew cannot be asked for either.
+  for name in ('step', 'skipped', 'opt_state/3/count', 'model_state/key'):
+    other = run(
+      directory=tmp_path / name.replace('/', '_'),
+      restore_from=str(tmp_path / 'other'),
+      restore_rules=[(f'state/{name}', f'state/{name}')],
+    )
+    fill(other, live, 0, key=key)
+    with pytest.raises(ValueError, match='keys begin anew'):
+      other.restore('latest')
 
 
 @pytest.mark.parametrize(

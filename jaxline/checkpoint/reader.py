@@ -214,16 +214,20 @@ class Reader:
   ) -> dict[str, Any]:
     """Returns the experiment's own snapshot with arrays replaced by rules.
 
+    No rule takes what begins anew with each run: its count of steps, those of
+    schedules, and random keys.
+
     Raises:
       ValueError: a rule matches nothing, or names no array of the checkpoint.
       MismatchError: an array of the checkpoint has another shape or type.
     """
     snapshot = dict(experiment.snapshot_state())
+    own = getattr(experiment, 'NEVER_BY_RULES', ())
     live = {
       name: x
       for entry, tree in snapshot.items()
-      for name, x in _named(tree, entry).items()
-      if structure.is_array(x)
+      for name, x in _named(_without_schedules(tree), entry).items()
+      if structure.is_array(x) and not storage.is_key(x) and name not in own
     }
     used = set()
     sources: dict[str, str] = {}
@@ -242,7 +246,8 @@ class Reader:
     if unused := [pattern for pattern, _ in rules if pattern not in used]:
       raise ValueError(
         f"config.restore_rules: {unused} match none of this run's arrays, or"
-        f' an earlier rule takes them. The arrays are {sorted(live)}.'
+        ' an earlier rule takes them. (Counts of steps, schedules and keys'
+        f' begin anew.) The arrays are {sorted(live)}.'
       )
     if absent := sorted(set(sources.values()) - set(self._arrays)):
       near = difflib.get_close_matches(absent[0], self._arrays, n=3, cutoff=0.3)
@@ -273,6 +278,35 @@ class Reader:
         for entry, tree in snapshot.items()
       }
     )
+
+
+# Optax's states of schedules: by name, since not all of them are public. Not
+# those of moments, such as Adam's, which are corrected by their own count.
+_SCHEDULES = (
+  'AddNoiseState',
+  'InjectHyperparamsState',
+  'InjectStatefulHyperparamsState',
+  'ScaleByScheduleState',
+  'WeightDecaySchedule',
+  'WrappedScheduleState',
+)
+
+
+def _without_schedules(tree: Any) -> Any:
+  """Returns a tree with None in place of all that a schedule is made of."""
+
+  def is_schedule(x: Any) -> bool:
+    return type(x).__name__ in _SCHEDULES and hasattr(x, '_fields')
+
+  def strip(x: Any) -> Any:
+    if not is_schedule(x):
+      return x
+    kept = dict.fromkeys(x._fields)
+    if 'inner_state' in kept:  # Of the optimizer that has the schedule.
+      kept['inner_state'] = _without_schedules(x.inner_state)
+    return x._replace(**kept)
+
+  return jax.tree.map(strip, tree, is_leaf=is_schedule)
 
 
 # What an experiment says of its snapshot; one that is not an
