@@ -80,3 +80,22 @@ def small_disk(
   )
   yield folder, remount
   subprocess.run(['umount', '-l', str(folder)], check=True)
+
+
+@pytest.fixture
+def read_only() -> Iterator[Callable[[pathlib.Path], None]]:
+  """Makes directories such that nothing can be written in them, for a test."""
+  mounted = []
+
+  def protect(path: pathlib.Path) -> None:
+    for options in (['--bind', str(path)], ['-o', 'remount,bind,ro']):
+      done = subprocess.run(
+        ['mount', *options, str(path)], capture_output=True, text=True
+      )
+      if done.returncode:
+        pytest.skip(f'Only root can make a mount: {done.stderr}')
+      mounted.append(path)
+
+  yield protect
+  for path in set(mounted):
+    subprocess.run(['umount', '-l', str(path)], check=True)

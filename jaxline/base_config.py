@@ -206,7 +206,9 @@ def get_base_config() -> config_dict.ConfigDict:
   # for them if it is a terminal.
   config.decode.prompts = config_dict.placeholder(str)
   # Where the continuations go, a line of JSON for each prompt; a file that is
-  # there is replaced. None is decode/step_N.jsonl below `checkpoint_dir`.
+  # there is replaced. None is decode/step_N.jsonl below `checkpoint_dir`
+  # (step_N_2.jsonl while another process writes to that), or, where nothing can
+  # be written there, a new file in the working directory.
   config.decode.output = config_dict.placeholder(str)
   # How many prompts are continued at once, but at a terminal.
   config.decode.batch_size = 8

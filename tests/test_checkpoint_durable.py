@@ -1554,6 +1554,46 @@ def test_one_that_goes_before_it_is_read(run, monkeypatch):
     restore(run('eval_again'), weights(), 1)
 
 
+@pytest.mark.parametrize('series', ['latest', 'best'])
+@pytest.mark.parametrize('when', ['verified', 'read'])
+def test_one_that_goes_while_it_is_read_without_a_second_name(
+  series, when, run, tmp_path, monkeypatch
+):
+  writing = run()
+  save(writing, weights(1), 1, series=series)
+  decoding = run('eval_decode')
+  decoding.reads_only = True
+  before = tree_of(tmp_path / 'run' / 'checkpoints' / series)
+  module, name = (files, 'verify') if when == 'verified' else (storage, 'read')
+  original, taken = getattr(module, name), []
+
+  def late(path, *args):
+    taken.append(path)
+    if len(taken) == 1:
+      save(writing, weights(2), 2, series=series)
+      files.remove(path)
+    return original(path, *args)
+
+  monkeypatch.setattr(module, name, late)
+  live = weights()
+  state = restore(decoding, live, series=series)
+  assert (state.global_step, live.held()['n']) == (2, 2)
+  assert taken[0].name == '1'
+  assert not set(before) & set(tree_of(series_path(tmp_path, series)))
+  # Where a step is asked for there is no other one for it.
+  monkeypatch.setattr(module, name, original)
+  save(writing, weights(3), 3, series=series)
+
+  def gone(path, *args):
+    files.remove(path)
+    return original(path, *args)
+
+  monkeypatch.setattr(module, name, gone)
+  with pytest.raises(ValueError, match='no checkpoint of step 3'):
+    restore(decoding, weights(), 3, series=series)
+  assert _names(tmp_path / 'run' / 'checkpoints') == sorted(['claims', series])
+
+
 def test_the_best_is_the_very_same_checkpoint(copied, run, tmp_path):
   evaluation = run('eval')
   live = Sharded('eval', seed=1)

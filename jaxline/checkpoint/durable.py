@@ -89,6 +89,8 @@ class DurableCheckpointer:
       the logs up to its step, is safe before it.
     restored_step: the step of the checkpoint of `latest` that was restored
       last, if it was this run's own.
+    reads_only: nothing is written in the directory, not even by evaluation:
+      a checkpoint may vanish while it is read, and then the next is tried.
   """
 
   collective = True
@@ -124,6 +126,7 @@ class DurableCheckpointer:
     self._pickles = False
     self.before_commit: dict[str, Callable[[], None]] = {}
     self.restored_step: int | None = None
+    self.reads_only = False
 
   # The protocol.
 
@@ -304,17 +307,22 @@ class DurableCheckpointer:
     """
     if jax.process_count() == 1:
       return
-    # A name that nobody has asked for yet: a network file system may go on
-    # saying for a while that an old one is not there.
-    token = _of_chief(int.from_bytes(os.urandom(3)))
-    path = self._root / 'claims' / f'.shared-{token}'
-    if jax.process_index() == 0:
-      path.parent.mkdir(parents=True, exist_ok=True)
-      path.touch()
-    storage.barrier('shared')
-    seen = multihost_utils.process_allgather(np.bool_(path.exists()))
-    if jax.process_index() == 0:
-      path.unlink(missing_ok=True)
+    if self.reads_only:
+      step = _of_chief(max(self.steps('latest'), default=-1))
+      there = step < 0 or (self._root / 'latest' / str(step)).exists()
+      seen = multihost_utils.process_allgather(np.bool_(there))
+    else:
+      # A name that nobody has asked for yet: a network file system may go on
+      # saying for a while that an old one is not there.
+      token = _of_chief(int.from_bytes(os.urandom(3)))
+      path = self._root / 'claims' / f'.shared-{token}'
+      if jax.process_index() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+      storage.barrier('shared')
+      seen = multihost_utils.process_allgather(np.bool_(path.exists()))
+      if jax.process_index() == 0:
+        path.unlink(missing_ok=True)
     if not seen.all():
       raise ValueError(
         f'config.checkpoint_dir is {self._config.checkpoint_dir!r} in process'
@@ -373,7 +381,7 @@ class DurableCheckpointer:
 
   def mark_evaluated(self, step: int) -> None:
     """Notes that a step is evaluated and its results are safe."""
-    if jax.process_index() == 0:
+    if jax.process_index() == 0 and not self.reads_only:
       steps = [*_noted(self._evaluated_path), step]
       self._evaluated_path.parent.mkdir(parents=True, exist_ok=True)
       # They are evaluated in ascending order. (And counted: an evaluation that
@@ -635,7 +643,7 @@ class DurableCheckpointer:
           + ''.join(f' {report}.' for report in reports)
         )
       path = whole = self._root / ckpt_series / str(number)
-      if self._follows and ckpt_series == 'latest':
+      if self._follows and ckpt_series == 'latest' and not self.reads_only:
         whole = self._pin(path)
       with _reported(path):
         problems = reader.verify(whole, state.get('experiment_module'))
