@@ -6,11 +6,14 @@ pyproject.toml). Tests that are about eight devices start their own process:
 the number of devices is fixed when JAX starts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import importlib.metadata
 import importlib.util
 import os
+import pathlib
 import signal
+import subprocess
+from typing import Any
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 # The tests compile many small programs and run each a few times. Without fusion
@@ -56,3 +59,43 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
     yield
+
+
+@pytest.fixture
+def small_disk(
+  tmp_path: pathlib.Path,
+) -> Iterator[tuple[pathlib.Path, Callable[[str], Any]]]:
+  """A file system of 1.5 MB, as (directory, function that remounts it)."""
+  folder = tmp_path / 'small'
+  folder.mkdir()
+  mounted = subprocess.run(
+    ['mount', '-t', 'tmpfs', '-o', 'size=1500k', 'tmpfs', str(folder)],
+    capture_output=True,
+    text=True,
+  )
+  if mounted.returncode:
+    pytest.skip(f'Only root can make a small file system: {mounted.stderr}')
+  remount = lambda option: subprocess.run(
+    ['mount', '-o', f'remount,{option}', str(folder)], check=True
+  )
+  yield folder, remount
+  subprocess.run(['umount', '-l', str(folder)], check=True)
+
+
+@pytest.fixture
+def read_only() -> Iterator[Callable[[pathlib.Path], None]]:
+  """Makes directories such that nothing can be written in them, for a test."""
+  mounted = []
+
+  def protect(path: pathlib.Path) -> None:
+    for options in (['--bind', str(path)], ['-o', 'remount,bind,ro']):
+      done = subprocess.run(
+        ['mount', *options, str(path)], capture_output=True, text=True
+      )
+      if done.returncode:
+        pytest.skip(f'Only root can make a mount: {done.stderr}')
+      mounted.append(path)
+
+  yield protect
+  for path in set(mounted):
+    subprocess.run(['umount', '-l', str(path)], check=True)

@@ -174,7 +174,8 @@ def get_base_config() -> config_dict.ConfigDict:
   # whose name the regular expression matches wholly (first match wins) gets
   # the array named `source` there, in which '\\1' is the pattern's first
   # group; None, or no match, leaves it as it was initialised. The run then
-  # starts at step 0. `python -m jaxline.checkpoint show DIR` lists the names.
+  # starts at step 0, with fresh keys and schedules, whatever the rules match.
+  # `python -m jaxline.checkpoint show DIR` lists the names.
   config.restore_rules = ()
   # A checkpoint was made with another experiment_class, experiment_kwargs or
   # seed: 'raise' says which keys differ, 'continue' restores it all the same.
@@ -213,7 +214,9 @@ def get_base_config() -> config_dict.ConfigDict:
   # for them if it is a terminal.
   config.decode.prompts = config_dict.placeholder(str)
   # Where the continuations go, a line of JSON for each prompt; a file that is
-  # there is replaced. None is decode/step_N.jsonl below `checkpoint_dir`.
+  # there is replaced. None is decode/step_N.jsonl below `checkpoint_dir`
+  # (step_N_2.jsonl while another process writes to that), or, where nothing can
+  # be written there, a new file in the working directory.
   config.decode.output = config_dict.placeholder(str)
   # How many prompts are continued at once, but at a terminal.
   config.decode.batch_size = 8

@@ -4,10 +4,13 @@ Prompts come from a file, a pipe or a terminal; continuations go to the screen
 and into a file of JSON lines. What lies between is the experiment's `decode`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import contextlib
+import errno
+import fcntl
 import itertools
 import json
+import os
 import pathlib
 import sys
 from typing import Any, TextIO
@@ -226,24 +229,72 @@ def decode(
 
 
 def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
-  """Opens the file of the continuations."""
+  """Opens the file of the continuations.
+
+  Of its own accord it is in the run's directory, or, where nothing can be
+  written there, a new one in the working directory.
+  """
+  output, prompts = config.decode.output, config.decode.prompts
   path = pathlib.Path(
-    config.decode.output or f'{config.checkpoint_dir}/decode/step_{step}.jsonl'
+    output or f'{config.checkpoint_dir}/decode/step_{step}.jsonl'
   )
-  prompts = config.decode.prompts
   if prompts is not None and path.resolve() == pathlib.Path(prompts).resolve():
     raise DecodeError(
-      f'config.decode.output is {config.decode.output!r}, the file of the'
+      f'config.decode.output is {output!r}, the file of the'
       ' prompts, which would be lost. Give another, or None.'
     )
   try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open('w', encoding='utf-8')
+    try:
+      path.parent.mkdir(parents=True, exist_ok=True)
+      return _open_alone(path) if output else _first_free(path, _open_alone)
+    except OSError as e:
+      if output or e.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+        raise
+    here = pathlib.Path.cwd()
+    name = f'{pathlib.Path(config.checkpoint_dir).name}_step_{step}.jsonl'
+    return _first_free(here / name, lambda p: p.open('x', encoding='utf-8'))
+  except BlockingIOError as e:
+    raise DecodeError(
+      f'config.decode.output is {output!r}, into which another process writes'
+      ' continuations just now. Give another.'
+    ) from e
   except OSError as e:
     raise DecodeError(
       f'The continuations cannot be written to {path}: {e}. Give'
       ' config.decode.output.'
     ) from e
+
+
+def _open_alone(path: pathlib.Path) -> TextIO:
+  """Opens an empty file into which no other process writes continuations.
+
+  Raises:
+    BlockingIOError: another one does.
+  """
+  file = path.open('a', encoding='utf-8')
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    file.close()
+    raise
+  except OSError:  # A file system without locks.
+    pass
+  with contextlib.suppress(OSError):  # A pipe has nothing to cut off.
+    os.ftruncate(file.fileno(), 0)
+  return file
+
+
+def _first_free(
+  path: pathlib.Path, opened: Callable[[pathlib.Path], TextIO]
+) -> TextIO:
+  """Opens a file; where it is taken, the first of NAME_2, NAME_3 ... free."""
+  name, number = path, 1
+  while True:
+    try:
+      return opened(name)
+    except (BlockingIOError, FileExistsError):
+      number += 1
+      name = path.with_name(f'{path.stem}_{number}{path.suffix}')
 
 
 def _show(prompt: str, continuations: list[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ checkpointer and the writers, and calls the loop that `--jaxline_mode` names.
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
+import errno
 import importlib
 import json
 import os
@@ -436,12 +437,34 @@ def _start(
   ):
     _check_can_follow(create_checkpointer(config, mode), config)
   with contextlib.ExitStack() as stack:
-    _claim(config, mode, stack)
-    made = _Checkpointers(config, checkpointer_factory)
+    is_writable = _claim(config, mode, stack)
+    made = _Checkpointers(config, checkpointer_factory, not is_writable)
     _take_programs(config, stack)
     in_threads = mode == 'train_eval_multithreaded'
     _check_directory(made('train' if in_threads else mode), experiment_class)
-    _run(experiment_class, config, mode, made)
+    try:
+      _run(experiment_class, config, mode, made)
+    except (OSError, ExceptionGroup) as e:
+      if (full := _full_disk(e, config)) is None:
+        raise
+      print(
+        f'{full.strerror}: {full.filename}. Make room, then start the same'
+        ' command again.',
+        file=sys.stderr,
+        flush=True,
+      )
+      raise _Exit(1) from e
+
+
+def _full_disk(
+  error: BaseException, config: config_dict.ConfigDict
+) -> OSError | None:
+  """Returns the first error that says that the run's disk is full, if any."""
+  for e in getattr(error, 'exceptions', [error]):
+    is_full = isinstance(e, OSError) and e.errno in files.FULL
+    if is_full and str(e.filename).startswith(config.checkpoint_dir):
+      return e
+  return None
 
 
 def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
@@ -499,12 +522,11 @@ def _decode(
   """Continues prompts with a checkpoint; its run may go on meanwhile."""
   with contextlib.ExitStack() as stack:
     # As evaluation does, it only reads, and may lack the optimizer's state.
-    checkpointer = checkpointer_factory(config, 'eval_decode')
+    made = _Checkpointers(config, checkpointer_factory, reads_only=True)
+    checkpointer = made('eval_decode')
     decode.check_checkpoint(config, checkpointer)
-    _claim(config, 'decode', stack)
     _check_directory(checkpointer, experiment_class)
-    if hasattr(checkpointer, 'close'):
-      stack.callback(checkpointer.close)
+    stack.callback(made.close)
     decode.decode(experiment_class, config, checkpointer)
 
 
@@ -531,15 +553,21 @@ class _Checkpointers:
   """Makes the checkpointers of a run, each once."""
 
   def __init__(
-    self, config: config_dict.ConfigDict, factory: base.CheckpointerFactory
+    self,
+    config: config_dict.ConfigDict,
+    factory: base.CheckpointerFactory,
+    reads_only: bool,
   ):
     self._config = config
     self._factory = factory
+    self.reads_only = reads_only
     self._made: dict[str, base.Checkpointer] = {}
 
   def __call__(self, mode: str) -> base.Checkpointer:
     if mode not in self._made:
-      self._made[mode] = self._factory(self._config, mode)
+      made = self._made[mode] = self._factory(self._config, mode)
+      if self.reads_only and base.is_durable(made):
+        made.reads_only = True
     return self._made[mode]
 
   def close(self) -> None:
@@ -601,9 +629,14 @@ _CLAIMS = {
 
 def _claim(
   config: config_dict.ConfigDict, mode: str, stack: contextlib.ExitStack
-) -> None:
-  """Refuses to write where another run does."""
-  refused = ''
+) -> bool:
+  """Refuses to write where another run does, or where nothing can be written.
+
+  Returns:
+    Whether the directory can be written: an evaluation that was asked for once
+    also works where it cannot.
+  """
+  refused = unwritable = ''
   if jax.process_index() == 0:
     try:
       for what in _CLAIMS.get(mode, (mode,)):
@@ -611,12 +644,29 @@ def _claim(
     except files.ClaimedError as e:
       refused = str(e)
     except OSError as e:
-      refused = (
-        f'config.checkpoint_dir is {config.checkpoint_dir!r}, but nothing can'
-        f' be written there: {e}. Give a directory of yours.'
-      )
+      once = config.one_off_evaluate or config.get('eval_steps') is not None
+      if (
+        mode.startswith('eval')
+        and once
+        and e.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
+        and os.path.isdir(config.checkpoint_dir)
+      ):
+        unwritable = str(e)
+      else:
+        refused = (
+          f'config.checkpoint_dir is {config.checkpoint_dir!r}, but nothing can'
+          f' be written there: {e}. Give a directory of yours.'
+        )
   if refused := _text_of_chief(refused):
     raise UsageError(refused)
+  if unwritable := _text_of_chief(unwritable):
+    logging.warning(
+      'Nothing can be written in %s (%s): this evaluation is in no log but this'
+      ' one, and no checkpoint becomes the best one.',
+      config.checkpoint_dir,
+      unwritable,
+    )
+  return not unwritable
 
 
 def _text_of_chief(text: str) -> str:
@@ -695,7 +745,7 @@ def _run(
         experiment_class,
         config,
         checkpointer(mode),
-        writer(mode),
+        writers.MultiWriter([]) if checkpointer.reads_only else writer(mode),
         mode,
         supervision=supervision,
       )

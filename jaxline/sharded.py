@@ -408,6 +408,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     'experiment_kwargs.mesh',
     'experiment_kwargs.sharding',
   )
+  # Of the state, what `config.restore_rules` never take from another run.
+  NEVER_BY_RULES = ('state/step', 'state/skipped')
   SKIPS_NONFINITE = True
   IS_SHARDED = True
   uncut_weights: Sequence[str] = ()

@@ -528,7 +528,8 @@ class _Evaluator:
     self._evaluated = set(evaluated)
     self._best_state = None
     is_chief = jax.process_index() == 0
-    if self._metric and (
+    keeps_best = self._metric and not getattr(checkpointer, 'reads_only', False)
+    if keeps_best and (
       config.best_checkpoint_all_hosts or is_chief or self._collective
     ):
       state = checkpointer.get_experiment_state('best')

@@ -492,6 +492,9 @@ class _AppendFile:
         data = data[self._file.write(data) :]
     except OSError as error:
       self._error = error
+      free = shutil.disk_usage(os.path.dirname(os.path.abspath(self.path))).free
+      error.strerror = f'{error.strerror} ({free / 2**20:.2f} MiB free)'
+      error.filename = self.path
       error.add_note(f'While writing to {self.path}.')
       raise
 
@@ -972,6 +975,11 @@ def _shorten(value: Any) -> str:
 # ---------------------------------------------------------------------------
 
 
+def _cause(error: BaseException) -> Any:
+  """Returns the same for errors of one cause, such as a full disk."""
+  return getattr(error, 'errno', None) or error
+
+
 def _forward(writer: Writer, method: str, *args: Any) -> None:
   """Calls a method of a writer that may have no more than `write_scalars`."""
   bound = getattr(writer, method, None)
@@ -1016,7 +1024,7 @@ class MultiWriter(MetricWriter):
         _forward(writer, method, *args)
       except Exception as error:
         errors.append(error)
-    if len(errors) == 1:
+    if len({_cause(e) for e in errors}) == 1:
       raise errors[0]
     if errors:
       raise ExceptionGroup(f'{len(errors)} writers failed in {method}', errors)
@@ -1196,7 +1204,7 @@ class AsyncWriter(MetricWriter):
       if self._error is None:
         self._traceback = error.__traceback__
         self._error = error
-      else:
+      elif _cause(error) != _cause(self._error):
         logging.error(
           'The writer failed again:\n%s',
           ''.join(traceback.format_exception(error)),

@@ -6,6 +6,7 @@ test_durable_multiprocess.py.
 
 import collections
 from collections.abc import Iterator
+import contextlib
 import copy
 import dataclasses
 import errno
@@ -45,6 +46,7 @@ from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
 from jaxline.checkpoint import reader
 from jaxline.checkpoint import storage
+from jaxline.checkpoint import structure
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -972,6 +974,169 @@ def test_evaluation_reads_no_optimizer(copied, run):
   assert restore(run(), Sharded(), key=jax.random.key(0)).global_step == 3
 
 
+# Errors that may pass.
+
+
+@pytest.fixture
+def disk(monkeypatch):
+  """Makes the opening of files fail, as by a disk that is not well.
+
+  `disk.fail(path, number, times)` does so; `disk.tries` counts what failed,
+  and `disk.slept` holds the seconds that were waited.
+  """
+  real_open = open
+
+  class Disk:
+    def __init__(self):
+      self.tries, self.slept, self._bad = 0, [], {}
+
+    def fail(self, path, number, times=math.inf):
+      self._bad = {str(path): (number, times)}
+
+    def heal(self):
+      self._bad = {}
+
+    def open(self, file, *args, opened=real_open, **kwargs):
+      number, times = self._bad.get(str(file), (0, 0))
+      if times > 0:
+        self.tries += 1
+        self._bad[str(file)] = (number, times - 1)
+        raise OSError(number, os.strerror(number), str(file))
+      return opened(file, *args, **kwargs)
+
+  disk = Disk()
+  monkeypatch.setattr('builtins.open', disk.open)
+  monkeypatch.setattr('io.open', disk.open)
+  monkeypatch.setattr(
+    files,
+    'open_regular',
+    functools.partial(disk.open, opened=files.open_regular),
+  )
+  monkeypatch.setattr(files.time, 'sleep', disk.slept.append)
+  return disk
+
+
+MAY_PASS = [
+  errno.EIO,
+  errno.ESTALE,
+  errno.EACCES,
+  errno.EMFILE,
+  errno.ETIMEDOUT,
+]
+
+
+def _two(run, tmp_path):
+  """Makes the steps 3 and 5; returns the checkpoint of the latter."""
+  first = run()
+  save(first, weights(1), 3)
+  save(first, weights(2), 5)
+  first.close()
+  return series_path(tmp_path) / '5'
+
+
+@pytest.mark.parametrize(
+  ('name', 'number'),
+  [
+    *(('arrays/*.w/c/0', number) for number in MAY_PASS),
+    ('checkpoint.json', errno.EIO),
+    ('checksums_0.json', errno.EIO),
+    ('process_0.json', errno.ESTALE),
+    ('arrays/_METADATA', errno.ESTALE),
+  ],
+)
+@pytest.mark.parametrize('mode', ['train', 'eval'])
+def test_an_error_that_may_pass_is_no_damage(
+  name, number, mode, run, tmp_path, disk, caplog
+):
+  newest = _two(run, tmp_path)
+  checkpointer = run(mode)
+  left = tree_of(series_path(tmp_path))
+  # An evaluation reads by another name of the same files.
+  read = newest
+  if mode == 'eval':
+    read = tmp_path / 'run' / 'checkpoints' / '.evaluating-eval' / '5'
+  name = str(next(newest.glob(name)).relative_to(newest))
+  disk.fail(read / name, number)
+  live = weights()
+  before = live.held()
+  with pytest.raises(OSError, match=f'mv {newest} {newest}.bak') as e:
+    restore(checkpointer, live)
+  assert e.value.errno == number
+  assert os.strerror(number) in str(e.value)
+  assert name in str(e.value)
+  assert '\n' not in str(e.value)
+  assert disk.tries == 4
+  assert len(disk.slept) == 3
+  assert_same(live.held(), before)
+  disk.heal()
+  assert tree_of(series_path(tmp_path)) == left
+  assert not (tmp_path / 'run' / 'checkpoints' / 'damaged').exists()
+  # Twice, and it has passed.
+  caplog.clear()
+  disk.fail(read / name, number, times=2)
+  assert restore(checkpointer, live).global_step == 5
+  assert live.held()['n'] == 2
+  assert caplog.text.count(os.strerror(number)) == 2
+  assert 'damaged' not in caplog.text
+
+
+@pytest.mark.parametrize('passes', [True, False])
+def test_an_error_of_tensorstore_that_may_pass(
+  passes, run, tmp_path, monkeypatch
+):
+  newest = _two(run, tmp_path)
+  (chunk,) = newest.glob('arrays/*.w/c/0')
+  checkpointer, live, slept = run(), weights(), []
+  read = storage.Handler.restore
+
+  def read_what_cannot_be_opened(*args):
+    if passes and slept:
+      return read(*args)
+    os.rename(chunk, f'{chunk}.away')
+    os.symlink(chunk, chunk)  # A loop, which is an error of the system.
+    try:
+      return read(*args)
+    finally:
+      os.rename(f'{chunk}.away', chunk)
+
+  monkeypatch.setattr(storage.Handler, 'restore', read_what_cannot_be_opened)
+  monkeypatch.setattr(files.time, 'sleep', slept.append)
+  if passes:
+    assert restore(checkpointer, live).global_step == 5
+    assert len(slept) == 1
+    return
+  with pytest.raises(OSError, match=f'mv {newest} {newest}.bak') as e:
+    restore(checkpointer, live)
+  assert e.value.errno == errno.ELOOP
+  assert len(slept) == 3
+  assert sorted(os.listdir(series_path(tmp_path))) == ['3', '5']
+  assert live.held()['n'] == 0
+
+
+def test_processes_agree_on_an_error_that_may_pass(
+  run, tmp_path, disk, monkeypatch
+):
+  newest = _two(run, tmp_path)
+  others = [0, 3]  # Of each process: 1 refused, 2 damaged, 3 unreadable.
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(
+    reader.multihost_utils, 'process_allgather', lambda x: np.array(others)
+  )
+  with pytest.raises(files.UnreadableError, match=r'processes \[1\]'):
+    reader.verify(newest, None)
+  # Its own error counts more than what others say.
+  disk.fail(newest / 'checkpoint.json', errno.EIO)
+  with pytest.raises(files.UnreadableError, match=r'checkpoint\.json'):
+    reader.verify(newest, None)
+  # And damage less than an error.
+  disk.heal()
+  others[:] = [1, 2]
+  assert reader.verify(newest, None) == ['processes [1] say so']
+  others[:] = [3, 0]
+  with pytest.raises(files.UnreadableError, match=r'processes \[0\]'):
+    reader.verify(newest, None)
+
+
 # What does not fit.
 
 
@@ -1564,6 +1729,73 @@ def test_rules(kept, run, tmp_path):
   assert live.snapshot_state()['input']['index'] == 1
 
 
+class Scheduled(Sharded):
+  """Has each kind of schedule that Optax keeps a count for."""
+
+  def make_optimizer(self):
+    rate = optax.linear_schedule(0.1, 0.0, 10)
+    return optax.chain(
+      optax.add_noise(0.1, 0.5, 3),
+      optax.inject_hyperparams(optax.adamw)(rate, weight_decay=0.1),
+      optax.add_decayed_weights(rate),
+      optax.scale_by_schedule(rate),
+    )
+
+
+def _counts(opt_state):
+  leaves = structure.named_leaves(opt_state).items()
+  return {n: int(x) for n, x in leaves if n.split('/')[-1] == 'count'}
+
+
+def test_rules_for_all_of_the_state_begin_a_new_run(run, tmp_path):
+  source = Scheduled(params={'more': jnp.ones([3])})
+  _advance(source, 6)
+  save(run(directory=tmp_path / 'other'), source, 6, key=jax.random.key(1))
+  live = Scheduled(params={'more': jnp.zeros([3])}, seed=2)
+  key = jax.random.key(8)
+  before = jax.tree.map(jnp.copy, live.state)
+  rules = [('state/(.*)', r'state/\1')]
+  checkpointer = run(restore_from=str(tmp_path / 'other'), restore_rules=rules)
+  state = fill(checkpointer, live, 0, key=key)
+  checkpointer.restore('latest')
+  assert state.global_step == 0
+  assert state.train_step_rng is key
+  got, taken = live.state, source.state
+  # It was not of step 0, and had weights and moments of its own.
+  assert (int(taken.step), int(got.step)) == (6, 0)
+  assert_same(got.skipped, before.skipped)
+  assert_same(got.params, taken.params)
+  assert_same(got.model_state['half'], taken.model_state['half'])
+  assert_same(got.model_state['key'], before.model_state['key'])
+  adam = lambda x: x.opt_state[1].inner_state[0]
+  assert_same(adam(got), adam(taken))
+  assert _counts(taken.opt_state) == {
+    '0/count': 6,
+    '1/count': 6,
+    '1/hyperparams_states/learning_rate/count': 6,
+    '1/inner_state/0/count': 6,
+    '2/count': 6,
+    '3/count': 6,
+  }
+  counts = _counts(got.opt_state)
+  assert counts.pop('1/inner_state/0/count') == 6  # Of Adam's moments.
+  assert set(counts.values()) == {0}
+  assert_same(got.opt_state[0], before.opt_state[0])  # Its key as well.
+  assert_same(got.opt_state[1].hyperparams, before.opt_state[1].hyperparams)
+  _advance(live, 1)
+  assert int(live.state.step) == 1
+  # What begins anew cannot be asked for either.
+  for name in ('step', 'skipped', 'opt_state/3/count', 'model_state/key'):
+    other = run(
+      directory=tmp_path / name.replace('/', '_'),
+      restore_from=str(tmp_path / 'other'),
+      restore_rules=[(f'state/{name}', f'state/{name}')],
+    )
+    fill(other, live, 0, key=key)
+    with pytest.raises(ValueError, match='keys begin anew'):
+      other.restore('latest')
+
+
 @pytest.mark.parametrize(
   ('rules', 'match'),
   [
@@ -1727,6 +1959,46 @@ def test_one_that_goes_before_it_is_read(run, monkeypatch):
   assert restore(run('eval'), weights()).global_step == 2
   with pytest.raises(ValueError, match=r'no checkpoint of step 1; .*\[2\]'):
     restore(run('eval_again'), weights(), 1)
+
+
+@pytest.mark.parametrize('series', ['latest', 'best'])
+@pytest.mark.parametrize('when', ['verified', 'read'])
+def test_one_that_goes_while_it_is_read_without_a_second_name(
+  series, when, run, tmp_path, monkeypatch
+):
+  writing = run()
+  save(writing, weights(1), 1, series=series)
+  decoding = run('eval_decode')
+  decoding.reads_only = True
+  before = tree_of(tmp_path / 'run' / 'checkpoints' / series)
+  module, name = (files, 'verify') if when == 'verified' else (storage, 'read')
+  original, taken = getattr(module, name), []
+
+  def late(path, *args):
+    taken.append(path)
+    if len(taken) == 1:
+      save(writing, weights(2), 2, series=series)
+      files.remove(path)
+    return original(path, *args)
+
+  monkeypatch.setattr(module, name, late)
+  live = weights()
+  state = restore(decoding, live, series=series)
+  assert (state.global_step, live.held()['n']) == (2, 2)
+  assert taken[0].name == '1'
+  assert not set(before) & set(tree_of(series_path(tmp_path, series)))
+  # Where a step is asked for there is no other one for it.
+  monkeypatch.setattr(module, name, original)
+  save(writing, weights(3), 3, series=series)
+
+  def gone(path, *args):
+    files.remove(path)
+    return original(path, *args)
+
+  monkeypatch.setattr(module, name, gone)
+  with pytest.raises(ValueError, match='no checkpoint of step 3'):
+    restore(decoding, weights(), 3, series=series)
+  assert _names(tmp_path / 'run' / 'checkpoints') == sorted(['claims', series])
 
 
 def test_the_best_is_the_very_same_checkpoint(copied, run, tmp_path):
@@ -2044,6 +2316,98 @@ def test_a_failed_save_is_raised_and_loses_nothing(
   )
   save(second, weights(3), 6)
   assert sorted(os.listdir(series_path(tmp_path))) == ['5', '6']
+
+
+@pytest.mark.parametrize('removed', ['checkpoints', 'checkpoints/claims', '.'])
+@pytest.mark.parametrize('series', ['latest', 'best'])
+def test_a_right_that_is_lost_is_an_error_at_the_next_save(
+  series, removed, run, tmp_path
+):
+  first = run()
+  save(first, weights(1), 3)
+  if series == 'best':
+    first = run('eval')
+    live = weights()
+    restore(first, live, 3)
+    first.claim('best')
+  shutil.rmtree(tmp_path / 'run' / removed)
+  if removed != '.':  # As another run makes it.
+    claim = tmp_path / 'run' / 'checkpoints' / 'claims' / f'{series}.json'
+    claim.parent.mkdir(parents=True)
+    claim.write_text('{}')
+  before = _names(series_path(tmp_path, series))
+  with pytest.raises(OSError, match=rf'another one may .*{series}\.json'):
+    if series == 'best':
+      save_best(first, live, 3, 0.5)
+    else:
+      save(first, weights(2), 5)
+  assert _names(series_path(tmp_path, series)) == before
+  assert (tmp_path / 'run').exists() == (removed != '.')
+
+
+PAGE = 4096  # Bytes; what a file on a tmpfs takes is a multiple of it.
+
+
+@pytest.mark.parametrize(('series', 'step'), [('latest', 6), ('best', 5)])
+def test_a_save_that_does_not_fit_leaves_nothing(series, step, run, small_disk):
+  folder, _ = small_disk
+  directory = folder / 'run'
+  live = PerDevice({'w': jnp.ones([9000])}, {'n': 0, 'v': np.arange(9000.0)})
+  first = run(directory=directory)
+  save(first, live, 5)
+  first.close()
+  there = [5] if series == 'latest' else []
+  # It ends in another phase each time: arrays, record, checksums, renames.
+  for pages in range(0, 60, 5 if series == 'latest' else 1):
+    if series == 'latest':
+      checkpointer = run(directory=directory)
+      fill(checkpointer, live, step)
+    else:
+      checkpointer = run('eval', directory=directory)
+      restore(checkpointer, live, 5)
+      more = {'best_eval_metric_value': 0.5, 'best_model_eval_metric': ''}
+      fill(checkpointer, live, step, series, **more)
+    checkpointer.claim(series)
+    free = os.statvfs(folder).f_bavail
+    (folder / 'ballast').write_bytes(bytes(max(0, free - pages) * PAGE))
+    checkpointer.save(series)
+    error = checkpointer._last[series].exception()
+    (folder / 'ballast').unlink()
+    checkpointer.close()
+    if error is None:
+      break
+    assert error.errno == errno.ENOSPC
+    assert re.search(r'No space left .*MiB needed, .* MiB free', str(error))
+    assert '\n' not in str(error)
+    assert error.filename == str(series_path(folder, series) / str(step))
+    assert checkpointer.steps(series) == there
+    left = _names(series_path(folder, series))
+    assert left == [str(step) for step in there]
+  assert pages >= 2
+  assert checkpointer.steps(series) == [*there, step]
+  assert files.verify(series_path(folder, series) / str(step)) == []
+
+
+def _names(folder):
+  return sorted(os.listdir(folder)) if folder.exists() else []
+
+
+def test_json_that_does_not_fit_leaves_nothing(run, small_disk):
+  folder, _ = small_disk
+  checkpointer = run('eval', directory=folder / 'run')
+  checkpointer.mark_evaluated(3)
+  with (
+    open(folder / 'ballast', 'wb', buffering=0) as ballast,
+    contextlib.suppress(OSError),
+  ):
+    while True:
+      ballast.write(bytes(PAGE))
+  with pytest.raises(OSError, match=r'\(0\.00 MiB free.*eval\.json') as e:
+    checkpointer.mark_evaluated(5)
+  assert e.value.errno == errno.ENOSPC
+  evaluated = folder / 'run' / 'checkpoints' / 'evaluated'
+  assert os.listdir(evaluated) == ['eval.json']
+  assert checkpointer.evaluated() == [3]
 
 
 # Checkpoints made by earlier versions of this library; see golden/make.py.

@@ -1,10 +1,12 @@
 """`--jaxline_mode=decode`: prompts from anywhere, weights of a checkpoint."""
 
 import builtins
+import fcntl
 import io
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -207,6 +209,108 @@ def test_checkpoints_in_the_memory_of_this_process(run, tmp_path, monkeypatch):
   assert texts(tmp_path / 'decode' / 'step_2.jsonl') == ['a 2']
   with pytest.raises(platform.UsageError, match='step is 2, but only durable'):
     run(prompts=str(tmp_path / 'p.txt'), step=2, **memory)
+
+
+# Another one's directory.
+
+
+def tree_of(directory):
+  return sorted(
+    (str(p), p.read_bytes() if p.is_file() else b'')
+    for p in directory.rglob('*')
+  )
+
+
+@pytest.fixture
+def colleague(trained, tmp_path, read_only):
+  """A copy of that run in which nothing can be written."""
+  directory = shutil.copytree(trained, tmp_path / 'theirs')
+  # As training leaves it; other tests have decoded there.
+  shutil.rmtree(directory / 'decode', ignore_errors=True)
+  read_only(directory)
+  with pytest.raises(OSError, match='Read-only'):
+    (directory / 'mine').touch()
+  return directory
+
+
+def test_a_directory_that_cannot_be_written(
+  run, colleague, tmp_path, monkeypatch, capsys
+):
+  before = tree_of(colleague)
+  (tmp_path / 'here').mkdir()
+  monkeypatch.chdir(tmp_path / 'here')
+  (tmp_path / 'p.txt').write_text('a')
+  for series, step, name in (
+    ('latest', 3, 'theirs_step_3.jsonl'),
+    ('latest', 3, 'theirs_step_3_2.jsonl'),  # Nothing of ours is replaced.
+    ('best', BEST, f'theirs_step_{BEST}.jsonl'),
+  ):
+    run(directory=colleague, series=series, prompts=str(tmp_path / 'p.txt'))
+    path = tmp_path / 'here' / name
+    assert texts(path) == [f'a {step}']
+    assert capsys.readouterr().out.endswith(f'Written to {path}\n')
+  output = tmp_path / 'new' / 'o.jsonl'
+  prompts = str(tmp_path / 'p.txt')
+  run(directory=colleague, prompts=prompts, output=str(output))
+  assert texts(output) == ['a 3']
+  assert tree_of(colleague) == before
+  assert len(list((tmp_path / 'here').iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+  'option', [{'one_off_evaluate': True}, {'eval_steps': '1,3'}]
+)
+@pytest.mark.parametrize('metric', ['', 'loss'])
+def test_an_evaluation_of_a_directory_that_cannot_be_written(
+  option, metric, colleague, caplog
+):
+  caplog.set_level('INFO')
+  before = tree_of(colleague)
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(colleague)
+  config.best_model_eval_metric = metric
+  config.best_model_eval_metric_higher_is_better = False
+  with config.ignore_type():
+    config.update(option)
+  with flagsaver.flagsaver(config=config, jaxline_mode='eval_mine'):
+    platform.main(Echo, [])
+  assert caplog.text.count(f'Nothing can be written in {colleague} (') == 1
+  assert 'eval step 3 | loss 1' in caplog.text
+  assert ('eval step 1 | loss 1' in caplog.text) == ('eval_steps' in option)
+  assert tree_of(colleague) == before
+  # One that waits for more would have nothing to note them in.
+  config.one_off_evaluate = False
+  config.eval_steps = None
+  with (
+    flagsaver.flagsaver(config=config, jaxline_mode='eval_mine'),
+    pytest.raises(platform.UsageError, match='nothing can be written there'),
+  ):
+    platform.main(Echo, [])
+
+
+def test_decoding_claims_and_keeps_nothing(run, trained, tmp_path):
+  checkpoints = trained / 'checkpoints'
+  before = tree_of(checkpoints)
+  (tmp_path / 'p.txt').write_text('a')
+  seen = []
+
+  class Looking(Echo):
+    def decode(self, prompts, rng):
+      seen.append(tree_of(checkpoints))
+      if len(seen) == 1:  # A second one, at the same time.
+        run(cls=Looking, prompts=str(tmp_path / 'p.txt'))
+      return super().decode(prompts, rng)
+
+  run(cls=Looking, prompts=str(tmp_path / 'p.txt'))
+  assert seen == [before, before]
+  assert tree_of(checkpoints) == before
+  for name in ('step_3.jsonl', 'step_3_2.jsonl'):
+    assert texts(trained / 'decode' / name) == ['a 3']
+  output = tmp_path / 'o.jsonl'
+  with output.open('w') as other:
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(platform.UsageError, match='another process writes'):
+      run(prompts=str(tmp_path / 'p.txt'), output=str(output))
 
 
 # What is refused.

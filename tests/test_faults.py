@@ -605,25 +605,6 @@ def test_ctrl_c_saves_and_a_second_one_leaves(tmp_path, undisturbed, start):
 # The disk.
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-  """A file system of 1.5 MB, as (directory, function that makes it larger)."""
-  folder = tmp_path / 'small'
-  folder.mkdir()
-  mounted = subprocess.run(
-    ['mount', '-t', 'tmpfs', '-o', 'size=1500k', 'tmpfs', str(folder)],
-    capture_output=True,
-    text=True,
-  )
-  if mounted.returncode:
-    pytest.skip(f'Only root can make a small file system: {mounted.stderr}')
-  remount = lambda option: subprocess.run(
-    ['mount', '-o', f'remount,{option}', str(folder)], check=True
-  )
-  yield folder, remount
-  subprocess.run(['umount', '-l', str(folder)], check=True)
-
-
 def test_full_disk(small_disk, undisturbed, start):
   folder, remount = small_disk
   run_dir = folder / 'run'
@@ -633,6 +614,14 @@ def test_full_disk(small_disk, undisturbed, start):
   before = newest(run_dir)  # All that is visible is whole.
   assert before >= SAVE_EVERY
   newest(run_dir, 'best')
+  # One message, and nothing left of what did not fit.
+  assert re.search(r'^No space .* MiB free\).* Make room, ', run.lines[-1])
+  trained = max(i for i, s in enumerate(run.lines) if re.search('step \\d', s))
+  assert len(run.lines) - trained < 60, run.log[-8000:]
+  for said in ('Event loop is closed', 'future.py', 'direct cause'):
+    assert said not in run.log
+  left = [p.name for p in (run_dir / 'checkpoints').glob('*/*')]
+  assert [name for name in left if 'tmp' in name or 'partial' in name] == []
   # While it is full: an error again, and nothing lost.
   run = start(run_dir, KEEP_ALL)
   assert run.end() == 1, run.log[-8000:]
@@ -686,6 +675,15 @@ def test_the_directory_vanishes(tmp_path, start):
   assert run.end() == 1, run.log[-8000:]
   assert str(run_dir) in run.log
   assert 'deleted while a writer had it open' in run.log
+
+
+@pytest.mark.parametrize('removed', ['checkpoints', 'checkpoints/claims'])
+def test_a_second_run_cannot_stay_unnoticed(tmp_path, start, removed):
+  first = start(tmp_path, faults={'step_secs': 0.02})
+  assert first.wait_for('Saved .*/latest/6')
+  os.rename(tmp_path / removed, tmp_path / 'removed')
+  assert first.end() == 1, first.log[-8000:]
+  assert 'so that another one may be writing there' in first.log
 
 
 # What lies on the disk is damaged.

@@ -90,6 +90,7 @@ class Durable(Checkpointer, Protocol):
   """
 
   collective: bool
+  reads_only: bool
   restored_step: int | None
   before_commit: dict[str, Callable[[], None]]
 

@@ -18,6 +18,7 @@ import pathlib
 import platform
 import re
 import shlex
+import shutil
 import threading
 import time
 from typing import Any
@@ -71,6 +72,8 @@ class DurableCheckpointer:
       the logs up to its step, is safe before it.
     restored_step: the step of the checkpoint of `latest` that was restored
       last, if it was this run's own.
+    reads_only: nothing is written in the directory, not even by evaluation:
+      a checkpoint may vanish while it is read, and then the next is tried.
   """
 
   collective = True
@@ -102,7 +105,7 @@ class DurableCheckpointer:
     # they write, and must do so in one order.
     self._writer = async_lib.SerialExecutor('checkpoint')
     self._last: dict[str, futures.Future[None]] = {}
-    self._claims: list[files.Claim] = []
+    self._claims: dict[str, files.Claim] = {}
     self._owned: set[str] = set()
     self._pinned: tuple[int, pathlib.Path] | None = None
     self._passed_over: set[str] = set()
@@ -112,6 +115,7 @@ class DurableCheckpointer:
     self._is_lost = False
     self.before_commit: dict[str, Callable[[], None]] = {}
     self.restored_step: int | None = None
+    self.reads_only = False
 
   # The protocol.
 
@@ -230,12 +234,17 @@ class DurableCheckpointer:
       if self._forks and ckpt_series == 'latest':
         self._fork(state)
         return
-    path = self._newest_whole(ckpt_series, step, state)
-    with _reported(self._root / ckpt_series / path.name):
-      record = files.read_record(path)
-      self._check_config(path, record)
-      saved = reader.Reader(path, record, self._allow_pickle)
-      self._restore_all(saved, state)
+    read = None
+    while read is None:
+      path = self._newest_whole(ckpt_series, step, state)
+      with _reported(self._root / ckpt_series / path.name):
+        try:
+          read = reader.together(functools.partial(self._read, path, state))
+        except files.DamagedError:
+          # If it was removed while it was read, there may be another one.
+          if _of_chief(path.exists()):
+            raise
+    _fill(state, *read)
     if ckpt_series == 'latest':
       self.restored_step = int(path.name)
     logging.info('Restored %s.', path)
@@ -272,7 +281,7 @@ class DurableCheckpointer:
     if self._pinned is not None and jax.process_index() == 0:
       files.remove(self._pinned[1])
     self._pinned = None
-    for claim in self._claims:
+    for claim in self._claims.values():
       claim.release()
     self._claims.clear()
 
@@ -315,7 +324,7 @@ class DurableCheckpointer:
       return
     for path in self._candidates('latest')[:1]:
       # One that is damaged is found to be so by `restore`.
-      with contextlib.suppress(files.DamagedError):
+      with contextlib.suppress(files.DamagedError), _reported(path):
         if not files.verify(path, lambda file: file == files.RECORD):
           self._check_config(path, files.read_whole_record(path))
 
@@ -327,17 +336,22 @@ class DurableCheckpointer:
     """
     if jax.process_count() == 1:
       return
-    # A name that nobody has asked for yet: a network file system may go on
-    # saying for a while that an old one is not there.
-    token = _of_chief(int.from_bytes(os.urandom(3)))
-    path = self._root / 'claims' / f'.shared-{token}'
-    if jax.process_index() == 0:
-      path.parent.mkdir(parents=True, exist_ok=True)
-      path.touch()
-    storage.barrier('shared')
-    seen = multihost_utils.process_allgather(np.bool_(path.exists()))
-    if jax.process_index() == 0:
-      path.unlink(missing_ok=True)
+    if self.reads_only:
+      step = _of_chief(max(self.steps('latest'), default=-1))
+      there = step < 0 or (self._root / 'latest' / str(step)).exists()
+      seen = multihost_utils.process_allgather(np.bool_(there))
+    else:
+      # A name that nobody has asked for yet: a network file system may go on
+      # saying for a while that an old one is not there.
+      token = _of_chief(int.from_bytes(os.urandom(3)))
+      path = self._root / 'claims' / f'.shared-{token}'
+      if jax.process_index() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+      storage.barrier('shared')
+      seen = multihost_utils.process_allgather(np.bool_(path.exists()))
+      if jax.process_index() == 0:
+        path.unlink(missing_ok=True)
     if not seen.all():
       raise ValueError(
         f'config.checkpoint_dir is {self._config.checkpoint_dir!r} in process'
@@ -415,7 +429,8 @@ class DurableCheckpointer:
     All hosts get the first one's answer.
     """
     step = -1
-    with contextlib.suppress(files.DamagedError, KeyError, TypeError):
+    # Where it cannot be read it is asked again.
+    with contextlib.suppress(files.DamagedError, OSError, KeyError, TypeError):
       step = int(files.read_json(self._root / 'ended.json')['step'])
     step = _of_chief(step)
     return step if step >= 0 else None
@@ -453,7 +468,7 @@ class DurableCheckpointer:
 
     Where the note is lost, what `evaluated` returned is noted as well.
     """
-    if jax.process_index() != 0:
+    if jax.process_index() != 0 or self.reads_only:
       return
     with _noting:
       noted = self._read_evaluated(lambda: self._evaluated)
@@ -514,7 +529,7 @@ class DurableCheckpointer:
             ' lets another one run beside it.'
           )
         raise
-      self._claims.append(claim)
+      self._claims[ckpt_series] = claim
       files.clean(self._root / ckpt_series)
     storage.barrier('own')  # The others look at what is there now.
     self._owned.add(ckpt_series)
@@ -598,6 +613,7 @@ class DurableCheckpointer:
     chief = jax.process_index() == 0
     final = target
     if chief:
+      self._claims[target.parent.name].check()
       target.parent.mkdir(parents=True, exist_ok=True)
     if target.parent.name == 'best':
       content.record['time'] = self._after_all_best()
@@ -606,20 +622,23 @@ class DurableCheckpointer:
       target = target.with_name(f'{target.name}{files.NEW}')
     storage.barrier('series')
     try:
-      ocp.Checkpointer(
-        storage.Handler(),
-        multiprocessing_options=storage.multiprocessing_options(),
-        atomicity_options=ocp.options.AtomicityOptions(
-          ocp.options.AtomicityMode.ATOMIC_RENAME
-        ),
-      ).save(target, args=content)
-    except OSError as e:
-      if chief:  # On a full disk, the half of it is in the way.
-        files.clean(final.parent)
-      raise OSError(
-        e.errno, f'{e.strerror or e}; the checkpoints before it are untouched',
-        str(target),
-      ) from e  # fmt: skip
+      with storage.os_errors():
+        ocp.Checkpointer(
+          storage.Handler(),
+          multiprocessing_options=storage.multiprocessing_options(),
+          atomicity_options=ocp.options.AtomicityOptions(
+            ocp.options.AtomicityMode.ATOMIC_RENAME
+          ),
+        ).save(target, args=content)
+    except Exception as e:
+      # On a full disk, the half of it is in the way.
+      for partial in target.parent.glob(f'{target.name}.orbax-*-tmp*'):
+        files.discard(partial)
+      if isinstance(e, OSError):
+        raise _failed_save(e, target, content.num_bytes) from (
+          None if e.errno in files.FULL else e
+        )
+      raise
     if chief:
       if target != final:
         files.replace(target, final)
@@ -642,18 +661,25 @@ class DurableCheckpointer:
 
     def write() -> None:
       if jax.process_index() == 0:
+        self._claims[target.parent.name].check()
         partial = target.with_name(f'{target.name}.partial')
         target.parent.mkdir(parents=True, exist_ok=True)
-        files.link(pinned, partial)
-        files.write_json(
-          partial / 'extra.json',
-          {
-            'time': self._after_all_best(),
-            'entries': values,
-            'arrays': small,
-          },
-        )
-        files.add_checksum(partial, 'extra.json')
+        try:
+          files.link(pinned, partial)
+          files.write_json(
+            partial / 'extra.json',
+            {
+              'time': self._after_all_best(),
+              'entries': values,
+              'arrays': small,
+            },
+          )
+          files.add_checksum(partial, 'extra.json')
+        except OSError as e:
+          shutil.rmtree(partial, ignore_errors=True)
+          # What it takes where the file system has no links.
+          size = functools.partial(files.size, pinned)
+          raise _failed_save(e, target, size) from e
         files.replace(partial, target)
         logging.info('Saved %s.', target)
 
@@ -745,12 +771,10 @@ class DurableCheckpointer:
       for key in state
       if key in saved and key != 'experiment_module'
     }
-    # Last of what may refuse; then nothing else has changed yet.
-    if 'experiment_module' in state:
-      state['experiment_module'].restore_from_snapshot(
-        saved['experiment_module']
-      )
-    state.update(restored)
+    has_experiment = 'experiment_module' in state
+    _fill(
+      state, restored, saved['experiment_module'] if has_experiment else None
+    )
     logging.info(
       'Began the series %r from the snapshot that the program put into'
       ' utils.GLOBAL_CHECKPOINT_DICT.', ckpt_series,
@@ -797,7 +821,7 @@ class DurableCheckpointer:
       path = whole = self._root / ckpt_series / str(number)
       with _reported(path):
         files.refuse_link(path)
-        if self._follows and ckpt_series == 'latest':
+        if self._follows and ckpt_series == 'latest' and not self.reads_only:
           whole = self._pin(path)
         problems = reader.verify(whole, state.get('experiment_module'))
       if not problems:
@@ -826,20 +850,27 @@ class DurableCheckpointer:
         files.remove(folder / str(old))
       # Without it verification finds nothing, and the next one is taken.
       with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        files.link(path, pinned)
+        files.retried(lambda: files.link(path, pinned), str(path))
     storage.barrier('pin')
     self._pinned = (int(path.name), pinned)
     return pinned
 
-  def _restore_all(self, saved: reader.Reader, state: Any) -> None:
-    """Restores the live state from one checkpoint, or changes nothing."""
-    restored = saved.entries([k for k in state if k != 'experiment_module'])
-    restored = {k: _placed(k, x, state[k]) for k, x in restored.items()}
-    # Last of what may refuse; then nothing else has changed yet.
-    if 'experiment_module' in state:
-      experiment = state['experiment_module']
-      experiment.restore_from_snapshot(saved.snapshot(experiment))
-    state.update(restored)
+  def _read(
+    self, path: pathlib.Path, state: Any, is_foreign: bool = False
+  ) -> tuple[dict[str, Any], Any]:
+    """Returns the entries of a checkpoint, and the experiment's snapshot."""
+    record = files.read_record(path)
+    if not is_foreign:
+      self._check_config(path, record)
+    saved = reader.Reader(path, record, self._allow_pickle)
+    if is_foreign and self._config.restore_rules:
+      rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
+      return {}, saved.by_rules(state['experiment_module'], rules)
+    entries = saved.entries([k for k in state if k != 'experiment_module'])
+    entries = {k: _placed(k, x, state[k]) for k, x in entries.items()}
+    if 'experiment_module' not in state:
+      return entries, None
+    return entries, saved.snapshot(state['experiment_module'])
 
   def _check_config(self, path: pathlib.Path, record: Any) -> None:
     """Refuses a checkpoint of another run, in the same directory."""
@@ -865,22 +896,25 @@ class DurableCheckpointer:
   def _fork(self, state: Any) -> None:
     """Begins from another run's checkpoint, as `restore_from` says."""
     path = _foreign(self._config.restore_from)
-    experiment = state['experiment_module']
     with _reported(path):
-      if problems := reader.verify(path, experiment):
+      if problems := reader.verify(path, state['experiment_module']):
         raise files.DamagedError('; '.join(problems))
-      record = files.read_record(path)
-      saved = reader.Reader(path, record, self._allow_pickle)
-      if not self._config.restore_rules:
-        self._restore_all(saved, state)
-      else:
-        rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
-        experiment.restore_from_snapshot(saved.by_rules(experiment, rules))
+      read = reader.together(lambda: self._read(path, state, is_foreign=True))
+    _fill(state, *read)
     logging.info('Began from %s.', path)
+
+
+def _fill(state: Any, entries: Mapping[str, Any], snapshot: Any) -> None:
+  """Restores the live state from what was read, or changes nothing."""
+  if snapshot is not None:
+    # The last that may refuse; then nothing else has changed yet.
+    state['experiment_module'].restore_from_snapshot(snapshot)
+  state.update(entries)
 
 
 @contextlib.contextmanager
 def _reported(path: pathlib.Path) -> Iterator[None]:
+  """Says which checkpoint an error is about, and what to do."""
   try:
     yield
   except files.RefusedError as e:
@@ -891,6 +925,13 @@ def _reported(path: pathlib.Path) -> Iterator[None]:
     ) from e
   except files.DamagedError as e:
     raise files.DamagedError(f'{path} is damaged: {e}.') from e
+  except files.UnreadableError as e:
+    where = shlex.quote(str(path))
+    raise files.UnreadableError(
+      e.errno,
+      f'{path} could not be read: {e.strerror}. This may pass, and nothing was'
+      f' moved: start again. To skip this checkpoint: mv {where} {where}.bak',
+    ) from e
 
 
 def _nonfinite(kept: pathlib.Path) -> dict[str, int]:
@@ -962,6 +1003,20 @@ def _placed(name: str, value: Any, live: Any) -> Any:
       f' {live.dtype}{list(live.shape)}; nothing was restored.'
     )
   return jax.device_put(value, live.sharding)
+
+
+def _failed_save(
+  error: OSError, target: pathlib.Path, size: Callable[[], int]
+) -> OSError:
+  """Returns an error that says what became of a save."""
+  needed = size() if error.errno in files.FULL else None
+  error = files.failed_write(error, target, needed)
+  return OSError(
+    error.errno,
+    f'{error.strerror}; what was written of it was removed, and the checkpoints'
+    ' before it are untouched',
+    str(target),
+  )
 
 
 # What goes into the record, and how it is compared.

@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import functools
 import io
 import json
 import os
@@ -33,7 +34,7 @@ import socket
 import stat
 import threading
 import time
-from typing import Any
+from typing import Any, TypeVar
 import zlib
 
 from absl import logging
@@ -84,6 +85,15 @@ _ARRAY_FIELDS: dict[str, Any] = {
   'kind': str,
 }
 _LAST_SECOND = 253402300799  # Of the year 9999, the last one that has a date.
+_PAUSES = (0.5, 1.5, 4.0)  # Seconds before each further try to read.
+_DISCARD_CHECKS = 10  # In a row, that find nothing of a save that failed.
+_DISCARD_SECS = 10.0  # After which the next start removes what is left.
+_T = TypeVar('_T')
+
+# What says that a file system or a quota has no room.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What says that there is no file of that name.
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class DamagedError(ValueError):
@@ -98,6 +108,41 @@ def printable(text: Any) -> str:
   """Returns a text whose control characters are escaped."""
   # A terminal would obey those in a name that comes from a file.
   return ''.join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
+
+
+class UnreadableError(OSError):
+  """A file could not be read, which says nothing of what it holds."""
+
+
+def retried(read: Callable[[], _T], name: str) -> _T:
+  """Calls a function, and three times more where it fails as may pass.
+
+  Args:
+    read: reads something.
+    name: of what it reads.
+
+  Returns:
+    What `read` returns.
+
+  Raises:
+    UnreadableError: it failed each time.
+    OSError: there is no such file.
+  """
+  pauses = iter(_PAUSES)
+  while True:
+    try:
+      return read()
+    except (*MISSING, UnreadableError):
+      raise
+    except OSError as e:
+      text = f'{name}: {e.strerror or e}'
+      pause = next(pauses, None)
+      if pause is None:
+        raise UnreadableError(
+          e.errno, f'{text} (tried {len(_PAUSES) + 1} times)'
+        ) from e
+      logging.warning('%s. Trying again in %.1f s.', text, pause)
+    time.sleep(pause)
 
 
 def root(directory: str | os.PathLike[str]) -> pathlib.Path:
@@ -117,8 +162,8 @@ def root(directory: str | os.PathLike[str]) -> pathlib.Path:
 def steps(series: pathlib.Path) -> list[int]:
   """Returns the steps of a series' checkpoints, ascending."""
   try:
-    names = os.listdir(series)
-  except (FileNotFoundError, NotADirectoryError):
+    names = retried(lambda: os.listdir(series), str(series))
+  except MISSING:
     return []
   return sorted(int(name) for name in names if re.fullmatch(_STEP, name))
 
@@ -126,13 +171,38 @@ def steps(series: pathlib.Path) -> list[int]:
 def write_json(path: pathlib.Path, value: Any) -> None:
   """Writes a file that is whole, and on the disk, or not there."""
   partial = path.with_name(f'{path.name}.{os.getpid()}.partial')
-  with open(partial, 'w', encoding='utf-8') as f:
-    json.dump(value, f, indent=1)
-    f.write('\n')
-    f.flush()
-    os.fsync(f.fileno())
-  os.replace(partial, path)
+  try:
+    with open(partial, 'w', encoding='utf-8') as f:
+      json.dump(value, f, indent=1)
+      f.write('\n')
+      f.flush()
+      os.fsync(f.fileno())
+    os.replace(partial, path)
+  except BaseException as e:
+    with contextlib.suppress(OSError):
+      partial.unlink(missing_ok=True)
+    if isinstance(e, OSError):
+      raise failed_write(e, path) from None
+    raise
   sync_directory(path.parent)
+
+
+def failed_write(
+  error: OSError, path: pathlib.Path, needed: int | None = None
+) -> OSError:
+  """Returns an error of the same kind that says how much room there is.
+
+  Args:
+    error: what writing failed with.
+    path: what could not be written.
+    needed: bytes that it would take; None leaves that out.
+  """
+  text = error.strerror or str(error)
+  if error.errno in FULL:
+    room = [] if needed is None else [f'{needed / 2**20:.2f} MiB needed']
+    free = shutil.disk_usage(path.parent).free
+    text += f' ({", ".join([*room, f"{free / 2**20:.2f} MiB free"])})'
+  return OSError(error.errno, text, str(path))
 
 
 def sync_directory(directory: pathlib.Path) -> None:
@@ -181,33 +251,40 @@ def _text(path: pathlib.Path) -> str:
     return f.read().decode()
 
 
-def read_json(path: pathlib.Path) -> Any:
+def read_json(path: pathlib.Path, name: str | None = None) -> Any:
   """Reads a file.
 
+  Args:
+    path: the file.
+    name: what errors call it; None is its name without directories.
+
   Raises:
-    DamagedError: it cannot be read, or is not JSON.
+    DamagedError: it is not there, or is not JSON.
     RefusedError: it is no regular file, or holds what no save writes.
+    UnreadableError: it cannot be read, which may pass.
   """
+  name = name or path.name
   try:
-    return json.loads(_text(path))
+    return json.loads(retried(lambda: _text(path), name))
   except FileNotFoundError as e:
-    raise DamagedError(f'{path.name} is missing') from e
-  except OSError as e:
-    raise DamagedError(f'{path.name} cannot be read ({e.strerror})') from e
+    raise DamagedError(f'{name} is missing') from e
+  except MISSING as e:
+    raise DamagedError(f'{name} cannot be read ({e.strerror})') from e
   except DamagedError:
     raise
   except ValueError as e:
-    raise DamagedError(f'{path.name} is not JSON ({e})') from e
+    raise DamagedError(f'{name} is not JSON ({e})') from e
   except RecursionError:
-    raise RefusedError(f'{path.name} is nested too deeply') from None
+    raise RefusedError(f'{name} is nested too deeply') from None
 
 
 def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
   """Reads what a checkpoint says of itself.
 
   Raises:
-    DamagedError: it cannot be read.
+    DamagedError: it is not there, or is no record.
     RefusedError: it is of another step than the directory's name says.
+    UnreadableError: it cannot be read, which may pass.
     ValueError: a later version of this library wrote it.
   """
   record = read_json(checkpoint / RECORD)
@@ -282,6 +359,11 @@ def refuse_link(checkpoint: pathlib.Path) -> None:
     _refuse_irregular(checkpoint.name, os.lstat(checkpoint).st_mode)
 
 
+def _entries(folder: pathlib.Path) -> list[os.DirEntry[str]]:
+  with os.scandir(folder) as it:
+    return list(it)
+
+
 def regular_files(checkpoint: pathlib.Path) -> list[str]:
   """Returns the relative names of all files but the checksums, sorted.
 
@@ -293,10 +375,10 @@ def regular_files(checkpoint: pathlib.Path) -> list[str]:
   folders = ['']
   while folders:
     folder = folders.pop()
+    scan = functools.partial(_entries, checkpoint / folder)
     try:
-      with os.scandir(checkpoint / folder) as it:
-        entries = list(it)
-    except (FileNotFoundError, NotADirectoryError):
+      entries = retried(scan, folder or checkpoint.name)
+    except MISSING:
       continue
     for entry in entries:
       name = f'{folder}{entry.name}'
@@ -383,7 +465,8 @@ def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
   """Returns size in bytes and CRC-32 of each file.
 
   Raises:
-    DamagedError: they cannot be read, or are not as written.
+    DamagedError: they are not there, or are not as written.
+    UnreadableError: they cannot be read, which may pass.
   """
   sums: dict[str, list[int]] = {}
   process, processes = 0, 1
@@ -438,6 +521,7 @@ def verify(
 
   Raises:
     RefusedError: it holds what no save writes.
+    UnreadableError: a file cannot be read, which may pass and is no damage.
   """
   there = set(regular_files(checkpoint))
   try:
@@ -456,11 +540,12 @@ def verify(
   problems = []
   for name in sorted(filter(wanted, sums))[process::processes]:
     size, crc = sums[name]
+    read = functools.partial(_checksum, checkpoint / name, size)
     try:
       if name not in there:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-      got_size, got_crc = _checksum(checkpoint / name, size)
-    except OSError as e:
+      got_size, got_crc = retried(read, name)
+    except MISSING as e:
       problems.append(f'{printable(name)} cannot be read ({e.strerror})')
       continue
     name = printable(name)
@@ -486,6 +571,16 @@ def remove(checkpoint: pathlib.Path) -> None:
   with contextlib.suppress(FileNotFoundError):
     os.rename(checkpoint, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def discard(partial: pathlib.Path) -> None:
+  """Removes a save that failed, and what threads still write of it."""
+  gone, deadline = 0, time.monotonic() + _DISCARD_SECS
+  # TensorStore makes the directory again for a write that was still queued.
+  while gone < _DISCARD_CHECKS and time.monotonic() < deadline:
+    shutil.rmtree(partial, ignore_errors=True)
+    gone = 0 if partial.exists() else gone + 1
+    time.sleep(0.05)
 
 
 def replace(new: pathlib.Path, old: pathlib.Path) -> None:
@@ -708,6 +803,25 @@ class Claim:
       raise
     _claimed[self._path] = os.getpid()
     return fd
+
+  def check(self) -> None:
+    """Raises an error where the right is lost: another run may have begun.
+
+    Raises:
+      FileNotFoundError: its file is gone, or is another one.
+    """
+    assert self._fd is not None
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+      found = retried(self._path.stat, str(self._path))
+      if os.path.samestat(found, os.fstat(self._fd)):
+        return
+    raise FileNotFoundError(
+      errno.ENOENT,
+      'This file was removed or replaced while this run held it, so that'
+      ' another one may be writing there; nothing was saved. Leave the'
+      ' directory in place while a run writes there',
+      str(self._path),
+    )
 
   def release(self) -> None:
     """Gives the right back."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import difflib
+import errno
 import functools
 import pathlib
 import re
@@ -20,6 +21,7 @@ from jaxline.checkpoint import storage
 from jaxline.checkpoint import structure
 
 _F = TypeVar('_F', bound=Callable[..., Any])
+_T = TypeVar('_T')
 
 
 class MismatchError(ValueError):
@@ -226,10 +228,16 @@ class Reader:
     Args:
       targets: name -> jax.ShapeDtypeStruct with a sharding; without one, or
         None, the array comes as numpy.
+
+    Raises:
+      files.DamagedError: one is not there.
+      files.UnreadableError: one cannot be read, which may pass.
     """
     try:
-      return storage.read(self._path, self._arrays, targets)
-    except (OSError, KeyError) as e:
+      return files.retried(
+        lambda: storage.read(self._path, self._arrays, targets), files.ARRAYS
+      )
+    except (*files.MISSING, KeyError) as e:
       raise files.DamagedError(f'its arrays cannot be read ({e})') from e
 
   def by_rules(
@@ -237,16 +245,20 @@ class Reader:
   ) -> dict[str, Any]:
     """Returns the experiment's own snapshot with arrays replaced by rules.
 
+    No rule takes what begins anew with each run: its count of steps, those of
+    schedules, and random keys.
+
     Raises:
       ValueError: a rule matches nothing, or names no array of the checkpoint.
       MismatchError: an array of the checkpoint has another shape or type.
     """
     snapshot = dict(experiment.snapshot_state())
+    own = getattr(experiment, 'NEVER_BY_RULES', ())
     live = {
       name: x
       for entry, tree in snapshot.items()
-      for name, x in _named(tree, entry).items()
-      if structure.is_array(x)
+      for name, x in _named(_without_schedules(tree), entry).items()
+      if structure.is_array(x) and not storage.is_key(x) and name not in own
     }
     used = set()
     sources: dict[str, str] = {}
@@ -265,7 +277,8 @@ class Reader:
     if unused := [pattern for pattern, _ in rules if pattern not in used]:
       raise ValueError(
         f"config.restore_rules: {unused} match none of this run's arrays, or"
-        f' an earlier rule takes them. The arrays are {sorted(live)}.'
+        ' an earlier rule takes them. (Counts of steps, schedules and keys'
+        f' begin anew.) The arrays are {sorted(live)}.'
       )
     if absent := sorted(set(sources.values()) - set(self._arrays)):
       near = difflib.get_close_matches(absent[0], self._arrays, n=3, cutoff=0.3)
@@ -298,6 +311,35 @@ class Reader:
     )
 
 
+# Optax's states of schedules: by name, since not all of them are public. Not
+# those of moments, such as Adam's, which are corrected by their own count.
+_SCHEDULES = (
+  'AddNoiseState',
+  'InjectHyperparamsState',
+  'InjectStatefulHyperparamsState',
+  'ScaleByScheduleState',
+  'WeightDecaySchedule',
+  'WrappedScheduleState',
+)
+
+
+def _without_schedules(tree: Any) -> Any:
+  """Returns a tree with None in place of all that a schedule is made of."""
+
+  def is_schedule(x: Any) -> bool:
+    return type(x).__name__ in _SCHEDULES and hasattr(x, '_fields')
+
+  def strip(x: Any) -> Any:
+    if not is_schedule(x):
+      return x
+    kept = dict.fromkeys(x._fields)
+    if 'inner_state' in kept:  # Of the optimizer that has the schedule.
+      kept['inner_state'] = _without_schedules(x.inner_state)
+    return x._replace(**kept)
+
+  return jax.tree.map(strip, tree, is_leaf=is_schedule)
+
+
 @dataclasses.dataclass
 class _OnHost:
   """Stands for an experiment whose arrays shall all be in host memory."""
@@ -326,7 +368,7 @@ def read_whole(
     try:
       if problems := files.verify(path):
         raise files.DamagedError('; '.join(problems))
-      record = files.read_record(path)
+      record = files.read_whole_record(path)
       saved = Reader(path, record, allow_pickle)
       entries = saved.entries()
       entries['experiment_module'] = saved.snapshot(
@@ -434,15 +476,56 @@ def _abstract(x: Any) -> Any:
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
+def together(read: Callable[[], _T]) -> _T:
+  """Calls a function in all processes; where it fails in one, all raise.
+
+  Args:
+    read: reads something, or finds it damaged.
+
+  Returns:
+    What it returns.
+
+  Raises:
+    files.UnreadableError: a process could not read it.
+    files.DamagedError: all could read it, and one found it damaged.
+    files.RefusedError: it is as it was written, but no save writes such.
+  """
+  error: Exception | None = None
+  kind = 0
+  try:
+    result = read()
+  except files.RefusedError as e:
+    error, kind = e, 1
+  except files.DamagedError as e:
+    error, kind = e, 2
+  except files.UnreadableError as e:
+    # The strongest: it may pass, and leaves all as it is.
+    error, kind = e, 3
+  if jax.process_count() > 1:
+    kinds = multihost_utils.process_allgather(np.int32(kind))
+    if (most := kinds.max()) > kind:
+      others = np.flatnonzero(kinds == most).tolist()
+      error = (
+        files.RefusedError(f'processes {others} say so'),
+        files.DamagedError(f'processes {others} say so'),
+        files.UnreadableError(
+          errno.EIO, f'processes {others} could not read it'
+        ),
+      )[most - 1]
+  if error is not None:
+    raise error
+  return result
+
+
 def verify(path: pathlib.Path, experiment: Any) -> list[str]:
   """Returns what is wrong with a checkpoint, looking at what is wanted.
 
   Raises:
     files.RefusedError: it is as it was written, but no save writes such.
+    files.UnreadableError: a file cannot be read, which may pass.
   """
-  problems: list[str] = []
-  refused: files.RefusedError | None = None
-  try:
+
+  def check() -> None:
     # First whether the record is to be trusted.
     if wrong := files.verify(path, lambda file: file == files.RECORD):
       raise files.DamagedError('; '.join(wrong))
@@ -458,30 +541,20 @@ def verify(path: pathlib.Path, experiment: Any) -> list[str]:
       for name, about in record['arrays'].items()
       if name not in wanted
     }
-    problems = files.verify(
+    if wrong := files.verify(
       path,
       lambda file: '/'.join(file.split('/')[:2]) not in unwanted,
       jax.process_index(),
       jax.process_count(),
-    )
-    if not problems:
-      share = list(wanted)[jax.process_index() :: jax.process_count()]
-      storage.check(path, {name: wanted[name] for name in share})
-  except files.RefusedError as e:
-    refused = e
+    ):
+      raise files.DamagedError('; '.join(wrong))
+    share = list(wanted)[jax.process_index() :: jax.process_count()]
+    storage.check(path, {name: wanted[name] for name in share})
+
+  try:
+    together(check)
+  except files.RefusedError:
+    raise
   except files.DamagedError as e:
-    problems = [str(e)]
-  if jax.process_count() > 1:
-    found = np.array([len(problems), refused is not None], np.int32)
-    damaged, refuse = multihost_utils.process_allgather(found).T
-    if not problems and damaged.any():
-      # One process sees damage, another what comes of it.
-      refused = None
-      problems = [f'processes {np.flatnonzero(damaged).tolist()} say so']
-    elif not refused and refuse.any():
-      refused = files.RefusedError(
-        f'processes {np.flatnonzero(refuse).tolist()} say so'
-      )
-  if refused and not problems:
-    raise refused
-  return problems
+    return [str(e)]
+  return []

@@ -2,15 +2,18 @@
 
 import base64
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
+import errno
 import itertools
+import json
 import logging as std_logging
 import math
 import os
 import pathlib
 import re
+import sys
 from typing import Any
 
 from absl import logging
@@ -24,6 +27,7 @@ from jaxline.checkpoint import files
 
 # Arrays are cut into files of at most this many bytes.
 _FILE_BYTES = 256 << 20
+_BLOCK = 4096  # Bytes that a file takes at least, on most file systems.
 _ORBAX = os.path.join(os.path.dirname(ocp.__file__), '')
 # Those beside NumPy's own that TensorStore's zarr3 driver takes.
 _ZARR_DTYPES = (
@@ -40,12 +44,28 @@ def _is_worth_reading(record: Any) -> bool:
   if not record.pathname.startswith(_ORBAX):
     return True
   # The warning says that there is no OCDBT, which is as it should be.
-  is_about_ocdbt = record.filename == 'ocdbt_utils.py'
-  quiet = std_logging.WARNING if is_about_ocdbt else std_logging.INFO
-  return record.levelno > quiet
+  # An error in a thread of Orbax is raised by the save as well.
+  quiet = {
+    'ocdbt_utils.py': std_logging.WARNING,
+    'future.py': std_logging.ERROR,
+  }
+  return record.levelno > quiet.get(record.filename, std_logging.INFO)
 
 
 logging.get_absl_logger().addFilter(_is_worth_reading)
+
+
+def _quiet_unraisable(unraisable: Any, then: Any = sys.unraisablehook) -> None:
+  """Leaves out what TensorStore's threads say once Orbax has given up.
+
+  At the first array that cannot be written Orbax closes the event loop to which
+  the writes of the others would report.
+  """
+  if str(unraisable.exc_value) != 'Event loop is closed':
+    then(unraisable)
+
+
+sys.unraisablehook = _quiet_unraisable
 
 
 @dataclasses.dataclass
@@ -63,6 +83,13 @@ class Content(ocp.args.CheckpointArgs):
   record: dict[str, Any]
   process: dict[str, Any]
   before_commit: Callable[[], None] | None
+
+  def num_bytes(self) -> int:
+    """Returns about how much room it takes, in files of whole blocks."""
+    small = len(json.dumps([self.record, self.process], indent=1))
+    # Each array has a file of numbers and one that describes them.
+    sizes = [small, *(x.nbytes + _BLOCK for x in self.arrays.values())]
+    return sum(-(-size // _BLOCK) * _BLOCK for size in sizes)
 
 
 def _numpy_handler() -> Any:
@@ -136,6 +163,21 @@ class Handler(ocp.CheckpointHandler):
 ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)(
   Content
 )
+
+
+@contextlib.contextmanager
+def os_errors() -> Iterator[None]:
+  """Makes an OSError of what TensorStore says of the operating system's."""
+  try:
+    yield
+  except ValueError as e:
+    # "RESOURCE_EXHAUSTED: ... No space left on device [os_error_code='28']"
+    if match := re.search(r"\[os_error_code='(\d+)'\]", str(e)):
+      number = int(match[1])
+      raise OSError(number, os.strerror(number)) from e
+    if str(e).startswith('NOT_FOUND:'):  # An array lacks one of its files.
+      raise FileNotFoundError(errno.ENOENT, str(e)) from e
+    raise
 
 
 def multiprocessing_options() -> Any:
@@ -260,6 +302,7 @@ def read(
 
   Raises:
     files.DamagedError: see `check`.
+    OSError: a file is not there, or cannot be read.
   """
   check(checkpoint, {name: described[name] for name in targets})
   requests, restored = {}, {}
@@ -277,7 +320,10 @@ def read(
         sharding=sharding, global_shape=tuple(about['shape'])
       )
   if requests:
-    arrays = Handler().restore(epath.Path(checkpoint / files.ARRAYS), requests)
+    with os_errors():
+      arrays = Handler().restore(
+        epath.Path(checkpoint / files.ARRAYS), requests
+      )
     for name, target in targets.items():
       if name not in restored:
         about = described[name]
@@ -307,7 +353,7 @@ def check(checkpoint: pathlib.Path, described: Mapping[str, Any]) -> None:
     return
   folders = _by_folder(sizes)
   arrays = checkpoint / files.ARRAYS
-  metadata = files.read_json(arrays / '_METADATA')
+  metadata = files.read_json(arrays / '_METADATA', f'{files.ARRAYS}/_METADATA')
   try:
     values = [
       metadata['tree_metadata'][str((about['file'],))]['value_metadata']
@@ -329,7 +375,8 @@ def check(checkpoint: pathlib.Path, described: Mapping[str, Any]) -> None:
       f'{files.ARRAYS} does not describe its arrays as a save does'
     )
   for name, about in stored.items():
-    zarr = files.read_json(arrays / about['file'] / 'zarr.json')
+    file = f'{files.ARRAYS}/{about["file"]}/zarr.json'
+    zarr = files.read_json(checkpoint / file, file)
     try:
       fits = _fits(zarr, *_stored(about), folders[about['file']])
     except (KeyError, TypeError, AttributeError):
