@@ -644,7 +644,7 @@ def _claim(
     except files.ClaimedError as e:
       refused = str(e)
     except OSError as e:
-      once = config.one_off_evaluate or config.get('eval_steps') is not None
+      once = config.one_off_evaluate or config.eval_steps is not None
       if (
         mode.startswith('eval')
         and once
