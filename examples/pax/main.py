@@ -48,10 +48,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _exit(message: str) -> NoReturn:
-  print(
-    f'{message}\n\nFor all flags: python {_PROGRAM} --help',
-    file=sys.stderr,
-  )
+  print(message, file=sys.stderr)
   sys.exit(2)
 
 
