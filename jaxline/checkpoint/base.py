@@ -85,6 +85,8 @@ class Durable(Checkpointer, Protocol):
     before_commit: series -> function, called on the thread that writes before
       a checkpoint becomes visible: what belongs to it, such as the logs up to
       its step, is then safe before it.
+    reads_only: whether nothing is written in the directory; set before the
+      checkpointer is used.
     restored_step: the step of the run's own checkpoint of `latest` that was
       restored last; None if none was.
   """
