@@ -3,6 +3,7 @@
 import base64
 import builtins
 import collections
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -746,6 +747,17 @@ def test_attack_types_of_another_kind(kind, target, monkeypatch):
 def test_attack_damaged_structures(kind, body):
   with pytest.raises(ValueError):
     structure.decode({kind: body}, {'v': np.zeros(2, np.uint32)})
+
+
+@pytest.mark.parametrize(
+  'aux', [None, 1, 'x', {'tuple': []}, [], {'dict': []}, {'tuple': [[1], 2]}]
+)
+@pytest.mark.parametrize('children', [[], [1], [1, 2, 3]])
+@pytest.mark.parametrize('name', ['Registered', 'FlaxState', 'Layer', 'Caller'])
+def test_attack_malformed_nodes_do_not_crash(name, children, aux):
+  # In some cases there is nothing wrong.
+  with contextlib.suppress(ValueError):
+    structure.decode({'node': [f'{HERE}:{name}', children, aux]}, {})
 
 
 @pytest.mark.parametrize('value', [{}, {'a': 1, 'b': 2}, object(), {3: 4}])

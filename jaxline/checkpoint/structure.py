@@ -59,6 +59,7 @@ from typing import Any
 
 from absl import logging
 import jax
+from jax._src import tree_util
 from ml_collections import config_dict
 import numpy as np
 
@@ -235,7 +236,7 @@ def _kind(cls: type) -> str | None:
     return 'namedtuple'
   if cls in (dict, list, tuple, type(None), collections.defaultdict):
     return None
-  if jax.tree_util.is_tree_node(cls):
+  if cls in tree_util._registry:
     return 'node'
   if dataclasses.is_dataclass(cls):
     # A base written in C (dict, Exception) holds more than the fields, and a
@@ -634,12 +635,9 @@ class _Decoder:
     self._aux += 1
     data = self.walk(aux)
     self._aux -= 1
-    treedef = jax.tree_util.PyTreeDef.from_node_data_and_children(
-      jax.tree_util.default_registry,
-      (cls, data),
-      [jax.tree.structure(0)] * len(children),
-    )
-    return jax.tree.unflatten(treedef, children)
+    # Not with a PyTreeDef: its C++ code takes the data of a registered
+    # dataclass for a tuple of the right length, and crashes where it is not.
+    return tree_util._registry[cls].from_iter(data, tuple(children))
 
   def _config(self, body: list[Any]) -> Any:
     frozen, (locked, type_safe, convert, dotted), pairs = body
