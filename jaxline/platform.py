@@ -293,7 +293,12 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
   """
   try:
     return values(argv)
+  except OSError as e:
+    raise _unreadable_config(e) from e
   except (flags.Error, AttributeError, KeyError) as e:
+    unknown = getattr(e, 'flagname', '')
+    if unknown.startswith('config.'):  # ml_collections defines it by the file.
+      raise UsageError(f'--config is missing; {_expected_config()}') from e
     # The latter two are what ml_collections raises for an unknown config key,
     # one inside the other. From elsewhere they are errors of the config file.
     *_, raised_in = traceback.walk_tb(e.__traceback__)
@@ -350,12 +355,16 @@ def _help_text() -> str:
   return '\n'.join(lines)
 
 
+def _configs() -> list[pathlib.Path]:
+  """Returns the config files beside the program."""
+  folder = pathlib.Path(sys.argv[0]).resolve().parent / 'configs'
+  return sorted(p for p in folder.glob('*.py') if not p.name.startswith('_'))
+
+
 def _configs_text() -> str:
   """Lists the configs beside the program, with the first line of each."""
-  folder = pathlib.Path(sys.argv[0]).resolve().parent / 'configs'
-  found = sorted(p for p in folder.glob('*.py') if not p.name.startswith('_'))
-  if not found:
-    return f'There are no configs in {folder}.'
+  if not (found := _configs()):
+    return 'There is no folder `configs` beside the program.'
   lines = ['Configs:']
   for path in found:
     text = path.read_text(encoding='utf-8').lstrip()
@@ -365,6 +374,17 @@ def _configs_text() -> str:
     f'Run one: python {sys.argv[0]} --config=configs/{found[0].name}'
   )
   return '\n'.join(lines)
+
+
+def _unreadable_config(error: OSError) -> UsageError:
+  *_, reason = str(error).splitlines()
+  reason = reason[max(reason.find('[Errno'), 0) :]
+  return UsageError(f'--config cannot be read: {reason}; {_expected_config()}')
+
+
+def _expected_config() -> str:
+  names = [f'--config=configs/{path.name}' for path in _configs()]
+  return f'expected {" or ".join(names or ["--config=FILE"])}.'
 
 
 def _main(
@@ -389,7 +409,7 @@ def _check_and_start(
   """Checks what the user said; only what comes then is worth a debugger."""
   config = _CONFIG.value
   if config is None:
-    raise UsageError(f'Which run? --config is missing.\n{_configs_text()}')
+    raise UsageError(f'--config is missing; {_expected_config()}')
   if not mode.startswith('eval') and mode not in MODES:
     raise UsageError(
       f'--jaxline_mode is {mode!r}; expected one of {sorted(MODES)}.'
@@ -789,7 +809,7 @@ def validate_config(config: config_dict.ConfigDict) -> None:
     _validate(config)
   except OSError as e:
     # What ml_collections gives instead of a config where it found no file.
-    raise UsageError(f'{e}\n{_configs_text()}') from None
+    raise _unreadable_config(e) from None
   except ValueError as e:
     raise UsageError(str(e)) from e
 

@@ -293,6 +293,16 @@ def of_kwargs(key, value):
     ([IMAGE, of_kwargs('peak_learning_rate', -1)], 'peak_learning_rate is -1'),
     ([IMAGE, '--config.sharding=fsdp'], r"config.sharding is 'fsdp', but Exp"),
     ([LM, '--config.trainin_steps=3'], 'Unknown config key: .*training_steps'),
+    ([], '--config is missing; expected --config=configs/c4.py or '),
+    (['--config=configs/ml.py'], "cannot be read: .*'configs/ml.py'; expected"),
+    (
+      [
+        '--config=configs/c4.py:C4Spmd1BAdam4Replicas:reduced',
+        '--config.data=stdlib',
+        of_kwargs('constants.NUM_LAYERS', 0),
+      ],
+      'constants.NUM_LAYERS is 0; expected a finite number above 0',
+    ),
   ],
 )
 def test_an_error_of_the_user_is_one_line(tmp_path, args, said):

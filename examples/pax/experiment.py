@@ -52,11 +52,14 @@ class Config:
 
   def __post_init__(self) -> None:
     for name, value in self.constants.items():
+      # A size of 0 is no model; other numbers of 0 switch something off.
+      is_size = name.startswith('NUM_') or name.endswith(('_DIMS', '_SIZE'))
+      is_size |= name in ('DIMS_PER_HEAD', 'MAX_LENGTH', 'MAX_SEQ_LEN')
       is_number = isinstance(value, int | float)
-      if is_number and not (value >= 0 and math.isfinite(value)):
+      if is_number and not (0 <= value < math.inf and (value or not is_size)):
         raise ValueError(
-          f'constants.{name} is {value!r}; expected a finite number of at least'
-          ' 0.'
+          f'constants.{name} is {value!r}; expected a finite number'
+          f' {"above" if is_size else "of at least"} 0.'
         )
 
 
