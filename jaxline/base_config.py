@@ -667,13 +667,15 @@ def with_defaults(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
   """Returns an experiment's own config with the keys that it lacks.
 
   Args:
-    cls: a dataclass, as for `read`.
+    cls: a dataclass, as for `read`. Where defaults depend on other values, it
+      has a static method `with_defaults(record)` of its own.
     config: the values.
 
   Returns:
     The values, and the default of each field without one that has a default.
   """
-  filled = dict(config)
+  own = getattr(cls, 'with_defaults', dict)
+  filled = dict(own(config))
   kinds = typing.get_type_hints(cls)
   for f in dataclasses.fields(cls):
     if f.name not in filled:

@@ -94,6 +94,15 @@ def get_config(name: str) -> config_dict.ConfigDict:
   return config
 
 
+def own_constants(
+  experiment: experiment_registry.Experiment,
+) -> dict[str, Any]:
+  """Returns the constants that no key of a run's config stands for."""
+  elsewhere = {*_KEYS, *_DATA_KEYS, *_MESH}
+  constants = experiment.constants()
+  return {n: x for n, x in constants.items() if n not in elsewhere}
+
+
 def constants_of(run: config_dict.ConfigDict) -> dict[str, Any]:
   """Returns the constants that are keys of a run's config.
 

@@ -62,6 +62,18 @@ class Config:
           f' {"above" if is_size else "of at least"} 0.'
         )
 
+  @staticmethod
+  def with_defaults(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Adds the constants that a record lacks because they are newer."""
+    try:
+      experiment = experiment_registry.get(str(record.get('exp')))
+    except experiment_registry.UnknownError:
+      return record
+    if record.get('reduced'):
+      experiment = experiment.reduced()
+    defaults = config_lib.own_constants(experiment)
+    return {**record, 'constants': defaults | record.get('constants', {})}
+
 
 class _OverDatasets(sharded.ShardedExperiment):
   """Reads the datasets of an experiment; evaluates on each of them."""

@@ -1,5 +1,8 @@
 """Registered experiments as runs: each reduced, data, several evaluations."""
 
+import copy
+import functools
+import json
 import math
 
 import fiddle as fdl
@@ -19,6 +22,7 @@ from jaxline import sharded
 from jaxline import train
 from jaxline import utils
 from jaxline import writers
+from jaxline.checkpoint import durable
 from jaxline.inputs import synthetic
 
 # One of each family; the others differ in numbers only.
@@ -299,6 +303,22 @@ def test_several_datasets_have_metrics_of_their_own(monkeypatch):
     made.evaluate(global_step=0, rng=None, writer=None)
   with pytest.raises(ValueError, match='no data to train on'):
     made.train_input()
+
+
+def test_a_record_may_lack_a_constant_that_is_newer():
+  config = config_lib.get_config('C4Spmd1BAdam4Replicas:reduced')
+  new = json.loads(config.to_json_best_effort())
+  old = copy.deepcopy(new)
+  del old['experiment_kwargs']['config']['constants']['WEIGHT_DECAY']
+  compare = functools.partial(
+    durable._config_changes, experiment_class=experiment.Experiment
+  )
+  assert compare(old, new) == compare(new, old) == []
+  new['experiment_kwargs']['config']['constants']['WEIGHT_DECAY'] = 0.5
+  (line,) = compare(old, new)
+  assert line == (
+    'experiment_kwargs.config.constants.WEIGHT_DECAY: 0.001 then, 0.5 now'
+  )
 
 
 @pytest.mark.parametrize(
