@@ -1547,6 +1547,7 @@ def test_a_nan_is_never_the_best_on_disk(higher, scores, best_at, tmp_path):
     eval_interval=1,
     best_model_eval_metric='score',
     best_model_eval_metric_higher_is_better=higher,
+    max_best_checkpoints_to_keep=1,
   )
   found = []
   for config.training_steps in (1, 2, 4):  # Also from one process to the next.

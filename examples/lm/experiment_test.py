@@ -494,7 +494,7 @@ def test_ten_steps_and_ten_after_a_restore_are_twenty(
     ('weight_decay', float('inf'), 'weight_decay is inf'),
     ('eval_fraction', 1.0, 'eval_fraction is 1.0'),
     ('sample_temperature', -1.0, 'sample_temperature is -1.0'),
-    ('model.dropout', 1.0, 'dropout is 1.0'),
+    ('model.dropout', 1.0, 'dropout must lie in'),
     ('decode.temperature', float('inf'), 'temperature is inf'),
     ('sample_length', 28, 'sample_length is 28.*makes 33 tokens.*32'),
     ('sample_length', -1, 'sample_length is -1'),

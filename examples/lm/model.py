@@ -26,7 +26,6 @@ import jax.numpy as jnp
 
 from examples import transformer
 from examples.lm import fp8
-from jaxline import base_config
 from jaxline import partitioning
 from jaxline import pipeline
 
@@ -115,7 +114,6 @@ class ModelConfig:
         raise ValueError(
           f'{field.name} must be one of {_CHOICES[field.name]}; got {value!r}.'
         )
-    base_config.check_numbers(self, {'dropout': '[0, 1)'})
     if self.embed_dim % self.num_heads:
       raise ValueError(
         f'num_heads must divide embed_dim; got {self.num_heads} heads for'
