@@ -317,13 +317,12 @@ class AbstractExperiment(abc.ABC):
     names = self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
     for attribute, name in names.items():
       live = getattr(self, attribute, None)
-      if not _is_on_devices(live):
-        continue
-      first = int(attribute in self.CHECKPOINT_ATTRS)  # The axis of devices.
-      live = jax.tree.map(
-        lambda x, first=first: jax.ShapeDtypeStruct(x.shape[first:], x.dtype),
-        live,
-      )
+      if not any(map(_is_array, jax.tree.leaves(live))):
+        continue  # It is made later, such as in the first step.
+      if attribute in self.CHECKPOINT_ATTRS:  # Without the axis of devices.
+        live = jax.tree.map(
+          lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), live
+        )
       saved = snapshot_state[name]
       wrong += differences(
         saved, live, 'the checkpoint has', 'the experiment has', name
@@ -397,6 +396,10 @@ def _shapes(tree: Any) -> Iterator[tuple[str, str]]:
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
     dtype = getattr(x, 'dtype', type(x).__name__)
     yield jax.tree_util.keystr(path), f'{dtype}{list(np.shape(x))}'
+
+
+def _is_array(x: Any) -> bool:
+  return isinstance(x, jax.Array | np.ndarray)
 
 
 def _is_on_devices(value: Any) -> bool:

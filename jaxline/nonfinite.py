@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxline import errors
+
 # Steps whose values may be still in the making before one is waited for. More
 # than the loop lets run ahead by default, so that it is what waits.
 _MAX_LATE = 8
@@ -94,13 +96,13 @@ class Guard:
     is_sharded = getattr(experiment, 'IS_SHARDED', False) is True
     mode = resolve(on_nonfinite, is_sharded)
     if mode not in MODES:
-      raise ValueError(
+      raise errors.UsageError(
         f'Got config.on_nonfinite = {on_nonfinite!r}, expected one of {MODES}.'
       )
     # Another's attribute of the name `nonfinite` is no business of ours.
     self._has_flag = getattr(experiment, 'SKIPS_NONFINITE', False) is True
     if mode == 'skip' and not self._has_flag:
-      raise ValueError(
+      raise errors.UsageError(
         "config.on_nonfinite is 'skip', but the step of"
         f' {type(experiment).__name__} is its own and cannot be undone from'
         ' outside; only a ShardedExperiment skips by itself. Wrap the'

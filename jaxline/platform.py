@@ -259,11 +259,15 @@ def _exits() -> Iterator[None]:
     message = _with_notes(e)
     print(message, file=sys.stderr, flush=True)
     raise _Refused(2, message) from e
+  except (files.RefusedError, files.UnreadableError) as e:
+    # The checkpoint is the cause, which no traceback explains.
+    print(e, file=sys.stderr, flush=True)
+    raise _Exit(1) from e
   except SystemExit as e:
     traceback.print_exception(e)
     print(
-      f'[jaxline] The experiment raised SystemExit({e.code!r}), which does not'
-      ' end a run: let `should_run_step` return False.',
+      f'[jaxline] The experiment or its config raised SystemExit({e.code!r}),'
+      ' which does not end a run: let `should_run_step` return False.',
       file=sys.stderr,
       flush=True,
     )
@@ -278,11 +282,8 @@ def _parse_flags(argv: list[str]) -> list[str]:
   if any(arg in ('--help', '-help', '-h', '--h') for arg in argv[1:]):
     print(_help_text())
     sys.exit(0)
-  try:
+  with _exits():
     return _parse(flags.FLAGS, argv)
-  except UsageError as e:
-    print(e, file=sys.stderr)
-    sys.exit(2)
 
 
 def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
@@ -479,11 +480,15 @@ def _start(
 def _full_disk(
   error: BaseException, config: config_dict.ConfigDict
 ) -> OSError | None:
-  """Returns the first error that says that the run's disk is full, if any."""
-  for e in getattr(error, 'exceptions', [error]):
-    is_full = isinstance(e, OSError) and e.errno in files.FULL
-    if is_full and str(e.filename).startswith(config.checkpoint_dir):
-      return e
+  """Returns the first error if each says that the run's disk is full."""
+  found = getattr(error, 'exceptions', [error])
+  if all(
+    isinstance(e, OSError)
+    and e.errno in files.FULL
+    and str(e.filename).startswith(config.checkpoint_dir)
+    for e in found
+  ):
+    return found[0]
   return None
 
 

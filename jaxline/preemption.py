@@ -138,6 +138,9 @@ class Watch:
     # Hosts that cannot agree must not leave their steps one by one: there the
     # notice ends this host at once, and the others notice that.
     self._defers = self._shared or _num_processes() == 1
+    for signum in self._old_handlers:
+      if not self._hears(signum):  # Such as by the experiment's constructor.
+        _warn_of_clients(signum, signal.getsignal(signum))
     try:
       # It was raised before, and somebody has swallowed it: `__del__` does.
       self._leave_if_alone()
@@ -210,14 +213,12 @@ class Watch:
       # None is a handler that is not Python's, and could not be put back.
       if handler in (signal.SIG_IGN, None):
         continue
-      if _is_clients(handler):
+      if _is_clients(handler, signum):
         if self._grace is None:
-          logging.warning(
-            '%s has a handler of the program itself, %r, which alone handles'
-            ' it: jaxline will not save on it.',
-            signal.Signals(signum).name,
-            handler,
-          )
+          _warn_of_clients(signum, handler)
+        if signum == signal.SIGTERM and _jax_has_notice():
+          # JAX has replaced it in C++, unseen by Python.
+          signal.signal(signum, handler)
         continue
       self._old_handlers[signum] = handler
       signal.signal(signum, self._on_signal)
@@ -357,17 +358,28 @@ def _forget_active() -> None:
   _active = None
 
 
-def _is_clients(handler: Any) -> bool:
+def _is_clients(handler: Any, signum: int) -> bool:
   """Says whether a handler is of the program that runs us.
 
-  Neither Python's own is, nor that of a notebook's kernel: a cell that trains
-  is interrupted as a program is.
+  Neither Python's own is, of Ctrl-C, nor that of asyncio or of a notebook's
+  kernel: a cell that trains is interrupted as a program is.
   """
-  module = getattr(handler, '__module__', None) or ''
-  return (
-    callable(handler)
-    and handler not in (signal.default_int_handler, _spare_once)
-    and module.split('.')[0] != 'ipykernel'
+  if handler in (signal.default_int_handler, _spare_once):
+    return signum != signal.SIGINT
+  function = getattr(handler, 'func', handler)  # asyncio's is a partial.
+  module = getattr(function, '__module__', None) or ''
+  return callable(handler) and module.split('.')[0] not in (
+    'asyncio',
+    'ipykernel',
+  )
+
+
+def _warn_of_clients(signum: int, handler: Any) -> None:
+  logging.warning(
+    '%s has a handler of the program itself, %r, which alone handles it:'
+    ' jaxline will not save on it.',
+    signal.Signals(signum).name,
+    handler,
   )
 
 

@@ -318,6 +318,7 @@ def _call(loss_fn: LossFn, *args: Any) -> LossOutput:
     isinstance(result, tuple | list)
     and len(result) == 3
     and hasattr(result[1], 'items')
+    and (result[2] is None) == (args[1] is None)
   ):
     raise TypeError(
       f'loss_fn returned {experiment.describe(result)}; expected the tuple'

@@ -544,6 +544,8 @@ class _Evaluator:
         with debug.log_activity('best checkpoint restore'):
           try:
             checkpointer.restore('best')
+          except files.RefusedError:
+            raise  # It is still there, and worth a look.
           except files.DamagedError as e:
             # The weights that count are those of `latest`.
             logging.error('The series best begins anew: %s', e)

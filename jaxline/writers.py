@@ -492,9 +492,11 @@ class _AppendFile:
         data = data[self._file.write(data) :]
     except OSError as error:
       self._error = error
-      free = shutil.disk_usage(os.path.dirname(os.path.abspath(self.path))).free
-      error.strerror = f'{error.strerror} ({free / 2**20:.2f} MiB free)'
-      error.filename = self.path
+      if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        folder = os.path.dirname(os.path.abspath(self.path))
+        free = shutil.disk_usage(folder).free
+        error.strerror = f'{error.strerror} ({free / 2**20:.2f} MiB free)'
+        error.filename = self.path
       error.add_note(f'While writing to {self.path}.')
       raise
 
@@ -891,7 +893,7 @@ def _read_record(line: bytes) -> dict[str, Any]:
   """Returns a line's record, which has a step; of what is none, nothing."""
   try:
     record = json.loads(line)
-  except ValueError:
+  except (ValueError, RecursionError):
     return {}
   if not isinstance(record, dict) or not isinstance(record.get('step'), int):
     return {}

@@ -1080,6 +1080,40 @@ def test_an_error_that_may_pass_is_no_damage(
   assert 'damaged' not in caplog.text
 
 
+@pytest.mark.parametrize('times', [2, 4])
+def test_a_stale_handle_at_the_first_look(
+  times, run, tmp_path, disk, monkeypatch
+):
+  newest = _two(run, tmp_path)
+  checkpointer, live = run(), weights()
+  lstat, left = os.lstat, [errno.ESTALE] * times
+
+  def stale(path, **kwargs):
+    if left and str(path) == str(newest):
+      raise OSError(left.pop(), 'Stale file handle', str(path))
+    return lstat(path, **kwargs)
+
+  monkeypatch.setattr(files.os, 'lstat', stale)
+  if times == 2:
+    assert restore(checkpointer, live).global_step == 5
+  else:
+    with pytest.raises(files.UnreadableError, match=f'mv {newest} {newest}.b'):
+      restore(checkpointer, live)
+  assert newest.is_dir()
+
+
+def test_one_that_goes_between_two_looks(run, tmp_path, monkeypatch):
+  newest = _two(run, tmp_path)
+  sizes = files.sizes
+
+  def gone(path):
+    shutil.rmtree(newest, ignore_errors=True)
+    return sizes(path) if path != newest else {}
+
+  monkeypatch.setattr(files, 'sizes', gone)
+  assert restore(run(), weights()).global_step == 3
+
+
 @pytest.mark.parametrize('passes', [True, False])
 def test_an_error_of_tensorstore_that_may_pass(
   passes, run, tmp_path, monkeypatch

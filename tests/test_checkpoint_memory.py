@@ -561,3 +561,17 @@ def test_each_thread_gets_the_same_live_state_again():
   other = memory.InMemoryCheckpointer(config, 'eval')
   assert other.get_experiment_state(SERIES) is state
   assert checkpointer.get_experiment_state(SERIES) is state
+
+
+def test_a_program_derives_from_it(monkeypatch):
+  class Own(utils.InMemoryCheckpointer):
+    def __init__(self):
+      self._max_checkpoints_to_keep = 2
+
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+  checkpointer = Own()
+  for series in ('latest', 'best'):
+    state = checkpointer.get_experiment_state(series)
+    for state.global_step in (1, 2, 3):
+      checkpointer.save(series)
+    assert len(utils.GLOBAL_CHECKPOINT_DICT[series].history) == 2

@@ -131,6 +131,21 @@ def test_arrays_of_other_shapes_are_restored_with_a_warning(w, says):
   assert module._notes == 'other'
 
 
+def test_a_buffer_of_another_shape_is_warned_of():
+  module = Both()
+  module._notes = {'seen': np.zeros(5), 'count': 0}
+  notes = {'seen': np.zeros(3), 'count': 7}
+  snapshot = module.snapshot_state() | {'notes': notes}
+  with mock.patch.object(logging, 'warning') as warning:
+    module.restore_from_snapshot(snapshot)
+  (call,) = warning.mock_calls
+  assert call.args[2] == (
+    "notes['seen']: the checkpoint has float64[3], the experiment has"
+    ' float64[5]'
+  )
+  assert module._notes['count'] == 7
+
+
 def test_what_had_no_value_yet_takes_any():
   module = Both()
   module._params = None

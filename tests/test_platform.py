@@ -1,5 +1,6 @@
 """The command line, end to end: every mode and every way to fail."""
 
+import errno
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ from unittest import mock
 from absl.testing import flagsaver
 import jax
 from jax._src import distributed as jax_distributed
+from ml_collections import config_dict
 import pytest
 
 from jaxline import base_config
@@ -358,6 +360,91 @@ platform.main(toy.Sharded, sys.argv[1:])
   assert result.returncode == 1
   assert result.stderr.count('Traceback (most recent call last)') == 1
   assert result.stderr.count('state/params/w') == 1, result.stderr
+
+
+def test_a_checkpoint_that_is_refused_is_one_line(tmp_path):
+  succeeded(run(tmp_path))
+  latest = tmp_path / 'checkpoints' / 'latest'
+  *_, newest = sorted(latest.iterdir(), key=lambda path: int(path.name))
+  os.rename(newest, latest / '500')
+  result = run(tmp_path)
+  assert result.returncode == 1
+  _, said = result.stderr.split('checkpoint restore failed with error.\n')
+  own = said.splitlines()
+  assert len(own) == 1, said
+  assert f'says step {newest.name}' in own[0]
+  assert f'mv {latest}/500 {latest}/500.bak' in own[0]
+
+
+def test_an_exit_of_the_config_file_is_no_end_of_the_run(tmp_path):
+  path = tmp_path / 'leaves.py'
+  path.write_text('import sys\n\n\ndef get_config():\n  sys.exit(0)\n')
+  result = subprocess.run(
+    [sys.executable, 'experiment.py', f'--config={path}'],
+    cwd=ROOT,
+    env=environment(),
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert result.returncode == 1
+  assert 'raised SystemExit(0)' in result.stderr
+
+
+def test_other_errors_of_a_group_are_no_full_disk(tmp_path):
+  config = config_dict.ConfigDict({'checkpoint_dir': str(tmp_path)})
+  full = OSError(errno.ENOSPC, 'No space', f'{tmp_path}/a')
+  full_disk = platform._full_disk
+  assert full_disk(full, config) is full
+  assert full_disk(ExceptionGroup('two', [full, full]), config) is full
+  mixed = ExceptionGroup('two', [full, ValueError('theirs')])
+  assert full_disk(mixed, config) is None
+  elsewhere = OSError(errno.ENOSPC, 'No space', '/elsewhere')
+  assert full_disk(elsewhere, config) is None
+
+
+@pytest.mark.parametrize(
+  ('signum', 'other', 'code'),
+  [(signal.SIGINT, signal.SIGTERM, 75), (signal.SIGTERM, signal.SIGINT, 130)],
+)
+def test_a_program_that_handles_a_signal_itself(tmp_path, signum, other, code):
+  program = f"""
+import functools, signal, sys
+sys.path.insert(0, {str(TOY.parent)!r})
+from absl import app
+import toy
+from jaxline import platform
+heard = lambda *unused: print('heard', flush=True)
+signal.signal({int(signum)}, heard)
+app.run(functools.partial(platform.main, toy.Sharded))
+"""
+  process = subprocess.Popen(
+    [
+      sys.executable,
+      '-u',
+      '-c',
+      program,
+      *command(tmp_path)[4:],
+      '--config.training_steps=100000',
+    ],
+    cwd=ROOT,
+    env=environment(),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  try:
+    while 'training loop starting' not in (line := process.stderr.readline()):
+      assert line, 'It ended.'
+    process.send_signal(signum)
+    while 'heard' not in (line := process.stdout.readline()):
+      assert line, 'It ended.'
+    process.send_signal(other)
+    _, err = process.communicate(timeout=60)
+  finally:
+    process.kill()
+  assert process.returncode == code, err
+  assert (tmp_path / 'checkpoints' / 'latest').is_dir()
 
 
 def test_directory_that_cannot_be_written(tmp_path):

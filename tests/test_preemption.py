@@ -1,5 +1,6 @@
 """Tests of jaxline.preemption: real processes, real signals."""
 
+import asyncio
 import contextlib
 import os
 import pathlib
@@ -436,6 +437,39 @@ def test_the_other_signal_is_still_heard(start, signum, other, code):
   program.kill(other)
   got, out, err = program.end()
   assert (got, out) == (code, '0\n'), err
+
+
+def test_a_handler_of_the_constructor_is_told_of(start):
+  program = start("""
+import signal
+with preemption.Watch() as watch:
+  signal.signal(signal.SIGINT, lambda *unused: say('heard'))
+  with watch.training():
+    say('in')
+    wait()
+""")
+  program.said('in')
+  program.kill(signal.SIGINT)
+  program.said('heard')
+  program.tell()
+  code, out, err = program.end()
+  assert (code, out) == (0, ''), err
+  assert 'SIGINT has a handler of the program itself' in err
+
+
+def test_whose_handlers_are_the_programs():
+  is_clients = preemption._is_clients
+  assert is_clients(print, signal.SIGINT)
+  assert is_clients(print, signal.SIGTERM)
+  # A SIGTERM that raises KeyboardInterrupt is the program's choice.
+  assert is_clients(signal.default_int_handler, signal.SIGTERM)
+  assert not is_clients(signal.default_int_handler, signal.SIGINT)
+  assert not is_clients(signal.SIG_DFL, signal.SIGTERM)
+
+  async def main():
+    return signal.getsignal(signal.SIGINT)
+
+  assert not is_clients(asyncio.run(main()), signal.SIGINT)
 
 
 def test_a_handler_that_the_program_sets_during_the_run_stays(start):

@@ -519,6 +519,10 @@ def test_a_metric_that_is_no_mean_is_refused_by_name():
       r'a tuple of 4 \(.*, NoneType None\); ',
     ),
     (lambda loss, values, new: (loss, loss, new), r'a tuple of 3 \('),
+    (
+      lambda loss, values, new: (loss, values, None),
+      r'a tuple of 3 \(.*, NoneType None\); ',
+    ),
   ],
 )
 @pytest.mark.parametrize('parts', [1, 2, 'eval'])

@@ -819,11 +819,16 @@ class DurableCheckpointer:
           + ''.join(f' {report}.' for report in reports)
         )
       path = whole = self._root / ckpt_series / str(number)
-      with _reported(path):
-        files.refuse_link(path)
-        if self._follows and ckpt_series == 'latest' and not self.reads_only:
-          whole = self._pin(path)
-        problems = reader.verify(whole, state.get('experiment_module'))
+      try:
+        with _reported(path):
+          files.refuse_link(path)
+          if self._follows and ckpt_series == 'latest' and not self.reads_only:
+            whole = self._pin(path)
+          problems = reader.verify(whole, state.get('experiment_module'))
+      except files.RefusedError:
+        if _of_chief(os.path.lexists(path)):
+          raise
+        continue  # What was listed is gone.
       if not problems:
         return whole
       if not _of_chief(path.exists()):
@@ -960,7 +965,7 @@ def _noted(path: pathlib.Path) -> list[int]:
   Raises:
     files.DamagedError: it is missing, or not as it was written.
   """
-  noted = files.read_json(path)
+  noted = files.read_json(path, str(path))
   steps = noted.get('steps') if isinstance(noted, dict) else None
   if not isinstance(steps, list) or not all(type(s) is int for s in steps):
     raise files.DamagedError(f'{path.name} holds no steps')

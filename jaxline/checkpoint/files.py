@@ -355,13 +355,19 @@ def refuse_link(checkpoint: pathlib.Path) -> None:
   Raises:
     RefusedError: it is one.
   """
-  with contextlib.suppress(FileNotFoundError):
-    _refuse_irregular(checkpoint.name, os.lstat(checkpoint).st_mode)
+  with contextlib.suppress(*MISSING):
+    found = retried(lambda: os.lstat(checkpoint), str(checkpoint))
+    _refuse_irregular(checkpoint.name, found.st_mode)
 
 
-def _entries(folder: pathlib.Path) -> list[os.DirEntry[str]]:
-  with os.scandir(folder) as it:
-    return list(it)
+def _entries(folder: pathlib.Path) -> list[tuple[str, int]]:
+  """Returns name and mode of what is in a directory."""
+  found = []
+  for name in os.listdir(folder):
+    # Another process may be replacing its own files just now.
+    with contextlib.suppress(FileNotFoundError):
+      found.append((name, os.lstat(folder / name).st_mode))
+  return found
 
 
 def regular_files(checkpoint: pathlib.Path) -> list[str]:
@@ -380,14 +386,11 @@ def regular_files(checkpoint: pathlib.Path) -> list[str]:
       entries = retried(scan, folder or checkpoint.name)
     except MISSING:
       continue
-    for entry in entries:
-      name = f'{folder}{entry.name}'
-      if entry.is_dir(follow_symlinks=False):
+    for entry, mode in entries:
+      name = f'{folder}{entry}'
+      _refuse_irregular(name, mode)
+      if stat.S_ISDIR(mode):
         folders.append(f'{name}/')
-      elif not entry.is_file(follow_symlinks=False):
-        # Another process may be replacing its own files just now.
-        with contextlib.suppress(FileNotFoundError):
-          _refuse_irregular(name, entry.stat(follow_symlinks=False).st_mode)
       # Another process may be writing its own checksums just now.
       elif name not in _UNCHECKED and not re.match(
         r'checksums_\d+\.json(\.|$)', name
@@ -709,18 +712,21 @@ def keep(checkpoint: pathlib.Path, notes: Iterable[Mapping[str, Any]]) -> None:
   """
   checkpoint.parent.mkdir(parents=True, exist_ok=True)
   path = checkpoint.with_name(checkpoint.name + _KEEP)
-  with open(path, 'a', encoding='utf-8') as f:
-    f.writelines(f'{json.dumps(note)}\n' for note in notes)
-    f.flush()
-    os.fsync(f.fileno())
-  sync_directory(path.parent)
+  try:
+    with open(path, 'a', encoding='utf-8') as f:
+      f.writelines(f'{json.dumps(note)}\n' for note in notes)
+      f.flush()
+      os.fsync(f.fileno())
+    sync_directory(path.parent)
+  except OSError as e:
+    raise failed_write(e, path) from e
 
 
 def kept(series: pathlib.Path) -> list[int]:
   """Returns the steps that `keep` exempted from retention, ascending."""
   try:
-    names = os.listdir(series)
-  except (FileNotFoundError, NotADirectoryError):
+    names = retried(lambda: os.listdir(series), str(series))
+  except MISSING:
     return []
   found = [name.removesuffix(_KEEP) for name in names if name.endswith(_KEEP)]
   return sorted(int(name) for name in found if re.fullmatch(_STEP, name))

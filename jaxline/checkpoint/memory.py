@@ -252,8 +252,11 @@ def entries_of(
 class InMemoryCheckpointer:
   """Keeps the newest checkpoints of each series in this process.
 
-  Implements `base.Checkpointer`.
+  Implements `base.Checkpointer`. Programs written against JAXline derive from
+  it, and may set `_max_checkpoints_to_keep` in place of our constructor.
   """
+
+  _config: Any = None
 
   def __init__(self, config: config_dict.ConfigDict, mode: str):
     """Reads how many to keep; all modes share the series.
@@ -264,6 +267,7 @@ class InMemoryCheckpointer:
     """
     del mode
     self._config = config
+    self._max_checkpoints_to_keep = config.max_checkpoints_to_keep
 
   def get_experiment_state(self, ckpt_series: str) -> Any:
     """Returns the calling thread's live state of the series."""
@@ -281,7 +285,9 @@ class InMemoryCheckpointer:
       entries['experiment_module'] = dict(module.snapshot_state())
     entries = jax.tree.map(devices.freeze, entries)
     nest = nest_of(entries, getattr(module, 'CHECKPOINT_ATTRS', {}))
-    keep = base.num_to_keep(self._config, ckpt_series, module)
+    keep = self._max_checkpoints_to_keep
+    if ckpt_series == 'best' and self._config is not None:
+      keep = base.num_to_keep(self._config, ckpt_series, module)
     with _lock:
       history = add_series(ckpt_series).history
       id_ = history[-1].id + 1 if history else 0

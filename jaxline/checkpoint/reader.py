@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import errno
 import functools
+import os
 import pathlib
 import re
 from typing import Any, TypeVar, cast
@@ -15,6 +16,7 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
+from jaxline import errors
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import storage
@@ -103,7 +105,12 @@ class Reader:
     return {key: self._decode(described[key], arrays) for key in keys}
 
   def _decode(self, described: Any, arrays: Mapping[str, Any]) -> Any:
-    return structure.decode(described, arrays, allow_pickle=self._allow_pickle)
+    try:
+      return structure.decode(
+        described, arrays, allow_pickle=self._allow_pickle
+      )
+    except ValueError as e:
+      raise files.RefusedError(str(e).rstrip('.')) from e
 
   def _as_live(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Makes jax.Arrays of those that were such."""
@@ -270,19 +277,20 @@ class Reader:
             try:
               sources[name] = match.expand(source)
             except (re.error, IndexError) as e:
-              raise ValueError(
+              raise errors.UsageError(
                 f'config.restore_rules has {(pattern, source)!r}: {e}.'
               ) from e
           break
     if unused := [pattern for pattern, _ in rules if pattern not in used]:
-      raise ValueError(
+      near = difflib.get_close_matches(unused[0], live, n=8, cutoff=0)
+      raise errors.UsageError(
         f"config.restore_rules: {unused} match none of this run's arrays, or"
         ' an earlier rule takes them. (Counts of steps, schedules and keys'
-        f' begin anew.) The arrays are {sorted(live)}.'
+        f' begin anew.) The nearest arrays to the first are {near}.'
       )
     if absent := sorted(set(sources.values()) - set(self._arrays)):
       near = difflib.get_close_matches(absent[0], self._arrays, n=3, cutoff=0.3)
-      raise ValueError(
+      raise errors.UsageError(
         f'config.restore_rules: {self._path} has no arrays {absent}; the'
         f' nearest to the first are {near}.'
       )
@@ -377,7 +385,7 @@ def read_whole(
       return entries
     except files.DamagedError as e:
       steps = files.steps(path.parent)
-      if path.exists() or not steps:
+      if os.path.lexists(path) or not steps:
         raise files.DamagedError(f'{path} cannot be read: {e}.') from e
       path = path.parent / str(steps[-1])
 
