@@ -152,9 +152,9 @@ def get_base_config() -> config_dict.ConfigDict:
   # Where checkpoints are kept: 'durable', on disk, below `checkpoint_dir`; or
   # 'memory', in this process, for tests and trials.
   config.checkpointer = 'durable'
-  # How many of the newest checkpoints of a series are kept. None of the best
-  # ones means `max_checkpoints_to_keep` in the per-device style, 1 in the
-  # sharded style.
+  # How many of the newest checkpoints of a series are kept. For `best`, None
+  # means `max_checkpoints_to_keep` in the per-device style, and 1 in the sharded
+  # style.
   config.max_checkpoints_to_keep = 5
   config.max_best_checkpoints_to_keep = config_dict.placeholder(int)
   # Besides those, checkpoints of `latest` this far apart are kept for ever;
@@ -673,6 +673,7 @@ def with_defaults(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
 
   Returns:
     The values, and the default of each field without one that has a default.
+    A new field's default must be what runs did before the field was there.
   """
   own = getattr(cls, 'with_defaults', dict)
   filled = dict(own(config))

@@ -5,7 +5,7 @@ A run's directory holds, besides the logs:
     checkpoints/latest/STEP/    written by training
     checkpoints/latest/STEP.keep  exempts STEP from retention, and says why
     checkpoints/best/STEP/      written by evaluation
-    checkpoints/damaged/        what could not be read, set aside
+    checkpoints/damaged/        what was damaged, set aside
     checkpoints/claims/         who is writing here
 
 and a directory STEP, which appears and goes in one rename, so that it is whole
