@@ -1,4 +1,4 @@
-"""The error for which nobody needs a traceback."""
+"""Errors that are printed as one line, without a traceback."""
 
 
 class UsageError(ValueError):
