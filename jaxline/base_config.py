@@ -153,8 +153,8 @@ def get_base_config() -> config_dict.ConfigDict:
   # 'memory', in this process, for tests and trials.
   config.checkpointer = 'durable'
   # How many of the newest checkpoints of a series are kept. For `best`, None
-  # means `max_checkpoints_to_keep` in the per-device style, and 1 in the sharded
-  # style.
+  # means `max_checkpoints_to_keep` in the per-device style, and 1 in the
+  # sharded style.
   config.max_checkpoints_to_keep = 5
   config.max_best_checkpoints_to_keep = config_dict.placeholder(int)
   # Besides those, checkpoints of `latest` this far apart are kept for ever;
