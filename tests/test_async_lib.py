@@ -131,6 +131,8 @@ def test_make_async_does_not_run_what_waits_behind_an_error():
     with pytest.raises(futures.CancelledError, match='earlier call failed'):
       future.result(TIMEOUT)
   assert runs == [0]
+  with pytest.raises(ValueError, match='bad'):  # Else it is logged at the end.
+    fail(3)
 
 
 def test_each_decorated_function_has_its_own_errors():
@@ -138,6 +140,8 @@ def test_each_decorated_function_has_its_own_errors():
   fail, succeed = decorate(lambda: 1 // 0), decorate(lambda: 1)
   assert isinstance(fail().exception(TIMEOUT), ZeroDivisionError)
   assert succeed().result(TIMEOUT) == 1
+  with pytest.raises(ZeroDivisionError):  # Else it is logged at the end.
+    fail()
 
 
 # --- SerialExecutor ----------------------------------------------------------
