@@ -50,6 +50,17 @@ def command(run_dir, *args, style='sharded', form='direct', mode='train'):
   ]
 
 
+def python(*args, **variables):
+  return subprocess.run(
+    [sys.executable, *args],
+    cwd=ROOT,
+    env=environment() | variables,
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+
+
 def run(*args, cwd=ROOT, **kwargs):
   return subprocess.run(
     command(*args, **kwargs),
@@ -233,14 +244,7 @@ train._log_outputs = log
 platform.main(toy.Sharded, sys.argv[1:])
 """
   args = command(tmp_path, '--config.training_steps=100')[4:]
-  result = subprocess.run(
-    [sys.executable, '-c', program, *args],
-    cwd=ROOT,
-    env=environment(),
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
+  result = python('-c', program, *args)
   assert result.returncode == 1
   assert result.stderr.count('in log\n') == 1
   assert 'raised SystemExit(0)' in result.stderr
@@ -308,18 +312,11 @@ def of_kwargs(key, value):
   ],
 )
 def test_an_error_of_the_user_is_one_line(tmp_path, args, said):
-  result = subprocess.run(
-    [
-      sys.executable,
-      'experiment.py',
-      *args,
-      f'--config.checkpoint_dir={tmp_path}/run',
-    ],
-    cwd=ROOT,
-    env=environment() | {'JAX_PLATFORMS': 'cpu'},
-    capture_output=True,
-    text=True,
-    timeout=120,
+  result = python(
+    'experiment.py',
+    *args,
+    f'--config.checkpoint_dir={tmp_path}/run',
+    JAX_PLATFORMS='cpu',
   )
   assert result.returncode == 2, result.stderr
   lines = result.stderr.splitlines()
@@ -349,14 +346,7 @@ from jaxline import platform
 toy.Sharded.init_fn = lambda self, rng: ({{'w': jax.numpy.ones([6])}}, {{}})
 platform.main(toy.Sharded, sys.argv[1:])
 """
-  result = subprocess.run(
-    [sys.executable, '-c', program, *command(tmp_path)[4:]],
-    cwd=ROOT,
-    env=environment(),
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
+  result = python('-c', program, *command(tmp_path)[4:])
   assert result.returncode == 1
   assert result.stderr.count('Traceback (most recent call last)') == 1
   assert result.stderr.count('state/params/w') == 1, result.stderr
@@ -379,14 +369,7 @@ def test_a_checkpoint_that_is_refused_is_one_line(tmp_path):
 def test_an_exit_of_the_config_file_is_no_end_of_the_run(tmp_path):
   path = tmp_path / 'leaves.py'
   path.write_text('import sys\n\n\ndef get_config():\n  sys.exit(0)\n')
-  result = subprocess.run(
-    [sys.executable, 'experiment.py', f'--config={path}'],
-    cwd=ROOT,
-    env=environment(),
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
+  result = python('experiment.py', f'--config={path}')
   assert result.returncode == 1
   assert 'raised SystemExit(0)' in result.stderr
 
@@ -572,13 +555,7 @@ def test_help_shows_our_flags_first_and_the_configs():
   ],
 )
 def test_what_is_wrong_is_said_without_a_traceback(args, said):
-  result = subprocess.run(
-    [sys.executable, 'experiment.py', *args],
-    cwd=ROOT,
-    env=environment(),
-    capture_output=True,
-    text=True,
-  )
+  result = python('experiment.py', *args)
   assert result.returncode == 2
   assert 'Traceback' not in result.stderr
   for text in said:
@@ -588,13 +565,7 @@ def test_what_is_wrong_is_said_without_a_traceback(args, said):
 def test_an_error_of_the_config_file_keeps_its_traceback(tmp_path):
   path = tmp_path / 'broken.py'
   path.write_text('import numpy\ndef get_config():\n  return numpy.no_such\n')
-  result = subprocess.run(
-    [sys.executable, 'experiment.py', f'--config={path}'],
-    cwd=ROOT,
-    env=environment(),
-    capture_output=True,
-    text=True,
-  )
+  result = python('experiment.py', f'--config={path}')
   assert result.returncode != 0
   assert f'File "{path}", line 3' in result.stderr
 
