@@ -24,9 +24,9 @@ from ml_collections import config_dict
 
 from jaxline import distributed
 from jaxline import errors
-from jaxline import nonfinite
-from jaxline import prng
 from jaxline import xla
+from jaxline.compat import prng
+from jaxline.supervision import nonfinite
 
 T = TypeVar('T')
 

@@ -29,8 +29,8 @@ import weakref
 from absl import logging
 
 from jaxline import errors
-from jaxline import op_by_op
-from jaxline import preemption
+from jaxline.compat import op_by_op
+from jaxline.supervision import preemption
 
 F = TypeVar('F', bound=Callable[..., Any])
 

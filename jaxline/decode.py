@@ -24,8 +24,8 @@ from jaxline import base_config
 from jaxline import debug
 from jaxline import errors
 from jaxline import experiment as experiment_lib
-from jaxline import preemption
 from jaxline.checkpoint import base
+from jaxline.supervision import preemption
 
 # Several processes hand on prompts in pieces of so many bytes, so that few
 # programs are compiled for it.

@@ -13,10 +13,10 @@ from ml_collections import config_dict
 import numpy as np
 
 from jaxline import debug
-from jaxline import devices
 from jaxline import periodic
-from jaxline import prng
 from jaxline import writers
+from jaxline.compat import devices
+from jaxline.compat import prng
 
 Scalars = Mapping[str, Any]
 # (global_step, state key) -> what `step` gets (global_step, rng), and the state

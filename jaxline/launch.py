@@ -29,7 +29,7 @@ import time
 import types
 from typing import IO, NoReturn
 
-from jaxline import preemption
+from jaxline.supervision import preemption
 
 # Passed on to the processes, unless they were ignored when this one started.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

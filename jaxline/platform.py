@@ -38,14 +38,14 @@ from jaxline import distributed
 from jaxline import errors
 from jaxline import partitioning
 from jaxline import periodic
-from jaxline import preemption
 from jaxline import train
-from jaxline import watchdog
 from jaxline import writers
 from jaxline import xla
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
+from jaxline.supervision import preemption
+from jaxline.supervision import watchdog
 
 MODES = {
   'train': 'train, from the newest checkpoint if there is one',

@@ -31,13 +31,13 @@ import optax
 from jaxline import base_config
 from jaxline import experiment
 from jaxline import metrics as metrics_lib
-from jaxline import nonfinite as nonfinite_lib
 from jaxline import partitioning
 from jaxline import periodic
 from jaxline import writers
 from jaxline.checkpoint import base
 from jaxline.inputs import base as inputs
 from jaxline.inputs import infeed
+from jaxline.supervision import nonfinite as nonfinite_lib
 
 Batch = dict[str, Any]
 LossOutput = tuple[jax.Array, metrics_lib.Metrics, Any]

@@ -15,16 +15,16 @@ import numpy as np
 
 from jaxline import base_config
 from jaxline import debug
-from jaxline import devices
 from jaxline import errors
 from jaxline import experiment as experiment_lib
-from jaxline import nonfinite
 from jaxline import periodic
-from jaxline import preemption
-from jaxline import watchdog
 from jaxline import writers
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
+from jaxline.compat import devices
+from jaxline.supervision import nonfinite
+from jaxline.supervision import preemption
+from jaxline.supervision import watchdog
 
 # How often evaluation looks for a new checkpoint, in seconds.
 _POLL_SECS = 0.25

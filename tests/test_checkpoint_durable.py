@@ -35,7 +35,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxline import base_config
-from jaxline import devices
 from jaxline import experiment
 from jaxline import metrics
 from jaxline import partitioning
@@ -47,6 +46,7 @@ from jaxline.checkpoint import files
 from jaxline.checkpoint import reader
 from jaxline.checkpoint import storage
 from jaxline.checkpoint import structure
+from jaxline.compat import devices
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

@@ -14,11 +14,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxline import devices
 from jaxline import experiment
 from jaxline import utils
 from jaxline.checkpoint import base
 from jaxline.checkpoint import memory
+from jaxline.compat import devices
 
 SERIES = 'latest'
 

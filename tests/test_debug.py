@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from jaxline import debug
-from jaxline import op_by_op
+from jaxline.compat import op_by_op
 
 P = jax.sharding.PartitionSpec
 

@@ -1,4 +1,4 @@
-"""Tests of jaxline.devices."""
+"""Tests of jaxline.compat.devices."""
 
 import gc
 import threading
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxline import async_lib
-from jaxline import devices
+from jaxline.compat import devices
 
 P = jax.sharding.PartitionSpec
 

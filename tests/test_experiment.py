@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxline import base_config
-from jaxline import devices
 from jaxline import experiment
-from jaxline import prng
 from jaxline.checkpoint import base
+from jaxline.compat import devices
+from jaxline.compat import prng
 
 
 class Both(experiment.AbstractExperiment):

@@ -294,7 +294,7 @@ WATCH = """
 from jaxline import distributed
 distributed.initialize('auto')
 import jax, time
-from jaxline import preemption
+from jaxline.supervision import preemption
 with preemption.Watch() as watch, watch.training():
   step = 0
   while True:

@@ -17,7 +17,7 @@ import time
 import pytest
 import yaml
 
-from jaxline import preemption
+from jaxline.supervision import preemption
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAUNCH = ROOT / 'launch'

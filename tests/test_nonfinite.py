@@ -1,4 +1,4 @@
-"""Tests of jaxline.nonfinite, with the sharded step's own flag and without."""
+"""Tests of jaxline.supervision.nonfinite, with and without a flag."""
 
 import copy
 import dataclasses
@@ -17,8 +17,8 @@ import pytest
 
 from jaxline import experiment as experiment_lib
 from jaxline import metrics
-from jaxline import nonfinite
 from jaxline import sharded
+from jaxline.supervision import nonfinite
 
 KEY = jax.random.PRNGKey(0)
 NAN, INF = float('nan'), float('inf')

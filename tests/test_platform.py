@@ -23,8 +23,8 @@ import pytest
 from jaxline import base_config
 from jaxline import distributed
 from jaxline import platform
-from jaxline import watchdog
 from jaxline.aot import ahead
+from jaxline.supervision import watchdog
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOY = ROOT / 'tests' / 'programs' / 'toy.py'

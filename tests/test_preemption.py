@@ -1,4 +1,4 @@
-"""Tests of jaxline.preemption: real processes, real signals."""
+"""Tests of jaxline.supervision.preemption: real processes, real signals."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from jaxline import preemption
+from jaxline.supervision import preemption
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_SECS = 60
@@ -23,7 +23,7 @@ AGAIN = 'press Ctrl-C again to leave at once'
 # wait for a line where the test is to act first.
 HEADER = """
 import sys
-from jaxline import preemption
+from jaxline.supervision import preemption
 
 def say(*words):
   print(*words, flush=True)

@@ -22,9 +22,9 @@ import pytest
 from configs import lm
 from examples.lm import experiment
 from jaxline import platform
-from jaxline import preemption
 from jaxline import train
 from jaxline import writers
+from jaxline.supervision import preemption
 from tests.programs import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

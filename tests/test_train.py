@@ -19,9 +19,7 @@ import numpy as np
 import pytest
 
 from jaxline import base_config
-from jaxline import devices
 from jaxline import experiment
-from jaxline import nonfinite
 from jaxline import periodic
 from jaxline import platform
 from jaxline import train
@@ -29,6 +27,8 @@ from jaxline import utils
 from jaxline.checkpoint import base
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
+from jaxline.compat import devices
+from jaxline.supervision import nonfinite
 
 POLL_SECS = train._POLL_SECS
 MODES = (

@@ -1,4 +1,4 @@
-"""Tests of jaxline.watchdog: real processes that hang."""
+"""Tests of jaxline.supervision.watchdog: real processes that hang."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ import time
 import pytest
 
 from jaxline import debug
-from jaxline import watchdog
+from jaxline.supervision import watchdog
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_SECS = 60
@@ -22,7 +22,7 @@ HEADER = """
 import sys
 import threading
 from jaxline import debug
-from jaxline import watchdog
+from jaxline.supervision import watchdog
 """
 
 

@@ -27,8 +27,8 @@ import jaxlib
 from ml_collections import config_dict
 
 from jaxline import base_config
-from jaxline import nonfinite
 from jaxline.checkpoint import files
+from jaxline.supervision import nonfinite
 
 RECORD = 'programs.json'
 _SCHEMA = 1

@@ -35,13 +35,13 @@ import orbax.checkpoint as ocp
 import jaxline
 from jaxline import async_lib
 from jaxline import base_config
-from jaxline import preemption
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.checkpoint import reader
 from jaxline.checkpoint import storage
 from jaxline.checkpoint import structure
+from jaxline.supervision import preemption
 
 # Config keys whose change makes another run. What may change below
 # `experiment_kwargs` is declared by the experiment: CHANGEABLE_ON_RESUME.

@@ -15,8 +15,8 @@ import jax
 from ml_collections import config_dict
 import numpy as np
 
-from jaxline import devices
 from jaxline.checkpoint import base
+from jaxline.compat import devices
 
 
 class SnapshotNT(NamedTuple):

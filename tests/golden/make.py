@@ -24,11 +24,11 @@ import numpy as np
 import optax
 
 from jaxline import base_config
-from jaxline import devices
 from jaxline import experiment
 from jaxline import partitioning
 from jaxline import sharded
 from jaxline.checkpoint import durable
+from jaxline.compat import devices
 
 HERE = pathlib.Path(__file__).resolve().parent
 STEP = 12

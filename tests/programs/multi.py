@@ -31,12 +31,12 @@ import optax
 from jaxline import experiment
 from jaxline import metrics
 from jaxline import platform
-from jaxline import preemption
 from jaxline import sharded
 from jaxline import utils
 from jaxline.checkpoint import files
 from jaxline.inputs import base
 from jaxline.inputs import indexed
+from jaxline.supervision import preemption
 
 WORKERS = int(os.environ.get('MULTI_WORKERS', '0'))
 SIGNALS = {

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxline import devices
+from jaxline.compat import devices
 
 
 class DistributedRNGMode(enum.Enum):

@@ -1,0 +1,1 @@
+"""What programs written against JAXline rely on."""

@@ -1,0 +1,1 @@
+"""What ends a run before its last step: a signal, a hang, a NaN."""
