@@ -23,20 +23,25 @@ import contextlib
 import dataclasses
 import difflib
 import importlib.util
+import json
 import os
 import re
 import socket
 import subprocess
 import threading
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 from absl import logging
 import jax
 from jax._src import clusters
 from jax._src import xla_bridge
 from jax._src.clusters import cloud_tpu_cluster
+from jax.experimental import multihost_utils
 from ml_collections import config_dict
+import numpy as np
+
+T = TypeVar('T')
 
 MODES = ('auto', 'off')
 # The keys of a mapping, and what gives them in the environment.
@@ -426,3 +431,23 @@ def _said_if_this_dies(place: _Place) -> Iterator[None]:
       # A Ctrl-C at the terminal ends the shell, too.
       with contextlib.suppress(OSError):
         shell.communicate(b'met\n')
+
+
+def of_chief(value: T) -> T:
+  """Returns the first process's value in all processes.
+
+  All processes must call it together.
+
+  Args:
+    value: anything that JSON holds; tuples become lists. Only the first
+      process's value matters.
+  """
+  if jax.process_count() == 1:
+    return value
+  data = json.dumps(value).encode()
+  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+  # Powers of two, since each size of an array compiles a program.
+  room = max(1024, 1 << (size - 1).bit_length())
+  padded = np.frombuffer(data[:room].ljust(room), np.uint8)
+  padded = multihost_utils.broadcast_one_to_all(padded)
+  return json.loads(np.asarray(padded, np.uint8).tobytes())

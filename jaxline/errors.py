@@ -1,4 +1,8 @@
-"""Errors that are printed as one line, without a traceback."""
+"""Errors that are printed as one line, and what their messages share."""
+
+from collections.abc import Iterable
+import difflib
+from typing import Any
 
 
 class UsageError(ValueError):
@@ -12,3 +16,29 @@ class UsageError(ValueError):
 
 class MissingFileError(UsageError, FileNotFoundError):
   """A file that the config names is not there."""
+
+
+def nearest(
+  name: Any, valid: Iterable[Any], n: int = 1, cutoff: float = 0.6
+) -> list[str]:
+  """Returns the valid names that are most similar to a name, best first.
+
+  Args:
+    name: what was given.
+    valid: the names that there are.
+    n: how many to return at most.
+    cutoff: the least similarity, from 0 to 1: see `difflib.get_close_matches`.
+  """
+  return difflib.get_close_matches(str(name), map(str, valid), n, cutoff)
+
+
+def did_you_mean(name: Any, valid: Iterable[Any], cutoff: float = 0.6) -> str:
+  """Returns " Did you mean 'x'?" for the end of a message; '' if none is near.
+
+  Args:
+    name: what was given.
+    valid: the names that there are.
+    cutoff: as for `nearest`.
+  """
+  near = nearest(name, valid, cutoff=cutoff)
+  return f' Did you mean {near[0]!r}?' if near else ''

@@ -56,23 +56,34 @@ def _add_rates(scalars: Mapping[str, Any]) -> dict[str, Any]:
   return rates
 
 
-def _initialize_experiment(
+def construct(
   experiment_class: Any,
   mode: str,
   rng: jax.Array,
-  experiment_kwargs: Mapping[str, Any],
+  config: config_dict.ConfigDict,
 ) -> experiment_lib.AbstractExperiment:
-  """Constructs an experiment; old ones take no `init_rng`."""
+  """Constructs an experiment with `config.experiment_kwargs`.
+
+  Args:
+    experiment_class: a class or a partial of one. By name, and only then, its
+      constructor gets `init_rng`, which old ones lack, and `run_config`, the
+      config of the run.
+    mode: the experiment's mode.
+    rng: the key to initialise weights from.
+    config: the run's.
+  """
   # By name: a `**kwargs` of old may be handed on to what takes no init_rng.
-  if 'init_rng' in inspect.signature(experiment_class).parameters:
-    return experiment_class(mode, init_rng=rng, **experiment_kwargs)
-  logging.warning(
-    'Deprecated: %s takes no init_rng, so config.random_seed does not reach its'
-    ' initial weights. Add `init_rng` to its constructor and initialise from'
-    ' that.',
-    getattr(experiment_class, '__name__', experiment_class),
-  )
-  return experiment_class(mode, **experiment_kwargs)
+  parameters = inspect.signature(experiment_class).parameters
+  given = {'init_rng': rng, 'run_config': config}
+  given = {name: x for name, x in given.items() if name in parameters}
+  if 'init_rng' not in given:
+    logging.warning(
+      'Deprecated: %s takes no init_rng, so config.random_seed does not reach'
+      ' its initial weights. Add `init_rng` to its constructor and initialise'
+      ' from that.',
+      getattr(experiment_class, '__name__', experiment_class),
+    )
+  return experiment_class(mode, **given, **config.experiment_kwargs)
 
 
 # Keys that only an experiment with a sharded step reads.
@@ -93,9 +104,7 @@ def _build(
 ) -> experiment_lib.AbstractExperiment:
   """Constructs the experiment of a run, which may read the run's config."""
   with base_config.building(config):
-    experiment = _initialize_experiment(
-      experiment_class, mode, rng, config.experiment_kwargs
-    )
+    experiment = construct(experiment_class, mode, rng, config)
   if not getattr(experiment, 'IS_SHARDED', False):
     defaults = base_config.get_base_config().to_dict()
     for key in _SHARDED_KEYS:
