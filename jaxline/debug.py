@@ -52,6 +52,7 @@ class Settings:
   post_mortem: Callable[[], bool] = lambda: False
   disable_pmap_jit: Callable[[], bool] = lambda: False
   log_tracebacks: bool = True
+  mode: str = 'train'
 
 
 settings = Settings()

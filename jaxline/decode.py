@@ -16,28 +16,23 @@ import sys
 from typing import Any, TextIO
 
 import jax
-from jax.experimental import multihost_utils
 from ml_collections import config_dict
-import numpy as np
 
-from jaxline import base_config
 from jaxline import debug
+from jaxline import distributed
 from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline.checkpoint import base
+from jaxline.compat import adapters
 from jaxline.supervision import preemption
-
-# Several processes hand on prompts in pieces of so many bytes, so that few
-# programs are compiled for it.
-_PIECE = 1 << 16
 
 
 class DecodeError(errors.UsageError):
   """What was asked for cannot be had; the message says what can."""
 
 
-def check_checkpoint(
-  config: config_dict.ConfigDict, checkpointer: base.Checkpointer
+def _check_checkpoint(
+  config: config_dict.ConfigDict, checkpointer: base.FullCheckpointer
 ) -> None:
   """Refuses to decode without a checkpoint; writes nothing.
 
@@ -65,14 +60,7 @@ def check_checkpoint(
         else ', or train first.'
       )
     )
-  if step is None:
-    return
-  if not base.is_durable(checkpointer):
-    raise DecodeError(
-      f'config.decode.step is {step}, but only durable checkpoints have steps.'
-      ' Leave it None, for the newest.'
-    )
-  if step not in (steps := checkpointer.steps(series)):
+  if step is not None and step not in (steps := checkpointer.steps(series)):
     raise DecodeError(
       f'config.decode.step is {step}, but of {series!r} the steps {steps} are'
       f' kept in {config.checkpoint_dir}.'
@@ -145,45 +133,33 @@ def _source(
   return _records(sys.stdin, 'standard input'), options.batch_size
 
 
-def _of_chief(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Returns the first process's batch, in all processes."""
-  if jax.process_count() == 1:
-    return batch
-  data = json.dumps(batch).encode()
-  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
-  room = -(-size // _PIECE) * _PIECE
-  # What the others have is ignored, but for its shape.
-  data = data[:room].ljust(room)
-  pieces = multihost_utils.broadcast_one_to_all(np.frombuffer(data, np.uint8))
-  return json.loads(np.asarray(pieces, np.uint8).tobytes())
-
-
 def decode(
   experiment_class: Any,
   config: config_dict.ConfigDict,
-  checkpointer: base.Checkpointer,
+  checkpointer: base.FullCheckpointer,
 ) -> None:
   """Continues the prompts of `config.decode`, until there are no more.
 
   With several processes the first one reads, prints and writes.
 
   Args:
-    experiment_class: constructs the experiment: a class or a partial of one. It
-      must take `init_rng`.
+    experiment_class: constructs the experiment: a class or a partial of one.
     config: the run's config, validated.
-    checkpointer: has the checkpoint: see `check_checkpoint`.
+    checkpointer: has the checkpoint.
 
   Raises:
-    DecodeError: the prompts cannot be read, or the experiment has no `decode`.
+    DecodeError: there is no checkpoint, the prompts cannot be read, or the
+      experiment has no `decode`.
   """
+  _check_checkpoint(config, checkpointer)
   options = config.decode
   is_chief = jax.process_index() == 0
   # First: a model is not restored for a file that is not there.
   records, size = _source(options) if is_chief else (iter(()), 1)
   rng = jax.random.PRNGKey(config.random_seed)
-  with debug.log_activity('experiment init'), base_config.building(config):
-    experiment: experiment_lib.AbstractExperiment = experiment_class(
-      'decode', init_rng=rng, **config.experiment_kwargs
+  with debug.log_activity('experiment init'):
+    experiment: experiment_lib.AbstractExperiment = adapters.construct(
+      experiment_class, 'decode', rng, config
     )
   if type(experiment).decode is experiment_lib.AbstractExperiment.decode:
     raise DecodeError(
@@ -195,17 +171,14 @@ def decode(
   state.global_step = 0
   state.experiment_module = experiment
   with debug.log_activity('checkpoint restore'):
-    if base.is_durable(checkpointer):
-      checkpointer.restore(options.series, options.step)
-    else:
-      checkpointer.restore(options.series)
+    checkpointer.restore(options.series, options.step)
 
   with contextlib.ExitStack() as stack:
     if is_chief:
       file = stack.enter_context(_open(config, int(state.global_step)))
     rows = 0
     for number in itertools.count():
-      batch = _of_chief(list(itertools.islice(records, size)))
+      batch = distributed.of_chief(list(itertools.islice(records, size)))
       if not batch:
         break
       prompts = [record['prompt'] for record in batch]

@@ -189,7 +189,7 @@ class AbstractExperiment(abc.ABC):
     self,
     config: config_dict.ConfigDict,
     state: Any,
-    periodic_actions: Sequence[periodic.PeriodicAction],
+    periodic_actions: Sequence[periodic.Action],
     writer: writers.Writer | None = None,
   ) -> None:
     """Runs steps until `should_run_step` says no.

@@ -22,7 +22,27 @@ _MAX_PENDING = (
 _Record = tuple[int, dict[str, Any]]
 
 
-class PeriodicAction:
+class Action:
+  """What the training loop asks of a periodic action; this one does nothing."""
+
+  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
+    """Is called after each step with its scalars, still on the devices."""
+
+  def update_time(self, t: float, step: int) -> None:
+    """Is called before the first step."""
+
+  def skip_time(self, seconds: float) -> None:
+    """Is told of time in which no step could run."""
+
+  def flush_async(self) -> Callable[[], None]:
+    """Returns a function that waits until all records so far are passed on."""
+    return lambda: None
+
+  def wait_to_finish(self) -> None:
+    """Is called after the last step; waits for its background work."""
+
+
+class PeriodicAction(Action):
   """Calls a function with a step's scalars, periodically.
 
   The call `action(time, step, scalars)`, made after every step, costs well
@@ -125,7 +145,7 @@ class PeriodicAction:
     """
     self._prev_time += seconds
 
-  def hand_on(self) -> Callable[[], None]:
+  def flush_async(self) -> Callable[[], None]:
     """Hands on the records that wait for the action to be due (log_all_data).
 
     Call it on the thread that calls the action. The background thread does the
@@ -140,7 +160,7 @@ class PeriodicAction:
       BaseException: the error of an earlier asynchronous call.
     """
     if self._kept:
-      self._hand_on(None)
+      self._submit_kept(None)
     executor = self._executor
     if executor is None:
       return lambda: None
@@ -156,7 +176,7 @@ class PeriodicAction:
   def wait_to_finish(self) -> None:
     """Hands on what is left, waits for it, and raises its error if any."""
     if self._kept:
-      self._hand_on(None)
+      self._submit_kept(None)
     if self._executor is not None:
       self._executor.wait()
     if self._num_dropped:
@@ -188,11 +208,11 @@ class PeriodicAction:
     step = int(step)  # A restored step can be an array.
     if self._is_due(t, step):
       self._kept.append((step, dict(scalar_outputs or {})))
-      self._hand_on(self._measure_rate(t, step))
+      self._submit_kept(self._measure_rate(t, step))
     elif self._keep_all:
       self._kept.append((step, dict(scalar_outputs or {})))
       if len(self._kept) >= _MAX_KEPT:
-        self._hand_on(None)
+        self._submit_kept(None)
 
   def _is_due(self, t: float, step: int) -> bool:
     if step == self._end_step:
@@ -225,7 +245,7 @@ class PeriodicAction:
       self.update_time(t, step)
     return self._steps_per_sec
 
-  def _hand_on(self, steps_per_sec: float | None) -> None:
+  def _submit_kept(self, steps_per_sec: float | None) -> None:
     """Gives the kept records to the function, here or on its thread."""
     records, self._kept = self._kept, []
     if self._executor is None:

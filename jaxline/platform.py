@@ -6,18 +6,17 @@ checkpointer and the writers, and calls the loop that `--jaxline_mode` names.
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
+import dataclasses
 import errno
 import importlib
 import json
 import os
 import pathlib
-import queue
 import re
 import stat
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 import traceback
 from typing import Any
@@ -26,10 +25,8 @@ from absl import app
 from absl import flags
 from absl import logging
 import jax
-from jax.experimental import multihost_utils
 from ml_collections import config_dict
 from ml_collections import config_flags
-import numpy as np
 
 from jaxline import base_config
 from jaxline import debug
@@ -37,85 +34,23 @@ from jaxline import decode
 from jaxline import distributed
 from jaxline import errors
 from jaxline import partitioning
-from jaxline import periodic
 from jaxline import train
 from jaxline import writers
 from jaxline import xla
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
+from jaxline.compat import adapters
 from jaxline.supervision import preemption
 from jaxline.supervision import watchdog
 
-MODES = {
-  'train': 'train, from the newest checkpoint if there is one',
-  'eval': 'evaluate each new checkpoint (any name that begins with eval)',
-  'train_and_eval': 'one thread: train, pause every config.eval_interval to'
-  ' evaluate',
-  'train_eval_multithreaded': 'train and evaluate checkpoints at once, in two'
-  ' threads',
-  'decode': 'continue prompts with the weights of a checkpoint: config.decode',
-  'compile': 'compile the steps, for config.topology or the devices that are'
-  ' here, and report memory, communication and time; train nothing',
-}
-
-_CONFIG = config_flags.DEFINE_config_file(
-  name='config',
-  help_string='The run: a config file, such as configs/lm.py. Its values are'
-  ' overridden by --config.key=value.',
-)
-_MODE = flags.DEFINE_string(
-  'jaxline_mode',
-  'train',
-  'What to do: '
-  + '; '.join(f'{name}: {text}' for name, text in MODES.items())
-  + '.',
-)
-_POST_MORTEM = flags.DEFINE_bool(
-  'jaxline_post_mortem', False, 'Enter pdb where an exception was raised.'
-)
-_DISABLE_PMAP_JIT = flags.DEFINE_bool(
-  'jaxline_disable_pmap_jit',
-  False,
-  'Run step and evaluate op by op, so that a debugger sees values.',
-)
-_TPU_DRIVER = flags.DEFINE_string(
-  'jaxline_tpu_driver',
-  '',
-  'Kept from JAXline; JAX has no TPU drivers any more.',
-)
-_ENSURE_TPU = flags.DEFINE_bool(
-  'jaxline_ensure_tpu', False, 'Fail where JAX has fallen back to the CPU.'
-)
-_OUR_FLAGS = (
-  'config',
-  _MODE.name,
-  _POST_MORTEM.name,
-  _DISABLE_PMAP_JIT.name,
-  _ENSURE_TPU.name,
-  _TPU_DRIVER.name,
-)
-# `--help` of a program that lets absl parse the command line shows these too.
-for _name in _OUR_FLAGS:
-  flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[_name])
-
-# Bytes of a message from the first process to the others, at most.
-_MAX_TEXT = 4096
-# How long the other half of a run may take to notice that one has failed, and
-# a run that has nothing to save yet to leave.
-_GRACE_SECS = 5.0
-
 UsageError = errors.UsageError
 
-
-def _flag(holder: flags.FlagHolder) -> Any:
-  """A flag's value; its default where nobody parsed a command line."""
-  return holder.value if flags.FLAGS.is_parsed() else holder.default
+# How long a run that has nothing to save yet may take to leave, in seconds.
+_GRACE_SECS = 5.0
 
 
-debug.settings.post_mortem = lambda: _flag(_POST_MORTEM)
-debug.settings.disable_pmap_jit = lambda: _flag(_DISABLE_PMAP_JIT)
-train.default_mode = lambda: _flag(_MODE)
+# What a run is made of.
 
 
 def create_checkpointer(
@@ -198,6 +133,209 @@ def resolve_experiment_class(config: config_dict.ConfigDict) -> Any:
       f' {class_name!r}; its classes are {classes}.'
     )
   return getattr(module, class_name)
+
+
+# Modes.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+  """What a mode works with.
+
+  Attributes:
+    experiment_class: constructs the experiment.
+    config: the run's, resolved.
+    mode: the value of --jaxline_mode.
+    checkpointer: returns the checkpointer of a mode, made once.
+    writer: makes the writer of a mode.
+    supervision: what else may end the run.
+  """
+
+  experiment_class: Any
+  config: config_dict.ConfigDict
+  mode: str
+  checkpointer: Callable[[str], base.FullCheckpointer]
+  writer: Callable[[str], Any]
+  supervision: train.Supervision
+
+  def run(self, mode: str, **parts: Any) -> train.Run:
+    """Returns the `Run` of a mode, with its checkpointer."""
+    return train.Run(
+      self.experiment_class,
+      self.config,
+      self.checkpointer(mode),
+      supervision=self.supervision,
+      **parts,
+    )
+
+
+def _train(job: _Job) -> None:
+  job.run(
+    'train',
+    writer=job.writer('train'),
+    periodic_actions=xla.actions(job.config.xla),
+  ).train()
+
+
+def _evaluate(job: _Job) -> None:
+  job.run(job.mode, eval_writer=job.writer(job.mode)).evaluate(job.mode)
+
+
+def _train_and_eval(job: _Job) -> None:
+  job.run(
+    'train_and_eval',
+    writer=job.writer('train'),
+    eval_writer=job.writer('eval'),
+    periodic_actions=xla.actions(job.config.xla),
+  ).train_and_eval()
+
+
+def _train_eval_multithreaded(job: _Job) -> None:
+  train.train_eval_multithreaded(
+    job.run(
+      'train',
+      writer=job.writer('train'),
+      periodic_actions=xla.actions(job.config.xla),
+    ),
+    job.run('eval', eval_writer=job.writer('eval')),
+  )
+
+
+def _decode(job: _Job) -> None:
+  decode.decode(
+    job.experiment_class, job.config, job.checkpointer('eval_decode')
+  )
+
+
+def _compile(job: _Job) -> None:
+  from jaxline.aot import ahead
+
+  if not ahead.compile_experiment(job.experiment_class, job.config):
+    raise _Exit(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+  """A value of --jaxline_mode.
+
+  Attributes:
+    text: what it does, for --help.
+    run: does it.
+    checkpoints: the mode of its first checkpointer; '' if it needs none.
+    logs: the names below which it alone may log in the run's directory. A mode
+      without any only reads the directory.
+    trains: whether it makes checkpoints.
+  """
+
+  text: str
+  run: Callable[[_Job], None]
+  checkpoints: str = ''
+  logs: tuple[str, ...] = ()
+  trains: bool = False
+
+
+MODES = {
+  'train': Mode(
+    'train, from the newest checkpoint if there is one',
+    _train,
+    checkpoints='train',
+    logs=('train',),
+    trains=True,
+  ),
+  'eval': Mode(
+    'evaluate each new checkpoint (any name that begins with eval)',
+    _evaluate,
+    checkpoints='eval',
+    logs=('eval',),
+  ),
+  'train_and_eval': Mode(
+    'one thread: train, pause every config.eval_interval to evaluate',
+    _train_and_eval,
+    checkpoints='train_and_eval',
+    logs=('train', 'eval'),
+    trains=True,
+  ),
+  'train_eval_multithreaded': Mode(
+    'train and evaluate checkpoints at once, in two threads',
+    _train_eval_multithreaded,
+    checkpoints='train',
+    logs=('train', 'eval'),
+    trains=True,
+  ),
+  'decode': Mode(
+    'continue prompts with the weights of a checkpoint: config.decode',
+    _decode,
+    checkpoints='eval_decode',
+  ),
+  'compile': Mode(
+    'compile the steps, for config.topology or the devices that are here, and'
+    ' report memory, communication and time; train nothing',
+    _compile,
+  ),
+}
+
+
+def _find_mode(name: str) -> Mode:
+  """Returns the mode of a name; one that begins with eval logs below it."""
+  if name in MODES:
+    return MODES[name]
+  if name.startswith('eval'):
+    return dataclasses.replace(MODES['eval'], checkpoints=name, logs=(name,))
+  raise UsageError(
+    f'--jaxline_mode is {name!r}; expected one of {sorted(MODES)}.'
+  )
+
+
+# Flags.
+
+_CONFIG = config_flags.DEFINE_config_file(
+  name='config',
+  help_string='The run: a config file, such as configs/lm.py. Its values are'
+  ' overridden by --config.key=value.',
+)
+_MODE = flags.DEFINE_string(
+  'jaxline_mode',
+  'train',
+  'What to do: '
+  + '; '.join(f'{name}: {mode.text}' for name, mode in MODES.items())
+  + '.',
+)
+_POST_MORTEM = flags.DEFINE_bool(
+  'jaxline_post_mortem', False, 'Enter pdb where an exception was raised.'
+)
+_DISABLE_PMAP_JIT = flags.DEFINE_bool(
+  'jaxline_disable_pmap_jit',
+  False,
+  'Run step and evaluate op by op, so that a debugger sees values.',
+)
+_TPU_DRIVER = flags.DEFINE_string(
+  'jaxline_tpu_driver',
+  '',
+  'Kept from JAXline; JAX has no TPU drivers any more.',
+)
+_ENSURE_TPU = flags.DEFINE_bool(
+  'jaxline_ensure_tpu', False, 'Fail where JAX has fallen back to the CPU.'
+)
+_OUR_FLAGS = (
+  'config',
+  _MODE.name,
+  _POST_MORTEM.name,
+  _DISABLE_PMAP_JIT.name,
+  _ENSURE_TPU.name,
+  _TPU_DRIVER.name,
+)
+# `--help` of a program that lets absl parse the command line shows these too.
+for _name in _OUR_FLAGS:
+  flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[_name])
+
+
+def _flag(holder: flags.FlagHolder) -> Any:
+  """A flag's value; its default where nobody parsed a command line."""
+  return holder.value if flags.FLAGS.is_parsed() else holder.default
+
+
+debug.settings.post_mortem = lambda: _flag(_POST_MORTEM)
+debug.settings.disable_pmap_jit = lambda: _flag(_DISABLE_PMAP_JIT)
 
 
 def main(
@@ -392,41 +530,35 @@ def _main(
   experiment_class: Any, checkpointer_factory: base.CheckpointerFactory
 ) -> None:
   """Runs; with an error it leaves the other processes, which would wait."""
-  mode = _MODE.value
+  name = _MODE.value
   try:
     with _exits():
-      _check_and_start(experiment_class, mode, checkpointer_factory)
+      config = _CONFIG.value
+      if config is None:
+        raise UsageError(f'--config is missing; {_expected_config()}')
+      _find_mode(name)
+      _start_jax(config, name)
+      _start(experiment_class, config, name, checkpointer_factory)
   except (Exception, SystemExit) as e:
     if _has_others():
-      _leave_others(e, mode)
+      _leave_others(e, name)
     raise
-
-
-def _check_and_start(
-  experiment_class: Any,
-  mode: str,
-  checkpointer_factory: base.CheckpointerFactory,
-) -> None:
-  """Checks what the user said; only what comes then is worth a debugger."""
-  config = _CONFIG.value
-  if config is None:
-    raise UsageError(f'--config is missing; {_expected_config()}')
-  if not mode.startswith('eval') and mode not in MODES:
-    raise UsageError(
-      f'--jaxline_mode is {mode!r}; expected one of {sorted(MODES)}.'
-    )
-  _start_jax(config, mode)
-  _start(experiment_class, config, mode, checkpointer_factory)
 
 
 def _start(
   experiment_class: Any,
   config: config_dict.ConfigDict,
-  mode: str,
+  name: str,
   checkpointer_factory: base.CheckpointerFactory,
 ) -> None:
-  """Does what a mode says, once the processes have met."""
-  if mode == 'decode' and not config.checkpoint_dir:
+  """Makes the parts of a run and runs its mode, once the processes have met.
+
+  Raises:
+    UsageError: what is wrong with the command line, the config or the run's
+      directory; nothing has been changed there.
+  """
+  mode = _find_mode(name)
+  if name == 'decode' and not config.checkpoint_dir:
     raise UsageError(
       f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected the'
       ' directory of the run whose weights --jaxline_mode=decode shall take.'
@@ -434,47 +566,127 @@ def _start(
   config = resolve_config(config)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
-  if mode == 'compile':
-    _compile(experiment_class, config)
-    return
-  _check_backend()
-  try:
-    xla.check_backend(config.xla)
-  except ValueError as e:
-    raise UsageError(str(e)) from e
-  if mode == 'decode':
-    _decode(experiment_class, config, checkpointer_factory)
-    return
-  if mode == 'train_eval_multithreaded' and jax.process_count() > 1:
+  if name != 'compile':  # The devices that it compiles for need not be here.
+    _check_backend(config)
+  if name == 'train_eval_multithreaded' and jax.process_count() > 1:
     raise UsageError(
-      f'--jaxline_mode={mode} is for one process, and there are'
+      f'--jaxline_mode={name} is for one process, and there are'
       f' {jax.process_count()}: their threads would meet in different programs.'
       ' Use train_and_eval.'
     )
   if (
-    mode.startswith('eval')
+    mode.run is _evaluate
     and checkpointer_factory is create_checkpointer
     and config.checkpointer == 'memory'
   ):
-    _check_can_follow(create_checkpointer(config, mode), config)
+    _check_can_follow(create_checkpointer(config, name), config)
   with contextlib.ExitStack() as stack:
-    is_writable = _claim(config, mode, stack)
-    made = _Checkpointers(config, checkpointer_factory, not is_writable)
-    _take_programs(config, stack)
-    in_threads = mode == 'train_eval_multithreaded'
-    _check_directory(made('train' if in_threads else mode), experiment_class)
-    try:
-      _run(experiment_class, config, mode, made)
-    except (OSError, ExceptionGroup) as e:
-      if (full := _full_disk(e, config)) is None:
-        raise
-      print(
-        f'{full.strerror}: {full.filename}. Make room, then start the same'
-        ' command again.',
-        file=sys.stderr,
-        flush=True,
+    is_writable = bool(mode.logs) and _claim(config, name, mode.logs, stack)
+    made: dict[str, base.FullCheckpointer] = {}
+
+    def checkpointer(mode: str) -> base.FullCheckpointer:
+      if mode not in made:
+        made[mode] = adapters.full_checkpointer(
+          checkpointer_factory(config, mode)
+        )
+        made[mode].reads_only = not is_writable
+      return made[mode]
+
+    if mode.logs:
+      _take_programs(config, stack)
+    if mode.checkpoints:
+      _check_directory(checkpointer(mode.checkpoints), experiment_class)
+    stack.enter_context(_explained(config))
+    supervision = train.Supervision()
+    if mode.logs:
+      _say_directory(config, mode)
+      supervision = train.Supervision(
+        stack.enter_context(preemption.Watch(takes_steps=mode.trains)),
+        stack.enter_context(watchdog.Watchdog(config.watchdog_secs)),
       )
-      raise _Exit(1) from e
+    logs = stack.enter_context(contextlib.ExitStack())
+
+    def close_checkpointers() -> None:
+      for checkpointer in made.values():
+        checkpointer.close()
+
+    # Before the writers, to which what is being saved is still logged.
+    stack.callback(close_checkpointers)
+
+    def writer(mode: str) -> Any:
+      if not is_writable:
+        return writers.MultiWriter([])
+      return logs.enter_context(_closing(create_writer(config, mode)))
+
+    # What is raised before is wrong usage, which needs no debugger.
+    debug.debugger_fallback(mode.run)(
+      _Job(experiment_class, config, name, checkpointer, writer, supervision)
+    )
+
+
+def _say_directory(config: config_dict.ConfigDict, mode: Mode) -> None:
+  """Prints where the run is; writes its config if no checkpointer does."""
+  if jax.process_index() == 0:
+    logging.info('Run directory: %s', config.checkpoint_dir)
+    print(f'Run directory: {config.checkpoint_dir}', flush=True)
+    # A durable one writes it when the run is known to continue with it.
+    if mode.trains and config.checkpointer == 'memory':
+      directory = pathlib.Path(config.checkpoint_dir)
+      directory.mkdir(parents=True, exist_ok=True)
+      files.write_json(
+        directory / 'config.json', json.loads(base_config.to_json(config))
+      )
+
+
+@contextlib.contextmanager
+def _closing(writer: Any) -> Iterator[Any]:
+  """Closes a writer at the end; the error that ends a run comes before its."""
+  close = adapters.full_writer(writer).close
+  try:
+    yield writer
+  except BaseException:
+    try:
+      close()
+    except Exception as e:
+      # It often has the same cause as the error that ends the run.
+      logging.error('Closing a writer failed as well: %r', e)
+    raise
+  close()
+
+
+@contextlib.contextmanager
+def _explained(config: config_dict.ConfigDict) -> Iterator[None]:
+  """Adds to what ends a run how to continue it."""
+  try:
+    yield
+  except preemption.Preempted as e:
+    if config.checkpointer == 'durable':
+      e.add_note(
+        'It goes on with the same command and'
+        f' --config.checkpoint_dir={config.checkpoint_dir}'
+      )
+    raise
+  except (OSError, ExceptionGroup) as e:
+    if (full := _full_disk(e, config)) is None:
+      raise
+    print(
+      f'{full.strerror}: {full.filename}. Make room, then start the same'
+      ' command again.',
+      file=sys.stderr,
+      flush=True,
+    )
+    raise _Exit(1) from e
+
+
+def _check_directory(
+  checkpointer: base.FullCheckpointer, experiment_class: Any
+) -> None:
+  """Refuses, before it is used, a directory not shared or of another config."""
+  try:
+    checkpointer.check_shared()
+    checkpointer.check_config(experiment_class)
+  except ValueError as e:
+    raise UsageError(str(e)) from e
 
 
 def _full_disk(
@@ -529,32 +741,6 @@ def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
     raise UsageError(str(e)) from e
 
 
-@debug.debugger_fallback
-def _compile(experiment_class: Any, config: config_dict.ConfigDict) -> None:
-  """Compiles the steps and reports on them; exits with 1 if they do not fit."""
-  from jaxline.aot import ahead
-
-  if not ahead.compile_experiment(experiment_class, config):
-    raise _Exit(1)
-
-
-@debug.debugger_fallback
-def _decode(
-  experiment_class: Any,
-  config: config_dict.ConfigDict,
-  checkpointer_factory: base.CheckpointerFactory,
-) -> None:
-  """Continues prompts with a checkpoint; its run may go on meanwhile."""
-  with contextlib.ExitStack() as stack:
-    # As evaluation does, it only reads, and may lack the optimizer's state.
-    made = _Checkpointers(config, checkpointer_factory, reads_only=True)
-    checkpointer = made('eval_decode')
-    decode.check_checkpoint(config, checkpointer)
-    _check_directory(checkpointer, experiment_class)
-    stack.callback(made.close)
-    decode.decode(experiment_class, config, checkpointer)
-
-
 def _with_notes(error: BaseException, separator: str = ' ') -> str:
   return separator.join([str(error), *getattr(error, '__notes__', [])])
 
@@ -572,33 +758,6 @@ def _take_programs(
     stack.enter_context(programs.of_run(config))
   except ValueError as e:
     raise UsageError(str(e)) from e
-
-
-class _Checkpointers:
-  """Makes the checkpointers of a run, each once."""
-
-  def __init__(
-    self,
-    config: config_dict.ConfigDict,
-    factory: base.CheckpointerFactory,
-    reads_only: bool,
-  ):
-    self._config = config
-    self._factory = factory
-    self.reads_only = reads_only
-    self._made: dict[str, base.Checkpointer] = {}
-
-  def __call__(self, mode: str) -> base.Checkpointer:
-    if mode not in self._made:
-      made = self._made[mode] = self._factory(self._config, mode)
-      if self.reads_only and base.is_durable(made):
-        made.reads_only = True
-    return self._made[mode]
-
-  def close(self) -> None:
-    for checkpointer in self._made.values():
-      if hasattr(checkpointer, 'close'):
-        checkpointer.close()
 
 
 def _has_others() -> bool:
@@ -644,16 +803,11 @@ def _leave_others(error: BaseException, mode: str) -> None:
   os._exit(code)
 
 
-# What each mode alone may do in the run's directory: log below that name.
-_CLAIMS = {
-  'train': ('train',),
-  'train_and_eval': ('train', 'eval'),
-  'train_eval_multithreaded': ('train', 'eval'),
-}
-
-
 def _claim(
-  config: config_dict.ConfigDict, mode: str, stack: contextlib.ExitStack
+  config: config_dict.ConfigDict,
+  mode: str,
+  logs: Sequence[str],
+  stack: contextlib.ExitStack,
 ) -> bool:
   """Refuses to write where another run does, or where nothing can be written.
 
@@ -664,8 +818,8 @@ def _claim(
   refused = unwritable = ''
   if jax.process_index() == 0:
     try:
-      for what in _CLAIMS.get(mode, (mode,)):
-        stack.callback(files.Claim(config.checkpoint_dir, what).release)
+      for name in logs:
+        stack.callback(files.Claim(config.checkpoint_dir, name).release)
     except files.ClaimedError as e:
       refused = str(e)
     except OSError as e:
@@ -682,9 +836,9 @@ def _claim(
           f'config.checkpoint_dir is {config.checkpoint_dir!r}, but nothing can'
           f' be written there: {e}. Give a directory of yours.'
         )
-  if refused := _text_of_chief(refused):
+  if refused := distributed.of_chief(refused):
     raise UsageError(refused)
-  if unwritable := _text_of_chief(unwritable):
+  if unwritable := distributed.of_chief(unwritable):
     logging.warning(
       'Nothing can be written in %s (%s): this evaluation is in no log but this'
       ' one, and no checkpoint becomes the best one.',
@@ -692,102 +846,6 @@ def _claim(
       unwritable,
     )
   return not unwritable
-
-
-def _text_of_chief(text: str) -> str:
-  """Returns the first process's text, in all processes."""
-  if jax.process_count() == 1:
-    return text
-  data = np.frombuffer(text.encode()[:_MAX_TEXT].ljust(_MAX_TEXT), np.uint8)
-  data = np.asarray(multihost_utils.broadcast_one_to_all(data), np.uint8)
-  return data.tobytes().decode(errors='replace').rstrip()
-
-
-def _check_directory(
-  checkpointer: base.Checkpointer, experiment_class: Any
-) -> None:
-  """Refuses, before it is used, a directory not shared or of another config."""
-  if base.is_durable(checkpointer):
-    try:
-      checkpointer.check_shared()
-      checkpointer.check_config(experiment_class)
-    except ValueError as e:
-      raise UsageError(str(e)) from e
-
-
-@debug.debugger_fallback
-def _run(
-  experiment_class: Any,
-  config: config_dict.ConfigDict,
-  mode: str,
-  checkpointer: _Checkpointers,
-) -> None:
-  """Runs one mode, potentially under a debugger."""
-  evaluates_only = mode.startswith('eval')
-  if jax.process_index() == 0:
-    logging.info('Run directory: %s', config.checkpoint_dir)
-    print(f'Run directory: {config.checkpoint_dir}', flush=True)
-    # A durable one writes it when the run is known to go on with it.
-    if not evaluates_only and config.checkpointer == 'memory':
-      _write_config(config)
-
-  with contextlib.ExitStack() as stack:
-    supervision = train.Supervision(
-      stack.enter_context(preemption.Watch(takes_steps=not evaluates_only)),
-      stack.enter_context(watchdog.Watchdog(config.watchdog_secs)),
-    )
-    stack.enter_context(_exit_said(config))
-    writer = stack.enter_context(_Writers(config))
-
-    # Before the writers, to which what is being saved is still logged.
-    stack.callback(checkpointer.close)
-
-    if mode == 'train':
-      train.train(
-        experiment_class,
-        config,
-        checkpointer(mode),
-        writer(mode),
-        xla.actions(config.xla),
-        supervision=supervision,
-      )
-    elif mode == 'train_and_eval':
-      train.train_and_eval(
-        experiment_class,
-        config,
-        checkpointer(mode),
-        writer('train'),
-        writer('eval'),
-        xla.actions(config.xla),
-        supervision=supervision,
-      )
-    elif mode == 'train_eval_multithreaded':
-      _train_eval_multithreaded(
-        experiment_class, config, checkpointer, writer, supervision
-      )
-    else:
-      train.evaluate(
-        experiment_class,
-        config,
-        checkpointer(mode),
-        writers.MultiWriter([]) if checkpointer.reads_only else writer(mode),
-        mode,
-        supervision=supervision,
-      )
-
-
-@contextlib.contextmanager
-def _exit_said(config: config_dict.ConfigDict) -> Iterator[None]:
-  """Adds to what is said of a run that was told to end how it goes on."""
-  try:
-    yield
-  except preemption.Preempted as e:
-    if config.checkpointer == 'durable':
-      e.add_note(
-        'It goes on with the same command and'
-        f' --config.checkpoint_dir={config.checkpoint_dir}'
-      )
-    raise
 
 
 def _check_can_follow(
@@ -889,16 +947,7 @@ def _fresh_directory() -> str:
   raise FileExistsError(f'{root} is full of runs of {name} at {stamp}.')
 
 
-def _write_config(config: config_dict.ConfigDict) -> None:
-  """Writes the resolved config as JSON, visible only when it is whole."""
-  directory = pathlib.Path(config.checkpoint_dir)
-  directory.mkdir(parents=True, exist_ok=True)
-  files.write_json(
-    directory / 'config.json', json.loads(base_config.to_json(config))
-  )
-
-
-def _check_backend() -> None:
+def _check_backend(config: config_dict.ConfigDict) -> None:
   if _TPU_DRIVER.value:
     raise UsageError(
       f'--jaxline_tpu_driver is {_TPU_DRIVER.value!r}, but TPU drivers are gone'
@@ -910,160 +959,7 @@ def _check_backend() -> None:
       f' {jax.default_backend()!r}: {jax.devices()}. Is the TPU in use by'
       ' another process, and is jax[tpu] installed?'
     )
-
-
-class _Writers:
-  """Makes the writers of a run, and closes them however it ends."""
-
-  def __init__(self, config: config_dict.ConfigDict):
-    self._config = config
-    self._open: list[Any] = []
-
-  def __enter__(self) -> Callable[[str], Any]:
-    return self._create
-
-  def _create(self, mode: str) -> Any:
-    writer = create_writer(self._config, mode)
-    self._open.append(writer)
-    return writer
-
-  def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-    failures = []
-    for writer in self._open:
-      # A writer of an old fork may have no `close`.
-      if isinstance(writer, writers.MetricWriter):
-        try:
-          writer.close()
-        except Exception as e:
-          failures.append(e)
-    for failed in failures:
-      if error is None:
-        raise failed
-      # The error that ends the run counts; this one is often its cause.
-      logging.error('Closing a writer failed as well: %r', failed)
-
-
-class _StopAction(periodic.PeriodicAction):
-  """Ends training at its next step once `stop` is set."""
-
-  def __init__(self, stop: threading.Event):
-    super().__init__(lambda *_: None, 'steps', interval=None, run_async=False)
-    self._stop = stop
-
-  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
-    if self._stop.is_set():
-      raise debug.Stopped
-
-
-class _FollowingCheckpointer:
-  """The evaluator's checkpointer beside a training thread.
-
-  Evaluation asks `restore_path` several times a second while it waits. Here
-  that ends it where training has failed, or has ended and its last
-  checkpoint is evaluated.
-  """
-
-  def __init__(
-    self,
-    checkpointer: base.Checkpointer,
-    stop: threading.Event,
-    trained: threading.Event,
-  ):
-    self._checkpointer = checkpointer
-    self._stop = stop
-    self._trained = trained
-    self._restored: Any = None
-
-  def __getattr__(self, name: str) -> Any:
-    return getattr(self._checkpointer, name)
-
-  def restore_path(self, ckpt_series: str) -> Any:
-    # In this order: what was saved before `trained` was set is seen.
-    trained = self._trained.is_set()
-    path = self._checkpointer.restore_path(ckpt_series)
-    if self._stop.is_set() or (trained and path in (None, self._restored)):
-      raise debug.Stopped
-    return path
-
-  def restore(self, ckpt_series: str, step: int | None = None) -> None:
-    path = self._checkpointer.restore_path(ckpt_series)
-    if base.is_durable(self._checkpointer):
-      self._checkpointer.restore(ckpt_series, step)
-      if step is not None and path and pathlib.Path(path).name != str(step):
-        return  # There are newer ones to evaluate.
-    else:
-      self._checkpointer.restore(ckpt_series)
-    if ckpt_series == 'latest':
-      self._restored = path
-
-  def ended(self) -> int | None:
-    # Until this training has ended, that note is of the one before.
-    if not self._trained.is_set() or not base.is_durable(self._checkpointer):
-      return None
-    return self._checkpointer.ended()
-
-
-def _train_eval_multithreaded(
-  experiment_class: Any,
-  config: config_dict.ConfigDict,
-  checkpointer: Callable[[str], base.Checkpointer],
-  writer: Callable[[str], Any],
-  supervision: train.Supervision,
-) -> None:
-  """Trains and evaluates at once; the first exception of either ends both."""
-  stop, trained = threading.Event(), threading.Event()
-  # Before training begins: its experiment may change the config.
-  follower = _FollowingCheckpointer(checkpointer('eval'), stop, trained)
-  ended: queue.Queue[tuple[str, BaseException | None]] = queue.Queue()
-
-  def run_train() -> None:
-    train.train(
-      experiment_class,
-      config,
-      checkpointer('train'),
-      writer('train'),
-      (_StopAction(stop), *xla.actions(config.xla)),
-      supervision=supervision,
-    )
-    trained.set()
-
-  def run_eval() -> None:
-    train.evaluate(
-      experiment_class,
-      config,
-      follower,
-      writer('eval'),
-      # What it is told by signals is for the thread that trains.
-      supervision=train.Supervision(dog=supervision.dog),
-    )
-
-  def target(half: Callable[[], None]) -> None:
-    error: BaseException | None = None
-    try:
-      with supervision.dog.watched():
-        debug.debugger_fallback(half)()
-    except debug.Stopped:
-      pass
-    except BaseException as e:
-      error = e
-    ended.put((threading.current_thread().name, error))
-
-  threads = [
-    # Daemons: a half deep in a compilation must not outlive the run's error.
-    threading.Thread(target=target, args=(half,), name=name, daemon=True)
-    for name, half in (('train', run_train), ('eval', run_eval))
-  ]
-  for thread in threads:
-    thread.start()
   try:
-    for _ in threads:
-      name, error = ended.get()
-      if error is not None:
-        if not isinstance(error, UsageError):
-          error.add_note(f'[jaxline] raised in the {name} thread.')
-        raise error
-  finally:
-    stop.set()
-    deadline = time.monotonic() + _GRACE_SECS
-    for thread in threads:
-      thread.join(max(0.0, deadline - time.monotonic()))
+    xla.check_backend(config.xla)
+  except ValueError as e:
+    raise UsageError(str(e)) from e

@@ -753,7 +753,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self,
     config: config_dict.ConfigDict,
     state: Any,
-    periodic_actions: Sequence[periodic.PeriodicAction],
+    periodic_actions: Sequence[periodic.Action],
     writer: writers.Writer | None = None,
   ) -> None:
     """Runs steps until `should_run_step` says no."""

@@ -205,10 +205,13 @@ def test_checkpoints_in_the_memory_of_this_process(run, tmp_path, monkeypatch):
   train.train(Echo, config, checkpointer, None)
   (tmp_path / 'p.txt').write_text('a')
   memory = {'directory': tmp_path, 'checkpointer': 'memory'}
-  run(prompts=str(tmp_path / 'p.txt'), **memory)
-  assert texts(tmp_path / 'decode' / 'step_2.jsonl') == ['a 2']
-  with pytest.raises(platform.UsageError, match='step is 2, but only durable'):
-    run(prompts=str(tmp_path / 'p.txt'), step=2, **memory)
+  for options in ({}, {'step': 2}):
+    run(prompts=str(tmp_path / 'p.txt'), **options, **memory)
+    output = tmp_path / 'decode' / 'step_2.jsonl'
+    assert texts(output) == ['a 2']
+    output.unlink()
+  with pytest.raises(platform.UsageError, match=r'step is 3, .* steps \[2\]'):
+    run(prompts=str(tmp_path / 'p.txt'), step=3, **memory)
 
 
 # Another one's directory.

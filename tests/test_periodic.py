@@ -371,12 +371,12 @@ def test_log_all_data_of_an_action_that_is_off_keeps_nothing():
 # --- handing on before it is due ---------------------------------------------
 
 
-def test_hand_on_waits_for_what_was_kept_and_for_nothing_later():
+def test_flush_async_waits_for_what_was_kept_and_for_nothing_later():
   slow = _Slow()
   action = periodic.PeriodicAction(slow, 'steps', 10, log_all_data=True)
   for step in range(1, 4):
     action(float(step), step, {'x': 10 * step})
-  wait = action.hand_on()
+  wait = action.flush_async()
   assert slow.started.acquire(timeout=TIMEOUT)
   assert not slow.calls
   seen = []
@@ -405,49 +405,49 @@ def test_hand_on_waits_for_what_was_kept_and_for_nothing_later():
   assert slow.calls[-1][1]['steps_per_sec'] == 1.0
 
 
-def test_hand_on_waits_for_what_was_due_too():
+def test_flush_async_waits_for_what_was_due_too():
   slow = _Slow()
   action = periodic.PeriodicAction(slow, 'steps', 1)
   action(1.0, 1, {})
   threading.Timer(0.05, slow.may_go.set).start()
-  action.hand_on()()
+  action.flush_async()()
   assert slow.steps == [1]
 
 
-def test_hand_on_of_an_action_that_has_nothing():
+def test_flush_async_of_an_action_that_has_nothing():
   recorder = _Recorder()
   action = periodic.PeriodicAction(recorder, 'steps', 10)
   action(1.0, 1, {})
-  wait = action.hand_on()
+  wait = action.flush_async()
   wait()
   wait()
   assert not recorder.calls
 
 
-def test_hand_on_of_a_synchronous_action_calls_at_once():
+def test_flush_async_of_a_synchronous_action_calls_at_once():
   recorder = _Recorder()
   action = periodic.PeriodicAction(
     recorder, 'steps', 10, run_async=False, log_all_data=True
   )
   action(1.0, 1, {'x': 1})
-  wait = action.hand_on()
+  wait = action.flush_async()
   assert recorder.calls == [(1, {'x': 1})]
   wait()
-  action.hand_on()
+  action.flush_async()
   assert recorder.steps == [1]
 
 
-def test_hand_on_raises_the_error_that_lost_a_record_and_no_later_one():
+def test_flush_async_raises_the_error_that_lost_a_record_and_no_later_one():
   def fail(step, scalars):
     if step == 3:
       raise ValueError('disk full')
 
   action = periodic.PeriodicAction(fail, 'steps', 10, log_all_data=True)
   action(1.0, 1, {})
-  wait_for_1 = action.hand_on()
+  wait_for_1 = action.flush_async()
   wait_for_1()
   action(3.0, 3, {})
-  wait_for_3 = action.hand_on()
+  wait_for_3 = action.flush_async()
   for _ in range(2):
     with pytest.raises(ValueError, match='disk full') as info:
       wait_for_3()
@@ -455,7 +455,7 @@ def test_hand_on_raises_the_error_that_lost_a_record_and_no_later_one():
     assert frames[-1].name == 'fail'
   wait_for_1()
   with pytest.raises(ValueError, match='disk full'):
-    action.hand_on()
+    action.flush_async()
 
 
 # --- asynchronous ------------------------------------------------------------

@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 
 from jaxline import base_config
+from jaxline import debug
+from jaxline import distributed
 from jaxline import experiment
 from jaxline import periodic
 from jaxline import platform
@@ -27,6 +29,7 @@ from jaxline import utils
 from jaxline.checkpoint import base
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
+from jaxline.compat import adapters
 from jaxline.compat import devices
 from jaxline.supervision import nonfinite
 
@@ -358,26 +361,23 @@ def evaluate_once(cls, config):
 
 def test_configs_of_old_lack_the_keys_of_sharded_steps():
   config = make_config(2)
-  for key in train._SHARDED_KEYS:
+  for key in adapters._SHARDED_KEYS:
     del config[key]
   log, _ = run(Plain, config)
   assert len(log.inits) == 1
 
 
-def test_a_constructor_sees_the_config_of_its_run_and_nothing_later_does():
+def test_a_constructor_that_names_run_config_gets_the_config_of_its_run():
   seen = []
 
   class Sees(Plain):
-    def __init__(self, *args, **kwargs):
-      seen.append(base_config.of_run().training_steps)
-      super().__init__(*args, **kwargs)
-
-    def step(self, **kwargs):
-      seen.append(base_config.of_run().training_steps)
-      return super().step(**kwargs)
+    def __init__(self, mode, init_rng, log=None, run_config=None):
+      seen.append((mode, run_config.training_steps))
+      super().__init__(mode, init_rng, log)
 
   run(Sees, make_config(1))
-  assert seen == [1, base_config.get_base_config().training_steps]
+  evaluate_once(Sees, make_config(2, one_off_evaluate=True))
+  assert seen == [('train', 1), ('eval', 2)]
 
 
 def test_a_partial_is_shared_and_its_experiments_are_not():
@@ -502,7 +502,7 @@ def test_rates_are_made_of_what_is_counted_per_step():
     'seconds_per_step': 0.5,
   }
   assert (
-    train._add_rates(
+    train._to_log(
       {'steps_per_sec': 2.0, 'examples_per_step': np.array(3, np.int32)}
     )['examples_per_sec']
     == 6.0
@@ -817,11 +817,12 @@ def test_a_failing_save_ends_the_run():
 class Scripted:
   """A checkpointer whose newest checkpoint changes as a script says.
 
-  One entry is one look: the step of the newest checkpoint then, or None.
+  One entry is one look: the step of the newest checkpoint then, or None. After
+  the last of them the evaluation may look once more, and must end.
   """
 
   def __init__(self, looks):
-    self.looks = list(looks)
+    self.looks = [*looks, looks[-1]]
     self.newest = None
     self.states = {}
     self.saved = []
@@ -878,7 +879,7 @@ def evaluate(looks, scores=None, writer=None, cls=Plain, **values):
 
 def test_each_new_checkpoint_is_evaluated_once_until_the_last():
   writer = Writes()
-  looks = [None, None, 10, 10, 10, 30, 30, 100, 'not looked at']
+  looks = [None, None, 10, 10, 10, 30, 30, 100]
   log, _ = evaluate(looks, writer=writer)
   assert [step for step, _ in log.evals] == [10, 30, 100]
   assert writer.records == [
@@ -961,7 +962,7 @@ def test_one_off_without_a_checkpoint():
 
 
 def test_the_mode_is_that_of_the_command_line_where_none_is_given(monkeypatch):
-  monkeypatch.setattr(train, 'default_mode', lambda: 'eval_on_test')
+  monkeypatch.setattr(debug.settings, 'mode', 'eval_on_test')
   config = make_config(one_off_evaluate=True, eval_initial_weights=True)
   log = Log()
   partial = functools.partial(Plain, log=log)
@@ -1590,22 +1591,17 @@ def test_of_several_processes_the_first_decides_what_is_best(
     def evaluate(self, **unused):
       return {'score': NAN if is_best else 1.0}  # What another process sees.
 
-  def from_chief(value):
-    if not isinstance(value, tuple):
-      return value
-    bits = np.array([chief], np.float64).view(np.uint32)
-    return np.bool_(chief > -math.inf), bits
-
   config = make_config(
     1, checkpoint_dir=str(tmp_path), best_model_eval_metric='score'
   )
   checkpointer = durable.DurableCheckpointer(config, 'train_and_eval')
-  evaluator = train._Evaluator(Scored('eval'), config, checkpointer, None)
-  monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(train.multihost_utils, 'broadcast_one_to_all', from_chief)
+  evaluation = train._Evaluation(
+    train.Run(Scored, config, checkpointer), 'eval'
+  )
+  monkeypatch.setattr(distributed, 'of_chief', lambda value: chief)
   saved = []
   monkeypatch.setattr(checkpointer, 'save', saved.append)
-  evaluator(base.ExperimentState(global_step=1, train_step_rng=None))
+  evaluation(base.ExperimentState(global_step=1, train_step_rng=None))
   assert saved == (['best'] if is_best else [])
 
 
@@ -1682,8 +1678,16 @@ class Process:
           experiment_class, config, checkpointer('train'), writer('train')
         )
       else:
-        platform._train_eval_multithreaded(
-          experiment_class, config, checkpointer, writer, train.Supervision()
+        train.train_eval_multithreaded(
+          train.Run(
+            experiment_class, config, checkpointer('train'), writer('train')
+          ),
+          train.Run(
+            experiment_class,
+            config,
+            checkpointer('eval'),
+            eval_writer=writer('eval'),
+          ),
         )
     return [step for step, _ in log.evals]
 

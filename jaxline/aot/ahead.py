@@ -209,7 +209,7 @@ def _build(
     made_by = made_by.func
   if isinstance(made_by, type):  # Before it makes its arrays.
     _check_sharded(made_by)
-  experiment = train.build_for_compilation(experiment_class, config)
+  experiment, _ = train.build_for_training(experiment_class, config)
   _check_sharded(type(experiment))
   assert isinstance(experiment, sharded.ShardedExperiment)
   experiment.on_nonfinite = config.on_nonfinite

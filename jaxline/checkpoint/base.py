@@ -1,9 +1,12 @@
 """What the loops ask of a checkpointer."""
 
 from collections.abc import Callable, Collection
-from typing import Any, Protocol, TypeGuard
+import functools
+from typing import Any, Protocol
 
-from jaxline import base_config
+from absl import logging
+
+from jaxline import errors
 
 
 class Fresh(dict):
@@ -77,27 +80,78 @@ class Checkpointer(Protocol):
     """Returns when everything saved is safe."""
 
 
-class Durable(Checkpointer, Protocol):
-  """A checkpointer whose checkpoints outlive the process.
+class FullCheckpointer(Checkpointer):
+  """What the loops ask of a checkpointer, besides JAXline's protocol.
+
+  The defaults are those of a checkpointer whose checkpoints end with the
+  process. `adapters.full_checkpointer` makes one of any `Checkpointer`.
 
   Attributes:
-    collective: whether all hosts take part in `save`, at the same steps.
-    before_commit: series -> function, called on the thread that writes before
-      a checkpoint becomes visible: what belongs to it, such as the logs up to
-      its step, is then safe before it.
+    collective: whether all hosts take part in `save`.
+    is_resumable: whether a later process can continue from the checkpoints.
+      Only then is what was logged after the restored step void.
     reads_only: whether nothing is written in the directory; set before the
       checkpointer is used.
     restored_step: the step of the run's own checkpoint of `latest` that was
       restored last; None if none was.
   """
 
-  collective: bool
-  reads_only: bool
-  restored_step: int | None
-  before_commit: dict[str, Callable[[], None]]
+  collective: bool = False
+  is_resumable: bool = False
+  reads_only: bool = False
+  restored_step: int | None = None
+  _followed: Any = None  # The `restore_path` that `restore_next` took last.
+
+  @functools.cached_property
+  def before_commit(self) -> dict[str, Callable[[], None]]:
+    """Functions to call before a checkpoint becomes visible, by series.
+
+    Called on a background thread, so that what belongs to the checkpoint, such
+    as the logs up to its step, is safe first. A checkpointer that keeps nothing
+    on disk calls none.
+    """
+    return {}
 
   def restore(self, ckpt_series: str, step: int | None = None) -> None:
     """Restores a series' checkpoint of a step; None is the newest."""
+    raise NotImplementedError
+
+  def restore_next(self, ckpt_series: str, done: Collection[int]) -> bool:
+    """Restores the first checkpoint whose step is not in `done`.
+
+    By default only the newest checkpoint is looked at.
+
+    Returns:
+      Whether there was one.
+    """
+    path = self.restore_path(ckpt_series)
+    if path in (None, self._followed) or not self.can_be_restored(ckpt_series):
+      return False
+    self._followed = path
+    self.restore(ckpt_series)
+    # A newer checkpoint may have been restored than the path named.
+    step = int(self.get_experiment_state(ckpt_series).global_step)
+    return step not in done
+
+  def is_new(self) -> bool:
+    """Returns whether the run has no checkpoint of its own yet.
+
+    A run that begins from another run's checkpoint is new as well. All hosts
+    call it together.
+    """
+    return not self.can_be_restored('latest')
+
+  def steps(self, ckpt_series: str) -> list[int]:
+    """Returns the steps of a series' checkpoints, ascending.
+
+    Raises:
+      errors.UsageError: the checkpointer does not know them.
+    """
+    raise errors.UsageError(
+      f'{type(self).__name__} does not say of which steps it has checkpoints of'
+      f' {ckpt_series!r}, so none can be chosen by its step. Leave the step'
+      " None, or set config.checkpointer = 'durable'."
+    )
 
   def check_shared(self) -> None:
     """Raises ValueError where not all hosts see the same directory."""
@@ -109,60 +163,62 @@ class Durable(Checkpointer, Protocol):
     """Takes the right to save a series; raises ValueError where it is taken."""
 
   def when_saved(self, fn: Callable[[], None]) -> None:
-    """Calls a function, in the background, once all so far is saved."""
+    """Calls a function, in the background, once all so far is on disk.
+
+    A checkpointer that keeps nothing on disk never calls it.
+    """
 
   def raise_error(self) -> None:
-    """Raises what a save in the background failed with."""
+    """Raises the error of a save in the background; costs nothing."""
 
-  def steps(self, ckpt_series: str) -> list[int]:
-    """Returns the steps of a series' checkpoints, ascending."""
-
-  def next_step(self, ckpt_series: str, done: Collection[int]) -> int | None:
-    """Returns the first step with a checkpoint and not in `done`."""
-
-  def seed_step(self) -> int | None:
-    """Returns the step of the snapshot that a new run starts from, or None."""
-
-  def evaluated(self, logged: Callable[[], list[int]] = list) -> list[int]:
+  def evaluated(self, logged: Callable[[], list[int]]) -> list[int]:
     """Returns the steps noted as evaluated; `logged()` if the note is lost."""
+    del logged
+    return []
 
   def mark_evaluated(self, *steps: int) -> None:
     """Notes that steps are evaluated and their results are safe."""
 
   def mark_begun(self, step: int) -> None:
-    """Notes that training goes on, from this step."""
-
-  def keep_before(self, step: int, names: Collection[str]) -> Any:
-    """Exempts the newest checkpoint of `latest` before a step from retention.
-
-    Returns what names it, or None if there is none; `names` are the scalars
-    that were not finite.
-    """
+    """Notes that training goes on from this step."""
 
   def mark_ended(self, step: int) -> None:
-    """Notes that training has ended, at this step."""
+    """Notes that training has ended at this step."""
 
   def ended(self) -> int | None:
     """Returns the step at which training has ended, or None."""
+    return None
 
+  def warn_nonfinite(self, step: int, names: list[str], text: str) -> None:
+    """Warns of a step that is not finite, and keeps a checkpoint from before.
 
-def is_durable(checkpointer: Any) -> TypeGuard[Durable]:
-  """Returns whether a checkpointer's checkpoints outlive the process."""
-  return isinstance(getattr(checkpointer, 'before_commit', None), dict)
+    A checkpointer on disk exempts the newest checkpoint of `latest` before the
+    step from retention, in the background once all so far is saved, and the
+    warning names it.
+
+    Args:
+      step: the first step in which these scalars were not finite.
+      names: of the scalars.
+      text: the warning.
+    """
+    del step, names
+    logging.warning('%s', text)
+
+  def close(self) -> None:
+    """Waits for the saves, and gives back what was claimed."""
 
 
 def num_to_keep(config: Any, ckpt_series: str, experiment: Any) -> int:
   """Returns how many of the newest checkpoints of a series are kept.
 
   Args:
-    config: the run's; an old one may lack `max_best_checkpoints_to_keep`.
+    config: the run's.
     ckpt_series: the series.
     experiment: what is saved.
   """
   if ckpt_series != 'best':
     return config.max_checkpoints_to_keep
-  has_key = base_config.has(config, 'max_best_checkpoints_to_keep')
-  if has_key and config.max_best_checkpoints_to_keep is not None:
+  if config.max_best_checkpoints_to_keep is not None:
     return config.max_best_checkpoints_to_keep
   is_sharded = getattr(experiment, 'IS_SHARDED', False)
   return 1 if is_sharded else config.max_checkpoints_to_keep

@@ -59,24 +59,16 @@ class ConfigChangedError(ValueError):
   """A checkpoint in the run's directory was made with another config."""
 
 
-class DurableCheckpointer:
-  """Keeps checkpoints below `config.checkpoint_dir`; a `base.Checkpointer`.
+class DurableCheckpointer(base.FullCheckpointer):
+  """Keeps checkpoints below `config.checkpoint_dir`.
 
   On several hosts all must see that directory, and all call `save` and
-  `restore` at the same steps.
-
-  Attributes:
-    collective: all hosts take part in `save`.
-    before_commit: series -> function that is called on the background thread
-      before a checkpoint becomes visible, so that what belongs to it, such as
-      the logs up to its step, is safe before it.
-    restored_step: the step of the checkpoint of `latest` that was restored
-      last, if it was this run's own.
-    reads_only: nothing is written in the directory, not even by evaluation:
-      a checkpoint may vanish while it is read, and then the next is tried.
+  `restore` at the same steps. With `reads_only` a checkpoint may vanish while
+  it is read, and then the next is tried.
   """
 
   collective = True
+  is_resumable = True
 
   def __init__(self, config: config_dict.ConfigDict, mode: str):
     """Reads the config; touches no file.
@@ -113,9 +105,6 @@ class DurableCheckpointer:
     # What is evaluated as last read or written, for where the note is lost.
     self._evaluated: list[int] = []
     self._is_lost = False
-    self.before_commit: dict[str, Callable[[], None]] = {}
-    self.restored_step: int | None = None
-    self.reads_only = False
 
   # The protocol.
 
@@ -256,6 +245,28 @@ class DurableCheckpointer:
     if experiment is not None and not self._follows:
       memory.publish(ckpt_series, self._published(path, experiment))
 
+  def restore_next(self, ckpt_series: str, done: Collection[int]) -> bool:
+    """Restores the first checkpoint whose step is not in `done`.
+
+    Before the run's first checkpoint, that is the snapshot that it starts from.
+    """
+    while (step := self.next_step(ckpt_series, done)) is not None:
+      try:
+        self.restore(ckpt_series, step)
+        return True
+      except ValueError:
+        # It may have been removed meanwhile, or found damaged and reported.
+        if self.next_step(ckpt_series, done) == step:
+          raise
+    if self.seed_step() in {None, *done}:
+      return False
+    self.restore(ckpt_series)
+    return int(self.get_experiment_state(ckpt_series).global_step) not in done
+
+  def is_new(self) -> bool:
+    """Returns whether the run has no checkpoint of its own yet."""
+    return self.next_step('latest', ()) is None
+
   def wait_for_checkpointing_to_finish(self) -> None:
     """Returns when everything saved is on the disk.
 
@@ -361,14 +372,32 @@ class DurableCheckpointer:
         ' on a disk that all of them share.'
       )
 
+  def warn_nonfinite(self, step: int, names: list[str], text: str) -> None:
+    """Warns of a step that is not finite, and keeps a checkpoint from before.
+
+    In the background: a save of a step before it may still be being written.
+    """
+
+    def warn() -> None:
+      kept = self.keep_before(step, names)
+      logging.warning(
+        '%s %s',
+        text,
+        f'The newest checkpoint from before is not removed: {kept}.'
+        if kept
+        else 'There is no checkpoint from before.',
+      )
+
+    self.when_saved(warn)
+
   def keep_before(
     self, step: int, names: Collection[str]
   ) -> pathlib.Path | None:
     """Exempts the newest checkpoint of `latest` before a step from retention.
 
-    Called through `when_saved`, so that the saves before it are complete.
-    Names that an earlier process gave exempt no other checkpoint, unless the
-    run was set back to before their steps.
+    Called once the saves before it are complete. Names that an earlier process
+    gave exempt no other checkpoint, unless the run was set back to before their
+    steps.
 
     Args:
       step: the first step in which these scalars were not finite.

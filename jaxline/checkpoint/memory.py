@@ -15,6 +15,7 @@ import jax
 from ml_collections import config_dict
 import numpy as np
 
+from jaxline import base_config
 from jaxline.checkpoint import base
 from jaxline.compat import devices
 
@@ -177,8 +178,8 @@ def add_series(ckpt_series: str) -> CheckpointNT:
 
 def seed(ckpt_series: str) -> SnapshotNT | None:
   """Returns the snapshot that the program put in to start from, or None."""
-  series = _checkpoints().get(ckpt_series)
-  newest = series.history[-1] if series and series.history else None
+  history = _history(ckpt_series)
+  newest = history[-1] if history else None
   return None if isinstance(newest, Published) else newest
 
 
@@ -249,11 +250,11 @@ def entries_of(
   return jax.tree.map(devices.freeze, entries)
 
 
-class InMemoryCheckpointer:
+class InMemoryCheckpointer(base.FullCheckpointer):
   """Keeps the newest checkpoints of each series in this process.
 
-  Implements `base.Checkpointer`. Programs written against JAXline derive from
-  it, and may set `_max_checkpoints_to_keep` in place of our constructor.
+  Programs written against JAXline derive from it, and may set
+  `_max_checkpoints_to_keep` in place of our constructor.
   """
 
   _config: Any = None
@@ -266,7 +267,7 @@ class InMemoryCheckpointer:
       mode: not used.
     """
     del mode
-    self._config = config
+    self._config = base_config.complete_config(config)
     self._max_checkpoints_to_keep = config.max_checkpoints_to_keep
 
   def get_experiment_state(self, ckpt_series: str) -> Any:
@@ -296,23 +297,32 @@ class InMemoryCheckpointer:
 
   def can_be_restored(self, ckpt_series: str) -> bool:
     """Returns whether the series has a checkpoint."""
-    series = _checkpoints().get(ckpt_series)
-    return series is not None and bool(series.history)
+    return bool(_history(ckpt_series))
 
-  def restore(self, ckpt_series: str) -> None:
-    """Restores the newest checkpoint into the calling thread's live state.
+  def steps(self, ckpt_series: str) -> list[int]:
+    """Returns the steps of a series' checkpoints, ascending."""
+    return sorted(step_of(s) for s in _history(ckpt_series))
+
+  def restore(self, ckpt_series: str, step: int | None = None) -> None:
+    """Restores a checkpoint into the calling thread's live state.
+
+    Args:
+      ckpt_series: the series.
+      step: of the checkpoint; None is the newest.
 
     Raises:
-      ValueError: the series has no checkpoint, or the checkpoint lacks an
+      ValueError: the series has no such checkpoint, or the checkpoint lacks an
         entry of the live state.
     """
     state = self.get_experiment_state(ckpt_series)
-    with _lock:
-      history = list(_checkpoints()[ckpt_series].history)
+    history = [
+      s for s in _history(ckpt_series) if step is None or step_of(s) == step
+    ]
     if not history:
       raise ValueError(
-        f'The series {ckpt_series!r} has no checkpoint to restore; there are'
-        f' checkpoints of {_saved_series()}.'
+        f'The series {ckpt_series!r} has no checkpoint'
+        + (' to restore' if step is None else f' of step {step}')
+        + f'; there are checkpoints of {_saved_series()}.'
       )
     saved = entries_of(history[-1], ckpt_series, state)
     # First, since it may refuse; then nothing else has changed yet.
@@ -328,11 +338,18 @@ class InMemoryCheckpointer:
 
   def restore_path(self, ckpt_series: str) -> int | None:
     """Returns the number of the newest checkpoint, or None."""
-    series = _checkpoints().get(ckpt_series)
-    return series.history[-1].id if series and series.history else None
+    history = _history(ckpt_series)
+    return history[-1].id if history else None
 
   def wait_for_checkpointing_to_finish(self) -> None:
     """Returns at once: `save` has finished when it returns."""
+
+
+def _history(ckpt_series: str) -> list[SnapshotNT]:
+  """Returns the snapshots of a series, oldest first."""
+  with _lock:
+    series = _checkpoints().get(ckpt_series)
+    return list(series.history) if series else []
 
 
 def _saved_series() -> list[str]:

@@ -18,6 +18,8 @@ from jaxline import errors
 _MAX_LATE = 8
 _MAX_NAMED = 8  # Scalars in a message; a norm for each layer can be hundreds.
 
+# The scalar by which a sharded step says whether it was finite.
+NONFINITE = 'nonfinite'
 MODES = ('warn', 'raise', 'skip', 'ignore')
 
 

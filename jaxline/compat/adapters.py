@@ -1,0 +1,157 @@
+"""Turns what JAXline's loose contract allows into what the loops expect.
+
+`train` and `platform` call these once, where a run begins. Behind them every
+checkpointer, writer and action has all methods, and every config all keys
+(`base_config.complete_config`).
+"""
+
+from collections.abc import Callable
+import inspect
+from typing import Any
+
+from absl import logging
+import jax
+from ml_collections import config_dict
+
+from jaxline import base_config
+from jaxline import errors
+from jaxline import periodic
+from jaxline import writers
+from jaxline.checkpoint import base
+
+
+class _ForeignCheckpointer(base.FullCheckpointer):
+  """A checkpointer that has the methods of JAXline's protocol only."""
+
+  def __init__(self, checkpointer: base.Checkpointer):
+    self._checkpointer = checkpointer
+
+  def get_experiment_state(self, ckpt_series: str) -> Any:
+    return self._checkpointer.get_experiment_state(ckpt_series)
+
+  def save(self, ckpt_series: str) -> None:
+    self._checkpointer.save(ckpt_series)
+
+  def can_be_restored(self, ckpt_series: str) -> bool:
+    return self._checkpointer.can_be_restored(ckpt_series)
+
+  def restore_path(self, ckpt_series: str) -> Any:
+    return self._checkpointer.restore_path(ckpt_series)
+
+  def restore(self, ckpt_series: str, step: int | None = None) -> None:
+    if step is not None:
+      self.steps(ckpt_series)  # Raises: it does not know them.
+    self._checkpointer.restore(ckpt_series)
+
+  def wait_for_checkpointing_to_finish(self) -> None:
+    self._checkpointer.wait_for_checkpointing_to_finish()
+
+  def close(self) -> None:
+    getattr(self._checkpointer, 'close', lambda: None)()
+
+
+def full_checkpointer(checkpointer: Any) -> base.FullCheckpointer:
+  """Returns a checkpointer with the whole interface.
+
+  Args:
+    checkpointer: any that follows `base.Checkpointer`. A subclass of ours whose
+      `restore` takes no step counts as foreign.
+  """
+  if isinstance(checkpointer, base.FullCheckpointer) and (
+    'step' in inspect.signature(checkpointer.restore).parameters
+  ):
+    return checkpointer
+  return _ForeignCheckpointer(checkpointer)
+
+
+def full_writer(writer: Any) -> writers.MetricWriter:
+  """Returns a writer with the whole interface.
+
+  Args:
+    writer: any that has `write_scalars`; None writes nothing.
+  """
+  if isinstance(writer, writers.MetricWriter):
+    return writer
+  return writers.MultiWriter([] if writer is None else [writer])
+
+
+class _ForeignAction(periodic.Action):
+  """A periodic action that has the methods of JAXline's only."""
+
+  def __init__(self, action: Any):
+    self._action = action
+    for method in ('update_time', 'skip_time', 'flush_async', 'wait_to_finish'):
+      setattr(self, method, getattr(action, method, getattr(self, method)))
+
+  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
+    self._action(t, step, scalar_outputs)
+
+
+def full_action(action: Callable[..., Any]) -> periodic.Action:
+  """Returns a periodic action with the whole interface."""
+  if isinstance(action, periodic.Action):
+    return action
+  return _ForeignAction(action)
+
+
+def construct(
+  experiment_class: Any,
+  mode: str,
+  rng: jax.Array,
+  config: config_dict.ConfigDict,
+) -> Any:
+  """Constructs the experiment of a run with `config.experiment_kwargs`.
+
+  Args:
+    experiment_class: a class or a partial of one. Its constructor gets
+      `init_rng`, which JAXline's first experiments lack, and `run_config`, the
+      config of the run, if it names them: a `**kwargs` may be passed on to a
+      constructor that does not take them.
+    mode: the experiment's mode.
+    rng: the key to initialise weights from.
+    config: the run's.
+
+  Raises:
+    errors.UsageError: the config sets a key that only a sharded step reads, and
+      the experiment does not read it.
+  """
+  parameters = inspect.signature(experiment_class).parameters
+  offered = {'init_rng': rng, 'run_config': config}
+  given = {name: x for name, x in offered.items() if name in parameters}
+  if 'init_rng' not in given:
+    logging.warning(
+      'Deprecated: %s takes no init_rng, so config.random_seed does not reach'
+      ' its initial weights. Add `init_rng` to its constructor and initialise'
+      ' from that.',
+      getattr(experiment_class, '__name__', experiment_class),
+    )
+  experiment = experiment_class(mode, **given, **config.experiment_kwargs)
+  if not getattr(experiment, 'IS_SHARDED', False):
+    _refuse_sharded_keys(experiment, config)
+  return experiment
+
+
+# Keys that only an experiment with a sharded step reads.
+_SHARDED_KEYS = (
+  'mesh',
+  'sharding',
+  'sharding_rules',
+  'gradient_accumulation_steps',
+  'compiled_program',
+)
+
+
+def _refuse_sharded_keys(
+  experiment: Any, config: config_dict.ConfigDict
+) -> None:
+  defaults = base_config.get_base_config().to_dict()
+  for key in _SHARDED_KEYS:
+    value = config[key]
+    if isinstance(value, config_dict.ConfigDict):
+      value = value.to_dict()
+    if value != defaults[key]:
+      raise errors.UsageError(
+        f'config.{key} is {value!r}, but {type(experiment).__name__} has no'
+        ' sharded step, which alone reads it. Leave it as it is in'
+        ' jaxline/base_config.py, or derive from sharded.ShardedExperiment.'
+      )
