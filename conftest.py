@@ -60,6 +60,15 @@ def pytest_configure(config: pytest.Config) -> None:
     flags.FLAGS.mark_as_parsed()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+  """Refuses a test of two tiers: `-m process` would run what is slow."""
+  tiers = {'process', 'slow'} & {mark.name for mark in item.iter_markers()}
+  if len(tiers) > 1:
+    raise pytest.UsageError(
+      f'{item.nodeid} is marked {sorted(tiers)}: keep one'
+    )
+
+
 @pytest.fixture(autouse=True, scope='session')
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
   """Keeps what is cached, such as tokens, out of the user's home."""

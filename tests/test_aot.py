@@ -494,6 +494,7 @@ def run(tmp_path, what):
   return text, [line for line in text.splitlines() if line.startswith('HASH')]
 
 
+@pytest.mark.process
 def test_another_process_runs_what_was_compiled(tmp_path):
   _, compiled = run(tmp_path, 'save')
   text, loaded = run(tmp_path, 'use')

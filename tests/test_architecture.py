@@ -1,21 +1,19 @@
-"""The rules of the house: who imports whom, and which room knows what."""
+"""The rules of the architecture: import directions, and who knows what.
+
+Each file is parsed once. Each rule is one test, whose message lists every
+violation as `file:line: what is wrong`.
+"""
 
 import ast
+from collections.abc import Iterator
+import dataclasses
+import functools
 import itertools
 import pathlib
-
-import pytest
 
 from jaxline import base_config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-LIBRARY = sorted((ROOT / 'jaxline').rglob('*.py'))
-EXAMPLES = [
-  path
-  for folder in ('examples', 'configs')
-  for path in sorted((ROOT / folder).rglob('*.py'))
-] + [ROOT / 'experiment.py']
-CONFIGS = sorted((ROOT / 'configs').glob('*.py'))
 
 LEAVES = (
   'async_lib',
@@ -31,107 +29,191 @@ LEAVES = (
   'writers',
   'xla',
 )
-# A module imports only what stands on a lower step, or within its own package
-# or, among the leaves, another leaf.
+# A module imports only from lower steps, from its own package, or, if it is a
+# leaf, from other leaves. `a.b` has a step of its own within its package.
 STEPS = (
   LEAVES,
   ('base_config',),
-  ('checkpoint', 'experiment', 'inputs', 'partitioning'),
-  ('decode', 'pipeline', 'sharded', 'train'),
+  ('checkpoint', 'inputs', 'mesh'),
+  ('compat.adapters', 'partitioning'),
+  ('experiment',),
+  ('pipeline', 'train_step'),
+  ('decode', 'sharded', 'train'),
   ('aot',),
   ('platform',),
   ('utils',),
 )
+UNITS = {name: step for step, names in enumerate(STEPS) for name in names}
+
+# What a forker reads, and how many lines it may have. The number only falls.
+CORE = (
+  'base_config',
+  'experiment',
+  'mesh',
+  'partitioning',
+  'platform',
+  'sharded',
+  'train',
+  'train_step',
+)
+CORE_LINES = 5290
 
 NEURAL_NETWORK_LIBRARIES = {'haiku', 'flax', 'equinox', 'torch', 'keras'}
 TENSORFLOW = {'tensorflow', 'tensorflow_datasets', 'seqio', 'lingvo', 'clu'}
 
 
-def room(path):
-  """Returns `checkpoint.memory` for jaxline/checkpoint/memory.py."""
-  parts = path.relative_to(ROOT / 'jaxline').with_suffix('').parts
-  return '.'.join(p for p in parts if p != '__init__')
+@dataclasses.dataclass(frozen=True)
+class Module:
+  """A parsed file.
+
+  Attributes:
+    path: relative to the repository.
+    name: `checkpoint.memory` for jaxline/checkpoint/memory.py, '' for the
+      package itself; the path of a file outside of the library.
+    source: its text.
+    tree: its syntax tree.
+    nodes: all nodes of the tree.
+  """
+
+  path: pathlib.Path
+  name: str
+  source: str
+  tree: ast.Module
+  nodes: tuple[ast.AST, ...]
+
+  def at(self, node: ast.AST, text: str) -> str:
+    return f'{self.path}:{getattr(node, "lineno", 1)}: {text}'
+
+  @functools.cached_property
+  def imports(self) -> tuple[tuple[ast.AST, str], ...]:
+    """Each import, also inside functions, with the module's full name."""
+    return tuple(
+      (node, name) for node in self.nodes for name in imported_by(node)
+    )
 
 
-def tree_of(path):
-  return ast.parse(path.read_text(encoding='utf-8'), str(path))
+@functools.cache
+def parsed(path: pathlib.Path) -> Module:
+  relative = path.relative_to(ROOT)
+  name = str(relative)
+  if relative.parts[0] == 'jaxline':
+    parts = relative.with_suffix('').parts[1:]
+    name = '.'.join(part for part in parts if part != '__init__')
+  source = path.read_text(encoding='utf-8')
+  tree = ast.parse(source, str(relative))
+  return Module(relative, name, source, tree, tuple(ast.walk(tree)))
 
 
-def imports(path, top_level_only=False):
-  """Yields each imported module's full name, from inside functions as well."""
-  tree = tree_of(path)
-  for node in tree.body if top_level_only else ast.walk(tree):
-    if isinstance(node, ast.Import):
-      for alias in node.names:
-        yield alias.name
-    elif isinstance(node, ast.ImportFrom):
-      assert node.level == 0, f'{path}: a relative import'
-      for alias in node.names:
-        # `from a import b` may import the module a.b: see `is_module`.
-        name = f'{node.module}.{alias.name}'
-        yield name if is_module(name) else node.module
+def all_in(*folders: str) -> list[Module]:
+  return [
+    parsed(path)
+    for folder in folders
+    for path in sorted((ROOT / folder).rglob('*.py'))
+  ]
 
 
-def is_module(name):
+LIBRARY = all_in('jaxline')
+EXAMPLES = [*all_in('examples', 'configs'), parsed(ROOT / 'experiment.py')]
+
+
+@functools.cache
+def is_module(name: str) -> bool:
   path = ROOT.joinpath(*name.split('.'))
   return path.with_suffix('.py').exists() or (path / '__init__.py').exists()
 
 
-def library_imports(path):
-  for name in imports(path):
+def imported_by(node: ast.AST) -> Iterator[str]:
+  """Yields the full names of the modules that a statement imports."""
+  if isinstance(node, ast.Import):
+    for alias in node.names:
+      yield alias.name
+  elif isinstance(node, ast.ImportFrom) and node.level:
+    yield '.'  # Relative: refused below.
+  elif isinstance(node, ast.ImportFrom):
+    for alias in node.names:
+      # `from a import b` may import the module a.b.
+      name = f'{node.module}.{alias.name}'
+      yield name if is_module(name) else node.module
+
+
+def library_imports(module: Module) -> Iterator[tuple[ast.AST, str]]:
+  for node, name in module.imports:
     if name.startswith('jaxline.'):
-      yield name.removeprefix('jaxline.')
+      yield node, name.removeprefix('jaxline.')
 
 
-def step_of(name):
-  package = name.split('.')[0]
-  for step, names in enumerate(STEPS):
-    if package in names:
-      return step
-  raise AssertionError(f'jaxline/{name} stands on no step: add it to STEPS.')
+def unit_of(name: str) -> str:
+  """Returns what a module belongs to in `STEPS`."""
+  return name if name in UNITS else name.split('.')[0]
 
 
-def name_of(node):
+def name_of(node: ast.AST) -> str:
   """Returns the last name of an expression: `config` for `self.config`."""
   if isinstance(node, ast.Attribute):
     return node.attr
   return node.id if isinstance(node, ast.Name) else ''
 
 
-by_path = pytest.mark.parametrize(
-  'path', LIBRARY, ids=lambda p: room(p) or 'jaxline'
-)
+def refuse(violations) -> None:
+  """Fails with a list of all violations, if there are any."""
+  found = list(violations)
+  assert not found, '\n'.join(['', *found])
 
 
 # Imports.
 
 
-@by_path
-def test_imports_go_down(path):
-  name = room(path)
-  if not name:
-    assert list(imports(path)) == []
-    return
-  for imported in library_imports(path):
-    same_package = imported.split('.')[0] == name.split('.')[0]
-    both_leaves = {name.split('.')[0], imported.split('.')[0]} <= {*LEAVES}
-    # A program stands above everything.
-    is_program = name.endswith('.__main__')
-    assert (
-      same_package
-      or both_leaves
-      or is_program
-      or step_of(imported) < step_of(name)
-    ), f'jaxline.{name} imports jaxline.{imported}'
+def test_no_import_is_relative():
+  refuse(
+    module.at(node, 'a relative import')
+    for module in LIBRARY + EXAMPLES
+    for node, name in module.imports
+    if name == '.'
+  )
 
 
-@by_path
-def test_nobody_imports_a_program(path):
-  assert not [n for n in library_imports(path) if n.endswith('__main__')]
+def test_every_module_has_its_step():
+  refuse(
+    f'{module.path}:1: add {unit_of(module.name)!r} to STEPS'
+    for module in LIBRARY
+    if module.name and unit_of(module.name) not in UNITS
+  )
+
+
+def test_imports_go_down():
+  def step(unit):
+    return UNITS.get(unit, len(STEPS))
+
+  def goes_down(name, imported):
+    a, b = unit_of(name), unit_of(imported)
+    is_program = name.endswith('.__main__')  # Stands above everything.
+    both_leaves = a in LEAVES and b in LEAVES
+    return a == b or is_program or both_leaves or step(b) < step(a)
+
+  refuse(
+    module.at(node, f'jaxline.{module.name} imports jaxline.{imported}')
+    for module in LIBRARY
+    for node, imported in library_imports(module)
+    if not module.name or not goes_down(module.name, imported)
+  )
+
+
+def test_the_package_itself_imports_nothing():
+  (package,) = (module for module in LIBRARY if not module.name)
+  assert package.imports == ()
+
+
+def test_nobody_imports_a_program():
+  refuse(
+    module.at(node, f'imports the program {name}')
+    for module in LIBRARY
+    for node, name in library_imports(module)
+    if name.endswith('__main__')
+  )
 
 
 def test_no_module_imports_itself_through_others():
-  graph = {room(p): set(library_imports(p)) for p in LIBRARY}
+  graph = {m.name: {name for _, name in library_imports(m)} for m in LIBRARY}
 
   def visit(name, above):
     assert name not in above, ' -> '.join([*above, name])
@@ -142,87 +224,125 @@ def test_no_module_imports_itself_through_others():
     visit(name, [])
 
 
-@by_path
-def test_the_library_is_neutral(path):
-  packages = {name.split('.')[0] for name in imports(path)}
-  assert not packages & {'examples', 'configs', 'tests', 'benchmarks'}
-  assert not packages & NEURAL_NETWORK_LIBRARIES
-  top_level = {n.split('.')[0] for n in imports(path, top_level_only=True)}
-  assert not top_level & TENSORFLOW
-  if not room(path).startswith('inputs'):
-    assert not packages & TENSORFLOW
+def test_the_library_is_neutral():
+  """No neural-network library; TensorFlow only where it is used."""
+  ours = {'examples', 'configs', 'tests', 'benchmarks'}
+
+  def is_refused(module, node, package):
+    if package in ours | NEURAL_NETWORK_LIBRARIES:
+      return True
+    if package not in TENSORFLOW:
+      return False
+    return node in module.tree.body or not module.name.startswith('inputs')
+
+  refuse(
+    module.at(node, f'imports {name}')
+    for module in LIBRARY
+    for node, name in module.imports
+    if is_refused(module, node, name.split('.')[0])
+  )
 
 
 def test_examples_do_not_import_each_other():
   # Modules directly in examples/ are for all of them.
-  shared = {(path.stem,) for path in (ROOT / 'examples').glob('*.py')}
-  for path in EXAMPLES:
-    own = path.relative_to(ROOT).parts[1:2]
+  shared = {path.stem for path in (ROOT / 'examples').glob('*.py')}
+
+  def others(module):
+    own = module.path.parts[1:2]
     used = {
-      (name.split('.')[1],)
-      for name in imports(path)
+      name.split('.')[1]
+      for _, name in module.imports
       if name.startswith('examples.')
     }
-    others = used - shared - {own}
+    return sorted(used - shared - {*own})
+
+  refuse(
+    f'{module.path}:1: imports {others(module)}'
+    for module in EXAMPLES
     # A config may ask the one example that it configures for its numbers.
-    allowed = 1 if path.parent.name == 'configs' else 0
-    assert len(others) <= allowed, f'{path} imports {sorted(others)}'
+    if len(others(module)) > (module.path.parts[0] == 'configs')
+  )
 
 
-# Which room knows what.
+# The size of the core.
 
 
-# Lets Grain, which has flags of its own, do without their having been parsed.
+def test_the_core_does_not_grow():
+  lines = {
+    module.name: module.source.count('\n')
+    for module in LIBRARY
+    if module.name in CORE
+  }
+  total = sum(lines.values())
+  assert total <= CORE_LINES, (
+    f'The core has {total} lines; CORE_LINES is {CORE_LINES}. Delete a '
+    f'mechanism, or move one to a package that nobody has to read: {lines}'
+  )
+
+
+# Who knows what.
+
+
+# Marks absl's flags as parsed for Grain, which has flags of its own.
 MARKS_FLAGS = 'inputs.indexed'
 
 
-@by_path
-def test_only_the_platform_reads_flags(path):
-  if room(path) == 'platform':
-    return
-  if room(path) == MARKS_FLAGS:
-    used = {
-      node.attr
-      for node in ast.walk(tree_of(path))
-      if isinstance(node, ast.Attribute) and name_of(node.value) == 'FLAGS'
-    }
-    assert used == {'is_parsed', 'mark_as_parsed'}
-    return
-  for name in imports(path):
-    assert name not in ('absl.flags', 'absl.app'), path
-    assert not name.endswith('config_flags'), path
-  for node in ast.walk(tree_of(path)):
+def test_only_the_platform_reads_flags():
+  def violations(module):
+    for node, name in module.imports:
+      if name in ('absl.flags', 'absl.app') or name.endswith('config_flags'):
+        yield module.at(node, f'imports {name}')
+    for node in module.nodes:
+      if isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+          if alias.name in ('flags', 'app', 'config_flags'):
+            yield module.at(node, f'imports {alias.name}')
+      # `flags` itself may be a name of other things, such as XLA's.
+      elif name_of(node) in ('FLAGS', 'config_flags'):
+        yield module.at(node, name_of(node))
+
+  refuse(
+    text
+    for module in LIBRARY
+    if module.name not in ('platform', MARKS_FLAGS)
+    for text in violations(module)
+  )
+  (module,) = (module for module in LIBRARY if module.name == MARKS_FLAGS)
+  used = {
+    node.attr
+    for node in module.nodes
+    if isinstance(node, ast.Attribute) and name_of(node.value) == 'FLAGS'
+  }
+  assert used == {'is_parsed', 'mark_as_parsed'}
+
+
+# Besides partitioning, `devices` lays out the local devices of the per-device
+# style, and `op_by_op` runs programs over whatever mesh they have.
+KNOW_THE_MESH = ('mesh', 'partitioning', 'compat.devices', 'compat.op_by_op')
+
+
+def test_only_partitioning_knows_the_mesh():
+  known = {'Mesh', 'NamedSharding', 'PartitionSpec', 'jax.make_mesh'}
+
+  def names_in(node):
     if isinstance(node, ast.ImportFrom):
-      names = {alias.name for alias in node.names}
-      assert not names & {'flags', 'app', 'config_flags'}, path
-    # `flags` itself may be a name of other things, such as XLA's.
-    assert name_of(node) not in ('FLAGS', 'config_flags'), path
+      return {alias.name for alias in node.names}
+    if isinstance(node, ast.Attribute) and node.attr == 'make_mesh':
+      return {f'{name_of(node.value)}.make_mesh'}
+    return {name_of(node)}
 
-
-# Besides it, one lays out the row of local devices of the per-device style, and
-# one runs, op by op, programs over whatever mesh they have.
-MESH_ROOMS = ('partitioning', 'compat.devices', 'compat.op_by_op')
-
-
-@pytest.mark.parametrize('path', LIBRARY + EXAMPLES, ids=lambda p: p.stem)
-def test_only_partitioning_knows_the_mesh(path):
-  if path in LIBRARY and room(path) in MESH_ROOMS:
-    return
-  known = {'Mesh', 'NamedSharding', 'PartitionSpec'}
-  for node in ast.walk(tree_of(path)):
-    names = {name_of(node)}
-    if isinstance(node, ast.ImportFrom):
-      names = {alias.name for alias in node.names}
-    elif isinstance(node, ast.Attribute) and node.attr == 'make_mesh':
-      names.add(f'{name_of(node.value)}.make_mesh')
-    assert not names & {*known, 'jax.make_mesh'}, (
-      f'{path}:{getattr(node, "lineno", "")}: {names}'
-    )
+  refuse(
+    module.at(node, f'{sorted(names_in(node) & known)}')
+    for module in LIBRARY + EXAMPLES
+    if module.name not in KNOW_THE_MESH
+    for node in module.nodes
+    if names_in(node) & known
+  )
 
 
 def test_utils_only_hands_on():
-  tree = tree_of(ROOT / 'jaxline' / 'utils.py')
-  docstring, *body = tree.body
+  (utils,) = (module for module in LIBRARY if module.name == 'utils')
+  docstring, *body = utils.tree.body
   assert isinstance(docstring, ast.Expr)
   for node in body:
     if isinstance(node, ast.FunctionDef):
@@ -235,9 +355,9 @@ def test_utils_only_hands_on():
 
 def test_there_is_one_training_loop():
   loops = [
-    f'{path.relative_to(ROOT)}'
-    for path in LIBRARY + EXAMPLES
-    for node in ast.walk(tree_of(path))
+    str(module.path)
+    for module in LIBRARY + EXAMPLES
+    for node in module.nodes
     if isinstance(node, ast.While)
     and any(name_of(n) == 'should_run_step' for n in ast.walk(node.test))
   ]
@@ -247,30 +367,29 @@ def test_there_is_one_training_loop():
 # Configs.
 
 
-@pytest.mark.parametrize('path', LIBRARY + EXAMPLES, ids=lambda p: p.stem)
-def test_configs_have_no_second_place_for_defaults(path):
-  for node in ast.walk(tree_of(path)):
-    if (
-      isinstance(node, ast.Call)
-      and name_of(node.func) in ('get', 'setdefault')
-      and isinstance(node.func, ast.Attribute)
-    ):
-      owner = name_of(node.func.value).strip('_')
-      is_config = owner in ('config', 'cfg', 'experiment_kwargs', 'settings')
-      assert not is_config, f'{path}:{node.lineno}: declare the key in a config'
+def test_configs_have_no_second_place_for_defaults():
+  owners = ('config', 'cfg', 'experiment_kwargs', 'settings')
+  refuse(
+    module.at(node, 'declare the key in a config')
+    for module in LIBRARY + EXAMPLES
+    for node in module.nodes
+    if isinstance(node, ast.Call)
+    and isinstance(node.func, ast.Attribute)
+    and node.func.attr in ('get', 'setdefault')
+    and name_of(node.func.value).strip('_') in owners
+  )
 
 
 def test_every_base_config_key_is_read():
-  read = set()
-  for path in LIBRARY:
-    if room(path) == 'base_config':
-      continue
-    for node in ast.walk(tree_of(path)):
-      is_read = isinstance(node, ast.Attribute) and isinstance(
-        node.ctx, ast.Load
-      )
-      if is_read and name_of(node.value).strip('_') == 'config':
-        read.add(node.attr)
+  read = {
+    node.attr
+    for module in LIBRARY
+    if module.name != 'base_config'
+    for node in module.nodes
+    if isinstance(node, ast.Attribute)
+    and isinstance(node.ctx, ast.Load)
+    and name_of(node.value).strip('_') == 'config'
+  }
   assert set(base_config.get_base_config()) <= read
 
 
@@ -281,6 +400,7 @@ def test_every_base_config_key_says_why():
 
 
 ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
+STATEMENTS = (*ASSIGNMENTS, ast.Import, ast.ImportFrom, ast.FunctionDef)
 LOGIC = (
   ast.BoolOp,
   ast.Compare,
@@ -293,39 +413,46 @@ LOGIC = (
 )
 
 
-def is_guard(node):
+def is_guard(node: ast.AST) -> bool:
   """Whether it only refuses an argument."""
   if not isinstance(node, ast.If) or node.orelse:
     return False
   return [type(inner) for inner in node.body] == [ast.Raise]
 
 
-@pytest.mark.parametrize('path', CONFIGS, ids=lambda p: p.stem)
-def test_a_config_is_numbers_and_their_reasons(path):
-  tree = tree_of(path)
-  docstring = ast.get_docstring(tree)
-  assert docstring is not None
-  for text in (f'--config=configs/{path.name}', 'Expected: '):
-    assert text in docstring, f'{path}: its docstring has no {text!r}'
-  functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
-  assert [f.name for f in functions] == ['get_config']
-  body = [node for node in functions[0].body if not is_guard(node)]
-  for node in [*tree.body, *body]:
-    assert isinstance(
-      node, (*ASSIGNMENTS, ast.Import, ast.ImportFrom, ast.FunctionDef)
-    ), f'{path}:{node.lineno}: no logic in a config'
-  for node in itertools.chain.from_iterable(map(ast.walk, body)):
-    assert not isinstance(node, LOGIC), f'{path}:{node.lineno}: no logic'
+def test_a_config_is_numbers_and_their_reasons():
+  def violations(module):
+    docstring = ast.get_docstring(module.tree) or ''
+    for text in (f'--config={module.path}', 'Expected: '):
+      if text not in docstring:
+        yield f'{module.path}:1: its docstring has no {text!r}'
+    functions = [n for n in module.tree.body if isinstance(n, ast.FunctionDef)]
+    if [f.name for f in functions] != ['get_config']:
+      yield f'{module.path}:1: define get_config and no other function'
+    body = [n for f in functions for n in f.body if not is_guard(n)]
+    for node in [*module.tree.body, *body]:
+      if not isinstance(node, STATEMENTS):
+        yield module.at(node, f'no logic in a config: {type(node).__name__}')
+    for node in itertools.chain.from_iterable(map(ast.walk, body)):
+      if isinstance(node, LOGIC):
+        yield module.at(node, f'no logic in a config: {type(node).__name__}')
+
+  configs = [m for m in EXAMPLES if m.path.parent == pathlib.Path('configs')]
+  assert configs
+  refuse(text for module in configs for text in violations(module))
 
 
 # Text.
 
 
-@by_path
-def test_every_module_says_what_it_is(path):
-  tree = tree_of(path)
-  assert ast.get_docstring(tree), path
-  public = (ast.FunctionDef, ast.ClassDef)
-  for node in tree.body:
-    if isinstance(node, public) and not node.name.startswith('_'):
-      assert ast.get_docstring(node), f'{path}:{node.lineno} {node.name}'
+def test_every_module_says_what_it_is():
+  def violations(module):
+    if not ast.get_docstring(module.tree):
+      yield f'{module.path}:1: no docstring'
+    for node in module.tree.body:
+      if isinstance(node, ast.FunctionDef | ast.ClassDef) and (
+        not node.name.startswith('_') and not ast.get_docstring(node)
+      ):
+        yield module.at(node, f'{node.name} has no docstring')
+
+  refuse(text for module in LIBRARY for text in violations(module))

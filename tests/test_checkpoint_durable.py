@@ -1923,6 +1923,7 @@ def digest(style: str, live: Any, state: Any) -> str:
   return sha.hexdigest()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize('n', [1, 4])
 def test_bits_on_another_number_of_devices(n, kept, run, tmp_path):
   save(run(), weights(3))

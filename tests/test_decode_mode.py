@@ -470,6 +470,7 @@ def assert_as_expected(lines, expected):
       assert found['score'] == pytest.approx(here['score'], rel=1e-4)
 
 
+@pytest.mark.process
 def test_a_language_model_is_trained_here_and_decoded_elsewhere(
   tmp_path, language_model
 ):

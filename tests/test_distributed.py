@@ -401,6 +401,7 @@ def address():
   return f'localhost:{port}'
 
 
+@pytest.mark.process
 def test_two_processes_meet(address):
   for code, out, err in run(
     MEET + SUM, *((address, 2, process, 60) for process in range(2))
@@ -438,6 +439,7 @@ def test_the_port_is_taken(env, bind):
   assert 'Is a process of an earlier' in str(e.value)
 
 
+@pytest.mark.process
 def test_the_others_do_not_come(address):
   ((code, _, err),) = run(MEET, (address, 2, 0, 1))
   assert code == 1, err
@@ -445,6 +447,7 @@ def test_the_others_do_not_come(address):
   assert 'Check that 2 processes were started' in err
 
 
+@pytest.mark.process
 def test_one_is_not_expected(address):
   """Process 0 expects two, and the last of three comes."""
   with started(MEET, address, 2, 0, 100):

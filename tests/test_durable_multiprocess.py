@@ -254,6 +254,7 @@ def undisturbed(folder):
 # --- Snapshots that the program has put in ------------------------------------
 
 
+@pytest.mark.process
 def test_each_process_begins_from_its_own_snapshot(folder, monkeypatch):
   directory = folder / 'snapshots'
   args = '--config.train_checkpoint_all_hosts=True'
@@ -280,6 +281,7 @@ def test_each_process_begins_from_its_own_snapshot(folder, monkeypatch):
 # --- Kills -------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_kills_lose_nothing(undisturbed, folder):
   results, directory = undisturbed
   a, b = (r.the('trained') for r in results)
@@ -347,6 +349,7 @@ def left_and_gone_on(directory, style, fault, codes):
   return gone_on, args, step
 
 
+@pytest.mark.process
 def test_a_signal_to_one_saves_the_same_step_on_both(folder):
   left_and_gone_on(folder / 'term', 'sharded', '1:step:3:term', [75, 75])
 
@@ -416,6 +419,7 @@ def test_each_process_keeps_its_own(folder):
 SHARED_POSITION = '--config.experiment_kwargs.config.own_position=False'
 
 
+@pytest.mark.process
 def test_another_number_of_processes(undisturbed, folder):
   _, directory = undisturbed
   (result,) = run(directory, processes=1, devices=2, steps=12, codes=None)
@@ -607,6 +611,7 @@ def test_checksums_do_not_count_those_in_the_making(tmp_path):
 # --- What is refused ---------------------------------------------------------
 
 
+@pytest.mark.process
 def test_a_directory_that_is_not_shared(folder):
   a, b = folder / 'mine', folder / 'yours'
   results = run(a, directories=[a, b], codes=2)

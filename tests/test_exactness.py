@@ -237,6 +237,7 @@ def seen(tmp_path_factory):
   return run(tmp_path_factory.mktemp('exact'), CASES, 'wide')
 
 
+@pytest.mark.process
 @pytest.mark.timeout(300)  # The first one runs all: a minute on two cores.
 @pytest.mark.parametrize('name', CASES)
 def test_every_way_is_the_same(name, seen):

@@ -351,6 +351,7 @@ def interrupt_at_random(run_dir, seed, signum, faults=None):
   return done, codes
 
 
+@pytest.mark.process
 @pytest.mark.timeout(400)
 def test_killed_at_any_instant(tmp_path, undisturbed):
   done, codes = interrupt_at_random(tmp_path, 0, signal.SIGKILL)
@@ -406,6 +407,7 @@ def test_killed_with_workers_and_a_rolling_evaluation(tmp_path, monkeypatch):
   assert len({r['loss'] for r in curve}) == len(curve)
 
 
+@pytest.mark.process
 def test_what_a_checkpoint_says_was_done_is_logged(tmp_path, start):
   run = start(tmp_path, faults={'write_secs': 0.1})
   assert run.wait_for('Saved .*/latest/6')
@@ -414,6 +416,7 @@ def test_what_a_checkpoint_says_was_done_is_logged(tmp_path, start):
   assert steps[: newest(tmp_path)] == list(range(1, newest(tmp_path) + 1))
 
 
+@pytest.mark.process
 def test_killed_behind_the_first_evaluation(tmp_path, start):
   args = '--config.eval_initial_weights=True', '--config.training_steps=6'
   run = start(tmp_path, *args, faults={'hang_at': 1})
@@ -506,13 +509,13 @@ def check_followed(run_dir, undisturbed):
   assert [r for r in evaluated if r in both] == both
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_evaluation_of_a_run_that_is_killed(tmp_path, undisturbed, start):
   follow(tmp_path, start, 0, 3)
   check_followed(tmp_path, undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_training_and_evaluation_in_two_threads(tmp_path, undisturbed, start):
   mode = 'train_eval_multithreaded'
   for signum, code in ((signal.SIGKILL, -9), (signal.SIGTERM, 75)):
@@ -537,6 +540,7 @@ def test_evaluation_of_a_run_killed_often(tmp_path, undisturbed, start, seed):
 # SIGTERM and Ctrl-C.
 
 
+@pytest.mark.process
 def test_sigterm_everywhere(tmp_path, undisturbed, start):
   begins = {
     'experiment init starting': lambda run, what: run.wait_for(what),
@@ -572,6 +576,7 @@ def test_sigterm_before_python_listens(tmp_path, start):
   assert newest(tmp_path) is None
 
 
+@pytest.mark.process
 def test_sigterm_to_evaluation(stopped, start):
   for what in ('evaluation of .* starting', 'Waiting for a checkpoint'):
     run = start(stopped, mode='eval_one')
@@ -582,6 +587,7 @@ def test_sigterm_to_evaluation(stopped, start):
   assert steps == list(range(3, STOPPED_AT, SAVE_EVERY))
 
 
+@pytest.mark.process
 def test_ctrl_c_saves_and_a_second_one_leaves(tmp_path, undisturbed, start):
   run = start(tmp_path, faults={'step_secs': 0.03})
   assert run.wait_for(r'\] step 7 \|')
@@ -605,6 +611,7 @@ def test_ctrl_c_saves_and_a_second_one_leaves(tmp_path, undisturbed, start):
 # The disk.
 
 
+@pytest.mark.process
 def test_full_disk(small_disk, undisturbed, start):
   folder, remount = small_disk
   run_dir = folder / 'run'
@@ -632,6 +639,7 @@ def test_full_disk(small_disk, undisturbed, start):
   assert left_by(run_dir) == undisturbed
 
 
+@pytest.mark.process
 def test_a_quota(tmp_path, undisturbed, start):
   run = start(tmp_path, faults={'step_secs': 0.03})
   assert run.wait_for('Saved .*/latest/9')
@@ -666,6 +674,7 @@ def test_a_disk_that_cannot_be_written(small_disk, start):
   check_refused(start, folder / 'run')
 
 
+@pytest.mark.process
 def test_the_directory_vanishes(tmp_path, start):
   run_dir = tmp_path / 'run'
   run = start(run_dir, faults={'step_secs': 0.02})
@@ -677,6 +686,7 @@ def test_the_directory_vanishes(tmp_path, start):
   assert 'deleted while a writer had it open' in run.log
 
 
+@pytest.mark.process
 @pytest.mark.parametrize('removed', ['checkpoints', 'checkpoints/claims'])
 def test_a_second_run_cannot_stay_unnoticed(tmp_path, start, removed):
   first = start(tmp_path, faults={'step_secs': 0.02})
@@ -709,6 +719,7 @@ def array_file(checkpoint):
   return max(found, key=lambda path: path.stat().st_size)
 
 
+@pytest.mark.process
 def test_damaged_checkpoints_are_set_aside(stopped, undisturbed):
   latest = stopped / 'checkpoints' / 'latest'
   damages = {
@@ -731,6 +742,7 @@ def test_damaged_checkpoints_are_set_aside(stopped, undisturbed):
   assert left_by(stopped) == undisturbed
 
 
+@pytest.mark.process
 def test_the_note_of_what_is_evaluated_is_damaged(stopped, undisturbed):
   noted = stopped / 'checkpoints' / 'evaluated' / 'eval.json'
   flip(noted, 0.3)
@@ -739,6 +751,7 @@ def test_the_note_of_what_is_evaluated_is_damaged(stopped, undisturbed):
   assert left_by(stopped) == undisturbed
 
 
+@pytest.mark.process
 def test_where_all_are_damaged_nothing_begins_anew(stopped, start):
   latest = stopped / 'checkpoints' / 'latest'
   for step in files.steps(latest):
@@ -752,6 +765,7 @@ def test_where_all_are_damaged_nothing_begins_anew(stopped, start):
   assert len(list(kept.iterdir())) == 8
 
 
+@pytest.mark.process
 def test_damaged_logs(stopped, undisturbed):
   (events,) = (stopped / 'train').glob('events*')
   flip(events)
@@ -784,6 +798,7 @@ def test_damaged_logs(stopped, undisturbed):
 # The program.
 
 
+@pytest.mark.process
 def test_what_ends_in_an_error_goes_on(stopped, undisturbed, start):
   ends = [
     # What fails; exit code; what is said; the newest checkpoint then.
@@ -806,6 +821,7 @@ def test_what_ends_in_an_error_goes_on(stopped, undisturbed, start):
   assert left_by(stopped) == undisturbed
 
 
+@pytest.mark.process
 def test_the_clock_jumps_back(stopped, undisturbed):
   hour = 3600
   finished(
@@ -815,6 +831,7 @@ def test_the_clock_jumps_back(stopped, undisturbed):
   assert left_by(stopped) == undisturbed
 
 
+@pytest.mark.process
 def test_two_runs_on_one_directory(tmp_path, start):
   first = start(tmp_path, faults={'hang_at': 7})
   assert first.wait_for('Saved .*/latest/6')
@@ -828,6 +845,7 @@ def test_two_runs_on_one_directory(tmp_path, start):
   assert f'Restored {tmp_path}/checkpoints/latest/6.' in third.log
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
   ('args', 'faults', 'code', 'said'),
   [
@@ -863,6 +881,7 @@ def test_another_run_is_refused(stopped, start, args, faults, code, said):
   assert newest(stopped) == 24
 
 
+@pytest.mark.process
 def test_another_mesh(stopped, undisturbed):
   finished(stopped, '--config.experiment_kwargs.sharding=fsdp', num_devices=2)
   for mode in ('train', 'eval'):

@@ -468,6 +468,7 @@ def test_where():
 # Workers: each takes seconds to start.
 
 
+@pytest.mark.process
 def test_workers_give_the_same_batches_and_end_with_the_input():
   fields = {'batch_size': 4, 'size': 22, 'shuffle': True, **ONE_EPOCH}
   expected = [batch.x.tolist() for batch in Numbers(**fields)]
@@ -492,6 +493,7 @@ def test_workers_give_the_same_batches_and_end_with_the_input():
   assert [batch.x.tolist() for batch in other] == expected[1:]
 
 
+@pytest.mark.process
 def test_an_error_in_a_worker_comes_up_and_loses_nothing():
   source = Numbers(batch_size=4, num_workers=1)
   for fail, kind, message in (
@@ -512,6 +514,7 @@ def test_an_error_in_a_worker_comes_up_and_loses_nothing():
   source.close()
 
 
+@pytest.mark.process
 def test_closing_does_not_wait_for_ever_for_a_worker(monkeypatch):
   monkeypatch.setattr(indexed, '_MAX_CLOSE_SECS', 1)
   source = Numbers(batch_size=4, fail='stall', num_workers=1)
@@ -523,6 +526,7 @@ def test_closing_does_not_wait_for_ever_for_a_worker(monkeypatch):
   worker.join()
 
 
+@pytest.mark.process
 def test_a_killed_worker_is_an_error_and_no_hang():
   source = Numbers(batch_size=4, num_workers=2)
   take(source, 1)
@@ -571,6 +575,7 @@ def wait_until_gone(pids):
     time.sleep(0.05)
 
 
+@pytest.mark.process
 def test_workers_do_not_outlive_a_killed_parent():
   with start('run') as process:
     assert process.stdout.readline() == 'starting\n'
@@ -580,6 +585,7 @@ def test_workers_do_not_outlive_a_killed_parent():
     wait_until_gone(pids)
 
 
+@pytest.mark.process
 def test_workers_serve_a_parent_that_finishes_after_signals_to_all():
   with start('finish') as process:
     assert process.stdout.readline() == 'starting\n'

@@ -7,6 +7,8 @@ import pytest
 
 from tests import test_durable_multiprocess as multi
 
+pytestmark = pytest.mark.process
+
 SEEN = ('order', 'squares', 'number', 'rows')
 
 

@@ -674,6 +674,7 @@ def test_command_on_evaluation(folder):
   assert 'begins anew with each evaluation' in result.stdout
 
 
+@pytest.mark.process
 @pytest.mark.parametrize('split', ['train', 'eval'])
 def test_command_on_the_language_model(split):
   result = command(
@@ -778,6 +779,7 @@ def test_wrong_usage_as_a_process(folder):
   assert '--config.key=value' in result.stdout
 
 
+@pytest.mark.process
 def test_more_devices_than_there_are(folder):
   args = ('-n0', '--config.experiment_kwargs.mesh.data=4')
   result = shown(folder, *args)

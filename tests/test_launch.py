@@ -307,6 +307,7 @@ with preemption.Watch() as watch, watch.training():
 """
 
 
+@pytest.mark.process
 def test_a_run_leaves_in_order():
   with started(*py(WATCH)) as process:
     for _ in range(2):

@@ -118,6 +118,7 @@ def slurm(tmp_path):
   return start
 
 
+@pytest.mark.process
 def test_slurm_processes_meet(slurm):
   run = '--config.checkpoint_dir=/a/b c'
   with slurm(MEET, '--config=x.py', run, SLURM_CPUS_PER_TASK='6') as job:

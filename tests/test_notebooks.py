@@ -97,7 +97,18 @@ def execute(notebook, folder):
   notebook.metadata.language_info = {'name': 'python'}
 
 
-@by_notebook
+# The longest is left to the second tier.
+@pytest.mark.parametrize(
+  'path',
+  [
+    pytest.param(
+      path,
+      id=path.stem,
+      marks=pytest.mark.process if path.stem.startswith('life_') else (),
+    )
+    for path in NOTEBOOKS
+  ],
+)
 def test_runs(path, tmp_path, monkeypatch):
   monkeypatch.setenv('PYTHONPATH', str(ROOT))
   # Most of the time would go into LLVM.

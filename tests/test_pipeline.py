@@ -294,6 +294,7 @@ print(json.dumps(out))
 """
 
 
+@pytest.mark.process
 def test_on_eight_devices_rows_go_to_the_next_stage_and_nothing_else():
   environment = os.environ | {
     'XLA_FLAGS': '--xla_force_host_platform_device_count=8',

@@ -184,6 +184,7 @@ def test_failing_input(tmp_path):
   assert list(records(tmp_path, 'train')) == [1, 2, 3, 4]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize('style', STYLES)
 @pytest.mark.parametrize('place', ['step', 'evaluate'])
 def test_failure_of_either_thread_ends_the_run(tmp_path, style, place):
@@ -204,6 +205,7 @@ def test_failure_of_either_thread_ends_the_run(tmp_path, style, place):
   assert f'raised in the {half} thread' in result.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
   ('form', 'place', 'mode', 'style', 'raised', 'code'),
   [
@@ -232,6 +234,7 @@ def test_an_exit_of_the_experiment_is_no_end_of_the_run(
   assert f'raised SystemExit({shown}), which does not end a' in result.stderr
 
 
+@pytest.mark.process
 def test_an_exit_in_an_asynchronous_action_is_no_end_of_the_run(tmp_path):
   program = f"""
 import sys
@@ -250,6 +253,7 @@ platform.main(toy.Sharded, sys.argv[1:])
   assert 'raised SystemExit(0)' in result.stderr
 
 
+@pytest.mark.process
 def test_a_blocked_evaluation_is_noticed_while_training_goes_on(tmp_path):
   result = run(
     tmp_path,
@@ -386,6 +390,7 @@ def test_other_errors_of_a_group_are_no_full_disk(tmp_path):
   assert full_disk(elsewhere, config) is None
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
   ('signum', 'other', 'code'),
   [(signal.SIGINT, signal.SIGTERM, 75), (signal.SIGTERM, signal.SIGINT, 130)],
@@ -437,6 +442,7 @@ def test_directory_that_cannot_be_written(tmp_path):
   assert str(tmp_path / 'file') in result.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize('mode', ['train', 'train_eval_multithreaded'])
 def test_post_mortem_stops_at_the_raising_frame(tmp_path, mode):
   controller, terminal = pty.openpty()
@@ -478,6 +484,7 @@ def test_post_mortem_stops_at_the_raising_frame(tmp_path, mode):
   assert b'Failure: step at 0' in stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize('style', STYLES)
 def test_disable_pmap_jit_shows_values(tmp_path, style):
   shown = '--config.experiment_kwargs.config.show_values=True'
@@ -857,6 +864,7 @@ def test_overrides_on_the_command_line(overrides, expected):
     assert config[key] == value
 
 
+@pytest.mark.process
 def test_programs_are_compiled_kept_and_taken(tmp_path):
   result = succeeded(run(tmp_path, mode='compile'))
   (path,) = (tmp_path / 'compile').glob('*.json')
@@ -1004,6 +1012,7 @@ platform.main(toy.PerDevice, sys.argv[1:])
   )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
   ('signum', 'code', 'secs'),
   [
@@ -1027,6 +1036,7 @@ def test_a_signal_in_the_first_seconds_is_heard(tmp_path, signum, code, secs):
   assert 'training loop starting' not in stderr or process.returncode == code
 
 
+@pytest.mark.process
 @pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM'])
 def test_a_signal_that_python_drops_during_start_up_is_heard(tmp_path, name):
   # A config is a program: this one is hit in `__del__`, as JAX may be in a

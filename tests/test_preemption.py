@@ -195,6 +195,7 @@ with preemption.Watch() as watch, watch.training():
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize('code', [HANGS_IN_C, COMPILES])
 def test_a_second_interrupt_leaves_even_a_call_into_c(start, code):
   program = start(code)
@@ -337,6 +338,7 @@ with preemption.Watch():
   assert err.count(AGAIN) == (signum == signal.SIGINT)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
   ('signum', 'code'), [(signal.SIGTERM, 75), (signal.SIGINT, 130)]
 )
@@ -635,6 +637,7 @@ def start_hosts(start, num_processes, mode):
   ]
 
 
+@pytest.mark.process
 def test_hosts_leave_after_the_same_step(start):
   hosts = start_hosts(start, 2, 'train')
   for host in hosts:
@@ -648,6 +651,7 @@ def test_hosts_leave_after_the_same_step(start):
   assert still == 'True'
 
 
+@pytest.mark.process
 def test_an_interrupt_during_start_up_of_one_host_is_for_all(start):
   hosts = start_hosts(start, 2, 'wait')
   for host in hosts:

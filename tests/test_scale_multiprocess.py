@@ -152,6 +152,7 @@ def four(alone):
   return [seen[i] for i in range(4)]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize('name', MESHES)
 def test_four_processes_are_as_one(name, alone, four):
   _, expected = alone
@@ -173,6 +174,7 @@ def test_four_processes_are_as_one(name, alone, four):
   assert four[0][name]['slices'] == slices
 
 
+@pytest.mark.process
 @pytest.mark.parametrize('name', MESHES)
 def test_each_host_has_its_own_rows(name, four):
   _, rows, _ = MESHES[name]
@@ -189,6 +191,7 @@ def test_each_host_has_its_own_rows(name, four):
     assert together == next(source).record.tolist()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize('name', MESHES)
 def test_one_process_goes_on_from_the_checkpoint_of_four(name, alone, four):
   folder, expected = alone
@@ -199,6 +202,7 @@ def test_one_process_goes_on_from_the_checkpoint_of_four(name, alone, four):
   np.testing.assert_allclose(hosts.train(live), expected['later'], rtol=2e-5)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize('mode', hosts.MODES)
 def test_keys_of_each_process(mode, four):
   for process, seen in enumerate(four):
@@ -326,6 +330,7 @@ def assert_close(a, b):
       assert a[mode][step] == pytest.approx(scalars, rel=1e-4), (mode, step)
 
 
+@pytest.mark.process
 def test_experiment_py_on_two_processes(tmp_path):
   directory = tmp_path / 'two'
   # The heads, the hidden width and the vocabulary lie across processes.

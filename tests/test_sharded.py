@@ -582,6 +582,7 @@ def test_ddp_fsdp_and_one_device_have_one_loss_curve():
     np.testing.assert_allclose(two['eval']['loss'], one['eval']['loss'], 2e-5)
 
 
+@pytest.mark.process
 def test_eight_devices_have_the_same_loss_curve():
   kwargs = [
     {'sharding': 'ddp'},

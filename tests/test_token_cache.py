@@ -789,6 +789,7 @@ def start(files, cache, go, mode=''):
   )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize('mode', ['', 'no locks'])
 def test_several_processes_at_once(files, cache, tmp_path, mode):
   """One builds and the others wait; without locks all build, and one wins."""

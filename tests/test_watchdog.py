@@ -79,6 +79,7 @@ with watchdog.Watchdog(0.3) as dog:
   assert "'watchdog'" not in err
 
 
+@pytest.mark.process
 def test_a_call_that_keeps_the_interpreter_is_ended_too():
   code, err = run("""
 import itertools
@@ -108,6 +109,7 @@ with watchdog.Watchdog(0.2):
   assert code == watchdog.EXIT_CODE
 
 
+@pytest.mark.process
 def test_a_stopped_process_is_no_hang():
   # Stopped for longer than a silence may be, and not so long that the second
   # line, twice as long, would take it for a hang.

@@ -154,6 +154,7 @@ def test_the_same_value_from_two_places_is_one():
 # What reaches JAX.
 
 
+@pytest.mark.process
 def test_flags_and_pgle_reach_jax_and_only_before_it_starts():
   # What is within quotes is a value, not a flag.
   quoted = '--xla_dump_to="/a --xla_force_host_platform_device_count=7"'
@@ -214,6 +215,7 @@ said['percentile'] = jax.config.values['jax_pgle_aggregation_percentile']
   assert said['off'] == 0
 
 
+@pytest.mark.process
 def test_what_xla_would_die_of_is_an_error():
   said = run(
     """
@@ -302,6 +304,7 @@ said['devices'] = jax.device_count()
   assert len(said['good']) == 3
 
 
+@pytest.mark.process
 def test_without_libtpu_its_flags_are_passed_on_and_it_is_said():
   said = run(
     """

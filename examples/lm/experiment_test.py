@@ -243,6 +243,7 @@ def test_a_batch_is_rounded_up_to_the_devices(
   assert ('3 gradient_accumulation_steps' in line) == (accumulation == 3)
 
 
+@pytest.mark.process
 def test_the_first_command_on_four_devices(config, tmp_path):
   """That of the README, with a smaller model, on a little text."""
   kwargs = config.experiment_kwargs.config
