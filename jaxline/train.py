@@ -175,7 +175,7 @@ class _LatestSaver:
     """
     self._checkpointer = checkpointer
     self._state = state
-    self._guard = guard
+    self.guard = guard
     self._saved_step: int | None = None
     if base.is_durable(checkpointer):
       self._saved_step = checkpointer.restored_step  # It is there already.
@@ -191,7 +191,7 @@ class _LatestSaver:
   def __call__(self, *unused: Any) -> None:
     del unused
     if self.saves and self._saved_step != self._state.global_step:
-      self._guard.wait()  # What is not finite must not become a checkpoint.
+      self.guard.wait()  # What is not finite must not become a checkpoint.
       if base.is_durable(self._checkpointer):
         hooks = self._checkpointer.before_commit
         hooks['latest'] = self._flusher()
@@ -312,7 +312,12 @@ def _make_guard(
       )
 
   return nonfinite.Guard(
-    experiment, config.on_nonfinite, config.max_nonfinite_steps, warn
+    experiment,
+    config.on_nonfinite,
+    config.max_nonfinite_steps,
+    warn,
+    # The newest step that the loop waits for anyway, right after the actions.
+    max(1, experiment_lib.max_steps_in_flight(config) - 1),
   )
 
 
@@ -418,9 +423,13 @@ def _default_actions(
   writer: writers.Writer | None,
 ) -> list[periodic.PeriodicAction]:
   """Returns what every training does at intervals: log, write, save."""
+
+  def log_outputs(step: int, scalars: Mapping[str, Any]) -> None:
+    _log_outputs(step, save.guard.without_flag(scalars))
+
   actions = [
     periodic.PeriodicAction(
-      _log_outputs,
+      log_outputs,
       interval_type=config.logging_interval_type or config.interval_type,
       interval=config.log_tensors_interval,
       logging_growth_ratios=config.periodic_action_growth_ratios,
@@ -430,6 +439,7 @@ def _default_actions(
   if writer is not None and (jax.process_index() == 0 or config.log_all_hosts):
 
     def write_scalars(step: int, scalars: Mapping[str, Any]) -> None:
+      scalars = save.guard.without_flag(scalars)
       writer.write_scalars(step, _add_rates(scalars))
 
     actions.append(
