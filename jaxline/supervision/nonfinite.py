@@ -275,9 +275,11 @@ def _nonfinite(step: int, scalars: Mapping[str, Any]) -> dict[str, str]:
       continue
     values = _to_host(x)
     is_finite = np.isfinite(values)
-    if not is_finite.all():
-      count, size = np.sum(~is_finite), np.size(values)
-      several = f' in {count} of {size} entries' if size > 1 else ''
+    # Not by all(), which takes three times as long for a few numbers.
+    if count := values.size - np.count_nonzero(is_finite):
+      several = (
+        f' in {count} of {values.size} entries' if values.size > 1 else ''
+      )
       bad[name] = f'{name} = {np.ravel(values[~is_finite])[0]}{several}'
   if gone:
     logging.log_first_n(
