@@ -221,28 +221,34 @@ def _read_ahead(
   on_stall: Callable[[float], None] | None,
 ) -> Generator[T, None, None]:
   """The generator of `read_ahead`."""
-  buffer: queue.Queue[Any] = queue.Queue(buffer_size - 1)
+  # Two SimpleQueues instead of one bounded Queue, whose lock and conditions in
+  # Python take ten times as long at each element.
+  ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+  room: queue.SimpleQueue[None] = queue.SimpleQueue()
+  for _ in range(buffer_size - 1):
+    room.put(None)
   closed = threading.Event()
   errors: list[BaseException] = []
   end = object()
 
-  # The thread sees the four values above and not this generator, which would
+  # The thread sees the five values above and not this generator, which would
   # otherwise live as long as the thread does and never be closed.
   def produce() -> None:
     try:
       iterator = iter(iterable_function())
       try:
         for item in iterator:
-          buffer.put(item)
+          room.get()
           if closed.is_set():
             break
+          ready.put(item)
+          del item
       finally:
         if hasattr(iterator, 'close'):
           iterator.close()
     except BaseException as e:
       errors.append(e)
-    if not closed.is_set():
-      buffer.put(end)
+    ready.put(end)
 
   thread = threading.Thread(target=produce, name=name, daemon=True)
   thread.start()
@@ -251,7 +257,7 @@ def _read_ahead(
     waited = 0.0
     while True:
       try:
-        return buffer.get(timeout=stall_secs)
+        return ready.get(timeout=stall_secs)
       except queue.Empty:
         assert stall_secs is not None
         waited += stall_secs
@@ -260,16 +266,18 @@ def _read_ahead(
 
   try:
     while (item := take()) is not end:
+      room.put(None)
       yield item
       del item  # Or it would stay in memory while the next one is awaited.
     if errors:
       raise errors.pop()
   finally:
     closed.set()
-    # Emptying the queue once is enough: the thread puts at most one more.
+    room.put(None)  # For the thread that waits for it.
+    # A thread that never comes back must not keep what was read.
     with contextlib.suppress(queue.Empty):
       while True:
-        buffer.get_nowait()
+        ready.get_nowait()
     # The garbage collector can close a generator on any thread.
     if thread is not threading.current_thread():
       thread.join(_JOIN_SECONDS)

@@ -204,7 +204,7 @@ class AbstractExperiment(abc.ABC):
     """
     actions = tuple(periodic_actions)
     step_inputs = self.step_inputs(config)
-    max_in_flight = _max_steps_in_flight(config)
+    max_in_flight = max_steps_in_flight(config)
     in_flight: collections.deque[list[jax.Array]] = collections.deque()
     with debug.log_activity('training loop'):
       while self.should_run_step(state.global_step, config):
@@ -469,7 +469,8 @@ def describe(value: Any) -> str:
   return f'an object of the class {type(value).__name__}'
 
 
-def _max_steps_in_flight(config: config_dict.ConfigDict) -> int:
+def max_steps_in_flight(config: config_dict.ConfigDict) -> int:
+  """Returns how many steps the loop lets the devices have at once."""
   # An old experiment's config may be made without our base config.
   if 'max_steps_in_flight' in config and config.max_steps_in_flight is not None:
     return config.max_steps_in_flight

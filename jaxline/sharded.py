@@ -399,8 +399,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
     SKIPS_NONFINITE: that `on_nonfinite = 'skip'` can be had.
     uncut_weights: a line for each weight that is whole on every device, or cut
       less than the sharding asks for, once the state's shardings are known.
-    nonfinite: of the last step, the scalar of that name of `train_step`; None
-      before the first step and with 'ignore'.
   """
 
   PER_PROCESS_ENTRIES = ('input',)
@@ -414,7 +412,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
   SKIPS_NONFINITE = True
   IS_SHARDED = True
   uncut_weights: Sequence[str] = ()
-  nonfinite: jax.Array | None = None
   _on_nonfinite = 'raise'
 
   def __init__(
@@ -781,7 +778,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def step(
     self, *, global_step: Any, rng: Any, writer: writers.Writer | None
   ) -> dict[str, Any]:
-    """Trains on the next batch."""
+    """Trains on the next batch; returns the scalars of `train_step`."""
     del global_step, writer  # The state has its own count, on the devices.
     if self._infeed is None:
       if self._source is None:
@@ -796,8 +793,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
       ) from None
     self._position = self._infeed.position
     self._state, scalars = self.compiled_train_step(self.state, batch, rng)
-    # Not to be logged.
-    self.nonfinite = scalars.pop(NONFINITE, None)
     scalars[INPUT_WAIT_FRACTION] = self._infeed.wait_fraction
     return scalars
 

@@ -294,28 +294,20 @@ def _resume_log(
     log.write_texts(0, {'config': base_config.to_json(run.config)})
 
 
+_LOG_LINE = writers.LogLineWriter()
 # What a step may count, and is then logged per second too.
 _COUNTS = ('tokens_per_step', 'examples_per_step')
 
 
-def _to_log(scalars: Mapping[str, Any]) -> dict[str, Any]:
-  """Adds what is counted per second, and removes what only the guard reads."""
+def _add_rates(scalars: Mapping[str, Any]) -> dict[str, Any]:
+  """Adds the rates of what a step counts, where its time is known."""
   logged = dict(scalars)
-  logged.pop(nonfinite.NONFINITE, None)
   if 'steps_per_sec' in scalars:
     counts = {k: scalars[k] for k in _COUNTS if k in scalars}
     for name, count in writers.to_scalars(counts).items():
       rate = count * scalars['steps_per_sec']
       logged[name.replace('_per_step', '_per_sec')] = rate
   return logged
-
-
-_LOG_LINE = writers.LogLineWriter()
-
-
-def _log_outputs(step: int, scalars: Mapping[str, Any]) -> None:
-  """Logs one line; a periodic action, at `log_tensors_interval`."""
-  _LOG_LINE.write_scalars(step, _to_log(scalars))
 
 
 class _Training:
@@ -355,23 +347,33 @@ class _Training:
       config.on_nonfinite,
       config.max_nonfinite_steps,
       checkpointer.warn_nonfinite,
+      # The newest step that the loop waits for anyway, right after the actions.
+      max(1, experiment_lib.max_steps_in_flight(config) - 1),
     )
     self.actions: list[periodic.Action] = [
-      adapters.full_action(self.guard),
+      self.guard,
       *map(adapters.full_action, run.periodic_actions),
       *self._default_actions(),
     ]
 
   def _default_actions(self) -> list[periodic.PeriodicAction]:
     """Returns what every training does at intervals: log, write, save."""
-    config, log = self._run.config, self._run.log
+    config = self._run.config
+
+    def log_to(writer: writers.MetricWriter) -> Callable[..., None]:
+      def log(step: int, scalars: Mapping[str, Any]) -> None:
+        scalars = _add_rates(self.guard.without_flag(scalars))
+        writer.write_scalars(step, scalars)
+
+      return log
+
     of_logging: dict[str, Any] = {
       'interval_type': config.logging_interval_type or config.interval_type,
       'logging_growth_ratios': config.periodic_action_growth_ratios,
     }
     actions = [
       periodic.PeriodicAction(
-        _log_outputs,
+        log_to(_LOG_LINE),
         interval=config.log_tensors_interval,
         run_async=config.log_async,
         **of_logging,
@@ -380,7 +382,7 @@ class _Training:
     if jax.process_index() == 0 or config.log_all_hosts:
       actions.append(
         periodic.PeriodicAction(
-          lambda step, scalars: log.write_scalars(step, _to_log(scalars)),
+          log_to(self._run.log),
           interval=config.log_train_data_interval,
           log_all_data=config.log_all_train_data,
           end_step_to_action=config.training_steps,

@@ -208,7 +208,7 @@ def test_a_batch_without_weight_is_as_without_parts():
   experiment = make(4, [batch(np.zeros(ROWS, np.float32))])
   (scalars,) = train(experiment)
   assert np.isnan(scalars['loss'])
-  assert experiment.nonfinite == 1
+  assert scalars['nonfinite'] == 1
 
 
 def test_a_part_that_is_not_finite_is_the_whole_step_s():

@@ -384,7 +384,7 @@ def test_steps_in_flight(monkeypatch, limit, backend, local_devices, expected):
   monkeypatch.setattr(jax, 'default_backend', lambda: backend)
   monkeypatch.setattr(jax, 'local_device_count', lambda: local_devices)
   config = make_config(max_steps_in_flight=limit)
-  assert experiment._max_steps_in_flight(config) == expected
+  assert experiment.max_steps_in_flight(config) == expected
 
 
 def test_the_default_inputs_are_looked_up_where_tests_patch_them(monkeypatch):

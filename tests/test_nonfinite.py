@@ -18,6 +18,7 @@ import pytest
 from jaxline import experiment as experiment_lib
 from jaxline import metrics
 from jaxline import sharded
+from jaxline import train as train_lib
 from jaxline.supervision import nonfinite
 
 KEY = jax.random.PRNGKey(0)
@@ -26,13 +27,13 @@ NAN, INF = float('nan'), float('inf')
 shared_programs = compile_once.shared_programs
 
 
-def a_guard(mode='raise', most=10, experiment=None):
-  return nonfinite.Guard(experiment or types.SimpleNamespace(), mode, most)
+def a_guard(mode='raise', most=10, experiment=None, **kwargs):
+  experiment = experiment or types.SimpleNamespace()
+  return nonfinite.Guard(experiment, mode, most, **kwargs)
 
 
-def flagged(nonfinite=None):
-  """Stands for a sharded experiment."""
-  return types.SimpleNamespace(SKIPS_NONFINITE=True, nonfinite=nonfinite)
+# Stands for an experiment whose step returns the flag.
+FLAGGED = types.SimpleNamespace(SKIPS_NONFINITE=True)
 
 
 def drive(guard, rows):
@@ -45,18 +46,12 @@ def drive(guard, rows):
 class Pending:
   """Stands for an array that the devices still compute."""
 
-  def __init__(self, value, ready=False):
+  def __init__(self, value):
     self.value = np.float32(value)
-    self.ready = ready
     self.read = False
     self.deleted = False
     self.dtype = self.value.dtype
-    self.ndim = 0
     self.is_fully_replicated = True
-
-  def is_ready(self):
-    assert not self.deleted
-    return self.ready
 
   def is_deleted(self):
     return self.deleted
@@ -145,11 +140,12 @@ def test_a_long_list_of_metrics_is_cut():
 
 
 @pytest.mark.parametrize('own', [lambda: 3, 0, 5, 'no', INF, np.int32(2)])
-def test_an_attribute_of_the_same_name_is_no_flag(own):
-  guard = a_guard(experiment=types.SimpleNamespace(nonfinite=own))
-  drive(guard, [{'loss': 1.0}] * 3)
+def test_a_scalar_of_the_flags_name_is_no_flag_of_other_experiments(own):
+  guard = a_guard()
+  drive(guard, [{'loss': 1.0, 'nonfinite': own}] * 3)
+  assert guard.without_flag({'nonfinite': own}) == {'nonfinite': own}
   with pytest.raises(nonfinite.NonfiniteError, match=r'step 1 .*: loss = nan'):
-    drive(guard, [{'loss': NAN}])
+    drive(guard, [{'loss': NAN, 'nonfinite': own}])
 
 
 def test_the_error_stays():
@@ -170,8 +166,8 @@ def test_the_error_stays():
 
 def test_ignore_looks_at_nothing(pending):
   array = pending(NAN)
-  guard = a_guard('ignore', experiment=flagged(array))
-  drive(guard, [{'loss': array}] * 20)
+  guard = a_guard('ignore', experiment=FLAGGED)
+  drive(guard, [{'loss': array, 'nonfinite': array}] * 20)
   guard.wait_to_finish()
   assert not array.read
 
@@ -196,68 +192,98 @@ def test_skip_without_support_is_refused():
   a_guard('skip', experiment=regression.Regression('train', KEY))
 
 
+def test_a_step_that_lost_the_flag_cannot_skip():
+  class Own(Faulty):
+    def step(self, **kwargs):
+      return {'loss': super().step(**kwargs)['loss']}
+
+  with pytest.raises(
+    ValueError, match=r"Own\.step returned \['loss'\], without 'nonfinite'"
+  ):
+    train(make({}, Own), 3, 'skip')
+  # In another mode the scalars are judged instead.
+  with pytest.raises(nonfinite.NonfiniteError, match=r'step 2 .*loss = nan'):
+    train(make({1: NAN}, Own), 9, 'raise')
+
+
+def test_the_flag_is_not_logged():
+  guard = a_guard(experiment=FLAGGED)
+  scalars = {'loss': 1.0, 'nonfinite': 0}
+  assert guard.without_flag(scalars) == {'loss': 1.0}
+  assert 'nonfinite' in scalars
+
+
 # When.
 
 
-@pytest.mark.parametrize('has_flag', [False, True])
-def test_it_does_not_wait_but_for_the_ninth(pending, has_flag):
-  experiment = flagged() if has_flag else types.SimpleNamespace()
-  guard = a_guard(experiment=experiment)
-  arrays = [pending(0) for _ in range(11)]
-
-  def call(i):
-    if has_flag:
-      experiment.nonfinite = arrays[i]
-    guard(0.0, i + 1, {} if has_flag else {'loss': arrays[i]})
-
-  for i in range(8):
-    call(i)
-  assert [x.read for x in arrays] == [False] * 11
-  call(8)
-  call(9)
-  assert [x.read for x in arrays] == [True] * 2 + [False] * 9
-  # A later step that is ready waits for those before: errors come in order.
-  arrays[5].ready = True
-  call(10)
-  assert [x.read for x in arrays] == [True] * 3 + [False] * 8
+@pytest.mark.parametrize('steps_late', [1, 3])
+@pytest.mark.parametrize('name', ['loss', 'nonfinite'])
+def test_it_reads_no_newer_step_than_the_loop_waits_for(
+  pending, name, steps_late
+):
+  experiment = FLAGGED if name == 'nonfinite' else None
+  guard = a_guard(experiment=experiment, steps_late=steps_late)
+  arrays = [pending(0) for _ in range(6)]
+  for step, array in enumerate(arrays):
+    guard(0.0, step, {name: array})
+    done = max(0, step + 1 - steps_late)
+    assert [x.read for x in arrays] == [True] * done + [False] * (6 - done)
   guard.wait()
   assert all(x.read for x in arrays)
 
 
-@pytest.mark.parametrize('has_flag', [False, True])
-def test_it_judges_as_soon_as_a_step_is_computed(pending, has_flag):
-  experiment = flagged() if has_flag else types.SimpleNamespace()
-  guard = a_guard(experiment=experiment)
-  bad = pending(1 if has_flag else NAN)
-  good = pending(0, ready=True)
-  for step, array in enumerate([good, bad, good], start=1):
-    experiment.nonfinite = array if has_flag else None
-    guard(0.0, step, {'loss': array})
-  bad.ready = True
+@pytest.mark.parametrize('in_flight', [1, 2, 4, None])
+def test_the_loop_and_the_guard_wait_for_the_same_steps(monkeypatch, in_flight):
+  """Else the guard would shorten what `max_steps_in_flight` allows."""
+  events = []
+  wait = experiment_lib._wait
+  monkeypatch.setattr(
+    experiment_lib,
+    '_wait',
+    lambda arrays: (events.append(('wait', id(arrays[0]))), wait(arrays)),
+  )
+  judge = nonfinite.Guard._judge_oldest
+
+  def judge_oldest(self):
+    events.append(('judge', id(self._steps[0].scalars['loss'])))
+    judge(self)
+
+  monkeypatch.setattr(nonfinite.Guard, '_judge_oldest', judge_oldest)
+  experiment = PerDevice()
+  experiment.bad_step = -1
+  config = regression.get_config(8)
+  config.max_steps_in_flight = in_flight
+  state = types.SimpleNamespace(global_step=0)
+  state.train_step_rng = experiment.initialize_train_step_rng(KEY)
+  guard = train_lib._make_guard(experiment, config, mock.Mock(spec=[]))
+  kept = []
+  experiment.train_loop(
+    config, state, [guard, lambda t, step, scalars: kept.append(scalars)]
+  )
+  steps = {id(scalars['loss']): i for i, scalars in enumerate(kept)}
+  waits = {'wait': [], 'judge': []}
+  for what, array in events:
+    waits[what].append(steps[array])
+  limit = in_flight or 1  # Two CPU devices.
+  late = max(1, limit - 1)
+  assert waits['wait'] == list(range(8 - limit + 1))
+  assert waits['judge'] == list(range(8 - late))
+
+
+def test_a_step_that_is_done_is_named_one_call_later(pending):
+  guard = a_guard()
+  guard(0.0, 1, {'loss': pending(0)})
+  guard(0.0, 2, {'loss': pending(NAN)})
   with pytest.raises(nonfinite.NonfiniteError, match='step 2 are'):
-    guard(0.0, 4, {'loss': good})
+    guard(0.0, 3, {'loss': pending(0)})
 
 
 def test_wait_waits(pending):
-  guard = a_guard()
+  guard = a_guard(steps_late=3)
   for step in (1, 2, 3):
     guard(0.0, step, {'loss': pending(NAN if step == 2 else 0)})
   with pytest.raises(nonfinite.NonfiniteError, match='step 2 are'):
     guard.wait()
-
-
-def test_copies_start_where_arrays_are_not_on_the_host(pending):
-  with mock.patch.object(
-    nonfinite.jax, 'default_backend', return_value='gpu', create=True
-  ):
-    guard = a_guard()
-  array = pending(0)
-  array.copy_to_host_async = mock.Mock()
-  guard(0.0, 1, {'loss': array, 'other': pending(0)})
-  array.copy_to_host_async.assert_called_once_with()
-  gone = pending(0)
-  gone.deleted = True
-  guard(0.0, 2, {'loss': gone})
 
 
 def test_donated_arrays_do_no_harm():
@@ -288,7 +314,7 @@ def test_donated_before_it_was_read_is_said_once(pending):
   assert n == 1
   assert text % tuple(args) == (
     "The scalars ['loss'] of step 5 were donated to a later step before they"
-    ' could be read, so nobody knows whether they were finite. Return a copy.'
+    ' could be read, so whether they were finite is unknown. Return a copy.'
   )
 
 
@@ -407,7 +433,7 @@ def test_ignore_passes():
   experiment = make({2: NAN})
   rows = train(experiment, 5, 'ignore')
   assert [bool(np.isnan(row['loss'])) for row in rows] == [0, 0, 1, 1, 1]
-  assert experiment.nonfinite is None
+  assert 'nonfinite' not in rows[0]
 
 
 @pytest.mark.parametrize('sharding', ['ddp', 'fsdp'])
@@ -422,8 +448,7 @@ def test_skip_keeps_every_bit_and_counts(cls, factor, sharding):
     digests.append(kept(experiment.state))
     counts.append(np.asarray(experiment.state.skipped).tolist())
     totals.append(int(row['skipped_steps']))
-    assert int(experiment.nonfinite) == counts[-1][0]
-    assert 'nonfinite' not in row
+    assert row['nonfinite'] == counts[-1][0]
   assert counts == [[0, 0], [0, 0], [1, 1], [2, 2], [0, 2], [1, 3], [0, 3]]
   assert totals == [0, 0, 1, 2, 2, 3, 3]
   same = [a == b for a, b in itertools.pairwise(digests)]
@@ -512,9 +537,8 @@ def test_the_modes_agree_where_all_is_well():
     rows = train(experiment, 4, mode)
     losses.append([row['loss'] for row in rows])
     names = {'loss', 'rows', 'grad_norm', 'input_wait_fraction'}
-    assert set(rows[0]) - names == (
-      {'skipped_steps'} if mode == 'skip' else set()
-    )
+    more = {'raise': {'nonfinite'}, 'skip': {'nonfinite', 'skipped_steps'}}
+    assert set(rows[0]) - names == more.get(mode, set())
   np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
   np.testing.assert_allclose(losses[2], losses[0], rtol=1e-6)
 
@@ -701,18 +725,17 @@ def test_a_warning_names_all_of_many():
 
 
 def test_a_flag_that_no_scalar_shows_is_warned_of_once():
-  experiment = flagged(jnp.int32(1))
-  ((step, names, text),) = warnings_of([{'acc': 1.0}] * 3, experiment)
+  bad = {'nonfinite': jnp.int32(1)}
+  ((step, names, text),) = warnings_of([bad | {'acc': 1.0}] * 3, FLAGGED)
   assert (step, names) == (1, [''])
   assert 'not finite: none of its scalars shows it' in text
-  ((step, names, _),) = warnings_of([{'acc': NAN}] * 3, experiment)
+  ((step, names, _),) = warnings_of([bad | {'acc': NAN}] * 3, FLAGGED)
   assert (step, names) == (1, ['acc'])
 
 
 def test_the_default_of_a_style():
   assert len(warnings_of([{'loss': NAN}], mode=None)) == 1
-  own = types.SimpleNamespace(SKIPS_NONFINITE=True, nonfinite=None)
-  assert len(warnings_of([{'loss': NAN}], own, mode=None)) == 1
+  assert len(warnings_of([{'loss': NAN}], FLAGGED, mode=None)) == 1
   for cls in (sharded.ShardedExperiment, regression.Regression):
     experiment = types.SimpleNamespace(IS_SHARDED=cls.IS_SHARDED)
     with pytest.raises(nonfinite.NonfiniteError, match='step 1 are'):

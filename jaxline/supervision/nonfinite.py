@@ -3,7 +3,6 @@
 import collections
 from collections.abc import Callable, Iterator, Mapping
 import functools
-import math
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -12,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxline import errors
+from jaxline import periodic
 
-# Steps whose values may be still in the making before one is waited for. More
-# than the loop lets run ahead by default, so that it is what waits.
-_MAX_LATE = 8
 _MAX_NAMED = 8  # Scalars in a message; a norm for each layer can be hundreds.
 
-# The scalar by which a sharded step says whether it was finite.
-NONFINITE = 'nonfinite'
 MODES = ('warn', 'raise', 'skip', 'ignore')
+
+# The scalar of a step by which an experiment with SKIPS_NONFINITE says whether
+# the loss and the gradients were finite, int32: 0 if they were, else how many
+# steps in a row, this one included, were not.
+FLAG = 'nonfinite'
 
 
 class NonfiniteError(ArithmeticError):
@@ -28,19 +28,18 @@ class NonfiniteError(ArithmeticError):
 
 
 class _Step(NamedTuple):
-  """What a step gave, perhaps still in the making.
+  """The result of a step, which the devices may still be computing.
 
   Attributes:
-    number: of the step.
-    flag: a sharded step's own word; None where there is none.
-    scalars: with a flag those that a message may name, else those to judge.
-    judged: the arrays that must be computed before it can be judged.
+    number: the step.
+    flag: the scalar FLAG; None if the scalars are judged instead.
+    scalars: with a flag, the scalars that a message may name; without one, the
+      numbers to judge by `a/b` name.
   """
 
   number: int
   flag: Any
   scalars: Mapping[str, Any]
-  judged: list[Any]
 
 
 def resolve(on_nonfinite: str | None, is_sharded: bool) -> str:
@@ -48,28 +47,28 @@ def resolve(on_nonfinite: str | None, is_sharded: bool) -> str:
 
   Args:
     on_nonfinite: one of `MODES`, or None for the default of the style.
-    is_sharded: whether the experiment is of the sharded style. The per-device
-      style warns, since JAXline goes on: its experiments may log a NaN on
-      purpose.
+    is_sharded: whether the experiment is of the sharded style. The default of
+      the per-device style is 'warn', since JAXline continues after a NaN and
+      its experiments may log one on purpose.
   """
   if on_nonfinite is None:
     return 'raise' if is_sharded else 'warn'
   return on_nonfinite
 
 
-class Guard:
+class Guard(periodic.Action):
   """A periodic action that judges each step: raises `NonfiniteError`, or warns.
 
-  A sharded experiment says itself, exactly, whether a step's loss and gradients
-  are finite (its attribute `nonfinite`; all hosts get the same answer); so does
-  any with SKIPS_NONFINITE = True. Of all others, those scalars are judged whose
-  name contains 'loss' or 'grad', in capitals or not, nested dicts too, and of
-  an array such as [devices] each entry (of an array over several hosts, each
-  host judges its own). A scalar of another name, or one that is no number, is
-  not judged; nor is an array that a later step was given the buffer of.
+  The step of an experiment with SKIPS_NONFINITE = True returns the scalar FLAG,
+  which is the same on all hosts. For all other experiments, the guard judges
+  the scalars whose name contains 'loss' or 'grad' in any case, also in nested
+  dicts, and every entry of an array such as [devices]. Of an array over several
+  hosts, each host judges its own part. The guard judges no other scalars, no
+  values that are not floating-point or complex numbers, and no array whose
+  buffer a later step has reused.
 
-  It never waits for the devices, but where 8 steps are behind: so a step is
-  judged some steps late. Call `wait` before saving.
+  A step is judged `steps_late` steps later, when the loop has to wait for its
+  end anyway. Call `wait` before saving.
   """
 
   def __init__(
@@ -78,19 +77,24 @@ class Guard:
     on_nonfinite: str | None,
     max_nonfinite_steps: int,
     warn: Callable[[int, list[str], str], None] | None = None,
+    steps_late: int = 1,
   ):
     """Sets what is judged, and when it is an error.
 
     Args:
       experiment: the one in training.
-      on_nonfinite: 'raise': the first such step is an error; 'skip': so many
-        in a row are, the step itself leaves the state as it was; 'warn': none
-        is, and each name is warned of once; 'ignore': none is. None is
-        'raise' for a sharded experiment and 'warn' for any other.
-      max_nonfinite_steps: how many in a row, for 'skip'.
+      on_nonfinite: 'raise': the first nonfinite step is an error. 'skip': the
+        step itself leaves the state unchanged, and `max_nonfinite_steps` in a
+        row are an error. 'warn': no error; each scalar is warned of once.
+        'ignore': no check. None: 'raise' for a sharded experiment, 'warn' for
+        any other.
+      max_nonfinite_steps: how many in a row are an error, for 'skip'.
       warn: for 'warn', gets the number of a step, the names that were not
         finite for the first time in this step, and the warning's text. None
         logs the text.
+      steps_late: how many steps may be in flight when one is judged; more than
+        the loop allows would hold results longer than necessary, and fewer
+        would make the loop wait.
 
     Raises:
       ValueError: for another mode, or where the experiment's step cannot skip.
@@ -101,30 +105,28 @@ class Guard:
       raise errors.UsageError(
         f'Got config.on_nonfinite = {on_nonfinite!r}, expected one of {MODES}.'
       )
-    # Another's attribute of the name `nonfinite` is no business of ours.
     self._has_flag = getattr(experiment, 'SKIPS_NONFINITE', False) is True
+    self._class_name = type(experiment).__name__
     if mode == 'skip' and not self._has_flag:
       raise errors.UsageError(
         "config.on_nonfinite is 'skip', but the step of"
-        f' {type(experiment).__name__} is its own and cannot be undone from'
+        f' {self._class_name} is its own and cannot be undone from'
         ' outside; only a ShardedExperiment skips by itself. Wrap the'
         ' optimizer in optax.apply_if_finite, with config.on_nonfinite ='
         " 'ignore'."
       )
-    self._experiment = experiment
     self._mode = mode
     self._max_in_a_row = max_nonfinite_steps if mode == 'skip' else 1
     self._warn = warn or (lambda step, names, text: logging.warning('%s', text))
     self._warned: set[str] = set()
-    # A CPU's arrays lie on the host: to copy one costs more than to read it.
-    self._copies = jax.default_backend() != 'cpu'
+    self._steps_late = steps_late
     self._steps: collections.deque[_Step] = collections.deque()
     self._error: NonfiniteError | None = None
 
   def __call__(
     self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
   ) -> None:
-    """Takes a step, and judges those before it that are computed.
+    """Takes a step, and judges the one `steps_late` steps before it.
 
     Args:
       t: the time, which does not matter.
@@ -132,40 +134,44 @@ class Guard:
       scalar_outputs: the step's scalars, on the devices or the host.
 
     Raises:
-      NonfiniteError: a step was bad; from then on at every call.
+      NonfiniteError: a step was not finite; then every later call raises it.
+      ValueError: the step of an experiment that shall skip returned no FLAG.
     """
     del t
     if self._mode == 'ignore':
       return
-    self._raise_error()
-    flag = self._experiment.nonfinite if self._has_flag else None
+    if self._error is not None:
+      raise self._error
+    scalars = scalar_outputs or {}
+    flag = scalars.get(FLAG) if self._has_flag else None
     if flag is not None:
-      scalars = dict(scalar_outputs or {})
-      judged = [flag]
+      scalars = dict(scalars)
+    elif self._mode == 'skip':
+      raise ValueError(
+        f"config.on_nonfinite is 'skip', but {self._class_name}.step returned"
+        f' {list(scalars)}, without {FLAG!r}. An override of `step` must'
+        ' return all scalars of ShardedExperiment.step or of the compiled step.'
+      )
     else:
-      scalars = {
-        name: x
-        for name, x in _flat(scalar_outputs or {})
-        if _judges(name) and _is_number(x)
-      }
-      judged = [x for x in scalars.values() if _is_jax(type(x))]
-    if self._copies:
-      for x in judged:
-        _start_copy(x)
-    steps = self._steps
-    steps.append(_Step(int(step), flag, scalars, judged))
-    while steps and (
-      len(steps) > _MAX_LATE or all(map(_is_ready, steps[0][3]))
-    ):
+      scalars = {name: x for name, x in _numbers(scalars) if _judges(name)}
+    self._steps.append(_Step(int(step), flag, scalars))
+    if len(self._steps) > self._steps_late:
       self._judge_oldest()
+
+  def without_flag(self, scalars: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the scalars to log, of those that a step returned."""
+    if not self._has_flag:
+      return scalars
+    return {name: x for name, x in scalars.items() if name != FLAG}
 
   def wait(self) -> None:
     """Judges all steps so far, waiting for them.
 
     Raises:
-      NonfiniteError: one was bad.
+      NonfiniteError: one was not finite.
     """
-    self._raise_error()
+    if self._error is not None:
+      raise self._error
     while self._steps:
       self._judge_oldest()
 
@@ -173,66 +179,54 @@ class Guard:
     """Does what `wait` does, as a periodic action's end."""
     self.wait()
 
-  def update_time(self, t: float, step: int) -> None:
-    """Does nothing: no time matters here."""
-
-  def skip_time(self, seconds: float) -> None:
-    """Does nothing: no time matters here."""
-
-  def _raise_error(self) -> None:
-    if self._error is not None:
-      raise self._error
-
   def _judge_oldest(self) -> None:
-    step = self._steps.popleft()
-    if step.flag is not None:
-      in_a_row = 0 if _is_gone(step.flag) else int(np.asarray(step.flag))
+    step, flag, scalars = self._steps.popleft()
+    in_a_row = 1
+    if flag is not None:
+      in_a_row = int(np.asarray(flag))
       if in_a_row < self._max_in_a_row:
         return
-    else:
-      _warn_of_gone(step)
-      if all(map(_is_finite, step.scalars.values())):
-        return
-    if self._mode == 'warn':
-      self._warn_of(step)
+      # Those that speak of the loss or the gradients first.
+      numbers = sorted(_numbers(scalars), key=lambda item: not _judges(item[0]))
+      scalars = dict(numbers)
+    if self._warned:
+      scalars = {k: x for k, x in scalars.items() if k not in self._warned}
+    bad = _nonfinite(step, scalars)
+    if not bad and (flag is None or self._warned):
       return
-    self._steps.clear()  # Steps after a bad one say nothing new.
-    self._error = NonfiniteError(self._message(step))
+    names = list(bad) or ['']
+    texts = list(bad.values()) or [
+      'none of its scalars shows it; optax.tree.norm(grads) among them would'
+    ]
+    if self._mode == 'warn':
+      self._warned.update(names)
+      self._warn(
+        step,
+        names,
+        f'The loss or gradients of step {step} are not finite:'
+        f' {", ".join(texts)}. Training goes on, and does not warn of these'
+        " again; config.on_nonfinite = 'raise' would end it.",
+      )
+      return
+    self._steps.clear()  # Steps after a nonfinite one say nothing new.
+    self._error = NonfiniteError(self._message(step, in_a_row, texts))
     raise self._error
 
-  def _warn_of(self, step: _Step) -> None:
-    """Warns of the names that were finite in all steps before."""
-    bad = dict(
-      _nonfinite(
-        {name: x for name, x in _flat(step.scalars) if name not in self._warned}
-      )
-    )
-    if not bad and not self._warned:
-      bad[''] = _NOT_SHOWN
-    if bad:
-      self._warned.update(bad)
-      self._warn(
-        step.number,
-        list(bad),
-        f'The loss or gradients of step {step.number} are not finite:'
-        f' {", ".join(bad.values())}. Training goes on, and does not warn of'
-        " these again; config.on_nonfinite = 'raise' would end it.",
-      )
-
-  def _message(self, step: _Step) -> str:
-    if self._mode == 'skip' and step.flag is not None:
+  def _message(self, step: int, in_a_row: int, texts: list[str]) -> str:
+    if self._mode == 'skip':
       what = (
-        f'Step {step.number} was skipped, as were those before it,'
-        f' {int(np.asarray(step.flag))} in a row, which is'
-        f' config.max_nonfinite_steps = {self._max_in_a_row} or more: its loss'
-        ' or gradients are not finite'
+        f'Step {step} was skipped, as were those before it, {in_a_row} in a'
+        f' row, which is config.max_nonfinite_steps = {self._max_in_a_row} or'
+        ' more: its loss or gradients are not finite'
       )
       other = "'ignore', or a larger config.max_nonfinite_steps,"
     else:
-      what = f'The loss or gradients of step {step.number} are not finite'
+      what = f'The loss or gradients of step {step} are not finite'
       other = "'skip' (sharded steps) or 'ignore'"
+    if len(texts) > _MAX_NAMED:
+      texts = [*texts[:_MAX_NAMED], f'and {len(texts) - _MAX_NAMED} more']
     return (
-      f'{what}: {_describe(step.scalars)}. The newest checkpoint, if any, is of'
+      f'{what}: {", ".join(texts)}. The newest checkpoint, if any, is of'
       ' a step before it and untouched. Go on from there with a smaller'
       ' learning rate or clipped gradients (a changed config needs'
       f" config.on_config_change = 'continue'); config.on_nonfinite = {other}"
@@ -247,100 +241,56 @@ def _judges(name: str) -> bool:
   return 'loss' in name or 'grad' in name
 
 
-def _flat(scalars: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-  """Yields all values, those of nested mappings as `a/b`."""
+def _numbers(scalars: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+  """Yields all values that can be NaN, those of nested mappings as `a/b`."""
   for name, x in scalars.items():
     if isinstance(x, dict):
-      yield from _flat({f'{name}/{k}': v for k, v in x.items()})
-    else:
+      yield from _numbers({f'{name}/{k}': v for k, v in x.items()})
+    elif isinstance(x, float | complex) or _is_inexact(
+      type(x), getattr(x, 'dtype', None)
+    ):
       yield str(name), x
 
 
-# By type and dtype, since these are asked at every step.
-_cached: Any = functools.cache
-_is_jax = _cached(lambda kind: issubclass(kind, jax.Array))
-_is_array = _cached(
-  lambda kind: issubclass(kind, jax.Array | np.ndarray | np.generic)
+# By class and dtype, since it is asked for every scalar of every step.
+_is_inexact: Any = functools.cache(
+  lambda kind, dtype: (
+    issubclass(kind, jax.Array | np.ndarray | np.generic)
+    and jnp.issubdtype(dtype, jnp.inexact)
+  )
 )
-_is_inexact = _cached(lambda dtype: jnp.issubdtype(dtype, jnp.inexact))
 
 
-def _is_number(x: Any) -> bool:
-  """Returns whether it is something that can be NaN."""
-  if _is_array(type(x)):
-    return _is_inexact(x.dtype)
-  return isinstance(x, float | complex)
-
-
-def _is_gone(x: Any) -> bool:
-  """Returns whether it is an array whose buffer a later step was given."""
-  return _is_jax(type(x)) and x.is_deleted()
-
-
-def _is_ready(x: Any) -> bool:
-  """Returns whether a jax.Array can be read without waiting."""
-  # JAX's own annotations lack is_ready.
-  return x.is_deleted() or x.is_ready()
-
-
-def _is_finite(x: Any) -> bool:
-  """Returns whether all of a number or an array is finite."""
-  if not _is_array(type(x)):
-    return bool(np.isfinite(x))
-  if x.ndim == 0 and not _is_gone(x) and x.dtype.kind == 'f':
-    return math.isfinite(np.asarray(x))  # A third of the time of the below.
-  return all(np.isfinite(part).all() for part in _to_host(x))
-
-
-def _start_copy(x: Any) -> None:
-  if isinstance(x, jax.Array) and not x.is_deleted():
-    x.copy_to_host_async()
-
-
-def _warn_of_gone(step: _Step) -> None:
-  if not any(x.is_deleted() for x in step.judged):
-    return
-  if gone := [name for name, x in step.scalars.items() if _is_gone(x)]:
+def _nonfinite(step: int, scalars: Mapping[str, Any]) -> dict[str, str]:
+  """Returns the names that are not finite, each with such as `loss = nan`."""
+  bad, gone = {}, []
+  for name, x in scalars.items():
+    if isinstance(x, jax.Array) and x.is_deleted():
+      gone.append(name)
+      continue
+    values = _to_host(x)
+    is_finite = np.isfinite(values)
+    # Not by all(), which takes three times as long for a few numbers.
+    if count := values.size - np.count_nonzero(is_finite):
+      several = (
+        f' in {count} of {values.size} entries' if values.size > 1 else ''
+      )
+      bad[name] = f'{name} = {np.ravel(values[~is_finite])[0]}{several}'
+  if gone:
     logging.log_first_n(
       logging.WARNING,
       'The scalars %s of step %d were donated to a later step before they could'
-      ' be read, so nobody knows whether they were finite. Return a copy.',
+      ' be read, so whether they were finite is unknown. Return a copy.',
       1,
       gone,
-      step.number,
+      step,
     )
+  return bad
 
 
-def _to_host(x: Any) -> list[np.ndarray]:
-  """Returns what this host has of a number or an array, in pieces."""
-  if _is_gone(x):
-    return []
+def _to_host(x: Any) -> np.ndarray:
+  """Returns a number, or what this host has of an array."""
   if isinstance(x, jax.Array) and not x.is_fully_replicated:
-    # Twice as fast as to put the whole together, and cut over hosts it cannot.
-    return [np.asarray(shard.data) for shard in x.addressable_shards]
-  return [np.asarray(x)]
-
-
-_NOT_SHOWN = (
-  'none of its scalars shows it; optax.tree.norm(grads) among them would'
-)
-
-
-def _nonfinite(scalars: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-  """Yields the names that are not finite, and such as `loss = nan`."""
-  numbers = [(name, x) for name, x in _flat(scalars) if _is_number(x)]
-  # Those that speak of the loss or the gradients first.
-  for name, x in sorted(numbers, key=lambda number: not _judges(number[0])):
-    values = np.concatenate([[], *map(np.ravel, _to_host(x))])
-    bad = values[~np.isfinite(values)]
-    if bad.size:
-      several = f' in {bad.size} of {values.size} entries'
-      yield name, f'{name} = {bad[0]}' + (several if values.size > 1 else '')
-
-
-def _describe(scalars: Mapping[str, Any]) -> str:
-  """Returns such as `loss = nan, grad_norm = inf`."""
-  texts = [text for _, text in _nonfinite(scalars)]
-  if len(texts) > _MAX_NAMED:
-    texts[_MAX_NAMED:] = [f'and {len(texts) - _MAX_NAMED} more']
-  return ', '.join(texts) or _NOT_SHOWN
+    shards = [np.asarray(shard.data) for shard in x.addressable_shards]
+    return np.concatenate([shard.ravel() for shard in shards])
+  return np.asarray(x)
