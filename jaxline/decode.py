@@ -171,7 +171,7 @@ def decode(
   state.global_step = 0
   state.experiment_module = experiment
   with debug.log_activity('checkpoint restore'):
-    checkpointer.restore(options.series, options.step)
+    checkpointer.restore(options.series, step=options.step)
 
   with contextlib.ExitStack() as stack:
     if is_chief:

@@ -269,7 +269,7 @@ def _restore(
   checkpointer: base.FullCheckpointer, step: int | None = None
 ) -> None:
   with debug.log_activity('checkpoint restore'):
-    checkpointer.restore('latest', *([] if step is None else [step]))
+    checkpointer.restore('latest', step=step)
 
 
 def _resume_log(
@@ -310,6 +310,14 @@ def _add_rates(scalars: Mapping[str, Any]) -> dict[str, Any]:
   return logged
 
 
+def _log_outputs(step: int, scalar_values: Mapping[str, Any]) -> None:
+  """Logs one line; a periodic action, at `log_tensors_interval`."""
+  _LOG_LINE.write_scalars(step, _add_rates(scalar_values))
+
+
+_initialize_experiment = adapters.initialize_experiment  # Forks call it.
+
+
 class _Training:
   """An experiment in training: its state, and what is done after each step.
 
@@ -342,13 +350,8 @@ class _Training:
       or config.train_checkpoint_all_hosts
       or jax.process_index() == 0
     )
-    self.guard = nonfinite.Guard(
-      self.experiment,
-      config.on_nonfinite,
-      config.max_nonfinite_steps,
-      checkpointer.warn_nonfinite,
-      # The newest step that the loop waits for anyway, right after the actions.
-      max(1, experiment_lib.max_steps_in_flight(config) - 1),
+    self.guard = _make_guard(
+      self.experiment, config, checkpointer.warn_nonfinite
     )
     self.actions: list[periodic.Action] = [
       self.guard,
@@ -360,12 +363,11 @@ class _Training:
     """Returns what every training does at intervals: log, write, save."""
     config = self._run.config
 
-    def log_to(writer: writers.MetricWriter) -> Callable[..., None]:
-      def log(step: int, scalars: Mapping[str, Any]) -> None:
-        scalars = _add_rates(self.guard.without_flag(scalars))
-        writer.write_scalars(step, scalars)
+    def write(step: int, scalars: Mapping[str, Any]) -> None:
+      self._run.log.write_scalars(step, _add_rates(scalars))
 
-      return log
+    def without_flag(fn: Callable[..., None]) -> Callable[..., None]:
+      return lambda step, scalars: fn(step, self.guard.without_flag(scalars))
 
     of_logging: dict[str, Any] = {
       'interval_type': config.logging_interval_type or config.interval_type,
@@ -373,7 +375,7 @@ class _Training:
     }
     actions = [
       periodic.PeriodicAction(
-        log_to(_LOG_LINE),
+        without_flag(_log_outputs),
         interval=config.log_tensors_interval,
         run_async=config.log_async,
         **of_logging,
@@ -382,7 +384,7 @@ class _Training:
     if jax.process_index() == 0 or config.log_all_hosts:
       actions.append(
         periodic.PeriodicAction(
-          log_to(self._run.log),
+          without_flag(write),
           interval=config.log_train_data_interval,
           log_all_data=config.log_all_train_data,
           end_step_to_action=config.training_steps,
@@ -469,6 +471,21 @@ class _Training:
       self._run.checkpointer.wait_for_checkpointing_to_finish()
     for action in self.actions:
       action.wait_to_finish()
+
+
+def _make_guard(
+  experiment: experiment_lib.AbstractExperiment,
+  config: config_dict.ConfigDict,
+  warn: Callable[[int, list[str], str], None],
+) -> nonfinite.Guard:
+  return nonfinite.Guard(
+    experiment,
+    config.on_nonfinite,
+    config.max_nonfinite_steps,
+    warn,
+    # The newest step that the loop waits for anyway, right after the actions.
+    max(1, experiment_lib.max_steps_in_flight(config) - 1),
+  )
 
 
 def _check_save_interval(

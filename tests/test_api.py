@@ -156,6 +156,9 @@ def heads(contract):
         yield name, head
 
 
+OUR_ARGUMENTS = ('run_config', 'step', 'supervision')
+
+
 @pytest.mark.parametrize(
   ('owner', 'name', 'head'),
   [
@@ -171,7 +174,7 @@ def test_signature(owner, name, head):
     return [
       (p.name, p.kind, p.default)
       for p in parameters
-      if p.name != 'supervision' or p.kind != p.KEYWORD_ONLY
+      if p.name not in OUR_ARGUMENTS or p.kind != p.KEYWORD_ONLY
     ]
 
   assert describe(getattr(owner, name)) == describe(head)

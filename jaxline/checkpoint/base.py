@@ -112,7 +112,7 @@ class FullCheckpointer(Checkpointer):
     """
     return {}
 
-  def restore(self, ckpt_series: str, step: int | None = None) -> None:
+  def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     """Restores a series' checkpoint of a step; None is the newest."""
     raise NotImplementedError
 

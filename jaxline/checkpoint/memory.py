@@ -303,7 +303,7 @@ class InMemoryCheckpointer(base.FullCheckpointer):
     """Returns the steps of a series' checkpoints, ascending."""
     return sorted(step_of(s) for s in _history(ckpt_series))
 
-  def restore(self, ckpt_series: str, step: int | None = None) -> None:
+  def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     """Restores a checkpoint into the calling thread's live state.
 
     Args:

@@ -5,7 +5,7 @@ checkpointer, writer and action has all methods, and every config all keys
 (`base_config.complete_config`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import inspect
 from typing import Any
 
@@ -38,7 +38,7 @@ class _ForeignCheckpointer(base.FullCheckpointer):
   def restore_path(self, ckpt_series: str) -> Any:
     return self._checkpointer.restore_path(ckpt_series)
 
-  def restore(self, ckpt_series: str, step: int | None = None) -> None:
+  def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     if step is not None:
       self.steps(ckpt_series)  # Raises: it does not know them.
     self._checkpointer.restore(ckpt_series)
@@ -94,6 +94,38 @@ def full_action(action: Callable[..., Any]) -> periodic.Action:
   return _ForeignAction(action)
 
 
+def initialize_experiment(
+  experiment_class: Any,
+  mode: str,
+  rng: jax.Array,
+  experiment_kwargs: Mapping[str, Any],
+  *,
+  run_config: config_dict.ConfigDict | None = None,
+) -> Any:
+  """Constructs an experiment.
+
+  Args:
+    experiment_class: a class or a partial of one. Its constructor gets
+      `init_rng`, which JAXline's first experiments lack, and `run_config` if it
+      names them: a `**kwargs` may be passed on to a constructor that does not.
+    mode: the experiment's mode.
+    rng: the key to initialise weights from.
+    experiment_kwargs: the other arguments.
+    run_config: the config of the run.
+  """
+  parameters = inspect.signature(experiment_class).parameters
+  offered = {'init_rng': rng, 'run_config': run_config}
+  given = {name: x for name, x in offered.items() if name in parameters}
+  if 'init_rng' not in given:
+    logging.warning(
+      'Deprecated: %s takes no init_rng, so config.random_seed does not reach'
+      ' its initial weights. Add `init_rng` to its constructor and initialise'
+      ' from that.',
+      getattr(experiment_class, '__name__', experiment_class),
+    )
+  return experiment_class(mode, **given, **experiment_kwargs)
+
+
 def construct(
   experiment_class: Any,
   mode: str,
@@ -103,10 +135,7 @@ def construct(
   """Constructs the experiment of a run with `config.experiment_kwargs`.
 
   Args:
-    experiment_class: a class or a partial of one. Its constructor gets
-      `init_rng`, which JAXline's first experiments lack, and `run_config`, the
-      config of the run, if it names them: a `**kwargs` may be passed on to a
-      constructor that does not take them.
+    experiment_class: as for `initialize_experiment`.
     mode: the experiment's mode.
     rng: the key to initialise weights from.
     config: the run's.
@@ -115,17 +144,9 @@ def construct(
     errors.UsageError: the config sets a key that only a sharded step reads, and
       the experiment does not read it.
   """
-  parameters = inspect.signature(experiment_class).parameters
-  offered = {'init_rng': rng, 'run_config': config}
-  given = {name: x for name, x in offered.items() if name in parameters}
-  if 'init_rng' not in given:
-    logging.warning(
-      'Deprecated: %s takes no init_rng, so config.random_seed does not reach'
-      ' its initial weights. Add `init_rng` to its constructor and initialise'
-      ' from that.',
-      getattr(experiment_class, '__name__', experiment_class),
-    )
-  experiment = experiment_class(mode, **given, **config.experiment_kwargs)
+  experiment = initialize_experiment(
+    experiment_class, mode, rng, config.experiment_kwargs, run_config=config
+  )
   if not getattr(experiment, 'IS_SHARDED', False):
     _refuse_sharded_keys(experiment, config)
   return experiment
