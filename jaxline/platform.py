@@ -138,79 +138,14 @@ def resolve_experiment_class(config: config_dict.ConfigDict) -> Any:
 # Modes.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
-  """What a mode works with.
-
-  Attributes:
-    experiment_class: constructs the experiment.
-    config: the run's, resolved.
-    mode: the value of --jaxline_mode.
-    checkpointer: returns the checkpointer of a mode, made once.
-    writer: makes the writer of a mode.
-    supervision: what else may end the run.
-  """
-
-  experiment_class: Any
-  config: config_dict.ConfigDict
-  mode: str
-  checkpointer: Callable[[str], base.FullCheckpointer]
-  writer: Callable[[str], Any]
-  supervision: train.Supervision
-
-  def run(self, mode: str, **parts: Any) -> train.Run:
-    """Returns the `Run` of a mode, with its checkpointer."""
-    return train.Run(
-      self.experiment_class,
-      self.config,
-      self.checkpointer(mode),
-      supervision=self.supervision,
-      **parts,
-    )
+def _decode(run: train.Run) -> None:
+  decode.decode(run.experiment_class, run.config, run.checkpointer)
 
 
-def _train(job: _Job) -> None:
-  job.run(
-    'train',
-    writer=job.writer('train'),
-    periodic_actions=xla.actions(job.config.xla),
-  ).train()
-
-
-def _evaluate(job: _Job) -> None:
-  job.run(job.mode, eval_writer=job.writer(job.mode)).evaluate(job.mode)
-
-
-def _train_and_eval(job: _Job) -> None:
-  job.run(
-    'train_and_eval',
-    writer=job.writer('train'),
-    eval_writer=job.writer('eval'),
-    periodic_actions=xla.actions(job.config.xla),
-  ).train_and_eval()
-
-
-def _train_eval_multithreaded(job: _Job) -> None:
-  train.train_eval_multithreaded(
-    job.run(
-      'train',
-      writer=job.writer('train'),
-      periodic_actions=xla.actions(job.config.xla),
-    ),
-    job.run('eval', eval_writer=job.writer('eval')),
-  )
-
-
-def _decode(job: _Job) -> None:
-  decode.decode(
-    job.experiment_class, job.config, job.checkpointer('eval_decode')
-  )
-
-
-def _compile(job: _Job) -> None:
+def _compile(run: train.Run) -> None:
   from jaxline.aot import ahead
 
-  if not ahead.compile_experiment(job.experiment_class, job.config):
+  if not ahead.compile_experiment(run.experiment_class, run.config):
     raise _Exit(1)
 
 
@@ -218,54 +153,58 @@ def _compile(job: _Job) -> None:
 class Mode:
   """A value of --jaxline_mode.
 
+  A mode that logs nothing only reads the run's directory.
+
   Attributes:
     text: what it does, for --help.
     run: does it.
-    checkpoints: the mode of its first checkpointer; '' if it needs none.
-    logs: the names below which it alone may log in the run's directory. A mode
-      without any only reads the directory.
-    trains: whether it makes checkpoints.
+    checkpointer: the mode that its checkpointer is made for; '' for none.
+    log: the name of the log of its training; '' if it does not train.
+    eval_log: the name of the log of its evaluation; '' if it does not evaluate.
+    eval_checkpointer: the mode of a second checkpointer, for an evaluation
+      beside the training; '' for none.
   """
 
   text: str
-  run: Callable[[_Job], None]
-  checkpoints: str = ''
-  logs: tuple[str, ...] = ()
-  trains: bool = False
+  run: Callable[[train.Run], None]
+  checkpointer: str = ''
+  log: str = ''
+  eval_log: str = ''
+  eval_checkpointer: str = ''
 
 
 MODES = {
   'train': Mode(
     'train, from the newest checkpoint if there is one',
-    _train,
-    checkpoints='train',
-    logs=('train',),
-    trains=True,
+    train.Run.train,
+    checkpointer='train',
+    log='train',
   ),
   'eval': Mode(
     'evaluate each new checkpoint (any name that begins with eval)',
-    _evaluate,
-    checkpoints='eval',
-    logs=('eval',),
+    train.Run.evaluate,
+    checkpointer='eval',
+    eval_log='eval',
   ),
   'train_and_eval': Mode(
     'one thread: train, pause every config.eval_interval to evaluate',
-    _train_and_eval,
-    checkpoints='train_and_eval',
-    logs=('train', 'eval'),
-    trains=True,
+    train.Run.train_and_eval,
+    checkpointer='train_and_eval',
+    log='train',
+    eval_log='eval',
   ),
   'train_eval_multithreaded': Mode(
     'train and evaluate checkpoints at once, in two threads',
-    _train_eval_multithreaded,
-    checkpoints='train',
-    logs=('train', 'eval'),
-    trains=True,
+    train.Run.train_eval_multithreaded,
+    checkpointer='train',
+    log='train',
+    eval_log='eval',
+    eval_checkpointer='eval',
   ),
   'decode': Mode(
     'continue prompts with the weights of a checkpoint: config.decode',
     _decode,
-    checkpoints='eval_decode',
+    checkpointer='eval_decode',
   ),
   'compile': Mode(
     'compile the steps, for config.topology or the devices that are here, and'
@@ -280,7 +219,7 @@ def _find_mode(name: str) -> Mode:
   if name in MODES:
     return MODES[name]
   if name.startswith('eval'):
-    return dataclasses.replace(MODES['eval'], checkpoints=name, logs=(name,))
+    return dataclasses.replace(MODES['eval'], checkpointer=name, eval_log=name)
   raise UsageError(
     f'--jaxline_mode is {name!r}; expected one of {sorted(MODES)}.'
   )
@@ -575,62 +514,73 @@ def _start(
       ' Use train_and_eval.'
     )
   if (
-    mode.run is _evaluate
+    mode.run is train.Run.evaluate
     and checkpointer_factory is create_checkpointer
     and config.checkpointer == 'memory'
   ):
     _check_can_follow(create_checkpointer(config, name), config)
   with contextlib.ExitStack() as stack:
-    is_writable = bool(mode.logs) and _claim(config, name, mode.logs, stack)
-    made: dict[str, base.FullCheckpointer] = {}
+    logs = [log for log in (mode.log, mode.eval_log) if log]
+    is_writable = bool(logs) and _claim(config, name, logs, stack)
+    if logs:
+      _take_programs(config, stack)
+    made: list[base.FullCheckpointer] = []
 
     def checkpointer(mode: str) -> base.FullCheckpointer:
-      if mode not in made:
-        made[mode] = adapters.full_checkpointer(
-          checkpointer_factory(config, mode)
-        )
-        made[mode].reads_only = not is_writable
-      return made[mode]
+      full = adapters.full_checkpointer(checkpointer_factory(config, mode))
+      full.reads_only = not is_writable
+      made.append(full)
+      return full
 
-    if mode.logs:
-      _take_programs(config, stack)
-    if mode.checkpoints:
-      _check_directory(checkpointer(mode.checkpoints), experiment_class)
+    first = checkpointer(mode.checkpointer) if mode.checkpointer else None
+    if first is not None:
+      _check_directory(first, experiment_class)
     stack.enter_context(_explained(config))
     supervision = train.Supervision()
-    if mode.logs:
-      _say_directory(config, mode)
+    if logs:
+      _say_directory(config, is_trained=bool(mode.log))
       supervision = train.Supervision(
-        stack.enter_context(preemption.Watch(takes_steps=mode.trains)),
+        stack.enter_context(preemption.Watch(takes_steps=bool(mode.log))),
         stack.enter_context(watchdog.Watchdog(config.watchdog_secs)),
       )
-    logs = stack.enter_context(contextlib.ExitStack())
+    log_files = stack.enter_context(contextlib.ExitStack())
 
     def close_checkpointers() -> None:
-      for checkpointer in made.values():
-        checkpointer.close()
+      for full in made:
+        full.close()
 
     # Before the writers, to which what is being saved is still logged.
     stack.callback(close_checkpointers)
 
-    def writer(mode: str) -> Any:
-      if not is_writable:
+    def writer(log: str) -> Any:
+      if not log or not is_writable:
         return writers.MultiWriter([])
-      return logs.enter_context(_closing(create_writer(config, mode)))
+      return log_files.enter_context(_closing(create_writer(config, log)))
 
-    # What is raised before is wrong usage, which needs no debugger.
-    debug.debugger_fallback(mode.run)(
-      _Job(experiment_class, config, name, checkpointer, writer, supervision)
+    run = train.Run(
+      experiment_class,
+      config,
+      first,
+      writer(mode.log),
+      writer(mode.eval_log),
+      xla.actions(config.xla) if mode.log else (),
+      supervision,
+      eval_mode=mode.eval_log,
+      eval_checkpointer=(
+        checkpointer(mode.eval_checkpointer) if mode.eval_checkpointer else None
+      ),
     )
+    # What is raised before is wrong usage, which needs no debugger.
+    debug.debugger_fallback(mode.run)(run)
 
 
-def _say_directory(config: config_dict.ConfigDict, mode: Mode) -> None:
+def _say_directory(config: config_dict.ConfigDict, is_trained: bool) -> None:
   """Prints where the run is; writes its config if no checkpointer does."""
   if jax.process_index() == 0:
     logging.info('Run directory: %s', config.checkpoint_dir)
     print(f'Run directory: {config.checkpoint_dir}', flush=True)
     # A durable one writes it when the run is known to continue with it.
-    if mode.trains and config.checkpointer == 'memory':
+    if is_trained and config.checkpointer == 'memory':
       directory = pathlib.Path(config.checkpoint_dir)
       directory.mkdir(parents=True, exist_ok=True)
       files.write_json(

@@ -25,6 +25,7 @@ from jaxline import periodic
 from jaxline import writers
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
+from jaxline.checkpoint import memory
 from jaxline.compat import adapters
 from jaxline.compat import devices
 from jaxline.supervision import nonfinite
@@ -66,24 +67,31 @@ class Run:
   Attributes:
     experiment_class: constructs the experiment: a class or a partial of one.
     config: the run's config, validated.
-    checkpointer: saves and restores the series `latest`, keeps `best`.
+    checkpointer: saves and restores the series `latest`, keeps `best`; None
+      keeps them in the memory of this process.
     writer: gets the scalars of training, and is passed to each step; None
       writes nothing.
     eval_writer: the same of evaluation.
     periodic_actions: called after each step, before the default ones.
     supervision: what else may end the run.
+    eval_mode: the mode of the experiment that is evaluated.
+    eval_checkpointer: that of an evaluation in a thread beside the training.
   """
 
   experiment_class: Any
   config: config_dict.ConfigDict
-  checkpointer: Any
+  checkpointer: Any = None
   writer: Any = None
   eval_writer: Any = None
   periodic_actions: Sequence[Any] = ()
   supervision: Supervision = dataclasses.field(default_factory=Supervision)
+  eval_mode: str = 'eval'
+  eval_checkpointer: Any = None
 
   def __post_init__(self) -> None:
     self.config = base_config.complete_config(self.config)
+    if self.checkpointer is None:
+      self.checkpointer = memory.InMemoryCheckpointer(self.config, 'train')
     self.checkpointer = adapters.full_checkpointer(self.checkpointer)
     # Experiments get their own writer, the loops one with all methods.
     self.log = adapters.full_writer(self.writer)
@@ -97,7 +105,7 @@ class Run:
     self.checkpointer.mark_ended(training.state.global_step)
 
   @debug.disable_pmap_jit
-  def evaluate(self, mode: str = 'eval') -> None:
+  def evaluate(self) -> None:
     """Evaluates checkpoints: see the function `evaluate`."""
     config, checkpointer = self.config, self.checkpointer
     if (
@@ -110,7 +118,7 @@ class Run:
         " 'latest' to evaluate. Train first, or set"
         ' config.eval_initial_weights = True to evaluate untrained weights.'
       )
-    evaluation = _Evaluation(self, mode)
+    evaluation = _Evaluation(self)
     logging.info('Evaluating with config:\n%s', config)
     state = _new_state(checkpointer, evaluation.experiment, None)
     if config.eval_steps is not None:
@@ -189,7 +197,7 @@ class Run:
       )
     training = _Training(self)
     state = training.state
-    evaluation = _Evaluation(self, 'eval', until=state.global_step)
+    evaluation = _Evaluation(self, until=state.global_step)
     if evaluation.done:
       checkpointer.mark_evaluated()  # The note may have been lost.
     # What was logged of this very step is void unless all of it is safe.
@@ -233,6 +241,60 @@ class Run:
     evaluate_now()
     evaluation.wait()
     checkpointer.mark_ended(state.global_step)
+
+  def train_eval_multithreaded(self) -> None:
+    """Trains and evaluates in two threads; an exception of either ends both.
+
+    The evaluation is of the checkpoints. Signals are for the training.
+    """
+    stop, trained = threading.Event(), threading.Event()
+    watchdog = self.supervision.watchdog
+    training = dataclasses.replace(
+      self,
+      eval_writer=None,
+      supervision=dataclasses.replace(self.supervision, stop=stop),
+    )
+    evaluation = dataclasses.replace(
+      self,
+      checkpointer=self.eval_checkpointer,
+      supervision=Supervision(watchdog=watchdog, stop=stop, trained=trained),
+    )
+    ended: queue.Queue[tuple[str, BaseException | None]] = queue.Queue()
+
+    def run_train() -> None:
+      training.train()
+      trained.set()
+
+    def target(half: Callable[[], None]) -> None:
+      error: BaseException | None = None
+      try:
+        with watchdog.watched():
+          debug.debugger_fallback(half)()
+      except debug.Stopped:
+        pass
+      except BaseException as e:
+        error = e
+      ended.put((threading.current_thread().name, error))
+
+    threads = [
+      # Daemons: a half deep in a compilation must not outlive the run's error.
+      threading.Thread(target=target, args=(half,), name=name, daemon=True)
+      for name, half in (('train', run_train), ('eval', evaluation.evaluate))
+    ]
+    for thread in threads:
+      thread.start()
+    try:
+      for _ in threads:
+        name, error = ended.get()
+        if error is not None:
+          if not isinstance(error, errors.UsageError):
+            error.add_note(f'[jaxline] raised in the {name} thread.')
+          raise error
+    finally:
+      stop.set()
+      deadline = time.monotonic() + _GRACE_SECS
+      for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 # What the loops share.
@@ -533,12 +595,11 @@ class _Evaluation:
     last: the last of them; None if there is none.
   """
 
-  def __init__(self, run: Run, mode: str, until: float = math.inf):
+  def __init__(self, run: Run, until: float = math.inf):
     """Constructs the experiment.
 
     Args:
       run: the run.
-      mode: of the experiment.
       until: the last step in the log that counts, where the note of what is
         evaluated is lost.
     """
@@ -547,7 +608,7 @@ class _Evaluation:
     rng = jax.random.PRNGKey(config.random_seed)
     with debug.log_activity('experiment init'):
       self.experiment = adapters.construct(
-        run.experiment_class, mode, rng, config
+        run.experiment_class, run.eval_mode, rng, config
       )
     self.done = set(
       run.checkpointer.evaluated(
@@ -688,7 +749,7 @@ def _listed_steps(
   return steps
 
 
-# JAXline's functions, and two threads.
+# JAXline's functions.
 
 
 def train(
@@ -757,7 +818,8 @@ def evaluate(
     checkpointer,
     eval_writer=writer,
     supervision=supervision or Supervision(),
-  ).evaluate(debug.settings.mode if jaxline_mode is None else jaxline_mode)
+    eval_mode=debug.settings.mode if jaxline_mode is None else jaxline_mode,
+  ).evaluate()
 
 
 def train_and_eval(
@@ -798,55 +860,3 @@ def train_and_eval(
     periodic_actions,
     supervision or Supervision(),
   ).train_and_eval()
-
-
-def train_eval_multithreaded(training: Run, evaluation: Run) -> None:
-  """Trains and evaluates at once; the first exception of either ends both.
-
-  Args:
-    training: trains, in a thread of its own.
-    evaluation: evaluates the checkpoints of `training`, in another thread.
-      It is stopped with `training`, and not by signals.
-  """
-  stop, trained = threading.Event(), threading.Event()
-  training.supervision = dataclasses.replace(training.supervision, stop=stop)
-  watchdog = training.supervision.watchdog
-  evaluation.supervision = Supervision(
-    watchdog=watchdog, stop=stop, trained=trained
-  )
-  ended: queue.Queue[tuple[str, BaseException | None]] = queue.Queue()
-
-  def run_train() -> None:
-    training.train()
-    trained.set()
-
-  def target(half: Callable[[], None]) -> None:
-    error: BaseException | None = None
-    try:
-      with watchdog.watched():
-        debug.debugger_fallback(half)()
-    except debug.Stopped:
-      pass
-    except BaseException as e:
-      error = e
-    ended.put((threading.current_thread().name, error))
-
-  threads = [
-    # Daemons: a half deep in a compilation must not outlive the run's error.
-    threading.Thread(target=target, args=(half,), name=name, daemon=True)
-    for name, half in (('train', run_train), ('eval', evaluation.evaluate))
-  ]
-  for thread in threads:
-    thread.start()
-  try:
-    for _ in threads:
-      name, error = ended.get()
-      if error is not None:
-        if not isinstance(error, errors.UsageError):
-          error.add_note(f'[jaxline] raised in the {name} thread.')
-        raise error
-  finally:
-    stop.set()
-    deadline = time.monotonic() + _GRACE_SECS
-    for thread in threads:
-      thread.join(max(0.0, deadline - time.monotonic()))

@@ -1595,9 +1595,7 @@ def test_of_several_processes_the_first_decides_what_is_best(
     1, checkpoint_dir=str(tmp_path), best_model_eval_metric='score'
   )
   checkpointer = durable.DurableCheckpointer(config, 'train_and_eval')
-  evaluation = train._Evaluation(
-    train.Run(Scored, config, checkpointer), 'eval'
-  )
+  evaluation = train._Evaluation(train.Run(Scored, config, checkpointer))
   monkeypatch.setattr(distributed, 'of_chief', lambda value: chief)
   saved = []
   monkeypatch.setattr(checkpointer, 'save', saved.append)
@@ -1678,17 +1676,14 @@ class Process:
           experiment_class, config, checkpointer('train'), writer('train')
         )
       else:
-        train.train_eval_multithreaded(
-          train.Run(
-            experiment_class, config, checkpointer('train'), writer('train')
-          ),
-          train.Run(
-            experiment_class,
-            config,
-            checkpointer('eval'),
-            eval_writer=writer('eval'),
-          ),
-        )
+        train.Run(
+          experiment_class,
+          config,
+          checkpointer('train'),
+          writer('train'),
+          writer('eval'),
+          eval_checkpointer=checkpointer('eval'),
+        ).train_eval_multithreaded()
     return [step for step, _ in log.evals]
 
   def curve(self, mode='eval'):
