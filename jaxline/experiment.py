@@ -1,4 +1,4 @@
-"""The contract between an experiment and the loops: JAXline's, kept."""
+"""JAXline's contract between an experiment and the loops; the training loop."""
 
 import abc
 import collections
@@ -12,6 +12,7 @@ import jax
 from ml_collections import config_dict
 import numpy as np
 
+from jaxline import base_config
 from jaxline import debug
 from jaxline import periodic
 from jaxline import writers
@@ -19,37 +20,38 @@ from jaxline.compat import devices
 from jaxline.compat import prng
 
 Scalars = Mapping[str, Any]
-# (global_step, state key) -> what `step` gets (global_step, rng), and the state
-# key of the next step.
+# (global_step, state key) -> the arguments of `step` (global_step, rng), and
+# the state key of the next step.
 StepInputs = Callable[[int, jax.Array], tuple[Any, Any, jax.Array]]
 
 
 class AbstractExperiment(abc.ABC):
   """An experiment: its state, one step of training, one evaluation.
 
-  This is the per-device style: what the loops hand to `step` and `evaluate`
-  has a leading axis of local devices, ready for `jax.pmap`. See
-  `sharded.ShardedExperiment` for the style with one program over a mesh.
+  This is the per-device style: the arguments of `step` and `evaluate` have a
+  leading axis of local devices, ready for `jax.pmap`.
+  `sharded.ShardedExperiment` is the style with one program over a mesh.
 
   Attributes:
     CHECKPOINT_ATTRS: attribute -> name in the checkpoint, for values with a
-      leading axis of local devices that all hold the same: the first device's
-      slice is stored, and broadcast to all local devices on restore.
-    NON_BROADCAST_CHECKPOINT_ATTRS: the same for anything else, stored whole.
-    PER_PROCESS_ENTRIES: names in the checkpoint of what each process has for
-      itself; of everything else that is not spread over the hosts, a durable
-      checkpoint keeps the first process's.
+      leading axis of local devices whose rows are all the same. The first
+      device's row is stored, and broadcast to all local devices on restore.
+    NON_BROADCAST_CHECKPOINT_ATTRS: the same for all other values; they are
+      stored whole.
+    PER_PROCESS_ENTRIES: names in the checkpoint of values that differ between
+      processes. Of all others, unless they are arrays over several hosts, a
+      durable checkpoint stores the first process's.
     CHANGEABLE_ON_RESUME: paths in the config, such as
-      'experiment_kwargs.config.eval_batches', of keys that change no training
-      step: a run may be resumed with other values of these, and of all that is
-      below them. Another value of any other key in `experiment_kwargs` is
-      another run.
-    CONFIG_CLASS: the dataclass that `experiment_kwargs.config` is read into,
-      if there is one: `base_config.read`. A checkpoint that was made before
-      one of its fields was added is taken to have had the field's default.
-    IS_SHARDED: whether `sharded.ShardedExperiment` is its kind.
-    num_evaluated: how many earlier steps were evaluated, in this process or
-      before the run was resumed; set before each `evaluate`.
+      'experiment_kwargs.config.eval_batches', of keys that do not affect
+      training steps. A run may be resumed with other values of these keys and
+      of the keys below them. A change of any other key in `experiment_kwargs`
+      makes it another run.
+    CONFIG_CLASS: the dataclass that `base_config.read` makes of
+      `experiment_kwargs.config`, or None. A checkpoint from before a field was
+      added counts as made with the field's default.
+    IS_SHARDED: whether this is a `sharded.ShardedExperiment`.
+    num_evaluated: the number of earlier steps that were evaluated, in this
+      process or before the run was resumed; set before each `evaluate`.
   """
 
   CHECKPOINT_ATTRS: dict[str, str] = {}
@@ -65,8 +67,7 @@ class AbstractExperiment(abc.ABC):
     """Constructs the experiment.
 
     Args:
-      mode: 'train', 'decode', or what evaluation was started as (such as
-        'eval').
+      mode: 'train', 'decode', or the mode of evaluation, such as 'eval'.
       init_rng: the key to initialise weights from.
     """
     del mode, init_rng
@@ -83,30 +84,34 @@ class AbstractExperiment(abc.ABC):
     return devices.bcast_local_devices(rng)
 
   def step_inputs(self, config: config_dict.ConfigDict) -> StepInputs:
-    """Returns what makes the arguments of each step.
+    """Returns the function that makes the arguments of each step.
 
     Args:
-      config: the run's config; `random_mode_train` relates the keys.
+      config: the run's config; `random_mode_train` says which hosts and devices
+        get the same keys.
 
     Returns:
       A function of the step's number and the state key that returns the
       per-device step, the per-device keys and the next state key.
     """
+    config = base_config.complete_config(config)
     return prng.DeviceStepKeys(config.random_mode_train)
 
   def evaluate_inputs(
     self, config: config_dict.ConfigDict, rng: jax.Array
   ) -> Callable[[int], tuple[Any, Any]]:
-    """Returns what makes the arguments of each evaluation.
+    """Returns the function that makes the arguments of each evaluation.
 
     Args:
-      config: the run's config; `random_mode_eval` relates the keys.
+      config: the run's config; `random_mode_eval` says which hosts and devices
+        get the same keys.
       rng: the evaluation key.
 
     Returns:
       A function of the step's number that returns the per-device step and
       the per-device keys, the same keys each time.
     """
+    config = base_config.complete_config(config)
     host_id = prng.host_id_devices_for_rng(config.random_mode_eval)
     keys = jax.pmap(
       lambda key, host: prng.specialize_rng_host_device(
@@ -125,7 +130,7 @@ class AbstractExperiment(abc.ABC):
   ) -> Scalars:
     """Runs one training step.
 
-    An override may take only the keywords it wants:
+    An override may name only the keywords that it uses:
     `def step(self, global_step, **unused)`.
 
     Args:
@@ -134,10 +139,10 @@ class AbstractExperiment(abc.ABC):
       writer: for logging beyond the returned scalars.
 
     Returns:
-      Scalars to log, or None for none. Leave them on the device: they are
-      fetched on another thread when they are due. With `tokens_per_step` or
-      `examples_per_step` among them, `tokens_per_sec` or `examples_per_sec` is
-      logged too.
+      Scalars to log, or None. Leave them on the device: they are fetched on
+      another thread when they are due. From `tokens_per_step` and
+      `examples_per_step`, `tokens_per_sec` and `examples_per_sec` are computed
+      and logged too.
     """
 
   @abc.abstractmethod
@@ -158,23 +163,23 @@ class AbstractExperiment(abc.ABC):
   def decode(
     self, prompts: Sequence[str], rng: jax.Array
   ) -> list[list[dict[str, Any]]]:
-    """Continues prompts; for `--jaxline_mode=decode`, which alone needs it.
+    """Continues prompts; used by `--jaxline_mode=decode` only.
 
     The experiment was constructed with the mode 'decode', and its weights are
-    restored. To open training data is a waste then: it may not be there.
+    restored. It should not open training data, which may be missing.
 
     Args:
-      prompts: as many each time. The last of a file are filled up with others,
-        whose continuations are not looked at.
-      rng: one key, of its own each time.
+      prompts: the same number at each call. The last prompts of a file are
+        padded with others, whose continuations are ignored.
+      rng: one key, a different one at each call.
 
     Returns:
-      For each prompt its continuations: dicts of what JSON has, one entry the
-      'text', others such as 'score'. With several processes all get the same
-      prompts, and must return the same.
+      For each prompt its continuations: dicts of JSON values with the entry
+      'text' and others such as 'score'. All processes get the same prompts and
+      must return the same continuations.
 
     Raises:
-      NotImplementedError: the experiment has no such thing.
+      NotImplementedError: the experiment cannot continue prompts.
     """
     raise NotImplementedError(f'{type(self).__name__} has no `decode`.')
 
@@ -202,30 +207,27 @@ class AbstractExperiment(abc.ABC):
         `action(time, global_step, scalars)`.
       writer: handed to `step`.
     """
+    config = base_config.complete_config(config)
     actions = tuple(periodic_actions)
     step_inputs = self.step_inputs(config)
     max_in_flight = max_steps_in_flight(config)
-    in_flight: collections.deque[list[jax.Array]] = collections.deque()
+    in_flight: collections.deque[list[Any]] = collections.deque()
     with debug.log_activity('training loop'):
-      while self.should_run_step(state.global_step, config):
-        with jax.profiler.StepTraceAnnotation(
-          'train', step_num=state.global_step
-        ):
-          global_step, rng, next_rng = step_inputs(
-            state.global_step, state.train_step_rng
-          )
+      while self.should_run_step(step := state.global_step, config):
+        with jax.profiler.StepTraceAnnotation('train', step_num=step):
+          global_step, rng, next_rng = step_inputs(step, state.train_step_rng)
           scalars = self.step(global_step=global_step, rng=rng, writer=writer)
         check_scalars(scalars, self, 'step')
-        # The state's step and key move together: a checkpoint must not see
+        # The state's step and key change together: a checkpoint must not hold
         # one without the other.
-        state.global_step += 1
+        state.global_step = step = step + 1
         state.train_step_rng = next_rng
         now = time.time()
         for action in actions:
-          action(now, state.global_step, scalars)
-        # Only now, with this step queued, wait for the one before: the
-        # devices never idle and the host never runs further ahead.
-        in_flight.append(_arrays(scalars))
+          action(now, step, scalars)
+        # Wait for the step before only now, with this one queued: the devices
+        # never idle, and the host never runs further ahead.
+        in_flight.append(jax.tree.leaves(scalars))
         if len(in_flight) >= max_in_flight:
           _wait(in_flight.popleft())
 
@@ -236,7 +238,8 @@ class AbstractExperiment(abc.ABC):
     step can donate their buffers.
 
     Returns:
-      Name in the checkpoint -> value, as the two attribute dicts say.
+      Name in the checkpoint -> value, for the attributes in CHECKPOINT_ATTRS
+      and NON_BROADCAST_CHECKPOINT_ATTRS.
     """
     if not self.CHECKPOINT_ATTRS and not self.NON_BROADCAST_CHECKPOINT_ATTRS:
       logging.warning(
@@ -253,11 +256,11 @@ class AbstractExperiment(abc.ABC):
     return snapshot
 
   def snapshot_template(self) -> dict[str, Any]:
-    """Returns where to restore those entries that are stored leaf by leaf.
+    """Returns the shapes and shardings of entries that are stored as arrays.
 
-    A durable checkpoint stores such an entry as arrays alone, checks them
-    against the template before it restores any, and reads them straight into
-    their places. Other entries are stored with their structure.
+    A durable checkpoint stores such an entry without its tree structure, checks
+    all its arrays against the template before it restores any, and reads them
+    directly onto their devices. Other entries are stored with their structure.
 
     Returns:
       Name in the checkpoint -> tree of jax.ShapeDtypeStruct with shardings.
@@ -265,12 +268,11 @@ class AbstractExperiment(abc.ABC):
     return {}
 
   def wants_restored(self, name: str) -> bool:
-    """Returns whether a restore shall read an array.
+    """Returns whether a restore reads an array.
 
     Args:
-      name: of an entry or an array in it, such as 'state/params/w'. In place
-        of what is not wanted, the snapshot has its jax.ShapeDtypeStruct, or
-        nothing.
+      name: of an entry or an array in it, such as 'state/params/w'. For one
+        that is not read, the snapshot has a jax.ShapeDtypeStruct or no value.
     """
     del name
     return True
@@ -278,11 +280,11 @@ class AbstractExperiment(abc.ABC):
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
     """Restores what `snapshot_state` returned.
 
+    Arrays whose shapes or types differ from those of the experiment are
+    restored too, with a warning.
+
     Args:
       snapshot_state: name in the checkpoint -> value.
-
-    Arrays of other shapes or types than those that the experiment has now are
-    restored all the same, with a warning.
 
     Raises:
       ValueError: a name is missing; then nothing was changed.
@@ -295,29 +297,31 @@ class AbstractExperiment(abc.ABC):
       )
     self._warn_of_differences(snapshot_state)
     layouts = {
-      attribute: _layout(getattr(self, attribute, None))
+      attribute: devices.layout(getattr(self, attribute, None))
       for attribute in self.NON_BROADCAST_CHECKPOINT_ATTRS
     }
-    # All old values go before any new one comes, so that the device's memory
-    # need not hold both.
+    # Delete all old values before making any new one, so that the devices need
+    # not hold both.
     for attribute in names:
-      # A default in the class body cannot be deleted, and needs not be.
+      # A default in the class body cannot be deleted.
       with contextlib.suppress(AttributeError):
         delattr(self, attribute)
     for attribute, name in self.CHECKPOINT_ATTRS.items():
       value = devices.bcast_local_devices(snapshot_state[name])
       setattr(self, attribute, value)
     for attribute, name in self.NON_BROADCAST_CHECKPOINT_ATTRS.items():
-      value = _put(snapshot_state[name], layouts[attribute])
+      value = devices.put(snapshot_state[name], layouts[attribute])
       setattr(self, attribute, value)
 
   def _warn_of_differences(self, snapshot_state: Mapping[str, Any]) -> None:
-    """Names the arrays that a restore gives another shape or type."""
+    """Warns of the arrays that a restore gives another shape or type."""
     wrong: list[str] = []
     names = self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
     for attribute, name in names.items():
       live = getattr(self, attribute, None)
-      if not any(map(_is_array, jax.tree.leaves(live))):
+      if not any(
+        isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(live)
+      ):
         continue  # It is made later, such as in the first step.
       if attribute in self.CHECKPOINT_ATTRS:  # Without the axis of devices.
         live = jax.tree.map(
@@ -336,17 +340,17 @@ class AbstractExperiment(abc.ABC):
       )
 
   def share_state(self, trained: 'AbstractExperiment') -> None:
-    """Takes over the live state of an experiment in training, copying nothing.
+    """Takes over the live state of an experiment in training without copies.
 
     `train_and_eval` calls this on its evaluating experiment before each
-    evaluation; training waits meanwhile, so no buffer is donated.
+    evaluation. Training waits meanwhile, so that no buffer is donated.
 
     Args:
       trained: the experiment in training, of the same class.
     """
     if type(self).snapshot_state is not AbstractExperiment.snapshot_state:
-      # Its state is what its own snapshots say; copied, since what they hold
-      # may be donated by the next step.
+      # The override alone knows the state. It is copied, since the next step
+      # may donate the arrays of the snapshot.
       snapshot = jax.tree.map(devices.freeze, trained.snapshot_state())
       self.restore_from_snapshot(snapshot)
       return
@@ -355,7 +359,7 @@ class AbstractExperiment(abc.ABC):
       logging.log_first_n(
         logging.WARNING,
         '%s has neither CHECKPOINT_ATTRS nor NON_BROADCAST_CHECKPOINT_ATTRS:'
-        ' what is evaluated are the weights that its constructor made.',
+        ' evaluation uses the weights that its constructor made.',
         1,
         type(self).__name__,
       )
@@ -374,14 +378,14 @@ class AbstractExperiment(abc.ABC):
 def differences(
   a: Any, b: Any, a_says: str, b_says: str, name: str = ''
 ) -> list[str]:
-  """Returns a line for each array whose shape or type is not the same.
+  """Returns a line for each array whose shape or type differs.
 
   Args:
-    a: tree of arrays, or of what has shape and dtype.
+    a: tree of arrays, or of any leaves with shape and dtype.
     b: another.
-    a_says: what to put before what `a` has.
-    b_says: the same for `b`.
-    name: what to put before each path.
+    a_says: the text before the shape in `a`.
+    b_says: the text before the shape in `b`.
+    name: the text before each path.
   """
   have, want = dict(_shapes(a)), dict(_shapes(b))
   return [
@@ -398,55 +402,18 @@ def _shapes(tree: Any) -> Iterator[tuple[str, str]]:
     yield jax.tree_util.keystr(path), f'{dtype}{list(np.shape(x))}'
 
 
-def _is_array(x: Any) -> bool:
-  return isinstance(x, jax.Array | np.ndarray)
-
-
-def _is_on_devices(value: Any) -> bool:
-  """Returns whether a value is a tree of jax.Arrays and nothing else.
-
-  Others may change their shape in the course of a run, as a buffer does.
-  """
-  leaves = jax.tree.leaves(value)
-  return bool(leaves) and all(isinstance(x, jax.Array) for x in leaves)
-
-
-def _layout(value: Any) -> dict[str, Any] | None:
-  """Returns path -> (shape, sharding) of a tree of jax.Arrays; else None."""
-  if not _is_on_devices(value):
-    return None
-  return {
-    jax.tree_util.keystr(path): (x.shape, x.sharding)
-    for path, x in jax.tree_util.tree_leaves_with_path(value)
-  }
-
-
-def _put(value: Any, layout: dict[str, Any] | None) -> Any:
-  """Puts arrays where those of the same path and shape were."""
-  if layout is None:
-    return value
-
-  def put(path: Any, x: Any) -> Any:
-    shape, sharding = layout.get(jax.tree_util.keystr(path), (None, None))
-    if shape == np.shape(x):
-      return jax.device_put(x, sharding)
-    return jax.device_put(x) if isinstance(x, np.ndarray) else x
-
-  return jax.tree_util.tree_map_with_path(put, value)
-
-
 def check_scalars(scalars: Any, experiment: Any, method: str) -> None:
-  """Checks what a `step` or an `evaluate` has returned.
+  """Checks the value that `step` or `evaluate` returned.
 
   Args:
-    scalars: what it returned.
-    experiment: whose method it is.
-    method: its name.
+    scalars: the value.
+    experiment: the experiment whose method returned it.
+    method: the name of the method.
 
   Raises:
     TypeError: it is neither a mapping nor None.
   """
-  # Not by its class: a ConfigDict is no Mapping, nor is a mock.
+  # Not by its class, since neither a ConfigDict nor a mock is a Mapping.
   if scalars is not None and not hasattr(scalars, 'items'):
     raise TypeError(
       f'{type(experiment).__name__}.{method} returned {describe(scalars)};'
@@ -455,7 +422,7 @@ def check_scalars(scalars: Any, experiment: Any, method: str) -> None:
 
 
 def describe(value: Any) -> str:
-  """Returns, for a message, what kind of value it is: without its content."""
+  """Returns the kind of a value for a message, without its content."""
   if isinstance(value, tuple | list):
     kinds = ', '.join(describe(x) for x in value[:5])
     more = ', ...' if len(value) > 5 else ''
@@ -470,27 +437,21 @@ def describe(value: Any) -> str:
 
 
 def max_steps_in_flight(config: config_dict.ConfigDict) -> int:
-  """Returns how many steps the loop lets the devices have at once."""
-  # An old experiment's config may be made without our base config.
-  if 'max_steps_in_flight' in config and config.max_steps_in_flight is not None:
+  """Returns how many steps may be dispatched and not finished.
+
+  Args:
+    config: a run's complete config.
+  """
+  if config.max_steps_in_flight is not None:
     return config.max_steps_in_flight
-  # Programs of several CPU devices wait for each other in one thread pool:
-  # two at once can starve it for ever.
+  # Programs of several CPU devices wait for each other in one thread pool; two
+  # of them at once can starve it for ever.
   several = jax.local_device_count() > 1
   return 1 if jax.default_backend() == 'cpu' and several else 2
 
 
-def _arrays(scalars: Any) -> list[jax.Array]:
-  """Returns a step's results that may still be in the making."""
-  return [
-    x
-    for x in jax.tree.leaves(scalars)
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-  ]
-
-
-def _wait(arrays: list[jax.Array]) -> None:
-  for array in arrays:
-    # Deleted: the experiment returned a buffer that it has donated since.
-    if not array.is_deleted():
-      array.block_until_ready()
+def _wait(leaves: list[Any]) -> None:
+  for x in leaves:
+    # An experiment may return an array whose buffer it donates later.
+    if isinstance(x, jax.Array) and not x.is_deleted():
+      x.block_until_ready()

@@ -149,6 +149,46 @@ def _put_rows(batch: Any, sharding: jax.sharding.NamedSharding) -> Any:
   return jax.device_put(batch, sharding)
 
 
+def layout(value: Any) -> dict[str, Any] | None:
+  """Returns where the arrays of a tree lie, for `put`.
+
+  Args:
+    value: a tree.
+
+  Returns:
+    Path -> (shape, sharding); None unless all leaves are jax.Arrays, since
+    other values, such as a buffer, may change their shape during a run.
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(value)
+  if not leaves or not all(isinstance(x, jax.Array) for _, x in leaves):
+    return None
+  return {
+    jax.tree_util.keystr(path): (x.shape, x.sharding) for path, x in leaves
+  }
+
+
+def put(value: Any, layout: dict[str, Any] | None) -> Any:
+  """Puts the arrays of a tree where those of the same path and shape were.
+
+  Args:
+    value: a tree; of another structure too.
+    layout: the result of `layout`; None returns the tree as it is.
+
+  Returns:
+    The tree. Numpy arrays without a place are put on the default device.
+  """
+  if layout is None:
+    return value
+
+  def put_leaf(path: Any, x: Any) -> Any:
+    shape, sharding = layout.get(jax.tree_util.keystr(path), (None, None))
+    if shape == np.shape(x):
+      return jax.device_put(x, sharding)
+    return jax.device_put(x) if isinstance(x, np.ndarray) else x
+
+  return jax.tree_util.tree_map_with_path(put_leaf, value)
+
+
 def freeze(x: Any) -> Any:
   """Returns a copy of a leaf that no later step can change.
 
