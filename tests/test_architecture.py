@@ -26,6 +26,7 @@ LEAVES = (
   'launch',
   'maxtext',
   'metrics',
+  'partitioning',
   'periodic',
   'supervision',
   'writers',
@@ -36,7 +37,7 @@ LEAVES = (
 STEPS = (
   LEAVES,
   ('base_config',),
-  ('checkpoint', 'experiment', 'inputs', 'partitioning'),
+  ('checkpoint', 'experiment', 'inputs'),
   ('decode', 'pipeline', 'sharded', 'train'),
   ('aot',),
   ('platform',),
@@ -220,6 +221,27 @@ def test_only_partitioning_knows_the_mesh(path):
     )
 
 
+# The second prints in what two texts differ.
+DIFFLIB = {'jaxline/errors.py', 'examples/pax/base_layer.py'}
+# TODO: empty this. They still look for similar names by themselves.
+OWN_DID_YOU_MEAN = {
+  'examples/pax/experiment_registry.py',
+  'examples/pax/hparams.py',
+  'examples/pax/loading.py',
+  'examples/pax/optimizers.py',
+  'jaxline/partitioning.py',
+}
+
+
+def test_did_you_mean_is_one_function():
+  found = {
+    str(path.relative_to(ROOT))
+    for path in LIBRARY + EXAMPLES
+    if 'difflib' in imports(path)
+  }
+  assert found - OWN_DID_YOU_MEAN == DIFFLIB
+
+
 def test_utils_only_hands_on():
   tree = tree_of(ROOT / 'jaxline' / 'utils.py')
   docstring, *body = tree.body
@@ -275,9 +297,10 @@ def test_every_base_config_key_is_read():
 
 
 def test_every_base_config_key_says_why():
-  source = (ROOT / 'jaxline' / 'base_config.py').read_text(encoding='utf-8')
-  for key in base_config.get_base_config():
-    assert source.count(f'  config.{key} = ') == 1, key
+  for key in base_config.KEYS:
+    assert key.reason.endswith('.'), key.name
+    assert key.check.expected, key.name
+    assert key.effect in ('run', 'program', 'none'), key.name
 
 
 ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
