@@ -1,19 +1,21 @@
-"""Every key of a run's config, its default and why; and their validation.
+"""The keys of a run's config: one table, and what is derived from it.
 
-`get_base_config` is the only place where a key is declared. A config file
-starts from it and sets the run's numbers; `validate_config` refuses what is
-missing, misspelled, of the wrong kind or contradictory before anything is
-compiled.
+`KEYS` declares each key with its default, its check, its reason and the effect
+of a change on a run that is resumed. A config file starts from
+`get_base_config` and sets the run's numbers. `validate_config` refuses a key
+that is missing, misspelled, of the wrong kind or contradictory, before anything
+is compiled. `python -m jaxline.base_config` prints docs/config.md.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import contextvars
 import dataclasses
-import difflib
+import functools
+import itertools
 import json
-import math
 import numbers
+import operator
 import os
 import re
 import types
@@ -24,6 +26,7 @@ from ml_collections import config_dict
 
 from jaxline import distributed
 from jaxline import errors
+from jaxline import partitioning
 from jaxline import xla
 from jaxline.compat import prng
 from jaxline.supervision import nonfinite
@@ -31,214 +34,447 @@ from jaxline.supervision import nonfinite
 T = TypeVar('T')
 
 INTERVAL_TYPES = ('secs', 'steps')
-# Below this similarity an unknown key is taken for the experiment's own.
+# An unknown key that is at least as similar to a known one is a misspelling of
+# it; any other is the experiment's own.
 _MISSPELLED = 0.85
+_MAPPINGS = (Mapping, config_dict.ConfigDict)
+
+
+# Checks.
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+  """What the value of a key must be.
+
+  Attributes:
+    expected: the valid values in words, for messages and the documentation.
+    accepts: returns whether a value is valid, or raises a ValueError that says
+      what is wrong with it.
+    kind: the type of a value that replaces a default of None. With `object`, a
+      value of any type replaces any default.
+    is_path: the value names a file, and may begin with `~`.
+  """
+
+  expected: str
+  accepts: Callable[[Any], bool]
+  kind: type | None = None
+  is_path: bool = False
+
+
+def optional(check: Check) -> Check:
+  """Accepts None, too."""
+  return dataclasses.replace(
+    check,
+    expected=f'{check.expected}, or None',
+    accepts=lambda x: x is None or check.accepts(x),
+  )
+
+
+def one_of(*valid: str) -> Check:
+  """Accepts some words."""
+  return Check(f'one of {valid}', lambda x: x in valid, str)
+
+
+def text(expected: str, *, is_path: bool = False) -> Check:
+  """Accepts any text."""
+  return Check(expected, lambda x: isinstance(x, str), str, is_path)
+
+
+def number(interval: str) -> Check:
+  """Accepts a number in an interval: '[0, 1)' or 'integer [1, inf)'.
+
+  Infinity and NaN are in no interval.
+  """
+  ((noun, left, low, high, right),) = re.findall(
+    r'(integer )?([\[(])(.+),(.+)([\])])', interval
+  )
+  kind = numbers.Integral if noun else numbers.Real
+  above = operator.ge if left == '[' else operator.gt
+  below = operator.le if right == ']' else operator.lt
+  return Check(
+    f'an integer in {interval[8:]}' if noun else f'a number in {interval}',
+    lambda x: (
+      isinstance(x, kind)
+      and not isinstance(x, bool)
+      and above(x, float(low))
+      and below(x, float(high))
+    ),
+    int if noun else float,
+  )
+
+
+def mapping(expected: str) -> Check:
+  """Accepts a dict with any keys."""
+  return Check(expected, lambda x: isinstance(x, _MAPPINGS))
+
+
+def section(name: str, note: str = '') -> Check:
+  """Accepts a dict of the keys that `KEYS` declares as `name.*`."""
+
+  def check(values: Any) -> None:
+    names = [
+      k.name.split('.')[1] for k in KEYS if k.name.startswith(f'{name}.')
+    ]
+    if not isinstance(values, _MAPPINGS):
+      raise ValueError(
+        f'config.{name} is {values!r}; expected a dict with the keys {names}.'
+      )
+    for key in values:
+      if key not in names:
+        raise ValueError(
+          f'Unknown key {key!r} in config.{name}; expected one of {names}.'
+          f'{errors.did_you_mean(key, names)}{note}'
+        )
+
+  return delegate('a dict of the keys below', check)
+
+
+def delegate(
+  expected: str, validate: Callable[[Any], Any], kind: type | None = None
+) -> Check:
+  """Accepts what a function validates, which raises a ValueError of its own."""
+  return Check(expected, lambda x: validate(x) is None, kind)
+
+
+def _check_rules(rules: Any) -> None:
+  """Refuses `restore_rules` that are no pairs (pattern, name or None)."""
+  try:
+    if not isinstance(rules, list | tuple):
+      raise TypeError(f'a {type(rules).__name__}')
+    for pattern, source in rules:
+      re.compile(pattern)
+      if not isinstance(source, str | None):
+        raise TypeError(f'{source!r} is no name')
+  except (TypeError, ValueError, re.error) as e:
+    raise ValueError(
+      f'config.restore_rules is {rules!r} ({e}); expected pairs (regular'
+      ' expression, name or None), such as'
+      " [('state/params/(.*)', r'state/params/\\1')]."
+    ) from e
+
+
+_BOOLEAN = Check('True or False', lambda x: isinstance(x, bool), bool)
+_FILE = optional(text('the name of a file', is_path=True))
+_DIRECTORY = optional(text('the name of a directory', is_path=True))
+_INTERVAL = optional(number('(-inf, inf)'))
+_INTERVAL_TYPE = optional(one_of(*INTERVAL_TYPES))
+_POSITIVE = number('(0, inf)')
+_COUNT = number('integer [1, inf)')
+_RANDOM_MODE = one_of(*(mode.value for mode in prng.DistributedRNGMode))
+_MESH_SIZE = Check(
+  'an integer in [1, inf), or -1', lambda x: x == -1 or _COUNT.accepts(x)
+)
+_RATIOS = Check(
+  'a list of positive numbers',
+  lambda x: isinstance(x, Sequence) and all(map(_POSITIVE.accepts, x)),
+)
+# JAX takes a signed integer of 64 bits.
+_SEED = Check(
+  'an integer from -2**63 to 2**63 - 1',
+  lambda x: number('integer (-inf, inf)').accepts(x) and -(2**63) <= x < 2**63,
+)
+_PROFILE = Check(
+  'the name of a file that ends in .pb',
+  lambda x: isinstance(x, str) and (not x or x.endswith('.pb')),
+  str,
+  is_path=True,
+)
+_EVAL_STEPS = Check(
+  "'all', or steps such as '1000,2000'",
+  lambda x: isinstance(x, str) and bool(re.fullmatch(r'all|\d+(,\d+)*', x)),
+  str,
+)
+
+
+# The table.
+
+RUN, PROGRAM, NONE = 'run', 'program', 'none'  # Effects of a change.
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+  """A key of the config.
+
+  Attributes:
+    name: with a dot where it belongs to a section, such as 'decode.step'.
+    default: its value in the base config; {} is a section, or a dict with keys
+      of the user's choice.
+    check: what a value must be.
+    reason: what the key is for, and why one would change it.
+    effect: of a change on a run that is resumed. 'run': it would be another
+      run, and is refused (see `on_config_change`). 'program': the step is
+      compiled to another program. 'none': neither.
+    sharded: only the sharded style reads it; the per-device style refuses a
+      value that is not the default.
+  """
+
+  name: str
+  default: Any
+  check: Check
+  reason: str
+  effect: str = NONE
+  sharded: bool = False
+
+
+# fmt: off
+KEYS = (
+  Key('experiment_class', None, optional(text("'package.module:Class'")),
+      'The class that `experiment.py` runs. None where that file gives its'
+      ' class to `platform.main` itself.', RUN),
+  Key('experiment_kwargs', {}, mapping('a dict of arguments'),
+      'Arguments of the constructor of that class, besides `mode` and'
+      ' `init_rng`. Of them, what the class declares as CHANGEABLE_ON_RESUME'
+      ' may change on resume.', RUN),
+  Key('checkpoint_dir', None, _DIRECTORY,
+      "The run's directory: checkpoints, event files, JSON lines, resolved"
+      ' config. A run that was started with the same directory is resumed. None'
+      ' makes a fresh directory below /tmp/jaxline-UID, which only this user'
+      ' can read, named for the config and the time. In all keys that name a'
+      ' file, `~` is the home directory.'),
+  Key('training_steps', 10000, optional(number('[0, inf)')),
+      'Number of training steps. With None the run ends when `should_run_step`'
+      ' of the experiment returns False.'),
+
+  Key('mesh', {}, delegate('a dict of the keys below, or of some of them',
+                           lambda x: partitioning.validate(x, 'ddp')),
+      'Sizes of the device mesh of a sharded step; their product is the number'
+      ' of devices. An axis that is left out has its default.'
+      ' See docs/sharding.md.', PROGRAM, sharded=True),
+  Key('mesh.ici', {}, optional(mapping('a dict from axis to size')),
+      'Sizes within a slice: devices that a fast network connects, such as a'
+      ' TPU slice or the GPUs of a node. One of them may be -1: all devices'
+      ' that are left.', PROGRAM),
+  Key('mesh.ici.stage', 1, _MESH_SIZE, 'Stages of a pipeline.', PROGRAM),
+  Key('mesh.ici.replica', 1, _MESH_SIZE,
+      'Splits the batch; each part holds all weights.', PROGRAM),
+  Key('mesh.ici.data', -1, _MESH_SIZE,
+      'Splits the batch and, with `fsdp`, the weights.', PROGRAM),
+  Key('mesh.ici.mdl', 1, _MESH_SIZE,
+      'Splits weights and activations, with `tp`.', PROGRAM),
+  Key('mesh.dcn', {}, optional(mapping('a dict from axis to size')),
+      'Sizes across slices, which a slower network connects. The size of an'
+      ' axis of the mesh is the product of both.', PROGRAM),
+  Key('mesh.dcn.stage', 1, _MESH_SIZE, 'As in `mesh.ici`.', PROGRAM),
+  Key('mesh.dcn.replica', -1, _MESH_SIZE, 'As in `mesh.ici`.', PROGRAM),
+  Key('mesh.dcn.data', 1, _MESH_SIZE, 'As in `mesh.ici`.', PROGRAM),
+  Key('mesh.dcn.mdl', 1, _MESH_SIZE, 'As in `mesh.ici`.', PROGRAM),
+  Key('sharding', 'ddp', delegate(f'one of {tuple(partitioning.PRESETS)}',
+                                  lambda x: partitioning.validate(None, x)),
+      'What a sharded step splits over the mesh: see `partitioning.PRESETS`.'
+      ' With `ddp` only the batch.', PROGRAM, sharded=True),
+  Key('sharding_rules', {}, delegate(
+        'a dict from logical axis to mesh axes',
+        lambda x: partitioning.validate(None, 'ddp', x)),
+      "Changes to that preset, such as {'vocab': ('data',)}.",
+      PROGRAM, sharded=True),
+  Key('gradient_accumulation_steps', 1, _COUNT,
+      'A sharded step cuts its batch into this many parts, computes them one'
+      ' after the other and adds their gradients: less memory for the same'
+      ' step.', PROGRAM, sharded=True),
+
+  Key('topology', None, optional(text("a TPU topology, such as 'v4:4x4x4'")),
+      'With --jaxline_mode=compile: the TPU topology to compile for. None'
+      ' compiles for the devices of this machine.'),
+  Key('num_slices', 1, _COUNT,
+      'The number of slices of that topology.'),
+  Key('compiled_program', None, _DIRECTORY,
+      'The directory of a program that --jaxline_mode=compile saved (it names'
+      ' the directory), to run instead of compiling.', sharded=True),
+
+  Key('distributed', 'auto', delegate(
+        f'one of {distributed.MODES}, or a dict with the keys'
+        f' {tuple(distributed.VARIABLES)}', distributed.validate, object),
+      'How several processes connect. `auto`: by a cluster that JAX knows or'
+      " the launcher's variables; without either, this is one process. `off`:"
+      ' this is one process. See docs/launching.md.'),
+
+  Key('xla', {}, section('xla', ' A flag of XLA belongs into config.xla.flags,'
+                         ' a flag of libtpu into config.xla.tpu_flags.'),
+      'Settings of XLA, applied before JAX starts. See docs/accelerators.md.',
+      PROGRAM),
+  Key('xla.latency_hiding_scheduler', None, optional(_BOOLEAN),
+      'Communicate while computing. None leaves the choice to XLA.',
+      PROGRAM),
+  Key('xla.pgle_profiling_runs', 0, number('integer [0, inf)'),
+      'GPU: profile this many runs of the step, then compile it again with'
+      ' what was measured (automatic PGLE). 0 disables it.', PROGRAM),
+  Key('xla.pgle_aggregation_percentile', None,
+      optional(number('integer [0, 100]')),
+      "The percentile of several measured times that counts. None is JAX's"
+      ' default, 90.', PROGRAM),
+  Key('xla.pgle_save', None, optional(_PROFILE),
+      'The same in two runs (manual PGLE): the first run profiles its steps and'
+      ' writes this file. XLA knows its format by the ending.', PROGRAM),
+  Key('xla.pgle_save_steps', 10, _COUNT,
+      'How many steps that run profiles.'),
+  Key('xla.pgle_profile', None, _FILE,
+      'The file of the first run, in the second run.', PROGRAM),
+  Key('xla.flags', {}, mapping(
+        "a dict from flag to value, such as {'xla_dump_to': '/tmp'}"),
+      'Further flags for XLA_FLAGS.', PROGRAM),
+  Key('xla.tpu_flags', {}, mapping('a dict from flag to value'),
+      "Further flags of libtpu, for LIBTPU_INIT_ARGS.", PROGRAM),
+
+  Key('interval_type', 'secs', _INTERVAL_TYPE,
+      'The unit of all intervals; None means `secs`. An interval that is None'
+      ' or negative disables the action, and 0 is every step.'),
+  Key('logging_interval_type', None, _INTERVAL_TYPE,
+      'Overrides `interval_type` for logging.'),
+  Key('checkpoint_interval_type', None, _INTERVAL_TYPE,
+      'Overrides `interval_type` for checkpoints.'),
+  Key('eval_interval_type', None, _INTERVAL_TYPE,
+      'Overrides `interval_type` for evaluation.'),
+  Key('save_checkpoint_interval', 300, _INTERVAL,
+      'How often a checkpoint is saved. 0 is never, as in JAXline.'),
+  Key('log_tensors_interval', 60, _INTERVAL,
+      'How often a line is logged.'),
+  Key('log_train_data_interval', 120.0, _INTERVAL,
+      'How often scalars are written to TensorBoard and JSON lines.'),
+  Key('eval_interval', 300, _INTERVAL,
+      'How often training pauses for an evaluation, with'
+      ' --jaxline_mode=train_and_eval.'),
+  Key('periodic_action_growth_ratios', None, optional(_RATIOS),
+      'Each ratio r adds the steps r, 10 r, 100 r ... to the intervals above:'
+      ' [1, 2, 5] logs often at the start and seldom later. Needs intervals in'
+      ' steps.'),
+  Key('log_async', True, _BOOLEAN,
+      'Make the log line on a background thread; False is for debugging. The'
+      ' writers always use one.'),
+  Key('log_all_hosts', False, _BOOLEAN,
+      'Log on all hosts instead of only the first.'),
+  Key('log_all_train_data', False, _BOOLEAN,
+      'Keep the scalars of every step, and log them together at the interval.'),
+
+  Key('max_steps_in_flight', None, optional(_COUNT),
+      'How many training steps may be queued on the devices. 2 keeps them busy'
+      ' while the host reads the results of the step before; 1 waits for each'
+      ' step. None is 2, or 1 for several CPU devices, whose collectives can'
+      ' starve each other.'),
+  Key('infeed_buffer_size', 3, number('integer [2, inf)'),
+      'Sharded style: how many batches are read and put on the devices ahead of'
+      ' the step. Each takes device memory. Those of an evaluation are only'
+      ' read ahead.'),
+  Key('infeed_stall_secs', 60.0, optional(_POSITIVE),
+      'When a step waits for its batch this many seconds, the log says so, and'
+      ' what the input is reading. None disables the warning.'),
+
+  Key('save_initial_train_checkpoint', False, _BOOLEAN,
+      'Save a checkpoint before the first step, for evaluators to start from.'),
+  Key('train_checkpoint_all_hosts', False, _BOOLEAN,
+      'Save on all hosts instead of only the first. Needs intervals in steps,'
+      ' because the clocks of hosts differ.'),
+  Key('best_checkpoint_all_hosts', False, _BOOLEAN,
+      'The same for the series `best`.'),
+  Key('checkpointer', 'durable', one_of('durable', 'memory'),
+      'Where checkpoints are kept: `durable` is on disk, below'
+      ' `checkpoint_dir`; `memory` is in this process, for tests and trials.'),
+  Key('max_checkpoints_to_keep', 5, _COUNT,
+      'How many of the newest checkpoints of a series are kept.'),
+  Key('max_best_checkpoints_to_keep', None, optional(_COUNT),
+      'The same for `best`. None means `max_checkpoints_to_keep` in the'
+      ' per-device style and 1 in the sharded style.'),
+  Key('keep_checkpoint_every_steps', None, optional(_COUNT),
+      'Besides those, checkpoints of `latest` at least this many steps apart'
+      ' are kept for ever. None keeps no others.'),
+  Key('keep_checkpoint_every_hours', None, optional(_POSITIVE),
+      'The same, in hours.'),
+  Key('checkpoint_allow_pickle', False, _BOOLEAN,
+      'An experiment is stored as arrays, JSON and structure. True pickles'
+      ' everything else, and unpickles it at restore, which runs whatever code'
+      ' the file holds: only for files that you made yourself.'),
+  Key('restore_from', None, optional(text("'DIR' or 'DIR:STEP'", is_path=True)),
+      'Begin from a checkpoint of another run, if this run has none of its own.'
+      ' Without rules all of it is restored: weights, optimizer, step, random'
+      ' keys, position in the data.'),
+  Key('restore_rules', (), delegate(
+        'pairs (regular expression, name or None)', _check_rules),
+      'What to take from that checkpoint. An array of this run whose whole name'
+      ' matches the expression (the first match counts) gets the array `name`'
+      ' of the checkpoint, in which `\\1` is the first group of the expression.'
+      ' With None, or without a match, it keeps its initial value. The run'
+      ' starts at step 0 with fresh random keys and schedules, whatever the'
+      ' rules match. `python -m jaxline.checkpoint show DIR` lists the names.'),
+  Key('on_config_change', 'raise', one_of('raise', 'continue'),
+      'The latest checkpoint was made with another value of a key whose change'
+      ' makes another run: `raise` lists the keys that differ, `continue`'
+      ' restores it nevertheless.'),
+
+  Key('on_nonfinite', None, optional(one_of(*nonfinite.MODES)),
+      'A step has a loss or gradients that are not finite: `raise` ends the'
+      ' run. `warn` warns once for each scalar and keeps the newest checkpoint'
+      ' from before. `skip` (sharded style) leaves weights and optimizer'
+      ' unchanged, and counts the step. `ignore` does nothing. None is `raise`'
+      ' in the sharded style, and `warn` in the per-device style, where JAXline'
+      ' continues.', PROGRAM),
+  Key('max_nonfinite_steps', 10, _COUNT,
+      'With `skip`, this many such steps in a row end the run.'),
+  Key('watchdog_secs', 7200.0, optional(_POSITIVE),
+      "The process ends, with every thread's stack in the log, after this many"
+      ' seconds without a step or another sign of progress. Give more if a'
+      ' compilation or an evaluation takes longer. None disables it.'),
+
+  Key('eval_initial_weights', False, _BOOLEAN,
+      'Evaluate the untrained weights while there is no checkpoint.'),
+  Key('one_off_evaluate', False, _BOOLEAN,
+      'Evaluate the newest checkpoint once, then end.'),
+  Key('eval_steps', None, optional(_EVAL_STEPS),
+      'Evaluate the checkpoints of these steps, or all that are kept, then end.'
+      ' None evaluates each new checkpoint of the training run.'),
+  Key('best_model_eval_metric', '', optional(
+        text("the name of a scalar, or ''")),
+      'The scalar of `evaluate` whose best value is kept as the series `best`.'
+      ' Without one there is no such series.'),
+  Key('best_model_eval_metric_higher_is_better', True, _BOOLEAN,
+      'Whether the best value is the highest, or else the lowest.'),
+
+  Key('decode', {}, section('decode'),
+      '--jaxline_mode=decode: continues prompts with the weights of a'
+      ' checkpoint.'),
+  Key('decode.prompts', None, _FILE,
+      'A file with a prompt on each line; blank lines are ignored. If its name'
+      ' ends in .jsonl, each line is {"prompt": ...}. None reads standard'
+      ' input, and asks for prompts if that is a terminal.'),
+  Key('decode.output', None, _FILE,
+      'The file for the continuations, one line of JSON for each prompt; an'
+      ' existing file is replaced. None is decode/step_N.jsonl below'
+      ' `checkpoint_dir` (step_N_2.jsonl while another process writes that),'
+      ' or, if that cannot be written, a new file in the working directory.'),
+  Key('decode.batch_size', 8, _COUNT,
+      'How many prompts are continued at once, except at a terminal.'),
+  Key('decode.series', 'latest', one_of('latest', 'best'),
+      'The series of the checkpoint.'),
+  Key('decode.step', None, optional(number('integer [0, inf)')),
+      'The step of the checkpoint. None is the newest.'),
+
+  Key('random_seed', 42, _SEED,
+      'The seed of all random numbers: split into the step key and the init'
+      ' key.', RUN),
+  Key('random_mode_train', 'unique_host_unique_device', _RANDOM_MODE,
+      'How the keys of the devices differ in a training step of the per-device'
+      ' style: see `prng.DistributedRNGMode`.', RUN),
+  Key('random_mode_eval', 'same_host_same_device', _RANDOM_MODE,
+      'The same in an evaluation.'),
+  Key('legacy_random_seed_behavior', False, _BOOLEAN,
+      'Use the unsplit key of the seed for both, as the first versions of'
+      ' JAXline did.', RUN),
+)
+# fmt: on
 
 
 def get_base_config() -> config_dict.ConfigDict:
   """Returns the config that every run starts from, with all its defaults."""
   config = config_dict.ConfigDict()
-
-  # Which class `experiment.py` runs, as 'package.module:Class'; None where the
-  # file hands its class to `platform.main` itself.
-  config.experiment_class = config_dict.placeholder(str)
-  # What that class is constructed with, besides `mode` and `init_rng`.
-  config.experiment_kwargs = config_dict.ConfigDict()
-
-  # The run's directory: checkpoints, event files, JSON lines, resolved config.
-  # None makes a fresh one below /tmp/jaxline-UID, which is this user's alone,
-  # named for the config and the time. A run that was started with the same
-  # directory goes on. Here and in all names of files `~` is the home directory.
-  config.checkpoint_dir = config_dict.placeholder(str)
-
-  # Number of training steps; None runs until the experiment's own
-  # `should_run_step` says no.
-  config.training_steps = 10000
-
-  # Sharded steps: sizes of the mesh, within a slice (`ici`: devices that a fast
-  # network joins, such as a TPU slice or the GPUs of a node) and across slices
-  # (`dcn`). In each, one may be -1: all that are left. docs/sharding.md.
-  config.mesh = config_dict.ConfigDict()
-  config.mesh.ici = config_dict.ConfigDict(
-    {'stage': 1, 'replica': 1, 'data': -1, 'mdl': 1}
-  )
-  config.mesh.dcn = config_dict.ConfigDict(
-    {'stage': 1, 'replica': -1, 'data': 1, 'mdl': 1}
-  )
-  # What is split over it: 'ddp' (only the batch), 'fsdp', 'tp', 'fsdp_tp',
-  # 'sp' or 'pipeline'; see `partitioning.PRESETS`.
-  config.sharding = 'ddp'
-  # Changes to the preset: logical axis -> mesh axes, {'vocab': ('data',)}.
-  config.sharding_rules = config_dict.ConfigDict()
-  # Sharded steps: a batch is cut into so many parts, one computed after the
-  # other, whose gradients are added: less memory, the same step.
-  config.gradient_accumulation_steps = 1
-
-  # --jaxline_mode=compile: the TPU topology to compile for, such as 'v4:4x4x4',
-  # and of how many slices; None compiles for the devices that are here.
-  config.topology = config_dict.placeholder(str)
-  config.num_slices = 1
-  # A program that this mode saved, to run instead of compiling: the directory
-  # that it names.
-  config.compiled_program = config_dict.placeholder(str)
-
-  # How several processes meet: 'auto' (a cluster that JAX knows, or the
-  # launcher's variables; else this is one process), 'off', or a dict
-  # {coordinator, num_processes, process_id}. docs/launching.md.
-  config.distributed = config_dict.FieldReference('auto', field_type=object)
-
-  # Settings of XLA, made before JAX starts: docs/accelerators.md.
-  config.xla = config_dict.ConfigDict()
-  # Communicate while computing; None leaves it to XLA.
-  config.xla.latency_hiding_scheduler = config_dict.placeholder(bool)
-  # GPU: profile so many runs of the step, then compile it again by what was
-  # measured (auto PGLE); 0 is off.
-  config.xla.pgle_profiling_runs = 0
-  # Of several measured times, which; None is JAX's own, 90.
-  config.xla.pgle_aggregation_percentile = config_dict.placeholder(int)
-  # The same in two runs (manual PGLE): the first profiles so many steps and
-  # writes this file, which the second names as its profile.
-  config.xla.pgle_save = config_dict.placeholder(str)
-  config.xla.pgle_save_steps = 10
-  config.xla.pgle_profile = config_dict.placeholder(str)
-  # More of XLA_FLAGS, and of libtpu's LIBTPU_INIT_ARGS: name -> value.
-  config.xla.flags = config_dict.ConfigDict()
-  config.xla.tpu_flags = config_dict.ConfigDict()
-
-  # In what all intervals are counted: 'secs' or 'steps' (None means 'secs').
-  # An interval that is None or negative is off; 0 is every step.
-  config.interval_type = 'secs'
-  # Overrides of `interval_type` for logging, checkpoints and evaluation.
-  config.logging_interval_type = config_dict.placeholder(str)
-  config.checkpoint_interval_type = config_dict.placeholder(str)
-  config.eval_interval_type = config_dict.placeholder(str)
-
-  config.save_checkpoint_interval = 300  # 0 is off here, as in JAXline.
-  config.log_tensors_interval = 60  # The log line.
-  config.log_train_data_interval = 120.0  # TensorBoard and JSON lines.
-  # Training pauses this often for an evaluation, with
-  # --jaxline_mode=train_and_eval.
-  config.eval_interval = 300
-
-  # Ratios r add the steps r, 10 r, 100 r ... to the intervals above: [1, 2, 5]
-  # looks closely at the start and seldom later. Needs intervals in steps.
-  config.periodic_action_growth_ratios = None
-  # The log line is made on a background thread; False is for debugging. The
-  # writers always are on one.
-  config.log_async = True
-  # Every host logs, not only the first.
-  config.log_all_hosts = False
-  # The scalars of every step are kept and logged together at the interval.
-  config.log_all_train_data = False
-
-  # How many training steps may be queued on the devices: 2 keeps them busy
-  # while the host looks at the step before; 1 waits for each step. None is 2,
-  # and 1 for several CPU devices, whose collectives can starve each other.
-  config.max_steps_in_flight = config_dict.placeholder(int)
-
-  # Sharded steps: how many batches are read and put on the devices ahead of the
-  # step, at least 2. Each takes device memory. (Of an evaluation, read only.)
-  config.infeed_buffer_size = 3
-  # A step that waits so many seconds for its batch is told of in the log, with
-  # what the input is reading. None never is.
-  config.infeed_stall_secs = 60.0
-
-  # A checkpoint before the first step, for evaluators to start from.
-  config.save_initial_train_checkpoint = False
-  # Checkpoints by all hosts, not only the first. In steps: hosts' clocks
-  # differ.
-  config.train_checkpoint_all_hosts = False
-  config.best_checkpoint_all_hosts = False
-  # Where checkpoints are kept: 'durable', on disk, below `checkpoint_dir`; or
-  # 'memory', in this process, for tests and trials.
-  config.checkpointer = 'durable'
-  # How many of the newest checkpoints of a series are kept. For `best`, None
-  # means `max_checkpoints_to_keep` in the per-device style, and 1 in the
-  # sharded style.
-  config.max_checkpoints_to_keep = 5
-  config.max_best_checkpoints_to_keep = config_dict.placeholder(int)
-  # Besides those, checkpoints of `latest` this far apart are kept for ever;
-  # None keeps none.
-  config.keep_checkpoint_every_steps = config_dict.placeholder(int)
-  config.keep_checkpoint_every_hours = config_dict.placeholder(float)
-  # What an experiment keeps is stored as arrays, JSON and structure. This
-  # allows to pickle the rest, and to unpickle it at restore, which runs
-  # whatever code the file holds: only for files that you made yourself.
-  config.checkpoint_allow_pickle = False
-
-  # Begin from another run, as 'DIR' or 'DIR:STEP', where this run has no
-  # checkpoint of its own. Without rules all of it is restored: weights,
-  # optimizer, step, keys, position of the data.
-  config.restore_from = config_dict.placeholder(str)
-  # What to take from it, as pairs (pattern, source): an array of this run
-  # whose name the regular expression matches wholly (first match wins) gets
-  # the array named `source` there, in which '\\1' is the pattern's first
-  # group; None, or no match, leaves it as it was initialised. The run then
-  # starts at step 0, with fresh keys and schedules, whatever the rules match.
-  # `python -m jaxline.checkpoint show DIR` lists the names.
-  config.restore_rules = ()
-  # A checkpoint was made with another experiment_class, experiment_kwargs or
-  # seed: 'raise' says which keys differ, 'continue' restores it all the same.
-  # What an experiment declares as CHANGEABLE_ON_RESUME may always change.
-  config.on_config_change = 'raise'
-
-  # What a step with a loss or gradients that are not finite does: 'raise' ends
-  # the run; 'warn' warns once for each scalar, and never removes the newest
-  # checkpoint from before; 'skip' (sharded steps) keeps weights and optimizer
-  # as they were, and counts; 'ignore' does nothing. None is 'raise' for sharded
-  # steps and 'warn' in the per-device style, where JAXline goes on.
-  config.on_nonfinite = config_dict.placeholder(str)
-  # With 'skip': this many such steps in a row end the run.
-  config.max_nonfinite_steps = 10
-  # No step, and no other sign of life, for so many seconds ends the process,
-  # with every thread's stack. Give more where a compilation or an evaluation
-  # takes longer. None waits for ever.
-  config.watchdog_secs = 7200.0
-
-  # Evaluate the untrained weights while there is no checkpoint.
-  config.eval_initial_weights = False
-  # Evaluate the newest checkpoint once, then end.
-  config.one_off_evaluate = False
-  # Evaluate these checkpoints, then end: 'all' that are kept, or steps, such as
-  # '1000,2000'. None follows the training run.
-  config.eval_steps = config_dict.placeholder(str)
-  # The scalar of `evaluate` whose best value is kept as the series 'best'; ''
-  # keeps none.
-  config.best_model_eval_metric = ''
-  config.best_model_eval_metric_higher_is_better = True
-
-  # --jaxline_mode=decode: prompts, continued with the weights of a checkpoint.
-  config.decode = config_dict.ConfigDict()
-  # A file with a prompt on each line that is not blank; or, if its name ends in
-  # '.jsonl', with {"prompt": ...} on each. None is standard input, which asks
-  # for them if it is a terminal.
-  config.decode.prompts = config_dict.placeholder(str)
-  # Where the continuations go, a line of JSON for each prompt; a file that is
-  # there is replaced. None is decode/step_N.jsonl below `checkpoint_dir`
-  # (step_N_2.jsonl while another process writes to that), or, where nothing can
-  # be written there, a new file in the working directory.
-  config.decode.output = config_dict.placeholder(str)
-  # How many prompts are continued at once, but at a terminal.
-  config.decode.batch_size = 8
-  # Of which series, 'latest' or 'best', and of which step of it; None is the
-  # newest.
-  config.decode.series = 'latest'
-  config.decode.step = config_dict.placeholder(int)
-
-  # The seed of everything: split into the step key and the init key.
-  config.random_seed = 42
-  # How the per-device keys of a step are related: see prng.DistributedRNGMode.
-  config.random_mode_train = 'unique_host_unique_device'
-  config.random_mode_eval = 'same_host_same_device'
-  # Both keys are the unsplit key of the seed, as in JAXline's first years.
-  config.legacy_random_seed_behavior = False
-
+  for key in KEYS:
+    value = config_dict.ConfigDict() if key.default == {} else key.default
+    if key.check.kind is object or (value is None and key.check.kind):
+      value = config_dict.FieldReference(value, field_type=key.check.kind)
+    *sections, name = key.name.split('.')
+    functools.reduce(operator.getitem, sections, config)[name] = value
   return config
 
 
-def _nearest(key: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-  near = difflib.get_close_matches(key, list(names), n=1, cutoff=cutoff)
-  return near[0] if near else None
+# Validation.
 
 
 def validate_keys(
@@ -248,12 +484,12 @@ def validate_keys(
 ) -> None:
   """Checks that a config has the keys it must have, spelled right.
 
-  Keys that are not in the base config are the experiment's own and pass,
-  unless one is so near to a base key that it must be a misspelling of it. A
-  base key with further words, such as `num_training_steps`, is none.
+  A key that is not in the base config is the experiment's own and passes,
+  unless it is so similar to a base key that it must be a misspelling. A base
+  key with further words, such as `num_training_steps`, is not.
 
   Args:
-    base_cfg: the config with the keys there must be.
+    base_cfg: the config with the required keys.
     config: the config to check.
     base_filename: where the keys are documented.
 
@@ -261,19 +497,21 @@ def validate_keys(
     ValueError: a key is missing or misspelled.
   """
   for key in config:
-    near = _nearest(key, base_cfg, _MISSPELLED) if key not in base_cfg else None
-    if near and not set(near.split('_')) <= set(key.split('_')):
-      raise ValueError(
-        f'Unknown config key {key!r}: did you mean {near!r}? The keys are'
-        f' documented in {base_filename}. A key of your own needs another name,'
-        ' or a place in experiment_kwargs.'
-      )
+    if key in base_cfg:
+      continue
+    for near in errors.nearest(key, base_cfg, cutoff=_MISSPELLED):
+      if not set(near.split('_')) <= set(key.split('_')):
+        raise ValueError(
+          f'Unknown config key {key!r}. Did you mean {near!r}? The keys are'
+          f' documented in {base_filename}. A key of your own needs another'
+          ' name, or a place in experiment_kwargs.'
+        )
   for key, value in base_cfg.items():
     if key not in config:
-      near = _nearest(key, set(config) - set(base_cfg))
+      found = errors.nearest(key, set(config) - set(base_cfg))
       raise ValueError(
         f'Config key {key!r} is missing'
-        + (f'; is {near!r} a misspelling of it?' if near else '.')
+        + (f'; is {found[0]!r} a misspelling of it?' if found else '.')
         + f' Start the config from get_base_config(). The required keys are'
         f' {sorted(base_cfg)}; see {base_filename}.'
       )
@@ -282,219 +520,66 @@ def validate_keys(
       validate_keys(value, nested, base_filename)
 
 
-def _check_values(config: Mapping[str, Any]) -> None:
-  """Refuses single values that no run can mean."""
+def check_values(config: Mapping[str, Any]) -> None:
+  """Refuses a value that the check of its key does not accept.
 
-  def refuse(key: str, expected: str) -> None:
-    raise ValueError(
-      f'config.{key} is {config[key]!r}; expected {expected}. See'
-      ' jaxline/base_config.py.'
-    )
-
-  for key in (
-    'interval_type',
-    'logging_interval_type',
-    'checkpoint_interval_type',
-    'eval_interval_type',
-  ):
-    if config[key] is not None and config[key] not in INTERVAL_TYPES:
-      refuse(key, f'None or one of {INTERVAL_TYPES}')
-  modes = [mode.value for mode in prng.DistributedRNGMode]
-  for key in ('random_mode_train', 'random_mode_eval'):
-    if config[key] not in modes:
-      refuse(key, f'one of {modes}')
-  for key in (
-    'save_checkpoint_interval',
-    'log_tensors_interval',
-    'log_train_data_interval',
-    'eval_interval',
-  ):
-    if config[key] is not None and not _is_number(config[key]):
-      refuse(key, 'a number, or None for off')
-  for key, valid in (
-    ('checkpointer', ('durable', 'memory')),
-    ('on_config_change', ('raise', 'continue')),
-    ('on_nonfinite', (None, *nonfinite.MODES)),
-  ):
-    if config[key] not in valid:
-      refuse(key, f'one of {valid}')
-  for key in (
-    'infeed_stall_secs',
-    'keep_checkpoint_every_hours',
-    'watchdog_secs',
-  ):
-    value = config[key]
-    if value is not None and not (_is_number(value) and value > 0):
-      refuse(key, 'a positive number, or None for none')
-  _check_decode(config['decode'])
-  distributed.validate(config['distributed'])
-  xla.validate(config['xla'])
-  _check_rules(config)
-  wanted = config['eval_steps']
-  if not isinstance(wanted, str | None) or (
-    wanted not in (None, 'all') and not re.fullmatch(r'\d+(,\d+)*', wanted)
-  ):
-    refuse('eval_steps', "None, 'all' or steps, such as '1000,2000'")
-  steps = config['training_steps']
-  if steps is not None and (not _is_number(steps) or steps < 0):
-    refuse('training_steps', 'a number of at least 0, or None for no end')
-  for key, optional in (
-    ('max_checkpoints_to_keep', False),
-    ('max_best_checkpoints_to_keep', True),
-    ('max_nonfinite_steps', False),
-    ('gradient_accumulation_steps', False),
-    ('num_slices', False),
-    ('keep_checkpoint_every_steps', True),
-    ('max_steps_in_flight', True),
-  ):
-    value = config[key]
-    if value is None and optional:
-      continue
-    if not _is_integer(value) or value < 1:
-      refuse(key, 'an integer of at least 1')
-  buffer_size = config['infeed_buffer_size']
-  if not _is_integer(buffer_size) or buffer_size < 2:
-    refuse('infeed_buffer_size', 'an integer of at least 2')
-  seed = config['random_seed']
-  # JAX takes a signed integer of 64 bits.
-  if not _is_integer(seed) or not -(2**63) <= seed < 2**63:
-    refuse('random_seed', 'an integer from -2**63 to 2**63 - 1')
-  for key, expected in (
-    ('best_model_eval_metric', "the name of a scalar, or '' for none"),
-    ('checkpoint_dir', 'the name of a directory, or None for a fresh one'),
-    ('experiment_class', "'package.module:Class', or None"),
-    ('restore_from', "'DIR' or 'DIR:STEP', or None"),
-    ('topology', "a TPU topology, such as 'v4:4x4x4', or None"),
-    ('compiled_program', 'the name of a directory, or None'),
-  ):
-    if not isinstance(config[key], str | None):
-      refuse(key, expected)
-  ratios = config['periodic_action_growth_ratios']
-  if ratios is not None and not (
-    isinstance(ratios, Sequence)
-    and all(_is_number(r) and r > 0 for r in ratios)
-  ):
-    refuse(
-      'periodic_action_growth_ratios', 'None or a list of positive numbers'
-    )
-  base = get_base_config()
-  for key, default in base.items():
-    if isinstance(default, bool) and not isinstance(config[key], bool):
-      refuse(key, 'True or False')
-
-
-def _check_decode(options: Mapping[str, Any]) -> None:
-  """Refuses values of `config.decode` that no run can mean."""
-  keys = get_base_config().decode
-  if not isinstance(options, Mapping | config_dict.ConfigDict):
-    raise ValueError(f'config.decode is {options!r}; expected {sorted(keys)}.')
-  for key in options:
-    if key not in keys:
+  Raises:
+    ValueError: the first such value, by name.
+  """
+  for key in KEYS:
+    value = _value(config, key.name)
+    if not key.check.accepts(value):
       raise ValueError(
-        f'Unknown key {key!r} in config.decode; its keys are {sorted(keys)}.'
-      )
-
-  def is_count(value: Any, least: int) -> bool:
-    return type(value) is int and value >= least
-
-  for key, valid, expected in (
-    ('prompts', lambda x: isinstance(x, str | None), 'the name of a file'),
-    ('output', lambda x: isinstance(x, str | None), 'the name of a file'),
-    ('batch_size', lambda x: is_count(x, 1), 'an integer of at least 1'),
-    ('series', lambda x: x in ('latest', 'best'), "'latest' or 'best'"),
-    ('step', lambda x: x is None or is_count(x, 0), 'a step, or None'),
-  ):
-    if not valid(options[key]):
-      raise ValueError(
-        f'config.decode.{key} is {options[key]!r}; expected {expected}. See'
+        f'config.{key.name} is {value!r}; expected {key.check.expected}. See'
         ' jaxline/base_config.py.'
       )
 
 
-def _check_rules(config: Mapping[str, Any]) -> None:
-  """Refuses `restore_rules` that are no rules."""
-  rules = config['restore_rules']
-  expected = (
-    'expected pairs (regular expression, name or None), such as'
-    " [('state/params/(.*)', r'state/params/\\1')]. See"
-    ' jaxline/base_config.py.'
-  )
-  if isinstance(rules, str) or not isinstance(rules, Sequence):
-    raise ValueError(f'config.restore_rules is {rules!r}; {expected}')
-  for rule in rules:
-    try:
-      pattern, source = rule
-      re.compile(pattern)
-    except (TypeError, ValueError, re.error) as e:
-      raise ValueError(
-        f'config.restore_rules has {rule!r} ({e}); {expected}'
-      ) from e
-    if not isinstance(source, str | None):
-      raise ValueError(f'config.restore_rules has {rule!r}; {expected}')
-
-
-def _is_number(x: Any) -> bool:
-  is_real = isinstance(x, numbers.Real) and not isinstance(x, bool)
-  return is_real and math.isfinite(x)
-
-
-def _is_integer(x: Any) -> bool:
-  return isinstance(x, numbers.Integral) and not isinstance(x, bool)
-
-
-def check_numbers(config: Any, ranges: Mapping[str, str]) -> None:
-  """Refuses values of an experiment's own config that no run can mean.
-
-  For the `__post_init__` of a dataclass that `read` builds.
-
-  Args:
-    config: what has the values as attributes.
-    ranges: attribute -> the interval that it must be in, such as '[0, 1)' or
-      '(0, inf)'; for integers with a word before, 'integer [1, inf)'. Infinity
-      and NaN are in none.
-
-  Raises:
-    ValueError: the first that is not, by name.
-  """
-  for key, expected in ranges.items():
-    value = getattr(config, key)
-    kind, interval = expected[:-1].rsplit('[' if '[' in expected else '(')
-    low, high = (float(x) for x in interval.split(','))
-    if not (
-      (_is_integer if kind else _is_number)(value)
-      and (low <= value if '[' in expected else low < value)
-      and (value <= high if expected.endswith(']') else value < high)
-    ):
-      raise ValueError(
-        f'{key} is {value!r}; expected {"an" if kind else "a number in"}'
-        f' {expected.replace("integer", "integer in")}.'
-      )
-
-
-# The keys that name files, which may begin with `~`.
-_PATHS = (
-  'checkpoint_dir',
-  'compiled_program',
-  'decode.output',
-  'decode.prompts',
-  'restore_from',
-  'xla.pgle_profile',
-  'xla.pgle_save',
-)
-
-
-def expand_paths(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
-  """Returns a copy of a run's config in which `~` is the home directory."""
-  config = config.copy_and_resolve_references()
-  with config.unlocked():
-    for path in _PATHS:
-      *sections, key = path.split('.')
-      section = config
-      for name in sections:
-        section = section[name]
-      if isinstance(section[key], str):
-        section[key] = os.path.expanduser(section[key])
+def _value(config: Any, name: str) -> Any:
+  """Returns the value of a key: its default where the config lacks it."""
+  for part in name.split('.'):
+    if not isinstance(config, _MAPPINGS) or part not in config:
+      return next(key.default for key in KEYS if key.name == name)
+    config = config[part]
   return config
+
+
+# fmt: off
+_PGLE = ('xla.pgle_profiling_runs', 'xla.pgle_save', 'xla.pgle_profile')
+# Keys, whether their values contradict each other, and what to do then.
+_CONTRADICTIONS: tuple[tuple[tuple[str, ...], Callable[..., Any], str], ...] = (
+  (('train_checkpoint_all_hosts', 'checkpoint_interval_type', 'interval_type'),
+   lambda is_on, own, common: is_on and (own or common) != 'steps',
+   'Hosts would save different steps, because their clocks differ. Set'
+   " checkpoint_interval_type = 'steps'."),
+  (('restore_rules', 'restore_from'),
+   lambda rules, source: rules and not source,
+   'The rules need a checkpoint. Set restore_from to the run that has it.'),
+  (('num_slices', 'topology'),
+   lambda count, topology: count > 1 and not topology,
+   'The slices are those of the topology. Set both, or neither.'),
+  *((('checkpointer', key),
+     lambda checkpointer, x: checkpointer == 'memory' and x is not None,
+     "Checkpoints in memory do not support it. Set checkpointer = 'durable'.")
+    for key in ('restore_from', 'eval_steps', 'keep_checkpoint_every_steps',
+                'keep_checkpoint_every_hours')),
+  *((('periodic_action_growth_ratios', key, 'interval_type'),
+     lambda ratios, own, common: ratios and (own or common) != 'steps',
+     "The ratios need intervals in steps. Set interval_type = 'steps'.")
+    for key in ('logging_interval_type', 'checkpoint_interval_type')),
+  (('xla.pgle_aggregation_percentile', 'xla.pgle_profiling_runs'),
+   lambda percentile, runs: percentile is not None and not runs,
+   'Nothing is measured. Set xla.pgle_profiling_runs, for instance to 3.'),
+  *((ways, lambda a, b: a and b,
+     'Set one of them: pgle_profiling_runs measures and recompiles in one run;'
+     ' pgle_save is for the first of two runs, pgle_profile for the second.')
+    for ways in itertools.combinations(_PGLE, 2)),
+  *(((way, 'xla.latency_hiding_scheduler'),
+     lambda way, is_on: way and is_on is False,
+     'Only that scheduler uses the profile. Set it to None or True.')
+    for way in _PGLE),
+)
+# fmt: on
 
 
 def check_constraints(config: Mapping[str, Any]) -> None:
@@ -503,61 +588,25 @@ def check_constraints(config: Mapping[str, Any]) -> None:
   Raises:
     ValueError: naming the keys, their values and what to change.
   """
-  checkpoint_type = (
-    config['checkpoint_interval_type'] or config['interval_type']
-  )
-  if config['train_checkpoint_all_hosts'] and checkpoint_type != 'steps':
-    raise ValueError(
-      'config.train_checkpoint_all_hosts is True, but checkpoints go by'
-      f' {checkpoint_type!r} (checkpoint_interval_type'
-      f' {config["checkpoint_interval_type"]!r}, interval_type'
-      f' {config["interval_type"]!r}): hosts would save different steps. Set'
-      " checkpoint_interval_type = 'steps'."
-    )
-  if config['restore_rules'] and not config['restore_from']:
-    raise ValueError(
-      'config.restore_rules are given, but config.restore_from is'
-      f' {config["restore_from"]!r}; name the run to restore from.'
-    )
-  if config['num_slices'] > 1 and not config['topology']:
-    raise ValueError(
-      f'config.num_slices is {config["num_slices"]}, but config.topology is'
-      f' {config["topology"]!r}: the devices that are here are in as many'
-      ' slices as they are. Set both, or neither.'
-    )
-  if config['checkpointer'] == 'memory':
-    for key in (
-      'restore_from',
-      'eval_steps',
-      'keep_checkpoint_every_steps',
-      'keep_checkpoint_every_hours',
-    ):
-      if config[key] is not None:
-        raise ValueError(
-          f'config.{key} is {config[key]!r}, but config.checkpointer is'
-          " 'memory', which has no such thing. Set config.checkpointer ="
-          " 'durable'."
-        )
-  if config['periodic_action_growth_ratios']:
-    for key in ('logging_interval_type', 'checkpoint_interval_type'):
-      if (config[key] or config['interval_type']) != 'steps':
-        raise ValueError(
-          'config.periodic_action_growth_ratios needs intervals in steps, but'
-          f' {key} is {config[key]!r} and interval_type is'
-          f" {config['interval_type']!r}. Set interval_type = 'steps'."
-        )
+  for keys, is_wrong, advice in _CONTRADICTIONS:
+    values = [_value(config, key) for key in keys]
+    if is_wrong(*values):
+      pairs = zip(keys, values, strict=True)
+      given = ', '.join(f'config.{key} is {value!r}' for key, value in pairs)
+      raise ValueError(f'{given}. {advice}')
+  xla.validate(config['xla'])
 
 
 def validate_config(config: config_dict.ConfigDict) -> None:
-  """Checks a whole config: `validate_keys`, each value, `check_constraints`.
+  """Checks a whole config: its keys, each value, then contradictions.
 
   Raises:
     ValueError: the first thing that is wrong, by name.
   """
-  keys = get_base_config()
-  keys.mesh = {}  # What it leaves out has a default: see `partitioning`.
-  validate_keys(keys, config)
-  _check_values(config)
+  required = get_base_config()
+  required.mesh = {}  # An axis that it leaves out has its default.
+  validate_keys(required, config)
+  check_values(config)
   check_constraints(config)
 
 
@@ -585,6 +634,129 @@ def complete_config(config: Any) -> Any:
     if 'on_nonfinite' in missing:
       complete.on_nonfinite = 'ignore'
   return complete
+
+
+# What else derives from the table.
+
+
+def expand_paths(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
+  """Returns a copy of a run's config in which `~` is the home directory."""
+  config = config.copy_and_resolve_references()
+  paths = {
+    key.name: _value(config, key.name) for key in KEYS if key.check.is_path
+  }
+  with config.unlocked():
+    config.update_from_flattened_dict(
+      {name: os.path.expanduser(x) for name, x in paths.items() if x}
+    )
+  return config
+
+
+def changes(
+  old: Mapping[str, Any], new: Mapping[str, Any], experiment_class: Any
+) -> list[str]:
+  """Returns a line for each key whose change makes another run.
+
+  Args:
+    old: the config of the run so far, as `recorded` returns it.
+    new: the config of the run that resumes it, likewise.
+    experiment_class: the class whose declarations count; may be None.
+  """
+  before = _identity(old, experiment_class)
+  now = _identity(new, experiment_class)
+  return [
+    f'{key}: {before.get(key, "absent")!r} then, {now.get(key, "absent")!r} now'
+    for key in sorted(before.keys() | now.keys())
+    # A NaN differs from itself.
+    if before.get(key) != now.get(key)
+    and repr(before.get(key)) != repr(now.get(key))
+  ]
+
+
+def _identity(
+  config: Mapping[str, Any], experiment_class: Any
+) -> dict[str, Any]:
+  """Returns the flat keys whose change makes another run, with their values.
+
+  A key that the config lacks, since it is newer than the config, has its
+  default.
+  """
+  values = {k.name: _value(config, k.name) for k in KEYS if k.effect == 'run'}
+  kwargs = values['experiment_kwargs']
+  own = kwargs.get('config') if isinstance(kwargs, Mapping) else None
+  cls = getattr(experiment_class, 'CONFIG_CLASS', None)
+  if cls is not None and isinstance(own, Mapping):
+    own = with_defaults(cls, own)
+    values['experiment_kwargs'] = {**kwargs, 'config': own}
+  # Defaults as a record holds them: tuples are lists there.
+  values = json.loads(
+    json.dumps(
+      values, default=lambda x: recorded(config_dict.ConfigDict({'x': x}))['x']
+    )
+  )
+  changeable = getattr(experiment_class, 'CHANGEABLE_ON_RESUME', ())
+  return {
+    key: value
+    for key, value in flat(values).items()
+    if not any(f'{key}.'.startswith(f'{path}.') for path in changeable)
+  }
+
+
+def flat(values: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+  """Returns nested values by dotted key. An empty dict is a value."""
+  found: dict[str, Any] = {}
+  for key, value in values.items():
+    if isinstance(value, Mapping) and value:
+      found |= flat(value, f'{prefix}{key}.')
+    else:
+      found[f'{prefix}{key}'] = value
+  return found
+
+
+def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
+  """Returns a config as JSON values, with what JSON lacks as text."""
+  # A function has its name there; its address differs each time.
+  return json.loads(re.sub(' at 0x[0-9a-f]+', '', config.to_json_best_effort()))
+
+
+def to_json(config: config_dict.ConfigDict) -> str:
+  """Returns a config as JSON, with what JSON lacks as text."""
+  return json.dumps(recorded(config), indent=2, sort_keys=True)
+
+
+_INTRODUCTION = """# Config keys
+
+Every key of a run's config, as `jaxline/base_config.py` declares it. A config
+file starts from `base_config.get_base_config()` and sets the numbers of its
+run; `--config.KEY=VALUE` overrides one. A key that is not here is the
+experiment's own; a misspelling of one of these is refused.
+
+*Effect* is what a change means for a run that is resumed:
+
+- **run**: it would be another run. The checkpoint is refused, unless
+  `on_config_change` is `continue`.
+- **program**: the same run goes on, with a step that is compiled to another
+  program.
+- **none**: the same run goes on, with the same program.
+
+This page is the output of `python -m jaxline.base_config`.
+
+| key | default | expected | effect | what it is for |
+|---|---|---|---|---|
+"""
+
+
+def markdown() -> str:
+  """Returns docs/config.md: an introduction and a row for each key."""
+  rows = [
+    f'| `{key.name}` | `{key.default!r}` | {key.check.expected} | {key.effect}'
+    f' | {key.reason} |\n'
+    for key in KEYS
+  ]
+  return _INTRODUCTION + ''.join(rows)
+
+
+# The config of a run, for the constructor of its experiment.
 
 
 _of_run: contextvars.ContextVar[Any] = contextvars.ContextVar(
@@ -629,11 +801,25 @@ def has(config: Any, key: str) -> bool:
   return isinstance(config, Mapping | config_dict.ConfigDict) and key in config
 
 
-def to_json(config: config_dict.ConfigDict) -> str:
-  """Returns a config as JSON, with what JSON lacks as text."""
-  return json.dumps(
-    json.loads(config.to_json_best_effort()), indent=2, sort_keys=True
-  )
+# An experiment's own config.
+
+
+def check_numbers(config: Any, ranges: Mapping[str, str]) -> None:
+  """Refuses values of an experiment's own config that no run can mean.
+
+  For the `__post_init__` of a dataclass that `read` builds.
+
+  Args:
+    config: what has the values as attributes.
+    ranges: attribute -> its interval, as for `number`.
+
+  Raises:
+    ValueError: the first that is not, by name.
+  """
+  for key, interval in ranges.items():
+    value, check = getattr(config, key), number(interval)
+    if not check.accepts(value):
+      raise ValueError(f'{key} is {value!r}; expected {check.expected}.')
 
 
 def read(cls: type[T], config: Mapping[str, Any]) -> T:
@@ -655,22 +841,10 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
   name = cls.__name__
   for key in config:
     if key not in fields:
-      near = _nearest(key, fields)
       raise errors.UsageError(
-        f'Unknown key {key!r} for {name}'
-        + (f': did you mean {near!r}?' if near else '.')
-        + f' Its keys are {sorted(fields)}.'
+        f'Unknown key {key!r} for {name}; expected some of {sorted(fields)}.'
+        f'{errors.did_you_mean(key, fields)}'
       )
-  required = [
-    key
-    for key, f in fields.items()
-    if f.default is dataclasses.MISSING
-    and f.default_factory is dataclasses.MISSING
-  ]
-  if missing := sorted(set(required) - set(config)):
-    raise errors.UsageError(
-      f'Missing keys {missing} for {name}; its keys are {sorted(fields)}.'
-    )
   kinds = typing.get_type_hints(cls)
   values = {}
   for key in config:
@@ -729,3 +903,7 @@ def _dataclass_in(kind: Any) -> type | None:
     if dataclasses.is_dataclass(k) and isinstance(k, type):
       return k
   return None
+
+
+if __name__ == '__main__':
+  print(markdown(), end='')

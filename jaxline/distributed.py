@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 import contextlib
 import dataclasses
-import difflib
 import importlib.util
 import json
 import os
@@ -40,6 +39,8 @@ from jax._src.clusters import cloud_tpu_cluster
 from jax.experimental import multihost_utils
 from ml_collections import config_dict
 import numpy as np
+
+from jaxline import errors
 
 T = TypeVar('T')
 
@@ -159,11 +160,9 @@ def _read(source: str, value: Mapping[str, Any]) -> _Place:
   """
   for key in value:
     if key not in VARIABLES:
-      near = difflib.get_close_matches(key, VARIABLES, n=1)
       raise ValueError(
-        f'Unknown key {key!r} in {source}'
-        + (f': did you mean {near[0]!r}?' if near else '.')
-        + f' Its keys are {tuple(VARIABLES)}.'
+        f'Unknown key {key!r} in {source}; its keys are {tuple(VARIABLES)}.'
+        f'{errors.did_you_mean(key, VARIABLES)}'
       )
   if missing := [key for key in VARIABLES if key not in value]:
     raise ValueError(

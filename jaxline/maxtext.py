@@ -18,11 +18,12 @@ becomes; the three differ in more than names:
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-import difflib
 import math
 from typing import Any
 
 import jax.numpy as jnp
+
+from jaxline import errors
 
 MeshSizes = Mapping[str, Mapping[str, int]]
 
@@ -340,11 +341,9 @@ def _check_names(
   names = list(names)
   for name in settings:
     if name not in names:
-      near = difflib.get_close_matches(name, names, n=1)
       raise ValueError(
-        f'Unknown name {name!r} of {whose};'
-        + (f' did you mean {near[0]!r}?' if near else '')
-        + f' Those with a translation are {names}.'
+        f'Unknown name {name!r} of {whose}; those with a translation are'
+        f' {names}.{errors.did_you_mean(name, names)}'
       )
 
 

@@ -14,7 +14,6 @@ saves a profile and the next one compiles with it (manual).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-import difflib
 import importlib.util
 import itertools
 import mmap
@@ -32,18 +31,9 @@ import jax
 from jax.experimental import profiler
 import jaxlib
 
+from jaxline import errors
 from jaxline import periodic
 
-KEYS = (
-  'latency_hiding_scheduler',
-  'pgle_profiling_runs',
-  'pgle_aggregation_percentile',
-  'pgle_save',
-  'pgle_save_steps',
-  'pgle_profile',
-  'flags',
-  'tpu_flags',
-)
 # The first step whose profile is saved: the first compiles, and the next ones
 # still fill the queues.
 FIRST_PROFILED_STEP = 5
@@ -190,84 +180,15 @@ def _flags(options: Mapping[str, Any]) -> tuple[_Flags, _Flags]:
 
 
 def validate(options: Mapping[str, Any]) -> None:
-  """Checks `config.xla` without looking at the machine.
+  """Checks the flags of `config.xla` without looking at the machine.
 
   Args:
-    options: the values of `KEYS`; see jaxline/base_config.py.
+    options: the section of the config; each value is valid by itself.
 
   Raises:
-    ValueError: the first thing that is wrong, by name.
+    ValueError: a flag has two values, or one that XLA cannot read.
   """
-  for key in options:
-    if key not in KEYS:
-      near = difflib.get_close_matches(key, KEYS, n=1)
-      raise ValueError(
-        f'Unknown key config.xla.{key}'
-        + (f': did you mean {near[0]!r}?' if near else '.')
-        + f' The keys are {sorted(KEYS)}. A flag of XLA goes into'
-        ' config.xla.flags, one of libtpu into config.xla.tpu_flags.'
-      )
-
-  def refuse(key: str, expected: str) -> None:
-    raise ValueError(
-      f'config.xla.{key} is {options[key]!r}; expected {expected}. See'
-      ' jaxline/base_config.py.'
-    )
-
-  if options['latency_hiding_scheduler'] not in (None, True, False):
-    refuse('latency_hiding_scheduler', "True, False, or None for XLA's default")
-  if not _is_integer(options['pgle_profiling_runs'], 0):
-    refuse('pgle_profiling_runs', 'an integer of at least 1, or 0 for off')
-  if not _is_integer(options['pgle_save_steps'], 1):
-    refuse('pgle_save_steps', 'an integer of at least 1')
-  percentile = options['pgle_aggregation_percentile']
-  if percentile is not None:
-    if not _is_integer(percentile, 0) or percentile > 100:
-      refuse(
-        'pgle_aggregation_percentile',
-        "an integer from 0 to 100, or None for JAX's default",
-      )
-    if not options['pgle_profiling_runs']:
-      raise ValueError(
-        f'config.xla.pgle_aggregation_percentile is {percentile}, but'
-        ' pgle_profiling_runs is 0, so that nothing is measured. Set'
-        ' config.xla.pgle_profiling_runs, for instance to 3.'
-      )
-  for key in ('pgle_save', 'pgle_profile'):
-    if not isinstance(options[key], str | None):
-      refuse(key, 'the name of a file, or None')
-  if options['pgle_save'] and not options['pgle_save'].endswith('.pb'):
-    refuse('pgle_save', 'a name that ends with .pb, by which XLA knows it')
-  ways = [
-    key
-    for key in ('pgle_profiling_runs', 'pgle_save', 'pgle_profile')
-    if options[key]
-  ]
-  if len(ways) > 1:
-    raise ValueError(
-      'Set one of '
-      + ' and '.join(f'config.xla.{key} ({options[key]!r})' for key in ways)
-      + ': pgle_profiling_runs measures and recompiles in one run; pgle_save is'
-      ' for the first of two runs, pgle_profile for the second.'
-    )
-  if ways and options['latency_hiding_scheduler'] is False:
-    raise ValueError(
-      f'config.xla.{ways[0]} is {options[ways[0]]!r}, but'
-      ' config.xla.latency_hiding_scheduler is False, and it is that scheduler'
-      ' which uses the profile. Set it to None or True.'
-    )
-  for key in ('flags', 'tpu_flags'):
-    if not hasattr(options[key], 'items'):
-      refuse(key, "a dict from flag to value, such as {'xla_dump_to': '/tmp'}")
   _flags(options)
-
-
-def _is_integer(x: Any, at_least: int) -> bool:
-  return (
-    isinstance(x, numbers.Integral)
-    and not isinstance(x, bool)
-    and int(x) >= at_least
-  )
 
 
 def apply(options: Mapping[str, Any]) -> list[str]:
@@ -277,7 +198,7 @@ def apply(options: Mapping[str, Any]) -> list[str]:
   Where flags are added, they are tried in another process, for half a second.
 
   Args:
-    options: valid values of `KEYS`.
+    options: the section, validated.
 
   Returns:
     What was set, in lines to show the user; none where nothing had to be.
@@ -484,7 +405,7 @@ def _with_near(
 
   texts = []
   for flag in unknown:
-    near = difflib.get_close_matches(flag, words, n=_NUM_TRIED)
+    near = errors.nearest(flag, words, n=_NUM_TRIED)
     # Lazily: each costs a third of a second.
     known = list(itertools.islice(filter(is_known, near), _NUM_NAMES))
     note = f' (near: {", ".join(f"--{name}" for name in known)})'
@@ -499,7 +420,7 @@ def check_backend(options: Mapping[str, Any]) -> list[str]:
   nothing and compile everything twice.
 
   Args:
-    options: valid values of `KEYS`, after `apply`.
+    options: the section, validated, after `apply`.
 
   Returns:
     The warnings, which are logged as well.
@@ -553,7 +474,7 @@ def check_precompiled(options: Mapping[str, Any]) -> list[str]:
   """Says what of `config.xla` has no effect on a program compiled before.
 
   Args:
-    options: valid values of `KEYS`.
+    options: the section, validated.
 
   Returns:
     The warnings, which are logged as well.
@@ -584,7 +505,7 @@ def actions(options: Mapping[str, Any]) -> list[ProfileSteps]:
   """Returns the periodic actions that `config.xla` asks for.
 
   Args:
-    options: valid values of `KEYS`, after `check_backend`.
+    options: the section, validated, after `check_backend`.
 
   Returns:
     On the first process of a run that saves a profile: the action that does.

@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+import pathlib
+import subprocess
+import sys
 from unittest import mock
 
 from ml_collections import config_dict
@@ -10,6 +13,8 @@ import pytest
 
 from jaxline import base_config
 from jaxline import errors
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def make(**values):
@@ -29,6 +34,60 @@ def refused(config, *words):
 def test_the_base_config_is_valid():
   base_config.validate_config(base_config.get_base_config())
   base_config.validate_config(base_config.get_base_config().lock())
+
+
+def test_the_page_of_the_keys_is_what_the_table_says():
+  done = subprocess.run(
+    [sys.executable, '-W', 'error', '-m', 'jaxline.base_config'],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=True,
+  )
+  page = (ROOT / 'docs' / 'config.md').read_text(encoding='utf-8')
+  assert done.stdout == page, 'python -m jaxline.base_config > docs/config.md'
+  for key in base_config.KEYS:
+    assert page.count(f'\n| `{key.name}` | ') == 1, key.name
+
+
+def test_each_key_has_one_row_and_its_default_is_valid():
+  config = base_config.get_base_config()
+  names = [key.name for key in base_config.KEYS]
+  sections = {name.rpartition('.')[0] for name in names}
+  assert set(names) == {*base_config.flat(config.to_dict())} | sections - {''}
+  assert len(names) == len(set(names))
+  assert base_config.check_values({}) is None
+
+
+def test_the_effects_of_a_change():
+  found = {key.name: key.effect for key in base_config.KEYS}
+  assert {name for name, effect in found.items() if effect == 'run'} == {
+    'experiment_class',
+    'experiment_kwargs',
+    'legacy_random_seed_behavior',
+    'random_mode_train',
+    'random_seed',
+  }
+  assert {
+    name
+    for name, effect in found.items()
+    if effect == 'program' and '.' not in name
+  } == {
+    'gradient_accumulation_steps',
+    'mesh',
+    'on_nonfinite',
+    'sharding',
+    'sharding_rules',
+    'xla',
+  }
+  assert {key.name for key in base_config.KEYS if key.sharded} == {
+    'compiled_program',
+    'gradient_accumulation_steps',
+    'mesh',
+    'sharding',
+    'sharding_rules',
+  }
 
 
 def test_each_call_makes_a_new_config():
@@ -145,12 +204,12 @@ def with_value(key, value):
     ('log_tensors_interval', True, 'a number'),
     ('log_train_data_interval', 'often', 'a number'),
     ('eval_interval', [300], 'a number'),
-    ('training_steps', -1, 'at least 0'),
+    ('training_steps', -1, 'a number in [0, inf)'),
     ('training_steps', '1000', 'a number'),
-    ('max_checkpoints_to_keep', 0, 'at least 1'),
-    ('max_checkpoints_to_keep', None, 'at least 1'),
+    ('max_checkpoints_to_keep', 0, 'an integer in [1, inf)'),
+    ('max_checkpoints_to_keep', None, 'an integer in [1, inf)'),
     ('max_checkpoints_to_keep', 2.5, 'an integer'),
-    ('max_steps_in_flight', 0, 'at least 1'),
+    ('max_steps_in_flight', 0, 'an integer in [1, inf)'),
     ('random_seed', 4.2, 'an integer'),
     ('random_seed', None, 'an integer'),
     ('best_model_eval_metric', True, 'name of a scalar'),
@@ -162,9 +221,9 @@ def with_value(key, value):
     ('log_async', 'no', 'True or False'),
     ('log_all_hosts', 1, 'True or False'),
     ('one_off_evaluate', None, 'True or False'),
-    ('gradient_accumulation_steps', 0, 'at least 1'),
-    ('gradient_accumulation_steps', None, 'at least 1'),
-    ('num_slices', 0, 'at least 1'),
+    ('gradient_accumulation_steps', 0, 'an integer in [1, inf)'),
+    ('gradient_accumulation_steps', None, 'an integer in [1, inf)'),
+    ('num_slices', 0, 'an integer in [1, inf)'),
     ('topology', 4, "'v4:4x4x4'"),
     ('compiled_program', 4, 'name of a directory'),
     ('distributed', 'on', "('auto', 'off')"),
@@ -175,10 +234,10 @@ def with_value(key, value):
     ('log_tensors_interval', math.nan, 'a number'),
     ('log_train_data_interval', -math.inf, 'a number'),
     ('eval_interval', math.inf, 'a number'),
-    ('watchdog_secs', math.inf, 'a positive number'),
-    ('watchdog_secs', math.nan, 'a positive number'),
-    ('infeed_stall_secs', math.inf, 'a positive number'),
-    ('keep_checkpoint_every_hours', math.inf, 'a positive number'),
+    ('watchdog_secs', math.inf, 'a number in (0, inf)'),
+    ('watchdog_secs', math.nan, 'a number in (0, inf)'),
+    ('infeed_stall_secs', math.inf, 'a number in (0, inf)'),
+    ('keep_checkpoint_every_hours', math.inf, 'a number in (0, inf)'),
     ('periodic_action_growth_ratios', [1, math.inf], 'positive numbers'),
     ('max_checkpoints_to_keep', True, 'an integer'),
     ('max_nonfinite_steps', math.inf, 'an integer'),
@@ -197,11 +256,11 @@ def test_a_wrong_value_is_refused_by_name(key, value, expected):
   [
     ('prompts', 7, 'name of a file'),
     ('output', True, 'name of a file'),
-    ('batch_size', 0, 'at least 1'),
+    ('batch_size', 0, 'an integer in [1, inf)'),
     ('batch_size', None, 'an integer'),
-    ('series', 'newest', "'latest' or 'best'"),
-    ('step', -1, 'a step'),
-    ('step', '9', 'a step'),
+    ('series', 'newest', "one of ('latest', 'best')"),
+    ('step', -1, 'an integer in [0, inf)'),
+    ('step', '9', 'an integer in [0, inf)'),
   ],
 )
 def test_a_wrong_value_of_decode_is_refused_by_name(key, value, expected):
@@ -334,7 +393,7 @@ def test_slices_are_of_a_topology():
 
 def test_validate_config_makes_all_three_checks():
   config = make()
-  names = ('validate_keys', '_check_values', 'check_constraints')
+  names = ('validate_keys', 'check_values', 'check_constraints')
   patches = dict.fromkeys(names, mock.DEFAULT)
   with mock.patch.multiple(base_config, **patches) as mocks:
     base_config.validate_config(config)
@@ -433,15 +492,15 @@ def test_read_understands_annotations_that_are_strings():
 @pytest.mark.parametrize(
   ('config', 'words'),
   [
-    ({'widht': 3}, ("'widht'", 'Model', "did you mean 'width'")),
+    ({'widht': 3}, ("'widht'", 'Model', "Did you mean 'width'?")),
     ({'width': 3, 'zzz': 1}, ("'zzz'", "'layers'")),
     ({'width': 3, 'area': 9}, ("'area'",)),
-    ({}, ("['width']", 'Model')),
+    ({}, ("missing 1 required positional argument: 'width'", 'Model')),
     (
       {'width': 3, 'optimizer': {'rate': 1, 'decya': 2}},
       ("'decya'", 'Optimizer', "'decay'"),
     ),
-    ({'width': 3, 'maybe': {}}, ("['rate']", 'Optimizer')),
+    ({'width': 3, 'maybe': {}}, ("argument: 'rate'", 'Optimizer')),
   ],
 )
 def test_read_refuses_wrong_keys_by_name(config, words):

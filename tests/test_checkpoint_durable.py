@@ -1411,18 +1411,18 @@ def test_what_the_examples_declare(name, option, may_change, may_not):
   module = importlib.import_module(f'configs.{name}')
   config = module.get_config(*option).copy_and_resolve_references()
   cls = platform.resolve_experiment_class(config)
-  keys = dict(durable._flat(durable._json_config(config), ''))
+  keys = base_config.flat(base_config.recorded(config))
   fields = {f.name for f in dataclasses.fields(cls.CONFIG_CLASS)}
   for path in cls.CHANGEABLE_ON_RESUME:
     assert path.split('.')[2] in fields
     assert any(f'{key}.'.startswith(f'{path}.') for key in keys), path
   for key in may_change + may_not:
-    old = durable._json_config(config)
+    old = base_config.recorded(config)
     new = copy.deepcopy(old)
     *parents, last = f'experiment_kwargs.config.{key}'.split('.')
     node = functools.reduce(lambda node, part: node[part], parents, new)
     node[last] = 'another'
-    changes = durable._config_changes(old, new, cls)
+    changes = base_config.changes(old, new, cls)
     assert len(changes) == (key in may_not), (key, changes)
 
 

@@ -87,9 +87,10 @@ def test_valid(value):
     (2, '2; expected'),
     ({}, "lacks ['coordinator', 'num_processes', 'process_id']"),
     ({'coordinator': 'a:1', 'num_processes': 2}, "lacks ['process_id']"),
-    ({**HERE, 'num_process': 4}, "'num_process' in config.distributed: did you"
-     " mean 'num_processes'?"),
-    ({**HERE, 'x': 4}, "Unknown key 'x' in config.distributed. Its keys"),
+    ({**HERE, 'num_process': 4}, "'num_process' in config.distributed; its keys"
+     " are ('coordinator', 'num_processes', 'process_id'). Did you mean"
+     " 'num_processes'?"),
+    ({**HERE, 'x': 4}, "Unknown key 'x' in config.distributed; its keys"),
     ({**HERE, 'coordinator': 'node0'}, "'node0'; expected 'host:port'"),
     ({**HERE, 'coordinator': 'node0:0'}, "'node0:0'; expected 'host:port'"),
     ({**HERE, 'coordinator': '::1:99'}, "'::1:99'; expected 'host:port'"),

@@ -22,7 +22,6 @@ from jaxline import sharded
 from jaxline import train
 from jaxline import utils
 from jaxline import writers
-from jaxline.checkpoint import durable
 from jaxline.inputs import synthetic
 
 # One of each family; the others differ in numbers only.
@@ -311,7 +310,7 @@ def test_a_record_may_lack_a_constant_that_is_newer():
   old = copy.deepcopy(new)
   del old['experiment_kwargs']['config']['constants']['WEIGHT_DECAY']
   compare = functools.partial(
-    durable._config_changes, experiment_class=experiment.Experiment
+    base_config.changes, experiment_class=experiment.Experiment
   )
   assert compare(old, new) == compare(new, old) == []
   new['experiment_kwargs']['config']['constants']['WEIGHT_DECAY'] = 0.5

@@ -33,16 +33,13 @@ from jaxline.supervision import nonfinite
 RECORD = 'programs.json'
 _SCHEMA = 1
 _SUFFIX = '-cache'
-# What decides which program a step becomes, apart from the code itself.
-_KEYS = (
-  'experiment_class',
-  'experiment_kwargs',
-  'gradient_accumulation_steps',
-  'mesh',
-  'on_nonfinite',
-  'sharding',
-  'sharding_rules',
-)
+# The keys that decide which program a step becomes, apart from the code itself.
+# What `config.xla` sets is in XLA_FLAGS and LIBTPU_INIT_ARGS.
+_KEYS = {'experiment_class', 'experiment_kwargs'} | {
+  key.name
+  for key in base_config.KEYS
+  if key.effect == base_config.PROGRAM and key.name != 'xla'
+}
 # Flags that change nothing in the program, and no hash of JAX's.
 _NEUTRAL_FLAGS = ('--xla_dump', '--xla_force_host_platform_device_count')
 _HIT = '/jax/compilation_cache/cache_hits'
@@ -306,19 +303,9 @@ def _differences(
   there: Mapping[str, Any], here: Mapping[str, Any]
 ) -> list[str]:
   """Says in what the programs' run is another than this."""
-  there, here = _flat(there), _flat(here)
+  there, here = base_config.flat(there), base_config.flat(here)
   return [
     f'{key} {there.get(key)!r}, and here it is {here.get(key)!r}'
     for key in sorted({*there, *here})
     if there.get(key) != here.get(key)
   ]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
-  flat: dict[str, Any] = {}
-  for key, value in tree.items():
-    if isinstance(value, Mapping):
-      flat |= _flat(value, f'{prefix}{key}.')
-    else:
-      flat[f'{prefix}{key}'] = value
-  return flat

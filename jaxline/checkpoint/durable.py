@@ -16,7 +16,6 @@ import json
 import os
 import pathlib
 import platform
-import re
 import shlex
 import shutil
 import threading
@@ -43,15 +42,6 @@ from jaxline.checkpoint import storage
 from jaxline.checkpoint import structure
 from jaxline.supervision import preemption
 
-# Config keys whose change makes another run. What may change below
-# `experiment_kwargs` is declared by the experiment: CHANGEABLE_ON_RESUME.
-_IDENTITY = (
-  'experiment_class',
-  'experiment_kwargs',
-  'random_seed',
-  'random_mode_train',
-  'legacy_random_seed_behavior',
-)
 _SLOW_SECS = 1.0  # A save that waits longer for the one before is reported.
 
 
@@ -86,7 +76,7 @@ class DurableCheckpointer(base.FullCheckpointer):
       )
     self._config = config
     # Before the experiment is constructed, which may change its own config.
-    self._recorded = _json_config(config)
+    self._recorded = base_config.recorded(config)
     self._experiment_class: Any = None
     self._mode = mode
     self._follows = mode.startswith('eval')
@@ -908,7 +898,7 @@ class DurableCheckpointer(base.FullCheckpointer):
 
   def _check_config(self, path: pathlib.Path, record: Any) -> None:
     """Refuses a checkpoint of another run, in the same directory."""
-    changes = _config_changes(
+    changes = base_config.changes(
       record['config'], self._recorded, self._experiment_class
     )
     if not changes:
@@ -1065,68 +1055,6 @@ def _versions() -> dict[str, str]:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
       versions[name] = importlib.metadata.version(name)
   return versions
-
-
-def _json_config(config: config_dict.ConfigDict) -> dict[str, Any]:
-  # Functions are told by their names; where they lie changes each time.
-  return json.loads(re.sub(' at 0x[0-9a-f]+', '', config.to_json_best_effort()))
-
-
-def _json_value(value: Any) -> Any:
-  return _json_config(config_dict.ConfigDict({'value': value}))['value']
-
-
-def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-  if isinstance(value, Mapping) and value:
-    for key in value:
-      yield from _flat(value[key], f'{name}.{key}' if name else str(key))
-  else:
-    yield name, value
-
-
-def _identity(
-  recorded: Mapping[str, Any], experiment_class: Any
-) -> dict[str, Any]:
-  """Returns the keys whose change makes another run, flat, with their values.
-
-  A key that the config lacks, since it is newer than the config, has its
-  default.
-
-  Args:
-    recorded: a run's config, as JSON.
-    experiment_class: the class whose declarations count; may be None.
-  """
-  defaults = base_config.get_base_config().to_dict()
-  values = {key: recorded.get(key, defaults[key]) for key in _IDENTITY}
-  kwargs = values['experiment_kwargs']
-  own = kwargs.get('config') if isinstance(kwargs, Mapping) else None
-  cls = getattr(experiment_class, 'CONFIG_CLASS', None)
-  if cls is not None and isinstance(own, Mapping):
-    own = base_config.with_defaults(cls, own)
-    values['experiment_kwargs'] = {**kwargs, 'config': own}
-  # Defaults as the record would hold them: tuples are lists there.
-  values = json.loads(json.dumps(values, default=_json_value))
-  changeable = getattr(experiment_class, 'CHANGEABLE_ON_RESUME', ())
-  return {
-    key: value
-    for key, value in _flat(values, '')
-    if not any(f'{key}.'.startswith(f'{path}.') for path in changeable)
-  }
-
-
-def _config_changes(
-  old: Mapping[str, Any], new: Mapping[str, Any], experiment_class: Any
-) -> list[str]:
-  """Returns a line for each key that makes another run of it."""
-  before = _identity(old, experiment_class)
-  now = _identity(new, experiment_class)
-  return [
-    f'{key}: {before.get(key, "absent")!r} then, {now.get(key, "absent")!r} now'
-    for key in sorted(before.keys() | now.keys())
-    # A NaN differs from itself.
-    if before.get(key) != now.get(key)
-    and repr(before.get(key)) != repr(now.get(key))
-  ]
 
 
 def _saved_at(checkpoint: pathlib.Path) -> float:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
-import difflib
 import errno
 import functools
 import os
@@ -282,14 +281,14 @@ class Reader:
               ) from e
           break
     if unused := [pattern for pattern, _ in rules if pattern not in used]:
-      near = difflib.get_close_matches(unused[0], live, n=8, cutoff=0)
+      near = errors.nearest(unused[0], live, n=8, cutoff=0)
       raise errors.UsageError(
         f"config.restore_rules: {unused} match none of this run's arrays, or"
         ' an earlier rule takes them. (Counts of steps, schedules and keys'
         f' begin anew.) The nearest arrays to the first are {near}.'
       )
     if absent := sorted(set(sources.values()) - set(self._arrays)):
-      near = difflib.get_close_matches(absent[0], self._arrays, n=3, cutoff=0.3)
+      near = errors.nearest(absent[0], self._arrays, n=3, cutoff=0.3)
       raise errors.UsageError(
         f'config.restore_rules: {self._path} has no arrays {absent}; the'
         f' nearest to the first are {near}.'

@@ -41,7 +41,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
-import difflib
 import functools
 import hashlib
 import itertools
@@ -51,6 +50,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxline import errors
 from jaxline.inputs import base
 from jaxline.inputs import tfdata
 
@@ -264,7 +264,7 @@ class SeqIOInput(tfdata.EpochInput):
       return self.mixture_or_task
     names = {*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()}
     if self.mixture_name not in names:
-      similar = difflib.get_close_matches(self.mixture_name, names)
+      similar = errors.nearest(self.mixture_name, names, n=3)
       raise ValueError(
         f'No SeqIO mixture or task is called {self.mixture_name!r}'
         + (f'; did you mean one of {similar}?' if similar else '.')
