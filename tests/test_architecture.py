@@ -36,8 +36,10 @@ LEAVES = (
 STEPS = (
   LEAVES,
   ('base_config',),
-  ('checkpoint', 'experiment', 'inputs', 'partitioning'),
-  ('decode', 'pipeline', 'sharded', 'train'),
+  ('checkpoint', 'experiment', 'inputs', 'mesh'),
+  ('partitioning',),
+  ('pipeline', 'train_step'),
+  ('decode', 'sharded', 'train'),
   ('aot',),
   ('platform',),
   ('utils',),
@@ -201,7 +203,7 @@ def test_only_the_platform_reads_flags(path):
 
 # Besides it, one lays out the row of local devices of the per-device style, and
 # one runs, op by op, programs over whatever mesh they have.
-MESH_ROOMS = ('partitioning', 'compat.devices', 'compat.op_by_op')
+MESH_ROOMS = ('mesh', 'partitioning', 'compat.devices', 'compat.op_by_op')
 
 
 @pytest.mark.parametrize('path', LIBRARY + EXAMPLES, ids=lambda p: p.stem)
