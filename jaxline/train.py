@@ -94,6 +94,8 @@ _SHARDED_KEYS = (
   'gradient_accumulation_steps',
   'compiled_program',
 )
+# And those that it reads, like these, from the `run_config` it is given.
+_INFEED_KEYS = ('infeed_buffer_size', 'infeed_stall_secs')
 
 
 def _build(
@@ -105,21 +107,30 @@ def _build(
   """Constructs the experiment of a run, which may read the run's config."""
   with base_config.building(config):
     experiment = construct(experiment_class, mode, rng, config)
+  name = type(experiment).__name__
   if not getattr(experiment, 'IS_SHARDED', False):
-    defaults = base_config.get_base_config().to_dict()
-    for key in _SHARDED_KEYS:
-      if not base_config.has(config, key):
-        continue
-      value = config[key]
-      if isinstance(value, config_dict.ConfigDict):
-        value = value.to_dict()
-      if value != defaults[key]:
-        raise errors.UsageError(
-          f'config.{key} is {value!r}, but'
-          f' {type(experiment).__name__} has no sharded step, which alone reads'
-          ' it. Leave it as it is in jaxline/base_config.py, or derive from'
-          ' sharded.ShardedExperiment.'
-        )
+    keys: tuple[str, ...] = _SHARDED_KEYS
+    why = (
+      f'{name} has no sharded step, which alone reads it. Leave it as it is in'
+      ' jaxline/base_config.py, or derive from sharded.ShardedExperiment.'
+    )
+  elif getattr(experiment, 'run_config', None) is None:
+    keys = _SHARDED_KEYS + _INFEED_KEYS
+    why = (
+      f'{name} got no run_config to read it from. Let its constructor take'
+      ' `run_config` and pass it on to that of sharded.ShardedExperiment.'
+    )
+  else:
+    return experiment
+  defaults = base_config.get_base_config().to_dict()
+  for key in keys:
+    if not base_config.has(config, key):
+      continue
+    value = config[key]
+    if isinstance(value, config_dict.ConfigDict):
+      value = value.to_dict()
+    if value != defaults[key]:
+      raise errors.UsageError(f'config.{key} is {value!r}, but {why}')
   return experiment
 
 

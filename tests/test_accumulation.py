@@ -117,8 +117,8 @@ def run_config(steps, sharding='fsdp', **values):
 
 
 def make(steps, *args, cls=Linear, sharding='fsdp', **kwargs):
-  with base_config.building(run_config(steps, sharding)):
-    return cls(*args, **kwargs)
+  config = run_config(steps, sharding)
+  return cls(*args, run_config=config, **kwargs)
 
 
 def train(experiment, steps=1):
@@ -208,7 +208,7 @@ def test_a_batch_without_weight_is_as_without_parts():
   experiment = make(4, [batch(np.zeros(ROWS, np.float32))])
   (scalars,) = train(experiment)
   assert np.isnan(scalars['loss'])
-  assert experiment.nonfinite == 1
+  assert scalars['nonfinite'] == 1
 
 
 def test_a_part_that_is_not_finite_is_the_whole_step_s():
