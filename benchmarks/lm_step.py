@@ -54,7 +54,7 @@ def _experiment(name: str) -> lm_experiment.Experiment:
   config = lm_config.get_config().copy_and_resolve_references()
   config.experiment_kwargs.config.update(SIZES[name])
   return lm_experiment.Experiment(
-    'train', jax.random.key(0), **config.experiment_kwargs
+    'train', jax.random.key(0), run_config=config, **config.experiment_kwargs
   )
 
 

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from ml_collections import config_dict
 
 from examples.lm import experiment as lm_experiment
-from jaxline import base_config
 from jaxline import platform
 from jaxline.aot import ahead
 from jaxline.aot import chips
@@ -65,10 +64,9 @@ def measure(config: config_dict.ConfigDict, steps: int) -> Speed:
     steps: how many to time, behind those that compile and warm up.
   """
   rng = jax.random.PRNGKey(config.random_seed)
-  with base_config.building(config):
-    experiment = lm_experiment.Experiment(
-      'train', rng, **config.experiment_kwargs
-    )
+  experiment = lm_experiment.Experiment(
+    'train', rng, run_config=config, **config.experiment_kwargs
+  )
   batch = experiment.abstract_batch(is_training=True)
   flops = ahead.model_flops(experiment, batch, is_training=True)
   key = experiment.initialize_train_step_rng(rng)

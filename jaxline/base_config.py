@@ -7,9 +7,7 @@ that is missing, misspelled, of the wrong kind or contradictory, before anything
 is compiled. `python -m jaxline.base_config` prints docs/config.md.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-import contextlib
-import contextvars
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
@@ -354,10 +352,10 @@ KEYS = (
   Key('infeed_buffer_size', 3, number('integer [2, inf)'),
       'Sharded style: how many batches are read and put on the devices ahead of'
       ' the step. Each takes device memory. Those of an evaluation are only'
-      ' read ahead.'),
+      ' read ahead.', sharded=True),
   Key('infeed_stall_secs', 60.0, optional(_POSITIVE),
       'When a step waits for its batch this many seconds, the log says so, and'
-      ' what the input is reading. None disables the warning.'),
+      ' what the input is reading. None disables the warning.', sharded=True),
 
   Key('save_initial_train_checkpoint', False, _BOOLEAN,
       'Save a checkpoint before the first step, for evaluators to start from.'),
@@ -610,6 +608,16 @@ def validate_config(config: config_dict.ConfigDict) -> None:
   check_constraints(config)
 
 
+def sharded_keys_changed(config: Any) -> list[tuple[str, Any]]:
+  """Returns the keys of the sharded style that are not at their defaults."""
+  defaults, values = recorded(get_base_config()), recorded(config)
+  return [
+    (key.name, values[key.name])
+    for key in KEYS
+    if key.sharded and values[key.name] != defaults[key.name]
+  ]
+
+
 def complete_config(config: Any) -> Any:
   """Returns a config that has every key of the base config.
 
@@ -757,48 +765,6 @@ def markdown() -> str:
 
 
 # The config of a run, for the constructor of its experiment.
-
-
-_of_run: contextvars.ContextVar[Any] = contextvars.ContextVar(
-  'config_of_run', default=None
-)
-
-
-@contextlib.contextmanager
-def building(config: Any) -> Iterator[None]:
-  """Lets the experiment that is constructed inside see the run's config.
-
-  An experiment's constructor gets `experiment_kwargs` only, as in JAXline.
-
-  Args:
-    config: the run's.
-
-  Yields:
-    Nothing.
-  """
-  token = _of_run.set(config)
-  try:
-    yield
-  finally:
-    _of_run.reset(token)
-
-
-def of_run() -> config_dict.ConfigDict:
-  """Returns the config of the run whose experiment is being constructed.
-
-  The base config where there is none, as in a notebook, or an old one without
-  our keys.
-  """
-  config = _of_run.get()
-  return config if has(config, 'mesh') else get_base_config()
-
-
-def has(config: Any, key: str) -> bool:
-  """Returns whether a config has a key of ours.
-
-  Old programs make theirs without `get_base_config`, and tests mock it.
-  """
-  return isinstance(config, Mapping | config_dict.ConfigDict) and key in config
 
 
 # An experiment's own config.

@@ -13,30 +13,35 @@ across slices (`dcn`).
 After the logical axis rules of GSPMD-style trainers (T5X, Flax, Pax).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import contextvars
 import dataclasses
-import difflib
 import functools
 import math
 from typing import Any
 
 import jax
-from jax.experimental import mesh_utils
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
 from jaxline import errors
+from jaxline import mesh as mesh_lib
 
-Mesh = jax.sharding.Mesh
 NamedSharding = jax.sharding.NamedSharding
 P = jax.sharding.PartitionSpec
 
-# Outermost first: what talks least often comes first, so that the axes that
-# talk most get the nearest devices.
-MESH_AXES = ('stage', 'replica', 'data', 'mdl')
+# The names of `mesh` that experiments, programs and notebooks use.
+MESH_AXES = mesh_lib.MESH_AXES
+AbstractDevice = mesh_lib.AbstractDevice
+Mesh = mesh_lib.Mesh
+MeshError = mesh_lib.MeshError
+MeshShape = mesh_lib.MeshShape
+abstract_devices = mesh_lib.abstract_devices
+make_mesh = mesh_lib.make_mesh
+mesh_shape = mesh_lib.mesh_shape
+on_devices = mesh_lib.on_devices
 
 
 @functools.partial(
@@ -129,17 +134,18 @@ def get_rules(
     ValueError: there is no such preset or axis; those there are are listed.
   """
   if name not in PRESETS:
-    near = difflib.get_close_matches(str(name), PRESETS, n=1)
     raise ValueError(
       f'Unknown sharding {name!r}; expected one of {sorted(PRESETS)}.'
-      + (f' Did you mean {near[0]!r}?' if near else '')
+      f'{errors.did_you_mean(name, PRESETS)}'
     )
   rules = {}
   for axis, mesh_axes in (changes or {}).items():
-    _check_names([axis], AXIS_NAMES, 'logical axis', 'sharding_rules')
+    mesh_lib.check_names([axis], AXIS_NAMES, 'logical axis', 'sharding_rules')
     if isinstance(mesh_axes, str):
       mesh_axes = (mesh_axes,)
-    _check_names(mesh_axes, MESH_AXES, 'mesh axis', f'sharding_rules.{axis}')
+    mesh_lib.check_names(
+      mesh_axes, MESH_AXES, 'mesh axis', f'sharding_rules.{axis}'
+    )
     rules[axis] = tuple(mesh_axes)
   return dataclasses.replace(PRESETS[name], **rules)
 
@@ -152,138 +158,12 @@ def _mesh_axes(rules: Rules, axis: Axis) -> tuple[str, ...]:
     return getattr(rules, axis)
   names = (axis,) if isinstance(axis, str) else tuple(axis)
   if wrong := [name for name in names if name not in MESH_AXES]:
-    near = difflib.get_close_matches(
-      str(wrong[0]), (*AXIS_NAMES, *MESH_AXES), n=1
-    )
     raise ValueError(
       f'Unknown logical axis {wrong[0]!r}; expected None, one of {AXIS_NAMES},'
       f' or some of the mesh axes {MESH_AXES}.'
-      + (f' Did you mean {near[0]!r}?' if near else '')
+      f'{errors.did_you_mean(wrong[0], (*AXIS_NAMES, *MESH_AXES))}'
     )
   return names
-
-
-def _check_names(
-  names: Iterable[str], valid: Sequence[str], what: str, where: str
-) -> None:
-  for name in names:
-    if name not in valid:
-      near = difflib.get_close_matches(str(name), valid, n=1)
-      raise ValueError(
-        f'Unknown {what} {name!r} in {where}; expected some of {list(valid)}.'
-        + (f' Did you mean {near[0]!r}?' if near else '')
-      )
-
-
-# Devices and their slices.
-
-
-class MeshError(errors.UsageError):
-  """The mesh does not fit the devices, or the batch not the mesh."""
-
-
-@dataclasses.dataclass(frozen=True)
-class AbstractDevice:
-  """A device that is only counted: see `on_devices`."""
-
-  id: int
-  slice_index: int
-
-
-def abstract_devices(count: int, num_slices: int = 1) -> list[AbstractDevice]:
-  """Returns devices that are only counted, `count` in all."""
-  per_slice = count // num_slices
-  return [AbstractDevice(i, i // per_slice) for i in range(count)]
-
-
-_on_devices: contextvars.ContextVar[Sequence[Any] | None] = (
-  contextvars.ContextVar('on_devices', default=None)
-)
-
-
-@contextlib.contextmanager
-def on_devices(devices: Sequence[Any]) -> Iterator[None]:
-  """Makes the meshes that are made inside of devices that are not here.
-
-  What is compiled for them cannot run here, and no array can be put there.
-
-  Args:
-    devices: those of `jax.experimental.topologies`, or `abstract_devices`.
-
-  Yields:
-    Nothing.
-  """
-  token = _on_devices.set(devices)
-  try:
-    yield
-  finally:
-    _on_devices.reset(token)
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshShape:
-  """Sizes of a mesh, one for each of `MESH_AXES`.
-
-  Attributes:
-    ici: within a slice.
-    dcn: across slices.
-  """
-
-  ici: tuple[int, ...]
-  dcn: tuple[int, ...]
-
-  @property
-  def sizes(self) -> dict[str, int]:
-    """Mesh axis -> size, over all slices."""
-    pairs = zip(self.ici, self.dcn, strict=True)
-    return {axis: i * d for axis, (i, d) in zip(MESH_AXES, pairs, strict=True)}
-
-  @property
-  def slices(self) -> list[int]:
-    """The slice of each device, in the order of the flattened mesh."""
-    blocks = np.arange(math.prod(self.dcn)).reshape(self.dcn)
-    for axis, size in enumerate(self.ici):
-      blocks = np.repeat(blocks, size, axis=axis)
-    return blocks.ravel().tolist()
-
-  def __str__(self) -> str:
-    def text(shape: tuple[int, ...]) -> str:
-      return ', '.join(
-        f'{axis} {size}' for axis, size in zip(MESH_AXES, shape, strict=True)
-      )
-
-    if math.prod(self.dcn) == 1:
-      return text(self.ici)
-    return f'{text(self.ici)}; across slices {text(self.dcn)}'
-
-
-def mesh_shape(
-  sizes: Mapping[str, Any] | None, devices: Sequence[Any]
-) -> MeshShape:
-  """Returns the sizes of the mesh that `make_mesh` would make.
-
-  Args:
-    sizes: as for `make_mesh`.
-    devices: the devices.
-
-  Raises:
-    ValueError: as `make_mesh`.
-  """
-  ici, dcn = _sizes(sizes)
-  num_slices = _num_slices(devices, dcn)
-  across = _fill(
-    dcn,
-    num_slices,
-    'mesh.dcn',
-    f'slices (of {len(devices) // num_slices} devices each)',
-  )
-  within = _fill(
-    ici,
-    len(devices) // num_slices,
-    'mesh.ici',
-    'devices' if num_slices == 1 else 'devices in a slice',
-  )
-  return MeshShape(within, across)
 
 
 def validate(
@@ -291,180 +171,13 @@ def validate(
   sharding: str,
   changes: Mapping[str, Any] | None = None,
 ) -> None:
-  """Checks what `Partitioner.make` takes, as far as it needs no devices.
+  """Checks the arguments of `Partitioner.make` without looking at devices.
 
   Raises:
-    ValueError: naming what is wrong, and what there is.
+    ValueError: says what is wrong, and lists the valid names.
   """
-  _sizes(sizes)
+  mesh_lib.check_sizes(sizes)
   get_rules(sharding, changes)
-
-
-def _sizes(
-  sizes: Mapping[str, Any] | None,
-) -> tuple[dict[str, int], dict[str, int]]:
-  """Returns the sizes within a slice and across, as far as they are given."""
-  sizes = dict(sizes or {})
-  if not sizes.keys() & {'ici', 'dcn'}:  # The axes themselves.
-    sizes = {'ici': sizes}
-  _check_names(sizes, ('ici', 'dcn'), 'key', 'mesh')
-  found = []
-  for network, filled in (('ici', 'data'), ('dcn', 'replica')):
-    given = dict(sizes.get(network) or {})
-    # Where another axis is filled up, this one is not.
-    found.append({filled: 1 if -1 in given.values() else -1} | given)
-    _check_sizes(found[-1], f'mesh.{network}')
-  within, across = found
-  return within, across
-
-
-def _check_sizes(sizes: Mapping[str, int], where: str) -> None:
-  _check_names(sizes, MESH_AXES, 'mesh axis', where)
-  values = list(sizes.values())
-  if values.count(-1) > 1:
-    raise ValueError(
-      f'{where} is {dict(sizes)}; one size may be -1 (all that are left), and'
-      ' these are several. Set the others, such as'
-      f' {"replica" if where.endswith("dcn") else "data"}, which is -1 where it'
-      ' is not said otherwise, to a number.'
-    )
-  if any(
-    isinstance(size, bool)
-    or not isinstance(size, int | np.integer)
-    or (size < 1 and size != -1)
-    for size in values
-  ):
-    raise ValueError(
-      f'{where} is {dict(sizes)}; expected positive integers, one of which may'
-      ' be -1: all that are left.'
-    )
-
-
-def _num_slices(devices: Sequence[Any], dcn: Mapping[str, int]) -> int:
-  """Into how many slices the devices fall."""
-  found = len({getattr(d, 'slice_index', None) for d in devices})
-  wanted = math.prod(size for size in dcn.values() if size != -1)
-  if found > 1 or wanted == 1:
-    return found
-  if isinstance(devices[0], AbstractDevice):
-    return found
-  kind = devices[0].platform
-  if kind != 'tpu' and len({d.process_index for d in devices}) == wanted:
-    return wanted  # As JAX does where devices do not say their slice.
-  if kind == 'cpu' and len(devices) % wanted == 0:
-    return wanted  # Fake devices make fake slices.
-  return found
-
-
-def _fill(
-  sizes: Mapping[str, int], count: int, where: str, what: str
-) -> tuple[int, ...]:
-  """Returns a size for each mesh axis, with their product `count`."""
-  shape = [int(sizes.get(axis, 1)) for axis in MESH_AXES]
-  fixed = math.prod(size for size in shape if size != -1)
-  if -1 in shape and count % fixed == 0:
-    shape[shape.index(-1)] = count // fixed
-  if -1 not in shape and math.prod(shape) == count:
-    return tuple(shape)
-  given = {
-    axis: size for axis, size in zip(MESH_AXES, shape, strict=True) if size != 1
-  }
-  lines = [
-    f'{where} is {given or dict(sizes)}, which needs'
-    f' {"a multiple of " if -1 in shape else ""}{fixed} {what}; there are'
-    f' {count}.'
-  ]
-  for axis, size in given.items():
-    others = fixed // size if size != -1 else fixed
-    if size != -1 and count % others == 0:
-      fits = count // others
-      if -1 in shape:
-        lines.append(
-          f'{axis}: {size} does not divide {fits}; expected one of'
-          f' {_divisors(fits)}.'
-        )
-      else:
-        lines.append(f'{axis}: {fits} would fit, in place of {size}.')
-  if len(lines) == 1:
-    lines.append(
-      f'The sizes that fit are divisors of {count}, {_divisors(count)}, whose'
-      f' product is {count}; -1 in one place fills it.'
-    )
-  raise MeshError(' '.join(lines))
-
-
-def _divisors(n: int) -> list[int]:
-  return [i for i in range(1, n + 1) if n % i == 0]
-
-
-def make_mesh(
-  sizes: Mapping[str, Any] | None = None,
-  devices: Sequence[Any] | None = None,
-) -> Mesh:
-  """Makes the mesh of a run.
-
-  Args:
-    sizes: {'ici': {axis: size}, 'dcn': {axis: size}}, the number of devices
-      along each of `MESH_AXES` within a slice and of slices; or only the
-      former. In each one may be -1, which means all that are left. Where it is
-      not said otherwise, `data` takes the devices of a slice and `replica` the
-      slices, and all other sizes are 1.
-    devices: the devices to use; where None those of `on_devices`, or else all
-      devices of all hosts. Devices form one slice, or those of their
-      `slice_index`, or one for each process where `dcn` asks for so many; CPU
-      devices form as many as it asks for.
-
-  Returns:
-    A mesh with the axes `MESH_AXES`, its devices in an order that JAX finds
-    good for their network; abstract for `abstract_devices`.
-
-  Raises:
-    ValueError: an axis is unknown, or the sizes do not fit the devices.
-  """
-  devices = list(devices or _devices())
-  return _lay_out(mesh_shape(sizes, devices), devices)
-
-
-def _devices() -> Sequence[Any]:
-  return _on_devices.get() or jax.devices()
-
-
-def _lay_out(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-  """Returns the mesh of a shape that fits the devices."""
-  axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-  if isinstance(devices[0], AbstractDevice):
-    # It says sizes, and holds nothing.
-    abstract: Any = jax.sharding.AbstractMesh(
-      tuple(shape.sizes.values()), MESH_AXES, axis_types=axis_types
-    )
-    return abstract
-  return jax.sharding.Mesh(
-    _order(shape, devices), MESH_AXES, axis_types=axis_types
-  )
-
-
-def _order(shape: MeshShape, devices: Sequence[Any]) -> np.ndarray:
-  """Returns the devices as the mesh has them."""
-  num_slices = math.prod(shape.dcn)
-  # Else a physical axis of a torus could not serve two axes of the mesh.
-  splits = {'allow_split_physical_axes': True}
-  if num_slices == 1:
-    return mesh_utils.create_device_mesh(shape.ici, devices, **splits)
-  granule: str | None = None
-  for attribute in ('slice_index', 'process_index'):
-    if len({getattr(d, attribute, None) for d in devices}) == num_slices:
-      granule = granule or attribute
-  if granule is not None:
-    return mesh_utils.create_hybrid_device_mesh(
-      shape.ici,
-      shape.dcn,
-      devices,
-      process_is_granule=granule == 'process_index',
-      **splits,
-    )
-  ordered = np.empty(len(devices), object)
-  ordered[np.argsort(shape.slices, kind='stable')] = devices
-  return ordered.reshape(tuple(shape.sizes.values()))
 
 
 def is_logical(x: Any) -> bool:
@@ -510,9 +223,10 @@ class Partitioner:
     changes: Mapping[str, Any] | None = None,
   ) -> 'Partitioner':
     """Makes the mesh and the rules: see `make_mesh` and `get_rules`."""
-    devices = _devices()
+    devices = mesh_lib.current_devices()
     shape = mesh_shape(sizes, devices)
-    return cls(_lay_out(shape, devices), get_rules(sharding, changes), shape)
+    mesh = mesh_lib.lay_out(shape, devices)
+    return cls(mesh, get_rules(sharding, changes), shape)
 
   @property
   def slices(self) -> list[int]:

@@ -117,8 +117,8 @@ def run_config(steps, sharding='fsdp', **values):
 
 
 def make(steps, *args, cls=Linear, sharding='fsdp', **kwargs):
-  with base_config.building(run_config(steps, sharding)):
-    return cls(*args, **kwargs)
+  config = run_config(steps, sharding)
+  return cls(*args, run_config=config, **kwargs)
 
 
 def train(experiment, steps=1):

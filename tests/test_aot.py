@@ -45,12 +45,14 @@ class TwoLayers(sharded.ShardedExperiment):
     hidden=256,
     evaluates=True,
     dtype='float32',
+    *,
+    run_config=None,
   ):
     self.width = width
     self.hidden = hidden
     self.evaluates = evaluates
     self.dtype = dtype
-    super().__init__(mode, init_rng)
+    super().__init__(mode, init_rng, run_config=run_config)
 
   def init_fn(self, rng):
     a, b = jax.random.split(rng)

@@ -404,29 +404,6 @@ def test_validate_config_makes_all_three_checks():
 # The config of a run, for its experiment.
 
 
-def test_the_config_of_the_run_is_seen_while_building():
-  config = make(sharding='fsdp')
-  default = base_config.get_base_config().to_dict()
-  assert base_config.of_run().to_dict() == default
-  with base_config.building(config):
-    assert base_config.of_run() is config
-    with base_config.building(make(sharding='tp')):
-      assert base_config.of_run().sharding == 'tp'
-    assert base_config.of_run() is config
-  with pytest.raises(KeyError), base_config.building(config):
-    raise KeyError
-  assert base_config.of_run().to_dict() == default
-
-
-@pytest.mark.parametrize(
-  'old', [config_dict.ConfigDict({'training_steps': 3}), {}, mock.Mock(), None]
-)
-def test_configs_of_old_have_none_of_our_keys(old):
-  assert not base_config.has(old, 'mesh')
-  with base_config.building(old):
-    assert base_config.of_run().sharding == 'ddp'
-
-
 # An experiment's own config.
 
 
@@ -547,3 +524,22 @@ def test_values_that_a_dataclass_refuses_are_the_users_error(
 def test_values_at_the_ends_of_an_interval():
   for config in ({'rate': 1}, {'rate': 1e-9}, {'size': 0}, {'size': 10**30}):
     base_config.read(Checked, config)
+
+
+@pytest.mark.parametrize(
+  'values', [{'training_steps': 3}, {'mesh': {'data': 2}}, {}]
+)
+def test_a_config_of_old_gets_the_keys_that_it_lacks(values):
+  old = config_dict.ConfigDict(values).lock()
+  complete = base_config.complete_config(old)
+  expected = base_config.get_base_config().to_dict() | {
+    'on_nonfinite': 'ignore'
+  }
+  assert complete.to_dict() == expected | values
+  assert old.to_dict() == values
+  assert base_config.complete_config(complete) is complete
+
+
+@pytest.mark.parametrize('config', [mock.Mock(), None])
+def test_what_stands_for_a_config_stays_as_it_is(config):
+  assert base_config.complete_config(config) is config

@@ -393,8 +393,8 @@ def with_fields(train=None, evaluation=None):
   return Chosen
 
 
-def make(cls=Experiment, mode='train'):
-  return cls(mode, KEY)
+def make(cls=Experiment, mode='train', run_config=None):
+  return cls(mode, KEY, run_config=run_config)
 
 
 def steps(experiment, num_steps):
@@ -448,12 +448,13 @@ def test_a_config_sets_buffer_and_patience():
 
   with mock.patch.object(infeed, 'Infeed', Spy):
     regression.train_steps(make(), 2)
-    experiment = make()
-    changes = {'infeed_buffer_size': 5, 'infeed_stall_secs': 9.0}
-    regression.train_steps(experiment, 2, **changes)
-    resumed = make()
+    config = regression.get_config(2)
+    config.update(infeed_buffer_size=5, infeed_stall_secs=9.0)
+    experiment = make(run_config=config)
+    regression.train_steps(experiment, 2)
+    resumed = make(run_config=config)
     resumed.restore_from_snapshot(jax.device_get(experiment.snapshot_state()))
-    regression.train_steps(resumed, 2, **changes)
+    regression.train_steps(resumed, 2)
   chosen = {'buffer_size': 5, 'stall_secs': 9.0}
   assert made == [{'buffer_size': 3, 'stall_secs': 60.0}, chosen, chosen]
 
@@ -585,10 +586,9 @@ def test_an_evaluation_that_stalls_is_told_of(caplog):
       time.sleep(0.7)
       yield regression.examples(0, ROWS)
 
-  experiment = make(Slow, 'eval')
   config = regression.get_config(0)
   config.infeed_stall_secs = 0.2
-  experiment.evaluate_inputs(config, KEY)
+  experiment = make(Slow, 'eval', run_config=config)
   experiment.evaluate(global_step=0, rng=KEY, writer=None)
   assert 'The evaluation has waited 0 s for a batch: a gen' in caplog.text
 

@@ -555,8 +555,8 @@ from tests import test_inputs_show
 
 class Experiment(sharded.ShardedExperiment):
 
-  def __init__(self, mode, init_rng, batch_size, fault, mesh):
-    super().__init__(mode, init_rng, mesh=mesh)
+  def __init__(self, mode, init_rng, batch_size, fault, mesh, run_config=None):
+    super().__init__(mode, init_rng, run_config=run_config, mesh=mesh)
     self.batch_size, self.fault = batch_size, fault
 
   def init_fn(self, rng):
@@ -581,7 +581,10 @@ class Experiment(sharded.ShardedExperiment):
 
   def eval_input(self):
     assert self.mode == 'eval'
-    return [{'x': np.arange(3) + 3 * base.this_host()[0]}]
+    batches = [{'x': np.arange(3) + 3 * base.this_host()[0]}]
+    if self.fault == 'sets':
+      return {'short': batches, 'long': 2 * batches}
+    return batches
 
 
 class Old:
@@ -674,6 +677,26 @@ def test_command_on_evaluation(folder):
   assert 'begins anew with each evaluation' in result.stdout
 
 
+# ml_collections loads the config file in a way that Python will drop.
+loads_config = pytest.mark.filterwarnings('ignore:the load_module')
+
+
+@loads_config
+@pytest.mark.parametrize(('name', 'batches'), [(None, 1), ('long', 2)])
+def test_command_on_one_of_several_evaluation_sets(
+  folder, name, batches, monkeypatch, capsys
+):
+  from jaxline.inputs import __main__ as program
+
+  monkeypatch.chdir(folder)
+  monkeypatch.syspath_prepend(str(folder))
+  args = ['--split=eval', '--config.experiment_kwargs.fault=sets']
+  if name:
+    args.append(f'--set={name}')
+  program.main(['show', '--config=config.py', '--seconds=0.01', '-n0', *args])
+  assert f'{batches} batches on each host' in capsys.readouterr().out
+
+
 @pytest.mark.process
 @pytest.mark.parametrize('split', ['train', 'eval'])
 def test_command_on_the_language_model(split):
@@ -709,10 +732,6 @@ def test_command_leaves_an_error_in_the_data_its_traceback(folder):
   assert 'in train_input' in result.stderr
 
 
-# ml_collections loads the config file in a way that Python will drop.
-loads_config = pytest.mark.filterwarnings('ignore:the load_module')
-
-
 @loads_config
 @pytest.mark.parametrize(
   ('args', 'words'),
@@ -744,6 +763,21 @@ loads_config = pytest.mark.filterwarnings('ignore:the load_module')
     (
       ['--config=config.py', '--host=0/2', '--hosts=4'],
       '--host 0/2 is one of 2 hosts, but --hosts is 4',
+    ),
+    (
+      [
+        '--config=config.py',
+        '--split=eval',
+        '--config.experiment_kwargs.fault=sets',
+        '--set=lon',
+      ],
+      "--set 'lon' is no evaluation set of looked_at:Experiment; expected one"
+      " of ['short', 'long'], or nothing if there is only one. Did you mean"
+      " 'long'?",
+    ),
+    (
+      ['--config=config.py', '--split=eval', '--set=long'],
+      "--set 'long' is no evaluation set",
     ),
     (['--config=config.py', '--host=2/2'], "'2/2' is no host"),
     (['--config=config.py', '--host=two'], "'two' is no host"),

@@ -73,8 +73,8 @@ def losses_of(logits, labels):
 class Classifier(sharded.ShardedExperiment):
   """What does not depend on the library."""
 
-  def __init__(self, mode, init_rng):
-    super().__init__(mode, init_rng, sharding='fsdp')
+  def __init__(self, mode, init_rng, *, run_config=None):
+    super().__init__(mode, init_rng, run_config=run_config, sharding='fsdp')
 
   def logits(self, params, model_state, x, is_training):
     """Returns logits [B, classes] and the new model state."""

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from jaxline import base_config
+from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 
 Logical = partitioning.Logical
@@ -248,7 +249,7 @@ def slices_of_tpus(num_slices, side=2):
 
 def order(sizes, devices):
   shape = partitioning.mesh_shape(sizes, devices)
-  return partitioning._order(shape, devices), shape
+  return mesh_lib._order(shape, devices), shape
 
 
 DCN = [
@@ -466,7 +467,7 @@ def rows_of(sizes, num_processes, per_process, monkeypatch):
   monkeypatch.setattr(jax, 'process_count', lambda: num_processes)
   shape = partitioning.mesh_shape(sizes, list(devices))
   mesh = jax.sharding.Mesh(
-    partitioning._order(shape, list(devices)), partitioning.MESH_AXES
+    mesh_lib._order(shape, list(devices)), partitioning.MESH_AXES
   )
   hosts = []
   for process in range(num_processes):

@@ -29,6 +29,7 @@ from jaxline import metrics
 from jaxline import partitioning
 from jaxline import sharded
 from jaxline import train
+from jaxline import train_step
 from jaxline import utils
 from jaxline.checkpoint import base
 from jaxline.inputs import base as inputs
@@ -242,7 +243,7 @@ def test_a_step_that_changes_shapes_or_types_is_refused_by_name():
 def test_state_is_made_sharded():
   made = []
   with mock.patch.object(
-    sharded, 'init_state', side_effect=sharded.init_state
+    train_step, 'init_state', side_effect=train_step.init_state
   ) as init_state:
     state = make(sharding='fsdp').state
     # Only inside of the program: nothing is whole on a device before.
@@ -489,6 +490,7 @@ def test_scalars_of_a_step():
     'loss',
     'rows',
     'grad_norm',
+    'nonfinite',
     'before',
     'input_wait_fraction',
   }
@@ -721,6 +723,128 @@ def test_evaluation_may_be_read_twice_from_a_list():
   experiment.batches = [{'y': np.float32([1, 3])}, {'y': np.float32([5])}]
   assert regression.evaluate(experiment)['loss'] == 3.0
   assert regression.evaluate(experiment)['loss'] == 3.0
+
+
+# Several evaluation sets.
+
+
+class Sets(Regression):
+  """Evaluates on two sets, of which one is larger."""
+
+  def eval_input(self):
+    return {
+      'short': [regression.examples(1, 5)],
+      'long': (regression.examples(1, 8, 8 * i) for i in range(2)),
+    }
+
+
+def test_several_evaluation_sets_have_metrics_of_their_own():
+  experiment = make(Sets, mode='eval')
+  for _ in range(2):
+    scalars = regression.evaluate(experiment)
+    assert list(scalars) == [
+      'short/loss',
+      'short/rows',
+      'long/loss',
+      'long/rows',
+    ]
+    for name, rows in (('short', 5), ('long', 16)):
+      np.testing.assert_allclose(
+        scalars[f'{name}/loss'],
+        regression.expected_evaluation(experiment.state, [rows]),
+        rtol=1e-5,
+      )
+  # The first set gives the shapes.
+  assert experiment.abstract_batch(False)['x'].shape == (6, 8)
+
+
+def test_the_best_checkpoint_goes_by_the_metric_of_a_set():
+  config = regression.get_config(4)
+  config.eval_interval = 2
+  config.best_model_eval_metric = 'long/loss'
+  config.best_model_eval_metric_higher_is_better = False
+  checkpointer = utils.InMemoryCheckpointer(config, 'train')
+  train.train_and_eval(Sets, config, checkpointer, None, None)
+  best = utils.GLOBAL_CHECKPOINT_DICT['best'].history[-1].pickle_nest
+  assert best.to_dict()['global_step'] == 4
+  config.best_model_eval_metric = 'loss'
+  with pytest.raises(ValueError, match=r"It returned \['long/loss', 'long/ro"):
+    train.train_and_eval(Sets, config, checkpointer, None, None)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Numbers(inputs.BaseInput):
+  """One row a batch: 0, 1, ... 9."""
+
+  batch_size: int = 1
+  next_number: int = 0
+
+  def get_next(self):
+    if self.next_number == 10:
+      raise StopIteration
+    self.next_number += 1
+    return inputs.Batch(y=np.float32([self.next_number - 1]))
+
+  def reset(self):
+    super().reset()
+    self.next_number = 0
+
+
+def test_each_of_several_sets_keeps_its_place():
+  class Places(Fixed):
+    asked = 0
+
+    def eval_input(self):
+      self.asked += 1
+      return {
+        'two': Numbers(reset_for_eval=False, eval_loop_num_batches=2),
+        'one': Numbers(reset_for_eval=False, eval_loop_num_batches=1),
+        'all': Numbers(reset_for_eval=True),
+      }
+
+  experiment = make(Places, mode='eval')
+  found = []
+  for experiment.num_evaluated in range(3):
+    scalars = regression.evaluate(experiment)
+    found.append([scalars[f'{name}/loss'] for name in ('two', 'one', 'all')])
+  assert found == [[0.5, 0, 4.5], [2.5, 1, 4.5], [4.5, 2, 4.5]]
+  # A process that starts there has the same batches.
+  again = make(Places, mode='eval')
+  again.num_evaluated = 2
+  scalars = regression.evaluate(again)
+  assert [scalars[f'{name}/loss'] for name in ('two', 'one')] == found[2][:2]
+
+  class Rolling(Places):
+    def eval_input(self):
+      found = super().eval_input()
+      del found['all']
+      return found
+
+  # Where all inputs go on, they are made once.
+  experiment = make(Rolling, mode='eval')
+  for experiment.num_evaluated in range(2):
+    regression.evaluate(experiment)
+  assert experiment.asked == 1
+
+
+def test_no_evaluation_set_is_refused():
+  class Nothing(Regression):
+    def eval_input(self):
+      return {}
+
+  with pytest.raises(
+    ValueError, match=r'Nothing\.eval_input returned an empty'
+  ):
+    regression.evaluate(make(Nothing))
+
+
+def test_an_empty_evaluation_set_is_named():
+  class Nothing(Regression):
+    def eval_input(self):
+      return {'some': [regression.examples(1, 4)], 'none': []}
+
+  with pytest.raises(ValueError, match=r"gave no batch for 'none'"):
+    regression.evaluate(make(Nothing))
 
 
 # The training input.
@@ -1159,12 +1283,9 @@ def test_mesh_rules_and_parts_are_those_of_the_runs_config():
   config.sharding = 'tp'
   config.sharding_rules = {'mlp': [], 'embed': ['mdl']}
   config.gradient_accumulation_steps = 4
-  with (
-    mock.patch.object(sharded.logging, 'info') as info,
-    base_config.building(config),
-  ):
-    ours = make()
-    own = make(sharding='fsdp', mesh={'data': 2})
+  with mock.patch.object(sharded.logging, 'info') as info:
+    ours = make(run_config=config)
+    own = make(run_config=config, sharding='fsdp', mesh={'data': 2})
   said = [call.args[0] % call.args[1:] for call in info.call_args_list]
   assert said[0].startswith('Mesh: stage 1, replica 1, data 1, mdl 2. Sharding')
   assert said[1].startswith('Mesh: stage 1, replica 1, data 2, mdl 1. Sharding')
@@ -1175,6 +1296,65 @@ def test_mesh_rules_and_parts_are_those_of_the_runs_config():
   assert own.partitioner.rules == partitioning.get_rules(
     'fsdp', config.sharding_rules
   )
+
+
+@pytest.mark.parametrize(
+  ('kwargs', 'said'),
+  [
+    (
+      {},
+      'No run_config was given: the mesh is all 2 devices (stage 1, replica 1,'
+      " data 2, mdl 1), the sharding 'ddp'. Pass run_config=config",
+    ),
+    ({'sharding': 'fsdp'}, "the sharding 'fsdp'"),
+    ({'run_config': base_config.get_base_config()}, None),
+  ],
+)
+def test_without_a_config_of_the_run_the_defaults_are_told(
+  kwargs, said, caplog
+):
+  make(**kwargs)
+  found = [r.getMessage() for r in caplog.records if 'run_config' in r.message]
+  assert len(found) == (said is not None)
+  assert all(said in line for line in found)
+
+
+class Deaf(Regression):
+  """Its constructor does not take the run's config."""
+
+  def __init__(self, mode, init_rng, **kwargs):
+    super().__init__(mode, init_rng, **kwargs)
+
+
+class Forgetful(Regression):
+  """Its constructor takes the run's config and keeps it to itself."""
+
+  def __init__(self, mode, init_rng, run_config, **kwargs):
+    super().__init__(mode, init_rng, **kwargs)
+
+
+@pytest.mark.parametrize(
+  ('key', 'value'),
+  [
+    ('mesh', {'data': 2}),
+    ('sharding', 'fsdp'),
+    ('sharding_rules', {'mlp': ['data']}),
+    ('gradient_accumulation_steps', 2),
+    ('compiled_program', 'programs'),
+    ('infeed_buffer_size', 4),
+    ('infeed_stall_secs', 1.0),
+  ],
+)
+def test_keys_that_do_not_reach_the_experiment_are_refused(key, value):
+  for cls in (Deaf, Forgetful):
+    config = regression.get_config(1)
+    train.build_for_compilation(cls, config)
+    config[key] = value
+    with pytest.raises(
+      ValueError, match=f'config.{key} is .* {cls.__name__} got no run_config'
+    ):
+      train.build_for_compilation(cls, config)
+  train.build_for_compilation(Regression, config)
 
 
 @pytest.mark.parametrize('fraction', [0.0, 0.25])

@@ -29,7 +29,6 @@ from jaxline import utils
 from jaxline.checkpoint import base
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
-from jaxline.compat import adapters
 from jaxline.compat import devices
 from jaxline.supervision import nonfinite
 
@@ -361,7 +360,7 @@ def evaluate_once(cls, config):
 
 def test_configs_of_old_lack_the_keys_of_sharded_steps():
   config = make_config(2)
-  for key in adapters._SHARDED_KEYS:
+  for key in [k.name for k in base_config.KEYS if k.sharded]:
     del config[key]
   log, _ = run(Plain, config)
   assert len(log.inits) == 1

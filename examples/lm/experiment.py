@@ -190,13 +190,16 @@ class Experiment(sharded.ShardedExperiment):
     )
   )
 
-  def __init__(self, mode: str, init_rng: jax.Array, config: Any):
-    """Reads the text, but to decode.
+  def __init__(
+    self, mode: str, init_rng: jax.Array, config: Any, *, run_config: Any = None
+  ):
+    """Reads the text, except to decode.
 
     Args:
       mode: 'train', 'decode', or what evaluation was started as.
       init_rng: the key of the initial weights.
       config: the values of a `Config`.
+      run_config: the config of the run: see `sharded.ShardedExperiment`.
     """
     self.config = base_config.read(Config, config)
     self.tokenizer = tokenization.load_tokenizer(self.config.tokenizer)
@@ -209,7 +212,7 @@ class Experiment(sharded.ShardedExperiment):
         tokenizer=self.tokenizer,
         cache_dir=self.config.cache_dir,
       )
-    super().__init__(mode, init_rng)
+    super().__init__(mode, init_rng, run_config=run_config)
     self._rows = self.config.batch_size
     on_gpu = self.partitioner.is_here and jax.default_backend() == 'gpu'
     if self.config.model.attention == 'cudnn' and not on_gpu:

@@ -19,7 +19,6 @@ from configs import lm_long
 from examples import decoding
 from examples.lm import experiment
 from examples.lm import model
-from jaxline import base_config
 from jaxline import errors
 from jaxline import train
 from jaxline import utils
@@ -56,8 +55,10 @@ def config(tmp_path):
 
 
 def make(config, mode='train'):
-  kwargs = config.copy_and_resolve_references().experiment_kwargs
-  return experiment.Experiment(mode, jax.random.PRNGKey(0), **kwargs)
+  config = config.copy_and_resolve_references()
+  return experiment.Experiment(
+    mode, jax.random.PRNGKey(0), run_config=config, **config.experiment_kwargs
+  )
 
 
 class Recorder(writers.MultiWriter):
@@ -208,8 +209,7 @@ def on_mesh(config, rows, *, mdl=1, accumulation=1):
   config.mesh.ici.mdl = mdl
   config.sharding = 'fsdp_tp'
   config.gradient_accumulation_steps = accumulation
-  with base_config.building(config):
-    return make(config)
+  return make(config)
 
 
 def losses_of(subject, steps):

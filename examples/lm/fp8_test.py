@@ -285,8 +285,8 @@ def _train(tmp_path, monkeypatch, **changes):
   built, losses = [], []
 
   class Experiment(experiment.Experiment):
-    def __init__(self, mode, init_rng, config):
-      super().__init__(mode, init_rng, config)
+    def __init__(self, mode, init_rng, config, *, run_config=None):
+      super().__init__(mode, init_rng, config, run_config=run_config)
       built.append((self, jax.device_get(self.state.params)))
 
   class Recorder(writers.MultiWriter):

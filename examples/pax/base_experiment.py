@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Self
 
 import fiddle as fdl
 
-from examples.pax import hparams
 from jaxline import errors
 from jaxline.inputs import tokenization
 
@@ -166,7 +165,7 @@ class BaseExperiment(abc.ABC):
       if name not in known:
         raise errors.UsageError(
           f'{cls.__name__} has no constant {name!r}.'
-          f'{hparams.nearest(name, known)} It has {sorted(known)}.'
+          f'{errors.did_you_mean(name, known)} It has {sorted(known)}.'
         )
     body = {
       '__module__': cls.__module__,

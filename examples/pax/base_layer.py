@@ -49,6 +49,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.pax import hparams as hparams_lib
+from jaxline import errors
 from jaxline import partitioning
 
 sub_config_field = hparams_lib.sub_config_field
@@ -168,7 +169,7 @@ class WeightInit:
     if self.method not in makers:
       raise ValueError(
         f'Unknown WeightInit {self.method!r}; expected one of'
-        f' {sorted(makers)}.{hparams_lib.nearest(self.method, makers)}'
+        f' {sorted(makers)}.{errors.did_you_mean(self.method, makers)}'
       )
     # The bits are the same for every shape of a size, and each new shape costs
     # XLA's CPU compiler seconds. A large one keeps its own: it may be split.
@@ -487,7 +488,7 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
     if wrong := sorted(set(getattr(self.hparams, field)) - names):
       raise ValueError(
         f'{field} of {self.module_name} names {wrong}, which are none of {what}'
-        f' {sorted(names)}.{hparams_lib.nearest(wrong[0], names)}'
+        f' {sorted(names)}.{errors.did_you_mean(wrong[0], names)}'
       )
 
   def __deepcopy__(self, memo: Any) -> Self:
@@ -507,7 +508,7 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
     own = sorted(self._names)
     raise AttributeError(
       f'{type(self).__name__} {self.module_name} has no {name!r}; `setup`'
-      f' creates {own}.{hparams_lib.nearest(name, own)}'
+      f' creates {own}.{errors.did_you_mean(name, own)}'
     )
 
   @hk.transparent
@@ -698,7 +699,7 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
       raise AttributeError(
         f'{self.module_name} has no variable {name!r}; it has'
         f' {sorted(self._variables)}.'
-        + hparams_lib.nearest(name, self._variables)
+        + errors.did_you_mean(name, self._variables)
       )
     weight, trainable = self._variables[name]
     get = hk.get_parameter if trainable else hk.get_state
@@ -937,7 +938,7 @@ def _first_value(name: str, weight: WeightHParams) -> jax.Array:
     raise ValueError(
       f'The variables given to `apply` have no {name}; expected those that'
       ' `init` of a layer with the same HParams returns.'
-      f'{hparams_lib.nearest(name, given)} Got {sorted(given)}.'
+      f'{errors.did_you_mean(name, given)} Got {sorted(given)}.'
     )
   # By name, so that a new variable does not change what others start as.
   return weight.make(jax.random.fold_in(key, zlib.crc32(name.encode())))

@@ -23,9 +23,7 @@ import zlib
 
 from absl import logging
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from examples import decoding
@@ -34,7 +32,8 @@ from examples.pax import hparams as hparams_lib
 from examples.pax import learners
 from examples.pax import models
 from examples.pax import optimizers
-from jaxline import base_config
+from jaxline import distributed
+from jaxline import errors
 from jaxline import metrics as metrics_lib
 from jaxline import sharded
 from jaxline import writers
@@ -60,7 +59,7 @@ def _metric(
   if name not in metrics:
     raise ValueError(
       f'{where} is {name!r}, but the model has no metric of that name.'
-      f'{hparams_lib.nearest(name, metrics)} It has {sorted(metrics)}.'
+      f'{errors.did_you_mean(name, metrics)} It has {sorted(metrics)}.'
     )
   return metrics[name]
 
@@ -253,7 +252,7 @@ class _Evaluations:
     if name not in values:
       raise ValueError(
         f'early_stopping.metric is {name!r}, but evaluation returned no number'
-        f' of that name.{hparams_lib.nearest(name, values)} It returned'
+        f' of that name.{errors.did_you_mean(name, values)} It returned'
         f' {sorted(values)}.'
       )
     self._values[step] = float(values[name])
@@ -267,7 +266,7 @@ class _Evaluations:
     """Goes back to what was known when training was at a step."""
     known = dict(self._values)
     if self._path is not None:
-      known = dict(_of_chief(self._read()))
+      known = dict(distributed.of_chief(self._read()))
     self._values = {s: known[s] for s in sorted(known) if s <= step}
     self._decide()
 
@@ -310,19 +309,6 @@ class _Evaluations:
     )
 
 
-def _of_chief(pairs: list[tuple[int, float]]) -> list[tuple[int, float]]:
-  """Returns the first process's pairs, in all processes."""
-  if jax.process_count() == 1:
-    return pairs
-  count = int(multihost_utils.broadcast_one_to_all(np.int32(len(pairs))))
-  table = np.zeros([count, 2], np.float64)
-  table[: len(pairs)] = np.array(pairs).reshape(-1, 2)
-  # As bits, since JAX would make float32 of it.
-  bits = multihost_utils.broadcast_one_to_all(table.view(np.uint32))
-  table = np.asarray(bits).view(np.float64)
-  return [(int(step), float(value)) for step, value in table]
-
-
 class EarlyStoppingMixin:
   """A `ShardedExperiment` that ends training early; to stand before it.
 
@@ -344,9 +330,8 @@ class EarlyStoppingMixin:
     if rule is None or self.mode != 'train':
       return
     rule = hparams_lib.instantiate(rule, EarlyStopping, 'early_stopping')
-    config = base_config.of_run()
-    path = None
-    if config.checkpointer == 'durable' and config.checkpoint_dir:
+    config, path = self.run_config, None
+    if config and config.checkpointer == 'durable' and config.checkpoint_dir:
       path = pathlib.Path(config.checkpoint_dir) / 'early_stopping.json'
     self._evaluations = _Evaluations(rule, path)
     logging.info(
@@ -689,15 +674,15 @@ class SingleTask(BaseTask):
     Args:
       model_state: of `loss_fn`.
       params: the weights after the update.
-      step: how many steps there were before it, an int32 scalar.
+      step: the number of steps done, this one included, an int32 scalar.
     """
     new = dict(model_state)
     if EMA in new:
       new[EMA] = optimizers.ema_update(
-        new[EMA], params, step, self.learner.ema_decay
+        new[EMA], params, step - 1, self.learner.ema_decay
       )
     if _STEP in new:
-      new[_STEP] = (step + 1).astype(jnp.int32)
+      new[_STEP] = step.astype(jnp.int32)
     return new
 
   def decode(

@@ -130,8 +130,10 @@ class Scripted(sharded.ShardedExperiment):
 class Run(base_task.EarlyStoppingMixin, loading.LoadingMixin, Scripted):
   """A task in the library's loop."""
 
-  def __init__(self, mode, init_rng, task, scores=(), dies_at=None):
-    super().__init__(mode, init_rng)
+  def __init__(
+    self, mode, init_rng, task, scores=(), dies_at=None, *, run_config=None
+  ):
+    super().__init__(mode, init_rng, run_config=run_config)
     self.task = task.Instantiate()
     self.set_early_stopping(self.task.hparams.early_stopping)
     self.scores, self.dies_at = scores, dies_at
@@ -141,7 +143,7 @@ class Run(base_task.EarlyStoppingMixin, loading.LoadingMixin, Scripted):
     self.step_scalars = self.task.step_scalars
 
   def after_update(self, model_state, params, step):
-    return self.task.after_update(model_state, params, step - 1)
+    return self.task.after_update(model_state, params, step)
 
   def init_fn(self, rng):
     """Set by the constructor, as the others are."""
@@ -198,8 +200,7 @@ def test_loss_metrics_and_state():
 def test_accumulated_steps_are_exact():
   config = base_config.get_base_config()
   config.gradient_accumulation_steps = 4  # Of two rows each, of other weights.
-  with base_config.building(config):
-    run = Run('train', KEY, make_task())
+  run = Run('train', KEY, make_task(), run_config=config)
   scalars = run.step(global_step=0, rng=KEY, writer=None)
   run._close_input()
   batch, weights = examples(0), examples(0)['weights']
@@ -309,10 +310,10 @@ def test_variational_noise():
     for what, value in (('mean', 1), ('variance', 0))
   }
   assert measure(state, KEY, True) == still
-  # Of steps 0, 1, 2 it is the third.
-  state = task.after_update(state, params, jnp.int32(0))
-  assert measure(state, KEY, True) == still
+  # The noise begins in the third step, after two are done.
   state = task.after_update(state, params, jnp.int32(1))
+  assert measure(state, KEY, True) == still
+  state = task.after_update(state, params, jnp.int32(2))
   assert measure(state, KEY, False) == still
   noisy = measure(state, KEY, True)
   assert noisy['b_variance'] == 0

@@ -23,7 +23,6 @@ from examples import transformer
 from examples.pax import config as config_lib
 from examples.pax import experiment
 from examples.pax import schedules
-from jaxline import base_config
 from jaxline import partitioning
 from jaxline import train
 from jaxline import utils
@@ -119,8 +118,7 @@ def _run(config):
   recorder = Recorder()
   checkpointer = utils.InMemoryCheckpointer(config, 'train')
   train.train(Watched, config, checkpointer, recorder)
-  with base_config.building(config):
-    data = made[0].train_input()
+  data = made[0].train_input()
   batches = [next(data) for _ in range(STEPS)]
   last = jax.tree.map(np.array, made[0].state.params)
   return first, last, recorder.scalars, batches

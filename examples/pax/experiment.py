@@ -76,57 +76,55 @@ class Config:
 
 
 class _OverDatasets(sharded.ShardedExperiment):
-  """Reads the datasets of an experiment; evaluates on each of them."""
+  """Reads the datasets of an experiment."""
 
   experiment: base_experiment.BaseExperiment
-  # While shapes are wanted and no data.
+  # Whether inputs are opened for the shapes of their batches only.
   _wants_shapes = False
-  # The name of the dataset that is evaluated on, where there are several.
-  _selected = ''
-
-  def __init__(self, mode: str, init_rng: jax.Array):
-    super().__init__(mode, init_rng)
-    # Of datasets that are not read at the moment, what the base class keeps of
-    # one: the open input, and how many evaluations have had its batches.
-    self._kept: dict[str, tuple[Any, int]] = {}
+  # Of a global batch of training.
+  _num_rows = 0
 
   def train_input(self) -> Any:
-    """Returns the input for training."""
-    return self._build(self._dataset(is_training=True))
+    """Returns the input for training.
+
+    Raises:
+      UsageError: there are several.
+    """
+    found = self._datasets(is_training=True)
+    if len(found) > 1:
+      raise errors.UsageError(
+        f'{type(self.experiment).__name__} has {len(found)} inputs for'
+        ' training; expected one, such as a MixtureInput of several.'
+      )
+    self._num_rows = found[0].batch_size * self.partitioner.host[1]
+    return self._build(found[0])
 
   def eval_input(self) -> Any:
-    """Returns the input for evaluation; of several, the selected or first."""
-    return self._build(self._dataset(is_training=False))
+    """Returns the input for evaluation, or name -> input if it has several.
 
-  def _datasets(self, is_training: bool) -> list[fdl.Config]:
-    # Their batch sizes are those of a host.
-    with self.reads(is_training):
-      found = self.experiment.datasets()
-    found = [d for d in found if bool(d.is_training) == is_training]
-    name = type(self.experiment).__name__
-    if not found:
-      kind = 'train' if is_training else 'evaluate'
-      raise errors.UsageError(f'{name} has no data to {kind} on.')
+    Raises:
+      UsageError: several inputs have the same name, or none.
+    """
+    found = self._datasets(is_training=False)
     if len(found) == 1:
-      return found
-    if is_training:
-      raise errors.UsageError(
-        f'{name} has {len(found)} inputs for training; expected one, such as a'
-        ' MixtureInput of several.'
-      )
+      return self._build(found[0])
     names = [d.__arguments__.get('name', '') for d in found]
     if '' in names or len(set(names)) < len(names):
       raise errors.UsageError(
-        f'{name} has {len(names)} inputs for evaluation, with the names'
-        f' {names}; expected another name for each.'
+        f'{type(self.experiment).__name__} has {len(names)} inputs for'
+        f' evaluation, with the names {names}; expected another name for each.'
+      )
+    return {d.name: self._build(d) for d in found}
+
+  def _datasets(self, is_training: bool) -> list[fdl.Config]:
+    datasets = self.experiment.datasets()
+    found = [d for d in datasets if bool(d.is_training) == is_training]
+    if not found:
+      kind = 'train' if is_training else 'evaluate'
+      raise errors.UsageError(
+        f'{type(self.experiment).__name__} has no data to {kind} on.'
       )
     return found
-
-  def _dataset(self, is_training: bool) -> fdl.Config:
-    found = self._datasets(is_training)
-    if is_training or not self._selected:
-      return found[0]
-    return next(d for d in found if d.name == self._selected)
 
   def _build(self, dataset: fdl.Config) -> Any:
     specs = self.experiment.input_specs() if self._wants_shapes else None
@@ -145,33 +143,6 @@ class _OverDatasets(sharded.ShardedExperiment):
       return super().abstract_batch(is_training)
     finally:
       self._wants_shapes = False
-
-  def evaluate(
-    self, *, global_step: Any, rng: Any, writer: writers.Writer | None
-  ) -> dict[str, float]:
-    """Averages the metrics over the data.
-
-    Of several datasets, over one after the other: the names of metrics begin
-    with that of the dataset then.
-    """
-
-    def one() -> dict[str, float]:
-      run = super(_OverDatasets, self).evaluate
-      return run(global_step=global_step, rng=rng, writer=writer)
-
-    datasets = self._datasets(is_training=False)
-    if len(datasets) == 1:
-      return one()
-    scalars: dict[str, float] = {}
-    for name in [dataset.name for dataset in datasets]:
-      self._selected = name
-      self._eval_source, self._num_fed = self._kept.pop(name, (None, 0))
-      try:
-        scalars |= {f'{name}/{key}': x for key, x in one().items()}
-      finally:
-        self._kept[name] = self._eval_source, self._num_fed
-        self._selected = ''
-    return scalars
 
 
 class Experiment(
@@ -202,17 +173,22 @@ class Experiment(
     ),
   )
 
-  def __init__(self, mode: str, init_rng: jax.Array, config: Any):
+  def __init__(
+    self, mode: str, init_rng: jax.Array, config: Any, *, run_config: Any = None
+  ):
     """Makes the task.
 
     Args:
       mode: 'train', 'decode', or what evaluation was started as.
       init_rng: the key of the initial weights.
       config: the values of a `Config`.
+      run_config: the config of the run: see `sharded.ShardedExperiment`. Some
+        of its keys are constants of the experiment; None leaves these as they
+        are in the class.
     """
     self.config = base_config.read(Config, config)
     try:
-      super().__init__(mode, init_rng)
+      super().__init__(mode, init_rng, run_config=run_config)
     except partitioning.MeshError as e:
       if not self.config.reduced:
         e.add_note(
@@ -223,8 +199,10 @@ class Experiment(
     experiment = experiment_registry.get(self.config.exp)
     if self.config.reduced:
       experiment = experiment.reduced()
-    of_run = config_lib.constants_of(base_config.of_run())
-    experiment = experiment.with_constants({**self.config.constants, **of_run})
+    constants = dict(self.config.constants)
+    if run_config is not None:
+      constants |= config_lib.constants_of(run_config)
+    experiment = experiment.with_constants(constants)
     self.experiment: base_experiment.BaseExperiment = experiment(
       num_devices=math.prod(self.partitioner.axis_sizes.values())
     )
@@ -263,7 +241,7 @@ class Experiment(
 
   def after_update(self, model_state: Any, params: Any, step: Any) -> Any:
     """Keeps the moving average of the weights, where there is one."""
-    return self.task.after_update(model_state, params, step - 1)
+    return self.task.after_update(model_state, params, step)
 
   @property
   def bubble_fraction(self) -> float:
@@ -279,15 +257,14 @@ class Experiment(
     scalars = super().step(global_step=global_step, rng=rng, writer=writer)
     return {**scalars, **self._counts}
 
-  @functools.cached_property
+  @property
   def _counts(self) -> dict[str, int]:
     """Returns the rows and tokens of a step."""
-    batch_size = self._dataset(is_training=True).batch_size
-    rows = batch_size * self.partitioner.host[1]
-    counts = {'examples_per_step': rows}
+    counts = {'examples_per_step': self._num_rows}
     specs = self.experiment.input_specs() or {}
     if 'ids' in specs:
-      counts['tokens_per_step'] = rows * math.prod(specs['ids'][0])
+      tokens = math.prod(specs['ids'][0])
+      counts['tokens_per_step'] = self._num_rows * tokens
     return counts
 
   # Decoding.

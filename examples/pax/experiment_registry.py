@@ -9,7 +9,6 @@ so on: every suffix of its full name that no other experiment has. One of
 another package is named by its module, which is then imported.
 """
 
-import difflib
 import importlib
 import importlib.util
 import pkgutil
@@ -89,9 +88,7 @@ def get(name: str) -> Experiment:
   if found:
     return known[found[0]]
   by_class = {full.rpartition('.')[2]: full for full in known}
-  near = difflib.get_close_matches(
-    name.rpartition('.')[2], by_class, n=3, cutoff=0.0
-  )
+  near = errors.nearest(name.rpartition('.')[2], by_class, n=3, cutoff=0.0)
   raise UnknownError(
     f'There is no experiment {name!r}. The nearest are'
     f' {[short_name(by_class[n]) for n in near]}; all are:\n'

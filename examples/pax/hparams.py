@@ -25,15 +25,18 @@ config was used twice, both are marked as the same (`shared`), and a copy that
 Names and behaviour are those of Praxis (Google, 2022).
 """
 
+from collections.abc import Iterable
 import copy
 import dataclasses
-import difflib
 import enum
 import functools
+import re
 from typing import Any, ClassVar, Self, TypeVar
 
 import fiddle as fdl
 import numpy as np
+
+from jaxline import errors
 
 C = TypeVar('C')
 
@@ -41,10 +44,13 @@ _FROZEN = '_frozen'
 _IDENTITY = '_identity'
 
 
-def nearest(name: str, names: Any) -> str:
-  """Returns ` Did you mean ...?` where one of `names` is near, else ''."""
-  near = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)
-  return f' Did you mean {near[0]!r}?' if near else ''
+def nearest_names(regex: str, names: Iterable[str]) -> list[str]:
+  """Returns the names that are most similar to a regular expression, 5 at most.
+
+  Its special characters are ignored: they stand for any part of a name.
+  """
+  literal = re.sub(r'\\.|[^\w/]', '', regex)
+  return errors.nearest(literal, names, n=5, cutoff=0.0)
 
 
 class _SubConfig:
@@ -131,7 +137,7 @@ class BaseHParams:
       if (wrong := sorted(overrides - inherited)) and not is_alone:
         raise AttributeError(
           f'{cls.__qualname__} overrides {wrong}, which no parent has.'
-          + nearest(wrong[0], inherited)
+          + errors.did_you_mean(wrong[0], inherited)
         )
       if untyped := sorted((inherited - fields) & set(vars(part))):
         raise AttributeError(
@@ -324,9 +330,10 @@ class BaseHParams:
 
 
 def _unknown(cls: type[BaseHParams], name: str) -> str:
+  names = sorted(cls.names())
   return (
-    f'{cls.__qualname__} has no field {name!r}.{nearest(name, cls.names())} Its'
-    f' fields are {sorted(cls.names())}.'
+    f'{cls.__qualname__} has no field {name!r}.'
+    f'{errors.did_you_mean(name, names)} Its fields are {names}.'
   )
 
 

@@ -42,8 +42,10 @@ def _train_and_eval(config):
   """Returns the experiment that was trained, and its last evaluation."""
   made, last = {}, Last()
 
-  def make(mode, init_rng, config):
-    made[mode] = experiment.Experiment(mode, init_rng, config)
+  def make(mode, init_rng, config, run_config):
+    made[mode] = experiment.Experiment(
+      mode, init_rng, config, run_config=run_config
+    )
     return made[mode]
 
   checkpointer = utils.InMemoryCheckpointer(config, 'train')

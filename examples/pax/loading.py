@@ -24,7 +24,6 @@ Names and fields are those of Paxml (Google, 2022).
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
-import difflib
 import re
 import time
 from typing import Any
@@ -187,10 +186,11 @@ def _sources(
   unused = [r.pattern for i, (r, _) in enumerate(pairs) if i not in used]
   # That none of several is used is never meant.
   if unused and (rule.safe_load or not used):
+    near = hparams.nearest_names(unused[0], names)
     raise ValueError(
       f'{where}.load_rules: {unused} match the whole name of no variable of'
       ' this run, or those that match are ignored, or an earlier rule takes'
-      f' them. The nearest to the first are {_nearest(unused[0], names)}.'
+      f' them. The nearest to the first are {near}.'
       + (' safe_load=False lets unused rules pass.' if used else '')
     )
   # Of the weights alone: what follows belongs to them. A weight that comes from
@@ -262,11 +262,6 @@ def _expanded(match: re.Match[str], source: str, where: str) -> str:
     ) from e
 
 
-def _nearest(name: str, names: Iterable[str]) -> list[str]:
-  literal = re.sub(r'\\.|[^\w/]', '', name)
-  return difflib.get_close_matches(literal, names, n=5, cutoff=0.0)
-
-
 def _find(directory: str, step: int | None) -> inspection.Checkpoint:
   """Finds a checkpoint, on all hosts the same."""
   where = directory if step is None else f'{directory}:{step}'
@@ -295,7 +290,7 @@ def _check(
     raise ValueError(
       f'{where}: {checkpoint.path} lacks {len(absent)} arrays: {source!r} (for'
       f' {name!r}) and {sorted(absent.values())[:_NAMED]}. The nearest to the'
-      f' first are {_nearest(source, have)}.'
+      f' first are {hparams.nearest_names(source, have)}.'
     )
   wrong = []
   for name, source in sources.items():

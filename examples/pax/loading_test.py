@@ -55,8 +55,10 @@ class Net(models.BaseModel):
 class Run(loading.LoadingMixin, sharded.ShardedExperiment):
   """Trains it."""
 
-  def __init__(self, mode, init_rng, ema_decay=0.5, rules=None):
-    super().__init__(mode, init_rng)
+  def __init__(
+    self, mode, init_rng, ema_decay=0.5, rules=None, *, run_config=None
+  ):
+    super().__init__(mode, init_rng, run_config=run_config)
     adam = optimizers.Adam.HParams(learning_rate=0.1, ema_decay=ema_decay)
     self.task = tasks.SingleTask.HParams(
       model=Net.HParams(name='net'),
@@ -77,7 +79,7 @@ class Run(loading.LoadingMixin, sharded.ShardedExperiment):
     return self.task.make_optimizer()
 
   def after_update(self, model_state, params, step):
-    return self.task.after_update(model_state, params, step - 1)
+    return self.task.after_update(model_state, params, step)
 
   def train_input(self):
     rng = np.random.default_rng(0)
@@ -100,8 +102,8 @@ def run(directory, steps, seed=0, **kwargs):
   config.sharding = 'fsdp'
   made = []
 
-  def make(mode, init_rng):
-    made.append(Run(mode, init_rng, **kwargs))
+  def make(mode, init_rng, run_config):
+    made.append(Run(mode, init_rng, run_config=run_config, **kwargs))
     return made[0]
 
   checkpointer = durable.DurableCheckpointer(config, 'train')
@@ -125,8 +127,8 @@ def new_state(**kwargs):
   """The state of a run that begins, cut over two devices."""
   config = base_config.get_base_config()
   config.sharding = 'fsdp'
-  with base_config.building(config):
-    return Run('train', jax.random.PRNGKey(1), **kwargs).state
+  key = jax.random.PRNGKey(1)
+  return Run('train', key, run_config=config, **kwargs).state
 
 
 def saved(source, step=2):

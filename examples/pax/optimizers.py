@@ -18,7 +18,6 @@ Names, fields and values are those of Praxis (Google, 2022).
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
-import difflib
 import functools
 import re
 from typing import Any
@@ -100,22 +99,12 @@ class Pattern:
     names = list(names)
     for regex in self.regexes:
       if not any(regex.match(name) for name in names):
-        near = sorted(
-          names,
-          key=lambda name: _similarity(regex.pattern, name),
-          reverse=True,
-        )
+        near = hparams_lib.nearest_names(regex.pattern, names)
         raise ValueError(
           f'{self.field} has {regex.pattern!r}, which fits the start of no'
           f" weight's name. The nearest of the {len(names)} names are"
-          f' {near[:5]}.'
+          f' {near}.'
         )
-
-
-def _similarity(regex: str, name: str) -> float:
-  # Signs of regular expressions stand for any part of a name.
-  literal = re.sub(r'\\.|[^\w/]', '', regex)
-  return difflib.SequenceMatcher(None, literal, name).ratio()
 
 
 def ema_update(ema: Any, params: Any, step: Any, decay: float) -> Any:

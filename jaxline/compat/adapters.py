@@ -147,32 +147,20 @@ def construct(
   experiment = initialize_experiment(
     experiment_class, mode, rng, config.experiment_kwargs, run_config=config
   )
+  name = type(experiment).__name__
   if not getattr(experiment, 'IS_SHARDED', False):
-    _refuse_sharded_keys(experiment, config)
+    why = (
+      f'{name} has no sharded step, which alone reads it. Leave it as it is in'
+      ' jaxline/base_config.py, or derive from sharded.ShardedExperiment.'
+    )
+  elif getattr(experiment, 'run_config', None) is None:
+    why = (
+      f'{name} got no run_config to read it from. Let its constructor take'
+      ' `run_config` and pass it on to that of sharded.ShardedExperiment.'
+    )
+  else:
+    return experiment
+  if changed := base_config.sharded_keys_changed(config):
+    key, value = changed[0]
+    raise errors.UsageError(f'config.{key} is {value!r}, but {why}')
   return experiment
-
-
-# Keys that only an experiment with a sharded step reads.
-_SHARDED_KEYS = (
-  'mesh',
-  'sharding',
-  'sharding_rules',
-  'gradient_accumulation_steps',
-  'compiled_program',
-)
-
-
-def _refuse_sharded_keys(
-  experiment: Any, config: config_dict.ConfigDict
-) -> None:
-  defaults = base_config.get_base_config().to_dict()
-  for key in _SHARDED_KEYS:
-    value = config[key]
-    if isinstance(value, config_dict.ConfigDict):
-      value = value.to_dict()
-    if value != defaults[key]:
-      raise errors.UsageError(
-        f'config.{key} is {value!r}, but {type(experiment).__name__} has no'
-        ' sharded step, which alone reads it. Leave it as it is in'
-        ' jaxline/base_config.py, or derive from sharded.ShardedExperiment.'
-      )

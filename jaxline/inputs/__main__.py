@@ -5,7 +5,7 @@ line, the config or the input itself is refused, in one line on stderr.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import itertools
 import math
 import os
@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 
-from jaxline import base_config
+from jaxline import errors
 from jaxline import platform
+from jaxline.compat import adapters
 from jaxline.inputs import base
 from jaxline.inputs import show
 
@@ -23,12 +24,15 @@ _NUM_ROWS = 2  # Of which the text is printed.
 _METHODS = {'train': 'train_input', 'eval': 'eval_input'}
 
 
-def input_maker(config: Any, split: str) -> Callable[[], Any]:
+def input_maker(
+  config: Any, split: str, eval_set: str | None = None
+) -> Callable[[], Any]:
   """Returns what makes an experiment's input anew, as a run would.
 
   Args:
     config: the run's.
     split: 'train' or 'eval'.
+    eval_set: which of several evaluation sets; None is the first.
 
   Returns:
     A function without arguments. It makes the experiment, but no weights; the
@@ -48,13 +52,17 @@ def input_maker(config: Any, split: str) -> Callable[[], Any]:
     )
 
   def make() -> Any:
-    with base_config.building(config):
-      experiment = experiment_class(
-        split,
-        init_rng=jax.random.PRNGKey(config.random_seed),
-        **config.experiment_kwargs,
+    rng = jax.random.PRNGKey(config.random_seed)
+    experiment = adapters.construct(experiment_class, split, rng, config)
+    found = getattr(experiment, method)()
+    sets = found if split == 'eval' and isinstance(found, Mapping) else {}
+    if eval_set is not None and eval_set not in sets:
+      raise platform.UsageError(
+        f'--set {eval_set!r} is no evaluation set of {config.experiment_class};'
+        f' expected one of {list(sets)}, or nothing if there is only one.'
+        f'{errors.did_you_mean(eval_set, sets)}'
       )
-    return getattr(experiment, method)()
+    return sets[eval_set or next(iter(sets))] if sets else found
 
   return make
 
@@ -125,6 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     help='(default: train)',
   )
   sub.add_argument(
+    '--set', help='of several evaluation sets, which one (default: the first)'
+  )
+  sub.add_argument(
     '--host',
     type=_host,
     help='print what this host reads, counted from 0: 1/4 (default: 0/HOSTS)',
@@ -168,7 +179,7 @@ def _show(args: argparse.Namespace, config: Any) -> int:
       f'--host {host}/{count} is one of {count} hosts, but --hosts is'
       f' {num_hosts}. Leave --hosts out.'
     )
-  make_input = input_maker(config, args.split)
+  make_input = input_maker(config, args.split, args.set)
   with base.pretend_host(host, count):
     try:
       source = make_input()

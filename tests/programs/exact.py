@@ -18,10 +18,9 @@ from configs import lm
 from examples import transformer
 from examples.lm import experiment
 from examples.lm import model
-from jaxline import base_config
 from jaxline import partitioning
 from jaxline import platform
-from jaxline import sharded
+from jaxline import train_step
 
 MODEL = {
   'vocab_size': 264,
@@ -60,7 +59,7 @@ class Wide:
 def widen():
   """Makes the model compute in float64."""
   jax.config.update('jax_enable_x64', True)
-  model.jnp = transformer.jnp = sharded.jnp = Wide()
+  model.jnp = transformer.jnp = train_step.jnp = Wide()
   model._CHOICES['dtype'] += ('float64',)
   MODEL['dtype'] = 'float64'
 
@@ -122,9 +121,12 @@ def run(case, folder):
   """Trains two steps, saves, restores another case's, and trains one step."""
   config = config_of(case, folder)
   devices = jax.devices()[: case['devices']]
-  with partitioning.on_devices(devices), base_config.building(config):
+  with partitioning.on_devices(devices):
     live = Experiment(
-      'train', jax.random.PRNGKey(0), **config.experiment_kwargs
+      'train',
+      jax.random.PRNGKey(0),
+      run_config=config,
+      **config.experiment_kwargs,
     )
   key = live.initialize_train_step_rng(jax.random.PRNGKey(1))
   arrays = {'initial': flat(live.state.params)}

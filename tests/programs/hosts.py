@@ -67,8 +67,8 @@ def make(folder, sharding, mesh):
   config.sharding = sharding
   for network, sizes in mesh.items():
     config.mesh[network].update(sizes)
-  with base_config.building(config):
-    return config, Regression('train', jax.random.PRNGKey(0))
+  key = jax.random.PRNGKey(0)
+  return config, Regression('train', key, run_config=config)
 
 
 @contextlib.contextmanager

@@ -142,8 +142,10 @@ class Reporting:
 class Sharded(Reporting, regression.Regression):
   """The regression, its weights over all processes."""
 
-  def __init__(self, mode, init_rng, config):
-    super().__init__(mode, init_rng, batch_size=12, sharding='fsdp')
+  def __init__(self, mode, init_rng, config, *, run_config=None):
+    super().__init__(
+      mode, init_rng, batch_size=12, sharding='fsdp', run_config=run_config
+    )
     self.own_position = config.own_position
     fault('start', 0)
 
@@ -195,9 +197,9 @@ class Numbers(indexed.IndexedInput):
 class Fed(Reporting, sharded.ShardedExperiment):
   """Reports which records a step or an evaluation saw, and in which rows."""
 
-  def __init__(self, mode, init_rng, config):
+  def __init__(self, mode, init_rng, config, *, run_config=None):
     del config
-    super().__init__(mode, init_rng)
+    super().__init__(mode, init_rng, run_config=run_config)
     self.rows = GLOBAL_BATCH // jax.process_count()
 
   def init_fn(self, rng):

@@ -98,10 +98,12 @@ class Input(indexed.IndexedInput):
 class Survivor(sharded.ShardedExperiment):
   """Learns a sine, with dropout and a running mean."""
 
-  def __init__(self, mode, init_rng, width, sharding, rolling):
+  def __init__(
+    self, mode, init_rng, width, sharding, rolling, *, run_config=None
+  ):
     self.rolling = rolling
     self.width = _FAULTS.get('width', width)
-    super().__init__(mode, init_rng, sharding=sharding)
+    super().__init__(mode, init_rng, run_config=run_config, sharding=sharding)
 
   def init_fn(self, rng):
     rngs = jax.random.split(rng)

@@ -41,11 +41,11 @@ def fault(config, place, step):
 class Sharded(sharded.ShardedExperiment):
   """Learns y = 2 x."""
 
-  def __init__(self, mode, init_rng, config):
+  def __init__(self, mode, init_rng, config, *, run_config=None):
     fault(config, 'constructor', 0)
     self.config = config
     self.num_batches = 0
-    super().__init__(mode, init_rng, sharding='fsdp')
+    super().__init__(mode, init_rng, run_config=run_config, sharding='fsdp')
 
   def init_fn(self, rng):
     return {'w': jax.random.normal(rng, [4])}, {}

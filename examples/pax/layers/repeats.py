@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
+from jaxline import errors
 
 BaseHParams = hparams.BaseHParams
 sub_config_field = base_layer.sub_config_field
@@ -25,7 +26,7 @@ def check_policy(layer: base_layer.BaseLayer, name: str) -> None:
   if name not in transformer.REMATS:
     raise ValueError(
       f'{layer.module_name}.checkpoint_policy is {name!r}; expected one of'
-      f' {transformer.REMATS}.{hparams.nearest(name, transformer.REMATS)}'
+      f' {transformer.REMATS}.{errors.did_you_mean(name, transformer.REMATS)}'
     )
 
 

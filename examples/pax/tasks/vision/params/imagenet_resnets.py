@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from examples.pax import base_experiment
 from examples.pax import base_layer
 from examples.pax import experiment_registry
-from examples.pax import hparams
 from examples.pax import learners
 from examples.pax import models
 from examples.pax import optimizers
@@ -36,6 +35,7 @@ from examples.pax import tasks
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import resnets
 from examples.pax.tasks.vision import input as vision_input
+from jaxline import errors
 from jaxline.inputs import base as inputs
 
 _DATA = ('synthetic', 'arrays', 'digits')
@@ -161,7 +161,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
       )
     raise ValueError(
       f'DATA is {self.DATA!r}; expected one of {_DATA}.'
-      + hparams.nearest(self.DATA, _DATA)
+      + errors.did_you_mean(self.DATA, _DATA)
     )
 
   def input_specs(self) -> dict[str, tuple[tuple[int, ...], str]]:

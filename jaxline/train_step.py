@@ -1,0 +1,369 @@
+"""One training step and one evaluation step as pure functions.
+
+`sharded.ShardedExperiment` compiles them over a mesh. They can also be called
+as they are, for instance in a notebook or a test.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxline import experiment
+from jaxline import metrics as metrics_lib
+from jaxline import partitioning
+from jaxline.inputs import base as inputs
+
+Batch = dict[str, Any]
+LossOutput = tuple[jax.Array, metrics_lib.Metrics, Any]
+# (params, model_state, batch, rng, is_training) ->
+# (loss, metrics, new model_state)
+LossFn = Callable[[Any, Any, Batch, jax.Array, bool], LossOutput]
+
+# The entry of a batch with the weight of each row, [B] float32, or of each part
+# of a row such as a token, [B, ...].
+WEIGHTS = inputs.WEIGHTS
+
+# The entry of a model state, if it is a dict, that a step replaces by the
+# gradient of the loss with respect to it. FP8 products keep their scales there
+# (Flax's convention): the optimizer does not change them, and the norm of the
+# gradients does not include them.
+OVERWRITE = '_overwrite_with_gradient'
+
+# Scalars that `train_step` adds to those of the loss.
+NONFINITE = 'nonfinite'
+SKIPPED_STEPS = 'skipped_steps'
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=['step', 'params', 'model_state', 'opt_state', 'skipped'],
+  meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+  """Everything that a step changes.
+
+  Attributes:
+    step: number of steps done, an int32 scalar.
+    params: the weights that the optimizer changes.
+    model_state: what the loss function itself changes, such as statistics.
+    opt_state: the optimizer's state.
+    skipped: number of steps that `on_nonfinite = 'skip'` left out because their
+      loss or gradients were not finite, [2] int32: in a row up to now, and in
+      all.
+  """
+
+  step: Any
+  params: Any
+  model_state: Any
+  opt_state: Any
+  skipped: Any = dataclasses.field(
+    default_factory=lambda: np.zeros([2], np.int32)
+  )
+
+
+def train_step(
+  loss_fn: LossFn,
+  optimizer: optax.GradientTransformation,
+  step_scalars: Callable[..., Mapping[str, jax.Array]],
+  state: TrainState,
+  batch: Batch,
+  rng: jax.Array,
+  *,
+  after_update: Callable[..., Any] = lambda model_state, params, step: (
+    model_state
+  ),
+  on_nonfinite: str = 'ignore',
+  accumulation_steps: int = 1,
+  place_grads: Callable[[Any], Any] = lambda grads: grads,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+  """Runs one step of training.
+
+  Args:
+    loss_fn: the loss of a batch.
+    optimizer: turns gradients into updates.
+    step_scalars: `(state, grads, updates) -> scalars` to log besides the loss's
+      metrics.
+    state: the state before the step.
+    batch: a global batch.
+    rng: the run's step key. This step's key is its `fold_in` of `state.step`.
+    after_update: `(model_state, params, step) -> model_state`, called with the
+      weights and the number of steps after this one.
+    on_nonfinite: 'raise' and 'warn' add the scalar `nonfinite`, int32: 1 if the
+      loss or the gradients' global norm is not finite, else 0. With 'skip' such
+      a step changes only the counts: `nonfinite` is the number of such steps in
+      a row, `skipped_steps` their number in all. 'ignore' checks nothing.
+    accumulation_steps: number of parts that the batch is cut into. The parts'
+      gradients are averaged by their `weights`, which gives the gradient of the
+      whole batch if the loss is the mean by these weights. Each part has its
+      own key.
+    place_grads: constrains the sharding of gradients.
+
+  Returns:
+    The state after the step, and scalars.
+  """
+  rng = jax.random.fold_in(rng, state.step)
+  if accumulation_steps == 1:
+    loss, metrics, model_state, grads = _loss_and_grads(
+      loss_fn, state.params, state.model_state, batch, rng
+    )
+    grads = place_grads(grads)
+  else:
+    loss, metrics, model_state, grads = _accumulate(
+      loss_fn, state, batch, rng, accumulation_steps, place_grads
+    )
+  # Optax relies on promotion, although a model may be written to do without.
+  with jax.numpy_dtype_promotion('standard'):
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+  scalars = metrics_lib.compute(metrics)
+  scalars.update(step_scalars(state, grads, updates))
+  params = optax.apply_updates(state.params, updates)
+  new_state = _strongly_typed(
+    TrainState(
+      step=state.step + 1,
+      params=params,
+      model_state=after_update(model_state, params, state.step + 1),
+      opt_state=opt_state,
+      skipped=state.skipped,
+    )
+  )
+  if wrong := experiment.differences(
+    new_state, state, 'the step returns', 'it got'
+  ):
+    raise ValueError(
+      'The state after a step must have the shapes and types of the state'
+      ' before it. loss_fn returns the model state; the optimizer makes the'
+      ' rest.\n' + '\n'.join(wrong)
+    )
+  if on_nonfinite == 'ignore':
+    return new_state, scalars
+  if taken := scalars.keys() & {NONFINITE, SKIPPED_STEPS}:
+    raise ValueError(
+      f'The experiment returns scalars named {sorted(taken)}; the step adds'
+      f' {NONFINITE!r} and {SKIPPED_STEPS!r} itself. Choose other names.'
+    )
+  nonfinite = _nonfinite(loss, grads).astype(jnp.int32)
+  scalars[NONFINITE] = nonfinite
+  if on_nonfinite == 'skip':
+    in_a_row = nonfinite * (state.skipped[0] + 1)
+    in_all = state.skipped[1] + nonfinite
+    # A select is fused into the optimizer's own pass over the arrays; a branch
+    # would be a barrier between the two.
+    new_state = jax.tree.map(
+      functools.partial(jax.lax.select, nonfinite > 0),
+      dataclasses.replace(state, step=new_state.step),
+      new_state,
+    )
+    new_state = dataclasses.replace(
+      new_state, skipped=jnp.stack([in_a_row, in_all])
+    )
+    scalars |= {NONFINITE: in_a_row, SKIPPED_STEPS: in_all}
+  return new_state, scalars
+
+
+def _loss_and_grads(
+  loss_fn: LossFn, params: Any, model_state: Any, batch: Batch, rng: jax.Array
+) -> tuple[jax.Array, metrics_lib.Metrics, Any, Any]:
+  """Returns the loss, the metrics, the new model state and the gradients."""
+  overwritten: dict[str, Any] = {}
+  if isinstance(model_state, Mapping) and OVERWRITE in model_state:
+    overwritten = {OVERWRITE: model_state[OVERWRITE]}
+
+  def compute_loss(params: Any, overwritten: Any) -> tuple[jax.Array, Any]:
+    old = {**model_state, **overwritten} if overwritten else model_state
+    loss, metrics, new = _call(loss_fn, params, old, batch, rng, True)
+    return loss, (metrics, new)
+
+  (loss, (metrics, new)), (grads, overwritten) = jax.value_and_grad(
+    compute_loss, argnums=(0, 1), has_aux=True
+  )(params, overwritten)
+  if overwritten:
+    new = {**new, **overwritten}
+  return loss, metrics, new, grads
+
+
+def _accumulate(
+  loss_fn: LossFn,
+  state: TrainState,
+  batch: Batch,
+  rng: jax.Array,
+  num_parts: int,
+  place_grads: Callable[[Any], Any],
+) -> tuple[jax.Array, metrics_lib.Metrics, Any, Any]:
+  """Returns what `_loss_and_grads` does, computed in parts of the batch."""
+  rows = len(batch[WEIGHTS])
+  if rows % num_parts:
+    raise ValueError(
+      f'config.gradient_accumulation_steps is {num_parts}, which does not'
+      f' divide the global batch of {rows} rows; expected one of'
+      f' {[n for n in range(1, rows + 1) if rows % n == 0]}.'
+    )
+  shards = (partitioner := partitioning.active()) and partitioner.batch_shards
+  if rows // num_parts % (shards or 1):
+    raise ValueError(
+      f'config.gradient_accumulation_steps is {num_parts}: of a global batch'
+      f' of {rows} rows a part has {rows // num_parts}, which do not divide'
+      f' over the {shards} devices that share a batch. Use fewer parts or more'
+      ' rows.'
+    )
+
+  def cut(x: jax.Array) -> jax.Array:
+    # Part p has the rows p, p + num_parts, ...: equally many of each device.
+    x = x.reshape(rows // num_parts, num_parts, *x.shape[1:]).swapaxes(0, 1)
+    return partitioning.constrain(x, (None, 'batch') + (None,) * (x.ndim - 2))
+
+  def one(model_state: Any, part: Batch, i: Any) -> tuple[Any, Any]:
+    loss, metrics, model_state, grads = _loss_and_grads(
+      loss_fn, state.params, model_state, part, jax.random.fold_in(rng, i)
+    )
+    weight = part[WEIGHTS].sum(dtype=jnp.float32)
+
+    # The mean of a part of weight 0 is NaN. Narrow types cannot hold the weight
+    # of many tokens.
+    def weighted(x: jax.Array) -> jax.Array:
+      if jnp.finfo(x.dtype).bits < 32:
+        x = x.astype(jnp.float32)
+      scaled = x * weight.astype(x.dtype)
+      return jnp.where(weight > 0, scaled, jnp.zeros_like(x))
+
+    loss, grads = jax.tree.map(weighted, (loss, grads))
+    return (weight, loss, grads, dict(metrics)), _strongly_typed(model_state)
+
+  def add(carry: Any, part: Any) -> tuple[Any, None]:
+    sums, model_state = carry
+    more, model_state = one(model_state, *part)
+    weight, loss, grads, metrics = jax.tree.map(jnp.add, sums, more)
+    return ((weight, loss, place_grads(grads), metrics), model_state), None
+
+  parts = jax.tree.map(cut, batch), jnp.arange(num_parts)
+  first = jax.tree.map(lambda x: x[0], parts)
+  shapes, _ = jax.eval_shape(one, state.model_state, *first)
+  weight, loss, grads, metrics = jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype), shapes
+  )
+  carry = (
+    (weight, loss, place_grads(grads), metrics),
+    _strongly_typed(state.model_state),
+  )
+  carry, _ = jax.lax.scan(add, carry, parts)
+  (weight, loss, grads, metrics), model_state = carry
+  loss, grads = jax.tree.map(
+    lambda x: x / weight.astype(x.dtype), (loss, grads)
+  )
+  grads = jax.tree.map(lambda x, w: x.astype(w.dtype), grads, state.params)
+  return loss, metrics, model_state, grads
+
+
+def _nonfinite(loss: jax.Array, grads: Any) -> jax.Array:
+  """Returns whether the loss or the gradients' norm is not finite."""
+
+  def wide(x: jax.Array) -> jax.Array:
+    # The square of a float16 is infinite from 256 on.
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+
+  # The step's scalars usually contain the norm, and XLA computes it only once.
+  # Gradients of several types need promotion.
+  with jax.numpy_dtype_promotion('standard'):
+    norm = optax.tree.norm(jax.tree.map(wide, grads))
+  return ~(jnp.isfinite(loss) & jnp.isfinite(norm))
+
+
+def eval_step(
+  loss_fn: LossFn, state: TrainState, batch: Batch, rng: jax.Array
+) -> dict[str, metrics_lib.Mean]:
+  """Returns the metrics of one batch; the state needs no `opt_state`."""
+  _, metrics, _ = _call(
+    loss_fn, state.params, state.model_state, batch, rng, False
+  )
+  return dict(metrics)
+
+
+def _call(loss_fn: LossFn, *args: Any) -> LossOutput:
+  """Returns what `loss_fn` returns.
+
+  Raises:
+    TypeError: it is not what a loss function must return.
+  """
+  result: Any = loss_fn(*args)
+  if not (
+    isinstance(result, tuple | list)
+    and len(result) == 3
+    and hasattr(result[1], 'items')
+    and (result[2] is None) == (args[1] is None)
+  ):
+    raise TypeError(
+      f'loss_fn returned {experiment.describe(result)}; expected the tuple'
+      ' (loss, metrics, model_state): a scalar, a dict of metrics.Mean, and the'
+      ' new model state, which is {} if the model has none.'
+    )
+  return tuple(result)
+
+
+def _call_init(init_fn: Callable[..., Any], rng: jax.Array) -> tuple[Any, Any]:
+  """Returns what `init_fn` returns.
+
+  Raises:
+    TypeError: it is not what it must return.
+  """
+  result: Any = init_fn(rng)
+  if not isinstance(result, tuple | list) or len(result) != 2:
+    raise TypeError(
+      f'init_fn returned {experiment.describe(result)}; expected the tuple'
+      ' (params, model_state), of which the model state is {} if the model has'
+      ' none.'
+    )
+  return tuple(result)
+
+
+def init_boxed_state(
+  init_fn: Callable[[jax.Array], tuple[Any, Any]],
+  optimizer: optax.GradientTransformation,
+  rng: jax.Array,
+) -> TrainState:
+  """Returns `init_state`, its weights still with the names of their axes."""
+  params, model_state = _strongly_typed(_call_init(init_fn, rng))
+  return _strongly_typed(
+    TrainState(
+      step=jnp.zeros((), jnp.int32),
+      params=params,
+      model_state=model_state,
+      opt_state=optimizer.init(partitioning.unbox(params)),
+    )
+  )
+
+
+def init_state(
+  init_fn: Callable[[jax.Array], tuple[Any, Any]],
+  optimizer: optax.GradientTransformation,
+  rng: jax.Array,
+) -> TrainState:
+  """Returns the state before the first step.
+
+  Args:
+    init_fn: `rng -> (params, model_state)`; weights may be
+      `partitioning.Logical`.
+    optimizer: the optimizer.
+    rng: the key that `init_fn` gets.
+  """
+  return partitioning.unbox(init_boxed_state(init_fn, optimizer, rng))
+
+
+def _strongly_typed(tree: Any) -> Any:
+  """Replaces the weak types of Python numbers by strong ones.
+
+  The first step would turn a weak type into a strong one, and the second step
+  would then be compiled again.
+  """
+
+  def strong(x: Any) -> Any:
+    x = jnp.asarray(x)
+    # Key arrays have no `weak_type`.
+    return x.astype(x.dtype) if getattr(x, 'weak_type', False) else x
+
+  return jax.tree.map(strong, tree)
