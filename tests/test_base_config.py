@@ -84,6 +84,8 @@ def test_the_effects_of_a_change():
   assert {key.name for key in base_config.KEYS if key.sharded} == {
     'compiled_program',
     'gradient_accumulation_steps',
+    'infeed_buffer_size',
+    'infeed_stall_secs',
     'mesh',
     'sharding',
     'sharding_rules',

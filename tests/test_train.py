@@ -344,6 +344,8 @@ def test_constructors_old_and_new(cls, kwargs, got, warns):
     ('sharding_rules', {'mlp': ['data']}),
     ('gradient_accumulation_steps', 2),
     ('compiled_program', 'programs'),
+    ('infeed_buffer_size', 4),
+    ('infeed_stall_secs', None),
   ],
 )
 def test_keys_that_only_sharded_steps_read_are_refused(key, value):
