@@ -117,9 +117,7 @@ def section(name: str, note: str = '') -> Check:
   """Accepts a dict of the keys that `KEYS` declares as `name.*`."""
 
   def check(values: Any) -> None:
-    names = [
-      k.name.split('.')[1] for k in KEYS if k.name.startswith(f'{name}.')
-    ]
+    names = list(get_base_config()[name])
     if not isinstance(values, _MAPPINGS):
       raise ValueError(
         f'config.{name} is {values!r}; expected a dict with the keys {names}.'
