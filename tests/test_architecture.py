@@ -26,7 +26,6 @@ LEAVES = (
   'launch',
   'maxtext',
   'metrics',
-  'partitioning',
   'periodic',
   'supervision',
   'writers',
@@ -36,6 +35,7 @@ LEAVES = (
 # or, among the leaves, another leaf.
 STEPS = (
   LEAVES,
+  ('partitioning',),
   ('base_config',),
   ('checkpoint', 'experiment', 'inputs'),
   ('decode', 'pipeline', 'sharded', 'train'),
