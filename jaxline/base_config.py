@@ -102,18 +102,20 @@ def number(interval: str) -> Check:
   )
 
 
-def mapping(expected: str) -> Check:
-  """Accepts a dict with any keys."""
-  return Check(expected, lambda x: isinstance(x, _MAPPINGS))
+def mapping(
+  expected: str, validate: Callable[[Any], Any] = lambda x: None
+) -> Check:
+  """Accepts a dict, unless `validate` raises a ValueError of its own."""
+  return Check(
+    expected, lambda x: isinstance(x, _MAPPINGS) and validate(x) is None
+  )
 
 
 def section(name: str, note: str = '') -> Check:
   """Accepts a dict of the keys that `KEYS` declares as `name.*`."""
 
   def check(values: Any) -> None:
-    names = [
-      k.name.split('.')[1] for k in KEYS if k.name.startswith(f'{name}.')
-    ]
+    names = list(get_base_config()[name])
     if not isinstance(values, _MAPPINGS):
       raise ValueError(
         f'config.{name} is {values!r}; expected a dict with the keys {names}.'
@@ -234,8 +236,9 @@ KEYS = (
       'Number of training steps. With None the run ends when `should_run_step`'
       ' of the experiment returns False.'),
 
-  Key('mesh', {}, delegate('a dict of the keys below, or of some of them',
-                           lambda x: partitioning.validate(x, 'ddp')),
+  Key('mesh', {}, optional(mapping(
+        'a dict of the keys below, or of some of them',
+        lambda x: partitioning.validate(x, 'ddp'))),
       'Sizes of the device mesh of a sharded step; their product is the number'
       ' of devices. An axis that is left out has its default.'
       ' See docs/sharding.md.', PROGRAM, sharded=True),
@@ -261,9 +264,9 @@ KEYS = (
                                   lambda x: partitioning.validate(None, x)),
       'What a sharded step splits over the mesh: see `partitioning.PRESETS`.'
       ' With `ddp` only the batch.', PROGRAM, sharded=True),
-  Key('sharding_rules', {}, delegate(
+  Key('sharding_rules', {}, optional(mapping(
         'a dict from logical axis to mesh axes',
-        lambda x: partitioning.validate(None, 'ddp', x)),
+        lambda x: partitioning.validate(None, 'ddp', x))),
       "Changes to that preset, such as {'vocab': ('data',)}.",
       PROGRAM, sharded=True),
   Key('gradient_accumulation_steps', 1, _COUNT,
@@ -514,7 +517,9 @@ def validate_keys(
         f' {sorted(base_cfg)}; see {base_filename}.'
       )
     nested = config[key]
-    if isinstance(value, config_dict.ConfigDict) and nested is not None:
+    if isinstance(value, config_dict.ConfigDict) and isinstance(
+      nested, _MAPPINGS
+    ):
       validate_keys(value, nested, base_filename)
 
 

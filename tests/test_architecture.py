@@ -25,7 +25,6 @@ LEAVES = (
   'maxtext',
   'mesh',
   'metrics',
-  'partitioning',
   'periodic',
   'supervision',
   'writers',
@@ -35,6 +34,7 @@ LEAVES = (
 # leaf, from other leaves. `a.b` has a step of its own within its package.
 STEPS = (
   LEAVES,
+  ('partitioning',),
   ('base_config',),
   ('checkpoint', 'inputs'),
   ('compat.adapters',),
