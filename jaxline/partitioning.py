@@ -1,14 +1,10 @@
-"""The mesh, and what lies where on it. The only module that knows either.
+"""Where each array lies on the mesh.
 
 A model names the axes of its weights where it creates them
 (`Logical(value, ('embed', 'mlp'))`) and of its activations where it matters
 (`constrain(x, ('batch', 'length', 'embed'))`). `Rules` map those names to axes
 of the mesh, so that another strategy is another config value and no other
 model. The names in use are `AXIS_NAMES`.
-
-The mesh has four axes, as Pax's: `stage`, `replica`, `data` and `mdl`. Each has
-a size within a slice (`ici`: devices that a fast network joins) and a size
-across slices (`dcn`).
 
 After the logical axis rules of GSPMD-style trainers (T5X, Flax, Pax).
 """
@@ -93,11 +89,18 @@ class Rules:
   heads: tuple[str, ...] = ()
   kv: tuple[str, ...] = ()
 
+  def __post_init__(self) -> None:
+    for name, axes in vars(self).items():
+      axes = (axes,) if isinstance(axes, str) else tuple(axes)
+      where = f'sharding_rules.{name}'
+      mesh_lib.check_names(axes, MESH_AXES, 'mesh axis', where)
+      object.__setattr__(self, name, axes)
+
 
 AXIS_NAMES = tuple(field.name for field in dataclasses.fields(Rules))
 
-# How a dimension is split: by a logical axis of `AXIS_NAMES`, which the rules
-# map; by mesh axes of `MESH_AXES`, under any rules; None is not at all.
+# How a dimension is split. The rules map a name of `AXIS_NAMES`; one or several
+# names of `MESH_AXES` hold under any rules; None does not split it.
 Axis = str | tuple[str, ...] | None
 
 _TENSOR = Rules(vocab=('mdl',), mlp=('mdl',), heads=('mdl',))
@@ -131,23 +134,17 @@ def get_rules(
     changes: logical axis -> the mesh axes that it is split over instead.
 
   Raises:
-    ValueError: there is no such preset or axis; those there are are listed.
+    ValueError: there is no such preset or axis; the message lists the valid
+      ones.
   """
   if name not in PRESETS:
     raise ValueError(
       f'Unknown sharding {name!r}; expected one of {sorted(PRESETS)}.'
       f'{errors.did_you_mean(name, PRESETS)}'
     )
-  rules = {}
-  for axis, mesh_axes in (changes or {}).items():
-    mesh_lib.check_names([axis], AXIS_NAMES, 'logical axis', 'sharding_rules')
-    if isinstance(mesh_axes, str):
-      mesh_axes = (mesh_axes,)
-    mesh_lib.check_names(
-      mesh_axes, MESH_AXES, 'mesh axis', f'sharding_rules.{axis}'
-    )
-    rules[axis] = tuple(mesh_axes)
-  return dataclasses.replace(PRESETS[name], **rules)
+  changes = dict(changes or {})
+  mesh_lib.check_names(changes, AXIS_NAMES, 'logical axis', 'sharding_rules')
+  return dataclasses.replace(PRESETS[name], **changes)  # type: ignore[arg-type]
 
 
 def _mesh_axes(rules: Rules, axis: Axis) -> tuple[str, ...]:
@@ -202,13 +199,6 @@ class Partitioner:
   """
 
   def __init__(self, mesh: Mesh, rules: Rules, shape: MeshShape | None = None):
-    for field in dataclasses.fields(rules):
-      for axis in getattr(rules, field.name):
-        if axis not in mesh.axis_names:
-          raise ValueError(
-            f'Rules.{field.name} names the mesh axis {axis!r}; the mesh has'
-            f' {mesh.axis_names}.'
-          )
     self.mesh = mesh
     self.rules = rules
     self.shape = shape or MeshShape(
@@ -239,14 +229,14 @@ class Partitioner:
     return dict(self.mesh.shape)
 
   def size(self, name: Axis) -> int:
-    """Into how many pieces a dimension with this axis is cut."""
+    """The number of pieces that a dimension with this axis is cut into."""
     return math.prod(
       self.mesh.shape[axis] for axis in _mesh_axes(self.rules, name)
     )
 
   @property
   def is_here(self) -> bool:
-    """Whether the mesh's devices are this run's: see `on_devices`."""
+    """Whether the mesh has the devices of this process: see `on_devices`."""
     return (
       isinstance(self.mesh, jax.sharding.Mesh)
       and self.mesh.devices.flat[0].client is jax.devices()[0].client
@@ -254,11 +244,11 @@ class Partitioner:
 
   @functools.cached_property
   def host(self) -> tuple[int, int]:
-    """Whose rows of a batch this process reads, and among how many.
+    """The index of this process among those that read rows, and their number.
 
-    Fewer than there are processes, where some of them hold the same rows, as
-    the processes that a tensor-parallel weight is spread over. (0, 1) where the
-    devices are not here.
+    Processes that hold the same rows, such as those that share a
+    tensor-parallel weight, count as one. (0, 1) if the devices are not those of
+    this process.
 
     Raises:
       ValueError: processes have some rows in common and others not.
@@ -286,7 +276,7 @@ class Partitioner:
 
   @functools.cached_property
   def replicated(self) -> NamedSharding:
-    """The sharding of what every device holds whole."""
+    """The sharding of arrays that every device holds whole."""
     return NamedSharding(self.mesh, P())
 
   @functools.cached_property
@@ -296,12 +286,12 @@ class Partitioner:
 
   @property
   def batch_shards(self) -> int:
-    """Into how many pieces a global batch is cut."""
+    """The number of pieces that a global batch is cut into."""
     return self.size('batch')
 
   @property
   def host_shards(self) -> int:
-    """Into how many of these the rows of one `host` are cut."""
+    """The number of these pieces that the rows of one `host` are cut into."""
     return self.batch_shards // self.host[1]
 
   def spec(self, axes: Sequence[Axis], shape: Sequence[int] | None = None) -> P:
@@ -309,8 +299,8 @@ class Partitioner:
 
     Args:
       axes: an `Axis` for each dimension.
-      shape: the array's shape. Where given, a dimension that its mesh axes do
-        not divide stays whole.
+      shape: the array's shape. A dimension that its mesh axes do not divide
+        stays whole. None assumes that all divide.
 
     Raises:
       ValueError: an axis name is unknown, or `axes` and `shape` differ in
@@ -341,31 +331,29 @@ class Partitioner:
     """Returns a `PartitionSpec` for each array of a tree of weights.
 
     Args:
-      tree: arrays or `jax.ShapeDtypeStruct`, some of them in `Logical`. One
-        that is in none has no names and is replicated.
+      tree: arrays or `jax.ShapeDtypeStruct`, some of them in `Logical`. The
+        others have no names and are replicated.
 
     Returns:
       The tree with a spec for each array.
     """
+    return jax.tree.map_with_path(self._weight_spec, tree, is_leaf=is_logical)
 
-    def one(path: Any, x: Any) -> P:
-      if not is_logical(x):
-        return P()
-      try:
-        return self.spec(x.axes, x.value.shape)
-      except ValueError as e:
-        e.add_note(f'In the weight {jax.tree_util.keystr(path)}.')
-        raise
-
-    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_logical)
+  def _weight_spec(self, path: Any, x: Any) -> P:
+    if not is_logical(x):
+      return P()
+    try:
+      return self.spec(x.axes, x.value.shape)
+    except ValueError as e:
+      e.add_note(f'In the weight {jax.tree_util.keystr(path)}.')
+      raise
 
   def specs_like(self, tree: Any, weights: Any) -> Any:
     """Returns a `PartitionSpec` for each array of an optimizer's state.
 
     An array follows the weight whose path in `weights` ends its own path,
     such as `[0].mu['w']` the weight `['w']`, if it has that weight's shape. All
-    others are replicated: counters, and what is kept of less than a weight,
-    as in Adafactor.
+    others are replicated: counters, and factors of a weight as in Adafactor.
 
     Args:
       tree: the optimizer's state; arrays or `jax.ShapeDtypeStruct`.
@@ -375,14 +363,8 @@ class Partitioner:
       `tree` with a spec for each array.
     """
     weight_specs = {
-      path: (x.shape, spec)
-      for (path, x), spec in zip(
-        jax.tree_util.tree_leaves_with_path(unbox(weights)),
-        jax.tree.leaves(
-          self.specs(weights), is_leaf=lambda x: isinstance(x, P)
-        ),
-        strict=True,
-      )
+      path: (unbox(x).shape, self._weight_spec(path, x))
+      for path, x in jax.tree.leaves_with_path(weights, is_leaf=is_logical)
     }
 
     def one(path: tuple[Any, ...], x: Any) -> P:
@@ -392,7 +374,7 @@ class Partitioner:
           return spec if x.shape == shape else P()
       return P()
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree.map_with_path(one, tree)
 
   def shardings(self, specs: Any) -> Any:
     """Returns the sharding for each `PartitionSpec` of a tree."""
@@ -403,76 +385,60 @@ class Partitioner:
     )
 
   def whole_weights(self, tree: Any) -> list[str]:
-    """Lists the weights that these rules leave whole, or cut less than asked.
+    """Lists the weights that are whole, or cut less than the rules ask for.
 
     Args:
       tree: as for `specs`.
 
     Returns:
-      One line a weight: its path, shape and axes, and why, if the rules would
-      split it, or split it further, but its size does not divide. Empty where
-      the rules would split no weight at all (`ddp`, or a mesh of one device).
+      A line for each weight: its path, shape and axes, and the axes whose size
+      does not divide. Empty if the rules split no weight at all (`ddp`, or a
+      mesh of one device).
     """
     lines, splits = [], False
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_logical)
-    for path, x in flat:
-      axes = x.axes if is_logical(x) else 'no axes named'
-      shape = (x.value if is_logical(x) else x).shape
-      spec = self.spec(x.axes, shape) if is_logical(x) else P()
-      splits |= is_logical(x) and any(
-        name is not None and self.size(name) > 1 for name in x.axes
+    for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_logical):
+      shape = unbox(x).shape
+      axes = x.axes if is_logical(x) else (None,) * len(shape)
+      spec = self.spec(axes, shape)
+      splits |= any(self.size(name) > 1 for name in axes)
+      misfits = ''.join(
+        f'; {name} is {length}, no multiple of the {self.size(name)} of'
+        f' {" x ".join(_mesh_axes(self.rules, name))}'
+        for name, length in zip(axes, shape, strict=True)
+        if length % self.size(name)
       )
-      misfits = ''.join(self._misfits(x) if is_logical(x) else ())
       if misfits or NamedSharding(self.mesh, spec).is_fully_replicated:
+        named = axes if is_logical(x) else 'no axes named'
         lines.append(
-          f'{jax.tree_util.keystr(path)} {tuple(shape)} {axes}{misfits}'
+          f'{jax.tree_util.keystr(path)} {tuple(shape)} {named}{misfits}'
         )
     return lines if splits else []
 
   def idle_axes(self) -> list[str]:
     """Lists the axes of the mesh that no rule uses.
 
-    The devices along one of them all do the same.
+    All devices along such an axis compute the same.
     """
-    used = {
-      axis
-      for field in dataclasses.fields(self.rules)
-      for axis in getattr(self.rules, field.name)
-    }
+    used = {axis for axes in vars(self.rules).values() for axis in axes}
     return [
       axis
       for axis, size in self.mesh.shape.items()
       if size > 1 and axis not in used
     ]
 
-  def _misfits(self, x: Logical) -> Iterator[str]:
-    """Says which axes the rules would split but cannot."""
-    for name, length in zip(x.axes, x.value.shape, strict=True):
-      if name is not None and length % self.size(name):
-        yield (
-          f'; {name} is {length}, no multiple of the {self.size(name)} of'
-          f' {" x ".join(_mesh_axes(self.rules, name))}'
-        )
-
   def put(self, tree: Any, shardings: Any, *, may_keep: bool = False) -> Any:
-    """Puts host values on the devices, each shard where it belongs.
+    """Puts values on the devices, each shard where it belongs.
 
     Args:
       tree: numpy or jax arrays; every process passes the same values.
       shardings: a sharding for each, as a prefix of `tree`.
-      may_keep: nobody else has the jax arrays; those that lie right already
-        are returned as they are.
+      may_keep: the caller gives up the jax arrays, so that those which have
+        their sharding already are returned uncopied.
 
     Returns:
-      Arrays that share no buffer with what others have, so that they may be
+      Arrays that share no buffer with any other array, so that they can be
       donated.
     """
-    shardings = jax.tree.map(
-      lambda sharding, subtree: jax.tree.map(lambda _: sharding, subtree),
-      shardings,
-      tree,
-    )
-
     def one(x: Any, sharding: NamedSharding) -> jax.Array:
       lies_right = isinstance(x, jax.Array) and x.sharding == sharding
       if lies_right and may_keep:
@@ -494,19 +460,19 @@ class Partitioner:
         lambda index: np.array(host[index]),
       )
 
-    return jax.tree.map(one, tree, shardings)
+    return jax.tree.map(one, tree, jax.tree.broadcast(shardings, tree))
 
   def put_batch(
     self, batch: Any, device_order: Sequence[int] | None = None
   ) -> Any:
-    """Makes the global batch of which every process holds its part.
+    """Makes the global batch from the part of each process.
 
     Args:
-      batch: a pytree of numpy arrays [B / hosts, ...]: the rows of `host`; on
-        a CPU it may be borrowed and not copied, so leave it as it is. A batch
-        that lies right already is returned.
-      device_order: the ids of this process's devices: which gets the first
-        rows, which the next. None is the order of the mesh.
+      batch: a pytree of numpy arrays [B / hosts, ...], the rows of `host`. A
+        CPU device may borrow their memory, so they must not change. A batch
+        that has its sharding already is returned.
+      device_order: the ids of this process's devices, in the order in which
+        they get the rows. None is the order of the mesh.
 
     Returns:
       The tree with global arrays [B, ...], split along the first dimension.
@@ -552,7 +518,7 @@ class Partitioner:
       )
 
   def _put_in_order(self, batch: Any, order: tuple[int, ...]) -> Any:
-    """Makes the global batch, its local rows dealt out in a device order."""
+    """Makes the global batch with the local rows in a given device order."""
     local = {d.id: d for d in self.mesh.local_devices}
     if sorted(order) != sorted(local):
       raise ValueError(
@@ -585,11 +551,10 @@ class Partitioner:
 
   @contextlib.contextmanager
   def activate(self) -> Iterator[None]:
-    """Makes `constrain` refer to this mesh and these rules, while tracing.
+    """Makes `constrain` refer to this mesh and these rules while tracing.
 
-    JAX keeps what it has traced of inner functions (`jit`, `scan`) by mesh, but
-    not by rules: to try other rules on the same mesh in the same process,
-    `jax.clear_caches()` first.
+    JAX caches traces of inner functions (`jit`, `scan`) by mesh and not by
+    rules. Call `jax.clear_caches()` before other rules on the same mesh.
 
     Yields:
       Nothing.
@@ -615,23 +580,23 @@ def active() -> Partitioner | None:
 def mesh_axes(name: str) -> tuple[str, ...]:
   """Returns the mesh axes of a logical axis, for `spmd_axis_name` of `vmap`.
 
-  Without that, what `constrain` says inside of a `vmap` would make the mapped
-  axis whole. Empty where no `Partitioner` is active.
+  Without it, a `constrain` inside a `vmap` would make the mapped axis whole.
+  Empty if no `Partitioner` is active.
   """
   partitioner = _active.get()
   return () if partitioner is None else getattr(partitioner.rules, name)
 
 
 def constrain(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
-  """Says how an activation is split over the mesh of the step being traced.
+  """Constrains how an activation is split over the mesh of the traced step.
 
   Args:
     x: the activation.
     axes: an `Axis` for each of its dimensions.
 
   Returns:
-    `x`; unchanged where no `Partitioner` is active, as in a notebook or in
-    the per-device style, so that models need not know how they are run.
+    `x`, constrained; unchanged if no `Partitioner` is active, as in a notebook
+    or in the per-device style, so that models need not know how they are run.
   """
   partitioner = _active.get()
   if partitioner is None:

@@ -374,9 +374,10 @@ def test_unknown_preset_is_refused_with_the_nearest():
 
 
 def test_rules_for_axes_that_the_mesh_lacks_are_refused():
-  rules = partitioning.Rules(mlp=('model',))
-  with pytest.raises(ValueError, match=r"Rules\.mlp .*'model'.*'replica'"):
-    partitioner(rules=rules)
+  with pytest.raises(
+    ValueError, match=r"'model' in sharding_rules\.mlp; .*'replica'"
+  ):
+    partitioning.Rules(mlp=('model',))
 
 
 @pytest.mark.parametrize(
