@@ -21,6 +21,7 @@ import pytest
 
 from jaxline.checkpoint import files
 from jaxline.checkpoint import storage
+from tests.programs import events
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / 'tests' / 'programs' / 'survivor.py'
@@ -33,15 +34,20 @@ SLOW_SEEDS = 25
 
 
 class Run:
-  """A run in a process of its own, and its log as it comes."""
+  """A run in a process of its own, and its log as it comes.
+
+  Attributes:
+    folder: where events are written, on no disk that a test fills.
+  """
+
+  folder = None
 
   def __init__(
     self, run_dir, *args, mode='train_and_eval', faults=None, num_devices=1
   ):
     self.series = files.root(run_dir)
     self.lines = []
-    self._changed = threading.Condition()
-    self._is_over = False
+    self._events = self.folder / f'{time.monotonic_ns()}.jsonl'
     self._process = subprocess.Popen(
       [
         sys.executable,
@@ -54,6 +60,7 @@ class Run:
       env=os.environ
       | {
         'PYTHONPATH': str(ROOT),
+        'EVENTS': str(self._events),
         'SURVIVOR': json.dumps(faults or {}),
         'XLA_FLAGS': f'--xla_force_host_platform_device_count={num_devices}',
       },
@@ -68,13 +75,7 @@ class Run:
 
   def _read(self):
     with self._process.stderr as log:
-      for line in log:
-        with self._changed:
-          self.lines.append(line)
-          self._changed.notify_all()
-    with self._changed:
-      self._is_over = True
-      self._changed.notify_all()
+      self.lines.extend(log)
 
   @property
   def pid(self):
@@ -84,34 +85,51 @@ class Run:
   def log(self):
     return ''.join(self.lines)
 
-  def wait_for(self, pattern, count=1):
-    """Returns whether so many lines matched before the process ended."""
-    seen = position = 0
-    deadline = time.monotonic() + TIMEOUT
-    while True:
-      with self._changed:
-        while position == len(self.lines) and not self._is_over:
-          assert time.monotonic() < deadline, (pattern, self.log[-4000:])
-          self._changed.wait(1)
-        lines, is_over = self.lines[position:], self._is_over
-      position += len(lines)
-      seen += sum(bool(re.search(pattern, line)) for line in lines)
-      if seen >= count or (is_over and not lines):
-        return seen >= count
+  def events(self, phase, **about):
+    return events.read(self._events, phase, **about)
+
+  def wait_for(self, phase, count=1, **about):
+    """Returns whether so many events came before the process ended."""
+    return self._wait(lambda: len(self.events(phase, **about)) >= count)
+
+  def wait_for_step(self, step):
+    """The same, of a step of training that has been taken."""
+    return self._wait(lambda: bool(self.events('step', step=step)))
+
+  def wait_for_line(self, pattern):
+    """The same, of a line on stderr: for tests that are about the line."""
+    return self._wait(lambda: any(re.search(pattern, x) for x in self.lines))
 
   def wait_for_save(self, series, count=1):
     """The same, of the beginnings of saves; as soon as it is on the disk."""
-    seen, before = 0, _entries(self.series / series)
-    deadline = time.monotonic() + TIMEOUT
-    while seen < count:
-      if self._process.poll() is not None:
-        return False
-      assert time.monotonic() < deadline, self.log[-4000:]
-      now = _entries(self.series / series)
-      seen += any(not name.isdigit() for name in now - before)
-      before = now
-      time.sleep(0.001)
-    return True
+    return self._wait_for_entries(
+      series, count, lambda name: not name.isdigit()
+    )
+
+  def wait_for_saved(self, series, count=1):
+    """The same, of checkpoints that become visible."""
+    return self._wait_for_entries(series, count, str.isdigit)
+
+  def wait_for_checkpoint(self, series, step):
+    """The same, of a checkpoint of this step that is visible."""
+    return self._wait(lambda: (self.series / series / str(step)).exists())
+
+  def _wait_for_entries(self, series, count, is_one):
+    folder = self.series / series
+    before, seen = _entries(folder), set()
+
+    def happened():
+      seen.update(filter(is_one, _entries(folder) - before))
+      return len(seen) >= count
+
+    return self._wait(happened)
+
+  def _wait(self, happened):
+    is_over = lambda: self._process.poll() is not None
+    try:
+      return events.wait(happened, is_over, TIMEOUT)
+    except TimeoutError as e:
+      raise AssertionError(self.log[-4000:]) from e
 
   def send(self, signum):
     self._process.send_signal(signum)
@@ -137,6 +155,11 @@ def _entries(folder):
     return set(os.listdir(folder))
   except FileNotFoundError:
     return set()
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _events(tmp_path_factory):
+  Run.folder = tmp_path_factory.mktemp('events')
 
 
 @pytest.fixture
@@ -249,8 +272,8 @@ def stopped_dir(tmp_path_factory):
   run_dir = tmp_path_factory.mktemp('stopped')
   run = Run(run_dir, KEEP_ALL, faults={'hang_at': STOPPED_AT})
   try:
-    assert run.wait_for('Saved .*/latest/24'), run.log
-    assert run.wait_for(f'Saved .*/best/{STOPPED_AT}'), run.log
+    assert run.wait_for_checkpoint('latest', 24), run.log
+    assert run.wait_for_checkpoint('best', STOPPED_AT), run.log
   finally:
     run.kill()
   return run_dir
@@ -279,6 +302,30 @@ def test_what_an_undisturbed_run_leaves(undisturbed):
   assert undisturbed['latest']['process']['input']['structure']
 
 
+# The shortest way to lose nothing; all others are in the next tier.
+
+
+def test_a_run_that_is_killed_and_told_to_end_is_the_same(
+  tmp_path, undisturbed, start
+):
+  faults = {'step_secs': 0.01}
+  run = start(tmp_path, faults=faults)
+  assert run.wait_for_checkpoint('latest', 6), run.log
+  run.send(signal.SIGKILL)
+  assert run.end() == -signal.SIGKILL
+  killed_at = newest(tmp_path)
+  assert killed_at >= 6
+  run = start(tmp_path, faults=faults)
+  assert run.wait_for_step(killed_at + 4), run.log
+  run.send(signal.SIGTERM)
+  assert run.end() == 75, run.log[-8000:]
+  check_resumed(run, killed_at)
+  ended_at = newest(tmp_path)
+  assert ended_at == run.events('step')[-1]['step'] >= killed_at + 4
+  check_resumed(finished(tmp_path), ended_at)
+  assert left_by(tmp_path) == undisturbed
+
+
 # kill -9
 
 
@@ -288,14 +335,14 @@ def wait_until(run, what, rng):
   count = int(rng.integers(1, 4, 2).min())
   happened, seconds = {
     'start-up': (lambda: True, 2.0),
-    'restore': (lambda: run.wait_for('checkpoint restore starting'), 0.1),
-    'logs': (lambda: run.wait_for('resuming the logs starting'), 0.02),
-    'training': (lambda: run.wait_for(r'\] step \d+ \|', 2 * count), 0.05),
-    'evaluation': (lambda: run.wait_for('evaluation of .* starting'), 0.05),
+    'restore': (lambda: run.wait_for('checkpoint restore'), 0.1),
+    'logs': (lambda: run.wait_for('resuming the logs'), 0.02),
+    'training': (lambda: run.wait_for('step', 2 * count), 0.05),
+    'evaluation': (lambda: run.wait_for('evaluation'), 0.05),
     'save': (lambda: run.wait_for_save('latest', count), 0.15),
-    'saved': (lambda: run.wait_for('Saved .*/latest/', count), 0.02),
+    'saved': (lambda: run.wait_for_saved('latest', count), 0.02),
     'best': (lambda: run.wait_for_save('best'), 0.15),
-    'end': (lambda: run.wait_for('final checkpoint starting'), 0.3),
+    'end': (lambda: run.wait_for('final checkpoint'), 0.3),
   }[what]
   if not happened():
     return False
@@ -309,8 +356,8 @@ def check_resumed(run, before):
   assert restored in ([], [str(before)]), (before, run.log[-8000:])
   if before is None:
     assert restored == []
-  elif steps := re.findall(r'\] step (\d+) \|', run.log):
-    assert int(steps[0]) > before, run.log[-8000:]
+  elif steps := run.events('step'):
+    assert steps[0]['step'] == before + 1, run.log[-8000:]
 
 
 def interrupt_at_random(run_dir, seed, signum, faults=None):
@@ -410,7 +457,7 @@ def test_killed_with_workers_and_a_rolling_evaluation(tmp_path, monkeypatch):
 @pytest.mark.process
 def test_what_a_checkpoint_says_was_done_is_logged(tmp_path, start):
   run = start(tmp_path, faults={'write_secs': 0.1})
-  assert run.wait_for('Saved .*/latest/6')
+  assert run.wait_for_checkpoint('latest', 6)
   run.kill()
   steps = [record['step'] for record in records(tmp_path, 'train')]
   assert steps[: newest(tmp_path)] == list(range(1, newest(tmp_path) + 1))
@@ -420,7 +467,7 @@ def test_what_a_checkpoint_says_was_done_is_logged(tmp_path, start):
 def test_killed_behind_the_first_evaluation(tmp_path, start):
   args = '--config.eval_initial_weights=True', '--config.training_steps=6'
   run = start(tmp_path, *args, faults={'hang_at': 1})
-  assert run.wait_for('Saved .*/best/0')
+  assert run.wait_for_checkpoint('best', 0)
   noted = tmp_path / 'checkpoints' / 'evaluated' / 'eval.json'
   deadline = time.monotonic() + TIMEOUT
   while files.read_json(noted)['steps'] != [0]:
@@ -457,7 +504,7 @@ def follow(run_dir, start, seed, num_kills):
   rng = np.random.default_rng([seed, 1])
   faults = {'train': {'step_secs': 0.03}, 'eval': {}}
   seconds = {'train': 1.5, 'eval': 0.5}
-  what = {'train': 'training', 'eval': 'evaluation'}
+  phase = {'train': 'training loop', 'eval': 'evaluation'}
   runs = {'train': [], 'eval': []}
 
   def begin(mode):
@@ -470,7 +517,7 @@ def follow(run_dir, start, seed, num_kills):
     run = runs[mode][-1]
     # Two of three beyond the start-up, if they get there.
     if rng.integers(3):
-      run.wait_for(f'{what[mode]} .*starting', int(rng.integers(1, 4)))
+      run.wait_for(phase[mode], int(rng.integers(1, 4)), what='start')
     time.sleep(rng.uniform(0, seconds[mode]))
     run.kill()
     newest(run_dir)
@@ -478,9 +525,11 @@ def follow(run_dir, start, seed, num_kills):
     begin(mode)
   for mode in runs:
     assert runs[mode][-1].end() == 0, runs[mode][-1].log[-8000:]
-  begun = re.findall(
-    r'evaluation of step (\d+) starting', ''.join(r.log for r in runs['eval'])
-  )
+  begun = [
+    event['step']
+    for run in runs['eval']
+    for event in run.events('evaluation', what='start')
+  ]
   # Again is evaluated only what a kill has interrupted.
   assert len(set(begun)) == STEPS // SAVE_EVERY
   assert len(begun) <= len(set(begun)) + num_kills, begun
@@ -520,7 +569,7 @@ def test_training_and_evaluation_in_two_threads(tmp_path, undisturbed, start):
   mode = 'train_eval_multithreaded'
   for signum, code in ((signal.SIGKILL, -9), (signal.SIGTERM, 75)):
     run = start(tmp_path, KEEP_ALL, mode=mode, faults={'step_secs': 0.03})
-    assert run.wait_for('evaluation of .* finished', 2)
+    assert run.wait_for('evaluation', 2, what='end')
     run.send(signum)
     assert run.end() == code, run.log[-8000:]
     newest(tmp_path, 'best')
@@ -543,11 +592,11 @@ def test_evaluation_of_a_run_killed_often(tmp_path, undisturbed, start, seed):
 @pytest.mark.process
 def test_sigterm_everywhere(tmp_path, undisturbed, start):
   begins = {
-    'experiment init starting': lambda run, what: run.wait_for(what),
+    'experiment init': lambda run, what: run.wait_for(what),
     'latest': lambda run, what: run.wait_for_save(what),
-    'checkpoint restore starting': lambda run, what: run.wait_for(what),
-    r'\] step \d+ \|': lambda run, what: run.wait_for(what),
-    'evaluation of .* starting': lambda run, what: run.wait_for(what),
+    'checkpoint restore': lambda run, what: run.wait_for(what),
+    'step': lambda run, what: run.wait_for(what),
+    'evaluation': lambda run, what: run.wait_for(what),
   }
   before = 0
   for what, wait_for in begins.items():
@@ -559,9 +608,11 @@ def test_sigterm_everywhere(tmp_path, undisturbed, start):
     assert time.monotonic() - began < 20  # Of the 30 s that are customary.
     assert 'It goes on with the same command' in run.log
     step = newest(tmp_path) or 0
-    # Not a step is lost: the newest checkpoint is of the last one logged.
-    logged = re.findall(r'\] step (\d+) \|', run.log) or [before]
-    assert step == int(logged[-1]), (what, run.log[-8000:])
+    # Not a step is lost: the newest checkpoint is of the last one that was
+    # taken, and that one is logged.
+    taken = run.events('step') or [{'step': before}]
+    assert step == taken[-1]['step'], (what, run.log[-8000:])
+    assert not step or records(tmp_path, 'train')[-1]['step'] == step
     before = step
   assert before > 0
   run = finished(tmp_path)
@@ -578,9 +629,13 @@ def test_sigterm_before_python_listens(tmp_path, start):
 
 @pytest.mark.process
 def test_sigterm_to_evaluation(stopped, start):
-  for what in ('evaluation of .* starting', 'Waiting for a checkpoint'):
+  for is_waiting in (False, True):
     run = start(stopped, mode='eval_one')
-    assert run.wait_for(what), run.log
+    if is_waiting:
+      assert run.wait_for('evaluation', what='end', step=24), run.log
+      time.sleep(1)  # It waits for the next checkpoint.
+    else:
+      assert run.wait_for('evaluation', what='start'), run.log
     run.send(signal.SIGTERM)
     assert run.end() == 75, run.log[-8000:]
   steps = [r['step'] for r in records(stopped, 'eval_one')]
@@ -590,15 +645,15 @@ def test_sigterm_to_evaluation(stopped, start):
 @pytest.mark.process
 def test_ctrl_c_saves_and_a_second_one_leaves(tmp_path, undisturbed, start):
   run = start(tmp_path, faults={'step_secs': 0.03})
-  assert run.wait_for(r'\] step 7 \|')
+  assert run.wait_for_step(7)
   run.send(signal.SIGINT)
   assert run.end() == 130, run.log[-8000:]
   (step,) = re.findall(r'Interrupted by Ctrl-C after step (\d+)', run.log)
   assert newest(tmp_path) == int(step)
   run = start(tmp_path, faults={'hang_at': 20})
-  assert run.wait_for('Saved .*/latest/18')
+  assert run.wait_for_checkpoint('latest', 18)
   run.send(signal.SIGINT)
-  assert run.wait_for('press Ctrl-C again')
+  assert run.wait_for_line('press Ctrl-C again')
   began = time.monotonic()
   run.send(signal.SIGINT)
   assert run.end() == 130
@@ -642,7 +697,7 @@ def test_full_disk(small_disk, undisturbed, start):
 @pytest.mark.process
 def test_a_quota(tmp_path, undisturbed, start):
   run = start(tmp_path, faults={'step_secs': 0.03})
-  assert run.wait_for('Saved .*/latest/9')
+  assert run.wait_for_checkpoint('latest', 9)
   # Soon a write to the largest file ends within a record.
   largest = max(path.stat().st_size for path in (tmp_path / 'train').glob('*'))
   limit = largest + 250
@@ -678,7 +733,7 @@ def test_a_disk_that_cannot_be_written(small_disk, start):
 def test_the_directory_vanishes(tmp_path, start):
   run_dir = tmp_path / 'run'
   run = start(run_dir, faults={'step_secs': 0.02})
-  assert run.wait_for('Saved .*/latest/6')
+  assert run.wait_for_checkpoint('latest', 6)
   while run_dir.exists():
     shutil.rmtree(run_dir, ignore_errors=True)
   assert run.end() == 1, run.log[-8000:]
@@ -690,7 +745,7 @@ def test_the_directory_vanishes(tmp_path, start):
 @pytest.mark.parametrize('removed', ['checkpoints', 'checkpoints/claims'])
 def test_a_second_run_cannot_stay_unnoticed(tmp_path, start, removed):
   first = start(tmp_path, faults={'step_secs': 0.02})
-  assert first.wait_for('Saved .*/latest/6')
+  assert first.wait_for_checkpoint('latest', 6)
   os.rename(tmp_path / removed, tmp_path / 'removed')
   assert first.end() == 1, first.log[-8000:]
   assert 'so that another one may be writing there' in first.log
@@ -760,7 +815,7 @@ def test_where_all_are_damaged_nothing_begins_anew(stopped, start):
     run = start(stopped)
     assert run.end() == 1, run.log[-8000:]
     assert 'DamagedError' in run.log
-    assert not re.search(r'\] step \d+ \|', run.log)
+    assert run.events('step') == []
   kept = stopped / 'checkpoints' / 'damaged'
   assert len(list(kept.iterdir())) == 8
 
@@ -834,14 +889,14 @@ def test_the_clock_jumps_back(stopped, undisturbed):
 @pytest.mark.process
 def test_two_runs_on_one_directory(tmp_path, start):
   first = start(tmp_path, faults={'hang_at': 7})
-  assert first.wait_for('Saved .*/latest/6')
+  assert first.wait_for_checkpoint('latest', 6)
   second = start(tmp_path)
   assert second.end() == 2, second.log[-8000:]
   assert f'{tmp_path} is in use: process {first.pid} on' in second.log
   assert 'Traceback' not in second.log
   first.kill()  # What it had claimed goes with it.
   third = start(tmp_path, faults={'hang_at': 10})
-  assert third.wait_for('Saved .*/latest/9')
+  assert third.wait_for_checkpoint('latest', 9)
   assert f'Restored {tmp_path}/checkpoints/latest/6.' in third.log
 
 

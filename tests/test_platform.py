@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import pathlib
 import pty
@@ -11,20 +12,26 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import types
 from unittest import mock
+import warnings
 
+from absl import flags
 from absl.testing import flagsaver
 import jax
 from jax._src import distributed as jax_distributed
 from ml_collections import config_dict
+from ml_collections import config_flags
 import pytest
 
 from jaxline import base_config
 from jaxline import distributed
 from jaxline import platform
+from jaxline import utils
 from jaxline.aot import ahead
 from jaxline.supervision import watchdog
+from tests.programs import toy
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOY = ROOT / 'tests' / 'programs' / 'toy.py'
@@ -73,6 +80,64 @@ def run(*args, cwd=ROOT, **kwargs):
   )
 
 
+@pytest.fixture
+def here(monkeypatch, capfd, caplog):
+  """Runs a command line in this process, behind the parsing of its flags.
+
+  It returns what `run` does, for tests that neither exit codes of uncaught
+  errors, nor signals, nor what comes before the flags are about.
+  """
+  monkeypatch.chdir(ROOT)
+  monkeypatch.setattr(sys, 'argv', ['experiment.py'])
+  caplog.set_level(logging.INFO)
+
+  def run_here(cls, *args, mode='train', **other_flags):
+    argv = ['experiment.py', *args]
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file('config', flag_values=values, sys_argv=argv)
+    with warnings.catch_warnings():
+      warnings.simplefilter('ignore', DeprecationWarning)  # Of `load_module`.
+      values(argv)
+    # As in a process that has just begun.
+    monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+    caplog.clear()
+    capfd.readouterr()
+    code, error = 0, ''
+    with flagsaver.flagsaver(
+      config=values.config, jaxline_mode=mode, **other_flags
+    ):
+      try:
+        platform.main(cls, [])
+      except SystemExit as e:
+        code = e.code
+      except Exception:
+        code, error = 1, traceback.format_exc()
+    out, err = capfd.readouterr()
+    return types.SimpleNamespace(
+      returncode=code, stdout=out, stderr=caplog.text + err + error, said=err
+    )
+
+  return run_here
+
+
+@pytest.fixture
+def toy_here(here):
+  """Runs the toy experiment in this process, as `run` does in another."""
+
+  def run_here(run_dir, *args, style='sharded', mode='train', **other_flags):
+    directory = f'--config.checkpoint_dir={run_dir}'
+    return here(
+      toy.CLASSES[style],
+      f'--config={CONFIG}',
+      directory,
+      *args,
+      mode=mode,
+      **other_flags,
+    )
+
+  return run_here
+
+
 def records(run_dir, mode, name='loss'):
   """Returns step -> value of one scalar."""
   lines = (run_dir / mode / 'metrics.jsonl').read_text().splitlines()
@@ -97,8 +162,8 @@ def test_train(tmp_path, style, form):
 
 
 @pytest.mark.parametrize('style', STYLES)
-def test_train_and_eval(tmp_path, style):
-  result = succeeded(run(tmp_path, style=style, mode='train_and_eval'))
+def test_train_and_eval(toy_here, tmp_path, style):
+  result = succeeded(toy_here(tmp_path, style=style, mode='train_and_eval'))
   assert list(records(tmp_path, 'train')) == [1, 2, 3, 4, 5, 6]
   evaluated = records(tmp_path, 'eval')
   assert list(evaluated) == [2, 4, 6]
@@ -107,25 +172,25 @@ def test_train_and_eval(tmp_path, style):
 
 
 @pytest.mark.parametrize('style', STYLES)
-def test_train_eval_multithreaded(tmp_path, style):
-  succeeded(run(tmp_path, style=style, mode='train_eval_multithreaded'))
+def test_train_eval_multithreaded(toy_here, tmp_path, style):
+  succeeded(toy_here(tmp_path, style=style, mode='train_eval_multithreaded'))
   assert list(records(tmp_path, 'train')) == [1, 2, 3, 4, 5, 6]
   evaluated = records(tmp_path, 'eval')
   assert set(evaluated) <= {2, 4, 6}
   assert 6 in evaluated
 
 
-def test_evaluations_of_both_modes_agree(tmp_path):
+def test_evaluations_of_both_modes_agree(toy_here, tmp_path):
   for mode in ('train_and_eval', 'train_eval_multithreaded'):
-    succeeded(run(tmp_path / mode, mode=mode))
+    succeeded(toy_here(tmp_path / mode, mode=mode))
   together = records(tmp_path / 'train_and_eval', 'eval')
   threads = records(tmp_path / 'train_eval_multithreaded', 'eval')
   assert threads[6] == together[6]
 
 
-def test_eval_of_initial_weights(tmp_path):
+def test_eval_of_initial_weights(toy_here, tmp_path):
   succeeded(
-    run(
+    toy_here(
       tmp_path,
       '--config.one_off_evaluate=True',
       '--config.eval_initial_weights=True',
@@ -135,14 +200,14 @@ def test_eval_of_initial_weights(tmp_path):
   assert list(records(tmp_path, 'eval_test')) == [0]
 
 
-def test_one_off_without_checkpoint_fails(tmp_path):
-  result = run(tmp_path, '--config.one_off_evaluate=True', mode='eval')
+def test_one_off_without_checkpoint_fails(toy_here, tmp_path):
+  result = toy_here(tmp_path, '--config.one_off_evaluate=True', mode='eval')
   assert result.returncode != 0
   assert 'config.eval_initial_weights = True' in result.stderr
 
 
-def test_resolved_config_is_written(tmp_path):
-  succeeded(run(tmp_path, '--config.training_steps=1'))
+def test_resolved_config_is_written(toy_here, tmp_path):
+  succeeded(toy_here(tmp_path, '--config.training_steps=1'))
   config = json.loads((tmp_path / 'config.json').read_text())
   assert config['training_steps'] == 1
   assert config['checkpoint_dir'] == str(tmp_path)
@@ -158,8 +223,8 @@ def test_resolved_config_is_written(tmp_path):
 
 
 @pytest.mark.parametrize('mode', ['train', 'train_and_eval'])
-def test_failing_step(tmp_path, mode):
-  result = run(
+def test_failing_step(toy_here, tmp_path, mode):
+  result = toy_here(
     tmp_path,
     '--config.experiment_kwargs.config.fault=step',
     '--config.experiment_kwargs.config.fault_step=3',
@@ -172,8 +237,8 @@ def test_failing_step(tmp_path, mode):
   assert list(records(tmp_path, 'train')) == [1, 2, 3]
 
 
-def test_failing_input(tmp_path):
-  result = run(
+def test_failing_input(toy_here, tmp_path):
+  result = toy_here(
     tmp_path,
     '--config.experiment_kwargs.config.fault=input',
     '--config.experiment_kwargs.config.fault_step=4',
@@ -279,48 +344,89 @@ def of_kwargs(key, value):
   return f'--config.experiment_kwargs.config.{key}={value}'
 
 
+# Refused behind the parsing of the flags: by the config, the constructor, the
+# first batch.
+REFUSED = [
+  ([LM, '--config.watchdog_secs=inf'], 'config.watchdog_secs is inf'),
+  ([LM, f'--config.random_seed={2**63}'], f'config.random_seed is {2**63}'),
+  ([LM, of_kwargs('batch_size', 0)], 'batch_size is 0; expected an int'),
+  ([LM, of_kwargs('clip_norm', 0.0)], r'clip_norm is 0.0; expected a number'),
+  ([LM, of_kwargs('learning_rate', -1)], 'learning_rate is -1.0; expected'),
+  ([LM, of_kwargs('files', '/none')], 'No files found: looked for /none'),
+  ([LM, of_kwargs('tokenizer', '/none.json')], 'there is no file /none.json'),
+  ([LM, of_kwargs('model.num_heads', 5)], 'num_heads must divide embed_dim'),
+  ([LM, of_kwargs('model.vocab_size', 9)], 'model.vocab_size is 9; the tok'),
+  ([LM, '--config.mesh.ici.data=3'], 'mesh.ici is .*, which needs 3 dev'),
+  ([LM, '--config.restore_from=/none'], 'config.restore_from is ./none.'),
+  (
+    [LM, '--jaxline_mode=eval', '--config.one_off_evaluate=True'],
+    'config.one_off_evaluate is True but there is no checkpoint',
+  ),
+  ([IMAGE, of_kwargs('peak_learning_rate', -1)], 'peak_learning_rate is -1'),
+  (
+    [
+      '--config=configs/c4.py:C4Spmd1BAdam4Replicas:reduced',
+      '--config.data=stdlib',
+      of_kwargs('constants.NUM_LAYERS', 0),
+    ],
+    'constants.NUM_LAYERS is 0; expected a finite number above 0',
+  ),
+  ([], '--config is missing; expected --config=configs/c4.py or '),
+  ([LM, '--jaxline_mode=trian'], 'trian.*train_and_eval'),
+  (
+    [LM, '--config.interval_type=step'],
+    "config.interval_type.*'step'.*'steps'",
+  ),
+  (
+    [LM, '--config.experiment_class=examples.lm:X'],
+    "experiment_class.*no 'X'",
+  ),
+  ([LM, '--config.experiment_class=nowhere:X'], "experiment_class.*'nowhere'"),
+]
+
+
+@pytest.mark.parametrize(('args', 'said'), REFUSED)
+def test_an_error_of_the_user_is_one_line(here, tmp_path, caplog, args, said):
+  mode = 'train'
+  if '--jaxline_mode' in ''.join(args):
+    args = list(args)
+    (flag,) = (arg for arg in args if arg.startswith('--jaxline_mode='))
+    args.remove(flag)
+    mode = flag.partition('=')[2]
+  if args:
+    args = [*args, f'--config.checkpoint_dir={tmp_path}/run']
+  result = here(None, *args, mode=mode)
+  assert result.returncode == 2, result.stderr
+  assert result.said.count('\n') == 1, result.said
+  assert re.search(said, result.said), result.said
+  assert len(caplog.messages) <= 9, result.stderr
+
+
+def test_sharding_of_a_per_device_experiment_is_refused(toy_here, tmp_path):
+  result = toy_here(tmp_path, '--config.sharding=fsdp', style='per_device')
+  assert result.returncode == 2, result.stderr
+  assert result.said.count('\n') == 1, result.said
+  assert "config.sharding is 'fsdp', but PerDevice" in result.said
+
+
+# As it is seen by a user, with what is refused while flags are parsed.
 @pytest.mark.parametrize(
   ('args', 'said'),
   [
-    ([LM, '--config.watchdog_secs=inf'], 'config.watchdog_secs is inf'),
-    ([LM, f'--config.random_seed={2**63}'], f'config.random_seed is {2**63}'),
-    ([LM, of_kwargs('batch_size', 0)], 'batch_size is 0; expected an int'),
-    ([LM, of_kwargs('clip_norm', 0.0)], r'clip_norm is 0.0; expected a number'),
-    ([LM, of_kwargs('learning_rate', -1)], 'learning_rate is -1.0; expected'),
-    ([LM, of_kwargs('files', '/none')], 'No files found: looked for /none'),
-    ([LM, of_kwargs('tokenizer', '/none.json')], 'there is no file /none.json'),
-    ([LM, of_kwargs('model.num_heads', 5)], 'num_heads must divide embed_dim'),
-    ([LM, of_kwargs('model.vocab_size', 9)], 'model.vocab_size is 9; the tok'),
-    (
-      [LM, '--config.mesh.ici.data=3'],
-      'mesh.ici is .*, which needs 3 dev',
-    ),
-    ([LM, '--config.restore_from=/none'], 'config.restore_from is ./none.'),
-    (
-      [LM, '--jaxline_mode=eval', '--config.one_off_evaluate=True'],
-      'config.one_off_evaluate is True but there is no checkpoint',
-    ),
-    ([IMAGE, of_kwargs('peak_learning_rate', -1)], 'peak_learning_rate is -1'),
-    ([IMAGE, '--config.sharding=fsdp'], r"config.sharding is 'fsdp', but Exp"),
+    REFUSED[0],
+    REFUSED[2],
     ([LM, '--config.trainin_steps=3'], 'Unknown config key: .*training_steps'),
-    ([], '--config is missing; expected --config=configs/c4.py or '),
     (['--config=configs/ml.py'], "cannot be read: .*'configs/ml.py'; expected"),
+    ([LM, '--jaxline_mod=x'], 'jaxline_mode'),
     (
-      [
-        '--config=configs/c4.py:C4Spmd1BAdam4Replicas:reduced',
-        '--config.data=stdlib',
-        of_kwargs('constants.NUM_LAYERS', 0),
-      ],
-      'constants.NUM_LAYERS is 0; expected a finite number above 0',
+      [LM, '--jaxline_tpu_driver=grpc://host'],
+      'grpc://host.*Leave the flag out',
     ),
   ],
 )
-def test_an_error_of_the_user_is_one_line(tmp_path, args, said):
+def test_an_error_of_the_user_is_one_line_of_the_process(tmp_path, args, said):
   result = python(
-    'experiment.py',
-    *args,
-    f'--config.checkpoint_dir={tmp_path}/run',
-    JAX_PLATFORMS='cpu',
+    'experiment.py', *args, f'--config.checkpoint_dir={tmp_path}/run'
   )
   assert result.returncode == 2, result.stderr
   lines = result.stderr.splitlines()
@@ -340,8 +446,8 @@ def test_an_unexpected_error_keeps_its_traceback_once(tmp_path):
   assert 'secret_of_frame' in result.stderr
 
 
-def test_a_checkpoint_that_does_not_fit_is_said_once(tmp_path):
-  succeeded(run(tmp_path))
+def test_a_checkpoint_that_does_not_fit_is_said_once(toy_here, tmp_path):
+  succeeded(toy_here(tmp_path))
   program = f"""
 import sys
 sys.path.insert(0, {str(TOY.parent)!r})
@@ -356,8 +462,8 @@ platform.main(toy.Sharded, sys.argv[1:])
   assert result.stderr.count('state/params/w') == 1, result.stderr
 
 
-def test_a_checkpoint_that_is_refused_is_one_line(tmp_path):
-  succeeded(run(tmp_path))
+def test_a_checkpoint_that_is_refused_is_one_line(toy_here, tmp_path):
+  succeeded(toy_here(tmp_path))
   latest = tmp_path / 'checkpoints' / 'latest'
   *_, newest = sorted(latest.iterdir(), key=lambda path: int(path.name))
   os.rename(newest, latest / '500')
@@ -435,9 +541,9 @@ app.run(functools.partial(platform.main, toy.Sharded))
   assert (tmp_path / 'checkpoints' / 'latest').is_dir()
 
 
-def test_directory_that_cannot_be_written(tmp_path):
+def test_directory_that_cannot_be_written(toy_here, tmp_path):
   (tmp_path / 'file').write_text('')
-  result = run(tmp_path / 'file' / 'run')
+  result = toy_here(tmp_path / 'file' / 'run')
   assert result.returncode != 0
   assert str(tmp_path / 'file') in result.stderr
 
@@ -529,46 +635,6 @@ def test_help_shows_our_flags_first_and_the_configs():
   assert 'configs/image.py' in result.stdout
 
 
-@pytest.mark.parametrize(
-  ('args', 'said'),
-  [
-    ([], ['--config is missing', 'configs/lm.py', '--config=configs/']),
-    (['--config=configs/ml.py'], ['configs/ml.py', 'configs/lm.py']),
-    (['--config=configs/lm.py', '--jaxline_mod=x'], ['jaxline_mode']),
-    (
-      ['--config=configs/lm.py', '--jaxline_mode=trian'],
-      ['trian', 'train_and_eval'],
-    ),
-    (
-      ['--config=configs/lm.py', '--config.trainin_steps=3'],
-      ['trainin_steps', 'training_steps'],
-    ),
-    (
-      ['--config=configs/lm.py', '--config.interval_type=step'],
-      ['config.interval_type', "'step'", "'steps'"],
-    ),
-    (
-      ['--config=configs/lm.py', '--config.experiment_class=examples.lm:X'],
-      ['experiment_class', "no 'X'"],
-    ),
-    (
-      ['--config=configs/lm.py', '--config.experiment_class=nowhere:X'],
-      ['experiment_class', "'nowhere'"],
-    ),
-    (
-      ['--config=configs/lm.py', '--jaxline_tpu_driver=grpc://host'],
-      ['grpc://host', 'Leave the flag out'],
-    ),
-  ],
-)
-def test_what_is_wrong_is_said_without_a_traceback(args, said):
-  result = python('experiment.py', *args)
-  assert result.returncode == 2
-  assert 'Traceback' not in result.stderr
-  for text in said:
-    assert text in result.stderr
-
-
 def test_an_error_of_the_config_file_keeps_its_traceback(tmp_path):
   path = tmp_path / 'broken.py'
   path.write_text('import numpy\ndef get_config():\n  return numpy.no_such\n')
@@ -577,8 +643,10 @@ def test_an_error_of_the_config_file_keeps_its_traceback(tmp_path):
   assert f'File "{path}", line 3' in result.stderr
 
 
-def test_evaluation_by_itself_says_that_it_would_wait_for_ever(tmp_path):
-  result = run(tmp_path, '--config.checkpointer=memory', mode='eval')
+def test_evaluation_by_itself_says_that_it_would_wait_for_ever(
+  toy_here, tmp_path
+):
+  result = toy_here(tmp_path, '--config.checkpointer=memory', mode='eval')
   assert result.returncode == 2
   assert '--jaxline_mode=train_and_eval' in result.stderr
   assert 'Traceback' not in result.stderr
@@ -895,8 +963,8 @@ def test_what_does_not_fit_is_an_exit_code(tmp_path, monkeypatch, fits, code):
   assert config.checkpoint_dir == str(tmp_path)
 
 
-def test_what_cannot_be_compiled_is_said_in_a_line(tmp_path):
-  result = run(tmp_path, style='per_device', mode='compile')
+def test_what_cannot_be_compiled_is_said_in_a_line(toy_here, tmp_path):
+  result = toy_here(tmp_path, style='per_device', mode='compile')
   assert result.returncode == 2
   assert 'PerDevice has no sharded step' in result.stderr
   assert 'Traceback' not in result.stderr
@@ -953,8 +1021,8 @@ def test_the_code_of_who_leaves_the_others(error, code, monkeypatch):
   assert exit_now.call_args_list == [mock.call(code)]
 
 
-def test_ensure_tpu(tmp_path):
-  result = run(tmp_path, '--jaxline_ensure_tpu')
+def test_ensure_tpu(toy_here, tmp_path):
+  result = toy_here(tmp_path, jaxline_ensure_tpu=True)
   assert result.returncode != 0
   assert "JAX runs on 'cpu'" in result.stderr
 

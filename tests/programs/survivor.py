@@ -30,6 +30,7 @@ if 'clock' in _FAULTS or 'clock_jump' in _FAULTS:
   _real_time = time.time
   time.time = lambda: _real_time() + _clock_off
 
+import events  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from ml_collections import config_dict  # noqa: E402
@@ -150,7 +151,9 @@ class Survivor(sharded.ShardedExperiment):
       threading.Event().wait()
     if global_step == _FAULTS.get('clock_jump_at'):
       _clock_off += _FAULTS['clock_jump']
-    return super().step(global_step=global_step, rng=rng, writer=writer)
+    scalars = super().step(global_step=global_step, rng=rng, writer=writer)
+    events.write('step', step=int(global_step) + 1)
+    return scalars
 
   def evaluate(self, *, global_step, rng, writer):
     if global_step >= _FAULTS.get('evaluate_at', _NEVER):
@@ -169,4 +172,5 @@ class SlowJsonlWriter(writers.JsonlWriter):
 if __name__ == '__main__':
   if 'write_secs' in _FAULTS:
     writers.JsonlWriter = SlowJsonlWriter
+  events.install()
   platform.main(Survivor, sys.argv[1:])
