@@ -29,10 +29,6 @@ from jaxline.supervision import watchdog
 # How often evaluation looks for a new checkpoint, in seconds.
 _POLL_SECS = 0.25
 
-# For evaluate(jaxline_mode=None); platform.py makes it read the command line.
-default_mode = lambda: 'eval'
-
-
 _LOG_LINE = writers.LogLineWriter()
 
 
@@ -672,7 +668,7 @@ def evaluate(
   with debug.log_activity('experiment init'):
     experiment = _build(
       experiment_class,
-      default_mode() if jaxline_mode is None else jaxline_mode,
+      debug.settings.mode if jaxline_mode is None else jaxline_mode,
       jax.random.PRNGKey(config.random_seed),
       config,
     )

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from jaxline import base_config
+from jaxline import debug
 from jaxline import experiment
 from jaxline import periodic
 from jaxline import platform
@@ -961,7 +962,7 @@ def test_one_off_without_a_checkpoint():
 
 
 def test_the_mode_is_that_of_the_command_line_where_none_is_given(monkeypatch):
-  monkeypatch.setattr(train, 'default_mode', lambda: 'eval_on_test')
+  monkeypatch.setattr(debug.settings, 'mode', 'eval_on_test')
   config = make_config(one_off_evaluate=True, eval_initial_weights=True)
   log = Log()
   partial = functools.partial(Plain, log=log)
