@@ -762,7 +762,7 @@ def _run(
 
   with contextlib.ExitStack() as stack:
     supervision = train.Supervision(
-      stack.enter_context(preemption.Watch(takes_steps=not evaluates_only)),
+      preemption.begin_run(takes_steps=not evaluates_only),
       stack.enter_context(watchdog.Watchdog(config.watchdog_secs)),
     )
     stack.enter_context(_exit_said(config))
