@@ -128,7 +128,7 @@ def test_activities_are_those_of_each_thread():
       assert leave.wait(10)
 
   main = threading.current_thread().name
-  changes = debug.activity_changes()
+  signs = debug.signs_of_life()
   assert debug.activities() == {}
   with debug.log_activity('training'):
     with pytest.raises(ValueError), debug.log_activity('failing'):
@@ -145,7 +145,7 @@ def test_activities_are_those_of_each_thread():
     thread.join(10)
     assert debug.activities() == {main: ['training']}
   assert debug.activities() == {}
-  assert debug.activity_changes() == changes + 8
+  assert debug.signs_of_life() == signs + 8
 
 
 def test_evaluate_returning_none_warns_once_and_means_no_scalars(caplog):
