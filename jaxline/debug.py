@@ -1,14 +1,15 @@
-"""What helps to see inside a run.
+"""Debuggers for a run, and the log of its activities.
 
 `--jaxline_post_mortem` (`debugger_fallback`): pdb at the line that raised.
 
 `--jaxline_disable_pmap_jit` (`disable_pmap_jit`): every operation runs when its
 line runs, so that `breakpoint()`, `print(x)` and `if x > 0:` work in a model or
-a loss; `op_by_op` says what is seen there.
+a loss; `op_by_op` lists the kinds of values that are seen there.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
@@ -24,7 +25,6 @@ import tempfile
 import threading
 from typing import Any, TypeVar
 from unittest import mock
-import weakref
 
 from absl import logging
 
@@ -39,18 +39,20 @@ F = TypeVar('F', bound=Callable[..., Any])
 class Settings:
   """The switches of this module, read at each use.
 
-  jaxline.platform sets the first two to functions that read its flags; no other
-  module knows of flags.
+  The flags of jaxline.platform set the first three; no other module knows of
+  flags.
 
   Attributes:
     post_mortem: whether to enter pdb where an error was raised.
     disable_pmap_jit: whether to run op by op.
-    log_tracebacks: whether `log_activity` logs an error's traceback. Not while
-      `platform.main` runs, which ends with it: it would be printed twice.
+    mode: what `train.evaluate` constructs its experiment with by default.
+    log_tracebacks: whether `log_activity` logs an error's traceback. False
+      while `platform.main` runs, which prints the traceback at its end.
   """
 
-  post_mortem: Callable[[], bool] = lambda: False
-  disable_pmap_jit: Callable[[], bool] = lambda: False
+  post_mortem: bool = False
+  disable_pmap_jit: bool = False
+  mode: str = 'eval'
   log_tracebacks: bool = True
   mode: str = 'train'
 
@@ -71,26 +73,23 @@ def kwargs_only(f: F) -> F:
 class Stopped(BaseException):
   """Ends one half of a run because the other half has failed.
 
-  No Exception: nobody shall debug, handle or report it.
+  Derives from BaseException so that `except Exception` does not swallow it.
   """
 
 
 _activities_lock = threading.Lock()
 # The open activities of each thread that has any, outermost first.
 _activities: dict[threading.Thread, list[str]] = {}
-# How often one has started or ended: in all, and in each thread.
-_activity_changes = 0
-_changes_of: weakref.WeakKeyDictionary[threading.Thread, int] = (
-  weakref.WeakKeyDictionary()
-)
+# Signs of life of each thread, by its ident; each writes its own entry only.
+_signs: collections.Counter[int | None] = collections.Counter()
 
 
 def activities() -> dict[str, list[str]]:
-  """Returns what the run is in the middle of.
+  """Returns the open activities of the run.
 
   Returns:
     For the name of each thread inside of a `log_activity`, the names of its
-    activities, outermost first. Threads of one name are one.
+    activities, outermost first. Threads with the same name share one list.
   """
   named: dict[str, list[str]] = {}
   with _activities_lock:
@@ -99,16 +98,18 @@ def activities() -> dict[str, list[str]]:
   return named
 
 
-def activity_changes(thread: threading.Thread | None = None) -> int:
-  """Returns how often an activity has started or ended so far.
+def give_sign_of_life() -> None:
+  """Counts a sign of life of this thread, in some tens of nanoseconds."""
+  _signs[threading.get_ident()] += 1
+
+
+def signs_of_life(thread: threading.Thread | None = None) -> int:
+  """Returns how many signs of life there were so far.
 
   Args:
     thread: counts those of this thread; None counts all.
   """
-  with _activities_lock:
-    if thread is None:
-      return _activity_changes
-    return _changes_of.get(thread, 0)
+  return _signs.total() if thread is None else _signs[thread.ident]
 
 
 @contextlib.contextmanager
@@ -116,7 +117,7 @@ def _open_activity(name: str) -> Iterator[None]:
   thread = threading.current_thread()
   with _activities_lock:
     _activities.setdefault(thread, []).append(name)
-    _note_change(thread)
+  give_sign_of_life()
   try:
     yield
   finally:
@@ -124,24 +125,19 @@ def _open_activity(name: str) -> Iterator[None]:
       _activities[thread].pop()
       if not _activities[thread]:
         del _activities[thread]
-      _note_change(thread)
-
-
-def _note_change(thread: threading.Thread) -> None:
-  global _activity_changes
-  _activity_changes += 1
-  _changes_of[thread] = _changes_of.get(thread, 0) + 1
+    give_sign_of_life()
 
 
 @contextlib.contextmanager
 def log_activity(activity_name: str) -> Iterator[None]:
-  """Logs the start and the end of what runs inside, and its error.
+  """Logs the start and the end of the code inside, and its error.
 
-  Meanwhile the name is among `activities()`. An exit (SystemExit, of which
-  `preemption.Preempted` is one) and a `UsageError` are logged as a stop.
+  While it is open, `activities()` contains the name. Its start and its end are
+  signs of life. A SystemExit, of which
+  `preemption.Preempted` is one, and a `UsageError` are logged as a stop.
 
   Args:
-    activity_name: what to call it in the log.
+    activity_name: its name in the log.
 
   Yields:
     Nothing.
@@ -186,15 +182,16 @@ _debugger_lock = threading.Lock()
 def debugger_fallback(f: F) -> F:
   """Enters pdb where an error was raised, if `settings.post_mortem` is on.
 
-  pdb starts in the frame that raised, on the thread that raised, once for an
-  error that passes several of these. Without a terminal it waits for someone
-  to attach and says on stderr how. SystemExit and KeyboardInterrupt pass by.
+  pdb starts in the frame that raised, on the thread that raised, and only once
+  for an error that passes several of these decorators. Without a terminal, pdb
+  waits for a connection, and stderr says how to connect. SystemExit and
+  KeyboardInterrupt do not start pdb.
 
   Args:
     f: any function.
 
   Returns:
-    The function, with pdb before its errors go on.
+    The function, which enters pdb before it raises an error.
   """
 
   @functools.wraps(f)
@@ -202,7 +199,7 @@ def debugger_fallback(f: F) -> F:
     try:
       return f(*args, **kwargs)
     except Exception as e:
-      if settings.post_mortem():
+      if settings.post_mortem:
         _post_mortem(e)
       raise
 
@@ -252,8 +249,8 @@ class _Remote(io.TextIOBase):
   def _connected(self) -> tuple[Any, Any]:
     """Returns a file to read from and one to write to."""
     if self._files is None:
-      # A Unix socket in a directory that only this user may enter: who
-      # reaches the debugger can run anything.
+      # A Unix socket in a directory that only this user may enter, because the
+      # debugger runs any code that it is sent.
       folder = self._stack.enter_context(
         tempfile.TemporaryDirectory(prefix='jaxline_pdb_')
       )
@@ -272,7 +269,8 @@ class _Remote(io.TextIOBase):
       )
       connection, _ = server.accept()
       self._stack.enter_context(connection)
-      # Two files: a single one would forget lines read ahead when written to.
+      # Two files, since a single one loses its lines read ahead when it is
+      # written to.
       self._files = (connection.makefile('r'), connection.makefile('w'))
       for file in self._files:
         self._stack.callback(file.close)
@@ -280,7 +278,7 @@ class _Remote(io.TextIOBase):
 
 
 class _PerThread:
-  """A stream that is `mine` for the thread that made it, else `others`."""
+  """A stream: `mine` for the thread that made it, `others` for all others."""
 
   def __init__(self, mine: Any, others: Any):
     self._thread = threading.get_ident()
@@ -319,9 +317,9 @@ def attach(path: str) -> None:
 def disable_pmap_jit(fn: F) -> F:
   """Runs a function op by op, if `settings.disable_pmap_jit` is on.
 
-  It holds for functions that were decorated with `jax.pmap` and `jax.jit`
-  before, and in threads that the function starts. The table at the top of
-  `op_by_op` says what is seen.
+  This also affects functions that were decorated with `jax.pmap` and `jax.jit`
+  before, and threads that the function starts. The table at the top of
+  `op_by_op` lists the kinds of values that are seen.
 
   Args:
     fn: any function.
@@ -332,9 +330,9 @@ def disable_pmap_jit(fn: F) -> F:
 
   @functools.wraps(fn)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
-    if not settings.disable_pmap_jit():
+    if not settings.disable_pmap_jit:
       return fn(*args, **kwargs)
-    import chex  # It takes as long to import as jax, and runs seldom need it.
+    import chex  # It takes as long to import as jax, and runs rarely need it.
 
     with op_by_op.mode, chex.fake_pmap_and_jit(enable_pmap_patching=False):
       return fn(*args, **kwargs)

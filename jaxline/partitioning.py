@@ -439,6 +439,7 @@ class Partitioner:
       Arrays that share no buffer with any other array, so that they can be
       donated.
     """
+
     def one(x: Any, sharding: NamedSharding) -> jax.Array:
       lies_right = isinstance(x, jax.Array) and x.sharding == sharding
       if lies_right and may_keep:

@@ -227,25 +227,64 @@ def _find_mode(name: str) -> Mode:
 
 # Flags.
 
+
+class _SettingFlag(flags.Flag):
+  """A flag whose value is also a field of `debug.settings`.
+
+  So JAXline's decorators and `train.evaluate` follow the command line in a
+  program that parses flags but does not call `main`.
+  """
+
+  def __init__(self, setting: str, *args: Any, **kwargs: Any):
+    self._setting = setting
+    super().__init__(*args, **kwargs)
+
+  @property
+  def value(self) -> Any:
+    return self._value
+
+  @value.setter
+  def value(self, value: Any) -> None:
+    self._value = value
+    setattr(debug.settings, self._setting, value)
+
+
+class _BoolSettingFlag(_SettingFlag, flags.BooleanFlag):
+  """The same for a flag that is true or false."""
+
+
 _CONFIG = config_flags.DEFINE_config_file(
   name='config',
   help_string='The run: a config file, such as configs/lm.py. Its values are'
   ' overridden by --config.key=value.',
 )
-_MODE = flags.DEFINE_string(
-  'jaxline_mode',
-  'train',
-  'What to do: '
-  + '; '.join(f'{name}: {mode.text}' for name, mode in MODES.items())
-  + '.',
+_MODE = flags.DEFINE_flag(
+  _SettingFlag(
+    'mode',
+    flags.ArgumentParser(),
+    flags.ArgumentSerializer(),
+    'jaxline_mode',
+    'train',
+    'What to do: '
+    + '; '.join(f'{name}: {mode.text}' for name, mode in MODES.items())
+    + '.',
+  )
 )
-_POST_MORTEM = flags.DEFINE_bool(
-  'jaxline_post_mortem', False, 'Enter pdb where an exception was raised.'
+_POST_MORTEM = flags.DEFINE_flag(
+  _BoolSettingFlag(
+    'post_mortem',
+    'jaxline_post_mortem',
+    False,
+    'Enter pdb where an exception was raised.',
+  )
 )
-_DISABLE_PMAP_JIT = flags.DEFINE_bool(
-  'jaxline_disable_pmap_jit',
-  False,
-  'Run step and evaluate op by op, so that a debugger sees values.',
+_DISABLE_PMAP_JIT = flags.DEFINE_flag(
+  _BoolSettingFlag(
+    'disable_pmap_jit',
+    'jaxline_disable_pmap_jit',
+    False,
+    'Run step and evaluate op by op, so that a debugger sees values.',
+  )
 )
 _TPU_DRIVER = flags.DEFINE_string(
   'jaxline_tpu_driver',
@@ -266,15 +305,6 @@ _OUR_FLAGS = (
 # `--help` of a program that lets absl parse the command line shows these too.
 for _name in _OUR_FLAGS:
   flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[_name])
-
-
-def _flag(holder: flags.FlagHolder) -> Any:
-  """A flag's value; its default where nobody parsed a command line."""
-  return holder.value if flags.FLAGS.is_parsed() else holder.default
-
-
-debug.settings.post_mortem = lambda: _flag(_POST_MORTEM)
-debug.settings.disable_pmap_jit = lambda: _flag(_DISABLE_PMAP_JIT)
 
 
 def main(
@@ -540,7 +570,7 @@ def _start(
     if logs:
       _say_directory(config, is_trained=bool(mode.log))
       supervision = train.Supervision(
-        stack.enter_context(preemption.Watch(takes_steps=bool(mode.log))),
+        preemption.begin_run(takes_steps=bool(mode.log)),
         stack.enter_context(watchdog.Watchdog(config.watchdog_secs)),
       )
     log_files = stack.enter_context(contextlib.ExitStack())

@@ -13,7 +13,9 @@ import sys
 import threading
 from unittest import mock
 
+from absl import flags
 from absl import logging
+from absl.testing import flagsaver
 import chex
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ import numpy as np
 import pytest
 
 from jaxline import debug
+from jaxline import platform
 from jaxline.compat import op_by_op
 
 P = jax.sharding.PartitionSpec
@@ -28,17 +31,37 @@ P = jax.sharding.PartitionSpec
 
 @pytest.fixture
 def post_mortem_on(monkeypatch):
-  monkeypatch.setattr(debug.settings, 'post_mortem', lambda: True)
+  monkeypatch.setattr(debug.settings, 'post_mortem', True)
 
 
 @pytest.fixture
 def jit_off(monkeypatch):
-  monkeypatch.setattr(debug.settings, 'disable_pmap_jit', lambda: True)
+  monkeypatch.setattr(debug.settings, 'disable_pmap_jit', True)
 
 
 @pytest.fixture
 def terminal(monkeypatch):
   monkeypatch.setattr(sys.stdin, 'isatty', lambda: True, raising=False)
+
+
+# --- settings ----------------------------------------------------------------
+
+
+def test_flags_that_a_program_parses_itself_are_settings():
+  command = ['x', '--jaxline_post_mortem', '--jaxline_disable_pmap_jit']
+  values = ('post_mortem', 'disable_pmap_jit', 'mode')
+  before = [getattr(debug.settings, name) for name in values]
+  with flagsaver.flagsaver():
+    flags.FLAGS([*command, f'--{platform._MODE.name}=eval_test'])
+    now = [getattr(debug.settings, name) for name in values]
+    assert now == [True, True, 'eval_test']
+    flags.FLAGS.jaxline_post_mortem = False  # As tests set it.
+    assert not debug.settings.post_mortem
+  assert [getattr(debug.settings, name) for name in values] == before
+
+
+def test_without_the_flags_module_an_evaluation_is_called_eval():
+  assert debug.Settings() == debug.Settings(False, False, 'eval', True)
 
 
 # --- small helpers -----------------------------------------------------------
@@ -105,7 +128,7 @@ def test_activities_are_those_of_each_thread():
       assert leave.wait(10)
 
   main = threading.current_thread().name
-  changes = debug.activity_changes()
+  signs = debug.signs_of_life()
   assert debug.activities() == {}
   with debug.log_activity('training'):
     with pytest.raises(ValueError), debug.log_activity('failing'):
@@ -122,7 +145,7 @@ def test_activities_are_those_of_each_thread():
     thread.join(10)
     assert debug.activities() == {main: ['training']}
   assert debug.activities() == {}
-  assert debug.activity_changes() == changes + 8
+  assert debug.signs_of_life() == signs + 8
 
 
 def test_evaluate_returning_none_warns_once_and_means_no_scalars(caplog):
@@ -471,7 +494,7 @@ def test_op_by_op_ends_with_the_last_function(jit_off):
 
 def _run_both_ways(f, *args):
   """Returns f's outputs compiled, and op by op."""
-  with mock.patch.object(debug.settings, 'disable_pmap_jit', return_value=True):
+  with mock.patch.object(debug.settings, 'disable_pmap_jit', new=True):
     op_by_op = debug.disable_pmap_jit(f)(*args)
   return f(*args), op_by_op
 

@@ -281,6 +281,7 @@ with preemption.Watch() as watch:
 SWALLOWS = {
   'gc': """
 import gc
+gc.disable()  # Only `swallow` collects.
 gc.callbacks.append(lambda phase, info: phase == 'start' and raise_once())
 swallow = gc.collect
 """,
@@ -362,18 +363,18 @@ with preemption.Watch(grace=0.3):
   assert f'{signum.name}: leaving.' in err
 
 
-def test_a_run_takes_over_from_its_start_up(start):
+def test_a_run_has_no_grace_after_its_start_up(start):
   program = start("""
 import signal, time
-with preemption.Watch(grace=0.1) as outer:
-  with preemption.Watch() as watch:
-    with watch.training():
-      say('stepping')
-      while not watch.reached(1):
-        time.sleep(0.01)
-      time.sleep(0.5)  # Saves: nobody hurries it.
-      say('saved')
-    say('never')
+with preemption.Watch(grace=0.1) as watch:
+  assert preemption.begin_run() is watch
+  with watch.training():
+    say('stepping')
+    while not watch.reached(1):
+      time.sleep(0.01)
+    time.sleep(0.5)  # Saves, without a limit of time.
+    say('saved')
+  say('never')
 """)
   program.said('stepping')
   program.kill(signal.SIGINT)
@@ -382,20 +383,35 @@ with preemption.Watch(grace=0.1) as outer:
   assert err.count(AGAIN) == 1
 
 
-def test_after_both_watches_the_handlers_are_those_from_before():
+def test_a_notice_that_start_up_swallowed_acts_when_the_run_begins():
+  with preemption.Watch(grace=60.0):
+    with raises_preempted(75):
+      signal.raise_signal(signal.SIGTERM)
+    with raises_preempted(75):
+      preemption.begin_run()
+
+
+def test_after_the_watch_the_handlers_are_those_from_before():
   signums = (signal.SIGTERM, signal.SIGINT)
-  before = [signal.getsignal(signum) for signum in signums]
-  with preemption.Watch(grace=1.0):
-    outer = [signal.getsignal(signum) for signum in signums]
-    with preemption.Watch():
-      inner = [signal.getsignal(signum) for signum in signums]
-      assert not {*inner} & {*outer, *before}
-      with preemption.paused():
-        assert [signal.getsignal(signum) for signum in signums] == before
-      assert [signal.getsignal(signum) for signum in signums] == inner
-    assert [signal.getsignal(signum) for signum in signums] == before
-  assert [signal.getsignal(signum) for signum in signums] == before
+  handlers = lambda: [signal.getsignal(signum) for signum in signums]
+  before = handlers()
+  with preemption.Watch(grace=1.0) as watch:
+    assert not {*handlers()} & {*before}
+    preemption.begin_run()
+    assert not {*handlers()} & {*before}
+    with preemption.paused():
+      assert handlers() == before
+    assert not {*handlers()} & {*before}
+    with watch.training():
+      assert not watch.reached(1)
+  assert handlers() == before
   assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_run_without_a_watch_has_one_that_handles_no_signals():
+  before = signal.getsignal(signal.SIGTERM)
+  with preemption.begin_run().training():
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 # --- handlers of the program itself ------------------------------------------
@@ -608,10 +624,11 @@ HOST = """
 import time
 import jax
 address, num_processes, process, mode = sys.argv[1:]
-jax.distributed.initialize(
-  address, int(num_processes), int(process), initialization_timeout=60
-)
-with preemption.Watch(takes_steps=mode != 'evaluate') as watch:
+with preemption.Watch(grace=60.0) as watch:
+  jax.distributed.initialize(
+    address, int(num_processes), int(process), initialization_timeout=60
+  )
+  preemption.begin_run(takes_steps=mode != 'evaluate')
   say('starting')
   if mode != 'train':
     wait()

@@ -3,7 +3,7 @@
 import collections
 from collections.abc import Callable, Iterator, Mapping
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import logging
 import jax
@@ -17,29 +17,14 @@ _MAX_NAMED = 8  # Scalars in a message; a norm for each layer can be hundreds.
 
 MODES = ('warn', 'raise', 'skip', 'ignore')
 
-# The scalar of a step by which an experiment with SKIPS_NONFINITE says whether
-# the loss and the gradients were finite, int32: 0 if they were, else how many
-# steps in a row, this one included, were not.
-FLAG = 'nonfinite'
+# The scalar, int32, by which the step of an experiment with SKIPS_NONFINITE says
+# whether the loss and the gradients were finite: 0 if they were, else 1, or with
+# 'skip' the number of steps in a row that were not.
+NONFINITE = 'nonfinite'
 
 
 class NonfiniteError(ArithmeticError):
   """A step's loss or gradients were NaN or infinite."""
-
-
-class _Step(NamedTuple):
-  """The result of a step, which the devices may still be computing.
-
-  Attributes:
-    number: the step.
-    flag: the scalar FLAG; None if the scalars are judged instead.
-    scalars: with a flag, the scalars that a message may name; without one, the
-      numbers to judge by `a/b` name.
-  """
-
-  number: int
-  flag: Any
-  scalars: Mapping[str, Any]
 
 
 def resolve(on_nonfinite: str | None, is_sharded: bool) -> str:
@@ -59,13 +44,13 @@ def resolve(on_nonfinite: str | None, is_sharded: bool) -> str:
 class Guard(periodic.Action):
   """A periodic action that judges each step: raises `NonfiniteError`, or warns.
 
-  The step of an experiment with SKIPS_NONFINITE = True returns the scalar FLAG,
-  which is the same on all hosts. For all other experiments, the guard judges
-  the scalars whose name contains 'loss' or 'grad' in any case, also in nested
-  dicts, and every entry of an array such as [devices]. Of an array over several
-  hosts, each host judges its own part. The guard judges no other scalars, no
-  values that are not floating-point or complex numbers, and no array whose
-  buffer a later step has reused.
+  The step of an experiment with SKIPS_NONFINITE = True returns the scalar
+  NONFINITE, which is the same on all hosts. For all other experiments, the
+  guard judges the scalars whose name contains 'loss' or 'grad' in any case,
+  also in nested dicts, and every entry of an array such as [devices]. Of an
+  array over several hosts, each host judges its own part. The guard judges no
+  other scalars, no values that are not floating-point or complex numbers, and
+  no array whose buffer a later step has reused.
 
   A step is judged `steps_late` steps later, when the loop has to wait for its
   end anyway. Call `wait` before saving.
@@ -120,7 +105,11 @@ class Guard(periodic.Action):
     self._warn = warn or (lambda step, names, text: logging.warning('%s', text))
     self._warned: set[str] = set()
     self._steps_late = steps_late
-    self._steps: collections.deque[_Step] = collections.deque()
+    # (step, flag or None, scalars): with a flag, those that a message may name;
+    # without one, the numbers to judge.
+    self._steps: collections.deque[tuple[int, Any, Mapping[str, Any]]] = (
+      collections.deque()
+    )
     self._error: NonfiniteError | None = None
 
   def __call__(
@@ -135,7 +124,7 @@ class Guard(periodic.Action):
 
     Raises:
       NonfiniteError: a step was not finite; then every later call raises it.
-      ValueError: the step of an experiment that shall skip returned no FLAG.
+      ValueError: the scalar NONFINITE is missing, with on_nonfinite='skip'.
     """
     del t
     if self._mode == 'ignore':
@@ -143,18 +132,18 @@ class Guard(periodic.Action):
     if self._error is not None:
       raise self._error
     scalars = scalar_outputs or {}
-    flag = scalars.get(FLAG) if self._has_flag else None
+    flag = scalars.get(NONFINITE) if self._has_flag else None
     if flag is not None:
       scalars = dict(scalars)
     elif self._mode == 'skip':
       raise ValueError(
         f"config.on_nonfinite is 'skip', but {self._class_name}.step returned"
-        f' {list(scalars)}, without {FLAG!r}. An override of `step` must'
+        f' {list(scalars)}, without {NONFINITE!r}. An override of `step` must'
         ' return all scalars of ShardedExperiment.step or of the compiled step.'
       )
     else:
       scalars = {name: x for name, x in _numbers(scalars) if _judges(name)}
-    self._steps.append(_Step(int(step), flag, scalars))
+    self._steps.append((int(step), flag, scalars))
     if len(self._steps) > self._steps_late:
       self._judge_oldest()
 
@@ -162,7 +151,7 @@ class Guard(periodic.Action):
     """Returns the scalars to log, of those that a step returned."""
     if not self._has_flag:
       return scalars
-    return {name: x for name, x in scalars.items() if name != FLAG}
+    return {name: x for name, x in scalars.items() if name != NONFINITE}
 
   def wait(self) -> None:
     """Judges all steps so far, waiting for them.

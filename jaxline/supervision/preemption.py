@@ -1,15 +1,17 @@
-"""Leaves a run in order when it is told to: SIGTERM, Ctrl-C, preemption.
+"""Ends a run in order on SIGTERM, Ctrl-C or a preemption notice.
 
-    with preemption.Watch() as watch:
+    with preemption.Watch(grace=5.0) as watch:
       ...                         # Start-up: a notice raises Preempted at once.
-      with watch.training():      # Here it is only noted,
+      preemption.begin_run()      # After jax.distributed.initialize.
+      ...                         # The same, without the limit of 5 seconds.
+      with watch.training():      # A notice is only noted.
         while ...:
           ...
-          if watch.reached(step):   # asked for after each step by every host,
-            ...                     # which saves what it has,
-            watch.leave()           # and then raises Preempted.
+          if watch.reached(step):   # Every host asks after each step,
+            ...                     # saves its state,
+            watch.leave()           # and raises Preempted.
 
-At a prompt, `paused` makes Ctrl-C Python's own again.
+`paused` restores Python's own Ctrl-C at a prompt.
 """
 
 from __future__ import annotations
@@ -29,27 +31,29 @@ import weakref
 
 from absl import logging
 
-# EX_TEMPFAIL of sysexits.h: what was to be saved is saved, start me again.
+# EX_TEMPFAIL of sysexits.h: all is saved, and the run can be started again.
 EXIT_CODE = 75
-# What a shell gives for a program that Ctrl-C has ended.
+# The code of a shell for a program that Ctrl-C ended.
 SIGINT_EXIT_CODE = 130
 
-# How often a notice that was swallowed is raised again, in seconds.
+# How often the listener looks for a notice that was swallowed, in seconds.
 _TICK_SECS = 0.1
 
-# JAX's notice names the step to leave at as one more than the largest that a
-# host has asked with, which is 0 before the first. A run that goes on at step
-# 500 would never ask with the 1 of a notice during its start-up: so these are
-# counted, and not the run's steps.
+# JAX's notice names the step to leave at: one more than the largest that a host
+# has asked with, which is 0 before the first. A run that continues at step 500
+# would never ask with the 1 of a notice during its start-up, so `reached` asks
+# with the number of calls and not with the run's step.
 _calls = itertools.count(1)
 
 _active: Watch | None = None
 
 
 class Preempted(SystemExit):
-  """Ends the process with an exit code; no error of the run.
+  """Ends the process with an exit code; this is no error of the run.
 
-  `code` is EXIT_CODE or SIGINT_EXIT_CODE, `str()` says why.
+  Attributes:
+    code: EXIT_CODE or SIGINT_EXIT_CODE.
+    reason: the message of `str()`.
   """
 
   def __init__(self, code: int, reason: str):
@@ -61,42 +65,35 @@ class Preempted(SystemExit):
 
 
 class Watch:
-  """Hears SIGTERM and SIGINT while a run is inside of it.
+  """Handles SIGTERM and SIGINT while a run is inside of it.
 
-  The first of them counts and decides the exit code; a SIGTERM after it changes
-  nothing. The second SIGINT ends the process at once, whatever its threads do.
-  Signals that are ignored (nohup, a shell's background jobs) stay ignored, and
-  one that has a handler of the program's own in Python is left to that.
+  The first signal decides the exit code; a later SIGTERM changes nothing. The
+  second SIGINT ends the process at once, whatever its threads do. Signals that
+  are ignored (nohup, a shell's background jobs) stay ignored. A signal for
+  which the program has a Python handler of its own is left to that handler.
 
-  Python drops what a handler raises where nothing may be raised: in `__del__`,
-  or in a callback of the garbage collector, of which JAX has one. So where
-  Preempted is neither on its way nor caught and kept, it is raised again.
+  Python drops exceptions that a handler raises inside `__del__` or a callback
+  of the garbage collector, of which JAX has one. So Preempted is raised again
+  if it is neither propagating nor caught and kept.
 
-  A watch that is entered within another one takes over from it, for good: after
-  it the handlers are those from before both.
-
-  Once `jax.distributed` is initialised, JAX takes the SIGTERM, and all hosts
-  agree upon the step after which they leave. Enter the watch after that. A
+  Once `jax.distributed` is initialised, JAX handles SIGTERM, and all hosts
+  agree on the step after which they leave. Call `begin_run` after that. A
   notice during start-up then acts after the first step.
 
-  Only the main thread can hear signals: entered on another one, the watch knows
-  of none but JAX's notice.
+  Only the main thread can handle signals. A watch that is entered on another
+  thread knows only of JAX's notice.
   """
 
-  def __init__(self, takes_steps: bool = True, grace: float | None = None):
-    """Makes the watch; it hears nothing before it is entered.
+  def __init__(self, grace: float | None = None):
+    """Makes the watch; it handles no signals before it is entered.
 
     Args:
-      takes_steps: False for evaluation alone, which never asks `reached`. JAX
-        would then swallow every SIGTERM, so it is taken from JAX, for good:
-        Python cannot put the handler back that JAX made in C++, and after the
-        watch the default one ends the process.
-      grace: how long after a notice the process may live, in seconds, even if
-        its main thread does not come back from C. For where there is nothing to
-        save; None waits.
+      grace: how many seconds the process may live after a notice, until
+        `begin_run`, even if its main thread does not return from C. None sets
+        no limit.
     """
-    self._takes_steps = takes_steps
     self._grace = grace
+    self._takes_steps = True
     self._shared = False
     self._notice: int | None = None
     self._raised: weakref.ref[Preempted] | None = None
@@ -111,38 +108,47 @@ class Watch:
     global _active
     self._shared = self._takes_steps and _jax_has_notice()
     if threading.current_thread() is threading.main_thread():
-      outer, _active = _active, self
+      _active = self
       self._stack.callback(_forget_active)
-      self._hear(outer)
-      if outer is not None and outer._notice is not None:
-        with contextlib.ExitStack() as stack:
-          stack.push(self.__exit__)  # For what this may raise.
-          self._on_signal(outer._notice, None)
-          stack.pop_all()
+      self._listen_to_signals()
+      self._take_signals()
     return self
 
   def __exit__(self, *unused: Any) -> None:
     self._stack.close()
 
+  def _begin_run(self, takes_steps: bool) -> None:
+    self._grace = None
+    self._takes_steps = takes_steps
+    was_shared, self._shared = self._shared, takes_steps and _jax_has_notice()
+    if _active is self:
+      self._take_signals()
+    if self._notice is None:
+      return
+    if not self._shared:
+      self.leave()
+    if not was_shared:
+      _tell_jax()
+
   @contextlib.contextmanager
   def training(self) -> Iterator[None]:
     """Notes a notice for `reached`, instead of raising, while inside.
 
-    The last save and the wait for other hosts belong inside. On one host, a
-    notice that came after the last `reached` raises on leaving; where several
-    would have to agree, it came too late to count.
+    The last save and the wait for other hosts belong inside. A notice after the
+    last `reached` is raised on leaving on a single host, and ignored if several
+    hosts would have to agree.
 
     Raises:
-      Preempted: on entering or leaving, if a notice is noted.
+      Preempted: on entering or leaving, if there was a notice.
     """
-    # Hosts that cannot agree must not leave their steps one by one: there the
-    # notice ends this host at once, and the others notice that.
+    # Hosts that cannot agree must not leave at different steps. There a notice
+    # ends this host at once, and the others see that it is gone.
     self._defers = self._shared or _num_processes() == 1
     for signum in self._old_handlers:
-      if not self._hears(signum):  # Such as by the experiment's constructor.
+      if not self._hears(signum):  # The experiment's constructor replaced it.
         _warn_of_clients(signum, signal.getsignal(signum))
     try:
-      # It was raised before, and somebody has swallowed it: `__del__` does.
+      # It was raised before and swallowed, for instance by a `__del__`.
       self._leave_if_alone()
       yield
     finally:
@@ -150,14 +156,14 @@ class Watch:
     self._leave_if_alone()
 
   def reached(self, step: int) -> bool:
-    """Says whether to save and leave now; takes microseconds.
+    """Returns whether to save and leave now; takes microseconds.
 
     Args:
-      step: the step that has been taken, for the message.
+      step: the last step, for the message.
 
     Returns:
       The same on all hosts, if each asks once after each step. After the first
-      True, True.
+      True it is always True.
     """
     self._step = step
     if self._shared and not self._is_reached:
@@ -169,7 +175,7 @@ class Watch:
     return self._is_reached if self._shared else self._notice is not None
 
   def leave(self) -> NoReturn:
-    """Raises Preempted, with the exit code of the notice that came."""
+    """Raises Preempted with the exit code of the notice."""
     when = '' if self._step is None else f' after step {self._step}'
     error = Preempted(
       EXIT_CODE, f'Preempted by SIGTERM{when}. Start it again to go on.'
@@ -180,18 +186,18 @@ class Watch:
     try:
       raise error
     finally:
-      del error  # Its traceback holds this frame, which would hold it.
+      del error  # Else it is in a cycle with its traceback and never freed.
 
   def _leave_if_alone(self) -> None:
     if self._notice is not None and not self._shared:
       self.leave()
 
-  def _hear(self, outer: Watch | None) -> None:
-    """Takes the signals, until `self._stack` is closed."""
-    # In this order, so that no signal finds half of it: the reader first.
+  def _listen_to_signals(self) -> None:
+    """Starts the thread of `_listen`, until `self._stack` is closed."""
+    # In this order, so that every signal finds a reader.
     read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)  # As set_wakeup_fd asks.
-    # The reader ends when its pipe does.
+    os.set_blocking(write_end, False)  # set_wakeup_fd requires it.
+    # The reader ends when its pipe is closed.
     self._stack.callback(os.close, write_end)
     threading.Thread(
       target=self._listen,
@@ -201,30 +207,29 @@ class Watch:
     ).start()
     self._old_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     self._stack.callback(self._put_back, write_end)
-    before = {}
-    if outer is not None:
-      self._old_fd = outer._old_fd
-      before, outer._old_handlers = outer._old_handlers, {}
-    signums = (
-      [signal.SIGINT] if self._shared else [signal.SIGTERM, signal.SIGINT]
-    )
-    for signum in signums:
-      handler = before.get(signum, signal.getsignal(signum))
-      # None is a handler that is not Python's, and could not be put back.
-      if handler in (signal.SIG_IGN, None):
-        continue
-      if _is_clients(handler, signum):
+
+  def _take_signals(self) -> None:
+    """Makes `_on_signal` the handler of those signals that are ours."""
+    for signum in (signal.SIGTERM, signal.SIGINT):
+      handler = signal.getsignal(signum)
+      if signum == signal.SIGTERM and self._shared:
+        self._old_handlers.pop(signum, None)  # JAX keeps it.
+      elif handler == self._on_signal:
+        signal.signal(signum, handler)  # JAX may have replaced it in C++.
+      # None is a handler that was not made in Python and cannot be restored.
+      elif handler in (signal.SIG_IGN, None):
+        pass
+      elif _is_clients(handler, signum):
         if self._grace is None:
           _warn_of_clients(signum, handler)
         if signum == signal.SIGTERM and _jax_has_notice():
-          # JAX has replaced it in C++, unseen by Python.
-          signal.signal(signum, handler)
-        continue
-      self._old_handlers[signum] = handler
-      signal.signal(signum, self._on_signal)
+          signal.signal(signum, handler)  # JAX has replaced it in C++.
+      else:
+        self._old_handlers[signum] = handler
+        signal.signal(signum, self._on_signal)
 
   def _put_back(self, write_end: int) -> None:
-    """Undoes `_hear`, but for what somebody else has set since."""
+    """Restores handlers and descriptor, unless they were replaced since."""
     for signum, handler in self._old_handlers.items():
       if self._hears(signum):
         signal.signal(signum, handler)
@@ -241,8 +246,7 @@ class Watch:
     if self._notice is None:
       self._notice = signum
       if self._shared:
-        # JAX hears it and tells the other hosts.
-        os.kill(os.getpid(), signal.SIGTERM)
+        _tell_jax()
     if not (self._shared or self._defers or self._is_leaving()):
       self.leave()
 
@@ -250,19 +254,20 @@ class Watch:
     return self._raised is not None and self._raised() is not None
 
   def _listen(self, read_end: int) -> None:
-    """Sees to it that a notice is heard; on a thread of its own.
+    """Acts on signals even if the main thread does not; has its own thread.
 
-    Python runs a handler on the main thread, once that is back from C; a
-    compilation takes minutes. But the number of the signal is written to the
-    pipe as it comes. Ends the process at the second SIGINT, and after the
-    grace.
+    Python runs a handler on the main thread after that returns from C, where a
+    compilation takes minutes. But it writes the number of the signal to the
+    pipe at once. This thread ends the process at the second SIGINT and after
+    the grace, and raises a swallowed notice again.
 
     Args:
       read_end: of the pipe that `signal.set_wakeup_fd` writes to; closed here.
     """
     main = threading.main_thread().ident
     first: int | None = None
-    interrupts, repeated, deadline = 0, 0, float('inf')
+    began = 0.0
+    interrupts, repeated = 0, 0
     poller = select.poll()
     poller.register(read_end, select.POLLIN)
     with open(read_end, 'rb', buffering=0) as pipe:
@@ -272,30 +277,23 @@ class Watch:
             return
           signum = data[0]
           if not self._hears(signum):
-            continue  # The program's own handler handles it, or JAX's.
+            continue  # It is for the program's own handler, or JAX's.
           if repeated and signum == self._notice:
             repeated -= 1
             continue
           if first is None:
-            first = signum
-            if self._grace is not None:
-              deadline = time.monotonic() + self._grace
+            first, began = signum, time.monotonic()
           if signum == signal.SIGINT:
             interrupts += 1
             if interrupts == 2:
               os._exit(SIGINT_EXIT_CODE)
-            saves = self._grace is None
+            saves = 'saving, then ' if self._grace is None else ''
             _say(
-              'Ctrl-C: '
-              + (
-                'saving what is to be saved, then leaving'
-                if saves
-                else 'leaving'
-              )
-              + '; press Ctrl-C again to leave at once.'
+              f'Ctrl-C: {saves}leaving; press Ctrl-C again to leave at once.'
             )
-        if time.monotonic() > deadline:
-          assert first is not None
+        assert first is not None
+        grace = self._grace
+        if grace is not None and time.monotonic() > began + grace:
           _say(f'{signal.Signals(first).name}: leaving.')
           os._exit(SIGINT_EXIT_CODE if first == signal.SIGINT else EXIT_CODE)
         if self._is_swallowed() and not repeated:
@@ -305,7 +303,7 @@ class Watch:
           signal.pthread_kill(main, self._notice)
 
   def _is_swallowed(self) -> bool:
-    """Says whether Preempted was raised, and is no longer there."""
+    """Returns whether Preempted was raised and no longer exists."""
     return (
       self._notice is not None
       and self._raised is not None
@@ -316,13 +314,13 @@ class Watch:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-  """Keeps a notice until the end of what must not be torn apart.
+  """Delays a notice until the end of code that must not be interrupted.
 
-  Out of a call into Orbax, whose event loops run on this thread, another error
-  than Preempted may come.
+  A call into Orbax, whose event loops run on this thread, may turn Preempted
+  into another error.
 
   Raises:
-    Preempted: on leaving, if a notice has come that would have raised it.
+    Preempted: on leaving, if there was a notice that would have raised it.
   """
   watch = _active
   is_main = threading.current_thread() is threading.main_thread()
@@ -339,7 +337,7 @@ def held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-  """Makes signals Python's own while somebody is asked something."""
+  """Restores the handlers from before the watch, for a prompt."""
   watch = _active
   if watch is None or (
     threading.current_thread() is not threading.main_thread()
@@ -358,11 +356,33 @@ def _forget_active() -> None:
   _active = None
 
 
-def _is_clients(handler: Any, signum: int) -> bool:
-  """Says whether a handler is of the program that runs us.
+def begin_run(takes_steps: bool = True) -> Watch:
+  """Ends the start-up of the active watch: there may be something to save.
 
-  Neither Python's own is, of Ctrl-C, nor that of asyncio or of a notebook's
-  kernel: a cell that trains is interrupted as a program is.
+  Call it after `jax.distributed` is initialised, if it will be.
+
+  Args:
+    takes_steps: False for evaluation alone, which never asks `reached`. JAX
+      would then swallow every SIGTERM, so the watch takes it from JAX for good:
+      Python cannot restore a handler that JAX made in C++, and after the watch
+      the default handler ends the process.
+
+  Returns:
+    The watch; a new one, which handles no signals, if none is active.
+
+  Raises:
+    Preempted: a notice came before, and its exception was swallowed.
+  """
+  watch = _active or Watch()
+  watch._begin_run(takes_steps)
+  return watch
+
+
+def _is_clients(handler: Any, signum: int) -> bool:
+  """Returns whether a handler belongs to the program that runs us.
+
+  The handlers of Python (for Ctrl-C), asyncio and a notebook's kernel do not: a
+  cell that trains is interrupted in the same way as a program.
   """
   if handler in (signal.default_int_handler, _spare_once):
     return signum != signal.SIGINT
@@ -377,21 +397,26 @@ def _is_clients(handler: Any, signum: int) -> bool:
 def _warn_of_clients(signum: int, handler: Any) -> None:
   logging.warning(
     '%s has a handler of the program itself, %r, which alone handles it:'
-    ' jaxline will not save on it.',
+    ' jaxline does not save on this signal.',
     signal.Signals(signum).name,
     handler,
   )
 
 
+def _tell_jax() -> None:
+  """Passes a notice on to JAX, which tells the other hosts."""
+  os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _say(text: str) -> None:
-  # Not by sys.stderr, whose lock a thread that hangs may hold.
+  # Not by sys.stderr, whose lock may be held by a thread that hangs.
   with contextlib.suppress(OSError):
     os.write(2, f'\n[jaxline] {text}\n'.encode())
 
 
 def _jax_has_notice() -> bool:
-  """Says whether JAX hears SIGTERM and lets the hosts agree."""
-  # Not imported: then nobody has initialised it, and it takes a second.
+  """Returns whether JAX handles SIGTERM and lets the hosts agree."""
+  # Not imported here, which takes a second: then it is not initialised either.
   jax = sys.modules.get('jax')
   return (
     jax is not None
@@ -406,17 +431,17 @@ def _num_processes() -> int:
 
 
 def _in_forked_child() -> None:
-  """Gives a forked worker its signals back.
+  """Restores the signal handlers in a forked worker.
 
-  Otherwise it would ignore being terminated, and its share of one Ctrl-C at the
-  terminal would be counted by its parent as a second one.
+  Otherwise it would ignore SIGTERM, and its copy of one Ctrl-C at the terminal
+  would count as a second one in its parent.
   """
   if _active is None:
     return
   hears_interrupts = _active._hears(signal.SIGINT)
   _active._stack.close()
   if hears_interrupts:
-    # The parent needs its workers while it saves: the first is not for them.
+    # The parent needs its workers while it saves, so they ignore the first.
     signal.signal(signal.SIGINT, _spare_once)
 
 

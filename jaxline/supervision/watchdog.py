@@ -1,13 +1,12 @@
-"""Ends a run that hangs, and says where.
+"""Ends a run that hangs, and prints where.
 
 A run that waits for ever (for a peer, a disk, a lock) costs as much as one that
-trains. The watchdog prints the stack of every thread and what the run was in
-the middle of, then ends the process.
+trains. The watchdog prints the stack of every thread and the open activities,
+then ends the process.
 """
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Iterator
 import contextlib
 import faulthandler
@@ -24,39 +23,37 @@ from jaxline import debug
 # EX_SOFTWARE of sysexits.h.
 EXIT_CODE = 70
 
-# How long the report may take, in seconds: where stderr is a pipe that nobody
-# reads, or its lock is what the run hangs at, it is left unsaid.
+# How long the report may take, in seconds. It cannot be printed if stderr is a
+# pipe that nobody reads, or if the run hangs at the lock of stderr.
 _REPORT_SECS = 10.0
-# The watchdog's own clock, in seconds, at most.
+# How often the watchdog looks, in seconds, at most.
 _TICK_SECS = 5.0
-# A thread inside of these waits for a human.
+# A thread inside of these modules waits for a human.
 _DEBUGGERS = ('pdb', 'bdb')
 
 
 class Watchdog:
-  """Ends the process where no sign of life came for some seconds.
+  """Ends the process after some seconds without a sign of life.
 
-  A sign of life is a `beat`, and the start and the end of every
-  `debug.log_activity`, in whichever thread. Where threads are `watched`, each
-  of them must give its own. While a thread stands in pdb, everything may wait.
+  Signs of life are each `beat` and the start and end of each
+  `debug.log_activity`, in any thread. If threads are `watched`, each of them
+  must give its own. While a thread is in pdb, there is no alarm.
 
-  Only time in which this process could run counts. So setting the clock,
-  suspending the machine, or stopping the process and continuing it raises no
-  alarm, with one exception: below is a second line.
-
-  A call into C that never gives back the interpreter's lock hangs this thread
-  too. Then `faulthandler`, which needs no interpreter, prints the stacks and
-  ends the process with code 1, after twice the time. It cannot know of a stop:
-  a process that was stopped for longer than that may end as it is continued.
-  faulthandler has one timer, so inside of a watchdog `dump_traceback_later` is
-  not for others.
+  Only time in which this process could run counts. So a change of the clock, a
+  suspended machine or a process that was stopped and continued raises no alarm,
+  with one exception: a call into C that never releases the interpreter's lock
+  blocks the watchdog's thread too. For this case `faulthandler`, which needs no
+  interpreter, prints the stacks and ends the process with code 1 after twice
+  the time. It counts the time of a stop too, so a process that was stopped for
+  longer than that may end when it is continued. faulthandler has one timer, so
+  nothing else can use `dump_traceback_later` inside of a watchdog.
   """
 
   def __init__(self, secs: float | None, exit: Callable[[int], Any] = os._exit):
-    """Makes a watchdog; it sleeps until it is entered.
+    """Makes a watchdog; it watches nothing until it is entered.
 
     Args:
-      secs: the longest silence, in seconds; None never ends anything.
+      secs: the longest silence, in seconds; None disables the watchdog.
       exit: ends the process, called with EXIT_CODE.
 
     Raises:
@@ -69,7 +66,6 @@ class Watchdog:
       )
     self._secs = secs
     self._exit = exit
-    self._beats: collections.Counter[int | None] = collections.Counter()
     self._watched: set[threading.Thread] = set()
     self._stop = threading.Event()
     self._thread: threading.Thread | None = None
@@ -90,12 +86,12 @@ class Watchdog:
       self._thread = None
 
   def beat(self) -> None:
-    """Gives a sign of life; from any thread, in some tens of nanoseconds."""
-    self._beats[threading.get_ident()] += 1
+    """Gives a sign of life of the calling thread."""
+    debug.give_sign_of_life()
 
   @contextlib.contextmanager
   def watched(self) -> Iterator[None]:
-    """Watches this thread by itself while inside."""
+    """Requires signs of life of the calling thread itself while inside."""
     thread = threading.current_thread()
     self._watched.add(thread)
     try:
@@ -103,24 +99,10 @@ class Watchdog:
     finally:
       self._watched.discard(thread)
 
-  def _signs(self) -> dict[threading.Thread | None, tuple[int, int]]:
-    """Returns the number of signs of life of each watched thread.
-
-    Of all threads together, under None, where none is.
-    """
-    watched = self._watched.copy()
-    if not watched:
-      beats = sum(self._beats.copy().values())
-      return {None: (beats, debug.activity_changes())}
-    return {
-      thread: (self._beats[thread.ident], debug.activity_changes(thread))
-      for thread in watched
-    }
-
   def _watch(self, secs: float) -> None:
     tick = min(secs / 20, _TICK_SECS)
     last = time.monotonic()
-    seen: dict[threading.Thread | None, tuple[int, int]] = {}
+    seen: dict[threading.Thread | None, int] = {}
     silences: dict[threading.Thread | None, float] = {}
     try:
       while True:
@@ -128,9 +110,11 @@ class Watchdog:
         if self._stop.wait(tick):
           return
         now = time.monotonic()
-        # What is beyond two ticks, this thread was stopped.
+        # For anything beyond two ticks, this thread was stopped.
         elapsed, last = min(now - last, 2 * tick), now
-        before, seen = seen, self._signs()
+        # Of all threads together, unless some are watched by themselves.
+        threads: set[threading.Thread | None] = {*self._watched} or {None}
+        before, seen = seen, {t: debug.signs_of_life(t) for t in threads}
         for thread, signs in seen.items():
           is_silent = before.get(thread) == signs
           silence = silences.get(thread, 0.0) + elapsed if is_silent else 0.0
