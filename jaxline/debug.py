@@ -54,7 +54,6 @@ class Settings:
   disable_pmap_jit: bool = False
   mode: str = 'eval'
   log_tracebacks: bool = True
-  mode: str = 'train'
 
 
 settings = Settings()

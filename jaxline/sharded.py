@@ -460,6 +460,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     writer: writers.Writer | None = None,
   ) -> None:
     """Runs steps until `should_run_step` returns False."""
+    config = base_config.complete_config(config)
     self.on_nonfinite = config.on_nonfinite
     if self.bubble_fraction:
       logging.info(

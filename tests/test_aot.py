@@ -463,7 +463,7 @@ def hash_after_training(config):
   """Trains for three steps, evaluates, and returns the hash of the state."""
   from jaxline import train
 
-  made = train.build_for_compilation(TwoLayers, config)
+  made = train.build_for_training(TwoLayers, config)[0]
   rng = made.initialize_train_step_rng(jax.random.key(1))
   for step in range(3):
     made.step(global_step=step, rng=rng, writer=None)

@@ -981,10 +981,11 @@ def test_actions_of_xla_reach_the_loops(tmp_path, monkeypatch):
   monkeypatch.setattr(platform.xla, 'actions', lambda options: actions)
   for mode in ('train', 'train_and_eval'):
     loop = mock.Mock()
-    monkeypatch.setattr(platform.train, mode, loop)
+    found = dataclasses.replace(platform.MODES[mode], run=loop)
+    monkeypatch.setitem(platform.MODES, mode, found)
     with flags_of(tmp_path, mode):
       platform.main(object, [])
-    assert actions in loop.call_args.args
+    assert loop.call_args.args[0].periodic_actions == actions
 
 
 @pytest.mark.parametrize('num_processes', [1, 2])
