@@ -237,7 +237,7 @@ def test_what_a_gpu_has_for_programs(monkeypatch, stats, expected):
 
 
 def test_an_evaluation_beside_the_optimizer_may_not_fit():
-  made = train_lib.build_for_compilation(TwoLayers, make_config())
+  made = train_lib.build_for_training(TwoLayers, make_config())[0]
   state = made.abstract_state()
   # Half of Adam's two moments of the two weights; its counter.
   waiting = 2 * 2 * 4 * 128 * 256 // 2 + 4

@@ -1,5 +1,6 @@
 """The command line, end to end: every mode and every way to fail."""
 
+import dataclasses
 import errno
 import json
 import logging

@@ -1348,13 +1348,13 @@ class Forgetful(Regression):
 def test_keys_that_do_not_reach_the_experiment_are_refused(key, value):
   for cls in (Deaf, Forgetful):
     config = regression.get_config(1)
-    train.build_for_compilation(cls, config)
+    train.build_for_training(cls, config)
     config[key] = value
     with pytest.raises(
       ValueError, match=f'config.{key} is .* {cls.__name__} got no run_config'
     ):
-      train.build_for_compilation(cls, config)
-  train.build_for_compilation(Regression, config)
+      train.build_for_training(cls, config)
+  train.build_for_training(Regression, config)
 
 
 @pytest.mark.parametrize('fraction', [0.0, 0.25])
