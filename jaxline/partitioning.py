@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxline import errors
 from jaxline import mesh as mesh_lib
+from jaxline.inputs import base as inputs
 
 NamedSharding = jax.sharding.NamedSharding
 P = jax.sharding.PartitionSpec
@@ -439,6 +440,7 @@ class Partitioner:
       Arrays that share no buffer with any other array, so that they can be
       donated.
     """
+
     def one(x: Any, sharding: NamedSharding) -> jax.Array:
       lies_right = isinstance(x, jax.Array) and x.sharding == sharding
       if lies_right and may_keep:
@@ -482,14 +484,7 @@ class Partitioner:
         `device_order` is not an order of these.
     """
     sharding = self.batch_sharding
-    rows = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
-    if len(rows) != 1 or () in rows:
-      raise ValueError(
-        'The arrays of a batch must share one leading dimension; got shapes '
-        f'{jax.tree.map(np.shape, batch)}.'
-      )
-    local = rows.pop()[0]
-    total = local * self.host[1]
+    total = inputs.num_rows(batch) * self.host[1]
     self.check_rows(total)
     if device_order is not None:
       return self._put_in_order(batch, tuple(device_order))
