@@ -24,7 +24,6 @@ import numpy as np
 
 from jaxline import errors
 from jaxline import mesh as mesh_lib
-from jaxline.inputs import base as inputs
 
 NamedSharding = jax.sharding.NamedSharding
 P = jax.sharding.PartitionSpec
@@ -484,7 +483,13 @@ class Partitioner:
         `device_order` is not an order of these.
     """
     sharding = self.batch_sharding
-    total = inputs.num_rows(batch) * self.host[1]
+    rows = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
+    if len(rows) != 1 or () in rows:
+      raise ValueError(
+        'The arrays of a batch must share one leading dimension; got shapes'
+        f' {jax.tree.map(np.shape, batch)}.'
+      )
+    total = rows.pop()[0] * self.host[1]
     self.check_rows(total)
     if device_order is not None:
       return self._put_in_order(batch, tuple(device_order))

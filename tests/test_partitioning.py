@@ -806,9 +806,9 @@ def test_put_batch_leaves_what_lies_right():
   [
     ({'x': [3, 2]}, ['3 rows', '2 devices', 'multiple of 2', "'data': 2"]),
     ({'x': [1]}, ['1 rows', '2 devices']),
-    ({'x': [4], 'y': [2]}, ['share their first dimension', '(4,)', '(2,)']),
-    ({'x': [4], 'y': []}, ['share their first dimension', '()']),
-    ({}, ['share their first dimension']),
+    ({'x': [4], 'y': [2]}, ['one leading dimension', '(4,)', '(2,)']),
+    ({'x': [4], 'y': []}, ['one leading dimension', '()']),
+    ({}, ['one leading dimension']),
   ],
 )
 def test_put_batch_errors(shapes, words):
