@@ -486,11 +486,10 @@ class Partitioner:
     rows = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
     if len(rows) != 1 or () in rows:
       raise ValueError(
-        'The arrays of a batch must share one leading dimension; got shapes '
-        f'{jax.tree.map(np.shape, batch)}.'
+        'The arrays of a batch must share one leading dimension; got shapes'
+        f' {jax.tree.map(np.shape, batch)}.'
       )
-    local = rows.pop()[0]
-    total = local * self.host[1]
+    total = rows.pop()[0] * self.host[1]
     self.check_rows(total)
     if device_order is not None:
       return self._put_in_order(batch, tuple(device_order))

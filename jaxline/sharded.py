@@ -150,9 +150,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     }
     self._init_rng = init_rng
     self._state: TrainState | None = None
-    # The training data: the open input, its batches on the devices, and the
-    # position behind the batch that was taken last.
-    self._source: Iterator[Batch] | None = None
+    # The training data on the devices, and the position behind the batch that
+    # was taken last.
     self._infeed: infeed.Infeed | None = None
     self._position: Any = None
     self._batch_shapes = _BatchShapes()
@@ -181,10 +180,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
     Args:
       params: the weights.
-      model_state: as `init_fn` or the step before returned it.
+      model_state: the value that `init_fn` or the step before returned.
       batch: global arrays [B, ...], one of them `weights`.
       rng: this step's key.
-      is_training: whether for training or for evaluation.
+      is_training: True in training, False in evaluation.
 
     Returns:
       A scalar to minimise; name -> `metrics.Mean`; the new model state.
@@ -198,41 +197,45 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def train_input(self) -> Iterator[Batch]:
     """Returns an endless input: a `BaseInput`, or any iterator of dicts.
 
-    Each process gets its own rows, global batch / processes of them, as numpy
-    arrays. What was given must stay as it is: it is read later, on another
-    thread. The position of a `BaseInput` is saved with every checkpoint; so is
-    that of an iterator with `get_state` and `set_state`, whose state must be a
-    pytree of arrays and plain values.
+    Each process reads its own rows, global batch / processes of them, as numpy
+    arrays. These arrays must not change afterwards: another thread reads them.
+    Checkpoints hold the position of a `BaseInput`, and of an iterator with
+    `get_state` and `set_state` whose state is a pytree of arrays and plain
+    values.
     """
 
   @abc.abstractmethod
-  def eval_input(self) -> Iterable[Batch]:
+  def eval_input(self) -> Iterable[Batch] | Mapping[str, Iterable[Batch]]:
     """Returns the batches of one evaluation; the last may have fewer rows.
 
-    A `BaseInput` that is not reset for each evaluation is asked for only once.
+    Of several evaluation sets: a mapping name -> batches. The names of metrics
+    are `<set>/<metric>` then.
+
+    Called for each evaluation, unless all sets are `BaseInput`s that are not
+    reset for each. Such an input is kept, and goes on from its place.
     """
 
   def step_scalars(
     self, state: TrainState, grads: Any, updates: Any
   ) -> Mapping[str, jax.Array]:
-    """Returns scalars to log besides the loss's metrics; compiled in the step.
+    """Returns scalars to log besides the loss's metrics; part of the step.
 
     Args:
-      state: before the step.
-      grads: gradients, in the tree of `state.params`.
-      updates: what is added to the weights.
+      state: the state before the step.
+      grads: the gradients, a tree like `state.params`.
+      updates: the optimizer's changes of the weights, a tree like these.
     """
     del state, updates
     return {'grad_norm': optax.tree.norm(grads)}
 
   def after_update(self, model_state: Any, params: Any, step: Any) -> Any:
-    """Returns the model state once the weights have changed.
+    """Returns the model state after an update of the weights; part of the step.
 
-    For what follows the weights, such as their moving average. Compiled in the
-    step; called once in it, however many parts a batch is cut into.
+    For example with a moving average of the weights. Called once in a step,
+    also if gradients are accumulated over parts of the batch.
 
     Args:
-      model_state: as `loss_fn` returned it.
+      model_state: the value that `loss_fn` returned.
       params: the new weights.
       step: the number of steps done, this one included.
     """
@@ -358,11 +361,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
   @functools.cached_property
   def _state_shardings(self) -> TrainState:
     """The sharding of each array of the state."""
-    if self.uncut_weights:
+    if lines := self.uncut_weights:
       logging.info(
         'These weights are whole on every device, or cut less than the sharding'
         ' asks for, although it splits weights:\n%s',
-        '\n'.join(self.uncut_weights),
+        '\n'.join(lines),
       )
     boxed = self._boxed_shapes
     specs = dataclasses.replace(
@@ -416,7 +419,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       for source in sources.values():
         infeed.close(source)
       self._rolling, self._num_fed = {}, {}
-    rows = _rows(batch)
+    rows = inputs.num_rows(batch)
     num_hosts = self.partitioner.host[1]
     if is_training:
       self.partitioner.check_rows(rows * num_hosts)
@@ -479,9 +482,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Trains on the next batch; returns the scalars of `train_step`."""
     del global_step, writer  # The state has its own count, on the devices.
     if self._infeed is None:
-      if self._source is None:
-        self._source = self._open_input(self._position)
-      self._infeed = self._read_ahead(self._source)
+      self._infeed = self._read_ahead(self._open_input(self._position))
     try:
       batch = next(self._infeed)
     except StopIteration:
@@ -542,13 +543,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
       )
 
   def _read_ahead(self, source: Iterator[Batch]) -> infeed.Infeed:
-    """Starts to put the batches of a source on the devices."""
+    """Returns a source's batches on the devices, read ahead of the step."""
     order = getattr(source, 'custom_device_order', None)
     # Without `self`: the thread would keep the experiment and its arrays alive.
     partitioner, shapes = self.partitioner, self._batch_shapes
 
     def place(batch: Batch) -> Batch:
-      batch = inputs.pad_rows(inputs.Batch(batch), _rows(batch))
+      batch = inputs.pad_rows(inputs.Batch(batch), inputs.num_rows(batch))
       placed = partitioner.put_batch(batch, order)
       shapes.check(placed)
       return placed
@@ -558,9 +559,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def _close_input(self) -> None:
     if self._infeed is not None:
       self._infeed.close()
-    elif self._source is not None:
-      infeed.close(self._source)
-    self._infeed = self._source = None
+      self._infeed = None
 
   # Evaluation.
 
@@ -653,7 +652,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     try:
       while True:
         batch = next(batches, None)
-        sizes = self.partitioner.all_hosts(_rows(batch) if batch else 0)
+        sizes = self.partitioner.all_hosts(
+          inputs.num_rows(batch) if batch else 0
+        )
         if not any(sizes):
           return
         if not rows:
@@ -749,7 +750,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
         )
       source = self._open_input(position)
       self._close_input()
-      self._source = source
+      self._infeed = self._read_ahead(source)
     # An evaluation keeps it for the case that this is the best checkpoint.
     self._position = position
     # The old arrays are freed first, so that memory need not hold both.
@@ -797,10 +798,6 @@ class _BatchShapes:
       )
     self._compiled.add(key)
     self._last = shapes
-
-
-def _rows(batch: Batch) -> int:
-  return len(jax.tree.leaves(batch)[0])
 
 
 def _add_fetched(sums: Any, metrics: Any) -> Any:

@@ -315,7 +315,7 @@ def test_a_batch_that_must_be_rounded_later_reads_on(config, said):
   rounded, other = said
   assert 'is rounded up to 4 rows' in rounded
   assert 'global batches of another size' in other
-  position = json.loads(second._source.get_state())['position']
+  position = json.loads(second._infeed.source.get_state())['position']
   assert position == {'records': 6}
   assert losses_of(second, 1)[1] == 4 * 16
   second._close_input()

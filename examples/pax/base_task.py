@@ -310,22 +310,21 @@ class _Evaluations:
 
 
 class EarlyStoppingMixin:
-  """A `ShardedExperiment` that ends training early; to stand before it.
+  """Ends training early; a base class to list before `ShardedExperiment`.
 
-  For `train_and_eval`, where two experiments share a state: what the one finds
-  when it evaluates ends the loop of the other, as if it had come to its last
-  step.
+  For `train_and_eval`, where two experiments share a state: the evaluations of
+  one end the loop of the other, as if its last step was done.
   """
 
   _evaluations: _Evaluations | None = None
-  # Those of the experiment in training, where this one evaluates for it.
+  # Those of the experiment in training that this one evaluates.
   _noted_in: _Evaluations | None = None
 
   def set_early_stopping(self, rule: EarlyStopping.HParams | None) -> None:
-    """Sets when to stop; to be called by the constructor.
+    """Sets the rule; called by the constructor.
 
     Args:
-      rule: None is never.
+      rule: when to stop; None is never.
     """
     if rule is None or self.mode != 'train':
       return
@@ -359,7 +358,7 @@ class EarlyStoppingMixin:
     return scalars
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
-    """Restores the state, and what was known of evaluations then."""
+    """Restores the state and the evaluations up to its step."""
     super().restore_from_snapshot(snapshot_state)
     if self._evaluations is not None:
       self._evaluations.restore(int(self.state.step))

@@ -39,10 +39,10 @@ class Config:
 
   Attributes:
     exp: its name, or a suffix of it: see `experiment_registry.get`.
-    reduced: its small version.
-    constants: its constants, but for those that are keys of the run's config.
-      What is missing is as in the class.
-    decode: how `--mode=decode` continues prompts; None where it has no text.
+    reduced: whether to use its small version.
+    constants: its constants, except those that are keys of the run's config.
+      Missing ones have the values of the class.
+    decode: how `--mode=decode` continues prompts; None if it has no text.
   """
 
   exp: str
@@ -75,78 +75,10 @@ class Config:
     return {**record, 'constants': defaults | record.get('constants', {})}
 
 
-class _OverDatasets(sharded.ShardedExperiment):
-  """Reads the datasets of an experiment."""
-
-  experiment: base_experiment.BaseExperiment
-  # Whether inputs are opened for the shapes of their batches only.
-  _wants_shapes = False
-  # Of a global batch of training.
-  _num_rows = 0
-
-  def train_input(self) -> Any:
-    """Returns the input for training.
-
-    Raises:
-      UsageError: there are several.
-    """
-    found = self._datasets(is_training=True)
-    if len(found) > 1:
-      raise errors.UsageError(
-        f'{type(self.experiment).__name__} has {len(found)} inputs for'
-        ' training; expected one, such as a MixtureInput of several.'
-      )
-    self._num_rows = found[0].batch_size * self.partitioner.host[1]
-    return self._build(found[0])
-
-  def eval_input(self) -> Any:
-    """Returns the input for evaluation, or name -> input if it has several.
-
-    Raises:
-      UsageError: several inputs have the same name, or none.
-    """
-    found = self._datasets(is_training=False)
-    if len(found) == 1:
-      return self._build(found[0])
-    names = [d.__arguments__.get('name', '') for d in found]
-    if '' in names or len(set(names)) < len(names):
-      raise errors.UsageError(
-        f'{type(self.experiment).__name__} has {len(names)} inputs for'
-        f' evaluation, with the names {names}; expected another name for each.'
-      )
-    return {d.name: self._build(d) for d in found}
-
-  def _datasets(self, is_training: bool) -> list[fdl.Config]:
-    datasets = self.experiment.datasets()
-    found = [d for d in datasets if bool(d.is_training) == is_training]
-    if not found:
-      kind = 'train' if is_training else 'evaluate'
-      raise errors.UsageError(
-        f'{type(self.experiment).__name__} has no data to {kind} on.'
-      )
-    return found
-
-  def _build(self, dataset: fdl.Config) -> Any:
-    specs = self.experiment.input_specs() if self._wants_shapes else None
-    if specs is None:
-      return fdl.build(dataset)
-    return synthetic.SyntheticInput(
-      spec=specs,
-      batch_size=dataset.batch_size,
-      is_training=bool(dataset.is_training),
-    )
-
-  def abstract_batch(self, is_training: bool) -> inputs.Batch:
-    """Returns the shapes of a global batch, if possible without data."""
-    self._wants_shapes = True
-    try:
-      return super().abstract_batch(is_training)
-    finally:
-      self._wants_shapes = False
-
-
 class Experiment(
-  base_task.EarlyStoppingMixin, loading.LoadingMixin, _OverDatasets
+  base_task.EarlyStoppingMixin,
+  loading.LoadingMixin,
+  sharded.ShardedExperiment,
 ):
   """Runs a registered experiment.
 
@@ -157,7 +89,7 @@ class Experiment(
   """
 
   CONFIG_CLASS = Config
-  # How the same step is computed, and how the model is evaluated and decoded.
+  # Keys that only change how a step is computed, and evaluation and decoding.
   CHANGEABLE_ON_RESUME = (
     'experiment_kwargs.config.decode',
     *(
@@ -187,6 +119,10 @@ class Experiment(
         are in the class.
     """
     self.config = base_config.read(Config, config)
+    # Whether inputs are opened only for the shapes of their batches.
+    self._wants_shapes = False
+    # The scalars of a step that give its rows and tokens.
+    self._counts: dict[str, int] = {}
     try:
       super().__init__(mode, init_rng, run_config=run_config)
     except partitioning.MeshError as e:
@@ -240,32 +176,88 @@ class Experiment(
     return self.task.step_scalars(state, grads, updates)
 
   def after_update(self, model_state: Any, params: Any, step: Any) -> Any:
-    """Keeps the moving average of the weights, where there is one."""
+    """Updates the moving average of the weights, if there is one."""
     return self.task.after_update(model_state, params, step)
 
   @property
   def bubble_fraction(self) -> float:
-    """The part of a step in which a stage of a pipeline has nothing to do."""
+    """The part of a step in which a stage of a pipeline is idle."""
     return self.experiment.bubble_fraction()
 
   def step(
     self, *, global_step: Any, rng: Any, writer: writers.Writer | None
   ) -> dict[str, Any]:
-    """Trains on the next batch; says how much that was."""
+    """Trains on the next batch; adds the numbers of its rows and tokens."""
     if int(global_step) == 0 and isinstance(writer, writers.MetricWriter):
       writer.write_texts(0, {'task': self._text})
     scalars = super().step(global_step=global_step, rng=rng, writer=writer)
     return {**scalars, **self._counts}
 
-  @property
-  def _counts(self) -> dict[str, int]:
-    """Returns the rows and tokens of a step."""
-    counts = {'examples_per_step': self._num_rows}
+  # Data.
+
+  def train_input(self) -> Any:
+    """Returns the input for training.
+
+    Raises:
+      UsageError: there are several.
+    """
+    found = self._datasets(is_training=True)
+    if len(found) > 1:
+      raise errors.UsageError(
+        f'{type(self.experiment).__name__} has {len(found)} inputs for'
+        ' training; expected one, such as a MixtureInput of several.'
+      )
+    rows = found[0].batch_size * self.partitioner.host[1]
+    self._counts = {'examples_per_step': rows}
     specs = self.experiment.input_specs() or {}
     if 'ids' in specs:
-      tokens = math.prod(specs['ids'][0])
-      counts['tokens_per_step'] = self._num_rows * tokens
-    return counts
+      self._counts['tokens_per_step'] = rows * math.prod(specs['ids'][0])
+    return self._build(found[0])
+
+  def eval_input(self) -> Any:
+    """Returns the input for evaluation, or name -> input if it has several.
+
+    Raises:
+      UsageError: several inputs have the same name, or none.
+    """
+    found = self._datasets(is_training=False)
+    if len(found) == 1:
+      return self._build(found[0])
+    names = [d.__arguments__.get('name', '') for d in found]
+    if '' in names or len(set(names)) < len(names):
+      raise errors.UsageError(
+        f'{type(self.experiment).__name__} has {len(names)} inputs for'
+        f' evaluation, with the names {names}; expected another name for each.'
+      )
+    return {d.name: self._build(d) for d in found}
+
+  def _datasets(self, is_training: bool) -> list[fdl.Config]:
+    datasets = self.experiment.datasets()
+    found = [d for d in datasets if bool(d.is_training) == is_training]
+    if not found:
+      kind = 'train' if is_training else 'evaluate'
+      raise errors.UsageError(
+        f'{type(self.experiment).__name__} has no data to {kind} on.'
+      )
+    return found
+
+  def _build(self, dataset: fdl.Config) -> Any:
+    specs = self.experiment.input_specs() if self._wants_shapes else None
+    if specs is None:
+      return fdl.build(dataset)
+    return synthetic.SyntheticInput(
+      spec=specs,
+      batch_size=dataset.batch_size,
+      is_training=bool(dataset.is_training),
+    )
+
+  def abstract_batch(self, is_training: bool) -> inputs.Batch:
+    """Returns the shapes of a global batch, if possible without data."""
+    self._wants_shapes = True
+    try:
+      return super().abstract_batch(is_training)
+    finally:
+      self._wants_shapes = False
 
   # Decoding.
 

@@ -840,7 +840,7 @@ def rounded_in(state: Any) -> dict[int, int]:
     return {}
 
 
-def num_rows(batch: Batch) -> int:
+def num_rows(batch: Any) -> int:
   """Returns how many rows a batch has.
 
   Raises:
@@ -848,7 +848,7 @@ def num_rows(batch: Batch) -> int:
   """
   rows = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
   if len(rows) != 1 or () in rows:
-    shapes = jax.tree.map(np.shape, dict(batch))
+    shapes = jax.tree.map(np.shape, batch)
     raise ValueError(
       f'The arrays of a batch must share their first dimension; got {shapes}.'
     )
