@@ -491,6 +491,7 @@ def test_scalars_of_a_step():
     'grad_norm',
     'before',
     'input_wait_fraction',
+    'nonfinite',
   }
   assert [int(row['before']) for row in rows] == [0, 1, 2]
   assert [float(row['rows']) for row in rows] == [16.0] * 3

@@ -102,7 +102,7 @@ class DeviceStepKeys:
   Each step has `step_key, state_key = split(state_key)`, and the step's key is
   made specific to the host and the device as the mode says. JAXline does this
   with one `pmap` per step, which costs more than an empty training step. Here
-  one program computes a block of steps, each value in a buffer of its own (which
+  one program computes a block of steps, each value in its own buffer (which
   a step may donate), and most calls only return values that it computed before.
   """
 
