@@ -1,4 +1,4 @@
-"""Work on background threads that keeps its order and shows its errors."""
+"""Background threads that keep the order of their work and raise its errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from absl import logging
 T = TypeVar('T')
 
 # How long a closed py_prefetch waits for its thread, in seconds. Only an
-# iterable that blocks in its own __next__ can need it.
+# iterable that blocks in its own __next__ takes that long.
 _JOIN_SECONDS = 5.0
 
 
@@ -29,7 +29,7 @@ def function_name(fn: Callable[..., Any]) -> str:
 
 
 def _log_all(name: str, errors: list[BaseException]) -> None:
-  """Logs the errors of a thread that nobody was there to be told of."""
+  """Logs the errors of a thread that were never raised."""
   for error in errors:
     logging.error('Error in background thread %s.', name, exc_info=error)
 
@@ -37,9 +37,9 @@ def _log_all(name: str, errors: list[BaseException]) -> None:
 class SerialExecutor:
   """Runs calls in order on one background thread, up to the first error.
 
-  The calls that wait behind an error do not run, and every later use raises
-  that error with the traceback it had on the background thread. Where there is
-  no later use, the error is logged in the end.
+  Calls that are queued after an error do not run, and every later use raises
+  that error with its traceback from the background thread. Without a later use,
+  the error is logged at the end.
   """
 
   def __init__(self, name: str = ''):
@@ -90,7 +90,7 @@ class SerialExecutor:
 
   def _raise(self, error: BaseException) -> NoReturn:
     self._unraised.clear()
-    # Each raise would otherwise add its frames to those of the one before.
+    # Otherwise each raise would add its frames to those of the one before.
     raise error.with_traceback(self._traceback)
 
   def _run(
@@ -164,8 +164,8 @@ def py_prefetch(
   Args:
     iterable_function: called once, on the thread, and returns the iterable.
       (TensorFlow's graphs, for one, belong to the thread that made them.)
-    buffer_size: how many elements to hold at most: one in the thread's hand,
-      the others in the queue.
+    buffer_size: how many elements to hold at most: one that the thread waits to
+      pass on, and the others in the queue.
     thread_name: name of the thread.
 
   Returns:
@@ -189,14 +189,14 @@ def read_ahead(
   stall_secs: float | None = None,
   on_stall: Callable[[float], None] | None = None,
 ) -> Generator[T, None, None]:
-  """Does what `py_prefetch` does, and says so where the iterable stalls.
+  """Reads an iterable ahead as `py_prefetch` does, and reports when it stalls.
 
   Args:
     iterable_function: as for `py_prefetch`.
     buffer_size: likewise, at least 2.
     name: name of the thread.
-    stall_secs: how long to wait for an element before `on_stall` is called,
-      each time anew; None waits in silence.
+    stall_secs: `on_stall` is called each time the caller has waited that long
+      for an element; None never calls it.
     on_stall: called on the waiting thread with the seconds waited so far.
 
   Returns:

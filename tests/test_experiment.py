@@ -321,6 +321,19 @@ def test_the_loop_may_be_called_without_writer_and_without_our_config():
   assert module.writers == [None, None]
 
 
+def test_the_inputs_take_a_config_of_few_keys():
+  config = base_config.config_dict.ConfigDict({'training_steps': 2})
+  key = jax.random.PRNGKey(1)
+  module = Both()
+  state_key = module.initialize_train_step_rng(key)
+  given, expected = (
+    (module.step_inputs(c)(3, state_key), module.evaluate_inputs(c, key)(3))
+    for c in (config, base_config.get_base_config())
+  )
+  jax.tree.map(np.testing.assert_array_equal, given, expected)
+  assert list(config) == ['training_steps']
+
+
 @pytest.mark.parametrize(
   'outputs',
   [

@@ -58,7 +58,7 @@ def bcast_local_devices(value: Any) -> Any:
   sharding = local_sharding()
 
   def bcast(x: Any) -> jax.Array:
-    # A copy, since on a CPU the result would share the memory of `x`.
+    # A copy, since on a CPU the result could share the memory of `x`.
     row = x[None] if isinstance(x, jax.Array) else np.array(x)[None]
     rows = [jax.device_put(row, device) for device in devices]
     shape = (len(devices), *row.shape[1:])

@@ -100,10 +100,10 @@ class DeviceStepKeys:
   """The step number and the random keys of each step, for each local device.
 
   Each step has `step_key, state_key = split(state_key)`, and the step's key is
-  made specific to the host and the device by the mode. Done by one `pmap` per
-  step, as JAXline did, this costs more than an empty training step. Here one
-  program computes a block of steps, each value in a buffer of its own (which a
-  step may donate), and most calls only hand out what is there already.
+  made specific to the host and the device as the mode says. JAXline does this
+  with one `pmap` per step, which costs more than an empty training step. Here
+  one program computes a block of steps, each value in its own buffer (which
+  a step may donate), and most calls only return values that it computed before.
   """
 
   def __init__(self, mode: str, *, block: int = 16):
@@ -112,7 +112,8 @@ class DeviceStepKeys:
     Args:
       mode: a value of DistributedRNGMode.
       block: how many steps to compute at once. The values do not depend on it.
-        16 has most of the gain; the time to compile grows with it.
+        More than 16 gain little, since the time goes into making the buffers;
+        the time to compile grows with it.
     """
     host_ids = host_id_devices_for_rng(mode)
     unique_device = DistributedRNGMode(mode).unique_device
@@ -139,8 +140,8 @@ class DeviceStepKeys:
         check_vma=False,
       )
     )
-    # What the last program left: values not handed out yet, and the devices'
-    # step at its end. Then the arguments that continue the last call.
+    # The results of the last program: the values not returned yet, and the
+    # devices' step at its end. Then the arguments that continue the last call.
     self._ahead: collections.deque[Any] = collections.deque()
     self._end_step: jax.Array | None = None
     self._next_step = -1
@@ -151,8 +152,8 @@ class DeviceStepKeys:
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what a step needs, and the state key of the next step.
 
-    It is cheap where both arguments continue the last call, and right where
-    they do not: after a restore, or with a key of the caller's own.
+    It is cheap if both arguments continue the last call, and correct if they do
+    not: after a restore, or with a key of the caller's own.
 
     Args:
       global_step: the step to run.
@@ -186,7 +187,7 @@ class DeviceStepKeys:
     self._derive(*jax.device_put((steps, state_key), self._sharding))
 
   def _derive(self, steps: Any, state_key: jax.Array) -> None:
-    # Nobody steps through these operations with a debugger.
+    # Compiled also under `debug.disable_pmap_jit`: it is not the user's code.
     with jax.disable_jit(False):
       values, self._end_step = self._program(steps, state_key, self._specifics)
     self._ahead = collections.deque(values)

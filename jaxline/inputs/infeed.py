@@ -1,9 +1,9 @@
-"""Batches read and put on the devices ahead of the step, on a thread.
+"""Reads batches and puts them on the devices ahead of the step, on a thread.
 
-The training thread only takes what is ready. How long it had to wait for that
-is measured; a source that stalls or fails is named with the place where it
-stood. With each batch comes the position behind it, since the source itself is
-further on by then.
+The training thread only takes batches that are ready, and measures how long it
+waits for them. Messages name a source that stalls or fails, and its position.
+Each batch comes with the position after it, since the source itself has been
+read further by then.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Infeed:
       place: puts a batch of numpy arrays on the devices.
       buffer_size: how many batches are in memory besides that of the step: at
         least 2, one being read and one that is ready.
-      stall_secs: a step that waits so long is told of in the log, with where
-        the source stands; None never is.
+      stall_secs: after a step has waited that long, the log says so and names
+        the position of the source; None disables the warning.
     """
     self.source = source
     self.position: Any = None
@@ -70,7 +70,7 @@ class Infeed:
     return self
 
   def __next__(self) -> Any:
-    """Returns the next batch; `position` is then the one behind it."""
+    """Returns the next batch, and sets `position` to the one after it."""
     if self._error is not None:
       raise self._error
     began = time.perf_counter()
@@ -88,7 +88,7 @@ class Infeed:
 
   @property
   def wait_fraction(self) -> float:
-    """The part of the time that went into waiting, of the last 100 steps.
+    """The fraction of the time of the last 100 steps spent waiting.
 
     The first wait, until the source has started, does not count.
     """
