@@ -35,6 +35,7 @@ os.environ['XLA_FLAGS'] = ' '.join(
 
 from absl import flags
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
@@ -60,6 +61,13 @@ def pytest_configure(config: pytest.Config) -> None:
     flags.FLAGS.mark_as_parsed()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+  """Returns how many processes run tests; `-n 0` runs all in one, for pdb."""
+  del config
+  return min(len(os.sched_getaffinity(0)), 8)
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
   """Refuses a test of two tiers: `-m process` would run what is slow."""
   tiers = {'process', 'slow'} & {mark.name for mark in item.iter_markers()}
@@ -71,10 +79,37 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope='session')
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-  """Keeps what is cached, such as tokens, out of the user's home."""
+  """Keeps what is cached, such as tokens, out of the user's home.
+
+  A program that several tests compile in this process is compiled once. Each
+  worker of pytest-xdist keeps its own, because JAX does not write these files
+  in one step. The programs that tests start compile for themselves.
+  """
+  jax.config.update(
+    'jax_compilation_cache_dir', str(tmp_path_factory.mktemp('programs'))
+  )
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
     yield
+
+
+@pytest.fixture
+def compiles() -> Iterator[None]:
+  """Compiles each program of a test anew, for tests that are about that."""
+  directory = jax.config.jax_compilation_cache_dir
+  jax.config.update('jax_compilation_cache_dir', None)
+  compilation_cache.reset_cache()
+  yield
+  jax.config.update('jax_compilation_cache_dir', directory)
+  compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def _no_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Forgets the checkpoints in memory of the tests before."""
+  monkeypatch.setattr('jaxline.utils.GLOBAL_CHECKPOINT_DICT', {})
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ _TEST = [
   'nbclient>=0.10',  # Runs the notebooks of docs/.
   'pytest>=8',
   'pytest-timeout>=2.3',
+  'pytest-xdist>=3.6',  # Splits the tests among the cores.
   'ruff>=0.17,<0.18',  # Another release formats otherwise.
   'tensorboard>=2.18',  # Reads event files back.
 ]

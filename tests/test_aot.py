@@ -30,6 +30,8 @@ from jaxline.aot import hlo
 from jaxline.aot import programs
 from jaxline.aot import report
 
+pytestmark = pytest.mark.usefixtures('compiles')
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROWS = 128
 

@@ -20,6 +20,7 @@ import time
 import pytest
 
 from jaxline.checkpoint import files
+from tests.programs import events
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / 'tests' / 'programs' / 'multi.py'
@@ -86,10 +87,12 @@ class Run:
     logs.mkdir()
     self.processes = []
     self.logs = []
+    self.events = []
     for i in range(processes):
       where = directories[i] if directories else directory
       out, err = logs / f'{i}.out', logs / f'{i}.err'
       self.logs.append((out, err))
+      self.events.append(logs / f'{i}.events')
       with out.open('wb') as out_file, err.open('wb') as err_file:
         self.processes.append(
           subprocess.Popen(
@@ -100,7 +103,7 @@ class Run:
               f'--config.training_steps={steps}',
               *args,
             ],
-            env=env,
+            env=env | {'EVENTS': str(self.events[-1])},
             stdin=subprocess.DEVNULL,
             stdout=out_file,
             stderr=err_file,
@@ -136,13 +139,14 @@ class Run:
     assert not hanging, f'Processes {hanging} hang.\n' + errors(results)
     return results
 
-  def said(self, words, process=0):
-    """Waits until a process has said something on stderr."""
-    deadline = time.monotonic() + TIMEOUT_SECS
-    while words not in self.logs[process][1].read_text(errors='replace'):
-      assert time.monotonic() < deadline, f'It never said {words!r}.'
-      assert self.processes[process].poll() is None, errors(self.wait())
-      time.sleep(0.05)
+  def wait_for(self, phase, process=0, **about):
+    """Waits for an event of a process, see programs/events.py."""
+    path = self.events[process]
+    assert events.wait(
+      lambda: bool(events.read(path, phase, **about)),
+      lambda: self.processes[process].poll() is not None,
+      TIMEOUT_SECS,
+    ), errors(self.wait())
 
   def kill(self):
     for process in self.processes:
@@ -485,7 +489,7 @@ def test_a_process_that_sleeps_is_ended_by_its_watchdog(folder):
 @pytest.mark.slow
 def test_a_stopped_process_ends_the_others(folder):
   started = Run(folder / 'stopped', fault='1:step:5:stop')
-  started.said('step 4', process=0)
+  started.wait_for('step', step=4)
   began = time.monotonic()
   try:
     started.processes[0].wait(HEARTBEAT_SECS + 20)
@@ -636,7 +640,7 @@ def test_the_second_run_on_a_directory_is_refused(folder):
   directory = folder / 'twice'
   first = Run(directory, step_secs=1)
   try:
-    first.said('training loop starting')
+    first.wait_for('training loop', what='start')
     results = run(directory, codes=2)
   finally:
     first.kill()

@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 
 
-@pytest.mark.parametrize(
-  'name',
-  [
-    pytest.param(name, marks=() if name == 'image' else pytest.mark.process)
-    for name in runs.RUNS
-  ],
-)
+@pytest.mark.process
+@pytest.mark.parametrize('name', runs.RUNS)
 def test_a_golden_run_goes_on(name, tmp_path):
   if importlib.util.find_spec(runs.RUNS[name].optional) is None:
     pytest.skip(f'{runs.RUNS[name].optional} is not installed')

@@ -656,6 +656,7 @@ def test_command(folder):
   assert not list(folder.glob('**/checkpoints'))
 
 
+@pytest.mark.process
 def test_command_as_another_host(folder):
   result = shown(
     folder,
@@ -669,6 +670,7 @@ def test_command_as_another_host(folder):
   assert '48 rows of 4 hosts' in result.stdout
 
 
+@pytest.mark.process
 def test_command_on_evaluation(folder):
   result = shown(folder, '--split=eval', '--hosts', '3')
   assert (result.returncode, result.stderr) == (0, '')
@@ -720,12 +722,14 @@ def test_command_on_the_language_model(split):
   assert ('of which 0 are not read' in said(result.stdout)) == (split == 'eval')
 
 
+@pytest.mark.process
 def test_command_finds_hosts_that_read_the_same(folder):
   result = shown(folder, '-n0', '--config.experiment_kwargs.fault=hosts')
   assert (result.returncode, result.stderr) == (1, '')
   assert 'WRONG  rows     12 records are read by several of 2' in result.stdout
 
 
+@pytest.mark.process
 def test_command_leaves_an_error_in_the_data_its_traceback(folder):
   result = shown(folder, '--config.experiment_kwargs.fault=read')
   assert result.returncode == 1
@@ -803,6 +807,7 @@ def test_wrong_usage(folder, args, words, monkeypatch, capsys):
   assert words in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_wrong_usage_as_a_process(folder):
   result = command(folder, 'show', '--config=nope.py')
   assert (result.returncode, result.stdout) == (2, '')

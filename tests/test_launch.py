@@ -126,7 +126,11 @@ print('of', jax.process_count(), 'this is', jax.process_index(), *total)
 
 
 @pytest.mark.parametrize(
-  'processes', [2, pytest.param(4, marks=pytest.mark.slow)]
+  'processes',
+  [
+    pytest.param(2, marks=pytest.mark.process),
+    pytest.param(4, marks=pytest.mark.slow),
+  ],
 )
 def test_processes_add_up(processes):
   command = ('--devices-per-process', 2, *py(SUM))

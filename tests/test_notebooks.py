@@ -97,14 +97,14 @@ def execute(notebook, folder):
   notebook.metadata.language_info = {'name': 'python'}
 
 
-# The longest is left to the second tier.
+# One is enough for the first tier.
 @pytest.mark.parametrize(
   'path',
   [
     pytest.param(
       path,
       id=path.stem,
-      marks=pytest.mark.process if path.stem.startswith('life_') else (),
+      marks=() if path.stem == 'inputs' else pytest.mark.process,
     )
     for path in NOTEBOOKS
   ],

@@ -32,6 +32,7 @@ from jaxline import platform
 from jaxline import utils
 from jaxline.aot import ahead
 from jaxline.supervision import watchdog
+from tests.programs import events
 from tests.programs import toy
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -151,8 +152,15 @@ def succeeded(result):
   return result
 
 
-@pytest.mark.parametrize('style', STYLES)
-@pytest.mark.parametrize('form', ['direct', 'app_run'])
+@pytest.mark.parametrize(
+  ('style', 'form'),
+  [
+    ('sharded', 'direct'),
+    ('per_device', 'app_run'),
+    pytest.param('sharded', 'app_run', marks=pytest.mark.process),
+    pytest.param('per_device', 'direct', marks=pytest.mark.process),
+  ],
+)
 def test_train(tmp_path, style, form):
   result = succeeded(run(tmp_path, style=style, form=form))
   losses = records(tmp_path, 'train')
@@ -439,6 +447,7 @@ def test_an_error_of_the_user_is_one_line_of_the_process(tmp_path, args, said):
   assert len(lines) <= 10, result.stderr
 
 
+@pytest.mark.process
 def test_an_unexpected_error_keeps_its_traceback_once(tmp_path):
   result = run(tmp_path, '--config.experiment_kwargs.config.fault=input')
   assert result.returncode == 1
@@ -447,6 +456,7 @@ def test_an_unexpected_error_keeps_its_traceback_once(tmp_path):
   assert 'secret_of_frame' in result.stderr
 
 
+@pytest.mark.process
 def test_a_checkpoint_that_does_not_fit_is_said_once(toy_here, tmp_path):
   succeeded(toy_here(tmp_path))
   program = f"""
@@ -463,6 +473,7 @@ platform.main(toy.Sharded, sys.argv[1:])
   assert result.stderr.count('state/params/w') == 1, result.stderr
 
 
+@pytest.mark.process
 def test_a_checkpoint_that_is_refused_is_one_line(toy_here, tmp_path):
   succeeded(toy_here(tmp_path))
   latest = tmp_path / 'checkpoints' / 'latest'
@@ -477,6 +488,7 @@ def test_a_checkpoint_that_is_refused_is_one_line(toy_here, tmp_path):
   assert f'mv {latest}/500 {latest}/500.bak' in own[0]
 
 
+@pytest.mark.process
 def test_an_exit_of_the_config_file_is_no_end_of_the_run(tmp_path):
   path = tmp_path / 'leaves.py'
   path.write_text('import sys\n\n\ndef get_config():\n  sys.exit(0)\n')
@@ -503,12 +515,14 @@ def test_other_errors_of_a_group_are_no_full_disk(tmp_path):
   [(signal.SIGINT, signal.SIGTERM, 75), (signal.SIGTERM, signal.SIGINT, 130)],
 )
 def test_a_program_that_handles_a_signal_itself(tmp_path, signum, other, code):
+  noted = tmp_path / 'events.jsonl'
   program = f"""
 import functools, signal, sys
 sys.path.insert(0, {str(TOY.parent)!r})
 from absl import app
-import toy
+import events, toy
 from jaxline import platform
+events.install()
 heard = lambda *unused: print('heard', flush=True)
 signal.signal({int(signum)}, heard)
 app.run(functools.partial(platform.main, toy.Sharded))
@@ -523,14 +537,17 @@ app.run(functools.partial(platform.main, toy.Sharded))
       '--config.training_steps=100000',
     ],
     cwd=ROOT,
-    env=environment(),
+    env=environment() | {'EVENTS': str(noted)},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
   )
   try:
-    while 'training loop starting' not in (line := process.stderr.readline()):
-      assert line, 'It ended.'
+    assert events.wait(
+      lambda: bool(events.read(noted, 'training loop', what='start')),
+      is_over=lambda: process.poll() is not None,
+      secs=60,
+    )
     process.send_signal(signum)
     while 'heard' not in (line := process.stdout.readline()):
       assert line, 'It ended.'
@@ -636,6 +653,7 @@ def test_help_shows_our_flags_first_and_the_configs():
   assert 'configs/image.py' in result.stdout
 
 
+@pytest.mark.process
 def test_an_error_of_the_config_file_keeps_its_traceback(tmp_path):
   path = tmp_path / 'broken.py'
   path.write_text('import numpy\ndef get_config():\n  return numpy.no_such\n')

@@ -25,6 +25,7 @@ from jaxline import platform
 from jaxline import train
 from jaxline import writers
 from jaxline.supervision import preemption
+from tests.programs import events
 from tests.programs import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -73,13 +74,14 @@ class Launched:
     assert ended == code, '\n'.join(self.lines()[-60:])
     return self.lines()
 
-  def wait_for(self, words):
-    """Waits until one of the processes has printed some words."""
-    deadline = time.monotonic() + TIMEOUT_SECS
-    while not any(words in line for line in self.lines()):
-      assert time.monotonic() < deadline, f'It never said {words!r}.'
-      assert self.process.poll() is None, '\n'.join(self.lines()[-60:])
-      time.sleep(0.1)
+  def wait_for_step(self, directory, step):
+    """Waits until a step is in the run's log."""
+    path = directory / 'train' / 'metrics.jsonl'
+    assert events.wait(
+      lambda: path.exists() and f'"step": {step},' in path.read_text(),
+      lambda: self.process.poll() is not None,
+      TIMEOUT_SECS,
+    ), '\n'.join(self.lines()[-60:])
 
   def pid(self, process):
     """Returns the process id of one of the processes."""
@@ -384,7 +386,7 @@ def test_a_fault_of_one_of_four(signum, code, undisturbed):
   directory = folder / signum.name
   changes = LONG | ({'watchdog_secs': 60.0} if code is None else {})
   launched = launch_lm(folder, directory, 4, 2, **changes)
-  launched.wait_for('step 12 |')
+  launched.wait_for_step(directory, 12)
   os.kill(launched.pid(2), signum)
   if code is None:
     # Nothing comes from it any more: the others' watchdogs end them.

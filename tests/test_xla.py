@@ -368,6 +368,7 @@ def test_a_profile_has_no_effect_without_a_gpu():
   assert 'pgle_profile has no effect' in warning
 
 
+@pytest.mark.usefixtures('compiles')
 def test_what_a_compilation_cache_does_to_pgle_is_said(monkeypatch, tmp_path):
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
   for changed in ({'pgle_profiling_runs': 3}, {'pgle_profile': 'a.pb'}):

@@ -24,6 +24,8 @@ from jaxline import train
 from jaxline import utils
 from jaxline import writers
 
+pytestmark = pytest.mark.usefixtures('compile_fast')
+
 LINES = 'for item in items:\n  total = total + item\n'
 
 

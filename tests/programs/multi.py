@@ -21,6 +21,7 @@ import threading
 import time
 import zlib
 
+import events
 from experiments import regression
 import jax
 from jax.experimental import multihost_utils
@@ -67,6 +68,7 @@ def fault(place, step):
     Whether this step's loss is to be NaN.
   """
   if place == 'step':
+    events.write('step', step=step)  # So many have been taken.
     time.sleep(float(os.environ['MULTI_STEP_SECS']))
   here = [str(jax.process_index()), place, str(step)]
   for text in filter(None, os.environ.get('MULTI_FAULT', '').split(',')):
@@ -344,6 +346,7 @@ if __name__ == '__main__':
       heartbeat_timeout_seconds=int(os.environ['MULTI_HEARTBEAT_SECS']),
     )
   fault_in_saves()
+  events.install()
   seeds = os.environ.get('MULTI_SEED', '')
   if seeds and (seed := seeds.split(',')[int(process)]):
     put_snapshot(int(seed))

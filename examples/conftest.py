@@ -1,4 +1,4 @@
-"""What the tests of Pax's parts have in common."""
+"""What the tests of the examples have in common."""
 
 from collections.abc import Iterator
 
