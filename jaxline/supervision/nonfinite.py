@@ -17,9 +17,9 @@ _MAX_NAMED = 8  # Scalars in a message; a norm for each layer can be hundreds.
 
 MODES = ('warn', 'raise', 'skip', 'ignore')
 
-# The scalar, int32, by which the step of an experiment with SKIPS_NONFINITE
-# says whether the loss and the gradients were finite: 0 if they were, else 1,
-# or with 'skip' the number of steps in a row that were not.
+# The scalar that the step of an experiment with SKIPS_NONFINITE returns, int32:
+# 0 if the loss and the gradients were finite; else 1, or with 'skip' the number
+# of steps in a row that were not.
 NONFINITE = 'nonfinite'
 
 
