@@ -33,7 +33,6 @@ from jaxline import debug
 from jaxline import decode
 from jaxline import distributed
 from jaxline import errors
-from jaxline import partitioning
 from jaxline import train
 from jaxline import writers
 from jaxline import xla
@@ -440,10 +439,7 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
     raise UsageError(f'Unexpected arguments {unknown}.')
   if values.config is None:
     raise UsageError('Which run? Give --config=FILE, such as configs/lm.py.')
-  try:
-    _validate(values.config)
-  except (OSError, ValueError) as e:
-    raise UsageError(str(e)) from e
+  validate_config(values.config)
   return values.config.copy_and_resolve_references().lock()
 
 
@@ -548,7 +544,7 @@ def _start(
     and checkpointer_factory is create_checkpointer
     and config.checkpointer == 'memory'
   ):
-    _check_can_follow(create_checkpointer(config, name), config)
+    _check_can_follow(name, config)
   with contextlib.ExitStack() as stack:
     logs = [log for log in (mode.log, mode.eval_log) if log]
     is_writable = bool(logs) and _claim(config, name, logs, stack)
@@ -662,9 +658,16 @@ def _check_directory(
   checkpointer: base.FullCheckpointer, experiment_class: Any
 ) -> None:
   """Refuses, before it is used, a directory not shared or of another config."""
-  try:
+  with _usage_errors():
     checkpointer.check_shared()
     checkpointer.check_config(experiment_class)
+
+
+@contextlib.contextmanager
+def _usage_errors() -> Iterator[None]:
+  """Makes a ValueError inside a UsageError: what the user gave is wrong."""
+  try:
+    yield
   except ValueError as e:
     raise UsageError(str(e)) from e
 
@@ -734,10 +737,8 @@ def _take_programs(
   from jaxline.aot import programs
 
   xla.check_precompiled(config.xla)
-  try:
+  with _usage_errors():
     stack.enter_context(programs.of_run(config))
-  except ValueError as e:
-    raise UsageError(str(e)) from e
 
 
 def _has_others() -> bool:
@@ -795,7 +796,7 @@ def _claim(
     Whether the directory can be written: an evaluation that was asked for once
     also works where it cannot.
   """
-  refused = unwritable = ''
+  refused, unwritable = '', ''
   if jax.process_index() == 0:
     try:
       for name in logs:
@@ -816,9 +817,10 @@ def _claim(
           f'config.checkpoint_dir is {config.checkpoint_dir!r}, but nothing can'
           f' be written there: {e}. Give a directory of yours.'
         )
-  if refused := distributed.of_chief(refused):
+  refused, unwritable = distributed.of_chief((refused, unwritable))
+  if refused:
     raise UsageError(refused)
-  if unwritable := distributed.of_chief(unwritable):
+  if unwritable:
     logging.warning(
       'Nothing can be written in %s (%s): this evaluation is in no log but this'
       ' one, and no checkpoint becomes the best one.',
@@ -828,12 +830,10 @@ def _claim(
   return not unwritable
 
 
-def _check_can_follow(
-  checkpointer: base.Checkpointer, config: config_dict.ConfigDict
-) -> None:
+def _check_can_follow(name: str, config: config_dict.ConfigDict) -> None:
   """Refuses to wait for checkpoints that can never come."""
-  waits = not config.one_off_evaluate
-  if waits and not checkpointer.can_be_restored('latest'):
+  checkpointer = memory.InMemoryCheckpointer(config, name)
+  if not (config.one_off_evaluate or checkpointer.can_be_restored('latest')):
     raise UsageError(
       'Evaluation by itself would wait for ever: checkpoints are kept in the'
       ' memory of the process that trains. Use --jaxline_mode=train_and_eval;'
@@ -843,23 +843,17 @@ def _check_can_follow(
 
 
 def validate_config(config: config_dict.ConfigDict) -> None:
-  """Checks a whole config: `base_config.validate_config`, mesh, sharding.
+  """Checks a whole config: see `base_config.validate_config`.
 
   Raises:
     UsageError: what is wrong with it, by name.
   """
   try:
-    _validate(config)
+    with _usage_errors():
+      base_config.validate_config(config)
   except OSError as e:
     # What ml_collections gives instead of a config where it found no file.
     raise _unreadable_config(e) from None
-  except ValueError as e:
-    raise UsageError(str(e)) from e
-
-
-def _validate(config: config_dict.ConfigDict) -> None:
-  base_config.validate_config(config)
-  partitioning.validate(config.mesh, config.sharding, config.sharding_rules)
 
 
 def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
@@ -939,7 +933,5 @@ def _check_backend(config: config_dict.ConfigDict) -> None:
       f' {jax.default_backend()!r}: {jax.devices()}. Is the TPU in use by'
       ' another process, and is jax[tpu] installed?'
     )
-  try:
+  with _usage_errors():
     xla.check_backend(config.xla)
-  except ValueError as e:
-    raise UsageError(str(e)) from e
