@@ -493,7 +493,6 @@ def test_scalars_of_a_step():
     'nonfinite',
     'before',
     'input_wait_fraction',
-    'nonfinite',
   }
   assert [int(row['before']) for row in rows] == [0, 1, 2]
   assert [float(row['rows']) for row in rows] == [16.0] * 3
