@@ -65,7 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
   """Returns how many processes run tests; `-n 0` runs all in one, for pdb."""
   del config
-  return min(len(os.sched_getaffinity(0)), 8)
+  known = hasattr(os, 'sched_getaffinity')  # Not on every system.
+  cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+  return min(cores, 8)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

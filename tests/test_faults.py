@@ -37,13 +37,21 @@ class Run:
   """A run in a process of its own, and its log as it comes.
 
   Attributes:
-    folder: where events are written, on no disk that a test fills.
+    folder: where events are written, on no disk that a test fills. Compiled
+      programs are kept there as well: the undisturbed run writes them, the
+      others only read them, because a kill could leave half of one.
   """
 
   folder = None
 
   def __init__(
-    self, run_dir, *args, mode='train_and_eval', faults=None, num_devices=1
+    self,
+    run_dir,
+    *args,
+    mode='train_and_eval',
+    faults=None,
+    num_devices=1,
+    keeps_programs=False,
   ):
     self.series = files.root(run_dir)
     self.lines = []
@@ -61,6 +69,11 @@ class Run:
       | {
         'PYTHONPATH': str(ROOT),
         'EVENTS': str(self._events),
+        'JAX_COMPILATION_CACHE_DIR': str(self.folder / 'programs'),
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': (
+          '0' if keeps_programs else '1e9'
+        ),
+        'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
         'SURVIVOR': json.dumps(faults or {}),
         'XLA_FLAGS': f'--xla_force_host_platform_device_count={num_devices}',
       },
@@ -263,7 +276,7 @@ def left_by(run_dir):
 def undisturbed(tmp_path_factory):
   """What a run leaves that nothing happened to."""
   run_dir = tmp_path_factory.mktemp('undisturbed')
-  finished(run_dir)
+  finished(run_dir, keeps_programs=True)
   return left_by(run_dir)
 
 

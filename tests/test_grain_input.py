@@ -489,6 +489,7 @@ def test_the_state_of_other_data_is_refused(files, tmp_path):
     )
 
 
+@pytest.mark.process
 def test_workers_read_files_and_their_errors_name_them(files):
   def fail(record):
     x = decode(record)
@@ -842,6 +843,7 @@ def odd_at_5(record):
   return record
 
 
+@pytest.mark.process
 @pytest.mark.parametrize('own', [True, False])
 def test_an_error_that_cannot_be_sent_comes_up_all_the_same(own):
   dataset = stream_of(8, shuffle=False)
@@ -953,6 +955,7 @@ def test_a_state_that_is_no_json_is_refused_when_it_is_needed():
   assert take(source, 2) == [[1, 2], [3, 4]]
 
 
+@pytest.mark.process
 def test_a_stream_is_read_by_workers():
   fields = {'dataset': stream_of(11, repeat=True), 'batch_size': 3}
   source = grain.GrainInput(**fields, num_workers=2)

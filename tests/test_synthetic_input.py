@@ -167,6 +167,7 @@ def test_state_of_other_values_is_refused():
     make(kind='random', vocab_size=11).set_state(state)
 
 
+@pytest.mark.process
 def test_workers_read_the_same():
   fields = {'kind': 'random', 'batch_size': 2}
   expected, other = make(**fields), make(num_workers=1, **fields)

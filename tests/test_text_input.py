@@ -846,6 +846,7 @@ def test_files_as_input(tmp_path):
   assert lines.documents.names[0].endswith('.txt:1')
 
 
+@pytest.mark.process
 def test_workers_map_the_tokens_themselves(tmp_path):
   write(tmp_path, {f'{i}.txt': b'line %d\n' % i * 5_000 for i in range(4)})
   corpus = text.load_corpus(tmp_path)
