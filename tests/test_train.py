@@ -15,6 +15,7 @@ from absl import logging
 import chex
 import jax
 import jax.numpy as jnp
+from ml_collections import config_dict
 import numpy as np
 import pytest
 
@@ -402,6 +403,41 @@ def test_a_step_may_take_only_what_it_wants():
 
   log, _ = run(Short, make_config(2))
   assert log.steps == [0, 1]
+
+
+def test_a_run_needs_no_more_than_an_experiment_and_a_config():
+  log = Log()
+  made = train.Run(functools.partial(Plain, log=log), make_config(3))
+  made.train()
+  assert made.checkpointer.steps('latest') == [3]
+  made.config.one_off_evaluate = True
+  made.evaluate()
+  assert log.evals == [(3, 3.0)]
+
+
+def test_a_run_adapts_what_follows_the_contract_of_jaxline():
+  class Foreign(Scripted):
+    is_closed = False
+
+    def close(self):
+      self.is_closed = True
+
+  foreign, writer = Foreign([None]), Writes()
+  made = train.Run(Plain, config_dict.ConfigDict({'seed': 1}), foreign, writer)
+  assert made.config.training_steps == 10000
+  assert made.writer is writer
+  made.log.write_scalars(3, {'loss': 1.0})
+  made.log.write_texts(3, {'config': ''})  # It has no such method.
+  made.log.flush()
+  assert writer.steps() == [3]
+  full = made.checkpointer
+  assert (full.collective, full.is_resumable, full.reads_only) == (False,) * 3
+  with pytest.raises(ValueError, match='Leave the step None'):
+    full.restore('latest', step=3)
+  full.close()
+  assert foreign.is_closed
+  # What is adapted already stays as it is.
+  assert train.Run(Plain, made.config, full).checkpointer is full
 
 
 # Periodic actions and the writer.
