@@ -60,8 +60,18 @@ def value(batch):
   return int(batch['x'][0])
 
 
+@pytest.fixture(autouse=True)
+def others():
+  """Leaves out the threads of tests before this one."""
+  OTHERS.clear()
+  OTHERS.update(threading.enumerate())
+
+
+OTHERS = set()
+
+
 def threads():
-  return [t for t in threading.enumerate() if t.name == 'infeed']
+  return [t for t in {*threading.enumerate()} - OTHERS if t.name == 'infeed']
 
 
 # Positions.
