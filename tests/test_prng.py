@@ -256,9 +256,7 @@ def test_step_keys_feed_a_donating_pmap_without_resharding():
 @pytest.mark.parametrize('how', ['fake_pmap', 'fake_both', 'op_by_op'])
 def test_step_keys_where_pmap_or_jit_is_off(how, monkeypatch):
   key, mode = jax.random.PRNGKey(3), MODES[0]
-  monkeypatch.setattr(
-    debug.settings, 'disable_pmap_jit', lambda: how == 'op_by_op'
-  )
+  monkeypatch.setattr(debug.settings, 'disable_pmap_jit', how == 'op_by_op')
   traced = mock.Mock(wraps=prng._derive_block)
   monkeypatch.setattr(prng, '_derive_block', traced)
 

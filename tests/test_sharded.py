@@ -1231,7 +1231,7 @@ def test_without_jit_loss_fn_sees_values():
   config = regression.get_config(2)
   config.random_seed = 1
   rows = []
-  with mock.patch.object(debug.settings, 'disable_pmap_jit', return_value=True):
+  with mock.patch.object(debug.settings, 'disable_pmap_jit', new=True):
 
     @debug.disable_pmap_jit
     def run():
