@@ -690,3 +690,19 @@ def test_evaluation_alone_hears_what_jax_would_swallow(start):
   host.kill(signal.SIGTERM)
   code, out, err = host.end()
   assert (code, out) == (75, ''), err
+
+
+def test_a_signal_that_another_thread_receives_interrupts_the_main_one(start):
+  program = start(
+    """
+import signal, threading, time
+def receive():
+  time.sleep(0.5)
+  signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+with preemption.Watch():
+  threading.Thread(target=receive, daemon=True).start()
+  wait()  # In a system call that the signal does not interrupt.
+"""
+  )
+  code, _, err = program.end()
+  assert code == 75, err

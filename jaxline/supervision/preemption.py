@@ -259,7 +259,9 @@ class Watch:
     Python runs a handler on the main thread after that returns from C, where a
     compilation takes minutes. But it writes the number of the signal to the
     pipe at once. This thread ends the process at the second SIGINT and after
-    the grace, and raises a swallowed notice again.
+    the grace, and raises a swallowed notice again. It interrupts a system call
+    that the signal did not: one that began just after it, or while another
+    thread received it.
 
     Args:
       read_end: of the pipe that `signal.set_wakeup_fd` writes to; closed here.
@@ -268,17 +270,19 @@ class Watch:
     first: int | None = None
     began = 0.0
     interrupts, repeated = 0, 0
+    is_nudged = False
     poller = select.poll()
     poller.register(read_end, select.POLLIN)
     with open(read_end, 'rb', buffering=0) as pipe:
       while True:
-        if poller.poll(None if first is None else 1e3 * _TICK_SECS):
+        ready = poller.poll(None if first is None else 1e3 * _TICK_SECS)
+        if ready:
           if not (data := pipe.read(1)):
             return
           signum = data[0]
           if not self._hears(signum):
             continue  # It is for the program's own handler, or JAX's.
-          if repeated and signum == self._notice:
+          if repeated and signum == (self._notice or first):
             repeated -= 1
             continue
           if first is None:
@@ -296,11 +300,12 @@ class Watch:
         if grace is not None and time.monotonic() > began + grace:
           _say(f'{signal.Signals(first).name}: leaving.')
           os._exit(SIGINT_EXIT_CODE if first == signal.SIGINT else EXIT_CODE)
-        if self._is_swallowed() and not repeated:
+        is_unheard = self._notice is None and not ready and not is_nudged
+        if (is_unheard or self._is_swallowed()) and not repeated:
           assert main is not None
-          assert self._notice is not None
+          is_nudged = True
           repeated = 1
-          signal.pthread_kill(main, self._notice)
+          signal.pthread_kill(main, self._notice or first)
 
   def _is_swallowed(self) -> bool:
     """Returns whether Preempted was raised and no longer exists."""
