@@ -223,9 +223,9 @@ KEYS = (
       'The class that `experiment.py` runs. None where that file gives its'
       ' class to `platform.main` itself.', RUN),
   Key('experiment_kwargs', {}, mapping('a dict of arguments'),
-      'Arguments of the constructor of that class, besides `mode` and'
-      ' `init_rng`. Of them, what the class declares as CHANGEABLE_ON_RESUME'
-      ' may change on resume.', RUN),
+      'Arguments of the constructor of that class, besides `mode`, `init_rng`'
+      ' and `run_config`. Of them, what the class declares as'
+      ' CHANGEABLE_ON_RESUME may change on resume.', RUN),
   Key('checkpoint_dir', None, _DIRECTORY,
       "The run's directory: checkpoints, event files, JSON lines, resolved"
       ' config. A run that was started with the same directory is resumed. None'
@@ -597,7 +597,8 @@ def check_constraints(config: Mapping[str, Any]) -> None:
       pairs = zip(keys, values, strict=True)
       given = ', '.join(f'config.{key} is {value!r}' for key, value in pairs)
       raise ValueError(f'{given}. {advice}')
-  xla.validate(config['xla'])
+  if 'xla' in config:
+    xla.validate(config['xla'])
 
 
 def validate_config(config: config_dict.ConfigDict) -> None:
@@ -615,6 +616,8 @@ def validate_config(config: config_dict.ConfigDict) -> None:
 
 def sharded_keys_changed(config: Any) -> list[tuple[str, Any]]:
   """Returns the keys of the sharded style that are not at their defaults."""
+  if not isinstance(config, _MAPPINGS):  # Such as a mock.
+    return []
   defaults, values = recorded(get_base_config()), recorded(config)
   return [
     (key.name, values[key.name])
@@ -632,7 +635,8 @@ def complete_config(config: Any) -> Any:
 
   Returns:
     The config itself if it lacks nothing. Otherwise a copy with the defaults of
-    the missing keys; a config that knows no `on_nonfinite` ignores it.
+    the missing keys, to which later changes of the config do not get; a config
+    without `on_nonfinite` ignores it.
   """
   if not isinstance(config, Mapping | config_dict.ConfigDict):
     return config
@@ -767,9 +771,6 @@ def markdown() -> str:
     for key in KEYS
   ]
   return _INTRODUCTION + ''.join(rows)
-
-
-# The config of a run, for the constructor of its experiment.
 
 
 # An experiment's own config.

@@ -442,8 +442,9 @@ def max_steps_in_flight(config: config_dict.ConfigDict) -> int:
   Args:
     config: a run's complete config.
   """
-  if config.max_steps_in_flight is not None:
-    return config.max_steps_in_flight
+  steps = config.max_steps_in_flight
+  if isinstance(steps, int | np.integer):  # Not None, nor a mock's attribute.
+    return int(steps)
   # Programs of several CPU devices wait for each other in one thread pool; two
   # of them at once can starve it for ever.
   several = jax.local_device_count() > 1

@@ -32,14 +32,14 @@ class MeshError(errors.UsageError):
 
 @dataclasses.dataclass(frozen=True)
 class AbstractDevice:
-  """A device that is only counted: see `on_devices`."""
+  """A placeholder with an id and a slice, for a mesh of absent devices."""
 
   id: int
   slice_index: int
 
 
 def abstract_devices(count: int, num_slices: int = 1) -> list[AbstractDevice]:
-  """Returns `count` devices that are only counted, in equal slices."""
+  """Returns `count` placeholders in equal slices."""
   per_slice = count // num_slices
   return [AbstractDevice(i, i // per_slice) for i in range(count)]
 

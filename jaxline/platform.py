@@ -1,7 +1,7 @@
 """From the command line to a run. The only module that reads flags.
 
 `main` turns flags into a validated config, makes the run's directory, the
-checkpointer and the writers, and calls the loop that `--jaxline_mode` names.
+checkpointer and the writers, and calls the function of `--jaxline_mode`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -160,6 +160,7 @@ class Mode:
     checkpointer: the mode that its checkpointer is made for; '' for none.
     log: the name of the log of its training; '' if it does not train.
     eval_log: the name of the log of its evaluation; '' if it does not evaluate.
+    eval_mode: the mode of the experiment that is evaluated; '' is `eval_log`.
     eval_checkpointer: the mode of a second checkpointer, for an evaluation
       beside the training; '' for none.
   """
@@ -169,6 +170,7 @@ class Mode:
   checkpointer: str = ''
   log: str = ''
   eval_log: str = ''
+  eval_mode: str = ''
   eval_checkpointer: str = ''
 
 
@@ -198,6 +200,7 @@ MODES = {
     checkpointer='train',
     log='train',
     eval_log='eval',
+    eval_mode='train_eval_multithreaded',
     eval_checkpointer='eval',
   ),
   'decode': Mode(
@@ -332,7 +335,7 @@ def main(
 
 
 class _Exit(SystemExit):
-  """Ends the process with a code; what there is to say has been said."""
+  """Ends the process with a code, after its message was printed."""
 
   def __init__(self, code: int, message: str = ''):
     super().__init__(message)
@@ -393,7 +396,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 
 def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
-  """Parses flags; returns what are none, behind the program's name.
+  """Parses flags; returns the program's name and the arguments that are none.
 
   Raises:
     UsageError: what is wrong, in a line.
@@ -420,7 +423,7 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
 
 
 def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
-  """Returns the config that a command line names, for programs that run none.
+  """Returns the config that a command line names, without starting a run.
 
   Args:
     argv: `--config=FILE` and overrides, `--config.key=value`; nothing else.
@@ -494,7 +497,7 @@ def _expected_config() -> str:
 def _main(
   experiment_class: Any, checkpointer_factory: base.CheckpointerFactory
 ) -> None:
-  """Runs; with an error it leaves the other processes, which would wait."""
+  """Runs; after an error, ends this process if others would wait for it."""
   name = _MODE.value
   try:
     with _exits():
@@ -561,9 +564,9 @@ def _start(
     first = checkpointer(mode.checkpointer) if mode.checkpointer else None
     if first is not None:
       _check_directory(first, experiment_class)
-    stack.enter_context(_explained(config))
     supervision = train.Supervision()
     if logs:
+      stack.enter_context(_explained(config))
       _say_directory(config, is_trained=bool(mode.log))
       supervision = train.Supervision(
         preemption.begin_run(takes_steps=bool(mode.log)),
@@ -591,7 +594,7 @@ def _start(
       writer(mode.eval_log),
       xla.actions(config.xla) if mode.log else (),
       supervision,
-      eval_mode=mode.eval_log,
+      eval_mode=mode.eval_mode or mode.eval_log,
       eval_checkpointer=(
         checkpointer(mode.eval_checkpointer) if mode.eval_checkpointer else None
       ),
@@ -753,9 +756,8 @@ def _has_others() -> bool:
   return xla_bridge.backends_are_initialized() and jax.process_count() > 1
 
 
-# What collectives say, of CPUs and of GPUs, where another process has gone: so
-# nothing is wrong with this one. It ends with the code of SIGABRT, by which JAX
-# ends those that it finds so.
+# What collectives of CPUs and GPUs say when another process is gone. This
+# process then ends with the code of SIGABRT, as JAX does.
 _LOST = re.compile(
   r'\bGloo\b|ncclRemoteError|ncclSystemError|Connection (reset|closed) by peer'
 )
@@ -765,8 +767,8 @@ _LOST_CODE = 134
 def _leave_others(error: BaseException, mode: str) -> None:
   """Ends this process at once, if the other ones are still in the run.
 
-  Python's own end would wait for them, who wait for this process: for minutes.
-  Once it is gone they notice, by a lost connection or JAX's heartbeat.
+  A normal exit of Python would wait for the other processes, which wait for
+  this one. They notice that it is gone by a lost connection or JAX's heartbeat.
   """
   if isinstance(error, preemption.Preempted) and not mode.startswith('eval'):
     return  # All leave together.

@@ -7,8 +7,8 @@ loss of a batch (`loss_fn`), the optimizer (`make_optimizer`) and the data
 of all hosts, an evaluation that averages exactly, checkpoints, and batches that
 are on the devices before the step needs them.
 
-`train_step` has the functions that are compiled, `partitioning` the mesh and
-the shardings.
+`train_step` has the functions that are compiled, `mesh` the mesh and
+`partitioning` the shardings.
 """
 
 import abc
@@ -111,7 +111,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
         `sharding_rules`, `gradient_accumulation_steps` and the keys of the
         infeed. None is the base config.
       sharding: one of `partitioning.PRESETS`; None is `run_config.sharding`.
-      mesh: sizes of mesh axes, as for `partitioning.make_mesh`; None is
+      mesh: sizes of mesh axes, as for `mesh.make_mesh`; None is
         `run_config.mesh`.
     """
     self.mode = mode
@@ -618,8 +618,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
       )
     for name, source in sources.items():
       self._check_input(source, 'eval_input', is_training=False)
-      if isinstance(source, inputs.BaseInput) and not source.reset_for_eval:
-        self._rolling.setdefault(name, source)
+      rolls = isinstance(source, inputs.BaseInput) and not source.reset_for_eval
+      if rolls and self._rolling.setdefault(name, source) is not source:
+        infeed.close(source)  # An earlier one continues.
     self._eval_names = set(sources)
     return sources | self._rolling
 

@@ -6,6 +6,7 @@ signatures; each makes a `Run` and calls its method of the same name.
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import math
 import queue
 import threading
@@ -60,7 +61,7 @@ class Supervision:
 
 @dataclasses.dataclass
 class Run:
-  """What is trained or evaluated, and what with.
+  """A run: the experiment class, the config and everything the loops use.
 
   What follows JAXline's looser contract is adapted when a `Run` is made.
 
@@ -140,21 +141,24 @@ class Run:
     """Evaluates each new checkpoint until training has ended."""
     config, checkpointer = self.config, self.checkpointer
     supervision = self.supervision
-    # Before anything is logged, so that a log without a note has lost it.
+    # Written before the first log record: later, a log without this note means
+    # that the note was lost.
     checkpointer.mark_evaluated()
     is_new = evaluation.last is None
     _resume_log(self, self.eval_log, evaluation.last, is_new)
     initial_is_due = config.eval_initial_weights and 0 not in evaluation.done
+    restore_next = checkpointer.follow('latest')
     while True:
       supervision.watchdog.beat()
       if supervision.stop.is_set():
         raise debug.Stopped
       if supervision.watch.reached(evaluation.last or 0):
-        supervision.watch.leave()  # The signal came while it was not heard.
-      # Asked first, so that a checkpoint that came before the end is seen.
+        supervision.watch.leave()  # The signal came outside of a step.
+      # Read before `restore_next`, so that a checkpoint saved just before the
+      # end is still evaluated.
       is_over = self._is_over(evaluation)
       if not (
-        checkpointer.restore_next('latest', evaluation.done)
+        restore_next(evaluation.done)
         or (initial_is_due and not checkpointer.can_be_restored('latest'))
       ):
         if is_over:
@@ -171,6 +175,9 @@ class Run:
       initial_is_due = False
       evaluation(state)
       evaluation.wait()
+      # In JAXline the last step ends it, and nothing later is looked at.
+      if not checkpointer.is_resumable and self._is_last(evaluation):
+        return
 
   def _is_over(self, evaluation: '_Evaluation') -> bool:
     """Returns whether training will make no further checkpoint."""
@@ -178,11 +185,14 @@ class Run:
       return self.supervision.trained.is_set()
     if self.checkpointer.ended() is not None:
       return True
-    # A training that was ended before its note of it, or whose note was removed
-    # by one that starts again.
-    last = evaluation.last
+    # Training was killed before it wrote its note, or a training that restarts
+    # has removed the note.
+    return evaluation.last is not None and self._is_last(evaluation)
+
+  def _is_last(self, evaluation: '_Evaluation') -> bool:
+    """Returns whether the step evaluated last is the last of training."""
     should_run_step = evaluation.experiment.should_run_step
-    return last is not None and not should_run_step(last, self.config)
+    return not should_run_step(evaluation.last or 0, self.config)
 
   @debug.disable_pmap_jit
   def train_and_eval(self) -> None:
@@ -200,7 +210,8 @@ class Run:
     evaluation = _Evaluation(self, until=state.global_step)
     if evaluation.done:
       checkpointer.mark_evaluated()  # The note may have been lost.
-    # What was logged of this very step is void unless all of it is safe.
+    # Records of the restored step itself are dropped unless its evaluation is
+    # noted as complete.
     step, is_new = state.global_step, checkpointer.is_new()
     is_evaluated = step in evaluation.done
     last = step if is_evaluated else step - 1
@@ -228,12 +239,12 @@ class Run:
         run_async=False,  # Training waits: the next step donates the weights.
         end_step_to_action=config.training_steps,
       )
-      # Last, since it moves the clock that the others were called with.
+      # The last action, because it shifts the clocks of the others.
       training.actions.append(action)
       # The run may have been ended between this step and its evaluation.
       if state.global_step and interval_type == 'steps':
         action(time.time(), state.global_step, None)
-      elif state.global_step:  # Whether it was due cannot be known.
+      elif state.global_step:  # By seconds: it is unknown whether one was due.
         evaluate_now()
     if config.eval_initial_weights and state.global_step == 0:
       evaluate_now()
@@ -247,6 +258,12 @@ class Run:
 
     The evaluation is of the checkpoints. Signals are for the training.
     """
+    if self.eval_checkpointer is None and self.checkpointer.is_resumable:
+      raise ValueError(
+        'eval_checkpointer is None, but the evaluation beside the training'
+        ' needs a checkpointer of its own that reads what'
+        f' {type(self.checkpointer).__name__} writes.'
+      )
     stop, trained = threading.Event(), threading.Event()
     watchdog = self.supervision.watchdog
     training = dataclasses.replace(
@@ -337,9 +354,9 @@ def _restore(
 def _resume_log(
   run: Run, log: writers.MetricWriter, last: int | None, is_new: bool
 ) -> None:
-  """Voids what a process that was killed logged later; logs the config once.
+  """Removes records after the restored step; logs the config of a new run.
 
-  Later steps will run again, and log the same again.
+  The steps of those records run again, and log the same again.
 
   Args:
     run: the run.
@@ -425,11 +442,15 @@ class _Training:
     """Returns what every training does at intervals: log, write, save."""
     config = self._run.config
 
-    def write(step: int, scalars: Mapping[str, Any]) -> None:
+    def write_scalars(step: int, scalars: Mapping[str, Any]) -> None:
       self._run.log.write_scalars(step, _add_rates(scalars))
 
     def without_flag(fn: Callable[..., None]) -> Callable[..., None]:
-      return lambda step, scalars: fn(step, self.guard.without_flag(scalars))
+      @functools.wraps(fn)  # The thread has the name of the function.
+      def logged(step: int, scalars: Mapping[str, Any]) -> None:
+        fn(step, self.guard.without_flag(scalars))
+
+      return logged
 
     of_logging: dict[str, Any] = {
       'interval_type': config.logging_interval_type or config.interval_type,
@@ -443,10 +464,11 @@ class _Training:
         **of_logging,
       )
     ]
-    if jax.process_index() == 0 or config.log_all_hosts:
+    is_logged = jax.process_index() == 0 or config.log_all_hosts
+    if is_logged and self._run.writer is not None:
       actions.append(
         periodic.PeriodicAction(
-          without_flag(write),
+          without_flag(write_scalars),
           interval=config.log_train_data_interval,
           log_all_data=config.log_all_train_data,
           end_step_to_action=config.training_steps,
@@ -496,8 +518,14 @@ class _Training:
 
   def run_loop(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""
+    try:
+      self._run_loop([*self.actions, _AfterStep(self._run, self._finish)])
+    finally:
+      # They refer to `self`: the cycle would keep the weights.
+      self.actions.clear()
+
+  def _run_loop(self, actions: list[periodic.Action]) -> None:
     run, config, state = self._run, self._run.config, self.state
-    actions = [*self.actions, _AfterStep(run, self._finish)]
     for action in actions:
       action.update_time(time.time(), state.global_step)
     with run.supervision.watch.training():
@@ -519,9 +547,6 @@ class _Training:
             if e is not error:
               logging.exception('A periodic action failed as well.')
         raise
-      finally:
-        # They refer to `self`, which refers to the weights.
-        actions.clear()
       with debug.log_activity('final checkpoint'):
         self._finish()
       # No host leaves before the first one has saved: its exit would end it.
@@ -679,15 +704,17 @@ class _Best:
     state = self._state = run.checkpointer.get_experiment_state('best')
     state.best_eval_metric_value = -self._sign * math.inf
     state.best_model_eval_metric = self._metric
-    run.checkpointer.claim('best')  # Now, and not after a whole evaluation.
+    run.checkpointer.claim(
+      'best'
+    )  # Now: a conflict is reported before the first evaluation.
     if not run.checkpointer.can_be_restored('best'):
       return
-    # Of the state only the best value and its metric; not the weights.
+    # Only the best value and its metric are restored, not the weights.
     with debug.log_activity('best checkpoint restore'):
       try:
         run.checkpointer.restore('best')
       except files.RefusedError:
-        raise  # It is still there, and worth a look.
+        raise  # The checkpoint is still there; the user must decide.
       except files.DamagedError as e:
         # The weights that count are those of `latest`.
         logging.error('The series best begins anew: %s', e)
@@ -719,7 +746,9 @@ class _Best:
     if self._checkpointer.collective:
       # They save together; if the values differ, the first host's counts.
       value = distributed.of_chief(value)
-    if math.isnan(old):  # Anything is better than NaN, and NaN never is.
+    if math.isnan(
+      old
+    ):  # An old NaN counts as no value; a new NaN is never better.
       old = -self._sign * math.inf
     if not self._sign * value > self._sign * old:
       return

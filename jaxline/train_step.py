@@ -238,7 +238,8 @@ def _accumulate(
   def add(carry: Any, part: Any) -> tuple[Any, None]:
     sums, model_state = carry
     more, model_state = one(model_state, *part)
-    weight, loss, grads, metrics = jax.tree.map(jnp.add, sums, more)
+    weight, loss, grads = jax.tree.map(jnp.add, sums[:3], more[:3])
+    metrics = metrics_lib.add(sums[3], more[3])
     return ((weight, loss, place_grads(grads), metrics), model_state), None
 
   parts = jax.tree.map(cut, batch), jnp.arange(num_parts)

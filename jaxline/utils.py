@@ -1,7 +1,8 @@
 """JAXline's names, kept: everything here lives elsewhere.
 
-New code imports the rooms themselves. An experiment written against JAXline's
-`utils` finds here all it knew; `GLOBAL_CHECKPOINT_DICT` may be rebound here.
+New code imports the modules that define these names. An experiment written
+against JAXline's `utils` finds here all it knew; `GLOBAL_CHECKPOINT_DICT` may
+be rebound here.
 """
 
 from typing import Any

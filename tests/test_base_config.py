@@ -400,9 +400,6 @@ def test_validate_config_makes_all_three_checks():
     mocks[name].assert_called_once()
 
 
-# The config of a run, for its experiment.
-
-
 # An experiment's own config.
 
 

@@ -1,6 +1,6 @@
 """Every fault of docs/reliability.md, with real processes and real signals.
 
-The kills of the slow suite: pytest tests/test_faults.py -m slow
+The kills of the slow suite: pytest tests/test_faults.py -m slow -n 0
 """
 
 import hashlib

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import json
 import math
 import pathlib
@@ -10,6 +11,7 @@ import threading
 import time
 import traceback
 from unittest import mock
+import weakref
 
 from absl import logging
 import chex
@@ -422,7 +424,7 @@ def test_a_run_adapts_what_follows_the_contract_of_jaxline():
     def close(self):
       self.is_closed = True
 
-  foreign, writer = Foreign([None]), Writes()
+  foreign, writer = Foreign([]), Writes()
   made = train.Run(Plain, config_dict.ConfigDict({'seed': 1}), foreign, writer)
   assert made.config.training_steps == 10000
   assert made.writer is writer
@@ -438,6 +440,89 @@ def test_a_run_adapts_what_follows_the_contract_of_jaxline():
   assert foreign.is_closed
   # What is adapted already stays as it is.
   assert train.Run(Plain, made.config, full).checkpointer is full
+
+
+def test_each_evaluation_of_a_checkpointer_begins_anew():
+  config = make_config(2)
+  _, checkpointer = run(config=config)
+  log = Log()
+  for _ in range(2):
+    train.evaluate(
+      functools.partial(Plain, log=log), config, checkpointer, None, 'eval'
+    )
+  assert log.evals == [(2, 2.0)] * 2
+
+
+@pytest.mark.parametrize('fails', [False, True])
+@pytest.mark.parametrize('loop', [train.Run.train, train.Run.train_and_eval])
+def test_a_run_that_has_ended_keeps_no_experiment(loop, fails, monkeypatch):
+  # pytest keeps the records of the log, and with them the traceback's frames.
+  monkeypatch.setattr(debug.settings, 'log_tracebacks', False)
+  made = []
+
+  def construct(mode, init_rng):
+    experiment = Plain(mode, init_rng, fail_at=1 if fails else None)
+    made.append(weakref.ref(experiment))
+    return experiment
+
+  checkpointer = Scripted([])
+  gc.collect()
+  gc.disable()
+  try:
+    with contextlib.suppress(ZeroDivisionError):
+      loop(train.Run(construct, make_config(2), checkpointer, Writes()))
+    checkpointer.states.clear()
+    checkpointer.saved.clear()
+    assert made
+    assert [ref() for ref in made] == [None] * len(made)
+  finally:
+    gc.enable()
+
+
+def test_an_argument_of_an_experiment_may_be_called_run_config():
+  class Own(Plain):
+    def __init__(self, mode, init_rng, run_config, log=None):
+      super().__init__(mode, init_rng, log)
+      self.got = run_config
+
+  config = make_config(1)
+  config.experiment_kwargs.run_config = 'mine'
+  _, checkpointer = run(Own, config)
+  state = checkpointer.get_experiment_state('latest')
+  assert state.experiment_module.got == 'mine'
+
+
+def test_a_wrapper_around_a_durable_checkpointer_is_one(tmp_path):
+  class Wrapper:
+    def __init__(self, inner):
+      self.inner = inner
+
+    def __getattr__(self, name):
+      return getattr(self.inner, name)
+
+  config = make_config(2, checkpoint_dir=str(tmp_path))
+  inner = durable.DurableCheckpointer(config, 'train')
+  wrapper = Wrapper(inner)
+  assert train.Run(Plain, config, wrapper).checkpointer is wrapper
+  train.train(Plain, config, wrapper, None)
+  assert inner.ended() == 2
+  inner.close()
+
+
+def test_an_evaluation_beside_the_training_needs_a_checkpointer(tmp_path):
+  config = make_config(2, checkpoint_dir=str(tmp_path))
+  made = train.Run(Plain, config, durable.DurableCheckpointer(config, 'train'))
+  with pytest.raises(ValueError, match='eval_checkpointer is None'):
+    made.train_eval_multithreaded()
+
+
+@pytest.mark.parametrize('stand_in', [mock.MagicMock, mock.Mock])
+def test_a_mock_may_stand_for_a_config_in_the_loop(stand_in):
+  experiment = Plain('train')
+  config = stand_in(training_steps=2)
+  state = base.ExperimentState(global_step=0, train_step_rng=jax.random.key(0))
+  experiment.train_loop(config, state, [])
+  assert state.global_step == 2
 
 
 # Periodic actions and the writer.
@@ -854,12 +939,11 @@ def test_a_failing_save_ends_the_run():
 class Scripted:
   """A checkpointer whose newest checkpoint changes as a script says.
 
-  One entry is one look: the step of the newest checkpoint then, or None. After
-  the last of them the evaluation may look once more, and must end.
+  One entry is one look: the step of the newest checkpoint then, or None.
   """
 
   def __init__(self, looks):
-    self.looks = [*looks, looks[-1]]
+    self.looks = list(looks)
     self.newest = None
     self.states = {}
     self.saved = []
@@ -916,7 +1000,7 @@ def evaluate(looks, scores=None, writer=None, cls=Plain, **values):
 
 def test_each_new_checkpoint_is_evaluated_once_until_the_last():
   writer = Writes()
-  looks = [None, None, 10, 10, 10, 30, 30, 100]
+  looks = [None, None, 10, 10, 10, 30, 30, 100, 'not looked at']
   log, _ = evaluate(looks, writer=writer)
   assert [step for step, _ in log.evals] == [10, 30, 100]
   assert writer.records == [

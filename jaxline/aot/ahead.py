@@ -524,7 +524,7 @@ def _versions(topology: str | None) -> dict[str, str]:
 def _hints(
   report: report_lib.Report, config: config_dict.ConfigDict
 ) -> Iterator[str]:
-  """Yields what to change of a run that does not fit, the first first."""
+  """Yields changes of a run that does not fit, most effective first."""
   hbm_bytes = report.target.hbm_bytes or math.inf
   train_step = report.programs[0]
   if train_step.fits is not False:

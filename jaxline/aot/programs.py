@@ -38,7 +38,9 @@ _SUFFIX = '-cache'
 _KEYS = {'experiment_class', 'experiment_kwargs'} | {
   key.name
   for key in base_config.KEYS
-  if key.effect == base_config.PROGRAM and key.name != 'xla'
+  if key.effect == base_config.PROGRAM
+  and '.' not in key.name
+  and key.name != 'xla'
 }
 # Flags that change nothing in the program, and no hash of JAX's.
 _NEUTRAL_FLAGS = ('--xla_dump', '--xla_force_host_platform_device_count')

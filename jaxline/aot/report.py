@@ -223,7 +223,7 @@ class Report:
     bubble_fraction: part of a step in which a pipeline's stage idles.
     state_buffers: the largest arrays of the state.
     programs: the train step and the eval step.
-    hints: what to change where it does not fit, the first first.
+    hints: suggested changes where it does not fit, most effective first.
     notes: what this report lacks, and why.
     saved: where the compiled programs are; '' where they are not saved.
     versions: name -> version.
@@ -378,7 +378,7 @@ def _lines(report: Report) -> Iterable[str]:
     yield program.name
     yield from _program_lines(program, target)
   for title, texts in (
-    ('What to change, the first first', report.hints),
+    ('Suggested changes, most effective first', report.hints),
     ('Notes', report.notes),
   ):
     if texts:

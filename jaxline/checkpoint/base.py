@@ -100,7 +100,6 @@ class FullCheckpointer(Checkpointer):
   is_resumable: bool = False
   reads_only: bool = False
   restored_step: int | None = None
-  _followed: Any = None  # The `restore_path` that `restore_next` took last.
 
   @functools.cached_property
   def before_commit(self) -> dict[str, Callable[[], None]]:
@@ -116,22 +115,27 @@ class FullCheckpointer(Checkpointer):
     """Restores a series' checkpoint of a step; None is the newest."""
     raise NotImplementedError
 
-  def restore_next(self, ckpt_series: str, done: Collection[int]) -> bool:
-    """Restores the first checkpoint whose step is not in `done`.
+  def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:
+    """Returns a function that restores the next checkpoint to evaluate.
 
-    By default only the newest checkpoint is looked at.
-
-    Returns:
-      Whether there was one.
+    The function gets the steps that are evaluated, restores a checkpoint of
+    another step, and returns whether there was one. By default it looks at the
+    newest checkpoint only.
     """
-    path = self.restore_path(ckpt_series)
-    if path in (None, self._followed) or not self.can_be_restored(ckpt_series):
-      return False
-    self._followed = path
-    self.restore(ckpt_series)
-    # A newer checkpoint may have been restored than the path named.
-    step = int(self.get_experiment_state(ckpt_series).global_step)
-    return step not in done
+    restored: Any = None
+
+    def restore_next(done: Collection[int]) -> bool:
+      nonlocal restored
+      path = self.restore_path(ckpt_series)
+      if path in (None, restored) or not self.can_be_restored(ckpt_series):
+        return False
+      restored = path
+      self.restore(ckpt_series)
+      # It may be a newer checkpoint, saved after its path was asked for.
+      step = int(self.get_experiment_state(ckpt_series).global_step)
+      return step not in done
+
+    return restore_next
 
   def is_new(self) -> bool:
     """Returns whether the run has no checkpoint of its own yet.

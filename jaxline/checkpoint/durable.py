@@ -235,7 +235,14 @@ class DurableCheckpointer(base.FullCheckpointer):
     if experiment is not None and not self._follows:
       memory.publish(ckpt_series, self._published(path, experiment))
 
-  def restore_next(self, ckpt_series: str, done: Collection[int]) -> bool:
+  def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:
+    """Returns a function that restores the next checkpoint to evaluate.
+
+    Checkpoints are restored in the order of their steps.
+    """
+    return functools.partial(self._restore_next, ckpt_series)
+
+  def _restore_next(self, ckpt_series: str, done: Collection[int]) -> bool:
     """Restores the first checkpoint whose step is not in `done`.
 
     Before the run's first checkpoint, that is the snapshot that it starts from.

@@ -1,6 +1,7 @@
 """Turns what JAXline's loose contract allows into what the loops expect.
 
-`train` and `platform` call these once, where a run begins. Behind them every
+`train`, `decode`, `platform` and `python -m jaxline.inputs` call these where a
+run begins. Behind them every
 checkpointer, writer and action has all methods, and every config all keys
 (`base_config.complete_config`).
 """
@@ -57,11 +58,31 @@ def full_checkpointer(checkpointer: Any) -> base.FullCheckpointer:
     checkpointer: any that follows `base.Checkpointer`. A subclass of ours whose
       `restore` takes no step counts as foreign.
   """
-  if isinstance(checkpointer, base.FullCheckpointer) and (
-    'step' in inspect.signature(checkpointer.restore).parameters
-  ):
+  is_full = isinstance(checkpointer, base.FullCheckpointer)
+  # Or a wrapper around one, which passes on all its attributes.
+  is_full |= isinstance(getattr(checkpointer, 'before_commit', None), dict)
+  if is_full and 'step' in inspect.signature(checkpointer.restore).parameters:
     return checkpointer
   return _ForeignCheckpointer(checkpointer)
+
+
+class _ForeignWriter(writers.MetricWriter):
+  """A writer that has `write_scalars` only; or None, which has nothing."""
+
+  def __init__(self, writer: writers.Writer | None):
+    self._writer = writer
+
+  def _write(
+    self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
+  ) -> None:
+    if kind == 'scalars' and self._writer is not None:
+      self._writer.write_scalars(global_step, values)
+
+  def flush(self) -> None:
+    """Does nothing: it has no such method."""
+
+  def close(self) -> None:
+    """Does nothing: who made the writer closes it."""
 
 
 def full_writer(writer: Any) -> writers.MetricWriter:
@@ -72,7 +93,7 @@ def full_writer(writer: Any) -> writers.MetricWriter:
   """
   if isinstance(writer, writers.MetricWriter):
     return writer
-  return writers.MultiWriter([] if writer is None else [writer])
+  return _ForeignWriter(writer)
 
 
 class _ForeignAction(periodic.Action):
@@ -115,7 +136,11 @@ def initialize_experiment(
   """
   parameters = inspect.signature(experiment_class).parameters
   offered = {'init_rng': rng, 'run_config': run_config}
-  given = {name: x for name, x in offered.items() if name in parameters}
+  given = {
+    name: x
+    for name, x in offered.items()
+    if name in parameters and name not in experiment_kwargs and x is not None
+  }
   if 'init_rng' not in given:
     logging.warning(
       'Deprecated: %s takes no init_rng, so config.random_seed does not reach'

@@ -135,11 +135,13 @@ class Guard(periodic.Action):
     flag = scalars.get(NONFINITE) if self._has_flag else None
     if flag is not None:
       scalars = dict(scalars)
-    elif self._mode == 'skip':
+    elif self._has_flag and self._mode != 'warn':
       raise ValueError(
-        f"config.on_nonfinite is 'skip', but {self._class_name}.step returned"
-        f' {list(scalars)}, without {NONFINITE!r}. An override of `step` must'
-        ' return all scalars of ShardedExperiment.step or of the compiled step.'
+        f'config.on_nonfinite is {self._mode!r}, but {self._class_name}.step'
+        f' returned {list(scalars)}, without {NONFINITE!r}. An override of'
+        ' `step` must return all scalars of ShardedExperiment.step or of the'
+        ' compiled step; a step that does not compute this scalar needs'
+        ' SKIPS_NONFINITE = False.'
       )
     else:
       scalars = {name: x for name, x in _numbers(scalars) if _judges(name)}
@@ -281,5 +283,5 @@ def _to_host(x: Any) -> np.ndarray:
   """Returns a number, or what this host has of an array."""
   if isinstance(x, jax.Array) and not x.is_fully_replicated:
     shards = [np.asarray(shard.data) for shard in x.addressable_shards]
-    return np.concatenate([shard.ravel() for shard in shards])
+    return np.concatenate([[], *(shard.ravel() for shard in shards)])
   return np.asarray(x)

@@ -391,6 +391,8 @@ def _is_clients(handler: Any, signum: int) -> bool:
   """
   if handler in (signal.default_int_handler, _spare_once):
     return signum != signal.SIGINT
+  if isinstance(getattr(handler, '__self__', None), Watch):
+    return False  # Of a watch that this one is inside of.
   function = getattr(handler, 'func', handler)  # asyncio's is a partial.
   module = getattr(function, '__module__', None) or ''
   return callable(handler) and module.split('.')[0] not in (
