@@ -40,6 +40,9 @@ import pytest
 
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+# Most programs run a few times only: to optimize them takes longer than to run
+# them. The programs that tests start as processes are optimized as in use.
+jax.config.update('jax_disable_most_optimizations', True)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -37,14 +37,6 @@ def step_fn(cache, tokens_BL, start_B):
   return jnp.where(back_BLM[..., None] >= 0, logits_BLMV, 0).sum(2), cache
 
 
-@pytest.fixture(autouse=True, scope='module')
-def _compiled_fast():
-  """Most of the time would go into LLVM."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
 @functools.partial(jax.jit, static_argnames=('options', 'batch'))
 def _decode(prompts_BT, lengths_B, rng, options, batch):
   # What an empty cache holds does not matter.

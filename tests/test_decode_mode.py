@@ -417,15 +417,12 @@ def language_model(tmp_path_factory):
   kwargs.update(files=f'{folder}/*.txt', cache_dir=str(folder / 'cache'))
   config = config.copy_and_resolve_references()
   checkpointer = platform.create_checkpointer(config, 'train')
-  # Most of the time would go into LLVM.
-  jax.config.update('jax_disable_most_optimizations', True)
   try:
     train.train(lm_experiment.Experiment, config, checkpointer, None)
     live = checkpointer.get_experiment_state('latest').experiment_module
     rng = jax.random.fold_in(jax.random.PRNGKey(config.random_seed), 0)
     expected = live.decode(PROMPTS, rng)
   finally:
-    jax.config.update('jax_disable_most_optimizations', False)
     checkpointer.close()
   values = {
     'checkpoint_dir': config.checkpoint_dir,

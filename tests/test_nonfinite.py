@@ -192,7 +192,8 @@ def test_skip_without_support_is_refused():
   a_guard('skip', experiment=regression.Regression('train', KEY))
 
 
-def test_a_step_that_lost_the_flag_cannot_skip():
+@pytest.mark.parametrize('mode', ['skip', 'raise'])
+def test_a_step_that_lost_the_flag_is_refused(mode):
   class Own(Faulty):
     def step(self, **kwargs):
       return {'loss': super().step(**kwargs)['loss']}
@@ -200,8 +201,17 @@ def test_a_step_that_lost_the_flag_cannot_skip():
   with pytest.raises(
     ValueError, match=r"Own\.step returned \['loss'\], without 'nonfinite'"
   ):
-    train(make({}, Own), 3, 'skip')
-  # In another mode the scalars are judged instead.
+    train(make({}, Own), 3, mode)
+
+
+def test_a_step_that_has_no_flag_is_judged_by_its_scalars(caplog):
+  class Own(Faulty):
+    def step(self, **kwargs):
+      return {'loss': super().step(**kwargs)['loss']}
+
+  train(make({1: NAN}, Own), 9, 'warn')
+  assert 'step 2 are not finite: loss = nan' in caplog.text
+  Own.SKIPS_NONFINITE = False
   with pytest.raises(nonfinite.NonfiniteError, match=r'step 2 .*loss = nan'):
     train(make({1: NAN}, Own), 9, 'raise')
 

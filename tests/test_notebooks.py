@@ -10,7 +10,6 @@ import pathlib
 import re
 import tempfile
 
-import jax
 import nbclient
 import nbformat
 import pytest
@@ -139,14 +138,6 @@ def test_statements():
   assert second[0].body[0].lineno == 4
 
 
-@pytest.fixture
-def _quickly_compiled():
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
-@pytest.mark.usefixtures('_quickly_compiled')
 def test_page_for_users_of_pax(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   # What the page registers is forgotten afterwards.

@@ -294,7 +294,6 @@ def run_here(folder, directory, **changes):
         k: float(v) for k, v in scalars.items() if k in SCALARS
       }
 
-  jax.config.update('jax_disable_most_optimizations', True)
   try:
     train.train_and_eval(
       experiment.Experiment,
@@ -304,7 +303,6 @@ def run_here(folder, directory, **changes):
       Recorder('eval'),
     )
   finally:
-    jax.config.update('jax_disable_most_optimizations', False)
     checkpointer.close()
   return seen
 

@@ -25,8 +25,6 @@ from jaxline import base_config
 from jaxline import errors
 from jaxline import utils
 
-pytestmark = pytest.mark.usefixtures('compile_fast')
-
 _REPOSITORY = pathlib.Path(__file__).parents[2]
 _ONE_HOST = image_input.Hosts(devices=2, index=0, count=1)
 # A stem, its BatchNorm, one pooling over the image and the logits.

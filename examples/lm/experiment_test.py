@@ -24,8 +24,6 @@ from jaxline import train
 from jaxline import utils
 from jaxline import writers
 
-pytestmark = pytest.mark.usefixtures('compile_fast')
-
 LINES = 'for item in items:\n  total = total + item\n'
 
 
@@ -222,7 +220,6 @@ def losses_of(subject, steps):
   return [float(s['loss']) for s in scalars], scalars[-1]['tokens_per_step']
 
 
-@pytest.mark.usefixtures('compiled_fast')
 @pytest.mark.parametrize(
   ('rows', 'accumulation', 'used'), [(1, 1, 2), (4, 1, 4), (3, 3, 6)]
 )
@@ -284,7 +281,6 @@ def test_the_first_command_on_four_devices(config, tmp_path):
   assert 'eval step 2 | ' in found.stderr
 
 
-@pytest.mark.usefixtures('compiled_fast')
 def test_a_rounded_batch_stays_on_fewer_devices(config, said):
   straight = on_mesh(config, rows=3)
   expected, _ = losses_of(straight, 4)
@@ -305,7 +301,6 @@ def test_a_rounded_batch_stays_on_fewer_devices(config, said):
   assert tokens == 4 * 16
 
 
-@pytest.mark.usefixtures('compiled_fast')
 def test_a_batch_that_must_be_rounded_later_reads_on(config, said):
   first = on_mesh(config, rows=3, mdl=2)
   assert losses_of(first, 2)[1] == 3 * 16
@@ -323,7 +318,6 @@ def test_a_batch_that_must_be_rounded_later_reads_on(config, said):
   second._close_input()
 
 
-@pytest.mark.usefixtures('compiled_fast')
 def test_an_evaluation_is_of_the_same_records_on_any_devices(config, said):
   config.experiment_kwargs.config.eval_batch_size = 3
   config.experiment_kwargs.config.eval_batches = 2
@@ -340,15 +334,6 @@ def test_an_evaluation_is_of_the_same_records_on_any_devices(config, said):
   assert '3 rows in each process, and are filled up to 4 with rows' in line
 
 
-@pytest.fixture
-def compiled_fast():
-  """Most of the time would go into LLVM."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
-@pytest.mark.usefixtures('compiled_fast')
 def test_decoding_with_a_cache_is_decoding_without(config):
   subject = make(config, 'decode')
   # Larger weights, so that likely tokens and unlikely ones are far apart.
@@ -382,7 +367,6 @@ def test_decoding_with_a_cache_is_decoding_without(config):
     )
 
 
-@pytest.mark.usefixtures('compiled_fast')
 def test_decoding_takes_the_likeliest_of_the_uncached_model(config):
   config.experiment_kwargs.config.decode.method = 'greedy'
   config.experiment_kwargs.config.files = '/no/such/place'  # Nor needed.

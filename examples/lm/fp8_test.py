@@ -298,14 +298,6 @@ def _train(tmp_path, monkeypatch, **changes):
   return *built[0], np.array(losses)
 
 
-@pytest.fixture
-def _fast_compilation():
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
-@pytest.mark.usefixtures('_fast_compilation')
 def test_training_in_fp8_follows_bfloat16(tmp_path, monkeypatch):
   run, first, losses = _train(tmp_path, monkeypatch, matmul='fp8')
   _, expected_first, expected = _train(tmp_path, monkeypatch, matmul='dtype')

@@ -19,8 +19,6 @@ WeightHParams = base_layer.WeightHParams
 WeightInit = base_layer.WeightInit
 sub_config_field = base_layer.sub_config_field
 
-pytestmark = pytest.mark.usefixtures('compile_fast')
-
 # Of a kind that compiles fast.
 KEY = jax.random.key(0, impl='rbg')
 X = np.arange(6, dtype=np.float32).reshape(2, 3) / 5 - np.float32(0.4)

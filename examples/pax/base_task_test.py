@@ -28,8 +28,6 @@ WeightHParams = base_layer.WeightHParams
 WeightInit = base_layer.WeightInit
 SKIP = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
 
-pytestmark = pytest.mark.usefixtures('compile_fast')
-
 KEY = jax.random.PRNGKey(0)
 FEATURES = 3
 

@@ -28,8 +28,6 @@ from jaxline import train
 from jaxline import utils
 from jaxline import writers
 
-pytestmark = pytest.mark.usefixtures('compile_fast')
-
 # A run of 200 steps.
 
 STEPS = 200

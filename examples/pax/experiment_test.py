@@ -49,13 +49,6 @@ LINES = 'for item in items:\n  total = total + item\n'
 
 
 @pytest.fixture(autouse=True)
-def _quickly_compiled():
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
-@pytest.fixture(autouse=True)
 def _on_one_device():
   with partitioning.on_devices(jax.devices()[:1]):
     yield

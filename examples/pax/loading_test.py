@@ -25,8 +25,6 @@ from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
 
-pytestmark = pytest.mark.usefixtures('compile_fast')
-
 Rules = loading.CheckpointLoadingRules
 WIDTH = 4
 

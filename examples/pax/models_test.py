@@ -14,8 +14,6 @@ from examples.pax.layers import embedding_softmax
 from examples.pax.layers import linears
 from examples.pax.layers import transformers
 
-pytestmark = pytest.mark.usefixtures('compile_fast')
-
 KEY = jax.random.key(0)
 VOCAB = 11
 # An output layer of its own: a tied one goes on with the same token for ever.

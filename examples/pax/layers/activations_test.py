@@ -8,8 +8,6 @@ from scipy import special
 
 from examples.pax.layers import activations
 
-pytestmark = pytest.mark.usefixtures('compile_fast')
-
 X = np.linspace(-6, 6, 50, dtype=np.float32).reshape(2, 5, 5)
 
 

@@ -14,8 +14,6 @@ from scipy import special
 from examples.pax import base_layer
 from examples.pax.layers import embedding_softmax
 
-pytestmark = pytest.mark.usefixtures('compile_fast')
-
 KEY = jax.random.key(0, impl='rbg')
 _RNG = np.random.default_rng(0)
 B, L, D, V = 2, 4, 6, 7

@@ -12,8 +12,6 @@ from examples.pax import hparams
 from examples.pax import layers
 from examples.pax.layers import linears
 
-pytestmark = pytest.mark.usefixtures('compile_fast')
-
 KEY = jax.random.key(0, impl='rbg')
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(2, 2, 3)
 

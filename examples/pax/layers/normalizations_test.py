@@ -15,8 +15,6 @@ from examples.pax import base_layer
 from examples.pax.layers import normalizations
 from jaxline import partitioning
 
-pytestmark = pytest.mark.usefixtures('compile_fast')
-
 KEY = jax.random.key(0, impl='rbg')
 _RNG = np.random.default_rng(0)
 # Off centre, and of a size at which the epsilons below count.

@@ -8,8 +8,6 @@ import pytest
 from examples.pax import base_layer
 from examples.pax.layers import stochastics
 
-pytestmark = pytest.mark.usefixtures('compile_fast')
-
 NOTHING = {'params': {}}
 KEY = jax.random.key(3)
 X = jnp.ones((6, 1000))
