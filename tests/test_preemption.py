@@ -17,6 +17,8 @@ from jaxline.supervision import preemption
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_SECS = 60
+# Nearly all of them start a process and send it signals.
+pytestmark = pytest.mark.process
 AGAIN = 'press Ctrl-C again to leave at once'
 
 # What the programs below begin with. They say on stdout where they are, and

@@ -298,6 +298,7 @@ def _train(tmp_path, monkeypatch, **changes):
   return *built[0], np.array(losses)
 
 
+@pytest.mark.process
 def test_training_in_fp8_follows_bfloat16(tmp_path, monkeypatch):
   run, first, losses = _train(tmp_path, monkeypatch, matmul='fp8')
   _, expected_first, expected = _train(tmp_path, monkeypatch, matmul='dtype')

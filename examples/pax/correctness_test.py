@@ -235,6 +235,7 @@ def _run_otherwise(first, batches):
   return weights, jax.device_get(said)
 
 
+@pytest.mark.process
 def test_a_run_is_that_of_another_program(config, monkeypatch):
   monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
   with partitioning.on_devices(jax.devices()[:1]):

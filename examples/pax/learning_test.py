@@ -67,6 +67,7 @@ def _nats_without_the_source(min_length, max_length, num_symbols):
   return nats / (lengths + 1).mean()  # The token that ends it, too.
 
 
+@pytest.mark.process
 def test_an_encoder_decoder_uses_its_source():
   config = _config('ReverseEncoderDecoder', training_steps=150)
   config.log_train_data_interval = 150
