@@ -47,6 +47,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline.inputs import base
 from jaxline.inputs import grain as grain_input
@@ -433,7 +434,7 @@ def _print_infeed(
   documents: text.Documents, rows: int, length: int, rounds: int
 ) -> None:
   partitioner = partitioning.Partitioner(
-    partitioning.make_mesh(devices=jax.devices()[:1]), partitioning.Rules()
+    mesh_lib.make_mesh(devices=jax.devices()[:1]), partitioning.Rules()
   )
 
   def read() -> text.TextInput:

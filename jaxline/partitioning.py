@@ -28,17 +28,6 @@ from jaxline import mesh as mesh_lib
 NamedSharding = jax.sharding.NamedSharding
 P = jax.sharding.PartitionSpec
 
-# The names of `mesh` that experiments, programs and notebooks use.
-MESH_AXES = mesh_lib.MESH_AXES
-AbstractDevice = mesh_lib.AbstractDevice
-Mesh = mesh_lib.Mesh
-MeshError = mesh_lib.MeshError
-MeshShape = mesh_lib.MeshShape
-abstract_devices = mesh_lib.abstract_devices
-make_mesh = mesh_lib.make_mesh
-mesh_shape = mesh_lib.mesh_shape
-on_devices = mesh_lib.on_devices
-
 
 @functools.partial(
   jax.tree_util.register_dataclass, data_fields=['value'], meta_fields=['axes']
@@ -93,7 +82,7 @@ class Rules:
     for name, axes in vars(self).items():
       axes = (axes,) if isinstance(axes, str) else tuple(axes)
       where = f'sharding_rules.{name}'
-      mesh_lib.check_names(axes, MESH_AXES, 'mesh axis', where)
+      mesh_lib.check_names(axes, mesh_lib.MESH_AXES, 'mesh axis', where)
       object.__setattr__(self, name, axes)
 
 
@@ -154,11 +143,11 @@ def _mesh_axes(rules: Rules, axis: Axis) -> tuple[str, ...]:
   if isinstance(axis, str) and axis in AXIS_NAMES:
     return getattr(rules, axis)
   names = (axis,) if isinstance(axis, str) else tuple(axis)
-  if wrong := [name for name in names if name not in MESH_AXES]:
+  if wrong := [name for name in names if name not in mesh_lib.MESH_AXES]:
     raise ValueError(
       f'Unknown logical axis {wrong[0]!r}; expected None, one of {AXIS_NAMES},'
-      f' or some of the mesh axes {MESH_AXES}.'
-      f'{errors.did_you_mean(wrong[0], (*AXIS_NAMES, *MESH_AXES))}'
+      f' or some of the mesh axes {mesh_lib.MESH_AXES}.'
+      f'{errors.did_you_mean(wrong[0], (*AXIS_NAMES, *mesh_lib.MESH_AXES))}'
     )
   return names
 
@@ -198,11 +187,17 @@ class Partitioner:
     shape: the sizes of the mesh, within slices and across.
   """
 
-  def __init__(self, mesh: Mesh, rules: Rules, shape: MeshShape | None = None):
+  def __init__(
+    self,
+    mesh: mesh_lib.Mesh,
+    rules: Rules,
+    shape: mesh_lib.MeshShape | None = None,
+  ):
     self.mesh = mesh
     self.rules = rules
-    self.shape = shape or MeshShape(
-      tuple(mesh.shape[axis] for axis in MESH_AXES), (1,) * len(MESH_AXES)
+    self.shape = shape or mesh_lib.MeshShape(
+      tuple(mesh.shape[axis] for axis in mesh_lib.MESH_AXES),
+      (1,) * len(mesh_lib.MESH_AXES),
     )
 
   @classmethod
@@ -214,7 +209,7 @@ class Partitioner:
   ) -> 'Partitioner':
     """Makes the mesh and the rules: see `make_mesh` and `get_rules`."""
     devices = mesh_lib.current_devices()
-    shape = mesh_shape(sizes, devices)
+    shape = mesh_lib.mesh_shape(sizes, devices)
     mesh = mesh_lib.lay_out(shape, devices)
     return cls(mesh, get_rules(sharding, changes), shape)
 
@@ -510,7 +505,7 @@ class Partitioner:
     if remainder := total % self.batch_shards:
       less = total - remainder
       near = [*([less] if less else []), less + self.batch_shards]
-      raise MeshError(
+      raise mesh_lib.MeshError(
         f'A global batch of {total} rows does not divide over'
         f' {self.batch_shards} devices ({" x ".join(self.rules.batch)} of the'
         f' mesh {self.axis_sizes}); make it a multiple of {self.batch_shards},'

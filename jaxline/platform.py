@@ -173,6 +173,11 @@ class Mode:
   eval_mode: str = ''
   eval_checkpointer: str = ''
 
+  @property
+  def logs(self) -> list[str]:
+    """The names of its logs; only this mode may write them."""
+    return [log for log in (self.log, self.eval_log) if log]
+
 
 MODES = {
   'train': Mode(
@@ -526,32 +531,31 @@ def _start(
       directory; nothing has been changed there.
   """
   mode = _find_mode(name)
-  if name == 'decode' and not config.checkpoint_dir:
+  if mode.checkpointer and not mode.logs and not config.checkpoint_dir:
     raise UsageError(
       f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected the'
-      ' directory of the run whose weights --jaxline_mode=decode shall take.'
+      f' directory of the run whose weights --jaxline_mode={name} shall take.'
     )
   config = resolve_config(config)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
-  if name != 'compile':  # The devices that it compiles for need not be here.
+  if mode.checkpointer:  # Compile mode has none, and runs nothing here.
     _check_backend(config)
-  if name == 'train_eval_multithreaded' and jax.process_count() > 1:
+  if mode.eval_checkpointer and jax.process_count() > 1:
     raise UsageError(
       f'--jaxline_mode={name} is for one process, and there are'
       f' {jax.process_count()}: their threads would meet in different programs.'
       ' Use train_and_eval.'
     )
   if (
-    mode.run is train.Run.evaluate
+    mode.logs == [mode.eval_log]
     and checkpointer_factory is create_checkpointer
     and config.checkpointer == 'memory'
   ):
     _check_can_follow(name, config)
   with contextlib.ExitStack() as stack:
-    logs = [log for log in (mode.log, mode.eval_log) if log]
-    is_writable = bool(logs) and _claim(config, name, logs, stack)
-    if logs:
+    is_writable = bool(mode.logs) and _claim(config, mode, stack)
+    if mode.logs:
       _take_programs(config, stack)
     made: list[base.FullCheckpointer] = []
 
@@ -565,7 +569,7 @@ def _start(
     if first is not None:
       _check_directory(first, experiment_class)
     supervision = train.Supervision()
-    if logs:
+    if mode.logs:
       stack.enter_context(_explained(config))
       _say_directory(config, is_trained=bool(mode.log))
       supervision = train.Supervision(
@@ -787,10 +791,7 @@ def _leave_others(error: BaseException, mode: str) -> None:
 
 
 def _claim(
-  config: config_dict.ConfigDict,
-  mode: str,
-  logs: Sequence[str],
-  stack: contextlib.ExitStack,
+  config: config_dict.ConfigDict, mode: Mode, stack: contextlib.ExitStack
 ) -> bool:
   """Refuses to write where another run does, or where nothing can be written.
 
@@ -801,14 +802,14 @@ def _claim(
   refused, unwritable = '', ''
   if jax.process_index() == 0:
     try:
-      for name in logs:
+      for name in mode.logs:
         stack.callback(files.Claim(config.checkpoint_dir, name).release)
     except files.ClaimedError as e:
       refused = str(e)
     except OSError as e:
       once = config.one_off_evaluate or config.eval_steps is not None
       if (
-        mode.startswith('eval')
+        not mode.log
         and once
         and e.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
         and os.path.isdir(config.checkpoint_dir)

@@ -17,6 +17,7 @@ from examples.pax import config as pax_config
 from examples.pax import experiment_registry
 from examples.pax import optimizers
 from jaxline import base_config
+from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline import platform
 from jaxline.aot import chips
@@ -126,8 +127,8 @@ def test_run_is_as_published(name):
   assert (train.batch_size, train.length) == batch
   topology = chips.parse_topology(config.topology)
   assert (topology.num_chips, config.num_slices) == (chips_of_slice, slices)
-  devices = partitioning.abstract_devices(chips_of_slice * slices, slices)
-  sizes = partitioning.mesh_shape(config.mesh, devices).sizes
+  devices = mesh_lib.abstract_devices(chips_of_slice * slices, slices)
+  sizes = mesh_lib.mesh_shape(config.mesh, devices).sizes
   assert {k: size for k, size in sizes.items() if size > 1} == {
     k: size for k, size in mesh.items() if size > 1
   }
@@ -154,8 +155,8 @@ def test_weights_are_split_over_the_mesh(name):
   if config.sharding == 'ddp':
     assert name == 'LmCloudTransformerAdamLimitSteps'
     return
-  devices = partitioning.abstract_devices(chips_of_slice * slices, slices)
-  with partitioning.on_devices(devices):
+  devices = mesh_lib.abstract_devices(chips_of_slice * slices, slices)
+  with mesh_lib.on_devices(devices):
     partitioner = partitioning.Partitioner.make(
       config.mesh, config.sharding, config.sharding_rules
     )

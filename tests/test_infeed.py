@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxline import async_lib
+from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline.inputs import base
 from jaxline.inputs import indexed
@@ -541,7 +542,7 @@ def test_devices_in_an_order_of_ones_own():
 @pytest.mark.parametrize('order', [(0,), (0, 2), (0, 1, 2)])
 def test_an_order_of_other_devices(order):
   partitioner = partitioning.Partitioner(
-    partitioning.make_mesh(None), partitioning.get_rules('ddp')
+    mesh_lib.make_mesh(None), partitioning.get_rules('ddp')
   )
   with pytest.raises(ValueError, match=r'custom_device_order is .*: \[0, 1\]'):
     partitioner.put_batch({'x': np.zeros(4)}, order)

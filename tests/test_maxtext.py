@@ -9,7 +9,7 @@ import pytest
 
 from configs import lm
 from jaxline import maxtext
-from jaxline import partitioning
+from jaxline import mesh as mesh_lib
 
 LM = 'experiment_kwargs.config'
 
@@ -126,7 +126,7 @@ def test_what_a_config_leaves_to_its_experiment_is_left_out():
 
 def test_axes_are_those_of_the_mesh():
   for sizes in maxtext.mesh_from_pax([1, 1, 1]).values():
-    assert tuple(sizes) == partitioning.MESH_AXES
+    assert tuple(sizes) == mesh_lib.MESH_AXES
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_axes_are_those_of_the_mesh():
 )
 def test_a_mesh_in_three_ways(theirs, ici, dcn, ours):
   whole = {
-    network: dict.fromkeys(partitioning.MESH_AXES, 1) | ours.get(network, {})
+    network: dict.fromkeys(mesh_lib.MESH_AXES, 1) | ours.get(network, {})
     for network in ('ici', 'dcn')
   }
   assert maxtext.mesh_from_maxtext(theirs) == whole
@@ -190,7 +190,7 @@ def test_all_that_are_left_is_known_to_maxtext_and_us():
 
 def test_our_meshes_are_built_from_it():
   mesh = maxtext.mesh_from_maxtext({'ici_tensor_parallelism': 2})
-  assert dict(partitioning.make_mesh(mesh).shape) == mesh['ici']
+  assert dict(mesh_lib.make_mesh(mesh).shape) == mesh['ici']
 
 
 SIZES = st.integers(1, 9)
@@ -199,7 +199,7 @@ SIZES = st.integers(1, 9)
 @given(st.lists(st.tuples(SIZES, SIZES), min_size=4, max_size=4))
 def test_any_mesh_comes_back(pairs):
   sizes = [
-    dict(zip(partitioning.MESH_AXES, s, strict=True))
+    dict(zip(mesh_lib.MESH_AXES, s, strict=True))
     for s in zip(*pairs, strict=True)
   ]
   mesh = dict(zip(('ici', 'dcn'), sizes, strict=True))

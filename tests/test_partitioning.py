@@ -21,7 +21,7 @@ PRNG_KEY = jax.random.key(7)
 
 def partitioner(sharding='fsdp', mesh=None, rules=None):
   return partitioning.Partitioner(
-    partitioning.make_mesh(mesh),
+    mesh_lib.make_mesh(mesh),
     partitioning.get_rules(sharding) if rules is None else rules,
   )
 
@@ -34,9 +34,9 @@ def shard_shapes(x):
 
 
 def test_mesh_puts_all_devices_on_data():
-  mesh = partitioning.make_mesh()
+  mesh = mesh_lib.make_mesh()
   assert dict(mesh.shape) == {'stage': 1, 'replica': 1, 'data': 2, 'mdl': 1}
-  assert mesh.axis_names == partitioning.MESH_AXES
+  assert mesh.axis_names == mesh_lib.MESH_AXES
   # Explicit axes, JAX's own default, would refuse most models.
   assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
@@ -57,11 +57,11 @@ def test_mesh_puts_all_devices_on_data():
   ],
 )
 def test_mesh_of_sizes(sizes, expected):
-  assert partitioning.make_mesh(sizes).devices.shape == expected
+  assert mesh_lib.make_mesh(sizes).devices.shape == expected
 
 
 def test_mesh_of_some_devices():
-  mesh = partitioning.make_mesh(devices=jax.devices()[:1])
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
   assert mesh.devices.tolist() == [[[[jax.devices()[0]]]]]
 
 
@@ -79,7 +79,7 @@ def test_mesh_of_some_devices():
 )
 def test_mesh_errors_give_the_numbers(sizes, words):
   with pytest.raises(ValueError) as error:
-    partitioning.make_mesh(sizes)
+    mesh_lib.make_mesh(sizes)
   for word in words:
     assert word in str(error.value)
 
@@ -88,8 +88,8 @@ def test_mesh_errors_give_the_numbers(sizes, words):
 
 
 def shape_of(sizes, count, num_slices=1):
-  devices = partitioning.abstract_devices(count, num_slices)
-  return partitioning.mesh_shape(sizes, devices)
+  devices = mesh_lib.abstract_devices(count, num_slices)
+  return mesh_lib.mesh_shape(sizes, devices)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def shape_of(sizes, count, num_slices=1):
 )  # fmt: skip
 def test_mesh_shape(sizes, count, num_slices, ici, dcn):
   shape = shape_of(sizes, count, num_slices)
-  assert shape == partitioning.MeshShape(ici, dcn)
+  assert shape == mesh_lib.MeshShape(ici, dcn)
   assert shape.sizes == dict(
-    zip(partitioning.MESH_AXES, np.multiply(ici, dcn).tolist(), strict=True)
+    zip(mesh_lib.MESH_AXES, np.multiply(ici, dcn).tolist(), strict=True)
   )
 
 
@@ -248,7 +248,7 @@ def slices_of_tpus(num_slices, side=2):
 
 
 def order(sizes, devices):
-  shape = partitioning.mesh_shape(sizes, devices)
+  shape = mesh_lib.mesh_shape(sizes, devices)
   return mesh_lib._order(shape, devices), shape
 
 
@@ -297,7 +297,7 @@ def test_processes_stand_for_slices_that_devices_do_not_tell(slice_index):
   sizes = {'ici': {'mdl': 2}, 'dcn': {'replica': 2}}
   ordered, shape = order(sizes, devices)
   assert [d.process_index for d in ordered.ravel()] == shape.slices
-  assert shape == partitioning.MeshShape((1, 1, 2, 2), (1, 2, 1, 1))
+  assert shape == mesh_lib.MeshShape((1, 1, 2, 2), (1, 2, 1, 1))
   # It was not asked for: then there is one slice.
   assert order({}, devices)[1].dcn == (1, 1, 1, 1)
   with pytest.raises(ValueError, match=r'needs 4 slices .*there are 1\.'):
@@ -335,15 +335,15 @@ def test_slices_of_real_topologies(topology):
   ordered, shape = order(
     {'ici': {'data': -1, 'mdl': 2}, 'dcn': {'data': 2}}, devices
   )
-  assert shape == partitioning.MeshShape((1, 1, 4, 2), (1, 1, 2, 1))
+  assert shape == mesh_lib.MeshShape((1, 1, 4, 2), (1, 1, 2, 1))
   assert [d.slice_index for d in ordered.ravel()] == shape.slices
   for a, b in ordered.reshape(-1, 2):
     assert np.abs(np.subtract(a.coords, b.coords)).sum() == 1
 
 
 def test_a_mesh_of_devices_that_are_only_counted():
-  devices = partitioning.abstract_devices(8, 2)
-  with partitioning.on_devices(devices):
+  devices = mesh_lib.abstract_devices(8, 2)
+  with mesh_lib.on_devices(devices):
     p = partitioning.Partitioner.make({'mdl': 2}, 'fsdp_tp')
   assert p.axis_sizes == {'stage': 1, 'replica': 2, 'data': 2, 'mdl': 2}
   assert p.slices == [0] * 4 + [1] * 4
@@ -360,9 +360,9 @@ def test_a_mesh_of_devices_that_are_only_counted():
 
 def test_on_devices_ends_with_an_error():
   with pytest.raises(KeyError):
-    with partitioning.on_devices(partitioning.abstract_devices(8)):
+    with mesh_lib.on_devices(mesh_lib.abstract_devices(8)):
       raise KeyError
-  assert partitioning.make_mesh().size == 2
+  assert mesh_lib.make_mesh().size == 2
 
 
 # Rules.
@@ -433,7 +433,7 @@ def test_a_partitioner_of_config_values():
 
 
 def counted(sizes, sharding='fsdp', count=8):
-  with partitioning.on_devices(partitioning.abstract_devices(count)):
+  with mesh_lib.on_devices(mesh_lib.abstract_devices(count)):
     return partitioning.Partitioner.make(sizes, sharding)
 
 
@@ -466,9 +466,9 @@ def rows_of(sizes, num_processes, per_process, monkeypatch):
   )
   monkeypatch.setattr(partitioning.Partitioner, 'is_here', True)
   monkeypatch.setattr(jax, 'process_count', lambda: num_processes)
-  shape = partitioning.mesh_shape(sizes, list(devices))
+  shape = mesh_lib.mesh_shape(sizes, list(devices))
   mesh = jax.sharding.Mesh(
-    mesh_lib._order(shape, list(devices)), partitioning.MESH_AXES
+    mesh_lib._order(shape, list(devices)), mesh_lib.MESH_AXES
   )
   hosts = []
   for process in range(num_processes):
@@ -847,7 +847,7 @@ def test_weights_left_whole_are_listed():
 def test_no_list_where_nothing_is_split():
   assert partitioner('ddp').whole_weights(WEIGHTS) == []
   one = partitioning.Partitioner(
-    partitioning.make_mesh(devices=jax.devices()[:1]),
+    mesh_lib.make_mesh(devices=jax.devices()[:1]),
     partitioning.get_rules('fsdp'),
   )
   assert one.whole_weights(WEIGHTS) == []

@@ -25,6 +25,7 @@ import pytest
 
 from jaxline import base_config
 from jaxline import debug
+from jaxline import mesh as mesh_lib
 from jaxline import metrics
 from jaxline import partitioning
 from jaxline import sharded
@@ -52,7 +53,7 @@ def make(cls=Regression, mode='train', key=KEY, **kwargs):
 
 def on_one_device():
   """Makes meshes of the first device only."""
-  return partitioning.on_devices(jax.devices()[:1])
+  return mesh_lib.on_devices(jax.devices()[:1])
 
 
 def shard_shapes(x):
@@ -1449,7 +1450,7 @@ def test_shapes_of_a_batch_that_does_not_divide():
 
 
 def test_where_the_devices_are_not_here_all_rows_are_of_this_process():
-  with partitioning.on_devices(partitioning.abstract_devices(8, 2)):
+  with mesh_lib.on_devices(mesh_lib.abstract_devices(8, 2)):
     experiment = make(sharding='fsdp')
     assert not experiment.partitioner.is_here
     assert experiment.partitioner.host == (0, 1)

@@ -14,6 +14,7 @@ import pytest
 
 from examples.lm import model
 from jaxline import base_config
+from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 
 P = jax.sharding.PartitionSpec
@@ -131,7 +132,7 @@ by_preset = pytest.mark.parametrize('preset', partitioning.PRESETS)
 
 
 def make(preset, mesh=None, rules=None, devices=8):
-  with partitioning.on_devices(partitioning.abstract_devices(devices)):
+  with mesh_lib.on_devices(mesh_lib.abstract_devices(devices)):
     return partitioning.Partitioner.make(
       MESHES[preset] if mesh is None else mesh, preset, rules
     )
@@ -307,7 +308,7 @@ def from_config(**values):
   config = base_config.get_base_config()
   config.update(values)
   base_config.validate_config(config)
-  with partitioning.on_devices(partitioning.abstract_devices(8)):
+  with mesh_lib.on_devices(mesh_lib.abstract_devices(8)):
     return partitioning.Partitioner.make(
       config.mesh, config.sharding, config.sharding_rules
     )

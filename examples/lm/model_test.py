@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from examples.lm import model
+from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 
 TINY = model.ModelConfig(
@@ -206,7 +207,7 @@ def test_axes_give_a_sharding_that_computes_the_same():
   params, tokens = _params(TINY), _tokens(TINY)
   expected = _apply(params, tokens, TINY)
   partitioner = partitioning.Partitioner(
-    partitioning.make_mesh({'data': 2}, jax.devices()[:2]),
+    mesh_lib.make_mesh({'data': 2}, jax.devices()[:2]),
     partitioning.get_rules('fsdp'),
   )
   boxed = jax.eval_shape(_init, jax.random.key(0), TINY)

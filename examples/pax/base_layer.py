@@ -64,7 +64,7 @@ NON_TRAINABLE = 'non_trainable'
 # Collection -> path of the layer -> name -> array.
 Variables = dict[str, dict[str, dict[str, Any]]]
 # For each dimension of an array: a logical axis of the run's sharding
-# (`partitioning.AXIS_NAMES`), a mesh axis (`partitioning.MESH_AXES`), several
+# (`partitioning.AXIS_NAMES`), a mesh axis (`mesh_lib.MESH_AXES`), several
 # of these, or -1 or None where it is whole.
 SplitDims = Sequence[str | int | Sequence[str] | None] | None
 

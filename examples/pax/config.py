@@ -17,7 +17,7 @@ from examples import decoding
 from examples.pax import base_experiment
 from examples.pax import experiment_registry
 from jaxline import base_config
-from jaxline import partitioning
+from jaxline import mesh as mesh_lib
 
 _CLASS = 'examples.pax.experiment:Experiment'
 # Constant -> key of the run's config that it is.
@@ -121,7 +121,7 @@ def _set_mesh(
   """Sets the sizes of the mesh, and the slices that they are for."""
   for network, name in (('ici', 'ICI_MESH_SHAPE'), ('dcn', 'DCN_MESH_SHAPE')):
     sizes = getattr(experiment, name)
-    axes = partitioning.MESH_AXES
+    axes = mesh_lib.MESH_AXES
     if len(sizes) not in (len(axes), len(axes) - 1):
       raise ValueError(
         f'{experiment.__name__}.{name} is {sizes}; expected sizes of'

@@ -23,7 +23,7 @@ from examples import transformer
 from examples.pax import config as config_lib
 from examples.pax import experiment
 from examples.pax import schedules
-from jaxline import partitioning
+from jaxline import mesh as mesh_lib
 from jaxline import train
 from jaxline import utils
 from jaxline import writers
@@ -238,7 +238,7 @@ def _run_otherwise(first, batches):
 @pytest.mark.process
 def test_a_run_is_that_of_another_program(config, monkeypatch):
   monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-  with partitioning.on_devices(jax.devices()[:1]):
+  with mesh_lib.on_devices(jax.devices()[:1]):
     first, last, logged, batches = _run(config)
   weights, said = _run_otherwise(first, batches)
 

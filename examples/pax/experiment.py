@@ -26,7 +26,7 @@ from examples.pax import experiment_registry
 from examples.pax import loading
 from jaxline import base_config
 from jaxline import errors
-from jaxline import partitioning
+from jaxline import mesh as mesh_lib
 from jaxline import sharded
 from jaxline import writers
 from jaxline.inputs import base as inputs
@@ -125,7 +125,7 @@ class Experiment(
     self._counts: dict[str, int] = {}
     try:
       super().__init__(mode, init_rng, run_config=run_config)
-    except partitioning.MeshError as e:
+    except mesh_lib.MeshError as e:
       if not self.config.reduced:
         e.add_note(
           f'{self.config.exp} is made for its own chips. Its small version runs'

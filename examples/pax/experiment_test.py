@@ -17,7 +17,7 @@ from examples.pax import experiment_registry
 from examples.pax.tasks.lm.params import lm_cloud
 from jaxline import base_config
 from jaxline import errors
-from jaxline import partitioning
+from jaxline import mesh as mesh_lib
 from jaxline import sharded
 from jaxline import train
 from jaxline import utils
@@ -50,7 +50,7 @@ LINES = 'for item in items:\n  total = total + item\n'
 
 @pytest.fixture(autouse=True)
 def _on_one_device():
-  with partitioning.on_devices(jax.devices()[:1]):
+  with mesh_lib.on_devices(jax.devices()[:1]):
     yield
 
 
@@ -350,6 +350,6 @@ def test_constants_that_no_run_can_mean_are_refused(name, value):
 
 
 def test_too_few_devices_say_that_there_is_a_small_version():
-  with pytest.raises(partitioning.MeshError) as e:
+  with pytest.raises(mesh_lib.MeshError) as e:
     make(config_lib.get_config('C4Spmd16BAdam32Replicas'))
   assert any('--reduced' in note for note in e.value.__notes__)

@@ -13,7 +13,7 @@ from examples.pax import config as config_lib
 from examples.pax import experiment
 from examples.pax.tasks.synthetic import input as synthetic_input
 from examples.pax.tasks.synthetic.params import sequences
-from jaxline import partitioning
+from jaxline import mesh as mesh_lib
 from jaxline import train
 from jaxline import utils
 from jaxline import writers
@@ -23,7 +23,7 @@ from jaxline import writers
 def _alone(monkeypatch):
   """On one device, with checkpoints of its own."""
   monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-  with partitioning.on_devices(jax.devices()[:1]):
+  with mesh_lib.on_devices(jax.devices()[:1]):
     yield
 
 

@@ -21,6 +21,7 @@ import jaxlib
 from ml_collections import config_dict
 import numpy as np
 
+from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline import sharded
 from jaxline import train
@@ -84,8 +85,8 @@ def make_report(
   """
   notes: list[str] = []
   devices, target = _target(config, notes)
-  can_compile = not isinstance(devices[0], partitioning.AbstractDevice)
-  with partitioning.on_devices(devices):
+  can_compile = not isinstance(devices[0], mesh_lib.AbstractDevice)
+  with mesh_lib.on_devices(devices):
     experiment = _build(experiment_class, config)
     slices = set(experiment.partitioner.slices)
     target = dataclasses.replace(target, num_slices=len(slices))
@@ -159,7 +160,7 @@ def _target(
       notes.append(
         f'{e} Without it this is only what follows from shapes and shardings.'
       )
-      devices = partitioning.abstract_devices(
+      devices = mesh_lib.abstract_devices(
         topology.num_chips * config.num_slices, config.num_slices
       )
   else:

@@ -18,7 +18,7 @@ from configs import lm
 from examples import transformer
 from examples.lm import experiment
 from examples.lm import model
-from jaxline import partitioning
+from jaxline import mesh as mesh_lib
 from jaxline import platform
 from jaxline import train_step
 
@@ -121,7 +121,7 @@ def run(case, folder):
   """Trains two steps, saves, restores another case's, and trains one step."""
   config = config_of(case, folder)
   devices = jax.devices()[: case['devices']]
-  with partitioning.on_devices(devices):
+  with mesh_lib.on_devices(devices):
     live = Experiment(
       'train',
       jax.random.PRNGKey(0),

@@ -19,6 +19,7 @@ from examples.pax.layers import attentions
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import normalizations
 from examples.pax.layers import transformers
+from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 
 B, L, V, D, H, F = 4, 8, 11, 16, 2, 24
@@ -346,7 +347,7 @@ def test_axes_give_shardings_that_compute_the_same():
     ('fsdp', {'data': 2}, (None, 'data', None)),
   ):
     partitioner = partitioning.Partitioner(
-      partitioning.make_mesh(sizes, jax.devices()[:2]),
+      mesh_lib.make_mesh(sizes, jax.devices()[:2]),
       partitioning.get_rules(preset),
     )
     specs = partitioner.specs(boxed)
