@@ -1,4 +1,4 @@
-"""Errors that are printed as one line, and what their messages share."""
+"""Errors that are printed as one line, and suggestions of similar names."""
 
 from collections.abc import Iterable
 import difflib

@@ -623,7 +623,7 @@ def _say_directory(config: config_dict.ConfigDict, is_trained: bool) -> None:
 
 @contextlib.contextmanager
 def _closing(writer: Any) -> Iterator[Any]:
-  """Closes a writer at the end; the error that ends a run comes before its."""
+  """Closes a writer; an error in flight is raised in place of its error."""
   close = adapters.full_writer(writer).close
   try:
     yield writer
@@ -639,7 +639,7 @@ def _closing(writer: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _explained(config: config_dict.ConfigDict) -> Iterator[None]:
-  """Adds to what ends a run how to continue it."""
+  """Adds to the error that ends a run how to continue the run."""
   try:
     yield
   except preemption.Preempted as e:
@@ -672,7 +672,7 @@ def _check_directory(
 
 @contextlib.contextmanager
 def _usage_errors() -> Iterator[None]:
-  """Makes a ValueError inside a UsageError: what the user gave is wrong."""
+  """Raises a ValueError as a UsageError: what the user gave is wrong."""
   try:
     yield
   except ValueError as e:

@@ -72,11 +72,11 @@ class Run:
       keeps them in the memory of this process.
     writer: gets the scalars of training, and is passed to each step; None
       writes nothing.
-    eval_writer: the same of evaluation.
+    eval_writer: gets the scalars of evaluation, and is passed to `evaluate`.
     periodic_actions: called after each step, before the default ones.
     supervision: what else may end the run.
     eval_mode: the mode of the experiment that is evaluated.
-    eval_checkpointer: that of an evaluation in a thread beside the training.
+    eval_checkpointer: for the evaluation thread of `train_eval_multithreaded`.
   """
 
   experiment_class: Any

@@ -1,9 +1,8 @@
-"""Turns what JAXline's loose contract allows into what the loops expect.
+"""Adapters of what follows JAXline's contract to the contract of the loops.
 
 `train`, `decode`, `platform` and `python -m jaxline.inputs` call these where a
-run begins. Behind them every
-checkpointer, writer and action has all methods, and every config all keys
-(`base_config.complete_config`).
+run begins. After that every checkpointer, writer and action has all methods,
+and every config has all keys (`base_config.complete_config`).
 """
 
 from collections.abc import Callable, Mapping
