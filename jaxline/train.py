@@ -4,7 +4,7 @@ A `Run` holds what a loop works with. The functions at the end have JAXline's
 signatures; each makes a `Run` and calls its method of the same name.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -58,6 +58,25 @@ class Supervision:
   stop: threading.Event = dataclasses.field(default_factory=threading.Event)
   trained: threading.Event | None = None
 
+  def check(self, step: int, finish: Callable[[], None] | None = None) -> None:
+    """Ends the loop if something asks for it; called after each step.
+
+    Args:
+      step: the number of steps done.
+      finish: called before a run that was told to end leaves.
+
+    Raises:
+      debug.Stopped: `stop` is set.
+      preemption.Preempted: the run was told to end by a signal.
+    """
+    self.watchdog.beat()
+    if self.stop.is_set():
+      raise debug.Stopped
+    if self.watch.reached(step):
+      if finish is not None:
+        finish()
+      self.watch.leave()
+
 
 @dataclasses.dataclass
 class Run:
@@ -98,6 +117,11 @@ class Run:
     self.log = adapters.full_writer(self.writer)
     self.eval_log = adapters.full_writer(self.eval_writer)
 
+  def saves_here(self, all_hosts: bool) -> bool:
+    """Returns whether this host saves, if `all_hosts` or only the first do."""
+    collective = self.checkpointer.collective
+    return collective or all_hosts or jax.process_index() == 0
+
   @debug.disable_pmap_jit
   def train(self) -> None:
     """Trains: see the function `train`."""
@@ -109,10 +133,8 @@ class Run:
   def evaluate(self) -> None:
     """Evaluates checkpoints: see the function `evaluate`."""
     config, checkpointer = self.config, self.checkpointer
-    if (
-      config.one_off_evaluate
-      and not config.eval_initial_weights
-      and not checkpointer.can_be_restored('latest')
+    if config.one_off_evaluate and not (
+      config.eval_initial_weights or checkpointer.can_be_restored('latest')
     ):
       raise errors.UsageError(
         'config.one_off_evaluate is True but there is no checkpoint of'
@@ -122,47 +144,48 @@ class Run:
     evaluation = _Evaluation(self)
     logging.info('Evaluating with config:\n%s', config)
     state = _new_state(checkpointer, evaluation.experiment, None)
+    for is_noted in self._restored(evaluation):
+      evaluation(state, is_noted)
+      evaluation.wait()
+
+  def _restored(self, evaluation: '_Evaluation') -> Iterator[bool]:
+    """Restores each state to evaluate; yields whether it is noted."""
+    config, checkpointer = self.config, self.checkpointer
     if config.eval_steps is not None:
       for step in _listed_steps(config, checkpointer):
         _restore(checkpointer, step)
-        evaluation(state)
-        evaluation.wait()
+        yield True
     elif not config.one_off_evaluate:
-      self._follow(evaluation, state)
+      yield from self._followed(evaluation)
     elif checkpointer.can_be_restored('latest'):
       _restore(checkpointer)
-      evaluation(state)
-      evaluation.wait()
+      yield True
     else:
-      evaluation(state, is_noted=False)
-      evaluation.wait()
+      yield False
 
-  def _follow(self, evaluation: '_Evaluation', state: Any) -> None:
-    """Evaluates each new checkpoint until training has ended."""
+  def _followed(self, evaluation: '_Evaluation') -> Iterator[bool]:
+    """The same for each new checkpoint until training has ended."""
     config, checkpointer = self.config, self.checkpointer
     supervision = self.supervision
     # Written before the first log record: later, a log without this note means
     # that the note was lost.
     checkpointer.mark_evaluated()
-    is_new = evaluation.last is None
-    _resume_log(self, self.eval_log, evaluation.last, is_new)
+    _resume_log(self, self.eval_log, evaluation.last, evaluation.last is None)
     initial_is_due = config.eval_initial_weights and 0 not in evaluation.done
     restore_next = checkpointer.follow('latest')
     while True:
-      supervision.watchdog.beat()
-      if supervision.stop.is_set():
-        raise debug.Stopped
-      if supervision.watch.reached(evaluation.last or 0):
-        supervision.watch.leave()  # The signal came outside of a step.
+      supervision.check(evaluation.last or 0)
       # Read before `restore_next`, so that a checkpoint saved just before the
       # end is still evaluated.
       is_over = self._is_over(evaluation)
-      if not (
-        restore_next(evaluation.done)
-        or (initial_is_due and not checkpointer.can_be_restored('latest'))
+      if restore_next(evaluation.done) or (
+        initial_is_due and not checkpointer.can_be_restored('latest')
       ):
-        if is_over:
-          return
+        initial_is_due = False
+        yield True
+        # In JAXline the last step ends it, and nothing later is looked at.
+        is_over = not checkpointer.is_resumable and self._is_last(evaluation)
+      elif not is_over:
         logging.log_every_n_seconds(
           logging.INFO,
           'Waiting for a checkpoint after step %s in %s.',
@@ -171,40 +194,29 @@ class Run:
           config.checkpoint_dir,
         )
         time.sleep(_POLL_SECS)
-        continue
-      initial_is_due = False
-      evaluation(state)
-      evaluation.wait()
-      # In JAXline the last step ends it, and nothing later is looked at.
-      if not checkpointer.is_resumable and self._is_last(evaluation):
+      if is_over:
         return
 
   def _is_over(self, evaluation: '_Evaluation') -> bool:
     """Returns whether training will make no further checkpoint."""
     if self.supervision.trained is not None:
       return self.supervision.trained.is_set()
-    if self.checkpointer.ended() is not None:
-      return True
-    # Training was killed before it wrote its note, or a training that restarts
-    # has removed the note.
-    return evaluation.last is not None and self._is_last(evaluation)
+    # Without the note of its end, training was killed before it wrote it, or a
+    # training that restarts has removed it.
+    return self.checkpointer.ended() is not None or self._is_last(evaluation)
 
   def _is_last(self, evaluation: '_Evaluation') -> bool:
     """Returns whether the step evaluated last is the last of training."""
+    step = evaluation.last
     should_run_step = evaluation.experiment.should_run_step
-    return not should_run_step(evaluation.last or 0, self.config)
+    return step is not None and not should_run_step(step, self.config)
 
   @debug.disable_pmap_jit
   def train_and_eval(self) -> None:
     """Trains, with pauses to evaluate: see the function `train_and_eval`."""
     config, checkpointer = self.config, self.checkpointer
     interval_type = config.eval_interval_type or config.interval_type
-    if jax.process_count() > 1 and interval_type != 'steps':
-      raise errors.UsageError(
-        f'train_and_eval on {jax.process_count()} processes evaluates by'
-        f' {interval_type!r}, but their clocks differ and they must evaluate'
-        " together. Set config.eval_interval_type = 'steps'."
-      )
+    _check_clocks('eval_interval_type', interval_type)
     training = _Training(self)
     state = training.state
     evaluation = _Evaluation(self, until=state.global_step)
@@ -212,21 +224,18 @@ class Run:
       checkpointer.mark_evaluated()  # The note may have been lost.
     # Records of the restored step itself are dropped unless its evaluation is
     # noted as complete.
-    step, is_new = state.global_step, checkpointer.is_new()
-    is_evaluated = step in evaluation.done
-    last = step if is_evaluated else step - 1
-    _resume_log(self, self.eval_log, last, is_new and not is_evaluated)
-    last_evaluated = step if is_evaluated else None
+    is_evaluated = state.global_step in evaluation.done
+    last = state.global_step - (not is_evaluated)
+    is_new = checkpointer.is_new() and not is_evaluated
+    _resume_log(self, self.eval_log, last, is_new)
 
     def evaluate_now(*unused: Any) -> None:
-      nonlocal last_evaluated
-      if last_evaluated == state.global_step:
+      if state.global_step in evaluation.done:
         return
       began = time.time()
       training.guard.wait()  # A state that is not finite must not be the best.
       evaluation.experiment.share_state(training.experiment)
       evaluation(state)
-      last_evaluated = state.global_step
       for action in training.actions:
         action.skip_time(time.time() - began)
 
@@ -344,6 +353,16 @@ def _new_state(
   return state
 
 
+def _check_clocks(key: str, interval_type: str | None) -> None:
+  """Refuses that processes do by time what they must do together."""
+  if jax.process_count() > 1 and interval_type != 'steps':
+    raise errors.UsageError(
+      f'{key} is {interval_type!r}, but the clocks of the'
+      f' {jax.process_count()} processes differ, and they must do it together.'
+      f" Set config.{key} = 'steps'."
+    )
+
+
 def _restore(
   checkpointer: base.FullCheckpointer, step: int | None = None
 ) -> None:
@@ -410,7 +429,11 @@ class _Training:
   def __init__(self, run: Run):
     self._run = run
     config, checkpointer = run.config, run.checkpointer
-    _check_save_interval(config, checkpointer)
+    if checkpointer.collective and (config.save_checkpoint_interval or 0) > 0:
+      _check_clocks(
+        'checkpoint_interval_type',
+        config.checkpoint_interval_type or config.interval_type,
+      )
     with debug.log_activity('experiment init'):
       self.experiment, rng = build_for_training(run.experiment_class, config)
     # Not before: a line that says what is wrong with the config would be lost.
@@ -424,13 +447,14 @@ class _Training:
     _resume_log(run, run.log, step, checkpointer.is_new())
     # The checkpoint that was restored is there already.
     self._saved_step = checkpointer.restored_step
-    self._saves = (
-      checkpointer.collective
-      or config.train_checkpoint_all_hosts
-      or jax.process_index() == 0
-    )
-    self.guard = _make_guard(
-      self.experiment, config, checkpointer.warn_nonfinite
+    self._saves = run.saves_here(config.train_checkpoint_all_hosts)
+    self.guard = nonfinite.Guard(
+      self.experiment,
+      config.on_nonfinite,
+      config.max_nonfinite_steps,
+      checkpointer.warn_nonfinite,
+      # The newest step that the loop waits for anyway, right after the actions.
+      max(1, experiment_lib.max_steps_in_flight(config) - 1),
     )
     self.actions: list[periodic.Action] = [
       self.guard,
@@ -519,7 +543,7 @@ class _Training:
   def run_loop(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""
     try:
-      self._run_loop([*self.actions, _AfterStep(self._run, self._finish)])
+      self._run_loop([*self.actions, adapters.full_action(self._after_step)])
     finally:
       # They refer to `self`: the cycle would keep the weights.
       self.actions.clear()
@@ -529,11 +553,7 @@ class _Training:
     for action in actions:
       action.update_time(time.time(), state.global_step)
     with run.supervision.watch.training():
-      if (
-        self._saves
-        and config.save_initial_train_checkpoint
-        and run.checkpointer.is_new()
-      ):
+      if config.save_initial_train_checkpoint and run.checkpointer.is_new():
         with debug.log_activity('first checkpoint'):
           self.save()
       try:
@@ -547,68 +567,23 @@ class _Training:
             if e is not error:
               logging.exception('A periodic action failed as well.')
         raise
-      with debug.log_activity('final checkpoint'):
-        self._finish()
+      self._finish()
       # No host leaves before the first one has saved: its exit would end it.
       devices.rendezvous()
 
+  def _after_step(self, t: float, step: int, scalars: Any) -> None:
+    """The last of the periodic actions: ends the run if something asks to."""
+    self._run.checkpointer.raise_error()  # Of a save, such as on a full disk.
+    self._run.supervision.check(step, self._finish)
+
+  @debug.log_activity('final checkpoint')
   def _finish(self) -> None:
+    """Saves, and waits for the background."""
     self.save()
     if self._saves:
       self._run.checkpointer.wait_for_checkpointing_to_finish()
     for action in self.actions:
       action.wait_to_finish()
-
-
-def _make_guard(
-  experiment: experiment_lib.AbstractExperiment,
-  config: config_dict.ConfigDict,
-  warn: Callable[[int, list[str], str], None],
-) -> nonfinite.Guard:
-  return nonfinite.Guard(
-    experiment,
-    config.on_nonfinite,
-    config.max_nonfinite_steps,
-    warn,
-    # The newest step that the loop waits for anyway, right after the actions.
-    max(1, experiment_lib.max_steps_in_flight(config) - 1),
-  )
-
-
-def _check_save_interval(
-  config: config_dict.ConfigDict, checkpointer: base.FullCheckpointer
-) -> None:
-  """Refuses hosts that save together but by their own clocks."""
-  kind = config.checkpoint_interval_type or config.interval_type
-  saves = checkpointer.collective and (config.save_checkpoint_interval or 0) > 0
-  if saves and jax.process_count() > 1 and kind != 'steps':
-    raise errors.UsageError(
-      f'The {jax.process_count()} processes save together, but checkpoints go'
-      f' by {kind!r} and their clocks differ. Set'
-      " config.checkpoint_interval_type = 'steps'."
-    )
-
-
-class _AfterStep(periodic.Action):
-  """The last of the periodic actions: ends the run where something asks to."""
-
-  def __init__(self, run: Run, finish: Callable[[], None]):
-    self._beat = run.supervision.watchdog.beat
-    self._reached = run.supervision.watch.reached
-    self._leave = run.supervision.watch.leave
-    self._is_stopped = run.supervision.stop.is_set
-    self._raise_error = run.checkpointer.raise_error
-    self._finish = finish
-
-  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
-    self._beat()
-    self._raise_error()  # Of a save that has failed, such as on a full disk.
-    if self._is_stopped():
-      raise debug.Stopped
-    if self._reached(step):
-      with debug.log_activity('last checkpoint, the run was told to end'):
-        self._finish()
-      self._leave()
 
 
 class _Evaluation:
@@ -617,7 +592,6 @@ class _Evaluation:
   Attributes:
     experiment: the experiment.
     done: the steps that are evaluated, by earlier processes as well.
-    last: the last of them; None if there is none.
   """
 
   def __init__(self, run: Run, until: float = math.inf):
@@ -625,8 +599,7 @@ class _Evaluation:
 
     Args:
       run: the run.
-      until: the last step in the log that counts, where the note of what is
-        evaluated is lost.
+      until: the last step that may count as evaluated.
     """
     self._run = run
     config = run.config
@@ -635,16 +608,19 @@ class _Evaluation:
       self.experiment = adapters.construct(
         run.experiment_class, run.eval_mode, rng, config
       )
-    self.done = set(
-      run.checkpointer.evaluated(
-        lambda: [s for s in run.eval_log.logged_steps() if s <= until]
-      )
-    )
-    self.last = max(self.done, default=None)
+    # The steps in the log count where the note of what is evaluated is lost.
+    steps = run.checkpointer.evaluated(run.eval_log.logged_steps)
+    self.done = {step for step in steps if step <= until}
     self._inputs = self.experiment.evaluate_inputs(config, rng)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
     self._log_line = writers.LogLineWriter(mode='eval')
-    self._best = _Best(run) if _keeps_best(run) else None
+    self._best: _Best | None = None
+    if (
+      config.best_model_eval_metric
+      and not run.checkpointer.reads_only
+      and run.saves_here(config.best_checkpoint_all_hosts)
+    ):
+      self._best = _Best(run)
 
   def __call__(self, state: Any, is_noted: bool = True) -> None:
     """Evaluates the weights of the experiment, those of `state.global_step`.
@@ -666,9 +642,13 @@ class _Evaluation:
     if self._best is not None:
       self._best.keep(self.experiment, scalars, step, state.train_step_rng)
     self.done.add(step)
-    self.last = step
     if is_noted:
       self._run.checkpointer.when_saved(lambda: self._note(step))
+
+  @property
+  def last(self) -> int | None:
+    """The last step that is evaluated; None if there is none."""
+    return max(self.done, default=None)
 
   def _note(self, step: int) -> None:
     """Notes an evaluation once all of it is safe."""
@@ -680,51 +660,35 @@ class _Evaluation:
     self._run.checkpointer.wait_for_checkpointing_to_finish()
 
 
-def _keeps_best(run: Run) -> bool:
-  """Returns whether this host keeps the series `best`."""
-  checkpointer = run.checkpointer
-  return (
-    bool(run.config.best_model_eval_metric)
-    and not checkpointer.reads_only
-    and (
-      checkpointer.collective
-      or run.config.best_checkpoint_all_hosts
-      or jax.process_index() == 0
-    )
-  )
-
-
 class _Best:
   """The series `best`: the state of the best evaluation so far."""
 
   def __init__(self, run: Run):
-    self._checkpointer = run.checkpointer
-    self._metric = run.config.best_model_eval_metric
+    self._checkpointer = checkpointer = run.checkpointer
+    self._metric = metric = run.config.best_model_eval_metric
     self._sign = 1 if run.config.best_model_eval_metric_higher_is_better else -1
-    state = self._state = run.checkpointer.get_experiment_state('best')
+    self._state = state = checkpointer.get_experiment_state('best')
+    state.best_model_eval_metric = metric
     state.best_eval_metric_value = -self._sign * math.inf
-    state.best_model_eval_metric = self._metric
-    run.checkpointer.claim(
-      'best'
-    )  # Now: a conflict is reported before the first evaluation.
-    if not run.checkpointer.can_be_restored('best'):
-      return
-    # Only the best value and its metric are restored, not the weights.
-    with debug.log_activity('best checkpoint restore'):
-      try:
-        run.checkpointer.restore('best')
-      except files.RefusedError:
-        raise  # The checkpoint is still there; the user must decide.
-      except files.DamagedError as e:
-        # The weights that count are those of `latest`.
-        logging.error('The series best begins anew: %s', e)
-    if state.best_model_eval_metric != self._metric:
+    # Now, so that a conflict is reported before the first evaluation.
+    checkpointer.claim('best')
+    if checkpointer.can_be_restored('best'):
+      # Only the best value and its metric are restored, not the weights.
+      with debug.log_activity('best checkpoint restore'):
+        try:
+          checkpointer.restore('best')
+        except files.RefusedError:
+          raise  # The checkpoint is still there; the user must decide.
+        except files.DamagedError as e:
+          # The weights that count are those of `latest`.
+          logging.error('The series best begins anew: %s', e)
+    if state.best_model_eval_metric != metric:
       logging.warning(
         'The series best was kept for %r; it starts anew for %r.',
         state.best_model_eval_metric,
-        self._metric,
+        metric,
       )
-      state.best_model_eval_metric = self._metric
+      state.best_model_eval_metric = metric
       state.best_eval_metric_value = -self._sign * math.inf
 
   def keep(
@@ -746,9 +710,7 @@ class _Best:
     if self._checkpointer.collective:
       # They save together; if the values differ, the first host's counts.
       value = distributed.of_chief(value)
-    if math.isnan(
-      old
-    ):  # An old NaN counts as no value; a new NaN is never better.
+    if math.isnan(old):  # It counts as no value; a new NaN is never better.
       old = -self._sign * math.inf
     if not self._sign * value > self._sign * old:
       return
@@ -778,7 +740,7 @@ def _listed_steps(
   return steps
 
 
-# JAXline's functions.
+# JAXline's functions. Their arguments are the attributes of `Run`.
 
 
 def train(
@@ -787,18 +749,8 @@ def train(
   checkpointer: base.Checkpointer,
   writer: writers.Writer | None,
   periodic_actions: Sequence[periodic.PeriodicAction] = (),
-  *,
-  supervision: Supervision | None = None,
 ) -> None:
   """Trains, from the newest checkpoint of `latest` if there is one.
-
-  Args:
-    experiment_class: constructs the experiment: a class or a partial of one.
-    config: the run's config, validated.
-    checkpointer: saves and restores the series `latest`.
-    writer: gets the scalars at `log_train_data_interval`; None logs none.
-    periodic_actions: called after each step before the default ones.
-    supervision: what else may end the run.
 
   Raises:
     preemption.Preempted: the run was told to end; all is saved.
@@ -810,7 +762,6 @@ def train(
     checkpointer,
     writer,
     periodic_actions=periodic_actions,
-    supervision=supervision or Supervision(),
   ).train()
 
 
@@ -820,8 +771,6 @@ def evaluate(
   checkpointer: base.Checkpointer,
   writer: writers.Writer | None,
   jaxline_mode: str | None = None,
-  *,
-  supervision: Supervision | None = None,
 ) -> None:
   """Evaluates each new checkpoint of `latest`, until training has ended.
 
@@ -829,25 +778,24 @@ def evaluate(
   also if evaluation itself is ended and started again.
 
   Args:
-    experiment_class: constructs the experiment: a class or a partial of one.
-    config: the run's config, validated.
-    checkpointer: restores `latest`, keeps `best`.
-    writer: gets each evaluation's scalars; None logs none.
-    jaxline_mode: the experiment's `mode`; None is that of the command line.
-    supervision: what else may end the run.
+    experiment_class: as in `Run`.
+    config: as in `Run`.
+    checkpointer: as in `Run`.
+    writer: the `eval_writer`.
+    jaxline_mode: the `eval_mode`; None is the mode of the command line.
 
   Raises:
     ValueError: `one_off_evaluate` without a checkpoint or
       `eval_initial_weights`; `eval_steps` of which one has no checkpoint; or
       the best metric's name is not returned.
   """
+  mode = debug.settings.mode if jaxline_mode is None else jaxline_mode
   Run(
     experiment_class,
     config,
     checkpointer,
     eval_writer=writer,
-    supervision=supervision or Supervision(),
-    eval_mode=debug.settings.mode if jaxline_mode is None else jaxline_mode,
+    eval_mode=mode,
   ).evaluate()
 
 
@@ -858,23 +806,12 @@ def train_and_eval(
   writer: writers.Writer | None,
   eval_writer: writers.Writer | None,
   periodic_actions: Sequence[periodic.PeriodicAction] = (),
-  *,
-  supervision: Supervision | None = None,
 ) -> None:
   """Trains, pausing every `eval_interval` to evaluate the current weights.
 
   One thread: two experiments, constructed with the modes 'train' and 'eval',
   share the live state, which is not copied (see
   `AbstractExperiment.share_state`). Also evaluates after the last step.
-
-  Args:
-    experiment_class: constructs the experiments: a class or a partial of one.
-    config: the run's config, validated.
-    checkpointer: saves and restores `latest`, keeps `best`.
-    writer: gets the scalars of training.
-    eval_writer: gets the scalars of evaluation.
-    periodic_actions: called after each step before the default ones.
-    supervision: what else may end the run.
 
   Raises:
     preemption.Preempted: the run was told to end; all is saved.
@@ -887,5 +824,4 @@ def train_and_eval(
     writer,
     eval_writer,
     periodic_actions,
-    supervision or Supervision(),
   ).train_and_eval()

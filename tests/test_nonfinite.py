@@ -265,7 +265,8 @@ def test_the_loop_and_the_guard_wait_for_the_same_steps(monkeypatch, in_flight):
   config.max_steps_in_flight = in_flight
   state = types.SimpleNamespace(global_step=0)
   state.train_step_rng = experiment.initialize_train_step_rng(KEY)
-  guard = train_lib._make_guard(experiment, config, print)
+  run = train_lib.Run(lambda mode, init_rng: experiment, config)
+  guard = train_lib._Training(run).guard
   kept = []
   experiment.train_loop(
     config, state, [guard, lambda t, step, scalars: kept.append(scalars)]

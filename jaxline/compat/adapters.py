@@ -101,7 +101,8 @@ class _ForeignAction(periodic.Action):
   def __init__(self, action: Any):
     self._action = action
     for method in ('update_time', 'skip_time', 'flush_async', 'wait_to_finish'):
-      setattr(self, method, getattr(action, method, getattr(self, method)))
+      if hasattr(action, method):
+        setattr(self, method, getattr(action, method))
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
     self._action(t, step, scalar_outputs)
