@@ -399,8 +399,13 @@ def causal_attention(
   segment_ids_BL: jax.Array | None = None,
   cap: float = 0.0,
   dropout: Dropout = None,
-) -> jax.Array:
-  """Causal attention of a sequence over itself.
+  *,
+  cache: tuple[jax.Array, jax.Array] | None = None,
+  start: int | jax.Array = 0,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+  """Causal attention of a sequence over itself, in training and in decoding.
+
+  One function for both, so that a change of it is a change of both.
 
   Args:
     q_BLHK: queries.
@@ -413,14 +418,22 @@ def causal_attention(
     segment_ids_BL: the document that each token is of; None is one a row.
     cap: as for `attend`; for 'einsum' only.
     dropout: the same.
+    cache: keys and values [B, M, G, K] of the positions right up to `start`,
+      over which the queries attend too. The implementation is 'einsum' then.
+    start: the position of the first query: see `update_cache`.
 
   Returns:
-    [B, L, H, K].
+    [B, L, H, K]; and the cache, with the new keys and values in it.
 
   Raises:
     ValueError: there is a cap or dropout, and the implementation has none; or G
       does not divide H.
   """
+  if cache is not None:
+    k_BMGK = update_cache(cache[0], k_BLGK, start)
+    v_BMGK = update_cache(cache[1], v_BLGK, start)
+    mixed = attend(q_BLHK, k_BMGK, v_BMGK, start, cap=cap, dropout=dropout)
+    return mixed, (k_BMGK, v_BMGK)
   ids = segment_ids_BL
   if implementation != 'einsum':
     if cap or dropout is not None:
@@ -430,7 +443,7 @@ def causal_attention(
         ' which has none. Choose either.'
       )
     same_BLL = None if ids is None else ids[:, :, None] == ids[:, None, :]
-    return jax.nn.dot_product_attention(
+    mixed = jax.nn.dot_product_attention(
       q_BLHK,
       k_BLGK,
       v_BLGK,
@@ -438,13 +451,15 @@ def causal_attention(
       is_causal=True,
       implementation=cast(Literal['xla', 'cudnn'], implementation),
     )
+    return mixed, None
   # The first half of the queries never sees the second half of the keys.
   half = q_BLHK.shape[1] // 2
   if half < 64:
     both = None if ids is None else (ids, ids)
-    return attend(
+    mixed = attend(
       q_BLHK, k_BLGK, v_BLGK, segments=both, cap=cap, dropout=dropout
     )
+    return mixed, None
   early = late = None
   if ids is not None:
     early, late = (ids[:, :half], ids[:, :half]), (ids[:, half:], ids)
@@ -460,34 +475,7 @@ def causal_attention(
   second = attend(
     q_BLHK[:, half:], k_BLGK, v_BLGK, half, late, cap, dropout=dropout
   )
-  return jnp.concatenate([first, second], axis=1)
-
-
-def cached_attention(
-  q_BLHK: jax.Array,
-  k_BLGK: jax.Array,
-  v_BLGK: jax.Array,
-  cache: tuple[jax.Array, jax.Array],
-  start: int | jax.Array,
-  cap: float = 0.0,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  """Causal attention of the next positions over themselves and those before.
-
-  Args:
-    q_BLHK: queries, at the positions from `start`.
-    k_BLGK: their keys.
-    v_BLGK: their values.
-    cache: keys and values [B, M, G, K], right up to `start`.
-    start: as for `update_cache`.
-    cap: as for `attend`.
-
-  Returns:
-    [B, L, H, K]; and the cache, with the new keys and values in it.
-  """
-  k_BMGK = update_cache(cache[0], k_BLGK, start)
-  v_BMGK = update_cache(cache[1], v_BLGK, start)
-  mixed = attend(q_BLHK, k_BMGK, v_BMGK, start, cap=cap)
-  return mixed, (k_BMGK, v_BMGK)
+  return jnp.concatenate([first, second], axis=1), None
 
 
 def update_cache(

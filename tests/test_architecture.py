@@ -8,8 +8,12 @@ import ast
 from collections.abc import Iterator
 import dataclasses
 import functools
+import importlib
 import itertools
 import pathlib
+import shutil
+
+import pytest
 
 from jaxline import base_config
 
@@ -40,7 +44,7 @@ STEPS = (
   ('compat.adapters',),
   ('experiment',),
   ('pipeline', 'train_step'),
-  ('decode', 'sharded', 'train'),
+  ('decode', 'runs', 'sharded', 'train'),
   ('aot',),
   ('platform',),
   ('utils',),
@@ -59,6 +63,9 @@ CORE = (
   'train_step',
 )
 CORE_LINES = 5287
+
+# The examples whose folders are made to be copied.
+COPIED = ('image', 'lm')
 
 NEURAL_NETWORK_LIBRARIES = {'haiku', 'flax', 'equinox', 'torch', 'keras'}
 TENSORFLOW = {'tensorflow', 'tensorflow_datasets', 'seqio', 'lingvo', 'clu'}
@@ -130,7 +137,7 @@ def imported_by(node: ast.AST) -> Iterator[str]:
     for alias in node.names:
       yield alias.name
   elif isinstance(node, ast.ImportFrom) and node.level:
-    yield '.'  # Relative: refused below.
+    yield '.'  # Relative.
   elif isinstance(node, ast.ImportFrom):
     for alias in node.names:
       # `from a import b` may import the module a.b.
@@ -165,13 +172,32 @@ def refuse(violations) -> None:
 # Imports.
 
 
-def test_no_import_is_relative():
+def test_only_examples_that_are_copied_import_relatively():
+  """A copy of the folder must import the copy, and a move of a file show."""
   refuse(
     module.at(node, 'a relative import')
     for module in LIBRARY + EXAMPLES
     for node, name in module.imports
-    if name == '.'
+    if name == '.' and not {*module.path.parts[1:2]} & {*COPIED}
   )
+  refuse(
+    module.at(node, f'{name} is this folder: import it relatively')
+    for module in EXAMPLES
+    for node, name in module.imports
+    for own in COPIED
+    if own in module.path.parts[1:2] and name.startswith(f'examples.{own}')
+  )
+
+
+@pytest.mark.parametrize('name', COPIED)
+def test_a_copy_of_an_example_uses_the_copy(name, tmp_path, monkeypatch):
+  if name == 'image':
+    pytest.importorskip('sklearn')
+  copy = f'copy_of_{name}'
+  shutil.copytree(ROOT / 'examples' / name, tmp_path / copy)
+  monkeypatch.syspath_prepend(tmp_path)
+  module = importlib.import_module(f'{copy}.experiment')
+  assert module.model.__name__ == f'{copy}.model'
 
 
 def test_every_module_has_its_step():

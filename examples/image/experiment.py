@@ -21,11 +21,12 @@ from ml_collections import config_dict
 import numpy as np
 import optax
 
-from examples.image import input as image_input
-from examples.image import model
 from jaxline import base_config
 from jaxline import experiment
 from jaxline import utils
+
+from . import input as image_input
+from . import model
 
 # The pmapped axis: gradients, BatchNorm and evaluation sums meet on it.
 _AXIS = 'i'

@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 
 from configs import image as image_config
-from examples.image import experiment as image_experiment
-from examples.image import input as image_input
-from examples.image import model
 from jaxline import base_config
 from jaxline import errors
 from jaxline import utils
+
+from . import experiment as image_experiment
+from . import input as image_input
+from . import model
 
 _REPOSITORY = pathlib.Path(__file__).parents[2]
 _ONE_HOST = image_input.Hosts(devices=2, index=0, count=1)

@@ -15,8 +15,6 @@ import numpy as np
 import optax
 
 from examples import decoding
-from examples.lm import fp8
-from examples.lm import model
 from jaxline import base_config
 from jaxline import errors
 from jaxline import metrics
@@ -26,6 +24,9 @@ from jaxline import writers
 from jaxline.inputs import base as inputs
 from jaxline.inputs import text
 from jaxline.inputs import tokenization
+
+from . import fp8
+from . import model
 
 # More held-out bytes than this take xz longer than a second or two.
 _MAX_TO_COMPRESS = 4_000_000

@@ -17,12 +17,13 @@ import pytest
 from configs import lm
 from configs import lm_long
 from examples import decoding
-from examples.lm import experiment
-from examples.lm import model
 from jaxline import errors
 from jaxline import train
 from jaxline import utils
 from jaxline import writers
+
+from . import experiment
+from . import model
 
 LINES = 'for item in items:\n  total = total + item\n'
 

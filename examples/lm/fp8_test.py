@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 
 from configs import lm
-from examples.lm import experiment
-from examples.lm import fp8
-from examples.lm import model
 from jaxline import partitioning
 from jaxline import sharded
 from jaxline import train
 from jaxline import utils
 from jaxline import writers
+
+from . import experiment
+from . import fp8
+from . import model
 
 # The formats: bits of the fraction, the smallest exponent, the largest number.
 E4M3 = (3, -6, 448.0)

@@ -25,9 +25,10 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from examples import transformer
-from examples.lm import fp8
 from jaxline import partitioning
 from jaxline import pipeline
+
+from . import fp8
 
 Params = dict[str, dict[str, Any]]
 Cache = tuple[jax.Array, jax.Array]
@@ -283,10 +284,9 @@ class Attention(hk.Module):
     )
     if angles is not None:
       q, k = transformer.rotate(q, angles), transformer.rotate(k, angles)
-    if cache is None:
-      mixed = transformer.causal_attention(q, k, v, c.attention, segment_ids_BL)
-    else:
-      mixed, cache = transformer.cached_attention(q, k, v, cache, start)
+    mixed, cache = transformer.causal_attention(
+      q, k, v, c.attention, segment_ids_BL, cache=cache, start=start
+    )
     return _dot(c, 'out', 'BLHK,HKD->BLD', mixed, w_HKD), cache
 
 

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.lm import model
+from examples import transformer
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
+
+from . import model
 
 TINY = model.ModelConfig(
   vocab_size=11,
@@ -367,6 +369,18 @@ def test_a_sequence_in_two_pieces_is_the_whole(name):
     pieces.append(logits)
   actual = np.concatenate(pieces, axis=1)
   np.testing.assert_allclose(actual, whole, atol=1e-5)
+
+
+def test_another_attention_is_another_one_in_decoding_too(monkeypatch):
+  params, tokens = _params(TINY), _tokens(TINY)
+  before = _apply(params, tokens, TINY)
+  capped = functools.partial(transformer.causal_attention, cap=0.1)
+  monkeypatch.setattr(transformer, 'causal_attention', capped)
+  whole = _jit(lambda: model.apply(params, tokens, TINY))()
+  assert not np.allclose(whole, before, atol=1e-3)
+  cache = model.empty_cache(TINY, 2, 12)
+  pieces, _ = _jit(lambda: model.decode_step(params, tokens, cache, 0, TINY))()
+  np.testing.assert_allclose(pieces, whole, atol=1e-5)
 
 
 @pytest.mark.parametrize(

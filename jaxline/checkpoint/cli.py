@@ -43,7 +43,7 @@ def _number(value: Any) -> str:
   return f'{value:.6g}' if isinstance(value, float) else str(value)
 
 
-def _print_table(
+def print_table(
   rows: Iterable[Sequence[str]], title: str = '', right: Sequence[int] = ()
 ) -> None:
   """Prints columns, of which some are aligned on the right, if any."""
@@ -70,7 +70,7 @@ def _ls(args: argparse.Namespace) -> int:
     print(json.dumps(listed, indent=1))
     return int(is_refused)
   if listed['run'] is not None:
-    _print_table(_about_run(listed))
+    print_table(_about_run(listed))
     print()
   header = ('series', 'step', 'size', 'saved', 'metrics')
   rows = [
@@ -85,7 +85,7 @@ def _ls(args: argparse.Namespace) -> int:
     for row in rows
   ]
   if rows:
-    _print_table([header, *rows], right=(1, 2))
+    print_table([header, *rows], right=(1, 2))
   else:
     print('No checkpoints yet.')
   for path in listed['damaged']:
@@ -104,14 +104,13 @@ def _metrics(metrics: Mapping[str, Any]) -> str:
 def _about_run(listed: Mapping[str, Any]) -> list[tuple[str, str]]:
   """Returns a line on the run, on its training, on each claim."""
   active = [c for c in listed['claims'] if c['alive'] is not False]
-  alive = [c['alive'] for c in active if c['what'] == 'train']
-  training = 'has not ended, and is not running'
-  if listed['ended'] is not None:
-    training = f'ended at step {listed["ended"]}'
-  elif alive == [True]:
-    training = 'is running'
-  elif alive:
-    training = 'has not ended; whether it is running cannot be told here'
+  state = inspection.training_state(pathlib.Path(listed['run']))
+  training = {
+    'ended': f'ended at step {listed["ended"]}',
+    'running': 'is running',
+    'stopped': 'has not ended, and is not running',
+    'unknown': 'has not ended; whether it is running cannot be told here',
+  }[state]
   rows = [('run', listed['run']), ('training', training)]
   for c in active:
     owner = f'process {c["pid"]} on {c["host"]}'
@@ -140,15 +139,15 @@ def _show(args: argparse.Namespace) -> int:
     ('versions', versions),
     ('parameters', f'{num_params:,} below {inspection.PARAMS[:-1]}'),
   ]
-  _print_table(rows)
+  print_table(rows)
   if args.config:
-    _print_table(inspection.config_texts(checkpoint).items(), 'config')
-  _print_table([(k, x[:_WIDTH]) for k, x in values.items()], 'values')
+    print_table(inspection.config_texts(checkpoint).items(), 'config')
+  print_table([(k, x[:_WIDTH]) for k, x in values.items()], 'values')
   arrays = [
     (name, storage.saved_shape(about), _size(inspection.bytes_of(about)))
     for name, about in described.items()
   ]
-  _print_table(arrays, 'arrays', right=(2,))
+  print_table(arrays, 'arrays', right=(2,))
   return 0
 
 
@@ -156,12 +155,12 @@ def _diff(args: argparse.Namespace) -> int:
   found = inspection.compare(args.a, args.b)
   for title in ('config', 'values', 'arrays'):
     if rows := getattr(found, title):
-      _print_table([('', 'A', 'B'), *rows], title)
+      print_table([('', 'A', 'B'), *rows], title)
   if found.numbers:
     rows = [('', 'max |A-B|', '||A-B|| / ||A||')]
     for name, distance in found.numbers.items():
       rows.append((name, *map(_number, distance or ('', ''))))
-    _print_table(rows, 'numbers', right=(1, 2))
+    print_table(rows, 'numbers', right=(1, 2))
   common = len(found.identical) + len(found.numbers)
   print(f'{len(found.identical)} of {common} common arrays are bit-identical.')
   return 0 if found.same else 1

@@ -341,16 +341,38 @@ def list_run(where: Place) -> dict[str, Any]:
     nothing = dict.fromkeys(('run', 'ended'))
     return {**nothing, 'claims': [], 'damaged': [], 'series': listed}
   _add_logged(run, [row for rows in listed.values() for row in rows])
-  root, ended = files.root(run), None
-  with contextlib.suppress(ValueError, *_MALFORMED):
-    ended = int(files.read_json(root / 'ended.json')['step'])
+  root = files.root(run)
   return {
     'run': str(run),
-    'ended': ended,
+    'ended': _ended(root),
     'claims': _claims(root),
     'damaged': sorted(map(str, (root / 'damaged').glob('*'))),
     'series': listed,
   }
+
+
+def training_state(run: pathlib.Path) -> str:
+  """Returns what became of a run's training.
+
+  Args:
+    run: the directory.
+
+  Returns:
+    'ended'; 'running'; 'stopped' by a kill or an error; or 'unknown', where the
+    locks of files cannot be seen.
+  """
+  root = files.root(run)
+  if _ended(root) is not None:
+    return 'ended'
+  alive = [c['alive'] for c in _claims(root) if c['what'] == 'train']
+  return {True: 'running', None: 'unknown'}.get(*alive or [False], 'stopped')
+
+
+def _ended(root: pathlib.Path) -> int | None:
+  """Returns the step at which training has ended, or None."""
+  with contextlib.suppress(ValueError, *_MALFORMED):
+    return int(files.read_json(root / 'ended.json')['step'])
+  return None
 
 
 def _row(path: pathlib.Path) -> dict[str, Any] | None:

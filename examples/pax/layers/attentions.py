@@ -379,7 +379,7 @@ class DotProductAttention(base_layer.BaseLayer):
       )
     q, k, v = self._qkv(query, position)
     if p.is_causal:
-      mixed = transformer.causal_attention(
+      mixed, _ = transformer.causal_attention(
         q,
         k,
         v,
@@ -439,10 +439,17 @@ class DotProductAttention(base_layer.BaseLayer):
       )
     position = transformer.positions_from(start, inputs.shape[1])
     q, k, v = self._qkv(inputs, position)
-    mixed, (k, v) = transformer.cached_attention(
-      q, k, v, (cache['key'], cache['value']), start, p.atten_logit_cap
+    mixed, extended = transformer.causal_attention(
+      q,
+      k,
+      v,
+      p.attention_impl,
+      cap=p.atten_logit_cap,
+      cache=(cache['key'], cache['value']),
+      start=start,
     )
-    return self.post(mixed), {'key': k, 'value': v}
+    assert extended is not None
+    return self.post(mixed), dict(zip(('key', 'value'), extended, strict=True))
 
   def keys_and_values(
     self, key: jax.Array, value: jax.Array | None = None

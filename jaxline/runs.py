@@ -1,0 +1,314 @@
+"""`python -m jaxline.runs ls|compare`: runs in a table, side by side.
+
+  python -m jaxline.runs ls runs
+  python -m jaxline.runs compare runs/lr_* --plot=curves.png
+
+A run is a directory with a `config.json`. What is shown comes from that file,
+from `metrics.jsonl` of training and evaluation, and from the notes of who
+writes there; checkpoints are not read. The exit status is 0; 2 where there is
+no run or no such metric, in one line on stderr.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+
+from jaxline import base_config
+from jaxline import errors
+from jaxline.checkpoint import cli
+from jaxline.checkpoint import files
+from jaxline.checkpoint import inspection
+
+CONFIG = 'config.json'
+_NOT_METRICS = ('step', 'time', 'mode', 'kind')
+_MAX_SHOWN = 3  # Metrics of a run in `ls`.
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """What a run's directory says.
+
+  Attributes:
+    path: the directory.
+    recorded: the resolved config, by dotted key.
+    curves: 'folder/name' of a scalar, such as 'train/loss' -> its values, by
+      ascending step.
+    seconds: the time that the training steps took. A pause between two starts
+      of the run is not in it.
+    state: 'running', 'ended', 'stopped' (it was killed, or it failed), or
+      'unknown' where locks cannot be seen.
+  """
+
+  path: pathlib.Path
+  recorded: dict[str, Any]
+  curves: dict[str, dict[int, float]]
+  seconds: float
+  state: str
+
+  @property
+  def step(self) -> int:
+    """The last step that was logged; 0 before the first."""
+    return max((max(curve) for curve in self.curves.values()), default=0)
+
+  @property
+  def best(self) -> dict[str, float]:
+    """The best value of the metric that the run keeps the best series for."""
+    metric = self.recorded.get('best_model_eval_metric')
+    values = [
+      x for x in self.curves.get(f'eval/{metric}', {}).values() if x == x
+    ]
+    if not values:
+      return {}
+    is_higher = self.recorded.get(
+      'best_model_eval_metric_higher_is_better', True
+    )
+    return {f'best eval/{metric}': max(values) if is_higher else min(values)}
+
+  @property
+  def last(self) -> dict[str, float]:
+    """The last value of each scalar: evaluation first, and losses."""
+    names = sorted(
+      self.curves,
+      key=lambda name: (not name.startswith('eval'), 'loss' not in name, name),
+    )
+    return {name: list(self.curves[name].values())[-1] for name in names}
+
+
+def read(path: pathlib.Path) -> Run:
+  """Reads a run.
+
+  Args:
+    path: its directory.
+
+  Raises:
+    errors.UsageError: the config cannot be read.
+  """
+  try:
+    text = (path / CONFIG).read_text(encoding='utf-8')
+    recorded = base_config.flat(json.loads(text))
+  except (OSError, ValueError, AttributeError) as e:
+    raise errors.UsageError(
+      f'{path / CONFIG} is no config of a run: {e}'
+    ) from e
+  curves: dict[str, dict[int, float]] = {}
+  for file in sorted(path.glob('*/metrics.jsonl')):
+    for step, scalars in _records(file):
+      for name, value in scalars.items():
+        curves.setdefault(f'{file.parent.name}/{name}', {})[step] = value
+  seconds, before = 0.0, 0
+  for step, rate in curves.get('train/steps_per_sec', {}).items():
+    seconds += (step - before) / rate if rate else 0.0
+    before = step
+  run = Run(path, recorded, curves, seconds, inspection.training_state(path))
+  steps = recorded.get('training_steps')
+  # With checkpoints in memory a run leaves no note of its end.
+  has_all = isinstance(steps, int | float) and run.step >= steps
+  if run.state == 'stopped' and has_all:
+    return dataclasses.replace(run, state='ended')
+  return run
+
+
+def _records(file: pathlib.Path) -> Iterator[tuple[int, dict[str, float]]]:
+  """Yields the steps and scalars of a log, by ascending step."""
+  records = []
+  with open(file, encoding='utf-8', errors='replace') as lines:
+    for line in lines:
+      try:
+        record = json.loads(line)
+        if record['kind'] == 'scalars':
+          names = record.keys() - {*_NOT_METRICS}
+          # JSON has no NaN; as text it is one of those that float reads.
+          scalars = {name: float(record[name]) for name in sorted(names)}
+          records.append((int(record['step']), scalars))
+      except (ValueError, KeyError, TypeError, RecursionError):
+        continue  # The last one of a run that was killed, or being written.
+  yield from sorted(records, key=lambda record: record[0])
+
+
+def find(places: Sequence[str]) -> list[Run]:
+  """Returns the runs in directories and below them, by path.
+
+  Raises:
+    errors.UsageError: there is none in one of them.
+  """
+  found: dict[pathlib.Path, Run] = {}
+  for place in places:
+    paths = []
+    for folder, folders, names in os.walk(place):
+      if CONFIG in names:
+        paths.append(pathlib.Path(folder))
+        folders.clear()
+    if not paths:
+      raise errors.UsageError(
+        f'There is no run in {place}: expected a directory with a {CONFIG}, or'
+        ' one that has such directories below it.'
+      )
+    found |= {path: read(path) for path in sorted(paths)}
+  return list(found.values())
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+  """Returns the shortest paths that tell the runs apart."""
+  if len(runs) == 1:
+    return [runs[0].path.name or str(runs[0].path)]
+  common = os.path.commonpath([run.path.absolute() for run in runs])
+  return [os.path.relpath(run.path.absolute(), common) for run in runs]
+
+
+def _duration(seconds: float) -> str:
+  minutes, rest = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  return f'{hours}:{minutes:02}:{rest:02}'
+
+
+def _metrics(values: Mapping[str, float]) -> str:
+  shown = list(values.items())[:_MAX_SHOWN]
+  return ', '.join(f'{name} {value:.5g}' for name, value in shown)
+
+
+def _of_steps(run: Run) -> str:
+  steps = run.recorded.get('training_steps')
+  return str(run.step) if steps is None else f'{run.step} of {steps}'
+
+
+def _ls(args: argparse.Namespace) -> None:
+  runs = find(args.dir)
+  header = ('run', 'state', 'step', 'time', 'best', 'last')
+  rows = [
+    (
+      name,
+      run.state,
+      _of_steps(run),
+      _duration(run.seconds),
+      _metrics(run.best),
+      _metrics(run.last),
+    )
+    for name, run in zip(_names(runs), runs, strict=True)
+  ]
+  cli.print_table([header, *rows], right=(2, 3))
+
+
+def differences(runs: Sequence[Run]) -> list[str]:
+  """Returns the keys whose values differ, except the runs' directories."""
+  keys = {key for run in runs for key in run.recorded} - {'checkpoint_dir'}
+  return [
+    key
+    for key in sorted(keys)
+    if len({json.dumps(run.recorded.get(key)) for run in runs}) > 1
+  ]
+
+
+def _compare(args: argparse.Namespace) -> None:
+  runs = find(args.dir)
+  metrics = args.metrics.split(',') if args.metrics else _common(runs)
+  known = sorted({name for run in runs for name in run.curves})
+  for name in metrics:
+    if name not in known:
+      raise errors.UsageError(
+        f'No run has logged {name!r}; expected some of {known}.'
+        f'{errors.did_you_mean(name, known)}'
+      )
+  rows: list[tuple[str, ...]] = [('', *_names(runs))]
+  for key in differences(runs):
+    rows.append((key, *(str(run.recorded.get(key, '')) for run in runs)))
+  rows.append(('state', *(run.state for run in runs)))
+  rows.append(('step', *map(_of_steps, runs)))
+  rows.append(('time', *(_duration(run.seconds) for run in runs)))
+  for values in ([run.best for run in runs], [run.last for run in runs]):
+    for name in dict.fromkeys(name for of in values for name in of):
+      if name in metrics or name.startswith('best '):
+        cells = (f'{of[name]:.5g}' if name in of else '' for of in values)
+        rows.append((name, *cells))
+  cli.print_table(rows, right=range(1, len(runs) + 1))
+  if args.plot:
+    plot(runs, metrics, args.plot)
+    print(f'\nCurves: {args.plot}')
+
+
+def _common(runs: Sequence[Run]) -> list[str]:
+  """Returns the scalars of evaluation, and the losses of training."""
+  names = dict.fromkeys(name for run in runs for name in run.last)
+  return [name for name in names if name.startswith('eval') or 'loss' in name]
+
+
+def plot(runs: Sequence[Run], metrics: Sequence[str], path: str) -> None:
+  """Draws the curves of runs over each other, one picture for each metric.
+
+  Args:
+    runs: the runs.
+    metrics: 'folder/name' of scalars.
+    path: the file; its ending says the format, such as '.png' or '.pdf'.
+
+  Raises:
+    errors.UsageError: matplotlib is not installed, or cannot write the file.
+  """
+  try:
+    from matplotlib import figure as figure_lib
+  except ImportError as e:
+    raise errors.UsageError(
+      f'Curves need matplotlib ({e}): pip install matplotlib.'
+    ) from e
+  keys = differences(runs)
+  labels = [
+    ', '.join(
+      f'{key.rpartition(".")[2]} {run.recorded.get(key)}' for key in keys
+    )
+    if 0 < len(keys) <= 2
+    else name
+    for name, run in zip(_names(runs), runs, strict=True)
+  ]
+  columns = min(2, len(metrics))
+  rows = -(-len(metrics) // max(columns, 1))
+  # Without pyplot, which would look for a display and keep the figure.
+  figure = figure_lib.Figure((6 * columns, 3.5 * rows), layout='constrained')
+  for i, metric in enumerate(metrics, 1):
+    axes = figure.add_subplot(rows, columns, i)
+    for label, run in zip(labels, runs, strict=True):
+      curve = run.curves.get(metric, {})
+      marker = '.' if len(curve) < 30 else ''
+      axes.plot(list(curve), list(curve.values()), label=label, marker=marker)
+    axes.set(title=metric, xlabel='step')
+    axes.grid(alpha=0.3)
+  figure.axes[0].legend()
+  try:
+    figure.savefig(path)
+  except (OSError, ValueError) as e:
+    raise errors.UsageError(f'--plot={path} cannot be written: {e}') from e
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command line; returns the exit status."""
+  parser = argparse.ArgumentParser(
+    prog='python -m jaxline.runs', description='Looks at several runs at once.'
+  )
+  commands = parser.add_subparsers(required=True, metavar='COMMAND')
+  command = commands.add_parser('ls', help='a line for each run')
+  command.add_argument('dir', nargs='+', help='a run, or what has runs below')
+  command.set_defaults(run=_ls)
+  command = commands.add_parser(
+    'compare', help='a column for each run: how they differ, what they reached'
+  )
+  command.add_argument('dir', nargs='+', help='a run, or what has runs below')
+  command.add_argument(
+    '--metrics',
+    help='such as eval/loss,train/loss; by default all of evaluation and the'
+    ' losses of training',
+  )
+  command.add_argument('--plot', help='a file for the curves, such as out.png')
+  command.set_defaults(run=_compare)
+  args = parser.parse_args(argv)
+  try:
+    args.run(args)
+  except errors.UsageError as e:
+    print(files.printable(e), file=sys.stderr)
+    return 2
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

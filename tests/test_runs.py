@@ -1,0 +1,223 @@
+"""Tests of `python -m jaxline.runs`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxline import base_config
+from jaxline import runs
+from jaxline.checkpoint import files
+
+
+@pytest.fixture
+def make_run(tmp_path):
+  """Returns what writes a run's directory: its config and its logs."""
+
+  def make(name, *, train=(), evals=(), ended=None, **values):
+    folder = tmp_path / name
+    config = base_config.get_base_config()
+    config.update(
+      values | {'checkpoint_dir': str(folder), 'training_steps': 30}
+    )
+    for mode, records in (('train', train), ('eval', evals)):
+      (folder / mode).mkdir(parents=True)
+      lines = [
+        json.dumps({'step': step, 'time': 1.0, 'kind': 'scalars'} | scalars)
+        for step, scalars in records
+      ]
+      (folder / mode / 'metrics.jsonl').write_text(
+        ''.join(f'{x}\n' for x in lines)
+      )
+    (folder / 'config.json').write_text(base_config.to_json(config))
+    if ended is not None:
+      root = files.root(folder)
+      root.mkdir(exist_ok=True)
+      (root / 'ended.json').write_text(json.dumps({'step': ended}))
+    return folder
+
+  return make
+
+
+@pytest.fixture
+def sweep(make_run, tmp_path):
+  """Two runs of a sweep: one has ended, one was killed."""
+  train = [
+    (10, {'loss': 3.0, 'steps_per_sec': 2.0}),
+    (20, {'loss': 2.0, 'steps_per_sec': 0.1}),
+  ]
+  common = {
+    'best_model_eval_metric': 'loss',
+    'best_model_eval_metric_higher_is_better': False,
+  }
+  make_run(
+    'a',
+    train=[*train, (30, {'loss': 1.0, 'steps_per_sec': 1.0})],
+    evals=[(10, {'loss': 1.5}), (20, {'loss': 1.25}), (30, {'loss': 1.75})],
+    ended=30,
+    random_seed=1,
+    **common,
+  )
+  make_run(
+    'b', train=train, evals=[(20, {'loss': 2.5})], random_seed=2, **common
+  )
+  return tmp_path
+
+
+def table(text):
+  """Returns printed columns as the first cell -> the others."""
+  lines = [line.split('  ') for line in text.splitlines() if line.strip()]
+  rows = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+  return {first: rest for first, *rest in rows}
+
+
+def test_ls_has_a_line_for_each_run(sweep, capsys):
+  assert runs.main(['ls', str(sweep)]) == 0
+  # 10 steps at 2 a second, 10 at 0.1 and 10 at 1: 115 seconds.
+  assert table(capsys.readouterr().out) == {
+    'run': ['state', 'step', 'time', 'best', 'last'],
+    'a': [
+      'ended',
+      '30 of 30',
+      '0:01:55',
+      'best eval/loss 1.25',
+      'eval/loss 1.75, train/loss 1, train/steps_per_sec 1',
+    ],
+    'b': [
+      'stopped',
+      '20 of 30',
+      '0:01:45',
+      'best eval/loss 2.5',
+      'eval/loss 2.5, train/loss 2, train/steps_per_sec 0.1',
+    ],
+  }
+
+
+def test_compare_has_a_column_for_each_run(sweep, capsys):
+  assert runs.main(['compare', str(sweep / 'a'), str(sweep / 'b')]) == 0
+  rows = table(capsys.readouterr().out)
+  assert rows == {
+    'a': ['b'],
+    'random_seed': ['1', '2'],
+    'state': ['ended', 'stopped'],
+    'step': ['30 of 30', '20 of 30'],
+    'time': ['0:01:55', '0:01:45'],
+    'best eval/loss': ['1.25', '2.5'],
+    'eval/loss': ['1.75', '2.5'],
+    'train/loss': ['1', '2'],
+  }
+
+
+def test_a_metric_can_be_chosen(sweep, capsys):
+  argv = ['compare', str(sweep), '--metrics=train/steps_per_sec']
+  assert runs.main(argv) == 0
+  rows = table(capsys.readouterr().out)
+  assert rows['train/steps_per_sec'] == ['1', '0.1']
+  assert 'train/loss' not in rows
+
+
+def test_curves_are_drawn(sweep, tmp_path, capsys):
+  pytest.importorskip('matplotlib')
+  path = tmp_path / 'out.svg'
+  assert runs.main(['compare', str(sweep), f'--plot={path}']) == 0
+  assert str(path) in capsys.readouterr().out
+  assert '<svg' in path.read_text()
+
+
+def test_a_picture_shows_the_values(sweep):
+  figures = pytest.importorskip('matplotlib.figure')
+  made = []
+
+  class Figure(figures.Figure):
+    def savefig(self, path):
+      made.append(self)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(figures, 'Figure', Figure)
+    runs.plot(runs.find([str(sweep)]), ['eval/loss'], 'out.png')
+  (axes,) = made[0].axes
+  curves = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+  assert curves == {
+    'random_seed 1': [[10, 1.5], [20, 1.25], [30, 1.75]],
+    'random_seed 2': [[20, 2.5]],
+  }
+
+
+@pytest.mark.parametrize(
+  ('text', 'steps'),
+  [
+    ('{"step": 1, "kind": "scalars", "loss": 2.0}\n{"step": 2, "ki', [1]),
+    ('{"step": 1, "kind": "texts", "loss": "?"}\n', []),
+    ('nonsense\n{"step": 3, "kind": "scalars", "loss": "NaN"}\n', [3]),
+    ('', []),
+  ],
+)
+def test_a_log_may_be_cut_short(make_run, text, steps):
+  folder = make_run('a')
+  (folder / 'train' / 'metrics.jsonl').write_text(text)
+  run = runs.read(folder)
+  assert list(run.curves.get('train/loss', {})) == steps
+  assert run.step == max(steps, default=0)
+
+
+def test_a_nan_is_no_best_value(make_run):
+  evals = [(10, {'loss': 2.0}), (20, {'loss': 'NaN'})]
+  run = runs.read(make_run('a', evals=evals, best_model_eval_metric='loss'))
+  assert run.best == {'best eval/loss': 2.0}
+
+
+def test_a_run_that_trains_is_running(make_run):
+  folder = make_run('a')
+  claim = files.Claim(str(folder), 'train')
+  try:
+    assert runs.read(folder).state == 'running'
+  finally:
+    claim.release()
+  assert runs.read(folder).state == 'stopped'
+
+
+def test_all_steps_in_memory_are_an_end(make_run):
+  run = runs.read(make_run('a', train=[(30, {'loss': 1.0})]))
+  assert run.state == 'ended'
+
+
+@pytest.mark.parametrize('config', ['', '[1]', '{"a": '])
+def test_a_config_that_is_none_is_refused(make_run, capsys, config):
+  folder = make_run('a')
+  (folder / 'config.json').write_text(config)
+  assert runs.main(['ls', str(folder)]) == 2
+  assert 'is no config of a run' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ('argv', 'said'),
+  [
+    (['ls', 'nowhere'], 'There is no run in nowhere'),
+    (['compare', '.', '--metrics=eval/los'], "Did you mean 'eval/loss'?"),
+    (['compare', '.', '--plot=nowhere/out.png'], 'cannot be written'),
+  ],
+)
+def test_errors_are_one_line(sweep, argv, said, capsys, monkeypatch):
+  if 'plot' in argv[-1]:
+    pytest.importorskip('matplotlib')
+  monkeypatch.chdir(sweep)
+  assert runs.main(argv) == 2
+  error = capsys.readouterr().err
+  assert said in error
+  assert error.count('\n') == 1
+
+
+def test_matplotlib_is_asked_for(sweep, capsys, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'matplotlib', None)
+  assert runs.main(['compare', str(sweep), '--plot=out.png']) == 2
+  assert 'pip install matplotlib' in capsys.readouterr().err
+
+
+def test_the_command_needs_no_matplotlib(sweep):
+  code = (
+    'import sys; from jaxline import runs; code = runs.main(sys.argv[1:]);'
+    " assert 'matplotlib' not in sys.modules; sys.exit(code)"
+  )
+  command = [sys.executable, '-c', code, 'compare', str(sweep)]
+  subprocess.run(command, check=True, capture_output=True)
