@@ -31,11 +31,13 @@ _BASE = [
 _IMAGE = ['scikit-learn>=1.4']
 _EXPORT = ['safetensors>=0.4']
 _PAX = ['fiddle>=0.3']
+_PLOT = ['matplotlib>=3.9']
 _TEXT = ['sentencepiece>=0.2', 'tokenizers>=0.21']
 _TEST = [
   *_IMAGE,
   *_EXPORT,
   *_PAX,
+  *_PLOT,
   *_TEXT,
   'equinox>=0.13',
   'flax>=0.12',
@@ -69,6 +71,7 @@ setuptools.setup(
     'gpu': ['jax[cuda12]>=0.10,<0.13'],
     'image': _IMAGE,
     'pax': _PAX,
+    'plot': _PLOT,
     'seqio': ['seqio>=0.0.20'],
     'test': _TEST,
     'text': _TEXT,

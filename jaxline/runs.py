@@ -67,7 +67,7 @@ class Run:
     is_higher = self.recorded.get(
       'best_model_eval_metric_higher_is_better', True
     )
-    return {f'best eval/{metric}': max(values) if is_higher else min(values)}
+    return {f'eval/{metric}': max(values) if is_higher else min(values)}
 
   @property
   def last(self) -> dict[str, float]:
@@ -219,11 +219,12 @@ def _compare(args: argparse.Namespace) -> None:
   rows.append(('state', *(run.state for run in runs)))
   rows.append(('step', *map(_of_steps, runs)))
   rows.append(('time', *(_duration(run.seconds) for run in runs)))
-  for values in ([run.best for run in runs], [run.last for run in runs]):
+  for what in ('best', 'last'):
+    values = [getattr(run, what) for run in runs]
     for name in dict.fromkeys(name for of in values for name in of):
-      if name in metrics or name.startswith('best '):
+      if name in metrics:
         cells = (f'{of[name]:.5g}' if name in of else '' for of in values)
-        rows.append((name, *cells))
+        rows.append((f'{what} {name}', *cells))
   cli.print_table(rows, right=range(1, len(runs) + 1))
   if args.plot:
     plot(runs, metrics, args.plot)
@@ -251,7 +252,7 @@ def plot(runs: Sequence[Run], metrics: Sequence[str], path: str) -> None:
     from matplotlib import figure as figure_lib
   except ImportError as e:
     raise errors.UsageError(
-      f'Curves need matplotlib ({e}): pip install matplotlib.'
+      f'Curves need matplotlib ({e}): pip install -e ".[plot]".'
     ) from e
   keys = differences(runs)
   labels = [

@@ -81,14 +81,14 @@ def test_ls_has_a_line_for_each_run(sweep, capsys):
       'ended',
       '30 of 30',
       '0:01:55',
-      'best eval/loss 1.25',
+      'eval/loss 1.25',
       'eval/loss 1.75, train/loss 1, train/steps_per_sec 1',
     ],
     'b': [
       'stopped',
       '20 of 30',
       '0:01:45',
-      'best eval/loss 2.5',
+      'eval/loss 2.5',
       'eval/loss 2.5, train/loss 2, train/steps_per_sec 0.1',
     ],
   }
@@ -104,8 +104,8 @@ def test_compare_has_a_column_for_each_run(sweep, capsys):
     'step': ['30 of 30', '20 of 30'],
     'time': ['0:01:55', '0:01:45'],
     'best eval/loss': ['1.25', '2.5'],
-    'eval/loss': ['1.75', '2.5'],
-    'train/loss': ['1', '2'],
+    'last eval/loss': ['1.75', '2.5'],
+    'last train/loss': ['1', '2'],
   }
 
 
@@ -113,8 +113,8 @@ def test_a_metric_can_be_chosen(sweep, capsys):
   argv = ['compare', str(sweep), '--metrics=train/steps_per_sec']
   assert runs.main(argv) == 0
   rows = table(capsys.readouterr().out)
-  assert rows['train/steps_per_sec'] == ['1', '0.1']
-  assert 'train/loss' not in rows
+  assert rows['last train/steps_per_sec'] == ['1', '0.1']
+  assert 'last train/loss' not in rows
 
 
 def test_curves_are_drawn(sweep, tmp_path, capsys):
@@ -164,7 +164,7 @@ def test_a_log_may_be_cut_short(make_run, text, steps):
 def test_a_nan_is_no_best_value(make_run):
   evals = [(10, {'loss': 2.0}), (20, {'loss': 'NaN'})]
   run = runs.read(make_run('a', evals=evals, best_model_eval_metric='loss'))
-  assert run.best == {'best eval/loss': 2.0}
+  assert run.best == {'eval/loss': 2.0}
 
 
 def test_a_run_that_trains_is_running(make_run):
@@ -211,7 +211,7 @@ def test_errors_are_one_line(sweep, argv, said, capsys, monkeypatch):
 def test_matplotlib_is_asked_for(sweep, capsys, monkeypatch):
   monkeypatch.setitem(sys.modules, 'matplotlib', None)
   assert runs.main(['compare', str(sweep), '--plot=out.png']) == 2
-  assert 'pip install matplotlib' in capsys.readouterr().err
+  assert '.[plot]' in capsys.readouterr().err
 
 
 def test_the_command_needs_no_matplotlib(sweep):
