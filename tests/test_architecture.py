@@ -465,7 +465,12 @@ def is_guard(node: ast.AST) -> bool:
 def test_a_config_is_numbers_and_their_reasons():
   def violations(module):
     docstring = ast.get_docstring(module.tree) or ''
-    for text in (f'--config={module.path}', 'Expected: '):
+    for text in (
+      f'--config={module.path}',
+      'Expected: ',
+      'Hardware: ',
+      'Command: ',
+    ):
       if text not in docstring:
         yield f'{module.path}:1: its docstring has no {text!r}'
     functions = [n for n in module.tree.body if isinstance(n, ast.FunctionDef)]
