@@ -21,7 +21,6 @@ prints docs/config.md.
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-import itertools
 import json
 import numbers
 import operator
@@ -41,7 +40,6 @@ from jaxline.supervision import nonfinite
 
 T = TypeVar('T')
 
-INTERVAL_TYPES = ('secs', 'steps')
 # An unknown key that is at least as similar to a known one is a misspelling of
 # it; any other is the experiment's own.
 _MISSPELLED = 0.85
@@ -89,7 +87,7 @@ def text(expected: str, pattern: str = '.*', *, is_path: bool = False) -> Check:
   regex = re.compile(pattern, re.DOTALL)
   return Check(
     expected,
-    lambda x: isinstance(x, str) and regex.fullmatch(x) is not None,
+    lambda x: isinstance(x, str) and bool(regex.fullmatch(x)),
     str,
     is_path,
   )
@@ -117,11 +115,9 @@ def number(interval: str) -> Check:
   )
 
 
-def mapping(
-  expected: str, validate: Callable[[Any], Any] = lambda x: None
-) -> Check:
-  """Accepts a dict, unless `validate` raises a UsageError of its own."""
-  return Check(expected, lambda x: isinstance(x, _MAPPINGS) and validate(x))
+def mapping(expected: str) -> Check:
+  """Accepts a dict."""
+  return Check(expected, lambda x: isinstance(x, _MAPPINGS))
 
 
 def section(name: str, note: str = '') -> Check:
@@ -163,11 +159,11 @@ _PROFILE = text(
 _DIRECTORY = optional(text('the name of a directory', is_path=True))
 _EVAL_STEPS = text("'all', or steps such as '1000,2000'", r'all|\d+(,\d+)*')
 _INTERVAL = optional(number('(-inf, inf)'))
-_INTERVAL_TYPE = optional(one_of(*INTERVAL_TYPES))
+_INTERVAL_TYPE = optional(one_of('secs', 'steps'))
 _POSITIVE = number('(0, inf)')
 _COUNT = number('integer [1, inf)')
 _RANDOM_MODE = one_of(*(mode.value for mode in prng.DistributedRNGMode))
-# The row `mesh` checks its numbers.
+# `partitioning.validate` checks them together.
 _MESH_SIZE = Check('an integer in [1, inf), or -1', lambda x: True)
 _RATIOS = Check(
   'a list of positive numbers',
@@ -230,8 +226,7 @@ KEYS = (
       ' of the experiment returns False.'),
 
   Key('mesh', {}, optional(mapping(
-        'a dict of the keys below, or of some of them',
-        lambda x: partitioning.validate(x, 'ddp'))),
+        'a dict of the keys below, or of some of them')),
       'Sizes of the device mesh of a sharded step; their product is the number'
       ' of devices. An axis that is left out has its default.'
       ' See docs/sharding.md.', PROGRAM, sharded=True),
@@ -253,14 +248,11 @@ KEYS = (
   Key('mesh.dcn.replica', -1, _MESH_SIZE, 'As in `mesh.ici`.', PROGRAM),
   Key('mesh.dcn.data', 1, _MESH_SIZE, 'As in `mesh.ici`.', PROGRAM),
   Key('mesh.dcn.mdl', 1, _MESH_SIZE, 'As in `mesh.ici`.', PROGRAM),
-  Key('sharding', 'ddp', Check(
-        f'one of {tuple(partitioning.PRESETS)}',
-        lambda x: partitioning.validate(None, x)),
+  Key('sharding', 'ddp', text(f'one of {tuple(partitioning.PRESETS)}'),
       'What a sharded step splits over the mesh: see `partitioning.PRESETS`.'
       ' With `ddp` only the batch.', PROGRAM, sharded=True),
   Key('sharding_rules', {}, optional(mapping(
-        'a dict from logical axis to mesh axes',
-        lambda x: partitioning.validate(None, 'ddp', x))),
+        'a dict from logical axis to mesh axes')),
       "Changes to that preset, such as {'vocab': ('data',)}.",
       PROGRAM, sharded=True),
   Key('gradient_accumulation_steps', 1, _COUNT,
@@ -528,7 +520,6 @@ def _value(config: Any, name: str) -> Any:
 
 
 # fmt: off
-_PGLE = ('xla.pgle_profiling_runs', 'xla.pgle_save', 'xla.pgle_profile')
 # Keys, whether their values contradict each other, and what to do then.
 _CONTRADICTIONS: tuple[tuple[tuple[str, ...], Callable[..., Any], str], ...] = (
   (('train_checkpoint_all_hosts', 'checkpoint_interval_type', 'interval_type'),
@@ -553,14 +544,10 @@ _CONTRADICTIONS: tuple[tuple[tuple[str, ...], Callable[..., Any], str], ...] = (
   (('xla.pgle_aggregation_percentile', 'xla.pgle_profiling_runs'),
    lambda percentile, runs: percentile is not None and not runs,
    'Nothing is measured. Set xla.pgle_profiling_runs, for instance to 3.'),
-  *((ways, lambda a, b: a and b,
-     'Set one of them: pgle_profiling_runs measures and recompiles in one run;'
-     ' pgle_save is for the first of two runs, pgle_profile for the second.')
-    for ways in itertools.combinations(_PGLE, 2)),
-  *(((way, 'xla.latency_hiding_scheduler'),
-     lambda way, is_on: way and is_on is False,
-     'Only that scheduler uses the profile. Set it to None or True.')
-    for way in _PGLE),
+  (('xla.pgle_save', 'xla.pgle_profiling_runs', 'xla.pgle_profile'),
+   lambda *ways: sum(map(bool, ways)) > 1,
+   'Set one of them: pgle_profiling_runs measures and recompiles in one run;'
+   ' pgle_save is for the first of two runs, pgle_profile for the second.'),
 )
 # fmt: on
 
@@ -577,6 +564,10 @@ def check_constraints(config: Mapping[str, Any]) -> None:
       pairs = zip(keys, values, strict=True)
       given = ', '.join(f'config.{key} is {value!r}' for key, value in pairs)
       raise errors.UsageError(f'{given}. {advice}')
+  mesh, preset, rules = (
+    _value(config, key) for key in ('mesh', 'sharding', 'sharding_rules')
+  )
+  partitioning.validate(mesh, preset, rules)
   if 'xla' in config:
     xla.validate(config['xla'])
 
@@ -602,8 +593,6 @@ def validate_config(config: config_dict.ConfigDict) -> None:
 
 def sharded_keys_changed(config: Any) -> list[tuple[str, Any]]:
   """Returns the keys of the sharded style that are not at their defaults."""
-  if not isinstance(config, _MAPPINGS):  # Such as a mock.
-    return []
   defaults, values = recorded(get_base_config()), recorded(config)
   return [
     (key.name, values[key.name])
