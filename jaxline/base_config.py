@@ -26,6 +26,7 @@ import numbers
 import operator
 import os
 import re
+import types
 import typing
 from typing import Any, TypeVar
 
@@ -191,9 +192,7 @@ class Key:
       of the user's choice.
     check: what a value must be.
     reason: what the key is for, and why one would change it.
-    effect: of a change on a run that is resumed. 'run': it would be another
-      run, and is refused (see `on_config_change`). 'program': the step is
-      compiled to another program. 'none': neither.
+    effect: of a change on a run that is resumed: RUN, PROGRAM or NONE.
     sharded: only the sharded style reads it; the per-device style refuses a
       value that is not the default.
   """
@@ -613,9 +612,10 @@ def complete_config(config: Any) -> Any:
     the missing keys, to which later changes of the config do not get; a config
     without `on_nonfinite` ignores it.
   """
-  if not isinstance(config, Mapping | config_dict.ConfigDict):
+  if not isinstance(config, _MAPPINGS):
     return config
   defaults = get_base_config()
+  defaults.on_nonfinite = 'ignore'
   missing = [key for key in defaults if key not in config]
   if not missing:
     return config
@@ -623,8 +623,6 @@ def complete_config(config: Any) -> Any:
   with complete.unlocked():
     for key in missing:
       complete[key] = defaults[key]
-    if 'on_nonfinite' in missing:
-      complete.on_nonfinite = 'ignore'
   return complete
 
 
@@ -745,7 +743,7 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
     errors.UsageError: a key is unknown or missing, and the nearest valid one is
       named; or `cls` refuses a value.
   """
-  fields = sorted(f.name for f in dataclasses.fields(cls) if f.init)  # type: ignore[arg-type]
+  fields = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
   errors.check_names(config, fields, 'key', cls.__name__)
   kinds = typing.get_type_hints(cls)
   values = {}
@@ -789,8 +787,9 @@ def with_defaults(cls: Any, config: Any) -> Any:
 
 def _dataclass_in(kind: Any) -> Any:
   """Returns the dataclass in `Class` or `Class | None`, or None."""
-  found = filter(dataclasses.is_dataclass, typing.get_args(kind | None))
-  return next(found, None)
+  is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+  kinds = typing.get_args(kind) if is_union else (kind,)
+  return next(filter(dataclasses.is_dataclass, kinds), None)
 
 
 if __name__ == '__main__':
