@@ -233,20 +233,17 @@ KEYS = (
       'Sizes within a slice: devices that a fast network connects, such as a'
       ' TPU slice or the GPUs of a node. One of them may be -1: all devices'
       ' that are left.', PROGRAM),
-  Key('mesh.ici.stage', 1, _MESH_SIZE, 'Stages of a pipeline.', PROGRAM),
-  Key('mesh.ici.replica', 1, _MESH_SIZE,
-      'Splits the batch; each part holds all weights.', PROGRAM),
-  Key('mesh.ici.data', -1, _MESH_SIZE,
-      'Splits the batch and, with `fsdp`, the weights.', PROGRAM),
-  Key('mesh.ici.mdl', 1, _MESH_SIZE,
-      'Splits weights and activations, with `tp`.', PROGRAM),
   Key('mesh.dcn', {}, optional(mapping('a dict from axis to size')),
       'Sizes across slices, which a slower network connects. The size of an'
       ' axis of the mesh is the product of both.', PROGRAM),
-  Key('mesh.dcn.stage', 1, _MESH_SIZE, 'As in `mesh.ici`.', PROGRAM),
-  Key('mesh.dcn.replica', -1, _MESH_SIZE, 'As in `mesh.ici`.', PROGRAM),
-  Key('mesh.dcn.data', 1, _MESH_SIZE, 'As in `mesh.ici`.', PROGRAM),
-  Key('mesh.dcn.mdl', 1, _MESH_SIZE, 'As in `mesh.ici`.', PROGRAM),
+  *(Key(f'mesh.{network}.{axis}', -1 if axis == filled else 1, _MESH_SIZE,
+        reason, PROGRAM)
+    for network, filled in (('ici', 'data'), ('dcn', 'replica'))
+    for axis, reason in (
+      ('stage', 'Stages of a pipeline.'),
+      ('replica', 'Splits the batch; each part holds all weights.'),
+      ('data', 'Splits the batch and, with `fsdp`, the weights.'),
+      ('mdl', 'Splits weights and activations, with `tp`.'))),
   Key('sharding', 'ddp', text(f'one of {tuple(partitioning.PRESETS)}'),
       'What a sharded step splits over the mesh: see `partitioning.PRESETS`.'
       ' With `ddp` only the batch.', PROGRAM, sharded=True),

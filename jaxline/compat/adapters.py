@@ -156,13 +156,7 @@ def construct(
   rng: jax.Array,
   config: config_dict.ConfigDict,
 ) -> Any:
-  """Constructs the experiment of a run with `config.experiment_kwargs`.
-
-  Args:
-    experiment_class: as for `initialize_experiment`.
-    mode: the experiment's mode.
-    rng: the key to initialise weights from.
-    config: the run's.
+  """Does `initialize_experiment` with `config.experiment_kwargs`.
 
   Raises:
     errors.UsageError: the config sets a key that only a sharded step reads, and
