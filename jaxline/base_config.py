@@ -121,20 +121,6 @@ def mapping(expected: str) -> Check:
   return Check(expected, lambda x: isinstance(x, _MAPPINGS))
 
 
-def section(name: str, note: str = '') -> Check:
-  """Accepts a dict of the keys that `KEYS` declares as `name.*`."""
-
-  def validate(values: Any) -> None:
-    names = list(get_base_config()[name])
-    if not isinstance(values, _MAPPINGS):
-      raise errors.UsageError(
-        f'config.{name} is {values!r}; expected a dict with the keys {names}.'
-      )
-    errors.check_names(values, names, 'key', f'config.{name}', note)
-
-  return Check('a dict of the keys below', validate)
-
-
 def _check_rules(rules: Any) -> None:
   """Refuses `restore_rules` that are no pairs (pattern, name or None)."""
   try:
@@ -273,8 +259,7 @@ KEYS = (
       " the launcher's variables; without either, this is one process. `off`:"
       ' this is one process. See docs/launching.md.'),
 
-  Key('xla', {}, section('xla', ' A flag of XLA belongs into config.xla.flags,'
-                         ' a flag of libtpu into config.xla.tpu_flags.'),
+  Key('xla', {}, mapping('a dict of the keys below'),
       'Settings of XLA, applied before JAX starts. See docs/accelerators.md.',
       PROGRAM),
   Key('xla.latency_hiding_scheduler', None, optional(_BOOLEAN),
@@ -412,7 +397,8 @@ KEYS = (
   Key('best_model_eval_metric_higher_is_better', True, _BOOLEAN,
       'Whether the best value is the highest, or else the lowest.'),
 
-  Key('decode', {}, section('decode'),
+  Key('decode', {}, mapping(
+        "a dict of the keys below, such as {'prompts': 'FILE'}"),
       '--jaxline_mode=decode: continues prompts with the weights of a'
       ' checkpoint.'),
   Key('decode.prompts', None, _FILE,
@@ -480,9 +466,8 @@ def validate_keys(
   Raises:
     errors.UsageError: a key is missing or misspelled.
   """
-  for key in config:
-    if key in base_cfg:
-      continue
+  own = [key for key in config if key not in base_cfg]
+  for key in own:
     for near in errors.nearest(key, base_cfg, cutoff=_MISSPELLED):
       if not set(near.split('_')) <= set(key.split('_')):
         raise errors.UsageError(
@@ -492,7 +477,7 @@ def validate_keys(
         )
   for key, value in base_cfg.items():
     if key not in config:
-      found = errors.nearest(key, set(config) - set(base_cfg))
+      found = errors.nearest(key, own)
       raise errors.UsageError(
         f'Config key {key!r} is missing'
         + (f'; is {found[0]!r} a misspelling of it?' if found else '.')
@@ -568,6 +553,14 @@ def check_constraints(config: Mapping[str, Any]) -> None:
     xla.validate(config['xla'])
 
 
+# The sections that have no keys but ours, and what may have been meant.
+_SECTIONS = {
+  'decode': '',
+  'xla': ' A flag of XLA belongs into config.xla.flags, a flag of libtpu into'
+  ' config.xla.tpu_flags.',
+}
+
+
 def validate_config(config: config_dict.ConfigDict) -> None:
   """Checks a whole config: its keys, each value, then contradictions.
 
@@ -584,17 +577,10 @@ def validate_config(config: config_dict.ConfigDict) -> None:
         f'config.{key.name} is {value!r}; expected {key.check.expected}. See'
         ' jaxline/base_config.py.'
       )
+  for name, note in _SECTIONS.items():
+    valid = list(required[name])
+    errors.check_names(config[name], valid, 'key', f'config.{name}', note)
   check_constraints(config)
-
-
-def sharded_keys_changed(config: Any) -> list[tuple[str, Any]]:
-  """Returns the keys of the sharded style that are not at their defaults."""
-  defaults, values = recorded(get_base_config()), recorded(config)
-  return [
-    (key.name, values[key.name])
-    for key in KEYS
-    if key.sharded and values[key.name] != defaults[key.name]
-  ]
 
 
 def complete_config(config: Any) -> Any:

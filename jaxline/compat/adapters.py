@@ -178,7 +178,9 @@ def construct(
     )
   else:
     return experiment
-  if changed := base_config.sharded_keys_changed(config):
-    key, value = changed[0]
-    raise errors.UsageError(f'config.{key} is {value!r}, but {why}')
+  defaults = base_config.recorded(base_config.get_base_config())
+  values = base_config.recorded(config)
+  for key in base_config.KEYS:
+    if key.sharded and (value := values[key.name]) != defaults[key.name]:
+      raise errors.UsageError(f'config.{key.name} is {value!r}, but {why}')
   return experiment
