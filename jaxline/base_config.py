@@ -2,9 +2,8 @@
 
 A config file starts from `base_config.get_base_config()` and sets the numbers
 of its run; `--config.KEY=VALUE` overrides one. A key that is not in the table
-is the experiment's own; a misspelling of one of these is refused, and so are
-values of the wrong kind or that contradict each other, before anything is
-compiled.
+is the experiment's own. A misspelled key, a value of the wrong kind and values
+that contradict each other are refused before anything is compiled.
 
 *Effect* is what a change means for a run that is resumed:
 

@@ -255,6 +255,7 @@ def with_value(key, value):
     ('decode.step', '9', 'an integer in [0, inf)'),
     ('experiment_kwargs', None, 'a dict of arguments'),
     ('mesh', 3, 'a dict of the keys below'),
+    ('mesh.ici', 3, 'a dict from axis to size'),
     ('sharding_rules', 3, 'a dict from logical axis'),
     ('xla.flags', 3, 'a dict from flag'),
     ('restore_rules', 'ab', 'pairs (regular expression, name or None)'),
