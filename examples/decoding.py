@@ -27,14 +27,13 @@ S max_decode_steps, V vocab, K candidates; L and M as above.
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-import math
-import numbers
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxline import base_config
 from jaxline import decode as decode_lib
 from jaxline.inputs import tokenization
 
@@ -79,19 +78,18 @@ class Options:
   def __post_init__(self) -> None:
     if self.method not in METHODS:
       self._refuse('method', f'one of {METHODS}')
-    for key, least in (
-      ('max_decode_steps', 1),
-      ('top_k', 0),
-      ('num_samples', 1),
-      ('beam_size', 1),
-    ):
-      if type(value := getattr(self, key)) is not int or value < least:
-        self._refuse(key, f'an integer of at least {least}')
-    for key in ('temperature', 'length_norm_alpha'):
-      if not _is_number(value := getattr(self, key)) or value < 0:
-        self._refuse(key, 'a number of at least 0')
-    if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-      self._refuse('top_p', 'a number above 0, and at most 1')
+    base_config.check_numbers(
+      self,
+      {
+        'max_decode_steps': 'integer [1, inf)',
+        'temperature': '[0, inf)',
+        'top_k': 'integer [0, inf)',
+        'top_p': '(0, 1]',
+        'num_samples': 'integer [1, inf)',
+        'beam_size': 'integer [1, inf)',
+        'length_norm_alpha': '[0, inf)',
+      },
+    )
     if self.num_samples > 1 and self.method != 'sample':
       self._refuse('num_samples', f"1, or method='sample', not {self.method!r}")
     ids = self.stop_ids
@@ -491,8 +489,3 @@ def _new_text(
   if whole.startswith(before):
     return whole[len(before) :]
   return tokenizer.decode(new)  # The new ones changed the end of the old.
-
-
-def _is_number(x: Any) -> bool:
-  is_real = isinstance(x, numbers.Real) and not isinstance(x, bool)
-  return is_real and math.isfinite(x)

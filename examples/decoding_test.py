@@ -343,11 +343,14 @@ def test_length_norm():
   ('options', 'said'),
   [
     ({'method': 'beams'}, r"method is 'beams'; expected one of .*'beam'"),
-    ({'max_decode_steps': 0}, 'max_decode_steps is 0; .* at least 1'),
+    (
+      {'max_decode_steps': 0},
+      r'max_decode_steps is 0; .* integer in \[1, inf\)',
+    ),
     ({'max_decode_steps': 2.0}, 'max_decode_steps is 2.0; .* integer'),
-    ({'top_k': -1}, 'top_k is -1; .* at least 0'),
-    ({'top_p': 0}, 'top_p is 0; .* above 0'),
-    ({'top_p': 1.5}, 'top_p is 1.5; .* at most 1'),
+    ({'top_k': -1}, r'top_k is -1; .* integer in \[0, inf\)'),
+    ({'top_p': 0}, r'top_p is 0; .* number in \(0, 1\]'),
+    ({'top_p': 1.5}, r'top_p is 1.5; .* number in \(0, 1\]'),
     ({'temperature': -0.5}, 'temperature is -0.5'),
     ({'temperature': None}, 'temperature is None'),
     ({'length_norm_alpha': -1}, 'length_norm_alpha is -1'),

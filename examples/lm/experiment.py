@@ -91,25 +91,13 @@ class Config:
   decode: decoding.Options
 
   def __post_init__(self):
-    if self.length > self.model.max_length:
-      raise ValueError(
-        f'length is {self.length}, more than model.max_length'
-        f' {self.model.max_length}.'
-      )
-    if self.eval_batches is not None and self.eval_batches < 1:
-      raise ValueError(
-        f'eval_batches is {self.eval_batches}; expected None for all, or at'
-        ' least 1.'
-      )
-    for key in ('batch_size', 'length', 'eval_batch_size', 'training_steps'):
-      value = getattr(self, key)
-      if not isinstance(value, int) or value < 1:
-        raise ValueError(
-          f'{key} is {value!r}; expected an integer of at least 1.'
-        )
     base_config.check_numbers(
       self,
       {
+        'batch_size': 'integer [1, inf)',
+        'length': 'integer [1, inf)',
+        'eval_batch_size': 'integer [1, inf)',
+        'training_steps': 'integer [1, inf)',
         'warmup_fraction': '[0, 1)',
         'learning_rate': '[0, inf)',
         'final_learning_rate': '[0, inf)',
@@ -122,6 +110,16 @@ class Config:
         'sample_temperature': '[0, inf)',
       },
     )
+    if self.length > self.model.max_length:
+      raise ValueError(
+        f'length is {self.length}, more than model.max_length'
+        f' {self.model.max_length}.'
+      )
+    if self.eval_batches is not None and self.eval_batches < 1:
+      raise ValueError(
+        f'eval_batches is {self.eval_batches}; expected None for all, or at'
+        ' least 1.'
+      )
 
 
 def learning_rate_schedule(config: Config) -> optax.Schedule:

@@ -73,7 +73,7 @@ def identity(
     'LIBTPU_INIT_ARGS': os.environ.get('LIBTPU_INIT_ARGS', ''),
     **{
       f'config.{key}': value
-      for key, value in json.loads(base_config.to_json(config)).items()
+      for key, value in base_config.recorded(config).items()
       if key in _KEYS
     },
     'config.on_nonfinite': nonfinite.resolve(config.on_nonfinite, True),

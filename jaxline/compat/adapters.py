@@ -157,13 +157,7 @@ def construct(
   rng: jax.Array,
   config: config_dict.ConfigDict,
 ) -> Any:
-  """Constructs the experiment of a run with `config.experiment_kwargs`.
-
-  Args:
-    experiment_class: as for `initialize_experiment`.
-    mode: the experiment's mode.
-    rng: the key to initialise weights from.
-    config: the run's.
+  """Does `initialize_experiment` with `config.experiment_kwargs`.
 
   Raises:
     errors.UsageError: the config sets a key that only a sharded step reads, and
@@ -185,7 +179,9 @@ def construct(
     )
   else:
     return experiment
-  if changed := base_config.sharded_keys_changed(config):
-    key, value = changed[0]
-    raise errors.UsageError(f'config.{key} is {value!r}, but {why}')
+  defaults = base_config.recorded(base_config.get_base_config())
+  values = base_config.recorded(config)
+  for key in base_config.KEYS:
+    if key.sharded and (value := values[key.name]) != defaults[key.name]:
+      raise errors.UsageError(f'config.{key.name} is {value!r}, but {why}')
   return experiment
