@@ -238,16 +238,13 @@ def _accumulate(
   def add(carry: Any, part: Any) -> tuple[Any, None]:
     sums, model_state = carry
     more, model_state = one(model_state, *part)
-    weight, loss, grads = jax.tree.map(jnp.add, sums[:3], more[:3])
-    metrics = metrics_lib.add(sums[3], more[3])
+    weight, loss, grads, metrics = jax.tree.map(jnp.add, sums, more)
     return ((weight, loss, place_grads(grads), metrics), model_state), None
 
   parts = jax.tree.map(cut, batch), jnp.arange(num_parts)
   first = jax.tree.map(lambda x: x[0], parts)
   shapes, _ = jax.eval_shape(one, state.model_state, *first)
-  weight, loss, grads, metrics = jax.tree.map(
-    lambda x: jnp.zeros(x.shape, x.dtype), shapes
-  )
+  weight, loss, grads, metrics = jax.tree.map(jnp.zeros_like, shapes)
   carry = (
     (weight, loss, place_grads(grads), metrics),
     _strongly_typed(state.model_state),
@@ -306,11 +303,15 @@ def _call(loss_fn: LossFn, *args: Any) -> LossOutput:
   return tuple(result)
 
 
-def _call_init(init_fn: Callable[..., Any], rng: jax.Array) -> tuple[Any, Any]:
-  """Returns what `init_fn` returns.
+def init_boxed_state(
+  init_fn: Callable[[jax.Array], tuple[Any, Any]],
+  optimizer: optax.GradientTransformation,
+  rng: jax.Array,
+) -> TrainState:
+  """Returns `init_state`, its weights still with the names of their axes.
 
   Raises:
-    TypeError: it is not what it must return.
+    TypeError: `init_fn` does not return what it must.
   """
   result: Any = init_fn(rng)
   if not isinstance(result, tuple | list) or len(result) != 2:
@@ -319,16 +320,7 @@ def _call_init(init_fn: Callable[..., Any], rng: jax.Array) -> tuple[Any, Any]:
       ' (params, model_state), of which the model state is {} if the model has'
       ' none.'
     )
-  return tuple(result)
-
-
-def init_boxed_state(
-  init_fn: Callable[[jax.Array], tuple[Any, Any]],
-  optimizer: optax.GradientTransformation,
-  rng: jax.Array,
-) -> TrainState:
-  """Returns `init_state`, its weights still with the names of their axes."""
-  params, model_state = _strongly_typed(_call_init(init_fn, rng))
+  params, model_state = _strongly_typed(tuple(result))
   return _strongly_typed(
     TrainState(
       step=jnp.zeros((), jnp.int32),
@@ -361,10 +353,4 @@ def _strongly_typed(tree: Any) -> Any:
   The first step would turn a weak type into a strong one, and the second step
   would then be compiled again.
   """
-
-  def strong(x: Any) -> Any:
-    x = jnp.asarray(x)
-    # Key arrays have no `weak_type`.
-    return x.astype(x.dtype) if getattr(x, 'weak_type', False) else x
-
-  return jax.tree.map(strong, tree)
+  return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)
