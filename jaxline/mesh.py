@@ -11,7 +11,6 @@ import contextvars
 import dataclasses
 import itertools
 import math
-import numbers
 from typing import Any
 
 import jax
@@ -175,7 +174,7 @@ def lay_out(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
   return Mesh(ordered, MESH_AXES, axis_types=axis_types)
 
 
-def _slices(devices: Sequence[Any], wanted: int) -> list[Sequence[Any]]:
+def _slices(devices: Sequence[Any], wanted: int) -> list[list[Any]]:
   """Groups devices by slice.
 
   Args:
@@ -243,7 +242,7 @@ def check_sizes(
     check_names(given, MESH_AXES, 'mesh axis', f'mesh.{network}')
     values = list(given.values())
     if values.count(-1) > 1 or not all(
-      isinstance(size, numbers.Integral)
+      isinstance(size, int | np.integer)
       and not isinstance(size, bool)
       and (size > 0 or size == -1)
       for size in values

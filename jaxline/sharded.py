@@ -154,11 +154,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # was taken last.
     self._infeed: infeed.Infeed | None = None
     self._position: Any = None
-    self._batch_shapes = _BatchShapes()
-    # The evaluation sets: their names, the open inputs that go on between
-    # evaluations, and of each the number of evaluations that it has fed.
-    self._eval_names: set[str] | None = None
-    self._rolling: dict[str, inputs.BaseInput] = {}
+    self._batch_shapes: dict[Any, None] = {}
+    # Evaluation set -> its input, if it goes on between evaluations, and the
+    # number of evaluations that this has fed.
+    self._rolling: dict[str, inputs.BaseInput | None] = {}
     self._num_fed: dict[str, int] = {}
     # Rows of batches for which padding was logged.
     self._padded_rows: set[int] = set()
@@ -278,12 +277,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
     It donates the buffers of its state.
     """
 
-    def place_grads(grads: Any) -> Any:
-      # Like the weights, so that no device ever holds them whole.
-      return jax.lax.with_sharding_constraint(
-        grads, self._state_shardings.params
-      )
-
     # A partial would keep the experiment alive: JAX caches its signature.
     def step(state: TrainState, batch: Batch, rng: jax.Array) -> Any:
       return train_step(
@@ -296,7 +289,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
         after_update=self.after_update,
         on_nonfinite=self.on_nonfinite,
         accumulation_steps=self.accumulation_steps,
-        place_grads=place_grads,
+        # Like the weights, so that no device ever holds them whole.
+        place_grads=lambda grads: jax.lax.with_sharding_constraint(
+          grads, self._state_shardings.params
+        ),
       )
 
     return jax.jit(
@@ -404,17 +400,14 @@ class ShardedExperiment(experiment.AbstractExperiment):
         devices are not those of this process, it stands for all hosts and reads
         all rows.
     """
-    if is_training:
-      source = self._open_input(None)
-      sources, batches = {'': source}, iter(source)
-    else:
-      sources = self._open_eval_inputs()
-      batches = self._batches_of(*next(iter(sources.items())))
+    sources: dict[str, Any] = (
+      {'': self._open_input(None)} if is_training else self._open_eval_inputs()
+    )
+    name, source = next(iter(sources.items()))
     try:
-      batch = next(batches, None)
-      if batch is None:
-        name = infeed.name_of(next(iter(sources.values())))
-        raise ValueError(f'{name} gave no batch.')
+      batches = iter(source) if is_training else self._batches_of(name, source)
+      if (batch := next(batches, None)) is None:
+        raise ValueError(f'{infeed.name_of(source)} gave no batch.')
     finally:
       for source in sources.values():
         infeed.close(source)
@@ -507,17 +500,17 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self._check_input(source, 'train_input', is_training=True)
     if isinstance(source, inputs.BaseInput):
       source.settle_seed()  # Here, where all hosts come together.
-    can_be_set = infeed.saves_position(source)
-    if position is not None and not can_be_set:
+    if infeed.saves_position(source):
+      if position is not None:
+        source.set_state(position)  # type: ignore[attr-defined]
+    elif position is not None:
       raise ValueError(
         'The checkpoint holds the position of the data, but train_input'
         f' returned {infeed.describe(source)}, whose position cannot be set.'
         ' Use the input that the run was trained with (in a BaseInput with'
         ' input_checkpointing_enabled=True), or start a new run.'
       )
-    if position is not None:
-      source.set_state(position)  # type: ignore[attr-defined]
-    elif not can_be_set:
+    else:
       logging.warning(
         'The position of %s is not saved: a run that is resumed begins its'
         ' data anew.',
@@ -551,7 +544,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     def place(batch: Batch) -> Batch:
       batch = inputs.pad_rows(inputs.Batch(batch), inputs.num_rows(batch))
       placed = partitioner.put_batch(batch, order)
-      shapes.check(placed)
+      _warn_of_another_shape(placed, shapes)
       return placed
 
     return infeed.Infeed(source, place, **self._infeed_options)
@@ -606,8 +599,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def _open_eval_inputs(self) -> dict[str, Any]:
     """Returns name -> input of the evaluation sets; '' if there is only one."""
-    if self._rolling.keys() == self._eval_names:
-      return dict(self._rolling)
+    earlier = self._rolling
+    if earlier and None not in earlier.values():
+      return dict(earlier)
     with inputs.act_as_host(*self.partitioner.host):
       found: Any = self.eval_input()
     sources = dict(found) if isinstance(found, Mapping) else {'': found}
@@ -616,19 +610,21 @@ class ShardedExperiment(experiment.AbstractExperiment):
         f'{type(self).__name__}.eval_input returned an empty mapping; expected'
         ' name -> input of at least one evaluation set.'
       )
+    self._rolling = dict.fromkeys(sources)
     for name, source in sources.items():
       self._check_input(source, 'eval_input', is_training=False)
-      rolls = isinstance(source, inputs.BaseInput) and not source.reset_for_eval
-      if rolls and self._rolling.setdefault(name, source) is not source:
-        infeed.close(source)  # An earlier one continues.
-    self._eval_names = set(sources)
-    return sources | self._rolling
+      if isinstance(source, inputs.BaseInput) and not source.reset_for_eval:
+        if (before := earlier.get(name)) is not None:
+          infeed.close(source)
+          source = sources[name] = before
+        self._rolling[name] = source
+    return sources
 
   def _batches_of(self, name: str, source: Any) -> Iterator[Batch]:
     """Returns this process's batches of one evaluation of a set."""
     if not isinstance(source, inputs.BaseInput):
       return iter(source)
-    if name in self._rolling:
+    if not source.reset_for_eval:
       if self._num_fed.get(name, 0) != self.num_evaluated:
         # A resumed run continues with the batches that it would have had
         # without the interruption.
@@ -681,7 +677,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def _padded(self, rows: int) -> int:
     """Returns the rows of a host, rounded up to divide over its devices."""
-    shards = self.partitioner.host_shards
+    shards = self.partitioner.batch_shards // self.partitioner.host[1]
     padded = -(-rows // shards) * shards
     if padded != rows and rows not in self._padded_rows:
       self._padded_rows.add(rows)
@@ -774,31 +770,33 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self._position = trained._position
 
 
-class _BatchShapes:
-  """Warns of a batch for which the step must be compiled again."""
+def _warn_of_another_shape(batch: Batch, seen: dict[Any, None]) -> None:
+  """Warns of a batch for which the step must be compiled again.
 
-  def __init__(self) -> None:
-    self._compiled: set[Any] = set()
-    self._last: Any = None
-
-  def check(self, batch: Batch) -> None:
-    """Compares a batch with those before; on the thread that reads ahead."""
-    shapes = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(batch)
+  Args:
+    batch: the batch.
+    seen: the structures and shapes of those before, the last one last; that of
+      `batch` is added.
+  """
+  leaves, structure = jax.tree.flatten(dict(batch))
+  shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+  now = structure, shapes
+  if seen and now not in seen:
+    logging.warning(
+      'train_input gave a batch of another shape or type, for which the step'
+      ' is compiled anew; pad its batches to one shape, or to few.\n%s',
+      '\n'.join(
+        experiment.differences(
+          jax.tree.unflatten(*now),
+          jax.tree.unflatten(*next(reversed(seen))),
+          'now',
+          'before',
+          'batch',
+        )
+      ),
     )
-    if shapes == self._last:
-      return
-    key = tuple(jax.tree_util.tree_leaves_with_path(shapes))
-    if self._last and key not in self._compiled:
-      logging.warning(
-        'train_input gave a batch of another shape or type, for which the step'
-        ' is compiled anew; pad its batches to one shape, or to few.\n%s',
-        '\n'.join(
-          experiment.differences(shapes, self._last, 'now', 'before', 'batch')
-        ),
-      )
-    self._compiled.add(key)
-    self._last = shapes
+  seen.pop(now, None)
+  seen[now] = None
 
 
 def _add_fetched(sums: Any, metrics: Any) -> Any:
