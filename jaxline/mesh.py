@@ -58,9 +58,6 @@ def on_devices(devices: Sequence[Any]) -> Iterator[None]:
 
   Args:
     devices: those of `jax.experimental.topologies`, or `abstract_devices`.
-
-  Yields:
-    Nothing.
   """
   token = _on_devices.set(devices)
   try:
@@ -175,12 +172,7 @@ def lay_out(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
 
 
 def _slices(devices: Sequence[Any], wanted: int) -> list[list[Any]]:
-  """Groups devices by slice.
-
-  Args:
-    devices: all devices of the mesh.
-    wanted: how many slices the config asks for.
-  """
+  """Groups devices by slice; `wanted` is how many the config asks for."""
 
   def slice_of(device: Any) -> int:
     return getattr(device, 'slice_index', None) or 0
@@ -205,14 +197,7 @@ def _slices(devices: Sequence[Any], wanted: int) -> list[list[Any]]:
 def check_names(
   names: Iterable[str], valid: Sequence[str], what: str, where: str
 ) -> None:
-  """Refuses names that are not valid.
-
-  Args:
-    names: what the config has.
-    valid: the names to choose from.
-    what: what such a name is called.
-    where: the config key.
-  """
+  """Refuses names that are not valid; `what` and `where` describe them."""
   for name in names:
     if name not in valid:
       raise ValueError(

@@ -15,6 +15,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -92,24 +93,17 @@ class Rules:
     Raises:
       ValueError: the axis is unknown.
     """
-    if isinstance(axis, str) and axis in AXIS_NAMES:
-      return getattr(self, axis)
     names = (axis,) if isinstance(axis, str) else tuple(axis or ())
     valid = (*AXIS_NAMES, *mesh_lib.MESH_AXES)
-    for name in names:
-      if name not in mesh_lib.MESH_AXES:
-        raise ValueError(
-          f'Unknown logical axis {name!r}; expected None, one of {AXIS_NAMES},'
-          f' or some of the mesh axes {mesh_lib.MESH_AXES}.'
-          f'{errors.did_you_mean(name, valid)}'
-        )
-    return names
+    mesh_lib.check_names(names, valid, 'logical axis', 'an array')
+    found = [getattr(self, name, (name,)) for name in names]
+    return tuple(itertools.chain.from_iterable(found))
 
 
 AXIS_NAMES = tuple(field.name for field in dataclasses.fields(Rules))
 
-# How a dimension is split. The rules map a name of `AXIS_NAMES`; one or several
-# names of `MESH_AXES` hold under any rules; None does not split it.
+# How a dimension is split: over what the rules have for a name of `AXIS_NAMES`;
+# under any rules over an axis of `MESH_AXES`; over several of either, or none.
 Axis = str | tuple[str, ...] | None
 
 _TENSOR = Rules(vocab=('mdl',), mlp=('mdl',), heads=('mdl',))
@@ -511,9 +505,6 @@ class Partitioner:
 
     JAX caches traces of inner functions (`jit`, `scan`) by mesh and not by
     rules. Call `jax.clear_caches()` before other rules on the same mesh.
-
-    Yields:
-      Nothing.
     """
     token = _active.set(self)
     try:

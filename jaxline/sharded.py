@@ -12,13 +12,7 @@ are on the devices before the step needs them.
 """
 
 import abc
-from collections.abc import (
-  Callable,
-  Iterable,
-  Iterator,
-  Mapping,
-  Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -585,12 +579,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
         sums = _add_fetched(sums, metrics)
         metrics = self.compiled_eval_step(state, batch, rng)
       sums = _add_fetched(sums, metrics)
-      if sums is None:
-        raise ValueError(
-          f'{type(self).__name__}.eval_input gave no batch'
-          f'{f" for {name!r}" if name else ""}; there is nothing to evaluate'
-          ' on.'
-        )
       with np.errstate(invalid='ignore'):  # A mean of weight 0 is NaN.
         means = metrics_lib.compute(sums)
       prefix = f'{name}/' if name else ''
@@ -645,32 +633,31 @@ class ShardedExperiment(experiment.AbstractExperiment):
     )
     order = getattr(source, 'custom_device_order', None)
     rows = 0
-    empty: Batch = {}
+    last: Any = None
     try:
       while True:
         batch = next(batches, None)
         sizes = self.partitioner.all_hosts(
           inputs.num_rows(batch) if batch else 0
         )
+        if not rows and not all(sizes):
+          raise ValueError(
+            f'{type(self).__name__}.eval_input gave no batch'
+            f'{f" for {name!r}" if name else ""}. The first batches of'
+            f' eval_input have {sizes} rows in the processes; give each process'
+            ' at least one.'
+          )
         if not any(sizes):
           return
-        if not rows:
-          if batch is None or not all(sizes):
-            raise ValueError(
-              f'The first batches of eval_input have {sizes} rows in the'
-              ' processes; give each process at least one.'
-            )
-          rows = max(sizes)
-          empty = jax.tree.map(lambda x: np.zeros_like(x[:0]), batch)
+        rows = rows or max(sizes)
         if max(sizes) > rows:
           raise ValueError(
             f'A batch of {max(sizes)} rows follows one of {rows}; only the last'
             ' of an evaluation may differ, and be smaller.'
           )
-        batch = inputs.pad_rows(
-          inputs.Batch(batch or empty), self._padded(rows)
-        )
-        yield self.partitioner.put_batch(batch, order)
+        last = batch or jax.tree.map(lambda x: x[:0], last)
+        padded = inputs.pad_rows(inputs.Batch(last), self._padded(rows))
+        yield self.partitioner.put_batch(padded, order)
     finally:
       batches.close()
       infeed.close(source)

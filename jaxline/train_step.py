@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from jaxline import experiment
+from jaxline import mesh as mesh_lib
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
 from jaxline.inputs import base as inputs
@@ -202,7 +203,7 @@ def _accumulate(
     raise ValueError(
       f'config.gradient_accumulation_steps is {num_parts}, which does not'
       f' divide the global batch of {rows} rows; expected one of'
-      f' {[n for n in range(1, rows + 1) if rows % n == 0]}.'
+      f' {mesh_lib.divisors(rows)}.'
     )
   shards = (partitioner := partitioning.active()) and partitioner.batch_shards
   if rows // num_parts % (shards or 1):
