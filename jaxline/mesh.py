@@ -211,11 +211,7 @@ def check_sizes(
 ) -> tuple[dict[str, int], dict[str, int]]:
   """Returns the sizes within a slice and across slices, with their defaults.
 
-  Args:
-    sizes: as for `make_mesh`.
-
-  Raises:
-    ValueError: a name is unknown, or a size can fit no devices.
+  Refuses unknown names, and sizes that fit no devices; see `make_mesh`.
   """
   sizes = dict(sizes or {})
   if not sizes.keys() & {'ici', 'dcn'}:  # The axes themselves.
@@ -247,13 +243,13 @@ def check_sizes(
 def _fill(
   sizes: Mapping[str, int], count: int, where: str, what: str
 ) -> tuple[int, ...]:
-  """Returns a size for each mesh axis, with their product `count`.
+  """Returns the sizes of the mesh axes, their product `count`, without a -1.
 
   Args:
     sizes: the size of each mesh axis; one may be -1.
-    count: how many devices or slices there are.
+    count: how many there are of `what`.
     where: the config key of `sizes`.
-    what: what is counted.
+    what: devices or slices.
   """
   fixed = math.prod(size for size in sizes.values() if size != -1)
   has_free = -1 in sizes.values()

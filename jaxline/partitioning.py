@@ -88,11 +88,7 @@ class Rules:
       object.__setattr__(self, name, axes)
 
   def mesh_axes(self, axis: 'Axis') -> tuple[str, ...]:
-    """Returns the mesh axes that a dimension is split over.
-
-    Raises:
-      ValueError: the axis is unknown.
-    """
+    """Returns the mesh axes that a dimension is split over."""
     names = (axis,) if isinstance(axis, str) else tuple(axis or ())
     valid = (*AXIS_NAMES, *mesh_lib.MESH_AXES)
     mesh_lib.check_names(names, valid, 'logical axis', 'an array')
@@ -237,17 +233,15 @@ class Partitioner:
       return 0, 1
     # Of a batch of one row for each shard, the rows of each process.
     shape = (self.batch_shards,)
+    shards: Any = self.batch_sharding.devices_indices_map(shape)
     rows: dict[int, set[int]] = collections.defaultdict(set)
-    device: Any
-    for device, (index,) in self.batch_sharding.devices_indices_map(
-      shape
-    ).items():
+    for device, (index,) in shards.items():
       rows[device.process_index].add(index.indices(*shape)[0])
     groups = sorted({tuple(sorted(of)) for of in rows.values()})
     if {len(group) * len(groups) for group in groups} != {self.batch_shards}:
       raise ValueError(
         f'On the mesh {self.axis_sizes} the processes have some rows of a batch'
-        f' in common and others not: {rows}. Choose a mesh whose'
+        f' in common and others not: {dict(rows)}. Choose a mesh whose'
         f' {self.rules.batch} axes fit the devices of a process.'
       )
     return groups.index(tuple(sorted(rows[jax.process_index()]))), len(groups)
@@ -301,9 +295,6 @@ class Partitioner:
     Args:
       tree: arrays or `jax.ShapeDtypeStruct`, some of them in `Logical`. The
         others have no names and are replicated.
-
-    Returns:
-      The tree with a spec for each array.
     """
 
     def one(path: Any, x: Any) -> P:
@@ -327,9 +318,6 @@ class Partitioner:
     Args:
       tree: the optimizer's state; arrays or `jax.ShapeDtypeStruct`.
       weights: as for `specs`.
-
-    Returns:
-      `tree` with a spec for each array.
     """
     specs = dict(jax.tree.leaves_with_path(self.specs(weights)))
     shapes = {

@@ -333,7 +333,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
     return self._state
 
   def _init_state(self, rng: jax.Array) -> TrainState:
-    init = self.in_mesh(step_lib.init_state)
+    return partitioning.unbox(self._init_boxed_state(rng))
+
+  def _init_boxed_state(self, rng: jax.Array) -> TrainState:
+    init = self.in_mesh(step_lib.init_boxed_state)
     return init(self.init_fn, self._optimizer, rng)
 
   @functools.cached_property
@@ -342,11 +345,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
     Cached, since every save needs them while training waits.
     """
-    # In the mesh, since JAX would reuse a trace without constraints.
-    init = self.in_mesh(
-      lambda rng: step_lib.init_boxed_state(self.init_fn, self._optimizer, rng)
-    )
-    return jax.eval_shape(init, self._init_rng)
+    return jax.eval_shape(self._init_boxed_state, self._init_rng)
 
   @functools.cached_property
   def _state_shardings(self) -> TrainState:

@@ -284,11 +284,7 @@ def eval_step(
 
 
 def _call(loss_fn: LossFn, *args: Any) -> LossOutput:
-  """Returns what `loss_fn` returns.
-
-  Raises:
-    TypeError: it is not what a loss function must return.
-  """
+  """Returns what `loss_fn` returns, if that is what it must return."""
   result: Any = loss_fn(*args)
   if not (
     isinstance(result, tuple | list)
@@ -309,11 +305,7 @@ def init_boxed_state(
   optimizer: optax.GradientTransformation,
   rng: jax.Array,
 ) -> TrainState:
-  """Returns `init_state`, its weights still with the names of their axes.
-
-  Raises:
-    TypeError: `init_fn` does not return what it must.
-  """
+  """Returns `init_state`, its weights still with the names of their axes."""
   result: Any = init_fn(rng)
   if not isinstance(result, tuple | list) or len(result) != 2:
     raise TypeError(
@@ -342,7 +334,7 @@ def init_state(
   Args:
     init_fn: `rng -> (params, model_state)`; weights may be
       `partitioning.Logical`.
-    optimizer: the optimizer.
+    optimizer: makes its own part of the state.
     rng: the key that `init_fn` gets.
   """
   return partitioning.unbox(init_boxed_state(init_fn, optimizer, rng))

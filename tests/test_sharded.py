@@ -244,13 +244,14 @@ def test_a_step_that_changes_shapes_or_types_is_refused_by_name():
 def test_state_is_made_sharded():
   made = []
   with mock.patch.object(
-    train_step, 'init_state', side_effect=train_step.init_state
+    train_step, 'init_boxed_state', side_effect=train_step.init_boxed_state
   ) as init_state:
     state = make(sharding='fsdp').state
-    # Only inside of the program: nothing is whole on a device before.
+    # Only while the shapes and the program are traced: nothing is whole on a
+    # device before.
     for call in init_state.call_args_list:
       made.append(isinstance(call.args[2], jax.core.Tracer))
-  assert made == [True]
+  assert made == [True, True]
   for w in (
     state.params['w'],
     state.opt_state[0].mu['w'],
