@@ -91,14 +91,11 @@ class MeshShape:
     return np.kron(slices, np.ones(self.ici, int)).ravel().tolist()
 
   def __str__(self) -> str:
-    def text(shape: tuple[int, ...]) -> str:
-      return ', '.join(
-        f'{axis} {size}' for axis, size in zip(MESH_AXES, shape, strict=True)
-      )
-
-    if math.prod(self.dcn) == 1:
-      return text(self.ici)
-    return f'{text(self.ici)}; across slices {text(self.dcn)}'
+    ici, dcn = (
+      ', '.join(f'{axis} {n}' for axis, n in zip(MESH_AXES, shape, strict=True))
+      for shape in (self.ici, self.dcn)
+    )
+    return ici if math.prod(self.dcn) == 1 else f'{ici}; across slices {dcn}'
 
 
 def make_mesh(

@@ -336,8 +336,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     return partitioning.unbox(self._init_boxed_state(rng))
 
   def _init_boxed_state(self, rng: jax.Array) -> TrainState:
-    init = self.in_mesh(step_lib.init_boxed_state)
-    return init(self.init_fn, self._optimizer, rng)
+    with self.partitioner.activate():
+      return step_lib.init_boxed_state(self.init_fn, self._optimizer, rng)
 
   @functools.cached_property
   def _boxed_shapes(self) -> TrainState:
@@ -469,13 +469,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     del global_step, writer  # The state has its own count, on the devices.
     if self._infeed is None:
       self._infeed = self._read_ahead(self._open_input(self._position))
-    try:
-      batch = next(self._infeed)
-    except StopIteration:
-      # A StopIteration from a step could end a loop silently.
+    if (batch := next(self._infeed, None)) is None:
+      # Not a StopIteration, which could end a loop silently.
       raise ValueError(
         'train_input ended; training needs an endless iterator (repeat it).'
-      ) from None
+      )
     self._position = self._infeed.position
     self._state, scalars = self.compiled_train_step(self.state, batch, rng)
     scalars[INPUT_WAIT_FRACTION] = self._infeed.wait_fraction
@@ -631,15 +629,14 @@ class ShardedExperiment(experiment.AbstractExperiment):
       source, self._batches_of(name, source), **self._infeed_options
     )
     order = getattr(source, 'custom_device_order', None)
-    rows = 0
-    last: Any = None
+    rows, last = 0, None
     try:
       while True:
         batch = next(batches, None)
         sizes = self.partitioner.all_hosts(
           inputs.num_rows(batch) if batch else 0
         )
-        if not rows and not all(sizes):
+        if last is None and not all(sizes):
           raise ValueError(
             f'{type(self).__name__}.eval_input gave no batch'
             f'{f" for {name!r}" if name else ""}. The first batches of'
