@@ -148,7 +148,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # was taken last.
     self._infeed: infeed.Infeed | None = None
     self._position: Any = None
-    self._batch_shapes: dict[Any, None] = {}
+    # The shapes of the batch for which the step was last compiled.
+    self._traced_batch: Any = None
     # Evaluation set -> its input, if it goes on between evaluations, and the
     # number of evaluations that this has fed.
     self._rolling: dict[str, inputs.BaseInput | None] = {}
@@ -273,6 +274,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
     # A partial would keep the experiment alive: JAX caches its signature.
     def step(state: TrainState, batch: Batch, rng: jax.Array) -> Any:
+      self._warn_of_another_shape(batch)
       return train_step(
         self.loss_fn,
         self._optimizer,
@@ -294,6 +296,19 @@ class ShardedExperiment(experiment.AbstractExperiment):
       donate_argnums=0,
       out_shardings=(self._state_shardings, self.partitioner.replicated),
     )
+
+  def _warn_of_another_shape(self, batch: Batch) -> None:
+    """Warns of a batch for which the step, while traced, is compiled again."""
+    shapes = jax.tree.map(jax.typeof, dict(batch))
+    before, self._traced_batch = self._traced_batch, shapes
+    if before and (
+      lines := experiment.differences(shapes, before, 'now', 'before', 'batch')
+    ):
+      logging.warning(
+        'train_input gave a batch of another shape or type, for which the step'
+        ' is compiled anew; pad its batches to one shape, or to few.\n%s',
+        '\n'.join(lines),
+      )
 
   @functools.cached_property
   def compiled_eval_step(self) -> Callable[..., Any]:
@@ -432,7 +447,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     def inputs(global_step: int, rng: Any) -> tuple[int, Any, Any]:
       nonlocal placed
       if rng is not placed:  # At the start, or restored to the host.
-        placed = self.partitioner.put(rng, self.partitioner.replicated)
+        placed = self.partitioner.put(
+          rng, self.partitioner.replicated, may_keep=True
+        )
       return global_step, placed, placed
 
     return inputs
@@ -530,13 +547,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Returns a source's batches on the devices, read ahead of the step."""
     order = getattr(source, 'custom_device_order', None)
     # Without `self`: the thread would keep the experiment and its arrays alive.
-    partitioner, shapes = self.partitioner, self._batch_shapes
+    partitioner = self.partitioner
 
     def place(batch: Batch) -> Batch:
       batch = inputs.pad_rows(inputs.Batch(batch), inputs.num_rows(batch))
-      placed = partitioner.put_batch(batch, order)
-      _warn_of_another_shape(placed, shapes)
-      return placed
+      return partitioner.put_batch(batch, order)
 
     return infeed.Infeed(source, place, **self._infeed_options)
 
@@ -751,35 +766,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
     assert isinstance(trained, ShardedExperiment)
     self._state = trained.state
     self._position = trained._position
-
-
-def _warn_of_another_shape(batch: Batch, seen: dict[Any, None]) -> None:
-  """Warns of a batch for which the step must be compiled again.
-
-  Args:
-    batch: the batch.
-    seen: the structures and shapes of those before, the last one last; that of
-      `batch` is added.
-  """
-  leaves, structure = jax.tree.flatten(dict(batch))
-  shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-  now = structure, shapes
-  if seen and now not in seen:
-    logging.warning(
-      'train_input gave a batch of another shape or type, for which the step'
-      ' is compiled anew; pad its batches to one shape, or to few.\n%s',
-      '\n'.join(
-        experiment.differences(
-          jax.tree.unflatten(*now),
-          jax.tree.unflatten(*next(reversed(seen))),
-          'now',
-          'before',
-          'batch',
-        )
-      ),
-    )
-  seen.pop(now, None)
-  seen[now] = None
 
 
 def _add_fetched(sums: Any, metrics: Any) -> Any:
