@@ -120,7 +120,7 @@ def make_mesh(
     good for their network; an abstract mesh for `abstract_devices`.
 
   Raises:
-    ValueError: an axis is unknown, or the sizes do not fit the devices.
+    errors.UsageError: an axis is unknown, or the sizes do not fit the devices.
   """
   devices = list(devices or current_devices())
   return lay_out(mesh_shape(sizes, devices), devices)
@@ -197,7 +197,7 @@ def check_names(
   """Refuses names that are not valid; `what` and `where` describe them."""
   for name in names:
     if name not in valid:
-      raise ValueError(
+      raise errors.UsageError(
         f'Unknown {what} {name!r} in {where}; expected some of {list(valid)}.'
         f'{errors.did_you_mean(name, valid)}'
       )
@@ -225,7 +225,7 @@ def check_sizes(
       and (size > 0 or size == -1)
       for size in values
     ):
-      raise ValueError(
+      raise MeshError(
         f'mesh.{network} is {given}; expected positive integers, of which one'
         f' may be -1: all that are left. By default {filled} is.'
       )

@@ -91,7 +91,12 @@ class Rules:
     """Returns the mesh axes that a dimension is split over."""
     names = (axis,) if isinstance(axis, str) else tuple(axis or ())
     valid = (*AXIS_NAMES, *mesh_lib.MESH_AXES)
-    mesh_lib.check_names(names, valid, 'logical axis', 'an array')
+    if wrong := [name for name in names if name not in valid]:
+      # No UsageError: the traceback names the line of the model.
+      raise ValueError(
+        f'Unknown axis {wrong[0]!r}; expected None or some of {valid}.'
+        f'{errors.did_you_mean(wrong[0], valid)}'
+      )
     found = [getattr(self, name, (name,)) for name in names]
     return tuple(itertools.chain.from_iterable(found))
 
@@ -133,11 +138,11 @@ def get_rules(
     changes: logical axis -> the mesh axes that it is split over instead.
 
   Raises:
-    ValueError: there is no such preset or axis; the message lists the valid
-      ones.
+    errors.UsageError: there is no such preset or axis; the message lists the
+      valid ones.
   """
   if name not in PRESETS:
-    raise ValueError(
+    raise errors.UsageError(
       f'Unknown sharding {name!r}; expected one of {sorted(PRESETS)}.'
       f'{errors.did_you_mean(name, PRESETS)}'
     )
