@@ -651,15 +651,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
         sizes = self.partitioner.all_hosts(
           inputs.num_rows(batch) if batch else 0
         )
+        if not any(sizes):
+          break
         if last is None and not all(sizes):
           raise ValueError(
-            f'{type(self).__name__}.eval_input gave no batch'
-            f'{f" for {name!r}" if name else ""}. The first batches of'
-            f' eval_input have {sizes} rows in the processes; give each process'
-            ' at least one.'
+            f'The first batches of eval_input have {sizes} rows in the'
+            ' processes; give each process at least one.'
           )
-        if not any(sizes):
-          return
         rows = rows or max(sizes)
         if max(sizes) > rows:
           raise ValueError(
@@ -669,6 +667,12 @@ class ShardedExperiment(experiment.AbstractExperiment):
         last = batch or jax.tree.map(lambda x: x[:0], last)
         padded = inputs.pad_rows(inputs.Batch(last), self._padded(rows))
         yield self.partitioner.put_batch(padded, order)
+      if last is None:
+        raise ValueError(
+          f'{type(self).__name__}.eval_input gave no batch'
+          f'{f" for {name!r}" if name else ""}; there is nothing to evaluate'
+          ' on.'
+        )
     finally:
       batches.close()
       infeed.close(source)
