@@ -110,9 +110,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """
     self.mode = mode
     self.run_config = run_config
-    config = run_config
-    if config is None:
-      config = base_config.get_base_config()
+    config = base_config.get_base_config() if run_config is None else run_config
     sharding = config.sharding if sharding is None else sharding
     self.partitioner = partitioning.Partitioner.make(
       config.mesh if mesh is None else mesh, sharding, config.sharding_rules
