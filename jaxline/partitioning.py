@@ -31,9 +31,7 @@ NamedSharding = jax.sharding.NamedSharding
 P = jax.sharding.PartitionSpec
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass, data_fields=['value'], meta_fields=['axes']
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Logical:
   """A weight and the names of its axes, outermost first.
@@ -46,7 +44,7 @@ class Logical:
   """
 
   value: Any
-  axes: tuple['Axis', ...]
+  axes: tuple['Axis', ...] = dataclasses.field(metadata={'static': True})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,10 +283,11 @@ class Partitioner:
       )
     used: set[str] = set()
     entries = []
-    for i, name in enumerate(axes):
+    lengths = (0,) * len(axes) if shape is None else shape  # All divide 0.
+    for name, length in zip(axes, lengths, strict=True):
       wanted = self.rules.mesh_axes(name)
       mesh_axes = tuple(axis for axis in wanted if axis not in used)
-      if shape is not None and shape[i] % self.size(mesh_axes):
+      if length % self.size(mesh_axes):
         mesh_axes = ()
       used.update(mesh_axes)
       entries.append(mesh_axes or None)
@@ -436,7 +435,8 @@ class Partitioner:
         `device_order` is not an order of these.
     """
     sharding = self.batch_sharding
-    rows = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
+    leaves = jax.tree.leaves(batch)
+    rows = {np.shape(x)[:1] for x in leaves}
     if len(rows) != 1 or () in rows:
       raise ValueError(
         'The arrays of a batch must share one leading dimension; got shapes'
@@ -446,7 +446,6 @@ class Partitioner:
     self.check_rows(total)
     if device_order is not None:
       return self._put_in_order(batch, tuple(device_order))
-    leaves = jax.tree.leaves(batch)
     if all(getattr(x, 'sharding', None) == sharding for x in leaves):
       return batch
     if jax.process_count() == 1:  # Faster than the general way below.

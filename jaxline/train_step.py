@@ -41,11 +41,7 @@ NONFINITE = 'nonfinite'
 SKIPPED_STEPS = 'skipped_steps'
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=['step', 'params', 'model_state', 'opt_state', 'skipped'],
-  meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
   """Everything that a step changes.
