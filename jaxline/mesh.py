@@ -5,11 +5,11 @@ a size within a slice (`ici`: devices that a fast network joins) and a size
 across slices (`dcn`).
 """
 
-import collections
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -58,9 +58,6 @@ def on_devices(devices: Sequence[Any]) -> Iterator[None]:
 
   Args:
     devices: those of `jax.experimental.topologies`, or `abstract_devices`.
-
-  Yields:
-    Nothing.
   """
   token = _on_devices.set(devices)
   try:
@@ -90,18 +87,15 @@ class MeshShape:
   @property
   def slices(self) -> list[int]:
     """The slice of each device, in the order of the flattened mesh."""
-    per_slice = [np.full(self.ici, i) for i in range(math.prod(self.dcn))]
-    return _blocks(per_slice, self.dcn).ravel().tolist()
+    slices = np.arange(math.prod(self.dcn)).reshape(self.dcn)
+    return np.kron(slices, np.ones(self.ici, int)).ravel().tolist()
 
   def __str__(self) -> str:
-    def text(shape: tuple[int, ...]) -> str:
-      return ', '.join(
-        f'{axis} {size}' for axis, size in zip(MESH_AXES, shape, strict=True)
-      )
-
-    if math.prod(self.dcn) == 1:
-      return text(self.ici)
-    return f'{text(self.ici)}; across slices {text(self.dcn)}'
+    ici, dcn = (
+      ', '.join(f'{axis} {n}' for axis, n in zip(MESH_AXES, shape, strict=True))
+      for shape in (self.ici, self.dcn)
+    )
+    return ici if math.prod(self.dcn) == 1 else f'{ici}; across slices {dcn}'
 
 
 def make_mesh(
@@ -126,7 +120,7 @@ def make_mesh(
     good for their network; an abstract mesh for `abstract_devices`.
 
   Raises:
-    ValueError: an axis is unknown, or the sizes do not fit the devices.
+    errors.UsageError: an axis is unknown, or the sizes do not fit the devices.
   """
   devices = list(devices or current_devices())
   return lay_out(mesh_shape(sizes, devices), devices)
@@ -140,15 +134,7 @@ def current_devices() -> Sequence[Any]:
 def mesh_shape(
   sizes: Mapping[str, Any] | None, devices: Sequence[Any]
 ) -> MeshShape:
-  """Returns the sizes of the mesh that `make_mesh` would make.
-
-  Args:
-    sizes: as for `make_mesh`.
-    devices: the devices.
-
-  Raises:
-    ValueError: as `make_mesh`.
-  """
+  """Returns the sizes of the mesh that `make_mesh` would make."""
   ici, dcn = check_sizes(sizes)
   wanted = math.prod(size for size in dcn.values() if size != -1)
   num_slices = len(_slices(devices, wanted))
@@ -162,65 +148,44 @@ def mesh_shape(
 
 def lay_out(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
   """Returns the mesh of a shape that fits the devices."""
+  sizes = tuple(shape.sizes.values())
   axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
   if isinstance(devices[0], AbstractDevice):
     # It has only sizes: no array can be put there.
     abstract: Any = jax.sharding.AbstractMesh(
-      tuple(shape.sizes.values()), MESH_AXES, axis_types=axis_types
+      sizes, MESH_AXES, axis_types=axis_types
     )
     return abstract
-  return Mesh(_order(shape, devices), MESH_AXES, axis_types=axis_types)
-
-
-def _order(shape: MeshShape, devices: Sequence[Any]) -> np.ndarray:
-  """Returns the devices in the order of the mesh."""
   # `jax.make_mesh` refuses several slices, and on most chips does not split a
   # physical axis of a torus, which then could not serve two axes of the mesh.
-  per_slice = [
-    mesh_utils.create_device_mesh(
+  # `mesh_utils.create_hybrid_device_mesh` knows no slices of CPU devices.
+  where = np.reshape(shape.slices, sizes)
+  ordered = np.empty(sizes, object)
+  for i, part in enumerate(_slices(devices, math.prod(shape.dcn))):
+    ordered[where == i] = mesh_utils.create_device_mesh(
       shape.ici, part, allow_split_physical_axes=True
-    )
-    for part in _slices(devices, math.prod(shape.dcn))
-  ]
-  return _blocks(per_slice, shape.dcn)
+    ).ravel()
+  return Mesh(ordered, MESH_AXES, axis_types=axis_types)
 
 
-def _blocks(parts: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
-  """Joins arrays of equal shapes into one, as blocks in the given shape."""
-  blocks = np.empty(len(parts), object)
-  blocks[:] = parts
-  return np.block(blocks.reshape(shape).tolist())
+def _slices(devices: Sequence[Any], wanted: int) -> list[list[Any]]:
+  """Groups devices by slice; `wanted` is how many the config asks for."""
 
+  def slice_of(device: Any) -> int:
+    return getattr(device, 'slice_index', None) or 0
 
-def _slices(devices: Sequence[Any], wanted: int) -> list[Sequence[Any]]:
-  """Groups devices by slice.
-
-  Args:
-    devices: all devices of the mesh.
-    wanted: how many slices the config asks for.
-  """
-  by_slice = _grouped(devices, 'slice_index')
+  ordered = sorted(devices, key=slice_of)
+  slices = [list(group) for _, group in itertools.groupby(ordered, slice_of)]
   platform = getattr(devices[0], 'platform', None)  # Abstract ones have none.
-  if len(by_slice) > 1 or wanted == 1 or platform in (None, 'tpu'):
-    return by_slice
+  if len(slices) > 1 or platform in (None, 'tpu'):
+    return slices
   # Other devices do not say their slice. JAX takes each process for one.
-  by_process = _grouped(devices, 'process_index')
-  if len(by_process) == wanted:
-    return by_process
-  if platform == 'cpu' and len(devices) % wanted == 0:
-    size = len(devices) // wanted
-    return [devices[i : i + size] for i in range(0, len(devices), size)]
-  return by_slice
-
-
-def _grouped(devices: Sequence[Any], attribute: str) -> list[Sequence[Any]]:
-  """Returns the devices with each value of an attribute, by that value."""
-  groups: dict[Any, list[Any]] = collections.defaultdict(list)
-  for device in devices:
-    groups[getattr(device, attribute, None)].append(device)
-  return (
-    [groups[key] for key in sorted(groups)] if len(groups) > 1 else [devices]
-  )
+  ordered = sorted(devices, key=lambda device: device.process_index)
+  num_processes = len({device.process_index for device in devices})
+  size, rest = divmod(len(devices), wanted)
+  if rest or (platform != 'cpu' and num_processes != wanted):
+    return slices
+  return [ordered[i * size : (i + 1) * size] for i in range(wanted)]
 
 
 # Checks of what a config says.
@@ -231,11 +196,7 @@ def check_sizes(
 ) -> tuple[dict[str, int], dict[str, int]]:
   """Returns the sizes within a slice and across slices, with their defaults.
 
-  Args:
-    sizes: as for `make_mesh`.
-
-  Raises:
-    errors.UsageError: a name is unknown, or a size can fit no devices.
+  Refuses unknown names, and sizes that fit no devices; see `make_mesh`.
   """
   sizes = dict(sizes or {})
   if not sizes.keys() & {'ici', 'dcn'}:  # The axes themselves.
@@ -244,52 +205,44 @@ def check_sizes(
   found = []
   for network, filled in (('ici', 'data'), ('dcn', 'replica')):
     given = dict(sizes.get(network) or {})
+    errors.check_names(given, MESH_AXES, 'mesh axis', f'mesh.{network}')
+    values = list(given.values())
+    if values.count(-1) > 1 or not all(
+      isinstance(size, int | np.integer)
+      and not isinstance(size, bool)
+      and (size > 0 or size == -1)
+      for size in values
+    ):
+      raise MeshError(
+        f'mesh.{network} is {given}; expected positive integers, of which one'
+        f' may be -1: all that are left. By default {filled} is.'
+      )
     # The default axis is filled up only if no other one is.
-    found.append({filled: 1 if -1 in given.values() else -1} | given)
-    _check_numbers(found[-1], f'mesh.{network}', filled)
+    default = dict.fromkeys(MESH_AXES, 1)
+    default[filled] = 1 if -1 in values else -1
+    found.append(default | {axis: int(size) for axis, size in given.items()})
   within, across = found
   return within, across
-
-
-def _check_numbers(sizes: Mapping[str, int], where: str, filled: str) -> None:
-  errors.check_names(sizes, MESH_AXES, 'mesh axis', where)
-  values = list(sizes.values())
-  if values.count(-1) > 1:
-    raise errors.UsageError(
-      f'{where} is {dict(sizes)}; only one size may be -1 (all that are left),'
-      f' and {filled} is -1 by default. Set the others to numbers.'
-    )
-  if any(
-    isinstance(size, bool)
-    or not isinstance(size, int | np.integer)
-    or (size < 1 and size != -1)
-    for size in values
-  ):
-    raise errors.UsageError(
-      f'{where} is {dict(sizes)}; expected positive integers, one of which may'
-      ' be -1: all that are left.'
-    )
 
 
 def _fill(
   sizes: Mapping[str, int], count: int, where: str, what: str
 ) -> tuple[int, ...]:
-  """Returns a size for each mesh axis, with their product `count`.
+  """Returns the sizes of the mesh axes, their product `count`, without a -1.
 
   Args:
-    sizes: the sizes that are given; one may be -1.
-    count: how many devices or slices there are.
+    sizes: the size of each mesh axis; one may be -1.
+    count: how many there are of `what`.
     where: the config key of `sizes`.
-    what: what is counted.
+    what: devices or slices.
   """
-  shape = {axis: int(sizes.get(axis, 1)) for axis in MESH_AXES}
-  fixed = math.prod(size for size in shape.values() if size != -1)
-  has_free = -1 in shape.values()
+  fixed = math.prod(size for size in sizes.values() if size != -1)
+  has_free = -1 in sizes.values()
   if count % fixed == 0 if has_free else count == fixed:
     return tuple(
-      count // fixed if size == -1 else size for size in shape.values()
+      count // fixed if size == -1 else size for size in sizes.values()
     )
-  given = {axis: size for axis, size in shape.items() if size != 1}
+  given = {axis: size for axis, size in sizes.items() if size != 1}
   lines = [
     f'{where} is {given or dict(sizes)}, which needs'
     f' {"a multiple of " if has_free else ""}{fixed} {what}; there are {count}.'
@@ -301,17 +254,18 @@ def _fill(
     fits = count // others
     lines.append(
       f'{axis}: {size} does not divide {fits}; expected one of'
-      f' {_divisors(fits)}.'
+      f' {divisors(fits)}.'
       if has_free
       else f'{axis}: {fits} would fit, in place of {size}.'
     )
   if len(lines) == 1:
     lines.append(
-      f'The sizes that fit are divisors of {count}, {_divisors(count)}, whose'
+      f'The sizes that fit are divisors of {count}, {divisors(count)}, whose'
       f' product is {count}; -1 in one place fills it.'
     )
   raise MeshError(' '.join(lines))
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
+  """Returns the divisors of a number, smallest first."""
   return [i for i in range(1, n + 1) if n % i == 0]

@@ -9,11 +9,13 @@ model. The names in use are `AXIS_NAMES`.
 After the logical axis rules of GSPMD-style trainers (T5X, Flax, Pax).
 """
 
+import collections
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import contextvars
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -29,9 +31,7 @@ NamedSharding = jax.sharding.NamedSharding
 P = jax.sharding.PartitionSpec
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass, data_fields=['value'], meta_fields=['axes']
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Logical:
   """A weight and the names of its axes, outermost first.
@@ -44,7 +44,7 @@ class Logical:
   """
 
   value: Any
-  axes: tuple['Axis', ...]
+  axes: tuple['Axis', ...] = dataclasses.field(metadata={'static': True})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +85,24 @@ class Rules:
       errors.check_names(axes, mesh_lib.MESH_AXES, 'mesh axis', where)
       object.__setattr__(self, name, axes)
 
+  def mesh_axes(self, axis: 'Axis') -> tuple[str, ...]:
+    """Returns the mesh axes that a dimension is split over."""
+    names = (axis,) if isinstance(axis, str) else tuple(axis or ())
+    valid = (*AXIS_NAMES, *mesh_lib.MESH_AXES)
+    if wrong := [name for name in names if name not in valid]:
+      # No UsageError: the traceback names the line of the model.
+      raise ValueError(
+        f'Unknown axis {wrong[0]!r}; expected None or some of {valid}.'
+        f'{errors.did_you_mean(wrong[0], valid)}'
+      )
+    found = [getattr(self, name, (name,)) for name in names]
+    return tuple(itertools.chain.from_iterable(found))
+
 
 AXIS_NAMES = tuple(field.name for field in dataclasses.fields(Rules))
 
-# How a dimension is split. The rules map a name of `AXIS_NAMES`; one or several
-# names of `MESH_AXES` hold under any rules; None does not split it.
+# How a dimension is split: over what the rules have for a name of `AXIS_NAMES`;
+# under any rules over an axis of `MESH_AXES`; over several of either, or none.
 Axis = str | tuple[str, ...] | None
 
 _TENSOR = Rules(vocab=('mdl',), mlp=('mdl',), heads=('mdl',))
@@ -123,8 +136,8 @@ def get_rules(
     changes: logical axis -> the mesh axes that it is split over instead.
 
   Raises:
-    ValueError: there is no such preset or axis; the message lists the valid
-      ones.
+    errors.UsageError: there is no such preset or axis; the message lists the
+      valid ones.
   """
   if name not in PRESETS:
     raise errors.UsageError(
@@ -136,32 +149,12 @@ def get_rules(
   return dataclasses.replace(PRESETS[name], **changes)  # type: ignore[arg-type]
 
 
-def _mesh_axes(rules: Rules, axis: Axis) -> tuple[str, ...]:
-  """Returns the mesh axes that a dimension is split over."""
-  if axis is None:
-    return ()
-  if isinstance(axis, str) and axis in AXIS_NAMES:
-    return getattr(rules, axis)
-  names = (axis,) if isinstance(axis, str) else tuple(axis)
-  if wrong := [name for name in names if name not in mesh_lib.MESH_AXES]:
-    raise ValueError(
-      f'Unknown logical axis {wrong[0]!r}; expected None, one of {AXIS_NAMES},'
-      f' or some of the mesh axes {mesh_lib.MESH_AXES}.'
-      f'{errors.did_you_mean(wrong[0], (*AXIS_NAMES, *mesh_lib.MESH_AXES))}'
-    )
-  return names
-
-
 def validate(
   sizes: Mapping[str, Any] | None,
   sharding: str,
   changes: Mapping[str, Any] | None = None,
 ) -> None:
-  """Checks the arguments of `Partitioner.make` without looking at devices.
-
-  Raises:
-    ValueError: says what is wrong, and lists the valid names.
-  """
+  """Checks the arguments of `Partitioner.make` without looking at devices."""
   mesh_lib.check_sizes(sizes)
   get_rules(sharding, changes)
 
@@ -178,27 +171,19 @@ def unbox(tree: Any) -> Any:
   )
 
 
+@dataclasses.dataclass(eq=False)
 class Partitioner:
   """A mesh and rules: says where each array of a run lies, and puts it there.
 
   Attributes:
     mesh: the devices, with the axes `MESH_AXES`.
     rules: logical axes to mesh axes.
-    shape: the sizes of the mesh, within slices and across.
+    shape: the sizes of the mesh, within slices and across; None is one slice.
   """
 
-  def __init__(
-    self,
-    mesh: mesh_lib.Mesh,
-    rules: Rules,
-    shape: mesh_lib.MeshShape | None = None,
-  ):
-    self.mesh = mesh
-    self.rules = rules
-    self.shape = shape or mesh_lib.MeshShape(
-      tuple(mesh.shape[axis] for axis in mesh_lib.MESH_AXES),
-      (1,) * len(mesh_lib.MESH_AXES),
-    )
+  mesh: mesh_lib.Mesh
+  rules: Rules
+  shape: mesh_lib.MeshShape | None = None
 
   @classmethod
   def make(
@@ -216,7 +201,7 @@ class Partitioner:
   @property
   def slices(self) -> list[int]:
     """The slice of each device of the flattened mesh."""
-    return self.shape.slices
+    return self.shape.slices if self.shape else [0] * self.mesh.size
 
   @property
   def axis_sizes(self) -> dict[str, int]:
@@ -225,9 +210,8 @@ class Partitioner:
 
   def size(self, name: Axis) -> int:
     """The number of pieces that a dimension with this axis is cut into."""
-    return math.prod(
-      self.mesh.shape[axis] for axis in _mesh_axes(self.rules, name)
-    )
+    mesh_axes = self.rules.mesh_axes(name)
+    return math.prod(self.mesh.shape[axis] for axis in mesh_axes)
 
   @property
   def is_here(self) -> bool:
@@ -250,21 +234,17 @@ class Partitioner:
     """
     if not self.is_here or jax.process_count() == 1:
       return 0, 1
-    shards = NamedSharding(self.mesh, P(self.rules.batch)).devices_indices_map(
-      (self.batch_shards,)
-    )
-    rows: dict[int, set[int]] = {}
-    device: Any
+    # Of a batch of one row for each shard, the rows of each process.
+    shape = (self.batch_shards,)
+    shards: Any = self.batch_sharding.devices_indices_map(shape)
+    rows: dict[int, set[int]] = collections.defaultdict(set)
     for device, (index,) in shards.items():
-      start, _, _ = index.indices(self.batch_shards)
-      rows.setdefault(device.process_index, set()).add(start)
+      rows[device.process_index].add(index.indices(*shape)[0])
     groups = sorted({tuple(sorted(of)) for of in rows.values()})
-    if sum(map(len, groups)) != self.batch_shards or (
-      len({len(group) for group in groups}) > 1
-    ):
+    if {len(group) * len(groups) for group in groups} != {self.batch_shards}:
       raise ValueError(
         f'On the mesh {self.axis_sizes} the processes have some rows of a batch'
-        f' in common and others not: {rows}. Choose a mesh whose'
+        f' in common and others not: {dict(rows)}. Choose a mesh whose'
         f' {self.rules.batch} axes fit the devices of a process.'
       )
     return groups.index(tuple(sorted(rows[jax.process_index()]))), len(groups)
@@ -283,11 +263,6 @@ class Partitioner:
   def batch_shards(self) -> int:
     """The number of pieces that a global batch is cut into."""
     return self.size('batch')
-
-  @property
-  def host_shards(self) -> int:
-    """The number of these pieces that the rows of one `host` are cut into."""
-    return self.batch_shards // self.host[1]
 
   def spec(self, axes: Sequence[Axis], shape: Sequence[int] | None = None) -> P:
     """Returns the partition of an array with these axes.
@@ -308,15 +283,11 @@ class Partitioner:
       )
     used: set[str] = set()
     entries = []
-    for i, name in enumerate(axes):
-      try:
-        wanted = _mesh_axes(self.rules, name)
-      except ValueError as e:
-        e.add_note(f'In the axes {tuple(axes)}.')
-        raise
+    lengths = (0,) * len(axes) if shape is None else shape  # All divide 0.
+    for name, length in zip(axes, lengths, strict=True):
+      wanted = self.rules.mesh_axes(name)
       mesh_axes = tuple(axis for axis in wanted if axis not in used)
-      parts = math.prod(self.mesh.shape[axis] for axis in mesh_axes)
-      if shape is not None and shape[i] % parts:
+      if length % self.size(mesh_axes):
         mesh_axes = ()
       used.update(mesh_axes)
       entries.append(mesh_axes or None)
@@ -328,20 +299,18 @@ class Partitioner:
     Args:
       tree: arrays or `jax.ShapeDtypeStruct`, some of them in `Logical`. The
         others have no names and are replicated.
-
-    Returns:
-      The tree with a spec for each array.
     """
-    return jax.tree.map_with_path(self._weight_spec, tree, is_leaf=is_logical)
 
-  def _weight_spec(self, path: Any, x: Any) -> P:
-    if not is_logical(x):
-      return P()
-    try:
-      return self.spec(x.axes, x.value.shape)
-    except ValueError as e:
-      e.add_note(f'In the weight {jax.tree_util.keystr(path)}.')
-      raise
+    def one(path: Any, x: Any) -> P:
+      if not is_logical(x):
+        return P()
+      try:
+        return self.spec(x.axes, x.value.shape)
+      except ValueError as e:
+        e.add_note(f'In the weight {jax.tree_util.keystr(path)}.')
+        raise
+
+    return jax.tree.map_with_path(one, tree, is_leaf=is_logical)
 
   def specs_like(self, tree: Any, weights: Any) -> Any:
     """Returns a `PartitionSpec` for each array of an optimizer's state.
@@ -353,31 +322,23 @@ class Partitioner:
     Args:
       tree: the optimizer's state; arrays or `jax.ShapeDtypeStruct`.
       weights: as for `specs`.
-
-    Returns:
-      `tree` with a spec for each array.
     """
-    weight_specs = {
-      path: (unbox(x).shape, self._weight_spec(path, x))
-      for path, x in jax.tree.leaves_with_path(weights, is_leaf=is_logical)
+    specs = dict(jax.tree.leaves_with_path(self.specs(weights)))
+    shapes = {
+      path: x.shape for path, x in jax.tree.leaves_with_path(unbox(weights))
     }
 
     def one(path: tuple[Any, ...], x: Any) -> P:
       for start in range(len(path) + 1):  # The longest end comes first.
-        if path[start:] in weight_specs:
-          shape, spec = weight_specs[path[start:]]
-          return spec if x.shape == shape else P()
+        if (end := path[start:]) in specs:
+          return specs[end] if x.shape == shapes[end] else P()
       return P()
 
     return jax.tree.map_with_path(one, tree)
 
   def shardings(self, specs: Any) -> Any:
     """Returns the sharding for each `PartitionSpec` of a tree."""
-    return jax.tree.map(
-      lambda spec: NamedSharding(self.mesh, spec),
-      specs,
-      is_leaf=lambda x: isinstance(x, P),
-    )
+    return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
   def whole_weights(self, tree: Any) -> list[str]:
     """Lists the weights that are whole, or cut less than the rules ask for.
@@ -398,7 +359,7 @@ class Partitioner:
       splits |= any(self.size(name) > 1 for name in axes)
       misfits = ''.join(
         f'; {name} is {length}, no multiple of the {self.size(name)} of'
-        f' {" x ".join(_mesh_axes(self.rules, name))}'
+        f' {" x ".join(self.rules.mesh_axes(name))}'
         for name, length in zip(axes, shape, strict=True)
         if length % self.size(name)
       )
@@ -436,24 +397,20 @@ class Partitioner:
     """
 
     def one(x: Any, sharding: NamedSharding) -> jax.Array:
-      lies_right = isinstance(x, jax.Array) and x.sharding == sharding
-      if lies_right and may_keep:
-        return x
-      if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return jax.jit(jnp.copy, out_shardings=sharding)(x)
-      if isinstance(x, jax.Array) and jnp.issubdtype(
-        x.dtype, jax.dtypes.prng_key
-      ):
-        data = one(jax.random.key_data(x), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-      if lies_right:
-        return jax.device_put(x, sharding, may_alias=False)
-      host = np.asarray(x)
+      if isinstance(x, jax.Array):
+        lies_right = x.sharding == sharding
+        if lies_right and may_keep:
+          return x
+        if lies_right or not x.is_fully_addressable:
+          return jax.jit(jnp.copy, out_shardings=sharding)(x)
+      if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+        x = np.asarray(x)
       return jax.make_array_from_callback(
-        # The copy keeps a CPU device from borrowing the caller's memory.
-        host.shape,
+        # The copy keeps a CPU device from borrowing the caller's memory, as
+        # `jax.device_put` lets it even with may_alias=False.
+        x.shape,
         sharding,
-        lambda index: np.array(host[index]),
+        lambda index: x[index].copy(),
       )
 
     return jax.tree.map(one, tree, jax.tree.broadcast(shardings, tree))
@@ -478,7 +435,8 @@ class Partitioner:
         `device_order` is not an order of these.
     """
     sharding = self.batch_sharding
-    rows = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
+    leaves = jax.tree.leaves(batch)
+    rows = {np.shape(x)[:1] for x in leaves}
     if len(rows) != 1 or () in rows:
       raise ValueError(
         'The arrays of a batch must share one leading dimension; got shapes'
@@ -488,17 +446,11 @@ class Partitioner:
     self.check_rows(total)
     if device_order is not None:
       return self._put_in_order(batch, tuple(device_order))
-    leaves = jax.tree.leaves(batch)
     if all(getattr(x, 'sharding', None) == sharding for x in leaves):
       return batch
     if jax.process_count() == 1:  # Faster than the general way below.
       return jax.device_put(batch, sharding)
-    return jax.tree.map(
-      lambda x: jax.make_array_from_process_local_data(
-        sharding, np.asarray(x), (total, *np.shape(x)[1:])
-      ),
-      batch,
-    )
+    return jax.make_array_from_process_local_data(sharding, batch)
 
   def check_rows(self, total: int) -> None:
     """Refuses a global batch that does not divide over the devices."""
@@ -527,21 +479,16 @@ class Partitioner:
       )
 
     def one(x: Any) -> jax.Array:
-      x = np.asarray(x)
-      shape = (x.shape[0] * self.host[1], *x.shape[1:])
-      pieces = zip(np.split(x, len(order)), order, strict=True)
       return jax.make_array_from_single_device_arrays(
-        shape,
+        (len(x) * self.host[1], *x.shape[1:]),
         self.batch_sharding,
-        [jax.device_put(piece, local[i]) for piece, i in pieces],
+        jax.device_put(np.split(x, len(order)), [local[i] for i in order]),
       )
 
     return jax.tree.map(one, batch)
 
   def all_hosts(self, value: int) -> list[int]:
     """Returns the value of each process; all must call it together."""
-    if jax.process_count() == 1:
-      return [value]
     return multihost_utils.process_allgather(np.asarray(value)).tolist()
 
   @contextlib.contextmanager
@@ -550,9 +497,6 @@ class Partitioner:
 
     JAX caches traces of inner functions (`jit`, `scan`) by mesh and not by
     rules. Call `jax.clear_caches()` before other rules on the same mesh.
-
-    Yields:
-      Nothing.
     """
     token = _active.set(self)
     try:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 
 X = TypeVar('X')
@@ -87,8 +88,11 @@ def check_sizes(
   if num_layers % parts:
     below, above = num_layers // parts * parts, -(-num_layers // parts) * parts
     fits = f'{below} or {above}' if below else f'{above}'
-    stages = [s for s in _divisors(num_layers) if s * num_repeats <= num_layers]
-    stages = [s for s in stages if num_layers % (s * num_repeats) == 0]
+    stages = [
+      s
+      for s in mesh_lib.divisors(num_layers)
+      if num_layers % (s * num_repeats) == 0
+    ]
     raise ValueError(
       f'{num_layers} layers do not divide over {num_stages} stages x'
       f' {num_repeats} repeats = {parts}. {fits} layers would fit'
@@ -101,10 +105,6 @@ def check_sizes(
       ' the first stage has seen them all. Expected at least'
       f' {num_stages} microbatches, or 1 repeat.'
     )
-
-
-def _divisors(n: int) -> list[int]:
-  return [i for i in range(1, n + 1) if n % i == 0]
 
 
 def pipeline(
@@ -161,8 +161,8 @@ def pipeline(
   if batch % num_microbatches:
     raise ValueError(
       f'A batch of {batch} rows does not divide into {num_microbatches}'
-      f' microbatches. Expected one of {_divisors(batch)} microbatches, or a'
-      f' multiple of {num_microbatches} rows.'
+      f' microbatches. Expected one of {mesh_lib.divisors(batch)} microbatches,'
+      f' or a multiple of {num_microbatches} rows.'
     )
   partitioner = partitioning.active()
   devices = 1 if partitioner is None else partitioner.size('stages')

@@ -12,13 +12,7 @@ are on the devices before the step needs them.
 """
 
 import abc
-from collections.abc import (
-  Callable,
-  Iterable,
-  Iterator,
-  Mapping,
-  Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -116,9 +110,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """
     self.mode = mode
     self.run_config = run_config
-    config = run_config
-    if config is None:
-      config = base_config.get_base_config()
+    config = base_config.get_base_config() if run_config is None else run_config
     sharding = config.sharding if sharding is None else sharding
     self.partitioner = partitioning.Partitioner.make(
       config.mesh if mesh is None else mesh, sharding, config.sharding_rules
@@ -154,11 +146,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # was taken last.
     self._infeed: infeed.Infeed | None = None
     self._position: Any = None
-    self._batch_shapes = _BatchShapes()
-    # The evaluation sets: their names, the open inputs that go on between
-    # evaluations, and of each the number of evaluations that it has fed.
-    self._eval_names: set[str] | None = None
-    self._rolling: dict[str, inputs.BaseInput] = {}
+    # The shapes of the batch for which the step was last compiled.
+    self._traced_batch: Any = None
+    # Evaluation set -> its input, if it goes on between evaluations, and the
+    # number of evaluations that this has fed.
+    self._rolling: dict[str, inputs.BaseInput | None] = {}
     self._num_fed: dict[str, int] = {}
     # Rows of batches for which padding was logged.
     self._padded_rows: set[int] = set()
@@ -278,14 +270,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     It donates the buffers of its state.
     """
 
-    def place_grads(grads: Any) -> Any:
-      # Like the weights, so that no device ever holds them whole.
-      return jax.lax.with_sharding_constraint(
-        grads, self._state_shardings.params
-      )
-
     # A partial would keep the experiment alive: JAX caches its signature.
     def step(state: TrainState, batch: Batch, rng: jax.Array) -> Any:
+      self._warn_of_another_shape(batch)
       return train_step(
         self.loss_fn,
         self._optimizer,
@@ -296,7 +283,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
         after_update=self.after_update,
         on_nonfinite=self.on_nonfinite,
         accumulation_steps=self.accumulation_steps,
-        place_grads=place_grads,
+        # Like the weights, so that no device ever holds them whole.
+        place_grads=lambda grads: jax.lax.with_sharding_constraint(
+          grads, self._state_shardings.params
+        ),
       )
 
     return jax.jit(
@@ -304,6 +294,19 @@ class ShardedExperiment(experiment.AbstractExperiment):
       donate_argnums=0,
       out_shardings=(self._state_shardings, self.partitioner.replicated),
     )
+
+  def _warn_of_another_shape(self, batch: Batch) -> None:
+    """Warns of a batch for which the step, while traced, is compiled again."""
+    shapes = jax.tree.map(jax.typeof, dict(batch))
+    before, self._traced_batch = self._traced_batch, shapes
+    if before and (
+      lines := experiment.differences(shapes, before, 'now', 'before', 'batch')
+    ):
+      logging.warning(
+        'train_input gave a batch of another shape or type, for which the step'
+        ' is compiled anew; pad its batches to one shape, or to few.\n%s',
+        '\n'.join(lines),
+      )
 
   @functools.cached_property
   def compiled_eval_step(self) -> Callable[..., Any]:
@@ -343,8 +346,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     return self._state
 
   def _init_state(self, rng: jax.Array) -> TrainState:
-    init = self.in_mesh(step_lib.init_state)
-    return init(self.init_fn, self._optimizer, rng)
+    return partitioning.unbox(self._init_boxed_state(rng))
+
+  def _init_boxed_state(self, rng: jax.Array) -> TrainState:
+    with self.partitioner.activate():
+      return step_lib.init_boxed_state(self.init_fn, self._optimizer, rng)
 
   @functools.cached_property
   def _boxed_shapes(self) -> TrainState:
@@ -352,11 +358,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
     Cached, since every save needs them while training waits.
     """
-    # In the mesh, since JAX would reuse a trace without constraints.
-    init = self.in_mesh(
-      lambda rng: step_lib.init_boxed_state(self.init_fn, self._optimizer, rng)
-    )
-    return jax.eval_shape(init, self._init_rng)
+    return jax.eval_shape(self._init_boxed_state, self._init_rng)
 
   @functools.cached_property
   def _state_shardings(self) -> TrainState:
@@ -404,17 +406,14 @@ class ShardedExperiment(experiment.AbstractExperiment):
         devices are not those of this process, it stands for all hosts and reads
         all rows.
     """
-    if is_training:
-      source = self._open_input(None)
-      sources, batches = {'': source}, iter(source)
-    else:
-      sources = self._open_eval_inputs()
-      batches = self._batches_of(*next(iter(sources.items())))
+    sources: dict[str, Any] = (
+      {'': self._open_input(None)} if is_training else self._open_eval_inputs()
+    )
+    name, source = next(iter(sources.items()))
     try:
-      batch = next(batches, None)
-      if batch is None:
-        name = infeed.name_of(next(iter(sources.values())))
-        raise ValueError(f'{name} gave no batch.')
+      batches = iter(source) if is_training else self._batches_of(name, source)
+      if (batch := next(batches, None)) is None:
+        raise ValueError(f'{infeed.name_of(source)} gave no batch.')
     finally:
       for source in sources.values():
         infeed.close(source)
@@ -446,7 +445,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     def inputs(global_step: int, rng: Any) -> tuple[int, Any, Any]:
       nonlocal placed
       if rng is not placed:  # At the start, or restored to the host.
-        placed = self.partitioner.put(rng, self.partitioner.replicated)
+        placed = self.partitioner.put(
+          rng, self.partitioner.replicated, may_keep=True
+        )
       return global_step, placed, placed
 
     return inputs
@@ -483,13 +484,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     del global_step, writer  # The state has its own count, on the devices.
     if self._infeed is None:
       self._infeed = self._read_ahead(self._open_input(self._position))
-    try:
-      batch = next(self._infeed)
-    except StopIteration:
-      # A StopIteration from a step could end a loop silently.
+    if (batch := next(self._infeed, None)) is None:
+      # Not a StopIteration, which could end a loop silently.
       raise ValueError(
         'train_input ended; training needs an endless iterator (repeat it).'
-      ) from None
+      )
     self._position = self._infeed.position
     self._state, scalars = self.compiled_train_step(self.state, batch, rng)
     scalars[INPUT_WAIT_FRACTION] = self._infeed.wait_fraction
@@ -507,17 +506,17 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self._check_input(source, 'train_input', is_training=True)
     if isinstance(source, inputs.BaseInput):
       source.settle_seed()  # Here, where all hosts come together.
-    can_be_set = infeed.saves_position(source)
-    if position is not None and not can_be_set:
+    if infeed.saves_position(source):
+      if position is not None:
+        source.set_state(position)  # type: ignore[attr-defined]
+    elif position is not None:
       raise ValueError(
         'The checkpoint holds the position of the data, but train_input'
         f' returned {infeed.describe(source)}, whose position cannot be set.'
         ' Use the input that the run was trained with (in a BaseInput with'
         ' input_checkpointing_enabled=True), or start a new run.'
       )
-    if position is not None:
-      source.set_state(position)  # type: ignore[attr-defined]
-    elif not can_be_set:
+    else:
       logging.warning(
         'The position of %s is not saved: a run that is resumed begins its'
         ' data anew.',
@@ -546,13 +545,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Returns a source's batches on the devices, read ahead of the step."""
     order = getattr(source, 'custom_device_order', None)
     # Without `self`: the thread would keep the experiment and its arrays alive.
-    partitioner, shapes = self.partitioner, self._batch_shapes
+    partitioner = self.partitioner
 
     def place(batch: Batch) -> Batch:
       batch = inputs.pad_rows(inputs.Batch(batch), inputs.num_rows(batch))
-      placed = partitioner.put_batch(batch, order)
-      shapes.check(placed)
-      return placed
+      return partitioner.put_batch(batch, order)
 
     return infeed.Infeed(source, place, **self._infeed_options)
 
@@ -592,12 +589,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
         sums = _add_fetched(sums, metrics)
         metrics = self.compiled_eval_step(state, batch, rng)
       sums = _add_fetched(sums, metrics)
-      if sums is None:
-        raise ValueError(
-          f'{type(self).__name__}.eval_input gave no batch'
-          f'{f" for {name!r}" if name else ""}; there is nothing to evaluate'
-          ' on.'
-        )
       with np.errstate(invalid='ignore'):  # A mean of weight 0 is NaN.
         means = metrics_lib.compute(sums)
       prefix = f'{name}/' if name else ''
@@ -606,8 +597,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def _open_eval_inputs(self) -> dict[str, Any]:
     """Returns name -> input of the evaluation sets; '' if there is only one."""
-    if self._rolling.keys() == self._eval_names:
-      return dict(self._rolling)
+    earlier = self._rolling
+    if earlier and None not in earlier.values():
+      return dict(earlier)
     with inputs.act_as_host(*self.partitioner.host):
       found: Any = self.eval_input()
     sources = dict(found) if isinstance(found, Mapping) else {'': found}
@@ -616,19 +608,21 @@ class ShardedExperiment(experiment.AbstractExperiment):
         f'{type(self).__name__}.eval_input returned an empty mapping; expected'
         ' name -> input of at least one evaluation set.'
       )
+    self._rolling = dict.fromkeys(sources)
     for name, source in sources.items():
       self._check_input(source, 'eval_input', is_training=False)
-      rolls = isinstance(source, inputs.BaseInput) and not source.reset_for_eval
-      if rolls and self._rolling.setdefault(name, source) is not source:
-        infeed.close(source)  # An earlier one continues.
-    self._eval_names = set(sources)
-    return sources | self._rolling
+      if isinstance(source, inputs.BaseInput) and not source.reset_for_eval:
+        if (before := earlier.get(name)) is not None:
+          infeed.close(source)
+          source = sources[name] = before
+        self._rolling[name] = source
+    return sources
 
   def _batches_of(self, name: str, source: Any) -> Iterator[Batch]:
     """Returns this process's batches of one evaluation of a set."""
     if not isinstance(source, inputs.BaseInput):
       return iter(source)
-    if name in self._rolling:
+    if not source.reset_for_eval:
       if self._num_fed.get(name, 0) != self.num_evaluated:
         # A resumed run continues with the batches that it would have had
         # without the interruption.
@@ -648,8 +642,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       source, self._batches_of(name, source), **self._infeed_options
     )
     order = getattr(source, 'custom_device_order', None)
-    rows = 0
-    empty: Batch = {}
+    rows, last = 0, None
     try:
       while True:
         batch = next(batches, None)
@@ -657,31 +650,34 @@ class ShardedExperiment(experiment.AbstractExperiment):
           inputs.num_rows(batch) if batch else 0
         )
         if not any(sizes):
-          return
-        if not rows:
-          if batch is None or not all(sizes):
-            raise ValueError(
-              f'The first batches of eval_input have {sizes} rows in the'
-              ' processes; give each process at least one.'
-            )
-          rows = max(sizes)
-          empty = jax.tree.map(lambda x: np.zeros_like(x[:0]), batch)
+          break
+        if last is None and not all(sizes):
+          raise ValueError(
+            f'The first batches of eval_input have {sizes} rows in the'
+            ' processes; give each process at least one.'
+          )
+        rows = rows or max(sizes)
         if max(sizes) > rows:
           raise ValueError(
             f'A batch of {max(sizes)} rows follows one of {rows}; only the last'
             ' of an evaluation may differ, and be smaller.'
           )
-        batch = inputs.pad_rows(
-          inputs.Batch(batch or empty), self._padded(rows)
+        last = batch or jax.tree.map(lambda x: x[:0], last)
+        padded = inputs.pad_rows(inputs.Batch(last), self._padded(rows))
+        yield self.partitioner.put_batch(padded, order)
+      if last is None:
+        raise ValueError(
+          f'{type(self).__name__}.eval_input gave no batch'
+          f'{f" for {name!r}" if name else ""}; there is nothing to evaluate'
+          ' on.'
         )
-        yield self.partitioner.put_batch(batch, order)
     finally:
       batches.close()
       infeed.close(source)
 
   def _padded(self, rows: int) -> int:
     """Returns the rows of a host, rounded up to divide over its devices."""
-    shards = self.partitioner.host_shards
+    shards = self.partitioner.batch_shards // self.partitioner.host[1]
     padded = -(-rows // shards) * shards
     if padded != rows and rows not in self._padded_rows:
       self._padded_rows.add(rows)
@@ -772,33 +768,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
     assert isinstance(trained, ShardedExperiment)
     self._state = trained.state
     self._position = trained._position
-
-
-class _BatchShapes:
-  """Warns of a batch for which the step must be compiled again."""
-
-  def __init__(self) -> None:
-    self._compiled: set[Any] = set()
-    self._last: Any = None
-
-  def check(self, batch: Batch) -> None:
-    """Compares a batch with those before; on the thread that reads ahead."""
-    shapes = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(batch)
-    )
-    if shapes == self._last:
-      return
-    key = tuple(jax.tree_util.tree_leaves_with_path(shapes))
-    if self._last and key not in self._compiled:
-      logging.warning(
-        'train_input gave a batch of another shape or type, for which the step'
-        ' is compiled anew; pad its batches to one shape, or to few.\n%s',
-        '\n'.join(
-          experiment.differences(shapes, self._last, 'now', 'before', 'batch')
-        ),
-      )
-    self._compiled.add(key)
-    self._last = shapes
 
 
 def _add_fetched(sums: Any, metrics: Any) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from jaxline import experiment
+from jaxline import mesh as mesh_lib
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
 from jaxline.inputs import base as inputs
@@ -40,11 +41,7 @@ NONFINITE = 'nonfinite'
 SKIPPED_STEPS = 'skipped_steps'
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=['step', 'params', 'model_state', 'opt_state', 'skipped'],
-  meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
   """Everything that a step changes.
@@ -202,7 +199,7 @@ def _accumulate(
     raise ValueError(
       f'config.gradient_accumulation_steps is {num_parts}, which does not'
       f' divide the global batch of {rows} rows; expected one of'
-      f' {[n for n in range(1, rows + 1) if rows % n == 0]}.'
+      f' {mesh_lib.divisors(rows)}.'
     )
   shards = (partitioner := partitioning.active()) and partitioner.batch_shards
   if rows // num_parts % (shards or 1):
@@ -238,16 +235,13 @@ def _accumulate(
   def add(carry: Any, part: Any) -> tuple[Any, None]:
     sums, model_state = carry
     more, model_state = one(model_state, *part)
-    weight, loss, grads = jax.tree.map(jnp.add, sums[:3], more[:3])
-    metrics = metrics_lib.add(sums[3], more[3])
+    weight, loss, grads, metrics = jax.tree.map(jnp.add, sums, more)
     return ((weight, loss, place_grads(grads), metrics), model_state), None
 
   parts = jax.tree.map(cut, batch), jnp.arange(num_parts)
   first = jax.tree.map(lambda x: x[0], parts)
   shapes, _ = jax.eval_shape(one, state.model_state, *first)
-  weight, loss, grads, metrics = jax.tree.map(
-    lambda x: jnp.zeros(x.shape, x.dtype), shapes
-  )
+  weight, loss, grads, metrics = jax.tree.map(jnp.zeros_like, shapes)
   carry = (
     (weight, loss, place_grads(grads), metrics),
     _strongly_typed(state.model_state),
@@ -286,11 +280,7 @@ def eval_step(
 
 
 def _call(loss_fn: LossFn, *args: Any) -> LossOutput:
-  """Returns what `loss_fn` returns.
-
-  Raises:
-    TypeError: it is not what a loss function must return.
-  """
+  """Returns what `loss_fn` returns, if that is what it must return."""
   result: Any = loss_fn(*args)
   if not (
     isinstance(result, tuple | list)
@@ -306,12 +296,12 @@ def _call(loss_fn: LossFn, *args: Any) -> LossOutput:
   return tuple(result)
 
 
-def _call_init(init_fn: Callable[..., Any], rng: jax.Array) -> tuple[Any, Any]:
-  """Returns what `init_fn` returns.
-
-  Raises:
-    TypeError: it is not what it must return.
-  """
+def init_boxed_state(
+  init_fn: Callable[[jax.Array], tuple[Any, Any]],
+  optimizer: optax.GradientTransformation,
+  rng: jax.Array,
+) -> TrainState:
+  """Returns `init_state`, its weights still with the names of their axes."""
   result: Any = init_fn(rng)
   if not isinstance(result, tuple | list) or len(result) != 2:
     raise TypeError(
@@ -319,16 +309,7 @@ def _call_init(init_fn: Callable[..., Any], rng: jax.Array) -> tuple[Any, Any]:
       ' (params, model_state), of which the model state is {} if the model has'
       ' none.'
     )
-  return tuple(result)
-
-
-def init_boxed_state(
-  init_fn: Callable[[jax.Array], tuple[Any, Any]],
-  optimizer: optax.GradientTransformation,
-  rng: jax.Array,
-) -> TrainState:
-  """Returns `init_state`, its weights still with the names of their axes."""
-  params, model_state = _strongly_typed(_call_init(init_fn, rng))
+  params, model_state = _strongly_typed(tuple(result))
   return _strongly_typed(
     TrainState(
       step=jnp.zeros((), jnp.int32),
@@ -349,7 +330,7 @@ def init_state(
   Args:
     init_fn: `rng -> (params, model_state)`; weights may be
       `partitioning.Logical`.
-    optimizer: the optimizer.
+    optimizer: makes its own part of the state.
     rng: the key that `init_fn` gets.
   """
   return partitioning.unbox(init_boxed_state(init_fn, optimizer, rng))
@@ -361,10 +342,4 @@ def _strongly_typed(tree: Any) -> Any:
   The first step would turn a weak type into a strong one, and the second step
   would then be compiled again.
   """
-
-  def strong(x: Any) -> Any:
-    x = jnp.asarray(x)
-    # Key arrays have no `weak_type`.
-    return x.astype(x.dtype) if getattr(x, 'weak_type', False) else x
-
-  return jax.tree.map(strong, tree)
+  return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)

@@ -249,7 +249,7 @@ def slices_of_tpus(num_slices, side=2):
 
 def order(sizes, devices):
   shape = mesh_lib.mesh_shape(sizes, devices)
-  return mesh_lib._order(shape, devices), shape
+  return mesh_lib.lay_out(shape, devices).devices, shape
 
 
 DCN = [
@@ -467,9 +467,7 @@ def rows_of(sizes, num_processes, per_process, monkeypatch):
   monkeypatch.setattr(partitioning.Partitioner, 'is_here', True)
   monkeypatch.setattr(jax, 'process_count', lambda: num_processes)
   shape = mesh_lib.mesh_shape(sizes, list(devices))
-  mesh = jax.sharding.Mesh(
-    mesh_lib._order(shape, list(devices)), mesh_lib.MESH_AXES
-  )
+  mesh = mesh_lib.lay_out(shape, list(devices))
   hosts = []
   for process in range(num_processes):
     monkeypatch.setattr(jax, 'process_index', lambda process=process: process)
