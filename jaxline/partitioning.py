@@ -100,6 +100,10 @@ class Rules:
 
 
 AXIS_NAMES = tuple(field.name for field in dataclasses.fields(Rules))
+WEIGHT_AXES = AXIS_NAMES[AXIS_NAMES.index('layers') :]
+# Elements of a weight without names from which on it is split, as a small one
+# is not worth the communication.
+MIN_SPLIT = 2**16
 
 # How a dimension is split: over what the rules have for a name of `AXIS_NAMES`;
 # under any rules over an axis of `MESH_AXES`; over several of either, or none.
@@ -297,20 +301,38 @@ class Partitioner:
     """Returns a `PartitionSpec` for each array of a tree of weights.
 
     Args:
-      tree: arrays or `jax.ShapeDtypeStruct`, some of them in `Logical`. The
-        others have no names and are replicated.
+      tree: arrays or `jax.ShapeDtypeStruct`, some of them in `Logical`. Of the
+        others, which have no names, those of `MIN_SPLIT` elements or more are
+        split as `embed` is, along the largest axis that divides.
     """
 
     def one(path: Any, x: Any) -> P:
-      if not is_logical(x):
+      axes = self._axes(x)
+      if not any(axes):
         return P()
       try:
-        return self.spec(x.axes, x.value.shape)
+        return self.spec(axes, unbox(x).shape)
       except ValueError as e:
         e.add_note(f'In the weight {jax.tree_util.keystr(path)}.')
         raise
 
     return jax.tree.map_with_path(one, tree, is_leaf=is_logical)
+
+  def _axes(self, x: Any) -> tuple[Axis, ...]:
+    """Returns the axes of a weight, with or without names: see `specs`."""
+    if is_logical(x):
+      return x.axes
+    axes: list[Axis] = [None] * len(x.shape)
+    parts = self.size('embed')
+    # Not the first of three: layers that are scanned may lie along it.
+    fits = [
+      i
+      for i in range(len(x.shape) > 2, len(x.shape))
+      if x.shape[i] % parts == 0
+    ]
+    if parts > 1 and fits and math.prod(x.shape) >= MIN_SPLIT:
+      axes[max(fits, key=lambda i: x.shape[i])] = 'embed'
+    return tuple(axes)
 
   def specs_like(self, tree: Any, weights: Any) -> Any:
     """Returns a `PartitionSpec` for each array of an optimizer's state.
@@ -351,12 +373,12 @@ class Partitioner:
       does not divide. Empty if the rules split no weight at all (`ddp`, or a
       mesh of one device).
     """
-    lines, splits = [], False
+    if all(self.size(name) == 1 for name in WEIGHT_AXES):
+      return []
+    lines = []
     for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_logical):
-      shape = unbox(x).shape
-      axes = x.axes if is_logical(x) else (None,) * len(shape)
+      axes, shape = self._axes(x), unbox(x).shape
       spec = self.spec(axes, shape)
-      splits |= any(self.size(name) > 1 for name in axes)
       misfits = ''.join(
         f'; {name} is {length}, no multiple of the {self.size(name)} of'
         f' {" x ".join(self.rules.mesh_axes(name))}'
@@ -368,7 +390,7 @@ class Partitioner:
         lines.append(
           f'{jax.tree_util.keystr(path)} {tuple(shape)} {named}{misfits}'
         )
-    return lines if splits else []
+    return lines
 
   def idle_axes(self) -> list[str]:
     """Lists the axes of the mesh that no rule uses.

@@ -833,6 +833,30 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.parametrize(
+  ('sharding', 'shape', 'expected'),
+  [
+    ('fsdp', [128, 512], P(None, 'data')),
+    ('fsdp', [512, 128], P('data', None)),
+    ('sp', [512, 128], P('data', None)),
+    ('fsdp', [511, 130], P(None, 'data')),  # The largest that divides.
+    ('fsdp', [127, 512], P()),  # Fewer than 2**16 elements.
+    ('fsdp', [511, 129], P()),
+    ('fsdp', [512, 64, 32], P(None, 'data', None)),  # Layers come first.
+    ('fsdp', [2**16], P('data')),
+    ('tp', [128, 512], P()),
+    ('ddp', [128, 512], P()),
+  ],
+)
+def test_a_weight_without_names(sharding, shape, expected):
+  tree = {'w': jax.ShapeDtypeStruct(shape, jnp.float32)}
+  made = partitioner(sharding)
+  spec = made.specs(tree)['w']
+  assert spec == expected
+  is_whole = sharding not in ('ddp', 'tp') and expected == P()
+  assert bool(made.whole_weights(tree)) == is_whole
+
+
 def test_weights_left_whole_are_listed():
   lines = partitioner().whole_weights(WEIGHTS)
   assert lines == [

@@ -364,8 +364,10 @@ def training_state(run: pathlib.Path) -> str:
   root = files.root(run)
   if _ended(root) is not None:
     return 'ended'
-  alive = [c['alive'] for c in _claims(root) if c['what'] == 'train']
-  return {True: 'running', None: 'unknown'}.get(*alive or [False], 'stopped')
+  for claim in _claims(root):
+    if claim['what'] == 'train' and claim['alive'] is not False:
+      return 'running' if claim['alive'] else 'unknown'
+  return 'stopped'
 
 
 def _ended(root: pathlib.Path) -> int | None:
