@@ -45,15 +45,9 @@ def _check_checkpoint(
   """
   series, step = config.decode.series, config.decode.step
   if not checkpointer.can_be_restored(series):
-    where = f'{config.checkpoint_dir} has no checkpoint of {series!r}'
-    if config.checkpointer == 'memory':
-      raise DecodeError(
-        f"{where}: config.checkpointer is 'memory', which keeps them in the"
-        " process that trains. Train with config.checkpointer = 'durable'."
-      )
     raise DecodeError(
-      f'{where} to decode with. Give the config.checkpoint_dir of a run that'
-      ' has saved one'
+      f'{config.checkpoint_dir} has no checkpoint of {series!r} to decode with.'
+      ' Give the config.checkpoint_dir of a run that has saved one'
       + (
         ", or config.decode.series = 'latest'."
         if series == 'best'

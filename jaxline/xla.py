@@ -86,18 +86,18 @@ class _Flags:
       place: where it is set, for messages.
 
     Raises:
-      ValueError: the flag has another value from elsewhere, or cannot be one.
+      UsageError: the flag has another value from elsewhere, or cannot be one.
     """
     name, text = name.lstrip('-'), _to_text(name, value, place)
     if not re.fullmatch(r'[\w-]+', name):
-      raise ValueError(
+      raise errors.UsageError(
         f'{place} has {name!r}; expected the name of a flag, such as'
         f' {_GPU_SCHEDULER!r}.'
       )
     if name not in self._values:
       self._values[name], self._places[name] = text, place
     elif not _is_same(self._values[name], text):
-      raise ValueError(
+      raise errors.UsageError(
         f'The flag --{name} has two values: {self._values[name]!r} by'
         f' {self._places[name]} and {text!r} by {place}. Take one out.'
       )
@@ -112,10 +112,10 @@ class _Flags:
       '--name=value' -> the place it is from.
 
     Raises:
-      ValueError: the text has another value for a flag.
+      UsageError: the text has another value for a flag.
     """
     if text.strip() and not text.strip().startswith('-'):
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.variable} is {text!r}, the name of a file with flags; no flags'
         f' can be added to it. Put them into {self.variable} itself.'
       )
@@ -130,7 +130,7 @@ class _Flags:
       if name not in given:
         missing[f'--{name}={value}'] = place
       elif not _is_same(given[name], value):
-        raise ValueError(
+        raise errors.UsageError(
           f'The flag --{name} has two values: {given[name]!r} by the'
           f' environment variable {self.variable} and {value!r} by {place}.'
           ' Take one out.'
@@ -143,7 +143,7 @@ def _to_text(name: str, value: Any, place: str) -> str:
   text = str(value).lower() if isinstance(value, bool) else str(value)
   # XLA splits at white space, and libtpu knows no quotes.
   if not isinstance(value, str | numbers.Real) or re.search(r'[\s\'"]', text):
-    raise ValueError(
+    raise errors.UsageError(
       f'{place} sets {name!r} to {value!r}; expected True, False, a number or'
       ' text without white space and quotes.'
     )
@@ -186,7 +186,7 @@ def validate(options: Mapping[str, Any]) -> None:
     options: the section of the config; each value is valid by itself.
 
   Raises:
-    ValueError: a flag has two values, or one that XLA cannot read.
+    UsageError: a flag has two values, or one that XLA cannot read.
   """
   _flags(options)
 
@@ -204,9 +204,9 @@ def apply(options: Mapping[str, Any]) -> list[str]:
     What was set, in lines to show the user; none where nothing had to be.
 
   Raises:
-    ValueError: a flag is unknown, its value is wrong or it has another value in
-      the environment; `pgle_profile` is no profile.
-    RuntimeError: JAX has started, and flags would have to be set.
+    UsageError: a flag is unknown, its value is wrong or it has another value in
+      the environment; `pgle_profile` is no profile; or JAX has started, and
+      flags would have to be set.
   """
   if options['pgle_profile']:
     _check_profile(pathlib.Path(options['pgle_profile']))
@@ -242,12 +242,12 @@ def apply(options: Mapping[str, Any]) -> list[str]:
 def _check_profile(path: pathlib.Path) -> None:
   """Refuses what XLA would read as no profile without a word."""
   if not path.exists():
-    raise ValueError(
+    raise errors.UsageError(
       f'config.xla.pgle_profile is {str(path)!r}, which does not exist. Make it'
       f' with a run with config.xla.pgle_save={str(path)!r}.'
     )
   if not path.is_dir() and path.suffix not in ('.pb', '.pbtxt'):
-    raise ValueError(
+    raise errors.UsageError(
       f'config.xla.pgle_profile is {str(path)!r}; expected a .pb or a .pbtxt'
       ' file, or a directory of them: XLA ignores any other.'
     )
@@ -258,7 +258,7 @@ def _check_not_started(variable: str, missing: Iterable[str]) -> None:
   from jax._src import xla_bridge
 
   if xla_bridge.backends_are_initialized():
-    raise RuntimeError(
+    raise errors.UsageError(
       f'config.xla needs {" ".join(missing)} in {variable}, but JAX has started'
       ' and reads it no more. Call nothing of JAX that needs a device before'
       f' the run, or set {variable} in the shell.'
@@ -281,7 +281,7 @@ def _set_auto_pgle(options: Mapping[str, Any]) -> list[str]:
   for name, value in settings.items():
     given = os.environ.get(name.upper())
     if given is not None and not _is_same(given, str(value)):
-      raise ValueError(
+      raise errors.UsageError(
         f'{name} has two values: {given!r} by the environment variable'
         f' {name.upper()} and {value!r} by config.xla. Take one out.'
       )
@@ -320,18 +320,18 @@ def _try_xla_flags(text: str) -> bool:
   if unknown := re.search(r'Unknown flags? in XLA_FLAGS: (.*)', said):
     names = [m['name'] for m in _FLAG.finditer(unknown[1])]
     libraries = pathlib.Path(jaxlib.__file__).parent.glob('*.so')
-    raise ValueError(
+    raise errors.UsageError(
       f'XLA (jaxlib {jaxlib.__version__}) does not know'
       f' {_with_near(names, libraries, read)}. XLA_FLAGS would be {text!r};'
       ' flags of libtpu go into config.xla.tpu_flags.'
     )
   problems = re.findall(r'^E.*?\] (.*)$', said, re.MULTILINE)
   if 'Flag parsing failed' in said and problems:
-    raise ValueError(
+    raise errors.UsageError(
       f'XLA refuses the value of a flag: {"; ".join(problems)} XLA_FLAGS would'
       f' be {text!r}.'
     )
-  raise RuntimeError(
+  raise errors.UsageError(
     f'XLA could not be started with XLA_FLAGS={text!r}:\n{said[-2000:]}'
   )
 
@@ -364,17 +364,17 @@ def _try_tpu_flags(text: str) -> bool:
   if said is None:
     return True
   if names := re.findall(r"Unknown command line flag '([^']*)'", said):
-    raise ValueError(
+    raise errors.UsageError(
       f'libtpu does not know {_with_near(names, [pathlib.Path(path)], read)}.'
       f' LIBTPU_INIT_ARGS would be {text!r}; flags of XLA for CPUs and GPUs go'
       ' into config.xla.flags.'
     )
   if problems := re.findall(r'^ERROR: (.*)$', said, re.MULTILINE):
-    raise ValueError(
+    raise errors.UsageError(
       f'libtpu refuses the value of a flag: {"; ".join(problems)}.'
       f' LIBTPU_INIT_ARGS would be {text!r}.'
     )
-  raise RuntimeError(
+  raise errors.UsageError(
     f'libtpu could not be started with LIBTPU_INIT_ARGS={text!r}:'
     f'\n{said[-2000:]}'
   )
@@ -426,13 +426,13 @@ def check_backend(options: Mapping[str, Any]) -> list[str]:
     The warnings, which are logged as well.
 
   Raises:
-    ValueError: a profile shall be saved, and there is no GPU.
+    UsageError: a profile shall be saved, and there is no GPU.
   """
   platform = jax.default_backend()
   warnings = []
   if platform != 'gpu':
     if options['pgle_save']:
-      raise ValueError(
+      raise errors.UsageError(
         f'config.xla.pgle_save is {options["pgle_save"]!r}, but JAX runs on'
         f' {platform!r}, and only profiles of NVIDIA GPUs say how long'
         ' instructions take. Set it to None.'

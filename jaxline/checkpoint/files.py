@@ -149,10 +149,10 @@ def root(directory: str | os.PathLike[str]) -> pathlib.Path:
   """Returns where a run's checkpoints are.
 
   Raises:
-    ValueError: it is an address and not a directory.
+    UsageError: it is an address and not a directory.
   """
   if '://' in os.fspath(directory):
-    raise ValueError(
+    raise errors.UsageError(
       f'Checkpoints cannot be kept in {os.fspath(directory)!r}; expected a'
       ' folder of this machine. Mount the bucket and give its path here.'
     )
