@@ -1,22 +1,31 @@
-"""The keys of a run's config: one table, and what is derived from it.
+"""Every key of a run's config: its default, what is expected, what it is for.
 
-`KEYS` declares each key with its default, its check, its reason and the effect
-of a change on a run that is resumed. A config file starts from
-`get_base_config` and sets the run's numbers. `validate_config` refuses a key
-that is missing, misspelled, of the wrong kind or contradictory, before anything
-is compiled. `python -m jaxline.base_config` prints docs/config.md.
+A config file starts from `base_config.get_base_config()` and sets the numbers
+of its run; `--config.KEY=VALUE` overrides one. A key that is not in the table
+is the experiment's own; a misspelling of one of these is refused, and so are
+values of the wrong kind or that contradict each other, before anything is
+compiled.
+
+*Effect* is what a change means for a run that is resumed:
+
+- **run**: it would be another run. The checkpoint is refused, unless
+  `on_config_change` is `continue`.
+- **program**: the same run goes on, with a step that is compiled to another
+  program.
+- **none**: the same run goes on, with the same program.
+
+The table is `KEYS` in `jaxline/base_config.py`; `python -m jaxline.base_config`
+prints docs/config.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-import itertools
 import json
 import numbers
 import operator
 import os
 import re
-import types
 import typing
 from typing import Any, TypeVar
 
@@ -31,7 +40,6 @@ from jaxline.supervision import nonfinite
 
 T = TypeVar('T')
 
-INTERVAL_TYPES = ('secs', 'steps')
 # An unknown key that is at least as similar to a known one is a misspelling of
 # it; any other is the experiment's own.
 _MISSPELLED = 0.85
@@ -47,15 +55,15 @@ class Check:
 
   Attributes:
     expected: the valid values in words, for messages and the documentation.
-    accepts: returns whether a value is valid, or raises a ValueError that says
-      what is wrong with it.
+    accepts: returns False for a value that is not valid, or raises a UsageError
+      that says what is wrong with it.
     kind: the type of a value that replaces a default of None. With `object`, a
       value of any type replaces any default.
     is_path: the value names a file, and may begin with `~`.
   """
 
   expected: str
-  accepts: Callable[[Any], bool]
+  accepts: Callable[[Any], bool | None]
   kind: type | None = None
   is_path: bool = False
 
@@ -74,9 +82,15 @@ def one_of(*valid: str) -> Check:
   return Check(f'one of {valid}', lambda x: x in valid, str)
 
 
-def text(expected: str, *, is_path: bool = False) -> Check:
-  """Accepts any text."""
-  return Check(expected, lambda x: isinstance(x, str), str, is_path)
+def text(expected: str, pattern: str = '.*', *, is_path: bool = False) -> Check:
+  """Accepts text that matches a regular expression."""
+  regex = re.compile(pattern, re.DOTALL)
+  return Check(
+    expected,
+    lambda x: isinstance(x, str) and bool(regex.fullmatch(x)),
+    str,
+    is_path,
+  )
 
 
 def number(interval: str) -> Check:
@@ -95,46 +109,29 @@ def number(interval: str) -> Check:
     lambda x: (
       isinstance(x, kind)
       and not isinstance(x, bool)
-      and above(x, float(low))
-      and below(x, float(high))
+      and bool(above(x, float(low)) and below(x, float(high)))
     ),
     int if noun else float,
   )
 
 
-def mapping(
-  expected: str, validate: Callable[[Any], Any] = lambda x: None
-) -> Check:
-  """Accepts a dict, unless `validate` raises a ValueError of its own."""
-  return Check(
-    expected, lambda x: isinstance(x, _MAPPINGS) and validate(x) is None
-  )
+def mapping(expected: str) -> Check:
+  """Accepts a dict."""
+  return Check(expected, lambda x: isinstance(x, _MAPPINGS))
 
 
 def section(name: str, note: str = '') -> Check:
   """Accepts a dict of the keys that `KEYS` declares as `name.*`."""
 
-  def check(values: Any) -> None:
+  def validate(values: Any) -> None:
     names = list(get_base_config()[name])
     if not isinstance(values, _MAPPINGS):
-      raise ValueError(
+      raise errors.UsageError(
         f'config.{name} is {values!r}; expected a dict with the keys {names}.'
       )
-    for key in values:
-      if key not in names:
-        raise ValueError(
-          f'Unknown key {key!r} in config.{name}; expected one of {names}.'
-          f'{errors.did_you_mean(key, names)}{note}'
-        )
+    errors.check_names(values, names, 'key', f'config.{name}', note)
 
-  return delegate('a dict of the keys below', check)
-
-
-def delegate(
-  expected: str, validate: Callable[[Any], Any], kind: type | None = None
-) -> Check:
-  """Accepts what a function validates, which raises a ValueError of its own."""
-  return Check(expected, lambda x: validate(x) is None, kind)
+  return Check('a dict of the keys below', validate)
 
 
 def _check_rules(rules: Any) -> None:
@@ -147,7 +144,7 @@ def _check_rules(rules: Any) -> None:
       if not isinstance(source, str | None):
         raise TypeError(f'{source!r} is no name')
   except (TypeError, ValueError, re.error) as e:
-    raise ValueError(
+    raise errors.UsageError(
       f'config.restore_rules is {rules!r} ({e}); expected pairs (regular'
       ' expression, name or None), such as'
       " [('state/params/(.*)', r'state/params/\\1')]."
@@ -156,15 +153,18 @@ def _check_rules(rules: Any) -> None:
 
 _BOOLEAN = Check('True or False', lambda x: isinstance(x, bool), bool)
 _FILE = optional(text('the name of a file', is_path=True))
+_PROFILE = text(
+  'the name of a file that ends in .pb', r'(.*\.pb)?', is_path=True
+)
 _DIRECTORY = optional(text('the name of a directory', is_path=True))
+_EVAL_STEPS = text("'all', or steps such as '1000,2000'", r'all|\d+(,\d+)*')
 _INTERVAL = optional(number('(-inf, inf)'))
-_INTERVAL_TYPE = optional(one_of(*INTERVAL_TYPES))
+_INTERVAL_TYPE = optional(one_of('secs', 'steps'))
 _POSITIVE = number('(0, inf)')
 _COUNT = number('integer [1, inf)')
 _RANDOM_MODE = one_of(*(mode.value for mode in prng.DistributedRNGMode))
-_MESH_SIZE = Check(
-  'an integer in [1, inf), or -1', lambda x: x == -1 or _COUNT.accepts(x)
-)
+# `partitioning.validate` checks them together.
+_MESH_SIZE = Check('an integer in [1, inf), or -1', lambda x: True)
 _RATIOS = Check(
   'a list of positive numbers',
   lambda x: isinstance(x, Sequence) and all(map(_POSITIVE.accepts, x)),
@@ -173,17 +173,6 @@ _RATIOS = Check(
 _SEED = Check(
   'an integer from -2**63 to 2**63 - 1',
   lambda x: number('integer (-inf, inf)').accepts(x) and -(2**63) <= x < 2**63,
-)
-_PROFILE = Check(
-  'the name of a file that ends in .pb',
-  lambda x: isinstance(x, str) and (not x or x.endswith('.pb')),
-  str,
-  is_path=True,
-)
-_EVAL_STEPS = Check(
-  "'all', or steps such as '1000,2000'",
-  lambda x: isinstance(x, str) and bool(re.fullmatch(r'all|\d+(,\d+)*', x)),
-  str,
 )
 
 
@@ -237,8 +226,7 @@ KEYS = (
       ' of the experiment returns False.'),
 
   Key('mesh', {}, optional(mapping(
-        'a dict of the keys below, or of some of them',
-        lambda x: partitioning.validate(x, 'ddp'))),
+        'a dict of the keys below, or of some of them')),
       'Sizes of the device mesh of a sharded step; their product is the number'
       ' of devices. An axis that is left out has its default.'
       ' See docs/sharding.md.', PROGRAM, sharded=True),
@@ -260,13 +248,11 @@ KEYS = (
   Key('mesh.dcn.replica', -1, _MESH_SIZE, 'As in `mesh.ici`.', PROGRAM),
   Key('mesh.dcn.data', 1, _MESH_SIZE, 'As in `mesh.ici`.', PROGRAM),
   Key('mesh.dcn.mdl', 1, _MESH_SIZE, 'As in `mesh.ici`.', PROGRAM),
-  Key('sharding', 'ddp', delegate(f'one of {tuple(partitioning.PRESETS)}',
-                                  lambda x: partitioning.validate(None, x)),
+  Key('sharding', 'ddp', text(f'one of {tuple(partitioning.PRESETS)}'),
       'What a sharded step splits over the mesh: see `partitioning.PRESETS`.'
       ' With `ddp` only the batch.', PROGRAM, sharded=True),
   Key('sharding_rules', {}, optional(mapping(
-        'a dict from logical axis to mesh axes',
-        lambda x: partitioning.validate(None, 'ddp', x))),
+        'a dict from logical axis to mesh axes')),
       "Changes to that preset, such as {'vocab': ('data',)}.",
       PROGRAM, sharded=True),
   Key('gradient_accumulation_steps', 1, _COUNT,
@@ -283,9 +269,10 @@ KEYS = (
       'The directory of a program that --jaxline_mode=compile saved (it names'
       ' the directory), to run instead of compiling.', sharded=True),
 
-  Key('distributed', 'auto', delegate(
+  Key('distributed', 'auto', Check(
         f'one of {distributed.MODES}, or a dict with the keys'
-        f' {tuple(distributed.VARIABLES)}', distributed.validate, object),
+        f' {tuple(distributed.VARIABLES)}',
+        distributed.validate, object),
       'How several processes connect. `auto`: by a cluster that JAX knows or'
       " the launcher's variables; without either, this is one process. `off`:"
       ' this is one process. See docs/launching.md.'),
@@ -388,8 +375,8 @@ KEYS = (
       'Begin from a checkpoint of another run, if this run has none of its own.'
       ' Without rules all of it is restored: weights, optimizer, step, random'
       ' keys, position in the data.'),
-  Key('restore_rules', (), delegate(
-        'pairs (regular expression, name or None)', _check_rules),
+  Key('restore_rules', (), Check('pairs (regular expression, name or None)',
+                                  _check_rules),
       'What to take from that checkpoint. An array of this run whose whole name'
       ' matches the expression (the first match counts) gets the array `name`'
       ' of the checkpoint, in which `\\1` is the first group of the expression.'
@@ -467,7 +454,7 @@ def get_base_config() -> config_dict.ConfigDict:
   """Returns the config that every run starts from, with all its defaults."""
   config = config_dict.ConfigDict()
   for key in KEYS:
-    value = config_dict.ConfigDict() if key.default == {} else key.default
+    value = key.default
     if key.check.kind is object or (value is None and key.check.kind):
       value = config_dict.FieldReference(value, field_type=key.check.kind)
     *sections, name = key.name.split('.')
@@ -495,14 +482,14 @@ def validate_keys(
     base_filename: where the keys are documented.
 
   Raises:
-    ValueError: a key is missing or misspelled.
+    errors.UsageError: a key is missing or misspelled.
   """
   for key in config:
     if key in base_cfg:
       continue
     for near in errors.nearest(key, base_cfg, cutoff=_MISSPELLED):
       if not set(near.split('_')) <= set(key.split('_')):
-        raise ValueError(
+        raise errors.UsageError(
           f'Unknown config key {key!r}. Did you mean {near!r}? The keys are'
           f' documented in {base_filename}. A key of your own needs another'
           ' name, or a place in experiment_kwargs.'
@@ -510,7 +497,7 @@ def validate_keys(
   for key, value in base_cfg.items():
     if key not in config:
       found = errors.nearest(key, set(config) - set(base_cfg))
-      raise ValueError(
+      raise errors.UsageError(
         f'Config key {key!r} is missing'
         + (f'; is {found[0]!r} a misspelling of it?' if found else '.')
         + f' Start the config from get_base_config(). The required keys are'
@@ -523,21 +510,6 @@ def validate_keys(
       validate_keys(value, nested, base_filename)
 
 
-def check_values(config: Mapping[str, Any]) -> None:
-  """Refuses a value that the check of its key does not accept.
-
-  Raises:
-    ValueError: the first such value, by name.
-  """
-  for key in KEYS:
-    value = _value(config, key.name)
-    if not key.check.accepts(value):
-      raise ValueError(
-        f'config.{key.name} is {value!r}; expected {key.check.expected}. See'
-        ' jaxline/base_config.py.'
-      )
-
-
 def _value(config: Any, name: str) -> Any:
   """Returns the value of a key: its default where the config lacks it."""
   for part in name.split('.'):
@@ -548,7 +520,6 @@ def _value(config: Any, name: str) -> Any:
 
 
 # fmt: off
-_PGLE = ('xla.pgle_profiling_runs', 'xla.pgle_save', 'xla.pgle_profile')
 # Keys, whether their values contradict each other, and what to do then.
 _CONTRADICTIONS: tuple[tuple[tuple[str, ...], Callable[..., Any], str], ...] = (
   (('train_checkpoint_all_hosts', 'checkpoint_interval_type', 'interval_type'),
@@ -573,14 +544,10 @@ _CONTRADICTIONS: tuple[tuple[tuple[str, ...], Callable[..., Any], str], ...] = (
   (('xla.pgle_aggregation_percentile', 'xla.pgle_profiling_runs'),
    lambda percentile, runs: percentile is not None and not runs,
    'Nothing is measured. Set xla.pgle_profiling_runs, for instance to 3.'),
-  *((ways, lambda a, b: a and b,
-     'Set one of them: pgle_profiling_runs measures and recompiles in one run;'
-     ' pgle_save is for the first of two runs, pgle_profile for the second.')
-    for ways in itertools.combinations(_PGLE, 2)),
-  *(((way, 'xla.latency_hiding_scheduler'),
-     lambda way, is_on: way and is_on is False,
-     'Only that scheduler uses the profile. Set it to None or True.')
-    for way in _PGLE),
+  (('xla.pgle_save', 'xla.pgle_profiling_runs', 'xla.pgle_profile'),
+   lambda *ways: sum(map(bool, ways)) > 1,
+   'Set one of them: pgle_profiling_runs measures and recompiles in one run;'
+   ' pgle_save is for the first of two runs, pgle_profile for the second.'),
 )
 # fmt: on
 
@@ -589,14 +556,18 @@ def check_constraints(config: Mapping[str, Any]) -> None:
   """Refuses keys that contradict each other.
 
   Raises:
-    ValueError: naming the keys, their values and what to change.
+    errors.UsageError: naming the keys, their values and what to change.
   """
   for keys, is_wrong, advice in _CONTRADICTIONS:
     values = [_value(config, key) for key in keys]
     if is_wrong(*values):
       pairs = zip(keys, values, strict=True)
       given = ', '.join(f'config.{key} is {value!r}' for key, value in pairs)
-      raise ValueError(f'{given}. {advice}')
+      raise errors.UsageError(f'{given}. {advice}')
+  mesh, preset, rules = (
+    _value(config, key) for key in ('mesh', 'sharding', 'sharding_rules')
+  )
+  partitioning.validate(mesh, preset, rules)
   if 'xla' in config:
     xla.validate(config['xla'])
 
@@ -605,19 +576,23 @@ def validate_config(config: config_dict.ConfigDict) -> None:
   """Checks a whole config: its keys, each value, then contradictions.
 
   Raises:
-    ValueError: the first thing that is wrong, by name.
+    errors.UsageError: the first thing that is wrong, by name.
   """
   required = get_base_config()
   required.mesh = {}  # An axis that it leaves out has its default.
   validate_keys(required, config)
-  check_values(config)
+  for key in KEYS:
+    value = _value(config, key.name)
+    if key.check.accepts(value) is False:
+      raise errors.UsageError(
+        f'config.{key.name} is {value!r}; expected {key.check.expected}. See'
+        ' jaxline/base_config.py.'
+      )
   check_constraints(config)
 
 
 def sharded_keys_changed(config: Any) -> list[tuple[str, Any]]:
   """Returns the keys of the sharded style that are not at their defaults."""
-  if not isinstance(config, _MAPPINGS):  # Such as a mock.
-    return []
   defaults, values = recorded(get_base_config()), recorded(config)
   return [
     (key.name, values[key.name])
@@ -659,13 +634,11 @@ def complete_config(config: Any) -> Any:
 def expand_paths(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
   """Returns a copy of a run's config in which `~` is the home directory."""
   config = config.copy_and_resolve_references()
-  paths = {
-    key.name: _value(config, key.name) for key in KEYS if key.check.is_path
-  }
   with config.unlocked():
-    config.update_from_flattened_dict(
-      {name: os.path.expanduser(x) for name, x in paths.items() if x}
-    )
+    for key in KEYS:
+      if key.check.is_path and (path := _value(config, key.name)):
+        path = os.path.expanduser(path)
+        config.update_from_flattened_dict({key.name: path})
   return config
 
 
@@ -698,19 +671,14 @@ def _identity(
   A key that the config lacks, since it is newer than the config, has its
   default.
   """
-  values = {k.name: _value(config, k.name) for k in KEYS if k.effect == 'run'}
+  values = {k.name: _value(config, k.name) for k in KEYS if k.effect == RUN}
   kwargs = values['experiment_kwargs']
-  own = kwargs.get('config') if isinstance(kwargs, Mapping) else None
-  cls = getattr(experiment_class, 'CONFIG_CLASS', None)
-  if cls is not None and isinstance(own, Mapping):
-    own = with_defaults(cls, own)
+  if 'config' in kwargs:
+    cls = getattr(experiment_class, 'CONFIG_CLASS', None)
+    own = with_defaults(cls, kwargs['config'])
     values['experiment_kwargs'] = {**kwargs, 'config': own}
   # Defaults as a record holds them: tuples are lists there.
-  values = json.loads(
-    json.dumps(
-      values, default=lambda x: recorded(config_dict.ConfigDict({'x': x}))['x']
-    )
-  )
+  values = recorded(config_dict.ConfigDict(values, allow_dotted_keys=True))
   changeable = getattr(experiment_class, 'CHANGEABLE_ON_RESUME', ())
   return {
     key: value
@@ -739,38 +707,6 @@ def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
 def to_json(config: config_dict.ConfigDict) -> str:
   """Returns a config as JSON, with what JSON lacks as text."""
   return json.dumps(recorded(config), indent=2, sort_keys=True)
-
-
-_INTRODUCTION = """# Config keys
-
-Every key of a run's config, as `jaxline/base_config.py` declares it. A config
-file starts from `base_config.get_base_config()` and sets the numbers of its
-run; `--config.KEY=VALUE` overrides one. A key that is not here is the
-experiment's own; a misspelling of one of these is refused.
-
-*Effect* is what a change means for a run that is resumed:
-
-- **run**: it would be another run. The checkpoint is refused, unless
-  `on_config_change` is `continue`.
-- **program**: the same run goes on, with a step that is compiled to another
-  program.
-- **none**: the same run goes on, with the same program.
-
-This page is the output of `python -m jaxline.base_config`.
-
-| key | default | expected | effect | what it is for |
-|---|---|---|---|---|
-"""
-
-
-def markdown() -> str:
-  """Returns docs/config.md: an introduction and a row for each key."""
-  rows = [
-    f'| `{key.name}` | `{key.default!r}` | {key.check.expected} | {key.effect}'
-    f' | {key.reason} |\n'
-    for key in KEYS
-  ]
-  return _INTRODUCTION + ''.join(rows)
 
 
 # An experiment's own config.
@@ -809,20 +745,13 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
     errors.UsageError: a key is unknown or missing, and the nearest valid one is
       named; or `cls` refuses a value.
   """
-  fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-  name = cls.__name__
-  for key in config:
-    if key not in fields:
-      raise errors.UsageError(
-        f'Unknown key {key!r} for {name}; expected some of {sorted(fields)}.'
-        f'{errors.did_you_mean(key, fields)}'
-      )
+  fields = sorted(f.name for f in dataclasses.fields(cls) if f.init)  # type: ignore[arg-type]
+  errors.check_names(config, fields, 'key', cls.__name__)
   kinds = typing.get_type_hints(cls)
   values = {}
   for key in config:
-    value = config[key]
-    nested = _dataclass_in(kinds[key])
-    if isinstance(value, Mapping | config_dict.ConfigDict) and nested:
+    value, nested = config[key], _dataclass_in(kinds[key])
+    if isinstance(value, _MAPPINGS) and nested:
       value = read(nested, value)
     elif isinstance(value, config_dict.ConfigDict):
       value = value.to_dict()
@@ -830,52 +759,46 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
   try:
     return cls(**values)
   except (TypeError, ValueError) as e:
-    if isinstance(e, errors.UsageError):
-      raise
-    raise errors.UsageError(f'{name}: {e}') from e
+    raise errors.UsageError(f'{cls.__name__}: {e}') from e
 
 
-def with_defaults(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(cls: Any, config: Any) -> Any:
   """Returns an experiment's own config with the keys that it lacks.
 
-  Args:
-    cls: a dataclass, as for `read`. Where defaults depend on other values, it
-      has a static method `with_defaults(record)` of its own.
-    config: the values.
+  A new field's default must be what runs did before the field was there.
 
-  Returns:
-    The values, and the default of each field without one that has a default.
-    A new field's default must be what runs did before the field was there.
+  Args:
+    cls: a dataclass, as for `read`, or None. Where defaults depend on other
+      values, it has a static method `with_defaults(record)` of its own.
+    config: the values.
   """
-  own = getattr(cls, 'with_defaults', dict)
-  filled = dict(own(config))
+  if cls is None or not isinstance(config, Mapping):
+    return config
+  filled = dict(getattr(cls, 'with_defaults', dict)(config))
   kinds = typing.get_type_hints(cls)
   for f in dataclasses.fields(cls):
-    if f.name not in filled:
-      if f.default is not dataclasses.MISSING:
-        filled[f.name] = f.default
-      elif f.default_factory is not dataclasses.MISSING:
-        filled[f.name] = f.default_factory()
-      else:
-        continue
-    value = filled[f.name]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-      filled[f.name] = dataclasses.asdict(value)
-    elif isinstance(value, Mapping) and (
-      nested := _dataclass_in(kinds[f.name])
-    ):
-      filled[f.name] = with_defaults(nested, value)
+    if f.name in filled:
+      nested = _dataclass_in(kinds[f.name])
+      filled[f.name] = with_defaults(nested, filled[f.name])
+    elif f.default is not dataclasses.MISSING:
+      filled[f.name] = f.default
+    elif f.default_factory is not dataclasses.MISSING:
+      filled[f.name] = f.default_factory()
   return filled
 
 
-def _dataclass_in(kind: Any) -> type | None:
-  """Returns the dataclass in `Class` or `Class | None`."""
-  is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-  for k in typing.get_args(kind) if is_union else (kind,):
-    if dataclasses.is_dataclass(k) and isinstance(k, type):
-      return k
-  return None
+def _dataclass_in(kind: Any) -> Any:
+  """Returns the dataclass in `Class` or `Class | None`, or None."""
+  found = filter(dataclasses.is_dataclass, typing.get_args(kind | None))
+  return next(found, None)
 
 
 if __name__ == '__main__':
-  print(markdown(), end='')
+  print(f'# Config keys\n\n{__doc__}')
+  print('| key | default | expected | effect | what it is for |')
+  print('|---|---|---|---|---|')
+  for key in KEYS:
+    print(
+      f'| `{key.name}` | `{key.default!r}` | {key.check.expected} |'
+      f' {key.effect} | {key.reason} |'
+    )

@@ -1,6 +1,6 @@
 """Errors that are printed as one line, and suggestions of similar names."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 import difflib
 from typing import Any
 
@@ -42,3 +42,30 @@ def did_you_mean(name: Any, valid: Iterable[Any], cutoff: float = 0.6) -> str:
   """
   near = nearest(name, valid, cutoff=cutoff)
   return f' Did you mean {near[0]!r}?' if near else ''
+
+
+def check_names(
+  names: Iterable[Any],
+  valid: Collection[str],
+  what: str,
+  where: str,
+  note: str = '',
+) -> None:
+  """Refuses names that are not valid.
+
+  Args:
+    names: what the config has.
+    valid: the names to choose from.
+    what: what such a name is called.
+    where: where it was found.
+    note: the end of the message.
+
+  Raises:
+    UsageError: the first unknown name, the valid ones and the nearest.
+  """
+  for name in names:
+    if name not in valid:
+      raise UsageError(
+        f'Unknown {what} {name!r} in {where}; expected some of {list(valid)}.'
+        f'{did_you_mean(name, valid)}{note}'
+      )

@@ -6,7 +6,7 @@ across slices (`dcn`).
 """
 
 import collections
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import contextvars
 import dataclasses
@@ -226,25 +226,6 @@ def _grouped(devices: Sequence[Any], attribute: str) -> list[Sequence[Any]]:
 # Checks of what a config says.
 
 
-def check_names(
-  names: Iterable[str], valid: Sequence[str], what: str, where: str
-) -> None:
-  """Refuses names that are not valid.
-
-  Args:
-    names: what the config has.
-    valid: the names to choose from.
-    what: what such a name is called.
-    where: the config key.
-  """
-  for name in names:
-    if name not in valid:
-      raise ValueError(
-        f'Unknown {what} {name!r} in {where}; expected some of {list(valid)}.'
-        f'{errors.did_you_mean(name, valid)}'
-      )
-
-
 def check_sizes(
   sizes: Mapping[str, Any] | None,
 ) -> tuple[dict[str, int], dict[str, int]]:
@@ -254,12 +235,12 @@ def check_sizes(
     sizes: as for `make_mesh`.
 
   Raises:
-    ValueError: a name is unknown, or a size can fit no devices.
+    errors.UsageError: a name is unknown, or a size can fit no devices.
   """
   sizes = dict(sizes or {})
   if not sizes.keys() & {'ici', 'dcn'}:  # The axes themselves.
     sizes = {'ici': sizes}
-  check_names(sizes, ('ici', 'dcn'), 'key', 'mesh')
+  errors.check_names(sizes, ('ici', 'dcn'), 'key', 'mesh')
   found = []
   for network, filled in (('ici', 'data'), ('dcn', 'replica')):
     given = dict(sizes.get(network) or {})
@@ -271,10 +252,10 @@ def check_sizes(
 
 
 def _check_numbers(sizes: Mapping[str, int], where: str, filled: str) -> None:
-  check_names(sizes, MESH_AXES, 'mesh axis', where)
+  errors.check_names(sizes, MESH_AXES, 'mesh axis', where)
   values = list(sizes.values())
   if values.count(-1) > 1:
-    raise ValueError(
+    raise errors.UsageError(
       f'{where} is {dict(sizes)}; only one size may be -1 (all that are left),'
       f' and {filled} is -1 by default. Set the others to numbers.'
     )
@@ -284,7 +265,7 @@ def _check_numbers(sizes: Mapping[str, int], where: str, filled: str) -> None:
     or (size < 1 and size != -1)
     for size in values
   ):
-    raise ValueError(
+    raise errors.UsageError(
       f'{where} is {dict(sizes)}; expected positive integers, one of which may'
       ' be -1: all that are left.'
     )

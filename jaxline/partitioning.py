@@ -82,7 +82,7 @@ class Rules:
     for name, axes in vars(self).items():
       axes = (axes,) if isinstance(axes, str) else tuple(axes)
       where = f'sharding_rules.{name}'
-      mesh_lib.check_names(axes, mesh_lib.MESH_AXES, 'mesh axis', where)
+      errors.check_names(axes, mesh_lib.MESH_AXES, 'mesh axis', where)
       object.__setattr__(self, name, axes)
 
 
@@ -127,12 +127,12 @@ def get_rules(
       ones.
   """
   if name not in PRESETS:
-    raise ValueError(
+    raise errors.UsageError(
       f'Unknown sharding {name!r}; expected one of {sorted(PRESETS)}.'
       f'{errors.did_you_mean(name, PRESETS)}'
     )
   changes = dict(changes or {})
-  mesh_lib.check_names(changes, AXIS_NAMES, 'logical axis', 'sharding_rules')
+  errors.check_names(changes, AXIS_NAMES, 'logical axis', 'sharding_rules')
   return dataclasses.replace(PRESETS[name], **changes)  # type: ignore[arg-type]
 
 

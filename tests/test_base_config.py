@@ -57,7 +57,6 @@ def test_each_key_has_one_row_and_its_default_is_valid():
   sections = {name.rpartition('.')[0] for name in names}
   assert set(names) == {*base_config.flat(config.to_dict())} | sections - {''}
   assert len(names) == len(set(names))
-  assert base_config.check_values({}) is None
 
 
 def test_the_effects_of_a_change():
@@ -390,14 +389,16 @@ def test_slices_are_of_a_topology():
   base_config.validate_config(make(num_slices=2, topology='v4:4x4x4'))
 
 
-def test_validate_config_makes_all_three_checks():
+def test_validate_config_makes_all_checks():
   config = make()
-  names = ('validate_keys', 'check_values', 'check_constraints')
+  names = ('validate_keys', 'check_constraints')
   patches = dict.fromkeys(names, mock.DEFAULT)
   with mock.patch.multiple(base_config, **patches) as mocks:
     base_config.validate_config(config)
   for name in names:
     mocks[name].assert_called_once()
+  with pytest.raises(errors.UsageError, match='random_seed is None'):
+    base_config.validate_config(with_value('random_seed', None))
 
 
 # An experiment's own config.

@@ -120,7 +120,7 @@ def test_the_base_config_has_the_keys_and_their_defaults():
     ),
     (
       {'pgle_profiling_runs': 3, 'latency_hiding_scheduler': False},
-      'latency_hiding_scheduler is False',
+      "'false' by config.xla.latency_hiding_scheduler and 'true' by config.xla",
     ),
     ({'flags': ['xla_dump_to']}, 'flags is .*; expected a dict'),
     ({'flags': {'--xla dump': 1}}, "config.xla.flags has 'xla dump'"),
