@@ -31,6 +31,7 @@ from ml_collections import config_flags
 from jaxline import base_config
 from jaxline import debug
 from jaxline import decode
+from jaxline import disk
 from jaxline import distributed
 from jaxline import errors
 from jaxline import train
@@ -686,7 +687,7 @@ def _full_disk(
   found = getattr(error, 'exceptions', [error])
   if all(
     isinstance(e, OSError)
-    and e.errno in files.FULL
+    and e.errno in disk.FULL
     and str(e.filename).startswith(config.checkpoint_dir)
     for e in found
   ):
