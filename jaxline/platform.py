@@ -31,6 +31,7 @@ from ml_collections import config_flags
 from jaxline import base_config
 from jaxline import debug
 from jaxline import decode
+from jaxline import disk
 from jaxline import distributed
 from jaxline import errors
 from jaxline import train
@@ -420,7 +421,7 @@ def _explained(config: config_dict.ConfigDict) -> Iterator[None]:
     errors = getattr(e, 'exceptions', [e])
     if not all(
       isinstance(x, OSError)
-      and x.errno in files.FULL
+      and x.errno in disk.FULL
       and str(x.filename).startswith(config.checkpoint_dir)
       for x in errors
     ):

@@ -19,6 +19,7 @@ LEAVES = (
   'async_lib',
   'compat',
   'debug',
+  'disk',
   'distributed',
   'errors',
   'launch',

@@ -34,6 +34,7 @@ import orbax.checkpoint as ocp
 import jaxline
 from jaxline import async_lib
 from jaxline import base_config
+from jaxline import disk
 from jaxline import errors
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
@@ -663,13 +664,13 @@ class DurableCheckpointer(base.FullCheckpointer):
         files.discard(partial)
       if isinstance(e, OSError):
         raise _failed_save(e, target, content.num_bytes) from (
-          None if e.errno in files.FULL else e
+          None if e.errno in disk.FULL else e
         )
       raise
     if chief:
       if target != final:
         files.replace(target, final)
-      files.sync_directory(final.parent)
+      disk.sync_directory(final.parent)
       logging.info('Saved %s.', final)
 
   def _promotion(
@@ -1041,8 +1042,8 @@ def _failed_save(
   error: OSError, target: pathlib.Path, size: Callable[[], int]
 ) -> OSError:
   """Returns an error that says what became of a save."""
-  needed = size() if error.errno in files.FULL else None
-  error = files.failed_write(error, target, needed)
+  needed = size() if error.errno in disk.FULL else None
+  error = disk.failed_write(error, target, needed)
   return OSError(
     error.errno,
     f'{error.strerror}; what was written of it was removed, and the checkpoints'
