@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import errno
-import functools
 import importlib
 import os
 import pathlib
@@ -644,7 +643,7 @@ def _start(
       if not log or not is_writable:
         return writers.MultiWriter([])
       made = create_writer(config, log)
-      stack.push(functools.partial(_close, adapters.full_writer(made)))
+      stack.enter_context(adapters.full_writer(made))
       return made
 
     first = checkpointer(mode.checkpointer)
@@ -655,7 +654,9 @@ def _start(
     if mode.logs:
       stack.enter_context(programs.of_run(config))
       stack.enter_context(_explained(config))
-      _say_directory(config, is_trained=bool(mode.log))
+      if jax.process_index() == 0:
+        logging.info('Run directory: %s', config.checkpoint_dir)
+        print(f'Run directory: {config.checkpoint_dir}', flush=True)
       supervision = train.Supervision(
         preemption.begin_run(takes_steps=bool(mode.log)),
         stack.enter_context(watchdog.Watchdog(config.watchdog_secs)),
@@ -718,30 +719,6 @@ def _claim(
       unwritable,
     )
   return not unwritable
-
-
-def _say_directory(config: config_dict.ConfigDict, is_trained: bool) -> None:
-  """Prints where the run is; writes its config if no checkpointer does."""
-  if jax.process_index() == 0:
-    logging.info('Run directory: %s', config.checkpoint_dir)
-    print(f'Run directory: {config.checkpoint_dir}', flush=True)
-    # A durable one writes it when the run is known to continue with it.
-    if is_trained and config.checkpointer == 'memory':
-      files.write_json(
-        pathlib.Path(config.checkpoint_dir) / 'config.json',
-        base_config.recorded(config),
-      )
-
-
-def _close(writer: writers.MetricWriter, *error: Any) -> None:
-  """Closes a writer; an error in flight is raised in place of its error."""
-  try:
-    writer.close()
-  except Exception as e:
-    if error == (None, None, None):
-      raise
-    # It often has the same cause as the error that ends the run.
-    logging.error('Closing a writer failed as well: %r', e)
 
 
 def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:

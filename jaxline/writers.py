@@ -149,8 +149,14 @@ class MetricWriter(abc.ABC):
   def __enter__(self) -> 'MetricWriter':
     return self
 
-  def __exit__(self, *exc_info: object) -> None:
-    self.close()
+  def __exit__(self, kind: object, *unused: object) -> None:
+    try:
+      self.close()
+    except Exception as e:
+      if kind is None:
+        raise
+      # It often has the same cause as the error that leaves the block.
+      logging.error('Closing a writer failed as well: %r', e)
 
   def _require_open(self, method: str) -> None:
     if self._is_closed:

@@ -6,6 +6,7 @@ snapshots that a run puts there are of the class `Published` and start no other.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+import pathlib
 import sys
 import threading
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import numpy as np
 from jaxline import base_config
 from jaxline import errors
 from jaxline.checkpoint import base
+from jaxline.checkpoint import files
 from jaxline.compat import devices
 
 
@@ -357,6 +359,15 @@ class InMemoryCheckpointer(base.FullCheckpointer):
         ' --config.one_off_evaluate=True and'
         ' --config.eval_initial_weights=True.'
       )
+
+  def mark_begun(self, step: int) -> None:
+    """Writes the run's config into its directory, if it has one."""
+    config = self._config
+    if config is None or not config.checkpoint_dir or jax.process_index() != 0:
+      return
+    directory = pathlib.Path(config.checkpoint_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    files.write_json(directory / 'config.json', base_config.recorded(config))
 
   def restore_path(self, ckpt_series: str) -> int | None:
     """Returns the number of the newest checkpoint, or None."""
