@@ -292,33 +292,106 @@ for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
   flags.FLAGS.register_key_flag_for_module(sys.argv[0], _flag)
 
 
-def main(
-  experiment_class: Any,
-  argv: Sequence[str],
-  checkpointer_factory: base.CheckpointerFactory = create_checkpointer,
-) -> None:
-  """Runs an experiment as the command line says.
+# The command line.
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+  """Parses the command line; what is wrong with it is said in a line."""
+  if any(arg in ('--help', '-help', '-h', '--h') for arg in argv[1:]):
+    print(_help_text())
+    sys.exit(0)
+  with _exits():
+    return _parse(flags.FLAGS, argv)
+
+
+def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
+  """Parses flags; returns the program's name and the arguments that are none.
+
+  Raises:
+    UsageError: what is wrong, in a line.
+  """
+  try:
+    return values(argv)
+  except OSError as e:
+    raise _config_error(e) from e
+  except (flags.Error, AttributeError, KeyError) as e:
+    if getattr(e, 'flagname', '').startswith('config.'):
+      # ml_collections defines it by the file.
+      raise _config_error('is missing') from e
+    prefix = ''
+    if not isinstance(e, flags.Error):
+      # What ml_collections raises for an unknown config key, one inside the
+      # other. From elsewhere they are errors of the config file.
+      *_, raised_in = traceback.walk_tb(e.__traceback__)
+      if 'ml_collections' not in raised_in[0].f_globals.get('__name__', ''):
+        raise
+      prefix = 'Unknown config key: '
+    message: Any = e
+    while isinstance(message, Exception) and message.args:
+      message = message.args[0]
+    raise UsageError(prefix + ' '.join(str(message).split())) from e
+
+
+def _read_config(values: flags.FlagValues) -> config_dict.ConfigDict:
+  """Returns a copy of the config of parsed flags: validated, `~` expanded."""
+  if values.config is None:
+    raise _config_error('is missing')
+  try:
+    base_config.validate_config(values.config)
+  except OSError as e:
+    # What ml_collections gives instead of a config where it found no file.
+    raise _config_error(e) from None
+  return base_config.expand_paths(values.config)
+
+
+def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
+  """Returns the config that a command line names, without starting a run.
 
   Args:
-    experiment_class: a class or a partial of one; None is the class that
-      `config.experiment_class` names.
-    argv: the command line without the program's name. Parsed here, unless
-      absl has parsed it already (`app.run(functools.partial(main, Class))`).
-    checkpointer_factory: makes the checkpointer of a config and a mode.
+    argv: `--config=FILE` and overrides, `--config.key=value`; nothing else.
+
+  Returns:
+    The config, validated and locked; no directory is made for it.
+
+  Raises:
+    UsageError: what is wrong with the command line or the config.
   """
+  values = flags.FlagValues()
+  argv = [sys.argv[0], *argv]
+  config_flags.DEFINE_config_file('config', flag_values=values, sys_argv=argv)
+  _, *unknown = _parse(values, argv)
+  if unknown:
+    raise UsageError(f'Unexpected arguments {unknown}.')
+  return _read_config(values).lock()
 
-  def run(unused_argv: Sequence[str]) -> None:
-    with _exits():
-      config = _read_config(flags.FLAGS)
-      mode = _find_mode(_MODE.value)
-      _start_jax(config)
-      _start(experiment_class, config, mode, checkpointer_factory)
 
-  with preemption.Watch(grace=_GRACE_SECS):
-    if flags.FLAGS.is_parsed():
-      run(argv)
-    else:
-      app.run(run, argv=[sys.argv[0], *argv], flags_parser=_parse_flags)
+def _help_text() -> str:
+  lines = [
+    f'usage: python {sys.argv[0]} --config=FILE [--config.key=value ...]'
+  ]
+  for flag in flags.FLAGS.get_key_flags_for_module(__name__):
+    default = flag.default not in (None, '')
+    text = flag.help + (f' (default: {flag.default})' if default else '')
+    lines += [f'  --{flag.name}', flags.text_wrap(text, 76, ' ' * 6)]
+  lines += ['', 'Configs beside the program:']
+  for path in _configs():
+    text = ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or ''
+    lines.append(f'  configs/{path.name:<16} {text.partition(chr(10))[0]}')
+  return '\n'.join([*lines, '', 'For the flags of absl: --helpfull'])
+
+
+def _configs() -> list[pathlib.Path]:
+  """Returns the config files beside the program."""
+  folder = pathlib.Path(sys.argv[0]).resolve().parent / 'configs'
+  return sorted(p for p in folder.glob('*.py') if not p.name.startswith('_'))
+
+
+def _config_error(problem: str | OSError) -> UsageError:
+  if isinstance(problem, OSError):
+    problem = f'cannot be read: {str(problem).splitlines()[-1].strip()}'
+  names = [f'--config=configs/{path.name}' for path in _configs()]
+  expected = ' or '.join(names or ['--config=FILE'])
+  return UsageError(f'--config {problem}; expected {expected}.')
 
 
 # How a run ends.
@@ -471,109 +544,36 @@ def _leave_others(error: BaseException) -> None:
   os._exit(code)
 
 
-# The command line.
+# The run.
 
 
-def _parse_flags(argv: list[str]) -> list[str]:
-  """Parses the command line; what is wrong with it is said in a line."""
-  if any(arg in ('--help', '-help', '-h', '--h') for arg in argv[1:]):
-    print(_help_text())
-    sys.exit(0)
-  with _exits():
-    return _parse(flags.FLAGS, argv)
-
-
-def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
-  """Parses flags; returns the program's name and the arguments that are none.
-
-  Raises:
-    UsageError: what is wrong, in a line.
-  """
-  try:
-    return values(argv)
-  except OSError as e:
-    raise _config_error(e) from e
-  except (flags.Error, AttributeError, KeyError) as e:
-    if getattr(e, 'flagname', '').startswith('config.'):
-      # ml_collections defines it by the file.
-      raise _config_error('is missing') from e
-    prefix = ''
-    if not isinstance(e, flags.Error):
-      # What ml_collections raises for an unknown config key, one inside the
-      # other. From elsewhere they are errors of the config file.
-      *_, raised_in = traceback.walk_tb(e.__traceback__)
-      if 'ml_collections' not in raised_in[0].f_globals.get('__name__', ''):
-        raise
-      prefix = 'Unknown config key: '
-    message: Any = e
-    while isinstance(message, Exception) and message.args:
-      message = message.args[0]
-    raise UsageError(prefix + ' '.join(str(message).split())) from e
-
-
-def _read_config(values: flags.FlagValues) -> config_dict.ConfigDict:
-  """Returns a copy of the config of parsed flags: validated, `~` expanded."""
-  if values.config is None:
-    raise _config_error('is missing')
-  try:
-    base_config.validate_config(values.config)
-  except OSError as e:
-    # What ml_collections gives instead of a config where it found no file.
-    raise _config_error(e) from None
-  return base_config.expand_paths(values.config)
-
-
-def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
-  """Returns the config that a command line names, without starting a run.
+def main(
+  experiment_class: Any,
+  argv: Sequence[str],
+  checkpointer_factory: base.CheckpointerFactory = create_checkpointer,
+) -> None:
+  """Runs an experiment as the command line says.
 
   Args:
-    argv: `--config=FILE` and overrides, `--config.key=value`; nothing else.
-
-  Returns:
-    The config, validated and locked; no directory is made for it.
-
-  Raises:
-    UsageError: what is wrong with the command line or the config.
+    experiment_class: a class or a partial of one; None is the class that
+      `config.experiment_class` names.
+    argv: the command line without the program's name. Parsed here, unless
+      absl has parsed it already (`app.run(functools.partial(main, Class))`).
+    checkpointer_factory: makes the checkpointer of a config and a mode.
   """
-  values = flags.FlagValues()
-  argv = [sys.argv[0], *argv]
-  config_flags.DEFINE_config_file('config', flag_values=values, sys_argv=argv)
-  _, *unknown = _parse(values, argv)
-  if unknown:
-    raise UsageError(f'Unexpected arguments {unknown}.')
-  return _read_config(values).lock()
 
+  def run(unused_argv: Sequence[str]) -> None:
+    with _exits():
+      config = _read_config(flags.FLAGS)
+      mode = _find_mode(_MODE.value)
+      _start_jax(config)
+      _start(experiment_class, config, mode, checkpointer_factory)
 
-def _help_text() -> str:
-  lines = [
-    f'usage: python {sys.argv[0]} --config=FILE [--config.key=value ...]'
-  ]
-  for flag in flags.FLAGS.get_key_flags_for_module(__name__):
-    default = flag.default not in (None, '')
-    text = flag.help + (f' (default: {flag.default})' if default else '')
-    lines += [f'  --{flag.name}', flags.text_wrap(text, 76, ' ' * 6)]
-  lines += ['', 'Configs beside the program:']
-  for path in _configs():
-    text = ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or ''
-    lines.append(f'  configs/{path.name:<16} {text.partition(chr(10))[0]}')
-  return '\n'.join([*lines, '', 'For the flags of absl: --helpfull'])
-
-
-def _configs() -> list[pathlib.Path]:
-  """Returns the config files beside the program."""
-  folder = pathlib.Path(sys.argv[0]).resolve().parent / 'configs'
-  return sorted(p for p in folder.glob('*.py') if not p.name.startswith('_'))
-
-
-def _config_error(problem: str | OSError) -> UsageError:
-  if isinstance(problem, OSError):
-    problem = f'cannot be read: {str(problem).splitlines()[-1].strip()}'
-  names = [f'--config=configs/{path.name}' for path in _configs()]
-  expected = ' or '.join(names or ['--config=FILE'])
-  return UsageError(f'--config {problem}; expected {expected}.')
-
-
-# The run.
+  with preemption.Watch(grace=_GRACE_SECS):
+    if flags.FLAGS.is_parsed():
+      run(argv)
+    else:
+      app.run(run, argv=[sys.argv[0], *argv], flags_parser=_parse_flags)
 
 
 def _start_jax(config: config_dict.ConfigDict) -> None:
