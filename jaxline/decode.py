@@ -266,9 +266,10 @@ def _show(prompt: str, continuations: list[dict[str, Any]]) -> None:
   """Prints a prompt and what follows it."""
   print(f'=== {prompt}')
   for continuation in continuations:
-    others = {k: x for k, x in continuation.items() if k != 'text'}
-    shown = {
-      k: f'{x:.4g}' if isinstance(x, float) else x for k, x in others.items()
+    values = {
+      key: f'{x:.4g}' if isinstance(x, float) else x
+      for key, x in continuation.items()
+      if key != 'text'
     }
-    print('---', *(f'{k} {x}' for k, x in shown.items()))
+    print('---', *(f'{key} {x}' for key, x in values.items()))
     print(continuation['text'], flush=True)

@@ -224,13 +224,10 @@ MODES = {
 
 def _find_mode(name: str) -> Mode:
   """Returns the mode of a name; one that begins with eval logs below it."""
-  if name in MODES:
-    return MODES[name]
   if name.startswith('eval'):
     return dataclasses.replace(MODES['eval'], checkpointer=name, eval_log=name)
-  raise UsageError(
-    f'--jaxline_mode is {name!r}; expected one of {sorted(MODES)}.'
-  )
+  errors.check_names([name], MODES, 'mode', '--jaxline_mode')
+  return MODES[name]
 
 
 # Flags.
@@ -253,7 +250,7 @@ class _SettingFlag(flags.Flag):
     setattr(debug.settings, self.name.removeprefix('jaxline_'), value)
 
 
-_CONFIG = config_flags.DEFINE_config_file(
+config_flags.DEFINE_config_file(
   name='config',
   help_string='The run: a config file, such as configs/lm.py. Its values are'
   ' overridden by --config.key=value.',

@@ -31,6 +31,7 @@ import jax
 from jax.experimental import profiler
 import jaxlib
 
+from jaxline import disk
 from jaxline import errors
 from jaxline import periodic
 
@@ -512,15 +513,7 @@ class ProfileSteps(periodic.PeriodicAction):
       first_step: the first step to profile, counted from 1 where this process
         begins, whatever the number of that step is; at least 2.
       num_steps: how many steps to profile.
-
-    Raises:
-      ValueError: there are no such steps.
     """
-    if first_step < 2 or num_steps < 1:
-      raise ValueError(
-        f'Got first_step={first_step} and num_steps={num_steps}; expected at'
-        ' least 2, for the first step compiles, and at least 1.'
-      )
     super().__init__(self._write_profile, 'steps', interval=None)
     self._path = pathlib.Path(path).absolute()
     self._before = first_step - 1
@@ -603,8 +596,8 @@ class ProfileSteps(periodic.PeriodicAction):
       )
     self._path.parent.mkdir(parents=True, exist_ok=True)
     partial = self._path.with_name(f'{self._path.name}.{os.getpid()}.partial')
-    partial.write_bytes(profile)
-    os.replace(partial, self._path)
+    with disk.replacing(self._path, partial) as file:
+      file.write(profile)
     logging.info(
       'Wrote the profile of %d bytes; the next run compiles with it by'
       ' --config.xla.pgle_profile=%s',

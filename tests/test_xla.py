@@ -497,12 +497,6 @@ def test_a_trace_beside_another_is_an_error(tmp_path, temporary):
       train(action, 1)
 
 
-@pytest.mark.parametrize(('first', 'num'), [(1, 1), (2, 0)])
-def test_steps_that_cannot_be_profiled_are_refused(first, num):
-  with pytest.raises(ValueError, match=f'first_step={first} and num_steps='):
-    xla.ProfileSteps('a.pb', first, num)
-
-
 def test_the_first_process_saves_the_profile(monkeypatch):
   wanted = options(pgle_save='a.pb', pgle_save_steps=4)
   (action,) = xla.actions(wanted)
