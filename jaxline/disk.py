@@ -12,6 +12,16 @@ from typing import BinaryIO
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class FullDiskError(OSError):
+  """A file system or a quota has no room; the message says what to do."""
+
+  def __str__(self) -> str:
+    return (
+      f'{self.strerror}: {self.filename}. Make room, then start the same'
+      ' command again.'
+    )
+
+
 @contextlib.contextmanager
 def replacing(path: pathlib.Path, partial: pathlib.Path) -> Iterator[BinaryIO]:
   """Opens a file that gets its name, from another if there is one, when whole.
@@ -49,11 +59,12 @@ def failed_write(
     needed: bytes that it would take; None leaves that out.
   """
   text = error.strerror or str(error)
-  if error.errno in FULL:
-    room = [] if needed is None else [f'{needed / 2**20:.2f} MiB needed']
-    free = shutil.disk_usage(path.parent).free
-    text += f' ({", ".join([*room, f"{free / 2**20:.2f} MiB free"])})'
-  return OSError(error.errno, text, str(path))
+  if error.errno not in FULL:
+    return OSError(error.errno, text, str(path))
+  room = [] if needed is None else [f'{needed / 2**20:.2f} MiB needed']
+  free = shutil.disk_usage(path.parent).free
+  text += f' ({", ".join([*room, f"{free / 2**20:.2f} MiB free"])})'
+  return FullDiskError(error.errno, text, str(path))
 
 
 def sync_directory(directory: pathlib.Path) -> None:

@@ -406,17 +406,13 @@ class _Refused(_Exit, UsageError):
   """A UsageError that has been printed."""
 
 
-class _FullDiskError(Exception):
-  """The disk of the run's directory is full."""
-
-
 # The errors whose message says all, so that it is printed without a traceback,
 # and their exit codes.
 _CODES = {
   UsageError: 2,
   files.RefusedError: 1,
   files.UnreadableError: 1,
-  _FullDiskError: 1,
+  disk.FullDiskError: 1,
   # To start again is all there is to do: the others may be late.
   distributed.RendezvousError: watchdog.EXIT_CODE,
 }
@@ -451,6 +447,10 @@ def _end_of(error: BaseException) -> BaseException:
   """Returns what to raise for an error, after printing its message."""
   if isinstance(error, _Exit):
     return error
+  if isinstance(error, ExceptionGroup):
+    _, others = error.split(disk.FullDiskError)
+    if others is None:  # Several writers have found the disk full.
+      error = error.exceptions[0]
   text = ' '.join([str(error), *getattr(error, '__notes__', [])])
   codes = [code for kind, code in _CODES.items() if isinstance(error, kind)]
   if isinstance(error, preemption.Preempted):
@@ -472,33 +472,6 @@ def _end_of(error: BaseException) -> BaseException:
     return error  # Python prints its traceback.
   print(text, file=sys.stderr, flush=True)
   return end
-
-
-@contextlib.contextmanager
-def _explained(config: config_dict.ConfigDict) -> Iterator[None]:
-  """Adds to the error that ends a run how to continue the run."""
-  try:
-    yield
-  except preemption.Preempted as e:
-    if config.checkpointer == 'durable':
-      e.add_note(
-        'It goes on with the same command and'
-        f' --config.checkpoint_dir={config.checkpoint_dir}'
-      )
-    raise
-  except (OSError, ExceptionGroup) as e:
-    errors = getattr(e, 'exceptions', [e])
-    if not all(
-      isinstance(x, OSError)
-      and x.errno in disk.FULL
-      and str(x.filename).startswith(config.checkpoint_dir)
-      for x in errors
-    ):
-      raise
-    raise _FullDiskError(
-      f'{errors[0].strerror}: {errors[0].filename}. Make room, then start the'
-      ' same command again.'
-    ) from e
 
 
 def _has_others() -> bool:
@@ -650,7 +623,6 @@ def _start(
     supervision = train.Supervision()
     if mode.logs:
       stack.enter_context(programs.of_run(config))
-      stack.enter_context(_explained(config))
       if jax.process_index() == 0:
         logging.info('Run directory: %s', config.checkpoint_dir)
         print(f'Run directory: {config.checkpoint_dir}', flush=True)
@@ -674,7 +646,15 @@ def _start(
       if made is not None:
         stack.callback(made.close)
     # What is raised before is wrong usage, which needs no debugger.
-    debug.debugger_fallback(mode.run)(run)
+    try:
+      debug.debugger_fallback(mode.run)(run)
+    except preemption.Preempted as e:
+      if mode.logs and config.checkpointer == 'durable':
+        e.add_note(
+          'It goes on with the same command and'
+          f' --config.checkpoint_dir={config.checkpoint_dir}'
+        )
+      raise
 
 
 def _claim(

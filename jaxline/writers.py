@@ -519,7 +519,7 @@ class _FileBackend(Backend):
   def _append(self, data: bytes) -> None:
     if self._error is not None:
       # The file may end in half a record; what follows could not be read.
-      raise OSError(
+      raise type(self._error)(
         self._error.errno, 'An earlier write to this file failed', self.path
       ) from self._error
     self._follow()

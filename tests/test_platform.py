@@ -22,11 +22,11 @@ from absl import flags
 from absl.testing import flagsaver
 import jax
 from jax._src import distributed as jax_distributed
-from ml_collections import config_dict
 from ml_collections import config_flags
 import pytest
 
 from jaxline import base_config
+from jaxline import disk
 from jaxline import distributed
 from jaxline import platform
 from jaxline import utils
@@ -497,21 +497,21 @@ def test_an_exit_of_the_config_file_is_no_end_of_the_run(tmp_path):
   assert 'raised SystemExit(0)' in result.stderr
 
 
-def test_other_errors_of_a_group_are_no_full_disk(tmp_path):
-  config = config_dict.ConfigDict({'checkpoint_dir': str(tmp_path)})
-  full = OSError(errno.ENOSPC, 'No space', f'{tmp_path}/a')
+def test_other_errors_of_a_group_are_no_full_disk(tmp_path, capsys):
+  no_space = OSError(errno.ENOSPC, 'No space', f'{tmp_path}/a')
+  full = disk.failed_write(no_space, tmp_path / 'a')
   for error in (full, ExceptionGroup('two', [full, full])):
-    with (
-      pytest.raises(platform._FullDiskError, match=f'No space: {tmp_path}/a'),
-      platform._explained(config),
-    ):
+    with pytest.raises(SystemExit) as caught, platform._exits():
       raise error
+    assert caught.value.code == 1
+    said = capsys.readouterr().err
+    assert re.fullmatch(rf'No space \(.*\): {tmp_path}/a\. Make .*\n', said)
   mixed = ExceptionGroup('two', [full, ValueError('theirs')])
-  elsewhere = OSError(errno.ENOSPC, 'No space', '/elsewhere')
-  for error in (mixed, elsewhere):
-    with pytest.raises(type(error)) as caught, platform._explained(config):
+  for error in (mixed, no_space):  # The latter is of the user's own code.
+    with pytest.raises(type(error)) as caught, platform._exits():
       raise error
     assert caught.value is error
+    assert capsys.readouterr().err == ''
 
 
 @pytest.mark.process

@@ -1044,7 +1044,7 @@ def _failed_save(
   """Returns an error that says what became of a save."""
   needed = size() if error.errno in disk.FULL else None
   error = disk.failed_write(error, target, needed)
-  return OSError(
+  return type(error)(
     error.errno,
     f'{error.strerror}; what was written of it was removed, and the checkpoints'
     ' before it are untouched',
