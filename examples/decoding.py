@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxline import base_config
-from jaxline import decode as decode_lib
+from jaxline import errors
 from jaxline.inputs import tokenization
 
 # (cache, tokens_BL, start_B) -> (logits_BLV, cache)
@@ -403,12 +403,12 @@ def pad_prompts(
     of two, or `max_length`.
 
   Raises:
-    decode_lib.DecodeError: a prompt is empty, or too long. It ends the run in
+    errors.UsageError: a prompt is empty, or too long. It ends the run in
       a line, without a traceback.
   """
   for i, prompt in enumerate(prompts):
     if not 1 <= len(prompt) <= max_length:
-      raise decode_lib.DecodeError(
+      raise errors.UsageError(
         f'Prompt {i + 1} of {len(prompts)} has {len(prompt)} tokens; expected 1'
         f' to {max_length}. Shorten it.'
       )
@@ -449,11 +449,11 @@ def continue_texts(
     (see `Decoded`) and 'tokens', their number.
 
   Raises:
-    decode_lib.DecodeError: a prompt is too long, or there is no room for any.
+    errors.UsageError: a prompt is too long, or there is no room for any.
   """
   longest = max_length - options.max_decode_steps
   if longest < 1:
-    raise decode_lib.DecodeError(
+    raise errors.UsageError(
       f'max_decode_steps is {options.max_decode_steps}, which leaves nothing of'
       f' the {max_length} tokens that the model can see for a prompt; expected'
       f' at most {max_length - 1}.'

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Generator, Iterable
 from concurrent import futures
 import contextlib
 import functools
+import math
 import queue
 import threading
 import types
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 import weakref
 
 from absl import logging
@@ -35,32 +37,70 @@ def _log_all(name: str, errors: list[BaseException]) -> None:
 
 
 class SerialExecutor:
-  """Runs calls in order on one background thread, up to the first error.
+  """Runs calls in order on one background thread.
 
-  Calls that are queued after an error do not run, and every later use raises
-  that error with its traceback from the background thread. Without a later use,
-  the error is logged at the end.
+  Every use after an error raises the first one, with its traceback from the
+  thread; without a later use, the error is logged at the end. What is queued
+  at the end of the process is still run.
+
+  Attributes:
+    error: the first error of a call; None as long as there is none.
+    num_dropped: the sum of the sizes of the calls that found no room.
   """
 
-  def __init__(self, name: str = ''):
+  def __init__(self, name: str = '', max_pending: float = math.inf):
     """Makes the executor; its thread starts with the first call.
 
     Args:
       name: name of the thread, and of this executor in the log.
+      max_pending: the greatest sum of the sizes of calls that wait or run.
     """
     self._name = name
-    self._pool = futures.ThreadPoolExecutor(1, thread_name_prefix=name)
-    self._last: futures.Future | None = None
-    self._traceback: types.TracebackType | None = None
+    self._max_pending = max_pending
+    self._calls: queue.SimpleQueue[Callable[[], Any] | None] = (
+      queue.SimpleQueue()
+    )
+    # Reentrant: a signal handler may queue a call while its thread does.
+    self._lock = threading.RLock()
+    self._thread: threading.Thread | None = None
+    # Each of the two is written by one side only.
+    self._queued = 0
+    self._done = 0
+    self.num_dropped = 0
     self.error: BaseException | None = None
+    self._traceback: types.TracebackType | None = None
     self._unraised: list[BaseException] = []
     # Also at the end of the process.
     weakref.finalize(self, _log_all, name, self._unraised)
 
+  def put(self, call: Callable[[], Any], size: int = 1) -> bool:
+    """Queues a call, which runs also where an earlier one fails.
+
+    Args:
+      call: called without arguments on the thread; at once, from the thread.
+      size: how much of `max_pending` it takes; 0 always finds room.
+
+    Returns:
+      Whether there was room. A call that is larger than `max_pending` has room
+      where nothing else is pending.
+    """
+    if threading.current_thread() is self._thread:
+      self._run(call, 0)
+      return True
+    with self._lock:
+      self._require_thread()
+      pending = self._queued - self._done
+      if size and pending and pending + size > self._max_pending:
+        self.num_dropped += size
+        return False
+      self._queued += size
+      self._calls.put(functools.partial(self._run, call, size))
+      return True
+
   def submit(
     self, fn: Callable[..., T], *args: Any, **kwargs: Any
   ) -> futures.Future[T]:
-    """Queues `fn(*args, **kwargs)`.
+    """Queues `fn(*args, **kwargs)`, which does not run after an error.
 
     Args:
       fn: the function to run on the background thread.
@@ -74,55 +114,97 @@ class SerialExecutor:
       BaseException: the error of an earlier call.
     """
     self.raise_error()
-    self._last = future = self._pool.submit(self._run, fn, args, kwargs)
+    future: futures.Future[T] = futures.Future()
+
+    def resolve() -> None:
+      if self.error is not None:
+        error = futures.CancelledError(
+          f'{function_name(fn)} did not run: an earlier call failed with '
+          f'{self.error!r}.'
+        )
+        future.set_exception(error)
+        return
+      try:
+        result = fn(*args, **kwargs)
+      except BaseException as e:
+        self._keep(e)  # Before anybody is told.
+        future.set_exception(e)
+      else:
+        future.set_result(result)
+
+    self.put(resolve, size=0)
     return future
 
   def raise_error(self) -> None:
     """Raises the error of an earlier call, if there was one."""
     if self.error is not None:
-      self._raise(self.error)
+      self._unraised.clear()
+      # Otherwise each raise would add its frames to those of the one before.
+      raise self.error.with_traceback(self._traceback)
 
-  def wait(self) -> None:
-    """Waits for all calls so far, then raises their error if there was one."""
-    if self._last is not None:
-      futures.wait([self._last])
+  def wait(self, *calls: Callable[[], Any]) -> None:
+    """Waits for all calls so far, then raises their error if there was one.
+
+    Args:
+      *calls: are put behind those, and waited for too.
+    """
+    if calls or self._thread is not None:
+      done = threading.Event()
+      for call in (*calls, done.set):
+        self.put(call, size=0)
+      done.wait()
     self.raise_error()
 
-  def _raise(self, error: BaseException) -> NoReturn:
-    self._unraised.clear()
-    # Otherwise each raise would add its frames to those of the one before.
-    raise error.with_traceback(self._traceback)
+  def _require_thread(self) -> None:
+    if self._thread is None:
+      self._thread = thread = threading.Thread(
+        target=_run_all, args=(self._calls,), name=self._name, daemon=True
+      )
+      thread.start()
+      at_exit = functools.partial(_end, self._calls, thread)
+      # JAX registered its own clean-up when it was imported: this runs before.
+      atexit.register(at_exit)
+      # The thread refers to the queue only, and ends with the executor.
+      weakref.finalize(self, self._calls.put, None)
+      weakref.finalize(self, atexit.unregister, at_exit)
+    elif not self._thread.is_alive():
+      raise RuntimeError(
+        f'The thread {self._name} is not running in this process: a forked'
+        ' process inherits the object but not the thread. Make a new object'
+        ' there.'
+      )
 
-  def _run(
-    self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
-  ) -> T:
-    if self.error is not None:
-      raise futures.CancelledError(
-        f'{function_name(fn)} did not run: an earlier call failed with '
-        f'{self.error!r}.'
-      ) from self.error
+  def _run(self, call: Callable[[], Any], size: int) -> None:
     try:
-      return fn(*args, **kwargs)
+      call()
     except BaseException as e:
-      self._unraised.append(e)
-      self._traceback = e.__traceback__
-      self.error = e
-      raise
+      self._keep(e)
+    finally:
+      self._done += size
+
+  def _keep(self, error: BaseException) -> None:
+    if self.error is None:
+      self._unraised.append(error)
+      self._traceback = error.__traceback__
+      self.error = error
+    elif cause(error) != cause(self.error):
+      _log_all(self._name, [error])
 
 
-class _AsyncFunction:
-  """A function, or the method of a class, that runs on a SerialExecutor."""
+def cause(error: BaseException) -> Any:
+  """Returns the same for errors of one cause, such as a full disk."""
+  return getattr(error, 'errno', None) or repr(error)
 
-  def __init__(self, fn: Callable[..., Any], executor: SerialExecutor):
-    functools.update_wrapper(self, fn)
-    self._fn = fn
-    self._executor = executor
 
-  def __call__(self, *args: Any, **kwargs: Any) -> futures.Future:
-    return self._executor.submit(self._fn, *args, **kwargs)
+def _run_all(calls: queue.SimpleQueue[Callable[[], Any] | None]) -> None:
+  for call in iter(calls.get, None):
+    call()
+    del call  # Or its arguments would stay in memory while the next is awaited.
 
-  def __get__(self, instance: Any, owner: type | None = None) -> Any:
-    return self if instance is None else types.MethodType(self, instance)
+
+def _end(calls: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+  calls.put(None)
+  thread.join()
 
 
 def make_async(
@@ -143,8 +225,13 @@ def make_async(
   """
 
   def decorator(fn: Callable[..., T]) -> Callable[..., futures.Future[T]]:
-    name = thread_name_prefix or function_name(fn)
-    return _AsyncFunction(fn, SerialExecutor(name))
+    executor = SerialExecutor(thread_name_prefix or function_name(fn))
+
+    @functools.wraps(fn)
+    def submit(*args: Any, **kwargs: Any) -> futures.Future[T]:
+      return executor.submit(fn, *args, **kwargs)
+
+    return submit
 
   return decorator
 
@@ -210,82 +297,75 @@ def read_ahead(
       f'Got buffer_size={buffer_size} to read ahead, expected at least 2: one '
       'element in use and one read ahead.'
     )
-  return _read_ahead(iterable_function, buffer_size, name, stall_secs, on_stall)
 
-
-def _read_ahead(
-  iterable_function: Callable[[], Iterable[T]],
-  buffer_size: int,
-  name: str,
-  stall_secs: float | None,
-  on_stall: Callable[[float], None] | None,
-) -> Generator[T, None, None]:
-  """The generator of `read_ahead`."""
-  # Two SimpleQueues instead of one bounded Queue, whose lock and conditions in
-  # Python take ten times as long at each element.
-  ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-  room: queue.SimpleQueue[None] = queue.SimpleQueue()
-  for _ in range(buffer_size - 1):
-    room.put(None)
-  closed = threading.Event()
-  errors: list[BaseException] = []
-  end = object()
-
-  # The thread sees the five values above and not this generator, which would
-  # otherwise live as long as the thread does and never be closed.
-  def produce() -> None:
-    try:
-      iterator = iter(iterable_function())
-      try:
-        for item in iterator:
-          room.get()
-          if closed.is_set():
-            break
-          ready.put(item)
-          del item
-      finally:
-        if hasattr(iterator, 'close'):
-          iterator.close()
-    except BaseException as e:
-      errors.append(e)
-    ready.put(end)
-
-  thread = threading.Thread(target=produce, name=name, daemon=True)
-  thread.start()
-
-  def take() -> Any:
-    waited = 0.0
-    while True:
-      try:
-        return ready.get(timeout=stall_secs)
-      except queue.Empty:
-        assert stall_secs is not None
-        waited += stall_secs
-        if on_stall is not None:
-          on_stall(waited)
-
-  try:
-    while (item := take()) is not end:
+  def read() -> Generator[T, None, None]:
+    # Two SimpleQueues instead of one bounded Queue, whose lock and conditions
+    # in Python take ten times as long at each element.
+    ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    room: queue.SimpleQueue[None] = queue.SimpleQueue()
+    for _ in range(buffer_size - 1):
       room.put(None)
-      yield item
-      del item  # Or it would stay in memory while the next one is awaited.
-    if errors:
-      raise errors.pop()
-  finally:
-    closed.set()
-    room.put(None)  # For the thread that waits for it.
-    # A thread that never comes back must not keep what was read.
-    with contextlib.suppress(queue.Empty):
+    closed = threading.Event()
+    errors: list[BaseException] = []
+    end = object()
+
+    # The thread sees the five values above and not this generator, which would
+    # otherwise live as long as the thread does and never be closed.
+    def produce() -> None:
+      try:
+        iterator = iter(iterable_function())
+        try:
+          for item in iterator:
+            room.get()
+            if closed.is_set():
+              break
+            ready.put(item)
+            del item
+        finally:
+          if hasattr(iterator, 'close'):
+            iterator.close()
+      except BaseException as e:
+        errors.append(e)
+      ready.put(end)
+
+    thread = threading.Thread(target=produce, name=name, daemon=True)
+    thread.start()
+
+    def take() -> Any:
+      waited = 0.0
       while True:
-        ready.get_nowait()
-    # The garbage collector can close a generator on any thread.
-    if thread is not threading.current_thread():
-      thread.join(_JOIN_SECONDS)
-      if thread.is_alive():
-        logging.warning(
-          'Thread %s still waits for its iterable %.0f s after it was closed; '
-          'leaving it behind.',
-          name,
-          _JOIN_SECONDS,
-        )
-    _log_all(name, errors)
+        try:
+          return ready.get(timeout=stall_secs)
+        except queue.Empty:
+          assert stall_secs is not None
+          waited += stall_secs
+          if on_stall is not None:
+            on_stall(waited)
+
+    try:
+      while (item := take()) is not end:
+        room.put(None)
+        yield item
+        del item  # Or it would stay in memory while the next one is awaited.
+      if errors:
+        raise errors.pop()
+    finally:
+      closed.set()
+      room.put(None)  # For the thread that waits for it.
+      # A thread that never comes back must not keep what was read.
+      with contextlib.suppress(queue.Empty):
+        while True:
+          ready.get_nowait()
+      # The garbage collector can close a generator on any thread.
+      if thread is not threading.current_thread():
+        thread.join(_JOIN_SECONDS)
+        if thread.is_alive():
+          logging.warning(
+            'Thread %s still waits for its iterable %.0f s after it was closed;'
+            ' leaving it behind.',
+            name,
+            _JOIN_SECONDS,
+          )
+      _log_all(name, errors)
+
+  return read()

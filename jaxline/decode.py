@@ -27,10 +27,6 @@ from jaxline.compat import adapters
 from jaxline.supervision import preemption
 
 
-class DecodeError(errors.UsageError):
-  """What was asked for cannot be had; the message says what can."""
-
-
 def _check_checkpoint(
   config: config_dict.ConfigDict, checkpointer: base.FullCheckpointer
 ) -> None:
@@ -41,19 +37,13 @@ def _check_checkpoint(
     checkpointer: the run's.
 
   Raises:
-    DecodeError: there is no checkpoint, or none of the step.
+    UsageError: there is no checkpoint, or none of the step.
   """
   series, step = config.decode.series, config.decode.step
   if not checkpointer.can_be_restored(series):
-    where = f'{config.checkpoint_dir} has no checkpoint of {series!r}'
-    if config.checkpointer == 'memory':
-      raise DecodeError(
-        f"{where}: config.checkpointer is 'memory', which keeps them in the"
-        " process that trains. Train with config.checkpointer = 'durable'."
-      )
-    raise DecodeError(
-      f'{where} to decode with. Give the config.checkpoint_dir of a run that'
-      ' has saved one'
+    raise errors.UsageError(
+      f'{config.checkpoint_dir} has no checkpoint of {series!r} to decode with.'
+      ' Give the config.checkpoint_dir of a run that has saved one'
       + (
         ", or config.decode.series = 'latest'."
         if series == 'best'
@@ -61,7 +51,7 @@ def _check_checkpoint(
       )
     )
   if step is not None and step not in (steps := checkpointer.steps(series)):
-    raise DecodeError(
+    raise errors.UsageError(
       f'config.decode.step is {step}, but of {series!r} the steps {steps} are'
       f' kept in {config.checkpoint_dir}.'
     )
@@ -74,18 +64,20 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
     path: as `config.decode.prompts`. Of '.jsonl', other entries are kept.
 
   Raises:
-    DecodeError: the file cannot be read, or it holds something else, or no
+    UsageError: the file cannot be read, or it holds something else, or no
       prompt.
   """
   try:
     text = pathlib.Path(path).read_text(encoding='utf-8')
   except (OSError, UnicodeDecodeError) as e:
-    raise DecodeError(
+    raise errors.UsageError(
       f'config.decode.prompts is {path!r}, which cannot be read as text: {e}.'
     ) from e
   records = list(_records(text.split('\n'), path))
   if not records:
-    raise DecodeError(f'config.decode.prompts is {path!r}: it has no prompt.')
+    raise errors.UsageError(
+      f'config.decode.prompts is {path!r}: it has no prompt.'
+    )
   return records
 
 
@@ -103,7 +95,7 @@ def _records(lines: Iterable[str], path: str) -> Iterator[dict[str, Any]]:
       if not isinstance(record, dict) or not isinstance(
         record.get('prompt'), str
       ):
-        raise DecodeError(
+        raise errors.UsageError(
           f'{path}:{number} is {line[:80]!r}; expected JSON, such as'
           ' {"prompt": "Once"}.'
         )
@@ -148,7 +140,7 @@ def decode(
     checkpointer: has the checkpoint.
 
   Raises:
-    DecodeError: there is no checkpoint, the prompts cannot be read, or the
+    UsageError: there is no checkpoint, the prompts cannot be read, or the
       experiment has no `decode`.
   """
   _check_checkpoint(config, checkpointer)
@@ -162,7 +154,7 @@ def decode(
       experiment_class, 'decode', rng, config
     )
   if type(experiment).decode is experiment_lib.AbstractExperiment.decode:
-    raise DecodeError(
+    raise errors.UsageError(
       f'{type(experiment).__name__} cannot continue prompts. Write its method'
       ' `decode(self, prompts, rng)`, as AbstractExperiment in'
       ' jaxline/experiment.py says and examples/lm/experiment.py does.'
@@ -212,7 +204,7 @@ def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
     output or f'{config.checkpoint_dir}/decode/step_{step}.jsonl'
   )
   if prompts is not None and path.resolve() == pathlib.Path(prompts).resolve():
-    raise DecodeError(
+    raise errors.UsageError(
       f'config.decode.output is {output!r}, the file of the'
       ' prompts, which would be lost. Give another, or None.'
     )
@@ -227,12 +219,12 @@ def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
     name = f'{pathlib.Path(config.checkpoint_dir).name}_step_{step}.jsonl'
     return _first_free(here / name, lambda p: p.open('x', encoding='utf-8'))
   except BlockingIOError as e:
-    raise DecodeError(
+    raise errors.UsageError(
       f'config.decode.output is {output!r}, into which another process writes'
       ' continuations just now. Give another.'
     ) from e
   except OSError as e:
-    raise DecodeError(
+    raise errors.UsageError(
       f'The continuations cannot be written to {path}: {e}. Give'
       ' config.decode.output.'
     ) from e
@@ -274,9 +266,10 @@ def _show(prompt: str, continuations: list[dict[str, Any]]) -> None:
   """Prints a prompt and what follows it."""
   print(f'=== {prompt}')
   for continuation in continuations:
-    others = {k: x for k, x in continuation.items() if k != 'text'}
-    shown = {
-      k: f'{x:.4g}' if isinstance(x, float) else x for k, x in others.items()
+    values = {
+      key: f'{x:.4g}' if isinstance(x, float) else x
+      for key, x in continuation.items()
+      if key != 'text'
     }
-    print('---', *(f'{k} {x}' for k, x in shown.items()))
+    print('---', *(f'{key} {x}' for key, x in values.items()))
     print(continuation['text'], flush=True)

@@ -93,12 +93,12 @@ def validate(value: Any) -> None:
   """Checks a value of `config.distributed`.
 
   Raises:
-    ValueError: naming what is wrong, and what was expected.
+    UsageError: naming what is wrong, and what was expected.
   """
   if isinstance(value, Mapping | config_dict.ConfigDict):
     _read('config.distributed', dict(value))
   elif value not in MODES:
-    raise ValueError(
+    raise errors.UsageError(
       f'config.distributed is {value!r}; expected one of {MODES} or a mapping'
       f' with the keys {tuple(VARIABLES)}.'
     )
@@ -115,10 +115,10 @@ def initialize(value: Any, timeout_secs: float = 300.0) -> None:
     timeout_secs: how long to wait for the others, in seconds.
 
   Raises:
-    ValueError: the value, or what the environment says instead, is wrong.
+    UsageError: the value, or what the environment says instead, is wrong; a
+      device was touched already; or a package is missing.
     RendezvousError: the others were not met in time. The process has to end
       then, since JAX goes on trying for a minute, and ends it after that.
-    RuntimeError: a device was touched already, or a package is missing.
   """
   validate(value)
   if value == 'off':
@@ -139,7 +139,7 @@ def initialize(value: Any, timeout_secs: float = 300.0) -> None:
   if address := os.getenv(_BIND_ADDRESS):
     _check_address(_BIND_ADDRESS, address)
   if xla_bridge.backends_are_initialized():
-    raise RuntimeError(
+    raise errors.UsageError(
       f'This is {place}, but JAX has started its devices already, so that it'
       ' would not see those of the others. Call distributed.initialize (or'
       ' platform.main) before anything that touches a device, such as'
@@ -156,21 +156,21 @@ def _read(source: str, value: Mapping[str, Any]) -> _Place:
   """Returns what a mapping says.
 
   Raises:
-    ValueError: naming what is wrong with it.
+    UsageError: naming what is wrong with it.
   """
   for key in value:
     if key not in VARIABLES:
-      raise ValueError(
+      raise errors.UsageError(
         f'Unknown key {key!r} in {source}; its keys are {tuple(VARIABLES)}.'
         f'{errors.did_you_mean(key, VARIABLES)}'
       )
   if missing := [key for key in VARIABLES if key not in value]:
-    raise ValueError(
+    raise errors.UsageError(
       f'{source} lacks {missing}; its keys are {tuple(VARIABLES)}.'
     )
 
   def refuse(key: str, expected: str) -> None:
-    raise ValueError(
+    raise errors.UsageError(
       f'{key} of {source} is {value[key]!r}; expected {expected}.'
     )
 
@@ -192,7 +192,7 @@ def _read(source: str, value: Mapping[str, Any]) -> _Place:
 def _check_address(name: str, address: Any) -> None:
   parts = re.fullmatch(r'(?:[^:\s]+|\[[^\]\s]+\]):(\d+)', str(address))
   if parts is None or not _is_port(parts[1]):
-    raise ValueError(
+    raise errors.UsageError(
       f"{name} is {address!r}; expected 'host:port', such as 'node0:1234' or"
       " '[::1]:1234'."
     )
@@ -211,7 +211,9 @@ def _found(timeout_secs: float) -> _Place | None:
     _check_address(VARIABLES['coordinator'], given['coordinator'])
   port = os.getenv(_PORT)
   if port and not _is_port(port):
-    raise ValueError(f'{_PORT} is {port!r}; expected a port, such as 1234.')
+    raise errors.UsageError(
+      f'{_PORT} is {port!r}; expected a port, such as 1234.'
+    )
   # JAX lets the address be given beside a cluster, which says the rest.
   if set(given) - {'coordinator'}:
     return _read_variables(given)
@@ -252,14 +254,14 @@ def _untold(
 def _read_variables(given: Mapping[str, str]) -> _Place:
   named = {VARIABLES[key]: text for key, text in given.items()}
   if len(given) < len(VARIABLES):
-    raise ValueError(
+    raise errors.UsageError(
       f'The environment has {named}, and no cluster was found that would say'
       f' the rest; give all of {", ".join(VARIABLES.values())}, or none.'
     )
   numbers = {}
   for key in ('num_processes', 'process_id'):
     if not re.fullmatch(r'\d+', given[key]):
-      raise ValueError(
+      raise errors.UsageError(
         f'{VARIABLES[key]} is {given[key]!r}; expected a number.'
       )
     numbers[key] = int(given[key])
@@ -283,7 +285,7 @@ def _cluster() -> type[clusters.ClusterEnv] | None:
         continue
       if importlib.util.find_spec('kubernetes') is None:
         # No RendezvousError: to start again would not help.
-        raise RuntimeError(
+        raise errors.UsageError(
           'This process is one of an Indexed Job of Kubernetes, and JAX can ask'
           ' for the others only with the package `kubernetes`: pip install'
           f' kubernetes. Or give {", ".join(VARIABLES.values())} in the'

@@ -177,7 +177,9 @@ class _Launch:
     while self._live:
       try:
         number, code = self._ended.get(
-          timeout=None if deadline is None else max(0, deadline - _now())
+          timeout=None
+          if deadline is None
+          else max(0, deadline - time.monotonic())
         )
       except queue.Empty:
         _say(
@@ -196,10 +198,10 @@ class _Launch:
         left = left or code
       elif not failed:
         failed = code
-        deadline = _now() + self._grace_secs
-    drained = _now() + _DRAIN_SECS
+        deadline = time.monotonic() + self._grace_secs
+    drained = time.monotonic() + _DRAIN_SECS
     for reader in self._readers:
-      reader.join(max(0, drained - _now()))
+      reader.join(max(0, drained - time.monotonic()))
     return failed or left
 
   def _copy(self, number: int, source: IO[bytes], sink: IO[bytes]) -> None:
@@ -319,24 +321,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     help='how long the others may go on after one has failed, before they are'
     ' killed (default: %(default)g)',
   )
-  own, separator, command = _split(argv)
-  args, unknown = parser.parse_known_args(own)
+  argv = list(argv)
+  end = argv.index('--') if '--' in argv else len(argv)
+  args, unknown = parser.parse_known_args(argv[:end])
   if unknown:
     parser.error(
       f'unexpected {" ".join(unknown)!r}: the program comes after a --'
     )
-  if not command:
-    parser.error(f'there is no program{" after --" if separator else ""}')
-  args.command = command
+  args.command = argv[end + 1 :]
+  if not args.command:
+    parser.error(f'there is no program{" after --" if end < len(argv) else ""}')
   return args
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
-  argv = list(argv)
-  if '--' not in argv:
-    return argv, False, []
-  place = argv.index('--')
-  return argv[:place], True, argv[place + 1 :]
 
 
 def _integer(low: int, high: int) -> Callable[[str], int]:
@@ -370,10 +365,6 @@ def _name(numbers: Iterable[int]) -> str:
   numbers = sorted(numbers)
   listed = ', '.join(map(str, numbers))
   return f'process{"es" if len(numbers) > 1 else ""} {listed}'
-
-
-def _now() -> float:
-  return time.monotonic()
 
 
 def _say(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+import functools
 import math
 from typing import Any
 
@@ -15,9 +16,8 @@ from jaxline import async_lib
 # Records of log_all_data that wait for the action to be due. They come to a
 # writer all at once and must find room in its queue.
 _MAX_KEPT = 512
-_MAX_PENDING = (
-  4096  # Records that wait for a function slower than its interval.
-)
+# Records that wait for a function slower than its interval.
+_MAX_PENDING = 4096
 
 _Record = tuple[int, dict[str, Any]]
 
@@ -64,6 +64,8 @@ class PeriodicAction(Action):
     log_all_data: bool = False,
     logging_growth_ratios: Sequence[float] | None = None,
     end_step_to_action: int | None = None,
+    *,
+    executor: async_lib.SerialExecutor | None = None,
   ):
     """Sets when the function runs, and where.
 
@@ -84,6 +86,7 @@ class PeriodicAction(Action):
       logging_growth_ratios: ratios r for which the steps round(r * 10**k), for
         any k >= 0, are also due; so are the powers of ten. Needs 'steps'.
       end_step_to_action: a step that is also due; the last one.
+      executor: of the background thread; None makes one.
 
     Raises:
       ValueError: for an unknown interval_type, for growth ratios that are not
@@ -112,17 +115,14 @@ class PeriodicAction(Action):
     self._seconds = math.inf if off else interval or -math.inf
     self._end_step = end_step_to_action
     self._growth_ratios = tuple(logging_growth_ratios or ())
-    self._decade = range(0)  # The steps for which _growth_steps holds.
-    self._growth_steps: frozenset[int] = frozenset()
-    self._executor = async_lib.SerialExecutor(self._name) if run_async else None
+    if run_async and executor is None:
+      executor = async_lib.SerialExecutor(self._name, _MAX_PENDING)
+    self._executor = executor if run_async else None
     can_be_due = (
       not off or self._growth_ratios or end_step_to_action is not None
     )
     self._keep_all = log_all_data and bool(can_be_due)
     self._kept: list[_Record] = []
-    # Each of the two is written by one thread only, so no lock is needed.
-    self._num_submitted = 0
-    self._num_done = 0
     self._num_dropped = 0
     self._steps_per_sec = 0.0
     self.update_time(start_time, start_step)
@@ -159,8 +159,7 @@ class PeriodicAction(Action):
     Raises:
       BaseException: the error of an earlier asynchronous call.
     """
-    if self._kept:
-      self._submit_kept(None)
+    self._hand_on()
     executor = self._executor
     if executor is None:
       return lambda: None
@@ -175,8 +174,7 @@ class PeriodicAction(Action):
 
   def wait_to_finish(self) -> None:
     """Hands on what is left, waits for it, and raises its error if any."""
-    if self._kept:
-      self._submit_kept(None)
+    self._hand_on()
     if self._executor is not None:
       self._executor.wait()
     if self._num_dropped:
@@ -202,17 +200,16 @@ class PeriodicAction(Action):
     Raises:
       BaseException: the error of an earlier asynchronous call.
     """
-    executor = self._executor
-    if executor is not None and executor.error is not None:
-      executor.raise_error()
+    if self._executor is not None:
+      self._executor.raise_error()
     step = int(step)  # A restored step can be an array.
-    if self._is_due(t, step):
+    is_due = self._is_due(t, step)
+    if is_due or self._keep_all:
       self._kept.append((step, dict(scalar_outputs or {})))
-      self._submit_kept(self._measure_rate(t, step))
-    elif self._keep_all:
-      self._kept.append((step, dict(scalar_outputs or {})))
-      if len(self._kept) >= _MAX_KEPT:
-        self._submit_kept(None)
+    if is_due:
+      self._hand_on(self._measure_rate(t, step))
+    elif len(self._kept) >= _MAX_KEPT:
+      self._hand_on()
 
   def _is_due(self, t: float, step: int) -> bool:
     if step == self._end_step:
@@ -220,7 +217,9 @@ class PeriodicAction(Action):
     if self._by_steps:
       if self._every is not None and step % self._every == 0:
         return True
-      return bool(self._growth_ratios) and self._is_growth_step(step)
+      return bool(self._growth_ratios) and step in _growth_steps(
+        len(str(step)), self._growth_ratios
+      )
     elapsed = t - self._prev_time
     if elapsed >= self._seconds:
       return True
@@ -228,13 +227,6 @@ class PeriodicAction(Action):
       # The clock was set back; waiting for it to catch up could take hours.
       self.update_time(t, step)
     return False
-
-  def _is_growth_step(self, step: int) -> bool:
-    if step not in self._decade:
-      self._decade, self._growth_steps = _growth_steps(
-        step, self._growth_ratios
-      )
-    return step in self._growth_steps
 
   def _measure_rate(self, t: float, step: int) -> float:
     """Returns the steps per second since the last time this was called."""
@@ -245,27 +237,24 @@ class PeriodicAction(Action):
       self.update_time(t, step)
     return self._steps_per_sec
 
-  def _submit_kept(self, steps_per_sec: float | None) -> None:
+  def _hand_on(self, steps_per_sec: float | None = None) -> None:
     """Gives the kept records to the function, here or on its thread."""
     records, self._kept = self._kept, []
-    if self._executor is None:
-      self._apply(records, steps_per_sec)
+    if not records:
       return
-    pending = self._num_submitted - self._num_done
-    if pending and pending + len(records) > _MAX_PENDING:
+    apply = functools.partial(self._apply, records, steps_per_sec)
+    if self._executor is None:
+      apply()
+    elif not self._executor.put(apply, len(records)):
       if not self._num_dropped:
         logging.warning(
-          'Periodic action %s is slower than its interval: %d records wait '
-          'for it, so that the one of step %d and possibly more are lost. '
+          'Periodic action %s is slower than its interval: too many records '
+          'wait for it, so that the one of step %d and possibly more are lost. '
           'Give it a longer interval or a faster function.',
           self._name,
-          pending,
           records[-1][0],
         )
       self._num_dropped += len(records)
-      return
-    self._num_submitted += len(records)
-    self._executor.submit(self._apply, records, steps_per_sec)
 
   def _apply(self, records: list[_Record], steps_per_sec: float | None) -> None:
     """Fetches the records' scalars and calls the function on each."""
@@ -279,7 +268,6 @@ class PeriodicAction(Action):
       if steps_per_sec is not None and step == last_step:
         host_scalars['steps_per_sec'] = steps_per_sec
       self._fn(step, host_scalars)
-    self._num_done += len(records)
 
 
 def _if_there(x: Any) -> Any:
@@ -287,27 +275,13 @@ def _if_there(x: Any) -> Any:
   return None if isinstance(x, jax.Array) and x.is_deleted() else x
 
 
-def _growth_steps(
-  step: int, ratios: Sequence[float]
-) -> tuple[range, frozenset[int]]:
-  """Lists the growth steps with as many digits as `step`.
-
-  Args:
-    step: any step.
-    ratios: positive growth ratios.
-
-  Returns:
-    The range of steps with that many digits, and the growth steps in it.
-  """
-  if step < 1:
-    return range(step, step + 1), frozenset()
-  power = 10 ** (len(str(step)) - 1)
-  decade = range(power, 10 * power)
-  steps = {power}
-  for ratio in ratios:
-    exponent = 0
-    while (growth_step := round(ratio * 10**exponent)) < decade.stop:
-      if growth_step in decade:
-        steps.add(growth_step)
-      exponent += 1
-  return decade, frozenset(steps)
+@functools.lru_cache
+def _growth_steps(num_digits: int, ratios: tuple[float, ...]) -> frozenset[int]:
+  """Returns the growth steps that have up to so many digits."""
+  steps = set()
+  for ratio in (1, *ratios):
+    power = 1
+    while (step := round(ratio * power)) < 10**num_digits:
+      steps.add(step)
+      power *= 10
+  return frozenset(steps - {0})

@@ -410,7 +410,7 @@ def _add_rates(scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 def _log_outputs(step: int, scalar_values: Mapping[str, Any]) -> None:
   """Logs one line; a periodic action, at `log_tensors_interval`."""
-  _LOG_LINE.write_scalars(step, _add_rates(scalar_values))
+  _LOG_LINE.write_scalars(step, scalar_values)
 
 
 _initialize_experiment = adapters.initialize_experiment  # Forks call it.
@@ -464,40 +464,36 @@ class _Training:
 
   def _default_actions(self) -> list[periodic.PeriodicAction]:
     """Returns what every training does at intervals: log, write, save."""
-    config = self._run.config
+    config, log = self._run.config, self._run.log
 
-    def write_scalars(step: int, scalars: Mapping[str, Any]) -> None:
-      self._run.log.write_scalars(step, _add_rates(scalars))
+    def to_log(fn: Callable[..., None], **kwargs: Any) -> None:
+      @functools.wraps(fn)  # Messages name the function.
+      def write(step: int, scalars: Mapping[str, Any]) -> None:
+        fn(step, _add_rates(self.guard.without_flag(scalars)))
 
-    def without_flag(fn: Callable[..., None]) -> Callable[..., None]:
-      @functools.wraps(fn)  # The thread has the name of the function.
-      def logged(step: int, scalars: Mapping[str, Any]) -> None:
-        fn(step, self.guard.without_flag(scalars))
-
-      return logged
-
-    of_logging: dict[str, Any] = {
-      'interval_type': config.logging_interval_type or config.interval_type,
-      'logging_growth_ratios': config.periodic_action_growth_ratios,
-    }
-    actions = [
-      periodic.PeriodicAction(
-        without_flag(_log_outputs),
-        interval=config.log_tensors_interval,
-        run_async=config.log_async,
-        **of_logging,
+      action = periodic.PeriodicAction(
+        write,
+        interval_type=config.logging_interval_type or config.interval_type,
+        logging_growth_ratios=config.periodic_action_growth_ratios,
+        # The thread that writes also fetches, once for all.
+        executor=log.executor,
+        **kwargs,
       )
-    ]
+      actions.append(action)
+
+    actions: list[periodic.PeriodicAction] = []
+    to_log(
+      _log_outputs,
+      interval=config.log_tensors_interval,
+      run_async=config.log_async,
+    )
     is_logged = jax.process_index() == 0 or config.log_all_hosts
     if is_logged and self._run.writer is not None:
-      actions.append(
-        periodic.PeriodicAction(
-          without_flag(write_scalars),
-          interval=config.log_train_data_interval,
-          log_all_data=config.log_all_train_data,
-          end_step_to_action=config.training_steps,
-          **of_logging,
-        )
+      to_log(
+        log.write_scalars,
+        interval=config.log_train_data_interval,
+        log_all_data=config.log_all_train_data,
+        end_step_to_action=config.training_steps,
       )
     # After the writing: the checkpoint waits for what was logged before it.
     if self._saves and (config.save_checkpoint_interval or 0) > 0:

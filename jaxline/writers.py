@@ -12,24 +12,20 @@ Shapes: B images, H rows, W columns, C channels. A record is what one call of a
 """
 
 import abc
-import atexit
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import errno
 import json
+import math
 import numbers
 import os
-import queue
+import pathlib
 import re
 import shutil
 import socket
 import stat
 import struct
-import threading
 import time
-import traceback
-import types
 from typing import Any, BinaryIO, NamedTuple, Protocol
 import uuid
 import zlib
@@ -37,6 +33,9 @@ import zlib
 from absl import logging
 import jax
 import numpy as np
+
+from jaxline import async_lib
+from jaxline import disk
 
 
 class Writer(Protocol):
@@ -57,16 +56,18 @@ class MetricWriter(abc.ABC):
   the step (one copy per device). A writer is also a context manager that
   closes itself.
 
-  A subclass gives `_write`, `flush` and `close`.
+  A subclass gives `_write`, `flush` and `close`; see also `Backend`.
+
+  Attributes:
+    executor: runs what writes on its thread, and lets others share the thread;
+      None where calls write themselves.
   """
 
-  def write_scalars(self, global_step: Any, scalars: Mapping[str, Any]) -> None:
-    """Writes named numbers.
+  executor: async_lib.SerialExecutor | None = None
+  _is_closed = False
 
-    Args:
-      global_step: the step they belong to.
-      scalars: what `to_scalars` accepts; it skips other values with a warning.
-    """
+  def write_scalars(self, global_step: Any, scalars: Mapping[str, Any]) -> None:
+    """Writes named numbers, as `to_scalars` accepts them."""
     self._write('scalars', global_step, scalars)
 
   def write_images(self, global_step: Any, images: Mapping[str, Any]) -> None:
@@ -83,12 +84,7 @@ class MetricWriter(abc.ABC):
     self._write('images', global_step, images)
 
   def write_texts(self, global_step: Any, texts: Mapping[str, str]) -> None:
-    """Writes named plain texts of any number of lines, shown as they are.
-
-    Args:
-      global_step: the step they belong to.
-      texts: the texts by name.
-    """
+    """Writes named plain texts of any number of lines, shown as they are."""
     self._write('texts', global_step, texts)
 
   def write_histograms(
@@ -153,14 +149,21 @@ class MetricWriter(abc.ABC):
   def __enter__(self) -> 'MetricWriter':
     return self
 
-  def __exit__(self, *exc_info: object) -> None:
-    self.close()
+  def __exit__(self, kind: object, *unused: object) -> None:
+    try:
+      self.close()
+    except Exception as e:
+      if kind is None:
+        raise
+      # It often has the same cause as the error that leaves the block.
+      logging.error('Closing a writer failed as well: %r', e)
 
-  def _closed_error(self, method: str) -> RuntimeError:
-    return RuntimeError(
-      f'{type(self).__name__}.{method} was called after close(). Write before '
-      'the writer is closed, or make a new one.'
-    )
+  def _require_open(self, method: str) -> None:
+    if self._is_closed:
+      raise RuntimeError(
+        f'{type(self).__name__}.{method} was called after close(). Write before'
+        ' the writer is closed, or make a new one.'
+      )
 
 
 # ---------------------------------------------------------------------------
@@ -186,19 +189,17 @@ def to_step(global_step: Any) -> int:
   Raises:
     TypeError: it is not a whole number.
   """
-  if isinstance(global_step, int):
-    return int(global_step)
   first = global_step
   if isinstance(first, jax.Array):
     # One shard is enough, and on several hosts it is all that there is.
     first = first.addressable_data(0)
-  first = np.asarray(first).reshape(-1)[:1].tolist()
-  if not first or not isinstance(first[0], int | float) or first[0] % 1:
+  number = _to_number(np.asarray(first).reshape(-1)[:1])
+  if number is None or number % 1:
     raise TypeError(
       f'global_step: got {_describe(global_step)}, expected an int or an array '
       'of ints (one copy of the step per device).'
     )
-  return int(first[0])
+  return int(number)
 
 
 def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
@@ -381,6 +382,12 @@ _CONVERSIONS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
+class _Record(dict[str, Any]):
+  """The values of one call, and what they are converted to for all backends."""
+
+  converted: dict[str, Any] | None = None
+
+
 def _summarize(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
   """Returns a record as flat JSON values: images and histograms in figures."""
   if kind == 'images':
@@ -399,12 +406,8 @@ def _summarize(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------
 
 
-class _Backend(MetricWriter):
-  """Checks and converts what is handed over; a subclass only has to emit it."""
-
-  def __init__(self) -> None:
-    self._lock = threading.RLock()
-    self._closed = False
+class Backend(MetricWriter):
+  """Converts what is handed over; a subclass only has to emit it."""
 
   @abc.abstractmethod
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
@@ -413,54 +416,65 @@ class _Backend(MetricWriter):
   def _resume(self, step: int) -> None:
     """Voids what is stored of later steps; nothing where nothing is."""
 
-  @abc.abstractmethod
   def _flush(self) -> None:
     """Pushes to the disk what was emitted."""
 
-  @abc.abstractmethod
   def _finish(self) -> None:
-    """Gives back what the backend holds."""
+    """Gives back what the backend holds; it is flushed."""
 
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
   ) -> None:
-    converted = _CONVERSIONS[kind](values, *options)
-    with self._lock:
-      if self._closed:
-        raise self._closed_error(f'write_{kind}')
-      if converted:
-        self._emit(kind, to_step(global_step), converted)
+    self._require_open(f'write_{kind}')
+    record = values if isinstance(values, _Record) else _Record(values)
+    if record.converted is None:
+      record.converted = _CONVERSIONS[kind](values, *options)
+    if record.converted:
+      self._emit(kind, to_step(global_step), record.converted)
 
   def resume(self, step: int) -> None:
-    with self._lock:
-      if self._closed:
-        raise self._closed_error('resume')
-      self._resume(to_step(step))
+    self._require_open('resume')
+    self._resume(step)
 
   def flush(self) -> None:
-    with self._lock:
-      if self._closed:
-        raise self._closed_error('flush')
-      self._flush()
+    self._require_open('flush')
+    self._flush()
 
   def close(self) -> None:
-    with self._lock:
-      if self._closed:
-        return
-      self._closed = True
+    if not self._is_closed:
+      self._is_closed = True
       try:
         self._flush()
       finally:
         self._finish()
 
 
-class _AppendFile:
-  """A local file that only grows, and whose errors reach the caller.
+class _Piece(NamedTuple):
+  """A piece of a file that processes have appended to.
+
+  Attributes:
+    data: what stands there.
+    kept: what is to stand there, where it is not voided.
+    step: the piece is voided by a resume at an earlier step; None never is.
+    has_scalars: whether it is a whole record of scalars.
+  """
+
+  data: bytes
+  kept: bytes
+  step: float | None
+  has_scalars: bool
+
+
+class _FileBackend(Backend):
+  """Appends to a local file, whose errors reach the caller.
 
   Each append goes to the operating system at once: a reader sees it, a killed
   process does not lose it, and a full disk is noticed at the record that does
   not fit. `flush` also waits for the disk. Where another writer's `resume` has
   replaced the file, the new one is appended to.
+
+  Attributes:
+    path: the file.
   """
 
   def __init__(self, path: str) -> None:
@@ -473,40 +487,19 @@ class _AppendFile:
     self._error: OSError | None = None
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     self._open()
+
+  @abc.abstractmethod
+  def _read(self, file: BinaryIO) -> Iterator[_Piece]:
+    """Yields a file's pieces, which are all of it."""
+
+  def _paths(self) -> list[str]:
+    """Returns the files that processes have appended to, this one too."""
     # A pipe or a device has nothing to wait for, and nothing to void.
-    self.is_regular = stat.S_ISREG(self._stat.st_mode)
+    return [self.path] if stat.S_ISREG(self._stat.st_mode) else []
 
   def _open(self) -> None:
     self._file = open(self.path, 'ab', buffering=0)  # noqa: SIM115
     self._stat = os.fstat(self._file.fileno())
-
-  def append(self, data: bytes) -> None:
-    if self._error is not None:
-      # The file may end in half a record; what follows could not be read.
-      raise OSError(
-        self._error.errno, 'An earlier write to this file failed', self.path
-      ) from self._error
-    self._follow()
-    try:
-      while data:
-        data = data[self._file.write(data) :]
-    except OSError as error:
-      self._error = error
-      if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        folder = os.path.dirname(os.path.abspath(self.path))
-        free = shutil.disk_usage(folder).free
-        error.strerror = f'{error.strerror} ({free / 2**20:.2f} MiB free)'
-        error.filename = self.path
-      error.add_note(f'While writing to {self.path}.')
-      raise
-
-  def flush(self) -> None:
-    self._follow()
-    if self.is_regular:
-      os.fsync(self._file.fileno())
-
-  def close(self) -> None:
-    self._file.close()
 
   def _follow(self) -> None:
     # Linux lets us write to a deleted file for ever without an error.
@@ -523,48 +516,62 @@ class _AppendFile:
       self._file.close()
       self._open()
 
-
-def _rewrite(
-  path: str, edit: Callable[[BinaryIO], Iterable[tuple[bytes, bytes]]]
-) -> None:
-  """Edits a file of any size; at each moment its path has all that is to stay.
-
-  Args:
-    path: the file. It is replaced in one rename, where any piece changes.
-    edit: yields the file's pieces, each as it is and as it is to be.
-  """
-  path = os.path.realpath(path)
-  with open(path, 'rb') as old:
-    if all(piece == edited for piece, edited in edit(old)):
-      return
-    old.seek(0)
-    directory, name = os.path.split(path)
-    # Always the same name, so that kills leave one such file at most; one that
-    # TensorBoard does not take for an event file.
-    temporary = os.path.join(
-      directory, f'.{name.replace("tfevents", "events")}.tmp'
-    )
+  def _append(self, data: bytes) -> None:
+    if self._error is not None:
+      # The file may end in half a record; what follows could not be read.
+      raise type(self._error)(
+        self._error.errno, 'An earlier write to this file failed', self.path
+      ) from self._error
+    self._follow()
     try:
-      with open(temporary, 'wb') as new:
-        new.writelines(edited for _, edited in edit(old))
-        new.flush()
-        os.fsync(new.fileno())
-      shutil.copymode(path, temporary)
-      os.replace(temporary, path)
-    except BaseException:
-      with contextlib.suppress(OSError):
-        os.remove(temporary)
-      raise
-  # Else a power cut could bring the old file back, without what is appended.
-  descriptor = os.open(directory, os.O_RDONLY)
-  try:
-    with contextlib.suppress(OSError):  # Not every mount can do it.
-      os.fsync(descriptor)
-  finally:
-    os.close(descriptor)
+      while data:
+        data = data[self._file.write(data) :]
+    except OSError as error:
+      path = pathlib.Path(os.path.abspath(self.path))
+      self._error = disk.failed_write(error, path)
+      raise self._error from None
+
+  def logged_steps(self) -> list[int]:
+    steps: set[Any] = set()
+    for path in self._paths():
+      with open(path, 'rb') as file:
+        steps.update(p.step for p in self._read(file) if p.has_scalars)
+    return sorted(steps)
+
+  def _resume(self, step: int) -> None:
+    for path in self._paths():
+      self._void_later(pathlib.Path(os.path.realpath(path)), step)
+
+  def _void_later(self, path: pathlib.Path, step: int) -> None:
+    """Edits a file of any size; at each moment its path has all that stays."""
+
+    def edited(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
+      for piece in self._read(file):
+        is_voided = piece.step is not None and piece.step > step
+        yield piece.data, b'' if is_voided else piece.kept
+
+    with open(path, 'rb') as old:
+      if all(data == new for data, new in edited(old)):
+        return
+      old.seek(0)
+      # Always the same name, so that kills leave one such file at most; one
+      # that TensorBoard does not take for an event file.
+      name = path.name.replace('tfevents', 'events')
+      partial = path.with_name(f'.{name}.tmp')
+      with disk.replacing(path, partial) as file:
+        shutil.copymode(path, partial)
+        file.writelines(new for _, new in edited(old))
+
+  def _flush(self) -> None:
+    self._follow()
+    if self._paths():
+      os.fsync(self._file.fileno())
+
+  def _finish(self) -> None:
+    self._file.close()
 
 
-class TensorBoardWriter(_Backend):
+class TensorBoardWriter(_FileBackend):
   """Writes event files for TensorBoard, without TensorFlow.
 
   tensorboardX supplies the protocol buffers and the checksum. Its own writer is
@@ -599,7 +606,6 @@ class TensorBoardWriter(_Backend):
     Raises:
       OSError: the directory cannot be made or written to.
     """
-    super().__init__()
     self._time_fn = time_fn
     log_dir = os.fspath(log_dir)
     # The last part keeps two writers apart that open in one second.
@@ -607,69 +613,62 @@ class TensorBoardWriter(_Backend):
     name = f'events.out.tfevents.{time_fn():017.6f}.{owner}'
     last = max(_event_files(log_dir), default='')
     if name < last:
-      # A second on is behind all names of that second, whoever gave them.
+      # Later than any file that another writer made in the same second.
       found = re.match(r'events\.out\.tfevents\.(\d{10})', last)
       seconds = int(found[1]) + 1 if found else 0
       name = f'events.out.tfevents.{seconds:017.6f}.{owner}'
     if name < last:  # A name that is not of this kind.
       name = f'{last}.{owner}'
-    self._file = _AppendFile(os.path.join(log_dir, name))
-    self._append(file_version='brain.Event:2')
+    super().__init__(os.path.join(log_dir, name))
+    self._append_event(file_version='brain.Event:2')
 
-  @property
-  def path(self) -> str:
-    """The event file."""
-    return self._file.path
-
-  def _append(self, **fields: Any) -> None:
+  def _append_event(self, **fields: Any) -> None:
     """Appends one event as a TFRecord: length, checksum, data, checksum."""
-    from tensorboardX import record_writer
     from tensorboardX.proto import event_pb2
 
     event = event_pb2.Event(wall_time=self._time_fn(), **fields)
     data = event.SerializeToString()
-    record = b''
-    for part in (struct.pack('<Q', len(data)), data):
-      record += part + struct.pack('<I', record_writer.masked_crc32c(part))
-    self._file.append(record)
+    length = struct.pack('<Q', len(data))
+    self._append(length + _checksum(length) + data + _checksum(data))
 
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
-    encode = _SUMMARY_VALUES[kind]
-    summary = [{'tag': k, **encode(value)} for k, value in values.items()]
-    self._append(step=step, summary={'value': summary})
+    summary = [{'tag': k, **_summary(kind, x)} for k, x in values.items()]
+    self._append_event(step=step, summary={'value': summary})
 
-  def logged_steps(self) -> list[int]:
-    from tensorboardX import record_writer
-
+  def _paths(self) -> list[str]:
     directory = os.path.dirname(self.path)
-    steps = set()
-    for name in _event_files(directory):
-      with open(os.path.join(directory, name), 'rb') as file:
-        for record, event in _read_events(file):
-          checksum = struct.pack(
-            '<I', record_writer.masked_crc32c(record[12:-4])
-          )
-          if event is None or record[-4:] != checksum:
-            continue  # What is damaged may say any step.
-          if any(v.HasField('simple_value') for v in event.summary.value):
-            steps.add(event.step)
-    return sorted(steps)
+    return [os.path.join(directory, name) for name in _event_files(directory)]
+
+  def _read(self, file: BinaryIO) -> Iterator[_Piece]:
+    from google.protobuf import message
+    from tensorboardX.proto import event_pb2
+
+    while header := file.read(12):
+      if header[8:] != _checksum(header[:8]):
+        # Where the next record begins cannot be known.
+        rest = header + file.read()
+        yield _Piece(rest, rest, None, False)
+        return
+      data = file.read(struct.unpack('<Q', header[:8])[0])
+      checksum = file.read(4)
+      record = header + data + checksum
+      try:
+        event = event_pb2.Event.FromString(data)
+      except message.DecodeError:
+        event = event_pb2.Event()
+      # What is damaged may say any step.
+      has_scalars = checksum == _checksum(data) and any(
+        value.HasField('simple_value') for value in event.summary.value
+      )
+      step = event.step if event.HasField('summary') else None
+      yield _Piece(record, record, step, has_scalars)
 
   def _resume(self, step: int) -> None:
-    directory = os.path.dirname(self.path)
-    for name in _event_files(directory):
-      path = os.path.join(directory, name)
-      _rewrite(path, lambda file: _without_later_events(file, step))
+    super()._resume(step)
     # Twice: TensorBoard takes the first that it finds in a directory for the
     # start of the run and hides nothing.
     for _ in range(2):
-      self._append(step=step + 1, session_log={'status': 'START'})
-
-  def _flush(self) -> None:
-    self._file.flush()
-
-  def _finish(self) -> None:
-    self._file.close()
+      self._append_event(step=step + 1, session_log={'status': 'START'})
 
 
 def _event_files(directory: str) -> list[str]:
@@ -678,82 +677,37 @@ def _event_files(directory: str) -> list[str]:
   return [name for name in names if 'tfevents' in name]
 
 
-def _without_later_events(
-  file: BinaryIO, step: int
-) -> Iterator[tuple[bytes, bytes]]:
-  """Yields each record, and the same or nothing in its place."""
-  for record, event in _read_events(file):
-    is_later = event is not None and (
-      event.step > step and event.HasField('summary')
-    )
-    yield record, b'' if is_later else record
-
-
-def _read_events(file: BinaryIO) -> Iterator[tuple[bytes, Any]]:
-  """Yields each record and its event; None is the event of what is damaged."""
-  from google.protobuf import message
+def _checksum(data: bytes) -> bytes:
   from tensorboardX import record_writer
-  from tensorboardX.proto import event_pb2
 
-  while header := file.read(12):
-    length, checksum = header[:8], header[8:]
-    if checksum != struct.pack('<I', record_writer.masked_crc32c(length)):
-      # Where the next record begins cannot be known.
-      yield header, None
-      while rest := file.read(1 << 20):
-        yield rest, None
-      return
-    data = file.read(struct.unpack('<Q', length)[0])
-    record = header + data + file.read(4)
-    try:
-      event = event_pb2.Event.FromString(data)
-    except message.DecodeError:
-      event = None
-    yield record, event
+  return struct.pack('<I', record_writer.masked_crc32c(data))
 
 
-def _scalar_summary(number: int | float) -> dict[str, Any]:
-  return {'simple_value': number}
-
-
-def _image_summary(images: np.ndarray) -> dict[str, Any]:
-  _, height, width, _ = images.shape
-  strings = [b'%d' % width, b'%d' % height, *map(_to_png, images)]
-  return _tensor_summary('images', [len(strings)], string_val=strings)
-
-
-def _text_summary(text: str) -> dict[str, Any]:
-  # Four spaces make it a code block in Markdown, whatever it contains.
-  block = '\n'.join('    ' + line for line in text.split('\n'))
-  return _tensor_summary('text', [], string_val=[block.encode('utf-8')])
-
-
-def _histogram_summary(histogram: _Histogram) -> dict[str, Any]:
-  # One row per bucket: left edge, right edge, count.
-  rows = np.stack(
-    [histogram.edges[:-1], histogram.edges[1:], histogram.counts], axis=1
-  )
-  content = rows.astype('<f8').tobytes()
-  return _tensor_summary('histograms', rows.shape, tensor_content=content)
-
-
-_SUMMARY_VALUES: dict[str, Callable[..., dict[str, Any]]] = {
-  'scalars': _scalar_summary,
-  'images': _image_summary,
-  'texts': _text_summary,
-  'histograms': _histogram_summary,
-}
-
-
-def _tensor_summary(
-  plugin: str, shape: Sequence[int], **data: Any
-) -> dict[str, Any]:
-  """Returns the fields of a summary that the named TensorBoard plugin shows."""
-  dtype = 'DT_STRING' if 'string_val' in data else 'DT_DOUBLE'
+def _summary(kind: str, value: Any) -> dict[str, Any]:
+  """Returns the fields of a summary, for the plugin that shows such values."""
+  if kind == 'scalars':
+    return {'simple_value': value}
+  if kind == 'histograms':
+    # One row per bucket: left edge, right edge, count.
+    edges = value.edges
+    rows = np.stack([edges[:-1], edges[1:], value.counts], axis=1)
+    content = rows.astype('<f8').tobytes()
+    tensor = {'dtype': 'DT_DOUBLE', 'tensor_content': content}
+    plugin, shape = 'histograms', rows.shape
+  elif kind == 'images':
+    _, height, width, _ = value.shape
+    strings = [b'%d' % width, b'%d' % height, *map(_to_png, value)]
+    tensor = {'dtype': 'DT_STRING', 'string_val': strings}
+    plugin, shape = 'images', (len(strings),)
+  else:
+    # Four spaces make it a code block in Markdown, whatever it contains.
+    block = '\n'.join('    ' + line for line in value.split('\n'))
+    tensor = {'dtype': 'DT_STRING', 'string_val': [block.encode('utf-8')]}
+    plugin, shape = 'text', ()
   dims = [{'size': size} for size in shape]
   return {
     'metadata': {'plugin_data': {'plugin_name': plugin}},
-    'tensor': {'dtype': dtype, 'tensor_shape': {'dim': dims}, **data},
+    'tensor': {**tensor, 'tensor_shape': {'dim': dims}},
   }
 
 
@@ -775,7 +729,7 @@ def _to_png(image: np.ndarray) -> bytes:
   )
 
 
-class JsonlWriter(_Backend):
+class JsonlWriter(_FileBackend):
   """Appends one JSON object per record to a file; flat, ready for pandas.
 
   `{"step": 10, "time": 1700000000.5, "mode": "train", "kind": "scalars",
@@ -815,75 +769,55 @@ class JsonlWriter(_Backend):
     Raises:
       OSError: the file cannot be opened to write.
     """
-    super().__init__()
     self._time_fn = time_fn
-    self._mode = {} if mode is None else {'mode': mode}
-    self._file = _AppendFile(os.fspath(path))
+    self._mode = mode
+    super().__init__(os.fspath(path))
     self._has_begun = False
 
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
     record: dict[str, Any] = {'step': step, 'time': self._time_fn()}
-    record |= self._mode | {'kind': kind}
+    if self._mode is not None:
+      record['mode'] = self._mode
+    record['kind'] = kind
     for name, value in _summarize(kind, values).items():
       key = f'{kind}/{name}' if name in _JSONL_KEYS else name
       record[key] = _to_json_value(value)
     line = json.dumps(record, allow_nan=False).encode('ascii') + b'\n'
-    if not self._has_begun and _ends_within_a_line(self._file.path):
+    if not self._has_begun and _ends_within_a_line(self.path):
       line = b'\n' + line
-    self._file.append(line)
+    self._append(line)
     self._has_begun = True
 
-  def logged_steps(self) -> list[int]:
-    if not self._file.is_regular:
-      return []
-    steps = set()
-    with open(self._file.path, 'rb') as file:
-      for record in map(_read_record, file):
-        is_ours = record.get('mode') == self._mode.get('mode')
-        if is_ours and record.get('kind') == 'scalars':
-          steps.add(record['step'])
-    return sorted(steps)
-
-  def _resume(self, step: int) -> None:
-    if not self._file.is_regular:
-      return
-    damaged: set[int] = set()
-    _rewrite(
-      self._file.path, lambda file: self._without_later(file, step, damaged)
-    )
-    if damaged:
-      logging.warning(
-        '%s: %d lines are no records and stay as they are: line %s. Mend or '
-        'remove them, or let what reads the file skip them.',
-        self._file.path,
-        len(damaged),
-        ', '.join(map(str, sorted(damaged)[:10])),
-      )
-
-  def _without_later(
-    self, file: BinaryIO, step: int, damaged: set[int]
-  ) -> Iterator[tuple[bytes, bytes]]:
-    """Yields each line, and what is to stand there; numbers are those then."""
-    number = 1
+  def _read(self, file: BinaryIO) -> Iterator[_Piece]:
     for line in file:
       record = _read_record(line)
-      is_whole = line.endswith(b'\n')
+      is_ours = record.get('mode') == self._mode
       if not record:
-        is_kept = is_whole
+        # A resume voids what is cut short, and leaves what is damaged.
+        step = None if line.endswith(b'\n') else math.inf
+        yield _Piece(line, line, step, False)
       else:
-        is_ours = record.get('mode') == self._mode.get('mode')
-        is_kept = record['step'] <= step or not is_ours
-      if is_kept and not record:
-        damaged.add(number)
-      number += is_kept
-      # A record may lack no more than the end of its line.
-      yield line, (line if is_whole else line + b'\n') if is_kept else b''
+        # A record may lack no more than the end of its line.
+        yield _Piece(
+          line,
+          line.removesuffix(b'\n') + b'\n',
+          record['step'] if is_ours else None,
+          is_ours and record.get('kind') == 'scalars',
+        )
 
-  def _flush(self) -> None:
-    self._file.flush()
-
-  def _finish(self) -> None:
-    self._file.close()
+  def _resume(self, step: int) -> None:
+    super()._resume(step)
+    for path in self._paths():
+      with open(path, 'rb') as file:
+        damaged = [n for n, x in enumerate(file, 1) if not _read_record(x)]
+      if damaged:
+        logging.warning(
+          '%s: %d lines are no records and stay as they are: line %s. Mend or '
+          'remove them, or let what reads the file skip them.',
+          path,
+          len(damaged),
+          ', '.join(map(str, damaged[:10])),
+        )
 
 
 _JSONL_KEYS = frozenset({'step', 'time', 'mode', 'kind'})
@@ -915,7 +849,7 @@ def _ends_within_a_line(path: str) -> bool:
     return file.read() != b'\n'
 
 
-class LogLineWriter(_Backend):
+class LogLineWriter(Backend):
   """Logs each record as one line; a text follows on lines of its own.
 
   `step 1200 | loss 2.345 | bits_per_byte 3.383 | steps_per_sec 8.31`
@@ -930,7 +864,6 @@ class LogLineWriter(_Backend):
     Args:
       mode: put before `step` on each line where given.
     """
-    super().__init__()
     self._mode = '' if mode is None else f'{mode} '
     # The order in which names were first seen, so that columns do not move.
     self._order: dict[str, int] = {}
@@ -957,9 +890,6 @@ class LogLineWriter(_Backend):
   def _flush(self) -> None:
     logging.flush()
 
-  def _finish(self) -> None:
-    """Nothing is held."""
-
 
 # So many names with one beginning are written out in a line.
 _MAX_GROUP = 8
@@ -977,30 +907,6 @@ def _shorten(value: Any) -> str:
 # ---------------------------------------------------------------------------
 
 
-def _cause(error: BaseException) -> Any:
-  """Returns the same for errors of one cause, such as a full disk."""
-  return getattr(error, 'errno', None) or error
-
-
-def _forward(writer: Writer, method: str, *args: Any) -> None:
-  """Calls a method of a writer that may have no more than `write_scalars`."""
-  bound = getattr(writer, method, None)
-  if bound is not None:
-    bound(*args)
-  elif method.startswith('write_'):
-    _warn_once(
-      ('method', type(writer).__name__, method),
-      '%s has no method %s: such records do not reach it. This is said once.',
-      type(writer).__name__,
-      method,
-    )
-
-
-def _logged_steps(writer: Writer) -> list[int]:
-  """Returns the `logged_steps` of a writer that may not have the method."""
-  return writer.logged_steps() if isinstance(writer, MetricWriter) else []
-
-
 class MultiWriter(MetricWriter):
   """Hands each record to several writers.
 
@@ -1015,18 +921,25 @@ class MultiWriter(MetricWriter):
       writers: they get each record in this order, and are closed with this one.
     """
     self._writers = tuple(writers)
-    self._closed = False
 
   def _each(self, method: str, *args: Any) -> None:
-    if self._closed:
-      raise self._closed_error(method)
+    self._require_open(method)
     errors = []
     for writer in self._writers:
       try:
-        _forward(writer, method, *args)
+        if hasattr(writer, method):
+          getattr(writer, method)(*args)
+        elif method.startswith('write_'):
+          _warn_once(
+            ('method', type(writer).__name__, method),
+            '%s has no method %s: such records do not reach it. This is said '
+            'once.',
+            type(writer).__name__,
+            method,
+          )
       except Exception as error:
         errors.append(error)
-    if len({_cause(e) for e in errors}) == 1:
+    if len({async_lib.cause(e) for e in errors}) == 1:
       raise errors[0]
     if errors:
       raise ExceptionGroup(f'{len(errors)} writers failed in {method}', errors)
@@ -1034,25 +947,24 @@ class MultiWriter(MetricWriter):
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
   ) -> None:
-    self._each(f'write_{kind}', global_step, values, *options)
+    self._each(f'write_{kind}', global_step, _Record(values), *options)
 
   def resume(self, step: int) -> None:
     self._each('resume', step)
 
   def logged_steps(self) -> list[int]:
-    return sorted(
-      {s for writer in self._writers for s in _logged_steps(writer)}
-    )
+    writers = [w for w in self._writers if isinstance(w, MetricWriter)]
+    return sorted({step for w in writers for step in w.logged_steps()})
 
   def flush(self) -> None:
     self._each('flush')
 
   def close(self) -> None:
-    if not self._closed:
+    if not self._is_closed:
       try:
         self._each('close')
       finally:
-        self._closed = True
+        self._is_closed = True
 
 
 class AsyncWriter(MetricWriter):
@@ -1071,7 +983,11 @@ class AsyncWriter(MetricWriter):
     handed to the wrapped writer; what came later is refused.
   - `resume`, `flush` and `close` wait for the queue, on whichever thread they
     are called. At the end of the program what is still queued is written.
+  - Periodic actions that are given the executor run on the thread too, where a
+    `write_*` call writes at once.
   """
+
+  executor: async_lib.SerialExecutor
 
   def __init__(self, writer: Writer, *, max_queue: int = 1000) -> None:
     """Starts the thread.
@@ -1086,39 +1002,28 @@ class AsyncWriter(MetricWriter):
     """
     if max_queue < 1:
       raise ValueError(f'max_queue: got {max_queue}, expected at least 1.')
-    self._writer = writer
+    self._writer: MetricWriter = (
+      writer if isinstance(writer, MetricWriter) else MultiWriter([writer])
+    )
     self._max_queue = max_queue
-    # Unbounded, so that flush and close get in when records no longer do.
-    self._queue: queue.SimpleQueue[Callable[[], None] | None] = (
-      queue.SimpleQueue()
-    )
-    # Reentrant: a signal handler may write while its thread is in a write.
-    self._lock = threading.RLock()
-    self._control_lock = threading.RLock()
-    self._closed = False
-    self._error: BaseException | None = None
-    self._traceback: types.TracebackType | None = None
-    # Their number and the last one's step. A tuple, so that the thread needs
-    # no lock to read it.
-    self._dropped: tuple[int, Any] = (0, 0)
-    self._dropped_reported = 0
-    self._thread = threading.Thread(
-      target=self._run, name='jaxline-writer', daemon=True
-    )
-    self._thread.start()
-    # JAX registered its own clean-up when it was imported: ours runs before.
-    atexit.register(self._close_at_exit)
+    # Besides those that wait, one is being written.
+    self.executor = async_lib.SerialExecutor('jaxline-writer', max_queue + 1)
+    self.executor.put(lambda: None, size=0)  # No fork starts one of its own.
+    # Of the last record that was handed over, or dropped.
+    self._last_step: Any = 0
+    self._reported = 0
 
   @property
   def dropped_records(self) -> int:
     """How many records were dropped because the queue was full."""
-    return self._dropped[0]
+    return self.executor.num_dropped
 
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
   ) -> None:
-    method = f'write_{kind}'
-    step = _snapshot(global_step)
+    self._require_open(f'write_{kind}')
+    self.executor.raise_error()
+    self._last_step = step = _snapshot(global_step)
     if kind in ('images', 'histograms'):
       values = {name: _snapshot_array(a) for name, a in values.items()}
     else:
@@ -1129,119 +1034,49 @@ class AsyncWriter(MetricWriter):
         _check_image(name, image)
 
     def write() -> None:
-      host_values = _to_host(kind, values)
-      _forward(self._writer, method, to_step(step), host_values, *options)
+      write_kind = getattr(self._writer, f'write_{kind}')
+      on_host = _to_host(kind, values)
+      write_kind(to_step(step), on_host, *options)
 
-    with self._lock:
-      if self._closed:
-        raise self._closed_error(method)
-      self._raise_error()
-      if self._queue.qsize() < self._max_queue:
-        self._queue.put(write)
-        return
-      dropped = self._dropped[0] + 1
-      self._dropped = (dropped, step)
-    if str(dropped).strip('0') == '1':
-      logging.warning(
-        'The writer cannot keep up: its queue holds %d records and %d were '
-        'dropped so far. Is the disk slow or stuck? Log less often or raise '
-        'max_queue.',
-        self._max_queue,
-        dropped,
-      )
+    if not self.executor.put(write):
+      dropped = self.dropped_records
+      if str(dropped).strip('0') == '1':
+        logging.warning(
+          'The writer cannot keep up: its queue holds %d records and %d were '
+          'dropped so far. Is the disk slow or stuck? Log less often or raise '
+          'max_queue.',
+          self._max_queue,
+          dropped,
+        )
 
   def resume(self, step: int) -> None:
-    self._run_and_wait('resume', lambda: _forward(self._writer, 'resume', step))
+    self._require_open('resume')
+    self.executor.wait(lambda: self._writer.resume(step))
 
   def logged_steps(self) -> list[int]:
+    self._require_open('logged_steps')
     steps: list[int] = []
-    self._run_and_wait(
-      'logged_steps', lambda: steps.extend(_logged_steps(self._writer))
-    )
+    self.executor.wait(lambda: steps.extend(self._writer.logged_steps()))
     return steps
 
   def flush(self) -> None:
-    self._run_and_wait(
-      'flush', self._report_dropped, lambda: _forward(self._writer, 'flush')
-    )
-
-  def _run_and_wait(self, method: str, *calls: Callable[[], None]) -> None:
-    with self._control_lock:
-      if self._closed:
-        raise self._closed_error(method)
-      self._require_thread()
-      done = threading.Event()
-      for call in calls:
-        self._queue.put(call)
-      self._queue.put(done.set)
-      done.wait()
-      self._raise_error()
+    self._require_open('flush')
+    self.executor.wait(self._report_dropped, self._writer.flush)
 
   def close(self) -> None:
-    with self._control_lock:
-      with self._lock:
-        if self._closed:
-          return
-        self._require_thread()
-        self._closed = True
-      self._queue.put(self._report_dropped)
-      self._queue.put(lambda: _forward(self._writer, 'flush'))
-      self._queue.put(lambda: _forward(self._writer, 'close'))
-      self._queue.put(None)
-      self._thread.join()
-      atexit.unregister(self._close_at_exit)
-      self._raise_error()
-
-  def _run(self) -> None:
-    # No local variable: it would keep the last record alive while we wait.
-    while self._run_one(self._queue.get()):
-      pass
-
-  def _run_one(self, call: Callable[[], None] | None) -> bool:
-    if call is None:
-      return False
-    try:
-      call()
-    except BaseException as error:
-      if self._error is None:
-        self._traceback = error.__traceback__
-        self._error = error
-      elif _cause(error) != _cause(self._error):
-        logging.error(
-          'The writer failed again:\n%s',
-          ''.join(traceback.format_exception(error)),
-        )
-    return True
-
-  def _raise_error(self) -> None:
-    if self._error is not None:
-      raise self._error.with_traceback(self._traceback)
-
-  def _report_dropped(self) -> None:
-    dropped, step = self._dropped
-    if dropped == self._dropped_reported:
-      return
-    self._dropped_reported = dropped
-    logging.warning('The writer dropped %d records in all.', dropped)
-    self._writer.write_scalars(
-      to_step(step), {'writer/dropped_records': dropped}
-    )
-
-  def _require_thread(self) -> None:
-    if not self._thread.is_alive():
-      raise RuntimeError(
-        'The thread of this AsyncWriter is not running in this process: a '
-        'forked process inherits the object but not the thread. Make a new '
-        'writer there.'
+    if not self._is_closed:
+      self._is_closed = True
+      self.executor.wait(
+        self._report_dropped, self._writer.flush, self._writer.close
       )
 
-  def _close_at_exit(self) -> None:
-    if self._thread.is_alive():
-      try:
-        self.close()
-      finally:
-        # Also where an interrupted close() left the thread at work.
-        self._thread.join()
+  def _report_dropped(self) -> None:
+    if self.dropped_records > self._reported:
+      self._reported = self.dropped_records
+      logging.warning('The writer dropped %d records in all.', self._reported)
+      self._writer.write_scalars(
+        to_step(self._last_step), {'writer/dropped_records': self._reported}
+      )
 
 
 def _snapshot(value: Any) -> Any:

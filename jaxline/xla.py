@@ -31,6 +31,7 @@ import jax
 from jax.experimental import profiler
 import jaxlib
 
+from jaxline import disk
 from jaxline import errors
 from jaxline import periodic
 
@@ -72,10 +73,23 @@ _NUM_TRIED = 8
 class _Flags:
   """The flags for one environment variable, each with the place it is from."""
 
-  def __init__(self, variable: str):
+  def __init__(self, variable: str, before: str):
+    """Begins with the flags that the variable has already.
+
+    Args:
+      variable: its name.
+      before: its text.
+    """
     self.variable = variable
-    self._values: dict[str, str] = {}
-    self._places: dict[str, str] = {}
+    self._environment = f'the environment variable {variable}'
+    self._flags = {
+      # A flag without a value is a switch that is on.
+      m['name']: (
+        'true' if m['value'] is None else m['value'].strip('\'"'),
+        self._environment,
+      )
+      for m in _FLAG.finditer(before)
+    }
 
   def add(self, name: str, value: Any, place: str) -> None:
     """Adds a flag.
@@ -86,56 +100,24 @@ class _Flags:
       place: where it is set, for messages.
 
     Raises:
-      ValueError: the flag has another value from elsewhere, or cannot be one.
+      UsageError: the flag has another value from elsewhere, or cannot be one.
     """
     name, text = name.lstrip('-'), _to_text(name, value, place)
     if not re.fullmatch(r'[\w-]+', name):
-      raise ValueError(
+      raise errors.UsageError(
         f'{place} has {name!r}; expected the name of a flag, such as'
         f' {_GPU_SCHEDULER!r}.'
       )
-    if name not in self._values:
-      self._values[name], self._places[name] = text, place
-    elif not _is_same(self._values[name], text):
-      raise ValueError(
-        f'The flag --{name} has two values: {self._values[name]!r} by'
-        f' {self._places[name]} and {text!r} by {place}. Take one out.'
-      )
+    first = self._flags.setdefault(name, (text, place))
+    _check_same(f'The flag --{name}', first, (text, place))
 
-  def missing_in(self, text: str) -> dict[str, str]:
-    """Returns the flags, as written, that the variable's text does not have.
-
-    Args:
-      text: the variable's value.
-
-    Returns:
-      '--name=value' -> the place it is from.
-
-    Raises:
-      ValueError: the text has another value for a flag.
-    """
-    if text.strip() and not text.strip().startswith('-'):
-      raise ValueError(
-        f'{self.variable} is {text!r}, the name of a file with flags; no flags'
-        f' can be added to it. Put them into {self.variable} itself.'
-      )
-    given = {
-      # A flag without a value is a switch that is on.
-      m['name']: 'true' if m['value'] is None else m['value'].strip('\'"')
-      for m in _FLAG.finditer(text)
+  def missing(self) -> dict[str, str]:
+    """Returns '--name=value' -> place of what the variable does not have."""
+    return {
+      f'--{name}={value}': place
+      for name, (value, place) in self._flags.items()
+      if place != self._environment
     }
-    missing = {}
-    for name, value in self._values.items():
-      place = self._places[name]
-      if name not in given:
-        missing[f'--{name}={value}'] = place
-      elif not _is_same(given[name], value):
-        raise ValueError(
-          f'The flag --{name} has two values: {given[name]!r} by the'
-          f' environment variable {self.variable} and {value!r} by {place}.'
-          ' Take one out.'
-        )
-    return missing
 
 
 def _to_text(name: str, value: Any, place: str) -> str:
@@ -143,7 +125,7 @@ def _to_text(name: str, value: Any, place: str) -> str:
   text = str(value).lower() if isinstance(value, bool) else str(value)
   # XLA splits at white space, and libtpu knows no quotes.
   if not isinstance(value, str | numbers.Real) or re.search(r'[\s\'"]', text):
-    raise ValueError(
+    raise errors.UsageError(
       f'{place} sets {name!r} to {value!r}; expected True, False, a number or'
       ' text without white space and quotes.'
     )
@@ -155,9 +137,23 @@ def _is_same(a: str, b: str) -> bool:
   return words.get(a.lower(), a) == words.get(b.lower(), b)
 
 
-def _flags(options: Mapping[str, Any]) -> tuple[_Flags, _Flags]:
+def _check_same(what: str, a: tuple[Any, str], b: tuple[Any, str]) -> None:
+  """Refuses two values, each given with its place, that are not the same."""
+  if not _is_same(str(a[0]), str(b[0])):
+    raise errors.UsageError(
+      f'{what} has two values: {a[0]!r} by {a[1]} and {b[0]!r} by {b[1]}. Take'
+      ' one out.'
+    )
+
+
+def _flags(
+  options: Mapping[str, Any], environ: Mapping[str, str]
+) -> tuple[_Flags, _Flags]:
   """Returns what XLA and what libtpu is to be told."""
-  xla, tpu = _Flags('XLA_FLAGS'), _Flags('LIBTPU_INIT_ARGS')
+  xla, tpu = (
+    _Flags(variable, environ.get(variable, ''))
+    for variable in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')
+  )
   scheduler = options['latency_hiding_scheduler']
   if scheduler is not None:
     place = 'config.xla.latency_hiding_scheduler'
@@ -186,9 +182,9 @@ def validate(options: Mapping[str, Any]) -> None:
     options: the section of the config; each value is valid by itself.
 
   Raises:
-    ValueError: a flag has two values, or one that XLA cannot read.
+    UsageError: a flag has two values, or one that XLA cannot read.
   """
-  _flags(options)
+  _flags(options, {})
 
 
 def apply(options: Mapping[str, Any]) -> list[str]:
@@ -204,24 +200,28 @@ def apply(options: Mapping[str, Any]) -> list[str]:
     What was set, in lines to show the user; none where nothing had to be.
 
   Raises:
-    ValueError: a flag is unknown, its value is wrong or it has another value in
-      the environment; `pgle_profile` is no profile.
-    RuntimeError: JAX has started, and flags would have to be set.
+    UsageError: a flag is unknown, its value is wrong or it has another value in
+      the environment; `pgle_profile` is no profile; or JAX has started, and
+      flags would have to be set.
   """
   if options['pgle_profile']:
     _check_profile(pathlib.Path(options['pgle_profile']))
   lines = []
-  for wanted in _flags(options):
+  for wanted in _flags(options, os.environ):
     before = os.environ.get(wanted.variable, '')
-    missing = wanted.missing_in(before)
+    missing = wanted.missing()
     if not missing:
       continue
+    if before.strip() and not before.strip().startswith('-'):
+      raise errors.UsageError(
+        f'{wanted.variable} is {before!r}, the name of a file with flags; no'
+        f' flags can be added to it. Put them into {wanted.variable} itself.'
+      )
     _check_not_started(wanted.variable, missing)
     after = ' '.join([before, *missing]).strip()
-    is_xla = wanted.variable == 'XLA_FLAGS'
     why = 'libtpu is not installed here'
     try:
-      is_tried = _try_xla_flags(after) if is_xla else _try_tpu_flags(after)
+      is_tried = _try(wanted.variable, after)
       # Without libtpu the scheduler's does nothing, nor matters.
       is_shown = is_tried or bool(options['tpu_flags'])
     except subprocess.TimeoutExpired:
@@ -242,12 +242,12 @@ def apply(options: Mapping[str, Any]) -> list[str]:
 def _check_profile(path: pathlib.Path) -> None:
   """Refuses what XLA would read as no profile without a word."""
   if not path.exists():
-    raise ValueError(
+    raise errors.UsageError(
       f'config.xla.pgle_profile is {str(path)!r}, which does not exist. Make it'
       f' with a run with config.xla.pgle_save={str(path)!r}.'
     )
   if not path.is_dir() and path.suffix not in ('.pb', '.pbtxt'):
-    raise ValueError(
+    raise errors.UsageError(
       f'config.xla.pgle_profile is {str(path)!r}; expected a .pb or a .pbtxt'
       ' file, or a directory of them: XLA ignores any other.'
     )
@@ -258,7 +258,7 @@ def _check_not_started(variable: str, missing: Iterable[str]) -> None:
   from jax._src import xla_bridge
 
   if xla_bridge.backends_are_initialized():
-    raise RuntimeError(
+    raise errors.UsageError(
       f'config.xla needs {" ".join(missing)} in {variable}, but JAX has started'
       ' and reads it no more. Call nothing of JAX that needs a device before'
       f' the run, or set {variable} in the shell.'
@@ -279,104 +279,81 @@ def _set_auto_pgle(options: Mapping[str, Any]) -> list[str]:
       'pgle_aggregation_percentile'
     ]
   for name, value in settings.items():
-    given = os.environ.get(name.upper())
-    if given is not None and not _is_same(given, str(value)):
-      raise ValueError(
-        f'{name} has two values: {given!r} by the environment variable'
-        f' {name.upper()} and {value!r} by config.xla. Take one out.'
-      )
+    given = os.environ.get(name.upper(), value)
+    place = f'the environment variable {name.upper()}'
+    _check_same(name, (given, place), (value, 'config.xla'))
   for name, value in settings.items():
     jax.config.update(name, value)
   return [f'JAX: {name}={value}' for name, value in settings.items()]
 
 
-def _probe(code: str, *args: str, **environ: str) -> str | None:
-  """Returns what a process that reads flags has to say against them.
+def _try(variable: str, text: str) -> bool:
+  """Refuses flags for which XLA or libtpu would end the process.
+
+  Args:
+    variable: XLA_FLAGS or LIBTPU_INIT_ARGS.
+    text: what it would be.
+
+  Returns:
+    Whether there is something to ask: libtpu may not be installed.
 
   Raises:
     subprocess.TimeoutExpired: it has not read them after `_PROBE_SECS`.
   """
-  done = subprocess.run(
-    [sys.executable, '-c', code, *args],
-    env=os.environ | environ,
-    stdin=subprocess.DEVNULL,
-    capture_output=True,
-    text=True,
-    errors='replace',
-    timeout=_PROBE_SECS,
-  )
-  return done.stderr if done.returncode else None
-
-
-def _try_xla_flags(text: str) -> bool:
-  """Refuses flags for which XLA would end the process; else returns True."""
-
-  def read(text: str) -> str | None:
-    return _probe(_READ_XLA_FLAGS, XLA_FLAGS=text)
-
-  said = read(text)
-  if said is None:
-    return True
-  if unknown := re.search(r'Unknown flags? in XLA_FLAGS: (.*)', said):
-    names = [m['name'] for m in _FLAG.finditer(unknown[1])]
-    libraries = pathlib.Path(jaxlib.__file__).parent.glob('*.so')
-    raise ValueError(
-      f'XLA (jaxlib {jaxlib.__version__}) does not know'
-      f' {_with_near(names, libraries, read)}. XLA_FLAGS would be {text!r};'
-      ' flags of libtpu go into config.xla.tpu_flags.'
-    )
-  problems = re.findall(r'^E.*?\] (.*)$', said, re.MULTILINE)
-  if 'Flag parsing failed' in said and problems:
-    raise ValueError(
-      f'XLA refuses the value of a flag: {"; ".join(problems)} XLA_FLAGS would'
-      f' be {text!r}.'
-    )
-  raise RuntimeError(
-    f'XLA could not be started with XLA_FLAGS={text!r}:\n{said[-2000:]}'
-  )
-
-
-def _try_tpu_flags(text: str) -> bool:
-  """Refuses flags for which libtpu would end the process.
-
-  Returns:
-    Whether there is a libtpu to ask.
-  """
-  path = os.environ.get('TPU_LIBRARY_PATH', '')
-  if not os.path.isfile(path):
-    package = importlib.util.find_spec('libtpu')
-    if package is None or package.origin is None:
-      return False
-    path = str(pathlib.Path(package.origin).with_name('libtpu.so'))
-
-  def read(text: str) -> str | None:
+  if variable == 'XLA_FLAGS':
+    name = f'XLA (jaxlib {jaxlib.__version__})'
+    others = 'flags of libtpu go into config.xla.tpu_flags'
+    libraries = list(pathlib.Path(jaxlib.__file__).parent.glob('*.so'))
+    program, environ = [_READ_XLA_FLAGS], {}
+  else:
+    name = 'libtpu'
+    others = 'flags of XLA for CPUs and GPUs go into config.xla.flags'
+    path = os.environ.get('TPU_LIBRARY_PATH', '')
+    if not os.path.isfile(path):
+      package = importlib.util.find_spec('libtpu')
+      if package is None or package.origin is None:
+        return False
+      path = str(pathlib.Path(package.origin).with_name('libtpu.so'))
+    libraries = [pathlib.Path(path)]
     # It reads its flags and no more: it takes no chip, needs not be the only
     # one to use libtpu, and does not look for the machine's metadata.
-    return _probe(
-      _READ_TPU_FLAGS,
-      path,
-      LIBTPU_INIT_ARGS=text,
-      ALLOW_MULTIPLE_LIBTPU_LOAD='1',
-      TPU_SKIP_MDS_QUERY='1',
+    program = [_READ_TPU_FLAGS, path]
+    environ = {'ALLOW_MULTIPLE_LIBTPU_LOAD': '1', 'TPU_SKIP_MDS_QUERY': '1'}
+
+  def read(text: str) -> str | None:
+    """Returns what a process that reads flags has to say against them."""
+    done = subprocess.run(
+      [sys.executable, '-c', *program],
+      env=os.environ | environ | {variable: text},
+      stdin=subprocess.DEVNULL,
+      capture_output=True,
+      text=True,
+      errors='replace',
+      timeout=_PROBE_SECS,
     )
+    return done.stderr if done.returncode else None
 
   said = read(text)
   if said is None:
     return True
-  if names := re.findall(r"Unknown command line flag '([^']*)'", said):
-    raise ValueError(
-      f'libtpu does not know {_with_near(names, [pathlib.Path(path)], read)}.'
-      f' LIBTPU_INIT_ARGS would be {text!r}; flags of XLA for CPUs and GPUs go'
-      ' into config.xla.flags.'
+  unknown = re.findall(r"Unknown command line flag '([^']*)'", said)
+  for line in re.findall(r'Unknown flags? in XLA_FLAGS: (.*)', said):
+    unknown += [m['name'] for m in _FLAG.finditer(line)]
+  if unknown:
+    raise errors.UsageError(
+      f'{name} does not know {_with_near(unknown, libraries, read)}.'
+      f' {variable} would be {text!r}; {others}.'
     )
-  if problems := re.findall(r'^ERROR: (.*)$', said, re.MULTILINE):
-    raise ValueError(
-      f'libtpu refuses the value of a flag: {"; ".join(problems)}.'
-      f' LIBTPU_INIT_ARGS would be {text!r}.'
+  problems = re.findall(r'^ERROR: (.*)$', said, re.MULTILINE)
+  if 'Flag parsing failed' in said:
+    problems += re.findall(r'^E.*?\] (.*?)\.?$', said, re.MULTILINE)
+  if problems:
+    raise errors.UsageError(
+      f'{name} refuses the value of a flag: {"; ".join(problems)}. {variable}'
+      f' would be {text!r}.'
     )
-  raise RuntimeError(
-    f'libtpu could not be started with LIBTPU_INIT_ARGS={text!r}:'
-    f'\n{said[-2000:]}'
+  raise errors.UsageError(
+    f'{name} could not be started with {variable}={text!r}:\n{said[-2000:]}'
   )
 
 
@@ -426,13 +403,13 @@ def check_backend(options: Mapping[str, Any]) -> list[str]:
     The warnings, which are logged as well.
 
   Raises:
-    ValueError: a profile shall be saved, and there is no GPU.
+    UsageError: a profile shall be saved, and there is no GPU.
   """
   platform = jax.default_backend()
   warnings = []
   if platform != 'gpu':
     if options['pgle_save']:
-      raise ValueError(
+      raise errors.UsageError(
         f'config.xla.pgle_save is {options["pgle_save"]!r}, but JAX runs on'
         f' {platform!r}, and only profiles of NVIDIA GPUs say how long'
         ' instructions take. Set it to None.'
@@ -536,15 +513,7 @@ class ProfileSteps(periodic.PeriodicAction):
       first_step: the first step to profile, counted from 1 where this process
         begins, whatever the number of that step is; at least 2.
       num_steps: how many steps to profile.
-
-    Raises:
-      ValueError: there are no such steps.
     """
-    if first_step < 2 or num_steps < 1:
-      raise ValueError(
-        f'Got first_step={first_step} and num_steps={num_steps}; expected at'
-        ' least 2, for the first step compiles, and at least 1.'
-      )
     super().__init__(self._write_profile, 'steps', interval=None)
     self._path = pathlib.Path(path).absolute()
     self._before = first_step - 1
@@ -627,8 +596,8 @@ class ProfileSteps(periodic.PeriodicAction):
       )
     self._path.parent.mkdir(parents=True, exist_ok=True)
     partial = self._path.with_name(f'{self._path.name}.{os.getpid()}.partial')
-    partial.write_bytes(profile)
-    os.replace(partial, self._path)
+    with disk.replacing(self._path, partial) as file:
+      file.write(profile)
     logging.info(
       'Wrote the profile of %d bytes; the next run compiles with it by'
       ' --config.xla.pgle_profile=%s',

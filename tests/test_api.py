@@ -156,7 +156,7 @@ def heads(contract):
         yield name, head
 
 
-OUR_ARGUMENTS = ('run_config', 'step', 'supervision')
+OUR_ARGUMENTS = ('executor', 'run_config', 'step', 'supervision')
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ LEAVES = (
   'async_lib',
   'compat',
   'debug',
+  'disk',
   'distributed',
   'errors',
   'launch',

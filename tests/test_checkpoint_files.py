@@ -12,6 +12,7 @@ import threading
 
 import pytest
 
+from jaxline import disk
 from jaxline.checkpoint import files
 
 DAY = 24 * 3600.0
@@ -272,10 +273,10 @@ def test_directories_that_cannot_be_synced(tmp_path, monkeypatch):
     raise error
 
   monkeypatch.setattr(files.os, 'fsync', fsync)
-  files.sync_directory(tmp_path)
+  disk.sync_directory(tmp_path)
   error = OSError(errno.EIO, 'Input/output error')
   with pytest.raises(OSError, match='Input/output'):
-    files.sync_directory(tmp_path)
+    disk.sync_directory(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from ml_collections import config_dict
 import pytest
 
 from jaxline import distributed
+from jaxline import errors
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_SECS = 100
@@ -102,7 +103,7 @@ def test_valid(value):
   ],
 )  # fmt: skip
 def test_invalid(value, words):
-  with pytest.raises(ValueError) as e:
+  with pytest.raises(errors.UsageError) as e:
     distributed.validate(value)
   assert words in str(e.value)
 
@@ -182,7 +183,7 @@ def test_the_variables(env):
 )
 def test_wrong_variables(env, variables, words):
   env(**variables)
-  with pytest.raises(ValueError) as e:
+  with pytest.raises(errors.UsageError) as e:
     distributed.initialize('auto')
   assert words in str(e.value)
 
@@ -274,7 +275,7 @@ def test_an_indexed_job_needs_the_package(monkeypatch, env):
   monkeypatch.setitem(sys.modules, 'kubernetes', None)
   monkeypatch.setattr(distributed.importlib.util, 'find_spec', lambda _: None)
   env(KUBERNETES_SERVICE_HOST='10.0.0.1', JOB_COMPLETION_INDEX='1')
-  with pytest.raises(RuntimeError, match='pip install kube') as e:
+  with pytest.raises(errors.UsageError, match='pip install kube') as e:
     distributed.initialize('auto')
   # Which platform takes for something that may be better the next time.
   assert not isinstance(e.value, distributed.RendezvousError)
@@ -333,7 +334,7 @@ def test_an_indexed_job(monkeypatch, env):
 
 def test_devices_were_touched_already():
   jax.devices()
-  with pytest.raises(RuntimeError, match='started its devices already'):
+  with pytest.raises(errors.UsageError, match='started its devices already'):
     distributed.initialize(HERE)
   distributed.initialize('off')
 

@@ -740,7 +740,7 @@ def test_command_leaves_an_error_in_the_data_its_traceback(folder):
 @pytest.mark.parametrize(
   ('args', 'words'),
   [
-    ([], 'Give --config=FILE'),
+    ([], '--config is missing; expected --config=FILE'),
     (['--config=nope.py'], 'No such file or directory'),
     (['--config=config.py', 'more'], "Unexpected arguments ['more']"),
     (['--config=config.py', '--hots=3'], "Unknown command line flag 'hots'"),

@@ -22,11 +22,11 @@ from absl import flags
 from absl.testing import flagsaver
 import jax
 from jax._src import distributed as jax_distributed
-from ml_collections import config_dict
 from ml_collections import config_flags
 import pytest
 
 from jaxline import base_config
+from jaxline import disk
 from jaxline import distributed
 from jaxline import platform
 from jaxline import utils
@@ -497,16 +497,21 @@ def test_an_exit_of_the_config_file_is_no_end_of_the_run(tmp_path):
   assert 'raised SystemExit(0)' in result.stderr
 
 
-def test_other_errors_of_a_group_are_no_full_disk(tmp_path):
-  config = config_dict.ConfigDict({'checkpoint_dir': str(tmp_path)})
-  full = OSError(errno.ENOSPC, 'No space', f'{tmp_path}/a')
-  full_disk = platform._full_disk
-  assert full_disk(full, config) is full
-  assert full_disk(ExceptionGroup('two', [full, full]), config) is full
+def test_other_errors_of_a_group_are_no_full_disk(tmp_path, capsys):
+  no_space = OSError(errno.ENOSPC, 'No space', f'{tmp_path}/a')
+  full = disk.failed_write(no_space, tmp_path / 'a')
+  for error in (full, ExceptionGroup('two', [full, full])):
+    with pytest.raises(SystemExit) as caught, platform._exits():
+      raise error
+    assert caught.value.code == 1
+    said = capsys.readouterr().err
+    assert re.fullmatch(rf'No space \(.*\): {tmp_path}/a\. Make .*\n', said)
   mixed = ExceptionGroup('two', [full, ValueError('theirs')])
-  assert full_disk(mixed, config) is None
-  elsewhere = OSError(errno.ENOSPC, 'No space', '/elsewhere')
-  assert full_disk(elsewhere, config) is None
+  for error in (mixed, no_space):  # The latter is of the user's own code.
+    with pytest.raises(type(error)) as caught, platform._exits():
+      raise error
+    assert caught.value is error
+    assert capsys.readouterr().err == ''
 
 
 @pytest.mark.process
@@ -861,8 +866,7 @@ def test_what_is_started_to_compile(
       SystemExit,
       watchdog.EXIT_CODE,
     ),
-    (ValueError('No port.'), platform.UsageError, 2),
-    (RuntimeError('JAX has started.'), platform.UsageError, 2),
+    (platform.UsageError('No port.'), platform.UsageError, 2),
   ],
 )
 def test_who_cannot_start(
@@ -900,7 +904,7 @@ def test_a_wrong_mesh_or_sharding_is_refused_without_devices(values, words):
   config = base_config.get_base_config()
   config.update(values)
   with pytest.raises(platform.UsageError, match=words):
-    platform.validate_config(config)
+    base_config.validate_config(config)
 
 
 @pytest.mark.filterwarnings('ignore:.*load_module:DeprecationWarning')
@@ -1021,7 +1025,7 @@ def test_who_fails_after_the_meeting_leaves_the_others(
   with flags_of(tmp_path, experiment_class='nowhere:Experiment'):
     with pytest.raises(platform.UsageError, match='nowhere') as caught:
       platform.main(None, [])
-  expected = [mock.call(caught.value, 'train')] if num_processes > 1 else []
+  expected = [mock.call(caught.value)] if num_processes > 1 else []
   assert left.call_args_list == expected
 
 
@@ -1037,7 +1041,9 @@ def test_who_fails_after_the_meeting_leaves_the_others(
 def test_the_code_of_who_leaves_the_others(error, code, monkeypatch):
   exit_now = mock.Mock()
   monkeypatch.setattr(platform.os, '_exit', exit_now)
-  platform._leave_others(error, 'train')
+  monkeypatch.setattr(platform, '_has_others', lambda: True)
+  with pytest.raises(type(error)), platform._exits():
+    raise error
   assert exit_now.call_args_list == [mock.call(code)]
 
 

@@ -510,7 +510,7 @@ def test_a_full_disk_is_an_error_and_spares_whole_records(make, tmp_path):
       writer.write_scalars(3, {'a': 3})
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-  assert str(path) in raised.value.__notes__[0]
+  assert str(path) in str(raised.value)
   # Written behind the torn record it would be lost, so it is refused.
   with pytest.raises(OSError, match=r'An earlier write .* failed'):
     writer.write_scalars(4, {'a': 4})
@@ -999,9 +999,9 @@ def test_jsonl_resume_leaves_the_records_of_other_modes(tmp_path):
 
 def test_jsonl_resume_of_a_device_does_not_read_it():
   with writers.JsonlWriter(os.devnull) as writer:
-    with mock.patch.object(writers, '_rewrite') as rewrite:
+    with mock.patch.object(writers.JsonlWriter, '_read') as read:
       writer.resume(0)
-    rewrite.assert_not_called()
+    read.assert_not_called()
     writer.write_scalars(1, {'a': 1})
 
 
@@ -1265,7 +1265,7 @@ def test_the_first_error_is_raised_and_later_ones_are_logged():
   with mock.patch.object(logging, 'error') as error:
     with pytest.raises(ValueError, match='first'):
       writer.close()
-  text = error.call_args.args[0] % error.call_args.args[1:]
+  text = ''.join(traceback.format_exception(error.call_args.kwargs['exc_info']))
   assert 'ValueError: second' in text
   assert '_take' in text
 

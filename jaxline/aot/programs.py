@@ -27,6 +27,8 @@ import jaxlib
 from ml_collections import config_dict
 
 from jaxline import base_config
+from jaxline import errors
+from jaxline import xla
 from jaxline.checkpoint import files
 from jaxline.supervision import nonfinite
 
@@ -84,6 +86,7 @@ def of_run(config: config_dict.ConfigDict) -> Any:
   """Returns `using` for the run of a config; nothing where it names none."""
   if config.compiled_program is None:
     return contextlib.nullcontext()
+  xla.check_precompiled(config.xla)
   directory = pathlib.Path(config.compiled_program)
   return using(directory, identity(config, jax.devices()))
 
@@ -285,7 +288,7 @@ def _read(directory: pathlib.Path) -> dict[str, Any]:
     found = f'schema {record["schema"]}'
   except (OSError, ValueError, KeyError, TypeError) as e:
     found = repr(e)
-  raise ValueError(
+  raise errors.UsageError(
     f'config.compiled_program is {str(directory)!r}, which has no {RECORD} of'
     f' schema {_SCHEMA} ({found}). Give the directory that'
     ' --jaxline_mode=compile names as "saved programs".'

@@ -158,10 +158,10 @@ class FullCheckpointer(Checkpointer):
     )
 
   def check_shared(self) -> None:
-    """Raises ValueError where not all hosts see the same directory."""
+    """Raises UsageError where not all hosts see the same directory."""
 
   def check_config(self, experiment_class: Any = None) -> None:
-    """Raises ValueError where the newest checkpoint is of another run."""
+    """Raises UsageError where the newest checkpoint is of another run."""
 
   def claim(self, ckpt_series: str) -> None:
     """Takes the right to save a series; raises ValueError where it is taken."""

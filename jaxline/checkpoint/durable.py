@@ -34,6 +34,8 @@ import orbax.checkpoint as ocp
 import jaxline
 from jaxline import async_lib
 from jaxline import base_config
+from jaxline import disk
+from jaxline import errors
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
@@ -45,7 +47,7 @@ from jaxline.supervision import preemption
 _SLOW_SECS = 1.0  # A save that waits longer for the one before is reported.
 
 
-class ConfigChangedError(ValueError):
+class ConfigChangedError(errors.UsageError):
   """A checkpoint in the run's directory was made with another config."""
 
 
@@ -320,7 +322,7 @@ class DurableCheckpointer(base.FullCheckpointer):
 
     Raises:
       ConfigChangedError: a key that makes another run differs.
-      ValueError: `restore_from` names no checkpoint.
+      UsageError: `restore_from` names no checkpoint.
     """
     if self._forks and not self._has_any('latest'):
       _foreign(self._config.restore_from)
@@ -340,7 +342,7 @@ class DurableCheckpointer(base.FullCheckpointer):
     """Refuses a directory that not all processes share.
 
     Raises:
-      ValueError: naming the processes that do not see the first one's files.
+      UsageError: naming the processes that do not see the first one's files.
     """
     if jax.process_count() == 1:
       return
@@ -361,7 +363,7 @@ class DurableCheckpointer(base.FullCheckpointer):
       if jax.process_index() == 0:
         path.unlink(missing_ok=True)
     if not seen.all():
-      raise ValueError(
+      raise errors.UsageError(
         f'config.checkpoint_dir is {self._config.checkpoint_dir!r} in process'
         f' {jax.process_index()}, but processes'
         f' {np.flatnonzero(~seen).tolist()} do not see there what process 0'
@@ -662,13 +664,13 @@ class DurableCheckpointer(base.FullCheckpointer):
         files.discard(partial)
       if isinstance(e, OSError):
         raise _failed_save(e, target, content.num_bytes) from (
-          None if e.errno in files.FULL else e
+          None if e.errno in disk.FULL else e
         )
       raise
     if chief:
       if target != final:
         files.replace(target, final)
-      files.sync_directory(final.parent)
+      disk.sync_directory(final.parent)
       logging.info('Saved %s.', final)
 
   def _promotion(
@@ -1040,9 +1042,9 @@ def _failed_save(
   error: OSError, target: pathlib.Path, size: Callable[[], int]
 ) -> OSError:
   """Returns an error that says what became of a save."""
-  needed = size() if error.errno in files.FULL else None
-  error = files.failed_write(error, target, needed)
-  return OSError(
+  needed = size() if error.errno in disk.FULL else None
+  error = disk.failed_write(error, target, needed)
+  return type(error)(
     error.errno,
     f'{error.strerror}; what was written of it was removed, and the checkpoints'
     ' before it are untouched',
@@ -1079,10 +1081,10 @@ def _foreign(where: str) -> pathlib.Path:
   """Returns the checkpoint that 'DIR' or 'DIR:STEP' means.
 
   Raises:
-    ValueError: there is none; says which there are.
+    UsageError: there is none; says which there are.
   """
   if '://' in where:
-    raise ValueError(
+    raise errors.UsageError(
       f'config.restore_from is {where!r}; expected a folder of this machine.'
       ' Mount the bucket and give the path it has here.'
     )
@@ -1102,7 +1104,7 @@ def _foreign(where: str) -> pathlib.Path:
     step = steps[-1]
   step = _of_chief(-1 if step is None else step)
   if step not in steps:
-    raise ValueError(
+    raise errors.UsageError(
       f'config.restore_from is {where!r}; expected the directory of a run, or'
       ' of a series (RUN/checkpoints/best), optionally with :STEP.'
       f' {series} has the steps {steps}.'

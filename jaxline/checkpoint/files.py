@@ -39,6 +39,7 @@ import zlib
 
 from absl import logging
 
+from jaxline import disk
 from jaxline import errors
 
 FORMAT = 1
@@ -90,8 +91,6 @@ _DISCARD_CHECKS = 10  # In a row, that find nothing of a save that failed.
 _DISCARD_SECS = 10.0  # After which the next start removes what is left.
 _T = TypeVar('_T')
 
-# What says that a file system or a quota has no room.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What says that there is no file of that name.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -149,10 +148,10 @@ def root(directory: str | os.PathLike[str]) -> pathlib.Path:
   """Returns where a run's checkpoints are.
 
   Raises:
-    ValueError: it is an address and not a directory.
+    UsageError: it is an address and not a directory.
   """
   if '://' in os.fspath(directory):
-    raise ValueError(
+    raise errors.UsageError(
       f'Checkpoints cannot be kept in {os.fspath(directory)!r}; expected a'
       ' folder of this machine. Mount the bucket and give its path here.'
     )
@@ -171,56 +170,8 @@ def steps(series: pathlib.Path) -> list[int]:
 def write_json(path: pathlib.Path, value: Any) -> None:
   """Writes a file that is whole, and on the disk, or not there."""
   partial = path.with_name(f'{path.name}.{os.getpid()}.partial')
-  try:
-    with open(partial, 'w', encoding='utf-8') as f:
-      json.dump(value, f, indent=1)
-      f.write('\n')
-      f.flush()
-      os.fsync(f.fileno())
-    os.replace(partial, path)
-  except BaseException as e:
-    with contextlib.suppress(OSError):
-      partial.unlink(missing_ok=True)
-    if isinstance(e, OSError):
-      raise failed_write(e, path) from None
-    raise
-  sync_directory(path.parent)
-
-
-def failed_write(
-  error: OSError, path: pathlib.Path, needed: int | None = None
-) -> OSError:
-  """Returns an error of the same kind that says how much room there is.
-
-  Args:
-    error: what writing failed with.
-    path: what could not be written.
-    needed: bytes that it would take; None leaves that out.
-  """
-  text = error.strerror or str(error)
-  if error.errno in FULL:
-    room = [] if needed is None else [f'{needed / 2**20:.2f} MiB needed']
-    free = shutil.disk_usage(path.parent).free
-    text += f' ({", ".join([*room, f"{free / 2**20:.2f} MiB free"])})'
-  return OSError(error.errno, text, str(path))
-
-
-def sync_directory(directory: pathlib.Path) -> None:
-  """Waits until the disk knows the names that a directory has now.
-
-  Raises:
-    OSError: the disk is full, or failing.
-  """
-  try:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-      os.fsync(fd)
-    finally:
-      os.close(fd)
-  except OSError as e:
-    # What else is said is said by file systems that have no such thing.
-    if e.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
-      raise
+  with disk.replacing(path, partial) as f:
+    f.write(json.dumps(value, indent=1).encode() + b'\n')
 
 
 def _refuse_irregular(name: str, mode: int) -> None:
@@ -591,10 +542,10 @@ def replace(new: pathlib.Path, old: pathlib.Path) -> None:
   whole = old.with_name(old.name + NEW)
   if new != whole:  # So that `clean` finds it, if this is where it ends.
     os.rename(new, whole)
-  sync_directory(old.parent)  # The new one is there for good before that.
+  disk.sync_directory(old.parent)  # The new one is there for good before that.
   remove(old)
   os.rename(whole, old)
-  sync_directory(old.parent)
+  disk.sync_directory(old.parent)
 
 
 def clean(series: pathlib.Path) -> None:
@@ -717,9 +668,9 @@ def keep(checkpoint: pathlib.Path, notes: Iterable[Mapping[str, Any]]) -> None:
       f.writelines(f'{json.dumps(note)}\n' for note in notes)
       f.flush()
       os.fsync(f.fileno())
-    sync_directory(path.parent)
+    disk.sync_directory(path.parent)
   except OSError as e:
-    raise failed_write(e, path) from e
+    raise disk.failed_write(e, path) from e
 
 
 def kept(series: pathlib.Path) -> list[int]:

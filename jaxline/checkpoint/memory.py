@@ -6,6 +6,7 @@ snapshots that a run puts there are of the class `Published` and start no other.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+import pathlib
 import sys
 import threading
 from typing import Any, NamedTuple
@@ -16,7 +17,9 @@ from ml_collections import config_dict
 import numpy as np
 
 from jaxline import base_config
+from jaxline import errors
 from jaxline.checkpoint import base
+from jaxline.checkpoint import files
 from jaxline.compat import devices
 
 
@@ -258,16 +261,17 @@ class InMemoryCheckpointer(base.FullCheckpointer):
   """
 
   _config: Any = None
+  _mode = ''
 
   def __init__(self, config: config_dict.ConfigDict, mode: str):
     """Reads how many to keep; all modes share the series.
 
     Args:
       config: the run's.
-      mode: not used.
+      mode: one that begins with 'eval' needs the checkpoints of another.
     """
-    del mode
     self._config = base_config.complete_config(config)
+    self._mode = mode
     self._max_checkpoints_to_keep = config.max_checkpoints_to_keep
 
   def get_experiment_state(self, ckpt_series: str) -> Any:
@@ -335,6 +339,35 @@ class InMemoryCheckpointer(base.FullCheckpointer):
     logging.info(
       'Restored checkpoint %s of series %s.', history[-1].id, ckpt_series
     )
+
+  def check_config(self, experiment_class: Any = None) -> None:
+    """Refuses to wait for checkpoints that cannot come.
+
+    Raises:
+      UsageError: nothing has been trained in this process.
+    """
+    if (
+      self._mode.startswith('eval')
+      and not self._config.one_off_evaluate
+      and not self.can_be_restored('latest')
+    ):
+      raise errors.UsageError(
+        "There is no checkpoint of 'latest': config.checkpointer is 'memory',"
+        ' which keeps them in the process that trains. Train with'
+        " config.checkpointer = 'durable'; evaluate in that process, by"
+        ' --jaxline_mode=train_and_eval; or evaluate untrained weights, by'
+        ' --config.one_off_evaluate=True and'
+        ' --config.eval_initial_weights=True.'
+      )
+
+  def mark_begun(self, step: int) -> None:
+    """Writes the run's config into its directory, if it has one."""
+    config = self._config
+    if config is None or not config.checkpoint_dir or jax.process_index() != 0:
+      return
+    directory = pathlib.Path(config.checkpoint_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    files.write_json(directory / 'config.json', base_config.recorded(config))
 
   def restore_path(self, ckpt_series: str) -> int | None:
     """Returns the number of the newest checkpoint, or None."""

@@ -1,0 +1,85 @@
+"""Files that are whole, and on the disk, or not there."""
+
+from collections.abc import Iterator
+import contextlib
+import errno
+import os
+import pathlib
+import shutil
+from typing import BinaryIO
+
+# What says that a file system or a quota has no room.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class FullDiskError(OSError):
+  """A file system or a quota has no room; the message says what to do."""
+
+  def __str__(self) -> str:
+    return (
+      f'{self.strerror}: {self.filename}. Make room, then start the same'
+      ' command again.'
+    )
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path, partial: pathlib.Path) -> Iterator[BinaryIO]:
+  """Opens a file that gets its name, from another if there is one, when whole.
+
+  Args:
+    path: the name, which stands for what it did where the block fails.
+    partial: the name of the file until then, in the same directory.
+
+  Raises:
+    OSError: the file cannot be written; says how much room there is.
+  """
+  try:
+    with open(partial, 'wb') as file:
+      yield file
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(partial, path)
+  except BaseException as e:
+    with contextlib.suppress(OSError):
+      partial.unlink(missing_ok=True)
+    if isinstance(e, OSError):
+      raise failed_write(e, path) from None
+    raise
+  sync_directory(path.parent)
+
+
+def failed_write(
+  error: OSError, path: pathlib.Path, needed: int | None = None
+) -> OSError:
+  """Returns an error of the same kind that says how much room there is.
+
+  Args:
+    error: what writing failed with.
+    path: what could not be written.
+    needed: bytes that it would take; None leaves that out.
+  """
+  text = error.strerror or str(error)
+  if error.errno not in FULL:
+    return OSError(error.errno, text, str(path))
+  room = [] if needed is None else [f'{needed / 2**20:.2f} MiB needed']
+  free = shutil.disk_usage(path.parent).free
+  text += f' ({", ".join([*room, f"{free / 2**20:.2f} MiB free"])})'
+  return FullDiskError(error.errno, text, str(path))
+
+
+def sync_directory(directory: pathlib.Path) -> None:
+  """Waits until the disk knows the names that a directory has now.
+
+  Raises:
+    OSError: the disk is full, or failing.
+  """
+  try:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+      os.fsync(fd)
+    finally:
+      os.close(fd)
+  except OSError as e:
+    # What else is said is said by file systems that have no such thing.
+    if e.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+      raise
