@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterable
 from typing import Any, TypeVar
 
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
@@ -36,10 +37,10 @@ def get_first(xs: Any) -> Any:
 
   def first(x: Any) -> Any:
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-      shard = x.addressable_shards[0]
-      if shard.data.shape == (1, *x.shape[1:]):
+      row = x.addressable_data(0)
+      if row.shape == (1, *x.shape[1:]):
         # x[0] would be a program on all devices, and copy the row to each.
-        return jax.lax.squeeze(shard.data, (0,))
+        return jax.lax.squeeze(row, (0,))
     return x[0]
 
   return jax.tree_util.tree_map(first, xs)
@@ -54,15 +55,13 @@ def bcast_local_devices(value: Any) -> Any:
   Returns:
     The same tree, of [local devices, ...] arrays with one row on each device.
   """
-  devices = jax.local_devices()
   sharding = local_sharding()
 
   def bcast(x: Any) -> jax.Array:
     # A copy, since on a CPU the result could share the memory of `x`.
     row = x[None] if isinstance(x, jax.Array) else np.array(x)[None]
-    rows = [jax.device_put(row, device) for device in devices]
-    shape = (len(devices), *row.shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, sharding, rows)
+    shape = (sharding.num_devices, *row.shape[1:])
+    return jax.make_array_from_callback(shape, sharding, lambda _: row)
 
   return jax.tree_util.tree_map(bcast, value)
 
@@ -116,26 +115,15 @@ def double_buffer_on_gpu(ds: Iterable[T]) -> Iterable[T]:
 
 
 def rendezvous() -> None:
-  """Waits until all hosts have come here.
-
-  Raises:
-    ValueError: if the devices that checked in are not all there are.
-  """
-  with debug.log_activity('rendezvous'):
-    ones = np.ones([jax.local_device_count()], np.int32)
-    sums = jax.pmap(lambda x: jax.lax.psum(x, 'i'), axis_name='i')(ones)
-    got = jax.device_get(sums).tolist()
-    if set(got) != {jax.device_count()}:
-      raise ValueError(
-        f'Rendezvous: the devices of this host counted {got} devices, expected '
-        f'{jax.device_count()}. Did all processes start with the same '
-        'jax.distributed.initialize settings?'
-      )
+  """Waits until all hosts have come here."""
+  # Compiled also under `debug.disable_pmap_jit`: it is not the user's code.
+  with debug.log_activity('rendezvous'), jax.disable_jit(False):
+    multihost_utils.sync_global_devices('rendezvous')
 
 
 def _put_rows(batch: Any, sharding: jax.sharding.NamedSharding) -> Any:
   """Puts row i of every leaf onto local device i."""
-  num_devices = len(sharding.device_set)
+  num_devices = sharding.num_devices
   if batch is None:
     raise ValueError('double_buffer got None, expected a batch of arrays.')
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
