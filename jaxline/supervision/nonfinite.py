@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Callable, Iterator, Mapping
 import functools
+import re
 from typing import Any
 
 from absl import logging
@@ -13,6 +14,8 @@ import numpy as np
 from jaxline import errors
 from jaxline import periodic
 
+# The names of scalars that must be finite.
+_JUDGED = re.compile('loss|grad', re.IGNORECASE)
 _MAX_NAMED = 8  # Scalars in a message; a norm for each layer can be hundreds.
 
 MODES = ('warn', 'raise', 'skip', 'ignore')
@@ -154,9 +157,7 @@ class Guard(periodic.Action):
     while self._steps:
       self._judge_oldest()
 
-  def wait_to_finish(self) -> None:
-    """Does what `wait` does, as a periodic action's end."""
-    self.wait()
+  wait_to_finish = wait  # As a periodic action.
 
   def _judge_oldest(self) -> None:
     step, scalars = self._steps.popleft()
@@ -166,9 +167,9 @@ class Guard(periodic.Action):
       return
     numbers = [(k, x) for k, x in _numbers(scalars) if k not in self._warned]
     if flag is None:
-      numbers = [item for item in numbers if _judges(item[0])]
+      numbers = [item for item in numbers if _JUDGED.search(item[0])]
     else:  # The message may name any, those of the loss and gradients first.
-      numbers.sort(key=lambda item: not _judges(item[0]))
+      numbers.sort(key=lambda item: not _JUDGED.search(item[0]))
     bad = _nonfinite(step, numbers)
     if not bad and (flag is None or self._warned):
       return
@@ -211,12 +212,6 @@ class Guard(periodic.Action):
       ' goes on all the same. To find the cause, run again with'
       ' JAX_DEBUG_NANS=True and --jaxline_post_mortem.'
     )
-
-
-@functools.cache
-def _judges(name: str) -> bool:
-  name = name.lower()
-  return 'loss' in name or 'grad' in name
 
 
 def _numbers(scalars: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
