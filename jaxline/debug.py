@@ -196,10 +196,13 @@ def _debug(error: Exception) -> None:
     with preemption.paused():  # Ctrl-C is for the debugger.
       pdb.post_mortem(error.__traceback__)
     return
-  with contextlib.suppress(OSError), _connected(error) as (reader, writer):
+  with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+    # At the first use: a test may have mocked pdb.
+    files = functools.cache(lambda: stack.enter_context(_connected(error)))
     # Only this thread's output goes to the debugger.
-    streams = _PerThread(reader, sys.stdin), _PerThread(writer, sys.stdout)
-    with mock.patch.multiple(sys, stdin=streams[0], stdout=streams[1]):
+    stdin = _PerThread(lambda: files()[0], sys.stdin)
+    stdout = _PerThread(lambda: files()[1], sys.stdout)
+    with mock.patch.multiple(sys, stdin=stdin, stdout=stdout):
       pdb.post_mortem(error.__traceback__)
 
 
@@ -236,16 +239,16 @@ def _connected(error: Exception) -> Iterator[tuple[TextIO, TextIO]]:
 
 
 class _PerThread:
-  """A stream: `mine` for the thread that made it, `others` for all others."""
+  """A stream: `mine()` for the thread that made it, `others` for all others."""
 
-  def __init__(self, mine: Any, others: Any):
+  def __init__(self, mine: Callable[[], Any], others: Any):
     self._thread = threading.get_ident()
     self._mine = mine
     self._others = others
 
   def __getattr__(self, name: str) -> Any:
     is_mine = threading.get_ident() == self._thread
-    return getattr(self._mine if is_mine else self._others, name)
+    return getattr(self._mine() if is_mine else self._others, name)
 
 
 def attach(path: str) -> None:

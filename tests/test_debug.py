@@ -181,7 +181,11 @@ def test_post_mortem_is_off_by_default(terminal):
   post_mortem.assert_not_called()
 
 
-def test_post_mortem_enters_at_the_raising_frame(post_mortem_on, terminal):
+@pytest.mark.parametrize('has_terminal', [True, False])
+def test_post_mortem_enters_at_the_raising_frame(
+  post_mortem_on, monkeypatch, has_terminal
+):
+  monkeypatch.setattr(sys.stdin, 'isatty', lambda: has_terminal, raising=False)
   with mock.patch.object(pdb, 'post_mortem') as post_mortem:
     with pytest.raises(ValueError, match='bad'):
       debug.debugger_fallback(_fail)(ValueError('bad'))
@@ -267,7 +271,6 @@ def test_post_mortem_without_terminal_serves_a_socket(
   with socket.socket(socket.AF_UNIX) as client:
     client.settimeout(10)
     client.connect(path)
-    # The secret is a local variable of the frame that raised.
     client.sendall(b'p secret + 1\nprint("from pdb")\nq\n')
     said = b''.join(iter(lambda: client.recv(4096), b'')).decode()
   assert str(ended.exception(timeout=10)) == 'bad'
