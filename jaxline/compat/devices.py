@@ -54,13 +54,15 @@ def bcast_local_devices(value: Any) -> Any:
   Returns:
     The same tree, of [local devices, ...] arrays with one row on each device.
   """
+  devices = jax.local_devices()
   sharding = local_sharding()
 
   def bcast(x: Any) -> jax.Array:
     # A copy, since on a CPU the result could share the memory of `x`.
     row = x[None] if isinstance(x, jax.Array) else np.array(x)[None]
-    shape = (sharding.num_devices, *row.shape[1:])
-    return jax.make_array_from_callback(shape, sharding, lambda _: row)
+    rows = [jax.device_put(row, device) for device in devices]
+    shape = (len(devices), *row.shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, rows)
 
   return jax.tree_util.tree_map(bcast, value)
 
