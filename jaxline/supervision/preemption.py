@@ -39,6 +39,9 @@ SIGINT_EXIT_CODE = 130
 # How often the listener looks for a notice that was swallowed, in seconds.
 _TICK_SECS = 0.1
 
+# Packages whose handlers a run may replace.
+_NOTEBOOKS = ('asyncio', 'ipykernel')
+
 # JAX's notice names the step to leave at: one more than the largest that a host
 # has asked with, which is 0 before the first. A run that continues at step 500
 # would never ask with the 1 of a notice during its start-up, so `reached` asks
@@ -370,11 +373,8 @@ def _is_clients(handler: Any, signum: int) -> bool:
     return signum != signal.SIGINT
   function = getattr(handler, 'func', handler)  # asyncio's is a partial.
   module = getattr(function, '__module__', None) or ''
-  return callable(handler) and module.split('.')[0] not in (
-    'jaxline',
-    'asyncio',
-    'ipykernel',
-  )
+  is_known = module == __name__ or module.split('.')[0] in _NOTEBOOKS
+  return callable(handler) and not is_known
 
 
 def _warn_of_clients(signum: int, handler: Any) -> None:
