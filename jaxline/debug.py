@@ -14,16 +14,13 @@ from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import functools
-import io
 import os
-import pathlib
 import pdb
-import select
 import socket
 import sys
 import tempfile
 import threading
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 from unittest import mock
 
 from absl import logging
@@ -76,10 +73,10 @@ class Stopped(BaseException):
   """
 
 
-_activities_lock = threading.Lock()
+# Of these, each thread writes its own entry only.
 # The open activities of each thread that has any, outermost first.
 _activities: dict[threading.Thread, list[str]] = {}
-# Signs of life of each thread, by its ident; each writes its own entry only.
+# Signs of life of each thread, by its ident.
 _signs: collections.Counter[int | None] = collections.Counter()
 
 
@@ -91,9 +88,8 @@ def activities() -> dict[str, list[str]]:
     activities, outermost first. Threads with the same name share one list.
   """
   named: dict[str, list[str]] = {}
-  with _activities_lock:
-    for thread, stack in _activities.items():
-      named.setdefault(thread.name, []).extend(stack)
+  for thread, stack in list(_activities.items()):
+    named.setdefault(thread.name, []).extend(stack)
   return named
 
 
@@ -112,28 +108,12 @@ def signs_of_life(thread: threading.Thread | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _open_activity(name: str) -> Iterator[None]:
-  thread = threading.current_thread()
-  with _activities_lock:
-    _activities.setdefault(thread, []).append(name)
-  give_sign_of_life()
-  try:
-    yield
-  finally:
-    with _activities_lock:
-      _activities[thread].pop()
-      if not _activities[thread]:
-        del _activities[thread]
-    give_sign_of_life()
-
-
-@contextlib.contextmanager
 def log_activity(activity_name: str) -> Iterator[None]:
   """Logs the start and the end of the code inside, and its error.
 
   While it is open, `activities()` contains the name. Its start and its end are
-  signs of life. A SystemExit, of which
-  `preemption.Preempted` is one, and a `UsageError` are logged as a stop.
+  signs of life. A SystemExit, of which `preemption.Preempted` is one, and a
+  `UsageError` are logged as a stop.
 
   Args:
     activity_name: its name in the log.
@@ -142,9 +122,12 @@ def log_activity(activity_name: str) -> Iterator[None]:
     Nothing.
   """
   logging.info('[jaxline] %s starting...', activity_name)
+  thread = threading.current_thread()
+  stack = _activities.setdefault(thread, [])
+  stack.append(activity_name)
+  give_sign_of_life()
   try:
-    with _open_activity(activity_name):
-      yield
+    yield
   except (Stopped, SystemExit, errors.UsageError):
     logging.info('[jaxline] %s stopped.', activity_name)
     raise
@@ -152,7 +135,13 @@ def log_activity(activity_name: str) -> Iterator[None]:
     log = logging.exception if settings.log_tracebacks else logging.error
     log('[jaxline] %s failed with error.', activity_name)
     raise
-  logging.info('[jaxline] %s finished.', activity_name)
+  else:
+    logging.info('[jaxline] %s finished.', activity_name)
+  finally:
+    stack.pop()
+    if not stack:
+      del _activities[thread]
+    give_sign_of_life()
 
 
 def evaluate_should_return_dict(f: F) -> F:
@@ -174,119 +163,92 @@ def evaluate_should_return_dict(f: F) -> F:
   return wrapped  # type: ignore[return-value]
 
 
-# One debugger at a time: two would share one terminal.
-_debugger_lock = threading.Lock()
-
-
 def debugger_fallback(f: F) -> F:
   """Enters pdb where an error was raised, if `settings.post_mortem` is on.
 
   pdb starts in the frame that raised, on the thread that raised, and only once
   for an error that passes several of these decorators. Without a terminal, pdb
   waits for a connection, and stderr says how to connect. SystemExit and
-  KeyboardInterrupt do not start pdb.
-
-  Args:
-    f: any function.
-
-  Returns:
-    The function, which enters pdb before it raises an error.
+  KeyboardInterrupt do not start pdb. The function raises its error after that.
   """
-
-  @functools.wraps(f)
-  def wrapped(*args: Any, **kwargs: Any) -> Any:
-    try:
-      return f(*args, **kwargs)
-    except Exception as e:
-      if settings.post_mortem:
-        _post_mortem(e)
-      raise
-
-  return wrapped  # type: ignore[return-value]
+  return _post_mortem()(f)
 
 
-def _post_mortem(error: Exception) -> None:
-  with _debugger_lock:
-    if error.__dict__.setdefault('_jaxline_seen_by_pdb', False):
-      return
-    error.__dict__['_jaxline_seen_by_pdb'] = True
-    if sys.stdin is not None and sys.stdin.isatty():
-      with preemption.paused():  # Ctrl-C is for the debugger.
-        pdb.post_mortem(error.__traceback__)
-      return
-    with _Remote(error) as remote, contextlib.suppress(OSError):
-      # Only this thread's output goes to the debugger.
-      streams = _PerThread(remote, sys.stdin), _PerThread(remote, sys.stdout)
-      with mock.patch.multiple(sys, stdin=streams[0], stdout=streams[1]):
-        pdb.post_mortem(error.__traceback__)
+# One debugger at a time: two would share one terminal.
+_debugger_lock = threading.Lock()
 
 
-class _Remote(io.TextIOBase):
-  """A terminal at the other end of a socket; waits for it at the first use."""
+@contextlib.contextmanager
+def _post_mortem() -> Iterator[None]:
+  try:
+    yield
+  except Exception as error:
+    if settings.post_mortem:
+      with _debugger_lock:
+        if '_jaxline_seen_by_pdb' not in error.__dict__:
+          error.__dict__['_jaxline_seen_by_pdb'] = True
+          _debug(error)
+    raise
 
-  def __init__(self, error: Exception):
-    self._error = error
-    self._stack = contextlib.ExitStack()
-    self._files: tuple[Any, Any] | None = None
 
-  def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
-    return self._connected()[0].readline()
+def _debug(error: Exception) -> None:
+  if sys.stdin is not None and sys.stdin.isatty():
+    with preemption.paused():  # Ctrl-C is for the debugger.
+      pdb.post_mortem(error.__traceback__)
+    return
+  with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+    # At the first use: a test may have mocked pdb.
+    files = functools.cache(lambda: stack.enter_context(_connected(error)))
+    # Only this thread's output goes to the debugger.
+    stdin = _PerThread(lambda: files()[0], sys.stdin)
+    stdout = _PerThread(lambda: files()[1], sys.stdout)
+    with mock.patch.multiple(sys, stdin=stdin, stdout=stdout):
+      pdb.post_mortem(error.__traceback__)
 
-  def write(self, text: str, /) -> int:
-    return self._connected()[1].write(text)
 
-  def flush(self) -> None:
-    if self._files is not None:
-      self._files[1].flush()
-
-  def close(self) -> None:
-    with contextlib.suppress(OSError):
-      self._stack.close()
-    self._files = None
-    super().close()
-
-  def _connected(self) -> tuple[Any, Any]:
-    """Returns a file to read from and one to write to."""
-    if self._files is None:
-      # A Unix socket in a directory that only this user may enter, because the
-      # debugger runs any code that it is sent.
-      folder = self._stack.enter_context(
-        tempfile.TemporaryDirectory(prefix='jaxline_pdb_')
-      )
-      path = str(pathlib.Path(folder) / 'socket')
-      server = self._stack.enter_context(socket.socket(socket.AF_UNIX))
-      server.bind(path)
-      server.listen(1)
-      print(
-        f'[jaxline] {type(self._error).__name__}: {self._error}\n'
-        f'[jaxline] pdb waits at the raising frame, on '
-        f'{socket.gethostname()}, process {os.getpid()}. Attach with\n'
-        f'  {sys.executable} -m jaxline.debug {path}\n'
-        f'or\n  nc -U {path}\nand let the run end with the command q.',
-        file=sys.stderr,
-        flush=True,
-      )
-      connection, _ = server.accept()
-      self._stack.enter_context(connection)
-      # Two files, since a single one loses its lines read ahead when it is
-      # written to.
-      self._files = (connection.makefile('r'), connection.makefile('w'))
-      for file in self._files:
-        self._stack.callback(file.close)
-    return self._files
+@contextlib.contextmanager
+def _connected(error: Exception) -> Iterator[tuple[TextIO, TextIO]]:
+  """Waits for a connection; yields a file to read from and one to write to."""
+  with (
+    # A Unix socket in a directory that only this user may enter, because the
+    # debugger runs any code that it is sent.
+    tempfile.TemporaryDirectory(prefix='jaxline_pdb_') as folder,
+    socket.socket(socket.AF_UNIX) as server,
+  ):
+    path = f'{folder}/socket'
+    server.bind(path)
+    server.listen(1)
+    print(
+      f'[jaxline] {type(error).__name__}: {error}\n'
+      f'[jaxline] pdb waits at the raising frame, on '
+      f'{socket.gethostname()}, process {os.getpid()}. Attach with\n'
+      f'  {sys.executable} -m jaxline.debug {path}\n'
+      f'or\n  nc -U {path}\nand let the run end with the command q.',
+      file=sys.stderr,
+      flush=True,
+    )
+    connection, _ = server.accept()
+    # Two files, since a single one loses its lines read ahead when it is
+    # written to.
+    with (
+      connection,
+      connection.makefile('r') as reader,
+      connection.makefile('w') as writer,
+    ):
+      yield reader, writer
 
 
 class _PerThread:
-  """A stream: `mine` for the thread that made it, `others` for all others."""
+  """A stream: `mine()` for the thread that made it, `others` for all others."""
 
-  def __init__(self, mine: Any, others: Any):
+  def __init__(self, mine: Callable[[], Any], others: Any):
     self._thread = threading.get_ident()
     self._mine = mine
     self._others = others
 
   def __getattr__(self, name: str) -> Any:
     is_mine = threading.get_ident() == self._thread
-    return getattr(self._mine if is_mine else self._others, name)
+    return getattr(self._mine() if is_mine else self._others, name)
 
 
 def attach(path: str) -> None:
@@ -297,20 +259,17 @@ def attach(path: str) -> None:
   """
   with socket.socket(socket.AF_UNIX) as connection:
     connection.connect(path)
-    sources: list[Any] = [connection, sys.stdin]
-    while True:
-      ready, _, _ = select.select(sources, [], [])
-      if connection in ready:
-        if not (data := connection.recv(65536)):
-          return
-        sys.stdout.write(data.decode(errors='replace'))
-        sys.stdout.flush()
-      if sys.stdin in ready:
-        if data := os.read(sys.stdin.fileno(), 65536):
+
+    def send() -> None:
+      with contextlib.suppress(OSError):
+        while data := os.read(sys.stdin.fileno(), 65536):
           connection.sendall(data)
-        else:
-          connection.shutdown(socket.SHUT_WR)
-          sources.remove(sys.stdin)
+        connection.shutdown(socket.SHUT_WR)
+
+    threading.Thread(target=send, daemon=True).start()
+    while data := connection.recv(65536):
+      sys.stdout.write(data.decode(errors='replace'))
+      sys.stdout.flush()
 
 
 def disable_pmap_jit(fn: F) -> F:
@@ -318,25 +277,21 @@ def disable_pmap_jit(fn: F) -> F:
 
   This also affects functions that were decorated with `jax.pmap` and `jax.jit`
   before, and threads that the function starts. The table at the top of
-  `op_by_op` lists the kinds of values that are seen.
-
-  Args:
-    fn: any function.
-
-  Returns:
-    The function; it reads the setting at each call.
+  `op_by_op` lists the kinds of values that are seen. The setting is read at
+  each call.
   """
+  return _op_by_op()(fn)
 
-  @functools.wraps(fn)
-  def wrapped(*args: Any, **kwargs: Any) -> Any:
-    if not settings.disable_pmap_jit:
-      return fn(*args, **kwargs)
-    import chex  # It takes as long to import as jax, and runs rarely need it.
 
-    with op_by_op.mode, chex.fake_pmap_and_jit(enable_pmap_patching=False):
-      return fn(*args, **kwargs)
+@contextlib.contextmanager
+def _op_by_op() -> Iterator[None]:
+  if not settings.disable_pmap_jit:
+    yield
+    return
+  import chex  # It takes as long to import as jax, and runs rarely need it.
 
-  return wrapped  # type: ignore[return-value]
+  with op_by_op.mode, chex.fake_pmap_and_jit(enable_pmap_patching=False):
+    yield
 
 
 if __name__ == '__main__':

@@ -255,7 +255,7 @@ def test_the_loop_and_the_guard_wait_for_the_same_steps(monkeypatch, in_flight):
   judge = nonfinite.Guard._judge_oldest
 
   def judge_oldest(self):
-    events.append(('judge', id(self._steps[0][2]['loss'])))
+    events.append(('judge', id(self._steps[0][1]['loss'])))
     judge(self)
 
   monkeypatch.setattr(nonfinite.Guard, '_judge_oldest', judge_oldest)

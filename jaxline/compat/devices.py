@@ -36,10 +36,10 @@ def get_first(xs: Any) -> Any:
 
   def first(x: Any) -> Any:
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-      shard = x.addressable_shards[0]
-      if shard.data.shape == (1, *x.shape[1:]):
+      row = x.addressable_data(0)
+      if row.shape == (1, *x.shape[1:]):
         # x[0] would be a program on all devices, and copy the row to each.
-        return jax.lax.squeeze(shard.data, (0,))
+        return jax.lax.squeeze(row, (0,))
     return x[0]
 
   return jax.tree_util.tree_map(first, xs)
@@ -135,7 +135,7 @@ def rendezvous() -> None:
 
 def _put_rows(batch: Any, sharding: jax.sharding.NamedSharding) -> Any:
   """Puts row i of every leaf onto local device i."""
-  num_devices = len(sharding.device_set)
+  num_devices = sharding.num_devices
   if batch is None:
     raise ValueError('double_buffer got None, expected a batch of arrays.')
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):

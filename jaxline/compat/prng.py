@@ -116,21 +116,16 @@ class DeviceStepKeys:
         the time to compile grows with it.
     """
     host_ids = host_id_devices_for_rng(mode)
-    unique_device = DistributedRNGMode(mode).unique_device
     sharding = devices.local_sharding()
-    num_devices = len(sharding.device_set)
+    num_devices = sharding.num_devices
     # The index of each local device on the axis of a pmap, over all hosts. Not
     # by jax.lax.axis_index, because the program is one of this host only.
     first_index = jax.local_devices()[0].process_index * num_devices
     indices = np.arange(first_index, first_index + num_devices, dtype=np.int32)
     self._sharding = sharding
-    self._specifics = jax.device_put(
-      [
-        *([] if host_ids is None else [host_ids]),
-        *([indices] if unique_device else []),
-      ],
-      sharding,
-    )
+    device_ids = indices if DistributedRNGMode(mode).unique_device else None
+    # What to fold into a step's key; None is not folded in.
+    self._specifics = jax.device_put((host_ids, device_ids), sharding)
     self._program = jax.jit(
       jax.shard_map(
         functools.partial(_derive_block, block),
@@ -168,40 +163,39 @@ class DeviceStepKeys:
       ValueError: if there is not one state key for each local device.
     """
     if state_key is not self._next_key or global_step != self._next_step:
-      self._restart(global_step, state_key)
-    elif not self._ahead:
-      self._derive(self._end_step, state_key)
-    values = self._ahead.popleft()
-    self._next_step, self._next_key = global_step + 1, values[2]
-    return values
-
-  def _restart(self, global_step: int, state_key: jax.Array) -> None:
-    num_devices = len(self._sharding.device_set)
-    shape = np.shape(state_key)
-    if not shape or shape[0] != num_devices:
-      raise ValueError(
-        f'Got a state key of shape {shape}, expected a leading axis of '
-        f'{num_devices}, the local devices: see initialize_train_step_rng.'
+      num_devices = self._sharding.num_devices
+      shape = np.shape(state_key)
+      if not shape or shape[0] != num_devices:
+        raise ValueError(
+          f'Got a state key of shape {shape}, expected a leading axis of '
+          f'{num_devices}, the local devices: see initialize_train_step_rng.'
+        )
+      steps = np.full([num_devices], global_step, np.int32)
+      self._end_step, state_key = jax.device_put(
+        (steps, state_key), self._sharding
       )
-    steps = np.full([num_devices], global_step, np.int32)
-    self._derive(*jax.device_put((steps, state_key), self._sharding))
-
-  def _derive(self, steps: Any, state_key: jax.Array) -> None:
-    # Compiled also under `debug.disable_pmap_jit`: it is not the user's code.
-    with jax.disable_jit(False):
-      values, self._end_step = self._program(steps, state_key, self._specifics)
-    self._ahead = collections.deque(values)
+      self._ahead.clear()
+    if not self._ahead:
+      # Compiled also under `disable_pmap_jit`: it is not the user's code.
+      with jax.disable_jit(False):
+        values, self._end_step = self._program(
+          self._end_step, state_key, self._specifics
+        )
+      self._ahead.extend(values)
+    step, step_keys, self._next_key = self._ahead.popleft()
+    self._next_step = global_step + 1
+    return step, step_keys, self._next_key
 
 
 def _derive_block(
-  block: int, steps: jax.Array, state_keys: jax.Array, specifics: list[Any]
+  block: int, steps: jax.Array, state_keys: jax.Array, specifics: Any
 ) -> tuple[list[tuple[jax.Array, jax.Array, jax.Array]], jax.Array]:
   """Derives a block of steps on one device; its arrays have one row each."""
 
   def derive(carry: Any, _: None) -> Any:
     step, state_key = carry
     step_key, state_key = jax.random.split(state_key)
-    for specific in specifics:
+    for specific in jax.tree.leaves(specifics):
       step_key = jax.random.fold_in(step_key, specific[0])
     return (step + 1, state_key), (step, step_key, state_key)
 

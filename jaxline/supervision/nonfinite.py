@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Callable, Iterator, Mapping
 import functools
+import re
 from typing import Any
 
 from absl import logging
@@ -13,6 +14,8 @@ import numpy as np
 from jaxline import errors
 from jaxline import periodic
 
+# The names of scalars that must be finite.
+_JUDGED = re.compile('loss|grad', re.IGNORECASE)
 _MAX_NAMED = 8  # Scalars in a message; a norm for each layer can be hundreds.
 
 MODES = ('warn', 'raise', 'skip', 'ignore')
@@ -30,11 +33,9 @@ class NonfiniteError(ArithmeticError):
 def resolve(on_nonfinite: str | None, is_sharded: bool) -> str:
   """Returns the mode that a value of `config.on_nonfinite` means.
 
-  Args:
-    on_nonfinite: one of `MODES`, or None for the default of the style.
-    is_sharded: whether the experiment is of the sharded style. The default of
-      the per-device style is 'warn', since JAXline continues after a NaN and
-      its experiments may log one on purpose.
+  None is 'raise' in the sharded style. In the per-device style it is 'warn',
+  since JAXline continues after a NaN and its experiments may log one on
+  purpose.
   """
   if on_nonfinite is None:
     return 'raise' if is_sharded else 'warn'
@@ -68,12 +69,8 @@ class Guard(periodic.Action):
 
     Args:
       experiment: the one in training.
-      on_nonfinite: 'raise': the first nonfinite step is an error. 'skip': the
-        step itself leaves the state unchanged, and `max_nonfinite_steps` in a
-        row are an error. 'warn': no error; each scalar is warned of once.
-        'ignore': no check. None: 'raise' for a sharded experiment, 'warn' for
-        any other.
-      max_nonfinite_steps: how many in a row are an error, for 'skip'.
+      on_nonfinite: see `config.on_nonfinite`.
+      max_nonfinite_steps: see `config.max_nonfinite_steps`.
       warn: for 'warn', gets the number of a step, the names that were not
         finite for the first time in this step, and the warning's text. None
         logs the text.
@@ -105,9 +102,7 @@ class Guard(periodic.Action):
     self._warn = warn or (lambda step, names, text: logging.warning('%s', text))
     self._warned: set[str] = set()
     self._steps_late = steps_late
-    # (step, flag or None, scalars): with a flag, those that a message may name;
-    # without one, the numbers to judge.
-    self._steps: collections.deque[tuple[int, Any, Mapping[str, Any]]] = (
+    self._steps: collections.deque[tuple[int, dict[str, Any]]] = (
       collections.deque()
     )
     self._error: NonfiniteError | None = None
@@ -131,11 +126,9 @@ class Guard(periodic.Action):
       return
     if self._error is not None:
       raise self._error
-    scalars = scalar_outputs or {}
-    flag = scalars.get(NONFINITE) if self._has_flag else None
-    if flag is not None:
-      scalars = dict(scalars)
-    elif self._has_flag and self._mode != 'warn':
+    scalars = dict(scalar_outputs or {})
+    has_lost_flag = self._has_flag and scalars.get(NONFINITE) is None
+    if has_lost_flag and self._mode != 'warn':
       raise ValueError(
         f'config.on_nonfinite is {self._mode!r}, but {self._class_name}.step'
         f' returned {list(scalars)}, without {NONFINITE!r}. An override of'
@@ -143,9 +136,7 @@ class Guard(periodic.Action):
         ' compiled step; a step that does not compute this scalar needs'
         ' SKIPS_NONFINITE = False.'
       )
-    else:
-      scalars = {name: x for name, x in _numbers(scalars) if _judges(name)}
-    self._steps.append((int(step), flag, scalars))
+    self._steps.append((int(step), scalars))
     if len(self._steps) > self._steps_late:
       self._judge_oldest()
 
@@ -166,23 +157,20 @@ class Guard(periodic.Action):
     while self._steps:
       self._judge_oldest()
 
-  def wait_to_finish(self) -> None:
-    """Does what `wait` does, as a periodic action's end."""
-    self.wait()
+  wait_to_finish = wait  # As a periodic action.
 
   def _judge_oldest(self) -> None:
-    step, flag, scalars = self._steps.popleft()
-    in_a_row = 1
-    if flag is not None:
-      in_a_row = int(np.asarray(flag))
-      if in_a_row < self._max_in_a_row:
-        return
-      # Those that speak of the loss or the gradients first.
-      numbers = sorted(_numbers(scalars), key=lambda item: not _judges(item[0]))
-      scalars = dict(numbers)
-    if self._warned:
-      scalars = {k: x for k, x in scalars.items() if k not in self._warned}
-    bad = _nonfinite(step, scalars)
+    step, scalars = self._steps.popleft()
+    flag = scalars.get(NONFINITE) if self._has_flag else None
+    in_a_row = 1 if flag is None else int(np.asarray(flag))
+    if in_a_row < self._max_in_a_row:
+      return
+    numbers = [(k, x) for k, x in _numbers(scalars) if k not in self._warned]
+    if flag is None:
+      numbers = [item for item in numbers if _JUDGED.search(item[0])]
+    else:  # The message may name any, those of the loss and gradients first.
+      numbers.sort(key=lambda item: not _JUDGED.search(item[0]))
+    bad = _nonfinite(step, numbers)
     if not bad and (flag is None or self._warned):
       return
     names = list(bad) or ['']
@@ -226,36 +214,28 @@ class Guard(periodic.Action):
     )
 
 
-@functools.cache
-def _judges(name: str) -> bool:
-  name = name.lower()
-  return 'loss' in name or 'grad' in name
-
-
 def _numbers(scalars: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
   """Yields all values that can be NaN, those of nested mappings as `a/b`."""
   for name, x in scalars.items():
+    kind: Any = type(x)
     if isinstance(x, dict):
       yield from _numbers({f'{name}/{k}': v for k, v in x.items()})
-    elif isinstance(x, float | complex) or _is_inexact(
-      type(x), getattr(x, 'dtype', None)
-    ):
+    elif _can_be_nan(kind, getattr(x, 'dtype', None)):
       yield str(name), x
 
 
-# By class and dtype, since it is asked for every scalar of every step.
-_is_inexact: Any = functools.cache(
-  lambda kind, dtype: (
-    issubclass(kind, jax.Array | np.ndarray | np.generic)
-    and jnp.issubdtype(dtype, jnp.inexact)
-  )
-)
+@functools.cache
+def _can_be_nan(kind: type, dtype: Any) -> bool:
+  """Decides by class and dtype: it is asked for every scalar of every step."""
+  known = jax.Array | np.ndarray | np.generic | float | complex
+  number = kind if dtype is None else dtype
+  return issubclass(kind, known) and jnp.issubdtype(number, jnp.inexact)
 
 
-def _nonfinite(step: int, scalars: Mapping[str, Any]) -> dict[str, str]:
+def _nonfinite(step: int, numbers: list[tuple[str, Any]]) -> dict[str, str]:
   """Returns the names that are not finite, each with such as `loss = nan`."""
   bad, gone = {}, []
-  for name, x in scalars.items():
+  for name, x in numbers:
     if isinstance(x, jax.Array) and x.is_deleted():
       gone.append(name)
       continue

@@ -39,6 +39,9 @@ SIGINT_EXIT_CODE = 130
 # How often the listener looks for a notice that was swallowed, in seconds.
 _TICK_SECS = 0.1
 
+# Packages whose handlers a run may replace.
+_NOTEBOOKS = ('asyncio', 'ipykernel')
+
 # JAX's notice names the step to leave at: one more than the largest that a host
 # has asked with, which is 0 before the first. A run that continues at step 500
 # would never ask with the 1 of a notice during its start-up, so `reached` asks
@@ -53,15 +56,11 @@ class Preempted(SystemExit):
 
   Attributes:
     code: EXIT_CODE or SIGINT_EXIT_CODE.
-    reason: the message of `str()`.
   """
 
   def __init__(self, code: int, reason: str):
-    super().__init__(code)
-    self.reason = reason
-
-  def __str__(self) -> str:
-    return self.reason
+    super().__init__(reason)
+    self.code = code
 
 
 class Watch:
@@ -93,42 +92,39 @@ class Watch:
         no limit.
     """
     self._grace = grace
-    self._takes_steps = True
-    self._shared = False
     self._notice: int | None = None
     self._raised: weakref.ref[Preempted] | None = None
-    self._old_handlers: dict[int, Any] = {}
-    self._old_fd = -1
+    # Whether JAX has SIGTERM, so that all hosts leave after the same step.
+    self._is_shared = False
+    # Whether a notice is only noted, instead of raised at once.
+    self._defers = False
     self._step: int | None = None
     self._is_reached = False
-    self._defers = False
-    self._stack = contextlib.ExitStack()
+    self._old_handlers: dict[int, Any] = {}
+    self._stack = contextlib.ExitStack()  # Ends `_hear`.
 
   def __enter__(self) -> Watch:
     global _active
-    self._shared = self._takes_steps and _jax_has_notice()
-    if threading.current_thread() is threading.main_thread():
+    self._is_shared = self._defers = _jax_has_notice()
+    if _is_main_thread():
       _active = self
-      self._stack.callback(_forget_active)
-      self._listen_to_signals()
-      self._take_signals()
+      self._hear()
     return self
 
   def __exit__(self, *unused: Any) -> None:
+    global _active
     self._stack.close()
+    if _active is self:
+      _active = None
 
   def _begin_run(self, takes_steps: bool) -> None:
     self._grace = None
-    self._takes_steps = takes_steps
-    was_shared, self._shared = self._shared, takes_steps and _jax_has_notice()
+    self._is_shared = self._defers = takes_steps and _jax_has_notice()
     if _active is self:
       self._take_signals()
-    if self._notice is None:
-      return
-    if not self._shared:
-      self.leave()
-    if not was_shared:
+    if self._is_shared and self._notice is not None:
       _tell_jax()
+    self._raise_notice()
 
   @contextlib.contextmanager
   def training(self) -> Iterator[None]:
@@ -141,19 +137,25 @@ class Watch:
     Raises:
       Preempted: on entering or leaving, if there was a notice.
     """
-    # Hosts that cannot agree must not leave at different steps. There a notice
-    # ends this host at once, and the others see that it is gone.
-    self._defers = self._shared or _num_processes() == 1
     for signum in self._old_handlers:
       if not self._hears(signum):  # The experiment's constructor replaced it.
         _warn_of_clients(signum, signal.getsignal(signum))
+    # It was raised before and swallowed, for instance by a `__del__`.
+    self._raise_notice()
+    # Hosts that cannot agree must not leave at different steps. There a notice
+    # ends this host at once, and the others see that it is gone.
+    with self._deferring(_num_processes() == 1):
+      yield
+
+  @contextlib.contextmanager
+  def _deferring(self, defers: bool = True) -> Iterator[None]:
+    before = self._defers
+    self._defers = before or defers
     try:
-      # It was raised before and swallowed, for instance by a `__del__`.
-      self._leave_if_alone()
       yield
     finally:
-      self._defers = False
-    self._leave_if_alone()
+      self._defers = before
+    self._raise_notice()
 
   def reached(self, step: int) -> bool:
     """Returns whether to save and leave now; takes microseconds.
@@ -166,13 +168,13 @@ class Watch:
       True it is always True.
     """
     self._step = step
-    if self._shared and not self._is_reached:
+    if self._is_shared and not self._is_reached:
       from jax.experimental import multihost_utils
 
       self._is_reached = multihost_utils.reached_preemption_sync_point(
         next(_calls)
       )
-    return self._is_reached if self._shared else self._notice is not None
+    return self._is_reached if self._is_shared else self._notice is not None
 
   def leave(self) -> NoReturn:
     """Raises Preempted with the exit code of the notice."""
@@ -188,12 +190,13 @@ class Watch:
     finally:
       del error  # Else it is in a cycle with its traceback and never freed.
 
-  def _leave_if_alone(self) -> None:
-    if self._notice is not None and not self._shared:
+  def _raise_notice(self) -> None:
+    """Leaves if there was a notice, unless it is only to be noted."""
+    if self._notice is not None and not self._defers:
       self.leave()
 
-  def _listen_to_signals(self) -> None:
-    """Starts the thread of `_listen`, until `self._stack` is closed."""
+  def _hear(self) -> None:
+    """Handles signals, here and on `_listen`'s thread; `_stack` ends both."""
     # In this order, so that every signal finds a reader.
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)  # set_wakeup_fd requires it.
@@ -201,40 +204,39 @@ class Watch:
     self._stack.callback(os.close, write_end)
     threading.Thread(
       target=self._listen,
-      args=(read_end,),
+      args=(read_end, threading.get_ident()),
       name='interrupts',
       daemon=True,
     ).start()
-    self._old_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    self._stack.callback(self._put_back, write_end)
+    old_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    self._stack.callback(self._put_back, write_end, old_fd)
+    self._take_signals()
 
   def _take_signals(self) -> None:
     """Makes `_on_signal` the handler of those signals that are ours."""
     for signum in (signal.SIGTERM, signal.SIGINT):
       handler = signal.getsignal(signum)
-      if signum == signal.SIGTERM and self._shared:
+      if signum == signal.SIGTERM and self._is_shared:
         self._old_handlers.pop(signum, None)  # JAX keeps it.
-      elif handler == self._on_signal:
-        signal.signal(signum, handler)  # JAX may have replaced it in C++.
+        continue
       # None is a handler that was not made in Python and cannot be restored.
-      elif handler in (signal.SIG_IGN, None):
-        pass
-      elif _is_clients(handler, signum):
+      if handler in (signal.SIG_IGN, None):
+        continue
+      if _is_clients(handler, signum):
         if self._grace is None:
           _warn_of_clients(signum, handler)
-        if signum == signal.SIGTERM and _jax_has_notice():
-          signal.signal(signum, handler)  # JAX has replaced it in C++.
-      else:
+      elif not self._hears(signum):
         self._old_handlers[signum] = handler
-        signal.signal(signum, self._on_signal)
+        handler = self._on_signal
+      signal.signal(signum, handler)  # JAX may have replaced it in C++.
 
-  def _put_back(self, write_end: int) -> None:
+  def _put_back(self, write_end: int, old_fd: int) -> None:
     """Restores handlers and descriptor, unless they were replaced since."""
     for signum, handler in self._old_handlers.items():
       if self._hears(signum):
         signal.signal(signum, handler)
     self._old_handlers = {}
-    current = signal.set_wakeup_fd(self._old_fd)
+    current = signal.set_wakeup_fd(old_fd)
     if current != write_end:
       signal.set_wakeup_fd(current)
 
@@ -245,76 +247,71 @@ class Watch:
     del frame
     if self._notice is None:
       self._notice = signum
-      if self._shared:
+      if self._is_shared:
         _tell_jax()
-    if not (self._shared or self._defers or self._is_leaving()):
-      self.leave()
+    if not self._is_leaving():
+      self._raise_notice()
 
   def _is_leaving(self) -> bool:
     return self._raised is not None and self._raised() is not None
 
-  def _listen(self, read_end: int) -> None:
+  def _is_lost(self) -> bool:
+    """Returns whether a signal was not handled, or Preempted no longer exists.
+
+    An error that ends the run in place of a notice leaves `_raised` at None.
+    """
+    is_dropped = self._raised is not None and not self._is_leaving()
+    return not self._defers and (self._notice is None or is_dropped)
+
+  def _listen(self, read_end: int, main_thread: int) -> None:
     """Acts on signals even if the main thread does not; has its own thread.
 
     Python runs a handler on the main thread after that returns from C, where a
     compilation takes minutes. But it writes the number of the signal to the
     pipe at once. This thread ends the process at the second SIGINT and after
-    the grace, and raises a swallowed notice again. It interrupts a system call
-    that the signal did not: one that began just after it, or while another
-    thread received it.
+    the grace. It sends a lost signal again: one whose exception was swallowed,
+    or that did not interrupt a system call, because that began just after it or
+    because another thread received it.
 
     Args:
       read_end: of the pipe that `signal.set_wakeup_fd` writes to; closed here.
+      main_thread: its ident.
     """
-    main = threading.main_thread().ident
     first: int | None = None
     began = 0.0
-    interrupts, repeated = 0, 0
-    is_nudged = False
+    is_interrupted = is_sent_again = False
     poller = select.poll()
     poller.register(read_end, select.POLLIN)
     with open(read_end, 'rb', buffering=0) as pipe:
       while True:
-        ready = poller.poll(None if first is None else 1e3 * _TICK_SECS)
-        if ready:
+        if poller.poll(None if first is None else 1e3 * _TICK_SECS):
           if not (data := pipe.read(1)):
             return
           signum = data[0]
           if not self._hears(signum):
             continue  # It is for the program's own handler, or JAX's.
-          if repeated and signum == (self._notice or first):
-            repeated -= 1
+          if is_sent_again and signum == first:
+            is_sent_again = False
             continue
           if first is None:
             first, began = signum, time.monotonic()
           if signum == signal.SIGINT:
-            interrupts += 1
-            if interrupts == 2:
+            if is_interrupted:
               os._exit(SIGINT_EXIT_CODE)
+            is_interrupted = True
             saves = 'saving, then ' if self._grace is None else ''
             _say(
               f'Ctrl-C: {saves}leaving; press Ctrl-C again to leave at once.'
             )
+          continue
         assert first is not None
         grace = self._grace
         if grace is not None and time.monotonic() > began + grace:
           _say(f'{signal.Signals(first).name}: leaving.')
           os._exit(SIGINT_EXIT_CODE if first == signal.SIGINT else EXIT_CODE)
-        is_unheard = self._notice is None and not ready and not is_nudged
-        if (is_unheard or self._is_swallowed()) and not repeated:
-          assert main is not None
-          is_nudged = True
-          repeated = 1
-          signal.pthread_kill(main, self._notice or first)
-
-  def _is_swallowed(self) -> bool:
-    """Returns whether Preempted was raised and no longer exists."""
-    return (
-      self._notice is not None
-      and self._raised is not None
-      and not (self._shared or self._defers or self._is_leaving())
-      and self._hears(self._notice)
-    )
+        if self._is_lost() and self._hears(first) and not is_sent_again:
+          is_sent_again = True
+          signal.pthread_kill(main_thread, first)
 
 
 @contextlib.contextmanager
@@ -327,38 +324,20 @@ def held() -> Iterator[None]:
   Raises:
     Preempted: on leaving, if there was a notice that would have raised it.
   """
-  watch = _active
-  is_main = threading.current_thread() is threading.main_thread()
-  if watch is None or watch._defers or not is_main:
+  with contextlib.ExitStack() as stack:
+    if _active is not None and _is_main_thread():
+      stack.enter_context(_active._deferring())
     yield
-    return
-  watch._defers = True
-  try:
-    yield
-  finally:
-    watch._defers = False
-  watch._leave_if_alone()
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
   """Restores the handlers from before the watch, for a prompt."""
-  watch = _active
-  if watch is None or (
-    threading.current_thread() is not threading.main_thread()
-  ):
+  with contextlib.ExitStack() as stack:
+    if _active is not None and _is_main_thread():
+      _active._stack.close()
+      stack.callback(_active._hear)
     yield
-    return
-  watch.__exit__()
-  try:
-    yield
-  finally:
-    watch.__enter__()
-
-
-def _forget_active() -> None:
-  global _active
-  _active = None
 
 
 def begin_run(takes_steps: bool = True) -> Watch:
@@ -386,19 +365,16 @@ def begin_run(takes_steps: bool = True) -> Watch:
 def _is_clients(handler: Any, signum: int) -> bool:
   """Returns whether a handler belongs to the program that runs us.
 
-  The handlers of Python (for Ctrl-C), asyncio and a notebook's kernel do not: a
-  cell that trains is interrupted in the same way as a program.
+  The handlers of Python (for Ctrl-C), of a watch in the process that forked
+  this one, of asyncio and of a notebook's kernel do not: a cell that trains is
+  interrupted in the same way as a program.
   """
-  if handler in (signal.default_int_handler, _spare_once):
+  if handler is signal.default_int_handler:
     return signum != signal.SIGINT
-  if isinstance(getattr(handler, '__self__', None), Watch):
-    return False  # Of a watch that this one is inside of.
   function = getattr(handler, 'func', handler)  # asyncio's is a partial.
   module = getattr(function, '__module__', None) or ''
-  return callable(handler) and module.split('.')[0] not in (
-    'asyncio',
-    'ipykernel',
-  )
+  is_known = module == __name__ or module.split('.')[0] in _NOTEBOOKS
+  return callable(handler) and not is_known
 
 
 def _warn_of_clients(signum: int, handler: Any) -> None:
@@ -432,6 +408,10 @@ def _jax_has_notice() -> bool:
   )
 
 
+def _is_main_thread() -> bool:
+  return threading.current_thread() is threading.main_thread()
+
+
 def _num_processes() -> int:
   jax = sys.modules.get('jax')
   return 1 if jax is None else jax.process_count()
@@ -446,7 +426,7 @@ def _in_forked_child() -> None:
   if _active is None:
     return
   hears_interrupts = _active._hears(signal.SIGINT)
-  _active._stack.close()
+  _active.__exit__()
   if hears_interrupts:
     # The parent needs its workers while it saves, so they ignore the first.
     signal.signal(signal.SIGINT, _spare_once)

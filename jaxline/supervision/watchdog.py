@@ -85,14 +85,13 @@ class Watchdog:
       self._thread.join()
       self._thread = None
 
-  def beat(self) -> None:
-    """Gives a sign of life of the calling thread."""
-    debug.give_sign_of_life()
+  beat = staticmethod(debug.give_sign_of_life)
 
   @contextlib.contextmanager
   def watched(self) -> Iterator[None]:
     """Requires signs of life of the calling thread itself while inside."""
     thread = threading.current_thread()
+    self.beat()  # Its silence begins here.
     self._watched.add(thread)
     try:
       yield
@@ -106,7 +105,8 @@ class Watchdog:
     silences: dict[threading.Thread | None, float] = {}
     try:
       while True:
-        _arm_second_line(2 * secs)
+        # To descriptor 2, since sys.stderr may be an object without one.
+        faulthandler.dump_traceback_later(2 * secs, exit=True, file=2)
         if self._stop.wait(tick):
           return
         now = time.monotonic()
@@ -114,18 +114,18 @@ class Watchdog:
         elapsed, last = min(now - last, 2 * tick), now
         # Of all threads together, unless some are watched by themselves.
         threads: set[threading.Thread | None] = {*self._watched} or {None}
-        before, seen = seen, {t: debug.signs_of_life(t) for t in threads}
-        for thread, signs in seen.items():
-          is_silent = before.get(thread) == signs
-          silence = silences.get(thread, 0.0) + elapsed if is_silent else 0.0
-          silences[thread] = silence
-          if silence < secs:
+        for thread in threads:
+          signs = debug.signs_of_life(thread)
+          is_silent = seen.get(thread) == signs
+          seen[thread] = signs
+          silences[thread] = silences[thread] + elapsed if is_silent else 0.0
+          if silences[thread] < secs:
             continue
           frames = _frames()
           if any(_is_debugged(frame) for frame in frames.values()):
-            silences.clear()
-            break
-          self._alarm(thread, silence, frames)
+            silences[thread] = 0.0
+            continue
+          self._alarm(thread, silences[thread], frames)
           return
     finally:
       faulthandler.cancel_dump_traceback_later()
@@ -136,19 +136,28 @@ class Watchdog:
     silence: float,
     frames: dict[int, types.FrameType],
   ) -> None:
-    """Prints the report and ends the process."""
-    text = _report(thread, silence, frames)
+    """Prints a report and ends the process."""
+    whose = '' if thread is None else f' of thread {thread.name!r}'
+    lines = [
+      f'[jaxline] Watchdog: no sign of life{whose} for {silence:.1f} s. The'
+      f' process ends with code {EXIT_CODE}.'
+    ]
+    activities = debug.activities()
+    for name, stack in activities.items():
+      lines.append(f'[jaxline] Thread {name!r} was in: {" > ".join(stack)}')
+    if not activities:
+      lines.append('[jaxline] No thread was in a logged activity.')
+    names = {t.ident: t.name for t in threading.enumerate()}
+    for ident, frame in frames.items():
+      lines.append(f'\nThread {names.get(ident, ident)!r}:')
+      lines += [line.rstrip() for line in traceback.format_stack(frame)]
     reporter = threading.Thread(
-      target=lambda: print(text, file=sys.stderr, flush=True), daemon=True
+      target=lambda: print('\n'.join(lines), file=sys.stderr, flush=True),
+      daemon=True,
     )
     reporter.start()
     reporter.join(_REPORT_SECS)
     self._exit(EXIT_CODE)
-
-
-def _arm_second_line(secs: float) -> None:
-  # To descriptor 2, since sys.stderr may be an object without one.
-  faulthandler.dump_traceback_later(secs, exit=True, file=2)
 
 
 def _frames() -> dict[int, types.FrameType]:
@@ -158,35 +167,8 @@ def _frames() -> dict[int, types.FrameType]:
   return frames
 
 
-def _outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-  while frame is not None:
-    yield frame
-    frame = frame.f_back
-
-
 def _is_debugged(frame: types.FrameType) -> bool:
   return any(
-    f.f_globals.get('__name__') in _DEBUGGERS for f in _outwards(frame)
+    f.f_globals.get('__name__') in _DEBUGGERS
+    for f, _ in traceback.walk_stack(frame)
   )
-
-
-def _report(
-  thread: threading.Thread | None,
-  silence: float,
-  frames: dict[int, types.FrameType],
-) -> str:
-  whose = '' if thread is None else f' of thread {thread.name!r}'
-  lines = [
-    f'[jaxline] Watchdog: no sign of life{whose} for {silence:.1f} s. The'
-    f' process ends with code {EXIT_CODE}.'
-  ]
-  activities = debug.activities()
-  for name, stack in activities.items():
-    lines.append(f'[jaxline] Thread {name!r} was in: {" > ".join(stack)}')
-  if not activities:
-    lines.append('[jaxline] No thread was in a logged activity.')
-  names = {t.ident: t.name for t in threading.enumerate()}
-  for ident, frame in frames.items():
-    lines.append(f'\nThread {names.get(ident, ident)!r}:')
-    lines += [line.rstrip() for line in traceback.format_stack(frame)]
-  return '\n'.join(lines)
