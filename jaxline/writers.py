@@ -56,7 +56,8 @@ class MetricWriter(abc.ABC):
   the step (one copy per device). A writer is also a context manager that
   closes itself.
 
-  A subclass gives `_write`, `flush` and `close`; see also `Backend`.
+  A subclass gives `_write` and, where it holds something, `_flush` and
+  `_close`; see also `Backend`.
 
   Attributes:
     executor: runs what writes on its thread, and lets others share the thread;
@@ -101,7 +102,7 @@ class MetricWriter(abc.ABC):
     """
     self._write('histograms', global_step, arrays, num_buckets)
 
-  def resume(self, step: int) -> None:  # noqa: B027
+  def resume(self, step: int) -> None:
     """Voids what an earlier process wrote of later steps than `step`.
 
     A run calls it once, when it has restored and before it writes. It may read
@@ -114,6 +115,8 @@ class MetricWriter(abc.ABC):
     Raises:
       OSError: a file cannot be rewritten; it stands as it was.
     """
+    self._require_open('resume')
+    self._resume(step)
 
   def logged_steps(self) -> list[int]:
     """Returns the steps that scalars were written of, ascending.
@@ -132,19 +135,32 @@ class MetricWriter(abc.ABC):
   ) -> None:
     """Writes what `write_<kind>` was called with."""
 
-  @abc.abstractmethod
   def flush(self) -> None:
     """Returns once everything written so far has reached the disk.
 
     Any thread may call it.
     """
+    self._require_open('flush')
+    self._flush()
 
-  @abc.abstractmethod
   def close(self) -> None:
     """Flushes and ends the writer; a later write raises RuntimeError.
 
     Closing twice is allowed.
     """
+    if not self._is_closed:
+      self._is_closed = True
+      self._close()
+
+  def _resume(self, step: int) -> None:  # noqa: B027
+    """Does what `resume` does."""
+
+  def _flush(self) -> None:  # noqa: B027
+    """Does what `flush` does."""
+
+  def _close(self) -> None:
+    """Does what `close` does, once."""
+    self._flush()
 
   def __enter__(self) -> 'MetricWriter':
     return self
@@ -247,15 +263,10 @@ def _to_number(value: Any) -> int | float | None:
     if isinstance(value, jax.Array) and value.is_deleted():
       return None
     raise
-  if array.size != 1:
-    return None
-  (number,) = array.reshape(-1)
-  # `jax.dtypes` also knows the dtypes that numpy does not, like bfloat16.
-  if jax.dtypes.issubdtype(array.dtype, np.floating):
-    return float(number)
-  if array.dtype == bool or jax.dtypes.issubdtype(array.dtype, np.integer):
-    return int(number)
-  return None
+  number = array.item() if array.size == 1 else None
+  if isinstance(number, int):
+    return int(number)  # A bool is one.
+  return number if isinstance(number, float) else None
 
 
 def _describe(value: Any) -> str:
@@ -407,15 +418,6 @@ class Backend(MetricWriter):
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
     """Writes one record: int or float, uint8 [B, H, W, C], str, _Histogram."""
 
-  def _resume(self, step: int) -> None:
-    """Voids what is stored of later steps; nothing where nothing is."""
-
-  def _flush(self) -> None:
-    """Pushes to the disk what was emitted."""
-
-  def _finish(self) -> None:
-    """Gives back what the backend holds; it is flushed."""
-
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
   ) -> None:
@@ -425,22 +427,6 @@ class Backend(MetricWriter):
       record.converted = _CONVERSIONS[kind](values, *options)
     if record.converted:
       self._emit(kind, to_step(global_step), record.converted)
-
-  def resume(self, step: int) -> None:
-    self._require_open('resume')
-    self._resume(step)
-
-  def flush(self) -> None:
-    self._require_open('flush')
-    self._flush()
-
-  def close(self) -> None:
-    if not self._is_closed:
-      self._is_closed = True
-      try:
-        self._flush()
-      finally:
-        self._finish()
 
 
 class _Piece(NamedTuple):
@@ -561,8 +547,11 @@ class _FileBackend(Backend):
     if self._paths():
       os.fsync(self._file.fileno())
 
-  def _finish(self) -> None:
-    self._file.close()
+  def _close(self) -> None:
+    try:
+      self._flush()
+    finally:
+      self._file.close()
 
 
 class TensorBoardWriter(_FileBackend):
@@ -917,7 +906,6 @@ class MultiWriter(MetricWriter):
     self._writers = tuple(writers)
 
   def _each(self, method: str, *args: Any) -> None:
-    self._require_open(method)
     errors = []
     for writer in self._writers:
       try:
@@ -941,24 +929,21 @@ class MultiWriter(MetricWriter):
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
   ) -> None:
+    self._require_open(f'write_{kind}')
     self._each(f'write_{kind}', global_step, _Record(values), *options)
-
-  def resume(self, step: int) -> None:
-    self._each('resume', step)
 
   def logged_steps(self) -> list[int]:
     writers = [w for w in self._writers if isinstance(w, MetricWriter)]
     return sorted({step for w in writers for step in w.logged_steps()})
 
-  def flush(self) -> None:
+  def _resume(self, step: int) -> None:
+    self._each('resume', step)
+
+  def _flush(self) -> None:
     self._each('flush')
 
-  def close(self) -> None:
-    if not self._is_closed:
-      try:
-        self._each('close')
-      finally:
-        self._is_closed = True
+  def _close(self) -> None:
+    self._each('close')
 
 
 class AsyncWriter(MetricWriter):
@@ -1028,9 +1013,9 @@ class AsyncWriter(MetricWriter):
         _check_image(name, image)
 
     def write() -> None:
-      write_kind = getattr(self._writer, f'write_{kind}')
       on_host = _to_host(kind, values)
-      write_kind(to_step(step), on_host, *options)
+      method = getattr(self._writer, f'write_{kind}')
+      method(to_step(step), on_host, *options)
 
     if not self.executor.put(write):
       dropped = self.dropped_records
@@ -1043,26 +1028,22 @@ class AsyncWriter(MetricWriter):
           dropped,
         )
 
-  def resume(self, step: int) -> None:
-    self._require_open('resume')
-    self.executor.wait(lambda: self._writer.resume(step))
-
   def logged_steps(self) -> list[int]:
     self._require_open('logged_steps')
     steps: list[int] = []
     self.executor.wait(lambda: steps.extend(self._writer.logged_steps()))
     return steps
 
-  def flush(self) -> None:
-    self._require_open('flush')
+  def _resume(self, step: int) -> None:
+    self.executor.wait(lambda: self._writer.resume(step))
+
+  def _flush(self) -> None:
     self.executor.wait(self._report_dropped, self._writer.flush)
 
-  def close(self) -> None:
-    if not self._is_closed:
-      self._is_closed = True
-      self.executor.wait(
-        self._report_dropped, self._writer.flush, self._writer.close
-      )
+  def _close(self) -> None:
+    self.executor.wait(
+      self._report_dropped, self._writer.flush, self._writer.close
+    )
 
   def _report_dropped(self) -> None:
     if self.dropped_records > self._reported:
