@@ -433,14 +433,12 @@ class _Piece(NamedTuple):
   """A piece of a file that processes have appended to.
 
   Attributes:
-    data: what stands there.
-    kept: what is to stand there, where it is not voided.
-    step: the piece is voided by a resume at an earlier step; None never is.
+    data: what is to stand there, where it is not voided.
+    step: a resume at an earlier step voids the piece; None: no resume does.
     has_scalars: whether it is a whole record of scalars.
   """
 
   data: bytes
-  kept: bytes
   step: float | None
   has_scalars: bool
 
@@ -525,13 +523,14 @@ class _FileBackend(Backend):
   def _void_later(self, path: pathlib.Path, step: int) -> None:
     """Edits a file of any size; at each moment its path has all that stays."""
 
-    def edited(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
-      for piece in self._read(file):
-        is_voided = piece.step is not None and piece.step > step
-        yield piece.data, b'' if is_voided else piece.kept
+    def kept(file: BinaryIO) -> Iterator[bytes]:
+      for data, of_step, _ in self._read(file):
+        if of_step is None or of_step <= step:
+          yield data
 
     with open(path, 'rb') as old:
-      if all(data == new for data, new in edited(old)):
+      # What is voided is longer than the end of a line, which may be added.
+      if sum(map(len, kept(old))) == old.tell():
         return
       old.seek(0)
       # Always the same name, so that kills leave one such file at most; one
@@ -540,7 +539,7 @@ class _FileBackend(Backend):
       partial = path.with_name(f'.{name}.tmp')
       with disk.replacing(path, partial) as file:
         shutil.copymode(path, partial)
-        file.writelines(new for _, new in edited(old))
+        file.writelines(kept(old))
 
   def _flush(self) -> None:
     self._follow()
@@ -629,12 +628,10 @@ class TensorBoardWriter(_FileBackend):
     while header := file.read(12):
       if header[8:] != _checksum(header[:8]):
         # Where the next record begins cannot be known.
-        rest = header + file.read()
-        yield _Piece(rest, rest, None, False)
+        yield _Piece(header + file.read(), None, False)
         return
       data = file.read(struct.unpack('<Q', header[:8])[0])
       checksum = file.read(4)
-      record = header + data + checksum
       try:
         event = event_pb2.Event.FromString(data)
       except message.DecodeError:
@@ -644,7 +641,7 @@ class TensorBoardWriter(_FileBackend):
         value.HasField('simple_value') for value in event.summary.value
       )
       step = event.step if event.HasField('summary') else None
-      yield _Piece(record, record, step, has_scalars)
+      yield _Piece(header + data + checksum, step, has_scalars)
 
   def _resume(self, step: int) -> None:
     super()._resume(step)
@@ -774,19 +771,14 @@ class JsonlWriter(_FileBackend):
   def _read(self, file: BinaryIO) -> Iterator[_Piece]:
     for line in file:
       record = _read_record(line)
-      is_ours = record.get('mode') == self._mode
-      if not record:
-        # A resume voids what is cut short, and leaves what is damaged.
-        step = None if line.endswith(b'\n') else math.inf
-        yield _Piece(line, line, step, False)
-      else:
-        # A record may lack no more than the end of its line.
-        yield _Piece(
-          line,
-          line.removesuffix(b'\n') + b'\n',
-          record['step'] if is_ours else None,
-          is_ours and record.get('kind') == 'scalars',
-        )
+      is_ours = bool(record) and record.get('mode') == self._mode
+      is_whole = line.endswith(b'\n')
+      step = record['step'] if is_ours else None
+      if not record and not is_whole:
+        step = math.inf  # It is cut short.
+      # A record may lack no more than the end of its line.
+      data = line if is_whole else line + b'\n'
+      yield _Piece(data, step, is_ours and record.get('kind') == 'scalars')
 
   def _resume(self, step: int) -> None:
     super()._resume(step)
@@ -848,17 +840,16 @@ class LogLineWriter(Backend):
       mode: put before `step` on each line where given.
     """
     self._mode = '' if mode is None else f'{mode} '
-    # The order in which names were first seen, so that columns do not move.
-    self._order: dict[str, int] = {}
+    # In the order in which they were first seen: columns do not move.
+    self._names: dict[str, None] = {}
 
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
     if kind == 'texts':
       parts = [f'{name}:\n{text}' for name, text in values.items()]
     else:
       fields = _summarize(kind, values)
-      for name in fields:
-        self._order.setdefault(name, len(self._order))
-      names = sorted(fields, key=self._order.__getitem__)
+      self._names |= dict.fromkeys(fields)
+      names = [name for name in self._names if name in fields]
       group_of = {name: name.partition('/')[0] for name in names if '/' in name}
       sizes = collections.Counter(group_of.values())
       large = {group for group, n in sizes.items() if n > _MAX_GROUP}
