@@ -995,9 +995,8 @@ class AsyncWriter(MetricWriter):
     self.executor.raise_error()
     self._last_step = step = _snapshot(global_step)
     if kind in ('images', 'histograms'):
-      values = {name: _snapshot_array(a) for name, a in values.items()}
-    else:
-      values = _snapshot(values)
+      values = {name: _to_array(x) for name, x in values.items()}
+    values = _snapshot(values)
     if kind == 'images':
       for name, image in values.items():
         # Here the traceback still leads to the line that made the image.
@@ -1045,16 +1044,21 @@ class AsyncWriter(MetricWriter):
       )
 
 
+# The first that fits is found fastest.
+_UNCHANGEABLE = (jax.Array, float, int, str, np.generic)
+
+
 def _snapshot(value: Any) -> Any:
   """Copies what the caller may change: mappings and arrays on the host."""
+  if isinstance(value, _UNCHANGEABLE):
+    return value
   if isinstance(value, Mapping):
     return {name: _snapshot(v) for name, v in value.items()}
-  return _snapshot_array(value) if hasattr(value, '__array__') else value
+  return np.array(value) if hasattr(value, '__array__') else value
 
 
-def _snapshot_array(array: Any) -> Any:
-  unchangeable = isinstance(array, jax.Array | np.generic)
-  return array if unchangeable else np.array(array)
+def _to_array(value: Any) -> Any:
+  return value if hasattr(value, '__array__') else np.array(value)
 
 
 def _to_host(kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
