@@ -22,13 +22,13 @@ from jaxline import debug
 from jaxline import distributed
 from jaxline import errors
 from jaxline import experiment as experiment_lib
-from jaxline import periodic
-from jaxline import writers
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
 from jaxline.compat import devices
+from jaxline.metrics import periodic
+from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
 from jaxline.supervision import watchdog as watchdog_lib

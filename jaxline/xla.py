@@ -32,7 +32,7 @@ from jax.experimental import profiler
 import jaxlib
 
 from jaxline import errors
-from jaxline import periodic
+from jaxline.metrics import periodic
 
 # The first step whose profile is saved: the first compiles, and the next ones
 # still fill the queues.

@@ -22,10 +22,10 @@ from jaxline import errors
 from jaxline import metrics
 from jaxline import pipeline
 from jaxline import sharded
-from jaxline import writers
 from jaxline.inputs import base as inputs
 from jaxline.inputs import text
 from jaxline.inputs import tokenization
+from jaxline.metrics import writers
 
 # More held-out bytes than this take xz longer than a second or two.
 _MAX_TO_COMPRESS = 4_000_000

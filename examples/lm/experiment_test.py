@@ -22,7 +22,7 @@ from examples.lm import model
 from jaxline import errors
 from jaxline import train
 from jaxline import utils
-from jaxline import writers
+from jaxline.metrics import writers
 
 LINES = 'for item in items:\n  total = total + item\n'
 

@@ -23,7 +23,7 @@ from jaxline import partitioning
 from jaxline import sharded
 from jaxline import train
 from jaxline import utils
-from jaxline import writers
+from jaxline.metrics import writers
 
 # The formats: bits of the fraction, the smallest exponent, the largest number.
 E4M3 = (3, -6, 448.0)

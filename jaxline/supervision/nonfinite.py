@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxline import errors
-from jaxline import periodic
+from jaxline.metrics import periodic
 
 _MAX_NAMED = 8  # Scalars in a message; a norm for each layer can be hundreds.
 
