@@ -412,11 +412,20 @@ def _summarize(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Backend(MetricWriter):
-  """Converts what is handed over; a subclass only has to emit it."""
+  """Converts what is handed over; a subclass only has to emit it.
+
+  It has no lock: an `AsyncWriter` in front of it calls it on one thread.
+  """
 
   @abc.abstractmethod
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
-    """Writes one record: int or float, uint8 [B, H, W, C], str, _Histogram."""
+    """Writes one record.
+
+    Args:
+      kind: scalars, images, texts or histograms.
+      step: the step the values belong to.
+      values: by name; int or float, uint8 [B, H, W, C], str, or _Histogram.
+    """
 
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
