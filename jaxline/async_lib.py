@@ -88,13 +88,20 @@ class SerialExecutor:
       self._run(call, 0)
       return True
     with self._lock:
-      self._require_thread()
+      if self._thread is not None and not self._thread.is_alive():
+        raise RuntimeError(
+          f'The thread {self._name} does not run in this process: a forked'
+          ' process inherits the object but not the thread. Make a new object'
+          ' there.'
+        )
       pending = self._queued - self._done
       if size and pending and pending + size > self._max_pending:
         self.num_dropped += size
         return False
       self._queued += size
       self._calls.put(functools.partial(self._run, call, size))
+      if self._thread is None:
+        self._start()
       return True
 
   def submit(
@@ -155,24 +162,17 @@ class SerialExecutor:
       done.wait()
     self.raise_error()
 
-  def _require_thread(self) -> None:
-    if self._thread is None:
-      self._thread = thread = threading.Thread(
-        target=_run_all, args=(self._calls,), name=self._name, daemon=True
-      )
-      thread.start()
-      at_exit = functools.partial(_end, self._calls, thread)
-      # JAX registered its own clean-up when it was imported: this runs before.
-      atexit.register(at_exit)
-      # The thread refers to the queue only, and ends with the executor.
-      weakref.finalize(self, self._calls.put, None)
-      weakref.finalize(self, atexit.unregister, at_exit)
-    elif not self._thread.is_alive():
-      raise RuntimeError(
-        f'The thread {self._name} is not running in this process: a forked'
-        ' process inherits the object but not the thread. Make a new object'
-        ' there.'
-      )
+  def _start(self) -> None:
+    self._thread = threading.Thread(
+      target=_run_all, args=(self._calls,), name=self._name, daemon=True
+    )
+    self._thread.start()
+    at_exit = functools.partial(_end, self._calls, self._thread)
+    # JAX registered its own clean-up when it was imported: this runs before.
+    atexit.register(at_exit)
+    # The thread refers to the queue only, and ends with the executor.
+    weakref.finalize(self, self._calls.put, None)
+    weakref.finalize(self, atexit.unregister, at_exit)
 
   def _run(self, call: Callable[[], Any], size: int) -> None:
     try:

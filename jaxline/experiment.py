@@ -14,10 +14,10 @@ import numpy as np
 
 from jaxline import base_config
 from jaxline import debug
-from jaxline import periodic
-from jaxline import writers
 from jaxline.compat import devices
 from jaxline.compat import prng
+from jaxline.metrics import periodic
+from jaxline.metrics import writers
 
 Scalars = Mapping[str, Any]
 # (global_step, state key) -> the arguments of `step` (global_step, rng), and

@@ -34,13 +34,13 @@ from jaxline import disk
 from jaxline import distributed
 from jaxline import errors
 from jaxline import train
-from jaxline import writers
 from jaxline import xla
 from jaxline.aot import programs
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
+from jaxline.metrics import writers
 from jaxline.supervision import preemption
 from jaxline.supervision import watchdog
 

@@ -27,12 +27,12 @@ from jaxline import base_config
 from jaxline import experiment
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
-from jaxline import periodic
 from jaxline import train_step as step_lib
-from jaxline import writers
 from jaxline.checkpoint import base
 from jaxline.inputs import base as inputs
 from jaxline.inputs import infeed
+from jaxline.metrics import periodic
+from jaxline.metrics import writers
 from jaxline.supervision import nonfinite as nonfinite_lib
 
 # The names of `train_step` that experiments use.

@@ -22,13 +22,13 @@ from jaxline import debug
 from jaxline import distributed
 from jaxline import errors
 from jaxline import experiment as experiment_lib
-from jaxline import periodic
-from jaxline import writers
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
 from jaxline.compat import devices
+from jaxline.metrics import periodic
+from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
 from jaxline.supervision import watchdog as watchdog_lib
@@ -466,34 +466,37 @@ class _Training:
     """Returns what every training does at intervals: log, write, save."""
     config, log = self._run.config, self._run.log
 
-    def to_log(fn: Callable[..., None], **kwargs: Any) -> None:
+    def logging_action(
+      fn: Callable[..., None], **kwargs: Any
+    ) -> periodic.PeriodicAction:
       @functools.wraps(fn)  # Messages name the function.
       def write(step: int, scalars: Mapping[str, Any]) -> None:
         fn(step, _add_rates(self.guard.without_flag(scalars)))
 
-      action = periodic.PeriodicAction(
+      return periodic.PeriodicAction(
         write,
         interval_type=config.logging_interval_type or config.interval_type,
         logging_growth_ratios=config.periodic_action_growth_ratios,
-        # The thread that writes also fetches, once for all.
-        executor=log.executor,
+        executor=log.executor,  # The thread that writes also fetches.
         **kwargs,
       )
-      actions.append(action)
 
-    actions: list[periodic.PeriodicAction] = []
-    to_log(
-      _log_outputs,
-      interval=config.log_tensors_interval,
-      run_async=config.log_async,
-    )
+    actions = [
+      logging_action(
+        _log_outputs,
+        interval=config.log_tensors_interval,
+        run_async=config.log_async,
+      )
+    ]
     is_logged = jax.process_index() == 0 or config.log_all_hosts
     if is_logged and self._run.writer is not None:
-      to_log(
-        log.write_scalars,
-        interval=config.log_train_data_interval,
-        log_all_data=config.log_all_train_data,
-        end_step_to_action=config.training_steps,
+      actions.append(
+        logging_action(
+          log.write_scalars,
+          interval=config.log_train_data_interval,
+          log_all_data=config.log_all_train_data,
+          end_step_to_action=config.training_steps,
+        )
       )
     # After the writing: the checkpoint waits for what was logged before it.
     if self._saves and (config.save_checkpoint_interval or 0) > 0:

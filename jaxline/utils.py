@@ -32,9 +32,9 @@ from jaxline.debug import disable_pmap_jit
 from jaxline.debug import evaluate_should_return_dict
 from jaxline.debug import kwargs_only
 from jaxline.debug import log_activity
-from jaxline.periodic import PeriodicAction
+from jaxline.metrics.periodic import PeriodicAction
+from jaxline.metrics.writers import Writer
 import jaxline.platform  # Defines the flags that were utils' own.
-from jaxline.writers import Writer
 
 __all__ = [
   'GLOBAL_CHECKPOINT_DICT',

@@ -33,7 +33,7 @@ import jaxlib
 
 from jaxline import disk
 from jaxline import errors
-from jaxline import periodic
+from jaxline.metrics import periodic
 
 # The first step whose profile is saved: the first compiles, and the next ones
 # still fill the queues.

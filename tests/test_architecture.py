@@ -30,9 +30,7 @@ LEAVES = (
   'maxtext',
   'mesh',
   'metrics',
-  'periodic',
   'supervision',
-  'writers',
   'xla',
 )
 # A module imports only from lower steps, from its own package, or, if it is a

@@ -1,4 +1,4 @@
-"""Tests of jaxline.periodic."""
+"""Tests of jaxline.metrics.periodic."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxline import periodic
+from jaxline.metrics import periodic
 
 TIMEOUT = 10  # Seconds; only a broken test waits that long.
 

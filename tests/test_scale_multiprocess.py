@@ -23,7 +23,7 @@ from configs import lm
 from examples.lm import experiment
 from jaxline import platform
 from jaxline import train
-from jaxline import writers
+from jaxline.metrics import writers
 from jaxline.supervision import preemption
 from tests.programs import events
 from tests.programs import hosts

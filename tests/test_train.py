@@ -25,7 +25,6 @@ from jaxline import base_config
 from jaxline import debug
 from jaxline import distributed
 from jaxline import experiment
-from jaxline import periodic
 from jaxline import platform
 from jaxline import train
 from jaxline import utils
@@ -33,6 +32,7 @@ from jaxline.checkpoint import base
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
 from jaxline.compat import devices
+from jaxline.metrics import periodic
 from jaxline.supervision import nonfinite
 
 POLL_SECS = train._POLL_SECS

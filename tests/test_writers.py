@@ -1,4 +1,4 @@
-"""Tests for jaxline.writers."""
+"""Tests for jaxline.metrics.writers."""
 
 from collections.abc import Iterable, Iterator
 import io
@@ -27,7 +27,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from jaxline import writers
+from jaxline.metrics import writers
 
 with warnings.catch_warnings():
   # The reader only; what we write with stays under warnings as errors.
@@ -1378,7 +1378,7 @@ _PROGRAM = """
   import sys
   import time
 
-  from jaxline import writers
+  from jaxline.metrics import writers
 
   assert 'tensorboardX' not in sys.modules
   assert 'tensorflow' not in sys.modules
@@ -1437,7 +1437,7 @@ _KILLED = """
   import threading
 
   import jax.numpy as jnp
-  from jaxline import writers
+  from jaxline.metrics import writers
 
   writer = writers.AsyncWriter(writers.MultiWriter([
     writers.TensorBoardWriter(sys.argv[1]),

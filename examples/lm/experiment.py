@@ -20,10 +20,10 @@ from jaxline import errors
 from jaxline import metrics
 from jaxline import pipeline
 from jaxline import sharded
-from jaxline import writers
 from jaxline.inputs import base as inputs
 from jaxline.inputs import text
 from jaxline.inputs import tokenization
+from jaxline.metrics import writers
 
 from . import fp8
 from . import model

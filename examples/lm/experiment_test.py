@@ -20,7 +20,7 @@ from examples import decoding
 from jaxline import errors
 from jaxline import train
 from jaxline import utils
-from jaxline import writers
+from jaxline.metrics import writers
 
 from . import experiment
 from . import model

@@ -20,7 +20,7 @@ from jaxline import partitioning
 from jaxline import sharded
 from jaxline import train
 from jaxline import utils
-from jaxline import writers
+from jaxline.metrics import writers
 
 from . import experiment
 from . import fp8

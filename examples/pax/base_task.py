@@ -36,8 +36,8 @@ from jaxline import distributed
 from jaxline import errors
 from jaxline import metrics as metrics_lib
 from jaxline import sharded
-from jaxline import writers
 from jaxline.checkpoint import files
+from jaxline.metrics import writers
 
 BaseHParams = hparams_lib.BaseHParams
 Configurable = hparams_lib.Configurable

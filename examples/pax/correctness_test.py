@@ -26,7 +26,7 @@ from examples.pax import schedules
 from jaxline import mesh as mesh_lib
 from jaxline import train
 from jaxline import utils
-from jaxline import writers
+from jaxline.metrics import writers
 
 # A run of 200 steps.
 

@@ -28,9 +28,9 @@ from jaxline import base_config
 from jaxline import errors
 from jaxline import mesh as mesh_lib
 from jaxline import sharded
-from jaxline import writers
 from jaxline.inputs import base as inputs
 from jaxline.inputs import synthetic
+from jaxline.metrics import writers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

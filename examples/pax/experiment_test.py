@@ -21,8 +21,8 @@ from jaxline import mesh as mesh_lib
 from jaxline import sharded
 from jaxline import train
 from jaxline import utils
-from jaxline import writers
 from jaxline.inputs import synthetic
+from jaxline.metrics import writers
 
 # One of each family; the others differ in numbers only.
 FAMILIES = (

@@ -16,7 +16,7 @@ from examples.pax.tasks.synthetic.params import sequences
 from jaxline import mesh as mesh_lib
 from jaxline import train
 from jaxline import utils
-from jaxline import writers
+from jaxline.metrics import writers
 
 
 @pytest.fixture(autouse=True)

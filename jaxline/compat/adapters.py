@@ -15,9 +15,9 @@ from ml_collections import config_dict
 
 from jaxline import base_config
 from jaxline import errors
-from jaxline import periodic
-from jaxline import writers
 from jaxline.checkpoint import base
+from jaxline.metrics import periodic
+from jaxline.metrics import writers
 
 
 class _ForeignCheckpointer(base.FullCheckpointer):

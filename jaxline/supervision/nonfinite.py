@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxline import errors
-from jaxline import periodic
+from jaxline.metrics import periodic
 
 # The names of scalars that must be finite.
 _JUDGED = re.compile('loss|grad', re.IGNORECASE)

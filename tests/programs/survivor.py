@@ -41,9 +41,9 @@ from jaxline import base_config  # noqa: E402
 from jaxline import metrics  # noqa: E402
 from jaxline import platform  # noqa: E402
 from jaxline import sharded  # noqa: E402
-from jaxline import writers  # noqa: E402
 from jaxline.inputs import base  # noqa: E402
 from jaxline.inputs import indexed  # noqa: E402
+from jaxline.metrics import writers  # noqa: E402
 
 FEATURES, ROWS, BATCHES = 6, 8, 7  # Of an epoch.
 

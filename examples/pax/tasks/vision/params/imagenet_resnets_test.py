@@ -22,7 +22,7 @@ from examples.pax.tasks.vision.params import imagenet_resnets
 from jaxline import partitioning
 from jaxline import train
 from jaxline import utils
-from jaxline import writers
+from jaxline.metrics import writers
 
 ResNet50Pjit = imagenet_resnets.ResNet50Pjit
 

@@ -1,4 +1,7 @@
-"""Averages that stay right over uneven batches and shards."""
+"""Averages that stay right over uneven batches and shards.
+
+What becomes of the numbers of a run: `writers`, `periodic`.
+"""
 
 from collections.abc import Mapping
 import dataclasses

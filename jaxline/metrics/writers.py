@@ -56,7 +56,8 @@ class MetricWriter(abc.ABC):
   the step (one copy per device). A writer is also a context manager that
   closes itself.
 
-  A subclass gives `_write`, `flush` and `close`; see also `Backend`.
+  A subclass gives `_write` and, where it holds something, `_flush` and
+  `_close`; see also `Backend`.
 
   Attributes:
     executor: runs what writes on its thread, and lets others share the thread;
@@ -101,7 +102,7 @@ class MetricWriter(abc.ABC):
     """
     self._write('histograms', global_step, arrays, num_buckets)
 
-  def resume(self, step: int) -> None:  # noqa: B027
+  def resume(self, step: int) -> None:
     """Voids what an earlier process wrote of later steps than `step`.
 
     A run calls it once, when it has restored and before it writes. It may read
@@ -114,6 +115,8 @@ class MetricWriter(abc.ABC):
     Raises:
       OSError: a file cannot be rewritten; it stands as it was.
     """
+    self._require_open('resume')
+    self._resume(step)
 
   def logged_steps(self) -> list[int]:
     """Returns the steps that scalars were written of, ascending.
@@ -132,19 +135,32 @@ class MetricWriter(abc.ABC):
   ) -> None:
     """Writes what `write_<kind>` was called with."""
 
-  @abc.abstractmethod
   def flush(self) -> None:
     """Returns once everything written so far has reached the disk.
 
     Any thread may call it.
     """
+    self._require_open('flush')
+    self._flush()
 
-  @abc.abstractmethod
   def close(self) -> None:
     """Flushes and ends the writer; a later write raises RuntimeError.
 
     Closing twice is allowed.
     """
+    if not self._is_closed:
+      self._is_closed = True
+      self._close()
+
+  def _resume(self, step: int) -> None:  # noqa: B027
+    """Does what `resume` does."""
+
+  def _flush(self) -> None:  # noqa: B027
+    """Does what `flush` does."""
+
+  def _close(self) -> None:
+    """Does what `close` does, once."""
+    self._flush()
 
   def __enter__(self) -> 'MetricWriter':
     return self
@@ -253,15 +269,10 @@ def _to_number(value: Any) -> int | float | None:
     if isinstance(value, jax.Array) and value.is_deleted():
       return None
     raise
-  if array.size != 1:
-    return None
-  (number,) = array.reshape(-1)
-  # `jax.dtypes` also knows the dtypes that numpy does not, like bfloat16.
-  if jax.dtypes.issubdtype(array.dtype, np.floating):
-    return float(number)
-  if array.dtype == bool or jax.dtypes.issubdtype(array.dtype, np.integer):
-    return int(number)
-  return None
+  number = array.item() if array.size == 1 else None
+  if isinstance(number, int):
+    return int(number)  # A bool is one.
+  return number if isinstance(number, float) else None
 
 
 def _describe(value: Any) -> str:
@@ -407,20 +418,20 @@ def _summarize(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Backend(MetricWriter):
-  """Converts what is handed over; a subclass only has to emit it."""
+  """Converts what is handed over; a subclass only has to emit it.
+
+  It has no lock: an `AsyncWriter` in front of it calls it on one thread.
+  """
 
   @abc.abstractmethod
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
-    """Writes one record: int or float, uint8 [B, H, W, C], str, _Histogram."""
+    """Writes one record.
 
-  def _resume(self, step: int) -> None:
-    """Voids what is stored of later steps; nothing where nothing is."""
-
-  def _flush(self) -> None:
-    """Pushes to the disk what was emitted."""
-
-  def _finish(self) -> None:
-    """Gives back what the backend holds; it is flushed."""
+    Args:
+      kind: scalars, images, texts or histograms.
+      step: the step the values belong to.
+      values: by name; int or float, uint8 [B, H, W, C], str, or _Histogram.
+    """
 
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
@@ -432,35 +443,17 @@ class Backend(MetricWriter):
     if record.converted:
       self._emit(kind, to_step(global_step), record.converted)
 
-  def resume(self, step: int) -> None:
-    self._require_open('resume')
-    self._resume(step)
-
-  def flush(self) -> None:
-    self._require_open('flush')
-    self._flush()
-
-  def close(self) -> None:
-    if not self._is_closed:
-      self._is_closed = True
-      try:
-        self._flush()
-      finally:
-        self._finish()
-
 
 class _Piece(NamedTuple):
   """A piece of a file that processes have appended to.
 
   Attributes:
-    data: what stands there.
-    kept: what is to stand there, where it is not voided.
-    step: the piece is voided by a resume at an earlier step; None never is.
+    data: what is to stand there, where it is not voided.
+    step: a resume at an earlier step voids the piece; None: no resume does.
     has_scalars: whether it is a whole record of scalars.
   """
 
   data: bytes
-  kept: bytes
   step: float | None
   has_scalars: bool
 
@@ -545,13 +538,14 @@ class _FileBackend(Backend):
   def _void_later(self, path: pathlib.Path, step: int) -> None:
     """Edits a file of any size; at each moment its path has all that stays."""
 
-    def edited(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
-      for piece in self._read(file):
-        is_voided = piece.step is not None and piece.step > step
-        yield piece.data, b'' if is_voided else piece.kept
+    def kept(file: BinaryIO) -> Iterator[bytes]:
+      for data, of_step, _ in self._read(file):
+        if of_step is None or of_step <= step:
+          yield data
 
     with open(path, 'rb') as old:
-      if all(data == new for data, new in edited(old)):
+      # What is voided is longer than the end of a line, which may be added.
+      if sum(map(len, kept(old))) == old.tell():
         return
       old.seek(0)
       # Always the same name, so that kills leave one such file at most; one
@@ -560,15 +554,18 @@ class _FileBackend(Backend):
       partial = path.with_name(f'.{name}.tmp')
       with disk.replacing(path, partial) as file:
         shutil.copymode(path, partial)
-        file.writelines(new for _, new in edited(old))
+        file.writelines(kept(old))
 
   def _flush(self) -> None:
     self._follow()
     if self._paths():
       os.fsync(self._file.fileno())
 
-  def _finish(self) -> None:
-    self._file.close()
+  def _close(self) -> None:
+    try:
+      self._flush()
+    finally:
+      self._file.close()
 
 
 class TensorBoardWriter(_FileBackend):
@@ -646,12 +643,10 @@ class TensorBoardWriter(_FileBackend):
     while header := file.read(12):
       if header[8:] != _checksum(header[:8]):
         # Where the next record begins cannot be known.
-        rest = header + file.read()
-        yield _Piece(rest, rest, None, False)
+        yield _Piece(header + file.read(), None, False)
         return
       data = file.read(struct.unpack('<Q', header[:8])[0])
       checksum = file.read(4)
-      record = header + data + checksum
       try:
         event = event_pb2.Event.FromString(data)
       except message.DecodeError:
@@ -661,7 +656,7 @@ class TensorBoardWriter(_FileBackend):
         value.HasField('simple_value') for value in event.summary.value
       )
       step = event.step if event.HasField('summary') else None
-      yield _Piece(record, record, step, has_scalars)
+      yield _Piece(header + data + checksum, step, has_scalars)
 
   def _resume(self, step: int) -> None:
     super()._resume(step)
@@ -791,19 +786,14 @@ class JsonlWriter(_FileBackend):
   def _read(self, file: BinaryIO) -> Iterator[_Piece]:
     for line in file:
       record = _read_record(line)
-      is_ours = record.get('mode') == self._mode
-      if not record:
-        # A resume voids what is cut short, and leaves what is damaged.
-        step = None if line.endswith(b'\n') else math.inf
-        yield _Piece(line, line, step, False)
-      else:
-        # A record may lack no more than the end of its line.
-        yield _Piece(
-          line,
-          line.removesuffix(b'\n') + b'\n',
-          record['step'] if is_ours else None,
-          is_ours and record.get('kind') == 'scalars',
-        )
+      is_ours = bool(record) and record.get('mode') == self._mode
+      is_whole = line.endswith(b'\n')
+      step = record['step'] if is_ours else None
+      if not record and not is_whole:
+        step = math.inf  # It is cut short.
+      # A record may lack no more than the end of its line.
+      data = line if is_whole else line + b'\n'
+      yield _Piece(data, step, is_ours and record.get('kind') == 'scalars')
 
   def _resume(self, step: int) -> None:
     super()._resume(step)
@@ -865,17 +855,16 @@ class LogLineWriter(Backend):
       mode: put before `step` on each line where given.
     """
     self._mode = '' if mode is None else f'{mode} '
-    # The order in which names were first seen, so that columns do not move.
-    self._order: dict[str, int] = {}
+    # In the order in which they were first seen: columns do not move.
+    self._names: dict[str, None] = {}
 
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
     if kind == 'texts':
       parts = [f'{name}:\n{text}' for name, text in values.items()]
     else:
       fields = _summarize(kind, values)
-      for name in fields:
-        self._order.setdefault(name, len(self._order))
-      names = sorted(fields, key=self._order.__getitem__)
+      self._names |= dict.fromkeys(fields)
+      names = [name for name in self._names if name in fields]
       group_of = {name: name.partition('/')[0] for name in names if '/' in name}
       sizes = collections.Counter(group_of.values())
       large = {group for group, n in sizes.items() if n > _MAX_GROUP}
@@ -923,7 +912,6 @@ class MultiWriter(MetricWriter):
     self._writers = tuple(writers)
 
   def _each(self, method: str, *args: Any) -> None:
-    self._require_open(method)
     errors = []
     for writer in self._writers:
       try:
@@ -947,24 +935,21 @@ class MultiWriter(MetricWriter):
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
   ) -> None:
+    self._require_open(f'write_{kind}')
     self._each(f'write_{kind}', global_step, _Record(values), *options)
-
-  def resume(self, step: int) -> None:
-    self._each('resume', step)
 
   def logged_steps(self) -> list[int]:
     writers = [w for w in self._writers if isinstance(w, MetricWriter)]
     return sorted({step for w in writers for step in w.logged_steps()})
 
-  def flush(self) -> None:
+  def _resume(self, step: int) -> None:
+    self._each('resume', step)
+
+  def _flush(self) -> None:
     self._each('flush')
 
-  def close(self) -> None:
-    if not self._is_closed:
-      try:
-        self._each('close')
-      finally:
-        self._is_closed = True
+  def _close(self) -> None:
+    self._each('close')
 
 
 class AsyncWriter(MetricWriter):
@@ -1025,18 +1010,17 @@ class AsyncWriter(MetricWriter):
     self.executor.raise_error()
     self._last_step = step = _snapshot(global_step)
     if kind in ('images', 'histograms'):
-      values = {name: _snapshot_array(a) for name, a in values.items()}
-    else:
-      values = _snapshot(values)
+      values = {name: _to_array(x) for name, x in values.items()}
+    values = _snapshot(values)
     if kind == 'images':
       for name, image in values.items():
         # Here the traceback still leads to the line that made the image.
         _check_image(name, image)
 
     def write() -> None:
-      write_kind = getattr(self._writer, f'write_{kind}')
       on_host = _to_host(kind, values)
-      write_kind(to_step(step), on_host, *options)
+      method = getattr(self._writer, f'write_{kind}')
+      method(to_step(step), on_host, *options)
 
     if not self.executor.put(write):
       dropped = self.dropped_records
@@ -1049,26 +1033,22 @@ class AsyncWriter(MetricWriter):
           dropped,
         )
 
-  def resume(self, step: int) -> None:
-    self._require_open('resume')
-    self.executor.wait(lambda: self._writer.resume(step))
-
   def logged_steps(self) -> list[int]:
     self._require_open('logged_steps')
     steps: list[int] = []
     self.executor.wait(lambda: steps.extend(self._writer.logged_steps()))
     return steps
 
-  def flush(self) -> None:
-    self._require_open('flush')
+  def _resume(self, step: int) -> None:
+    self.executor.wait(lambda: self._writer.resume(step))
+
+  def _flush(self) -> None:
     self.executor.wait(self._report_dropped, self._writer.flush)
 
-  def close(self) -> None:
-    if not self._is_closed:
-      self._is_closed = True
-      self.executor.wait(
-        self._report_dropped, self._writer.flush, self._writer.close
-      )
+  def _close(self) -> None:
+    self.executor.wait(
+      self._report_dropped, self._writer.flush, self._writer.close
+    )
 
   def _report_dropped(self) -> None:
     if self.dropped_records > self._reported:
@@ -1079,16 +1059,21 @@ class AsyncWriter(MetricWriter):
       )
 
 
+# The first that fits is found fastest.
+_UNCHANGEABLE = (jax.Array, float, int, str, np.generic)
+
+
 def _snapshot(value: Any) -> Any:
   """Copies what the caller may change: mappings and arrays on the host."""
+  if isinstance(value, _UNCHANGEABLE):
+    return value
   if isinstance(value, Mapping):
     return {name: _snapshot(v) for name, v in value.items()}
-  return _snapshot_array(value) if hasattr(value, '__array__') else value
+  return np.array(value) if hasattr(value, '__array__') else value
 
 
-def _snapshot_array(array: Any) -> Any:
-  unchangeable = isinstance(array, jax.Array | np.generic)
-  return array if unchangeable else np.array(array)
+def _to_array(value: Any) -> Any:
+  return value if hasattr(value, '__array__') else np.array(value)
 
 
 def _to_host(kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -200,12 +200,14 @@ class PeriodicAction(Action):
     Raises:
       BaseException: the error of an earlier asynchronous call.
     """
-    if self._executor is not None:
-      self._executor.raise_error()
+    executor = self._executor
+    if executor is not None and executor.error is not None:
+      executor.raise_error()
     step = int(step)  # A restored step can be an array.
     is_due = self._is_due(t, step)
-    if is_due or self._keep_all:
-      self._kept.append((step, dict(scalar_outputs or {})))
+    if not (is_due or self._keep_all):
+      return
+    self._kept.append((step, dict(scalar_outputs or {})))
     if is_due:
       self._hand_on(self._measure_rate(t, step))
     elif len(self._kept) >= _MAX_KEPT:
