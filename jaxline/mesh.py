@@ -214,8 +214,9 @@ def check_sizes(
       for size in values
     ):
       raise MeshError(
-        f'mesh.{network} is {given}; expected positive integers, of which one'
-        f' may be -1: all that are left. By default {filled} is.'
+        f'mesh.{network} is {given}; expected positive integers, but one size'
+        f' may be -1 (all that are left), and {filled} is by default. Set the'
+        ' others to numbers.'
       )
     # The default axis is filled up only if no other one is.
     default = dict.fromkeys(MESH_AXES, 1)
