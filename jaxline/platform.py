@@ -447,6 +447,11 @@ def _end_of(error: BaseException) -> BaseException:
   """Returns what to raise for an error, after printing its message."""
   if isinstance(error, _Exit):
     return error
+  cause: BaseException | None = error
+  while isinstance(cause, ImportError):
+    cause = cause.__cause__ or cause.__context__
+  if isinstance(cause, preemption.Preempted):
+    error = cause  # It interrupted the import of an extension module.
   if isinstance(error, ExceptionGroup):
     _, others = error.split(disk.FullDiskError)
     if others is None:  # Several writers have found the disk full.

@@ -31,6 +31,7 @@ from jaxline import distributed
 from jaxline import platform
 from jaxline import utils
 from jaxline.aot import ahead
+from jaxline.supervision import preemption
 from jaxline.supervision import watchdog
 from tests.programs import events
 from tests.programs import toy
@@ -495,6 +496,20 @@ def test_an_exit_of_the_config_file_is_no_end_of_the_run(tmp_path):
   result = python('experiment.py', f'--config={path}')
   assert result.returncode == 1
   assert 'raised SystemExit(0)' in result.stderr
+
+
+def test_a_notice_that_interrupts_an_import_ends_the_run(capsys):
+  # What extension modules do to an exception while they are initialised.
+  with pytest.raises(preemption.Preempted) as caught, platform._exits():
+    try:
+      try:
+        raise preemption.Preempted(75, 'SIGTERM: leaving.')
+      except SystemExit as e:
+        raise ImportError('initialization failed') from e
+    except ImportError as e:
+      raise ImportError('numpy.core failed to import') from e
+  assert caught.value.code == 75
+  assert capsys.readouterr().err == '[jaxline] SIGTERM: leaving.\n'
 
 
 def test_other_errors_of_a_group_are_no_full_disk(tmp_path, capsys):
