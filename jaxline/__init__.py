@@ -1,3 +1,19 @@
 """A forkable single-experiment training template for JAX."""
 
+import importlib
+from typing import Any
+
 __version__ = '0.1.0'
+
+_API = ('Result', 'evaluate', 'fit', 'load', 'load_weights')
+
+
+def __getattr__(name: str) -> Any:
+  """Imports `jaxline.api` where one of its names is used first."""
+  if name in _API:
+    return getattr(importlib.import_module('jaxline.api'), name)
+  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+def __dir__() -> list[str]:
+  return sorted([*globals(), *_API])

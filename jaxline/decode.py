@@ -159,9 +159,7 @@ def decode(
       ' `decode(self, prompts, rng)`, as AbstractExperiment in'
       ' jaxline/experiment.py says and examples/lm/experiment.py does.'
     )
-  state = checkpointer.get_experiment_state(options.series)
-  state.global_step = 0
-  state.experiment_module = experiment
+  state = base.new_state(checkpointer, experiment, series=options.series)
   with debug.log_activity('checkpoint restore'):
     checkpointer.restore(options.series, step=options.step)
 

@@ -167,7 +167,7 @@ class Mode:
   """
 
   text: str
-  run: Callable[[train.Run], None]
+  run: Callable[[train.Run], Any]
   checkpointer: str = ''
   log: str = ''
   eval_log: str = ''
@@ -542,7 +542,9 @@ def main(
       config = _read_config(flags.FLAGS)
       mode = _find_mode(_MODE.value)
       _start_jax(config)
-      _start(experiment_class, config, mode, checkpointer_factory)
+      if mode.checkpointer:  # Compile mode has none, and runs nothing here.
+        _check_flags()
+      start(experiment_class, config, _MODE.value, checkpointer_factory)
 
   with preemption.Watch(grace=_GRACE_SECS):
     if flags.FLAGS.is_parsed():
@@ -575,32 +577,41 @@ def _start_jax(config: config_dict.ConfigDict) -> None:
     )
 
 
-def _start(
+def start(
   experiment_class: Any,
   config: config_dict.ConfigDict,
-  mode: Mode,
-  checkpointer_factory: base.CheckpointerFactory,
-) -> None:
-  """Makes the parts of a run and runs its mode, once the processes have met.
+  name: str,
+  checkpointer_factory: base.CheckpointerFactory = create_checkpointer,
+) -> Any:
+  """Makes the parts of a run and runs a mode, once the processes have met.
+
+  Args:
+    experiment_class: as for `main`.
+    config: the run's, validated.
+    name: the mode, as for --jaxline_mode.
+    checkpointer_factory: as for `main`.
+
+  Returns:
+    The run's directory, and what the function of the mode returns.
 
   Raises:
     UsageError: what is wrong with the command line, the config or the run's
       directory; nothing has been changed there.
   """
+  mode = _find_mode(name)
   if mode.checkpointer and not mode.logs and not config.checkpoint_dir:
     raise UsageError(
       f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected the'
-      ' directory of the run whose weights'
-      f' --jaxline_mode={_MODE.value} shall take.'
+      f' directory of the run whose weights --jaxline_mode={name} shall take.'
     )
   config = resolve_config(config)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
-  if mode.checkpointer:  # Compile mode has none, and runs nothing here.
-    _check_backend(config)
+  if mode.checkpointer:
+    xla.check_backend(config.xla)
   if mode.eval_checkpointer and jax.process_count() > 1:
     raise UsageError(
-      f'--jaxline_mode={_MODE.value} is for one process, and there are'
+      f'--jaxline_mode={name} is for one process, and there are'
       f' {jax.process_count()}: their threads would meet in different programs.'
       ' Use train_and_eval.'
     )
@@ -652,7 +663,7 @@ def _start(
         stack.callback(made.close)
     # What is raised before is wrong usage, which needs no debugger.
     try:
-      debug.debugger_fallback(mode.run)(run)
+      return config.checkpoint_dir, debug.debugger_fallback(mode.run)(run)
     except preemption.Preempted as e:
       if mode.logs and config.checkpointer == 'durable':
         e.add_note(
@@ -751,7 +762,8 @@ def _fresh_directory() -> str:
   return tempfile.mkdtemp(prefix=f'{name.strip("_")}_{stamp}_', dir=root)
 
 
-def _check_backend(config: config_dict.ConfigDict) -> None:
+def _check_flags() -> None:
+  """Refuses what --jaxline_tpu_driver and --jaxline_ensure_tpu say."""
   if _TPU_DRIVER.value:
     raise UsageError(
       f'--jaxline_tpu_driver is {_TPU_DRIVER.value!r}, but TPU drivers are gone'
@@ -763,4 +775,3 @@ def _check_backend(config: config_dict.ConfigDict) -> None:
       f' {jax.default_backend()!r}: {jax.devices()}. Is the TPU in use by'
       ' another process, and is jax[tpu] installed?'
     )
-  xla.check_backend(config.xla)

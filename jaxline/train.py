@@ -123,11 +123,12 @@ class Run:
     return collective or all_hosts or jax.process_index() == 0
 
   @debug.disable_pmap_jit
-  def train(self) -> None:
-    """Trains: see the function `train`."""
+  def train(self) -> experiment_lib.AbstractExperiment:
+    """Trains, and returns the experiment: see the function `train`."""
     training = _Training(self)
     training.run_loop()
     self.checkpointer.mark_ended(training.state.global_step)
+    return training.experiment
 
   @debug.disable_pmap_jit
   def evaluate(self) -> None:
@@ -143,7 +144,7 @@ class Run:
       )
     evaluation = _Evaluation(self)
     logging.info('Evaluating with config:\n%s', config)
-    state = _new_state(checkpointer, evaluation.experiment, None)
+    state = base.new_state(checkpointer, evaluation.experiment)
     for is_noted in self._restored(evaluation):
       evaluation(state, is_noted)
       evaluation.wait()
@@ -212,8 +213,12 @@ class Run:
     return step is not None and not should_run_step(step, self.config)
 
   @debug.disable_pmap_jit
-  def train_and_eval(self) -> None:
-    """Trains, with pauses to evaluate: see the function `train_and_eval`."""
+  def train_and_eval(self) -> experiment_lib.AbstractExperiment:
+    """Trains, with pauses to evaluate: see the function `train_and_eval`.
+
+    Returns:
+      The experiment that was trained.
+    """
     config, checkpointer = self.config, self.checkpointer
     interval_type = config.eval_interval_type or config.interval_type
     _check_clocks('eval_interval_type', interval_type)
@@ -261,6 +266,7 @@ class Run:
     evaluate_now()
     evaluation.wait()
     checkpointer.mark_ended(state.global_step)
+    return training.experiment
 
   def train_eval_multithreaded(self) -> None:
     """Trains and evaluates in two threads; an exception of either ends both.
@@ -342,24 +348,12 @@ def build_for_training(
   return experiment, step_rng
 
 
-def _new_state(
-  checkpointer: base.Checkpointer, experiment: Any, rng: Any
-) -> Any:
-  """Returns the live state of `latest`, as before the first step."""
-  state = checkpointer.get_experiment_state('latest')
-  state.global_step = 0
-  state.experiment_module = experiment
-  state.train_step_rng = rng
-  return state
-
-
 def _check_clocks(key: str, interval_type: str | None) -> None:
   """Refuses that processes do by time what they must do together."""
   if jax.process_count() > 1 and interval_type != 'steps':
     raise errors.UsageError(
-      f'{key} is {interval_type!r}, but the clocks of the'
-      f' {jax.process_count()} processes differ, and they must do it together.'
-      f" Set config.{key} = 'steps'."
+      f'{key} is {interval_type!r}, but {jax.process_count()} processes must do'
+      f" it together, and their clocks differ. Set config.{key} = 'steps'."
     )
 
 
@@ -439,7 +433,7 @@ class _Training:
     # Not before: a line that says what is wrong with the config would be lost.
     logging.info('Training with config:\n%s', config)
     rng = self.experiment.initialize_train_step_rng(rng)
-    self.state = _new_state(checkpointer, self.experiment, rng)
+    self.state = base.new_state(checkpointer, self.experiment, rng)
     if checkpointer.can_be_restored('latest'):
       _restore(checkpointer)
     step = self.state.global_step
@@ -774,14 +768,8 @@ def evaluate(
   """Evaluates each new checkpoint of `latest`, until training has ended.
 
   With durable checkpoints each is evaluated once, in the order of its steps,
-  also if evaluation itself is ended and started again.
-
-  Args:
-    experiment_class: as in `Run`.
-    config: as in `Run`.
-    checkpointer: as in `Run`.
-    writer: the `eval_writer`.
-    jaxline_mode: the `eval_mode`; None is the mode of the command line.
+  also if evaluation itself is ended and started again. `writer` is the run's
+  `eval_writer`, `jaxline_mode` its `eval_mode`: None is the command line's.
 
   Raises:
     ValueError: `one_off_evaluate` without a checkpoint or

@@ -46,7 +46,7 @@ STEPS = (
   ('decode', 'runs', 'sharded', 'train'),
   ('aot',),
   ('platform',),
-  ('utils',),
+  ('api', 'utils'),
 )
 UNITS = {name: step for step, names in enumerate(STEPS) for name in names}
 
@@ -226,8 +226,9 @@ def test_imports_go_down():
 
 
 def test_the_package_itself_imports_nothing():
+  # `jaxline.fit` is imported where it is used.
   (package,) = (module for module in LIBRARY if not module.name)
-  assert package.imports == ()
+  assert {name for _, name in package.imports} <= {'importlib', 'typing'}
 
 
 def test_nobody_imports_a_program():

@@ -840,7 +840,7 @@ def started(monkeypatch):
     process_count=platform.jax.process_count,
   )
   monkeypatch.setattr(platform, 'jax', fake)
-  monkeypatch.setattr(platform, '_start', noting('start'))
+  monkeypatch.setattr(platform, 'start', noting('start'))
   return calls
 
 

@@ -228,4 +228,25 @@ def num_to_keep(config: Any, ckpt_series: str, experiment: Any) -> int:
   return 1 if is_sharded else config.max_checkpoints_to_keep
 
 
+def new_state(
+  checkpointer: Checkpointer,
+  experiment: Any,
+  rng: Any = None,
+  series: str = 'latest',
+) -> Any:
+  """Returns the live state of a series, as before the first step.
+
+  Args:
+    checkpointer: the checkpointer, which restores into this state.
+    experiment: the experiment.
+    rng: the key of the training steps.
+    series: the series.
+  """
+  state = checkpointer.get_experiment_state(series)
+  state.global_step = 0
+  state.experiment_module = experiment
+  state.train_step_rng = rng
+  return state
+
+
 CheckpointerFactory = Callable[[Any, str], Checkpointer]

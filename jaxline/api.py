@@ -1,0 +1,258 @@
+"""jaxline from Python: train, evaluate and load without a command line.
+
+result = jaxline.fit(Experiment, config)
+plt.plot(*result.history['eval/loss'].T)
+jaxline.evaluate(result.directory, series='best')
+params = jaxline.load_weights(result.directory)
+"""
+
+from collections.abc import Mapping
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+import jax
+from ml_collections import config_dict
+import numpy as np
+
+from jaxline import base_config
+from jaxline import errors
+from jaxline import platform
+from jaxline import runs
+from jaxline.checkpoint import base
+from jaxline.checkpoint import inspection
+from jaxline.compat import adapters
+from jaxline.metrics import writers
+from jaxline.supervision import preemption
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """What `fit` returns.
+
+  Attributes:
+    directory: the run's: checkpoints, logs, config.
+    experiment: the experiment, with the weights of the last step.
+    history: 'train/loss' and the like -> [N, 2] float64: the steps in the
+      first column, the values in the second.
+    best: the best value of `config.best_model_eval_metric`, by its name; empty
+      without one.
+  """
+
+  directory: str
+  experiment: Any
+  history: dict[str, np.ndarray]
+  best: dict[str, float]
+
+  def frame(self) -> Any:
+    """Returns the history as a pandas frame: a row a step, a column a scalar.
+
+    Raises:
+      errors.UsageError: pandas is not installed.
+    """
+    try:
+      import pandas as pd
+    except ImportError as e:
+      raise errors.UsageError(
+        f'`frame` needs pandas ({e}): pip install pandas; or use `history`.'
+      ) from e
+    columns = {
+      name: pd.Series(curve[:, 1], index=curve[:, 0].astype(int))
+      for name, curve in self.history.items()
+    }
+    return pd.DataFrame(columns).sort_index().rename_axis('step')
+
+
+def fit(
+  experiment_class: Any,
+  config: config_dict.ConfigDict,
+  overrides: Mapping[str, Any] | None = None,
+  *,
+  mode: str = 'train_and_eval',
+) -> Result:
+  """Trains an experiment, as `--jaxline_mode=train_and_eval` does.
+
+  The run is resumed if `config.checkpoint_dir` has one. Without that key each
+  call makes a fresh directory. Ctrl-C saves, then raises KeyboardInterrupt.
+  Flags are not read, and settings of XLA that must come before JAX starts are
+  refused if they are not there.
+
+  Args:
+    experiment_class: a class or a partial of one; None is the class that
+      `config.experiment_class` names.
+    config: the run's; not changed.
+    overrides: dotted key -> value, such as {'training_steps': 100}.
+    mode: 'train_and_eval' or 'train'.
+
+  Raises:
+    errors.UsageError: what is wrong with the config or the directory.
+    KeyboardInterrupt: the run was interrupted, and is saved.
+  """
+  if mode not in ('train', 'train_and_eval'):
+    raise errors.UsageError(
+      f"mode is {mode!r}; expected 'train_and_eval' or 'train'."
+    )
+  config = config.copy_and_resolve_references()
+  try:
+    with config.unlocked():
+      config.update_from_flattened_dict(overrides or {})
+  except (KeyError, TypeError, ValueError) as e:
+    raise errors.UsageError(f'overrides are {overrides!r}: {e}') from e
+  base_config.validate_config(config)
+  try:
+    with preemption.Watch():
+      directory, experiment = platform.start(experiment_class, config, mode)
+  except preemption.Preempted as e:
+    if e.code != preemption.SIGINT_EXIT_CODE:
+      raise
+    text = ' '.join([str(e), *getattr(e, '__notes__', [])])
+    raise KeyboardInterrupt(text) from None
+  run = runs.read(pathlib.Path(directory))
+  history = {
+    name: np.array(list(curve.items()), np.float64)
+    for name, curve in run.curves.items()
+  }
+  return Result(directory, experiment, history, run.best)
+
+
+def load(
+  directory: str | os.PathLike[str],
+  *,
+  step: int | None = None,
+  series: str = 'latest',
+  experiment_class: Any = None,
+  mode: str = 'eval',
+) -> Any:
+  """Returns a run's experiment with the weights of a checkpoint.
+
+  Nothing is written, and the run may go on meanwhile.
+
+  Args:
+    directory: the run's.
+    step: that of the checkpoint; None is the newest.
+    series: 'latest' or 'best'.
+    experiment_class: None is the class that the run's config names.
+    mode: the experiment's: 'eval', or 'decode', which opens no data.
+
+  Raises:
+    errors.UsageError: the directory is no run, or it has no such checkpoint.
+  """
+  return _load(directory, step, series, experiment_class, mode)[0]
+
+
+def _load(
+  directory: str | os.PathLike[str],
+  step: int | None,
+  series: str,
+  experiment_class: Any,
+  mode: str,
+) -> tuple[Any, int, config_dict.ConfigDict]:
+  """Returns an experiment, its step and the config of its run."""
+  config = _recorded_config(directory)
+  if experiment_class is None:
+    experiment_class = platform.resolve_experiment_class(config)
+  full = adapters.full_checkpointer(
+    # By its name it only reads `latest`.
+    platform.create_checkpointer(config, 'eval_load')
+  )
+  full.reads_only = True
+  with contextlib.closing(full):
+    if not full.can_be_restored(series):
+      raise errors.UsageError(f'{directory} has no checkpoint of {series!r}.')
+    if step is not None and step not in (steps := full.steps(series)):
+      raise errors.UsageError(
+        f'step is {step}, but of {series!r} the steps {steps} are kept in'
+        f' {directory}.'
+      )
+    rng = jax.random.PRNGKey(config.random_seed)
+    experiment = adapters.construct(experiment_class, mode, rng, config)
+    state = base.new_state(full, experiment, series=series)
+    full.restore(series, step=step)
+    return experiment, int(state.global_step), config
+
+
+def _recorded_config(
+  directory: str | os.PathLike[str],
+) -> config_dict.ConfigDict:
+  """Returns the config of a run, as its directory has it."""
+  path = pathlib.Path(directory).expanduser().absolute()
+  try:
+    recorded = json.loads((path / runs.CONFIG).read_text(encoding='utf-8'))
+    config = base_config.complete_config(config_dict.ConfigDict(recorded))
+  except (OSError, ValueError, TypeError) as e:
+    raise errors.UsageError(f'{directory} is no directory of a run: {e}') from e
+  with config.unlocked():
+    # It may have been moved; and what the run began from is not needed.
+    config.checkpoint_dir = str(path)
+    config.checkpointer = 'durable'
+  return config
+
+
+def load_weights(
+  directory: str | os.PathLike[str],
+  *,
+  step: int | None = None,
+  series: str = 'latest',
+) -> dict[str, Any]:
+  """Returns the weights of a checkpoint as nested dicts of NumPy arrays.
+
+  The experiment is not constructed, and its code is not needed.
+
+  Args:
+    directory: the run's.
+    step: that of the checkpoint; None is the newest.
+    series: 'latest' or 'best'.
+
+  Raises:
+    errors.UsageError: the directory is no run, or it has no such checkpoint, or
+      the checkpoint has no array below `state/params`.
+  """
+  where = f'{os.fspath(directory)}/checkpoints/{series}'
+  try:
+    found = inspection.find(where if step is None else f'{where}:{step}')
+    arrays = found.arrays(f'{inspection.PARAMS}.*')
+  except ValueError as e:
+    raise errors.UsageError(str(e)) from e
+  nested: dict[str, Any] = {}
+  for name, array in arrays.items():
+    *folders, last = name.removeprefix(inspection.PARAMS).split('/')
+    inner = nested
+    for folder in folders:
+      inner = inner.setdefault(folder, {})
+    inner[last] = array
+  return nested
+
+
+def evaluate(
+  directory: str | os.PathLike[str],
+  *,
+  step: int | None = None,
+  series: str = 'latest',
+  experiment_class: Any = None,
+) -> dict[str, float]:
+  """Evaluates a checkpoint of a run, and writes nothing.
+
+  Args:
+    directory: the run's.
+    step: that of the checkpoint; None is the newest.
+    series: 'latest' or 'best'.
+    experiment_class: None is the class that the run's config names.
+
+  Returns:
+    The numbers that the experiment's `evaluate` returns, by name.
+
+  Raises:
+    errors.UsageError: the directory is no run, or it has no such checkpoint.
+  """
+  experiment, global_step, config = _load(
+    directory, step, series, experiment_class, 'eval'
+  )
+  rng = jax.random.PRNGKey(config.random_seed)
+  inputs = experiment.evaluate_inputs(config, rng)(global_step)
+  scalars = experiment.evaluate(
+    global_step=inputs[0], rng=inputs[1], writer=writers.MultiWriter([])
+  )
+  return writers.to_scalars(scalars or {})

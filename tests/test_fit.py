@@ -1,0 +1,232 @@
+"""Tests of `jaxline.fit`, `load`, `load_weights` and `evaluate`."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jaxline
+from jaxline import errors
+from jaxline import experiment
+from tests.experiments import regression
+
+
+@pytest.fixture
+def config(tmp_path):
+  config = regression.get_config(6)
+  config.checkpoint_dir = str(tmp_path / 'run')
+  config.log_train_data_interval = 2
+  config.save_checkpoint_interval = 3
+  config.eval_interval = 3
+  config.best_model_eval_metric = 'loss'
+  config.best_model_eval_metric_higher_is_better = False
+  config.experiment_class = 'tests.experiments.regression:Regression'
+  return config
+
+
+@pytest.fixture
+def fitted(config):
+  return jaxline.fit(regression.Regression, config)
+
+
+def test_fit_returns_the_run(fitted, config):
+  assert fitted.directory == config.checkpoint_dir
+  assert int(fitted.experiment.state.step) == 6
+  steps, losses = fitted.history['eval/loss'].T
+  assert steps.tolist() == [3, 6]
+  expected = regression.expected_evaluation(
+    fitted.experiment.state, (16, 16, 5)
+  )
+  np.testing.assert_allclose(losses[-1], expected, rtol=1e-5)
+  assert fitted.history['train/loss'][:, 0].tolist() == [2, 4, 6]
+  assert fitted.best == {'eval/loss': min(losses)}
+
+
+def test_fit_is_the_run_of_the_command_line(fitted, config, tmp_path):
+  program = tmp_path / 'main.py'
+  program.write_text(
+    'import sys\n'
+    'from jaxline import platform\n'
+    "if __name__ == '__main__':\n"
+    '  platform.main(None, sys.argv[1:])\n'
+  )
+  path = tmp_path / 'config.py'
+  path.write_text(
+    'from jaxline import api\n\n\n'
+    'def get_config():\n'
+    f'  return api._recorded_config({fitted.directory!r})\n'
+  )
+  command = [
+    sys.executable,
+    str(program),
+    f'--config={path}',
+    '--jaxline_mode=train_and_eval',
+    f'--config.checkpoint_dir={tmp_path}/other',
+  ]
+  root = str(pathlib.Path(__file__).parent.parent)
+  env = os.environ | {'PYTHONPATH': root}
+  subprocess.run(command, check=True, capture_output=True, env=env, cwd=root)
+  expected = jaxline.load_weights(fitted.directory)
+  for name, array in jaxline.load_weights(tmp_path / 'other').items():
+    # Tests compile without optimizations.
+    np.testing.assert_allclose(array, expected[name], rtol=1e-5)
+
+
+def test_fit_goes_on_and_takes_overrides(fitted, config):
+  again = jaxline.fit(None, config, {'training_steps': 8})
+  assert int(again.experiment.state.step) == 8
+  assert again.history['eval/loss'][:, 0].tolist() == [3, 6, 8]
+  assert config.training_steps == 6
+
+
+def test_a_cell_that_runs_again_makes_a_fresh_run(config):
+  config.checkpoint_dir = None
+  first, second = (
+    jaxline.fit(regression.Regression, config, mode='train') for _ in range(2)
+  )
+  assert first.directory != second.directory
+  assert regression.digest(first.experiment.state) == regression.digest(
+    second.experiment.state
+  )
+  assert 'eval/loss' not in first.history
+
+
+def test_a_frame_has_a_row_for_each_step(fitted):
+  pytest.importorskip('pandas')
+  frame = fitted.frame()
+  assert frame.index.tolist() == [2, 3, 4, 6]
+  assert frame['train/loss'].dropna().index.tolist() == [2, 4, 6]
+
+
+def test_a_frame_needs_pandas(fitted, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'pandas', None)
+  with pytest.raises(errors.UsageError, match='needs pandas'):
+    fitted.frame()
+
+
+def test_load_gives_the_experiment_with_its_weights(fitted):
+  for step in (None, 3):
+    loaded = jaxline.load(fitted.directory, step=step)
+    assert int(loaded.state.step) == (step or 6)
+  loaded = jaxline.load(fitted.directory)
+  np.testing.assert_array_equal(
+    loaded.state.params['w'], fitted.experiment.state.params['w']
+  )
+
+
+def test_load_writes_nothing(fitted):
+  def found():
+    return {
+      str(p): p.stat().st_mtime_ns
+      for p in pathlib.Path(fitted.directory).rglob('*')
+    }
+
+  before = found()
+  jaxline.load(fitted.directory)
+  jaxline.evaluate(fitted.directory)
+  jaxline.load_weights(fitted.directory)
+  assert found() == before
+
+
+def test_a_directory_may_have_been_moved(fitted, tmp_path):
+  moved = pathlib.Path(fitted.directory).rename(tmp_path / 'moved')
+  assert int(jaxline.load(moved).state.step) == 6
+
+
+def test_weights_are_nested_dicts(fitted):
+  params = jaxline.load_weights(fitted.directory)
+  assert jax.tree.map(np.shape, params) == {'b': (4,), 'w': (8, 4)}
+  np.testing.assert_array_equal(
+    params['w'], fitted.experiment.state.params['w']
+  )
+  earlier = jaxline.load_weights(fitted.directory, step=3)
+  assert np.abs(earlier['w'] - params['w']).max() > 0.01
+
+
+def test_evaluate_gives_the_logged_numbers(fitted):
+  for step, value in fitted.history['eval/loss']:
+    scalars = jaxline.evaluate(fitted.directory, step=int(step))
+    assert scalars == {'loss': value, 'rows': pytest.approx(14.04, abs=9)}
+  best = jaxline.evaluate(fitted.directory, series='best')
+  assert best['loss'] == fitted.best['eval/loss']
+
+
+@pytest.mark.parametrize(
+  ('call', 'said'),
+  [
+    (lambda run: jaxline.load(run / 'nowhere'), 'is no directory of a run'),
+    (lambda run: jaxline.load(run, step=5), r'the steps \[3, 6\] are kept'),
+    (lambda run: jaxline.load(run, series='bets'), "no checkpoint of 'bets'"),
+    (lambda run: jaxline.load_weights(run, step=5), 'has no step 5'),
+    (lambda run: jaxline.load_weights(run / 'no'), 'is no directory'),
+  ],
+)
+def test_what_is_not_there_is_refused(fitted, call, said):
+  with pytest.raises(errors.UsageError, match=said):
+    call(pathlib.Path(fitted.directory))
+
+
+@pytest.mark.parametrize(
+  ('overrides', 'said'),
+  [
+    ({'training_step': 3}, 'training_step'),
+    ({'training_steps': 'x'}, 'training_steps'),
+    ({'on_nonfinite': 'sometimes'}, 'on_nonfinite'),
+  ],
+)
+def test_wrong_overrides_are_refused(config, overrides, said):
+  with pytest.raises(errors.UsageError, match=said):
+    jaxline.fit(regression.Regression, config, overrides)
+
+
+def test_a_mode_that_trains_nothing_is_refused(config):
+  with pytest.raises(errors.UsageError, match="mode is 'eval'"):
+    jaxline.fit(regression.Regression, config, mode='eval')
+
+
+def test_an_interrupt_saves(config):
+  class Interrupted(regression.Regression):
+    def step(self, **kwargs):
+      if int(self.state.step) == 1:
+        signal.raise_signal(signal.SIGINT)
+      return super().step(**kwargs)
+
+  with pytest.raises(KeyboardInterrupt, match='checkpoint_dir='):
+    jaxline.fit(Interrupted, config)
+  assert int(jaxline.load(config.checkpoint_dir).state.step) == 2
+
+
+def test_the_per_device_style_is_fitted_too(config):
+  class Counts(experiment.AbstractExperiment):
+    NON_BROADCAST_CHECKPOINT_ATTRS = {'count': 'count'}
+    count = 0
+
+    def __init__(self, mode, init_rng=None):
+      super().__init__(mode, init_rng)
+
+    def step(self, **unused):
+      self.count += 1
+      return {'loss': 1.0 / self.count}
+
+    def evaluate(self, **unused):
+      return {'loss': 1.0 / self.count}
+
+  config.experiment_class = None
+  fitted = jaxline.fit(Counts, config)
+  assert fitted.experiment.count == 6
+  loaded = jaxline.load(fitted.directory, experiment_class=Counts, step=3)
+  assert loaded.count == 3
+
+
+def test_the_package_is_light():
+  code = (
+    'import sys, jaxline; assert "fit" in dir(jaxline);'
+    ' assert not {"jax", "numpy", "rich", "pandas"} & sys.modules.keys();'
+    ' assert not hasattr(jaxline, "fits")'
+  )
+  subprocess.run([sys.executable, '-c', code], check=True)
