@@ -640,8 +640,9 @@ def start(
     if mode.logs:
       stack.enter_context(programs.of_run(config))
       if jax.process_index() == 0:
-        logging.info('Run directory: %s', config.checkpoint_dir)
-        print(f'Run directory: {config.checkpoint_dir}', flush=True)
+        here = f'{pathlib.Path.cwd()}{os.sep}'  # Shown relative to it.
+        shown = config.checkpoint_dir.removeprefix(here)
+        print(f'Run directory: {shown}', flush=True)
       supervision = train.Supervision(
         preemption.begin_run(takes_steps=bool(mode.log)),
         stack.enter_context(watchdog.Watchdog(config.watchdog_secs)),

@@ -33,6 +33,7 @@ by_notebook = pytest.mark.parametrize(
 
 def test_notebooks_are_there():
   assert [path.stem for path in NOTEBOOKS] == [
+    'first_experiment',
     'inputs',
     'life_of_an_experiment',
     'pax_layer_basics',
@@ -61,8 +62,8 @@ def texts(cell):
   """Yields all text that a cell shows."""
   for output in cell.outputs:
     yield output.get('text', '')
-    for data in output.get('data', {}).values():
-      yield data if isinstance(data, str) else ''
+    for kind, data in output.get('data', {}).items():
+      yield data if kind.startswith('text/') else ''  # No picture.
 
 
 @by_notebook
