@@ -309,6 +309,12 @@ KEYS = (
   Key('log_async', True, _BOOLEAN,
       'Make the log line on a background thread; False is for debugging. The'
       ' writers always use one.'),
+  Key('writers', ('tensorboard', 'jsonl'), Check(
+        'a list of names of writers',
+        lambda x: isinstance(x, list | tuple)
+        and all(isinstance(name, str) for name in x)),
+      'What writes numbers, images and texts: `tensorboard`, `jsonl` (which'
+      ' `jaxline.fit` and `.runs` read), or a name of `writers.register`.'),
   Key('log_all_hosts', False, _BOOLEAN,
       'Log on all hosts instead of only the first.'),
   Key('log_all_train_data', False, _BOOLEAN,
@@ -682,11 +688,6 @@ def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
   """Returns a config as JSON values, with what JSON lacks as text."""
   # A function has its name there; its address differs each time.
   return json.loads(re.sub(' at 0x[0-9a-f]+', '', config.to_json_best_effort()))
-
-
-def to_json(config: config_dict.ConfigDict) -> str:
-  """Returns a config as JSON, with what JSON lacks as text."""
-  return json.dumps(recorded(config), indent=2, sort_keys=True)
 
 
 # An experiment's own config.

@@ -70,7 +70,6 @@ class AbstractExperiment(abc.ABC):
       mode: 'train', 'decode', or the mode of evaluation, such as 'eval'.
       init_rng: the key to initialise weights from.
     """
-    del mode, init_rng
 
   def initialize_train_step_rng(self, rng: jax.Array) -> jax.Array:
     """Places the key of the training steps on the devices.
@@ -274,7 +273,6 @@ class AbstractExperiment(abc.ABC):
       name: of an entry or an array in it, such as 'state/params/w'. For one
         that is not read, the snapshot has a jax.ShapeDtypeStruct or no value.
     """
-    del name
     return True
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
@@ -366,13 +364,12 @@ class AbstractExperiment(abc.ABC):
     for attribute in attributes:
       setattr(self, attribute, getattr(trained, attribute))
 
-  def on_new_best_model(self, best_state: Any) -> None:
+  def on_new_best_model(self, best_state: Any) -> None:  # noqa: B027
     """Called before each save of the series `best`.
 
     Args:
       best_state: the state about to be saved; entries may be added.
     """
-    del best_state
 
 
 def differences(

@@ -71,10 +71,9 @@ def create_checkpointer(
 
 
 class TensorBoardLogger(writers.AsyncWriter):
-  """Writes below `config.checkpoint_dir/<mode>`, on a background thread.
+  """The writers of `config.writers` behind one background thread.
 
-  Event files for TensorBoard, and beside them `metrics.jsonl`: one JSON
-  object for each record.
+  Their files are below `config.checkpoint_dir/<mode>`.
   """
 
   def __init__(self, config: config_dict.ConfigDict, mode: str):
@@ -82,14 +81,8 @@ class TensorBoardLogger(writers.AsyncWriter):
     directory = pathlib.Path(config.checkpoint_dir) / mode
     if jax.process_index() != 0:
       directory = directory / f'host_{jax.process_index()}'
-    super().__init__(
-      writers.MultiWriter(
-        [
-          writers.TensorBoardWriter(directory),
-          writers.JsonlWriter(directory / 'metrics.jsonl'),
-        ]
-      )
-    )
+    made = (writers.make(x, config, mode, directory) for x in config.writers)
+    super().__init__(writers.MultiWriter(made))
 
 
 def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
@@ -526,6 +519,8 @@ def main(
   experiment_class: Any,
   argv: Sequence[str],
   checkpointer_factory: base.CheckpointerFactory = create_checkpointer,
+  *,
+  writer_factory: Callable[[config_dict.ConfigDict, str], Any] = create_writer,
 ) -> None:
   """Runs an experiment as the command line says.
 
@@ -535,6 +530,7 @@ def main(
     argv: the command line without the program's name. Parsed here, unless
       absl has parsed it already (`app.run(functools.partial(main, Class))`).
     checkpointer_factory: makes the checkpointer of a config and a mode.
+    writer_factory: makes the writer of a config and a log, 'train' or 'eval'.
   """
 
   def run(unused_argv: Sequence[str]) -> None:
@@ -544,7 +540,8 @@ def main(
       _start_jax(config)
       if mode.checkpointer:  # Compile mode has none, and runs nothing here.
         _check_flags()
-      start(experiment_class, config, _MODE.value, checkpointer_factory)
+      factories = checkpointer_factory, writer_factory
+      start(experiment_class, config, _MODE.value, *factories)
 
   with preemption.Watch(grace=_GRACE_SECS):
     if flags.FLAGS.is_parsed():
@@ -582,6 +579,7 @@ def start(
   config: config_dict.ConfigDict,
   name: str,
   checkpointer_factory: base.CheckpointerFactory = create_checkpointer,
+  writer_factory: Callable[[config_dict.ConfigDict, str], Any] = create_writer,
 ) -> Any:
   """Makes the parts of a run and runs a mode, once the processes have met.
 
@@ -590,6 +588,7 @@ def start(
     config: the run's, validated.
     name: the mode, as for --jaxline_mode.
     checkpointer_factory: as for `main`.
+    writer_factory: as for `main`.
 
   Returns:
     The run's directory, and what the function of the mode returns.
@@ -628,7 +627,7 @@ def start(
     def writer(log: str) -> Any:
       if not log or not is_writable:
         return writers.MultiWriter([])
-      made = create_writer(config, log)
+      made = writer_factory(config, log)
       stack.enter_context(adapters.full_writer(made))
       return made
 

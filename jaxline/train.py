@@ -7,6 +7,7 @@ signatures; each makes a `Run` and calls its method of the same name.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
+import json
 import math
 import queue
 import threading
@@ -383,7 +384,9 @@ def _resume_log(
     with debug.log_activity('resuming the logs'):
       log.resume(last)
   if last < 0 or not run.checkpointer.is_resumable:
-    log.write_texts(0, {'config': base_config.to_json(run.config)})
+    recorded = base_config.recorded(run.config)
+    text = json.dumps(recorded, indent=2, sort_keys=True)
+    log.write_texts(0, {'config': text})
 
 
 _LOG_LINE = writers.LogLineWriter()

@@ -156,7 +156,7 @@ def heads(contract):
         yield name, head
 
 
-OUR_ARGUMENTS = ('executor', 'run_config', 'step', 'supervision')
+OUR_ARGUMENTS = ('executor', 'run_config', 'step', 'writer_factory')
 
 
 @pytest.mark.parametrize(
@@ -299,6 +299,7 @@ OURS = {
   'infeed_buffer_size': 3,
   'infeed_stall_secs': 60.0,
   'watchdog_secs': 7200.0,
+  'writers': ('tensorboard', 'jsonl'),
   'eval_steps': None,
   'mesh': config_dict.ConfigDict(
     {

@@ -31,8 +31,10 @@ from jaxline import distributed
 from jaxline import platform
 from jaxline import utils
 from jaxline.aot import ahead
+from jaxline.metrics import writers
 from jaxline.supervision import preemption
 from jaxline.supervision import watchdog
+from tests.experiments import regression
 from tests.programs import events
 from tests.programs import toy
 
@@ -1091,6 +1093,70 @@ def test_tensorboard_logger_writes_images(tmp_path):
   logger.write_scalars(3, {'a': 1.0})
   logger.close()
   assert records(tmp_path, 'eval', 'a') == {3: 1.0}
+
+
+@pytest.fixture
+def registered(monkeypatch):
+  """Writers that a test registers are forgotten after it."""
+  monkeypatch.setattr(writers, '_factories', dict(writers._factories))
+
+
+def test_the_config_names_the_writers(tmp_path, registered):
+  written = []
+
+  @writers.register('mine')
+  class Mine:
+    def __init__(self, config, mode, directory):
+      written.append((mode, directory))
+
+    def write_scalars(self, global_step, scalars):
+      written.append((global_step, dict(scalars)))
+
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(tmp_path)
+  config.writers = ('mine', 'jsonl')
+  with platform.create_writer(config, 'train') as writer:
+    writer.write_scalars(1, {'a': 1.0})
+  assert written == [('train', tmp_path / 'train'), (1, {'a': 1.0})]
+  files_there = [path.name for path in (tmp_path / 'train').iterdir()]
+  assert files_there == ['metrics.jsonl']
+
+
+@pytest.mark.parametrize(
+  ('names', 'said'),
+  [
+    (('jsonnl',), "Unknown writer 'jsonnl'.*Did you mean 'jsonl'"),
+    (('tensorboard', 3), 'a list of names of writers'),
+    ('jsonl', 'a list of names of writers'),
+  ],
+)
+def test_unknown_writers_are_refused(tmp_path, names, said):
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(tmp_path)
+  with config.ignore_type():
+    config.writers = names
+  with pytest.raises(platform.UsageError, match=said):
+    base_config.validate_config(config)
+    platform.create_writer(config, 'train')
+
+
+def test_a_writer_of_the_users_own(tmp_path):
+  made = []
+
+  class Mine:
+    def write_scalars(self, global_step, scalars):
+      made.append(int(global_step))
+
+  config = regression.get_config(3)
+  config.checkpoint_dir = str(tmp_path)
+  config.log_train_data_interval = 1
+  platform.start(
+    regression.Regression,
+    config,
+    'train',
+    writer_factory=lambda config, mode: made.append(mode) or Mine(),
+  )
+  assert made == ['train', 1, 2, 3]
 
 
 # Signals from the first line of `main` on.

@@ -30,7 +30,9 @@ def make_run(tmp_path):
       (folder / mode / 'metrics.jsonl').write_text(
         ''.join(f'{x}\n' for x in lines)
       )
-    (folder / 'config.json').write_text(base_config.to_json(config))
+    (folder / 'config.json').write_text(
+      json.dumps(base_config.recorded(config))
+    )
     if ended is not None:
       root = files.root(folder)
       root.mkdir(exist_ok=True)

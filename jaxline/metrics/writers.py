@@ -26,7 +26,7 @@ import socket
 import stat
 import struct
 import time
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 import uuid
 import zlib
 
@@ -36,6 +36,9 @@ import numpy as np
 
 from jaxline import async_lib
 from jaxline import disk
+from jaxline import errors
+
+F = TypeVar('F', bound=Callable[..., Any])
 
 
 class Writer(Protocol):
@@ -889,6 +892,53 @@ def _shorten(value: Any) -> str:
   if not isinstance(value, float):
     return str(value)
   return f'{value:.0f}' if 1e4 <= abs(value) < 1e9 else f'{value:.4g}'
+
+
+# ---------------------------------------------------------------------------
+# Backends by name.
+# ---------------------------------------------------------------------------
+
+# (config, mode, directory) -> a writer.
+Factory = Callable[[Any, str, pathlib.Path], Writer]
+_factories: dict[str, Factory] = {
+  'tensorboard': lambda config, mode, directory: TensorBoardWriter(directory),
+  'jsonl': lambda config, mode, directory: JsonlWriter(
+    directory / 'metrics.jsonl'
+  ),
+}
+
+
+def register(name: str) -> Callable[[F], F]:
+  """Lets `config.writers` name a writer; a decorator of its factory or class.
+
+    @writers.register('mine')
+    def make_mine(config, mode, directory):
+      return Mine(directory / 'mine.txt')
+
+  Args:
+    name: the name. The latest factory of a name counts.
+
+  Returns:
+    A decorator. The factory gets the config, the log ('train' or 'eval') and
+    its directory; the writer needs no method but `write_scalars`, and is called
+    on the background thread only.
+  """
+
+  def add(factory: F) -> F:
+    _factories[name] = factory
+    return factory
+
+  return add
+
+
+def make(name: str, config: Any, mode: str, directory: pathlib.Path) -> Writer:
+  """Returns a new writer of a registered name.
+
+  Raises:
+    errors.UsageError: the name is not registered.
+  """
+  errors.check_names([name], list(_factories), 'writer', 'config.writers')
+  return _factories[name](config, mode, directory)
 
 
 # ---------------------------------------------------------------------------
