@@ -419,7 +419,8 @@ def causal_attention(
     cap: as for `attend`; for 'einsum' only.
     dropout: the same.
     cache: keys and values [B, M, G, K] of the positions right up to `start`,
-      over which the queries attend too. The implementation is 'einsum' then.
+      over which the queries attend too. The implementation is 'einsum' then,
+      and a row is one document.
     start: the position of the first query: see `update_cache`.
 
   Returns:

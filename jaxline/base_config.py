@@ -158,7 +158,9 @@ _RATIOS = Check(
 # JAX takes a signed integer of 64 bits.
 _SEED = Check(
   'an integer from -2**63 to 2**63 - 1',
-  lambda x: number('integer (-inf, inf)').accepts(x) and -(2**63) <= x < 2**63,
+  lambda x: (
+    number('integer (-inf, inf)').accepts(x) and bool(-(2**63) <= x < 2**63)
+  ),
 )
 
 

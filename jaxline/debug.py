@@ -73,8 +73,8 @@ class Stopped(BaseException):
   """
 
 
-# Of these, each thread writes its own entry only.
-# The open activities of each thread that has any, outermost first.
+# The open activities of each thread that has any, outermost first. A thread
+# writes its own entry only.
 _activities: dict[threading.Thread, list[str]] = {}
 # Signs of life of each thread, by its ident.
 _signs: collections.Counter[int | None] = collections.Counter()
@@ -88,7 +88,7 @@ def activities() -> dict[str, list[str]]:
     activities, outermost first. Threads with the same name share one list.
   """
   named: dict[str, list[str]] = {}
-  for thread, stack in list(_activities.items()):
+  for thread, stack in _activities.copy().items():  # Other threads change it.
     named.setdefault(thread.name, []).extend(stack)
   return named
 

@@ -41,6 +41,12 @@ def _check_checkpoint(
   """
   series, step = config.decode.series, config.decode.step
   if not checkpointer.can_be_restored(series):
+    if config.checkpointer == 'memory':
+      raise errors.UsageError(
+        f'There is no checkpoint of {series!r}: config.checkpointer is'
+        " 'memory', which keeps them in the process that trains. Train with"
+        " config.checkpointer = 'durable'."
+      )
     raise errors.UsageError(
       f'{config.checkpoint_dir} has no checkpoint of {series!r} to decode with.'
       ' Give the config.checkpoint_dir of a run that has saved one'

@@ -1,4 +1,4 @@
-"""Files that are whole, and on the disk, or not there."""
+"""Files that are replaced in one rename, and the errors of a full disk."""
 
 from collections.abc import Iterator
 import contextlib
@@ -8,7 +8,7 @@ import pathlib
 import shutil
 from typing import BinaryIO
 
-# What says that a file system or a quota has no room.
+# The errno values for a full file system or quota.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -24,11 +24,11 @@ class FullDiskError(OSError):
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path, partial: pathlib.Path) -> Iterator[BinaryIO]:
-  """Opens a file that gets its name, from another if there is one, when whole.
+  """Opens a temporary file, and renames it once it is complete and synced.
 
   Args:
-    path: the name, which stands for what it did where the block fails.
-    partial: the name of the file until then, in the same directory.
+    path: the file to replace. It keeps its old content if the block raises.
+    partial: the temporary file, in the same directory.
 
   Raises:
     OSError: the file cannot be written; says how much room there is.
@@ -80,6 +80,6 @@ def sync_directory(directory: pathlib.Path) -> None:
     finally:
       os.close(fd)
   except OSError as e:
-    # What else is said is said by file systems that have no such thing.
+    # Other errors mean that the file system cannot sync a directory.
     if e.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
       raise

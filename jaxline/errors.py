@@ -56,7 +56,7 @@ def check_names(
   Args:
     names: what the config has.
     valid: the names to choose from.
-    what: what such a name is called.
+    what: the kind of name, such as 'key'.
     where: where it was found.
     note: the end of the message.
 

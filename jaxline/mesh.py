@@ -214,9 +214,8 @@ def check_sizes(
       for size in values
     ):
       raise MeshError(
-        f'mesh.{network} is {given}; expected positive integers, but one size'
-        f' may be -1 (all that are left), and {filled} is by default. Set the'
-        ' others to numbers.'
+        f'mesh.{network} is {given}; expected positive integers, of which one'
+        f' size may be -1: all that are left. By default {filled} is -1.'
       )
     # The default axis is filled up only if no other one is.
     default = dict.fromkeys(MESH_AXES, 1)

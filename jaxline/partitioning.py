@@ -105,8 +105,8 @@ WEIGHT_AXES = AXIS_NAMES[AXIS_NAMES.index('layers') :]
 # is not worth the communication.
 MIN_SPLIT = 2**16
 
-# How a dimension is split: over what the rules have for a name of `AXIS_NAMES`;
-# under any rules over an axis of `MESH_AXES`; over several of either, or none.
+# How a dimension is split: by a logical axis, which the rules map to mesh axes;
+# by a mesh axis, under any rules; by several of either; not at all, for None.
 Axis = str | tuple[str, ...] | None
 
 _TENSOR = Rules(vocab=('mdl',), mlp=('mdl',), heads=('mdl',))
@@ -308,7 +308,7 @@ class Partitioner:
 
     def one(path: Any, x: Any) -> P:
       axes = self._axes(x)
-      if not any(axes):
+      if not is_logical(x) and not any(axes):
         return P()
       try:
         return self.spec(axes, unbox(x).shape)
@@ -324,12 +324,9 @@ class Partitioner:
       return x.axes
     axes: list[Axis] = [None] * len(x.shape)
     parts = self.size('embed')
-    # Not the first of three: layers that are scanned may lie along it.
-    fits = [
-      i
-      for i in range(len(x.shape) > 2, len(x.shape))
-      if x.shape[i] % parts == 0
-    ]
+    # Of three, not the first: layers that are scanned may lie along it.
+    first = int(len(x.shape) > 2)
+    fits = [i for i, n in enumerate(x.shape) if i >= first and n % parts == 0]
     if parts > 1 and fits and math.prod(x.shape) >= MIN_SPLIT:
       axes[max(fits, key=lambda i: x.shape[i])] = 'embed'
     return tuple(axes)
@@ -373,12 +370,12 @@ class Partitioner:
       does not divide. Empty if the rules split no weight at all (`ddp`, or a
       mesh of one device).
     """
-    if all(self.size(name) == 1 for name in WEIGHT_AXES):
-      return []
     lines = []
+    splits = any(self.size(name) > 1 for name in WEIGHT_AXES)
     for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_logical):
       axes, shape = self._axes(x), unbox(x).shape
       spec = self.spec(axes, shape)
+      splits |= any(self.size(name) > 1 for name in axes)  # Or a mesh axis.
       misfits = ''.join(
         f'; {name} is {length}, no multiple of the {self.size(name)} of'
         f' {" x ".join(self.rules.mesh_axes(name))}'
@@ -390,7 +387,7 @@ class Partitioner:
         lines.append(
           f'{jax.tree_util.keystr(path)} {tuple(shape)} {named}{misfits}'
         )
-    return lines
+    return lines if splits else []
 
   def idle_axes(self) -> list[str]:
     """Lists the axes of the mesh that no rule uses.

@@ -64,7 +64,7 @@ def create_checkpointer(
   if not mode.startswith('eval'):
     memory.forget_published()
   if config.checkpointer == 'memory':
-    return memory.InMemoryCheckpointer(config, mode)
+    return memory.InMemoryCheckpointer(config, mode, records_config=True)
   from jaxline.checkpoint import durable  # Orbax takes a second to import.
 
   return durable.DurableCheckpointer(config, mode)
@@ -219,7 +219,8 @@ def _find_mode(name: str) -> Mode:
   """Returns the mode of a name; one that begins with eval logs below it."""
   if name.startswith('eval'):
     return dataclasses.replace(MODES['eval'], checkpointer=name, eval_log=name)
-  errors.check_names([name], MODES, 'mode', '--jaxline_mode')
+  note = ' A name that begins with eval evaluates.'
+  errors.check_names([name], MODES, 'mode', '--jaxline_mode', note)
   return MODES[name]
 
 
@@ -447,13 +448,14 @@ def _end_of(error: BaseException) -> BaseException:
     error = cause  # It interrupted the import of an extension module.
   if isinstance(error, ExceptionGroup):
     _, others = error.split(disk.FullDiskError)
-    if others is None:  # Several writers have found the disk full.
-      error = error.exceptions[0]
-  text = ' '.join([str(error), *getattr(error, '__notes__', [])])
+    while others is None and isinstance(error, ExceptionGroup):
+      error = error.exceptions[0]  # Several writers have found the disk full.
+  lines = [str(error), *getattr(error, '__notes__', [])]
+  text = ' '.join(lines)
   codes = [code for kind, code in _CODES.items() if isinstance(error, kind)]
   if isinstance(error, preemption.Preempted):
     end: BaseException = error
-    text = f'[jaxline] {text}'
+    text = '\n'.join(f'[jaxline] {line}' for line in lines)
   elif isinstance(error, SystemExit):
     traceback.print_exception(error)
     code = error.code if isinstance(error.code, int) else 1
@@ -617,18 +619,22 @@ def start(
   with contextlib.ExitStack() as stack:
     is_writable = bool(mode.logs) and _claim(config, mode, stack)
 
+    # It closes last: what is being saved is still logged.
+    logs = stack.enter_context(contextlib.ExitStack())
+
     def checkpointer(mode: str) -> base.FullCheckpointer | None:
       if not mode:
         return None
       full = adapters.full_checkpointer(checkpointer_factory(config, mode))
       full.reads_only = not is_writable
+      stack.callback(full.close)
       return full
 
     def writer(log: str) -> Any:
       if not log or not is_writable:
         return writers.MultiWriter([])
       made = writer_factory(config, log)
-      stack.enter_context(adapters.full_writer(made))
+      logs.enter_context(adapters.full_writer(made))
       return made
 
     first = checkpointer(mode.checkpointer)
@@ -657,10 +663,6 @@ def start(
       eval_mode=mode.eval_mode or mode.eval_log,
       eval_checkpointer=checkpointer(mode.eval_checkpointer),
     )
-    # They close before the writers, to which what is being saved is logged.
-    for made in (run.checkpointer, run.eval_checkpointer):
-      if made is not None:
-        stack.callback(made.close)
     # What is raised before is wrong usage, which needs no debugger.
     try:
       return config.checkpoint_dir, debug.debugger_fallback(mode.run)(run)

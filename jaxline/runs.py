@@ -41,7 +41,7 @@ class Run:
     seconds: the time that the training steps took. A pause between two starts
       of the run is not in it.
     state: 'running', 'ended', 'stopped' (it was killed, or it failed), or
-      'unknown' where locks cannot be seen.
+      'unknown': see `inspection.training_state`.
   """
 
   path: pathlib.Path
@@ -100,15 +100,18 @@ def read(path: pathlib.Path) -> Run:
     for step, scalars in _records(file):
       for name, value in scalars.items():
         curves.setdefault(f'{file.parent.name}/{name}', {})[step] = value
-  seconds, before = 0.0, 0
-  for step, rate in curves.get('train/steps_per_sec', {}).items():
-    seconds += (step - before) / rate if rate else 0.0
+  rates = curves.get('train/steps_per_sec', {})
+  # A run that began from another one may have begun at its step.
+  before = min(rates, default=0) if recorded.get('restore_from') else 0
+  seconds = 0.0
+  for step, rate in rates.items():
+    seconds += (step - before) / rate if rate > 0 else 0.0
     before = step
   run = Run(path, recorded, curves, seconds, inspection.training_state(path))
   steps = recorded.get('training_steps')
   # With checkpoints in memory a run leaves no note of its end.
   has_all = isinstance(steps, int | float) and run.step >= steps
-  if run.state == 'stopped' and has_all:
+  if run.state != 'running' and has_all:
     return dataclasses.replace(run, state='ended')
   return run
 
@@ -148,7 +151,13 @@ def find(places: Sequence[str]) -> list[Run]:
         f'There is no run in {place}: expected a directory with a {CONFIG}, or'
         ' one that has such directories below it.'
       )
-    found |= {path: read(path) for path in sorted(paths)}
+    for path in sorted(paths):
+      try:
+        found[path.resolve()] = read(path)
+      except errors.UsageError as e:
+        if path == pathlib.Path(place):
+          raise
+        print(files.printable(f'Left out: {e}'), file=sys.stderr)
   return list(found.values())
 
 
@@ -207,6 +216,10 @@ def _compare(args: argparse.Namespace) -> None:
   runs = find(args.dir)
   metrics = args.metrics.split(',') if args.metrics else _common(runs)
   known = sorted({name for run in runs for name in run.curves})
+  if args.plot and not metrics:
+    raise errors.UsageError(
+      f'There is nothing to plot: give --metrics, some of {known}.'
+    )
   for name in metrics:
     if name not in known:
       raise errors.UsageError(

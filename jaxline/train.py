@@ -151,7 +151,7 @@ class Run:
       evaluation.wait()
 
   def _restored(self, evaluation: '_Evaluation') -> Iterator[bool]:
-    """Restores each state to evaluate; yields whether it is noted."""
+    """Restores each state to evaluate; yields whether it is a checkpoint's."""
     config, checkpointer = self.config, self.checkpointer
     if config.eval_steps is not None:
       for step in _listed_steps(config, checkpointer):
@@ -166,7 +166,7 @@ class Run:
       yield False
 
   def _followed(self, evaluation: '_Evaluation') -> Iterator[bool]:
-    """The same for each new checkpoint until training has ended."""
+    """Does what `_restored` does, with each new checkpoint of a training."""
     config, checkpointer = self.config, self.checkpointer
     supervision = self.supervision
     # Written before the first log record: later, a log without this note means
@@ -588,6 +588,7 @@ class _Evaluation:
   Attributes:
     experiment: the experiment.
     done: the steps that are evaluated, by earlier processes as well.
+    last: the step that was evaluated last; None if there is none.
   """
 
   def __init__(self, run: Run, until: float = math.inf):
@@ -607,6 +608,7 @@ class _Evaluation:
     # The steps in the log count where the note of what is evaluated is lost.
     steps = run.checkpointer.evaluated(run.eval_log.logged_steps)
     self.done = {step for step in steps if step <= until}
+    self.last = max(self.done, default=None)
     self._inputs = self.experiment.evaluate_inputs(config, rng)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
     self._log_line = writers.LogLineWriter(mode='eval')
@@ -638,13 +640,9 @@ class _Evaluation:
     if self._best is not None:
       self._best.keep(self.experiment, scalars, step, state.train_step_rng)
     self.done.add(step)
+    self.last = step
     if is_noted:
       self._run.checkpointer.when_saved(lambda: self._note(step))
-
-  @property
-  def last(self) -> int | None:
-    """The last step that is evaluated; None if there is none."""
-    return max(self.done, default=None)
 
   def _note(self, step: int) -> None:
     """Notes an evaluation once all of it is safe."""

@@ -156,7 +156,13 @@ def heads(contract):
         yield name, head
 
 
-OUR_ARGUMENTS = ('executor', 'run_config', 'step', 'writer_factory')
+OUR_ARGUMENTS = (
+  'executor',
+  'records_config',
+  'run_config',
+  'step',
+  'writer_factory',
+)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import threading
 import pytest
 
 from jaxline import disk
+from jaxline import errors
 from jaxline.checkpoint import files
 
 DAY = 24 * 3600.0
@@ -298,7 +299,9 @@ def test_json_that_is_damaged(write, match, tmp_path):
 def test_a_record_of_a_later_version_says_so(tmp_path):
   record = {'format': files.FORMAT + 1, 'versions': {'jaxline': '99.0'}}
   files.write_json(tmp_path / files.RECORD, record)
-  with pytest.raises(ValueError, match=r"(?s)reads up to.*'99\.0'.*install"):
+  with pytest.raises(
+    errors.UsageError, match=r"(?s)reads up to.*'99\.0'.*install"
+  ):
     files.read_record(tmp_path)
   for other in ([], {}, 5, None):
     files.write_json(tmp_path / files.RECORD, other)

@@ -212,6 +212,10 @@ def test_checkpoints_in_the_memory_of_this_process(run, tmp_path, monkeypatch):
     output.unlink()
   with pytest.raises(platform.UsageError, match=r'step is 3, .* steps \[2\]'):
     run(prompts=str(tmp_path / 'p.txt'), step=3, **memory)
+  with pytest.raises(
+    platform.UsageError, match=r"'best'.*Train with.*'durable'"
+  ):
+    run(prompts=str(tmp_path / 'p.txt'), series='best', **memory)
 
 
 # Another one's directory.

@@ -857,6 +857,17 @@ def test_a_weight_without_names(sharding, shape, expected):
   assert bool(made.whole_weights(tree)) == is_whole
 
 
+def test_names_must_be_as_many_as_dimensions_also_if_none_splits():
+  tree = {'w': Logical(jnp.ones([4, 4, 4]), (None, None))}
+  with pytest.raises(ValueError, match='2 axis names'):
+    partitioner().specs(tree)
+
+
+def test_weights_are_listed_where_one_names_a_mesh_axis():
+  tree = {'a': Logical(jnp.ones([4]), ('data',)), 'b': jnp.ones([3])}
+  assert partitioner('ddp').whole_weights(tree) == ["['b'] (3,) no axes named"]
+
+
 def test_weights_left_whole_are_listed():
   lines = partitioner().whole_weights(WEIGHTS)
   assert lines == [

@@ -31,6 +31,7 @@ from jaxline import distributed
 from jaxline import platform
 from jaxline import utils
 from jaxline.aot import ahead
+from jaxline.checkpoint import memory
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
 from jaxline.supervision import watchdog
@@ -523,6 +524,10 @@ def test_other_errors_of_a_group_are_no_full_disk(tmp_path, capsys):
     assert caught.value.code == 1
     said = capsys.readouterr().err
     assert re.fullmatch(rf'No space \(.*\): {tmp_path}/a\. Make .*\n', said)
+  nested = ExceptionGroup('two', [ExceptionGroup('one', [full]), full])
+  with pytest.raises(SystemExit), platform._exits():
+    raise nested
+  assert 'No space' in capsys.readouterr().err
   mixed = ExceptionGroup('two', [full, ValueError('theirs')])
   for error in (mixed, no_space):  # The latter is of the user's own code.
     with pytest.raises(type(error)) as caught, platform._exits():
@@ -1157,6 +1162,29 @@ def test_a_writer_of_the_users_own(tmp_path):
     writer_factory=lambda config, mode: made.append(mode) or Mine(),
   )
   assert made == ['train', 1, 2, 3]
+
+
+def test_checkpointers_close_before_writers_also_if_a_writer_fails(tmp_path):
+  closed = []
+
+  class Checkpointer(memory.InMemoryCheckpointer):
+    def close(self):
+      closed.append('checkpointer')
+
+  def writer(config, log):
+    if log == 'eval':
+      raise OSError('no writer')
+    made = writers.MultiWriter([])
+    made.close = lambda: closed.append('writer')
+    return made
+
+  config = regression.get_config(1)
+  config.checkpoint_dir = str(tmp_path)
+  with pytest.raises(OSError, match='no writer'):
+    platform.start(
+      regression.Regression, config, 'train_and_eval', Checkpointer, writer
+    )
+  assert closed == ['checkpointer', 'writer']
 
 
 # Signals from the first line of `main` on.

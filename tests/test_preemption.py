@@ -209,6 +209,44 @@ def test_a_second_interrupt_leaves_even_a_call_into_c(start, code):
   assert (code, out) == (130, '')
 
 
+def test_a_call_into_c_that_is_repeated_is_interrupted_once(start):
+  # system() waits again where a signal interrupts it.
+  program = start(
+    """
+import ctypes
+
+sent = []
+kill = signal.pthread_kill
+signal.pthread_kill = lambda *args: (sent.append(args), kill(*args))
+try:
+  with preemption.Watch():
+    say('in')
+    ctypes.CDLL(None).system(b'sleep 1.5')
+    wait()
+except preemption.Preempted:
+  say(len(sent))
+"""
+  )
+  program.said('in')
+  program.kill(signal.SIGTERM)
+  assert program.end() == (0, '1\n', '')
+
+
+def test_a_handler_of_the_program_is_not_installed_again(start):
+  program = start(
+    """
+signal.signal(signal.SIGINT, lambda *args: None)
+installed = []
+signal.signal = lambda signum, handler: installed.append(signum)
+with preemption.Watch():
+  pass
+say(int(signal.SIGINT) in installed)
+"""
+  )
+  code, out, _ = program.end()
+  assert (code, out) == (0, 'False\n')
+
+
 def test_what_is_ignored_stays_ignored(start):
   program = start(
     """

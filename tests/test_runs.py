@@ -30,6 +30,7 @@ def make_run(tmp_path):
       (folder / mode / 'metrics.jsonl').write_text(
         ''.join(f'{x}\n' for x in lines)
       )
+    files.Claim(str(folder), 'train').release()
     (folder / 'config.json').write_text(
       json.dumps(base_config.recorded(config))
     )
@@ -179,6 +180,37 @@ def test_a_run_that_trains_is_running(make_run):
   assert runs.read(folder).state == 'stopped'
 
 
+def test_a_run_that_nobody_claims_may_be_running(make_run):
+  folder = make_run('a')
+  (files.root(folder) / 'claims' / 'train.json').unlink()
+  assert runs.read(folder).state == 'unknown'
+
+
+def test_the_time_of_a_run_that_began_from_another_one(make_run):
+  train = [(s, {'steps_per_sec': x}) for s, x in ((4010, 2.0), (4020, 10.0))]
+  assert runs.read(make_run('a', train=train, restore_from='b')).seconds == 1.0
+
+
+def test_a_rate_may_be_no_number(make_run):
+  train = [(s, {'steps_per_sec': x}) for s, x in ((1, 'NaN'), (2, 0.5))]
+  assert runs.read(make_run('a', train=train)).seconds == 2.0
+
+
+def test_a_run_is_listed_once(make_run, monkeypatch):
+  folder = make_run('a')
+  monkeypatch.chdir(folder.parent)
+  assert len(runs.find(['a', str(folder), '.'])) == 1
+
+
+def test_a_broken_run_does_not_hide_the_others(make_run, capsys):
+  folder = make_run('a')
+  (make_run('b') / 'config.json').write_text('[1]')
+  assert runs.main(['ls', str(folder.parent)]) == 0
+  said = capsys.readouterr()
+  assert 'Left out: ' in said.err
+  assert [line.split()[0] for line in said.out.splitlines()] == ['run', 'a']
+
+
 def test_all_steps_in_memory_are_an_end(make_run):
   run = runs.read(make_run('a', train=[(30, {'loss': 1.0})]))
   assert run.state == 'ended'
@@ -198,12 +230,16 @@ def test_a_config_that_is_none_is_refused(make_run, capsys, config):
     (['ls', 'nowhere'], 'There is no run in nowhere'),
     (['compare', '.', '--metrics=eval/los'], "Did you mean 'eval/loss'?"),
     (['compare', '.', '--plot=nowhere/out.png'], 'cannot be written'),
+    (['compare', 'empty', '--plot=out.png'], 'nothing to plot'),
   ],
 )
 def test_errors_are_one_line(sweep, argv, said, capsys, monkeypatch):
   if 'plot' in argv[-1]:
     pytest.importorskip('matplotlib')
   monkeypatch.chdir(sweep)
+  empty = sweep / 'empty' / runs.CONFIG
+  empty.parent.mkdir()
+  empty.write_text('{}')
   assert runs.main(argv) == 2
   error = capsys.readouterr().err
   assert said in error

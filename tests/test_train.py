@@ -31,6 +31,7 @@ from jaxline import utils
 from jaxline.checkpoint import base
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
+from jaxline.compat import adapters
 from jaxline.compat import devices
 from jaxline.metrics import periodic
 from jaxline.supervision import nonfinite
@@ -337,6 +338,17 @@ def test_constructors_old_and_new(cls, kwargs, got, warns):
   assert [f'{cls.__name__} takes no init_rng' in t for t in texts] == (
     [True] if warns else []
   )
+
+
+def test_a_mock_is_a_config():
+  made = adapters.construct(Plain, 'train', None, mock.MagicMock())
+  assert isinstance(made, Plain)
+
+
+def test_a_run_in_memory_writes_no_file(tmp_path):
+  config = make_config(1, checkpoint_dir=str(tmp_path))
+  train.train(Plain, config, None, None)
+  assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

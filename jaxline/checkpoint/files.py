@@ -152,8 +152,8 @@ def root(directory: str | os.PathLike[str]) -> pathlib.Path:
   """
   if '://' in os.fspath(directory):
     raise errors.UsageError(
-      f'Checkpoints cannot be kept in {os.fspath(directory)!r}; expected a'
-      ' folder of this machine. Mount the bucket and give its path here.'
+      f'config.checkpoint_dir is {os.fspath(directory)!r}; expected a folder of'
+      ' this machine. Mount the bucket and give the path that it has here.'
     )
   return pathlib.Path(directory).absolute() / 'checkpoints'
 
@@ -236,13 +236,13 @@ def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
     DamagedError: it is not there, or is no record.
     RefusedError: it is of another step than the directory's name says.
     UnreadableError: it cannot be read, which may pass.
-    ValueError: a later version of this library wrote it.
+    errors.UsageError: a later version of this library wrote it.
   """
   record = read_json(checkpoint / RECORD)
   if not isinstance(record, dict) or type(record.get('format')) is not int:
     raise DamagedError(f'{RECORD} is no record of a checkpoint')
   if record['format'] > FORMAT:
-    raise ValueError(
+    raise errors.UsageError(
       f'{checkpoint} has format {record["format"]}; this jaxline reads up to'
       f' {FORMAT}. It was written by {record.get("versions")}: install that'
       ' jaxline or a newer one.'

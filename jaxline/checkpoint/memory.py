@@ -263,13 +263,22 @@ class InMemoryCheckpointer(base.FullCheckpointer):
   _config: Any = None
   _mode = ''
 
-  def __init__(self, config: config_dict.ConfigDict, mode: str):
+  def __init__(
+    self,
+    config: config_dict.ConfigDict,
+    mode: str,
+    *,
+    records_config: bool = False,
+  ):
     """Reads how many to keep; all modes share the series.
 
     Args:
       config: the run's.
       mode: one that begins with 'eval' needs the checkpoints of another.
+      records_config: whether a training writes its config into the run's
+        directory, which the caller has claimed.
     """
+    self._records_config = records_config
     self._config = base_config.complete_config(config)
     self._mode = mode
     self._max_checkpoints_to_keep = config.max_checkpoints_to_keep
@@ -348,6 +357,7 @@ class InMemoryCheckpointer(base.FullCheckpointer):
     """
     if (
       self._mode.startswith('eval')
+      and self._mode != 'eval_decode'
       and not self._config.one_off_evaluate
       and not self.can_be_restored('latest')
     ):
@@ -361,13 +371,12 @@ class InMemoryCheckpointer(base.FullCheckpointer):
       )
 
   def mark_begun(self, step: int) -> None:
-    """Writes the run's config into its directory, if it has one."""
-    config = self._config
-    if config is None or not config.checkpoint_dir or jax.process_index() != 0:
-      return
-    directory = pathlib.Path(config.checkpoint_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    files.write_json(directory / 'config.json', base_config.recorded(config))
+    """Writes the run's config into its directory, if it shall."""
+    if self._records_config and jax.process_index() == 0:
+      directory = pathlib.Path(self._config.checkpoint_dir)
+      directory.mkdir(parents=True, exist_ok=True)
+      recorded = base_config.recorded(self._config)
+      files.write_json(directory / 'config.json', recorded)
 
   def restore_path(self, ckpt_series: str) -> int | None:
     """Returns the number of the newest checkpoint, or None."""

@@ -179,6 +179,8 @@ def construct(
     )
   else:
     return experiment
+  if not isinstance(config, Mapping | config_dict.ConfigDict):
+    return experiment  # A mock.
   defaults = base_config.recorded(base_config.get_base_config())
   values = base_config.recorded(config)
   for key in base_config.KEYS:

@@ -227,9 +227,10 @@ def _numbers(scalars: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 @functools.cache
 def _can_be_nan(kind: type, dtype: Any) -> bool:
   """Decides by class and dtype: it is asked for every scalar of every step."""
-  known = jax.Array | np.ndarray | np.generic | float | complex
-  number = kind if dtype is None else dtype
-  return issubclass(kind, known) and jnp.issubdtype(number, jnp.inexact)
+  return issubclass(kind, float | complex) or (
+    issubclass(kind, jax.Array | np.ndarray | np.generic)
+    and jnp.issubdtype(dtype, jnp.inexact)
+  )
 
 
 def _nonfinite(step: int, numbers: list[tuple[str, Any]]) -> dict[str, str]:

@@ -225,6 +225,8 @@ class Watch:
       if _is_clients(handler, signum):
         if self._grace is None:
           _warn_of_clients(signum, handler)
+        if signum == signal.SIGINT or not _jax_has_notice():
+          continue  # To install it again would change it: see siginterrupt.
       elif not self._hears(signum):
         self._old_handlers[signum] = handler
         handler = self._on_signal
@@ -255,13 +257,12 @@ class Watch:
   def _is_leaving(self) -> bool:
     return self._raised is not None and self._raised() is not None
 
-  def _is_lost(self) -> bool:
-    """Returns whether a signal was not handled, or Preempted no longer exists.
+  def _is_dropped(self) -> bool:
+    """Returns whether Preempted was raised and no longer exists.
 
     An error that ends the run in place of a notice leaves `_raised` at None.
     """
-    is_dropped = self._raised is not None and not self._is_leaving()
-    return not self._defers and (self._notice is None or is_dropped)
+    return self._raised is not None and not self._is_leaving()
 
   def _listen(self, read_end: int, main_thread: int) -> None:
     """Acts on signals even if the main thread does not; has its own thread.
@@ -269,9 +270,10 @@ class Watch:
     Python runs a handler on the main thread after that returns from C, where a
     compilation takes minutes. But it writes the number of the signal to the
     pipe at once. This thread ends the process at the second SIGINT and after
-    the grace. It sends a lost signal again: one whose exception was swallowed,
-    or that did not interrupt a system call, because that began just after it or
-    because another thread received it.
+    the grace. It sends a signal again whose exception was swallowed; and once
+    one that did not interrupt a system call, because that began just after it
+    or because another thread received it. (Not more often: a call that is
+    repeated when it is interrupted would never end.)
 
     Args:
       read_end: of the pipe that `signal.set_wakeup_fd` writes to; closed here.
@@ -279,7 +281,7 @@ class Watch:
     """
     first: int | None = None
     began = 0.0
-    is_interrupted = is_sent_again = False
+    is_interrupted = is_nudged = is_sent_again = False
     poller = select.poll()
     poller.register(read_end, select.POLLIN)
     with open(read_end, 'rb', buffering=0) as pipe:
@@ -309,8 +311,10 @@ class Watch:
         if grace is not None and time.monotonic() > began + grace:
           _say(f'{signal.Signals(first).name}: leaving.')
           os._exit(SIGINT_EXIT_CODE if first == signal.SIGINT else EXIT_CODE)
-        if self._is_lost() and self._hears(first) and not is_sent_again:
-          is_sent_again = True
+        is_unheard = self._notice is None and not is_nudged
+        is_lost = not self._defers and (is_unheard or self._is_dropped())
+        if is_lost and self._hears(first) and not is_sent_again:
+          is_nudged = is_sent_again = True
           signal.pthread_kill(main_thread, first)
 
 
