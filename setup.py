@@ -70,6 +70,8 @@ setuptools.setup(
     'fp8': ['flax>=0.12'],
     'gpu': ['jax[cuda12]>=0.10,<0.13'],
     'image': _IMAGE,
+    # MLflow without its server; a database in a file needs the others.
+    'mlflow': ['mlflow-skinny>=3', 'alembic>=1.13', 'sqlalchemy>=2'],
     'pax': _PAX,
     'plot': _PLOT,
     'seqio': ['seqio>=0.0.20'],
@@ -79,5 +81,6 @@ setuptools.setup(
     'tpu': ['jax[tpu]>=0.10,<0.13'],
     # Compiles for TPUs on a machine without any.
     'tpu-aot': ['libtpu>=0.0.40'],
+    'wandb': ['wandb>=0.20'],
   },
 )
