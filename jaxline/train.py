@@ -572,14 +572,14 @@ class _Training:
     self._run.checkpointer.raise_error()  # Of a save, such as on a full disk.
     self._run.supervision.check(step, self._finish)
 
-  @debug.log_activity('final checkpoint')
   def _finish(self) -> None:
     """Saves, and waits for the background."""
-    self.save()
-    if self._saves:
-      self._run.checkpointer.wait_for_checkpointing_to_finish()
-    for action in self.actions:
-      action.wait_to_finish()
+    with debug.log_activity('final checkpoint'):
+      self.save()
+      if self._saves:
+        self._run.checkpointer.wait_for_checkpointing_to_finish()
+      for action in self.actions:
+        action.wait_to_finish()
 
 
 class _Evaluation:

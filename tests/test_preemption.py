@@ -214,6 +214,7 @@ def test_a_call_into_c_that_is_repeated_is_interrupted_once(start):
   program = start(
     """
 import ctypes
+import signal
 
 sent = []
 kill = signal.pthread_kill
@@ -235,6 +236,8 @@ except preemption.Preempted:
 def test_a_handler_of_the_program_is_not_installed_again(start):
   program = start(
     """
+import signal
+
 signal.signal(signal.SIGINT, lambda *args: None)
 installed = []
 signal.signal = lambda signum, handler: installed.append(signum)
