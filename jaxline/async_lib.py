@@ -36,7 +36,9 @@ def _log_all(name: str, errors: list[BaseException]) -> None:
     logging.error('Error in background thread %s.', name, exc_info=error)
 
 
-# Called at the end of the process, when no executor has work left.
+# How many calls in a row may each queue the next one at the end of the process.
+_MAX_CHAIN = 10
+# Called at the end of the process, when what was queued has run.
 at_exit: list[Callable[[], None]] = []
 os.register_at_fork(after_in_child=at_exit.clear)
 _started: set[weakref.ref[SerialExecutor]] = set()
@@ -68,9 +70,6 @@ class SerialExecutor:
     self._lock = threading.RLock()
     self._thread: threading.Thread | None = None
     self._pid = 0
-    # Each of the two is written by one side only.
-    self._num_queued = 0
-    self._num_done = 0
     self.error: BaseException | None = None
     self._traceback: types.TracebackType | None = None
     self._unraised: list[BaseException] = []
@@ -94,8 +93,8 @@ class SerialExecutor:
     with self._lock:
       if _has_ended:
         raise RuntimeError(
-          f'The thread {self._name} has ended, as the process does. Make the'
-          ' call before the handlers of atexit run.'
+          f'The thread {self._name} has ended because the process ends. Make'
+          ' the call earlier.'
         )
       if self._pid not in (0, os.getpid()):
         raise RuntimeError(
@@ -105,7 +104,6 @@ class SerialExecutor:
         )
       if self._thread is None:
         self._start()
-      self._num_queued += 1
       self._calls.put(functools.partial(self._run, call))
 
   def submit(
@@ -164,7 +162,6 @@ class SerialExecutor:
     """
     if calls or self._thread is not None:
       self.wait_async(*calls)()
-    self.raise_error()
 
   def wait_async(self, *calls: Callable[[], Any]) -> Callable[[], None]:
     """Does what `wait` does, in two parts; the first does not wait.
@@ -186,7 +183,7 @@ class SerialExecutor:
 
     for call in (*calls, finish):
       if self.is_current:
-        self._try(call)
+        self._run(call)
       else:
         self.put(call)
 
@@ -214,10 +211,6 @@ class SerialExecutor:
     weakref.finalize(self, self._calls.put, None)
 
   def _run(self, call: Callable[[], Any]) -> None:
-    self._try(call)
-    self._num_done += 1
-
-  def _try(self, call: Callable[[], Any]) -> None:
     try:
       call()
     except BaseException as e:
@@ -231,14 +224,6 @@ class SerialExecutor:
     elif cause(error) != cause(self.error):
       _log_all(self._name, [error])
 
-  def _has_work(self) -> bool:
-    return self._num_done != self._num_queued
-
-  def _end(self) -> None:
-    self._calls.put(None)
-    assert self._thread is not None
-    self._thread.join()
-
 
 @functools.cache
 def _register_at_exit() -> None:
@@ -248,29 +233,28 @@ def _register_at_exit() -> None:
 
 def _running() -> list[SerialExecutor]:
   executors = [executor for ref in list(_started) if (executor := ref())]
-  # Those that a forked process inherits have no thread.
-  return [
-    e for e in executors if e._thread is not None and e._thread.is_alive()
-  ]
+  # Those that a forked process inherits do not run.
+  return [e for e in executors if e._pid == os.getpid()]
 
 
 def _end_all() -> None:
-  """Ends the executors, once none of them has work."""
+  """Runs what is queued, then ends all executors."""
   global _has_ended
   # What one of them runs may queue more on another.
-  while busy := [e for e in _running() if e._has_work()]:
-    for executor in busy:
-      done = threading.Event()
-      executor.put(done.set)
-      done.wait()
+  for executor in _running() * _MAX_CHAIN:
+    done = threading.Event()
+    executor.put(done.set)
+    done.wait()
   for call in list(at_exit):
     try:
       call()
-    except Exception as e:
-      _log_all('at the end of the process', [e])
+    except BaseException as e:
+      logging.error('Error at the end of the process.', exc_info=e)
   _has_ended = True
   for executor in _running():
-    executor._end()
+    executor._calls.put(None)
+    if executor._thread is not None:
+      executor._thread.join()
 
 
 def cause(error: BaseException) -> Any:
