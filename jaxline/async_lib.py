@@ -149,7 +149,7 @@ class SerialExecutor:
   def raise_error(self) -> None:
     """Raises the error of an earlier call, if there was one."""
     if self.error is not None:
-      if not self.is_current:  # There, nobody sees it.
+      if not self.is_current:  # There, no caller gets it.
         self._unraised.clear()
       # Otherwise each raise would add its frames to those of the one before.
       raise self.error.with_traceback(self._traceback)
@@ -164,15 +164,15 @@ class SerialExecutor:
       self.wait_async(*calls)()
 
   def wait_async(self, *calls: Callable[[], Any]) -> Callable[[], None]:
-    """Does what `wait` does, in two parts; the first does not wait.
+    """Queues what `wait` waits for, and returns at once.
 
     Args:
-      *calls: are put behind those so far; on the executor's own thread they
-        run at once, since a wait for the others would not end.
+      *calls: are put behind all calls so far. On the executor's own thread they
+        run at once: a wait for the other calls would not end.
 
     Returns:
-      A function that waits for all calls up to these, and raises the error of
-      one of them: not of a later call. Any thread may call it.
+      A function that waits for all these calls and raises their error, but not
+      the error of a later call. Any thread may call it.
     """
     errors: list[BaseException | None] = []
     done = threading.Event()

@@ -148,10 +148,11 @@ class MetricWriter(abc.ABC):
     self._flush()
 
   def flush_async(self) -> Callable[[], None]:
-    """Begins to flush what is written so far, where a thread of its own can.
+    """Starts a flush, in the background where the writer has a thread.
 
     Returns:
-      A function that does the rest of `flush`; any thread may call it.
+      A function that waits for it, or flushes where there is no thread. It
+      raises no error of a record that was written after this call.
     """
     return self.flush
 
@@ -453,7 +454,7 @@ class Backend(MetricWriter):
     if record.converted is None:
       record.converted = _CONVERSIONS[kind](values, *options)
     if record.converted:
-      # A copy: what one backend changes must not reach the others.
+      # A copy: one backend may change it before the next one gets it.
       self._emit(kind, to_step(global_step), dict(record.converted))
 
 
@@ -1074,7 +1075,7 @@ class AsyncWriter(MetricWriter):
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
   ) -> None:
-    if self.executor.is_current:  # An action; its records have waited already.
+    if self.executor.is_current:  # A periodic action calls it.
       self._hand_over(kind, global_step, values, *options)
       return
     step = _snapshot(global_step)
