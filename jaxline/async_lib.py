@@ -104,7 +104,14 @@ class SerialExecutor:
         )
       if self._thread is None:
         self._start()
-      self._calls.put(functools.partial(self._run, call))
+      self._calls.put(functools.partial(self.run, call))
+
+  def run(self, call: Callable[[], Any]) -> None:
+    """Runs a call at once and keeps its error; for the executor's thread."""
+    try:
+      call()
+    except BaseException as e:
+      self._keep(e)
 
   def submit(
     self, fn: Callable[..., T], *args: Any, **kwargs: Any
@@ -183,7 +190,7 @@ class SerialExecutor:
 
     for call in (*calls, finish):
       if self.is_current:
-        self._run(call)
+        self.run(call)
       else:
         self.put(call)
 
@@ -209,12 +216,6 @@ class SerialExecutor:
     _started.add(weakref.ref(self, _started.discard))
     # The thread refers to the queue only, and ends with the executor.
     weakref.finalize(self, self._calls.put, None)
-
-  def _run(self, call: Callable[[], Any]) -> None:
-    try:
-      call()
-    except BaseException as e:
-      self._keep(e)
 
   def _keep(self, error: BaseException) -> None:
     if self.error is None:

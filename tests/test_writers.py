@@ -1292,11 +1292,16 @@ def test_an_error_on_the_thread_is_raised_on_the_caller(gate):
     writer.write_scalars(5, {'a': 5})
 
 
-def test_an_error_of_an_action_takes_no_record_before_it(gate):
+@pytest.mark.parametrize('interval', [1, 3])
+def test_an_error_of_an_action_takes_no_record_before_it(gate, interval):
   recorder = _Burning(gate)
   writer = writers.AsyncWriter(recorder)
   action = periodic.PeriodicAction(
-    writer.write_scalars, 'steps', 1, executor=writer.executor
+    writer.write_scalars,
+    'steps',
+    interval,
+    log_all_data=True,
+    executor=writer.executor,
   )
   action(0.0, 0, {'a': 0})
   flushed = writer.flush_async()

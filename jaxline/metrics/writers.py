@@ -1076,7 +1076,9 @@ class AsyncWriter(MetricWriter):
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
   ) -> None:
     if self.executor.is_current:  # A periodic action calls it.
-      self._hand_over(kind, global_step, values, *options)
+      self.executor.run(
+        lambda: self._hand_over(kind, global_step, values, *options)
+      )
       return
     step = _snapshot(global_step)
     if kind in ('images', 'histograms'):
