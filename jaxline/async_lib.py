@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent import futures
 import contextlib
 import functools
-import math
+import os
 import queue
 import threading
 import types
@@ -36,6 +36,15 @@ def _log_all(name: str, errors: list[BaseException]) -> None:
     logging.error('Error in background thread %s.', name, exc_info=error)
 
 
+# How many calls in a row may each queue the next one at the end of the process.
+_MAX_CHAIN = 10
+# Called at the end of the process, when what was queued has run.
+at_exit: list[Callable[[], None]] = []
+os.register_at_fork(after_in_child=at_exit.clear)
+_started: set[weakref.ref[SerialExecutor]] = set()
+_has_ended = False
+
+
 class SerialExecutor:
   """Runs calls in order on one background thread.
 
@@ -45,64 +54,64 @@ class SerialExecutor:
 
   Attributes:
     error: the first error of a call; None as long as there is none.
-    num_dropped: the sum of the sizes of the calls that found no room.
   """
 
-  def __init__(self, name: str = '', max_pending: float = math.inf):
+  def __init__(self, name: str = ''):
     """Makes the executor; its thread starts with the first call.
 
     Args:
       name: name of the thread, and of this executor in the log.
-      max_pending: the greatest sum of the sizes of calls that wait or run.
     """
     self._name = name
-    self._max_pending = max_pending
     self._calls: queue.SimpleQueue[Callable[[], Any] | None] = (
       queue.SimpleQueue()
     )
     # Reentrant: a signal handler may queue a call while its thread does.
     self._lock = threading.RLock()
     self._thread: threading.Thread | None = None
-    # Each of the two is written by one side only.
-    self._queued = 0
-    self._done = 0
-    self.num_dropped = 0
+    self._pid = 0
     self.error: BaseException | None = None
     self._traceback: types.TracebackType | None = None
     self._unraised: list[BaseException] = []
     # Also at the end of the process.
     weakref.finalize(self, _log_all, name, self._unraised)
 
-  def put(self, call: Callable[[], Any], size: int = 1) -> bool:
+  @property
+  def is_current(self) -> bool:
+    """Whether this is called on the executor's thread."""
+    return threading.current_thread() is self._thread
+
+  def put(self, call: Callable[[], Any]) -> None:
     """Queues a call, which runs also where an earlier one fails.
 
     Args:
-      call: called without arguments on the thread; at once, from the thread.
-      size: how much of `max_pending` it takes; 0 always finds room.
+      call: called without arguments on the thread.
 
-    Returns:
-      Whether there was room. A call that is larger than `max_pending` has room
-      where nothing else is pending.
+    Raises:
+      RuntimeError: the thread does not run in this process, or no longer.
     """
-    if threading.current_thread() is self._thread:
-      self._run(call, 0)
-      return True
     with self._lock:
-      if self._thread is not None and not self._thread.is_alive():
+      if _has_ended:
+        raise RuntimeError(
+          f'The thread {self._name} has ended because the process ends. Make'
+          ' the call earlier.'
+        )
+      if self._pid not in (0, os.getpid()):
         raise RuntimeError(
           f'The thread {self._name} does not run in this process: a forked'
           ' process inherits the object but not the thread. Make a new object'
           ' there.'
         )
-      pending = self._queued - self._done
-      if size and pending and pending + size > self._max_pending:
-        self.num_dropped += size
-        return False
-      self._queued += size
-      self._calls.put(functools.partial(self._run, call, size))
       if self._thread is None:
         self._start()
-      return True
+      self._calls.put(functools.partial(self.run, call))
+
+  def run(self, call: Callable[[], Any]) -> None:
+    """Runs a call at once and keeps its error; for the executor's thread."""
+    try:
+      call()
+    except BaseException as e:
+      self._keep(e)
 
   def submit(
     self, fn: Callable[..., T], *args: Any, **kwargs: Any
@@ -124,6 +133,8 @@ class SerialExecutor:
     future: futures.Future[T] = futures.Future()
 
     def resolve() -> None:
+      if not future.set_running_or_notify_cancel():
+        return
       if self.error is not None:
         error = futures.CancelledError(
           f'{function_name(fn)} did not run: an earlier call failed with '
@@ -139,13 +150,14 @@ class SerialExecutor:
       else:
         future.set_result(result)
 
-    self.put(resolve, size=0)
+    self.put(resolve)
     return future
 
   def raise_error(self) -> None:
     """Raises the error of an earlier call, if there was one."""
     if self.error is not None:
-      self._unraised.clear()
+      if not self.is_current:  # There, no caller gets it.
+        self._unraised.clear()
       # Otherwise each raise would add its frames to those of the one before.
       raise self.error.with_traceback(self._traceback)
 
@@ -156,31 +168,54 @@ class SerialExecutor:
       *calls: are put behind those, and waited for too.
     """
     if calls or self._thread is not None:
-      done = threading.Event()
-      for call in (*calls, done.set):
-        self.put(call, size=0)
+      self.wait_async(*calls)()
+
+  def wait_async(self, *calls: Callable[[], Any]) -> Callable[[], None]:
+    """Queues what `wait` waits for, and returns at once.
+
+    Args:
+      *calls: are put behind all calls so far. On the executor's own thread they
+        run at once: a wait for the other calls would not end.
+
+    Returns:
+      A function that waits for all these calls and raises their error, but not
+      the error of a later call. Any thread may call it.
+    """
+    errors: list[BaseException | None] = []
+    done = threading.Event()
+
+    def finish() -> None:
+      errors.append(self.error)
+      done.set()
+
+    for call in (*calls, finish):
+      if self.is_current:
+        self.run(call)
+      else:
+        self.put(call)
+
+    def wait() -> None:
       done.wait()
-    self.raise_error()
+      if errors[0] is not None:
+        self.raise_error()
+
+    return wait
 
   def _start(self) -> None:
-    self._thread = threading.Thread(
+    thread = threading.Thread(
       target=_run_all, args=(self._calls,), name=self._name, daemon=True
     )
-    self._thread.start()
-    at_exit = functools.partial(_end, self._calls, self._thread)
-    # JAX registered its own clean-up when it was imported: this runs before.
-    atexit.register(at_exit)
+    # First, for a signal handler that queues a call meanwhile.
+    self._thread, self._pid = thread, os.getpid()
+    try:
+      thread.start()
+    except RuntimeError:  # The interpreter ends.
+      self._thread = None
+      raise
+    _register_at_exit()
+    _started.add(weakref.ref(self, _started.discard))
     # The thread refers to the queue only, and ends with the executor.
     weakref.finalize(self, self._calls.put, None)
-    weakref.finalize(self, atexit.unregister, at_exit)
-
-  def _run(self, call: Callable[[], Any], size: int) -> None:
-    try:
-      call()
-    except BaseException as e:
-      self._keep(e)
-    finally:
-      self._done += size
 
   def _keep(self, error: BaseException) -> None:
     if self.error is None:
@@ -189,6 +224,38 @@ class SerialExecutor:
       self.error = error
     elif cause(error) != cause(self.error):
       _log_all(self._name, [error])
+
+
+@functools.cache
+def _register_at_exit() -> None:
+  # JAX registered its own clean-up when it was imported: this runs before.
+  atexit.register(_end_all)
+
+
+def _running() -> list[SerialExecutor]:
+  executors = [executor for ref in list(_started) if (executor := ref())]
+  # Those that a forked process inherits do not run.
+  return [e for e in executors if e._pid == os.getpid()]
+
+
+def _end_all() -> None:
+  """Runs what is queued, then ends all executors."""
+  global _has_ended
+  # What one of them runs may queue more on another.
+  for executor in _running() * _MAX_CHAIN:
+    done = threading.Event()
+    executor.put(done.set)
+    done.wait()
+  for call in list(at_exit):
+    try:
+      call()
+    except BaseException as e:
+      logging.error('Error at the end of the process.', exc_info=e)
+  _has_ended = True
+  for executor in _running():
+    executor._calls.put(None)
+    if executor._thread is not None:
+      executor._thread.join()
 
 
 def cause(error: BaseException) -> Any:
@@ -200,11 +267,6 @@ def _run_all(calls: queue.SimpleQueue[Callable[[], Any] | None]) -> None:
   for call in iter(calls.get, None):
     call()
     del call  # Or its arguments would stay in memory while the next is awaited.
-
-
-def _end(calls: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
-  calls.put(None)
-  thread.join()
 
 
 def make_async(

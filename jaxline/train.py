@@ -524,15 +524,15 @@ class _Training:
 
     The steps so far will not run again, and no other step logs them.
     """
-    # Submitted now, on the thread that calls the actions; awaited later.
+    # Submitted now: errors of later steps do not concern this checkpoint.
     waits = [action.flush_async() for action in self.actions]
-    logs = self._run.log, self._run.eval_log
+    waits += [x.flush_async() for x in (self._run.log, self._run.eval_log)]
+    if self._run.periodic_actions:  # They may write on threads of their own.
+      waits.append(self._run.log.flush)
 
     def wait() -> None:
       for flushed in waits:
         flushed()
-      for log in logs:
-        log.flush()
 
     return wait
 
@@ -642,12 +642,9 @@ class _Evaluation:
     self.done.add(step)
     self.last = step
     if is_noted:
-      self._run.checkpointer.when_saved(lambda: self._note(step))
-
-  def _note(self, step: int) -> None:
-    """Notes an evaluation once all of it is safe."""
-    self._run.eval_log.flush()
-    self._run.checkpointer.mark_evaluated(step)
+      self._run.checkpointer.when_saved(self._run.eval_log.flush_async())
+      mark = functools.partial(self._run.checkpointer.mark_evaluated, step)
+      self._run.checkpointer.when_saved(mark)
 
   def wait(self) -> None:
     """Waits until what has been evaluated is safe and noted."""

@@ -2,6 +2,10 @@
 
 from concurrent import futures
 import functools
+import pathlib
+import subprocess
+import sys
+import textwrap
 import threading
 import traceback
 
@@ -167,6 +171,123 @@ def test_wait_raises_the_error_of_any_call(error):
     with pytest.raises(error, match='bad') as info:
       use()
     assert _frames(info.value)[-1] == 'fail'
+
+
+def test_a_call_that_is_cancelled_does_not_run_and_ends_nothing():
+  executor, may_go, done = async_lib.SerialExecutor(), threading.Event(), []
+  executor.submit(may_go.wait, TIMEOUT)
+  cancelled = executor.submit(done.append, 1)
+  assert cancelled.cancel()
+  may_go.set()
+  executor.submit(done.append, 2).result(TIMEOUT)
+  executor.wait()
+  assert done == [2]
+
+
+def test_a_call_of_its_own_thread_waits_its_turn():
+  executor, order = async_lib.SerialExecutor(), []
+
+  def call(n):
+    if n < 2000:
+      executor.submit(call, n + 1)
+      executor.put(lambda: order.append(('put', n)))
+    order.append(n)
+
+  executor.submit(call, 0)
+  while len(order) < 4001:
+    executor.wait()
+  assert order[:5] == [0, 1, ('put', 0), 2, ('put', 1)]
+
+
+def test_a_wait_on_its_own_thread_ends():
+  executor, done = async_lib.SerialExecutor(), []
+  executor.submit(executor.wait, lambda: done.append(1)).result(TIMEOUT)
+  assert done == [1]
+
+
+def test_wait_async_raises_no_error_of_a_later_call():
+  executor, done = async_lib.SerialExecutor(), []
+  wait = executor.wait_async(lambda: done.append(1))
+  assert isinstance(
+    executor.submit(lambda: 1 // 0).exception(TIMEOUT), Exception
+  )
+  wait()
+  assert done == [1]
+  with pytest.raises(ZeroDivisionError):
+    executor.wait_async()()
+
+
+def test_an_error_that_only_its_own_thread_sees_is_still_unraised():
+  executor, done = async_lib.SerialExecutor(), threading.Event()
+  for call in (lambda: 1 // 0, executor.raise_error, done.set):
+    executor.put(call)
+  assert done.wait(TIMEOUT)
+  assert executor._unraised  # It is logged at the end.
+  with pytest.raises(ZeroDivisionError):
+    executor.raise_error()
+  assert not executor._unraised
+
+
+def test_a_signal_while_the_thread_starts_starts_no_second_one(monkeypatch):
+  executor, done, start = async_lib.SerialExecutor('s'), [], []
+
+  class Thread(threading.Thread):
+    def start(self):
+      start.append(self)
+      if len(start) == 1:
+        executor.put(lambda: done.append('signal'))
+      super().start()
+
+  monkeypatch.setattr(threading, 'Thread', Thread)
+  executor.put(lambda: done.append('call'))
+  executor.wait()
+  assert done == ['signal', 'call']
+  assert len(start) == 1
+
+
+_PROGRAM = """
+  import atexit
+  import time
+
+  from jaxline import async_lib
+
+  def late():
+    try:
+      first.submit(print, 'late')
+    except RuntimeError as e:
+      print(e)
+
+  def poll():
+    time.sleep(0.01)
+    second.submit(poll)
+
+  def work():
+    time.sleep(0.3)
+    first.wait(lambda: print('first'))
+    print('second')
+
+  atexit.register(late)
+  first, second = (async_lib.SerialExecutor(name) for name in ('a', 'b'))
+  for executor in second, first, second:
+    executor.submit(int).result()
+  second.submit(work)
+  second.submit(poll)
+  atexit.register(first.submit, print, 'early')
+"""
+
+
+def test_the_end_of_the_process_ends_all_executors_together():
+  done = subprocess.run(
+    [sys.executable, '-c', textwrap.dedent(_PROGRAM)],
+    cwd=pathlib.Path(__file__).parents[1],
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  *lines, last = done.stdout.splitlines()
+  assert lines == ['early', 'first', 'second']
+  assert 'The thread a has ended because the process ends' in last
+  assert done.returncode == 0
 
 
 # --- py_prefetch -------------------------------------------------------------

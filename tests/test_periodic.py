@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxline.metrics import periodic
+from jaxline.metrics import writers
 
 TIMEOUT = 10  # Seconds; only a broken test waits that long.
 
@@ -586,6 +587,56 @@ def test_records_of_one_call_count_one_by_one(warnings, monkeypatch):
   action.wait_to_finish()
   assert slow.steps == [1, 2, 3, 4]
   assert 'lost 4 records' in warnings[1]
+
+
+def test_what_waits_for_a_disk_that_does_not_answer(warnings):
+  may_go, steps = threading.Event(), []
+
+  class Stuck:
+    def write_scalars(self, step, scalars):
+      assert may_go.wait(TIMEOUT)
+      steps.append(step)
+
+  writer = writers.AsyncWriter(Stuck())
+  action = periodic.PeriodicAction(
+    writer.write_scalars,
+    'steps',
+    512,
+    log_all_data=True,
+    executor=writer.executor,
+  )
+  # 4096 records used to wait for the action, and 1000 for the writer.
+  for step in range(1, 5097):
+    action(float(step), step, {'x': 1.0})
+  assert not warnings
+  may_go.set()
+  action.wait_to_finish()
+  assert steps == list(range(1, 5097))
+  writer.close()
+
+
+def test_a_record_makes_room_once_the_function_has_had_it(
+  warnings, monkeypatch
+):
+  monkeypatch.setattr(periodic, '_MAX_PENDING', 5)
+  reached, may_go, steps = threading.Event(), threading.Event(), []
+
+  def slow(step, scalars):
+    if step == 4:
+      reached.set()
+      assert may_go.wait(TIMEOUT)
+    steps.append(step)
+
+  action = periodic.PeriodicAction(slow, 'steps', 4, log_all_data=True)
+  for step in range(1, 5):
+    action(float(step), step, {})
+  assert reached.wait(TIMEOUT)
+  for step in range(5, 9):
+    action(float(step), step, {})
+  may_go.set()
+  action.wait_to_finish()
+  assert steps == list(range(1, 9))
+  assert not warnings
 
 
 def test_skipped_time_is_in_no_rate_and_no_interval():

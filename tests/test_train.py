@@ -34,6 +34,7 @@ from jaxline.checkpoint import files
 from jaxline.compat import adapters
 from jaxline.compat import devices
 from jaxline.metrics import periodic
+from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
 
 POLL_SECS = train._POLL_SECS
@@ -925,6 +926,52 @@ def test_a_failing_writer_ends_the_run_at_a_later_step():
   # It is told as itself, not as a second failure.
   told = [c.args[0] for c in exception.mock_calls]
   assert 'A periodic action failed as well.' not in told
+
+
+class Fault:
+  """A scalar of a step that failed on its device."""
+
+  def __array__(self, *args, **kwargs):
+    raise OSError('device fault')
+
+
+class FailsAtStep3:
+  def write_scalars(self, global_step, scalars):
+    if global_step == 3:
+      raise OSError('disk full')
+
+
+@pytest.mark.parametrize('place', ['device', 'disk'])
+def test_an_error_of_a_later_step_takes_no_checkpoint(tmp_path, place):
+  inner = FailsAtStep3() if place == 'disk' else mock.Mock(['write_scalars'])
+  writer, may_commit = writers.AsyncWriter(inner), threading.Event()
+
+  class Faulty(Plain):
+    def step(self, **kwargs):
+      step, scalars = kwargs['global_step'], super().step(**kwargs)
+      if step == 2 and place == 'device':
+        scalars['loss'] = Fault()
+      if step == 3:  # The checkpoint of step 2 is not committed yet.
+        with contextlib.suppress(OSError):
+          writer.executor.wait()
+        assert writer.executor.error is not None
+        may_commit.set()
+      return scalars
+
+  config = make_config(
+    log_train_data_interval=1,
+    save_checkpoint_interval=2,
+    checkpoint_dir=str(tmp_path),
+  )
+  checkpointer = durable.DurableCheckpointer(config, 'train')
+  checkpointer.when_saved(lambda: may_commit.wait(10))
+  with pytest.raises(OSError, match=place):
+    train.train(Faulty, config, checkpointer, writer)
+  checkpointer.wait_for_checkpointing_to_finish()
+  checkpointer.close()
+  assert checkpointer.steps('latest') == [2]
+  with pytest.raises(OSError, match=place):
+    writer.close()
 
 
 def test_a_writer_that_fails_at_the_last_step_is_an_error():

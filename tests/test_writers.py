@@ -1,6 +1,7 @@
 """Tests for jaxline.metrics.writers."""
 
 from collections.abc import Iterable, Iterator
+import contextlib
 import io
 import itertools
 import json
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import traceback
 from typing import Any
 from unittest import mock
@@ -27,6 +29,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from jaxline.metrics import periodic
 from jaxline.metrics import writers
 
 with warnings.catch_warnings():
@@ -1164,6 +1167,40 @@ def test_a_failing_writer_does_not_keep_a_record_from_the_others():
   assert [c[0] for c in worse.calls] == ['scalars', 'close']
 
 
+def test_a_backend_may_change_the_values_it_is_given():
+  class Greedy(writers.Backend):
+    def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
+      seen.append(dict(values))
+      values.clear()
+
+  seen: list[Any] = []
+  writers.MultiWriter([Greedy(), Greedy()]).write_scalars(1, {'a': 1})
+  assert seen == [{'a': 1}, {'a': 1}]
+
+
+def test_a_log_line_may_be_shared_by_threads():
+  line, errors = writers.LogLineWriter(), []
+  interval = sys.getswitchinterval()
+
+  def write(name: str) -> None:
+    try:
+      for i in range(1000):
+        line.write_scalars(i, {f'{name}{i}{j}': 1.0 for j in range(3)})
+    except RuntimeError as e:
+      errors.append(e)
+
+  sys.setswitchinterval(1e-5)
+  try:
+    threads = [threading.Thread(target=write, args=(n,)) for n in 'ab']
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+  finally:
+    sys.setswitchinterval(interval)
+  assert not errors
+
+
 # --- In the background. ---
 
 
@@ -1253,6 +1290,75 @@ def test_an_error_on_the_thread_is_raised_on_the_caller(gate):
   assert recorder.calls[-1] == ('close',)
   with pytest.raises(RuntimeError, match=r'after close\(\)'):
     writer.write_scalars(5, {'a': 5})
+
+
+@pytest.mark.parametrize('interval', [1, 3])
+def test_an_error_of_an_action_takes_no_record_before_it(gate, interval):
+  recorder = _Burning(gate)
+  writer = writers.AsyncWriter(recorder)
+  action = periodic.PeriodicAction(
+    writer.write_scalars,
+    'steps',
+    interval,
+    log_all_data=True,
+    executor=writer.executor,
+  )
+  action(0.0, 0, {'a': 0})
+  flushed = writer.flush_async()
+  for step in range(1, 4):
+    action(float(step), step, {'a': step})
+  gate.set()
+  flushed()  # The error is of a later step.
+  assert ('flush',) in recorder.calls
+  done = threading.Event()
+  writer.executor.put(done.set)
+  assert done.wait(_TIMEOUT)
+  # Nobody has seen it so far: it would be logged at the end.
+  assert len(writer.executor._unraised) == 1
+  with pytest.raises(OSError, match='disk on fire'):
+    writer.close()
+  steps = [c[1] for c in recorder.calls if c[0] == 'scalars']
+  assert steps == [0, 2, 3]
+
+
+def test_the_records_that_an_action_loses_are_not_the_writers(monkeypatch):
+  monkeypatch.setattr(periodic, '_MAX_PENDING', 2)
+  recorder, may_go = _Recorder(), threading.Event()
+  writer = writers.AsyncWriter(recorder, max_queue=1)
+  action = periodic.PeriodicAction(
+    lambda *unused: may_go.wait(_TIMEOUT),
+    'steps',
+    1,
+    executor=writer.executor,
+  )
+  for step in range(100, 110):
+    action(float(step), step, {})
+  writer.write_scalars(110, {'a': 1})
+  may_go.set()
+  writer.close()
+  assert writer.dropped_records == 0
+  assert recorder.calls[0] == ('scalars', 110, {'a': 1})
+  assert [c[0] for c in recorder.calls] == ['scalars', 'flush', 'close']
+
+
+def test_close_loses_nothing_that_a_write_accepted():
+  for _ in range(100):
+    recorder, accepted = _Recorder(), []
+    writer = writers.AsyncWriter(recorder, max_queue=10**6)
+
+    def write() -> None:
+      with contextlib.suppress(RuntimeError):
+        while True:
+          writer.write_scalars(0, {'a': 0})  # noqa: B023
+          accepted.append(None)  # noqa: B023
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    time.sleep(0.0005)
+    writer.close()
+    thread.join()
+    kinds = [c[0] for c in recorder.calls]
+    assert kinds == ['scalars'] * len(accepted) + ['flush', 'close']
 
 
 def test_the_first_error_is_raised_and_later_ones_are_logged():
@@ -1428,6 +1534,45 @@ def test_the_end_of_the_program_writes_what_is_queued(tmp_path):
   assert [(r['step'], r['a']) for r in _lines(path)] == [
     (n, float(n)) for n in range(100)
   ]
+
+
+_UNCLOSED = """
+  import time
+  from jaxline.metrics import writers
+
+  class Writer(writers.MetricWriter):
+    def _write(self, kind, step, values):
+      time.sleep(0.1)
+      print(step, *values)
+
+    def _flush(self):
+      print('flush')
+
+    def _close(self):
+      print('close')
+
+  writer = writers.AsyncWriter(Writer(), max_queue=1)
+  for step in range(10):
+    writer.write_scalars(step, {'a': step})
+"""
+
+
+def test_the_end_of_the_program_closes_the_writer():
+  done = subprocess.run(
+    [sys.executable, '-c', textwrap.dedent(_UNCLOSED)],
+    cwd=pathlib.Path(__file__).parents[1],
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  *lines, dropped, flush, close = done.stdout.splitlines()
+  assert lines == ['0 a', '1 a']
+  assert (dropped, flush, close) == (
+    '9 writer/dropped_records',
+    'flush',
+    'close',
+  )
+  assert 'The writer dropped 8 records in all.' in done.stderr
 
 
 _KILLED = """

@@ -13,11 +13,11 @@ import jax
 from jaxline import async_lib
 
 # One record is the scalars of one step.
-# Records of log_all_data that wait for the action to be due. They come to a
-# writer all at once and must find room in its queue.
+# Records of log_all_data that wait for the action to be due.
 _MAX_KEPT = 512
-# Records that wait for a function slower than its interval.
-_MAX_PENDING = 4096
+# Records that wait for a function slower than its interval. They also wait for
+# a disk that does not answer.
+_MAX_PENDING = 8192
 
 _Record = tuple[int, dict[str, Any]]
 
@@ -116,13 +116,16 @@ class PeriodicAction(Action):
     self._end_step = end_step_to_action
     self._growth_ratios = tuple(logging_growth_ratios or ())
     if run_async and executor is None:
-      executor = async_lib.SerialExecutor(self._name, _MAX_PENDING)
+      executor = async_lib.SerialExecutor(self._name)
     self._executor = executor if run_async else None
     can_be_due = (
       not off or self._growth_ratios or end_step_to_action is not None
     )
     self._keep_all = log_all_data and bool(can_be_due)
     self._kept: list[_Record] = []
+    # Each of the two is written by one thread only, so no lock is needed.
+    self._num_queued = 0
+    self._num_done = 0
     self._num_dropped = 0
     self._steps_per_sec = 0.0
     self.update_time(start_time, start_step)
@@ -163,14 +166,8 @@ class PeriodicAction(Action):
     executor = self._executor
     if executor is None:
       return lambda: None
-    # It does nothing, but does it behind all that was handed on.
-    last = executor.submit(lambda: None)
-
-    def wait() -> None:
-      if last.exception() is not None:
-        executor.raise_error()
-
-    return wait
+    executor.raise_error()
+    return executor.wait_async()
 
   def wait_to_finish(self) -> None:
     """Hands on what is left, waits for it, and raises its error if any."""
@@ -244,19 +241,24 @@ class PeriodicAction(Action):
     records, self._kept = self._kept, []
     if not records:
       return
-    apply = functools.partial(self._apply, records, steps_per_sec)
     if self._executor is None:
-      apply()
-    elif not self._executor.put(apply, len(records)):
+      self._apply(records, steps_per_sec)
+      return
+    pending = self._num_queued - self._num_done
+    if pending and pending + len(records) > _MAX_PENDING:
       if not self._num_dropped:
         logging.warning(
-          'Periodic action %s is slower than its interval: too many records '
-          'wait for it, so that the one of step %d and possibly more are lost. '
+          'Periodic action %s is slower than its interval: %d records wait '
+          'for it, so that the one of step %d and possibly more are lost. '
           'Give it a longer interval or a faster function.',
           self._name,
+          pending,
           records[-1][0],
         )
       self._num_dropped += len(records)
+      return
+    self._num_queued += len(records)
+    self._executor.put(functools.partial(self._apply, records, steps_per_sec))
 
   def _apply(self, records: list[_Record], steps_per_sec: float | None) -> None:
     """Fetches the records' scalars and calls the function on each."""
@@ -270,6 +272,7 @@ class PeriodicAction(Action):
       if steps_per_sec is not None and step == last_step:
         host_scalars['steps_per_sec'] = steps_per_sec
       self._fn(step, host_scalars)
+      self._num_done += 1
 
 
 def _if_there(x: Any) -> Any:

@@ -25,6 +25,7 @@ import shutil
 import socket
 import stat
 import struct
+import threading
 import time
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 import uuid
@@ -145,6 +146,15 @@ class MetricWriter(abc.ABC):
     """
     self._require_open('flush')
     self._flush()
+
+  def flush_async(self) -> Callable[[], None]:
+    """Starts a flush, in the background where the writer has a thread.
+
+    Returns:
+      A function that waits for it, or flushes where there is no thread. It
+      raises no error of a record that was written after this call.
+    """
+    return self.flush
 
   def close(self) -> None:
     """Flushes and ends the writer; a later write raises RuntimeError.
@@ -444,7 +454,8 @@ class Backend(MetricWriter):
     if record.converted is None:
       record.converted = _CONVERSIONS[kind](values, *options)
     if record.converted:
-      self._emit(kind, to_step(global_step), record.converted)
+      # A copy: one backend may change it before the next one gets it.
+      self._emit(kind, to_step(global_step), dict(record.converted))
 
 
 class _Piece(NamedTuple):
@@ -646,7 +657,9 @@ class TensorBoardWriter(_FileBackend):
     while header := file.read(12):
       if header[8:] != _checksum(header[:8]):
         # Where the next record begins cannot be known.
-        yield _Piece(header + file.read(), None, False)
+        yield _Piece(header, None, False)
+        while rest := file.read(1 << 20):
+          yield _Piece(rest, None, False)
         return
       data = file.read(struct.unpack('<Q', header[:8])[0])
       checksum = file.read(4)
@@ -866,8 +879,9 @@ class LogLineWriter(Backend):
       parts = [f'{name}:\n{text}' for name, text in values.items()]
     else:
       fields = _summarize(kind, values)
-      self._names |= dict.fromkeys(fields)
-      names = [name for name in self._names if name in fields]
+      # Not in place: runs in several threads may share this writer.
+      self._names = known = self._names | dict.fromkeys(fields)
+      names = [name for name in known if name in fields]
       group_of = {name: name.partition('/')[0] for name in names if '/' in name}
       sizes = collections.Counter(group_of.values())
       large = {group for group, n in sizes.items() if n > _MAX_GROUP}
@@ -1017,7 +1031,7 @@ class AsyncWriter(MetricWriter):
     write and flush and by the close. What was queued when it happened is still
     handed to the wrapped writer; what came later is refused.
   - `resume`, `flush` and `close` wait for the queue, on whichever thread they
-    are called. At the end of the program what is still queued is written.
+    are called. The end of the program closes the writer.
   - Periodic actions that are given the executor run on the thread too, where a
     `write_*` call writes at once.
   """
@@ -1041,24 +1055,32 @@ class AsyncWriter(MetricWriter):
       writer if isinstance(writer, MetricWriter) else MultiWriter([writer])
     )
     self._max_queue = max_queue
-    # Besides those that wait, one is being written.
-    self.executor = async_lib.SerialExecutor('jaxline-writer', max_queue + 1)
-    self.executor.put(lambda: None, size=0)  # No fork starts one of its own.
-    # Of the last record that was handed over, or dropped.
-    self._last_step: Any = 0
+    # Reentrant: a signal handler may write while its thread is in a write.
+    self._lock = threading.RLock()
+    # Each of the two is written by one side only.
+    self._num_queued = 0
+    self._num_done = 0
+    # Their number and the last one's step, at once: the thread takes no lock.
+    self._dropped: tuple[int, Any] = (0, 0)
     self._reported = 0
+    self.executor = async_lib.SerialExecutor('jaxline-writer')
+    self.executor.put(lambda: None)  # No fork starts one of its own.
+    async_lib.at_exit.append(self.close)
 
   @property
   def dropped_records(self) -> int:
     """How many records were dropped because the queue was full."""
-    return self.executor.num_dropped
+    return self._dropped[0]
 
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
   ) -> None:
-    self._require_open(f'write_{kind}')
-    self.executor.raise_error()
-    self._last_step = step = _snapshot(global_step)
+    if self.executor.is_current:  # A periodic action calls it.
+      self.executor.run(
+        lambda: self._hand_over(kind, global_step, values, *options)
+      )
+      return
+    step = _snapshot(global_step)
     if kind in ('images', 'histograms'):
       values = {name: _to_array(x) for name, x in values.items()}
     values = _snapshot(values)
@@ -1068,20 +1090,36 @@ class AsyncWriter(MetricWriter):
         _check_image(name, image)
 
     def write() -> None:
-      on_host = _to_host(kind, values)
-      method = getattr(self._writer, f'write_{kind}')
-      method(to_step(step), on_host, *options)
+      try:
+        self._hand_over(kind, step, values, *options)
+      finally:
+        self._num_done += 1
 
-    if not self.executor.put(write):
-      dropped = self.dropped_records
-      if str(dropped).strip('0') == '1':
-        logging.warning(
-          'The writer cannot keep up: its queue holds %d records and %d were '
-          'dropped so far. Is the disk slow or stuck? Log less often or raise '
-          'max_queue.',
-          self._max_queue,
-          dropped,
-        )
+    with self._lock:
+      self._require_open(f'write_{kind}')
+      self.executor.raise_error()
+      # Besides those that wait, one is being written.
+      if self._num_queued - self._num_done <= self._max_queue:
+        self.executor.put(write)
+        self._num_queued += 1
+        return
+      dropped = self.dropped_records + 1
+      self._dropped = (dropped, step)
+    if str(dropped).strip('0') == '1':
+      logging.warning(
+        'The writer cannot keep up: its queue holds %d records and %d were '
+        'dropped so far. Is the disk slow or stuck? Log less often or raise '
+        'max_queue.',
+        self._max_queue,
+        dropped,
+      )
+
+  def _hand_over(
+    self, kind: str, step: Any, values: Mapping[str, Any], *options: Any
+  ) -> None:
+    on_host = _to_host(kind, values)
+    method = getattr(self._writer, f'write_{kind}')
+    method(to_step(step), on_host, *options)
 
   def logged_steps(self) -> list[int]:
     self._require_open('logged_steps')
@@ -1092,20 +1130,29 @@ class AsyncWriter(MetricWriter):
   def _resume(self, step: int) -> None:
     self.executor.wait(lambda: self._writer.resume(step))
 
-  def _flush(self) -> None:
-    self.executor.wait(self._report_dropped, self._writer.flush)
+  def flush(self) -> None:
+    self.flush_async()()
+
+  def flush_async(self) -> Callable[[], None]:
+    with self._lock:
+      self._require_open('flush')
+      return self.executor.wait_async(self._report_dropped, self._writer.flush)
 
   def _close(self) -> None:
-    self.executor.wait(
-      self._report_dropped, self._writer.flush, self._writer.close
-    )
+    with self._lock:  # No write is between its check and the queue.
+      wait = self.executor.wait_async(
+        self._report_dropped, self._writer.flush, self._writer.close
+      )
+    async_lib.at_exit.remove(self.close)
+    wait()
 
   def _report_dropped(self) -> None:
-    if self.dropped_records > self._reported:
-      self._reported = self.dropped_records
-      logging.warning('The writer dropped %d records in all.', self._reported)
+    dropped, step = self._dropped
+    if dropped > self._reported:
+      self._reported = dropped
+      logging.warning('The writer dropped %d records in all.', dropped)
       self._writer.write_scalars(
-        to_step(self._last_step), {'writer/dropped_records': self._reported}
+        to_step(step), {'writer/dropped_records': dropped}
       )
 
 
