@@ -627,24 +627,28 @@ class _Evaluation:
       state: the live state of `latest`.
       is_noted: whether the step counts as evaluated, for later processes too.
     """
-    step = int(state.global_step)
+    run, step = self._run, int(state.global_step)
     global_step, rng = self._inputs(step)
     self.experiment.num_evaluated = sum(s < step for s in self.done)
     with debug.log_activity(f'evaluation of step {step}'):
       scalars = self._evaluate(
-        global_step=global_step, rng=rng, writer=self._run.eval_writer
+        global_step=global_step, rng=rng, writer=run.eval_writer
       )
     experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
-    self._run.eval_log.write_scalars(step, scalars)
+    run.eval_log.write_scalars(step, scalars)
     self._log_line.write_scalars(step, scalars)
     if self._best is not None:
       self._best.keep(self.experiment, scalars, step, state.train_step_rng)
     self.done.add(step)
     self.last = step
     if is_noted:
-      self._run.checkpointer.when_saved(self._run.eval_log.flush_async())
-      mark = functools.partial(self._run.checkpointer.mark_evaluated, step)
-      self._run.checkpointer.when_saved(mark)
+      checkpointer, flushed = run.checkpointer, run.eval_log.flush_async()
+
+      def note() -> None:
+        flushed()  # First: what is noted as evaluated is in the log.
+        checkpointer.mark_evaluated(step)
+
+      checkpointer.when_saved(note)
 
   def wait(self) -> None:
     """Waits until what has been evaluated is safe and noted."""
