@@ -41,7 +41,7 @@ class Run:
     seconds: the time that the training steps took. A pause between two starts
       of the run is not in it.
     state: 'running', 'ended', 'stopped' (it was killed, or it failed), or
-      'unknown': see `inspection.training_state`.
+      'unknown', where locks cannot be seen or checkpoints are in memory.
   """
 
   path: pathlib.Path
@@ -108,11 +108,11 @@ def read(path: pathlib.Path) -> Run:
     seconds += (step - before) / rate if rate > 0 else 0.0
     before = step
   run = Run(path, recorded, curves, seconds, inspection.training_state(path))
-  steps = recorded.get('training_steps')
-  # With checkpoints in memory a run leaves no note of its end.
-  has_all = isinstance(steps, int | float) and run.step >= steps
-  if run.state != 'running' and has_all:
-    return dataclasses.replace(run, state='ended')
+  if run.state == 'stopped' and recorded.get('checkpointer') == 'memory':
+    # It leaves no note of its end, and a notebook's run claims nothing.
+    steps = recorded.get('training_steps')
+    has_all = isinstance(steps, int | float) and run.step >= steps
+    run = dataclasses.replace(run, state='ended' if has_all else 'unknown')
   return run
 
 

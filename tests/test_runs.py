@@ -30,7 +30,6 @@ def make_run(tmp_path):
       (folder / mode / 'metrics.jsonl').write_text(
         ''.join(f'{x}\n' for x in lines)
       )
-    files.Claim(str(folder), 'train').release()
     (folder / 'config.json').write_text(
       json.dumps(base_config.recorded(config))
     )
@@ -180,10 +179,8 @@ def test_a_run_that_trains_is_running(make_run):
   assert runs.read(folder).state == 'stopped'
 
 
-def test_a_run_that_nobody_claims_may_be_running(make_run):
-  folder = make_run('a')
-  (files.root(folder) / 'claims' / 'train.json').unlink()
-  assert runs.read(folder).state == 'unknown'
+def test_a_run_in_memory_may_be_running(make_run):
+  assert runs.read(make_run('a', checkpointer='memory')).state == 'unknown'
 
 
 def test_the_time_of_a_run_that_began_from_another_one(make_run):
@@ -212,7 +209,8 @@ def test_a_broken_run_does_not_hide_the_others(make_run, capsys):
 
 
 def test_all_steps_in_memory_are_an_end(make_run):
-  run = runs.read(make_run('a', train=[(30, {'loss': 1.0})]))
+  train = [(30, {'loss': 1.0})]
+  run = runs.read(make_run('a', train=train, checkpointer='memory'))
   assert run.state == 'ended'
 
 

@@ -359,15 +359,15 @@ def training_state(run: pathlib.Path) -> str:
 
   Returns:
     'ended'; 'running'; 'stopped' by a kill or an error; or 'unknown', where the
-    locks of files cannot be seen, or where no command has claimed to train.
+    locks of files cannot be seen.
   """
   root = files.root(run)
   if _ended(root) is not None:
     return 'ended'
   for claim in _claims(root):
-    if claim['what'] == 'train' and claim['alive'] is not None:
-      return 'running' if claim['alive'] else 'stopped'
-  return 'unknown'
+    if claim['what'] == 'train' and claim['alive'] is not False:
+      return 'running' if claim['alive'] else 'unknown'
+  return 'stopped'
 
 
 def _ended(root: pathlib.Path) -> int | None:
