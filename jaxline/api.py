@@ -185,7 +185,7 @@ def _recorded_config(
   except (OSError, ValueError, TypeError) as e:
     raise errors.UsageError(f'{directory} is no directory of a run: {e}') from e
   with config.unlocked():
-    # It may have been moved; and what the run began from is not needed.
+    # The directory may have been moved.
     config.checkpoint_dir = str(path)
     config.checkpointer = 'durable'
   return config

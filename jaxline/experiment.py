@@ -364,12 +364,13 @@ class AbstractExperiment(abc.ABC):
     for attribute in attributes:
       setattr(self, attribute, getattr(trained, attribute))
 
-  def on_new_best_model(self, best_state: Any) -> None:  # noqa: B027
+  def on_new_best_model(self, best_state: Any) -> None:
     """Called before each save of the series `best`.
 
     Args:
       best_state: the state about to be saved; entries may be added.
     """
+    del best_state
 
 
 def differences(

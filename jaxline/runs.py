@@ -11,6 +11,7 @@ no run or no such metric, in one line on stderr.
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,9 +24,9 @@ from jaxline import errors
 from jaxline.checkpoint import cli
 from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
+from jaxline.metrics import writers
 
 CONFIG = 'config.json'
-_NOT_METRICS = ('step', 'time', 'mode', 'kind')
 _MAX_SHOWN = 3  # Metrics of a run in `ls`.
 
 
@@ -119,17 +120,15 @@ def read(path: pathlib.Path) -> Run:
 def _records(file: pathlib.Path) -> Iterator[tuple[int, dict[str, float]]]:
   """Yields the steps and scalars of a log, by ascending step."""
   records = []
-  with open(file, encoding='utf-8', errors='replace') as lines:
-    for line in lines:
-      try:
-        record = json.loads(line)
-        if record['kind'] == 'scalars':
-          names = record.keys() - {*_NOT_METRICS}
-          # JSON has no NaN; as text it is one of those that float reads.
-          scalars = {name: float(record[name]) for name in sorted(names)}
-          records.append((int(record['step']), scalars))
-      except (ValueError, KeyError, TypeError, RecursionError):
-        continue  # The last one of a run that was killed, or being written.
+  with open(file, 'rb') as lines:
+    for record in map(writers.read_record, lines):
+      if record.get('kind') != 'scalars':
+        continue  # Or no record: the last line of a run that was killed.
+      names = sorted(record.keys() - writers.JSONL_KEYS)
+      # JSON has no NaN; as text it is one of those that float reads.
+      with contextlib.suppress(ValueError, TypeError):
+        scalars = {name: float(record[name]) for name in names}
+        records.append((record['step'], scalars))
   yield from sorted(records, key=lambda record: record[0])
 
 

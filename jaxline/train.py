@@ -778,13 +778,12 @@ def evaluate(
       `eval_initial_weights`; `eval_steps` of which one has no checkpoint; or
       the best metric's name is not returned.
   """
-  mode = debug.settings.mode if jaxline_mode is None else jaxline_mode
   Run(
     experiment_class,
     config,
     checkpointer,
     eval_writer=writer,
-    eval_mode=mode,
+    eval_mode=debug.settings.mode if jaxline_mode is None else jaxline_mode,
   ).evaluate()
 
 

@@ -104,7 +104,7 @@ def _metrics(metrics: Mapping[str, Any]) -> str:
 def _about_run(listed: Mapping[str, Any]) -> list[tuple[str, str]]:
   """Returns a line on the run, on its training, on each claim."""
   active = [c for c in listed['claims'] if c['alive'] is not False]
-  state = inspection.training_state(pathlib.Path(listed['run']))
+  state = inspection.state_of(listed['ended'], listed['claims'])
   training = {
     'ended': f'ended at step {listed["ended"]}',
     'running': 'is running',

@@ -362,9 +362,14 @@ def training_state(run: pathlib.Path) -> str:
     locks of files cannot be seen.
   """
   root = files.root(run)
-  if _ended(root) is not None:
+  return state_of(_ended(root), _claims(root))
+
+
+def state_of(ended: int | None, claims: Iterable[Mapping[str, Any]]) -> str:
+  """Returns the `training_state` of what `list_run` says of a run."""
+  if ended is not None:
     return 'ended'
-  for claim in _claims(root):
+  for claim in claims:
     if claim['what'] == 'train' and claim['alive'] is not False:
       return 'running' if claim['alive'] else 'unknown'
   return 'stopped'

@@ -12,13 +12,13 @@ import jax
 
 from jaxline import async_lib
 
-# One record is the scalars of one step.
 # Records of log_all_data that wait for the action to be due.
 _MAX_KEPT = 512
 # Records that wait for a function slower than its interval. They also wait for
 # a disk that does not answer.
 _MAX_PENDING = 8192
 
+# A step and its scalars.
 _Record = tuple[int, dict[str, Any]]
 
 

@@ -791,7 +791,7 @@ class JsonlWriter(_FileBackend):
       record['mode'] = self._mode
     record['kind'] = kind
     for name, value in _summarize(kind, values).items():
-      key = f'{kind}/{name}' if name in _JSONL_KEYS else name
+      key = f'{kind}/{name}' if name in JSONL_KEYS else name
       record[key] = _to_json_value(value)
     line = json.dumps(record, allow_nan=False).encode('ascii') + b'\n'
     if not self._has_begun and _ends_within_a_line(self.path):
@@ -801,7 +801,7 @@ class JsonlWriter(_FileBackend):
 
   def _read(self, file: BinaryIO) -> Iterator[_Piece]:
     for line in file:
-      record = _read_record(line)
+      record = read_record(line)
       is_ours = bool(record) and record.get('mode') == self._mode
       is_whole = line.endswith(b'\n')
       step = record['step'] if is_ours else None
@@ -815,7 +815,7 @@ class JsonlWriter(_FileBackend):
     super()._resume(step)
     for path in self._paths():
       with open(path, 'rb') as file:
-        damaged = [n for n, x in enumerate(file, 1) if not _read_record(x)]
+        damaged = [n for n, x in enumerate(file, 1) if not read_record(x)]
       if damaged:
         logging.warning(
           '%s: %d lines are no records and stay as they are: line %s. Mend or '
@@ -826,10 +826,10 @@ class JsonlWriter(_FileBackend):
         )
 
 
-_JSONL_KEYS = frozenset({'step', 'time', 'mode', 'kind'})
+JSONL_KEYS = frozenset({'step', 'time', 'mode', 'kind'})
 
 
-def _read_record(line: bytes) -> dict[str, Any]:
+def read_record(line: bytes) -> dict[str, Any]:
   """Returns a line's record, which has a step; of what is none, nothing."""
   try:
     record = json.loads(line)
