@@ -210,7 +210,8 @@ def test_a_second_interrupt_leaves_even_a_call_into_c(start, code):
 
 
 def test_a_call_into_c_that_is_repeated_is_interrupted_once(start):
-  # system() waits again where a signal interrupts it.
+  # system() waits again where a signal interrupts it. Its own command says that
+  # it runs: a signal before that would raise without the listener's help.
   program = start(
     """
 import ctypes
@@ -218,11 +219,16 @@ import signal
 
 sent = []
 kill = signal.pthread_kill
-signal.pthread_kill = lambda *args: (sent.append(args), kill(*args))
+
+def send(*args):
+  sent.append(args)
+  kill(*args)
+  say('sent')
+
+signal.pthread_kill = send
 try:
   with preemption.Watch():
-    say('in')
-    ctypes.CDLL(None).system(b'sleep 1.5')
+    ctypes.CDLL(None).system(b'echo in; read line')
     wait()
 except preemption.Preempted:
   say(len(sent))
@@ -230,6 +236,9 @@ except preemption.Preempted:
   )
   program.said('in')
   program.kill(signal.SIGTERM)
+  program.said('sent')
+  time.sleep(5 * preemption._TICK_SECS)  # A second one would be sent in these.
+  program.tell()
   assert program.end() == (0, '1\n', '')
 
 
