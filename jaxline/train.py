@@ -458,6 +458,9 @@ class _Training:
       *map(adapters.full_action, run.periodic_actions),
       *self._default_actions(),
     ]
+    checkpointer.logs = [*self.actions, run.log, run.eval_log]
+    if run.periodic_actions:  # They may write on threads of their own, later.
+      checkpointer.logs.append(writers.MultiWriter([run.log]))
 
   def _default_actions(self) -> list[periodic.PeriodicAction]:
     """Returns what every training does at intervals: log, write, save."""
@@ -513,28 +516,8 @@ class _Training:
     if not self._saves or self._saved_step == self.state.global_step:
       return
     self.guard.wait()  # A state that is not finite must not be saved.
-    checkpointer = self._run.checkpointer
-    if checkpointer.is_resumable:
-      checkpointer.before_commit['latest'] = self._flush_logs_async()
-    checkpointer.save('latest')
+    self._run.checkpointer.save('latest')
     self._saved_step = self.state.global_step
-
-  def _flush_logs_async(self) -> Callable[[], None]:
-    """Returns a function that waits until all logged so far is on disk.
-
-    The steps so far will not run again, and no other step logs them.
-    """
-    # Submitted now: errors of later steps do not concern this checkpoint.
-    waits = [action.flush_async() for action in self.actions]
-    waits += [x.flush_async() for x in (self._run.log, self._run.eval_log)]
-    if self._run.periodic_actions:  # They may write on threads of their own.
-      waits.append(self._run.log.flush)
-
-    def wait() -> None:
-      for flushed in waits:
-        flushed()
-
-    return wait
 
   def run_loop(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""
@@ -543,6 +526,7 @@ class _Training:
     finally:
       # They refer to `self`: the cycle would keep the weights.
       self.actions.clear()
+      self._run.checkpointer.logs = ()
 
   def _run_loop(self, actions: list[periodic.Action]) -> None:
     run, config, state = self._run, self._run.config, self.state

@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import types
 from typing import Any, NamedTuple
 
 import jax
@@ -214,6 +215,11 @@ def fill(checkpointer, live, step=0, series='latest', key='same', **more):
   state.train_step_rng = key
   state.update(more)
   return state
+
+
+def at_commit(checkpointer, wait):
+  """Lets checkpoints of `latest` call a function before they are visible."""
+  checkpointer.logs = [types.SimpleNamespace(flush_async=lambda: wait)]
 
 
 def save(checkpointer, live, *steps, **more):
@@ -599,7 +605,7 @@ def test_what_is_overwritten_at_once_was_saved_before(
 ):
   checkpointer = run()
   gate = threading.Event()
-  checkpointer.before_commit['latest'] = lambda: gate.wait(10)
+  at_commit(checkpointer, lambda: gate.wait(10))
   size = 100_000
   original = np.arange(size, dtype=np.float32)
   update = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
@@ -646,7 +652,7 @@ def test_what_is_overwritten_at_once_was_saved_before(
 
 def test_a_save_waits_for_the_one_before_and_not_for_its_own(run):
   checkpointer, gate = run(), threading.Event()
-  checkpointer.before_commit['latest'] = lambda: gate.wait(10)
+  at_commit(checkpointer, lambda: gate.wait(10))
   fill(checkpointer, weights(1), 1)
   checkpointer.save('latest')  # Returns although it cannot be written yet.
   assert checkpointer.steps('latest') == []
@@ -1590,7 +1596,7 @@ def test_the_newest_save_of_the_sharded_style(newest, run, copied):
 def test_a_save_that_fails_is_not_looked_at(newest, run):
   checkpointer = run()
   save(checkpointer, weights(1), 5)
-  checkpointer.before_commit['latest'] = lambda: 1 / 0
+  at_commit(checkpointer, lambda: 1 / 0)
   fill(checkpointer, weights(2), 6)
   checkpointer.save('latest')
   with pytest.raises(ZeroDivisionError):
@@ -2321,7 +2327,7 @@ def test_a_failed_save_is_raised_and_loses_nothing(
     write_json(path, value)
 
   if place == 'hook':
-    first.before_commit['latest'] = fails
+    at_commit(first, fails)
   elif place == 'array':
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, 'save', fails)
   elif place == 'rename':
@@ -2497,7 +2503,7 @@ def test_all_narrow_types_are_stored_with_all_their_values(tmp_path):
   arrays = {name: _numbers(name) for name in _NARROW}
   stored, described = storage.store(arrays, storage.to_host(arrays))
   ocp.Checkpointer(storage.Handler()).save(
-    tmp_path / 'new', args=storage.Content(stored, {}, {}, None)
+    tmp_path / 'new', args=storage.Content(stored, {}, {})
   )
   back = storage.read(tmp_path / 'new', described, dict.fromkeys(arrays))
   for name, x in arrays.items():
@@ -2520,7 +2526,15 @@ def test_only_orbax_itself_is_silenced(folder, is_heard, caplog):
   orbax = os.path.dirname(ocp.__file__)
   path = os.path.normpath(os.path.join(orbax, folder, 'orbax_tricks.py'))
   logger = storage.logging.get_absl_logger()
-  logger.handle(
-    logger.makeRecord('absl', 20, path, 1, 'It did something.', (), None)
-  )
-  assert ('It did something.' in caplog.text) == is_heard
+
+  def say(text):
+    logger.handle(logger.makeRecord('absl', 20, path, 1, text, (), None))
+
+  hook = sys.unraisablehook
+  with storage.quiet_orbax():
+    say('During a save.')
+    assert sys.unraisablehook is not hook
+  say('At another time.')
+  assert ('During a save.' in caplog.text) == is_heard
+  assert 'At another time.' in caplog.text
+  assert sys.unraisablehook is hook

@@ -414,6 +414,23 @@ def test_one_claim_in_this_process_and_all_others(tmp_path):
   files.Claim(tmp_path, 'train').release()
 
 
+@pytest.mark.parametrize('number', [errno.ENOLCK, errno.ENOSYS])
+def test_a_claim_without_locks_warns(number, tmp_path, monkeypatch, caplog):
+  def lockf(*args):
+    raise OSError(number, os.strerror(number))
+
+  monkeypatch.setattr(files.fcntl, 'lockf', lockf)
+  claim = files.Claim(tmp_path, 'train')
+  assert f'has no locks ({os.strerror(number)})' in caplog.text
+  with pytest.raises(files.ClaimedError):  # In one process it is known.
+    files.Claim(tmp_path, 'train')
+  claim.check()
+  claim.release()
+  number = errno.EIO
+  with pytest.raises(OSError, match='Input/output'):
+    files.Claim(tmp_path, 'train')
+
+
 def test_a_claim_ends_with_its_process(tmp_path):
   hold = 'files.Claim(sys.argv[1], "train"); print(flush=True); time.sleep(60)'
   with subprocess.Popen(

@@ -1,7 +1,6 @@
 """What the loops ask of a checkpointer."""
 
-from collections.abc import Callable, Collection
-import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from absl import logging
@@ -94,22 +93,17 @@ class FullCheckpointer(Checkpointer):
       checkpointer is used.
     restored_step: the step of the run's own checkpoint of `latest` that was
       restored last; None if none was.
+    logs: writers and actions whose records up to a checkpoint of `latest` are
+      on disk before it becomes visible: `flush_async` is called at the save,
+      the function that it returns on a background thread. A checkpointer that
+      keeps nothing on disk calls none.
   """
 
   collective: bool = False
   is_resumable: bool = False
   reads_only: bool = False
   restored_step: int | None = None
-
-  @functools.cached_property
-  def before_commit(self) -> dict[str, Callable[[], None]]:
-    """Functions to call before a checkpoint becomes visible, by series.
-
-    Called on a background thread, so that what belongs to the checkpoint, such
-    as the logs up to its step, is safe first. A checkpointer that keeps nothing
-    on disk calls none.
-    """
-    return {}
+  logs: Sequence[Any] = ()
 
   def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     """Restores a series' checkpoint of a step; None is the newest."""

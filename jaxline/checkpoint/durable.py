@@ -627,13 +627,16 @@ class DurableCheckpointer(base.FullCheckpointer):
       'module': module,
       'arrays': described,
     }
+    # Now: the flushes do not wait for what later steps log.
+    logs = self.logs if ckpt_series == 'latest' else ()
     return storage.Content(
       arrays=stored,
       record=record,
       process=per_process,
-      before_commit=self.before_commit.get(ckpt_series),
+      waits=[log.flush_async() for log in logs],
     )
 
+  @storage.quiet_orbax()
   def _write(
     self, content: storage.Content, target: pathlib.Path, is_there: bool
   ) -> None:

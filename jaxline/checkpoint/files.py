@@ -91,6 +91,9 @@ _DISCARD_CHECKS = 10  # In a row, that find nothing of a save that failed.
 _DISCARD_SECS = 10.0  # After which the next start removes what is left.
 _T = TypeVar('_T')
 
+# What `lockf` raises on a file system without locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
 # What says that there is no file of that name.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -744,8 +747,18 @@ class Claim:
       )
     fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-      # Not flock: a worker process forked from this one would hold it on.
-      fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      try:
+        # Not flock: a worker process forked from this one would hold it on.
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except OSError as e:
+        if e.errno not in _NO_LOCKS:
+          raise
+        logging.warning(
+          '%s: the file system has no locks (%s), so nothing keeps a second run'
+          ' from writing in this directory. Start no other one there.',
+          self._path,
+          e.strerror,
+        )
       owner = {
         'host': socket.gethostname(),
         'pid': os.getpid(),

@@ -2,7 +2,7 @@
 
 import base64
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import errno
@@ -39,33 +39,39 @@ _ZARR_DTYPES = (
 _VALUE_TYPES = {'np.ndarray', 'jax.Array'}
 
 
-def _is_worth_reading(record: Any) -> bool:
-  """Leaves Orbax's dozen lines for each save out of the log."""
-  if not record.pathname.startswith(_ORBAX):
-    return True
-  # The warning says that there is no OCDBT, which is as it should be.
-  # An error in a thread of Orbax is raised by the save as well.
-  quiet = {
-    'ocdbt_utils.py': std_logging.WARNING,
-    'future.py': std_logging.ERROR,
-  }
-  return record.levelno > quiet.get(record.filename, std_logging.INFO)
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+  """Leaves Orbax's dozen lines for each save or restore out of the log.
 
-
-logging.get_absl_logger().addFilter(_is_worth_reading)
-
-
-def _quiet_unraisable(unraisable: Any, then: Any = sys.unraisablehook) -> None:
-  """Leaves out what TensorStore's threads say once Orbax has given up.
-
-  At the first array that cannot be written Orbax closes the event loop to which
-  the writes of the others would report.
+  Also what TensorStore's threads say once Orbax has given up: at the first
+  array that cannot be written it closes the event loop to which the writes of
+  the others would report.
   """
-  if str(unraisable.exc_value) != 'Event loop is closed':
-    then(unraisable)
 
+  def is_worth_reading(record: Any) -> bool:
+    if not record.pathname.startswith(_ORBAX):
+      return True
+    # The warning says that there is no OCDBT, which is as it should be.
+    # An error in a thread of Orbax is raised by the save as well.
+    quiet = {
+      'ocdbt_utils.py': std_logging.WARNING,
+      'future.py': std_logging.ERROR,
+    }
+    return record.levelno > quiet.get(record.filename, std_logging.INFO)
 
-sys.unraisablehook = _quiet_unraisable
+  def unraisable(error: Any, then: Any = sys.unraisablehook) -> None:
+    if str(error.exc_value) != 'Event loop is closed':
+      then(error)
+
+  log = logging.get_absl_logger()
+  log.addFilter(is_worth_reading)
+  before, sys.unraisablehook = sys.unraisablehook, unraisable
+  try:
+    yield
+  finally:
+    log.removeFilter(is_worth_reading)
+    if sys.unraisablehook is unraisable:  # Else another thread's is newer.
+      sys.unraisablehook = before
 
 
 @dataclasses.dataclass
@@ -76,13 +82,13 @@ class Content(ocp.args.CheckpointArgs):
     arrays: name of the array's directory -> array.
     record: what checkpoint.json will hold.
     process: what process_N.json of this process will hold.
-    before_commit: called when all is written, before it becomes visible.
+    waits: called when all is written, before it becomes visible.
   """
 
   arrays: dict[str, Any]
   record: dict[str, Any]
   process: dict[str, Any]
-  before_commit: Callable[[], None] | None
+  waits: Sequence[Callable[[], None]] = ()
 
   def num_bytes(self) -> int:
     """Returns about how much room it takes, in files of whole blocks."""
@@ -135,8 +141,8 @@ class Handler(ocp.CheckpointHandler):
       barrier('arrays')
       if process == 0:
         self._arrays.finalize(arrays)
-    if args.before_commit is not None:
-      args.before_commit()
+    for wait in args.waits:
+      wait()
     barrier('content')
     files.write_checksums(folder, process, processes)
 
@@ -320,7 +326,7 @@ def read(
         sharding=sharding, global_shape=tuple(about['shape'])
       )
   if requests:
-    with os_errors():
+    with os_errors(), quiet_orbax():
       arrays = Handler().restore(
         epath.Path(checkpoint / files.ARRAYS), requests
       )

@@ -59,7 +59,7 @@ def full_checkpointer(checkpointer: Any) -> base.FullCheckpointer:
   """
   is_full = isinstance(checkpointer, base.FullCheckpointer)
   # Or a wrapper around one, which passes on all its attributes.
-  is_full |= isinstance(getattr(checkpointer, 'before_commit', None), dict)
+  is_full |= isinstance(getattr(checkpointer, 'is_resumable', None), bool)
   if is_full and 'step' in inspect.signature(checkpointer.restore).parameters:
     return checkpointer
   return _ForeignCheckpointer(checkpointer)
