@@ -1,0 +1,89 @@
+"""The pages of the documentation: links, and names of files in code."""
+
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TEXTS = {'.md', '.ipynb', '.py', '.sh', '.sbatch', '.yaml', '.toml', ''}
+# The target of a Markdown link, without those of other sites.
+LINK = re.compile(r'\]\((?!https?:)([^)\s]+)\)')
+HEADING = re.compile(r'^#+ (.+)$', re.M)
+
+
+def tracked():
+  """Returns the files of the repository, without the recorded runs."""
+  done = subprocess.run(
+    ['git', 'ls-files', '--cached', '--others', '--exclude-standard'],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  if done.returncode:
+    pytest.skip('this is no checkout of git')
+  paths = [ROOT / name for name in done.stdout.splitlines()]
+  golden = ROOT / 'tests' / 'golden'
+  return [p for p in paths if p.is_file() and golden not in p.parents]
+
+
+def anchors(text):
+  """Returns what a link to a heading of a page may be, as GitHub has it."""
+  text = re.sub(r'^```.*?^```', '', text, flags=re.M | re.S)
+  return {
+    re.sub(r'[^\w -]', '', heading.lower()).replace(' ', '-')
+    for heading in HEADING.findall(text)
+  }
+
+
+def wrong_links(path, text):
+  """Yields the relative links of a page that lead to nothing."""
+  for link in LINK.findall(text):
+    name, _, anchor = link.partition('#')
+    target = path.parent / name if name else path
+    exists = target.exists()
+    if exists and anchor:
+      exists = anchor in anchors(target.read_text(encoding='utf-8'))
+    if not exists:
+      yield link
+
+
+def test_links():
+  pages = [p for p in tracked() if p.suffix in ('.md', '.ipynb')]
+  assert ROOT / 'README.md' in pages
+  found = {p: p.read_text(encoding='utf-8') for p in pages}
+  wrong = [
+    f'{path.relative_to(ROOT)}: {link}'
+    for path, text in found.items()
+    for link in wrong_links(path, text)
+  ]
+  assert not wrong, '\n'.join(wrong)
+  # Every page can be reached from another one.
+  linked = {
+    (path.parent / link.partition('#')[0]).resolve()
+    for path, text in found.items()
+    for link in LINK.findall(text)
+  }
+  orphans = set((ROOT / 'docs').rglob('*.md')) - linked
+  assert not orphans, orphans
+
+
+def test_a_wrong_link_is_found(tmp_path):
+  (tmp_path / 'a.md').write_text('# A *b*: c\n```\n# No heading\n```\n')
+  text = '[x](a.md) [x](a.md#a-b-c) [x](a.md#no-heading) [x](b.md) [x](#y)'
+  page = tmp_path / 'c.md'
+  page.write_text(text)
+  assert list(wrong_links(page, text)) == ['a.md#no-heading', 'b.md', '#y']
+
+
+def test_names_of_pages_in_code():
+  wrong = []
+  for path in tracked():
+    if path.suffix not in TEXTS:
+      continue
+    text = path.read_text(encoding='utf-8')
+    for name in re.findall(r'(?<![\w./-])docs/[\w./-]*\w', text):
+      if not (ROOT / name).exists():
+        wrong.append(f'{path.relative_to(ROOT)}: {name}')
+  assert not wrong, '\n'.join(wrong)
