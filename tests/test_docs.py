@@ -2,9 +2,13 @@
 
 import pathlib
 import re
+import runpy
 import subprocess
 
 import pytest
+
+from jaxline import base_config
+from jaxline import platform
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TEXTS = {'.md', '.ipynb', '.py', '.sh', '.sbatch', '.yaml', '.toml', ''}
@@ -87,3 +91,46 @@ def test_names_of_pages_in_code():
       if not (ROOT / name).exists():
         wrong.append(f'{path.relative_to(ROOT)}: {name}')
   assert not wrong, '\n'.join(wrong)
+
+
+COMMAND = re.compile(r'^(?:\w+=\S+ )*python experiment\.py .+', re.M)
+
+
+def commands(text):
+  """Yields each command of a page that starts experiment.py, on one line."""
+  joined = re.sub(r'\\\n\s*', '', text)
+  yield from COMMAND.findall(joined)
+
+
+def keys_of(config):
+  """Returns the names of all keys, sections included."""
+  names = set(base_config.flat(config.to_dict()))
+  return names | {
+    '.'.join(name.split('.')[:i])
+    for name in names
+    for i in range(1, name.count('.') + 1)
+  }
+
+
+def test_commands_name_configs_and_keys_that_exist():
+  checked, wrong = 0, []
+  for page in (p for p in tracked() if p.suffix == '.md'):
+    for command in commands(page.read_text(encoding='utf-8')):
+      found = re.search(r'--config=(configs/\w+\.py)(?::([\w:]+))?', command)
+      if not found or 'yours' in found[1]:
+        continue
+      where = f'{page.relative_to(ROOT)}: {command}'
+      if not (ROOT / found[1]).exists():
+        wrong.append(where)
+        continue
+      module = runpy.run_path(str(ROOT / found[1]))
+      config = module['get_config'](*filter(None, [found[2]]))
+      keys = keys_of(config)
+      used = re.findall(r'--config\.([\w.]+)[= ]', command)
+      wrong += [f'{where}: {key}' for key in used if key not in keys]
+      for mode in re.findall(r'--jaxline_mode=(\w+)', command):
+        if mode not in platform.MODES:
+          wrong.append(f'{where}: {mode}')
+      checked += len(used)
+  assert not wrong, '\n'.join(wrong)
+  assert checked > 30
