@@ -134,3 +134,21 @@ def test_commands_name_configs_and_keys_that_exist():
       checked += len(used)
   assert not wrong, '\n'.join(wrong)
   assert checked > 30
+
+
+def test_the_numbers_of_lines_in_the_readme():
+  text = (ROOT / 'README.md').read_text(encoding='utf-8')
+  rows = re.findall(r'^\| (.+) \| (\d+) \| \d+ \|$', text, re.M)
+  assert len(rows) == 4
+  for names, stated in rows:
+    files = set(re.findall(r'[`(]([\w/]+\.\w+)[`)]', names))
+    lines = sum((ROOT / f).read_text().count('\n') for f in files)
+    assert abs(int(stated) - lines) < 0.1 * lines, f'{names}: {lines}'
+
+
+def test_every_file_is_on_the_map():
+  text = (ROOT / 'docs' / 'walk.md').read_text(encoding='utf-8')
+  names = [
+    p.name for p in (ROOT / 'jaxline').iterdir() if p.name[0] not in '._'
+  ]
+  assert [name for name in names if name not in text] == []
