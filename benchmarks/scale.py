@@ -3,10 +3,10 @@
     python -m benchmarks.scale [NAMES] [--results=DIR] [--again]
 
 Compiles the train step of each for its topology, keeps the report as JSON and
-prints tables of all: those of docs/scale.md. (`--jaxline_mode=compile` does the
-same, and the eval step too.) A report that is there already is taken. Needs
-libtpu (the extra `tpu-aot`), one to three minutes a run of a free core, and up
-to 3 GB of memory.
+prints the tables of docs/reference/scale.md. (`--jaxline_mode=compile` does the
+same, and the eval step too.) A report that is there already is taken.
+Needs libtpu (the extra `tpu-aot`), one to three minutes a run of a free core,
+and up to 3 GB of memory.
 """
 
 import argparse

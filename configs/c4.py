@@ -1,7 +1,7 @@
 """Language models of Pax's documents on C4, by name.
 
 Expected: they fit the TPUs that they were run on, and how fast they can be is
-          in docs/scale.md. Nobody has trained them here.
+          in docs/reference/scale.md. Nobody has trained them here.
 Hardware: the topology of each, in examples/pax/tasks/lm/params; to compile, any
           machine.
 Command:  python experiment.py --config=configs/c4.py:C4Spmd1BAdam4Replicas \

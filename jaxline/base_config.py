@@ -14,7 +14,7 @@ that contradict each other are refused before anything is compiled.
 - **none**: the same run goes on, with the same program.
 
 The table is `KEYS` in `jaxline/base_config.py`; `python -m jaxline.base_config`
-prints docs/config.md.
+prints docs/reference/config.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -258,10 +258,10 @@ KEYS = (
         distributed.validate, object),
       'How several processes connect. `auto`: by a cluster that JAX knows or'
       " the launcher's variables; without either, this is one process. `off`:"
-      ' this is one process. See docs/launching.md.'),
+      ' this is one process. See docs/reference/launching.md.'),
 
   Key('xla', {}, mapping('a dict of the keys below'),
-      'Settings of XLA, applied before JAX starts. See docs/accelerators.md.',
+      'Settings of XLA, set before JAX starts: docs/reference/accelerators.md.',
       PROGRAM),
   Key('xla.latency_hiding_scheduler', None, optional(_BOOLEAN),
       'Communicate while computing. None leaves the choice to XLA.',

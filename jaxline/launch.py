@@ -10,7 +10,7 @@ number of the process before each line. Signals are passed on to all. When one
 fails, the others are given some seconds to end by themselves, then they are
 killed, and the exit code is that of the first to fail.
 
-For clusters see docs/launching.md: this starts nothing on other machines.
+It starts nothing on other machines: docs/reference/launching.md has clusters.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What `config.xla` says becomes XLA_FLAGS, LIBTPU_INIT_ARGS and settings of JAX
 before JAX starts. XLA ends the process where it does not know a flag; here the
 flags are tried in a process of their own first, so that a misspelled one is an
-error like any other. What to set, and when, stands in docs/accelerators.md.
+error like any other. docs/reference/accelerators.md says what to set, and when.
 
 The Profile Guided Latency Estimator gives XLA's scheduler for GPUs the measured
 durations of a program's instructions, with which it hides communication behind

@@ -104,8 +104,8 @@ run() {
     *) usage "run needs --config.checkpoint_dir=DIR, which all workers see" ;;
   esac
   # Not tied to the connection. Started again where it asks for it, and where it
-  # has lost another worker (docs/reliability.md). If that one is gone for good,
-  # each start ends after the five minutes of waiting for it: given up after 5.
+  # has lost another worker (docs/reference/reliability.md). If that one is gone
+  # for good, each start ends after five minutes of waiting: given up after 5.
   on all all "cd ~/jaxline
 rm -f stop
 cat > run.sh << 'EOF'

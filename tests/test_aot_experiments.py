@@ -2,7 +2,7 @@
 
 Small ones of each kind: layers unrolled and whole weights, layers in a loop and
 weights that are split, and convolutions. And all of them against the table of
-docs/scale.md, which takes an hour.
+docs/reference/scale.md, which takes an hour.
 """
 
 import json

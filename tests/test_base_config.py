@@ -45,8 +45,9 @@ def test_the_page_of_the_keys_is_what_the_table_says():
     timeout=120,
     check=True,
   )
-  page = (ROOT / 'docs' / 'config.md').read_text(encoding='utf-8')
-  assert done.stdout == page, 'python -m jaxline.base_config > docs/config.md'
+  name = 'docs/reference/config.md'
+  page = (ROOT / name).read_text(encoding='utf-8')
+  assert done.stdout == page, f'python -m jaxline.base_config > {name}'
   for key in base_config.KEYS:
     assert page.count(f'\n| `{key.name}` | ') == 1, key.name
 

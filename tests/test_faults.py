@@ -1,4 +1,4 @@
-"""Every fault of docs/reliability.md, with real processes and real signals.
+"""Every fault of docs/reference/reliability.md, by real processes and signals.
 
 The kills of the slow suite: pytest tests/test_faults.py -m slow -n 0
 """

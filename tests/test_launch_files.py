@@ -1,4 +1,4 @@
-"""Tests of the files in launch/, and of the recipes in docs/launching.md.
+"""The files in launch/, and the recipes in docs/reference/launching.md.
 
 No cluster is needed: programs of the names that a cluster has (srun, gcloud)
 stand in for them, and start real processes.
@@ -20,6 +20,7 @@ import yaml
 from jaxline.supervision import preemption
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGE = ROOT / 'docs' / 'reference' / 'launching.md'
 LAUNCH = ROOT / 'launch'
 SCRIPTS = (LAUNCH / 'slurm.sbatch', LAUNCH / 'tpu_vm.sh')
 TIMEOUT_SECS = 100
@@ -438,7 +439,7 @@ def alive(pid):
 
 
 def blocks(language):
-  text = (ROOT / 'docs' / 'launching.md').read_text()
+  text = PAGE.read_text(encoding='utf-8')
   return re.findall(rf'^```{language}\n(.*?)^```$', text, re.M | re.S)
 
 
@@ -447,7 +448,7 @@ def test_recipes_compile():
   assert any('import ray' in block for block in found)
   assert any('xmanager' in block for block in found)
   for block in found:
-    compile(block, 'docs/launching.md', 'exec')
+    compile(block, str(PAGE), 'exec')
 
 
 def test_vertex_recipe():
@@ -483,7 +484,9 @@ def test_recipes_parse():
 
 
 def test_what_the_documents_name_is_there():
-  text = (ROOT / 'docs' / 'launching.md').read_text()
-  for name in re.findall(r'\]\((\.\./[^)#]+)\)', text):
-    assert (ROOT / 'docs' / name).exists(), name
+  text = PAGE.read_text(encoding='utf-8')
+  names = re.findall(r'\]\((\.\./[^)#]+)\)', text)
+  assert '../../launch/jobset.yaml' in names
+  for name in names:
+    assert (PAGE.parent / name).exists(), name
   assert json.dumps(preemption.EXIT_CODE) in text

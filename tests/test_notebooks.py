@@ -18,7 +18,7 @@ from examples.pax import experiment_registry
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / 'docs' / 'notebooks').glob('*.ipynb'))
-PAGE = ROOT / 'docs' / 'from_pax.md'
+PAGE = ROOT / 'docs' / 'reference' / 'from_pax.md'
 # Of this or that machine: /home/me, ~/x, C:\x, file:///x, 127.0.0.1.
 PATHS = re.compile(
   r'(?<![\w./:-])(?:/[\w.-]+/|~/)|\b[A-Z]:\\|file:/|localhost|127\.0\.0\.1'

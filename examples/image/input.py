@@ -40,7 +40,7 @@ class Batch(NamedTuple):
   Attributes:
     x_DBHWC: the images, float32 from 0 to 1.
     y_DB: their classes, int32.
-    weight_DB: float32; 1 for an image, 0 for what only fills the batch.
+    weight_DB: float32; 1 for an image, 0 for padding.
   """
 
   x_DBHWC: np.ndarray

@@ -79,8 +79,9 @@ class ModelConfig:
     dropout: rate at the embedding and at each residual branch in training.
     dtype: of the computation. Weights, normalisation, softmax and loss stay
       float32.
-    matmul: of products with weights: 'dtype', or 'fp8' (docs/accelerators.md).
-      Attention itself and the logits stay in `dtype`.
+    matmul: of products with weights: 'dtype', or 'fp8'
+      (docs/reference/accelerators.md). Attention and the logits stay in
+      `dtype`.
     loss_chunks: pieces into which the loss cuts the sequence, so that the
       logits of one piece exist at a time. Pays for large vocabularies.
   """

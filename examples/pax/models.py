@@ -367,7 +367,7 @@ class SequenceModel(_TokenModel):
 
   Its network is like `transformers.TransformerEncoderDecoder`.
 
-  A batch has `src`, with `ids` and `paddings` [B, S] (1 for what only fills),
+  A batch has `src`, with `ids` and `paddings` [B, S] (1 for padding),
   and `tgt`, with `ids`, `labels` and `weights` [B, L]; without these, the
   batch's own `weights` count. A run that accumulates gradients weighs parts of
   a batch by its own: with those of `tgt` there too, that is exact.

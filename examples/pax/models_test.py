@@ -160,7 +160,7 @@ def test_language_model_metrics():
   softmax = variables['params']['language_model/lm/softmax']
   table, bias = (np.float64(softmax[name]) for name in ('emb_var', 'bias'))
   logits = table[np.asarray(batch['ids'])] @ table.T + bias
-  # Half of the weight of a token, and a row that only fills the batch.
+  # Half of the weight of a token, and a padding row.
   check_token_metrics(
     metrics, per_example, logits, batch['labels'], batch['weights'], aux=0.875
   )
@@ -298,11 +298,11 @@ def test_sequence_model_is_evaluated_and_decodes():
   check_token_metrics(
     metrics, per_example, logits, target['labels'], target['weights']
   )
-  # What only fills the source does not count.
+  # Padding of the source does not count.
   other = source.at[0, 3:].set((source[0, 3:] + 1) % VOCAB)
   assert run(other, target)[0]['avg_xent'] == metrics['avg_xent']
 
-  # Nor a row that only fills up a batch.
+  # Nor does a padding row.
   batch = {'tgt': {'labels': target['labels']}, 'weights': jnp.float32([0, 1])}
   x = jnp.ones([2, LENGTH, softmax['w'].shape[0]])
   found, _ = jax.jit(

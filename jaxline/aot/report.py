@@ -1,7 +1,7 @@
 """What is known of a run before it runs: as data, as JSON, as text.
 
 All times are bounds from below, of chips that do nothing but one thing at their
-peak; docs/compile.md says what they leave out.
+peak; docs/reference/compile.md says what they leave out.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

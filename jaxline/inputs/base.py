@@ -50,9 +50,9 @@ import numpy as np
 
 from jaxline import errors
 
-# The entry of a batch that says what counts: float32, 0 for what only fills.
+# The entry of a batch with its weights: float32, 0 for padding.
 WEIGHTS = 'weights'
-# The entry that says what only fills: 1 there, else 0.
+# The entry of a batch that marks padding: 1 for padding, else 0.
 PADDINGS = 'paddings'
 
 _STATE_FORMAT = 1

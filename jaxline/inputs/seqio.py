@@ -55,7 +55,7 @@ from jaxline.inputs import base
 from jaxline.inputs import tfdata
 
 # Which example a row is: the number of the part, of how many parts, and the
-# example's place within the part, -1 for a row that only fills.
+# example's place within the part, -1 for a padding row.
 SHARD_KEY = '_seqio_shard'
 NUM_SHARDS_KEY = '_seqio_num_shards'
 INDEX_KEY = '_seqio_index_within_shard'
@@ -513,7 +513,7 @@ class SeqIOInput(tfdata.EpochInput):
       batch: of `eval_batches`, or what this has returned for one.
 
     Returns:
-      The entries `ID_KEYS` of it, int32 [B]; index -1 where a row only fills.
+      The entries `ID_KEYS` of it, int32 [B]; index -1 for a padding row.
 
     Raises:
       ValueError: rows have no ids.

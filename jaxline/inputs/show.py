@@ -129,7 +129,7 @@ def tokens(batch: Mapping[str, Any]) -> int | None:
 
 
 def padding_share(batch: Mapping[str, Any]) -> float:
-  """Returns which part of a batch only fills: of its tokens, or of its rows."""
+  """Returns the fraction of a batch that is padding: of tokens, or of rows."""
   arrays = _arrays(batch)
   masks = list(_real_tokens(arrays).values()) or [_real_rows(arrays)]
   size = sum(x.size for x in masks)
@@ -649,7 +649,7 @@ class Report:
     num_batches: how many batches of each host the digests are of.
     digests: of each host.
     findings: of each check.
-    padding_share: of all that was read, what only fills.
+    padding_share: the fraction of all batches that is padding.
     throughput: of one host.
   """
 
@@ -673,7 +673,7 @@ class Report:
     ]
     lines += ['', *map(str, self.findings)]
     lines += [
-      f'       padding  {self.padding_share:.1%} of what was read only fills',
+      f'       padding  {self.padding_share:.1%} of what was read is padding',
       f'       speed    {self.throughput}',
     ]
     return '\n'.join(lines)

@@ -1,7 +1,7 @@
 """Language models of Pax's documents on C4.
 
-Expected: they fit the chips that they were run on, see docs/scale.md. Nobody
-          has trained them here; their reduced versions learn, see
+Expected: they fit the chips that they were run on: docs/reference/scale.md.
+          They were not trained here. Their reduced versions were:
           examples/pax/README.md.
 Hardware: the topology of each, below. `--reduced` is for two cores.
 Command:  python -m examples.pax.main --job_log_dir=/tmp/c4 \

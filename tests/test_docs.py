@@ -1,0 +1,154 @@
+"""The pages of the documentation: links, and names of files in code."""
+
+import pathlib
+import re
+import runpy
+import subprocess
+
+import pytest
+
+from jaxline import base_config
+from jaxline import platform
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TEXTS = {'.md', '.ipynb', '.py', '.sh', '.sbatch', '.yaml', '.toml', ''}
+# The target of a Markdown link, without those of other sites.
+LINK = re.compile(r'\]\((?!https?:)([^)\s]+)\)')
+HEADING = re.compile(r'^#+ (.+)$', re.M)
+
+
+def tracked():
+  """Returns the files of the repository, without the recorded runs."""
+  done = subprocess.run(
+    ['git', 'ls-files', '--cached', '--others', '--exclude-standard'],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  if done.returncode:
+    pytest.skip('this is no checkout of git')
+  paths = [ROOT / name for name in done.stdout.splitlines()]
+  golden = ROOT / 'tests' / 'golden'
+  return [p for p in paths if p.is_file() and golden not in p.parents]
+
+
+def anchors(text):
+  """Returns what a link to a heading of a page may be, as GitHub has it."""
+  text = re.sub(r'^```.*?^```', '', text, flags=re.M | re.S)
+  return {
+    re.sub(r'[^\w -]', '', heading.lower()).replace(' ', '-')
+    for heading in HEADING.findall(text)
+  }
+
+
+def wrong_links(path, text):
+  """Yields the relative links of a page that lead to nothing."""
+  for link in LINK.findall(text):
+    name, _, anchor = link.partition('#')
+    target = path.parent / name if name else path
+    exists = target.exists()
+    if exists and anchor:
+      exists = anchor in anchors(target.read_text(encoding='utf-8'))
+    if not exists:
+      yield link
+
+
+def test_links():
+  pages = [p for p in tracked() if p.suffix in ('.md', '.ipynb')]
+  assert ROOT / 'README.md' in pages
+  found = {p: p.read_text(encoding='utf-8') for p in pages}
+  wrong = [
+    f'{path.relative_to(ROOT)}: {link}'
+    for path, text in found.items()
+    for link in wrong_links(path, text)
+  ]
+  assert not wrong, '\n'.join(wrong)
+  # Every page can be reached from another one.
+  linked = {
+    (path.parent / link.partition('#')[0]).resolve()
+    for path, text in found.items()
+    for link in LINK.findall(text)
+  }
+  orphans = set((ROOT / 'docs').rglob('*.md')) - linked
+  assert not orphans, orphans
+
+
+def test_a_wrong_link_is_found(tmp_path):
+  (tmp_path / 'a.md').write_text('# A *b*: c\n```\n# No heading\n```\n')
+  text = '[x](a.md) [x](a.md#a-b-c) [x](a.md#no-heading) [x](b.md) [x](#y)'
+  page = tmp_path / 'c.md'
+  page.write_text(text)
+  assert list(wrong_links(page, text)) == ['a.md#no-heading', 'b.md', '#y']
+
+
+def test_names_of_pages_in_code():
+  wrong = []
+  for path in tracked():
+    if path.suffix not in TEXTS:
+      continue
+    text = path.read_text(encoding='utf-8')
+    for name in re.findall(r'(?<![\w./-])docs/[\w./-]*\w', text):
+      if not (ROOT / name).exists():
+        wrong.append(f'{path.relative_to(ROOT)}: {name}')
+  assert not wrong, '\n'.join(wrong)
+
+
+COMMAND = re.compile(r'^(?:\w+=\S+ )*python experiment\.py .+', re.M)
+
+
+def commands(text):
+  """Yields each command of a page that starts experiment.py, on one line."""
+  joined = re.sub(r'\\\n\s*', '', text)
+  yield from COMMAND.findall(joined)
+
+
+def keys_of(config):
+  """Returns the names of all keys, sections included."""
+  names = set(base_config.flat(config.to_dict()))
+  return names | {
+    '.'.join(name.split('.')[:i])
+    for name in names
+    for i in range(1, name.count('.') + 1)
+  }
+
+
+def test_commands_name_configs_and_keys_that_exist():
+  checked, wrong = 0, []
+  for page in (p for p in tracked() if p.suffix == '.md'):
+    for command in commands(page.read_text(encoding='utf-8')):
+      found = re.search(r'--config=(configs/\w+\.py)(?::([\w:]+))?', command)
+      if not found or 'yours' in found[1]:
+        continue
+      where = f'{page.relative_to(ROOT)}: {command}'
+      if not (ROOT / found[1]).exists():
+        wrong.append(where)
+        continue
+      module = runpy.run_path(str(ROOT / found[1]))
+      config = module['get_config'](*filter(None, [found[2]]))
+      keys = keys_of(config)
+      used = re.findall(r'--config\.([\w.]+)[= ]', command)
+      wrong += [f'{where}: {key}' for key in used if key not in keys]
+      for mode in re.findall(r'--jaxline_mode=(\w+)', command):
+        if mode not in platform.MODES:
+          wrong.append(f'{where}: {mode}')
+      checked += len(used)
+  assert not wrong, '\n'.join(wrong)
+  assert checked > 30
+
+
+def test_the_numbers_of_lines_in_the_readme():
+  text = (ROOT / 'README.md').read_text(encoding='utf-8')
+  rows = re.findall(r'^\| (.+) \| (\d+) \| \d+ \|$', text, re.M)
+  assert len(rows) == 4
+  for names, stated in rows:
+    files = set(re.findall(r'[`(]([\w/]+\.\w+)[`)]', names))
+    lines = sum((ROOT / f).read_text().count('\n') for f in files)
+    assert abs(int(stated) - lines) < 0.1 * lines, f'{names}: {lines}'
+
+
+def test_every_file_is_on_the_map():
+  text = (ROOT / 'docs' / 'walk.md').read_text(encoding='utf-8')
+  names = [
+    p.name for p in (ROOT / 'jaxline').iterdir() if p.name[0] not in '._'
+  ]
+  assert [name for name in names if name not in text] == []

@@ -1,0 +1,240 @@
+"""The recipes of docs/howto.md: each diff applies, and the result runs.
+
+A diff names its file in its first line; `@@` stands between two places.
+"""
+
+import importlib
+import json
+import pathlib
+import re
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jaxline
+from jaxline.metrics import writers
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGE = ROOT / 'docs' / 'howto.md'
+BLOCK = re.compile(r'^```(\w+)\n(.*?)^```$', re.M | re.S)
+
+
+def sections():
+  """Returns the text below each heading."""
+  _, *parts = re.split(
+    r'^## (.+)\n', PAGE.read_text(encoding='utf-8'), flags=re.M
+  )
+  return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+SECTIONS = sections()
+
+
+def blocks(section, language):
+  return [
+    code for kind, code in BLOCK.findall(SECTIONS[section]) if kind == language
+  ]
+
+
+def hunks(diff):
+  """Yields (file, old lines, new lines) of each place that a diff changes."""
+  for part in re.split(r'^--- ', diff, flags=re.M)[1:]:
+    name, _, body = part.partition('\n')
+    for hunk in re.split(r'^@@\n', body, flags=re.M):
+      lines = hunk.splitlines()
+      assert {line[:1] for line in lines} <= {' ', '+', '-', ''}, hunk
+      old = [line[1:] for line in lines if line[:1] != '+']
+      new = [line[1:] for line in lines if line[:1] != '-']
+      yield name, '\n'.join(old), '\n'.join(new)
+
+
+def apply(root, section):
+  """Makes the changes of a section in a copy of the repository."""
+  for code in blocks(section, 'python'):
+    if code.startswith('# examples/'):
+      name, _, source = code.partition('\n')
+      (root / name.removeprefix('# ')).write_text(source)
+  changes = [c for diff in blocks(section, 'diff') for c in hunks(diff)]
+  assert changes
+  for name, old, new in changes:
+    text = (root / name).read_text(encoding='utf-8')
+    assert f'\n{text}'.count(f'\n{old}\n') == 1, f'{section}: {name}\n{old}'
+    text = f'\n{text}'.replace(f'\n{old}\n', f'\n{new}\n').removeprefix('\n')
+    (root / name).write_text(text)
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+  """A folder with a copy of what the diffs change, imported from there."""
+  root = tmp_path / 'copy'
+  for name in ('examples', 'configs'):
+    shutil.copytree(ROOT / name, root / name)
+  monkeypatch.syspath_prepend(root)
+  monkeypatch.chdir(tmp_path)
+  loaded = {
+    name: module
+    for name, module in sys.modules.items()
+    if name.split('.')[0] in ('examples', 'configs')
+  }
+  for name in loaded:
+    monkeypatch.delitem(sys.modules, name)
+  yield root
+  for name in list(sys.modules):
+    if name.split('.')[0] in ('examples', 'configs'):
+      del sys.modules[name]
+
+
+def tiny(root):
+  """Returns the config of configs/lm.py in the copy, for a little text."""
+  text = 'for item in items:\n  total = total + item\n'
+  for i in range(20):
+    (root / f'file{i}.txt').write_text(text * (3 + i % 4))
+  lm = importlib.import_module('configs.lm')
+  assert pathlib.Path(lm.__file__).is_relative_to(root)
+  config = lm.get_config()
+  config.checkpoint_dir = str(root.parent / 'runs' / 'a')
+  config.training_steps = 20
+  config.eval_interval = 10
+  config.save_checkpoint_interval = 10
+  config.log_train_data_interval = 10
+  kwargs = config.experiment_kwargs.config
+  kwargs.files = str(root / 'file*.txt')
+  kwargs.eval_fraction = 0.2
+  kwargs.cache_dir = str(root / 'cache')
+  kwargs.model.num_layers = 1
+  kwargs.model.embed_dim = 16
+  kwargs.model.num_heads = 2
+  kwargs.model.mlp_dim = 32
+  kwargs.model.max_length = kwargs.length = 16
+  kwargs.sample_length = 4
+  return config
+
+
+def train(config, **overrides):
+  return jaxline.fit(None, config, overrides)
+
+
+def test_recipes_that_go_together(copy):
+  for section in (
+    'Add a metric',
+    'Add an image or a text',
+    'Add a writer',
+    'Call a function every so often',
+    'Add a config key',
+    'Change the optimizer',
+  ):
+    apply(copy, section)
+  config = tiny(copy)
+  assert config.experiment_kwargs.config.table_rate == 0.1
+  result = train(config)
+  run = pathlib.Path(result.directory)
+
+  batches = list(result.experiment.eval_input())
+  rows = np.concatenate([batch.weights for batch in batches]).mean(-1)
+  expected = rows[rows > 0].mean()
+  assert 0.5 < expected < 1
+  steps, filled = result.history['eval/filled'].T
+  assert steps.tolist() == [10, 20]
+  np.testing.assert_allclose(filled, expected, rtol=1e-6)
+  assert ((x := result.history['train/filled'][:, 1]) > 0.9).all(), x
+  assert (result.history['train/update_norm'][:, 1] > 0).all()
+
+  records = (run / 'eval' / 'metrics.jsonl').read_text().splitlines()
+  shapes = [json.loads(r)['embedding'] for r in records if '"embedding"' in r]
+  assert shapes == [[1, 257, 16, 1]] * 2
+
+  losses = dict(result.history['train/loss'])
+  lines = (run / 'train' / 'metrics.csv').read_text().splitlines()
+  assert f'20,loss,{losses[20]}' in lines
+
+  assert (run / 'progress.txt').read_text() == f'20 {losses[20]:.3f}'
+
+  state = result.experiment.state
+  assert set(state.opt_state[1].inner_states) == {'table', 'rest'}
+
+
+@pytest.mark.process
+def test_own_data_and_fine_tuning(copy):
+  config = tiny(copy)
+  first = train(config)
+  apply(copy, 'Read data of your own')
+  for name in [n for n in sys.modules if n.startswith('examples.lm')]:
+    del sys.modules[name]
+  tokens = np.random.default_rng(0).integers(0, 256, [50, 17], np.int32)
+  np.save('tokens.npy', tokens)
+  (rules,) = blocks('Start from the weights of another run', 'python')
+  config.checkpoint_dir = str(pathlib.Path('runs', 'b').absolute())
+  exec(rules, {'config': config})
+  config.experiment_kwargs.config.learning_rate = 0.0
+  second = train(config, training_steps=1)
+  assert int(second.experiment.state.step) == 1
+
+  source = second.experiment.train_input()
+  assert type(source).__name__ == 'Rows'
+  batch = next(source)
+  rows = {row.tobytes() for row in tokens}
+  joined = np.concatenate([batch.ids, batch.labels[:, -1:]], 1)
+  assert {row.tobytes() for row in joined} <= rows
+
+  # The rate is 0: the weights are still those that were restored.
+  old, new = (jaxline.load_weights(x.directory) for x in (first, second))
+  table = np.abs(
+    old.pop('embedding')['tokens'] - new.pop('embedding')['tokens']
+  )
+  assert table.max() > 0.01
+  jax.tree.map(np.testing.assert_array_equal, old, new)
+
+
+def test_the_writer_of_a_service_is_imported_and_named(copy):
+  pytest.importorskip('wandb')
+  apply(copy, 'Log to Weights & Biases, or MLflow')
+  config = tiny(copy)
+  assert config.writers == ('tensorboard', 'jsonl', 'wandb')
+  importlib.import_module('examples.lm.experiment')
+  assert writers.make('wandb', config, 'train', copy)
+
+
+def test_all_diffs_apply(copy):
+  # Each by itself, but for those that need the config key.
+  for section in SECTIONS:
+    if blocks(section, 'diff'):
+      for name in ('examples/lm/experiment.py', 'configs/lm.py'):
+        shutil.copy(ROOT / name, copy / name)
+      apply(copy, section)
+
+
+@pytest.mark.process
+def test_from_python(copy):
+  config = tiny(copy)
+  first = train(config)
+  experiment = importlib.import_module('examples.lm.experiment')
+  names = {'Experiment': experiment.Experiment, 'config': config}
+  for section in ('Use it from Python', 'Use the weights elsewhere'):
+    (code,) = blocks(section, 'python')
+    code = code.replace('500', '25').replace('=4000', '=20')
+    exec(code, names)
+  assert names['steps'].tolist() == [10, 20, 25]
+  assert int(names['experiment'].state.step) == 20
+  np.testing.assert_array_equal(
+    names['experiment'].state.params['embedding']['tokens'],
+    first.experiment.state.params['embedding']['tokens'],
+  )
+  shapes = jax.tree.map(np.shape, names['params'])
+  assert shapes['embedding']['tokens'] == (257, 16)
+
+
+@pytest.mark.process
+def test_a_sweep_from_python(copy, monkeypatch, capsys):
+  (code,) = blocks('Sweep a learning rate', 'python')
+  lm = importlib.import_module('configs.lm')
+  config = tiny(copy)
+  config.training_steps = config.eval_interval = 2
+  monkeypatch.setattr(lm, 'get_config', config.copy_and_resolve_references)
+  exec(code, {})
+  printed = re.findall(
+    r"^(\S+) {'eval/bits_per_byte'", capsys.readouterr().out, re.M
+  )
+  assert printed == ['0.001', '0.003', '0.01']
