@@ -286,6 +286,15 @@ KEYS = (
   Key('xla.tpu_flags', {}, mapping('a dict from flag to value'),
       "Further flags of libtpu, for LIBTPU_INIT_ARGS.", PROGRAM),
 
+  Key('compilation_cache', 'auto', text(
+        "'auto', 'off', or a directory with a '/' in it", r'auto|off|.*/.*',
+        is_path=True),
+      'Where compiled programs are kept for the next start (JAX\'s compilation'
+      ' cache). `auto` is jaxline/programs in the user\'s cache directory, with'
+      ' at most 4 GiB; `off` keeps none. A directory given to JAX itself'
+      ' (JAX_COMPILATION_CACHE_DIR) counts instead. Whoever can write into the'
+      ' directory can run code in the process.'),
+
   Key('interval_type', 'secs', _INTERVAL_TYPE,
       'The unit of all intervals; None means `secs`. An interval that is None'
       ' or negative disables the action, and 0 is every step.'),

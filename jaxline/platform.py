@@ -28,6 +28,7 @@ from ml_collections import config_dict
 from ml_collections import config_flags
 
 from jaxline import base_config
+from jaxline import compilation_cache
 from jaxline import debug
 from jaxline import decode
 from jaxline import disk
@@ -617,6 +618,7 @@ def start(
       ' Use train_and_eval.'
     )
   with contextlib.ExitStack() as stack:
+    stack.enter_context(compilation_cache.of_run(config))
     is_writable = bool(mode.logs) and _claim(config, mode, stack)
 
     # It closes last: what is being saved is still logged.

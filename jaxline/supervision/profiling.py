@@ -1,0 +1,306 @@
+"""Traces of training steps, without a restart: `config.profile_steps`.
+
+A trace can also be asked for while the run goes on: by a file PROFILE in the
+run's directory, whose content may be a number of steps, or by SIGUSR1 to the
+process. TensorBoard's profile plugin and Perfetto show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import contextlib
+import gzip
+import math
+import pathlib
+import queue
+import re
+import shutil
+import signal
+import threading
+import time
+import types
+from typing import Any
+
+from absl import logging
+import jax
+
+from jaxline import errors
+from jaxline.metrics import periodic
+
+REQUEST = 'PROFILE'  # The file that asks for a trace.
+_DEFAULT_STEPS = 5
+_LOOK_SECS = 1.0  # How often to look for that file.
+# What Perfetto does not read, at the beginning of the trace.
+_METADATA = re.compile(rb'"metadata":\{[^{}]*\},')
+_HEAD_BYTES = 4096
+_CHUNK_BYTES = 1 << 20
+
+# Whether a signal has asked for a trace; taken by the loop that trains.
+_signalled = threading.Event()
+_profiler: Profiler | None = None
+
+
+def parse(text: str | None) -> list[tuple[int, int]]:
+  """Returns the (first, last) steps of ranges such as '10-15,1000-1005'.
+
+  Args:
+    text: the ranges, or None for none.
+
+  Raises:
+    errors.UsageError: the text is none, or the ranges are not in order.
+  """
+  if text is None:
+    return []
+  found = []
+  for part in text.split(','):
+    match = re.fullmatch(r'\s*(\d+)(?:\s*-\s*(\d+))?\s*', part, re.ASCII)
+    first, last = map(int, (match[1], match[2] or match[1])) if match else (0, 0)
+    if not max([0, *(x for _, x in found)]) < first <= last:
+      raise errors.UsageError(
+        f'config.profile_steps is {text!r}, where {part.strip()!r} is wrong;'
+        " expected steps such as '12', '10-15' or '10-15,1000-1005', counted"
+        ' from 1 and in increasing order.'
+      )
+    found.append((first, last))
+  return found
+
+
+@contextlib.contextmanager
+def on_signal() -> Iterator[None]:
+  """Has SIGUSR1 ask for a trace while inside.
+
+  A signal that comes before the first step, or while no loop trains, asks the
+  next loop. A handler that the program has already stays; so does the default
+  where this is not called on the main thread.
+
+  Yields:
+    Nothing.
+  """
+  is_main = threading.current_thread() is threading.main_thread()
+  if not is_main or signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
+    yield
+    return
+  signal.signal(signal.SIGUSR1, _on_signal)
+  # C code of other libraries may not expect that a signal interrupts a call.
+  signal.siginterrupt(signal.SIGUSR1, False)
+  try:
+    yield
+  finally:
+    if signal.getsignal(signal.SIGUSR1) == _on_signal:
+      signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    _signalled.clear()
+
+
+def _on_signal(signum: int, frame: types.FrameType | None) -> None:
+  # No log: this may interrupt one.
+  del signum, frame
+  _signalled.set()
+  if _profiler is not None:
+    _profiler.wake()
+
+
+class Profiler(periodic.Action):
+  """A periodic action that traces steps; one comparison where nothing is due.
+
+  The trace starts on the thread that trains, between two steps. Another thread
+  waits for the last step's results, stops the trace and writes it, while
+  training goes on, so that a part of the next steps is in it too. What fails is
+  a warning: no trace ends a run.
+  """
+
+  def __init__(
+    self,
+    steps: str | None,
+    run_directory: str | None,
+    log_directory: str,
+    say: Callable[[str], None] = logging.info,
+  ):
+    """Makes the action; `update_time` starts its thread.
+
+    Args:
+      steps: `config.profile_steps`.
+      run_directory: where to look for the file PROFILE; None looks nowhere.
+      log_directory: of this process; TensorBoard reads what is below it.
+      say: gets what the user is to know.
+    """
+    self._ranges = parse(steps)
+    self._request = run_directory and pathlib.Path(run_directory) / REQUEST
+    self._directory = pathlib.Path(log_directory).absolute()
+    self._say = say
+    self._asked = 0  # Steps that the file or a signal asks for.
+    # The step after which there is something to do.
+    self._next: float = math.inf
+    self._last: int | None = None  # Of the trace that is being made.
+    self._path = self._directory
+    self._is_busy = False  # From the start of a trace until it is written.
+    self._calls: queue.SimpleQueue[Callable[[], None] | None] = (
+      queue.SimpleQueue()
+    )
+    self._thread: threading.Thread | None = None
+
+  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
+    """Starts or stops the trace, if it is time to."""
+    if step >= self._next:
+      self._act(int(step), scalar_outputs)
+
+  def update_time(self, t: float, step: int) -> None:
+    """Begins: a range may begin with the first step of this process."""
+    global _profiler
+    _profiler = self
+    self._thread = threading.Thread(
+      target=self._work, name='profiler', daemon=True
+    )
+    self._thread.start()
+    self._act(int(step), None)
+
+  def wake(self) -> None:
+    """Has the loop look, after its step, for what was asked; on any thread."""
+    self._next = -1
+
+  def wait_to_finish(self) -> None:
+    """Writes the trace of a run that ends, and ends the thread."""
+    global _profiler
+    if _profiler is self:
+      _profiler = None
+    if self._last is not None:
+      self._stop(None)
+    if self._thread is not None:
+      self._calls.put(None)
+      self._thread.join()
+      self._thread = None
+    self._next = math.inf
+
+  def _act(self, step: int, scalars: Any) -> None:
+    if self._last is not None and step >= self._last:
+      self._stop(scalars)
+    if not self._is_busy:
+      if _signalled.is_set():
+        _signalled.clear()
+        self._asked = self._asked or _DEFAULT_STEPS
+      num_steps, self._asked = self._asked, 0
+      # The first range that is not over.
+      while self._ranges and self._ranges[0][1] <= step:
+        self._ranges.pop(0)
+      if num_steps:
+        self._start(step, step + num_steps)
+      elif self._ranges and self._ranges[0][0] <= step + 1:
+        self._start(step, self._ranges.pop(0)[1])
+    self._next = self._when_next(step)
+    # After that: another thread sets these first, then calls `wake`.
+    if not self._is_busy and (self._asked or _signalled.is_set()):
+      self.wake()
+
+  def _when_next(self, step: int) -> float:
+    if self._last is not None:
+      return self._last
+    if self._is_busy:
+      return step + 1  # A range may begin before the last trace is written.
+    return self._ranges[0][0] - 1 if self._ranges else math.inf
+
+  def _start(self, step: int, last: int) -> None:
+    name = time.strftime(f'%Y_%m_%d_%H_%M_%S_steps_{step + 1}-{last}')
+    options = jax.profiler.ProfileOptions()
+    options.session_id = name
+    # Stacks of Python would slow down the steps that are measured, and fill
+    # the trace.
+    options.python_tracer_level = 0
+    try:
+      jax.profiler.start_trace(self._directory, profiler_options=options)
+    except Exception as e:  # Such as another trace.
+      logging.warning('No trace of the steps from %d on: %s', step + 1, e)
+      return
+    self._path = self._directory / 'plugins' / 'profile' / name
+    self._last = last
+    self._is_busy = True
+    logging.info('Tracing the steps %d to %d.', step + 1, last)
+
+  def _stop(self, scalars: Any) -> None:
+    """Has the thread stop the trace once the last step has run."""
+    self._last = None
+    path = self._path
+
+    def stop() -> None:
+      try:
+        _wait(scalars)
+        _write(path)
+        self._say(
+          f'Trace: {path}\n  tensorboard --logdir={self._directory.parent}'
+          f' (needs `pip install xprof`), or open {_perfetto(path).name} at'
+          ' https://ui.perfetto.dev'
+        )
+      except Exception as e:  # Such as a full disk.
+        logging.warning('The trace was not written to %s: %s', path, e)
+      finally:
+        self._is_busy = False
+
+    self._calls.put(stop)
+
+  def _work(self) -> None:
+    """Runs the calls, and looks for the file; the thread's function."""
+    while True:
+      try:
+        call = self._calls.get(timeout=_LOOK_SECS if self._request else None)
+      except queue.Empty:
+        self._look()
+        continue
+      if call is None:
+        return
+      call()
+
+  def _look(self) -> None:
+    """Takes the file PROFILE, if it is there and no trace is being made."""
+    if self._is_busy or self._asked or not self._request:
+      return
+    try:
+      text = self._request.read_text(errors='replace').strip()
+      self._request.unlink()
+    except FileNotFoundError:
+      return
+    except OSError as e:
+      logging.warning('%s asks for a trace, but: %s', self._request, e)
+      self._request = None  # Or it would ask for ever.
+      return
+    if not re.fullmatch(r'0*[1-9]\d{0,8}', text, re.ASCII):
+      if text:
+        logging.warning(
+          'The content of %s was %r; expected a number of steps. %d are traced.',
+          self._request,
+          text[:80],
+          _DEFAULT_STEPS,
+        )
+      text = str(_DEFAULT_STEPS)
+    self._asked = int(text)
+    self.wake()
+
+
+def _wait(scalars: Any) -> None:
+  for x in jax.tree.leaves(scalars):
+    # A later step may have been given its buffer, and is the sign then.
+    if isinstance(x, jax.Array) and not x.is_deleted():
+      with contextlib.suppress(RuntimeError):
+        x.block_until_ready()
+
+
+def _perfetto(path: pathlib.Path) -> pathlib.Path:
+  return path / 'perfetto_trace.json.gz'
+
+
+def _write(path: pathlib.Path) -> None:
+  """Stops the trace, and writes it for TensorBoard and for Perfetto.
+
+  JAX itself can write Perfetto's file, and holds Python's lock for that, for
+  seconds if the trace is large.
+
+  Args:
+    path: where JAX writes it.
+
+  Raises:
+    Exception: of the profiler or of the disk.
+  """
+  jax.profiler.stop_trace()
+  (trace,) = path.glob('*.trace.json.gz')
+  partial = _perfetto(path).with_suffix('.partial')
+  with gzip.open(trace) as source, gzip.open(partial, 'wb', 5) as target:
+    target.write(_METADATA.sub(b'', source.read(_HEAD_BYTES), count=1))
+    shutil.copyfileobj(source, target, _CHUNK_BYTES)
+  partial.replace(_perfetto(path))
