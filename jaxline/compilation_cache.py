@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache, on by default: `config.compilation_cache`.
+"""JAX's compilation cache, on by default: `config.compilation_cache`.
 
 A run that is started again takes its compiled programs from the user's cache
 directory. A program is taken if everything that goes into it is the same: the
@@ -109,8 +109,8 @@ def _path(config: Any) -> pathlib.Path | None:
   value = config.compilation_cache
   if (
     value == OFF
-    or jax.config.jax_compilation_cache_dir is not None
-    or not jax.config.jax_enable_compilation_cache
+    or jax.config.values['jax_compilation_cache_dir'] is not None
+    or not jax.config.values['jax_enable_compilation_cache']
   ):
     return None
   if value == AUTO and (
@@ -126,7 +126,9 @@ def _path(config: Any) -> pathlib.Path | None:
     root = root.absolute()
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = root.stat()
-    if value == AUTO and (found.st_uid != os.geteuid() or found.st_mode & 0o022):
+    if value == AUTO and (
+      found.st_uid != os.geteuid() or found.st_mode & 0o022
+    ):
       raise OSError(
         f'{root} is of user {found.st_uid} with the mode'
         f' {stat.filemode(found.st_mode)}, and only user {os.geteuid()} may be'

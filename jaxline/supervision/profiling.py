@@ -35,26 +35,24 @@ _METADATA = re.compile(rb'"metadata":\{[^{}]*\},')
 _HEAD_BYTES = 4096
 _CHUNK_BYTES = 1 << 20
 
-# Whether a signal has asked for a trace; taken by the loop that trains.
-_signalled = threading.Event()
-_profiler: Profiler | None = None
+# Whether a signal has asked for a trace. (An Event has a lock, which the
+# handler could find held by the code that it interrupts.)
+_is_signalled = False
+_profiler: Profiler | None = None  # Of the loop that trains.
 
 
-def parse(text: str | None) -> list[tuple[int, int]]:
+def parse(text: str) -> list[tuple[int, int]]:
   """Returns the (first, last) steps of ranges such as '10-15,1000-1005'.
 
-  Args:
-    text: the ranges, or None for none.
-
   Raises:
-    errors.UsageError: the text is none, or the ranges are not in order.
+    errors.UsageError: the text is something else, or not in order.
   """
-  if text is None:
-    return []
-  found = []
+  found: list[tuple[int, int]] = []
   for part in text.split(','):
     match = re.fullmatch(r'\s*(\d+)(?:\s*-\s*(\d+))?\s*', part, re.ASCII)
-    first, last = map(int, (match[1], match[2] or match[1])) if match else (0, 0)
+    first, last = (
+      map(int, (match[1], match[2] or match[1])) if match else (0, 0)
+    )
     if not max([0, *(x for _, x in found)]) < first <= last:
       raise errors.UsageError(
         f'config.profile_steps is {text!r}, where {part.strip()!r} is wrong;'
@@ -65,19 +63,29 @@ def parse(text: str | None) -> list[tuple[int, int]]:
   return found
 
 
+def validate(text: Any) -> bool:
+  """Returns False for what is no text; a wrong text is an error.
+
+  Raises:
+    errors.UsageError: the text is wrong.
+  """
+  return isinstance(text, str) and bool(parse(text))
+
+
 @contextlib.contextmanager
 def on_signal() -> Iterator[None]:
   """Has SIGUSR1 ask for a trace while inside.
 
-  A signal that comes before the first step, or while no loop trains, asks the
-  next loop. A handler that the program has already stays; so does the default
-  where this is not called on the main thread.
+  A signal that comes while no loop trains asks the next loop. A handler that
+  the program has already stays, and so does the default where this is not
+  called on the main thread.
 
   Yields:
     Nothing.
   """
+  global _is_signalled
   is_main = threading.current_thread() is threading.main_thread()
-  if not is_main or signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
+  if not is_main or _is_handled(signal.SIGUSR1):
     yield
     return
   signal.signal(signal.SIGUSR1, _on_signal)
@@ -88,15 +96,58 @@ def on_signal() -> Iterator[None]:
   finally:
     if signal.getsignal(signal.SIGUSR1) == _on_signal:
       signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    _signalled.clear()
+    _is_signalled = False
+
+
+def _is_handled(signum: int) -> bool:
+  """Says whether a signal has a handler, or is ignored."""
+  if signal.getsignal(signum) != signal.SIG_DFL:
+    return True
+  with contextlib.suppress(OSError, AttributeError, TypeError):  # Not Linux.
+    # Python does not know of handlers made in C, such as faulthandler's.
+    status = pathlib.Path('/proc/self/status').read_text(encoding='ascii')
+    caught = re.search(r'^SigCgt:\s*(\w+)', status, re.MULTILINE)
+    return bool(int(caught[1], 16) >> (signum - 1) & 1)  # type: ignore[index]
+  return False
 
 
 def _on_signal(signum: int, frame: types.FrameType | None) -> None:
   # No log: this may interrupt one.
+  global _is_signalled
   del signum, frame
-  _signalled.set()
+  _is_signalled = True
   if _profiler is not None:
     _profiler.wake()
+
+
+def actions(
+  config: Any, say: Callable[[str], None] = logging.info
+) -> list[Profiler]:
+  """Returns the periodic action that traces steps of a run that trains.
+
+  Args:
+    config: the run's, complete.
+    say: gets what the user is to know.
+
+  Returns:
+    The action; none for a run without a directory.
+  """
+  if config.checkpoint_dir is None:
+    if config.profile_steps is not None:
+      logging.warning(
+        'config.profile_steps is %r, but the run has no directory for the'
+        ' trace. Set config.checkpoint_dir.',
+        config.profile_steps,
+      )
+    return []
+  return [Profiler(config, say)]
+
+
+def log_directory(config: Any) -> pathlib.Path:
+  """Returns where this process of a run that trains writes what it observes."""
+  process = jax.process_index()
+  path = pathlib.Path(config.checkpoint_dir).absolute() / 'train'
+  return path / f'host_{process}' if process else path
 
 
 class Profiler(periodic.Action):
@@ -109,29 +160,28 @@ class Profiler(periodic.Action):
   """
 
   def __init__(
-    self,
-    steps: str | None,
-    run_directory: str | None,
-    log_directory: str,
-    say: Callable[[str], None] = logging.info,
-  ):
-    """Makes the action; `update_time` starts its thread.
+    self, config: Any, say: Callable[[str], None] = logging.info
+  ) -> None:
+    """Makes the action; `update_time` begins.
 
     Args:
-      steps: `config.profile_steps`.
-      run_directory: where to look for the file PROFILE; None looks nowhere.
-      log_directory: of this process; TensorBoard reads what is below it.
+      config: the run's, complete, with a directory.
       say: gets what the user is to know.
     """
-    self._ranges = parse(steps)
-    self._request = run_directory and pathlib.Path(run_directory) / REQUEST
-    self._directory = pathlib.Path(log_directory).absolute()
+    self._ranges = parse(config.profile_steps) if config.profile_steps else []
+    self._run_directory = pathlib.Path(config.checkpoint_dir).absolute()
+    self._directory = log_directory(config)
+    # A file is for one process; the signal is for any.
+    is_first = jax.process_index() == 0
+    self._request = self._run_directory / REQUEST if is_first else None
+    self._was_empty = False
     self._say = say
-    self._asked = 0  # Steps that the file or a signal asks for.
-    # The step after which there is something to do.
+    self._asked = 0  # Steps that the file asks for.
+    # There is something to do after this step, and after each later one.
     self._next: float = math.inf
-    self._last: int | None = None  # Of the trace that is being made.
-    self._path = self._directory
+    self._last: int | None = None  # Step of the trace that is being made.
+    self._path = self._directory  # That trace's.
+    self._scalars: Any = None  # Of the newest step of that trace.
     self._is_busy = False  # From the start of a trace until it is written.
     self._calls: queue.SimpleQueue[Callable[[], None] | None] = (
       queue.SimpleQueue()
@@ -139,18 +189,22 @@ class Profiler(periodic.Action):
     self._thread: threading.Thread | None = None
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
-    """Starts or stops the trace, if it is time to."""
+    """Starts or stops a trace, if it is time to."""
     if step >= self._next:
       self._act(int(step), scalar_outputs)
 
   def update_time(self, t: float, step: int) -> None:
     """Begins: a range may begin with the first step of this process."""
     global _profiler
+    if self._thread is not None:
+      return
     _profiler = self
     self._thread = threading.Thread(
       target=self._work, name='profiler', daemon=True
     )
     self._thread.start()
+    # Those that an earlier process has run.
+    self._ranges = [ends for ends in self._ranges if ends[1] > step]
     self._act(int(step), None)
 
   def wake(self) -> None:
@@ -163,7 +217,7 @@ class Profiler(periodic.Action):
     if _profiler is self:
       _profiler = None
     if self._last is not None:
-      self._stop(None)
+      self._stop()
     if self._thread is not None:
       self._calls.put(None)
       self._thread.join()
@@ -171,31 +225,36 @@ class Profiler(periodic.Action):
     self._next = math.inf
 
   def _act(self, step: int, scalars: Any) -> None:
-    if self._last is not None and step >= self._last:
-      self._stop(scalars)
+    global _is_signalled
+    if self._last is not None:
+      self._scalars = scalars
+      if step >= self._last:
+        self._stop()
     if not self._is_busy:
-      if _signalled.is_set():
-        _signalled.clear()
-        self._asked = self._asked or _DEFAULT_STEPS
-      num_steps, self._asked = self._asked, 0
-      # The first range that is not over.
+      # A range of which the end was waited for in vain.
       while self._ranges and self._ranges[0][1] <= step:
-        self._ranges.pop(0)
-      if num_steps:
+        first, last = self._ranges.pop(0)
+        logging.warning(
+          'The steps %d to %d were not traced: an earlier trace was not written'
+          ' yet.',
+          first,
+          last,
+        )
+      if _is_signalled:
+        _is_signalled = False
+        self._start(step, step + _DEFAULT_STEPS)
+      elif num_steps := self._asked:
+        self._asked = 0
         self._start(step, step + num_steps)
       elif self._ranges and self._ranges[0][0] <= step + 1:
         self._start(step, self._ranges.pop(0)[1])
-    self._next = self._when_next(step)
-    # After that: another thread sets these first, then calls `wake`.
-    if not self._is_busy and (self._asked or _signalled.is_set()):
-      self.wake()
-
-  def _when_next(self, step: int) -> float:
-    if self._last is not None:
-      return self._last
     if self._is_busy:
-      return step + 1  # A range may begin before the last trace is written.
-    return self._ranges[0][0] - 1 if self._ranges else math.inf
+      self._next = step + 1
+    else:
+      self._next = self._ranges[0][0] - 1 if self._ranges else math.inf
+    # After that: the others set these first and then call `wake`.
+    if not self._is_busy and (self._asked or _is_signalled):
+      self.wake()
 
   def _start(self, step: int, last: int) -> None:
     name = time.strftime(f'%Y_%m_%d_%H_%M_%S_steps_{step + 1}-{last}')
@@ -214,8 +273,9 @@ class Profiler(periodic.Action):
     self._is_busy = True
     logging.info('Tracing the steps %d to %d.', step + 1, last)
 
-  def _stop(self, scalars: Any) -> None:
-    """Has the thread stop the trace once the last step has run."""
+  def _stop(self) -> None:
+    """Has the thread stop the trace once the newest step has run."""
+    scalars, self._scalars = self._scalars, None
     self._last = None
     path = self._path
 
@@ -224,12 +284,13 @@ class Profiler(periodic.Action):
         _wait(scalars)
         _write(path)
         self._say(
-          f'Trace: {path}\n  tensorboard --logdir={self._directory.parent}'
-          f' (needs `pip install xprof`), or open {_perfetto(path).name} at'
-          ' https://ui.perfetto.dev'
+          f'Trace: {path}. To see it:'
+          f'\n  tensorboard --logdir={self._run_directory}'
+          f' (with `pip install xprof`), or open {_perfetto(path).name} there'
+          ' at https://ui.perfetto.dev'
         )
       except Exception as e:  # Such as a full disk.
-        logging.warning('The trace was not written to %s: %s', path, e)
+        logging.warning('No trace was written to %s: %s', path, e)
       finally:
         self._is_busy = False
 
@@ -249,10 +310,14 @@ class Profiler(periodic.Action):
 
   def _look(self) -> None:
     """Takes the file PROFILE, if it is there and no trace is being made."""
-    if self._is_busy or self._asked or not self._request:
+    if self._is_busy or self._asked or self._request is None:
       return
     try:
       text = self._request.read_text(errors='replace').strip()
+      if not (text or self._was_empty):
+        self._was_empty = True  # Its content may come in a moment.
+        return
+      self._was_empty = False
       self._request.unlink()
     except FileNotFoundError:
       return
@@ -263,7 +328,7 @@ class Profiler(periodic.Action):
     if not re.fullmatch(r'0*[1-9]\d{0,8}', text, re.ASCII):
       if text:
         logging.warning(
-          'The content of %s was %r; expected a number of steps. %d are traced.',
+          '%s held %r; expected a number of steps. %d steps are traced.',
           self._request,
           text[:80],
           _DEFAULT_STEPS,
