@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 _NUM_LISTED = 12
+_MARK = '[jaxline]'
 _ADVICE = """\
 Suggested changes, most effective first: a smaller batch; more
 rematerialisation (`remat` of the model); weights and optimizer split over the
@@ -36,10 +37,13 @@ def explained(experiment: Any, config: Any) -> Iterator[None]:
   try:
     yield
   except jax.errors.JaxRuntimeError as error:
-    is_explained = bool(getattr(error, '__notes__', []))
-    if 'RESOURCE_EXHAUSTED' in str(error) and not is_explained:
+    text = str(error)
+    # XLA calls a full disk the same.
+    is_memory = 'RESOURCE_EXHAUSTED' in text and 'No space left' not in text
+    noted = '\n'.join(getattr(error, '__notes__', []))  # JAX has notes as well.
+    if is_memory and _MARK not in noted:
       for note in _notes(experiment, config):
-        error.add_note(f'[jaxline] {note}')
+        error.add_note(f'{_MARK} {note}')
     raise
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from absl import logging
 import jax
+from jax._src import profiler as jax_profiler
 
 from jaxline import errors
 from jaxline.metrics import periodic
@@ -322,8 +323,8 @@ class Profiler(periodic.Action):
     except FileNotFoundError:
       return
     except OSError as e:
-      logging.warning('%s asks for a trace, but: %s', self._request, e)
-      self._request = None  # Or it would ask for ever.
+      logging.warning('No file asks for a trace any more: %s', e)
+      self._request = None  # Or it would ask, or fail, each second.
       return
     if not re.fullmatch(r'0*[1-9]\d{0,8}', text, re.ASCII):
       if text:
@@ -362,7 +363,13 @@ def _write(path: pathlib.Path) -> None:
   Raises:
     Exception: of the profiler or of the disk.
   """
-  jax.profiler.stop_trace()
+  try:
+    jax.profiler.stop_trace()
+  except Exception:
+    # JAX 0.10 would count as tracing for ever, and a part of a file is there.
+    jax_profiler._profile_state.reset()
+    shutil.rmtree(path, ignore_errors=True)
+    raise
   (trace,) = path.glob('*.trace.json.gz')
   partial = _perfetto(path).with_suffix('.partial')
   with gzip.open(trace) as source, gzip.open(partial, 'wb', 5) as target:
