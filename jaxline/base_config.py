@@ -37,6 +37,7 @@ from jaxline import partitioning
 from jaxline import xla
 from jaxline.compat import prng
 from jaxline.supervision import nonfinite
+from jaxline.supervision import profiling
 
 T = TypeVar('T')
 
@@ -138,6 +139,7 @@ def _check_rules(rules: Any) -> None:
 
 
 _BOOLEAN = Check('True or False', lambda x: isinstance(x, bool), bool)
+_PROFILED = Check("steps such as '10-15,1000'", profiling.validate, str)
 _FILE = optional(text('the name of a file', is_path=True))
 _PROFILE = text(
   'the name of a file that ends in .pb', r'(.*\.pb)?', is_path=True
@@ -286,6 +288,14 @@ KEYS = (
   Key('xla.tpu_flags', {}, mapping('a dict from flag to value'),
       "Further flags of libtpu, for LIBTPU_INIT_ARGS.", PROGRAM),
 
+  Key('compilation_cache', 'auto', text(
+        "'auto', 'off', or a directory with '/'", r'auto|off|.*/.*',
+        is_path=True),
+      'Where compiled programs are kept for the next start. `auto` is'
+      " jaxline/programs in the user's cache directory, with at most 4 GiB;"
+      " `off` is nowhere. A cache that JAX was given comes first. Another user"
+      ' who can write there can run code in this process.'),
+
   Key('interval_type', 'secs', _INTERVAL_TYPE,
       'The unit of all intervals; None means `secs`. An interval that is None'
       ' or negative disables the action, and 0 is every step.'),
@@ -385,6 +395,9 @@ KEYS = (
       ' continues.', PROGRAM),
   Key('max_nonfinite_steps', 10, _COUNT,
       'With `skip`, this many such steps in a row end the run.'),
+  Key('profile_steps', None, optional(_PROFILED),
+      "Steps to trace for TensorBoard and Perfetto. A file PROFILE in the run's"
+      ' directory, or SIGUSR1, asks a run for a trace. See docs/howto.md.'),
   Key('watchdog_secs', 7200.0, optional(_POSITIVE),
       "The process ends, with every thread's stack in the log, after this many"
       ' seconds without a step or another sign of progress. Give more if a'

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import errno
-import importlib
 import os
 import pathlib
 import re
@@ -28,6 +27,7 @@ from ml_collections import config_dict
 from ml_collections import config_flags
 
 from jaxline import base_config
+from jaxline import compilation_cache
 from jaxline import debug
 from jaxline import decode
 from jaxline import disk
@@ -42,6 +42,7 @@ from jaxline.checkpoint import memory
 from jaxline.compat import adapters
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
+from jaxline.supervision import profiling
 from jaxline.supervision import watchdog
 
 UsageError = errors.UsageError
@@ -96,36 +97,7 @@ def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
   return writers.MultiWriter([])
 
 
-def resolve_experiment_class(config: config_dict.ConfigDict) -> Any:
-  """Returns the class that `config.experiment_class` names.
-
-  Raises:
-    UsageError: it names none, or none that can be imported.
-  """
-  name = config.experiment_class
-  module_name, separator, class_name = (name or '').partition(':')
-  if not separator:
-    raise UsageError(
-      f'config.experiment_class is {name!r}; expected'
-      " 'package.module:Class', such as 'examples.lm.experiment:Experiment'."
-    )
-  try:
-    module = importlib.import_module(module_name)
-  except ModuleNotFoundError as e:
-    # A missing dependency of the module is not a wrong name: let it through.
-    if e.name and module_name.startswith(e.name):
-      raise UsageError(
-        f'config.experiment_class is {name!r}, but there is no module'
-        f' {e.name!r}. Is the working directory the repository?'
-      ) from e
-    raise
-  if not hasattr(module, class_name):
-    classes = sorted(k for k, v in vars(module).items() if isinstance(v, type))
-    raise UsageError(
-      f'config.experiment_class is {name!r}, but {module_name} has no'
-      f' {class_name!r}; its classes are {classes}.'
-    )
-  return getattr(module, class_name)
+resolve_experiment_class = adapters.resolve_experiment_class
 
 
 # Modes.
@@ -617,6 +589,7 @@ def start(
       ' Use train_and_eval.'
     )
   with contextlib.ExitStack() as stack:
+    stack.enter_context(compilation_cache.of_run(config))
     is_writable = bool(mode.logs) and _claim(config, mode, stack)
 
     # It closes last: what is being saved is still logged.
@@ -642,6 +615,8 @@ def start(
       first.check_shared()
       first.check_config(experiment_class)
     supervision = train.Supervision()
+    if mode.log:
+      stack.enter_context(profiling.on_signal())
     if mode.logs:
       stack.enter_context(programs.of_run(config))
       if jax.process_index() == 0:

@@ -31,7 +31,9 @@ from jaxline.compat import devices
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
+from jaxline.supervision import out_of_memory as oom
 from jaxline.supervision import preemption
+from jaxline.supervision import profiling
 from jaxline.supervision import watchdog as watchdog_lib
 
 # How often evaluation looks for a new checkpoint, in seconds.
@@ -431,7 +433,7 @@ class _Training:
         'checkpoint_interval_type',
         config.checkpoint_interval_type or config.interval_type,
       )
-    with debug.log_activity('experiment init'):
+    with debug.log_activity('experiment init'), oom.explained(None, config):
       self.experiment, rng = build_for_training(run.experiment_class, config)
     # Not before: a line that says what is wrong with the config would be lost.
     logging.info('Training with config:\n%s', config)
@@ -455,6 +457,7 @@ class _Training:
     )
     self.actions: list[periodic.Action] = [
       self.guard,
+      *profiling.actions(config),
       *map(adapters.full_action, run.periodic_actions),
       *self._default_actions(),
     ]
@@ -530,14 +533,15 @@ class _Training:
 
   def _run_loop(self, actions: list[periodic.Action]) -> None:
     run, config, state = self._run, self._run.config, self.state
-    for action in actions:
-      action.update_time(time.time(), state.global_step)
     with run.supervision.watch.training():
       if config.save_initial_train_checkpoint and run.checkpointer.is_new():
         with debug.log_activity('first checkpoint'):
           self.save()
       try:
-        self.experiment.train_loop(config, state, actions, run.writer)
+        for action in actions:
+          action.update_time(time.time(), state.global_step)
+        with oom.explained(self.experiment, config):
+          self.experiment.train_loop(config, state, actions, run.writer)
       except BaseException as error:
         # What was due is still written; the loop's own error is what counts.
         for action in actions:
@@ -615,9 +619,10 @@ class _Evaluation:
     global_step, rng = self._inputs(step)
     self.experiment.num_evaluated = sum(s < step for s in self.done)
     with debug.log_activity(f'evaluation of step {step}'):
-      scalars = self._evaluate(
-        global_step=global_step, rng=rng, writer=run.eval_writer
-      )
+      with oom.explained(self.experiment, run.config):
+        scalars = self._evaluate(
+          global_step=global_step, rng=rng, writer=run.eval_writer
+        )
     experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
     run.eval_log.write_scalars(step, scalars)
     self._log_line.write_scalars(step, scalars)

@@ -278,6 +278,8 @@ DEFAULTS = {
 }
 # What JAXline's experiments declared themselves, or had not.
 OURS = {
+  'compilation_cache': 'auto',
+  'profile_steps': None,
   'decode': config_dict.ConfigDict(
     {
       'prompts': None,

@@ -22,6 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LEAVES = (
   'async_lib',
   'compat',
+  'compilation_cache',
   'debug',
   'disk',
   'distributed',

@@ -22,11 +22,11 @@ from typing import Any
 
 from absl import logging
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 import jaxlib
 from ml_collections import config_dict
 
 from jaxline import base_config
+from jaxline import compilation_cache
 from jaxline import errors
 from jaxline import xla
 from jaxline.checkpoint import files
@@ -139,7 +139,7 @@ def kept_nowhere() -> Iterator[None]:
   Yields:
     Nothing.
   """
-  with _configured({'jax_enable_compilation_cache': False}):
+  with compilation_cache.configured({'jax_enable_compilation_cache': False}):
     yield
 
 
@@ -251,24 +251,7 @@ def _cache(
     # Of a GPU; else the directory's name would be part of the hash.
     'jax_persistent_cache_enable_xla_caches': 'none',
   }
-  return _configured(settings)
-
-
-@contextlib.contextmanager
-def _configured(settings: Mapping[str, Any]) -> Iterator[None]:
-  before = {key: getattr(jax.config, key) for key in settings}
-  _configure(settings)
-  try:
-    yield
-  finally:
-    _configure(before)
-
-
-def _configure(settings: Mapping[str, Any]) -> None:
-  # JAX looks at its settings when it first compiles, and then no more.
-  compilation_cache.reset_cache()
-  for key, value in settings.items():
-    jax.config.update(key, value)
+  return compilation_cache.configured(settings)
 
 
 def _keys(programs: Mapping[str, str]) -> Iterator[str]:

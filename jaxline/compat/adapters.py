@@ -6,6 +6,7 @@ and every config has all keys (`base_config.complete_config`).
 """
 
 from collections.abc import Callable, Mapping
+import importlib
 import inspect
 from typing import Any
 
@@ -18,6 +19,38 @@ from jaxline import errors
 from jaxline.checkpoint import base
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
+
+
+def resolve_experiment_class(config: config_dict.ConfigDict) -> Any:
+  """Returns the class that `config.experiment_class` names.
+
+  Raises:
+    errors.UsageError: it names none, or none that can be imported.
+  """
+  name = config.experiment_class
+  module_name, separator, class_name = (name or '').partition(':')
+  if not separator:
+    raise errors.UsageError(
+      f'config.experiment_class is {name!r}; expected'
+      " 'package.module:Class', such as 'examples.lm.experiment:Experiment'."
+    )
+  try:
+    module = importlib.import_module(module_name)
+  except ModuleNotFoundError as e:
+    # A missing dependency of the module is not a wrong name: let it through.
+    if e.name and module_name.startswith(e.name):
+      raise errors.UsageError(
+        f'config.experiment_class is {name!r}, but there is no module'
+        f' {e.name!r}. Is the working directory the repository?'
+      ) from e
+    raise
+  if not hasattr(module, class_name):
+    classes = sorted(k for k, v in vars(module).items() if isinstance(v, type))
+    raise errors.UsageError(
+      f'config.experiment_class is {name!r}, but {module_name} has no'
+      f' {class_name!r}; its classes are {classes}.'
+    )
+  return getattr(module, class_name)
 
 
 class _ForeignCheckpointer(base.FullCheckpointer):

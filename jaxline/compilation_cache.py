@@ -1,0 +1,291 @@
+"""JAX's compilation cache, on by default: `config.compilation_cache`.
+
+A run that is started again takes its compiled programs from the user's cache
+directory. A program is taken if everything that goes into it is the same: the
+computation, the version of jaxlib, the flags of XLA and the devices. So it is
+the same machine code, and its results have the same bits.
+
+A cached program is code that this process executes, so the directory must
+belong to the user. No failure of the cache ends a run.
+"""
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import hashlib
+import os
+import pathlib
+import platform
+import stat
+import threading
+from typing import Any
+
+from absl import logging
+import jax
+from jax._src import compilation_cache as jax_cache
+from jax.experimental import multihost_utils
+from jax.experimental.compilation_cache import compilation_cache
+import numpy as np
+
+from jaxline import distributed
+
+AUTO, OFF = 'auto', 'off'  # Values of the key; any other is a directory.
+
+# All files in the user's cache directory together, in bytes.
+MAX_BYTES = 4 << 30
+# What is kept of that when the oldest files are removed.
+_KEPT = 0.8
+# Programs that compile faster are not kept: to read one takes 10 ms.
+_MIN_COMPILE_SECS = 0.1
+_SUFFIX = '.program'
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+@contextlib.contextmanager
+def of_run(config: Any) -> Iterator[None]:
+  """Uses the cache that a config asks for, while inside.
+
+  A directory that the user has given to JAX itself (JAX_COMPILATION_CACHE_DIR,
+  `jax_compilation_cache_dir`) stays, and so does a cache that is switched off
+  there. All processes of a run must call it together.
+
+  Args:
+    config: the run's, complete and validated.
+
+  Yields:
+    Nothing.
+  """
+  path = _path(config)
+  if jax.process_count() > 1 and not _is_shared(path):
+    # A process that finds a program here does not take part in the autotuning
+    # of it, and GPUs of processes that compile would wait for that for ever.
+    if path is not None:
+      logging.info(
+        'No compilation cache: the processes do not share %s. Set'
+        ' config.compilation_cache to a directory that all of them see.',
+        path,
+      )
+    path = None
+  if path is None:
+    yield
+    return
+  settings = {
+    'jax_compilation_cache_dir': str(path),
+    'jax_persistent_cache_min_entry_size_bytes': -1,
+    # Files that XLA writes by itself for GPUs: an error there (a full disk)
+    # would be an error of the compilation.
+    'jax_persistent_cache_enable_xla_caches': 'none',
+    'jax_persistent_cache_min_compile_time_secs': _MIN_COMPILE_SECS,
+  }
+  given = {key for key in settings if key.upper() in os.environ}
+  settings = {key: x for key, x in settings.items() if key not in given}
+  with _stored_by(Files(path)), configured(settings):
+    yield
+
+
+@contextlib.contextmanager
+def configured(settings: Mapping[str, Any]) -> Iterator[None]:
+  """Sets JAX's options of the compilation cache while inside.
+
+  Yields:
+    Nothing.
+  """
+  before = {key: getattr(jax.config, key) for key in settings}
+  _configure(settings)
+  try:
+    yield
+  finally:
+    _configure(before)
+
+
+def _configure(settings: Mapping[str, Any]) -> None:
+  # JAX looks at its settings when it first compiles, and then no more.
+  compilation_cache.reset_cache()
+  for key, value in settings.items():
+    jax.config.update(key, value)
+
+
+def _path(config: Any) -> pathlib.Path | None:
+  """Returns the directory to use, which exists; None for no cache."""
+  value = config.compilation_cache
+  if (
+    value == OFF
+    or jax.config.values['jax_compilation_cache_dir'] is not None
+    or not jax.config.values['jax_enable_compilation_cache']
+  ):
+    return None
+  if value == AUTO and (
+    config.xla.pgle_profiling_runs or config.xla.pgle_profile
+  ):
+    return None  # Programs of another profile would count as the same.
+  try:
+    if value == AUTO:
+      base = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
+      root = pathlib.Path(base).expanduser() / 'jaxline' / 'programs'
+    else:
+      root = pathlib.Path(value)
+    root = root.absolute()
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = root.stat()
+    if value == AUTO and (
+      found.st_uid != os.geteuid() or found.st_mode & 0o022
+    ):
+      raise OSError(
+        f'{root} is of user {found.st_uid} with the mode'
+        f' {stat.filemode(found.st_mode)}, and only user {os.geteuid()} may be'
+        ' able to write there, because programs are executed'
+      )
+    path = root / _host()
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+  except (OSError, RuntimeError) as e:  # There may be no home directory.
+    logging.warning(
+      'No compilation cache, so that every start compiles: %s. Set'
+      " config.compilation_cache to a directory of yours, or to 'off'.",
+      e,
+    )
+    return None
+
+
+def _host() -> str:
+  """Returns a name for hosts on which the same machine code runs.
+
+  JAX's key of a program does not contain the instruction set of the CPU, and
+  XLA splits some loops by the number of cores.
+  """
+  lines = [platform.system(), platform.machine(), str(_cores())]
+  try:
+    text = pathlib.Path('/proc/cpuinfo').read_text(encoding='utf-8')
+    kinds = ('vendor_id', 'cpu family', 'model', 'flags', 'Features', 'CPU')
+    first = text.partition('\n\n')[0].splitlines()
+    lines += [line for line in first if line.startswith(kinds)]
+  except OSError:
+    lines.append(platform.node())  # Not Linux: programs of one machine.
+  digest = hashlib.sha256('\n'.join(lines).encode()).hexdigest()[:12]
+  return f'{platform.machine() or "host"}-{digest}'
+
+
+def _cores() -> int:
+  if hasattr(os, 'sched_getaffinity'):  # Not on every system.
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
+
+
+def _is_shared(path: pathlib.Path | None) -> bool:
+  """Says whether all processes have one directory and see the same files."""
+  token = f'.shared-{os.urandom(8).hex()}'
+  with contextlib.suppress(OSError):
+    if path is not None and jax.process_index() == 0:
+      (path / token).touch()
+  token = distributed.of_chief(token)  # After the file is there.
+  is_seen = path is not None and (path / token).exists()
+  all_see = bool(multihost_utils.process_allgather(np.bool_(is_seen)).all())
+  with contextlib.suppress(OSError):
+    if path is not None and jax.process_index() == 0:
+      (path / token).unlink(missing_ok=True)
+  return all_see
+
+
+@contextlib.contextmanager
+def _stored_by(store: 'Files') -> Iterator[None]:
+  # There is no public way to give JAX a store.
+  original = jax_cache.get_file_cache
+
+  def get_file_cache(path: str) -> Any:
+    return (store, path) if path == str(store.path) else original(path)
+
+  jax_cache.get_file_cache = get_file_cache
+  try:
+    yield
+  finally:
+    jax_cache.get_file_cache = original
+
+
+class Files:
+  """Keeps the entries of JAX's compilation cache as files in a directory.
+
+  JAX's own class writes an entry in place and never again, so that a full disk
+  or the end of the process leaves a damaged one for ever; and a limit of the
+  size needs the package `filelock` and a lock for each read. Here an entry is
+  renamed when it is whole, has a checksum, and is removed where that is wrong.
+  An error is logged once and is not raised.
+
+  Attributes:
+    path: the directory.
+  """
+
+  def __init__(self, path: pathlib.Path, max_bytes: int = MAX_BYTES):
+    """Makes the store.
+
+    Args:
+      path: the directory, which exists.
+      max_bytes: the size of the entries in it and in the directories of other
+        hosts beside it. Those used least recently are removed.
+    """
+    self.path = self._path = path  # JAX reads `_path`.
+    self._max_bytes = max_bytes
+    self._room = 0  # How much may be written before looking at the size.
+    self._has_warned = False
+
+  def get(self, key: str) -> bytes | None:
+    """Returns an entry; None where there is no whole one."""
+    path = self._file(key)
+    try:
+      data = path.read_bytes()
+      value = data[_DIGEST_BYTES:]
+      if hashlib.sha256(value).digest() != data[:_DIGEST_BYTES]:
+        logging.warning('%s is damaged, and is compiled again.', path)
+        path.unlink(missing_ok=True)
+        return None
+    except FileNotFoundError:
+      return None
+    except OSError as e:
+      self._warn(e)
+      return None
+    with contextlib.suppress(OSError):
+      os.utime(path)  # It is recently used.
+    return value
+
+  def put(self, key: str, value: bytes) -> None:
+    """Keeps an entry, and makes room for it if there is too little."""
+    partial = self._file(f'partial-{os.getpid()}-{threading.get_ident()}')
+    try:
+      self._room -= len(value)
+      if self._room < 0:
+        self._make_room()
+      with open(partial, 'wb') as file:
+        file.write(hashlib.sha256(value).digest())
+        file.write(value)
+      os.replace(partial, self._file(key))
+    except OSError as e:
+      self._warn(e)
+      with contextlib.suppress(OSError):
+        partial.unlink(missing_ok=True)
+
+  def _file(self, key: str) -> pathlib.Path:
+    return self.path / f'{key}{_SUFFIX}'
+
+  def _warn(self, error: OSError) -> None:
+    if not self._has_warned:
+      self._has_warned = True
+      logging.warning(
+        'The compilation cache in %s fails, and the run goes on: %s.',
+        self.path,
+        error,
+      )
+
+  def _make_room(self) -> None:
+    """Removes the files used least recently, if all are too many."""
+    found = []
+    for path in self.path.parent.glob(f'*/*{_SUFFIX}'):
+      with contextlib.suppress(OSError):  # Another process removes it.
+        status = path.stat()
+        found.append((status.st_mtime_ns, status.st_size, path))
+    total = sum(size for _, size, _ in found)
+    if total > self._max_bytes:
+      for _, size, path in sorted(found):
+        if total <= _KEPT * self._max_bytes:
+          break
+        path.unlink(missing_ok=True)
+        total -= size
+    # Half of it: other processes write as well.
+    self._room = (self._max_bytes - total) // 2

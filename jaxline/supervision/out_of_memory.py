@@ -1,0 +1,144 @@
+"""Says what is in the memory of the devices when there is no more of it."""
+
+from collections.abc import Iterator
+import contextlib
+import math
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+_NUM_LISTED = 12
+_MARK = '[jaxline]'
+_ADVICE = """\
+Suggested changes, most effective first: a smaller batch; more
+rematerialisation (`remat` of the model); weights and optimizer split over the
+devices (config.sharding = 'fsdp', now {sharding!r}); the batch in parts
+(config.gradient_accumulation_steps, now {steps!r}).
+--jaxline_mode=compile says what a sharded step needs before it runs."""
+
+
+@contextlib.contextmanager
+def explained(experiment: Any, config: Any) -> Iterator[None]:
+  """Adds to an error of too little memory what the memory holds.
+
+  The error keeps its type and traceback, and gets notes: the largest arrays,
+  by name where they belong to the experiment, how much is in use, and what to
+  change. The profile of the memory is written to the run's directory.
+
+  Args:
+    experiment: whose attributes name arrays; None where there is none yet.
+    config: the run's, complete.
+
+  Yields:
+    Nothing.
+  """
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    text = str(error)
+    # XLA calls a full disk the same.
+    is_memory = 'RESOURCE_EXHAUSTED' in text and 'No space left' not in text
+    noted = '\n'.join(getattr(error, '__notes__', []))  # JAX has notes as well.
+    if is_memory and _MARK not in noted:
+      for note in _notes(experiment, config):
+        error.add_note(f'{_MARK} {note}')
+    raise
+
+
+def _notes(experiment: Any, config: Any) -> Iterator[str]:
+  # The run's own error is what counts, whatever fails here.
+  for make in (
+    lambda: _in_use(),
+    lambda: _largest(experiment),
+    lambda: _saved_profile(config),
+    lambda: _ADVICE.format(
+      sharding=config.sharding, steps=config.gradient_accumulation_steps
+    ),
+  ):
+    try:
+      if note := make():
+        yield note
+    except Exception as e:
+      yield f'What the memory holds is not known: {e!r}'
+
+
+def _in_use() -> str:
+  """Returns how much the backend says is in use; '' where it does not."""
+  lines = []
+  for device in jax.local_devices():
+    if stats := device.memory_stats():
+      parts = [
+        f'{_size(stats[key])} {what}'
+        for key, what in (
+          ('bytes_in_use', 'in use'),
+          ('peak_bytes_in_use', 'at the peak'),
+          ('bytes_limit', 'in all'),
+        )
+        if key in stats
+      ]
+      lines.append(f'{device}: {", ".join(parts)}')
+  return '\n'.join(lines)
+
+
+def _largest(experiment: Any) -> str:
+  """Returns a table of the largest arrays, bytes on one device."""
+  names = _names(experiment)
+  # Arrays that were given to the step are not live any more, but their memory
+  # was in use when it failed.
+  arrays = {id(x): x for x in [*jax.live_arrays(), *names.values()]}
+  by_id = {id(x): name for name, x in names.items()}
+  rows: dict[str, tuple[int, int]] = {}
+  for key, x in arrays.items():
+    name = f'{by_id.get(key, "(unnamed)")} {x.dtype.name}{list(x.shape)}'
+    count, size = rows.get(name, (0, 0))
+    rows[name] = count + 1, size + _bytes_on_one_device(x)
+  ordered = sorted(rows.items(), key=lambda row: -row[1][1])
+  total = sum(size for _, (_, size) in ordered)
+  lines = [
+    f'{len(arrays)} arrays take {_size(total)} on one device; programs need'
+    ' more while they run. The largest:'
+  ]
+  lines += [
+    f'  {_size(size):>10}  {name}{f" x {count}" if count > 1 else ""}'
+    for name, (count, size) in ordered[:_NUM_LISTED]
+  ]
+  return '\n'.join(lines)
+
+
+def _names(experiment: Any) -> dict[str, jax.Array]:
+  """Returns name -> array of an experiment's attributes.
+
+  The attributes and not `snapshot_state`, which may make arrays.
+  """
+  found: dict[str, jax.Array] = {}
+  for attribute, value in vars(experiment).items() if experiment else ():
+    for path, x in jax.tree_util.tree_leaves_with_path(value):
+      if isinstance(x, jax.Array):
+        key = jax.tree_util.keystr(path, simple=True, separator='/')
+        found['/'.join(filter(None, (attribute.strip('_'), key)))] = x
+  return found
+
+
+def _bytes_on_one_device(x: jax.Array) -> int:
+  shape = x.sharding.shard_shape(x.shape)
+  itemsize = getattr(x.dtype, 'itemsize', 0) or np.dtype(np.uint32).itemsize
+  return math.prod(shape) * itemsize
+
+
+def _saved_profile(config: Any) -> str:
+  if config.checkpoint_dir is None:
+    return ''
+  path = pathlib.Path(config.checkpoint_dir).absolute()
+  path /= f'out_of_memory_process_{jax.process_index()}.prof'
+  jax.profiler.save_device_memory_profile(str(path))
+  return f'Who allocated what: pprof -top {path}'
+
+
+def _size(num_bytes: float) -> str:
+  for unit in ('B', 'KiB', 'MiB'):
+    if num_bytes < 1024:
+      return f'{num_bytes:.4g} {unit}'
+    num_bytes /= 1024
+  return f'{num_bytes:.2f} GiB'

@@ -1,0 +1,378 @@
+"""Traces of training steps, without a restart: `config.profile_steps`.
+
+A trace can also be asked for while the run goes on: by a file PROFILE in the
+run's directory, whose content may be a number of steps, or by SIGUSR1 to the
+process. TensorBoard's profile plugin and Perfetto show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import contextlib
+import gzip
+import math
+import pathlib
+import queue
+import re
+import shutil
+import signal
+import threading
+import time
+import types
+from typing import Any
+
+from absl import logging
+import jax
+from jax._src import profiler as jax_profiler
+
+from jaxline import errors
+from jaxline.metrics import periodic
+
+REQUEST = 'PROFILE'  # The file that asks for a trace.
+_DEFAULT_STEPS = 5
+_LOOK_SECS = 1.0  # How often to look for that file.
+# What Perfetto does not read, at the beginning of the trace.
+_METADATA = re.compile(rb'"metadata":\{[^{}]*\},')
+_HEAD_BYTES = 4096
+_CHUNK_BYTES = 1 << 20
+
+# Whether a signal has asked for a trace. (An Event has a lock, which the
+# handler could find held by the code that it interrupts.)
+_is_signalled = False
+_profiler: Profiler | None = None  # Of the loop that trains.
+
+
+def parse(text: str) -> list[tuple[int, int]]:
+  """Returns the (first, last) steps of ranges such as '10-15,1000-1005'.
+
+  Raises:
+    errors.UsageError: the text is something else, or not in order.
+  """
+  found: list[tuple[int, int]] = []
+  for part in text.split(','):
+    match = re.fullmatch(r'\s*(\d+)(?:\s*-\s*(\d+))?\s*', part, re.ASCII)
+    first, last = (
+      map(int, (match[1], match[2] or match[1])) if match else (0, 0)
+    )
+    if not max([0, *(x for _, x in found)]) < first <= last:
+      raise errors.UsageError(
+        f'config.profile_steps is {text!r}, where {part.strip()!r} is wrong;'
+        " expected steps such as '12', '10-15' or '10-15,1000-1005', counted"
+        ' from 1 and in increasing order.'
+      )
+    found.append((first, last))
+  return found
+
+
+def validate(text: Any) -> bool:
+  """Returns False for what is no text; a wrong text is an error.
+
+  Raises:
+    errors.UsageError: the text is wrong.
+  """
+  return isinstance(text, str) and bool(parse(text))
+
+
+@contextlib.contextmanager
+def on_signal() -> Iterator[None]:
+  """Has SIGUSR1 ask for a trace while inside.
+
+  A signal that comes while no loop trains asks the next loop. A handler that
+  the program has already stays, and so does the default where this is not
+  called on the main thread.
+
+  Yields:
+    Nothing.
+  """
+  global _is_signalled
+  is_main = threading.current_thread() is threading.main_thread()
+  if not is_main or _is_handled(signal.SIGUSR1):
+    yield
+    return
+  signal.signal(signal.SIGUSR1, _on_signal)
+  # C code of other libraries may not expect that a signal interrupts a call.
+  signal.siginterrupt(signal.SIGUSR1, False)
+  try:
+    yield
+  finally:
+    if signal.getsignal(signal.SIGUSR1) == _on_signal:
+      signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    _is_signalled = False
+
+
+def _is_handled(signum: int) -> bool:
+  """Says whether a signal has a handler, or is ignored."""
+  if signal.getsignal(signum) != signal.SIG_DFL:
+    return True
+  with contextlib.suppress(OSError, AttributeError, TypeError):  # Not Linux.
+    # Python does not know of handlers made in C, such as faulthandler's.
+    status = pathlib.Path('/proc/self/status').read_text(encoding='ascii')
+    caught = re.search(r'^SigCgt:\s*(\w+)', status, re.MULTILINE)
+    return bool(int(caught[1], 16) >> (signum - 1) & 1)  # type: ignore[index]
+  return False
+
+
+def _on_signal(signum: int, frame: types.FrameType | None) -> None:
+  # No log: this may interrupt one.
+  global _is_signalled
+  del signum, frame
+  _is_signalled = True
+  if _profiler is not None:
+    _profiler.wake()
+
+
+def actions(
+  config: Any, say: Callable[[str], None] = logging.info
+) -> list[Profiler]:
+  """Returns the periodic action that traces steps of a run that trains.
+
+  Args:
+    config: the run's, complete.
+    say: gets what the user is to know.
+
+  Returns:
+    The action; none for a run without a directory.
+  """
+  if config.checkpoint_dir is None:
+    if config.profile_steps is not None:
+      logging.warning(
+        'config.profile_steps is %r, but the run has no directory for the'
+        ' trace. Set config.checkpoint_dir.',
+        config.profile_steps,
+      )
+    return []
+  return [Profiler(config, say)]
+
+
+def log_directory(config: Any) -> pathlib.Path:
+  """Returns where this process of a run that trains writes what it observes."""
+  process = jax.process_index()
+  path = pathlib.Path(config.checkpoint_dir).absolute() / 'train'
+  return path / f'host_{process}' if process else path
+
+
+class Profiler(periodic.Action):
+  """A periodic action that traces steps; one comparison where nothing is due.
+
+  The trace starts on the thread that trains, between two steps. Another thread
+  waits for the last step's results, stops the trace and writes it, while
+  training goes on, so that a part of the next steps is in it too. What fails is
+  a warning: no trace ends a run.
+  """
+
+  def __init__(
+    self, config: Any, say: Callable[[str], None] = logging.info
+  ) -> None:
+    """Makes the action; `update_time` begins.
+
+    Args:
+      config: the run's, complete, with a directory.
+      say: gets what the user is to know.
+    """
+    self._ranges = parse(config.profile_steps) if config.profile_steps else []
+    self._run_directory = pathlib.Path(config.checkpoint_dir).absolute()
+    self._directory = log_directory(config)
+    # A file is for one process; the signal is for any.
+    is_first = jax.process_index() == 0
+    self._request = self._run_directory / REQUEST if is_first else None
+    self._was_empty = False
+    self._say = say
+    self._asked = 0  # Steps that the file asks for.
+    # There is something to do after this step, and after each later one.
+    self._next: float = math.inf
+    self._last: int | None = None  # Step of the trace that is being made.
+    self._path = self._directory  # That trace's.
+    self._scalars: Any = None  # Of the newest step of that trace.
+    self._is_busy = False  # From the start of a trace until it is written.
+    self._calls: queue.SimpleQueue[Callable[[], None] | None] = (
+      queue.SimpleQueue()
+    )
+    self._thread: threading.Thread | None = None
+
+  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
+    """Starts or stops a trace, if it is time to."""
+    if step >= self._next:
+      self._act(int(step), scalar_outputs)
+
+  def update_time(self, t: float, step: int) -> None:
+    """Begins: a range may begin with the first step of this process."""
+    global _profiler
+    if self._thread is not None:
+      return
+    _profiler = self
+    self._thread = threading.Thread(
+      target=self._work, name='profiler', daemon=True
+    )
+    self._thread.start()
+    # Those that an earlier process has run.
+    self._ranges = [ends for ends in self._ranges if ends[1] > step]
+    self._act(int(step), None)
+
+  def wake(self) -> None:
+    """Has the loop look, after its step, for what was asked; on any thread."""
+    self._next = -1
+
+  def wait_to_finish(self) -> None:
+    """Writes the trace of a run that ends, and ends the thread."""
+    global _profiler
+    if _profiler is self:
+      _profiler = None
+    if self._last is not None:
+      self._stop()
+    if self._thread is not None:
+      self._calls.put(None)
+      self._thread.join()
+      self._thread = None
+    self._next = math.inf
+
+  def _act(self, step: int, scalars: Any) -> None:
+    global _is_signalled
+    if self._last is not None:
+      self._scalars = scalars
+      if step >= self._last:
+        self._stop()
+    if not self._is_busy:
+      # A range of which the end was waited for in vain.
+      while self._ranges and self._ranges[0][1] <= step:
+        first, last = self._ranges.pop(0)
+        logging.warning(
+          'The steps %d to %d were not traced: an earlier trace was not written'
+          ' yet.',
+          first,
+          last,
+        )
+      if _is_signalled:
+        _is_signalled = False
+        self._start(step, step + _DEFAULT_STEPS)
+      elif num_steps := self._asked:
+        self._asked = 0
+        self._start(step, step + num_steps)
+      elif self._ranges and self._ranges[0][0] <= step + 1:
+        self._start(step, self._ranges.pop(0)[1])
+    if self._is_busy:
+      self._next = step + 1
+    else:
+      self._next = self._ranges[0][0] - 1 if self._ranges else math.inf
+    # After that: the others set these first and then call `wake`.
+    if not self._is_busy and (self._asked or _is_signalled):
+      self.wake()
+
+  def _start(self, step: int, last: int) -> None:
+    name = time.strftime(f'%Y_%m_%d_%H_%M_%S_steps_{step + 1}-{last}')
+    options = jax.profiler.ProfileOptions()
+    options.session_id = name
+    # Stacks of Python would slow down the steps that are measured, and fill
+    # the trace.
+    options.python_tracer_level = 0
+    try:
+      jax.profiler.start_trace(self._directory, profiler_options=options)
+    except Exception as e:  # Such as another trace.
+      logging.warning('No trace of the steps from %d on: %s', step + 1, e)
+      return
+    self._path = self._directory / 'plugins' / 'profile' / name
+    self._last = last
+    self._is_busy = True
+    logging.info('Tracing the steps %d to %d.', step + 1, last)
+
+  def _stop(self) -> None:
+    """Has the thread stop the trace once the newest step has run."""
+    scalars, self._scalars = self._scalars, None
+    self._last = None
+    path = self._path
+
+    def stop() -> None:
+      try:
+        _wait(scalars)
+        _write(path)
+        self._say(
+          f'Trace: {path}. To see it:'
+          f'\n  tensorboard --logdir={self._run_directory}'
+          f' (with `pip install xprof`), or open {_perfetto(path).name} there'
+          ' at https://ui.perfetto.dev'
+        )
+      except Exception as e:  # Such as a full disk.
+        logging.warning('No trace was written to %s: %s', path, e)
+      finally:
+        self._is_busy = False
+
+    self._calls.put(stop)
+
+  def _work(self) -> None:
+    """Runs the calls, and looks for the file; the thread's function."""
+    while True:
+      try:
+        call = self._calls.get(timeout=_LOOK_SECS if self._request else None)
+      except queue.Empty:
+        self._look()
+        continue
+      if call is None:
+        return
+      call()
+
+  def _look(self) -> None:
+    """Takes the file PROFILE, if it is there and no trace is being made."""
+    if self._is_busy or self._asked or self._request is None:
+      return
+    try:
+      text = self._request.read_text(errors='replace').strip()
+      if not (text or self._was_empty):
+        self._was_empty = True  # Its content may come in a moment.
+        return
+      self._was_empty = False
+      self._request.unlink()
+    except FileNotFoundError:
+      return
+    except OSError as e:
+      logging.warning('No file asks for a trace any more: %s', e)
+      self._request = None  # Or it would ask, or fail, each second.
+      return
+    if not re.fullmatch(r'0*[1-9]\d{0,8}', text, re.ASCII):
+      if text:
+        logging.warning(
+          '%s held %r; expected a number of steps. %d steps are traced.',
+          self._request,
+          text[:80],
+          _DEFAULT_STEPS,
+        )
+      text = str(_DEFAULT_STEPS)
+    self._asked = int(text)
+    self.wake()
+
+
+def _wait(scalars: Any) -> None:
+  for x in jax.tree.leaves(scalars):
+    # A later step may have been given its buffer, and is the sign then.
+    if isinstance(x, jax.Array) and not x.is_deleted():
+      with contextlib.suppress(RuntimeError):
+        x.block_until_ready()
+
+
+def _perfetto(path: pathlib.Path) -> pathlib.Path:
+  return path / 'perfetto_trace.json.gz'
+
+
+def _write(path: pathlib.Path) -> None:
+  """Stops the trace, and writes it for TensorBoard and for Perfetto.
+
+  JAX itself can write Perfetto's file, and holds Python's lock for that, for
+  seconds if the trace is large.
+
+  Args:
+    path: where JAX writes it.
+
+  Raises:
+    Exception: of the profiler or of the disk.
+  """
+  try:
+    jax.profiler.stop_trace()
+  except Exception:
+    # JAX 0.10 would count as tracing for ever, and a part of a file is there.
+    jax_profiler._profile_state.reset()
+    shutil.rmtree(path, ignore_errors=True)
+    raise
+  (trace,) = path.glob('*.trace.json.gz')
+  partial = _perfetto(path).with_suffix('.partial')
+  with gzip.open(trace) as source, gzip.open(partial, 'wb', 5) as target:
+    target.write(_METADATA.sub(b'', source.read(_HEAD_BYTES), count=1))
+    shutil.copyfileobj(source, target, _CHUNK_BYTES)
+  partial.replace(_perfetto(path))
