@@ -129,47 +129,51 @@ class TensorBoardWriter(files.FileBackend):
       self._append_event(step=step + 1, session_log={'status': 'START'})
 
 
-class BestWriter(base.Backend):
-  """Writes the best value of a metric so far, for the tab HPARAMS.
+class SessionWriter(base.Backend):
+  """Writes what the tab HPARAMS shows of a run: its evaluations, and the best.
 
-  The value is a scalar of the session that `write_hparams` makes. Its event
-  file is made with the first value, behind the session's: TensorBoard reads the
-  files of a directory in order.
+  The scalars are copies: the tab finds values only in the directory of
+  `write_hparams` and below it. The event file is made with the first of them,
+  behind the one of `write_hparams`: TensorBoard reads the files of a directory
+  in order.
   """
 
   def __init__(
-    self, run: pathlib.Path, metric: str, higher_is_better: bool
+    self, directory: pathlib.Path, metric: str | None, higher_is_better: bool
   ) -> None:
     """Opens nothing.
 
     Args:
-      run: the run's directory.
-      metric: the name of a scalar; its best value is `best/<metric>`.
+      directory: that of `write_hparams`.
+      metric: the scalar whose best value is `best/<metric>`; None for none.
       higher_is_better: the best value is the greatest.
     """
-    self._run = run
+    self._directory = directory
     self._metric = metric
     self._sign = 1 if higher_is_better else -1
     self._writer: TensorBoardWriter | None = None
     self._best: float | None = None
 
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
-    if kind != 'scalars' or self._metric not in values:
+    if kind != 'scalars':
       return
-    value, tag = values[self._metric], f'best/{self._metric}'
     if self._writer is None:
-      self._writer = TensorBoardWriter(self._run)
-    if self._best is None:
-      logged = (self._sign * x for x in self._writer.values(tag))
-      self._best = max(logged, default=-math.inf)
-    if self._sign * value > self._best:
-      self._best = self._sign * value
-      self._writer.write_scalars(step, {tag: value})
+      self._writer = TensorBoardWriter(self._directory)
+    shown = {f'eval/{name}': value for name, value in values.items()}
+    if self._metric in values:
+      value, tag = self._sign * values[self._metric], f'best/{self._metric}'
+      if self._best is None:
+        logged = (self._sign * x for x in self._writer.values(tag))
+        self._best = max(logged, default=-math.inf)
+      if value > self._best:
+        self._best = value
+        shown[tag] = values[self._metric]
+    self._writer.write_scalars(step, shown)
 
   def _resume(self, step: int) -> None:
     self._best = None
-    if self._writer is None and _event_files(str(self._run)):
-      self._writer = TensorBoardWriter(self._run)
+    if self._writer is None and _event_files(str(self._directory)):
+      self._writer = TensorBoardWriter(self._directory)
     if self._writer is not None:
       self._writer.resume(step)
 
@@ -182,18 +186,18 @@ class BestWriter(base.Backend):
       self._writer.close()
 
 
-def write_hparams(run: pathlib.Path, config: Any) -> None:
+def write_hparams(directory: pathlib.Path, config: Any) -> None:
   """Writes a run's config for TensorBoard's tab HPARAMS.
 
-  The run's directory is the session, and the directories of its logs are the
-  groups of its metrics. A run that is resumed stays one session: the file is
-  replaced, or stays as it is where the config is the same. There is no record
-  of the session's end, which would have to be taken back on resume.
+  A run that is resumed stays one session: the file is replaced, or stays as it
+  is where the config is the same. There is no record of the session's end,
+  which would have to be taken back on resume.
 
   Args:
-    run: the run's directory.
-    config: its config. Numbers, bools and texts in it become parameters, except
-      the directory itself.
+    directory: of the session. Not the run's, of which TensorBoard may be asked
+      to show nothing else: then it finds no values in the directories below.
+    config: the run's. Numbers, bools and texts in it become parameters, except
+      the run's directory.
 
   Raises:
     OSError: the file cannot be written.
@@ -210,16 +214,17 @@ def write_hparams(run: pathlib.Path, config: Any) -> None:
       kind = {bool: 'bool', str: 'string'}.get(type(value), 'number')
       setattr(data.session_start_info.hparams[name], f'{kind}_value', value)
   content = data.SerializeToString(deterministic=True)
-  path = run / 'events.out.tfevents.0000000000.hparams'
+  path = directory / 'events.out.tfevents.0000000000.hparams'
   if path.exists() and content in path.read_bytes():
     return
+  directory.mkdir(parents=True, exist_ok=True)
   value = {
     'tag': '_hparams_/session_start_info',
     'metadata': {'plugin_data': {'plugin_name': 'hparams', 'content': content}},
     'tensor': {'dtype': 'DT_FLOAT', 'tensor_shape': {'dim': [{'size': 0}]}},
   }
   now = time.time()
-  with disk.replacing(path, run / '.hparams.tmp') as file:
+  with disk.replacing(path, directory / '.hparams.tmp') as file:
     file.write(_record(now, file_version='brain.Event:2'))
     # A resume, at step -1 or later, leaves it there.
     file.write(_record(now, step=-1, summary={'value': [value]}))

@@ -328,15 +328,19 @@ def _make_tensorboard(
   config: Any, mode: str, directory: pathlib.Path
 ) -> MetricWriter:
   writer = TensorBoardWriter(directory)
-  run, metric = directory.parent, config.best_model_eval_metric
-  if run != pathlib.Path(config.checkpoint_dir):
+  if directory.parent != pathlib.Path(config.checkpoint_dir):
     return writer  # Of a host that is not the first.
+  session = directory.with_name('hparams')
   if mode == 'train':
-    tensorboard.write_hparams(run, config)
-  if mode != 'eval' or not metric:
+    tensorboard.write_hparams(session, config)
+  if mode != 'eval':
     return writer
-  is_higher = config.best_model_eval_metric_higher_is_better
-  return MultiWriter([writer, tensorboard.BestWriter(run, metric, is_higher)])
+  evaluations = tensorboard.SessionWriter(
+    session,
+    config.best_model_eval_metric,
+    config.best_model_eval_metric_higher_is_better,
+  )
+  return MultiWriter([writer, evaluations])
 
 
 # (config, mode, directory) -> a writer.
