@@ -15,6 +15,7 @@ _warned: set[tuple[str, ...]] = set()
 
 
 def warn_once(key: tuple[str, ...], message: str, *args: Any) -> None:
+  """Logs a warning the first time that it is called with a key."""
   if key not in _warned:
     _warned.add(key)
     logging.warning(message, *args)
@@ -175,6 +176,8 @@ def _to_texts(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 class Histogram(NamedTuple):
+  """The values of an array by buckets of equal width, and in figures."""
+
   counts: np.ndarray  # [K]
   edges: np.ndarray  # [K + 1]
   stats: dict[str, int | float]
