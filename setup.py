@@ -66,6 +66,7 @@ setuptools.setup(
   ],
   install_requires=_BASE,
   extras_require={
+    'aim': ['aim>=3.29'],
     'export': _EXPORT,
     'fp8': ['flax>=0.12'],
     'gpu': ['jax[cuda12]>=0.10,<0.13'],

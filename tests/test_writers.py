@@ -30,6 +30,7 @@ import PIL.Image
 import pytest
 
 from jaxline.metrics import periodic
+from jaxline.metrics import values
 from jaxline.metrics import writers
 
 with warnings.catch_warnings():
@@ -44,7 +45,7 @@ _TIMEOUT = 30.0
 
 @pytest.fixture
 def logged_warnings() -> Iterator[mock.Mock]:
-  writers._warned.clear()
+  values._warned.clear()
   with mock.patch.object(logging, 'warning') as warning:
     yield warning
 
@@ -355,12 +356,12 @@ def test_images_that_cannot_be_shown_are_refused(image, got, tmp_path):
 
 
 def test_images_out_of_range_are_clipped_with_one_warning(tmp_path):
-  writers._warned.clear()
+  values._warned.clear()
   image = np.array([[-3.0, 0.2, 200.0, np.nan]])
   with mock.patch.object(logging, 'warning') as warning:
     with writers.TensorBoardWriter(tmp_path) as writer:
       writer.write_images(0, {'x': image})
-    writers._to_images({'x': image})
+    values._to_images({'x': image})
   warning.assert_called_once()
   assert 'expected 0..1' in warning.call_args[0][0] % warning.call_args[0][1:]
   np.testing.assert_array_equal(_decode(tmp_path, 'x'), [[[0, 51, 255, 0]]])

@@ -2,6 +2,9 @@
 
 import importlib
 import json
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -9,8 +12,8 @@ from jaxline import base_config
 from jaxline import platform
 
 
-def write(tmp_path, name, steps):
-  """Writes like a run that trains and evaluates."""
+def write(tmp_path, name, steps, then):
+  """Writes like a run that trains and evaluates, and calls `then`."""
   config = base_config.get_base_config()
   config.checkpoint_dir = str(tmp_path)
   config.writers = ('jsonl', name)
@@ -21,6 +24,9 @@ def write(tmp_path, name, steps):
     for step in steps:
       train.write_scalars(step, {'loss': 1.0 / step})
     evaluation.write_scalars(steps[-1], {'loss': 0.5})
+    train.flush()
+    evaluation.flush()
+    then()
 
 
 def load(package, module):
@@ -34,10 +40,29 @@ EXPECTED = {
 }
 
 
-def write_twice(tmp_path, name):
-  """Writes, and goes on as a resumed run does."""
-  write(tmp_path, name, [1, 2])
-  write(tmp_path, name, [4])
+_WRITE = """
+import ast, importlib, os, pathlib, sys
+directory, name, steps, then = sys.argv[1:]
+importlib.import_module(f'examples.writers.{name}_writer')
+from examples.writers import writers_test
+then = {'end': lambda: None, 'kill': lambda: os._exit(0)}[then]
+writers_test.write(pathlib.Path(directory), name, ast.literal_eval(steps), then)
+"""
+
+
+def run(program, *args):
+  """Runs a program to its end, and returns its last line."""
+  command = [sys.executable, '-W', 'ignore', '-c', program, *map(str, args)]
+  done = subprocess.run(command, capture_output=True, text=True)
+  assert not done.returncode, done.stderr
+  return (done.stdout.splitlines() or [''])[-1]
+
+
+def write_twice(tmp_path, name, then='end'):
+  """Writes, and goes on as a resumed run does: in another process."""
+  run(_WRITE, tmp_path, name, [1, 2], then)
+  time.sleep(1)  # W&B names a directory by the second.
+  run(_WRITE, tmp_path, name, [4], 'end')
 
 
 def test_wandb(tmp_path, monkeypatch):
@@ -88,3 +113,28 @@ def test_mlflow(tmp_path):
     for name in EXPECTED
   } == EXPECTED
   assert client.get_run(run).data.params['random_seed'] == '7'
+
+
+_READ_AIM = """
+import json, sys, aim
+repo = aim.Repo(sys.argv[1])
+repo._recreate_index()  # The server does it, too.
+found = {}
+for run in repo.iter_runs():
+  values = found[run.hash] = {'seed': run['config', 'random_seed']}
+  for metric in run.metrics():
+    name = metric.context['subset'] + '/' + metric.name
+    steps, (numbers, *_) = metric.data.numpy()
+    values[name] = sorted(zip(steps.tolist(), numbers.tolist()))
+print(json.dumps(found))
+"""
+
+
+def test_aim(tmp_path):
+  load('aim', 'aim_writer')
+  write_twice(tmp_path, 'aim', 'kill')  # Which leaves the run locked.
+  run_id = (tmp_path / 'aim_id').read_text()
+  expected = {name: [[*x] for x in pairs] for name, pairs in EXPECTED.items()}
+  assert json.loads(run(_READ_AIM, tmp_path)) == {
+    run_id: {'seed': 7, **expected}
+  }

@@ -1,0 +1,205 @@
+"""What a writer is, and what its backends have in common.
+
+A record is what one call of a `write_*` method hands over.
+"""
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from absl import logging
+
+from jaxline import async_lib
+from jaxline.metrics import values as values_lib
+
+
+class Writer(Protocol):
+  """What an experiment may count on: scalars can be written, nothing more.
+
+  Every writer that old code brings along has this one method; `AsyncWriter` and
+  `MultiWriter` accept such writers beside the complete ones.
+  """
+
+  def write_scalars(self, global_step: int, scalars: Mapping[str, Any]) -> None:
+    """Writes named numbers at a step."""
+
+
+class MetricWriter(abc.ABC):
+  """A complete writer: scalars, images, texts, histograms.
+
+  `global_step` is an int, a numpy integer or an array whose elements are all
+  the step (one copy per device). A writer is also a context manager that
+  closes itself.
+
+  A subclass gives `_write` and, where it holds something, `_flush` and
+  `_close`; see also `Backend`.
+
+  Attributes:
+    executor: runs what writes on its thread, and lets others share the thread;
+      None where calls write themselves.
+  """
+
+  executor: async_lib.SerialExecutor | None = None
+  _is_closed = False
+
+  def write_scalars(self, global_step: Any, scalars: Mapping[str, Any]) -> None:
+    """Writes named numbers, as `to_scalars` accepts them."""
+    self._write('scalars', global_step, scalars)
+
+  def write_images(self, global_step: Any, images: Mapping[str, Any]) -> None:
+    """Writes named images.
+
+    Args:
+      global_step: the step they belong to.
+      images: arrays [H, W], [H, W, C] or [B, H, W, C] with C 1 (grey), 3 (RGB)
+        or 4 (RGBA); uint8 in 0..255, bool, or floating point in 0..1.
+
+    Raises:
+      ValueError: an array has another shape, dtype or range.
+    """
+    self._write('images', global_step, images)
+
+  def write_texts(self, global_step: Any, texts: Mapping[str, str]) -> None:
+    """Writes named plain texts of any number of lines, shown as they are."""
+    self._write('texts', global_step, texts)
+
+  def write_histograms(
+    self, global_step: Any, arrays: Mapping[str, Any], num_buckets: int = 30
+  ) -> None:
+    """Writes the distribution of the values in named arrays.
+
+    Args:
+      global_step: the step they belong to.
+      arrays: real arrays of any shape. Values that are not finite are left out,
+        with a warning.
+      num_buckets: buckets of equal width between the least and the greatest
+        value.
+    """
+    self._write('histograms', global_step, arrays, num_buckets)
+
+  def resume(self, step: int) -> None:
+    """Voids what an earlier process wrote of later steps than `step`.
+
+    A run calls it once, when it has restored and before it writes. It may read
+    all that was written, and blocks. A writer that keeps no records has nothing
+    to void.
+
+    Args:
+      step: the last step that stays; -1 voids everything.
+
+    Raises:
+      OSError: a file cannot be rewritten; it stands as it was.
+    """
+    self._require_open('resume')
+    self._resume(step)
+
+  def logged_steps(self) -> list[int]:
+    """Returns the steps that scalars were written of, ascending.
+
+    Also by earlier processes. A writer that keeps no records has none. It may
+    read all that was written, and blocks.
+
+    Raises:
+      OSError: a file cannot be read.
+    """
+    return []
+
+  @abc.abstractmethod
+  def _write(
+    self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
+  ) -> None:
+    """Writes what `write_<kind>` was called with."""
+
+  def flush(self) -> None:
+    """Returns once everything written so far has reached the disk.
+
+    Any thread may call it.
+    """
+    self._require_open('flush')
+    self._flush()
+
+  def flush_async(self) -> Callable[[], None]:
+    """Starts a flush, in the background where the writer has a thread.
+
+    Returns:
+      A function that waits for it, or flushes where there is no thread. It
+      raises no error of a record that was written after this call.
+    """
+    return self.flush
+
+  def close(self) -> None:
+    """Flushes and ends the writer; a later write raises RuntimeError.
+
+    Closing twice is allowed.
+    """
+    if not self._is_closed:
+      self._is_closed = True
+      self._close()
+
+  def _resume(self, step: int) -> None:  # noqa: B027
+    """Does what `resume` does."""
+
+  def _flush(self) -> None:  # noqa: B027
+    """Does what `flush` does."""
+
+  def _close(self) -> None:
+    """Does what `close` does, once."""
+    self._flush()
+
+  def __enter__(self) -> 'MetricWriter':
+    return self
+
+  def __exit__(self, kind: object, *unused: object) -> None:
+    try:
+      self.close()
+    except Exception as e:
+      if kind is None:
+        raise
+      # It often has the same cause as the error that leaves the block.
+      logging.error('Closing a writer failed as well: %r', e)
+
+  def _require_open(self, method: str) -> None:
+    if self._is_closed:
+      raise RuntimeError(
+        f'{type(self).__name__}.{method} was called after close(). Write before'
+        ' the writer is closed, or make a new one.'
+      )
+
+
+class Record(dict[str, Any]):
+  """The values of one call, and what they are converted to for all backends."""
+
+  converted: dict[str, Any] | None = None
+
+  @classmethod
+  def of(cls, values: Mapping[str, Any]) -> 'Record':
+    """Returns the values of a call as a record; a record as it is."""
+    return values if isinstance(values, cls) else cls(values)
+
+
+class Backend(MetricWriter):
+  """Converts what is handed over; a subclass only has to emit it.
+
+  It has no lock: an `AsyncWriter` in front of it calls it on one thread.
+  """
+
+  @abc.abstractmethod
+  def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    """Writes one record.
+
+    Args:
+      kind: scalars, images, texts or histograms.
+      step: the step the values belong to.
+      values: by name; int or float, uint8 [B, H, W, C], str, or _Histogram.
+    """
+
+  def _write(
+    self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
+  ) -> None:
+    self._require_open(f'write_{kind}')
+    record = Record.of(values)
+    if record.converted is None:
+      record.converted = values_lib.CONVERSIONS[kind](values, *options)
+    if record.converted:
+      # A copy: one backend may change it before the next one gets it.
+      self._emit(kind, values_lib.to_step(global_step), dict(record.converted))

@@ -1,0 +1,298 @@
+"""Event files for TensorBoard, without TensorFlow.
+
+tensorboardX supplies the protocol buffers and the checksum. Its own writer is
+not used: it writes on a thread of its own, where an error is lost.
+"""
+
+from collections.abc import Callable, Iterator
+import json
+import math
+import os
+import pathlib
+import re
+import socket
+import struct
+import time
+from typing import Any, BinaryIO
+import uuid
+import zlib
+
+import jax
+import numpy as np
+
+from jaxline import disk
+from jaxline.metrics import base
+from jaxline.metrics import files
+
+
+class TensorBoardWriter(files.FileBackend):
+  """Writes a new event file in a directory that may have older ones.
+
+  Scalars are stored as float32, as TensorBoard has it. A batch of images is one
+  tag with B samples. Texts are shown verbatim (not as Markdown).
+
+  `resume` takes voided records out of the older event files, each replaced in
+  one rename, since not every reader heeds the mark that it also writes: a
+  SessionLog START event, by which a TensorBoard that has read them hides them.
+  What is damaged stays as it is. Of such a file TensorBoard shows at least what
+  stands before the damage, and then goes on with the next file.
+  """
+
+  def __init__(
+    self,
+    log_dir: str | os.PathLike[str],
+    *,
+    time_fn: Callable[[], float] = time.time,
+  ) -> None:
+    """Opens a new event file in a directory.
+
+    Its name sorts behind those that are there, also where the clock was set
+    back: that is the order in which TensorBoard reads them.
+
+    Args:
+      log_dir: the directory; it is made where it does not exist. Give each mode
+        (train, eval) a directory of its own: to TensorBoard it is one curve.
+      time_fn: gives the time of each record, in seconds since the epoch.
+
+    Raises:
+      OSError: the directory cannot be made or written to.
+    """
+    self._time_fn = time_fn
+    log_dir = os.fspath(log_dir)
+    # The last part keeps two writers apart that open in one second.
+    owner = f'{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}'
+    name = f'events.out.tfevents.{time_fn():017.6f}.{owner}'
+    last = max(_event_files(log_dir), default='')
+    if name < last:
+      # Later than any file that another writer made in the same second.
+      found = re.match(r'events\.out\.tfevents\.(\d{10})', last)
+      seconds = int(found[1]) + 1 if found else 0
+      name = f'events.out.tfevents.{seconds:017.6f}.{owner}'
+    if name < last:  # A name that is not of this kind.
+      name = f'{last}.{owner}'
+    super().__init__(os.path.join(log_dir, name))
+    self._append_event(file_version='brain.Event:2')
+
+  def _append_event(self, **fields: Any) -> None:
+    self._append(_record(self._time_fn(), **fields))
+
+  def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    summary = [{'tag': k, **_summary(kind, x)} for k, x in values.items()]
+    self._append_event(step=step, summary={'value': summary})
+
+  def values(self, tag: str) -> list[float]:
+    """Returns a scalar's values in all files of the directory, unordered."""
+    from tensorboardX.proto import event_pb2
+
+    found = []
+    for path in self._paths():
+      with open(path, 'rb') as file:
+        for piece in self._read(file):
+          if piece.has_scalars:
+            event = event_pb2.Event.FromString(piece.data[12:-4])
+            found += [x for x in event.summary.value if x.tag == tag]
+    return [x.simple_value for x in found]
+
+  def _paths(self) -> list[str]:
+    directory = os.path.dirname(self.path)
+    return [os.path.join(directory, name) for name in _event_files(directory)]
+
+  def _read(self, file: BinaryIO) -> Iterator[files.Piece]:
+    from google.protobuf import message
+    from tensorboardX.proto import event_pb2
+
+    while header := file.read(12):
+      if header[8:] != _checksum(header[:8]):
+        # Where the next record begins cannot be known.
+        yield files.Piece(header, None, False)
+        while rest := file.read(1 << 20):
+          yield files.Piece(rest, None, False)
+        return
+      data = file.read(struct.unpack('<Q', header[:8])[0])
+      checksum = file.read(4)
+      try:
+        event = event_pb2.Event.FromString(data)
+      except message.DecodeError:
+        event = event_pb2.Event()
+      # What is damaged may say any step.
+      has_scalars = checksum == _checksum(data) and any(
+        value.HasField('simple_value') for value in event.summary.value
+      )
+      step = event.step if event.HasField('summary') else None
+      yield files.Piece(header + data + checksum, step, has_scalars)
+
+  def _resume(self, step: int) -> None:
+    super()._resume(step)
+    # Twice: TensorBoard takes the first that it finds in a directory for the
+    # start of the run and hides nothing.
+    for _ in range(2):
+      self._append_event(step=step + 1, session_log={'status': 'START'})
+
+
+class SessionWriter(base.Backend):
+  """Writes what the tab HPARAMS shows of a run: its evaluations, and the best.
+
+  The scalars are copies: the tab finds values only in the directory of
+  `write_hparams` and below it. The event file is made with the first of them,
+  behind the one of `write_hparams`: TensorBoard reads the files of a directory
+  in order.
+  """
+
+  def __init__(
+    self, directory: pathlib.Path, metric: str | None, higher_is_better: bool
+  ) -> None:
+    """Opens nothing.
+
+    Args:
+      directory: that of `write_hparams`.
+      metric: the scalar whose best value is `best/<metric>`; None for none.
+      higher_is_better: the best value is the greatest.
+    """
+    self._directory = directory
+    self._metric = metric
+    self._sign = 1 if higher_is_better else -1
+    self._writer: TensorBoardWriter | None = None
+    self._best: float | None = None
+
+  def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    if kind != 'scalars':
+      return
+    if self._writer is None:
+      self._writer = TensorBoardWriter(self._directory)
+    shown = {f'eval/{name}': value for name, value in values.items()}
+    if self._metric in values:
+      value, tag = self._sign * values[self._metric], f'best/{self._metric}'
+      if self._best is None:
+        logged = (self._sign * x for x in self._writer.values(tag))
+        self._best = max(logged, default=-math.inf)
+      if value > self._best:
+        self._best = value
+        shown[tag] = values[self._metric]
+    self._writer.write_scalars(step, shown)
+
+  def _resume(self, step: int) -> None:
+    self._best = None
+    if self._writer is None and _event_files(str(self._directory)):
+      self._writer = TensorBoardWriter(self._directory)
+    if self._writer is not None:
+      self._writer.resume(step)
+
+  def _flush(self) -> None:
+    if self._writer is not None:
+      self._writer.flush()
+
+  def _close(self) -> None:
+    if self._writer is not None:
+      self._writer.close()
+
+
+def write_hparams(directory: pathlib.Path, config: Any) -> None:
+  """Writes a run's config for TensorBoard's tab HPARAMS.
+
+  A run that is resumed stays one session: the file is replaced, or stays as it
+  is where the config is the same. There is no record of the session's end,
+  which would have to be taken back on resume.
+
+  Args:
+    directory: of the session. Not the run's, of which TensorBoard may be asked
+      to show nothing else: then it finds no values in the directories below.
+    config: the run's. Numbers, bools and texts in it become parameters, except
+      the run's directory.
+
+  Raises:
+    OSError: the file cannot be written.
+  """
+  from tensorboardX.proto import plugin_hparams_pb2
+
+  data = plugin_hparams_pb2.HParamsPluginData()
+  leaves = jax.tree_util.tree_leaves_with_path(
+    json.loads(config.to_json_best_effort())
+  )
+  for keys, value in leaves:
+    name = jax.tree_util.keystr(keys, simple=True, separator='.')
+    if name != 'checkpoint_dir':
+      kind = {bool: 'bool', str: 'string'}.get(type(value), 'number')
+      setattr(data.session_start_info.hparams[name], f'{kind}_value', value)
+  content = data.SerializeToString(deterministic=True)
+  path = directory / 'events.out.tfevents.0000000000.hparams'
+  if path.exists() and content in path.read_bytes():
+    return
+  directory.mkdir(parents=True, exist_ok=True)
+  value = {
+    'tag': '_hparams_/session_start_info',
+    'metadata': {'plugin_data': {'plugin_name': 'hparams', 'content': content}},
+    'tensor': {'dtype': 'DT_FLOAT', 'tensor_shape': {'dim': [{'size': 0}]}},
+  }
+  now = time.time()
+  with disk.replacing(path, directory / '.hparams.tmp') as file:
+    file.write(_record(now, file_version='brain.Event:2'))
+    # A resume, at step -1 or later, leaves it there.
+    file.write(_record(now, step=-1, summary={'value': [value]}))
+
+
+def _event_files(directory: str) -> list[str]:
+  """Returns the names of what TensorBoard takes for event files."""
+  names = os.listdir(directory) if os.path.isdir(directory) else []
+  return [name for name in names if 'tfevents' in name]
+
+
+def _record(wall_time: float, **fields: Any) -> bytes:
+  """Returns one event as a TFRecord: length, checksum, data, checksum."""
+  from tensorboardX.proto import event_pb2
+
+  event = event_pb2.Event(wall_time=wall_time, **fields)
+  data = event.SerializeToString()
+  length = struct.pack('<Q', len(data))
+  return length + _checksum(length) + data + _checksum(data)
+
+
+def _checksum(data: bytes) -> bytes:
+  from tensorboardX import record_writer
+
+  return struct.pack('<I', record_writer.masked_crc32c(data))
+
+
+def _summary(kind: str, value: Any) -> dict[str, Any]:
+  """Returns the fields of a summary, for the plugin that shows such values."""
+  if kind == 'scalars':
+    return {'simple_value': value}
+  if kind == 'histograms':
+    # One row per bucket: left edge, right edge, count.
+    edges = value.edges
+    rows = np.stack([edges[:-1], edges[1:], value.counts], axis=1)
+    content = rows.astype('<f8').tobytes()
+    tensor = {'dtype': 'DT_DOUBLE', 'tensor_content': content}
+    plugin, shape = 'histograms', rows.shape
+  elif kind == 'images':
+    _, height, width, _ = value.shape
+    strings = [b'%d' % width, b'%d' % height, *map(_to_png, value)]
+    tensor = {'dtype': 'DT_STRING', 'string_val': strings}
+    plugin, shape = 'images', (len(strings),)
+  else:
+    # Four spaces make it a code block in Markdown, whatever it contains.
+    block = '\n'.join('    ' + line for line in value.split('\n'))
+    tensor = {'dtype': 'DT_STRING', 'string_val': [block.encode('utf-8')]}
+    plugin, shape = 'text', ()
+  dims = [{'size': size} for size in shape]
+  return {
+    'metadata': {'plugin_data': {'plugin_name': plugin}},
+    'tensor': {**tensor, 'tensor_shape': {'dim': dims}},
+  }
+
+
+def _to_png(image: np.ndarray) -> bytes:
+  """Encodes one uint8 [H, W, C] image (PNG, W3C recommendation)."""
+  height, width, channels = image.shape
+  color_type = {1: 0, 3: 2, 4: 6}[channels]
+  header = struct.pack('>2I5B', width, height, 8, color_type, 0, 0, 0)
+  # Each row begins with its filter: 0, none.
+  rows = np.pad(image.reshape(height, -1), [(0, 0), (1, 0)]).tobytes()
+  chunks = [(b'IHDR', header), (b'IDAT', zlib.compress(rows)), (b'IEND', b'')]
+  return b'\x89PNG\r\n\x1a\n' + b''.join(
+    struct.pack('>I', len(data))
+    + kind
+    + data
+    # The checksum covers the kind and the data, not the length.
+    + struct.pack('>I', zlib.crc32(kind + data))
+    for kind, data in chunks
+  )

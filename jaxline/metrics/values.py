@@ -1,0 +1,234 @@
+"""From what users hand over to what backends write: numbers, pixels, text.
+
+Shapes: B images, H rows, W columns, C channels, K buckets.
+"""
+
+from collections.abc import Callable, Mapping
+import numbers
+from typing import Any, NamedTuple
+
+from absl import logging
+import jax
+import numpy as np
+
+_warned: set[tuple[str, ...]] = set()
+
+
+def warn_once(key: tuple[str, ...], message: str, *args: Any) -> None:
+  """Logs a warning the first time that it is called with a key."""
+  if key not in _warned:
+    _warned.add(key)
+    logging.warning(message, *args)
+
+
+def to_step(global_step: Any) -> int:
+  """Returns the step as an int; waits for a device array to be computed.
+
+  Args:
+    global_step: an int, or an array of any shape whose elements are all the
+      step, such as one copy per local device ([num_local_devices]).
+
+  Raises:
+    TypeError: it is not a whole number.
+  """
+  first = global_step
+  if isinstance(first, jax.Array):
+    # One shard is enough, and on several hosts it is all that there is.
+    first = first.addressable_data(0)
+  number = _to_number(np.asarray(first).reshape(-1)[:1])
+  if number is None or number % 1:
+    raise TypeError(
+      f'global_step: got {_describe(global_step)}, expected an int or an array '
+      'of ints (one copy of the step per device).'
+    )
+  return int(number)
+
+
+def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
+  """Returns the numbers in a mapping as Python numbers, in its order.
+
+  Integers and bools become int (exact), other numbers float. A nested mapping
+  is flattened: `{'loss': {'kl': 1.}}` gives `{'loss/kl': 1.}`. Device arrays
+  are fetched, which waits for them to be computed.
+
+  Args:
+    scalars: Python, numpy or JAX numbers of any real dtype (integers of up to
+      64 bits), or arrays with one element, by name. Whatever else stands there
+      (None, a string, a bigger array, a typed random key, an array that was
+      donated meanwhile) is skipped, with one warning per name.
+  """
+  flat: dict[str, int | float] = {}
+  for name, value in scalars.items():
+    if isinstance(value, Mapping):
+      flat.update(to_scalars({f'{name}/{k}': v for k, v in value.items()}))
+      continue
+    number = _to_number(value)
+    if number is None:
+      warn_once(
+        ('scalar', str(name)),
+        'Scalar "%s" is skipped, now and from here on: got %s, expected a '
+        'number or an array with one element.',
+        name,
+        _describe(value),
+      )
+    else:
+      flat[str(name)] = number
+  return flat
+
+
+def _to_number(value: Any) -> int | float | None:
+  """Returns a number as int or float, anything else as None."""
+  if isinstance(value, numbers.Integral):
+    return int(value) if abs(int(value)) < 2**64 else None
+  if isinstance(value, numbers.Real):
+    return float(value)
+  if not hasattr(value, '__array__') or getattr(value, 'size', 1) != 1:
+    return None
+  if isinstance(value, jax.Array):
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+      return None
+    if not (value.is_fully_addressable or value.is_fully_replicated):
+      return None
+  try:
+    array = np.asarray(value)
+  except RuntimeError:
+    if isinstance(value, jax.Array) and value.is_deleted():
+      return None
+    raise
+  number = array.item() if array.size == 1 else None
+  if isinstance(number, int):
+    return int(number)  # A bool is one.
+  return number if isinstance(number, float) else None
+
+
+def _describe(value: Any) -> str:
+  if isinstance(value, jax.Array) and value.is_deleted():
+    return 'an array that was donated or deleted before it was written'
+  if hasattr(value, 'shape') and hasattr(value, 'dtype'):
+    return f'an array of shape {list(value.shape)} and dtype {value.dtype}'
+  return f'{repr(value)[:60]} of type {type(value).__name__}'
+
+
+# Rounding (bfloat16 has steps of 0.004 just below 1) may carry an image that is
+# meant to lie in 0..1 a little past its ends.
+_IMAGE_SLACK = 0.01
+
+
+def check_image(name: str, image: Any) -> None:
+  """Checks shape and dtype, which needs no transfer from a device."""
+  shape = tuple(image.shape)
+  channels = shape[-1] if len(shape) > 2 else 1
+  if len(shape) not in (2, 3, 4) or channels not in (1, 3, 4) or 0 in shape:
+    raise ValueError(
+      f'Image "{name}": got shape {list(shape)}, expected [H, W], [H, W, C] or '
+      '[B, H, W, C] with C in (1, 3, 4) and no empty axis. Grey images in a '
+      'batch need a last axis of 1: images[..., None].'
+    )
+  if image.dtype not in (np.uint8, bool) and not jax.dtypes.issubdtype(
+    image.dtype, np.floating
+  ):
+    raise ValueError(
+      f'Image "{name}": got dtype {image.dtype}, expected uint8 in 0..255, '
+      'bool, or floating point in 0..1. Cast it: image.astype(np.uint8).'
+    )
+
+
+def _to_images(images: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  """Returns any accepted images as batches, uint8 [B, H, W, C]."""
+  return {
+    str(k): _to_batch(k, np.asarray(image)) for k, image in images.items()
+  }
+
+
+def _to_batch(name: str, image: np.ndarray) -> np.ndarray:
+  check_image(name, image)
+  if image.dtype == bool:
+    image = image.astype(np.uint8) * np.uint8(255)
+  elif image.dtype != np.uint8:
+    image = image.astype(np.float32)
+    low, high = image.min(), image.max()
+    # Written so that a NaN is noticed too. No error: TensorFlow, for which old
+    # experiments were written, clips as well.
+    if not (low >= -_IMAGE_SLACK and high <= 1 + _IMAGE_SLACK):
+      warn_once(
+        ('image range', name),
+        'Image "%s": got values in %g..%g, expected 0..1 for floating point '
+        '(shape %s); what is outside is clipped, NaN is black. Rescale it, or '
+        'cast an image in 0..255 to uint8.',
+        name,
+        low,
+        high,
+        list(image.shape),
+      )
+      image = np.nan_to_num(image)
+    image = np.round(np.clip(image, 0, 1) * 255).astype(np.uint8)
+  if image.ndim == 2:
+    image = image[:, :, None]
+  return image if image.ndim == 4 else image[None]
+
+
+def _to_texts(texts: Mapping[str, str]) -> dict[str, str]:
+  # Text generated byte by byte may hold lone surrogates, which no file takes.
+  return {
+    str(name): str(text).encode('utf-8', 'replace').decode('utf-8')
+    for name, text in texts.items()
+  }
+
+
+class Histogram(NamedTuple):
+  """The values of an array by buckets of equal width, and in figures."""
+
+  counts: np.ndarray  # [K]
+  edges: np.ndarray  # [K + 1]
+  stats: dict[str, int | float]
+
+
+def _to_histograms(
+  arrays: Mapping[str, Any], num_buckets: int
+) -> dict[str, Histogram]:
+  histograms = {}
+  for name, array in arrays.items():
+    values = np.asarray(array).astype(np.float64).reshape(-1)
+    finite = values[np.isfinite(values)]
+    nonfinite = values.size - finite.size
+    if nonfinite:
+      warn_once(
+        ('histogram', str(name)),
+        'Histogram "%s" has %d of %d values that are not finite; it shows the '
+        'others. This is said once.',
+        name,
+        nonfinite,
+        values.size,
+      )
+    if finite.size:
+      stats = {
+        'count': finite.size,
+        'nonfinite': nonfinite,
+        'min': float(finite.min()),
+        'mean': float(finite.mean()),
+        'max': float(finite.max()),
+      }
+      counts, edges = np.histogram(finite, bins=num_buckets)
+      histograms[str(name)] = Histogram(counts, edges, stats)
+  return histograms
+
+
+CONVERSIONS: dict[str, Callable[..., dict[str, Any]]] = {
+  'scalars': to_scalars,
+  'images': _to_images,
+  'texts': _to_texts,
+  'histograms': _to_histograms,
+}
+
+
+def summarize(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a record as flat JSON values: images and histograms in figures."""
+  if kind == 'images':
+    return {name: list(images.shape) for name, images in values.items()}
+  if kind == 'histograms':
+    return {
+      f'{name}/{stat}': number
+      for name, histogram in values.items()
+      for stat, number in histogram.stats.items()
+    }
+  return dict(values)

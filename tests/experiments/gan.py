@@ -1,0 +1,147 @@
+"""A GAN of two optimizers that take turns: it learns a Gaussian's points.
+
+`make_optimizer` gives each network its optimizer, `after_update` counts the
+turns, and `loss_fn` returns the loss of the network whose turn it is.
+
+As a program it prints, as JSON, what `curve` returns on the devices there are.
+"""
+
+import json
+import sys
+
+from experiments import regression
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxline import metrics
+from jaxline import partitioning
+from jaxline import sharded
+
+FEATURES, HIDDEN = 2, 32
+MEAN = np.array([2.0, -1.0], np.float32)
+STD = np.array([0.5, 1.5], np.float32)
+
+
+def is_generators(turn):
+  """Whether a turn is the generator's. The first turn is 0."""
+  return turn % 2 == 1
+
+
+class Input(regression.Input):
+  """Endless points, whose position can be saved."""
+
+  def __next__(self):
+    rng = np.random.default_rng([0, int(self.state['next'])])
+    self.state['next'] += 1
+    points = rng.normal(MEAN, STD, [self.batch_size, FEATURES])
+    return {'x': points.astype(np.float32)}
+
+
+def discriminate(params, x):
+  """Returns the logits of being data, [B], of points [B, FEATURES]."""
+  hidden = jax.nn.softplus(x @ params['in'] + params['bias'][None])
+  return hidden @ params['out']
+
+
+class Gan(sharded.ShardedExperiment):
+  """A linear generator against a network of one hidden layer."""
+
+  def init_fn(self, rng):
+    rngs = jax.random.split(rng)
+    w_in = 0.7 * jax.random.normal(rngs[0], [FEATURES, HIDDEN])
+    params = {
+      'generator': {'w': jnp.eye(FEATURES), 'b': jnp.zeros([FEATURES])},
+      'discriminator': {
+        'in': partitioning.Logical(w_in, (None, 'embed')),
+        'bias': jnp.zeros([HIDDEN]),
+        'out': 0.1 * jax.random.normal(rngs[1], [HIDDEN]),
+      },
+    }
+    return params, {'turn': jnp.zeros([], jnp.int32)}
+
+  def after_update(self, model_state, params, step):
+    # Not `step`, which also counts the steps that `on_nonfinite` skips.
+    return {'turn': model_state['turn'] + 1}
+
+  def make_optimizer(self):
+    adam = optax.adam(0.03, b1=0.0)
+    optimizers = {
+      # In the other's turn it keeps its state, and its network its weights.
+      'generator': optax.conditionally_mask(adam, is_generators),
+      'discriminator': optax.conditionally_mask(
+        adam, lambda turn: ~is_generators(turn)
+      ),
+    }
+    return optax.multi_transform(optimizers, {x: x for x in optimizers})
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    x, weights = batch['x'], batch['weights']
+    noise = jax.random.normal(rng, x.shape)
+
+    def losses(generator, discriminator):
+      fake = noise @ generator['w'] + generator['b'][None]
+      on_data = discriminate(discriminator, x)
+      on_fake = discriminate(discriminator, fake)
+      nll = jax.nn.softplus(-on_data) + jax.nn.softplus(on_fake)
+      return {
+        'discriminator_loss': metrics.Mean.of(nll, weights),
+        'generator_loss': metrics.Mean.of(jax.nn.softplus(-on_fake), weights),
+      }
+
+    def of_discriminator(generator, discriminator):
+      found = losses(jax.lax.stop_gradient(generator), discriminator)
+      # The slope at the data (R1); without its penalty the two would circle.
+      slopes = jax.grad(lambda x: discriminate(discriminator, x).sum())(x)
+      penalty = metrics.Mean.of(jnp.square(slopes).sum(-1), weights)
+      loss = found['discriminator_loss'].compute() + 0.05 * penalty.compute()
+      return loss, found
+
+    def of_generator(generator, discriminator):
+      found = losses(generator, jax.lax.stop_gradient(discriminator))
+      return found['generator_loss'].compute(), found
+
+    loss, found = jax.lax.cond(  # Only one of the two is computed.
+      is_generators(model_state['turn']),
+      of_generator,
+      of_discriminator,
+      params['generator'],
+      params['discriminator'],
+    )
+    return loss, found, model_state
+
+  def train_input(self):
+    return Input(64)
+
+  def eval_input(self):
+    rng = np.random.default_rng(1)
+    for _ in range(2):
+      points = rng.normal(MEAN, STD, [32, FEATURES])
+      yield {'x': points.astype(np.float32)}
+
+
+def curve(steps=6, **kwargs):
+  """Trains and evaluates; returns losses, weights and a weight's shards."""
+  experiment = Gan('train', jax.random.PRNGKey(0), **kwargs)
+  rows = regression.train_steps(experiment, steps)
+  state = experiment.state
+  moments = state.opt_state.inner_states['discriminator'].inner_state
+  return {
+    'losses': [float(row['discriminator_loss']) for row in rows],
+    'weights': jax.tree.map(
+      lambda x: np.asarray(x).tolist(), jax.tree.leaves(state.params)
+    ),
+    'eval': regression.evaluate(experiment),
+    'shards': [
+      [shard.data.shape for shard in x.addressable_shards]
+      for x in (
+        state.params['discriminator']['in'],
+        moments.inner_state[0].nu['discriminator']['in'],
+      )
+    ],
+  }
+
+
+if __name__ == '__main__':
+  print(json.dumps([curve(**kwargs) for kwargs in json.loads(sys.argv[1])]))
