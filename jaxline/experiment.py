@@ -211,7 +211,7 @@ class AbstractExperiment(abc.ABC):
     step_inputs = self.step_inputs(config)
     max_in_flight = max_steps_in_flight(config)
     in_flight: collections.deque[list[Any]] = collections.deque()
-    with debug.log_activity('training loop'):
+    with debug.log_activity('training loop', category='steps'):
       while self.should_run_step(step := state.global_step, config):
         with jax.profiler.StepTraceAnnotation('train', step_num=step):
           global_step, rng, next_rng = step_inputs(step, state.train_step_rng)

@@ -33,6 +33,7 @@ from jaxline import decode
 from jaxline import disk
 from jaxline import distributed
 from jaxline import errors
+from jaxline import goodput
 from jaxline import train
 from jaxline import xla
 from jaxline.aot import programs
@@ -536,7 +537,7 @@ def main(
   """
 
   def run(unused_argv: Sequence[str]) -> None:
-    with _exits():
+    with _exits(), goodput.run():
       config = _read_config(flags.FLAGS)
       mode = _find_mode(_MODE.value)
       _start_jax(config)
@@ -616,7 +617,7 @@ def start(
       f' {jax.process_count()}: their threads would meet in different programs.'
       ' Use train_and_eval.'
     )
-  with contextlib.ExitStack() as stack:
+  with goodput.run(), contextlib.ExitStack() as stack:
     is_writable = bool(mode.logs) and _claim(config, mode, stack)
 
     # It closes last: what is being saved is still logged.
