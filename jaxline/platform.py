@@ -33,6 +33,7 @@ from jaxline import decode
 from jaxline import disk
 from jaxline import distributed
 from jaxline import errors
+from jaxline import goodput
 from jaxline import train
 from jaxline import xla
 from jaxline.aot import programs
@@ -508,7 +509,7 @@ def main(
   """
 
   def run(unused_argv: Sequence[str]) -> None:
-    with _exits():
+    with _exits(), goodput.run():
       config = _read_config(flags.FLAGS)
       mode = _find_mode(_MODE.value)
       _start_jax(config)
@@ -588,7 +589,7 @@ def start(
       f' {jax.process_count()}: their threads would meet in different programs.'
       ' Use train_and_eval.'
     )
-  with contextlib.ExitStack() as stack:
+  with goodput.run(), contextlib.ExitStack() as stack:
     stack.enter_context(compilation_cache.of_run(config))
     is_writable = bool(mode.logs) and _claim(config, mode, stack)
 

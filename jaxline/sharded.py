@@ -34,6 +34,7 @@ from jaxline.inputs import infeed
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite as nonfinite_lib
+from jaxline.supervision import recompilation
 
 # The names of `train_step` that experiments use.
 Batch = step_lib.Batch
@@ -302,11 +303,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     if before and (
       lines := experiment.differences(shapes, before, 'now', 'before', 'batch')
     ):
-      logging.warning(
-        'train_input gave a batch of another shape or type, for which the step'
-        ' is compiled anew; pad its batches to one shape, or to few.\n%s',
-        '\n'.join(lines),
-      )
+      recompilation.warn_of_batch(lines)
 
   @functools.cached_property
   def compiled_eval_step(self) -> Callable[..., Any]:

@@ -23,12 +23,14 @@ from jaxline import debug
 from jaxline import distributed
 from jaxline import errors
 from jaxline import experiment as experiment_lib
+from jaxline import goodput
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
 from jaxline.compat import devices
 from jaxline.metrics import periodic
+from jaxline.metrics import rates
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
 from jaxline.supervision import out_of_memory as oom
@@ -296,8 +298,11 @@ class Run:
     )
     ended: queue.Queue[tuple[str, BaseException | None]] = queue.Queue()
 
+    account = goodput.current()
+
     def run_train() -> None:
-      training.train()
+      with goodput.continued(account):
+        training.train()
       trained.set()
 
     def target(half: Callable[[], None]) -> None:
@@ -363,7 +368,7 @@ def _check_clocks(key: str, interval_type: str | None) -> None:
 def _restore(
   checkpointer: base.FullCheckpointer, step: int | None = None
 ) -> None:
-  with debug.log_activity('checkpoint restore'):
+  with debug.log_activity('checkpoint restore', category='restore'):
     checkpointer.restore('latest', step=step)
 
 
@@ -392,19 +397,6 @@ def _resume_log(
 
 
 _LOG_LINE = writers.LogLineWriter()
-# What a step may count, and is then logged per second too.
-_COUNTS = ('tokens_per_step', 'examples_per_step')
-
-
-def _add_rates(scalars: Mapping[str, Any]) -> dict[str, Any]:
-  """Adds the rates of what a step counts, where its time is known."""
-  logged = dict(scalars)
-  if 'steps_per_sec' in scalars:
-    counts = {k: scalars[k] for k in _COUNTS if k in scalars}
-    for name, count in writers.to_scalars(counts).items():
-      rate = count * scalars['steps_per_sec']
-      logged[name.replace('_per_step', '_per_sec')] = rate
-  return logged
 
 
 def _log_outputs(step: int, scalar_values: Mapping[str, Any]) -> None:
@@ -433,7 +425,10 @@ class _Training:
         'checkpoint_interval_type',
         config.checkpoint_interval_type or config.interval_type,
       )
-    with debug.log_activity('experiment init'), oom.explained(None, config):
+    with (
+      debug.log_activity('experiment init', category='start'),
+      oom.explained(None, config),
+    ):
       self.experiment, rng = build_for_training(run.experiment_class, config)
     # Not before: a line that says what is wrong with the config would be lost.
     logging.info('Training with config:\n%s', config)
@@ -474,7 +469,7 @@ class _Training:
     ) -> periodic.PeriodicAction:
       @functools.wraps(fn)  # Messages name the function.
       def write(step: int, scalars: Mapping[str, Any]) -> None:
-        fn(step, _add_rates(self.guard.without_flag(scalars)))
+        fn(step, rates.add_rates(self.guard.without_flag(scalars)))
 
       return periodic.PeriodicAction(
         write,
@@ -519,7 +514,8 @@ class _Training:
     if not self._saves or self._saved_step == self.state.global_step:
       return
     self.guard.wait()  # A state that is not finite must not be saved.
-    self._run.checkpointer.save('latest')
+    with goodput.measure('checkpoints'):
+      self._run.checkpointer.save('latest')
     self._saved_step = self.state.global_step
 
   def run_loop(self) -> None:
@@ -562,7 +558,7 @@ class _Training:
 
   def _finish(self) -> None:
     """Saves, and waits for the background."""
-    with debug.log_activity('final checkpoint'):
+    with debug.log_activity('final checkpoint', category='checkpoints'):
       self.save()
       if self._saves:
         self._run.checkpointer.wait_for_checkpointing_to_finish()
@@ -589,7 +585,7 @@ class _Evaluation:
     self._run = run
     config = run.config
     rng = jax.random.PRNGKey(config.random_seed)
-    with debug.log_activity('experiment init'):
+    with debug.log_activity('experiment init', category='start'):
       self.experiment = adapters.construct(
         run.experiment_class, run.eval_mode, rng, config
       )
@@ -618,11 +614,13 @@ class _Evaluation:
     run, step = self._run, int(state.global_step)
     global_step, rng = self._inputs(step)
     self.experiment.num_evaluated = sum(s < step for s in self.done)
-    with debug.log_activity(f'evaluation of step {step}'):
-      with oom.explained(self.experiment, run.config):
-        scalars = self._evaluate(
-          global_step=global_step, rng=rng, writer=run.eval_writer
-        )
+    with (
+      debug.log_activity(f'evaluation of step {step}', category='evaluation'),
+      oom.explained(self.experiment, run.config),
+    ):
+      scalars = self._evaluate(
+        global_step=global_step, rng=rng, writer=run.eval_writer
+      )
     experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
     run.eval_log.write_scalars(step, scalars)
     self._log_line.write_scalars(step, scalars)
@@ -641,7 +639,8 @@ class _Evaluation:
 
   def wait(self) -> None:
     """Waits until what has been evaluated is safe and noted."""
-    self._run.checkpointer.wait_for_checkpointing_to_finish()
+    with goodput.measure('checkpoints'):
+      self._run.checkpointer.wait_for_checkpointing_to_finish()
 
 
 class _Best:
@@ -658,7 +657,7 @@ class _Best:
     checkpointer.claim('best')
     if checkpointer.can_be_restored('best'):
       # Only the best value and its metric are restored, not the weights.
-      with debug.log_activity('best checkpoint restore'):
+      with debug.log_activity('best checkpoint restore', category='restore'):
         try:
           checkpointer.restore('best')
         except files.RefusedError:
@@ -706,7 +705,8 @@ class _Best:
     state.best_eval_metric_value = value
     state.train_step_rng = train_step_rng
     experiment.on_new_best_model(state)
-    self._checkpointer.save('best')
+    with goodput.measure('checkpoints'):
+      self._checkpointer.save('best')
 
 
 def _listed_steps(

@@ -157,6 +157,7 @@ def heads(contract):
 
 
 OUR_ARGUMENTS = (
+  'category',
   'executor',
   'records_config',
   'run_config',

@@ -27,6 +27,7 @@ LEAVES = (
   'disk',
   'distributed',
   'errors',
+  'goodput',
   'launch',
   'maxtext',
   'mesh',
