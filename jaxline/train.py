@@ -28,6 +28,7 @@ from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
 from jaxline.compat import devices
+from jaxline.metrics import console as console_lib
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
@@ -97,6 +98,7 @@ class Run:
     supervision: what else may end the run.
     eval_mode: the mode of the experiment that is evaluated.
     eval_checkpointer: for the evaluation thread of `train_eval_multithreaded`.
+    console: what the terminal shows; by default a line of log at an interval.
   """
 
   experiment_class: Any
@@ -108,6 +110,9 @@ class Run:
   supervision: Supervision = dataclasses.field(default_factory=Supervision)
   eval_mode: str = 'eval'
   eval_checkpointer: Any = None
+  console: console_lib.Console = dataclasses.field(
+    default_factory=console_lib.Console
+  )
 
   def __post_init__(self) -> None:
     self.config = base_config.complete_config(self.config)
@@ -145,6 +150,7 @@ class Run:
       )
     evaluation = _Evaluation(self)
     logging.info('Evaluating with config:\n%s', config)
+    self.console.begin(config, evaluation.experiment)
     state = base.new_state(checkpointer, evaluation.experiment)
     for is_noted in self._restored(evaluation):
       evaluation(state, is_noted)
@@ -188,13 +194,8 @@ class Run:
         # In JAXline the last step ends it, and nothing later is looked at.
         is_over = not checkpointer.is_resumable and self._is_last(evaluation)
       elif not is_over:
-        logging.log_every_n_seconds(
-          logging.INFO,
-          'Waiting for a checkpoint after step %s in %s.',
-          60,
-          evaluation.last,
-          config.checkpoint_dir,
-        )
+        if supervision.trained is None:
+          self.console.log_waiting(evaluation.last, config.checkpoint_dir)
         time.sleep(_POLL_SECS)
       if is_over:
         return
@@ -389,7 +390,6 @@ def _resume_log(
     log.write_texts(0, {'config': text})
 
 
-_LOG_LINE = writers.LogLineWriter()
 # What a step may count, and is then logged per second too.
 _COUNTS = ('tokens_per_step', 'examples_per_step')
 
@@ -403,11 +403,6 @@ def _add_rates(scalars: Mapping[str, Any]) -> dict[str, Any]:
       rate = count * scalars['steps_per_sec']
       logged[name.replace('_per_step', '_per_sec')] = rate
   return logged
-
-
-def _log_outputs(step: int, scalar_values: Mapping[str, Any]) -> None:
-  """Logs one line; a periodic action, at `log_tensors_interval`."""
-  _LOG_LINE.write_scalars(step, scalar_values)
 
 
 _initialize_experiment = adapters.initialize_experiment  # Forks call it.
@@ -470,21 +465,21 @@ class _Training:
       def write(step: int, scalars: Mapping[str, Any]) -> None:
         fn(step, _add_rates(self.guard.without_flag(scalars)))
 
-      return periodic.PeriodicAction(
-        write,
-        interval_type=config.logging_interval_type or config.interval_type,
-        logging_growth_ratios=config.periodic_action_growth_ratios,
-        executor=log.executor,  # The thread that writes also fetches.
-        **kwargs,
-      )
+      defaults = {
+        'interval_type': config.logging_interval_type or config.interval_type,
+        'logging_growth_ratios': config.periodic_action_growth_ratios,
+        'executor': log.executor,  # The thread that writes also fetches.
+      }
+      return periodic.PeriodicAction(write, **defaults | kwargs)
 
     actions = [
       logging_action(
-        _log_outputs,
-        interval=config.log_tensors_interval,
+        self._run.console.log_training,
         run_async=config.log_async,
+        **self._run.console.options(config),
       )
     ]
+    self._console_action = actions[0]
     is_logged = jax.process_index() == 0 or config.log_all_hosts
     if is_logged and self._run.writer is not None:
       actions.append(
@@ -516,8 +511,9 @@ class _Training:
     checkpointer = self._run.checkpointer
     if checkpointer.is_resumable:
       checkpointer.before_commit['latest'] = self._flush_logs_async()
+    step = self._saved_step = self.state.global_step
     checkpointer.save('latest')
-    self._saved_step = self.state.global_step
+    checkpointer.when_saved(lambda: self._run.console.saved(int(step)))
 
   def _flush_logs_async(self) -> Callable[[], None]:
     """Returns a function that waits until all logged so far is on disk.
@@ -539,13 +535,18 @@ class _Training:
   def run_loop(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""
     try:
-      self._run_loop([*self.actions, adapters.full_action(self._after_step)])
+      self._run_loop([
+        *self.actions,
+        self._run.console,
+        adapters.full_action(self._after_step),
+      ])
     finally:
       # They refer to `self`: the cycle would keep the weights.
       self.actions.clear()
 
   def _run_loop(self, actions: list[periodic.Action]) -> None:
     run, config, state = self._run, self._run.config, self.state
+    run.console.begin(config, self.experiment, state, self._source)
     for action in actions:
       action.update_time(time.time(), state.global_step)
     with run.supervision.watch.training():
@@ -553,7 +554,8 @@ class _Training:
         with debug.log_activity('first checkpoint'):
           self.save()
       try:
-        self.experiment.train_loop(config, state, actions, run.writer)
+        with run.console.training(self._console_action):
+          self.experiment.train_loop(config, state, actions, run.writer)
       except BaseException as error:
         # What was due is still written; the loop's own error is what counts.
         for action in actions:
@@ -611,7 +613,6 @@ class _Evaluation:
     self.last = max(self.done, default=None)
     self._inputs = self.experiment.evaluate_inputs(config, rng)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
-    self._log_line = writers.LogLineWriter(mode='eval')
     self._best: _Best | None = None
     if (
       config.best_model_eval_metric
@@ -628,6 +629,7 @@ class _Evaluation:
       is_noted: whether the step counts as evaluated, for later processes too.
     """
     run, step = self._run, int(state.global_step)
+    run.console.evaluating(step)
     global_step, rng = self._inputs(step)
     self.experiment.num_evaluated = sum(s < step for s in self.done)
     with debug.log_activity(f'evaluation of step {step}'):
@@ -636,7 +638,7 @@ class _Evaluation:
       )
     experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
     run.eval_log.write_scalars(step, scalars)
-    self._log_line.write_scalars(step, scalars)
+    run.console.log_evaluation(step, scalars)
     if self._best is not None:
       self._best.keep(self.experiment, scalars, step, state.train_step_rng)
     self.done.add(step)
@@ -660,6 +662,7 @@ class _Best:
 
   def __init__(self, run: Run):
     self._checkpointer = checkpointer = run.checkpointer
+    self._console = run.console
     self._metric = metric = run.config.best_model_eval_metric
     self._sign = 1 if run.config.best_model_eval_metric_higher_is_better else -1
     self._state = state = checkpointer.get_experiment_state('best')
@@ -709,9 +712,7 @@ class _Best:
       old = -self._sign * math.inf
     if not self._sign * value > self._sign * old:
       return
-    logging.info(
-      'New best %s: %s at step %d (was %s).', self._metric, value, step, old
-    )
+    self._console.log_best(self._metric, value, step, old)
     state.global_step = step
     state.experiment_module = experiment
     state.best_eval_metric_value = value
