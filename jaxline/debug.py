@@ -26,6 +26,7 @@ from unittest import mock
 from absl import logging
 
 from jaxline import errors
+from jaxline import goodput
 from jaxline.compat import op_by_op
 from jaxline.supervision import preemption
 
@@ -108,7 +109,9 @@ def signs_of_life(thread: threading.Thread | None = None) -> int:
 
 
 @contextlib.contextmanager
-def log_activity(activity_name: str) -> Iterator[None]:
+def log_activity(
+  activity_name: str, *, category: str | None = None
+) -> Iterator[None]:
   """Logs the start and the end of the code inside, and its error.
 
   While it is open, `activities()` contains the name. Its start and its end are
@@ -117,6 +120,8 @@ def log_activity(activity_name: str) -> Iterator[None]:
 
   Args:
     activity_name: its name in the log.
+    category: what `goodput` counts its time as; None is that of the code
+      around it.
 
   Yields:
     Nothing.
@@ -126,8 +131,10 @@ def log_activity(activity_name: str) -> Iterator[None]:
   stack = _activities.setdefault(thread, [])
   stack.append(activity_name)
   give_sign_of_life()
+  measured = goodput.measure(category) if category else contextlib.nullcontext()
   try:
-    yield
+    with measured:
+      yield
   except (Stopped, SystemExit, errors.UsageError):
     logging.info('[jaxline] %s stopped.', activity_name)
     raise

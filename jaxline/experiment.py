@@ -52,6 +52,7 @@ class AbstractExperiment(abc.ABC):
     IS_SHARDED: whether this is a `sharded.ShardedExperiment`.
     num_evaluated: the number of earlier steps that were evaluated, in this
       process or before the run was resumed; set before each `evaluate`.
+    data_summary: what the data is, in a line for the terminal; '' shows none.
   """
 
   CHECKPOINT_ATTRS: dict[str, str] = {}
@@ -61,6 +62,7 @@ class AbstractExperiment(abc.ABC):
   CONFIG_CLASS: type | None = None
   IS_SHARDED: bool = False
   num_evaluated: int = 0
+  data_summary: str = ''
 
   @abc.abstractmethod
   def __init__(self, mode: str, init_rng: jax.Array | None = None):
@@ -211,7 +213,7 @@ class AbstractExperiment(abc.ABC):
     step_inputs = self.step_inputs(config)
     max_in_flight = max_steps_in_flight(config)
     in_flight: collections.deque[list[Any]] = collections.deque()
-    with debug.log_activity('training loop'):
+    with debug.log_activity('training loop', category='steps'):
       while self.should_run_step(step := state.global_step, config):
         with jax.profiler.StepTraceAnnotation('train', step_num=step):
           global_step, rng, next_rng = step_inputs(step, state.train_step_rng)

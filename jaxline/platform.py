@@ -33,6 +33,7 @@ from jaxline import decode
 from jaxline import disk
 from jaxline import distributed
 from jaxline import errors
+from jaxline import goodput
 from jaxline import train
 from jaxline import xla
 from jaxline.aot import programs
@@ -40,6 +41,8 @@ from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
+from jaxline.metrics import console as console_lib
+from jaxline.metrics import summary
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
 from jaxline.supervision import watchdog
@@ -356,6 +359,20 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   return _read_config(values).lock()
 
 
+def _origin() -> summary.Origin:
+  """Returns how the command line has started the run."""
+  flag = flags.FLAGS['config']
+  command = ('python', *sys.orig_argv[1:])
+  try:
+    file = config_flags.get_config_filename(flag)
+    overrides = config_flags.get_override_values(flag)
+    own = base_config.flat(load_config([f'--config={file}']))
+  except (flags.Error, UsageError):
+    return summary.Origin(command)  # Set without a file, by a flag saver.
+  changed = {k: x for k, x in overrides.items() if own.get(k, own) != x}
+  return summary.Origin(command, file, changed)
+
+
 def _help_text() -> str:
   lines = [
     f'usage: python {sys.argv[0]} --config=FILE [--config.key=value ...]'
@@ -536,14 +553,14 @@ def main(
   """
 
   def run(unused_argv: Sequence[str]) -> None:
-    with _exits():
+    with _exits(), goodput.run(), console_lib.quiet():
       config = _read_config(flags.FLAGS)
       mode = _find_mode(_MODE.value)
       _start_jax(config)
       if mode.checkpointer:  # Compile mode has none, and runs nothing here.
         _check_flags()
       factories = checkpointer_factory, writer_factory
-      start(experiment_class, config, _MODE.value, *factories)
+      start(experiment_class, config, _MODE.value, *factories, _origin())
 
   with preemption.Watch(grace=_GRACE_SECS):
     if flags.FLAGS.is_parsed():
@@ -582,6 +599,7 @@ def start(
   name: str,
   checkpointer_factory: base.CheckpointerFactory = create_checkpointer,
   writer_factory: Callable[[config_dict.ConfigDict, str], Any] = create_writer,
+  origin: summary.Origin | None = None,
 ) -> Any:
   """Makes the parts of a run and runs a mode, once the processes have met.
 
@@ -591,6 +609,7 @@ def start(
     name: the mode, as for --jaxline_mode.
     checkpointer_factory: as for `main`.
     writer_factory: as for `main`.
+    origin: how the run was started; None is a call from Python.
 
   Returns:
     The run's directory, and what the function of the mode returns.
@@ -616,7 +635,11 @@ def start(
       f' {jax.process_count()}: their threads would meet in different programs.'
       ' Use train_and_eval.'
     )
-  with contextlib.ExitStack() as stack:
+  with goodput.run(), contextlib.ExitStack() as stack:
+    # It closes last, with what the run came to.
+    console = stack.enter_context(
+      console_lib.Console.make(config, origin, jax.process_index() == 0)
+    )
     is_writable = bool(mode.logs) and _claim(config, mode, stack)
 
     # It closes last: what is being saved is still logged.
@@ -634,6 +657,7 @@ def start(
       if not log or not is_writable:
         return writers.MultiWriter([])
       made = writer_factory(config, log)
+      console.show_texts(made, log)
       logs.enter_context(adapters.full_writer(made))
       return made
 
@@ -644,10 +668,6 @@ def start(
     supervision = train.Supervision()
     if mode.logs:
       stack.enter_context(programs.of_run(config))
-      if jax.process_index() == 0:
-        here = f'{pathlib.Path.cwd()}{os.sep}'  # Shown relative to it.
-        shown = config.checkpoint_dir.removeprefix(here)
-        print(f'Run directory: {shown}', flush=True)
       supervision = train.Supervision(
         preemption.begin_run(takes_steps=bool(mode.log)),
         stack.enter_context(watchdog.Watchdog(config.watchdog_secs)),
@@ -662,6 +682,7 @@ def start(
       supervision,
       eval_mode=mode.eval_mode or mode.eval_log,
       eval_checkpointer=checkpointer(mode.eval_checkpointer),
+      console=console,
     )
     # What is raised before is wrong usage, which needs no debugger.
     try:

@@ -23,6 +23,7 @@ from jaxline import debug
 from jaxline import distributed
 from jaxline import errors
 from jaxline import experiment as experiment_lib
+from jaxline import goodput
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
@@ -30,6 +31,7 @@ from jaxline.compat import adapters
 from jaxline.compat import devices
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import periodic
+from jaxline.metrics import rates
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
@@ -295,8 +297,11 @@ class Run:
     )
     ended: queue.Queue[tuple[str, BaseException | None]] = queue.Queue()
 
+    account = goodput.current()
+
     def run_train() -> None:
-      training.train()
+      with goodput.continued(account):
+        training.train()
       trained.set()
 
     def target(half: Callable[[], None]) -> None:
@@ -362,7 +367,7 @@ def _check_clocks(key: str, interval_type: str | None) -> None:
 def _restore(
   checkpointer: base.FullCheckpointer, step: int | None = None
 ) -> None:
-  with debug.log_activity('checkpoint restore'):
+  with debug.log_activity('checkpoint restore', category='restore'):
     checkpointer.restore('latest', step=step)
 
 
@@ -390,21 +395,6 @@ def _resume_log(
     log.write_texts(0, {'config': text})
 
 
-# What a step may count, and is then logged per second too.
-_COUNTS = ('tokens_per_step', 'examples_per_step')
-
-
-def _add_rates(scalars: Mapping[str, Any]) -> dict[str, Any]:
-  """Adds the rates of what a step counts, where its time is known."""
-  logged = dict(scalars)
-  if 'steps_per_sec' in scalars:
-    counts = {k: scalars[k] for k in _COUNTS if k in scalars}
-    for name, count in writers.to_scalars(counts).items():
-      rate = count * scalars['steps_per_sec']
-      logged[name.replace('_per_step', '_per_sec')] = rate
-  return logged
-
-
 _initialize_experiment = adapters.initialize_experiment  # Forks call it.
 
 
@@ -426,7 +416,7 @@ class _Training:
         'checkpoint_interval_type',
         config.checkpoint_interval_type or config.interval_type,
       )
-    with debug.log_activity('experiment init'):
+    with debug.log_activity('experiment init', category='start'):
       self.experiment, rng = build_for_training(run.experiment_class, config)
     # Not before: a line that says what is wrong with the config would be lost.
     logging.info('Training with config:\n%s', config)
@@ -463,7 +453,7 @@ class _Training:
     ) -> periodic.PeriodicAction:
       @functools.wraps(fn)  # Messages name the function.
       def write(step: int, scalars: Mapping[str, Any]) -> None:
-        fn(step, _add_rates(self.guard.without_flag(scalars)))
+        fn(step, rates.add_rates(self.guard.without_flag(scalars)))
 
       defaults = {
         'interval_type': config.logging_interval_type or config.interval_type,
@@ -479,7 +469,7 @@ class _Training:
         **self._run.console.options(config),
       )
     ]
-    self._console_action = actions[0]
+    self._run.console.log_action = actions[0]
     is_logged = jax.process_index() == 0 or config.log_all_hosts
     if is_logged and self._run.writer is not None:
       actions.append(
@@ -511,9 +501,10 @@ class _Training:
     checkpointer = self._run.checkpointer
     if checkpointer.is_resumable:
       checkpointer.before_commit['latest'] = self._flush_logs_async()
-    step = self._saved_step = self.state.global_step
-    checkpointer.save('latest')
-    checkpointer.when_saved(lambda: self._run.console.saved(int(step)))
+    with goodput.measure('checkpoints'):
+      checkpointer.save('latest')
+    step = self._saved_step = int(self.state.global_step)
+    checkpointer.when_saved(lambda: self._run.console.saved(step))
 
   def _flush_logs_async(self) -> Callable[[], None]:
     """Returns a function that waits until all logged so far is on disk.
@@ -535,18 +526,20 @@ class _Training:
   def run_loop(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""
     try:
-      self._run_loop([
-        *self.actions,
-        self._run.console,
-        adapters.full_action(self._after_step),
-      ])
+      self._run_loop(
+        [
+          *self.actions,
+          self._run.console,
+          adapters.full_action(self._after_step),
+        ]
+      )
     finally:
       # They refer to `self`: the cycle would keep the weights.
       self.actions.clear()
 
   def _run_loop(self, actions: list[periodic.Action]) -> None:
     run, config, state = self._run, self._run.config, self.state
-    run.console.begin(config, self.experiment, state, self._source)
+    run.console.begin(config, self.experiment, state, run.checkpointer)
     for action in actions:
       action.update_time(time.time(), state.global_step)
     with run.supervision.watch.training():
@@ -554,7 +547,7 @@ class _Training:
         with debug.log_activity('first checkpoint'):
           self.save()
       try:
-        with run.console.training(self._console_action):
+        with run.console.training():
           self.experiment.train_loop(config, state, actions, run.writer)
       except BaseException as error:
         # What was due is still written; the loop's own error is what counts.
@@ -576,7 +569,7 @@ class _Training:
 
   def _finish(self) -> None:
     """Saves, and waits for the background."""
-    with debug.log_activity('final checkpoint'):
+    with debug.log_activity('final checkpoint', category='checkpoints'):
       self.save()
       if self._saves:
         self._run.checkpointer.wait_for_checkpointing_to_finish()
@@ -603,7 +596,7 @@ class _Evaluation:
     self._run = run
     config = run.config
     rng = jax.random.PRNGKey(config.random_seed)
-    with debug.log_activity('experiment init'):
+    with debug.log_activity('experiment init', category='start'):
       self.experiment = adapters.construct(
         run.experiment_class, run.eval_mode, rng, config
       )
@@ -632,7 +625,9 @@ class _Evaluation:
     run.console.evaluating(step)
     global_step, rng = self._inputs(step)
     self.experiment.num_evaluated = sum(s < step for s in self.done)
-    with debug.log_activity(f'evaluation of step {step}'):
+    with debug.log_activity(
+      f'evaluation of step {step}', category='evaluation'
+    ):
       scalars = self._evaluate(
         global_step=global_step, rng=rng, writer=run.eval_writer
       )
@@ -654,7 +649,8 @@ class _Evaluation:
 
   def wait(self) -> None:
     """Waits until what has been evaluated is safe and noted."""
-    self._run.checkpointer.wait_for_checkpointing_to_finish()
+    with goodput.measure('checkpoints'):
+      self._run.checkpointer.wait_for_checkpointing_to_finish()
 
 
 class _Best:
@@ -672,7 +668,7 @@ class _Best:
     checkpointer.claim('best')
     if checkpointer.can_be_restored('best'):
       # Only the best value and its metric are restored, not the weights.
-      with debug.log_activity('best checkpoint restore'):
+      with debug.log_activity('best checkpoint restore', category='restore'):
         try:
           checkpointer.restore('best')
         except files.RefusedError:
@@ -718,7 +714,8 @@ class _Best:
     state.best_eval_metric_value = value
     state.train_step_rng = train_step_rng
     experiment.on_new_best_model(state)
-    self._checkpointer.save('best')
+    with goodput.measure('checkpoints'):
+      self._checkpointer.save('best')
 
 
 def _listed_steps(

@@ -157,6 +157,7 @@ def heads(contract):
 
 
 OUR_ARGUMENTS = (
+  'category',
   'executor',
   'records_config',
   'run_config',
@@ -306,6 +307,7 @@ OURS = {
   'infeed_stall_secs': 60.0,
   'watchdog_secs': 7200.0,
   'writers': ('tensorboard', 'jsonl'),
+  'console': None,
   'eval_steps': None,
   'mesh': config_dict.ConfigDict(
     {

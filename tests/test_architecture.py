@@ -26,6 +26,7 @@ LEAVES = (
   'disk',
   'distributed',
   'errors',
+  'goodput',
   'launch',
   'maxtext',
   'mesh',

@@ -180,6 +180,102 @@ def test_wait_fraction_forgets():
   feed.close()
 
 
+class Clock:
+  """A feed whose waits and compilations take as long as the test says."""
+
+  def __init__(self, monkeypatch, **fields):
+    self.now = 1000.0
+    self.compiled = 0.0
+    self.wait = 0.0
+    self.feed = infeed.Infeed(counting(**fields), lambda x: x)
+    self.batches = self.feed._batches
+    self.feed._batches = self
+    monkeypatch.setattr(infeed.time, 'perf_counter', lambda: self.now)
+    monkeypatch.setattr(infeed.goodput, 'compiled_secs', lambda: self.compiled)
+
+  def __next__(self):
+    self.now += self.wait
+    return next(self.batches)
+
+  def close(self):
+    self.batches.close()
+
+  def steps(self, num_steps, wait, takes):
+    """Waits for a batch, and then takes that long."""
+    self.wait = wait
+    for _ in range(num_steps):
+      next(self.feed)
+      self.now += takes
+
+  def compile(self, secs):
+    self.now += secs
+    self.compiled += secs
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  made = Clock(monkeypatch, name='books')
+  yield made
+  made.feed.close()
+
+
+def test_wait_fraction_excludes_compilation(clock):
+  clock.steps(1, wait=5, takes=0)
+  clock.compile(50)  # In the first step.
+  clock.steps(1, wait=1, takes=2)
+  clock.steps(1, wait=1, takes=0)
+  assert clock.feed.wait_fraction == 2 / 4
+  clock.compile(500)  # Once more, for another shape.
+  clock.steps(1, wait=0, takes=0)
+  assert clock.feed.wait_fraction == 2 / 4
+  clock.steps(1, wait=0, takes=4)
+  clock.steps(1, wait=2, takes=0)
+  assert clock.feed.wait_fraction == 4 / 10
+
+
+def test_a_slow_input_is_warned_of(clock, caplog):
+  caplog.set_level('WARNING')
+  clock.steps(1, wait=30, takes=0)  # The start does not count.
+  clock.steps(99, wait=0.75, takes=0.25)
+  assert not caplog.records
+  clock.steps(1, wait=0.75, takes=0.25)
+  assert [r.getMessage() for r in caplog.records] == [
+    'Training waits for its input 75% of the time (750 ms a step, in the last'
+    ' 100 steps). The input is books: give it more workers (num_workers or'
+    ' num_threads), or a larger config.infeed_buffer_size than 3 if it is slow'
+    ' only now and then; see docs/inputs.md.'
+  ]
+  clock.steps(500, wait=0.75, takes=0.25)
+  assert len(caplog.records) == 1
+  clock.steps(100, wait=0.75, takes=0.25)  # Ten minutes later.
+  assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+  ('wait', 'takes'),
+  [
+    (0.125, 1.125),  # A tenth.
+    (0.0009, 0.0001),  # Too short to matter.
+  ],
+)
+def test_an_input_that_is_fast_enough(clock, caplog, wait, takes):
+  caplog.set_level('WARNING')
+  clock.steps(1, wait=30, takes=takes)
+  clock.steps(20_000, wait=wait, takes=takes)
+  assert not caplog.records
+
+
+def test_an_input_that_is_slow_for_a_moment(clock, caplog):
+  caplog.set_level('WARNING')
+  clock.steps(1, wait=30, takes=0)
+  for _ in range(10):  # Six seconds and a half, again and again.
+    clock.steps(100, wait=0.0625, takes=0)
+    clock.steps(100, wait=0, takes=0.25)
+  assert not caplog.records
+  clock.steps(200, wait=0.0625, takes=0)
+  assert len(caplog.records) == 1
+
+
 def test_a_stall_is_told_with_the_place(caplog):
   caplog.set_level('WARNING')
   go_on = threading.Event()

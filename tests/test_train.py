@@ -34,6 +34,7 @@ from jaxline.checkpoint import files
 from jaxline.compat import adapters
 from jaxline.compat import devices
 from jaxline.metrics import periodic
+from jaxline.metrics import rates
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
 
@@ -637,7 +638,7 @@ def test_rates_are_made_of_what_is_counted_per_step():
     'seconds_per_step': 0.5,
   }
   assert (
-    train._add_rates(
+    rates.add_rates(
       {'steps_per_sec': 2.0, 'examples_per_step': np.array(3, np.int32)}
     )['examples_per_sec']
     == 6.0

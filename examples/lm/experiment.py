@@ -211,6 +211,7 @@ class Experiment(sharded.ShardedExperiment):
         tokenizer=self.tokenizer,
         cache_dir=self.config.cache_dir,
       )
+      self.data_summary = self.corpus.summary
     super().__init__(mode, init_rng, run_config=run_config)
     self._rows = self.config.batch_size
     on_gpu = self.partitioner.is_here and jax.default_backend() == 'gpu'

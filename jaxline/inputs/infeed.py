@@ -12,6 +12,7 @@ import collections
 from collections.abc import Callable, Generator, Iterator
 import copy
 import functools
+import math
 import threading
 import time
 from typing import Any
@@ -19,12 +20,21 @@ from typing import Any
 from absl import logging
 
 from jaxline import async_lib
+from jaxline import goodput
 from jaxline.inputs import base
 
 # How long a source may take to say where it stands: it may hang itself.
 _DESCRIBE_SECS = 2.0
 # What the wait is measured over.
 _WINDOW_STEPS = 100
+# A slow input is warned of where it takes more than this part of the time ...
+_SLOW_FRACTION = 0.1
+# ... and this long a step, so that steps of microseconds do not count, ...
+_SLOW_WAIT_SECS = 1e-3
+# ... over windows that together last this long: one that is filling its
+# buffers is not slow. Then not again for a while.
+_SLOW_SECS = 10.0
+_SLOW_AGAIN_SECS = 600.0
 
 
 class Infeed:
@@ -52,7 +62,13 @@ class Infeed:
     self.source = source
     self.position: Any = None
     self._error: Exception | None = None
+    self._buffer_size = buffer_size
+    self._num_given = 0
     self._waited = 0.0
+    self._slow_secs = 0.0
+    self._quiet_until = -math.inf
+    # For each batch when it was given and how long all were waited for, without
+    # what this thread has compiled.
     self._times: collections.deque[tuple[float, float]] = collections.deque(
       maxlen=_WINDOW_STEPS + 1
     )
@@ -83,19 +99,47 @@ class Infeed:
       raise
     now = time.perf_counter()
     self._waited += now - began
-    self._times.append((now, self._waited))
+    goodput.add('input wait', now - began)
+    self._times.append((now - goodput.compiled_secs(), self._waited))
+    self._num_given += 1
+    if self._num_given % _WINDOW_STEPS == 1 and self._num_given > 1:
+      self._warn_if_slow()
     return batch
 
   @property
   def wait_fraction(self) -> float:
     """The fraction of the time of the last 100 steps spent waiting.
 
-    The first wait, until the source has started, does not count.
+    The first wait, until the source has started, does not count, nor does the
+    time for compiling.
     """
     if not self._times:
       return 0.0
     (start, waited_before), (end, waited) = self._times[0], self._times[-1]
     return (waited - waited_before) / (end - start) if end > start else 0.0
+
+  def _warn_if_slow(self) -> None:
+    """Warns of an input that training waits for; called once a window."""
+    (start, waited_before), (end, waited) = self._times[0], self._times[-1]
+    a_step = (waited - waited_before) / _WINDOW_STEPS
+    if self.wait_fraction <= _SLOW_FRACTION or a_step < _SLOW_WAIT_SECS:
+      self._slow_secs = 0.0
+      return
+    self._slow_secs += end - start
+    if self._slow_secs < _SLOW_SECS or end < self._quiet_until:
+      return
+    self._quiet_until = end + _SLOW_AGAIN_SECS
+    logging.warning(
+      'Training waits for its input %.0f%% of the time (%.3g ms a step, in the'
+      ' last %d steps). The input is %s: give it more workers (num_workers or'
+      ' num_threads), or a larger config.infeed_buffer_size than %d if it is'
+      ' slow only now and then; see docs/inputs.md.',
+      100 * self.wait_fraction,
+      1000 * a_step,
+      _WINDOW_STEPS,
+      name_of(self.source),
+      self._buffer_size,
+    )
 
   def close(self) -> None:
     """Stops to read, and closes the source."""

@@ -180,6 +180,7 @@ class Console(periodic.Action):
   Attributes:
     mode: one of `MODES`.
     activity: what the run does now instead of steps; '' for steps.
+    log_action: the action that calls `log_training`.
   """
 
   def __init__(
@@ -198,6 +199,7 @@ class Console(periodic.Action):
     """
     self.mode = mode
     self.activity = ''
+    self.log_action: Any = None
     self._is_silent = is_silent
     self._origin = origin or summary.Origin()
     # In the order in which they were first seen: columns do not move.
@@ -216,7 +218,6 @@ class Console(periodic.Action):
     self._num_evaluated = 0
     self._best: tuple[str, float, int] | None = None
     # Of its training.
-    self._log_action: Any = None
     self._compiling: tuple[float, tuple[int, float, int, int]] | None = None
     self._rate = 0.0
     self._means: dict[str, Any] = {}
@@ -226,7 +227,7 @@ class Console(periodic.Action):
 
   @classmethod
   def make(
-    cls, config: Any, origin: summary.Origin, is_first: bool
+    cls, config: Any, origin: summary.Origin | None, is_first: bool
   ) -> Console:
     """Returns the console of a run, as `config.console`.
 
@@ -263,7 +264,11 @@ class Console(periodic.Action):
   # Both ends.
 
   def begin(
-    self, config: Any, experiment: Any, state: Any = None, source: str = ''
+    self,
+    config: Any,
+    experiment: Any,
+    state: Any = None,
+    checkpointer: Any = None,
   ) -> None:
     """Prints the block before the first step or evaluation, once.
 
@@ -271,7 +276,7 @@ class Console(periodic.Action):
       config: the run's.
       experiment: the one that is trained, or else evaluated.
       state: the live state of training; None if the run only evaluates.
-      source: where the state is from; '' for the initial state.
+      checkpointer: has restored the state, if it has any checkpoint.
     """
     if not self._is_shown or self._config is not None:
       return
@@ -279,11 +284,15 @@ class Console(periodic.Action):
     if state is not None:
       steps = config.training_steps
       of = '' if steps is None else f' of {steps}'
-      start = f'step {int(state.global_step)}{of}, {source or "a fresh run"}'
+      step = int(state.global_step)
+      source = 'a fresh run'
+      if checkpointer.restored_step is not None or step:
+        source = 'resumed'
+      elif config.restore_from:
+        source = f'from {config.restore_from}'
+      start = f'step {step}{of}, {source}'
     self.say(
-      '\n'.join(
-        summary.start_block(config, experiment, self._origin, start)
-      )
+      '\n'.join(summary.start_block(config, experiment, self._origin, start))
     )
     self._config, self._experiment, self._state = config, experiment, state
 
@@ -347,16 +356,11 @@ class Console(periodic.Action):
     return options
 
   @contextlib.contextmanager
-  def training(self, log_action: periodic.Action) -> Iterator[None]:
-    """Shows the progress of the training steps inside.
-
-    Args:
-      log_action: calls `log_training`.
-    """
+  def training(self) -> Iterator[None]:
+    """Shows the progress of the training steps inside."""
     if not self._is_shown:
       yield
       return
-    self._log_action = log_action
     self._compiling = time.monotonic(), goodput.compilations()
     self.activity = 'compiling the train step'
     self.say('Compiling the train step...')
@@ -369,6 +373,8 @@ class Console(periodic.Action):
     try:
       yield
     finally:
+      # Its function refers to the experiment: the weights would stay.
+      self._compiling = self.log_action = None
       self._end_live()
 
   def _end_live(self) -> None:
@@ -383,7 +389,7 @@ class Console(periodic.Action):
     (began, before), self._compiling = self._compiling, None
     self.activity = ''
     # The rate begins after the compilation.
-    self._log_action.update_time(t, step)
+    self.log_action.update_time(t, step)
     _, secs, hits, misses = (
       b - a for a, b in zip(before, goodput.compilations(), strict=True)
     )
@@ -516,6 +522,16 @@ class Console(periodic.Action):
       after = '' if last is None else f' after step {last}'
       self.say(f'Waiting for a checkpoint{after} in {directory}.')
 
+  def show_texts(self, writer: Any, mode: str) -> None:
+    """Prints the texts that go to a writer, if it can have another beside it.
+
+    Args:
+      writer: the writer of a log.
+      mode: the log.
+    """
+    if self._is_shown and isinstance(writer, writers.AsyncWriter):
+      writer.add(_TextWriter(self, mode))
+
   def log_texts(self, mode: str, step: int, texts: Mapping[str, str]) -> None:
     """Prints texts that an experiment has written, such as samples."""
     for name, text in texts.items():
@@ -545,12 +561,16 @@ class Console(periodic.Action):
     if len(self._losses) > 1 and fields:
       first, last = self._losses[0], self._losses[-1]
       change = (last - first) / (abs(first) or 1.0)
-      fields[0] += ' \u2193' if change < -0.005 else (
-        ' \u2191' if change > 0.005 else ' \u2192'
+      fields[0] += (
+        ' \u2193'
+        if change < -0.005
+        else (' \u2191' if change > 0.005 else ' \u2192')
       )
     parts: list[Any] = [rich.text.Text(self._step_text(step), 'bold')]
     if steps:
-      parts.append(rich.progress_bar.ProgressBar(steps, step, max(8, width // 6)))
+      parts.append(
+        rich.progress_bar.ProgressBar(steps, step, max(8, width // 6))
+      )
     doing = [self.activity] if self.activity else self._eta(step)
     parts += [rich.text.Text(x) for x in [*doing, *rates[:2]]]
     top = rich.table.Table.grid(padding=(0, 2), expand=False)
@@ -575,7 +595,7 @@ class Console(periodic.Action):
     return '\n'.join(line for line in drawn.get().splitlines() if line.strip())
 
 
-class TextWriter(writers.Backend):
+class _TextWriter(writers.Backend):
   """Hands the texts that an experiment writes to a console."""
 
   def __init__(self, console: Console, mode: str):

@@ -39,11 +39,11 @@ def install() -> None:
   log_activity = debug.log_activity
 
   @contextlib.contextmanager
-  def noted(activity_name: str) -> Iterator[None]:
+  def noted(activity_name: str, **kwargs: Any) -> Iterator[None]:
     # 'evaluation of step 5' is the phase 'evaluation' of step 5.
     phase, _, step = activity_name.partition(' of step ')
     about = {'step': int(step)} if step else {}
-    with log_activity(activity_name):
+    with log_activity(activity_name, **kwargs):
       write(phase, what='start', **about)
       yield
     write(phase, what='end', **about)

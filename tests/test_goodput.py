@@ -1,0 +1,291 @@
+"""The account of the time of a run, and of what was compiled."""
+
+import threading
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxline import api
+from jaxline import debug
+from jaxline import goodput
+from jaxline import train
+from tests.experiments import regression
+
+
+class Clock:
+  """Stands still unless it is set."""
+
+  now = 100.0
+
+  def __call__(self):
+    return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  made = Clock()
+  monkeypatch.setattr(goodput, '_clock', made)
+  return made
+
+
+class Since:
+  """What has been spent since this was made."""
+
+  def __init__(self):
+    self.before = goodput.spent()
+
+  def __call__(self):
+    now = goodput.spent()
+    assert list(now) == list(goodput.CATEGORIES)
+    return {k: now[k] - x for k, x in self.before.items() if now[k] != x}
+
+
+def test_each_moment_counts_once(clock):
+  since = Since()
+  with goodput.run():
+    clock.now += 1  # start
+    with goodput.measure('restore'):
+      clock.now += 2
+    clock.now += 4  # start
+    with goodput.measure('steps'):
+      clock.now += 8
+      with goodput.measure('evaluation'):
+        clock.now += 16
+        with goodput.measure('checkpoints'):
+          clock.now += 32
+        clock.now += 64  # evaluation
+        goodput.add('input wait', 48)  # Of the evaluation's.
+      clock.now += 128  # steps
+    clock.now += 256  # other
+  clock.now += 512  # After the run.
+  assert since() == {
+    'start': 5,
+    'restore': 2,
+    'steps': 136,
+    'input wait': 48,
+    'checkpoints': 32,
+    'evaluation': 32,
+    'other': 256,
+  }
+
+
+def test_it_tells_while_the_run_goes_on(clock):
+  since = Since()
+  with goodput.run(), goodput.measure('steps'):
+    clock.now += 2
+    told = []
+    thread = threading.Thread(target=lambda: told.append(since()))
+    thread.start()
+    thread.join()
+    assert told == [{'steps': 2}]
+    clock.now += 3
+  assert since() == {'steps': 5}
+
+
+def test_an_error_ends_its_measures(clock):
+  since = Since()
+  with goodput.run():
+    with pytest.raises(KeyError), goodput.measure('steps'):
+      clock.now += 1
+      # Entered, and kept from ending by the error.
+      (unended := goodput.measure('checkpoints')).__enter__()
+      clock.now += 2
+      raise KeyError
+    clock.now += 4
+  assert since() == {'steps': 1, 'checkpoints': 2, 'other': 4}
+  del unended
+
+
+def test_a_run_within_a_run_is_part_of_it(clock):
+  since = Since()
+  with goodput.run():
+    clock.now += 1
+    with goodput.run(), goodput.measure('steps'):
+      clock.now += 2
+    clock.now += 4
+  with goodput.run():
+    clock.now += 8
+  assert since() == {'start': 9, 'steps': 2, 'other': 4}
+
+
+def test_other_threads_measure_nothing(clock):
+  since = Since()
+
+  def beside():
+    with goodput.measure('evaluation'):
+      clock.now += 1
+      goodput.add('input wait', 1)
+      jax.jit(lambda x: x - 1)(np.ones(3))
+
+  with goodput.run(), goodput.measure('steps'):
+    count = goodput.compilations()[0]
+    thread = threading.Thread(target=beside)
+    thread.start()
+    thread.join()
+  assert since() == {'steps': 1}
+  assert goodput.compilations()[0] == count + 1
+
+
+def test_an_account_goes_on_in_another_thread(clock):
+  since = Since()
+
+  def continues(account):
+    with goodput.continued(account), goodput.measure('steps'):
+      clock.now += 2
+    with goodput.measure('evaluation'):  # It has no account any more.
+      clock.now += 4
+
+  with goodput.run():
+    clock.now += 1
+    thread = threading.Thread(target=continues, args=(goodput.current(),))
+    thread.start()
+    thread.join()
+  assert since() == {'start': 1, 'steps': 2, 'other': 4}
+
+
+def make_jit():
+  return jax.jit(lambda x: x + 1)
+
+
+def make_pmap():
+  return jax.pmap(lambda x: x + 1)
+
+
+@pytest.mark.parametrize('make', [make_jit, make_pmap])
+def test_a_compilation_is_taken_off_what_it_is_in(clock, make):
+  x = jnp.ones((jax.local_device_count(), 3))
+  program = make()
+  real = jax.monitoring.record_scalar
+
+  def slow(event, value, **kwargs):
+    """Makes each phase of compilation last four seconds."""
+    real(event, value, **kwargs)
+    if event.startswith('/jax/core/compile/'):
+      clock.now += 4
+
+  since = Since()
+  before = goodput.compilations()
+  secs = goodput.compiled_secs()
+  with (
+    goodput.run(),
+    goodput.measure('steps'),
+    mock.patch('jax._src.dispatch.record_scalar', slow),
+  ):
+    clock.now += 1
+    program(x)
+    program(x)
+  took = since()
+  assert took['steps'] == 1
+  # Tracing, lowering and compiling; of several programs for `pmap`.
+  count = goodput.compilations()[0] - before[0]
+  assert count >= 1
+  assert took['compilation'] >= 12
+  assert set(took) == {'steps', 'compilation'}
+  assert goodput.compilations()[1] - before[1] == took['compilation']
+  assert goodput.compiled_secs() - secs == took['compilation']
+
+
+def test_an_error_in_tracing_ends_the_compilation(clock):
+  def fail(x):
+    clock.now += 2
+    raise KeyError('in the model')
+
+  since = Since()
+  with goodput.run(), goodput.measure('steps'):
+    with pytest.raises(KeyError):
+      jax.jit(fail)(1.0)
+    clock.now += 1
+  assert since() == {'compilation': 2, 'steps': 1}
+
+
+def test_hits_and_misses_of_the_cache(tmp_path):
+  from jaxline.aot import programs
+
+  def program(x):
+    return x * 12345
+
+  found = []
+  with programs._cache(tmp_path, min_secs=0.0):
+    for _ in range(2):
+      before = goodput.compilations()
+      jax.jit(program)(np.ones(7))
+      found.append(
+        [b - a for a, b in zip(before, goodput.compilations(), strict=True)]
+      )
+      jax.clear_caches()
+  (count, secs, *miss), (count_again, _, *hit) = found
+  assert count == count_again == 1
+  assert secs > 0
+  assert miss == [0, 1]
+  assert hit == [1, 0]
+
+
+def test_an_activity_has_a_category(clock):
+  since = Since()
+  with goodput.run():
+    with debug.log_activity('reading', category='restore'):
+      clock.now += 2
+    with debug.log_activity('resuming'):
+      clock.now += 4
+  assert since() == {'restore': 2, 'start': 4}
+
+
+# Of runs.
+
+
+def config_of(directory, **kwargs):
+  config = regression.get_config(6)
+  config.update(
+    checkpoint_dir=str(directory),
+    save_checkpoint_interval=3,
+    interval_type='steps',
+    **kwargs,
+  )
+  return config
+
+
+@pytest.mark.parametrize('mode', ['train', 'train_and_eval'])
+def test_the_time_of_a_run_adds_up(tmp_path, mode):
+  config = config_of(tmp_path, eval_interval=3)
+  since = Since()
+  began = goodput._clock()
+  api.fit(regression.Regression, config, mode=mode)
+  wall = goodput._clock() - began
+  took = since()
+  assert all(secs > 0 for secs in took.values())
+  assert wall - 1 < sum(took.values()) < wall  # Reads curves after the run.
+  expected = {'start', 'compilation', 'steps', 'input wait', 'checkpoints'}
+  expected |= {'other'} | (
+    {'evaluation'} if mode == 'train_and_eval' else set()
+  )
+  assert set(took) == expected
+  config.training_steps = 9
+  since = Since()
+  api.fit(regression.Regression, config, mode=mode)
+  assert set(since()) == expected | {'restore'}
+
+
+def test_two_threads_account_for_the_training(tmp_path):
+  from jaxline import platform
+
+  config = config_of(tmp_path)
+  config.checkpointer = 'memory'
+  since = Since()
+  began = goodput._clock()
+  platform.start(regression.Regression, config, 'train_eval_multithreaded')
+  wall = goodput._clock() - began
+  took = since()
+  assert wall - 0.5 < sum(took.values()) < wall + 1e-3
+  # That is of the other thread.
+  assert 'evaluation' not in took
+  assert took['steps'] > 0
+
+
+def test_a_bare_run_is_not_accounted_for(tmp_path):
+  config = config_of(tmp_path)
+  since = Since()
+  train.Run(regression.Regression, config).train()
+  assert since() == {}
