@@ -25,7 +25,7 @@ from jaxline import runs
 from jaxline.checkpoint import base
 from jaxline.checkpoint import inspection
 from jaxline.compat import adapters
-from jaxline.metrics import summary
+from jaxline.metrics import console
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
 
@@ -109,7 +109,7 @@ def fit(
         experiment_class,
         config,
         mode,
-        origin=summary.Origin(overrides=overrides or {}),
+        origin=console.Origin(overrides=overrides or {}),
       )
   except preemption.Preempted as e:
     if e.code != preemption.SIGINT_EXIT_CODE:

@@ -309,10 +309,9 @@ KEYS = (
       ' [1, 2, 5] logs often at the start and seldom later. Needs intervals in'
       ' steps.'),
   Key('console', None, optional(one_of('live', 'plain', 'off')),
-      'What the first process shows: `live` redraws lines at the bottom of the'
-      ' terminal, `plain` prints a line at each `log_tensors_interval`, `off`'
-      ' only logs it. None is `live` on a terminal and else `plain`.'
-      ' --verbosity=debug shows the full log too.'),
+      'What the first process shows: `live` redraws lines on the terminal,'
+      ' `plain` prints a line at each `log_tensors_interval`, `off` logs it.'
+      ' None is `live` on a terminal, else `plain`; -v 1 adds the full log.'),
   Key('log_async', True, _BOOLEAN,
       'Make the log line on a background thread; False is for debugging. The'
       ' writers always use one.'),
@@ -515,8 +514,6 @@ def _value(config: Any, name: str) -> Any:
 # fmt: off
 # Keys, whether their values contradict each other, and what to do then.
 _CONTRADICTIONS: tuple[tuple[tuple[str, ...], Callable[..., Any], str], ...] = (
-  (('writers',), lambda names: 'console' in names,
-   "What the terminal shows is chosen by config.console. Leave 'console' out."),
   (('train_checkpoint_all_hosts', 'checkpoint_interval_type', 'interval_type'),
    lambda is_on, own, common: is_on and (own or common) != 'steps',
    'Hosts would save different steps, because their clocks differ. Set'

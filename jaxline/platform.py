@@ -42,7 +42,6 @@ from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
 from jaxline.metrics import console as console_lib
-from jaxline.metrics import summary
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
 from jaxline.supervision import watchdog
@@ -359,20 +358,6 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   return _read_config(values).lock()
 
 
-def _origin() -> summary.Origin:
-  """Returns how the command line has started the run."""
-  flag = flags.FLAGS['config']
-  command = ('python', *sys.orig_argv[1:])
-  try:
-    file = config_flags.get_config_filename(flag)
-    overrides = config_flags.get_override_values(flag)
-    own = base_config.flat(load_config([f'--config={file}']))
-  except (flags.Error, UsageError):
-    return summary.Origin(command)  # Set without a file, by a flag saver.
-  changed = {k: x for k, x in overrides.items() if own.get(k, own) != x}
-  return summary.Origin(command, file, changed)
-
-
 def _help_text() -> str:
   lines = [
     f'usage: python {sys.argv[0]} --config=FILE [--config.key=value ...]'
@@ -560,7 +545,8 @@ def main(
       if mode.checkpointer:  # Compile mode has none, and runs nothing here.
         _check_flags()
       factories = checkpointer_factory, writer_factory
-      start(experiment_class, config, _MODE.value, *factories, _origin())
+      origin = console_lib.Origin.of(flags.FLAGS['config'], load_config)
+      start(experiment_class, config, _MODE.value, *factories, origin)
 
   with preemption.Watch(grace=_GRACE_SECS):
     if flags.FLAGS.is_parsed():
@@ -599,7 +585,7 @@ def start(
   name: str,
   checkpointer_factory: base.CheckpointerFactory = create_checkpointer,
   writer_factory: Callable[[config_dict.ConfigDict, str], Any] = create_writer,
-  origin: summary.Origin | None = None,
+  origin: console_lib.Origin | None = None,
 ) -> Any:
   """Makes the parts of a run and runs a mode, once the processes have met.
 
@@ -637,9 +623,7 @@ def start(
     )
   with goodput.run(), contextlib.ExitStack() as stack:
     # It closes last, with what the run came to.
-    console = stack.enter_context(
-      console_lib.Console.make(config, origin, jax.process_index() == 0)
-    )
+    console = stack.enter_context(console_lib.Console.make(config, origin))
     is_writable = bool(mode.logs) and _claim(config, mode, stack)
 
     # It closes last: what is being saved is still logged.

@@ -100,7 +100,7 @@ class Run:
     supervision: what else may end the run.
     eval_mode: the mode of the experiment that is evaluated.
     eval_checkpointer: for the evaluation thread of `train_eval_multithreaded`.
-    console: what the terminal shows; by default a line of log at an interval.
+    console: what the terminal shows; None logs a line at an interval.
   """
 
   experiment_class: Any
@@ -112,15 +112,14 @@ class Run:
   supervision: Supervision = dataclasses.field(default_factory=Supervision)
   eval_mode: str = 'eval'
   eval_checkpointer: Any = None
-  console: console_lib.Console = dataclasses.field(
-    default_factory=console_lib.Console
-  )
+  console: Any = None
 
   def __post_init__(self) -> None:
     self.config = base_config.complete_config(self.config)
     if self.checkpointer is None:
       self.checkpointer = memory.InMemoryCheckpointer(self.config, 'train')
     self.checkpointer = adapters.full_checkpointer(self.checkpointer)
+    self.console = self.console or console_lib.Console()
     # Experiments get their own writer, the loops one with all methods.
     self.log = adapters.full_writer(self.writer)
     self.eval_log = adapters.full_writer(self.eval_writer)
@@ -152,7 +151,8 @@ class Run:
       )
     evaluation = _Evaluation(self)
     logging.info('Evaluating with config:\n%s', config)
-    self.console.begin(config, evaluation.experiment)
+    if self.supervision.trained is None:  # Else the training says it.
+      self.console.begin(config, evaluation.experiment)
     state = base.new_state(checkpointer, evaluation.experiment)
     for is_noted in self._restored(evaluation):
       evaluation(state, is_noted)
@@ -196,8 +196,7 @@ class Run:
         # In JAXline the last step ends it, and nothing later is looked at.
         is_over = not checkpointer.is_resumable and self._is_last(evaluation)
       elif not is_over:
-        if supervision.trained is None:
-          self.console.log_waiting(evaluation.last, config.checkpoint_dir)
+        self.console.log_waiting(evaluation.last, config.checkpoint_dir)
         time.sleep(_POLL_SECS)
       if is_over:
         return
@@ -444,7 +443,7 @@ class _Training:
       *self._default_actions(),
     ]
 
-  def _default_actions(self) -> list[periodic.PeriodicAction]:
+  def _default_actions(self) -> list[periodic.Action]:
     """Returns what every training does at intervals: log, write, save."""
     config, log = self._run.config, self._run.log
 
@@ -462,14 +461,11 @@ class _Training:
       }
       return periodic.PeriodicAction(write, **defaults | kwargs)
 
-    actions = [
-      logging_action(
-        self._run.console.log_training,
-        run_async=config.log_async,
-        **self._run.console.options(config),
-      )
-    ]
-    self._run.console.log_action = actions[0]
+    console = self._run.console
+    console.log_action = logging_action(
+      console.log_training, **console.options(config)
+    )
+    actions: list[periodic.Action] = [console, console.log_action]
     is_logged = jax.process_index() == 0 or config.log_all_hosts
     if is_logged and self._run.writer is not None:
       actions.append(
@@ -526,13 +522,7 @@ class _Training:
   def run_loop(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""
     try:
-      self._run_loop(
-        [
-          *self.actions,
-          self._run.console,
-          adapters.full_action(self._after_step),
-        ]
-      )
+      self._run_loop([*self.actions, adapters.full_action(self._after_step)])
     finally:
       # They refer to `self`: the cycle would keep the weights.
       self.actions.clear()

@@ -343,7 +343,6 @@ class Experiment(sharded.ShardedExperiment):
     scalars = super().evaluate(global_step=global_step, rng=rng, writer=writer)
     if self.config.sample_length:
       sample = self.sample(rng)
-      logging.info('Sample of step %d:\n%s', global_step, sample)
       if isinstance(writer, writers.MetricWriter):
         writer.write_texts(global_step, {'sample': sample})
     return scalars

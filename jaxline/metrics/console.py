@@ -25,6 +25,7 @@ import time
 from typing import Any
 
 from absl import logging
+import jax
 
 from jaxline import goodput
 from jaxline.metrics import live as live_lib
@@ -32,6 +33,7 @@ from jaxline.metrics import periodic
 from jaxline.metrics import summary
 from jaxline.metrics import writers
 
+Origin = summary.Origin
 MODES = ('live', 'plain', 'off')
 # The most steps that a mean is over.
 _MAX_STEPS = 100
@@ -149,27 +151,28 @@ def _means(records: list[dict[str, Any]]) -> dict[str, Any]:
   return means
 
 
-def _fit(first: str, fields: list[str], last: list[str], width: int) -> str:
-  """Joins what fits into a line; `last` has a place before `fields`.
+def _fit(parts: list[tuple[int, str]], width: int) -> str:
+  """Joins what fits into a line, and says how much is left out.
 
-  The first of the fields stays, at the cost of `last`.
+  Args:
+    parts: (rank, text), in the order in which they are shown. Those of rank 0
+      stay; of the others, the lowest ranks.
+    width: how long the line may be.
   """
-  kept, rest = fields[:1], fields[1:]
-  tail: list[str] = []
-  room = width - len(' | '.join([first, *kept]))
-  for text in last:
-    if len(text) + 3 <= room:
-      tail.append(text)
-      room -= len(text) + 3
-  while rest:
-    more = len(f' | +{len(rest) - 1}') if len(rest) > 1 else 0
-    if len(rest[0]) + 3 + more > room:
-      if len(f' | +{len(rest)}') <= room:
-        kept.append(f'+{len(rest)}')
-      break
-    room -= len(rest[0]) + 3
-    kept.append(rest.pop(0))
-  return ' | '.join([first, *kept, *tail])[:width]
+  kept = [i for i, (rank, _) in enumerate(parts) if not rank]
+
+  def line(chosen: list[int]) -> str:
+    texts = [parts[i][1] for i in sorted(chosen)]
+    if left := len(parts) - len(chosen):
+      texts.append(f'+{left}')
+    return ' | '.join(texts)
+
+  for i in sorted(
+    set(range(len(parts))) - set(kept), key=lambda i: parts[i][0]
+  ):
+    if len(line([*kept, i])) <= width:
+      kept.append(i)
+  return line(kept)[:width]
 
 
 class Console(periodic.Action):
@@ -186,7 +189,7 @@ class Console(periodic.Action):
   def __init__(
     self,
     mode: str = 'off',
-    origin: summary.Origin | None = None,
+    origin: Origin | None = None,
     *,
     is_silent: bool = False,
   ):
@@ -201,7 +204,7 @@ class Console(periodic.Action):
     self.activity = ''
     self.log_action: Any = None
     self._is_silent = is_silent
-    self._origin = origin or summary.Origin()
+    self._origin = origin or Origin()
     # In the order in which they were first seen: columns do not move.
     self._names: dict[str, dict[str, None]] = {'': {}, 'eval ': {}}
     self._window: collections.deque[dict[str, Any]] = collections.deque(
@@ -226,17 +229,14 @@ class Console(periodic.Action):
     self._waiting: tuple[Any, float] = (None, math.inf)
 
   @classmethod
-  def make(
-    cls, config: Any, origin: summary.Origin | None, is_first: bool
-  ) -> Console:
+  def make(cls, config: Any, origin: Origin | None = None) -> Console:
     """Returns the console of a run, as `config.console`.
 
     Args:
       config: the run's.
       origin: how it was started.
-      is_first: whether this is the first process.
     """
-    if not is_first:
+    if jax.process_index():
       return cls('off', origin, is_silent=not config.log_all_hosts)
     mode = config.console or 'live'
     if mode == 'live' and not live_lib.is_terminal(sys.stdout):
@@ -256,10 +256,15 @@ class Console(periodic.Action):
       return
     stream = sys.stdout
     encoding = getattr(stream, 'encoding', None) or 'utf-8'
-    # Without the user's terminal or pipe the run goes on.
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    try:
       stream.write(text.encode(encoding, 'replace').decode(encoding) + '\n')
       stream.flush()
+    except (OSError, ValueError, AttributeError):
+      # The terminal or the pipe is gone, and the run goes on. Python's last
+      # flush of the stream must not fail either.
+      with contextlib.suppress(OSError, ValueError, AttributeError):
+        with open(os.devnull, 'w') as nowhere:
+          os.dup2(nowhere.fileno(), stream.fileno())
 
   # Both ends.
 
@@ -304,6 +309,7 @@ class Console(periodic.Action):
     self._end_live()
     if self._config is not None:
       self.say('\n'.join(self._last_block(error)))
+    self._config = self._experiment = self._state = None  # And its weights.
 
   def _last_block(self, error: BaseException | None) -> list[str]:
     config, total = self._config, time.monotonic() - self._began
@@ -318,10 +324,11 @@ class Console(periodic.Action):
     else:
       step = int(self._state.global_step)
       is_over = error is None
-      how = 'Trained to' if is_over else 'Ended at'
+      is_told = isinstance(error, SystemExit)  # By a signal.
+      how = (
+        'Trained to' if is_over else 'Stopped at' if is_told else 'Failed at'
+      )
       lines = [f'{how} {self._step_text(step)} {took}.']
-      if error is not None and not isinstance(error, SystemExit):
-        lines[0] = lines[0].replace('Ended at', 'Failed at')
     if self._best is not None:
       name, value, step = self._best
       lines.append(f'Best {name}: {_shorten(value)} at step {step}.')
@@ -330,7 +337,7 @@ class Console(periodic.Action):
     if where := summary.time_spent(spent, total):
       lines.append(f'Time: {where}.')
     if config.checkpoint_dir:
-      lines.append(f'Run directory: {config.checkpoint_dir}')
+      lines.append(f'Run directory: {summary.relative(config.checkpoint_dir)}')
     decode = getattr(type(self._experiment), 'decode', None)
     decodes = 'AbstractExperiment' not in getattr(
       decode, '__qualname__', 'AbstractExperiment'
@@ -342,11 +349,11 @@ class Console(periodic.Action):
   def options(self, config: Any) -> dict[str, Any]:
     """Returns arguments of the `PeriodicAction` that calls `log_training`."""
     interval = config.log_tensors_interval
+    options = {'interval': interval, 'run_async': config.log_async}
     if self._is_silent:
-      return {'interval': None}
-    if not self._is_shown:
-      return {'interval': interval}
-    options = {'interval': interval, 'keep_last': _MAX_STEPS}
+      return options | {'interval': None}
+    if self._is_shown:
+      options['keep_last'] = _MAX_STEPS
     if self.mode == 'live' and interval is not None and interval >= 0:
       options |= {
         'interval': _LIVE_SECS,
@@ -390,16 +397,17 @@ class Console(periodic.Action):
     self.activity = ''
     # The rate begins after the compilation.
     self.log_action.update_time(t, step)
-    _, secs, hits, misses = (
+    count, secs, hits, _ = (
       b - a for a, b in zip(before, goodput.compilations(), strict=True)
     )
-    cache = ''
-    if hits or misses:
-      cache = f'; the compilation cache had {hits} of {hits + misses} programs'
     total = time.monotonic() - began
-    self.say(
-      f'Compiled in {secs:.1f} s{cache}. The first step took {total:.1f} s.'
-    )
+    text = f'The first step took {total:.1f} s.'
+    if count:
+      text = f'Compiled in {secs:.1f} s'
+      text += (
+        f'; {hits} of {count} programs were in the cache.' if hits else '.'
+      )
+    self.say(text)
 
   def log_training(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Takes the scalars of a step, and shows them if they are due.
@@ -442,11 +450,12 @@ class Console(periodic.Action):
 
   def _plain_line(self, step: int) -> str:
     fields, rates = self._fields()
-    notes = [f'{k} {v}' for k, v in self._notes.items() if k == 'saved']
-    self._notes.pop('saved', None)
-    # The most important first; shown in an order that does not change.
-    last = [*rates[:1], *self._eta(step), *rates[1:], *notes]
-    return _fit(self._step_text(step), fields, last, _WIDTH)
+    notes = [f'saved {x}' for x in [self._notes.pop('saved', '')] if x]
+    parts = [(0, self._step_text(step)), *((0, x) for x in fields[:1])]
+    parts += [(2, x) for x in fields[1:]]
+    parts += [(1, x) for x in [*rates[:1], *self._eta(step), *notes]]
+    parts += [(3, x) for x in rates[1:]]
+    return _fit(parts, _WIDTH)
 
   def _fields(self) -> tuple[list[str], list[str]]:
     """Returns the scalars of training, the loss first; and the rates."""
@@ -457,7 +466,7 @@ class Console(periodic.Action):
     rates = [
       form.format(means[name])
       for name, form in _FORMS.items()
-      if form and name in means
+      if form and means.get(name)  # A rate is 0 before it is known.
     ]
     return _shown(own, known), rates
 
@@ -491,8 +500,8 @@ class Console(periodic.Action):
     line = self._log_line('eval ', step, numbers)
     if self._is_shown:
       fields = line.split(' | ')
-      self._notes['evaluated'] = ' '.join([str(step), *fields[1:2]])
-      line = _fit(fields[0], fields[1:], [], _WIDTH)
+      self._notes['eval'] = ': '.join([str(step), *fields[1:2]])
+      line = _fit([(i, x) for i, x in enumerate(fields)], _WIDTH)
     self.say(line)
 
   def log_best(
@@ -513,6 +522,8 @@ class Console(periodic.Action):
 
   def log_waiting(self, last: int | None, directory: str) -> None:
     """Says now and then that an evaluation waits for a checkpoint."""
+    if self._state is not None:
+      return  # The training in this process says how far it is.
     now = time.monotonic()
     waiting, due = self._waiting
     if waiting != (last, directory):

@@ -59,8 +59,8 @@ class Live:
     global _active
     self._out: TextIO = sys.stdout
     self._is_on, _active = True, self
-    self._stack.callback(preemption.before_notice.clear)
     preemption.before_notice.append(self.detach)
+    self._stack.callback(preemption.before_notice.remove, self.detach)
     for name in ('stdout', 'stderr'):
       if is_terminal(stream := getattr(sys, name)):
         self._take(name, stream)
@@ -81,7 +81,8 @@ class Live:
     above = _Above(self, stream)
     self._set(sys, name, above)
     absl_handler = logging.get_absl_handler()
-    for handler in (absl_handler.python_handler, *std_logging.root.handlers):
+    handlers: list[Any] = [absl_handler.python_handler]
+    for handler in handlers + std_logging.root.handlers:
       if getattr(handler, 'stream', None) is stream:
         handler.setStream(above)
         self._stack.callback(handler.setStream, stream)

@@ -1,15 +1,20 @@
 """What the terminal shows before a run and after it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import math
 import os
 import pathlib
 import shlex
+import sys
 import textwrap
 from typing import Any
 
+from absl import flags
 import jax
+from ml_collections import config_flags
+
+from jaxline import errors
 
 _WIDTH = 80
 _INDENT = 15  # Of the values: the longest label and two spaces.
@@ -30,6 +35,34 @@ class Origin:
   config_file: str = ''
   overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+  @classmethod
+  def of(
+    cls, flag: Any, load_config: Callable[[Sequence[str]], Mapping[str, Any]]
+  ) -> 'Origin':
+    """Returns how the command line of this process has started the run.
+
+    Args:
+      flag: the parsed flag of the config.
+      load_config: returns the config of a command line.
+    """
+    command = ('python', *sys.orig_argv[1:])
+    try:
+      file = config_flags.get_config_filename(flag)
+      overrides = config_flags.get_override_values(flag)
+      own = load_config([f'--config={file}']) if overrides else {}
+    except (flags.Error, errors.UsageError):
+      return cls(command)  # Set without a file, by a flag saver.
+    changed = {k: x for k, x in overrides.items() if _value(own, k, own) != x}
+    return cls(command, file, changed)
+
+
+def _value(config: Any, name: str, default: Any) -> Any:
+  for part in name.split('.'):
+    if part not in config:
+      return default
+    config = config[part]
+  return config
+
 
 def start_block(
   config: Any, experiment: Any, origin: Origin, start: str
@@ -43,7 +76,7 @@ def start_block(
     start: where the run begins.
   """
   kind = type(experiment)
-  directory = _relative(config.checkpoint_dir or '')
+  directory = relative(config.checkpoint_dir or '')
   overrides = [
     f'{key}={value}'
     for key, value in origin.overrides.items()
@@ -97,14 +130,14 @@ def _parameters(experiment: Any) -> str:
   if getattr(experiment, 'IS_SHARDED', False) is True:
     leaves = jax.tree.leaves(experiment.abstract_state().params)
     return f'{_count(leaves)}; {_split(leaves)}' if leaves else ''
-  names = {**getattr(experiment, 'CHECKPOINT_ATTRS', {})}
+  names: dict[str, str] = {**getattr(experiment, 'CHECKPOINT_ATTRS', {})}
   weights = {k: v for k, v in names.items() if 'param' in f'{k} {v}'}
   leaves = [
     # Without the axis of devices.
     jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
     for attribute in weights or names
     for x in jax.tree.leaves(getattr(experiment, attribute, None))
-    if hasattr(x, 'dtype') and getattr(x, 'shape', ())
+    if hasattr(x, 'dtype') and getattr(x, 'shape', None)
   ]
   return _count(leaves) if leaves else ''
 
@@ -136,16 +169,14 @@ def _split_axes(sharding: Any) -> Iterator[str]:
 
 
 def _bytes(size: float) -> str:
-  for unit in ('B', 'kB', 'MB', 'GB'):
-    if size < 1000:
-      break
+  units = ['B', 'kB', 'MB', 'GB', 'TB']
+  while size >= 1000 and len(units) > 1:
     size /= 1000
-  else:
-    unit = 'TB'
-  return f'{size:.3g} {unit}'
+    units.pop(0)
+  return f'{size:.3g} {units[0]}'
 
 
-def _relative(directory: str) -> str:
+def relative(directory: str) -> str:
   """Returns a directory relative to the working directory, if it is in it."""
   return directory.removeprefix(f'{pathlib.Path.cwd()}{os.sep}')
 
@@ -182,7 +213,7 @@ def next_commands(
     decodes: whether the experiment can continue prompts.
     is_over: whether the run has taken all its steps.
   """
-  directory = _relative(config.checkpoint_dir)
+  directory = relative(config.checkpoint_dir)
   if not directory or config.checkpointer == 'memory':
     go_on, look = '', ''
   elif not origin.command:

@@ -12,7 +12,6 @@ Shapes: B images, H rows, W columns, C channels. A record is what one call of a
 """
 
 import abc
-import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import errno
 import json
@@ -898,7 +897,8 @@ def make(name: str, config: Any, mode: str, directory: pathlib.Path) -> Writer:
   Raises:
     errors.UsageError: the name is not registered.
   """
-  errors.check_names([name], list(_factories), 'writer', 'config.writers')
+  note = ' What the terminal shows is config.console, and no writer.'
+  errors.check_names([name], list(_factories), 'writer', 'config.writers', note)
   return _factories[name](config, mode, directory)
 
 
