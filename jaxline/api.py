@@ -25,6 +25,7 @@ from jaxline import runs
 from jaxline.checkpoint import base
 from jaxline.checkpoint import inspection
 from jaxline.compat import adapters
+from jaxline.metrics import console
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
 
@@ -104,7 +105,12 @@ def fit(
   base_config.validate_config(config)
   try:
     with preemption.Watch():
-      directory, experiment = platform.start(experiment_class, config, mode)
+      directory, experiment = platform.start(
+        experiment_class,
+        config,
+        mode,
+        origin=console.Origin(overrides=overrides or {}),
+      )
   except preemption.Preempted as e:
     if e.code != preemption.SIGINT_EXIT_CODE:
       raise

@@ -41,6 +41,7 @@ from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
+from jaxline.metrics import console as console_lib
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
 from jaxline.supervision import profiling
@@ -509,14 +510,15 @@ def main(
   """
 
   def run(unused_argv: Sequence[str]) -> None:
-    with _exits(), goodput.run():
+    with _exits(), goodput.run(), console_lib.quiet():
       config = _read_config(flags.FLAGS)
       mode = _find_mode(_MODE.value)
       _start_jax(config)
       if mode.checkpointer:  # Compile mode has none, and runs nothing here.
         _check_flags()
       factories = checkpointer_factory, writer_factory
-      start(experiment_class, config, _MODE.value, *factories)
+      origin = console_lib.Origin.of(flags.FLAGS['config'], load_config)
+      start(experiment_class, config, _MODE.value, *factories, origin)
 
   with preemption.Watch(grace=_GRACE_SECS):
     if flags.FLAGS.is_parsed():
@@ -555,6 +557,7 @@ def start(
   name: str,
   checkpointer_factory: base.CheckpointerFactory = create_checkpointer,
   writer_factory: Callable[[config_dict.ConfigDict, str], Any] = create_writer,
+  origin: console_lib.Origin | None = None,
 ) -> Any:
   """Makes the parts of a run and runs a mode, once the processes have met.
 
@@ -564,6 +567,7 @@ def start(
     name: the mode, as for --jaxline_mode.
     checkpointer_factory: as for `main`.
     writer_factory: as for `main`.
+    origin: how the run was started; None is a call from Python.
 
   Returns:
     The run's directory, and what the function of the mode returns.
@@ -591,6 +595,8 @@ def start(
     )
   with goodput.run(), contextlib.ExitStack() as stack:
     stack.enter_context(compilation_cache.of_run(config))
+    # It closes last, with what the run came to.
+    console = stack.enter_context(console_lib.Console.make(config, origin))
     is_writable = bool(mode.logs) and _claim(config, mode, stack)
 
     # It closes last: what is being saved is still logged.
@@ -608,6 +614,7 @@ def start(
       if not log or not is_writable:
         return writers.MultiWriter([])
       made = writer_factory(config, log)
+      console.show_texts(made, log)
       logs.enter_context(adapters.full_writer(made))
       return made
 
@@ -620,10 +627,6 @@ def start(
       stack.enter_context(profiling.on_signal())
     if mode.logs:
       stack.enter_context(programs.of_run(config))
-      if jax.process_index() == 0:
-        here = f'{pathlib.Path.cwd()}{os.sep}'  # Shown relative to it.
-        shown = config.checkpoint_dir.removeprefix(here)
-        print(f'Run directory: {shown}', flush=True)
       supervision = train.Supervision(
         preemption.begin_run(takes_steps=bool(mode.log)),
         stack.enter_context(watchdog.Watchdog(config.watchdog_secs)),
@@ -638,6 +641,7 @@ def start(
       supervision,
       eval_mode=mode.eval_mode or mode.eval_log,
       eval_checkpointer=checkpointer(mode.eval_checkpointer),
+      console=console,
     )
     # What is raised before is wrong usage, which needs no debugger.
     try:

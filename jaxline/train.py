@@ -29,6 +29,7 @@ from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
 from jaxline.compat import devices
+from jaxline.metrics import console as console_lib
 from jaxline.metrics import periodic
 from jaxline.metrics import rates
 from jaxline.metrics import writers
@@ -101,6 +102,7 @@ class Run:
     supervision: what else may end the run.
     eval_mode: the mode of the experiment that is evaluated.
     eval_checkpointer: for the evaluation thread of `train_eval_multithreaded`.
+    console: what the terminal shows; None logs a line at an interval.
   """
 
   experiment_class: Any
@@ -112,12 +114,14 @@ class Run:
   supervision: Supervision = dataclasses.field(default_factory=Supervision)
   eval_mode: str = 'eval'
   eval_checkpointer: Any = None
+  console: Any = None
 
   def __post_init__(self) -> None:
     self.config = base_config.complete_config(self.config)
     if self.checkpointer is None:
       self.checkpointer = memory.InMemoryCheckpointer(self.config, 'train')
     self.checkpointer = adapters.full_checkpointer(self.checkpointer)
+    self.console = self.console or console_lib.Console()
     # Experiments get their own writer, the loops one with all methods.
     self.log = adapters.full_writer(self.writer)
     self.eval_log = adapters.full_writer(self.eval_writer)
@@ -149,6 +153,8 @@ class Run:
       )
     evaluation = _Evaluation(self)
     logging.info('Evaluating with config:\n%s', config)
+    if self.supervision.trained is None:  # Else the training says it.
+      self.console.begin(config, evaluation.experiment)
     state = base.new_state(checkpointer, evaluation.experiment)
     for is_noted in self._restored(evaluation):
       evaluation(state, is_noted)
@@ -192,13 +198,7 @@ class Run:
         # In JAXline the last step ends it, and nothing later is looked at.
         is_over = not checkpointer.is_resumable and self._is_last(evaluation)
       elif not is_over:
-        logging.log_every_n_seconds(
-          logging.INFO,
-          'Waiting for a checkpoint after step %s in %s.',
-          60,
-          evaluation.last,
-          config.checkpoint_dir,
-        )
+        self.console.log_waiting(evaluation.last, config.checkpoint_dir)
         time.sleep(_POLL_SECS)
       if is_over:
         return
@@ -396,14 +396,6 @@ def _resume_log(
     log.write_texts(0, {'config': text})
 
 
-_LOG_LINE = writers.LogLineWriter()
-
-
-def _log_outputs(step: int, scalar_values: Mapping[str, Any]) -> None:
-  """Logs one line; a periodic action, at `log_tensors_interval`."""
-  _LOG_LINE.write_scalars(step, scalar_values)
-
-
 _initialize_experiment = adapters.initialize_experiment  # Forks call it.
 
 
@@ -460,7 +452,7 @@ class _Training:
     if run.periodic_actions:  # They may write on threads of their own, later.
       checkpointer.logs.append(writers.MultiWriter([run.log]))
 
-  def _default_actions(self) -> list[periodic.PeriodicAction]:
+  def _default_actions(self) -> list[periodic.Action]:
     """Returns what every training does at intervals: log, write, save."""
     config, log = self._run.config, self._run.log
 
@@ -471,21 +463,18 @@ class _Training:
       def write(step: int, scalars: Mapping[str, Any]) -> None:
         fn(step, rates.add_rates(self.guard.without_flag(scalars)))
 
-      return periodic.PeriodicAction(
-        write,
-        interval_type=config.logging_interval_type or config.interval_type,
-        logging_growth_ratios=config.periodic_action_growth_ratios,
-        executor=log.executor,  # The thread that writes also fetches.
-        **kwargs,
-      )
+      defaults = {
+        'interval_type': config.logging_interval_type or config.interval_type,
+        'logging_growth_ratios': config.periodic_action_growth_ratios,
+        'executor': log.executor,  # The thread that writes also fetches.
+      }
+      return periodic.PeriodicAction(write, **defaults | kwargs)
 
-    actions = [
-      logging_action(
-        _log_outputs,
-        interval=config.log_tensors_interval,
-        run_async=config.log_async,
-      )
-    ]
+    console = self._run.console
+    console.log_action = logging_action(
+      console.log_training, **console.options(config)
+    )
+    actions: list[periodic.Action] = [console, console.log_action]
     is_logged = jax.process_index() == 0 or config.log_all_hosts
     if is_logged and self._run.writer is not None:
       actions.append(
@@ -516,7 +505,8 @@ class _Training:
     self.guard.wait()  # A state that is not finite must not be saved.
     with goodput.measure('checkpoints'):
       self._run.checkpointer.save('latest')
-    self._saved_step = self.state.global_step
+    step = self._saved_step = int(self.state.global_step)
+    self._run.checkpointer.when_saved(lambda: self._run.console.saved(step))
 
   def run_loop(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""
@@ -529,6 +519,7 @@ class _Training:
 
   def _run_loop(self, actions: list[periodic.Action]) -> None:
     run, config, state = self._run, self._run.config, self.state
+    run.console.begin(config, self.experiment, state, run.checkpointer)
     with run.supervision.watch.training():
       if config.save_initial_train_checkpoint and run.checkpointer.is_new():
         with debug.log_activity('first checkpoint'):
@@ -536,7 +527,7 @@ class _Training:
       try:
         for action in actions:
           action.update_time(time.time(), state.global_step)
-        with oom.explained(self.experiment, config):
+        with run.console.training(), oom.explained(self.experiment, config):
           self.experiment.train_loop(config, state, actions, run.writer)
       except BaseException as error:
         # What was due is still written; the loop's own error is what counts.
@@ -595,7 +586,6 @@ class _Evaluation:
     self.last = max(self.done, default=None)
     self._inputs = self.experiment.evaluate_inputs(config, rng)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
-    self._log_line = writers.LogLineWriter(mode='eval')
     self._best: _Best | None = None
     if (
       config.best_model_eval_metric
@@ -612,6 +602,7 @@ class _Evaluation:
       is_noted: whether the step counts as evaluated, for later processes too.
     """
     run, step = self._run, int(state.global_step)
+    run.console.evaluating(step)
     global_step, rng = self._inputs(step)
     self.experiment.num_evaluated = sum(s < step for s in self.done)
     with (
@@ -623,7 +614,7 @@ class _Evaluation:
       )
     experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
     run.eval_log.write_scalars(step, scalars)
-    self._log_line.write_scalars(step, scalars)
+    run.console.log_evaluation(step, scalars)
     if self._best is not None:
       self._best.keep(self.experiment, scalars, step, state.train_step_rng)
     self.done.add(step)
@@ -648,6 +639,7 @@ class _Best:
 
   def __init__(self, run: Run):
     self._checkpointer = checkpointer = run.checkpointer
+    self._console = run.console
     self._metric = metric = run.config.best_model_eval_metric
     self._sign = 1 if run.config.best_model_eval_metric_higher_is_better else -1
     self._state = state = checkpointer.get_experiment_state('best')
@@ -697,9 +689,7 @@ class _Best:
       old = -self._sign * math.inf
     if not self._sign * value > self._sign * old:
       return
-    logging.info(
-      'New best %s: %s at step %d (was %s).', self._metric, value, step, old
-    )
+    self._console.log_best(self._metric, value, step, old)
     state.global_step = step
     state.experiment_module = experiment
     state.best_eval_metric_value = value

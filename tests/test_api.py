@@ -309,6 +309,7 @@ OURS = {
   'infeed_stall_secs': 60.0,
   'watchdog_secs': 7200.0,
   'writers': ('tensorboard', 'jsonl'),
+  'console': None,
   'eval_steps': None,
   'mesh': config_dict.ConfigDict(
     {

@@ -231,6 +231,10 @@ class Experiment(experiment.AbstractExperiment):
       count=jax.process_count(),
     )
     self._train_split, self._test_split = image_input.load()
+    held_out = len(self._test_split.y_N)
+    self.data_summary = (
+      f'{len(self._train_split.y_N):,} images; {held_out:,} held out'
+    )
     self._train_input: Iterator[image_input.Batch] | None = None
 
     net = model.create(self._config.model, cross_replica_axis=_AXIS)

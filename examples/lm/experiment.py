@@ -211,6 +211,7 @@ class Experiment(sharded.ShardedExperiment):
         tokenizer=self.tokenizer,
         cache_dir=self.config.cache_dir,
       )
+      self.data_summary = self.corpus.summary
     super().__init__(mode, init_rng, run_config=run_config)
     self._rows = self.config.batch_size
     on_gpu = self.partitioner.is_here and jax.default_backend() == 'gpu'
@@ -342,7 +343,6 @@ class Experiment(sharded.ShardedExperiment):
     scalars = super().evaluate(global_step=global_step, rng=rng, writer=writer)
     if self.config.sample_length:
       sample = self.sample(rng)
-      logging.info('Sample of step %d:\n%s', global_step, sample)
       if isinstance(writer, writers.MetricWriter):
         writer.write_texts(global_step, {'sample': sample})
     return scalars

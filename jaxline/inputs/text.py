@@ -93,6 +93,14 @@ class Corpus:
   eval: Documents
   sha256: str
 
+  @property
+  def summary(self) -> str:
+    """How much text there is, in a line."""
+    return (
+      f'{self.train.num_documents:,} documents, {self.train.tokens.size:,}'
+      f' tokens; {self.eval.num_documents:,} documents held out'
+    )
+
 
 def load_corpus(
   files: Path | Sequence[Path] = 'stdlib',

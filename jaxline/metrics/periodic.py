@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import math
@@ -66,6 +67,7 @@ class PeriodicAction(Action):
     end_step_to_action: int | None = None,
     *,
     executor: async_lib.SerialExecutor | None = None,
+    keep_last: int | None = None,
   ):
     """Sets when the function runs, and where.
 
@@ -87,6 +89,8 @@ class PeriodicAction(Action):
         any k >= 0, are also due; so are the powers of ten. Needs 'steps'.
       end_step_to_action: a step that is also due; the last one.
       executor: of the background thread; None makes one.
+      keep_last: as `log_all_data`, but of at most so many steps: the scalars of
+        earlier ones are dropped before they are fetched.
 
     Raises:
       ValueError: for an unknown interval_type, for growth ratios that are not
@@ -121,8 +125,10 @@ class PeriodicAction(Action):
     can_be_due = (
       not off or self._growth_ratios or end_step_to_action is not None
     )
-    self._keep_all = log_all_data and bool(can_be_due)
-    self._kept: list[_Record] = []
+    keeps = log_all_data or keep_last is not None
+    self._keep_all = keeps and bool(can_be_due)
+    self._keep_last = keep_last
+    self._kept: collections.deque[_Record] = collections.deque(maxlen=keep_last)
     # Each of the two is written by one thread only, so no lock is needed.
     self._num_queued = 0
     self._num_done = 0
@@ -207,7 +213,7 @@ class PeriodicAction(Action):
     self._kept.append((step, dict(scalar_outputs or {})))
     if is_due:
       self._hand_on(self._measure_rate(t, step))
-    elif len(self._kept) >= _MAX_KEPT:
+    elif len(self._kept) >= _MAX_KEPT and self._keep_last is None:
       self._hand_on()
 
   def _is_due(self, t: float, step: int) -> bool:
@@ -238,7 +244,8 @@ class PeriodicAction(Action):
 
   def _hand_on(self, steps_per_sec: float | None = None) -> None:
     """Gives the kept records to the function, here or on its thread."""
-    records, self._kept = self._kept, []
+    records = list(self._kept)
+    self._kept.clear()
     if not records:
       return
     if self._executor is None:

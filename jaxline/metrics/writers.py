@@ -1,14 +1,13 @@
 """Where a run's numbers go: one interface, backends by name, two decorators.
 
   writer = AsyncWriter(MultiWriter([
-    TensorBoardWriter(directory), JsonlWriter(path), LogLineWriter()]))
+    TensorBoardWriter(directory), JsonlWriter(path)]))
 
 The backends write on the calling thread and raise where writing fails.
 `MultiWriter` hands each record to several writers, `AsyncWriter` moves all of
 it (fetching from the device, encoding, the disk) to one background thread.
 """
 
-import collections
 from collections.abc import Callable, Iterable, Mapping
 import pathlib
 import threading
@@ -37,59 +36,6 @@ read_record = jsonl.read_record
 TensorBoardWriter = tensorboard.TensorBoardWriter
 to_scalars = values_lib.to_scalars
 to_step = values_lib.to_step
-
-
-class LogLineWriter(Backend):
-  """Logs each record as one line; a text follows on lines of its own.
-
-  `step 1200 | loss 2.345 | bits_per_byte 3.383 | steps_per_sec 8.31`
-
-  Of a large group of names, such as `norm/...` of each weight, it only says how
-  many there are.
-  """
-
-  def __init__(self, *, mode: str | None = None) -> None:
-    """Makes a writer that logs with `absl.logging.info`.
-
-    Args:
-      mode: put before `step` on each line where given.
-    """
-    self._mode = '' if mode is None else f'{mode} '
-    # In the order in which they were first seen: columns do not move.
-    self._names: dict[str, None] = {}
-
-  def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
-    if kind == 'texts':
-      parts = [f'{name}:\n{text}' for name, text in values.items()]
-    else:
-      fields = values_lib.summarize(kind, values)
-      # Not in place: runs in several threads may share this writer.
-      self._names = known = self._names | dict.fromkeys(fields)
-      names = [name for name in known if name in fields]
-      group_of = {name: name.partition('/')[0] for name in names if '/' in name}
-      sizes = collections.Counter(group_of.values())
-      large = {group for group, n in sizes.items() if n > _MAX_GROUP}
-      parts = [
-        f'{name} {_shorten(fields[name])}'
-        for name in names
-        if group_of.get(name) not in large
-      ]
-      parts += [f'{group}/ ({sizes[group]})' for group in sorted(large)]
-    logging.info('%s', ' | '.join([f'{self._mode}step {step}', *parts]))
-
-  def _flush(self) -> None:
-    logging.flush()
-
-
-# So many names with one beginning are written out in a line.
-_MAX_GROUP = 8
-
-
-def _shorten(value: Any) -> str:
-  """Returns four significant digits, or all digits before the point."""
-  if not isinstance(value, float):
-    return str(value)
-  return f'{value:.0f}' if 1e4 <= abs(value) < 1e9 else f'{value:.4g}'
 
 
 # ---------------------------------------------------------------------------
@@ -203,6 +149,11 @@ class AsyncWriter(MetricWriter):
     self.executor = async_lib.SerialExecutor('jaxline-writer')
     self.executor.put(lambda: None)  # No fork starts one of its own.
     async_lib.at_exit.append(self.close)
+
+  def add(self, writer: Writer) -> None:
+    """Also writes to another writer, which is closed with this one."""
+    self.executor.wait()
+    self._writer = MultiWriter([self._writer, writer])
 
   @property
   def dropped_records(self) -> int:
@@ -382,5 +333,6 @@ def make(name: str, config: Any, mode: str, directory: pathlib.Path) -> Writer:
   Raises:
     errors.UsageError: the name is not registered.
   """
-  errors.check_names([name], list(_factories), 'writer', 'config.writers')
+  note = ' What the terminal shows is config.console, and no writer.'
+  errors.check_names([name], list(_factories), 'writer', 'config.writers', note)
   return _factories[name](config, mode, directory)

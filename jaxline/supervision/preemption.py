@@ -16,7 +16,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import itertools
 import os
@@ -49,6 +49,10 @@ _NOTEBOOKS = ('asyncio', 'ipykernel')
 _calls = itertools.count(1)
 
 _active: Watch | None = None
+
+# Called before a line is written past sys.stderr: what is drawn on the terminal
+# makes room.
+before_notice: list[Callable[[], None]] = []
 
 
 class Preempted(SystemExit):
@@ -396,6 +400,8 @@ def _tell_jax() -> None:
 
 
 def _say(text: str) -> None:
+  for make_room in before_notice.copy():
+    make_room()
   # Not by sys.stderr, whose lock may be held by a thread that hangs.
   with contextlib.suppress(OSError):
     os.write(2, f'\n[jaxline] {text}\n'.encode())

@@ -1,0 +1,625 @@
+"""What a run says on the terminal: lines of numbers, progress, both ends.
+
+A `Console` has three modes:
+
+  live   a few lines that are redrawn at the bottom of the terminal
+  plain  a line at each interval, for a pipe, a file or a notebook
+  off    a line at each interval in the log of absl, and nothing else
+
+In the first two the numbers of training are means over the last steps. What is
+written to TensorBoard and JSON lines is exact.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import importlib.util
+import io
+import logging as std_logging
+import math
+import os
+import sys
+import time
+from typing import Any
+
+from absl import logging
+import jax
+
+from jaxline import goodput
+from jaxline.metrics import live as live_lib
+from jaxline.metrics import periodic
+from jaxline.metrics import summary
+from jaxline.metrics import writers
+
+Origin = summary.Origin
+MODES = ('live', 'plain', 'off')
+# The most steps that a mean is over.
+_MAX_STEPS = 100
+_WIDTH = 120  # Of a plain line.
+_LIVE_SECS = 1.0  # How often the live lines get new numbers.
+_MAX_TEXT_LINES = 20
+# How often to say that an evaluation waits, and after how long first.
+_WAIT_SECS = 60.0
+_FIRST_WAIT_SECS = 5.0
+# So many names with one beginning are written out in a line.
+_MAX_GROUP = 8
+# Scalars with a place and a form of their own; '' is not shown.
+_FORMS = {
+  'steps_per_sec': '{:.3g} steps/s',
+  'tokens_per_sec': '{:,.0f} tokens/s',
+  'examples_per_sec': '{:,.0f} examples/s',
+  'mfu': 'mfu {:.1%}',
+  'input_wait_fraction': 'input wait {:.1%}',
+  'device_memory_gib': 'memory {:.1f} GiB',
+  'tflops_per_sec': '{:.3g} TFLOP/s',
+  'tokens_per_step': '',
+  'examples_per_step': '',
+}
+
+
+# The log.
+
+
+def _folders(package: str) -> list[str]:
+  spec = importlib.util.find_spec(package)
+  found = spec.submodule_search_locations if spec else None
+  return [os.path.join(folder, '') for folder in found or ()]
+
+
+_QUIET = tuple(
+  folder
+  for package in ('jaxline', 'jax', 'jaxlib', 'orbax')
+  for folder in _folders(package)
+)
+# Files whose information is for the user: these lines, and progress that takes
+# minutes.
+_HEARD = ('console.py', 'token_cache.py')
+
+
+def _is_heard(record: std_logging.LogRecord) -> bool:
+  """Leaves information about jaxline, JAX and Orbax out of the log."""
+  if logging.get_verbosity() >= logging.DEBUG:
+    return True
+  if record.levelno >= std_logging.WARNING:
+    return True
+  is_ours = record.pathname.startswith(_QUIET)
+  return not is_ours or record.filename in _HEARD
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+  """Leaves information of the libraries out of absl's log while inside.
+
+  A verbosity of debug shows all of it. Other handlers get everything.
+  """
+  handler = logging.get_absl_handler()
+  handler.addFilter(_is_heard)
+  try:
+    yield
+  finally:
+    handler.removeFilter(_is_heard)
+
+
+# Lines of numbers.
+
+
+def _shorten(value: Any) -> str:
+  """Returns four significant digits, or all digits before the point."""
+  if not isinstance(value, float):
+    return str(value)
+  return f'{value:.0f}' if 1e4 <= abs(value) < 1e9 else f'{value:.4g}'
+
+
+def _shown(values: Mapping[str, Any], known: Mapping[str, None]) -> list[str]:
+  """Returns 'name value' of each; of a large group of names, how many.
+
+  Args:
+    values: the numbers by name.
+    known: all names, in the order in which they are shown.
+  """
+  names = [name for name in known if name in values]
+  group_of = {name: name.partition('/')[0] for name in names if '/' in name}
+  sizes = collections.Counter(group_of.values())
+  large = {group for group, n in sizes.items() if n > _MAX_GROUP}
+  return [
+    f'{name} {_shorten(values[name])}'
+    for name in names
+    if group_of.get(name) not in large
+  ] + [f'{group}/ ({sizes[group]})' for group in sorted(large)]
+
+
+def _means(records: list[dict[str, Any]]) -> dict[str, Any]:
+  """Returns the mean of each number that the last record has.
+
+  Integers are counts, of which the last one is returned. Of numbers that are
+  not finite the text says how many there were.
+  """
+  means: dict[str, Any] = dict(records[-1])
+  for name, last in means.items():
+    if not isinstance(last, float):
+      continue
+    values = [x[name] for x in records if isinstance(x.get(name), float)]
+    finite = [x for x in values if math.isfinite(x)]
+    mean = sum(finite) / len(finite) if finite else last
+    if len(finite) < len(values):
+      bad = len(values) - len(finite)
+      means[name] = f'{_shorten(mean)} ({bad} of {len(values)} not finite)'
+    else:
+      means[name] = mean
+  return means
+
+
+def _fit(parts: list[tuple[int, str]], width: int) -> str:
+  """Joins what fits into a line, and says how much is left out.
+
+  Args:
+    parts: (rank, text), in the order in which they are shown. Those of rank 0
+      stay; of the others, the lowest ranks.
+    width: how long the line may be.
+  """
+  kept = [i for i, (rank, _) in enumerate(parts) if not rank]
+
+  def line(chosen: list[int]) -> str:
+    texts = [parts[i][1] for i in sorted(chosen)]
+    if left := len(parts) - len(chosen):
+      texts.append(f'+{left}')
+    return ' | '.join(texts)
+
+  for i in sorted(
+    set(range(len(parts))) - set(kept), key=lambda i: parts[i][0]
+  ):
+    if len(line([*kept, i])) <= width:
+      kept.append(i)
+  return line(kept)[:width]
+
+
+class Console(periodic.Action):
+  """What one run says; any thread may call it.
+
+  As an action it notices the end of the first step, and costs 40 ns after it.
+
+  Attributes:
+    mode: one of `MODES`.
+    activity: what the run does now instead of steps; '' for steps.
+    log_action: the action that calls `log_training`.
+  """
+
+  def __init__(
+    self,
+    mode: str = 'off',
+    origin: Origin | None = None,
+    *,
+    is_silent: bool = False,
+  ):
+    """Says nothing yet.
+
+    Args:
+      mode: one of `MODES`.
+      origin: how the run was started, for the two blocks.
+      is_silent: says nothing at all, as a process that is not the first one.
+    """
+    self.mode = mode
+    self.activity = ''
+    self.log_action: Any = None
+    self._is_silent = is_silent
+    self._origin = origin or Origin()
+    # In the order in which they were first seen: columns do not move.
+    self._names: dict[str, dict[str, None]] = {'': {}, 'eval ': {}}
+    self._window: collections.deque[dict[str, Any]] = collections.deque(
+      maxlen=_MAX_STEPS
+    )
+    self._live: live_lib.Live | None = None
+    self._was_live = False
+    # Of the run.
+    self._began = time.monotonic()
+    self._spent = goodput.spent()
+    self._config: Any = None
+    self._experiment: Any = None
+    self._state: Any = None
+    self._num_evaluated = 0
+    self._best: tuple[str, float, int] | None = None
+    # Of its training.
+    self._compiling: tuple[float, tuple[int, float, int, int]] | None = None
+    self._rate = 0.0
+    self._means: dict[str, Any] = {}
+    self._losses: collections.deque[float] = collections.deque(maxlen=20)
+    self._notes: dict[str, str] = {}  # The last save and evaluation.
+    self._waiting: tuple[Any, float] = (None, math.inf)
+
+  @classmethod
+  def make(cls, config: Any, origin: Origin | None = None) -> Console:
+    """Returns the console of a run, as `config.console`.
+
+    Args:
+      config: the run's.
+      origin: how it was started.
+    """
+    if jax.process_index():
+      return cls('off', origin, is_silent=not config.log_all_hosts)
+    mode = config.console or 'live'
+    if mode == 'live' and not live_lib.is_terminal(sys.stdout):
+      mode = 'plain'
+    return cls(mode, origin)
+
+  @property
+  def _is_shown(self) -> bool:
+    return self.mode != 'off'
+
+  def say(self, text: str) -> None:
+    """Prints lines above the live ones; in the mode off, logs them."""
+    if self._is_silent:
+      return
+    if not self._is_shown:
+      logging.info('%s', text)
+      return
+    stream = sys.stdout
+    encoding = getattr(stream, 'encoding', None) or 'utf-8'
+    try:
+      stream.write(text.encode(encoding, 'replace').decode(encoding) + '\n')
+      stream.flush()
+    except (OSError, ValueError, AttributeError):
+      # The terminal or the pipe is gone, and the run goes on. Python's last
+      # flush of the stream must not fail either.
+      with contextlib.suppress(OSError, ValueError, AttributeError):
+        with open(os.devnull, 'w') as nowhere:
+          os.dup2(nowhere.fileno(), stream.fileno())
+
+  # Both ends.
+
+  def begin(
+    self,
+    config: Any,
+    experiment: Any,
+    state: Any = None,
+    checkpointer: Any = None,
+  ) -> None:
+    """Prints the block before the first step or evaluation, once.
+
+    Args:
+      config: the run's.
+      experiment: the one that is trained, or else evaluated.
+      state: the live state of training; None if the run only evaluates.
+      checkpointer: has restored the state, if it has any checkpoint.
+    """
+    if not self._is_shown or self._config is not None:
+      return
+    start = ''
+    if state is not None:
+      steps = config.training_steps
+      of = '' if steps is None else f' of {steps}'
+      step = int(state.global_step)
+      source = 'a fresh run'
+      if checkpointer.restored_step is not None or step:
+        source = 'resumed'
+      elif config.restore_from:
+        source = f'from {config.restore_from}'
+      start = f'step {step}{of}, {source}'
+    self.say(
+      '\n'.join(summary.start_block(config, experiment, self._origin, start))
+    )
+    self._config, self._experiment, self._state = config, experiment, state
+
+  def __enter__(self) -> Console:
+    return self
+
+  def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    """Ends the live lines, and prints the last block if the run has begun."""
+    self._end_live()
+    if self._config is not None:
+      self.say('\n'.join(self._last_block(error)))
+    self._config = self._experiment = self._state = None  # And its weights.
+
+  def _last_block(self, error: BaseException | None) -> list[str]:
+    config, total = self._config, time.monotonic() - self._began
+    spent = {
+      name: secs - self._spent.get(name, 0.0)
+      for name, secs in goodput.spent().items()
+    }
+    took = f'in {summary.duration(total)}'
+    is_over = False
+    if self._state is None:
+      lines = [f'Evaluated {self._num_evaluated} checkpoints {took}.']
+    else:
+      step = int(self._state.global_step)
+      is_over = error is None
+      is_told = isinstance(error, SystemExit)  # By a signal.
+      how = (
+        'Trained to' if is_over else 'Stopped at' if is_told else 'Failed at'
+      )
+      lines = [f'{how} {self._step_text(step)} {took}.']
+    if self._best is not None:
+      name, value, step = self._best
+      lines.append(f'Best {name}: {_shorten(value)} at step {step}.')
+    if 'loss' in self._means:
+      lines.append(f'Last loss: {_shorten(self._means["loss"])}.')
+    if where := summary.time_spent(spent, total):
+      lines.append(f'Time: {where}.')
+    if config.checkpoint_dir:
+      lines.append(f'Run directory: {summary.relative(config.checkpoint_dir)}')
+    decode = getattr(type(self._experiment), 'decode', None)
+    decodes = 'AbstractExperiment' not in getattr(
+      decode, '__qualname__', 'AbstractExperiment'
+    )
+    return lines + summary.next_commands(config, self._origin, decodes, is_over)
+
+  # Training.
+
+  def options(self, config: Any) -> dict[str, Any]:
+    """Returns arguments of the `PeriodicAction` that calls `log_training`."""
+    interval = config.log_tensors_interval
+    options = {'interval': interval, 'run_async': config.log_async}
+    if self._is_silent:
+      return options | {'interval': None}
+    if self._is_shown:
+      options['keep_last'] = _MAX_STEPS
+    if self.mode == 'live' and interval is not None and interval >= 0:
+      options |= {
+        'interval': _LIVE_SECS,
+        'interval_type': 'secs',
+        'logging_growth_ratios': None,
+      }
+    return options
+
+  @contextlib.contextmanager
+  def training(self) -> Iterator[None]:
+    """Shows the progress of the training steps inside."""
+    if not self._is_shown:
+      yield
+      return
+    self._compiling = time.monotonic(), goodput.compilations()
+    self.activity = 'compiling the train step'
+    self.say('Compiling the train step...')
+    if self.mode == 'live':
+      import rich.console  # noqa: F401  Takes a while: not on Live's thread.
+
+      self._live = live_lib.Live(self._draw)
+      self._was_live = True
+      self._live.start()
+    try:
+      yield
+    finally:
+      # Its function refers to the experiment: the weights would stay.
+      self._compiling = self.log_action = None
+      self._end_live()
+
+  def _end_live(self) -> None:
+    if self._live is not None:
+      self._live.stop()
+      self._live = None
+
+  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
+    """Says how long it took to compile, after the first step."""
+    if self._compiling is None:
+      return
+    (began, before), self._compiling = self._compiling, None
+    self.activity = ''
+    # The rate begins after the compilation.
+    self.log_action.update_time(t, step)
+    count, secs, hits, _ = (
+      b - a for a, b in zip(before, goodput.compilations(), strict=True)
+    )
+    total = time.monotonic() - began
+    text = f'The first step took {total:.1f} s.'
+    if count:
+      text = f'Compiled in {secs:.1f} s'
+      text += (
+        f'; {hits} of {count} programs were in the cache.' if hits else '.'
+      )
+    self.say(text)
+
+  def log_training(self, step: int, scalars: Mapping[str, Any]) -> None:
+    """Takes the scalars of a step, and shows them if they are due.
+
+    Args:
+      step: the step.
+      scalars: on the host. Those of the last step before a line has
+        `steps_per_sec`.
+    """
+    # None was donated before it was fetched.
+    given = {name: x for name, x in scalars.items() if x is not None}
+    numbers = writers.to_scalars(given)
+    if not self._is_shown:
+      if not self._is_silent:
+        logging.info('%s', self._log_line('', step, numbers))
+      return
+    self._window.append(numbers)
+    if 'steps_per_sec' not in numbers:
+      return
+    means = _means(list(self._window))
+    for name in _FORMS:  # Rates are of the interval already.
+      if name in numbers:
+        means[name] = numbers[name]
+    rate = numbers['steps_per_sec']
+    self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
+    if isinstance(loss := means.get('loss'), float):
+      self._losses.append(loss)
+    self._means = means
+    if self._live is None:
+      self._window.clear()
+      # A debugger has ended the live lines, which have a shorter interval.
+      if not self._was_live:
+        self.say(self._plain_line(step))
+
+  def _log_line(self, mode: str, step: int, values: Mapping[str, Any]) -> str:
+    """Returns a line with all numbers."""
+    # Not in place: two threads may log.
+    self._names[mode] = known = self._names[mode] | dict.fromkeys(values)
+    return ' | '.join([f'{mode}step {step}', *_shown(values, known)])
+
+  def _plain_line(self, step: int) -> str:
+    fields, rates = self._fields()
+    notes = [f'saved {x}' for x in [self._notes.pop('saved', '')] if x]
+    parts = [(0, self._step_text(step)), *((0, x) for x in fields[:1])]
+    parts += [(2, x) for x in fields[1:]]
+    parts += [(1, x) for x in [*rates[:1], *self._eta(step), *notes]]
+    parts += [(3, x) for x in rates[1:]]
+    return _fit(parts, _WIDTH)
+
+  def _fields(self) -> tuple[list[str], list[str]]:
+    """Returns the scalars of training, the loss first; and the rates."""
+    means = self._means
+    own = {k: x for k, x in means.items() if k not in _FORMS}
+    known = {'loss': None} | self._names['']
+    self._names[''] = known = known | dict.fromkeys(own)
+    rates = [
+      form.format(means[name])
+      for name, form in _FORMS.items()
+      if form and means.get(name)  # A rate is 0 before it is known.
+    ]
+    return _shown(own, known), rates
+
+  def _step_text(self, step: int) -> str:
+    steps = self._config.training_steps
+    if not steps:
+      return f'step {step}'
+    return f'step {step} of {steps} ({100 * step / steps:.0f}%)'
+
+  def _eta(self, step: int) -> list[str]:
+    steps = self._config.training_steps
+    if not steps or not self._rate or step >= steps:
+      return []
+    return [f'ETA {summary.duration((steps - step) / self._rate)}']
+
+  def saved(self, step: int) -> None:
+    """Notes that the checkpoint of a step is complete."""
+    self._notes['saved'] = str(step)
+
+  # Evaluation.
+
+  def evaluating(self, step: int) -> None:
+    """Notes that the evaluation of a step begins."""
+    self.activity = f'evaluating step {step}'
+
+  def log_evaluation(self, step: int, scalars: Mapping[str, Any]) -> None:
+    """Shows the scalars of an evaluation."""
+    self.activity = ''
+    self._num_evaluated += 1
+    numbers = writers.to_scalars(scalars)
+    line = self._log_line('eval ', step, numbers)
+    if self._is_shown:
+      fields = line.split(' | ')
+      self._notes['eval'] = ': '.join([str(step), *fields[1:2]])
+      line = _fit([(i, x) for i, x in enumerate(fields)], _WIDTH)
+    self.say(line)
+
+  def log_best(
+    self, name: str, value: float, step: int, old: float | None = None
+  ) -> None:
+    """Notes the best evaluation so far.
+
+    Args:
+      name: of the metric.
+      value: of the metric.
+      step: of the evaluation.
+      old: the best value before; None if this one is not new.
+    """
+    self._best = name, value, step
+    if old is not None:
+      was = f' (was {_shorten(old)})' if math.isfinite(old) else ''
+      self.say(f'New best {name}: {_shorten(value)} at step {step}{was}.')
+
+  def log_waiting(self, last: int | None, directory: str) -> None:
+    """Says now and then that an evaluation waits for a checkpoint."""
+    if self._state is not None:
+      return  # The training in this process says how far it is.
+    now = time.monotonic()
+    waiting, due = self._waiting
+    if waiting != (last, directory):
+      self._waiting = (last, directory), now + _FIRST_WAIT_SECS
+    elif now >= due:
+      self._waiting = waiting, now + _WAIT_SECS
+      after = '' if last is None else f' after step {last}'
+      self.say(f'Waiting for a checkpoint{after} in {directory}.')
+
+  def show_texts(self, writer: Any, mode: str) -> None:
+    """Prints the texts that go to a writer, if it can have another beside it.
+
+    Args:
+      writer: the writer of a log.
+      mode: the log.
+    """
+    if self._is_shown and isinstance(writer, writers.AsyncWriter):
+      writer.add(_TextWriter(self, mode))
+
+  def log_texts(self, mode: str, step: int, texts: Mapping[str, str]) -> None:
+    """Prints texts that an experiment has written, such as samples."""
+    for name, text in texts.items():
+      # A model may write what a terminal takes for commands.
+      clean = ''.join(
+        x if x.isprintable() or x == '\n' else ' ' if x == '\t' else '\ufffd'
+        for x in text
+      )
+      lines = clean.split('\n')
+      if len(lines) > _MAX_TEXT_LINES:
+        rest = len(lines) - _MAX_TEXT_LINES
+        lines[_MAX_TEXT_LINES:] = [f'... ({rest} more lines)']
+      head = f'{mode} step {step} | {name}:'
+      self.say('\n'.join([head, *(f'  {line}' for line in lines)]))
+
+  # The live lines.
+
+  def _draw(self, width: int) -> str:
+    """Returns the lines at the bottom of the terminal."""
+    import rich.console
+    import rich.progress_bar
+    import rich.table
+    import rich.text
+
+    step, steps = int(self._state.global_step), self._config.training_steps
+    fields, rates = self._fields()
+    if len(self._losses) > 1 and fields:
+      first, last = self._losses[0], self._losses[-1]
+      change = (last - first) / (abs(first) or 1.0)
+      fields[0] += (
+        ' \u2193'
+        if change < -0.005
+        else (' \u2191' if change > 0.005 else ' \u2192')
+      )
+    parts: list[Any] = [rich.text.Text(self._step_text(step), 'bold')]
+    if steps:
+      parts.append(
+        rich.progress_bar.ProgressBar(steps, step, max(8, width // 6))
+      )
+    doing = [self.activity] if self.activity else self._eta(step)
+    parts += [rich.text.Text(x) for x in [*doing, *rates[:2]]]
+    top = rich.table.Table.grid(padding=(0, 2), expand=False)
+    for _ in parts:
+      top.add_column(no_wrap=True)
+    top.add_row(*parts)
+    notes = [f'{name} {text}' for name, text in self._notes.items()]
+    console = rich.console.Console(
+      file=io.StringIO(),
+      width=width - 1,
+      force_terminal=True,
+      legacy_windows=False,
+      highlight=False,
+      markup=False,
+    )
+    with console.capture() as drawn:
+      console.print(top)
+      for line in (fields, [*rates[2:], *notes]):
+        console.print(
+          rich.text.Text('  '.join(line)), no_wrap=True, overflow='ellipsis'
+        )
+    return '\n'.join(line for line in drawn.get().splitlines() if line.strip())
+
+
+class _TextWriter(writers.Backend):
+  """Hands the texts that an experiment writes to a console."""
+
+  def __init__(self, console: Console, mode: str):
+    """Makes a writer.
+
+    Args:
+      console: gets the texts.
+      mode: the log that they belong to.
+    """
+    self._show: Callable[..., None] = console.log_texts
+    self._mode = mode
+
+  def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    if kind == 'texts':
+      values.pop('config', None)  # Of the run; a file has it.
+      self._show(self._mode, step, values)

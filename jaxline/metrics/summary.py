@@ -1,0 +1,252 @@
+"""What the terminal shows before a run and after it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import math
+import os
+import pathlib
+import shlex
+import sys
+import textwrap
+from typing import Any
+
+from absl import flags
+import jax
+from ml_collections import config_flags
+
+from jaxline import errors
+
+_WIDTH = 80
+_INDENT = 15  # Of the values: the longest label and two spaces.
+_MAX_VALUE_LINES = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+  """How a run was started.
+
+  Attributes:
+    command: the command line, with the interpreter; empty if it was a call.
+    config_file: as the command line names it; empty if there was none.
+    overrides: the dotted keys that were given other values, and the values.
+  """
+
+  command: tuple[str, ...] = ()
+  config_file: str = ''
+  overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  @classmethod
+  def of(
+    cls, flag: Any, load_config: Callable[[Sequence[str]], Mapping[str, Any]]
+  ) -> 'Origin':
+    """Returns how the command line of this process has started the run.
+
+    Args:
+      flag: the parsed flag of the config.
+      load_config: returns the config of a command line.
+    """
+    command = ('python', *sys.orig_argv[1:])
+    try:
+      file = config_flags.get_config_filename(flag)
+      overrides = config_flags.get_override_values(flag)
+      own = load_config([f'--config={file}']) if overrides else {}
+    except (flags.Error, errors.UsageError):
+      return cls(command)  # Set without a file, by a flag saver.
+    changed = {k: x for k, x in overrides.items() if _value(own, k, own) != x}
+    return cls(command, file, changed)
+
+
+def _value(config: Any, name: str, default: Any) -> Any:
+  for part in name.split('.'):
+    if part not in config:
+      return default
+    config = config[part]
+  return config
+
+
+def start_block(
+  config: Any, experiment: Any, origin: Origin, start: str
+) -> list[str]:
+  """Returns the lines that are shown before the first step or evaluation.
+
+  Args:
+    config: the run's.
+    experiment: the one that is trained or evaluated.
+    origin: how the run was started.
+    start: where the run begins.
+  """
+  kind = type(experiment)
+  directory = relative(config.checkpoint_dir or '')
+  overrides = [
+    f'{key}={value}'
+    for key, value in origin.overrides.items()
+    if key != 'checkpoint_dir'
+  ]
+  values = {
+    'Experiment': config.experiment_class
+    or f'{kind.__module__}:{kind.__qualname__}',
+    'Config': ', '.join(filter(None, [origin.config_file, *overrides])),
+    'Devices': _devices(config, experiment),
+    'Parameters': _parameters(experiment),
+    'Data': getattr(experiment, 'data_summary', ''),
+    'Run directory': directory,
+    'TensorBoard': f'tensorboard --logdir {directory}'
+    if directory and 'tensorboard' in config.writers
+    else '',
+    'Start': start,
+  }
+  lines: list[str] = []
+  for label, value in values.items():
+    if not value:
+      continue
+    wrapped = textwrap.wrap(
+      value,
+      _WIDTH - _INDENT,
+      break_long_words=False,
+      break_on_hyphens=False,
+      max_lines=_MAX_VALUE_LINES,
+      placeholder=' ... (the rest is in config.json)',
+    )
+    lines.append(f'{label}:'.ljust(_INDENT) + wrapped[0])
+    lines += [' ' * _INDENT + line for line in wrapped[1:]]
+  return lines
+
+
+def _devices(config: Any, experiment: Any) -> str:
+  devices = jax.devices()
+  text = f'{len(devices)} x {devices[0].device_kind}'
+  if jax.process_count() > 1:
+    text += f' in {jax.process_count()} processes'
+  if partitioner := getattr(experiment, 'partitioner', None):
+    sizes = partitioner.axis_sizes.items()
+    axes = [f'{axis} {size}' for axis, size in sizes if size > 1]
+    if axes:
+      text += f'; mesh {", ".join(axes)}; sharding {config.sharding}'
+  return text
+
+
+def _parameters(experiment: Any) -> str:
+  """Returns how many weights there are, and how they are split."""
+  if getattr(experiment, 'IS_SHARDED', False) is True:
+    leaves = jax.tree.leaves(experiment.abstract_state().params)
+    return f'{_count(leaves)}; {_split(leaves)}' if leaves else ''
+  names: dict[str, str] = {**getattr(experiment, 'CHECKPOINT_ATTRS', {})}
+  weights = {k: v for k, v in names.items() if 'param' in f'{k} {v}'}
+  leaves = [
+    # Without the axis of devices.
+    jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    for attribute in weights or names
+    for x in jax.tree.leaves(getattr(experiment, attribute, None))
+    if hasattr(x, 'dtype') and getattr(x, 'shape', None)
+  ]
+  return _count(leaves) if leaves else ''
+
+
+def _count(leaves: Sequence[Any]) -> str:
+  count = sum(math.prod(x.shape) for x in leaves)
+  size = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+  return f'{count:,} ({_bytes(size)}) in {len(leaves)} arrays'
+
+
+def _split(leaves: Sequence[Any]) -> str:
+  """Says how many arrays are split, and over which axes of the mesh."""
+  axes: dict[str, None] = {}
+  num_split = 0
+  for leaf in leaves:
+    own = dict.fromkeys(_split_axes(leaf.sharding))
+    num_split += bool(own)
+    axes |= own
+  if not num_split:
+    return 'each device has all'
+  return f'{num_split} of them split over {" and ".join(axes)}'
+
+
+def _split_axes(sharding: Any) -> Iterator[str]:
+  for part in sharding.spec:
+    for axis in (part,) if isinstance(part, str) else part or ():
+      if sharding.mesh.shape[axis] > 1:
+        yield axis
+
+
+def _bytes(size: float) -> str:
+  units = ['B', 'kB', 'MB', 'GB', 'TB']
+  while size >= 1000 and len(units) > 1:
+    size /= 1000
+    units.pop(0)
+  return f'{size:.3g} {units[0]}'
+
+
+def relative(directory: str) -> str:
+  """Returns a directory relative to the working directory, if it is in it."""
+  return directory.removeprefix(f'{pathlib.Path.cwd()}{os.sep}')
+
+
+def duration(seconds: float) -> str:
+  """Returns '3:07' for minutes and seconds, '2:03:07' with hours."""
+  minutes, secs = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  if hours < 48:
+    return (f'{hours}:{minutes:02}' if hours else f'{minutes}') + f':{secs:02}'
+  return f'{hours / 24:.1f} days'
+
+
+def time_spent(spent: Mapping[str, float], total: float) -> str:
+  """Returns where the time went, the largest part first.
+
+  Args:
+    spent: category -> seconds.
+    total: all seconds of the run.
+  """
+  parts = sorted(spent.items(), key=lambda item: -item[1])
+  shares = [(name, 100 * secs / total) for name, secs in parts]
+  return ', '.join(f'{name} {x:.0f}%' for name, x in shares if x >= 0.5)
+
+
+def next_commands(
+  config: Any, origin: Origin, decodes: bool, is_over: bool
+) -> list[str]:
+  """Returns the commands that a user may want next.
+
+  Args:
+    config: the run's.
+    origin: how the run was started.
+    decodes: whether the experiment can continue prompts.
+    is_over: whether the run has taken all its steps.
+  """
+  directory = relative(config.checkpoint_dir)
+  if not directory or config.checkpointer == 'memory':
+    go_on, look = '', ''
+  elif not origin.command:
+    go_on = f"jaxline.fit(..., overrides={{'checkpoint_dir': {directory!r}}})"
+    look = f'jaxline.evaluate({directory!r})'
+  else:
+    own = list(_without(origin.command, 'config.checkpoint_dir'))
+    own.append(f'--config.checkpoint_dir={directory}')
+    go_on = shlex.join(own)
+    mode = '--jaxline_mode=decode' if decodes else '--jaxline_mode=eval'
+    once = [] if decodes else ['--config.one_off_evaluate']
+    look = shlex.join([*_without(own, 'jaxline_mode'), mode, *once])
+  if is_over and go_on:
+    go_on += '  (with more config.training_steps)'
+  labels = {
+    'Go on': go_on,
+    'Decode' if decodes and origin.command else 'Evaluate': look,
+    'Curves': f'python -m jaxline.runs compare {shlex.quote(directory)}'
+    ' --plot curves.png'
+    if directory and 'jsonl' in config.writers
+    else '',
+  }
+  return [f'{f"{k}:".ljust(10)}{text}' for k, text in labels.items() if text]
+
+
+def _without(args: Sequence[str], flag: str) -> Iterator[str]:
+  """Yields a command's arguments without a flag, `--flag=x` or `--flag x`."""
+  skips = False
+  for arg in args:
+    name, equals, _ = arg.partition('=')
+    if skips:
+      skips = False
+    elif name in (f'--{flag}', f'-{flag}'):
+      skips = not equals
+    else:
+      yield arg
