@@ -1,24 +1,24 @@
-"""Decoding: how prompts go on, by a function that runs a model.
+"""Decoding: continues prompts greedily, by sampling or by beam search.
 
-Greedy, by sampling, or by beam search. No model is known here, only
+The model is given as a function
 
     step_fn(cache, tokens_BL, start_B) -> (logits_BLV, cache)
 
-which runs one over L further tokens of each row, and keeps this contract:
+which runs it over L further tokens of each row, and keeps this contract:
 
-- `tokens_BL` int32: row b's stand at the positions `start_B[b]`,
+- `tokens_BL` int32: those of row b have the positions `start_B[b]`,
   `start_B[b] + 1` and so on; `start_B` is int32, [B].
 - `cache` is a pytree of arrays, each with the rows as its axis `cache_axis`
-  (examples/lm: [N, B, M, H, K], axis 1); it comes back with the same shapes and
-  types. What later tokens need of these is written at their positions, over
-  whatever stood there. A token sees the positions up to its own and none
-  beyond, where there may be what padding left. There is room for
-  T + max_decode_steps - 1 positions. What an encoder made of a row belongs in
-  the cache too: rows are repeated and reordered along that axis.
+  (examples/lm: [N, B, M, H, K], axis 1); it is returned with the same shapes
+  and types. The function writes what later tokens need of these tokens at their
+  positions, over earlier content. A token sees the positions up to its own and
+  no later ones, which may hold padding. There are T + max_decode_steps - 1
+  positions. The output of an encoder for a row belongs in the cache too: rows
+  are repeated and reordered along that axis.
 - `logits_BLV` float32: of the token that follows each one.
-- It is pure, and traced twice: for the prompts, with L = T - 1 and nobody to
-  use the logits, so that XLA leaves out their product; and in the body of a
-  loop, with L = 1 and, for N continuations of a prompt, N times the rows.
+- It is pure, and traced twice: for the prompts, with L = T - 1 and unused
+  logits, so that XLA leaves out their product; and in the body of a loop, with
+  L = 1 and, for N continuations of a prompt, N times the rows.
 
 Shapes: B prompts, T prompt length, N continuations of a prompt, R = B x N rows,
 S max_decode_steps, V vocab, K candidates; L and M as above.

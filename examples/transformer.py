@@ -1,7 +1,7 @@
 """The mathematics of transformers: arrays in, arrays out.
 
-No modules, and no weights: `examples/lm` and `examples/pax` create theirs, each
-in its own way, and call what is here.
+It has no modules and no weights: `examples/lm` and `examples/pax` create their
+weights, each in its own way, and call these functions.
 
 Shapes: B batch, L length (queries), M keys, D embed, F mlp, H heads, G heads of
 keys and values (each for H / G heads of queries), K head dim, V vocab, S parts

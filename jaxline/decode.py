@@ -1,7 +1,7 @@
 """`--jaxline_mode=decode`: continues prompts with a checkpoint's weights.
 
-Prompts come from a file, a pipe or a terminal; continuations go to the screen
-and into a file of JSON lines. What lies between is the experiment's `decode`.
+Prompts are read from a file, a pipe or a terminal; continuations are printed
+and written to a file of JSON lines. The experiment's `decode` makes them.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,6 +1,6 @@
-"""Joins the processes of a run: who they are, and their rendezvous.
+"""Connects the processes of a run.
 
-`config.distributed` is 'auto', 'off', or where to meet:
+`config.distributed` is 'auto', 'off', or a coordinator:
 
     config.distributed = {
       'coordinator': 'node0:1234',  # A free port of process 0's machine.
@@ -8,12 +8,12 @@
       'process_id': 0,  # Another one in each process.
     }
 
-'auto' takes it from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-JAX_PROCESS_ID, as `python -m jaxline.launch` sets them, or from the cluster
-that JAX detects: Slurm, Open MPI, Kubernetes, Cloud TPU. Where there is
-neither, and where there is but one process, nothing is done.
+'auto' reads JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID,
+which `python -m jaxline.launch` sets, or asks the cluster that JAX detects:
+Slurm, Open MPI, Kubernetes, Cloud TPU. Without either, and with one process,
+nothing is done.
 
-On the CPU the processes talk by gloo, which is JAX's default.
+On the CPU the processes communicate by gloo, which is JAX's default.
 """
 
 from __future__ import annotations

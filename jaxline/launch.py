@@ -3,12 +3,12 @@
     python -m jaxline.launch --processes 4 --devices-per-process 2 -- \\
         python experiment.py --config=configs/lm.py
 
-is a run of four processes with two devices each, which talk as those of a
-cluster do (gloo instead of a network of accelerators). Each process is told who
-it is by the variables that `jaxline.distributed` reads. What they print has the
-number of the process before each line. Signals are passed on to all. When one
-fails, the others are given some seconds to end by themselves, then they are
-killed, and the exit code is that of the first to fail.
+is a run of four processes with two devices each, which communicate like those
+of a cluster (by gloo instead of a network of accelerators). Each process gets
+its number by the variables that `jaxline.distributed` reads. Each line that it
+prints begins with that number. Signals are passed on to all processes. When one
+fails, the others have some seconds to end and are then killed; the exit code is
+that of the first to fail.
 
 It starts nothing on other machines: docs/reference/launching.md has clusters.
 """

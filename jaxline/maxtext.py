@@ -1,20 +1,20 @@
-"""Runs of MaxText and Pax under our names, and ours under theirs.
+"""Translates the names of MaxText and Pax into ours, and ours into theirs.
 
   config.update_from_flattened_dict(
     maxtext.from_maxtext({'base_emb_dim': 6144, 'ici_fsdp_parallelism': 64})
   )
 
-After the table "MaxText to Pax" in Pax's README, which names the values of one
-run in both: Pax in capitals, MaxText in small letters. Ours are the keys of a
-config whose experiment has the names of `examples/lm`. `_NAMES` says what each
-becomes; the three differ in more than names:
+It implements the table "MaxText to Pax" in Pax's README, which has the values
+of one run in both: Pax in capitals, MaxText in small letters. Ours are the keys
+of a config whose experiment has the names of `examples/lm`. `_NAMES` is the
+table; the three differ in more than names:
 
 - The mesh. Pax has two lists, `[replica, data, mdl]` within slices (ICI) and
   across them (DCN), MaxText a number for each, with the axes called data, fsdp
   and tensor: MaxText's data is our `replica`, and its fsdp our `data`.
-- The batch. Theirs is of one device, ours of all.
+- The batch. Theirs is that of one device, ours that of all.
 - MaxText multiplies four of its sizes by `scale`.
-- The width of a head, here, is what the model's width leaves for each.
+- Here the width of a head is the model's width divided by the number of heads.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

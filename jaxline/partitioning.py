@@ -1,10 +1,10 @@
-"""Where each array lies on the mesh.
+"""How each array is split over the mesh.
 
 A model names the axes of its weights where it creates them
 (`Logical(value, ('embed', 'mlp'))`) and of its activations where it matters
 (`constrain(x, ('batch', 'length', 'embed'))`). `Rules` map those names to axes
-of the mesh, so that another strategy is another config value and no other
-model. The names in use are `AXIS_NAMES`.
+of the mesh, so that a config value selects the strategy and the model does not
+change. `AXIS_NAMES` are the valid names.
 
 After the logical axis rules of GSPMD-style trainers (T5X, Flax, Pax).
 """

@@ -1,14 +1,15 @@
-"""Pipeline parallelism: layers dealt out to stages, through which rows shift.
+"""Pipeline parallelism: microbatches shift through stages of layers.
 
-The rows of a batch are cut into microbatches. A buffer with a leading `stages`
-axis holds what each stage works on; after each iteration it shifts by one
-stage, which the compiler makes a permutation between neighbours. All stages
-are one `vmap`, and all iterations one `scan`: one program, compiled once for
-any number of either, and differentiated like any other.
+The rows of a batch are split into microbatches. A buffer with a leading
+`stages` axis holds the input of each stage; after each iteration it shifts by
+one stage, which the compiler turns into a permutation between neighbours. All
+stages are one `vmap`, and all iterations one `scan`: one program, compiled once
+for any number of either, and differentiated like any other.
 
-With repeats, the last stage hands on to the first, and each microbatch goes
-round several times: each time through other, fewer layers. Stages wait less at
-the ends of the batch, for more hops on the way.
+With repeats, the last stage sends its output to the first, and each microbatch
+passes through all stages several times, each time through other, fewer layers.
+The stages are idle for less time at the ends of the batch, and there are more
+transfers.
 
 After GPipe (Huang et al., 2019), as GSPMD runs it (Xu et al., 2021, section
 3.3), and the circular schedule of Praxis.

@@ -1,8 +1,7 @@
-"""JAXline's names, kept: everything here lives elsewhere.
+"""JAXline's names, imported from the modules that define them.
 
-New code imports the modules that define these names. An experiment written
-against JAXline's `utils` finds here all it knew; `GLOBAL_CHECKPOINT_DICT` may
-be rebound here.
+New code imports those modules. An experiment written for JAXline's `utils`
+finds all its names here; `GLOBAL_CHECKPOINT_DICT` may be rebound here.
 """
 
 from typing import Any

@@ -1,13 +1,13 @@
 """Settings of the XLA compilers: flags, and profile-guided scheduling (PGLE).
 
-What `config.xla` says becomes XLA_FLAGS, LIBTPU_INIT_ARGS and settings of JAX
-before JAX starts. XLA ends the process where it does not know a flag; here the
-flags are tried in a process of their own first, so that a misspelled one is an
-error like any other. docs/reference/accelerators.md says what to set, and when.
+`config.xla` is written to XLA_FLAGS, LIBTPU_INIT_ARGS and settings of JAX
+before JAX starts. XLA ends the process if it does not know a flag; here a
+separate process reads the flags first, so that a misspelled one is an error
+like any other. docs/reference/accelerators.md says what to set, and when.
 
 The Profile Guided Latency Estimator gives XLA's scheduler for GPUs the measured
-durations of a program's instructions, with which it hides communication behind
-computation. JAX can measure and recompile by itself (automatic), or one run
+durations of a program's instructions, so that it can overlap communication with
+computation. JAX can measure and recompile in one run (automatic), or one run
 saves a profile and the next one compiles with it (manual).
 """
 

@@ -190,7 +190,7 @@ def test_own_data_and_fine_tuning(copy):
 
 def test_the_writer_of_a_service_is_imported_and_named(copy):
   pytest.importorskip('wandb')
-  apply(copy, 'Log to Weights & Biases, or MLflow')
+  apply(copy, 'Log to Weights & Biases, MLflow or Aim')
   config = tiny(copy)
   assert config.writers == ('tensorboard', 'jsonl', 'wandb')
   importlib.import_module('examples.lm.experiment')

@@ -1,9 +1,9 @@
 """Trains and evaluates an image classifier, in JAXline's classic style.
 
-Classic: the training state is a few attributes with a leading axis of local
-devices, `CHECKPOINT_ATTRS` names them, and `step` calls one function that
-`jax.pmap` runs on all devices at once. What pmap runs are the two pure
-functions below, `update` and `evaluate_batch`.
+In this style the training state is a few attributes with a leading axis of
+local devices, `CHECKPOINT_ATTRS` names them, and `step` calls one function that
+`jax.pmap` runs on all devices at once. The two pure functions below, `update`
+and `evaluate_batch`, are those that pmap runs.
 
 Shapes: D local devices, B images per device, H rows, W columns, C channels, K
 classes. Inside of a pmap there is no D.

@@ -1,9 +1,9 @@
 """A residual network (He et al. 2015) with BatchNorm across devices, in Haiku.
 
 One class is both the small network for the digits and ResNet-50 at its real
-size. The residual blocks are Haiku's own (`hk.nets.ResNet.BlockGroup`); what
-Haiku's whole network fixes and small images cannot live with, its four groups
-and its stem that makes an image four times smaller, is a choice here.
+size. The residual blocks are Haiku's (`hk.nets.ResNet.BlockGroup`). Haiku's
+whole network has four groups and a stem that makes an image four times smaller,
+which does not suit small images; here both are options.
 
 Shapes: B images, H rows, W columns, C channels, K classes.
 """

@@ -1,4 +1,4 @@
-"""A language model on text: data, loss, optimizer, how prompts go on.
+"""A language model on text: data, loss, optimizer, continuation of prompts.
 
 Shapes: B batch, L length, T prompt.
 """

@@ -1,17 +1,18 @@
 """Products with weights in 8-bit floating point, with delayed scaling.
 
-Both operands of the forward pass are rounded to e4m3, and the gradient that
-comes back to e5m2 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022).
-Before that each is divided by a scale, which brings the largest magnitude of
-the steps before to the largest number of the format: so no pass over the
-tensor is needed before the one that rounds it. The arithmetic is Flax's
-(`flax.linen.fp8_ops`), which XLA turns into FP8 products on GPUs that have
-them. Elsewhere XLA widens the rounded operands: the same numbers, slowly.
+Both operands of the forward pass are rounded to e4m3, and the gradient of the
+backward pass to e5m2 (Micikevicius et al., "FP8 Formats for Deep Learning",
+2022). Each is first divided by a scale that maps the largest magnitude of the
+previous steps to the largest number of the format, so no extra pass over the
+tensor is needed. The arithmetic is Flax's (`flax.linen.fp8_ops`), which XLA
+turns into FP8 products on GPUs that have them. Elsewhere XLA widens the rounded
+operands: the same numbers, slowly.
 
 A product keeps three scales and three histories of magnitudes, one pair each
 for input, weight and gradient. They are Haiku parameters, so that repeated
-layers stack and scan them as they do weights, but no optimizer may see them:
-their "gradient" is their next value. `split` and `merge` keep them apart.
+layers stack and scan them like weights, but no optimizer may see them: their
+"gradient" is their next value. `split` and `merge` separate them from the
+weights.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,12 +1,11 @@
 """A decoder-only transformer: pure functions over a plain tree of weights.
 
 It normalises before each part, by the root mean square, and has no biases; the
-embedding is the output layer as well. Every weight is created by `weight`,
-which names its logical axes; the layers are one stack of weights with a leading
-`layers` axis, whether one scan runs over it, the layers are unrolled, or a
-pipeline deals them out to stages, so checkpoints and seeds fit all three. What
-it computes with them is in `examples/transformer.py`; transformers of other
-kinds are built of the layers in `examples/pax`.
+embedding is also the output layer. Every weight is created by `weight`, which
+names its logical axes. The layers are one stack of weights with a leading
+`layers` axis, whether they are scanned, unrolled or divided among the stages of
+a pipeline, so checkpoints and seeds fit all three. `examples/transformer.py`
+has the mathematics; `examples/pax` has layers for transformers of other kinds.
 
 Shapes: B batch, L length, D embed, F mlp, H heads, K head dim, V vocab,
 N layers, M keys (cached and new), S parts fused into one product.

@@ -1,4 +1,4 @@
-"""What a registered experiment is: constants, data, and a task.
+"""The base of registered experiments: constants, data, and a task.
 
     @experiment_registry.register
     class Small(model_params.LmExperiment):
@@ -6,8 +6,8 @@
       MODEL_DIMS = 256
 
 The constants are the attributes in capital letters. Each becomes a value of the
-run's config (`examples.pax.config`): so it stands in the run's config.json, and
-can be overridden where the run is started.
+run's config (`examples.pax.config`), so it is in the run's config.json, and can
+be overridden on the command line.
 """
 
 import abc

@@ -21,13 +21,13 @@ and children; and `__call__`, which computes (a layer may call it `fprop`).
     variables = layer.init(jax.random.key(0))
     outputs = layer.apply(variables, inputs)
 
-What `Instantiate` returns has no weights: `init` and `apply` are pure functions
-that make the Haiku modules anew. All variables are created in `setup`, so that
-they are known without an input: `abstract_init` lists them with their shapes
-and axes without making one.
+The object that `Instantiate` returns has no weights: `init` and `apply` are
+pure functions that make the Haiku modules again at each call. All variables are
+created in `setup`, so that they are known without an input: `abstract_init`
+lists them with their shapes and axes without making one.
 
-Where an array lies is `jaxline.partitioning`'s business: a variable names its
-axes (`tensor_split_dims_mapping`), the run's sharding says what that means.
+`jaxline.partitioning` decides how an array is split: a variable names its axes
+(`tensor_split_dims_mapping`), and the run's sharding maps them to the mesh.
 
 Names and behaviour are those of Praxis (Google, 2022).
 """

@@ -2,9 +2,10 @@
 
     python experiment.py --config=examples/pax/config.py:C4Spmd1BAdam4Replicas
 
-The numbers stand in the experiment's class. From there they come into
-`experiment_kwargs.config.constants`, to be overridden by name; but those that
-this library has a key for are under that key alone (`config.training_steps`).
+The experiment's class defines the numbers. They are copied to
+`experiment_kwargs.config.constants`, where they can be overridden by name.
+Those that this library has a key for are under that key only
+(`config.training_steps`).
 """
 
 import dataclasses

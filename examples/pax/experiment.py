@@ -1,7 +1,7 @@
-"""A registered experiment as this library's own kind.
+"""Adapts a registered experiment to `ShardedExperiment`.
 
-So all that a `ShardedExperiment` can do holds for it: checkpoints, several
-hosts, compilation ahead of time. What it does is the task's business.
+So it has all features of a `ShardedExperiment`: checkpoints, several hosts,
+compilation ahead of time. The task defines the model and its training.
 
 Shapes: B prompts, T prompt length.
 """

@@ -1,8 +1,8 @@
 """Hyperparameters as nested dataclasses, and the same as Fiddle configs.
 
 A class that derives from `Configurable` has an inner dataclass `HParams` with
-all that it can be told; `hparams.Instantiate()` makes the object. The inner
-class need not name its parent's: what the parent class has is added.
+its hyperparameters; `hparams.Instantiate()` makes the object. The inner class
+need not name that of the parent class: it inherits its fields.
 
     class Linear(base_layer.BaseLayer):
 
@@ -18,9 +18,9 @@ The same through Fiddle, where one config that is used twice is built once:
     config.output_dims = 4
     layer = fdl.build(config)
 
-Whatever was nested in a config is HParams in what is built of it. Where one
-config was used twice, both are marked as the same (`shared`), and a copy that
-`clone` makes of the whole is marked anew.
+Configs that are nested in a config become HParams in the built object. If one
+config is used twice, both HParams are marked as the same (`shared`); in a copy
+of the whole by `clone` they are marked again.
 
 Names and behaviour are those of Praxis (Google, 2022).
 """

@@ -1,7 +1,7 @@
 """Learners: which weights are trained, by which optimizer, on which gradients.
 
-A learner clips gradients, skips steps whose gradients are of no use, and
-leaves weights alone that are not to be trained.
+A learner clips gradients, skips steps whose gradients are not finite or too
+large, and does not change weights that are not to be trained.
 
 Names, fields and behaviour are those of Praxis (Google, 2022).
 """

@@ -1,4 +1,4 @@
-r"""Checkpoint loading rules: a new run begins with weights of other runs.
+r"""Checkpoint loading rules: a new run starts from weights of other runs.
 
     task.train.init_from_checkpoint_rules = {
       'runs/a': loading.CheckpointLoadingRules(
@@ -11,10 +11,11 @@ r"""Checkpoint loading rules: a new run begins with weights of other runs.
 
 A weight is called `params/` and its name; a variable that is not trained, such
 as a moving mean, `non_trainable/` and its name. `python -m jaxline.checkpoint
-show runs/a` lists what a checkpoint holds, with `state/` and, before
-`non_trainable/`, `model_state/` in front. Any sharded run of this library will
-do; its experiment and its mesh need not be this one's. Of a run that keeps a
-moving average of its weights, `model_state/ema/` and a weight's name is that.
+show runs/a` lists the names in a checkpoint, with `state/` and, before
+`non_trainable/`, `model_state/` in front. The other run may be any sharded run
+of this library, with another experiment and another mesh. If it keeps a moving
+average of its weights, that of a weight is `model_state/ema/` and the weight's
+name.
 
 For one checkpoint, `config.restore_from` with `config.restore_rules` does the
 same, for any experiment.

@@ -4,8 +4,8 @@ r"""Runs a registered experiment, as Pax's documents do.
       --exp=tasks.lm.params.lm_cloud.LmCloudSpmd2BLimitSteps \
       --job_log_dir=/tmp/lm --reduced
 
-It is `experiment.py` with a config that is made of the experiment
-(`examples.pax.config`): what is not known here goes there, such as
+It runs `experiment.py` with a config that is made from the experiment
+(`examples.pax.config`). Other flags are passed on, such as
 `--config.training_steps=10` and `--jaxline_ensure_tpu`.
 """
 

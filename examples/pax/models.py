@@ -1,7 +1,7 @@
-"""Models: a network, what its loss is, and how it decodes.
+"""Models: a network, its loss, and its decoding.
 
 A model is a layer that is called with a batch. `compute_predictions` runs the
-network, `compute_loss` says what these predictions cost:
+network, `compute_loss` computes the loss of the predictions:
 
     (metrics, per_example), collected = model.apply(
       variables, batch, rng=key, mutable=True

@@ -1,16 +1,16 @@
-"""Optimizers: hyperparameters of Praxis in front of Optax.
+"""Optimizers of Optax, with the hyperparameters of Praxis.
 
-Optax does the work; what stands here is where Pax means something else: the cap
-of an update's root mean square, factored moments of the last two axes, weight
-decay that follows the learning rate, and weights that are the stack of several
-layers', each of which counts as a tensor of its own.
+This module adds what Pax defines otherwise: the cap of an update's root mean
+square, factored moments of the last two axes, weight decay that follows the
+learning rate, and stacked weights of several layers, of which each layer is a
+tensor of its own.
 
 Weights are a tree of dicts, and a weight's name is its path, as in
-'lm/transformer/ff/w'. A regular expression fits a name from its start on
+'lm/transformer/ff/w'. A regular expression matches a name from its start
 (`re.match`).
 
-Optax relies on the promotion of dtypes: where that is strict, `update` must be
-called under `jax.numpy_dtype_promotion('standard')`, as jaxline's step does.
+Optax relies on the promotion of dtypes: if that is strict, call `update` under
+`jax.numpy_dtype_promotion('standard')`, as jaxline's step does.
 
 Names, fields and values are those of Praxis (Google, 2022).
 """

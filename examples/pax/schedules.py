@@ -1,4 +1,4 @@
-"""Schedules: what the learning rate is multiplied by at each step.
+"""Schedules: the factor of the learning rate at each step.
 
 Steps count from 0 and may be int32 scalars, as an optimizer's count is; values
 are float32 scalars. Points are pairs (step, value).

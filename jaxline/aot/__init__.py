@@ -1,1 +1,1 @@
-"""Programs compiled ahead of time: what they will need, before they run."""
+"""Compiles a run's programs ahead of time, and reports what they need."""

@@ -1,8 +1,8 @@
-"""`--jaxline_mode=compile`: what a run needs and sends, before there are chips.
+"""`--jaxline_mode=compile`: what a run needs and sends, without its chips.
 
-The experiment is built over the devices of a topology, which hold nothing, from
-shapes alone; its two steps are compiled by the compiler of those devices, and
-what it made is read.
+The experiment is built from shapes, over devices of a topology that hold no
+arrays. The compiler of those devices compiles its two steps, and the compiled
+programs are measured.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

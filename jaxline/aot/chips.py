@@ -1,7 +1,7 @@
-"""What chips can do, and TPU topologies on machines that have none.
+"""Peaks of chips, and TPU topologies on machines without TPUs.
 
-The numbers are those their makers publish: peaks that no program reaches. What
-is computed from them is a bound, and no forecast.
+The numbers are those that the makers publish: peaks that no program reaches. A
+time that is computed from them is a bound, not a forecast.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,10 @@
-"""Counts what a traced program needs, without a compiler or an array.
+"""Counts the operations of a traced program, without a compiler or an array.
 
-What XLA would make of the program (fusions, what it computes again, what it
-drops) is not in here: `hlo` measures that. There is no estimate of the peak of
-activations either: the order of a traced program is not the order it is run in,
-most of its values are never stored, and how they are split over devices is
-known only where the program says so. A number would be neither an upper nor a
-lower bound.
+It does not know XLA's changes to the program (fusions, recomputation, dead
+code): `hlo` measures those. It does not estimate the peak memory of activations
+either: the order of a traced program is not the order of execution, most values
+are never stored, and how they are split over devices is known only where the
+program says so. An estimate would be neither an upper nor a lower bound.
 """
 
 from collections.abc import Callable, Iterator

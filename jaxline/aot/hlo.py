@@ -5,11 +5,11 @@ The text is that of an optimized, scheduled, SPMD-partitioned HLO module, as
 numbers are those of one device and one execution. Loops are multiplied out:
 
 - XLA notes how often a loop runs (`known_trip_count`), or its condition
-  compares a counter with a constant. A loop of which neither is true counts as
-  one round, and `unknown_loops` names it.
-- Of the branches of a conditional, the dearest counts.
+  compares a counter with a constant. A loop without either counts as one
+  iteration, and `unknown_loops` names it.
+- Of the branches of a conditional, the most expensive counts.
 
-What TPU compilers do beside the plain operations:
+TPU compilers change the plain operations:
 
 - Matrix products become convolutions; a batch dimension becomes a spatial one
   of a window that is dilated so that only its diagonal meets the input.

@@ -1,6 +1,6 @@
-"""Reads the text of a compiled program: what runs, and how often.
+"""Parses the text of a compiled program: which operations run, and how often.
 
-The module `hlo` says which texts; it measures what is read here.
+The module `hlo` describes the text, and measures the parsed program.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,8 @@
-"""Which buffers fill a chip, from what XLA says of a program's memory.
+"""The largest buffers of a program, from XLA's report on its memory.
 
-XLA writes, where it is told to (`--xla_dump_to`), how it assigned buffers to
-memory, and the scheduled program that they belong to; also where the program
-does not fit, when there is no compiled object to ask.
+With `--xla_dump_to` XLA writes how it assigned buffers to memory, and the
+scheduled program that they belong to. It also does so if the program does not
+fit, when there is no compiled object.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,7 @@
-"""What is known of a run before it runs: as data, as JSON, as text.
+"""The report of a compiled run, as data, as JSON and as text.
 
-All times are bounds from below, of chips that do nothing but one thing at their
-peak; docs/reference/compile.md says what they leave out.
+All times are lower bounds, for chips that do only one thing at their peak;
+docs/reference/compile.md says what they leave out.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

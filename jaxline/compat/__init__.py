@@ -1,1 +1,1 @@
-"""What programs written against JAXline rely on."""
+"""Adapters and helpers for programs that were written for JAXline."""

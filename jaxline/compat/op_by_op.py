@@ -1,6 +1,6 @@
-"""pmap and jit off, so that every operation runs when its line runs.
+"""Disables pmap and jit, so that every operation runs when its line runs.
 
-What a value is then:
+The values in user code are then:
 
 | inside                         | a value is                                |
 |--------------------------------|-------------------------------------------|
@@ -17,9 +17,9 @@ What a value is then:
 |   `jit(f).lower().compile()`   |                                           |
 
 The devices of a `pmap` take turns: the first runs until it needs the others (in
-a `psum`, say), then the second, and so on; the collective itself runs for real,
-across hosts too. So a breakpoint stops once per device, and an `if` may go
-either way on each. The first device's program runs on the calling thread.
+a `psum`, say), then the second, and so on. The collective itself is executed,
+across hosts too. So a breakpoint stops once per device, and an `if` may take
+another branch on each. The first device's program runs on the calling thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every input is: Pax's `BaseInput`, with an exact position.
+"""The contract of an input: Pax's `BaseInput`, with an exact position.
 
 An input gives one process its batches: dicts of numpy arrays with the batch
 dimension first. To write one, override `get_next`:
@@ -7,21 +7,21 @@ dimension first. To write one, override `get_next`:
     def get_next(self):
       return base.Batch(x=np.arange(self.batch_size))
 
-or give a generator function to `from_generator`. Where `position` and
-`set_position` are overridden too, every checkpoint holds the place in the data,
-and a resumed run neither repeats nor skips a record.
+or give a generator function to `from_generator`. If `position` and
+`set_position` are overridden too, every checkpoint holds the position in the
+data, and a resumed run neither repeats nor skips a record.
 
-Each process has an input of its own, and reads `batch_size` rows of a global
-batch of `batch_size * num_infeed_hosts`. In training no two of them ever give
-the same record; a finite pass ends on all of them after the same number of
-batches, filled up with rows of weight 0.
+Each process has its own input, and reads `batch_size` rows of a global batch of
+`batch_size * num_infeed_hosts`. In training no two processes give the same
+record; a finite pass ends on all of them after the same number of batches,
+padded with rows of weight 0.
 
 How evaluation reads (`eval_batches`):
 
                         N = eval_loop_num_batches    N = None or -1
   reset_for_eval=True   refused (1 is ignored)       one epoch; repeat=False
-  reset_for_eval=False  the next N batches, on and   refused
-                        on over the data; repeat=True
+  reset_for_eval=False  the next N batches, without  refused
+                        end; repeat=True
 
 The contract is that of Pax's documents, section 'Data inputs'
 (https://github.com/google/paxml).

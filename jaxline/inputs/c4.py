@@ -1,4 +1,4 @@
-"""The C4 corpus as a SeqIO task, read from files that are already here.
+"""The C4 corpus as a SeqIO task, read from local files.
 
   task = c4.c4_task(
     train_files='/data/c4/en/c4-train.*.json.gz',
@@ -9,15 +9,14 @@
 
 Files are the official ones, JSON with a document a line (`allenai/c4` on the
 Hugging Face hub, config `en`), or TFRecords of `tf.train.Example` (`c4/en` of
-TensorFlow Datasets); both have the document as `text`. Hosts share the files
-out among themselves.
+TensorFlow Datasets); both have the document as `text`. The files are divided
+among the hosts.
 
-As Pax does for its C4 runs, documents are tokenized, put one after the other,
-some thousand at a time, and cut into rows: a row begins and ends within a
-document, and only what is left at the end of such a group is shorter; packing
-puts several of these into a row. The documents of a row share a segment. Each
-document ends with the vocabulary's end token; Pax has one at the end of each
-row instead.
+As in Pax's C4 runs, some thousand documents at a time are tokenized, joined and
+cut into rows. A row begins and ends within a document; only the last row of
+such a group is shorter, and packing puts several of these into one row. The
+documents of a row share a segment. Each document ends with the vocabulary's end
+token; Pax has one at the end of each row instead.
 """
 
 from __future__ import annotations

@@ -5,14 +5,16 @@
   GrainInput(dataset=lambda host_index, num_hosts: stream(...), ...)
 
 Records that have numbers (files, a `grain.MapDataset`, anything with `__len__`
-and `__getitem__`) are shuffled, dealt out and counted by `IndexedInput`: any
-number of hosts, one-epoch evaluation, exact positions. A `grain.IterDataset` is
-a stream: whoever makes it deals it out to the hosts, and the position is that
-of Grain's iterator, for the same host of the same number of hosts.
+and `__getitem__`) are shuffled, divided among hosts and counted by
+`IndexedInput`: any number of hosts, one-epoch evaluation, exact positions. A
+`grain.IterDataset` is a stream: the code that makes it divides it among the
+hosts, and the position is that of Grain's iterator, for the same host of the
+same number of hosts.
 
-Records with numbers go without Grain's nodes for shuffling, repeating and
-batching, which take their time with every record: an order of a whole epoch at
-once, and the records of a batch in one call, are faster than plain Grain.
+Records with numbers do not use Grain's nodes for shuffling, repeating and
+batching, which cost time for every record: making the order of a whole epoch at
+once, and reading the records of a batch in one call, is faster than plain
+Grain.
 """
 
 from __future__ import annotations

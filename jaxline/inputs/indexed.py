@@ -1,10 +1,10 @@
-"""Records addressed by number: shuffled, dealt out, filled up, counted.
+"""Records that have numbers: shuffled, divided among hosts, padded, counted.
 
-What text, arrays and Grain's `MapDataset` share. There is one global order of
+Text, arrays and Grain's `MapDataset` share this. There is one global order of
 the records, epoch after epoch; with G = batch_size * num_infeed_hosts, global
 batch n is the positions [n * G, (n + 1) * G) of it, and host h reads the rows
 [h * batch_size, (h + 1) * batch_size) of each. So all hosts together see the
-same batches, however many they are, and a position is one number: how many
+same batches for any number of hosts, and a position is one number: how many
 records of the global order were given. It fits any number of hosts, any batch
 size and any number of workers.
 

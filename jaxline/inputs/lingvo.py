@@ -2,12 +2,12 @@
 
 A generator has `GetPreprocessedInputBatch()`, which returns a (nested) mapping
 of tensors, batch first; `params` (or `p`), of which `file_random_seed` and
-`batch_size` are looked at; and, as it has them, `InfeedBatchSize()`, `Reset()`
-and `IdsToStrings()`. Params are anything with `Instantiate()` that makes one.
-Lingvo need not be installed. Where it is, its generators see the host and
-whether they evaluate as they do in Lingvo, by its infeed context and cluster.
+`batch_size` are used; and, optionally, `InfeedBatchSize()`, `Reset()` and
+`IdsToStrings()`. Params are any object whose `Instantiate()` makes a generator.
+Lingvo need not be installed. If it is, its generators get the host, and whether
+they evaluate, as in Lingvo, by its infeed context and cluster.
 
-Generators cannot save where they stand, so neither can these inputs: a run that
+Generators cannot save their position, so neither can these inputs: a run that
 is resumed reads from the beginning again. In training they should therefore
 have `file_random_seed` 0, which is another order at each start.
 

@@ -6,23 +6,23 @@
     feature_converter=seqio.EncoderDecoderFeatures(pack=True), is_training=True,
   )
 
-How data is dealt out: a host reads its part of the files, or, where a source
-has fewer files than there are hosts, its part of the examples. So a position
-belongs to that host of as many hosts; see `jaxline.inputs.tfdata` for what a
-position is and what it costs.
+A host reads its part of the files or, if a source has fewer files than there
+are hosts, its part of the examples. So a position is valid for this host of
+this number of hosts; `jaxline.inputs.tfdata` says what a position is and what
+it costs.
 
-- A task that repeats is built anew each epoch, with a seed of its own.
-- A mixture that repeats has no epochs: SeqIO repeats each of its tasks by
-  itself, so that the rates hold for ever. To resume reads from the beginning of
-  the run. (A `MultiInput` or a weighted mixture of one `SeqIOInput` a task
-  does not.)
+- A task that repeats is built again each epoch, with another seed.
+- A mixture that repeats has no epochs: SeqIO repeats each of its tasks
+  separately, so that the rates hold for ever. A resumed run reads from the
+  beginning of the run. (A `MultiInput` or a weighted mixture of one
+  `SeqIOInput` per task does not.)
 - With `reset_for_eval`, each task of a mixture is evaluated on one epoch, one
-  after the other, whatever the rates are.
+  after the other, for any rates.
 
 Metrics need `reset_for_eval=True` and a converter that does not pack, such as
-`EncoderDecoderFeatures(pack=False)`: then each row says which example it is, in
-the entries `ID_KEYS`, int32 [B]. Rows that only fill have index -1. To
-evaluate, gather the model's outputs of all hosts and give them back:
+`EncoderDecoderFeatures(pack=False)`: then the entries `ID_KEYS` of each row,
+int32 [B], identify its example. Padding rows have index -1. To evaluate, gather
+the model's outputs of all hosts and pass them to `compute_metrics`:
 
   outputs = []
   for batch in data.eval_batches():
@@ -32,7 +32,7 @@ evaluate, gather the model's outputs of all hosts and give them back:
     )
   metrics = data.compute_metrics(predict_outputs=outputs)
 
-SeqIO means padding where a token is 0, and so do the converters here.
+A token 0 is padding in SeqIO, and in the converters here.
 
 Shapes: B rows of this host, L tokens, N examples.
 """

@@ -1,6 +1,7 @@
-"""Looking at data before a run trusts it: batches, hosts, resuming, speed.
+"""Shows and checks the data of a run: batches, hosts, resuming, speed.
 
-What `python -m jaxline.inputs show` prints, as functions for notebooks:
+These functions make the output of `python -m jaxline.inputs show`, also for
+notebooks:
 
   source = text.TextInput(batch_size=8, ...)
   print(show.describe(next(source)))
@@ -8,9 +9,9 @@ What `python -m jaxline.inputs show` prints, as functions for notebooks:
 
 `make_input` below is always a function without arguments that returns a new
 input, a `BaseInput` or any iterable of dicts. It is called inside
-`base.pretend_host`, so that an input which does not name its host reads as
-each of several would. Rows are compared by a hash of all entries but weights;
-rows of weight 0 only fill and are never counted.
+`base.pretend_host`, so that an input which does not name its host reads as each
+of several hosts. Rows are compared by a hash of all entries except weights;
+rows of weight 0 are padding and are never counted.
 """
 
 from __future__ import annotations

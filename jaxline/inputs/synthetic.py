@@ -1,4 +1,4 @@
-"""Data from nowhere, for speed tests and examples: Pax's LmCloud, and random.
+"""Synthetic data for speed tests: Pax's LmCloud, and random values.
 
 Shapes: b rows, L tokens.
 """

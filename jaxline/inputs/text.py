@@ -12,23 +12,24 @@ once and kept on disk: see `token_cache`.
 
 `packing` says what a row is:
 
-  stream  L tokens of the stream, wherever documents begin and end
-  packed  the same, with `segment_ids` and `segment_pos` to tell them apart
-  padded  one document from its beginning; a long one goes on in another row
+  stream  the next L tokens of the stream, across documents
+  packed  the same, with `segment_ids` and `segment_pos`, which tell documents
+          apart
+  padded  one document from its beginning; a long one continues in another row
 
 A batch has, each of shape [B, L]:
 
-  ids          int32    what the model reads
-  labels       int32    what it shall predict: the stream, one token further on
+  ids          int32    the tokens that the model reads
+  labels       int32    the tokens that it predicts: the stream, shifted by one
   weights      float32  1 where the label is text, 0 where it is not
-  segment_ids  int32    packed: the documents of a row, 1, 2, ...; 0 for filler
-  segment_pos  int32    packed: the place within the document, or what is here
-                        of it, from 0
-  paddings     float32  padded: 1 where there is nothing, else 0
+  segment_ids  int32    packed: the documents of a row, 1, 2, ...; 0 for padding
+  segment_pos  int32    packed: the position, from 0, within the part of the
+                        document that is in this row
+  paddings     float32  padded: 1 for padding, else 0
 
 so that, for bytes, `sum(weights * nats) / sum(weights) / log(2)` is the bits
-per byte. The document token is something to read, never something to predict: a
-compressor does not pay for the boundaries between files either.
+per byte. The model reads the document token and never predicts it: a compressor
+does not encode the boundaries between files either.
 
 Shapes: N tokens of a stream, D documents, B rows of this host, L tokens of a
 row, b rows that are read.

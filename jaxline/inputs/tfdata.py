@@ -1,7 +1,7 @@
 """tf.data pipelines as inputs: an epoch at a time, with an exact position.
 
-A function that returns one epoch's dataset of single records is enough; what
-shuffles, batches, deals out to hosts, fills up, repeats and counts is here:
+Give a function that returns one epoch's dataset of single records; this module
+shuffles, batches, divides among hosts, pads, repeats and counts:
 
   def squares(seed):
     return tf.data.Dataset.range(100).map(lambda x: {'x': x, 'y': x * x})
@@ -10,32 +10,31 @@ shuffles, batches, deals out to hosts, fills up, repeats and counts is here:
     dataset=squares, batch_size=8, is_training=True, shuffle_buffer_size=100
   )
 
-Who reads what:
+There are two ways to divide the data:
 
-- `TfDataInput`: every host runs through the whole epoch and keeps its rows of
-  each global batch. Exact with any number of hosts, and a run may go on with
-  another number. The cost: each host runs the function's pipeline for the
-  records of all hosts, and holds a few global batches. So let the function do
-  what is cheap, or use the other one.
+- `TfDataInput`: every host reads the whole epoch and keeps its rows of each
+  global batch. It is exact with any number of hosts, and a run may be resumed
+  on another number. Each host runs the function's pipeline for the records of
+  all hosts, and holds a few global batches. Use it if the function is cheap.
 - `ShardedTfDataInput`: the function gives each host its own part, and a host
-  works on nothing else. A position belongs to that host of as many hosts. The
-  end of an epoch that does not repeat has to be the same for all: where tf.data
-  does not know how many records there are, each host counts all parts, in one
-  pass, when it has come to the end of its own for the first time.
+  reads only that. A position is valid for this host of this number of hosts. An
+  epoch that does not repeat must end on all hosts after the same number of
+  batches: if tf.data does not know the number of records, each host counts all
+  parts, in one pass, when it first reaches the end of its own.
 
-A position is an epoch and how many of its records were given. To go there, the
-epoch is built again from its seed and read up to there: that takes as long as
-reading takes, but it is small, exact in the middle of a shuffle, and no file.
-An epoch is the same each time it is built: its seed is meanwhile TensorFlow's
-global seed, so that operations without a seed of their own have one too, and
-parallel parts of the pipeline keep their order, even those with
+A position is an epoch and the number of its records that were given. To reach
+it, the epoch is built again from its seed and read up to there. That takes as
+long as reading takes, but a position is small, exact in the middle of a
+shuffle, and needs no file. An epoch is the same each time it is built: its seed
+is meanwhile TensorFlow's global seed, so that operations without a seed have
+one too, and parallel parts of the pipeline keep their order, even those with
 `deterministic=False`. For the latter, building the first dataset turns on
 TensorFlow's `tf.config.experimental.enable_op_determinism`, for the whole
-process. It costs something where a parallel part draws random numbers or calls
-Python: that is then done one record after the other. Parallel stay
-`tf.random.stateless_*` and `tf.numpy_function(..., stateful=False)`, which is
-for functions that always give the same for the same. What Python draws at
-random is the function's own affair: let it draw from `seed`.
+process. Parallel parts that draw random numbers or call Python then run
+sequentially, which is slower. `tf.random.stateless_*` and
+`tf.numpy_function(..., stateful=False)`, for functions whose result depends on
+their arguments only, stay parallel. Random numbers that Python draws are left
+to the function: draw them from `seed`.
 
 TensorFlow is imported when the first input is made, and never touches a GPU.
 

@@ -1,11 +1,11 @@
-"""Tokens of a corpus, made once and read from disk ever after.
+"""Tokens of a corpus, made once and then read from disk.
 
-A cache is a folder of plain files, whose name is the hash of all that its
+A cache is a folder of plain files. Its name is the hash of everything that its
 tokens depend on: the tokenizer, the names and contents of the files, what a
 document is, and the split. It is built under another name and then renamed, so
-that it is there whole or not at all; whoever else needs it meanwhile waits.
-Tokens are mapped into memory: reading takes no more of it for a larger corpus,
-and building no more than the largest documents do (of files as bytes, not even
+that it exists completely or not at all; other processes wait for it meanwhile.
+Tokens are mapped into memory: reading takes no more memory for a larger corpus,
+and building no more than the largest documents take (files as bytes: not even
 that). Any part of the cache may be deleted when no run uses it.
 
   <cache_dir>/hashes/<folder>.json   hashes of files, by size and time
@@ -17,12 +17,12 @@ that). Any part of the cache may be deleted when no run uses it.
     train.first.npy, eval...         the first document of each, int64 [F]
     train.lines.npy, eval...         the line of each document, int64 [D]
 
-The last two are there where a document is a line.
+The last two exist only if a document is a line.
 
-Nothing in a cache is believed. `meta.json` must say what the caller asks for,
-with its own checksum; every other file must be a regular file of the size and
-the CRC-32 of each block in `meta.json`, and its numbers must be in range. What
-differs is made anew from the text, with a warning.
+All files of a cache are checked. `meta.json` must match the caller's request
+and its own checksum; every other file must be a regular file of the size and
+the CRC-32 of each block in `meta.json`, and its numbers must be in range. If
+anything differs, the tokens are made again from the text, with a warning.
 
 Shapes: N tokens of a split, D documents, F files.
 """

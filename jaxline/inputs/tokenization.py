@@ -3,8 +3,8 @@
   tokenizer = load_tokenizer('bytes')  # or 'my.model', or 'my/tokenizer.json'
   tokenizer.encode('naïve')  # 110, 97, 195, 175, 118, 101
 
-Each kind has a document token, which is put in front of every document. No text
-is ever encoded to it.
+Each kind has a document token, which is put before every document. No text is
+encoded to it.
 """
 
 import abc

@@ -1,1 +1,1 @@
-"""What ends a run before its last step: a signal, a hang, a NaN."""
+"""Ends a run early: on a signal, a hang, or a loss that is not finite."""

@@ -1,8 +1,8 @@
-"""Ends a run that hangs, and prints where.
+"""Ends a run that hangs, and prints where it hangs.
 
-A run that waits for ever (for a peer, a disk, a lock) costs as much as one that
-trains. The watchdog prints the stack of every thread and the open activities,
-then ends the process.
+A run that waits for ever (for another process, a disk, a lock) costs as much as
+one that trains. The watchdog prints the stack of every thread and the open
+activities, then ends the process.
 """
 
 from __future__ import annotations

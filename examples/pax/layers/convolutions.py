@@ -1,4 +1,4 @@
-"""Convolutions, and what images are pooled by.
+"""Convolutions, and pooling of images.
 
 Shapes: B images, H rows, W columns, C and D channels in and out.
 """

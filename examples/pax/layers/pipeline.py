@@ -1,4 +1,4 @@
-"""A repeated layer whose repetitions are dealt out to the stages of a pipeline.
+"""A repeated layer whose repetitions are the stages of a pipeline.
 
 Shapes: B batch, N layers, S stages, R repeats, M microbatches.
 """

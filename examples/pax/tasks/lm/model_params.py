@@ -1,7 +1,7 @@
 """A language model as constants: the base of the registered ones.
 
 Its numbers are those that most of Pax's language models have in common; a
-subclass sets sizes, and what differs.
+subclass sets the sizes and the numbers that differ.
 """
 
 from collections.abc import Mapping

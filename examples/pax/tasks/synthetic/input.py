@@ -1,4 +1,4 @@
-"""Sequences to copy or to write backwards: data from nowhere.
+"""Synthetic sequences to copy or to reverse.
 
 Shapes: b rows, S the longest source, L = S + 1 the longest target.
 """

@@ -1,9 +1,9 @@
-"""Labelled images: made up, scikit-learn's digits, or arrays in a folder.
+"""Labelled images: synthetic, scikit-learn's digits, or arrays in a folder.
 
-Each gives batches of `image`, uint8 [b, H, W, C], as small as an image can be
-sent to a device, which normalises it there (`resnets.ResNet`, `pixel_mean`);
-`label`, int32 [b]; and `weights`, float32 [b], 0 for rows that only fill the
-last batch of an epoch, else 1.
+Each gives batches of `image`, uint8 [b, H, W, C], which takes the fewest bytes
+to send and is normalised on the device (`resnets.ResNet`, `pixel_mean`);
+`label`, int32 [b]; and `weights`, float32 [b], 0 for padding rows of the last
+batch of an epoch, else 1.
 
 Shapes: b rows, H image rows, W columns, C channels, N records.
 """

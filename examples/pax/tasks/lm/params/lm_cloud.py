@@ -1,6 +1,6 @@
-"""Speed tests of Pax's documents, on data that costs nothing.
+"""Speed tests of Pax's documents, on synthetic data.
 
-Expected: nothing is learned, all tokens are the same.
+Expected: the model learns nothing, since all tokens are the same.
 Hardware: one TPU v4-8. `--reduced` is for two cores.
 Command:  python -m examples.pax.main --job_log_dir=/tmp/lm_cloud \
             --exp=tasks.lm.params.lm_cloud.LmCloudSpmd2BLimitSteps

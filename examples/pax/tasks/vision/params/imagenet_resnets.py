@@ -2,20 +2,20 @@
 
     python -m examples.pax.main --exp=ResNet50Pjit --job_log_dir=/tmp/resnet
 
-A fact of Pax's experiment are the network with its 25,557,032 weights and
+These are known of Pax's experiment: the network with its 25,557,032 weights and
 53,120 statistics of BatchNorm, the global batch of 512, the learning rate of
-0.2, Nesterov's momentum of 0.9, and L2 of 1e-4 on all weights but vectors. The
-schedule is that of Goyal et al. (2017), 'Accurate, large minibatch SGD', whose
-rate is 0.1 for each 256 images, as this is: 90 epochs, a rise over the first
-five, a tenth from epoch 30, 60 and 80 on.
+0.2, Nesterov's momentum of 0.9, and L2 of 1e-4 on all weights except vectors.
+The schedule is that of Goyal et al. (2017), 'Accurate, large minibatch SGD',
+with the same rate of 0.1 for each 256 images: 90 epochs, a rise over the first
+five, and a division by ten at the epochs 30, 60 and 80.
 
 The data, `DATA`:
-  'synthetic'  made up, by seed; the network learns it. For the speed of a run.
+  'synthetic'  made from the seed; the network learns it. To measure speed.
   'arrays'     images that were prepared as uint8 arrays of at least 224 pixels,
                in the folder `DATA_DIR`; see `input.ArrayFolderInput`. Training
                crops and mirrors them at random; it does not scale them, as the
                best recipes do.
-  'digits'     scikit-learn's, with constants of their size: what `reduced` is.
+  'digits'     scikit-learn's, with constants of their size; `reduced` uses it.
 """
 
 import importlib.util
