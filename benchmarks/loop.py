@@ -8,7 +8,12 @@ default periodic actions (log line, checkpoint, scalars; none of them due while
 the clock runs), and the sides take turns. The bare side calls the same
 compiled function on the same values in a `for` loop that does nothing else.
 The rows `with infeed` also take each batch from the input's thread, although it
-is the same batch.
+is the same batch. In the row `20 scalars` both sides are the loop, and each
+step returns 20 scalars: one side writes nothing, the other all of them to the
+writers `tensorboard` and `jsonl`.
+
+CPU is what the training thread computes itself: its waits for the device, for a
+core or for another thread are not in it.
 """
 
 import argparse
@@ -29,12 +34,15 @@ _ROWS = {
   'sharded, 1 ms': ('bare-sharded-512', 'sharded-512'),
   'with infeed': ('bare-sharded-16', 'infeed-16'),
   'with, 1 ms': ('bare-sharded-512', 'infeed-512'),
+  '20 scalars': ('quiet-512', 'scalars-512'),
   'per-device': ('bare-pmap', 'pmap'),
 }
 _WARM_UP = 200
 
 
-def _sharded_class(width: int, has_infeed: bool) -> Any:
+def _sharded_class(
+  width: int, has_infeed: bool = False, scalars: int = 0
+) -> Any:
   import jax.numpy as jnp
   import numpy as np
   import optax
@@ -51,7 +59,13 @@ def _sharded_class(width: int, has_infeed: bool) -> Any:
     def loss_fn(self, params, model_state, batch, rng, is_training):
       errors = jnp.square((batch['x'] @ params['w']).mean(-1))
       loss = metrics.Mean.of(errors, batch['weights'])
-      return loss.compute(), {'loss': loss}, model_state
+      more = {f'scalar_{i}': loss for i in range(1, scalars)}
+      return loss.compute(), {'loss': loss, **more}, model_state
+
+    def step_scalars(self, state, grads, updates):
+      if not scalars:
+        return super().step_scalars(state, grads, updates)
+      return {}
 
     def make_optimizer(self):
       return optax.sgd(1e-6)
@@ -118,22 +132,35 @@ def _pmap_class() -> Any:
   return Trivial
 
 
+class _Clock:
+  """Measures the time of this thread: all of it, and what it computed."""
+
+  def __init__(self) -> None:
+    self._began = time.perf_counter(), time.thread_time()
+
+  def stop(self, steps: int) -> None:
+    now = time.perf_counter(), time.thread_time()
+    print(
+      *((b - a) / steps * 1e6 for a, b in zip(self._began, now, strict=True))
+    )
+
+
 def _timed(cls: Any, steps: int) -> Any:
   """Adds a clock that runs from the end of the warm-up to the last step."""
 
   class Timed(cls):
     def should_run_step(self, global_step, config):
       if global_step == _WARM_UP:
-        self.began = time.perf_counter()
+        self.clock = _Clock()
       if global_step == _WARM_UP + steps:
-        print((time.perf_counter() - self.began) / steps * 1e6)
+        self.clock.stop(steps)
         return False
       return True
 
   return Timed
 
 
-def _run_loop(cls: Any, steps: int) -> None:
+def _run_loop(cls: Any, steps: int, writes: bool = False) -> None:
   from absl import flags
 
   from jaxline import base_config
@@ -148,23 +175,32 @@ def _run_loop(cls: Any, steps: int) -> None:
     def write_scalars(self, global_step: int, scalars: Any) -> None:
       """Nothing is due while the clock runs."""
 
+  writer: Any = Writer()
+  if writes:
+    from jaxline import platform
+
+    config.interval_type = 'steps'
+    config.log_train_data_interval = 1
+    config.log_tensors_interval = config.save_checkpoint_interval = -1
+    config.checkpoint_dir = tempfile.mkdtemp(dir='.')
+    writer = platform.create_writer(config, 'train')
   checkpointer = utils.InMemoryCheckpointer(config, 'train')
-  train.train(_timed(cls, steps), config, checkpointer, Writer())
+  train.train(_timed(cls, steps), config, checkpointer, writer)
 
 
 def _run_bare_sharded(width: int, steps: int) -> None:
   import jax
 
-  experiment = _sharded_class(width, False)('train', jax.random.PRNGKey(0))
+  experiment = _sharded_class(width)('train', jax.random.PRNGKey(0))
   rng = experiment.initialize_train_step_rng(jax.random.PRNGKey(0))
   batch = experiment.batch
   step, state = experiment.compiled_train_step, experiment.state
   for i in range(_WARM_UP + steps):
     if i == _WARM_UP:
-      began = time.perf_counter()
+      clock = _Clock()
     state, scalars = step(state, batch, rng)
   jax.block_until_ready(scalars)
-  print((time.perf_counter() - began) / steps * 1e6)
+  clock.stop(steps)
 
 
 def _run_bare_pmap(steps: int) -> None:
@@ -178,10 +214,10 @@ def _run_bare_pmap(steps: int) -> None:
   w, x = experiment._w, experiment._x
   for i in range(_WARM_UP + steps):
     if i == _WARM_UP:
-      began = time.perf_counter()
+      clock = _Clock()
     w, scalars = experiment.update(w, x, rng, global_step)
   jax.block_until_ready(scalars)
-  print((time.perf_counter() - began) / steps * 1e6)
+  clock.stop(steps)
 
 
 def _worker(side: str, steps: int) -> None:
@@ -190,6 +226,9 @@ def _worker(side: str, steps: int) -> None:
   kind, _, width = side.rpartition('-')
   if kind == 'bare-sharded':
     _run_bare_sharded(int(width), steps)
+  elif kind in ('quiet', 'scalars'):
+    cls = _sharded_class(int(width), scalars=20)
+    _run_loop(cls, steps, writes=kind == 'scalars')
   elif kind in ('sharded', 'infeed'):
     _run_loop(_sharded_class(int(width), kind == 'infeed'), steps)
   elif side == 'bare-pmap':
@@ -215,7 +254,7 @@ def _revive_jax() -> None:
   jax.tree_map = jax.tree.map
 
 
-def _measure(side: str, steps: int, original: str | None) -> float:
+def _measure(side: str, steps: int, original: str | None) -> tuple[float, ...]:
   here = str(pathlib.Path(__file__).resolve().parent.parent)
   path = original if side == 'original' else here
   with tempfile.TemporaryDirectory() as folder:
@@ -228,7 +267,7 @@ def _measure(side: str, steps: int, original: str | None) -> float:
     )
   if result.returncode:
     raise RuntimeError(f'{side} failed:\n{result.stderr[-3000:]}')
-  return float(result.stdout.strip().splitlines()[-1])
+  return tuple(map(float, result.stdout.splitlines()[-1].split()))
 
 
 def main() -> None:
@@ -237,6 +276,7 @@ def main() -> None:
   parser.add_argument('--steps', type=int, default=5000)
   parser.add_argument('--rounds', type=int, default=7)
   parser.add_argument('--original', help="a folder with JAXline's own package")
+  parser.add_argument('--rows', nargs='*', default=list(_ROWS))
   parser.add_argument('--worker', help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.worker:
@@ -245,10 +285,11 @@ def main() -> None:
 
   import jax
 
-  sides = list(dict.fromkeys(s for pair in _ROWS.values() for s in pair))
+  rows = {name: _ROWS[name] for name in args.rows}
+  sides = list(dict.fromkeys(s for pair in rows.values() for s in pair))
   if args.original:
     sides.append('original')
-  times: dict[str, list[float]] = {side: [] for side in sides}
+  times: dict[str, list[tuple[float, ...]]] = {side: [] for side in sides}
   for _ in range(args.rounds):
     for side in sides:
       times[side].append(_measure(side, args.steps, args.original))
@@ -257,19 +298,24 @@ def main() -> None:
     f' {os.cpu_count()} cores, {jax.device_count()} {jax.default_backend()}'
     f' device(s), {args.steps} steps, {args.rounds} rounds\n'
   )
-  print(f'{"style":14}{"bare us":>10}{"loop us":>10}{"over us":>10}   ratio')
+  print(
+    f'{"style":14}{"bare us":>10}{"loop us":>10}{"over us":>10}   ratio'
+    f'{"CPU us":>10}{"over us":>10}'
+  )
 
   def row(name: str, bare: str, loop: str) -> float:
-    over = [b - a for a, b in zip(times[bare], times[loop], strict=True)]
-    ratios = [b / a for a, b in zip(times[bare], times[loop], strict=True)]
+    pairs = list(zip(times[bare], times[loop], strict=True))
     median = statistics.median
+    over, cpu_over = (median(b[i] - a[i] for a, b in pairs) for i in (0, 1))
     print(
-      f'{name:14}{median(times[bare]):10.1f}{median(times[loop]):10.1f}'
-      f'{median(over):10.1f}{median(ratios):8.2f}'
+      f'{name:14}{median(a[0] for a, _ in pairs):10.1f}'
+      f'{median(b[0] for _, b in pairs):10.1f}{over:10.1f}'
+      f'{median(b[0] / a[0] for a, b in pairs):8.2f}'
+      f'{median(b[1] for _, b in pairs):10.1f}{cpu_over:10.1f}'
     )
-    return median(over)
+    return over
 
-  for name, (bare, loop) in _ROWS.items():
+  for name, (bare, loop) in rows.items():
     ours = row(name, bare, loop)
   if args.original:
     theirs = row('original', 'bare-pmap', 'original')

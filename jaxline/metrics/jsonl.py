@@ -8,7 +8,6 @@ import time
 from typing import Any, BinaryIO
 
 from absl import logging
-import numpy as np
 
 from jaxline.metrics import files
 from jaxline.metrics import values as values_lib
@@ -115,9 +114,9 @@ def read_record(line: bytes) -> dict[str, Any]:
 
 
 def _to_json_value(value: Any) -> Any:
-  if not isinstance(value, float) or np.isfinite(value):
+  if not isinstance(value, float) or math.isfinite(value):
     return value
-  return 'NaN' if np.isnan(value) else f'{"-" * (value < 0)}Infinity'
+  return 'NaN' if math.isnan(value) else f'{"-" * (value < 0)}Infinity'
 
 
 def _ends_within_a_line(path: str) -> bool:

@@ -21,7 +21,6 @@ import jax
 import numpy as np
 
 from jaxline import disk
-from jaxline.metrics import base
 from jaxline.metrics import files
 
 
@@ -61,15 +60,13 @@ class TensorBoardWriter(files.FileBackend):
     log_dir = os.fspath(log_dir)
     # The last part keeps two writers apart that open in one second.
     owner = f'{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}'
-    name = f'events.out.tfevents.{time_fn():017.6f}.{owner}'
     last = max(_event_files(log_dir), default='')
-    if name < last:
-      # Later than any file that another writer made in the same second.
-      found = re.match(r'events\.out\.tfevents\.(\d{10})', last)
-      seconds = int(found[1]) + 1 if found else 0
-      name = f'events.out.tfevents.{seconds:017.6f}.{owner}'
-    if name < last:  # A name that is not of this kind.
-      name = f'{last}.{owner}'
+    found = re.match(r'events\.out\.tfevents\.(\d{10})', last)
+    # Or later than any file that another writer made in the same second.
+    times = [time_fn(), int(found[1]) + 1 if found else 0]
+    names = [f'events.out.tfevents.{t:017.6f}.{owner}' for t in times]
+    # Or behind a name that is not of this kind.
+    name = next(x for x in [*names, f'{last}.{owner}'] if x > last)
     super().__init__(os.path.join(log_dir, name))
     self._append_event(file_version='brain.Event:2')
 
@@ -79,19 +76,6 @@ class TensorBoardWriter(files.FileBackend):
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
     summary = [{'tag': k, **_summary(kind, x)} for k, x in values.items()]
     self._append_event(step=step, summary={'value': summary})
-
-  def values(self, tag: str) -> list[float]:
-    """Returns a scalar's values in all files of the directory, unordered."""
-    from tensorboardX.proto import event_pb2
-
-    found = []
-    for path in self._paths():
-      with open(path, 'rb') as file:
-        for piece in self._read(file):
-          if piece.has_scalars:
-            event = event_pb2.Event.FromString(piece.data[12:-4])
-            found += [x for x in event.summary.value if x.tag == tag]
-    return [x.simple_value for x in found]
 
   def _paths(self) -> list[str]:
     directory = os.path.dirname(self.path)
@@ -129,61 +113,61 @@ class TensorBoardWriter(files.FileBackend):
       self._append_event(step=step + 1, session_log={'status': 'START'})
 
 
-class SessionWriter(base.Backend):
+class SessionWriter(TensorBoardWriter):
   """Writes what the tab HPARAMS shows of a run: its evaluations, and the best.
 
   The scalars are copies: the tab finds values only in the directory of
-  `write_hparams` and below it. The event file is made with the first of them,
-  behind the one of `write_hparams`: TensorBoard reads the files of a directory
-  in order.
+  `write_hparams` and below it.
   """
 
   def __init__(
-    self, directory: pathlib.Path, metric: str | None, higher_is_better: bool
+    self,
+    directory: str | os.PathLike[str],
+    metric: str | None,
+    higher_is_better: bool,
   ) -> None:
-    """Opens nothing.
+    """Opens a new event file.
 
     Args:
       directory: that of `write_hparams`.
       metric: the scalar whose best value is `best/<metric>`; None for none.
       higher_is_better: the best value is the greatest.
     """
-    self._directory = directory
+    super().__init__(directory)
     self._metric = metric
     self._sign = 1 if higher_is_better else -1
-    self._writer: TensorBoardWriter | None = None
     self._best: float | None = None
 
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
     if kind != 'scalars':
       return
-    if self._writer is None:
-      self._writer = TensorBoardWriter(self._directory)
     shown = {f'eval/{name}': value for name, value in values.items()}
     if self._metric in values:
       value, tag = self._sign * values[self._metric], f'best/{self._metric}'
       if self._best is None:
-        logged = (self._sign * x for x in self._writer.values(tag))
-        self._best = max(logged, default=-math.inf)
+        self._best = max(
+          (self._sign * x for x in self._values(tag)), default=-math.inf
+        )
       if value > self._best:
         self._best = value
         shown[tag] = values[self._metric]
-    self._writer.write_scalars(step, shown)
+    super()._emit('scalars', step, shown)
 
-  def _resume(self, step: int) -> None:
-    self._best = None
-    if self._writer is None and _event_files(str(self._directory)):
-      self._writer = TensorBoardWriter(self._directory)
-    if self._writer is not None:
-      self._writer.resume(step)
+  def logged_steps(self) -> list[int]:
+    return []  # The original is another log.
 
-  def _flush(self) -> None:
-    if self._writer is not None:
-      self._writer.flush()
+  def _values(self, tag: str) -> Iterator[float]:
+    """Yields a scalar's values in all files of the directory, unordered."""
+    from tensorboardX.proto import event_pb2
 
-  def _close(self) -> None:
-    if self._writer is not None:
-      self._writer.close()
+    for path in self._paths():
+      with open(path, 'rb') as file:
+        for piece in self._read(file):
+          if piece.has_scalars:
+            event = event_pb2.Event.FromString(piece.data[12:-4])
+            for value in event.summary.value:
+              if value.tag == tag:
+                yield value.simple_value
 
 
 def write_hparams(directory: pathlib.Path, config: Any) -> None:
@@ -226,7 +210,7 @@ def write_hparams(directory: pathlib.Path, config: Any) -> None:
   now = time.time()
   with disk.replacing(path, directory / '.hparams.tmp') as file:
     file.write(_record(now, file_version='brain.Event:2'))
-    # A resume, at step -1 or later, leaves it there.
+    # No resume voids this step.
     file.write(_record(now, step=-1, summary={'value': [value]}))
 
 

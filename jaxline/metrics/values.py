@@ -59,11 +59,13 @@ def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
   """
   flat: dict[str, int | float] = {}
   for name, value in scalars.items():
-    if isinstance(value, Mapping):
+    if type(value) is float and type(name) is str:  # Nothing is to be done.
+      flat[name] = value
+    elif isinstance(value, Mapping):
       flat.update(to_scalars({f'{name}/{k}': v for k, v in value.items()}))
-      continue
-    number = _to_number(value)
-    if number is None:
+    elif (number := _to_number(value)) is not None:
+      flat[str(name)] = number
+    else:
       warn_once(
         ('scalar', str(name)),
         'Scalar "%s" is skipped, now and from here on: got %s, expected a '
@@ -71,8 +73,6 @@ def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
         name,
         _describe(value),
       )
-    else:
-      flat[str(name)] = number
   return flat
 
 
