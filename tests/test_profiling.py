@@ -184,7 +184,7 @@ def test_what_is_to_be_said_goes_to_who_says_it(tmp_path):
   assert 'steps_2-2' in said[0]
 
 
-def test_a_resumed_run_traces_by_the_number_of_the_step(tmp_path):
+def test_a_resumed_run_traces_by_the_number_of_the_step(tmp_path, caplog):
   config = make_config(tmp_path, profile_steps='2-3,9-20,30')
   action = profiling.Profiler(config)
   action.update_time(0.0, 10)  # Within the second range.
@@ -195,6 +195,7 @@ def test_a_resumed_run_traces_by_the_number_of_the_step(tmp_path):
   action.wait_to_finish()  # Ended by a signal, say.
   action.wait_to_finish()
   assert traces(tmp_path / 'train') == {'11-20': {10, 11, 12}}
+  assert not caplog.text
 
 
 def test_a_trace_ends_with_the_run(tmp_path):
@@ -351,6 +352,24 @@ def test_a_file_waits_for_the_end_of_a_trace(tmp_path):
   assert (tmp_path / 'PROFILE').exists()
   action.wait_to_finish()
   action._look()
+
+
+def test_what_is_asked_while_the_loop_looks_is_not_lost(tmp_path, monkeypatch):
+  action = profiling.Profiler(make_config(tmp_path, profile_steps='3'))
+  action.update_time(0.0, 0)
+
+  def start_trace(*args, **kwargs):
+    action._asked = 2  # As the thread does.
+    action.wake()
+    raise RuntimeError('another trace')
+
+  with monkeypatch.context() as patch:
+    patch.setattr(jax.profiler, 'start_trace', start_trace)
+    action(0.0, 2, {})
+  for step in range(3, 7):
+    action(0.0, step, {})
+  action.wait_to_finish()
+  assert list(traces(tmp_path / 'train')) == ['4-5']
 
 
 # The signal.
