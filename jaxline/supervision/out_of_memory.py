@@ -91,7 +91,8 @@ def _largest(experiment: Any) -> str:
   by_id = {id(x): name for name, x in names.items()}
   rows: dict[str, tuple[int, int]] = {}
   for key, x in arrays.items():
-    name = f'{by_id.get(key, "(unnamed)")} {x.dtype.name}{list(x.shape)}'
+    shape = ','.join(map(str, x.shape))
+    name = f'{by_id.get(key, "(unnamed)")} {x.dtype.name}[{shape}]'
     count, size = rows.get(name, (0, 0))
     rows[name] = count + 1, size + _bytes_on_one_device(x)
   ordered = sorted(rows.items(), key=lambda row: -row[1][1])

@@ -90,8 +90,6 @@ def on_signal() -> Iterator[None]:
     yield
     return
   signal.signal(signal.SIGUSR1, _on_signal)
-  # C code of other libraries may not expect that a signal interrupts a call.
-  signal.siginterrupt(signal.SIGUSR1, False)
   try:
     yield
   finally:

@@ -1,0 +1,477 @@
+"""Compiled programs that are kept for the next start."""
+
+import os
+import pathlib
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import types
+
+from absl import logging
+import jax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxline import base_config
+from jaxline import compilation_cache
+from jaxline import distributed
+from jaxline import errors
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TOY = ROOT / 'tests' / 'programs' / 'toy.py'
+CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
+DIGEST_BYTES = 32
+
+pytestmark = pytest.mark.usefixtures('compiles')
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+  """The user's cache directory; every program is kept."""
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+  monkeypatch.setattr(compilation_cache, '_MIN_COMPILE_SECS', 0.0)
+  return tmp_path / 'cache'
+
+
+@pytest.fixture
+def counts(monkeypatch):
+  """Counts what JAX's cache finds ('hits') and keeps ('misses')."""
+  found = {'hits': 0, 'misses': 0}
+
+  def listen(event, **kwargs):
+    for name in found:
+      found[name] += event == f'/jax/compilation_cache/cache_{name}'
+
+  jax.monitoring.register_event_listener(listen)
+  yield found
+  jax.monitoring.unregister_event_listener(listen)
+
+
+def make_config(value='auto', **values):
+  config = base_config.get_base_config()
+  config.compilation_cache = value
+  config.update_from_flattened_dict(values)
+  base_config.validate_config(config)
+  return config
+
+
+def double(x):
+  return jnp.sin(x) * 2
+
+
+def compiled(config):
+  """Compiles and runs a program as a new process would."""
+  x = np.arange(5, dtype=np.float32)
+  with compilation_cache.of_run(config):
+    jax.clear_caches()
+    try:
+      return np.asarray(jax.jit(double)(x))
+    finally:
+      jax.clear_caches()
+
+
+def programs(directory):
+  return sorted(directory.glob('*/*.program'))
+
+
+def program(directory):
+  (path,) = directory.glob('*/jit_double-*.program')
+  return path
+
+
+# Where.
+
+
+def test_a_program_is_kept_in_the_users_directory_and_taken(home, counts):
+  first = compiled(make_config())
+  assert counts['misses'] >= 1
+  assert counts['hits'] == 0
+  root = home / 'jaxline' / 'programs'
+  assert root.stat().st_mode & 0o777 == 0o700
+  assert program(root).parent.stat().st_mode & 0o777 == 0o700
+  kept = counts['misses']
+  second = compiled(make_config())
+  assert counts == {'hits': kept, 'misses': kept}
+  assert first.tobytes() == second.tobytes()
+  # JAX is as it was.
+  assert jax.config.jax_compilation_cache_dir is None
+  assert not list(home.glob('**/*partial*'))
+
+
+def test_without_the_variable_it_is_in_the_home(tmp_path, monkeypatch):
+  monkeypatch.delenv('XDG_CACHE_HOME')
+  monkeypatch.setenv('HOME', str(tmp_path))
+  compiled(make_config())
+  assert program(tmp_path / '.cache' / 'jaxline' / 'programs')
+
+
+def test_a_directory_of_ones_own(tmp_path, home, counts):
+  compiled(make_config(f'{tmp_path}/own'))
+  assert program(tmp_path / 'own')
+  assert not home.exists()
+  compiled(make_config(f'{tmp_path}/own'))
+  assert counts['hits'] == counts['misses'] > 0
+
+
+def test_off_is_off(home, counts):
+  compiled(make_config('off'))
+  assert counts == {'hits': 0, 'misses': 0}
+  assert not home.exists()
+
+
+@pytest.mark.parametrize('value', ['', 'on', 'none', 'False', 'Auto', 'dir'])
+def test_other_words_are_refused(value):
+  with pytest.raises(errors.UsageError, match="'auto', 'off', or a directory"):
+    make_config(value)
+
+
+def test_what_jax_was_told_counts(tmp_path, home):
+  own = tmp_path / 'own'
+  jax.config.update('jax_compilation_cache_dir', str(own))
+  with compilation_cache.of_run(make_config()):
+    assert jax.config.jax_compilation_cache_dir == str(own)
+  jax.config.update('jax_compilation_cache_dir', None)
+  jax.config.update('jax_enable_compilation_cache', False)
+  try:
+    with compilation_cache.of_run(make_config()):
+      assert jax.config.jax_compilation_cache_dir is None
+  finally:
+    jax.config.update('jax_enable_compilation_cache', True)
+  assert not home.exists()
+
+
+def test_a_variable_of_jax_counts(home, monkeypatch):
+  name = 'jax_persistent_cache_min_compile_time_secs'
+  monkeypatch.setenv(name.upper(), '7')
+  before = getattr(jax.config, name)
+  with compilation_cache.of_run(make_config()):
+    assert getattr(jax.config, name) == before
+    assert jax.config.jax_persistent_cache_enable_xla_caches == 'none'
+
+
+@pytest.mark.parametrize(
+  'values', [{'xla.pgle_profiling_runs': 3}, {'xla.pgle_profile': '/x.pb'}]
+)
+def test_programs_of_a_profile_are_not_kept_by_default(tmp_path, home, values):
+  with compilation_cache.of_run(make_config(**values)):
+    assert jax.config.jax_compilation_cache_dir is None
+  with compilation_cache.of_run(make_config(f'{tmp_path}/own', **values)):
+    assert jax.config.jax_compilation_cache_dir is not None
+
+
+def test_hosts_that_run_other_code_have_directories_of_their_own(monkeypatch):
+  here = compilation_cache._host()
+  assert compilation_cache._host() == here
+  monkeypatch.setattr(compilation_cache, '_cores', lambda: 999)
+  assert compilation_cache._host() != here
+  monkeypatch.undo()
+
+  def cpuinfo(flags):
+    text = f'processor: 0\nmodel name: X\nflags: {flags}\ncpu MHz: 1\n\nmore'
+    monkeypatch.setattr(pathlib.Path, 'read_text', lambda *args, **kw: text)
+    return compilation_cache._host()
+
+  assert cpuinfo('avx avx2') != cpuinfo('avx')
+
+  def refuse(*args, **kwargs):
+    raise FileNotFoundError
+
+  monkeypatch.setattr(pathlib.Path, 'read_text', refuse)
+  one = compilation_cache._host()
+  monkeypatch.setattr(compilation_cache.platform, 'node', lambda: 'other')
+  assert compilation_cache._host() != one
+
+
+# What is refused, and what fails.
+
+
+@pytest.mark.parametrize('what', ['mode', 'owner', 'file', 'no home'])
+def test_an_unsafe_directory_is_not_used(
+  home, monkeypatch, caplog, counts, what
+):
+  root = home / 'jaxline' / 'programs'
+  if what == 'file':
+    home.write_text('in the way')
+  elif what == 'no home':
+    monkeypatch.setenv('XDG_CACHE_HOME', '~nobody_of_that_name/x')
+  else:
+    root.mkdir(parents=True)
+    root.chmod(0o770 if what == 'mode' else 0o700)
+  if what == 'owner':
+    monkeypatch.setattr(os, 'geteuid', lambda: 12345)
+  compiled(make_config())
+  assert counts == {'hits': 0, 'misses': 0}
+  assert 'No compilation cache' in caplog.text
+  assert "config.compilation_cache to a directory of yours, or to 'off'" in (
+    caplog.text
+  )
+  if what == 'mode':
+    assert stat.filemode(root.stat().st_mode) in caplog.text
+
+
+def test_a_home_that_can_only_be_read(home, read_only, counts, caplog):
+  compiled(make_config())
+  path = program(home / 'jaxline' / 'programs')
+  before = path.stat().st_mtime_ns
+  kept = counts['misses']
+  read_only(home)
+  compiled(make_config())  # Taken all the same.
+  assert counts['hits'] == kept
+  assert path.stat().st_mtime_ns == before
+  assert not caplog.text
+  with compilation_cache.of_run(make_config()):
+    jax.clear_caches()
+    jax.jit(lambda x: x - 3)(1.0)
+    jax.jit(lambda x: x - 4)(1.0)
+  assert caplog.text.count('fails, and the run goes on') == 1
+  assert 'Read-only file system' in caplog.text
+
+
+def test_a_full_disk(small_disk, tmp_path, caplog, counts):
+  folder, _ = small_disk
+  (folder / 'filler').write_bytes(bytes(1470 * 1024))
+  x = np.arange(5, dtype=np.float32)
+  with compilation_cache.of_run(make_config(f'{folder}/')):
+    jax.clear_caches()
+    fns = [lambda x, i=i: jnp.sin(x) * i + jnp.cos(x) for i in range(15)]
+    for i, fn in enumerate(fns):
+      np.testing.assert_allclose(
+        jax.jit(fn)(x), np.sin(x) * i + np.cos(x), rtol=1e-5
+      )
+  assert caplog.text.count('fails, and the run goes on') == 1
+  assert 'No space left' in caplog.text
+  assert not list(folder.glob('**/partial*'))
+  # What is there is whole.
+  store = compilation_cache.Files(programs(folder)[0].parent)
+  for path in programs(folder):
+    assert store.get(path.name.removesuffix('.program'))
+
+
+@pytest.mark.parametrize('damage', ['flip', 'cut', 'empty'])
+def test_a_damaged_entry_is_compiled_again(home, counts, caplog, damage):
+  first = compiled(make_config())
+  path = program(home / 'jaxline' / 'programs')
+  whole = path.read_bytes()
+  flipped = bytearray(whole)
+  flipped[len(whole) // 2] ^= 1
+  path.write_bytes(
+    {'flip': bytes(flipped), 'cut': whole[:-100], 'empty': b''}[damage]
+  )
+  counts.update(hits=0, misses=0)
+  assert compiled(make_config()).tobytes() == first.tobytes()
+  assert counts['misses'] == 1
+  assert f'{path} is damaged' in caplog.text
+  caplog.clear()
+  counts.update(hits=0, misses=0)
+  compiled(make_config())
+  assert counts['misses'] == 0
+  assert counts['hits'] >= 1
+  assert not caplog.text
+
+
+def test_what_xla_cannot_read_is_compiled_again(home, counts):
+  first = compiled(make_config())
+  path = program(home / 'jaxline' / 'programs')
+  key = path.name.removesuffix('.program')
+  compilation_cache.Files(path.parent).put(key, b'no program')
+  with pytest.warns(UserWarning, match='Error reading persistent'):
+    assert compiled(make_config()).tobytes() == first.tobytes()
+  counts.update(hits=0, misses=0)
+  compiled(make_config())
+  assert counts['misses'] == 0
+
+
+def test_processes_that_write_at_once(tmp_path):
+  """Each reads nothing or a whole entry, and one is there in the end."""
+  values = [bytes([i]) * 100_000 for i in range(4)]
+  read = []
+
+  def work(value):
+    store = compilation_cache.Files(tmp_path)
+    for _ in range(50):
+      store.put('key', value)
+      read.append(store.get('key'))
+
+  threads = [threading.Thread(target=work, args=(v,)) for v in values]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert len(read) == 200
+  assert set(read) <= set(values)
+  assert [path.name for path in tmp_path.iterdir()] == ['key.program']
+
+
+# The size.
+
+
+def test_the_entries_used_least_recently_are_removed(tmp_path, monkeypatch):
+  here, other = tmp_path / 'here', tmp_path / 'other'
+  here.mkdir()
+  other.mkdir()
+  foreign = other / 'notes.txt'
+  foreign.write_bytes(bytes(10_000))
+  now = 1_000_000.0
+
+  def at(directory, key, time):
+    os.utime(directory / f'{key}.program', (now + time, now + time))
+
+  compilation_cache.Files(other, 1 << 20).put('old', bytes(1000))
+  at(other, 'old', 0)
+  store = compilation_cache.Files(here, max_bytes=5000)
+  for i in range(4):
+    store.put(f'key{i}', bytes(1000))
+    at(here, f'key{i}', i + 1)
+  assert store.get('key0') == bytes(1000)  # Used now.
+  store.put('key4', bytes(1000))
+  store.put('key5', bytes(1000))
+  left = {path.stem for path in programs(tmp_path)}
+  assert {'key0', 'key5'} <= left
+  assert 'old' not in left
+  assert 'key1' not in left
+  assert sum(path.stat().st_size for path in programs(tmp_path)) < 6000
+  assert foreign.exists()
+
+
+def test_the_size_is_not_measured_at_each_entry(tmp_path, monkeypatch):
+  looks = []
+  original = compilation_cache.Files._make_room
+  monkeypatch.setattr(
+    compilation_cache.Files,
+    '_make_room',
+    lambda self: (looks.append(1), original(self)),
+  )
+  store = compilation_cache.Files(tmp_path)
+  for i in range(20):
+    store.put(f'key{i}', b'x')
+  assert len(looks) == 1
+
+
+# Several processes.
+
+
+@pytest.mark.parametrize('sees', [True, False])
+def test_processes_that_share_no_directory_keep_nothing(
+  home, monkeypatch, caplog, sees
+):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  chief = []
+  monkeypatch.setattr(
+    distributed, 'of_chief', lambda x: chief.append(x) or chief[0]
+  )
+  monkeypatch.setattr(
+    multihost_utils, 'process_allgather', lambda x: np.array([x, sees])
+  )
+  caplog.set_level(logging.INFO)
+  with compilation_cache.of_run(make_config()):
+    found = jax.config.jax_compilation_cache_dir
+  assert (found is not None) == sees
+  assert ('the processes do not share' in caplog.text) != sees
+  assert not list(home.glob('**/.shared*'))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize('is_shared', [True, False])
+def test_two_processes(tmp_path, is_shared):
+  with socket.socket() as s:
+    s.bind(('localhost', 0))
+    port = s.getsockname()[1]
+
+  def start(round_name):
+    started = [
+      subprocess.Popen(
+        [
+          *(sys.executable, str(TOY), 'sharded', 'direct'),
+          f'--config={CONFIG}',
+          f'--config.checkpoint_dir={tmp_path}/{round_name}',
+          '--config.training_steps=2',
+        ],
+        cwd=ROOT,
+        env=os.environ
+        | {
+          'PYTHONPATH': str(ROOT),
+          'XLA_FLAGS': '--xla_force_host_platform_device_count=1',
+          'XDG_CACHE_HOME': str(tmp_path / ('all' if is_shared else f'{i}')),
+          'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+          'JAX_COORDINATOR_ADDRESS': f'localhost:{port}',
+          'JAX_NUM_PROCESSES': '2',
+          'JAX_PROCESS_ID': str(i),
+          'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
+          'JAX_DEBUG_LOG_MODULES': 'jax._src.compiler',
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+      )
+      for i in range(2)
+    ]
+    try:
+      outputs = [process.communicate(timeout=100)[0] for process in started]
+    finally:
+      for process in started:
+        process.kill()
+        process.wait()
+    assert [process.returncode for process in started] == [0, 0], outputs
+    return outputs
+
+  first = start('first')
+  hit = "Persistent compilation cache hit for 'jit_step'"
+  for output in first:
+    assert ('the processes do not share' in output) != is_shared
+    assert hit not in output
+  if is_shared:
+    # On CPUs the programs of other processes have other keys.
+    assert hit in start('second')[0]
+
+
+# Whole runs.
+
+
+@pytest.mark.process
+def test_a_run_that_starts_again_compiles_nothing_again(tmp_path):
+  """And computes the same bits as one without a cache, donated or not."""
+
+  def run(name, *args):
+    done = subprocess.run(
+      [
+        *(sys.executable, str(TOY), 'sharded', 'direct', f'--config={CONFIG}'),
+        f'--config.checkpoint_dir={tmp_path}/{name}',
+        '--jaxline_mode=train_and_eval',
+        *args,
+      ],
+      cwd=ROOT,
+      env=os.environ
+      | {
+        'PYTHONPATH': str(ROOT),
+        'XDG_CACHE_HOME': str(tmp_path / 'cache'),
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+        'JAX_DEBUG_LOG_MODULES': 'jax._src.compiler',
+      },
+      capture_output=True,
+      text=True,
+      timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (tmp_path / name / 'train' / 'metrics.jsonl').read_text()
+    losses = [
+      line.partition('"loss": ')[2].partition(',')[0]
+      for line in lines.splitlines()
+      if '"loss"' in line
+    ]
+    misses = done.stderr.count('PERSISTENT COMPILATION CACHE MISS')
+    hits = done.stderr.count('Persistent compilation cache hit')
+    return types.SimpleNamespace(losses=losses, misses=misses, hits=hits)
+
+  off = run('off', '--config.compilation_cache=off')
+  cold, warm = run('cold'), run('warm')
+  assert len(off.losses) == 6
+  assert off.losses == cold.losses == warm.losses
+  assert off.hits == 0
+  assert cold.misses > 5
+  assert warm.misses == 0
+  assert warm.hits >= cold.misses
