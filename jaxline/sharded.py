@@ -72,6 +72,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   Attributes:
     SKIPS_NONFINITE: that `on_nonfinite = 'skip'` is supported.
     run_config: the config of the run; None if the constructor got none.
+    traced_batch: the shapes of the batch for which the step was last compiled.
   """
 
   PER_PROCESS_ENTRIES = ('input',)
@@ -147,8 +148,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # was taken last.
     self._infeed: infeed.Infeed | None = None
     self._position: Any = None
-    # The shapes of the batch for which the step was last compiled.
-    self._traced_batch: Any = None
+    self.traced_batch: Any = None
     # Evaluation set -> its input, if it goes on between evaluations, and the
     # number of evaluations that this has fed.
     self._rolling: dict[str, inputs.BaseInput | None] = {}
@@ -298,8 +298,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def _warn_of_another_shape(self, batch: Batch) -> None:
     """Warns of a batch for which the step, while traced, is compiled again."""
-    shapes = jax.tree.map(jax.typeof, dict(batch))
-    before, self._traced_batch = self._traced_batch, shapes
+    shapes = jax.tree.map(jax.typeof, batch)
+    before, self.traced_batch = self.traced_batch, shapes
     if before and (
       lines := experiment.differences(shapes, before, 'now', 'before', 'batch')
     ):
