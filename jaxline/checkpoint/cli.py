@@ -251,12 +251,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
   except RecursionError:
-    return _error('the checkpoint is nested too deeply', 1)
+    text, status = 'the checkpoint is nested too deeply', 1
   except (ValueError, OSError, ImportError, MemoryError, re.error) as e:
     text = ' '.join(str(e).split()) or type(e).__name__
-    return _error(text, 1 if isinstance(e, files.RefusedError) else 2)
-
-
-def _error(text: str, status: int) -> int:
+    status = 1 if isinstance(e, files.RefusedError) else 2
   print(f'jaxline.checkpoint: {files.printable(text)}', file=sys.stderr)
   return status

@@ -426,20 +426,15 @@ def _training(run: pathlib.Path) -> dict[str, Any]:
   ended, claims = None, []
   with contextlib.suppress(ValueError, *_MALFORMED):
     ended = int(files.read_json(root / 'ended.json')['step'])
+  own: dict[str, Any] = {'host': socket.gethostname(), 'pid': os.getpid()}
   for path in sorted((root / 'claims').glob('*.json')):
     # What is no file, or just being written, is left out.
     with contextlib.suppress(ValueError, *_MALFORMED):
-      if files.is_claimed_here(path):  # Reading it would give the claim back.
-        owner = {
-          'host': socket.gethostname(),
-          'pid': os.getpid(),
-          'alive': True,
-        }
-      else:
-        found = files.read_json(path)
-        owner = {'host': str(found['host']), 'pid': int(found['pid'])}
-        owner['alive'] = _is_locked(path)
-      claims.append({'what': path.stem, **owner})
+      is_own = files.is_claimed_here(path)  # Opening it would give it back.
+      found = own if is_own else files.read_json(path)
+      owner = {'host': str(found['host']), 'pid': int(found['pid'])}
+      alive = is_own or _is_locked(path)
+      claims.append({'what': path.stem, **owner, 'alive': alive})
   return {'ended': ended, 'claims': claims}
 
 
