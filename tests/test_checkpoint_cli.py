@@ -604,6 +604,7 @@ def test_the_newest_is_taken_if_one_vanishes(run, monkeypatch):
 
 def test_what_vanishes_is_told(call, run, monkeypatch):
   read = files.read_record
+  opened = inspection.find(f'{run}:4')
 
   def vanish(path):
     record = read(path)
@@ -614,23 +615,20 @@ def test_what_vanishes_is_told(call, run, monkeypatch):
   status, _, err = call('show', f'{run}:4')
   assert status == 2
   assert 'has no step 4. The steps are' in err
-  opened = inspection.Checkpoint(
-    files.root(run) / 'latest' / '4', {'arrays': {}}
-  )
   with pytest.raises(inspection.GoneError, match='was removed meanwhile'):
     opened.arrays()
   assert [r['step'] for r in inspection.list_run(run)['series']['latest']] == []
 
 
 def test_verify_leaves_out_what_vanishes(call, run, monkeypatch):
-  verify = files.verify
+  verify = files.Listing.verify
 
-  def vanish(path):
-    if path.name == '4':
-      files.remove(path)
-    return verify(path)
+  def vanish(listing):
+    if listing.path.name == '4':
+      files.remove(listing.path)
+    return verify(listing)
 
-  monkeypatch.setattr(files, 'verify', vanish)
+  monkeypatch.setattr(files.Listing, 'verify', vanish)
   status, out, _ = call('verify', run)
   assert status == 0
   assert out == 'latest/2  ok\nbest/2  ok\n2 checkpoints, 0 damaged\n'

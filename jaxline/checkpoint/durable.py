@@ -217,10 +217,11 @@ class DurableCheckpointer(base.FullCheckpointer):
         return
     read = None
     while read is None:
-      path = self._newest_whole(ckpt_series, step, state)
+      found = self._newest_whole(ckpt_series, step, state)
+      path = found.path
       with _reported(self._root / ckpt_series / path.name):
         try:
-          read = reader.together(functools.partial(self._read, path, state))
+          read = reader.together(functools.partial(self._read, found, state))
         except files.DamagedError:
           # If it was removed while it was read, there may be another one.
           if _of_chief(path.exists()):
@@ -335,8 +336,9 @@ class DurableCheckpointer(base.FullCheckpointer):
     for path in self._candidates('latest')[:1]:
       # One that is damaged is found to be so by `restore`.
       with contextlib.suppress(files.DamagedError), _reported(path):
-        if not files.verify(path, lambda file: file == files.RECORD):
-          self._check_config(path, files.read_whole_record(path))
+        found = files.Listing(path)
+        if not found.verify(lambda file: file == files.RECORD):
+          self._check_config(path, found.record)
 
   def check_shared(self) -> None:
     """Refuses a directory that not all processes share.
@@ -832,7 +834,7 @@ class DurableCheckpointer(base.FullCheckpointer):
 
   def _newest_whole(
     self, ckpt_series: str, step: int | None, state: Any
-  ) -> pathlib.Path:
+  ) -> files.Listing:
     """Returns the newest checkpoint that is as it was written.
 
     Evaluation gets a second name of it, so that it stays while it is read.
@@ -855,16 +857,15 @@ class DurableCheckpointer(base.FullCheckpointer):
           files.refuse_link(path)
           if self._follows and ckpt_series == 'latest' and not self.reads_only:
             whole = self._pin(path)
-          problems = reader.verify(whole, state.get('experiment_module'))
+          return reader.verify(whole, state.get('experiment_module'))
       except files.RefusedError:
         if _of_chief(os.path.lexists(path)):
           raise
         continue  # What was listed is gone.
-      if not problems:
-        return whole
+      except files.DamagedError as e:
+        report = str(e).removesuffix('.')
       if not _of_chief(path.exists()):
         continue  # Training removed it meanwhile: there is a newer one.
-      report = f'{path} is damaged: {"; ".join(problems)}'
       if self._follows:
         self._passed_over.add(str(path))
         report += '. It is passed over'
@@ -892,13 +893,12 @@ class DurableCheckpointer(base.FullCheckpointer):
     return pinned
 
   def _read(
-    self, path: pathlib.Path, state: Any, is_foreign: bool = False
+    self, listing: files.Listing, state: Any, is_foreign: bool = False
   ) -> tuple[dict[str, Any], Any]:
     """Returns the entries of a checkpoint, and the experiment's snapshot."""
-    record = files.read_record(path)
     if not is_foreign:
-      self._check_config(path, record)
-    saved = reader.Reader(path, record, self._allow_pickle)
+      self._check_config(listing.path, listing.record)
+    saved = reader.Reader(listing, self._allow_pickle)
     if is_foreign and self._config.restore_rules:
       rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
       return {}, saved.by_rules(state['experiment_module'], rules)
@@ -933,9 +933,8 @@ class DurableCheckpointer(base.FullCheckpointer):
     """Begins from another run's checkpoint, as `restore_from` says."""
     path = _foreign(self._config.restore_from)
     with _reported(path):
-      if problems := reader.verify(path, state['experiment_module']):
-        raise files.DamagedError('; '.join(problems))
-      read = reader.together(lambda: self._read(path, state, is_foreign=True))
+      found = reader.verify(path, state['experiment_module'])
+      read = reader.together(lambda: self._read(found, state, is_foreign=True))
     _fill(state, *read)
     logging.info('Began from %s.', path)
 

@@ -81,11 +81,6 @@ def _reading(path: pathlib.Path) -> Iterator[None]:
     raise type(e)(f'{path} is {verdict}: {e}') from e
 
 
-def _check(path: pathlib.Path, wanted: Callable[[str], bool]) -> None:
-  if problems := files.verify(path, wanted):
-    raise files.DamagedError('; '.join(problems))
-
-
 # Finding checkpoints.
 
 
@@ -144,23 +139,19 @@ def find(where: Place) -> 'Checkpoint':
     if paths is None:
       raise ValueError(f'{os.fspath(where)} has no checkpoint yet.')
     with contextlib.suppress(GoneError):  # There may be a newer one.
-      return Checkpoint.open(paths[-1])
+      return Checkpoint(paths[-1])
 
 
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(files.Listing):
   """One checkpoint, to be read as NumPy arrays.
 
   Attributes:
     path: its directory.
     record: what it says of itself: checkpoint.json.
+    described: name of each array -> its file, shape and type, in the record.
   """
 
-  path: pathlib.Path
-  record: dict[str, Any]
-
-  @classmethod
-  def open(cls, path: pathlib.Path) -> 'Checkpoint':
+  def __init__(self, path: pathlib.Path):
     """Opens a checkpoint, and verifies all of it but the arrays.
 
     Raises:
@@ -169,24 +160,20 @@ class Checkpoint:
       ValueError: a later version wrote it.
     """
     with _reading(path):
-      files.refuse_link(path)
-      record = files.read_whole_record(path)
-      _check(path, lambda file: file.split('/')[0] != files.ARRAYS)
-      listed = files.read_checksums(path)
-      storage.check_listed(
-        record['arrays'], {name: size for name, (size, _) in listed.items()}
-      )
-    return cls(path, record)
+      super().__init__(path)
+      self.described: dict[str, dict[str, Any]] = self.record['arrays']
+      self._require(lambda file: file.split('/')[0] != files.ARRAYS)
+      written = {name: size for name, (size, _) in self.sums.items()}
+      storage.check_listed(self.described, written)
 
-  @property
-  def described(self) -> dict[str, dict[str, Any]]:
-    """Name of each array -> its file, shape and type, as in the record."""
-    return self.record['arrays']
+  def _require(self, wanted: Callable[[str], bool]) -> None:
+    if problems := self.verify(wanted):
+      raise files.DamagedError('; '.join(problems))
 
   def check(self) -> None:
     """Raises `files.RefusedError` where an array is not there; reads none."""
     with _reading(self.path):
-      storage.check(self.path, self.described)
+      storage.check(self, self.described)
 
   def names(self, select: str = '.*') -> list[str]:
     """Returns the names of the arrays that a pattern matches wholly.
@@ -219,7 +206,6 @@ class Checkpoint:
     Raises:
       files.DamagedError: they are not as they were written.
     """
-    saved = reader.Reader(self.path, self.record, allow_pickle=False)
     wanted = {name: self.described[name] for name in names}
     unread = {
       f'{files.ARRAYS}/{about["file"]}'
@@ -227,15 +213,15 @@ class Checkpoint:
       if name not in wanted
     }
     with _reading(self.path):
-      storage.check_listed(wanted, files.sizes(self.path))
-      _check(self.path, lambda f: '/'.join(f.split('/')[:2]) not in unread)
+      storage.check_listed(wanted, self.sizes)
+      self._require(lambda f: '/'.join(f.split('/')[:2]) not in unread)
     ends = itertools.accumulate(map(bytes_of, wanted.values()))
     part = {n: end // _READ_BYTES for n, end in zip(wanted, ends, strict=True)}
     # One at a time would take ten times as long where they are small.
     for _, group in itertools.groupby(wanted, key=part.__getitem__):
       together = dict.fromkeys(group)
       with _reading(self.path):
-        arrays = saved.read(together)
+        arrays = reader.Reader(self).read(together)
       for name in together:
         yield name, arrays.pop(name)
 
@@ -250,7 +236,7 @@ class Checkpoint:
     small: dict[str, Any] = {}
     texts: dict[str, str] = {}
     with _reading(self.path):
-      if 'extra.json' in files.read_checksums(self.path):
+      if 'extra.json' in self.sums:
         extra = files.read_json(self.path / 'extra.json')
         parts |= {f'run/{k}': v for k, v in extra['entries'].items()}
         small = extra['arrays']
@@ -395,9 +381,9 @@ def _row(path: pathlib.Path) -> dict[str, Any] | None:
     }
     with _reading(path):
       row['bytes'] = files.size(path)
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint(path)
     with _reading(path):
-      storage.check_listed(checkpoint.described, files.sizes(path))
+      storage.check_listed(checkpoint.described, checkpoint.sizes)
     row['time'] = checkpoint.record['time']
     row['metrics'] = _best(checkpoint)
   except (FileNotFoundError, GoneError):
@@ -410,10 +396,9 @@ def _row(path: pathlib.Path) -> dict[str, Any] | None:
 
 def _best(checkpoint: Checkpoint) -> dict[str, Any]:
   """Returns the best value so far, where a checkpoint has it."""
-  saved = reader.Reader(checkpoint.path, checkpoint.record, allow_pickle=False)
   keys = ['best_model_eval_metric', 'best_eval_metric_value']
   try:
-    name, value = saved.entries(keys).values()
+    name, value = reader.Reader(checkpoint).entries(keys).values()
     # As `metrics.jsonl` has it: JSON has no infinity.
     return {f'best/{name}': value if math.isfinite(value) else str(value)}
   except (ValueError, *_MALFORMED):
@@ -558,10 +543,10 @@ def verify(where: Place) -> Iterator[tuple[pathlib.Path, list[str]]]:
   for paths in _locate(where)[1].values():
     for path in paths:
       try:
-        problems = files.verify(path)
+        listing = files.Listing(path)
+        problems = listing.verify()
         if not problems:
-          record = files.read_whole_record(path)
-          storage.check(path, record['arrays'])
+          storage.check(listing, listing.record['arrays'])
       except files.DamagedError as e:
         problems = [str(e)]
       except ValueError:
