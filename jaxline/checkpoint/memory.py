@@ -253,6 +253,21 @@ def entries_of(
   return jax.tree.map(devices.freeze, entries)
 
 
+def fill(state: dict[str, Any], entries: Mapping[str, Any]) -> None:
+  """Restores the entries of the live state, or changes nothing.
+
+  Args:
+    state: the live state; what it has and `entries` has not stays as it is.
+    entries: what was read; 'experiment_module' is a snapshot.
+  """
+  found = {key: entries[key] for key in state if key in entries}
+  # First, since it may refuse; then nothing else has changed yet.
+  if 'experiment_module' in state:
+    snapshot = found.pop('experiment_module')
+    state['experiment_module'].restore_from_snapshot(snapshot)
+  state.update(found)
+
+
 class InMemoryCheckpointer(base.FullCheckpointer):
   """Keeps the newest checkpoints of each series in this process.
 
@@ -338,13 +353,7 @@ class InMemoryCheckpointer(base.FullCheckpointer):
         + f'; there are checkpoints of {_saved_series()}.'
       )
     saved = entries_of(history[-1], ckpt_series, state)
-    # First, since it may refuse; then nothing else has changed yet.
-    if 'experiment_module' in state:
-      module = state['experiment_module']
-      module.restore_from_snapshot(saved['experiment_module'])
-    for key in state:
-      if key in saved and key != 'experiment_module':
-        state[key] = saved[key]
+    fill(state, saved)
     logging.info(
       'Restored checkpoint %s of series %s.', history[-1].id, ckpt_series
     )
