@@ -623,14 +623,14 @@ def test_what_vanishes_is_told(call, run, monkeypatch):
 
 
 def test_verify_leaves_out_what_vanishes(call, run, monkeypatch):
-  verify = files.verify
+  verify = files.Listing.verify
 
-  def vanish(path):
-    if path.name == '4':
-      files.remove(path)
-    return verify(path)
+  def vanish(listing):
+    if listing.path.name == '4':
+      files.remove(listing.path)
+    return verify(listing)
 
-  monkeypatch.setattr(files, 'verify', vanish)
+  monkeypatch.setattr(files.Listing, 'verify', vanish)
   status, out, _ = call('verify', run)
   assert status == 0
   assert out == 'latest/2  ok\nbest/2  ok\n2 checkpoints, 0 damaged\n'

@@ -1017,18 +1017,19 @@ def test_damage_to_any_file_is_found(damage, copied):
   names = [str(p.relative_to(copied)) for p in copied.rglob('*') if p.is_file()]
   assert len(names) > 20
   live = Sharded()
-  assert reader.verify(copied, live) == []
+  reader.verify(copied, live)
   for name in names:
     path = copied / name
     whole = path.read_bytes()
     DAMAGES[damage](path)
-    problems = reader.verify(copied, live)
-    path.write_bytes(whole)
     if name in UNREAD:
-      assert problems == []
+      reader.verify(copied, live)
     else:
-      assert name in '\n'.join(problems), name
-  assert reader.verify(copied, live) == []
+      with pytest.raises(files.DamagedError, match=re.escape(name)) as e:
+        reader.verify(copied, live)
+      assert type(e.value) is files.DamagedError, name
+    path.write_bytes(whole)
+  reader.verify(copied, live)
 
 
 @pytest.mark.parametrize(
@@ -1292,15 +1293,42 @@ def test_a_stale_handle_at_the_first_look(
   assert newest.is_dir()
 
 
+def test_a_restore_looks_at_each_file_once(run, tmp_path, monkeypatch):
+  _two(run, tmp_path)
+  calls = collections.Counter()
+
+  def count(name):
+    original = getattr(files, name)
+
+    def counted(path, *args):
+      what = path.name if name == 'read_json' else name
+      calls[what] += 1
+      return original(path, *args)
+
+    monkeypatch.setattr(files, name, counted)
+
+  for name in ('regular_files', 'read_checksums', 'read_json', '_checksum'):
+    count(name)
+  assert restore(run(), weights()).global_step == 5
+  expected = {
+    'regular_files': 1,
+    'read_checksums': 1,
+    'checksums_0.json': 1,
+    'checkpoint.json': 1,
+    '_METADATA': 1,
+  }
+  assert {name: calls[name] for name in expected} == expected
+
+
 def test_one_that_goes_between_two_looks(run, tmp_path, monkeypatch):
   newest = _two(run, tmp_path)
-  sizes = files.sizes
+  check = storage.check
 
-  def gone(path):
+  def gone(listing, described):
     shutil.rmtree(newest, ignore_errors=True)
-    return sizes(path) if path != newest else {}
+    check(listing, described)
 
-  monkeypatch.setattr(files, 'sizes', gone)
+  monkeypatch.setattr(storage, 'check', gone)
   assert restore(run(), weights()).global_step == 3
 
 
@@ -1355,7 +1383,8 @@ def test_processes_agree_on_an_error_that_may_pass(
   # And damage less than an error.
   disk.heal()
   others[:] = [1, 2]
-  assert reader.verify(newest, None) == ['processes [1] say so']
+  with pytest.raises(files.DamagedError, match=r'processes \[1\] say so'):
+    reader.verify(newest, None)
   others[:] = [3, 0]
   with pytest.raises(files.UnreadableError, match=r'processes \[0\]'):
     reader.verify(newest, None)
@@ -1724,9 +1753,9 @@ def test_the_newest_save_is_read_when_it_is_looked_at(
   reads = []
   read = storage.read
 
-  def spy(path, *args):
-    reads.append(path)
-    return read(path, *args)
+  def spy(listing, *args):
+    reads.append(listing)
+    return read(listing, *args)
 
   monkeypatch.setattr(storage, 'read', spy)
   checkpointer = run(max_checkpoints_to_keep=1)
@@ -2196,15 +2225,17 @@ def test_one_that_goes_while_it_is_read_without_a_second_name(
   decoding = run('eval_decode')
   decoding.reads_only = True
   before = tree_of(tmp_path / 'run' / 'checkpoints' / series)
-  module, name = (files, 'verify') if when == 'verified' else (storage, 'read')
+  module, name = (
+    (files.Listing, 'verify') if when == 'verified' else (storage, 'read')
+  )
   original, taken = getattr(module, name), []
 
-  def late(path, *args):
-    taken.append(path)
+  def late(listing, *args):
+    taken.append(listing.path)
     if len(taken) == 1:
       save(writing, weights(2), 2, series=series)
-      files.remove(path)
-    return original(path, *args)
+      files.remove(listing.path)
+    return original(listing, *args)
 
   monkeypatch.setattr(module, name, late)
   live = weights()
@@ -2216,9 +2247,9 @@ def test_one_that_goes_while_it_is_read_without_a_second_name(
   monkeypatch.setattr(module, name, original)
   save(writing, weights(3), 3, series=series)
 
-  def gone(path, *args):
-    files.remove(path)
-    return original(path, *args)
+  def gone(listing, *args):
+    files.remove(listing.path)
+    return original(listing, *args)
 
   monkeypatch.setattr(module, name, gone)
   with pytest.raises(ValueError, match='no checkpoint of step 3'):
@@ -2237,12 +2268,12 @@ def test_the_best_is_the_very_same_checkpoint(copied, run, tmp_path):
   }
   save_best(evaluation, live, 5, 0.5, key=None, **extra)
   best = series_path(tmp_path, 'best') / '5'
-  assert files.verify(best) == []
+  assert files.Listing(best).verify() == []
   # Nothing was copied.
   ours = {name: inode for name, (inode, _) in tree_of(best).items()}
   for name, (inode, _) in tree_of(copied).items():
     assert (ours[name] == inode) == (name != 'checksums_0.json'), name
-  assert files.verify(copied) == []
+  assert files.Listing(copied).verify() == []
   assert set(ours) - set(tree_of(copied)) == {'extra.json'}
   # The next evaluation gets the value, the entries and their kinds.
   evaluation.close()
@@ -2610,7 +2641,7 @@ def test_a_save_that_does_not_fit_leaves_nothing(series, step, run, small_disk):
     assert left == [str(step) for step in there]
   assert pages >= 2
   assert checkpointer.steps(series) == [*there, step]
-  assert files.verify(series_path(folder, series) / str(step)) == []
+  assert files.Listing(series_path(folder, series) / str(step)).verify() == []
 
 
 def _names(folder):
@@ -2689,7 +2720,8 @@ def test_all_narrow_types_are_stored_with_all_their_values(tmp_path):
   ocp.Checkpointer(storage.Handler()).save(
     tmp_path / 'new', args=storage.Content(stored, {}, {})
   )
-  back = storage.read(tmp_path / 'new', described, dict.fromkeys(arrays))
+  listing = files.Listing(tmp_path / 'new')
+  back = storage.read(listing, described, dict.fromkeys(arrays))
   for name, x in arrays.items():
     assert_same(back[name], x, name)
 
@@ -2700,7 +2732,9 @@ def test_all_narrow_types_are_stored_with_all_their_values(tmp_path):
 def test_a_description_does_not_lead_out_of_the_checkpoint(file, tmp_path):
   about = {'file': file, 'shape': [1], 'dtype': 'float32', 'kind': 'numpy'}
   with pytest.raises(files.DamagedError, match="'params/w' is in"):
-    storage.read(tmp_path, {'params/w': about}, {'params/w': None})
+    storage.read(
+      files.Listing(tmp_path), {'params/w': about}, {'params/w': None}
+    )
 
 
 @pytest.mark.parametrize(

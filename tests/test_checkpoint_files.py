@@ -138,7 +138,7 @@ def test_a_replacement_killed_at_any_instant_loses_none(
       assert renames < 3
   files.clean(tmp_path)
   assert os.listdir(tmp_path) == ['5']
-  assert files.verify(tmp_path / '5') == []
+  assert files.Listing(tmp_path / '5').verify() == []
   is_new = renames or new == '5.new'
   assert _content(tmp_path / '5') == ('new' if is_new else 'old')
 
@@ -186,7 +186,7 @@ def test_link_outlives_its_source(links, tmp_path, monkeypatch):
   )
   assert same == links
   files.remove(source)
-  assert files.verify(tmp_path / 'pin' / '5') == []
+  assert files.Listing(tmp_path / 'pin' / '5').verify() == []
 
 
 def test_link_of_what_goes_meanwhile(tmp_path, monkeypatch):
@@ -311,7 +311,7 @@ def test_a_record_of_a_later_version_says_so(tmp_path):
 
 def test_every_bit_of_every_file_is_guarded(tmp_path):
   path = _checkpoint(tmp_path / '5')
-  assert files.verify(path) == []
+  assert files.Listing(path).verify() == []
   total = 0
   for name in ('checkpoint.json', 'arrays/w/0', 'checksums_0.json'):
     whole = (path / name).read_bytes()
@@ -326,7 +326,7 @@ def test_every_bit_of_every_file_is_guarded(tmp_path):
         except ValueError:
           pass
       (path / name).write_bytes(flipped)
-      (problem,) = files.verify(path)
+      (problem,) = files.Listing(path).verify()
       assert problem.startswith(name), (bit, problem)
       total += 1
     (path / name).write_bytes(whole)
@@ -346,11 +346,15 @@ def test_shares_of_several_processes(tmp_path):
   assert files.read_checksums(path) == parts[0] | parts[1]
   assert files.size(path) == 4 + parts[1]['checkpoint.json'][0]
   (path / 'arrays/w/0').write_bytes(b'abce')
-  per_process = [files.verify(path, process=i, processes=2) for i in range(2)]
+  per_process = [
+    files.Listing(path).verify(process=i, processes=2) for i in range(2)
+  ]
   assert [len(problems) for problems in per_process] == [1, 0]
-  assert files.verify(path, lambda name: name == 'checkpoint.json') == []
+  assert (
+    files.Listing(path).verify(lambda name: name == 'checkpoint.json') == []
+  )
   (path / 'checksums_1.json').unlink()
-  assert files.verify(path) == ['checksums_1.json is missing']
+  assert files.Listing(path).verify() == ['checksums_1.json is missing']
 
 
 def test_a_file_that_was_added_is_said_once_and_no_damage(tmp_path, caplog):
@@ -358,15 +362,15 @@ def test_a_file_that_was_added_is_said_once_and_no_damage(tmp_path, caplog):
   names = ['.checkpoint.json.swp', 'arrays/w/.nfs0001', 'arrays/.DS_Store']
   for name in names:
     (path / name).write_text('x')
-  assert files.verify(path, lambda name: 'w/' in name) == []
+  assert files.Listing(path).verify(lambda name: 'w/' in name) == []
   assert [r.levelname for r in caplog.records] == ['WARNING']
   for _ in range(2):
-    assert files.verify(path) == []
+    assert files.Listing(path).verify() == []
   for name in names:
     told = f'{path / name} was not there when the checkpoint was written'
     assert caplog.text.count(told) == 1
   (path / 'arrays/w/0').unlink()
-  assert files.verify(path) == [
+  assert files.Listing(path).verify() == [
     'arrays/w/0 cannot be read (No such file or directory)'
   ]
 
@@ -375,9 +379,11 @@ def test_an_added_checksum_guards_the_file(tmp_path):
   path = _checkpoint(tmp_path / '5')
   (path / 'extra.json').write_text('{}')
   files.add_checksum(path, 'extra.json')
-  assert files.verify(path) == []
+  assert files.Listing(path).verify() == []
   (path / 'extra.json').write_text('{ }')
-  assert files.verify(path) == ['extra.json has 3 bytes, 2 were written']
+  assert files.Listing(path).verify() == [
+    'extra.json has 3 bytes, 2 were written'
+  ]
 
 
 # Claims.
@@ -540,5 +546,5 @@ def test_a_file_that_no_process_saw_is_hashed_after_all(tmp_path):
   (tmp_path / 'late').write_text('late')
   assert set(files.read_checksums(tmp_path)) == {'a', 'b', 'c'}
   files.complete_checksums(tmp_path)
-  assert files.verify(tmp_path) == []
+  assert files.Listing(tmp_path).verify() == []
   assert set(files.read_checksums(tmp_path)) == {'a', 'b', 'c', 'late'}

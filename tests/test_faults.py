@@ -204,18 +204,19 @@ def newest(run_dir, series='latest'):
   folder = files.root(run_dir) / series
   steps = files.steps(folder)
   for step in steps:
-    assert files.verify(folder / str(step)) == []
+    assert files.Listing(folder / str(step)).verify() == []
     assert files.read_record(folder / str(step))['step'] == step
   return max(steps, default=None)
 
 
 def bits(checkpoint):
   """Returns all that a checkpoint holds: hashes of arrays, and the rest."""
-  record = files.read_record(checkpoint)
+  listing = files.Listing(checkpoint)
+  record = listing.record
   names = dict.fromkeys(record['arrays'])
   held = {
     name: (str(x.dtype), x.shape, hashlib.sha256(x.tobytes()).hexdigest())
-    for name, x in storage.read(checkpoint, record['arrays'], names).items()
+    for name, x in storage.read(listing, record['arrays'], names).items()
   }
   for name in ('step', 'entries', 'module'):
     held[name] = record[name]
@@ -803,7 +804,7 @@ def test_damaged_checkpoints_are_set_aside(stopped, undisturbed):
   }
   for step, damage in damages.items():
     damage(latest / str(step))
-    assert files.verify(latest / str(step))
+    assert files.Listing(latest / str(step)).verify()
   run = finished(stopped, KEEP_ALL)
   for step in damages:
     assert f'latest/{step} is damaged' in run.log

@@ -311,8 +311,9 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     for path in self._candidates('latest')[:1]:
       # One that is damaged is found to be so by `restore`.
       with contextlib.suppress(files.DamagedError), _reported(path):
-        if not files.verify(path, lambda file: file == files.RECORD):
-          self._check_config(path, files.read_whole_record(path))
+        found = files.Listing(path)
+        if not found.verify(lambda file: file == files.RECORD):
+          self._check_config(path, found.record)
 
   def check_shared(self) -> None:
     """Refuses a directory that not all processes share.
@@ -639,8 +640,8 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     experiment = state.get('experiment_module')
     reports: list[str] = []
     while True:
-      found = self._candidates(ckpt_series, step)
-      name = distributed.of_chief(found[0].name if found else None)
+      paths = self._candidates(ckpt_series, step)
+      name = distributed.of_chief(paths[0].name if paths else None)
       if name is None:
         raise (files.DamagedError if reports else ValueError)(
           f'The series {ckpt_series!r} in {self._root} has no checkpoint'
@@ -650,24 +651,21 @@ class DurableCheckpointer(notes.NotingCheckpointer):
           + ''.join(f' {report}.' for report in reports)
         )
       path = whole = self._root / ckpt_series / name
+      found = None
       try:
         with _reported(path):
           files.refuse_link(path)
           if self._follows and ckpt_series == 'latest' and not self.reads_only:
             whole = self._pin(path)
-          problems = reader.verify(whole, experiment)
-          if not problems:
-            entries = reader.together(
-              functools.partial(self._read, whole, state)
-            )
-            break
-      except files.DamagedError:
-        if distributed.of_chief(os.path.lexists(path)):
-          raise
-        continue  # It was removed while it was read: there may be another.
-      if not distributed.of_chief(path.exists()):
-        continue
-      report = f'{path} is damaged: {"; ".join(problems)}'
+          found = reader.verify(whole, experiment)
+          entries = reader.together(functools.partial(self._read, found, state))
+          break
+      except files.DamagedError as e:
+        if not distributed.of_chief(os.path.lexists(path)):
+          continue  # It was removed while it was read: there may be another.
+        if found is not None or isinstance(e, files.RefusedError):
+          raise  # It is as it was written.
+        report = str(e).removesuffix('.')
       if self._follows:
         self._passed_over.add(str(path))
         report += '. It is passed over'
@@ -706,13 +704,12 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     return pinned
 
   def _read(
-    self, path: pathlib.Path, state: Any, is_foreign: bool = False
+    self, found: files.Listing, state: Any, is_foreign: bool = False
   ) -> dict[str, Any]:
     """Returns what a checkpoint has for the entries of the live state."""
-    record = files.read_record(path)
     if not is_foreign:
-      self._check_config(path, record)
-    saved = reader.Reader(path, record, self._allow_pickle)
+      self._check_config(found.path, found.record)
+    saved = reader.Reader(found, self._allow_pickle)
     experiment = state.get('experiment_module')
     if is_foreign and self._config.restore_rules:
       rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
@@ -747,10 +744,9 @@ class DurableCheckpointer(notes.NotingCheckpointer):
   def _fork(self, path: pathlib.Path, state: Any) -> None:
     """Begins from another run's checkpoint, as `restore_from` says."""
     with _reported(path):
-      if problems := reader.verify(path, state['experiment_module']):
-        raise files.DamagedError('; '.join(problems))
+      found = reader.verify(path, state['experiment_module'])
       entries = reader.together(
-        lambda: self._read(path, state, is_foreign=True)
+        lambda: self._read(found, state, is_foreign=True)
       )
     memory.fill(state, entries)
     logging.info('Began from %s.', path)

@@ -449,68 +449,90 @@ def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
   return sums
 
 
-def sizes(checkpoint: pathlib.Path) -> dict[str, int]:
-  """Returns name -> bytes of the files that have a checksum and are there.
+class Listing:
+  """What a checkpoint's directory holds; its files are listed once.
 
-  Raises:
-    DamagedError: see `read_checksums` and `regular_files`.
+  Attributes:
+    path: the checkpoint.
+    there: the relative names of all files but the checksums.
+    checked: names of the arrays that `storage.check` has found to be whole.
   """
-  listed, there = read_checksums(checkpoint), set(regular_files(checkpoint))
-  return {name: listed[name][0] for name in listed if name in there}
 
+  def __init__(self, path: pathlib.Path):
+    """Lists the files.
 
-def verify(
-  checkpoint: pathlib.Path,
-  wanted: Callable[[str], bool] = lambda name: True,
-  process: int = 0,
-  processes: int = 1,
-) -> list[str]:
-  """Returns what is wrong with a checkpoint, a line for each file.
+    Raises:
+      RefusedError: there is a link, a FIFO or a device.
+    """
+    self.path = path
+    self.there = frozenset(regular_files(path))
+    self.checked: set[str] = set()
 
-  Files that were not there when it was written (an editor's, a file system's)
-  do no harm: they are logged, each once.
+  @functools.cached_property
+  def sums(self) -> dict[str, list[int]]:
+    """Size in bytes and CRC-32 of each file: see `read_checksums`."""
+    return read_checksums(self.path)
 
-  Args:
-    checkpoint: its directory.
-    wanted: of a file's relative name, whether to look at it.
-    process: index of this process.
-    processes: how many share the work.
+  @functools.cached_property
+  def record(self) -> dict[str, Any]:
+    """What the checkpoint says of itself: see `read_whole_record`."""
+    return read_whole_record(self.path)
 
-  Raises:
-    RefusedError: it holds what no save writes.
-    UnreadableError: a file cannot be read, which may pass and is no damage.
-  """
-  there = set(regular_files(checkpoint))
-  try:
-    sums = read_checksums(checkpoint)
-  except RefusedError:
-    raise
-  except DamagedError as e:
-    return [str(e)]
-  for name in filter(wanted, sorted(there - set(sums))):
-    if (path := checkpoint / name) not in _strays:
-      _strays.add(path)
-      logging.warning(
-        '%s was not there when the checkpoint was written; it is ignored.',
-        printable(path),
-      )
-  problems = []
-  for name in sorted(filter(wanted, sums))[process::processes]:
-    size, crc = sums[name]
-    read = functools.partial(_checksum, checkpoint / name, size)
+  @property
+  def sizes(self) -> dict[str, int]:
+    """Name -> bytes of the files that have a checksum and are there."""
+    return {k: x[0] for k, x in self.sums.items() if k in self.there}
+
+  def verify(
+    self,
+    wanted: Callable[[str], bool] = lambda name: True,
+    process: int = 0,
+    processes: int = 1,
+  ) -> list[str]:
+    """Returns what is wrong with the files, a line for each.
+
+    Files that were not there when it was written (an editor's, a file
+    system's) do no harm: they are logged, each once.
+
+    Args:
+      wanted: of a file's relative name, whether to look at it.
+      process: index of this process.
+      processes: how many share the work.
+
+    Raises:
+      RefusedError: it holds what no save writes.
+      UnreadableError: a file cannot be read, which may pass and is no damage.
+    """
     try:
-      if name not in there:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-      got_size, got_crc = retried(read, name)
-    except MISSING as e:
-      problems.append(f'{printable(name)} cannot be read ({e.strerror})')
-      continue
-    name = printable(name)
-    if got_size != size:
-      problems.append(f'{name} has {got_size} bytes, {size} were written')
-    elif got_crc != crc:
-      problems.append(f'{name} is not as it was written (its CRC differs)')
-  return problems
+      sums = self.sums
+    except RefusedError:
+      raise
+    except DamagedError as e:
+      return [str(e)]
+    for name in filter(wanted, sorted(self.there - set(sums))):
+      if (path := self.path / name) not in _strays:
+        _strays.add(path)
+        logging.warning(
+          '%s was not there when the checkpoint was written; it is ignored.',
+          printable(path),
+        )
+    problems = []
+    for name in sorted(filter(wanted, sums))[process::processes]:
+      size, crc = sums[name]
+      read = functools.partial(_checksum, self.path / name, size)
+      try:
+        if name not in self.there:
+          raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        got_size, got_crc = retried(read, name)
+      except MISSING as e:
+        problems.append(f'{printable(name)} cannot be read ({e.strerror})')
+        continue
+      name = printable(name)
+      if got_size != size:
+        problems.append(f'{name} has {got_size} bytes, {size} were written')
+      elif got_crc != crc:
+        problems.append(f'{name} is not as it was written (its CRC differs)')
+    return problems
 
 
 _strays: set[pathlib.Path] = set()  # Those that were logged.

@@ -80,8 +80,8 @@ _MALFORMED = (
 )  # fmt: skip
 
 
-def _check(path: pathlib.Path, wanted: Callable[[str], bool]) -> None:
-  if problems := files.verify(path, wanted):
+def _check(listing: files.Listing, wanted: Callable[[str], bool]) -> None:
+  if problems := listing.verify(wanted):
     raise files.DamagedError('; '.join(problems))
 
 
@@ -171,12 +171,11 @@ class Checkpoint:
       ValueError: a later version wrote it.
     """
     with _reading(path):
-      files.refuse_link(path)
-      record = files.read_whole_record(path)
-      _check(path, lambda file: file.split('/')[0] != files.ARRAYS)
-      listed = files.read_checksums(path)
+      listing = files.Listing(path)
+      record = listing.record
+      _check(listing, lambda file: file.split('/')[0] != files.ARRAYS)
       storage.check_listed(
-        record['arrays'], {name: size for name, (size, _) in listed.items()}
+        record['arrays'], {k: size for k, (size, _) in listing.sums.items()}
       )
     return cls(path, record)
 
@@ -192,7 +191,7 @@ class Checkpoint:
       files.RefusedError: naming one that is not.
     """
     with _reading(self.path):
-      storage.check(self.path, self.described)
+      storage.check(files.Listing(self.path), self.described)
 
   def names(self, select: str = '.*') -> list[str]:
     """Returns the names of the arrays that a pattern matches wholly.
@@ -226,15 +225,16 @@ class Checkpoint:
       files.DamagedError: they are not as they were written.
     """
     names = list(names)
-    saved = reader.Reader(self.path, self.record, allow_pickle=False)
     unread = {
       f'{files.ARRAYS}/{self.described[name]["file"]}'
       for name in set(self.described).difference(names)
     }
     with _reading(self.path):
       wanted = {name: self.described[name] for name in names}
-      storage.check_listed(wanted, files.sizes(self.path))
-      _check(self.path, lambda f: '/'.join(f.split('/')[:2]) not in unread)
+      listing = files.Listing(self.path)
+      storage.check_listed(wanted, listing.sizes)
+      _check(listing, lambda f: '/'.join(f.split('/')[:2]) not in unread)
+      saved = reader.Reader(listing)
     ends = itertools.accumulate(bytes_of(self.described[n]) for n in names)
     # One at a time would take ten times as long where they are small.
     for _, group in itertools.groupby(
@@ -398,7 +398,8 @@ def _row(path: pathlib.Path) -> dict[str, Any] | None:
       row['bytes'] = files.size(path)
     checkpoint = Checkpoint.open(path)
     with _reading(path):
-      storage.check_listed(checkpoint.described, files.sizes(path))
+      sizes = files.Listing(path).sizes
+      storage.check_listed(checkpoint.described, sizes)
     row['time'] = checkpoint.record['time']
     row['metrics'] = _best(checkpoint)
   except (FileNotFoundError, GoneError):
@@ -411,7 +412,7 @@ def _row(path: pathlib.Path) -> dict[str, Any] | None:
 
 def _best(checkpoint: Checkpoint) -> dict[str, Any]:
   """Returns the best value so far, where a checkpoint has it."""
-  saved = reader.Reader(checkpoint.path, checkpoint.record, allow_pickle=False)
+  saved = reader.Reader(files.Listing(checkpoint.path))
   keys = ['best_model_eval_metric', 'best_eval_metric_value']
   try:
     name, value = saved.entries(keys).values()
@@ -601,10 +602,10 @@ def verify(where: Place) -> Iterator[tuple[pathlib.Path, list[str]]]:
   for paths in _locate(where)[1].values():
     for path in paths:
       try:
-        problems = files.verify(path)
+        listing = files.Listing(path)
+        problems = listing.verify()
         if not problems:
-          record = files.read_whole_record(path)
-          storage.check(path, record['arrays'])
+          storage.check(listing, listing.record['arrays'])
       except files.DamagedError as e:
         problems = [str(e)]
       except ValueError:

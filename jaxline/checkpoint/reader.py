@@ -61,13 +61,12 @@ def _well_formed(method: _F) -> _F:
 class Reader:
   """Reads one checkpoint."""
 
-  def __init__(
-    self, path: pathlib.Path, record: dict[str, Any], allow_pickle: bool
-  ):
-    self._path = path
-    self._record = record
+  def __init__(self, listing: files.Listing, allow_pickle: bool = False):
+    self._listing = listing
+    self._path = listing.path
+    self._record = listing.record
     self._allow_pickle = allow_pickle
-    self._arrays = record['arrays']
+    self._arrays = self._record['arrays']
 
   def _below(self, entry: str) -> list[str]:
     """Returns the names of an entry's arrays."""
@@ -90,7 +89,7 @@ class Reader:
     described = dict(self._record['entries'])
     small: dict[str, Any] = {}
     # Only as it was written: a file that is not listed is not ours.
-    if 'extra.json' in files.read_checksums(self._path):
+    if 'extra.json' in self._listing.sums:
       extra = files.read_json(self._path / 'extra.json')
       described.update(extra['entries'])
       small = storage.from_json(extra['arrays'])
@@ -241,7 +240,7 @@ class Reader:
     """
     try:
       return files.retried(
-        lambda: storage.read(self._path, self._arrays, targets), files.ARRAYS
+        lambda: storage.read(self._listing, self._arrays, targets), files.ARRAYS
       )
     except (*files.MISSING, KeyError) as e:
       raise files.DamagedError(f'its arrays cannot be read ({e})') from e
@@ -373,13 +372,14 @@ def read_whole(
   """
   while True:
     try:
-      if problems := files.verify(path):
+      listing = files.Listing(path)
+      if problems := listing.verify():
         raise files.DamagedError('; '.join(problems))
-      record = files.read_whole_record(path)
-      saved = Reader(path, record, allow_pickle)
+      saved = Reader(listing, allow_pickle)
       entries = saved.entries()
+      names = {entry: entry for entry in listing.record['module']}
       entries['experiment_module'] = saved.snapshot(
-        _OnHost({entry: entry for entry in record['module']}, lambda: trees)
+        _OnHost(names, lambda: trees)
       )
       return entries
     except files.DamagedError as e:
@@ -524,44 +524,38 @@ def together(read: Callable[[], _T]) -> _T:
   return result
 
 
-def verify(path: pathlib.Path, experiment: Any) -> list[str]:
-  """Returns what is wrong with a checkpoint, looking at what is wanted.
+def verify(path: pathlib.Path, experiment: Any) -> files.Listing:
+  """Verifies the parts of a checkpoint that an experiment reads.
+
+  The processes share the work.
 
   Raises:
     files.RefusedError: it is as it was written, but no save writes such.
+    files.DamagedError: it is not as it was written.
     files.UnreadableError: a file cannot be read, which may pass.
   """
+  process, processes = jax.process_index(), jax.process_count()
 
-  def check() -> None:
+  def check() -> files.Listing:
+    listing = files.Listing(path)
     # First whether the record is to be trusted.
-    if wrong := files.verify(path, lambda file: file == files.RECORD):
+    if wrong := listing.verify(lambda file: file == files.RECORD):
       raise files.DamagedError('; '.join(wrong))
-    record = files.read_whole_record(path)
     wants = wants_of(experiment)
-    wanted = {
-      name: about
-      for name, about in record['arrays'].items()
-      if name.startswith('run/') or wants(name)
-    }
-    unwanted = {
-      f'{files.ARRAYS}/{about["file"]}'
-      for name, about in record['arrays'].items()
-      if name not in wanted
-    }
-    if wrong := files.verify(
-      path,
+    wanted, unwanted = {}, set()
+    for name, about in listing.record['arrays'].items():
+      if name.startswith('run/') or wants(name):
+        wanted[name] = about
+      else:
+        unwanted.add(f'{files.ARRAYS}/{about["file"]}')
+    if wrong := listing.verify(
       lambda file: '/'.join(file.split('/')[:2]) not in unwanted,
-      jax.process_index(),
-      jax.process_count(),
+      process,
+      processes,
     ):
       raise files.DamagedError('; '.join(wrong))
-    share = list(wanted)[jax.process_index() :: jax.process_count()]
-    storage.check(path, {name: wanted[name] for name in share})
+    share = list(wanted)[process::processes]
+    storage.check(listing, {name: wanted[name] for name in share})
+    return listing
 
-  try:
-    together(check)
-  except files.RefusedError:
-    raise
-  except files.DamagedError as e:
-    return [str(e)]
-  return []
+  return together(check)

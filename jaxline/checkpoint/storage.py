@@ -291,14 +291,14 @@ def store(
 
 
 def read(
-  checkpoint: pathlib.Path,
+  listing: files.Listing,
   described: Mapping[str, Any],
   targets: Mapping[str, Any],
 ) -> dict[str, Any]:
   """Reads arrays.
 
   Args:
-    checkpoint: its directory.
+    listing: the checkpoint's.
     described: name -> description, as in the record.
     targets: name -> jax.ShapeDtypeStruct with a sharding; without one, or
       None, the array comes as numpy.
@@ -310,7 +310,7 @@ def read(
     files.DamagedError: see `check`.
     OSError: a file is not there, or cannot be read.
   """
-  check(checkpoint, {name: described[name] for name in targets})
+  check(listing, {name: described[name] for name in targets})
   requests, restored = {}, {}
   for name, target in targets.items():
     about = described[name]
@@ -327,9 +327,11 @@ def read(
       )
   if requests:
     with os_errors(), quiet_orbax():
-      arrays = Handler().restore(
-        epath.Path(checkpoint / files.ARRAYS), requests
-      )
+      folder = epath.Path(listing.path / files.ARRAYS)
+      arrays = Handler().restore(folder, requests)
+    if not folder.exists():
+      # A file that is not there any more is read as zeros.
+      raise FileNotFoundError(errno.ENOENT, 'they were removed meanwhile')
     for name, target in targets.items():
       if name not in restored:
         about = described[name]
@@ -337,28 +339,30 @@ def read(
   return restored
 
 
-def check(checkpoint: pathlib.Path, described: Mapping[str, Any]) -> None:
+def check(listing: files.Listing, described: Mapping[str, Any]) -> None:
   """Refuses arrays whose files do not hold what the record says.
+
+  An array that was found to be whole is not looked at again.
 
   Orbax and TensorStore would read a file that is not there as zeros, and take
   as much memory as a shape asks for.
 
   Args:
-    checkpoint: its directory.
+    listing: the checkpoint's.
     described: name -> description, as in the record.
 
   Raises:
     files.DamagedError: naming the first such array.
   """
+  described = {n: x for n, x in described.items() if n not in listing.checked}
   for name, about in described.items():
     _check_file(name, about['file'])
-  sizes = files.sizes(checkpoint)
-  check_listed(described, sizes)
+  check_listed(described, listing.sizes)
   stored = {n: about for n, about in described.items() if about['file']}
   if not stored:
     return
-  folders = _by_folder(sizes)
-  arrays = checkpoint / files.ARRAYS
+  folders = _by_folder(listing.sizes)
+  arrays = listing.path / files.ARRAYS
   metadata = files.read_json(arrays / '_METADATA', f'{files.ARRAYS}/_METADATA')
   try:
     values = [
@@ -382,7 +386,7 @@ def check(checkpoint: pathlib.Path, described: Mapping[str, Any]) -> None:
     )
   for name, about in stored.items():
     file = f'{files.ARRAYS}/{about["file"]}/zarr.json'
-    zarr = files.read_json(checkpoint / file, file)
+    zarr = files.read_json(listing.path / file, file)
     try:
       fits = _fits(zarr, *_stored(about), folders[about['file']])
     except (KeyError, TypeError, AttributeError):
@@ -393,6 +397,7 @@ def check(checkpoint: pathlib.Path, described: Mapping[str, Any]) -> None:
         f' {name!r}, which is {about["dtype"]}{about["shape"]} in'
         f' {files.RECORD}'
       )
+  listing.checked.update(described)
 
 
 def check_listed(
@@ -402,7 +407,7 @@ def check_listed(
 
   Args:
     described: name -> description, as in the record.
-    sizes: of the files that may be read: see `files.sizes`.
+    sizes: of the files that may be read: see `files.Listing.sizes`.
 
   Raises:
     files.RefusedError: naming the first such array.
