@@ -37,6 +37,7 @@ from jaxline import distributed
 from jaxline import errors
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
+from jaxline.checkpoint import inspection
 from jaxline.checkpoint import memory
 from jaxline.checkpoint import notes
 from jaxline.checkpoint import reader
@@ -45,6 +46,7 @@ from jaxline.checkpoint import storage
 from jaxline.checkpoint import structure
 from jaxline.supervision import preemption
 
+_SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
 _SLOW_SECS = 1.0  # A save that waits longer for the one before is reported.
 
 
@@ -88,7 +90,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     self._bytes = collections.Counter[str]()  # Of the last copy of a series.
     # Of the series that are saved; only the first process has a claim on them.
     self._claims: dict[str, files.Claim | None] = {}
-    self._pinned: tuple[int, pathlib.Path] | None = None
+    self._pinned: pathlib.Path | None = None
     self._passed_over: set[str] = set()
     self._pickled: set[str] = set()
 
@@ -117,9 +119,9 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     experiment = state.get('experiment_module')
     write: Callable[[pathlib.Path], None]
     if self._follows and ckpt_series == 'best' and self._pinned is not None:
-      pinned_step, pinned = self._pinned
-      assert pinned_step == step, (pinned_step, step)
-      write = functools.partial(self._promote, pinned, self._added(state))
+      assert self._pinned.name == str(step), (self._pinned, step)
+      added = self._added(state)
+      write = functools.partial(self._promote, self._pinned, added)
     else:
       content = self._collect(ckpt_series, state)
       self._bytes[ckpt_series] = sum(x.nbytes for x in content.arrays.values())
@@ -214,37 +216,64 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     if step is None and not self._has_any(ckpt_series):
       begin = self._beginning(ckpt_series)
     if begin is None:
-      self._restore_own(ckpt_series, step, state)
+      path, entries = self._read_own(ckpt_series, step, state)
     elif isinstance(begin, pathlib.Path):
-      self._fork(begin, state)
+      with _reported(begin):
+        found = reader.verify(begin, experiment)
+        read = functools.partial(self._read, found, state, is_foreign=True)
+        entries = reader.together(read)
     else:
-      self._restore_seed(ckpt_series, begin, state)
+      entries = memory.entries_of(begin, ckpt_series, state)
+      entries = {key: _placed(key, entries, state) for key in entries}
+    memory.fill(state, entries)
+    if begin is not None:
+      is_foreign = isinstance(begin, pathlib.Path)
+      source = begin if is_foreign else _SEED
+      logging.info('Began the series %r from %s.', ckpt_series, source)
+      if self._forks and not is_foreign:
+        logging.warning(
+          'config.restore_from is %r, which is not used: there is %s.',
+          self._config.restore_from,
+          _SEED,
+        )
+      return
+    logging.info('Restored %s.', path)
+    if ckpt_series == 'latest':
+      self.restored_step = int(path.name)
+    if step is None and memory.seed(ckpt_series) is not None:
+      logging.warning(
+        '%s holds checkpoints of %r, so that %s is not used.',
+        self._root,
+        ckpt_series,
+        _SEED,
+      )
+    if experiment is not None and not self._follows:
+      memory.publish(ckpt_series, self._published(path, experiment))
 
   def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:
     """Returns a function that restores the next checkpoint to evaluate.
 
     Checkpoints are restored in the order of their steps.
     """
-    return functools.partial(self._restore_next, ckpt_series)
 
-  def _restore_next(self, ckpt_series: str, done: Collection[int]) -> bool:
-    """Restores the first checkpoint whose step is not in `done`.
+    def restore_next(done: Collection[int]) -> bool:
+      while (step := self.next_step(ckpt_series, done)) is not None:
+        try:
+          self.restore(ckpt_series, step)
+          return True
+        except ValueError:
+          # It may have been removed meanwhile, or found damaged and reported.
+          if self.next_step(ckpt_series, done) == step:
+            raise
+      # Before the run's first checkpoint there may be what it starts from.
+      seed = None if self._has_any(ckpt_series) else self._seed(ckpt_series)
+      if seed is None or memory.step_of(seed) in done:
+        return False
+      self.restore(ckpt_series)
+      state = self.get_experiment_state(ckpt_series)
+      return int(state.global_step) not in done
 
-    Before the run's first checkpoint, that is the snapshot that it starts from.
-    """
-    while (step := self.next_step(ckpt_series, done)) is not None:
-      try:
-        self.restore(ckpt_series, step)
-        return True
-      except ValueError:
-        # It may have been removed meanwhile, or found damaged and reported.
-        if self.next_step(ckpt_series, done) == step:
-          raise
-    seed = None if self._has_any(ckpt_series) else self._seed(ckpt_series)
-    if seed is None or memory.step_of(seed) in done:
-      return False
-    self.restore(ckpt_series)
-    return int(self.get_experiment_state(ckpt_series).global_step) not in done
+    return restore_next
 
   def is_new(self) -> bool:
     """Returns whether the run has no checkpoint of its own yet."""
@@ -273,7 +302,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     with contextlib.suppress(Exception):  # Raised where training sees it.
       self._writer.wait()
     if self._pinned is not None and jax.process_index() == 0:
-      files.remove(self._pinned[1])
+      files.remove(self._pinned)
     self._pinned = None
     for claim in filter(None, self._claims.values()):
       claim.release()
@@ -600,23 +629,6 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         )
     return seed
 
-  def _restore_seed(
-    self, ckpt_series: str, seed: memory.SnapshotNT, state: Any
-  ) -> None:
-    """Begins from a snapshot that the program has put in."""
-    saved = memory.entries_of(seed, ckpt_series, state)
-    memory.fill(state, {key: _placed(key, saved, state) for key in saved})
-    logging.info(
-      'Began the series %r from the snapshot that the program put into'
-      ' utils.GLOBAL_CHECKPOINT_DICT.', ckpt_series,
-    )  # fmt: skip
-    if self._forks:
-      logging.warning(
-        'config.restore_from is %r, which is not used: the program put a'
-        ' snapshot into utils.GLOBAL_CHECKPOINT_DICT.',
-        self._config.restore_from,
-      )
-
   def _candidates(
     self, ckpt_series: str, step: int | None = None
   ) -> list[pathlib.Path]:
@@ -630,12 +642,15 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       return [path for path in found if path.name == str(step)]
     return [path for path in found if str(path) not in self._passed_over]
 
-  def _restore_own(
+  def _read_own(
     self, ckpt_series: str, step: int | None, state: Any
-  ) -> None:
-    """Restores a checkpoint of the run: the newest that is whole, or a step's.
+  ) -> tuple[pathlib.Path, dict[str, Any]]:
+    """Reads a checkpoint of the run: the newest that is whole, or a step's.
 
     Evaluation gets a second name of it, so that it stays while it is read.
+
+    Returns:
+      The checkpoint, and what it has for the entries of the live state.
     """
     experiment = state.get('experiment_module')
     reports: list[str] = []
@@ -658,8 +673,8 @@ class DurableCheckpointer(notes.NotingCheckpointer):
           if self._follows and ckpt_series == 'latest' and not self.reads_only:
             whole = self._pin(path)
           found = reader.verify(whole, experiment)
-          entries = reader.together(functools.partial(self._read, found, state))
-          break
+          read = functools.partial(self._read, found, state)
+          return path, reader.together(read)
       except files.DamagedError as e:
         if not distributed.of_chief(os.path.lexists(path)):
           continue  # It was removed while it was read: there may be another.
@@ -676,17 +691,6 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       if step is not None:
         raise files.DamagedError(f'{report}.')
       storage.barrier('damaged')
-    memory.fill(state, entries)
-    if ckpt_series == 'latest':
-      self.restored_step = int(path.name)
-    logging.info('Restored %s.', path)
-    if step is None and memory.seed(ckpt_series) is not None:
-      logging.warning(
-        'The snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
-        ' is not used: %s holds checkpoints of %r.', self._root, ckpt_series,
-      )  # fmt: skip
-    if experiment is not None and not self._follows:
-      memory.publish(ckpt_series, self._published(path, experiment))
 
   def _pin(self, path: pathlib.Path) -> pathlib.Path:
     """Gives a checkpoint a second name, which training does not remove."""
@@ -700,7 +704,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         files.retried(lambda: files.link(path, pinned), str(path))
     storage.barrier('pin')
-    self._pinned = (int(path.name), pinned)
+    self._pinned = pinned
     return pinned
 
   def _read(
@@ -740,16 +744,6 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       ' config.restore_from to begin from here), or set'
       " config.on_config_change = 'continue' to go on with the new values."
     )
-
-  def _fork(self, path: pathlib.Path, state: Any) -> None:
-    """Begins from another run's checkpoint, as `restore_from` says."""
-    with _reported(path):
-      found = reader.verify(path, state['experiment_module'])
-      entries = reader.together(
-        lambda: self._read(found, state, is_foreign=True)
-      )
-    memory.fill(state, entries)
-    logging.info('Began from %s.', path)
 
 
 @contextlib.contextmanager
@@ -857,7 +851,7 @@ def _saved_at(checkpoint: pathlib.Path) -> float:
 
 
 def _foreign(where: str) -> pathlib.Path:
-  """Returns the checkpoint that 'DIR' or 'DIR:STEP' means.
+  """Returns the checkpoint that `restore_from` means.
 
   Raises:
     UsageError: there is none; says which there are.
@@ -867,25 +861,10 @@ def _foreign(where: str) -> pathlib.Path:
       f'config.restore_from is {where!r}; expected a folder of this machine.'
       ' Mount the bucket and give the path it has here.'
     )
-  head, _, tail = where.rpartition(':')
-  directory = pathlib.Path(where).expanduser()
-  step = None
-  if head and tail.isdigit() and not directory.exists():
-    directory, step = pathlib.Path(head).expanduser(), int(tail)
-  directory = directory.absolute()
-  if step is None and (directory / files.RECORD).exists():
-    return directory.resolve()  # Its own link is the user's.
-  series = files.root(directory) / 'latest'
-  if not series.exists():
-    series = directory  # The directory of a series itself.
-  steps = files.steps(series)
-  if step is None and steps:
-    step = steps[-1]
-  step = distributed.of_chief(step)
-  if step not in steps:
-    raise errors.UsageError(
-      f'config.restore_from is {where!r}; expected the directory of a run, or'
-      ' of a series (RUN/checkpoints/best), optionally with :STEP.'
-      f' {series} has the steps {steps}.'
-    )
-  return series / str(step)
+  try:
+    path = inspection.find(where).path
+  except files.DamagedError:
+    raise
+  except ValueError as e:
+    raise errors.UsageError(f'config.restore_from is {where!r}: {e}') from e
+  return path.with_name(distributed.of_chief(path.name))
