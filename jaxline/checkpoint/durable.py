@@ -12,10 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent import futures
 import contextlib
 import functools
-import importlib.metadata
 import os
 import pathlib
-import platform
 import shlex
 import threading
 import time
@@ -29,13 +27,13 @@ from ml_collections import config_dict
 import numpy as np
 import orbax.checkpoint as ocp
 
-import jaxline
 from jaxline import async_lib
 from jaxline import base_config
 from jaxline import disk
 from jaxline import distributed
 from jaxline import errors
 from jaxline.checkpoint import base
+from jaxline.checkpoint import contents
 from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import memory
@@ -43,7 +41,6 @@ from jaxline.checkpoint import notes
 from jaxline.checkpoint import reader
 from jaxline.checkpoint import room
 from jaxline.checkpoint import storage
-from jaxline.checkpoint import structure
 from jaxline.supervision import preemption
 
 _SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
@@ -92,7 +89,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     self._claims: dict[str, files.Claim | None] = {}
     self._pinned: pathlib.Path | None = None
     self._passed_over: set[str] = set()
-    self._pickled: set[str] = set()
+    self._encoder = contents.Encoder(self._recorded, self._allow_pickle)
 
   # The protocol.
 
@@ -120,10 +117,18 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     write: Callable[[pathlib.Path], None]
     if self._follows and ckpt_series == 'best' and self._pinned is not None:
       assert self._pinned.name == str(step), (self._pinned, step)
-      added = self._added(state)
+      added = self._encoder.added(state)
       write = functools.partial(self._promote, self._pinned, added)
     else:
-      content = self._collect(ckpt_series, state)
+      all_hosts = (
+        self._config.best_checkpoint_all_hosts
+        if ckpt_series == 'best'
+        else self._config.train_checkpoint_all_hosts
+      )
+      content = self._encoder.content(ckpt_series, state, all_hosts)
+      if ckpt_series == 'latest':
+        # Now: the flushes do not wait for what later steps log.
+        content.waits = [log.flush_async() for log in self.logs]
       self._bytes[ckpt_series] = sum(x.nbytes for x in content.arrays.values())
       write = functools.partial(self._write, content)
     published = self._published(target, experiment)
@@ -407,80 +412,6 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     storage.barrier('own')  # The others look at what is there now.
     self._claims[ckpt_series] = claim
 
-  def _collect(self, ckpt_series: str, state: Any) -> storage.Content:
-    """Copies the live state to the host; describes it."""
-    arrays: dict[str, Any] = {}
-    entries, module, per_process = {}, {}, {}
-
-    def add(value: Any, name: str) -> Any:
-      encoded = self._encode(value, name)
-      if double := sorted(set(encoded.arrays) & set(arrays)):
-        raise ValueError(
-          f'Two arrays of the checkpoint have the name {double[0]!r}; rename'
-          ' one of the entries.'
-        )
-      arrays.update(encoded.arrays)
-      return encoded.structure
-
-    for key, value in state.items():
-      if key != 'experiment_module':
-        entries[key] = add(value, f'run/{key}')
-    experiment = state.get('experiment_module')
-    if experiment is not None:
-      by_leaves = reader.template(experiment)
-      all_hosts = (
-        self._config.best_checkpoint_all_hosts
-        if ckpt_series == 'best'
-        else self._config.train_checkpoint_all_hosts
-      )
-      own = reader.per_process(experiment, all_hosts)
-      for name, value in experiment.snapshot_state().items():
-        if name in by_leaves:
-          arrays.update(reader.prefixed(value, name))
-          module[name] = {'leaves': True}
-        elif name in own:
-          encoded = self._encode(value, name)
-          per_process[name] = {
-            'structure': encoded.structure,
-            'arrays': storage.to_json(encoded.arrays),
-          }
-        else:
-          module[name] = {'structure': add(value, name)}
-    stored, described = storage.store(arrays, storage.to_host(arrays))
-    record = {
-      'format': files.FORMAT,
-      'series': ckpt_series,
-      'step': int(state['global_step']),
-      'time': time.time(),
-      'processes': jax.process_count(),
-      'devices': jax.device_count(),
-      'versions': _versions(),
-      'config': self._recorded,
-      'entries': entries,
-      'module': module,
-      'arrays': described,
-    }
-    # Now: the flushes do not wait for what later steps log.
-    logs = self.logs if ckpt_series == 'latest' else ()
-    return storage.Content(
-      arrays=stored,
-      record=record,
-      process=per_process,
-      waits=[log.flush_async() for log in logs],
-    )
-
-  def _encode(self, value: Any, name: str) -> Any:
-    """Splits a value into arrays and JSON; reports what is pickled, once."""
-    encoded = structure.encode(value, name, allow_pickle=self._allow_pickle)
-    if new := set(encoded.pickled) - self._pickled:
-      self._pickled |= new
-      logging.warning(
-        'Pickled into the checkpoint, as config.checkpoint_allow_pickle'
-        ' permits: %s.',
-        sorted(new),
-      )
-    return encoded
-
   @storage.quiet_orbax()
   def _write(self, content: storage.Content, target: pathlib.Path) -> None:
     """Writes a checkpoint beside its place, on the writing thread."""
@@ -495,19 +426,6 @@ class DurableCheckpointer(notes.NotingCheckpointer):
           ocp.options.AtomicityMode.ATOMIC_RENAME
         ),
       ).save(target.with_name(f'{target.name}{files.NEW}'), args=content)
-
-  def _added(self, state: Any) -> dict[str, Any]:
-    """Returns what a best checkpoint has besides the evaluated one, as JSON."""
-    encoded = {
-      key: self._encode(value, f'run/{key}')
-      for key, value in state.items()
-      if key not in ('global_step', 'train_step_rng', 'experiment_module')
-    }
-    arrays = {n: x for e in encoded.values() for n, x in e.arrays.items()}
-    return {
-      'entries': {key: e.structure for key, e in encoded.items()},
-      'arrays': storage.to_json(arrays),
-    }
 
   def _promote(
     self, pinned: pathlib.Path, added: dict[str, Any], target: pathlib.Path
@@ -823,20 +741,6 @@ def _removed_if_it_fails(
       ' checkpoints before it are untouched',
       str(target),
     ) from (None if is_full else e)
-
-
-# What goes into the record, and how it is compared.
-
-
-@functools.cache  # To look them up takes milliseconds.
-def _versions() -> dict[str, str]:
-  names = ('jax', 'jaxlib', 'orbax-checkpoint', 'numpy', 'optax')
-  versions = {'jaxline': jaxline.__version__}
-  versions['python'] = platform.python_version()
-  for name in names:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      versions[name] = importlib.metadata.version(name)
-  return versions
 
 
 def _saved_at(checkpoint: pathlib.Path) -> float:
