@@ -66,8 +66,8 @@ class Encoder:
           }
         else:
           whole[name] = value
-    for name, described in self._encode(whole, arrays).items():
-      module[name] = {'structure': described}
+    for name, json in self._encode(whole, arrays).items():
+      module[name] = {'structure': json}
     stored, described = storage.store(arrays, storage.to_host(arrays))
     record = {
       'format': files.FORMAT,
