@@ -36,6 +36,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxline import base_config
+from jaxline import distributed
 from jaxline import experiment
 from jaxline import metrics
 from jaxline import partitioning
@@ -44,7 +45,9 @@ from jaxline import sharded
 from jaxline import utils
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
+from jaxline.checkpoint import notes
 from jaxline.checkpoint import reader
+from jaxline.checkpoint import room
 from jaxline.checkpoint import storage
 from jaxline.checkpoint import structure
 from jaxline.compat import devices
@@ -650,24 +653,205 @@ def test_what_is_overwritten_at_once_was_saved_before(
   np.testing.assert_array_equal(got, original)
 
 
-def test_a_save_waits_for_the_one_before_and_not_for_its_own(run):
+def save_in_a_thread(checkpointer, live, step) -> threading.Thread:
+  def save():
+    fill(checkpointer, live, step)
+    checkpointer.save('latest')
+
+  thread = threading.Thread(target=save)
+  thread.start()
+  thread.join(0.2)
+  return thread
+
+
+@pytest.mark.parametrize('reason', ['memory', 'processes'])
+def test_a_save_waits_for_the_one_before_and_not_for_its_own(
+  reason, run, monkeypatch, caplog
+):
   checkpointer, gate = run(), threading.Event()
-  at_commit(checkpointer, lambda: gate.wait(10))
-  fill(checkpointer, weights(1), 1)
+  monkeypatch.setattr(durable, '_SLOW_SECS', 0.1)
+  live = PerDevice({}, {'n': np.zeros(1000)})
+  copied = 8000 + rows(jax.random.PRNGKey(7)).nbytes
+  # As much again is taken while it is written.
+  free = 2 * copied if reason == 'memory' else 2**60
+  monkeypatch.setattr(room, 'free_memory', lambda: free)
+  checkpointer._writer.submit(gate.wait, 10)
+  fill(checkpointer, live, 1)
   checkpointer.save('latest')  # Returns although it cannot be written yet.
   assert checkpointer.steps('latest') == []
-  fill(checkpointer, weights(2), 2)
-  second = threading.Thread(
-    target=lambda: (fill(checkpointer, weights(2), 2),
-                    checkpointer.save('latest'))
-  )  # fmt: skip
-  second.start()
-  second.join(0.2)
-  assert second.is_alive()
+  with monkeypatch.context() as patch:
+    if reason == 'processes':  # Each waits, whatever memory it has.
+      patch.setattr(jax, 'process_count', lambda: 2)
+    second = save_in_a_thread(checkpointer, live, 2)
+    assert second.is_alive()
+    assert 'Training waited' not in caplog.text
   gate.set()
   second.join()
+  assert 'Training waited 0.' in caplog.text
   checkpointer.wait_for_checkpointing_to_finish()
   assert checkpointer.steps('latest') == [1, 2]
+  free = 2 * copied + 1
+  gate.clear()
+  checkpointer._writer.submit(gate.wait, 10)
+  save_in_a_thread(checkpointer, live, 3).join(10)
+  fourth = save_in_a_thread(checkpointer, live, 4)
+  assert not fourth.is_alive()
+  gate.set()
+  checkpointer.wait_for_checkpointing_to_finish()
+  assert checkpointer.steps('latest') == [1, 2, 3, 4]
+
+
+def test_one_save_waits_behind_another_where_there_is_room(
+  run, monkeypatch, caplog
+):
+  gates = {step: threading.Event() for step in (1, 2, 3, 4)}
+  written = []
+
+  def write(self, content, target, write=durable.DurableCheckpointer._write):
+    assert gates[int(target.name)].wait(10)
+    write(self, content, target)
+    written.append(int(target.name))
+
+  monkeypatch.setattr(durable.DurableCheckpointer, '_write', write)
+  monkeypatch.setattr(room, 'free_memory', lambda: 2**60)
+  checkpointer, live = run(), PerDevice({}, {'n': np.zeros(1000)})
+  for step in (1, 2):  # Neither waits.
+    fill(checkpointer, live, step)
+    live._b0[:] = step
+    checkpointer.save('latest')
+  live._b0[:] = 3
+  third = save_in_a_thread(checkpointer, live, 3)
+  assert third.is_alive()
+  assert written == []
+  gates[1].set()  # The second is being written, and the third behind it.
+  third.join(10)
+  assert not third.is_alive()
+  live._b0[:] = 4
+  monkeypatch.setattr(room, 'free_memory', lambda: 0)
+  fourth = save_in_a_thread(checkpointer, live, 4)
+  gates[2].set()
+  fourth.join(0.2)
+  assert fourth.is_alive()
+  gates[3].set()
+  fourth.join(10)
+  assert written == [1, 2, 3]
+  gates[4].set()
+  checkpointer.wait_for_checkpointing_to_finish()
+  assert written == [1, 2, 3, 4]
+  # Each has what was live when it was saved.
+  for step in written:
+    live = PerDevice({}, {'n': None})
+    assert restore(run('eval'), live, step).global_step == step
+    assert_same(live.held()['n'], np.full(1000, step, np.float64))
+
+
+def test_a_save_behind_one_that_fails_is_not_written(run, monkeypatch):
+  monkeypatch.setattr(room, 'free_memory', lambda: 2**60)
+  checkpointer, gate = run(), threading.Event()
+
+  def fails():
+    assert gate.wait(10)
+    raise OSError(errno.EIO, 'Input/output error')
+
+  at_commit(checkpointer, fails)
+  for step in (1, 2):
+    fill(checkpointer, weights(step), step)
+    checkpointer.save('latest')
+  gate.set()
+  with pytest.raises(OSError, match='Input/output'):
+    checkpointer.wait_for_checkpointing_to_finish()
+  assert checkpointer.steps('latest') == []
+
+
+def test_no_save_waits_until_old_checkpoints_are_removed(run, monkeypatch):
+  monkeypatch.setattr(room, 'free_memory', lambda: 0)
+  gate, removed = threading.Event(), []
+
+  def slow(path, remove=files.remove):
+    if path.name == '1' and path.exists():
+      removed.append(gate.wait(10))
+    remove(path)
+
+  monkeypatch.setattr(files, 'remove', slow)
+  checkpointer = run(max_checkpoints_to_keep=1)
+  for step in (1, 2, 3):
+    fill(checkpointer, weights(step), step)
+    checkpointer.save('latest')
+  assert removed == []
+  gate.set()
+  checkpointer.wait_for_checkpointing_to_finish()
+  assert removed == [True]
+  assert checkpointer.steps('latest') == [3]
+
+
+def test_where_a_save_failed_nothing_is_removed(run, tmp_path):
+  first = run(max_checkpoints_to_keep=2)
+  save(first, weights(1), 1, 2)
+  first.close()
+  checkpointer = run(max_checkpoints_to_keep=1)
+  at_commit(checkpointer, lambda: 1 / 0)
+  with pytest.raises(ZeroDivisionError):
+    save(checkpointer, weights(1), 3)
+  assert checkpointer.steps('latest') == [1, 2]
+
+
+_V2 = {
+  'proc/self/cgroup': '0::/job/step\n',
+  'sys/fs/cgroup/memory.stat': 'inactive_file 1\n',
+}
+
+
+@pytest.mark.parametrize(
+  ('made', 'free'),
+  [
+    pytest.param({}, 5 << 20, id='no limit'),
+    pytest.param(
+      _V2
+      | {
+        'sys/fs/cgroup/job/step/memory.max': 'max',
+        'sys/fs/cgroup/job/step/memory.current': '1000',
+        'sys/fs/cgroup/job/memory.max': '3000000',
+        'sys/fs/cgroup/job/memory.current': '2500000',
+        'sys/fs/cgroup/job/memory.stat': 'anon 7\ninactive_file 300000\n',
+      },
+      800_000,
+      id='that of a parent',
+    ),
+    pytest.param(
+      {
+        'proc/self/cgroup': '5:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n',
+        'sys/fs/cgroup/memory/memory.limit_in_bytes': '3000000',
+        'sys/fs/cgroup/memory/memory.usage_in_bytes': '2500000',
+        'sys/fs/cgroup/memory/memory.stat': (
+          'inactive_file 7\ntotal_inactive_file 200000\n'
+        ),
+      },
+      700_000,
+      id="a container's, of version 1",
+    ),
+    pytest.param(
+      _V2
+      | {
+        'sys/fs/cgroup/memory.max': '9',
+        'sys/fs/cgroup/memory.current': '11',
+      },
+      0,
+      id='over it',
+    ),
+    pytest.param({'proc/meminfo': 'MemFree: 5 kB\n'}, 0, id='unknown'),
+  ],
+)
+def test_free_memory(made, free, tmp_path):
+  made = {
+    'proc/meminfo': 'MemTotal: 9000 kB\nMemAvailable:    5120 kB\n',
+    'proc/self/cgroup': '0::/\n',
+  } | made
+  for name, text in made.items():
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+  assert room.free_memory(str(tmp_path)) == free
+  assert room.free_memory(str(tmp_path / 'absent')) == 0
 
 
 # Which stay.
@@ -730,7 +914,7 @@ def test_what_was_before_a_nan_stays_for_ever(run, tmp_path):
   assert third.keep_before(6, ['loss']) == latest / '5'
   save(third, weights(1), 6, 7, 8)
   assert third.steps('latest') == [3, 5, 6, 8]
-  assert files.kept(latest) == [0, 3, 5, 6]
+  assert notes.kept(latest) == [0, 3, 5, 6]
   third.close()
   # A second one that was set back, and went well for a while.
   for step in (5, 6, 8):
@@ -1658,7 +1842,7 @@ def test_a_copy_of_a_save_is_a_plain_snapshot(clone, newest, run):
   other = run(directory=checkpointer._root.parent.with_name('other'))
   assert not other.can_be_restored('latest')
   utils.GLOBAL_CHECKPOINT_DICT['latest'].history.append(snapshot)
-  assert other.seed_step() == 3
+  assert other.can_be_restored('latest')
   live = weights()
   assert restore(other, live).global_step == 3
   assert live.held()['n'] == 3
@@ -1685,7 +1869,7 @@ def test_processes_must_agree_on_a_snapshot(newest, run, monkeypatch):
   )
   checkpointer = run('eval')
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(durable, '_of_chief', lambda number: number)
+  monkeypatch.setattr(distributed, 'of_chief', lambda value: value)
   monkeypatch.setattr(
     durable.multihost_utils, 'process_allgather',
     lambda x: np.array([x, -1]),
@@ -1700,7 +1884,7 @@ def test_processes_must_agree_on_a_snapshot(newest, run, monkeypatch):
 @pytest.mark.parametrize(
   ('where', 'step'),
   [
-    ('', 5), (':3', 3), ('/checkpoints/latest', 5),
+    ('', 5), (':3', 3), ('/checkpoints', 5), ('/checkpoints/latest', 5),
     ('/checkpoints/latest:3', 3), ('/checkpoints/latest/3', 3),
     ('/checkpoints/best', 4), ('/checkpoints/best:4', 4),
   ],
@@ -1729,13 +1913,14 @@ def test_restore_from(where, step, relative, run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   ('where', 'match'),
   [
-    ('absent', r'restore_from is .*absent.*has the steps \[\]'),
-    ('other:4', r"restore_from is .*other:4.*latest has the steps \[3, 5\]"),
-    ('other/checkpoints', r'has the steps \[\]'),
+    ('absent', r'restore_from is .*absent is no directory; expected'),
+    ('other:4', r"restore_from is .*other:4.*no step 4.*'latest': \[3, 5\]"),
+    ('empty', r"restore_from is .*empty is no run's directory"),
   ],
 )  # fmt: skip
 def test_restore_from_where_there_is_none(where, match, run, tmp_path):
   save(run(directory=tmp_path / 'other'), weights(1), 3, 5)
+  (tmp_path / 'empty').mkdir()
   checkpointer = run(restore_from=str(tmp_path / where))
   with pytest.raises(ValueError, match=match):
     restore(checkpointer, weights())
@@ -1754,7 +1939,7 @@ def test_restore_from_what_is_damaged_or_does_not_fit(run, tmp_path):
   _flip(series_path(tmp_path, run='other') / '5' / 'checkpoint.json')
   before = tree_of(tmp_path / 'other')
   checkpointer = run(restore_from=str(tmp_path / 'other'))
-  with pytest.raises(files.DamagedError, match=r'checkpoint\.json is not as'):
+  with pytest.raises(files.DamagedError, match=r'/5 is .*checkpoint\.json'):
     restore(checkpointer, weights())
   checkpointer = run(
     directory=tmp_path / 'third', restore_from=str(tmp_path / 'other:3')
@@ -2157,8 +2342,8 @@ def test_a_wrong_place_to_begin_from_is_found_at_once(run, tmp_path):
   save(run(directory=tmp_path / 'other'), weights(1), 4)
   for where, says in (
     ('gs://x/y', 'Mount the bucket'),
-    (f'{tmp_path}/nowhere', r'has the steps \[\]'),
-    (f'{tmp_path}/other:5', r'has the steps \[4\]'),
+    (f'{tmp_path}/nowhere', 'nowhere is no directory'),
+    (f'{tmp_path}/other:5', r"no step 5.*'latest': \[4\]"),
   ):
     with pytest.raises(ValueError, match=says):
       run(restore_from=where).check_config()
@@ -2443,7 +2628,7 @@ def test_a_save_that_does_not_fit_leaves_nothing(series, step, run, small_disk):
     free = os.statvfs(folder).f_bavail
     (folder / 'ballast').write_bytes(bytes(max(0, free - pages) * PAGE))
     checkpointer.save(series)
-    error = checkpointer._last[series].exception()
+    error = checkpointer._saves[series][-1].exception()
     (folder / 'ballast').unlink()
     checkpointer.close()
     if error is None:

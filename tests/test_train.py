@@ -1683,9 +1683,9 @@ def test_a_save_in_flight_of_a_step_before_is_kept(tmp_path, monkeypatch):
   gate, seen = threading.Event(), []
   write = durable.DurableCheckpointer._write
 
-  def slow(self, content, target, is_there):
+  def slow(self, content, target):
     assert gate.wait(30)
-    write(self, content, target, is_there)
+    write(self, content, target)
 
   class Explodes(LogsNan):
     bad_from = 5

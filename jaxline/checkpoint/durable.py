@@ -7,21 +7,17 @@ checkpoint that is whole, and checks that it fits the experiment before
 anything is changed. How files lie is told in `files`.
 """
 
+import collections
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent import futures
 import contextlib
 import functools
-import importlib.metadata
-import json
 import os
 import pathlib
-import platform
 import shlex
-import shutil
 import threading
 import time
 from typing import Any
-import zlib
 
 from absl import logging
 import jax
@@ -31,19 +27,23 @@ from ml_collections import config_dict
 import numpy as np
 import orbax.checkpoint as ocp
 
-import jaxline
 from jaxline import async_lib
 from jaxline import base_config
 from jaxline import disk
+from jaxline import distributed
 from jaxline import errors
 from jaxline.checkpoint import base
+from jaxline.checkpoint import contents
 from jaxline.checkpoint import files
+from jaxline.checkpoint import inspection
 from jaxline.checkpoint import memory
+from jaxline.checkpoint import notes
 from jaxline.checkpoint import reader
+from jaxline.checkpoint import room
 from jaxline.checkpoint import storage
-from jaxline.checkpoint import structure
 from jaxline.supervision import preemption
 
+_SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
 _SLOW_SECS = 1.0  # A save that waits longer for the one before is reported.
 
 
@@ -51,7 +51,7 @@ class ConfigChangedError(errors.UsageError):
   """A checkpoint in the run's directory was made with another config."""
 
 
-class DurableCheckpointer(base.FullCheckpointer):
+class DurableCheckpointer(notes.NotingCheckpointer):
   """Keeps checkpoints below `config.checkpoint_dir`.
 
   On several hosts all must see that directory, and all call `save` and
@@ -76,27 +76,20 @@ class DurableCheckpointer(base.FullCheckpointer):
         ' checkpoints need a directory. Give one, or set config.checkpointer ='
         " 'memory'."
       )
-    self._config = config
-    # Before the experiment is constructed, which may change its own config.
-    self._recorded = base_config.recorded(config)
+    super().__init__(config, mode)
     self._experiment_class: Any = None
-    self._mode = mode
-    self._follows = mode.startswith('eval')
-    self._root = files.root(config.checkpoint_dir)
     self._allow_pickle = bool(config.checkpoint_allow_pickle)
-    self._active: dict[str, threading.local] = {}
+    self._live = threading.local()
     # One thread for all series: on several hosts the processes meet while
     # they write, and must do so in one order.
     self._writer = async_lib.SerialExecutor('checkpoint')
-    self._last: dict[str, futures.Future[None]] = {}
-    self._claims: dict[str, files.Claim] = {}
-    self._owned: set[str] = set()
-    self._pinned: tuple[int, pathlib.Path] | None = None
+    self._saves: dict[str, list[futures.Future[None]]] = {}
+    self._bytes = collections.Counter[str]()  # Of the last copy of a series.
+    # Of the series that are saved; only the first process has a claim on them.
+    self._claims: dict[str, files.Claim | None] = {}
+    self._pinned: pathlib.Path | None = None
     self._passed_over: set[str] = set()
-    self._pickles = False
-    # What is evaluated as last read or written, for where the note is lost.
-    self._evaluated: list[int] = []
-    self._is_lost = False
+    self._encoder = contents.Encoder(self._recorded, self._allow_pickle)
 
   # The protocol.
 
@@ -104,55 +97,83 @@ class DurableCheckpointer(base.FullCheckpointer):
     """Returns the calling thread's live state of the series."""
     # Programs written against JAXline look at the series there.
     memory.add_series(ckpt_series)
-    active = self._active.setdefault(ckpt_series, threading.local())
-    if not hasattr(active, 'state'):
-      active.state = base.ExperimentState()
-    return active.state
+    state = base.ExperimentState()
+    return vars(self._live).setdefault(ckpt_series, state)
 
   def save(self, ckpt_series: str) -> None:
     """Copies the live state to host memory, and has it written.
-
-    Waits for the series' save before, if that is not written yet: of each
-    series there is one copy in host memory at most.
 
     Raises:
       TypeError: something in it can only be pickled.
       Exception: what an earlier save failed with.
     """
     self.claim(ckpt_series)
-    if ckpt_series in self._last:
-      began = time.monotonic()
-      futures.wait([self._last[ckpt_series]])
-      if (waited := time.monotonic() - began) > _SLOW_SECS:
-        logging.warning(
-          'Training waited %.1f s for the checkpoint before to be written. Save'
-          ' less often (config.save_checkpoint_interval), or to a faster disk.',
-          waited,
-        )
+    self._wait_for_room(ckpt_series)
     self.raise_error()
     state = self.get_experiment_state(ckpt_series)
     step = int(state['global_step'])
     target = self._root / ckpt_series / str(step)
     experiment = state.get('experiment_module')
-    keep = base.num_to_keep(self._config, ckpt_series, experiment)
-    saved = self._published(target, experiment)
+    write: Callable[[pathlib.Path], None]
     if self._follows and ckpt_series == 'best' and self._pinned is not None:
-      pinned_step, pinned = self._pinned
-      assert pinned_step == step, (pinned_step, step)
-      make_visible: Callable[[], None] = self._promotion(state, pinned, target)
+      assert self._pinned.name == str(step), (self._pinned, step)
+      added = self._encoder.added(state)
+      write = functools.partial(self._promote, self._pinned, added)
     else:
-      content = self._collect(ckpt_series, state)
-      # Asked here, since hosts may agree only on the thread of the steps.
-      is_there = bool(_of_chief(target.exists()))
-      make_visible = lambda: self._write(content, target, is_there)
+      all_hosts = (
+        self._config.best_checkpoint_all_hosts
+        if ckpt_series == 'best'
+        else self._config.train_checkpoint_all_hosts
+      )
+      content = self._encoder.content(ckpt_series, state, all_hosts)
+      if ckpt_series == 'latest':
+        # Now: the flushes do not wait for what later steps log.
+        content.waits = [log.flush_async() for log in self.logs]
+      self._bytes[ckpt_series] = sum(x.nbytes for x in content.arrays.values())
+      write = functools.partial(self._write, content)
+    published = self._published(target, experiment)
 
-    def write() -> None:
-      make_visible()
-      memory.publish(ckpt_series, saved)
-      if jax.process_index() == 0:
-        self._retire(target.parent, keep)
+    def make_visible() -> None:
+      claim = self._claims[ckpt_series]
+      if claim is not None:
+        claim.check()
+        target.parent.mkdir(parents=True, exist_ok=True)
+      write(target)
+      if claim is not None:
+        files.replace(target.with_name(f'{step}{files.NEW}'), target)
+        logging.info('Saved %s.', target)
+      memory.publish(ckpt_series, published)
 
-    self._last[ckpt_series] = self._writer.submit(write)
+    saved = self._writer.submit(make_visible)
+    self._saves[ckpt_series].append(saved)
+    # A call of its own: the next save waits for the copy, not for removals.
+    keep = base.num_to_keep(self._config, ckpt_series, experiment)
+    self._writer.put(functools.partial(self._retire, target.parent, keep))
+
+  def _wait_for_room(self, ckpt_series: str) -> None:
+    """Waits until host memory has room for another copy of the state.
+
+    One save may wait behind the one that is being written, in a run of one
+    process. It takes as much memory as the last one, and writing takes as much
+    again.
+    """
+    began = time.monotonic()
+    saves = self._saves.get(ckpt_series, [])
+    while pending := [save for save in saves if not save.done()]:
+      if (
+        len(pending) == 1
+        and jax.process_count() == 1
+        and room.free_memory() > 2 * self._bytes[ckpt_series]
+      ):
+        break
+      futures.wait(pending[:1])
+    self._saves[ckpt_series] = pending
+    if (waited := time.monotonic() - began) > _SLOW_SECS:
+      logging.warning(
+        'Training waited %.1f s for the checkpoint before to be written. Save'
+        ' less often (config.save_checkpoint_interval), or to a faster disk.',
+        waited,
+      )
 
   def can_be_restored(self, ckpt_series: str) -> bool:
     """Returns whether there is something to restore.
@@ -163,20 +184,8 @@ class DurableCheckpointer(base.FullCheckpointer):
     """
     if not self._follows:
       self.claim(ckpt_series)
-    if self._has_any(ckpt_series):
-      return True
-    damaged = files.damaged(self._root, ckpt_series)
-    # Without a best one, evaluation begins anew.
-    is_lost = ckpt_series == 'latest' and not self._follows
-    if is_lost and _of_chief(len(damaged)):
-      raise files.DamagedError(
-        f'No checkpoint of {ckpt_series!r} is left in {self._root}: all were'
-        f' damaged, and set aside as {[str(p) for p in damaged]}. To train'
-        ' from the beginning all the same, remove them or give another'
-        ' config.checkpoint_dir.'
-      )
-    return self._seed(ckpt_series) is not None or (
-      ckpt_series == 'latest' and self._forks
+    return (
+      self._has_any(ckpt_series) or self._beginning(ckpt_series) is not None
     )
 
   def restore_path(self, ckpt_series: str) -> str | None:
@@ -206,35 +215,43 @@ class DurableCheckpointer(base.FullCheckpointer):
     experiment = state.get('experiment_module')
     if experiment is not None:
       self._experiment_class = type(experiment)
-    self.can_be_restored(ckpt_series)  # Raises where all are damaged.
-    seed = self._seed(ckpt_series) if step is None else None
-    if not self._has_any(ckpt_series):
-      if seed is not None:
-        self._restore_seed(ckpt_series, seed, state)
-        return
-      if self._forks and ckpt_series == 'latest':
-        self._fork(state)
-        return
-    read = None
-    while read is None:
-      found = self._newest_whole(ckpt_series, step, state)
-      path = found.path
-      with _reported(self._root / ckpt_series / path.name):
-        try:
-          read = reader.together(functools.partial(self._read, found, state))
-        except files.DamagedError:
-          # If it was removed while it was read, there may be another one.
-          if _of_chief(path.exists()):
-            raise
-    _fill(state, *read)
+    if not self._follows:
+      self.claim(ckpt_series)
+    begin = None
+    if step is None and not self._has_any(ckpt_series):
+      begin = self._beginning(ckpt_series)
+    if begin is None:
+      path, entries = self._read_own(ckpt_series, step, state)
+    elif isinstance(begin, pathlib.Path):
+      with _reported(begin):
+        found = reader.verify(begin, experiment)
+        read = functools.partial(self._read, found, state, is_foreign=True)
+        entries = reader.together(read)
+    else:
+      entries = memory.entries_of(begin, ckpt_series, state)
+      entries = {key: _placed(key, entries, state) for key in entries}
+    memory.fill(state, entries)
+    if begin is not None:
+      is_foreign = isinstance(begin, pathlib.Path)
+      source = begin if is_foreign else _SEED
+      logging.info('Began the series %r from %s.', ckpt_series, source)
+      if self._forks and not is_foreign:
+        logging.warning(
+          'config.restore_from is %r, which is not used: there is %s.',
+          self._config.restore_from,
+          _SEED,
+        )
+      return
+    logging.info('Restored %s.', path)
     if ckpt_series == 'latest':
       self.restored_step = int(path.name)
-    logging.info('Restored %s.', path)
-    if seed is not None:
+    if step is None and memory.seed(ckpt_series) is not None:
       logging.warning(
-        'The snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
-        ' is not used: %s holds checkpoints of %r.', self._root, ckpt_series,
-      )  # fmt: skip
+        '%s holds checkpoints of %r, so that %s is not used.',
+        self._root,
+        ckpt_series,
+        _SEED,
+      )
     if experiment is not None and not self._follows:
       memory.publish(ckpt_series, self._published(path, experiment))
 
@@ -243,29 +260,29 @@ class DurableCheckpointer(base.FullCheckpointer):
 
     Checkpoints are restored in the order of their steps.
     """
-    return functools.partial(self._restore_next, ckpt_series)
 
-  def _restore_next(self, ckpt_series: str, done: Collection[int]) -> bool:
-    """Restores the first checkpoint whose step is not in `done`.
+    def restore_next(done: Collection[int]) -> bool:
+      while (step := self.next_step(ckpt_series, done)) is not None:
+        try:
+          self.restore(ckpt_series, step)
+          return True
+        except ValueError:
+          # It may have been removed meanwhile, or found damaged and reported.
+          if self.next_step(ckpt_series, done) == step:
+            raise
+      # Before the run's first checkpoint there may be what it starts from.
+      seed = None if self._has_any(ckpt_series) else self._seed(ckpt_series)
+      if seed is None or memory.step_of(seed) in done:
+        return False
+      self.restore(ckpt_series)
+      state = self.get_experiment_state(ckpt_series)
+      return int(state.global_step) not in done
 
-    Before the run's first checkpoint, that is the snapshot that it starts from.
-    """
-    while (step := self.next_step(ckpt_series, done)) is not None:
-      try:
-        self.restore(ckpt_series, step)
-        return True
-      except ValueError:
-        # It may have been removed meanwhile, or found damaged and reported.
-        if self.next_step(ckpt_series, done) == step:
-          raise
-    if self.seed_step() in {None, *done}:
-      return False
-    self.restore(ckpt_series)
-    return int(self.get_experiment_state(ckpt_series).global_step) not in done
+    return restore_next
 
   def is_new(self) -> bool:
     """Returns whether the run has no checkpoint of its own yet."""
-    return self.next_step('latest', ()) is None
+    return not self._has_any('latest')
 
   def wait_for_checkpointing_to_finish(self) -> None:
     """Returns when everything saved is on the disk.
@@ -290,28 +307,20 @@ class DurableCheckpointer(base.FullCheckpointer):
     with contextlib.suppress(Exception):  # Raised where training sees it.
       self._writer.wait()
     if self._pinned is not None and jax.process_index() == 0:
-      files.remove(self._pinned[1])
+      files.remove(self._pinned)
     self._pinned = None
-    for claim in self._claims.values():
+    for claim in filter(None, self._claims.values()):
       claim.release()
     self._claims.clear()
-
-  def steps(self, ckpt_series: str) -> list[int]:
-    """Returns the steps of a series' checkpoints, ascending."""
-    return files.steps(self._root / ckpt_series)
 
   def next_step(self, ckpt_series: str, done: Collection[int]) -> int | None:
     """Returns the first step with a checkpoint and not in `done`, or None.
 
     All hosts get the first one's answer.
     """
-    steps = [
-      int(path.name)
-      for path in reversed(self._candidates(ckpt_series))
-      if int(path.name) not in done
-    ]
-    step = _of_chief(steps[0] if steps else -1)
-    return step if step >= 0 else None
+    found = [int(path.name) for path in self._candidates(ckpt_series)]
+    left = [step for step in reversed(found) if step not in done]
+    return distributed.of_chief(left[0] if left else None)
 
   def check_config(self, experiment_class: Any = None) -> None:
     """Compares the newest checkpoint's config with this run's.
@@ -348,23 +357,21 @@ class DurableCheckpointer(base.FullCheckpointer):
     """
     if jax.process_count() == 1:
       return
+    is_writing = jax.process_index() == 0 and not self.reads_only
+    # A name that nobody has asked for yet: a network file system may go on
+    # saying for a while that an old one is not there.
+    name = f'claims/.shared-{os.urandom(4).hex()}'
     if self.reads_only:
-      step = _of_chief(max(self.steps('latest'), default=-1))
-      there = step < 0 or (self._root / 'latest' / str(step)).exists()
-      seen = multihost_utils.process_allgather(np.bool_(there))
-    else:
-      # A name that nobody has asked for yet: a network file system may go on
-      # saying for a while that an old one is not there.
-      token = _of_chief(int.from_bytes(os.urandom(3)))
-      path = self._root / 'claims' / f'.shared-{token}'
-      if jax.process_index() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-      storage.barrier('shared')
-      seen = multihost_utils.process_allgather(np.bool_(path.exists()))
-      if jax.process_index() == 0:
-        path.unlink(missing_ok=True)
-    if not seen.all():
+      name = f'latest/{max(self.steps("latest"), default="")}'
+    path = self._root / distributed.of_chief(name)
+    if is_writing:
+      path.parent.mkdir(parents=True, exist_ok=True)
+      path.touch()
+    storage.barrier('shared')
+    seen = multihost_utils.process_allgather(np.bool_(path.exists()))
+    if is_writing:
+      path.unlink(missing_ok=True)
+    if seen[0] and not seen.all():
       raise errors.UsageError(
         f'config.checkpoint_dir is {self._config.checkpoint_dir!r} in process'
         f' {jax.process_index()}, but processes'
@@ -373,170 +380,11 @@ class DurableCheckpointer(base.FullCheckpointer):
         ' on a disk that all of them share.'
       )
 
-  def warn_nonfinite(self, step: int, names: list[str], text: str) -> None:
-    """Warns of a step that is not finite, and keeps a checkpoint from before.
-
-    In the background: a save of a step before it may still be being written.
-    """
-
-    def warn() -> None:
-      kept = self.keep_before(step, names)
-      logging.warning(
-        '%s %s',
-        text,
-        f'The newest checkpoint from before is not removed: {kept}.'
-        if kept
-        else 'There is no checkpoint from before.',
-      )
-
-    self.when_saved(warn)
-
-  def keep_before(
-    self, step: int, names: Collection[str]
-  ) -> pathlib.Path | None:
-    """Exempts the newest checkpoint of `latest` before a step from retention.
-
-    Called once the saves before it are complete. Names that an earlier process
-    gave exempt no other checkpoint, unless the run was set back to before their
-    steps.
-
-    Args:
-      step: the first step in which these scalars were not finite.
-      names: of the scalars.
-
-    Returns:
-      The checkpoint; None if there was none.
-    """
-    series = self._root / 'latest'
-    noted = {
-      name: kept
-      for kept in files.kept(series)
-      for name in _nonfinite(series / str(kept))
-    }
-    if new := [name for name in names if name not in noted]:
-      # 0 if there is none: that is noted as well.
-      kept = max((s for s in files.steps(series) if s < step), default=0)
-      notes = [{'name': name, 'nonfinite_at': step} for name in new]
-      files.keep(series / str(kept), notes)
-    else:
-      kept = min(noted[name] for name in names)
-    checkpoint = series / str(kept)
-    return checkpoint if checkpoint.exists() else None
-
-  def mark_ended(self, step: int) -> None:
-    """Notes that training has ended, for those who evaluate it."""
-    if jax.process_index() == 0:
-      self._root.mkdir(parents=True, exist_ok=True)
-      files.write_json(self._root / 'ended.json', {'step': step})
-
-  def mark_begun(self, step: int) -> None:
-    """Notes that training goes on from a step, with this config.
-
-    What was evaluated of later steps, which are no more, will be anew.
-    """
-    if jax.process_index() != 0:
-      return
-    self._root.mkdir(parents=True, exist_ok=True)
-    files.write_json(self._root.parent / 'config.json', self._recorded)
-    (self._root / 'ended.json').unlink(missing_ok=True)
-    for kept in files.kept(self._root / 'latest'):
-      checkpoint = self._root / 'latest' / str(kept)
-      if any(at > step for at in _nonfinite(checkpoint).values()):
-        files.keep(checkpoint, [{'set_back_to': step}])
-    with _noting:
-      for path in (self._root / 'evaluated').glob('*.json'):
-        with contextlib.suppress(files.DamagedError):  # Evaluation reports it.
-          noted = _noted(path)
-          if any(s > step for s in noted):
-            _note(path, [s for s in noted if s <= step])
-      path = self._root / 'evaluated' / 'eval.json'
-      if not path.exists() and not self.steps('latest'):
-        _note(path, [])  # A new run, whatever the logs of an earlier one say.
-
-  def ended(self) -> int | None:
-    """Returns the step at which training has ended, or None.
-
-    All hosts get the first one's answer.
-    """
-    step = -1
-    # Where it cannot be read it is asked again.
-    with contextlib.suppress(files.DamagedError, OSError, KeyError, TypeError):
-      step = int(files.read_json(self._root / 'ended.json')['step'])
-    step = _of_chief(step)
-    return step if step >= 0 else None
-
-  def seed_step(self) -> int | None:
-    """Returns the step of the snapshot that a new run starts from, or None.
-
-    A run that has checkpoints is not new.
-    """
-    if self._has_any('latest'):
-      return None
-    seed = self._seed('latest')
-    return None if seed is None else memory.step_of(seed)
-
-  def evaluated(self, logged: Callable[[], list[int]] = list) -> list[int]:
-    """Returns the steps that `mark_evaluated` noted in this mode.
-
-    All hosts get the first one's answer.
-
-    Args:
-      logged: returns the steps in the log, which count where the note is
-        missing or damaged; that is reported.
-    """
-    steps = []
-    if jax.process_index() == 0:
-      steps = self._read_evaluated(logged)
-    if jax.process_count() == 1:
-      return steps
-    own = np.zeros([_of_chief(len(steps))], np.int32)
-    own[: len(steps)] = steps[: len(own)]
-    return multihost_utils.broadcast_one_to_all(own).tolist()
-
-  def mark_evaluated(self, *steps: int) -> None:
-    """Notes that steps are evaluated and their results are safe.
-
-    Where the note is lost, what `evaluated` returned is noted as well.
-    """
-    if jax.process_index() != 0 or self.reads_only:
-      return
-    with _noting:
-      noted = self._read_evaluated(lambda: self._evaluated)
-      # They are evaluated in ascending order. (And counted: an evaluation that
-      # goes on through its data finds its place by how many there were.)
-      self._evaluated = [*noted, *steps][-100_000:]
-      _note(self._evaluated_path, self._evaluated)
-      self._is_lost = False
-
-  def _read_evaluated(self, logged: Callable[[], list[int]]) -> list[int]:
-    path = self._evaluated_path
-    try:
-      self._evaluated = _noted(path)
-    except files.DamagedError as e:
-      self._evaluated = steps = logged()
-      # In a new run there is neither a note nor a log.
-      if not self._is_lost and (steps or path.exists()):
-        self._is_lost = True
-        logging.error(
-          '%s is damaged: %s. Nothing is removed from the log, by which %d'
-          ' steps are evaluated%s.',
-          path,
-          e,
-          len(steps),
-          f', the last of them {steps[-1]}' if steps else '',
-        )
-    return self._evaluated
-
   # Saving.
-
-  @property
-  def _evaluated_path(self) -> pathlib.Path:
-    mode = self._mode if self._follows else 'eval'
-    return self._root / 'evaluated' / f'{mode}.json'
 
   def _has_any(self, ckpt_series: str) -> bool:
     """Returns whether the first host sees a checkpoint."""
-    return bool(_of_chief(len(self.steps(ckpt_series))))
+    return distributed.of_chief(bool(self.steps(ckpt_series)))
 
   def claim(self, ckpt_series: str) -> None:
     """Takes the right to save a series, and cleans up after the dead.
@@ -547,8 +395,9 @@ class DurableCheckpointer(base.FullCheckpointer):
     Raises:
       files.ClaimedError: another process has it.
     """
-    if ckpt_series in self._owned:
+    if ckpt_series in self._claims:
       return
+    claim = None
     if jax.process_index() == 0:
       try:
         claim = files.Claim(self._config.checkpoint_dir, ckpt_series)
@@ -559,164 +408,40 @@ class DurableCheckpointer(base.FullCheckpointer):
             ' lets another one run beside it.'
           )
         raise
-      self._claims[ckpt_series] = claim
       files.clean(self._root / ckpt_series)
     storage.barrier('own')  # The others look at what is there now.
-    self._owned.add(ckpt_series)
-
-  def _collect(self, ckpt_series: str, state: Any) -> storage.Content:
-    """Copies the live state to the host; describes it."""
-    arrays: dict[str, Any] = {}
-    pickled: list[str] = []
-    entries, module, per_process = {}, {}, {}
-
-    def add(value: Any, name: str) -> Any:
-      encoded = structure.encode(value, name, allow_pickle=self._allow_pickle)
-      if double := sorted(set(encoded.arrays) & set(arrays)):
-        raise ValueError(
-          f'Two arrays of the checkpoint have the name {double[0]!r}; rename'
-          ' one of the entries.'
-        )
-      arrays.update(encoded.arrays)
-      pickled.extend(encoded.pickled)
-      return encoded.structure
-
-    for key, value in state.items():
-      if key != 'experiment_module':
-        entries[key] = add(value, f'run/{key}')
-    experiment = state.get('experiment_module')
-    if experiment is not None:
-      by_leaves = reader.template(experiment)
-      all_hosts = (
-        self._config.best_checkpoint_all_hosts
-        if ckpt_series == 'best'
-        else self._config.train_checkpoint_all_hosts
-      )
-      own = reader.per_process(experiment, all_hosts)
-      for name, value in experiment.snapshot_state().items():
-        if name in by_leaves:
-          arrays.update(reader.prefixed(value, name))
-          module[name] = {'leaves': True}
-        elif name in own:
-          encoded = structure.encode(
-            value, name, allow_pickle=self._allow_pickle
-          )
-          pickled.extend(encoded.pickled)
-          per_process[name] = {
-            'structure': encoded.structure,
-            'arrays': storage.to_json(encoded.arrays),
-          }
-        else:
-          module[name] = {'structure': add(value, name)}
-    if pickled and not self._pickles:
-      self._pickles = True  # Once is enough.
-      logging.warning(
-        'Pickled into the checkpoint, as config.checkpoint_allow_pickle'
-        ' permits: %s.',
-        pickled,
-      )
-    stored, described = storage.store(arrays, storage.to_host(arrays))
-    record = {
-      'format': files.FORMAT,
-      'series': ckpt_series,
-      'step': int(state['global_step']),
-      'time': time.time(),
-      'processes': jax.process_count(),
-      'devices': jax.device_count(),
-      'versions': _versions(),
-      'config': self._recorded,
-      'entries': entries,
-      'module': module,
-      'arrays': described,
-    }
-    # Now: the flushes do not wait for what later steps log.
-    logs = self.logs if ckpt_series == 'latest' else ()
-    return storage.Content(
-      arrays=stored,
-      record=record,
-      process=per_process,
-      waits=[log.flush_async() for log in logs],
-    )
+    self._claims[ckpt_series] = claim
 
   @storage.quiet_orbax()
-  def _write(
-    self, content: storage.Content, target: pathlib.Path, is_there: bool
-  ) -> None:
-    """Writes a checkpoint, on the background thread."""
-    chief = jax.process_index() == 0
-    final = target
-    if chief:
-      self._claims[target.parent.name].check()
-      target.parent.mkdir(parents=True, exist_ok=True)
+  def _write(self, content: storage.Content, target: pathlib.Path) -> None:
+    """Writes a checkpoint beside its place, on the writing thread."""
     if target.parent.name == 'best':
       content.record['time'] = self._after_all_best()
-    if is_there:
-      # The same step again: the old one stays until the new one is there.
-      target = target.with_name(f'{target.name}{files.NEW}')
     storage.barrier('series')
-    try:
-      with storage.os_errors():
-        ocp.Checkpointer(
-          storage.Handler(),
-          multiprocessing_options=storage.multiprocessing_options(),
-          atomicity_options=ocp.options.AtomicityOptions(
-            ocp.options.AtomicityMode.ATOMIC_RENAME
-          ),
-        ).save(target, args=content)
-    except Exception as e:
-      # On a full disk, the half of it is in the way.
-      for partial in target.parent.glob(f'{target.name}.orbax-*-tmp*'):
-        files.discard(partial)
-      if isinstance(e, OSError):
-        raise _failed_save(e, target, content.num_bytes) from (
-          None if e.errno in disk.FULL else e
-        )
-      raise
-    if chief:
-      if target != final:
-        files.replace(target, final)
-      disk.sync_directory(final.parent)
-      logging.info('Saved %s.', final)
+    with _removed_if_it_fails(target, content.num_bytes), storage.os_errors():
+      ocp.Checkpointer(
+        storage.Handler(),
+        multiprocessing_options=storage.multiprocessing_options(),
+        atomicity_options=ocp.options.AtomicityOptions(
+          ocp.options.AtomicityMode.ATOMIC_RENAME
+        ),
+      ).save(target.with_name(f'{target.name}{files.NEW}'), args=content)
 
-  def _promotion(
-    self, state: Any, pinned: pathlib.Path, target: pathlib.Path
-  ) -> Callable[[], None]:
-    """Returns what makes the evaluated checkpoint the best one, as it is."""
-    values, arrays = {}, {}
-    for key, value in state.items():
-      if key not in ('global_step', 'train_step_rng', 'experiment_module'):
-        encoded = structure.encode(
-          value, f'run/{key}', allow_pickle=self._allow_pickle
-        )
-        values[key] = encoded.structure
-        arrays.update(encoded.arrays)
-    small = storage.to_json(arrays)
-
-    def write() -> None:
-      if jax.process_index() == 0:
-        self._claims[target.parent.name].check()
-        partial = target.with_name(f'{target.name}.partial')
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-          files.link(pinned, partial)
-          files.write_json(
-            partial / 'extra.json',
-            {
-              'time': self._after_all_best(),
-              'entries': values,
-              'arrays': small,
-            },
-          )
-          files.add_checksum(partial, 'extra.json')
-        except OSError as e:
-          shutil.rmtree(partial, ignore_errors=True)
-          # What it takes where the file system has no links.
-          size = functools.partial(files.size, pinned)
-          raise _failed_save(e, target, size) from e
-        files.replace(partial, target)
-        logging.info('Saved %s.', target)
-
-    return write
+  def _promote(
+    self, pinned: pathlib.Path, added: dict[str, Any], target: pathlib.Path
+  ) -> None:
+    """Gives the evaluated checkpoint a further name, as a best one."""
+    if jax.process_index() != 0:
+      return
+    partial = target.with_name(f'{target.name}.partial')
+    # What it takes where the file system has no links.
+    size = functools.partial(files.size, pinned)
+    with _removed_if_it_fails(target, size):
+      files.link(pinned, partial)
+      extra = {'time': self._after_all_best(), **added}
+      files.write_json(partial / 'extra.json', extra)
+      files.add_checksum(partial, 'extra.json')
+      os.rename(partial, target.with_name(f'{target.name}{files.NEW}'))
 
   def _after_all_best(self) -> float:
     """Returns the time, later than any best one's also if the clock is not."""
@@ -725,6 +450,8 @@ class DurableCheckpointer(base.FullCheckpointer):
 
   def _retire(self, series: pathlib.Path, num_to_keep: int) -> None:
     """Removes the checkpoints of a series that need not be kept."""
+    if jax.process_index() != 0 or self._writer.error is not None:
+      return
     config = self._config
     if series.name == 'best':
       # The best is the one that was saved last, of whichever step.
@@ -740,7 +467,7 @@ class DurableCheckpointer(base.FullCheckpointer):
       (step, _saved_at(series / str(step)) if keep.every_hours else 0.0)
       for step in files.steps(series)
     ]
-    kept = files.kept(series)
+    kept = notes.kept(series)
     for step in keep.removable(times):
       if step not in kept:
         files.remove(series / str(step))
@@ -774,6 +501,32 @@ class DurableCheckpointer(base.FullCheckpointer):
   def _forks(self) -> bool:
     return bool(self._config.restore_from) and not self._follows
 
+  def _beginning(
+    self, ckpt_series: str
+  ) -> memory.SnapshotNT | pathlib.Path | None:
+    """Returns what a series without checkpoints of its own begins from.
+
+    Returns:
+      The program's snapshot, or the checkpoint of another run, or None.
+
+    Raises:
+      files.DamagedError: all that there was has been set aside as damaged.
+    """
+    damaged = files.damaged(self._root, ckpt_series)
+    # Without a best one, evaluation begins anew.
+    is_lost = ckpt_series == 'latest' and not self._follows
+    if is_lost and distributed.of_chief(bool(damaged)):
+      raise files.DamagedError(
+        f'No checkpoint of {ckpt_series!r} is left in {self._root}: all were'
+        f' damaged, and set aside as {[str(p) for p in damaged]}. To train'
+        ' from the beginning all the same, remove them or give another'
+        ' config.checkpoint_dir.'
+      )
+    seed = self._seed(ckpt_series)
+    if seed is None and self._forks and ckpt_series == 'latest':
+      return _foreign(self._config.restore_from)
+    return seed
+
   def _seed(self, ckpt_series: str) -> memory.SnapshotNT | None:
     """Returns the snapshot that the program has put in.
 
@@ -794,31 +547,6 @@ class DurableCheckpointer(base.FullCheckpointer):
         )
     return seed
 
-  def _restore_seed(
-    self, ckpt_series: str, seed: memory.SnapshotNT, state: Any
-  ) -> None:
-    """Begins from a snapshot that the program has put in."""
-    saved = memory.entries_of(seed, ckpt_series, state)
-    restored = {
-      key: _placed(key, saved[key], state[key])
-      for key in state
-      if key in saved and key != 'experiment_module'
-    }
-    has_experiment = 'experiment_module' in state
-    _fill(
-      state, restored, saved['experiment_module'] if has_experiment else None
-    )
-    logging.info(
-      'Began the series %r from the snapshot that the program put into'
-      ' utils.GLOBAL_CHECKPOINT_DICT.', ckpt_series,
-    )  # fmt: skip
-    if self._forks:
-      logging.warning(
-        'config.restore_from is %r, which is not used: the program put a'
-        ' snapshot into utils.GLOBAL_CHECKPOINT_DICT.',
-        self._config.restore_from,
-      )
-
   def _candidates(
     self, ckpt_series: str, step: int | None = None
   ) -> list[pathlib.Path]:
@@ -832,18 +560,22 @@ class DurableCheckpointer(base.FullCheckpointer):
       return [path for path in found if path.name == str(step)]
     return [path for path in found if str(path) not in self._passed_over]
 
-  def _newest_whole(
+  def _read_own(
     self, ckpt_series: str, step: int | None, state: Any
-  ) -> files.Listing:
-    """Returns the newest checkpoint that is as it was written.
+  ) -> tuple[pathlib.Path, dict[str, Any]]:
+    """Reads a checkpoint of the run: the newest that is whole, or a step's.
 
     Evaluation gets a second name of it, so that it stays while it is read.
+
+    Returns:
+      The checkpoint, and what it has for the entries of the live state.
     """
+    experiment = state.get('experiment_module')
     reports: list[str] = []
     while True:
-      found = self._candidates(ckpt_series, step)
-      number = _of_chief(int(found[0].name) if found else -1)
-      if number < 0:
+      paths = self._candidates(ckpt_series, step)
+      name = distributed.of_chief(paths[0].name if paths else None)
+      if name is None:
         raise (files.DamagedError if reports else ValueError)(
           f'The series {ckpt_series!r} in {self._root} has no checkpoint'
           + (f' of step {step}' if step is not None else '')
@@ -851,21 +583,22 @@ class DurableCheckpointer(base.FullCheckpointer):
           + f'; its steps are {self.steps(ckpt_series)}.'
           + ''.join(f' {report}.' for report in reports)
         )
-      path = whole = self._root / ckpt_series / str(number)
+      path = whole = self._root / ckpt_series / name
+      found = None
       try:
         with _reported(path):
           files.refuse_link(path)
           if self._follows and ckpt_series == 'latest' and not self.reads_only:
             whole = self._pin(path)
-          return reader.verify(whole, state.get('experiment_module'))
-      except files.RefusedError:
-        if _of_chief(os.path.lexists(path)):
-          raise
-        continue  # What was listed is gone.
+          found = reader.verify(whole, experiment)
+          read = functools.partial(self._read, found, state)
+          return path, reader.together(read)
       except files.DamagedError as e:
+        if not distributed.of_chief(os.path.lexists(path)):
+          continue  # It was removed while it was read: there may be another.
+        if found is not None or isinstance(e, files.RefusedError):
+          raise  # It is as it was written.
         report = str(e).removesuffix('.')
-      if not _of_chief(path.exists()):
-        continue  # Training removed it meanwhile: there is a newer one.
       if self._follows:
         self._passed_over.add(str(path))
         report += '. It is passed over'
@@ -889,24 +622,25 @@ class DurableCheckpointer(base.FullCheckpointer):
       with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         files.retried(lambda: files.link(path, pinned), str(path))
     storage.barrier('pin')
-    self._pinned = (int(path.name), pinned)
+    self._pinned = pinned
     return pinned
 
   def _read(
-    self, listing: files.Listing, state: Any, is_foreign: bool = False
-  ) -> tuple[dict[str, Any], Any]:
-    """Returns the entries of a checkpoint, and the experiment's snapshot."""
+    self, found: files.Listing, state: Any, is_foreign: bool = False
+  ) -> dict[str, Any]:
+    """Returns what a checkpoint has for the entries of the live state."""
     if not is_foreign:
-      self._check_config(listing.path, listing.record)
-    saved = reader.Reader(listing, self._allow_pickle)
+      self._check_config(found.path, found.record)
+    saved = reader.Reader(found, self._allow_pickle)
+    experiment = state.get('experiment_module')
     if is_foreign and self._config.restore_rules:
       rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
-      return {}, saved.by_rules(state['experiment_module'], rules)
+      return {'experiment_module': saved.by_rules(experiment, rules)}
     entries = saved.entries([k for k in state if k != 'experiment_module'])
-    entries = {k: _placed(k, x, state[k]) for k, x in entries.items()}
-    if 'experiment_module' not in state:
-      return entries, None
-    return entries, saved.snapshot(state['experiment_module'])
+    entries = {key: _placed(key, entries, state) for key in entries}
+    if experiment is not None:
+      entries['experiment_module'] = saved.snapshot(experiment)
+    return entries
 
   def _check_config(self, path: pathlib.Path, record: Any) -> None:
     """Refuses a checkpoint of another run, in the same directory."""
@@ -928,23 +662,6 @@ class DurableCheckpointer(base.FullCheckpointer):
       ' config.restore_from to begin from here), or set'
       " config.on_config_change = 'continue' to go on with the new values."
     )
-
-  def _fork(self, state: Any) -> None:
-    """Begins from another run's checkpoint, as `restore_from` says."""
-    path = _foreign(self._config.restore_from)
-    with _reported(path):
-      found = reader.verify(path, state['experiment_module'])
-      read = reader.together(lambda: self._read(found, state, is_foreign=True))
-    _fill(state, *read)
-    logging.info('Began from %s.', path)
-
-
-def _fill(state: Any, entries: Mapping[str, Any], snapshot: Any) -> None:
-  """Restores the live state from what was read, or changes nothing."""
-  if snapshot is not None:
-    # The last that may refuse; then nothing else has changed yet.
-    state['experiment_module'].restore_from_snapshot(snapshot)
-  state.update(entries)
 
 
 @contextlib.contextmanager
@@ -969,53 +686,8 @@ def _reported(path: pathlib.Path) -> Iterator[None]:
     ) from e
 
 
-def _nonfinite(kept: pathlib.Path) -> dict[str, int]:
-  """Returns the scalars that a checkpoint is kept for, and their first steps.
-
-  A checkpoint stays for ever. But what was not finite in steps that the run was
-  set back from is no more, and may come again.
-  """
-  first: dict[str, int] = {}
-  for note in files.why_kept(kept):
-    name, at = note.get('name'), note.get('nonfinite_at')
-    if isinstance(name, str) and type(at) is int:
-      first[name] = at
-    elif type(step := note.get('set_back_to')) is int:
-      first = {name: at for name, at in first.items() if at <= step}
-  return first
-
-
-# A training and an evaluation thread may change the same file.
-_noting = threading.Lock()
-
-
-def _noted(path: pathlib.Path) -> list[int]:
-  """Returns the steps that a file of evaluated ones holds.
-
-  Raises:
-    files.DamagedError: it is missing, or not as it was written.
-  """
-  noted = files.read_json(path, str(path))
-  steps = noted.get('steps') if isinstance(noted, dict) else None
-  if not isinstance(steps, list) or not all(type(s) is int for s in steps):
-    raise files.DamagedError(f'{path.name} holds no steps')
-  # Earlier versions wrote no checksum.
-  if noted.get('crc', _crc_of(steps)) != _crc_of(steps):
-    raise files.DamagedError(f'{path.name} is not as it was written')
-  return steps
-
-
-def _note(path: pathlib.Path, steps: list[int]) -> None:
-  path.parent.mkdir(parents=True, exist_ok=True)
-  files.write_json(path, {'steps': steps, 'crc': _crc_of(steps)})
-
-
-def _crc_of(steps: list[int]) -> int:
-  return zlib.crc32(json.dumps(steps).encode())
-
-
-def _placed(name: str, value: Any, live: Any) -> Any:
-  """Puts a restored entry where the live one is.
+def _placed(name: str, entries: Mapping[str, Any], state: Any) -> Any:
+  """Returns a restored entry, put where the live one is.
 
   The keys of the per-device style are one for each local device, all the
   same; on another number of devices there are more or fewer.
@@ -1023,6 +695,7 @@ def _placed(name: str, value: Any, live: Any) -> Any:
   Raises:
     reader.MismatchError: it is of another type, or shape.
   """
+  value, live = entries[name], state.get(name)
   if not isinstance(live, jax.Array):
     return value
   if isinstance(value, np.ndarray):
@@ -1040,32 +713,34 @@ def _placed(name: str, value: Any, live: Any) -> Any:
   return jax.device_put(value, live.sharding)
 
 
-def _failed_save(
-  error: OSError, target: pathlib.Path, size: Callable[[], int]
-) -> OSError:
-  """Returns an error that says what became of a save."""
-  needed = size() if error.errno in disk.FULL else None
-  error = disk.failed_write(error, target, needed)
-  return type(error)(
-    error.errno,
-    f'{error.strerror}; what was written of it was removed, and the checkpoints'
-    ' before it are untouched',
-    str(target),
-  )
+@contextlib.contextmanager
+def _removed_if_it_fails(
+  target: pathlib.Path, size: Callable[[], int]
+) -> Iterator[None]:
+  """Removes what a failed save has written, and says so.
 
-
-# What goes into the record, and how it is compared.
-
-
-@functools.cache  # To look them up takes milliseconds.
-def _versions() -> dict[str, str]:
-  names = ('jax', 'jaxlib', 'orbax-checkpoint', 'numpy', 'optax')
-  versions = {'jaxline': jaxline.__version__}
-  versions['python'] = platform.python_version()
-  for name in names:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      versions[name] = importlib.metadata.version(name)
-  return versions
+  Args:
+    target: the checkpoint.
+    size: returns how many bytes it takes.
+  """
+  try:
+    yield
+  except Exception as e:
+    # On a full disk, the half of it is in the way.
+    new = f'{target.name}{files.NEW}.orbax-*-tmp*'
+    for name in (new, f'{target.name}.partial'):
+      for partial in target.parent.glob(name):
+        files.discard(partial)
+    if not isinstance(e, OSError):
+      raise
+    is_full = e.errno in disk.FULL
+    error = disk.failed_write(e, target, size() if is_full else None)
+    raise type(error)(
+      error.errno,
+      f'{error.strerror}; what was written of it was removed, and the'
+      ' checkpoints before it are untouched',
+      str(target),
+    ) from (None if is_full else e)
 
 
 def _saved_at(checkpoint: pathlib.Path) -> float:
@@ -1080,7 +755,7 @@ def _saved_at(checkpoint: pathlib.Path) -> float:
 
 
 def _foreign(where: str) -> pathlib.Path:
-  """Returns the checkpoint that 'DIR' or 'DIR:STEP' means.
+  """Returns the checkpoint that `restore_from` means.
 
   Raises:
     UsageError: there is none; says which there are.
@@ -1090,32 +765,10 @@ def _foreign(where: str) -> pathlib.Path:
       f'config.restore_from is {where!r}; expected a folder of this machine.'
       ' Mount the bucket and give the path it has here.'
     )
-  head, _, tail = where.rpartition(':')
-  directory = pathlib.Path(where).expanduser()
-  step = None
-  if head and tail.isdigit() and not directory.exists():
-    directory, step = pathlib.Path(head).expanduser(), int(tail)
-  directory = directory.absolute()
-  if step is None and (directory / files.RECORD).exists():
-    return directory.resolve()  # Its own link is the user's.
-  series = files.root(directory) / 'latest'
-  if not series.exists():
-    series = directory  # The directory of a series itself.
-  steps = files.steps(series)
-  if step is None and steps:
-    step = steps[-1]
-  step = _of_chief(-1 if step is None else step)
-  if step not in steps:
-    raise errors.UsageError(
-      f'config.restore_from is {where!r}; expected the directory of a run, or'
-      ' of a series (RUN/checkpoints/best), optionally with :STEP.'
-      f' {series} has the steps {steps}.'
-    )
-  return series / str(step)
-
-
-def _of_chief(number: int) -> int:
-  """Returns the first process's number, in all processes."""
-  if jax.process_count() == 1:
-    return number
-  return int(multihost_utils.broadcast_one_to_all(np.int64(number)))
+  try:
+    path = inspection.find(where).path
+  except files.DamagedError:
+    raise
+  except ValueError as e:
+    raise errors.UsageError(f'config.restore_from is {where!r}: {e}') from e
+  return path.with_name(distributed.of_chief(path.name))

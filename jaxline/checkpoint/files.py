@@ -18,7 +18,7 @@ whenever it is there:
     checksums_N.json    size and CRC-32 of every file above
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 import contextlib
 import dataclasses
 import errno
@@ -671,52 +671,6 @@ class Keep:
         last_time = when
         forever.add(step)
     return [step for step, _ in ordered[: -self.newest] if step not in forever]
-
-
-_KEEP = '.keep'
-
-
-def keep(checkpoint: pathlib.Path, notes: Iterable[Mapping[str, Any]]) -> None:
-  """Exempts a checkpoint from retention, by a file beside it.
-
-  That the file is there is what counts; its lines say why. They are appended,
-  since several processes may write them.
-
-  Args:
-    checkpoint: its directory, which need not be there.
-    notes: why, as JSON.
-  """
-  checkpoint.parent.mkdir(parents=True, exist_ok=True)
-  path = checkpoint.with_name(checkpoint.name + _KEEP)
-  try:
-    with open(path, 'a', encoding='utf-8') as f:
-      f.writelines(f'{json.dumps(note)}\n' for note in notes)
-      f.flush()
-      os.fsync(f.fileno())
-    disk.sync_directory(path.parent)
-  except OSError as e:
-    raise disk.failed_write(e, path) from e
-
-
-def kept(series: pathlib.Path) -> list[int]:
-  """Returns the steps that `keep` exempted from retention, ascending."""
-  try:
-    names = retried(lambda: os.listdir(series), str(series))
-  except MISSING:
-    return []
-  found = [name.removesuffix(_KEEP) for name in names if name.endswith(_KEEP)]
-  return sorted(int(name) for name in found if re.fullmatch(_STEP, name))
-
-
-def why_kept(checkpoint: pathlib.Path) -> list[dict[str, Any]]:
-  """Returns the notes that `keep` was given; without those that are damaged."""
-  path = checkpoint.with_name(checkpoint.name + _KEEP)
-  notes = []
-  if path.is_file():
-    for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
-      with contextlib.suppress(ValueError, RecursionError):
-        notes.append(json.loads(line))
-  return [note for note in notes if isinstance(note, dict)]
 
 
 class ClaimedError(errors.UsageError):

@@ -6,6 +6,7 @@ snapshots that a run puts there are of the class `Published` and start no other.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
 import pathlib
 import sys
 import threading
@@ -45,12 +46,7 @@ class Published(SnapshotNT):
   _lock: Any
 
   def __new__(cls, id: int, read: Callable[[], Any]) -> 'Published':
-    """Makes a snapshot.
-
-    Args:
-      id: its number.
-      read: returns the `pickle_nest`.
-    """
+    """Makes a snapshot whose `pickle_nest` is what `read` returns."""
     self = super().__new__(cls, id, None)
     self._read = read
     self._lock = threading.RLock()
@@ -114,12 +110,6 @@ class _ModuleState(base.ExperimentState):
   def __init__(
     self, snapshot: Mapping[str, Any], attributes: Mapping[str, str]
   ):
-    """Takes a snapshot that nothing else changes.
-
-    Args:
-      snapshot: name in the checkpoint -> value.
-      attributes: attribute -> name, as in CHECKPOINT_ATTRS.
-    """
     super().__init__(_nest(dict(snapshot)))
     self.__dict__['attributes'] = dict(attributes)  # Beside the entries.
 
@@ -147,12 +137,10 @@ def nest_of(
     entries: of the experiment state; 'experiment_module' is a snapshot.
     attributes: the experiment's CHECKPOINT_ATTRS.
   """
-  nest = base.ExperimentState()
-  for key, value in entries.items():
-    if key == 'experiment_module':
-      nest[key] = _ModuleState(value, attributes)
-    else:
-      nest[key] = _nest(value)
+  nest = _nest(dict(entries))
+  if 'experiment_module' in nest:
+    module = _ModuleState(entries['experiment_module'], attributes)
+    nest['experiment_module'] = module
   return nest
 
 
@@ -195,24 +183,25 @@ def forget_published() -> None:
   with _lock:
     checkpoints = _checkpoints()
     for name, series in list(checkpoints.items()):
-      mine = [isinstance(s, Published) for s in series.history]
-      if any(mine):
-        newer = mine[::-1].index(True)  # How many came after the last one.
-        checkpoints[name] = series._replace(
-          history=series.history[len(mine) - newer :]
-        )
+      newest_first = reversed(series.history)
+      newer = itertools.takewhile(
+        lambda snapshot: not isinstance(snapshot, Published), newest_first
+      )
+      checkpoints[name] = series._replace(history=[*newer][::-1])
 
 
 def step_of(snapshot: SnapshotNT) -> int:
   """Returns the step of a snapshot; -1 if it does not say."""
+  return _entries(snapshot).get('global_step', -1)
+
+
+def _entries(snapshot: SnapshotNT) -> dict[str, Any]:
   nest = snapshot.pickle_nest
-  entries = nest.to_dict() if hasattr(nest, 'to_dict') else nest
-  return _as_step(entries.get('global_step', -1))
-
-
-def _as_step(value: Any) -> int:
-  # JAXline's first versions kept one for each device.
-  return int(np.ravel(value)[0])
+  entries = dict(nest.to_dict() if hasattr(nest, 'to_dict') else nest)
+  if 'global_step' in entries:
+    # JAXline's first versions kept one for each device.
+    entries['global_step'] = int(np.ravel(entries['global_step'])[0])
+  return entries
 
 
 def entries_of(
@@ -230,8 +219,7 @@ def entries_of(
   Raises:
     ValueError: it lacks one.
   """
-  nest = snapshot.pickle_nest
-  entries = nest.to_dict() if hasattr(nest, 'to_dict') else dict(nest)
+  entries = _entries(snapshot)
   module: Any = entries.get('experiment_module')
   if hasattr(module, 'snapshot_state'):
     entries['experiment_module'] = module.snapshot_state()
@@ -247,10 +235,23 @@ def entries_of(
       f'Checkpoint {snapshot.id} of series {ckpt_series!r} lacks'
       f' {missing}; it holds {sorted(entries)}.'
     )
-  if 'global_step' in entries:
-    entries['global_step'] = _as_step(entries['global_step'])
   # A copy, so that nothing done to the live state reaches the snapshot.
   return jax.tree.map(devices.freeze, entries)
+
+
+def fill(state: dict[str, Any], entries: Mapping[str, Any]) -> None:
+  """Restores the entries of the live state, or changes nothing.
+
+  Args:
+    state: the live state; what it has and `entries` has not stays as it is.
+    entries: what was read; 'experiment_module' is a snapshot.
+  """
+  found = {key: entries[key] for key in state if key in entries}
+  # First, since it may refuse; then nothing else has changed yet.
+  if 'experiment_module' in state:
+    snapshot = found.pop('experiment_module')
+    state['experiment_module'].restore_from_snapshot(snapshot)
+  state.update(found)
 
 
 class InMemoryCheckpointer(base.FullCheckpointer):
@@ -338,13 +339,7 @@ class InMemoryCheckpointer(base.FullCheckpointer):
         + f'; there are checkpoints of {_saved_series()}.'
       )
     saved = entries_of(history[-1], ckpt_series, state)
-    # First, since it may refuse; then nothing else has changed yet.
-    if 'experiment_module' in state:
-      module = state['experiment_module']
-      module.restore_from_snapshot(saved['experiment_module'])
-    for key in state:
-      if key in saved and key != 'experiment_module':
-        state[key] = saved[key]
+    fill(state, saved)
     logging.info(
       'Restored checkpoint %s of series %s.', history[-1].id, ckpt_series
     )
