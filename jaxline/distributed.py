@@ -45,7 +45,7 @@ from jaxline import errors
 T = TypeVar('T')
 
 MODES = ('auto', 'off')
-# The keys of a mapping, and what gives them in the environment.
+# The keys of a mapping, and their environment variables.
 VARIABLES = {
   'coordinator': 'JAX_COORDINATOR_ADDRESS',
   'num_processes': 'JAX_NUM_PROCESSES',
@@ -54,26 +54,26 @@ VARIABLES = {
 _BIND_ADDRESS = 'JAX_COORDINATOR_BIND_ADDRESS'
 _PORT = 'JAX_COORDINATOR_PORT'
 
-# How much longer than we JAX waits. It ends the process where it gives up, we
-# raise an error.
+# How much longer JAX waits than this module. If JAX gives up, it ends the
+# process; this module raises an error before.
 _JAX_SLACK_SECS = 60
 
 
 class RendezvousError(RuntimeError):
-  """The processes have not met; says what to check."""
+  """The processes did not connect; the message says what to check."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-  """Where to meet, and as who.
+  """The coordinator, and the place of this process.
 
   Attributes:
     coordinator: 'host:port'.
     num_processes: how many there are.
-    process_id: which of them this one is.
-    source: who says so.
-    local_device_ids: this process's share of the devices of its machine; None
-      is all of them, or what JAX_LOCAL_DEVICE_IDS says.
+    process_id: the number of this process.
+    source: where these values come from.
+    local_device_ids: the devices of the machine that this process uses; None
+      is all of them, or those in JAX_LOCAL_DEVICE_IDS.
   """
 
   coordinator: str
@@ -105,20 +105,20 @@ def validate(value: Any) -> None:
 
 
 def initialize(value: Any, timeout_secs: float = 300.0) -> None:
-  """Meets the other processes of the run, if there are any.
+  """Connects to the other processes of the run, if there are any.
 
-  To be called before any device is touched. Where `jax.distributed` is
-  initialised already, it is left alone.
+  Call it before any device is used. If `jax.distributed` is initialised
+  already, nothing is done.
 
   Args:
     value: of `config.distributed`.
     timeout_secs: how long to wait for the others, in seconds.
 
   Raises:
-    UsageError: the value, or what the environment says instead, is wrong; a
-      device was touched already; or a package is missing.
-    RendezvousError: the others were not met in time. The process has to end
-      then, since JAX goes on trying for a minute, and ends it after that.
+    UsageError: the value, or the environment, is wrong; a device was used
+      already; or a package is missing.
+    RendezvousError: the others did not connect in time. The process must end
+      then: JAX keeps trying for a minute, and then ends the process.
   """
   validate(value)
   if value == 'off':
@@ -153,7 +153,7 @@ def initialize(value: Any, timeout_secs: float = 300.0) -> None:
 
 
 def _read(source: str, value: Mapping[str, Any]) -> _Place:
-  """Returns what a mapping says.
+  """Returns the place that a mapping describes.
 
   Raises:
     UsageError: naming what is wrong with it.
@@ -203,7 +203,7 @@ def _is_port(text: str) -> bool:
 
 
 def _found(timeout_secs: float) -> _Place | None:
-  """Returns what the environment says; None where it says nothing."""
+  """Returns the place that the environment describes; None without one."""
   given = {
     key: text for key, name in VARIABLES.items() if (text := os.getenv(name))
   }
@@ -330,7 +330,7 @@ def _meet(place: _Place, timeout_secs: float) -> None:
         place.num_processes,
         place.process_id,
         local_device_ids=place.local_device_ids,
-        # All is known: JAX need not look for what else there is.
+        # All values are known: JAX need not detect a cluster.
         cluster_detection_method='deactivate',
         initialization_timeout=int(timeout_secs) + _JAX_SLACK_SECS,
       )
@@ -409,11 +409,11 @@ def _check_reachable(place: _Place, deadline: float) -> None:
 
 @contextlib.contextmanager
 def _said_if_this_dies(place: _Place) -> Iterator[None]:
-  """Has it said what to check, should JAX end the process while inside.
+  """Prints what to check if JAX ends the process while inside.
 
-  For instance for a process_id that the coordinator does not expect, JAX
-  aborts, in C++. So the last word is a shell's, which hears of the end by the
-  end of its input.
+  For a process_id that the coordinator does not expect, for instance, JAX
+  aborts in C++. So a shell prints the message: it notices the end of this
+  process by the end of its input.
   """
   message = (
     f'[jaxline] This was {place}. It was ended while it was meeting the others,'

@@ -9,13 +9,13 @@ class UsageError(ValueError):
   """The command line, the config or a file that it names is wrong.
 
   The message says what was got, what was expected and what to do, in one line.
-  `platform.main` prints it alone and ends with code 2. Other errors keep their
-  traceback.
+  `platform.main` prints only the message and ends with code 2. Other errors
+  keep their traceback.
   """
 
 
 class MissingFileError(UsageError, FileNotFoundError):
-  """A file that the config names is not there."""
+  """A file that the config names does not exist."""
 
 
 def nearest(
@@ -24,8 +24,8 @@ def nearest(
   """Returns the valid names that are most similar to a name, best first.
 
   Args:
-    name: what was given.
-    valid: the names that there are.
+    name: the given name.
+    valid: the valid names.
     n: how many to return at most.
     cutoff: the least similarity, from 0 to 1: see `difflib.get_close_matches`.
   """
@@ -36,8 +36,8 @@ def did_you_mean(name: Any, valid: Iterable[Any], cutoff: float = 0.6) -> str:
   """Returns " Did you mean 'x'?" for the end of a message; '' if none is near.
 
   Args:
-    name: what was given.
-    valid: the names that there are.
+    name: the given name.
+    valid: the valid names.
     cutoff: as for `nearest`.
   """
   near = nearest(name, valid, cutoff=cutoff)
@@ -54,7 +54,7 @@ def check_names(
   """Refuses names that are not valid.
 
   Args:
-    names: what the config has.
+    names: the given names.
     valid: the names to choose from.
     what: the kind of name, such as 'key'.
     where: where it was found.

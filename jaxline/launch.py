@@ -34,13 +34,13 @@ from jaxline.supervision import preemption
 # Passed on to the processes, unless they were ignored when this one started.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
-# Codes of processes that have left in order: the others save what they have,
-# too, and take the time it takes.
+# Codes of processes that ended because of a signal: the others are saving too,
+# for as long as that takes.
 _IN_ORDER = (preemption.EXIT_CODE, preemption.SIGINT_EXIT_CODE)
 # XLA's flag for the number of CPU devices.
 _DEVICES_FLAG = '--xla_force_host_platform_device_count'
-# For what ended processes have still in their pipes, in seconds. It is used up
-# only where a process has left its group and goes on with them.
+# How long to read the rest of the pipes of ended processes, in seconds. It only
+# runs out if a process has left its group and keeps them open.
 _DRAIN_SECS = 5.0
 # A day: longer waits are mistakes, and some are more than a clock holds.
 _MAX_SECS = 86400.0
@@ -105,7 +105,7 @@ def environment(
     'JAX_PLATFORMS': 'cpu',
     'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
     'XLA_FLAGS': ' '.join([*flags, f'{_DEVICES_FLAG}={num_devices}']),
-    # Otherwise what is printed comes late, and is lost where one is killed.
+    # Otherwise output is printed late, and is lost if a process is killed.
     'PYTHONUNBUFFERED': '1',
   }
 
@@ -144,8 +144,8 @@ class _Launch:
       stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
-      # Else a Ctrl-C at the terminal came twice; and so that what a process
-      # has started can be ended with it.
+      # Otherwise a Ctrl-C at the terminal would arrive twice. The children of a
+      # process can be ended together with it.
       start_new_session=True,
     )
     self._processes.append(process)
@@ -205,7 +205,7 @@ class _Launch:
     return failed or left
 
   def _copy(self, number: int, source: IO[bytes], sink: IO[bytes]) -> None:
-    """Copies lines, each at once and as one; on a thread of its own."""
+    """Copies lines, each immediately and whole; runs on its own thread."""
     prefix = b'[%d] ' % number
     with source:
       for line in source:
@@ -215,7 +215,7 @@ class _Launch:
             sink.write(prefix + line + end)
             sink.flush()
         except OSError:
-          # Nobody reads us any more: by the closed pipe the process is told.
+          # Our output is closed: the process notices it by its closed pipe.
           return
 
   def _pass_on(self, signum: int, frame: types.FrameType | None) -> None:
@@ -224,7 +224,7 @@ class _Launch:
       self._processes[number].send_signal(signum)
 
   def _end(self, number: int) -> None:
-    """Ends what an ended process has left in its group."""
+    """Kills the remaining processes in the group of an ended process."""
     with contextlib.suppress(ProcessLookupError):
       os.killpg(self._processes[number].pid, signal.SIGKILL)
     self._live.discard(number)
@@ -240,14 +240,14 @@ class _Launch:
 
 
 class _Guard:
-  """Kills the process groups should this process be killed itself.
+  """Kills the process groups if this process is killed.
 
-  SIGKILL cannot be passed on. But it closes a pipe, at whose other end a shell
-  waits. (Linux can tie a process to its parent, but not what that has started
-  in its turn.)
+  SIGKILL cannot be passed on. But it closes a pipe, and a shell waits at the
+  other end. (Linux can tie a process to its parent, but not the children of
+  that process.)
   """
 
-  # Each line is the groups there are; after the last one, this process is gone.
+  # Each line has the live groups; after the last one, this process has ended.
   _PROGRAM = """
     while read -r line; do groups=$line; done
     [ -z "$groups" ] || kill -s KILL -- $groups

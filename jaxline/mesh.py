@@ -188,7 +188,7 @@ def _slices(devices: Sequence[Any], wanted: int) -> list[list[Any]]:
   return [ordered[i * size : (i + 1) * size] for i in range(wanted)]
 
 
-# Checks of what a config says.
+# Checks of a config's sizes.
 
 
 def check_sizes(
@@ -232,7 +232,7 @@ def _fill(
 
   Args:
     sizes: the size of each mesh axis; one may be -1.
-    count: how many there are of `what`.
+    count: how many of `what` exist.
     where: the config key of `sizes`.
     what: devices or slices.
   """

@@ -125,7 +125,7 @@ PRESETS = {
   # Both, and between the blocks the sequence is split where `fsdp_tp` splits
   # the residual stream (Megatron's sequence parallelism).
   'sp': dataclasses.replace(_PAX, length=('mdl',), activation_embed=()),
-  # `fsdp_tp`, and the layers are dealt out to the stages of a pipeline.
+  # `fsdp_tp`, and the layers are split over the stages of a pipeline.
   'pipeline': dataclasses.replace(_PAX, layers=('stage',), stages=('stage',)),
 }
 
@@ -177,7 +177,7 @@ def unbox(tree: Any) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class Partitioner:
-  """A mesh and rules: says where each array of a run lies, and puts it there.
+  """A mesh and rules: gives the sharding of each array, and places it.
 
   Attributes:
     mesh: the devices, with the axes `MESH_AXES`.

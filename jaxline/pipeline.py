@@ -48,10 +48,10 @@ _COPIES = frozenset(
 
 
 def save_all_but_copies(prim: Any, *unused_args: Any, **unused: Any) -> bool:
-  """A policy that computes nothing again but what only moves or converts.
+  """A policy that recomputes only operations that move or convert values.
 
-  So it keeps no weights, of which else each iteration would keep a copy: those
-  of its layers, and in the type that the layer computes in.
+  So it keeps no weights. Otherwise each iteration would keep a copy of those of
+  its layers, in the type that the layer computes in.
   """
   return prim.name not in _COPIES
 
@@ -120,32 +120,32 @@ def pipeline(
   unroll: bool = False,
   policy: Callable[..., Any] = save_all_but_copies,
 ) -> X:
-  """Runs rows through all layers, layers at the same time on several stages.
+  """Runs rows through all layers, on several stages at the same time.
 
   The result is that of running the layers one after the other. In repeat r,
   stage s has the layers r S K + s K to r S K + s K + K - 1. With one repeat,
-  layers that are stored split over the stages lie where they are used. With
-  more they do not, and each step moves them: what is stored keeps the order of
-  the layers, the same under every schedule.
+  layers that are stored split over the stages are on the devices that use them.
+  With more, each step moves them: they are stored in the order of the layers,
+  under every schedule.
 
   A stage without a microbatch, at the start and the end of the batch, computes
-  on the first one's input. Nothing comes of it, and no gradient.
+  on the input of the first one. The result is unused and has no gradient.
 
   Args:
     layer_fn: `(weights of one layer, x) -> x`, where `x` is as `inputs` with
-      B / M rows; rows must not know of each other. What only travels along,
-      such as segment ids, it returns as it got it.
+      B / M rows; rows must not depend on each other. It returns values that it
+      does not change, such as segment ids, as it got them.
     layers: weights [N, ...] in the order of the layers; each an array, or a
-      `partitioning.Logical`, which else would be whole within a stage.
+      `partitioning.Logical`; without it the array is not split within a stage.
     inputs: a pytree of arrays [B, ...].
     axes: for each array of `inputs` a tuple with the logical names of its axes
       (`partitioning.AXIS_NAMES`), the first of them 'batch'.
     num_stages: S.
-    num_microbatches: M. Microbatch m is the rows m, m + M, ..., so that it has
-      its share on every device that the batch is split over.
+    num_microbatches: M. Microbatch m is the rows m, m + M, ..., so that every
+      device over which the batch is split has a part of it.
     num_repeats: R.
     unroll: whether a stage's layers are unrolled, or one loop.
-    policy: what the backward pass may keep of each layer, one of
+    policy: which values of a layer are kept for the backward pass, one of
       `jax.checkpoint_policies`.
 
   Returns:
@@ -183,7 +183,7 @@ def pipeline(
   per_stage = num_layers // (num_stages * num_repeats)
 
   def deal(w: Any) -> jax.Array:
-    """Returns [S, R K, ...]: what is a stage's own, in its order."""
+    """Returns [S, R K, ...]: the weights of each stage, in its order."""
     names: tuple[str | None, ...] = ()
     if partitioning.is_logical(w):
       w, names = w.value, w.axes[1:]
@@ -218,7 +218,7 @@ def pipeline(
   # pass, they would be one for each entry.
   @_again
   def enter(moved: X, kept: X, time: jax.Array) -> X:
-    """Returns [S, B / M, ...]: what the stages work on in this iteration."""
+    """Returns [S, B / M, ...]: the inputs of the stages in this iteration."""
     work_S = time - stage_S
     x = _where(stage_S == 0, _get(kept, time % num_microbatches), moved)
     is_busy = (work_S >= 0) & (work_S < num_microbatches * num_repeats)
@@ -226,7 +226,7 @@ def pipeline(
 
   @_again
   def leave(moved: X, kept: X, time: jax.Array) -> X:
-    """Returns `kept`, in it what the first stage has from the last."""
+    """Returns `kept` with the output of the last stage for the first."""
     slot = (time - (num_stages - 1)) % num_microbatches
     has_come = jnp.broadcast_to(time >= num_stages - 1, stage_S.shape)
     return jax.tree.map(
@@ -238,10 +238,10 @@ def pipeline(
     )
 
   def iteration(carry: tuple[X, X], time: jax.Array) -> tuple[Any, None]:
-    # `moved` [S, B / M, ...] is what the stage before has given; of `kept`
-    # [S, M, B / M, ...] only the first stage's counts: what goes in, in its
-    # place later what has come out. Every stage has one, since what all do is
-    # done by each for itself, whereas to hand it to one takes all of them.
+    # `moved` [S, B / M, ...] is the output of the previous stage. `kept`
+    # [S, M, B / M, ...] is used by the first stage only: the inputs, replaced
+    # by the outputs later. Every stage has one, since an operation of all
+    # stages is local, and to send a value to one stage involves all of them.
     moved, kept = carry
     x = place(enter(moved, kept, time), 'stages')
     start = jnp.zeros((), jnp.int32)

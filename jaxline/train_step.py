@@ -280,7 +280,7 @@ def eval_step(
 
 
 def _call(loss_fn: LossFn, *args: Any) -> LossOutput:
-  """Returns what `loss_fn` returns, if that is what it must return."""
+  """Returns the result of `loss_fn`, if it has the right form."""
   result: Any = loss_fn(*args)
   if not (
     isinstance(result, tuple | list)

@@ -112,7 +112,7 @@ class _Flags:
     _check_same(f'The flag --{name}', first, (text, place))
 
   def missing(self) -> dict[str, str]:
-    """Returns '--name=value' -> place of what the variable does not have."""
+    """Returns '--name=value' -> place of the flags that are not set yet."""
     return {
       f'--{name}={value}': place
       for name, (value, place) in self._flags.items()
@@ -149,7 +149,7 @@ def _check_same(what: str, a: tuple[Any, str], b: tuple[Any, str]) -> None:
 def _flags(
   options: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[_Flags, _Flags]:
-  """Returns what XLA and what libtpu is to be told."""
+  """Returns the flags for XLA and those for libtpu."""
   xla, tpu = (
     _Flags(variable, environ.get(variable, ''))
     for variable in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')
@@ -197,7 +197,7 @@ def apply(options: Mapping[str, Any]) -> list[str]:
     options: the section, validated.
 
   Returns:
-    What was set, in lines to show the user; none where nothing had to be.
+    Lines for the user that say what was set; none if nothing was.
 
   Raises:
     UsageError: a flag is unknown, its value is wrong or it has another value in
@@ -240,7 +240,7 @@ def apply(options: Mapping[str, Any]) -> list[str]:
 
 
 def _check_profile(path: pathlib.Path) -> None:
-  """Refuses what XLA would read as no profile without a word."""
+  """Refuses a file that XLA would silently treat as no profile."""
   if not path.exists():
     raise errors.UsageError(
       f'config.xla.pgle_profile is {str(path)!r}, which does not exist. Make it'
@@ -292,7 +292,7 @@ def _try(variable: str, text: str) -> bool:
 
   Args:
     variable: XLA_FLAGS or LIBTPU_INIT_ARGS.
-    text: what it would be.
+    text: its value.
 
   Returns:
     Whether there is something to ask: libtpu may not be installed.
@@ -321,7 +321,7 @@ def _try(variable: str, text: str) -> bool:
     environ = {'ALLOW_MULTIPLE_LIBTPU_LOAD': '1', 'TPU_SKIP_MDS_QUERY': '1'}
 
   def read(text: str) -> str | None:
-    """Returns what a process that reads flags has to say against them."""
+    """Returns the error of a process that reads flags; None without one."""
     done = subprocess.run(
       [sys.executable, '-c', *program],
       env=os.environ | environ | {variable: text},
@@ -364,8 +364,8 @@ def _with_near(
 ) -> str:
   """Lists unknown flags, each with the names that are near and known.
 
-  There is no list to look them up in: what XLA prints for --help is cut off in
-  the middle. So words in the library are tried that are spelled like flags.
+  There is no complete list of flags: XLA truncates its output of --help. So
+  words in the library that are spelled like flags are tried.
   """
   words: set[str] = set()
   for path in libraries:
@@ -391,10 +391,10 @@ def _with_near(
 
 
 def check_backend(options: Mapping[str, Any]) -> list[str]:
-  """Says what of `config.xla` has no effect on the devices that JAX found.
+  """Warns of settings that have no effect on the devices that JAX found.
 
-  Automatic PGLE is turned off where there is no GPU: it would measure, find
-  nothing and compile everything twice.
+  Automatic PGLE is turned off without a GPU: it would measure nothing and
+  compile everything twice.
 
   Args:
     options: the section, validated, after `apply`.
@@ -448,7 +448,7 @@ def _compilation_cache() -> str | None:
 
 
 def check_precompiled(options: Mapping[str, Any]) -> list[str]:
-  """Says what of `config.xla` has no effect on a program compiled before.
+  """Warns of settings that have no effect on a program compiled before.
 
   Args:
     options: the section, validated.
@@ -499,10 +499,10 @@ def actions(options: Mapping[str, Any]) -> list[ProfileSteps]:
 class ProfileSteps(periodic.PeriodicAction):
   """Saves the profile of some steps, for `config.xla.pgle_profile`.
 
-  The trace is started by the thread that trains. It is awaited, stopped and
-  read on a background thread, while training goes on; that a step or two more
-  get into it does no harm, as durations are averaged. The file is whole or not
-  there. An error is raised by the next step, or by `wait_to_finish`.
+  The thread that trains starts the trace. A background thread waits for it,
+  stops it and reads it, while training continues; one or two further steps in
+  it do no harm, since durations are averaged. The file is complete or does not
+  exist. An error is raised by the next step, or by `wait_to_finish`.
   """
 
   def __init__(self, path: str, first_step: int, num_steps: int):
@@ -510,8 +510,8 @@ class ProfileSteps(periodic.PeriodicAction):
 
     Args:
       path: the file to write, a serialized ProfiledInstructionsProto of XLA.
-      first_step: the first step to profile, counted from 1 where this process
-        begins, whatever the number of that step is; at least 2.
+      first_step: the first step to profile, counted from 1 at the first step of
+        this process; at least 2.
       num_steps: how many steps to profile.
     """
     super().__init__(self._write_profile, 'steps', interval=None)

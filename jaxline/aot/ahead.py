@@ -35,7 +35,7 @@ from jaxline.checkpoint import files
 
 # How many arrays of the state, and buffers of a program, a report lists.
 _NUM_LARGEST = 8
-# Above this part of what is needed, the state is what to make smaller first.
+# If the state is more than this part of the memory, it is reduced first.
 _MUCH = 0.5
 
 
@@ -52,7 +52,7 @@ def compile_experiment(
     Whether the run fits, as far as is known.
 
   Raises:
-    chips.TargetError: the config asks for what cannot be compiled.
+    chips.TargetError: the config's target cannot be compiled for.
   """
   directory = pathlib.Path(config.checkpoint_dir) / 'compile'
   directory.mkdir(parents=True, exist_ok=True)
@@ -70,16 +70,16 @@ def make_report(
   config: config_dict.ConfigDict,
   directory: pathlib.Path | None = None,
 ) -> report_lib.Report:
-  """Compiles a run's steps and returns what is known then.
+  """Compiles a run's steps and returns the report.
 
   Args:
     experiment_class: as for `train.train`.
-    config: the run's: `topology` and `num_slices` say what for; without them
-      for the devices of this process.
+    config: the run's, with the target: `topology` and `num_slices`; without
+      them it is the devices of this process.
     directory: where the compiled programs are kept; None keeps none.
 
   Raises:
-    chips.TargetError: the config asks for what cannot be compiled.
+    chips.TargetError: the config's target cannot be compiled for.
   """
   notes: list[str] = []
   devices, target = _target(config, notes)
@@ -146,7 +146,7 @@ def _file_name(target: report_lib.Target) -> str:
 def _target(
   config: config_dict.ConfigDict, notes: list[str]
 ) -> tuple[Sequence[Any], report_lib.Target]:
-  """Returns the devices to compile for, and what they are."""
+  """Returns the devices to compile for, and their description."""
   devices: Sequence[Any]
   if config.topology:
     topology = chips.parse_topology(config.topology)
@@ -307,9 +307,9 @@ def model_flops(
 
 
 def _size(step: _Step, target: report_lib.Target) -> report_lib.Program:
-  """Returns what is known of a step without a compiler."""
+  """Returns the sizes of a step that are known without a compiler."""
   num_bytes = _bytes(step.args)
-  # Whether it fits is not known, unless what it is called with does not.
+  # Whether it fits is not known, unless its arguments do not.
   fits = False if num_bytes > (target.hbm_bytes or math.inf) else None
   return step.program(argument_bytes=num_bytes, fits=fits)
 
@@ -319,7 +319,7 @@ def _compile(
   experiment: sharded.ShardedExperiment,
   target: report_lib.Target,
 ) -> report_lib.Program:
-  """Compiles a step, and reads what came of it."""
+  """Compiles a step, and measures the program."""
   if jax.process_index() == 0:
     print(f'Compiling the {step.name} for {target.name}: minutes.', flush=True)
   lowered = step.jitted.lower(*step.args)
@@ -376,7 +376,7 @@ def _read(
   experiment: sharded.ShardedExperiment,
   target: report_lib.Target,
 ) -> dict[str, Any]:
-  """Returns what the text of a compiled program says."""
+  """Returns the measures of the text of a compiled program."""
   flops = hlo.flops(text)
   hbm_bytes = hlo.bytes_accessed(text)
   partitioner = experiment.partitioner
@@ -425,12 +425,12 @@ def _dcn_part(
   axis_sizes: Mapping[str, int],
   slices: Sequence[int],
 ) -> float:
-  """Returns which part of what is sent must go to other slices.
+  """Returns the fraction of the sent bytes that must go to other slices.
 
-  Of n devices in s slices, for reductions and gathers: within slices first,
-  then between them: (s - 1) / (n - 1). Of an all-to-all, all that is for chips
-  of other slices. Of a permute, everything, since one chip that must send far
-  keeps the others waiting.
+  With n devices in s slices, reductions and gathers work within slices first,
+  then between them: (s - 1) / (n - 1). In an all-to-all, it is the part for
+  chips of other slices. In a permute, it is everything, since all chips wait
+  for one that sends to another slice.
   """
   if not collective.crosses_slices:
     return 0.0
@@ -451,7 +451,7 @@ def _dcn_part(
 
 
 def _bytes(tree: Any) -> int:
-  """Returns what a chip holds of a tree of shapes with shardings."""
+  """Returns the bytes per chip of a tree of shapes with shardings."""
   return counting.state_bytes_per_device(
     tree, jax.tree.map(lambda x: x.sharding, tree)
   )
@@ -460,7 +460,7 @@ def _bytes(tree: Any) -> int:
 def _gradient_bytes(
   experiment: sharded.ShardedExperiment, state: sharded.TrainState
 ) -> int:
-  """Returns what a chip holds of the gradients, if they are all there."""
+  """Returns the bytes of the gradients per chip, if all exist at once."""
 
   def gradient(x: Any) -> Any:
     # Sums over parts of a batch are kept in float32, at least.

@@ -54,11 +54,11 @@ _COMPILED = '/jax/core/compile/backend_compile_duration'
 def identity(
   config: config_dict.ConfigDict, devices: Sequence[Any]
 ) -> dict[str, Any]:
-  """Returns what a run's programs depend on, for `programs.json`.
+  """Returns the values on which a run's programs depend, for `programs.json`.
 
   Args:
     config: the run's.
-    devices: what it runs on, or is compiled for.
+    devices: those that it runs on, or is compiled for.
   """
   kinds = sorted({device.device_kind for device in devices})
   xla_flags = os.environ.get('XLA_FLAGS', '').split()
@@ -126,7 +126,7 @@ def saving(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
       },
     )
     if directory.exists():
-      # Goes with the rest of what is temporary here.
+      # It is removed with the temporary directory.
       directory.rename(pathlib.Path(name) / 'before')
     if found:
       partial.rename(directory)
@@ -134,7 +134,7 @@ def saving(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_nowhere() -> Iterator[None]:
-  """Has what is compiled inside compiled anew: XLA tells only then what it did.
+  """Disables the cache inside, since XLA writes its dump only if it compiles.
 
   Yields:
     Nothing.
@@ -145,13 +145,13 @@ def kept_nowhere() -> Iterator[None]:
 
 @contextlib.contextmanager
 def using(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
-  """Takes programs from a directory, in place of compiling them.
+  """Loads programs from a directory instead of compiling them.
 
-  The log says which were taken; and where one is compiled all the same, in what
-  this run differs from that for which it was saved.
+  The log says which were loaded. If one is compiled nevertheless, it says how
+  this run differs from the one for which it was saved.
 
   Args:
-    directory: what `saving` made.
+    directory: that of `saving`.
     of: the `identity` of this run.
 
   Yields:
@@ -186,9 +186,9 @@ def using(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
 
 
 class _Watch(threading.local):
-  """Hears from JAX what it compiles, and what it has taken instead.
+  """Listens to JAX: which programs it compiles, and which it loads.
 
-  In each thread the two follow each other.
+  In each thread the two events follow each other.
   """
 
   def __init__(
@@ -240,7 +240,7 @@ class _Watch(threading.local):
 def _cache(
   directory: pathlib.Path, min_secs: float
 ) -> contextlib.AbstractContextManager[None]:
-  """Sets JAX's compilation cache, in place of whatever it was."""
+  """Sets JAX's compilation cache, and restores its settings afterwards."""
   settings = {
     'jax_enable_compilation_cache': True,
     'jax_compilation_cache_dir': str(directory),
@@ -290,7 +290,7 @@ def _damaged(directory: pathlib.Path, programs: Mapping[str, str]) -> list[str]:
 def _differences(
   there: Mapping[str, Any], here: Mapping[str, Any]
 ) -> list[str]:
-  """Says in what the programs' run is another than this."""
+  """Returns how the run of the programs differs from this one."""
   there, here = base_config.flat(there), base_config.flat(here)
   return [
     f'{key} {there.get(key)!r}, and here it is {here.get(key)!r}'

@@ -27,7 +27,7 @@ _METHODS = {'train': 'train_input', 'eval': 'eval_input'}
 def input_maker(
   config: Any, split: str, eval_set: str | None = None
 ) -> Callable[[], Any]:
-  """Returns what makes an experiment's input anew, as a run would.
+  """Returns a function that makes an experiment's input, as a run does.
 
   Args:
     config: the run's.

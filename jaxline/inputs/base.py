@@ -223,8 +223,8 @@ def act_as_host(
 ) -> Iterator[None]:
   """Makes the inputs that are built inside those of one host of several.
 
-  For processes that share the rows of a batch, which are one host to the
-  inputs. What `pretend_host` says goes before.
+  For processes that share the rows of a batch: the inputs treat them as one
+  host. `pretend_host` takes precedence.
 
   Args:
     index: which host, from 0.
@@ -300,28 +300,28 @@ def _check_host(index: int, count: int) -> None:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class BaseInput:
-  """One process's batches, and where it stands among them.
+  """The batches of one process, with a position.
 
-  A subclass is a dataclass too where it has fields of its own, and checks them
-  in `__post_init__` after that of this class.
+  A subclass with fields of its own is a dataclass too, and checks them in
+  `__post_init__` after calling that of this class.
 
   Attributes:
-    name: what messages call it; '' is the name of the class.
+    name: its name in messages; '' is the name of the class.
     batch_size: rows that each host reads a batch.
     num_infeed_hosts: how many hosts share the data. None is
       `jax.process_count()`, 0 means 1; afterwards it is the number.
     infeed_host_index: which of them this is; None is `jax.process_index()`.
-    input_random_seed: of the order of the data and what else is random in it.
-      None is 0 where the position is saved, and another number at each start
-      where it is not.
+    input_random_seed: of the order of the data and of other random numbers in
+      it. None is 0 if the position is saved, and another number at each start
+      if it is not.
     is_training: whether it feeds training.
-    reset_for_eval: whether each evaluation begins anew and sees one epoch.
+    reset_for_eval: whether each evaluation is one epoch from its beginning.
     eval_loop_num_batches: batches an evaluation; see the top of this module.
     batch_padding_size: rows of weight 0 that `get_next_padded` adds to each
       batch, for a `batch_size` that does not divide over the devices. One from
       `per_host` does, in training, and needs none.
-    custom_device_order: ids of this process's devices: which one gets the
-      first rows of a batch, which the next. None is the mesh's own order.
+    custom_device_order: ids of this process's devices, in the order in which
+      they get the rows of a batch. None is the order of the mesh.
     input_checkpointing_enabled: whether checkpoints hold the position.
   """
 
@@ -524,10 +524,10 @@ class BaseInput:
     )
 
   def identity(self) -> dict[str, Any]:
-    """Returns what must be the same for a position to mean the same: plain.
+    """Returns the plain values on which the meaning of a position depends.
 
-    A subclass adds what it reads, and in what order. Where a position is one in
-    the global order (`ANY_NUMBER_OF_HOSTS`), the hosts are not part of it.
+    A subclass adds its data and its order. If a position is one in the global
+    order (`ANY_NUMBER_OF_HOSTS`), the hosts are not part of it.
     """
     if self.ANY_NUMBER_OF_HOSTS:
       return {}
@@ -538,7 +538,7 @@ class BaseInput:
     }
 
   def where(self) -> str:
-    """Returns, for messages, what is being read: file and record if known."""
+    """Returns the file and record being read, if known, for messages."""
     return f'batch {self._num_read}'
 
   def settle_seed(self) -> None:
@@ -583,7 +583,7 @@ class BaseInput:
     return self.batch_size * self.num_infeed_hosts
 
   def seed(self) -> int:
-    """Returns the seed to use: `input_random_seed`, or what stands for None."""
+    """Returns the seed to use: `input_random_seed`, or its default."""
     if self.input_random_seed is not None:
       return int(self.input_random_seed)
     if self.saves_position or not self.is_training:
@@ -599,14 +599,14 @@ class BaseInput:
     if self.num_infeed_hosts == 1:
       return seed
     if self.num_infeed_hosts != jax.process_count():
-      # Hosts that are pretended: nobody to agree with, and one order for all.
+      # Of `pretend_host`: there is no other process, and one order for all.
       return 0
     from jax.experimental import multihost_utils
 
     return int(multihost_utils.broadcast_one_to_all(np.int32(seed)))
 
   def describe(self) -> str:
-    """Returns the name and, if it can say it, what is being read."""
+    """Returns the name and, if known, what is being read."""
     try:
       return f'{self.name}, reading {self.where()}'
     except Exception as e:  # What it was asked for is more important.
@@ -663,10 +663,10 @@ class BaseInput:
     return pad_rows(batch, want) if have < want else batch
 
   def peek_padded(self) -> Batch | None:
-    """Returns what `get_next_padded` will, or None at the end of the data.
+    """Returns the next batch of `get_next_padded`; None at the end of the data.
 
-    A state that is saved meanwhile is that in front of the peeked batch: it is
-    not lost. (`get_next` knows nothing of it and reads on behind it.)
+    A state that is saved meanwhile is that before the peeked batch, so the
+    batch is not lost. (`get_next` ignores it and reads the batch after it.)
     """
     if self._peeked is None:
       state = self.get_state() if self.saves_position else None
@@ -722,7 +722,7 @@ class BaseInput:
       yield batch
 
   def get_state(self) -> bytes:
-    """Returns the position: what `set_state` needs to go on exactly here.
+    """Returns the position, for `set_state`.
 
     It counts the batches that were taken from this object: one that reads
     ahead of the training step keeps a state with each batch.
@@ -755,10 +755,10 @@ class BaseInput:
       raise
 
   def set_state(self, state: bytes) -> None:
-    """Goes on where `get_state` was called, in this or another process.
+    """Continues where `get_state` was called, in this or another process.
 
     Args:
-      state: what it returned.
+      state: the value that it returned.
 
     Raises:
       ValueError: it is the state of another input, other data, another order,
@@ -822,10 +822,10 @@ class BaseInput:
 
 
 def rounded_in(state: Any) -> dict[int, int]:
-  """Returns what `Rounding.rounded` was where a state was taken.
+  """Returns the `Rounding.rounded` of the input that a state is from.
 
   Args:
-    state: what `get_state` of any input has returned; None for a new run.
+    state: of `get_state` of any input; None for a new run.
   """
   try:
     rounded = json.loads(state)['rounded']
@@ -927,12 +927,12 @@ class GeneratorInput(BaseInput):
     return next(self._iterator)  # type: ignore[return-value]
 
   def reset(self) -> None:
-    """Calls the function anew."""
+    """Calls the function again."""
     super().reset()
     self._iterator = None
 
   def position(self) -> Any:
-    """Refuses: nobody knows where a generator stands."""
+    """Refuses: a generator has no position."""
     raise NotImplementedError(
       f'The position of {self.name} cannot be saved, since it is a generator:'
       ' after a restart it begins anew. Write a subclass of BaseInput with'
@@ -941,7 +941,7 @@ class GeneratorInput(BaseInput):
 
   @property
   def saves_position(self) -> bool:
-    """False: nobody knows where a generator stands."""
+    """False: a generator has no position."""
     return False
 
 
@@ -954,8 +954,8 @@ def from_generator(
   """Makes an input of a generator function.
 
   Its position cannot be saved: a run that is resumed reads from the beginning
-  again, and says so. Where it draws what it gives at random without a fixed
-  seed, that is no loss.
+  again, and logs so. This does not matter for random data without a fixed
+  seed.
 
   Args:
     function: returns an iterator of dicts of arrays [batch_size, ...]. It may

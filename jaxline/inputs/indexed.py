@@ -113,10 +113,10 @@ class IndexedInput(base.BaseInput, abc.ABC):
     return f'record {record}'
 
   def data_identity(self) -> dict[str, Any]:
-    """Returns what the records are: plain values, as a hash of the data.
+    """Returns plain values that identify the data, such as a hash of it.
 
-    Asked for with every batch. Besides, `identity` has their number, the seed,
-    `shuffle` and `repeat`.
+    It is called with every batch. `identity` adds the number of records, the
+    seed, `shuffle` and `repeat`.
     """
     return {}
 
@@ -165,7 +165,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
   def _computed_order(
     self, epochs: np.ndarray, within: np.ndarray
   ) -> np.ndarray:
-    """Returns records of an order that nobody holds: Grain computes each."""
+    """Returns records of an order that is not stored: Grain computes each."""
     import grain  # Takes a second to import.
 
     # Not Grain's own seeds of epochs, seed + epoch: with them, the second epoch
@@ -206,8 +206,8 @@ class IndexedInput(base.BaseInput, abc.ABC):
     except StopIteration:
       raise
     except BaseException as e:
-      # Grain's threads and workers are further on than what was given: who
-      # tries again begins at the same batch.
+      # Grain's threads and workers have read further than the batches that were
+      # given: a second try must begin at the same batch.
       self.close()
       explain_dead_worker(e)
       raise
@@ -217,7 +217,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
     return batch
 
   def _start(self) -> Any:
-    """Starts to read where this input stands; Grain has the workers."""
+    """Starts to read at the position; the workers are Grain's."""
     # Threads and workers must not draw a seed each.
     self.seed()
     if self.repeat:
@@ -226,10 +226,10 @@ class IndexedInput(base.BaseInput, abc.ABC):
       num_batches = self._num_batches_left()
     reader = self
     if self.num_workers:
-      # They get the fields, and none of what is kept here.
+      # They get the fields, but no peeked batch.
       reader = copy.copy(self)
       reader._peeked = None
-    # Fixed here: `_given` goes on.
+    # Fixed here, since `_given` changes.
     batch = functools.partial(reader._batch, self._given)
     if not self.num_threads and not self.num_workers:
       # Nothing to read ahead: Grain's iterator alone would cost as much as it
@@ -257,7 +257,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
     if self.repeat:
       return self._read(positions)
     real = positions[positions < self._checked_num_records()]
-    # Without a row of its own, a host still needs to know what rows are like.
+    # A host without rows still needs their shapes and types.
     batch = self._read(real if real.size else np.zeros(1, np.int64))
     if not real.size:
       batch = jax.tree.map(lambda x: x[:0], batch)
@@ -340,7 +340,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
     self._given = given
 
   def identity(self) -> dict[str, Any]:
-    """Returns what fixes the global order."""
+    """Returns the values on which the global order depends."""
     return {
       'num_records': self.num_records(),
       'repeat': self.repeat,
@@ -368,7 +368,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
     iterator, self._iterator = self._iterator, None
     if not hasattr(iterator, 'close'):
       return
-    # Grain waits for what its workers are reading, however long that takes.
+    # Grain waits until its workers have read their batches, for any time.
     closing = threading.Thread(target=iterator.close, daemon=True)
     closing.start()
     closing.join(_MAX_CLOSE_SECS)
@@ -465,14 +465,14 @@ def start_worker(index: int, count: int) -> None:
 
 
 def not_an_end(error: Exception) -> Exception:
-  """Returns an error that nobody takes for the end of the data.
+  """Returns an error that does not mean the end of the data.
 
   Args:
-    error: what a reader of records raised.
+    error: of a reader of records.
 
   Returns:
-    It, or a `RuntimeError` in the place of `StopIteration` and TensorFlow's
-    `OutOfRangeError`, as generators do it.
+    The error, or a `RuntimeError` instead of `StopIteration` and TensorFlow's
+    `OutOfRangeError`, as in generators.
   """
   if not isinstance(error, StopIteration) and not base.is_out_of_range(error):
     return error
@@ -518,7 +518,7 @@ def _sender_class() -> type:
 
 
 def _picklable(error: Exception) -> Exception:
-  """Returns an error, or what stands for it where it cannot be pickled."""
+  """Returns an error, or a substitute if it cannot be pickled."""
   try:
     pickle.loads(pickle.dumps(error))
   except Exception:
@@ -530,10 +530,10 @@ def _picklable(error: Exception) -> Exception:
 
 
 def own_arrays(tree: Any) -> Any:
-  """Returns a copy of what came from a worker, outside the shared memory.
+  """Returns a copy of a worker's batch, outside the shared memory.
 
-  There is little of that, it takes a file descriptor an array, and nobody knows
-  how long a batch is kept.
+  Shared memory is small and takes a file descriptor per array, and a batch may
+  be kept for long.
   """
   return jax.tree.map(
     lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree
@@ -541,7 +541,7 @@ def own_arrays(tree: Any) -> Any:
 
 
 def explain_dead_worker(error: BaseException) -> None:
-  """Says what Grain's error about a worker that died does not."""
+  """Adds an explanation to Grain's error about a worker that died."""
   if 'terminated unexpectedly' in str(error):
     error.add_note(
       'Exit code -9 is a kill, by the system most often when memory ran out; -7'

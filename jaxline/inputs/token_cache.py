@@ -545,7 +545,7 @@ def _load_uncached(
 
 
 class _DamagedError(ValueError):
-  """A file of the cache is not there, or is not what was written."""
+  """A file of the cache is missing, or is not as it was written."""
 
 
 class _OldFormatError(_DamagedError):
@@ -562,12 +562,12 @@ def _open(
 
   Args:
     folder: of one key.
-    tokenizer: what made them.
-    description: what the metadata must say.
-    names: which files the documents can be of; None for any.
+    tokenizer: the one that made them.
+    description: the expected metadata.
+    names: the files that the documents may be from; None for any.
 
   Returns:
-    The splits; None where there is no such folder.
+    The splits; None if the folder does not exist.
 
   Raises:
     _DamagedError: they are not as they were written; says which file.
@@ -825,7 +825,7 @@ def _crc_of(values: dict[str, Any]) -> int:
 
 
 def _read_sealed(path: pathlib.Path, max_bytes: int) -> dict[str, Any]:
-  """Returns what `_sealed` was given; of format 1, what is there."""
+  """Returns the argument of `_sealed`; of format 1, the whole content."""
   with _open_regular(path) as f:
     if os.fstat(f.fileno()).st_size > max_bytes:
       raise _DamagedError(f'{path.name} has more than {max_bytes} bytes')
@@ -925,9 +925,9 @@ def _host() -> str:
 
 
 def _remove_leftovers(root: pathlib.Path, key: str) -> None:
-  """Removes what killed builders left: here now, on other hosts a day old."""
+  """Removes leftovers of killed builders; of other hosts, if a day old."""
   for path in root.glob('*.tmp'):
-    # Whoever has the lock is the only one to build this key on this host.
+    # Only the process with the lock builds this key on this host.
     is_dead = path.name.startswith(f'{key}.{_host()}.')
     try:
       newest = max(p.stat().st_mtime for p in [path, *path.iterdir()])
@@ -1088,7 +1088,7 @@ class _Build:
   def _join(
     self, folder: pathlib.Path, split: str, parts: list[_Part]
   ) -> dict[str, Any]:
-    """Makes the parts of a split one; returns what `_map` needs of it."""
+    """Joins the parts of a split; returns their metadata for `_map`."""
 
     def join(suffix: str, bases: list[int] | None, header: bool) -> None:
       name = f'{split}.{suffix}.' + ('npy' if header else 'bin')

@@ -65,7 +65,7 @@ class Guard(periodic.Action):
     warn: Callable[[int, list[str], str], None] | None = None,
     steps_late: int = 1,
   ):
-    """Sets what is judged, and when it is an error.
+    """Sets the experiment to judge, and what is an error.
 
     Args:
       experiment: the one in training.
@@ -261,7 +261,7 @@ def _nonfinite(step: int, numbers: list[tuple[str, Any]]) -> dict[str, str]:
 
 
 def _to_host(x: Any) -> np.ndarray:
-  """Returns a number, or what this host has of an array."""
+  """Returns a number, or the part of an array that is on this host."""
   if isinstance(x, jax.Array) and not x.is_fully_replicated:
     shards = [np.asarray(shard.data) for shard in x.addressable_shards]
     return np.concatenate([[], *(shard.ravel() for shard in shards)])

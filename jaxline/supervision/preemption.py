@@ -71,9 +71,9 @@ class Watch:
   """Handles SIGTERM and SIGINT while a run is inside of it.
 
   The first signal decides the exit code; a later SIGTERM changes nothing. The
-  second SIGINT ends the process at once, whatever its threads do. Signals that
-  are ignored (nohup, a shell's background jobs) stay ignored. A signal for
-  which the program has a Python handler of its own is left to that handler.
+  second SIGINT ends the process at once, in any state of its threads. Ignored
+  signals (nohup, a shell's background jobs) stay ignored. A signal for which
+  the program has its own Python handler is left to that handler.
 
   Python drops exceptions that a handler raises inside `__del__` or a callback
   of the garbage collector, of which JAX has one. So Preempted is raised again
