@@ -92,11 +92,6 @@ def _shorten(value: Any) -> str:
   return f'{value:.0f}' if 1e4 <= abs(value) < 1e9 else f'{value:.4g}'
 
 
-# ---------------------------------------------------------------------------
-# Decorators.
-# ---------------------------------------------------------------------------
-
-
 class MultiWriter(MetricWriter):
   """Hands each record to several writers.
 
@@ -317,11 +312,6 @@ def _to_host(kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
   if kind == 'texts':
     return values
   return {name: np.asarray(array) for name, array in values.items()}
-
-
-# ---------------------------------------------------------------------------
-# Backends by name.
-# ---------------------------------------------------------------------------
 
 
 def _make_tensorboard(
