@@ -38,11 +38,6 @@ to_scalars = values_lib.to_scalars
 to_step = values_lib.to_step
 
 
-# ---------------------------------------------------------------------------
-# Decorators.
-# ---------------------------------------------------------------------------
-
-
 class MultiWriter(MetricWriter):
   """Hands each record to several writers.
 
@@ -268,11 +263,6 @@ def _to_host(kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
   if kind == 'texts':
     return values
   return {name: np.asarray(array) for name, array in values.items()}
-
-
-# ---------------------------------------------------------------------------
-# Backends by name.
-# ---------------------------------------------------------------------------
 
 
 def _make_tensorboard(
