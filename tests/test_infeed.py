@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxline import async_lib
+from jaxline import goodput
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline.inputs import base
@@ -231,6 +232,14 @@ def test_wait_fraction_excludes_compilation(clock):
   clock.steps(1, wait=0, takes=4)
   clock.steps(1, wait=2, takes=0)
   assert clock.feed.wait_fraction == 4 / 10
+
+
+def test_waits_are_accounted_for(clock):
+  before = goodput.spent()['input wait']
+  with goodput.run(), goodput.measure('steps'):
+    clock.steps(4, wait=0.25, takes=1)
+    clock.steps(4, wait=0.00005, takes=1)  # It was ready.
+  assert goodput.spent()['input wait'] - before == 1
 
 
 def test_a_slow_input_is_warned_of(clock, caplog):
