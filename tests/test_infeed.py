@@ -534,6 +534,31 @@ def test_the_wait_is_reported():
   assert all(0 <= row['input_wait_fraction'] <= 1 for row in rows)
 
 
+def test_the_wait_is_no_part_of_the_compilation(monkeypatch):
+  # As in a process of its own, in which nobody else listens.
+  goodput.listen()
+  jax.monitoring.unregister_event_duration_listener(goodput._on_end)
+  jax.monitoring.unregister_scalar_listener(goodput._on_start)
+  jax.monitoring.unregister_event_listener(goodput._on_event)
+  monkeypatch.setattr(goodput, '_is_listening', False)
+
+  class Slow(regression.Regression):
+    def loss_fn(self, *args):
+      time.sleep(2)  # While it is traced.
+      return super().loss_fn(*args)
+
+    def train_input(self):
+      while True:
+        time.sleep(0.02)
+        yield regression.examples(0, ROWS)
+
+  experiment = make(Slow)
+  rows = steps(experiment, 14)
+  experiment._close_input()
+  # Ten batches were waited for: 0.2 s, and not of 2.2 s.
+  assert rows[-1]['input_wait_fraction'] > 0.15
+
+
 # An epoch is 50 / 16 batches. To start processes takes seconds.
 @pytest.mark.parametrize(
   ('after', 'num_workers'), [(1, 0), (3, 0), (4, 0), (3, 2)]

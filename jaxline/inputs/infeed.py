@@ -61,6 +61,7 @@ class Infeed:
       stall_secs: after a step has waited that long, the log says so and names
         the position of the source; None disables the warning.
     """
+    goodput.listen()
     self.source = source
     self.position: Any = None
     self._error: Exception | None = None
