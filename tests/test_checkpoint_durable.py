@@ -1939,7 +1939,7 @@ def test_restore_from_what_is_damaged_or_does_not_fit(run, tmp_path):
   _flip(series_path(tmp_path, run='other') / '5' / 'checkpoint.json')
   before = tree_of(tmp_path / 'other')
   checkpointer = run(restore_from=str(tmp_path / 'other'))
-  with pytest.raises(files.DamagedError, match=r'/5 is .*checkpoint\.json'):
+  with pytest.raises(files.DamagedError, match=r'checkpoint\.json is not as'):
     restore(checkpointer, weights())
   checkpointer = run(
     directory=tmp_path / 'third', restore_from=str(tmp_path / 'other:3')

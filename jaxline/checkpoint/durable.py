@@ -766,9 +766,7 @@ def _foreign(where: str) -> pathlib.Path:
       ' Mount the bucket and give the path it has here.'
     )
   try:
-    path = inspection.find(where).path
-  except files.DamagedError:
-    raise
+    path = inspection.newest(where)
   except ValueError as e:
     raise errors.UsageError(f'config.restore_from is {where!r}: {e}') from e
   return path.with_name(distributed.of_chief(path.name))

@@ -127,6 +127,18 @@ def _locate(
   }
 
 
+def newest(where: Place) -> pathlib.Path:
+  """Returns one checkpoint, the newest where no step is named.
+
+  Raises:
+    ValueError: there is none; says which there are.
+  """
+  paths = next(filter(None, _locate(where)[1].values()), None)
+  if paths is None:
+    raise ValueError(f'{os.fspath(where)} has no checkpoint yet.')
+  return paths[-1]
+
+
 def find(where: Place) -> 'Checkpoint':
   """Finds one checkpoint, the newest where no step is named.
 
@@ -135,11 +147,8 @@ def find(where: Place) -> 'Checkpoint':
     files.DamagedError: what it says of itself is not as it was written.
   """
   while True:
-    paths = next(filter(None, _locate(where)[1].values()), None)
-    if paths is None:
-      raise ValueError(f'{os.fspath(where)} has no checkpoint yet.')
     with contextlib.suppress(GoneError):  # There may be a newer one.
-      return Checkpoint(paths[-1])
+      return Checkpoint(newest(where))
 
 
 class Checkpoint(files.Listing):
