@@ -34,6 +34,7 @@ from jaxline.inputs import infeed
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite as nonfinite_lib
+from jaxline.supervision import recompilation
 
 # The names of `train_step` that experiments use.
 Batch = step_lib.Batch
@@ -71,6 +72,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   Attributes:
     SKIPS_NONFINITE: that `on_nonfinite = 'skip'` is supported.
     run_config: the config of the run; None if the constructor got none.
+    traced_batch: the shapes of the batch for which the step was last compiled.
   """
 
   PER_PROCESS_ENTRIES = ('input',)
@@ -146,8 +148,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # was taken last.
     self._infeed: infeed.Infeed | None = None
     self._position: Any = None
-    # The shapes of the batch for which the step was last compiled.
-    self._traced_batch: Any = None
+    self.traced_batch: Any = None
     # Evaluation set -> its input, if it goes on between evaluations, and the
     # number of evaluations that this has fed.
     self._rolling: dict[str, inputs.BaseInput | None] = {}
@@ -297,16 +298,12 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def _warn_of_another_shape(self, batch: Batch) -> None:
     """Warns of a batch for which the step, while traced, is compiled again."""
-    shapes = jax.tree.map(jax.typeof, dict(batch))
-    before, self._traced_batch = self._traced_batch, shapes
+    shapes = jax.tree.map(jax.typeof, batch)
+    before, self.traced_batch = self.traced_batch, shapes
     if before and (
       lines := experiment.differences(shapes, before, 'now', 'before', 'batch')
     ):
-      logging.warning(
-        'train_input gave a batch of another shape or type, for which the step'
-        ' is compiled anew; pad its batches to one shape, or to few.\n%s',
-        '\n'.join(lines),
-      )
+      recompilation.warn_of_batch(lines)
 
   @functools.cached_property
   def compiled_eval_step(self) -> Callable[..., Any]:

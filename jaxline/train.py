@@ -446,13 +446,14 @@ class _Training:
   def _default_actions(self) -> list[periodic.Action]:
     """Returns what every training does at intervals: log, write, save."""
     config, log = self._run.config, self._run.log
+    add_rates = rates.Rates(self.experiment)
 
     def logging_action(
       fn: Callable[..., None], **kwargs: Any
     ) -> periodic.PeriodicAction:
       @functools.wraps(fn)  # Messages name the function.
       def write(step: int, scalars: Mapping[str, Any]) -> None:
-        fn(step, rates.add_rates(self.guard.without_flag(scalars)))
+        fn(step, add_rates(self.guard.without_flag(scalars)))
 
       defaults = {
         'interval_type': config.logging_interval_type or config.interval_type,

@@ -20,6 +20,10 @@ from jaxline import base_config
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 LEAVES = (
+  'aot.chips',
+  'aot.counting',
+  'aot.hlo',
+  'aot.hlo_text',
   'async_lib',
   'compat',
   'debug',

@@ -638,7 +638,7 @@ def test_rates_are_made_of_what_is_counted_per_step():
     'seconds_per_step': 0.5,
   }
   assert (
-    rates.add_rates(
+    rates.Rates(None)(
       {'steps_per_sec': 2.0, 'examples_per_step': np.array(3, np.int32)}
     )['examples_per_sec']
     == 6.0

@@ -100,6 +100,7 @@ def test_it_learns_reports_and_samples(config, checkpointer):
     'learning_rate',
     'loss',
     'steps_per_sec',
+    'tflops_per_sec',
     'tokens_per_sec',
     'tokens_per_step',
   }

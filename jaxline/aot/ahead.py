@@ -33,8 +33,6 @@ from jaxline.aot import programs
 from jaxline.aot import report as report_lib
 from jaxline.checkpoint import files
 
-# The forward pass, and for the backward pass one product for each operand.
-_PRODUCTS_IN_TRAINING = 3
 # How many arrays of the state, and buffers of a program, a report lists.
 _NUM_LARGEST = 8
 # Above this part of what is needed, the state is what to make smaller first.
@@ -305,7 +303,7 @@ def model_flops(
   # outside of the pipeline, such as the logits, is taken to be within, and so
   # comes out too low: by 0.4% of the whole for GPT-3 3B in 8 stages.
   flops *= 1 - experiment.bubble_fraction
-  return _PRODUCTS_IN_TRAINING * flops if is_training else flops
+  return counting.PRODUCTS_IN_TRAINING * flops if is_training else flops
 
 
 def _size(step: _Step, target: report_lib.Target) -> report_lib.Program:

@@ -37,9 +37,10 @@ class Chip:
       the system keeps for itself, where that is known.
     hbm_bandwidth: bytes/s.
     ici_links: to neighbours, on the fast network: of a TPU, one for each
-      direction of each dimension of its torus.
+      direction of each dimension of its torus; 0 where it is not known.
     ici_link_bandwidth: bytes/s of one link, one way.
-    dcn_bandwidth: bytes/s of a chip's share of its host's network, one way.
+    dcn_bandwidth: bytes/s of a chip's share of its host's network, one way; 0
+      where it is not known.
     largest: of a TPU, the largest slice, by dimensions.
   """
 
@@ -112,6 +113,20 @@ _TPUS = (
   ),
 )
 
+# https://cloud.google.com/tpu/docs/tpu7x: 2307 TFLOP/s, 192 GiB and 7380 GB/s a
+# chip, of which JAX makes two devices. It is here for utilization: nothing is
+# compiled for topologies of it.
+_TPU_7X = Chip(
+  name='v7x',
+  device_kinds=('TPU7x',),
+  peak_flops=2307 / 2 * _TERA,
+  hbm_bytes=96 * _GIB,
+  hbm_bandwidth=7380 / 2 * _GB,
+  ici_links=0,
+  ici_link_bandwidth=0.0,
+  dcn_bandwidth=0.0,
+)
+
 
 def _gpu(
   name: str,
@@ -119,9 +134,9 @@ def _gpu(
   tflops: float,
   gigabytes: float,
   hbm: float,
-  links: int,
-  link: float,
-  dcn: float,
+  links: int = 0,
+  link: float = 0.0,
+  dcn: float = 0.0,
 ) -> Chip:
   return Chip(
     name=name,
@@ -144,6 +159,20 @@ _GPUS = (
   _gpu('H100', 'NVIDIA H100 80GB HBM3', 989, 80, 3350, 18, 25, 50),
   _gpu('H200', 'NVIDIA H200', 989, 141, 4800, 18, 25, 50),
   _gpu('B200', 'NVIDIA B200', 2250, 180, 8000, 18, 50, 50),
+  # Cards of other makers' machines, whose networks differ: no bounds for what
+  # they send. TFLOP/s with sums in float32. Of the GeForce and RTX cards:
+  # NVIDIA's white papers on the Ampere GA102 and the Ada architecture.
+  _gpu('A100-40GB-PCIe', 'NVIDIA A100-PCIE-40GB', 312, 40, 1555),
+  _gpu('A100-80GB-PCIe', 'NVIDIA A100 80GB PCIe', 312, 80, 1935),
+  _gpu('H100-PCIe', 'NVIDIA H100 PCIe', 756, 80, 2000),
+  _gpu('H100-NVL', 'NVIDIA H100 NVL', 835, 94, 3900),
+  _gpu('GH200', 'NVIDIA GH200 480GB', 989, 96, 4000),
+  _gpu('A10G', 'NVIDIA A10G', 70, 24, 600),
+  _gpu('L4', 'NVIDIA L4', 121, 24, 300),
+  _gpu('L40S', 'NVIDIA L40S', 362, 48, 864),
+  _gpu('RTX-3090', 'NVIDIA GeForce RTX 3090', 71, 24, 936),
+  _gpu('RTX-4090', 'NVIDIA GeForce RTX 4090', 165.2, 24, 1008),
+  _gpu('RTX-A6000', 'NVIDIA RTX A6000', 154.8, 48, 768),
 )
 
 # libtpu's default splits a v4 chip into two devices; on real machines its two
@@ -247,7 +276,7 @@ def parse_topology(name: str) -> Topology:
 
 def chip_of(device: Any) -> Chip | None:
   """Returns the chip that a device is; None where its peaks are not known."""
-  for chip in (*_TPUS, *_GPUS):
+  for chip in (*_TPUS, _TPU_7X, *_GPUS):
     if device.device_kind in chip.device_kinds:
       return chip
   return None

@@ -17,6 +17,9 @@ import jax
 
 from jaxline.aot import hlo
 
+# The forward pass, and for the backward pass one product for each operand.
+PRODUCTS_IN_TRAINING = 3
+
 
 def flops(function: Any, *args: Any) -> float:
   """Returns the FLOPs of a program's matrix products and convolutions.
@@ -35,6 +38,18 @@ def flops(function: Any, *args: Any) -> float:
   if jaxpr is None:
     jaxpr = jax.make_jaxpr(function)(*args)
   return _jaxpr_flops(jaxpr)
+
+
+def forward_flops(jaxpr: Any) -> float:
+  """Returns the FLOPs of the products in the forward pass of a traced gradient.
+
+  What a backward pass computes again is left out, as is all outside of
+  `jax.grad`. So are gradients that the differentiated function takes itself.
+
+  Args:
+    jaxpr: that of a function that calls `jax.grad` or `jax.value_and_grad`.
+  """
+  return _jaxpr_flops(jaxpr, _OUTSIDE)
 
 
 def state_bytes_per_device(shapes: Any, shardings: Any) -> int:
@@ -58,16 +73,31 @@ def state_bytes_per_device(shapes: Any, shardings: Any) -> int:
   return sum(jax.tree.leaves(sizes))
 
 
-def _jaxpr_flops(jaxpr: Any) -> float:
-  return sum(_equation_flops(equation) for equation in jaxpr.eqns)
+# What of a program is counted: all of it; or the products of a forward pass,
+# which JAX has named 'jvp' and not 'transpose', looked for outside of it, and
+# inside.
+_ALL, _OUTSIDE, _INSIDE = range(3)
 
 
-def _equation_flops(equation: Any) -> float:
+def _jaxpr_flops(jaxpr: Any, counted: int = _ALL) -> float:
+  return sum(_equation_flops(equation, counted) for equation in jaxpr.eqns)
+
+
+def _equation_flops(equation: Any, counted: int) -> float:
   name, params = equation.primitive.name, equation.params
+  if counted != _ALL:
+    # The other entries are scopes, which have the names of the model's layers.
+    stack = equation.source_info.name_stack.stack
+    made_by = [x.name for x in stack if type(x).__name__ == 'Transform']
+    if 'transpose' in made_by:
+      return 0.0
+    counted = _INSIDE if 'jvp' in made_by else counted
   if count := _PRODUCTS.get(name.removesuffix('_wrapper')):
+    if counted == _OUTSIDE:
+      return 0.0
     shapes = [getattr(v.aval, 'shape', ()) for v in equation.invars]
     return float(count(shapes, equation.outvars[0].aval.shape, params))
-  inner = [_jaxpr_flops(jaxpr) for jaxpr in _jaxprs(params)]
+  inner = [_jaxpr_flops(jaxpr, counted) for jaxpr in _jaxprs(params)]
   if name == 'cond':
     return max(inner)
   if name == 'while':

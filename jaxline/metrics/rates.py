@@ -1,24 +1,123 @@
-"""Scalars that are computed from a step's own: what it does per second."""
+"""Scalars that the loop adds to those of a step: rates, utilization, memory.
 
-from collections.abc import Mapping
+All is done where the scalars are written, on the writer's thread, and only with
+scalars that are due: those with `steps_per_sec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from absl import logging
+import jax
+
+from jaxline import debug
+from jaxline.aot import chips
+from jaxline.aot import counting
 from jaxline.metrics import writers
 
 # What a step may count, and is then logged per second too.
 _COUNTS = ('tokens_per_step', 'examples_per_step')
+_TERA = 1e12
+_GIB = 2.0**30
 
 
-def add_rates(scalars: Mapping[str, Any]) -> dict[str, Any]:
-  """Adds the rates of what a step counts, where its time is known.
+class Rates:
+  """Adds the rates of an experiment in training to its scalars.
 
-  Args:
-    scalars: of a step; `steps_per_sec` is with those that are due.
+  - `tokens_per_sec` and `examples_per_sec`, of what the step counts;
+  - `tflops_per_sec`: 10^12 FLOPs of the model a second, for each device, where
+    the experiment is sharded: three times those of the products of the forward
+    pass, as `--jaxline_mode=compile` reports them;
+  - `mfu`: that as a part of the bfloat16 peak of the device, where it is known;
+  - `device_memory_gib`: in use now, on the local device that has most in use,
+    where the backend tells.
   """
-  logged = dict(scalars)
-  if 'steps_per_sec' in scalars:
+
+  def __init__(self, experiment: Any):
+    """Counts nothing yet.
+
+    Args:
+      experiment: the experiment in training.
+    """
+    self._experiment = experiment
+    self._batch: Any = None
+    self._flops = 0.0
+
+  def __call__(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the scalars of a step with those that are added.
+
+    Args:
+      scalars: of a step, on the host.
+    """
+    added = dict(scalars)
+    if 'steps_per_sec' not in scalars:
+      return added
+    steps_per_sec = scalars['steps_per_sec']
     counts = {k: scalars[k] for k in _COUNTS if k in scalars}
     for name, count in writers.to_scalars(counts).items():
-      rate = count * scalars['steps_per_sec']
-      logged[name.replace('_per_step', '_per_sec')] = rate
-  return logged
+      added[name.replace('_per_step', '_per_sec')] = count * steps_per_sec
+    if flops := self._step_flops():
+      rate = flops * steps_per_sec / jax.device_count()
+      added['tflops_per_sec'] = rate / _TERA
+      if chip := chips.chip_of(jax.local_devices()[0]):
+        added['mfu'] = rate / chip.peak_flops
+    if (num_bytes := bytes_in_use(jax.local_devices())) is not None:
+      added['device_memory_gib'] = num_bytes / _GIB
+    return added
+
+  def _step_flops(self) -> float:
+    """Returns the FLOPs of the model in a step; 0 where they are not known."""
+    batch = getattr(self._experiment, 'traced_batch', None)
+    # Op by op nothing is traced, and a trace would enter breakpoints again.
+    if batch is None or debug.settings.disable_pmap_jit:
+      return 0.0
+    if batch is not self._batch:
+      self._batch = batch
+      try:
+        self._flops = model_flops(self._experiment, batch)
+      except Exception:  # A number in the log is no reason to end the run.
+        self._flops = 0.0
+        logging.warning(
+          'The FLOPs of the step could not be counted: there will be no'
+          ' tflops_per_sec and no mfu.',
+          exc_info=True,
+        )
+    return self._flops
+
+
+def model_flops(experiment: Any, batch: Any) -> float:
+  """Returns the FLOPs that the model needs for a training step, in all.
+
+  They are counted in the step that JAX has traced already, which takes
+  milliseconds.
+
+  Args:
+    experiment: a `ShardedExperiment`.
+    batch: the shapes of the batch that the step was traced for.
+  """
+  args = experiment.abstract_state(), batch, experiment.abstract_rng()
+  traced = experiment.compiled_train_step.trace(*args)
+  # Bubbles of a pipeline are computed, and are no part of the model.
+  forward = counting.forward_flops(traced.jaxpr)
+  return (
+    counting.PRODUCTS_IN_TRAINING * forward * (1 - experiment.bubble_fraction)
+  )
+
+
+def bytes_in_use(devices: Sequence[Any]) -> int | None:
+  """Returns the most memory that is in use on one of some devices.
+
+  Args:
+    devices: of this process.
+
+  Returns:
+    None where the backend does not tell.
+  """
+  try:
+    stats = [device.memory_stats() or {} for device in devices]
+  except (NotImplementedError, jax.errors.JaxRuntimeError):
+    return None
+  found = [s['bytes_in_use'] for s in stats if 'bytes_in_use' in s]
+  return max(found, default=None)

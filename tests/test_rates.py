@@ -1,0 +1,203 @@
+"""Scalars of a step's rates: FLOPs, their part of a peak, memory in use."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxline import debug
+from jaxline import metrics as metrics_lib
+from jaxline import sharded
+from jaxline import train
+from jaxline.aot import ahead
+from jaxline.aot import chips
+from jaxline.aot import counting
+from jaxline.metrics import rates
+from tests.experiments import regression
+
+ROWS, WIDTH, HIDDEN = 16, 8, 32
+FORWARD = 2 * ROWS * HIDDEN * (WIDTH + HIDDEN + 1)
+
+
+class Model(sharded.ShardedExperiment):
+  """Three products, the second one computed again by the backward pass."""
+
+  traced = 0
+
+  def init_fn(self, rng):
+    shapes = {
+      'a': [WIDTH, HIDDEN],
+      'b': [HIDDEN, HIDDEN],
+      'c': [HIDDEN, 1],
+    }
+    return {k: 0.1 * jnp.ones(shape) for k, shape in shapes.items()}, {}
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    type(self).traced += is_training
+    # Scopes may have the names of transformations.
+    with jax.named_scope('transpose'):
+      x = jnp.tanh(batch['x'] @ params['a'])
+    x = jax.checkpoint(lambda x: jnp.tanh(x @ params['b']))(x)
+    loss = metrics_lib.Mean.of(
+      jnp.square(x @ params['c'])[:, 0], batch['weights']
+    )
+    return loss.compute(), {'loss': loss}, model_state
+
+  def make_optimizer(self):
+    return optax.sgd(0.1)
+
+  def step_scalars(self, state, grads, updates):
+    # Outside of the gradient: no part of the model.
+    return {'norm': jnp.linalg.norm(grads['b'] @ grads['b'])}
+
+  def train_input(self):
+    while True:
+      yield {'x': np.ones([ROWS, WIDTH], np.float32)}
+
+  def eval_input(self):
+    return [{'x': np.ones([ROWS, WIDTH], np.float32)}]
+
+
+class Writes:
+  def __init__(self):
+    self.records = []
+
+  def write_scalars(self, global_step, scalars):
+    self.records.append((global_step, dict(scalars)))
+
+
+def trained(cls=Model, **changes):
+  """Returns what a training of four steps has written."""
+  config = regression.get_config(4)
+  config.update(
+    checkpointer='memory', interval_type='steps', log_train_data_interval=2
+  )
+  config.update(changes)
+  writer = Writes()
+  train.Run(cls, config, writer=writer).train()
+  return writer.records
+
+
+def test_the_flops_of_a_step_are_those_of_its_forward_pass_three_times():
+  Model.traced = 0
+  records = trained()
+  assert [step for step, _ in records] == [2, 4]
+  for _, scalars in records:
+    expected = 3 * FORWARD * scalars['steps_per_sec'] / jax.device_count()
+    assert scalars['tflops_per_sec'] == pytest.approx(expected / 1e12)
+    # CPUs have no published peak, and do not tell their memory.
+    assert not {'mfu', 'device_memory_gib'} & set(scalars)
+  assert Model.traced == 1
+
+
+def test_they_are_those_that_the_compile_mode_reports():
+  for changes in ({}, {'gradient_accumulation_steps': 2}):
+    config = regression.get_config(1)
+    config.update(changes)
+    experiment = Model('train', jax.random.PRNGKey(0), run_config=config)
+    batch = experiment.abstract_batch(is_training=True)
+    expected = ahead.model_flops(experiment, batch, is_training=True)
+    assert rates.model_flops(experiment, batch) == expected > 0
+
+
+def test_what_pipelines_do_in_vain_is_no_part_of_the_model():
+  class Bubbles(Model):
+    bubble_fraction = 0.25
+
+  experiment = Bubbles('train', jax.random.PRNGKey(0))
+  batch = experiment.abstract_batch(is_training=True)
+  assert rates.model_flops(experiment, batch) == 3 * FORWARD * 0.75
+
+
+def test_the_part_of_the_peak(monkeypatch):
+  chip = chips.chip_of(types.SimpleNamespace(device_kind='NVIDIA H100 PCIe'))
+  monkeypatch.setattr(chips, 'chip_of', lambda device: chip)
+  for _, scalars in trained():
+    assert scalars['mfu'] == pytest.approx(
+      scalars['tflops_per_sec'] / (chip.peak_flops / 1e12)
+    )
+
+
+def test_a_batch_of_another_shape_counts_anew():
+  class Growing(Model):
+    def train_input(self):
+      for rows in (ROWS, ROWS, 2 * ROWS, 2 * ROWS):
+        yield {'x': np.ones([rows, WIDTH], np.float32)}
+
+  experiment = Growing('train', jax.random.PRNGKey(0))
+  add_rates = rates.Rates(experiment)
+  assert add_rates({'steps_per_sec': 1.0}) == {'steps_per_sec': 1.0}
+  key = experiment.initialize_train_step_rng(jax.random.PRNGKey(0))
+  found = []
+  for step in range(4):
+    experiment.step(global_step=step, rng=key, writer=None)
+    added = add_rates({'steps_per_sec': 1.0})['tflops_per_sec']
+    found.append(added * 1e12 * jax.device_count())
+  assert found == pytest.approx([3 * FORWARD * n for n in (1, 1, 2, 2)])
+
+
+def test_flops_that_cannot_be_counted_are_no_error(caplog, monkeypatch):
+  monkeypatch.setattr(counting, 'forward_flops', lambda jaxpr: 1 / 0)
+  records = trained()
+  assert len(records) == 2
+  assert not any('tflops_per_sec' in scalars for _, scalars in records)
+  said = [r for r in caplog.records if 'could not be counted' in r.message]
+  assert [r.exc_info[0] for r in said] == [ZeroDivisionError]
+
+
+def test_op_by_op_there_are_none(monkeypatch):
+  monkeypatch.setattr(debug.settings, 'disable_pmap_jit', True)
+  assert not any('tflops_per_sec' in scalars for _, scalars in trained())
+
+
+def test_memory_in_use(monkeypatch):
+  def device(**stats):
+    return types.SimpleNamespace(memory_stats=lambda: stats or None)
+
+  def refuses():
+    raise NotImplementedError
+
+  found = [device(bytes_in_use=3 << 30), device(bytes_in_use=5 << 30, other=1)]
+  assert rates.bytes_in_use(found) == 5 << 30
+  assert rates.bytes_in_use([*found, device()]) == 5 << 30
+  assert rates.bytes_in_use([device(), device(other=1)]) is None
+  refusing = types.SimpleNamespace(memory_stats=refuses)
+  assert rates.bytes_in_use([*found, refusing]) is None
+  monkeypatch.setattr(rates, 'bytes_in_use', lambda devices: 5 << 29)
+  for _, scalars in trained():
+    assert scalars['device_memory_gib'] == 2.5
+
+
+def test_scalars_that_are_not_due_get_none():
+  every = trained(log_all_train_data=True)
+  assert [step for step, _ in every] == [1, 2, 3, 4]
+  assert ['tflops_per_sec' in scalars for _, scalars in every] == [0, 1, 0, 1]
+
+
+def test_the_forward_pass_of_other_programs():
+  x, w = np.ones([2, 3], np.float32), np.ones([3, 3], np.float32)
+  product = 2 * 2 * 3 * 3
+
+  def forward(program, *args):
+    return counting.forward_flops(jax.make_jaxpr(program)(*args))
+
+  def loss(w):
+    return jnp.sum(jnp.tanh(x @ w))
+
+  def in_a_loop(w):
+    body = jax.checkpoint(lambda y, _: (jnp.tanh(y @ w), None))
+    return jnp.sum(jax.lax.scan(body, x, length=5)[0])
+
+  def penalised(w):
+    return loss(w) + jnp.sum(jax.grad(loss)(w))
+
+  assert forward(jax.grad(loss), w) == product
+  assert forward(jax.jit(jax.grad(jax.jit(loss))), w) == product
+  assert forward(lambda w: (w @ w, jax.grad(loss)(w)), w) == product
+  assert forward(jax.grad(in_a_loop), w) == 5 * product
+  assert forward(loss, w) == 0  # No gradient, no forward pass.
+  # Twice, without what the gradient in the loss takes.
+  assert forward(jax.grad(penalised), w) == 2 * product
