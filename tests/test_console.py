@@ -1003,6 +1003,7 @@ def test_a_run_on_a_terminal(tmp_path, terminal):
   first = shown.index('Compiling the train step...')
   last = next(i for i, x in enumerate(shown) if x.startswith('Trained to'))
   between = shown[first + 1 : last]
+  assert ' The position of a generator is not saved' in between.pop(0)
   assert between.pop(0).startswith('Compiled in ')
   # Whole lines, in order, and nothing left of what was drawn.
   assert len(between) == 30, between
@@ -1077,7 +1078,7 @@ def test_breakpoint_on_a_terminal(tmp_path):
     process.kill()
   shown = terminal.close()
   assert "('step', 30)" in '\n'.join(shown)
-  assert any(x.startswith('Trained to step 40') for x in shown)
+  assert 'Trained to step 40' in '\n'.join(shown)
 
 
 @pytest.mark.process
@@ -1123,3 +1124,21 @@ def test_fit_prints_plain_lines(tmp_path, capsys):
   assert 'Config:        random_seed=7\n' in out
   assert re.search(r'^step 6 of 6 \(100%\) \| ', out, re.MULTILINE)
   assert f"jaxline.evaluate('{result.directory}')" in out
+
+
+def test_after_a_debugger_there_are_plain_lines_now_and_then(
+  monkeypatch, capsys
+):
+  now = 100.0
+  monkeypatch.setattr(console_lib.time, 'monotonic', lambda: now)
+  console, _ = begun('live')
+  console._live = types.SimpleNamespace(is_on=False)
+  capsys.readouterr()
+  for now in np.arange(100.0, 125.0):
+    console.log_training(int(now), {'loss': 1.0, 'steps_per_sec': 1.0})
+  out = capsys.readouterr().out.splitlines()
+  assert [line.split(' | ')[0] for line in out] == [
+    'step 100 of 6000 (2%)',
+    'step 111 of 6000 (2%)',
+    'step 122 of 6000 (2%)',
+  ]

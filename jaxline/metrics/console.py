@@ -38,6 +38,7 @@ MODES = ('live', 'plain', 'off')
 _MAX_STEPS = 100
 _WIDTH = 120  # Of a plain line.
 _LIVE_SECS = 1.0  # How often the live lines get new numbers.
+_AFTER_LIVE_SECS = 10.0
 _FLAT = 0.005  # A relative change of the loss that is no trend.
 _MAX_TEXT_LINES = 20
 # How often to say that an evaluation waits, and after how long first.
@@ -93,7 +94,7 @@ class Console(periodic.Action):
       maxlen=_MAX_STEPS
     )
     self._live: live_lib.Live | None = None
-    self._was_live = False
+    self._next_line = 0.0
     # Of the run.
     self._began = time.monotonic()
     self._spent = goodput.spent()
@@ -257,7 +258,6 @@ class Console(periodic.Action):
       import rich.console  # noqa: F401  Takes a while: not on Live's thread.
 
       self._live = live_lib.Live(self._draw)
-      self._was_live = True
       self._live.start()
 
   def _end_live(self) -> None:
@@ -313,10 +313,13 @@ class Console(periodic.Action):
       self._losses.append(loss)
     self._means = means
     if self._live is None:
-      self._window.clear()
-      # A debugger has ended the live lines, which have a shorter interval.
-      if not self._was_live:
+      if self.mode == 'plain':
+        self._window.clear()
         self.say(self._plain_line(step))
+    elif not self._live.is_on and time.monotonic() > self._next_line:
+      # A debugger has ended the live lines, which have a shorter interval.
+      self._next_line = time.monotonic() + _AFTER_LIVE_SECS
+      self.say(self._plain_line(step))
 
   def _log_line(self, mode: str, step: int, values: Mapping[str, Any]) -> str:
     """Returns a line with all numbers."""
