@@ -275,7 +275,7 @@ def test_what_is_not_finite_is_counted_and_hides_no_mean(capsys):
 def action_of(console, **values):
   config = make_config(interval_type='steps', **values)
   options = {'interval_type': 'steps'} | console.options(config)
-  return periodic.PeriodicAction(console.log_training, **options)
+  return periodic.PeriodicAction(**options)
 
 
 def test_the_mean_is_over_the_last_100_steps_each_fetched_once(capsys):

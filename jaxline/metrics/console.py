@@ -225,7 +225,11 @@ class Console(periodic.Action):
   def options(self, config: Any) -> dict[str, Any]:
     """Returns arguments of the `PeriodicAction` that calls `log_training`."""
     interval = config.log_tensors_interval
-    options = {'interval': interval, 'run_async': config.log_async}
+    options = {
+      'fn': self.log_training,
+      'interval': interval,
+      'run_async': config.log_async,
+    }
     if self._is_silent:
       return options | {'interval': None}
     if self._is_shown:

@@ -144,7 +144,9 @@ def _parameters(experiment: Any) -> str:
 
 def _count(leaves: Sequence[Any]) -> str:
   count = sum(math.prod(x.shape) for x in leaves)
-  size = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+  size = sum(
+    math.prod(x.shape) * getattr(x.dtype, 'itemsize', 0) for x in leaves
+  )
   return f'{count:,} ({_bytes(size)}) in {len(leaves)} arrays'
 
 
