@@ -53,7 +53,7 @@ class AbstractExperiment(abc.ABC):
     IS_SHARDED: whether this is a `sharded.ShardedExperiment`.
     num_evaluated: the number of earlier steps that were evaluated, in this
       process or before the run was resumed; set before each `evaluate`.
-    data_summary: what the data is, in a line for the terminal; '' shows none.
+    data_summary: what the data is, in a line for the terminal; it may lack.
   """
 
   CHECKPOINT_ATTRS: dict[str, str] = {}
@@ -63,7 +63,6 @@ class AbstractExperiment(abc.ABC):
   CONFIG_CLASS: type | None = None
   IS_SHARDED: bool = False
   num_evaluated: int = 0
-  data_summary: str = ''
 
   @abc.abstractmethod
   def __init__(self, mode: str, init_rng: jax.Array | None = None):

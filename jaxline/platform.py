@@ -42,6 +42,7 @@ from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
 from jaxline.metrics import console as console_lib
+from jaxline.metrics import log_filter
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
 from jaxline.supervision import profiling
@@ -252,6 +253,7 @@ _TPU_DRIVER = flags.DEFINE_string(
   '',
   'Kept from JAXline; JAX has no TPU drivers any more.',
 )
+flags.FLAGS['verbosity'].parser = log_filter.VerbosityParser()
 # `--help` of a program that lets absl parse the command line shows these too.
 for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
   flags.FLAGS.register_key_flag_for_module(sys.argv[0], _flag)
@@ -510,7 +512,7 @@ def main(
   """
 
   def run(unused_argv: Sequence[str]) -> None:
-    with _exits(), goodput.run(), console_lib.quiet():
+    with _exits(), goodput.run(), log_filter.quiet():
       config = _read_config(flags.FLAGS)
       mode = _find_mode(_MODE.value)
       _start_jax(config)

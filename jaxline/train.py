@@ -472,9 +472,7 @@ class _Training:
       return periodic.PeriodicAction(write, **defaults | kwargs)
 
     console = self._run.console
-    console.log_action = logging_action(
-      console.log_training, **console.options(config)
-    )
+    console.log_action = logging_action(**console.options(config))
     actions: list[periodic.Action] = [console, console.log_action]
     is_logged = jax.process_index() == 0 or config.log_all_hosts
     if is_logged and self._run.writer is not None:

@@ -104,7 +104,6 @@ class TrainFunctions:
   def _initialize_experiment(
     experiment_class, mode, rng, experiment_kwargs
   ): ...
-  def _log_outputs(step, scalar_values): ...
 
 
 class PlatformFunctions:
@@ -159,6 +158,7 @@ def heads(contract):
 OUR_ARGUMENTS = (
   'category',
   'executor',
+  'keep_last',
   'records_config',
   'run_config',
   'step',

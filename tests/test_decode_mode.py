@@ -269,9 +269,8 @@ def test_a_directory_that_cannot_be_written(
 )
 @pytest.mark.parametrize('metric', ['', 'loss'])
 def test_an_evaluation_of_a_directory_that_cannot_be_written(
-  option, metric, colleague, caplog
+  option, metric, colleague, caplog, capsys
 ):
-  caplog.set_level('INFO')
   before = tree_of(colleague)
   config = base_config.get_base_config()
   config.checkpoint_dir = str(colleague)
@@ -282,8 +281,9 @@ def test_an_evaluation_of_a_directory_that_cannot_be_written(
   with flagsaver.flagsaver(config=config, jaxline_mode='eval_mine'):
     platform.main(Echo, [])
   assert caplog.text.count(f'Nothing can be written in {colleague} (') == 1
-  assert 'eval step 3 | loss 1' in caplog.text
-  assert ('eval step 1 | loss 1' in caplog.text) == ('eval_steps' in option)
+  shown = capsys.readouterr().out
+  assert 'eval step 3 | loss 1' in shown
+  assert ('eval step 1 | loss 1' in shown) == ('eval_steps' in option)
   assert tree_of(colleague) == before
   # One that waits for more would have nothing to note them in.
   config.one_off_evaluate = False

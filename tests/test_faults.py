@@ -63,6 +63,8 @@ class Run:
         f'--config={PROGRAM}',
         f'--config.checkpoint_dir={run_dir}',
         f'--jaxline_mode={mode}',
+        '--config.console=off',
+        '--verbosity=debug',
         *args,
       ],
       env=os.environ

@@ -181,7 +181,7 @@ def test_train_and_eval(toy_here, tmp_path, style):
   evaluated = records(tmp_path, 'eval')
   assert list(evaluated) == [2, 4, 6]
   assert evaluated[6] < evaluated[2]
-  assert result.stderr.count('New best loss') == 3
+  assert result.stdout.count('New best loss') == 3
 
 
 @pytest.mark.parametrize('style', STYLES)
@@ -318,10 +318,11 @@ def test_an_exit_in_an_asynchronous_action_is_no_end_of_the_run(tmp_path):
 import sys
 sys.path.insert(0, {str(TOY.parent)!r})
 import toy
-from jaxline import platform, train
-def log(step, scalars):
+from jaxline import platform
+from jaxline.metrics import console
+def log(self, step, scalars):
   sys.exit(0)
-train._log_outputs = log
+console.Console.log_training = log
 platform.main(toy.Sharded, sys.argv[1:])
 """
   args = command(tmp_path, '--config.training_steps=100')[4:]
@@ -986,7 +987,11 @@ def test_programs_are_compiled_kept_and_taken(tmp_path):
   assert f'Written to {path}' in result.stdout
   assert not (tmp_path / 'train').exists()
   result = succeeded(
-    run(tmp_path, f'--config.compiled_program={report["saved"]}')
+    run(
+      tmp_path,
+      f'--config.compiled_program={report["saved"]}',
+      '--verbosity=debug',
+    )
   )
   assert re.search(r'step was taken from', result.stderr)
   assert len(records(tmp_path, 'train')) == 6

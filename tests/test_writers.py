@@ -735,7 +735,12 @@ def test_the_logged_steps_are_those_of_scalars(tmp_path):
   # What is damaged is left out, of each file by itself.
   lines = path.read_bytes().splitlines(keepends=True)
   path.write_bytes(b''.join([b'#', *lines, b'[1]\n', lines[0][:-9]]))
-  with writers.JsonlWriter(path) as lines, writers.LogLineWriter() as log:
+
+  class Nowhere(writers.Backend):
+    def _emit(self, kind, step, values):
+      pass
+
+  with writers.JsonlWriter(path) as lines, Nowhere() as log:
     assert lines.logged_steps() == [3, 5]
     assert log.logged_steps() == []
     with writers.TensorBoardWriter(tmp_path) as events:
@@ -1009,55 +1014,6 @@ def test_jsonl_resume_of_a_device_does_not_read_it():
     writer.write_scalars(1, {'a': 1})
 
 
-# --- Log line. ---
-
-
-def test_log_lines():
-  with mock.patch.object(logging, 'info') as info:
-    writer = writers.LogLineWriter()
-    writer.write_scalars(
-      np.array([1200, 1200]),
-      {
-        'loss': 2.34512,
-        'bits_per_byte': 3.3829,
-        'steps_per_sec': 8.31,
-        'tokens': 2048000,
-        'tokens_per_sec': 17018.26,
-        'lr': 3e-5,
-        'bad': math.nan,
-      },
-    )
-    # Another order and a new name: the columns stay where they were.
-    writer.write_scalars(1201, {'new': 1.0, 'tokens': 5, 'loss': 2.0})
-    writer.write_images(2, {'x': np.zeros((4, 8, 8, 1), np.uint8)})
-    writer.write_histograms(3, {'w': np.array([1.0, 4.0])})
-    evaluation = writers.LogLineWriter(mode='eval')
-    evaluation.resume(3)  # It has nothing to void.
-    evaluation.write_texts(4, {'sample': 'def f():\n  pass'})
-    evaluation.close()
-  lines = [call.args[0] % call.args[1:] for call in info.call_args_list]
-  assert lines == [
-    'step 1200 | loss 2.345 | bits_per_byte 3.383 | steps_per_sec 8.31 | '
-    'tokens 2048000 | tokens_per_sec 17018 | lr 3e-05 | bad nan',
-    'step 1201 | loss 2 | tokens 5 | new 1',
-    'step 2 | x [4, 8, 8, 1]',
-    'step 3 | w/count 2 | w/nonfinite 0 | w/min 1 | w/mean 2.5 | w/max 4',
-    'eval step 4 | sample:\ndef f():\n  pass',
-  ]
-
-
-def test_a_large_group_of_names_is_counted_and_not_written_out():
-  with mock.patch.object(logging, 'info') as info:
-    scalars = {'norm/w0': 1.0, 'loss': 2.0, 'b/x': 3.0}
-    scalars |= {f'norm/w{i}': 1.0 for i in range(8)}
-    writer = writers.LogLineWriter()
-    writer.write_scalars(1, scalars)
-    writer.write_scalars(2, scalars | {'norm/w8': 1.0})
-  lines = [call.args[0] % call.args[1:] for call in info.call_args_list]
-  assert lines[0].startswith('step 1 | norm/w0 1 | loss 2 | b/x 3 | norm/w1 1')
-  assert lines[1] == 'step 2 | loss 2 | b/x 3 | norm/ (9)'
-
-
 # --- Several writers. ---
 
 
@@ -1177,29 +1133,6 @@ def test_a_backend_may_change_the_values_it_is_given():
   seen: list[Any] = []
   writers.MultiWriter([Greedy(), Greedy()]).write_scalars(1, {'a': 1})
   assert seen == [{'a': 1}, {'a': 1}]
-
-
-def test_a_log_line_may_be_shared_by_threads():
-  line, errors = writers.LogLineWriter(), []
-  interval = sys.getswitchinterval()
-
-  def write(name: str) -> None:
-    try:
-      for i in range(1000):
-        line.write_scalars(i, {f'{name}{i}{j}': 1.0 for j in range(3)})
-    except RuntimeError as e:
-      errors.append(e)
-
-  sys.setswitchinterval(1e-5)
-  try:
-    threads = [threading.Thread(target=write, args=(n,)) for n in 'ab']
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join()
-  finally:
-    sys.setswitchinterval(interval)
-  assert not errors
 
 
 # --- In the background. ---

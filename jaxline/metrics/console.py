@@ -15,9 +15,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
-import importlib.util
 import io
-import logging as std_logging
 import math
 import os
 import sys
@@ -28,6 +26,7 @@ from absl import logging
 import jax
 
 from jaxline import goodput
+from jaxline.metrics import lines
 from jaxline.metrics import live as live_lib
 from jaxline.metrics import periodic
 from jaxline.metrics import summary
@@ -39,12 +38,12 @@ MODES = ('live', 'plain', 'off')
 _MAX_STEPS = 100
 _WIDTH = 120  # Of a plain line.
 _LIVE_SECS = 1.0  # How often the live lines get new numbers.
+_AFTER_LIVE_SECS = 10.0
+_FLAT = 0.005  # A relative change of the loss that is no trend.
 _MAX_TEXT_LINES = 20
 # How often to say that an evaluation waits, and after how long first.
 _WAIT_SECS = 60.0
 _FIRST_WAIT_SECS = 5.0
-# So many names with one beginning are written out in a line.
-_MAX_GROUP = 8
 # Scalars with a place and a form of their own; '' is not shown.
 _FORMS = {
   'steps_per_sec': '{:.3g} steps/s',
@@ -57,122 +56,6 @@ _FORMS = {
   'tokens_per_step': '',
   'examples_per_step': '',
 }
-
-
-# The log.
-
-
-def _folders(package: str) -> list[str]:
-  spec = importlib.util.find_spec(package)
-  found = spec.submodule_search_locations if spec else None
-  return [os.path.join(folder, '') for folder in found or ()]
-
-
-_QUIET = tuple(
-  folder
-  for package in ('jaxline', 'jax', 'jaxlib', 'orbax')
-  for folder in _folders(package)
-)
-# Files whose information is for the user: these lines, and progress that takes
-# minutes.
-_HEARD = ('console.py', 'token_cache.py')
-
-
-def _is_heard(record: std_logging.LogRecord) -> bool:
-  """Leaves information about jaxline, JAX and Orbax out of the log."""
-  if logging.get_verbosity() >= logging.DEBUG:
-    return True
-  if record.levelno >= std_logging.WARNING:
-    return True
-  is_ours = record.pathname.startswith(_QUIET)
-  return not is_ours or record.filename in _HEARD
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-  """Leaves information of the libraries out of absl's log while inside.
-
-  A verbosity of debug shows all of it. Other handlers get everything.
-  """
-  handler = logging.get_absl_handler()
-  handler.addFilter(_is_heard)
-  try:
-    yield
-  finally:
-    handler.removeFilter(_is_heard)
-
-
-# Lines of numbers.
-
-
-def _shorten(value: Any) -> str:
-  """Returns four significant digits, or all digits before the point."""
-  if not isinstance(value, float):
-    return str(value)
-  return f'{value:.0f}' if 1e4 <= abs(value) < 1e9 else f'{value:.4g}'
-
-
-def _shown(values: Mapping[str, Any], known: Mapping[str, None]) -> list[str]:
-  """Returns 'name value' of each; of a large group of names, how many.
-
-  Args:
-    values: the numbers by name.
-    known: all names, in the order in which they are shown.
-  """
-  names = [name for name in known if name in values]
-  group_of = {name: name.partition('/')[0] for name in names if '/' in name}
-  sizes = collections.Counter(group_of.values())
-  large = {group for group, n in sizes.items() if n > _MAX_GROUP}
-  return [
-    f'{name} {_shorten(values[name])}'
-    for name in names
-    if group_of.get(name) not in large
-  ] + [f'{group}/ ({sizes[group]})' for group in sorted(large)]
-
-
-def _means(records: list[dict[str, Any]]) -> dict[str, Any]:
-  """Returns the mean of each number that the last record has.
-
-  Integers are counts, of which the last one is returned. Of numbers that are
-  not finite the text says how many there were.
-  """
-  means: dict[str, Any] = dict(records[-1])
-  for name, last in means.items():
-    if not isinstance(last, float):
-      continue
-    values = [x[name] for x in records if isinstance(x.get(name), float)]
-    finite = [x for x in values if math.isfinite(x)]
-    mean = sum(finite) / len(finite) if finite else last
-    if len(finite) < len(values):
-      bad = len(values) - len(finite)
-      means[name] = f'{_shorten(mean)} ({bad} of {len(values)} not finite)'
-    else:
-      means[name] = mean
-  return means
-
-
-def _fit(parts: list[tuple[int, str]], width: int) -> str:
-  """Joins what fits into a line, and says how much is left out.
-
-  Args:
-    parts: (rank, text), in the order in which they are shown. Those of rank 0
-      stay; of the others, the lowest ranks.
-    width: how long the line may be.
-  """
-  kept = [i for i, (rank, _) in enumerate(parts) if not rank]
-
-  def line(chosen: list[int]) -> str:
-    texts = [parts[i][1] for i in sorted(chosen)]
-    if left := len(parts) - len(chosen):
-      texts.append(f'+{left}')
-    return ' | '.join(texts)
-
-  for i in sorted(
-    set(range(len(parts))) - set(kept), key=lambda i: parts[i][0]
-  ):
-    if len(line([*kept, i])) <= width:
-      kept.append(i)
-  return line(kept)[:width]
 
 
 class Console(periodic.Action):
@@ -211,7 +94,7 @@ class Console(periodic.Action):
       maxlen=_MAX_STEPS
     )
     self._live: live_lib.Live | None = None
-    self._was_live = False
+    self._next_line = 0.0
     # Of the run.
     self._began = time.monotonic()
     self._spent = goodput.spent()
@@ -312,44 +195,41 @@ class Console(periodic.Action):
     self._config = self._experiment = self._state = None  # And its weights.
 
   def _last_block(self, error: BaseException | None) -> list[str]:
-    config, total = self._config, time.monotonic() - self._began
-    spent = {
-      name: secs - self._spent.get(name, 0.0)
-      for name, secs in goodput.spent().items()
-    }
-    took = f'in {summary.duration(total)}'
-    is_over = False
+    total = time.monotonic() - self._began
+    took = f'in {lines.duration(total)}'
+    is_over = error is None
     if self._state is None:
-      lines = [f'Evaluated {self._num_evaluated} checkpoints {took}.']
+      came_to = [f'Evaluated {self._num_evaluated} checkpoints {took}.']
     else:
-      step = int(self._state.global_step)
-      is_over = error is None
       is_told = isinstance(error, SystemExit)  # By a signal.
       how = (
         'Trained to' if is_over else 'Stopped at' if is_told else 'Failed at'
       )
-      lines = [f'{how} {self._step_text(step)} {took}.']
+      step = self._step_text(int(self._state.global_step))
+      came_to = [f'{how} {step} {took}.']
     if self._best is not None:
-      name, value, step = self._best
-      lines.append(f'Best {name}: {_shorten(value)} at step {step}.')
+      name, value, at = self._best
+      came_to.append(f'Best {name}: {lines.shorten(value)} at step {at}.')
     if 'loss' in self._means:
-      lines.append(f'Last loss: {_shorten(self._means["loss"])}.')
-    if where := summary.time_spent(spent, total):
-      lines.append(f'Time: {where}.')
-    if config.checkpoint_dir:
-      lines.append(f'Run directory: {summary.relative(config.checkpoint_dir)}')
-    decode = getattr(type(self._experiment), 'decode', None)
-    decodes = 'AbstractExperiment' not in getattr(
-      decode, '__qualname__', 'AbstractExperiment'
+      came_to.append(f'Last loss: {lines.shorten(self._means["loss"])}.')
+    spent = {
+      name: secs - self._spent.get(name, 0.0)
+      for name, secs in goodput.spent().items()
+    }
+    return came_to + summary.end_block(
+      self._config, self._experiment, self._origin, spent, total, is_over
     )
-    return lines + summary.next_commands(config, self._origin, decodes, is_over)
 
   # Training.
 
   def options(self, config: Any) -> dict[str, Any]:
     """Returns arguments of the `PeriodicAction` that calls `log_training`."""
     interval = config.log_tensors_interval
-    options = {'interval': interval, 'run_async': config.log_async}
+    options = {
+      'fn': self.log_training,
+      'interval': interval,
+      'run_async': config.log_async,
+    }
     if self._is_silent:
       return options | {'interval': None}
     if self._is_shown:
@@ -365,9 +245,16 @@ class Console(periodic.Action):
   @contextlib.contextmanager
   def training(self) -> Iterator[None]:
     """Shows the progress of the training steps inside."""
-    if not self._is_shown:
+    if self._is_shown:
+      self._begin_steps()
+    try:
       yield
-      return
+    finally:
+      # Its function refers to the experiment: the weights would stay.
+      self._compiling = self.log_action = None
+      self._end_live()
+
+  def _begin_steps(self) -> None:
     self._compiling = time.monotonic(), goodput.compilations()
     self.activity = 'compiling the train step'
     self.say('Compiling the train step...')
@@ -375,14 +262,7 @@ class Console(periodic.Action):
       import rich.console  # noqa: F401  Takes a while: not on Live's thread.
 
       self._live = live_lib.Live(self._draw)
-      self._was_live = True
       self._live.start()
-    try:
-      yield
-    finally:
-      # Its function refers to the experiment: the weights would stay.
-      self._compiling = self.log_action = None
-      self._end_live()
 
   def _end_live(self) -> None:
     if self._live is not None:
@@ -427,7 +307,7 @@ class Console(periodic.Action):
     self._window.append(numbers)
     if 'steps_per_sec' not in numbers:
       return
-    means = _means(list(self._window))
+    means = lines.means_of(list(self._window))
     for name in _FORMS:  # Rates are of the interval already.
       if name in numbers:
         means[name] = numbers[name]
@@ -437,16 +317,19 @@ class Console(periodic.Action):
       self._losses.append(loss)
     self._means = means
     if self._live is None:
-      self._window.clear()
-      # A debugger has ended the live lines, which have a shorter interval.
-      if not self._was_live:
+      if self.mode == 'plain':
+        self._window.clear()
         self.say(self._plain_line(step))
+    elif not self._live.is_on and time.monotonic() > self._next_line:
+      # A debugger has ended the live lines, which have a shorter interval.
+      self._next_line = time.monotonic() + _AFTER_LIVE_SECS
+      self.say(self._plain_line(step))
 
   def _log_line(self, mode: str, step: int, values: Mapping[str, Any]) -> str:
     """Returns a line with all numbers."""
     # Not in place: two threads may log.
     self._names[mode] = known = self._names[mode] | dict.fromkeys(values)
-    return ' | '.join([f'{mode}step {step}', *_shown(values, known)])
+    return ' | '.join([f'{mode}step {step}', *lines.shown(values, known)])
 
   def _plain_line(self, step: int) -> str:
     fields, rates = self._fields()
@@ -455,7 +338,7 @@ class Console(periodic.Action):
     parts += [(2, x) for x in fields[1:]]
     parts += [(1, x) for x in [*rates[:1], *self._eta(step), *notes]]
     parts += [(3, x) for x in rates[1:]]
-    return _fit(parts, _WIDTH)
+    return lines.fit(parts, _WIDTH)
 
   def _fields(self) -> tuple[list[str], list[str]]:
     """Returns the scalars of training, the loss first; and the rates."""
@@ -468,7 +351,7 @@ class Console(periodic.Action):
       for name, form in _FORMS.items()
       if form and means.get(name)  # A rate is 0 before it is known.
     ]
-    return _shown(own, known), rates
+    return lines.shown(own, known), rates
 
   def _step_text(self, step: int) -> str:
     steps = self._config.training_steps
@@ -480,7 +363,7 @@ class Console(periodic.Action):
     steps = self._config.training_steps
     if not steps or not self._rate or step >= steps:
       return []
-    return [f'ETA {summary.duration((steps - step) / self._rate)}']
+    return [f'ETA {lines.duration((steps - step) / self._rate)}']
 
   def saved(self, step: int) -> None:
     """Notes that the checkpoint of a step is complete."""
@@ -501,7 +384,7 @@ class Console(periodic.Action):
     if self._is_shown:
       fields = line.split(' | ')
       self._notes['eval'] = ': '.join([str(step), *fields[1:2]])
-      line = _fit([(i, x) for i, x in enumerate(fields)], _WIDTH)
+      line = lines.fit([(i, x) for i, x in enumerate(fields)], _WIDTH)
     self.say(line)
 
   def log_best(
@@ -517,8 +400,8 @@ class Console(periodic.Action):
     """
     self._best = name, value, step
     if old is not None:
-      was = f' (was {_shorten(old)})' if math.isfinite(old) else ''
-      self.say(f'New best {name}: {_shorten(value)} at step {step}{was}.')
+      was = f' (was {lines.shorten(old)})' if math.isfinite(old) else ''
+      self.say(f'New best {name}: {lines.shorten(value)} at step {step}{was}.')
 
   def log_waiting(self, last: int | None, directory: str) -> None:
     """Says now and then that an evaluation waits for a checkpoint."""
@@ -563,8 +446,6 @@ class Console(periodic.Action):
   def _draw(self, width: int) -> str:
     """Returns the lines at the bottom of the terminal."""
     import rich.console
-    import rich.progress_bar
-    import rich.table
     import rich.text
 
     step, steps = int(self._state.global_step), self._config.training_steps
@@ -572,38 +453,32 @@ class Console(periodic.Action):
     if len(self._losses) > 1 and fields:
       first, last = self._losses[0], self._losses[-1]
       change = (last - first) / (abs(first) or 1.0)
+      is_flat = abs(change) < _FLAT
       fields[0] += (
-        ' \u2193'
-        if change < -0.005
-        else (' \u2191' if change > 0.005 else ' \u2192')
-      )
-    parts: list[Any] = [rich.text.Text(self._step_text(step), 'bold')]
-    if steps:
-      parts.append(
-        rich.progress_bar.ProgressBar(steps, step, max(8, width // 6))
+        ' \u2192' if is_flat else ' \u2193' if change < 0 else ' \u2191'
       )
     doing = [self.activity] if self.activity else self._eta(step)
-    parts += [rich.text.Text(x) for x in [*doing, *rates[:2]]]
-    top = rich.table.Table.grid(padding=(0, 2), expand=False)
-    for _ in parts:
-      top.add_column(no_wrap=True)
-    top.add_row(*parts)
+    top = [self._step_text(step), *doing, *rates[:2]]
+    room = min(40, width - 3 - len('  '.join(top)))
+    line = rich.text.Text(f'{top[0]}  ', 'bold', end='')
+    if steps and room >= 8:
+      done = min(room, room * step // steps)
+      line.append('\u2501' * done, 'green')
+      line.append('\u2501' * (room - done) + '  ', 'bright_black')
+    line.append('  '.join(top[1:]), 'not bold')
     notes = [f'{name} {text}' for name, text in self._notes.items()]
+    others = ('  '.join(x) for x in (fields, [*rates[2:], *notes]))
     console = rich.console.Console(
       file=io.StringIO(),
       width=width - 1,
       force_terminal=True,
       legacy_windows=False,
-      highlight=False,
-      markup=False,
     )
     with console.capture() as drawn:
-      console.print(top)
-      for line in (fields, [*rates[2:], *notes]):
-        console.print(
-          rich.text.Text('  '.join(line)), no_wrap=True, overflow='ellipsis'
-        )
-    return '\n'.join(line for line in drawn.get().splitlines() if line.strip())
+      for text in (line, *map(rich.text.Text, others)):
+        if text:
+          console.print(text, no_wrap=True, overflow='ellipsis', end='\n')
+    return drawn.get().rstrip('\n')
 
 
 class _TextWriter(writers.Backend):

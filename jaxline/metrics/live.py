@@ -35,6 +35,9 @@ class Live:
   """Draws lines again and again, on a thread of its own.
 
   A debugger ends it: both would write to one terminal.
+
+  Attributes:
+    is_on: whether the lines are drawn.
   """
 
   def __init__(self, draw: Callable[[int], str]):
@@ -46,7 +49,7 @@ class Live:
     """
     self._draw = draw
     self._lock = threading.RLock()
-    self._is_on = False
+    self.is_on = False
     self._height = 0  # Of what is drawn; the cursor is at its end.
     self._lines = ''
     self._columns = 80
@@ -58,7 +61,7 @@ class Live:
     """Begins to draw, and takes stdout and stderr where they are terminals."""
     global _active
     self._out: TextIO = sys.stdout
-    self._is_on, _active = True, self
+    self.is_on, _active = True, self
     preemption.before_notice.append(self.detach)
     self._stack.callback(preemption.before_notice.remove, self.detach)
     for name in ('stdout', 'stderr'):
@@ -103,7 +106,7 @@ class Live:
     global _active
     with self._lock:
       self._put(self._partial)
-      self._is_on, self._partial = False, ''
+      self.is_on, self._partial = False, ''
       if _active is self:
         _active = None
       stack = self._stack.pop_all()
@@ -125,7 +128,7 @@ class Live:
       stream: where it goes when nothing is drawn.
       text: the output. A line appears among those that stay once it is ended.
     """
-    if not self._is_on:
+    if not self.is_on:
       stream.write(text)
       return
     with self._lock:
@@ -153,7 +156,7 @@ class Live:
 
   def _put(self, text: str, lines: str = '') -> None:
     """Removes what is drawn, writes text, and draws lines below it."""
-    if not self._is_on:
+    if not self.is_on:
       return
     up = f'\x1b[{self._height - 1}A' if self._height > 1 else ''
     erase = f'\r{up}\x1b[J' if self._height else ''
@@ -166,7 +169,7 @@ class Live:
       self._out.write(data.encode(encoding, 'replace').decode(encoding))
       self._out.flush()
     except (OSError, ValueError):
-      self._is_on = False  # The terminal is gone; the run goes on.
+      self.is_on = False  # The terminal is gone; the run goes on.
 
 
 class _Above:
@@ -193,7 +196,7 @@ _active: Live | None = None
 def _in_forked_child() -> None:
   """Lets a forked worker write as if there were no lines."""
   if _active is not None:
-    _active._is_on = False  # Another thread may have held the lock.
+    _active.is_on = False  # Another thread may have held the lock.
 
 
 os.register_at_fork(after_in_child=_in_forked_child)

@@ -144,7 +144,9 @@ def _parameters(experiment: Any) -> str:
 
 def _count(leaves: Sequence[Any]) -> str:
   count = sum(math.prod(x.shape) for x in leaves)
-  size = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+  size = sum(
+    math.prod(x.shape) * getattr(x.dtype, 'itemsize', 0) for x in leaves
+  )
   return f'{count:,} ({_bytes(size)}) in {len(leaves)} arrays'
 
 
@@ -181,28 +183,37 @@ def relative(directory: str) -> str:
   return directory.removeprefix(f'{pathlib.Path.cwd()}{os.sep}')
 
 
-def duration(seconds: float) -> str:
-  """Returns '3:07' for minutes and seconds, '2:03:07' with hours."""
-  minutes, secs = divmod(round(seconds), 60)
-  hours, minutes = divmod(minutes, 60)
-  if hours < 48:
-    return (f'{hours}:{minutes:02}' if hours else f'{minutes}') + f':{secs:02}'
-  return f'{hours / 24:.1f} days'
-
-
-def time_spent(spent: Mapping[str, float], total: float) -> str:
-  """Returns where the time went, the largest part first.
+def end_block(
+  config: Any,
+  experiment: Any,
+  origin: Origin,
+  spent: Mapping[str, float],
+  total: float,
+  is_over: bool,
+) -> list[str]:
+  """Returns the last lines: where the time went, and what one may do next.
 
   Args:
+    config: the run's.
+    experiment: the one that was trained or evaluated.
+    origin: how the run was started.
     spent: category -> seconds.
     total: all seconds of the run.
+    is_over: whether the run has taken all its steps.
   """
   parts = sorted(spent.items(), key=lambda item: -item[1])
   shares = [(name, 100 * secs / total) for name, secs in parts]
-  return ', '.join(f'{name} {x:.0f}%' for name, x in shares if x >= 0.5)
+  time = ', '.join(f'{name} {x:.0f}%' for name, x in shares if x >= 0.5)
+  block = [f'Time: {time}.'] if time else []
+  if config.checkpoint_dir:
+    block.append(f'Run directory: {relative(config.checkpoint_dir)}')
+  method = getattr(getattr(experiment, 'decode', None), '__qualname__', '')
+  # The base class has one, which only says that there is none.
+  decodes = bool(method) and not method.startswith('AbstractExperiment.')
+  return block + _next_commands(config, origin, decodes, is_over)
 
 
-def next_commands(
+def _next_commands(
   config: Any, origin: Origin, decodes: bool, is_over: bool
 ) -> list[str]:
   """Returns the commands that a user may want next.
@@ -213,7 +224,7 @@ def next_commands(
     decodes: whether the experiment can continue prompts.
     is_over: whether the run has taken all its steps.
   """
-  directory = relative(config.checkpoint_dir)
+  directory = relative(config.checkpoint_dir or '')
   if not directory or config.checkpointer == 'memory':
     go_on, look = '', ''
   elif not origin.command:

@@ -1,0 +1,60 @@
+"""What of the log of absl is shown: not what libraries say about themselves."""
+
+from collections.abc import Iterator
+import contextlib
+import importlib.util
+import logging as std_logging
+import os
+
+from absl import flags
+from absl import logging
+
+
+def _folders(package: str) -> list[str]:
+  spec = importlib.util.find_spec(package)
+  found = spec.submodule_search_locations if spec else None
+  return [os.path.join(folder, '') for folder in found or ()]
+
+
+_QUIET = tuple(
+  folder
+  for package in ('jaxline', 'jax', 'jaxlib', 'orbax')
+  for folder in _folders(package)
+)
+# Files whose information is for the user: these lines, and progress that takes
+# minutes.
+_HEARD = ('console.py', 'token_cache.py')
+
+
+def _is_heard(record: std_logging.LogRecord) -> bool:
+  """Leaves information about jaxline, JAX and Orbax out of the log."""
+  if logging.get_verbosity() >= logging.DEBUG:
+    return True
+  if record.levelno >= std_logging.WARNING:
+    return True
+  is_ours = record.pathname.startswith(_QUIET)
+  return not is_ours or record.filename in _HEARD
+
+
+class VerbosityParser(flags.IntegerParser):
+  """Accepts names of levels for absl's flag of numbers: debug is 1."""
+
+  def parse(self, argument: str | int) -> int:
+    names = ('debug', 'info', 'warning', 'error', 'fatal')
+    if argument in names:
+      return logging.DEBUG - names.index(str(argument))
+    return super().parse(argument)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+  """Leaves information of the libraries out of absl's log while inside.
+
+  A verbosity of debug shows all of it. Other handlers get everything.
+  """
+  handler = logging.get_absl_handler()
+  handler.addFilter(_is_heard)
+  try:
+    yield
+  finally:
+    handler.removeFilter(_is_heard)

@@ -1,0 +1,1144 @@
+"""What a run shows: lines, live lines on a terminal, the first and last block.
+
+`screen` plays what was written to a terminal, so that tests see what a user
+sees.
+"""
+
+import contextlib
+import fcntl
+import io
+import logging as std_logging
+import math
+import os
+import pathlib
+import pdb
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+import types
+from unittest import mock
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxline
+from jaxline import base_config
+from jaxline import errors
+from jaxline.metrics import console as console_lib
+from jaxline.metrics import lines
+from jaxline.metrics import live as live_lib
+from jaxline.metrics import log_filter
+from jaxline.metrics import periodic
+from jaxline.metrics import summary
+from jaxline.metrics import writers
+from jaxline.supervision import preemption
+from tests.experiments import regression
+from tests.programs import toy
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TOY = ROOT / 'tests' / 'programs' / 'toy.py'
+CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
+_ESCAPE = re.compile(r'\x1b\[([\d;?]*)([A-Za-z])')
+
+
+def screen(data):
+  """Returns the lines that a terminal shows, of any height and width."""
+  rows, row, column, i = [''], 0, 0, 0
+  while i < len(data):
+    if match := _ESCAPE.match(data, i):
+      argument, command = match.groups()
+      i = match.end()
+      if command == 'A':
+        row = max(0, row - int(argument or 1))
+      elif command == 'J':
+        rows[row] = rows[row][:column]
+        del rows[row + 1 :]
+      else:
+        assert command == 'm', match.group()  # No mode of the terminal.
+      continue
+    x, i = data[i], i + 1
+    if x == '\n':
+      row += 1
+      rows += [''] * (row + 1 - len(rows))
+    elif x == '\r':
+      column = 0
+    else:
+      rows[row] = rows[row][:column].ljust(column) + x + rows[row][column + 1 :]
+      column += 1
+  return [line.rstrip() for line in rows]
+
+
+class Terminal:
+  """A pseudo-terminal: `file` writes to it, `text` is what was written."""
+
+  def __init__(self, columns=80):
+    self._controller, terminal = pty.openpty()
+    size = struct.pack('HHHH', 40, columns, 0, 0)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, size)
+    self.file = os.fdopen(terminal, 'w', encoding='utf-8')
+    self._data = b''
+    self._reader = threading.Thread(target=self._read)
+    self._reader.start()
+
+  def _read(self):
+    with contextlib.suppress(OSError):  # Nobody has it open any more.
+      while data := os.read(self._controller, 65536):
+        self._data += data
+
+  @property
+  def text(self):
+    return self._data.decode(errors='replace')
+
+  def wait_for(self, pattern, secs=20):
+    deadline = time.monotonic() + secs
+    while not re.search(pattern, self.text):
+      assert time.monotonic() < deadline, self.text[-4000:]
+      time.sleep(0.01)
+
+  def close(self):
+    """Closes it, and returns what it shows."""
+    self.file.close()
+    self._reader.join(60)
+    os.close(self._controller)
+    return screen(self.text)
+
+
+@pytest.fixture
+def terminal():
+  made = Terminal()
+  yield made
+  if not made.file.closed:
+    made.close()
+
+
+def make_config(**values):
+  config = base_config.get_base_config()
+  config.training_steps = 6000
+  with config.unlocked(), config.ignore_type():
+    config.update(values)
+  return config
+
+
+def experiment_of(params=None, **attributes):
+  """Returns an object that is enough of an experiment for the first block."""
+  return types.SimpleNamespace(CHECKPOINT_ATTRS={}, **attributes)
+
+
+def begun(mode='plain', step=0, **values):
+  """Returns a console of a run that has begun, and the run's state."""
+  state = types.SimpleNamespace(global_step=step)
+  config = make_config(**values)
+  checkpointer = types.SimpleNamespace(restored_step=None)
+  console = console_lib.Console(mode)
+  console.begin(config, experiment_of(), state, checkpointer)
+  return console, state
+
+
+# --- Lines of numbers. ---
+
+
+def test_log_lines():
+  with mock.patch.object(logging, 'info') as info:
+    console = console_lib.Console()
+    console.log_training(
+      1200,
+      {
+        'loss': 2.34512,
+        'bits_per_byte': 3.3829,
+        'steps_per_sec': 8.31,
+        'tokens': 2048000,
+        'tokens_per_sec': 17018.26,
+        'lr': 3e-5,
+        'bad': math.nan,
+      },
+    )
+    # Another order and a new name: the columns stay where they were.
+    console.log_training(1201, {'new': 1.0, 'tokens': 5, 'loss': 2.0})
+    console.log_evaluation(4, {'loss': np.float32(1.5)})
+    console.say('That is all.')
+  found = [call.args[0] % call.args[1:] for call in info.call_args_list]
+  assert found == [
+    'step 1200 | loss 2.345 | bits_per_byte 3.383 | steps_per_sec 8.31 | '
+    'tokens 2048000 | tokens_per_sec 17018 | lr 3e-05 | bad nan',
+    'step 1201 | loss 2 | tokens 5 | new 1',
+    'eval step 4 | loss 1.5',
+    'That is all.',
+  ]
+
+
+def test_a_large_group_of_names_is_counted_and_not_written_out(capsys):
+  scalars = {'norm/w0': 1.0, 'loss': 2.0, 'b/x': 3.0}
+  scalars |= {f'norm/w{i}': 1.0 for i in range(8)}
+  with mock.patch.object(logging, 'info') as info:
+    console = console_lib.Console()
+    console.log_training(1, scalars)
+    console.log_training(2, scalars | {'norm/w8': 1.0})
+  found = [call.args[0] % call.args[1:] for call in info.call_args_list]
+  assert found[0].startswith('step 1 | norm/w0 1 | loss 2 | b/x 3 | norm/w1 1')
+  assert found[1] == 'step 2 | loss 2 | b/x 3 | norm/ (9)'
+  console, _ = begun()
+  capsys.readouterr()
+  console.log_training(2, scalars | {'norm/w8': 1.0, 'steps_per_sec': 2.0})
+  assert capsys.readouterr().out == (
+    'step 2 of 6000 (0%) | loss 2 | b/x 3 | norm/ (9) | 2 steps/s | ETA 49:59\n'
+  )
+
+
+def test_a_console_may_be_shared_by_threads():
+  console, failed = console_lib.Console(), []
+  interval = sys.getswitchinterval()
+
+  def write(name):
+    try:
+      for i in range(1000):
+        console.log_training(i, {f'{name}{i}{j}': 1.0 for j in range(3)})
+    except RuntimeError as e:
+      failed.append(e)
+
+  sys.setswitchinterval(1e-5)
+  try:
+    threads = [threading.Thread(target=write, args=(n,)) for n in 'ab']
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+  finally:
+    sys.setswitchinterval(interval)
+  assert failed == []
+
+
+def test_a_line_shows_the_loss_the_means_and_when_it_ends(capsys):
+  console, _ = begun()
+  capsys.readouterr()
+  scalars = {'lr': 0.5, 'loss': 2.0, 'tokens_per_step': 512, 'count': 1}
+  console.log_training(1198, scalars)
+  console.log_training(1199, scalars | {'loss': 4.0, 'count': 2})
+  console.saved(1100)
+  console.log_training(
+    1200,
+    {
+      'lr': 0.5,
+      'loss': 6.0,
+      'tokens_per_step': 512,
+      'count': 3,
+      'steps_per_sec': 20.0,
+      'tokens_per_sec': 10240.0,
+      'mfu': 0.345,
+      'device_memory_gib': 3.14,
+      'gone': None,
+    },
+  )
+  assert capsys.readouterr().out == (
+    'step 1200 of 6000 (20%) | loss 4 | lr 0.5 | count 3 | 20 steps/s'
+    ' | ETA 4:00 | saved 1100 | 10,240 tokens/s | +2\n'
+  )
+
+
+def test_a_line_has_at_most_120_columns(capsys):
+  console, _ = begun(training_steps=None)
+  capsys.readouterr()
+  scalars = {f'quite_a_long_name_{i}': 1.23456 for i in range(12)}
+  console.log_training(10**6, scalars | {'loss': 1.0, 'steps_per_sec': 2.0})
+  console.log_evaluation(10**6, scalars)
+  console.log_training(1, {'x' * 500: 1.0, 'steps_per_sec': 2.0})
+  training, evaluation, long = capsys.readouterr().out.splitlines()
+  assert training == (
+    'step 1000000 | loss 1 | quite_a_long_name_0 1.235'
+    ' | quite_a_long_name_1 1.235 | 2 steps/s | +10'
+  )
+  assert evaluation.startswith('eval step 1000000 | quite_a_long_name_0 1.235')
+  assert re.search(r' \| \+\d+$', evaluation)
+  assert max(map(len, (training, evaluation, long))) <= 120
+
+
+def test_what_is_not_finite_is_counted_and_hides_no_mean(capsys):
+  console, _ = begun()
+  capsys.readouterr()
+  for step, loss in enumerate([1.0, math.nan, 3.0, math.inf], 1):
+    rate = {'steps_per_sec': 1.0} if step == 4 else {}
+    console.log_training(step, {'loss': loss, 'all': math.nan, **rate})
+  assert capsys.readouterr().out.startswith(
+    'step 4 of 6000 (0%) | loss 2 (2 of 4 not finite)'
+    ' | all nan (4 of 4 not finite) | '
+  )
+
+
+def action_of(console, **values):
+  config = make_config(interval_type='steps', **values)
+  options = {'interval_type': 'steps'} | console.options(config)
+  return periodic.PeriodicAction(**options)
+
+
+def test_the_mean_is_over_the_last_100_steps_each_fetched_once(capsys):
+  console, _ = begun()
+  capsys.readouterr()
+  action = action_of(console, log_tensors_interval=150)
+  sizes = []
+
+  def device_get(values, real=jax.device_get):
+    sizes.append(len(jax.tree.leaves(values)))
+    return real(values)
+
+  with mock.patch.object(jax, 'device_get', device_get):
+    for step in range(1, 351):
+      action(float(step), step, {'loss': jnp.float32(step)})
+    action.wait_to_finish()
+  # Steps 51 to 150, 201 to 300; those after are fetched at the end, unseen.
+  first, second = capsys.readouterr().out.splitlines()
+  assert ' | loss 100.5 | ' in first
+  assert ' | loss 250.5 | ' in second
+  assert sizes == [100, 100, 50]
+
+
+def test_the_mean_is_over_the_steps_since_the_last_line(capsys):
+  console, _ = begun()
+  capsys.readouterr()
+  action = action_of(console, log_tensors_interval=4)
+  donated = jnp.float32(100.0)
+  donated.delete()
+  for step in range(1, 9):
+    loss = donated if step == 7 else jnp.float32(step)
+    action(float(step), step, {'loss': loss})
+  action.wait_to_finish()
+  first, second = capsys.readouterr().out.splitlines()
+  assert ' | loss 2.5 | ' in first
+  assert ' | loss 6.333 | ' in second  # (5 + 6 + 8) / 3.
+
+
+def test_off_shows_the_numbers_of_the_step():
+  action = action_of(console_lib.Console(), log_tensors_interval=4)
+  with mock.patch.object(logging, 'info') as info:
+    for step in range(1, 9):
+      action(float(step), step, {'loss': jnp.float32(step)})
+    action.wait_to_finish()
+  assert [call.args[1] for call in info.call_args_list] == [
+    'step 4 | loss 4 | steps_per_sec 1',
+    'step 8 | loss 8 | steps_per_sec 1',
+  ]
+
+
+@pytest.mark.parametrize('interval', [None, -1])
+def test_without_an_interval_nothing_is_fetched(interval, capsys):
+  console, _ = begun()
+  capsys.readouterr()
+  action = action_of(console, log_tensors_interval=interval)
+  with mock.patch.object(jax, 'device_get') as device_get:
+    for step in range(1, 300):
+      action(float(step), step, {'loss': 1.0})
+    action.wait_to_finish()
+  device_get.assert_not_called()
+
+
+def test_a_process_that_is_not_the_first_says_nothing(monkeypatch, capsys):
+  monkeypatch.setattr(jax, 'process_index', lambda: 1)
+  for log_all_hosts in (False, True):
+    config = make_config(log_all_hosts=log_all_hosts)
+    console = console_lib.Console.make(config)
+    with mock.patch.object(logging, 'info') as info, console:
+      console.begin(config, experiment_of())
+      console.say('A line.')
+      console.log_training(1, {'loss': 1.0})
+      console.log_evaluation(1, {'loss': 1.0})
+    assert info.call_count == (3 if log_all_hosts else 0)
+    assert (console.options(config)['interval'] is None) is not log_all_hosts
+  assert capsys.readouterr().out == ''
+
+
+@pytest.mark.parametrize(
+  ('asked', 'is_terminal', 'mode'),
+  [
+    (None, True, 'live'),
+    (None, False, 'plain'),
+    ('live', True, 'live'),
+    ('live', False, 'plain'),
+    ('plain', True, 'plain'),
+    ('off', True, 'off'),
+  ],
+)
+def test_the_mode(asked, is_terminal, mode, terminal, monkeypatch):
+  monkeypatch.setenv('TERM', 'xterm')
+  monkeypatch.setattr(sys, 'stdout', terminal.file if is_terminal else None)
+  assert console_lib.Console.make(make_config(console=asked)).mode == mode
+
+
+def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
+  monkeypatch.setenv('TERM', 'dumb')
+  monkeypatch.setattr(sys, 'stdout', terminal.file)
+  assert console_lib.Console.make(make_config()).mode == 'plain'
+
+
+def test_the_console_is_no_writer():
+  with pytest.raises(
+    errors.UsageError, match=r'terminal shows is config\.cons'
+  ):
+    writers.make('console', make_config(), 'train', pathlib.Path())
+
+
+def test_texts_are_printed_without_commands_to_the_terminal(tmp_path, capsys):
+  console, _ = begun()
+  capsys.readouterr()
+  with writers.AsyncWriter(writers.JsonlWriter(tmp_path / 'x')) as writer:
+    console.show_texts(writer, 'eval')
+    writer.write_texts(0, {'config': '{}'})
+    writer.write_texts(7, {'sample': 'a\tb\x1b[2J\r\nc\x00'})
+    writer.write_texts(8, {'long': '\n'.join('x' * 30)})
+    writer.write_scalars(8, {'loss': 1.0})
+    writer.write_images(8, {'x': np.zeros((2, 2), np.uint8)})
+  out = capsys.readouterr().out.splitlines()
+  assert out[:3] == [
+    'eval step 7 | sample:',
+    '  a b\ufffd[2J\ufffd',
+    '  c\ufffd',
+  ]
+  assert out[3:] == [
+    'eval step 8 | long:',
+    *['  x'] * 20,
+    '  ... (10 more lines)',
+  ]
+  assert len((tmp_path / 'x').read_text().splitlines()) == 5
+
+
+def test_a_writer_of_another_kind_is_left_alone():
+  console, _ = begun()
+  console.show_texts(mock.create_autospec(writers.Writer), 'train')
+
+
+def test_an_evaluation_says_now_and_then_that_it_waits(monkeypatch, capsys):
+  now = 0.0
+  monkeypatch.setattr(console_lib.time, 'monotonic', lambda: now)
+  console = console_lib.Console('plain')
+  for now in np.arange(0, 200, 0.25):
+    console.log_waiting(None if now < 10 else 5, 'DIR')
+  assert capsys.readouterr().out.splitlines() == [
+    'Waiting for a checkpoint in DIR.',
+    *['Waiting for a checkpoint after step 5 in DIR.'] * 4,
+  ]
+
+
+def test_a_pipe_that_nobody_reads_ends_no_run():
+  program = """
+import sys, time
+from jaxline.metrics import console
+shown = console.Console('plain')
+shown.say('begun')
+sys.stdin.readline()
+for _ in range(3):
+  shown.say('x' * 100_000)
+"""
+  process = subprocess.Popen(
+    [sys.executable, '-c', program],
+    cwd=ROOT,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  )
+  assert process.stdout.readline() == b'begun\n'
+  process.stdout.close()
+  with process.stdin, process.stderr:
+    process.stdin.write(b'\n')
+    process.stdin.flush()
+    assert process.wait(60) == 0
+    assert process.stderr.read() == b''
+
+
+def test_a_text_that_the_terminal_cannot_show_is_no_error(monkeypatch):
+  out = io.TextIOWrapper(io.BytesIO(), encoding='ascii')
+  monkeypatch.setattr(sys, 'stdout', out)
+  console_lib.Console('plain').say('caf\xe9')
+  assert out.buffer.getvalue() == b'caf?\n'
+
+
+def test_a_step_costs_little():
+  console, _ = begun()
+  action = action_of(console, log_tensors_interval=10**6)
+  scalars = {f'x{i}': 1.0 for i in range(8)}
+  costs = []
+  for _ in range(5):
+    began = time.thread_time()
+    for step in range(1, 10_001):
+      console(0.0, step, scalars)
+      action(0.0, step, scalars)
+    costs.append((time.thread_time() - began) / 10_000)
+  # Half of it on a machine that does nothing else.
+  assert min(costs) < 2e-6
+
+
+# --- The log. ---
+
+
+def record(path, level=std_logging.INFO):
+  return std_logging.LogRecord('x', level, str(path), 1, 'text', (), None)
+
+
+JAX = pathlib.Path(jax.__file__).parent
+OWN = pathlib.Path(jaxline.__file__).parent
+
+
+@pytest.mark.parametrize(
+  ('path', 'level', 'is_heard'),
+  [
+    (OWN / 'train.py', std_logging.INFO, False),
+    (OWN / 'debug.py', std_logging.WARNING, True),
+    (OWN / 'metrics' / 'console.py', std_logging.INFO, True),
+    (OWN / 'inputs' / 'token_cache.py', std_logging.INFO, True),
+    (JAX / '_src' / 'xla_bridge.py', std_logging.INFO, False),
+    (JAX / '_src' / 'xla_bridge.py', std_logging.ERROR, True),
+    (JAX.parent / 'orbax' / 'checkpoint' / 'x.py', std_logging.INFO, False),
+    (JAX.parent / 'optax' / 'x.py', std_logging.INFO, True),
+    (ROOT / 'examples' / 'lm' / 'experiment.py', std_logging.INFO, True),
+    (JAX.parent / 'jaxlike' / 'x.py', std_logging.INFO, True),
+    ('mine.py', std_logging.INFO, True),
+  ],
+)
+def test_the_log_is_quiet_about_the_libraries(path, level, is_heard):
+  handler = logging.get_absl_handler()
+  verbosity = logging.get_verbosity()
+  try:
+    with log_filter.quiet():
+      assert bool(handler.filter(record(path, level))) is is_heard
+      logging.set_verbosity(logging.DEBUG)
+      assert handler.filter(record(path, level))
+  finally:
+    logging.set_verbosity(verbosity)
+  assert handler.filter(record(path, level))
+
+
+# --- Live lines. ---
+
+
+@pytest.fixture
+def live(terminal, monkeypatch):
+  """Live lines on a terminal, which stdout and stderr then go to."""
+
+  class Shown(live_lib.Live):
+    def start(self):
+      # Not before: pytest sets both at the beginning of a test.
+      for name in ('stdout', 'stderr'):
+        if getattr(sys, name) is not self.kept.get(name):
+          monkeypatch.setattr(sys, name, terminal.file)
+      super().start()
+      terminal.wait_for('second line')
+
+    def draw(self, width):
+      self.drawn.append(width)
+      return f'\x1b[1mdrawn\x1b[0m {len(self.drawn)}\nsecond line'
+
+  monkeypatch.setenv('TERM', 'xterm')
+  made = Shown(lambda width: made.draw(width))
+  made.drawn, made.kept = [], {}
+  yield made
+  made.stop()
+
+
+def test_what_is_printed_stands_above_the_live_lines(live, terminal):
+  handler = std_logging.StreamHandler(terminal.file)
+  std_logging.root.addHandler(handler)
+  absl_handler = logging.get_absl_handler().python_handler
+  old = absl_handler.stream
+  absl_handler.stream = terminal.file
+  try:
+    live.start()
+    print('printed\nlines')
+    std_logging.getLogger('mine').warning('a warning')
+    logging.get_absl_handler().handle(record('mine.py'))
+    sys.stderr.writelines(['half', ' a', ' line\n'])
+    terminal.wait_for('drawn.* 3\r')
+    assert screen(terminal.text)[-2:] == ['drawn 3', 'second line']
+    live.stop()
+    print('after')
+    assert handler.stream is absl_handler.stream is terminal.file
+    assert sys.stdout is sys.stderr is terminal.file
+  finally:
+    std_logging.root.removeHandler(handler)
+    absl_handler.stream = old
+  shown = terminal.close()
+  assert shown.pop(3).endswith(' mine.py:1] text')
+  assert shown == [
+    'printed',
+    'lines',
+    'a warning',
+    'half a line',
+    'after',
+    '',
+  ]
+  assert set(live.drawn) == {80}
+  assert '\x1b[?' not in terminal.text  # The cursor is never hidden.
+
+
+def test_a_progress_bar_of_the_program_has_a_line_of_its_own(live, terminal):
+  live.start()
+  for percent in (10, 20, 30):
+    sys.stderr.write(f'\r{percent}% of it')
+  terminal.wait_for('(?s)30% of it.*second line')
+  assert screen(terminal.text)[0] == '30% of it'
+  assert screen(terminal.text)[2] == 'second line'
+  sys.stderr.write('\r100% of it\n')
+  terminal.wait_for('(?s)100% of it.*second line')
+  assert screen(terminal.text)[0] == '100% of it'
+  print('no end', end='')
+  live.stop()
+  print(' yet')
+  assert terminal.close() == ['100% of it', 'no end yet', '']
+
+
+def test_a_stream_that_is_no_terminal_is_left_alone(live, monkeypatch):
+  to_a_file = live.kept['stderr'] = io.StringIO()
+  monkeypatch.setattr(sys, 'stderr', to_a_file)
+  live.start()
+  print('an error', file=sys.stderr)
+  live.stop()
+  assert to_a_file.getvalue() == 'an error\n'
+
+
+@pytest.mark.parametrize('make', [pdb.Pdb, lambda: type('P', (pdb.Pdb,), {})()])
+def test_a_debugger_ends_the_live_lines(make, live, terminal):
+  init = pdb.Pdb.__init__
+  live.start()
+  assert make().stdout is terminal.file  # It prompts where nobody draws.
+  assert pdb.Pdb.__init__ is init
+  drawn = len(live.drawn)
+  time.sleep(0.6)
+  assert len(live.drawn) <= drawn + 1
+  assert terminal.close() == ['']
+
+
+def test_a_notice_past_python_is_not_drawn_over(live, terminal):
+  live.start()
+  with mock.patch.object(
+    os, 'write', lambda fd, data: terminal.file.buffer.raw.write(data)
+  ):
+    preemption._say('Ctrl-C: leaving.')
+  terminal.wait_for('(?s)leaving.*drawn')
+  live.stop()
+  shown = terminal.close()
+  assert shown[2] == '[jaxline] Ctrl-C: leaving.'
+  assert shown[3:] == ['']
+  assert preemption.before_notice == []
+
+
+def test_a_terminal_that_is_gone_ends_no_run(live, terminal):
+  live.start()
+  with mock.patch.object(live, '_out') as out:
+    out.encoding = 'utf-8'
+    out.write.side_effect = OSError(5, 'Input/output error')
+    print('nobody sees it')
+    time.sleep(0.3)
+  live.stop()
+  assert sys.stdout is terminal.file
+
+
+@pytest.mark.parametrize('columns', [30, 80, 200])
+def test_the_live_lines_show_where_the_run_is(columns):
+  console, state = begun('live')
+  console._live = mock.Mock()
+  for step, loss in ((1100, 2.0), (1200, 1.0)):
+    state.global_step = step
+    console.log_training(
+      step,
+      {
+        'lr': 0.5,
+        'loss': loss,
+        'steps_per_sec': 20.0,
+        'tokens_per_sec': 10240.0,
+        'input_wait_fraction': 0.25,
+        'mfu': 0.345,
+      },
+    )
+  console.saved(1000)
+  console.evaluating(1000)
+  console.log_evaluation(1000, {'bits': 2.5})
+  drawn = console._draw(columns)
+  found = screen(drawn.replace('\n', '\r\n'))
+  assert max(map(len, found)) < columns
+  assert found[0].startswith('step 1200 of 6000 (20%)')
+  assert found[1].startswith('loss 1.5 \u2193  lr 0.5')
+  if columns > 30:
+    assert 'ETA 4:00  20 steps/s  10,240 tokens/s' in found[0]
+    assert found[2] == (
+      'mfu 34.5%  input wait 25.0%  saved 1000  eval 1000: bits 2.5'
+    )
+  console.evaluating(1200)
+  assert 'evaluating step 1200' in console._draw(80)
+
+
+# --- The first and the last block. ---
+
+
+def test_the_first_block_of_a_sharded_run(capsys):
+  config = make_config(
+    sharding='fsdp', checkpoint_dir=f'{os.getcwd()}/runs/a', writers=('jsonl',)
+  )
+  experiment = regression.Regression(
+    'train', jax.random.PRNGKey(0), run_config=config
+  )
+  experiment.data_summary = '690 documents'
+  origin = summary.Origin((), 'configs/x.py', {'sharding': 'fsdp'})
+  block = summary.start_block(config, experiment, origin, 'step 0')
+  assert block == [
+    'Experiment:    tests.experiments.regression:Regression',
+    'Config:        configs/x.py, sharding=fsdp',
+    'Devices:       2 x cpu; mesh data 2; sharding fsdp',
+    'Parameters:    36 (144 B) in 2 arrays; 1 of them split over data',
+    'Data:          690 documents',
+    'Run directory: runs/a',
+    'Start:         step 0',
+  ]
+  assert experiment._state is None  # Shapes were enough.
+
+
+def test_the_first_block_of_a_per_device_run():
+  config = make_config(checkpoint_dir='/tmp/run')
+  experiment = toy.PerDevice('train', jax.random.PRNGKey(0), mock.Mock())
+  block = summary.start_block(config, experiment, summary.Origin(), '')
+  assert 'Parameters:    4 (16 B) in 1 arrays' in block
+  assert 'TensorBoard:   tensorboard --logdir /tmp/run' in block
+
+
+def test_the_first_block_has_at_most_20_lines():
+  config = make_config(checkpoint_dir='/tmp/' + 'long/' * 40)
+  origin = summary.Origin(
+    (),
+    'configs/x.py',
+    {f'experiment_kwargs.config.key_{i}': i for i in range(99)},
+  )
+  experiment = experiment_of(data_summary='word ' * 200)
+  block = summary.start_block(config, experiment, origin, 'step 0')
+  assert len(block) <= 20
+  assert '(the rest is in config.json)' in '\n'.join(block)
+
+
+@pytest.mark.parametrize(
+  ('restored_step', 'step', 'restore_from', 'start'),
+  [
+    (None, 0, None, 'step 0 of 6000, a fresh run'),
+    (7, 7, None, 'step 7 of 6000, resumed'),
+    (7, 7, '/other', 'step 7 of 6000, resumed'),
+    (None, 0, '/other', 'step 0 of 6000, from /other'),
+  ],
+)
+def test_where_a_run_begins(restored_step, step, restore_from, start, capsys):
+  console = console_lib.Console('plain')
+  console.begin(
+    make_config(restore_from=restore_from),
+    experiment_of(),
+    types.SimpleNamespace(global_step=step),
+    types.SimpleNamespace(restored_step=restored_step),
+  )
+  assert f'Start:         {start}\n' in capsys.readouterr().out
+
+
+COMMAND = ('python', 'x.py', '--config=a.py', '--config.checkpoint_dir', 'old')
+
+
+@pytest.mark.parametrize(
+  ('command', 'decodes', 'expected'),
+  [
+    (
+      COMMAND,
+      False,
+      [
+        'Go on:    python x.py --config=a.py --config.checkpoint_dir=/run',
+        'Evaluate: python x.py --config=a.py --config.checkpoint_dir=/run'
+        ' --jaxline_mode=eval --config.one_off_evaluate',
+      ],
+    ),
+    (
+      (*COMMAND, '--jaxline_mode=train_and_eval', '--config.a=b c'),
+      True,
+      [
+        'Go on:    python x.py --config=a.py --jaxline_mode=train_and_eval'
+        " '--config.a=b c' --config.checkpoint_dir=/run",
+        "Decode:   python x.py --config=a.py '--config.a=b c'"
+        ' --config.checkpoint_dir=/run --jaxline_mode=decode',
+      ],
+    ),
+    (
+      (),
+      True,
+      [
+        "Go on:    jaxline.fit(..., overrides={'checkpoint_dir': '/run'})",
+        "Evaluate: jaxline.evaluate('/run')",
+      ],
+    ),
+  ],
+)
+def test_the_last_block_has_the_next_commands(command, decodes, expected):
+  class Experiment:
+    if decodes:
+
+      def decode(self):
+        pass
+
+  block = summary.end_block(
+    make_config(checkpoint_dir='/run'),
+    Experiment(),
+    summary.Origin(command),
+    {'steps': 6.0, 'evaluation': 3.0, 'restore': 0.01},
+    10.0,
+    is_over=False,
+  )
+  assert block == [
+    'Time: steps 60%, evaluation 30%.',
+    'Run directory: /run',
+    *expected,
+    'Curves:   python -m jaxline.runs compare /run --plot curves.png',
+  ]
+
+
+def test_the_last_block_says_what_the_run_came_to(capsys):
+  for error, how in (
+    (None, 'Trained to'),
+    (ValueError(), 'Failed at'),
+    (preemption.Preempted(75, ''), 'Stopped at'),
+  ):
+    console, state = begun(step=10)
+    console.log_training(9, {'loss': 1.0, 'steps_per_sec': 1.0})
+    console.log_best('bits', 2.5, 8, math.inf)
+    state.global_step = 30
+    capsys.readouterr()
+    console.__exit__(type(error), error, None)
+    assert capsys.readouterr().out.splitlines()[:3] == [
+      f'{how} step 30 of 6000 (0%) in 0:00.',
+      'Best bits: 2.5 at step 8.',
+      'Last loss: 1.',
+    ]
+    # A second time there is nothing to say.
+    console.__exit__(None, None, None)
+    assert capsys.readouterr().out == ''
+
+
+@pytest.mark.parametrize(
+  ('seconds', 'text'),
+  [
+    (0.4, '0:00'),
+    (187.2, '3:07'),
+    (7387, '2:03:07'),
+    (60 * 3600, '2.5 days'),
+  ],
+)
+def test_durations(seconds, text):
+  assert lines.duration(seconds) == text
+
+
+# --- Whole runs. ---
+
+
+def arguments(run_dir, *args, mode='train'):
+  return [
+    sys.executable,
+    str(TOY),
+    'sharded',
+    'direct',
+    f'--config={CONFIG}',
+    f'--config.checkpoint_dir={run_dir}',
+    f'--jaxline_mode={mode}',
+    *args,
+  ]
+
+
+def environment():
+  return os.environ | {'PYTHONPATH': str(ROOT), 'TERM': 'xterm'}
+
+
+def run(run_dir, *args, **kwargs):
+  return subprocess.run(
+    arguments(run_dir, *args, **kwargs),
+    cwd=ROOT,
+    env=environment(),
+    capture_output=True,
+    text=True,
+    timeout=120,
+    stdin=subprocess.DEVNULL,
+  )
+
+
+def test_a_run_in_a_pipe(tmp_path):
+  result = run(
+    tmp_path,
+    '--config.training_steps=4',
+    '--config.log_tensors_interval=2',
+    '--config.eval_interval=300',  # The file has 2.
+    '--config.interval_type=steps',  # As the file has it.
+    mode='train_and_eval',
+  )
+  assert result.returncode == 0, result.stderr
+  (warning,) = result.stderr.splitlines()  # Of the toy's input.
+  assert warning.startswith('W')
+  out = result.stdout.splitlines()
+  assert max(map(len, out[:14])) <= 120
+  first = out.index('Compiling the train step...')
+  assert first <= 20
+  config = ' '.join(line.strip() for line in out[1:first])
+  for shown in ('training_steps=4', 'log_tensors_interval=2', 'interval=300'):
+    assert shown in config
+  assert 'interval_type' not in config
+  assert f'Run directory: {tmp_path}' in out[:first]
+  assert 'Start:         step 0 of 4, a fresh run' in out[:first]
+  assert re.fullmatch(r'Compiled in \d+\.\d s\b.*', out[first + 1])
+  assert re.match(r'step 2 of 4 \(50%\) \| loss [\d.]+ \| ', out[first + 2])
+  text = '\n'.join(out[first:])
+  assert re.search(r'^eval step 4 \| loss', text, re.MULTILINE)
+  assert re.search(r'^New best loss: [\d.]+ at step 4\.$', text, re.MULTILINE)
+  assert re.search(r'^Trained to step 4 of 4 \(100%\) in ', text, re.MULTILINE)
+  assert re.search(r'^Time: .*compilation \d+%', text, re.MULTILINE)
+  assert out[-1].startswith(
+    f'Curves:   python -m jaxline.runs compare {tmp_path}'
+  )
+  (go_on,) = (line for line in out if line.startswith('Go on:'))
+  assert f'--config.checkpoint_dir={tmp_path}' in go_on
+  # And so it goes on.
+  again = run(tmp_path, '--config.training_steps=5', '--verbosity=debug')
+  assert 'Start:         step 4 of 5, resumed\n' in again.stdout
+  assert 'training loop starting...' in again.stderr
+  assert 'Training with config:' in again.stderr
+
+
+def test_the_users_own_information_is_shown(tmp_path):
+  program = f"""
+import sys
+sys.path.insert(0, {str(TOY.parent)!r})
+import logging as std_logging
+from absl import logging
+import toy
+from jaxline import platform
+class Mine(toy.Sharded):
+  def evaluate(self, **kwargs):
+    logging.info('absl says it')
+    std_logging.getLogger('mine').info('stdlib says it')
+    return super().evaluate(**kwargs)
+platform.main(Mine, sys.argv[1:])
+"""
+  result = subprocess.run(
+    [sys.executable, '-c', program, *arguments(tmp_path)[4:-1],
+     '--jaxline_mode=train_and_eval', '--config.training_steps=2'],
+    cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120,
+  )  # fmt: skip
+  assert result.returncode == 0, result.stderr
+  assert re.fullmatch(
+    r'W.*\nI\d.*\] absl says it\nI\d.*\] stdlib says it\n', result.stderr
+  )
+
+
+def test_a_refused_start_has_no_block(tmp_path):
+  result = run(tmp_path, '--config.one_off_evaluate=True', mode='eval')
+  assert result.returncode == 2
+  assert result.stdout == ''
+
+
+@pytest.mark.process
+def test_an_error_comes_after_the_last_block(tmp_path):
+  result = subprocess.run(
+    arguments(
+      tmp_path,
+      '--config.experiment_kwargs.config.fault=step',
+      '--config.experiment_kwargs.config.fault_step=3',
+    ),
+    cwd=ROOT,
+    env=environment(),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,  # As on a terminal.
+    text=True,
+    timeout=120,
+  )
+  assert result.returncode == 1
+  before, after = result.stdout.split('Failed at step 3 of 6 (50%) in ')
+  assert 'Compiled in ' in before
+  assert 'Curves: ' in after
+  assert after.splitlines()[-1].endswith('Failure: step at 3')
+  assert 'Traceback' not in before
+
+
+def start_on(terminal, program, tmp_path, *args):
+  return subprocess.Popen(
+    [sys.executable, '-c', program, *arguments(tmp_path, *args)[4:]],
+    cwd=ROOT,
+    env=environment() | {'COLUMNS': ''},
+    stdin=subprocess.DEVNULL,
+    stdout=terminal.file,
+    stderr=terminal.file,
+  )
+
+
+LIVE = f"""
+import sys
+sys.path.insert(0, {str(TOY.parent)!r})
+import warnings
+from absl import logging
+import toy
+from jaxline import platform
+class Mine(toy.Sharded):
+  def step(self, *, global_step, rng, writer):
+    if global_step % 10 == 9:
+      print('print of step', global_step)
+      logging.warning('warning of step %d', global_step)
+      print('error of step', global_step, file=sys.stderr)
+    return super().step(global_step=global_step, rng=rng, writer=writer)
+platform.main(Mine, sys.argv[1:])
+"""
+
+
+@pytest.mark.process
+def test_a_run_on_a_terminal(tmp_path, terminal):
+  process = start_on(
+    terminal,
+    LIVE,
+    tmp_path,
+    '--config.training_steps=100',
+    '--config.experiment_kwargs.config.step_secs=0.03',
+    '--config.save_checkpoint_interval=40',
+  )
+  terminal.wait_for(r'loss [\d.]+')
+  assert process.wait(120) == 0, terminal.text
+  shown = terminal.close()
+  assert '\x1b[?25l' not in terminal.text
+  first = shown.index('Compiling the train step...')
+  last = next(i for i, x in enumerate(shown) if x.startswith('Trained to'))
+  between = shown[first + 1 : last]
+  assert ' The position of a generator is not saved' in between.pop(0)
+  assert between.pop(0).startswith('Compiled in ')
+  # Whole lines, in order, and nothing left of what was drawn.
+  assert len(between) == 30, between
+  for i in range(10):
+    print_, warning, error = between[3 * i : 3 * i + 3]
+    assert print_ == f'print of step {10 * i + 9}'
+    assert warning.endswith(f'] warning of step {10 * i + 9}')
+    assert error == f'error of step {10 * i + 9}'
+  drawn = re.findall(r'step (\d+) of 100', terminal.text[:-2000])
+  assert len(set(drawn)) > 4
+  assert 'ETA 0:0' in terminal.text
+  assert re.search(r'saved\b.* (40|80)', terminal.text)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+  ('signum', 'code', 'said'),
+  [
+    (signal.SIGINT, 130, 'Interrupted by Ctrl-C'),
+    (signal.SIGTERM, 75, 'Preempted by SIGTERM'),
+  ],
+)
+def test_a_signal_on_a_terminal(tmp_path, terminal, signum, code, said):
+  process = start_on(
+    terminal,
+    LIVE,
+    tmp_path,
+    '--config.training_steps=100000',
+    '--config.experiment_kwargs.config.step_secs=0.03',
+  )
+  terminal.wait_for(r'ETA')
+  process.send_signal(signum)
+  assert process.wait(120) == code, terminal.text
+  shown = terminal.close()
+  assert '\x1b[?25l' not in terminal.text
+  (last,) = (i for i, x in enumerate(shown) if x.startswith('Stopped at step '))
+  assert any(x.startswith('Go on:    python -c ') for x in shown[last:])
+  assert any(said in x for x in shown[last:])
+  if signum == signal.SIGINT:
+    assert any('press Ctrl-C again to leave at once' in x for x in shown[:last])
+
+
+@pytest.mark.process
+def test_breakpoint_on_a_terminal(tmp_path):
+  program = LIVE.replace('if global_step % 10 == 9:', 'if global_step == 30:\n'
+                         '      breakpoint()\n    if False:')  # fmt: skip
+  terminal = Terminal()
+  process = subprocess.Popen(
+    [
+      *(sys.executable, '-c', program),
+      *arguments(tmp_path, '--config.training_steps=40')[4:],
+      '--config.experiment_kwargs.config.step_secs=0.03',
+    ],
+    cwd=ROOT,
+    env=environment(),
+    stdin=subprocess.PIPE,
+    stdout=terminal.file,
+    stderr=terminal.file,
+    text=True,
+  )
+  try:
+    terminal.wait_for(r'\(Pdb\) ')
+    shown = screen(terminal.text)
+    assert shown[-1] == '(Pdb)'
+    assert 'step(' in shown[-2] or '->' in shown[-2]
+    time.sleep(0.7)  # Longer than two refreshes.
+    assert screen(terminal.text) == shown
+    process.stdin.write('p "step", global_step\nc\n')
+    process.stdin.close()
+    assert process.wait(60) == 0, terminal.text
+  finally:
+    process.kill()
+  shown = terminal.close()
+  assert "('step', 30)" in '\n'.join(shown)
+  assert 'Trained to step 40' in '\n'.join(shown)
+
+
+@pytest.mark.process
+def test_a_forked_worker_prints_as_if_there_were_no_lines(tmp_path):
+  program = """
+import os, sys, time
+from jaxline.metrics import live
+lines = live.Live(lambda width: 'drawn')
+lines.start()
+time.sleep(0.5)
+lines._lock.acquire()  # As if the thread had it at the moment of the fork.
+if not (child := os.fork()):
+  print('child')
+  sys.stdout.flush()
+  os._exit(0)
+lines._lock.release()
+os.waitpid(child, 0)
+lines.stop()
+"""
+  terminal = Terminal()
+  process = subprocess.run(
+    [sys.executable, '-W', 'ignore', '-c', program],
+    cwd=ROOT,
+    env=environment(),
+    stdin=subprocess.DEVNULL,
+    stdout=terminal.file,
+    stderr=terminal.file,
+    timeout=60,
+  )
+  terminal.close()
+  assert process.returncode == 0, terminal.text
+  assert 'child\r\n' in terminal.text
+
+
+def test_fit_prints_plain_lines(tmp_path, capsys):
+  config = regression.get_config(6)
+  config.checkpoint_dir = str(tmp_path / 'run')
+  config.log_tensors_interval = 3
+  result = jaxline.fit(
+    regression.Regression, config, {'random_seed': 7}, mode='train'
+  )
+  out = capsys.readouterr().out
+  assert 'Config:        random_seed=7\n' in out
+  assert re.search(r'^step 6 of 6 \(100%\) \| ', out, re.MULTILINE)
+  assert f"jaxline.evaluate('{result.directory}')" in out
+
+
+def test_after_a_debugger_there_are_plain_lines_now_and_then(
+  monkeypatch, capsys
+):
+  now = 100.0
+  monkeypatch.setattr(console_lib.time, 'monotonic', lambda: now)
+  console, _ = begun('live')
+  console._live = types.SimpleNamespace(is_on=False)
+  capsys.readouterr()
+  for now in np.arange(100.0, 125.0):
+    console.log_training(int(now), {'loss': 1.0, 'steps_per_sec': 1.0})
+  out = capsys.readouterr().out.splitlines()
+  assert [line.split(' | ')[0] for line in out] == [
+    'step 100 of 6000 (2%)',
+    'step 111 of 6000 (2%)',
+    'step 122 of 6000 (2%)',
+  ]
