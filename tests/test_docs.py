@@ -63,13 +63,14 @@ def test_links():
     for link in wrong_links(path, text)
   ]
   assert not wrong, '\n'.join(wrong)
-  # Every page can be reached from another one.
+  # Every page and picture is linked from another page.
   linked = {
     (path.parent / link.partition('#')[0]).resolve()
     for path, text in found.items()
     for link in LINK.findall(text)
   }
-  orphans = set((ROOT / 'docs').rglob('*.md')) - linked
+  pictures = (ROOT / 'docs' / 'images').glob('*.[ps][nv]g')
+  orphans = {*(ROOT / 'docs').rglob('*.md'), *pictures} - linked
   assert not orphans, orphans
 
 
