@@ -88,7 +88,8 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
   A program that several tests compile in this process is compiled once. Each
   worker of pytest-xdist keeps its own, because JAX does not write these files
-  in one step. The programs that tests start compile for themselves.
+  in one step. The programs that tests start have the cache of
+  `config.compilation_cache` below XDG_CACHE_HOME.
   """
   jax.config.update(
     'jax_compilation_cache_dir', str(tmp_path_factory.mktemp('programs'))
