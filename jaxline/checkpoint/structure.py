@@ -155,7 +155,7 @@ def leaves(structure: Any, name: str) -> Iterator[tuple[str, str]]:
     yield name, text
 
 
-# Names, of values and of classes.
+# Names and texts.
 
 
 def _component(key: Any) -> str:
@@ -201,6 +201,22 @@ def _find(address: str) -> Any:
         " in the experiment's module."
       )
   return found
+
+
+def _is_json(x: Any) -> bool:
+  """Returns whether a value is the same in JSON."""
+  if type(x) is str:  # JSON would join lone surrogates to a character.
+    return x == x.encode(errors='ignore').decode()
+  if type(x) is int:
+    return -(2**63) <= x < 2**63
+  return x is None or type(x) is bool or (type(x) is float and math.isfinite(x))
+
+
+def _base64(data: bytes) -> str:
+  return base64.b64encode(data).decode('ascii')
+
+
+_unbase64 = functools.partial(base64.b64decode, validate=True)
 
 
 # What recognises a class.
@@ -569,25 +585,6 @@ class _Decoder:
     return pickle.loads(_unbase64(data))
 
 
-# Text.
-
-
-def _is_json(x: Any) -> bool:
-  """Returns whether a value is the same in JSON."""
-  if type(x) is str:  # JSON would join lone surrogates to a character.
-    return x == x.encode(errors='ignore').decode()
-  if type(x) is int:
-    return -(2**63) <= x < 2**63
-  return x is None or type(x) is bool or (type(x) is float and math.isfinite(x))
-
-
-def _base64(data: bytes) -> str:
-  return base64.b64encode(data).decode('ascii')
-
-
-_unbase64 = functools.partial(base64.b64decode, validate=True)
-
-
 # The table.
 
 
@@ -597,8 +594,8 @@ class _Kind(NamedTuple):
   Attributes:
     of: the class of the values, which stands for no subclass of it, or a
       function that recognises their class.
-    encode: (encoding, value, its name) -> body.
-    decode: (decoder, body) -> value.
+    encode: (e: the encoding, x: a value, n: its name) -> body.
+    decode: (d: the decoder, b: a body) -> value.
     show: what `leaves` makes of a body: a text, or name and structure of each
       value in it; without any it shows the repr of the value.
   """
@@ -617,12 +614,13 @@ def _tag_of(cls: type) -> str | None:
   return None
 
 
-_nothing = lambda x: ''
+_nothing = lambda x: ''  # No class; no text.
 _last = lambda b: iter(b[-1])
 _fields = lambda b: [('class', b[0]), *b[1].items()]
 
+# The JSON is {tag: body}. The first row that recognises a class counts.
 # fmt: off
-_KINDS: dict[str, _Kind] = {  # The first row that recognises a class counts.
+_KINDS: dict[str, _Kind] = {
   'int': _Kind(int, lambda e, x, n: hex(x), lambda d, b: int(b, 16)),
   # Bytes, since a NaN has a sign and a payload.
   'float': _Kind(float, lambda e, x, n: struct.pack('>d', x).hex(),
@@ -639,7 +637,7 @@ _KINDS: dict[str, _Kind] = {  # The first row that recognises a class counts.
                      lambda d, b: frozenset(d.items(b)), enumerate),
   'range': _Kind(range, Encoding.ends, lambda d, b: range(*d.items(b, 3))),
   'slice': _Kind(slice, Encoding.ends, lambda d, b: slice(*d.items(b, 3))),
-  'dict': _Kind(dict, Encoding.pairs, _Decoder.pairs, iter),
+  'dict': _Kind(dict, Encoding.pairs, _Decoder.pairs, iter),  # [[key, value]]
   'defaultdict': _Kind(collections.defaultdict, Encoding.defaultdict,
                        _Decoder.defaultdict, _last),
   'config': _Kind(_is_config, Encoding.config, _Decoder.config, _last),
