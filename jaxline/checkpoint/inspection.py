@@ -30,7 +30,6 @@ import struct
 import sys
 from typing import Any, BinaryIO
 import zipfile
-import zlib
 
 import jax
 import numpy as np
@@ -255,7 +254,7 @@ class Checkpoint(files.Listing):
           parts[f'process {i}/{key}'] = about['structure']
           small |= {f'process {i}/{n}': x for n, x in about['arrays'].items()}
       for key, value in parts.items():
-        texts.update(_leaves(key, value))
+        texts.update(structure.leaves(value, key))
       for about in small.values():  # Also keys, and what was on a device.
         about['kind'] = 'numpy'
         about.pop('key', None)
@@ -268,35 +267,6 @@ def bytes_of(about: Mapping[str, Any]) -> int:
   """Returns how many bytes the elements of a described array take."""
   dtype = np.lib.format.descr_to_dtype(about.get('bytes_of', about['dtype']))
   return math.prod(about['shape']) * dtype.itemsize
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
-  """Yields name and text of each leaf of a structure: see structure.py."""
-  tag, body = 'list', value
-  if isinstance(value, dict):
-    ((tag, body),) = value.items()
-  children: Iterable[tuple[Any, Any]] = ()
-  if tag in ('tuple', 'set', 'frozenset') or isinstance(value, list):
-    children = enumerate(body)
-  elif tag in ('dict', 'defaultdict', 'config'):
-    children = body if tag == 'dict' else body[-1]
-  elif tag in ('namedtuple', 'dataclass'):
-    children = [('class', body[0]), *body[1].items()]
-  elif tag == 'node':
-    children = [('class', body[0]), *enumerate(body[1]), ('aux', body[2])]
-  if children := list(children):
-    for key, child in children:
-      yield from _leaves(f'{name}/{key}', child)
-  elif tag == 'pickle':
-    yield name, f'<pickled, CRC {zlib.crc32(body[-1].encode()):08x}>'
-  elif tag in ('enum', 'ref'):  # Its module may not be there.
-    yield name, f'<{tag} {body}>'
-  elif tag not in ('jax', 'numpy', 'scalar', 'key'):
-    text = repr(value)
-    # Another version's, or an integer that is too long to be read.
-    with contextlib.suppress(ValueError):
-      text = repr(structure.decode(value, {}))
-    yield name, text
 
 
 # What a run has.
