@@ -108,7 +108,7 @@ def run() -> Iterator[None]:
   Yields:
     Nothing.
   """
-  _listen()
+  listen()
   if _thread.account is not None:
     yield
     return
@@ -209,13 +209,13 @@ def compilations() -> tuple[int, float, int, int]:
     how often JAX's persistent cache had a program and had not. A program from
     the cache counts as compiled too.
   """
-  _listen()
+  listen()
   x = _compilations
   return x.count, x.secs, x.hits, x.requests - x.hits
 
 
 def compiled_secs() -> float:
-  """Returns for how many seconds this thread has compiled so far."""
+  """Returns for how many seconds this thread has compiled since `listen`."""
   return _thread.compiled_secs
 
 
@@ -259,8 +259,8 @@ def _on_end(event: str, duration_secs: float, **kwargs: Any) -> None:
 _is_listening = False
 
 
-def _listen() -> None:
-  """Has JAX call the functions above, from the first call on."""
+def listen() -> None:
+  """Has JAX say what it compiles, from the first call on."""
   global _is_listening
   with _lock:
     if _is_listening:

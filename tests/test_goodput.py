@@ -12,6 +12,7 @@ from jaxline import api
 from jaxline import debug
 from jaxline import goodput
 from jaxline import train
+from jaxline.checkpoint import memory
 from tests.experiments import regression
 
 
@@ -282,6 +283,27 @@ def test_two_threads_account_for_the_training(tmp_path):
   # That is of the other thread.
   assert 'evaluation' not in took
   assert took['steps'] > 0
+
+
+def test_what_a_save_takes_is_no_step(clock, tmp_path):
+  class Slow(memory.InMemoryCheckpointer):
+    def save(self, series):
+      clock.now += 4 if series == 'latest' else 16
+      super().save(series)
+
+    def wait_for_checkpointing_to_finish(self):
+      clock.now += 64
+
+  config = config_of(tmp_path, best_model_eval_metric='loss', eval_interval=-1)
+  checkpointer = Slow(config, 'train_and_eval')
+  since = Since()
+  with goodput.run():
+    train.Run(regression.Regression, config, checkpointer).train_and_eval()
+  # After the steps 3 and 6; the best; and at the end, of both experiments.
+  took = since()
+  assert took['checkpoints'] == 2 * 4 + 16 + 2 * 64
+  # Waits for batches are real, and by another clock.
+  assert sum(took.values()) == pytest.approx(took['checkpoints'])
 
 
 def test_a_bare_run_is_not_accounted_for(tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxline import async_lib
+from jaxline import goodput
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline.inputs import base
@@ -231,6 +232,14 @@ def test_wait_fraction_excludes_compilation(clock):
   clock.steps(1, wait=0, takes=4)
   clock.steps(1, wait=2, takes=0)
   assert clock.feed.wait_fraction == 4 / 10
+
+
+def test_waits_are_accounted_for(clock):
+  before = goodput.spent()['input wait']
+  with goodput.run(), goodput.measure('steps'):
+    clock.steps(4, wait=0.25, takes=1)
+    clock.steps(4, wait=0.00005, takes=1)  # It was ready.
+  assert goodput.spent()['input wait'] - before == 1
 
 
 def test_a_slow_input_is_warned_of(clock, caplog):
@@ -523,6 +532,31 @@ def test_the_wait_is_reported():
   experiment._close_input()
   assert rows[0]['input_wait_fraction'] == 0
   assert all(0 <= row['input_wait_fraction'] <= 1 for row in rows)
+
+
+def test_the_wait_is_no_part_of_the_compilation(monkeypatch):
+  # As in a process of its own, in which nobody else listens.
+  goodput.listen()
+  jax.monitoring.unregister_event_duration_listener(goodput._on_end)
+  jax.monitoring.unregister_scalar_listener(goodput._on_start)
+  jax.monitoring.unregister_event_listener(goodput._on_event)
+  monkeypatch.setattr(goodput, '_is_listening', False)
+
+  class Slow(regression.Regression):
+    def loss_fn(self, *args):
+      time.sleep(2)  # While it is traced.
+      return super().loss_fn(*args)
+
+    def train_input(self):
+      while True:
+        time.sleep(0.02)
+        yield regression.examples(0, ROWS)
+
+  experiment = make(Slow)
+  rows = steps(experiment, 14)
+  experiment._close_input()
+  # Ten batches were waited for: 0.2 s, and not of 2.2 s.
+  assert rows[-1]['input_wait_fraction'] > 0.15
 
 
 # An epoch is 50 / 16 batches. To start processes takes seconds.

@@ -49,8 +49,9 @@ class Recompiling(experiment.AbstractExperiment):
 
   def evaluate(self, *, global_step, rng, writer):
     # Compiled anew in each evaluation, which is none of a step.
+    self.number += 1
     return jax.jit(self.update)(
-      {'w': np.ones(3)}, {'x': np.ones([self.number + 1, 3])}
+      {'w': np.ones(3)}, {'x': np.ones([self.number, 3])}
     )
 
 

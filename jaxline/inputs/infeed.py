@@ -25,6 +25,8 @@ from jaxline.inputs import base
 
 # How long a source may take to say where it stands: it may hang itself.
 _DESCRIBE_SECS = 2.0
+# To take a batch that is ready lasts no longer.
+_READY_SECS = 1e-4
 # What the wait is measured over.
 _WINDOW_STEPS = 100
 # A slow input is warned of where it takes more than this part of the time ...
@@ -59,6 +61,7 @@ class Infeed:
       stall_secs: after a step has waited that long, the log says so and names
         the position of the source; None disables the warning.
     """
+    goodput.listen()
     self.source = source
     self.position: Any = None
     self._error: Exception | None = None
@@ -99,7 +102,8 @@ class Infeed:
       raise
     now = time.perf_counter()
     self._waited += now - began
-    goodput.add('input wait', now - began)
+    if now - began > _READY_SECS:
+      goodput.add('input wait', now - began)
     self._times.append((now - goodput.compiled_secs(), self._waited))
     self._num_given += 1
     if self._num_given % _WINDOW_STEPS == 1 and self._num_given > 1:
