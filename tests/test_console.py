@@ -816,6 +816,23 @@ def test_the_last_block_says_what_the_run_came_to(capsys):
     assert capsys.readouterr().out == ''
 
 
+def test_the_last_block_of_an_evaluation(capsys):
+  console = console_lib.Console('plain')
+  with console:
+    console.begin(make_config(checkpoint_dir='/run'), experiment_of())
+    console.log_evaluation(3, {'bits': 2.5})
+    console.log_best('bits', 2.5, 3, 3.0)
+  out = capsys.readouterr().out.splitlines()
+  assert 'Start:' not in ''.join(out)
+  assert out[-6:-4] + out[-3:] == [
+    'New best bits: 2.5 at step 3 (was 3).',
+    'Evaluated 1 checkpoint in 0:00.',
+    'Run directory: /run',
+    "Evaluate: jaxline.evaluate('/run')",
+    'Curves:   python -m jaxline.runs compare /run --plot curves.png',
+  ]
+
+
 @pytest.mark.parametrize(
   ('seconds', 'text'),
   [

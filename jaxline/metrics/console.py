@@ -197,9 +197,11 @@ class Console(periodic.Action):
   def _last_block(self, error: BaseException | None) -> list[str]:
     total = time.monotonic() - self._began
     took = f'in {lines.duration(total)}'
-    is_over = error is None
+    is_over: bool | None = error is None
     if self._state is None:
-      came_to = [f'Evaluated {self._num_evaluated} checkpoints {took}.']
+      is_over = None
+      plural = 's' * (self._num_evaluated != 1)
+      came_to = [f'Evaluated {self._num_evaluated} checkpoint{plural} {took}.']
     else:
       is_told = isinstance(error, SystemExit)  # By a signal.
       how = (

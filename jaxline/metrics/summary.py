@@ -189,7 +189,7 @@ def end_block(
   origin: Origin,
   spent: Mapping[str, float],
   total: float,
-  is_over: bool,
+  is_over: bool | None,
 ) -> list[str]:
   """Returns the last lines: where the time went, and what one may do next.
 
@@ -199,7 +199,7 @@ def end_block(
     origin: how the run was started.
     spent: category -> seconds.
     total: all seconds of the run.
-    is_over: whether the run has taken all its steps.
+    is_over: whether the run has taken all its steps; None if it only evaluated.
   """
   parts = sorted(spent.items(), key=lambda item: -item[1])
   shares = [(name, 100 * secs / total) for name, secs in parts]
@@ -214,7 +214,7 @@ def end_block(
 
 
 def _next_commands(
-  config: Any, origin: Origin, decodes: bool, is_over: bool
+  config: Any, origin: Origin, decodes: bool, is_over: bool | None
 ) -> list[str]:
   """Returns the commands that a user may want next.
 
@@ -222,7 +222,7 @@ def _next_commands(
     config: the run's.
     origin: how the run was started.
     decodes: whether the experiment can continue prompts.
-    is_over: whether the run has taken all its steps.
+    is_over: whether the run has taken all its steps; None if it only evaluated.
   """
   directory = relative(config.checkpoint_dir or '')
   if not directory or config.checkpointer == 'memory':
@@ -237,7 +237,9 @@ def _next_commands(
     mode = '--jaxline_mode=decode' if decodes else '--jaxline_mode=eval'
     once = [] if decodes else ['--config.one_off_evaluate']
     look = shlex.join([*_without(own, 'jaxline_mode'), mode, *once])
-  if is_over and go_on:
+  if is_over is None:
+    go_on = ''
+  elif is_over and go_on:
     go_on += '  (with more config.training_steps)'
   labels = {
     'Go on': go_on,
