@@ -19,6 +19,7 @@ from ml_collections import config_dict
 import numpy as np
 
 from jaxline import base_config
+from jaxline import decode
 from jaxline import errors
 from jaxline import platform
 from jaxline import runs
@@ -160,13 +161,7 @@ def _load(
   )
   full.reads_only = True
   with contextlib.closing(full):
-    if not full.can_be_restored(series):
-      raise errors.UsageError(f'{directory} has no checkpoint of {series!r}.')
-    if step is not None and step not in (steps := full.steps(series)):
-      raise errors.UsageError(
-        f'step is {step}, but of {series!r} the steps {steps} are kept in'
-        f' {directory}.'
-      )
+    decode.check_checkpoint(config, full, series, step)
     rng = jax.random.PRNGKey(config.random_seed)
     experiment = adapters.construct(experiment_class, mode, rng, config)
     state = base.new_state(full, experiment, series=series)

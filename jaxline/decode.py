@@ -27,19 +27,25 @@ from jaxline.compat import adapters
 from jaxline.supervision import preemption
 
 
-def _check_checkpoint(
-  config: config_dict.ConfigDict, checkpointer: base.FullCheckpointer
+def check_checkpoint(
+  config: config_dict.ConfigDict,
+  checkpointer: base.FullCheckpointer,
+  series: str,
+  step: int | None,
+  prefix: str = '',
 ) -> None:
-  """Refuses to decode without a checkpoint; writes nothing.
+  """Refuses a checkpoint that is not there; writes nothing.
 
   Args:
     config: the run's.
     checkpointer: the run's.
+    series: 'latest' or 'best'.
+    step: None is the newest.
+    prefix: what errors put before `series` and `step`, such as 'config.'.
 
   Raises:
     UsageError: there is no checkpoint, or none of the step.
   """
-  series, step = config.decode.series, config.decode.step
   if not checkpointer.can_be_restored(series):
     if config.checkpointer == 'memory':
       raise errors.UsageError(
@@ -48,18 +54,16 @@ def _check_checkpoint(
         " config.checkpointer = 'durable'."
       )
     raise errors.UsageError(
-      f'{config.checkpoint_dir} has no checkpoint of {series!r} to decode with.'
-      ' Give the config.checkpoint_dir of a run that has saved one'
+      f'{config.checkpoint_dir} has no checkpoint of {series!r}. Give the'
+      ' directory of a run that has saved one, or '
       + (
-        ", or config.decode.series = 'latest'."
-        if series == 'best'
-        else ', or train first.'
+        'train first.' if series == 'latest' else f"{prefix}series = 'latest'."
       )
     )
   if step is not None and step not in (steps := checkpointer.steps(series)):
     raise errors.UsageError(
-      f'config.decode.step is {step}, but of {series!r} the steps {steps} are'
-      f' kept in {config.checkpoint_dir}.'
+      f'{prefix}step is {step}, but of {series!r} the steps {steps} are kept in'
+      f' {config.checkpoint_dir}.'
     )
 
 
@@ -149,8 +153,9 @@ def decode(
     UsageError: there is no checkpoint, the prompts cannot be read, or the
       experiment has no `decode`.
   """
-  _check_checkpoint(config, checkpointer)
   options = config.decode
+  series, step = options.series, options.step
+  check_checkpoint(config, checkpointer, series, step, 'config.decode.')
   is_chief = jax.process_index() == 0
   # First: a model is not restored for a file that is not there.
   records, size = _source(options) if is_chief else (iter(()), 1)
@@ -165,9 +170,9 @@ def decode(
       ' `decode(self, prompts, rng)`, as AbstractExperiment in'
       ' jaxline/experiment.py says and examples/lm/experiment.py does.'
     )
-  state = base.new_state(checkpointer, experiment, series=options.series)
+  state = base.new_state(checkpointer, experiment, series=series)
   with debug.log_activity('checkpoint restore'):
-    checkpointer.restore(options.series, step=options.step)
+    checkpointer.restore(series, step=step)
 
   with contextlib.ExitStack() as stack:
     if is_chief:

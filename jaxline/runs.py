@@ -10,10 +10,12 @@ no run or no such metric, in one line on stderr.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+import collections
+from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import sys
@@ -24,7 +26,6 @@ from jaxline import errors
 from jaxline.checkpoint import cli
 from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
-from jaxline.metrics import writers
 
 CONFIG = 'config.json'
 _MAX_SHOWN = 3  # Metrics of a run in `ls`.
@@ -60,15 +61,11 @@ class Run:
   def best(self) -> dict[str, float]:
     """The best value of the metric that the run keeps the best series for."""
     metric = self.recorded.get('best_model_eval_metric')
-    values = [
-      x for x in self.curves.get(f'eval/{metric}', {}).values() if x == x
-    ]
-    if not values:
-      return {}
-    is_higher = self.recorded.get(
-      'best_model_eval_metric_higher_is_better', True
-    )
-    return {f'eval/{metric}': max(values) if is_higher else min(values)}
+    curve = self.curves.get(f'eval/{metric}', {})
+    values = [x for x in curve.values() if not math.isnan(x)]
+    key = 'best_model_eval_metric_higher_is_better'
+    best = max if self.recorded.get(key, True) else min
+    return {f'eval/{metric}': best(values)} if values else {}
 
   @property
   def last(self) -> dict[str, float]:
@@ -96,11 +93,13 @@ def read(path: pathlib.Path) -> Run:
     raise errors.UsageError(
       f'{path / CONFIG} is no config of a run: {e}'
     ) from e
-  curves: dict[str, dict[int, float]] = {}
-  for file in sorted(path.glob('*/metrics.jsonl')):
-    for step, scalars in _records(file):
-      for name, value in scalars.items():
-        curves.setdefault(f'{file.parent.name}/{name}', {})[step] = value
+  unordered: dict[str, dict[int, float]] = collections.defaultdict(dict)
+  for step, scalars in inspection.logged(path):
+    for name, value in scalars.items():
+      # JSON has no NaN; as text it is one of those that float reads.
+      with contextlib.suppress(ValueError, TypeError):
+        unordered[name][step] = float(value)
+  curves = {name: dict(sorted(x.items())) for name, x in unordered.items()}
   rates = curves.get('train/steps_per_sec', {})
   # A run that began from another one may have begun at its step.
   before = min(rates, default=0) if recorded.get('restore_from') else 0
@@ -115,21 +114,6 @@ def read(path: pathlib.Path) -> Run:
     has_all = isinstance(steps, int | float) and run.step >= steps
     run = dataclasses.replace(run, state='ended' if has_all else 'unknown')
   return run
-
-
-def _records(file: pathlib.Path) -> Iterator[tuple[int, dict[str, float]]]:
-  """Yields the steps and scalars of a log, by ascending step."""
-  records = []
-  with open(file, 'rb') as lines:
-    for record in map(writers.read_record, lines):
-      if record.get('kind') != 'scalars':
-        continue  # Or no record: the last line of a run that was killed.
-      names = sorted(record.keys() - writers.JSONL_KEYS)
-      # JSON has no NaN; as text it is one of those that float reads.
-      with contextlib.suppress(ValueError, TypeError):
-        scalars = {name: float(record[name]) for name in names}
-        records.append((record['step'], scalars))
-  yield from sorted(records, key=lambda record: record[0])
 
 
 def find(places: Sequence[str]) -> list[Run]:
@@ -219,12 +203,7 @@ def _compare(args: argparse.Namespace) -> None:
     raise errors.UsageError(
       f'There is nothing to plot: give --metrics, some of {known}.'
     )
-  for name in metrics:
-    if name not in known:
-      raise errors.UsageError(
-        f'No run has logged {name!r}; expected some of {known}.'
-        f'{errors.did_you_mean(name, known)}'
-      )
+  errors.check_names(metrics, known, 'metric', '--metrics')
   rows: list[tuple[str, ...]] = [('', *_names(runs))]
   for key in differences(runs):
     rows.append((key, *(str(run.recorded.get(key, '')) for run in runs)))

@@ -604,6 +604,7 @@ def test_the_newest_is_taken_if_one_vanishes(run, monkeypatch):
 
 def test_what_vanishes_is_told(call, run, monkeypatch):
   read = files.read_record
+  opened = inspection.find(f'{run}:4')
 
   def vanish(path):
     record = read(path)
@@ -614,9 +615,6 @@ def test_what_vanishes_is_told(call, run, monkeypatch):
   status, _, err = call('show', f'{run}:4')
   assert status == 2
   assert 'has no step 4. The steps are' in err
-  opened = inspection.Checkpoint(
-    files.root(run) / 'latest' / '4', {'arrays': {}}
-  )
   with pytest.raises(inspection.GoneError, match='was removed meanwhile'):
     opened.arrays()
   assert [r['step'] for r in inspection.list_run(run)['series']['latest']] == []

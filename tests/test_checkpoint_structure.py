@@ -386,25 +386,6 @@ def test_typed_keys(impl):
   np.testing.assert_array_equal(jax.random.key_data(back), data)
 
 
-def test_abstract_leaves():
-  mesh = jax.make_mesh(
-    (2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)
-  )
-  sharding = jax.sharding.NamedSharding(
-    mesh, jax.sharding.PartitionSpec('data')
-  )
-  keys = jax.ShapeDtypeStruct((4,), jax.random.key(0).dtype, sharding=sharding)
-  array = jax.ShapeDtypeStruct((3,), jnp.bfloat16)
-  encoded = structure.encode([keys, array], 'a')
-  assert encoded.arrays['a/0'] == jax.ShapeDtypeStruct(
-    (4, 2), jnp.uint32, sharding=sharding
-  )
-  back = structure.decode(encoded.structure, encoded.arrays)
-  assert back == [keys, array]
-  there = structure.encode(np.zeros(3), 'n').structure
-  assert structure.decode(there, {'n': array}) is array
-
-
 def test_is_array():
   masked = np.ma.masked_array([1, 2], [0, 1])
   yes = [
@@ -446,6 +427,65 @@ def test_equal_names_are_numbered_alike_in_any_order():
   assert back['a']['b/w'] is one
   taken = structure.named_leaves({'x': {'y': 1}, 'x/y': 2, 'x/y#2': 3})
   assert taken == {'x/y': 1, 'x/y#2': 2, 'x/y#2#2': 3}
+
+
+@pytest.mark.parametrize(
+  ('value', 'expected'),
+  [
+    (None, {'v': 'None'}),
+    (2**64, {'v': '18446744073709551616'}),
+    (complex(1, 2), {'v': '(1+2j)'}),
+    (range(3), {'v': 'range(0, 3)'}),
+    ([], {'v': '[]'}),
+    ((), {'v': '()'}),
+    (collections.defaultdict(list), {'v': "defaultdict(<class 'list'>, {})"}),
+    (Color.RED, {'v': f"<enum ['{HERE}:Color', 'RED']>"}),
+    ({'w': jnp.ones(1), 'n': np.ones(1), 's': np.float32(1)}, {}),
+    ([jax.random.key(0)], {}),
+    ((1, ['x']), {'v/0': '1', 'v/1/0': "'x'"}),
+    ({'b': 1, 'a': {2: 3.5}}, {'v/b': '1', 'v/a/2': '3.5'}),
+    (collections.defaultdict(int, k=1), {'v/k': '1'}),
+    (config_dict.ConfigDict({'k': 1}), {'v/k': '1'}),
+    (Point(1, ()), {'v/class': f"'{HERE}:Point'", 'v/x': '1', 'v/y': '()'}),
+    (Frozen('t'), {'v/class': f"'{HERE}:Frozen'", 'v/a': "'t'"}),
+    (
+      Registered(1, 's'),
+      {'v/class': f"'{HERE}:Registered'", 'v/0': '1', 'v/aux/0': "'s'"},
+    ),
+  ],
+)
+def test_leaves(value, expected):
+  encoded = structure.encode(value, 'v').structure
+  assert dict(structure.leaves(encoded, 'v')) == expected
+
+
+def test_leaves_put_no_class_together():
+  gone = {'namedtuple': ['gone:Gone', {'x': {'enum': ['gone:E', 'A']}}]}
+  assert dict(structure.leaves(gone, 'v')) == {
+    'v/class': "'gone:Gone'",
+    'v/x': "<enum ['gone:E', 'A']>",
+  }
+  texts = [
+    text
+    for value in (
+      {'pickle': ['v', 'gASVAAAA']},
+      {'ref': 'os:system'},
+      {'later': 1},
+      {'int': 'f' * 5000},
+    )
+    for _, text in structure.leaves(value, 'v')
+  ]
+  assert texts[0].startswith('<pickled, CRC ')
+  assert texts[1:3] == ['<ref os:system>', "{'later': 1}"]
+  assert texts[3] == repr({'int': 'f' * 5000})
+
+
+@pytest.mark.parametrize(
+  'value', [{}, {'a': 1, 'b': 2}, {'dict': 3}, {'config': 'text'}, {'node': []}]
+)
+def test_leaves_of_damaged_structures(value):
+  with pytest.raises((ValueError, TypeError, IndexError)):
+    list(structure.leaves(value, 'v'))
 
 
 def _optimizers():
@@ -562,6 +602,7 @@ def _refused():
   unset = Frozen.__new__(Frozen)
   return {
     'lock': (threading.Lock(), '_thread.lock'),
+    'abstract': (jax.ShapeDtypeStruct((2,), jnp.int32), 'ShapeDtypeStruct'),
     'lambda': (lambda: 0, '<lambda>'),
     'local': (local, 'local'),
     'function': (trip, "a builtins.function 'trip'"),
@@ -739,6 +780,8 @@ def test_attack_types_of_another_kind(kind, target, monkeypatch):
     ('defaultdict', [3, []]),
     ('dtype', None),
     ('key', ['v', 'unknown']),
+    ('key', ['v', None]),  # Not the default implementation.
+    ('key', ['v', 'rbg', 'more']),
     ('config', [True]),
     ('eval', '1+1'),
     ('pickle', ['v', 'gASVAAAA']),

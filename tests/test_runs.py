@@ -1,6 +1,7 @@
 """Tests of `python -m jaxline.runs`."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -161,6 +162,13 @@ def test_a_log_may_be_cut_short(make_run, text, steps):
   run = runs.read(folder)
   assert list(run.curves.get('train/loss', {})) == steps
   assert run.step == max(steps, default=0)
+
+
+def test_a_log_that_is_no_file_is_left_out(make_run):
+  folder = make_run('a', evals=[(10, {'loss': 2.0})])
+  (folder / 'train' / 'metrics.jsonl').unlink()
+  os.mkfifo(folder / 'train' / 'metrics.jsonl')
+  assert list(runs.read(folder).curves) == ['eval/loss']
 
 
 def test_a_nan_is_no_best_value(make_run):

@@ -312,11 +312,12 @@ def _read(
 ) -> dict[str, Any]:
   """Returns name -> array, which lies where the live one does."""
   wanted = _Wanted(frozenset(_ROOT + source for source in sources.values()))
-  if problems := reader.verify(checkpoint.path, wanted):
-    raise files.DamagedError(
-      f'{checkpoint.path} is damaged: {"; ".join(problems)}.'
-    )
-  saved = reader.Reader(checkpoint.path, checkpoint.record, allow_pickle=False)
+  try:
+    saved = reader.Reader(reader.verify(checkpoint.path, wanted))
+  except files.RefusedError:
+    raise
+  except files.DamagedError as e:
+    raise files.DamagedError(f'{checkpoint.path} is damaged: {e}.') from e
   arrays: dict[str, Any] = {}
   while pending := {s: n for n, s in sources.items() if n not in arrays}:
     # More than once where arrays have one source: each gets its own copy.

@@ -63,9 +63,8 @@ def print_table(
 
 def _ls(args: argparse.Namespace) -> int:
   listed = inspection.list_run(args.dir)
-  is_refused = any(
-    row['refused'] for rows in listed['series'].values() for row in rows
-  )
+  found = [(name, row) for name, x in listed['series'].items() for row in x]
+  is_refused = any(row['refused'] for _, row in found)
   if args.json:
     print(json.dumps(listed, indent=1))
     return int(is_refused)
@@ -81,8 +80,7 @@ def _ls(args: argparse.Namespace) -> int:
       _when(row['time']),
       row['problem'] or _metrics(row['metrics']),
     )
-    for series, rows in listed['series'].items()
-    for row in rows
+    for series, row in found
   ]
   if rows:
     print_table([header, *rows], right=(1, 2))
@@ -198,27 +196,28 @@ def _parser() -> argparse.ArgumentParser:
     ' with :STEP, else the newest'
   )
 
-  def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+  def command(
+    name: str, run: Any, text: str, **arguments: str
+  ) -> argparse.ArgumentParser:
     sub = commands.add_parser(name, help=text, description=text)
     sub.set_defaults(run=run)
+    for argument, about in arguments.items():
+      sub.add_argument(argument, help=about)
     return sub
 
-  ls = command('ls', _ls, 'list series, steps, sizes, times, metrics')
-  ls.add_argument('dir', help='directory of a run or of a series')
+  text = 'list series, steps, sizes, times, metrics'
+  ls = command('ls', _ls, text, dir='directory of a run or of a series')
   ls.add_argument('--json', action='store_true', help='the same as JSON')
-  show = command('show', _show, 'what a checkpoint holds')
-  show.add_argument('dir', help=where)
+  show = command('show', _show, 'what a checkpoint holds', dir=where)
   show.add_argument('--config', action='store_true', help="the run's config")
   text = 'compare two; exits with 0 if they are the same, 1 if not'
-  diff = command('diff', _diff, text)
-  diff.add_argument('a', help=where)
-  diff.add_argument('b', help='likewise')
+  command('diff', _diff, text, a=where, b='likewise')
   text = 'is every file as it was written? exits with 1 if not'
-  check = command('verify', _verify, text)
-  check.add_argument('dir', help=where.replace('the newest', 'all of it'))
-  out = command('export', _export, 'write parameters to one file')
-  out.add_argument('dir', help=where)
-  out.add_argument('out', help='file .safetensors or .npz')
+  everything = where.replace('the newest', 'all of it')
+  command('verify', _verify, text, dir=everything)
+  text = 'write parameters to one file'
+  to = 'file .safetensors or .npz'
+  out = command('export', _export, text, dir=where, out=to)
   out.add_argument(
     '--select',
     metavar='REGEX',
@@ -252,12 +251,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
   except RecursionError:
-    return _error('the checkpoint is nested too deeply', 1)
+    text, status = 'the checkpoint is nested too deeply', 1
   except (ValueError, OSError, ImportError, MemoryError, re.error) as e:
     text = ' '.join(str(e).split()) or type(e).__name__
-    return _error(text, 1 if isinstance(e, files.RefusedError) else 2)
-
-
-def _error(text: str, status: int) -> int:
+    status = 1 if isinstance(e, files.RefusedError) else 2
   print(f'jaxline.checkpoint: {files.printable(text)}', file=sys.stderr)
   return status

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
 import fcntl
+import io
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -28,19 +28,22 @@ import re
 import socket
 import struct
 import sys
-from typing import Any
+from typing import Any, BinaryIO
 import zipfile
 import zlib
 
 import jax
 import numpy as np
 
+from jaxline import base_config
+from jaxline import disk
 from jaxline.checkpoint import files
 from jaxline.checkpoint import reader
 from jaxline.checkpoint import storage
 from jaxline.checkpoint import structure
+from jaxline.metrics import writers
 
-Place = str | os.PathLike[str]
+Place = str | os.PathLike[str]  # As the module says.
 PARAMS = 'state/params/'
 DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
 _READ_BYTES = 256 << 20  # Arrays are read together up to so many bytes.
@@ -51,28 +54,6 @@ class GoneError(ValueError):
   """A checkpoint was removed while it was read."""
 
 
-@contextlib.contextmanager
-def _reading(path: pathlib.Path) -> Iterator[None]:
-  """Says which checkpoint is damaged, or that it was removed meanwhile."""
-  try:
-    try:
-      yield
-    except _MALFORMED as e:
-      raise files.RefusedError(
-        'it is not written as a save writes it'
-        f' ({type(e).__name__}: {str(e)[:80]!r})'
-      ) from e
-  except files.DamagedError as e:
-    if os.path.lexists(path):
-      is_refused = isinstance(e, files.RefusedError)
-      verdict = 'refused' if is_refused else 'damaged'
-      raise type(e)(f'{path} is {verdict}: {e}') from e
-    raise GoneError(
-      f'{path} was removed meanwhile: the run that writes there keeps only as'
-      ' many as its config says. Try again.'
-    ) from e
-
-
 # What reading JSON raises that is of another form than expected.
 _MALFORMED = (
   KeyError, TypeError, AttributeError, IndexError, OverflowError,
@@ -80,9 +61,24 @@ _MALFORMED = (
 )  # fmt: skip
 
 
-def _check(listing: files.Listing, wanted: Callable[[str], bool]) -> None:
-  if problems := listing.verify(wanted):
-    raise files.DamagedError('; '.join(problems))
+@contextlib.contextmanager
+def _reading(path: pathlib.Path) -> Iterator[None]:
+  """Says which checkpoint is damaged, or that it was removed meanwhile."""
+  try:
+    yield
+  except (files.DamagedError, *_MALFORMED) as e:
+    if not os.path.lexists(path):
+      raise GoneError(
+        f'{path} was removed meanwhile: the run that writes there keeps only as'
+        ' many as its config says. Try again.'
+      ) from e
+    if not isinstance(e, files.DamagedError):
+      raise files.RefusedError(
+        f'{path} is refused: it is not written as a save writes it'
+        f' ({type(e).__name__}: {str(e)[:80]!r})'
+      ) from e
+    verdict = 'refused' if isinstance(e, files.RefusedError) else 'damaged'
+    raise type(e)(f'{path} is {verdict}: {e}') from e
 
 
 # Finding checkpoints.
@@ -146,32 +142,25 @@ def newest(where: Place) -> pathlib.Path:
 def find(where: Place) -> 'Checkpoint':
   """Finds one checkpoint, the newest where no step is named.
 
-  Args:
-    where: see the module.
-
   Raises:
     ValueError: there is none; says which there are.
     files.DamagedError: what it says of itself is not as it was written.
   """
   while True:
     with contextlib.suppress(GoneError):  # There may be a newer one.
-      return Checkpoint.open(newest(where))
+      return Checkpoint(newest(where))
 
 
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(files.Listing):
   """One checkpoint, to be read as NumPy arrays.
 
   Attributes:
     path: its directory.
     record: what it says of itself: checkpoint.json.
+    described: name of each array -> its file, shape and type, in the record.
   """
 
-  path: pathlib.Path
-  record: dict[str, Any]
-
-  @classmethod
-  def open(cls, path: pathlib.Path) -> 'Checkpoint':
+  def __init__(self, path: pathlib.Path):
     """Opens a checkpoint, and verifies all of it but the arrays.
 
     Raises:
@@ -180,27 +169,20 @@ class Checkpoint:
       ValueError: a later version wrote it.
     """
     with _reading(path):
-      listing = files.Listing(path)
-      record = listing.record
-      _check(listing, lambda file: file.split('/')[0] != files.ARRAYS)
-      storage.check_listed(
-        record['arrays'], {k: size for k, (size, _) in listing.sums.items()}
-      )
-    return cls(path, record)
+      super().__init__(path)
+      self.described: dict[str, dict[str, Any]] = self.record['arrays']
+      self._require(lambda file: file.split('/')[0] != files.ARRAYS)
+      written = {name: size for name, (size, _) in self.sums.items()}
+      storage.check_listed(self.described, written)
 
-  @property
-  def described(self) -> dict[str, dict[str, Any]]:
-    """Name of each array -> its file, shape and type, as in the record."""
-    return self.record['arrays']
+  def _require(self, wanted: Callable[[str], bool]) -> None:
+    if problems := self.verify(wanted):
+      raise files.DamagedError('; '.join(problems))
 
   def check(self) -> None:
-    """Looks whether all arrays are there; does not read them.
-
-    Raises:
-      files.RefusedError: naming one that is not.
-    """
+    """Raises `files.RefusedError` where an array is not there; reads none."""
     with _reading(self.path):
-      storage.check(files.Listing(self.path), self.described)
+      storage.check(self, self.described)
 
   def names(self, select: str = '.*') -> list[str]:
     """Returns the names of the arrays that a pattern matches wholly.
@@ -233,25 +215,22 @@ class Checkpoint:
     Raises:
       files.DamagedError: they are not as they were written.
     """
-    names = list(names)
+    wanted = {name: self.described[name] for name in names}
     unread = {
-      f'{files.ARRAYS}/{self.described[name]["file"]}'
-      for name in set(self.described).difference(names)
+      f'{files.ARRAYS}/{about["file"]}'
+      for name, about in self.described.items()
+      if name not in wanted
     }
     with _reading(self.path):
-      wanted = {name: self.described[name] for name in names}
-      listing = files.Listing(self.path)
-      storage.check_listed(wanted, listing.sizes)
-      _check(listing, lambda f: '/'.join(f.split('/')[:2]) not in unread)
-      saved = reader.Reader(listing)
-    ends = itertools.accumulate(bytes_of(self.described[n]) for n in names)
+      storage.check_listed(wanted, self.sizes)
+      self._require(lambda f: '/'.join(f.split('/')[:2]) not in unread)
+    ends = itertools.accumulate(map(bytes_of, wanted.values()))
+    part = {n: end // _READ_BYTES for n, end in zip(wanted, ends, strict=True)}
     # One at a time would take ten times as long where they are small.
-    for _, group in itertools.groupby(
-      zip(names, ends, strict=True), key=lambda pair: pair[1] // _READ_BYTES
-    ):
-      together = [name for name, _ in group]
+    for _, group in itertools.groupby(wanted, key=part.__getitem__):
+      together = dict.fromkeys(group)
       with _reading(self.path):
-        arrays = saved.read(dict.fromkeys(together))
+        arrays = reader.Reader(self).read(together)
       for name in together:
         yield name, arrays.pop(name)
 
@@ -260,14 +239,13 @@ class Checkpoint:
 
     Nothing is put together: a class need not be there, nothing is unpickled.
     """
+    module = self.record['module'].items()
     parts = {f'run/{k}': v for k, v in self.record['entries'].items()}
-    for key, about in self.record['module'].items():
-      if 'structure' in about:
-        parts[key] = about['structure']
+    parts |= {k: x['structure'] for k, x in module if 'structure' in x}
     small: dict[str, Any] = {}
     texts: dict[str, str] = {}
     with _reading(self.path):
-      if 'extra.json' in files.read_checksums(self.path):
+      if 'extra.json' in self.sums:
         extra = files.read_json(self.path / 'extra.json')
         parts |= {f'run/{k}': v for k, v in extra['entries'].items()}
         small = extra['arrays']
@@ -278,9 +256,10 @@ class Checkpoint:
           small |= {f'process {i}/{n}': x for n, x in about['arrays'].items()}
       for key, value in parts.items():
         texts.update(_leaves(key, value))
-      for name, about in small.items():
-        about = {k: about[k] for k in ('shape', 'dtype', 'base64')}
-        x = storage.from_json({name: {**about, 'kind': 'numpy'}})[name]
+      for about in small.values():  # Also keys, and what was on a device.
+        about['kind'] = 'numpy'
+        about.pop('key', None)
+      for name, x in storage.from_json(small).items():
         texts[name] = f'{x.dtype.name}{list(x.shape)} {x.tolist()}'
     return texts
 
@@ -326,9 +305,6 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
 def list_run(where: Place) -> dict[str, Any]:
   """Lists what a run, or a series, has.
 
-  Args:
-    where: see the module.
-
   Returns:
     What `json.dumps` writes: `run`, a directory or None; `ended`, the step at
     which training has ended, or None; `claims`, who may write there (`what`,
@@ -346,18 +322,35 @@ def list_run(where: Place) -> dict[str, Any]:
     name: [row for row in map(_row, paths) if row is not None]
     for name, paths in series.items()
   }
-  if run is None:
-    nothing = dict.fromkeys(('run', 'ended'))
-    return {**nothing, 'claims': [], 'damaged': [], 'series': listed}
-  _add_logged(run, [row for rows in listed.values() for row in rows])
-  root = files.root(run)
-  return {
-    'run': str(run),
-    'ended': _ended(root),
-    'claims': _claims(root),
-    'damaged': sorted(map(str, (root / 'damaged').glob('*'))),
-    'series': listed,
-  }
+  about: dict[str, Any] = {'run': None, 'ended': None, 'claims': []}
+  if run is not None:
+    metrics = collections.defaultdict(list)
+    for row in itertools.chain.from_iterable(listed.values()):
+      metrics[row['step']].append(row['metrics'])
+    for step, scalars in logged(run):
+      for found in metrics.get(step, ()):
+        found |= scalars
+    about = {'run': str(run), **_training(run)}
+  damaged = files.root(run).glob('damaged/*') if run else ()
+  return {**about, 'damaged': sorted(map(str, damaged)), 'series': listed}
+
+
+def logged(run: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
+  """Yields step and scalars, by 'folder/name', of each record in a run's logs.
+
+  The values are as in `metrics.jsonl`, where text stands for NaN and infinity.
+  What is no regular file or no record, such as half a last line, is left out.
+  """
+  for path in sorted(run.glob('*/metrics.jsonl')):
+    folder = path.parent.name
+    with (
+      contextlib.suppress(files.RefusedError),
+      io.BufferedReader(files.open_regular(path)) as lines,
+    ):
+      for record in map(writers.read_record, lines):
+        if record.get('kind') == 'scalars':
+          names = [name for name in record if name not in writers.JSONL_KEYS]
+          yield record['step'], {f'{folder}/{n}': record[n] for n in names}
 
 
 def training_state(run: pathlib.Path) -> str:
@@ -370,8 +363,7 @@ def training_state(run: pathlib.Path) -> str:
     'ended'; 'running'; 'stopped' by a kill or an error; or 'unknown', where the
     locks of files cannot be seen.
   """
-  root = files.root(run)
-  return state_of(_ended(root), _claims(root))
+  return state_of(**_training(run))
 
 
 def state_of(ended: int | None, claims: Iterable[Mapping[str, Any]]) -> str:
@@ -382,13 +374,6 @@ def state_of(ended: int | None, claims: Iterable[Mapping[str, Any]]) -> str:
     if claim['what'] == 'train' and claim['alive'] is not False:
       return 'running' if claim['alive'] else 'unknown'
   return 'stopped'
-
-
-def _ended(root: pathlib.Path) -> int | None:
-  """Returns the step at which training has ended, or None."""
-  with contextlib.suppress(ValueError, *_MALFORMED):
-    return int(files.read_json(root / 'ended.json')['step'])
-  return None
 
 
 def _row(path: pathlib.Path) -> dict[str, Any] | None:
@@ -405,10 +390,9 @@ def _row(path: pathlib.Path) -> dict[str, Any] | None:
     }
     with _reading(path):
       row['bytes'] = files.size(path)
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint(path)
     with _reading(path):
-      sizes = files.Listing(path).sizes
-      storage.check_listed(checkpoint.described, sizes)
+      storage.check_listed(checkpoint.described, checkpoint.sizes)
     row['time'] = checkpoint.record['time']
     row['metrics'] = _best(checkpoint)
   except (FileNotFoundError, GoneError):
@@ -421,60 +405,31 @@ def _row(path: pathlib.Path) -> dict[str, Any] | None:
 
 def _best(checkpoint: Checkpoint) -> dict[str, Any]:
   """Returns the best value so far, where a checkpoint has it."""
-  saved = reader.Reader(files.Listing(checkpoint.path))
   keys = ['best_model_eval_metric', 'best_eval_metric_value']
   try:
-    name, value = saved.entries(keys).values()
+    name, value = reader.Reader(checkpoint).entries(keys).values()
     # As `metrics.jsonl` has it: JSON has no infinity.
     return {f'best/{name}': value if math.isfinite(value) else str(value)}
   except (ValueError, *_MALFORMED):
     return {}
 
 
-def _add_logged(run: pathlib.Path, rows: list[dict[str, Any]]) -> None:
-  """Adds what was logged at each checkpoint's step, by 'folder/name'."""
-  metrics = collections.defaultdict(list)
-  for row in rows:
-    metrics[row['step']].append(row['metrics'])
-  for path in sorted(run.glob('*/metrics.jsonl')):
-    try:
-      with files.open_regular(path) as f:
-        lines = f.read().splitlines()
-    except files.DamagedError:
-      continue
-    for line in lines:
-      # Most lines are of other steps, and need not be taken apart.
-      match = re.match(rb'\{"step": (\d{1,20}),', line)
-      if match is None or (step := int(match[1])) not in metrics:
-        continue
-      # The last may be half written.
-      with contextlib.suppress(ValueError, RecursionError):
-        record = json.loads(line)
-        if record.pop('kind', None) == 'scalars':
-          for found in metrics[step]:
-            found |= {
-              f'{path.parent.name}/{name}': value
-              for name, value in record.items()
-              if name not in ('step', 'time')
-            }
-
-
-def _claims(root: pathlib.Path) -> list[dict[str, Any]]:
-  """Returns who claims, or claimed, to write there."""
-  claims = []
+def _training(run: pathlib.Path) -> dict[str, Any]:
+  """Returns the step at which training has ended, and who claims to write."""
+  root = files.root(run)
+  ended, claims = None, []
+  with contextlib.suppress(ValueError, *_MALFORMED):
+    ended = int(files.read_json(root / 'ended.json')['step'])
+  own: dict[str, Any] = {'host': socket.gethostname(), 'pid': os.getpid()}
   for path in sorted((root / 'claims').glob('*.json')):
-    if path.is_symlink():
-      continue  # None of ours.
-    if files.is_claimed_here(path):
-      owner = {'host': socket.gethostname(), 'pid': os.getpid(), 'alive': True}
-      claims.append({'what': path.stem, **owner})
-      continue
-    # Just being written.
+    # What is no file, or just being written, is left out.
     with contextlib.suppress(ValueError, *_MALFORMED):
-      found = files.read_json(path)
+      is_own = files.is_claimed_here(path)  # Opening it would give it back.
+      found = own if is_own else files.read_json(path)
       owner = {'host': str(found['host']), 'pid': int(found['pid'])}
-      claims.append({'what': path.stem, **owner, 'alive': _is_locked(path)})
-  return claims
+      alive = is_own or _is_locked(path)
+      claims.append({'what': path.stem, **owner, 'alive': alive})
+  return {'ended': ended, 'claims': claims}
 
 
 def _is_locked(path: pathlib.Path) -> bool | None:
@@ -523,10 +478,6 @@ class Difference:
 def compare(a: Place, b: Place) -> Difference:
   """Compares two checkpoints, few arrays at a time.
 
-  Args:
-    a: see the module.
-    b: likewise.
-
   Raises:
     ValueError: one cannot be found.
     files.DamagedError: one is damaged.
@@ -555,15 +506,8 @@ def compare(a: Place, b: Place) -> Difference:
 
 def config_texts(checkpoint: Checkpoint) -> dict[str, str]:
   """Returns each key of a checkpoint's config, and its value as text."""
-
-  def flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    if not isinstance(value, dict) or not value:
-      yield name.removeprefix('.'), repr(value)
-      return
-    for key in value:
-      yield from flat(value[key], f'{name}.{key}')
-
-  return dict(flat(checkpoint.record['config'], ''))
+  config = base_config.flat(checkpoint.record['config'])
+  return {key: repr(value) for key, value in config.items()}
 
 
 def _unequal(
@@ -596,10 +540,7 @@ def _distance(x: np.ndarray, y: np.ndarray) -> tuple[float, float] | None:
 
 
 def verify(where: Place) -> Iterator[tuple[pathlib.Path, list[str]]]:
-  """Looks at all checkpoints: size and CRC of each file.
-
-  Args:
-    where: see the module; without a step, all of them.
+  """Looks at all checkpoints, or those of a step: size and CRC of each file.
 
   Yields:
     A checkpoint's directory, and what is wrong, a line for each file, as it is
@@ -639,7 +580,7 @@ def export(
   Names lose 'state/params/' where all begin with it.
 
   Args:
-    where: see the module.
+    where: the checkpoint.
     out: a file .safetensors (of the package safetensors) or .npz.
     select: pattern that the whole name of an array matches; the parameters.
     dtype: what floating-point arrays are converted to; None leaves them.
@@ -655,10 +596,10 @@ def export(
     ImportError: the package safetensors is not installed.
   """
   out = pathlib.Path(out).expanduser()
-  writers = {'.safetensors': _write_safetensors, '.npz': _write_npz}
-  if out.suffix not in writers:
+  formats = {'.safetensors': _write_safetensors, '.npz': _write_npz}
+  if (write := formats.get(out.suffix)) is None:
     raise ValueError(
-      f'{out} ends in {out.suffix!r}; expected one of {list(writers)}.'
+      f'{out} ends in {out.suffix!r}; expected one of {list(formats)}.'
     )
   if out.exists() and not force:
     raise FileExistsError(
@@ -672,13 +613,8 @@ def export(
     for name, x in checkpoint.read(names)
   )
   partial = out.with_name(f'.{out.name}.{os.getpid()}.partial')
-  try:
-    writers[out.suffix](partial, arrays)
-    with open(partial, 'rb+') as f:
-      os.fsync(f.fileno())
-    os.replace(partial, out)
-  finally:
-    partial.unlink(missing_ok=True)
+  with disk.replacing(out, partial) as file:
+    write(file, arrays)
   return [name.removeprefix(prefix) for name in names]
 
 
@@ -695,7 +631,7 @@ def _converted(name: str, x: np.ndarray, dtype: str | None) -> np.ndarray:
 
 
 def _write_safetensors(
-  path: pathlib.Path, arrays: Iterator[tuple[str, np.ndarray]]
+  file: BinaryIO, arrays: Iterator[tuple[str, np.ndarray]]
 ) -> None:
   try:
     import safetensors.numpy
@@ -705,7 +641,9 @@ def _write_safetensors(
       ' export to .npz.'
     ) from e
   try:
-    safetensors.numpy.save_file(dict(arrays), path)
+    safetensors.numpy.save_file(dict(arrays), file.name)
+    with open(file.name, 'rb+') as written:  # Another file under that name.
+      os.fsync(written.fileno())
   except safetensors.SafetensorError as e:
     raise ValueError(
       f'.safetensors could not be written: {e}. If it cannot hold these types,'
@@ -714,10 +652,10 @@ def _write_safetensors(
 
 
 def _write_npz(
-  path: pathlib.Path, arrays: Iterator[tuple[str, np.ndarray]]
+  file: BinaryIO, arrays: Iterator[tuple[str, np.ndarray]]
 ) -> None:
   # Not np.savez, which wants all arrays at once, and none called 'file'.
-  with zipfile.ZipFile(path, 'w') as archive:
+  with zipfile.ZipFile(file, 'w') as archive:
     for name, x in arrays:
       # NumPy's own format has no name for the types of other packages.
       if x.dtype.isbuiltin == 2:
