@@ -1,10 +1,13 @@
 """Checkpoints on disk, by Orbax: whole or not there, checked, resumable.
 
-`save` copies the state to host memory and returns; a background thread writes
-it, hashes every file, and makes it visible in one rename. `restore` verifies
-the hashes first (Orbax itself does not notice a flipped bit), takes the newest
-checkpoint that is whole, and checks that it fits the experiment before
-anything is changed. How files lie is told in `files`.
+A save goes one way. `save` copies the state to host memory (`contents`) and
+returns. A background thread has Orbax write it and hash every file (`storage`),
+makes it visible in one rename, and then removes the checkpoints that need not
+be kept. `files` says how files lie.
+
+`restore` verifies the hashes first (Orbax itself does not notice a flipped
+bit), takes the newest checkpoint that is whole, and checks that it fits the
+experiment before anything is changed (`reader`).
 """
 
 import collections
@@ -120,34 +123,24 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       added = self._encoder.added(state)
       write = functools.partial(self._promote, self._pinned, added)
     else:
-      all_hosts = (
-        self._config.best_checkpoint_all_hosts
+      config = self._config
+      content = self._encoder.content(
+        ckpt_series,
+        state,
+        config.best_checkpoint_all_hosts
         if ckpt_series == 'best'
-        else self._config.train_checkpoint_all_hosts
+        else config.train_checkpoint_all_hosts,
       )
-      content = self._encoder.content(ckpt_series, state, all_hosts)
       if ckpt_series == 'latest':
         # Now: the flushes do not wait for what later steps log.
         content.waits = [log.flush_async() for log in self.logs]
       self._bytes[ckpt_series] = sum(x.nbytes for x in content.arrays.values())
       write = functools.partial(self._write, content)
     published = self._published(target, experiment)
-
-    def make_visible() -> None:
-      claim = self._claims[ckpt_series]
-      if claim is not None:
-        claim.check()
-        target.parent.mkdir(parents=True, exist_ok=True)
-      write(target)
-      if claim is not None:
-        files.replace(target.with_name(f'{step}{files.NEW}'), target)
-        logging.info('Saved %s.', target)
-      memory.publish(ckpt_series, published)
-
-    saved = self._writer.submit(make_visible)
+    keep = base.num_to_keep(self._config, ckpt_series, experiment)
+    saved = self._writer.submit(self._make_visible, write, target, published)
     self._saves[ckpt_series].append(saved)
     # A call of its own: the next save waits for the copy, not for removals.
-    keep = base.num_to_keep(self._config, ckpt_series, experiment)
     self._writer.put(functools.partial(self._retire, target.parent, keep))
 
   def _wait_for_room(self, ckpt_series: str) -> None:
@@ -397,7 +390,6 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     """
     if ckpt_series in self._claims:
       return
-    claim = None
     if jax.process_index() == 0:
       try:
         claim = files.Claim(self._config.checkpoint_dir, ckpt_series)
@@ -408,13 +400,33 @@ class DurableCheckpointer(notes.NotingCheckpointer):
             ' lets another one run beside it.'
           )
         raise
+      self._claims[ckpt_series] = claim
       files.clean(self._root / ckpt_series)
     storage.barrier('own')  # The others look at what is there now.
-    self._claims[ckpt_series] = claim
+    self._claims.setdefault(ckpt_series, None)
+
+  # The rest of a save, on the writing thread.
+
+  def _make_visible(
+    self,
+    write: Callable[[pathlib.Path], None],
+    target: pathlib.Path,
+    published: memory.Published,
+  ) -> None:
+    """Writes a checkpoint beside its place, and moves it there."""
+    claim = self._claims[target.parent.name]
+    if claim is not None:
+      claim.check()
+      target.parent.mkdir(parents=True, exist_ok=True)
+    write(target)
+    if claim is not None:
+      files.replace(target.with_name(f'{target.name}{files.NEW}'), target)
+      logging.info('Saved %s.', target)
+    memory.publish(target.parent.name, published)
 
   @storage.quiet_orbax()
   def _write(self, content: storage.Content, target: pathlib.Path) -> None:
-    """Writes a checkpoint beside its place, on the writing thread."""
+    """Writes the copy of the live state, by Orbax."""
     if target.parent.name == 'best':
       content.record['time'] = self._after_all_best()
     storage.barrier('series')
@@ -667,22 +679,21 @@ class DurableCheckpointer(notes.NotingCheckpointer):
 @contextlib.contextmanager
 def _reported(path: pathlib.Path) -> Iterator[None]:
   """Says which checkpoint an error is about, and what to do."""
+  where = shlex.quote(str(path))
+  skip = f'To skip this checkpoint: mv {where} {where}.bak'
   try:
     yield
   except files.RefusedError as e:
-    where = shlex.quote(str(path))
     raise files.RefusedError(
-      f'{path} is refused: {e}. Nothing was restored or moved. To skip this'
-      f' checkpoint: mv {where} {where}.bak'
+      f'{path} is refused: {e}. Nothing was restored or moved. {skip}'
     ) from e
   except files.DamagedError as e:
     raise files.DamagedError(f'{path} is damaged: {e}.') from e
   except files.UnreadableError as e:
-    where = shlex.quote(str(path))
     raise files.UnreadableError(
       e.errno,
       f'{path} could not be read: {e.strerror}. This may pass, and nothing was'
-      f' moved: start again. To skip this checkpoint: mv {where} {where}.bak',
+      f' moved: start again. {skip}',
     ) from e
 
 
