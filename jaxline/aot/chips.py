@@ -27,14 +27,14 @@ class TargetError(errors.UsageError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-  """One accelerator chip. A device, in JAX's words, is one of these.
+  """One accelerator chip: a device of JAX.
 
   Attributes:
-    name: as in a topology's name, or what people call it.
+    name: as in a topology's name, or its common name.
     device_kinds: as JAX names it.
     peak_flops: bfloat16 matrix products, dense, in FLOP/s.
-    hbm_bytes: of memory, what a program may use: the maker's number less what
-      the system keeps for itself, where that is known.
+    hbm_bytes: the memory that a program may use: the maker's number minus the
+      part that the system reserves, if that is known.
     hbm_bandwidth: bytes/s.
     ici_links: to neighbours, on the fast network: of a TPU, one for each
       direction of each dimension of its torus; 0 where it is not known.
@@ -62,8 +62,8 @@ class Chip:
 
 # https://cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}, and for v4's links Jouppi
 # et al., "TPU v4: An Optically Reconfigurable Supercomputer" (2023). The pages
-# give the bandwidth of links both ways together: half of that is ours. Memory
-# is what libtpu 0.0.52 says is available when a program needs more. DCN: v5e
+# give the bandwidth of links in both directions together, of which half is used
+# here. Memory is what libtpu 0.0.52 reports when a program needs more. DCN: v5e
 # has 2 x 100 Gbit/s for 8 chips, v5p 50 Gbit/s for a chip, v6e 25.6 Tbit/s for
 # 256. For v4 there is no number; it is assumed to be as v5p.
 _TPUS = (
@@ -187,12 +187,12 @@ _EXAMPLES = {
   3: '2x2x1, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8, 8x8x8',
 }
 _ENVIRONMENT = {
-  # Else libtpu asks a metadata server, which is only on Cloud machines, ...
+  # Otherwise libtpu asks a metadata server, which only Cloud machines have, ...
   'TPU_SKIP_MDS_QUERY': '1',
-  # ... what it is and who its fellows are, ...
+  # ... for its type and for its other hosts, ...
   'TPU_ACCELERATOR_TYPE': 'v4-8',
   'TPU_WORKER_HOSTNAMES': 'localhost',
-  # ... and refuses to be loaded by two processes, who would share a TPU.
+  # ... and refuses to be loaded by two processes, which would share a TPU.
   'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
 }
 
@@ -202,7 +202,7 @@ class Topology:
   """A slice: chips that a fast network joins.
 
   Attributes:
-    chip: what it is made of.
+    chip: its chips.
     shape: chips along each dimension of the torus.
   """
 

@@ -43,7 +43,7 @@ _WIRE: dict[str, Callable[[int], float]] = {
 }
 _STARTS = {f'{kind}-start': kind for kind in _WIRE} | {k: k for k in _WIRE}
 
-# Instructions that move nothing. The `-done` of a pair is told by its name.
+# Instructions that move nothing. The `-done` of a pair is found by its name.
 _FREE = {
   'add-dependency', 'after-all', 'bitcast', 'constant', 'domain',
   'get-tuple-element', 'opt-barrier', 'optimization-barrier', 'parameter',
@@ -179,14 +179,14 @@ def uncounted_kernels(text: str) -> list[str]:
 def bytes_accessed(text: str) -> float:
   """Estimates the bytes a program reads from and writes to device memory.
 
-  Counted are operands and results of each instruction outside of fusions, and
-  of each fusion as a whole: what is read in a slice counts as the slice, what
-  is updated in place as the update, what is passed on as nothing.
+  It counts operands and results of each instruction outside of fusions, and of
+  each fusion as a whole. A sliced operand counts as the slice, an in-place
+  update as the update, and a value that is passed through not at all.
 
-  Not counted are buffers in other memories (on TPUs VMEM and CMEM, by the
-  layout; the host's anywhere), what is kept in caches (so on GPUs and CPUs
-  this is an upper bound), padding of tiles, the second reading of what a kernel
-  streams more than once, and what a collective moves on its way.
+  It does not count buffers in other memories (on TPUs VMEM and CMEM, by the
+  layout; host memory), padding of tiles, operands that a kernel reads a second
+  time, and intermediate traffic of a collective. It counts reads that a cache
+  serves, so on GPUs and CPUs it is an upper bound.
 
   Args:
     text: see the module.
@@ -373,7 +373,7 @@ def _bytes(module: hlo_text.Module, site: hlo_text.Site) -> int:
     update = computation.operand(i, 1)
     return module.hbm_bytes(update) + (update.bytes if written else 0)
   if opcode == 'scatter':
-    # In place: indices and updates are read, and what they fall on is read
+    # In place: indices and updates are read, and the updated elements are read
     # and written.
     indices, updates = computation.operand(i, 1), computation.operand(i, 2)
     return module.hbm_bytes(indices) + 3 * module.hbm_bytes(updates)
@@ -408,7 +408,7 @@ def _fusion_bytes(
     )
   root = inner.root
   if 'AsyncCollectiveStart' in inner.targets:
-    # Its operand and semaphores pass through; the result is what it gathers.
+    # Its operand and semaphores pass through; the result is the gathered array.
     starting = next(
       i for i in inner.instructions.values() if i.opcode in _STARTS
     )
@@ -498,7 +498,7 @@ def _continues_chain(
 
 
 def _is_scattered(computation: hlo_text.Computation) -> bool:
-  """Whether a fusion keeps only this device's part of what it reduces."""
+  """Whether a fusion keeps only this device's part of its reduction."""
   return {'dynamic-slice', 'partition-id'} <= computation.opcodes
 
 
@@ -513,7 +513,7 @@ def _collective_bytes(
 def _sent(
   i: hlo_text.Instruction, computation: hlo_text.Computation
 ) -> tuple[str, int]:
-  """Returns what a `send` is part of: kind and bytes; '' if no collective."""
+  """Returns kind and bytes of the collective of a `send`; '' without one."""
   payload = computation.operand(i, 0).bytes
   if '_xla_send_recv_source_target_pairs=' in i.attributes:
     return 'collective-permute', payload  # GPUs: a permute, taken apart.
@@ -632,7 +632,7 @@ def _braces(text: str) -> list[list[int]]:
 
 
 def _chains(pairs: Sequence[Sequence[int]]) -> list[list[int]]:
-  """Joins the pairs of a permute to what is connected; self pairs are none."""
+  """Joins the pairs of a permute to connected groups of devices."""
   group_of: dict[int, list[int]] = {}
   for a, b in pairs:
     if a == b:

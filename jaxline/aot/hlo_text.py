@@ -105,7 +105,7 @@ class Computation:
 
   @functools.cached_property
   def root(self) -> Instruction:
-    """The result: what is marked as ROOT, else the last line."""
+    """The result: the instruction marked as ROOT, else the last one."""
     return self.instructions[self.root_name or list(self.instructions)[-1]]
 
   @functools.cached_property
@@ -199,7 +199,7 @@ def parse(text: str) -> Module:
 
 
 def _parse_instruction(name: str, rest: str) -> Instruction:
-  """Parses what stands right of the equals sign."""
+  """Parses the right side of an instruction."""
   end = _closing(rest, 0) if rest.startswith('(') else rest.index(' ')
   opcode = _OPCODE.match(rest, end)
   if opcode is None:
@@ -235,7 +235,7 @@ class Site:
   computation: Computation
   count: int
   is_fused: bool
-  op_name: str  # Its own, or that of what calls it.
+  op_name: str  # Its own, or that of its caller.
 
 
 def walk(
@@ -244,12 +244,12 @@ def walk(
   *,
   into_fusions: bool = True,
 ) -> Iterator[Site]:
-  """Yields each instruction that runs, with how often it does.
+  """Yields each instruction that runs, with the number of its executions.
 
   Args:
-    module: what runs.
-    weigh: tells the branch of a conditional that counts: the heaviest.
-    into_fusions: whether to yield what is inside of fusions as well.
+    module: the program.
+    weigh: gives the weight of a branch of a conditional; the heaviest counts.
+    into_fusions: whether to yield the instructions inside of fusions as well.
   """
 
   def visit(
@@ -341,7 +341,7 @@ def rounds(
 def _test(
   module: Module, condition: Computation
 ) -> tuple[_Affine, str, _Affine] | None:
-  """Returns what the condition of a loop compares, if it does just that."""
+  """Returns the two sides of a loop's condition, if it only compares."""
   bindings = None
   while condition.root.opcode == 'fusion':
     operands = condition.root.operands

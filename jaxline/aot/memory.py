@@ -73,7 +73,7 @@ class Dump:
     return buffers(self._read(_ASSIGNMENT), self.module())
 
   def total_bytes(self) -> int:
-    """Returns what the program needs; 0 where XLA does not say."""
+    """Returns the bytes that the program needs; 0 if XLA does not say."""
     return total_bytes(self._read(_ASSIGNMENT))
 
   def _read(self, pattern: str) -> str:
@@ -178,7 +178,7 @@ def _names(module: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def total_bytes(assignment: str) -> int:
-  """Returns what a program needs of the chip's main memory, by its assignment.
+  """Returns the bytes of the chip's main memory in an assignment.
 
   Args:
     assignment: XLA's `buffer-assignment.txt`; '' needs nothing.

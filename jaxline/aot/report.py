@@ -20,7 +20,7 @@ _MAX_STATE = 4  # Of the state; a program's arguments list them again.
 _MAX_NAMES = 8
 _NUMBER = re.compile(r'(\d) (?=[A-Za-z]{1,3}\b)')
 _TERA = 1e12
-# XLA rounds what it allocates up to this; smaller arrays say nothing.
+# XLA rounds allocations up to this; smaller differences mean nothing.
 _SMALL = 1 << 12
 
 
@@ -129,7 +129,7 @@ def roofline(
     target: the chips.
     flops: of the compiled program, of one chip.
     hbm_bytes: that it reads and writes, of one chip.
-    traffic: what it sends.
+    traffic: its collectives.
     model_flops: of the model, in all.
 
   Returns:
@@ -160,26 +160,26 @@ def roofline(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-  """One compiled program, or what is known of it without a compiler.
+  """One compiled program, or its sizes that are known without a compiler.
 
   Attributes:
     name: 'train step' or 'eval step'.
     model_flops: of the model in one step, all chips together: matrix products
       and convolutions of the forward pass, and in training twice as many for
-      the backward pass; nothing that is computed again.
-    flops: of the compiled program, per chip. This and what follows is None
-      where there is no compiler.
+      the backward pass, without recomputation.
+    flops: of the compiled program, per chip. This and the following are None
+      without a compiler.
     hbm_bytes: that it reads and writes, per chip.
     argument_bytes: per chip: state, batch and key.
     output_bytes: per chip.
-    alias_bytes: outputs that take the place of arguments.
-    temp_bytes: per chip, at the worst moment.
-    peak_bytes: arguments, outputs and temporaries, what is shared counted once.
-    fits: whether the peak is within the chip's memory. Of TPUs the compiler
-      says so itself where it is not.
+    alias_bytes: outputs that share the memory of arguments.
+    temp_bytes: per chip, their largest sum.
+    peak_bytes: arguments, outputs and temporaries; shared memory counts once.
+    fits: whether the peak is within the chip's memory. For TPUs the compiler
+      itself refuses a program that does not fit.
     traffic: collectives.
-    roofline: None also where the chip is not known.
-    compile_secs: what the compiler took.
+    roofline: None also if the chip is not known.
+    compile_secs: the time of the compiler.
     unknown_loops: loops whose bodies are counted once, since the compiler does
       not say how often they run: with them the program takes longer.
     unknown_kernels: kernels whose FLOPs are not counted, since nothing says how
@@ -211,21 +211,21 @@ class Report:
 
   Attributes:
     experiment: name of its class.
-    target: what it is compiled for.
+    target: the chips that it is compiled for.
     mesh: axis -> size, over all slices.
     sharding: name of the preset.
     batch_rows: rows of a global batch.
     parameters: number of weights.
     state_bytes: of the whole state, per chip: weights, optimizer, model state.
-    gradient_bytes: per chip, if all gradients are there at once; of sums over
-      parts of a batch, of one such sum.
+    gradient_bytes: per chip, if all gradients exist at once; with sums over
+      parts of a batch, those of one such sum.
     batch_bytes: of one batch, per chip.
     bubble_fraction: part of a step in which a pipeline's stage idles.
     state_buffers: the largest arrays of the state.
     programs: the train step and the eval step.
     hints: suggested changes where it does not fit, most effective first.
-    notes: what this report lacks, and why.
-    saved: where the compiled programs are; '' where they are not saved.
+    notes: what is missing in this report, and why.
+    saved: where the compiled programs are; '' if they are not saved.
     versions: name -> version.
     schema: of the JSON.
   """

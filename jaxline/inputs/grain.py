@@ -69,13 +69,13 @@ class GrainInput(indexed.IndexedInput):
     files: ArrayRecord files instead: a path, a glob, or several.
     transformations: what to do with each record, in this order: functions,
       `grain.transforms.Map`, or `grain.transforms.RandomMap`, whose generator
-      depends on the seed, the record and the epoch alone. Of a stream all that
-      `IterDataset.apply` knows but batches.
+      depends on the seed, the record and the epoch alone. For a stream, all
+      that `IterDataset.apply` accepts, except batches.
     collate: makes the batch, a dict of arrays [b, ...], of a list of b records;
       None stacks arrays of equal shapes.
-    data_name: what to tell other data by: a state that was saved with another
-      name is refused. Files are told by names, sizes and numbers of records;
-      other datasets without a name by their number of records alone.
+    data_name: identifies the data: a state that was saved with another name is
+      refused. Files are also identified by names, sizes and numbers of records;
+      other datasets without a name only by their number of records.
   """
 
   dataset: Any = None
@@ -137,10 +137,10 @@ class GrainInput(indexed.IndexedInput):
     self._at = _position(0, 0, None)
     self._reading = 0, 0
 
-  # The dataset and what is done with it.
+  # The dataset and its transformations.
 
   def _choose_arguments(self) -> dict[str, Any]:
-    """Returns what the function that makes the dataset takes."""
+    """Returns the arguments of the function that makes the dataset."""
     return base.choose_arguments(
       self.dataset,
       f'{self.name}.dataset',
@@ -235,7 +235,7 @@ class GrainInput(indexed.IndexedInput):
         )
 
   def _refuse_batches(self) -> None:
-    # Behind a stream's batches there may be what takes them apart again.
+    # A later node of a stream may take batches apart again.
     nodes = (
       [type(self._records).__name__]
       if self._is_stream
@@ -278,7 +278,7 @@ class GrainInput(indexed.IndexedInput):
       )
     return base.Batch(batch)
 
-  # Records with numbers: what `IndexedInput` asks for.
+  # Records with numbers: the methods of `IndexedInput`.
 
   def num_records(self) -> int:
     """Returns how many records the dataset has; none may be told of streams."""
@@ -334,7 +334,7 @@ class GrainInput(indexed.IndexedInput):
     return f'{self._paths[file]}, record {record - first}'
 
   def data_identity(self) -> dict[str, Any]:
-    """Returns what the data is known by."""
+    """Returns the identity of the data."""
     return {'data_name': self.data_name, 'files': self._files_hash}
 
   # Streams.
@@ -348,7 +348,7 @@ class GrainInput(indexed.IndexedInput):
       if records:
         batch = self._make_batch(records)
     except BaseException as e:
-      # The iterator is further on than what was given; see `IndexedInput`.
+      # The iterator is ahead of the given batches: see `IndexedInput`.
       self.close()
       indexed.explain_dead_worker(e)
       raise
@@ -480,7 +480,7 @@ class GrainInput(indexed.IndexedInput):
     self._reading = position['epoch'], position['record']
 
   def identity(self) -> dict[str, Any]:
-    """Returns what fixes the order; of a stream, the host and the workers."""
+    """Returns what the order depends on; a stream's: host and workers too."""
     if not self._is_stream:
       return super().identity()
     return {
@@ -637,7 +637,7 @@ def _hash_files(paths: list[str], ends: list[int]) -> str:
 
 
 def _to_json(state: Any) -> str:
-  """Returns the state of an iterator as text; what JSON cannot have, by repr.
+  """Returns the state of an iterator as text; non-JSON values by their repr.
 
   Tuples stay tuples: Grain compares with some, and would resume elsewhere.
   """

@@ -51,10 +51,10 @@ class LingvoInputAdaptor(base.BaseInput):
   that fill up a short batch count nothing by either name.
 
   Attributes:
-    input: a generator, or its params. Only with params can it be made anew, for
-      each evaluation and with a host's own seed.
-    batch_size: leave it None: it is the generator's own, by `InfeedBatchSize()`
-      or its params, or else the rows of its first batch.
+    input: a generator, or its params. Only with params can it be made again,
+      for each evaluation and with a seed for each host.
+    batch_size: leave it None: it is that of the generator, by
+      `InfeedBatchSize()` or its params, or else the rows of its first batch.
     num_batches: how many batches there are until the input ends; None is as
       many as the generator has.
     allow_fixed_file_random_seed: whether `file_random_seed` may be other than
@@ -145,7 +145,7 @@ class LingvoInputAdaptor(base.BaseInput):
     self._forget()
 
   def _forget(self) -> None:
-    """Forgets what was read."""
+    """Resets the counts of what was read."""
     self._given = 0
     self._taken = 0
     self._at_end = False
@@ -244,7 +244,7 @@ class LingvoInputAdaptor(base.BaseInput):
     return self._read()
 
   def reset(self) -> None:
-    """Makes the generator anew, or calls its `Reset()` where it was given.
+    """Makes the generator again, or calls `Reset()` of a given one.
 
     Raises:
       NotImplementedError: it was given, and has none.
@@ -315,14 +315,14 @@ class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class LingvoEvalAdaptor(LingvoInputAdaptor):
-  """One epoch of a generator's examples, dealt out among the hosts.
+  """One epoch of a generator's examples, divided among the hosts.
 
-  Every host reads all of them, in the same order, which the generator must see
-  to: it is told that there is one host, and a `file_random_seed` is left as it
-  is. Of each B * num_infeed_hosts examples, a host gives the B that are its
-  own. The last are filled up with copies of the first example, of which all
-  that is named `weights`, `weight` or `eval_sample_weights` is 0: all hosts end
-  after the same number of batches.
+  Every host reads all examples, in the same order. The generator must give that
+  order: it gets one as the number of hosts, and its `file_random_seed` is not
+  changed. Of each B * num_infeed_hosts examples, a host gives its own B. The
+  last batches are padded with copies of the first example, whose `weights`,
+  `weight` and `eval_sample_weights` are 0, so that all hosts end after the same
+  number of batches.
 
   Attributes:
     batch_size: B; the generator's batches may be of any size.
@@ -381,7 +381,7 @@ def _params_of(generator: Any) -> Any:
 
 
 def _getter(generator: Any) -> Callable[[], Any]:
-  """Returns what makes the generator's next batch."""
+  """Returns the function that makes the generator's next batch."""
   lingvo = sys.modules.get('lingvo.core.base_input_generator')
   if lingvo is None or not isinstance(generator, lingvo.BaseInputGenerator):
     return generator.GetPreprocessedInputBatch
@@ -390,7 +390,7 @@ def _getter(generator: Any) -> Callable[[], Any]:
     getattr(generator, 'datasource', None), datasource.TFDatasetSource
   ):
     return generator.GetPreprocessedInputBatch
-  # Called op by op, an input op of Lingvo's would start to read anew each time.
+  # Called op by op, an input op of Lingvo would restart at each call.
   import tensorflow as tf
 
   return tf.function(generator.GetPreprocessedInputBatch)
@@ -404,7 +404,7 @@ def _to_numpy(x: Any, path: str, keep_strings: bool) -> Any:
 
   Args:
     x: tensors, anything with `numpy()` or that NumPy takes.
-    path: what messages call it.
+    path: its name in messages.
     keep_strings: whether tensors of strings stay.
 
   Raises:

@@ -138,7 +138,7 @@ class _Parent(base.BaseInput):
       child.settle_seed()
 
   def where(self) -> str:
-    """Returns which child is read, and where it stands."""
+    """Returns the child that is read, and its position."""
     name = self._reading
     if name is None:
       return super().where()
@@ -178,7 +178,7 @@ class MultiInput(_Parent):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    # The position is the children's: it fits what theirs fit.
+    # The position consists of the children's: it is as valid as theirs.
     self.ANY_NUMBER_OF_HOSTS = all(  # type: ignore[misc]
       child.ANY_NUMBER_OF_HOSTS for child in self.inputs.values()
     )
@@ -237,7 +237,7 @@ class MultiInput(_Parent):
       _set_state_of(child, position[name])
 
   def identity(self) -> dict[str, Any]:
-    """Returns the children's names; what they read is in their states."""
+    """Returns the children's names; their states identify their data."""
     return {**super().identity(), 'inputs': sorted(self.inputs)}
 
   def ids_to_strings(
@@ -248,8 +248,8 @@ class MultiInput(_Parent):
     Args:
       ids: integers [B, L].
       lengths: integers [B].
-      key: 'child', or 'child/key' with what the child takes as key; None is the
-        child where there is one only.
+      key: 'child', or 'child/key' with the key for the child; None is the only
+        child.
 
     Raises:
       ValueError: no child is named.
@@ -295,8 +295,8 @@ class MixtureInput(_Parent):
   of the others get ones. Their tokens are taken to be the same.
 
   A position fits the same hosts only: in the middle of the children's batches,
-  the rows that the hosts have not used yet could not be dealt out evenly to
-  another number of them.
+  the rows that the hosts have not used yet could not be divided evenly among
+  another number of hosts.
 
   Attributes:
     weights: of each child, a positive number; 1 and 3 are a quarter and three
@@ -446,7 +446,7 @@ class MixtureInput(_Parent):
     )
 
   def _common_spec(self) -> dict[str, Any]:
-    """Returns what the children's rows are, by entry; they must agree."""
+    """Returns shape and type of each entry of the rows; children must agree."""
     first, expected = '', {}
     for name, child in self.inputs.items():
       self._reading = name
@@ -502,7 +502,7 @@ class MixtureInput(_Parent):
     return position
 
   def set_position(self, position: dict[str, Any]) -> None:
-    """Reads the batches anew that are in use."""
+    """Reads the current batches of the children again."""
     self._start()
     for name, child in self.inputs.items():
       _set_state_of(child, position[name]['state'])

@@ -97,8 +97,8 @@ class LanguageModelFeatures:
 
   Attributes:
     pack: whether to put several examples into a row, where they fit whole.
-    bos_id: what the model reads before an example's first token.
-    weights_on_targets_only: whether the inputs are only read, never predicted.
+    bos_id: the token that the model reads before an example's first one.
+    weights_on_targets_only: whether the model does not predict the inputs.
   """
 
   pack: bool
@@ -130,7 +130,7 @@ class EncoderDecoderFeatures:
 
   Attributes:
     pack: whether to put several examples into a row, where they fit whole.
-    bos_id: what the decoder reads before an example's first token.
+    bos_id: the token that the decoder reads before an example's first one.
   """
 
   pack: bool
@@ -168,7 +168,7 @@ def _decoder_entries(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _segments(row: Mapping[str, Any], side: str, tokens: Any) -> dict[str, Any]:
-  """Returns what tells documents and filler apart, packed or not."""
+  """Returns the entries for documents and padding, packed or not."""
   tf = tfdata.import_tensorflow()
   is_token = tf.cast(tokens != 0, tf.int32)
   places = row.get(f'{side}_positions', tf.range(tf.size(tokens)))
@@ -191,18 +191,18 @@ class SeqIOInput(tfdata.EpochInput):
       ones are cut.
     feature_converter: `LanguageModelFeatures`, `EncoderDecoderFeatures`, one of
       SeqIO's converters, or any `(dataset, task_feature_lengths) -> dataset`.
-    use_cached: whether to read what SeqIO's cache tool has written.
-    shuffle: whether each epoch has an order of its own; None does in training
-      only, and an evaluation is never shuffled.
+    use_cached: whether to read the files of SeqIO's cache tool.
+    shuffle: whether each epoch has its own order; None is only in training. An
+      evaluation is never shuffled.
     trim_output_features: whether the task cuts features to their lengths,
       before the converter does.
-    eval_metrics_targets_length: how many tokens of the targets the metrics see,
-      where a model may predict more than `task_feature_lengths` lets it read.
-      None: as many as the model sees. (Where a task keeps the text in
-      `targets_pretokenized`, the metrics see all of that.)
-    data_version: what the examples are made of, in a word. A position is
-      refused where this has changed: it is for what this class cannot see, such
-      as the preprocessors and the vocabularies.
+    eval_metrics_targets_length: how many tokens of the targets the metrics get,
+      if a model may predict more than `task_feature_lengths` lets it read. None
+      is as many as the model gets. (If a task keeps the text in
+      `targets_pretokenized`, the metrics get all of it.)
+    data_version: a version of the examples. A position is refused if this has
+      changed. It stands for what this class cannot see, such as preprocessors
+      and vocabularies.
   """
 
   mixture_name: str | None = None
@@ -341,7 +341,7 @@ class SeqIOInput(tfdata.EpochInput):
   ) -> Any:
     """Returns the examples of a part of a task or mixture."""
     seqio = import_seqio()
-    # The same whatever was built before: metrics read a task by itself.
+    # Independent of what was built before: metrics read a single task.
     tfdata.import_tensorflow().random.set_seed(seed)
     endless = self._is_endless if endless is None else endless
     return provider.get_dataset(
@@ -396,7 +396,7 @@ class SeqIOInput(tfdata.EpochInput):
     return filled
 
   def identity(self) -> dict[str, Any]:
-    """Returns what fixes the examples and their order."""
+    """Returns what the examples and their order depend on."""
     return {**super().identity(), **self._data_identity}
 
   @functools.cached_property
@@ -418,7 +418,7 @@ class SeqIOInput(tfdata.EpochInput):
       'tasks': [
         {
           'name': task.name,
-          # Private in SeqIO; what else shuffles is the same each time.
+          # Private in SeqIO; the other shuffles are the same each time.
           'shuffle_buffer_size': (
             getattr(task, '_shuffle_buffer_size', None)
             if self.shuffle
@@ -463,9 +463,9 @@ class SeqIOInput(tfdata.EpochInput):
   def where(self) -> str:
     """Returns the first record of the next batch, and the files it may be of.
 
-    These are the files that this host reads, once the data is open: before,
-    they are not looked for, since this is asked for while a file system hangs,
-    too. Which of them is open, nobody but TensorFlow knows.
+    These are the files that this host reads, once the data is open. Before that
+    they are not listed, since this is also called while a file system hangs.
+    Only TensorFlow knows which of them is open.
     """
     text = (
       f'{super().where()} of {self._provider.name}, split {self.split_name!r}'
@@ -510,7 +510,7 @@ class SeqIOInput(tfdata.EpochInput):
     """Returns which examples the rows of a batch are, for `compute_metrics`.
 
     Args:
-      batch: of `eval_batches`, or what this has returned for one.
+      batch: of `eval_batches`, or the value that this returned for one.
 
     Returns:
       The entries `ID_KEYS` of it, int32 [B]; index -1 for a padding row.
@@ -554,10 +554,10 @@ class SeqIOInput(tfdata.EpochInput):
 
     Args:
       predict_outputs: for each batch, over all hosts, its `example_ids` (or the
-        whole batch) and what the model predicts: token ids [B, L], or a pair of
+        whole batch) and the model's predictions: token ids [B, L], or a pair of
         these and a dict of more arrays [B, ...] for the metrics that take
         `aux_values`.
-      score_outputs: likewise, with scores [B].
+      score_outputs: the same, with scores [B].
 
     Returns:
       By the name of the task and that of the metric: numbers, and what else the

@@ -37,7 +37,7 @@ from jaxline.inputs import infeed
 
 MakeInput = Callable[[], Iterable[Mapping[str, Any]]]
 
-# What a check found: nothing wrong; what only a person can judge; wrong.
+# The result of a check: correct; for a person to judge; wrong.
 OK = 'ok'
 LOOK = 'look'
 WRONG = 'WRONG'
@@ -238,11 +238,11 @@ class Throughput:
   """How fast an input gives batches when nothing else is done.
 
   Attributes:
-    batches: how many were read behind the first one.
-    rows: of these, with a weight.
-    tokens: of these, without filler; None for what has no tokens.
-    seconds: that they took.
-    first_batch_seconds: what the first one took: files opened, workers started.
+    batches: how many were read after the first one.
+    rows: their rows with a weight.
+    tokens: their tokens without padding; None if they have no tokens.
+    seconds: their time.
+    first_batch_seconds: the time of the first: opening files, starting workers.
   """
 
   batches: int
@@ -271,11 +271,11 @@ def throughput(
   """Reads for some seconds, or to the end of the data.
 
   Args:
-    source: an input; it stands elsewhere afterwards.
-    seconds: for how long, behind the first batch.
+    source: an input; its position changes.
+    seconds: for how long, after the first batch.
 
   Returns:
-    What was read. The first batch is timed by itself and not counted.
+    The counts and times. The first batch is timed separately and not counted.
   """
   batches = iter(source)
   begin = time.perf_counter()
@@ -284,9 +284,9 @@ def throughput(
   num_batches = num_rows = 0
   num_tokens: int | None = None
   spent = 0.0
-  # The clock stands while tokens are counted, which for memory-mapped text
-  # takes as long as reading it. By several batches, so that a source that reads
-  # ahead gains little by that.
+  # The time to count tokens is left out: for memory-mapped text it takes as
+  # long as reading. Several batches are timed together, so that a source that
+  # reads ahead gains little by these pauses.
   while spent < seconds:
     some = []
     begin = time.perf_counter()
@@ -387,7 +387,7 @@ class _Host:
     source = self.source
     if not isinstance(source, indexed.IndexedInput):
       return None
-    # Here and now: not ahead, nor in a worker that nobody can look into.
+    # Neither ahead nor in a worker, where the calls could not be recorded.
     source.num_threads = source.num_workers = 0
     seen: list[tuple[int, int]] = []
     read = source.read
@@ -467,18 +467,18 @@ class Overlap:
   Attributes:
     num_rows: of each host, how many rows were compared.
     shared_records: how many records, by their numbers, several hosts read;
-      None where records have no numbers.
+      None if records have no numbers.
     repeated_records: how many a host read twice in one epoch; None likewise.
     example: where one of these comes from.
     identical_across: distinct rows that occur on several hosts.
     identical_within: rows that occurred before on their host.
     num_distinct: distinct rows over all hosts.
-    same_hosts: hosts of which each reads what another does, row by row, though
+    same_hosts: hosts that read the same as another one, row by row, although
       most of these rows occur only once on it.
-    mistaken_hosts: hosts, as built, that say to be another one: an input that
-      is told its host by number.
-    is_told: whether the input is a `BaseInput`, which knows as what host it is
-      read here.
+    mistaken_hosts: hosts whose input was built for another host: its number is
+      set in the input.
+    is_told: whether the input is a `BaseInput`, which gets its host from
+      `pretend_host`.
   """
 
   num_rows: tuple[int, ...]
@@ -509,7 +509,7 @@ class Overlap:
     return LOOK if self.identical_across or self.identical_within else OK
 
   def __str__(self) -> str:
-    """Returns what was found, in words."""
+    """Returns the result in words."""
     total = sum(self.num_rows)
     hosts = f'{len(self.num_rows)} hosts' if self.num_rows[1:] else 'one host'
     lines = []
@@ -610,7 +610,7 @@ def _overlap(hosts: Sequence[_Host]) -> Overlap:
 
 
 def _in_several(counts: Sequence[Mapping[Any, int]]) -> list[Any]:
-  """Returns what occurs on more than one host."""
+  """Returns the keys that occur on more than one host."""
   hosts = collections.Counter(x for count in counts for x in count)
   return [x for x, number in hosts.items() if number > 1]
 
@@ -620,12 +620,12 @@ def _in_several(counts: Sequence[Mapping[Any, int]]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-  """What one check found.
+  """The result of one check.
 
   Attributes:
     name: of the check.
     verdict: OK, LOOK or WRONG.
-    text: what was found.
+    text: the result in words.
   """
 
   name: str
@@ -775,7 +775,7 @@ def _check_resume(
   num_batches: int,
   one_epoch: bool | None,
 ) -> Finding:
-  """Compares what a new input gives from a saved position with what was due."""
+  """Compares the batches after a saved position with the original ones."""
   host = num_hosts - 1
   digests, states = [], []
   with _opened(make_input, host, num_hosts) as (source, batches):

@@ -96,7 +96,7 @@ class SyntheticInput(indexed.IndexedInput):
     return self.size
 
   def data_identity(self) -> dict[str, Any]:
-    """Returns what the records are made of."""
+    """Returns what the records depend on."""
     return {
       'kind': self.kind,
       'vocab_size': self.vocab_size,

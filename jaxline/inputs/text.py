@@ -87,7 +87,7 @@ class Corpus:
   Attributes:
     train: the documents to train on.
     eval: the documents that are held out.
-    sha256: the SHA-256 hash of what `sha256sum` prints for all files.
+    sha256: the SHA-256 hash of the output of `sha256sum` for all files.
   """
 
   train: Documents
@@ -181,11 +181,11 @@ def load_corpus(
 
 
 def compression_baselines(documents: Documents) -> dict[str, float]:
-  """Returns what compressors need: a model worth its weights needs less.
+  """Returns bits per byte of compressors, for comparison with a model.
 
   Args:
     documents: held-out files. They are compressed as one, in the order of
-      their names, which is kinder to a compressor than one by one.
+      their names, which is better for a compressor than one by one.
 
   Returns:
     Bits per byte of `gzip -9` and `xz` by name, from Python's own zlib and
@@ -464,7 +464,7 @@ class TextInput(indexed.IndexedInput):
     return f'{self._documents.names[document]}, from {unit} {place} on'
 
   def data_identity(self) -> dict[str, Any]:
-    """Returns what the rows are."""
+    """Returns what the rows depend on."""
     return {
       'corpus_sha256': self._documents.sha256,
       'tokenizer': self._tokenizer.identity,

@@ -91,10 +91,10 @@ def derive_seed(seed: int, epoch: int) -> int:
 
 
 def build(seed: int, make: Callable[[int], Any]) -> Any:
-  """Returns `make(seed)`, with that seed for what has none of its own.
+  """Returns `make(seed)`; operations without a seed use this one.
 
-  From here on TensorFlow works deterministically, in the whole process. A
-  global seed that it had before is set again; where it had none, it keeps this.
+  From then on TensorFlow works deterministically, in the whole process. A
+  previous global seed is set again; without one, this seed stays set.
   """
   tf = import_tensorflow()
   from tensorflow.python.eager import context
@@ -119,12 +119,12 @@ class EpochInput(base.BaseInput, abc.ABC):
   dealt out here; without, it is that of one host.
 
   Attributes:
-    repeat: whether epoch follows epoch; None does unless `reset_for_eval`.
-      Where not, the end is filled up with rows of weight 0, so that all hosts
-      give as many batches, and every batch has `weights`.
-    drop_remainder: whether to leave out the end instead, what fills no batch on
-      all hosts. Where epochs repeat, there is no such end: a batch goes on with
-      the next epoch.
+    repeat: whether epoch follows epoch; None is yes unless `reset_for_eval`.
+      If not, the end is padded with rows of weight 0, so that all hosts give
+      the same number of batches, and every batch has `weights`.
+    drop_remainder: whether to leave out the end instead, if it does not fill a
+      batch on all hosts. If epochs repeat, there is no such end: a batch
+      continues with the next epoch.
   """
 
   repeat: bool | None = None
@@ -230,14 +230,14 @@ class EpochInput(base.BaseInput, abc.ABC):
       parts.append(chunk)
       missing -= have
     if self.drop_remainder and not missing:
-      # It shows whether the end of the epoch lies behind the global batch.
+      # It shows whether the epoch ends after this global batch.
       self._rest = self._next_chunk()
     if len(parts) > 1:
       return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
     return parts[0] if parts else None
 
   def _next_chunk(self) -> base.Batch | None:
-    """Returns rows that follow: what is left of a chunk, or the next."""
+    """Returns the next rows: the rest of a chunk, or the next chunk."""
     assert self._chunks is not None
     chunk, self._rest = self._rest, None
     return next(self._chunks, None) if chunk is None else chunk
@@ -415,7 +415,7 @@ class EpochInput(base.BaseInput, abc.ABC):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class TfDataInput(EpochInput):
-  """What a function returns as `tf.data.Dataset`, dealt out to the hosts.
+  """The `tf.data.Dataset` of a function, divided among the hosts.
 
   Tensors of strings are left out in training and with several hosts, since no
   device holds them.
@@ -426,8 +426,8 @@ class TfDataInput(EpochInput):
       all records of the same shapes. In the same order on all hosts.
     shuffle_buffer_size: among how many records to draw the next, as
       `tf.data.Dataset.shuffle` does. None keeps the order of the dataset.
-    data_version: what the function reads, in a word. A position is refused
-      where this has changed, since nothing else tells that the data has.
+    data_version: a version of the data that the function reads. A position is
+      refused if this has changed; the data itself is not compared.
   """
 
   dataset: Callable[..., Any]
@@ -446,7 +446,7 @@ class TfDataInput(EpochInput):
       )
 
   def call_dataset(self, seed: int, host_index: int) -> Any:
-    """Returns what the function returns."""
+    """Returns the dataset of the function."""
     del host_index
     return self.dataset(seed=seed)
 
@@ -468,18 +468,18 @@ class TfDataInput(EpochInput):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ShardedTfDataInput(TfDataInput):
-  """What a function returns as this host's own part.
+  """The part of the data that a function returns for this host.
 
   Attributes:
     dataset: called as `dataset(seed=..., host_index=..., num_hosts=...)`, also
-      for other hosts than this one (to count); returns what belongs to that
-      host in this epoch. The parts must not overlap; they may differ in size.
+      for other hosts than this one (to count); returns the part of that host
+      in this epoch. The parts must not overlap; they may differ in size.
   """
 
   ANY_NUMBER_OF_HOSTS: ClassVar[bool] = False
 
   def call_dataset(self, seed: int, host_index: int) -> Any:
-    """Returns what the function returns for a host."""
+    """Returns the dataset of the function for a host."""
     return self.dataset(
       seed=seed, host_index=host_index, num_hosts=self.num_infeed_hosts
     )
@@ -528,7 +528,7 @@ def _is_endless(tf: Any, dataset: Any) -> bool:
 
 
 def _check_elements(tf: Any, dataset: Any, name: str) -> None:
-  """Refuses what cannot become a batch of arrays."""
+  """Refuses elements that cannot become a batch of arrays."""
   spec = dataset.element_spec
   if not isinstance(spec, Mapping):
     raise TypeError(

@@ -121,12 +121,12 @@ class Source:
 
   Attributes:
     path: where it is.
-    name: what it is called in the corpus.
-    size: in bytes, as it lies on the disk.
+    name: its name in the corpus.
+    size: in bytes, on the disk.
     mtime_ns: when it was written.
-    sha256: of its bytes, as they lie on the disk.
+    sha256: of its bytes on the disk.
     is_empty: whether there is no text in it.
-    is_binary: whether what is in it looks like no text.
+    is_binary: whether its content does not look like text.
   """
 
   path: str
@@ -191,7 +191,7 @@ class Documents:
       prints for these files; else a hash of that of all files, and the split.
     num_files: how many files they come from.
     num_bytes: how long they are as text.
-    tokenizer: what made the tokens.
+    tokenizer: the one that made the tokens.
   """
 
   names: Sequence[str] = dataclasses.field(repr=False)
@@ -281,7 +281,7 @@ def _check_owner(cache_dir: Path | None) -> None:
 
 
 def corpus_sha256(sources: Iterable[Source]) -> str:
-  """Returns the SHA-256 hash of what `sha256sum` prints for some files."""
+  """Returns the SHA-256 hash of the output of `sha256sum` for some files."""
   total = hashlib.sha256()
   for source in sources:
     line = f'{source.sha256}  {source.name}\n'
@@ -366,7 +366,7 @@ def _read_memo(
 
 
 def _is_hash(known: Any) -> bool:
-  """Returns whether it is what `_hash` finds of a file, behind its name."""
+  """Returns whether it has the form of a result of `_hash`."""
   return (
     isinstance(known, list)
     and [type(value) for value in known] == [int, int, str, bool, bool]
@@ -410,7 +410,7 @@ def _check_unchanged(
 
 @contextlib.contextmanager
 def _open_text(path: str, source: Source | None = None) -> Iterator[BinaryIO]:
-  """Opens a file, unpacked; makes sure that it is still what was hashed."""
+  """Opens a file, unpacked; checks that it is still the hashed one."""
   with open(path, 'rb') as raw:
     try:
       if path.endswith('.gz'):
@@ -439,7 +439,7 @@ def load(
 
   Args:
     sources: the files, sorted by name, none of them empty.
-    tokenizer: what to make them with.
+    tokenizer: the one to make them with.
     kind: what a document is: 'file'; 'line', each line that is not empty; or
       'jsonl', the entry 'text' of the JSON object in each line. Files whose
       name ends in '.gz' are unpacked.
@@ -705,7 +705,7 @@ def _map(
     starts=starts,
     num_files=len(files),
     tokenizer=tokenizer,
-    # Of the metadata, what is about this split.
+    # The metadata of this split.
     _origin=(
       str(folder),
       split,

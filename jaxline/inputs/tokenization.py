@@ -61,7 +61,7 @@ class Tokenizer(abc.ABC):
     """Returns the tokens of a text, int32 [length], none in front of it.
 
     Args:
-      text: what is not UTF-8 in bytes is U+FFFD, where that matters.
+      text: bytes that are not UTF-8 are U+FFFD, for tokenizers of text.
     """
     return self.encode_batch([text])[0]
 
@@ -178,7 +178,7 @@ class _FileTokenizer(Tokenizer):
     self.identity = f'{self.KIND} {digest} #{self.document_id}'
 
   def __reduce__(self) -> Any:
-    # Worker processes get the file's contents, and load them anew.
+    # Worker processes get the file's content, and load it again.
     return type(self), self._arguments
 
   @abc.abstractmethod
@@ -187,7 +187,7 @@ class _FileTokenizer(Tokenizer):
 
   @abc.abstractmethod
   def _find_document_id(self, token: str | None) -> int:
-    """Returns which token stands in front of a document."""
+    """Returns the token that is put before a document."""
 
 
 class SentencePieceTokenizer(_FileTokenizer):
