@@ -33,7 +33,7 @@ def measure(
       [
         *(sys.executable, 'experiment.py', f'--config=configs/{config}.py'),
         *('--config.training_steps=5', '--config.interval_type=steps'),
-        *('--config.log_tensors_interval=1', '--verbosity=info'),
+        *('--config.log_tensors_interval=1', '--verbosity=1'),
         f'--config.compilation_cache={cache}',
         f'--config.checkpoint_dir={directory}',
       ],
