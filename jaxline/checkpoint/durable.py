@@ -420,7 +420,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       target.parent.mkdir(parents=True, exist_ok=True)
     write(target)
     if claim is not None:
-      files.replace(target.with_name(f'{target.name}{files.NEW}'), target)
+      files.replace(target)
       logging.info('Saved %s.', target)
     memory.publish(target.parent.name, published)
 
@@ -437,7 +437,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         atomicity_options=ocp.options.AtomicityOptions(
           ocp.options.AtomicityMode.ATOMIC_RENAME
         ),
-      ).save(target.with_name(f'{target.name}{files.NEW}'), args=content)
+      ).save(files.new(target), args=content)
 
   def _promote(
     self, pinned: pathlib.Path, added: dict[str, Any], target: pathlib.Path
@@ -453,7 +453,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       extra = {'time': self._after_all_best(), **added}
       files.write_json(partial / 'extra.json', extra)
       files.add_checksum(partial, 'extra.json')
-      os.rename(partial, target.with_name(f'{target.name}{files.NEW}'))
+      os.rename(partial, files.new(target))
 
   def _after_all_best(self) -> float:
     """Returns the time, later than any best one's also if the clock is not."""
@@ -738,7 +738,7 @@ def _removed_if_it_fails(
     yield
   except Exception as e:
     # On a full disk, the half of it is in the way.
-    new = f'{target.name}{files.NEW}.orbax-*-tmp*'
+    new = f'{files.new(target).name}.orbax-*-tmp*'
     for name in (new, f'{target.name}.partial'):
       for partial in target.parent.glob(name):
         files.discard(partial)

@@ -52,7 +52,7 @@ _CHUNK = 1 << 22  # Bytes hashed at a time.
 # Names that are not a step's, and so never taken for a checkpoint: of one that
 # is being removed, and of a whole one that is about to replace another.
 _DELETED = '.deleted-'
-NEW = '.new'
+_NEW = '.new'
 # Names that only we and Orbax give; what else is there is the user's.
 _LEFTOVER = r'\.deleted-.*|\d+\.partial|\d+(\.new)?\.orbax-checkpoint-tmp.*'
 _STEP = '0|[1-9][0-9]*'  # The name of each number, and no other for it.
@@ -562,15 +562,18 @@ def discard(partial: pathlib.Path) -> None:
     time.sleep(0.05)
 
 
-def replace(new: pathlib.Path, old: pathlib.Path) -> None:
-  """Puts a whole checkpoint in the place of another, or of none."""
-  whole = old.with_name(old.name + NEW)
-  if new != whole:  # So that `clean` finds it, if this is where it ends.
-    os.rename(new, whole)
-  disk.sync_directory(old.parent)  # The new one is there for good before that.
-  remove(old)
-  os.rename(whole, old)
-  disk.sync_directory(old.parent)
+def new(checkpoint: pathlib.Path) -> pathlib.Path:
+  """Returns the name of a whole checkpoint that will take another's place."""
+  return checkpoint.with_name(checkpoint.name + _NEW)
+
+
+def replace(checkpoint: pathlib.Path) -> None:
+  """Puts `new(checkpoint)` in the place of a checkpoint, or of none."""
+  # The new one is there for good before the old one goes.
+  disk.sync_directory(checkpoint.parent)
+  remove(checkpoint)
+  os.rename(new(checkpoint), checkpoint)
+  disk.sync_directory(checkpoint.parent)
 
 
 def clean(series: pathlib.Path) -> None:
@@ -580,10 +583,10 @@ def clean(series: pathlib.Path) -> None:
   """
   with contextlib.suppress(FileNotFoundError):
     for entry in os.scandir(series):
-      step = entry.name.removesuffix(NEW)
+      step = entry.name.removesuffix(_NEW)
       if step != entry.name and re.fullmatch(_STEP, step):
         # Killed within `replace`, perhaps when only this one was left.
-        replace(pathlib.Path(entry.path), series / step)
+        replace(series / step)
         continue
       is_dir = entry.is_dir(follow_symlinks=False)
       if is_dir and re.fullmatch(_LEFTOVER, entry.name):
