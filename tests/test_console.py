@@ -24,6 +24,7 @@ import time
 import types
 from unittest import mock
 
+from absl import flags
 from absl import logging
 import jax
 import jax.numpy as jnp
@@ -501,15 +502,27 @@ OWN = pathlib.Path(jaxline.__file__).parent
 )
 def test_the_log_is_quiet_about_the_libraries(path, level, is_heard):
   handler = logging.get_absl_handler()
-  verbosity = logging.get_verbosity()
-  try:
-    with log_filter.quiet():
-      assert bool(handler.filter(record(path, level))) is is_heard
-      logging.set_verbosity(logging.DEBUG)
+  with log_filter.quiet():
+    assert bool(handler.filter(record(path, level))) is is_heard
+    with mock.patch.object(
+      logging, 'get_verbosity', return_value=logging.DEBUG
+    ):
       assert handler.filter(record(path, level))
-  finally:
-    logging.set_verbosity(verbosity)
   assert handler.filter(record(path, level))
+
+
+@pytest.mark.parametrize(
+  ('text', 'level'),
+  [('debug', 1), ('info', 0), ('fatal', -3), ('2', 2), (-1, -1)],
+)
+def test_the_verbosity_has_names(text, level):
+  verbosity = logging.get_verbosity()
+  assert flags.FLAGS['verbosity'].parser.parse(text) == level
+  assert logging.get_verbosity() == verbosity
+  with pytest.raises(ValueError, match='invalid literal'):
+    flags.FLAGS['verbosity'].parser.parse('loud')
+  with pytest.raises(ValueError, match='invalid literal'):
+    flags.IntegerParser().parse('debug')
 
 
 # --- Live lines. ---
