@@ -807,6 +807,18 @@ def test_the_last_block_has_the_next_commands(command, decodes, expected):
   ]
 
 
+def test_the_command_of_several_processes_is_that_of_the_launcher(monkeypatch):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  config = make_config(checkpoint_dir='/run')
+  origin = summary.Origin(COMMAND)
+  block = summary.end_block(config, object(), origin, {}, 1.0, is_over=False)
+  assert block == [
+    'Run directory: /run',
+    'Go on:    the same command with --config.checkpoint_dir=/run',
+    'Curves:   python -m jaxline.runs compare /run --plot curves.png',
+  ]
+
+
 def test_the_last_block_says_what_the_run_came_to(capsys):
   for error, how in (
     (None, 'Trained to'),

@@ -214,6 +214,10 @@ def _next_commands(
   directory = relative(config.checkpoint_dir or '')
   if not directory or config.checkpointer == 'memory':
     go_on, look = '', ''
+  elif origin.command and jax.process_count() > 1:
+    # Each process knows its own command, and not that of the launcher.
+    go_on = f'the same command with --config.checkpoint_dir={directory}'
+    look = ''
   elif not origin.command:
     go_on = f"jaxline.fit(..., overrides={{'checkpoint_dir': {directory!r}}})"
     look = f'jaxline.evaluate({directory!r})'
