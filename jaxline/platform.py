@@ -253,7 +253,7 @@ _TPU_DRIVER = flags.DEFINE_string(
   '',
   'Kept from JAXline; JAX has no TPU drivers any more.',
 )
-flags.FLAGS['verbosity'].parser = log_filter.VerbosityParser()
+log_filter.accept_names(flags.FLAGS['verbosity'])
 # `--help` of a program that lets absl parse the command line shows these too.
 for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
   flags.FLAGS.register_key_flag_for_module(sys.argv[0], _flag)
@@ -519,7 +519,7 @@ def main(
       if mode.checkpointer:  # Compile mode has none, and runs nothing here.
         _check_flags()
       factories = checkpointer_factory, writer_factory
-      origin = console_lib.Origin.of(flags.FLAGS['config'], load_config)
+      origin = console_lib.Origin.of(flags.FLAGS['config'])
       start(experiment_class, config, _MODE.value, *factories, origin)
 
   with preemption.Watch(grace=_GRACE_SECS):

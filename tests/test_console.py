@@ -24,6 +24,7 @@ import time
 import types
 from unittest import mock
 
+from absl import flags
 from absl import logging
 import jax
 import jax.numpy as jnp
@@ -501,15 +502,27 @@ OWN = pathlib.Path(jaxline.__file__).parent
 )
 def test_the_log_is_quiet_about_the_libraries(path, level, is_heard):
   handler = logging.get_absl_handler()
-  verbosity = logging.get_verbosity()
-  try:
-    with log_filter.quiet():
-      assert bool(handler.filter(record(path, level))) is is_heard
-      logging.set_verbosity(logging.DEBUG)
+  with log_filter.quiet():
+    assert bool(handler.filter(record(path, level))) is is_heard
+    with mock.patch.object(
+      logging, 'get_verbosity', return_value=logging.DEBUG
+    ):
       assert handler.filter(record(path, level))
-  finally:
-    logging.set_verbosity(verbosity)
   assert handler.filter(record(path, level))
+
+
+@pytest.mark.parametrize(
+  ('text', 'level'),
+  [('debug', 1), ('info', 0), ('fatal', -3), ('2', 2), (-1, -1)],
+)
+def test_the_verbosity_has_names(text, level):
+  verbosity = logging.get_verbosity()
+  assert flags.FLAGS['verbosity'].parser.parse(text) == level
+  assert logging.get_verbosity() == verbosity
+  with pytest.raises(ValueError, match='invalid literal'):
+    flags.FLAGS['verbosity'].parser.parse('loud')
+  with pytest.raises(ValueError, match='invalid literal'):
+    flags.IntegerParser().parse('debug')
 
 
 # --- Live lines. ---
@@ -790,6 +803,18 @@ def test_the_last_block_has_the_next_commands(command, decodes, expected):
     'Time: steps 60%, evaluation 30%.',
     'Run directory: /run',
     *expected,
+    'Curves:   python -m jaxline.runs compare /run --plot curves.png',
+  ]
+
+
+def test_the_command_of_several_processes_is_that_of_the_launcher(monkeypatch):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  config = make_config(checkpoint_dir='/run')
+  origin = summary.Origin(COMMAND)
+  block = summary.end_block(config, object(), origin, {}, 1.0, is_over=False)
+  assert block == [
+    'Run directory: /run',
+    'Go on:    the same command with --config.checkpoint_dir=/run',
     'Curves:   python -m jaxline.runs compare /run --plot curves.png',
   ]
 

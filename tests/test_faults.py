@@ -64,7 +64,6 @@ class Run:
         f'--config.checkpoint_dir={run_dir}',
         f'--jaxline_mode={mode}',
         '--config.console=off',
-        '--verbosity=debug',
         *args,
       ],
       env=os.environ

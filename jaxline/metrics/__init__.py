@@ -1,6 +1,6 @@
 """Averages that stay right over uneven batches and shards.
 
-What becomes of the numbers of a run: `writers`, `periodic`.
+What becomes of the numbers of a run: `writers`, `periodic`, `console`.
 """
 
 from collections.abc import Mapping

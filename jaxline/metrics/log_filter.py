@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 import contextlib
+import copy
 import importlib.util
 import logging as std_logging
 import os
+from typing import Any
 
-from absl import flags
 from absl import logging
 
 
@@ -36,14 +37,13 @@ def _is_heard(record: std_logging.LogRecord) -> bool:
   return not is_ours or record.filename in _HEARD
 
 
-class VerbosityParser(flags.IntegerParser):
-  """Accepts names of levels for absl's flag of numbers: debug is 1."""
-
-  def parse(self, argument: str | int) -> int:
-    names = ('debug', 'info', 'warning', 'error', 'fatal')
-    if argument in names:
-      return logging.DEBUG - names.index(str(argument))
-    return super().parse(argument)
+def accept_names(flag: Any) -> None:
+  """Lets absl's flag of the verbosity take names too: debug is 1."""
+  names = ('debug', 'info', 'warning', 'error', 'fatal')
+  levels = {name: logging.DEBUG - i for i, name in enumerate(names)}
+  parse = flag.parser.parse
+  flag.parser = copy.copy(flag.parser)  # Other flags have the same.
+  flag.parser.parse = lambda argument: parse(levels.get(argument, argument))
 
 
 @contextlib.contextmanager

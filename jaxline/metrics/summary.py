@@ -1,6 +1,6 @@
 """What the terminal shows before a run and after it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import math
 import os
@@ -10,11 +10,7 @@ import sys
 import textwrap
 from typing import Any
 
-from absl import flags
 import jax
-from ml_collections import config_flags
-
-from jaxline import errors
 
 _WIDTH = 80
 _INDENT = 15  # Of the values: the longest label and two spaces.
@@ -36,32 +32,23 @@ class Origin:
   overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @classmethod
-  def of(
-    cls, flag: Any, load_config: Callable[[Sequence[str]], Mapping[str, Any]]
-  ) -> 'Origin':
+  def of(cls, flag: Any) -> 'Origin':
     """Returns how the command line of this process has started the run.
 
     Args:
-      flag: the parsed flag of the config.
-      load_config: returns the config of a command line.
+      flag: of the config.
     """
     command = ('python', *sys.orig_argv[1:])
-    try:
-      file = config_flags.get_config_filename(flag)
-      overrides = config_flags.get_override_values(flag)
-      own = load_config([f'--config={file}']) if overrides else {}
-    except (flags.Error, errors.UsageError):
-      return cls(command)  # Set without a file, by a flag saver.
-    changed = {k: x for k, x in overrides.items() if _value(own, k, own) != x}
-    return cls(command, file, changed)
+    if not flag.present:  # Its value was set without a file.
+      return cls(command)
 
+    def differs(key: str, value: Any) -> bool:
+      # The default of the flag of a key is the value in the file.
+      return flag.flag_values[f'{flag.name}.{key}'].default != value
 
-def _value(config: Any, name: str, default: Any) -> Any:
-  for part in name.split('.'):
-    if part not in config:
-      return default
-    config = config[part]
-  return config
+    given = flag.override_values
+    changed = {k: x for k, x in given.items() if differs(k, x)}
+    return cls(command, flag.config_filename, changed)
 
 
 def start_block(
@@ -227,6 +214,10 @@ def _next_commands(
   directory = relative(config.checkpoint_dir or '')
   if not directory or config.checkpointer == 'memory':
     go_on, look = '', ''
+  elif origin.command and jax.process_count() > 1:
+    # Each process knows its own command, and not that of the launcher.
+    go_on = f'the same command with --config.checkpoint_dir={directory}'
+    look = ''
   elif not origin.command:
     go_on = f"jaxline.fit(..., overrides={{'checkpoint_dir': {directory!r}}})"
     look = f'jaxline.evaluate({directory!r})'

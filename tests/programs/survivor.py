@@ -15,6 +15,7 @@ the environment's SURVIVOR says it, as JSON:
     num_workers: processes that read the input.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -43,6 +44,7 @@ from jaxline import platform  # noqa: E402
 from jaxline import sharded  # noqa: E402
 from jaxline.inputs import base  # noqa: E402
 from jaxline.inputs import indexed  # noqa: E402
+from jaxline.metrics import log_filter  # noqa: E402
 from jaxline.metrics import writers  # noqa: E402
 
 FEATURES, ROWS, BATCHES = 6, 8, 7  # Of an epoch.
@@ -173,4 +175,6 @@ if __name__ == '__main__':
   if 'write_secs' in _FAULTS:
     writers.JsonlWriter = SlowJsonlWriter
   events.install()
+  # The tests read what the library says about itself.
+  log_filter.quiet = contextlib.nullcontext
   platform.main(Survivor, sys.argv[1:])
