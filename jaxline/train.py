@@ -444,7 +444,7 @@ class _Training:
     )
     self.actions: list[periodic.Action] = [
       self.guard,
-      *profiling.actions(config),
+      *profiling.actions(config, run.console.say),
       *map(adapters.full_action, run.periodic_actions),
       *self._default_actions(),
     ]
