@@ -653,3 +653,20 @@ def test_skipped_time_is_in_no_rate_and_no_interval():
   assert not rates
   action(110.0, 5, {})
   assert rates == {5: 0.5}  # Five steps in ten seconds.
+
+
+def test_of_the_last_steps_no_large_array_is_kept():
+  recorder = _Recorder()
+  action = periodic.PeriodicAction(
+    recorder, 'steps', 4, run_async=False, keep_last=2
+  )
+  for step in range(1, 9):
+    large = jnp.ones([3])
+    action(float(step), step, {'loss': jnp.float32(step), 'large': large})
+    assert all('large' not in scalars for _, scalars in action._kept)
+  assert recorder.calls == [
+    (3, {'loss': 3.0}),
+    (4, {'loss': 4.0, 'steps_per_sec': 1.0}),
+    (7, {'loss': 7.0}),
+    (8, {'loss': 8.0, 'steps_per_sec': 1.0}),
+  ]

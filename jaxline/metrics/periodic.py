@@ -89,8 +89,9 @@ class PeriodicAction(Action):
         any k >= 0, are also due; so are the powers of ten. Needs 'steps'.
       end_step_to_action: a step that is also due; the last one.
       executor: of the background thread; None makes one.
-      keep_last: as `log_all_data`, but of at most so many steps: the scalars of
-        earlier ones are dropped before they are fetched.
+      keep_last: as `log_all_data`, but of at most so many steps, those before
+        them are never fetched; and without larger arrays, which would fill the
+        memory of the devices.
 
     Raises:
       ValueError: for an unknown interval_type, for growth ratios that are not
@@ -128,6 +129,7 @@ class PeriodicAction(Action):
     keeps = log_all_data or keep_last is not None
     self._keep_all = keeps and bool(can_be_due)
     self._keep_last = keep_last
+    self._large: list[str] = []
     self._kept: collections.deque[_Record] = collections.deque(maxlen=keep_last)
     # Each of the two is written by one thread only, so no lock is needed.
     self._num_queued = 0
@@ -210,7 +212,14 @@ class PeriodicAction(Action):
     is_due = self._is_due(t, step)
     if not (is_due or self._keep_all):
       return
-    self._kept.append((step, dict(scalar_outputs or {})))
+    scalars = dict(scalar_outputs or {})
+    if self._keep_last is not None:
+      if not self._kept:  # Not for each step, which would take a microsecond.
+        sizes = ((name, getattr(x, 'size', 1)) for name, x in scalars.items())
+        self._large = [name for name, size in sizes if size != 1]
+      for name in self._large:
+        scalars.pop(name, None)
+    self._kept.append((step, scalars))
     if is_due:
       self._hand_on(self._measure_rate(t, step))
     elif len(self._kept) >= _MAX_KEPT and self._keep_last is None:
