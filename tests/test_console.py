@@ -458,21 +458,6 @@ def test_a_text_that_the_terminal_cannot_show_is_no_error(monkeypatch):
   assert out.buffer.getvalue() == b'caf?\n'
 
 
-def test_a_step_costs_little():
-  console, _ = begun()
-  action = action_of(console, log_tensors_interval=10**6)
-  scalars = {f'x{i}': 1.0 for i in range(8)}
-  costs = []
-  for _ in range(5):
-    began = time.thread_time()
-    for step in range(1, 10_001):
-      console(0.0, step, scalars)
-      action(0.0, step, scalars)
-    costs.append((time.thread_time() - began) / 10_000)
-  # Half of it on a machine that does nothing else.
-  assert min(costs) < 2e-6
-
-
 # --- The log. ---
 
 

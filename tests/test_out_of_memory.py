@@ -17,6 +17,12 @@ from tests.experiments import regression
 TOO_LARGE = 1 << 46  # Elements; no address space has that.
 
 
+@pytest.fixture(autouse=True)
+def lists_all(monkeypatch):
+  # Arrays of other tests in this process live too.
+  monkeypatch.setattr(out_of_memory, '_NUM_LISTED', 10**6)
+
+
 def allocate_too_much():
   jnp.ones([TOO_LARGE], jnp.float32).block_until_ready()
 
