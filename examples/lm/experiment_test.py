@@ -280,7 +280,7 @@ def test_the_first_command_on_four_devices(config, tmp_path):
   assert found.returncode == 0, found.stderr
   line = 'of 2 rows does not divide over 4 devices'
   assert found.stderr.count(line) == 1
-  assert 'eval step 2 | ' in found.stderr
+  assert 'eval step 2 | ' in found.stdout
 
 
 def test_a_rounded_batch_stays_on_fewer_devices(config, said):

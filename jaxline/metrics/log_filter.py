@@ -29,9 +29,12 @@ _HEARD = ('console.py', 'token_cache.py')
 
 def _is_heard(record: std_logging.LogRecord) -> bool:
   """Leaves information about jaxline, JAX and Orbax out of the log."""
-  if logging.get_verbosity() >= logging.DEBUG:
-    return True
-  if record.levelno >= std_logging.WARNING:
+  # Less than information is there only if somebody asked for it, such as by
+  # JAX_DEBUG_LOG_MODULES.
+  if (
+    logging.get_verbosity() >= logging.DEBUG
+    or record.levelno != std_logging.INFO
+  ):
     return True
   is_ours = record.pathname.startswith(_QUIET)
   return not is_ours or record.filename in _HEARD
