@@ -59,7 +59,7 @@ def of_run(config: Any) -> Iterator[None]:
     # A process that finds a program here does not take part in the autotuning
     # of it, and GPUs of processes that compile would wait for that for ever.
     if path is not None:
-      logging.info(
+      logging.warning(
         'No compilation cache: the processes do not share %s. Set'
         ' config.compilation_cache to a directory that all of them see.',
         path,
@@ -124,16 +124,16 @@ def _path(config: Any) -> pathlib.Path | None:
     else:
       root = pathlib.Path(value)
     root = root.absolute()
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = root.stat()
-    if value == AUTO and (
-      found.st_uid != os.geteuid() or found.st_mode & 0o022
-    ):
-      raise OSError(
-        f'{root} is of user {found.st_uid} with the mode'
-        f' {stat.filemode(found.st_mode)}, and only user {os.geteuid()} may be'
-        ' able to write there, because programs are executed'
-      )
+    for folder in (root.parent, root):  # The mode is not that of parents.
+      folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in (root.parent, root) if value == AUTO else ():
+      found = folder.stat()
+      if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise OSError(
+          f'{folder} is of user {found.st_uid} with the mode'
+          f' {stat.filemode(found.st_mode)}, and only user {os.geteuid()} may'
+          ' be able to write there, because programs are executed'
+        )
     path = root / _host()
     path.mkdir(mode=0o700, exist_ok=True)
     return path

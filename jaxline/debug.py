@@ -139,7 +139,7 @@ def log_activity(
     logging.info('[jaxline] %s stopped.', activity_name)
     raise
   except BaseException:
-    log = logging.exception if settings.log_tracebacks else logging.error
+    log = logging.exception if settings.log_tracebacks else logging.info
     log('[jaxline] %s failed with error.', activity_name)
     raise
   else:

@@ -28,6 +28,7 @@ CATEGORIES = (
   'input wait',
   'checkpoints',
   'evaluation',
+  'waiting',
   'other',
 )
 # Tracing, lowering and the backend's compilation or its retrieval from a cache.

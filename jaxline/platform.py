@@ -649,7 +649,9 @@ def start(
     try:
       return config.checkpoint_dir, debug.debugger_fallback(mode.run)(run)
     except preemption.Preempted as e:
-      if mode.logs and config.checkpointer == 'durable':
+      # For a command, the last block on the terminal says it.
+      is_told = origin and origin.command and console.mode != 'off'
+      if mode.logs and config.checkpointer == 'durable' and not is_told:
         e.add_note(
           'It goes on with the same command and'
           f' --config.checkpoint_dir={config.checkpoint_dir}'

@@ -199,7 +199,8 @@ class Run:
         is_over = not checkpointer.is_resumable and self._is_last(evaluation)
       elif not is_over:
         self.console.log_waiting(evaluation.last, config.checkpoint_dir)
-        time.sleep(_POLL_SECS)
+        with goodput.measure('waiting'):
+          time.sleep(_POLL_SECS)
       if is_over:
         return
 
@@ -431,6 +432,7 @@ class _Training:
     step = self.state.global_step
     checkpointer.mark_begun(int(step))
     _resume_log(run, run.log, step, checkpointer.is_new())
+    run.console.begin(config, self.experiment, self.state, checkpointer)
     # The checkpoint that was restored is there already.
     self._saved_step = checkpointer.restored_step
     self._saves = run.saves_here(config.train_checkpoint_all_hosts)
@@ -518,7 +520,6 @@ class _Training:
 
   def _run_loop(self, actions: list[periodic.Action]) -> None:
     run, config, state = self._run, self._run.config, self.state
-    run.console.begin(config, self.experiment, state, run.checkpointer)
     with run.supervision.watch.training():
       if config.save_initial_train_checkpoint and run.checkpointer.is_new():
         with debug.log_activity('first checkpoint'):
@@ -544,7 +545,13 @@ class _Training:
   def _after_step(self, t: float, step: int, scalars: Any) -> None:
     """The last of the periodic actions: ends the run if something asks to."""
     self._run.checkpointer.raise_error()  # Of a save, such as on a full disk.
-    self._run.supervision.check(step, self._finish)
+    self._run.supervision.check(step, self._leave)
+
+  def _leave(self) -> None:
+    """Does what `_finish` does, in little time."""
+    if self._saved_step != self.state.global_step:
+      self._run.checkpointer.drop_waiting()  # It is older than what follows.
+    self._finish()
 
   def _finish(self) -> None:
     """Saves, and waits for the background."""
@@ -613,7 +620,9 @@ class _Evaluation:
       )
     experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
     run.eval_log.write_scalars(step, scalars)
-    run.console.log_evaluation(step, scalars)
+    is_eval = run.eval_mode.startswith('eval')
+    log = run.eval_mode if is_eval else 'eval'
+    run.console.log_evaluation(step, scalars, log)
     if self._best is not None:
       self._best.keep(self.experiment, scalars, step, state.train_step_rng)
     self.done.add(step)
@@ -644,10 +653,11 @@ class _Best:
     self._state = state = checkpointer.get_experiment_state('best')
     state.best_model_eval_metric = metric
     state.best_eval_metric_value = -self._sign * math.inf
+    state.global_step = 0
     # Now, so that a conflict is reported before the first evaluation.
     checkpointer.claim('best')
     if checkpointer.can_be_restored('best'):
-      # Only the best value and its metric are restored, not the weights.
+      # Only the best value, its metric and its step, not the weights.
       with debug.log_activity('best checkpoint restore', category='restore'):
         try:
           checkpointer.restore('best')
@@ -664,6 +674,9 @@ class _Best:
       )
       state.best_model_eval_metric = metric
       state.best_eval_metric_value = -self._sign * math.inf
+    value = float(state.best_eval_metric_value)
+    if math.isfinite(value):
+      run.console.log_best(metric, value, int(state.global_step))
 
   def keep(
     self,

@@ -745,6 +745,34 @@ def test_one_save_waits_behind_another_where_there_is_room(
     assert_same(live.held()['n'], np.full(1000, step, np.float64))
 
 
+def test_a_waiting_save_is_dropped_for_the_last_one(run, monkeypatch):
+  monkeypatch.setattr(room, 'free_memory', lambda: 2**60)
+  checkpointer, began, gate = run(), threading.Event(), threading.Event()
+  at_commit(checkpointer, lambda: (began.set(), gate.wait(10)))
+  for step in (1, 2):
+    fill(checkpointer, weights(step), step)
+    checkpointer.save('latest')
+  assert began.wait(10)
+  checkpointer.drop_waiting()  # Not the one that is being written.
+  fill(checkpointer, weights(3), 3)
+  gate.set()
+  checkpointer.save('latest')
+  checkpointer.wait_for_checkpointing_to_finish()
+  assert checkpointer.steps('latest') == [1, 3]
+
+
+def test_a_new_step_is_visible_by_the_rename_of_orbax(
+  run, tmp_path, monkeypatch
+):
+  checkpointer, replaced = run(), []
+  monkeypatch.setattr(files, 'replace', replaced.append)
+  save(checkpointer, weights(1), 1, 2)
+  assert checkpointer.steps('latest') == [1, 2]
+  assert replaced == []
+  save(checkpointer, weights(1), 2)  # The same step again.
+  assert replaced == [series_path(tmp_path) / '2']
+
+
 def test_a_save_behind_one_that_fails_is_not_written(run, monkeypatch):
   monkeypatch.setattr(room, 'free_memory', lambda: 2**60)
   checkpointer, gate = run(), threading.Event()
@@ -2753,6 +2781,12 @@ def test_only_orbax_itself_is_silenced(folder, is_heard, caplog):
   with storage.quiet_orbax():
     say('During a save.')
     assert sys.unraisablehook is not hook
+  with contextlib.ExitStack() as first:  # As of two threads.
+    first.enter_context(storage.quiet_orbax())
+    second = storage.quiet_orbax()
+    second.__enter__()
+  assert sys.unraisablehook is not hook
+  second.__exit__(None, None, None)
   say('At another time.')
   assert ('During a save.' in caplog.text) == is_heard
   assert 'At another time.' in caplog.text

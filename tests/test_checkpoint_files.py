@@ -116,6 +116,19 @@ def test_removed_in_one_rename(tmp_path, monkeypatch):
   files.remove(tmp_path / '5')  # Nothing there is nothing to do.
 
 
+def test_what_replaces_is_there_while_the_old_files_go(tmp_path, monkeypatch):
+  _checkpoint(tmp_path / '5', 'old')
+  _checkpoint(files.new(tmp_path / '5'), 'new')
+  seen = []
+  monkeypatch.setattr(
+    files.shutil,
+    'rmtree',
+    lambda *a, **k: seen.append(_content(tmp_path / '5')),
+  )
+  files.replace(tmp_path / '5')
+  assert seen == ['new']
+
+
 @pytest.mark.parametrize('renames', [0, 1, 2])
 def test_a_replacement_killed_at_any_instant_loses_none(
   renames, tmp_path, monkeypatch

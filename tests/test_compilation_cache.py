@@ -189,7 +189,7 @@ def test_hosts_that_run_other_code_have_directories_of_their_own(monkeypatch):
 # What is refused, and what fails.
 
 
-@pytest.mark.parametrize('what', ['mode', 'owner', 'file', 'no home'])
+@pytest.mark.parametrize('what', ['mode', 'parent', 'owner', 'file', 'no home'])
 def test_an_unsafe_directory_is_not_used(
   home, monkeypatch, caplog, counts, what
 ):
@@ -201,6 +201,7 @@ def test_an_unsafe_directory_is_not_used(
   else:
     root.mkdir(parents=True)
     root.chmod(0o770 if what == 'mode' else 0o700)
+    root.parent.chmod(0o777 if what == 'parent' else 0o700)
   if what == 'owner':
     monkeypatch.setattr(os, 'geteuid', lambda: 12345)
   compiled(make_config())

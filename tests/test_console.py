@@ -5,6 +5,7 @@ sees.
 """
 
 import contextlib
+import errno
 import fcntl
 import io
 import logging as std_logging
@@ -240,7 +241,7 @@ def test_a_line_shows_the_loss_the_means_and_when_it_ends(capsys):
   )
   assert capsys.readouterr().out == (
     'step 1200 of 6000 (20%) | loss 4 | lr 0.5 | count 3 | 20 steps/s'
-    ' | ETA 4:00 | saved 1100 | 10,240 tokens/s | +2\n'
+    ' | ETA 4:00 | saved 1100 | 10,240 tokens/s | +2 more\n'
   )
 
 
@@ -254,10 +255,10 @@ def test_a_line_has_at_most_120_columns(capsys):
   training, evaluation, long = capsys.readouterr().out.splitlines()
   assert training == (
     'step 1000000 | loss 1 | quite_a_long_name_0 1.235'
-    ' | quite_a_long_name_1 1.235 | 2 steps/s | +10'
+    ' | quite_a_long_name_1 1.235 | 2 steps/s | +10 more'
   )
   assert evaluation.startswith('eval step 1000000 | quite_a_long_name_0 1.235')
-  assert re.search(r' \| \+\d+$', evaluation)
+  assert re.search(r' \| \+\d+ more$', evaluation)
   assert max(map(len, (training, evaluation, long))) <= 120
 
 
@@ -722,6 +723,8 @@ def test_the_first_block_has_at_most_20_lines():
     (7, 7, None, 'step 7 of 6000, resumed'),
     (7, 7, '/other', 'step 7 of 6000, resumed'),
     (None, 0, '/other', 'step 0 of 6000, from /other'),
+    (None, 9, '/other', 'step 9 of 6000, from /other'),
+    (None, 9, None, 'step 9 of 6000, from a snapshot of the program'),
   ],
 )
 def test_where_a_run_begins(restored_step, step, restore_from, start, capsys):
@@ -733,6 +736,61 @@ def test_where_a_run_begins(restored_step, step, restore_from, start, capsys):
     types.SimpleNamespace(restored_step=restored_step),
   )
   assert f'Start:         {start}\n' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('data', ['  ', {'a': 1}, None, jnp.ones(2)])
+def test_an_attribute_of_the_program_s_own_is_no_summary(data, capsys):
+  console = console_lib.Console('plain')
+  console.begin(make_config(), experiment_of(data_summary=data))
+  assert 'Data:' not in capsys.readouterr().out
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_on_from():
+  block = summary.end_block(
+    make_config(checkpoint_dir='/run'),
+    object(),
+    summary.Origin(COMMAND),
+    {},
+    1.0,
+    is_over=False,
+    has_checkpoint=False,
+  )
+  assert block == [
+    'Run directory: /run',
+    'Curves:   python -m jaxline.runs compare /run',
+  ]
+
+
+def test_a_full_disk_loses_a_line_and_not_the_others(monkeypatch, capsys):
+  written = []
+
+  def write(text):
+    written.append(text)
+    if len(written) == 1:
+      raise OSError(errno.ENOSPC, 'No space left on device')
+
+  stream = types.SimpleNamespace(
+    write=write, flush=lambda: None, encoding='utf-8', isatty=lambda: False
+  )
+  monkeypatch.setattr(sys, 'stdout', stream)
+  console = console_lib.Console('plain')
+  console.say('one')
+  console.say('two')
+  assert written == ['one\n', 'two\n']
+
+
+def test_a_run_without_a_step_left_compiles_nothing(tmp_path, capsys):
+  config = regression.get_config(4)
+  config.checkpoint_dir = str(tmp_path / 'run')
+  config.log_tensors_interval = 100
+  for _ in range(2):
+    jaxline.fit(regression.Regression, config, mode='train')
+  first, second = capsys.readouterr().out.split('Trained to step 4')[:2]
+  assert 'Compiling the train step...' in first
+  # The last step is shown, whatever the interval is.
+  assert re.search(r'^step 4 of 4 \(100%\) \| loss ', first, re.MULTILINE)
+  assert 'step 4 of 4, resumed' in second
+  assert 'Compiling' not in second
 
 
 COMMAND = ('python', 'x.py', '--config=a.py', '--config.checkpoint_dir', 'old')
@@ -765,7 +823,7 @@ COMMAND = ('python', 'x.py', '--config=a.py', '--config.checkpoint_dir', 'old')
       True,
       [
         "Go on:    jaxline.fit(..., overrides={'checkpoint_dir': '/run'})",
-        "Evaluate: jaxline.evaluate('/run')",
+        "Evaluate: jaxline.evaluate('/run', experiment_class=Experiment)",
       ],
     ),
   ],
@@ -784,12 +842,13 @@ def test_the_last_block_has_the_next_commands(command, decodes, expected):
     {'steps': 6.0, 'evaluation': 3.0, 'restore': 0.01},
     10.0,
     is_over=False,
+    has_checkpoint=True,
   )
   assert block == [
     'Time: steps 60%, evaluation 30%.',
     'Run directory: /run',
     *expected,
-    'Curves:   python -m jaxline.runs compare /run --plot curves.png',
+    'Curves:   python -m jaxline.runs compare /run',
   ]
 
 
@@ -797,11 +856,13 @@ def test_the_command_of_several_processes_is_that_of_the_launcher(monkeypatch):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   config = make_config(checkpoint_dir='/run')
   origin = summary.Origin(COMMAND)
-  block = summary.end_block(config, object(), origin, {}, 1.0, is_over=False)
+  block = summary.end_block(
+    config, object(), origin, {}, 1.0, is_over=False, has_checkpoint=True
+  )
   assert block == [
     'Run directory: /run',
     'Go on:    the same command with --config.checkpoint_dir=/run',
-    'Curves:   python -m jaxline.runs compare /run --plot curves.png',
+    'Curves:   python -m jaxline.runs compare /run',
   ]
 
 
@@ -820,7 +881,7 @@ def test_the_last_block_says_what_the_run_came_to(capsys):
     assert capsys.readouterr().out.splitlines()[:3] == [
       f'{how} step 30 of 6000 (0%) in 0:00.',
       'Best bits: 2.5 at step 8.',
-      'Last loss: 1.',
+      'Last loss: 1, the mean of at most 100 steps.',
     ]
     # A second time there is nothing to say.
     console.__exit__(None, None, None)
@@ -839,8 +900,8 @@ def test_the_last_block_of_an_evaluation(capsys):
     'New best bits: 2.5 at step 3 (was 3).',
     'Evaluated 1 checkpoint in 0:00.',
     'Run directory: /run',
-    "Evaluate: jaxline.evaluate('/run')",
-    'Curves:   python -m jaxline.runs compare /run --plot curves.png',
+    "Evaluate: jaxline.evaluate('/run', experiment_class=SimpleNamespace)",
+    'Curves:   python -m jaxline.runs compare /run',
   ]
 
 
@@ -1151,7 +1212,8 @@ def test_fit_prints_plain_lines(tmp_path, capsys):
   out = capsys.readouterr().out
   assert 'Config:        random_seed=7\n' in out
   assert re.search(r'^step 6 of 6 \(100%\) \| ', out, re.MULTILINE)
-  assert f"jaxline.evaluate('{result.directory}')" in out
+  evaluate = f"jaxline.evaluate('{result.directory}', experiment_class=Regress"
+  assert evaluate in out
 
 
 def test_after_a_debugger_there_are_plain_lines_now_and_then(

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 import pathlib
 
+from jaxline import disk
+
 
 def of(directory: str, service: str, make: Callable[[], str]) -> str:
   """Returns the id of a run, so that a resumed run goes on under it.
@@ -13,7 +15,9 @@ def of(directory: str, service: str, make: Callable[[], str]) -> str:
     make: makes a new id.
   """
   path = pathlib.Path(directory) / f'{service}_id'
-  if not path.exists():
+  # An empty file is what a full disk may have left.
+  if not path.exists() or not path.read_text(encoding='utf-8'):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(make(), encoding='utf-8')
+    with disk.replacing(path, path.with_name(f'.{path.name}')) as file:
+      file.write(make().encode())
   return path.read_text(encoding='utf-8')

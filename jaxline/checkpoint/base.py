@@ -166,6 +166,9 @@ class FullCheckpointer(Checkpointer):
     A checkpointer that keeps nothing on disk never calls it.
     """
 
+  def drop_waiting(self) -> None:
+    """Drops the save of `latest` that has not begun; a newer one follows."""
+
   def raise_error(self) -> None:
     """Raises the error of a save in the background; costs nothing."""
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent import futures
 import contextlib
 import functools
+import itertools
 import os
 import pathlib
 import shlex
@@ -87,6 +88,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     # they write, and must do so in one order.
     self._writer = async_lib.SerialExecutor('checkpoint')
     self._saves: dict[str, list[futures.Future[None]]] = {}
+    self._last_step: dict[str, int] = {}
     self._bytes = collections.Counter[str]()  # Of the last copy of a series.
     # Of the series that are saved; only the first process has a claim on them.
     self._claims: dict[str, files.Claim | None] = {}
@@ -136,9 +138,18 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         content.waits = [log.flush_async() for log in self.logs]
       self._bytes[ckpt_series] = sum(x.nbytes for x in content.arrays.values())
       write = functools.partial(self._write, content)
+    # Asked here: on several hosts the writing thread may not ask the others.
+    is_there = distributed.of_chief(
+      target.exists() or step == self._last_step.get(ckpt_series)
+    )
+    self._last_step[ckpt_series] = step
+    # Of the same step again, the old one stays until the new one is whole.
+    place = files.new(target) if is_there else target
     published = self._published(target, experiment)
     keep = base.num_to_keep(self._config, ckpt_series, experiment)
-    saved = self._writer.submit(self._make_visible, write, target, published)
+    saved = self._writer.submit(
+      self._make_visible, write, place, target, published
+    )
     self._saves[ckpt_series].append(saved)
     # A call of its own: the next save waits for the copy, not for removals.
     self._writer.put(functools.partial(self._retire, target.parent, keep))
@@ -147,14 +158,15 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     """Waits until host memory has room for another copy of the state.
 
     One save may wait behind the one that is being written, in a run of one
-    process. It takes as much memory as the last one, and writing takes as much
-    again.
+    process. It takes as much memory as the last one; as much again is left
+    free, since writing and the steps meanwhile need memory too.
     """
     began = time.monotonic()
     saves = self._saves.get(ckpt_series, [])
     while pending := [save for save in saves if not save.done()]:
+      every = itertools.chain(*self._saves.values())
       if (
-        len(pending) == 1
+        sum(not save.done() for save in every) == 1
         and jax.process_count() == 1
         and room.free_memory() > 2 * self._bytes[ckpt_series]
       ):
@@ -167,6 +179,12 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         ' less often (config.save_checkpoint_interval), or to a faster disk.',
         waited,
       )
+
+  def drop_waiting(self) -> None:
+    """Drops the save of `latest` that has not begun; a newer one follows."""
+    if jax.process_count() == 1:  # Several write the same ones.
+      for save in self._saves.get('latest', []):
+        save.cancel()  # Does nothing to one that is being written.
 
   def can_be_restored(self, ckpt_series: str) -> bool:
     """Returns whether there is something to restore.
@@ -410,50 +428,53 @@ class DurableCheckpointer(notes.NotingCheckpointer):
   def _make_visible(
     self,
     write: Callable[[pathlib.Path], None],
+    place: pathlib.Path,
     target: pathlib.Path,
     published: memory.Published,
   ) -> None:
-    """Writes a checkpoint beside its place, and moves it there."""
+    """Writes a checkpoint, and puts it into the place of another if any."""
     claim = self._claims[target.parent.name]
     if claim is not None:
       claim.check()
       target.parent.mkdir(parents=True, exist_ok=True)
-    write(target)
+    write(place)
     if claim is not None:
-      files.replace(target)
+      if place != target:
+        files.replace(target)
+      disk.sync_directory(target.parent)
       logging.info('Saved %s.', target)
     memory.publish(target.parent.name, published)
 
   @storage.quiet_orbax()
-  def _write(self, content: storage.Content, target: pathlib.Path) -> None:
+  def _write(self, content: storage.Content, place: pathlib.Path) -> None:
     """Writes the copy of the live state, by Orbax."""
-    if target.parent.name == 'best':
+    if place.parent.name == 'best':
       content.record['time'] = self._after_all_best()
     storage.barrier('series')
-    with _removed_if_it_fails(target, content.num_bytes), storage.os_errors():
+    with _removed_if_it_fails(place, content.num_bytes), storage.os_errors():
       ocp.Checkpointer(
         storage.Handler(),
         multiprocessing_options=storage.multiprocessing_options(),
         atomicity_options=ocp.options.AtomicityOptions(
           ocp.options.AtomicityMode.ATOMIC_RENAME
         ),
-      ).save(files.new(target), args=content)
+      ).save(place, args=content)
 
   def _promote(
-    self, pinned: pathlib.Path, added: dict[str, Any], target: pathlib.Path
+    self, pinned: pathlib.Path, added: dict[str, Any], place: pathlib.Path
   ) -> None:
     """Gives the evaluated checkpoint a further name, as a best one."""
     if jax.process_index() != 0:
       return
-    partial = target.with_name(f'{target.name}.partial')
+    partial = place.with_name(f'{place.stem}.partial')
     # What it takes where the file system has no links.
     size = functools.partial(files.size, pinned)
-    with _removed_if_it_fails(target, size):
+    with _removed_if_it_fails(place, size):
       files.link(pinned, partial)
       extra = {'time': self._after_all_best(), **added}
       files.write_json(partial / 'extra.json', extra)
       files.add_checksum(partial, 'extra.json')
-      os.rename(partial, files.new(target))
+      os.rename(partial, place)
 
   def _after_all_best(self) -> float:
     """Returns the time, later than any best one's also if the clock is not."""
@@ -726,21 +747,21 @@ def _placed(name: str, entries: Mapping[str, Any], state: Any) -> Any:
 
 @contextlib.contextmanager
 def _removed_if_it_fails(
-  target: pathlib.Path, size: Callable[[], int]
+  place: pathlib.Path, size: Callable[[], int]
 ) -> Iterator[None]:
   """Removes what a failed save has written, and says so.
 
   Args:
-    target: the checkpoint.
+    place: the checkpoint, or its name until it is whole.
     size: returns how many bytes it takes.
   """
   try:
     yield
   except Exception as e:
     # On a full disk, the half of it is in the way.
-    new = f'{files.new(target).name}.orbax-*-tmp*'
-    for name in (new, f'{target.name}.partial'):
-      for partial in target.parent.glob(name):
+    target = place.with_name(place.stem)
+    for name in (f'{place.name}.orbax-*-tmp*', f'{place.stem}.partial'):
+      for partial in place.parent.glob(name):
         files.discard(partial)
     if not isinstance(e, OSError):
       raise

@@ -546,10 +546,15 @@ def size(checkpoint: pathlib.Path) -> int:
 
 def remove(checkpoint: pathlib.Path) -> None:
   """Removes a checkpoint; it is gone at once, and never there in part."""
+  shutil.rmtree(_hidden(checkpoint), ignore_errors=True)
+
+
+def _hidden(checkpoint: pathlib.Path) -> pathlib.Path:
+  """Gives a checkpoint, if it is there, a name that is none; returns that."""
   doomed = checkpoint.with_name(f'{_DELETED}{checkpoint.name}-{os.getpid()}')
   with contextlib.suppress(FileNotFoundError):
     os.rename(checkpoint, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+  return doomed
 
 
 def discard(partial: pathlib.Path) -> None:
@@ -571,9 +576,10 @@ def replace(checkpoint: pathlib.Path) -> None:
   """Puts `new(checkpoint)` in the place of a checkpoint, or of none."""
   # The new one is there for good before the old one goes.
   disk.sync_directory(checkpoint.parent)
-  remove(checkpoint)
+  old = _hidden(checkpoint)
   os.rename(new(checkpoint), checkpoint)
   disk.sync_directory(checkpoint.parent)
+  shutil.rmtree(old, ignore_errors=True)
 
 
 def clean(series: pathlib.Path) -> None:

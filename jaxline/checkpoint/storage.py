@@ -14,6 +14,7 @@ import os
 import pathlib
 import re
 import sys
+import threading
 from typing import Any
 
 from absl import logging
@@ -39,6 +40,28 @@ _ZARR_DTYPES = (
 _VALUE_TYPES = {'np.ndarray', 'jax.Array'}
 
 
+def _is_worth_reading(record: Any) -> bool:
+  if not record.pathname.startswith(_ORBAX):
+    return True
+  # The warning says that there is no OCDBT, which is as it should be.
+  # An error in a thread of Orbax is raised by the save as well.
+  quiet = {
+    'ocdbt_utils.py': std_logging.WARNING,
+    'future.py': std_logging.ERROR,
+  }
+  return record.levelno > quiet.get(record.filename, std_logging.INFO)
+
+
+_quiet_lock = threading.Lock()
+_num_quiet = 0  # Threads may save and restore at once.
+_hook: Any = None
+
+
+def _unraisable(error: Any) -> None:
+  if str(error.exc_value) != 'Event loop is closed':
+    _hook(error)
+
+
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
   """Leaves Orbax's dozen lines for each save or restore out of the log.
@@ -47,31 +70,22 @@ def quiet_orbax() -> Iterator[None]:
   array that cannot be written it closes the event loop to which the writes of
   the others would report.
   """
-
-  def is_worth_reading(record: Any) -> bool:
-    if not record.pathname.startswith(_ORBAX):
-      return True
-    # The warning says that there is no OCDBT, which is as it should be.
-    # An error in a thread of Orbax is raised by the save as well.
-    quiet = {
-      'ocdbt_utils.py': std_logging.WARNING,
-      'future.py': std_logging.ERROR,
-    }
-    return record.levelno > quiet.get(record.filename, std_logging.INFO)
-
-  def unraisable(error: Any, then: Any = sys.unraisablehook) -> None:
-    if str(error.exc_value) != 'Event loop is closed':
-      then(error)
-
+  global _num_quiet, _hook
   log = logging.get_absl_logger()
-  log.addFilter(is_worth_reading)
-  before, sys.unraisablehook = sys.unraisablehook, unraisable
+  with _quiet_lock:
+    _num_quiet += 1
+    if _num_quiet == 1:
+      log.addFilter(_is_worth_reading)
+      _hook, sys.unraisablehook = sys.unraisablehook, _unraisable
   try:
     yield
   finally:
-    log.removeFilter(is_worth_reading)
-    if sys.unraisablehook is unraisable:  # Else another thread's is newer.
-      sys.unraisablehook = before
+    with _quiet_lock:
+      _num_quiet -= 1
+      if _num_quiet == 0:
+        log.removeFilter(_is_worth_reading)
+        if sys.unraisablehook is _unraisable:  # Else the program's is newer.
+          sys.unraisablehook = _hook
 
 
 @dataclasses.dataclass

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import errno
 import io
 import math
 import os
@@ -31,6 +32,7 @@ from jaxline.metrics import live as live_lib
 from jaxline.metrics import periodic
 from jaxline.metrics import summary
 from jaxline.metrics import writers
+from jaxline.supervision import preemption
 
 Origin = summary.Origin
 MODES = ('live', 'plain', 'off')
@@ -44,9 +46,11 @@ _MAX_TEXT_LINES = 20
 # How often to say that an evaluation waits, and after how long first.
 _WAIT_SECS = 60.0
 _FIRST_WAIT_SECS = 5.0
+# Errors of a stream that nobody reads any more.
+_GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
 # Scalars with a place and a form of their own; '' is not shown.
 _FORMS = {
-  'steps_per_sec': '{:.3g} steps/s',
+  'steps_per_sec': '{:.4g} steps/s',
   'tokens_per_sec': '{:,.0f} tokens/s',
   'examples_per_sec': '{:,.0f} examples/s',
   'mfu': 'mfu {:.1%}',
@@ -89,7 +93,7 @@ class Console(periodic.Action):
     self._is_silent = is_silent
     self._origin = origin or Origin()
     # In the order in which they were first seen: columns do not move.
-    self._names: dict[str, dict[str, None]] = {'': {}, 'eval ': {}}
+    self._names: dict[str, dict[str, None]] = {}
     self._window: collections.deque[dict[str, Any]] = collections.deque(
       maxlen=_MAX_STEPS
     )
@@ -103,6 +107,7 @@ class Console(periodic.Action):
     self._state: Any = None
     self._num_evaluated = 0
     self._best: tuple[str, float, int] | None = None
+    self._saved: int | None = None
     # Of its training.
     self._compiling: tuple[float, tuple[int, float, int, int]] | None = None
     self._rate = 0.0
@@ -142,7 +147,9 @@ class Console(periodic.Action):
     try:
       stream.write(text.encode(encoding, 'replace').decode(encoding) + '\n')
       stream.flush()
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError) as e:
+      if isinstance(e, OSError) and e.errno not in _GONE:
+        return  # Such as a full disk, which may pass: this line is lost.
       # The terminal or the pipe is gone, and the run goes on. Python's last
       # flush of the stream must not fail either.
       with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -173,11 +180,14 @@ class Console(periodic.Action):
       steps = config.training_steps
       of = '' if steps is None else f' of {steps}'
       step = int(state.global_step)
+      self._saved = checkpointer.restored_step
       source = 'a fresh run'
-      if checkpointer.restored_step is not None or step:
+      if self._saved is not None:
         source = 'resumed'
       elif config.restore_from:
         source = f'from {config.restore_from}'
+      elif step:
+        source = 'from a snapshot of the program'
       start = f'step {step}{of}, {source}'
     self.say(
       '\n'.join(summary.start_block(config, experiment, self._origin, start))
@@ -203,7 +213,7 @@ class Console(periodic.Action):
       plural = 's' * (self._num_evaluated != 1)
       came_to = [f'Evaluated {self._num_evaluated} checkpoint{plural} {took}.']
     else:
-      is_told = isinstance(error, SystemExit)  # By a signal.
+      is_told = isinstance(error, preemption.Preempted)
       how = (
         'Trained to' if is_over else 'Stopped at' if is_told else 'Failed at'
       )
@@ -212,14 +222,25 @@ class Console(periodic.Action):
     if self._best is not None:
       name, value, at = self._best
       came_to.append(f'Best {name}: {lines.shorten(value)} at step {at}.')
+    if self._window:  # Of the steps after the last line.
+      self._means = lines.means_of(list(self._window))
     if 'loss' in self._means:
-      came_to.append(f'Last loss: {lines.shorten(self._means["loss"])}.')
+      came_to.append(
+        f'Last loss: {lines.shorten(self._means["loss"])}, the mean of at most'
+        f' {_MAX_STEPS} steps.'
+      )
     spent = {
       name: secs - self._spent.get(name, 0.0)
       for name, secs in goodput.spent().items()
     }
     return came_to + summary.end_block(
-      self._config, self._experiment, self._origin, spent, total, is_over
+      self._config,
+      self._experiment,
+      self._origin,
+      spent,
+      total,
+      is_over,
+      has_checkpoint=self._state is None or self._saved is not None,
     )
 
   # Training.
@@ -236,7 +257,10 @@ class Console(periodic.Action):
       return options | {'interval': None}
     if self._is_shown:
       options['keep_last'] = _MAX_STEPS
-    if self.mode == 'live' and interval is not None and interval >= 0:
+    if interval is None or interval < 0 or not self._is_shown:
+      return options
+    options['end_step_to_action'] = config.training_steps
+    if self.mode == 'live':
       options |= {
         'interval': _LIVE_SECS,
         'interval_type': 'secs',
@@ -247,7 +271,9 @@ class Console(periodic.Action):
   @contextlib.contextmanager
   def training(self) -> Iterator[None]:
     """Shows the progress of the training steps inside."""
-    if self._is_shown:
+    if self._is_shown and self._experiment.should_run_step(
+      self._state.global_step, self._config
+    ):
       self._begin_steps()
     try:
       yield
@@ -330,7 +356,8 @@ class Console(periodic.Action):
   def _log_line(self, mode: str, step: int, values: Mapping[str, Any]) -> str:
     """Returns a line with all numbers."""
     # Not in place: two threads may log.
-    self._names[mode] = known = self._names[mode] | dict.fromkeys(values)
+    known = self._names.get(mode, {}) | dict.fromkeys(values)
+    self._names[mode] = known
     return ' | '.join([f'{mode}step {step}', *lines.shown(values, known)])
 
   def _plain_line(self, step: int) -> str:
@@ -346,7 +373,7 @@ class Console(periodic.Action):
     """Returns the scalars of training, the loss first; and the rates."""
     means = self._means
     own = {k: x for k, x in means.items() if k not in _FORMS}
-    known = {'loss': None} | self._names['']
+    known = {'loss': None} | self._names.get('', {})
     self._names[''] = known = known | dict.fromkeys(own)
     rates = [
       form.format(means[name])
@@ -369,6 +396,7 @@ class Console(periodic.Action):
 
   def saved(self, step: int) -> None:
     """Notes that the checkpoint of a step is complete."""
+    self._saved = step
     self._notes['saved'] = str(step)
 
   # Evaluation.
@@ -377,12 +405,20 @@ class Console(periodic.Action):
     """Notes that the evaluation of a step begins."""
     self.activity = f'evaluating step {step}'
 
-  def log_evaluation(self, step: int, scalars: Mapping[str, Any]) -> None:
-    """Shows the scalars of an evaluation."""
+  def log_evaluation(
+    self, step: int, scalars: Mapping[str, Any], log: str = 'eval'
+  ) -> None:
+    """Shows the scalars of an evaluation.
+
+    Args:
+      step: the step that was evaluated.
+      scalars: what `evaluate` returned.
+      log: the log that they belong to.
+    """
     self.activity = ''
     self._num_evaluated += 1
     numbers = writers.to_scalars(scalars)
-    line = self._log_line('eval ', step, numbers)
+    line = self._log_line(f'{log} ', step, numbers)
     if self._is_shown:
       fields = line.split(' | ')
       self._notes['eval'] = ': '.join([str(step), *fields[1:2]])

@@ -68,7 +68,7 @@ def fit(parts: list[tuple[int, str]], width: int) -> str:
   def line(chosen: list[int]) -> str:
     texts = [parts[i][1] for i in sorted(chosen)]
     if left := len(parts) - len(chosen):
-      texts.append(f'+{left}')
+      texts.append(f'+{left} more')
     return ' | '.join(texts)
 
   for i in sorted(

@@ -75,7 +75,7 @@ def start_block(
     'Config': ', '.join(filter(None, [origin.config_file, *overrides])),
     'Devices': _devices(config, experiment),
     'Parameters': _parameters(experiment),
-    'Data': getattr(experiment, 'data_summary', ''),
+    'Data': _data(experiment),
     'Run directory': directory,
     'TensorBoard': f'tensorboard --logdir {directory}'
     if directory and 'tensorboard' in config.writers
@@ -97,6 +97,12 @@ def start_block(
     lines.append(f'{label}:'.ljust(_INDENT) + wrapped[0])
     lines += [' ' * _INDENT + line for line in wrapped[1:]]
   return lines
+
+
+def _data(experiment: Any) -> str:
+  """Returns what an experiment says of its data; not another's attribute."""
+  text = getattr(experiment, 'data_summary', '')
+  return text.strip() if isinstance(text, str) else ''
 
 
 def _devices(config: Any, experiment: Any) -> str:
@@ -177,6 +183,7 @@ def end_block(
   spent: Mapping[str, float],
   total: float,
   is_over: bool | None,
+  has_checkpoint: bool,
 ) -> list[str]:
   """Returns the last lines: where the time went, and what one may do next.
 
@@ -187,6 +194,7 @@ def end_block(
     spent: category -> seconds.
     total: all seconds of the run.
     is_over: whether the run has taken all its steps; None if it only evaluated.
+    has_checkpoint: whether there is one to go on from.
   """
   parts = sorted(spent.items(), key=lambda item: -item[1])
   shares = [(name, 100 * secs / total) for name, secs in parts]
@@ -197,11 +205,19 @@ def end_block(
   method = getattr(getattr(experiment, 'decode', None), '__qualname__', '')
   # The base class has one, which only says that there is none.
   decodes = bool(method) and not method.startswith('AbstractExperiment.')
-  return block + _next_commands(config, origin, decodes, is_over)
+  name = '' if config.experiment_class else type(experiment).__name__
+  return block + _next_commands(
+    config, origin, decodes, is_over, has_checkpoint, name
+  )
 
 
 def _next_commands(
-  config: Any, origin: Origin, decodes: bool, is_over: bool | None
+  config: Any,
+  origin: Origin,
+  decodes: bool,
+  is_over: bool | None,
+  has_checkpoint: bool,
+  class_name: str,
 ) -> list[str]:
   """Returns the commands that a user may want next.
 
@@ -210,9 +226,11 @@ def _next_commands(
     origin: how the run was started.
     decodes: whether the experiment can continue prompts.
     is_over: whether the run has taken all its steps; None if it only evaluated.
+    has_checkpoint: whether there is one to go on from.
+    class_name: of the experiment, if the config does not name it.
   """
   directory = relative(config.checkpoint_dir or '')
-  if not directory or config.checkpointer == 'memory':
+  if not (directory and has_checkpoint) or config.checkpointer == 'memory':
     go_on, look = '', ''
   elif origin.command and jax.process_count() > 1:
     # Each process knows its own command, and not that of the launcher.
@@ -220,7 +238,8 @@ def _next_commands(
     look = ''
   elif not origin.command:
     go_on = f"jaxline.fit(..., overrides={{'checkpoint_dir': {directory!r}}})"
-    look = f'jaxline.evaluate({directory!r})'
+    argument = f', experiment_class={class_name}' if class_name else ''
+    look = f'jaxline.evaluate({directory!r}{argument})'
   else:
     own = list(_without(origin.command, 'config.checkpoint_dir'))
     own.append(f'--config.checkpoint_dir={directory}')
@@ -231,12 +250,11 @@ def _next_commands(
   if is_over is None:
     go_on = ''
   elif is_over and go_on:
-    go_on += '  (with more config.training_steps)'
+    go_on += '  # with a larger config.training_steps'
   labels = {
     'Go on': go_on,
     'Decode' if decodes and origin.command else 'Evaluate': look,
     'Curves': f'python -m jaxline.runs compare {shlex.quote(directory)}'
-    ' --plot curves.png'
     if directory and 'jsonl' in config.writers
     else '',
   }

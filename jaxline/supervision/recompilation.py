@@ -89,6 +89,7 @@ class Watch:
 
   Attributes:
     step: the number of the step that runs; None between two steps.
+    num_batches: how often the step was compiled for another batch.
   """
 
   def __init__(self, first_step: int):
@@ -103,6 +104,7 @@ class Watch:
     self._program: _Program | None = None
     self._secs = 0.0
     self._is_explained = False
+    self.num_batches = 0
     self._before: Watch | None = None
 
   def __enter__(self) -> Watch:
@@ -190,13 +192,17 @@ def warn_of_batch(lines: Sequence[str]) -> None:
   Args:
     lines: one for each array that has changed.
   """
+  watch = _thread.watch
+  if watch is not None:
+    watch.explained()
+    watch.num_batches += 1
+    if watch.num_batches & (watch.num_batches - 1):
+      return  # Every new length may be one: the 1st, 2nd, 4th, ... is told.
   logging.warning(
     'train_input gave a batch of another shape or type, for which the step is'
     ' compiled anew; pad its batches to one shape, or to few.\n%s',
     '\n'.join(lines),
   )
-  if (watch := _thread.watch) is not None:
-    watch.explained()
 
 
 def _watch() -> Watch | None:
