@@ -24,7 +24,7 @@ _QUIET = tuple(
 )
 # Files whose information is for the user: these lines, and progress that takes
 # minutes.
-_HEARD = ('console.py', 'token_cache.py')
+_HEARD = ('console.py', 'token_cache.py', 'xla.py')
 
 
 def _is_heard(record: std_logging.LogRecord) -> bool:
