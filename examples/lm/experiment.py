@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from typing import Any
 
-from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -224,12 +223,12 @@ class Experiment(sharded.ShardedExperiment):
       fp8.check_devices(jax.local_devices())
     if (
       mode not in ('train', 'decode')
+      and jax.process_index() == 0
       and self.corpus.eval.num_bytes < _MAX_TO_COMPRESS
     ):
-      logging.info(
-        'Bits per byte of the same held-out files: %s',
-        text.compression_baselines(self.corpus.eval),
-      )
+      baselines = text.compression_baselines(self.corpus.eval).items()
+      shown = ', '.join(f'{name} {bits:.3f}' for name, bits in baselines)
+      print(f'Bits per byte of the held-out files: {shown}', flush=True)
 
   def _check_tokens(self) -> None:
     """Refuses a model that is too small for the tokens, or for the sample."""
