@@ -247,10 +247,8 @@ def _next_commands(
     mode = '--jaxline_mode=decode' if decodes else '--jaxline_mode=eval'
     once = [] if decodes else ['--config.one_off_evaluate']
     look = shlex.join([*_without(own, 'jaxline_mode'), mode, *once])
-  if is_over is None:
-    go_on = ''
-  elif is_over and go_on:
-    go_on += '  # with a larger config.training_steps'
+  if is_over is not False:
+    go_on = ''  # No step is left.
   labels = {
     'Go on': go_on,
     'Decode' if decodes and origin.command else 'Evaluate': look,
