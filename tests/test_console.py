@@ -591,14 +591,11 @@ def test_what_is_printed_stands_above_the_live_lines(live, terminal):
 
 
 def test_a_handler_of_a_named_logger_writes_above_too(live, terminal):
-  class Own(std_logging.StreamHandler):
-    stream = property(lambda self: sys.stderr, lambda self, stream: None)
-
   # Its parent is a placeholder, which has no handlers.
   logger = std_logging.getLogger('tests.console.named')
   handler = std_logging.StreamHandler(terminal.file)
   logger.propagate = False
-  logger.addHandler(own := Own())
+  logger.addHandler(own := std_logging._StderrHandler())
   logger.addHandler(handler)
   try:
     live.start()
@@ -672,6 +669,8 @@ def test_a_debugger_ends_the_live_lines(make, live, terminal):
 
 
 def test_a_notice_past_python_is_not_drawn_over(live, terminal):
+  draw = live.draw
+  live.draw = lambda width: f'{"-" * 60}\n{draw(width)}'
   live.start()
   with mock.patch.object(
     os, 'write', lambda fd, data: terminal.file.buffer.raw.write(data)
