@@ -49,12 +49,12 @@ from tests.programs import toy
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOY = ROOT / 'tests' / 'programs' / 'toy.py'
 CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
-_ESCAPE = re.compile(r'\x1b\[([\d;?]*)([A-Za-z])')
+_ESCAPE = re.compile(r'\x1b(?:\[([\d;?]*))?([A-Za-z78])')
 
 
 def screen(data):
   """Returns the lines that a terminal shows, of any height and width."""
-  rows, row, column, i = [''], 0, 0, 0
+  rows, row, column, i, saved = [''], 0, 0, 0, (0, 0)
   while i < len(data):
     if match := _ESCAPE.match(data, i):
       argument, command = match.groups()
@@ -64,18 +64,26 @@ def screen(data):
       elif command == 'J':
         rows[row] = rows[row][:column]
         del rows[row + 1 :]
+      elif command == '7':
+        saved = row, column
+      elif command == '8':
+        row, column = saved
+      elif command == 'D':
+        row += 1
       else:
         assert command == 'm', match.group()  # No mode of the terminal.
-      continue
-    x, i = data[i], i + 1
-    if x == '\n':
+    elif data[i] == '\n':
       row += 1
-      rows += [''] * (row + 1 - len(rows))
-    elif x == '\r':
+      i += 1
+    elif data[i] == '\r':
       column = 0
+      i += 1
     else:
-      rows[row] = rows[row][:column].ljust(column) + x + rows[row][column + 1 :]
+      text = rows[row].ljust(column)
+      rows[row] = text[:column] + data[i] + text[column + 1 :]
       column += 1
+      i += 1
+    rows += [''] * (row + 1 - len(rows))
   return [line.rstrip() for line in rows]
 
 
@@ -84,12 +92,15 @@ class Terminal:
 
   def __init__(self, columns=80):
     self._controller, terminal = pty.openpty()
-    size = struct.pack('HHHH', 40, columns, 0, 0)
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, size)
     self.file = os.fdopen(terminal, 'w', encoding='utf-8')
+    self.resize(columns, 40)
     self._data = b''
     self._reader = threading.Thread(target=self._read)
     self._reader.start()
+
+  def resize(self, columns, rows):
+    size = struct.pack('HHHH', rows, columns, 0, 0)
+    fcntl.ioctl(self.file.fileno(), termios.TIOCSWINSZ, size)
 
   def _read(self):
     with contextlib.suppress(OSError):  # Nobody has it open any more.
@@ -104,6 +115,12 @@ class Terminal:
     deadline = time.monotonic() + secs
     while not re.search(pattern, self.text):
       assert time.monotonic() < deadline, self.text[-4000:]
+      time.sleep(0.01)
+
+  def wait_for_screen(self, expected, secs=20):
+    deadline = time.monotonic() + secs
+    while (shown := screen(self.text)) != expected:
+      assert time.monotonic() < deadline, shown
       time.sleep(0.01)
 
   def close(self):
@@ -551,8 +568,8 @@ def test_what_is_printed_stands_above_the_live_lines(live, terminal):
     std_logging.getLogger('mine').warning('a warning')
     logging.get_absl_handler().handle(record('mine.py'))
     sys.stderr.writelines(['half', ' a', ' line\n'])
-    terminal.wait_for('drawn.* 3\r')
-    assert screen(terminal.text)[-2:] == ['drawn 3', 'second line']
+    terminal.wait_for('drawn.* 3\r\nsecond')
+    assert screen(terminal.text)[6:8] == ['drawn 3', 'second line']
     live.stop()
     print('after')
     assert handler.stream is absl_handler.stream is terminal.file
@@ -574,16 +591,57 @@ def test_what_is_printed_stands_above_the_live_lines(live, terminal):
   assert '\x1b[?' not in terminal.text  # The cursor is never hidden.
 
 
+def test_a_handler_of_a_named_logger_writes_above_too(live, terminal):
+  # Its parent is a placeholder, which has no handlers.
+  logger = std_logging.getLogger('tests.console.named')
+  handler = std_logging.StreamHandler(terminal.file)
+  logger.propagate = False
+  logger.addHandler(own := std_logging._StderrHandler())
+  logger.addHandler(handler)
+  try:
+    live.start()
+    assert isinstance(handler.stream, live_lib._Above)
+    logger.warning('a warning')
+    live.stop()
+    assert handler.stream is terminal.file
+  finally:
+    logger.removeHandler(handler)
+    logger.removeHandler(own)
+  assert terminal.close() == ['a warning', 'a warning', '']
+
+
+def test_what_goes_past_python_is_not_erased(live, terminal):
+  def draw_twice():
+    live.drawn.clear()
+    while len(live.drawn) < 3:
+      time.sleep(0.01)
+
+  live.start()
+  fd = terminal.file.fileno()
+  os.write(fd, b'of C++\n')
+  draw_twice()
+  shown = screen(terminal.text)
+  assert shown[:2] == ['of C++', '']
+  assert shown[3:] == ['second line']
+  os.write(fd, b'half')
+  draw_twice()
+  os.write(fd, b' a line\n')
+  draw_twice()
+  print('printed')
+  live.stop()
+  assert terminal.close() == ['of C++', 'half a line', 'printed', '']
+
+
 def test_a_progress_bar_of_the_program_has_a_line_of_its_own(live, terminal):
   live.start()
   for percent in (10, 20, 30):
     sys.stderr.write(f'\r{percent}% of it')
   terminal.wait_for('(?s)30% of it.*second line')
-  assert screen(terminal.text)[0] == '30% of it'
-  assert screen(terminal.text)[2] == 'second line'
+  assert screen(terminal.text)[:2] == ['', '30% of it']
+  assert screen(terminal.text)[3] == 'second line'
   sys.stderr.write('\r100% of it\n')
   terminal.wait_for('(?s)100% of it.*second line')
-  assert screen(terminal.text)[0] == '100% of it'
+  assert screen(terminal.text)[:2] == ['100% of it', '']
   print('no end', end='')
   live.stop()
   print(' yet')
@@ -612,6 +670,8 @@ def test_a_debugger_ends_the_live_lines(make, live, terminal):
 
 
 def test_a_notice_past_python_is_not_drawn_over(live, terminal):
+  draw = live.draw
+  live.draw = lambda width: f'{"-" * 60}\n{draw(width)}'
   live.start()
   with mock.patch.object(
     os, 'write', lambda fd, data: terminal.file.buffer.raw.write(data)
@@ -619,21 +679,41 @@ def test_a_notice_past_python_is_not_drawn_over(live, terminal):
     preemption._say('Ctrl-C: leaving.')
   terminal.wait_for('(?s)leaving.*drawn')
   live.stop()
-  shown = terminal.close()
-  assert shown[2] == '[jaxline] Ctrl-C: leaving.'
-  assert shown[3:] == ['']
+  assert terminal.close() == ['', '[jaxline] Ctrl-C: leaving.', '']
   assert preemption.before_notice == []
 
 
 def test_a_terminal_that_is_gone_ends_no_run(live, terminal):
   live.start()
   with mock.patch.object(live, '_out') as out:
-    out.encoding = 'utf-8'
+    out.encoding, out.fileno = 'utf-8', terminal.file.fileno
     out.write.side_effect = OSError(5, 'Input/output error')
     print('nobody sees it')
     time.sleep(0.3)
   live.stop()
   assert sys.stdout is terminal.file
+
+
+def test_a_resized_terminal_gets_lines_that_fit(live, terminal):
+  live.start()
+  live.draw = lambda width: f'{"-" * (width - 1)}\nsecond line'
+  terminal.wait_for_screen(['', '-' * 79, 'second line'])
+  with live._lock:  # The lines are still those of 80 columns.
+    terminal.resize(30, 4)
+    print('printed')
+    terminal.wait_for_screen(['printed', ''])
+  terminal.wait_for_screen(['printed', '', '-' * 29, 'second line'])
+  terminal.resize(30, 3)
+  terminal.wait_for_screen(['printed', '', '-' * 29])
+  print('no end', end='')
+  terminal.wait_for_screen(['printed', '', 'no end'])
+  for rows in (2, 1):
+    terminal.resize(30, rows)
+    terminal.wait_for_screen(['printed', ''])
+  terminal.resize(0, 0)  # Of a terminal that does not know.
+  terminal.wait_for_screen(['printed', '', 'no end', '-' * 79, 'second line'])
+  live.stop()
+  assert terminal.close() == ['printed', 'no end']
 
 
 @pytest.mark.parametrize('columns', [30, 80, 200])
@@ -1060,7 +1140,7 @@ def start_on(terminal, program, tmp_path, *args):
 LIVE = f"""
 import sys
 sys.path.insert(0, {str(TOY.parent)!r})
-import warnings
+import os
 from absl import logging
 import toy
 from jaxline import platform
@@ -1070,6 +1150,7 @@ class Mine(toy.Sharded):
       print('print of step', global_step)
       logging.warning('warning of step %d', global_step)
       print('error of step', global_step, file=sys.stderr)
+      os.write(2, b'C++ of step %d\\n' % global_step)
     return super().step(global_step=global_step, rng=rng, writer=writer)
 platform.main(Mine, sys.argv[1:])
 """
@@ -1095,12 +1176,13 @@ def test_a_run_on_a_terminal(tmp_path, terminal):
   assert ' The position of a generator is not saved' in between.pop(0)
   assert between.pop(0).startswith('Compiled in ')
   # Whole lines, in order, and nothing left of what was drawn.
-  assert len(between) == 30, between
+  assert len(between) == 40, between
   for i in range(10):
-    print_, warning, error = between[3 * i : 3 * i + 3]
+    print_, warning, error, raw = between[4 * i : 4 * i + 4]
     assert print_ == f'print of step {10 * i + 9}'
     assert warning.endswith(f'] warning of step {10 * i + 9}')
     assert error == f'error of step {10 * i + 9}'
+    assert raw == f'C++ of step {10 * i + 9}'
   drawn = re.findall(r'step (\d+) of 100', terminal.text[:-2000])
   assert len(set(drawn)) > 4
   assert 'ETA 0:0' in terminal.text
@@ -1200,6 +1282,62 @@ lines.stop()
   terminal.close()
   assert process.returncode == 0, terminal.text
   assert 'child\r\n' in terminal.text
+
+
+@pytest.mark.process
+def test_in_the_background_nothing_is_drawn(tmp_path, terminal):
+  program = """
+import fcntl, os, signal, sys, termios, time
+from jaxline.metrics import live
+os.setsid()
+fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+if not (shell := os.fork()):
+  signal.pause()
+os.setpgid(shell, shell)
+def give_to(group, text):
+  os.tcsetpgrp(1, group)
+  os.write(1, text)
+  time.sleep(0.6)  # Longer than two refreshes.
+give_to(shell, b'$ python train.py &\\n')
+lines = live.Live(lambda width: 'drawn')
+lines.start()
+give_to(shell, b'$ typed')
+print(' by the user', lines.is_on)
+give_to(os.getpgrp(), b'$ fg\\n')
+print('printed', lines.is_on)
+give_to(shell, b'^Z\\x1b[J\\n$ typed')
+print(' again', lines.is_on, end='')
+lines.detach()
+lines.stop()
+os.kill(shell, signal.SIGKILL)
+os.wait()
+print()
+"""
+  process = subprocess.run(
+    [sys.executable, '-W', 'ignore', '-c', program],
+    cwd=ROOT,
+    env=environment(),
+    stdin=subprocess.DEVNULL,
+    stdout=terminal.file,
+    stderr=terminal.file,
+    timeout=60,
+  )
+  shown = terminal.close()
+  assert process.returncode == 0, terminal.text
+  background, front = terminal.text.split('$ fg')
+  front, later = front.split('^Z\x1b[J')
+  assert 'drawn' in front
+  assert '\x1b' not in background + later
+  assert shown == [
+    '$ python train.py &',
+    '$ typed by the user False',
+    '$ fg',
+    'printed True',
+    '^Z',
+    '$ typed again False',
+    '',
+  ]
 
 
 def test_fit_prints_plain_lines(tmp_path, capsys):

@@ -1,8 +1,10 @@
 """Lines that stay at the bottom of a terminal while others are printed.
 
 What Python code writes to stdout or stderr meanwhile appears above the lines.
-The cursor is never hidden and no mode of the terminal is changed, so that
-nothing needs to be restored, however the process ends.
+The cursor stays above them too: what C++ code or another process writes is not
+erased, but the end of a drawn line may follow its second line. The cursor is
+never hidden and no mode of the terminal is changed, so that nothing needs to be
+restored, however the process ends.
 """
 
 from __future__ import annotations
@@ -34,10 +36,8 @@ def is_terminal(stream: Any) -> bool:
 class Live:
   """Draws lines again and again, on a thread of its own.
 
-  A debugger ends it: both would write to one terminal.
-
-  Attributes:
-    is_on: whether the lines are drawn.
+  A debugger ends it: both would write to one terminal. Nothing is drawn while
+  the process is in the background, where a shell writes to the terminal.
   """
 
   def __init__(self, draw: Callable[[int], str]):
@@ -49,19 +49,27 @@ class Live:
     """
     self._draw = draw
     self._lock = threading.RLock()
-    self.is_on = False
-    self._height = 0  # Of what is drawn; the cursor is at its end.
-    self._lines = ''
-    self._columns = 80
+    self._is_started = False
+    self._lines: list[str] = []
+    self._columns = 0  # That the lines are for.
     self._partial = ''  # A line that the program has not ended.
     self._stopped = threading.Event()
     self._stack = contextlib.ExitStack()
+    self._out: TextIO = sys.stdout
+
+  @property
+  def is_on(self) -> bool:
+    """Whether the lines are drawn."""
+    with contextlib.suppress(OSError, ValueError):  # A terminal of no shell.
+      if os.tcgetpgrp(self._out.fileno()) != os.getpgrp():
+        return False
+    return self._is_started
 
   def start(self) -> None:
     """Begins to draw, and takes stdout and stderr where they are terminals."""
     global _active
-    self._out: TextIO = sys.stdout
-    self.is_on, _active = True, self
+    self._out = sys.stdout
+    self._is_started, _active = True, self
     preemption.before_notice.append(self.detach)
     self._stack.callback(preemption.before_notice.remove, self.detach)
     for name in ('stdout', 'stderr'):
@@ -83,12 +91,13 @@ class Live:
     """Replaces a stream, also in the handlers of logging that have it."""
     above = _Above(self, stream)
     self._set(sys, name, above)
-    absl_handler = logging.get_absl_handler()
-    handlers: list[Any] = [absl_handler.python_handler]
-    for handler in handlers + std_logging.root.handlers:
-      if getattr(handler, 'stream', None) is stream:
-        handler.setStream(above)
-        self._stack.callback(handler.setStream, stream)
+    handlers: list[Any] = [logging.get_absl_handler().python_handler]
+    loggers = std_logging.root.manager.loggerDict.values()
+    for logger in [std_logging.root, *loggers]:
+      handlers += getattr(logger, 'handlers', ())  # Or a placeholder.
+    for handler in handlers:
+      if vars(handler).get('stream') is stream:
+        self._set(handler, 'stream', above)
 
   def _set(self, owner: Any, name: str, value: Any) -> None:
     """Sets an attribute until the end, unless somebody replaces it since."""
@@ -105,21 +114,22 @@ class Live:
     """Removes the lines and gives everything back; may be called twice."""
     global _active
     with self._lock:
-      self._put(self._partial)
-      self.is_on, self._partial = False, ''
+      text, self._partial, self._lines = self._partial, '', []
+      self._put(text)
+      self._is_started = False
       if _active is self:
         _active = None
-      stack = self._stack.pop_all()
-    # Not under the lock: a handler of logging that writes waits for it.
-    stack.close()
+      self._stack.close()
     self._stopped.set()
 
   def detach(self) -> None:
-    """Leaves what is drawn where it is, without waiting for any lock.
+    """Removes what is drawn, without waiting for any lock.
 
     For somebody who writes to the terminal past sys.stderr.
     """
-    self._height = 0
+    if self.is_on:
+      with contextlib.suppress(OSError, ValueError):
+        os.write(self._out.fileno(), b'\x1b[J')
 
   def write(self, stream: TextIO, text: str) -> None:
     """Writes a program's output above the lines.
@@ -128,48 +138,54 @@ class Live:
       stream: where it goes when nothing is drawn.
       text: the output. A line appears among those that stay once it is ended.
     """
-    if not self.is_on:
-      stream.write(text)
-      return
     with self._lock:
-      ended, newline, partial = (self._partial + text).rpartition('\n')
-      # Of a progress bar, what it wrote last.
-      self._partial = partial[partial.rfind('\r', 0, -1) + 1 :]
-      if newline or self._partial:
-        self._put(ended + newline, self._lines)
+      if self._is_started:
+        ended, newline, partial = (self._partial + text).rpartition('\n')
+        # Of a progress bar, what it wrote last.
+        self._partial = partial[partial.rfind('\r', 0, -1) + 1 :]
+        self._put(ended + newline)
+        return
+    stream.write(text)
 
   def _run(self) -> None:
     try:
       while not self._stopped.is_set():
-        # An OSError: there is no terminal any more.
-        self._columns, _ = os.get_terminal_size(self._out.fileno())
-        lines = self._draw(self._columns)
+        columns, _ = self._size()
+        lines = self._draw(columns).split('\n')
         with self._lock:
-          if lines != self._lines or not self._height:
-            self._lines = lines
-            self._put('', lines)
+          self._columns, self._lines = columns, lines
+          self._put('')  # Also the same lines: others may write over them.
         self._stopped.wait(_REFRESH_SECS)
     except OSError:
       pass
     finally:
       self.stop()
 
-  def _put(self, text: str, lines: str = '') -> None:
-    """Removes what is drawn, writes text, and draws lines below it."""
-    if not self.is_on:
+  def _size(self) -> tuple[int, int]:
+    # An OSError: there is no terminal any more.
+    columns, rows = os.get_terminal_size(self._out.fileno())
+    return columns or 80, rows or 24
+
+  def _put(self, text: str) -> None:
+    """Removes what is drawn, writes text, and draws the lines below it."""
+    if not self._is_started:
       return
-    up = f'\x1b[{self._height - 1}A' if self._height > 1 else ''
-    erase = f'\r{up}\x1b[J' if self._height else ''
-    if lines and (partial := self._partial.strip('\r')):
-      lines = f'{partial[: self._columns - 1]}\n{lines}'
-    self._height = lines.count('\n') + 1 if lines else 0
-    data = f'{erase}{text}{lines}'
     encoding = self._out.encoding or 'utf-8'
     try:
-      self._out.write(data.encode(encoding, 'replace').decode(encoding))
+      if self.is_on:
+        text = f'\x1b[J{text}'
+        columns, rows = self._size()
+        partial = self._partial.strip('\r')[: columns - 1]
+        # Not all rows: tmux keeps what is cleared from the first one on.
+        shown = [x for x in (partial, *self._lines) if x][: max(0, rows - 2)]
+        if shown and columns == self._columns:  # Else they may be too wide.
+          # Room below, which may scroll; back; and what keeps the cursor.
+          text += '\x1bD' * len(shown) + f'\x1b[{len(shown)}A\x1b7\n'
+          text += '\n'.join(shown) + '\x1b8'
+      self._out.write(text.encode(encoding, 'replace').decode(encoding))
       self._out.flush()
     except (OSError, ValueError):
-      self.is_on = False  # The terminal is gone; the run goes on.
+      self._is_started = False  # The terminal is gone; the run goes on.
 
 
 class _Above:
@@ -196,7 +212,8 @@ _active: Live | None = None
 def _in_forked_child() -> None:
   """Lets a forked worker write as if there were no lines."""
   if _active is not None:
-    _active.is_on = False  # Another thread may have held the lock.
+    _active._lock = threading.RLock()  # Another thread may have held it.
+    _active._is_started = False
 
 
 os.register_at_fork(after_in_child=_in_forked_child)
