@@ -1062,8 +1062,9 @@ def test_a_run_in_a_pipe(tmp_path):
   assert out[-1].startswith(
     f'Curves:   python -m jaxline.runs compare {tmp_path}'
   )
-  (go_on,) = (line for line in out if line.startswith('Go on:'))
-  assert f'--config.checkpoint_dir={tmp_path}' in go_on
+  (look,) = (line for line in out if line.startswith('Evaluate:'))
+  assert f'--config.checkpoint_dir={tmp_path}' in look
+  assert 'Go on:' not in text  # No step is left.
   # And so it goes on.
   again = run(tmp_path, '--config.training_steps=5', '--verbosity=debug')
   assert 'Start:         step 4 of 5, resumed\n' in again.stdout
