@@ -1,6 +1,6 @@
-"""Draws terminal.svg from what a terminal shows.
+"""Draws terminal.svg of a terminal's text and colours, which come on stdin.
 
-  tmux capture-pane -e -p | python docs/images/terminal.py
+To record them, run `tmux capture-pane -e -p`.
 """
 
 import io
