@@ -653,11 +653,10 @@ class _Best:
     self._state = state = checkpointer.get_experiment_state('best')
     state.best_model_eval_metric = metric
     state.best_eval_metric_value = -self._sign * math.inf
-    state.global_step = 0
     # Now, so that a conflict is reported before the first evaluation.
     checkpointer.claim('best')
     if checkpointer.can_be_restored('best'):
-      # Only the best value, its metric and its step, not the weights.
+      # Only the best value and its metric are restored, not the weights.
       with debug.log_activity('best checkpoint restore', category='restore'):
         try:
           checkpointer.restore('best')
@@ -676,7 +675,7 @@ class _Best:
       state.best_eval_metric_value = -self._sign * math.inf
     value = float(state.best_eval_metric_value)
     if math.isfinite(value):
-      run.console.log_best(metric, value, int(state.global_step))
+      run.console.log_best(metric, value)
 
   def keep(
     self,

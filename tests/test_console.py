@@ -873,6 +873,19 @@ def test_a_run_without_a_step_left_compiles_nothing(tmp_path, capsys):
   assert 'Compiling' not in second
 
 
+def test_the_best_value_of_before_is_told(tmp_path, capsys):
+  config = regression.get_config(4)
+  config.checkpoint_dir = str(tmp_path / 'run')
+  config.best_model_eval_metric = 'loss'
+  config.best_model_eval_metric_higher_is_better = False
+  for _ in range(2):
+    jaxline.fit(regression.Regression, config)
+  second = capsys.readouterr().out.split('resumed')[1]
+  assert re.search(
+    r'^Best loss: \S+ before this start\.$', second, re.MULTILINE
+  )
+
+
 COMMAND = ('python', 'x.py', '--config=a.py', '--config.checkpoint_dir', 'old')
 
 

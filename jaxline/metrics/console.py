@@ -106,7 +106,7 @@ class Console(periodic.Action):
     self._experiment: Any = None
     self._state: Any = None
     self._num_evaluated = 0
-    self._best: tuple[str, float, int] | None = None
+    self._best: tuple[str, float, int | None] | None = None
     self._saved: int | None = None
     # Of its training.
     self._compiling: tuple[float, tuple[int, float, int, int]] | None = None
@@ -221,7 +221,8 @@ class Console(periodic.Action):
       came_to = [f'{how} {step} {took}.']
     if self._best is not None:
       name, value, at = self._best
-      came_to.append(f'Best {name}: {lines.shorten(value)} at step {at}.')
+      when = 'before this start' if at is None else f'at step {at}'
+      came_to.append(f'Best {name}: {lines.shorten(value)} {when}.')
     if self._window:  # Of the steps after the last line.
       self._means = lines.means_of(list(self._window))
     if 'loss' in self._means:
@@ -426,14 +427,18 @@ class Console(periodic.Action):
     self.say(line)
 
   def log_best(
-    self, name: str, value: float, step: int, old: float | None = None
+    self,
+    name: str,
+    value: float,
+    step: int | None = None,
+    old: float | None = None,
   ) -> None:
     """Notes the best evaluation so far.
 
     Args:
       name: of the metric.
       value: of the metric.
-      step: of the evaluation.
+      step: of the evaluation; None if it was before this start.
       old: the best value before; None if this one is not new.
     """
     self._best = name, value, step
