@@ -282,8 +282,8 @@ def test_an_evaluation_of_a_directory_that_cannot_be_written(
     platform.main(Echo, [])
   assert caplog.text.count(f'Nothing can be written in {colleague} (') == 1
   shown = capsys.readouterr().out
-  assert 'eval step 3 | loss 1' in shown
-  assert ('eval step 1 | loss 1' in shown) == ('eval_steps' in option)
+  assert 'eval_mine step 3 | loss 1' in shown
+  assert ('eval_mine step 1 | loss 1' in shown) == ('eval_steps' in option)
   assert tree_of(colleague) == before
   # One that waits for more would have nothing to note them in.
   config.one_off_evaluate = False
