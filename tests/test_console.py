@@ -1295,7 +1295,7 @@ lines.stop()
   )
   terminal.close()
   assert process.returncode == 0, terminal.text
-  assert 'child\r\n' in terminal.text
+  assert 'child' in terminal.text  # The other process may draw within a line.
 
 
 @pytest.mark.process
