@@ -46,6 +46,7 @@ _TEST = [
   'ipykernel>=6.29',
   'mypy>=1.15',
   'nbclient>=0.10',  # Runs the notebooks of docs/.
+  'pandas>=2.2',
   'pytest>=8',
   'pytest-timeout>=2.3',
   'pytest-xdist>=3.6',  # Splits the tests among the cores.

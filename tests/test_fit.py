@@ -97,7 +97,6 @@ def test_a_cell_that_runs_again_makes_a_fresh_run(config):
 
 
 def test_a_frame_has_a_row_for_each_step(fitted):
-  pytest.importorskip('pandas')
   frame = fitted.frame()
   assert frame.index.tolist() == [2, 3, 4, 6]
   assert frame['train/loss'].dropna().index.tolist() == [2, 4, 6]
