@@ -33,6 +33,7 @@ from ml_collections import config_dict
 
 from jaxline import distributed
 from jaxline import errors
+from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline import xla
 from jaxline.compat import prng
@@ -206,9 +207,9 @@ KEYS = (
   Key('checkpoint_dir', None, _DIRECTORY,
       "The run's directory: checkpoints, event files, JSON lines, resolved"
       ' config. A run that was started with the same directory is resumed. None'
-      ' makes a fresh directory below /tmp/jaxline-UID, which only this user'
-      ' can read, named for the config and the time. In all keys that name a'
-      ' file, `~` is the home directory.'),
+      ' makes a fresh directory in /tmp, which only this user can read, named'
+      ' for the config and the time. In all keys that name a file, `~` is the'
+      ' home directory.'),
   Key('training_steps', 10000, optional(number('[0, inf)')),
       'Number of training steps. With None the run ends when `should_run_step`'
       ' of the experiment returns False.'),
@@ -572,7 +573,8 @@ def check_constraints(config: Mapping[str, Any]) -> None:
   mesh, preset, rules = (
     _value(config, key) for key in ('mesh', 'sharding', 'sharding_rules')
   )
-  partitioning.validate(mesh, preset, rules)
+  mesh_lib.check_sizes(mesh)
+  partitioning.get_rules(preset, rules)
   if 'xla' in config:
     xla.validate(config['xla'])
 

@@ -243,27 +243,12 @@ def _fill(
       count // fixed if size == -1 else size for size in sizes.values()
     )
   given = {axis: size for axis, size in sizes.items() if size != 1}
-  lines = [
+  raise MeshError(
     f'{where} is {given or dict(sizes)}, which needs'
     f' {"a multiple of " if has_free else ""}{fixed} {what}; there are {count}.'
-  ]
-  for axis, size in given.items():
-    others = fixed // size
-    if size == -1 or count % others:
-      continue
-    fits = count // others
-    lines.append(
-      f'{axis}: {size} does not divide {fits}; expected one of'
-      f' {divisors(fits)}.'
-      if has_free
-      else f'{axis}: {fits} would fit, in place of {size}.'
-    )
-  if len(lines) == 1:
-    lines.append(
-      f'The sizes that fit are divisors of {count}, {divisors(count)}, whose'
-      f' product is {count}; -1 in one place fills it.'
-    )
-  raise MeshError(' '.join(lines))
+    f' Expected divisors of {count}, {divisors(count)}, whose product is'
+    f' {count}; -1 in one place fills it.'
+  )
 
 
 def divisors(n: int) -> list[int]:

@@ -143,24 +143,10 @@ def get_rules(
     errors.UsageError: there is no such preset or axis; the message lists the
       valid ones.
   """
-  if name not in PRESETS:
-    raise errors.UsageError(
-      f'Unknown sharding {name!r}; expected one of {sorted(PRESETS)}.'
-      f'{errors.did_you_mean(name, PRESETS)}'
-    )
+  errors.check_names([name], PRESETS, 'preset', 'config.sharding')
   changes = dict(changes or {})
   errors.check_names(changes, AXIS_NAMES, 'logical axis', 'sharding_rules')
   return dataclasses.replace(PRESETS[name], **changes)  # type: ignore[arg-type]
-
-
-def validate(
-  sizes: Mapping[str, Any] | None,
-  sharding: str,
-  changes: Mapping[str, Any] | None = None,
-) -> None:
-  """Checks the arguments of `Partitioner.make` without looking at devices."""
-  mesh_lib.check_sizes(sizes)
-  get_rules(sharding, changes)
 
 
 def is_logical(x: Any) -> bool:
@@ -268,27 +254,26 @@ class Partitioner:
     """The number of pieces that a global batch is cut into."""
     return self.size('batch')
 
-  def spec(self, axes: Sequence[Axis], shape: Sequence[int] | None = None) -> P:
+  def spec(self, axes: Sequence[Axis], shape: Sequence[int]) -> P:
     """Returns the partition of an array with these axes.
 
     Args:
       axes: an `Axis` for each dimension.
       shape: the array's shape. A dimension that its mesh axes do not divide
-        stays whole. None assumes that all divide.
+        stays whole.
 
     Raises:
       ValueError: an axis name is unknown, or `axes` and `shape` differ in
         length.
     """
-    if shape is not None and len(axes) != len(shape):
+    if len(axes) != len(shape):
       raise ValueError(
         f'{len(axes)} axis names {tuple(axes)} for an array of'
         f' {len(shape)} dimensions {tuple(shape)}; expected one a dimension.'
       )
     used: set[str] = set()
     entries = []
-    lengths = (0,) * len(axes) if shape is None else shape  # All divide 0.
-    for name, length in zip(axes, lengths, strict=True):
+    for name, length in zip(axes, shape, strict=True):
       wanted = self.rules.mesh_axes(name)
       mesh_axes = tuple(axis for axis in wanted if axis not in used)
       if length % self.size(mesh_axes):
@@ -455,16 +440,9 @@ class Partitioner:
     """
     sharding = self.batch_sharding
     leaves = jax.tree.leaves(batch)
-    rows = {np.shape(x)[:1] for x in leaves}
-    if len(rows) != 1 or () in rows:
-      raise ValueError(
-        'The arrays of a batch must share one leading dimension; got shapes'
-        f' {jax.tree.map(np.shape, batch)}.'
-      )
-    total = rows.pop()[0] * self.host[1]
-    self.check_rows(total)
+    self.check_rows(len(leaves[0]) * self.host[1])
     if device_order is not None:
-      return self._put_in_order(batch, tuple(device_order))
+      batch = self._in_order(batch, tuple(device_order))
     if all(getattr(x, 'sharding', None) == sharding for x in leaves):
       return batch
     if jax.process_count() == 1:  # Faster than the general way below.
@@ -483,26 +461,19 @@ class Partitioner:
         f' such as {" or ".join(map(str, near))}.'
       )
 
-  def _put_in_order(self, batch: Any, order: tuple[int, ...]) -> Any:
-    """Makes the global batch with the local rows in a given device order."""
-    local = {d.id: d for d in self.mesh.local_devices}
-    if sorted(order) != sorted(local):
+  def _in_order(self, batch: Any, order: tuple[int, ...]) -> Any:
+    """Returns the local rows in the order in which the mesh takes them."""
+    local = [device.id for device in self.mesh.local_devices]
+    if sorted(order) != sorted(local) or self.batch_shards < self.mesh.size:
       raise ValueError(
         f"custom_device_order is {order}; expected each of this process's"
-        f' devices once, in any order: {sorted(local)}.'
+        f' devices once, {sorted(local)}, and a mesh on which each has rows of'
+        f' its own, unlike {self.axis_sizes}. Leave it None.'
       )
-    if self.batch_shards < self.mesh.size:
-      raise ValueError(
-        'custom_device_order needs rows of its own for each device; on the mesh'
-        f' {self.axis_sizes} some hold the same. Leave it None.'
-      )
+    parts = [order.index(i) for i in local]
 
-    def one(x: Any) -> jax.Array:
-      return jax.make_array_from_single_device_arrays(
-        (len(x) * self.host[1], *x.shape[1:]),
-        self.batch_sharding,
-        jax.device_put(np.split(x, len(order)), [local[i] for i in order]),
-      )
+    def one(x: Any) -> np.ndarray:
+      return np.concatenate([np.split(x, len(order))[i] for i in parts])
 
     return jax.tree.map(one, batch)
 

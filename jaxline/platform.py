@@ -12,7 +12,6 @@ import errno
 import os
 import pathlib
 import re
-import stat
 import sys
 import tempfile
 import time
@@ -422,10 +421,10 @@ def _end_of(error: BaseException) -> BaseException:
     cause = cause.__cause__ or cause.__context__
   if isinstance(cause, preemption.Preempted):
     error = cause  # It interrupted the import of an extension module.
-  if isinstance(error, ExceptionGroup):
-    _, others = error.split(disk.FullDiskError)
-    while others is None and isinstance(error, ExceptionGroup):
-      error = error.exceptions[0]  # Several writers have found the disk full.
+  while (
+    isinstance(error, ExceptionGroup) and not error.split(disk.FullDiskError)[1]
+  ):
+    error = error.exceptions[0]  # Several writers have found the disk full.
   lines = [str(error), *getattr(error, '__notes__', [])]
   text = ' '.join(lines)
   codes = [code for kind, code in _CODES.items() if isinstance(error, kind)]
@@ -544,13 +543,6 @@ def _start_jax(config: config_dict.ConfigDict) -> None:
     print(f'[jaxline] {line}', flush=True)
   if not is_alone:
     distributed.initialize(config.distributed)
-  elif os.environ.get('JAX_NUM_PROCESSES') not in (None, '', '1'):
-    raise UsageError(
-      f'config.topology is {config.topology!r}, for which one process'
-      ' compiles, and JAX_NUM_PROCESSES is'
-      f' {os.environ["JAX_NUM_PROCESSES"]!r}. Start it once, without the'
-      ' launcher.'
-    )
 
 
 def start(
@@ -579,11 +571,6 @@ def start(
       directory; nothing has been changed there.
   """
   mode = _find_mode(name)
-  if mode.checkpointer and not mode.logs and not config.checkpoint_dir:
-    raise UsageError(
-      f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected the'
-      f' directory of the run whose weights --jaxline_mode={name} shall take.'
-    )
   config = resolve_config(config)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
@@ -649,9 +636,7 @@ def start(
     try:
       return config.checkpoint_dir, debug.debugger_fallback(mode.run)(run)
     except preemption.Preempted as e:
-      # For a command, the last block on the terminal says it.
-      is_told = origin and origin.command and console.mode != 'off'
-      if mode.logs and config.checkpointer == 'durable' and not is_told:
+      if mode.logs and config.checkpointer == 'durable':
         e.add_note(
           'It goes on with the same command and'
           f' --config.checkpoint_dir={config.checkpoint_dir}'
@@ -723,7 +708,7 @@ def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
 
 
 def _fresh_directory() -> str:
-  """Makes a directory below /tmp/jaxline-UID that no other run has."""
+  """Makes a directory below /tmp that no other run has, for this user alone."""
   try:
     source = config_flags.get_config_filename(flags.FLAGS['config'])
   except flags.Error:
@@ -731,21 +716,8 @@ def _fresh_directory() -> str:
   path, _, option = source.partition(':')
   # The option says which run of a file it is.
   name = re.sub(r'[^\w.-]+', '_', f'{pathlib.Path(path).stem}_{option}')
-  # Everybody may write to /tmp, and so be there first.
-  root = pathlib.Path(tempfile.gettempdir()) / f'jaxline-{os.geteuid()}'
-  with contextlib.suppress(FileExistsError):
-    root.mkdir(mode=0o700, parents=True)
-  found = root.lstat()
-  if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-    raise UsageError(
-      f'{root}, where runs without a directory go, is not a directory that'
-      f' belongs to you (user {os.geteuid()}): its mode is'
-      f' {stat.filemode(found.st_mode)} and its owner is user {found.st_uid}.'
-      ' Remove it, or give --config.checkpoint_dir=DIR.'
-    )
-  root.chmod(0o700)
   stamp = time.strftime('%Y%m%d_%H%M%S')
-  return tempfile.mkdtemp(prefix=f'{name.strip("_")}_{stamp}_', dir=root)
+  return tempfile.mkdtemp(prefix=f'jaxline_{name.strip("_")}_{stamp}_')
 
 
 def _check_flags() -> None:

@@ -161,32 +161,27 @@ class Run:
       evaluation.wait()
 
   def _restored(self, evaluation: '_Evaluation') -> Iterator[bool]:
-    """Restores each state to evaluate; yields whether it is a checkpoint's."""
+    """Restores each state to evaluate; yields whether it is noted as done."""
     config, checkpointer = self.config, self.checkpointer
     if config.eval_steps is not None:
       for step in _listed_steps(config, checkpointer):
         _restore(checkpointer, step)
         yield True
-    elif not config.one_off_evaluate:
-      yield from self._followed(evaluation)
-    elif checkpointer.can_be_restored('latest'):
-      _restore(checkpointer)
-      yield True
-    else:
-      yield False
-
-  def _followed(self, evaluation: '_Evaluation') -> Iterator[bool]:
-    """Does what `_restored` does, with each new checkpoint of a training."""
-    config, checkpointer = self.config, self.checkpointer
-    supervision = self.supervision
+      return
+    if config.one_off_evaluate:
+      if has_checkpoint := checkpointer.can_be_restored('latest'):
+        _restore(checkpointer)
+      yield has_checkpoint
+      return
     # Written before the first log record: later, a log without this note means
     # that the note was lost.
     checkpointer.mark_evaluated()
-    _resume_log(self, self.eval_log, evaluation.last, evaluation.last is None)
+    _resume_log(self, self.eval_log, evaluation.last)
     initial_is_due = config.eval_initial_weights and 0 not in evaluation.done
     restore_next = checkpointer.follow('latest')
-    while True:
-      supervision.check(evaluation.last or 0)
+    is_over = False
+    while not is_over:
+      self.supervision.check(evaluation.last or 0)
       # Read before `restore_next`, so that a checkpoint saved just before the
       # end is still evaluated.
       is_over = self._is_over(evaluation)
@@ -195,14 +190,11 @@ class Run:
       ):
         initial_is_due = False
         yield True
-        # In JAXline the last step ends it, and nothing later is looked at.
-        is_over = not checkpointer.is_resumable and self._is_last(evaluation)
+        is_over = evaluation.is_of_last_step()
       elif not is_over:
         self.console.log_waiting(evaluation.last, config.checkpoint_dir)
         with goodput.measure('waiting'):
           time.sleep(_POLL_SECS)
-      if is_over:
-        return
 
   def _is_over(self, evaluation: '_Evaluation') -> bool:
     """Returns whether training will make no further checkpoint."""
@@ -210,13 +202,7 @@ class Run:
       return self.supervision.trained.is_set()
     # Without the note of its end, training was killed before it wrote it, or a
     # training that restarts has removed it.
-    return self.checkpointer.ended() is not None or self._is_last(evaluation)
-
-  def _is_last(self, evaluation: '_Evaluation') -> bool:
-    """Returns whether the step evaluated last is the last of training."""
-    step = evaluation.last
-    should_run_step = evaluation.experiment.should_run_step
-    return step is not None and not should_run_step(step, self.config)
+    return self.checkpointer.ended() is not None or evaluation.is_of_last_step()
 
   @debug.disable_pmap_jit
   def train_and_eval(self) -> experiment_lib.AbstractExperiment:
@@ -235,10 +221,10 @@ class Run:
       checkpointer.mark_evaluated()  # The note may have been lost.
     # Records of the restored step itself are dropped unless its evaluation is
     # noted as complete.
-    is_evaluated = state.global_step in evaluation.done
-    last = state.global_step - (not is_evaluated)
-    is_new = checkpointer.is_new() and not is_evaluated
-    _resume_log(self, self.eval_log, last, is_new)
+    last: int | None = state.global_step
+    if last not in evaluation.done:
+      last = last - 1 if last and not checkpointer.is_new() else None
+    _resume_log(self, self.eval_log, last)
 
     def evaluate_now(*unused: Any) -> None:
       if state.global_step in evaluation.done:
@@ -373,9 +359,7 @@ def _restore(
     checkpointer.restore('latest', step=step)
 
 
-def _resume_log(
-  run: Run, log: writers.MetricWriter, last: int | None, is_new: bool
-) -> None:
+def _resume_log(run: Run, log: writers.MetricWriter, last: int | None) -> None:
   """Removes records after the restored step; logs the config of a new run.
 
   The steps of those records run again, and log the same again.
@@ -383,15 +367,13 @@ def _resume_log(
   Args:
     run: the run.
     log: of training or of evaluation.
-    last: the last step that is not run or evaluated again.
-    is_new: the run has done nothing yet, so that all of the log is void.
+    last: the last step that is not run or evaluated again; None if the run has
+      done nothing yet, so that all of the log is void.
   """
-  if is_new or last is None:
-    last = -1
   if run.checkpointer.is_resumable:
     with debug.log_activity('resuming the logs'):
-      log.resume(last)
-  if last < 0 or not run.checkpointer.is_resumable:
+      log.resume(-1 if last is None else last)
+  if last is None or not run.checkpointer.is_resumable:
     recorded = base_config.recorded(run.config)
     text = json.dumps(recorded, indent=2, sort_keys=True)
     log.write_texts(0, {'config': text})
@@ -431,7 +413,7 @@ class _Training:
       _restore(checkpointer)
     step = self.state.global_step
     checkpointer.mark_begun(int(step))
-    _resume_log(run, run.log, step, checkpointer.is_new())
+    _resume_log(run, run.log, None if checkpointer.is_new() else step)
     run.console.begin(config, self.experiment, self.state, checkpointer)
     # The checkpoint that was restored is there already.
     self._saved_step = checkpointer.restored_step
@@ -511,36 +493,33 @@ class _Training:
 
   def run_loop(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""
-    try:
-      self._run_loop([*self.actions, adapters.full_action(self._after_step)])
-    finally:
-      # They refer to `self`: the cycle would keep the weights.
-      self.actions.clear()
-      self._run.checkpointer.logs = ()
-
-  def _run_loop(self, actions: list[periodic.Action]) -> None:
     run, config, state = self._run, self._run.config, self.state
-    with run.supervision.watch.training():
-      if config.save_initial_train_checkpoint and run.checkpointer.is_new():
-        with debug.log_activity('first checkpoint'):
-          self.save()
-      try:
+    actions = [*self.actions, adapters.full_action(self._after_step)]
+    try:
+      with run.supervision.watch.training():
+        if config.save_initial_train_checkpoint and run.checkpointer.is_new():
+          with debug.log_activity('first checkpoint'):
+            self.save()
         for action in actions:
           action.update_time(time.time(), state.global_step)
         with run.console.training(), oom.explained(self.experiment, config):
           self.experiment.train_loop(config, state, actions, run.writer)
-      except BaseException as error:
-        # What was due is still written; the loop's own error is what counts.
-        for action in actions:
-          try:
-            action.wait_to_finish()
-          except Exception as e:
-            if e is not error:
-              logging.exception('A periodic action failed as well.')
-        raise
-      self._finish()
-      # No host leaves before the first one has saved: its exit would end it.
-      devices.rendezvous()
+        self._finish()
+        # No host leaves before the first one has saved: its exit would end it.
+        devices.rendezvous()
+    except BaseException as error:
+      # What was due is still written; the loop's own error is what counts.
+      for action in actions:
+        try:
+          action.wait_to_finish()
+        except Exception as e:
+          if e is not error:
+            logging.exception('A periodic action failed as well.')
+      raise
+    finally:
+      # They refer to `self`: the cycle would keep the weights.
+      self.actions.clear()
+      run.checkpointer.logs = ()
 
   def _after_step(self, t: float, step: int, scalars: Any) -> None:
     """The last of the periodic actions: ends the run if something asks to."""
@@ -635,6 +614,13 @@ class _Evaluation:
         checkpointer.mark_evaluated(step)
 
       checkpointer.when_saved(note)
+
+  def is_of_last_step(self) -> bool:
+    """Returns whether the step evaluated last is the last of training."""
+    should_run_step = self.experiment.should_run_step
+    return self.last is not None and not should_run_step(
+      self.last, self._run.config
+    )
 
   def wait(self) -> None:
     """Waits until what has been evaluated is safe and noted."""

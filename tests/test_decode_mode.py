@@ -337,7 +337,7 @@ def test_decoding_claims_and_keeps_nothing(run, trained, tmp_path):
     ({'cls': Mute}, r'Mute cannot continue prompts.*decode\(self, prompts'),
     ({'output': './p.txt'}, "output is './p.txt', the file of the prompts"),
     ({'output': 'p.txt/o'}, r'written to p.txt/o: .*config.decode.output'),
-    ({'directory': None}, r'config.checkpoint_dir is .*; expected the dir'),
+    ({'directory': None}, "has no checkpoint of 'latest'. Give the dir"),
     ({'directory': 'new'}, r"new has no checkpoint of 'latest'.*train first"),
     (
       {'directory': 'new', 'series': 'best'},
