@@ -357,16 +357,9 @@ class AbstractExperiment(abc.ABC):
       snapshot = jax.tree.map(devices.freeze, trained.snapshot_state())
       self.restore_from_snapshot(snapshot)
       return
-    attributes = [*self.CHECKPOINT_ATTRS, *self.NON_BROADCAST_CHECKPOINT_ATTRS]
-    if not attributes:
-      logging.log_first_n(
-        logging.WARNING,
-        '%s has neither CHECKPOINT_ATTRS nor NON_BROADCAST_CHECKPOINT_ATTRS:'
-        ' evaluation uses the weights that its constructor made.',
-        1,
-        type(self).__name__,
-      )
-    for attribute in attributes:
+    for attribute in (
+      self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
+    ):
       setattr(self, attribute, getattr(trained, attribute))
 
   def on_new_best_model(self, best_state: Any) -> None:

@@ -33,7 +33,6 @@ from jaxline.inputs import base as inputs
 from jaxline.inputs import infeed
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
-from jaxline.supervision import nonfinite as nonfinite_lib
 from jaxline.supervision import recompilation
 
 # The names of `train_step` that experiments use.
@@ -72,6 +71,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
   Attributes:
     SKIPS_NONFINITE: that `on_nonfinite = 'skip'` is supported.
     run_config: the config of the run; None if the constructor got none.
+    on_nonfinite: what `train_step` does if its loss or gradients are not
+      finite, as `config.on_nonfinite`; `train_loop` sets it.
     traced_batch: the shapes of the batch for which the step was last compiled.
   """
 
@@ -87,7 +88,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
   SKIPS_NONFINITE = True
   IS_SHARDED = True
   run_config: Any = None
-  _on_nonfinite = 'raise'
 
   def __init__(
     self,
@@ -117,20 +117,21 @@ class ShardedExperiment(experiment.AbstractExperiment):
     self.partitioner = partitioning.Partitioner.make(
       config.mesh if mesh is None else mesh, sharding, config.sharding_rules
     )
-    logging.info(
-      'Mesh: %s. Sharding: %s',
-      self.partitioner.shape,
-      self.partitioner.rules,
-    )
+    advice = ''
     if run_config is None:
-      # A warning, since notebooks do not show lines of lower levels.
-      logging.warning(
-        'No run_config was given: the mesh is all %d devices (%s), the sharding'
-        " %r. Pass run_config=config to use a config's mesh and sharding.",
-        self.partitioner.mesh.size,
-        self.partitioner.shape,
-        sharding,
+      advice = (
+        ' They are the defaults: no run_config was given. Pass'
+        " run_config=config to use a config's mesh and sharding."
       )
+    logging.log(
+      # Notebooks show no lines of lower levels.
+      logging.WARNING if advice else logging.INFO,
+      'Mesh: %s. Sharding %r: %s.%s',
+      self.partitioner.shape,
+      sharding,
+      self.partitioner.rules,
+      advice,
+    )
     if idle := self.partitioner.idle_axes():
       logging.warning(
         'The sharding does not use the mesh along %s: all devices along it'
@@ -138,6 +139,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
         idle,
       )
     self.accumulation_steps: int = config.gradient_accumulation_steps
+    self.on_nonfinite: str | None = config.on_nonfinite
     self._infeed_options = {
       'buffer_size': config.infeed_buffer_size,
       'stall_secs': config.infeed_stall_secs,
@@ -153,8 +155,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # number of evaluations that this has fed.
     self._rolling: dict[str, inputs.BaseInput | None] = {}
     self._num_fed: dict[str, int] = {}
-    # Rows of batches for which padding was logged.
-    self._padded_rows: set[int] = set()
 
   @abc.abstractmethod
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
@@ -242,22 +242,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   # The compiled programs.
 
-  @property
-  def on_nonfinite(self) -> str:
-    """What `train_step` does if its loss or gradients are not finite.
-
-    `train_loop` sets it from the config. None means 'raise'. The step is
-    compiled anew after a change.
-    """
-    return self._on_nonfinite
-
-  @on_nonfinite.setter
-  def on_nonfinite(self, mode: str | None) -> None:
-    mode = nonfinite_lib.resolve(mode, is_sharded=True)
-    if mode != self._on_nonfinite:
-      self._on_nonfinite = mode
-      self.__dict__.pop('compiled_train_step', None)
-
   # Cached properties, and not set by the constructor, since a subclass may set
   # what they need after it has called this constructor.
   @functools.cached_property
@@ -282,7 +266,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
         batch,
         rng,
         after_update=self.after_update,
-        on_nonfinite=self.on_nonfinite,
+        on_nonfinite=self.on_nonfinite or 'raise',
         accumulation_steps=self.accumulation_steps,
         # Like the weights, so that no device ever holds them whole.
         place_grads=lambda grads: jax.lax.with_sharding_constraint(
@@ -462,12 +446,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
   ) -> None:
     """Runs steps until `should_run_step` returns False."""
     config = base_config.complete_config(config)
-    self.on_nonfinite = config.on_nonfinite
-    if self.bubble_fraction:
-      logging.info(
-        'Pipeline: the bubbles are %.1f%% of a step.',
-        100 * self.bubble_fraction,
-      )
+    if self.on_nonfinite != config.on_nonfinite:
+      self.on_nonfinite = config.on_nonfinite
+      self.__dict__.pop('compiled_train_step', None)
     try:
       super().train_loop(config, state, periodic_actions, writer)
     finally:
@@ -525,17 +506,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Refuses an input that is of another host or for another purpose."""
     if not isinstance(source, inputs.BaseInput):
       return
-    index, count = self.partitioner.host
-    if (source.infeed_host_index, source.num_infeed_hosts) != (index, count):
+    got = source.is_training, source.infeed_host_index, source.num_infeed_hosts
+    expected = is_training, *self.partitioner.host
+    if got != expected:
       raise ValueError(
-        f'{method} returned {source.name} for host {source.infeed_host_index}'
-        f' of {source.num_infeed_hosts}, but this is host {index} of {count}.'
-        ' Leave infeed_host_index and num_infeed_hosts None.'
-      )
-    if bool(source.is_training) != is_training:
-      raise ValueError(
-        f'{method} returned {source.name} with is_training={not is_training};'
-        f' set it to {is_training}.'
+        f'{method} returned {source.name} with (is_training, infeed_host_index,'
+        f' num_infeed_hosts) = {got}; expected {expected}. Set is_training, and'
+        ' leave the others None.'
       )
 
   def _read_ahead(self, source: Iterator[Batch]) -> infeed.Infeed:
@@ -676,11 +653,12 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Returns the rows of a host, rounded up to divide over its devices."""
     shards = self.partitioner.batch_shards // self.partitioner.host[1]
     padded = -(-rows // shards) * shards
-    if padded != rows and rows not in self._padded_rows:
-      self._padded_rows.add(rows)
-      logging.info(
+    if padded != rows:
+      logging.log_first_n(
+        logging.INFO,
         'Batches of evaluation have %d rows in each process, and are filled up'
         ' to %d with rows of weight 0, so that they divide over %d devices.',
+        1,
         rows,
         padded,
         shards,

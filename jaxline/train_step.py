@@ -15,7 +15,6 @@ import numpy as np
 import optax
 
 from jaxline import experiment
-from jaxline import mesh as mesh_lib
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
 from jaxline.inputs import base as inputs
@@ -195,19 +194,13 @@ def _accumulate(
 ) -> tuple[jax.Array, metrics_lib.Metrics, Any, Any]:
   """Returns what `_loss_and_grads` does, computed in parts of the batch."""
   rows = len(batch[WEIGHTS])
-  if rows % num_parts:
-    raise ValueError(
-      f'config.gradient_accumulation_steps is {num_parts}, which does not'
-      f' divide the global batch of {rows} rows; expected one of'
-      f' {mesh_lib.divisors(rows)}.'
-    )
   shards = (partitioner := partitioning.active()) and partitioner.batch_shards
-  if rows // num_parts % (shards or 1):
+  if rows % (num_parts * (shards or 1)):
     raise ValueError(
-      f'config.gradient_accumulation_steps is {num_parts}: of a global batch'
-      f' of {rows} rows a part has {rows // num_parts}, which do not divide'
-      f' over the {shards} devices that share a batch. Use fewer parts or more'
-      ' rows.'
+      f'config.gradient_accumulation_steps is {num_parts}: a global batch of'
+      f' {rows} rows does not divide into as many parts over {shards or 1}'
+      ' devices that share a batch. Use other parts or a multiple of'
+      f' {num_parts * (shards or 1)} rows.'
     )
 
   def cut(x: jax.Array) -> jax.Array:

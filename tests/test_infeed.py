@@ -603,10 +603,10 @@ def test_a_config_sets_buffer_and_patience():
 @pytest.mark.parametrize(
   ('fields', 'said'),
   [
-    ({'is_training': False}, 'is_training=False; set it to True'),
+    ({'is_training': False}, r'\(False, 0, 1\); expected \(True, 0, 1\)'),
     (
       {'num_infeed_hosts': 2, 'infeed_host_index': 1},
-      'for host 1 of 2, but this is host 0 of 1',
+      r'\(True, 1, 2\); expected \(True, 0, 1\)',
     ),
   ],
 )
@@ -618,8 +618,8 @@ def test_a_training_input_that_cannot_be_meant(fields, said):
 @pytest.mark.parametrize(
   ('fields', 'said'),
   [
-    ({'is_training': True}, 'is_training=True; set it to False'),
-    ({'num_infeed_hosts': 2}, 'for host 0 of 2'),
+    ({'is_training': True}, r'\(True, 0, 1\); expected \(False, 0, 1\)'),
+    ({'num_infeed_hosts': 2}, r'\(False, 0, 2\); expected \(False, 0, 1\)'),
   ],
 )
 def test_an_eval_input_that_cannot_be_meant(fields, said):
@@ -674,7 +674,9 @@ def test_an_order_of_other_devices(order):
   partitioner = partitioning.Partitioner(
     mesh_lib.make_mesh(None), partitioning.get_rules('ddp')
   )
-  with pytest.raises(ValueError, match=r'custom_device_order is .*: \[0, 1\]'):
+  with pytest.raises(
+    ValueError, match=r'custom_device_order is .*once, \[0, 1\]'
+  ):
     partitioner.put_batch({'x': np.zeros(4)}, order)
 
 
