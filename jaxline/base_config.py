@@ -57,7 +57,7 @@ class Check:
 
   Attributes:
     expected: the valid values in words, for messages and the documentation.
-    accepts: returns False for a value that is not valid, or raises a UsageError
+    accepts: returns False for a value that is not valid, or raises an error
       that says what is wrong with it.
     kind: the type of a value that replaces a default of None. With `object`, a
       value of any type replaces any default.
@@ -122,21 +122,12 @@ def mapping(expected: str) -> Check:
   return Check(expected, lambda x: isinstance(x, _MAPPINGS))
 
 
-def _check_rules(rules: Any) -> None:
-  """Refuses `restore_rules` that are no pairs (pattern, name or None)."""
-  try:
-    if not isinstance(rules, list | tuple):
-      raise TypeError(f'a {type(rules).__name__}')
-    for pattern, source in rules:
-      re.compile(pattern)
-      if not isinstance(source, str | None):
-        raise TypeError(f'{source!r} is no name')
-  except (TypeError, ValueError, re.error) as e:
-    raise errors.UsageError(
-      f'config.restore_rules is {rules!r} ({e}); expected pairs (regular'
-      ' expression, name or None), such as'
-      " [('state/params/(.*)', r'state/params/\\1')]."
-    ) from e
+def _are_rules(x: Any) -> bool:
+  """Whether `restore_rules` are pairs; raises where they are none."""
+  return isinstance(x, list | tuple) and all(
+    isinstance(source, str | None) and bool(re.compile(pattern))
+    for pattern, source in x
+  )
 
 
 _BOOLEAN = Check('True or False', lambda x: isinstance(x, bool), bool)
@@ -201,28 +192,23 @@ KEYS = (
       'The class that `experiment.py` runs. None where that file gives its'
       ' class to `platform.main` itself.', RUN),
   Key('experiment_kwargs', {}, mapping('a dict of arguments'),
-      'Arguments of the constructor of that class, besides `mode`, `init_rng`'
-      ' and `run_config`. Of them, what the class declares as'
-      ' CHANGEABLE_ON_RESUME may change on resume.', RUN),
+      'Arguments of its constructor, besides `mode`, `init_rng`, `run_config`.'
+      ' What it declares as CHANGEABLE_ON_RESUME may change on resume.', RUN),
   Key('checkpoint_dir', None, _DIRECTORY,
-      "The run's directory: checkpoints, event files, JSON lines, resolved"
-      ' config. A run that was started with the same directory is resumed. None'
-      ' makes a fresh directory in /tmp, which only this user can read, named'
-      ' for the config and the time. In all keys that name a file, `~` is the'
-      ' home directory.'),
+      "The run's directory: checkpoints, logs, resolved config. A run in it is"
+      ' resumed. None makes a fresh one in /tmp, which only this user can read.'
+      ' In all keys that name a file, `~` is the home directory.'),
   Key('training_steps', 10000, optional(number('[0, inf)')),
       'Number of training steps. With None the run ends when `should_run_step`'
       ' of the experiment returns False.'),
 
-  Key('mesh', {}, optional(mapping(
-        'a dict of the keys below, or of some of them')),
+  Key('mesh', {}, optional(mapping('a dict of some of the keys below')),
       'Sizes of the device mesh of a sharded step; their product is the number'
-      ' of devices. An axis that is left out has its default.'
-      ' See docs/sharding.md.', PROGRAM, sharded=True),
+      ' of devices. See docs/sharding.md.', PROGRAM, sharded=True),
   Key('mesh.ici', {}, optional(mapping('a dict from axis to size')),
       'Sizes within a slice: devices that a fast network connects, such as a'
-      ' TPU slice or the GPUs of a node. One of them may be -1: all devices'
-      ' that are left.', PROGRAM),
+      ' TPU slice or the GPUs of a node. One may be -1: all that are left.',
+      PROGRAM),
   Key('mesh.dcn', {}, optional(mapping('a dict from axis to size')),
       'Sizes across slices, which a slower network connects. The size of an'
       ' axis of the mesh is the product of both.', PROGRAM),
@@ -242,23 +228,19 @@ KEYS = (
       "Changes to that preset, such as {'vocab': ('data',)}.",
       PROGRAM, sharded=True),
   Key('gradient_accumulation_steps', 1, _COUNT,
-      'A sharded step cuts its batch into this many parts, computes them one'
-      ' after the other and adds their gradients: less memory for the same'
-      ' step.', PROGRAM, sharded=True),
+      'A sharded step computes its batch in this many parts and adds their'
+      ' gradients: less memory for the same step.', PROGRAM, sharded=True),
 
   Key('topology', None, optional(text("a TPU topology, such as 'v4:4x4x4'")),
-      'With --jaxline_mode=compile: the TPU topology to compile for. None'
-      ' compiles for the devices of this machine.'),
-  Key('num_slices', 1, _COUNT,
-      'The number of slices of that topology.'),
+      'With --jaxline_mode=compile: for what. None is the devices here.'),
+  Key('num_slices', 1, _COUNT, 'The number of slices of that topology.'),
   Key('compiled_program', None, _DIRECTORY,
       'The directory of a program that --jaxline_mode=compile saved (it names'
       ' the directory), to run instead of compiling.', sharded=True),
 
   Key('distributed', 'auto', Check(
         f'one of {distributed.MODES}, or a dict with the keys'
-        f' {tuple(distributed.VARIABLES)}',
-        distributed.validate, object),
+        f' {tuple(distributed.VARIABLES)}', distributed.validate, object),
       'How several processes connect. `auto`: by a cluster that JAX knows or'
       " the launcher's variables; without either, this is one process. `off`:"
       ' this is one process. See docs/reference/launching.md.'),
@@ -267,8 +249,7 @@ KEYS = (
       'Settings of XLA, set before JAX starts: docs/reference/accelerators.md.',
       PROGRAM),
   Key('xla.latency_hiding_scheduler', None, optional(_BOOLEAN),
-      'Communicate while computing. None leaves the choice to XLA.',
-      PROGRAM),
+      'Communicate while computing. None leaves the choice to XLA.', PROGRAM),
   Key('xla.pgle_profiling_runs', 0, number('integer [0, inf)'),
       'GPU: profile this many runs of the step, then compile it again with'
       ' what was measured (automatic PGLE). 0 disables it.', PROGRAM),
@@ -277,10 +258,9 @@ KEYS = (
       "The percentile of several measured times that counts. None is JAX's"
       ' default, 90.', PROGRAM),
   Key('xla.pgle_save', None, optional(_PROFILE),
-      'The same in two runs (manual PGLE): the first run profiles its steps and'
-      ' writes this file. XLA knows its format by the ending.', PROGRAM),
-  Key('xla.pgle_save_steps', 10, _COUNT,
-      'How many steps that run profiles.'),
+      'The same in two runs (manual PGLE): the first writes this file.',
+      PROGRAM),
+  Key('xla.pgle_save_steps', 10, _COUNT, 'How many steps that run profiles.'),
   Key('xla.pgle_profile', None, _FILE,
       'The file of the first run, in the second run.', PROGRAM),
   Key('xla.flags', {}, mapping(
@@ -292,10 +272,9 @@ KEYS = (
   Key('compilation_cache', 'auto', text(
         "'auto', 'off', or a directory with '/'", r'auto|off|.*/.*',
         is_path=True),
-      'Where compiled programs are kept for the next start. `auto` is'
-      " jaxline/programs in the user's cache directory, with at most 4 GiB;"
-      " `off` is nowhere. A cache that JAX was given comes first. Another user"
-      ' who can write there can run code in this process.'),
+      'Where compiled programs are kept for the next start. `auto` is at most'
+      " 4 GiB in the user's cache directory. A cache that JAX was given comes"
+      ' first. Another user who can write there can run code in this process.'),
 
   Key('interval_type', 'secs', _INTERVAL_TYPE,
       'The unit of all intervals; None means `secs`. An interval that is None'
@@ -308,24 +287,20 @@ KEYS = (
       'Overrides `interval_type` for evaluation.'),
   Key('save_checkpoint_interval', 300, _INTERVAL,
       'How often a checkpoint is saved. 0 is never, as in JAXline.'),
-  Key('log_tensors_interval', 60, _INTERVAL,
-      'How often a line is logged.'),
+  Key('log_tensors_interval', 60, _INTERVAL, 'How often a line is logged.'),
   Key('log_train_data_interval', 120.0, _INTERVAL,
       'How often scalars are written to TensorBoard and JSON lines.'),
   Key('eval_interval', 300, _INTERVAL,
-      'How often training pauses for an evaluation, with'
-      ' --jaxline_mode=train_and_eval.'),
+      'How often training pauses to evaluate, in the mode `train_and_eval`.'),
   Key('periodic_action_growth_ratios', None, optional(_RATIOS),
       'Each ratio r adds the steps r, 10 r, 100 r ... to the intervals above:'
-      ' [1, 2, 5] logs often at the start and seldom later. Needs intervals in'
-      ' steps.'),
+      ' [1, 2, 5] logs often at the start. Needs intervals in steps.'),
   Key('console', None, optional(one_of('live', 'plain', 'off')),
       'What the first process shows: `live` redraws lines on the terminal,'
       ' `plain` prints a line at each `log_tensors_interval`, `off` logs it.'
       ' None is `live` on a terminal, else `plain`; -v 1 adds the full log.'),
   Key('log_async', True, _BOOLEAN,
-      'Make the log line on a background thread; False is for debugging. The'
-      ' writers always use one.'),
+      'Make the log line on a background thread; False is for debugging.'),
   Key('writers', ('tensorboard', 'jsonl'), Check(
         'a list of names of writers',
         lambda x: isinstance(x, list | tuple)
@@ -338,14 +313,12 @@ KEYS = (
       'Keep the scalars of every step, and log them together at the interval.'),
 
   Key('max_steps_in_flight', None, optional(_COUNT),
-      'How many training steps may be queued on the devices. 2 keeps them busy'
-      ' while the host reads the results of the step before; 1 waits for each'
-      ' step. None is 2, or 1 for several CPU devices, whose collectives can'
-      ' starve each other.'),
+      'How many training steps may be queued on the devices: 2 keeps them busy,'
+      ' 1 waits for each step. None is 2, or 1 for several CPU devices, whose'
+      ' collectives can starve each other.'),
   Key('infeed_buffer_size', 3, number('integer [2, inf)'),
       'Sharded style: how many batches are read and put on the devices ahead of'
-      ' the step. Each takes device memory. Those of an evaluation are only'
-      ' read ahead.', sharded=True),
+      ' the step; those of an evaluation are only read ahead.', sharded=True),
   Key('infeed_stall_secs', 60.0, optional(_POSITIVE),
       'When a step waits for its batch this many seconds, the log says so, and'
       ' what the input is reading. None disables the warning.', sharded=True),
@@ -371,33 +344,29 @@ KEYS = (
   Key('keep_checkpoint_every_hours', None, optional(_POSITIVE),
       'The same, in hours.'),
   Key('checkpoint_allow_pickle', False, _BOOLEAN,
-      'An experiment is stored as arrays, JSON and structure. True pickles'
-      ' everything else, and unpickles it at restore, which runs whatever code'
-      ' the file holds: only for files that you made yourself.'),
+      'True pickles what is neither array, JSON nor structure, and unpickles it'
+      ' at restore, which runs any code in the file: only for your own files.'),
   Key('restore_from', None, optional(text("'DIR' or 'DIR:STEP'", is_path=True)),
       'Begin from a checkpoint of another run, if this run has none of its own.'
       ' Without rules all of it is restored: weights, optimizer, step, random'
       ' keys, position in the data.'),
-  Key('restore_rules', (), Check('pairs (regular expression, name or None)',
-                                  _check_rules),
-      'What to take from that checkpoint. An array of this run whose whole name'
-      ' matches the expression (the first match counts) gets the array `name`'
-      ' of the checkpoint, in which `\\1` is the first group of the expression.'
-      ' With None, or without a match, it keeps its initial value. The run'
-      ' starts at step 0 with fresh random keys and schedules, whatever the'
-      ' rules match. `python -m jaxline.checkpoint show DIR` lists the names.'),
+  Key('restore_rules', (), Check(
+        'pairs (regular expression, name or None), such as'
+        " [('state/params/(.*)', r'state/params/\\1')]", _are_rules),
+      'What to take from that checkpoint: an array whose whole name matches the'
+      ' expression (the first match counts) gets the array `name` of it. With'
+      ' None, or without a match, it keeps its initial value. The run starts at'
+      ' step 0 with fresh keys and schedules: see docs/checkpoints.md.'),
   Key('on_config_change', 'raise', one_of('raise', 'continue'),
       'The latest checkpoint was made with another value of a key whose change'
-      ' makes another run: `raise` lists the keys that differ, `continue`'
-      ' restores it nevertheless.'),
+      ' makes another run: `raise` lists these keys, `continue` restores it.'),
 
   Key('on_nonfinite', None, optional(one_of(*nonfinite.MODES)),
       'A step has a loss or gradients that are not finite: `raise` ends the'
       ' run. `warn` warns once for each scalar and keeps the newest checkpoint'
-      ' from before. `skip` (sharded style) leaves weights and optimizer'
-      ' unchanged, and counts the step. `ignore` does nothing. None is `raise`'
-      ' in the sharded style, and `warn` in the per-device style, where JAXline'
-      ' continues.', PROGRAM),
+      ' from before. `skip` (sharded style) changes no weights and counts the'
+      ' step. `ignore` does nothing. None is `raise` in the sharded style,'
+      ' `warn` in the per-device style.', PROGRAM),
   Key('max_nonfinite_steps', 10, _COUNT,
       'With `skip`, this many such steps in a row end the run.'),
   Key('profile_steps', None, optional(_PROFILED),
@@ -424,17 +393,14 @@ KEYS = (
 
   Key('decode', {}, mapping(
         "a dict of the keys below, such as {'prompts': 'FILE'}"),
-      '--jaxline_mode=decode: continues prompts with the weights of a'
-      ' checkpoint.'),
+      '--jaxline_mode=decode: continues prompts by the weights of a run.'),
   Key('decode.prompts', None, _FILE,
-      'A file with a prompt on each line; blank lines are ignored. If its name'
-      ' ends in .jsonl, each line is {"prompt": ...}. None reads standard'
-      ' input, and asks for prompts if that is a terminal.'),
+      'A file with a prompt on each line, in a .jsonl as {"prompt": ...}; blank'
+      ' lines are ignored. None reads standard input or asks at a terminal.'),
   Key('decode.output', None, _FILE,
-      'The file for the continuations, one line of JSON for each prompt; an'
-      ' existing file is replaced. None is decode/step_N.jsonl below'
-      ' `checkpoint_dir` (step_N_2.jsonl while another process writes that),'
-      ' or, if that cannot be written, a new file in the working directory.'),
+      'The file for the continuations, a line of JSON for each prompt. None is'
+      ' a new decode/step_N.jsonl below `checkpoint_dir` or, if that cannot be'
+      ' written, a file in the working directory.'),
   Key('decode.batch_size', 8, _COUNT,
       'How many prompts are continued at once, except at a terminal.'),
   Key('decode.series', 'latest', one_of('latest', 'best'),
@@ -491,8 +457,7 @@ def validate_keys(
   Raises:
     errors.UsageError: a key is missing or misspelled.
   """
-  own = [key for key in config if key not in base_cfg]
-  for key in own:
+  for key in set(config) - set(base_cfg):
     for near in errors.nearest(key, base_cfg, cutoff=_MISSPELLED):
       if not set(near.split('_')) <= set(key.split('_')):
         raise errors.UsageError(
@@ -502,12 +467,10 @@ def validate_keys(
         )
   for key, value in base_cfg.items():
     if key not in config:
-      found = errors.nearest(key, own)
       raise errors.UsageError(
-        f'Config key {key!r} is missing'
-        + (f'; is {found[0]!r} a misspelling of it?' if found else '.')
-        + f' Start the config from get_base_config(). The required keys are'
-        f' {sorted(base_cfg)}; see {base_filename}.'
+        f'Config key {key!r} is missing. Start the config from'
+        f' get_base_config(). The required keys are {sorted(base_cfg)}; see'
+        f' {base_filename}.'
       )
     nested = config[key]
     if isinstance(value, config_dict.ConfigDict) and isinstance(
@@ -597,11 +560,17 @@ def validate_config(config: config_dict.ConfigDict) -> None:
   required.mesh = {}  # An axis that it leaves out has its default.
   validate_keys(required, config)
   for key in KEYS:
-    value = _value(config, key.name)
-    if key.check.accepts(value) is False:
+    value, why = _value(config, key.name), ''
+    try:
+      is_valid = key.check.accepts(value) is not False
+    except errors.UsageError:
+      raise
+    except (TypeError, ValueError, re.error) as e:
+      is_valid, why = False, f' ({e})'
+    if not is_valid:
       raise errors.UsageError(
-        f'config.{key.name} is {value!r}; expected {key.check.expected}. See'
-        ' jaxline/base_config.py.'
+        f'config.{key.name} is {value!r}{why}; expected {key.check.expected}.'
+        ' See jaxline/base_config.py.'
       )
   for name, note in _SECTIONS.items():
     valid = list(required[name])

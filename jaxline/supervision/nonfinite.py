@@ -79,17 +79,13 @@ class Guard(periodic.Action):
         would make the loop wait.
 
     Raises:
-      ValueError: for another mode, or where the experiment's step cannot skip.
+      ValueError: the experiment's step cannot skip, as the mode says.
     """
     is_sharded = getattr(experiment, 'IS_SHARDED', False) is True
-    mode = resolve(on_nonfinite, is_sharded)
-    if mode not in MODES:
-      raise errors.UsageError(
-        f'Got config.on_nonfinite = {on_nonfinite!r}, expected one of {MODES}.'
-      )
+    self._mode = resolve(on_nonfinite, is_sharded)
     self._has_flag = getattr(experiment, 'SKIPS_NONFINITE', False) is True
     self._class_name = type(experiment).__name__
-    if mode == 'skip' and not self._has_flag:
+    if self._mode == 'skip' and not self._has_flag:
       raise errors.UsageError(
         "config.on_nonfinite is 'skip', but the step of"
         f' {self._class_name} is its own and cannot be undone from'
@@ -97,15 +93,13 @@ class Guard(periodic.Action):
         ' optimizer in optax.apply_if_finite, with config.on_nonfinite ='
         " 'ignore'."
       )
-    self._mode = mode
-    self._max_in_a_row = max_nonfinite_steps if mode == 'skip' else 1
+    self._max_in_a_row = max_nonfinite_steps if self._mode == 'skip' else 1
     self._warn = warn or (lambda step, names, text: logging.warning('%s', text))
     self._warned: set[str] = set()
     self._steps_late = steps_late
     self._steps: collections.deque[tuple[int, dict[str, Any]]] = (
       collections.deque()
     )
-    self._error: NonfiniteError | None = None
 
   def __call__(
     self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
@@ -118,14 +112,12 @@ class Guard(periodic.Action):
       scalar_outputs: the step's scalars, on the devices or the host.
 
     Raises:
-      NonfiniteError: a step was not finite; then every later call raises it.
-      ValueError: the scalar NONFINITE is missing, with on_nonfinite='skip'.
+      NonfiniteError: a step was not finite.
+      ValueError: the scalar NONFINITE is missing, unless on_nonfinite='warn'.
     """
     del t
     if self._mode == 'ignore':
       return
-    if self._error is not None:
-      raise self._error
     scalars = dict(scalar_outputs or {})
     has_lost_flag = self._has_flag and scalars.get(NONFINITE) is None
     if has_lost_flag and self._mode != 'warn':
@@ -152,8 +144,6 @@ class Guard(periodic.Action):
     Raises:
       NonfiniteError: one was not finite.
     """
-    if self._error is not None:
-      raise self._error
     while self._steps:
       self._judge_oldest()
 
@@ -170,47 +160,38 @@ class Guard(periodic.Action):
       numbers = [item for item in numbers if _JUDGED.search(item[0])]
     else:  # The message may name any, those of the loss and gradients first.
       numbers.sort(key=lambda item: not _JUDGED.search(item[0]))
-    bad = _nonfinite(step, numbers)
+    bad = _nonfinite(numbers)
     if not bad and (flag is None or self._warned):
       return
-    names = list(bad) or ['']
     texts = list(bad.values()) or [
       'none of its scalars shows it; optax.tree.norm(grads) among them would'
     ]
+    what = f'The loss or gradients of step {step} are not finite'
     if self._mode == 'warn':
+      names = list(bad) or ['']
       self._warned.update(names)
       self._warn(
         step,
         names,
-        f'The loss or gradients of step {step} are not finite:'
-        f' {", ".join(texts)}. Training goes on, and does not warn of these'
-        " again; config.on_nonfinite = 'raise' would end it.",
+        f'{what}: {", ".join(texts)}. Training goes on, and does not warn of'
+        " these again; config.on_nonfinite = 'raise' would end it.",
       )
       return
     self._steps.clear()  # Steps after a nonfinite one say nothing new.
-    self._error = NonfiniteError(self._message(step, in_a_row, texts))
-    raise self._error
-
-  def _message(self, step: int, in_a_row: int, texts: list[str]) -> str:
     if self._mode == 'skip':
-      what = (
-        f'Step {step} was skipped, as were those before it, {in_a_row} in a'
-        f' row, which is config.max_nonfinite_steps = {self._max_in_a_row} or'
-        ' more: its loss or gradients are not finite'
+      what += (
+        f', and it is the {in_a_row}. such step in a row'
+        f' (config.max_nonfinite_steps = {self._max_in_a_row})'
       )
-      other = "'ignore', or a larger config.max_nonfinite_steps,"
-    else:
-      what = f'The loss or gradients of step {step} are not finite'
-      other = "'skip' (sharded steps) or 'ignore'"
     if len(texts) > _MAX_NAMED:
       texts = [*texts[:_MAX_NAMED], f'and {len(texts) - _MAX_NAMED} more']
-    return (
+    raise NonfiniteError(
       f'{what}: {", ".join(texts)}. The newest checkpoint, if any, is of'
       ' a step before it and untouched. Go on from there with a smaller'
       ' learning rate or clipped gradients (a changed config needs'
-      f" config.on_config_change = 'continue'); config.on_nonfinite = {other}"
-      ' goes on all the same. To find the cause, run again with'
-      ' JAX_DEBUG_NANS=True and --jaxline_post_mortem.'
+      " config.on_config_change = 'continue'); config.on_nonfinite = 'skip'"
+      " (sharded steps) or 'ignore' goes on all the same. To find the cause,"
+      ' run again with JAX_DEBUG_NANS=True and --jaxline_post_mortem.'
     )
 
 
@@ -233,14 +214,17 @@ def _can_be_nan(kind: type, dtype: Any) -> bool:
   )
 
 
-def _nonfinite(step: int, numbers: list[tuple[str, Any]]) -> dict[str, str]:
+def _nonfinite(numbers: list[tuple[str, Any]]) -> dict[str, str]:
   """Returns the names that are not finite, each with such as `loss = nan`."""
-  bad, gone = {}, []
+  bad = {}
   for name, x in numbers:
-    if isinstance(x, jax.Array) and x.is_deleted():
-      gone.append(name)
-      continue
-    values = _to_host(x)
+    if isinstance(x, jax.Array):
+      if x.is_deleted():  # Donated to a later step.
+        continue
+      if not x.is_fully_replicated:
+        shards = [np.ravel(shard.data) for shard in x.addressable_shards]
+        x = np.concatenate(shards)
+    values = np.asarray(x)
     is_finite = np.isfinite(values)
     # Not by all(), which takes three times as long for a few numbers.
     if count := values.size - np.count_nonzero(is_finite):
@@ -248,21 +232,4 @@ def _nonfinite(step: int, numbers: list[tuple[str, Any]]) -> dict[str, str]:
         f' in {count} of {values.size} entries' if values.size > 1 else ''
       )
       bad[name] = f'{name} = {np.ravel(values[~is_finite])[0]}{several}'
-  if gone:
-    logging.log_first_n(
-      logging.WARNING,
-      'The scalars %s of step %d were donated to a later step before they could'
-      ' be read, so whether they were finite is unknown. Return a copy.',
-      1,
-      gone,
-      step,
-    )
   return bad
-
-
-def _to_host(x: Any) -> np.ndarray:
-  """Returns a number, or the part of an array that is on this host."""
-  if isinstance(x, jax.Array) and not x.is_fully_replicated:
-    shards = [np.asarray(shard.data) for shard in x.addressable_shards]
-    return np.concatenate([[], *(shard.ravel() for shard in shards)])
-  return np.asarray(x)

@@ -27,7 +27,6 @@ import threading
 import time
 import types
 from typing import Any, NoReturn
-import weakref
 
 from absl import logging
 
@@ -35,9 +34,6 @@ from absl import logging
 EXIT_CODE = 75
 # The code of a shell for a program that Ctrl-C ended.
 SIGINT_EXIT_CODE = 130
-
-# How often the listener looks for a notice that was swallowed, in seconds.
-_TICK_SECS = 0.1
 
 # Packages whose handlers a run may replace.
 _NOTEBOOKS = ('asyncio', 'ipykernel')
@@ -76,8 +72,8 @@ class Watch:
   the program has its own Python handler is left to that handler.
 
   Python drops exceptions that a handler raises inside `__del__` or a callback
-  of the garbage collector, of which JAX has one. So Preempted is raised again
-  if it is neither propagating nor caught and kept.
+  of the garbage collector, of which JAX has one. The notice is kept: it acts
+  when training begins, at the next `reached`, or by the grace.
 
   Once `jax.distributed` is initialised, JAX handles SIGTERM, and all hosts
   agree on the step after which they leave. Call `begin_run` after that. A
@@ -92,12 +88,11 @@ class Watch:
 
     Args:
       grace: how many seconds the process may live after a notice, until
-        `begin_run`, even if its main thread does not return from C. None sets
-        no limit.
+        `begin_run`, even if its main thread does not return from C or has
+        dropped Preempted. None sets no limit.
     """
     self._grace = grace
     self._notice: int | None = None
-    self._raised: weakref.ref[Preempted] | None = None
     # Whether JAX has SIGTERM, so that all hosts leave after the same step.
     self._is_shared = False
     # Whether a notice is only noted, instead of raised at once.
@@ -120,15 +115,6 @@ class Watch:
     self._stack.close()
     if _active is self:
       _active = None
-
-  def _begin_run(self, takes_steps: bool) -> None:
-    self._grace = None
-    self._is_shared = self._defers = takes_steps and _jax_has_notice()
-    if _active is self:
-      self._take_signals()
-    if self._is_shared and self._notice is not None:
-      _tell_jax()
-    self._raise_notice()
 
   @contextlib.contextmanager
   def training(self) -> Iterator[None]:
@@ -183,16 +169,11 @@ class Watch:
   def leave(self) -> NoReturn:
     """Raises Preempted with the exit code of the notice."""
     when = '' if self._step is None else f' after step {self._step}'
-    error = Preempted(
+    if self._notice == signal.SIGINT:
+      raise Preempted(SIGINT_EXIT_CODE, f'Interrupted by Ctrl-C{when}.')
+    raise Preempted(
       EXIT_CODE, f'Preempted by SIGTERM{when}. Start it again to go on.'
     )
-    if self._notice == signal.SIGINT:
-      error = Preempted(SIGINT_EXIT_CODE, f'Interrupted by Ctrl-C{when}.')
-    self._raised = weakref.ref(error)
-    try:
-      raise error
-    finally:
-      del error  # Else it is in a cycle with its traceback and never freed.
 
   def _raise_notice(self) -> None:
     """Leaves if there was a notice, unless it is only to be noted."""
@@ -207,10 +188,7 @@ class Watch:
     # The reader ends when its pipe is closed.
     self._stack.callback(os.close, write_end)
     threading.Thread(
-      target=self._listen,
-      args=(read_end, threading.get_ident()),
-      name='interrupts',
-      daemon=True,
+      target=self._listen, args=(read_end,), name='interrupts', daemon=True
     ).start()
     old_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     self._stack.callback(self._put_back, write_end, old_fd)
@@ -251,75 +229,53 @@ class Watch:
 
   def _on_signal(self, signum: int, frame: types.FrameType | None) -> None:
     del frame
-    if self._notice is None:
-      self._notice = signum
-      if self._is_shared:
-        _tell_jax()
-    if not self._is_leaving():
-      self._raise_notice()
+    if self._notice is not None:
+      return
+    self._notice = signum
+    if self._is_shared:
+      _tell_jax()
+    self._raise_notice()
 
-  def _is_leaving(self) -> bool:
-    return self._raised is not None and self._raised() is not None
-
-  def _is_dropped(self) -> bool:
-    """Returns whether Preempted was raised and no longer exists.
-
-    An error that ends the run in place of a notice leaves `_raised` at None.
-    """
-    return self._raised is not None and not self._is_leaving()
-
-  def _listen(self, read_end: int, main_thread: int) -> None:
+  def _listen(self, read_end: int) -> None:
     """Acts on signals even if the main thread does not; has its own thread.
 
     Python runs a handler on the main thread after that returns from C, where a
     compilation takes minutes. But it writes the number of the signal to the
     pipe at once. This thread ends the process at the second SIGINT and after
-    the grace. It sends a signal again whose exception was swallowed; and once
-    one that did not interrupt a system call, because that began just after it
-    or because another thread received it. (Not more often: a call that is
-    repeated when it is interrupted would never end.)
+    the grace.
 
     Args:
       read_end: of the pipe that `signal.set_wakeup_fd` writes to; closed here.
-      main_thread: its ident.
     """
     first: int | None = None
     began = 0.0
-    is_interrupted = is_nudged = is_sent_again = False
+    is_interrupted = False
     poller = select.poll()
     poller.register(read_end, select.POLLIN)
     with open(read_end, 'rb', buffering=0) as pipe:
       while True:
-        if poller.poll(None if first is None else 1e3 * _TICK_SECS):
-          if not (data := pipe.read(1)):
-            return
-          signum = data[0]
-          if not self._hears(signum):
-            continue  # It is for the program's own handler, or JAX's.
-          if is_sent_again and signum == first:
-            is_sent_again = False
-            continue
-          if first is None:
-            first, began = signum, time.monotonic()
-          if signum == signal.SIGINT:
-            if is_interrupted:
-              os._exit(SIGINT_EXIT_CODE)
-            is_interrupted = True
-            saves = 'saving, then ' if self._grace is None else ''
-            _say(
-              f'Ctrl-C: {saves}leaving; press Ctrl-C again to leave at once.'
-            )
+        grace, left = self._grace, None
+        if first is not None and grace is not None:
+          left = began + grace - time.monotonic()
+          if left < 0:
+            _say(f'{signal.Signals(first).name}: leaving.')
+            is_int = first == signal.SIGINT
+            os._exit(SIGINT_EXIT_CODE if is_int else EXIT_CODE)
+        if not poller.poll(None if left is None else 1e3 * left + 1):
           continue
-        assert first is not None
-        grace = self._grace
-        if grace is not None and time.monotonic() > began + grace:
-          _say(f'{signal.Signals(first).name}: leaving.')
-          os._exit(SIGINT_EXIT_CODE if first == signal.SIGINT else EXIT_CODE)
-        is_unheard = self._notice is None and not is_nudged
-        is_lost = not self._defers and (is_unheard or self._is_dropped())
-        if is_lost and self._hears(first) and not is_sent_again:
-          is_nudged = is_sent_again = True
-          signal.pthread_kill(main_thread, first)
+        if not (data := pipe.read(1)):
+          return
+        signum = data[0]
+        if not self._hears(signum):
+          continue  # It is for the program's own handler, or JAX's.
+        if first is None:
+          first, began = signum, time.monotonic()
+        if signum == signal.SIGINT:
+          if is_interrupted:
+            os._exit(SIGINT_EXIT_CODE)
+          is_interrupted = True
+          saves = 'saving, then ' if grace is None else ''
+          _say(f'Ctrl-C: {saves}leaving; press Ctrl-C again to leave at once.')
 
 
 @contextlib.contextmanager
@@ -366,7 +322,13 @@ def begin_run(takes_steps: bool = True) -> Watch:
     Preempted: a notice came before, and its exception was swallowed.
   """
   watch = _active or Watch()
-  watch._begin_run(takes_steps)
+  watch._grace = None
+  watch._is_shared = watch._defers = takes_steps and _jax_has_notice()
+  if watch is _active:
+    watch._take_signals()
+  if watch._is_shared and watch._notice is not None:
+    _tell_jax()
+  watch._raise_notice()
   return watch
 
 
