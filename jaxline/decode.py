@@ -4,13 +4,11 @@ Prompts are read from a file, a pipe or a terminal; continuations are printed
 and written to a file of JSON lines. The experiment's `decode` makes them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 import contextlib
 import errno
-import fcntl
 import itertools
 import json
-import os
 import pathlib
 import sys
 from typing import Any, TextIO
@@ -205,13 +203,12 @@ def decode(
 def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
   """Opens the file of the continuations.
 
-  Of its own accord it is in the run's directory, or, where nothing can be
-  written there, a new one in the working directory.
+  `config.decode.output` is replaced. Without it a new file is made in the run's
+  directory, or, where nothing can be written there, in the working directory.
   """
   output, prompts = config.decode.output, config.decode.prompts
-  path = pathlib.Path(
-    output or f'{config.checkpoint_dir}/decode/step_{step}.jsonl'
-  )
+  directory = pathlib.Path(config.checkpoint_dir)
+  path = pathlib.Path(output or directory / 'decode' / f'step_{step}.jsonl')
   if prompts is not None and path.resolve() == pathlib.Path(prompts).resolve():
     raise errors.UsageError(
       f'config.decode.output is {output!r}, the file of the'
@@ -220,18 +217,11 @@ def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
   try:
     try:
       path.parent.mkdir(parents=True, exist_ok=True)
-      return _open_alone(path) if output else _first_free(path, _open_alone)
+      return path.open('w', encoding='utf-8') if output else _open_new(path)
     except OSError as e:
       if output or e.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
         raise
-    here = pathlib.Path.cwd()
-    name = f'{pathlib.Path(config.checkpoint_dir).name}_step_{step}.jsonl'
-    return _first_free(here / name, lambda p: p.open('x', encoding='utf-8'))
-  except BlockingIOError as e:
-    raise errors.UsageError(
-      f'config.decode.output is {output!r}, into which another process writes'
-      ' continuations just now. Give another.'
-    ) from e
+    return _open_new(pathlib.Path.cwd() / f'{directory.name}_{path.name}')
   except OSError as e:
     raise errors.UsageError(
       f'The continuations cannot be written to {path}: {e}. Give'
@@ -239,34 +229,13 @@ def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
     ) from e
 
 
-def _open_alone(path: pathlib.Path) -> TextIO:
-  """Opens an empty file into which no other process writes continuations.
-
-  Raises:
-    BlockingIOError: another one does.
-  """
-  file = path.open('a', encoding='utf-8')
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    file.close()
-    raise
-  except OSError:  # A file system without locks.
-    pass
-  with contextlib.suppress(OSError):  # A pipe has nothing to cut off.
-    os.ftruncate(file.fileno(), 0)
-  return file
-
-
-def _first_free(
-  path: pathlib.Path, opened: Callable[[pathlib.Path], TextIO]
-) -> TextIO:
-  """Opens a file; where it is taken, the first of NAME_2, NAME_3 ... free."""
+def _open_new(path: pathlib.Path) -> TextIO:
+  """Opens a new file: NAME, or the first of NAME_2, NAME_3 ... that is free."""
   name, number = path, 1
   while True:
     try:
-      return opened(name)
-    except (BlockingIOError, FileExistsError):
+      return name.open('x', encoding='utf-8')
+    except FileExistsError:
       number += 1
       name = path.with_name(f'{path.stem}_{number}{path.suffix}')
 

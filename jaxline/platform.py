@@ -4,7 +4,6 @@
 checkpointer and the writers, and calls the function of `--jaxline_mode`.
 """
 
-import ast
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
@@ -264,7 +263,7 @@ for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
 def _parse_flags(argv: list[str]) -> list[str]:
   """Parses the command line; what is wrong with it is said in a line."""
   if any(arg in ('--help', '-help', '-h', '--h') for arg in argv[1:]):
-    print(_help_text())
+    app.usage(shorthelp=True, writeto_stdout=True)  # The key flags alone.
     sys.exit(0)
   with _exits():
     return _parse(flags.FLAGS, argv)
@@ -329,21 +328,6 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   if unknown:
     raise UsageError(f'Unexpected arguments {unknown}.')
   return _read_config(values).lock()
-
-
-def _help_text() -> str:
-  lines = [
-    f'usage: python {sys.argv[0]} --config=FILE [--config.key=value ...]'
-  ]
-  for flag in flags.FLAGS.get_key_flags_for_module(__name__):
-    default = flag.default not in (None, '')
-    text = flag.help + (f' (default: {flag.default})' if default else '')
-    lines += [f'  --{flag.name}', flags.text_wrap(text, 76, ' ' * 6)]
-  lines += ['', 'Configs beside the program:']
-  for path in _configs():
-    text = ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or ''
-    lines.append(f'  configs/{path.name:<16} {text.partition(chr(10))[0]}')
-  return '\n'.join([*lines, '', 'For the flags of absl: --helpfull'])
 
 
 def _configs() -> list[pathlib.Path]:

@@ -353,10 +353,12 @@ def _check_clocks(key: str, interval_type: str | None) -> None:
 
 
 def _restore(
-  checkpointer: base.FullCheckpointer, step: int | None = None
+  checkpointer: base.FullCheckpointer,
+  step: int | None = None,
+  series: str = 'latest',
 ) -> None:
   with debug.log_activity('checkpoint restore', category='restore'):
-    checkpointer.restore('latest', step=step)
+    checkpointer.restore(series, step=step)
 
 
 def _resume_log(run: Run, log: writers.MetricWriter, last: int | None) -> None:
@@ -643,19 +645,16 @@ class _Best:
     checkpointer.claim('best')
     if checkpointer.can_be_restored('best'):
       # Only the best value and its metric are restored, not the weights.
-      with debug.log_activity('best checkpoint restore', category='restore'):
-        try:
-          checkpointer.restore('best')
-        except files.RefusedError:
-          raise  # The checkpoint is still there; the user must decide.
-        except files.DamagedError as e:
-          # The weights that count are those of `latest`.
-          logging.error('The series best begins anew: %s', e)
-    if state.best_model_eval_metric != metric:
+      try:
+        _restore(checkpointer, series='best')
+      except files.RefusedError:
+        raise  # The checkpoint is still there; the user must decide.
+      except files.DamagedError as e:
+        # The weights that count are those of `latest`.
+        logging.error('The series best begins anew: %s', e)
+    if (old := state.best_model_eval_metric) != metric:
       logging.warning(
-        'The series best was kept for %r; it starts anew for %r.',
-        state.best_model_eval_metric,
-        metric,
+        'The series best was of %r; now it is of %r.', old, metric
       )
       state.best_model_eval_metric = metric
       state.best_eval_metric_value = -self._sign * math.inf

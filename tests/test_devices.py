@@ -226,20 +226,6 @@ def test_double_buffer_gives_the_last_batch_before_the_error():
     next(batches)
 
 
-@pytest.mark.parametrize(
-  ('batch', 'named'),
-  [
-    ({'x': np.zeros([2]), 'y': [np.zeros([4, 3])]}, r"\['y'\]\[0\].*\(4, 3\)"),
-    (np.zeros([1, 2]), r'batch of shape \(1, 2\)'),
-    ({'x': 3.0}, r"\['x'\] of shape \(\)"),
-    (None, 'None'),
-  ],
-)
-def test_double_buffer_names_what_does_not_fit(batch, named):
-  with pytest.raises(ValueError, match=named):
-    next(devices.double_buffer([batch]))
-
-
 @pytest.mark.parametrize('how', ['close', 'drop'])
 def test_double_buffer_ended_early_ends_its_source(how):
   source = async_lib.py_prefetch(

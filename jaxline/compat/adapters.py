@@ -58,26 +58,19 @@ class _ForeignCheckpointer(base.FullCheckpointer):
 
   def __init__(self, checkpointer: base.Checkpointer):
     self._checkpointer = checkpointer
-
-  def get_experiment_state(self, ckpt_series: str) -> Any:
-    return self._checkpointer.get_experiment_state(ckpt_series)
-
-  def save(self, ckpt_series: str) -> None:
-    self._checkpointer.save(ckpt_series)
-
-  def can_be_restored(self, ckpt_series: str) -> bool:
-    return self._checkpointer.can_be_restored(ckpt_series)
-
-  def restore_path(self, ckpt_series: str) -> Any:
-    return self._checkpointer.restore_path(ckpt_series)
+    for method in (
+      'get_experiment_state',
+      'save',
+      'can_be_restored',
+      'restore_path',
+      'wait_for_checkpointing_to_finish',
+    ):
+      setattr(self, method, getattr(checkpointer, method))
 
   def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     if step is not None:
       self.steps(ckpt_series)  # Raises: it does not know them.
     self._checkpointer.restore(ckpt_series)
-
-  def wait_for_checkpointing_to_finish(self) -> None:
-    self._checkpointer.wait_for_checkpointing_to_finish()
 
   def close(self) -> None:
     getattr(self._checkpointer, 'close', lambda: None)()
@@ -95,7 +88,7 @@ def full_checkpointer(checkpointer: Any) -> base.FullCheckpointer:
   is_full |= isinstance(getattr(checkpointer, 'is_resumable', None), bool)
   if is_full and 'step' in inspect.signature(checkpointer.restore).parameters:
     return checkpointer
-  return _ForeignCheckpointer(checkpointer)
+  return _ForeignCheckpointer(checkpointer)  # type: ignore[abstract]
 
 
 class _ForeignWriter(writers.MetricWriter):

@@ -84,9 +84,6 @@ def double_buffer(ds: Iterable[T]) -> Generator[T, None, None]:
 
   Yields:
     The same batches, on the devices.
-
-  Raises:
-    ValueError: if a leading axis is not the number of local devices.
   """
   sharding = local_sharding()
   ahead: collections.deque[T] = collections.deque()
@@ -101,7 +98,7 @@ def double_buffer(ds: Iterable[T]) -> Generator[T, None, None]:
         if isinstance(e, StopIteration):
           return
         raise
-      ahead.append(_put_rows(batch, sharding))
+      ahead.append(jax.device_put(batch, sharding))
       del batch
       if len(ahead) == 2:
         yield ahead.popleft()
@@ -131,22 +128,6 @@ def rendezvous() -> None:
         f'{jax.device_count()}. Did all processes start with the same '
         'jax.distributed.initialize settings?'
       )
-
-
-def _put_rows(batch: Any, sharding: jax.sharding.NamedSharding) -> Any:
-  """Puts row i of every leaf onto local device i."""
-  num_devices = sharding.num_devices
-  if batch is None:
-    raise ValueError('double_buffer got None, expected a batch of arrays.')
-  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-    shape = np.shape(leaf)
-    if not shape or shape[0] != num_devices:
-      raise ValueError(
-        f'double_buffer got batch{jax.tree_util.keystr(path)} of shape '
-        f'{shape}, expected a leading axis of {num_devices}, the local '
-        'devices. Reshape the batch to [local devices, per device, ...].'
-      )
-  return jax.device_put(batch, sharding)
 
 
 def layout(value: Any) -> dict[str, Any] | None:

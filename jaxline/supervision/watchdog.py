@@ -55,15 +55,7 @@ class Watchdog:
     Args:
       secs: the longest silence, in seconds; None disables the watchdog.
       exit: ends the process, called with EXIT_CODE.
-
-    Raises:
-      ValueError: if `secs` is not a positive number.
     """
-    if secs is not None and not 0 < secs < float('inf'):
-      raise ValueError(
-        f'The watchdog got secs={secs!r}; expected a positive number of'
-        ' seconds, or None for no watchdog.'
-      )
     self._secs = secs
     self._exit = exit
     self._watched: set[threading.Thread] = set()
