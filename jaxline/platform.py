@@ -650,7 +650,6 @@ def _claim(
         mode.log
         or not (config.one_off_evaluate or config.eval_steps)
         or e.errno not in (errno.EROFS, errno.EACCES, errno.EPERM)
-        or not os.path.isdir(config.checkpoint_dir)
       ):
         refused = (
           f'config.checkpoint_dir is {config.checkpoint_dir!r}, but nothing can'

@@ -421,17 +421,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   ) -> experiment.StepInputs:
     """Returns what gives each step its number and the run's key."""
     del config  # `random_mode_train` is for several programs; this is one.
-    placed: Any = None
-
-    def inputs(global_step: int, rng: Any) -> tuple[int, Any, Any]:
-      nonlocal placed
-      if rng is not placed:  # At the start, or restored to the host.
-        placed = self.partitioner.put(
-          rng, self.partitioner.replicated, may_keep=True
-        )
-      return global_step, placed, placed
-
-    return inputs
+    return lambda global_step, rng: (global_step, rng, rng)
 
   def initialize_train_step_rng(self, rng: jax.Array) -> jax.Array:
     """Puts the key of training on all devices."""
@@ -449,6 +439,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
     if self.on_nonfinite != config.on_nonfinite:
       self.on_nonfinite = config.on_nonfinite
       self.__dict__.pop('compiled_train_step', None)
+    # A restored key is on the host; each step would put it on the devices.
+    state.train_step_rng = self.partitioner.put(
+      state.train_step_rng, self.partitioner.replicated, may_keep=True
+    )
     try:
       super().train_loop(config, state, periodic_actions, writer)
     finally:

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import math
-import queue
 import threading
 import time
 from typing import Any
@@ -41,7 +40,7 @@ from jaxline.supervision import watchdog as watchdog_lib
 
 # How often evaluation looks for a new checkpoint, in seconds.
 _POLL_SECS = 0.25
-# How long the other half of a run may take to notice that one half has failed.
+# How long the evaluation beside a training may take to notice its failure.
 _GRACE_SECS = 5.0
 
 
@@ -261,9 +260,9 @@ class Run:
     return training.experiment
 
   def train_eval_multithreaded(self) -> None:
-    """Trains and evaluates in two threads; an exception of either ends both.
+    """Trains, and evaluates the checkpoints in a second thread meanwhile.
 
-    The evaluation is of the checkpoints. Signals are for the training.
+    An exception of either ends both.
     """
     if self.eval_checkpointer is None and self.checkpointer.is_resumable:
       raise ValueError(
@@ -283,45 +282,35 @@ class Run:
       checkpointer=self.eval_checkpointer,
       supervision=Supervision(watchdog=watchdog, stop=stop, trained=trained),
     )
-    ended: queue.Queue[tuple[str, BaseException | None]] = queue.Queue()
+    failed: list[BaseException] = []
 
-    account = goodput.current()
-
-    def run_train() -> None:
-      with goodput.continued(account):
-        training.train()
-      trained.set()
-
-    def target(half: Callable[[], None]) -> None:
-      error: BaseException | None = None
+    def evaluate() -> None:
       try:
         with watchdog.watched():
-          debug.debugger_fallback(half)()
+          debug.debugger_fallback(evaluation.evaluate)()
       except debug.Stopped:
         pass
       except BaseException as e:
-        error = e
-      ended.put((threading.current_thread().name, error))
+        if not isinstance(e, errors.UsageError):
+          e.add_note('[jaxline] raised in the eval thread.')
+        failed.append(e)
+        stop.set()
 
-    threads = [
-      # Daemons: a half deep in a compilation must not outlive the run's error.
-      threading.Thread(target=target, args=(half,), name=name, daemon=True)
-      for name, half in (('train', run_train), ('eval', evaluation.evaluate))
-    ]
-    for thread in threads:
-      thread.start()
+    # A daemon: deep in a compilation it must not outlive the run's error.
+    thread = threading.Thread(target=evaluate, name='eval', daemon=True)
+    thread.start()
     try:
-      for _ in threads:
-        name, error = ended.get()
-        if error is not None:
-          if not isinstance(error, errors.UsageError):
-            error.add_note(f'[jaxline] raised in the {name} thread.')
-          raise error
+      with watchdog.watched():
+        training.train()
+      trained.set()
+      thread.join()
+    except debug.Stopped:
+      pass  # The evaluation has failed.
     finally:
       stop.set()
-      deadline = time.monotonic() + _GRACE_SECS
-      for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+      thread.join(_GRACE_SECS)
+    if failed:
+      raise failed[0]
 
 
 # What the loops share.

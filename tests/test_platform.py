@@ -279,8 +279,8 @@ def test_failure_of_either_thread_ends_the_run(tmp_path, style, place):
   assert result.returncode not in (0, None)
   assert f'Failure: {place} at ' in result.stderr
   assert 'secret_of_frame' in result.stderr
-  half = 'train' if place == 'step' else 'eval'
-  assert f'raised in the {half} thread' in result.stderr
+  is_told = '[jaxline] raised in the eval thread' in result.stderr
+  assert is_told == (place == 'evaluate')
 
 
 @pytest.mark.process

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from unittest import mock
 
 from experiments import compile_once
@@ -354,13 +355,21 @@ def test_each_step_has_the_key_of_its_number(typed):
 
 
 def test_a_restored_key_is_placed_once():
-  experiment = make()
-  inputs = experiment.step_inputs(regression.get_config(1))
+  seen = []
+
+  class Spy(Regression):
+    def step(self, *, rng, **kwargs):
+      seen.append(rng)
+      return super().step(rng=rng, **kwargs)
+
+  experiment = make(Spy)
   host = np.asarray(jax.random.PRNGKey(5))
-  step, rng, state_key = inputs(3, host)
-  assert (step, rng) == (3, state_key)
-  assert rng.sharding == experiment.partitioner.replicated
-  assert inputs(4, state_key)[1] is rng
+  state = types.SimpleNamespace(global_step=0, train_step_rng=host)
+  experiment.train_loop(regression.get_config(3), state, [])
+  first, *others = seen
+  assert first.sharding == experiment.partitioner.replicated
+  assert len(others) == 2
+  assert all(rng is first for rng in (*others, state.train_step_rng))
 
 
 def test_loss_fn_gets_global_arrays_and_weights():
