@@ -214,12 +214,11 @@ def test_the_backward_pass_keeps_no_weights(repeats, policy, kept):
   [
     (
       {'num_stages': 3, 'num_microbatches': 1},
-      r'8 layers do not divide over 3 stages x 1 repeats = 3\. 6 or 9 layers'
-      r' would fit, or \[1, 2, 4, 8\] stages',
+      '8 layers do not divide over 3 stages x 1 repeats; .* multiple of 3 lay',
     ),
     (
       {'num_stages': 8, 'num_microbatches': 8, 'num_repeats': 2},
-      r'= 16\. 16 layers would fit, or \[1, 2, 4\] stages',
+      'over 8 stages x 2 repeats; expected a multiple of 16 layers',
     ),
     (
       {'num_stages': 4, 'num_microbatches': 3, 'num_repeats': 2},
@@ -242,7 +241,7 @@ def test_a_layer_must_return_what_it_gets():
     x, rows = inputs
     return (x @ weight).astype(jnp.bfloat16), rows
 
-  with pytest.raises(ValueError, match=r'float32\[6, 4\].*; got .*bfloat16'):
+  with pytest.raises(TypeError, match=r'(?s)carry.*float32\[6,4\].*bfloat16'):
     _pipelined(*_weights_and_rows(2), layer, num_stages=2, num_microbatches=2)
 
 
