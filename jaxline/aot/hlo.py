@@ -52,6 +52,8 @@ _FREE = {
   'while',
 }  # fmt: skip
 _FREE_CALLS = {'AllocateBuffer', 'ConcatBitcast'}
+# In-place updates -> the operand that is written. `scatter` reads it as well.
+_UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
 _SLICES = ('dynamic-slice', 'gather', 'slice')
 # Custom calls of kernels by Pallas and similar tools.
 _KERNELS = (
@@ -630,8 +632,8 @@ def _read_by(
     opcode = user.opcode.removesuffix('-start')
     if opcode in _SLICES:
       return user.result.bytes if user.result else 0
-    if opcode == 'dynamic-update-slice':
-      return 0
+    if opcode in _UPDATES:
+      return user.operands[2].bytes if opcode == 'scatter' else 0
   return value.bytes
 
 
@@ -653,8 +655,8 @@ def _written(value: Instruction) -> int:
   if value.target == 'AsyncCollectiveStart':
     # Its operand and semaphores are passed on; the collective's result is new.
     return value.operands[0].bytes
-  if value.opcode == 'dynamic-update-slice':
-    return value.operands[1].bytes
+  if value.opcode in _UPDATES:
+    return value.operands[_UPDATES[value.opcode]].bytes
   return value.result.bytes if value.result else 0
 
 
