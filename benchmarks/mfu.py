@@ -23,8 +23,8 @@ from ml_collections import config_dict
 
 from examples.lm import experiment as lm_experiment
 from jaxline import platform
-from jaxline.aot import ahead
 from jaxline.aot import chips
+from jaxline.metrics import rates
 
 # What each changes of `experiment_kwargs.config`.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ def measure(config: config_dict.ConfigDict, steps: int) -> Speed:
     'train', rng, run_config=config, **config.experiment_kwargs
   )
   batch = experiment.abstract_batch(is_training=True)
-  flops = ahead.model_flops(experiment, batch, is_training=True)
+  flops = rates.model_flops(experiment, batch)
   key = experiment.initialize_train_step_rng(rng)
 
   def train(count: int) -> None:

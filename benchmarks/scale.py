@@ -64,58 +64,51 @@ def _without_evaluation(experiment_class: Any) -> Any:
   )
 
 
-def _train(report: report_lib.Report) -> report_lib.Program:
-  return report.programs[0]
+# A report, as its JSON has it.
+Report = dict[str, Any]
 
 
-def _mesh(report: report_lib.Report) -> str:
-  sizes = [f'{axis} {n}' for axis, n in report.mesh.items() if n > 1]
-  return ', '.join(sizes)
-
-
-def _room_row(name: str, report: report_lib.Report) -> Iterable[str]:
+def _room_row(name: str, report: Report) -> Iterable[str]:
   """Yields what a run needs of a chip's memory."""
-  step, target = _train(report), report.target
-  assert step.peak_bytes is not None
-  assert target.hbm_bytes is not None
-  rest = (target.hbm_bytes - step.peak_bytes) / _GIB
-  slices = f'{target.num_slices} x ' if target.num_slices > 1 else ''
+  step, target = report['programs'][0], report['target']
+  hbm_bytes = target['chip']['hbm_bytes']
+  rest = (hbm_bytes - step['peak_bytes']) / _GIB
+  slices = f'{target["num_slices"]} x ' if target['num_slices'] > 1 else ''
   yield name
-  yield f'{slices}{target.name}'
-  yield str(target.num_devices)
-  yield _mesh(report)
-  yield f'{report.parameters:,}'
-  yield f'{report.state_bytes / _GIB:.2f}'
-  yield f'{step.peak_bytes / _GIB:.2f} of {target.hbm_bytes / _GIB:.2f}'
-  yield f'yes, {rest:.1f} left' if step.fits else f'**no**, by {-rest:.1f}'
+  yield f'{slices}{target["name"]}'
+  yield str(target['num_devices'])
+  yield ', '.join(f'{axis} {n}' for axis, n in report['mesh'].items() if n > 1)
+  yield f'{report["parameters"]:,}'
+  yield f'{report["state_bytes"] / _GIB:.2f}'
+  yield f'{step["peak_bytes"] / _GIB:.2f} of {hbm_bytes / _GIB:.2f}'
+  yield f'yes, {rest:.1f} left' if step['fits'] else f'**no**, by {-rest:.1f}'
 
 
-def _time_row(name: str, report: report_lib.Report) -> Iterable[str]:
+def _time_row(name: str, report: Report) -> Iterable[str]:
   """Yields how long a step takes at least."""
-  step, roofline = _train(report), _train(report).roofline
-  assert roofline is not None
-  assert step.flops is not None
-  devices = report.target.num_devices
-  longest = max(roofline.times, key=lambda key: roofline.times[key])
+  step, devices = report['programs'][0], report['target']['num_devices']
+  model_flops = step['model_flops']
+  seconds = step['roofline']['seconds']
+  longest = max(seconds, key=lambda key: seconds[key])
   yield name
-  yield f'{step.model_flops / devices / _TERA:,.0f}'
-  yield f'{step.flops * devices / step.model_flops:.2f}'
-  for seconds in roofline.times.values():
-    yield f'{seconds:#.3g}' if seconds else ''
-  yield f'{longest}, {roofline.bound:#.3g} s'
-  yield f'{roofline.mfu_bound:.0%}'
-  yield f'{roofline.mfu_sum:.0%}'
+  yield f'{model_flops / devices / _TERA:,.0f}'
+  yield f'{step["measures"]["flops"] * devices / model_flops:.2f}'
+  for value in seconds.values():
+    yield f'{value:#.3g}' if value else ''
+  yield f'{longest}, {seconds[longest]:#.3g} s'
+  yield f'{step["roofline"]["mfu_bound"]:.0%}'
+  yield f'{step["roofline"]["mfu_sum"]:.0%}'
   yield PUBLISHED.get(name, '')
 
 
-def _size(item: tuple[str, report_lib.Report]) -> tuple[int, int]:
+def _size(item: tuple[str, Report]) -> tuple[int, int]:
   _, report = item
-  return report.parameters, report.target.num_devices
+  return report['parameters'], report['target']['num_devices']
 
 
-def print_tables(reports: dict[str, report_lib.Report]) -> None:
+def print_tables(reports: dict[str, Report]) -> None:
   """Prints two tables in Markdown."""
-  versions = {tuple(report.versions.items()) for report in reports.values()}
+  versions = {tuple(report['versions'].items()) for report in reports.values()}
   for titles, row in (
     (
       (
@@ -175,7 +168,7 @@ def main() -> None:
       report = compile_run(RUNS[name])
       files.write_json(path, report.to_json())
       print(f'{name}: {report}\n', flush=True)
-    reports[name] = report_lib.Report.from_json(json.loads(path.read_text()))
+    reports[name] = json.loads(path.read_text())
   print_tables(reports)
 
 

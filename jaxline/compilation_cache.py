@@ -78,7 +78,7 @@ def of_run(config: Any) -> Iterator[None]:
   }
   given = {key for key in settings if key.upper() in os.environ}
   settings = {key: x for key, x in settings.items() if key not in given}
-  with _stored_by(Files(path)), configured(settings):
+  with stored_by(Files(path)), configured(settings):
     yield
 
 
@@ -186,7 +186,15 @@ def _is_shared(path: pathlib.Path | None) -> bool:
 
 
 @contextlib.contextmanager
-def _stored_by(store: 'Files') -> Iterator[None]:
+def stored_by(store: Any) -> Iterator[None]:
+  """Gives JAX's compilation cache a store while inside.
+
+  Args:
+    store: as `Files`, for the directory that JAX is configured with.
+
+  Yields:
+    Nothing.
+  """
   # There is no public way to give JAX a store.
   original = jax_cache.get_file_cache
 

@@ -52,10 +52,13 @@ VARIABLES = {
   'process_id': 'JAX_PROCESS_ID',
 }
 _BIND_ADDRESS = 'JAX_COORDINATOR_BIND_ADDRESS'
-_PORT = 'JAX_COORDINATOR_PORT'
+_ALONE = (
+  f'Or give {", ".join(VARIABLES.values())} in the environment; or run alone,'
+  " with config.distributed = 'off'."
+)
 
 # How much longer JAX waits than this module. If JAX gives up, it ends the
-# process; this module raises an error before.
+# process; this module raises an error before that.
 _JAX_SLACK_SECS = 60
 
 
@@ -93,7 +96,7 @@ def validate(value: Any) -> None:
   """Checks a value of `config.distributed`.
 
   Raises:
-    UsageError: naming what is wrong, and what was expected.
+    UsageError: what is wrong, and what was expected.
   """
   if isinstance(value, Mapping | config_dict.ConfigDict):
     _read('config.distributed', dict(value))
@@ -130,11 +133,9 @@ def initialize(value: Any, timeout_secs: float = 300.0) -> None:
     place = _found(timeout_secs)
   else:
     place = _read('config.distributed', dict(value))
-  if place is None:
-    logging.info('One process: no cluster and no JAX_* variables were found.')
-    return
-  if place.num_processes == 1:
-    logging.info('One process, by %s: there is nobody to meet.', place.source)
+  if place is None or place.num_processes == 1:
+    source = place.source if place else 'no cluster and no JAX_* variables'
+    logging.info('One process (by %s).', source)
     return
   if address := os.getenv(_BIND_ADDRESS):
     _check_address(_BIND_ADDRESS, address)
@@ -146,157 +147,128 @@ def initialize(value: Any, timeout_secs: float = 300.0) -> None:
       ' jax.devices() or jnp.zeros(()); or run alone, with config.distributed ='
       " 'off'."
     )
-  logging.info('This is %s; meeting the others.', place)
+  logging.info('This is %s; connecting to the others.', place)
   began = time.monotonic()
   _meet(place, timeout_secs)
-  logging.info('All have met after %.1f s.', time.monotonic() - began)
+  logging.info('All have connected after %.1f s.', time.monotonic() - began)
 
 
 def _read(source: str, value: Mapping[str, Any]) -> _Place:
   """Returns the place that a mapping describes.
 
   Raises:
-    UsageError: naming what is wrong with it.
+    UsageError: what is wrong with it.
   """
-  for key in value:
-    if key not in VARIABLES:
-      raise errors.UsageError(
-        f'Unknown key {key!r} in {source}; its keys are {tuple(VARIABLES)}.'
-        f'{errors.did_you_mean(key, VARIABLES)}'
-      )
+  errors.check_names(value, VARIABLES, 'key', source)
   if missing := [key for key in VARIABLES if key not in value]:
     raise errors.UsageError(
       f'{source} lacks {missing}; its keys are {tuple(VARIABLES)}.'
     )
-
-  def refuse(key: str, expected: str) -> None:
-    raise errors.UsageError(
-      f'{key} of {source} is {value[key]!r}; expected {expected}.'
-    )
-
   coordinator, count, process = (value[key] for key in VARIABLES)
   _check_address(f'coordinator of {source}', coordinator)
-  if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-    refuse('num_processes', 'an integer of at least 1')
-  if (
-    isinstance(process, bool)
-    or not isinstance(process, int)
-    or not 0 <= process < count
-  ):
-    refuse(
-      'process_id', f'an integer from 0 to {count - 1}, one below them all'
+  if type(count) is not int or count < 1:
+    raise errors.UsageError(
+      f'num_processes of {source} is {count!r}; expected an integer of at'
+      ' least 1.'
+    )
+  if type(process) is not int or not 0 <= process < count:
+    raise errors.UsageError(
+      f'process_id of {source} is {process!r}; expected an integer from 0 to'
+      f' {count - 1}, another one in each process.'
     )
   return _Place(coordinator, count, process, source)
 
 
 def _check_address(name: str, address: Any) -> None:
   parts = re.fullmatch(r'(?:[^:\s]+|\[[^\]\s]+\]):(\d+)', str(address))
-  if parts is None or not _is_port(parts[1]):
+  if parts is None or not 0 < int(parts[1]) < 2**16:
     raise errors.UsageError(
       f"{name} is {address!r}; expected 'host:port', such as 'node0:1234' or"
       " '[::1]:1234'."
     )
 
 
-def _is_port(text: str) -> bool:
-  return re.fullmatch(r'\d+', text) is not None and 0 < int(text) < 2**16
-
-
 def _found(timeout_secs: float) -> _Place | None:
   """Returns the place that the environment describes; None without one."""
-  given = {
+  given: dict[str, Any] = {
     key: text for key, name in VARIABLES.items() if (text := os.getenv(name))
   }
   if 'coordinator' in given:
     _check_address(VARIABLES['coordinator'], given['coordinator'])
-  port = os.getenv(_PORT)
-  if port and not _is_port(port):
-    raise errors.UsageError(
-      f'{_PORT} is {port!r}; expected a port, such as 1234.'
-    )
   # JAX lets the address be given beside a cluster, which says the rest.
-  if set(given) - {'coordinator'}:
-    return _read_variables(given)
-  cluster = _cluster()
+  cluster = None if set(given) - {'coordinator'} else _cluster()
+  if cluster is None and given:
+    named = {VARIABLES[key]: text for key, text in given.items()}
+    if len(given) < len(VARIABLES):
+      raise errors.UsageError(
+        f'The environment has {named}, and no cluster was found that would say'
+        f' the rest; give all of {", ".join(VARIABLES.values())}, or none.'
+      )
+    for key in ('num_processes', 'process_id'):
+      if not re.fullmatch(r'\d+', given[key]):
+        raise errors.UsageError(
+          f'{VARIABLES[key]} is {given[key]!r}; expected a number.'
+        )
+      given[key] = int(given[key])
+    return _read(f'the variables {", ".join(named)}', given)
   if cluster is None:
-    return _read_variables(given) if given else None
+    return None
   name = cluster.__name__
-  try:
+  with _explained(cluster):
     count = cluster.get_process_count()
     if count == 1:
       return _Place('', 1, 0, name)
     local = cluster.get_local_process_id()
-    return _Place(
-      given.get('coordinator')
-      or cluster.get_coordinator_address(
-        timeout_secs=int(timeout_secs),
-        override_coordinator_port=port,
-      ),
-      count,
-      cluster.get_process_id(),
-      name,
-      None if local is None or _keeps_devices() else (local,),
+    address = given.get('coordinator') or cluster.get_coordinator_address(
+      timeout_secs=int(timeout_secs),
+      override_coordinator_port=os.getenv('JAX_COORDINATOR_PORT'),
     )
-  except Exception as e:
-    raise _untold(cluster, e) from e
-
-
-def _untold(
-  cluster: type[clusters.ClusterEnv], error: Exception
-) -> RendezvousError:
-  return RendezvousError(
-    f"JAX's {cluster.__name__} finds that this process is one of several, and"
-    f' cannot tell which: {error}\nGive {", ".join(VARIABLES.values())} in the'
-    " environment; or run alone, with config.distributed = 'off'."
-  )
-
-
-def _read_variables(given: Mapping[str, str]) -> _Place:
-  named = {VARIABLES[key]: text for key, text in given.items()}
-  if len(given) < len(VARIABLES):
-    raise errors.UsageError(
-      f'The environment has {named}, and no cluster was found that would say'
-      f' the rest; give all of {", ".join(VARIABLES.values())}, or none.'
-    )
-  numbers = {}
-  for key in ('num_processes', 'process_id'):
-    if not re.fullmatch(r'\d+', given[key]):
-      raise errors.UsageError(
-        f'{VARIABLES[key]} is {given[key]!r}; expected a number.'
-      )
-    numbers[key] = int(given[key])
-  return _read(f'the variables {", ".join(named)}', {**given, **numbers})
+    devices = None if local is None or _keeps_devices() else (local,)
+    process_id = cluster.get_process_id()
+  _check_address(f'The address by {name} and JAX_COORDINATOR_PORT', address)
+  return _Place(address, count, process_id, name, devices)
 
 
 def _cluster() -> type[clusters.ClusterEnv] | None:
   """Returns the first cluster that JAX detects, without asking in vain."""
+  # A TPU VM whose TPU is not to be used: its metadata server need not be asked.
+  # (On machines without a TPU, JAX does not ask it.)
+  platforms = jax.config.jax_platforms or 'tpu'  # type: ignore[attr-defined]
   for cluster in clusters.ClusterEnv._cluster_types:
-    if cluster.opt_in_only_method:
-      continue
-    if issubclass(cluster, cloud_tpu_cluster.BaseTpuCluster):
-      # A TPU VM whose TPU is not to be used: its metadata server need not be
-      # asked. (On machines without a TPU, JAX does not ask it.)
-      platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
-      if platforms and 'tpu' not in platforms.split(','):
-        continue
-    elif issubclass(cluster, clusters.K8sCluster):
+    is_pod = issubclass(cluster, clusters.K8sCluster)
+    if (
+      cluster.opt_in_only_method
+      or (
+        issubclass(cluster, cloud_tpu_cluster.BaseTpuCluster)
+        and 'tpu' not in platforms.split(',')
+      )
       # A notebook or a server in some pod is no process of a job.
-      if 'JOB_COMPLETION_INDEX' not in os.environ:
-        continue
-      if importlib.util.find_spec('kubernetes') is None:
-        # No RendezvousError: to start again would not help.
-        raise errors.UsageError(
-          'This process is one of an Indexed Job of Kubernetes, and JAX can ask'
-          ' for the others only with the package `kubernetes`: pip install'
-          f' kubernetes. Or give {", ".join(VARIABLES.values())} in the'
-          " environment; or run alone, with config.distributed = 'off'."
-        )
-    try:
+      or (is_pod and 'JOB_COMPLETION_INDEX' not in os.environ)
+    ):
+      continue
+    if is_pod and importlib.util.find_spec('kubernetes') is None:
+      # No RendezvousError: to start again would not help.
+      raise errors.UsageError(
+        'This process is one of an Indexed Job of Kubernetes, and JAX can ask'
+        ' for the others only with the package `kubernetes`: pip install'
+        f' kubernetes. {_ALONE}'
+      )
+    with _explained(cluster):
       if cluster.is_env_present():
         return cluster
-    except Exception as e:  # Of those that ask a server.
-      raise _untold(cluster, e) from e
   return None
+
+
+@contextlib.contextmanager
+def _explained(cluster: type[clusters.ClusterEnv]) -> Iterator[None]:
+  """Converts the errors of a cluster's variables and services."""
+  try:
+    yield
+  except Exception as e:
+    raise RendezvousError(
+      f"JAX's {cluster.__name__} finds that this process is one of several, and"
+      f' cannot tell which: {e}\n{_ALONE}'
+    ) from e
 
 
 def _keeps_devices() -> bool:
@@ -321,7 +293,7 @@ def _meet(place: _Place, timeout_secs: float) -> None:
     _check_port(place)
   else:
     _check_reachable(place, deadline)
-  errors: list[BaseException] = []
+  raised: list[BaseException] = []
 
   def connect() -> None:
     try:
@@ -335,22 +307,19 @@ def _meet(place: _Place, timeout_secs: float) -> None:
         initialization_timeout=int(timeout_secs) + _JAX_SLACK_SECS,
       )
     except BaseException as e:
-      errors.append(e)
+      raised.append(e)
 
   # On a thread, since the call hears neither Ctrl-C nor our deadline.
   thread = threading.Thread(target=connect, name='rendezvous', daemon=True)
   with _said_if_this_dies(place):
     thread.start()
     thread.join(max(0.0, deadline - time.monotonic()))
-  if thread.is_alive():
+  if thread.is_alive() or raised:
+    why = f'After {timeout_secs:g} s not all processes have met'
     raise RendezvousError(
-      f'After {timeout_secs:g} s not all processes have met; this is {place}.'
+      f'{raised[0] if raised else why}; this is {place}.'
       f' {_what_to_check(place)}'
-    )
-  if errors:
-    raise RendezvousError(
-      f'{errors[0]}\nThis is {place}. {_what_to_check(place)}'
-    ) from errors[0]
+    ) from (raised[0] if raised else None)
 
 
 def _what_to_check(place: _Place) -> str:
@@ -369,18 +338,13 @@ def _split(address: str) -> tuple[str, int]:
 
 def _check_port(place: _Place) -> None:
   """Refuses a port that is taken, for which JAX ends in a segfault."""
-  address = os.environ.get(_BIND_ADDRESS)
-  host, port = _split(address or place.coordinator)
+  _, port = _split(place.coordinator)
+  host = ''
+  if address := os.environ.get(_BIND_ADDRESS):
+    host, port = _split(address)
+  family = socket.AF_INET6 if ':' in host else socket.AF_INET
   try:
-    if address:
-      family = socket.AF_INET6 if ':' in host else socket.AF_INET
-      socket.create_server((host, port), family=family).close()
-    elif socket.has_dualstack_ipv6():
-      socket.create_server(
-        ('', port), family=socket.AF_INET6, dualstack_ipv6=True
-      ).close()
-    else:
-      socket.create_server(('', port)).close()
+    socket.create_server((host, port), family=family).close()
   except OSError as e:
     raise RendezvousError(
       f'This is {place}, which cannot listen on port {port}: {e}. Is a process'

@@ -16,8 +16,9 @@ It starts nothing on other machines: docs/reference/launching.md has clusters.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import contextlib
+import functools
 import os
 import queue
 import signal
@@ -27,7 +28,7 @@ import sys
 import threading
 import time
 import types
-from typing import IO, NoReturn
+from typing import IO
 
 from jaxline.supervision import preemption
 
@@ -42,8 +43,6 @@ _DEVICES_FLAG = '--xla_force_host_platform_device_count'
 # How long to read the rest of the pipes of ended processes, in seconds. It only
 # runs out if a process has left its group and keeps them open.
 _DRAIN_SECS = 5.0
-# A day: longer waits are mistakes, and some are more than a clock holds.
-_MAX_SECS = 86400.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -120,16 +119,14 @@ class _Launch:
     self._live: set[int] = set()
     self._lock = threading.Lock()
     self._readers: list[threading.Thread] = []
-    self._stack = contextlib.ExitStack()
+    self._guard = _Guard()
 
   def __enter__(self) -> _Launch:
-    self._guard = _Guard()
-    self._stack.callback(self._guard.close)
-    self._stack.callback(self._kill)
     return self
 
   def __exit__(self, *unused: object) -> None:
-    self._stack.close()
+    self._kill()
+    self._guard.close()
 
   def start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
     """Starts the next process.
@@ -170,17 +167,13 @@ class _Launch:
     """Waits for all to end; returns the exit code of the first that failed."""
     for signum in SIGNALS:
       if signal.getsignal(signum) != signal.SIG_IGN:
-        old = signal.signal(signum, self._pass_on)
-        self._stack.callback(signal.signal, signum, old)
+        signal.signal(signum, self._pass_on)
     deadline: float | None = None
     failed, left = 0, 0
     while self._live:
+      rest = None if deadline is None else max(0, deadline - time.monotonic())
       try:
-        number, code = self._ended.get(
-          timeout=None
-          if deadline is None
-          else max(0, deadline - time.monotonic())
-        )
+        number, code = self._ended.get(timeout=rest)
       except queue.Empty:
         _say(
           f'Killing {_name(self._live)}, {self._grace_secs:g} s after the first'
@@ -206,17 +199,13 @@ class _Launch:
 
   def _copy(self, number: int, source: IO[bytes], sink: IO[bytes]) -> None:
     """Copies lines, each immediately and whole; runs on its own thread."""
-    prefix = b'[%d] ' % number
-    with source:
+    # Where our output is closed, the process notices it by its closed pipe.
+    with source, contextlib.suppress(OSError):
       for line in source:
         end = b'' if line.endswith(b'\n') else b'\n'
-        try:
-          with self._lock:
-            sink.write(prefix + line + end)
-            sink.flush()
-        except OSError:
-          # Our output is closed: the process notices it by its closed pipe.
-          return
+        with self._lock:
+          sink.write(b'[%d] %s%s' % (number, line, end))
+          sink.flush()
 
   def _pass_on(self, signum: int, frame: types.FrameType | None) -> None:
     del frame
@@ -276,84 +265,58 @@ class _Guard:
     self._shell.communicate()
 
 
-class _Parser(argparse.ArgumentParser):
-  """Says in one line what is wrong."""
-
-  def error(self, message: str) -> NoReturn:
-    _say(f'{message[:1].upper()}{message[1:]}. See {self.prog} --help.')
-    sys.exit(2)
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
   """Parses the command line; ends the process with 2 where it is wrong."""
-  parser = _Parser(
+  parser = argparse.ArgumentParser(
     prog='python -m jaxline.launch',
     usage='%(prog)s --processes N [options] -- PROGRAM [ARGUMENT ...]',
     description="Starts a program as several processes of this machine's CPU,"
     ' for testing.',
     allow_abbrev=False,
+    exit_on_error=False,
   )
-  parser.add_argument(
-    '--processes',
-    type=_integer(1, 1024),
-    required=True,
-    metavar='N',
-    help='how many processes',
-  )
-  parser.add_argument(
+  add = functools.partial(parser.add_argument, metavar='N')
+  add('--processes', type=int, help='how many processes (required)')
+  add(
     '--devices-per-process',
-    type=_integer(1, 1024),
+    type=int,
     default=1,
-    metavar='N',
     help='CPU devices of each process (default: %(default)s)',
   )
-  parser.add_argument(
-    '--port',
-    type=_integer(1, 2**16 - 1),
-    metavar='N',
-    help='where process 0 listens (default: one that is free)',
-  )
-  parser.add_argument(
+  add('--port', type=int, help='where process 0 listens (default: a free one)')
+  add(
     '--grace-secs',
-    type=_seconds,
+    type=float,
     default=10.0,
-    metavar='SECS',
     help='how long the others may go on after one has failed, before they are'
     ' killed (default: %(default)g)',
   )
   argv = list(argv)
   end = argv.index('--') if '--' in argv else len(argv)
-  args, unknown = parser.parse_known_args(argv[:end])
-  if unknown:
-    parser.error(
-      f'unexpected {" ".join(unknown)!r}: the program comes after a --'
-    )
-  args.command = argv[end + 1 :]
-  if not args.command:
-    parser.error(f'there is no program{" after --" if end < len(argv) else ""}')
-  return args
-
-
-def _integer(low: int, high: int) -> Callable[[str], int]:
-  def parse(text: str) -> int:
-    if not text.isdecimal() or not low <= int(text) <= high:
-      raise argparse.ArgumentTypeError(
-        f'got {text!r}, expected an integer from {low} to {high}'
-      )
-    return int(text)
-
-  return parse
-
-
-def _seconds(text: str) -> float:
   try:
-    if 0 <= (secs := float(text)) <= _MAX_SECS:
-      return secs
-  except ValueError:
-    pass
-  raise argparse.ArgumentTypeError(
-    f'got {text!r}, expected seconds, of at most {_MAX_SECS:g}'
-  )
+    args, unknown = parser.parse_known_args(argv[:end])
+    args.command = argv[end + 1 :]
+    for name, low, high in (
+      ('processes', 1, 1024),
+      ('devices_per_process', 1, 1024),
+      ('port', 1, 2**16 - 1),
+      # A day: longer waits are mistakes, and some are more than a clock holds.
+      ('grace_secs', 0, 86400),
+    ):
+      value = vars(args)[name]
+      if not (value is None and name == 'port') and not (
+        value is not None and low <= value <= high
+      ):
+        flag = name.replace('_', '-')
+        raise ValueError(f'--{flag} is {value}; expected {low} to {high}')
+    if unknown:
+      raise ValueError(f'got {unknown} before --; expected options')
+    if not args.command:
+      raise ValueError('there is no program; expected one after --')
+  except (argparse.ArgumentError, ValueError) as e:
+    _say(f'{e}. See {parser.prog} --help.')
+    sys.exit(2)
+  return args
 
 
 def _free_port() -> int:

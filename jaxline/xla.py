@@ -13,10 +13,8 @@ saves a profile and the next one compiles with it (manual).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 import importlib.util
-import itertools
-import mmap
 import numbers
 import os
 import pathlib
@@ -48,11 +46,6 @@ _COMMAND_BUFFER = 'xla_gpu_enable_command_buffer'
 _FLAG = re.compile(
   r"""(?<!\S)--?(?P<name>[\w-]+)(=(?P<value>"(?:\\.|[^"\\])*"|'[^']*'|\S*))?(?=\s|$)"""
 )
-# What may be one, among all that is in a library. Patterns that begin with
-# letters are found in it twenty times faster than one with alternatives.
-_WORDS = tuple(
-  re.compile(start + rb'[a-z0-9_]{3,80}') for start in (b'xla_', b'megascale_')
-)
 # The parts of XLA and of libtpu that read the flags: a fraction of a second.
 _READ_XLA_FLAGS = """
 from jaxlib import xla_client
@@ -64,115 +57,76 @@ from jaxlib import xla_client
 xla_client.load_pjrt_plugin_dynamically('tpu', sys.argv[1])
 xla_client.initialize_pjrt_plugin('tpu')
 """
+# What they print before they end the process.
+_REFUSAL = re.compile(
+  r"(?:Unknown (?:command line )?flag|Illegal value|Couldn't interpret).*"
+)
 _PROBE_SECS = 60.0
-# How many names an error offers, and how many near ones are tried for that.
-_NUM_NAMES = 3
-_NUM_TRIED = 8
+
+# Name of a flag -> its value as text, and the place that sets it.
+_Flags = dict[str, tuple[str, str]]
 
 
-class _Flags:
-  """The flags for one environment variable, each with the place it is from."""
+def _flags(options: Mapping[str, Any]) -> dict[str, _Flags]:
+  """Returns the flags of `config.xla` by environment variable.
 
-  def __init__(self, variable: str, before: str):
-    """Begins with the flags that the variable has already.
+  Raises:
+    UsageError: a flag has two values, or cannot be one.
+  """
+  found: dict[str, _Flags] = {'XLA_FLAGS': {}, 'LIBTPU_INIT_ARGS': {}}
 
-    Args:
-      variable: its name.
-      before: its text.
-    """
-    self.variable = variable
-    self._environment = f'the environment variable {variable}'
-    self._flags = {
-      # A flag without a value is a switch that is on.
-      m['name']: (
-        'true' if m['value'] is None else m['value'].strip('\'"'),
-        self._environment,
+  def add(variable: str, name: str, value: Any, key: str) -> None:
+    place = f'config.xla.{key}'
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    # XLA splits at white space, and libtpu knows no quotes.
+    if not isinstance(value, str | numbers.Real) or re.search(r'[\s\'"]', text):
+      raise errors.UsageError(
+        f'{place} sets {name!r} to {value!r}; expected True, False, a number or'
+        ' text without white space and quotes.'
       )
-      for m in _FLAG.finditer(before)
-    }
-
-  def add(self, name: str, value: Any, place: str) -> None:
-    """Adds a flag.
-
-    Args:
-      name: with or without dashes in front.
-      value: True, False, a number or text.
-      place: where it is set, for messages.
-
-    Raises:
-      UsageError: the flag has another value from elsewhere, or cannot be one.
-    """
-    name, text = name.lstrip('-'), _to_text(name, value, place)
+    name = name.lstrip('-')
     if not re.fullmatch(r'[\w-]+', name):
       raise errors.UsageError(
         f'{place} has {name!r}; expected the name of a flag, such as'
         f' {_GPU_SCHEDULER!r}.'
       )
-    first = self._flags.setdefault(name, (text, place))
+    first = found[variable].setdefault(name, (text, place))
     _check_same(f'The flag --{name}', first, (text, place))
 
-  def missing(self) -> dict[str, str]:
-    """Returns '--name=value' -> place of the flags that are not set yet."""
-    return {
-      f'--{name}={value}': place
-      for name, (value, place) in self._flags.items()
-      if place != self._environment
-    }
-
-
-def _to_text(name: str, value: Any, place: str) -> str:
-  """Returns a flag's value as XLA reads it."""
-  text = str(value).lower() if isinstance(value, bool) else str(value)
-  # XLA splits at white space, and libtpu knows no quotes.
-  if not isinstance(value, str | numbers.Real) or re.search(r'[\s\'"]', text):
-    raise errors.UsageError(
-      f'{place} sets {name!r} to {value!r}; expected True, False, a number or'
-      ' text without white space and quotes.'
+  scheduler = options['latency_hiding_scheduler']
+  if scheduler is not None:
+    add('XLA_FLAGS', _GPU_SCHEDULER, scheduler, 'latency_hiding_scheduler')
+    add(
+      'LIBTPU_INIT_ARGS', _TPU_SCHEDULER, scheduler, 'latency_hiding_scheduler'
     )
-  return text
-
-
-def _is_same(a: str, b: str) -> bool:
-  words = {'true': True, '1': True, 'false': False, '0': False}
-  return words.get(a.lower(), a) == words.get(b.lower(), b)
+  for key in ('pgle_profiling_runs', 'pgle_save', 'pgle_profile'):
+    if options[key]:
+      add('XLA_FLAGS', _GPU_SCHEDULER, True, key)
+  if options['pgle_save']:
+    # In command buffers (CUDA graphs) the profiler sees no instructions.
+    add('XLA_FLAGS', _COMMAND_BUFFER, '', 'pgle_save')
+  if options['pgle_profile']:
+    # The program may go to another directory before it compiles.
+    path = os.path.abspath(options['pgle_profile'])
+    add('XLA_FLAGS', _PGLE_PROFILE, path, 'pgle_profile')
+  for variable, key in (
+    ('XLA_FLAGS', 'flags'),
+    ('LIBTPU_INIT_ARGS', 'tpu_flags'),
+  ):
+    for name, value in options[key].items():
+      add(variable, name, value, key)
+  return found
 
 
 def _check_same(what: str, a: tuple[Any, str], b: tuple[Any, str]) -> None:
   """Refuses two values, each given with its place, that are not the same."""
-  if not _is_same(str(a[0]), str(b[0])):
+  words = {'true': '1', 'false': '0'}
+  first, second = (str(value).lower() for value, _ in (a, b))
+  if words.get(first, first) != words.get(second, second):
     raise errors.UsageError(
       f'{what} has two values: {a[0]!r} by {a[1]} and {b[0]!r} by {b[1]}. Take'
       ' one out.'
     )
-
-
-def _flags(
-  options: Mapping[str, Any], environ: Mapping[str, str]
-) -> tuple[_Flags, _Flags]:
-  """Returns the flags for XLA and those for libtpu."""
-  xla, tpu = (
-    _Flags(variable, environ.get(variable, ''))
-    for variable in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')
-  )
-  scheduler = options['latency_hiding_scheduler']
-  if scheduler is not None:
-    place = 'config.xla.latency_hiding_scheduler'
-    xla.add(_GPU_SCHEDULER, scheduler, place)
-    tpu.add(_TPU_SCHEDULER, scheduler, place)
-  for key in ('pgle_profiling_runs', 'pgle_save', 'pgle_profile'):
-    if options[key]:
-      xla.add(_GPU_SCHEDULER, True, f'config.xla.{key}')
-  if options['pgle_save']:
-    # In command buffers (CUDA graphs) the profiler sees no instructions.
-    xla.add(_COMMAND_BUFFER, '', 'config.xla.pgle_save')
-  if options['pgle_profile']:
-    # The program may go to another directory before it compiles.
-    path = os.path.abspath(options['pgle_profile'])
-    xla.add(_PGLE_PROFILE, path, 'config.xla.pgle_profile')
-  for wanted, key in ((xla, 'flags'), (tpu, 'tpu_flags')):
-    for name, value in options[key].items():
-      wanted.add(name, value, f'config.xla.{key}')
-  return xla, tpu
 
 
 def validate(options: Mapping[str, Any]) -> None:
@@ -184,7 +138,7 @@ def validate(options: Mapping[str, Any]) -> None:
   Raises:
     UsageError: a flag has two values, or one that XLA cannot read.
   """
-  _flags(options, {})
+  _flags(options)
 
 
 def apply(options: Mapping[str, Any]) -> list[str]:
@@ -207,36 +161,57 @@ def apply(options: Mapping[str, Any]) -> list[str]:
   if options['pgle_profile']:
     _check_profile(pathlib.Path(options['pgle_profile']))
   lines = []
-  for wanted in _flags(options, os.environ):
-    before = os.environ.get(wanted.variable, '')
-    missing = wanted.missing()
+  for variable, flags in _flags(options).items():
+    before = os.environ.get(variable, '')
+    missing = _missing(variable, before, flags)
     if not missing:
       continue
-    if before.strip() and not before.strip().startswith('-'):
-      raise errors.UsageError(
-        f'{wanted.variable} is {before!r}, the name of a file with flags; no'
-        f' flags can be added to it. Put them into {wanted.variable} itself.'
-      )
-    _check_not_started(wanted.variable, missing)
     after = ' '.join([before, *missing]).strip()
-    why = 'libtpu is not installed here'
-    try:
-      is_tried = _try(wanted.variable, after)
-      # Without libtpu the scheduler's does nothing, nor matters.
-      is_shown = is_tried or bool(options['tpu_flags'])
-    except subprocess.TimeoutExpired:
-      # Of many processes on one slow disk. No reason to stop all of them.
-      is_tried, is_shown = False, True
-      why = f'what reads them took more than {_PROBE_SECS:g} s'
-    os.environ[wanted.variable] = after
-    if not is_shown:
+    unchecked = _try(variable, after)
+    os.environ[variable] = after
+    # Without libtpu the scheduler's flag does nothing, nor matters.
+    if variable == 'LIBTPU_INIT_ARGS' and not (
+      options['tpu_flags'] or not unchecked
+    ):
       continue
-    if not is_tried:
-      lines.append(f'{wanted.variable}: {why}: they are not checked.')
+    if unchecked:
+      lines.append(f'{variable}: {unchecked}: they are not checked.')
     lines += [
-      f'{wanted.variable}: {flag} ({place})' for flag, place in missing.items()
+      f'{variable}: {flag} ({place})' for flag, place in missing.items()
     ]
   return lines + _set_auto_pgle(options)
+
+
+def _missing(variable: str, before: str, flags: _Flags) -> dict[str, str]:
+  """Returns '--name=value' -> place of the flags that are still to be set."""
+  given = {
+    # A flag without a value is a switch that is on.
+    m['name']: 'true' if m['value'] is None else m['value'].strip('\'"')
+    for m in _FLAG.finditer(before)
+  }
+  environment = f'the environment variable {variable}'
+  for name in flags.keys() & given.keys():
+    _check_same(f'The flag --{name}', (given[name], environment), flags[name])
+  missing = {
+    f'--{name}={value}': place
+    for name, (value, place) in flags.items()
+    if name not in given
+  }
+  if missing and before.strip() and not before.strip().startswith('-'):
+    raise errors.UsageError(
+      f'{variable} is {before!r}, the name of a file with flags; no flags can'
+      f' be added to it. Put them into {variable} itself.'
+    )
+  # There is no public way to ask.
+  from jax._src import xla_bridge
+
+  if missing and xla_bridge.backends_are_initialized():
+    raise errors.UsageError(
+      f'config.xla needs {" ".join(missing)} in {variable}, but JAX has started'
+      ' and reads it no more. Call nothing of JAX that needs a device before'
+      f' the run, or set {variable} in the shell.'
+    )
+  return missing
 
 
 def _check_profile(path: pathlib.Path) -> None:
@@ -250,18 +225,6 @@ def _check_profile(path: pathlib.Path) -> None:
     raise errors.UsageError(
       f'config.xla.pgle_profile is {str(path)!r}; expected a .pb or a .pbtxt'
       ' file, or a directory of them: XLA ignores any other.'
-    )
-
-
-def _check_not_started(variable: str, missing: Iterable[str]) -> None:
-  # There is no public way to ask.
-  from jax._src import xla_bridge
-
-  if xla_bridge.backends_are_initialized():
-    raise errors.UsageError(
-      f'config.xla needs {" ".join(missing)} in {variable}, but JAX has started'
-      ' and reads it no more. Call nothing of JAX that needs a device before'
-      f' the run, or set {variable} in the shell.'
     )
 
 
@@ -287,7 +250,7 @@ def _set_auto_pgle(options: Mapping[str, Any]) -> list[str]:
   return [f'JAX: {name}={value}' for name, value in settings.items()]
 
 
-def _try(variable: str, text: str) -> bool:
+def _try(variable: str, text: str) -> str:
   """Refuses flags for which XLA or libtpu would end the process.
 
   Args:
@@ -295,16 +258,13 @@ def _try(variable: str, text: str) -> bool:
     text: its value.
 
   Returns:
-    Whether there is something to ask: libtpu may not be installed.
-
-  Raises:
-    subprocess.TimeoutExpired: it has not read them after `_PROBE_SECS`.
+    Why the flags could not be tried; '' if they are right.
   """
+  environ = {variable: text}
   if variable == 'XLA_FLAGS':
     name = f'XLA (jaxlib {jaxlib.__version__})'
     others = 'flags of libtpu go into config.xla.tpu_flags'
-    libraries = list(pathlib.Path(jaxlib.__file__).parent.glob('*.so'))
-    program, environ = [_READ_XLA_FLAGS], {}
+    program = [_READ_XLA_FLAGS]
   else:
     name = 'libtpu'
     others = 'flags of XLA for CPUs and GPUs go into config.xla.flags'
@@ -312,82 +272,32 @@ def _try(variable: str, text: str) -> bool:
     if not os.path.isfile(path):
       package = importlib.util.find_spec('libtpu')
       if package is None or package.origin is None:
-        return False
+        return 'libtpu is not installed here'
       path = str(pathlib.Path(package.origin).with_name('libtpu.so'))
-    libraries = [pathlib.Path(path)]
     # It reads its flags and no more: it takes no chip, needs not be the only
     # one to use libtpu, and does not look for the machine's metadata.
     program = [_READ_TPU_FLAGS, path]
-    environ = {'ALLOW_MULTIPLE_LIBTPU_LOAD': '1', 'TPU_SKIP_MDS_QUERY': '1'}
-
-  def read(text: str) -> str | None:
-    """Returns the error of a process that reads flags; None without one."""
+    environ |= {'ALLOW_MULTIPLE_LIBTPU_LOAD': '1', 'TPU_SKIP_MDS_QUERY': '1'}
+  try:
     done = subprocess.run(
       [sys.executable, '-c', *program],
-      env=os.environ | environ | {variable: text},
+      env=os.environ | environ,
       stdin=subprocess.DEVNULL,
       capture_output=True,
       text=True,
       errors='replace',
       timeout=_PROBE_SECS,
     )
-    return done.stderr if done.returncode else None
-
-  said = read(text)
-  if said is None:
-    return True
-  unknown = re.findall(r"Unknown command line flag '([^']*)'", said)
-  for line in re.findall(r'Unknown flags? in XLA_FLAGS: (.*)', said):
-    unknown += [m['name'] for m in _FLAG.finditer(line)]
-  if unknown:
+  except subprocess.TimeoutExpired:
+    # Of many processes on one slow disk. No reason to stop all of them.
+    return f'what reads them took more than {_PROBE_SECS:g} s'
+  if done.returncode:
+    lines = _REFUSAL.findall(done.stderr) or done.stderr.split('\n')[-2:-1]
     raise errors.UsageError(
-      f'{name} does not know {_with_near(unknown, libraries, read)}.'
-      f' {variable} would be {text!r}; {others}.'
+      f'{name} refuses the flags: {"; ".join(lines)}. {variable} would be'
+      f' {text!r}; {others}.'
     )
-  problems = re.findall(r'^ERROR: (.*)$', said, re.MULTILINE)
-  if 'Flag parsing failed' in said:
-    problems += re.findall(r'^E.*?\] (.*?)\.?$', said, re.MULTILINE)
-  if problems:
-    raise errors.UsageError(
-      f'{name} refuses the value of a flag: {"; ".join(problems)}. {variable}'
-      f' would be {text!r}.'
-    )
-  raise errors.UsageError(
-    f'{name} could not be started with {variable}={text!r}:\n{said[-2000:]}'
-  )
-
-
-def _with_near(
-  unknown: Iterable[str],
-  libraries: Iterable[pathlib.Path],
-  read: Callable[[str], str | None],
-) -> str:
-  """Lists unknown flags, each with the names that are near and known.
-
-  There is no complete list of flags: XLA truncates its output of --help. So
-  words in the library that are spelled like flags are tried.
-  """
-  words: set[str] = set()
-  for path in libraries:
-    with (
-      open(path, 'rb') as f,
-      mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data,
-    ):
-      for pattern in _WORDS:
-        words |= {word.decode() for word in set(pattern.findall(data))}
-
-  def is_known(name: str) -> bool:
-    said = read(f'--{name}=')
-    return said is None or not re.search('Unknown (command line )?flag', said)
-
-  texts = []
-  for flag in unknown:
-    near = errors.nearest(flag, words, n=_NUM_TRIED)
-    # Lazily: each costs a third of a second.
-    known = list(itertools.islice(filter(is_known, near), _NUM_NAMES))
-    note = f' (near: {", ".join(f"--{name}" for name in known)})'
-    texts.append(f'--{flag}{note if known else ""}')
-  return ' nor '.join(texts)
+  return ''
 
 
 def check_backend(options: Mapping[str, Any]) -> list[str]:
@@ -406,6 +316,9 @@ def check_backend(options: Mapping[str, Any]) -> list[str]:
     UsageError: a profile shall be saved, and there is no GPU.
   """
   platform = jax.default_backend()
+  cache = jax.config.values['jax_compilation_cache_dir']
+  if not jax.config.values['jax_enable_compilation_cache']:
+    cache = None
   warnings = []
   if platform != 'gpu':
     if options['pgle_save']:
@@ -416,35 +329,26 @@ def check_backend(options: Mapping[str, Any]) -> list[str]:
       )
     if options['pgle_profiling_runs']:
       jax.config.update('jax_enable_pgle', False)
-    for key in ('pgle_profiling_runs', 'pgle_profile'):
-      if options[key]:
-        warnings.append(
-          f'config.xla.{key} has no effect: JAX runs on {platform!r}, and PGLE'
-          ' is for GPUs.'
-        )
-  elif cache := _compilation_cache():
-    if options['pgle_profiling_runs']:
-      warnings.append(
-        f'The compilation cache {cache} may hold programs that an earlier run'
-        ' compiled with its own profile. They are used as they are and measured'
-        ' no more, whatever config.xla.pgle_profiling_runs and'
-        ' pgle_aggregation_percentile say. To measure anew, empty it.'
-      )
-    if options['pgle_profile']:
-      warnings.append(
-        f'The compilation cache {cache} knows config.xla.pgle_profile by its'
-        ' name, not by what is in it. Give a new profile a new name, or empty'
-        ' the cache.'
-      )
-  _log_warnings(warnings)
-  return warnings
-
-
-def _compilation_cache() -> str | None:
-  settings = jax.config.values
-  if not settings['jax_enable_compilation_cache']:
-    return None
-  return settings['jax_compilation_cache_dir']
+    warnings = [
+      f'config.xla.{key} has no effect: JAX runs on {platform!r}, and PGLE is'
+      ' for GPUs.'
+      for key in ('pgle_profiling_runs', 'pgle_profile')
+      if options[key]
+    ]
+  elif cache and options['pgle_profiling_runs']:
+    warnings = [
+      f'The compilation cache {cache} may hold programs that an earlier run'
+      ' compiled with its own profile. They are used as they are and measured'
+      ' no more, whatever config.xla.pgle_profiling_runs and'
+      ' pgle_aggregation_percentile say. To measure anew, empty it.'
+    ]
+  elif cache and options['pgle_profile']:
+    warnings = [
+      f'The compilation cache {cache} knows config.xla.pgle_profile by its'
+      ' name, not by what is in it. Give a new profile a new name, or empty the'
+      ' cache.'
+    ]
+  return _logged(warnings)
 
 
 def check_precompiled(options: Mapping[str, Any]) -> list[str]:
@@ -463,19 +367,19 @@ def check_precompiled(options: Mapping[str, Any]) -> list[str]:
     'pgle_save': 'it may have been compiled with command buffers, inside of'
     ' which nothing can be measured',
   }
-  warnings = [
+  return _logged(
     f'config.xla.{key} is {options[key]!r}, but has no effect on a program that'
     f' was compiled before: {reason}. Do not reuse the saved program.'
     for key, reason in why.items()
     if options[key]
-  ]
-  _log_warnings(warnings)
-  return warnings
+  )
 
 
-def _log_warnings(warnings: Iterable[str]) -> None:
+def _logged(warnings: Iterable[str]) -> list[str]:
+  warnings = list(warnings)
   for warning in warnings:
     logging.warning('%s', warning)
+  return warnings
 
 
 def actions(options: Mapping[str, Any]) -> list[ProfileSteps]:
@@ -487,12 +391,9 @@ def actions(options: Mapping[str, Any]) -> list[ProfileSteps]:
   Returns:
     On the first process of a run that saves a profile: the action that does.
   """
-  if options['pgle_save'] and jax.process_index() == 0:
-    return [
-      ProfileSteps(
-        options['pgle_save'], FIRST_PROFILED_STEP, options['pgle_save_steps']
-      )
-    ]
+  path, count = options['pgle_save'], options['pgle_save_steps']
+  if path and jax.process_index() == 0:
+    return [ProfileSteps(path, FIRST_PROFILED_STEP, count)]
   return []
 
 

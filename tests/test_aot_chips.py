@@ -9,28 +9,26 @@ from jaxline.aot import chips
 
 
 @pytest.mark.parametrize(
-  ('name', 'num_chips', 'num_hosts', 'links'),
+  ('name', 'num_chips', 'links'),
   [
-    ('v4:1x1x1', 1, 1, 0),
-    ('v4:2x2x1', 4, 1, 2),  # One neighbour in each of two dimensions.
-    ('v4:2x4x4', 32, 8, 5),
-    ('v4:4x4x4', 64, 16, 6),
-    ('v4:4x8x8', 256, 64, 6),
-    ('v4:12x16x16', 3072, 768, 6),
-    ('v5p:16x16x24', 6144, 1536, 6),
-    ('v5e:2x2', 4, 1, 2),
-    ('v5e:2x4', 8, 2, 3),
-    ('v5e:16x16', 256, 64, 4),
-    ('v6e:4x8', 32, 8, 4),
+    ('v4:1x1x1', 1, 0),
+    ('v4:2x2x1', 4, 2),  # One neighbour in each of two dimensions.
+    ('v4:2x4x4', 32, 5),
+    ('v4:4x4x4', 64, 6),
+    ('v4:4x8x8', 256, 6),
+    ('v4:12x16x16', 3072, 6),
+    ('v5p:16x16x24', 6144, 6),
+    ('v5e:2x2', 4, 2),
+    ('v5e:2x4', 8, 3),
+    ('v5e:16x16', 256, 4),
+    ('v6e:4x8', 32, 4),
   ],
 )
-def test_a_topology_has_its_chips(name, num_chips, num_hosts, links):
+def test_a_topology_has_its_chips(name, num_chips, links):
   topology = chips.parse_topology(name)
   assert str(topology) == name
   assert topology.num_chips == num_chips
-  assert topology.num_hosts == num_hosts
-  assert topology.num_hosts * topology.chips_per_host == num_chips
-  assert topology.ici_bandwidth == links * topology.chip.ici_link_bandwidth
+  assert topology.chip.ici_links == links
 
 
 @pytest.mark.parametrize(
@@ -65,8 +63,8 @@ def test_a_wrong_shape_lists_shapes(name):
 def test_the_published_numbers():
   # FLOP/s, bytes/s: what the makers' pages say, read once more.
   v4, v5e, v5p, v6e = (
-    chips.parse_topology(f'{name}:2x2{rest}').chip
-    for name, rest in (('v4', 'x1'), ('v5e', ''), ('v5p', 'x1'), ('v6e', ''))
+    chips.chip_of(types.SimpleNamespace(device_kind=f'TPU {name}'))
+    for name in ('v4', 'v5e', 'v5p', 'v6e')
   )
   assert [c.peak_flops for c in (v4, v5e, v5p, v6e)] == [
     275e12,
@@ -131,6 +129,4 @@ def test_libtpu_makes_a_device_for_each_chip(name, num_slices):
   topology = chips.parse_topology(name)
   devices = chips.topology_devices(topology, num_slices)
   assert len(devices) == math.prod((topology.num_chips, num_slices))
-  assert chips.chip_of(devices[0]) == topology.chip
-  hosts = {(getattr(d, 'slice_index', 0), d.process_index) for d in devices}
-  assert len(hosts) == topology.num_hosts * num_slices
+  assert chips.chip_of(devices[0]).name == topology.chip.name

@@ -282,24 +282,3 @@ def test_fused_attention(monkeypatch):
   # A fused kernel computes the weights again.
   assert counting.flops(jax.grad(fused, (0, 1, 2)), *args) == 7 * product
   assert counting.flops(jax.grad(plain, (0, 1, 2)), *args) == 6 * product
-
-
-# State.
-
-
-def test_state_bytes_are_those_of_a_shard():
-  mesh = jax.make_mesh(
-    (2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)
-  )
-  split = jax.sharding.NamedSharding(mesh, P(None, 'data'))
-  whole = jax.sharding.NamedSharding(mesh, P())
-  tree = {
-    'w': shape(3, 8),
-    'half': shape(4, dtype=jnp.bfloat16),
-    'key': jax.eval_shape(jax.random.key, 0),
-  }
-  shardings = {'w': split, 'half': whole, 'key': whole}
-  assert counting.state_bytes_per_device(tree, shardings) == 48 + 8 + 8
-  assert counting.state_bytes_per_device(tree, whole) == 96 + 8 + 8
-  with pytest.raises(ValueError, match='evenly divide'):
-    counting.state_bytes_per_device({'w': shape(3, 7)}, {'w': split})

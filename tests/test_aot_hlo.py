@@ -5,7 +5,6 @@ TPU and GPU have written, shortened by hand. This file is also the program that
 compiles: arguments are 'cpu' or a TPU topology, and the file to write.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -24,7 +23,6 @@ from jaxline.aot import hlo
 P = jax.sharding.PartitionSpec
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 AXES = {'data': 4, 'mdl': 2}
-NO_SLICES = [0] * 8
 L, B, D, F = 3, 1024, 64, 128
 ONE_PRODUCT = 2 * B * D * F
 
@@ -198,21 +196,29 @@ def compiled_for_tpu(tmp_path_factory):
   return texts('v4:2x2x2', tmp_path_factory.mktemp('tpu'))
 
 
-def summary(found):
-  """Kind, bytes, wire bytes, count and axes of each collective, sorted."""
+def measure(text, axis_sizes=None, slices=None):
+  """Measures a text; without a mesh, on one axis of its devices."""
+  module = hlo.parse(text)
+  axis_sizes = axis_sizes or {'data': module.num_devices}
+  slices = slices or [0] * math.prod(axis_sizes.values())
+  return hlo.measure(module, axis_sizes, slices)
+
+
+def summary(text, axis_sizes, slices=None):
+  """Kind, axes, count, bytes and wire bytes of the traffic, sorted."""
   return sorted(
-    (c.kind, c.bytes, c.wire_bytes, c.count, c.axes, c.group_size)
-    for c in found
+    (t.kind, t.axes, t.count, t.bytes, t.wire_bytes)
+    for t in measure(text, axis_sizes, slices).traffic
   )
 
 
 TALK = [
-  ('all-gather', 2**20, 2**19, 1, ('mdl',), 2),
-  ('all-reduce', 2**19, 2**19 * 1.5, 1, ('data',), 4),
-  ('all-reduce', 2**19, 2**19 * 1.75, 1, ('data', 'mdl'), 8),
-  ('all-to-all', 2**19, 2**18, 1, ('mdl',), 2),
-  ('collective-permute', 2**19, 2**19, 1, ('data',), 4),
-  ('reduce-scatter', 2**19, 2**19 * 0.75, 1, ('data',), 4),
+  ('all-gather', ('mdl',), 1, 2**20, 2**19),
+  ('all-reduce', ('data',), 1, 2**19, 2**19 * 1.5),
+  ('all-reduce', ('data', 'mdl'), 1, 2**19, 2**19 * 1.75),
+  ('all-to-all', ('mdl',), 1, 2**19, 2**18),
+  ('collective-permute', ('data',), 1, 2**19, 2**19),
+  ('reduce-scatter', ('data',), 1, 2**19, 2**19 * 0.75),
 ]
 
 
@@ -227,57 +233,55 @@ TALK = [
 def test_flops_are_those_of_the_traced_program(compiled, name, products):
   program = compiled[name]
   assert program['flops'] == products * ONE_PRODUCT
-  assert 8 * hlo.flops(program['text']) == program['flops']
-  assert hlo.unknown_loops(program['text']) == []
-  assert hlo.uncounted_kernels(program['text']) == []
+  found = measure(program['text'])
+  assert 8 * found.flops == program['flops']
+  assert found.unknown_loops == found.unknown_kernels == ()
 
 
 def test_fsdp_gathers_each_weight_where_it_is_used(compiled):
-  found = hlo.collectives(compiled['scanned']['text'], {'data': 8}, NO_SLICES)
+  found = measure(compiled['scanned']['text'])
   weight = D * F * 4
-  gathers = [c for c in found if c.kind == 'all-gather']
   # Two weights, forward and backward, in each round of the scans.
-  assert summary(gathers) == 4 * [
-    ('all-gather', weight, weight * 7 / 8, L, ('data',), 8)
+  (gathers,) = (t for t in found.traffic if t.kind == 'all-gather')
+  assert (gathers.axes, gathers.count) == (('data',), 4 * L)
+  assert gathers.bytes == 4 * L * weight
+  assert gathers.wire_bytes == 4 * L * weight * 7 / 8
+  reduced = [
+    t for t in found.traffic if t.kind in ('all-reduce', 'reduce-scatter')
   ]
-  assert [c.op_name.count('transpose') for c in gathers] == [0, 0, 1, 1]
-  reduced = [c for c in found if c.kind in ('all-reduce', 'reduce-scatter')]
-  assert sum(c.bytes * c.count for c in reduced) == 2 * L * weight + 4
-  assert not any(c.crosses_slices for c in found)
+  assert sum(t.bytes for t in reduced) == 2 * L * weight + 4
+  assert not any(t.dcn_bytes for t in found.traffic)
 
 
 def test_unrolled_layers_gather_once_a_layer(compiled):
-  found = hlo.collectives(compiled['unrolled']['text'], {'data': 8}, NO_SLICES)
-  gathers = [c for c in found if c.kind == 'all-gather']
+  found = measure(compiled['unrolled']['text'])
+  (gathers,) = (t for t in found.traffic if t.kind == 'all-gather')
   # The compiler keeps what is gathered forward for the backward pass.
-  assert [c.count for c in gathers] == 2 * L * [1]
+  assert gathers.count == 2 * L
 
 
 def test_each_kind_of_collective(compiled):
-  found = hlo.collectives(compiled['talk']['text'], AXES, NO_SLICES)
-  assert summary(found) == TALK
+  assert summary(compiled['talk']['text'], AXES) == TALK
 
 
-def test_collectives_across_slices(compiled):
-  text = compiled['talk']['text']
-  slices = [0, 0, 0, 0, 1, 1, 1, 1]  # Half of `data` is far away.
-  crossing = [
-    c for c in hlo.collectives(text, AXES, slices) if c.crosses_slices
-  ]
-  assert {c.axes for c in crossing} == {('data',), ('data', 'mdl')}
-  slices = [0, 1] * 4
-  crossing = [
-    c for c in hlo.collectives(text, AXES, slices) if c.crosses_slices
-  ]
-  assert {c.axes for c in crossing} == {('mdl',), ('data', 'mdl')}
+@pytest.mark.parametrize(
+  ('slices', 'far'),
+  # Half of `data`, or one of the two of `mdl`, is in another slice.
+  [([0, 0, 0, 0, 1, 1, 1, 1], 'data'), ([0, 1] * 4, 'mdl')],
+)
+def test_collectives_across_slices(compiled, slices, far):
+  found = measure(compiled['talk']['text'], AXES, slices)
+  for t in found.traffic:
+    assert bool(t.dcn_bytes) == (far in t.axes), t
 
 
 def test_loops_and_branches(compiled):
   text = compiled['loops']['text']
-  (unknown,) = hlo.unknown_loops(text)
+  found = measure(text)
+  (unknown,) = found.unknown_loops
   assert '(jit(program)/while)' in unknown
   # One round of the unknown loop, two products in the branch, seven rounds.
-  assert 8 * hlo.flops(text) == (1 + 2 + 7) * 2 * 64 * 32 * 32
+  assert 8 * found.flops == (1 + 2 + 7) * 2 * 64 * 32 * 32
 
 
 def test_bytes_of_what_has_no_loops_are_what_xla_counts():
@@ -289,7 +293,7 @@ def test_bytes_of_what_has_no_loops_are_what_xla_counts():
     jax.ShapeDtypeStruct((32, 16), jnp.float32),
   )
   compiled = jax.jit(program).lower(*args).compile()
-  found = hlo.bytes_accessed(compiled.as_text())
+  found = measure(compiled.as_text()).hbm_bytes
   assert found == compiled.cost_analysis()['bytes accessed']
   assert found > 4 * (64 * 32 + 32 * 16)
 
@@ -300,34 +304,32 @@ def test_bytes_of_what_has_no_loops_are_what_xla_counts():
 @pytest.mark.parametrize('name', ['scanned', 'unrolled'])
 def test_tpu_does_the_same_products(compiled_for_tpu, name):
   program = compiled_for_tpu[name]
-  assert 8 * hlo.flops(program['text']) == program['flops']
-  assert hlo.unknown_loops(program['text']) == []
+  found = measure(program['text'])
+  assert 8 * found.flops == program['flops']
+  assert found.unknown_loops == ()
 
 
 def test_tpu_collectives(compiled_for_tpu):
-  found = hlo.collectives(compiled_for_tpu['talk']['text'], AXES, NO_SLICES)
-  assert summary(found) == TALK
+  assert summary(compiled_for_tpu['talk']['text'], AXES) == TALK
 
 
 def test_tpu_slices(compiled_for_tpu):
-  found = hlo.collectives(
+  found = measure(
     compiled_for_tpu['slices']['text'],
     {'data': 4, 'replica': 2},
     [0, 1, 0, 1, 0, 1, 0, 1],
   )
-  assert summary(found) == [
-    ('all-reduce', 2**19, 2**19, 1, ('replica',), 2),
-    ('all-reduce', 2**19, 2**19 * 1.5, 1, ('data',), 4),
-  ]
-  assert [c.crosses_slices for c in found] == [
-    c.axes == ('replica',) for c in found
-  ]
+  within, between = found.traffic
+  assert (within.kind, within.axes) == ('all-reduce', ('data',))
+  assert (within.wire_bytes, within.dcn_bytes) == (2**19 * 1.5, 0)
+  assert (between.kind, between.axes) == ('all-reduce', ('replica',))
+  assert between.wire_bytes == between.dcn_bytes == 2**19
 
 
 def test_tpu_loops(compiled_for_tpu):
-  text = compiled_for_tpu['loops']['text']
-  assert len(hlo.unknown_loops(text)) == 1
-  assert 8 * hlo.flops(text) == (1 + 2 + 7) * 2 * 64 * 32 * 32
+  found = measure(compiled_for_tpu['loops']['text'])
+  assert len(found.unknown_loops) == 1
+  assert 8 * found.flops == (1 + 2 + 7) * 2 * 64 * 32 * 32
 
 
 # Excerpts: TPU.
@@ -386,16 +388,15 @@ ENTRY %main.6_spmd (param.4: bf16[4096,64], param.6: bf16[1024,4096], param.5: b
 
 
 def test_a_chain_of_fusions_is_one_collective():
-  found = hlo.collectives(ASYNC_FUSIONS, {'data': 16}, [0] * 16)
+  found = measure(ASYNC_FUSIONS)
   size = 4096 * 1024 * 2
-  assert summary(found) == [
-    ('all-gather', size, size * 15 / 16, 1, ('data',), 16)
+  assert summary(ASYNC_FUSIONS, {'data': 16}) == [
+    ('all-gather', ('data',), 1, size, size * 15 / 16)
   ]
-  assert found[0].op_name == 'jit(step)/dot_general'
-  assert hlo.flops(ASYNC_FUSIONS) == 2 * (2 * 128) * 1024 * 4096
+  assert found.flops == 2 * (2 * 128) * 1024 * 4096
   # Written is what is gathered; read, the weight of the product. All else is in
   # VMEM, S(1), or is passed on.
-  assert hlo.bytes_accessed(ASYNC_FUSIONS) == size + 1024 * 4096 * 2
+  assert found.hbm_bytes == size + 1024 * 4096 * 2
 
 
 # The gradients of two slices of v4:2x2x1, in the last rounds of a loop that was
@@ -459,32 +460,25 @@ ENTRY %main.6_spmd (param.4: bf16[1024,4096], param.5: bf16[288,8,512]) -> bf16[
   ROOT %get-tuple-element.2 = bf16[288,8,512]{2,1,0:T(8,128)(2,1)} get-tuple-element(%while.30), index=2
 }
 """  # noqa: E501
-TWO_SLICES_MESH = {'replica': 2, 'data': 4}
 
 
-def test_slices_that_run_a_program_each():
-  found = hlo.collectives(TWO_SLICES, TWO_SLICES_MESH, [0, 0, 0, 0, 1, 1, 1, 1])
+@pytest.mark.parametrize(
+  ('mesh', 'slices'),
+  [
+    ({'replica': 2, 'data': 4}, [0, 0, 0, 0, 1, 1, 1, 1]),
+    # The axis between the slices need not be the first one.
+    ({'data': 4, 'replica': 2}, [0, 1, 0, 1, 0, 1, 0, 1]),
+  ],
+)
+def test_slices_that_run_a_program_each(mesh, slices):
   padded, shard = 1152 * 4096 * 2, 288 * 4096 * 2
-  assert summary(found) == [
-    ('all-reduce', shard, shard, 3, ('replica',), 2),
-    ('reduce-scatter', padded, padded * 3 / 4, 3, ('data',), 4),
+  assert summary(TWO_SLICES, mesh, slices) == [
+    ('all-reduce', ('replica',), 3, 3 * shard, 3 * shard),
+    ('reduce-scatter', ('data',), 3, 3 * padded, 3 * padded * 3 / 4),
   ]
-  between, within = sorted(found, key=lambda c: c.kind)
-  assert between.crosses_slices
-  assert not within.crosses_slices
-  # XLA lost the name of the all-reduce; its fusion has it.
-  assert within.op_name == 'jit(step)/transpose'
-
-
-def test_devices_of_a_slice_are_numbered_within_it():
-  """The axis between the slices need not be the first one."""
-  found = hlo.collectives(
-    TWO_SLICES, {'data': 4, 'replica': 2}, [0, 1, 0, 1, 0, 1, 0, 1]
-  )
-  assert {(c.kind, c.axes) for c in found} == {
-    ('all-reduce', ('replica',)),
-    ('reduce-scatter', ('data',)),
-  }
+  within, between = measure(TWO_SLICES, mesh, slices).traffic
+  assert within.dcn_bytes == 0
+  assert between.dcn_bytes == between.wire_bytes
 
 
 def test_bytes_of_a_transfer_between_slices():
@@ -494,7 +488,10 @@ def test_bytes_of_a_transfer_between_slices():
   # into CMEM is read once. Scalars: a copy once, an addition three times, of a
   # counter and a constant; a comparison four times.
   scalars = 2 * counter + 3 * 3 * counter + 4 * (2 * counter + 1)
-  assert hlo.bytes_accessed(TWO_SLICES) == copied + 3 * 2 * shard + scalars
+  found = measure(
+    TWO_SLICES, {'replica': 2, 'data': 4}, [0, 0, 0, 0, 1, 1, 1, 1]
+  )
+  assert found.hbm_bytes == copied + 3 * 2 * shard + scalars
 
 
 @pytest.mark.parametrize(
@@ -536,12 +533,18 @@ ENTRY %main (param: f32[64,128]) -> f32[64,128] {{
   ROOT %get-tuple-element = f32[128,128]{{1,0:T(8,128)}} get-tuple-element(%recv-done), index=0
 }}
 """  # noqa: E501
-  (found,) = hlo.collectives(
+  (found,) = measure(
     text, {'replica': 2, 'data': 2, 'mdl': 2}, [0, 0, 1, 1, 2, 2, 3, 3]
-  )
-  assert (found.axes, found.group_size) == (axes, group_size)
+  ).traffic
+  n = group_size
+  part = {
+    'all-reduce': 2 * (n - 1) / n,
+    'all-gather': (n - 1) / n,
+    'collective-permute': 1.0,
+  }[found.kind]
+  assert found.axes == axes
   assert found.bytes == 128 * 128 * 4  # What is received is larger.
-  assert found.crosses_slices
+  assert found.wire_bytes == found.dcn_bytes == part * found.bytes
 
 
 def test_batch_dimensions_of_a_convolution():
@@ -555,7 +558,7 @@ ENTRY %main (k: bf16[2,512,8,128], q: bf16[2,8,512,128]) -> bf16[2,8,512,512] {
   ROOT %convolution = bf16[2,8,512,512]{3,2,1,0:T(8,128)(2,1)} convolution(%k, %q), window={size=2x8 stride=1x7 lhs_dilate=2x8}, dim_labels=0b1f_01oi->01bf
 }
 """  # noqa: E501
-  assert hlo.flops(text) == 2 * (2 * 8 * 512 * 512) * 128
+  assert measure(text).flops == 2 * (2 * 8 * 512 * 512) * 128
 
 
 def test_what_a_fusion_reads_and_writes():
@@ -586,7 +589,7 @@ ENTRY %main (a: f32[12,8,128], i: s32[], x: f32[8,128], b: f32[12,8,128]) -> (f3
 }
 """  # noqa: E501
   # The slice is read, the update written; x and the sum stay in VMEM.
-  assert hlo.bytes_accessed(text) == 2 * 8 * 128 * 4
+  assert measure(text).hbm_bytes == 2 * 8 * 128 * 4
 
 
 def test_a_weight_that_a_nested_fusion_reshapes_is_read():
@@ -611,7 +614,7 @@ ENTRY %main (x: f32[8,128], w: f32[1,128,256]) -> f32[8,256] {
   ROOT %fusion = f32[8,256]{1,0:T(8,128)} fusion(%x, %w), kind=kOutput, calls=%fused
 }
 """  # noqa: E501
-  assert hlo.bytes_accessed(text) == 4 * (8 * 128 + 128 * 256 + 8 * 256)
+  assert measure(text).hbm_bytes == 4 * (8 * 128 + 128 * 256 + 8 * 256)
 
 
 def test_slices_on_their_way_into_vmem():
@@ -625,7 +628,7 @@ ENTRY %main (x: bf16[4,8,128]) -> bf16[1,8,128] {
   ROOT %copy = bf16[1,8,128]{2,1,0:T(8,128)(2,1)} copy(%slice-done)
 }
 """  # noqa: E501
-  assert hlo.bytes_accessed(text) == 2 * 8 * 128 * 2
+  assert measure(text).hbm_bytes == 2 * 8 * 128 * 2
 
 
 def test_kernels_tell_what_they_cost_or_are_listed():
@@ -638,8 +641,10 @@ ENTRY %main (q: bf16[2,4,1024,128]) -> bf16[2,4,1024,128] {
   ROOT %flash_mha_bwd = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)} custom-call(%flash_attention.1), custom_call_target="tpu_custom_call", metadata={op_name="jit(g)/pallas_call"}, backend_config={"custom_call_config":{"body":"TUzv","needs_layout_passes":true}}
 }
 """  # noqa: E501
-  assert hlo.flops(text) == 4320133120
-  assert hlo.uncounted_kernels(text) == ['flash_mha_bwd (jit(g)/pallas_call)']
+  assert measure(text).flops == 4320133120
+  assert measure(text).unknown_kernels == (
+    'flash_mha_bwd (jit(g)/pallas_call)',
+  )
 
 
 # Excerpts: GPU. Not compiled by the authors of these tests: the attributes are
@@ -693,15 +698,14 @@ ENTRY %main (p: bf16[128,64]) -> (s32[], bf16[128,64]) {
 
 
 def test_gpu_pairs_count_once():
-  found = hlo.collectives(GPU, AXES, NO_SLICES)
-  whole, shard = 1024 * 64 * 2, 128 * 64 * 2
-  assert summary(found) == [
-    ('all-gather', whole, whole * 7 / 8, 5, ('data', 'mdl'), 8),
-    ('all-reduce', whole, whole, 5, ('mdl',), 2),
-    ('collective-permute', shard, shard, 5, ('data',), 4),
-    ('reduce-scatter', whole, whole * 7 / 8, 5, ('data', 'mdl'), 8),
+  whole, shard = 5 * 1024 * 64 * 2, 5 * 128 * 64 * 2
+  assert summary(GPU, AXES) == [
+    ('all-gather', ('data', 'mdl'), 5, whole, whole * 7 / 8),
+    ('all-reduce', ('mdl',), 5, whole, whole),
+    ('collective-permute', ('data',), 5, shard, shard),
+    ('reduce-scatter', ('data', 'mdl'), 5, whole, whole * 7 / 8),
   ]
-  assert hlo.unknown_loops(GPU) == []
+  assert measure(GPU).unknown_loops == ()
 
 
 def test_gpu_pairs_move_their_bytes_once():
@@ -709,7 +713,7 @@ def test_gpu_pairs_move_their_bytes_once():
   a_round = (shard + whole) + 2 * whole + (whole + shard) + 2 * shard
   # The condition looks at the state, six times.
   state = 4 + shard
-  assert hlo.bytes_accessed(GPU) == 5 * a_round + 6 * (state + 1)
+  assert measure(GPU).hbm_bytes == 5 * a_round + 6 * (state + 1)
 
 
 @pytest.mark.parametrize(
@@ -789,8 +793,8 @@ ENTRY %main (a: f32[4,32,64]) -> f32[] {{
   ROOT %call = {call}
 }}
 """
-  assert hlo.flops(text) == expected
-  assert hlo.uncounted_kernels(text) == []
+  assert measure(text).flops == expected
+  assert measure(text).unknown_kernels == ()
 
 
 # Groups.
@@ -826,20 +830,20 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
   ROOT %all-reduce = f32[8]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, use_global_device_ids=true, to_apply=%add
 }}
 """  # noqa: E501
-  (found,) = hlo.collectives(text, AXES, NO_SLICES)
-  assert (found.axes, found.group_size) == (axes, group_size)
+  (found,) = measure(text, AXES).traffic
+  assert found.axes == axes
   assert found.wire_bytes == 32 * 2 * (group_size - 1) / group_size
 
 
 @pytest.mark.parametrize(
-  ('pairs', 'axes', 'group_size'),
+  ('pairs', 'axes'),
   [
-    ('{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}', ('mdl',), 2),
-    ('{0,2},{2,4},{4,6}', ('data',), 4),
-    ('{0,3},{3,0}', ('data', 'mdl'), 2),
+    ('{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}', ('mdl',)),
+    ('{0,2},{2,4},{4,6}', ('data',)),
+    ('{0,3},{3,0}', ('data', 'mdl')),
   ],
 )
-def test_permutes(pairs, axes, group_size):
+def test_permutes(pairs, axes):
   text = f"""\
 HloModule jit_f, num_partitions=8
 
@@ -848,8 +852,8 @@ ENTRY %main (x: u4[9]) -> u4[9] {{
   ROOT %permute = u4[9]{{0}} collective-permute(%x), channel_id=1, source_target_pairs={{{pairs}}}
 }}
 """  # noqa: E501
-  (found,) = hlo.collectives(text, AXES, NO_SLICES)
-  assert (found.axes, found.group_size) == (axes, group_size)
+  (found,) = measure(text, AXES).traffic
+  assert found.axes == axes
   assert found.bytes == found.wire_bytes == 5  # Nine halves of a byte.
 
 
@@ -921,9 +925,42 @@ ENTRY %main (x: f32[2,2], unknown: s32[]) -> (s32[], f32[2,2], s32[]) {{
 )
 def test_rounds_of_a_loop(start, step, test, rounds):
   text = loop_text(start, step, test)
-  assert hlo.flops(text) == 16 * (1 if rounds is None else rounds)
-  unknown = [] if rounds is not None else ['while (jit(f)/while)']
-  assert hlo.unknown_loops(text) == unknown
+  assert measure(text).flops == 16 * (1 if rounds is None else rounds)
+  unknown = () if rounds is not None else ('while (jit(f)/while)',)
+  assert measure(text).unknown_loops == unknown
+
+
+# What goes between slices.
+
+
+@pytest.mark.parametrize(
+  ('kind', 'groups', 'part'),
+  [
+    # Within slices all but one of each slice's chips' shares has been added.
+    ('all-reduce', '{{0,1,2,3,4,5,6,7}}', 1 / 7),
+    ('all-gather', '{{0,1,2,3,4,5,6,7}}', 1 / 7),
+    ('all-reduce', '{{0,4},{1,5},{2,6},{3,7}}', 1.0),
+    ('all-reduce', '{{0,1},{2,3},{4,5},{6,7}}', 0.0),
+    # Half of the chips are in the other slice.
+    ('all-to-all', '{{0,1,2,3,4,5,6,7}}', 4 / 7),
+    ('collective-permute', '', 1.0),
+  ],
+)
+def test_what_must_leave_a_slice(kind, groups, part):
+  where = f'replica_groups={groups}'
+  if not groups:
+    where = 'source_target_pairs={{0,4},{4,0},{1,2},{2,1}}'
+  text = f"""\
+HloModule jit_f, num_partitions=8
+
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  ROOT %it = f32[8]{{0}} {kind}(%x), channel_id=1, {where}
+}}
+"""
+  mesh = {'stage': 1, 'replica': 2, 'data': 4, 'mdl': 1}
+  (found,) = measure(text, mesh, [0] * 4 + [1] * 4).traffic
+  assert found.dcn_bytes == pytest.approx(part * found.wire_bytes)
 
 
 # Errors.
@@ -931,20 +968,14 @@ def test_rounds_of_a_loop(start, step, test, rounds):
 
 def test_a_text_that_is_none():
   with pytest.raises(ValueError, match='no ENTRY'):
-    hlo.flops('module @jit_f {')
+    hlo.parse('module @jit_f {')
 
 
 def test_a_mesh_that_does_not_fit():
   with pytest.raises(ValueError, match='8 devices, but `slices` tells'):
-    hlo.collectives(GPU, AXES, [0] * 4)
+    measure(GPU, AXES, [0] * 4)
   with pytest.raises(ValueError, match='program is one of 8 devices'):
-    hlo.collectives(GPU, {'data': 4}, [0] * 4)
-
-
-def test_a_collective_is_a_value():
-  (found,) = hlo.collectives(ASYNC_FUSIONS, {'data': 16}, [0] * 16)
-  assert json.loads(json.dumps(dataclasses.asdict(found)))['kind'] == found.kind
-  assert math.isclose(found.wire_bytes, found.bytes * 15 / 16)
+    measure(GPU, {'data': 4}, [0] * 4)
 
 
 if __name__ == '__main__':

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxline.aot import hlo
 from jaxline.aot import memory
 
 # libtpu 0.0.52 for v5e:2x2: two layers, w f32[2,28000,28000] replicated, so
@@ -52,7 +53,7 @@ ENTRY %main.0_spmd (param: f32[2,28000,28000], param.1: f32[256,28000]) -> f32[2
 
 
 def test_the_buffers_of_a_program_that_does_not_fit():
-  found = memory.buffers(ASSIGNMENT, MODULE)
+  found = memory.buffers(ASSIGNMENT, hlo.parse(MODULE))
   assert found[:5] == [
     memory.Buffer(
       bytes=6279168000,  # Of 2 x 28000 x 28000 x 4, padded to tiles.
@@ -88,65 +89,51 @@ def test_the_buffers_of_a_program_that_does_not_fit():
   assert total == 6279168000 + 28672000 + 12558385664
   assert 0 <= total - sum(b.bytes for b in found) < 1 << 20
   # Which is what the compiler says.
-  needed = memory.needed_bytes(OUT_OF_MEMORY)
-  assert needed is not None
-  assert abs(needed / total - 1) < 0.01
+  assert total / 2**30 == pytest.approx(17.57, rel=0.01)
 
 
 @pytest.mark.parametrize(
-  ('error', 'gib'),
+  ('error', 'expected'),
   [
-    (OUT_OF_MEMORY, 17.57),
+    (OUT_OF_MEMORY, True),
     (
       'RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory'
       ' in memory space hbm. Used 21.49G of 15.48G hbm. Exceeded hbm capacity'
       ' by 6.01G.',
-      21.49,
+      True,
     ),
-    ('RESOURCE_EXHAUSTED: the total memory required for HLO (512.0M)', 0.5),
+    ('RESOURCE_EXHAUSTED: the total memory required for HLO (512.0M)', True),
+    ('', False),
+    ('INVALID_ARGUMENT: Invalid TPU program.', False),
+    ('RESOURCE_EXHAUSTED: Ran out of scoped memory in vmem.', False),
   ],
 )
-def test_what_a_program_needs_is_read_from_the_error(error, gib):
-  assert memory.needed_bytes(error) == int(gib * 2**30)
+def test_errors_of_too_little_memory(error, expected):
+  assert memory.is_out_of_memory(RuntimeError(error)) == expected
 
 
-@pytest.mark.parametrize(
-  'error',
-  [
-    '',
-    'INVALID_ARGUMENT: Invalid TPU program.',
-    'RESOURCE_EXHAUSTED: Ran out of scoped memory in vmem.',
-  ],
-)
-def test_other_errors_are_not_out_of_memory(error):
-  assert memory.needed_bytes(error) is None
-
-
-def test_nothing_is_known_of_nothing():
-  assert memory.buffers('', '') == []
+def test_nothing_is_known_of_nothing(tmp_path):
+  dump = memory.Dump(tmp_path)
+  assert dump.module == dump.assignment == ''
   assert memory.total_bytes('') == 0
-  with memory.dump() as dump:
-    assert dump.buffers() == []
-    assert dump.module() == ''
+  assert memory.buffers('', hlo.parse(MODULE)) == []
 
 
-def test_a_real_dump_of_this_machine():
+def test_a_real_dump_of_this_machine(tmp_path):
   def f(p, x):
     return jnp.tanh(x @ p['w']) @ p['w'].T
 
   w = jax.ShapeDtypeStruct((256, 512), jnp.float32)
   x = jax.ShapeDtypeStruct((128, 256), jnp.float32)
-  with memory.dump() as dump:
-    compiled = jax.jit(f).lower({'w': w}, x).compile(dict(dump.options))
-    directory = dump._directory
-    found = dump.buffers()
-    stats = compiled.memory_analysis()
-    assert dump.total_bytes() == (
-      stats.argument_size_in_bytes
-      + stats.output_size_in_bytes
-      + stats.temp_size_in_bytes
-    )
-  assert not directory.exists()
+  dump = memory.Dump(tmp_path)
+  compiled = jax.jit(f).lower({'w': w}, x).compile(dict(dump.options))
+  found = memory.buffers(dump.assignment, hlo.parse(dump.module))
+  stats = compiled.memory_analysis()
+  assert memory.total_bytes(dump.assignment) == (
+    stats.argument_size_in_bytes
+    + stats.output_size_in_bytes
+    + stats.temp_size_in_bytes
+  )
   arguments = [(b.bytes, b.name) for b in found if b.kind == 'argument']
   assert arguments == [(256 * 512 * 4, "p['w']"), (128 * 256 * 4, 'x')]
   assert 128 * 256 * 4 in [b.bytes for b in found if b.kind == 'output']

@@ -23,7 +23,6 @@ LEAVES = (
   'aot.chips',
   'aot.counting',
   'aot.hlo',
-  'aot.hlo_text',
   'async_lib',
   'compat',
   'compilation_cache',

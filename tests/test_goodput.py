@@ -209,8 +209,9 @@ def test_hits_and_misses_of_the_cache(tmp_path):
     return x * 12345
 
   found = []
-  with programs._cache(tmp_path, min_secs=0.0):
-    for _ in range(2):
+  directory = tmp_path / 'programs'
+  for kept in (programs.saving, programs.using):
+    with kept(directory, {}):
       before = goodput.compilations()
       jax.jit(program)(np.ones(7))
       found.append(

@@ -273,22 +273,23 @@ placed = [
   partitioner.put_batch(x),
 ]
 out = []
-for repeats in (1, 2):
+for parts, repeats in ((1, 1), (3, 1), (3, 2)):
   def run(weights, x):
     return t._pipelined(
-      partitioning.Logical(weights, axes), x, num_stages=2, num_microbatches=3,
-      num_repeats=repeats)
+      partitioning.Logical(weights, axes), x, num_stages=2,
+      num_microbatches=parts, num_repeats=repeats)
   with partitioner.activate():
     compiled = t._step(run).lower(*placed).compile()
   (_, y), grads = jax.block_until_ready(compiled(*placed))
   for a, b in zip((y, *grads), expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-  out.append([
-    (c.kind, c.count)
-    for c in hlo.collectives(
-      compiled.as_text(), partitioner.axis_sizes, partitioner.slices)
-    if 'stage' in c.axes and c.bytes > 4
-  ])
+  measures = hlo.measure(
+    hlo.parse(compiled.as_text()), partitioner.axis_sizes, partitioner.slices)
+  out.append({
+    t.kind: t.count
+    for t in measures.traffic
+    if 'stage' in t.axes and t.bytes > 4 * t.count
+  })
 print(json.dumps(out))
 """
 
@@ -307,14 +308,12 @@ def test_on_eight_devices_rows_go_to_the_next_stage_and_nothing_else():
     check=False,
   )
   assert process.returncode == 0, process.stderr
-  once, twice = json.loads(process.stdout.splitlines()[-1])
-  for found, repeats in ((once, 1), (twice, 2)):
-    iterations = pipeline.num_iterations(2, 3, repeats)
-    in_loops = [(kind, count) for kind, count in found if count > 1]
+  small, once, twice = json.loads(process.stdout.splitlines()[-1])
+  for found, parts, repeats in ((small, 1, 1), (once, 3, 1), (twice, 3, 2)):
     # Rows and their numbers forwards, the gradients of rows backwards.
-    assert {kind for kind, _ in in_loops} == {'collective-permute'}
-    assert {count for _, count in in_loops} == {iterations}
+    permutes = found.pop('collective-permute')
+    assert permutes == 4 * pipeline.num_iterations(2, parts, repeats)
     # The whole batch once each way; repeats move the weights.
-    at_the_ends = {kind for kind, count in found if count == 1}
-    assert 'all-reduce' in at_the_ends
-    assert ('all-to-all' in at_the_ends) == (repeats == 2)
+    assert 'all-reduce' in found
+    assert ('all-to-all' in found) == (repeats == 2)
+  assert small == once  # Nothing else is in the loops.

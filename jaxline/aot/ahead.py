@@ -5,22 +5,22 @@ arrays. The compiler of those devices compiles its two steps, and the compiled
 programs are measured.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import math
 import pathlib
+import tempfile
 import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jaxlib
 from ml_collections import config_dict
-import numpy as np
 
+from jaxline import compilation_cache
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline import sharded
@@ -32,8 +32,9 @@ from jaxline.aot import memory
 from jaxline.aot import programs
 from jaxline.aot import report as report_lib
 from jaxline.checkpoint import files
+from jaxline.metrics import rates
 
-# How many arrays of the state, and buffers of a program, a report lists.
+# How many buffers of a program a report lists.
 _NUM_LARGEST = 8
 # If the state is more than this part of the memory, it is reduced first.
 _MUCH = 0.5
@@ -76,7 +77,7 @@ def make_report(
     experiment_class: as for `train.train`.
     config: the run's, with the target: `topology` and `num_slices`; without
       them it is the devices of this process.
-    directory: where the compiled programs are kept; None keeps none.
+    directory: where the compiled programs are saved; None saves none.
 
   Raises:
     chips.TargetError: the config's target cannot be compiled for.
@@ -86,55 +87,56 @@ def make_report(
   can_compile = not isinstance(devices[0], mesh_lib.AbstractDevice)
   with mesh_lib.on_devices(devices):
     experiment = _build(experiment_class, config)
-    slices = set(experiment.partitioner.slices)
-    target = dataclasses.replace(target, num_slices=len(slices))
-    steps = list(_steps(experiment, notes))
-    notes.extend(
-      f'The sharding uses nothing of the mesh along {axis!r}: the'
-      f' {experiment.partitioner.axis_sizes[axis]} devices there all do the'
-      ' same.'
-      for axis in experiment.partitioner.idle_axes()
+    partitioner = experiment.partitioner
+    target = dataclasses.replace(
+      target, num_slices=len(set(partitioner.slices))
     )
-    notes.extend(
+    notes += [
+      f'The sharding uses nothing of the mesh along {axis!r}: the'
+      f' {partitioner.axis_sizes[axis]} devices there all do the same.'
+      for axis in partitioner.idle_axes()
+    ]
+    notes += [
       f'Whole, or cut less than the sharding asks for: {line}'
       for line in experiment.uncut_weights
+    ]
+    steps = list(_steps(experiment, notes))
+    saved = None
+    # XLA writes its dump only if it compiles.
+    place: Any = compilation_cache.configured(
+      {'jax_enable_compilation_cache': False}
     )
-    place = None
     if can_compile and directory is not None:
-      place = directory / f'{_file_name(target)}_programs'
-    keep: Any = programs.kept_nowhere()
-    if place is not None:
-      keep = programs.saving(place, programs.identity(config, devices))
-    with keep:
+      saved = directory / f'{_file_name(target)}_programs'
+      place = programs.saving(saved, programs.identity(config, devices))
+    with place:
       compiled = [
-        _compile(step, experiment, target)
+        _compile(step, experiment, target, notes)
         if can_compile
         else _size(step, target)
         for step in steps
       ]
-    state = experiment.abstract_state()
-    batch = steps[0].args[1]
-    notes += _beside_evaluation(state, compiled, target)
+    state, batch, _ = steps[0].args
+    notes += _beside_evaluation(_bytes(state.opt_state), compiled, target)
     report = report_lib.Report(
       experiment=type(experiment).__name__,
       target=target,
-      mesh=experiment.partitioner.axis_sizes,
-      sharding=_preset(experiment.partitioner.rules),
+      mesh=partitioner.axis_sizes,
+      sharding=_preset(partitioner.rules),
       batch_rows=len(jax.tree.leaves(batch)[0]),
       parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
       state_bytes=_bytes(state),
       gradient_bytes=_gradient_bytes(experiment, state),
       batch_bytes=_bytes(batch),
       bubble_fraction=experiment.bubble_fraction,
-      state_buffers=_state_buffers(state),
       programs=tuple(compiled),
       notes=tuple(notes),
-      saved=str(place) if place is not None and place.exists() else '',
+      saved=str(saved) if saved and saved.exists() else '',
       versions=_versions(config.topology),
     )
   if not report.fits:
-    hints = _hints(report, config)
-    report = dataclasses.replace(report, hints=tuple(hints))
+    hints = tuple(_hints(report, config))
+    report = dataclasses.replace(report, hints=hints)
   return report
 
 
@@ -148,10 +150,11 @@ def _target(
 ) -> tuple[Sequence[Any], report_lib.Target]:
   """Returns the devices to compile for, and their description."""
   devices: Sequence[Any]
+  chip: chips.Chip | None
   if config.topology:
     topology = chips.parse_topology(config.topology)
     name, chip = str(topology), topology.chip
-    kind, ici_bandwidth = chip.device_kinds[0], topology.ici_bandwidth
+    kind = chip.device_kinds[0]
     try:
       devices = chips.topology_devices(topology, config.num_slices)
     except chips.MissingCompilerError as e:
@@ -164,40 +167,30 @@ def _target(
   else:
     devices = jax.devices()
     name, kind = 'local', devices[0].device_kind
-    known = chips.chip_of(devices[0])
-    if known is None:
+    chip = chips.chip_of(devices[0])
+    # JAX takes for itself only a part of a GPU, and says which; but not where
+    # it is told to ask for each array by itself.
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if chip is None:
       notes.append(
         f'What a device of kind {kind!r} can do is not known: nothing is said'
         ' of whether it fits, of times and of utilization. Compile for chips,'
         " such as config.topology = 'v4:2x2x1'."
       )
-      return devices, report_lib.Target(
-        name=name, device_kind=kind, num_slices=1, num_devices=len(devices)
-      )
-    chip, ici_bandwidth = known, known.ici_bandwidth
-    # JAX takes for itself only a part of a GPU, and says which; but not where
-    # it is told to ask for each array by itself.
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if limit := stats.get('bytes_limit'):
+    elif limit := stats.get('bytes_limit'):
       chip = dataclasses.replace(chip, hbm_bytes=float(limit))
   return devices, report_lib.Target(
     name=name,
     device_kind=kind,
     num_slices=1,
     num_devices=len(devices),
-    hbm_bytes=chip.hbm_bytes,
-    peak_flops=chip.peak_flops,
-    hbm_bandwidth=chip.hbm_bandwidth,
-    ici_bandwidth=ici_bandwidth,
-    dcn_bandwidth=chip.dcn_bandwidth,
+    chip=chip,
   )
 
 
 def _preset(rules: partitioning.Rules) -> str:
-  for name, preset in partitioning.PRESETS.items():
-    if preset == rules:
-      return name
-  return 'by its own rules'
+  presets = partitioning.PRESETS.items()
+  return next((n for n, p in presets if p == rules), 'by its own rules')
 
 
 def _build(
@@ -228,24 +221,12 @@ def _check_sharded(made_by: type) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-  """A step to compile.
-
-  Attributes:
-    name: for the report.
-    jitted: the step, compiled where it is called.
-    args: state, batch and key as shapes with shardings.
-    model_flops: see `report.Program`.
-  """
+  """A traced step: its name, arguments (shapes) and the model's FLOPs."""
 
   name: str
-  jitted: Any
+  traced: Any
   args: tuple[Any, Any, Any]
   model_flops: float
-
-  def program(self, **values: Any) -> report_lib.Program:
-    return report_lib.Program(
-      name=self.name, model_flops=self.model_flops, **values
-    )
 
 
 def _steps(
@@ -253,198 +234,99 @@ def _steps(
 ) -> Iterator[_Step]:
   """Yields the train step and, if there is an evaluation, the eval step."""
   state, rng = experiment.abstract_state(), experiment.abstract_rng()
-  for is_training in (True, False):
-    try:
-      batch = experiment.abstract_batch(is_training)
-    except NotImplementedError:
-      if is_training:
-        raise
-      notes.append('There is no eval step: eval_input is not implemented.')
-      return
-    args = (
-      state if is_training else dataclasses.replace(state, opt_state=None),
-      batch,
-      rng,
-    )
-    flops = model_flops(experiment, batch, is_training)
-    if is_training:
-      jitted = experiment.compiled_train_step
-      yield _Step('train step', jitted, args, flops)
-    else:
-      yield _Step('eval step', experiment.compiled_eval_step, args, flops)
-
-
-def model_flops(
-  experiment: sharded.ShardedExperiment, batch: Any, is_training: bool
-) -> float:
-  """Returns the FLOPs that the model needs for a step, all chips together.
-
-  Three times those of the products of its forward pass in training, whatever
-  is computed again; once in an evaluation.
-
-  Args:
-    experiment: the experiment.
-    batch: as `abstract_batch` returns it.
-    is_training: for which step.
-  """
-
-  def forward(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-    return experiment.loss_fn(params, model_state, batch, rng, is_training)
-
-  state = experiment.abstract_state()
-  whole = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-    (state.params, state.model_state, batch, experiment.abstract_rng()),
-  )
-  # As the step is traced: the loss may ask which mesh it is on.
-  with experiment.partitioner.activate():
-    flops = counting.flops(forward, *whole)
-  # Bubbles of a pipeline are computed, and are no part of the model. What is
-  # outside of the pipeline, such as the logits, is taken to be within, and so
-  # comes out too low: by 0.4% of the whole for GPT-3 3B in 8 stages.
-  flops *= 1 - experiment.bubble_fraction
-  return counting.PRODUCTS_IN_TRAINING * flops if is_training else flops
+  train_step: Any = experiment.compiled_train_step
+  eval_step: Any = experiment.compiled_eval_step
+  batch = experiment.abstract_batch(is_training=True)
+  args = state, batch, rng
+  traced = train_step.trace(*args)
+  flops = rates.model_flops(experiment, batch)
+  yield _Step('train step', traced, args, flops)
+  try:
+    batch = experiment.abstract_batch(is_training=False)
+  except NotImplementedError:
+    notes.append('There is no eval step: eval_input is not implemented.')
+    return
+  args = dataclasses.replace(state, opt_state=None), batch, rng
+  traced = eval_step.trace(*args)
+  flops = counting.flops(traced.jaxpr) * (1 - experiment.bubble_fraction)
+  yield _Step('eval step', traced, args, flops)
 
 
 def _size(step: _Step, target: report_lib.Target) -> report_lib.Program:
   """Returns the sizes of a step that are known without a compiler."""
   num_bytes = _bytes(step.args)
-  # Whether it fits is not known, unless its arguments do not.
-  fits = False if num_bytes > (target.hbm_bytes or math.inf) else None
-  return step.program(argument_bytes=num_bytes, fits=fits)
+  arrays = [
+    memory.Buffer(
+      bytes=_bytes(x),
+      shape=f'{x.dtype.name}{list(x.sharding.shard_shape(x.shape))}',
+      kind='argument',
+      name=f'state{jax.tree_util.keystr(path)}',
+    )
+    for path, x in jax.tree_util.tree_leaves_with_path(step.args[0])
+  ]
+  return report_lib.Program(
+    name=step.name,
+    model_flops=step.model_flops,
+    argument_bytes=num_bytes,
+    # Whether it fits is not known, unless its arguments do not.
+    fits=False if num_bytes > target.hbm_bytes else None,
+    buffers=tuple(sorted(arrays, key=lambda b: -b.bytes)[:_NUM_LARGEST]),
+  )
 
 
 def _compile(
   step: _Step,
   experiment: sharded.ShardedExperiment,
   target: report_lib.Target,
+  notes: list[str],
 ) -> report_lib.Program:
   """Compiles a step, and measures the program."""
   if jax.process_index() == 0:
     print(f'Compiling the {step.name} for {target.name}: minutes.', flush=True)
-  lowered = step.jitted.lower(*step.args)
-  with memory.dump() as dump:
-    start = time.monotonic()
+  program = report_lib.Program(name=step.name, model_flops=step.model_flops)
+  change = functools.partial(dataclasses.replace, program)
+  lowered = step.traced.lower()
+  start = time.monotonic()
+  with tempfile.TemporaryDirectory(prefix='jaxline_xla_') as directory:
+    dump = memory.Dump(pathlib.Path(directory))
     try:
       compiled = lowered.compile(compiler_options=dict(dump.options))
     except jax.errors.JaxRuntimeError as e:
-      needed = memory.needed_bytes(str(e))
-      if needed is None:
+      if not memory.is_out_of_memory(e):
         raise
-      # To the byte, where XLA has written it down.
-      values: dict[str, Any] = {
-        'fits': False,
-        'peak_bytes': dump.total_bytes() or needed,
-      }
-      text = dump.module()
+      notes.append(f'The {step.name} does not fit: {str(e).splitlines()[0]}')
+      peak = memory.total_bytes(dump.assignment) or None
+      program = change(fits=False, peak_bytes=peak)
     else:
-      values = _memory(compiled, target)
-      try:
-        text = compiled.as_text()
-      except jax.errors.JaxRuntimeError:
-        # The compiler may know instructions that this jaxlib does not.
-        text = dump.module()
-    values['compile_secs'] = time.monotonic() - start
-    values['buffers'] = tuple(dump.buffers()[:_NUM_LARGEST])
-  if text:
-    values |= _read(text, step.model_flops, experiment, target)
-  return step.program(**values)
-
-
-def _memory(compiled: Any, target: report_lib.Target) -> dict[str, Any]:
-  """Returns the memory that a compiled program takes of a chip."""
-  stats = compiled.memory_analysis()
-  peak = (
-    stats.argument_size_in_bytes
-    + stats.output_size_in_bytes
-    + stats.temp_size_in_bytes
-    - stats.alias_size_in_bytes
-  )
-  return {
-    'argument_bytes': stats.argument_size_in_bytes,
-    'output_bytes': stats.output_size_in_bytes,
-    'alias_bytes': stats.alias_size_in_bytes,
-    'temp_bytes': stats.temp_size_in_bytes,
-    'peak_bytes': peak,
-    'fits': peak <= target.hbm_bytes if target.hbm_bytes else None,
-  }
-
-
-def _read(
-  text: str,
-  model_flops: float,
-  experiment: sharded.ShardedExperiment,
-  target: report_lib.Target,
-) -> dict[str, Any]:
-  """Returns the measures of the text of a compiled program."""
-  flops = hlo.flops(text)
-  hbm_bytes = hlo.bytes_accessed(text)
-  partitioner = experiment.partitioner
-  traffic = tuple(_traffic(text, partitioner.axis_sizes, partitioner.slices))
-  return {
-    'flops': flops,
-    'hbm_bytes': hbm_bytes,
-    'traffic': traffic,
-    'unknown_loops': tuple(hlo.unknown_loops(text)),
-    'unknown_kernels': tuple(hlo.uncounted_kernels(text)),
-    'roofline': report_lib.roofline(
-      target,
-      flops=flops,
-      hbm_bytes=hbm_bytes,
-      traffic=traffic,
-      model_flops=model_flops,
-    ),
-  }
-
-
-def _traffic(
-  text: str, axis_sizes: Mapping[str, int], slices: Sequence[int]
-) -> Iterator[report_lib.Traffic]:
-  """Yields the collectives, those of a kind over the same axes together."""
-  groups: dict[tuple[str, tuple[str, ...]], list[hlo.Collective]] = {}
-  for found in hlo.collectives(text, axis_sizes, slices):
-    groups.setdefault((found.kind, found.axes), []).append(found)
-  made = [
-    report_lib.Traffic(
-      kind=kind,
-      axes=axes,
-      count=sum(c.count for c in group),
-      bytes=sum(c.count * c.bytes for c in group),
-      wire_bytes=sum(c.count * c.wire_bytes for c in group),
-      dcn_bytes=sum(
-        c.count * c.wire_bytes * _dcn_part(c, axis_sizes, slices) for c in group
-      ),
+      program = change(**_memory(compiled.memory_analysis(), target))
+    secs, text, assignment = (
+      time.monotonic() - start,
+      dump.module,
+      dump.assignment,
     )
-    for (kind, axes), group in groups.items()
-  ]
-  yield from sorted(made, key=lambda t: -t.wire_bytes)
-
-
-def _dcn_part(
-  collective: hlo.Collective,
-  axis_sizes: Mapping[str, int],
-  slices: Sequence[int],
-) -> float:
-  """Returns the fraction of the sent bytes that must go to other slices.
-
-  With n devices in s slices, reductions and gathers work within slices first,
-  then between them: (s - 1) / (n - 1). In an all-to-all, it is the part for
-  chips of other slices. In a permute, it is everything, since all chips wait
-  for one that sends to another slice.
-  """
-  if not collective.crosses_slices:
-    return 0.0
-  n = collective.group_size
-  where = np.asarray(slices).reshape(tuple(axis_sizes.values()))
-  first = tuple(
-    slice(None) if axis in collective.axes else 0 for axis in axis_sizes
+  if not text:
+    return dataclasses.replace(program, compile_secs=secs)
+  module = hlo.parse(text)
+  partitioner = experiment.partitioner
+  measures = hlo.measure(module, partitioner.axis_sizes, partitioner.slices)
+  return dataclasses.replace(
+    program,
+    measures=measures,
+    roofline=report_lib.roofline(target, measures, step.model_flops),
+    compile_secs=secs,
+    buffers=tuple(memory.buffers(assignment, module)[:_NUM_LARGEST]),
   )
-  s = min(len(np.unique(where[first])), n)
-  if collective.kind == 'all-to-all':
-    return (n - n // s) / (n - 1)
-  if collective.kind in ('all-reduce', 'all-gather', 'reduce-scatter'):
-    return (s - 1) / (n - 1)
-  return 1.0
+
+
+def _memory(stats: Any, target: report_lib.Target) -> dict[str, Any]:
+  """Returns the memory that a compiled program takes of a chip."""
+  sizes = {
+    f'{kind}_bytes': getattr(stats, f'{kind}_size_in_bytes')
+    for kind in ('argument', 'output', 'temp', 'alias')
+  }
+  peak = sum(sizes.values()) - 2 * sizes['alias_bytes']
+  fits = peak <= target.hbm_bytes if target.chip else None
+  return {**sizes, 'peak_bytes': peak, 'fits': fits}
 
 
 # The state.
@@ -452,8 +334,9 @@ def _dcn_part(
 
 def _bytes(tree: Any) -> int:
   """Returns the bytes per chip of a tree of shapes with shardings."""
-  return counting.state_bytes_per_device(
-    tree, jax.tree.map(lambda x: x.sharding, tree)
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(tree)
   )
 
 
@@ -461,52 +344,29 @@ def _gradient_bytes(
   experiment: sharded.ShardedExperiment, state: sharded.TrainState
 ) -> int:
   """Returns the bytes of the gradients per chip, if all exist at once."""
-
-  def gradient(x: Any) -> Any:
-    # Sums over parts of a batch are kept in float32, at least.
-    is_narrow = jnp.finfo(x.dtype).bits < jnp.finfo(jnp.float32).bits
-    dtype = jnp.float32 if is_narrow else x.dtype
-    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
-
-  if experiment.accumulation_steps == 1:
-    return _bytes(state.params)
-  return _bytes(jax.tree.map(gradient, state.params))
+  # Sums over parts of a batch are kept in float32, at least.
+  least = 4 if experiment.accumulation_steps > 1 else 0
+  return sum(
+    _bytes(x) // x.dtype.itemsize * max(x.dtype.itemsize, least)
+    for x in jax.tree.leaves(state.params)
+  )
 
 
 def _beside_evaluation(
-  state: sharded.TrainState,
+  waiting: int,
   compiled: Sequence[report_lib.Program],
   target: report_lib.Target,
 ) -> Iterator[str]:
-  """Yields a note where an evaluation fits only without the optimizer."""
-  hbm_bytes = target.hbm_bytes or math.inf
-  waiting = _bytes(state.opt_state)
+  """Yields a note if an evaluation fits only without the optimizer's bytes."""
   for program in compiled[1:]:
     peak = program.peak_bytes
-    if peak is not None and peak <= hbm_bytes < peak + waiting:
+    if peak is not None and peak <= target.hbm_bytes < peak + waiting:
       yield (
-        f'The eval step fits by itself, but not with'
-        f' --jaxline_mode=train_and_eval: there the'
+        'The eval step fits by itself, but not with'
+        ' --jaxline_mode=train_and_eval: there the'
         f" {report_lib.size_text(waiting)} of the optimizer's state stay on the"
         ' chips meanwhile. Evaluate smaller batches, or in a run of its own.'
       )
-
-
-def _state_buffers(state: sharded.TrainState) -> tuple[memory.Buffer, ...]:
-  """Returns the largest arrays of the state, as a chip holds them."""
-  found = []
-  for path, x in jax.tree_util.tree_leaves_with_path(state):
-    shape = x.sharding.shard_shape(x.shape)
-    found.append(
-      memory.Buffer(
-        bytes=math.prod(shape) * x.dtype.itemsize,
-        shape=f'{x.dtype.name}[{",".join(map(str, shape))}]',
-        kind='argument',
-        name=f'state{jax.tree_util.keystr(path)}',
-      )
-    )
-  found.sort(key=lambda b: (-b.bytes, b.name))
-  return tuple(found[:_NUM_LARGEST])
 
 
 def _versions(topology: str | None) -> dict[str, str]:
@@ -524,63 +384,24 @@ def _hints(
   report: report_lib.Report, config: config_dict.ConfigDict
 ) -> Iterator[str]:
   """Yields changes of a run that does not fit, most effective first."""
-  hbm_bytes = report.target.hbm_bytes or math.inf
   train_step = report.programs[0]
+  smaller_forward = list(_smaller_forward(config))
   if train_step.fits is not False:
     yield (
       'Smaller batches in eval_input: it is only the eval step that does not'
       ' fit.'
     )
-    yield from _smaller_forward(config)
+    yield from smaller_forward
     return
-  peak = train_step.peak_bytes or 0
-  state = report.state_bytes + report.gradient_bytes
-  smaller_state = list(_smaller_state(report, config, state))
-  if report.state_bytes > hbm_bytes:
-    yield from smaller_state
+  smaller_state = _smaller_state(report)
+  if report.state_bytes > report.target.hbm_bytes:
+    yield smaller_state
     yield 'Nothing less is enough: the state alone is larger than a chip.'
     return
-  if state > _MUCH * peak:
-    yield from smaller_state
-  yield from _smaller_activations(report, config)
-  if state <= _MUCH * peak:
-    yield from smaller_state
-
-
-def _smaller_state(
-  report: report_lib.Report, config: config_dict.ConfigDict, state: int
-) -> Iterator[str]:
-  takes = (
-    f'weights, optimizer and gradients take {report_lib.size_text(state)} of'
-    ' each chip'
-  )
-  if report.sharding in ('ddp', 'tp') and report.mesh['data'] > 1:
-    better = {'ddp': 'fsdp', 'tp': 'fsdp_tp'}[report.sharding]
-    chips_of_data = report.mesh['data']
-    left = state / chips_of_data
-    yield (
-      f"config.sharding = '{better}', which splits the weights over"
-      f' {chips_of_data} chips of `data`: {takes}, and would take'
-      f' {report_lib.size_text(left)}.'
-    )
-    hbm_bytes = report.target.hbm_bytes or math.inf
-    if left > hbm_bytes:
-      more = math.ceil(state / (_MUCH * hbm_bytes))
-      yield (
-        'More chips besides (config.topology): along `data`, at least'
-        f' {more} for the state to take half of each.'
-      )
-  else:
-    also = " and config.sharding = 'fsdp'," if report.sharding == 'ddp' else ''
-    yield (
-      f'More chips (config.topology),{also} over which config.mesh.ici.data or'
-      f' .mdl splits the weights: {takes}.'
-    )
-
-
-def _smaller_activations(
-  report: report_lib.Report, config: config_dict.ConfigDict
-) -> Iterator[str]:
+  state = report.state_bytes + report.gradient_bytes
+  is_state = state > _MUCH * (train_step.peak_bytes or 0)
+  if is_state:
+    yield smaller_state
   for key, value in _settings(config, 'remat'):
     if value not in ('full', 'offload'):
       yield (
@@ -599,13 +420,35 @@ def _smaller_activations(
       f'A smaller batch, or more chips: {report.batch_rows} rows in {parts}'
       f' parts over {shards} chips cannot be halved.'
     )
-  yield from _smaller_forward(config)
+  yield from smaller_forward
   for key, value in _settings(config, 'remat'):
     if value != 'offload':
       yield (
         f"{key} = 'offload'{_now(value)}: what is kept waits in the host's"
         ' memory.'
       )
+  if not is_state:
+    yield smaller_state
+
+
+def _smaller_state(report: report_lib.Report) -> str:
+  state = report.state_bytes + report.gradient_bytes
+  takes = (
+    f'weights, optimizer and gradients take {report_lib.size_text(state)} of'
+    ' each chip'
+  )
+  better = {'ddp': 'fsdp', 'tp': 'fsdp_tp'}.get(report.sharding)
+  data = report.mesh['data']
+  if better and data > 1:
+    return (
+      f"config.sharding = '{better}', which splits the weights over {data}"
+      f' chips of `data`: {takes}, and would take'
+      f' {report_lib.size_text(state / data)}.'
+    )
+  return (
+    'More chips (config.topology), over which config.mesh.ici.data or .mdl'
+    f" splits the weights (not with config.sharding = 'ddp'): {takes}."
+  )
 
 
 def _smaller_forward(config: config_dict.ConfigDict) -> Iterator[str]:

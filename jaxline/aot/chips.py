@@ -16,16 +16,12 @@ import jax
 
 from jaxline import errors
 
-_GB = 1e9
-_GIB = 2.0**30
-_TERA = 1e12
-
 
 class TargetError(errors.UsageError):
   """There is nothing to compile, or nothing like it to compile for."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Chip:
   """One accelerator chip: a device of JAX.
 
@@ -37,11 +33,11 @@ class Chip:
       part that the system reserves, if that is known.
     hbm_bandwidth: bytes/s.
     ici_links: to neighbours, on the fast network: of a TPU, one for each
-      direction of each dimension of its torus; 0 where it is not known.
+      direction of each dimension of its torus; 0 if it is not known.
     ici_link_bandwidth: bytes/s of one link, one way.
     dcn_bandwidth: bytes/s of a chip's share of its host's network, one way; 0
-      where it is not known.
-    largest: of a TPU, the largest slice, by dimensions.
+      if it is not known.
+    largest: of a TPU that programs are compiled for, the largest slice.
   """
 
   name: str
@@ -49,9 +45,9 @@ class Chip:
   peak_flops: float
   hbm_bytes: float
   hbm_bandwidth: float
-  ici_links: int
-  ici_link_bandwidth: float
-  dcn_bandwidth: float
+  ici_links: int = 0
+  ici_link_bandwidth: float = 0.0
+  dcn_bandwidth: float = 0.0
   largest: tuple[int, ...] = ()
 
   @property
@@ -60,128 +56,83 @@ class Chip:
     return self.ici_links * self.ici_link_bandwidth
 
 
-# https://cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}, and for v4's links Jouppi
-# et al., "TPU v4: An Optically Reconfigurable Supercomputer" (2023). The pages
-# give the bandwidth of links in both directions together, of which half is used
-# here. Memory is what libtpu 0.0.52 reports when a program needs more. DCN: v5e
-# has 2 x 100 Gbit/s for 8 chips, v5p 50 Gbit/s for a chip, v6e 25.6 Tbit/s for
-# 256. For v4 there is no number; it is assumed to be as v5p.
-_TPUS = (
-  Chip(
-    name='v4',
-    device_kinds=('TPU v4',),
-    peak_flops=275 * _TERA,
-    hbm_bytes=30.75 * _GIB,
-    hbm_bandwidth=1228 * _GB,
-    ici_links=6,
-    ici_link_bandwidth=50 * _GB,
-    dcn_bandwidth=6.25 * _GB,
-    largest=(12, 16, 16),
-  ),
-  Chip(
-    name='v5e',
-    device_kinds=('TPU v5 lite', 'TPU v5e'),
-    peak_flops=197 * _TERA,
-    hbm_bytes=15.75 * _GIB,
-    hbm_bandwidth=819 * _GB,
-    ici_links=4,
-    ici_link_bandwidth=50 * _GB,
-    dcn_bandwidth=3.125 * _GB,
-    largest=(16, 16),
-  ),
-  Chip(
-    name='v5p',
-    device_kinds=('TPU v5', 'TPU v5p'),
-    peak_flops=459 * _TERA,
-    hbm_bytes=95.73 * _GIB,
-    hbm_bandwidth=2765 * _GB,
-    ici_links=6,
-    ici_link_bandwidth=100 * _GB,
-    dcn_bandwidth=6.25 * _GB,
-    largest=(16, 16, 24),
-  ),
-  Chip(
-    name='v6e',
-    device_kinds=('TPU v6 lite', 'TPU v6e'),
-    peak_flops=918 * _TERA,
-    hbm_bytes=31.24 * _GIB,
-    hbm_bandwidth=1638 * _GB,
-    ici_links=4,
-    ici_link_bandwidth=100 * _GB,
-    dcn_bandwidth=12.5 * _GB,
-    largest=(16, 16),
-  ),
-)
-
-# https://cloud.google.com/tpu/docs/tpu7x: 2307 TFLOP/s, 192 GiB and 7380 GB/s a
-# chip, of which JAX makes two devices. It is here for utilization: nothing is
-# compiled for topologies of it.
-_TPU_7X = Chip(
-  name='v7x',
-  device_kinds=('TPU7x',),
-  peak_flops=2307 / 2 * _TERA,
-  hbm_bytes=96 * _GIB,
-  hbm_bandwidth=7380 / 2 * _GB,
-  ici_links=0,
-  ici_link_bandwidth=0.0,
-  dcn_bandwidth=0.0,
-)
-
-
-def _gpu(
+def _chip(
   name: str,
-  device_kind: str,
+  kinds: str | tuple[str, ...],
   tflops: float,
-  gigabytes: float,
-  hbm: float,
+  memory: float,
+  bandwidth: float,
   links: int = 0,
   link: float = 0.0,
   dcn: float = 0.0,
+  largest: tuple[int, ...] = (),
 ) -> Chip:
+  """Makes a chip of numbers in TFLOP/s, of GiB (TPU) or GB, and of GB/s."""
+  kinds = (kinds,) if isinstance(kinds, str) else kinds
+  unit = 2.0**30 if kinds[0].startswith('TPU') else 1e9
   return Chip(
-    name=name,
-    device_kinds=(device_kind,),
-    peak_flops=tflops * _TERA,
-    hbm_bytes=gigabytes * _GB,
-    hbm_bandwidth=hbm * _GB,
-    ici_links=links,
-    ici_link_bandwidth=link * _GB,
-    dcn_bandwidth=dcn * _GB,
+    name,
+    kinds,
+    tflops * 1e12,
+    memory * unit,
+    bandwidth * 1e9,
+    links,
+    link * 1e9,
+    dcn * 1e9,
+    largest,
   )
 
 
-# NVIDIA's data sheets: without sparsity; NVLink one way (half of the "total
-# bandwidth"); network of NVIDIA's own DGX machines, one adapter for a GPU
-# (200 Gbit/s with A100, else 400), which other machines may not have.
-_GPUS = (
-  _gpu('A100-40GB', 'NVIDIA A100-SXM4-40GB', 312, 40, 1555, 12, 25, 25),
-  _gpu('A100-80GB', 'NVIDIA A100-SXM4-80GB', 312, 80, 2039, 12, 25, 25),
-  _gpu('H100', 'NVIDIA H100 80GB HBM3', 989, 80, 3350, 18, 25, 50),
-  _gpu('H200', 'NVIDIA H200', 989, 141, 4800, 18, 25, 50),
-  _gpu('B200', 'NVIDIA B200', 2250, 180, 8000, 18, 50, 50),
-  # Cards of other makers' machines, whose networks differ: no bounds for what
-  # they send. TFLOP/s with sums in float32. Of the GeForce and RTX cards:
-  # NVIDIA's white papers on the Ampere GA102 and the Ada architecture.
-  _gpu('A100-40GB-PCIe', 'NVIDIA A100-PCIE-40GB', 312, 40, 1555),
-  _gpu('A100-80GB-PCIe', 'NVIDIA A100 80GB PCIe', 312, 80, 1935),
-  _gpu('H100-PCIe', 'NVIDIA H100 PCIe', 756, 80, 2000),
-  _gpu('H100-NVL', 'NVIDIA H100 NVL', 835, 94, 3900),
-  _gpu('GH200', 'NVIDIA GH200 480GB', 989, 96, 4000),
-  _gpu('A10G', 'NVIDIA A10G', 70, 24, 600),
-  _gpu('L4', 'NVIDIA L4', 121, 24, 300),
-  _gpu('L40S', 'NVIDIA L40S', 362, 48, 864),
-  _gpu('RTX-3090', 'NVIDIA GeForce RTX 3090', 71, 24, 936),
-  _gpu('RTX-4090', 'NVIDIA GeForce RTX 4090', 165.2, 24, 1008),
-  _gpu('RTX-A6000', 'NVIDIA RTX A6000', 154.8, 48, 768),
+# TFLOP/s; memory and its bandwidth; links, of each its bandwidth; DCN.
+#
+# TPUs: https://cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, and for v4's
+# links Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer"
+# (2023). The pages give the bandwidth of links in both directions together, of
+# which half is used here. Memory is what libtpu 0.0.52 reports when a program
+# needs more. DCN: v5e has 2 x 100 Gbit/s for 8 chips, v5p 50 Gbit/s for a chip,
+# v6e 25.6 Tbit/s for 256. For v4 there is no number; it is assumed to be as
+# v5p. JAX makes two devices of a v7x chip (2307 TFLOP/s, 192 GiB, 7380 GB/s),
+# which is here for utilization only.
+#
+# GPUs: NVIDIA's data sheets, without sparsity; NVLink one way (half of the
+# "total bandwidth"); network of NVIDIA's own DGX machines, one adapter for a
+# GPU (200 Gbit/s with A100, else 400), which other machines may not have. Cards
+# of other makers' machines, whose networks differ, have no bounds for what they
+# send, and TFLOP/s with sums in float32. Of the GeForce and RTX cards: NVIDIA's
+# white papers on the Ampere GA102 and the Ada architecture.
+# fmt: off
+_CHIPS = (
+  _chip('v4', 'TPU v4', 275, 30.75, 1228, 6, 50, 6.25, (12, 16, 16)),
+  _chip('v5e', ('TPU v5 lite', 'TPU v5e'),
+        197, 15.75, 819, 4, 50, 3.125, (16, 16)),
+  _chip('v5p', ('TPU v5', 'TPU v5p'),
+        459, 95.73, 2765, 6, 100, 6.25, (16, 16, 24)),
+  _chip('v6e', ('TPU v6 lite', 'TPU v6e'),
+        918, 31.24, 1638, 4, 100, 12.5, (16, 16)),
+  _chip('v7x', 'TPU7x', 2307 / 2, 96, 7380 / 2),
+  _chip('A100-40GB', 'NVIDIA A100-SXM4-40GB', 312, 40, 1555, 12, 25, 25),
+  _chip('A100-80GB', 'NVIDIA A100-SXM4-80GB', 312, 80, 2039, 12, 25, 25),
+  _chip('H100', 'NVIDIA H100 80GB HBM3', 989, 80, 3350, 18, 25, 50),
+  _chip('H200', 'NVIDIA H200', 989, 141, 4800, 18, 25, 50),
+  _chip('B200', 'NVIDIA B200', 2250, 180, 8000, 18, 50, 50),
+  _chip('A100-40GB-PCIe', 'NVIDIA A100-PCIE-40GB', 312, 40, 1555),
+  _chip('A100-80GB-PCIe', 'NVIDIA A100 80GB PCIe', 312, 80, 1935),
+  _chip('H100-PCIe', 'NVIDIA H100 PCIe', 756, 80, 2000),
+  _chip('H100-NVL', 'NVIDIA H100 NVL', 835, 94, 3900),
+  _chip('GH200', 'NVIDIA GH200 480GB', 989, 96, 4000),
+  _chip('A10G', 'NVIDIA A10G', 70, 24, 600),
+  _chip('L4', 'NVIDIA L4', 121, 24, 300),
+  _chip('L40S', 'NVIDIA L40S', 362, 48, 864),
+  _chip('RTX-3090', 'NVIDIA GeForce RTX 3090', 71, 24, 936),
+  _chip('RTX-4090', 'NVIDIA GeForce RTX 4090', 165.2, 24, 1008),
+  _chip('RTX-A6000', 'NVIDIA RTX A6000', 154.8, 48, 768),
 )
+# fmt: on
 
 # libtpu's default splits a v4 chip into two devices; on real machines its two
 # cores are one.
 _MEGACORE = ('v4',)
 
-# The chips of a host; libtpu also compiles for a single one.
-_HOST = (2, 2)
-_MAX_LINKS = 2  # Of one dimension: one each way.
 _EXAMPLES = {
   2: '2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16',
   3: '2x2x1, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8, 8x8x8',
@@ -202,7 +153,9 @@ class Topology:
   """A slice: chips that a fast network joins.
 
   Attributes:
-    chip: its chips.
+    chip: one of them, with the links that it has in this shape: a dimension of
+      1 has none, one of 2 has one; a longer one, two (at most: one that does
+      not close into a ring has chips at its ends with one).
     shape: chips along each dimension of the torus.
   """
 
@@ -217,26 +170,6 @@ class Topology:
     """How many chips, each of which is a device."""
     return math.prod(self.shape)
 
-  @property
-  def chips_per_host(self) -> int:
-    """How many chips, and so devices, a host has."""
-    return min(self.num_chips, math.prod(_HOST))
-
-  @property
-  def num_hosts(self) -> int:
-    """How many hosts, and so processes."""
-    return self.num_chips // self.chips_per_host
-
-  @property
-  def ici_bandwidth(self) -> float:
-    """Bytes/s of a chip, one way, over the links that it has in this shape.
-
-    A dimension of 1 has none, one of 2 has one; a longer one, two (at most:
-    one that does not close into a ring has chips at its ends with one).
-    """
-    links = sum(min(size - 1, _MAX_LINKS) for size in self.shape)
-    return links * self.chip.ici_link_bandwidth
-
 
 def parse_topology(name: str) -> Topology:
   """Returns the topology of a name, such as 'v4:4x4x4'.
@@ -245,7 +178,7 @@ def parse_topology(name: str) -> Topology:
     TargetError: there is no such chip, or it does not come in that shape; says
       which there are.
   """
-  tpus = {chip.name: chip for chip in _TPUS}
+  tpus = {chip.name: chip for chip in _CHIPS if chip.largest}
   match = re.fullmatch(r'(\w+):(\d+(?:x\d+)*)', name)
   if match is None or match[1] not in tpus:
     raise TargetError(
@@ -257,13 +190,12 @@ def parse_topology(name: str) -> Topology:
   dims = len(chip.largest)
   # Which dimension is the longest does not matter.
   pairs = zip(sorted(shape), sorted(chip.largest), strict=False)
-  whole_hosts = all(
-    size % host == 0 for size, host in zip(shape, _HOST, strict=False)
-  )
+  # The chips of a host are 2x2; libtpu also compiles for a single one.
+  whole_hosts = all(size % 2 == 0 for size in shape[:2]) or set(shape) == {1}
   if (
     len(shape) != dims
     or not all(0 < size <= most for size, most in pairs)
-    or not (whole_hosts or set(shape) == {1})
+    or not whole_hosts
   ):
     one, host = ('1x1', '2x2') if dims == 2 else ('1x1x1', '2x2x1')
     raise TargetError(
@@ -271,15 +203,14 @@ def parse_topology(name: str) -> Topology:
       f' multiple of the {host} of a host, up to'
       f' {"x".join(map(str, chip.largest))}; such as {_EXAMPLES[dims]}.'
     )
-  return Topology(chip, shape)
+  links = sum(min(size - 1, 2) for size in shape)
+  return Topology(dataclasses.replace(chip, ici_links=links), shape)
 
 
 def chip_of(device: Any) -> Chip | None:
   """Returns the chip that a device is; None where its peaks are not known."""
-  for chip in (*_TPUS, _TPU_7X, *_GPUS):
-    if device.device_kind in chip.device_kinds:
-      return chip
-  return None
+  kind = device.device_kind
+  return next((chip for chip in _CHIPS if kind in chip.device_kinds), None)
 
 
 class MissingCompilerError(RuntimeError):

@@ -51,27 +51,6 @@ def forward_flops(jaxpr: Any) -> float:
   return _jaxpr_flops(jaxpr, _OUTSIDE)
 
 
-def state_bytes_per_device(shapes: Any, shardings: Any) -> int:
-  """Returns the bytes each device holds of a tree of arrays.
-
-  Args:
-    shapes: arrays or `jax.ShapeDtypeStruct`.
-    shardings: a `jax.sharding.Sharding` for each, as a prefix of `shapes`.
-
-  Raises:
-    ValueError: a sharding does not divide the shape it is for.
-  """
-  sizes = jax.tree.map(
-    lambda sharding, subtree: sum(
-      math.prod(sharding.shard_shape(tuple(x.shape))) * x.dtype.itemsize
-      for x in jax.tree.leaves(subtree)
-    ),
-    shardings,
-    shapes,
-  )
-  return sum(jax.tree.leaves(sizes))
-
-
 # What of a program is counted: all of it; or the products of a forward pass,
 # which JAX has named 'jvp' and not 'transpose', looked for outside of it, and
 # inside.

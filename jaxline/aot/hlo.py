@@ -1,37 +1,39 @@
 """Measures a compiled program from its text.
 
-The text is that of an optimized, scheduled, SPMD-partitioned HLO module, as
-`jitted.lower(...).compile().as_text()` gives it for CPU, GPU and TPU, so all
+The text is an optimized, scheduled, SPMD-partitioned HLO module of CPU, GPU or
+TPU, as `compiled.as_text()` returns it and `--xla_dump_to` writes it. All
 numbers are those of one device and one execution. Loops are multiplied out:
 
-- XLA notes how often a loop runs (`known_trip_count`), or its condition
-  compares a counter with a constant. A loop without either counts as one
-  iteration, and `unknown_loops` names it.
-- Of the branches of a conditional, the most expensive counts.
+- XLA notes the number of rounds (`known_trip_count`), or it follows from the
+  loop's condition and counters. A loop of which neither says it counts once,
+  and is listed.
+- Of the branches of a conditional, the most expensive one counts.
 
 TPU compilers change the plain operations:
 
 - Matrix products become convolutions; a batch dimension becomes a spatial one
   of a window that is dilated so that only its diagonal meets the input.
 - A collective that overlaps with computation is cut into a chain of fusions
-  that all hold it (`chain_id`); the one with `AsyncCollectiveStart` counts.
+  that all contain it (`chain_id`); the one with `AsyncCollectiveStart` counts.
 - A reduce-scatter may be a fusion of an all-reduce and a dynamic-slice.
-- Slices (in the sense of several pods) run a program each, whose devices are
-  numbered within the slice; they talk through `send` and `recv` of the runtime
-  (MegaScale), which name slices and physical devices.
+- Slices (in the sense of several pods) run one program each, whose devices are
+  numbered within the slice. They communicate through `send` and `recv` of the
+  MegaScale runtime, which name slices and physical devices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import math
+import operator
 import re
+from typing import Any
 
 import numpy as np
 
-from jaxline.aot import hlo_text
-
-# Bytes one device sends by the algorithm that sends the fewest, in sizes of the
-# larger of operand and result, in a group of n (Patarasuk and Yuan 2009).
+# Bytes that one device sends by the algorithm that sends the fewest, relative
+# to the larger of operand and result, in a group of n (Patarasuk and Yuan
+# 2009).
 _WIRE: dict[str, Callable[[int], float]] = {
   'all-gather': lambda n: (n - 1) / n,
   'all-reduce': lambda n: 2 * (n - 1) / n,
@@ -41,16 +43,19 @@ _WIRE: dict[str, Callable[[int], float]] = {
   'ragged-all-to-all': lambda n: (n - 1) / n,
   'reduce-scatter': lambda n: (n - 1) / n,
 }
-_STARTS = {f'{kind}-start': kind for kind in _WIRE} | {k: k for k in _WIRE}
-
-# Instructions that move nothing. The `-done` of a pair is found by its name.
+# Instructions that move nothing: some pass values on, others contain programs
+# that are measured themselves.
 _FREE = {
-  'add-dependency', 'after-all', 'bitcast', 'constant', 'domain',
-  'get-tuple-element', 'opt-barrier', 'optimization-barrier', 'parameter',
-  'partition-id', 'replica-id', 'tuple',
+  'add-dependency', 'after-all', 'async-start', 'bitcast', 'call', 'call-start',
+  'conditional', 'constant', 'domain', 'get-tuple-element', 'opt-barrier',
+  'optimization-barrier', 'parameter', 'partition-id', 'replica-id', 'tuple',
+  'while',
 }  # fmt: skip
 _FREE_CALLS = {'AllocateBuffer', 'ConcatBitcast'}
-# What Pallas and other writers of kernels compile to.
+# In-place updates -> the operand that is written. `scatter` reads it as well.
+_UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
+_SLICES = ('dynamic-slice', 'gather', 'slice')
+# Custom calls of kernels by Pallas and similar tools.
 _KERNELS = (
   '__gpu$xla.gpu.triton',
   'mosaic_gpu',
@@ -60,257 +65,481 @@ _KERNELS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Collective:
-  """A collective of a compiled program, at one place in its text.
+class Traffic:
+  """All collectives of one kind over the same mesh axes, in one execution.
 
   Attributes:
-    kind: 'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all',
-      'collective-permute', or another by its HLO name.
-    bytes: the larger of operand and result, per device and execution.
-    wire_bytes: what one device must send per execution, by the algorithm that
-      sends the fewest: all-gather, reduce-scatter and all-to-all (n-1)/n of
-      `bytes`, all-reduce 2(n-1)/n, a permute all.
-    count: executions per execution of the program.
-    axes: the mesh axes along which its groups reach.
-    group_size: devices that take part together; of a permute, the longest
-      chain. Between slices that run a program each, the slices.
-    crosses_slices: whether a group has devices of several slices.
-    op_name: where it comes from, as JAX named it; '' where XLA lost it.
+    kind: the HLO name, such as 'all-gather'.
+    axes: the mesh axes along which the groups of devices reach.
+    count: how many.
+    bytes: the larger of operand and result, per device, of all together.
+    wire_bytes: what a device must send, by the algorithm that sends the fewest.
+    dcn_bytes: the part of them that must leave the device's slice.
   """
 
   kind: str
-  bytes: int
-  wire_bytes: float
-  count: int
   axes: tuple[str, ...]
-  group_size: int
-  crosses_slices: bool
-  op_name: str
+  count: int
+  bytes: float
+  wire_bytes: float
+  dcn_bytes: float
 
 
-def collectives(
-  text: str, axis_sizes: Mapping[str, int], slices: Sequence[int]
-) -> list[Collective]:
-  """Lists the collectives of a program.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measures:
+  """What one device does in one execution of a program.
 
-  Those whose groups are single devices are left out: nothing is sent.
+  Attributes:
+    flops: of matrix products and convolutions; a multiplication and an addition
+      are two. Products with padding do not count. Kernels of cuBLAS and cuDNN
+      count by their shapes (attention fully, though a causal kernel skips
+      half), a Pallas kernel by the estimate that its author gave.
+    hbm_bytes: read from and written to device memory by the instructions
+      outside of fusions, and by each fusion as a whole. A sliced operand counts
+      as the slice, an in-place update as the update, a value that is passed on
+      not at all. Not included are other memories (VMEM, CMEM, the host's), the
+      padding of tiles, a second read of an operand by the same kernel and the
+      intermediate traffic of collectives. Reads from a cache are included, so
+      that it is an upper bound on GPUs and CPUs.
+    traffic: the collectives, those that send most first. Groups of one device
+      send nothing and are left out.
+    unknown_loops: name and op_name of the loops that count once, since their
+      number of rounds is not known.
+    unknown_kernels: name and op_name of the kernels without known FLOPs.
+  """
+
+  flops: float
+  hbm_bytes: float
+  traffic: tuple[Traffic, ...]
+  unknown_loops: tuple[str, ...]
+  unknown_kernels: tuple[str, ...]
+
+
+def measure(
+  module: 'Module', axis_sizes: Mapping[str, int], slices: Sequence[int]
+) -> Measures:
+  """Measures a program.
 
   Args:
-    text: see the module.
+    module: the program.
     axis_sizes: size of each mesh axis, in the order of the mesh. Device i of
-      the program is the i-th of the mesh, flattened; where the program is that
-      of one slice, the i-th of those of its slice.
-    slices: for each device of the flattened mesh, the slice (what ICI or
-      NVLink joins; between them is DCN) that it is in.
+      the program is the i-th of the flattened mesh; if the program is that of
+      one slice, the i-th of the devices of its slice.
+    slices: the slice of each device of the flattened mesh. Within a slice is
+      ICI or NVLink, between slices is DCN.
 
   Raises:
     ValueError: `slices` does not fit the mesh, or the mesh the program.
   """
-  module = hlo_text.parse(text)
-  places = _Places(module, axis_sizes, slices)
-
-  def one(site: hlo_text.Site) -> Collective | None:
-    instruction, computation = site.instruction, site.computation
-    if instruction.opcode == 'send':
-      kind, size = _sent(instruction, computation)
-      if not kind:
-        return None
-      axes, group_size, crosses_slices = places.between_slices(instruction)
-    else:
-      kind = _STARTS.get(instruction.opcode, '')
-      if not kind or _continues_chain(instruction, computation):
-        return None
-      size = _collective_bytes(instruction, computation)
-      if kind == 'all-reduce' and site.is_fused and _is_scattered(computation):
-        kind = 'reduce-scatter'
-      axes, group_size, crosses_slices = places.within(instruction)
-    if group_size < 2:
-      return None
-    return Collective(
+  places = _Places(module.num_devices, axis_sizes, slices)
+  cost = _cost(module.entry, places, is_fused=False)
+  traffic = [
+    Traffic(
       kind=kind,
-      bytes=size,
-      wire_bytes=size * _WIRE.get(kind, lambda n: 1.0)(group_size),
-      count=site.count,
       axes=axes,
-      group_size=group_size,
-      crosses_slices=crosses_slices,
-      op_name=site.op_name,
+      count=int(count),
+      bytes=size,
+      wire_bytes=wire,
+      dcn_bytes=dcn,
     )
-
-  def weigh(site: hlo_text.Site) -> float:
-    found = one(site)
-    return found.wire_bytes if found else 0.0
-
-  sites = hlo_text.walk(module, weigh)
-  return [found for site in sites if (found := one(site))]
-
-
-def flops(text: str) -> float:
-  """Returns the FLOPs of a program's matrix products and convolutions.
-
-  A multiplication and an addition are two. Counted are those that meet a real
-  element of the input, not its padding. Kernels count where the text tells:
-  those of cuBLAS and cuDNN by their shapes (attention whole, though a causal
-  kernel skips half), a Pallas kernel by the estimate its author gave;
-  `uncounted_kernels` names the others.
-
-  Args:
-    text: see the module.
-  """
-  weigh = lambda site: _flops(site) or 0.0
-  return sum(
-    site.count * weigh(site)
-    for site in hlo_text.walk(hlo_text.parse(text), weigh)
+    for (kind, axes), (count, size, wire, dcn) in cost.traffic.items()
+  ]
+  return Measures(
+    flops=cost.flops,
+    hbm_bytes=cost.hbm_bytes,
+    traffic=tuple(sorted(traffic, key=lambda t: -t.wire_bytes)),
+    unknown_loops=tuple(sorted(cost.loops)),
+    unknown_kernels=tuple(sorted(cost.kernels)),
   )
 
 
-def uncounted_kernels(text: str) -> list[str]:
-  """Lists the kernels of which `flops` knows nothing: name and op_name."""
-  weigh = lambda site: _flops(site) or 0.0
-  return sorted(
-    {
-      f'{site.instruction.name} ({site.op_name})'
-      for site in hlo_text.walk(hlo_text.parse(text), weigh)
-      if _flops(site) is None
+# The parser.
+
+# Type, dimensions, and the number of the memory in the layout.
+_SHAPE = re.compile(
+  r'([a-z]\w*)\[([^\]]*)\](?:\{(?:[^{}S]*S\((\d+)\))?[^{}]*\})?'
+)
+_HEADER = re.compile(r'(ENTRY )?%?([\w.\-]+) \(.*\{\s*$')
+_INSTRUCTION = re.compile(
+  r'\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>.*?)'
+  r' (?P<opcode>[a-z][\w\-]*)\((?P<arguments>[^)]*)\)(?P<attributes>.*)'
+)
+# Other types, such as s4, bf16 and f8e4m3fn, begin with their bits.
+_BITS = {'pred': 8, 'token': 0, 'opaque': 0}
+_HOST_MEMORY = 5  # S(5) of a layout, on every platform.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+  """An array: its dimensions, bytes, and how many of them are in HBM."""
+
+  dims: tuple[int, ...]
+  bytes: int
+  hbm_bytes: int
+
+
+@dataclasses.dataclass(eq=False)
+class Instruction:
+  """One line of a computation.
+
+  Attributes:
+    name: in its computation.
+    opcode: such as 'dot'.
+    arguments: the text in parentheses.
+    attributes: the text after it.
+    shapes: of the result; those of a tuple, flattened.
+    operands: the instructions that `arguments` names.
+    computations: all computations of the module, by name.
+    users: the instructions that have this one as an operand.
+  """
+
+  name: str
+  opcode: str
+  arguments: str
+  attributes: str
+  shapes: tuple[_Shape, ...]
+  operands: tuple['Instruction', ...]
+  computations: dict[str, 'Computation']
+  users: list['Instruction'] = dataclasses.field(default_factory=list)
+
+  @property
+  def bytes(self) -> int:
+    return sum(shape.bytes for shape in self.shapes)
+
+  @property
+  def hbm_bytes(self) -> int:
+    return sum(shape.hbm_bytes for shape in self.shapes)
+
+  @property
+  def target(self) -> str:
+    return self.search(r'custom_call_target="([^"]*)"')
+
+  @property
+  def op_name(self) -> str:
+    """What makes it, as JAX names it; '' if XLA lost the name."""
+    name = self.search(r'op_name="((?:[^"\\]|\\.)*)"')
+    return re.sub(r'\\(.)', r'\1', name)
+
+  @property
+  def title(self) -> str:
+    return f'{self.name} ({self.op_name})'
+
+  @property
+  def result(self) -> 'Instruction | None':
+    """The instruction with the result of an asynchronous one: its `-done`."""
+    if not self.opcode.endswith(('-start', 'send', 'recv')):
+      return self
+    done = (user for user in self.users if user.opcode.endswith('-done'))
+    return next(done, None)
+
+  def search(self, pattern: str) -> str:
+    """Returns the group of a pattern in the attributes; '' without a match."""
+    found = re.search(pattern, self.attributes)
+    return found[1] if found else ''
+
+  def attribute(self, name: str) -> str:
+    """Returns the word or {...} of an attribute; '' if there is none."""
+    return self.search(rf', {name}=(\{{[^{{}}]*\}}|[^\s,{{}}]+)')
+
+  def numbers(self, name: str) -> list[int]:
+    """Returns the numbers of an attribute such as dims={0,1}."""
+    return _numbers(self.attribute(name))
+
+  def called(self, name: str) -> list['Computation']:
+    """Returns the computations that an attribute names."""
+    names = re.findall(r'[\w.\-]+', self.attribute(name))
+    return [self.computations[name] for name in names]
+
+
+@dataclasses.dataclass(eq=False)
+class Computation:
+  """A function of the module."""
+
+  instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
+  root_name: str = ''
+
+  @property
+  def root(self) -> Instruction:
+    """The result: the instruction marked as ROOT, else the last one."""
+    return self.instructions[self.root_name or list(self.instructions)[-1]]
+
+  @functools.cached_property
+  def parameters(self) -> dict[int, Instruction]:
+    return {
+      int(i.arguments): i
+      for i in self.instructions.values()
+      if i.opcode == 'parameter'
     }
-  )
 
 
-def bytes_accessed(text: str) -> float:
-  """Estimates the bytes a program reads from and writes to device memory.
+@dataclasses.dataclass(eq=False)
+class Module:
+  """A program; on TPUs `num_devices` are those of one slice."""
 
-  It counts operands and results of each instruction outside of fusions, and of
-  each fusion as a whole. A sliced operand counts as the slice, an in-place
-  update as the update, and a value that is passed through not at all.
+  entry: Computation
+  computations: dict[str, Computation]
+  num_devices: int
 
-  It does not count buffers in other memories (on TPUs VMEM and CMEM, by the
-  layout; host memory), padding of tiles, operands that a kernel reads a second
-  time, and intermediate traffic of a collective. It counts reads that a cache
-  serves, so on GPUs and CPUs it is an upper bound.
 
-  Args:
-    text: see the module.
+def parse(text: str) -> Module:
+  """Reads a module.
+
+  Raises:
+    ValueError: the text is not that of an HLO module.
   """
-  module = hlo_text.parse(text)
-  weigh = lambda site: _bytes(module, site)
-  return float(
-    sum(
-      site.count * weigh(site)
-      for site in hlo_text.walk(module, weigh, into_fusions=False)
+  is_tpu = re.search(r'[\[{][\d,]*:T\(', text) is not None
+  computations: dict[str, Computation] = {}
+  entry = current = None
+  for line in text.splitlines():
+    if current is None:
+      if header := _HEADER.match(line):
+        current = computations[header[2]] = Computation()
+        entry = current if header[1] else entry
+    elif line.startswith('}'):
+      current = None
+    elif match := _INSTRUCTION.match(line):
+      new = Instruction(
+        name=match['name'],
+        opcode=match['opcode'],
+        arguments=match['arguments'],
+        attributes=match['attributes'],
+        shapes=tuple(
+          _shape(is_tpu, *shape.groups('0'))
+          for shape in _SHAPE.finditer(match['shape'])
+        ),
+        # Operands are in lines above.
+        operands=tuple(
+          current.instructions[name]
+          for name in re.findall(r'%([\w.\-]+)', match['arguments'])
+        ),
+        computations=computations,
+      )
+      for operand in dict.fromkeys(new.operands):
+        operand.users.append(new)
+      current.instructions[new.name] = new
+      if match['root']:
+        current.root_name = new.name
+  if entry is None:
+    raise ValueError(
+      'This is not the text of an HLO module: it has no ENTRY. Expected what'
+      f' `compiled.as_text()` returns; got {text[:60]!r}.'
     )
+  head = text.split('\n', 1)[0]
+  counts = re.findall(r', (?:num_partitions|replica_count)=(\d+)', head)
+  return Module(entry, computations, math.prod(map(int, counts)))
+
+
+def _shape(is_tpu: bool, dtype: str, dims_text: str, space: str) -> _Shape:
+  dims = tuple(_numbers(dims_text))
+  bits = _BITS[dtype] if dtype in _BITS else _numbers(dtype)[0]
+  size = -(-math.prod(dims) * bits // 8)
+  # On GPUs, S(1) is device memory that is registered for collectives.
+  in_hbm = int(space) == 0 if is_tpu else int(space) != _HOST_MEMORY
+  return _Shape(dims, size, size * in_hbm)
+
+
+def _numbers(text: str) -> list[int]:
+  return [int(n) for n in re.findall(r'\d+', text)]
+
+
+# The walk.
+
+
+@dataclasses.dataclass
+class _Cost:
+  """Sums over instructions; `traffic` has the four numbers of `Traffic`."""
+
+  flops: float = 0.0
+  hbm_bytes: float = 0.0
+  traffic: dict[tuple[str, tuple[str, ...]], np.ndarray] = dataclasses.field(
+    default_factory=dict
   )
+  loops: set[str] = dataclasses.field(default_factory=set)
+  kernels: set[str] = dataclasses.field(default_factory=set)
+
+  def add(self, other: '_Cost', times: int) -> None:
+    self.flops += times * other.flops
+    self.hbm_bytes += times * other.hbm_bytes
+    for key, amounts in other.traffic.items():
+      self.traffic[key] = self.traffic.get(key, 0) + times * amounts
+    self.loops |= other.loops
+    self.kernels |= other.kernels
+
+  @property
+  def weight(self) -> tuple[float, float, float]:
+    wire_bytes = sum(amounts[2] for amounts in self.traffic.values())
+    return self.flops, self.hbm_bytes, wire_bytes
 
 
-def unknown_loops(text: str) -> list[str]:
-  """Lists the loops that were counted once for want of a number of rounds.
+def _cost(computation: Computation, places: '_Places', is_fused: bool) -> _Cost:
+  """Returns what one execution of a computation costs."""
+  total = _Cost()
+  for i in computation.instructions.values():
+    flops = _flops(i)
+    if flops is None:
+      total.kernels.add(i.title)
+    total.flops += flops or 0.0
+    if not is_fused:
+      total.hbm_bytes += _hbm_bytes(i)
+    if collective := _collective(i, computation, places, is_fused):
+      key, amounts = collective
+      total.traffic[key] = total.traffic.get(key, 0) + amounts
+    cost = functools.partial(_cost, places=places, is_fused=is_fused)
+    if i.opcode == 'while':
+      rounds = _rounds(i)
+      if rounds is None:
+        total.loops.add(i.title)
+      (body,), (condition,) = i.called('body'), i.called('condition')
+      total.add(cost(body), 1 if rounds is None else rounds)
+      total.add(cost(condition), 1 if rounds is None else rounds + 1)
+    elif i.opcode == 'conditional':
+      branches = i.called('branch_computations') or [
+        *i.called('true_computation'),
+        *i.called('false_computation'),
+      ]
+      total.add(max(map(cost, branches), key=lambda c: c.weight), 1)
+    elif i.opcode in ('fusion', 'fusion-start'):
+      total.add(cost(i.called('calls')[0], is_fused=True), 1)
+    elif i.opcode in ('async-start', 'call', 'call-start'):
+      for called in i.called('calls') or i.called('to_apply'):
+        total.add(cost(called), 1)
+  return total
+
+
+# Loops.
+
+# Opcodes that do not change an integer, and those that compute one.
+_PASSING = {'bitcast', 'convert', 'copy', 'copy-done', 'copy-start', 'reshape'}
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+  'add': operator.add,
+  'multiply': operator.mul,
+  'subtract': operator.sub,
+}
+_MAX_ROUNDS = 1 << 16
+
+
+def _rounds(loop: Instruction) -> int | None:
+  """Returns how often the body of a `while` runs; None if that is unknown."""
+  if known := loop.search(r'"known_trip_count":\{"n":"(\d+)"\}'):
+    return int(known)
+  (body,), (condition,) = loop.called('body'), loop.called('condition')
+  state = _value(loop.operands[0], {})
+  for rounds in range(_MAX_ROUNDS):
+    goes_on = _value(condition.root, {0: state})
+    if not goes_on:
+      return None if goes_on is None else rounds
+    state = _value(body.root, {0: state})
+  return None
+
+
+def _value(i: Instruction, parameters: Mapping[int, Any]) -> Any:
+  """Evaluates scalar integers and comparisons of them.
 
   Args:
-    text: see the module.
+    i: the instruction.
+    parameters: values of the parameters of its computation.
 
   Returns:
-    Name and op_name of each.
+    An integer or bool; of a tuple, the list of its values; None if unknown.
   """
-  module = hlo_text.parse(text)
-  return sorted(
-    {
-      f'{site.instruction.name} ({site.op_name})'
-      for site in hlo_text.walk(module, lambda site: 0.0)
-      if site.instruction.opcode == 'while'
-      and hlo_text.rounds(module, site.computation, site.instruction) is None
-    }
-  )
+  if len(i.shapes) == 1 and i.shapes[0].dims:
+    return None
+  if i.opcode == 'constant':
+    is_integer = re.fullmatch(r'-?\d+', i.arguments.strip())
+    return int(i.arguments) if is_integer else None
+  if i.opcode == 'parameter':
+    return parameters.get(int(i.arguments))
+  values = [_value(operand, parameters) for operand in i.operands]
+  if i.opcode == 'tuple':
+    return values
+  if i.opcode == 'fusion':
+    return _value(i.called('calls')[0].root, dict(enumerate(values)))
+  if None in values:
+    return None
+  if i.opcode == 'get-tuple-element':
+    return values[0][int(i.attribute('index'))]
+  if i.opcode in _PASSING:
+    return values[0]
+  if i.opcode in _ARITHMETIC:
+    return _ARITHMETIC[i.opcode](*values)
+  if i.opcode == 'compare':
+    return getattr(operator, i.attribute('direction').lower())(*values)
+  return None
 
 
 # FLOPs.
 
 
-def _flops(site: hlo_text.Site) -> float | None:
-  """Returns the FLOPs of one execution; None for a kernel not known."""
-  i, computation = site.instruction, site.computation
-  shape = lambda n: computation.operand(i, n).shapes[0]
-  if i.opcode in ('dot', 'scaled-dot'):
-    contracted = [shape(0).dims[d] for d in i.numbers('lhs_contracting_dims')]
-    return 2.0 * math.prod((*i.shapes[0].dims, *contracted))
-  if i.opcode == 'ragged-dot':
-    return _ragged_dot_flops(i, shape(0))
+def _flops(i: Instruction) -> float | None:
+  """Returns the FLOPs of one execution; None for an unknown kernel."""
+  if i.opcode in ('dot', 'scaled-dot', 'ragged-dot'):
+    return _product_flops(i, i.numbers('lhs_contracting_dims'))
   if i.opcode == 'convolution':
-    return _convolution_flops(i, shape(0), shape(1), i.shapes[0])
+    return _convolution_flops(i, i.operands[0], i.operands[1], i)
   if i.opcode not in ('custom-call', 'custom-call-start'):
     return 0.0
-  if i.target.startswith(('__cublas$gemm', '__cublas$lt$matmul')):
-    found = re.search(
-      r'lhs_contracting_dimensions\\?":\[([^\]]*)\]', i.attributes
+  target = i.target
+  if target.startswith(('__cublas$gemm', '__cublas$lt$matmul')):
+    return _product_flops(
+      i, _numbers(i.search(r'lhs_contracting_dimensions\\?":\[([^\]]*)\]'))
     )
-    contracted = [
-      shape(0).dims[int(d)]
-      for d in re.findall(r'\d+', found[1] if found else '')
-    ]
-    return 2.0 * math.prod((*i.shapes[0].dims, *contracted))
-  if i.target == '__cudnn$convBackwardInput':
-    return _convolution_flops(i, i.shapes[0], shape(1), shape(0))
-  if i.target == '__cudnn$convBackwardFilter':
-    return _convolution_flops(i, shape(0), i.shapes[0], shape(1))
-  if i.target.startswith('__cudnn$conv'):
-    return _convolution_flops(i, shape(0), shape(1), i.shapes[0])
-  if i.target.startswith('__cudnn$fmha'):
-    found = re.search(
-      r'intermediate_tensor_shape\\?":.*?dimensions\\?":\[([^\]]*)\]',
-      i.attributes.replace(' ', ''),
+  if target.startswith('__cudnn$conv'):
+    arrays = {
+      '__cudnn$convBackwardInput': (i, i.operands[1], i.operands[0]),
+      '__cudnn$convBackwardFilter': (i.operands[0], i, i.operands[1]),
+    }.get(target, (i.operands[0], i.operands[1], i))
+    return _convolution_flops(i, *arrays)
+  if target.startswith('__cudnn$fmha'):
+    scores = i.search(
+      r'intermediate_tensor_shape\\?":.*?dimensions\\?": *\[([^\]]*)\]'
     )
-    if found is None:
-      return None
-    scores = math.prod(int(d) for d in re.findall(r'\d+', found[1]))
     # Forward QK and PV; backward QK again, and a product for each of dV, dP,
     # dQ and dK (Dao et al. 2022).
-    products = 5 if 'Backward' in i.target else 2
-    return 2.0 * products * scores * shape(0).dims[-1]
-  if i.target.startswith(_KERNELS):
-    found = re.search(r'"cost_estimate":\{"flops":"?(\d+)', i.attributes)
-    return float(found[1]) if found else None
+    products = 5 if 'Backward' in target else 2
+    width = i.operands[0].shapes[0].dims[-1]
+    return (
+      2.0 * products * math.prod(_numbers(scores)) * width if scores else None
+    )
+  if target.startswith(_KERNELS):
+    cost = i.search(r'"cost_estimate":\{"flops":"?(\d+)')
+    return float(cost) if cost else None
   return 0.0
 
 
-def _ragged_dot_flops(i: hlo_text.Instruction, lhs: hlo_text.Shape) -> float:
-  """FLOPs of a product whose groups of rows meet a matrix each."""
-  contracted = i.numbers('lhs_contracting_dims')
-  sizes = [lhs.dims[d] for d in contracted]
+def _product_flops(i: Instruction, contracted: Sequence[int]) -> float:
+  sizes = [i.operands[0].shapes[0].dims[d] for d in contracted]
   result = i.shapes[0].dims
-  if set(i.numbers('lhs_ragged_dims')) <= set(contracted):
-    # The result has a matrix a group, and the rows are shared out among them.
+  ragged = i.numbers('lhs_ragged_dims')
+  if ragged and set(ragged) <= set(contracted):
+    # The result has one matrix per group, and the rows are divided among them.
     result = result[1:]
   return 2.0 * math.prod((*result, *sizes))
 
 
 def _convolution_flops(
-  i: hlo_text.Instruction,
-  lhs: hlo_text.Shape,
-  rhs: hlo_text.Shape,
-  out: hlo_text.Shape,
+  i: Instruction, lhs: Instruction, rhs: Instruction, out: Instruction
 ) -> float:
   """FLOPs of `out` = convolution of `lhs` with the kernel `rhs`."""
   labels = re.split('_|->', i.attribute('dim_labels'))
   sizes = [
-    dict(zip(label, shape.dims, strict=True))
-    for label, shape in zip(labels, (lhs, rhs, out), strict=True)
+    dict(zip(label, array.shapes[0].dims, strict=True))
+    for label, array in zip(labels, (lhs, rhs, out), strict=True)
   ]
-  window: dict[str, list[str]] = {}
-  for item in i.attribute('window').strip('{}').split():
-    key, _, values = item.partition('=')
-    window[key] = values.split('x')
-  spatial = sorted(label for label in sizes[0] if label.isdigit())
+  items = (item.partition('=') for item in i.attribute('window')[1:-1].split())
+  window = {key: values.split('x') for key, _, values in items}
   met = 1
-  for d in spatial:
-    at = lambda key, default, n=int(d): (
-      window[key][n] if key in window else default
+  for d in filter(str.isdigit, sizes[0]):
+    at = lambda key, default, n=int(d): int(
+      window[key][n].split('_')[0] if key in window else default
     )
     met *= count_meetings(
       size=sizes[0][d],
       kernel=sizes[1][d],
       out=sizes[2][d],
-      stride=int(at('stride', '1')),
-      low=int(at('pad', '0_0').split('_')[0]),
-      dilation=int(at('lhs_dilate', '1')),
-      kernel_dilation=int(at('rhs_dilate', '1')),
+      stride=at('stride', 1),
+      low=at('pad', 0),
+      dilation=at('lhs_dilate', 1),
+      kernel_dilation=at('rhs_dilate', 1),
     )
   batch_groups = int(i.attribute('batch_group_count') or 1)
   return (
@@ -348,287 +577,224 @@ def count_meetings(
 # Bytes.
 
 
-def _bytes(module: hlo_text.Module, site: hlo_text.Site) -> int:
+def _hbm_bytes(i: Instruction) -> int:
   """Returns the bytes of device memory one execution reads and writes."""
-  i, computation = site.instruction, site.computation
   if (
     i.opcode in _FREE
-    or i.opcode in ('while', 'conditional', 'call', 'async-start', 'call-start')
     or i.opcode.endswith(('-done', '-update'))
     or i.target in _FREE_CALLS
   ):
     return 0
+  read = sum(
+    min(_read_by(i, operand), operand.hbm_bytes)
+    for operand in dict.fromkeys(i.operands)
+  )
+  roots: tuple[Instruction, ...] = (i,)
+  shapes = i.result.shapes if i.result else ()
   if i.opcode == 'fusion':
-    return _fusion_bytes(module, i, computation)
-  result = _result(i, computation)
-  written = module.hbm_bytes(result) if result else 0
-  operands = [
-    computation.instructions[name] for name in dict.fromkeys(i.operands)
-  ]
-  opcode = i.opcode.removesuffix('-start')
-  if opcode in ('dynamic-slice', 'gather', 'slice'):
-    from_hbm = module.hbm_bytes(operands[0]) > 0
-    return written + (result.bytes if from_hbm and result else 0)
-  if opcode == 'dynamic-update-slice':
-    update = computation.operand(i, 1)
-    return module.hbm_bytes(update) + (update.bytes if written else 0)
-  if opcode == 'scatter':
-    # In place: indices and updates are read, and the updated elements are read
-    # and written.
-    indices, updates = computation.operand(i, 1), computation.operand(i, 2)
-    return module.hbm_bytes(indices) + 3 * module.hbm_bytes(updates)
-  return written + sum(module.hbm_bytes(operand) for operand in operands)
+    root = i.called('calls')[0].root
+    roots = root.operands if root.opcode == 'tuple' else (root,)
+    if any(v.target == 'AsyncCollectiveDone' for v in roots):
+      return 0  # Counted where it starts.
+  each = iter(shapes)
+  for value in roots:
+    # A fusion may place its results in other memories than its inside says.
+    own = each if len(roots) == 1 else [next(each) for _ in value.shapes]
+    read += min(_written(value), sum(shape.hbm_bytes for shape in own))
+  return read
 
 
-def _result(
-  i: hlo_text.Instruction, computation: hlo_text.Computation
-) -> hlo_text.Instruction | None:
-  """Returns the instruction that has an operation's result: the `-done`."""
-  if not i.opcode.endswith('-start') and i.opcode not in ('send', 'recv'):
-    return i
-  for user in computation.users.get(i.name, []):
-    if user.opcode.endswith('-done'):
-      return user
-  return None
-
-
-def _fusion_bytes(
-  module: hlo_text.Module,
-  fusion: hlo_text.Instruction,
-  computation: hlo_text.Computation,
+def _read_by(
+  user: Instruction,
+  value: Instruction,
+  callers: tuple[Instruction, ...] | None = None,
 ) -> int:
-  inner = module.computations[fusion.called('calls')[0]]
-  if 'AsyncCollectiveDone' in inner.targets:
-    return 0  # Counted where it starts.
-  total = 0
-  for number, parameter in inner.parameters.items():
-    operand = computation.operand(fusion, number)
-    total += min(
-      _read(module, inner, parameter.name), module.hbm_bytes(operand)
+  """Returns how many bytes of one of its operands an instruction reads.
+
+  Args:
+    user: the instruction.
+    value: the operand.
+    callers: the nested fusions that both are in; None outside of all fusions.
+  """
+  if user.opcode == 'fusion':
+    inside = () if callers is None else (user, *callers)
+    parameters = user.called('calls')[0].parameters
+    return sum(
+      _read(parameters[number], inside)
+      for number, operand in enumerate(user.operands)
+      if operand is value
     )
-  root = inner.root
-  if 'AsyncCollectiveStart' in inner.targets:
-    # Its operand and semaphores pass through; the result is the gathered array.
-    starting = next(
-      i for i in inner.instructions.values() if i.opcode in _STARTS
-    )
-    results = [s for s in fusion.shapes if s.dims == starting.shapes[0].dims]
-    total += starting.bytes if results and module.in_hbm(results[0]) else 0
-  elif root.opcode == 'tuple':
-    shapes = iter(fusion.shapes)
-    for name in root.operands:
-      own = [next(shapes) for _ in inner.instructions[name].shapes]
-      in_hbm = sum(shape.bytes for shape in own if module.in_hbm(shape))
-      total += min(_written(inner, name), in_hbm)
-  else:
-    total += min(_written(inner, root.name), module.hbm_bytes(fusion))
-  return total
-
-
-def _read(
-  module: hlo_text.Module, computation: hlo_text.Computation, name: str
-) -> int:
-  """Returns how much of a value the other instructions of a fusion read."""
-  value = computation.instructions[name]
-  total = 0
-  for user in computation.users.get(name, []):
-    if user.opcode == 'bitcast':
-      total += _read(module, computation, user.name)
-    elif user.opcode == 'fusion':
-      inner = module.computations[user.called('calls')[0]]
-      for number, operand in enumerate(user.operands):
-        if operand != name:
-          continue
-        parameter = inner.parameters[number].name
-        total += _read(module, inner, parameter)
-        if _handed_on(module, inner) == parameter:
-          total += _read(module, computation, user.name)
-    elif user.opcode == 'tuple' or _continues_chain(user, computation):
-      continue
-    elif user.operands[0] != name:
-      total += value.bytes
-    elif user.opcode in ('dynamic-slice', 'gather', 'slice'):
-      total += user.bytes
-    elif user.opcode != 'dynamic-update-slice':
-      total += value.bytes
-  return min(total, value.bytes)
-
-
-def _handed_on(
-  module: hlo_text.Module, computation: hlo_text.Computation
-) -> str | None:
-  """Returns the parameter that a fusion gives back in another shape, if so."""
-  value = computation.root
-  while value.opcode in ('bitcast', 'fusion'):
-    number = 0
-    if value.opcode == 'fusion':
-      inner = module.computations[value.called('calls')[0]]
-      parameter = _handed_on(module, inner)
-      if parameter is None:
-        return None
-      number = int(inner.instructions[parameter].arguments)
-    value = computation.operand(value, number)
-  return value.name if value.opcode == 'parameter' else None
-
-
-def _written(computation: hlo_text.Computation, name: str) -> int:
-  """Returns how much of a result of a fusion is new."""
-  value = computation.instructions[name]
-  while value.opcode == 'bitcast':
-    value = computation.operand(value, 0)
-  if value.opcode == 'parameter' or _continues_chain(value, computation):
+  if user.opcode == 'bitcast':
+    return _read(user, callers or ())
+  if user.opcode == 'tuple' or _continues_chain(user):
     return 0
-  if value.opcode == 'dynamic-update-slice':
-    return computation.operand(value, 1).bytes
+  if user.operands[0] is value:
+    opcode = user.opcode.removesuffix('-start')
+    if opcode in _SLICES:
+      return user.result.bytes if user.result else 0
+    if opcode in _UPDATES:
+      return user.operands[2].bytes if opcode == 'scatter' else 0
   return value.bytes
+
+
+def _read(value: Instruction, callers: tuple[Instruction, ...]) -> int:
+  """Returns how many bytes of a value inside of a fusion are read."""
+  read = sum(_read_by(user, value, callers) for user in value.users)
+  if callers and value is callers[0].called('calls')[0].root:
+    # What a nested fusion passes on is read by the users of that fusion.
+    read += _read(callers[0], callers[1:])
+  return min(read, value.bytes)
+
+
+def _written(value: Instruction) -> int:
+  """Returns how many bytes of a result are new."""
+  while value.opcode == 'bitcast':
+    value = value.operands[0]
+  if value.opcode == 'parameter' or _continues_chain(value):
+    return 0
+  if value.target == 'AsyncCollectiveStart':
+    # Its operand and semaphores are passed on; the collective's result is new.
+    return value.operands[0].bytes
+  if value.opcode in _UPDATES:
+    return value.operands[_UPDATES[value.opcode]].bytes
+  return value.result.bytes if value.result else 0
 
 
 # Collectives.
 
 
-def _continues_chain(
-  i: hlo_text.Instruction, computation: hlo_text.Computation
-) -> bool:
+def _continues_chain(i: Instruction) -> bool:
   """Whether this is a later piece of a collective that started elsewhere."""
   return (
-    i.opcode in _STARTS
+    i.opcode.removesuffix('-start') in _WIRE
     and 'chain_id=' in i.attributes
-    and 'AsyncCollectiveStart' not in computation.targets
+    and not any(user.target == 'AsyncCollectiveStart' for user in i.users)
   )
 
 
-def _is_scattered(computation: hlo_text.Computation) -> bool:
-  """Whether a fusion keeps only this device's part of its reduction."""
-  return {'dynamic-slice', 'partition-id'} <= computation.opcodes
+def _collective(
+  i: Instruction,
+  computation: Computation,
+  places: '_Places',
+  is_fused: bool,
+) -> tuple[tuple[str, tuple[str, ...]], np.ndarray] | None:
+  """Returns key and numbers of the `Traffic` of a collective, if it is one."""
+  kind = i.opcode.removesuffix('-start')
+  if i.opcode == 'send':
+    kind, size = _sent(i, computation)
+  elif kind in _WIRE and not _continues_chain(i):
+    size = max(
+      sum(operand.bytes for operand in i.operands),
+      i.result.bytes if i.result else 0,
+    )
+    opcodes = {other.opcode for other in computation.instructions.values()}
+    if (
+      kind == 'all-reduce'
+      and is_fused
+      and {'dynamic-slice', 'partition-id'} <= opcodes
+    ):
+      kind = 'reduce-scatter'  # The fusion keeps this device's part.
+  else:
+    return None
+  groups = places.groups(i) if kind else []
+  n = max(map(len, groups), default=1)
+  if n < 2:
+    return None
+  wire = size * _WIRE.get(kind, lambda n: 1.0)(n)
+  dcn = wire * _dcn_part(kind, n, places.num_slices(groups))
+  return (kind, places.axes(groups)), np.array([1.0, size, wire, dcn])
 
 
-def _collective_bytes(
-  i: hlo_text.Instruction, computation: hlo_text.Computation
-) -> int:
-  operands = sum(computation.instructions[name].bytes for name in i.operands)
-  result = _result(i, computation)
-  return max(operands, result.bytes if result else 0)
+def _dcn_part(kind: str, n: int, slices: int) -> float:
+  """Returns the fraction of the sent bytes that must go to other slices.
+
+  With n devices in s slices, reductions and gathers work within slices first,
+  then between them: (s - 1) / (n - 1). In an all-to-all, it is the part for
+  chips of other slices. In a permute, it is everything, since all chips wait
+  for one that sends to another slice.
+  """
+  if slices < 2:
+    return 0.0
+  if kind == 'all-to-all':
+    return (n - n // slices) / (n - 1)
+  if kind in ('all-reduce', 'all-gather', 'reduce-scatter'):
+    return (slices - 1) / (n - 1)
+  return 1.0
 
 
-def _sent(
-  i: hlo_text.Instruction, computation: hlo_text.Computation
-) -> tuple[str, int]:
+def _sent(i: Instruction, computation: Computation) -> tuple[str, int]:
   """Returns kind and bytes of the collective of a `send`; '' without one."""
-  payload = computation.operand(i, 0).bytes
+  payload = i.operands[0].bytes
   if '_xla_send_recv_source_target_pairs=' in i.attributes:
     return 'collective-permute', payload  # GPUs: a permute, taken apart.
-  transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes)
-  if transfer is None:
-    return '', 0  # To the host, for a callback.
-  kind = transfer[1].lower().replace('_', '-')
-  kind = {'one-to-one': 'collective-permute'}.get(kind, kind)
-  meeting = re.search(r'_xla_host_transfer_rendezvous="[^"]*"', i.attributes)
+  # Without a type it goes to the host, for a callback.
+  kind = i.search(r'_xla_megascale_transfer_type="(\w+)"')
+  meeting = i.search(r'(_xla_host_transfer_rendezvous="[^"]*")')
   for other in computation.instructions.values():
-    if other.opcode == 'recv' and meeting and meeting[0] in other.attributes:
+    if other.opcode == 'recv' and meeting and meeting in other.attributes:
       payload = max(payload, other.shapes[0].bytes)
-  return kind, payload
+  kind = kind.lower().replace('_', '-')
+  return {'one-to-one': 'collective-permute'}.get(kind, kind), payload
 
 
 class _Places:
   """Where the devices of a program are, in the mesh and in the slices."""
 
   def __init__(
-    self,
-    module: hlo_text.Module,
-    axis_sizes: Mapping[str, int],
-    slices: Sequence[int],
+    self, num_devices: int, axis_sizes: Mapping[str, int], slices: Sequence[int]
   ):
+    self._axis_sizes = axis_sizes
+    self._slices = np.asarray(slices)
     total = math.prod(axis_sizes.values())
     if len(slices) != total:
       raise ValueError(
         f'The mesh {dict(axis_sizes)} has {total} devices, but `slices` tells'
         f' the slice of {len(slices)}; expected one number for each.'
       )
-    self._axes = tuple(axis_sizes)
-    self._slices = np.asarray(slices)
-    self._coordinates = np.stack(
-      np.unravel_index(np.arange(total), tuple(axis_sizes.values())), axis=-1
-    )  # [device, axis]
-    first = np.flatnonzero(self._slices == self._slices[0])
-    if module.num_devices == total:
-      self._mine = np.arange(total)
-    elif module.num_devices == len(first):
-      self._mine = first
-    else:
+    # The devices of the program.
+    self._mine = np.arange(total)
+    if num_devices != total:
+      self._mine = np.flatnonzero(self._slices == self._slices[0])
+    if num_devices != len(self._mine):
       raise ValueError(
-        f'The program is one of {module.num_devices} devices; the mesh'
-        f' {dict(axis_sizes)} has {total}, and {len(first)} in a slice.'
+        f'The program is one of {num_devices} devices; the mesh'
+        f' {dict(axis_sizes)} has {total}, and {len(self._mine)} in a slice.'
       )
 
-  def within(
-    self, i: hlo_text.Instruction
-  ) -> tuple[tuple[str, ...], int, bool]:
-    """Returns axes, group size and whether slices are crossed."""
-    pairs = re.search(
-      r'source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}', i.attributes
-    )
+  def groups(self, i: Instruction) -> list[np.ndarray]:
+    """Returns the groups of a collective, as numbers of the mesh's devices."""
+    members = self._mine
+    pairs = i.search(r'source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}')
     if pairs:
-      return self._route(_chains(_braces(pairs[1])))
-    return self._route(_groups(i, len(self._mine)))
+      groups = _chains(_braces(pairs))
+    elif i.opcode == 'send':
+      # Devices are physical here, and their order in a slice is not told. All
+      # slices are laid out alike, so the axes that differ are those between the
+      # first devices of the slices. Slices are numbered from 1.
+      _, first = np.unique(self._slices, return_index=True)
+      members = np.array([-1, *first])
+      groups = _megascale_groups(i)
+    else:
+      groups = _replica_groups(i, len(self._mine))
+    return [members[np.asarray(group)] for group in groups]
 
-  def between_slices(
-    self, i: hlo_text.Instruction
-  ) -> tuple[tuple[str, ...], int, bool]:
-    """As `within`, of a `send`."""
-    gpu = re.search(
-      r'_xla_send_recv_source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}',
-      i.attributes,
-    )
-    if gpu:
-      return self._route(_chains(_braces(gpu[1])))
-    target = re.search(
-      r'_xla_megascale_target=(?:"([^"]*)"|\{((?:\{[^{}]*\},?)*)\})',
-      i.attributes,
-    )
-    if target is None:
-      raise ValueError(f'{i.name} tells no _xla_megascale_target.')
-    if target[1]:  # {1,2}x{0:3}: those slices, each device with its likes.
-      slice_groups = _braces(target[1].split('x')[0])
-    else:  # {{100000->200000},...}: a slice's number, and a physical device's.
-      members = [
-        [int(n) // 100_000 for n in re.findall(r'\d+', group)]
-        for group in re.findall(r'\{([^{}]*)\}', target[2])
-      ]
-      unique = sorted({tuple(group) for group in members})
-      slice_groups = (
-        _chains(unique) if '->' in target[2] else [list(g) for g in unique]
-      )
-    names = sorted(set(self._slices.tolist()))
-    # Devices are physical here, and their order in a slice is not told. All
-    # slices are laid out alike, so the axes that differ are those between the
-    # first devices of the slices.
-    heads = [int(np.argmax(self._slices == name)) for name in names]
-    axes = self._axes_of([[heads[n - 1] for n in g] for g in slice_groups])
-    size = max((len(group) for group in slice_groups), default=1)
-    return axes, size, any(len(set(group)) > 1 for group in slice_groups)
+  def num_slices(self, groups: Sequence[np.ndarray]) -> int:
+    """Returns in how many slices the devices of one group are, at most."""
+    return max(len(np.unique(self._slices[group])) for group in groups)
 
-  def _route(
-    self, groups: Sequence[Sequence[int]]
-  ) -> tuple[tuple[str, ...], int, bool]:
-    places = [self._mine[list(group)].tolist() for group in groups]
-    crosses = any(len(set(self._slices[p])) > 1 for p in places)
-    size = max((len(group) for group in groups), default=1)
-    return self._axes_of(places), size, crosses
-
-  def _axes_of(self, groups: Sequence[Sequence[int]]) -> tuple[str, ...]:
-    varies = np.zeros(len(self._axes), bool)
+  def axes(self, groups: Sequence[np.ndarray]) -> tuple[str, ...]:
+    """Returns the mesh axes along which the groups reach."""
+    sizes = tuple(self._axis_sizes.values())
+    varies = np.zeros(len(sizes), bool)
     for group in groups:
-      at = self._coordinates[np.asarray(group)]
-      varies |= (at != at[:1]).any(axis=0)
-    return tuple(a for a, v in zip(self._axes, varies, strict=True) if v)
+      at = np.stack(np.unravel_index(group, sizes))
+      varies |= (at != at[:, :1]).any(axis=1)
+    return tuple(a for a, v in zip(self._axis_sizes, varies, strict=True) if v)
 
 
 def _braces(text: str) -> list[list[int]]:
   """Parses '{0,1},{2,3}'."""
-  return [
-    [int(n) for n in re.findall(r'\d+', group)]
-    for group in re.findall(r'\{([^{}]*)\}', text)
-  ]
+  return [_numbers(group) for group in re.findall(r'\{([^{}]*)\}', text)]
 
 
 def _chains(pairs: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -644,71 +810,55 @@ def _chains(pairs: Sequence[Sequence[int]]) -> list[list[int]]:
   return list({id(group): group for group in group_of.values()}.values())
 
 
+def _megascale_groups(i: Instruction) -> list[list[int]]:
+  """Returns the groups of slices between which a `send` communicates."""
+  target = i.search(r'_xla_megascale_target="?(\{\{.*?\}\}|\{[^}]*\})')
+  if not target.startswith('{{'):
+    return _braces(
+      target
+    )  # {1,2}x{0:3}: those slices, each device with its likes.
+  # {{100000->200000},...}: the number of a slice, and of a physical device.
+  found = re.findall(r'\{([^{}]*)\}', target)
+  members = sorted({tuple(n // 100_000 for n in _numbers(g)) for g in found})
+  return _chains(members) if '->' in target else [list(g) for g in members]
+
+
 def _iota(text: str) -> np.ndarray:
-  """Parses '[4,2]' or '[2,4]T(1,0)': numbers 0 to n, transposed, in a row."""
+  """Parses '[4,2]' or '[2,4]T(1,0)': numbers from 0, transposed, in a row."""
   dims, _, order = text.partition('T')
-  numbers = lambda part: [int(n) for n in re.findall(r'\d+', part)]
-  values = np.arange(math.prod(numbers(dims))).reshape(numbers(dims))
-  return (values.transpose(numbers(order)) if order else values).ravel()
+  values = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
+  return (values.transpose(_numbers(order)) if order else values).ravel()
 
 
-def _groups(i: hlo_text.Instruction, num_devices: int) -> list[list[int]]:
+def _replica_groups(i: Instruction, num_devices: int) -> list[list[int]]:
   """Parses `replica_groups`, in its three ways of writing."""
-  listed = re.search(r'replica_groups=\{((?:\{[\d,]*\},?)*)\}', i.attributes)
-  if listed:
+  text = i.search(r'replica_groups=(.*)') or '{}'
+  if listed := re.match(r'\{((?:\{[\d,]*\},?)*)\}', text):
     return _braces(listed[1]) or [list(range(num_devices))]
-  iota = re.search(
-    r'replica_groups=\[(\d+),(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)',
-    i.attributes,
-  )
-  if iota:
+  if iota := re.match(r'\[(\d+),(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)', text):
     return _iota(iota[3]).reshape(int(iota[1]), int(iota[2])).tolist()
-  # mesh['a'=2,'b'=8], device_ids=([4,4]T(1,0)) {'a','b':(2)4}: an axis may be
-  # a part of one, (what is outside of it)its size.
-  mesh = re.search(
-    r'replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}',
-    i.attributes,
+  # mesh['a'=2,'b'=8], device_ids=([4,4]T(1,0)) {'a','b':(2)4}: of the axis b,
+  # the part of size 4 that has 2 positions outside of it.
+  mesh = re.match(
+    r'mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}', text
   )
   if mesh is None:
-    if 'replica_groups=' not in i.attributes:
-      return [list(range(num_devices))]
     raise ValueError(
-      f'Cannot read the replica_groups of {i.name}: {i.attributes[:200]}'
+      f'Cannot read the replica_groups of {i.name}: {text[:200]}'
     )
-  sizes = {
-    name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])
-  }
-  parts: dict[str, list[tuple[int, int]]] = {}  # Axis: (outside, size).
+  sizes = {n: int(size) for n, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+  ids: Any = np.arange(math.prod(sizes.values()))
+  coordinates = np.unravel_index(ids, tuple(sizes.values()))
+  at = dict(zip(sizes, coordinates, strict=True))
+  # Devices are in one group if they differ only in the named parts of axes.
+  rest = dict(at)
   for name, outside, size in re.findall(
     r"'([^']+)'(?::\((\d+)\)(\d+))?", mesh[3]
   ):
-    parts.setdefault(name, []).append(
-      (int(outside or 1), int(size or sizes[name]))
-    )
-  shape, grouped = [], []
-  for name, size in sizes.items():
-    left = size
-    for outside, part in sorted(parts.get(name, [])):
-      before = outside * left // size
-      if before > 1:
-        shape.append(before)
-        left //= before
-      grouped.append(len(shape))
-      shape.append(part)
-      left //= part
-    shape.append(left)
-  ids = np.arange(math.prod(sizes.values()))
+    part = int(size or sizes[name])
+    stride = sizes[name] // (int(outside or 1) * part)
+    rest[name] = rest[name] - at[name] // stride % part * stride
+  keys = np.ravel_multi_index(tuple(rest.values()), tuple(sizes.values()))
   if mesh[2]:
-    ids = (
-      _iota(mesh[2])
-      if mesh[2].startswith('[')
-      else np.array([int(n) for n in mesh[2].split(',')])
-    )
-  rest = [d for d in range(len(shape)) if d not in grouped]
-  group_size = math.prod(shape[d] for d in grouped)
-  return (
-    ids.reshape(shape)
-    .transpose(rest + grouped)
-    .reshape(-1, group_size)
-    .tolist()
-  )
+    ids = _iota(mesh[2]) if mesh[2].startswith('[') else _numbers(mesh[2])
+  return [np.asarray(ids)[keys == key].tolist() for key in np.unique(keys)]

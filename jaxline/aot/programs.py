@@ -1,9 +1,9 @@
-"""Compiled programs, kept on disk for runs that would compile the same.
+"""Compiled programs, saved for runs that would compile the same.
 
-A directory holds XLA's own bytes of each program, as JAX's compilation cache
-writes and reads them (nothing is pickled), and `programs.json`: what they are
-for. JAX itself decides whether a program is the one that a run needs, by a hash
-of all that goes into it; `programs.json` is there to say why not.
+A directory holds the entries of JAX's compilation cache and `programs.json`:
+their checksums, and what the programs are for. JAX decides whether a program is
+the one that a run needs, by a hash of everything that goes into it;
+`programs.json` is there to say why not.
 
 A program is machine code: use only directories that you trust as you trust the
 programs you start.
@@ -15,9 +15,7 @@ import hashlib
 import json
 import os
 import pathlib
-import re
 import tempfile
-import threading
 from typing import Any
 
 from absl import logging
@@ -33,8 +31,7 @@ from jaxline.checkpoint import files
 from jaxline.supervision import nonfinite
 
 RECORD = 'programs.json'
-_SCHEMA = 1
-_SUFFIX = '-cache'
+_SCHEMA = 2
 # The keys that decide which program a step becomes, apart from the code itself.
 # What `config.xla` sets is in XLA_FLAGS and LIBTPU_INIT_ARGS.
 _KEYS = {'experiment_class', 'experiment_kwargs'} | {
@@ -46,9 +43,6 @@ _KEYS = {'experiment_class', 'experiment_kwargs'} | {
 }
 # Flags that change nothing in the program, and no hash of JAX's.
 _NEUTRAL_FLAGS = ('--xla_dump', '--xla_force_host_platform_device_count')
-_HIT = '/jax/compilation_cache/cache_hits'
-_SAVED_SECS = '/jax/compilation_cache/compile_time_saved_sec'
-_COMPILED = '/jax/core/compile/backend_compile_duration'
 
 
 def identity(
@@ -93,11 +87,10 @@ def of_run(config: config_dict.ConfigDict) -> Any:
 
 @contextlib.contextmanager
 def saving(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
-  """Keeps the programs that are compiled inside.
+  """Compiles all programs inside anew, and saves them.
 
-  All are compiled anew. A directory of before is replaced when the new one is
-  whole; where no program could be kept, it goes. Of several processes the first
-  does this, since JAX writes in no other.
+  An existing directory is replaced when the new one is complete, and removed if
+  no program could be saved. Only the first of several processes saves.
 
   Args:
     directory: where to.
@@ -110,37 +103,23 @@ def saving(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
   with tempfile.TemporaryDirectory(
     prefix=f'{directory.name}.partial', dir=directory.parent
   ) as name:
-    partial = pathlib.Path(name) / 'programs'
-    partial.mkdir()
-    with _cache(partial, min_secs=0.0):
+    store = _Saved(pathlib.Path(name) / 'programs')
+    store.path.mkdir()
+    with _stored_by(store):
       yield
     if jax.process_index() != 0:
       return
-    found = sorted(partial.glob(f'*{_SUFFIX}'))
-    files.write_json(
-      partial / RECORD,
-      {
-        'schema': _SCHEMA,
-        'identity': dict(of),
-        'programs': {path.name: _digest(path) for path in found},
-      },
-    )
+    record = {
+      'schema': _SCHEMA,
+      'identity': dict(of),
+      'programs': store.digests,
+    }
+    files.write_json(store.path / RECORD, record)
     if directory.exists():
       # It is removed with the temporary directory.
       directory.rename(pathlib.Path(name) / 'before')
-    if found:
-      partial.rename(directory)
-
-
-@contextlib.contextmanager
-def kept_nowhere() -> Iterator[None]:
-  """Disables the cache inside, since XLA writes its dump only if it compiles.
-
-  Yields:
-    Nothing.
-  """
-  with compilation_cache.configured({'jax_enable_compilation_cache': False}):
-    yield
+    if store.digests:
+      store.path.rename(directory)
 
 
 @contextlib.contextmanager
@@ -158,109 +137,88 @@ def using(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
     Nothing.
 
   Raises:
-    ValueError: `directory` holds no programs.
+    UsageError: `directory` holds no programs.
   """
   record = _read(directory)
-  if damaged := _damaged(directory, record['programs']):
-    logging.warning(
-      'The programs in %s are not used, since %s is damaged or missing.',
-      directory,
-      ', '.join(damaged),
-    )
+  store = _Used(
+    directory, record['programs'], _differences(record['identity'], of)
+  )
+  with _stored_by(store):
     yield
-    return
-  taken: list[str] = []
-  differences = _differences(record['identity'], of)
-  watch = _Watch(directory, record['programs'], differences, taken)
-  jax.monitoring.register_event_listener(watch.event)
-  jax.monitoring.register_event_duration_secs_listener(watch.duration)
-  try:
-    # Runs may share a directory: none adds to it.
-    with _cache(directory, min_secs=float('inf')):
-      yield
-  finally:
-    jax.monitoring.unregister_event_listener(watch.event)
-    jax.monitoring.unregister_event_duration_listener(watch.duration)
-    if not taken:
-      logging.warning('None of the programs in %s was used.', directory)
+  if not store.is_used:
+    logging.warning('None of the programs in %s was used.', directory)
 
 
-class _Watch(threading.local):
-  """Listens to JAX: which programs it compiles, and which it loads.
+class _Saved:
+  """What JAX needs of a compilation cache; keeps the checksums as well."""
 
-  In each thread the two events follow each other.
-  """
+  def __init__(self, path: pathlib.Path):
+    self.path = self._path = path  # JAX reads `_path`.
+    self.digests: dict[str, str] = {}
+
+  def get(self, key: str) -> None:
+    return None
+
+  def put(self, key: str, value: bytes) -> None:
+    (self.path / key).write_bytes(value)
+    self.digests[key] = hashlib.sha256(value).hexdigest()
+
+
+class _Used:
+  """The same for a run: it changes nothing in the directory."""
 
   def __init__(
     self,
-    directory: pathlib.Path,
-    programs: Mapping[str, str],
+    path: pathlib.Path,
+    digests: Mapping[str, str],
     differences: Sequence[str],
-    taken: list[str],
   ):
-    self._directory = directory
-    # Before the hash.
-    self._names = {name.rpartition('-')[0] for name in _keys(programs)}
+    self.path = self._path = path
+    self.is_used = False
+    self._digests = digests
     self._differences = differences
-    self._all_taken = taken
-    self._is_taken = False
-    self._saved = 0.0
 
-  def event(self, event: str, **kwargs: Any) -> None:
-    del kwargs
-    if event == _HIT:
-      self._is_taken = True
+  def get(self, key: str) -> bytes | None:
+    name = key.rpartition('-')[0]  # The rest is the hash.
+    if key not in self._digests:
+      if any(other.rpartition('-')[0] == name for other in self._digests):
+        logging.warning(
+          '%s is compiled, although %s has one of that name: it is of\n  %s',
+          name,
+          self.path,
+          '\n  '.join(self._differences)
+          or 'other code, or arguments of other shapes; on CPU, perhaps only of'
+          ' another process.',
+        )
+      return None
+    path = self.path / key
+    value = path.read_bytes() if path.exists() else b''
+    if hashlib.sha256(value).hexdigest() != self._digests[key]:
+      logging.warning('%s is damaged or missing: %s is compiled.', path, name)
+      return None
+    self.is_used = True
+    logging.info('%s was taken from %s.', name, self.path)
+    return value
 
-  def duration(self, event: str, duration_secs: float, **kwargs: Any) -> None:
-    if event == _SAVED_SECS:
-      self._saved = duration_secs
-    if event != _COMPILED:
-      return
-    name = re.sub(r'\W+', '_', str(kwargs.get('fun_name'))).strip('_')
-    if self._is_taken:
-      self._all_taken.append(name)
-      logging.info(
-        '%s was taken from %s (%.0f s of compiling saved).',
-        name,
-        self._directory,
-        max(self._saved, 0.0),
-      )
-    elif name in self._names:
-      logging.warning(
-        '%s is compiled, although %s has one of that name: it is of\n  %s',
-        name,
-        self._directory,
-        '\n  '.join(self._differences)
-        or 'other code, or arguments of other shapes; on CPU, perhaps only of'
-        ' another process.',
-      )
-    self._is_taken = False
+  def put(self, key: str, value: bytes) -> None:
+    """Does nothing: runs may share the directory."""
 
 
-def _cache(
-  directory: pathlib.Path, min_secs: float
-) -> contextlib.AbstractContextManager[None]:
-  """Sets JAX's compilation cache, and restores its settings afterwards."""
+@contextlib.contextmanager
+def _stored_by(store: _Saved | _Used) -> Iterator[None]:
   settings = {
     'jax_enable_compilation_cache': True,
-    'jax_compilation_cache_dir': str(directory),
-    # Else reading leaves files, and makes room by removing others.
-    'jax_compilation_cache_max_size': -1,
-    'jax_persistent_cache_min_compile_time_secs': min_secs,
+    'jax_compilation_cache_dir': str(store.path),
+    'jax_persistent_cache_min_compile_time_secs': 0.0,
     'jax_persistent_cache_min_entry_size_bytes': -1,
     # Of a GPU; else the directory's name would be part of the hash.
     'jax_persistent_cache_enable_xla_caches': 'none',
   }
-  return compilation_cache.configured(settings)
-
-
-def _keys(programs: Mapping[str, str]) -> Iterator[str]:
-  return (name.removesuffix(_SUFFIX) for name in programs)
-
-
-def _digest(path: pathlib.Path) -> str:
-  with open(path, 'rb') as f:
-    return hashlib.file_digest(f, 'sha256').hexdigest()
+  with (
+    compilation_cache.stored_by(store),
+    compilation_cache.configured(settings),
+  ):
+    yield
 
 
 def _read(directory: pathlib.Path) -> dict[str, Any]:
@@ -276,15 +234,6 @@ def _read(directory: pathlib.Path) -> dict[str, Any]:
     f' schema {_SCHEMA} ({found}). Give the directory that'
     ' --jaxline_mode=compile names as "saved programs".'
   )
-
-
-def _damaged(directory: pathlib.Path, programs: Mapping[str, str]) -> list[str]:
-  """Returns which files are not as they were written."""
-  return [
-    name
-    for name, digest in programs.items()
-    if not (directory / name).exists() or _digest(directory / name) != digest
-  ]
 
 
 def _differences(

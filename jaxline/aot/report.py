@@ -4,7 +4,7 @@ All times are lower bounds, for chips that do only one thing at their peak;
 docs/reference/compile.md says what they leave out.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 import dataclasses
 import json
 import math
@@ -12,14 +12,14 @@ import re
 import textwrap
 from typing import Any
 
+from jaxline.aot import chips
+from jaxline.aot import hlo
 from jaxline.aot import memory
 
-SCHEMA = 1
+SCHEMA = 2
 _WIDTH = 80
-_MAX_STATE = 4  # Of the state; a program's arguments list them again.
 _MAX_NAMES = 8
 _NUMBER = re.compile(r'(\d) (?=[A-Za-z]{1,3}\b)')
-_TERA = 1e12
 # XLA rounds allocations up to this; smaller differences mean nothing.
 _SMALL = 1 << 12
 
@@ -34,174 +34,105 @@ class Target:
     num_slices: how many such topologies; of local devices, groups that a
       slower network joins.
     num_devices: chips, in all.
-    hbm_bytes: of a chip; None, as the following, where the chip is not known.
-    peak_flops: of a chip, bfloat16, FLOP/s.
-    hbm_bandwidth: of a chip, bytes/s.
-    ici_bandwidth: of a chip, bytes/s, one way, by the links it has.
-    dcn_bandwidth: of a chip, bytes/s, one way.
+    chip: one of them, with the links that it has in this topology; None if it
+      is not known.
   """
 
   name: str
   device_kind: str
   num_slices: int
   num_devices: int
-  hbm_bytes: float | None = None
-  peak_flops: float | None = None
-  hbm_bandwidth: float | None = None
-  ici_bandwidth: float | None = None
-  dcn_bandwidth: float | None = None
+  chip: chips.Chip | None = None
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Traffic:
-  """All collectives of one kind over the same mesh axes, in one step.
-
-  Attributes:
-    kind: as XLA names it, such as 'all-gather'.
-    axes: of the mesh.
-    count: how many.
-    bytes: of the arrays, per chip, in all.
-    wire_bytes: that a chip must send.
-    dcn_bytes: those of them that must leave its slice.
-  """
-
-  kind: str
-  axes: tuple[str, ...]
-  count: int
-  bytes: float
-  wire_bytes: float
-  dcn_bytes: float
+  @property
+  def hbm_bytes(self) -> float:
+    """Memory of a chip; infinite if it is not known."""
+    return self.chip.hbm_bytes if self.chip else math.inf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-  """How long a step takes at least, in seconds.
+  """How long a step takes at least.
 
   Attributes:
-    compute: FLOPs at the chip's peak.
-    memory: bytes of HBM at its bandwidth.
-    ici: bytes that are sent within a slice.
-    dcn: bytes that are sent to other slices.
-    mfu_bound: model FLOPs utilization of the longest of them, which they are
-      together where they overlap wholly.
-    mfu_sum: the same of their sum, where nothing overlaps.
+    seconds: of 'compute', FLOPs at the chip's peak; of 'memory', bytes of HBM
+      at its bandwidth; of 'ICI' and 'DCN', bytes that are sent within a slice
+      and to other slices.
+    mfu_bound: model FLOPs utilization if all four overlap completely.
+    mfu_sum: the same if nothing overlaps.
   """
 
-  compute: float
-  memory: float
-  ici: float
-  dcn: float
+  seconds: Mapping[str, float]
   mfu_bound: float
   mfu_sum: float
 
-  @property
-  def times(self) -> dict[str, float]:
-    """What is busy -> seconds."""
-    return {
-      'compute': self.compute,
-      'memory': self.memory,
-      'ICI': self.ici,
-      'DCN': self.dcn,
-    }
-
-  @property
-  def bound(self) -> float:
-    """The longest time."""
-    return max(self.times.values())
-
-  @property
-  def sum(self) -> float:
-    """All times, one after the other."""
-    return sum(self.times.values())
-
 
 def roofline(
-  target: Target,
-  *,
-  flops: float,
-  hbm_bytes: float,
-  traffic: Iterable[Traffic],
-  model_flops: float,
+  target: Target, measures: hlo.Measures, model_flops: float
 ) -> Roofline | None:
   """Returns how long a step takes at least.
 
   Args:
     target: the chips.
-    flops: of the compiled program, of one chip.
-    hbm_bytes: that it reads and writes, of one chip.
-    traffic: its collectives.
-    model_flops: of the model, in all.
+    measures: of the compiled program.
+    model_flops: of the model, all chips together.
 
   Returns:
-    None where the chip is not known.
+    None if the chip is not known.
   """
-  if not target.peak_flops or not target.hbm_bandwidth:
+  chip = target.chip
+  if chip is None:
     return None
-  traffic = list(traffic)
-  dcn_bytes = sum(t.dcn_bytes for t in traffic)
-  ici_bytes = sum(t.wire_bytes for t in traffic) - dcn_bytes
-
-  def seconds(amount: float, rate: float | None) -> float:
-    return amount / rate if amount and rate else 0.0
-
-  times = {
-    'compute': seconds(flops, target.peak_flops),
-    'memory': seconds(hbm_bytes, target.hbm_bandwidth),
-    'ici': seconds(ici_bytes, target.ici_bandwidth),
-    'dcn': seconds(dcn_bytes, target.dcn_bandwidth),
+  dcn_bytes = sum(t.dcn_bytes for t in measures.traffic)
+  ici_bytes = sum(t.wire_bytes for t in measures.traffic) - dcn_bytes
+  divide = lambda amount, rate: amount / rate if amount and rate else 0.0
+  seconds = {
+    'compute': divide(measures.flops, chip.peak_flops),
+    'memory': divide(measures.hbm_bytes, chip.hbm_bandwidth),
+    'ICI': divide(ici_bytes, chip.ici_bandwidth),
+    'DCN': divide(dcn_bytes, chip.dcn_bandwidth),
   }
-  ideal = model_flops / (target.num_devices * target.peak_flops)
+  ideal = model_flops / (target.num_devices * chip.peak_flops)
   return Roofline(
-    **times,
-    mfu_bound=seconds(ideal, max(times.values())),
-    mfu_sum=seconds(ideal, sum(times.values())),
+    seconds=seconds,
+    mfu_bound=divide(ideal, max(seconds.values())),
+    mfu_sum=divide(ideal, sum(seconds.values())),
   )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-  """One compiled program, or its sizes that are known without a compiler.
+  """One step: what is known from shapes, and from its compiled program.
 
   Attributes:
     name: 'train step' or 'eval step'.
     model_flops: of the model in one step, all chips together: matrix products
       and convolutions of the forward pass, and in training twice as many for
       the backward pass, without recomputation.
-    flops: of the compiled program, per chip. This and the following are None
-      without a compiler.
-    hbm_bytes: that it reads and writes, per chip.
     argument_bytes: per chip: state, batch and key.
-    output_bytes: per chip.
+    output_bytes: per chip. This and the following are None without a compiler.
     alias_bytes: outputs that share the memory of arguments.
     temp_bytes: per chip, their largest sum.
     peak_bytes: arguments, outputs and temporaries; shared memory counts once.
     fits: whether the peak is within the chip's memory. For TPUs the compiler
       itself refuses a program that does not fit.
-    traffic: collectives.
+    measures: of the compiled program, per chip.
     roofline: None also if the chip is not known.
     compile_secs: the time of the compiler.
-    unknown_loops: loops whose bodies are counted once, since the compiler does
-      not say how often they run: with them the program takes longer.
-    unknown_kernels: kernels whose FLOPs are not counted, since nothing says how
-      many they are.
     buffers: the largest.
   """
 
   name: str
   model_flops: float
-  flops: float | None = None
-  hbm_bytes: float | None = None
   argument_bytes: int | None = None
   output_bytes: int | None = None
   alias_bytes: int | None = None
   temp_bytes: int | None = None
   peak_bytes: int | None = None
   fits: bool | None = None
-  traffic: tuple[Traffic, ...] = ()
+  measures: hlo.Measures | None = None
   roofline: Roofline | None = None
   compile_secs: float | None = None
-  unknown_loops: tuple[str, ...] = ()
-  unknown_kernels: tuple[str, ...] = ()
   buffers: tuple[memory.Buffer, ...] = ()
 
 
@@ -221,9 +152,8 @@ class Report:
       parts of a batch, those of one such sum.
     batch_bytes: of one batch, per chip.
     bubble_fraction: part of a step in which a pipeline's stage idles.
-    state_buffers: the largest arrays of the state.
     programs: the train step and the eval step.
-    hints: suggested changes where it does not fit, most effective first.
+    hints: suggested changes if it does not fit, most effective first.
     notes: what is missing in this report, and why.
     saved: where the compiled programs are; '' if they are not saved.
     versions: name -> version.
@@ -240,7 +170,6 @@ class Report:
   gradient_bytes: int
   batch_bytes: int
   bubble_fraction: float
-  state_buffers: tuple[memory.Buffer, ...]
   programs: tuple[Program, ...]
   hints: tuple[str, ...] = ()
   notes: tuple[str, ...] = ()
@@ -257,50 +186,8 @@ class Report:
     """Returns plain values, for `json.dump`."""
     return json.loads(json.dumps(dataclasses.asdict(self)))
 
-  @classmethod
-  def from_json(cls, values: Mapping[str, Any]) -> 'Report':
-    """Returns the report that `to_json` was called of.
-
-    Raises:
-      ValueError: another version of this program wrote it.
-    """
-    if (schema := values.get('schema')) != SCHEMA:
-      raise ValueError(
-        f'The report has schema {schema}, expected {SCHEMA}; make it anew with'
-        ' --jaxline_mode=compile.'
-      )
-    return cls(
-      **{
-        **values,
-        'target': Target(**values['target']),
-        'state_buffers': _buffers(values['state_buffers']),
-        'programs': tuple(_program(p) for p in values['programs']),
-        'hints': tuple(values['hints']),
-        'notes': tuple(values['notes']),
-      }
-    )
-
   def __str__(self) -> str:
     return '\n'.join(_lines(self))
-
-
-def _buffers(values: Iterable[Mapping[str, Any]]) -> tuple[memory.Buffer, ...]:
-  return tuple(memory.Buffer(**value) for value in values)
-
-
-def _program(values: Mapping[str, Any]) -> Program:
-  return Program(
-    **{
-      **values,
-      'traffic': tuple(
-        Traffic(**{**t, 'axes': tuple(t['axes'])}) for t in values['traffic']
-      ),
-      'roofline': values['roofline'] and Roofline(**values['roofline']),
-      'unknown_loops': tuple(values['unknown_loops']),
-      'unknown_kernels': tuple(values['unknown_kernels']),
-      'buffers': _buffers(values['buffers']),
-    }
-  )
 
 
 # Text.
@@ -330,7 +217,7 @@ def _time(seconds: float) -> str:
 
 
 def _wrap(first: str, text: str) -> Iterable[str]:
-  """Yields lines, of which all but the first are indented as far as its text.
+  """Yields lines, indented as far as the text of the first.
 
   A number stays with its unit.
   """
@@ -345,38 +232,15 @@ def _wrap(first: str, text: str) -> Iterable[str]:
     yield line.replace('\N{NO-BREAK SPACE}', ' ')
 
 
-def _row(label: str, text: str) -> Iterable[str]:
-  return _wrap(f'  {label:<19}', text)
-
-
 def _lines(report: Report) -> Iterable[str]:
   target = report.target
   slices = f'{target.num_slices} x ' if target.num_slices > 1 else ''
   yield f'{report.experiment} on {slices}{target.name} ({target.device_kind})'
-  mesh = ', '.join(f'{axis} {size}' for axis, size in report.mesh.items())
-  devices = 'device' if target.num_devices == 1 else 'devices'
-  yield from _row('mesh', f'{target.num_devices} {devices}: {mesh}')
-  yield from _row('sharding', report.sharding)
-  yield from _row('parameters', f'{report.parameters:,}')
-  yield from _row(
-    'global batch',
-    f'{report.batch_rows} rows; {size_text(report.batch_bytes)} per chip',
-  )
-  if report.bubble_fraction:
-    yield from _row(
-      'pipeline bubble', f'{report.bubble_fraction:.1%} of each stage'
-    )
-  yield from _row(
-    'state per chip',
-    size_text(report.state_bytes)
-    + _share(report.state_bytes, target.hbm_bytes)
-    + f'; gradients {size_text(report.gradient_bytes)}',
-  )
-  yield from _buffer_lines(report.state_buffers[:_MAX_STATE])
+  yield from _table(_run_rows(report))
   for program in report.programs:
     yield ''
     yield program.name
-    yield from _program_lines(program, target)
+    yield from _table(_program_rows(program, target))
   for title, texts in (
     ('Suggested changes, most effective first', report.hints),
     ('Notes', report.notes),
@@ -387,107 +251,112 @@ def _lines(report: Report) -> Iterable[str]:
       for text in texts:
         yield from _wrap('  - ', text)
   yield ''
-  if report.saved:
-    yield from _row('saved programs', report.saved)
   versions = ', '.join(f'{k} {v}' for k, v in report.versions.items())
-  yield from _row('versions', versions)
+  yield from _table([('saved programs', report.saved), ('versions', versions)])
 
 
-def _share(num_bytes: float, hbm_bytes: float | None) -> str:
-  if not hbm_bytes:
-    return ''
-  return f' of {size_text(hbm_bytes)} ({num_bytes / hbm_bytes:.0%})'
+def _table(rows: Iterable[tuple[str, str]]) -> Iterable[str]:
+  """Yields the lines of rows with a text; buffers are rows without a label."""
+  for label, text in rows:
+    if label == '' and text:
+      yield text
+    elif text:
+      yield from _wrap(f'  {label:<19}', text)
 
 
-def _buffer_lines(buffers: Sequence[memory.Buffer]) -> Iterable[str]:
-  for buffer in buffers:
-    size = size_text(buffer.bytes)
-    line = f'    {size:>10}  {buffer.shape}  {buffer.name or buffer.kind}'
-    # The end of a path says more than its beginning.
-    if len(line) > _WIDTH:
-      head = f'    {size:>10}  {_shorten(buffer.shape, 28)}  ..'
-      line = head + line[len(line) - (_WIDTH - len(head)) :]
-    yield line
+def _run_rows(report: Report) -> Iterable[tuple[str, str]]:
+  count, hbm_bytes = report.target.num_devices, report.target.hbm_bytes
+  mesh = ', '.join(f'{axis} {size}' for axis, size in report.mesh.items())
+  yield 'mesh', f'{count} device{"s" if count > 1 else ""}: {mesh}'
+  yield 'sharding', report.sharding
+  yield 'parameters', f'{report.parameters:,}'
+  batch = size_text(report.batch_bytes)
+  yield 'global batch', f'{report.batch_rows} rows; {batch} per chip'
+  if report.bubble_fraction:
+    yield 'pipeline bubble', f'{report.bubble_fraction:.1%} of each stage'
+  text = size_text(report.state_bytes)
+  if report.target.chip:
+    text += f' of {size_text(hbm_bytes)} ({report.state_bytes / hbm_bytes:.0%})'
+  yield (
+    'state per chip',
+    f'{text}; gradients {size_text(report.gradient_bytes)}',
+  )
 
 
-def _shorten(text: str, width: int) -> str:
-  return text if len(text) <= width else f'{text[: width - 2]}..'
-
-
-def _program_lines(program: Program, target: Target) -> Iterable[str]:
-  if program.peak_bytes is not None:
-    yield from _row('peak per chip', _peak_text(program, target))
-  if program.argument_bytes is not None:
-    parts = (
-      ('arguments', program.argument_bytes),
-      ('outputs', program.output_bytes),
-      ('shared by both', program.alias_bytes),
-      ('temporaries', program.temp_bytes),
-    )
-    yield from _row(
-      '' if program.peak_bytes is not None else 'per chip',
-      ', '.join(f'{k} {size_text(v)}' for k, v in parts if v is not None),
-    )
-  yield from _buffer_lines([b for b in program.buffers if b.bytes >= _SMALL])
-  if program.peak_bytes is None and program.fits is False:
-    yield from _row('', 'DOES NOT FIT: these alone are more than a chip has')
+def _program_rows(
+  program: Program, target: Target
+) -> Iterable[tuple[str, str]]:
+  yield 'peak per chip', _peak_text(program, target)
+  parts = (
+    ('arguments', program.argument_bytes),
+    ('outputs', program.output_bytes),
+    ('shared by both', program.alias_bytes),
+    ('temporaries', program.temp_bytes),
+  )
+  sizes = (f'{k} {size_text(v)}' for k, v in parts if v is not None)
+  yield 'per chip', ', '.join(sizes)
+  for buffer in program.buffers:
+    if buffer.bytes >= _SMALL:
+      yield '', _buffer_text(buffer)
   text = _count(program.model_flops)
-  if target.peak_flops:
-    peak = target.num_devices * target.peak_flops
+  if target.chip:
+    peak = target.num_devices * target.chip.peak_flops
     text += f'; {_time(program.model_flops / peak)} at the peak of all chips'
-  yield from _row('model FLOPs', text)
-  if program.flops is None:
-    return
-  total = program.flops * target.num_devices
-  ratio = (
-    f' ({total / program.model_flops:.2f} x)' if program.model_flops else ''
-  )
-  yield from _row(
-    'compiled FLOPs',
-    f'{_count(total)}{ratio}; {_count(program.flops)} per chip',
-  )
-  if program.hbm_bytes is not None:
-    yield from _row(
-      'memory traffic', f'{size_text(program.hbm_bytes)} per chip'
-    )
-  for t in program.traffic:
-    axes = ' x '.join(t.axes) or 'no axis'
-    text = f'{t.count} over {axes}: {size_text(t.bytes)}'
-    if t.dcn_bytes:
-      text += f', of which sent to other slices {size_text(t.dcn_bytes)}'
-    yield from _row(t.kind, text)
-  if program.roofline:
-    r = program.roofline
-    yield from _row(
-      'at least',
-      ', '.join(f'{k} {_time(v)}' for k, v in r.times.items() if v),
-    )
-    longest = max(r.times, key=lambda key: r.times[key])
-    yield from _row(
+  yield 'model FLOPs', text
+  if measures := program.measures:
+    total = measures.flops * target.num_devices
+    text = _count(total)
+    if program.model_flops:
+      text += f' ({total / program.model_flops:.2f} x)'
+    yield 'compiled FLOPs', f'{text}; {_count(measures.flops)} per chip'
+    yield 'memory traffic', f'{size_text(measures.hbm_bytes)} per chip'
+    for t in measures.traffic:
+      axes = ' x '.join(t.axes) or 'no axis'
+      text = f'{t.count} over {axes}: {size_text(t.bytes)}'
+      if t.dcn_bytes:
+        text += f', of which sent to other slices {size_text(t.dcn_bytes)}'
+      yield t.kind, text
+    loops, kernels = measures.unknown_loops, measures.unknown_kernels
+    yield 'loops counted once', ', '.join(loops[:_MAX_NAMES])
+    yield 'kernels not counted', ', '.join(kernels[:_MAX_NAMES])
+  if r := program.roofline:
+    times = (f'{k} {_time(v)}' for k, v in r.seconds.items() if v)
+    yield 'at least', ', '.join(times)
+    longest = max(r.seconds, key=lambda key: r.seconds[key])
+    yield (
       'MFU at most',
-      f'{r.mfu_bound:.1%} (bound by {longest}, {_time(r.bound)});'
-      f' {r.mfu_sum:.1%} where nothing overlaps ({_time(r.sum)})',
+      f'{r.mfu_bound:.1%} (bound by {longest}, {_time(r.seconds[longest])});'
+      f' {r.mfu_sum:.1%} where nothing overlaps'
+      f' ({_time(sum(r.seconds.values()))})',
     )
-  for what, names in (
-    ('loops counted once', program.unknown_loops),
-    ('kernels not counted', program.unknown_kernels),
-  ):
-    if names:
-      yield from _row(what, ', '.join(names[:_MAX_NAMES]))
   if program.compile_secs is not None:
-    yield from _row('compiled in', f'{program.compile_secs:.1f} s')
+    yield 'compiled in', f'{program.compile_secs:.1f} s'
 
 
 def _peak_text(program: Program, target: Target) -> str:
-  assert program.peak_bytes is not None
-  text = size_text(program.peak_bytes)
-  if not target.hbm_bytes:
-    return text if program.fits is None else f'{text}: DOES NOT FIT'
-  text += f' of {size_text(target.hbm_bytes)}'
-  rest = target.hbm_bytes - program.peak_bytes
-  if program.fits is False:
-    # The compiler may have less to give than what is published.
-    return f'{text}: DOES NOT FIT' + (
-      f', {size_text(-rest)} too much' if rest < 0 else ''
-    )
-  return f'{text}: fits, {size_text(rest)} to spare'
+  peak, rest = program.peak_bytes, 0.0
+  text = ''
+  if peak is not None:
+    text = size_text(peak)
+    if target.chip:
+      text += f' of {size_text(target.hbm_bytes)}'
+      rest = target.hbm_bytes - peak
+    text += ': ' if program.fits is not None else ''
+  if program.fits is None:
+    return text
+  if program.fits:
+    return f'{text}fits, {size_text(rest)} to spare'
+  # The compiler may have less memory to give than what is published.
+  much = f', {size_text(-rest)} too much' if rest < 0 else ''
+  return f'{text}DOES NOT FIT{much}'
+
+
+def _buffer_text(buffer: memory.Buffer) -> str:
+  """Returns a line; of a long path the end says more than the beginning."""
+  shape, name = buffer.shape, buffer.name or buffer.kind
+  line = f'    {size_text(buffer.bytes):>10}  {shape}  '
+  if len(line) + len(name) > _WIDTH:
+    shape = shape if len(shape) <= 28 else f'{shape[:26]}..'
+    line = f'    {size_text(buffer.bytes):>10}  {shape}  ..'
+    name = name[len(line) - _WIDTH :]
+  return line + name
