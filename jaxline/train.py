@@ -299,10 +299,8 @@ class Run:
     )
     ended: queue.Queue[tuple[str, BaseException | None]] = queue.Queue()
 
-    account = goodput.current()
-
     def run_train() -> None:
-      with goodput.continued(account):
+      with goodput.continued():
         training.train()
       trained.set()
 
