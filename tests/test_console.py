@@ -778,6 +778,24 @@ def test_the_first_block_of_a_sharded_run(capsys):
   assert experiment._state is None  # Shapes were enough.
 
 
+def test_the_first_block_names_a_large_weight_that_is_not_split():
+  class Large(regression.Regression):
+    def init_fn(self, rng):
+      weights = {'a': jnp.ones([1 << 18, 4]), 'odd': {'b': jnp.ones([999_999])}}
+      return weights, {}
+
+  config = make_config(sharding='fsdp')
+  experiment = Large('train', jax.random.PRNGKey(0), run_config=config)
+  block = ' '.join(
+    line.strip()
+    for line in summary.start_block(config, experiment, summary.Origin(), '')
+  )
+  assert (
+    'Parameters:    2,048,575 (7.815 MiB) in 2 arrays; 1 of them split over'
+    ' data; odd/b (3.815 MiB) is not'
+  ) in block
+
+
 def test_the_first_block_of_a_per_device_run():
   config = make_config(checkpoint_dir='/tmp/run')
   experiment = toy.PerDevice('train', jax.random.PRNGKey(0), mock.Mock())
