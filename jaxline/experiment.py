@@ -448,7 +448,7 @@ def max_steps_in_flight(config: config_dict.ConfigDict) -> int:
 
 
 def _wait(leaves: list[Any]) -> None:
-  for x in leaves:
-    # An experiment may return an array whose buffer it donates later.
-    if isinstance(x, jax.Array) and not x.is_deleted():
-      x.block_until_ready()
+  # All at once: each wait gives up Python's lock. An experiment may return an
+  # array whose buffer it donates later.
+  arrays = [x for x in leaves if isinstance(x, jax.Array)]
+  jax.block_until_ready([x for x in arrays if not x.is_deleted()])

@@ -12,6 +12,7 @@ Costs: about 1 us a `measure`, and 0.2 us an `add`.
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from typing import Any
@@ -35,56 +36,37 @@ CATEGORIES = (
 # JAX reports the start of each as a scalar, and the end as a duration.
 _PHASES = '/jax/core/compile/'
 _BACKEND_COMPILE = '/jax/core/compile/backend_compile_duration'
-_CACHE_REQUEST = '/jax/compilation_cache/compile_requests_use_cache'
 _CACHE_HIT = '/jax/compilation_cache/cache_hits'
 
 _clock = time.perf_counter
 # A signal handler may ask while its thread holds it.
 _lock = threading.RLock()
 
-
-@dataclasses.dataclass(eq=False)
-class Account:
-  """The time of one run, by category, while the run goes on.
-
-  Attributes:
-    spent: category -> seconds, without those since `marked`.
-    open: the categories of the open measures, outermost first.
-    marked: up to when all time is in `spent`.
-  """
-
-  spent: dict[str, float]
-  open: list[str]
-  marked: float
-
-  def settle(self) -> None:
-    """Adds the time since the last call to the innermost category."""
-    now = _clock()
-    self.spent[self.open[-1]] += now - self.marked
-    self.marked = now
+# Seconds by category, of all runs, without those since `_marked`.
+_spent = dict.fromkeys(CATEGORIES, 0.0)
+_marked = 0.0
+# The categories of the open measures of the run, outermost first.
+_open: list[str] = []
+_owner: int | None = None  # The thread that the run is accounted for on.
 
 
 class _Thread(threading.local):
-  """What is known of this thread.
+  """What this thread compiles.
 
   Attributes:
-    account: of the run on this thread, if there is one.
-    phases: the open phases of compilations, and their measures if any.
+    depth: how many phases of compilations are open.
     began: when the outermost of them did.
+    measured: its measure.
     compiled_secs: how long this thread has compiled.
   """
 
-  def __init__(self) -> None:
-    self.account: Account | None = None
-    self.phases: list[contextlib.AbstractContextManager[None]] = []
-    self.began = 0.0
-    self.compiled_secs = 0.0
+  depth = 0
+  began = 0.0
+  measured: contextlib.AbstractContextManager[None]
+  compiled_secs = 0.0
 
 
 _thread = _Thread()
-_accounts: list[Account] = []
-# Of the runs that have ended.
-_ended = dict.fromkeys(CATEGORIES, 0.0)
 
 
 @dataclasses.dataclass
@@ -93,60 +75,59 @@ class _Compilations:
 
   count: int = 0
   secs: float = 0.0
-  requests: int = 0
   hits: int = 0
 
 
 _compilations = _Compilations()
 
 
+def _settle() -> None:
+  """Adds the time since the last call to the innermost category."""
+  global _marked
+  now = _clock()
+  if _open:
+    _spent[_open[-1]] += now - _marked
+  _marked = now
+
+
 @contextlib.contextmanager
 def run() -> Iterator[None]:
-  """Accounts for the time of a run, of this thread.
+  """Accounts for the time of a run, on this thread.
 
-  A `run` inside of another is part of it.
+  A `run` inside of another, or beside it on another thread, is no other one.
 
   Yields:
     Nothing.
   """
   listen()
-  if _thread.account is not None:
+  if _owner is not None:
     yield
     return
-  account = Account(dict.fromkeys(CATEGORIES, 0.0), ['start'], _clock())
   with _lock:
-    _accounts.append(account)
+    _settle()
+    _open.append('start')
   try:
-    with continued(account):
+    with _owned(threading.get_ident()):
       yield
   finally:
     with _lock:
-      account.settle()
-      _accounts.remove(account)
-      for category, secs in account.spent.items():
-        _ended[category] += secs
-
-
-def current() -> Account | None:
-  """Returns the account of this thread, for `continued` on another one."""
-  return _thread.account
+      _settle()
+      _open.clear()
 
 
 @contextlib.contextmanager
-def continued(account: Account | None) -> Iterator[None]:
-  """Goes on with an account on this thread.
-
-  Args:
-    account: of a thread that waits meanwhile.
-
-  Yields:
-    Nothing.
-  """
-  before, _thread.account = _thread.account, account
+def _owned(thread: int | None) -> Iterator[None]:
+  global _owner
+  before, _owner = _owner, thread
   try:
     yield
   finally:
-    _thread.account = before
+    _owner = before
+
+
+def continued() -> contextlib.AbstractContextManager[None]:
+  """Accounts on this thread, while that of the run waits."""
+  return _owned(threading.get_ident() if _open else None)
 
 
 @contextlib.contextmanager
@@ -159,23 +140,22 @@ def measure(category: str) -> Iterator[None]:
   Yields:
     Nothing.
   """
-  account = _thread.account
-  if account is None:
+  if _owner != threading.get_ident():
     yield
     return
-  depth = len(account.open)
+  depth = len(_open)
   with _lock:
-    account.settle()
+    _settle()
     if category in ('steps', 'evaluation') and depth == 1:
-      account.open[0] = 'other'
-    account.open.append(category)
+      _open[0] = 'other'
+    _open.append(category)
   try:
     yield
   finally:
     with _lock:
-      account.settle()
+      _settle()
       # Also those inside that an interrupt has kept from ending.
-      del account.open[depth:]
+      del _open[depth:]
 
 
 def add(category: str, secs: float) -> None:
@@ -185,34 +165,28 @@ def add(category: str, secs: float) -> None:
     category: one of `CATEGORIES`.
     secs: how long, within the innermost `measure`.
   """
-  if (account := _thread.account) is not None:
+  if _owner == threading.get_ident():
     with _lock:
-      account.spent[category] += secs
-      account.spent[account.open[-1]] -= secs
+      _spent[category] += secs
+      _spent[_open[-1]] -= secs
 
 
 def spent() -> dict[str, float]:
   """Returns the seconds that runs in this process have spent, by category."""
   with _lock:
-    total = dict(_ended)
-    for account in _accounts:
-      account.settle()
-      for category, secs in account.spent.items():
-        total[category] += secs
-  return total
+    _settle()
+    return dict(_spent)
 
 
-def compilations() -> tuple[int, float, int, int]:
+def compilations() -> tuple[int, float, int]:
   """Returns what this process has compiled so far, in all threads.
 
   Returns:
     The number of programs, the seconds for them with tracing and lowering, and
-    how often JAX's persistent cache had a program and had not. A program from
-    the cache counts as compiled too.
+    how many of them JAX's persistent cache had.
   """
   listen()
-  x = _compilations
-  return x.count, x.secs, x.hits, x.requests - x.hits
+  return dataclasses.astuple(_compilations)  # type: ignore[return-value]
 
 
 def compiled_secs() -> float:
@@ -225,29 +199,27 @@ def compiled_secs() -> float:
 
 def _on_event(event: str, **kwargs: Any) -> None:
   del kwargs
-  if event == _CACHE_REQUEST:
-    _compilations.requests += 1
-  elif event == _CACHE_HIT:
-    _compilations.hits += 1
+  _compilations.hits += event == _CACHE_HIT
 
 
 def _on_start(event: str, value: float, **kwargs: Any) -> None:
   del value, kwargs
   if not event.startswith(_PHASES):
     return
-  if not _thread.phases:
+  if not _thread.depth:
     _thread.began = _clock()
-  measured = measure('compilation')
-  measured.__enter__()
-  _thread.phases.append(measured)
+    _thread.measured = measure('compilation')
+    _thread.measured.__enter__()
+  _thread.depth += 1
 
 
 def _on_end(event: str, duration_secs: float, **kwargs: Any) -> None:
   del duration_secs, kwargs
-  if not event.startswith(_PHASES) or not _thread.phases:
+  if not event.startswith(_PHASES) or not _thread.depth:
     return
-  _thread.phases.pop().__exit__(None, None, None)
-  if not _thread.phases:
+  _thread.depth -= 1
+  if not _thread.depth:
+    _thread.measured.__exit__(None, None, None)
     secs = _clock() - _thread.began
     _thread.compiled_secs += secs
     with _lock:
@@ -257,16 +229,9 @@ def _on_end(event: str, duration_secs: float, **kwargs: Any) -> None:
       _compilations.count += 1
 
 
-_is_listening = False
-
-
+@functools.cache
 def listen() -> None:
   """Has JAX say what it compiles, from the first call on."""
-  global _is_listening
-  with _lock:
-    if _is_listening:
-      return
-    _is_listening = True
   jax.monitoring.register_event_listener(_on_event)
   jax.monitoring.register_scalar_listener(_on_start)
   jax.monitoring.register_event_duration_secs_listener(_on_end)

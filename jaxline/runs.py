@@ -26,6 +26,7 @@ from jaxline import errors
 from jaxline.checkpoint import cli
 from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
+from jaxline.metrics import lines
 
 CONFIG = 'config.json'
 _MAX_SHOWN = 3  # Metrics of a run in `ls`.
@@ -152,12 +153,6 @@ def _names(runs: Sequence[Run]) -> list[str]:
   return [os.path.relpath(run.path.absolute(), common) for run in runs]
 
 
-def _duration(seconds: float) -> str:
-  minutes, rest = divmod(round(seconds), 60)
-  hours, minutes = divmod(minutes, 60)
-  return f'{hours}:{minutes:02}:{rest:02}'
-
-
 def _metrics(values: Mapping[str, float]) -> str:
   shown = list(values.items())[:_MAX_SHOWN]
   return ', '.join(f'{name} {value:.5g}' for name, value in shown)
@@ -176,7 +171,7 @@ def _ls(args: argparse.Namespace) -> None:
       name,
       run.state,
       _of_steps(run),
-      _duration(run.seconds),
+      lines.duration(run.seconds),
       _metrics(run.best),
       _metrics(run.last),
     )
@@ -209,7 +204,7 @@ def _compare(args: argparse.Namespace) -> None:
     rows.append((key, *(str(run.recorded.get(key, '')) for run in runs)))
   rows.append(('state', *(run.state for run in runs)))
   rows.append(('step', *map(_of_steps, runs)))
-  rows.append(('time', *(_duration(run.seconds) for run in runs)))
+  rows.append(('time', *(lines.duration(run.seconds) for run in runs)))
   for what in ('best', 'last'):
     values = [getattr(run, what) for run in runs]
     for name in dict.fromkeys(name for of in values for name in of):

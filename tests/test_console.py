@@ -41,6 +41,7 @@ from jaxline.metrics import live as live_lib
 from jaxline.metrics import log_filter
 from jaxline.metrics import periodic
 from jaxline.metrics import summary
+from jaxline.metrics import values
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
 from tests.experiments import regression
@@ -301,13 +302,14 @@ def test_the_mean_is_over_the_last_100_steps_each_fetched_once(capsys):
   console, _ = begun()
   capsys.readouterr()
   action = action_of(console, log_tensors_interval=150)
-  sizes = []
+  fetched = []
 
-  def device_get(values, real=jax.device_get):
-    sizes.append(len(jax.tree.leaves(values)))
-    return real(values)
+  def asarray(x, *args, real=np.asarray, **kwargs):
+    if isinstance(x, jax.Array):
+      fetched.append(x)
+    return real(x, *args, **kwargs)
 
-  with mock.patch.object(jax, 'device_get', device_get):
+  with mock.patch.object(np, 'asarray', asarray):
     for step in range(1, 351):
       action(float(step), step, {'loss': jnp.float32(step)})
     action.wait_to_finish()
@@ -315,7 +317,8 @@ def test_the_mean_is_over_the_last_100_steps_each_fetched_once(capsys):
   first, second = capsys.readouterr().out.splitlines()
   assert ' | loss 100.5 | ' in first
   assert ' | loss 250.5 | ' in second
-  assert sizes == [100, 100, 50]
+  steps = [int(x) for x in fetched]
+  assert steps == [*range(51, 151), *range(201, 301), *range(301, 351)]
 
 
 def test_the_mean_is_over_the_steps_since_the_last_line(capsys):
@@ -350,11 +353,11 @@ def test_without_an_interval_nothing_is_fetched(interval, capsys):
   console, _ = begun()
   capsys.readouterr()
   action = action_of(console, log_tensors_interval=interval)
-  with mock.patch.object(jax, 'device_get') as device_get:
+  with mock.patch.object(values, 'fetch') as fetch:
     for step in range(1, 300):
       action(float(step), step, {'loss': 1.0})
     action.wait_to_finish()
-  device_get.assert_not_called()
+  fetch.assert_not_called()
 
 
 def test_a_process_that_is_not_the_first_says_nothing(monkeypatch, capsys):
@@ -773,6 +776,24 @@ def test_the_first_block_of_a_sharded_run(capsys):
     'Start:         step 0',
   ]
   assert experiment._state is None  # Shapes were enough.
+
+
+def test_the_first_block_names_a_large_weight_that_is_not_split():
+  class Large(regression.Regression):
+    def init_fn(self, rng):
+      weights = {'a': jnp.ones([1 << 18, 4]), 'odd': {'b': jnp.ones([999_999])}}
+      return weights, {}
+
+  config = make_config(sharding='fsdp')
+  experiment = Large('train', jax.random.PRNGKey(0), run_config=config)
+  block = ' '.join(
+    line.strip()
+    for line in summary.start_block(config, experiment, summary.Origin(), '')
+  )
+  assert (
+    'Parameters:    2,048,575 (7.815 MiB) in 2 arrays; 1 of them split over'
+    ' data; odd/b (3.815 MiB) is not'
+  ) in block
 
 
 def test_the_first_block_of_a_per_device_run():

@@ -133,15 +133,15 @@ def test_other_threads_measure_nothing(clock):
 def test_an_account_goes_on_in_another_thread(clock):
   since = Since()
 
-  def continues(account):
-    with goodput.continued(account), goodput.measure('steps'):
+  def continues():
+    with goodput.continued(), goodput.measure('steps'):
       clock.now += 2
-    with goodput.measure('evaluation'):  # It has no account any more.
+    with goodput.measure('evaluation'):  # It is the other's again.
       clock.now += 4
 
   with goodput.run():
     clock.now += 1
-    thread = threading.Thread(target=continues, args=(goodput.current(),))
+    thread = threading.Thread(target=continues)
     thread.start()
     thread.join()
   assert since() == {'start': 1, 'steps': 2, 'other': 4}
@@ -221,8 +221,7 @@ def test_hits_and_misses_of_the_cache(tmp_path):
   (count, secs, *miss), (count_again, _, *hit) = found
   assert count == count_again == 1
   assert secs > 0
-  assert miss == [0, 1]
-  assert hit == [1, 0]
+  assert (miss, hit) == ([0], [1])
 
 
 def test_an_activity_has_a_category(clock):

@@ -136,7 +136,7 @@ def test_the_memory_in_use_is_said_where_the_backend_knows(monkeypatch):
       return 'TPU_0'
 
   monkeypatch.setattr(jax, 'local_devices', lambda: [Device()])
-  assert out_of_memory._in_use() == 'TPU_0: 3.00 GiB in use, 16.00 GiB in all'
+  assert out_of_memory._in_use() == 'TPU_0: 3 GiB in use, 16 GiB in all'
 
 
 def test_a_report_that_fails_hides_no_error(tmp_path, monkeypatch):

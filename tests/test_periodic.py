@@ -283,20 +283,44 @@ def test_a_step_without_scalars():
   assert recorder.calls == [(1, {'steps_per_sec': 0.5})]
 
 
-def test_fetching_is_done_on_the_background_thread(monkeypatch):
-  threads = set()
-  device_get = jax.device_get
+@pytest.fixture
+def fetches(monkeypatch):
+  """The thread and the array of each fetch."""
+  found = []
 
-  def spy(x):
-    threads.add(threading.current_thread())
-    return device_get(x)
+  def asarray(x, *args, real=np.asarray, **kwargs):
+    if isinstance(x, jax.Array):
+      found.append((threading.current_thread(), x))
+    return real(x, *args, **kwargs)
 
-  monkeypatch.setattr(jax, 'device_get', spy)
+  monkeypatch.setattr(np, 'asarray', asarray)
+  return found
+
+
+def test_each_array_is_fetched_once_on_the_background_thread(fetches):
   action = periodic.PeriodicAction(_Recorder(), 'steps', 1)
-  action(1.0, 1, {'a': jnp.ones([])})
+  scalars = {'a': jnp.ones([]), 'b': [jnp.ones([]), {'c': jnp.ones([])}]}
+  action(1.0, 1, scalars)
   action.wait_to_finish()
-  assert len(threads) == 1
-  assert threading.current_thread() not in threads
+  assert len(fetches) == 3
+  assert threading.current_thread() not in {thread for thread, _ in fetches}
+
+
+def test_all_transfers_begin_before_one_is_waited_for(fetches, monkeypatch):
+  begun = []
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  monkeypatch.setattr(
+    type(jnp.ones([])),
+    'copy_to_host_async',
+    lambda self: begun.append(len(fetches)),
+  )
+  action = periodic.PeriodicAction(
+    _Recorder(), 'steps', 2, log_all_data=True, run_async=False
+  )
+  for step in (1, 2):
+    action(1.0, step, {'a': jnp.ones([]), 'b': [jnp.ones([])], 'c': None})
+  assert begun == [0, 0, 0, 0]
+  assert len(fetches) == 4
 
 
 @pytest.mark.parametrize('fn', [functools.partial(_Recorder()), _Recorder()])
@@ -534,9 +558,10 @@ def test_an_error_of_fetching_comes_too(monkeypatch):
   def fail(x):
     raise RuntimeError('no device')
 
-  monkeypatch.setattr(jax, 'device_get', fail)
+  x = jnp.ones([2])
   action = periodic.PeriodicAction(_Recorder(), 'steps', 1)
-  action(1.0, 1, {'x': jnp.ones([2])})
+  monkeypatch.setattr(np, 'asarray', fail)
+  action(1.0, 1, {'x': x})
   with pytest.raises(RuntimeError, match='no device'):
     action.wait_to_finish()
 

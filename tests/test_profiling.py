@@ -1,6 +1,5 @@
 """Traces of steps: by the config, by a file, by a signal."""
 
-import faulthandler
 import gzip
 import json
 import logging
@@ -398,19 +397,6 @@ def test_a_handler_of_the_program_stays():
     signal.signal(signal.SIGUSR1, before)
   assert len(heard) == 2
   assert not profiling._is_signalled
-
-
-@pytest.mark.skipif(sys.platform != 'linux', reason='it is known on Linux only')
-def test_a_handler_made_in_c_stays(tmp_path):
-  with open(tmp_path / 'stacks', 'w+') as file:
-    faulthandler.register(signal.SIGUSR1, file)
-    try:
-      with profiling.on_signal():
-        os.kill(os.getpid(), signal.SIGUSR1)
-    finally:
-      faulthandler.unregister(signal.SIGUSR1)
-    file.seek(0)
-    assert 'most recent call first' in file.read()
 
 
 def test_a_handler_that_came_later_stays():

@@ -109,7 +109,7 @@ class Console(periodic.Action):
     self._best: tuple[str, float, int | None] | None = None
     self._saved: int | None = None
     # Of its training.
-    self._compiling: tuple[float, tuple[int, float, int, int]] | None = None
+    self._compiling: tuple[float, tuple[int, float, int]] | None = None
     self._rate = 0.0
     self._means: dict[str, Any] = {}
     self._losses: collections.deque[float] = collections.deque(maxlen=20)
@@ -306,7 +306,7 @@ class Console(periodic.Action):
     self.activity = ''
     # The rate begins after the compilation.
     self.log_action.update_time(t, step)
-    count, secs, hits, _ = (
+    count, secs, hits = (
       b - a for a, b in zip(before, goodput.compilations(), strict=True)
     )
     total = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Numbers and durations as short text, and lines of a limited width."""
+"""Numbers, sizes and durations as text, and lines of a limited width."""
 
 import collections
 from collections.abc import Mapping
@@ -86,3 +86,12 @@ def duration(seconds: float) -> str:
   if hours < 48:
     return (f'{hours}:{minutes:02}' if hours else f'{minutes}') + f':{secs:02}'
   return f'{hours / 24:.1f} days'
+
+
+def size(num_bytes: float) -> str:
+  """Returns '1.5 MiB': four digits, in a unit that fits."""
+  for unit in ('B', 'KiB', 'MiB', 'GiB'):
+    if num_bytes < 1024:
+      return f'{num_bytes:.4g} {unit}'
+    num_bytes /= 1024
+  return f'{num_bytes:.4g} TiB'

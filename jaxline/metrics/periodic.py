@@ -12,6 +12,7 @@ from absl import logging
 import jax
 
 from jaxline import async_lib
+from jaxline.metrics import values as values_lib
 
 # Records of log_all_data that wait for the action to be due.
 _MAX_KEPT = 512
@@ -278,22 +279,17 @@ class PeriodicAction(Action):
 
   def _apply(self, records: list[_Record], steps_per_sec: float | None) -> None:
     """Fetches the records' scalars and calls the function on each."""
-    # Lists of values instead of dicts: JAX would sort the keys.
-    fetched = jax.device_get(
-      [[_if_there(x) for x in scalars.values()] for _, scalars in records]
-    )
+    if jax.default_backend() != 'cpu':  # There, all are on the host.
+      for x in jax.tree.leaves([list(s.values()) for _, s in records]):
+        if isinstance(x, jax.Array) and not x.is_deleted():
+          x.copy_to_host_async()
     last_step = records[-1][0]
-    for (step, scalars), values in zip(records, fetched, strict=True):
-      host_scalars = dict(zip(scalars, values, strict=True))
+    for step, scalars in records:
+      host_scalars = {name: values_lib.fetch(x) for name, x in scalars.items()}
       if steps_per_sec is not None and step == last_step:
         host_scalars['steps_per_sec'] = steps_per_sec
       self._fn(step, host_scalars)
       self._num_done += 1
-
-
-def _if_there(x: Any) -> Any:
-  """Returns None for an array that a later step was given the buffer of."""
-  return None if isinstance(x, jax.Array) and x.is_deleted() else x
 
 
 @functools.lru_cache

@@ -12,9 +12,12 @@ from typing import Any
 
 import jax
 
+from jaxline.metrics import lines as lines_lib
+
 _WIDTH = 80
 _INDENT = 15  # Of the values: the longest label and two spaces.
 _MAX_VALUE_LINES = 5
+_LARGE_BYTES = 1 << 20  # Of an array that each device should not have whole.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +124,9 @@ def _devices(config: Any, experiment: Any) -> str:
 def _parameters(experiment: Any) -> str:
   """Returns how many weights there are, and how they are split."""
   if getattr(experiment, 'IS_SHARDED', False) is True:
-    leaves = jax.tree.leaves(experiment.abstract_state().params)
-    return f'{_count(leaves)}; {_split(leaves)}' if leaves else ''
+    params = experiment.abstract_state().params
+    leaves = jax.tree.leaves(params)
+    return f'{_count(leaves)}; {_split(params)}' if leaves else ''
   names: dict[str, str] = {**getattr(experiment, 'CHECKPOINT_ATTRS', {})}
   weights = {k: v for k, v in names.items() if 'param' in f'{k} {v}'}
   leaves = [
@@ -135,25 +139,39 @@ def _parameters(experiment: Any) -> str:
   return _count(leaves) if leaves else ''
 
 
+def _bytes(leaf: Any) -> int:
+  return math.prod(leaf.shape) * getattr(leaf.dtype, 'itemsize', 0)
+
+
 def _count(leaves: Sequence[Any]) -> str:
   count = sum(math.prod(x.shape) for x in leaves)
-  size = sum(
-    math.prod(x.shape) * getattr(x.dtype, 'itemsize', 0) for x in leaves
-  )
-  return f'{count:,} ({_bytes(size)}) in {len(leaves)} arrays'
+  size = lines_lib.size(sum(map(_bytes, leaves)))
+  return f'{count:,} ({size}) in {len(leaves)} arrays'
 
 
-def _split(leaves: Sequence[Any]) -> str:
-  """Says how many arrays are split, and over which axes of the mesh."""
+def _split(params: Any) -> str:
+  """Says how many arrays are split over which axes, and what large one is not.
+
+  Args:
+    params: the weights' shapes and shardings.
+  """
   axes: dict[str, None] = {}
   num_split = 0
-  for leaf in leaves:
+  whole: dict[str, int] = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     own = dict.fromkeys(_split_axes(leaf.sharding))
     num_split += bool(own)
     axes |= own
+    if not own:
+      name = jax.tree_util.keystr(path, simple=True, separator='/')
+      whole[name] = _bytes(leaf)
   if not num_split:
     return 'each device has all'
-  return f'{num_split} of them split over {" and ".join(axes)}'
+  text = f'{num_split} of them split over {" and ".join(axes)}'
+  largest = max(whole, key=whole.__getitem__, default='')
+  if largest and whole[largest] >= _LARGE_BYTES:
+    text += f'; {largest} ({lines_lib.size(whole[largest])}) is not'
+  return text
 
 
 def _split_axes(sharding: Any) -> Iterator[str]:
@@ -161,14 +179,6 @@ def _split_axes(sharding: Any) -> Iterator[str]:
     for axis in (part,) if isinstance(part, str) else part or ():
       if sharding.mesh.shape[axis] > 1:
         yield axis
-
-
-def _bytes(size: float) -> str:
-  units = ['B', 'kB', 'MB', 'GB', 'TB']
-  while size >= 1000 and len(units) > 1:
-    size /= 1000
-    units.pop(0)
-  return f'{size:.3g} {units[0]}'
 
 
 def relative(directory: str) -> str:

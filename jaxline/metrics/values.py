@@ -59,12 +59,11 @@ def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
   """
   flat: dict[str, int | float] = {}
   for name, value in scalars.items():
-    if type(value) is float and type(name) is str:  # Nothing is to be done.
-      flat[name] = value
+    number = value if type(value) is float else _to_number(value)
+    if number is not None:
+      flat[str(name)] = number
     elif isinstance(value, Mapping):
       flat.update(to_scalars({f'{name}/{k}': v for k, v in value.items()}))
-    elif (number := _to_number(value)) is not None:
-      flat[str(name)] = number
     else:
       warn_once(
         ('scalar', str(name)),
@@ -76,29 +75,41 @@ def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
   return flat
 
 
+def fetch(value: Any) -> Any:
+  """Returns a value with all arrays in it on the host, where they wait for it.
+
+  An array that a later step was given the buffer of becomes None. On a CPU the
+  arrays are not copied. (`jax.device_get` would take ten times as long, with
+  Python's lock, which the thread that trains needs.)
+  """
+  if isinstance(value, jax.Array):
+    try:
+      return np.asarray(value)
+    except TypeError:  # A typed random key.
+      return value
+    except RuntimeError:
+      if not value.is_deleted():
+        raise
+      return None
+  if isinstance(value, dict | list | tuple):
+    return jax.tree.map(fetch, value)
+  return value
+
+
 def _to_number(value: Any) -> int | float | None:
   """Returns a number as int or float, anything else as None."""
-  if isinstance(value, numbers.Integral):
-    return int(value) if abs(int(value)) < 2**64 else None
-  if isinstance(value, numbers.Real):
-    return float(value)
-  if not hasattr(value, '__array__') or getattr(value, 'size', 1) != 1:
-    return None
   if isinstance(value, jax.Array):
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
-      return None
-    if not (value.is_fully_addressable or value.is_fully_replicated):
-      return None
-  try:
-    array = np.asarray(value)
-  except RuntimeError:
-    if isinstance(value, jax.Array) and value.is_deleted():
-      return None
-    raise
-  number = array.item() if array.size == 1 else None
-  if isinstance(number, int):
-    return int(number)  # A bool is one.
-  return number if isinstance(number, float) else None
+    is_here = value.is_fully_addressable or value.is_fully_replicated
+    value = fetch(value) if value.size == 1 and is_here else None
+  elif hasattr(value, '__array__') and not isinstance(value, np.ndarray):
+    value = np.asarray(value)
+  if isinstance(value, np.ndarray):
+    value = value.item() if value.size == 1 else None
+  if type(value) is float:
+    return value
+  if isinstance(value, int):
+    return int(value) if abs(value) < 2**64 else None  # A bool is one.
+  return float(value) if isinstance(value, numbers.Real) else None
 
 
 def _describe(value: Any) -> str:

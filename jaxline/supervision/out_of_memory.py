@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxline.metrics import lines as lines_lib
+
 _NUM_LISTED = 12
 _MARK = '[jaxline]'
 _ADVICE = """\
@@ -70,7 +72,7 @@ def _in_use() -> str:
   for device in jax.local_devices():
     if stats := device.memory_stats():
       parts = [
-        f'{_size(stats[key])} {what}'
+        f'{lines_lib.size(stats[key])} {what}'
         for key, what in (
           ('bytes_in_use', 'in use'),
           ('peak_bytes_in_use', 'at the peak'),
@@ -98,11 +100,11 @@ def _largest(experiment: Any) -> str:
   ordered = sorted(rows.items(), key=lambda row: -row[1][1])
   total = sum(size for _, (_, size) in ordered)
   lines = [
-    f'{len(arrays)} arrays take {_size(total)} on one device; programs need'
-    ' more while they run. The largest:'
+    f'{len(arrays)} arrays take {lines_lib.size(total)} on one device; programs'
+    ' need more while they run. The largest:'
   ]
   lines += [
-    f'  {_size(size):>10}  {name}{f" x {count}" if count > 1 else ""}'
+    f'  {lines_lib.size(size):>10}  {name}{f" x {count}" if count > 1 else ""}'
     for name, (count, size) in ordered[:_NUM_LISTED]
   ]
   return '\n'.join(lines)
@@ -135,11 +137,3 @@ def _saved_profile(config: Any) -> str:
   path /= f'out_of_memory_process_{jax.process_index()}.prof'
   jax.profiler.save_device_memory_profile(str(path))
   return f'Who allocated what: pprof -top {path}'
-
-
-def _size(num_bytes: float) -> str:
-  for unit in ('B', 'KiB', 'MiB'):
-    if num_bytes < 1024:
-      return f'{num_bytes:.4g} {unit}'
-    num_bytes /= 1024
-  return f'{num_bytes:.2f} GiB'

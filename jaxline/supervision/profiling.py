@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 import contextlib
-import gzip
 import math
 import pathlib
 import queue
@@ -31,10 +30,6 @@ from jaxline.metrics import periodic
 REQUEST = 'PROFILE'  # The file that asks for a trace.
 _DEFAULT_STEPS = 5
 _LOOK_SECS = 1.0  # How often to look for that file.
-# What Perfetto does not read, at the beginning of the trace.
-_METADATA = re.compile(rb'"metadata":\{[^{}]*\},')
-_HEAD_BYTES = 4096
-_CHUNK_BYTES = 1 << 20
 
 # Whether a signal has asked for a trace. (An Event has a lock, which the
 # handler could find held by the code that it interrupts.)
@@ -77,16 +72,16 @@ def validate(text: Any) -> bool:
 def on_signal() -> Iterator[None]:
   """Has SIGUSR1 ask for a trace while inside.
 
-  A signal that comes while no loop trains asks the next loop. A handler that
-  the program has already stays, and so does the default where this is not
-  called on the main thread.
+  A signal that comes while no loop trains asks the next loop. A handler of the
+  program stays, and so does the default where this is not called on the main
+  thread.
 
   Yields:
     Nothing.
   """
   global _is_signalled
   is_main = threading.current_thread() is threading.main_thread()
-  if not is_main or _is_handled(signal.SIGUSR1):
+  if not is_main or signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
     yield
     return
   signal.signal(signal.SIGUSR1, _on_signal)
@@ -96,18 +91,6 @@ def on_signal() -> Iterator[None]:
     if signal.getsignal(signal.SIGUSR1) == _on_signal:
       signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     _is_signalled = False
-
-
-def _is_handled(signum: int) -> bool:
-  """Says whether a signal has a handler, or is ignored."""
-  if signal.getsignal(signum) != signal.SIG_DFL:
-    return True
-  with contextlib.suppress(OSError, AttributeError, TypeError):  # Not Linux.
-    # Python does not know of handlers made in C, such as faulthandler's.
-    status = pathlib.Path('/proc/self/status').read_text(encoding='ascii')
-    caught = re.search(r'^SigCgt:\s*(\w+)', status, re.MULTILINE)
-    return bool(int(caught[1], 16) >> (signum - 1) & 1)  # type: ignore[index]
-  return False
 
 
 def _on_signal(signum: int, frame: types.FrameType | None) -> None:
@@ -173,7 +156,6 @@ class Profiler(periodic.Action):
     # A file is for one process; the signal is for any.
     is_first = jax.process_index() == 0
     self._request = self._run_directory / REQUEST if is_first else None
-    self._was_empty = False
     self._say = say
     self._asked = 0  # Steps that the file asks for.
     # There is something to do after this step, and after each later one.
@@ -263,7 +245,9 @@ class Profiler(periodic.Action):
     # the trace.
     options.python_tracer_level = 0
     try:
-      jax.profiler.start_trace(self._directory, profiler_options=options)
+      jax.profiler.start_trace(
+        self._directory, create_perfetto_trace=True, profiler_options=options
+      )
     except Exception as e:  # Such as another trace.
       logging.warning('No trace of the steps from %d on: %s', step + 1, e)
       return
@@ -285,7 +269,7 @@ class Profiler(periodic.Action):
         self._say(
           f'Trace: {path}. To see it:'
           f'\n  tensorboard --logdir={self._run_directory}'
-          f' (with `pip install xprof`), or open {_perfetto(path).name} there'
+          ' (with `pip install xprof`), or open perfetto_trace.json.gz there'
           ' at https://ui.perfetto.dev'
         )
       except Exception as e:  # Such as a full disk.
@@ -313,10 +297,6 @@ class Profiler(periodic.Action):
       return
     try:
       text = self._request.read_text(errors='replace').strip()
-      if not (text or self._was_empty):
-        self._was_empty = True  # Its content may come in a moment.
-        return
-      self._was_empty = False
       self._request.unlink()
     except FileNotFoundError:
       return
@@ -345,15 +325,8 @@ def _wait(scalars: Any) -> None:
         x.block_until_ready()
 
 
-def _perfetto(path: pathlib.Path) -> pathlib.Path:
-  return path / 'perfetto_trace.json.gz'
-
-
 def _write(path: pathlib.Path) -> None:
   """Stops the trace, and writes it for TensorBoard and for Perfetto.
-
-  JAX itself can write Perfetto's file, and holds Python's lock for that, for
-  seconds if the trace is large.
 
   Args:
     path: where JAX writes it.
@@ -368,9 +341,3 @@ def _write(path: pathlib.Path) -> None:
     jax_profiler._profile_state.reset()
     shutil.rmtree(path, ignore_errors=True)
     raise
-  (trace,) = path.glob('*.trace.json.gz')
-  partial = _perfetto(path).with_suffix('.partial')
-  with gzip.open(trace) as source, gzip.open(partial, 'wb', 5) as target:
-    target.write(_METADATA.sub(b'', source.read(_HEAD_BYTES), count=1))
-    shutil.copyfileobj(source, target, _CHUNK_BYTES)
-  partial.replace(_perfetto(path))

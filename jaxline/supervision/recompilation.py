@@ -1,16 +1,18 @@
 """Warns of programs that training compiles again, and says what changed.
 
-JAX logs what it compiles, and for which arguments, at a level that is not
-shown. A filter of that log reads the records, on the thread that trains and
-only while a step runs: what an evaluation, a checkpoint or a metric compiles is
-no concern of it.
+JAX tells its listeners when it has compiled a program. One of them looks, on
+the thread that trains and only while a step runs, at the call that JAX was
+compiling for: what an evaluation, a checkpoint or a metric compiles is no
+concern of it.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 import dataclasses
-import logging as python_logging
+import functools
+import inspect
 import os
 import sys
 import threading
@@ -21,52 +23,22 @@ from absl import logging
 import jax
 
 from jaxline import debug
+from jaxline import goodput
 
-_LOGGER = 'jax._src.interpreters.pxla'
-_COMPILING = 'Compiling '
-_PHASES = '/jax/core/compile/'
 _COMPILED = '/jax/core/compile/backend_compile_duration'
 _JAX = os.path.dirname(jax.__file__) + os.sep
 
 # The first steps may compile a program for what `init` and for what the step
 # before have made of its arguments, which may differ in types and layouts.
 _FIRST_STEPS = 3
-# Programs that took less are warned of when they have taken as much together.
+# Functions are warned of that have taken that long to compile again.
 _SECS = 1.0
 _MAX_LINES = 10
 # Of the earlier arguments of a function the closest are compared.
 _MAX_KEPT = 8
 
-
-@dataclasses.dataclass(frozen=True)
-class _Program:
-  """A program that is being compiled.
-
-  Attributes:
-    name: of the function, as JAX has it.
-    caller: the line of code that has called it.
-    arguments: name -> shape and type, and placement.
-  """
-
-  name: str
-  caller: str
-  arguments: dict[str, tuple[str, Any]]
-
-  def changes_since(self, before: _Program) -> list[str]:
-    """Returns a line for each argument that differs."""
-    now, then = self.arguments, before.arguments
-    nothing = ('nothing', None)
-    lines = []
-    for name in [*now, *(name for name in then if name not in now)]:
-      (a, a_place), (b, b_place) = (
-        now.get(name, nothing),
-        then.get(name, nothing),
-      )
-      if a != b:
-        lines.append(f'{name}: now {a}, before {b}')
-      elif a_place != b_place:
-        lines.append(f'{name}: now {a} in {a_place}, before in {b_place}')
-    return lines
+# Name -> shape and type, and placement; or the value of a static argument.
+_Arguments = dict[str, tuple[str, Any]]
 
 
 @dataclasses.dataclass
@@ -74,14 +46,16 @@ class _Function:
   """What is known of a function of the step.
 
   Attributes:
-    programs: it was compiled as.
-    secs: for compiling it again, since the last warning.
-    limit: the seconds after which the next warning is due.
+    calls: the arguments it was compiled for, latest last.
+    count: how often it was compiled again.
+    secs: for that.
   """
 
-  programs: list[_Program] = dataclasses.field(default_factory=list)
+  calls: collections.deque[_Arguments] = dataclasses.field(
+    default_factory=lambda: collections.deque(maxlen=_MAX_KEPT)
+  )
+  count: int = 0
   secs: float = 0.0
-  limit: float = _SECS
 
 
 class Watch:
@@ -99,16 +73,15 @@ class Watch:
       first_step: the number of the first step.
     """
     self.step: int | None = None
+    self.num_batches = 0
     self._first_step = first_step
     self._functions: dict[tuple[str, str], _Function] = {}
-    self._program: _Program | None = None
-    self._secs = 0.0
     self._is_explained = False
-    self.num_batches = 0
     self._before: Watch | None = None
 
   def __enter__(self) -> Watch:
-    _install()
+    _listen()
+    self._secs = goodput.compiled_secs()
     self._before = _thread.watch
     if not debug.settings.disable_pmap_jit:  # It runs each operation by itself.
       _thread.watch = self
@@ -121,60 +94,62 @@ class Watch:
     """Notes that the program that is being traced has been warned of."""
     self._is_explained = True
 
-  def begins(self, record: python_logging.LogRecord) -> None:
-    """Reads the record of a program that is about to be compiled."""
-    self._program = _read(record)
+  def compiled(self, name: str, caller: str, arguments: _Arguments) -> None:
+    """Hears of a program that was compiled.
 
-  def took(self, event: str, secs: float, name: str) -> None:
-    """Hears how long a phase of the compilation of a function took."""
-    self._secs += secs
-    if event != _COMPILED:
+    Args:
+      name: of its function.
+      caller: the line of code that called it.
+      arguments: that it was called with.
+    """
+    before, self._secs = self._secs, goodput.compiled_secs()
+    if self.step is None:
       return
-    program, self._program = self._program, None
-    secs, self._secs = self._secs, 0.0
+    function = self._functions.setdefault((name, caller), _Function())
+    known = list(function.calls)
+    function.calls.append(arguments)
     is_explained, self._is_explained = self._is_explained, False
-    # Without a record the same is compiled for other devices.
-    key = (program.name, program.caller) if program else _name(name, _frames())
-    function = self._functions.setdefault(key, _Function())
-    before = function.programs[-_MAX_KEPT:]
-    program = program or _Program(*key, before[-1].arguments if before else {})
-    function.programs = [*before, program]
-    if not before or is_explained or self.step is None:
+    is_early = self.step - self._first_step < _FIRST_STEPS
+    if not known or is_explained or is_early:
       return
-    if self.step - self._first_step >= _FIRST_STEPS:
-      self._warn(function, before, secs)
-
-  def _warn(
-    self, function: _Function, before: Sequence[_Program], secs: float
-  ) -> None:
-    program = function.programs[-1]
-    function.secs += secs
-    if secs < _SECS and function.secs < function.limit:
+    function.secs += (secs := self._secs - before)
+    function.count += 1
+    # Each step may compile: the 1st, 2nd, 4th, ... time is told.
+    if function.secs < _SECS or function.count & (function.count - 1):
       return
-    if secs < _SECS:
-      function.limit *= 2
-    function.secs = 0.0
-    lines = min(map(program.changes_since, reversed(before)), key=len)
+    lines = min((_changes(arguments, x) for x in reversed(known)), key=len)
     advice = ''
     if lines:
       advice = 'Keep its arguments as they are, such as by padding. Changed:'
-    elif program.arguments:
+    elif arguments:
       advice = (
         'Its arguments have the shapes, types and shardings of before: is the'
-        ' function made anew (jax.jit inside of the step), or called on other'
-        ' devices or with another static argument?'
+        ' function made anew (jax.jit inside of the step)?'
       )
     if len(lines) > _MAX_LINES:
       lines[_MAX_LINES:] = [f'and {len(lines) - _MAX_LINES} more']
     logging.warning(
       'Step %d has compiled %s again, in %.1f s (called at %s). %s%s',
       self.step,
-      program.name,
+      name,
       secs,
-      program.caller,
+      caller,
       advice,
       ''.join(f'\n{line}' for line in lines),
     )
+
+
+def _changes(now: _Arguments, then: _Arguments) -> list[str]:
+  """Returns a line for each argument that differs."""
+  nothing = ('nothing', None)
+  lines = []
+  for name in now | then:
+    (a, a_place), (b, b_place) = now.get(name, nothing), then.get(name, nothing)
+    if a != b:
+      lines.append(f'{name}: now {a}, before {b}')
+    elif a_place != b_place and a_place and b_place:
+      lines.append(f'{name}: now {a} in {a_place}, before in {b_place}')
+  return lines
 
 
 class _Thread(threading.local):
@@ -205,130 +180,59 @@ def warn_of_batch(lines: Sequence[str]) -> None:
   )
 
 
-def _watch() -> Watch | None:
-  """Returns the watch of this thread, while a step runs."""
-  watch = _thread.watch
-  return None if watch is None or watch.step is None else watch
-
-
-# What is read of JAX.
-
-
-def _read(record: python_logging.LogRecord) -> _Program:
-  """Returns the program of a record 'Compiling %s with ...'."""
-  name, types_, places = (*record.args, (), ())[:3]  # type: ignore[misc]
-  frames = _frames()
-  names = _argument_names(frames, len(types_)) or [
-    f'argument {n}' for n in range(len(types_))
-  ]
-  values = [str(x) for x in types_]
-  values = [x.removeprefix('ShapedArray(').removesuffix(')') for x in values]
-  arguments = dict(zip(names, zip(values, places, strict=False), strict=False))
-  return _Program(*_name(str(name), frames), arguments)
-
-
-def _name(name: str, frames: Sequence[types.FrameType]) -> tuple[str, str]:
-  """Returns the name of a function that is compiled, and the calling line."""
-  caller = next((f for f in frames if not _is_of_jax(f)), frames[-1])
-  if any(_is_of_pmap(frame) for frame in frames):
-    name = 'a function of jax.pmap'  # Its own name is not known there.
-  return name, f'{caller.f_code.co_filename}:{caller.f_lineno}'
-
-
-def _frames() -> list[types.FrameType]:
-  """Returns the frames that have called this module, innermost first."""
-  frame: types.FrameType | None = sys._getframe(1)
-  found: list[types.FrameType] = []
-  while frame is not None:
-    if found or _is_of_jax(frame):
-      found.append(frame)
-    frame = frame.f_back
-  return found
-
-
-def _is_of_jax(frame: types.FrameType) -> bool:
-  return frame.f_code.co_filename.startswith(_JAX)
-
-
-def _is_of_pmap(frame: types.FrameType) -> bool:
-  return frame.f_code.co_filename == os.path.join(_JAX, '_src', 'pmap.py')
-
-
-def _argument_names(
-  frames: Sequence[types.FrameType], count: int
-) -> list[str] | None:
-  """Returns the names of a program's arguments, such as "batch['x']".
-
-  The record does not have them: they are taken from the functions of JAX that
-  have made it. None where these have changed.
-  """
-  for frame in frames:
-    if not _is_of_jax(frame):
-      return None
-    if _is_of_pmap(frame) and {'args', 'kwargs'} <= {*frame.f_locals}:
-      values = frame.f_locals['args'], frame.f_locals['kwargs']
-      paths = jax.tree_util.tree_leaves_with_path(values)
-      names = [jax.tree_util.keystr(path) for path, _ in paths]
-      names = [f'args{x[3:]}' if x[:3] == '[0]' else x[3:] for x in names]
-    else:
-      jaxpr = frame.f_locals.get('jaxpr')
-      info = getattr(jaxpr, 'debug_info', None)
-      names = list(getattr(info, 'arg_names', None) or ())
-      if any(name.startswith('flat_args') for name in names):
-        continue  # Of a program of `pmap`.
-    if len(names) == count:
-      return names
-  return None
-
-
-class _Filter(python_logging.Filter):
-  """Reads the records of programs; lets pass what would be shown without it.
-
-  Attributes:
-    shows_all: whether the level of the log was chosen by somebody else.
-  """
-
-  shows_all = False
-
-  def filter(self, record: python_logging.LogRecord) -> bool:
-    watch = _watch()
-    if watch is not None and str(record.msg).startswith(_COMPILING):
-      try:
-        watch.begins(record)
-      except Exception:  # JAX's records and functions are no interface.
-        logging.log_first_n(
-          logging.WARNING,
-          'What JAX says of a compilation cannot be read: of a program that is'
-          ' compiled again, it is not known which arguments have changed.',
-          1,
-          exc_info=True,
-        )
-    parent = python_logging.getLogger(_LOGGER).parent
-    if self.shows_all or parent is None:
-      return True
-    return record.levelno >= parent.getEffectiveLevel()
+@functools.cache
+def _listen() -> None:
+  """Has JAX call `_on_duration`, from the first call on."""
+  goodput.listen()  # First: it sums up how long a compilation took.
+  jax.monitoring.register_event_duration_secs_listener(_on_duration)
 
 
 def _on_duration(event: str, duration_secs: float, **kwargs: Any) -> None:
-  if event.startswith(_PHASES) and (watch := _watch()) is not None:
-    watch.took(event, duration_secs, str(kwargs.get('fun_name')))
+  watch = _thread.watch
+  if event == _COMPILED and watch is not None:
+    watch.compiled(*_call(sys._getframe(1), str(kwargs.get('fun_name'))))
 
 
-_lock = threading.Lock()
-_is_installed = False
+def _call(
+  frame: types.FrameType | None, name: str
+) -> tuple[str, str, _Arguments]:
+  """Returns the function that JAX compiles, its caller and its arguments.
+
+  Args:
+    frame: of JAX, called by what it compiles for.
+    name: that JAX has for the function.
+  """
+  found: types.FrameType | None = None
+  while frame is not None and frame.f_code.co_filename.startswith(_JAX):
+    # In these functions `jax.jit` and `jax.pmap` have the user's arguments.
+    if frame.f_code.co_name in ('cache_miss', 'wrapped'):
+      found = frame
+    frame = frame.f_back
+  caller = f'{frame.f_code.co_filename}:{frame.f_lineno}' if frame else ''
+  try:
+    call = found.f_locals  # type: ignore[union-attr]
+    args, kwargs = call['args'], call['kwargs']
+    if 'fun' in call:
+      signature = inspect.signature(call['fun'])
+      named = signature.bind(*args, **kwargs).arguments
+    else:
+      name, named = 'a function of jax.pmap', {'args': args, **kwargs}
+    leaves = jax.tree_util.tree_leaves_with_path
+    return (
+      name,
+      caller,
+      {
+        f'{argument}{jax.tree_util.keystr(path)}': _describe(x)
+        for argument, value in named.items()
+        for path, x in leaves(value)
+      },
+    )
+  except Exception:  # JAX's functions are no interface.
+    return name, caller, {}
 
 
-def _install() -> None:
-  """Has the functions above called, from the first call on."""
-  global _is_installed
-  with _lock:
-    if _is_installed:
-      return
-    _is_installed = True
-  jax.monitoring.register_event_duration_secs_listener(_on_duration)
-  logger = python_logging.getLogger(_LOGGER)
-  reader = _Filter()
-  reader.shows_all = logger.level != python_logging.NOTSET
-  if not reader.shows_all:
-    logger.setLevel(python_logging.DEBUG)
-  logger.addFilter(reader)
+def _describe(x: Any) -> tuple[str, Any]:
+  try:
+    return str(jax.typeof(x)), getattr(x, 'sharding', None)
+  except TypeError:
+    return repr(x)[:80], None  # Of a static argument.
