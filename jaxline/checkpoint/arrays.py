@@ -365,70 +365,51 @@ def check(found: files.Listing, names: Iterable[str]) -> None:
     files.RefusedError: naming the first such array.
     files.DamagedError: the checkpoint was removed meanwhile.
   """
-  folders = _by_folder(found)
+  prefix = f'{files.ARRAYS}/'
+  # How many files with checksums the directory of each array has.
+  counts = collections.Counter(
+    file.removeprefix(prefix).split('/')[0]
+    for file in found.there.intersection(found.sums)
+    if file.startswith(prefix)
+  )
   opening = {}
   for name in names:
     if name not in found.opened:
-      about = found.record['arrays'][name]
-      _check_size(name, about, folders.get(about['file'], {}))
       with _refused(found, name):
-        opening[name] = about['file'] and _open(found, about)
+        opening[name] = _open(found, found.record['arrays'][name])
   for name, future in opening.items():
-    with _refused(found, name):
-      opened = future and future.result()
-    if opened is not None:
-      has = folders[found.record['arrays'][name]['file']]
-      chunk = opened.chunk_layout.write_chunk.shape or ()
-      counts = [-(-n // c) for n, c in zip(opened.shape, chunk, strict=True)]
+    opened = None
+    if future is not None:
       with _refused(found, name):
-        if math.prod(counts) > len(has) - 1:  # Without zarr.json.
+        opened = future.result()
+        chunk = opened.chunk_layout.write_chunk.shape or ()
+        chunks = [-(-n // c) for n, c in zip(opened.shape, chunk, strict=True)]
+        # One more is zarr.json.
+        if math.prod(chunks) >= counts[found.record['arrays'][name]['file']]:
           raise ValueError('chunks are missing')
     found.opened[name] = opened
 
 
-def _check_size(
-  name: str, about: Mapping[str, Any], has: Mapping[str, int]
-) -> None:
-  """Refuses an array that has fewer bytes than the record says.
-
-  A reader would take as much memory as the shape asks for.
-
-  Args:
-    name: the array's.
-    about: what the record says of it.
-    has: its files that have checksums -> their bytes.
-  """
-  file, shape = about['file'], about['shape']
-  is_name = file is None or re.fullmatch(r'\d+\.[\w.-]*', file)
-  # Nothing is compressed.
-  size = sum(has[key] for key in has if key != 'zarr.json')
-  if (
-    not is_name
-    or any(n < 0 for n in shape)
-    or (wanted := num_bytes(about)) > size
-    or (file is not None and not wanted)
-  ):
-    raise files.RefusedError(
-      f'{files.RECORD} says that the array {name!r} is {about["dtype"]}{shape}'
-      f' in {file!r}, whose files with a checksum have {size} bytes'
-    )
-
-
 def _open(found: files.Listing, about: Mapping[str, Any]) -> Any:
-  """Starts to open an array; it has to be as the record says."""
-  shape, dtype = _stored(about)
-  folder = found.path / files.ARRAYS / about['file']
+  """Starts to open an array; None is one without elements."""
+  file, (shape, dtype) = about['file'], _stored(about)
+  if (file is None) != (math.prod(shape) == 0):
+    raise ValueError('what has no file has no elements')
+  if file is None:
+    return None
+  if not re.fullmatch(r'\d+\.[\w.-]*', file):
+    raise ValueError('no save gives such a name')
+  folder = found.path / files.ARRAYS / file
   # TensorStore would crash at JSON that is nested too deeply.
-  files.read_json(folder / 'zarr.json', f'{about["file"]}/zarr.json')
-  metadata = {
-    'shape': shape,
-    'data_type': dtype.name,
-    'chunk_key_encoding': {'name': 'default'},
-  }
+  files.read_json(folder / 'zarr.json', f'{file}/zarr.json')
   spec = {
     'driver': 'zarr3',
     'kvstore': {'driver': 'file', 'path': f'{folder}/'},
-    'metadata': metadata,
+    'metadata': {
+      'shape': shape,
+      'data_type': dtype.name,
+      'chunk_key_encoding': {'name': 'default'},
+    },
     'fill_missing_data_reads': False,
   }
   return ts.open(spec, open=True)
@@ -451,16 +432,6 @@ def _refused(found: files.Listing, name: str) -> Iterator[None]:
       f' {name!r}, which is {about["dtype"]}{about["shape"]} in'
       f' {files.RECORD} ({files.printable(e)[:200]})'
     ) from e
-
-
-def _by_folder(found: files.Listing) -> dict[str, dict[str, int]]:
-  """Returns directory of each array -> its files with checksums -> bytes."""
-  folders: dict[str, dict[str, int]] = collections.defaultdict(dict)
-  for name, (size, _) in found.sums.items():
-    if name in found.there and name.startswith(f'{files.ARRAYS}/'):
-      folder, _, key = name.removeprefix(f'{files.ARRAYS}/').partition('/')
-      folders[folder][key] = size
-  return folders
 
 
 def _stored(about: Mapping[str, Any]) -> tuple[list[int], np.dtype]:

@@ -85,7 +85,6 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     # they write, and must do so in one order.
     self._writer = async_lib.SerialExecutor('checkpoint')
     self._saves: dict[str, list[futures.Future[None]]] = {}
-    self._last_step: dict[str, int] = {}
     self._bytes = collections.Counter[str]()  # Of the last copy of a series.
     # Of the series that are saved; only the first process has a claim on them.
     self._claims: dict[str, files.Claim | None] = {}
@@ -133,16 +132,9 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     # Now: the flushes do not wait for what later steps log.
     logs = self.logs if ckpt_series == 'latest' else ()
     flushes = [log.flush_async() for log in logs]
-    # Asked here: on several hosts the writing thread may not ask the others.
-    is_there = distributed.of_chief(
-      target.exists() or step == self._last_step.get(ckpt_series)
-    )
-    self._last_step[ckpt_series] = step
-    # Of the same step again, the old one stays until the new one is whole.
-    place = files.new(target) if is_there else target
     published = self._published(target, experiment)
     saved = self._writer.submit(
-      self._make_visible, flushes, source, added, place, target, published
+      self._make_visible, flushes, source, added, target, published
     )
     self._saves[ckpt_series].append(saved)
     keep = base.num_to_keep(config, ckpt_series, experiment)
@@ -241,12 +233,6 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       is_foreign = isinstance(begin, pathlib.Path)
       source = begin if is_foreign else _SEED
       logging.info('Began the series %r from %s.', ckpt_series, source)
-      if self._forks and not is_foreign:
-        logging.warning(
-          'config.restore_from is %r, which is not used: there is %s.',
-          self._config.restore_from,
-          _SEED,
-        )
       return
     logging.info('Restored %s.', path)
     if ckpt_series == 'latest':
@@ -423,18 +409,17 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     flushes: Sequence[Callable[[], None]],
     source: arrays.Content | pathlib.Path,
     added: dict[str, Any],
-    place: pathlib.Path,
     target: pathlib.Path,
     published: memory.Published,
   ) -> None:
-    """Writes a checkpoint, and puts it into the place of another if any.
+    """Writes a checkpoint, and puts it in its place, or that of another.
 
     Args:
       flushes: wait until what was logged before it is on disk.
       source: a copy of the live state, or the checkpoint that is the best one.
       added: what the best one has besides.
-      place: where it is written.
-      target: where it belongs.
+      target: where it belongs. One of the same step stays there until the new
+        one is whole.
       published: what programs written against JAXline will look at.
     """
     for flush in flushes:
@@ -443,6 +428,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     if claim is not None:
       claim.check()
       target.parent.mkdir(parents=True, exist_ok=True)
+    place = files.new(target)
     try:
       if isinstance(source, arrays.Content):
         self._write(source, place)
@@ -454,10 +440,9 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         raise _failed(e, target, source) from e
       raise
     if claim is not None:
-      if place != target:
-        files.replace(target)
-      disk.sync_directory(target.parent)
+      files.replace(target)
       logging.info('Saved %s.', target)
+    arrays.barrier('visible')
     memory.publish(target.parent.name, published)
 
   def _write(self, content: arrays.Content, place: pathlib.Path) -> None:
