@@ -362,18 +362,11 @@ def test_shares_of_several_processes(tmp_path):
   assert problem.startswith('checksums_1.json cannot be read')
 
 
-def test_a_file_that_was_added_is_said_once_and_no_damage(tmp_path, caplog):
+def test_a_file_that_was_added_is_no_damage(tmp_path):
   path = _checkpoint(tmp_path / '5')
-  names = ['.checkpoint.json.swp', 'arrays/w/.nfs0001', 'arrays/.DS_Store']
-  for name in names:
+  for name in ('.checkpoint.json.swp', 'arrays/w/.nfs0001', 'arrays/.DS_Store'):
     (path / name).write_text('x')
-  assert files.Listing(path).verify(lambda name: 'w/' in name) == []
-  assert [r.levelname for r in caplog.records] == ['WARNING']
-  for _ in range(2):
-    assert files.Listing(path).verify() == []
-  for name in names:
-    told = f'{path / name} was not there when the checkpoint was written'
-    assert caplog.text.count(told) == 1
+  assert files.Listing(path).verify() == []
   (path / 'arrays/w/0').unlink()
   assert files.Listing(path).verify() == [
     'arrays/w/0 cannot be read (No such file or directory)'

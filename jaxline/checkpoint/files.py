@@ -458,7 +458,7 @@ class Listing:
     """Returns what is wrong with the files, a line for each.
 
     Files that were not there when it was written (an editor's, a file
-    system's) do no harm: they are logged, each once.
+    system's) are ignored.
 
     Args:
       wanted: of a file's relative name, whether to look at it.
@@ -475,13 +475,6 @@ class Listing:
       raise
     except DamagedError as e:
       return [str(e)]
-    for name in filter(wanted, sorted(self.there - set(sums))):
-      if (path := self.path / name) not in _strays:
-        _strays.add(path)
-        logging.warning(
-          '%s was not there when the checkpoint was written; it is ignored.',
-          printable(path),
-        )
     problems = []
     for name in sorted(filter(wanted, sums))[process::processes]:
       size, crc = sums[name]
@@ -499,9 +492,6 @@ class Listing:
       elif got_crc != crc:
         problems.append(f'{name} is not as it was written (its CRC differs)')
     return problems
-
-
-_strays: set[pathlib.Path] = set()  # Those that were logged.
 
 
 # Checkpoints come and go.

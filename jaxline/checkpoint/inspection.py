@@ -234,10 +234,10 @@ def list_run(where: Place) -> dict[str, Any]:
   """Lists what a run, or a series, has.
 
   Returns:
-    What `json.dumps` writes: `run`, a directory or None; `ended`, the step at
-    which training has ended, or None; `claims`, who may write there (`what`,
-    `host`, `pid`, and `alive`: True, False or, where that cannot be told,
-    None); `series`, name -> `step`, `path`, `time` (seconds since 1970),
+    What `json.dumps` writes: `run`, a directory or None; `state`, see
+    `training_state`; `ended`, the step at which training has ended, or None;
+    `claims`, who may write there (`what`, `host`, `pid`, and `alive`: True,
+    False or, where that cannot be told, None); `series`, name -> `step`, `path`, `time` (seconds since 1970),
     `bytes`, `metrics`, `problem` and `refused` (whether that is something that
     no save writes) of each checkpoint, by step; `damaged`, directories that
     were set aside.
@@ -250,7 +250,8 @@ def list_run(where: Place) -> dict[str, Any]:
     name: [row for row in map(_row, paths) if row is not None]
     for name, paths in series.items()
   }
-  about: dict[str, Any] = {'run': None, 'ended': None, 'claims': []}
+  about: dict[str, Any] = dict.fromkeys(('run', 'state', 'ended'))
+  about['claims'] = []
   if run is not None:
     metrics = collections.defaultdict(list)
     for row in itertools.chain.from_iterable(listed.values()):
@@ -291,17 +292,7 @@ def training_state(run: pathlib.Path) -> str:
     'ended'; 'running'; 'stopped' by a kill or an error; or 'unknown', where the
     locks of files cannot be seen.
   """
-  return state_of(**_training(run))
-
-
-def state_of(ended: int | None, claims: Iterable[Mapping[str, Any]]) -> str:
-  """Returns the `training_state` of what `list_run` says of a run."""
-  if ended is not None:
-    return 'ended'
-  for claim in claims:
-    if claim['what'] == 'train' and claim['alive'] is not False:
-      return 'running' if claim['alive'] else 'unknown'
-  return 'stopped'
+  return _training(run)['state']
 
 
 def _row(path: pathlib.Path) -> dict[str, Any] | None:
@@ -355,7 +346,12 @@ def _training(run: pathlib.Path) -> dict[str, Any]:
       owner = {'host': str(found['host']), 'pid': int(found['pid'])}
       alive = is_own or _is_locked(path)
       claims.append({'what': path.stem, **owner, 'alive': alive})
-  return {'ended': ended, 'claims': claims}
+  state = 'stopped' if ended is None else 'ended'
+  for claim in claims:
+    is_training = claim['what'] == 'train' and claim['alive'] is not False
+    if is_training and ended is None:
+      state = 'running' if claim['alive'] else 'unknown'
+  return {'state': state, 'ended': ended, 'claims': claims}
 
 
 def _is_locked(path: pathlib.Path) -> bool | None:
@@ -674,13 +670,12 @@ def _metrics(metrics: Mapping[str, Any]) -> str:
 def _about_run(listed: Mapping[str, Any]) -> list[tuple[str, str]]:
   """Returns a line on the run, on its training, on each claim."""
   active = [c for c in listed['claims'] if c['alive'] is not False]
-  state = state_of(listed['ended'], listed['claims'])
   training = {
     'ended': f'ended at step {listed["ended"]}',
     'running': 'is running',
     'stopped': 'has not ended, and is not running',
     'unknown': 'has not ended; whether it is running cannot be told here',
-  }[state]
+  }[listed['state']]
   rows = [('run', listed['run']), ('training', training)]
   for c in active:
     owner = f'process {c["pid"]} on {c["host"]}'
