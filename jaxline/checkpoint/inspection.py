@@ -237,10 +237,10 @@ def list_run(where: Place) -> dict[str, Any]:
     What `json.dumps` writes: `run`, a directory or None; `state`, see
     `training_state`; `ended`, the step at which training has ended, or None;
     `claims`, who may write there (`what`, `host`, `pid`, and `alive`: True,
-    False or, where that cannot be told, None); `series`, name -> `step`, `path`, `time` (seconds since 1970),
-    `bytes`, `metrics`, `problem` and `refused` (whether that is something that
-    no save writes) of each checkpoint, by step; `damaged`, directories that
-    were set aside.
+    False or, where that cannot be told, None); `series`, name -> `step`,
+    `path`, `time` (seconds since 1970), `bytes`, `metrics`, `problem` and
+    `refused` (whether that is something that no save writes) of each
+    checkpoint, by step; `damaged`, directories that were set aside.
 
   Raises:
     ValueError: it is no such directory.

@@ -64,13 +64,13 @@ class NotingCheckpointer(base.FullCheckpointer):
     self._root.mkdir(parents=True, exist_ok=True)
     files.write_json(self._root.parent / 'config.json', self._recorded)
     (self._root / 'ended.json').unlink(missing_ok=True)
-    for path in _keep_files(self._root / 'latest').values():
+    for kept_by in _keep_files(self._root / 'latest').values():
       # What was not finite in steps that are no more may come again; what was
       # kept for it stays.
-      noted = _nonfinite(path)
-      valid = {name: at for name, at in noted.items() if at <= step}
-      if valid != noted:
-        _write_nonfinite(path, valid)
+      first = _nonfinite(kept_by)
+      valid = {name: at for name, at in first.items() if at <= step}
+      if valid != first:
+        _write_nonfinite(kept_by, valid)
     folder = self._root / 'evaluated'
     with _noting:
       for path in folder.glob('*.json'):
