@@ -23,7 +23,6 @@ from typing import Any
 
 from jaxline import base_config
 from jaxline import errors
-from jaxline.checkpoint import cli
 from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
 from jaxline.metrics import lines
@@ -177,7 +176,7 @@ def _ls(args: argparse.Namespace) -> None:
     )
     for name, run in zip(_names(runs), runs, strict=True)
   ]
-  cli.print_table([header, *rows], right=(2, 3))
+  inspection.print_table([header, *rows], right=(2, 3))
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
@@ -211,7 +210,7 @@ def _compare(args: argparse.Namespace) -> None:
       if name in metrics:
         cells = (f'{of[name]:.5g}' if name in of else '' for of in values)
         rows.append((f'{what} {name}', *cells))
-  cli.print_table(rows, right=range(1, len(runs) + 1))
+  inspection.print_table(rows, right=range(1, len(runs) + 1))
   if args.plot:
     plot(runs, metrics, args.plot)
     print(f'\nCurves: {args.plot}')

@@ -43,12 +43,12 @@ from jaxline import partitioning
 from jaxline import platform
 from jaxline import sharded
 from jaxline import utils
+from jaxline.checkpoint import arrays
+from jaxline.checkpoint import contents
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
 from jaxline.checkpoint import notes
-from jaxline.checkpoint import reader
 from jaxline.checkpoint import room
-from jaxline.checkpoint import storage
 from jaxline.checkpoint import structure
 from jaxline.compat import devices
 
@@ -708,9 +708,9 @@ def test_one_save_waits_behind_another_where_there_is_room(
   written = []
 
   def write(self, content, target, write=durable.DurableCheckpointer._write):
-    assert gates[int(target.name)].wait(10)
+    assert gates[int(target.stem)].wait(10)
     write(self, content, target)
-    written.append(int(target.name))
+    written.append(int(target.stem))
 
   monkeypatch.setattr(durable.DurableCheckpointer, '_write', write)
   monkeypatch.setattr(room, 'free_memory', lambda: 2**60)
@@ -759,18 +759,6 @@ def test_a_waiting_save_is_dropped_for_the_last_one(run, monkeypatch):
   checkpointer.save('latest')
   checkpointer.wait_for_checkpointing_to_finish()
   assert checkpointer.steps('latest') == [1, 3]
-
-
-def test_a_new_step_is_visible_by_the_rename_of_orbax(
-  run, tmp_path, monkeypatch
-):
-  checkpointer, replaced = run(), []
-  monkeypatch.setattr(files, 'replace', replaced.append)
-  save(checkpointer, weights(1), 1, 2)
-  assert checkpointer.steps('latest') == [1, 2]
-  assert replaced == []
-  save(checkpointer, weights(1), 2)  # The same step again.
-  assert replaced == [series_path(tmp_path) / '2']
 
 
 def test_a_save_behind_one_that_fails_is_not_written(run, monkeypatch):
@@ -1045,19 +1033,19 @@ def test_damage_to_any_file_is_found(damage, copied):
   names = [str(p.relative_to(copied)) for p in copied.rglob('*') if p.is_file()]
   assert len(names) > 20
   live = Sharded()
-  reader.verify(copied, live)
+  arrays.verify(copied, live.wants_restored)
   for name in names:
     path = copied / name
     whole = path.read_bytes()
     DAMAGES[damage](path)
     if name in UNREAD:
-      reader.verify(copied, live)
+      arrays.verify(copied, live.wants_restored)
     else:
       with pytest.raises(files.DamagedError, match=re.escape(name)) as e:
-        reader.verify(copied, live)
+        arrays.verify(copied, live.wants_restored)
       assert type(e.value) is files.DamagedError, name
     path.write_bytes(whole)
-  reader.verify(copied, live)
+  arrays.verify(copied, live.wants_restored)
 
 
 @pytest.mark.parametrize(
@@ -1343,20 +1331,19 @@ def test_a_restore_looks_at_each_file_once(run, tmp_path, monkeypatch):
     'read_checksums': 1,
     'checksums_0.json': 1,
     'checkpoint.json': 1,
-    '_METADATA': 1,
   }
   assert {name: calls[name] for name in expected} == expected
 
 
 def test_one_that_goes_between_two_looks(run, tmp_path, monkeypatch):
   newest = _two(run, tmp_path)
-  check = storage.check
+  check = arrays.check
 
-  def gone(listing, described):
+  def gone(listing, names):
     shutil.rmtree(newest, ignore_errors=True)
-    check(listing, described)
+    check(listing, names)
 
-  monkeypatch.setattr(storage, 'check', gone)
+  monkeypatch.setattr(arrays, 'check', gone)
   assert restore(run(), weights()).global_step == 3
 
 
@@ -1367,19 +1354,24 @@ def test_an_error_of_tensorstore_that_may_pass(
   newest = _two(run, tmp_path)
   (chunk,) = newest.glob('arrays/*.w/c/0')
   checkpointer, live, slept = run(), weights(), []
-  read = storage.Handler.restore
+  start = arrays._start
 
-  def read_what_cannot_be_opened(*args):
+  def start_what_cannot_be_opened(found, name, target):
     if passes and slept:
-      return read(*args)
+      return start(found, name, target)
     os.rename(chunk, f'{chunk}.away')
     os.symlink(chunk, chunk)  # A loop, which is an error of the system.
-    try:
-      return read(*args)
-    finally:
-      os.rename(f'{chunk}.away', chunk)
+    get = start(found, name, target)
 
-  monkeypatch.setattr(storage.Handler, 'restore', read_what_cannot_be_opened)
+    def get_and_heal():
+      try:
+        return get()
+      finally:
+        os.rename(f'{chunk}.away', chunk)
+
+    return get_and_heal
+
+  monkeypatch.setattr(arrays, '_start', start_what_cannot_be_opened)
   monkeypatch.setattr(files.time, 'sleep', slept.append)
   if passes:
     assert restore(checkpointer, live).global_step == 5
@@ -1400,22 +1392,22 @@ def test_processes_agree_on_an_error_that_may_pass(
   others = [0, 3]  # Of each process: 1 refused, 2 damaged, 3 unreadable.
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   monkeypatch.setattr(
-    reader.multihost_utils, 'process_allgather', lambda x: np.array(others)
+    arrays.multihost_utils, 'process_allgather', lambda x: np.array(others)
   )
   with pytest.raises(files.UnreadableError, match=r'processes \[1\]'):
-    reader.verify(newest, None)
+    arrays.verify(newest, lambda name: False)
   # Its own error counts more than what others say.
   disk.fail(newest / 'checkpoint.json', errno.EIO)
   with pytest.raises(files.UnreadableError, match=r'checkpoint\.json'):
-    reader.verify(newest, None)
+    arrays.verify(newest, lambda name: False)
   # And damage less than an error.
   disk.heal()
   others[:] = [1, 2]
   with pytest.raises(files.DamagedError, match=r'processes \[1\] say so'):
-    reader.verify(newest, None)
+    arrays.verify(newest, lambda name: False)
   others[:] = [3, 0]
   with pytest.raises(files.UnreadableError, match=r'processes \[0\]'):
-    reader.verify(newest, None)
+    arrays.verify(newest, lambda name: False)
 
 
 # What does not fit.
@@ -1457,7 +1449,7 @@ def test_sharded_state_that_does_not_fit(wrong, copied, run, tmp_path):
   live.loss_fn = None  # What is refused is refused before any step.
   message = _unchanged(
     run(), live, tmp_path, f'state/params/{SHAPES[wrong]}',
-    reader.MismatchError, key=jax.random.key(0),
+    contents.MismatchError, key=jax.random.key(0),
   )  # fmt: skip
   # The optimizer's moments are told too, and nothing that fits.
   lines = [line for line in message.splitlines() if line.startswith('  ')]
@@ -1779,13 +1771,13 @@ def test_the_newest_save_is_read_when_it_is_looked_at(
   newest, run, tmp_path, monkeypatch
 ):
   reads = []
-  read = storage.read
+  read = arrays.read
 
   def spy(listing, *args):
     reads.append(listing)
     return read(listing, *args)
 
-  monkeypatch.setattr(storage, 'read', spy)
+  monkeypatch.setattr(arrays, 'read', spy)
   checkpointer = run(max_checkpoints_to_keep=1)
   fill(checkpointer, weights(1))
   assert utils.GLOBAL_CHECKPOINT_DICT['latest'].history == []
@@ -2255,7 +2247,7 @@ def test_one_that_goes_while_it_is_read_without_a_second_name(
   decoding.reads_only = True
   before = tree_of(tmp_path / 'run' / 'checkpoints' / series)
   module, name = (
-    (files.Listing, 'verify') if when == 'verified' else (storage, 'read')
+    (files.Listing, 'verify') if when == 'verified' else (arrays, 'read')
   )
   original, taken = getattr(module, name), []
 
@@ -2744,14 +2736,13 @@ def _numbers(name: str) -> np.ndarray:
 
 def test_all_narrow_types_are_stored_with_all_their_values(tmp_path):
   assert {'float8_e4m3', 'float6_e2m3fn', 'uint4', 'int2'} <= set(_NARROW)
-  arrays = {name: _numbers(name) for name in _NARROW}
-  stored, described = storage.store(arrays, storage.to_host(arrays))
-  ocp.Checkpointer(storage.Handler()).save(
-    tmp_path / 'new', args=storage.Content(stored, {}, {})
-  )
+  made = {name: _numbers(name) for name in _NARROW}
+  stored, described = arrays.store(made)
+  record = {'format': 1, 'arrays': described}
+  arrays.write(arrays.Content(stored, record, {}), tmp_path / 'new')
   listing = files.Listing(tmp_path / 'new')
-  back = storage.read(listing, described, dict.fromkeys(arrays))
-  for name, x in arrays.items():
+  back = dict(arrays.read(listing, dict.fromkeys(made)))
+  for name, x in made.items():
     assert_same(back[name], x, name)
 
 
@@ -2760,10 +2751,11 @@ def test_all_narrow_types_are_stored_with_all_their_values(tmp_path):
 )
 def test_a_description_does_not_lead_out_of_the_checkpoint(file, tmp_path):
   about = {'file': file, 'shape': [1], 'dtype': 'float32', 'kind': 'numpy'}
-  with pytest.raises(files.DamagedError, match="'params/w' is in"):
-    storage.read(
-      files.Listing(tmp_path), {'params/w': about}, {'params/w': None}
-    )
+  record = {'format': 1, 'arrays': {'params/w': about}}
+  files.write_json(tmp_path / files.RECORD, record)
+  files.write_checksums(tmp_path, 0, 1)
+  with pytest.raises(files.RefusedError):
+    arrays.check(files.Listing(tmp_path), ['params/w'])
 
 
 @pytest.mark.parametrize(
@@ -2772,22 +2764,17 @@ def test_a_description_does_not_lead_out_of_the_checkpoint(file, tmp_path):
 def test_only_orbax_itself_is_silenced(folder, is_heard, caplog):
   orbax = os.path.dirname(ocp.__file__)
   path = os.path.normpath(os.path.join(orbax, folder, 'orbax_tricks.py'))
-  logger = storage.logging.get_absl_logger()
+  logger = arrays.logging.get_absl_logger()
 
   def say(text):
     logger.handle(logger.makeRecord('absl', 20, path, 1, text, (), None))
 
-  hook = sys.unraisablehook
-  with storage.quiet_orbax():
-    say('During a save.')
-    assert sys.unraisablehook is not hook
   with contextlib.ExitStack() as first:  # As of two threads.
-    first.enter_context(storage.quiet_orbax())
-    second = storage.quiet_orbax()
+    first.enter_context(arrays.quiet_orbax())
+    second = arrays.quiet_orbax()
     second.__enter__()
-  assert sys.unraisablehook is not hook
+  say('During a save.')
   second.__exit__(None, None, None)
   say('At another time.')
   assert ('During a save.' in caplog.text) == is_heard
   assert 'At another time.' in caplog.text
-  assert sys.unraisablehook is hook

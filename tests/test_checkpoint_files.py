@@ -287,7 +287,7 @@ def test_directories_that_cannot_be_synced(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   ('write', 'match'),
   [
-    (lambda p: None, 'a.json is missing'),
+    (lambda p: None, r'a.json cannot be read \(No such file'),
     (lambda p: p.mkdir(), r'a.json cannot be read \(Is a directory\)'),
     (lambda p: p.write_text('{"a": '), 'a.json is not JSON'),
     (lambda p: p.write_bytes(b'"\xff"'), 'a.json is not JSON'),
@@ -358,21 +358,15 @@ def test_shares_of_several_processes(tmp_path):
     files.Listing(path).verify(lambda name: name == 'checkpoint.json') == []
   )
   (path / 'checksums_1.json').unlink()
-  assert files.Listing(path).verify() == ['checksums_1.json is missing']
+  (problem,) = files.Listing(path).verify()
+  assert problem.startswith('checksums_1.json cannot be read')
 
 
-def test_a_file_that_was_added_is_said_once_and_no_damage(tmp_path, caplog):
+def test_a_file_that_was_added_is_no_damage(tmp_path):
   path = _checkpoint(tmp_path / '5')
-  names = ['.checkpoint.json.swp', 'arrays/w/.nfs0001', 'arrays/.DS_Store']
-  for name in names:
+  for name in ('.checkpoint.json.swp', 'arrays/w/.nfs0001', 'arrays/.DS_Store'):
     (path / name).write_text('x')
-  assert files.Listing(path).verify(lambda name: 'w/' in name) == []
-  assert [r.levelname for r in caplog.records] == ['WARNING']
-  for _ in range(2):
-    assert files.Listing(path).verify() == []
-  for name in names:
-    told = f'{path / name} was not there when the checkpoint was written'
-    assert caplog.text.count(told) == 1
+  assert files.Listing(path).verify() == []
   (path / 'arrays/w/0').unlink()
   assert files.Listing(path).verify() == [
     'arrays/w/0 cannot be read (No such file or directory)'
@@ -382,7 +376,7 @@ def test_a_file_that_was_added_is_said_once_and_no_damage(tmp_path, caplog):
 def test_an_added_checksum_guards_the_file(tmp_path):
   path = _checkpoint(tmp_path / '5')
   (path / 'extra.json').write_text('{}')
-  files.add_checksum(path, 'extra.json')
+  files.complete_checksums(path)
   assert files.Listing(path).verify() == []
   (path / 'extra.json').write_text('{ }')
   assert files.Listing(path).verify() == [

@@ -19,8 +19,8 @@ import time
 import numpy as np
 import pytest
 
+from jaxline.checkpoint import arrays
 from jaxline.checkpoint import files
-from jaxline.checkpoint import storage
 from tests.programs import events
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -217,7 +217,7 @@ def bits(checkpoint):
   names = dict.fromkeys(record['arrays'])
   held = {
     name: (str(x.dtype), x.shape, hashlib.sha256(x.tobytes()).hexdigest())
-    for name, x in storage.read(listing, record['arrays'], names).items()
+    for name, x in arrays.read(listing, names)
   }
   for name in ('step', 'entries', 'module'):
     held[name] = record[name]

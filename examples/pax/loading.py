@@ -24,7 +24,6 @@ Names and fields are those of Paxml (Google, 2022).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-import dataclasses
 import re
 import time
 from typing import Any
@@ -37,10 +36,10 @@ import numpy as np
 from examples.pax import base_layer
 from examples.pax import hparams
 from jaxline import sharded
+from jaxline.checkpoint import arrays as arrays_lib
+from jaxline.checkpoint import contents
 from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
-from jaxline.checkpoint import reader
-from jaxline.checkpoint import storage
 from jaxline.checkpoint import structure
 
 _PARAMS = 'params/'
@@ -77,16 +76,6 @@ class CheckpointLoadingRules(hparams.BaseHParams):
   load_step: bool = False
   load_opt_states: bool = False
   load_ema_states: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-  """Says which of a checkpoint's arrays are read, and must be whole."""
-
-  names: frozenset[str]
-
-  def wants_restored(self, name: str) -> bool:
-    return name in self.names
 
 
 def load(
@@ -295,7 +284,7 @@ def _check(
     )
   wrong = []
   for name, source in sources.items():
-    saved = storage.saved_shape(described[_ROOT + source])
+    saved = arrays_lib.saved_shape(described[_ROOT + source])
     here = f'{live[name].dtype.name}{list(live[name].shape)}'
     if saved != here:
       wrong.append(f'  {name} is {here}, its source {source} is {saved}')
@@ -312,26 +301,11 @@ def _read(
   live: Mapping[str, Any],
 ) -> dict[str, Any]:
   """Returns name -> array, which lies where the live one does."""
-  wanted = _Wanted(frozenset(_ROOT + source for source in sources.values()))
-  try:
-    saved = reader.Reader(reader.verify(checkpoint.path, wanted))
-  except files.RefusedError:
-    raise
-  except files.DamagedError as e:
-    raise files.DamagedError(f'{checkpoint.path} is damaged: {e}.') from e
-  arrays: dict[str, Any] = {}
-  while pending := {s: n for n, s in sources.items() if n not in arrays}:
-    # More than once where arrays have one source: each gets its own copy.
-    found = saved.read(
-      {
-        _ROOT + source: jax.ShapeDtypeStruct(
-          live[name].shape, live[name].dtype, sharding=live[name].sharding
-        )
-        for source, name in pending.items()
-      }
-    )
-    arrays |= {name: found[_ROOT + source] for source, name in pending.items()}
-  return arrays
+  stored = {name: _ROOT + source for name, source in sources.items()}
+  with files.reading(checkpoint.path):
+    wants = frozenset(stored.values()).__contains__
+    found = arrays_lib.verify(checkpoint.path, wants)
+    return contents.Reader(found).read_each(stored, live)
 
 
 class LoadingMixin:

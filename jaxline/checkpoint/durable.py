@@ -1,24 +1,23 @@
 """Checkpoints on disk, by Orbax: whole or not there, checked, resumable.
 
 A save goes one way. `save` copies the state to host memory (`contents`) and
-returns. A background thread has Orbax write it and hash every file (`storage`),
-makes it visible in one rename, and then removes the checkpoints that need not
-be kept. `files` says how files lie.
+returns. A background thread waits until the logs are on disk, has Orbax write
+the copy and hashes every file (`arrays`), makes it visible in one rename, and
+then removes the checkpoints that need not be kept (`files`).
 
-`restore` verifies the hashes first (Orbax itself does not notice a flipped
-bit), takes the newest checkpoint that is whole, and checks that it fits the
-experiment before anything is changed (`reader`).
+`restore` verifies the hashes first (TensorStore does not notice a flipped bit),
+takes the newest checkpoint that is whole, and checks that it fits the
+experiment before anything is changed (`contents`).
 """
 
 import collections
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import functools
 import itertools
 import os
 import pathlib
-import shlex
 import threading
 import time
 from typing import Any
@@ -29,22 +28,20 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 from ml_collections import config_dict
 import numpy as np
-import orbax.checkpoint as ocp
 
 from jaxline import async_lib
 from jaxline import base_config
 from jaxline import disk
 from jaxline import distributed
 from jaxline import errors
+from jaxline.checkpoint import arrays
 from jaxline.checkpoint import base
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import memory
 from jaxline.checkpoint import notes
-from jaxline.checkpoint import reader
 from jaxline.checkpoint import room
-from jaxline.checkpoint import storage
 from jaxline.supervision import preemption
 
 _SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
@@ -88,7 +85,6 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     # they write, and must do so in one order.
     self._writer = async_lib.SerialExecutor('checkpoint')
     self._saves: dict[str, list[futures.Future[None]]] = {}
-    self._last_step: dict[str, int] = {}
     self._bytes = collections.Counter[str]()  # Of the last copy of a series.
     # Of the series that are saved; only the first process has a claim on them.
     self._claims: dict[str, files.Claim | None] = {}
@@ -119,38 +115,29 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     step = int(state['global_step'])
     target = self._root / ckpt_series / str(step)
     experiment = state.get('experiment_module')
-    write: Callable[[pathlib.Path], None]
+    config = self._config
+    source: arrays.Content | pathlib.Path
+    added: dict[str, Any] = {}
     if self._follows and ckpt_series == 'best' and self._pinned is not None:
       assert self._pinned.name == str(step), (self._pinned, step)
-      added = self._encoder.added(state)
-      write = functools.partial(self._promote, self._pinned, added)
+      source, added = self._pinned, self._encoder.added(state)
     else:
-      config = self._config
-      content = self._encoder.content(
-        ckpt_series,
-        state,
+      all_hosts = (
         config.best_checkpoint_all_hosts
         if ckpt_series == 'best'
-        else config.train_checkpoint_all_hosts,
+        else config.train_checkpoint_all_hosts
       )
-      if ckpt_series == 'latest':
-        # Now: the flushes do not wait for what later steps log.
-        content.waits = [log.flush_async() for log in self.logs]
-      self._bytes[ckpt_series] = sum(x.nbytes for x in content.arrays.values())
-      write = functools.partial(self._write, content)
-    # Asked here: on several hosts the writing thread may not ask the others.
-    is_there = distributed.of_chief(
-      target.exists() or step == self._last_step.get(ckpt_series)
-    )
-    self._last_step[ckpt_series] = step
-    # Of the same step again, the old one stays until the new one is whole.
-    place = files.new(target) if is_there else target
+      source = self._encoder.content(ckpt_series, state, all_hosts)
+      self._bytes[ckpt_series] = sum(x.nbytes for x in source.arrays.values())
+    # Now: the flushes do not wait for what later steps log.
+    logs = self.logs if ckpt_series == 'latest' else ()
+    flushes = [log.flush_async() for log in logs]
     published = self._published(target, experiment)
-    keep = base.num_to_keep(self._config, ckpt_series, experiment)
     saved = self._writer.submit(
-      self._make_visible, write, place, target, published
+      self._make_visible, flushes, source, added, target, published
     )
     self._saves[ckpt_series].append(saved)
+    keep = base.num_to_keep(config, ckpt_series, experiment)
     # A call of its own: the next save waits for the copy, not for removals.
     self._writer.put(functools.partial(self._retire, target.parent, keep))
 
@@ -234,10 +221,10 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     if begin is None:
       path, entries = self._read_own(ckpt_series, step, state)
     elif isinstance(begin, pathlib.Path):
-      with _reported(begin):
-        found = reader.verify(begin, experiment)
+      with files.reading(begin):
+        found = arrays.verify(begin, contents.wants_of(experiment))
         read = functools.partial(self._read, found, state, is_foreign=True)
-        entries = reader.together(read)
+        entries = arrays.together(read)
     else:
       entries = memory.entries_of(begin, ckpt_series, state)
       entries = {key: _placed(key, entries, state) for key in entries}
@@ -246,12 +233,6 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       is_foreign = isinstance(begin, pathlib.Path)
       source = begin if is_foreign else _SEED
       logging.info('Began the series %r from %s.', ckpt_series, source)
-      if self._forks and not is_foreign:
-        logging.warning(
-          'config.restore_from is %r, which is not used: there is %s.',
-          self._config.restore_from,
-          _SEED,
-        )
       return
     logging.info('Restored %s.', path)
     if ckpt_series == 'latest':
@@ -355,10 +336,8 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       return
     for path in self._candidates('latest')[:1]:
       # One that is damaged is found to be so by `restore`.
-      with contextlib.suppress(files.DamagedError), _reported(path):
-        found = files.Listing(path)
-        if not found.verify(lambda file: file == files.RECORD):
-          self._check_config(path, found.record)
+      with contextlib.suppress(files.DamagedError), files.reading(path):
+        self._check_config(path, files.Listing(path).record)
 
   def check_shared(self) -> None:
     """Refuses a directory that not all processes share.
@@ -378,7 +357,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     if is_writing:
       path.parent.mkdir(parents=True, exist_ok=True)
       path.touch()
-    storage.barrier('shared')
+    arrays.barrier('shared')
     seen = multihost_utils.process_allgather(np.bool_(path.exists()))
     if is_writing:
       path.unlink(missing_ok=True)
@@ -420,45 +399,58 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         raise
       self._claims[ckpt_series] = claim
       files.clean(self._root / ckpt_series)
-    storage.barrier('own')  # The others look at what is there now.
+    arrays.barrier('own')  # The others look at what is there now.
     self._claims.setdefault(ckpt_series, None)
 
   # The rest of a save, on the writing thread.
 
   def _make_visible(
     self,
-    write: Callable[[pathlib.Path], None],
-    place: pathlib.Path,
+    flushes: Sequence[Callable[[], None]],
+    source: arrays.Content | pathlib.Path,
+    added: dict[str, Any],
     target: pathlib.Path,
     published: memory.Published,
   ) -> None:
-    """Writes a checkpoint, and puts it into the place of another if any."""
+    """Writes a checkpoint, and puts it in its place, or that of another.
+
+    Args:
+      flushes: wait until what was logged before it is on disk.
+      source: a copy of the live state, or the checkpoint that is the best one.
+      added: what the best one has besides.
+      target: where it belongs. One of the same step stays there until the new
+        one is whole.
+      published: what programs written against JAXline will look at.
+    """
+    for flush in flushes:
+      flush()
     claim = self._claims[target.parent.name]
     if claim is not None:
       claim.check()
       target.parent.mkdir(parents=True, exist_ok=True)
-    write(place)
+    place = files.new(target)
+    try:
+      if isinstance(source, arrays.Content):
+        self._write(source, place)
+      else:
+        self._promote(source, added, place)
+    except Exception as e:
+      files.discard(place)  # On a full disk, the half of it is in the way.
+      if isinstance(e, OSError):
+        raise _failed(e, target, source) from e
+      raise
     if claim is not None:
-      if place != target:
-        files.replace(target)
-      disk.sync_directory(target.parent)
+      files.replace(target)
       logging.info('Saved %s.', target)
+    arrays.barrier('visible')
     memory.publish(target.parent.name, published)
 
-  @storage.quiet_orbax()
-  def _write(self, content: storage.Content, place: pathlib.Path) -> None:
+  def _write(self, content: arrays.Content, place: pathlib.Path) -> None:
     """Writes the copy of the live state, by Orbax."""
     if place.parent.name == 'best':
       content.record['time'] = self._after_all_best()
-    storage.barrier('series')
-    with _removed_if_it_fails(place, content.num_bytes), storage.os_errors():
-      ocp.Checkpointer(
-        storage.Handler(),
-        multiprocessing_options=storage.multiprocessing_options(),
-        atomicity_options=ocp.options.AtomicityOptions(
-          ocp.options.AtomicityMode.ATOMIC_RENAME
-        ),
-      ).save(place, args=content)
+    arrays.barrier('series')
+    arrays.write(content, place)
 
   def _promote(
     self, pinned: pathlib.Path, added: dict[str, Any], place: pathlib.Path
@@ -467,14 +459,11 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     if jax.process_index() != 0:
       return
     partial = place.with_name(f'{place.stem}.partial')
-    # What it takes where the file system has no links.
-    size = functools.partial(files.size, pinned)
-    with _removed_if_it_fails(place, size):
-      files.link(pinned, partial)
-      extra = {'time': self._after_all_best(), **added}
-      files.write_json(partial / 'extra.json', extra)
-      files.add_checksum(partial, 'extra.json')
-      os.rename(partial, place)
+    files.link(pinned, partial)
+    extra = {'time': self._after_all_best(), **added}
+    files.write_json(partial / 'extra.json', extra)
+    files.complete_checksums(partial)
+    os.rename(partial, place)
 
   def _after_all_best(self) -> float:
     """Returns the time, later than any best one's also if the clock is not."""
@@ -516,14 +505,14 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       entry: jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree
       )
-      for entry, tree in reader.template(experiment).items()
+      for entry, tree in contents.template(experiment).items()
     }
     attributes = dict(getattr(experiment, 'CHECKPOINT_ATTRS', {}))
     allow_pickle = self._allow_pickle
 
     def read() -> Any:
       # A client's signal handler may call it: it waits for no other process.
-      entries = reader.read_whole(path, template, allow_pickle)
+      entries = contents.read_whole(path, template, allow_pickle)
       return memory.nest_of(entries, attributes)
 
     return memory.Published(int(path.name), read)
@@ -619,13 +608,13 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       path = whole = self._root / ckpt_series / name
       found = None
       try:
-        with _reported(path):
+        with files.reading(path):
           files.refuse_link(path)
           if self._follows and ckpt_series == 'latest' and not self.reads_only:
             whole = self._pin(path)
-          found = reader.verify(whole, experiment)
+          found = arrays.verify(whole, contents.wants_of(experiment))
           read = functools.partial(self._read, found, state)
-          return path, reader.together(read)
+          return path, arrays.together(read)
       except files.DamagedError as e:
         if not distributed.of_chief(os.path.lexists(path)):
           continue  # It was removed while it was read: there may be another.
@@ -641,7 +630,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       reports.append(report)
       if step is not None:
         raise files.DamagedError(f'{report}.')
-      storage.barrier('damaged')
+      arrays.barrier('damaged')
 
   def _pin(self, path: pathlib.Path) -> pathlib.Path:
     """Gives a checkpoint a second name, which training does not remove."""
@@ -654,7 +643,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       # Without it verification finds nothing, and the next one is taken.
       with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         files.retried(lambda: files.link(path, pinned), str(path))
-    storage.barrier('pin')
+    arrays.barrier('pin')
     self._pinned = pinned
     return pinned
 
@@ -664,7 +653,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     """Returns what a checkpoint has for the entries of the live state."""
     if not is_foreign:
       self._check_config(found.path, found.record)
-    saved = reader.Reader(found, self._allow_pickle)
+    saved = contents.Reader(found, self._allow_pickle)
     experiment = state.get('experiment_module')
     if is_foreign and self._config.restore_rules:
       rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
@@ -677,9 +666,10 @@ class DurableCheckpointer(notes.NotingCheckpointer):
 
   def _check_config(self, path: pathlib.Path, record: Any) -> None:
     """Refuses a checkpoint of another run, in the same directory."""
-    changes = base_config.changes(
-      record['config'], self._recorded, self._experiment_class
-    )
+    with files.well_formed():
+      changes = base_config.changes(
+        record['config'], self._recorded, self._experiment_class
+      )
     if not changes:
       return
     lines = map(files.printable, changes)
@@ -697,27 +687,6 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     )
 
 
-@contextlib.contextmanager
-def _reported(path: pathlib.Path) -> Iterator[None]:
-  """Says which checkpoint an error is about, and what to do."""
-  where = shlex.quote(str(path))
-  skip = f'To skip this checkpoint: mv {where} {where}.bak'
-  try:
-    yield
-  except files.RefusedError as e:
-    raise files.RefusedError(
-      f'{path} is refused: {e}. Nothing was restored or moved. {skip}'
-    ) from e
-  except files.DamagedError as e:
-    raise files.DamagedError(f'{path} is damaged: {e}.') from e
-  except files.UnreadableError as e:
-    raise files.UnreadableError(
-      e.errno,
-      f'{path} could not be read: {e.strerror}. This may pass, and nothing was'
-      f' moved: start again. {skip}',
-    ) from e
-
-
 def _placed(name: str, entries: Mapping[str, Any], state: Any) -> Any:
   """Returns a restored entry, put where the live one is.
 
@@ -725,7 +694,7 @@ def _placed(name: str, entries: Mapping[str, Any], state: Any) -> Any:
   same; on another number of devices there are more or fewer.
 
   Raises:
-    reader.MismatchError: it is of another type, or shape.
+    contents.MismatchError: it is of another type, or shape.
   """
   value, live = entries[name], state.get(name)
   if not isinstance(live, jax.Array):
@@ -734,45 +703,40 @@ def _placed(name: str, entries: Mapping[str, Any], state: Any) -> Any:
     value = jnp.asarray(value)
   got = getattr(value, 'dtype', type(value).__name__), np.shape(value)
   # A raw key is a row of numbers itself.
-  rows = live.ndim - (not storage.is_key(live))
+  rows = live.ndim - (not arrays.is_key(live))
   if got[0] == live.dtype and rows == 1 and got[1][1:] == live.shape[1:]:
     value = jnp.broadcast_to(value[:1], live.shape)
   elif got != (live.dtype, live.shape):
-    raise reader.MismatchError(
+    raise contents.MismatchError(
       f'{name}: the checkpoint has {got[0]}{list(got[1])}, expected'
       f' {live.dtype}{list(live.shape)}; nothing was restored.'
     )
   return jax.device_put(value, live.sharding)
 
 
-@contextlib.contextmanager
-def _removed_if_it_fails(
-  place: pathlib.Path, size: Callable[[], int]
-) -> Iterator[None]:
-  """Removes what a failed save has written, and says so.
+def _failed(
+  error: OSError, target: pathlib.Path, source: arrays.Content | pathlib.Path
+) -> OSError:
+  """Returns the error of a save; that of a full disk says what it would take.
 
   Args:
-    place: the checkpoint, or its name until it is whole.
-    size: returns how many bytes it takes.
+    error: what writing failed with.
+    target: the checkpoint.
+    source: what was written; a directory where the file system has no links.
   """
-  try:
-    yield
-  except Exception as e:
-    # On a full disk, the half of it is in the way.
-    target = place.with_name(place.stem)
-    for name in (f'{place.name}.orbax-*-tmp*', f'{place.stem}.partial'):
-      for partial in place.parent.glob(name):
-        files.discard(partial)
-    if not isinstance(e, OSError):
-      raise
-    is_full = e.errno in disk.FULL
-    error = disk.failed_write(e, target, size() if is_full else None)
-    raise type(error)(
-      error.errno,
-      f'{error.strerror}; what was written of it was removed, and the'
-      ' checkpoints before it are untouched',
-      str(target),
-    ) from (None if is_full else e)
+  needed = None
+  if error.errno in disk.FULL:
+    if isinstance(source, arrays.Content):
+      needed = source.num_bytes()
+    else:
+      needed = files.size(source)
+  error = disk.failed_write(error, target, needed)
+  return type(error)(
+    error.errno,
+    f'{error.strerror}; what was written of it was removed, and the'
+    ' checkpoints before it are untouched',
+    str(target),
+  )
 
 
 def _saved_at(checkpoint: pathlib.Path) -> float:

@@ -1,24 +1,10 @@
 """Checkpoints on disk: which are there, whether they are whole, whose they are.
 
-A run's directory holds, besides the logs:
-
-    checkpoints/latest/STEP/    written by training
-    checkpoints/latest/STEP.keep  exempts STEP from retention, and says why
-    checkpoints/best/STEP/      written by evaluation
-    checkpoints/damaged/        what was damaged, set aside
-    checkpoints/claims/         who is writing here
-
-and a directory STEP, which appears and goes in one rename, so that it is whole
-whenever it is there:
-
-    checkpoint.json     what the checkpoint holds: entries, arrays, config, ...
-    process_N.json      what process N alone has: the position of its data
-    extra.json          what `on_new_best_model` added
-    arrays/NAME/        one Zarr 3 array each, written by Orbax
-    checksums_N.json    size and CRC-32 of every file above
+docs/reference/checkpoint_files.md describes the files. A directory STEP appears
+and goes in one rename, so it is complete whenever it is there.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import dataclasses
 import errno
@@ -29,6 +15,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import socket
 import stat
@@ -46,18 +33,20 @@ FORMAT = 1
 RECORD = 'checkpoint.json'
 ARRAYS = 'arrays'
 _CHECKSUMS = 'checksums_{}.json'
-# Orbax's own, changed after all else is written; nothing here reads them.
-_UNCHECKED = ('_CHECKPOINT_METADATA', 'commit_success.txt')
+# Files that have no checksum: Orbax's own, which it changes after all else is
+# written and which nothing here reads; and the checksums.
+_UNCHECKED = (
+  r'_CHECKPOINT_METADATA|commit_success\.txt|checksums_\d+\.json(\..*)?'
+)
 _CHUNK = 1 << 22  # Bytes hashed at a time.
-# Names that are not a step's, and so never taken for a checkpoint: of one that
-# is being removed, and of a whole one that is about to replace another.
+# Names that are no step's: of a checkpoint that is being removed, and of a
+# complete one that is about to replace another.
 _DELETED = '.deleted-'
 _NEW = '.new'
 # Names that only we and Orbax give; what else is there is the user's.
 _LEFTOVER = r'\.deleted-.*|\d+\.partial|\d+(\.new)?\.orbax-checkpoint-tmp.*'
-_STEP = '0|[1-9][0-9]*'  # The name of each number, and no other for it.
-# What a checkpoint does not hold. Opening it could wait for ever, and a link
-# leads to another directory.
+_STEP = '0|[1-9][0-9]*'  # One name for each number.
+# No save writes these. To open one could wait for ever or leave the directory.
 _IRREGULAR = {
   stat.S_IFLNK: 'a symbolic link',
   stat.S_IFIFO: 'a FIFO',
@@ -65,27 +54,7 @@ _IRREGULAR = {
   stat.S_IFBLK: 'a device',
   stat.S_IFSOCK: 'a socket',
 }
-# Of a file that is taken into memory: as many bytes as the machine has.
-_MOST_JSON = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-# The fields of a record that are read, and of each array in it.
-_FIELDS: dict[str, Any] = {
-  'step': int,
-  'time': (int, float),
-  'processes': int,
-  'devices': int,
-  'versions': dict,
-  'config': dict,
-  'entries': dict,
-  'module': dict,
-  'arrays': dict,
-}
-_ARRAY_FIELDS: dict[str, Any] = {
-  'file': (str, type(None)),
-  'shape': list,
-  'dtype': str,
-  'kind': str,
-}
-_LAST_SECOND = 253402300799  # Of the year 9999, the last one that has a date.
+_MOST_JSON = 1 << 32  # Bytes of a file that is read into memory.
 _PAUSES = (0.5, 1.5, 4.0)  # Seconds before each further try to read.
 _DISCARD_CHECKS = 10  # In a row, that find nothing of a save that failed.
 _DISCARD_SECS = 10.0  # After which the next start removes what is left.
@@ -94,16 +63,33 @@ _T = TypeVar('_T')
 # What `lockf` raises on a file system without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
-# What says that there is no file of that name.
+# There is no file of that name.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+# What the use of JSON raises that is of another form than a save writes.
+MALFORMED = (
+  KeyError, TypeError, AttributeError, IndexError, OverflowError,
+  RecursionError,
+)  # fmt: skip
 
 
 class DamagedError(ValueError):
   """A checkpoint is not as it was written; the message says what differs."""
 
 
+class GoneError(DamagedError):
+  """A checkpoint was removed while it was read."""
+
+
 class RefusedError(DamagedError):
-  """A checkpoint holds what no save writes, such as a link or a FIFO."""
+  """A checkpoint is as it was written, but no save writes such a one."""
+
+
+class UnreadableError(OSError):
+  """A file could not be read, which says nothing of what it holds."""
+
+
+class ClaimedError(errors.UsageError):
+  """Another process writes to the same directory."""
 
 
 def printable(text: Any) -> str:
@@ -112,8 +98,38 @@ def printable(text: Any) -> str:
   return ''.join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
 
 
-class UnreadableError(OSError):
-  """A file could not be read, which says nothing of what it holds."""
+@contextlib.contextmanager
+def well_formed() -> Iterator[None]:
+  """Refuses JSON that is as it was written, but not as a save writes it."""
+  try:
+    yield
+  except MALFORMED as e:
+    what = printable(f'{type(e).__name__}: {str(e)[:80]}')
+    raise RefusedError(f'no save writes such a file ({what})') from e
+
+
+@contextlib.contextmanager
+def reading(checkpoint: pathlib.Path) -> Iterator[None]:
+  """Says which checkpoint an error is about, and what to do."""
+  where = shlex.quote(str(checkpoint))
+  skip = f'Nothing was changed. To skip it: mv {where} {where}.bak'
+  try:
+    yield
+  except DamagedError as e:
+    if not os.path.lexists(checkpoint):
+      raise GoneError(
+        f'{checkpoint} was removed meanwhile: the run that writes there keeps'
+        ' only as many as its config says. Try again.'
+      ) from e
+    if isinstance(e, RefusedError):
+      raise RefusedError(f'{checkpoint} is refused: {e}. {skip}') from e
+    raise DamagedError(f'{checkpoint} is damaged: {e}.') from e
+  except UnreadableError as e:
+    raise UnreadableError(
+      e.errno,
+      f'{checkpoint} could not be read: {e.strerror}. This may pass: start'
+      f' again. {skip}',
+    ) from e
 
 
 def retried(read: Callable[[], _T], name: str) -> _T:
@@ -161,13 +177,21 @@ def root(directory: str | os.PathLike[str]) -> pathlib.Path:
   return pathlib.Path(directory).absolute() / 'checkpoints'
 
 
-def steps(series: pathlib.Path) -> list[int]:
-  """Returns the steps of a series' checkpoints, ascending."""
+def names_in(folder: pathlib.Path) -> list[str]:
+  """Returns the names in a directory; none where there is no directory."""
   try:
-    names = retried(lambda: os.listdir(series), str(series))
+    return retried(lambda: os.listdir(folder), str(folder))
   except MISSING:
     return []
+
+
+def steps(series: pathlib.Path) -> list[int]:
+  """Returns the steps of a series' checkpoints, ascending."""
+  names = names_in(series)
   return sorted(int(name) for name in names if re.fullmatch(_STEP, name))
+
+
+# Files.
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
@@ -198,13 +222,6 @@ def open_regular(path: pathlib.Path) -> io.FileIO:
   return io.FileIO(path, opener=lambda p, flags: os.open(p, flags | safe))
 
 
-def _text(path: pathlib.Path) -> str:
-  with open_regular(path) as f:
-    if (size := os.fstat(f.fileno()).st_size) > _MOST_JSON:
-      raise RefusedError(f'{path.name} has {size} bytes, which is too large')
-    return f.read().decode()
-
-
 def read_json(path: pathlib.Path, name: str | None = None) -> Any:
   """Reads a file.
 
@@ -218,14 +235,19 @@ def read_json(path: pathlib.Path, name: str | None = None) -> Any:
     UnreadableError: it cannot be read, which may pass.
   """
   name = name or path.name
+
+  def read() -> bytes:
+    with open_regular(path) as f:
+      if (size := os.fstat(f.fileno()).st_size) > _MOST_JSON:
+        raise RefusedError(f'{name} has {size} bytes, which is too large')
+      return f.read()
+
   try:
-    return json.loads(retried(lambda: _text(path), name))
-  except FileNotFoundError as e:
-    raise DamagedError(f'{name} is missing') from e
-  except MISSING as e:
-    raise DamagedError(f'{name} cannot be read ({e.strerror})') from e
+    return json.loads(retried(read, name).decode())
   except DamagedError:
     raise
+  except MISSING as e:
+    raise DamagedError(f'{name} cannot be read ({e.strerror})') from e
   except ValueError as e:
     raise DamagedError(f'{name} is not JSON ({e})') from e
   except RecursionError:
@@ -236,14 +258,14 @@ def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
   """Reads what a checkpoint says of itself.
 
   Raises:
-    DamagedError: it is not there, or is no record.
-    RefusedError: it is of another step than the directory's name says.
+    DamagedError: it is not there.
+    RefusedError: it is no record, or of another step than the directory's name.
     UnreadableError: it cannot be read, which may pass.
     errors.UsageError: a later version of this library wrote it.
   """
   record = read_json(checkpoint / RECORD)
   if not isinstance(record, dict) or type(record.get('format')) is not int:
-    raise DamagedError(f'{RECORD} is no record of a checkpoint')
+    raise RefusedError(f'{RECORD} is no record of a checkpoint')
   if record['format'] > FORMAT:
     raise errors.UsageError(
       f'{checkpoint} has format {record["format"]}; this jaxline reads up to'
@@ -259,98 +281,44 @@ def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
   return record
 
 
-def read_whole_record(checkpoint: pathlib.Path) -> dict[str, Any]:
-  """Reads what a checkpoint says of itself; nothing of it is missing.
-
-  Raises:
-    DamagedError: something is missing, or see `read_record`.
-    ValueError: a later version of this library wrote it.
-  """
-  record = read_record(checkpoint)
-  _check_fields(record, _FIELDS, RECORD)
-  if _is_deeper(record['config'], 100):
-    raise RefusedError(f'{RECORD} has a config that is nested too deeply')
-  if not 0 <= record['time'] <= _LAST_SECOND:
-    raise RefusedError(f'{RECORD} has a time that is no date')
-  for name, about in record['module'].items():
-    _check_fields(about, {}, f'{RECORD} at {name!r}')
-  for name, about in record['arrays'].items():
-    _check_fields(about, _ARRAY_FIELDS, f'{RECORD} at {name!r}')
-    if any(type(n) is not int or n < 0 for n in about['shape']):
-      raise RefusedError(f'{RECORD} at {name!r} has no shape')
-  return record
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-  """Returns whether JSON is nested deeper than so many levels."""
-  level = [value]
-  for _ in range(levels):
-    dicts = [x for x in level if isinstance(x, dict)]
-    level = [y for x in level if isinstance(x, list) for y in x]
-    level += [y for x in dicts for y in x.values()]
-  return bool(level)
-
-
-def _check_fields(value: Any, fields: dict[str, Any], where: str) -> None:
-  """Refuses JSON that is no object with fields of these types."""
-  if not isinstance(value, dict):
-    raise RefusedError(f'{where} is a {type(value).__name__}; expected a dict')
-  for key, kind in fields.items():
-    if key not in value:
-      raise DamagedError(f'{where} has no {key!r}')
-    if not isinstance(value[key], kind) or isinstance(value[key], bool):
-      got = type(value[key]).__name__
-      raise RefusedError(f'{where} has a {got} as {key!r}')
-
-
 def refuse_link(checkpoint: pathlib.Path) -> None:
-  """Refuses a checkpoint that is a link to another directory.
-
-  Raises:
-    RefusedError: it is one.
-  """
+  """Raises RefusedError where a checkpoint is a link to another directory."""
   with contextlib.suppress(*MISSING):
     found = retried(lambda: os.lstat(checkpoint), str(checkpoint))
     _refuse_irregular(checkpoint.name, found.st_mode)
 
 
-def _entries(folder: pathlib.Path) -> list[tuple[str, int]]:
-  """Returns name and mode of what is in a directory."""
-  found = []
-  for name in os.listdir(folder):
-    # Another process may be replacing its own files just now.
-    with contextlib.suppress(FileNotFoundError):
-      found.append((name, os.lstat(folder / name).st_mode))
-  return found
-
-
 def regular_files(checkpoint: pathlib.Path) -> list[str]:
-  """Returns the relative names of all files but the checksums, sorted.
+  """Returns the relative names of all files that have checksums, sorted.
 
   Raises:
     RefusedError: there is a link, a FIFO or a device.
   """
+
+  def modes(folder: str) -> dict[str, int]:
+    found = {}
+    for name in os.listdir(checkpoint / folder):
+      # Another process may be replacing its own files just now.
+      with contextlib.suppress(FileNotFoundError):
+        path = checkpoint / folder / name
+        found[f'{folder}{name}'] = os.lstat(path).st_mode
+    return found
+
   refuse_link(checkpoint)
-  found = []
-  folders = ['']
+  found, folders = [], ['']
   while folders:
-    folder = folders.pop()
-    scan = functools.partial(_entries, checkpoint / folder)
-    try:
-      entries = retried(scan, folder or checkpoint.name)
-    except MISSING:
-      continue
-    for entry, mode in entries:
-      name = f'{folder}{entry}'
-      _refuse_irregular(name, mode)
-      if stat.S_ISDIR(mode):
-        folders.append(f'{name}/')
-      # Another process may be writing its own checksums just now.
-      elif name not in _UNCHECKED and not re.match(
-        r'checksums_\d+\.json(\.|$)', name
-      ):
-        found.append(name)
+    scan = functools.partial(modes, folders.pop())
+    with contextlib.suppress(*MISSING):
+      for name, mode in retried(scan, scan.args[0] or checkpoint.name).items():
+        _refuse_irregular(name, mode)
+        if stat.S_ISDIR(mode):
+          folders.append(f'{name}/')
+        elif not re.fullmatch(_UNCHECKED, name):
+          found.append(name)
   return sorted(found)
+
+
+# Checksums.
 
 
 def _checksum(path: pathlib.Path, expected: int | None = None) -> list[int]:
@@ -392,6 +360,17 @@ def write_checksums(
   )
 
 
+def complete_checksums(checkpoint: pathlib.Path) -> None:
+  """Adds the checksums that are missing to those of the first process."""
+  listed = read_checksums(checkpoint)
+  missing = [n for n in regular_files(checkpoint) if n not in listed]
+  if missing:
+    path = checkpoint / _CHECKSUMS.format(0)
+    part = read_json(path)
+    part['files'] |= {n: _checksum(checkpoint / n) for n in missing}
+    _write_sums(path, part)
+
+
 def _write_sums(path: pathlib.Path, part: dict[str, Any]) -> None:
   # A new file: the old one may be linked into another checkpoint.
   write_json(path, {**part, 'crc': _crc_of(part)})
@@ -402,27 +381,12 @@ def _crc_of(part: dict[str, Any]) -> int:
   return zlib.crc32(json.dumps(summed, sort_keys=True).encode())
 
 
-def add_checksum(checkpoint: pathlib.Path, name: str) -> None:
-  """Adds a file's checksum to those of the first process."""
-  path = checkpoint / _CHECKSUMS.format(0)
-  part = read_json(path)
-  part['files'][name] = _checksum(checkpoint / name)
-  _write_sums(path, part)
-
-
-def complete_checksums(checkpoint: pathlib.Path) -> None:
-  """Adds the checksums that are missing to those of the first process."""
-  listed = read_checksums(checkpoint)
-  for name in regular_files(checkpoint):
-    if name not in listed:
-      add_checksum(checkpoint, name)
-
-
 def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
   """Returns size in bytes and CRC-32 of each file.
 
   Raises:
     DamagedError: they are not there, or are not as written.
+    RefusedError: they name a file that is not in the checkpoint.
     UnreadableError: they cannot be read, which may pass.
   """
   sums: dict[str, list[int]] = {}
@@ -431,14 +395,12 @@ def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
     name = _CHECKSUMS.format(process)
     part = read_json(checkpoint / name)
     try:
-      if _crc_of(part) != part['crc']:
-        raise DamagedError(f'{name} is not as it was written')
-    except (KeyError, TypeError, AttributeError, RecursionError) as e:
-      raise DamagedError(f'{name} holds no checksums') from e
-    _check_fields(part, {'files': dict, 'processes': int}, name)
-    for file, listed in part['files'].items():
-      if not isinstance(listed, list) or [*map(type, listed)] != [int, int]:
-        raise DamagedError(f'{name} holds no checksum of {file!r}')
+      is_whole = _crc_of(part) == part['crc']
+    except (KeyError, TypeError):
+      is_whole = False
+    if not is_whole:
+      raise DamagedError(f'{name} is not as it was written')
+    for file in part['files']:
       if file != os.path.normpath(file) or file.split('/')[0] in ('', '..'):
         raise RefusedError(
           f'{name} lists {file!r}, which is no file in the checkpoint'
@@ -450,12 +412,13 @@ def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
 
 
 class Listing:
-  """What a checkpoint's directory holds; its files are listed once.
+  """A checkpoint's directory: its files are listed once, and hashed.
 
   Attributes:
     path: the checkpoint.
-    there: the relative names of all files but the checksums.
-    checked: names of the arrays that `storage.check` has found to be whole.
+    there: the relative names of all files that have checksums.
+    opened: name -> the TensorStore of each array that `arrays.check` has found
+      to be as the record says; None is an array without elements.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -466,7 +429,7 @@ class Listing:
     """
     self.path = path
     self.there = frozenset(regular_files(path))
-    self.checked: set[str] = set()
+    self.opened: dict[str, Any] = {}
 
   @functools.cached_property
   def sums(self) -> dict[str, list[int]]:
@@ -475,13 +438,16 @@ class Listing:
 
   @functools.cached_property
   def record(self) -> dict[str, Any]:
-    """What the checkpoint says of itself: see `read_whole_record`."""
-    return read_whole_record(self.path)
+    """What the checkpoint says of itself, verified: see `read_record`."""
+    self.require(lambda file: file == RECORD)
+    return read_record(self.path)
 
-  @property
-  def sizes(self) -> dict[str, int]:
-    """Name -> bytes of the files that have a checksum and are there."""
-    return {k: x[0] for k, x in self.sums.items() if k in self.there}
+  def require(
+    self, wanted: Callable[[str], bool], process: int = 0, processes: int = 1
+  ) -> None:
+    """Raises DamagedError where `verify` finds something wrong."""
+    if problems := self.verify(wanted, process, processes):
+      raise DamagedError('; '.join(problems))
 
   def verify(
     self,
@@ -492,7 +458,7 @@ class Listing:
     """Returns what is wrong with the files, a line for each.
 
     Files that were not there when it was written (an editor's, a file
-    system's) do no harm: they are logged, each once.
+    system's) are ignored.
 
     Args:
       wanted: of a file's relative name, whether to look at it.
@@ -509,13 +475,6 @@ class Listing:
       raise
     except DamagedError as e:
       return [str(e)]
-    for name in filter(wanted, sorted(self.there - set(sums))):
-      if (path := self.path / name) not in _strays:
-        _strays.add(path)
-        logging.warning(
-          '%s was not there when the checkpoint was written; it is ignored.',
-          printable(path),
-        )
     problems = []
     for name in sorted(filter(wanted, sums))[process::processes]:
       size, crc = sums[name]
@@ -535,7 +494,7 @@ class Listing:
     return problems
 
 
-_strays: set[pathlib.Path] = set()  # Those that were logged.
+# Checkpoints come and go.
 
 
 def size(checkpoint: pathlib.Path) -> int:
@@ -557,14 +516,20 @@ def _hidden(checkpoint: pathlib.Path) -> pathlib.Path:
   return doomed
 
 
-def discard(partial: pathlib.Path) -> None:
-  """Removes a save that failed, and what threads still write of it."""
-  gone, deadline = 0, time.monotonic() + _DISCARD_SECS
-  # TensorStore makes the directory again for a write that was still queued.
-  while gone < _DISCARD_CHECKS and time.monotonic() < deadline:
-    shutil.rmtree(partial, ignore_errors=True)
-    gone = 0 if partial.exists() else gone + 1
-    time.sleep(0.05)
+def discard(place: pathlib.Path) -> None:
+  """Removes what a failed save has written, and what threads still write.
+
+  Args:
+    place: the name that the checkpoint would have.
+  """
+  for pattern in (f'{place.name}.orbax-*-tmp*', f'{place.stem}.partial'):
+    for partial in place.parent.glob(pattern):
+      gone, deadline = 0, time.monotonic() + _DISCARD_SECS
+      # TensorStore makes it again for a write that was still queued.
+      while gone < _DISCARD_CHECKS and time.monotonic() < deadline:
+        shutil.rmtree(partial, ignore_errors=True)
+        gone = 0 if partial.exists() else gone + 1
+        time.sleep(0.05)
 
 
 def new(checkpoint: pathlib.Path) -> pathlib.Path:
@@ -587,16 +552,13 @@ def clean(series: pathlib.Path) -> None:
 
   Only for the one that holds the claim on the series.
   """
-  with contextlib.suppress(FileNotFoundError):
-    for entry in os.scandir(series):
-      step = entry.name.removesuffix(_NEW)
-      if step != entry.name and re.fullmatch(_STEP, step):
-        # Killed within `replace`, perhaps when only this one was left.
-        replace(series / step)
-        continue
-      is_dir = entry.is_dir(follow_symlinks=False)
-      if is_dir and re.fullmatch(_LEFTOVER, entry.name):
-        shutil.rmtree(entry.path, ignore_errors=True)
+  for name in names_in(series):
+    step = name.removesuffix(_NEW)
+    if step != name and re.fullmatch(_STEP, step):
+      # Killed within `replace`, perhaps when only this one was left.
+      replace(series / step)
+    elif re.fullmatch(_LEFTOVER, name):
+      shutil.rmtree(series / name, ignore_errors=True)
 
 
 def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
@@ -604,12 +566,12 @@ def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
   damaged = checkpoint.parent.parent / 'damaged'
   damaged.mkdir(exist_ok=True)
   name = f'{checkpoint.parent.name}-{checkpoint.name}'
-  for suffix in ('', *(f'-{i}' for i in range(2, 1000))):
-    target = damaged / (name + suffix)
-    if not target.exists():
-      os.rename(checkpoint, target)
-      return target
-  raise FileExistsError(f'{damaged} is full of checkpoints {name}.')
+  target, count = damaged / name, 1
+  while target.exists():
+    count += 1
+    target = damaged / f'{name}-{count}'
+  os.rename(checkpoint, target)
+  return target
 
 
 def damaged(checkpoints: pathlib.Path, series: str) -> list[pathlib.Path]:
@@ -682,9 +644,7 @@ class Keep:
     return [step for step, _ in ordered[: -self.newest] if step not in forever]
 
 
-class ClaimedError(errors.UsageError):
-  """Another process writes to the same directory."""
-
+# Who may write.
 
 # What has been claimed, by which process: to the operating system one process
 # is one claimant, and would get the right a second time. A forked child finds
@@ -715,21 +675,19 @@ class Claim:
     with _claiming:
       try:
         self._fd: int | None = self._take()
-      except ClaimedError as e:
+      except (BlockingIOError, PermissionError):
         raise ClaimedError(
-          f'{os.fspath(directory)} is in use: {e} has the right to write'
-          f' {what!r} there. Wait for its end, stop it, or give this run'
+          f'{os.fspath(directory)} is in use: {self._owner()} has the right to'
+          f' write {what!r} there. Wait for its end, stop it, or give this run'
           ' another config.checkpoint_dir.'
         ) from None
 
   def _take(self) -> int:
-    """Locks the file; a refusal only says who has it."""
+    """Locks the file; raises BlockingIOError where another has locked it."""
     # Before the file is opened: closing it, even after reading, would give the
     # lock back that this process has on it.
     if is_claimed_here(self._path):
-      raise ClaimedError(
-        f'this very process ({os.getpid()} on {socket.gethostname()})'
-      )
+      raise BlockingIOError
     fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
       try:
@@ -751,13 +709,21 @@ class Claim:
       }
       os.ftruncate(fd, 0)
       os.pwrite(fd, json.dumps(owner).encode(), 0)
-    except BaseException as e:
+    except BaseException:
       os.close(fd)
-      if isinstance(e, BlockingIOError | PermissionError):
-        raise ClaimedError(_owner(self._path)) from None
       raise
     _claimed[self._path] = os.getpid()
     return fd
+
+  def _owner(self) -> str:
+    if is_claimed_here(self._path):
+      return f'this very process ({os.getpid()} on {socket.gethostname()})'
+    try:
+      owner = json.loads(self._path.read_text(encoding='utf-8'))
+      host, pid, since = (owner[key] for key in ('host', 'pid', 'since'))
+      return f'process {pid} on {host}, since {since},'
+    except (OSError, ValueError, KeyError, TypeError):
+      return 'another process'
 
   def check(self) -> None:
     """Raises an error where the right is lost: another run may have begun.
@@ -794,11 +760,3 @@ class Claim:
 def is_claimed_here(path: pathlib.Path) -> bool:
   """Returns whether this process has a claim, and must not open its file."""
   return _claimed.get(path.resolve()) == os.getpid()
-
-
-def _owner(path: pathlib.Path) -> str:
-  try:
-    owner = json.loads(path.read_text(encoding='utf-8'))
-    return f'process {owner["pid"]} on {owner["host"]}, since {owner["since"]},'
-  except (OSError, ValueError, KeyError, TypeError):
-    return 'another process'

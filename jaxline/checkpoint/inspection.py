@@ -1,4 +1,4 @@
-"""Looks into checkpoints, for a notebook; cli.py prints what is found here.
+"""Looks into checkpoints: `python -m jaxline.checkpoint`, or from a notebook.
 
   inspection.list_run('runs/a')
   inspection.find('runs/a:4000').arrays('state/params/.*')
@@ -12,15 +12,23 @@ the newest; of a run, that of `latest`, or of `best` if there is no other.
 
 Nothing is changed, claimed or unpickled. A run may go on writing there, and
 remove what is looked at, which is an error that says so.
+
+The exit status of the command is 0; 1 where two checkpoints differ, where
+`verify` finds damage, and where a checkpoint holds what no save writes (a link,
+an array that is not there); 2 for another error. An error is one line on
+stderr. Control characters in what a file says are printed as escapes.
 """
 
+import argparse
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import datetime
 import fcntl
 import io
 import itertools
+import json
 import math
 import os
 import pathlib
@@ -36,48 +44,24 @@ import numpy as np
 
 from jaxline import base_config
 from jaxline import disk
+from jaxline.checkpoint import arrays as arrays_lib
+from jaxline.checkpoint import contents
 from jaxline.checkpoint import files
-from jaxline.checkpoint import reader
-from jaxline.checkpoint import storage
 from jaxline.checkpoint import structure
 from jaxline.metrics import writers
 
 Place = str | os.PathLike[str]  # As the module says.
 PARAMS = 'state/params/'
 DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
-_READ_BYTES = 256 << 20  # Arrays are read together up to so many bytes.
 _COMPARED = 1 << 20  # Elements compared at a time: as float64 they take more.
-
-
-class GoneError(ValueError):
-  """A checkpoint was removed while it was read."""
-
-
-# What reading JSON raises that is of another form than expected.
-_MALFORMED = (
-  KeyError, TypeError, AttributeError, IndexError, OverflowError,
-  RecursionError,
-)  # fmt: skip
+_METRICS_SHOWN = 4
+_WIDTH = 60  # Of a plain value that `show` prints.
 
 
 @contextlib.contextmanager
 def _reading(path: pathlib.Path) -> Iterator[None]:
-  """Says which checkpoint is damaged, or that it was removed meanwhile."""
-  try:
+  with files.reading(path), files.well_formed():
     yield
-  except (files.DamagedError, *_MALFORMED) as e:
-    if not os.path.lexists(path):
-      raise GoneError(
-        f'{path} was removed meanwhile: the run that writes there keeps only as'
-        ' many as its config says. Try again.'
-      ) from e
-    if not isinstance(e, files.DamagedError):
-      raise files.RefusedError(
-        f'{path} is refused: it is not written as a save writes it'
-        f' ({type(e).__name__}: {str(e)[:80]!r})'
-      ) from e
-    verdict = 'refused' if isinstance(e, files.RefusedError) else 'damaged'
-    raise type(e)(f'{path} is {verdict}: {e}') from e
 
 
 # Finding checkpoints.
@@ -146,7 +130,7 @@ def find(where: Place) -> 'Checkpoint':
     files.DamagedError: what it says of itself is not as it was written.
   """
   while True:
-    with contextlib.suppress(GoneError):  # There may be a newer one.
+    with contextlib.suppress(files.GoneError):  # There may be a newer one.
       return Checkpoint(newest(where))
 
 
@@ -170,18 +154,12 @@ class Checkpoint(files.Listing):
     with _reading(path):
       super().__init__(path)
       self.described: dict[str, dict[str, Any]] = self.record['arrays']
-      self._require(lambda file: file.split('/')[0] != files.ARRAYS)
-      written = {name: size for name, (size, _) in self.sums.items()}
-      storage.check_listed(self.described, written)
-
-  def _require(self, wanted: Callable[[str], bool]) -> None:
-    if problems := self.verify(wanted):
-      raise files.DamagedError('; '.join(problems))
+      arrays_lib.require(self, lambda name: False)
 
   def check(self) -> None:
     """Raises `files.RefusedError` where an array is not there; reads none."""
     with _reading(self.path):
-      storage.check(self, self.described)
+      arrays_lib.check(self, self.described)
 
   def names(self, select: str = '.*') -> list[str]:
     """Returns the names of the arrays that a pattern matches wholly.
@@ -214,24 +192,10 @@ class Checkpoint(files.Listing):
     Raises:
       files.DamagedError: they are not as they were written.
     """
-    wanted = {name: self.described[name] for name in names}
-    unread = {
-      f'{files.ARRAYS}/{about["file"]}'
-      for name, about in self.described.items()
-      if name not in wanted
-    }
+    wanted = dict.fromkeys(names)
     with _reading(self.path):
-      storage.check_listed(wanted, self.sizes)
-      self._require(lambda f: '/'.join(f.split('/')[:2]) not in unread)
-    ends = itertools.accumulate(map(bytes_of, wanted.values()))
-    part = {n: end // _READ_BYTES for n, end in zip(wanted, ends, strict=True)}
-    # One at a time would take ten times as long where they are small.
-    for _, group in itertools.groupby(wanted, key=part.__getitem__):
-      together = dict.fromkeys(group)
-      with _reading(self.path):
-        arrays = reader.Reader(self).read(together)
-      for name in together:
-        yield name, arrays.pop(name)
+      arrays_lib.require(self, wanted.__contains__)
+      yield from arrays_lib.read(self, wanted)
 
   def values(self) -> dict[str, str]:
     """Returns name -> text of all that is no array of its own.
@@ -258,15 +222,9 @@ class Checkpoint(files.Listing):
       for about in small.values():  # Also keys, and what was on a device.
         about['kind'] = 'numpy'
         about.pop('key', None)
-      for name, x in storage.from_json(small).items():
+      for name, x in arrays_lib.from_json(small).items():
         texts[name] = f'{x.dtype.name}{list(x.shape)} {x.tolist()}'
     return texts
-
-
-def bytes_of(about: Mapping[str, Any]) -> int:
-  """Returns how many bytes the elements of a described array take."""
-  dtype = np.lib.format.descr_to_dtype(about.get('bytes_of', about['dtype']))
-  return math.prod(about['shape']) * dtype.itemsize
 
 
 # What a run has.
@@ -276,13 +234,13 @@ def list_run(where: Place) -> dict[str, Any]:
   """Lists what a run, or a series, has.
 
   Returns:
-    What `json.dumps` writes: `run`, a directory or None; `ended`, the step at
-    which training has ended, or None; `claims`, who may write there (`what`,
-    `host`, `pid`, and `alive`: True, False or, where that cannot be told,
-    None); `series`, name -> `step`, `path`, `time` (seconds since 1970),
-    `bytes`, `metrics`, `problem` and `refused` (whether that is something that
-    no save writes) of each checkpoint, by step; `damaged`, directories that
-    were set aside.
+    What `json.dumps` writes: `run`, a directory or None; `state`, see
+    `training_state`; `ended`, the step at which training has ended, or None;
+    `claims`, who may write there (`what`, `host`, `pid`, and `alive`: True,
+    False or, where that cannot be told, None); `series`, name -> `step`,
+    `path`, `time` (seconds since 1970), `bytes`, `metrics`, `problem` and
+    `refused` (whether that is something that no save writes) of each
+    checkpoint, by step; `damaged`, directories that were set aside.
 
   Raises:
     ValueError: it is no such directory.
@@ -292,7 +250,8 @@ def list_run(where: Place) -> dict[str, Any]:
     name: [row for row in map(_row, paths) if row is not None]
     for name, paths in series.items()
   }
-  about: dict[str, Any] = {'run': None, 'ended': None, 'claims': []}
+  about: dict[str, Any] = dict.fromkeys(('run', 'state', 'ended'))
+  about['claims'] = []
   if run is not None:
     metrics = collections.defaultdict(list)
     for row in itertools.chain.from_iterable(listed.values()):
@@ -333,17 +292,7 @@ def training_state(run: pathlib.Path) -> str:
     'ended'; 'running'; 'stopped' by a kill or an error; or 'unknown', where the
     locks of files cannot be seen.
   """
-  return state_of(**_training(run))
-
-
-def state_of(ended: int | None, claims: Iterable[Mapping[str, Any]]) -> str:
-  """Returns the `training_state` of what `list_run` says of a run."""
-  if ended is not None:
-    return 'ended'
-  for claim in claims:
-    if claim['what'] == 'train' and claim['alive'] is not False:
-      return 'running' if claim['alive'] else 'unknown'
-  return 'stopped'
+  return _training(run)['state']
 
 
 def _row(path: pathlib.Path) -> dict[str, Any] | None:
@@ -361,11 +310,9 @@ def _row(path: pathlib.Path) -> dict[str, Any] | None:
     with _reading(path):
       row['bytes'] = files.size(path)
     checkpoint = Checkpoint(path)
-    with _reading(path):
-      storage.check_listed(checkpoint.described, checkpoint.sizes)
     row['time'] = checkpoint.record['time']
     row['metrics'] = _best(checkpoint)
-  except (FileNotFoundError, GoneError):
+  except (FileNotFoundError, files.GoneError):
     return None
   except ValueError as e:  # Damaged, or of a later version.
     row['problem'] = str(e)
@@ -377,10 +324,10 @@ def _best(checkpoint: Checkpoint) -> dict[str, Any]:
   """Returns the best value so far, where a checkpoint has it."""
   keys = ['best_model_eval_metric', 'best_eval_metric_value']
   try:
-    name, value = reader.Reader(checkpoint).entries(keys).values()
+    name, value = contents.Reader(checkpoint).entries(keys).values()
     # As `metrics.jsonl` has it: JSON has no infinity.
     return {f'best/{name}': value if math.isfinite(value) else str(value)}
-  except (ValueError, *_MALFORMED):
+  except (ValueError, *files.MALFORMED):
     return {}
 
 
@@ -388,18 +335,23 @@ def _training(run: pathlib.Path) -> dict[str, Any]:
   """Returns the step at which training has ended, and who claims to write."""
   root = files.root(run)
   ended, claims = None, []
-  with contextlib.suppress(ValueError, *_MALFORMED):
+  with contextlib.suppress(ValueError, *files.MALFORMED):
     ended = int(files.read_json(root / 'ended.json')['step'])
   own: dict[str, Any] = {'host': socket.gethostname(), 'pid': os.getpid()}
   for path in sorted((root / 'claims').glob('*.json')):
     # What is no file, or just being written, is left out.
-    with contextlib.suppress(ValueError, *_MALFORMED):
+    with contextlib.suppress(ValueError, *files.MALFORMED):
       is_own = files.is_claimed_here(path)  # Opening it would give it back.
       found = own if is_own else files.read_json(path)
       owner = {'host': str(found['host']), 'pid': int(found['pid'])}
       alive = is_own or _is_locked(path)
       claims.append({'what': path.stem, **owner, 'alive': alive})
-  return {'ended': ended, 'claims': claims}
+  state = 'stopped' if ended is None else 'ended'
+  for claim in claims:
+    is_training = claim['what'] == 'train' and claim['alive'] is not False
+    if is_training and ended is None:
+      state = 'running' if claim['alive'] else 'unknown'
+  return {'state': state, 'ended': ended, 'claims': claims}
 
 
 def _is_locked(path: pathlib.Path) -> bool | None:
@@ -456,7 +408,7 @@ def compare(a: Place, b: Place) -> Difference:
   one.check()
   two.check()
   types_a, types_b = (
-    {n: storage.saved_shape(x) for n, x in c.described.items()}
+    {n: arrays_lib.saved_shape(x) for n, x in c.described.items()}
     for c in (one, two)
   )
   common = [n for n, text in types_a.items() if types_b.get(n) == text]
@@ -521,11 +473,12 @@ def verify(where: Place) -> Iterator[tuple[pathlib.Path, list[str]]]:
   """
   for paths in _locate(where)[1].values():
     for path in paths:
+      problems = []
       try:
-        listing = files.Listing(path)
-        problems = listing.verify()
-        if not problems:
-          storage.check(listing, listing.record['arrays'])
+        with files.well_formed():
+          listing = files.Listing(path)
+          if not (problems := listing.verify()):
+            arrays_lib.check(listing, listing.record['arrays'])
       except files.DamagedError as e:
         problems = [str(e)]
       except ValueError:
@@ -635,3 +588,236 @@ def _write_npz(
         )
       with archive.open(f'{name}.npy', 'w', force_zip64=True) as f:
         np.lib.format.write_array(f, x, allow_pickle=False)
+
+
+# The command line.
+
+
+def _size(num_bytes: float) -> str:
+  """Returns a size for people: '1.5 MiB'."""
+  for unit in ('B', 'KiB', 'MiB', 'GiB'):
+    if num_bytes < 1024:
+      return f'{num_bytes:.{0 if unit == "B" else 1}f} {unit}'
+    num_bytes /= 1024
+  return f'{num_bytes:.1f} TiB'
+
+
+def _when(seconds: float) -> str:
+  local = datetime.datetime.fromtimestamp(seconds).astimezone()
+  return local.isoformat(' ', 'seconds')
+
+
+def _number(value: Any) -> str:
+  return f'{value:.6g}' if isinstance(value, float) else str(value)
+
+
+def print_table(
+  rows: Iterable[Sequence[str]], title: str = '', right: Sequence[int] = ()
+) -> None:
+  """Prints columns, of which some are aligned on the right, if any."""
+  rows = [[files.printable(cell) for cell in row] for row in rows]
+  if not rows:
+    return
+  if title:
+    print(f'\n{title}')
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  for row in rows:
+    cells = (
+      cell.rjust(width) if i in right else cell.ljust(width)
+      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    )
+    print(('  ' * bool(title) + '  '.join(cells)).rstrip())
+
+
+def _ls(args: argparse.Namespace) -> int:
+  listed = list_run(args.dir)
+  found = [(name, row) for name, x in listed['series'].items() for row in x]
+  is_refused = any(row['refused'] for _, row in found)
+  if args.json:
+    print(json.dumps(listed, indent=1))
+    return int(is_refused)
+  if listed['run'] is not None:
+    print_table(_about_run(listed))
+    print()
+  header = ('series', 'step', 'size', 'saved', 'metrics')
+  rows = [
+    (
+      series,
+      pathlib.Path(row['path']).name,
+      _size(row['bytes']),
+      _when(row['time']),
+      row['problem'] or _metrics(row['metrics']),
+    )
+    for series, row in found
+  ]
+  if rows:
+    print_table([header, *rows], right=(1, 2))
+  else:
+    print('No checkpoints yet.')
+  for path in listed['damaged']:
+    print(f'set aside as damaged: {files.printable(path)}')
+  return int(is_refused)
+
+
+def _metrics(metrics: Mapping[str, Any]) -> str:
+  """Returns a few metrics: the best value and losses before others."""
+  names = sorted(
+    metrics, key=lambda n: (not n.startswith('best/'), 'loss' not in n, n)
+  )
+  return ', '.join(f'{n} {_number(metrics[n])}' for n in names[:_METRICS_SHOWN])
+
+
+def _about_run(listed: Mapping[str, Any]) -> list[tuple[str, str]]:
+  """Returns a line on the run, on its training, on each claim."""
+  active = [c for c in listed['claims'] if c['alive'] is not False]
+  training = {
+    'ended': f'ended at step {listed["ended"]}',
+    'running': 'is running',
+    'stopped': 'has not ended, and is not running',
+    'unknown': 'has not ended; whether it is running cannot be told here',
+  }[listed['state']]
+  rows = [('run', listed['run']), ('training', training)]
+  for c in active:
+    owner = f'process {c["pid"]} on {c["host"]}'
+    perhaps = '' if c['alive'] else ' (perhaps no longer)'
+    rows.append((f'{c["what"]} claimed by', owner + perhaps))
+  return rows
+
+
+def _show(args: argparse.Namespace) -> int:
+  checkpoint = find(args.dir)
+  checkpoint.check()
+  record, described = checkpoint.record, checkpoint.described
+  values = checkpoint.values()
+  num_params = sum(
+    math.prod(about['shape'])
+    for name, about in described.items()
+    if name.startswith(PARAMS)
+  )
+  versions = ', '.join(f'{k} {v}' for k, v in record['versions'].items())
+  rows = [
+    ('checkpoint', str(checkpoint.path)),
+    ('step', str(record['step'])),
+    ('saved', _when(record['time'])),
+    ('size', _size(sum(map(arrays_lib.num_bytes, described.values())))),
+    ('processes', f'{record["processes"]}, with {record["devices"]} devices'),
+    ('versions', versions),
+    ('parameters', f'{num_params:,} below {PARAMS[:-1]}'),
+  ]
+  print_table(rows)
+  if args.config:
+    print_table(config_texts(checkpoint).items(), 'config')
+  print_table([(k, x[:_WIDTH]) for k, x in values.items()], 'values')
+  arrays = [
+    (name, arrays_lib.saved_shape(about), _size(arrays_lib.num_bytes(about)))
+    for name, about in described.items()
+  ]
+  print_table(arrays, 'arrays', right=(2,))
+  return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+  found = compare(args.a, args.b)
+  for title in ('config', 'values', 'arrays'):
+    if rows := getattr(found, title):
+      print_table([('', 'A', 'B'), *rows], title)
+  if found.numbers:
+    rows = [('', 'max |A-B|', '||A-B|| / ||A||')]
+    for name, distance in found.numbers.items():
+      rows.append((name, *map(_number, distance or ('', ''))))
+    print_table(rows, 'numbers', right=(1, 2))
+  common = len(found.identical) + len(found.numbers)
+  print(f'{len(found.identical)} of {common} common arrays are bit-identical.')
+  return 0 if found.same else 1
+
+
+def _verify_all(args: argparse.Namespace) -> int:
+  damaged = num = 0
+  for path, problems in verify(args.dir):
+    num += 1
+    damaged += bool(problems)
+    verdict = f'DAMAGED: {"; ".join(problems)}' if problems else 'ok'
+    line = f'{path.parent.name}/{path.name}  {verdict}'
+    print(files.printable(line), flush=True)
+  print(f'{num} checkpoints, {damaged} damaged')
+  return 1 if damaged else 0
+
+
+def _export_to(args: argparse.Namespace) -> int:
+  names = export(
+    args.dir, args.out, select=args.select, dtype=args.dtype, force=args.force
+  )
+  size = pathlib.Path(args.out).expanduser().stat().st_size
+  print(f'{len(names)} arrays, {_size(size)}, in {args.out}')
+  return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog='python -m jaxline.checkpoint',
+    description='Looks into checkpoints; changes nothing.',
+  )
+  commands = parser.add_subparsers(required=True, metavar='COMMAND')
+  where = (
+    'directory of a run, of a series (RUN/checkpoints/best) or of a checkpoint;'
+    ' with :STEP, else the newest'
+  )
+
+  def command(
+    name: str, run: Any, text: str, **arguments: str
+  ) -> argparse.ArgumentParser:
+    sub = commands.add_parser(name, help=text, description=text)
+    sub.set_defaults(run=run)
+    for argument, about in arguments.items():
+      sub.add_argument(argument, help=about)
+    return sub
+
+  text = 'list series, steps, sizes, times, metrics'
+  ls = command('ls', _ls, text, dir='directory of a run or of a series')
+  ls.add_argument('--json', action='store_true', help='the same as JSON')
+  show = command('show', _show, 'what a checkpoint holds', dir=where)
+  show.add_argument('--config', action='store_true', help="the run's config")
+  text = 'compare two; exits with 0 if they are the same, 1 if not'
+  command('diff', _diff, text, a=where, b='likewise')
+  text = 'is every file as it was written? exits with 1 if not'
+  everything = where.replace('the newest', 'all of it')
+  command('verify', _verify_all, text, dir=everything)
+  text = 'write parameters to one file'
+  to = 'file .safetensors or .npz'
+  out = command('export', _export_to, text, dir=where, out=to)
+  out.add_argument(
+    '--select',
+    metavar='REGEX',
+    default=f'{PARAMS}.*',
+    help='arrays whose whole name matches, instead of the parameters',
+  )
+  out.add_argument('--dtype', choices=DTYPES, help='convert floating point')
+  out.add_argument('--force', action='store_true', help='replace OUT')
+  return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs a command.
+
+  Args:
+    argv: its arguments; None are those of the process.
+
+  Returns:
+    The exit status.
+
+  Raises:
+    SystemExit: the arguments are not understood (status 2), or ask for help.
+  """
+  args = _parser().parse_args(argv)
+  try:
+    with files.well_formed():
+      return args.run(args)
+  except BrokenPipeError:
+    # Whoever read, such as `head`, has read enough; nothing more is written.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+  except (ValueError, OSError, ImportError, MemoryError, re.error) as e:
+    text = ' '.join(str(e).split()) or type(e).__name__
+    status = 1 if isinstance(e, files.RefusedError) else 2
+  print(f'jaxline.checkpoint: {files.printable(text)}', file=sys.stderr)
+  return status

@@ -48,8 +48,7 @@ class Published(SnapshotNT):
   def __new__(cls, id: int, read: Callable[[], Any]) -> 'Published':
     """Makes a snapshot whose `pickle_nest` is what `read` returns."""
     self = super().__new__(cls, id, None)
-    self._read = read
-    self._lock = threading.RLock()
+    self._read, self._lock = read, threading.RLock()
     return self
 
   @property
@@ -60,22 +59,23 @@ class Published(SnapshotNT):
         self._nest = self._read()
       return self._nest
 
+  def _plain(self) -> SnapshotNT:
+    return SnapshotNT(self.id, self.pickle_nest)
+
   def __iter__(self) -> Iterator[Any]:
-    return iter((self.id, self.pickle_nest))
+    return iter(self._plain())
 
   def __getitem__(self, key: Any) -> Any:
-    return (self.id, self.pickle_nest)[key]
+    return self._plain()[key]
 
   def __repr__(self) -> str:
-    return f'{type(self).__name__}(id={self.id})'
+    return f'{type(self).__name__}(id={self.id})'  # Reads nothing.
 
-  def _replace(  # type: ignore[override]
-    self, /, **kwargs: Any
-  ) -> SnapshotNT:
-    return SnapshotNT(*self)._replace(**kwargs)
+  def _replace(self, /, **kwargs: Any) -> Any:  # type: ignore[override]
+    return self._plain()._replace(**kwargs)
 
   def __reduce__(self) -> Any:
-    return SnapshotNT, (self.id, self.pickle_nest)
+    return SnapshotNT, tuple(self)
 
 
 class CheckpointNT(NamedTuple):

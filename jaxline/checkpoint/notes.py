@@ -5,17 +5,15 @@
     checkpoints/evaluated/MODE.json  the steps that are evaluated
     checkpoints/latest/STEP.keep     exempts STEP from retention, and says why
 
-of which all but the last are replaced whole.
+which are replaced whole.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 import contextlib
 import json
-import os
 import pathlib
 import re
 import threading
-from typing import Any
 import zlib
 
 from absl import logging
@@ -66,10 +64,13 @@ class NotingCheckpointer(base.FullCheckpointer):
     self._root.mkdir(parents=True, exist_ok=True)
     files.write_json(self._root.parent / 'config.json', self._recorded)
     (self._root / 'ended.json').unlink(missing_ok=True)
-    for number in kept(self._root / 'latest'):
-      checkpoint = self._root / 'latest' / str(number)
-      if any(at > step for at in _nonfinite(checkpoint).values()):
-        _keep(checkpoint, [{'set_back_to': step}])
+    for kept_by in _keep_files(self._root / 'latest').values():
+      # What was not finite in steps that are no more may come again; what was
+      # kept for it stays.
+      first = _nonfinite(kept_by)
+      valid = {name: at for name, at in first.items() if at <= step}
+      if valid != first:
+        _write_nonfinite(kept_by, valid)
     folder = self._root / 'evaluated'
     with _noting:
       for path in folder.glob('*.json'):
@@ -187,14 +188,14 @@ class NotingCheckpointer(base.FullCheckpointer):
     series = self._root / 'latest'
     noted = {
       name: number
-      for number in kept(series)
-      for name in _nonfinite(series / str(number))
+      for number, path in _keep_files(series).items()
+      for name in _nonfinite(path)
     }
     if new := [name for name in names if name not in noted]:
       # 0 if there is none: that is noted as well.
       number = max((s for s in self.steps('latest') if s < step), default=0)
-      notes = [{'name': name, 'nonfinite_at': step} for name in new]
-      _keep(series / str(number), notes)
+      path = series / f'{number}{_KEEP}'
+      _write_nonfinite(path, _nonfinite(path) | dict.fromkeys(new, step))
     else:
       number = min(noted[name] for name in names)
     checkpoint = series / str(number)
@@ -234,55 +235,38 @@ def _crc_of(steps: list[int]) -> int:
 _KEEP = '.keep'
 
 
-def _keep(checkpoint: pathlib.Path, notes: Iterable[Mapping[str, Any]]) -> None:
-  """Exempts a checkpoint from retention, by a file beside it.
-
-  That the file is there is what counts; its lines say why. They are appended,
-  since several processes may write them.
-
-  Args:
-    checkpoint: its directory, which need not be there.
-    notes: why, as JSON.
-  """
-  checkpoint.parent.mkdir(parents=True, exist_ok=True)
-  path = checkpoint.with_name(checkpoint.name + _KEEP)
-  try:
-    with open(path, 'a', encoding='utf-8') as f:
-      f.writelines(f'{json.dumps(note)}\n' for note in notes)
-      f.flush()
-      os.fsync(f.fileno())
-    disk.sync_directory(path.parent)
-  except OSError as e:
-    raise disk.failed_write(e, path) from e
-
-
 def kept(series: pathlib.Path) -> list[int]:
-  """Returns the steps that `keep` exempted from retention, ascending."""
-  try:
-    names = files.retried(lambda: os.listdir(series), str(series))
-  except files.MISSING:
-    return []
-  found = [re.fullmatch(rf'(0|[1-9][0-9]*)\{_KEEP}', name) for name in names]
-  return sorted(int(match[1]) for match in found if match)
+  """Returns the steps that are exempt from retention, ascending.
 
-
-def _nonfinite(checkpoint: pathlib.Path) -> dict[str, int]:
-  """Returns the scalars that a checkpoint is kept for, and their first steps.
-
-  A checkpoint stays for ever. But what was not finite in steps that the run was
-  set back from is no more, and may come again.
+  That the file is there is what counts; its lines say why.
   """
+  return sorted(_keep_files(series))
+
+
+def _keep_files(series: pathlib.Path) -> dict[int, pathlib.Path]:
+  names = files.names_in(series)
+  found = [re.fullmatch(rf'(0|[1-9][0-9]*)\{_KEEP}', name) for name in names]
+  return {int(match[1]): series / match[0] for match in found if match}
+
+
+def _nonfinite(path: pathlib.Path) -> dict[str, int]:
+  """Returns the scalars that a file names, and their first bad steps."""
   first: dict[str, int] = {}
-  path = checkpoint.with_name(checkpoint.name + _KEEP)
-  if not path.is_file():
-    return first
-  for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
+  text = b''
+  with contextlib.suppress(*files.MISSING):
+    text = path.read_bytes()
+  for line in text.splitlines():
     note = None
     with contextlib.suppress(ValueError, RecursionError):  # A damaged line.
       note = json.loads(line)
     match note:
       case {'name': str(name), 'nonfinite_at': int(at)}:
         first[name] = at
-      case {'set_back_to': int(step)}:
-        first = {name: at for name, at in first.items() if at <= step}
   return first
+
+
+def _write_nonfinite(path: pathlib.Path, first: Mapping[str, int]) -> None:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with disk.replacing(path, path.with_suffix('.partial')) as f:
+    for name, at in first.items():
+      f.write(json.dumps({'name': name, 'nonfinite_at': at}).encode() + b'\n')

@@ -1,0 +1,618 @@
+"""Arrays in, arrays out: copied to the host, written by Orbax, hashed, read.
+
+TensorStore reads them, and is told shape and type of each: it refuses a file
+that holds something else, and takes no missing chunk for zeros.
+"""
+
+import base64
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping
+import contextlib
+import dataclasses
+import errno
+import functools
+import json
+import logging as std_logging
+import math
+import os
+import pathlib
+import re
+import sys
+from typing import Any, TypeVar
+
+from absl import logging
+import jax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from jaxline.checkpoint import files
+
+# Arrays are cut into files of at most this many bytes.
+_FILE_BYTES = 256 << 20
+_BLOCK = 4096  # Bytes that a file takes at least, on most file systems.
+_READ_BYTES = 1 << 28  # Of arrays that are on their way from the disk at once.
+_ORBAX = os.path.join(os.path.dirname(ocp.__file__), '')
+# Those beside NumPy's own that TensorStore's zarr3 driver takes.
+_ZARR_DTYPES = (
+  'bfloat16', 'float8_e3m4', 'float8_e4m3b11fnuz', 'float8_e4m3fn',
+  'float8_e4m3fnuz', 'float8_e5m2', 'float8_e5m2fnuz', 'float8_e8m0fnu',
+  'float4_e2m1fn', 'int4', 'int2',
+)  # fmt: skip
+_T = TypeVar('_T')
+
+
+# Writing.
+
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+  """Leaves Orbax's dozen lines for each save out of the log."""
+
+  def is_worth_reading(record: Any) -> bool:
+    # The warning says that there is no OCDBT, which is as it should be. An
+    # error in a thread of Orbax is raised by the save as well.
+    quiet = {
+      'ocdbt_utils.py': std_logging.WARNING,
+      'future.py': std_logging.ERROR,
+    }
+    level = quiet.get(record.filename, std_logging.INFO)
+    return not record.pathname.startswith(_ORBAX) or record.levelno > level
+
+  log = logging.get_absl_logger()
+  log.addFilter(is_worth_reading)
+  try:
+    yield
+  finally:
+    log.removeFilter(is_worth_reading)
+
+
+@functools.cache  # Once, and for good: writes may report after a save.
+def _ignore_closed_loops() -> None:
+  """Silences what TensorStore's threads say once Orbax has given up.
+
+  At the first array that cannot be written, Orbax closes the event loop to
+  which the writes of the others would report.
+  """
+  hook = sys.unraisablehook
+
+  def unraisable(error: Any) -> None:
+    if str(error.exc_value) != 'Event loop is closed':
+      hook(error)
+
+  sys.unraisablehook = unraisable
+
+
+@dataclasses.dataclass
+class Content(ocp.args.CheckpointArgs):
+  """One checkpoint, in host memory.
+
+  Attributes:
+    arrays: name of the array's directory -> array.
+    record: what checkpoint.json will hold.
+    process: what process_N.json of this process will hold.
+  """
+
+  arrays: dict[str, Any]
+  record: dict[str, Any]
+  process: dict[str, Any]
+
+  def num_bytes(self) -> int:
+    """Returns about how much room it takes, in files of whole blocks."""
+    small = len(json.dumps([self.record, self.process], indent=1))
+    # Each array has a file of numbers and one that describes them.
+    sizes = [small, *(x.nbytes + _BLOCK for x in self.arrays.values())]
+    return sum(-(-size // _BLOCK) * _BLOCK for size in sizes)
+
+
+class _Handler(ocp.CheckpointHandler):
+  """Writes a `Content` into the directory that Orbax will rename."""
+
+  def __init__(self) -> None:
+    # No OCDBT: evaluation reads, and verifies, only the arrays that it needs.
+    # No compression: weights do not compress, and it takes most of the time.
+    # The arrays are our own copies: another one would take memory for nothing.
+    types = ocp.type_handlers
+    self._arrays = ocp.PyTreeCheckpointHandler(
+      use_ocdbt=False,
+      use_zarr3=True,
+      use_compression=False,
+      multiprocessing_options=_multiprocessing_options(),
+      type_handler_registry=types.create_type_handler_registry(
+        (np.ndarray, types.NumpyHandler(deepcopy_host_arrays=False)),
+        (jax.Array, types.ArrayHandler()),
+      ),
+    )
+
+  def save(self, directory: Any, args: Content) -> None:
+    """Writes all; returns when all processes have written theirs."""
+    folder = pathlib.Path(directory)
+    process, processes = jax.process_index(), jax.process_count()
+    if process == 0:
+      files.write_json(folder / files.RECORD, args.record)
+    files.write_json(folder / f'process_{process}.json', args.process)
+    if args.arrays:
+      arrays = directory / files.ARRAYS
+      if process == 0:
+        arrays.mkdir()
+      barrier('directory')
+      save_args = jax.tree.map(
+        lambda x: ocp.SaveArgs(chunk_byte_size=_FILE_BYTES), args.arrays
+      )
+      self._arrays.save(
+        arrays, args=ocp.args.PyTreeSave(args.arrays, save_args)
+      )
+      barrier('arrays')
+      if process == 0:
+        self._arrays.finalize(arrays)
+    barrier('content')
+    files.write_checksums(folder, process, processes)
+
+  def finalize(self, directory: Any) -> None:
+    """Hashes, on the first process, what the others did not see yet."""
+    # The listing of a network file system may be some seconds old.
+    files.complete_checksums(pathlib.Path(directory))
+
+  def restore(self, directory: Any, args: Any = None) -> Any:
+    """Is not used: see `read`."""
+    raise NotImplementedError
+
+
+ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)(
+  Content
+)
+
+
+def write(content: Content, place: pathlib.Path) -> None:
+  """Writes a checkpoint, which appears in one rename."""
+  _ignore_closed_loops()
+  with quiet_orbax(), _os_errors():
+    ocp.Checkpointer(
+      _Handler(),
+      multiprocessing_options=_multiprocessing_options(),
+      atomicity_options=ocp.options.AtomicityOptions(
+        ocp.options.AtomicityMode.ATOMIC_RENAME
+      ),
+    ).save(place, args=content)
+
+
+@contextlib.contextmanager
+def _os_errors() -> Iterator[None]:
+  """Makes an OSError of what TensorStore says of the operating system's."""
+  try:
+    yield
+  except ValueError as e:
+    # "RESOURCE_EXHAUSTED: ... No space left on device [os_error_code='28']"
+    if match := re.search(r"\[os_error_code='(\d+)'\]", str(e)):
+      number = int(match[1])
+      raise OSError(number, os.strerror(number)) from e
+    raise
+
+
+def _multiprocessing_options() -> Any:
+  """Returns the options with which Orbax knows all processes."""
+  # With the processes named, Orbax meets through the coordination service;
+  # else by a program on the devices, which a background thread must not run.
+  return ocp.options.MultiprocessingOptions(
+    primary_host=0, active_processes=set(range(jax.process_count()))
+  )
+
+
+def barrier(name: str) -> None:
+  """Waits for all processes; on any thread."""
+  if jax.process_count() > 1:
+    # One call a save and name, in the same order everywhere.
+    _barrier_counts[name] = _barrier_counts.get(name, 0) + 1
+    ocp.multihost.sync_global_processes(
+      f'jaxline:{name}:{_barrier_counts[name]}',
+      processes=set(range(jax.process_count())),
+    )
+
+
+_barrier_counts: dict[str, int] = {}
+
+
+def to_host(arrays: Mapping[str, Any]) -> dict[str, Any]:
+  """Copies arrays so that no later step can change them.
+
+  Returns:
+    Numpy arrays; of an array that spans several hosts, a jax.Array in host
+    memory.
+  """
+  live = {
+    name: jax.random.key_data(x) if is_key(x) else x
+    for name, x in arrays.items()
+  }
+  for x in live.values():  # All on their way before the first is awaited.
+    if isinstance(x, jax.Array) and x.is_fully_addressable:
+      x.copy_to_host_async()
+  return {name: _host_copy(x) for name, x in live.items()}
+
+
+def _host_copy(x: Any) -> Any:
+  if not isinstance(x, jax.Array):
+    return np.array(x)
+  if x.is_fully_addressable:
+    on_cpu = next(iter(x.devices())).platform == 'cpu'
+    # What this gives is a view of the device's own memory on a CPU, unless it
+    # was put together from shards; else it is a copy already.
+    return np.array(x, copy=(on_cpu and x.is_fully_replicated) or None)
+  kinds = {m.kind for m in next(iter(x.devices())).addressable_memories()}
+  if 'pinned_host' in kinds:
+    return jax.device_put(x, x.sharding.with_memory_kind('pinned_host'))
+  # On a CPU the devices' memory is the host's.
+  return jax.make_array_from_single_device_arrays(
+    x.shape, x.sharding, [jnp.copy(s.data) for s in x.addressable_shards]
+  )
+
+
+def store(live: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Copies arrays to the host, and gives each a directory.
+
+  Args:
+    live: name -> array, on the devices or not.
+
+  Returns:
+    Directory -> array, and name -> description for the record.
+  """
+  stored, described = {}, {}
+  for i, (name, x) in enumerate(to_host(live).items()):
+    tail = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
+    file = f'{i:04d}.{tail}'
+    about = {'file': file, **_about(live[name], x), 'dtype': x.dtype.name}
+    if not _can_be_stored(x.dtype):
+      about['bytes_of'] = _dtype_to_json(x.dtype)
+      x = np.frombuffer(x.tobytes(), np.uint8)
+    if x.size:
+      stored[file] = x
+    else:
+      about['file'] = None  # Orbax takes none that is empty.
+    described[name] = about
+  return stored, described
+
+
+def to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
+  """Makes JSON of small arrays."""
+  return {
+    name: {
+      **_about(arrays[name], x),
+      'dtype': _dtype_to_json(x.dtype),
+      'base64': base64.b64encode(x.tobytes()).decode('ascii'),
+    }
+    for name, x in to_host(arrays).items()
+  }
+
+
+def _about(live: Any, x: Any) -> dict[str, Any]:
+  kind = 'jax' if isinstance(live, jax.Array) else 'numpy'
+  about: dict[str, Any] = {'shape': list(x.shape), 'kind': kind}
+  if is_key(live):
+    about['key'] = str(jax.random.key_impl(live))
+  return about
+
+
+def _can_be_stored(dtype: np.dtype) -> bool:
+  """Returns whether the Zarr 3 driver knows a type."""
+  return dtype.isnative and (
+    (dtype.kind in 'biufc' and dtype not in (np.longdouble, np.clongdouble))
+    or dtype.name in _ZARR_DTYPES
+  )  # fmt: skip
+
+
+# Reading.
+
+
+def verify(path: pathlib.Path, wants: Callable[[str], bool]) -> files.Listing:
+  """Verifies the parts of a checkpoint that a restore reads.
+
+  The processes share the work.
+
+  Args:
+    path: the checkpoint.
+    wants: of an array's name, whether it is read. Those of the loop's own
+      entries, 'run/...', are.
+
+  Raises:
+    files.RefusedError: it is as it was written, but no save writes such.
+    files.DamagedError: it is not as it was written.
+    files.UnreadableError: a file cannot be read, which may pass.
+  """
+  process, processes = jax.process_index(), jax.process_count()
+
+  def check() -> files.Listing:
+    found = files.Listing(path)
+    require(
+      found, lambda n: n.startswith('run/') or wants(n), process, processes
+    )
+    return found
+
+  return together(check)
+
+
+@files.well_formed()
+def require(
+  found: files.Listing,
+  wants: Callable[[str], bool],
+  process: int = 0,
+  processes: int = 1,
+) -> None:
+  """Verifies all files but those of arrays that are not wanted.
+
+  Raises:
+    files.DamagedError: see `verify`.
+  """
+  described = found.record['arrays']
+  unwanted = {
+    f'{files.ARRAYS}/{about["file"]}'
+    for name, about in described.items()
+    if not wants(name)
+  }
+  found.require(
+    lambda file: '/'.join(file.split('/')[:2]) not in unwanted,
+    process,
+    processes,
+  )
+  check(found, filter(wants, described))
+
+
+@files.well_formed()
+def check(found: files.Listing, names: Iterable[str]) -> None:
+  """Opens arrays, once; refuses those that are not as the record says.
+
+  Raises:
+    files.RefusedError: naming the first such array.
+    files.DamagedError: the checkpoint was removed meanwhile.
+  """
+  prefix = f'{files.ARRAYS}/'
+  # How many files with checksums the directory of each array has.
+  counts = collections.Counter(
+    file.removeprefix(prefix).split('/')[0]
+    for file in found.there.intersection(found.sums)
+    if file.startswith(prefix)
+  )
+  opening = {}
+  for name in names:
+    if name not in found.opened:
+      with _refused(found, name):
+        opening[name] = _open(found, found.record['arrays'][name])
+  for name, future in opening.items():
+    opened = None
+    if future is not None:
+      with _refused(found, name):
+        opened = future.result()
+        chunk = opened.chunk_layout.write_chunk.shape or ()
+        chunks = [-(-n // c) for n, c in zip(opened.shape, chunk, strict=True)]
+        # One more is zarr.json.
+        if math.prod(chunks) >= counts[found.record['arrays'][name]['file']]:
+          raise ValueError('chunks are missing')
+    found.opened[name] = opened
+
+
+def _open(found: files.Listing, about: Mapping[str, Any]) -> Any:
+  """Starts to open an array; None is one without elements."""
+  file, (shape, dtype) = about['file'], _stored(about)
+  if (file is None) != (math.prod(shape) == 0):
+    raise ValueError('what has no file has no elements')
+  if file is None:
+    return None
+  if not re.fullmatch(r'\d+\.[\w.-]*', file):
+    raise ValueError('no save gives such a name')
+  folder = found.path / files.ARRAYS / file
+  # TensorStore would crash at JSON that is nested too deeply.
+  files.read_json(folder / 'zarr.json', f'{file}/zarr.json')
+  spec = {
+    'driver': 'zarr3',
+    'kvstore': {'driver': 'file', 'path': f'{folder}/'},
+    'metadata': {
+      'shape': shape,
+      'data_type': dtype.name,
+      'chunk_key_encoding': {'name': 'default'},
+    },
+    'fill_missing_data_reads': False,
+  }
+  return ts.open(spec, open=True)
+
+
+@contextlib.contextmanager
+def _refused(found: files.Listing, name: str) -> Iterator[None]:
+  """Refuses an array that TensorStore cannot read; its files were verified."""
+  try:
+    with _os_errors():
+      yield
+  except (*files.MISSING, ValueError) as e:
+    if not os.path.lexists(found.path):
+      raise files.DamagedError('it was removed while it was read') from e
+    if isinstance(e, files.RefusedError):
+      raise
+    about = found.record['arrays'][name]
+    raise files.RefusedError(
+      f'{files.ARRAYS}/{about["file"]} does not hold all of the array'
+      f' {name!r}, which is {about["dtype"]}{about["shape"]} in'
+      f' {files.RECORD} ({files.printable(e)[:200]})'
+    ) from e
+
+
+def _stored(about: Mapping[str, Any]) -> tuple[list[int], np.dtype]:
+  """Returns shape and type of an array on the disk."""
+  dtype = _dtype_from_json(about.get('bytes_of', about['dtype']))
+  if 'bytes_of' in about:
+    return [math.prod(about['shape']) * dtype.itemsize], np.dtype(np.uint8)
+  return about['shape'], dtype
+
+
+def read(
+  found: files.Listing, targets: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+  """Yields name and array, some of them ahead.
+
+  Args:
+    found: the checkpoint, with its files verified.
+    targets: name -> jax.ShapeDtypeStruct with a sharding; without one, or
+      None, the array comes as numpy.
+
+  Raises:
+    files.DamagedError: one is not there.
+    files.RefusedError: one is not as the record says.
+    files.UnreadableError: one cannot be read, which may pass.
+  """
+  described = found.record['arrays']
+  started: dict[str, Callable[[], Any]] = {}
+
+  def get(name: str) -> Any:
+    with _refused(found, name):
+      # At a further try it is started anew.
+      return (started.pop(name, None) or _start(found, name, targets[name]))()
+
+  files.retried(lambda: check(found, targets), files.ARRAYS)
+  ahead = collections.deque(targets)
+  on_their_way = 0
+  for name, target in targets.items():
+    while ahead and (ahead[0] == name or on_their_way < _READ_BYTES):
+      soon = ahead.popleft()
+      on_their_way += num_bytes(described[soon])
+      started[soon] = _start(found, soon, targets[soon])
+    x = files.retried(functools.partial(get, name), files.ARRAYS)
+    on_their_way -= num_bytes(described[name])
+    yield name, _as_saved(x, described[name], target)
+    del x
+
+
+def _start(found: files.Listing, name: str, target: Any) -> Callable[[], Any]:
+  """Starts to read an array; returns a function that returns it."""
+  opened, about = found.opened[name], found.record['arrays'][name]
+  if opened is None:
+    shape, dtype = _stored(about)
+    return lambda: np.zeros(shape, dtype)
+  sharding = getattr(target, 'sharding', None)
+  if sharding is None or is_key(target) or 'bytes_of' in about:
+    return opened.read().result
+
+  def key(index: Any) -> Any:
+    return tuple(s.indices(n) for s, n in zip(index, opened.shape, strict=True))
+
+  indices = sharding.addressable_devices_indices_map(tuple(opened.shape))
+  parts = {key(index): index for index in indices.values()}
+  reads = {key: opened[index].read() for key, index in parts.items()}
+  return lambda: jax.make_array_from_callback(
+    tuple(opened.shape), sharding, lambda index: reads[key(index)].result()
+  )
+
+
+def _as_saved(x: Any, about: Mapping[str, Any], target: Any) -> Any:
+  """Makes of what was read what was saved."""
+  if 'bytes_of' in about:
+    x = _from_bytes(x.tobytes(), about['bytes_of'], about['shape'])
+  if 'key' in about and is_key(target):
+    x = jax.random.wrap_key_data(jnp.asarray(x), impl=about['key'])
+  sharding = getattr(target, 'sharding', None)
+  if sharding is None or getattr(x, 'sharding', None) == sharding:
+    return x
+  if isinstance(x, np.ndarray) and not x.dtype.isnative:
+    x = x.astype(x.dtype.newbyteorder('='))  # Devices know no other order.
+  return jax.device_put(x, sharding)
+
+
+def from_json(described: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns what `to_json` got; a jax.Array is on the default device."""
+  arrays: dict[str, Any] = {}
+  for name, about in described.items():
+    data = base64.b64decode(about['base64'])
+    x = _from_bytes(data, about['dtype'], about['shape'])
+    if 'key' in about:
+      arrays[name] = jax.random.wrap_key_data(jnp.asarray(x), impl=about['key'])
+    else:
+      arrays[name] = jnp.asarray(x) if about['kind'] == 'jax' else x
+  return arrays
+
+
+def _dtype_to_json(dtype: np.dtype) -> Any:
+  # Those of bfloat16 and its like have no unique name but this.
+  is_jax = dtype.isbuiltin == 2
+  return dtype.name if is_jax else np.lib.format.dtype_to_descr(dtype)
+
+
+def _dtype_from_json(description: Any) -> np.dtype:
+  """Returns a type as `_dtype_to_json` describes it."""
+  dtype = None
+  with contextlib.suppress(Exception):  # NumPy raises all kinds.
+    if isinstance(description, list):  # A record's fields are lists in JSON.
+      dtype = np.lib.format.descr_to_dtype(description)
+    elif isinstance(description, str):
+      dtype = jnp.dtype(description)
+  if dtype is None or dtype.hasobject:
+    text = description if isinstance(description, str) else 'of several fields'
+    raise files.RefusedError(f'an array has a type that is none: {text!r:.40}')
+  return dtype
+
+
+def _from_bytes(data: bytes, dtype_json: Any, shape: list[int]) -> np.ndarray:
+  dtype = _dtype_from_json(dtype_json)
+  if len(data) != math.prod(shape) * dtype.itemsize:
+    raise files.RefusedError(
+      f'an array {dtype.name}{shape} has {len(data)} bytes'
+    )
+  x = np.empty(shape, dtype)
+  if x.nbytes:
+    x.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
+  return x
+
+
+def num_bytes(about: Mapping[str, Any]) -> int:
+  """Returns how many bytes the elements of a described array take."""
+  shape, dtype = _stored(about)
+  return math.prod(shape) * dtype.itemsize
+
+
+def saved_shape(about: Mapping[str, Any]) -> str:
+  """Returns type and shape of a described array, as text."""
+  if 'key' in about:
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=about['key']))
+    # The last axis is the key's own.
+    return f'{key.dtype}{about["shape"][:-1]}'
+  return f'{about["dtype"]}{about["shape"]}'
+
+
+def is_key(x: Any) -> bool:
+  """Returns whether something is, or has the type of, an array of keys."""
+  return x is not None and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def together(read: Callable[[], _T]) -> _T:
+  """Calls a function in all processes; where it fails in one, all raise.
+
+  Args:
+    read: reads something, or finds it damaged.
+
+  Returns:
+    What it returns.
+
+  Raises:
+    files.UnreadableError: a process could not read it. This is the strongest:
+      it may pass, and leaves all as it is.
+    files.DamagedError: all could read it, and one found it damaged.
+    files.RefusedError: it is as it was written, but no save writes such.
+  """
+  error: Exception | None = None
+  kind = 0
+  try:
+    result = read()
+  except files.RefusedError as e:
+    error, kind = e, 1
+  except files.DamagedError as e:
+    error, kind = e, 2
+  except files.UnreadableError as e:
+    error, kind = e, 3
+  if jax.process_count() > 1:
+    all_kinds = multihost_utils.process_allgather(np.int32(kind))
+    if (most := all_kinds.max()) > kind:
+      others = np.flatnonzero(all_kinds == most).tolist()
+      error = (
+        files.RefusedError(f'processes {others} say so'),
+        files.DamagedError(f'processes {others} say so'),
+        files.UnreadableError(errno.EIO, f'processes {others} could not read'),
+      )[most - 1]
+  if error is not None:
+    raise error
+  return result
