@@ -394,7 +394,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       sharding=self.partitioner.replicated,
     )
 
-  def abstract_batch(self, is_training: bool) -> inputs.Batch:
+  def abstract_batch(self, is_training: bool) -> Batch:
     """Returns the shapes and shardings of a global batch.
 
     Args:
@@ -427,7 +427,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
         jax.dtypes.canonicalize_dtype(x.dtype),
         sharding=self.partitioner.batch_sharding,
       ),
-      inputs.pad_rows(inputs.Batch(batch), rows),
+      inputs.pad_rows(batch, rows),
     )
 
   # Training.
@@ -545,7 +545,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     partitioner = self.partitioner
 
     def place(batch: Batch) -> Batch:
-      batch = inputs.pad_rows(inputs.Batch(batch), inputs.num_rows(batch))
+      batch = inputs.pad_rows(batch, inputs.num_rows(batch))
       return partitioner.put_batch(batch, order)
 
     return infeed.Infeed(source, place, **self._infeed_options)
@@ -660,7 +660,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
             ' of an evaluation may differ, and be smaller.'
           )
         last = batch or jax.tree.map(lambda x: x[:0], last)
-        padded = inputs.pad_rows(inputs.Batch(last), self._padded(rows))
+        padded = inputs.pad_rows(last, self._padded(rows))
         yield self.partitioner.put_batch(padded, order)
       if last is None:
         raise ValueError(

@@ -61,7 +61,7 @@ ONE_EPOCH = {'reset_for_eval': True, 'eval_loop_num_batches': None}
 
 
 def take(source, number):
-  return [next(source).x.tolist() for _ in range(number)]
+  return [next(source)['x'].tolist() for _ in range(number)]
 
 
 def rows(batches):
@@ -105,7 +105,7 @@ def test_without_shuffling_the_order_is_that_of_the_data():
   source = Numbers(batch_size=4)
   assert not source.shuffle
   assert take(source, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
-  assert next(source).epoch.tolist() == [1, 1, 1, 1]
+  assert next(source)['epoch'].tolist() == [1, 1, 1, 1]
   assert Numbers(batch_size=4, is_training=True).shuffle
   assert not Numbers(batch_size=4, is_training=True, shuffle=False).shuffle
   assert Numbers(batch_size=4, shuffle=True).shuffle
@@ -175,11 +175,11 @@ def test_one_epoch_ends_on_all_hosts_at_once():
       batch_size=2, num_infeed_hosts=4, infeed_host_index=host, **ONE_EPOCH
     )
     batches = list(source.eval_batches())
-    assert [b.x.shape for b in batches] == [(2,), (2,)]
+    assert [b['x'].shape for b in batches] == [(2,), (2,)]
     epoch += [
       x
       for b in batches
-      for x, weight in zip(b.x, b.weights, strict=True)
+      for x, weight in zip(b['x'], b['weights'], strict=True)
       if weight
     ]
   assert sorted(epoch) == list(range(10))
@@ -187,7 +187,7 @@ def test_one_epoch_ends_on_all_hosts_at_once():
 
 def test_every_batch_of_one_epoch_has_weights():
   batches = list(Numbers(batch_size=4, **ONE_EPOCH))
-  assert [b.weights.tolist() for b in batches] == [
+  assert [b['weights'].tolist() for b in batches] == [
     [1, 1, 1, 1],
     [1, 1, 1, 1],
     [1, 1, 0, 0],
@@ -228,7 +228,7 @@ def test_restored_with_other_hosts_batches_and_threads(shuffle):
       given = []
       for _ in range(3):
         for part in parts:
-          given += next(part).x.tolist()
+          given += next(part)['x'].tolist()
       first = 3 * position
       assert given == reference[first : first + len(given)]
       for part in parts:
@@ -237,13 +237,13 @@ def test_restored_with_other_hosts_batches_and_threads(shuffle):
 
 def test_one_epoch_goes_on_where_it_stood():
   source = Numbers(batch_size=4, shuffle=True, **ONE_EPOCH)
-  expected = [b.x.tolist() for b in source]
+  expected = [b['x'].tolist() for b in source]
   for position in range(4):
     source.reset()
     take(source, position)
     other = Numbers(batch_size=4, shuffle=True, **ONE_EPOCH)
     other.set_state(source.get_state())
-    assert [b.x.tolist() for b in other] == expected[position:]
+    assert [b['x'].tolist() for b in other] == expected[position:]
 
 
 @pytest.mark.parametrize(
@@ -286,9 +286,9 @@ def test_a_pickled_input_is_small_and_goes_on_where_it_stood():
   source.peek_padded()
   data = cloudpickle.dumps(source)
   assert len(data) < 5_000  # No order.
-  assert next(source).x.tolist() == expected
+  assert next(source)['x'].tolist() == expected
   other = pickle.loads(data)
-  assert next(other).x.tolist() == expected  # The peeked one.
+  assert next(other)['x'].tolist() == expected  # The peeked one.
   assert take(other, 5) == take(source, 5)
   assert other.get_state() == source.get_state()
   source.close()
@@ -471,14 +471,14 @@ def test_where():
 @pytest.mark.process
 def test_workers_give_the_same_batches_and_end_with_the_input():
   fields = {'batch_size': 4, 'size': 22, 'shuffle': True, **ONE_EPOCH}
-  expected = [batch.x.tolist() for batch in Numbers(**fields)]
+  expected = [batch['x'].tolist() for batch in Numbers(**fields)]
   source = Numbers(**fields, num_workers=2, num_threads=1)
   # From two positions on, one of them with more workers than batches.
   for position in (1, 5):
     source.reset()
     source.set_position({'records': 4 * position})
     batches = list(source)
-    assert [batch.x.tolist() for batch in batches] == expected[position:]
+    assert [batch['x'].tolist() for batch in batches] == expected[position:]
     # Not in the memory that is shared with the worker.
     assert {type(array) for array in batches[0].values()} == {np.ndarray}
   source.reset()
@@ -490,7 +490,7 @@ def test_workers_give_the_same_batches_and_end_with_the_input():
   assert not multiprocessing.active_children()
   other = Numbers(**fields)
   other.set_state(state)
-  assert [batch.x.tolist() for batch in other] == expected[1:]
+  assert [batch['x'].tolist() for batch in other] == expected[1:]
 
 
 @pytest.mark.process

@@ -26,10 +26,10 @@ class Numbers(indexed.IndexedInput):
   def read(self, records, epochs):
     if self.source < 0:
       raise OSError('the disk is gone')
-    return base.Batch(
-      x=np.stack([records, epochs], 1),
-      source=np.full(len(records), self.source),
-    )
+    return {
+      'x': np.stack([records, epochs], 1),
+      'source': np.full(len(records), self.source),
+    }
 
   def ids_to_strings(self, ids, lengths, key=None):
     return [f'{self.source} {key} {ids.tolist()} {lengths.tolist()}']
@@ -43,7 +43,7 @@ class Changed(Numbers):
   """What a batch of `Numbers` becomes is given as `change`."""
 
   def read(self, records, epochs):
-    return base.Batch(self.change(super().read(records, epochs)))
+    return dict(self.change(super().read(records, epochs)))
 
 
 def changed(change, **fields):
@@ -79,10 +79,10 @@ def on_hosts(hosts, make):
 
 def test_multi_reshapes_to_the_common_divisor():
   batch = next(multi.MultiInput(inputs=numbers([4, 6])))
-  assert batch.a.x.shape == (2, 2, 2)
-  assert batch.b.source.shape == (2, 3)
-  assert batch.a.x[..., 0].tolist() == [[0, 1], [2, 3]]
-  assert batch.b.x[..., 0].tolist() == [[0, 1, 2], [3, 4, 5]]
+  assert batch['a']['x'].shape == (2, 2, 2)
+  assert batch['b']['source'].shape == (2, 3)
+  assert batch['a']['x'][..., 0].tolist() == [[0, 1], [2, 3]]
+  assert batch['b']['x'][..., 0].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_multi_has_the_hosts_and_batch_size_of_its_children():
@@ -91,7 +91,7 @@ def test_multi_has_the_hosts_and_batch_size_of_its_children():
   assert (parent.infeed_host_index, parent.num_infeed_hosts) == (2, 4)
   assert parent.batch_size == 4
   assert parent.get_global_batch_size() == 16
-  assert next(parent).a.x[0, :, 0].tolist() == [16, 17]
+  assert next(parent)['a']['x'][0, :, 0].tolist() == [16, 17]
   with pytest.raises(ValueError, match=r'host 0 of 1, and its inputs are a: 2'):
     multi.MultiInput(inputs=children, num_infeed_hosts=0, infeed_host_index=0)
   children['c'] = Numbers(batch_size=4)
@@ -120,8 +120,8 @@ def test_multi_evaluates_one_child_on_one_epoch():
     for _ in range(2):
       batches = [list(x.eval_batches()) for x in on_hosts(hosts, make)]
       assert {len(b) for b in batches} == {3}
-      rows = [x.a for b in batches for x in b]
-      real = np.concatenate([r.x[r.weights > 0][:, 0] for r in rows])
+      rows = [x['a'] for b in batches for x in b]
+      real = np.concatenate([r['x'][r['weights'] > 0][:, 0] for r in rows])
       assert sorted(real) == list(range(19))
       assert sum(x.weights.sum() for b in batches for x in b) == 19
 
@@ -130,8 +130,8 @@ def test_multi_pads_and_peeks():
   parent = multi.MultiInput(inputs=numbers([4, 2]), batch_padding_size=1)
   state = parent.get_state()
   peeked = parent.peek_padded()
-  assert peeked.a.x.shape == (3, 2, 2)
-  assert peeked.weights.tolist() == [1, 1, 0]
+  assert peeked['a']['x'].shape == (3, 2, 2)
+  assert peeked['weights'].tolist() == [1, 1, 0]
   assert parent.get_state() == state
   assert_same(next(parent), peeked)
   assert parent.get_state() != state
@@ -168,8 +168,8 @@ def test_multi_resumes_with_other_hosts_where_its_children_can():
   assert one.ANY_NUMBER_OF_HOSTS
   expected, parts = next(one), [next(host) for host in two]
   for name in 'ab':
-    both = np.concatenate([p[name].x.reshape(-1, 2) for p in parts])
-    np.testing.assert_array_equal(both, expected[name].x.reshape(-1, 2))
+    both = np.concatenate([p[name]['x'].reshape(-1, 2) for p in parts])
+    np.testing.assert_array_equal(both, expected[name]['x'].reshape(-1, 2))
 
   class Fixed(Numbers):
     ANY_NUMBER_OF_HOSTS = False
@@ -230,7 +230,7 @@ class Unsaved(base.BaseInput):
   """An input without a position."""
 
   def get_next(self):
-    return base.Batch(x=np.zeros((self.batch_size, 2), np.int64))
+    return {'x': np.zeros((self.batch_size, 2), np.int64)}
 
 
 def test_position_is_saved_where_all_children_can():
@@ -312,7 +312,7 @@ def mixture(sizes, weights, *, batch_size=5, host=None, **fields):
 
 
 def sources(parent, num_batches):
-  return np.concatenate([next(parent).source for _ in range(num_batches)])
+  return np.concatenate([next(parent)['source'] for _ in range(num_batches)])
 
 
 def test_mixture_of_one_and_three():
@@ -375,7 +375,7 @@ def test_mixture_takes_the_rows_of_its_children_in_order():
 
 
 def test_one_child_is_a_mixture():
-  assert next(mixture([3], [0.3])).x[:, 0].tolist() == list(range(5))
+  assert next(mixture([3], [0.3]))['x'][:, 0].tolist() == list(range(5))
 
 
 def test_order_in_which_children_are_written_does_not_matter():
@@ -397,7 +397,7 @@ def test_hosts_keep_the_proportions_and_share_the_records(hosts):
   )
   rows = [next(parent) for parent in parents for _ in range(6)]
   for row in rows:
-    assert np.bincount(row.source).tolist() == [2, 6]
+    assert np.bincount(row['source']).tolist() == [2, 6]
   of, x = (np.concatenate([r[k] for r in rows]) for k in ('source', 'x'))
   # 12 * hosts and 36 * hosts rows, whole batches of each child.
   assert sorted(x[of == 0][:, 0]) == list(range(12 * hosts))
@@ -455,7 +455,7 @@ def test_mixture_pads():
     batch_size=3,
     batch_padding_size=2,
   )
-  assert next(parent).weights.tolist() == [1, 1, 1, 0, 0]
+  assert next(parent)['weights'].tolist() == [1, 1, 1, 0, 0]
 
 
 def test_a_child_that_ends_is_an_error():
@@ -479,7 +479,7 @@ def test_weights_are_added_where_only_some_have_them():
   def weighted(batch):
     return {
       **batch,
-      'weights': np.full((len(batch.source), 3), 0.5, np.float32),
+      'weights': np.full((len(batch['source']), 3), 0.5, np.float32),
     }
 
   parent = multi.MixtureInput(
@@ -491,34 +491,35 @@ def test_weights_are_added_where_only_some_have_them():
     batch_size=4,
   )
   batch = next(parent)
-  assert batch.weights.shape == (4, 3)
+  assert batch['weights'].shape == (4, 3)
   np.testing.assert_array_equal(
-    batch.weights, np.where(batch.source, 0.5, 1)[:, None] * np.ones((1, 3))
+    batch['weights'],
+    np.where(batch['source'], 0.5, 1)[:, None] * np.ones((1, 3)),
   )
-  assert batch.weights.dtype == np.float32
+  assert batch['weights'].dtype == np.float32
 
 
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
     (
-      lambda batch: {'x': batch.x},
+      lambda batch: {'x': batch['x']},
       r"\['source'\] is missing of b and int64\[b\] of the input a",
     ),
     (
-      lambda batch: {**batch, 'y': batch.source},
+      lambda batch: {**batch, 'y': batch['source']},
       r"\['y'\] is int64\[b\] of b and missing of the input a",
     ),
     (
-      lambda batch: {**batch, 'x': batch.x.astype(np.int32)},
+      lambda batch: {**batch, 'x': batch['x'].astype(np.int32)},
       r"\['x'\] is int32\[b, 2\] of b and int64\[b, 2\] of the input a",
     ),
     (
-      lambda batch: {**batch, 'x': batch.x[:, :1]},
+      lambda batch: {**batch, 'x': batch['x'][:, :1]},
       r"\['x'\] is int64\[b, 1\] of b and int64\[b, 2\] of the input a",
     ),
     (
-      lambda batch: {**batch, 'x': {'y': batch.x}},
+      lambda batch: {**batch, 'x': {'y': batch['x']}},
       r"\['x'\] is missing of b .*; \['x'\]\['y'\] is int64\[b, 2\] of b",
     ),
   ],
@@ -535,8 +536,8 @@ def test_children_that_differ_are_refused(change, message):
 
 def test_a_child_that_changes_is_refused():
   def change(batch):
-    late = batch.x[0, 0] >= 4
-    return {**batch, 'x': batch.x.astype(np.int32 if late else np.int64)}
+    late = batch['x'][0, 0] >= 4
+    return {**batch, 'x': batch['x'].astype(np.int32 if late else np.int64)}
 
   parent = multi.MixtureInput(
     inputs={'a': changed(change, batch_size=4)},
@@ -550,7 +551,7 @@ def test_a_child_that_changes_is_refused():
 
 def test_nested_batches_are_mixed():
   def nest(batch):
-    return {'src': batch, 'source': batch.source}
+    return {'src': batch, 'source': batch['source']}
 
   parent = multi.MixtureInput(
     inputs={
@@ -560,8 +561,8 @@ def test_nested_batches_are_mixed():
     batch_size=4,
   )
   batch = next(parent)
-  np.testing.assert_array_equal(batch.src.source, batch.source)
-  assert sorted(batch.source) == [0, 0, 1, 1]
+  np.testing.assert_array_equal(batch['src']['source'], batch['source'])
+  assert sorted(batch['source']) == [0, 0, 1, 1]
 
 
 def test_mixture_speaks_its_first_child():

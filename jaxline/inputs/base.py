@@ -5,7 +5,7 @@ dimension first. To write one, override `get_next`:
 
   class Counting(base.BaseInput):
     def get_next(self):
-      return base.Batch(x=np.arange(self.batch_size))
+      return {'x': np.arange(self.batch_size)}
 
 or give a generator function to `from_generator`. If `position` and
 `set_position` are overridden too, every checkpoint holds the position in the
@@ -63,84 +63,38 @@ _NAME = re.compile(r'[a-zA-Z0-9.:_+-]+')
 class Batch(dict[str, Any]):
   """A dict whose entries are attributes too: `batch.ids` is `batch['ids']`.
 
-  A pytree, like every dict. Dicts inside become `Batch` as well.
+  Inputs give plain dicts; `Batch(batch)` is for code written for Pax's
+  `NestedMap`. Dicts inside become `Batch` as well. A pytree like a dict.
   """
 
   def __init__(self, *args: Any, **kwargs: Any):
-    super().__init__()
-    for key, value in dict(*args, **kwargs).items():
-      self[key] = value
-
-  def __setitem__(self, key: str, value: Any) -> None:
-    is_plain = isinstance(value, Mapping) and not isinstance(value, Batch)
-    super().__setitem__(key, Batch(value) if is_plain else value)
+    super().__init__(*args, **kwargs)
+    for key, value in self.items():
+      if isinstance(value, Mapping):
+        self[key] = Batch(value)
 
   def __getattr__(self, name: str) -> Any:
-    try:
+    if name in self:
       return self[name]
-    except KeyError:
-      raise AttributeError(
-        f'The batch has no entry {name!r}; it has {sorted(self)}.'
-      ) from None
+    raise AttributeError(f'No entry {name!r}; the batch has {sorted(self)}.')
 
-  def __setattr__(self, name: str, value: Any) -> None:
-    if hasattr(dict, name):
-      raise AttributeError(
-        f'{name!r} is a method of dicts; write batch[{name!r}] = ... instead.'
-      )
-    self[name] = value
-
-  def __delattr__(self, name: str) -> None:
-    if name not in self:
-      raise AttributeError(
-        f'The batch has no entry {name!r}; it has {sorted(self)}.'
-      )
-    del self[name]
-
-  def __reduce__(self) -> Any:
-    # Pickled attribute by attribute, it would look for methods in its entries.
-    return Batch, (dict(self),)
-
-  def copy(self) -> Batch:
-    """Returns a shallow copy, a `Batch` again."""
-    return Batch(self)
-
-  def update(self, *args: Any, **kwargs: Any) -> None:
-    """Sets entries, as dicts do it."""
-    for key, value in dict(*args, **kwargs).items():
-      self[key] = value
-
-  def setdefault(self, key: str, default: Any = None) -> Any:
-    """Returns an entry, after it was set where it was missing."""
-    if key not in self:
-      self[key] = default
-    return self[key]
-
-  def __or__(self, other: Any) -> Any:
-    return Batch({**self, **other})
-
-  def __ior__(self, other: Any) -> Any:
-    self.update(other)
-    return self
-
-
-def _flatten_batch(batch: Batch) -> tuple[list[Any], tuple[str, ...]]:
-  keys = tuple(sorted(batch))
-  return [(jax.tree_util.DictKey(key), batch[key]) for key in keys], keys
+  __setattr__ = dict.__setitem__
+  __delattr__ = dict.__delitem__
 
 
 def _unflatten_batch(keys: tuple[str, ...], values: Iterable[Any]) -> Batch:
   batch = Batch()
-  for key, value in zip(keys, values, strict=True):
-    dict.__setitem__(batch, key, value)  # Whatever JAX puts in its leaves.
+  batch.update(zip(keys, values, strict=True))
   return batch
 
 
 jax.tree_util.register_pytree_with_keys(
   Batch,
-  _flatten_batch,
+  lambda batch: (
+    [(jax.tree_util.DictKey(key), batch[key]) for key in sorted(batch)],
+    tuple(sorted(batch)),
+  ),
   _unflatten_batch,
-  lambda batch: ([batch[k] for k in sorted(batch)], tuple(sorted(batch))),
 )
 
 
@@ -345,7 +299,7 @@ class BaseInput:
     self._resolve_hosts()
     self._check_fields()
     # Of the batch that was peeked at: it, and the state in front of it.
-    self._peeked: tuple[Batch, bytes | None] | None = None
+    self._peeked: tuple[dict[str, Any], bytes | None] | None = None
     self._ended = False
     self._num_read = 0
     self._fresh_seed: int | None = None
@@ -490,7 +444,7 @@ class BaseInput:
 
   # What a subclass overrides.
 
-  def get_next(self) -> Batch:
+  def get_next(self) -> dict[str, Any]:
     """Returns the next batch: arrays [batch_size, ...].
 
     Raises:
@@ -612,7 +566,7 @@ class BaseInput:
     except Exception as e:  # What it was asked for is more important.
       return f'{self.name}, which cannot say where it stands ({e!r})'
 
-  def get_next_padded(self) -> Batch:
+  def get_next_padded(self) -> dict[str, Any]:
     """Returns the next batch, the peeked one if there is one, filled up.
 
     Returns:
@@ -644,15 +598,14 @@ class BaseInput:
     self._num_read += 1
     return batch
 
-  def _fill(self, batch: Mapping[str, Any]) -> Batch:
+  def _fill(self, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the batch with all its rows."""
-    if not isinstance(batch, Batch):
-      if not isinstance(batch, Mapping):
-        raise TypeError(
-          f'get_next() returned {type(batch).__name__}; expected a dict of'
-          ' arrays.'
-        )
-      batch = Batch(batch)
+    if not isinstance(batch, Mapping):
+      raise TypeError(
+        f'get_next() returned {type(batch).__name__}; expected a dict of'
+        ' arrays.'
+      )
+    batch = _as_dict(batch)
     have = num_rows(batch)
     want = self.batch_size + self.batch_padding_size
     if have > self.batch_size:
@@ -662,7 +615,7 @@ class BaseInput:
       )
     return pad_rows(batch, want) if have < want else batch
 
-  def peek_padded(self) -> Batch | None:
+  def peek_padded(self) -> dict[str, Any] | None:
     """Returns the next batch of `get_next_padded`; None at the end of the data.
 
     A state that is saved meanwhile is that before the peeked batch, so the
@@ -681,7 +634,7 @@ class BaseInput:
     """Returns itself; `next` is `get_next_padded`."""
     return self
 
-  def __next__(self) -> Batch:
+  def __next__(self) -> dict[str, Any]:
     return self.get_next_padded()
 
   def skip(self, num_batches: int) -> None:
@@ -697,7 +650,7 @@ class BaseInput:
           ' to be skipped.'
         )
 
-  def eval_batches(self) -> Iterator[Batch]:
+  def eval_batches(self) -> Iterator[dict[str, Any]]:
     """Yields the batches of one evaluation: see the top of this module.
 
     Raises:
@@ -855,7 +808,12 @@ def num_rows(batch: Any) -> int:
   return rows.pop()[0]
 
 
-def pad_rows(batch: Batch, rows: int) -> Batch:
+def _as_dict(batch: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a batch as a pytree: a `Batch` as it is, others as plain dicts."""
+  return batch if isinstance(batch, Batch) else dict(batch)
+
+
+def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
   """Fills a batch up to a number of rows.
 
   Args:
@@ -866,9 +824,10 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
     Arrays [rows, ...], the new ones zeros, or ones in `paddings`, which mark
     filler; with `weights`, 1 for the rows that were there, if it had none.
   """
+  batch = _as_dict(batch)
   have = len(jax.tree.leaves(batch)[0])
   if WEIGHTS not in batch:
-    batch = Batch(batch, **{WEIGHTS: np.ones(have, np.float32)})
+    batch = type(batch)(batch, **{WEIGHTS: np.ones(have, np.float32)})
   if have == rows:
     return batch
 
@@ -918,13 +877,14 @@ class GeneratorInput(BaseInput):
         ' not take host_index: all hosts would read the same. Let it take'
         ' (host_index, num_hosts) and give host_index its own part.'
       )
-    self._iterator: Iterator[Mapping[str, Any]] | None = None
+    self._iterator: Iterator[Any] | None = None
 
-  def get_next(self) -> Batch:
+  def get_next(self) -> dict[str, Any]:
     """Returns the generator's next batch."""
     if self._iterator is None:
-      self._iterator = iter(self.function(**self._arguments))
-    return next(self._iterator)  # type: ignore[return-value]
+      made: Iterator[Any] = iter(self.function(**self._arguments))
+      self._iterator = made
+    return next(self._iterator)
 
   def reset(self) -> None:
     """Calls the function again."""

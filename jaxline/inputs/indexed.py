@@ -96,7 +96,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
     """Returns N, the records of an epoch; asked for with every batch."""
 
   @abc.abstractmethod
-  def read(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
+  def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
     """Returns some records: arrays [b, ...].
 
     Called in threads and worker processes: it must depend on nothing but its
@@ -197,7 +197,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
 
   # The contract of `BaseInput`.
 
-  def get_next(self) -> base.Batch:
+  def get_next(self) -> dict[str, Any]:
     """Returns this host's rows of the next global batch."""
     if self._iterator is None:
       self._iterator = self._start()
@@ -248,7 +248,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
     )
     return start_iterator(dataset, self.num_workers)
 
-  def _batch(self, given: int, number: int) -> base.Batch:
+  def _batch(self, given: int, number: int) -> dict[str, Any]:
     """Returns the rows of a batch, so many batches behind a position."""
     assert self.infeed_host_index is not None
     first = given + number * self.get_global_batch_size()
@@ -263,7 +263,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
       batch = jax.tree.map(lambda x: x[:0], batch)
     return base.pad_rows(batch, self.batch_size)
 
-  def _read(self, positions: np.ndarray) -> base.Batch:
+  def _read(self, positions: np.ndarray) -> dict[str, Any]:
     epochs = positions // self._checked_num_records()
     records = self.order(positions)
     try:
@@ -277,7 +277,9 @@ class IndexedInput(base.BaseInput, abc.ABC):
         raise
       raise error from e
 
-  def _read_all(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
+  def _read_all(
+    self, records: np.ndarray, epochs: np.ndarray
+  ) -> dict[str, Any]:
     batch = self.read(records, epochs)
     self._check_rows(batch, len(records))
     return batch

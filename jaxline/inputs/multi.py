@@ -118,7 +118,7 @@ class _Parent(base.BaseInput):
       child.saves_position for child in self.inputs.values()
     )
 
-  def _next_of(self, name: str) -> base.Batch:
+  def _next_of(self, name: str) -> dict[str, Any]:
     """Returns a child's next batch; messages name it meanwhile."""
     self._reading = name
     batch = self.inputs[name].get_next_padded()
@@ -210,16 +210,16 @@ class MultiInput(_Parent):
           ' names. Give the input another name.'
         )
 
-  def get_next(self) -> base.Batch:
+  def get_next(self) -> dict[str, Any]:
     """Returns, of each child, its next batch: arrays [B, b / B, ...]."""
 
     def split(x: Any) -> np.ndarray:
       x = np.asarray(x)
       return x.reshape(self.batch_size, -1, *x.shape[1:])
 
-    batch = base.Batch(
-      {name: jax.tree.map(split, self._next_of(name)) for name in self.inputs}
-    )
+    batch = {
+      name: jax.tree.map(split, self._next_of(name)) for name in self.inputs
+    }
     if self.reset_for_eval:  # Of its one child, the last rows may only fill.
       (child,) = batch.values()
       if base.WEIGHTS in child:
@@ -275,7 +275,7 @@ class _InUse:
     state: the child's state in front of it, if the position is saved.
   """
 
-  batch: base.Batch
+  batch: dict[str, Any]
   used: int
   state: bytes | None
 
@@ -343,7 +343,7 @@ class MixtureInput(_Parent):
           ' number.'
         )
 
-  def get_next(self) -> base.Batch:
+  def get_next(self) -> dict[str, Any]:
     """Returns the next rows, arrays [B, ...].
 
     Raises:
@@ -354,7 +354,7 @@ class MixtureInput(_Parent):
       self._spec = self._common_spec()
     given = dict(self._given)
     chosen = self._schedule(given)
-    batch: base.Batch | None = None
+    batch: dict[str, Any] | None = None
     for i, name in enumerate(names):
       rows = np.flatnonzero(chosen == i)
       for part in self._take(name, rows.size):
@@ -409,7 +409,7 @@ class MixtureInput(_Parent):
       given[name] += int(count)
     return chosen
 
-  def _take(self, name: str, rows: int) -> Iterator[base.Batch]:
+  def _take(self, name: str, rows: int) -> Iterator[dict[str, Any]]:
     """Yields so many rows of a child, in parts [.., ...] of its batches."""
     while rows:
       current = self._in_use.get(name)
@@ -434,7 +434,7 @@ class MixtureInput(_Parent):
     weights = self._spec.get(_WEIGHTS_PATH)
     if base.WEIGHTS not in batch and weights is not None:
       shape, dtype = weights
-      batch = base.Batch(batch)
+      batch = dict(batch)
       batch[base.WEIGHTS] = np.ones((child.batch_size, *shape), dtype)
     self._check_spec(name, _spec_of(batch), 'the first batches', self._spec)
     return _InUse(batch, 0, state)
@@ -530,7 +530,7 @@ def _put(rows: np.ndarray, to: np.ndarray, values: np.ndarray) -> None:
   to[rows] = values
 
 
-def _spec_of(batch: base.Batch) -> dict[str, Any]:
+def _spec_of(batch: dict[str, Any]) -> dict[str, Any]:
   """Returns (shape of a row, dtype) of every array, by its path."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
   return {
