@@ -123,7 +123,7 @@ def test_multi_evaluates_one_child_on_one_epoch():
       rows = [x['a'] for b in batches for x in b]
       real = np.concatenate([r['x'][r['weights'] > 0][:, 0] for r in rows])
       assert sorted(real) == list(range(19))
-      assert sum(x.weights.sum() for b in batches for x in b) == 19
+      assert sum(x['weights'].sum() for b in batches for x in b) == 19
 
 
 def test_multi_pads_and_peeks():
