@@ -140,16 +140,19 @@ class IndexedInput(base.BaseInput, abc.ABC):
 
   def get_next(self) -> dict[str, Any]:
     """Returns this host's rows of the next global batch."""
+    with closed_on_error(self):
+      return self._next_batch()
+
+  def _next_batch(self) -> dict[str, Any]:
     if self._iterator is None:
       self._iterator = self._start()
-    with closed_on_error(self):
-      batch = next(self._iterator)
+    batch = next(self._iterator)
     self._given += self.get_global_batch_size()
     return own_arrays(batch) if self.num_workers else batch
 
   def _start(self) -> Any:
     """Starts to read at the position."""
-    self.seed()  # Threads and workers must not draw a seed each.
+    self.settle_seed()  # Threads and workers must not draw one each.
     num_batches = sys.maxsize // self.get_global_batch_size()
     if not self.repeat:
       num_batches = self._num_batches_left()
@@ -177,15 +180,20 @@ class IndexedInput(base.BaseInput, abc.ABC):
     first += self.infeed_host_index * self.batch_size
     positions = np.arange(first, first + self.batch_size)
     if self.repeat:
-      return self._read(positions)
+      return self.read_at(positions)
     real = positions[positions < self._size]
     # A host without rows still needs their shapes and types.
-    batch = self._read(real if real.size else np.zeros(1, np.int64))
+    batch = self.read_at(real if real.size else np.zeros(1, np.int64))
     if not real.size:
       batch = jax.tree.map(lambda x: x[:0], batch)
     return base.pad_rows(batch, self.batch_size)
 
-  def _read(self, positions: np.ndarray) -> dict[str, Any]:
+  def read_at(self, positions: np.ndarray) -> dict[str, Any]:
+    """Returns the records at some positions of the global order, [b, ...].
+
+    Args:
+      positions: int64 [b], counted over all epochs.
+    """
     records, epochs = self.order(positions), positions // self._size
     try:
       return self._read_all(records, epochs)
@@ -278,11 +286,15 @@ class IndexedInput(base.BaseInput, abc.ABC):
     epoch, within = divmod(position, self._size)
     if epoch and not self.repeat:
       return 'the rows that fill up the end of the epoch'
-    record = self.order(np.array([position]))[0]
     return (
       f'a batch from record {within} of epoch {epoch} on'
-      f' ({self._describe_one(record, epoch)})'
+      f' ({self.describe_at(position)})'
     )
+
+  def describe_at(self, position: int) -> str:
+    """Returns where the record at a position of the global order is from."""
+    record = self.order(np.array([position]))[0]
+    return self._describe_one(record, position // self._size)
 
   def close(self) -> None:
     """Ends threads and workers."""
