@@ -19,7 +19,7 @@ _BASE = [
   'chex>=0.1.90',
   'crc32c>=2.7',  # With it tensorboardX takes a 50th of the time for checksums.
   'dm-haiku>=0.0.16',
-  'grain>=0.2.12',
+  'grain>=0.2.18',
   # Python 3.11 gets 0.10, the last release for it.
   'jax>=0.10,<0.13',
   'jaxlib>=0.10,<0.13',

@@ -378,7 +378,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       sharding=self.partitioner.replicated,
     )
 
-  def abstract_batch(self, is_training: bool) -> inputs.Batch:
+  def abstract_batch(self, is_training: bool) -> Batch:
     """Returns the shapes and shardings of a global batch.
 
     Args:
@@ -411,7 +411,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
         jax.dtypes.canonicalize_dtype(x.dtype),
         sharding=self.partitioner.batch_sharding,
       ),
-      inputs.pad_rows(inputs.Batch(batch), rows),
+      inputs.pad_rows(batch, rows),
     )
 
   # Training.
@@ -479,8 +479,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
     if isinstance(source, inputs.BaseInput):
       source.settle_seed()  # Here, where all hosts come together.
     if infeed.saves_position(source):
-      if position is not None:
-        source.set_state(position)  # type: ignore[attr-defined]
+      try:
+        if position is not None:
+          source.set_state(position)  # type: ignore[attr-defined]
+      except inputs.OldPositionError as e:
+        if (self.run_config or {}).get('on_config_change') != 'continue':
+          raise
+        logging.warning("%s It is 'continue': the data starts anew.", e)
     elif position is not None:
       raise ValueError(
         'The checkpoint holds the position of the data, but train_input'
@@ -516,7 +521,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     partitioner = self.partitioner
 
     def place(batch: Batch) -> Batch:
-      batch = inputs.pad_rows(inputs.Batch(batch), inputs.num_rows(batch))
+      batch = inputs.pad_rows(batch, inputs.num_rows(batch))
       return partitioner.put_batch(batch, order)
 
     return infeed.Infeed(source, place, **self._infeed_options)
@@ -631,7 +636,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
             ' of an evaluation may differ, and be smaller.'
           )
         last = batch or jax.tree.map(lambda x: x[:0], last)
-        padded = inputs.pad_rows(inputs.Batch(last), self._padded(rows))
+        padded = inputs.pad_rows(last, self._padded(rows))
         yield self.partitioner.put_batch(padded, order)
       if last is None:
         raise ValueError(

@@ -10,7 +10,6 @@ import grain as grain_library
 import numpy as np
 import pytest
 
-from jaxline.inputs import base
 from jaxline.inputs import grain
 
 ONE_EPOCH = {'reset_for_eval': True, 'eval_loop_num_batches': None}
@@ -47,7 +46,7 @@ def decode(record):
 
 
 def take(source, number):
-  return [next(source).x.tolist() for _ in range(number)]
+  return [next(source)['x'].tolist() for _ in range(number)]
 
 
 def rows(batches):
@@ -58,7 +57,7 @@ def real_rows(batches):
   return [
     int(x)
     for batch in batches
-    for x, weight in zip(batch.x, batch.weights, strict=True)
+    for x, weight in zip(batch['x'], batch['weights'], strict=True)
     if weight
   ]
 
@@ -119,7 +118,7 @@ def test_datasets_with_numbers_give_their_records(dataset):
   for _ in range(2):
     batches = list(source.eval_batches())
     assert real_rows(batches) == list(range(11))
-    assert [batch.x.dtype for batch in batches] == [np.int32] * 3
+    assert [batch['x'].dtype for batch in batches] == [np.int32] * 3
   source = grain.GrainInput(dataset=dataset, batch_size=4, is_training=True)
   given = rows(take(source, 11))
   epochs = [given[i : i + 11] for i in range(0, 44, 11)]
@@ -288,7 +287,7 @@ def test_randomness_depends_on_seed_record_and_epoch_alone():
       for epoch in range(2):
         batch = next(source)
         for x, value in zip(
-          batch.x.tolist(), batch.noise.tolist(), strict=True
+          batch['x'].tolist(), batch['noise'].tolist(), strict=True
         ):
           seen[epoch, x] = value
       source.close()
@@ -304,7 +303,7 @@ def test_randomness_depends_on_seed_record_and_epoch_alone():
 def test_the_dataset_s_own_randomness_differs_between_epochs():
   dataset = source_of(4).random_map(AddNoise(), seed=1)
   source = grain.GrainInput(dataset=dataset, batch_size=4)
-  first, second = next(source).noise, next(source).noise
+  first, second = next(source)['noise'], next(source)['noise']
   assert len({*first.tolist(), *second.tolist()}) == 8
 
 
@@ -357,9 +356,8 @@ def test_a_batch_that_loses_or_doubles_records_is_an_error(
 def test_records_are_stacked_as_nested_batches():
   dataset = [{'a': {'b': np.full(3, i)}, 'c': float(i)} for i in range(4)]
   batch = next(grain.GrainInput(dataset=dataset, batch_size=4))
-  assert isinstance(batch.a, base.Batch)
-  np.testing.assert_array_equal(batch.a.b, [[i] * 3 for i in range(4)])
-  assert batch.c.tolist() == [0, 1, 2, 3]
+  np.testing.assert_array_equal(batch['a']['b'], [[i] * 3 for i in range(4)])
+  assert batch['c'].tolist() == [0, 1, 2, 3]
 
 
 def test_a_function_can_make_the_batch():
@@ -372,7 +370,7 @@ def test_a_function_can_make_the_batch():
   source = grain.GrainInput(
     dataset=[[1], [1, 2], [1, 2, 3]], collate=ragged, batch_size=2, **ONE_EPOCH
   )
-  batches = [batch.ids.tolist() for batch in source]
+  batches = [batch['ids'].tolist() for batch in source]
   assert batches == [[[1, 0, 0], [1, 2, 0]], [[1, 2, 3], [0, 0, 0]]]
 
 
@@ -516,7 +514,7 @@ def test_a_stream_gives_its_records_once(dataset):
   source = grain.GrainInput(dataset=dataset, batch_size=4, **ONE_EPOCH)
   for _ in range(2):
     batches = list(source.eval_batches())
-    assert [len(batch.x) for batch in batches] == [4, 4, 4]
+    assert [len(batch['x']) for batch in batches] == [4, 4, 4]
     assert all('weights' in batch for batch in batches)
     assert sorted(real_rows(batches)) == list(range(11))
 
@@ -547,13 +545,13 @@ def test_a_stream_is_resumed_at_every_position():
 
 def test_one_epoch_of_a_stream_is_resumed():
   source = grain.GrainInput(dataset=stream_of(11), batch_size=4, **ONE_EPOCH)
-  expected = [batch.x.tolist() for batch in source]
+  expected = [batch['x'].tolist() for batch in source]
   for position in range(4):
     source.reset()
     take(source, position)
     other = grain.GrainInput(dataset=stream_of(11), batch_size=4, **ONE_EPOCH)
     other.set_state(source.get_state())
-    assert [batch.x.tolist() for batch in other] == expected[position:]
+    assert [batch['x'].tolist() for batch in other] == expected[position:]
 
 
 def test_a_stream_begins_again_and_may_differ_by_epoch():
@@ -910,14 +908,14 @@ def test_a_state_with_tuples_is_saved_and_resumed():
     return grain.GrainInput(dataset=dataset, batch_size=1, **ONE_EPOCH)
 
   source = make()
-  expected = [batch.x.tolist() for batch in source]
+  expected = [batch['x'].tolist() for batch in source]
   assert len(expected) > 5
   for position in range(len(expected)):
     source.reset()
     take(source, position)
     other = make()
     other.set_state(source.get_state())
-    assert [batch.x.tolist() for batch in other] == expected[position:]
+    assert [batch['x'].tolist() for batch in other] == expected[position:]
 
 
 class Unsaved(grain_library.DatasetIterator):

@@ -133,7 +133,7 @@ def test_recipes_that_go_together(copy):
   run = pathlib.Path(result.directory)
 
   batches = list(result.experiment.eval_input())
-  rows = np.concatenate([batch.weights for batch in batches]).mean(-1)
+  rows = np.concatenate([batch['weights'] for batch in batches]).mean(-1)
   expected = rows[rows > 0].mean()
   assert 0.5 < expected < 1
   steps, filled = result.history['eval/filled'].T
@@ -176,7 +176,7 @@ def test_own_data_and_fine_tuning(copy):
   assert type(source).__name__ == 'Rows'
   batch = next(source)
   rows = {row.tobytes() for row in tokens}
-  joined = np.concatenate([batch.ids, batch.labels[:, -1:]], 1)
+  joined = np.concatenate([batch['ids'], batch['labels'][:, -1:]], 1)
   assert {row.tobytes() for row in joined} <= rows
 
   # The rate is 0: the weights are still those that were restored.

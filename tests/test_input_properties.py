@@ -53,7 +53,7 @@ class Source:
   """
 
   make: Callable[..., base.BaseInput]
-  records: Callable[[base.Batch], np.ndarray] = lambda batch: batch.x
+  records: Callable[[base.Batch], np.ndarray] = lambda batch: batch['x']
   shard: Callable[[int, int, int], Any] | None = None
   one_epoch_hosts: bool = True
   saves_position: bool = True
@@ -196,7 +196,7 @@ SOURCES = {
   'generator': Source(
     make_generator, shard=every_nth, one_epoch_hosts=False, saves_position=False
   ),
-  'text': Source(make_text, lambda batch: batch.labels[:, 0]),
+  'text': Source(make_text, lambda batch: batch['labels'][:, 0]),
   'synthetic': Source(make_synthetic),
   'mixture': Source(make_mixture, shard=every_nth, has_epochs=False),
 }

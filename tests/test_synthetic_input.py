@@ -53,13 +53,13 @@ def test_lm_cloud_data():
 
 def test_random_ids_are_uniform_and_labels_the_next():
   batch = next(make(batch_size=256, length=64, kind='random', vocab_size=5))
-  np.testing.assert_array_equal(batch.ids[:, 1:], batch.labels[:, :-1])
-  assert batch.ids.dtype == batch.labels.dtype == np.int32
-  counts = np.bincount(batch.ids.ravel(), minlength=5)
+  np.testing.assert_array_equal(batch['ids'][:, 1:], batch['labels'][:, :-1])
+  assert batch['ids'].dtype == batch['labels'].dtype == np.int32
+  counts = np.bincount(batch['ids'].ravel(), minlength=5)
   assert counts.size == 5
   # 16384 draws: a fifth each, within five standard deviations.
-  np.testing.assert_allclose(counts / batch.ids.size, 0.2, atol=0.016)
-  assert len({row.tobytes() for row in batch.ids}) == 256
+  np.testing.assert_allclose(counts / batch['ids'].size, 0.2, atol=0.016)
+  assert len({row.tobytes() for row in batch['ids']}) == 256
 
 
 @pytest.mark.parametrize('kind', ['ones', 'random'])
@@ -84,7 +84,7 @@ def test_seed_epoch_and_record_change_the_values():
 
 def test_values_stay_as_they_are():
   batch = next(make(batch_size=1, kind='random', vocab_size=1000))
-  assert batch.ids.tolist() == [[471, 724, 303, 309, 933, 5]]
+  assert batch['ids'].tolist() == [[471, 724, 303, 309, 933, 5]]
 
 
 def test_splitmix64():
@@ -99,29 +99,29 @@ def test_splitmix64():
 def test_spec_of_ones():
   spec = {'images': ((2, 3), 'bfloat16'), 'labels': ((), np.int8)}
   batch = next(make(length=None, spec=spec, batch_size=5, vocab_size=10))
-  assert batch.images.shape == (5, 2, 3)
-  assert batch.images.dtype.name == 'bfloat16'
-  assert batch.labels.shape == (5,)
-  assert batch.labels.dtype == np.int8
-  assert (batch.images == 1).all()
-  assert (batch.labels == 1).all()
+  assert batch['images'].shape == (5, 2, 3)
+  assert batch['images'].dtype.name == 'bfloat16'
+  assert batch['labels'].shape == (5,)
+  assert batch['labels'].dtype == np.int8
+  assert (batch['images'] == 1).all()
+  assert (batch['labels'] == 1).all()
 
 
 def test_random_spec():
   spec = {'images': ((16, 16), np.float32), 'labels': ((), np.int64)}
   fields = {'length': None, 'spec': spec, 'vocab_size': 10, 'kind': 'random'}
   batch = next(make(batch_size=64, **fields))
-  assert abs(batch.images.mean()) < 0.05
-  assert abs(batch.images.std() - 1) < 0.05
-  assert abs((np.abs(batch.images) < 1).mean() - 0.6827) < 0.02
-  assert set(batch.labels.tolist()) == set(range(10))
+  assert abs(batch['images'].mean()) < 0.05
+  assert abs(batch['images'].std() - 1) < 0.05
+  assert abs((np.abs(batch['images']) < 1).mean() - 0.6827) < 0.02
+  assert set(batch['labels'].tolist()) == set(range(10))
   assert_same(read(4, 1, **fields)[0], read(1, 1, **fields)[0])
 
 
 def test_entries_differ():
   spec = {'a': ((50,), 'int32'), 'b': ((50,), 'int32')}
   batch = next(make(length=None, spec=spec, kind='random'))
-  assert (batch.a != batch.b).mean() > 0.9
+  assert (batch['a'] != batch['b']).mean() > 0.9
 
 
 def test_one_epoch_is_filled_up():
@@ -138,7 +138,7 @@ def test_one_epoch_is_filled_up():
     ]
     batches = [list(x.eval_batches()) for x in inputs]
     assert {len(b) for b in batches} == {2}
-    weights = sum(x.weights.sum() for b in batches for x in b)
+    weights = sum(x['weights'].sum() for b in batches for x in b)
     assert weights == 10 * 6
 
 

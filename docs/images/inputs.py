@@ -35,7 +35,7 @@ class Numbers(indexed.IndexedInput):
 
   def read(self, records, epochs):
     """Returns numbers and epochs."""
-    return base.Batch(record=records, epoch=epochs)
+    return {'record': records, 'epoch': epochs}
 
 
 def read(num_hosts, **fields):

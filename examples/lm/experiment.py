@@ -272,14 +272,14 @@ class Experiment(sharded.ShardedExperiment):
     packed = self.config.packing == 'packed'
     total, weight = model.loss(
       _merged(params, model_state),
-      batch.ids,
-      batch.labels,
-      batch.weights,
+      batch['ids'],
+      batch['labels'],
+      batch['weights'],
       self.config.model,
       rng=rng,
       is_training=is_training,
-      segment_ids_BL=batch.segment_ids if packed else None,
-      positions_BL=batch.segment_pos if packed else None,
+      segment_ids_BL=batch['segment_ids'] if packed else None,
+      positions_BL=batch['segment_pos'] if packed else None,
     )
     nats = metrics.Mean(total, weight)
     documents = self.corpus.train if is_training else self.corpus.eval

@@ -123,14 +123,14 @@ def test_the_evaluation_is_the_mean_over_all_held_out_bytes(config):
   nats, count = 0.0, 0
   for batch in subject.eval_input():
     logits_BLV = np.asarray(
-      model.apply(subject.state.params, batch.ids, subject.config.model),
+      model.apply(subject.state.params, batch['ids'], subject.config.model),
       np.float64,
     )
     probs = np.exp(logits_BLV - logits_BLV.max(-1, keepdims=True))
     probs /= probs.sum(-1, keepdims=True)
-    of_target = np.take_along_axis(probs, batch.labels[..., None], -1)
-    nats -= (np.log(of_target[..., 0]) * batch.weights).sum()
-    count += int(batch.weights.sum())
+    of_target = np.take_along_axis(probs, batch['labels'][..., None], -1)
+    nats -= (np.log(of_target[..., 0]) * batch['weights']).sum()
+    count += int(batch['weights'].sum())
   assert count == subject.corpus.eval.num_bytes
   assert scalars['loss'] == pytest.approx(nats / count, rel=1e-5)
   assert scalars['bits_per_byte'] == pytest.approx(
@@ -152,7 +152,7 @@ def test_it_learns_in_rows_of_any_packing(config, packing):
   subject._close_input()
   assert losses[-1] < 0.7 * losses[0]
   # Each byte is a label once, however rows are made.
-  count = sum(float(batch.weights.sum()) for batch in subject.eval_input())
+  count = sum(float(batch['weights'].sum()) for batch in subject.eval_input())
   assert count == subject.corpus.eval.num_bytes
 
 
@@ -230,7 +230,7 @@ def test_a_batch_is_rounded_up_to_the_devices(
 ):
   subject = on_mesh(config, rows, accumulation=accumulation)
   batch = subject.abstract_batch(is_training=True)
-  assert batch.ids.shape == (used, 16)
+  assert batch['ids'].shape == (used, 16)
   said.clear()
   _, tokens = losses_of(subject, 2)
   subject._close_input()
@@ -240,7 +240,7 @@ def test_a_batch_is_rounded_up_to_the_devices(
     return
   (line,) = said
   assert f'batch of {rows} rows does not divide over 2 devices' in line
-  assert f'is rounded up to {used} rows' in line
+  assert f'it has {used} rows' in line
   assert ('3 gradient_accumulation_steps' in line) == (accumulation == 3)
 
 
@@ -296,7 +296,7 @@ def test_a_rounded_batch_stays_on_fewer_devices(config, said):
   said.clear()
   second.restore_from_snapshot(snapshot)
   (line,) = said
-  assert '3 rows is rounded up to 4, as it was before' in line
+  assert 'it has 4 rows (before: 4)' in line
   losses, tokens = losses_of(second, 2)
   second._close_input()
   assert losses == pytest.approx(expected[2:], rel=1e-5)
@@ -311,9 +311,8 @@ def test_a_batch_that_must_be_rounded_later_reads_on(config, said):
   assert not said
   second = on_mesh(config, rows=3)
   second.restore_from_snapshot(snapshot)
-  rounded, other = said
-  assert 'is rounded up to 4 rows' in rounded
-  assert 'global batches of another size' in other
+  (rounded,) = said
+  assert 'it has 4 rows (before: 3)' in rounded
   position = json.loads(second._infeed.source.get_state())['position']
   assert position == {'records': 6}
   assert losses_of(second, 1)[1] == 4 * 16

@@ -163,7 +163,10 @@ class Experiment(
     is_training: bool,
   ) -> sharded.LossOutput:
     """Returns the task's loss and metrics."""
-    return self.task.loss_fn(params, model_state, batch, rng, is_training)
+    # The tasks read `batch.ids`, as Pax's do.
+    return self.task.loss_fn(
+      params, model_state, inputs.Batch(batch), rng, is_training
+    )
 
   def make_optimizer(self) -> optax.GradientTransformation:
     """Returns the learner's optimizer."""
@@ -251,7 +254,7 @@ class Experiment(
       is_training=bool(dataset.is_training),
     )
 
-  def abstract_batch(self, is_training: bool) -> inputs.Batch:
+  def abstract_batch(self, is_training: bool) -> sharded.Batch:
     """Returns the shapes of a global batch, if possible without data."""
     self._wants_shapes = True
     try:

@@ -119,8 +119,8 @@ def test_a_batch_of_training_is_rounded_up(folder):
   config = tiny('LmCloudTransformerAdamLimitSteps', data=folder)
   config.gradient_accumulation_steps = 3
   subject = make(config)
-  assert subject.abstract_batch(is_training=True).ids.shape == (6, 16)
-  assert subject.abstract_batch(is_training=False).ids.shape == (4, 16)
+  assert subject.abstract_batch(is_training=True)['ids'].shape == (6, 16)
+  assert subject.abstract_batch(is_training=False)['ids'].shape == (4, 16)
   assert subject._counts == {'examples_per_step': 6, 'tokens_per_step': 96}
 
 
@@ -271,7 +271,7 @@ def test_several_datasets_have_metrics_of_their_own(monkeypatch):
 
   def noted(self, name, source):
     batches = list(batches_of(self, name, source))
-    given[name].append([batch.ids for batch in batches])
+    given[name].append([batch['ids'] for batch in batches])
     return iter(batches)
 
   monkeypatch.setattr(sharded.ShardedExperiment, '_batches_of', noted)
@@ -285,7 +285,7 @@ def test_several_datasets_have_metrics_of_their_own(monkeypatch):
     assert {'rolling/log_pplx', 'whole/log_pplx'} <= set(scalars)
   # The one gives the same each time, the other what follows.
   source = fdl.build(made.experiment.datasets()[1])
-  expected = [[next(source).ids for _ in range(2)] for _ in range(3)]
+  expected = [[next(source)['ids'] for _ in range(2)] for _ in range(3)]
   np.testing.assert_array_equal(given['rolling'], expected)
   assert not np.array_equal(expected[0], expected[1])
   np.testing.assert_array_equal(given['whole'][0], given['whole'][1])

@@ -263,7 +263,7 @@ class GrainInput(indexed.IndexedInput):
       ' or makes several of one needs a stream: an IterDataset.'
     )
 
-  def _collate(self, records: list[Any]) -> base.Batch:
+  def _collate(self, records: list[Any]) -> dict[str, Any]:
     import grain
 
     if self.collate is not None:
@@ -276,7 +276,7 @@ class GrainInput(indexed.IndexedInput):
         f' {type(records[0]).__name__}; expected a dict of arrays. Name what a'
         " record has: transformations=[..., lambda x: {'x': x}]."
       )
-    return base.Batch(batch)
+    return dict(batch)
 
   # Records with numbers: the methods of `IndexedInput`.
 
@@ -284,7 +284,7 @@ class GrainInput(indexed.IndexedInput):
     """Returns how many records the dataset has; none may be told of streams."""
     return self._num_records
 
-  def read(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
+  def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
     """Returns the records with these numbers, transformed and stacked."""
     numbers = records.tolist()
     if self._is_map_dataset:
@@ -339,28 +339,23 @@ class GrainInput(indexed.IndexedInput):
 
   # Streams.
 
-  def get_next(self) -> base.Batch:
+  def get_next(self) -> dict[str, Any]:
     """Returns this host's rows of the next batch."""
     if not self._is_stream:
       return super().get_next()
-    try:
+    with indexed.closed_on_error(self):
       records, position = self._take()
       if records:
         batch = self._make_batch(records)
-    except BaseException as e:
-      # The iterator is ahead of the given batches: see `IndexedInput`.
-      self.close()
-      indexed.explain_dead_worker(e)
-      raise
     if not records:
       self._at = {**self._at, 'ended': True}
       raise StopIteration
     self._at = position
     return batch if self.repeat else base.pad_rows(batch, self.batch_size)
 
-  def _make_batch(self, records: list[Any]) -> base.Batch:
+  def _make_batch(self, records: list[Any]) -> dict[str, Any]:
     """Returns the batch of a stream's records, all of them."""
-    batch: base.Batch = _call(self._collate, records)
+    batch: dict[str, Any] = _call(self._collate, records)
     self._check_rows(batch, len(records))
     return batch
 

@@ -380,14 +380,16 @@ class SeqIOInput(tfdata.EpochInput):
           ' files and preprocessors.'
         )
 
-  def fill_up(self, batch: base.Batch, rows: int) -> base.Batch:
+  def fill_up(self, batch: dict[str, Any], rows: int) -> dict[str, Any]:
     """Returns a batch with so many rows; those that only fill have index -1."""
     return self._mark(batch, super().fill_up(batch, rows))
 
-  def _fill(self, batch: Mapping[str, Any]) -> base.Batch:
+  def _fill(self, batch: Mapping[str, Any]) -> dict[str, Any]:
     return self._mark(batch, super()._fill(batch))
 
-  def _mark(self, batch: Mapping[str, Any], filled: base.Batch) -> base.Batch:
+  def _mark(
+    self, batch: Mapping[str, Any], filled: dict[str, Any]
+  ) -> dict[str, Any]:
     # A subclass may leave them out, where it needs no metrics.
     if self._has_ids and INDEX_KEY in batch:
       index = filled[INDEX_KEY].copy()

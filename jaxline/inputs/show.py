@@ -392,7 +392,7 @@ class _Host:
     seen: list[tuple[int, int]] = []
     read = source.read
 
-    def watched(records: np.ndarray, epochs: np.ndarray) -> base.Batch:
+    def watched(records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
       seen.extend(zip(epochs.tolist(), records.tolist(), strict=True))
       return read(records, epochs)
 

@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from jaxline.inputs import base
 from jaxline.inputs import indexed
 
 Kind = Literal['ones', 'random']
@@ -105,31 +104,29 @@ class SyntheticInput(indexed.IndexedInput):
       },
     }
 
-  def read(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
+  def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
     """Returns the records [b, ...]."""
     # A stream of its own for each record: it does not matter who reads it.
     seed = _mix(np.array([self.seed() % 2**64], np.uint64))
     streams = _mix(
       _mix(seed + epochs.astype(np.uint64)) + records.astype(np.uint64)
     )
-    batch = base.Batch(
-      {
-        key: self._values(_mix(streams + np.uint64(i)), shape, dtype)
-        for i, (key, (shape, dtype)) in enumerate(self._spec.items())
-      }
-    )
+    batch = {
+      key: self._values(_mix(streams + np.uint64(i)), shape, dtype)
+      for i, (key, (shape, dtype)) in enumerate(self._spec.items())
+    }
     if self.length is None:
       return batch
-    tokens = batch.ids
+    tokens = batch['ids']
     rows, length = len(tokens), self.length
-    return base.Batch(
-      ids=tokens[:, :-1].copy(),
-      labels=tokens[:, 1:].copy(),
-      weights=np.ones((rows, length), np.float32),
-      paddings=np.zeros((rows, length), np.float32),
-      segment_ids=np.ones((rows, length), np.int32),
-      segment_pos=np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
-    )
+    return {
+      'ids': tokens[:, :-1].copy(),
+      'labels': tokens[:, 1:].copy(),
+      'weights': np.ones((rows, length), np.float32),
+      'paddings': np.zeros((rows, length), np.float32),
+      'segment_ids': np.ones((rows, length), np.int32),
+      'segment_pos': np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
+    }
 
   def _values(
     self, streams: np.ndarray, shape: tuple[int, ...], dtype: np.dtype

@@ -168,13 +168,13 @@ class EpochInput(base.BaseInput, abc.ABC):
     """Returns the seed of an epoch."""
     return derive_seed(self.seed(), epoch)
 
-  def fill_up(self, batch: base.Batch, rows: int) -> base.Batch:
+  def fill_up(self, batch: dict[str, Any], rows: int) -> dict[str, Any]:
     """Returns a batch with so many rows, those that only fill of weight 0."""
     return base.pad_rows(batch, rows)
 
   # The contract of `BaseInput`.
 
-  def get_next(self) -> base.Batch:
+  def get_next(self) -> dict[str, Any]:
     """Returns the next batch, arrays [B, ...]."""
     try:
       return self._next_batch()
@@ -185,8 +185,8 @@ class EpochInput(base.BaseInput, abc.ABC):
       self.close()
       raise
 
-  def _next_batch(self) -> base.Batch:
-    batch = self._take_rows()
+  def _next_batch(self) -> dict[str, Any]:
+    batch: dict[str, Any] | None = self._take_rows()
     if self.repeat:
       assert batch is not None
       # Where the epoch ended before this batch, every host has seen that by

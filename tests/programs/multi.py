@@ -208,15 +208,17 @@ class Fed(Reporting, sharded.ShardedExperiment):
     return {'w': jnp.zeros([])}, {}
 
   def loss_fn(self, params, model_state, batch, rng, is_training):
-    x, one = batch.x, jnp.ones([])
+    x, one = batch['x'], jnp.ones([])
     places = jnp.arange(1, x.shape[0] + 1, dtype=jnp.float32)
     seen = {
-      'loss': metrics.Mean.of(jnp.square(params['w'] - x / 20), batch.weights),
+      'loss': metrics.Mean.of(
+        jnp.square(params['w'] - x / 20), batch['weights']
+      ),
       # Whole numbers, small enough to be exact.
-      'order': metrics.Mean(jnp.sum(x * places * batch.weights), one),
-      'squares': metrics.Mean(jnp.sum(x * x * batch.weights), one),
-      'number': metrics.Mean.of(x, batch.weights),
-      'rows': metrics.Mean(batch.weights.sum(), one),
+      'order': metrics.Mean(jnp.sum(x * places * batch['weights']), one),
+      'squares': metrics.Mean(jnp.sum(x * x * batch['weights']), one),
+      'number': metrics.Mean.of(x, batch['weights']),
+      'rows': metrics.Mean(batch['weights'].sum(), one),
     }
     return seen['loss'].compute(), seen, model_state
 

@@ -94,7 +94,7 @@ class Input(indexed.IndexedInput):
       raise RuntimeError(f'The input fails at batch {number}.')
     batch = super().get_next()
     if self.is_training and number == _FAULTS.get('nan_at'):
-      batch.x[0, 0] = np.nan
+      batch['x'][0, 0] = np.nan
     return batch
 
 

@@ -89,14 +89,18 @@ def test_rows_of_array_records_are_documents_without_a_gap(
   # A document ends with 1, and begins with what is read, 0. The data begins
   # again in the third row, and so on.
   np.testing.assert_array_equal(
-    batch.labels, [[a, b, c, d, 1], [b, a, 1, 0, 0]]
+    batch['labels'], [[a, b, c, d, 1], [b, a, 1, 0, 0]]
   )
-  np.testing.assert_array_equal(batch.ids, [[0, a, b, c, d], [0, b, a, 0, 0]])
-  np.testing.assert_array_equal(batch.weights, [[1] * 5, [1, 1, 1, 0, 0]])
-  np.testing.assert_array_equal(batch.paddings, 1 - batch.weights)
-  np.testing.assert_array_equal(batch.segment_ids, [[1] * 5, [1, 1, 1, 0, 0]])
   np.testing.assert_array_equal(
-    batch.segment_pos, [[0, 1, 2, 3, 4], [0, 1, 2, 0, 0]]
+    batch['ids'], [[0, a, b, c, d], [0, b, a, 0, 0]]
+  )
+  np.testing.assert_array_equal(batch['weights'], [[1] * 5, [1, 1, 1, 0, 0]])
+  np.testing.assert_array_equal(batch['paddings'], 1 - batch['weights'])
+  np.testing.assert_array_equal(
+    batch['segment_ids'], [[1] * 5, [1, 1, 1, 0, 0]]
+  )
+  np.testing.assert_array_equal(
+    batch['segment_pos'], [[0, 1, 2, 3, 4], [0, 1, 2, 0, 0]]
   )
   specs = lm_input.row_specs(5)
   assert {k: (x.shape[1:], x.dtype.name) for k, x in batch.items()} == specs
@@ -109,7 +113,7 @@ def test_training_reads_every_document_and_goes_on_where_it_was(
   write(tmp_path / 'c4-train.array_record-00000-of-00001', documents)
 
   def read(source):
-    return next(source).labels
+    return next(source)['labels']
 
   source = make(tmp_path, vocabulary, is_training=True, length=4)
   first = [read(source) for _ in range(3)]
@@ -149,7 +153,7 @@ def test_json_goes_through_seqio(tmp_path, vocabulary):
     document = [*tokenizer.encode(documents[split][0]), 1]
     # Pieces of documents that stand one after the other, without a gap.
     rows = [(document * 17)[i : i + 16] for i in range(len(document))]
-    assert all(row.tolist() in rows for row in batch.labels)
+    assert all(row.tolist() in rows for row in batch['labels'])
     assert source.eval_loop_num_batches == (1 if is_training else 3)
 
 

@@ -16,7 +16,9 @@ def _sources(data):
   batch = next(data)
   return [
     tuple(row[padding == 0].tolist())
-    for row, padding in zip(batch.src.ids, batch.src.paddings, strict=True)
+    for row, padding in zip(
+      batch['src']['ids'], batch['src']['paddings'], strict=True
+    )
   ]
 
 
@@ -26,13 +28,17 @@ def test_a_target_is_its_source(reverse):
   batch = data.peek_padded()
   sources = _sources(data)
   for source, ids, labels, weights in zip(
-    sources, batch.tgt.ids, batch.tgt.labels, batch.tgt.weights, strict=True
+    sources,
+    batch['tgt']['ids'],
+    batch['tgt']['labels'],
+    batch['tgt']['weights'],
+    strict=True,
   ):
     target = [*(source[::-1] if reverse else source), 1]
     assert labels.tolist() == target + [0] * (5 - len(target))
     assert ids.tolist() == [0, *labels[:-1]]
     assert weights.tolist() == [i < len(target) for i in range(5)]
-  np.testing.assert_array_equal(batch.weights, batch.tgt.weights)
+  np.testing.assert_array_equal(batch['weights'], batch['tgt']['weights'])
   # All there is, and equally often.
   lengths = [len(source) for source in sources]
   counts = np.bincount(lengths, minlength=5)

@@ -18,17 +18,17 @@ def _synthetic(**fields):
 
 def test_synthetic_images_are_fixed_by_number_seed_and_split():
   first = _synthetic(is_training=True).get_next()
-  assert first.image.shape == (32, 8, 6, 3)
-  assert first.image.dtype == np.uint8
-  assert first.label.dtype == np.int32
-  np.testing.assert_array_equal(first.weights, np.ones(32, np.float32))
+  assert first['image'].shape == (32, 8, 6, 3)
+  assert first['image'].dtype == np.uint8
+  assert first['label'].dtype == np.int32
+  np.testing.assert_array_equal(first['weights'], np.ones(32, np.float32))
   again = _synthetic(
     is_training=True, batch_size=16, num_infeed_hosts=2, infeed_host_index=1
   )
-  np.testing.assert_array_equal(again.get_next().image, first.image[16:])
+  np.testing.assert_array_equal(again.get_next()['image'], first['image'][16:])
   for other in {'input_random_seed': 1}, {'split': 'validation'}:
     batch = _synthetic(is_training=True, **other).get_next()
-    assert (batch.image != first.image).mean() > 0.9
+    assert (batch['image'] != first['image']).mean() > 0.9
 
 
 def test_the_class_of_a_synthetic_image_can_be_seen():
@@ -54,10 +54,10 @@ def test_digits_are_scikit_learns():
     source = vision_input.DigitsInput(split=split, batch_size=360, **ONE_EPOCH)
     counts[split] = 0
     for batch in source.eval_batches():
-      real = batch.weights > 0
+      real = batch['weights'] > 0
       counts[split] += real.sum()
       for image, label in zip(
-        batch.image[real], batch.label[real], strict=True
+        batch['image'][real], batch['label'][real], strict=True
       ):
         places = np.flatnonzero(
           (digits.images == image[..., 0] // 15).all((1, 2))
@@ -93,16 +93,16 @@ def _arrays(folder, **fields):
 def test_an_evaluation_sees_the_middle_of_each_image(folder):
   source = _arrays(folder, split='validation', **ONE_EPOCH)
   (batch,) = source.eval_batches()
-  np.testing.assert_array_equal(batch.weights, [1, 1, 1, 1, 0])
-  np.testing.assert_array_equal(batch.label[:4], [0, 1, 2, 3])
+  np.testing.assert_array_equal(batch['weights'], [1, 1, 1, 1, 0])
+  np.testing.assert_array_equal(batch['label'][:4], [0, 1, 2, 3])
   # One row of six is left off above, and nothing of one free column.
   np.testing.assert_array_equal(
-    batch.image[2, :, :, 0], 10 * np.tile(np.arange(1, 5)[:, None], 4)
+    batch['image'][2, :, :, 0], 10 * np.tile(np.arange(1, 5)[:, None], 4)
   )
   np.testing.assert_array_equal(
-    batch.image[2, :, :, 1], np.tile(np.arange(4), (4, 1))
+    batch['image'][2, :, :, 1], np.tile(np.arange(4), (4, 1))
   )
-  np.testing.assert_array_equal(batch.image[:4, 0, 0, 2], [0, 1, 2, 3])
+  np.testing.assert_array_equal(batch['image'][:4, 0, 0, 2], [0, 1, 2, 3])
 
 
 def test_training_crops_and_mirrors_anew_in_each_epoch(folder):
@@ -110,9 +110,9 @@ def test_training_crops_and_mirrors_anew_in_each_epoch(folder):
   cuts = []
   for _ in range(60):
     batch = source.get_next()
-    np.testing.assert_array_equal(batch.image[:, 0, 0, 2], batch.label)
-    assert sorted(batch.label) == [0, 1, 2, 3, 4]
-    for image in batch.image:
+    np.testing.assert_array_equal(batch['image'][:, 0, 0, 2], batch['label'])
+    assert sorted(batch['label']) == [0, 1, 2, 3, 4]
+    for image in batch['image']:
       top, left = image[0, 0, 0] // 10, image[0, :, 1].min()
       is_mirrored = image[0, 0, 1] > image[0, 1, 1]
       cuts.append((int(top), int(left), bool(is_mirrored)))
@@ -138,7 +138,9 @@ def test_a_resumed_input_goes_on_with_the_same_crops(folder):
   assert not rest._shards  # What is sent to a worker are no images.
   rest.set_state(first.get_state())
   for batch in batches[1:]:
-    np.testing.assert_array_equal(rest.get_next_padded().image, batch.image)
+    np.testing.assert_array_equal(
+      rest.get_next_padded()['image'], batch['image']
+    )
 
 
 def test_what_does_not_fit_is_refused(folder):
