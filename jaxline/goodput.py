@@ -99,6 +99,7 @@ def run() -> Iterator[None]:
   Yields:
     Nothing.
   """
+  global _owner
   listen()
   if _owner is not None:
     yield
@@ -106,28 +107,14 @@ def run() -> Iterator[None]:
   with _lock:
     _settle()
     _open.append('start')
-  try:
-    with _owned(threading.get_ident()):
-      yield
-  finally:
-    with _lock:
-      _settle()
-      _open.clear()
-
-
-@contextlib.contextmanager
-def _owned(thread: int | None) -> Iterator[None]:
-  global _owner
-  before, _owner = _owner, thread
+  _owner = threading.get_ident()
   try:
     yield
   finally:
-    _owner = before
-
-
-def continued() -> contextlib.AbstractContextManager[None]:
-  """Accounts on this thread, while that of the run waits."""
-  return _owned(threading.get_ident() if _open else None)
+    _owner = None
+    with _lock:
+      _settle()
+      _open.clear()
 
 
 @contextlib.contextmanager
