@@ -130,23 +130,6 @@ def test_other_threads_measure_nothing(clock):
   assert goodput.compilations()[0] == count + 1
 
 
-def test_an_account_goes_on_in_another_thread(clock):
-  since = Since()
-
-  def continues():
-    with goodput.continued(), goodput.measure('steps'):
-      clock.now += 2
-    with goodput.measure('evaluation'):  # It is the other's again.
-      clock.now += 4
-
-  with goodput.run():
-    clock.now += 1
-    thread = threading.Thread(target=continues)
-    thread.start()
-    thread.join()
-  assert since() == {'start': 1, 'steps': 2, 'other': 4}
-
-
 def make_jit():
   return jax.jit(lambda x: x + 1)
 
