@@ -40,7 +40,7 @@ from jaxline.supervision import watchdog as watchdog_lib
 
 # How often evaluation looks for a new checkpoint, in seconds.
 _POLL_SECS = 0.25
-# How long the evaluation beside a training may take to notice its failure.
+# How long a failed training waits for the evaluation beside it, in seconds.
 _GRACE_SECS = 5.0
 
 
@@ -51,16 +51,14 @@ class Supervision:
   Attributes:
     watch: told by a signal to end the run, which then saves and leaves.
     watchdog: told of each step; ends a run that hangs.
-    stop: ends the loops at their next step or look, once it is set.
-    trained: for an evaluation beside a training thread: set once training has
-      made its last checkpoint. None where training is somewhere else.
+    trained: for an evaluation beside a training: set once training has made
+      its last checkpoint. None where training is somewhere else.
   """
 
   watch: preemption.Watch = dataclasses.field(default_factory=preemption.Watch)
   watchdog: watchdog_lib.Watchdog = dataclasses.field(
     default_factory=lambda: watchdog_lib.Watchdog(None)
   )
-  stop: threading.Event = dataclasses.field(default_factory=threading.Event)
   trained: threading.Event | None = None
 
   def check(self, step: int, finish: Callable[[], None] | None = None) -> None:
@@ -71,12 +69,9 @@ class Supervision:
       finish: called before a run that was told to end leaves.
 
     Raises:
-      debug.Stopped: `stop` is set.
       preemption.Preempted: the run was told to end by a signal.
     """
     self.watchdog.beat()
-    if self.stop.is_set():
-      raise debug.Stopped
     if self.watch.reached(step):
       if finish is not None:
         finish()
@@ -270,31 +265,33 @@ class Run:
         ' needs a checkpointer of its own that reads what'
         f' {type(self.checkpointer).__name__} writes.'
       )
-    stop, trained = threading.Event(), threading.Event()
+    trained = threading.Event()
     watchdog = self.supervision.watchdog
+    failed: list[BaseException] = []
+
+    def raise_failure(*unused: Any) -> None:
+      if failed:
+        raise failed[0]
+
     training = dataclasses.replace(
       self,
       eval_writer=None,
-      supervision=dataclasses.replace(self.supervision, stop=stop),
+      periodic_actions=[*self.periodic_actions, raise_failure],
     )
     evaluation = dataclasses.replace(
       self,
       checkpointer=self.eval_checkpointer,
-      supervision=Supervision(watchdog=watchdog, stop=stop, trained=trained),
+      supervision=Supervision(watchdog=watchdog, trained=trained),
     )
-    failed: list[BaseException] = []
 
     def evaluate() -> None:
       try:
         with watchdog.watched():
           debug.debugger_fallback(evaluation.evaluate)()
-      except debug.Stopped:
-        pass
       except BaseException as e:
         if not isinstance(e, errors.UsageError):
           e.add_note('[jaxline] raised in the eval thread.')
         failed.append(e)
-        stop.set()
 
     # A daemon: deep in a compilation it must not outlive the run's error.
     thread = threading.Thread(target=evaluate, name='eval', daemon=True)
@@ -302,15 +299,13 @@ class Run:
     try:
       with watchdog.watched():
         training.train()
+    except BaseException:
       trained.set()
-      thread.join()
-    except debug.Stopped:
-      pass  # The evaluation has failed.
-    finally:
-      stop.set()
       thread.join(_GRACE_SECS)
-    if failed:
-      raise failed[0]
+      raise
+    trained.set()
+    thread.join()
+    raise_failure()
 
 
 # What the loops share.
