@@ -557,13 +557,15 @@ class _Evaluation:
     self.last = max(self.done, default=None)
     self._inputs = self.experiment.evaluate_inputs(config, rng)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
-    self._best: _Best | None = None
+    self._sign = 1 if config.best_model_eval_metric_higher_is_better else -1
+    # The live state of the series `best`; None if this process keeps none.
+    self._best: Any = None
     if (
       config.best_model_eval_metric
       and not run.checkpointer.reads_only
       and run.saves_here(config.best_checkpoint_all_hosts)
     ):
-      self._best = _Best(run)
+      self._best = self._begin_best()
 
   def __call__(self, state: Any, is_noted: bool = True) -> None:
     """Evaluates the weights of the experiment, those of `state.global_step`.
@@ -589,7 +591,7 @@ class _Evaluation:
     log = run.eval_mode if is_eval else 'eval'
     run.console.log_evaluation(step, scalars, log)
     if self._best is not None:
-      self._best.keep(self.experiment, scalars, step, state.train_step_rng)
+      self._keep_best(scalars, step, state.train_step_rng)
     self.done.add(step)
     self.last = step
     if is_noted:
@@ -613,16 +615,11 @@ class _Evaluation:
     with goodput.measure('checkpoints'):
       self._run.checkpointer.wait_for_checkpointing_to_finish()
 
-
-class _Best:
-  """The series `best`: the state of the best evaluation so far."""
-
-  def __init__(self, run: Run):
-    self._checkpointer = checkpointer = run.checkpointer
-    self._console = run.console
-    self._metric = metric = run.config.best_model_eval_metric
-    self._sign = 1 if run.config.best_model_eval_metric_higher_is_better else -1
-    self._state = state = checkpointer.get_experiment_state('best')
+  def _begin_best(self) -> Any:
+    """Returns the state of the series `best`, with the best value so far."""
+    checkpointer = self._run.checkpointer
+    metric = self._run.config.best_model_eval_metric
+    state = checkpointer.get_experiment_state('best')
     state.best_model_eval_metric = metric
     state.best_eval_metric_value = -self._sign * math.inf
     # Now, so that a conflict is reported before the first evaluation.
@@ -644,39 +641,35 @@ class _Best:
       state.best_eval_metric_value = -self._sign * math.inf
     value = float(state.best_eval_metric_value)
     if math.isfinite(value):
-      run.console.log_best(metric, value)
+      self._run.console.log_best(metric, value)
+    return state
 
-  def keep(
-    self,
-    experiment: experiment_lib.AbstractExperiment,
-    scalars: Mapping[str, Any],
-    step: int,
-    train_step_rng: Any,
+  def _keep_best(
+    self, scalars: Mapping[str, Any], step: int, train_step_rng: Any
   ) -> None:
     """Saves the experiment if its metric is strictly better than ever."""
+    run, state = self._run, self._best
+    metric = run.config.best_model_eval_metric
     values = writers.to_scalars(scalars)
-    if self._metric not in values:
+    if metric not in values:
       raise errors.UsageError(
-        f'config.best_model_eval_metric is {self._metric!r}, but evaluate'
-        f' returned no number of that name. It returned {sorted(values)}.'
+        f'config.best_model_eval_metric is {metric!r}, but evaluate returned'
+        f' no number of that name. It returned {sorted(values)}.'
       )
-    state, old = self._state, self._state.best_eval_metric_value
-    value = float(values[self._metric])
-    if self._checkpointer.collective:
+    value, old = float(values[metric]), state.best_eval_metric_value
+    if run.checkpointer.collective:
       # They save together; if the values differ, the first host's counts.
       value = distributed.of_chief(value)
-    if math.isnan(old):  # It counts as no value; a new NaN is never better.
-      old = -self._sign * math.inf
-    if not self._sign * value > self._sign * old:
+    if not self._sign * value > self._sign * old:  # A NaN is never better.
       return
-    self._console.log_best(self._metric, value, step, old)
+    run.console.log_best(metric, value, step, old)
     state.global_step = step
-    state.experiment_module = experiment
+    state.experiment_module = self.experiment
     state.best_eval_metric_value = value
     state.train_step_rng = train_step_rng
-    experiment.on_new_best_model(state)
+    self.experiment.on_new_best_model(state)
     with goodput.measure('checkpoints'):
-      self._checkpointer.save('best')
+      run.checkpointer.save('best')
 
 
 def _listed_steps(
