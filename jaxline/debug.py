@@ -67,13 +67,6 @@ def kwargs_only(f: F) -> F:
   return wrapped  # type: ignore[return-value]
 
 
-class Stopped(BaseException):
-  """Ends one half of a run because the other half has failed.
-
-  Derives from BaseException so that `except Exception` does not swallow it.
-  """
-
-
 # The open activities of each thread that has any, outermost first. A thread
 # writes its own entry only.
 _activities: dict[threading.Thread, list[str]] = {}
@@ -135,7 +128,7 @@ def log_activity(
   try:
     with measured:
       yield
-  except (Stopped, SystemExit, errors.UsageError):
+  except (SystemExit, errors.UsageError):
     logging.info('[jaxline] %s stopped.', activity_name)
     raise
   except BaseException:

@@ -40,7 +40,7 @@ from jaxline.supervision import watchdog as watchdog_lib
 
 # How often evaluation looks for a new checkpoint, in seconds.
 _POLL_SECS = 0.25
-# How long the evaluation beside a training may take to notice its failure.
+# How long a failed training waits for the evaluation beside it, in seconds.
 _GRACE_SECS = 5.0
 
 
@@ -51,16 +51,14 @@ class Supervision:
   Attributes:
     watch: told by a signal to end the run, which then saves and leaves.
     watchdog: told of each step; ends a run that hangs.
-    stop: ends the loops at their next step or look, once it is set.
-    trained: for an evaluation beside a training thread: set once training has
-      made its last checkpoint. None where training is somewhere else.
+    trained: for an evaluation beside a training: set once training has made
+      its last checkpoint. None where training is somewhere else.
   """
 
   watch: preemption.Watch = dataclasses.field(default_factory=preemption.Watch)
   watchdog: watchdog_lib.Watchdog = dataclasses.field(
     default_factory=lambda: watchdog_lib.Watchdog(None)
   )
-  stop: threading.Event = dataclasses.field(default_factory=threading.Event)
   trained: threading.Event | None = None
 
   def check(self, step: int, finish: Callable[[], None] | None = None) -> None:
@@ -71,12 +69,9 @@ class Supervision:
       finish: called before a run that was told to end leaves.
 
     Raises:
-      debug.Stopped: `stop` is set.
       preemption.Preempted: the run was told to end by a signal.
     """
     self.watchdog.beat()
-    if self.stop.is_set():
-      raise debug.Stopped
     if self.watch.reached(step):
       if finish is not None:
         finish()
@@ -270,31 +265,33 @@ class Run:
         ' needs a checkpointer of its own that reads what'
         f' {type(self.checkpointer).__name__} writes.'
       )
-    stop, trained = threading.Event(), threading.Event()
+    trained = threading.Event()
     watchdog = self.supervision.watchdog
+    failed: list[BaseException] = []
+
+    def raise_failure(*unused: Any) -> None:
+      if failed:
+        raise failed[0]
+
     training = dataclasses.replace(
       self,
       eval_writer=None,
-      supervision=dataclasses.replace(self.supervision, stop=stop),
+      periodic_actions=[*self.periodic_actions, raise_failure],
     )
     evaluation = dataclasses.replace(
       self,
       checkpointer=self.eval_checkpointer,
-      supervision=Supervision(watchdog=watchdog, stop=stop, trained=trained),
+      supervision=Supervision(watchdog=watchdog, trained=trained),
     )
-    failed: list[BaseException] = []
 
     def evaluate() -> None:
       try:
         with watchdog.watched():
           debug.debugger_fallback(evaluation.evaluate)()
-      except debug.Stopped:
-        pass
       except BaseException as e:
         if not isinstance(e, errors.UsageError):
           e.add_note('[jaxline] raised in the eval thread.')
         failed.append(e)
-        stop.set()
 
     # A daemon: deep in a compilation it must not outlive the run's error.
     thread = threading.Thread(target=evaluate, name='eval', daemon=True)
@@ -302,15 +299,13 @@ class Run:
     try:
       with watchdog.watched():
         training.train()
+    except BaseException:
       trained.set()
-      thread.join()
-    except debug.Stopped:
-      pass  # The evaluation has failed.
-    finally:
-      stop.set()
       thread.join(_GRACE_SECS)
-    if failed:
-      raise failed[0]
+      raise
+    trained.set()
+    thread.join()
+    raise_failure()
 
 
 # What the loops share.
@@ -562,13 +557,15 @@ class _Evaluation:
     self.last = max(self.done, default=None)
     self._inputs = self.experiment.evaluate_inputs(config, rng)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
-    self._best: _Best | None = None
+    self._sign = 1 if config.best_model_eval_metric_higher_is_better else -1
+    # The live state of the series `best`; None if this process keeps none.
+    self._best: Any = None
     if (
       config.best_model_eval_metric
       and not run.checkpointer.reads_only
       and run.saves_here(config.best_checkpoint_all_hosts)
     ):
-      self._best = _Best(run)
+      self._best = self._begin_best()
 
   def __call__(self, state: Any, is_noted: bool = True) -> None:
     """Evaluates the weights of the experiment, those of `state.global_step`.
@@ -594,7 +591,7 @@ class _Evaluation:
     log = run.eval_mode if is_eval else 'eval'
     run.console.log_evaluation(step, scalars, log)
     if self._best is not None:
-      self._best.keep(self.experiment, scalars, step, state.train_step_rng)
+      self._keep_best(scalars, step, state.train_step_rng)
     self.done.add(step)
     self.last = step
     if is_noted:
@@ -618,16 +615,11 @@ class _Evaluation:
     with goodput.measure('checkpoints'):
       self._run.checkpointer.wait_for_checkpointing_to_finish()
 
-
-class _Best:
-  """The series `best`: the state of the best evaluation so far."""
-
-  def __init__(self, run: Run):
-    self._checkpointer = checkpointer = run.checkpointer
-    self._console = run.console
-    self._metric = metric = run.config.best_model_eval_metric
-    self._sign = 1 if run.config.best_model_eval_metric_higher_is_better else -1
-    self._state = state = checkpointer.get_experiment_state('best')
+  def _begin_best(self) -> Any:
+    """Returns the state of the series `best`, with the best value so far."""
+    checkpointer = self._run.checkpointer
+    metric = self._run.config.best_model_eval_metric
+    state = checkpointer.get_experiment_state('best')
     state.best_model_eval_metric = metric
     state.best_eval_metric_value = -self._sign * math.inf
     # Now, so that a conflict is reported before the first evaluation.
@@ -649,39 +641,35 @@ class _Best:
       state.best_eval_metric_value = -self._sign * math.inf
     value = float(state.best_eval_metric_value)
     if math.isfinite(value):
-      run.console.log_best(metric, value)
+      self._run.console.log_best(metric, value)
+    return state
 
-  def keep(
-    self,
-    experiment: experiment_lib.AbstractExperiment,
-    scalars: Mapping[str, Any],
-    step: int,
-    train_step_rng: Any,
+  def _keep_best(
+    self, scalars: Mapping[str, Any], step: int, train_step_rng: Any
   ) -> None:
     """Saves the experiment if its metric is strictly better than ever."""
+    run, state = self._run, self._best
+    metric = run.config.best_model_eval_metric
     values = writers.to_scalars(scalars)
-    if self._metric not in values:
+    if metric not in values:
       raise errors.UsageError(
-        f'config.best_model_eval_metric is {self._metric!r}, but evaluate'
-        f' returned no number of that name. It returned {sorted(values)}.'
+        f'config.best_model_eval_metric is {metric!r}, but evaluate returned'
+        f' no number of that name. It returned {sorted(values)}.'
       )
-    state, old = self._state, self._state.best_eval_metric_value
-    value = float(values[self._metric])
-    if self._checkpointer.collective:
+    value, old = float(values[metric]), state.best_eval_metric_value
+    if run.checkpointer.collective:
       # They save together; if the values differ, the first host's counts.
       value = distributed.of_chief(value)
-    if math.isnan(old):  # It counts as no value; a new NaN is never better.
-      old = -self._sign * math.inf
-    if not self._sign * value > self._sign * old:
+    if not self._sign * value > self._sign * old:  # A NaN is never better.
       return
-    self._console.log_best(self._metric, value, step, old)
+    run.console.log_best(metric, value, step, old)
     state.global_step = step
-    state.experiment_module = experiment
+    state.experiment_module = self.experiment
     state.best_eval_metric_value = value
     state.train_step_rng = train_step_rng
-    experiment.on_new_best_model(state)
+    self.experiment.on_new_best_model(state)
     with goodput.measure('checkpoints'):
-      self._checkpointer.save('best')
+      run.checkpointer.save('best')
 
 
 def _listed_steps(

@@ -1740,30 +1740,6 @@ def test_a_nan_is_never_the_best_on_disk(higher, scores, best_at, tmp_path):
   assert found == [[], [2], [best_at]]
 
 
-@pytest.mark.parametrize('higher', [True, False])
-def test_a_best_value_that_is_a_nan_is_beaten_by_any(higher):
-  # As a program may have put it there itself.
-  class Restores(Scripted):
-    def can_be_restored(self, ckpt_series):
-      return ckpt_series == 'best' or super().can_be_restored(ckpt_series)
-
-    def restore(self, ckpt_series):
-      if ckpt_series == 'best':
-        self.states['best'].best_eval_metric_value = NAN
-      else:
-        super().restore(ckpt_series)
-
-  config = make_config(
-    100,
-    best_model_eval_metric='score',
-    best_model_eval_metric_higher_is_better=higher,
-  )
-  checkpointer = Restores([10, 100])
-  partial = functools.partial(Plain, scalars={10: NAN, 100: 1.0})
-  train.evaluate(partial, config, checkpointer, None, 'eval')
-  assert [s['global_step'] for _, s in checkpointer.saved] == [100]
-
-
 @pytest.mark.parametrize(('chief', 'is_best'), [(NAN, False), (1.0, True)])
 def test_of_several_processes_the_first_decides_what_is_best(
   chief, is_best, tmp_path, monkeypatch
