@@ -32,7 +32,6 @@ LEAVES = (
   'errors',
   'goodput',
   'launch',
-  'maxtext',
   'mesh',
   'metrics',
   'supervision',
