@@ -12,7 +12,6 @@ import dataclasses
 import errno
 import functools
 import json
-import logging as std_logging
 import math
 import os
 import pathlib
@@ -49,17 +48,10 @@ _T = TypeVar('_T')
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-  """Leaves Orbax's dozen lines for each save out of the log."""
+  """Leaves what Orbax logs of a save out of the log; errors are raised."""
 
   def is_worth_reading(record: Any) -> bool:
-    # The warning says that there is no OCDBT, which is as it should be. An
-    # error in a thread of Orbax is raised by the save as well.
-    quiet = {
-      'ocdbt_utils.py': std_logging.WARNING,
-      'future.py': std_logging.ERROR,
-    }
-    level = quiet.get(record.filename, std_logging.INFO)
-    return not record.pathname.startswith(_ORBAX) or record.levelno > level
+    return not record.pathname.startswith(_ORBAX)
 
   log = logging.get_absl_logger()
   log.addFilter(is_worth_reading)
