@@ -12,7 +12,6 @@ import dataclasses
 import errno
 import functools
 import json
-import logging as std_logging
 import math
 import os
 import pathlib
@@ -49,17 +48,10 @@ _T = TypeVar('_T')
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-  """Leaves Orbax's dozen lines for each save out of the log."""
+  """Leaves what Orbax logs of a save out of the log; errors are raised."""
 
   def is_worth_reading(record: Any) -> bool:
-    # The warning says that there is no OCDBT, which is as it should be. An
-    # error in a thread of Orbax is raised by the save as well.
-    quiet = {
-      'ocdbt_utils.py': std_logging.WARNING,
-      'future.py': std_logging.ERROR,
-    }
-    level = quiet.get(record.filename, std_logging.INFO)
-    return not record.pathname.startswith(_ORBAX) or record.levelno > level
+    return not record.pathname.startswith(_ORBAX)
 
   log = logging.get_absl_logger()
   log.addFilter(is_worth_reading)
@@ -579,6 +571,11 @@ def is_key(x: Any) -> bool:
   return x is not None and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+# What may be wrong with a checkpoint. The last is the strongest: it may pass,
+# and leaves all as it is.
+_WRONG = (files.RefusedError, files.DamagedError, files.UnreadableError)
+
+
 def together(read: Callable[[], _T]) -> _T:
   """Calls a function in all processes; where it fails in one, all raise.
 
@@ -589,30 +586,23 @@ def together(read: Callable[[], _T]) -> _T:
     What it returns.
 
   Raises:
-    files.UnreadableError: a process could not read it. This is the strongest:
-      it may pass, and leaves all as it is.
+    files.UnreadableError: a process could not read it.
     files.DamagedError: all could read it, and one found it damaged.
     files.RefusedError: it is as it was written, but no save writes such.
   """
   error: Exception | None = None
-  kind = 0
   try:
     result = read()
-  except files.RefusedError as e:
-    error, kind = e, 1
-  except files.DamagedError as e:
-    error, kind = e, 2
-  except files.UnreadableError as e:
-    error, kind = e, 3
+  except _WRONG as e:
+    error = e
+  kind = next((i for i, c in enumerate(_WRONG, 1) if isinstance(error, c)), 0)
   if jax.process_count() > 1:
-    all_kinds = multihost_utils.process_allgather(np.int32(kind))
-    if (most := all_kinds.max()) > kind:
-      others = np.flatnonzero(all_kinds == most).tolist()
-      error = (
-        files.RefusedError(f'processes {others} say so'),
-        files.DamagedError(f'processes {others} say so'),
-        files.UnreadableError(errno.EIO, f'processes {others} could not read'),
-      )[most - 1]
+    kinds = multihost_utils.process_allgather(np.int32(kind))
+    if (worst := kinds.max()) > kind:
+      text = f'processes {np.flatnonzero(kinds == worst).tolist()} say so'
+      cls = _WRONG[worst - 1]
+      may_pass = cls is files.UnreadableError
+      error = cls(errno.EIO, text) if may_pass else cls(text)
   if error is not None:
     raise error
   return result

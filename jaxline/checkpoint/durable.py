@@ -436,9 +436,10 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         self._promote(source, added, place)
     except Exception as e:
       files.discard(place)  # On a full disk, the half of it is in the way.
-      if isinstance(e, OSError):
-        raise _failed(e, target, source) from e
-      raise
+      if not isinstance(e, OSError):
+        raise
+      is_full = e.errno in disk.FULL
+      raise _failed(e, target, source) from (None if is_full else e)
     if claim is not None:
       files.replace(target)
       logging.info('Saved %s.', target)
