@@ -65,6 +65,7 @@ VOCABULARY_SIZE = tokenization.VOCABULARY_SIZE
 encode = tokenization.BYTES.encode
 decode = tokenization.BYTES.decode
 
+Corpus = token_cache.Corpus
 Documents = token_cache.Documents
 Path = token_cache.Path
 
@@ -78,29 +79,6 @@ _STDLIB_SKIPPED_FOLDERS = re.compile(
   r'tests?|idle_test|(site|dist)-packages|__pycache__|config-.*'
 )
 _STDLIB_FILES = re.compile(r'(?!_sysconfigdata).*\.py')
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Corpus:
-  """Text for training and, from other documents, text for evaluation.
-
-  Attributes:
-    train: the documents to train on.
-    eval: the documents that are held out.
-    sha256: the SHA-256 hash of the output of `sha256sum` for all files.
-  """
-
-  train: Documents
-  eval: Documents
-  sha256: str
-
-  @property
-  def summary(self) -> str:
-    """How much text there is, in a line."""
-    return (
-      f'{self.train.num_documents:,} documents, {self.train.tokens.size:,}'
-      f' tokens; {self.eval.num_documents:,} documents held out'
-    )
 
 
 def load_corpus(
@@ -150,32 +128,15 @@ def load_corpus(
     raise errors.UsageError(
       f'documents is {documents!r}; expected one of {token_cache.KINDS}.'
     )
-  tokenizer = tokenization.load_tokenizer(tokenizer)
-  sources = _find(files, cache_dir)
-  if len(sources) < 2 and (documents == 'file' or not sources):
-    raise errors.UsageError(
-      f'{files!r} has {len(sources)} files that are not empty; at least 2 are '
-      'needed, since whole files are held out for evaluation. Split a single '
-      'file into parts (`split -C 100k FILE`), make its lines the documents '
-      "(documents='line'), or give more files."
-    )
-  splits = token_cache.load(
-    sources,
-    tokenizer=tokenizer,
+  corpus = token_cache.load(
+    _find(files),
+    tokenizer=tokenization.load_tokenizer(tokenizer),
     kind=documents,
     eval_fraction=eval_fraction,
     cache_dir=cache_dir,
   )
-  corpus = Corpus(**splits, sha256=token_cache.corpus_sha256(sources))
   logging.info(
-    'Text from %s: %d documents of %d bytes to train on, %d documents of %d '
-    'bytes held out, SHA-256 %s.',
-    files,
-    corpus.train.num_documents,
-    corpus.train.num_bytes,
-    corpus.eval.num_documents,
-    corpus.eval.num_bytes,
-    corpus.sha256,
+    'Text from %s: %s, SHA-256 %s.', files, corpus.summary, corpus.sha256
   )
   return corpus
 
@@ -520,38 +481,25 @@ def _arange(size: int) -> np.ndarray:
 @functools.lru_cache(maxsize=64)
 def _epoch_offset(seed: int, epoch: int, num_tokens: int) -> int:
   """Returns where an epoch begins to cut the stream into windows."""
-  return token_cache.stable_hash('offset', seed, epoch) % num_tokens
+  return token_cache.stable_hash(f'offset/{seed}/{epoch}') % num_tokens
 
 
-def _find(
-  files: Path | Sequence[Path], cache_dir: Path | None
-) -> list[token_cache.Source]:
-  """Returns all files that are not empty, sorted by name."""
+def _find(files: Path | Sequence[Path]) -> list[token_cache.Source]:
+  """Returns all files, sorted by name."""
   entries = [files] if isinstance(files, str | os.PathLike) else list(files)
-  sources: list[token_cache.Source] = []
-  seen = set()
-  num_skipped = 0
+  sources: dict[str, token_cache.Source] = {}
   for number, entry in enumerate(entries):
-    root, matches, drop_binary = _match(os.fspath(entry))
-    paths = {}
-    for path in sorted(matches):
-      # A second name of a file could be on the other side of the split.
-      real_path = os.path.realpath(path)
-      if real_path in seen:
-        continue
-      seen.add(real_path)
+    root, paths, text_only = _match(os.fspath(entry))
+    for path in sorted(paths):
       name = pathlib.Path(os.path.relpath(path, root)).as_posix()
       # Of two folders with a file of the same name both are read; a second
       # folder leaves the names of the first, and so its split, as they were.
-      paths[f'../{number}/{name}' if number else name] = path
-    for source in token_cache.hash_files(paths, root, cache_dir):
-      if source.is_empty or (drop_binary and source.is_binary):
-        num_skipped += 1
-      else:
-        sources.append(source)
-  if num_skipped:
-    logging.info('Left out %d empty or binary files.', num_skipped)
-  return sorted(sources, key=lambda source: source.name)
+      name = f'../{number}/{name}' if number else name
+      # A second name of a file could be on the other side of the split.
+      sources.setdefault(
+        os.path.realpath(path), token_cache.Source(name, path, text_only)
+      )
+  return sorted(sources.values())
 
 
 def _match(entry: str) -> tuple[str, list[str], bool]:
