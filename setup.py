@@ -18,7 +18,7 @@ _BASE = [
   'absl-py>=2.1',
   'chex>=0.1.90',
   'dm-haiku>=0.0.16',
-  'grain>=0.2.12',
+  'grain>=0.2.18',
   # Python 3.11 gets 0.10, the last release for it.
   'jax>=0.10,<0.13',
   'jaxlib>=0.10,<0.13',

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import pickle
+import re
 
 from absl import logging
 import cloudpickle
@@ -455,7 +456,7 @@ def test_a_state_is_small_and_readable():
   source = Counting(batch_size=2)
   next(source)
   assert json.loads(source.get_state()) == {
-    'format': 1,
+    'format': 2,
     'input': 'Counting',
     'ended': False,
     'num_read': 1,
@@ -503,8 +504,11 @@ def test_what_is_no_state_is_refused(state):
 
 def test_the_state_of_another_format_is_refused():
   state = json.loads(Counting(batch_size=2).get_state())
-  state['format'] = 2
-  with pytest.raises(ValueError, match='has format 2; this version reads 1'):
+  state['format'] = 1
+  with pytest.raises(
+    base.OldPositionError,
+    match=r"void, .* format is 1, .*= 'continue' to start",
+  ):
     Counting(batch_size=2).set_state(json.dumps(state).encode())
 
 
@@ -547,9 +551,11 @@ def test_a_position_that_is_not_saved_says_so():
 def test_seeds_that_would_repeat_data_are_refused():
   fields = {'batch_size': 2, 'is_training': True, 'input_random_seed': 3}
   assert Counting(**fields).seed() == 3
-  with pytest.raises(ValueError, match='Set input_checkpointing_enabled=True'):
+  with pytest.raises(
+    ValueError, match=r'Save it .input_checkpointing_enabled=True'
+  ):
     Counting(**fields, input_checkpointing_enabled=False)
-  with pytest.raises(ValueError, match=r'Override position\(\)'):
+  with pytest.raises(ValueError, match=r'methods position\(\)'):
     base.from_generator(lambda: iter(()), **fields)
   # In evaluation the same data again is what is wanted.
   fields['is_training'] = False
@@ -595,7 +601,7 @@ def test_a_generator_function_is_an_input():
   assert numbers(source) == [0, 1, 2]
   assert not source.saves_position
   with pytest.raises(
-    NotImplementedError, match=r'gen cannot .* is a generator'
+    NotImplementedError, match=r'gen: GeneratorInput does not override pos'
   ):
     source.get_state()
 
@@ -631,8 +637,9 @@ def test_a_global_batch_is_rounded_up_to_the_hosts(warned):
     assert base.per_host(10) == 2
     assert base.per_host(1) == 1
   four, five = warned
-  assert '10 rows does not divide over 4 hosts: it is rounded up to 12' in four
-  assert '1 rows does not divide over 5 hosts: it is rounded up to 5' in five
+  assert '10 rows does not divide over 4 hosts' in four
+  assert 'it has 12 rows' in four
+  assert 'it has 5 rows' in five
 
 
 @pytest.mark.parametrize(
@@ -640,13 +647,13 @@ def test_a_global_batch_is_rounded_up_to_the_hosts(warned):
   [
     (1, {}, 6, None),
     (3, {}, 6, None),
-    (4, {}, 8, 'does not divide over 4 devices: it is rounded up to 8 rows'),
+    (4, {}, 8, '6 rows does not divide over 4 devices'),
     # A run goes on with the batch that it had, where that divides.
-    (1, {6: 8}, 8, 'rounded up to 8, as it was before'),
-    (4, {6: 8}, 8, 'rounded up to 8, as it was before'),
-    (3, {6: 8}, 6, None),
-    (5, {6: 8}, 10, 'rounded up to 10 rows'),
-    (4, {6: 4}, 8, 'rounded up to 8 rows'),
+    (1, {6: 8}, 8, r'has 8 rows \(before: 8\)'),
+    (4, {6: 8}, 8, r'has 8 rows \(before: 8\)'),
+    (3, {6: 8}, 6, r'has 6 rows \(before: 8\)'),
+    (5, {6: 8}, 10, r'has 10 rows \(before: 8\)'),
+    (4, {6: 4}, 8, r'has 8 rows \(before: 4\)'),
     (1, {2: 8}, 6, None),
   ],
 )
@@ -656,17 +663,16 @@ def test_rounded_rows(multiple, kept, used, message, warned):
     assert rounding.rows(6) == used
   assert rounding.rounded == ({} if used == 6 else {6: used})
   assert len(warned) == (message is not None)
-  assert message is None or message in warned[0]
+  assert message is None or re.search(message, warned[0])
 
 
-def test_a_state_tells_what_was_rounded(warned):
+def test_a_state_tells_what_was_rounded():
   def make(multiple, state=None):
     rounding = base.Rounding(
       multiple, f'{multiple} devices', base.rounded_in(state)
     )
     with base.act_as_host(0, 1, rounding):
       source = indexed_numbers(base.per_host(2))
-    warned.clear()
     if state is not None:
       source.set_state(state)
     return source
@@ -680,15 +686,8 @@ def test_a_state_tells_what_was_rounded(warned):
   for multiple in (1, 2, 4):
     again = make(multiple, state)
     assert next(again)['x'].tolist() == [4, 5, 6, 7]
-    assert not warned
   assert base.rounded_in(again.get_state()) == {2: 4}
-  again = make(3, state)
-  assert next(again)['x'].tolist() == [4, 5, 6]
-  (warning,) = warned
-  assert 'of another size' in warning
-  assert '{2: 4} before, and are {2: 3} now' in warning
-  make(4, make(1).get_state())
-  assert 'none before, and are {2: 4} now' in warned[0]
+  assert next(make(3, state))['x'].tolist() == [4, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -768,12 +767,6 @@ def test_what_cannot_be_told_does_not_hide_the_error():
   assert 'which cannot say where it stands' in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize('value', ['no', 0, 1])
-def test_repeat_is_true_or_false(value):
-  with pytest.raises(ValueError, match=r'repeat is .*; expected True, False'):
-    Counting(batch_size=1).check_repeat(value)
-
-
 def test_a_generator_function_gets_what_it_names():
   def scaled(scale=5, size=7):
     yield {'x': np.full(2, scale * size)}
@@ -788,7 +781,7 @@ def test_a_generator_function_gets_what_it_names():
     host_only, batch_size=2, num_infeed_hosts=3, infeed_host_index=2
   )
   assert next(source)['x'].tolist() == [2, 2]
-  with pytest.raises(TypeError, match=r"has the arguments \['other'\]"):
+  with pytest.raises(TypeError, match="missing a required argument: 'other'"):
     base.from_generator(lambda other: iter([]), batch_size=2)
   with pytest.raises(ValueError, match='expected a function that returns'):
     base.from_generator(scaled(), batch_size=2)

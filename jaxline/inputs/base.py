@@ -29,7 +29,7 @@ The contract is that of Pax's documents, section 'Data inputs'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import contextvars
 import dataclasses
@@ -41,8 +41,7 @@ import os
 import pathlib
 import re
 import secrets
-import threading
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 from absl import logging
 import jax
@@ -55,8 +54,8 @@ WEIGHTS = 'weights'
 # The entry of a batch that marks padding: 1 for padding, else 0.
 PADDINGS = 'paddings'
 
-_STATE_FORMAT = 1
-_seed_lock = threading.Lock()
+# Format 1 is that of versions whose shuffled order was another.
+_STATE_FORMAT = 2
 _NAME = re.compile(r'[a-zA-Z0-9.:_+-]+')
 
 
@@ -98,12 +97,18 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+class OldPositionError(errors.UsageError):
+  """A position is void, since the order of the data is another now."""
+
+
 class Rounding:
   """Rounds global batches up until they divide over those who share them.
 
-  Each size is rounded, and logged, once. An input that is built inside of
-  `act_as_host` has the sizes in its state, so that a run that goes on with
-  fewer devices keeps the batch that it had.
+  The state of an input that is built inside of `act_as_host` holds the sizes,
+  so that a run that goes on with fewer devices keeps the batch that it had.
+
+  Attributes:
+    rounded: given -> used rows, of the sizes that were not used as given.
   """
 
   def __init__(
@@ -114,45 +119,33 @@ class Rounding:
     Args:
       multiple: into how many equal parts a batch is cut.
       sharers: who has these parts, for the log: '4 hosts'.
-      kept: given -> used rows before, which is used again where it divides.
+      kept: `rounded` of the run before: used again where it divides.
     """
+    self.rounded: dict[int, int] = {}
     self._multiple = multiple
     self._sharers = sharers
     self._kept = kept or {}
-    self._used: dict[int, int] = {}
-
-  @property
-  def rounded(self) -> dict[int, int]:
-    """Given -> used rows, of the sizes that were not used as given."""
-    return {
-      int(given): int(used)
-      for given, used in self._used.items()
-      if used != given
-    }
+    self._logged: set[int] = set()
 
   def rows(self, given: int) -> int:
     """Returns the rows of a global batch for which `given` were asked."""
-    if given not in self._used:
-      used = self._kept.get(given, given)
-      if used < given or used % self._multiple:
-        used = -(-given // self._multiple) * self._multiple
-      if used == self._kept.get(given):
-        logging.warning(
-          'A global batch of %d rows is rounded up to %d, as it was before.',
-          given,
-          used,
-        )
-      elif used != given:
-        logging.warning(
-          'A global batch of %d rows does not divide over %s: it is rounded up'
-          ' to %d rows, and the results are those of %d rows.',
-          given,
-          self._sharers,
-          used,
-          used,
-        )
-      self._used[given] = used
-    return self._used[given]
+    before = used = self._kept.get(given, given)
+    if used < given or used % self._multiple:
+      used = -(-given // self._multiple) * self._multiple
+    if used != given:
+      self.rounded[given] = used
+    if {used, before} != {given} and given not in self._logged:
+      self._logged.add(given)
+      logging.warning(
+        'A global batch of %d rows does not divide over %s, or the run began'
+        ' with another size: it has %d rows (before: %d), and the results are'
+        ' those of so many.',
+        given,
+        self._sharers,
+        used,
+        before,
+      )
+    return used
 
 
 @functools.cache
@@ -160,54 +153,38 @@ def _rounding_over(num_hosts: int) -> Rounding:
   return Rounding(num_hosts, f'{num_hosts} hosts')
 
 
-_pretended: contextvars.ContextVar[tuple[int, int] | None] = (
-  contextvars.ContextVar('pretended_host', default=None)
-)
-_acting: contextvars.ContextVar[tuple[int, int] | None] = (
-  contextvars.ContextVar('acting_host', default=None)
-)
-_rounding: contextvars.ContextVar[Rounding | None] = contextvars.ContextVar(
-  'rounding', default=None
+@dataclasses.dataclass(frozen=True)
+class _Host:
+  index: int
+  count: int
+  rounding: Rounding | None
+  is_pretended: bool
+
+
+_host: contextvars.ContextVar[_Host | None] = contextvars.ContextVar(
+  'host', default=None
 )
 
 
 @contextlib.contextmanager
 def act_as_host(
-  index: int, count: int, rounding: Rounding | None = None
+  index: int,
+  count: int,
+  rounding: Rounding | None = None,
+  *,
+  is_pretended: bool = False,
 ) -> Iterator[None]:
   """Makes the inputs that are built inside those of one host of several.
 
   For processes that share the rows of a batch: the inputs treat them as one
-  host. `pretend_host` takes precedence.
+  host. Inside of `pretend_host` it has no effect.
 
   Args:
     index: which host, from 0.
     count: of how many.
     rounding: of the batches of `per_host`, to a multiple of `count`; None
       rounds to `count`.
-
-  Yields:
-    Nothing.
-  """
-  _check_host(index, count)
-  acting, rounds = _acting.set((index, count)), _rounding.set(rounding)
-  try:
-    yield
-  finally:
-    _acting.reset(acting)
-    _rounding.reset(rounds)
-
-
-@contextlib.contextmanager
-def pretend_host(index: int, count: int) -> Iterator[None]:
-  """Makes the inputs that are built inside those of one host of several.
-
-  What `python -m jaxline.inputs show --host 1/4` does: an experiment's inputs
-  can be looked at as another machine would have them, without that machine.
-
-  Args:
-    index: which host, from 0.
-    count: of how many.
+    is_pretended: whether this is `pretend_host`.
 
   Yields:
     Nothing.
@@ -216,11 +193,25 @@ def pretend_host(index: int, count: int) -> Iterator[None]:
     ValueError: there is no such host.
   """
   _check_host(index, count)
-  token = _pretended.set((index, count))
+  host, outer = _Host(index, count, rounding, is_pretended), _host.get()
+  if outer is not None and outer.is_pretended and not is_pretended:
+    host = outer
+  token = _host.set(host)
   try:
     yield
   finally:
-    _pretended.reset(token)
+    _host.reset(token)
+
+
+def pretend_host(
+  index: int, count: int
+) -> contextlib.AbstractContextManager[None]:
+  """Makes the inputs that are built inside those of one host of several.
+
+  `python -m jaxline.inputs show --host 1/4` does it to look at an experiment's
+  inputs as another machine would have them. Arguments as of `act_as_host`.
+  """
+  return act_as_host(index, count, is_pretended=True)
 
 
 def this_host() -> tuple[int, int]:
@@ -228,8 +219,10 @@ def this_host() -> tuple[int, int]:
 
   Those of JAX's process, or of `act_as_host`, or pretended.
   """
-  here = _pretended.get() or _acting.get()
-  return here or (jax.process_index(), jax.process_count())
+  host = _host.get()
+  if host is None:
+    return jax.process_index(), jax.process_count()
+  return host.index, host.count
 
 
 def per_host(global_batch_size: int) -> int:
@@ -239,13 +232,13 @@ def per_host(global_batch_size: int) -> int:
   experiment's `train_input` to one of all devices that share a batch, times
   `gradient_accumulation_steps`.
   """
-  _, count = this_host()
-  rounding = None if _pretended.get() else _rounding.get()
-  return (rounding or _rounding_over(count)).rows(global_batch_size) // count
+  host, (_, count) = _host.get(), this_host()
+  rounding = (host and host.rounding) or _rounding_over(count)
+  return rounding.rows(global_batch_size) // count
 
 
 def _check_host(index: int, count: int) -> None:
-  if not (_is_integer(index) and _is_integer(count) and 0 <= index < count):
+  if not (is_integer(index) and is_integer(count) and 0 <= index < count):
     raise errors.UsageError(
       f'infeed_host_index is {index!r} and num_infeed_hosts {count!r}; expected'
       ' integers, the first at least 0 and less than the second.'
@@ -298,94 +291,68 @@ class BaseInput:
     self.name = self.name or type(self).__name__
     self._resolve_hosts()
     self._check_fields()
-    # Of the batch that was peeked at: it, and the state in front of it.
+    # The batch that was peeked at, and the state in front of it.
     self._peeked: tuple[dict[str, Any], bytes | None] | None = None
     self._ended = False
     self._num_read = 0
     self._fresh_seed: int | None = None
-    rounding = _rounding.get()
-    self._rounded = rounding.rounded if rounding else {}
+    host = _host.get()
+    self._rounded = host.rounding.rounded if host and host.rounding else {}
 
   def _resolve_hosts(self) -> None:
-    index, count = self.infeed_host_index, self.num_infeed_hosts
-    if count is None:
-      count = this_host()[1]
+    here, hosts = this_host()
+    count, index = self.num_infeed_hosts, self.infeed_host_index
+    count = hosts if count is None else count or 1
     if index is None:
-      if count in (0, 1):
-        index = 0
-      elif count == this_host()[1] or this_host()[1] == 1:
-        index = this_host()[0]
-      else:
+      if hosts != 1 and count not in (1, hosts):
         raise errors.UsageError(
           f'{self.name} has num_infeed_hosts={count} and no infeed_host_index,'
-          f' but there are {this_host()[1]} processes. Give both, or neither.'
+          f' but there are {hosts} processes. Give both, or neither.'
         )
-    self.infeed_host_index, self.num_infeed_hosts = index, count or 1
-    _check_host(self.infeed_host_index, self.num_infeed_hosts)
+      index = 0 if count == 1 else here
+    _check_host(index, count)
+    self.infeed_host_index, self.num_infeed_hosts = index, count
 
   def _check_fields(self) -> None:
-    def refuse(key: str, expected: str) -> None:
-      raise errors.UsageError(
-        f'{self.name}.{key} is {getattr(self, key)!r}; expected {expected}.'
-      )
-
     if not _NAME.fullmatch(self.name):
       raise errors.UsageError(
         f'The name of an input is {self.name!r}; expected letters, digits and'
         " any of '.:_+-'."
       )
     self._check_batch_size()
-    for key in ('batch_size', 'infeed_host_index', 'num_infeed_hosts'):
-      if _is_integer(getattr(self, key)):  # Of NumPy, perhaps.
-        setattr(self, key, int(getattr(self, key)))
-    padding = self.batch_padding_size
-    if not _is_integer(padding) or padding < 0:
-      refuse('batch_padding_size', 'an integer of at least 0')
-    if self.input_random_seed is not None and not _is_integer(
-      self.input_random_seed
-    ):
-      refuse('input_random_seed', 'an integer or None')
+    padding, seed = self.batch_padding_size, self.input_random_seed
+    if not is_integer(padding) or padding < 0:
+      self.refuse('batch_padding_size', 'an integer of at least 0')
+    if seed is not None and not is_integer(seed):
+      self.refuse('input_random_seed', 'an integer or None')
     for key in ('is_training', 'reset_for_eval', 'input_checkpointing_enabled'):
       self.check_flag(key)
     order = self.custom_device_order
-    if order is not None:
-      if not isinstance(order, Sequence):
-        refuse('custom_device_order', 'ids of devices, or None')
-      self.custom_device_order = order = tuple(order)
-      if len(set(order)) != len(order):
-        refuse('custom_device_order', 'each device once')
+    if order is not None and len(set(order)) != len(order):
+      self.refuse('custom_device_order', 'each device once')
     self._check_eval_table()
-    if (
-      self.is_training
-      and self.input_random_seed is not None
-      and not self.saves_position
-    ):
+    if self.is_training and seed is not None and not self.saves_position:
       raise errors.UsageError(
-        f'{self.name} feeds training with input_random_seed='
-        f'{self.input_random_seed} but its position is not saved: after a'
-        ' preemption the run would see the same data again. '
-        + (
-          'Set input_checkpointing_enabled=True'
-          if not self.input_checkpointing_enabled
-          else 'Override position() and set_position()'
-        )
-        + ', or leave input_random_seed None, which is another order at each'
-        ' start.'
+        f'{self.name} feeds training with input_random_seed={seed} but its'
+        ' position is not saved: after a preemption the run would see the same'
+        ' data again. Save it (input_checkpointing_enabled=True and methods'
+        ' position() and set_position()), or leave input_random_seed None,'
+        ' which is another order at each start.'
       )
 
   def _check_batch_size(self) -> None:
-    if not _is_integer(self.batch_size) or self.batch_size < 1:
-      raise errors.UsageError(
-        f'{self.name}.batch_size is {self.batch_size!r}; expected an integer of'
-        ' at least 1, the rows that each host reads a batch.'
+    if not is_integer(self.batch_size) or self.batch_size < 1:
+      self.refuse(
+        'batch_size',
+        'an integer of at least 1, the rows that each host reads a batch',
       )
 
   def _check_eval_table(self) -> None:
     n = self.eval_loop_num_batches
-    if n is not None and (not _is_integer(n) or (n < 1 and n != -1)):
-      raise errors.UsageError(
-        f'{self.name}.eval_loop_num_batches is {n!r}; expected an integer of at'
-        ' least 1, or None or -1 for one epoch.'
+    if n is not None and (not is_integer(n) or (n < 1 and n != -1)):
+      self.refuse(
+        'eval_loop_num_batches',
+        'an integer of at least 1, or None or -1 for one epoch',
       )
     if self.is_training:
       if self.reset_for_eval:
@@ -393,8 +360,7 @@ class BaseInput:
           f'{self.name} has is_training=True and reset_for_eval=True; training'
           ' data is never reset. Set one of them to False.'
         )
-      return
-    if self.reset_for_eval and n not in (None, -1, 1):
+    elif self.reset_for_eval and n not in (None, -1, 1):
       raise errors.UsageError(
         f'{self.name} has reset_for_eval=True and eval_loop_num_batches={n}: to'
         ' evaluate on the same first batches each time is not supported. Set'
@@ -402,21 +368,24 @@ class BaseInput:
         ' less data, or set reset_for_eval=False and repeat=True for the next'
         f' {n} batches each time.'
       )
-    if not self.reset_for_eval and n in (None, -1):
+    elif not self.reset_for_eval and n in (None, -1):
       raise errors.UsageError(
         f'{self.name} has reset_for_eval=False and eval_loop_num_batches={n!r}:'
         ' an evaluation would not know where to end. Set reset_for_eval=True to'
         ' evaluate on one epoch, or give a number of batches.'
       )
 
+  def refuse(self, key: str, expected: str) -> NoReturn:
+    """Raises an error about the value of a field."""
+    raise errors.UsageError(
+      f'{self.name}.{key} is {getattr(self, key)!r}; expected {expected}.'
+    )
+
   def check_flag(self, key: str, or_none: bool = False) -> None:
     """Refuses a field that is neither True nor False (nor None)."""
     value = getattr(self, key)
     if not isinstance(value, bool) and not (or_none and value is None):
-      raise errors.UsageError(
-        f'{self.name}.{key} is {value!r}; expected True'
-        + (', False or None.' if or_none else ' or False.')
-      )
+      self.refuse(key, 'True, False or None' if or_none else 'True or False')
 
   def check_repeat(self, repeat: bool | None) -> bool:
     """Returns whether the data begins again at its end.
@@ -432,9 +401,7 @@ class BaseInput:
     if repeat is None:
       return not self.reset_for_eval
     if not isinstance(repeat, bool):
-      raise errors.UsageError(
-        f'{self.name}.repeat is {repeat!r}; expected True, False or None.'
-      )
+      self.refuse('repeat', 'True, False or None')
     if repeat and self.reset_for_eval:
       raise errors.UsageError(
         f'{self.name} has reset_for_eval=True and repeat=True: an evaluation on'
@@ -450,9 +417,7 @@ class BaseInput:
     Raises:
       StopIteration: (or `tf.errors.OutOfRangeError`) at the end of the data.
     """
-    raise NotImplementedError(
-      f'{type(self).__name__} does not override get_next().'
-    )
+    raise self._not_overridden('get_next()')
 
   def reset(self) -> None:
     """Goes back to the beginning; a subclass calls this one too."""
@@ -465,16 +430,15 @@ class BaseInput:
 
     Small, and quick to make: it is asked for with every batch.
     """
-    raise NotImplementedError(
-      f'The position of {self.name} cannot be saved: {type(self).__name__} does'
-      ' not override position() and set_position().'
-    )
+    raise self._not_overridden('position() and set_position()')
 
   def set_position(self, position: Any) -> None:
     """Goes to where `position` was called, maybe in another process."""
-    del position
-    raise NotImplementedError(
-      f'{type(self).__name__} does not override set_position().'
+    raise self._not_overridden('set_position()')
+
+  def _not_overridden(self, method: str) -> Exception:
+    return NotImplementedError(
+      f'{self.name}: {type(self).__name__} does not override {method}.'
     )
 
   def identity(self) -> dict[str, Any]:
@@ -514,11 +478,7 @@ class BaseInput:
       lengths: integers [B], how many of each row to take.
       key: which entry of the batch they are, where entries differ in tokens.
     """
-    del ids, lengths, key
-    raise NotImplementedError(
-      f'{type(self).__name__} has no tokens: it does not override'
-      ' ids_to_strings().'
-    )
+    raise self._not_overridden('ids_to_strings(), as it has no tokens')
 
   def close(self) -> None:
     """Ends workers and threads, if there are any. May be called twice."""
@@ -542,10 +502,9 @@ class BaseInput:
       return int(self.input_random_seed)
     if self.saves_position or not self.is_training:
       return 0
-    with _seed_lock:
-      if self._fresh_seed is None:
-        self._fresh_seed = self._agree_on_seed()
-      return self._fresh_seed
+    if self._fresh_seed is None:
+      self._fresh_seed = self._agree_on_seed()
+    return self._fresh_seed
 
   def _agree_on_seed(self) -> int:
     """Draws a seed, the same on all hosts: they share one order."""
@@ -553,8 +512,7 @@ class BaseInput:
     if self.num_infeed_hosts == 1:
       return seed
     if self.num_infeed_hosts != jax.process_count():
-      # Of `pretend_host`: there is no other process, and one order for all.
-      return 0
+      return 0  # Of `pretend_host`: there is no other process to agree with.
     from jax.experimental import multihost_utils
 
     return int(multihost_utils.broadcast_one_to_all(np.int32(seed)))
@@ -570,9 +528,9 @@ class BaseInput:
     """Returns the next batch, the peeked one if there is one, filled up.
 
     Returns:
-      Arrays [batch_size + batch_padding_size, ...]. Rows that only fill are
-      zeros; where there are such rows, `weights` says so, as [rows] of 1 and 0
-      if the batch has none of its own.
+      Arrays [batch_size + batch_padding_size, ...]. Padding rows are zeros;
+      where there are such rows, `weights` marks them, as [rows] of 1 and 0 if
+      the batch has none of its own.
 
     Raises:
       StopIteration: at the end of the data, again and again until `reset` or
@@ -586,11 +544,8 @@ class BaseInput:
       raise StopIteration
     try:
       batch = self._fill(self.get_next())
-    except StopIteration:
-      self._ended = True
-      raise
     except Exception as e:
-      if is_out_of_range(e):
+      if isinstance(e, StopIteration) or is_out_of_range(e):
         self._ended = True
         raise StopIteration from e
       e.add_note(f'It was {self.describe()}.')
@@ -714,26 +669,29 @@ class BaseInput:
       state: the value that it returned.
 
     Raises:
+      OldPositionError: it is of a version with another order.
       ValueError: it is the state of another input, other data, another order,
         or, where the input depends on them, of other hosts.
     """
     try:
       values = json.loads(state)
-      kind, identity = values['input'], values['identity']
+      version, there = values['format'], values['identity']
       position, read = values['position'], values['num_read']
-      ended, version = values['ended'], values['format']
+      ended = values['ended']
+      there = {'input': values['input'], **there}
     except (KeyError, TypeError, ValueError, RecursionError) as e:
       raise ValueError(
         f'{self.name}.set_state got {_shorten(state)}, which is no state of an'
         ' input. Give what get_state() returned.'
       ) from e
     if version != _STATE_FORMAT:
-      raise ValueError(
-        f'The state of {self.name} has format {version!r}; this version reads'
-        f' {_STATE_FORMAT}. Use the version of jaxline that saved it.'
+      raise OldPositionError(
+        f'The position of {self.name} is void, since the order of the data'
+        f' changed: its format is {version!r}, and this version reads'
+        f" {_STATE_FORMAT}. Set config.on_config_change = 'continue' to start"
+        ' the data anew, or use the version of jaxline that saved it.'
       )
     here = json.loads(json.dumps(self.identity(), default=_plain))
-    there = {'input': kind, **identity}
     here = {'input': type(self).__name__, **here}
     differences = [
       f'{key} is {there.get(key)!r} in the state and {here.get(key)!r} here'
@@ -747,17 +705,6 @@ class BaseInput:
         ' anew.'
       )
     self.set_position(position)  # First: it may refuse.
-    before = rounded_in(state)
-    is_same = self.get_global_batch_size() in before.values()
-    if before != self._rounded and not is_same:
-      logging.warning(
-        '%s goes on with global batches of another size, and with the results'
-        ' of that size. Rounded up were %s before, and are %s now (given: used'
-        ' rows).',
-        self.name,
-        before or 'none',
-        self._rounded or 'none',
-      )
     self._peeked = None
     self._ended = ended
     self._num_read = read
@@ -783,13 +730,7 @@ def rounded_in(state: Any) -> dict[int, int]:
   try:
     rounded = json.loads(state)['rounded']
     return {int(given): int(used) for given, used in rounded.items()}
-  except (
-    AttributeError,
-    KeyError,
-    TypeError,
-    ValueError,
-    RecursionError,
-  ):
+  except Exception:  # Of another iterator, whose state may be anything.
     return {}
 
 
@@ -822,7 +763,7 @@ def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
   Returns:
     Arrays [rows, ...], the new ones zeros, or ones in `paddings`, which mark
-    filler; with `weights`, 1 for the rows that were there, if it had none.
+    padding; with `weights`, 1 for the rows that were there, if it had none.
   """
   batch = _as_dict(batch)
   have = len(jax.tree.leaves(batch)[0])
@@ -835,12 +776,11 @@ def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
     x = np.asarray(x)
     shape = (rows - have, *x.shape[1:])
     if x.dtype == object:  # Strings, as TensorFlow gives them.
-      filler = np.full(shape, type(x.flat[0])() if x.size else b'', object)
-    elif getattr(path[-1], 'key', None) == PADDINGS:
-      filler = np.ones(shape, x.dtype)
+      padding = np.full(shape, type(x.flat[0])() if x.size else b'', object)
     else:
-      filler = np.zeros(shape, x.dtype)
-    return np.concatenate([x, filler])
+      is_mark = getattr(path[-1], 'key', None) == PADDINGS
+      padding = (np.ones if is_mark else np.zeros)(shape, x.dtype)
+    return np.concatenate([x, padding])
 
   return jax.tree_util.tree_map_with_path(fill, batch)
 
@@ -859,9 +799,8 @@ class GeneratorInput(BaseInput):
   def __post_init__(self) -> None:
     super().__post_init__()
     if not callable(self.function):
-      raise ValueError(
-        f'{self.name}.function is {_shorten(self.function)}; expected a'
-        ' function that returns an iterator: it is called anew at each reset.'
+      self.refuse(
+        'function', 'a function that returns an iterator, called at each reset'
       )
     self._arguments = choose_arguments(
       self.function,
@@ -891,19 +830,6 @@ class GeneratorInput(BaseInput):
     super().reset()
     self._iterator = None
 
-  def position(self) -> Any:
-    """Refuses: a generator has no position."""
-    raise NotImplementedError(
-      f'The position of {self.name} cannot be saved, since it is a generator:'
-      ' after a restart it begins anew. Write a subclass of BaseInput with'
-      ' position() and set_position() for a run that resumes exactly.'
-    )
-
-  @property
-  def saves_position(self) -> bool:
-    """False: a generator has no position."""
-    return False
-
 
 def from_generator(
   function: Callable[..., Iterable[Mapping[str, Any]]],
@@ -915,7 +841,8 @@ def from_generator(
 
   Its position cannot be saved: a run that is resumed reads from the beginning
   again, and logs so. This does not matter for random data without a fixed
-  seed.
+  seed. A run that resumes exactly needs a subclass of `BaseInput` with
+  `position` and `set_position`.
 
   Args:
     function: returns an iterator of dicts of arrays [batch_size, ...]. It may
@@ -938,21 +865,16 @@ def choose_arguments(
   Raises:
     TypeError: it needs others.
   """
-  parameters = inspect.signature(function).parameters.values()
-  unknown = [
-    p.name
-    for p in parameters
-    if p.name not in values
-    and p.default is p.empty
-    and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-  ]
-  if unknown:
+  signature = inspect.signature(function)
+  chosen = {k: v for k, v in values.items() if k in signature.parameters}
+  try:
+    signature.bind(**chosen)
+  except TypeError as e:
     raise TypeError(
-      f'The function {what} has the arguments {unknown}; it is called with'
-      f' those of {list(values)} that it has.'
-    )
-  names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
-  return {name: value for name, value in values.items() if name in names}
+      f'The function {what} is called with those of {list(values)} that it has'
+      f' as arguments: {e}.'
+    ) from e
+  return chosen
 
 
 def is_out_of_range(e: Exception) -> bool:
@@ -964,6 +886,11 @@ def is_out_of_range(e: Exception) -> bool:
   )
 
 
+def is_integer(x: Any) -> bool:
+  """Returns whether it is an integer, of Python's or NumPy's, but no bool."""
+  return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
 def _plain(x: Any) -> Any:
   """Returns what JSON has for a number of NumPy's."""
   if isinstance(x, np.generic):
@@ -972,10 +899,6 @@ def _plain(x: Any) -> Any:
     f'A position or an identity has {_shorten(x)}, a {type(x).__name__};'
     ' expected plain values, as JSON has them.'
   )
-
-
-def _is_integer(x: Any) -> bool:
-  return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
 def _shorten(x: Any, length: int = 80) -> str:

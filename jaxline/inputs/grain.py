@@ -343,15 +343,10 @@ class GrainInput(indexed.IndexedInput):
     """Returns this host's rows of the next batch."""
     if not self._is_stream:
       return super().get_next()
-    try:
+    with indexed.closed_on_error(self):
       records, position = self._take()
       if records:
         batch = self._make_batch(records)
-    except BaseException as e:
-      # The iterator is ahead of the given batches: see `IndexedInput`.
-      self.close()
-      indexed.explain_dead_worker(e)
-      raise
     if not records:
       self._at = {**self._at, 'ended': True}
       raise StopIteration

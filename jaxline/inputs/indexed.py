@@ -1,12 +1,12 @@
 """Records that have numbers: shuffled, divided among hosts, padded, counted.
 
 Text, arrays and Grain's `MapDataset` share this. There is one global order of
-the records, epoch after epoch; with G = batch_size * num_infeed_hosts, global
-batch n is the positions [n * G, (n + 1) * G) of it, and host h reads the rows
-[h * batch_size, (h + 1) * batch_size) of each. So all hosts together see the
-same batches for any number of hosts, and a position is one number: how many
-records of the global order were given. It fits any number of hosts, any batch
-size and any number of workers.
+the records, epoch after epoch, which Grain computes. With G = batch_size *
+num_infeed_hosts, global batch n is the positions [n * G, (n + 1) * G) of it,
+and host h reads the rows [h * batch_size, (h + 1) * batch_size) of each. So all
+hosts together see the same batches for any number of hosts, and a position is
+one number: how many records of the global order were given. It fits any number
+of hosts, any batch size and any number of workers.
 
 Shapes: b rows, N records of an epoch.
 """
@@ -14,7 +14,8 @@ Shapes: b rows, N records of an epoch.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -34,19 +35,11 @@ import numpy as np
 
 from jaxline.inputs import base
 
-# Up to so many records an epoch's order is held in memory (8 bytes a record,
-# sorted in a second or two). Grain's shuffle needs none and costs microseconds
-# a record, as much as it takes to copy a thousand tokens. The two differ:
-# another limit here would be another order.
-_MAX_HELD = 2**24
 _MAX_DESCRIBED = 3
-
 # How long `close` waits for workers.
 _MAX_CLOSE_SECS = 30
 # What a terminal or a scheduler sends to all processes of a job at once.
 _SIGNALS_TO_ALL = (signal.SIGINT, signal.SIGTERM)
-# An order is drawn by one thread; the others that want it wait.
-_order_lock = threading.Lock()
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -79,15 +72,11 @@ class IndexedInput(base.BaseInput, abc.ABC):
     if self.shuffle is None:
       self.shuffle = self.is_training
     for key in ('num_threads', 'num_workers'):
-      value = getattr(self, key)
-      if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(
-          f'{self.name}.{key} is {value!r}; expected an integer of at least 0.'
-        )
-    # Of the global order, how many records were given.
+      if not base.is_integer(getattr(self, key)) or getattr(self, key) < 0:
+        self.refuse(key, 'an integer of at least 0')
+    # How many records of the global order were given.
     self._given = 0
     self._iterator: Any = None
-    self._orders: dict[int, np.ndarray] = {}
 
   # What a subclass overrides.
 
@@ -129,124 +118,60 @@ class IndexedInput(base.BaseInput, abc.ABC):
     Returns:
       int64 [b], each in [0, N).
     """
-    num_records = self._checked_num_records()
-    epochs, within = np.divmod(positions, num_records)
     if not self.shuffle:
-      return within
-    if num_records > _MAX_HELD:
-      return self._computed_order(epochs, within)
-    if positions.size and epochs[0] == epochs[-1]:
-      return self._epoch_order(int(epochs[0]))[within]
-    return np.array(
-      [
-        self._epoch_order(epoch)[i]
-        for epoch, i in zip(epochs.tolist(), within.tolist(), strict=True)
-      ],
-      np.int64,
-    )
+      return positions % self._size
+    return np.array([self._ids[i] for i in positions.tolist()], np.int64)
 
-  def _epoch_order(self, epoch: int) -> np.ndarray:
-    """Returns the order of an epoch, int64 [N]; the last two are kept."""
-    order = self._orders.get(epoch)
-    if order is not None:
-      return order
-    with _order_lock:
-      if epoch not in self._orders:
-        draws = self._draw(epoch, self._checked_num_records())
-        # Other threads look in without the lock: the dict is replaced whole.
-        # The neighbour is kept, for batches across the end of an epoch.
-        kept = {e: o for e, o in self._orders.items() if abs(e - epoch) == 1}
-        self._orders = {
-          **dict(list(kept.items())[-1:]),
-          epoch: np.argsort(draws, kind='stable'),
-        }
-      return self._orders[epoch]
-
-  def _computed_order(
-    self, epochs: np.ndarray, within: np.ndarray
-  ) -> np.ndarray:
-    """Returns records of an order that is not stored: Grain computes each."""
+  @functools.cached_property
+  def _ids(self) -> Any:
+    """The shuffled order; Grain computes it record by record."""
     import grain  # Takes a second to import.
 
-    # Not Grain's own seeds of epochs, seed + epoch: with them, the second epoch
-    # of one seed is the first of the next.
-    seeds = {e: self._draw(e, 1).item() % 2**32 for e in set(epochs.tolist())}
-    shuffle = grain.experimental.index_shuffle
-    last = self._checked_num_records() - 1
-    return np.array(
-      [
-        shuffle(index, max_index=last, seed=seeds[epoch], rounds=4)
-        for epoch, index in zip(epochs.tolist(), within.tolist(), strict=True)
-      ],
-      np.int64,
-    )
+    ids = grain.MapDataset.range(self._size)
+    return ids.seed(self.seed() % 2**64).shuffle()
 
-  def _draw(self, epoch: int, number: int) -> np.ndarray:
-    """Returns random numbers of an epoch, uint64 [number].
-
-    Of a stream that NumPy promises never to change, unlike its permutations.
-    """
-    key = np.array([self.seed() % 2**64, epoch], np.uint64)
-    return np.random.Philox(key=key).random_raw(number)
-
-  def _checked_num_records(self) -> int:
-    num_records = self.num_records()
-    if num_records < 1:
+  @property
+  def _size(self) -> int:
+    if (size := self.num_records()) < 1:
       raise ValueError(f'{self.name} has no records: its data is empty.')
-    return num_records
+    return size
 
   # The contract of `BaseInput`.
 
   def get_next(self) -> dict[str, Any]:
     """Returns this host's rows of the next global batch."""
+    with closed_on_error(self):
+      return self._next_batch()
+
+  def _next_batch(self) -> dict[str, Any]:
     if self._iterator is None:
       self._iterator = self._start()
-    try:
-      batch = next(self._iterator)
-    except StopIteration:
-      raise
-    except BaseException as e:
-      # Grain's threads and workers have read further than the batches that were
-      # given: a second try must begin at the same batch.
-      self.close()
-      explain_dead_worker(e)
-      raise
-    if self.num_workers:
-      batch = own_arrays(batch)
+    batch = next(self._iterator)
     self._given += self.get_global_batch_size()
-    return batch
+    return own_arrays(batch) if self.num_workers else batch
 
   def _start(self) -> Any:
-    """Starts to read at the position; the workers are Grain's."""
-    # Threads and workers must not draw a seed each.
-    self.seed()
-    if self.repeat:
-      num_batches = sys.maxsize // self.get_global_batch_size()
-    else:
+    """Starts to read at the position."""
+    self.settle_seed()  # Threads and workers must not draw one each.
+    num_batches = sys.maxsize // self.get_global_batch_size()
+    if not self.repeat:
       num_batches = self._num_batches_left()
     reader = self
     if self.num_workers:
-      # They get the fields, but no peeked batch.
       reader = copy.copy(self)
-      reader._peeked = None
-    # Fixed here, since `_given` changes.
+      reader._peeked = None  # Not to be sent to them.
     batch = functools.partial(reader._batch, self._given)
     if not self.num_threads and not self.num_workers:
-      # Nothing to read ahead: Grain's iterator alone would cost as much as it
-      # takes to copy eight rows of a thousand tokens.
+      # Grain's iterator would cost as much as copying eight rows of a thousand
+      # tokens.
       return map(batch, range(num_batches))
-    import grain  # Takes a second to import.
+    import grain
 
-    dataset = (
-      grain.MapDataset.range(num_batches)
-      .map(batch)
-      .to_iter_dataset(
-        grain.ReadOptions(
-          num_threads=self.num_threads, prefetch_buffer_size=self.num_threads
-        )
-      )
+    options = grain.ReadOptions(
+      num_threads=self.num_threads, prefetch_buffer_size=self.num_threads
     )
-    return start_iterator(dataset, self.num_workers)
+    dataset = grain.MapDataset.range(num_batches).map(batch)
+    return start_iterator(dataset.to_iter_dataset(options), self.num_workers)
 
   def _batch(self, given: int, number: int) -> dict[str, Any]:
     """Returns the rows of a batch, so many batches behind a position."""
@@ -255,17 +180,21 @@ class IndexedInput(base.BaseInput, abc.ABC):
     first += self.infeed_host_index * self.batch_size
     positions = np.arange(first, first + self.batch_size)
     if self.repeat:
-      return self._read(positions)
-    real = positions[positions < self._checked_num_records()]
+      return self.read_at(positions)
+    real = positions[positions < self._size]
     # A host without rows still needs their shapes and types.
-    batch = self._read(real if real.size else np.zeros(1, np.int64))
+    batch = self.read_at(real if real.size else np.zeros(1, np.int64))
     if not real.size:
       batch = jax.tree.map(lambda x: x[:0], batch)
     return base.pad_rows(batch, self.batch_size)
 
-  def _read(self, positions: np.ndarray) -> dict[str, Any]:
-    epochs = positions // self._checked_num_records()
-    records = self.order(positions)
+  def read_at(self, positions: np.ndarray) -> dict[str, Any]:
+    """Returns the records at some positions of the global order, [b, ...].
+
+    Args:
+      positions: int64 [b], counted over all epochs.
+    """
+    records, epochs = self.order(positions), positions // self._size
     try:
       return self._read_all(records, epochs)
     except Exception as e:
@@ -273,9 +202,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
       error.add_note(
         f'While {self.name} read {self._describe(records, epochs)}.'
       )
-      if error is e:
-        raise
-      raise error from e
+      raise error from error.__cause__
 
   def _read_all(
     self, records: np.ndarray, epochs: np.ndarray
@@ -289,33 +216,32 @@ class IndexedInput(base.BaseInput, abc.ABC):
     if not isinstance(batch, Mapping):
       raise TypeError(
         f'{self.name} made {type(batch).__name__} of its records; expected a'
-        ' dict of arrays.'
+        " dict of arrays. Name what a record has: {'x': x}."
       )
-    got = base.num_rows(batch)  # type: ignore[arg-type]
-    if got != expected:
+    if (got := base.num_rows(batch)) != expected:
       raise ValueError(
         f'{self.name} made {got} rows of {expected} records; expected a row of'
         ' each.'
       )
 
   def _describe(self, records: np.ndarray, epochs: np.ndarray) -> str:
-    """Returns which of some records cannot be read, or all of them."""
-
-    def describe(i: int) -> str:
-      try:
-        return self.describe_record(int(records[i]), int(epochs[i]))
-      except Exception as e:  # The error of reading is more important.
-        return f'record {records[i]} (which it cannot describe: {e!r})'
-
+    """Returns which of some records cannot be read, or the first of them."""
     for i in range(len(records)):
       try:
         self._read_all(records[i : i + 1], epochs[i : i + 1])
       except Exception:
-        return describe(i)
-    some = [describe(i) for i in range(min(len(records), _MAX_DESCRIBED))]
-    if more := len(records) - len(some):
-      some[-1] += f' and {more} more'
-    return ', '.join(some) + ', which can be read one by one'
+        return self._describe_one(records[i], epochs[i])
+    some = map(self._describe_one, records, epochs[:_MAX_DESCRIBED])
+    return (
+      f'{len(records)} records, which can be read one by one:'
+      f' {", ".join(some)}, ...'
+    )
+
+  def _describe_one(self, record: Any, epoch: Any) -> str:
+    try:
+      return self.describe_record(int(record), int(epoch))
+    except Exception as e:  # The error of reading is more important.
+      return f'record {record} (which it cannot describe: {e!r})'
 
   def reset(self) -> None:
     """Goes back to the first record."""
@@ -332,8 +258,10 @@ class IndexedInput(base.BaseInput, abc.ABC):
     Raises:
       ValueError: it is no position of such an input.
     """
-    given = position.get('records') if isinstance(position, dict) else None
-    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+    given: Any = None
+    if isinstance(position, dict):
+      given = position.get('records')
+    if not base.is_integer(given) or given < 0:
       raise ValueError(
         f'{self.name}.set_position got {position!r}; expected'
         " {'records': N}, with N an integer of at least 0."
@@ -355,15 +283,18 @@ class IndexedInput(base.BaseInput, abc.ABC):
     """Returns the first record of the next batch."""
     assert self.infeed_host_index is not None
     position = self._given + self.infeed_host_index * self.batch_size
-    num_records = self._checked_num_records()
-    if not self.repeat and position >= num_records:
+    epoch, within = divmod(position, self._size)
+    if epoch and not self.repeat:
       return 'the rows that fill up the end of the epoch'
-    record = int(self.order(np.array([position]))[0])
-    epoch, within = divmod(position, num_records)
     return (
       f'a batch from record {within} of epoch {epoch} on'
-      f' ({self.describe_record(record, epoch)})'
+      f' ({self.describe_at(position)})'
     )
+
+  def describe_at(self, position: int) -> str:
+    """Returns where the record at a position of the global order is from."""
+    record = self.order(np.array([position]))[0]
+    return self._describe_one(record, position // self._size)
 
   def close(self) -> None:
     """Ends threads and workers."""
@@ -401,11 +332,14 @@ class IndexedInput(base.BaseInput, abc.ABC):
     self._num_read += num_batches
 
   def _num_batches_left(self) -> int:
-    left = max(0, self._checked_num_records() - self._given)
+    left = max(0, self._size - self._given)
     return -(-left // self.get_global_batch_size())
 
   def __getstate__(self) -> dict[str, Any]:
-    return {**self.__dict__, '_iterator': None, '_orders': {}}
+    return {**self.__dict__, '_iterator': None}
+
+
+# What Grain 0.2.18 lacks.
 
 
 def start_iterator(dataset: Any, num_workers: int) -> Any:
@@ -413,39 +347,31 @@ def start_iterator(dataset: Any, num_workers: int) -> Any:
 
   Args:
     dataset: a `grain.IterDataset`.
-    num_workers: processes to read it with, from one `MapDataset`; 0 for none.
+    num_workers: processes to read it with; 0 for none.
   """
   import grain
 
-  if num_workers:
-    allow_workers()
-    dataset = _sender_class()(dataset).mp_prefetch(
-      grain.MultiprocessingOptions(num_workers=num_workers),
-      worker_init_fn=start_worker,
-    )
+  if not num_workers:
+    return iter(dataset)
+  if not flags.FLAGS.is_parsed():
+    # As in a notebook: Grain asks a flag, which absl refuses to tell.
+    flags.FLAGS.mark_as_parsed()
+  dataset = _sender_class()(dataset).mp_prefetch(
+    grain.MultiprocessingOptions(num_workers=num_workers),
+    worker_init_fn=_start_worker,
+  )
   iterator = iter(dataset)
-  if num_workers:
-    iterator.get_state()  # Makes what `start_prefetch` starts.
-    # Until `start_worker` runs in them, the workers have the mask of this
-    # thread.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_TO_ALL)
-    try:
-      iterator.start_prefetch()
-    finally:
-      signal.pthread_sigmask(signal.SIG_SETMASK, before)
+  iterator.get_state()  # Makes what `start_prefetch` starts.
+  # Until `_start_worker` runs in them, the workers have this thread's mask.
+  before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_TO_ALL)
+  try:
+    iterator.start_prefetch()
+  finally:
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
   return iterator
 
 
-def allow_workers() -> None:
-  """Lets Grain start workers where no flags were parsed, as in a notebook.
-
-  It asks a flag of its own then, which absl refuses to tell before that.
-  """
-  if not flags.FLAGS.is_parsed():
-    flags.FLAGS.mark_as_parsed()
-
-
-def start_worker(index: int, count: int) -> None:
+def _start_worker(index: int, count: int) -> None:
   """Makes a worker process leave with its parent, and only then."""
   del index, count
   # At Ctrl-C the terminal interrupts every process, and a scheduler that takes
@@ -466,21 +392,6 @@ def start_worker(index: int, count: int) -> None:
   threading.Thread(target=watch, name='watch_parent', daemon=True).start()
 
 
-def not_an_end(error: Exception) -> Exception:
-  """Returns an error that does not mean the end of the data.
-
-  Args:
-    error: of a reader of records.
-
-  Returns:
-    The error, or a `RuntimeError` instead of `StopIteration` and TensorFlow's
-    `OutOfRangeError`, as in generators.
-  """
-  if not isinstance(error, StopIteration) and not base.is_out_of_range(error):
-    return error
-  return RuntimeError(f'A record could not be read: {error!r}.')
-
-
 @functools.cache
 def _sender_class() -> type:
   """Returns a node that raises only what a parent process can be sent.
@@ -496,13 +407,8 @@ def _sender_class() -> type:
     def __next__(self) -> Any:
       try:
         return next(self._parent)
-      except StopIteration:
-        raise
       except Exception as e:
-        error = _picklable(e)
-        if error is e:
-          raise
-        raise error from e
+        raise _picklable(e) from e.__cause__
 
     def get_state(self) -> Any:
       return self._parent.get_state()
@@ -542,13 +448,38 @@ def own_arrays(tree: Any) -> Any:
   )
 
 
-def explain_dead_worker(error: BaseException) -> None:
-  """Adds an explanation to Grain's error about a worker that died."""
-  if 'terminated unexpectedly' in str(error):
-    error.add_note(
-      'Exit code -9 is a kill, by the system most often when memory ran out; -7'
-      ' is a full /dev/shm; 1 is an error when the worker started, which is in'
-      ' the log: in a script most often that its work does not stand under'
-      " `if __name__ == '__main__':`, and every worker would begin it anew. Try"
-      ' fewer num_workers; with none, errors come up here.'
-    )
+@contextlib.contextmanager
+def closed_on_error(source: base.BaseInput) -> Iterator[None]:
+  """Closes an input where reading fails, and explains a worker that died.
+
+  Grain's threads and workers have read further than the batches that were
+  given: another try must begin at the same batch.
+  """
+  try:
+    yield
+  except StopIteration:
+    raise
+  except BaseException as e:
+    source.close()
+    if 'terminated unexpectedly' in str(e):
+      e.add_note(
+        'Exit code -9 is a kill, most often since memory ran out; -7 is a full'
+        ' /dev/shm; 1 is an error at its start, which the log has: in a script'
+        ' most often that its work does not stand under'
+        " `if __name__ == '__main__':`, and every worker would begin it anew."
+        ' Try fewer num_workers; with none, errors come up here.'
+      )
+    raise
+
+
+def not_an_end(error: Exception) -> Exception:
+  """Returns an error that does not mean the end of the data.
+
+  That is the error, or a `RuntimeError` instead of `StopIteration` and
+  TensorFlow's `OutOfRangeError`, as in generators.
+  """
+  if not isinstance(error, StopIteration) and not base.is_out_of_range(error):
+    return error
+  other = RuntimeError(f'A record could not be read: {error!r}.')
+  other.__cause__ = error
+  return other

@@ -1,11 +1,11 @@
 """Inputs made of inputs: several side by side, and a mixture row by row.
 
-Shapes: B rows of a batch, b rows of a child's batch.
+Shapes: B rows of a batch, b rows of a part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import contextlib
 import dataclasses
 import fractions
@@ -13,12 +13,14 @@ import functools
 import json
 import math
 import numbers
+import sys
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxline.inputs import base
+from jaxline.inputs import indexed
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -146,6 +148,7 @@ class _Parent(base.BaseInput):
 
   def close(self) -> None:
     """Closes the children."""
+    super().close()
     with contextlib.ExitStack() as stack:
       for child in self.inputs.values():
         stack.callback(child.close)
@@ -265,76 +268,73 @@ class MultiInput(_Parent):
     return self.inputs[name].ids_to_strings(ids, lengths, rest or None)
 
 
-@dataclasses.dataclass
-class _InUse:
-  """A child's batch that rows are taken from.
-
-  Attributes:
-    batch: arrays [b, ...].
-    used: how many of its rows were taken.
-    state: the child's state in front of it, if the position is saved.
-  """
-
-  batch: dict[str, Any]
-  used: int
-  state: bytes | None
-
-
 @dataclasses.dataclass(kw_only=True, eq=False)
-class MixtureInput(_Parent):
-  """A mixture of inputs, row by row, in exact proportions.
+class MixtureInput(_Parent, indexed.IndexedInput):
+  """A mixture of inputs whose records have numbers, in exact proportions.
 
   Each row comes from one child. Nothing is drawn: which child it is follows
-  from the weights, so that after any number n of rows each child has given
-  n * weight of them, less than one more or less. So it is on every host, as all
-  of them follow the same schedule through rows of their own.
+  from the weights and the row's position in the global order, so that after any
+  number n of rows each of k children has given n * weight of them, at most one
+  more and fewer than k less. A position is the number of rows given: it fits
+  any number of hosts, any batch size and any number of workers.
 
-  Children must repeat: what an epoch of a mixture is, nobody could say. Their
-  batch sizes are free. Their batches must have the same entries, of the same
-  dtypes, with rows of the same shapes; where only some have `weights`, the rows
-  of the others get ones. Their tokens are taken to be the same.
-
-  A position fits the same hosts only: in the middle of the children's batches,
-  the rows that the hosts have not used yet could not be divided evenly among
-  another number of hosts.
+  Children must repeat, since a mixture has no epoch. Their batch sizes are not
+  used. Their rows must have the same entries, of the same dtypes and shapes;
+  where only some have `weights`, the rows of the others get ones. Their tokens
+  are taken to be the same.
 
   Attributes:
     weights: of each child, a positive number; 1 and 3 are a quarter and three
       quarters. Decimals are taken as they are written: 0.1 is a tenth.
+    shuffle: leave it None; set it of the children.
   """
 
   weights: Mapping[str, float]
 
   def __post_init__(self) -> None:
     super().__post_init__()
+    self.shuffle = False  # Of the schedule; the children's are their own.
     # Integers, so that nothing is rounded after 1e15 rows.
-    exact = {n: fractions.Fraction(str(self.weights[n])) for n in self.inputs}
-    scale = math.lcm(*(x.denominator for x in exact.values()))
-    whole = {name: int(x * scale) for name, x in exact.items()}
-    common = math.gcd(*whole.values())
-    self._shares = {name: x // common for name, x in whole.items()}
-    self._start()
-
-  def _start(self) -> None:
-    self._given = dict.fromkeys(self.inputs, 0)
-    self._in_use: dict[str, _InUse] = {}
-    self._spec: dict[str, Any] | None = None
+    exact = [fractions.Fraction(str(self.weights[n])) for n in self.inputs]
+    scale = math.lcm(*(x.denominator for x in exact))
+    shares = [int(x * scale) for x in exact]
+    self._shares = [x // math.gcd(*shares) for x in shares]
 
   def _check_fields(self) -> None:
     super()._check_fields()
-    if self.reset_for_eval:
+    if self.reset_for_eval or self.repeat is False or self.shuffle:
       raise ValueError(
-        f'{self.name} has reset_for_eval=True; a mixture has no epoch that'
-        ' could end. Evaluate on each of its inputs, or on'
+        f'{self.name} has reset_for_eval={self.reset_for_eval}, repeat='
+        f'{self.repeat}, shuffle={self.shuffle}; leave them out: a mixture has'
+        ' no epoch. Evaluate on each of its inputs, or on'
         ' eval_loop_num_batches batches.'
       )
+    for name, child in self.inputs.items():
+      # A method get_next of its own would not be called.
+      if (
+        not isinstance(child, indexed.IndexedInput)
+        or not child.ANY_NUMBER_OF_HOSTS
+        or type(child).get_next is not indexed.IndexedInput.get_next
+      ):
+        raise ValueError(
+          f'The input {name} of {self.name}, a {type(child).__name__}, cannot'
+          ' give a record by its number. Mix streams inside tf.data, SeqIO or'
+          ' grain.IterDataset.mix, or put inputs side by side in a MultiInput.'
+        )
+      if not child.repeat:
+        raise ValueError(
+          f'The input {name} of {self.name} has repeat=False: the proportions'
+          ' could not be kept behind its end. Set repeat=True.'
+        )
+      if child.num_threads or child.num_workers:
+        raise ValueError(
+          f'The input {name} of {self.name} has num_threads or num_workers; set'
+          f' them of {self.name}, which reads the records.'
+        )
     if not isinstance(self.weights, Mapping) or (
       set(self.weights) != set(self.inputs)
     ):
-      raise ValueError(
-        f'{self.name}.weights is {self.weights!r}; expected a number for each'
-        f' of {sorted(self.inputs)}.'
-      )
+      self.refuse('weights', f'a number for each of {sorted(self.inputs)}')
     for name, weight in self.weights.items():
       is_number = isinstance(weight, numbers.Real)
       if isinstance(weight, bool) or not is_number or not 0 < weight < math.inf:
@@ -343,180 +343,83 @@ class MixtureInput(_Parent):
           ' number.'
         )
 
-  def get_next(self) -> dict[str, Any]:
-    """Returns the next rows, arrays [B, ...].
+  def num_records(self) -> int:
+    """Returns that of one child's epochs, which are endless together."""
+    return sys.maxsize
+
+  def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
+    """Returns the rows at some positions, arrays [b, ...].
 
     Raises:
-      ValueError: a child ended, or the children's batches differ in structure.
+      ValueError: the children's batches differ in structure.
     """
-    names = list(self.inputs)
-    if self._spec is None:
-      self._spec = self._common_spec()
-    given = dict(self._given)
-    chosen = self._schedule(given)
-    batch: dict[str, Any] | None = None
-    for i, name in enumerate(names):
-      rows = np.flatnonzero(chosen == i)
-      for part in self._take(name, rows.size):
-        some, rows = np.split(rows, [base.num_rows(part)])
-        if batch is None:
-          batch = jax.tree.map(self._empty, part)
-        jax.tree.map(functools.partial(_put, some), batch, part)
-    self._given = given
-    assert batch is not None
+    del epochs
+    chosen = [self._choose(k) for k in records.tolist()]
+    of, at = np.array(chosen, np.int64).reshape(-1, 2).T
+    parts = [self._read_of(i, at[of == i]) for i in np.unique(of).tolist()]
+    # The rows of each child stand together; `back` restores the order.
+    back = np.argsort(np.argsort(of, kind='stable'), kind='stable')
+    return jax.tree.map(lambda *x: np.concatenate(x)[back], *parts)
+
+  def _choose(self, k: int) -> tuple[int, int]:
+    """Returns whose row k is, and which of its rows.
+
+    Grain's `MapDataset.mix` does it like this, but rounds the proportions to a
+    hundredth of the smallest.
+    """
+    left = sum(self._shares)
+    now, then = k, k + 1
+    for i, share in enumerate(self._shares):
+      rest_now = now * (left - share) // left
+      rest_then = then * (left - share) // left
+      if now - rest_now != then - rest_then:
+        return i, now - rest_now
+      left, now, then = left - share, rest_now, rest_then
+    raise AssertionError(k)
+
+  def _read_of(self, i: int, positions: np.ndarray) -> dict[str, Any]:
+    """Returns some rows of a child, as the mixture has them."""
+    name = list(self.inputs)[i]
+    batch = self._read_child(name, positions)
+    if base.WEIGHTS in self._row and base.WEIGHTS not in batch:
+      shape, dtype = self._row[base.WEIGHTS]
+      batch[base.WEIGHTS] = np.ones((len(positions), *shape), dtype)
+    if differences := _differences(_row_of(batch), self._row):
+      raise ValueError(
+        f'The input {name} of {self.name} cannot be mixed row by row with'
+        f' {next(iter(self.inputs))}: {"; ".join(differences)}. Make their'
+        ' batches alike.'
+      )
     return batch
 
-  def _empty(self, x: np.ndarray) -> np.ndarray:
-    return np.empty((self.batch_size, *x.shape[1:]), x.dtype)
-
-  def _schedule(self, given: dict[str, int]) -> np.ndarray:
-    """Returns whose each row of the next batch is, int [B]; counts in `given`.
-
-    The chairman assignment problem, as Tijdeman solved it (Discrete Mathematics
-    32, 1980): of the children that are behind by 1 / (2k - 2) of a row or more,
-    that one whose row is due first. No child is ever ahead or behind by more
-    than 1 - 1 / (2k - 2).
-    """
-    shares = list(self._shares.values())
-    total, k = sum(shares), len(shares)
-    chosen = np.zeros(self.batch_size, np.int64)
-    if k > 1:
-      # In units of 1 / ((2k - 2) * total) of a row.
-      unit = 2 * k - 2
-      row = unit * total
-      number = sum(given.values())
-      behind = [
-        unit * (number * share - total * count)
-        for share, count in zip(shares, given.values(), strict=True)
-      ]
-      steps = [unit * share for share in shares]
-      children = range(k)
-      for n in range(self.batch_size):
-        best = -1
-        for i in children:
-          behind[i] += steps[i]
-          if behind[i] >= total and (
-            best < 0
-            or (row - total - behind[i]) * shares[best]
-            < (row - total - behind[best]) * shares[i]
-          ):
-            best = i
-        behind[best] -= row
-        chosen[n] = best
-    for name, count in zip(
-      given, np.bincount(chosen, minlength=k), strict=True
-    ):
-      given[name] += int(count)
-    return chosen
-
-  def _take(self, name: str, rows: int) -> Iterator[dict[str, Any]]:
-    """Yields so many rows of a child, in parts [.., ...] of its batches."""
-    while rows:
-      current = self._in_use.get(name)
-      if current is None or current.used == self.inputs[name].batch_size:
-        current = self._in_use[name] = self._read(name)
-      first, last = (
-        current.used,
-        min(current.used + rows, self.inputs[name].batch_size),
-      )
-      current.used = last
-      rows -= last - first
-      yield jax.tree.map(lambda x, a=first, b=last: x[a:b], current.batch)
-
-  def _read(self, name: str) -> _InUse:
+  def _read_child(self, name: str, positions: np.ndarray) -> dict[str, Any]:
     child = self.inputs[name]
-    state = child.get_state() if self.saves_position else None
-    try:
-      batch = jax.tree.map(np.asarray, self._next_of(name))
-    except StopIteration:
-      raise ValueError(self._ended_message(name)) from None
-    assert self._spec is not None
-    weights = self._spec.get(_WEIGHTS_PATH)
-    if base.WEIGHTS not in batch and weights is not None:
-      shape, dtype = weights
-      batch = dict(batch)
-      batch[base.WEIGHTS] = np.ones((child.batch_size, *shape), dtype)
-    self._check_spec(name, _spec_of(batch), 'the first batches', self._spec)
-    return _InUse(batch, 0, state)
+    assert isinstance(child, indexed.IndexedInput)
+    return jax.tree.map(np.asarray, dict(child.read_at(positions)))
 
-  def _ended_message(self, name: str) -> str:
-    return (
-      f'The input {name} of {self.name} ended after {self._given[name]} rows:'
-      ' the proportions cannot be kept without it. Set its repeat=True.'
-    )
+  @functools.cached_property
+  def _row(self) -> dict[str, _Entry]:
+    """The entries of a row: the first child's, and weights if any has them."""
+    rows = [_row_of(self._read_child(n, np.zeros(1, int))) for n in self.inputs]
+    weights = [row[base.WEIGHTS] for row in rows if base.WEIGHTS in row]
+    return rows[0] | ({base.WEIGHTS: weights[0]} if weights else {})
 
-  def _common_spec(self) -> dict[str, Any]:
-    """Returns shape and type of each entry of the rows; children must agree."""
-    first, expected = '', {}
-    for name, child in self.inputs.items():
-      self._reading = name
-      batch = child.peek_padded()
-      self._reading = None
-      if batch is None:
-        raise ValueError(self._ended_message(name))
-      spec = _spec_of(jax.tree.map(np.asarray, batch))
-      if not first:
-        first, expected = name, spec
-      for one, other in ((spec, expected), (expected, spec)):
-        if _WEIGHTS_PATH in one and _WEIGHTS_PATH not in other:
-          other[_WEIGHTS_PATH] = one[_WEIGHTS_PATH]
-      self._check_spec(name, spec, f'the input {first}', expected)
-    return expected
-
-  def _check_spec(
-    self, name: str, got: dict[str, Any], other: str, expected: dict[str, Any]
-  ) -> None:
-    differences = [
-      f'{key} is {_describe(got.get(key))} of {name} and'
-      f' {_describe(expected.get(key))} of {other}'
-      for key in sorted({*got, *expected})
-      if got.get(key) != expected.get(key)
-    ]
-    if differences:
-      raise ValueError(
-        f'The inputs of {self.name} cannot be mixed row by row: '
-        + '; '.join(differences)
-        + '. Make their batches alike.'
-      )
-
-  def reset(self) -> None:
-    """Resets the children and the schedule."""
-    super().reset()
-    self._start()
-
-  def position(self) -> dict[str, Any]:
-    """Returns of each child: state, rows used of its batch, rows given."""
-    position = {}
-    for name, child in self.inputs.items():
-      current = self._in_use.get(name)
-      if current is None or current.used == child.batch_size:
-        state, used = _state_of(child), 0
-      else:
-        assert current.state is not None
-        state, used = json.loads(current.state), current.used
-      position[name] = {
-        'state': state,
-        'used': used,
-        'given': self._given[name],
-      }
-    return position
-
-  def set_position(self, position: dict[str, Any]) -> None:
-    """Reads the current batches of the children again."""
-    self._start()
-    for name, child in self.inputs.items():
-      _set_state_of(child, position[name]['state'])
-      self._given[name] = position[name]['given']
-    for name in self.inputs:
-      if position[name]['used']:
-        if self._spec is None:
-          self._spec = self._common_spec()
-        self._in_use[name] = self._read(name)
-        self._in_use[name].used = position[name]['used']
+  def describe_record(self, record: int, epoch: int) -> str:
+    """Returns the child, and where its record comes from."""
+    i, position = self._choose(record)
+    name, child = list(self.inputs.items())[i]
+    assert isinstance(child, indexed.IndexedInput)
+    return f'{name}: {child.describe_at(position)}'
 
   def identity(self) -> dict[str, Any]:
-    """Returns the hosts and the proportions."""
-    return {**super().identity(), 'weights': self._shares}
+    """Returns the proportions, and what the children's orders depend on."""
+    children = {
+      f'{name}.{key}': value
+      for name, child in self.inputs.items()
+      for key, value in child.identity().items()
+    }
+    shares = dict(zip(self.inputs, self._shares, strict=True))
+    return {'weights': shares, **children}
 
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
@@ -526,23 +429,34 @@ class MixtureInput(_Parent):
     return child.ids_to_strings(ids, lengths, key)
 
 
-def _put(rows: np.ndarray, to: np.ndarray, values: np.ndarray) -> None:
-  to[rows] = values
+# The shape of a row's entry, and its dtype.
+_Entry = tuple[tuple[int, ...], np.dtype]
 
 
-def _spec_of(batch: dict[str, Any]) -> dict[str, Any]:
-  """Returns (shape of a row, dtype) of every array, by its path."""
-  leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
+def _row_of(batch: dict[str, Any]) -> dict[str, _Entry]:
+  """Returns the entries of a batch's rows, 'a/b' for those of nested dicts."""
   return {
-    jax.tree_util.keystr(path): (x.shape[1:], x.dtype) for path, x in leaves
+    jax.tree_util.keystr(path, simple=True, separator='/'): (
+      x.shape[1:],
+      x.dtype,
+    )
+    for path, x in jax.tree.leaves_with_path(batch)
   }
 
 
-_WEIGHTS_PATH = jax.tree_util.keystr((jax.tree_util.DictKey(base.WEIGHTS),))
+def _differences(
+  got: dict[str, _Entry], expected: dict[str, _Entry]
+) -> list[str]:
+  """Returns which entries differ, for a message."""
 
+  def describe(entry: _Entry | None) -> str:
+    if entry is None:
+      return 'missing'
+    shape, dtype = entry
+    return f'{dtype.name}[{", ".join(["b", *map(str, shape)])}]'
 
-def _describe(spec: tuple[tuple[int, ...], np.dtype] | None) -> str:
-  if spec is None:
-    return 'missing'
-  shape, dtype = spec
-  return f'{dtype.name}[{", ".join(["b", *map(str, shape)])}]'
+  return [
+    f'{key} is {describe(got.get(key))}, not {describe(expected.get(key))}'
+    for key in sorted({*got, *expected})
+    if got.get(key) != expected.get(key)
+  ]
