@@ -44,20 +44,19 @@ def abstract_devices(count: int, num_slices: int = 1) -> list[AbstractDevice]:
   return [AbstractDevice(i, i // per_slice) for i in range(count)]
 
 
-_on_devices: contextvars.ContextVar[Sequence[Any] | None] = (
-  contextvars.ContextVar('on_devices', default=None)
-)
+_on_devices = contextvars.ContextVar[Any]('on_devices', default=None)
 
 
 @contextlib.contextmanager
-def on_devices(devices: Sequence[Any]) -> Iterator[None]:
+def on_devices(devices: Any) -> Iterator[None]:
   """Sets the devices of the meshes that are made inside.
 
   These devices need not be attached to this process. A program that is compiled
   for others cannot run here, and no array can be put on them.
 
   Args:
-    devices: those of `jax.experimental.topologies`, or `abstract_devices`.
+    devices: those of `jax.experimental.topologies`, or `abstract_devices`; or a
+      function that returns them for the sizes of a mesh.
   """
   token = _on_devices.set(devices)
   try:
@@ -122,13 +121,14 @@ def make_mesh(
   Raises:
     errors.UsageError: an axis is unknown, or the sizes do not fit the devices.
   """
-  devices = list(devices or current_devices())
+  devices = list(devices or current_devices(sizes))
   return lay_out(mesh_shape(sizes, devices), devices)
 
 
-def current_devices() -> Sequence[Any]:
+def current_devices(sizes: Mapping[str, Any] | None = None) -> Sequence[Any]:
   """Returns the devices of `on_devices`, or all devices of all hosts."""
-  return _on_devices.get() or jax.devices()
+  found = _on_devices.get()
+  return found(sizes) if callable(found) else found or jax.devices()
 
 
 def mesh_shape(

@@ -183,7 +183,7 @@ class Partitioner:
     changes: Mapping[str, Any] | None = None,
   ) -> 'Partitioner':
     """Makes the mesh and the rules: see `make_mesh` and `get_rules`."""
-    devices = mesh_lib.current_devices()
+    devices = mesh_lib.current_devices(sizes)
     shape = mesh_lib.mesh_shape(sizes, devices)
     mesh = mesh_lib.lay_out(shape, devices)
     return cls(mesh, get_rules(sharding, changes), shape)

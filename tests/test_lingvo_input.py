@@ -552,7 +552,7 @@ def test_eval_ends_for_good():
 
 def test_eval_refuses_rows_of_several_lengths():
   extra = {'y': lambda x: np.zeros((len(x), 1 + x[0]))}
-  with pytest.raises(ValueError, match=r"\['y'\]\": \(1,\).*\['y'\]\": \(5,\)"):
+  with pytest.raises(ValueError, match='must match exactly'):  # NumPy's.
     evaluate(1, 8, extra=extra)
 
 

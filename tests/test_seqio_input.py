@@ -10,7 +10,6 @@ from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 
-from jaxline.inputs import base
 from jaxline.inputs import c4
 from jaxline.inputs import seqio as seqio_input
 from jaxline.inputs import tfdata
@@ -287,8 +286,6 @@ def test_ids_are_text_again():
   )
   inputs = make(task, task_feature_lengths={'inputs': 4})
   assert inputs.ids_to_strings([[5]], [1], 'inputs') == ['5']
-  with pytest.raises(ValueError, match=r"'targets' .*it has \['inputs'\]"):
-    inputs.ids_to_strings([[5]], [1])
 
 
 # Training.
@@ -302,8 +299,8 @@ def test_hosts_share_an_epoch(tmp_path):
   for host in range(count):
     inputs = make(task, count, host, repeat=False)
     for batch in inputs:
-      rows = batch.weights == 1
-      seen += batch.tgt.labels[rows, 0].tolist()
+      rows = batch['weights'] == 1
+      seen += batch['tgt']['labels'][rows, 0].tolist()
   assert sorted(seen) == list(range(10, 25))
 
 
@@ -311,7 +308,9 @@ def test_epochs_differ_and_go_on_after_any_batch(tmp_path):
   task = make_task(tmp_path)
 
   def read(inputs, num_batches):
-    return [next(inputs).tgt.labels[:, 0].tolist() for _ in range(num_batches)]
+    return [
+      next(inputs)['tgt']['labels'][:, 0].tolist() for _ in range(num_batches)
+    ]
 
   whole = read(make(task), 12)
   rows = [x for batch in whole for x in batch]
@@ -348,14 +347,14 @@ def test_a_packed_task_goes_on(tmp_path):
     'task_feature_lengths': {'inputs': 6, 'targets': 6},
   }
   inputs = make(task, **fields)
-  whole = [next(inputs).labels.tolist() for _ in range(7)]
+  whole = [next(inputs)['labels'].tolist() for _ in range(7)]
   tokens = [t for (row,) in whole[:5] for t in row if t > 9]
   assert len(set(tokens)) == len(tokens)  # Rows of one epoch share nothing.
   before, after = make(task, **fields), make(task, **fields)
   for _ in range(6):
     next(before)
   after.set_state(before.get_state())
-  assert next(after).labels.tolist() == whole[6]
+  assert next(after)['labels'].tolist() == whole[6]
 
 
 def test_a_mixture_repeats_its_tasks_each_by_itself(tmp_path):
@@ -367,7 +366,7 @@ def test_a_mixture_repeats_its_tasks_each_by_itself(tmp_path):
     ],
   )
   inputs = make(mixture, batch_size=10)
-  rows = [next(inputs).tgt.labels[:, 0].tolist() for _ in range(10)]
+  rows = [next(inputs)['tgt']['labels'][:, 0].tolist() for _ in range(10)]
   flat = [x for row in rows for x in row]
   # The small one is drawn as often as the large one, and does not end it.
   assert 30 < sum(x < 20 for x in flat) < 70
@@ -375,7 +374,7 @@ def test_a_mixture_repeats_its_tasks_each_by_itself(tmp_path):
   assert inputs.position() == {'epoch': 0, 'record': 100}
   after = make(mixture, batch_size=10)
   after.set_position({'epoch': 0, 'record': 70})
-  assert next(after).tgt.labels[:, 0].tolist() == rows[7]
+  assert next(after)['tgt']['labels'][:, 0].tolist() == rows[7]
 
 
 def test_a_state_of_other_rates_is_refused(tmp_path):
@@ -454,7 +453,7 @@ def test_an_evaluation_goes_on_over_the_data(tmp_path):
     eval_loop_num_batches=4,
   )
   rounds = [
-    [b.tgt.labels[:, 0].tolist() for b in inputs.eval_batches()]
+    [b['tgt']['labels'][:, 0].tolist() for b in inputs.eval_batches()]
     for _ in range(2)
   ]
   assert rounds == [
@@ -472,7 +471,7 @@ def run_model(inputs):
   for host in inputs:
     for batch in host.eval_batches():
       ids = host.example_ids(batch)
-      x = batch.tgt.labels[:, 0]
+      x = batch['tgt']['labels'][:, 0]
       right = np.where(x % 4 == 0, x, 99)
       tokens = np.stack([right, np.ones_like(x)], axis=1)
       length = {'length': x}
@@ -524,7 +523,7 @@ def test_outputs_are_gathered_as_documented(tmp_path):
   def gather(**fields):
     return [
       multihost_utils.process_allgather(
-        (data.example_ids(batch), batch.tgt.labels[:, 0]), **fields
+        (data.example_ids(batch), batch['tgt']['labels'][:, 0]), **fields
       )
       for batch in data.eval_batches()
     ]
@@ -543,7 +542,7 @@ def test_a_subclass_may_leave_the_ids_out(tmp_path):
   class Labels(seqio_input.SeqIOInput):
     def get_next(self):
       batch = super().get_next()
-      return base.Batch(x=batch.tgt.labels, weights=batch.weights)
+      return {'x': batch['tgt']['labels'], 'weights': batch['weights']}
 
   inputs = Labels(
     mixture_or_task=make_task(tmp_path),
@@ -555,8 +554,8 @@ def test_a_subclass_may_leave_the_ids_out(tmp_path):
     eval_loop_num_batches=None,
     batch_padding_size=1,
   )
-  assert [b.x.shape for b in inputs.eval_batches()] == [(3, 2)] * 6
-  with pytest.raises(ValueError, match='are missing'):
+  assert [b['x'].shape for b in inputs.eval_batches()] == [(3, 2)] * 6
+  with pytest.raises(ValueError, match=r"\['weights', 'x'\]; expected"):
     inputs.example_ids(next(inputs.eval_batches()))
 
 
@@ -648,21 +647,19 @@ def test_outputs_that_do_not_fit_are_refused(tmp_path, monkeypatch):
   compute = inputs[0].compute_metrics
   with pytest.raises(
     ValueError,
-    match=r'2 of the score_outputs for SeqIOInput are missing:.*'
-    r'\(0, 2, 0\), \(0, 2, 1\)\.',
+    match=r'score_outputs for SeqIOInput are of 9 examples; expected 11\..*'
+    r' 2, .*\[\(0, 2, 0\), \(0, 2, 1\)\]',
   ):
     compute(score_outputs=scores[1:])
   _, others = run_model(evaluate(task, 1))
-  with pytest.raises(
-    ValueError, match='num_shards=1; SeqIOInput has num_infee'
-  ):
+  with pytest.raises(ValueError, match=r' 22, .*\(0, 1, 0\)'):
     compute(score_outputs=others)
   ids = {
     seqio_input.SHARD_KEY: [0],
     seqio_input.NUM_SHARDS_KEY: [2],
     seqio_input.INDEX_KEY: [11],
   }
-  with pytest.raises(ValueError, match=r'belong to no example:.*\(0, 2, 11\)'):
+  with pytest.raises(ValueError, match=r' 1, .*\(0, 2, 11\)'):
     compute(score_outputs=[*scores, (ids, [1.0])])
   with pytest.raises(ValueError, match='pairs'):
     compute(predict_outputs=[(i, tokens) for i, (tokens, _) in predictions])
@@ -670,24 +667,16 @@ def test_outputs_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     (i, (np.pad(tokens, [(0, 0), (0, n % 2)]), more))
     for n, (i, (tokens, more)) in enumerate(predictions)
   ]
-  with pytest.raises(
-    ValueError,
-    match=r'predict_outputs of task numbers .*\(2,\) and \(3,\).*Pad',
-  ):
+  with pytest.raises(ValueError, match='must have the same shape'):
     compute(predict_outputs=uneven)
   with pytest.raises(ValueError, match='Give predict_outputs, score_outputs'):
     compute()
   (packed,) = evaluate(
     task, feature_converter=seqio_input.EncoderDecoderFeatures(pack=True)
   )
-  with pytest.raises(ValueError, match='packing is True'):
-    packed.example_ids(next(packed.eval_batches()))
-  with pytest.raises(ValueError, match='packing is True'):
-    packed.compute_metrics(score_outputs=scores)
-  with pytest.raises(ValueError, match=r"\['x'\], and \['_seqio_index_within_"):
-    compute(score_outputs=[({'x': [1]}, [1.0])])
-  with pytest.raises(ValueError, match='reset_for_eval is False'):
-    make(task).compute_metrics(score_outputs=scores)
+  for source in packed, make(task):
+    with pytest.raises(ValueError, match='reset_for_eval=True, and pack=False'):
+      source.compute_metrics(score_outputs=[(next(source), [1.0, 1.0])])
   monkeypatch.setattr(seqio_input.jax, 'process_index', lambda: 1)
   assert compute(score_outputs=scores) == {}
 
@@ -706,7 +695,7 @@ def test_wrong_fields_are_refused(tmp_path):
     'is_training': True,
   }
   named = seqio_input.SeqIOInput(mixture_name='a_registered_task', **fields)
-  assert next(named).labels.shape == (2, 2)
+  assert next(named)['labels'].shape == (2, 2)
   for wrong, error, message in (
     ({}, ValueError, 'exactly one'),
     (
@@ -717,9 +706,8 @@ def test_wrong_fields_are_refused(tmp_path):
     (
       {'mixture_name': 'a_registred_task'},
       ValueError,
-      r"did you mean one of \['a_registered_task'",
+      "No Task or Mixture found with name 'a_registred_task'",
     ),
-    ({'mixture_or_task': 'a'}, TypeError, 'is a str; expected a seqio.Mixture'),
     (
       {'mixture_or_task': task, 'split_name': 'test'},
       ValueError,
@@ -728,7 +716,7 @@ def test_wrong_fields_are_refused(tmp_path):
     (
       {'mixture_or_task': task, 'task_feature_lengths': {'target': 2}},
       ValueError,
-      r"its features are \['inputs', 'targets'\]",
+      "extra features not specified in .*'target'",
     ),
     (
       {'mixture_or_task': task, 'is_training': False, 'shuffle': True},
@@ -742,10 +730,10 @@ def test_wrong_fields_are_refused(tmp_path):
     ),
   ):
     with pytest.raises(error, match=message):
-      seqio_input.SeqIOInput(**{**fields, **wrong})
+      next(seqio_input.SeqIOInput(**{**fields, **wrong}))
 
 
-def test_an_error_names_the_files(tmp_path):
+def test_an_error_names_the_task_and_the_place(tmp_path):
   task = make_task(tmp_path, sizes=(9, 1, 1, 1))
   path = tmp_path / 'numbers-0.tfrecord'
   data = bytearray(path.read_bytes())
@@ -753,45 +741,28 @@ def test_an_error_names_the_files(tmp_path):
   path.write_bytes(data)
   with pytest.raises(tf.errors.DataLossError) as caught:
     list(make(task, repeat=False, shuffle=False))
-  note = caught.value.__notes__[0]
-  assert "of numbers, split 'train'" in note
-  assert f'(one of {path}, ' in note
-  assert 'and 1 more' in note
+  assert caught.value.__notes__[0].endswith(
+    "epoch 0 from record 8 on of numbers, split 'train'."
+  )
 
 
-@pytest.mark.parametrize(
-  ('count', 'host', 'files'),
-  [(1, 0, [0, 1, 2]), (2, 0, [0, 2]), (2, 1, [1]), (4, 3, [0, 1, 2])],
-)
-def test_only_files_that_a_host_reads_are_named(tmp_path, count, host, files):
-  inputs = make(make_task(tmp_path, sizes=(9, 9, 9)), count, host)
-  rows = [x for _ in range(4) for x in next(inputs).tgt.labels[:, 0].tolist()]
-  assert {(x - 10) // 9 for x in rows} <= set(files)
-  where = inputs.where()
-  named = [str(tmp_path / f'numbers-{i}.tfrecord') for i in files]
-  some = ', '.join(named)
-  assert where.endswith(f'(one of {some})' if len(named) > 1 else f'({some})')
-
-
-def test_files_are_looked_for_once(tmp_path, monkeypatch):
-  task = make_task(tmp_path)
-  inputs = make(task)
-  path = str(tmp_path / 'numbers-0.tfrecord')
+def test_files_are_listed_once(tmp_path, monkeypatch):
+  inputs = make(make_task(tmp_path))
   calls = []
-  list_shards = type(task.source).list_shards
+  list_shards = seqio.TFExampleDataSource.list_shards
 
   def listing(self, split):
     calls.append(split)
     return list_shards(self, split)
 
-  monkeypatch.setattr(type(task.source), 'list_shards', listing)
+  monkeypatch.setattr(seqio.TFExampleDataSource, 'list_shards', listing)
   # Not even before the data is open: what opens it may be what hangs.
-  assert path not in inputs.where()
+  inputs.where()
   assert not calls
   next(inputs)
+  inputs.get_state()
   before = len(calls)
   for _ in range(3):
-    assert path in inputs.where()
     inputs.get_state()
   assert len(calls) == before
 
@@ -844,8 +815,8 @@ def test_c4_is_each_token_once(tmp_path, kind, count):
     )
     assert inputs.seed() == 9876
     for batch in inputs:
-      np.testing.assert_array_equal(batch.weights, batch.labels != 0)
-      tokens += batch.labels[batch.weights == 1].tolist()
+      np.testing.assert_array_equal(batch['weights'], batch['labels'] != 0)
+      tokens += batch['labels'][batch['weights'] == 1].tolist()
   expected = [
     t for text in DOCUMENTS for t in [*(b + 3 for b in text.encode()), 1]
   ]
@@ -859,14 +830,14 @@ def test_c4_puts_documents_one_after_the_other(tmp_path):
   inputs = c4.c4_input(task, batch_size=1, length=64, is_training=False)
   batches = list(inputs.eval_batches())
   # All rows are full, but what is left behind the last document.
-  assert all(b.weights.all() for b in batches[:-1])
-  ids = np.concatenate([b.labels[0][b.weights[0] == 1] for b in batches])
+  assert all(b['weights'].all() for b in batches[:-1])
+  ids = np.concatenate([b['labels'][0][b['weights'][0] == 1] for b in batches])
   text = (np.where(ids == 1, 10 + 3, ids) - 3).astype(np.uint8)
   text = text.tobytes().decode()
   assert sorted(text.splitlines()) == sorted(DOCUMENTS)
   first = batches[0]
-  assert first.ids[0, 1:].tolist() == first.labels[0, :-1].tolist()
-  assert inputs.ids_to_strings(first.labels, [64]) == [text[:64].strip()]
+  assert first['ids'][0, 1:].tolist() == first['labels'][0, :-1].tolist()
+  assert inputs.ids_to_strings(first['labels'], [64]) == [text[:64].strip()]
 
 
 def test_a_state_of_c4_in_another_order_is_refused(tmp_path):
@@ -917,7 +888,7 @@ def test_c4_with_a_sentencepiece_model(tmp_path):
   text = []
   for batch in inputs.eval_batches():
     text += inputs.ids_to_strings(
-      batch.labels, batch.weights.sum(1).astype(int)
+      batch['labels'], batch['weights'].sum(1).astype(int)
     )
   joined = ' '.join(text).replace('\n', ' ')
   assert set(joined.split()) >= {'document', 'and', 'more'}

@@ -290,7 +290,7 @@ def test_a_corpus(spec, kind, tmp_path):
       eval_loop_num_batches=None,
     )
     batches = list(data.eval_batches())
-    total = sum(int(b.weights.sum()) for b in batches)
+    total = sum(int(b['weights'].sum()) for b in batches)
     assert total == len(split.tokens) - split.num_documents
     assert split.data() == b''.join(contents[name] for name in split.names)
     assert split.num_bytes == len(split.data())

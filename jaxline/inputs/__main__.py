@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jaxline import errors
+from jaxline import mesh
 from jaxline import platform
 from jaxline.compat import adapters
 from jaxline.inputs import base
@@ -35,8 +36,8 @@ def input_maker(
     eval_set: which of several evaluation sets; None is the first.
 
   Returns:
-    A function without arguments. It makes the experiment, but no weights; the
-    input is that of `base.this_host()`.
+    A function without arguments. It makes the experiment, but no weights, on a
+    mesh of placeholders; the input is that of `base.this_host()`.
 
   Raises:
     UsageError: the config names no experiment, or one without such a method.
@@ -53,8 +54,10 @@ def input_maker(
 
   def make() -> Any:
     rng = jax.random.PRNGKey(config.random_seed)
-    experiment = adapters.construct(experiment_class, split, rng, config)
-    found = getattr(experiment, method)()
+    # Data needs no devices, so those of the run need not be here.
+    with mesh.on_devices(_fitting_devices):
+      experiment = adapters.construct(experiment_class, split, rng, config)
+      found = getattr(experiment, method)()
     sets = found if split == 'eval' and isinstance(found, Mapping) else {}
     if eval_set is not None and eval_set not in sets:
       raise platform.UsageError(
@@ -67,41 +70,31 @@ def input_maker(
   return make
 
 
+def _fitting_devices(sizes: Any) -> Sequence[mesh.AbstractDevice]:
+  """Returns placeholders for the smallest mesh of these sizes."""
+  # A size may be -1: all that are left.
+  ici, dcn = (math.prod(map(abs, x.values())) for x in mesh.check_sizes(sizes))
+  return mesh.abstract_devices(ici * dcn, dcn)
+
+
 def _host(text: str) -> tuple[int, int]:
   """Parses '1/4'."""
-  index, _, count = text.partition('/')
-  try:
-    host = int(index), int(count)
-  except ValueError:
-    host = -1, 0
-  if not 0 <= host[0] < host[1]:
-    raise argparse.ArgumentTypeError(
-      f'{text!r} is no host; expected INDEX/COUNT, such as 0/4, 1/4, 2/4 or 3/4'
-    )
-  return host
+  index, count = map(int, text.split('/'))
+  return index, count
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-  def parse(text: str) -> int:
-    if not text.isdecimal() or int(text) < least:
-      raise argparse.ArgumentTypeError(
-        f'{text!r}; expected an integer of at least {least}'
-      )
-    return int(text)
+_host.__name__ = 'INDEX/COUNT'  # For the message of argparse.
 
+
+def _number(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
+  def parse(text: str) -> Any:
+    value = kind(text)
+    if not least <= value < math.inf:
+      raise ValueError
+    return value
+
+  parse.__name__ = f'finite {kind.__name__} of at least {least},'
   return parse
-
-
-def _seconds(text: str) -> float:
-  try:
-    seconds = float(text)
-  except ValueError:
-    seconds = math.nan
-  if not 0 < seconds < math.inf:
-    raise argparse.ArgumentTypeError(
-      f'{text!r}; expected a finite number of seconds above 0'
-    )
-  return seconds
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,59 +108,30 @@ def _parser() -> argparse.ArgumentParser:
     ' could resume exactly, and how fast it reads; exits with 1 if something is'
     ' wrong'
   )
+  promises = '; '.join(f'{p.name}: {p.text}' for p in show.PROMISES)
   sub = commands.add_parser(
     'show',
     help=text,
     description=text,
+    epilog=f'What is checked. {promises}.',
     usage='%(prog)s --config=FILE [--config.key=value ...] [OPTION ...]',
     allow_abbrev=False,
   )
   sub.set_defaults(run=_show)
-  sub.add_argument(
-    '-n', type=_at_least(0), default=3, help='batches to print (default: 3)'
-  )
-  sub.add_argument(
-    '--split',
-    choices=sorted(_METHODS),
-    default='train',
-    help='(default: train)',
-  )
-  sub.add_argument(
-    '--set', help='of several evaluation sets, which one (default: the first)'
-  )
-  sub.add_argument(
-    '--host',
-    type=_host,
-    help='print what this host reads, counted from 0: 1/4 (default: 0/HOSTS)',
-  )
-  sub.add_argument(
-    '--hosts',
-    type=_at_least(1),
-    help="hosts to compare (default: --host's, or 2 if there can be as many)",
-  )
-  sub.add_argument(
-    '--batches',
-    type=_at_least(1),
-    default=20,
-    help='batches of each host to compare (default: 20)',
-  )
-  sub.add_argument(
-    '--max_batches',
-    type=_at_least(1),
-    default=1000,
-    help='batches of each host to count, where the data ends (default: 1000)',
-  )
-  sub.add_argument(
-    '--seconds',
-    type=_seconds,
-    default=1.0,
-    help='how long to measure the speed (default: 1)',
-  )
-  sub.add_argument(
-    '--devices',
-    type=_at_least(1),
-    help='CPU devices to pretend, for a config whose mesh needs several',
-  )
+  count = _number(int, 1)
+  for flag, kind, default, what in (
+    ('-n', _number(int, 0), 3, 'batches to print'),
+    ('--hosts', count, None, "hosts to compare; the default is --host's, or 2"),
+    ('--batches', count, 20, 'batches of each host to compare'),
+    ('--max_batches', count, 1000, 'batches to count, where the data ends'),
+    ('--seconds', _number(float, 0.001), 1.0, 'how long to measure the speed'),
+    ('--host', _host, None, 'which host to print, from 0, such as 1/4'),
+    ('--set', str, None, 'which evaluation set; the default is the first'),
+  ):
+    is_shown = default is not None
+    help_text = f'{what} (default: {default})' if is_shown else what
+    sub.add_argument(flag, type=kind, default=default, help=help_text)
+  sub.add_argument('--split', choices=sorted(_METHODS), default='train')
   return parser
 
 
@@ -239,8 +203,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     SystemExit: the arguments are not understood (status 2), or ask for help.
   """
   args, rest = _parser().parse_known_args(argv)
-  if args.devices is not None:
-    jax.config.update('jax_num_cpu_devices', args.devices)
   try:
     return args.run(args, platform.load_config(rest))
   except BrokenPipeError:

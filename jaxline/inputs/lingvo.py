@@ -98,7 +98,8 @@ class LingvoInputAdaptor(base.BaseInput):
       )
     self._params: Any = None if is_generator else copy.deepcopy(given)
     self._settle_seed(_params_of(given) if is_generator else self._params)
-    self._start(given if is_generator else None)
+    self._generator: Any = given if is_generator else self._instantiate()
+    self._begin()
     if self._OWN_BATCH_SIZE:
       self.batch_size = self._find_batch_size()
 
@@ -134,22 +135,17 @@ class LingvoInputAdaptor(base.BaseInput):
       )
     params.file_random_seed = seed + self.infeed_host_index
 
-  def _start(self, generator: Any = None) -> None:
-    """Goes to the first batch, of a new generator if none is given."""
+  def _instantiate(self) -> Any:
     with self._scope():
-      self._generator = (
-        self._params.Instantiate() if generator is None else generator
-      )
-      self._get = _getter(self._generator)
-    self._first: base.Batch | None = None
-    self._forget()
+      return self._params.Instantiate()
 
-  def _forget(self) -> None:
-    """Resets the counts of what was read."""
+  def _begin(self) -> None:
+    """Goes to the first batch of the generator."""
     self._given = 0
-    self._taken = 0
     self._at_end = False
     self._rest: base.Batch | None = None
+    with self._scope():
+      self._get = _getter(self._generator)
 
   def _find_batch_size(self) -> int:
     size = getattr(_params_of(self._generator), 'batch_size', None)
@@ -158,15 +154,13 @@ class LingvoInputAdaptor(base.BaseInput):
         size = self._generator.InfeedBatchSize()
     if size:
       return int(size)
-    try:
-      self._first = self._read()
-    except StopIteration:
+    self._rest = self._read()
+    if self._rest is None:
       raise ValueError(
         f'{self.name} has no data: its generator does not tell its batch size,'
         ' and ended at once.'
-      ) from None
-    self._taken = 0
-    return base.num_rows(self._first)
+      )
+    return base.num_rows(self._rest)
 
   def _infeed_host(self) -> tuple[int, int]:
     """Returns which host of how many the generator is to read for."""
@@ -196,37 +190,39 @@ class LingvoInputAdaptor(base.BaseInput):
     cluster.params.enable_asserts = False
     return module, cluster
 
-  def _read(self) -> base.Batch:
-    """Returns the generator's next batch, [b, ...], with weights."""
+  def _read(self) -> base.Batch | None:
+    """Returns rows, [b, ...], with weights; None at the end.
+
+    They are those that are left of the batch before, or else the generator's
+    next ones.
+    """
+    if self._rest is not None:
+      rest, self._rest = self._rest, None
+      return rest
     if self._at_end:
-      raise StopIteration
-    self._taken += 1
-    if self._first is not None:
-      first, self._first = self._first, None
-      return first
+      return None
     try:
       with self._scope():
-        batch = self._get()
+        given = self._get()
     except Exception as e:
       if isinstance(e, StopIteration) or base.is_out_of_range(e):
         self._at_end = True
-        raise StopIteration from e
+        return None
       raise
     keep_strings = not self.is_training and self.num_infeed_hosts == 1
-    arrays = _to_numpy(batch, '', keep_strings)
+    arrays = _to_numpy(given, '', keep_strings)
     if not isinstance(arrays, dict) or not jax.tree.leaves(arrays):
       raise TypeError(
         f'{type(self._generator).__name__}.GetPreprocessedInputBatch() returned'
-        f' {type(batch).__name__}; expected a mapping with at least one tensor'
+        f' {type(given).__name__}; expected a mapping with at least one tensor'
         ' that is not of strings.'
       )
-    result = base.Batch(arrays)
-    rows = base.num_rows(result)
-    if SAMPLE_WEIGHTS not in result:
-      result[SAMPLE_WEIGHTS] = np.ones(rows, np.float32)
-    if base.WEIGHTS not in result:
-      result[base.WEIGHTS] = result[SAMPLE_WEIGHTS].astype(np.float32)
-    return result
+    batch = base.Batch(arrays)  # For code that was written for Pax.
+    rows = base.num_rows(batch)
+    batch.setdefault(SAMPLE_WEIGHTS, np.ones(rows, np.float32))
+    weights = batch[SAMPLE_WEIGHTS].astype(np.float32)
+    batch.setdefault(base.WEIGHTS, weights)
+    return batch
 
   def get_next(self) -> base.Batch:
     """Returns the next batch: arrays [B, ...].
@@ -237,10 +233,12 @@ class LingvoInputAdaptor(base.BaseInput):
     if self.num_batches is not None and self._given >= self.num_batches:
       raise StopIteration
     batch = self._next_rows()
+    if batch is None:
+      raise StopIteration
     self._given += 1
     return batch
 
-  def _next_rows(self) -> base.Batch:
+  def _next_rows(self) -> base.Batch | None:
     return self._read()
 
   def reset(self) -> None:
@@ -250,24 +248,23 @@ class LingvoInputAdaptor(base.BaseInput):
       NotImplementedError: it was given, and has none.
     """
     super().reset()
-    if not self._taken:
+    if not self._given and not self._at_end:
       return
     if self._params is not None:
-      self._start()
-      return
-    try:
+      self._generator = self._instantiate()
+    elif hasattr(self._generator, 'Reset'):
       with self._scope():
         self._generator.Reset()
-    except (AttributeError, NotImplementedError) as e:
+    else:
       raise NotImplementedError(
         f'{self.name} cannot be reset: {type(self._generator).__name__} has no'
         ' Reset(). Give its params instead, which can make it anew.'
-      ) from e
-    self._forget()
+      )
+    self._begin()
 
   def where(self) -> str:
-    """Returns which batch of the generator was read last."""
-    return f'batch {self._taken} of {type(self._generator).__name__}'
+    """Returns the number of the batch that is being read."""
+    return f'batch {self._given + 1} of {type(self._generator).__name__}'
 
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
@@ -299,18 +296,20 @@ class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
 
   _OWN_BATCH_SIZE: ClassVar[bool] = False
 
-  def _next_rows(self) -> base.Batch:
+  def _next_rows(self) -> base.Batch | None:
     assert self.batch_size is not None
-    if self._rest is None:
-      self._rest = self._read()
-      rows = base.num_rows(self._rest)
-      if rows % self.batch_size:
-        raise ValueError(
-          f'{self.name} has batch_size={self.batch_size}, and its generator'
-          f' gave {rows} rows; expected a multiple of batch_size.'
-        )
-    batch, self._rest = _cut(self._rest, self.batch_size)
-    return batch
+    batch = self._read()
+    if batch is None:
+      return None
+    rows = base.num_rows(batch)
+    if rows % self.batch_size:
+      raise ValueError(
+        f'{self.name} has batch_size={self.batch_size}, and its generator'
+        f' gave {rows} rows; expected a multiple of batch_size.'
+      )
+    if rows > self.batch_size:
+      self._rest = _choose(batch, slice(self.batch_size, None))
+    return _choose(batch, slice(self.batch_size))
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -346,34 +345,28 @@ class LingvoEvalAdaptor(LingvoInputAdaptor):
   def _infeed_host(self) -> tuple[int, int]:
     return 0, 1
 
-  def _forget(self) -> None:
-    super()._forget()
-    self._example: base.Batch | None = None
+  def _begin(self) -> None:
+    super()._begin()
+    self._padding: base.Batch | None = None
 
-  def _next_rows(self) -> base.Batch:
+  def _next_rows(self) -> base.Batch | None:
     assert self.infeed_host_index is not None
     assert self.batch_size is not None
-    size = self.get_global_batch_size()
+    size, have = self.get_global_batch_size(), 0
     parts: list[base.Batch] = []
-    if self._rest is not None:
-      parts.append(self._rest)
-    have = sum(map(base.num_rows, parts))
-    while have < size:
-      try:
-        parts.append(self._read())
-      except StopIteration:
-        break
-      have += base.num_rows(parts[-1])
-    if not have:
-      raise StopIteration
-    if self._example is None:
-      self._example, _ = _cut(parts[0], 1)
-    if have < size:
-      parts.append(_filling(self._example, size - have))
-    rows, self._rest = _cut(_joined(parts), size)
+    while have < size and (part := self._read()) is not None:
+      parts.append(part)
+      have += base.num_rows(part)
+    if not parts:
+      return None
+    if self._padding is None:
+      self._padding = _without_weight(_choose(parts[0], slice(1)))
+    parts += [self._padding] * (size - have)
+    rows = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+    if have > size:
+      self._rest = _choose(rows, slice(size, None))
     first = self.infeed_host_index * self.batch_size
-    own = slice(first, first + self.batch_size)
-    return jax.tree.map(lambda x: x[own], rows)
+    return _choose(rows, slice(first, first + self.batch_size))
 
 
 def _params_of(generator: Any) -> Any:
@@ -396,85 +389,50 @@ def _getter(generator: Any) -> Callable[[], Any]:
   return tf.function(generator.GetPreprocessedInputBatch)
 
 
-_DROPPED = object()
-
-
 def _to_numpy(x: Any, path: str, keep_strings: bool) -> Any:
   """Returns dicts and lists of arrays for those of tensors.
 
   Args:
     x: tensors, anything with `numpy()` or that NumPy takes.
     path: its name in messages.
-    keep_strings: whether tensors of strings stay.
+    keep_strings: whether tensors of strings stay; else they are None.
 
   Raises:
     TypeError: something in it is no array.
   """
   if isinstance(x, Mapping):
-    items = {
+    found = {
       key: _to_numpy(value, f'{path}.{key}', keep_strings)
       for key, value in x.items()
     }
-    return {k: v for k, v in items.items() if v is not _DROPPED}
+    return {key: value for key, value in found.items() if value is not None}
   if isinstance(x, list | tuple):
-    values = [
-      _to_numpy(value, f'{path}[{i}]', keep_strings)
-      for i, value in enumerate(x)
-    ]
-    return [v for v in values if v is not _DROPPED]
+    values = (_to_numpy(value, path, keep_strings) for value in x)
+    return [value for value in values if value is not None]
   array = _array(x)
-  kind = array.dtype.kind
-  if kind in 'SU' or (
-    kind == 'O' and all(isinstance(v, bytes | str) for v in array.flat)
-  ):
-    return array if keep_strings else _DROPPED
-  if kind == 'O':
-    raise TypeError(
-      f"The entry {path[1:]} of the generator's batch is {type(x).__name__},"
-      ' which is no dense array. Remove it, or make it dense.'
-    )
-  return array
+  if array.dtype.kind not in 'OSU':
+    return array
+  if all(isinstance(v, bytes | str) for v in array.flat):
+    return array if keep_strings else None
+  raise TypeError(
+    f"The entry {path[1:]} of the generator's batch is {type(x).__name__},"
+    ' which is no dense array. Remove it, or make it dense.'
+  )
 
 
 def _array(x: Any) -> np.ndarray:
   return np.asarray(x.numpy() if hasattr(x, 'numpy') else x)
 
 
-def _cut(batch: base.Batch, rows: int) -> tuple[base.Batch, base.Batch | None]:
-  """Returns the first rows, and the others if there are any."""
-  head = jax.tree.map(lambda x: x[:rows], batch)
-  if base.num_rows(batch) == rows:
-    return head, None
-  return head, jax.tree.map(lambda x: x[rows:], batch)
+def _choose(batch: base.Batch, rows: slice) -> base.Batch:
+  return jax.tree.map(lambda x: x[rows], batch)
 
 
-def _joined(parts: list[base.Batch]) -> base.Batch:
-  if len(parts) == 1:
-    return parts[0]
-  for other in parts[1:]:
-    one, two = (
-      {
-        jax.tree_util.keystr(path): x.shape[1:]
-        for path, x in jax.tree_util.tree_leaves_with_path(part)
-      }
-      for part in (parts[0], other)
-    )
-    if one != two:
-      raise ValueError(
-        f'The generator gave rows of shapes {one} and then of {two}; expected'
-        ' one shape for each entry. Let it fill up all rows to one length.'
-      )
-  return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+def _without_weight(batch: base.Batch) -> base.Batch:
+  """Returns a batch whose weights are 0, at any depth."""
 
+  def clear(path: Any, x: np.ndarray) -> np.ndarray:
+    is_weight = getattr(path[-1], 'key', None) in _WEIGHT_NAMES
+    return np.zeros_like(x) if is_weight else x
 
-def _filling(example: base.Batch, rows: int) -> base.Batch:
-  """Returns copies of an example [1, ...], [rows, ...], of weight 0."""
-
-  def fill(path: Any, x: np.ndarray) -> np.ndarray:
-    copies = np.repeat(x, rows, axis=0)
-    is_weight = isinstance(path[-1], jax.tree_util.DictKey) and (
-      path[-1].key in _WEIGHT_NAMES
-    )
-    return np.zeros_like(copies) if is_weight else copies
-
-  return jax.tree_util.tree_map_with_path(fill, example)
+  return jax.tree_util.tree_map_with_path(clear, batch)

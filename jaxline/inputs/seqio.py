@@ -43,15 +43,12 @@ from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import functools
 import hashlib
-import itertools
 import os
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxline import errors
-from jaxline.inputs import base
 from jaxline.inputs import tfdata
 
 # Which example a row is: the number of the part, of how many parts, and the
@@ -64,6 +61,9 @@ ID_KEYS = (SHARD_KEY, NUM_SHARDS_KEY, INDEX_KEY)
 # SeqIO's own evaluator takes this seed.
 _EVAL_SEED = 42
 _MAX_NAMED = 3
+
+# The values of these for one row.
+Id = tuple[int, int, int]
 
 # The rows of one batch: the entries of `ID_KEYS`, and arrays [B, ...].
 Outputs = Iterable[tuple[Mapping[str, Any], Any]]
@@ -217,7 +217,7 @@ class SeqIOInput(tfdata.EpochInput):
   data_version: str = ''
 
   def __post_init__(self) -> None:
-    import_seqio()
+    seqio = import_seqio()
     super().__post_init__()
     self.check_flag('shuffle', or_none=True)
     self.check_flag('use_cached')
@@ -234,43 +234,16 @@ class SeqIOInput(tfdata.EpochInput):
         f'{self.name} has shuffle=True and is_training=False; an evaluation is'
         ' never shuffled. Leave shuffle out.'
       )
-    self._provider = self._find_provider()
+    self._provider: Any = self.mixture_or_task
+    if self.mixture_name is not None:
+      self._provider = seqio.get_mixture_or_task(self.mixture_name)
     if self.split_name not in self._provider.splits:
       raise ValueError(
         f'{self._provider.name} has no split {self.split_name!r}; it has'
         f' {sorted(self._provider.splits)}.'
       )
-    features = self._provider.output_features
-    unknown = sorted(set(self.task_feature_lengths) - set(features))
-    if unknown:
-      raise ValueError(
-        f'{self.name}.task_feature_lengths has {unknown}, which'
-        f' {self._provider.name} has not; its features are {sorted(features)}.'
-      )
-    # Of each task; None until the data is opened.
-    self._paths: list[list[str]] | None = None
-    # Of each task, the examples of each part, for metrics.
-    self._examples: dict[str, list[list[Any]]] = {}
-
-  def _find_provider(self) -> Any:
-    seqio = import_seqio()
-    if self.mixture_name is None:
-      if not isinstance(self.mixture_or_task, (seqio.Mixture, seqio.Task)):
-        raise TypeError(
-          f'{self.name}.mixture_or_task is a'
-          f' {type(self.mixture_or_task).__name__}; expected a seqio.Mixture or'
-          ' seqio.Task. (A name goes to mixture_name.)'
-        )
-      return self.mixture_or_task
-    names = {*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()}
-    if self.mixture_name not in names:
-      similar = errors.nearest(self.mixture_name, names, n=3)
-      raise ValueError(
-        f'No SeqIO mixture or task is called {self.mixture_name!r}'
-        + (f'; did you mean one of {similar}?' if similar else '.')
-        + ' Import the module that registers it first.'
-      )
-    return seqio.get_mixture_or_task(self.mixture_name)
+    # Of each task, by id, the examples for metrics.
+    self._examples: dict[str, dict[Id, Any]] = {}
 
   @property
   def _tasks(self) -> list[Any]:
@@ -301,19 +274,17 @@ class SeqIOInput(tfdata.EpochInput):
   def epoch_dataset(self, seed: int, host_index: int) -> Any:
     """Returns the rows of a host: one epoch, or all there are of a mixture."""
     tf = tfdata.import_tensorflow()
-    self._find_files()
-    if self.reset_for_eval:
-      parts = [
-        self._convert(self._examples_of(task, seed, host_index))
-        for task in self._tasks
-      ]
-      dataset = functools.reduce(lambda one, two: one.concatenate(two), parts)
-    else:
-      if self._is_endless:
-        self._check_tasks_have_examples(seed, host_index)
-      dataset = self._convert(
-        self._examples_of(self._provider, seed, host_index)
+    providers = self._tasks if self.reset_for_eval else [self._provider]
+    if self._is_endless:
+      self._check_tasks_have_examples(seed, host_index)
+    parts = [
+      self.feature_converter(
+        self._examples_of(provider, seed, host_index, endless=self._is_endless),
+        dict(self.task_feature_lengths),
       )
+      for provider in providers
+    ]
+    dataset = functools.reduce(lambda one, two: one.concatenate(two), parts)
     if not self._has_ids:
       return dataset
 
@@ -327,51 +298,35 @@ class SeqIOInput(tfdata.EpochInput):
 
     return dataset.enumerate().map(add_id)
 
-  def _convert(self, dataset: Any) -> Any:
-    return self.feature_converter(dataset, dict(self.task_feature_lengths))
-
   def _examples_of(
-    self,
-    provider: Any,
-    seed: int,
-    host_index: int,
-    lengths: Mapping[str, int] | None = None,
-    endless: bool | None = None,
-    shuffle: bool | None = None,
+    self, provider: Any, seed: int, host_index: int, **fields: Any
   ) -> Any:
     """Returns the examples of a part of a task or mixture."""
-    seqio = import_seqio()
     # Independent of what was built before: metrics read a single task.
     tfdata.import_tensorflow().random.set_seed(seed)
-    endless = self._is_endless if endless is None else endless
+    endless = fields.pop('endless', False)
+    shard = import_seqio().ShardInfo(host_index, self.num_infeed_hosts)
     return provider.get_dataset(
-      sequence_length=dict(lengths or self.task_feature_lengths),
-      split=self.split_name,
-      use_cached=self.use_cached,
-      shuffle=self.shuffle if shuffle is None else shuffle,
-      seed=seed,
-      shard_info=(
-        seqio.ShardInfo(host_index, self.num_infeed_hosts)
-        if self.num_infeed_hosts != 1
-        else None
-      ),
-      num_epochs=None if endless else 1,
-      trim_output_features=self.trim_output_features,
-      # It would hold an epoch that is read once.
-      try_in_mem_cache=False,
+      **{
+        'sequence_length': dict(self.task_feature_lengths),
+        'split': self.split_name,
+        'use_cached': self.use_cached,
+        'shuffle': self.shuffle,
+        'seed': seed,
+        'shard_info': shard if self.num_infeed_hosts != 1 else None,
+        'num_epochs': None if endless else 1,
+        'trim_output_features': self.trim_output_features,
+        # It would hold an epoch that is read once.
+        'try_in_mem_cache': False,
+        **fields,
+      }
     )
 
   def _check_tasks_have_examples(self, seed: int, host_index: int) -> None:
     # Repeated, a task without any would be looked through for ever.
     for task in self._tasks:
-      dataset = self._examples_of(
-        # One example is enough: do not fill a buffer for it.
-        task,
-        seed,
-        host_index,
-        endless=False,
-        shuffle=False,
-      )
+      # Not shuffled, which would fill a buffer for one example.
+      dataset = self._examples_of(task, seed, host_index, shuffle=False)
       if next(iter(dataset), None) is None:
         raise ValueError(
           f'Task {task.name} of {self._provider.name} has no examples in split'
@@ -380,22 +335,15 @@ class SeqIOInput(tfdata.EpochInput):
           ' files and preprocessors.'
         )
 
-  def fill_up(self, batch: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Returns a batch with so many rows; those that only fill have index -1."""
-    return self._mark(batch, super().fill_up(batch, rows))
-
-  def _fill(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-    return self._mark(batch, super()._fill(batch))
-
-  def _mark(
-    self, batch: Mapping[str, Any], filled: dict[str, Any]
-  ) -> dict[str, Any]:
+  def get_next_padded(self) -> dict[str, Any]:
+    """Returns the next batch; padding rows have index -1."""
+    batch = super().get_next_padded()
     # A subclass may leave them out, where it needs no metrics.
-    if self._has_ids and INDEX_KEY in batch:
-      index = filled[INDEX_KEY].copy()
-      index[len(batch[INDEX_KEY]) :] = -1
-      filled = base.Batch(filled, **{INDEX_KEY: index})
-    return filled
+    if INDEX_KEY in batch and NUM_SHARDS_KEY in batch:
+      batch[INDEX_KEY] = np.where(
+        batch[NUM_SHARDS_KEY] > 0, batch[INDEX_KEY], np.int32(-1)
+      )
+    return batch
 
   def identity(self) -> dict[str, Any]:
     """Returns what the examples and their order depend on."""
@@ -409,27 +357,28 @@ class SeqIOInput(tfdata.EpochInput):
     else:
       kind = getattr(converter, '__qualname__', type(converter).__name__)
       named = f'{kind}(pack={getattr(converter, "pack", None)})'
-    files = hashlib.sha256()
-    for path in itertools.chain(*self._find_files()):
-      files.update(f'{os.path.basename(path)}\n'.encode())
     # Without a mixture, or where each task is read to its end, no rate counts.
     mixes = not self.reset_for_eval and hasattr(self._provider, 'get_rate')
+    tasks, files = [], hashlib.sha256()
+    for task in self._tasks:
+      # Private in SeqIO; the other shuffles are the same each time.
+      size = getattr(task, '_shuffle_buffer_size', None)
+      tasks.append(
+        {
+          'name': task.name,
+          'shuffle_buffer_size': size if self.shuffle else None,
+          'rate': self._provider.get_rate(task) if mixes else None,
+        }
+      )
+      paths = [task.cache_dir]  # The source may be gone.
+      if not (self.use_cached and task.supports_caching):
+        paths = task.source.list_shards(self.split_name)
+      for path in paths:
+        files.update(f'{os.path.basename(path)}\n'.encode())
     return {
       'mixture_or_task': self._provider.name,
       # In order, since that is the one in which they are read.
-      'tasks': [
-        {
-          'name': task.name,
-          # Private in SeqIO; the other shuffles are the same each time.
-          'shuffle_buffer_size': (
-            getattr(task, '_shuffle_buffer_size', None)
-            if self.shuffle
-            else None
-          ),
-          'rate': self._provider.get_rate(task) if mixes else None,
-        }
-        for task in self._tasks
-      ],
+      'tasks': tasks,
       'split_name': self.split_name,
       'task_feature_lengths': dict(self.task_feature_lengths),
       'feature_converter': named,
@@ -440,45 +389,11 @@ class SeqIOInput(tfdata.EpochInput):
       'file_names_sha256': files.hexdigest(),
     }
 
-  def _find_files(self) -> list[list[str]]:
-    """Returns the paths of each task; looks for them the first time only."""
-    if self._paths is None:
-      self._paths = [
-        [task.cache_dir]  # Its source may be gone.
-        if self.use_cached and task.supports_caching
-        else list(task.source.list_shards(self.split_name))
-        for task in self._tasks
-      ]
-    return self._paths
-
-  def _files_of_host(self) -> list[str]:
-    """Returns the paths that this host reads, as SeqIO shares them out."""
-    assert self._paths is not None
-    hosts, host = self.num_infeed_hosts, self.infeed_host_index
-    assert hosts is not None
-    files = []
-    for paths in self._paths:
-      # With fewer files than hosts, each reads all and keeps some examples.
-      files += paths[host::hosts] if len(paths) >= hosts else paths
-    return files
-
   def where(self) -> str:
-    """Returns the first record of the next batch, and the files it may be of.
-
-    These are the files that this host reads, once the data is open. Before that
-    they are not listed, since this is also called while a file system hangs.
-    Only TensorFlow knows which of them is open.
-    """
-    text = (
+    """Returns the first record of the next batch; SeqIO hides its file."""
+    return (
       f'{super().where()} of {self._provider.name}, split {self.split_name!r}'
     )
-    if self._paths is None:
-      return text
-    paths = self._files_of_host()
-    some = ', '.join(paths[:_MAX_NAMED])
-    if len(paths) > _MAX_NAMED:
-      some += f' and {len(paths) - _MAX_NAMED} more'
-    return f'{text} ({"one of " if len(paths) > 1 else ""}{some})'
 
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
@@ -490,23 +405,26 @@ class SeqIOInput(tfdata.EpochInput):
       lengths: integers [B], how many of each row to take.
       key: a feature of the task, or 'src' for 'inputs'. All else, and None, is
         'targets'.
-
-    Raises:
-      ValueError: the task has no such feature.
     """
     features = self._provider.output_features
     key = 'inputs' if key == 'src' else key
-    feature = features.get(key) or features.get('targets')
-    if feature is None:
-      raise ValueError(
-        f'{self._provider.name} has no feature {key or "targets"!r} whose'
-        f' vocabulary could decode ids; it has {sorted(features)}. Give one of'
-        ' these as key.'
+    vocabulary = features[key if key in features else 'targets'].vocabulary
+    texts = []
+    for row, length in zip(np.asarray(ids), lengths, strict=True):
+      row = row[:length]
+      # SeqIO decodes up to the first end only.
+      ends = np.flatnonzero(row == vocabulary.eos_id) + 1
+      decoded = [
+        vocabulary.decode(part.tolist())
+        for part in np.split(row, ends)
+        if part.size
+      ]
+      texts.append(
+        '\n'.join(
+          x if isinstance(x, str) else ' '.join(map(str, x)) for x in decoded
+        )
       )
-    return [
-      _decode(feature.vocabulary, np.asarray(row)[:length].tolist())
-      for row, length in zip(ids, lengths, strict=True)
-    ]
+    return texts
 
   def example_ids(self, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns which examples the rows of a batch are, for `compute_metrics`.
@@ -520,23 +438,13 @@ class SeqIOInput(tfdata.EpochInput):
     Raises:
       ValueError: rows have no ids.
     """
-    self._check_has_ids()
-    missing = sorted(set(ID_KEYS) - set(batch))
-    if missing:
+    if not set(ID_KEYS) <= set(batch):
       raise ValueError(
-        f'A batch has the entries {sorted(batch)}, and {missing} are missing.'
-        f' Give a batch of {self.name}.eval_batches(), or its example_ids.'
+        f'A batch for {self.name} has the entries {sorted(batch)}; expected'
+        f' {ID_KEYS}, which identify its examples. Set reset_for_eval=True, and'
+        ' pack=False in the feature converter.'
       )
     return {key: batch[key] for key in ID_KEYS}
-
-  def _check_has_ids(self) -> None:
-    if not self._has_ids:
-      raise ValueError(
-        f'{self.name} has no example ids to compute metrics with: its'
-        f' reset_for_eval is {self.reset_for_eval}, and packing is'
-        f' {getattr(self.feature_converter, "pack", False)}. Set'
-        ' reset_for_eval=True, and pack=False in the feature converter.'
-      )
 
   def compute_metrics(
     self,
@@ -549,9 +457,9 @@ class SeqIOInput(tfdata.EpochInput):
     It needs `reset_for_eval=True`, and a converter that does not pack.
 
     Each output is joined to its example by the id of its row, so that neither
-    the order nor the number of hosts matters. Rows that only fill are left out;
-    of several rows with the same id, the first counts. Where outputs of one
-    kind are not given, the metrics on them are left out. Process 0 reads the
+    the order nor the number of hosts matters. Padding rows are left out; of
+    several rows with the same id, the first counts. Where outputs of one kind
+    are not given, the metrics on them are left out. Process 0 reads the
     examples of all hosts for this, and keeps them for the next time.
 
     Args:
@@ -569,152 +477,108 @@ class SeqIOInput(tfdata.EpochInput):
       ValueError: the outputs are not those of exactly the examples there are;
         or rows have no ids.
     """
-    self._check_has_ids()
     if predict_outputs is None and score_outputs is None:
       raise ValueError('Give predict_outputs, score_outputs or both.')
     if jax.process_index():
       return {}
-    given = {
-      kind: self._collect(outputs)
-      for kind, outputs in (
-        ('predict', predict_outputs),
-        ('score', score_outputs),
-      )
-      if outputs is not None
-    }
-    # Of each part, how many examples stand before this task's.
-    assert self.num_infeed_hosts is not None
-    before = [0] * self.num_infeed_hosts
+    self._read_examples()
+    expected = {id for of_task in self._examples.values() for id in of_task}
+    given = {}
+    for kind, outputs in ('predict', predict_outputs), ('score', score_outputs):
+      if outputs is None:
+        continue
+      given[kind] = rows = self._by_id(outputs)
+      if odd := sorted(rows.keys() ^ expected):
+        raise ValueError(
+          f'The {kind}_outputs for {self.name} are of {len(rows)} examples;'
+          f' expected {len(expected)}. Missing or unknown are {len(odd)}, as'
+          f' (shard, num_shards, index): {odd[:_MAX_NAMED]}. Give those of all'
+          ' batches of one evaluation, gathered from all hosts.'
+        )
     metrics = {}
-    ids_of = {}
     for task in self._tasks:
-      parts = self._examples_for_metrics(task)
-      ids_of[task.name] = [
-        (shard, before[shard] + i)
-        for shard, part in enumerate(parts)
-        for i in range(len(part))
-      ]
-      before = [b + len(part) for b, part in zip(before, parts, strict=True)]
-    for kind, rows in given.items():
-      self._check_complete(kind, rows, {i for x in ids_of.values() for i in x})
-    for task in self._tasks:
-      examples = [x for part in self._examples_for_metrics(task) for x in part]
+      examples = self._examples[task.name]
       if task.metric_objs and examples:
         outputs_of = {
-          kind: [rows[i] for i in ids_of[task.name]]
+          kind: jax.tree.map(
+            lambda *xs: np.stack(xs), *(rows[id] for id in examples)
+          )
           for kind, rows in given.items()
         }
-        metrics[task.name] = _task_metrics(task, examples, outputs_of)
+        metrics[task.name] = _task_metrics(
+          task, list(examples.values()), outputs_of
+        )
     return metrics
 
-  def _collect(self, outputs: Outputs) -> dict[tuple[int, int], Any]:
-    """Returns the output of each example, by part and place in it."""
-    collected: dict[tuple[int, int], Any] = {}
+  def _by_id(self, outputs: Outputs) -> dict[Id, Any]:
+    """Returns the output of each example."""
+    found: dict[Id, Any] = {}
     for batch, output in outputs:
-      shards, num_shards, indices = map(
-        np.asarray, self.example_ids(batch).values()
-      )
-      for key, values in zip(
-        ID_KEYS, (shards, num_shards, indices), strict=True
-      ):
-        if values.ndim != 1:
-          raise ValueError(
-            f'Outputs for {self.name} come with {key} of shape {values.shape};'
-            ' expected [B], the rows of all hosts one after the other. Gather'
-            ' with process_allgather(..., tiled=True).'
-          )
+      ids = [np.asarray(x) for x in self.example_ids(batch).values()]
+      if ids[0].ndim != 1:
+        raise ValueError(
+          f'Outputs for {self.name} come with ids of shape {ids[0].shape};'
+          ' expected [B], the rows of all hosts one after the other. Gather'
+          ' with process_allgather(..., tiled=True).'
+        )
       output = jax.tree.map(
         np.asarray, output, is_leaf=lambda x: isinstance(x, list)
       )
-      for row, index in enumerate(indices.tolist()):
-        if index < 0:
-          continue
-        if num_shards[row] != self.num_infeed_hosts:
-          raise ValueError(
-            f'An output is of a row with {NUM_SHARDS_KEY}={num_shards[row]};'
-            f' {self.name} has num_infeed_hosts={self.num_infeed_hosts}.'
-          )
-        values = jax.tree.map(lambda x, row=row: x[row], output)
-        collected.setdefault((int(shards[row]), index), values)
-    return collected
+      for row, id in enumerate(zip(*(x.tolist() for x in ids), strict=True)):
+        if id[-1] >= 0:
+          found.setdefault(id, jax.tree.map(lambda x, row=row: x[row], output))
+    return found
 
-  def _check_complete(
-    self,
-    kind: str,
-    rows: Mapping[tuple[int, int], Any],
-    expected: set[tuple[int, int]],
-  ) -> None:
-    for ids, what in (
-      (sorted(expected - rows.keys()), 'are missing'),
-      (sorted(rows.keys() - expected), 'belong to no example'),
-    ):
-      if ids:
-        some = ', '.join(
-          str((shard, self.num_infeed_hosts, index))
-          for shard, index in ids[: 2 * _MAX_NAMED]
-        )
-        more = ', ...' if len(ids) > 2 * _MAX_NAMED else ''
-        raise ValueError(
-          f'{len(ids)} of the {kind}_outputs for {self.name} {what}:'
-          f' (shard, num_shards, index) = {some}{more}. Give those of all'
-          ' batches of one evaluation, gathered from all hosts.'
-        )
-
-  def _examples_for_metrics(self, task: Any) -> list[list[Any]]:
-    """Returns the examples of each part; kept, as targets do not change."""
-    if task.name not in self._examples:
-      lengths = dict(self.task_feature_lengths)
-      if self.eval_metrics_targets_length is not None:
-        lengths['targets'] = self.eval_metrics_targets_length
-      assert self.num_infeed_hosts is not None
-      parts = []
-      for shard in range(self.num_infeed_hosts):
+  def _read_examples(self) -> None:
+    """Reads the examples of all hosts once, as targets do not change."""
+    lengths = dict(self.task_feature_lengths)
+    if self.eval_metrics_targets_length is not None:
+      lengths['targets'] = self.eval_metrics_targets_length
+    hosts = self.num_infeed_hosts
+    assert hosts is not None
+    # Of each part, how many examples stand before this task's.
+    before = [0] * hosts
+    for task in self._tasks if not self._examples else ():
+      of_task = self._examples[task.name] = {}
+      for shard in range(hosts):
         dataset = tfdata.build(
           self.epoch_seed(0),
           functools.partial(
-            self._examples_of, task, host_index=shard, lengths=lengths
+            self._examples_of, task, host_index=shard, sequence_length=lengths
           ),
+          self.op_determinism,
         )
-        examples = dataset.as_numpy_iterator()
-        # Only counted where no metric asks for them.
-        parts.append([x if task.metric_objs else None for x in examples])
-      self._examples[task.name] = parts
-    return self._examples[task.name]
+        for example in dataset.as_numpy_iterator():
+          of_task[shard, hosts, before[shard]] = example
+          before[shard] += 1
 
 
 def _task_metrics(
-  task: Any, examples: list[Any], outputs_of: Mapping[str, list[Any]]
+  task: Any, examples: list[Any], outputs_of: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Returns the metrics of a task, which SeqIO's own objects compute.
 
   Args:
     task: a `seqio.Task`.
     examples: as the task gives them, N.
-    outputs_of: by kind of outputs, those of each example.
+    outputs_of: 'predict' or 'score' -> arrays [N, ...], or pairs of them.
   """
   metrics_lib = import_seqio().metrics
-  kinds = metrics_lib.ModelOutputType
-  wanted = {
-    kinds.PREDICTION: ('predict', False),
-    kinds.PREDICTION_WITH_AUX: ('predict', True),
-    kinds.SCORE: ('score', False),
-    kinds.SCORE_WITH_INTERMEDIATES: ('score', True),
-  }
   result: dict[str, Any] = {}
   targets = None
   for metric in task.metric_objs:
-    kind, takes_more = wanted[metric.model_output_type]
+    wanted = metric.model_output_type.name  # Such as 'PREDICTION_WITH_AUX'.
+    kind = 'score' if wanted.startswith('SCORE') else 'predict'
     if kind not in outputs_of:
       continue
-    output = _stack(outputs_of[kind], f'{kind}_outputs of task {task.name}')
-    has_more = isinstance(output, tuple)
-    if takes_more and not has_more:
+    output = outputs_of[kind]
+    if '_WITH_' not in wanted and isinstance(output, tuple):
+      output = output[0]
+    elif '_WITH_' in wanted and not isinstance(output, tuple):
       raise ValueError(
         f'Task {task.name} has a metric that takes more than one array of each'
         f' row; let {kind}_outputs be pairs (array, dict of arrays).'
       )
-    if has_more and not takes_more:
-      output = output[0]
     computed = metric.from_model_output(
       examples, output, task.output_features, 'targets'
     )
@@ -725,42 +589,11 @@ def _task_metrics(
       targets = seen['targets']
     else:
       values = computed.compute()
+    if twice := result.keys() & values.keys():
+      raise ValueError(
+        f'Task {task.name} has two metrics called {sorted(twice)}; rename one.'
+      )
     for name, value in values.items():
-      if name in result:
-        raise ValueError(
-          f'Task {task.name} has two metrics called {name!r}; rename one.'
-        )
       is_scalar = isinstance(value, metrics_lib.Scalar)
       result[name] = value.value if is_scalar else value
   return result
-
-
-def _stack(rows: list[Any], what: str) -> Any:
-  """Returns arrays [N, ...] of N rows of them."""
-
-  def stack(*xs: Any) -> np.ndarray:
-    first = np.shape(xs[0])
-    for x in xs:
-      if np.shape(x) != first:
-        raise ValueError(
-          f'The {what} have rows of shapes {first} and {np.shape(x)}; expected'
-          ' the same in all batches. Pad predictions to one length, with 0.'
-        )
-    return np.stack(xs)
-
-  return jax.tree.map(stack, *rows)
-
-
-def _decode(vocabulary: Any, ids: list[int]) -> str:
-  """Returns the text of a row: SeqIO decodes up to the first end only."""
-  ends = [i + 1 for i, x in enumerate(ids) if x == vocabulary.eos_id]
-  starts = [0, *ends]
-  texts = [
-    vocabulary.decode(ids[start:end])
-    for start, end in zip(starts, [*ends, len(ids)], strict=True)
-    if end > start
-  ]
-  return '\n'.join(
-    text if isinstance(text, str) else ' '.join(map(str, text))
-    for text in texts
-  )

@@ -10,8 +10,9 @@ notebooks:
 `make_input` below is always a function without arguments that returns a new
 input, a `BaseInput` or any iterable of dicts. It is called inside
 `base.pretend_host`, so that an input which does not name its host reads as each
-of several hosts. Rows are compared by a hash of all entries except weights;
-rows of weight 0 are padding and are never counted.
+of several hosts. `check` tests each of `PROMISES`. Rows are compared by a hash
+of all entries except weights; rows of weight 0 are padding and are never
+counted.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ import copy
 import dataclasses
 import hashlib
 import itertools
-import json
 import textwrap
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -82,36 +82,33 @@ def _real_rows(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def _real_tokens(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   """Returns which positions hold tokens, bool [B, ..., L], by nested batch."""
-  found: dict[str, np.ndarray] = {}
-  # In this order: a prompt has no weight, and is no filler.
-  for entry, is_real in (
-    ('paddings', lambda x: x == 0),
-    ('segment_ids', lambda x: x > 0),
-    (base.WEIGHTS, lambda x: x != 0),
-    ('ids', lambda x: np.ones(x.shape, bool)),
-  ):
-    for name, x in arrays.items():
-      prefix, last = _split(name)
-      ids = arrays.get(_join(prefix, 'ids'))
-      if last != entry or prefix in found or ids is None:
-        continue
-      if x.ndim >= 2 and x.shape == ids.shape:
-        found[prefix] = is_real(x) & _has_weight(arrays, prefix, x)
+  found = {}
+  for name, ids in arrays.items():
+    prefix, last = _split(name)
+    if last != 'ids' or ids.ndim < 2:
+      continue
+    beside = {
+      key: x
+      for key in ('paddings', 'segment_ids', base.WEIGHTS)
+      if (x := arrays.get(_join(prefix, key))) is not None
+      and x.shape == ids.shape
+    }
+    weights = beside.get(base.WEIGHTS)
+    # In this order: a prompt has no weight, and is no filler.
+    if 'paddings' in beside:
+      real = beside['paddings'] == 0
+    elif 'segment_ids' in beside:
+      real = beside['segment_ids'] > 0
+    else:
+      real = np.ones(ids.shape, bool) if weights is None else weights != 0
+    # Padding rows are zeros, which says of `paddings` that there are none.
+    has_weight = (
+      _real_rows(arrays).reshape(-1, *[1] * (ids.ndim - 1))
+      if weights is None
+      else np.any(weights != 0, axis=-1, keepdims=True)
+    )
+    found[prefix] = real & has_weight
   return found
-
-
-def _has_weight(
-  arrays: Mapping[str, np.ndarray], prefix: str, like: np.ndarray
-) -> np.ndarray:
-  """Returns whose tokens count at all, bool [B, ..., 1].
-
-  Rows that fill up a batch are zeros, which says of `paddings` that there are
-  none.
-  """
-  weights = arrays.get(_join(prefix, base.WEIGHTS))
-  if weights is not None and weights.shape == like.shape:
-    return np.any(weights != 0, axis=-1, keepdims=True)
-  return _real_rows(arrays).reshape(-1, *[1] * (like.ndim - 1))
 
 
 def rows(batch: Mapping[str, Any]) -> int:
@@ -332,16 +329,18 @@ class _Host:
   """What one host reads, noted while it is read.
 
   Attributes:
+    source: its input.
     digest: of the first batches.
-    position: behind these, where it must be the same on all hosts.
-    num_batches: how many were read in all.
-    padding: the sum of their padding shares.
+    digests: of each of them.
+    states: behind each of them, if the position is saved.
+    rows: by batch, the hash of each row that has a weight.
+    records: by batch, of each row (epoch, number); None where records have no
+      numbers.
+    num_rows: with padding.
+    weight: the sum of all weights; without any, the rows.
+    padding: the sum of the batches' padding shares.
     ends: whether the data shall end.
     ended: whether that is all there is.
-    num_rows: with those that only fill.
-    hashes: of each row.
-    weight: the sum of all weights; without any, the rows.
-    records: of each row, (epoch, number); None where records have no numbers.
   """
 
   def __init__(
@@ -350,269 +349,284 @@ class _Host:
     batches: Iterator[Any],
     num_batches: int,
     max_batches: int,
-    ends: bool,
+    one_epoch: bool | None,
   ):
-    """Reads.
-
-    Args:
-      source: the host's input.
-      batches: its iterator.
-      num_batches: how many batches are the first ones.
-      max_batches: where the data ends, how many are read in all, at most.
-      ends: whether it does.
-    """
+    """Reads; the arguments are those of `check`."""
     self.source = source
-    self.ends = ends
-    self.num_batches = self.num_rows = 0
-    self.hashes: list[bytes] = []
-    self.weight = 0.0
-    self.records = self._watch()
-    self.padding = 0.0
-    self.position: str | None = None
-
-    self.digest = digest(self._read(batches, num_batches))
-    if infeed.saves_position(source) and _fits_any_host(source):
-      self.position = json.dumps(source.position(), sort_keys=True)
-    if ends:
-      for _ in self._read(batches, max(0, max_batches - num_batches)):
-        pass
-    self.ended = self.num_batches < num_batches or (
-      ends and next(batches, None) is None
+    self.digests: list[str] = []
+    self.states: list[Any] = []
+    self.rows: list[list[bytes]] = []
+    self.records: list[list[tuple[int, int]]] | None = None
+    self._seen: list[tuple[int, int]] = []
+    if isinstance(source, indexed.IndexedInput):
+      self.records = []
+      self._watch(source)
+    self.num_rows = 0
+    self.weight = self.padding = 0.0
+    self.ends = one_epoch
+    if one_epoch is None:  # Not all have the field `repeat`.
+      self.ends = isinstance(source, base.BaseInput) and (
+        source.reset_for_eval or getattr(source, 'repeat', None) is False
+      )
+    self.digest = digest(self._first(batches, num_batches))
+    if self.ends:
+      for batch in itertools.islice(batches, max(0, max_batches - num_batches)):
+        self._note(batch)
+    self.ended = len(self.rows) < num_batches or (
+      bool(self.ends) and next(batches, None) is None
     )
-    if self.records is not None and len(self.records) < len(self.hashes):
-      self.records = None  # It does not read by `read` alone.
 
-  def _watch(self) -> list[tuple[int, int]] | None:
-    """Makes the input tell which records it reads, if they have numbers."""
-    source = self.source
-    if not isinstance(source, indexed.IndexedInput):
-      return None
-    # Neither ahead nor in a worker, where the calls could not be recorded.
+  def _watch(self, source: indexed.IndexedInput) -> None:
+    """Makes the input tell which records it reads."""
+    # Neither ahead nor in a worker, where the calls could not be noted.
     source.num_threads = source.num_workers = 0
-    seen: list[tuple[int, int]] = []
     read = source.read
 
     def watched(records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
-      seen.extend(zip(epochs.tolist(), records.tolist(), strict=True))
+      self._seen += zip(epochs.tolist(), records.tolist(), strict=True)
       return read(records, epochs)
 
     source.read = watched  # type: ignore[method-assign]
-    return seen
 
-  def _read(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
+  def _first(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
     for batch in itertools.islice(batches, number):
-      arrays = _arrays(batch)
-      hashes = _row_hashes(arrays)
-      self.num_rows += len(_real_rows(arrays))
-      if not hashes and self.records and not self._is_first():
-        # A host whose rows only fill looks at the first record for shapes.
-        first = int(self.source.order(np.zeros(1, np.int64))[0])
-        if self.records[-1] == (0, first):
-          self.records.pop()
-      self.hashes += hashes
-      weights = [x for name, x in arrays.items() if _is_weights(name)]
-      sums = [float(x.sum(dtype=np.float64)) for x in weights]
-      self.weight += sum(sums) if weights else len(hashes)
-      self.padding += padding_share(batch)
-      self.num_batches += 1
+      self._note(batch)
+      self.digests.append(digest([batch]))
+      if infeed.saves_position(self.source):
+        # No bytes, where it is no `BaseInput`: it may change afterwards.
+        self.states.append(copy.deepcopy(self.source.get_state()))
       yield batch
 
-  def _is_first(self) -> bool:
-    return self.num_batches == 0 and self.source.infeed_host_index == 0
+  def _note(self, batch: Any) -> None:
+    arrays = _arrays(batch)
+    hashes = _row_hashes(arrays)
+    self.rows.append(hashes)
+    if self.records is not None:
+      # For a batch of padding alone, a record is read for its shapes.
+      self.records.append(self._seen if hashes else [])
+      self._seen = []
+    self.num_rows += len(_real_rows(arrays))
+    weights = [x for name, x in arrays.items() if _is_weights(name)]
+    sums = [float(x.sum(dtype=np.float64)) for x in weights]
+    self.weight += sum(sums) if weights else len(hashes)
+    self.padding += padding_share(batch)
 
 
-def _fits_any_host(source: Any) -> bool:
-  return isinstance(source, base.BaseInput) and source.ANY_NUMBER_OF_HOSTS
+def _in_order(hosts: Sequence[_Host], first: int = 0) -> list[bytes]:
+  """Returns the hashes of the rows of global batches, from `first` on."""
+  return [
+    row
+    for batches in itertools.zip_longest(
+      *(host.rows[first:] for host in hosts), fillvalue=[]
+    )
+    for rows_of_host in batches
+    for row in rows_of_host
+  ]
 
 
-def _ends(source: Any) -> bool:
-  """Returns whether an input says that its data ends."""
-  if not isinstance(source, base.BaseInput):
-    return False
-  # Not all have the field `repeat`.
-  return source.reset_for_eval or getattr(source, 'repeat', None) is False
+# The promises of an input. Each function returns a verdict and the result in
+# words; None if the input does not promise this.
+
+_Result = tuple[str, str] | None
 
 
-def _read_hosts(
-  make_input: MakeInput,
-  num_hosts: int,
-  num_batches: int,
-  max_batches: int = 0,
-  one_epoch: bool | None = None,
-) -> list[_Host]:
-  """Reads as each host, one after the other.
+def _check_rows(make_input: MakeInput, hosts: Sequence[_Host]) -> _Result:
+  """Compares the rows of all hosts: their records, or else their contents.
 
-  Args:
-    make_input: see the top of this module.
-    num_hosts: how many.
-    num_batches: how many batches of each.
-    max_batches: where the data ends, how many instead, at most.
-    one_epoch: whether it ends; None is what the input says.
-
-  Returns:
-    What each read.
+  A record that is read twice in an epoch is wrong, and so are hosts that read
+  the same rows in the same order. Other identical rows are for people to judge:
+  they may be in the data.
   """
-  found = []
-  for host in range(num_hosts):
-    with _opened(make_input, host, num_hosts) as (source, batches):
-      ends = _ends(source) if one_epoch is None else one_epoch
-      found.append(_Host(source, batches, num_batches, max_batches, ends))
-  return found
+  del make_input
+  source = hosts[0].source
+  has_numbers = hosts[0].records is not None
+  of_host: list[list[Any]] = [
+    list(
+      itertools.chain(*(host.rows if host.records is None else host.records))
+    )
+    for host in hosts
+  ]
+  total = sum(map(len, of_host))
+  counts = [collections.Counter(of) for of in of_host]
+  hosts_with = collections.Counter(row for count in counts for row in count)
+  across = [row for row, n in hosts_with.items() if n > 1]
+  within = [row for count in counts for row, n in count.items() if n > 1]
+  rows_of = f'{total} rows of {len(hosts)} host{"s" * bool(hosts[1:])}'
+  if not across and not within:
+    if has_numbers:
+      return OK, f'no record of {rows_of} is read twice'
+    return OK, f'no two of {rows_of} are identical'
+
+  groups = collections.defaultdict(list)
+  for number, (rows_, count) in enumerate(zip(of_host, counts, strict=True)):
+    if 2 * len(count) > len(rows_) > 1:  # Else all rows are much the same.
+      groups[tuple(rows_)].append(number)
+  same = sorted(itertools.chain(*(g for g in groups.values() if g[1:])))
+  text = (
+    f'of {rows_of}, {len(across)} different ones are on several hosts and'
+    f' {len(within)} again on the same host'
+  )
+  if same:
+    text += f'; hosts {", ".join(map(str, same))} read the same rows'
+  if has_numbers:
+    epoch, record = (across + within)[0]
+    text += f'; such as {source.describe_record(record, epoch)}'
+  elif same and not isinstance(source, base.BaseInput):
+    return LOOK, (
+      f'{text}; this is no BaseInput, and reads as another host here only if it'
+      ' asks base.this_host()'
+    )
+  elif len(hosts_with) == 1:
+    return LOOK, f'{text}; all rows are the same, so they tell nothing'
+  elif not same:
+    return LOOK, (
+      f'{text}; either the data has them more than once, or came around to its'
+      ' beginning, or hosts read the same'
+    )
+  if any(
+    (host.source.infeed_host_index, host.source.num_infeed_hosts)
+    != (number, len(hosts))
+    for number, host in enumerate(hosts)
+  ):
+    text += (
+      '; the input names a host of its own: leave infeed_host_index and'
+      ' num_infeed_hosts None, or take them from base.this_host()'
+    )
+  return WRONG, text
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Overlap:
-  """Which rows several hosts read, and which one reads twice.
+def _check_epoch(make_input: MakeInput, hosts: Sequence[_Host]) -> _Result:
+  """Compares how many batches the hosts have, where the data ends."""
+  del make_input
+  counts = [len(host.rows) for host in hosts]
+  ended = [host.ended for host in hosts]
+  if not any(ended):
+    if not any(host.ends for host in hosts):
+      return None
+    return LOOK, f'not compared: more than {max(counts)} batches a host'
+  if not all(ended) or len(set(counts)) > 1:
+    numbers = ', '.join(
+      f'{count}{"" if end else " or more"}'
+      for count, end in zip(counts, ended, strict=True)
+    )
+    return WRONG, (
+      f'hosts 0, 1, ... have {numbers} batches: in a run, those that have more'
+      ' would wait for ever. Fill up with rows of weight 0'
+    )
+  if not counts[0]:
+    return WRONG, 'there is no data'
+  text = (
+    f'{counts[0]} batches on each host; in all, {len(_in_order(hosts)):,} rows'
+    f' of {sum(host.num_rows for host in hosts):,}, and weights of'
+    f' {_number(sum(host.weight for host in hosts))}'
+  )
+  if any(host.records is None for host in hosts):
+    return OK, text
+  total = hosts[0].source.num_records()
+  read = {
+    record for host in hosts for of in host.records or () for record in of
+  }
+  text += f'; {total:,} records, of which {total - len(read)} are not read'
+  return OK if total == len(read) else WRONG, text
+
+
+def _check_resume(make_input: MakeInput, hosts: Sequence[_Host]) -> _Result:
+  """Compares the batches after a saved state with the original ones."""
+  number, host = len(hosts) - 1, hosts[-1]
+  if not host.digests:
+    return LOOK, 'there is no data'
+  if not host.states:
+    if host.ends:
+      return OK, 'begins anew with each evaluation'
+    return (
+      LOOK,
+      'its position is not saved: a run that resumes reads other data',
+    )
+  # From the middle, as a run that was killed; then back, as from an older
+  # checkpoint.
+  middle = (len(host.states) + 1) // 2
+  with _opened(make_input, number, len(hosts)) as (source, batches):
+    for done in (middle, 1):
+      try:
+        source.set_state(copy.deepcopy(host.states[done - 1]))
+      except Exception as e:
+        return WRONG, f'a new input refuses the state after {done} batches: {e}'
+      for i, want in enumerate(host.digests[done:], start=done):
+        batch = next(batches, None)
+        if batch is None or digest([batch]) != want:
+          return WRONG, (
+            f'a new input that went on after {done} batches gave'
+            f' {"no" if batch is None else "another"} batch number {i}'
+            ' (counted from 0) than the one that read from the beginning'
+          )
+  text = f'a new input goes on exactly, after {middle} batches and after 1'
+  if len(set(host.digests)) == 1:
+    return LOOK, f'{text}; but all batches are the same, so this tells nothing'
+  return OK, text
+
+
+def _check_position(make_input: MakeInput, hosts: Sequence[_Host]) -> _Result:
+  """Compares the hosts' states, and continues as one host from them."""
+  states = hosts[0].states
+  if not (
+    hosts[1:]
+    and states
+    and isinstance(hosts[0].source, base.BaseInput)
+    and hosts[0].source.ANY_NUMBER_OF_HOSTS
+  ):
+    return None
+  if any(host.states != states for host in hosts):
+    return WRONG, (
+      'not the same on all hosts, though ANY_NUMBER_OF_HOSTS promises it: '
+      + ', '.join(str(host.source.describe()) for host in hosts)
+    )
+  middle = (len(states) + 1) // 2
+  want = _in_order(hosts, middle)
+  got: list[bytes] = []
+  with _opened(make_input, 0, 1) as (source, batches):
+    try:
+      source.set_state(states[middle - 1])
+    except Exception as e:
+      return WRONG, f'one host refuses the state of {len(hosts)}: {e}'
+    # One host may need as many batches as all together.
+    for batch in itertools.islice(batches, len(hosts) * len(hosts[0].rows)):
+      if len(got) >= len(want):
+        break
+      got += _row_hashes(_arrays(batch))
+  if got[: len(want)] != want:
+    return WRONG, (
+      f'one host that goes on after {middle} batches of {len(hosts)} hosts'
+      ' reads other rows, or in another order'
+    )
+  return OK, 'the same on all hosts, and one host goes on from it'
+
+
+class Promise(NamedTuple):
+  """What every input promises, and how to test it.
 
   Attributes:
-    num_rows: of each host, how many rows were compared.
-    shared_records: how many records, by their numbers, several hosts read;
-      None if records have no numbers.
-    repeated_records: how many a host read twice in one epoch; None likewise.
-    example: where one of these comes from.
-    identical_across: distinct rows that occur on several hosts.
-    identical_within: rows that occurred before on their host.
-    num_distinct: distinct rows over all hosts.
-    same_hosts: hosts that read the same as another one, row by row, although
-      most of these rows occur only once on it.
-    mistaken_hosts: hosts whose input was built for another host: its number is
-      set in the input.
-    is_told: whether the input is a `BaseInput`, which gets its host from
-      `pretend_host`.
+    name: of the line in the report.
+    text: the promise.
+    check: tests what the hosts have read, and may read more.
   """
 
-  num_rows: tuple[int, ...]
-  shared_records: int | None = None
-  repeated_records: int | None = None
-  example: str = ''
-  identical_across: int = 0
-  identical_within: int = 0
-  num_distinct: int = 0
-  same_hosts: tuple[int, ...] = ()
-  mistaken_hosts: tuple[int, ...] = ()
-  is_told: bool = True
-
-  @property
-  def verdict(self) -> str:
-    """Returns OK, LOOK or WRONG.
-
-    Numbers of records decide, where there are any: identical rows may well be
-    in the data. Without, hosts that read the same rows in the same order are
-    wrong; anything less is for people to look at.
-    """
-    if self.shared_records or self.repeated_records:
-      return WRONG
-    if self.shared_records is not None:
-      return OK
-    if self.same_hosts and self.is_told:
-      return WRONG
-    return LOOK if self.identical_across or self.identical_within else OK
-
-  def __str__(self) -> str:
-    """Returns the result in words."""
-    total = sum(self.num_rows)
-    hosts = f'{len(self.num_rows)} hosts' if self.num_rows[1:] else 'one host'
-    lines = []
-    if self.shared_records:
-      lines.append(
-        f'{self.shared_records} records are read by several of {hosts}, such as'
-        f' {self.example}'
-      )
-    if self.repeated_records:
-      lines.append(
-        f'{self.repeated_records} records are read twice in an epoch by the'
-        f' same host, such as {self.example}'
-      )
-    if self.same_hosts and self.verdict != OK:
-      some = ', '.join(map(str, self.same_hosts))
-      lines.append(f'hosts {some} of {hosts} read the same rows')
-      if not self.is_told:
-        lines.append(
-          'this is no BaseInput, and reads as another host here only if it asks'
-          ' base.this_host()'
-        )
-    if self.verdict == WRONG and self.mistaken_hosts:
-      lines.append(
-        'the input names a host of its own: leave infeed_host_index and'
-        ' num_infeed_hosts None, or take them from base.this_host()'
-      )
-    if self.shared_records == self.repeated_records == 0:
-      lines.append(f'no record of {total} rows of {hosts} is read twice')
-    if self.identical_across or self.identical_within:
-      counts = (
-        f'identical rows, of {total}: {self.identical_across} different ones on'
-        f' several hosts, {self.identical_within} again on the same host'
-      )
-      if self.num_distinct == 1:
-        counts += '; all rows are the same, so rows tell nothing of hosts'
-      elif self.verdict == OK:
-        counts += '; the data has them more than once'
-      elif self.verdict == LOOK and not self.same_hosts:
-        counts += (
-          '; either the data has them more than once, or came around to its'
-          ' beginning, or hosts read the same'
-        )
-      lines.append(counts)
-    elif self.shared_records is None:
-      lines.append(f'no two of {total} rows of {hosts} are identical')
-    return '; '.join(lines)
+  name: str
+  text: str
+  check: Callable[[MakeInput, Sequence[_Host]], _Result]
 
 
-def overlap(
-  make_input: MakeInput, num_hosts: int = 2, num_batches: int = 20
-) -> Overlap:
-  """Compares the rows that several hosts read.
-
-  Args:
-    make_input: see the top of this module.
-    num_hosts: how many hosts.
-    num_batches: how many batches of each.
-
-  Returns:
-    What they share.
-  """
-  return _overlap(_read_hosts(make_input, num_hosts, num_batches))
-
-
-def _overlap(hosts: Sequence[_Host]) -> Overlap:
-  found: dict[str, Any] = {}
-  if all(host.records is not None for host in hosts):
-    records = [collections.Counter(host.records) for host in hosts]
-    shared = _in_several(records)
-    repeated = [r for c in records for r, number in c.items() if number > 1]
-    found['shared_records'] = len(shared)
-    found['repeated_records'] = len(repeated)
-    for epoch, record in [*shared, *repeated][:1]:
-      found['example'] = hosts[0].source.describe_record(record, epoch)
-  counts = [collections.Counter(host.hashes) for host in hosts]
-  same = collections.defaultdict(list)
-  for number, (host, count) in enumerate(zip(hosts, counts, strict=True)):
-    if 2 * len(count) > len(host.hashes) > 1:
-      same[tuple(host.hashes)].append(number)
-  return Overlap(
-    num_rows=tuple(len(host.hashes) for host in hosts),
-    identical_across=len(_in_several(counts)),
-    identical_within=sum(c.total() - len(c) for c in counts),
-    num_distinct=len(set().union(*counts)),
-    same_hosts=tuple(
-      sorted(number for group in same.values() if group[1:] for number in group)
-    ),
-    mistaken_hosts=tuple(
-      number
-      for number, host in enumerate(hosts)
-      if isinstance(host.source, base.BaseInput)
-      and (host.source.infeed_host_index, host.source.num_infeed_hosts)
-      != (number, len(hosts))
-    ),
-    is_told=all(isinstance(host.source, base.BaseInput) for host in hosts),
-    **found,
-  )
-
-
-def _in_several(counts: Sequence[Mapping[Any, int]]) -> list[Any]:
-  """Returns the keys that occur on more than one host."""
-  hosts = collections.Counter(x for count in counts for x in count)
-  return [x for x, number in hosts.items() if number > 1]
+PROMISES = (
+  Promise('rows', 'no row is read by two hosts, or twice', _check_rows),
+  Promise(
+    'epoch', 'data ends on all hosts after as many batches', _check_epoch
+  ),
+  Promise('resume', 'a new input goes on exactly from a state', _check_resume),
+  Promise(
+    'position',
+    'where ANY_NUMBER_OF_HOSTS is set, a state fits any number of hosts',
+    _check_position,
+  ),
+)
 
 
 # All of it.
@@ -623,7 +637,7 @@ class Finding:
   """The result of one check.
 
   Attributes:
-    name: of the check.
+    name: of the promise, or 'hosts'.
     verdict: OK, LOOK or WRONG.
     text: the result in words.
   """
@@ -649,7 +663,7 @@ class Report:
   Attributes:
     num_batches: how many batches of each host the digests are of.
     digests: of each host.
-    findings: of each check.
+    findings: of each promise that the input makes.
     padding_share: the fraction of all batches that is padding.
     throughput: of one host.
   """
@@ -689,7 +703,7 @@ def check(
   one_epoch: bool | None = None,
   seconds: float = 1.0,
 ) -> Report:
-  """Runs all checks.
+  """Tests all `PROMISES`.
 
   Args:
     make_input: see the top of this module.
@@ -712,126 +726,23 @@ def check(
     except ValueError as e:
       findings.append(Finding('hosts', LOOK, f'{num_hosts} are refused: {e}'))
       num_hosts = 1
-  hosts = _read_hosts(
-    make_input, num_hosts, num_batches, max_batches, one_epoch
-  )
-  found = _overlap(hosts)
-  findings.append(Finding('rows', found.verdict, str(found)))
-  findings += _check_epoch(hosts)
-  findings.append(_check_resume(make_input, num_hosts, num_batches, one_epoch))
-  findings += _check_positions(hosts)
+  hosts = []
+  for number in range(num_hosts):
+    with _opened(make_input, number, num_hosts) as (source, batches):
+      hosts.append(_Host(source, batches, num_batches, max_batches, one_epoch))
+  for promise in PROMISES:
+    if result := promise.check(make_input, hosts):
+      findings.append(Finding(promise.name, *result))
   with _opened(make_input, 0, num_hosts) as (_, batches):
     speed = throughput(batches, seconds)
   return Report(
-    num_batches=min(num_batches, hosts[0].num_batches),
+    num_batches=len(hosts[0].digests),
     digests=tuple(host.digest for host in hosts),
     findings=tuple(findings),
     padding_share=sum(host.padding for host in hosts)
-    / max(1, sum(host.num_batches for host in hosts)),
+    / max(1, sum(len(host.rows) for host in hosts)),
     throughput=speed,
   )
-
-
-def _check_epoch(hosts: Sequence[_Host]) -> list[Finding]:
-  """Compares how many batches the hosts have, where the data ends."""
-  counts = [host.num_batches for host in hosts]
-  ended = [host.ended for host in hosts]
-  numbers = ', '.join(
-    f'{count}{"" if end else " or more"}'
-    for count, end in zip(counts, ended, strict=True)
-  )
-  if not any(ended):
-    if not any(host.ends for host in hosts):
-      return []
-    text = f'not compared: more than {max(counts)} batches a host'
-    return [Finding('epoch', LOOK, text)]
-  if not all(ended) or len(set(counts)) > 1:
-    text = (
-      f'hosts 0, 1, ... have {numbers} batches: in a run, those that have more'
-      ' would wait for ever. Fill up with rows of weight 0'
-    )
-    return [Finding('epoch', WRONG, text)]
-  if not counts[0]:
-    return [Finding('epoch', WRONG, 'there is no data')]
-  text = (
-    f'{counts[0]} batches on each host; in all,'
-    f' {sum(len(host.hashes) for host in hosts):,} rows of'
-    f' {_number(sum(host.num_rows for host in hosts))}, and weights'
-    f' of {_number(sum(host.weight for host in hosts))}'
-  )
-  missing = 0
-  if all(host.records is not None for host in hosts):
-    num_records = hosts[0].source.num_records()
-    missing = num_records - len(
-      set().union(*(host.records or () for host in hosts))
-    )
-    text += f'; {num_records:,} records, of which {missing} are not read'
-  return [Finding('epoch', WRONG if missing else OK, text)]
-
-
-def _check_resume(
-  make_input: MakeInput,
-  num_hosts: int,
-  num_batches: int,
-  one_epoch: bool | None,
-) -> Finding:
-  """Compares the batches after a saved position with the original ones."""
-  host = num_hosts - 1
-  digests, states = [], []
-  with _opened(make_input, host, num_hosts) as (source, batches):
-    if not infeed.saves_position(source):
-      if one_epoch or getattr(source, 'reset_for_eval', False):
-        return Finding('resume', OK, 'begins anew with each evaluation')
-      text = 'its position is not saved: a run that resumes reads other data'
-      return Finding('resume', LOOK, text)
-    for batch in itertools.islice(batches, 2 * num_batches):
-      digests.append(digest([batch]))
-      # Not bytes, where it is no `BaseInput`: it may change afterwards.
-      states.append(copy.deepcopy(source.get_state()))
-  if not digests:
-    return Finding('resume', LOOK, 'there is no data')
-  # From the middle, as a run that was killed; then back, as from an older
-  # checkpoint.
-  middle = (len(digests) + 1) // 2
-  with _opened(make_input, host, num_hosts) as (source, batches):
-    for done in (middle, 1):
-      try:
-        source.set_state(copy.deepcopy(states[done - 1]))
-      except Exception as e:
-        text = f'a new input refuses the state after {done} batches: {e}'
-        return Finding('resume', WRONG, text)
-      want = digests[done : done + num_batches]
-      got = [digest([b]) for b in itertools.islice(batches, len(want))]
-      for number, (a, b) in enumerate(
-        itertools.zip_longest(want, got), start=done
-      ):
-        if a != b:
-          text = (
-            f'a new input that went on after {done} batches gave'
-            f' {"another" if b else "no"} batch number {number}'
-            ' (counted from 0) than the one that read from the beginning'
-          )
-          return Finding('resume', WRONG, text)
-  text = f'a new input goes on exactly, after {middle} batches and after 1'
-  if len(set(digests)) == 1:
-    text += '; but all batches are the same, so this tells nothing'
-    return Finding('resume', LOOK, text)
-  return Finding('resume', OK, text)
-
-
-def _check_positions(hosts: Sequence[_Host]) -> list[Finding]:
-  """Compares positions that must be the same on all hosts."""
-  positions = {host.position for host in hosts}
-  if None in positions or not hosts[1:]:
-    return []
-  if len(positions) == 1:
-    text = 'the same on all hosts'
-    return [Finding('position', OK, text)]
-  text = (
-    'not the same on all hosts, though ANY_NUMBER_OF_HOSTS promises it: '
-    + ', '.join(str(host.position) for host in hosts)
-  )
-  return [Finding('position', WRONG, text)]
 
 
 # Text.

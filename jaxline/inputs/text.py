@@ -54,7 +54,6 @@ from absl import logging
 import numpy as np
 
 from jaxline import errors
-from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import token_cache
 from jaxline.inputs import tokenization
@@ -65,6 +64,7 @@ VOCABULARY_SIZE = tokenization.VOCABULARY_SIZE
 encode = tokenization.BYTES.encode
 decode = tokenization.BYTES.decode
 
+Corpus = token_cache.Corpus
 Documents = token_cache.Documents
 Path = token_cache.Path
 
@@ -78,29 +78,6 @@ _STDLIB_SKIPPED_FOLDERS = re.compile(
   r'tests?|idle_test|(site|dist)-packages|__pycache__|config-.*'
 )
 _STDLIB_FILES = re.compile(r'(?!_sysconfigdata).*\.py')
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Corpus:
-  """Text for training and, from other documents, text for evaluation.
-
-  Attributes:
-    train: the documents to train on.
-    eval: the documents that are held out.
-    sha256: the SHA-256 hash of the output of `sha256sum` for all files.
-  """
-
-  train: Documents
-  eval: Documents
-  sha256: str
-
-  @property
-  def summary(self) -> str:
-    """How much text there is, in a line."""
-    return (
-      f'{self.train.num_documents:,} documents, {self.train.tokens.size:,}'
-      f' tokens; {self.eval.num_documents:,} documents held out'
-    )
 
 
 def load_corpus(
@@ -150,32 +127,15 @@ def load_corpus(
     raise errors.UsageError(
       f'documents is {documents!r}; expected one of {token_cache.KINDS}.'
     )
-  tokenizer = tokenization.load_tokenizer(tokenizer)
-  sources = _find(files, cache_dir)
-  if len(sources) < 2 and (documents == 'file' or not sources):
-    raise errors.UsageError(
-      f'{files!r} has {len(sources)} files that are not empty; at least 2 are '
-      'needed, since whole files are held out for evaluation. Split a single '
-      'file into parts (`split -C 100k FILE`), make its lines the documents '
-      "(documents='line'), or give more files."
-    )
-  splits = token_cache.load(
-    sources,
-    tokenizer=tokenizer,
+  corpus = token_cache.load(
+    _find(files),
+    tokenizer=tokenization.load_tokenizer(tokenizer),
     kind=documents,
     eval_fraction=eval_fraction,
     cache_dir=cache_dir,
   )
-  corpus = Corpus(**splits, sha256=token_cache.corpus_sha256(sources))
   logging.info(
-    'Text from %s: %d documents of %d bytes to train on, %d documents of %d '
-    'bytes held out, SHA-256 %s.',
-    files,
-    corpus.train.num_documents,
-    corpus.train.num_bytes,
-    corpus.eval.num_documents,
-    corpus.eval.num_bytes,
-    corpus.sha256,
+    'Text from %s: %s, SHA-256 %s.', files, corpus.summary, corpus.sha256
   )
   return corpus
 
@@ -265,7 +225,6 @@ class TextInput(indexed.IndexedInput):
       )
     self._documents = self.documents = self._load()
     self.tokenizer = self._tokenizer = self._documents.tokenizer
-    self._document_id = self._tokenizer.document_id
     self._num_rows = self._count_rows()
     self._num_records = self._num_rows
     if self.max_batches is not None:
@@ -311,156 +270,109 @@ class TextInput(indexed.IndexedInput):
     num_tokens = self._documents.tokens.size
     if self.packing == 'padded':
       num_rows = int(self._row_ends[-1])
-      if not num_rows:
-        raise errors.UsageError(
-          f'{self.name}: no document has a token to predict.'
-        )
-      return num_rows
-    if not self.is_training:
-      if num_tokens < 2:
-        raise errors.UsageError(
-          f'{self.name} has {num_tokens} tokens; expected 2.'
-        )
-      return -(-(num_tokens - 1) // self.length)
-    if num_tokens < self.length:
+    elif self.is_training:
+      num_rows = num_tokens // self.length
+    else:
+      num_rows = -((1 - num_tokens) // self.length)
+    if not num_rows:
       raise errors.UsageError(
-        f'The text to train on has {num_tokens} tokens, fewer than one window'
-        f' of length={self.length}. Give more text or a smaller length.'
+        f'{self.name} has {num_tokens} tokens, fewer than one row of'
+        f' length={self.length} takes. Give more text or a smaller length.'
       )
-    return num_tokens // self.length
+    return num_rows
 
   @functools.cached_property
   def _row_ends(self) -> np.ndarray:
     """Of 'padded', the rows up to the end of each document, int64 [D]."""
-    starts = self._documents.starts
-    rows = np.empty(len(starts), np.int64)
-    np.subtract(starts[1:], starts[:-1], out=rows[:-1])
-    rows[-1] = self._documents.tokens.size - starts[-1]
+    documents = self._documents
+    sizes = np.diff(documents.starts, append=documents.tokens.size)
     # The first token of a document is no label.
-    rows += self.length - 2
-    rows //= self.length
-    return np.cumsum(rows, out=rows)
+    return np.cumsum(-((1 - sizes) // self.length))
 
   def num_records(self) -> int:
     """Returns how many rows an epoch has, or `max_batches` have."""
     return self._num_records
 
-  def read(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
+  def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
     """Returns rows, each array [b, L]."""
-    rows = records
-    if self._num_records != self._num_rows:
-      # As integers of Python: the product may be too large for NumPy's.
-      rows = np.array(
-        [r * self._num_rows // self._num_records for r in records.tolist()],
-        np.int64,
-      )
-    if self.packing == 'padded':
-      starts, sizes = self._pieces(rows)
-      return self._batch_of(starts.tolist(), sizes)
-    starts = rows * self.length
-    if self.is_training:
-      starts = self._offsets(epochs) + starts
-      # Rows that do not cross the end of the circle are slices.
-      starts %= self._documents.tokens.size
-      return self._batch_of(starts.tolist(), None)
-    sizes = np.minimum(self._documents.tokens.size - 1 - starts, self.length)
-    return self._batch_of(starts.tolist(), sizes)
-
-  def _offsets(self, epochs: np.ndarray) -> np.ndarray | int:
-    """Returns where epochs begin to cut the stream into windows."""
-    num_tokens = self._documents.tokens.size
-    if (epochs == epochs[0]).all():
-      return _epoch_offset(self.seed(), int(epochs[0]), num_tokens)
-    return np.array(
-      [_epoch_offset(self.seed(), e, num_tokens) for e in epochs.tolist()],
-      np.int64,
-    )
-
-  def _pieces(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns where 'padded' rows begin, and how much they predict: [b]."""
-    starts, ends = self._documents.starts, self._row_ends
-    documents = np.searchsorted(ends, rows, side='right')
-    before = np.where(documents > 0, ends[documents - 1], 0)
-    places = (rows - before) * self.length
-    is_last = documents == len(starts) - 1
-    following = starts[np.where(is_last, 0, documents + 1)]
-    stops = np.where(is_last, self._documents.tokens.size, following)
-    begins = starts[documents] + places
-    return begins, np.minimum(stops - begins - 1, self.length)
-
-  def _batch_of(
-    self, starts: list[int], sizes: np.ndarray | None
-  ) -> base.Batch:
-    """Cuts rows out of the stream.
-
-    Args:
-      starts: where each begins, b of them.
-      sizes: how many tokens of each are predicted, at most L: the rest is
-        filler. [b]; None is L of each, in a stream that is a circle.
-    """
     tokens, length = self._documents.tokens, self.length
+    filler = self._tokenizer.document_id
+    starts, sizes = self._spans(records, epochs)
     window = np.empty((len(starts), length + 1), tokens.dtype)
-    if sizes is None:
-      last = tokens.size - length - 1
-      for row, start in enumerate(starts):
-        window[row] = (
-          tokens[start : start + length + 1]
-          if start <= last
-          else tokens.take(range(start, start + length + 1), mode='wrap')
-        )
-    else:
-      for row, (start, size) in enumerate(
-        zip(starts, sizes.tolist(), strict=True)
-      ):
-        window[row, : size + 1] = tokens[start : start + size + 1]
-        window[row, size + 1 :] = self._document_id
+    for row, start, size in zip(
+      window, starts.tolist(), sizes.tolist(), strict=True
+    ):
+      piece = tokens[start : start + size + 1]
+      if len(piece) <= size:  # Over the end of the circle.
+        piece = tokens.take(range(start, start + size + 1), mode='wrap')
+      row[: size + 1] = piece
+      row[size + 1 :] = filler
     ids_BL = window[:, :-1].astype(np.int32)
-    batch = base.Batch(
-      ids=ids_BL,
-      labels=window[:, 1:].astype(np.int32),
-      weights=(window[:, 1:] != self._document_id).astype(np.float32),
-    )
+    batch = {
+      'ids': ids_BL,
+      'labels': window[:, 1:].astype(np.int32),
+      'weights': (window[:, 1:] != filler).astype(np.float32),
+    }
     if self.packing == 'stream':
       return batch
-    # The rows that are filled up, and from where on.
-    short: list[tuple[int, int]] = []
-    if sizes is not None:
-      rows = np.flatnonzero(sizes < length)
-      # There the last token is still read, for nothing.
-      ids_BL[rows, sizes[rows]] = self._document_id
-      short = list(zip(rows.tolist(), sizes[rows].tolist(), strict=True))
-    if self.packing == 'packed':
-      segment_ids_BL, segment_pos_BL = _segments(ids_BL == self._document_id)
-      for row, size in short:
-        segment_ids_BL[row, size:] = 0
-        segment_pos_BL[row, size:] = 0
-      batch['segment_ids'] = segment_ids_BL
-      batch['segment_pos'] = segment_pos_BL
-    else:
-      batch['paddings'] = paddings_BL = np.zeros(ids_BL.shape, np.float32)
-      for row, size in short:
-        paddings_BL[row, size:] = 1
+    places_L = np.arange(length, dtype=np.int32)
+    is_filler_BL = places_L >= sizes[:, None]
+    ids_BL[is_filler_BL] = filler  # The last token would be read for nothing.
+    if self.packing == 'padded':
+      batch['paddings'] = is_filler_BL.astype(np.float32)
+      return batch
+    is_first_BL = ids_BL == filler
+    is_first_BL[:, 0] = True
+    segment_ids_BL = np.cumsum(is_first_BL, axis=1, dtype=np.int32)
+    first_BL = np.maximum.accumulate(is_first_BL * places_L, axis=1)
+    batch['segment_ids'] = np.where(is_filler_BL, 0, segment_ids_BL)
+    batch['segment_pos'] = np.where(is_filler_BL, 0, places_L - first_BL)
     return batch
+
+  def _spans(
+    self, records: np.ndarray, epochs: np.ndarray
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where rows begin, and how many tokens they predict: [b]."""
+    # As integers of Python: the product may be too large for NumPy's.
+    rows = np.array(
+      [r * self._num_rows // self._num_records for r in records.tolist()],
+      np.int64,
+    )
+    num_tokens = self._documents.tokens.size
+    if self.packing == 'padded':
+      firsts = self._documents.starts
+      documents = np.searchsorted(self._row_ends, rows, side='right')
+      before = np.where(documents > 0, self._row_ends[documents - 1], 0)
+      starts = firsts[documents] + (rows - before) * self.length
+      last = len(firsts) - 1
+      following = firsts[np.minimum(documents + 1, last)]
+      stops = np.where(documents == last, num_tokens, following)
+    elif self.is_training:
+      starts = (rows * self.length + self._offsets(epochs)) % num_tokens
+      return starts, np.full(len(rows), self.length)
+    else:
+      starts = rows * self.length
+      stops = np.full(len(rows), num_tokens)
+    return starts, np.minimum(stops - starts - 1, self.length)
+
+  def _offsets(self, epochs: np.ndarray) -> np.ndarray:
+    """Returns where epochs begin to cut the stream into windows."""
+    num_tokens = self._documents.tokens.size
+    return np.array(
+      [_epoch_offset(self.seed(), e, num_tokens) for e in epochs.tolist()]
+    )
 
   def describe_record(self, record: int, epoch: int) -> str:
     """Returns which document a row begins in, and how far in its text."""
-    row = record * self._num_rows // self._num_records
     starts = self._documents.starts
-    if self.packing == 'padded':
-      begins, _ = self._pieces(np.array([row]))
-      start = int(begins[0])
-    else:
-      start = row * self.length
-      if self.is_training:
-        start += _epoch_offset(self.seed(), epoch, self._documents.tokens.size)
-        start %= self._documents.tokens.size
+    (start,), _ = self._spans(np.array([record]), np.array([epoch]))
     document = int(np.searchsorted(starts, start, side='right')) - 1
     unit = (
       'byte'
       if isinstance(self._tokenizer, tokenization.ByteTokenizer)
       else 'token'
     )
-    place = max(0, start - int(starts[document]) - 1)
+    place = max(0, start - starts[document] - 1)
     return f'{self._documents.names[document]}, from {unit} {place} on'
 
   def data_identity(self) -> dict[str, Any]:
@@ -486,72 +398,28 @@ class TextInput(indexed.IndexedInput):
     return {k: v for k, v in super().__getstate__().items() if k != '_row_ends'}
 
 
-def _segments(is_first_BL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Numbers the segments of each row, and the places within each.
-
-  Args:
-    is_first_BL: where segments begin; each row begins with one in any case.
-
-  Returns:
-    int32 [B, L] from 1 on, and int32 [B, L] from 0 on.
-  """
-  shape = num_rows, length = is_first_BL.shape
-  is_first_BL[:, 0] = True
-  # By segments, which are few, instead of by tokens.
-  firsts = is_first_BL.ravel().nonzero()[0]
-  if len(firsts) == num_rows:  # Most rows of long documents.
-    places_BL = np.empty(shape, np.int32)
-    places_BL[:] = _arange(length)
-    return np.ones(shape, np.int32), places_BL
-  sizes = np.diff(firsts, append=num_rows * length)
-  first_of_row = firsts.searchsorted(np.arange(num_rows) * length)
-  numbers = np.arange(1, 1 + len(firsts)) - first_of_row[firsts // length]
-  ids = numbers.astype(np.int32).repeat(sizes)
-  places = firsts.astype(np.int32).repeat(sizes)
-  np.subtract(_arange(num_rows * length), places, out=places)
-  return ids.reshape(shape), places.reshape(shape)
-
-
-@functools.lru_cache(maxsize=4)
-def _arange(size: int) -> np.ndarray:
-  return np.arange(size, dtype=np.int32)
-
-
 @functools.lru_cache(maxsize=64)
 def _epoch_offset(seed: int, epoch: int, num_tokens: int) -> int:
   """Returns where an epoch begins to cut the stream into windows."""
-  return token_cache.stable_hash('offset', seed, epoch) % num_tokens
+  return token_cache.stable_hash(f'offset/{seed}/{epoch}') % num_tokens
 
 
-def _find(
-  files: Path | Sequence[Path], cache_dir: Path | None
-) -> list[token_cache.Source]:
-  """Returns all files that are not empty, sorted by name."""
+def _find(files: Path | Sequence[Path]) -> list[token_cache.Source]:
+  """Returns all files, sorted by name."""
   entries = [files] if isinstance(files, str | os.PathLike) else list(files)
-  sources: list[token_cache.Source] = []
-  seen = set()
-  num_skipped = 0
+  sources: dict[str, token_cache.Source] = {}
   for number, entry in enumerate(entries):
-    root, matches, drop_binary = _match(os.fspath(entry))
-    paths = {}
-    for path in sorted(matches):
-      # A second name of a file could be on the other side of the split.
-      real_path = os.path.realpath(path)
-      if real_path in seen:
-        continue
-      seen.add(real_path)
+    root, paths, text_only = _match(os.fspath(entry))
+    for path in sorted(paths):
       name = pathlib.Path(os.path.relpath(path, root)).as_posix()
       # Of two folders with a file of the same name both are read; a second
       # folder leaves the names of the first, and so its split, as they were.
-      paths[f'../{number}/{name}' if number else name] = path
-    for source in token_cache.hash_files(paths, root, cache_dir):
-      if source.is_empty or (drop_binary and source.is_binary):
-        num_skipped += 1
-      else:
-        sources.append(source)
-  if num_skipped:
-    logging.info('Left out %d empty or binary files.', num_skipped)
-  return sorted(sources, key=lambda source: source.name)
+      name = f'../{number}/{name}' if number else name
+      # A second name of a file could be on the other side of the split.
+      sources.setdefault(
+        os.path.realpath(path), token_cache.Source(name, path, text_only)
+      )
+  return sorted(sources.values())
 
 
 def _match(entry: str) -> tuple[str, list[str], bool]:
