@@ -595,15 +595,13 @@ def start(
     if first is not None:
       first.check_shared()
       first.check_config(experiment_class)
-    supervision = train.Supervision()
+    watch = preemption.Watch()
     if mode.log:
       stack.enter_context(profiling.on_signal())
     if mode.logs:
       stack.enter_context(programs.of_run(config))
-      supervision = train.Supervision(
-        preemption.begin_run(takes_steps=bool(mode.log)),
-        stack.enter_context(watchdog.Watchdog(config.watchdog_secs)),
-      )
+      watch = preemption.begin_run(takes_steps=bool(mode.log))
+      stack.enter_context(watchdog.Watchdog(config.watchdog_secs))
     run = train.Run(
       experiment_class,
       config,
@@ -611,10 +609,10 @@ def start(
       writer(mode.log),
       writer(mode.eval_log),
       xla.actions(config.xla) if mode.log else (),
-      supervision,
       eval_mode=mode.eval_mode or mode.eval_log,
       eval_checkpointer=checkpointer(mode.eval_checkpointer),
       console=console,
+      watch=watch,
     )
     # What is raised before is wrong usage, which needs no debugger.
     try:

@@ -36,46 +36,12 @@ from jaxline.supervision import nonfinite
 from jaxline.supervision import out_of_memory as oom
 from jaxline.supervision import preemption
 from jaxline.supervision import profiling
-from jaxline.supervision import watchdog as watchdog_lib
+from jaxline.supervision import watchdog
 
 # How often evaluation looks for a new checkpoint, in seconds.
 _POLL_SECS = 0.25
 # How long a failed training waits for the evaluation beside it, in seconds.
 _GRACE_SECS = 5.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Supervision:
-  """What may end a run besides its last step; by default nothing does.
-
-  Attributes:
-    watch: told by a signal to end the run, which then saves and leaves.
-    watchdog: told of each step; ends a run that hangs.
-    trained: for an evaluation beside a training: set once training has made
-      its last checkpoint. None where training is somewhere else.
-  """
-
-  watch: preemption.Watch = dataclasses.field(default_factory=preemption.Watch)
-  watchdog: watchdog_lib.Watchdog = dataclasses.field(
-    default_factory=lambda: watchdog_lib.Watchdog(None)
-  )
-  trained: threading.Event | None = None
-
-  def check(self, step: int, finish: Callable[[], None] | None = None) -> None:
-    """Ends the loop if something asks for it; called after each step.
-
-    Args:
-      step: the number of steps done.
-      finish: called before a run that was told to end leaves.
-
-    Raises:
-      preemption.Preempted: the run was told to end by a signal.
-    """
-    self.watchdog.beat()
-    if self.watch.reached(step):
-      if finish is not None:
-        finish()
-      self.watch.leave()
 
 
 @dataclasses.dataclass
@@ -93,10 +59,12 @@ class Run:
       writes nothing.
     eval_writer: gets the scalars of evaluation, and is passed to `evaluate`.
     periodic_actions: called after each step, before the default ones.
-    supervision: what else may end the run.
     eval_mode: the mode of the experiment that is evaluated.
     eval_checkpointer: for the evaluation thread of `train_eval_multithreaded`.
     console: what the terminal shows; None logs a line at an interval.
+    watch: told by a signal to end the run, which then saves and leaves.
+    trained: for an evaluation beside a training: set once training has made
+      its last checkpoint. None where training is somewhere else.
   """
 
   experiment_class: Any
@@ -105,10 +73,11 @@ class Run:
   writer: Any = None
   eval_writer: Any = None
   periodic_actions: Sequence[Any] = ()
-  supervision: Supervision = dataclasses.field(default_factory=Supervision)
   eval_mode: str = 'eval'
   eval_checkpointer: Any = None
   console: Any = None
+  watch: preemption.Watch = dataclasses.field(default_factory=preemption.Watch)
+  trained: threading.Event | None = None
 
   def __post_init__(self) -> None:
     self.config = base_config.complete_config(self.config)
@@ -124,6 +93,22 @@ class Run:
     """Returns whether this host saves, if `all_hosts` or only the first do."""
     collective = self.checkpointer.collective
     return collective or all_hosts or jax.process_index() == 0
+
+  def check(self, step: int, finish: Callable[[], None] | None = None) -> None:
+    """Ends the loop if a signal asks for it; called after each step.
+
+    Args:
+      step: the number of steps done.
+      finish: called before the run leaves.
+
+    Raises:
+      preemption.Preempted: the run was told to end by a signal.
+    """
+    debug.give_sign_of_life()
+    if self.watch.reached(step):
+      if finish is not None:
+        finish()
+      self.watch.leave()
 
   @debug.disable_pmap_jit
   def train(self) -> experiment_lib.AbstractExperiment:
@@ -147,7 +132,7 @@ class Run:
       )
     evaluation = _Evaluation(self)
     logging.info('Evaluating with config:\n%s', config)
-    if self.supervision.trained is None:  # Else the training says it.
+    if self.trained is None:  # Else the training says it.
       self.console.begin(config, evaluation.experiment)
     state = base.new_state(checkpointer, evaluation.experiment)
     for is_noted in self._restored(evaluation):
@@ -175,7 +160,7 @@ class Run:
     restore_next = checkpointer.follow('latest')
     is_over = False
     while not is_over:
-      self.supervision.check(evaluation.last or 0)
+      self.check(evaluation.last or 0)
       # Read before `restore_next`, so that a checkpoint saved just before the
       # end is still evaluated.
       is_over = self._is_over(evaluation)
@@ -192,8 +177,8 @@ class Run:
 
   def _is_over(self, evaluation: '_Evaluation') -> bool:
     """Returns whether training will make no further checkpoint."""
-    if self.supervision.trained is not None:
-      return self.supervision.trained.is_set()
+    if self.trained is not None:
+      return self.trained.is_set()
     # Without the note of its end, training was killed before it wrote it, or a
     # training that restarts has removed it.
     return self.checkpointer.ended() is not None or evaluation.is_of_last_step()
@@ -266,7 +251,6 @@ class Run:
         f' {type(self.checkpointer).__name__} writes.'
       )
     trained = threading.Event()
-    watchdog = self.supervision.watchdog
     failed: list[BaseException] = []
 
     def raise_failure(*unused: Any) -> None:
@@ -281,7 +265,8 @@ class Run:
     evaluation = dataclasses.replace(
       self,
       checkpointer=self.eval_checkpointer,
-      supervision=Supervision(watchdog=watchdog, trained=trained),
+      watch=preemption.Watch(),  # Signals are for the training.
+      trained=trained,
     )
 
     def evaluate() -> None:
@@ -482,7 +467,7 @@ class _Training:
     run, config, state = self._run, self._run.config, self.state
     actions = [*self.actions, adapters.full_action(self._after_step)]
     try:
-      with run.supervision.watch.training():
+      with run.watch.training():
         if config.save_initial_train_checkpoint and run.checkpointer.is_new():
           with debug.log_activity('first checkpoint'):
             self.save()
@@ -510,7 +495,7 @@ class _Training:
   def _after_step(self, t: float, step: int, scalars: Any) -> None:
     """The last of the periodic actions: ends the run if something asks to."""
     self._run.checkpointer.raise_error()  # Of a save, such as on a full disk.
-    self._run.supervision.check(step, self._leave)
+    self._run.check(step, self._leave)
 
   def _leave(self) -> None:
     """Does what `_finish` does, in little time."""

@@ -482,8 +482,8 @@ def test_skip_gives_up_after_a_run():
     train(make(factors), 20, 'skip', most=3)
   # Two, a good one, and then three.
   assert str(error.value).startswith(
-    'The loss or gradients of step 6 are not finite, and it is the 3. such step'
-    ' in a row (config.max_nonfinite_steps = 3): grad_norm = nan, loss = nan. '
+    'The loss or gradients of step 6 are not finite (3 such steps in a row;'
+    ' config.max_nonfinite_steps = 3): grad_norm = nan, loss = nan. '
   )
   experiment = make(factors)
   train(experiment, 20, 'skip', most=5)
@@ -499,7 +499,7 @@ def test_the_run_of_skipped_steps_survives_a_resume():
   other = make(factors)
   other.restore_from_snapshot(snapshot)
   with pytest.raises(
-    nonfinite.NonfiniteError, match=r'step 5 .* the 3\. such step in a row'
+    nonfinite.NonfiniteError, match=r'step 5 .* \(3 such steps in a row'
   ):
     train(other, 4, 'skip', most=3)
 

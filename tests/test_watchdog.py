@@ -65,7 +65,7 @@ def read_the_input():
 
 threading.Thread(target=read_the_input, name='input', daemon=True).start()
 with watchdog.Watchdog(0.3) as dog:
-  dog.beat()
+  debug.give_sign_of_life()
   with debug.log_activity('training loop'), debug.log_activity('evaluation'):
     wait_for_ever()
 """)
@@ -119,7 +119,7 @@ with watchdog.Watchdog(1.0) as dog:
   stop = threading.Event()
   def beat():
     while not stop.wait(0.05):
-      dog.beat()
+      debug.give_sign_of_life()
   thread = threading.Thread(target=beat)
   thread.start()
   sys.stdin.readline()
@@ -175,7 +175,7 @@ def nothing(dog):
 
 
 def beat(dog):
-  dog.beat()
+  debug.give_sign_of_life()
 
 
 def enter_and_leave(dog):
@@ -204,7 +204,7 @@ def test_each_watched_thread_gives_signs_of_its_own(clock, capsys):
   inside, leave = threading.Event(), threading.Event()
 
   def evaluate(dog):
-    with dog.watched():
+    with watchdog.watched():
       inside.set()
       assert leave.wait(TIMEOUT_SECS)
 
@@ -280,6 +280,6 @@ def test_it_ends_with_the_run_and_can_watch_another():
 
 def test_none_is_no_watchdog():
   before = threading.active_count()
-  with watchdog.Watchdog(None) as dog:
-    dog.beat()
+  with watchdog.Watchdog(None):
+    debug.give_sign_of_life()
     assert threading.active_count() == before

@@ -180,8 +180,8 @@ class Guard(periodic.Action):
     self._steps.clear()  # Steps after a nonfinite one say nothing new.
     if self._mode == 'skip':
       what += (
-        f', and it is the {in_a_row}. such step in a row'
-        f' (config.max_nonfinite_steps = {self._max_in_a_row})'
+        f' ({in_a_row} such steps in a row; config.max_nonfinite_steps ='
+        f' {self._max_in_a_row})'
       )
     if len(texts) > _MAX_NAMED:
       texts = [*texts[:_MAX_NAMED], f'and {len(texts) - _MAX_NAMED} more']

@@ -32,10 +32,26 @@ _TICK_SECS = 5.0
 _DEBUGGERS = ('pdb', 'bdb')
 
 
+# The threads that must give signs of life of their own.
+_watched: set[threading.Thread] = set()
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+  """Requires signs of life of the calling thread itself while inside."""
+  thread = threading.current_thread()
+  debug.give_sign_of_life()  # Its silence begins here.
+  _watched.add(thread)
+  try:
+    yield
+  finally:
+    _watched.discard(thread)
+
+
 class Watchdog:
   """Ends the process after some seconds without a sign of life.
 
-  Signs of life are each `beat` and the start and end of each
+  Signs of life are `debug.give_sign_of_life` and the start and end of each
   `debug.log_activity`, in any thread. If threads are `watched`, each of them
   must give its own. While a thread is in pdb, there is no alarm.
 
@@ -58,7 +74,6 @@ class Watchdog:
     """
     self._secs = secs
     self._exit = exit
-    self._watched: set[threading.Thread] = set()
     self._stop = threading.Event()
     self._thread: threading.Thread | None = None
 
@@ -77,19 +92,6 @@ class Watchdog:
       self._thread.join()
       self._thread = None
 
-  beat = staticmethod(debug.give_sign_of_life)
-
-  @contextlib.contextmanager
-  def watched(self) -> Iterator[None]:
-    """Requires signs of life of the calling thread itself while inside."""
-    thread = threading.current_thread()
-    self.beat()  # Its silence begins here.
-    self._watched.add(thread)
-    try:
-      yield
-    finally:
-      self._watched.discard(thread)
-
   def _watch(self, secs: float) -> None:
     tick = min(secs / 20, _TICK_SECS)
     last = time.monotonic()
@@ -105,7 +107,7 @@ class Watchdog:
         # For anything beyond two ticks, this thread was stopped.
         elapsed, last = min(now - last, 2 * tick), now
         # Of all threads together, unless some are watched by themselves.
-        threads: set[threading.Thread | None] = {*self._watched} or {None}
+        threads: set[threading.Thread | None] = {*_watched} or {None}
         for thread in threads:
           signs = debug.signs_of_life(thread)
           is_silent = seen.get(thread) == signs
