@@ -617,6 +617,41 @@ ENTRY %main (x: f32[8,128], w: f32[1,128,256]) -> f32[8,256] {
   assert measure(text).hbm_bytes == 4 * (8 * 128 + 128 * 256 + 8 * 256)
 
 
+@pytest.mark.parametrize('is_fused', [False, True])
+def test_a_scatter_is_in_place(is_fused):
+  scatter = (
+    'f32[1000,128]{1,0:T(8,128)} scatter(%table, %rows, %updates),'
+    ' index_vector_dim=1, to_apply=%add'
+  )
+  inside = f"""\
+%fused (a: f32[1000,128], b: s32[16], c: f32[16,128]) -> f32[1000,128] {{
+  %table = f32[1000,128]{{1,0:T(8,128)}} parameter(0)
+  %rows = s32[16]{{0:T(128)}} parameter(1)
+  %updates = f32[16,128]{{1,0:T(8,128)}} parameter(2)
+  ROOT %scatter = {scatter}
+}}
+
+"""
+  if is_fused:
+    scatter = (
+      'f32[1000,128]{1,0:T(8,128)} fusion(%table, %rows, %updates),'
+      ' kind=kLoop, calls=%fused'
+    )
+  text = f"""\
+HloModule jit_step
+
+{inside if is_fused else ''}\
+ENTRY %main (a: f32[1000,128], b: s32[16], c: f32[16,128]) -> f32[1000,128] {{
+  %table = f32[1000,128]{{1,0:T(8,128)}} parameter(0)
+  %rows = s32[16]{{0:T(128)}} parameter(1)
+  %updates = f32[16,128]{{1,0:T(8,128)}} parameter(2)
+  ROOT %result = {scatter}
+}}
+"""
+  # The updated rows are read and written, the updates and indices read.
+  assert measure(text).hbm_bytes == 4 * (3 * 16 * 128 + 16)
+
+
 def test_slices_on_their_way_into_vmem():
   text = """\
 HloModule jit_step

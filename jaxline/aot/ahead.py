@@ -91,6 +91,7 @@ def make_report(
     target = dataclasses.replace(
       target, num_slices=len(set(partitioner.slices))
     )
+    steps = list(_steps(experiment, notes))
     notes += [
       f'The sharding uses nothing of the mesh along {axis!r}: the'
       f' {partitioner.axis_sizes[axis]} devices there all do the same.'
@@ -100,7 +101,6 @@ def make_report(
       f'Whole, or cut less than the sharding asks for: {line}'
       for line in experiment.uncut_weights
     ]
-    steps = list(_steps(experiment, notes))
     saved = None
     # XLA writes its dump only if it compiles.
     place: Any = compilation_cache.configured(

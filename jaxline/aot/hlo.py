@@ -139,10 +139,11 @@ def measure(
       axes=axes,
       count=int(count),
       bytes=size,
-      wire_bytes=wire,
-      dcn_bytes=dcn,
+      wire_bytes=wire_bytes,
+      dcn_bytes=dcn_bytes,
     )
-    for (kind, axes), (count, size, wire, dcn) in cost.traffic.items()
+    for (kind, axes), amounts in cost.traffic.items()
+    for count, size, wire_bytes, dcn_bytes in [amounts.tolist()]
   ]
   return Measures(
     flops=cost.flops,
@@ -813,14 +814,12 @@ def _chains(pairs: Sequence[Sequence[int]]) -> list[list[int]]:
 def _megascale_groups(i: Instruction) -> list[list[int]]:
   """Returns the groups of slices between which a `send` communicates."""
   target = i.search(r'_xla_megascale_target="?(\{\{.*?\}\}|\{[^}]*\})')
-  if not target.startswith('{{'):
-    return _braces(
-      target
-    )  # {1,2}x{0:3}: those slices, each device with its likes.
-  # {{100000->200000},...}: the number of a slice, and of a physical device.
-  found = re.findall(r'\{([^{}]*)\}', target)
-  members = sorted({tuple(n // 100_000 for n in _numbers(g)) for g in found})
-  return _chains(members) if '->' in target else [list(g) for g in members]
+  groups = _braces(target)
+  # {1,2}x{0:3}: those slices, each device with its likes.
+  if target.startswith('{{'):
+    # {{100000->200000},...}: the number of a slice, and of a physical device.
+    groups = [[n // 100_000 for n in group] for group in groups]
+  return _chains(groups) if '->' in target else groups
 
 
 def _iota(text: str) -> np.ndarray:
