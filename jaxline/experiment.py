@@ -458,6 +458,6 @@ def _wait(leaves: list[Any]) -> None:
   for i, x in enumerate(leaves):
     # An experiment may return an array whose buffer it donates later. The first
     # raises what has failed; each wait gives up Python's lock.
-    if not isinstance(x, jax.Array) or x.is_deleted() or (i and x.is_ready()):
+    if not hasattr(x, 'is_ready') or x.is_deleted() or (i and x.is_ready()):
       continue
     x.block_until_ready()
