@@ -698,7 +698,7 @@ class _Best:
       old = -self._sign * math.inf
     if not self._sign * value > self._sign * old:
       return
-    self._console.log_best(self._metric, value, step, old)
+    self._console.log_best(self._metric, value, step)
     state.global_step = step
     state.experiment_module = experiment
     state.best_eval_metric_value = value
