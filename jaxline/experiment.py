@@ -448,7 +448,9 @@ def max_steps_in_flight(config: config_dict.ConfigDict) -> int:
 
 
 def _wait(leaves: list[Any]) -> None:
-  # All at once: each wait gives up Python's lock. An experiment may return an
-  # array whose buffer it donates later.
-  arrays = [x for x in leaves if isinstance(x, jax.Array)]
-  jax.block_until_ready([x for x in arrays if not x.is_deleted()])
+  for i, x in enumerate(leaves):
+    # An experiment may return an array whose buffer it donates later. The first
+    # raises what has failed; each wait gives up Python's lock.
+    if not hasattr(x, 'is_ready') or x.is_deleted() or (i and x.is_ready()):
+      continue
+    x.block_until_ready()

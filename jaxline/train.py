@@ -647,7 +647,7 @@ class _Evaluation:
       value = distributed.of_chief(value)
     if not self._sign * value > self._sign * old:  # A NaN is never better.
       return
-    run.console.log_best(metric, value, step, old)
+    run.console.log_best(metric, value, step)
     state.global_step = step
     state.experiment_module = self.experiment
     state.best_eval_metric_value = value

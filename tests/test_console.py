@@ -988,7 +988,7 @@ def test_the_last_block_says_what_the_run_came_to(capsys):
   ):
     console, state = begun(step=10)
     console.log_training(9, {'loss': 1.0, 'steps_per_sec': 1.0})
-    console.log_best('bits', 2.5, 8, math.inf)
+    console.log_best('bits', 2.5, 8)
     state.global_step = 30
     capsys.readouterr()
     console.__exit__(type(error), error, None)
@@ -1007,7 +1007,8 @@ def test_the_last_block_of_an_evaluation(capsys):
   with console:
     console.begin(make_config(checkpoint_dir='/run'), experiment_of())
     console.log_evaluation(3, {'bits': 2.5})
-    console.log_best('bits', 2.5, 3, 3.0)
+    console.log_best('bits', 3.0)
+    console.log_best('bits', 2.5, 3)
   out = capsys.readouterr().out.splitlines()
   assert 'Start:' not in ''.join(out)
   assert out[-6:-4] + out[-3:] == [

@@ -729,9 +729,6 @@ def test_the_logged_steps_are_those_of_scalars(tmp_path):
       writer.write_texts(20, {'config': 'c'})
       writer.write_images(21, {'i': np.zeros([2, 2], np.uint8)})
       writer.write_histograms(22, {'h': np.ones(3)})
-  with writers.JsonlWriter(path, mode='other') as writer:
-    writer.write_scalars(9, {'a': 0})
-    assert writer.logged_steps() == [9]
   # What is damaged is left out, of each file by itself.
   lines = path.read_bytes().splitlines(keepends=True)
   path.write_bytes(b''.join([b'#', *lines, b'[1]\n', lines[0][:-9]]))
@@ -860,9 +857,7 @@ def test_of_a_damaged_file_the_records_before_the_damage_are_shown(
 def test_jsonl_records(tmp_path):
   path = tmp_path / 'run' / 'metrics.jsonl'
   clock = iter([1.5, 2.5, 3.5, 4.5, 5.5])
-  with writers.JsonlWriter(
-    path, mode='train', time_fn=lambda: next(clock)
-  ) as writer:
+  with writers.JsonlWriter(path, time_fn=lambda: next(clock)) as writer:
     writer.write_scalars(
       jnp.array([7, 7]),
       {
@@ -872,25 +867,21 @@ def test_jsonl_records(tmp_path):
         'up': math.inf,
         'down': {'x': -math.inf},
         'step': 12,
-        'mode': 3,
+        'kind': 3,
       },
     )
     writer.write_texts(8, {'sample': 'a "b"\nc\ud800', 'time': 'noon'})
     writer.write_images(9, {'x': np.zeros((2, 4, 5, 3), np.uint8)})
     writer.write_histograms(10, {'w': np.array([1.0, 1.0, 4.0, np.inf])})
     writer.write_scalars(11, {'none': np.zeros(3)})
-  common = {'mode': 'train'}
   assert _lines(path) == [
-    common
-    | {'step': 7, 'time': 1.5, 'kind': 'scalars', 'loss': 0.5}
+    {'step': 7, 'time': 1.5, 'kind': 'scalars', 'loss': 0.5}
     | {'big': 9007199254740993, 'nan': 'NaN', 'up': 'Infinity'}
-    | {'down/x': '-Infinity', 'scalars/step': 12, 'scalars/mode': 3},
-    common
-    | {'step': 8, 'time': 2.5, 'kind': 'texts', 'sample': 'a "b"\nc?'}
+    | {'down/x': '-Infinity', 'scalars/step': 12, 'scalars/kind': 3},
+    {'step': 8, 'time': 2.5, 'kind': 'texts', 'sample': 'a "b"\nc?'}
     | {'texts/time': 'noon'},
-    common | {'step': 9, 'time': 3.5, 'kind': 'images', 'x': [2, 4, 5, 3]},
-    common
-    | {'step': 10, 'time': 4.5, 'kind': 'histograms', 'w/count': 3}
+    {'step': 9, 'time': 3.5, 'kind': 'images', 'x': [2, 4, 5, 3]},
+    {'step': 10, 'time': 4.5, 'kind': 'histograms', 'w/count': 3}
     | {'w/nonfinite': 1, 'w/min': 1.0, 'w/mean': 2.0, 'w/max': 4.0},
   ]
   for name in ('nan', 'up', 'down/x'):
@@ -967,8 +958,6 @@ def test_jsonl_resume_takes_later_records_out(tmp_path):
       '2 lines are no records and stay as they are: line 2, 3.',
     ),
     (b'\n{"step": 1}\n', b'\n{"step": 1}\n', '1 lines .*: line 1.'),
-    # A record of another mode.
-    (b'{"step": 3, "mode": "eval"}\n', b'{"step": 3, "mode": "eval"}\n', None),
   ],
 )
 def test_jsonl_resume_of_what_a_crash_may_leave(
@@ -988,22 +977,6 @@ def test_jsonl_resume_of_what_a_crash_may_leave(
   if damaged is not None:
     assert re.search(damaged, texts[0])
     assert str(path) in texts[0]
-
-
-def test_jsonl_resume_leaves_the_records_of_other_modes(tmp_path):
-  path = tmp_path / 'm.jsonl'
-  with (
-    writers.JsonlWriter(path, mode='train') as train,
-    writers.JsonlWriter(path, mode='eval') as evaluation,
-  ):
-    for step in range(3):
-      train.write_scalars(step, {'a': 1})
-      evaluation.write_scalars(step, {'a': 1})
-    evaluation.resume(0)
-    train.write_scalars(3, {'a': 1})
-  got = [(x['step'], x['mode']) for x in _lines(path)]
-  train_steps = [(step, 'train') for step in range(1, 4)]
-  assert got == [(0, 'train'), (0, 'eval'), *train_steps]
 
 
 def test_jsonl_resume_of_a_device_does_not_read_it():

@@ -426,24 +426,17 @@ class Console(periodic.Action):
       line = lines.fit([(i, x) for i, x in enumerate(fields)], _WIDTH)
     self.say(line)
 
-  def log_best(
-    self,
-    name: str,
-    value: float,
-    step: int | None = None,
-    old: float | None = None,
-  ) -> None:
+  def log_best(self, name: str, value: float, step: int | None = None) -> None:
     """Notes the best evaluation so far.
 
     Args:
       name: of the metric.
       value: of the metric.
       step: of the evaluation; None if it was before this start.
-      old: the best value before; None if this one is not new.
     """
-    self._best = name, value, step
-    if old is not None:
-      was = f' (was {lines.shorten(old)})' if math.isfinite(old) else ''
+    before, self._best = self._best, (name, value, step)
+    if step is not None:
+      was = f' (was {lines.shorten(before[1])})' if before else ''
       self.say(f'New best {name}: {lines.shorten(value)} at step {step}{was}.')
 
   def log_waiting(self, last: int | None, directory: str) -> None:

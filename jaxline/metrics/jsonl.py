@@ -16,12 +16,11 @@ from jaxline.metrics import values as values_lib
 class JsonlWriter(files.FileBackend):
   """Appends one JSON object per record to a file; flat, ready for pandas.
 
-  `{"step": 10, "time": 1700000000.5, "mode": "train", "kind": "scalars",
-  "loss": 2.5, "kl/total": 0.1}`
+  `{"step": 10, "time": 1700000000.5, "kind": "scalars", "loss": 2.5,
+  "kl/total": 0.1}`
 
-  - `kind` is scalars, texts, images or histograms; `mode` is there where the
-    writer was given one. A scalar that has one of these four names is written
-    as `scalars/step` and so on.
+  - `kind` is scalars, texts, images or histograms. A scalar that has one of the
+    first three names is written as `scalars/step` and so on.
   - Ints are exact, floats round-trip. JSON has no NaN: the strings "NaN",
     "Infinity" and "-Infinity" stand for them, which Python's `float` and
     pandas' `astype(float)` read.
@@ -29,40 +28,33 @@ class JsonlWriter(files.FileBackend):
     `<name>/count`, `/nonfinite`, `/min`, `/mean` and `/max`.
   - A crash can leave a last line that is cut short. A new writer begins on a
     line of its own, so a reader loses that line and no other.
-  - `resume` takes out the records of later steps that have the writer's own
-    `mode`, and a last line that is cut short. The file is replaced in one
-    rename, or not touched where nothing is to go. Lines that are no records
-    (damaged ones) stay, and a warning gives their numbers.
+  - `resume` takes out the records of later steps, and a last line that is cut
+    short. The file is replaced in one rename, or not touched where nothing is
+    to go. Lines that are no records (damaged ones) stay, and a warning gives
+    their numbers.
   """
 
   def __init__(
     self,
     path: str | os.PathLike[str],
     *,
-    mode: str | None = None,
     time_fn: Callable[[], float] = time.time,
   ) -> None:
     """Opens the file to append to it.
 
     Args:
       path: the file; its directory is made where it does not exist.
-      mode: written into each record where given, so that several writers
-        (training and evaluation) can share a file.
       time_fn: gives the time of each record, in seconds since the epoch.
 
     Raises:
       OSError: the file cannot be opened to write.
     """
     self._time_fn = time_fn
-    self._mode = mode
     super().__init__(os.fspath(path))
     self._has_begun = False
 
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
-    record: dict[str, Any] = {'step': step, 'time': self._time_fn()}
-    if self._mode is not None:
-      record['mode'] = self._mode
-    record['kind'] = kind
+    record = {'step': step, 'time': self._time_fn(), 'kind': kind}
     for name, value in values_lib.summarize(kind, values).items():
       key = f'{kind}/{name}' if name in KEYS else name
       record[key] = _to_json_value(value)
@@ -75,14 +67,12 @@ class JsonlWriter(files.FileBackend):
   def _read(self, file: BinaryIO) -> Iterator[files.Piece]:
     for line in file:
       record = read_record(line)
-      is_ours = bool(record) and record.get('mode') == self._mode
       is_whole = line.endswith(b'\n')
-      step = record['step'] if is_ours else None
-      if not record and not is_whole:
-        step = math.inf  # It is cut short.
+      # One that is cut short goes; other damage stays.
+      step = record.get('step', None if is_whole else math.inf)
       # A record may lack no more than the end of its line.
       data = line if is_whole else line + b'\n'
-      yield files.Piece(data, step, is_ours and record.get('kind') == 'scalars')
+      yield files.Piece(data, step, record.get('kind') == 'scalars')
 
   def _resume(self, step: int) -> None:
     super()._resume(step)
@@ -99,7 +89,7 @@ class JsonlWriter(files.FileBackend):
         )
 
 
-KEYS = frozenset({'step', 'time', 'mode', 'kind'})
+KEYS = frozenset({'step', 'time', 'kind'})
 
 
 def read_record(line: bytes) -> dict[str, Any]:

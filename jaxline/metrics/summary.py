@@ -212,61 +212,53 @@ def end_block(
   block = [f'Time: {time}.'] if time else []
   if config.checkpoint_dir:
     block.append(f'Run directory: {relative(config.checkpoint_dir)}')
-  method = getattr(getattr(experiment, 'decode', None), '__qualname__', '')
-  # The base class has one, which only says that there is none.
-  decodes = bool(method) and not method.startswith('AbstractExperiment.')
-  name = '' if config.experiment_class else type(experiment).__name__
   return block + _next_commands(
-    config, origin, decodes, is_over, has_checkpoint, name
+    config, experiment, origin, is_over, has_checkpoint
   )
 
 
 def _next_commands(
   config: Any,
+  experiment: Any,
   origin: Origin,
-  decodes: bool,
   is_over: bool | None,
   has_checkpoint: bool,
-  class_name: str,
 ) -> list[str]:
-  """Returns the commands that a user may want next.
-
-  Args:
-    config: the run's.
-    origin: how the run was started.
-    decodes: whether the experiment can continue prompts.
-    is_over: whether the run has taken all its steps; None if it only evaluated.
-    has_checkpoint: whether there is one to go on from.
-    class_name: of the experiment, if the config does not name it.
-  """
+  """Returns the commands that a user may want next; as for `end_block`."""
   directory = relative(config.checkpoint_dir or '')
+  commands: dict[str, str] = {}
   if not (directory and has_checkpoint) or config.checkpointer == 'memory':
-    go_on, look = '', ''
+    pass
   elif origin.command and jax.process_count() > 1:
     # Each process knows its own command, and not that of the launcher.
-    go_on = f'the same command with --config.checkpoint_dir={directory}'
-    look = ''
+    commands['Go on'] = (
+      f'the same command with --config.checkpoint_dir={directory}'
+    )
   elif not origin.command:
-    go_on = f"jaxline.fit(..., overrides={{'checkpoint_dir': {directory!r}}})"
-    argument = f', experiment_class={class_name}' if class_name else ''
-    look = f'jaxline.evaluate({directory!r}{argument})'
+    commands['Go on'] = (
+      f"jaxline.fit(..., overrides={{'checkpoint_dir': {directory!r}}})"
+    )
+    name = type(experiment).__name__
+    argument = '' if config.experiment_class else f', experiment_class={name}'
+    commands['Evaluate'] = f'jaxline.evaluate({directory!r}{argument})'
   else:
     own = list(_without(origin.command, 'config.checkpoint_dir'))
     own.append(f'--config.checkpoint_dir={directory}')
-    go_on = shlex.join(own)
-    mode = '--jaxline_mode=decode' if decodes else '--jaxline_mode=eval'
-    once = [] if decodes else ['--config.one_off_evaluate']
-    look = shlex.join([*_without(own, 'jaxline_mode'), mode, *once])
+    commands['Go on'] = shlex.join(own)
+    own = list(_without(own, 'jaxline_mode'))
+    method = getattr(getattr(experiment, 'decode', None), '__qualname__', '')
+    # The base class has one, which only says that there is none.
+    if method and not method.startswith('AbstractExperiment.'):
+      commands['Decode'] = shlex.join([*own, '--jaxline_mode=decode'])
+    else:
+      own += ['--jaxline_mode=eval', '--config.one_off_evaluate']
+      commands['Evaluate'] = shlex.join(own)
   if is_over is not False:
-    go_on = ''  # No step is left.
-  labels = {
-    'Go on': go_on,
-    'Decode' if decodes and origin.command else 'Evaluate': look,
-    'Curves': f'python -m jaxline.runs compare {shlex.quote(directory)}'
-    if directory and 'jsonl' in config.writers
-    else '',
-  }
-  return [f'{f"{k}:".ljust(10)}{text}' for k, text in labels.items() if text]
+    commands.pop('Go on', None)  # No step is left.
+  if directory and 'jsonl' in config.writers:
+    command = f'python -m jaxline.runs compare {shlex.quote(directory)}'
+    commands['Curves'] = command
+  return [f'{f"{k}:".ljust(10)}{text}' for k, text in commands.items()]
 
 
 def _without(args: Sequence[str], flag: str) -> Iterator[str]:

@@ -200,7 +200,8 @@ class AsyncWriter(MetricWriter):
   def _hand_over(
     self, kind: str, step: Any, values: Mapping[str, Any], *options: Any
   ) -> None:
-    on_host = _to_host(kind, values)
+    convert = to_scalars if kind == 'scalars' else values_lib.fetch
+    on_host = convert(values)
     method = getattr(self._writer, f'write_{kind}')
     method(to_step(step), on_host, *options)
 
@@ -254,15 +255,6 @@ def _snapshot(value: Any) -> Any:
 
 def _to_array(value: Any) -> Any:
   return value if hasattr(value, '__array__') else np.array(value)
-
-
-def _to_host(kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-  """Fetches what is still on a device."""
-  if kind == 'scalars':
-    return to_scalars(values)
-  if kind == 'texts':
-    return values
-  return {name: np.asarray(array) for name, array in values.items()}
 
 
 def _make_tensorboard(
