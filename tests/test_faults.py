@@ -117,7 +117,7 @@ class Run:
   def wait_for_save(self, series, count=1):
     """The same, of the beginnings of saves; as soon as it is on the disk."""
     return self._wait_for_entries(
-      series, count, lambda name: not name.isdigit()
+      series, count, re.compile(r'.*orbax-checkpoint-tmp|.*\.partial$').match
     )
 
   def wait_for_saved(self, series, count=1):

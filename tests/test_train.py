@@ -1483,7 +1483,7 @@ def test_an_evaluation_is_noted_when_its_best_is_written(tmp_path, monkeypatch):
       path = [a for a in args if isinstance(a, pathlib.Path)]
       what = '/'.join(path[0].parts[-2:]) if path else f'{name} {args[0]}'
       original(self, *args)
-      order.append(what)
+      order.append(what.removesuffix('.new'))
 
     monkeypatch.setattr(durable.DurableCheckpointer, name, noted)
 
