@@ -14,7 +14,7 @@ Shapes: b rows, N records of an epoch.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import copy
 import dataclasses
@@ -196,13 +196,10 @@ class IndexedInput(base.BaseInput, abc.ABC):
     """
     records, epochs = self.order(positions), positions // self._size
     try:
-      return self._read_all(records, epochs)
+      return call_without_end(self._read_all, records, epochs)
     except Exception as e:
-      error = not_an_end(e)
-      error.add_note(
-        f'While {self.name} read {self._describe(records, epochs)}.'
-      )
-      raise error from error.__cause__
+      e.add_note(f'While {self.name} read {self._describe(records, epochs)}.')
+      raise
 
   def _read_all(
     self, records: np.ndarray, epochs: np.ndarray
@@ -472,14 +469,15 @@ def closed_on_error(source: base.BaseInput) -> Iterator[None]:
     raise
 
 
-def not_an_end(error: Exception) -> Exception:
-  """Returns an error that does not mean the end of the data.
+def call_without_end(function: Callable[..., Any], *args: Any) -> Any:
+  """Calls a reader of records, whose errors do not mean the end of the data.
 
-  That is the error, or a `RuntimeError` instead of `StopIteration` and
-  TensorFlow's `OutOfRangeError`, as in generators.
+  Instead of `StopIteration` and TensorFlow's `OutOfRangeError`, a
+  `RuntimeError` is raised, as by generators.
   """
-  if not isinstance(error, StopIteration) and not base.is_out_of_range(error):
-    return error
-  other = RuntimeError(f'A record could not be read: {error!r}.')
-  other.__cause__ = error
-  return other
+  try:
+    return function(*args)
+  except Exception as e:
+    if isinstance(e, StopIteration) or base.is_out_of_range(e):
+      raise RuntimeError(f'A record could not be read: {e!r}.') from e
+    raise
