@@ -71,7 +71,9 @@ def rows(batches):
 # The order.
 
 
-def test_the_order_is_a_permutation_in_each_epoch():
+@pytest.mark.parametrize('small', [indexed._SMALL, 0])
+def test_the_order_is_a_permutation_in_each_epoch(monkeypatch, small):
+  monkeypatch.setattr(indexed, '_SMALL', small)
   orders = {}
   for seed in (0, 1, 2, -1, 2**40):
     source = Numbers(
@@ -93,11 +95,26 @@ def test_the_order_is_a_permutation_in_each_epoch():
 def test_the_order_never_changes_between_versions():
   source = Numbers(batch_size=5, is_training=True, input_random_seed=3)
   assert take(source, 4) == [
-    [4, 6, 9, 7, 5],
-    [3, 1, 8, 2, 0],
-    [8, 1, 3, 7, 9],
-    [0, 5, 4, 2, 6],
+    [6, 1, 8, 5, 2],
+    [7, 9, 4, 3, 0],
+    [9, 7, 8, 3, 5],
+    [6, 4, 0, 2, 1],
   ]
+  large = Numbers(
+    batch_size=5, size=2**16, is_training=True, input_random_seed=3
+  )
+  assert take(large, 2) == [
+    [32319, 12057, 37594, 62381, 30565],
+    [1747, 62416, 48687, 62788, 46484],
+  ]
+  assert large.order(np.arange(2**16, 2**16 + 2)).tolist() == [61429, 36773]
+  assert large.identity()['order'] == 2
+
+
+def test_a_large_order_is_not_held():
+  source = Numbers(batch_size=32, size=2**40, is_training=True)
+  assert len(set(rows(take(source, 3)))) == 96
+  assert len(cloudpickle.dumps(source)) < 5_000
 
 
 def test_without_shuffling_the_order_is_that_of_the_data():

@@ -419,7 +419,7 @@ class MixtureInput(_Parent, indexed.IndexedInput):
       for key, value in child.identity().items()
     }
     shares = dict(zip(self.inputs, self._shares, strict=True))
-    return {'weights': shares, **children}
+    return {'order': 2, 'weights': shares, **children}
 
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
