@@ -133,43 +133,6 @@ def test_a_source_that_reads_many_at_once_is_asked_once_a_batch():
   assert dataset.calls == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize('hosts', [2, 4])
-def test_all_hosts_together_see_the_same_batches(hosts):
-  whole = grain.GrainInput(dataset=source_of(21), batch_size=8, shuffle=True)
-  parts = [
-    grain.GrainInput(
-      dataset=source_of(21),
-      batch_size=8 // hosts,
-      shuffle=True,
-      num_infeed_hosts=hosts,
-      infeed_host_index=host,
-    )
-    for host in range(hosts)
-  ]
-  for expected in take(whole, 4):
-    assert rows(part for p in parts for part in take(p, 1)) == expected
-
-
-def test_positions_fit_other_hosts_threads_and_batch_sizes():
-  reference = rows(
-    take(grain.GrainInput(dataset=source_of(7), batch_size=1), 40)
-  )
-  source = grain.GrainInput(dataset=source_of(7), batch_size=3, num_threads=2)
-  take(source, 3)
-  state = source.get_state()
-  source.close()
-  for host in range(2):
-    other = grain.GrainInput(
-      dataset=source_of(7),
-      batch_size=4,
-      num_infeed_hosts=2,
-      infeed_host_index=host,
-    )
-    other.set_state(state)
-    first = 9 + 4 * host
-    assert take(other, 1) == [reference[first : first + 4]]
-
-
 def test_a_dataset_that_is_shuffled_already_keeps_its_order():
   dataset = source_of(9).shuffle(seed=4)
   expected = [int(x['x']) for x in dataset.repeat(2)]

@@ -136,47 +136,6 @@ def test_batches_of_many_epochs():
 # The hosts.
 
 
-@pytest.mark.parametrize('fields', [{'is_training': True}, ONE_EPOCH])
-@pytest.mark.parametrize('hosts', [2, 4])
-def test_all_hosts_together_see_the_same_batches(fields, hosts):
-  whole = Numbers(batch_size=8, size=21, **fields)
-  parts = [
-    Numbers(
-      batch_size=8 // hosts,
-      size=21,
-      num_infeed_hosts=hosts,
-      infeed_host_index=host,
-      **fields,
-    )
-    for host in range(hosts)
-  ]
-  for _ in range(3):
-    batch = next(whole)
-    pieces = [next(part) for part in parts]
-    assert len({part.get_state() for part in parts} | {whole.get_state()}) == 1
-    for key in batch:
-      np.testing.assert_array_equal(
-        np.concatenate([piece[key] for piece in pieces]), batch[key]
-      )
-
-
-def test_one_epoch_ends_on_all_hosts_at_once():
-  epoch = []
-  for host in range(4):
-    source = Numbers(
-      batch_size=2, num_infeed_hosts=4, infeed_host_index=host, **ONE_EPOCH
-    )
-    batches = list(source.eval_batches())
-    assert [b['x'].shape for b in batches] == [(2,), (2,)]
-    epoch += [
-      x
-      for b in batches
-      for x, weight in zip(b['x'], b['weights'], strict=True)
-      if weight
-    ]
-  assert sorted(epoch) == list(range(10))
-
-
 def test_every_batch_of_one_epoch_has_weights():
   batches = list(Numbers(batch_size=4, **ONE_EPOCH))
   assert [b['weights'].tolist() for b in batches] == [
@@ -194,48 +153,6 @@ def test_no_records_are_an_error_and_no_endless_loop():
 
 
 # Positions.
-
-
-@pytest.mark.parametrize('shuffle', [True, False])
-def test_restored_with_other_hosts_batches_and_threads(shuffle):
-  reference = rows(take(Numbers(batch_size=1, shuffle=shuffle), 60))
-  for position in range(8):
-    source = Numbers(batch_size=3, shuffle=shuffle, num_threads=position % 3)
-    take(source, position)
-    state = source.get_state()
-    source.close()
-    for hosts, batch_size in ((1, 3), (1, 4), (2, 3), (3, 1), (4, 2)):
-      parts = [
-        Numbers(
-          batch_size=batch_size,
-          shuffle=shuffle,
-          num_infeed_hosts=hosts,
-          infeed_host_index=host,
-          num_threads=host % 2,
-        )
-        for host in range(hosts)
-      ]
-      for part in parts:
-        part.set_state(state)
-      given = []
-      for _ in range(3):
-        for part in parts:
-          given += next(part)['x'].tolist()
-      first = 3 * position
-      assert given == reference[first : first + len(given)]
-      for part in parts:
-        part.close()
-
-
-def test_one_epoch_goes_on_where_it_stood():
-  source = Numbers(batch_size=4, shuffle=True, **ONE_EPOCH)
-  expected = [b['x'].tolist() for b in source]
-  for position in range(4):
-    source.reset()
-    take(source, position)
-    other = Numbers(batch_size=4, shuffle=True, **ONE_EPOCH)
-    other.set_state(source.get_state())
-    assert [b['x'].tolist() for b in other] == expected[position:]
 
 
 @pytest.mark.parametrize(
