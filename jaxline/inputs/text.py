@@ -37,7 +37,8 @@ row, b rows that are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import argparse
+from collections.abc import Callable, Iterable, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -138,6 +139,59 @@ def load_corpus(
     'Text from %s: %s, SHA-256 %s.', files, corpus.summary, corpus.sha256
   )
   return corpus
+
+
+def add_command(commands: Any, run: Callable[..., int]) -> None:
+  """Adds `tokenize` to the commands of `python -m jaxline.inputs`.
+
+  Args:
+    commands: of `argparse.ArgumentParser.add_subparsers`.
+    run: what the command does.
+  """
+  what = (
+    'make the tokens that a run reads, which its first start would make: those'
+    ' of the files of a config, or of FILES'
+  )
+  sub = commands.add_parser(
+    'tokenize',
+    help=what,
+    description=what,
+    usage='%(prog)s --config=FILE [--config.key=value ...] | FILES ...',
+    allow_abbrev=False,
+  )
+  sub.set_defaults(run=run)
+  sub.add_argument('files', nargs='*', help="files, folders, globs or 'stdlib'")
+  sub.add_argument(
+    '--eval_fraction',
+    type=float,
+    default=_EVAL_FRACTION,
+    help='how much to hold out (default: %(default)s)',
+  )
+  sub.add_argument(
+    '--tokenizer',
+    default='bytes',
+    help="'bytes', a '.model' or a 'tokenizer.json' (default: bytes)",
+  )
+  sub.add_argument('--documents', choices=token_cache.KINDS, default='file')
+  sub.add_argument('--cache_dir', help='where the tokens are kept')
+
+
+def tokenize(args: argparse.Namespace) -> str:
+  """Makes the tokens of files; returns what they are.
+
+  Args:
+    args: as parsed by `add_command`.
+  """
+  files = args.files[0] if len(args.files) == 1 else args.files
+  corpus = load_corpus(
+    files,
+    eval_fraction=args.eval_fraction,
+    tokenizer=args.tokenizer,
+    documents=args.documents,
+    cache_dir=args.cache_dir,
+  )
+  folder = args.cache_dir or token_cache.default_cache_dir()
+  return f'{corpus.summary}, in {folder}; SHA-256 {corpus.sha256}'
 
 
 def compression_baselines(documents: Documents) -> dict[str, float]:

@@ -464,9 +464,7 @@ def _open_split(
   table = _map(path, about, np.dtype('<i8')).reshape(-1, 3)
   names = _Names(files, table)
   num_bytes = operator.index(about['num_bytes'])
-  is_right = (
-    num_bytes > 0 and table[0, 0] == 0 and table[-1, 0] < len(tokens)
-  )
+  is_right = num_bytes > 0 and table[0, 0] == 0 and table[-1, 0] < len(tokens)
   num_files = 1
   # In parts, so that no more memory is needed for more of them.
   step = _BATCH_BYTES // 8
