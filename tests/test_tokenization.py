@@ -188,7 +188,7 @@ def test_document_token_of_sentencepiece(sentencepiece_model, tmp_path):
   path = train_sentencepiece(tmp_path / 'eos.model', bos_id=-1)
   assert tokenization.load_tokenizer(path).document_id == 2  # </s>
   path = train_sentencepiece(tmp_path / 'neither.model', bos_id=-1, eos_id=-1)
-  with pytest.raises(ValueError, match=r'token for BOS or EOS, and .* has none'):
+  with pytest.raises(ValueError, match=r'for BOS or EOS, and .* has none'):
     tokenization.load_tokenizer(path)
   path = train_sentencepiece(
     tmp_path / 'own.model', bos_id=-1, eos_id=-1, control_symbols=['<doc>']

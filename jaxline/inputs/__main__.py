@@ -148,7 +148,8 @@ def _tokenize(args: argparse.Namespace, rest: Sequence[str]) -> int:
     )
   try:
     if args.files:
-      print(text.tokenize(args))
+      options = {k: v for k, v in vars(args).items() if k != 'run'}
+      print(text.tokenize(options))
     else:
       print(_about(input_maker(platform.load_config(rest), 'train')()))
   except (ValueError, OSError, ImportError) as e:
