@@ -1,4 +1,6 @@
-"""`python -m jaxline.inputs show`: looks at a config's data; see show.py.
+"""`python -m jaxline.inputs`: `show` looks at a config's data, see show.py.
+
+`tokenize` makes the tokens of text files before a run does; see text.py.
 
 The exit status is 0; 1 where a check found something wrong; 2 where the command
 line, the config or the input itself is refused, in one line on stderr.
@@ -12,6 +14,7 @@ import os
 import sys
 from typing import Any
 
+from absl import logging
 import jax
 
 from jaxline import errors
@@ -20,6 +23,7 @@ from jaxline import platform
 from jaxline.compat import adapters
 from jaxline.inputs import base
 from jaxline.inputs import show
+from jaxline.inputs import text
 
 _NUM_ROWS = 2  # Of which the text is printed.
 _METHODS = {'train': 'train_input', 'eval': 'eval_input'}
@@ -103,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     description="Looks at a run's data, without its model or accelerators.",
   )
   commands = parser.add_subparsers(required=True, metavar='COMMAND')
-  text = (
+  what = (
     'print batches, and check what several hosts would read, whether a run'
     ' could resume exactly, and how fast it reads; exits with 1 if something is'
     ' wrong'
@@ -111,8 +115,8 @@ def _parser() -> argparse.ArgumentParser:
   promises = '; '.join(f'{p.name}: {p.text}' for p in show.PROMISES)
   sub = commands.add_parser(
     'show',
-    help=text,
-    description=text,
+    help=what,
+    description=what,
     epilog=f'What is checked. {promises}.',
     usage='%(prog)s --config=FILE [--config.key=value ...] [OPTION ...]',
     allow_abbrev=False,
@@ -132,10 +136,29 @@ def _parser() -> argparse.ArgumentParser:
     help_text = f'{what} (default: {default})' if is_shown else what
     sub.add_argument(flag, type=kind, default=default, help=help_text)
   sub.add_argument('--split', choices=sorted(_METHODS), default='train')
+  text.add_command(commands, _tokenize)
   return parser
 
 
-def _show(args: argparse.Namespace, config: Any) -> int:
+def _tokenize(args: argparse.Namespace, rest: Sequence[str]) -> int:
+  if args.files and rest:
+    raise platform.UsageError(
+      f'tokenize got the files {args.files} and the arguments {list(rest)};'
+      ' expected either FILES or --config=FILE, written with an equals sign.'
+    )
+  try:
+    if args.files:
+      options = {k: v for k, v in vars(args).items() if k != 'run'}
+      print(text.tokenize(options))
+    else:
+      print(_about(input_maker(platform.load_config(rest), 'train')()))
+  except (ValueError, OSError, ImportError) as e:
+    raise platform.UsageError(str(e)) from e
+  return 0
+
+
+def _show(args: argparse.Namespace, rest: Sequence[str]) -> int:
+  config = platform.load_config(rest)
   num_hosts = args.hosts or (args.host[1] if args.host else None)
   host, count = args.host or (0, num_hosts or 1)
   if num_hosts not in (None, count):
@@ -175,8 +198,8 @@ def _show(args: argparse.Namespace, config: Any) -> int:
 def _print_batch(source: Any, number: int, batch: Any) -> None:
   print(f'\nbatch {number}\n{show.describe(batch)}')
   for name, texts in show.texts(source, batch, _NUM_ROWS).items():
-    for row, text in enumerate(texts):
-      print(show.shorten(f'row {row} of {name}: {text!r}'))
+    for row, shown in enumerate(texts):
+      print(show.shorten(f'row {row} of {name}: {shown!r}'))
 
 
 def _about(source: Any) -> str:
@@ -204,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """
   args, rest = _parser().parse_known_args(argv)
   try:
-    return args.run(args, platform.load_config(rest))
+    return args.run(args, rest)
   except BrokenPipeError:
     # Whoever read, such as `head`, has read enough; nothing more is written.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -217,4 +240,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == '__main__':
   # Data is looked at beside a run that may have all accelerators.
   jax.config.update('jax_platforms', 'cpu')
+  if sys.argv[1:2] == ['tokenize']:
+    logging.set_verbosity(logging.INFO)  # How far it is.
   sys.exit(main())

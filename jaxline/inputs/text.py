@@ -37,7 +37,7 @@ row, b rows that are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -54,6 +54,7 @@ from absl import logging
 import numpy as np
 
 from jaxline import errors
+from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import token_cache
 from jaxline.inputs import tokenization
@@ -140,6 +141,43 @@ def load_corpus(
   return corpus
 
 
+def add_command(commands: Any, run: Callable[..., int]) -> None:
+  """Adds `tokenize` to the commands of `python -m jaxline.inputs`.
+
+  Args:
+    commands: of `argparse.ArgumentParser.add_subparsers`.
+    run: what the command does.
+  """
+  what = (
+    'make the tokens that a run reads, which its first start would make: those'
+    ' of the training data of a config, or of FILES'
+  )
+  sub = commands.add_parser(
+    'tokenize',
+    help=what,
+    description=f'{what}. The options are arguments of text.load_corpus.',
+    usage='%(prog)s --config=FILE [--config.key=value ...] | FILES ...',
+    allow_abbrev=False,
+  )
+  sub.set_defaults(run=run)
+  sub.add_argument('files', nargs='*', help="folders, globs or 'stdlib'")
+  sub.add_argument('--tokenizer', default='bytes')
+  sub.add_argument('--documents', choices=token_cache.KINDS, default='file')
+  sub.add_argument('--eval_fraction', type=float, default=_EVAL_FRACTION)
+  sub.add_argument('--cache_dir')
+
+
+def tokenize(options: Mapping[str, Any]) -> str:
+  """Makes the tokens of files; returns what they are.
+
+  Args:
+    options: arguments of `load_corpus`.
+  """
+  corpus = load_corpus(**options)
+  folder = options['cache_dir'] or token_cache.default_cache_dir()
+  return f'{corpus.summary}, in {folder}; SHA-256 {corpus.sha256}'
+
+
 def compression_baselines(documents: Documents) -> dict[str, float]:
   """Returns bits per byte of compressors, for comparison with a model.
 
@@ -206,18 +244,12 @@ class TextInput(indexed.IndexedInput):
   def __post_init__(self) -> None:
     super().__post_init__()
     if self.packing not in PACKINGS:
-      raise errors.UsageError(
-        f'{self.name}.packing is {self.packing!r}; expected one of {PACKINGS}.'
-      )
+      self.refuse('packing', f'one of {PACKINGS}')
     for key in 'length', 'max_batches':
       value = getattr(self, key)
-      if value is None and key == 'max_batches':
-        continue
-      is_integer = isinstance(value, numbers.Integral)
-      if not is_integer or isinstance(value, bool) or value < 1:
-        raise errors.UsageError(
-          f'{self.name}.{key} is {value!r}; expected an integer of at least 1.'
-        )
+      is_unset = key == 'max_batches' and value is None
+      if not is_unset and (not base.is_integer(value) or value < 1):
+        self.refuse(key, 'an integer of at least 1')
     if self.is_training and self.max_batches is not None:
       raise errors.UsageError(
         f'{self.name} has is_training=True and max_batches={self.max_batches};'
@@ -250,10 +282,7 @@ class TextInput(indexed.IndexedInput):
     if self.split is None:
       self.split = 'train' if self.is_training else 'eval'
     if self.split not in token_cache.SPLITS:
-      raise errors.UsageError(
-        f'{self.name}.split is {self.split!r}; expected one of'
-        f' {token_cache.SPLITS}, or None to go by is_training.'
-      )
+      self.refuse('split', f'one of {token_cache.SPLITS}, or None')
     if self.eval_fraction is None:
       self.eval_fraction = _EVAL_FRACTION
     corpus = load_corpus(

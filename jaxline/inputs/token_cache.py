@@ -66,8 +66,6 @@ KINDS = ('file', 'line', 'jsonl')
 
 _FORMAT = 3
 _META = 'meta'
-# Follows no link, and does not wait for the other end of a FIFO.
-_NO_SURPRISE = os.O_NOFOLLOW | os.O_NONBLOCK
 # Git looks at as many bytes to tell a binary file from a text.
 _BINARY_PROBE_BYTES = 8000
 # A file that was written just before it was read may be written again within
@@ -78,17 +76,9 @@ _BATCH_BYTES = 2**22
 _BUFFER_BYTES = 2**16
 # Without a folder to write to, more than this is not tokenized at each start.
 _MAX_UNCACHED_BYTES = 10**9
-# What reading values of unexpected types from JSON raises.
-_BAD_VALUES = (
-  ArithmeticError,
-  AttributeError,
-  LookupError,
-  RecursionError,
-  TypeError,
-  ValueError,
-)
+# What values of unexpected types in JSON raise.
+_BAD_VALUES = (LookupError, RecursionError, TypeError, ValueError)
 _ABANDONED_SECS = 24 * 3600
-_SECS_BETWEEN_LOGS = 10
 
 
 class Source(NamedTuple):
@@ -246,17 +236,12 @@ def load(
   """Returns the tokens of files, made now if they were not made before.
 
   Args:
-    sources: the files, sorted by name. Empty ones are left out.
+    sources: the files, sorted by name.
     tokenizer: the one to make them with.
-    kind: what a document is: 'file'; 'line', each line that is not empty; or
-      'jsonl', the entry 'text' of the JSON object in each line. Files whose
-      name ends in '.gz' are unpacked.
+    kind: what a document is, one of `KINDS`.
     eval_fraction: which part of the documents to hold out, by the hash of their
       names.
     cache_dir: where; None is `default_cache_dir()`.
-
-  Returns:
-    The splits, each with at least one document.
 
   Raises:
     UsageError: there are fewer than two documents, a file is not what `kind`
@@ -307,15 +292,9 @@ def load(
 
 
 def _make_root(root: pathlib.Path, is_private: bool) -> None:
-  """Makes the folder of the cache.
+  """Makes the folder of the cache; refuses one that others may have prepared.
 
-  Args:
-    root: its path.
-    is_private: whether only this user may have prepared it.
-
-  Raises:
-    PermissionError: it, or a link that leads to it, is another user's, or
-      everybody can write to it.
+  A folder that the user has named is used whoever owns it.
   """
   if not is_private:
     root.mkdir(parents=True, exist_ok=True)
@@ -359,8 +338,7 @@ def _lock(path: pathlib.Path) -> Iterator[bool]:
   """
   with contextlib.ExitStack() as stack:
     try:
-      flags = os.O_RDWR | os.O_CREAT | _NO_SURPRISE
-      f = stack.enter_context(open(os.open(path, flags, 0o666), 'rb'))
+      f = stack.enter_context(open(path, 'ab', opener=_opener))
       try:
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError:
@@ -377,10 +355,8 @@ def _lock(path: pathlib.Path) -> Iterator[bool]:
 def _remove_leftovers(root: pathlib.Path, dead: str | None) -> None:
   """Removes folders of killed builders.
 
-  Args:
-    root: where they are.
-    dead: how the names begin of those that are not at work; others are removed
-      if nothing was written there for a day.
+  They are dead if their names begin with `dead`, as those of this host do while
+  it has the lock, or if nothing was written there for a day.
   """
   for path in root.glob('*.tmp'):
     with contextlib.suppress(OSError):  # Another process removes it too.
@@ -412,19 +388,9 @@ _verified: set[tuple[int, ...]] = set()
 
 
 def _open(
-  folder: pathlib.Path,
-  tokenizer: tokenization.Tokenizer,
-  splits: Iterable[Split] = SPLITS,
+  folder: pathlib.Path, tokenizer: tokenization.Tokenizer
 ) -> tuple[dict[str, Any], dict[Split, Documents]]:
-  """Verifies and maps tokens.
-
-  Args:
-    folder: where they are.
-    tokenizer: the one that made them.
-    splits: of which splits.
-
-  Returns:
-    The metadata, and the splits.
+  """Verifies and maps tokens; returns `meta` and the splits.
 
   Raises:
     _DamagedError: they are not as they were written; says which file.
@@ -441,7 +407,7 @@ def _open(
     if not all(re.fullmatch('[0-9a-f]{64}', f.sha256) for f in meta['files']):
       raise _DamagedError(f'{path} has no hashes of the files')
     return meta, {
-      split: _open_split(folder, split, meta, tokenizer) for split in splits
+      split: _open_split(folder, split, meta, tokenizer) for split in SPLITS
     }
   except _DamagedError:
     raise
@@ -464,9 +430,7 @@ def _open_split(
   table = _map(path, about, np.dtype('<i8')).reshape(-1, 3)
   names = _Names(files, table)
   num_bytes = operator.index(about['num_bytes'])
-  is_right = (
-    num_bytes > 0 and table[0, 0] == 0 and table[-1, 0] < len(tokens)
-  )
+  is_right = num_bytes > 0 and table[0, 0] == 0 and table[-1, 0] < len(tokens)
   num_files = 1
   # In parts, so that no more memory is needed for more of them.
   step = _BATCH_BYTES // 8
@@ -504,15 +468,15 @@ def _reopen(
   """Maps in a worker process what its parent has mapped."""
   _verified.update(verified)
   try:
-    _, splits = _open(pathlib.Path(folder), tokenizer, [split])
-    if splits[split].sha256 != sha256:
+    documents = _open(pathlib.Path(folder), tokenizer)[1][split]
+    if documents.sha256 != sha256:
       raise _DamagedError(f'{folder} is of other text by now')
   except (_DamagedError, OSError) as e:
     raise ValueError(
       f'The tokens in {folder} are gone or damaged: {e}. Start again: they are'
       ' made anew from the text.'
     ) from e
-  return splits[split]
+  return documents
 
 
 def _map(
@@ -526,13 +490,11 @@ def _map(
       found = os.fstat(f.fileno()).st_size
       if found != size:
         raise _DamagedError(f'{path} has {found} bytes; expected {size}')
-      began, total = time.monotonic(), 0
+      total = 0
       while data := f.read(_BATCH_BYTES):
         total = zlib.crc32(data, total)
       if total != expected:
         raise _DamagedError(f'{path} is not as it was written')
-      if (secs := time.monotonic() - began) > 1:
-        logging.info('Verified %s, %d bytes, in %.1f s.', path, size, secs)
       _verified.add(identity)
     # As an array: `np.memmap` itself is slow to slice.
     return np.memmap(f, dtype, 'r').view(np.ndarray)
@@ -555,15 +517,17 @@ def _open_regular(path: pathlib.Path) -> BinaryIO:
   try:
     if not stat.S_ISDIR(path.parent.lstat().st_mode):
       raise _DamagedError(f'{path.parent} is no folder')
-    descriptor = os.open(path, os.O_RDONLY | _NO_SURPRISE)
+    return open(path, 'rb', opener=_opener)  # A FIFO has no bytes.
+  except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as e:
+    raise _DamagedError(f'{path}: {e.strerror}') from e
   except OSError as e:
-    if e.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
-      raise _DamagedError(f'{path}: {e.strerror}') from e
-    raise
-  if stat.S_ISREG(os.fstat(descriptor).st_mode):
-    return open(descriptor, 'rb')
-  os.close(descriptor)
-  raise _DamagedError(f'{path} is not a regular file')
+    if e.errno not in (errno.ELOOP, errno.ENXIO):
+      raise
+    raise _DamagedError(f'{path} is no file: {e.strerror}') from e
+
+
+def _opener(path: str, flags: int) -> int:
+  return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _corpus_sha256(files: Iterable[_File]) -> str:
@@ -661,14 +625,10 @@ class _Build:
     logging.info('Tokenized %d files in %.1f s.', len(self._files), secs)
 
   def _threshold(self, least: int, most: int) -> float:
-    """Returns the bound of the hashes of documents that are held out.
+    """Returns below which hash documents are held out.
 
     Of a handful of documents, a fraction may be none or all: it shall be one,
-    or all but one.
-
-    Args:
-      least: the smallest hash of a document.
-      most: the largest.
+    or all but one. So it depends on the least and the largest hash.
     """
     threshold = self._eval_fraction * 2**64
     if least < threshold <= most:
@@ -685,7 +645,6 @@ class _Build:
       document.
     """
     least, most, count = 2**64, -1, 0
-    said = time.monotonic()
     with contextlib.ExitStack() as stack:
       train, held_out = (
         stack.enter_context(
@@ -708,9 +667,9 @@ class _Build:
         self._files[i] = self._files[i]._replace(
           sha256=sha256.hexdigest(), is_used=is_used
         )
-        if time.monotonic() > said + _SECS_BETWEEN_LOGS:
-          said = time.monotonic()
-          logging.info('Read %d of %d files.', i + 1, len(self._sources))
+        logging.log_every_n_seconds(
+          logging.INFO, 'Read %d of %d files.', 10, i + 1, len(self._files)
+        )
       splits = {'train': train.finish(), 'eval': held_out.finish()}
     if count < 2:
       raise errors.UsageError(
@@ -737,9 +696,8 @@ class _Build:
       text = row.rstrip(b'\r\n')
       if self._kind == 'jsonl' and text.strip():
         try:
-          value = json.loads(text)['text']
           # JSON can hold halves of characters, which UTF-8 cannot.
-          text = value.encode(errors='replace')
+          text = str.encode(json.loads(text)['text'], errors='replace')
         except _BAD_VALUES as e:
           raise errors.UsageError(
             f"{source.path}:{number} is no JSON object with a string 'text'"

@@ -45,7 +45,7 @@ _SPEC = re.compile(r'(?P<path>.*?\.(?P<kind>model|json))(#(?P<token>.+))?')
 
 
 class Tokenizer(abc.ABC):
-  """What turns text into tokens; safe to use from several threads.
+  """What turns text into tokens.
 
   Attributes:
     vocab_size: tokens are less than it.
@@ -68,20 +68,6 @@ class Tokenizer(abc.ABC):
   @abc.abstractmethod
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
     """Returns the tokens of each text, as `encode` does, in parallel."""
-
-  def encode_joined(
-    self, texts: Sequence[Text]
-  ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens of all texts as one array, and the size of each.
-
-    Args:
-      texts: at least one.
-
-    Returns:
-      Integers [sum of lengths], and the lengths, int64 [number of texts].
-    """
-    encoded = self.encode_batch(texts)
-    return np.concatenate(encoded), np.array([*map(len, encoded)], np.int64)
 
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Returns the text of some tokens.
@@ -117,23 +103,10 @@ class ByteTokenizer(Tokenizer):
     """Returns the bytes of each text, int32 [length]."""
     return [np.frombuffer(_bytes(t), np.uint8).astype(np.int32) for t in texts]
 
-  def encode_joined(
-    self, texts: Sequence[Text]
-  ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bytes of all texts as one array, and the size of each."""
-    data = [_bytes(text) for text in texts]  # Without an array for each.
-    sizes = np.array([*map(len, data)], np.int64)
-    return np.frombuffer(b''.join(data), np.uint8), sizes
-
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-    """Returns the text of some tokens.
+    """Returns the text of some tokens; see `Tokenizer.decode`.
 
-    Args:
-      ids: integers, [length].
-
-    Returns:
-      The text. Bytes that are no UTF-8 and tokens outside the vocabulary become
-      U+FFFD; document tokens are left out.
+    Bytes that are no UTF-8 are U+FFFD too.
     """
     # Not in runs: an unknown token may stand within a character.
     kept = np.asarray(ids, np.int64)
@@ -185,9 +158,27 @@ class _FileTokenizer(Tokenizer):
   def _load(self, data: bytes) -> Any:
     """Returns the library's object."""
 
-  @abc.abstractmethod
   def _find_document_id(self, token: str | None) -> int:
     """Returns the token that is put before a document."""
+    special = self._special_tokens()
+    for name in self._defaults() if token is None else [token]:
+      if name in special:
+        return special[name]
+    named = ' or '.join(self._defaults()) if token is None else repr(token)
+    raise errors.UsageError(
+      f'{self._source} has no special token {named or "for BOS or EOS"}, and a'
+      ' token is needed to put in front of each document. It has'
+      f" {list(special) or 'none'}: name one behind '#', as in"
+      f" '{self._source}#{next(iter(special), '<s>')}'."
+    )
+
+  @abc.abstractmethod
+  def _special_tokens(self) -> dict[str, int]:
+    """Returns the tokens to which no text is encoded, by name."""
+
+  @abc.abstractmethod
+  def _defaults(self) -> Sequence[str]:
+    """Returns names of document tokens, best first."""
 
 
 class SentencePieceTokenizer(_FileTokenizer):
@@ -209,24 +200,14 @@ class SentencePieceTokenizer(_FileTokenizer):
     self.vocab_size = library.vocab_size()
     return library
 
-  def _find_document_id(self, token: str | None) -> int:
+  def _special_tokens(self) -> dict[str, int]:
     library = self._library
-    if token is None:
-      for document_id in library.bos_id(), library.eos_id():
-        if document_id >= 0:
-          return document_id
-    control = [
-      library.id_to_piece(i)
-      for i in range(self.vocab_size)
-      if library.is_control(i)
-    ]
-    if token in control:
-      return library.piece_to_id(token)
-    raise errors.UsageError(
-      _no_document_token(
-        self._source, token, 'has neither BOS nor EOS', 'control', control
-      )
-    )
+    ids = filter(library.is_control, range(self.vocab_size))
+    return {library.id_to_piece(i): i for i in ids}
+
+  def _defaults(self) -> Sequence[str]:
+    ids = self._library.bos_id(), self._library.eos_id()
+    return [self._library.id_to_piece(i) for i in ids if i >= 0]
 
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
     """Returns the tokens of each text, int32 [length]."""
@@ -258,19 +239,12 @@ class HuggingFaceTokenizer(_FileTokenizer):
     self.vocab_size = 1 + max(library.get_vocab().values(), default=-1)
     return library
 
-  def _find_document_id(self, token: str | None) -> int:
-    special = {
-      added.content: i
-      for i, added in self._library.get_added_tokens_decoder().items()
-      if added.special
-    }
-    for name in WELL_KNOWN_TOKENS if token is None else [token]:
-      if name in special:
-        return special[name]
-    known = 'has none of ' + ', '.join(WELL_KNOWN_TOKENS)
-    raise errors.UsageError(
-      _no_document_token(self._source, token, known, 'special', list(special))
-    )
+  def _special_tokens(self) -> dict[str, int]:
+    tokens = self._library.get_added_tokens_decoder()
+    return {x.content: i for i, x in tokens.items() if x.special}
+
+  def _defaults(self) -> Sequence[str]:
+    return WELL_KNOWN_TOKENS
 
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
     """Returns the tokens of each text, int32 [length]."""
@@ -320,22 +294,6 @@ def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
     )
   kinds = {'model': SentencePieceTokenizer, 'json': HuggingFaceTokenizer}
   return kinds[match['kind']](path.read_bytes(), str(path), match['token'])
-
-
-def _no_document_token(
-  source: str, token: str | None, none_found: str, kind: str, names: list[str]
-) -> str:
-  problem = none_found if token is None else f'has no {kind} token {token!r}'
-  remedy = (
-    f"Name one of its {kind} tokens behind '#', as in '{source}#{names[0]}': it"
-    f' has {names}.'
-    if names
-    else f'It has no {kind} tokens at all; make it with one.'
-  )
-  return (
-    f'{source} {problem}, and a token is needed to put in front of each '
-    f'document. {remedy}'
-  )
 
 
 def _bytes(text: Text) -> bytes:
