@@ -622,13 +622,14 @@ class ShardedExperiment(experiment.AbstractExperiment):
         sizes = self.partitioner.all_hosts(
           inputs.num_rows(batch) if batch else 0
         )
-        if not any(sizes):
-          break
         if last is None and not all(sizes):
           raise ValueError(
-            f'The first batches of eval_input have {sizes} rows in the'
-            ' processes; give each process at least one.'
+            f'{type(self).__name__}.eval_input gave no batch'
+            f'{f" for {name!r}" if name else ""}: the first batches have'
+            f' {sizes} rows in the processes; give each process at least one.'
           )
+        if not any(sizes):
+          break
         rows = rows or max(sizes)
         if max(sizes) > rows:
           raise ValueError(
@@ -638,12 +639,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
         last = batch or jax.tree.map(lambda x: x[:0], last)
         padded = inputs.pad_rows(last, self._padded(rows))
         yield self.partitioner.put_batch(padded, order)
-      if last is None:
-        raise ValueError(
-          f'{type(self).__name__}.eval_input gave no batch'
-          f'{f" for {name!r}" if name else ""}; there is nothing to evaluate'
-          ' on.'
-        )
     finally:
       batches.close()
       infeed.close(source)

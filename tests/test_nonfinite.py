@@ -568,7 +568,8 @@ def test_the_loop_takes_the_mode_from_the_config():
   config = regression.get_config(3)
   with config.unlocked():
     del config.on_nonfinite
-  experiment.train_loop(config, types.SimpleNamespace(global_step=3), [])
+  state = types.SimpleNamespace(global_step=3, train_step_rng=KEY)
+  experiment.train_loop(config, state, [])
   assert experiment.on_nonfinite == 'ignore'
 
 
