@@ -43,7 +43,7 @@ _MAX_CHAIN = 10
 # Called at the end of the process, when what was queued has run.
 at_exit: list[Callable[[], None]] = []
 os.register_at_fork(after_in_child=at_exit.clear)
-_started: set[weakref.ref[SerialExecutor]] = set()
+_started: weakref.WeakSet[SerialExecutor] = weakref.WeakSet()
 _has_ended = False
 
 
@@ -215,7 +215,7 @@ class SerialExecutor:
       self._thread = None
       raise
     _register_at_exit()
-    _started.add(weakref.ref(self, _started.discard))
+    _started.add(self)
     # The thread refers to the queue only, and ends with the executor.
     weakref.finalize(self, self._calls.put, None)
 
@@ -235,9 +235,8 @@ def _register_at_exit() -> None:
 
 
 def _running() -> list[SerialExecutor]:
-  executors = [executor for ref in list(_started) if (executor := ref())]
   # Those that a forked process inherits do not run.
-  return [e for e in executors if e._pid == os.getpid()]
+  return [e for e in list(_started) if e._pid == os.getpid()]
 
 
 def _end_all() -> None:

@@ -451,6 +451,5 @@ def _wait(leaves: list[Any]) -> None:
   for i, x in enumerate(leaves):
     # An experiment may return an array whose buffer it donates later. The first
     # raises what has failed; each wait gives up Python's lock.
-    if not hasattr(x, 'is_ready') or x.is_deleted() or (i and x.is_ready()):
-      continue
-    x.block_until_ready()
+    if hasattr(x, 'is_ready') and not (x.is_deleted() or (i and x.is_ready())):
+      x.block_until_ready()

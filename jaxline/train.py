@@ -381,6 +381,7 @@ class _Training:
     rng = self.experiment.initialize_train_step_rng(rng)
     self.state = base.new_state(checkpointer, self.experiment, rng)
     if checkpointer.can_be_restored('latest'):
+      run.console.say('Restoring the newest checkpoint...')
       _restore(checkpointer)
     step = self.state.global_step
     checkpointer.mark_begun(int(step))

@@ -887,9 +887,11 @@ def test_a_run_without_a_step_left_compiles_nothing(tmp_path, capsys):
   for _ in range(2):
     jaxline.fit(regression.Regression, config, mode='train')
   first, second = capsys.readouterr().out.split('Trained to step 4')[:2]
+  assert 'Restoring' not in first
   assert 'Compiling the train step...' in first
   # The last step is shown, whatever the interval is.
   assert re.search(r'^step 4 of 4 \(100%\) \| loss ', first, re.MULTILINE)
+  assert 'Restoring the newest checkpoint...' in second
   assert 'step 4 of 4, resumed' in second
   assert 'Compiling' not in second
 

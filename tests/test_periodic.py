@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxline import metrics
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
 
@@ -240,14 +241,19 @@ def test_rate_within_one_tick_of_the_clock():
 def test_scalars_come_to_the_host_as_a_new_dict(run_async):
   recorder = _Recorder()
   action = periodic.PeriodicAction(recorder, 'steps', 1, run_async=run_async)
-  scalars = {'z': jnp.float32(1.5), 'a': jnp.arange(2), 'nested': {'b': 2}}
+  scalars = {
+    'z': jnp.float32(1.5),
+    'a': jnp.arange(2),
+    'nested': {'b': 2},
+    'mean': metrics.Mean.of(jnp.ones([2])),
+  }
   action(1.0, 1, scalars)
   action.wait_to_finish()
-  assert set(scalars) == {'z', 'a', 'nested'}
+  assert set(scalars) == {'z', 'a', 'nested', 'mean'}
   [(step, got)] = recorder.calls
   assert step == 1
   # In the experiment's order, which is the order of the log line.
-  assert list(got) == ['z', 'a', 'nested', 'steps_per_sec']
+  assert list(got) == ['z', 'a', 'nested', 'mean', 'steps_per_sec']
   assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(got))
   assert got['z'] == np.float32(1.5)
   np.testing.assert_array_equal(got['a'], [0, 1])

@@ -91,9 +91,8 @@ def fetch(value: Any) -> Any:
       if not value.is_deleted():
         raise
       return None
-  if isinstance(value, dict | list | tuple):
-    return jax.tree.map(fetch, value)
-  return value
+  is_leaf = jax.tree_util.all_leaves([value])
+  return value if is_leaf else jax.tree.map(fetch, value)
 
 
 def _to_number(value: Any) -> int | float | None:
