@@ -464,6 +464,7 @@ def test_checksums_are_compared_once_in_each_process(files, cache, monkeypatch):
     token_cache.zlib, 'crc32', lambda *args: seen.append(args) or crc32(*args)
   )
   corpus = text.load_corpus(files, cache_dir=cache)
+  assert len(seen) == 4 + 1 + 1  # What is written, and `meta` read.
   seen.clear()
   text.load_corpus(files, cache_dir=cache)
   assert len(seen) == 1  # Of `meta`.

@@ -37,6 +37,7 @@ row, b rows that are read.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import contextlib
 import dataclasses
@@ -395,7 +396,8 @@ class TextInput(indexed.IndexedInput):
     """Returns which document a row begins in, and how far in its text."""
     starts = self._documents.starts
     (start,), _ = self._spans(np.array([record]), np.array([epoch]))
-    document = int(np.searchsorted(starts, start, side='right')) - 1
+    # NumPy's search would copy this column of a map.
+    document = bisect.bisect_right(starts, start) - 1
     unit = (
       'byte'
       if isinstance(self._tokenizer, tokenization.ByteTokenizer)

@@ -165,11 +165,13 @@ class _FileTokenizer(Tokenizer):
       if name in special:
         return special[name]
     named = ' or '.join(self._defaults()) if token is None else repr(token)
+    remedy = 'It has none; make it with one.'
+    if special:
+      example = f'{self._source}#{next(iter(special))}'
+      remedy = f"Name one behind '#', as in '{example}': it has {[*special]}."
     raise errors.UsageError(
       f'{self._source} has no special token {named or "for BOS or EOS"}, and a'
-      ' token is needed to put in front of each document. It has'
-      f" {list(special) or 'none'}: name one behind '#', as in"
-      f" '{self._source}#{next(iter(special), '<s>')}'."
+      f' token is needed to put in front of each document. {remedy}'
     )
 
   @abc.abstractmethod
