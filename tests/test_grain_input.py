@@ -133,43 +133,6 @@ def test_a_source_that_reads_many_at_once_is_asked_once_a_batch():
   assert dataset.calls == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize('hosts', [2, 4])
-def test_all_hosts_together_see_the_same_batches(hosts):
-  whole = grain.GrainInput(dataset=source_of(21), batch_size=8, shuffle=True)
-  parts = [
-    grain.GrainInput(
-      dataset=source_of(21),
-      batch_size=8 // hosts,
-      shuffle=True,
-      num_infeed_hosts=hosts,
-      infeed_host_index=host,
-    )
-    for host in range(hosts)
-  ]
-  for expected in take(whole, 4):
-    assert rows(part for p in parts for part in take(p, 1)) == expected
-
-
-def test_positions_fit_other_hosts_threads_and_batch_sizes():
-  reference = rows(
-    take(grain.GrainInput(dataset=source_of(7), batch_size=1), 40)
-  )
-  source = grain.GrainInput(dataset=source_of(7), batch_size=3, num_threads=2)
-  take(source, 3)
-  state = source.get_state()
-  source.close()
-  for host in range(2):
-    other = grain.GrainInput(
-      dataset=source_of(7),
-      batch_size=4,
-      num_infeed_hosts=2,
-      infeed_host_index=host,
-    )
-    other.set_state(state)
-    first = 9 + 4 * host
-    assert take(other, 1) == [reference[first : first + 4]]
-
-
 def test_a_dataset_that_is_shuffled_already_keeps_its_order():
   dataset = source_of(9).shuffle(seed=4)
   expected = [int(x['x']) for x in dataset.repeat(2)]
@@ -187,26 +150,30 @@ def test_slices_and_finite_repetitions_are_datasets_too():
 @pytest.mark.parametrize(
   ('dataset', 'error', 'message'),
   [
-    (source_of(4).repeat(), ValueError, r'leave out its \.repeat\(\)'),
-    (source_of(4).batch(2), ValueError, r'leave out its \.batch\(\)'),
+    (source_of(4).repeat(), ValueError, r'Leave out \.repeat\(\)'),
+    (source_of(4).batch(2), ValueError, r'and \.batch\(\), which the in'),
     (
       source_of(4).batch(2).map(lambda x: x),
       ValueError,
-      r'leave out its \.batch\(\)',
+      r'and \.batch\(\), which the input does itself',
     ),
     (stream_of(4).batch(2), ValueError, r'leave out its \.batch\(\)'),
     (
       source_of(4).filter(lambda x: x['x'] > 2).map(lambda x: x),
       ValueError,
-      r'leaves records out \(FilterMapDataset\)',
+      r'leaves records out .*FilterMapDataset, .* filter the data before',
     ),
-    ({'x': [1]}, TypeError, 'dataset is dict; expected'),
-    (b'abc', TypeError, 'dataset is bytes'),
-    (7, TypeError, 'dataset is int'),
-    (lambda: 7, TypeError, 'dataset is int'),
-    (dict, TypeError, 'dataset is the class dict; expected'),
-    (Batched, TypeError, 'dataset is the class Batched; expected'),
-    (lambda host: 7, TypeError, r"arguments \['host'\]; .*'host_index'"),
+    ({'x': [1]}, TypeError, r'dataset is \{.*\}; expected'),
+    (b'abc', TypeError, 'dataset is b.abc.;'),
+    (7, TypeError, 'dataset is 7;'),
+    (lambda: 7, TypeError, 'dataset is 7;'),
+    (dict, TypeError, "dataset is <class 'dict'>; expected"),
+    (Batched, TypeError, 'dataset is <class .*Batched.>; expected'),
+    (
+      lambda host: 7,
+      TypeError,
+      r"'host_index', .* missing a required argument: 'host'",
+    ),
     (
       lambda host_index, num_hosts: records(3),
       ValueError,
@@ -328,7 +295,6 @@ def test_transformations_that_do_not_keep_numbers_are_refused(transformation):
   [
     ({'transformations': decode}, r'expected a list: transformations=\[f\]'),
     ({'transformations': 'decode'}, 'expected a list'),
-    ({'collate': 3}, 'collate is 3; expected a function'),
   ],
 )
 def test_fields_of_other_kinds_are_named(dataset, fields, message):
@@ -376,7 +342,7 @@ def test_a_function_can_make_the_batch():
 
 @pytest.mark.parametrize('dataset', [[1, 2], [(1, 2), (3, 4)], [b'a', b'b']])
 def test_records_without_names_are_refused(dataset):
-  with pytest.raises(TypeError, match=r"lambda x: \{'x': x\}"):
+  with pytest.raises(TypeError, match=r"has: \{'x': x\}"):
     next(grain.GrainInput(dataset=dataset, batch_size=2))
 
 
@@ -385,7 +351,7 @@ def test_records_of_different_shapes_are_named():
   source = grain.GrainInput(dataset=dataset, batch_size=2)
   with pytest.raises(ValueError, match='same structure') as caught:
     next(source)
-  assert 'read record 0, record 1, which' in caught.value.__notes__[0]
+  assert 'one by one: record 0, record 1' in caught.value.__notes__[0]
 
 
 # Files.
@@ -457,7 +423,7 @@ def test_a_damaged_file_is_an_error_that_names_it(files, tmp_path):
 def test_files_that_cannot_be_opened_are_named(files, tmp_path):
   with pytest.raises(FileNotFoundError, match='none/x'):
     grain.GrainInput(files=[files / '*', 'none/x'], batch_size=1)
-  with pytest.raises(ValueError, match='1 files are given twice'):
+  with pytest.raises(ValueError, match='is given 2 times'):
     grain.GrainInput(
       files=[files / '*', files / 'a.array_record'], batch_size=1
     )
@@ -584,7 +550,7 @@ def test_streams_are_transformed_and_filtered():
     **ONE_EPOCH,
   )
   assert real_rows(source) == [2, 6, 10, 14, 18]
-  with pytest.raises(TypeError, match='of grain'):
+  with pytest.raises(ValueError, match='is batched'):
     grain.GrainInput(
       dataset=stream_of(4),
       transformations=[grain_library.transforms.Batch(2)],
@@ -623,7 +589,7 @@ def test_a_stream_of_several_hosts_is_dealt_out_by_its_maker():
 
 def test_a_stream_of_several_hosts_that_is_not_dealt_out_is_refused():
   for dataset in (stream_of(4), lambda: stream_of(4), lambda **_: stream_of(4)):
-    with pytest.raises(ValueError, match='would read the same IterDataset'):
+    with pytest.raises(ValueError, match='would be the same on all of them'):
       grain.GrainInput(dataset=dataset, batch_size=2, num_infeed_hosts=2)
 
 
@@ -700,48 +666,15 @@ class Split(grain_library.experimental.FlatMapTransform):
     return [end_at_5(element), element]
 
 
-class Index(grain_library.transforms.MapWithIndex):
-  """Fails."""
-
-  def map_with_index(self, index, element):
-    return end_at_5({'x': np.int32(index)})
-
-
-class Keep(grain_library.transforms.Filter):
-  """Fails."""
-
-  def filter(self, element):
-    return end_at_5(element)
-
-
-class End(grain_library.transforms.Map):
-  """Fails."""
-
-  def map(self, element):
-    return end_at_5(element)
-
-
-class EndAtRandom(grain_library.transforms.RandomMap):
-  """Fails."""
-
-  def random_map(self, element, rng):
-    return end_at_5(element)
-
-
 def end_at_5(record):
   return next(iter([])) if record['x'] == 5 else record
 
 
 @pytest.mark.parametrize('fields', [ONE_EPOCH, {'is_training': True}])
-@pytest.mark.parametrize(
-  'fault',
-  [end_at_5, End(), EndAtRandom(), Index(), Keep(), Split()],
-  ids=lambda fault: getattr(fault, '__name__', type(fault).__name__),
-)
-def test_an_end_inside_a_record_is_no_end_of_the_stream(fault, fields):
+def test_an_end_inside_a_record_is_no_end_of_the_stream(fields):
   source = grain.GrainInput(
     dataset=stream_of(8, shuffle=False),
-    transformations=[fault],
+    transformations=[end_at_5],
     batch_size=4,
     **fields,
   )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import json
 import re
 import threading
 import time
@@ -636,6 +637,34 @@ def test_a_position_that_nobody_can_set():
   other = make(with_fields({'input_checkpointing_enabled': False}))
   with pytest.raises(ValueError, match=r'Examples, reading .*cannot be set'):
     other.restore_from_snapshot(saved)
+
+
+def test_a_void_position_starts_anew_only_where_that_is_allowed(caplog):
+  caplog.set_level('WARNING')
+
+  class Reordered(Experiment):
+    def train_input(self):
+      source = super().train_input()
+      here = {**source.identity(), 'order': 2}
+      source.identity = lambda: here
+      return source
+
+  first = make()
+  expected = steps(first, 2)
+  saved = jax.device_get(first.snapshot_state())
+  first._close_input()
+  config = regression.get_config(2)
+  with pytest.raises(base.OldPositionError, match='Examples is void'):
+    make(Reordered, run_config=config).restore_from_snapshot(saved)
+  config.on_config_change = 'continue'
+  resumed = make(Reordered, run_config=config)
+  resumed.restore_from_snapshot(saved)
+  assert "It is 'continue': the data starts anew." in caplog.text
+  steps(resumed, 1)
+  given = json.loads(resumed.snapshot_state()['input'])['position']
+  assert given == {'records': ROWS}
+  assert expected
+  resumed._close_input()
 
 
 def test_without_a_position_it_is_said_that_data_begins_anew(caplog):

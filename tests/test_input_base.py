@@ -456,7 +456,7 @@ def test_a_state_is_small_and_readable():
   source = Counting(batch_size=2)
   next(source)
   assert json.loads(source.get_state()) == {
-    'format': 2,
+    'format': 1,
     'input': 'Counting',
     'ended': False,
     'num_read': 1,
@@ -504,12 +504,23 @@ def test_what_is_no_state_is_refused(state):
 
 def test_the_state_of_another_format_is_refused():
   state = json.loads(Counting(batch_size=2).get_state())
-  state['format'] = 1
+  state['format'] = 2
+  with pytest.raises(ValueError, match='has format 2; this version reads 1'):
+    Counting(batch_size=2).set_state(json.dumps(state).encode())
+
+
+def test_the_position_of_another_order_is_void():
+  class Ordered(Counting):
+    def identity(self):
+      return {**super().identity(), 'order': 2}
+
+  state = json.loads(Ordered(batch_size=2).get_state())
+  del state['identity']['order']
   with pytest.raises(
     base.OldPositionError,
-    match=r"void, .* format is 1, .*= 'continue' to start",
+    match=r"void, .* 1 in the state and 2 here.*= 'continue' to start the data",
   ):
-    Counting(batch_size=2).set_state(json.dumps(state).encode())
+    Ordered(batch_size=2).set_state(json.dumps(state).encode())
 
 
 def test_save_and_restore(tmp_path):

@@ -211,7 +211,7 @@ SOURCES = {
   ),
   'text': Source(make_text, lambda batch: batch['labels'][:, 0]),
   'synthetic': Source(make_synthetic),
-  'mixture': Source(make_mixture, shard=every_nth, has_epochs=False),
+  'mixture': Source(make_mixture, has_epochs=False),
 }
 if importlib.util.find_spec('tensorflow'):
   SOURCES['tf_data'] = Source(make_tensors)

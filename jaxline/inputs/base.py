@@ -54,8 +54,7 @@ WEIGHTS = 'weights'
 # The entry of a batch that marks padding: 1 for padding, else 0.
 PADDINGS = 'paddings'
 
-# Format 1 is that of versions whose shuffled order was another.
-_STATE_FORMAT = 2
+_STATE_FORMAT = 1
 _NAME = re.compile(r'[a-zA-Z0-9.:_+-]+')
 
 
@@ -445,7 +444,8 @@ class BaseInput:
     """Returns the plain values on which the meaning of a position depends.
 
     A subclass adds its data and its order. If a position is one in the global
-    order (`ANY_NUMBER_OF_HOSTS`), the hosts are not part of it.
+    order (`ANY_NUMBER_OF_HOSTS`), the hosts are not part of it. An entry
+    'order' is the version of the order: positions of another one are void.
     """
     if self.ANY_NUMBER_OF_HOSTS:
       return {}
@@ -685,14 +685,20 @@ class BaseInput:
         ' input. Give what get_state() returned.'
       ) from e
     if version != _STATE_FORMAT:
-      raise OldPositionError(
-        f'The position of {self.name} is void, since the order of the data'
-        f' changed: its format is {version!r}, and this version reads'
-        f" {_STATE_FORMAT}. Set config.on_config_change = 'continue' to start"
-        ' the data anew, or use the version of jaxline that saved it.'
+      raise ValueError(
+        f'The state of {self.name} has format {version!r}; this version reads'
+        f' {_STATE_FORMAT}. Use the version of jaxline that saved it.'
       )
     here = json.loads(json.dumps(self.identity(), default=_plain))
     here = {'input': type(self).__name__, **here}
+    if there.get('order') != here.get('order'):
+      raise OldPositionError(
+        f'The position of {self.name} is void, since the order of its data'
+        f' changed: it is {there.get("order", 1)} in the state and'
+        f' {here.get("order", 1)} here. Set config.on_config_change ='
+        " 'continue' to start the data anew, or use the version of jaxline that"
+        ' saved it.'
+      )
     differences = [
       f'{key} is {there.get(key)!r} in the state and {here.get(key)!r} here'
       for key in {**there, **here}
@@ -787,11 +793,18 @@ def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class GeneratorInput(BaseInput):
-  """The batches of a generator function; see `from_generator`.
+  """The batches of a generator function.
+
+  Its position cannot be saved: a run that is resumed reads from the beginning
+  again, and logs so. This does not matter for random data without a fixed
+  seed. A run that resumes exactly needs a subclass of `BaseInput` with
+  `position` and `set_position`.
 
   Attributes:
     function: returns an iterator of batches, each a dict of arrays
-      [batch_size, ...]; the last may have fewer rows.
+      [batch_size, ...]; the last may have fewer rows. It may take `host_index`
+      and `num_hosts`, by these names, and must take the first where there are
+      several hosts.
   """
 
   function: Callable[..., Iterable[Mapping[str, Any]]]
@@ -802,13 +815,12 @@ class GeneratorInput(BaseInput):
       self.refuse(
         'function', 'a function that returns an iterator, called at each reset'
       )
+    hosts = {
+      'host_index': self.infeed_host_index,
+      'num_hosts': self.num_infeed_hosts,
+    }
     self._arguments = choose_arguments(
-      self.function,
-      f'{self.name}.function',
-      {
-        'host_index': self.infeed_host_index,
-        'num_hosts': self.num_infeed_hosts,
-      },
+      self.function, f'{self.name}.function', hosts
     )
     if self.num_infeed_hosts != 1 and 'host_index' not in self._arguments:
       raise ValueError(
@@ -837,23 +849,7 @@ def from_generator(
   batch_size: int,
   **fields: Any,
 ) -> GeneratorInput:
-  """Makes an input of a generator function.
-
-  Its position cannot be saved: a run that is resumed reads from the beginning
-  again, and logs so. This does not matter for random data without a fixed
-  seed. A run that resumes exactly needs a subclass of `BaseInput` with
-  `position` and `set_position`.
-
-  Args:
-    function: returns an iterator of dicts of arrays [batch_size, ...]. It may
-      take `host_index` and `num_hosts`, by these names, and must take the first
-      where there are several hosts.
-    batch_size: rows of each.
-    **fields: of `BaseInput`.
-
-  Returns:
-    The input.
-  """
+  """Returns a `GeneratorInput` of a function; `fields` are of `BaseInput`."""
   return GeneratorInput(function=function, batch_size=batch_size, **fields)
 
 

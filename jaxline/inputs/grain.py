@@ -11,17 +11,15 @@ and `__getitem__`) are shuffled, divided among hosts and counted by
 hosts, and the position is that of Grain's iterator, for the same host of the
 same number of hosts.
 
-Records with numbers do not use Grain's nodes for shuffling, repeating and
-batching, which cost time for every record: making the order of a whole epoch at
-once, and reading the records of a batch in one call, is faster than plain
-Grain.
+The records of a batch are read in one call where the source can do that
+(`__getitems__`, as ArrayRecord files can), which Grain's nodes do not use.
 """
 
 from __future__ import annotations
 
 import bisect
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 import dataclasses
 import functools
@@ -33,16 +31,17 @@ import os
 import sys
 from typing import Any
 
+from etils import epath
 import numpy as np
 
 from jaxline import errors
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 
-# Grain's nodes that leave records out. (Grain gives them no public names.)
+# Grain's nodes that leave records out, and those that batch. (Grain gives them
+# no public names.)
 _SPARSE_NODES = ('FilterMapDataset', 'FlatMapMapDataset')
 _BATCH_NODES = ('BatchMapDataset', 'BatchIterDataset')
-_MAX_OPENING_THREADS = 64
 _TUPLE = '__tuple__'  # The key of what is one, in JSON.
 
 
@@ -66,7 +65,8 @@ class GrainInput(indexed.IndexedInput):
         `host_index`, `num_hosts`, `seed` and `epoch` that it has as arguments;
         the first two it must have if it returns an `IterDataset` and there are
         several hosts, and then return the part of that host.
-    files: ArrayRecord files instead: a path, a glob, or several.
+    files: ArrayRecord files instead: a path, a glob, or several. Remote paths
+      ('gs://...') are given one by one.
     transformations: what to do with each record, in this order: functions,
       `grain.transforms.Map`, or `grain.transforms.RandomMap`, whose generator
       depends on the seed, the record and the epoch alone. For a stream, all
@@ -91,17 +91,10 @@ class GrainInput(indexed.IndexedInput):
         f'{self.name} needs one of dataset and files, got'
         f' {"neither" if self.dataset is None else "both"}.'
       )
-    if isinstance(self.transformations, str) or not isinstance(
-      self.transformations, Sequence
-    ):
+    if not isinstance(self.transformations, list | tuple):
       raise TypeError(
         f'{self.name}.transformations is {self.transformations!r}; expected a'
         ' list: transformations=[f].'
-      )
-    if self.collate is not None and not callable(self.collate):
-      raise TypeError(
-        f'{self.name}.collate is {self.collate!r}; expected a function of a'
-        ' list of records, or None.'
       )
     import grain  # Takes a second to import.
 
@@ -109,19 +102,29 @@ class GrainInput(indexed.IndexedInput):
     self._paths: list[str] = []
     self._ends: list[int] = []
     self._files_hash = ''
-    self._arguments: dict[str, Any] | None = None
+    self._arguments: dict[str, Any] = {}
+    is_function = callable(self.dataset) and not hasattr(
+      self.dataset, '__getitem__'
+    )
     if self.files:
       self._paths = _find_files(self.files)
       self._ends = _find_ends(self._paths)
       self._files_hash = _hash_files(self._paths, self._ends)
       self._records: Any = grain.sources.ArrayRecordDataSource(self._paths)
-    elif isinstance(self.dataset, grain.IterDataset) or not _is_function(
-      self.dataset
-    ):
-      self._records = self.dataset
-    else:
-      self._arguments = self._choose_arguments()
+    elif is_function and not isinstance(self.dataset, grain.IterDataset):
+      self._arguments = base.choose_arguments(
+        self.dataset,
+        f'{self.name}.dataset',
+        {
+          'host_index': self.infeed_host_index,
+          'num_hosts': self.num_infeed_hosts,
+          'seed': self.seed(),
+          'epoch': 0,  # Of the first.
+        },
+      )
       self._records = self._make(epoch=0)
+    else:
+      self._records = self.dataset
     self._is_stream = isinstance(self._records, grain.IterDataset)
     if self._is_stream:
       self._check_stream()
@@ -130,8 +133,6 @@ class GrainInput(indexed.IndexedInput):
     else:
       self._check_records()
       self._steps = [self._step(t) for t in self.transformations]
-      self._num_records = len(self._records)
-      self._is_map_dataset = isinstance(self._records, grain.MapDataset)
     # Of a stream, the position of the next batch, and the epoch and number of
     # the next record.
     self._at = _position(0, 0, None)
@@ -139,25 +140,12 @@ class GrainInput(indexed.IndexedInput):
 
   # The dataset and its transformations.
 
-  def _choose_arguments(self) -> dict[str, Any]:
-    """Returns the arguments of the function that makes the dataset."""
-    return base.choose_arguments(
-      self.dataset,
-      f'{self.name}.dataset',
-      {
-        'host_index': self.infeed_host_index,
-        'num_hosts': self.num_infeed_hosts,
-        'seed': self.seed(),
-        'epoch': 0,  # Of the first.
-      },
-    )
-
   def _make(self, epoch: int) -> Any:
-    assert self._arguments is not None
-    arguments = dict(self._arguments)
-    if 'epoch' in arguments:
-      arguments['epoch'] = epoch
-    return _call(functools.partial(self.dataset, **arguments))
+    """Returns what the function makes, where the dataset is one."""
+    if 'epoch' in self._arguments:
+      self._arguments['epoch'] = epoch
+    make = functools.partial(self.dataset, **self._arguments)
+    return indexed.call_without_end(make)
 
   def _check_records(self) -> None:
     import grain
@@ -166,15 +154,12 @@ class GrainInput(indexed.IndexedInput):
     if isinstance(records, (Mapping, str, bytes, type)) or not (
       hasattr(records, '__len__') and hasattr(records, '__getitem__')
     ):
-      what = type(records).__name__
-      if isinstance(records, type):
-        what = f'the class {records.__name__}'
       raise TypeError(
-        f'{self.name}.dataset is {what}; expected a'
-        ' grain.MapDataset, a grain.IterDataset, a data source with __len__ and'
-        ' __getitem__, or a function that returns one of these.'
+        f'{self.name}.dataset is {records!r}; expected a grain.MapDataset, a'
+        ' grain.IterDataset, a data source with __len__ and __getitem__, or a'
+        ' function that returns one of these.'
       )
-    dealt = {'host_index', 'num_hosts', 'epoch'} & set(self._arguments or ())
+    dealt = {'host_index', 'num_hosts', 'epoch'} & set(self._arguments)
     if dealt:
       raise ValueError(
         f'{self.name}.dataset takes {sorted(dealt)} and returns records with'
@@ -183,36 +168,27 @@ class GrainInput(indexed.IndexedInput):
       )
     if not isinstance(records, grain.MapDataset):
       return
-    if len(records) == sys.maxsize:
+    nodes = {type(node).__name__ for node in _nodes(records)}
+    if len(records) == sys.maxsize or nodes & {*_SPARSE_NODES, *_BATCH_NODES}:
       raise ValueError(
-        f'{self.name}.dataset has no end; leave out its .repeat(): the input'
-        ' begins again by itself, with repeat=True.'
-      )
-    self._refuse_batches()
-    sparse = [n for n in _node_names(records) if n in _SPARSE_NODES]
-    if sparse:
-      raise ValueError(
-        f'{self.name}.dataset leaves records out ({sparse[0]}), and their'
-        ' numbers would no longer tell how many were read. Filter the data'
-        ' beforehand, or give the stream: .to_iter_dataset() behind the filter.'
+        f'{self.name}.dataset repeats without end, leaves records out or is'
+        f' batched ({", ".join(sorted(nodes))}). Leave out .repeat() and'
+        ' .batch(), which the input does itself, with repeat=True, batch_size'
+        ' and collate; filter the data beforehand, or give a stream:'
+        ' .to_iter_dataset() behind the filter.'
       )
 
   def _check_stream(self) -> None:
-    if self.num_infeed_hosts != 1:
-      if not {'host_index', 'num_hosts'} <= set(self._arguments or ()):
-        raise ValueError(
-          f'{self.name} has {self.num_infeed_hosts} hosts, and all of them'
-          ' would read the same IterDataset. Give a function that takes'
-          ' host_index and num_hosts and returns the part of that host.'
-        )
-      if not self.repeat:
-        raise ValueError(
-          f'{self.name} has {self.num_infeed_hosts} hosts and repeat=False: of'
-          ' an IterDataset nobody knows how many records it has, and the hosts'
-          ' would end after different numbers of batches. Give a'
-          ' grain.MapDataset, or set repeat=True and evaluate on'
-          ' eval_loop_num_batches.'
-        )
+    if self.num_infeed_hosts != 1 and not (
+      self.repeat and {'host_index', 'num_hosts'} <= set(self._arguments)
+    ):
+      raise ValueError(
+        f'{self.name} has {self.num_infeed_hosts} hosts, and its IterDataset'
+        ' would be the same on all of them, or (repeat=False) end after'
+        ' different numbers of batches. Give a function that takes host_index'
+        ' and num_hosts and returns the part of that host, and set repeat=True;'
+        ' or give a grain.MapDataset.'
+      )
     if not self.repeat and _has_no_end(self._records):
       raise ValueError(
         f'{self.name}.dataset has no end and {self.name}.repeat is False: one'
@@ -220,28 +196,17 @@ class GrainInput(indexed.IndexedInput):
         ' begin again, set repeat=True.'
       )
     if self.num_threads:
-      raise ValueError(
-        f'{self.name}.num_threads is {self.num_threads}, and its dataset an'
-        ' IterDataset, which has threads of its own: set them with'
-        ' .to_iter_dataset(grain.ReadOptions(num_threads=...)).'
+      self.refuse(
+        'num_threads',
+        '0 for an IterDataset, which has threads of its own: set them with'
+        ' .to_iter_dataset(grain.ReadOptions(num_threads=...))',
       )
-    self._refuse_batches()
-    for transformation in self.transformations:
-      known = isinstance(transformation, _stream_transformations())
-      if not known and not callable(transformation):
-        raise TypeError(
-          f'{self.name}.transformations has {transformation!r}; expected'
-          ' functions of a record, or any of grain.transforms but Batch.'
-        )
-
-  def _refuse_batches(self) -> None:
     # A later node of a stream may take batches apart again.
-    nodes = (
-      [type(self._records).__name__]
-      if self._is_stream
-      else _node_names(self._records)
-    )
-    if any(node in _BATCH_NODES for node in nodes):
+    import grain
+
+    if type(self._records).__name__ in _BATCH_NODES or any(
+      isinstance(t, grain.transforms.Batch) for t in self.transformations
+    ):
       raise ValueError(
         f'{self.name}.dataset is batched; leave out its .batch(): the input'
         ' makes the batches, of batch_size and with `collate`.'
@@ -263,37 +228,28 @@ class GrainInput(indexed.IndexedInput):
       ' or makes several of one needs a stream: an IterDataset.'
     )
 
-  def _collate(self, records: list[Any]) -> dict[str, Any]:
+  def _collate(self, records: list[Any]) -> Any:
     import grain
 
     if self.collate is not None:
-      batch = self.collate(records)
-    else:
-      batch = grain.experimental.batch_and_pad(records, batch_size=len(records))
-    if not isinstance(batch, Mapping):
-      raise TypeError(
-        f'{self.name} made {type(batch).__name__} of records of type'
-        f' {type(records[0]).__name__}; expected a dict of arrays. Name what a'
-        " record has: transformations=[..., lambda x: {'x': x}]."
-      )
-    return dict(batch)
+      return self.collate(records)
+    return grain.experimental.batch_and_pad(records, batch_size=len(records))
 
   # Records with numbers: the methods of `IndexedInput`.
 
   def num_records(self) -> int:
     """Returns how many records the dataset has; none may be told of streams."""
-    return self._num_records
+    return len(self._records)
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
     """Returns the records with these numbers, transformed and stacked."""
+    import grain
+
     numbers = records.tolist()
-    if self._is_map_dataset:
+    if isinstance(self._records, grain.MapDataset):
       # Grain's own numbering over epochs: its random nodes differ in each.
-      offsets = (epochs * self._num_records).tolist()
-      elements = [
-        self._records[offset + number]
-        for offset, number in zip(offsets, numbers, strict=True)
-      ]
+      indices = (epochs * len(self._records) + records).tolist()
+      elements = [self._records[i] for i in indices]
     elif hasattr(self._records, '__getitems__'):
       elements = list(self._records.__getitems__(numbers))
     else:
@@ -319,7 +275,6 @@ class GrainInput(indexed.IndexedInput):
   ) -> np.random.Generator:
     return np.random.Generator(
       np.random.Philox(
-        # Epochs below 2**63 are the keys of the order.
         key=np.array([self.seed() % 2**64, 2**63 + stage], np.uint64),
         counter=np.array([0, 0, epoch, record], np.uint64),
       )
@@ -339,25 +294,17 @@ class GrainInput(indexed.IndexedInput):
 
   # Streams.
 
-  def get_next(self) -> dict[str, Any]:
-    """Returns this host's rows of the next batch."""
+  def _next_batch(self) -> dict[str, Any]:
     if not self._is_stream:
-      return super().get_next()
-    with indexed.closed_on_error(self):
-      records, position = self._take()
-      if records:
-        batch = self._make_batch(records)
+      return super()._next_batch()
+    records, position = self._take()
     if not records:
       self._at = {**self._at, 'ended': True}
       raise StopIteration
+    batch = indexed.call_without_end(self._collate, records)
+    self._check_rows(batch, len(records))
     self._at = position
     return batch if self.repeat else base.pad_rows(batch, self.batch_size)
-
-  def _make_batch(self, records: list[Any]) -> dict[str, Any]:
-    """Returns the batch of a stream's records, all of them."""
-    batch: dict[str, Any] = _call(self._collate, records)
-    self._check_rows(batch, len(records))
-    return batch
 
   def _take(self) -> tuple[list[Any], dict[str, Any]]:
     """Returns the next records of the stream, and the position behind them.
@@ -379,23 +326,22 @@ class GrainInput(indexed.IndexedInput):
     while len(records) < self.batch_size and not ended:
       self._reading = epoch, record
       try:
-        element = next(self._iterator)
-        records.append(
-          indexed.own_arrays(element) if self.num_workers else element
-        )
+        records.append(next(self._iterator))
         record += 1
       except StopIteration:
-        if not self.repeat:
-          # Not asked again: who gives an end by mistake may give more behind.
-          ended = True
-          break
-        if not record:
+        # Without repeat it is not asked again: an iterator that ends by mistake
+        # may give more.
+        ended = not self.repeat
+        if self.repeat and not record:
           raise ValueError(
             f'{self.name} has no records: epoch {epoch} of its stream is empty.'
           ) from None
-        self.close()
-        epoch, record = epoch + 1, 0
-        self._iterator = self._start_stream(epoch, None)
+        if self.repeat:
+          self.close()
+          epoch, record = epoch + 1, 0
+          self._iterator = self._start_stream(epoch, None)
+    if self.num_workers:
+      records = indexed.own_arrays(records)
     if not records or not self.saves_position:
       return records, _position(epoch, record, None, ended)
     state = self._iterator.get_state()
@@ -410,21 +356,17 @@ class GrainInput(indexed.IndexedInput):
     return records, _position(epoch, record, text, ended)
 
   def _start_stream(self, epoch: int, state: str | None) -> Any:
-    import grain
-
-    stream = self._records
-    if self._arguments is not None:
-      stream = self._make(epoch)
-    for stage, transformation in enumerate(self.transformations):
-      if isinstance(transformation, grain.transforms.RandomMap):
-        # Hosts number the records of their streams alike.
-        assert self.infeed_host_index is not None
-        entropy = [self.seed() % 2**64, epoch, self.infeed_host_index, stage]
-        seed = np.random.SeedSequence(entropy).generate_state(1)[0]
-        function = functools.partial(_call, transformation.random_map)
-        stream = stream.random_map(function, seed=int(seed))
+    stream = self._make(epoch) if self._arguments else self._records
+    # Hosts number the records of their streams alike.
+    assert self.infeed_host_index is not None
+    entropy = [self.seed() % 2**64, epoch, self.infeed_host_index]
+    seed = np.random.SeedSequence(entropy).generate_state(1)[0]
+    stream = stream.seed(int(seed))
+    for t in self.transformations:
+      if callable(t):
+        stream = stream.map(functools.partial(indexed.call_without_end, t))
       else:
-        stream = _apply(stream, transformation)
+        stream = stream.apply(t)
     iterator = indexed.start_iterator(stream, self.num_workers)
     if state is not None:
       iterator.set_state(_from_json(state))
@@ -451,9 +393,7 @@ class GrainInput(indexed.IndexedInput):
 
   def position(self) -> dict[str, Any]:
     """Returns how many records were given; of a stream, Grain's state too."""
-    if not self._is_stream:
-      return super().position()
-    return self._at
+    return self._at if self._is_stream else super().position()
 
   def set_position(self, position: dict[str, Any]) -> None:
     """Reads on from where `position` was called.
@@ -508,59 +448,11 @@ def _position(
   return {'epoch': epoch, 'record': record, 'grain': state, 'ended': ended}
 
 
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-  """Calls a function, whose errors are not the end of a stream."""
-  try:
-    return function(*args)
-  except Exception as e:
-    error = indexed.not_an_end(e)
-    if error is e:
-      raise
-    raise error from e
-
-
-def _apply(stream: Any, transformation: Any) -> Any:
-  """Returns a stream with a transformation that is not random."""
-  import grain
-
-  if isinstance(transformation, grain.experimental.FlatMapTransform):
-
-    class FlatMap(grain.experimental.FlatMapTransform):
-      max_fan_out = transformation.max_fan_out
-
-      def flat_map(self, element: Any) -> Any:
-        return _call(transformation.flat_map, element)
-
-    return stream.apply(FlatMap())
-  for kind, name in (
-    (grain.transforms.Map, 'map'),
-    (grain.transforms.MapWithIndex, 'map_with_index'),
-    (grain.transforms.Filter, 'filter'),
-  ):
-    if isinstance(transformation, kind):  # Its method and Grain's: one name.
-      function = functools.partial(_call, getattr(transformation, name))
-      return getattr(stream, name)(function)
-  return stream.map(functools.partial(_call, transformation))
-
-
-def _is_function(x: Any) -> bool:
-  return callable(x) and not hasattr(x, '__getitem__')
-
-
-def _stream_transformations() -> tuple[type, ...]:
-  import grain
-
-  names = ('Map', 'RandomMap', 'MapWithIndex', 'Filter')
-  kinds = [getattr(grain.transforms, name) for name in names]
-  return *kinds, grain.experimental.FlatMapTransform
-
-
-def _node_names(dataset: Any) -> list[str]:
-  """Returns the classes of a dataset and of all that it is made of."""
-  names = [type(dataset).__name__]
+def _nodes(dataset: Any) -> Iterator[Any]:
+  """Yields a dataset and all that it is made of."""
+  yield dataset
   for parent in dataset.parents:
-    names += _node_names(parent)
-  return names
+    yield from _nodes(parent)
 
 
 def _has_no_end(dataset: Any) -> bool:
@@ -588,7 +480,7 @@ def _find_files(
   for entry in files:
     path = os.path.expanduser(os.fspath(entry))
     found = [path]
-    if not os.path.isfile(path):
+    if not epath.Path(path).exists():
       found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
     if not found:
       raise errors.MissingFileError(
@@ -596,12 +488,12 @@ def _find_files(
         ' file, a glob, or a list of these.'
       )
     paths += found
-  counts = collections.Counter(os.path.realpath(path) for path in paths)
-  twice = [path for path, count in counts.items() if count > 1]
-  if twice:
+  counts = collections.Counter(map(os.path.realpath, paths))
+  path, count = counts.most_common(1)[0]
+  if count > 1:
     raise ValueError(
-      f'{len(twice)} files are given twice, {twice[0]!r} the first: their'
-      ' records would be read twice an epoch.'
+      f'{path!r} is given {count} times: its records would be read as often an'
+      ' epoch. Give each file once.'
     )
   return paths
 
@@ -617,15 +509,14 @@ def _find_ends(paths: list[str]) -> list[int]:
       e.add_note(f'While {path} was opened as an ArrayRecord file.')
       raise
 
-  threads = min(len(paths), _MAX_OPENING_THREADS)
-  with futures.ThreadPoolExecutor(threads) as pool:
+  with futures.ThreadPoolExecutor() as pool:
     return list(itertools.accumulate(pool.map(count, paths)))
 
 
 def _hash_files(paths: list[str], ends: list[int]) -> str:
   """Returns a hash of the files' names, sizes and numbers of records."""
   facts = [
-    [os.path.basename(path), os.path.getsize(path), end]
+    [os.path.basename(path), epath.Path(path).stat().length, end]
     for path, end in zip(paths, ends, strict=True)
   ]
   return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

@@ -1,7 +1,7 @@
 """Records that have numbers: shuffled, divided among hosts, padded, counted.
 
 Text, arrays and Grain's `MapDataset` share this. There is one global order of
-the records, epoch after epoch, which Grain computes. With G = batch_size *
+the records, epoch after epoch (Grain's shuffle). With G = batch_size *
 num_infeed_hosts, global batch n is the positions [n * G, (n + 1) * G) of it,
 and host h reads the rows [h * batch_size, (h + 1) * batch_size) of each. So all
 hosts together see the same batches for any number of hosts, and a position is
@@ -14,7 +14,7 @@ Shapes: b rows, N records of an epoch.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import copy
 import dataclasses
@@ -35,11 +35,27 @@ import numpy as np
 
 from jaxline.inputs import base
 
+# Below so many records, Grain's shuffle takes up to a millisecond a record: it
+# shuffles 2**16 numbers and skips those that are too large. The order of an
+# epoch is held instead. Another limit would be another order.
+_SMALL = 2**16
 _MAX_DESCRIBED = 3
 # How long `close` waits for workers.
 _MAX_CLOSE_SECS = 30
 # What a terminal or a scheduler sends to all processes of a job at once.
 _SIGNALS_TO_ALL = (signal.SIGINT, signal.SIGTERM)
+
+
+@functools.lru_cache(maxsize=8)
+def _epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
+  """Returns the order of an epoch of a small dataset, int64 [size].
+
+  From a stream of numbers that NumPy promises never to change, unlike its
+  permutations.
+  """
+  key = np.array([seed % 2**64, epoch], np.uint64)
+  draws = np.random.Philox(key=key).random_raw(size)
+  return np.argsort(draws, kind='stable')
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -118,9 +134,21 @@ class IndexedInput(base.BaseInput, abc.ABC):
     Returns:
       int64 [b], each in [0, N).
     """
+    epochs, within = np.divmod(positions, self._size)
     if not self.shuffle:
-      return positions % self._size
-    return np.array([self._ids[i] for i in positions.tolist()], np.int64)
+      return within
+    if self._is_small:
+      records = [
+        _epoch_order(self.seed(), epoch, self._size)[i]
+        for epoch, i in zip(epochs.tolist(), within.tolist(), strict=True)
+      ]
+    else:
+      records = [self._ids[i] for i in positions.tolist()]
+    return np.array(records, np.int64)
+
+  @property
+  def _is_small(self) -> bool:
+    return self._size < _SMALL
 
   @functools.cached_property
   def _ids(self) -> Any:
@@ -196,13 +224,10 @@ class IndexedInput(base.BaseInput, abc.ABC):
     """
     records, epochs = self.order(positions), positions // self._size
     try:
-      return self._read_all(records, epochs)
+      return call_without_end(self._read_all, records, epochs)
     except Exception as e:
-      error = not_an_end(e)
-      error.add_note(
-        f'While {self.name} read {self._describe(records, epochs)}.'
-      )
-      raise error from error.__cause__
+      e.add_note(f'While {self.name} read {self._describe(records, epochs)}.')
+      raise
 
   def _read_all(
     self, records: np.ndarray, epochs: np.ndarray
@@ -271,11 +296,14 @@ class IndexedInput(base.BaseInput, abc.ABC):
 
   def identity(self) -> dict[str, Any]:
     """Returns the values on which the global order depends."""
+    # The old order of large datasets was another.
+    order = {'order': 2} if self.shuffle and not self._is_small else {}
     return {
       'num_records': self.num_records(),
       'repeat': self.repeat,
       'shuffle': self.shuffle,
       'seed': self.seed(),
+      **order,
       **self.data_identity(),
     }
 
@@ -472,14 +500,15 @@ def closed_on_error(source: base.BaseInput) -> Iterator[None]:
     raise
 
 
-def not_an_end(error: Exception) -> Exception:
-  """Returns an error that does not mean the end of the data.
+def call_without_end(function: Callable[..., Any], *args: Any) -> Any:
+  """Calls a reader of records, whose errors do not mean the end of the data.
 
-  That is the error, or a `RuntimeError` instead of `StopIteration` and
-  TensorFlow's `OutOfRangeError`, as in generators.
+  Instead of `StopIteration` and TensorFlow's `OutOfRangeError`, a
+  `RuntimeError` is raised, as by generators.
   """
-  if not isinstance(error, StopIteration) and not base.is_out_of_range(error):
-    return error
-  other = RuntimeError(f'A record could not be read: {error!r}.')
-  other.__cause__ = error
-  return other
+  try:
+    return function(*args)
+  except Exception as e:
+    if isinstance(e, StopIteration) or base.is_out_of_range(e):
+      raise RuntimeError(f'A record could not be read: {e!r}.') from e
+    raise

@@ -68,7 +68,7 @@ class Infeed:
     self._buffer_size = buffer_size
     self._num_given = 0
     self._waited = 0.0
-    self._slow_secs = 0.0
+    self._slow_since: float | None = None
     self._quiet_until = -math.inf
     # For each batch when it was given and how long all were waited for, without
     # what this thread has compiled.
@@ -81,7 +81,7 @@ class Infeed:
         buffer_size,
         'infeed',
         stall_secs=stall_secs,
-        on_stall=functools.partial(_tell, 'The step', source),
+        on_stall=functools.partial(_warn_of_stall, 'The step', source),
       )
     )
 
@@ -127,10 +127,11 @@ class Infeed:
     (start, waited_before), (end, waited) = self._times[0], self._times[-1]
     a_step = (waited - waited_before) / _WINDOW_STEPS
     if self.wait_fraction <= _SLOW_FRACTION or a_step < _SLOW_WAIT_SECS:
-      self._slow_secs = 0.0
+      self._slow_since = None
       return
-    self._slow_secs += end - start
-    if self._slow_secs < _SLOW_SECS or end < self._quiet_until:
+    if self._slow_since is None:
+      self._slow_since = start
+    if end - self._slow_since < _SLOW_SECS or end < self._quiet_until:
       return
     self._quiet_until = end + _SLOW_AGAIN_SECS
     logging.warning(
@@ -151,7 +152,7 @@ class Infeed:
     close(self.source)  # The thread may never have started.
 
 
-def _tell(who: str, source: Iterator[Any], waited: float) -> None:
+def _warn_of_stall(who: str, source: Iterator[Any], waited: float) -> None:
   """Logs that a source stalls, and where."""
   said = [f'{name_of(source)}, which does not say where it stands']
   asked = threading.Thread(
@@ -171,11 +172,11 @@ def read_ahead(
   buffer_size: int = 3,
   stall_secs: float | None = None,
 ) -> Generator[Any, None, None]:
-  """Reads batches ahead on a thread, without putting them on devices.
+  """Reads batches of an evaluation ahead on a thread, not yet on the devices.
 
   Args:
     source: what messages name.
-    batches: its batches, for instance those of one evaluation.
+    batches: its batches.
     buffer_size: how many may be in memory, at least 2.
     stall_secs: as for `Infeed`.
 
@@ -187,7 +188,7 @@ def read_ahead(
     buffer_size,
     'eval_infeed',
     stall_secs=stall_secs,
-    on_stall=functools.partial(_tell, 'The evaluation', source),
+    on_stall=functools.partial(_warn_of_stall, 'The evaluation', source),
   )
 
 
@@ -216,6 +217,24 @@ def position_of(source: Iterator[Any]) -> Any:
   state = source.get_state()  # type: ignore[attr-defined]
   # A copy, since this runs ahead: an iterator may change its own.
   return state if isinstance(state, bytes) else copy.deepcopy(state)
+
+
+def set_position(source: Any, position: Any, config: Any) -> None:
+  """Sets a source to a position, unless that is None.
+
+  Args:
+    source: of which `saves_position` is true.
+    position: as `position_of` returned it.
+    config: the run's, or None. With `on_config_change = 'continue'`, a source
+      whose order changed starts anew.
+  """
+  try:
+    if position is not None:
+      source.set_state(position)
+  except base.OldPositionError as e:
+    if (config or {}).get('on_config_change') != 'continue':
+      raise
+    logging.warning("%s It is 'continue': the data starts anew.", e)
 
 
 def saves_position(source: Iterator[Any]) -> bool:

@@ -41,53 +41,37 @@ class _Parent(base.BaseInput):
 
   def _resolve_hosts(self) -> None:
     children = self.inputs
-    label = self.name or type(self).__name__
-    if not isinstance(children, Mapping) or not children:
-      raise ValueError(
-        f'{label}.inputs is {children!r}; expected a dict of inputs by name.'
-      )
-    for name, child in children.items():
-      if not isinstance(name, str) or not isinstance(child, base.BaseInput):
-        raise TypeError(
-          f'{label}.inputs has {name!r}: {type(child).__name__}; expected the'
-          ' name of an input and the input.'
-        )
+    if (
+      not isinstance(children, Mapping)
+      or not children
+      or not all(isinstance(c, base.BaseInput) for c in children.values())
+    ):
+      self.refuse('inputs', 'a dict of inputs by name')
     # A mixture's schedule shall not depend on how the dict was written.
     self.inputs = dict(sorted(children.items()))
-    if len({id(child) for child in children.values()}) != len(children):
-      raise ValueError(
-        f'{label}.inputs has an input twice: each of its batches would be read'
-        ' by one of them only. Make two inputs.'
-      )
-    hosts = {
-      name: (child.infeed_host_index, child.num_infeed_hosts)
-      for name, child in children.items()
-    }
-    index, count = next(iter(hosts.values()))
-    self.infeed_host_index = (
-      index if self.infeed_host_index is None else self.infeed_host_index
-    )
-    self.num_infeed_hosts = (
-      count if self.num_infeed_hosts is None else self.num_infeed_hosts or 1
-    )
+    first = next(iter(self.inputs.values()))
+    if self.infeed_host_index is None:
+      self.infeed_host_index = first.infeed_host_index
+    if self.num_infeed_hosts is None:
+      self.num_infeed_hosts = first.num_infeed_hosts
     super()._resolve_hosts()
-    here = self.infeed_host_index, self.num_infeed_hosts
-    if set(hosts.values()) != {here}:
-      raise ValueError(
-        f'{label} is host {here[0]} of {here[1]}, and its inputs are '
-        + ', '.join(f'{name}: {i} of {n}' for name, (i, n) in hosts.items())
-        + '; expected the same infeed_host_index and num_infeed_hosts.'
-      )
 
   def _check_fields(self) -> None:
     super()._check_fields()
     if self.input_random_seed is not None:
+      self.refuse('input_random_seed', 'None: set the seeds of the inputs')
+    if len(set(map(id, self.inputs.values()))) != len(self.inputs):
       raise ValueError(
-        f'{self.name}.input_random_seed is {self.input_random_seed}, but it'
-        ' draws nothing itself; set it of the inputs.'
+        f'{self.name}.inputs has an input twice: each of its batches would be'
+        ' read by one of them only. Make two inputs.'
       )
     for name, child in self.inputs.items():
-      for key in ('is_training', 'reset_for_eval'):
+      for key in (
+        'is_training',
+        'reset_for_eval',
+        'infeed_host_index',
+        'num_infeed_hosts',
+      ):
         if getattr(child, key) != getattr(self, key):
           raise ValueError(
             f'{self.name}.{key} is {getattr(self, key)}, and that of its input'
@@ -102,15 +86,11 @@ class _Parent(base.BaseInput):
     saved = [n for n, child in self.inputs.items() if child.saves_position]
     if self.is_training and saved and not self.saves_position:
       raise ValueError(
-        f'The position of {self.name} is not saved, '
-        + (
-          'as not all of its inputs can be'
-          if self.input_checkpointing_enabled
-          else 'as it has input_checkpointing_enabled=False'
-        )
-        + f': after a preemption {saved} would give the same data again. Set'
-        ' input_checkpointing_enabled=False of them too, which is another order'
-        ' at each start, or save all positions.'
+        f'The position of {self.name} is not saved, since it has'
+        ' input_checkpointing_enabled=False or not all of its inputs can save'
+        f' theirs: after a preemption {saved} would give the same data again.'
+        ' Set input_checkpointing_enabled=False of them too, which is another'
+        ' order at each start, or save all positions.'
       )
 
   @property
@@ -419,7 +399,7 @@ class MixtureInput(_Parent, indexed.IndexedInput):
       for key, value in child.identity().items()
     }
     shares = dict(zip(self.inputs, self._shares, strict=True))
-    return {'weights': shares, **children}
+    return {'order': 2, 'weights': shares, **children}
 
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
