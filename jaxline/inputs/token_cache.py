@@ -79,6 +79,8 @@ _MAX_UNCACHED_BYTES = 10**9
 # What values of unexpected types in JSON raise.
 _BAD_VALUES = (LookupError, RecursionError, TypeError, ValueError)
 _ABANDONED_SECS = 24 * 3600
+# How often the log says how much of the text was read.
+_PROGRESS_SECS = 10
 
 
 class Source(NamedTuple):
@@ -645,6 +647,7 @@ class _Build:
       document.
     """
     least, most, count = 2**64, -1, 0
+    due = time.monotonic() + _PROGRESS_SECS
     with contextlib.ExitStack() as stack:
       train, held_out = (
         stack.enter_context(
@@ -667,9 +670,9 @@ class _Build:
         self._files[i] = self._files[i]._replace(
           sha256=sha256.hexdigest(), is_used=is_used
         )
-        logging.log_every_n_seconds(
-          logging.INFO, 'Read %d of %d files.', 10, i + 1, len(self._files)
-        )
+        if time.monotonic() > due:
+          due = time.monotonic() + _PROGRESS_SECS
+          logging.info('Read %d of %d files.', i + 1, len(self._files))
       splits = {'train': train.finish(), 'eval': held_out.finish()}
     if count < 2:
       raise errors.UsageError(

@@ -19,7 +19,7 @@ def _folders(package: str) -> list[str]:
 
 _QUIET = tuple(
   folder
-  for package in ('jaxline', 'jax', 'jaxlib', 'orbax')
+  for package in ('jaxline', 'jax', 'jaxlib', 'optax', 'orbax')
   for folder in _folders(package)
 )
 # Files whose information is for the user: these lines, and progress that takes
@@ -28,7 +28,7 @@ _HEARD = ('console.py', 'token_cache.py', 'xla.py')
 
 
 def _is_heard(record: std_logging.LogRecord) -> bool:
-  """Leaves information about jaxline, JAX and Orbax out of the log."""
+  """Leaves information about jaxline and its libraries out of the log."""
   # Less than information is there only if somebody asked for it, such as by
   # JAX_DEBUG_LOG_MODULES.
   if (
