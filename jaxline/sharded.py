@@ -504,13 +504,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     if isinstance(source, inputs.BaseInput):
       source.settle_seed()  # Here, where all hosts come together.
     if infeed.saves_position(source):
-      try:
-        if position is not None:
-          source.set_state(position)  # type: ignore[attr-defined]
-      except inputs.OldPositionError as e:
-        if (self.run_config or {}).get('on_config_change') != 'continue':
-          raise
-        logging.warning("%s It is 'continue': the data starts anew.", e)
+      infeed.set_position(source, position, self.run_config)
     elif position is not None:
       raise ValueError(
         'The checkpoint holds the position of the data, but train_input'

@@ -793,11 +793,18 @@ def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class GeneratorInput(BaseInput):
-  """The batches of a generator function; see `from_generator`.
+  """The batches of a generator function.
+
+  Its position cannot be saved: a run that is resumed reads from the beginning
+  again, and logs so. This does not matter for random data without a fixed
+  seed. A run that resumes exactly needs a subclass of `BaseInput` with
+  `position` and `set_position`.
 
   Attributes:
     function: returns an iterator of batches, each a dict of arrays
-      [batch_size, ...]; the last may have fewer rows.
+      [batch_size, ...]; the last may have fewer rows. It may take `host_index`
+      and `num_hosts`, by these names, and must take the first where there are
+      several hosts.
   """
 
   function: Callable[..., Iterable[Mapping[str, Any]]]
@@ -808,13 +815,12 @@ class GeneratorInput(BaseInput):
       self.refuse(
         'function', 'a function that returns an iterator, called at each reset'
       )
+    hosts = {
+      'host_index': self.infeed_host_index,
+      'num_hosts': self.num_infeed_hosts,
+    }
     self._arguments = choose_arguments(
-      self.function,
-      f'{self.name}.function',
-      {
-        'host_index': self.infeed_host_index,
-        'num_hosts': self.num_infeed_hosts,
-      },
+      self.function, f'{self.name}.function', hosts
     )
     if self.num_infeed_hosts != 1 and 'host_index' not in self._arguments:
       raise ValueError(
@@ -843,23 +849,7 @@ def from_generator(
   batch_size: int,
   **fields: Any,
 ) -> GeneratorInput:
-  """Makes an input of a generator function.
-
-  Its position cannot be saved: a run that is resumed reads from the beginning
-  again, and logs so. This does not matter for random data without a fixed
-  seed. A run that resumes exactly needs a subclass of `BaseInput` with
-  `position` and `set_position`.
-
-  Args:
-    function: returns an iterator of dicts of arrays [batch_size, ...]. It may
-      take `host_index` and `num_hosts`, by these names, and must take the first
-      where there are several hosts.
-    batch_size: rows of each.
-    **fields: of `BaseInput`.
-
-  Returns:
-    The input.
-  """
+  """Returns a `GeneratorInput` of a function; `fields` are of `BaseInput`."""
   return GeneratorInput(function=function, batch_size=batch_size, **fields)
 
 
