@@ -1,6 +1,7 @@
-"""What holds for every input: random sizes, hosts, epochs, points of a kill.
+"""The contract of inputs: random sizes, hosts, epochs, points of a kill.
 
-An input joins by an entry in `SOURCES`.
+An input joins by an entry in `SOURCES`. `test_every_promise_is_kept` runs
+`show.check`, which users run on their own data; the others know each record.
 """
 
 import collections
@@ -19,6 +20,7 @@ from jaxline.inputs import base
 from jaxline.inputs import grain
 from jaxline.inputs import indexed
 from jaxline.inputs import multi
+from jaxline.inputs import show
 from jaxline.inputs import synthetic
 from jaxline.inputs import text
 from jaxline.inputs import tfdata
@@ -174,6 +176,17 @@ def make_tensors(size, **fields):
   return tfdata.TfDataInput(dataset=dataset, **fields)
 
 
+def make_sharded_tensors(size, **fields):
+  import tensorflow as tf
+
+  def dataset(seed, host_index, num_hosts):
+    mine = list(every_nth(size, num_hosts, host_index))
+    dataset = tf.data.Dataset.from_tensor_slices({'x': mine})
+    return dataset.shuffle(7, seed=seed)
+
+  return tfdata.ShardedTfDataInput(dataset=dataset, **fields)
+
+
 def every_nth(size, hosts, host):
   """Returns a host's part; where not all have one, all read the same."""
   return range(size)[host::hosts] if size >= hosts else range(size)
@@ -202,6 +215,9 @@ SOURCES = {
 }
 if importlib.util.find_spec('tensorflow'):
   SOURCES['tf_data'] = Source(make_tensors)
+  SOURCES['tf_data_sharded'] = Source(
+    make_sharded_tensors, shard=every_nth, one_epoch_hosts=False
+  )
 
 sizes = st.integers(1, 30)
 batch_sizes = st.integers(1, 6)
@@ -215,7 +231,7 @@ def those(**conditions):
   return pytest.mark.parametrize(
     'name',
     [
-      pytest.param(name, marks=SLOW if name == 'tf_data' else ())
+      pytest.param(name, marks=SLOW if name.startswith('tf_data') else ())
       for name, source in SOURCES.items()
       if all(getattr(source, key) == value for key, value in conditions.items())
     ],
@@ -247,6 +263,39 @@ def flat(batches):
 def close(inputs):
   for part in inputs:
     part.close()
+
+
+@those()
+@hypothesis.settings(SETTINGS, max_examples=15)
+@hypothesis.given(sizes, batch_sizes, host_counts, seeds, st.booleans())
+def test_every_promise_is_kept(
+  name, size, batch_size, hosts, seed, is_training
+):
+  source = SOURCES[name]
+  is_training |= not source.has_epochs
+  hosts = min(hosts, size)  # Each has a part of its own.
+  if not is_training and not source.one_epoch_hosts:
+    hosts = 1
+  fields = {'is_training': True} if is_training else dict(ONE_EPOCH)
+  if source.saves_position:
+    fields['input_random_seed'] = seed
+
+  def make():
+    host, count = base.this_host()
+    return source.make(
+      size,
+      batch_size=batch_size,
+      num_infeed_hosts=count,
+      infeed_host_index=host,
+      **fields,
+    )
+
+  report = show.check(make, num_hosts=hosts, num_batches=6, seconds=0)
+  assert report.ok, report
+  promises = {'rows', 'resume'} | ({'epoch'} if not is_training else set())
+  if hosts > 1 and make().ANY_NUMBER_OF_HOSTS:
+    promises.add('position')
+  assert {f.name for f in report.findings} == promises
 
 
 @those(has_epochs=True)

@@ -15,6 +15,7 @@ import pytest
 
 from jaxline.inputs import base
 from jaxline.inputs import lingvo
+from jaxline.inputs import show
 
 
 class Tensor:
@@ -340,9 +341,7 @@ def test_custom_processing_of_batches():
 def test_position_is_not_saved_and_says_so():
   source = adaptor()
   assert not source.saves_position
-  with pytest.raises(
-    NotImplementedError, match='LingvoInputAdaptor cannot be sa'
-  ):
+  with pytest.raises(NotImplementedError, match='does not override position'):
     source.get_state()
   with pytest.raises(
     ValueError, match='input_random_seed=1 but its position is'
@@ -492,6 +491,24 @@ def test_eval_is_one_epoch_on_any_hosts(hosts, rows, inner, examples):
   assert order.tolist() == [*range(examples), *[0] * filling]
   counts = np.swapaxes(weights, 0, 1).ravel()
   assert counts.tolist() == [1] * examples + [0] * filling
+
+
+@pytest.mark.parametrize('examples', [7, 8, 9])
+def test_eval_keeps_its_promises(examples):
+  report = show.check(
+    lambda: adaptor(
+      lingvo.LingvoEvalAdaptor,
+      {'batch_size': 2, 'reset_for_eval': True},
+      num_examples=examples,
+    ),
+    num_hosts=2,
+    seconds=0,
+  )
+  assert {f.name: f.verdict for f in report.findings} == {
+    'rows': show.OK,
+    'epoch': show.OK,
+    'resume': show.OK,
+  }
 
 
 def test_eval_fills_up_with_the_first_example():

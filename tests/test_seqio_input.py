@@ -12,6 +12,7 @@ import pytest
 
 from jaxline.inputs import c4
 from jaxline.inputs import seqio as seqio_input
+from jaxline.inputs import show
 from jaxline.inputs import tfdata
 
 tf = pytest.importorskip('tensorflow')
@@ -302,6 +303,20 @@ def test_hosts_share_an_epoch(tmp_path):
       rows = batch['weights'] == 1
       seen += batch['tgt']['labels'][rows, 0].tolist()
   assert sorted(seen) == list(range(10, 25))
+
+
+@pytest.mark.parametrize('is_training', [True, False])
+def test_every_promise_is_kept(tmp_path, is_training):
+  task = make_task(tmp_path, sizes=(5, 4, 6))
+  fields = {'count': None, 'host': None}
+  if not is_training:
+    fields |= {'is_training': False, 'reset_for_eval': True}
+  report = show.check(
+    lambda: make(task, **fields), num_hosts=2, num_batches=2, seconds=0
+  )
+  assert {f.verdict for f in report.findings} == {show.OK}, report
+  names = {f.name for f in report.findings}
+  assert names == {'rows', 'resume'} | (set() if is_training else {'epoch'})
 
 
 def test_epochs_differ_and_go_on_after_any_batch(tmp_path):
@@ -903,11 +918,13 @@ def test_c4_without_files_says_what_to_do(tmp_path):
   with pytest.raises(ValueError, match='train_files, eval_files or both'):
     c4.c4_task(vocabulary=vocabulary)
   (tmp_path / 'a.txt').touch()
-  with pytest.raises(ValueError, match='neither JSON nor TFRecord'):
+  with pytest.raises(
+    ValueError, match=r"a\.txt'\]; expected files of one kind"
+  ):
     c4.c4_task(train_files=tmp_path / 'a.txt', vocabulary=vocabulary)
   (tmp_path / 'a.json').touch()
   (tmp_path / 'a.tfrecord').touch()
-  with pytest.raises(ValueError, match='Give one kind'):
+  with pytest.raises(ValueError, match='expected files of one kind'):
     c4.c4_task(
       train_files=tmp_path / 'a.json',
       eval_files=tmp_path / 'a.tfrecord',

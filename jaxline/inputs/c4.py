@@ -35,8 +35,6 @@ from jaxline import errors
 from jaxline.inputs import seqio as seqio_input
 from jaxline.inputs import tfdata
 
-_JSON = re.compile(r'\.jsonl?(\.gz)?$')
-_TFRECORD = re.compile(r'\.tfrecords?(-\d+-of-\d+)?(\.gz)?$')
 # Lines that are parsed at once: each time costs a turn of Python's lock.
 _LINES_AT_ONCE = 64
 
@@ -79,20 +77,22 @@ def c4_task(
   seqio = seqio_input.import_seqio()
   tf = tfdata.import_tensorflow()
   patterns = {
-    split: _as_list(files)
-    for split, files in (('train', train_files), ('validation', eval_files))
-    if files is not None
+    split: [os.fspath(given)]
+    if isinstance(given, (str, os.PathLike))
+    else [os.fspath(pattern) for pattern in given]
+    for split, given in (('train', train_files), ('validation', eval_files))
+    if given is not None
   }
   if not patterns:
     raise errors.UsageError('Give train_files, eval_files or both.')
-  kinds = {
-    _kind_of(path)
-    for split, files in patterns.items()
-    for path in _find(split, files)
-  }
-  if len(kinds) > 1:
+  files = {split: _find(split, given) for split, given in patterns.items()}
+  readers = {_reader_of(path) for paths in files.values() for path in paths}
+  if len(readers) > 1 or None in readers:
     raise errors.UsageError(
-      f'Some files are JSON and some TFRecord: {patterns}. Give one kind.'
+      'Some of the files are'
+      f' {[paths[0] for paths in files.values()]}; expected files of one kind'
+      ' by their names: .json, .jsonl, .json.gz, or .tfrecord,'
+      ' .tfrecord-00000-of-01024.'
     )
   if isinstance(vocabulary, (str, os.PathLike)):
     path = os.fspath(vocabulary)
@@ -104,9 +104,7 @@ def c4_task(
     vocabulary = seqio.SentencePieceVocabulary(path)
   return seqio.Task(
     name,
-    source=seqio.FileDataSource(
-      _read_json if kinds == {'json'} else _read_tfrecord, patterns
-    ),
+    source=seqio.FileDataSource(readers.pop(), patterns),
     preprocessors=[
       functools.partial(seqio.preprocessors.rekey, key_map={'targets': 'text'}),
       functools.partial(
@@ -171,13 +169,8 @@ def _describe(task: Any) -> list[str]:
   return described
 
 
-def _as_list(patterns: Patterns) -> list[str]:
-  if isinstance(patterns, (str, os.PathLike)):
-    patterns = [patterns]
-  return [os.fspath(pattern) for pattern in patterns]
-
-
 def _find(split: str, patterns: list[str]) -> list[str]:
+  """Returns the paths that match."""
   tf = tfdata.import_tensorflow()
   paths = []
   for pattern in patterns:
@@ -185,8 +178,8 @@ def _find(split: str, patterns: list[str]) -> list[str]:
     if not found:
       argument = 'train_files' if split == 'train' else 'eval_files'
       raise errors.MissingFileError(
-        f'No file matches {pattern!r}. Download C4, 300 GB of JSON from the'
-        ' Hugging Face hub (hf download allenai/c4 --repo-type=dataset'
+        f'No file matches {pattern!r}. Download C4, 300 GB of JSON'
+        ' from the Hugging Face hub (hf download allenai/c4 --repo-type=dataset'
         " --include='en/*' --local-dir=DIR) or the TFRecords of TensorFlow"
         ' Datasets (tfds build c4/en:3.0.1), and give the path:'
         f" {argument}='DIR/en/c4-{split}.*.json.gz'."
@@ -195,14 +188,12 @@ def _find(split: str, patterns: list[str]) -> list[str]:
   return paths
 
 
-def _kind_of(path: str) -> str:
-  for kind, pattern in (('json', _JSON), ('tfrecord', _TFRECORD)):
-    if pattern.search(path):
-      return kind
-  raise ValueError(
-    f'{path!r} is neither JSON nor TFRecord by its name; expected .json,'
-    ' .jsonl, .json.gz, .tfrecord or .tfrecord-00000-of-01024.'
-  )
+def _reader_of(path: str) -> Any:
+  if re.search(r'\.jsonl?(\.gz)?$', path):
+    return _read_json
+  if re.search(r'\.tfrecords?(-\d+-of-\d+)?(\.gz)?$', path):
+    return _read_tfrecord
+  return None
 
 
 def _compression(tf: Any, path: Any) -> Any:
@@ -260,13 +251,9 @@ def _split(dataset: Any, sequence_length: Mapping[str, int]) -> Any:
 
   def pieces(record: Mapping[str, Any]) -> Any:
     tokens = record['targets']
-    end = tf.size(tokens) // length * length
-    whole = tf.reshape(tokens[:end], [-1, length])
-    rest = tf.data.Dataset.from_tensors(tokens[end:])
-    return (
-      tf.data.Dataset.from_tensor_slices(whole)
-      .concatenate(rest.filter(lambda x: tf.size(x) > 0))
-      .map(lambda x: {'targets': x})
-    )
+    starts = tf.range(0, tf.size(tokens), length)
+    splits = tf.concat([starts, [tf.size(tokens)]], 0)
+    rows = tf.RaggedTensor.from_row_splits(tokens, splits)
+    return tf.data.Dataset.from_tensor_slices({'targets': rows})
 
   return dataset.flat_map(pieces)

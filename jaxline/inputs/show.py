@@ -372,6 +372,8 @@ class _Host:
     if self.ends:
       for batch in itertools.islice(batches, max(0, max_batches - num_batches)):
         self._note(batch)
+    if len(list(itertools.chain(*self.records or ()))) < len(_in_order([self])):
+      self.records = None  # It does not read by `read` alone.
     self.ended = len(self.rows) < num_batches or (
       bool(self.ends) and next(batches, None) is None
     )
