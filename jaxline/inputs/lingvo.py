@@ -76,10 +76,7 @@ class LingvoInputAdaptor(base.BaseInput):
     super().__post_init__()
     count = self.num_batches
     if count is not None and (not isinstance(count, int) or count < 1):
-      raise ValueError(
-        f'{self.name}.num_batches is {count!r}; expected an integer of at least'
-        ' 1, or None for as many as there are.'
-      )
+      self.refuse('num_batches', 'an integer of at least 1, or None for all')
     if self.cluster_do_eval is None:
       self.cluster_do_eval = self.reset_for_eval
     if self.cluster_do_eval and self.is_training:
