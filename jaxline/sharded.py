@@ -155,6 +155,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # number of evaluations that this has fed.
     self._rolling: dict[str, inputs.BaseInput | None] = {}
     self._num_fed: dict[str, int] = {}
+    # Rows of batches for which padding was logged.
+    self._padded_rows: set[int] = set()
 
   @abc.abstractmethod
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
@@ -641,12 +643,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     """Returns the rows of a host, rounded up to divide over its devices."""
     shards = self.partitioner.batch_shards // self.partitioner.host[1]
     padded = -(-rows // shards) * shards
-    if padded != rows:
-      logging.log_first_n(
-        logging.INFO,
+    if padded != rows and rows not in self._padded_rows:
+      self._padded_rows.add(rows)
+      logging.info(
         'Batches of evaluation have %d rows in each process, and are filled up'
         ' to %d with rows of weight 0, so that they divide over %d devices.',
-        1,
         rows,
         padded,
         shards,

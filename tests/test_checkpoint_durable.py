@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import types
 from typing import Any, NamedTuple
 
@@ -1184,6 +1185,16 @@ def test_evaluation_reads_no_optimizer(copied, run):
 # Errors that may pass.
 
 
+class SleeplessTime:
+  """The module `time` for one module, whose `sleep` returns at once."""
+
+  def __init__(self, slept):
+    self.sleep = slept.append
+
+  def __getattr__(self, name):
+    return getattr(time, name)
+
+
 @pytest.fixture
 def disk(monkeypatch):
   """Makes the opening of files fail, as by a disk that is not well.
@@ -1219,7 +1230,7 @@ def disk(monkeypatch):
     'open_regular',
     functools.partial(disk.open, opened=files.open_regular),
   )
-  monkeypatch.setattr(files.time, 'sleep', disk.slept.append)
+  monkeypatch.setattr(files, 'time', SleeplessTime(disk.slept))
   return disk
 
 
@@ -1372,7 +1383,7 @@ def test_an_error_of_tensorstore_that_may_pass(
     return get_and_heal
 
   monkeypatch.setattr(arrays, '_start', start_what_cannot_be_opened)
-  monkeypatch.setattr(files.time, 'sleep', slept.append)
+  monkeypatch.setattr(files, 'time', SleeplessTime(slept))
   if passes:
     assert restore(checkpointer, live).global_step == 5
     assert len(slept) == 1
