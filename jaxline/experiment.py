@@ -448,8 +448,13 @@ def max_steps_in_flight(config: config_dict.ConfigDict) -> int:
 
 
 def _wait(leaves: list[Any]) -> None:
-  for i, x in enumerate(leaves):
-    # An experiment may return an array whose buffer it donates later. The first
-    # raises what has failed; each wait gives up Python's lock.
-    if hasattr(x, 'is_ready') and not (x.is_deleted() or (i and x.is_ready())):
+  has_waited = False
+  for x in leaves:
+    # A number, or an array whose buffer the experiment has donated.
+    if not hasattr(x, 'is_ready') or x.is_deleted():
+      continue
+    # Each wait gives up Python's lock. The first raises the error of the step's
+    # program; of an array of another program, whoever fetches it does.
+    if not has_waited or not x.is_ready():
       x.block_until_ready()
+      has_waited = True

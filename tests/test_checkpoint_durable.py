@@ -6,6 +6,7 @@ test_durable_multiprocess.py.
 
 import collections
 from collections.abc import Iterator
+from concurrent import futures
 import contextlib
 import copy
 import dataclasses
@@ -945,6 +946,17 @@ def test_what_was_before_a_nan_stays_for_ever(run, tmp_path):
       save(fourth, weights(1), 12)
       assert fourth.steps('latest') == [3, 11, 12]
     fourth.close()
+
+
+def test_several_that_note_a_nan_at_once_lose_no_name(run, tmp_path):
+  checkpointer = run()
+  save(checkpointer, weights(1), 1)
+  names = [f'scalar{i}' for i in range(200)]
+  with futures.ThreadPoolExecutor(4) as pool:  # As processes of a run do.
+    list(pool.map(lambda name: checkpointer.keep_before(2, [name]), names))
+  kept_by = series_path(tmp_path) / '1.keep'
+  assert notes._nonfinite(kept_by) == dict.fromkeys(names, 2)
+  assert [p.name for p in kept_by.parent.glob('1.*')] == ['1.keep']
 
 
 def test_one_best_checkpoint_is_kept_in_the_sharded_style(run, copied):

@@ -6,6 +6,7 @@ fit. An alarm ends what waits for a FIFO.
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -318,6 +319,16 @@ RECORDS = {
   'listed /': listed('OUTSIDE/secret.json'),
   'deep record': deep('checkpoint.json'),
   'deep checksums': deep('checksums_0.json'),
+  'step is text': edit_record(lambda record: record.update(step='4')),
+  'time is text': edit_record(lambda record: record.update(time='x')),
+  'time is none': edit_record(lambda record: record.update(time=None)),
+  'time is no date': edit_record(lambda record: record.update(time=1e30)),
+  'time is NaN': edit_record(lambda record: record.update(time=math.nan)),
+  'versions are a list': edit_record(lambda record: record.update(versions=[])),
+  'config is a list': edit_record(lambda record: record.update(config=[])),
+  'processes are text': edit_record(
+    lambda record: record.update(processes='a')
+  ),
 }
 
 # What only who reads arrays finds; `ls` does not.

@@ -383,6 +383,15 @@ def test_the_host_runs_no_further_ahead_than_it_may(
   ]
 
 
+def test_a_number_beside_a_step_that_failed_hides_no_error():
+  failed = mock.Mock()  # What has failed is ready.
+  failed.is_deleted.return_value = False
+  failed.is_ready.return_value = True
+  failed.block_until_ready.side_effect = RuntimeError('of the device')
+  with pytest.raises(RuntimeError, match='of the device'):
+    experiment._wait([0.1, np.float32(1), failed])
+
+
 @pytest.mark.parametrize(
   ('limit', 'backend', 'local_devices', 'expected'),
   [

@@ -257,9 +257,9 @@ def test_a_run_is_that_of_another_program(config, monkeypatch):
   assert said['loss'][0] > 5 > 1.5 > said['loss'][-20:].mean()
   assert 0.05 < (said['norm'] > CLIP).mean() < 0.95
   assert 0.05 < said['capped'].mean() < 0.95
-  assert np.mean([batch.segment_ids.max() > 1 for batch in batches]) > 0.9
+  assert np.mean([batch['segment_ids'].max() > 1 for batch in batches]) > 0.9
   # Some of what is read is not to be predicted.
-  assert 0.8 < np.mean([batch.weights.mean() for batch in batches]) < 1
+  assert 0.8 < np.mean([batch['weights'].mean() for batch in batches]) < 1
 
 
 # Parts, against libraries and published numbers.

@@ -233,6 +233,12 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       is_foreign = isinstance(begin, pathlib.Path)
       source = begin if is_foreign else _SEED
       logging.info('Began the series %r from %s.', ckpt_series, source)
+      if self._forks and not is_foreign:
+        logging.warning(
+          'config.restore_from is %r, which is not used: there is %s.',
+          self._config.restore_from,
+          _SEED,
+        )
       return
     logging.info('Restored %s.', path)
     if ckpt_series == 'latest':
@@ -463,7 +469,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     files.link(pinned, partial)
     extra = {'time': self._after_all_best(), **added}
     files.write_json(partial / 'extra.json', extra)
-    files.complete_checksums(partial)
+    files.complete_checksums(partial, ['extra.json'])
     os.rename(partial, place)
 
   def _after_all_best(self) -> float:

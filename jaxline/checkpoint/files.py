@@ -54,6 +54,18 @@ _IRREGULAR = {
   stat.S_IFBLK: 'a device',
   stat.S_IFSOCK: 'a socket',
 }
+# What a record has.
+_FIELDS: dict[str, Any] = {
+  'step': int,
+  'time': (int, float),
+  'processes': int,
+  'versions': dict,
+  'config': dict,
+  'entries': dict,
+  'module': dict,
+  'arrays': dict,
+}
+_LAST_SECOND = 253402300799  # Of the year 9999, the last one that has a date.
 _MOST_JSON = 1 << 32  # Bytes of a file that is read into memory.
 _PAUSES = (0.5, 1.5, 4.0)  # Seconds before each further try to read.
 _DISCARD_CHECKS = 10  # In a row, that find nothing of a save that failed.
@@ -272,8 +284,14 @@ def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
       f' {FORMAT}. It was written by {record.get("versions")}: install that'
       ' jaxline or a newer one.'
     )
+  for field, kind in _FIELDS.items():
+    value = record.get(field)
+    if field in record and (not isinstance(value, kind) or value is True):
+      raise RefusedError(f'{RECORD} has a {type(value).__name__} as {field!r}')
+  if not 0 <= record.get('time', 0) <= _LAST_SECOND:
+    raise RefusedError(f'{RECORD} has a time that is no date')
   step, name = record.get('step'), checkpoint.name
-  if re.fullmatch(_STEP, name) and isinstance(step, int) and str(step) != name:
+  if re.fullmatch(_STEP, name) and step is not None and str(step) != name:
     raise RefusedError(
       f'its directory is named {name}, but {RECORD} says step {step}; rename'
       f' it to {step}'
@@ -360,11 +378,18 @@ def write_checksums(
   )
 
 
-def complete_checksums(checkpoint: pathlib.Path) -> None:
-  """Adds the checksums that are missing to those of the first process."""
+def complete_checksums(
+  checkpoint: pathlib.Path, names: Iterable[str] | None = None
+) -> None:
+  """Adds checksums that are missing to those of the first process.
+
+  Args:
+    checkpoint: whose.
+    names: of the files; None is all that have none.
+  """
   listed = read_checksums(checkpoint)
-  missing = [n for n in regular_files(checkpoint) if n not in listed]
-  if missing:
+  names = regular_files(checkpoint) if names is None else names
+  if missing := [name for name in names if name not in listed]:
     path = checkpoint / _CHECKSUMS.format(0)
     part = read_json(path)
     part['files'] |= {n: _checksum(checkpoint / n) for n in missing}

@@ -310,7 +310,8 @@ def _row(path: pathlib.Path) -> dict[str, Any] | None:
     with _reading(path):
       row['bytes'] = files.size(path)
     checkpoint = Checkpoint(path)
-    row['time'] = checkpoint.record['time']
+    with _reading(path):
+      row['time'] = checkpoint.record['time']
     row['metrics'] = _best(checkpoint)
   except (FileNotFoundError, files.GoneError):
     return None

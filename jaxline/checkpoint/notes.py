@@ -70,7 +70,10 @@ class NotingCheckpointer(base.FullCheckpointer):
       first = _nonfinite(kept_by)
       valid = {name: at for name, at in first.items() if at <= step}
       if valid != first:
-        _write_nonfinite(kept_by, valid)
+        with disk.replacing(
+          kept_by, kept_by.with_name(f'{kept_by.name}.new')
+        ) as f:
+          f.write(_lines(valid))
     folder = self._root / 'evaluated'
     with _noting:
       for path in folder.glob('*.json'):
@@ -194,8 +197,10 @@ class NotingCheckpointer(base.FullCheckpointer):
     if new := [name for name in names if name not in noted]:
       # 0 if there is none: that is noted as well.
       number = max((s for s in self.steps('latest') if s < step), default=0)
-      path = series / f'{number}{_KEEP}'
-      _write_nonfinite(path, _nonfinite(path) | dict.fromkeys(new, step))
+      series.mkdir(parents=True, exist_ok=True)
+      # Appended, since several processes may write it at once.
+      with open(series / f'{number}{_KEEP}', 'ab') as f:
+        f.write(_lines(dict.fromkeys(new, step)))
     else:
       number = min(noted[name] for name in names)
     checkpoint = series / str(number)
@@ -265,8 +270,7 @@ def _nonfinite(path: pathlib.Path) -> dict[str, int]:
   return first
 
 
-def _write_nonfinite(path: pathlib.Path, first: Mapping[str, int]) -> None:
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with disk.replacing(path, path.with_suffix('.partial')) as f:
-    for name, at in first.items():
-      f.write(json.dumps({'name': name, 'nonfinite_at': at}).encode() + b'\n')
+def _lines(first: Mapping[str, int]) -> bytes:
+  """Returns the lines of `_nonfinite`, behind one that may be cut off."""
+  notes = [{'name': name, 'nonfinite_at': at} for name, at in first.items()]
+  return ''.join(f'\n{json.dumps(note)}\n' for note in notes).encode()

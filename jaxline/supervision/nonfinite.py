@@ -223,7 +223,7 @@ def _nonfinite(numbers: list[tuple[str, Any]]) -> dict[str, str]:
         continue
       if not x.is_fully_replicated:
         shards = [np.ravel(shard.data) for shard in x.addressable_shards]
-        x = np.concatenate(shards)
+        x = np.concatenate([[], *shards])
     values = np.asarray(x)
     is_finite = np.isfinite(values)
     # Not by all(), which takes three times as long for a few numbers.
