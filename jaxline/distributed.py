@@ -338,13 +338,15 @@ def _split(address: str) -> tuple[str, int]:
 
 def _check_port(place: _Place) -> None:
   """Refuses a port that is taken, for which JAX ends in a segfault."""
-  _, port = _split(place.coordinator)
-  host = ''
-  if address := os.environ.get(_BIND_ADDRESS):
-    host, port = _split(address)
-  family = socket.AF_INET6 if ':' in host else socket.AF_INET
+  address = os.environ.get(_BIND_ADDRESS)
+  host, port = _split(address or place.coordinator)
+  host = host if address else ''
+  both = not address and socket.has_dualstack_ipv6()
+  family = socket.AF_INET6 if both or ':' in host else socket.AF_INET
   try:
-    socket.create_server((host, port), family=family).close()
+    socket.create_server(
+      (host, port), family=family, dualstack_ipv6=both
+    ).close()
   except OSError as e:
     raise RendezvousError(
       f'This is {place}, which cannot listen on port {port}: {e}. Is a process'

@@ -527,6 +527,13 @@ def _start_jax(config: config_dict.ConfigDict) -> None:
     print(f'[jaxline] {line}', flush=True)
   if not is_alone:
     distributed.initialize(config.distributed)
+  elif os.environ.get('JAX_NUM_PROCESSES') not in (None, '', '1'):
+    raise UsageError(
+      f'config.topology is {config.topology!r}, for which one process'
+      ' compiles, and JAX_NUM_PROCESSES is'
+      f' {os.environ["JAX_NUM_PROCESSES"]!r}. Start it once, without the'
+      ' launcher.'
+    )
 
 
 def start(
@@ -555,6 +562,11 @@ def start(
       directory; nothing has been changed there.
   """
   mode = _find_mode(name)
+  if mode.checkpointer and not mode.logs and not config.checkpoint_dir:
+    raise UsageError(
+      f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected the'
+      f' directory of the run whose weights --jaxline_mode={name} shall take.'
+    )
   config = resolve_config(config)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)

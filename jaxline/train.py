@@ -169,7 +169,8 @@ class Run:
       ):
         initial_is_due = False
         yield True
-        is_over = evaluation.is_of_last_step()
+        # In JAXline the last step ends it, and nothing later is looked at.
+        is_over = not checkpointer.is_resumable and evaluation.is_of_last_step()
       elif not is_over:
         self.console.log_waiting(evaluation.last, config.checkpoint_dir)
         with goodput.measure('waiting'):
@@ -276,6 +277,10 @@ class Run:
       except BaseException as e:
         if not isinstance(e, errors.UsageError):
           e.add_note('[jaxline] raised in the eval thread.')
+        # A step may compile for minutes before it is raised.
+        logging.error(
+          'The evaluation failed; the run ends after this step.', exc_info=e
+        )
         failed.append(e)
 
     # A daemon: deep in a compilation it must not outlive the run's error.

@@ -198,7 +198,7 @@ def _accumulate(
   if rows % (num_parts * (shards or 1)):
     raise ValueError(
       f'config.gradient_accumulation_steps is {num_parts}: a global batch of'
-      f' {rows} rows does not divide into as many parts over {shards or 1}'
+      f' {rows} rows does not divide into {num_parts} parts over {shards or 1}'
       ' devices that share a batch. Use other parts or a multiple of'
       f' {num_parts * (shards or 1)} rows.'
     )

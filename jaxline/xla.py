@@ -292,9 +292,9 @@ def _try(variable: str, text: str) -> str:
     # Of many processes on one slow disk. No reason to stop all of them.
     return f'what reads them took more than {_PROBE_SECS:g} s'
   if done.returncode:
-    lines = _REFUSAL.findall(done.stderr) or done.stderr.split('\n')[-2:-1]
+    lines = _REFUSAL.findall(done.stderr) or ['a value that it cannot read']
     raise errors.UsageError(
-      f'{name} refuses the flags: {"; ".join(lines)}. {variable} would be'
+      f'{name} refuses the flags: {"; ".join(lines).rstrip(".")}. {variable} would be'
       f' {text!r}; {others}.'
     )
   return ''

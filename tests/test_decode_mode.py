@@ -1,6 +1,7 @@
 """`--jaxline_mode=decode`: prompts from anywhere, weights of a checkpoint."""
 
 import builtins
+import fcntl
 import io
 import json
 import os
@@ -313,6 +314,11 @@ def test_decoding_claims_and_keeps_nothing(run, trained, tmp_path):
   assert tree_of(checkpoints) == before
   for name in ('step_3.jsonl', 'step_3_2.jsonl'):
     assert texts(trained / 'decode' / name) == ['a 3']
+  output = tmp_path / 'o.jsonl'
+  with output.open('w') as other:
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(platform.UsageError, match='another process writes'):
+      run(prompts=str(tmp_path / 'p.txt'), output=str(output))
 
 
 # What is refused.
@@ -332,7 +338,7 @@ def test_decoding_claims_and_keeps_nothing(run, trained, tmp_path):
     ({'cls': Mute}, r'Mute cannot continue prompts.*decode\(self, prompts'),
     ({'output': './p.txt'}, "output is './p.txt', the file of the prompts"),
     ({'output': 'p.txt/o'}, r'written to p.txt/o: .*config.decode.output'),
-    ({'directory': None}, "has no checkpoint of 'latest'. Give the dir"),
+    ({'directory': None}, r'config.checkpoint_dir is .*; expected the dir'),
     ({'directory': 'new'}, r"new has no checkpoint of 'latest'.*train first"),
     (
       {'directory': 'new', 'series': 'best'},

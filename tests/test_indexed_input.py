@@ -108,7 +108,7 @@ def test_the_order_never_changes_between_versions():
     [1747, 62416, 48687, 62788, 46484],
   ]
   assert large.order(np.arange(2**16, 2**16 + 2)).tolist() == [61429, 36773]
-  assert large.identity()['order'] == 2
+  assert large.identity()[base.ORDER_VERSION] == 2
 
 
 def test_a_large_order_is_not_held():

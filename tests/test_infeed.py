@@ -645,7 +645,7 @@ def test_a_void_position_starts_anew_only_where_that_is_allowed(caplog):
   class Reordered(Experiment):
     def train_input(self):
       source = super().train_input()
-      here = {**source.identity(), 'order': 2}
+      here = {**source.identity(), base.ORDER_VERSION: 2}
       source.identity = lambda: here
       return source
 

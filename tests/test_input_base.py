@@ -512,15 +512,18 @@ def test_the_state_of_another_format_is_refused():
 def test_the_position_of_another_order_is_void():
   class Ordered(Counting):
     def identity(self):
-      return {**super().identity(), 'order': 2}
+      return {**super().identity(), base.ORDER_VERSION: 2}
 
   state = json.loads(Ordered(batch_size=2).get_state())
-  del state['identity']['order']
+  del state['identity'][base.ORDER_VERSION]
   with pytest.raises(
     base.OldPositionError,
     match=r"void, .* 1 in the state and 2 here.*= 'continue' to start the data",
   ):
     Ordered(batch_size=2).set_state(json.dumps(state).encode())
+  # Data that differs too is refused for that.
+  with pytest.raises(ValueError, match=r'batch_size is 2 .* and 3 here'):
+    Ordered(batch_size=3).set_state(json.dumps(state).encode())
 
 
 def test_save_and_restore(tmp_path):

@@ -149,7 +149,7 @@ def test_a_second_interrupt_leaves_the_save_at_once(start):
   program.said('stepping')
   program.kill(signal.SIGINT)
   program.said('saving')
-  program.complained(AGAIN)
+  program.complained(f'Ctrl-C: saving, then leaving; {AGAIN}')
   program.kill(signal.SIGINT)
   code, out, _ = program.end()
   assert (code, out) == (130, '')

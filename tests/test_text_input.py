@@ -426,12 +426,25 @@ def test_the_command(tmp_path, capsys):
     ([str(tmp_path / 'no')], 'No files found'),
     ([str(files), '--config=x.py'], 'either FILES or --config=FILE'),
     ([str(files), '--eval_fraction=2'], 'eval_fraction is 2.0'),
-    ([], '--config'),
+    ([], 'got --documents, --cache_dir without FILES; with --config=FILE'),
+    (['--config=x.py', '--tokenizer=bytes'], 'got --tokenizer, --documents'),
+    (['--config=x.py', '--eval_fraction=0.1'], '--documents, --eval_fraction'),
   ):
     assert program.main(['tokenize', *wrong, *options]) == 2
     _, err = capsys.readouterr()
     assert message in err
     assert err.count('\n') == 1
+
+
+def test_the_command_fails_if_it_cannot_keep_tokens(
+  tmp_path, capsys, monkeypatch
+):
+  files = write(tmp_path / 'text', {f'{i}.txt': b'text' for i in range(9)})
+  monkeypatch.setenv('XDG_CACHE_HOME', str(files / '0.txt'))
+  assert program.main(['tokenize', str(files)]) == 2
+  out, err = capsys.readouterr()
+  assert not out
+  assert 'tokens, cannot be used: none were kept' in err.splitlines()[-1]
 
 
 @pytest.mark.filterwarnings('ignore:the load_module')

@@ -1898,6 +1898,11 @@ def test_no_evaluation_is_lost_with_its_note(mode, damage, tmp_path, caplog):
   assert str(noted) not in caplog.text
 
 
+def test_checkpoints_behind_the_last_step_are_evaluated_too(tmp_path):
+  Process(tmp_path, 'train', max_checkpoints_to_keep=100).run(4)
+  assert Process(tmp_path, 'eval').run(2) == [1, 2, 3, 4]
+
+
 def test_a_one_off_evaluation_keeps_what_it_cannot_read(tmp_path):
   process = Process(tmp_path, 'eval')
   assert process.run(3) == [1, 2, 3]

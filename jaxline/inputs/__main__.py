@@ -26,6 +26,7 @@ from jaxline.inputs import show
 from jaxline.inputs import text
 
 _NUM_ROWS = 2  # Of which the text is printed.
+_TEXT_OPTIONS = ('tokenizer', 'documents', 'eval_fraction', 'cache_dir')
 _METHODS = {'train': 'train_input', 'eval': 'eval_input'}
 
 
@@ -137,6 +138,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(flag, type=kind, default=default, help=help_text)
   sub.add_argument('--split', choices=sorted(_METHODS), default='train')
   text.add_command(commands, _tokenize)
+  # None is what was not given; `load_corpus` has the same defaults.
+  commands.choices['tokenize'].set_defaults(**dict.fromkeys(_TEXT_OPTIONS))
   return parser
 
 
@@ -146,10 +149,15 @@ def _tokenize(args: argparse.Namespace, rest: Sequence[str]) -> int:
       f'tokenize got the files {args.files} and the arguments {list(rest)};'
       ' expected either FILES or --config=FILE, written with an equals sign.'
     )
+  given = {k: v for k in _TEXT_OPTIONS if (v := getattr(args, k)) is not None}
+  if given and not args.files:
+    raise platform.UsageError(
+      f'tokenize got --{", --".join(given)} without FILES; with --config=FILE,'
+      ' the config says what is read: set its fields (--config.key=value).'
+    )
   try:
     if args.files:
-      options = {k: v for k, v in vars(args).items() if k != 'run'}
-      print(text.tokenize(options))
+      print(text.tokenize({'files': args.files, **given}))
     else:
       print(_about(input_maker(platform.load_config(rest), 'train')()))
   except (ValueError, OSError, ImportError) as e:

@@ -51,6 +51,8 @@ from jaxline import errors
 
 # The entry of a batch with its weights: float32, 0 for padding.
 WEIGHTS = 'weights'
+# The entry of an identity with the version of the order; without it, it is 1.
+ORDER_VERSION = 'order_version'
 # The entry of a batch that marks padding: 1 for padding, else 0.
 PADDINGS = 'paddings'
 
@@ -445,7 +447,7 @@ class BaseInput:
 
     A subclass adds its data and its order. If a position is one in the global
     order (`ANY_NUMBER_OF_HOSTS`), the hosts are not part of it. An entry
-    'order' is the version of the order: positions of another one are void.
+    `ORDER_VERSION` is that of the order: positions of another one are void.
     """
     if self.ANY_NUMBER_OF_HOSTS:
       return {}
@@ -691,19 +693,19 @@ class BaseInput:
       )
     here = json.loads(json.dumps(self.identity(), default=_plain))
     here = {'input': type(self).__name__, **here}
-    if there.get('order') != here.get('order'):
-      raise OldPositionError(
-        f'The position of {self.name} is void, since the order of its data'
-        f' changed: it is {there.get("order", 1)} in the state and'
-        f' {here.get("order", 1)} here. Set config.on_config_change ='
-        " 'continue' to start the data anew, or use the version of jaxline that"
-        ' saved it.'
-      )
+    before, now = (x.pop(ORDER_VERSION, 1) for x in (there, here))
     differences = [
       f'{key} is {there.get(key)!r} in the state and {here.get(key)!r} here'
       for key in {**there, **here}
       if there.get(key) != here.get(key)
     ]
+    if before != now and not differences:
+      raise OldPositionError(
+        f'The position of {self.name} is void, since the order of its data'
+        f' changed: it is {before} in the state and {now} here. Set'
+        " config.on_config_change = 'continue' to start the data anew, or use"
+        ' the version of jaxline that saved it.'
+      )
     if differences:
       raise ValueError(
         f'{self.name} cannot go on from this state: {"; ".join(differences)}.'

@@ -46,7 +46,7 @@ _MAX_CLOSE_SECS = 30
 _SIGNALS_TO_ALL = (signal.SIGINT, signal.SIGTERM)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)  # At most 32 MB.
 def _epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
   """Returns the order of an epoch of a small dataset, int64 [size].
 
@@ -297,7 +297,9 @@ class IndexedInput(base.BaseInput, abc.ABC):
   def identity(self) -> dict[str, Any]:
     """Returns the values on which the global order depends."""
     # The old order of large datasets was another.
-    order = {'order': 2} if self.shuffle and not self._is_small else {}
+    order = (
+      {base.ORDER_VERSION: 2} if self.shuffle and not self._is_small else {}
+    )
     return {
       'num_records': self.num_records(),
       'repeat': self.repeat,

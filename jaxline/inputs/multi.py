@@ -399,7 +399,7 @@ class MixtureInput(_Parent, indexed.IndexedInput):
       for key, value in child.identity().items()
     }
     shares = dict(zip(self.inputs, self._shares, strict=True))
-    return {'order': 2, 'weights': shares, **children}
+    return {base.ORDER_VERSION: 2, 'weights': shares, **children}
 
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None

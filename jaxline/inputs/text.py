@@ -3,7 +3,7 @@
 Two lines are enough to look at the data:
 
   data = text.TextInput(files='stdlib', batch_size=8, length=256)
-  print(*data.ids_to_strings(next(data).ids, [256] * 8), sep='\n---\n')
+  print(*data.ids_to_strings(next(data)['ids'], [256] * 8), sep='\n---\n')
 
 A document is a file, or a line of one. Its tokens are the document token and
 then those of its text; the documents of a split, in the order of their names,
@@ -173,9 +173,18 @@ def tokenize(options: Mapping[str, Any]) -> str:
 
   Args:
     options: arguments of `load_corpus`.
+
+  Raises:
+    UsageError: the tokens could not be kept.
   """
   corpus = load_corpus(**options)
-  folder = options['cache_dir'] or token_cache.default_cache_dir()
+  folder = options.get('cache_dir') or token_cache.default_cache_dir()
+  origin = corpus.train._origin
+  if not origin or not os.path.exists(origin[0]):  # See `_load_uncached`.
+    raise errors.UsageError(
+      f'The folder for tokens, {folder}, cannot be used: none were kept. Give'
+      ' another cache_dir, or set XDG_CACHE_HOME.'
+    )
   return f'{corpus.summary}, in {folder}; SHA-256 {corpus.sha256}'
 
 

@@ -13,10 +13,10 @@ takes no more than the largest documents do (files as bytes: not even that).
                                      file, the line in it or 0, int64 [D, 3]
 
 `key` is a hash of the tokenizer, of what a document is, of the fraction that is
-held out, and of the names and sizes of the files. `meta` has the times and the
-SHA-256 hash of each file. A file with other times is hashed, and if its content
-has changed, the tokens are made anew. If all times are the same, no text is
-read.
+held out, and of the names, paths and sizes of the files. `meta` has the times
+and the SHA-256 hash of each file. A file with other times is hashed, and if its
+content has changed, the tokens are made anew. If all times are the same, no
+text is read.
 
 `meta` must have the right checksum and match the caller's request; every other
 file must be a regular file of the size and the CRC-32 in `meta`, with numbers
@@ -574,8 +574,10 @@ class _Build:
       for source, s in zip(sources, self._stats, strict=True)
     ]
     self.size = sum(file.size for file in self._files)
+    # With the paths, so that two corpora whose files have the same names and
+    # sizes do not replace each other's tokens.
     files = [
-      (*file[:2], *source[2:])
+      (*file[:2], os.path.realpath(source.path), source.text_only)
       for file, source in zip(self._files, sources, strict=True)
     ]
     key = json.dumps([self._request, files]).encode()

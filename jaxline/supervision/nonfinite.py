@@ -189,8 +189,8 @@ class Guard(periodic.Action):
       f'{what}: {", ".join(texts)}. The newest checkpoint, if any, is of'
       ' a step before it and untouched. Go on from there with a smaller'
       ' learning rate or clipped gradients (a changed config needs'
-      " config.on_config_change = 'continue'); config.on_nonfinite = 'skip'"
-      " (sharded steps) or 'ignore' goes on all the same. To find the cause,"
+      " config.on_config_change = 'continue'); config.on_nonfinite = 'ignore'"
+      " (or 'skip', of sharded steps) goes on all the same. To find the cause,"
       ' run again with JAX_DEBUG_NANS=True and --jaxline_post_mortem.'
     )
 

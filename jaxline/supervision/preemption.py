@@ -274,7 +274,7 @@ class Watch:
           if is_interrupted:
             os._exit(SIGINT_EXIT_CODE)
           is_interrupted = True
-          saves = 'saving, then ' if grace is None else ''
+          saves = 'saving, then ' if self._grace is None else ''
           _say(f'Ctrl-C: {saves}leaving; press Ctrl-C again to leave at once.')
 
 
