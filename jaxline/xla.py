@@ -294,8 +294,8 @@ def _try(variable: str, text: str) -> str:
   if done.returncode:
     lines = _REFUSAL.findall(done.stderr) or ['a value that it cannot read']
     raise errors.UsageError(
-      f'{name} refuses the flags: {"; ".join(lines).rstrip(".")}. {variable} would be'
-      f' {text!r}; {others}.'
+      f'{name} refuses the flags: {"; ".join(lines).rstrip(".")}.'
+      f' {variable} would be {text!r}; {others}.'
     )
   return ''
 

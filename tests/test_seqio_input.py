@@ -10,6 +10,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 
+from jaxline import errors
 from jaxline.inputs import c4
 from jaxline.inputs import seqio as seqio_input
 from jaxline.inputs import show
@@ -721,7 +722,12 @@ def test_wrong_fields_are_refused(tmp_path):
     (
       {'mixture_name': 'a_registred_task'},
       ValueError,
-      "No Task or Mixture found with name 'a_registred_task'",
+      r"'a_registred_task' in mixture_name.*Did you mean 'a_registered_task'\?",
+    ),
+    (
+      {'mixture_or_task': 'a'},
+      errors.UsageError,
+      "mixture_or_task is 'a'; expected a seqio.Mixture or seqio.Task; a name",
     ),
     (
       {'mixture_or_task': task, 'split_name': 'test'},

@@ -252,6 +252,28 @@ def test_going_on_with_other_hosts_and_batches(
   assert len({str(host.position()) for host in after}) == 1
 
 
+@pytest.mark.parametrize('filtered', [False, True])
+@pytest.mark.parametrize(
+  ('record', 'first'), [(10, [0, 1]), (12, [2, 3]), (25, [5, 6])]
+)
+def test_an_old_position_behind_the_end_goes_on_in_the_next_epoch(
+  filtered, record, first
+):
+  def dataset(seed):
+    ten = numbers(10)(seed)
+    # tf.data does not know how many a filter lets through.
+    return ten.filter(lambda x: True) if filtered else ten
+
+  inputs = train(2, dataset=dataset, batch_size=1)
+  for host in inputs:
+    host.set_position({'epoch': 0, 'record': record})
+  assert read(inputs, 1) == [first]
+  assert inputs[0].position() == {
+    'epoch': record // 10,
+    'record': first[-1] + 1,
+  }
+
+
 def test_going_on_in_one_epoch():
   fields = {'dataset': numbers(9), 'batch_size': 2}
   inputs = hosts(2, is_training=True, repeat=False, **fields)
@@ -460,12 +482,61 @@ def test_a_host_without_a_part_is_named_in_training():
     next(inputs[1])
 
 
-def test_an_epoch_without_an_end_is_refused():
-  (inputs,) = one_epoch(
-    dataset=lambda seed: numbers(3)(seed).repeat().prefetch(1), batch_size=2
-  )
+def even(x):
+  return x['x'] % 2 == 0
+
+
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda endless, end: endless,
+    lambda endless, end: endless.filter(even).batch(2).unbatch().prefetch(1),
+    lambda endless, end: endless.flat_map(tf.data.Dataset.from_tensors),
+    lambda endless, end: end.concatenate(endless.filter(even)),
+    lambda endless, end: tf.data.Dataset.zip(endless, endless.filter(even)).map(
+      lambda a, b: b
+    ),
+  ],
+)
+def test_an_epoch_without_an_end_is_refused(make):
+  def dataset(seed):
+    one = numbers(3)(seed)
+    return make(one.repeat(), one.filter(even))
+
+  (inputs,) = one_epoch(dataset=dataset, batch_size=2)
   with pytest.raises(ValueError, match='has no end, and repeat=False'):
     next(inputs)
+
+
+@pytest.mark.parametrize(
+  ('make', 'expected'),
+  [
+    (lambda endless, end: endless.filter(even).take(3), [0, 2, 0]),
+    (lambda endless, end: endless.take(4).filter(even), [0, 2, 0]),
+    (lambda endless, end: endless.take_while(even), [0]),
+    (
+      lambda endless, end: tf.data.Dataset.zip(endless, end).map(
+        lambda a, b: a
+      ),
+      [0, 1],
+    ),
+    (
+      lambda endless, end: tf.data.Dataset.choose_from_datasets(
+        [endless.filter(even)] * 2, tf.data.Dataset.range(2)
+      ),
+      [0, 0],
+    ),
+  ],
+)
+def test_an_end_of_what_repeats_is_accepted(make, expected):
+  def dataset(seed):
+    one = numbers(3)(seed)
+    return make(one.repeat(), one.filter(even))
+
+  (inputs,) = one_epoch(dataset=dataset, batch_size=1)
+  assert [b['x'].tolist() for b in inputs.eval_batches()] == [
+    [x] for x in expected
+  ]
 
 
 def test_a_global_seed_is_set_again():
@@ -595,6 +666,13 @@ def test_what_is_neither_true_nor_false_is_refused(field, value):
   message = rf'TfDataInput\.{field} is {value!r}; expected True'
   with pytest.raises(ValueError, match=message):
     train(dataset=numbers(3), batch_size=2, **{field: value})
+
+
+@pytest.mark.parametrize('value', [0, -5, 'a', 2.5])
+def test_what_is_no_size_of_a_buffer_is_refused(value):
+  message = f'shuffle_buffer_size is {value!r}; expected an integer of at least'
+  with pytest.raises(ValueError, match=message):
+    train(dataset=numbers(3), batch_size=2, shuffle_buffer_size=value)
 
 
 def test_no_gpu_is_left_to_tensorflow():

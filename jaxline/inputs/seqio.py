@@ -49,6 +49,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxline import errors
 from jaxline.inputs import tfdata
 
 # Which example a row is: the number of the part, of how many parts, and the
@@ -236,7 +237,12 @@ class SeqIOInput(tfdata.EpochInput):
       )
     self._provider: Any = self.mixture_or_task
     if self.mixture_name is not None:
+      names = [*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()]
+      errors.check_names([self.mixture_name], names, 'name', 'mixture_name')
       self._provider = seqio.get_mixture_or_task(self.mixture_name)
+    elif not isinstance(self._provider, (seqio.Mixture, seqio.Task)):
+      expected = 'a seqio.Mixture or seqio.Task; a name goes to mixture_name'
+      self.refuse('mixture_or_task', expected)
     if self.split_name not in self._provider.splits:
       raise ValueError(
         f'{self._provider.name} has no split {self.split_name!r}; it has'

@@ -220,7 +220,8 @@ class EpochInput(base.BaseInput, abc.ABC):
     has_own_end = not is_global and self.num_infeed_hosts != 1
     rest: Any = None  # Of an epoch: what does not fill a batch.
     while True:
-      dataset = self._build(epoch, self.infeed_host_index).skip(record)
+      start = record
+      dataset = self._build(epoch, self.infeed_host_index).skip(start)
       for chunk in self._batched(dataset, rows):
         record += base.num_rows(chunk)
         if rest is not None:
@@ -236,13 +237,16 @@ class EpochInput(base.BaseInput, abc.ABC):
         yield _choose(chunk, slice(rows)), epoch, record - behind
       if not self.repeat:
         break
-      if not record:
+      size = record
+      if start == record > 0:  # It may lie behind the end, in old positions.
+        size = self._count(self.infeed_host_index, epoch)
+      if not size:
         raise ValueError(
           f'{self.name} has no records in epoch {epoch} for host'
           f' {self.infeed_host_index} of {self.num_infeed_hosts}. Check what'
           ' the dataset reads and filters out; each host needs some.'
         )
-      epoch, record = epoch + 1, 0
+      epoch, record = epoch + 1, record - size
     if self.drop_remainder:
       return
     end = self._common_end if has_own_end else record
@@ -275,9 +279,7 @@ class EpochInput(base.BaseInput, abc.ABC):
         ' dicts) of dense tensors of fixed shapes, at least one of them of'
         ' numbers. Append a .map that names, pads or tokenizes them.'
       )
-    if (
-      not self.repeat and dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-    ):
+    if not self.repeat and _is_endless(tf, dataset):
       raise ValueError(
         f'The dataset of {self.name} has no end, and repeat=False. Let it be'
         ' one epoch: leave out .repeat(), or append .take(n).'
@@ -309,9 +311,9 @@ class EpochInput(base.BaseInput, abc.ABC):
     )
     return batches * self.batch_size
 
-  def _count(self, host_index: int) -> int:
-    """Returns how many records there are in a host's part of the epoch."""
-    dataset = self._build(0, host_index)
+  def _count(self, host_index: int, epoch: int = 0) -> int:
+    """Returns how many records there are in a host's part of an epoch."""
+    dataset = self._build(epoch, host_index)
     known = int(dataset.cardinality())
     if known >= 0:
       return known
@@ -374,6 +376,12 @@ class TfDataInput(EpochInput):
   data_version: str = ''
 
   ANY_NUMBER_OF_HOSTS: ClassVar[bool] = True
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    size = self.shuffle_buffer_size
+    if size is not None and (not base.is_integer(size) or size < 1):
+      self.refuse('shuffle_buffer_size', 'an integer of at least 1, or None')
 
   def call_dataset(self, seed: int, host_index: int) -> Any:
     """Returns the dataset of the function."""
@@ -438,3 +446,22 @@ def _is_dicts_of_tensors(tf: Any, spec: Any) -> bool:
     isinstance(x, tf.TensorSpec) or _is_dicts_of_tensors(tf, x)
     for x in spec.values()
   )
+
+
+def _is_endless(tf: Any, dataset: Any) -> bool:
+  """Returns whether a dataset has no end, as far as can be known.
+
+  Behind a filter, tf.data knows it of the filter's input only.
+  """
+  known = dataset.cardinality()
+  if known != tf.data.UNKNOWN_CARDINALITY:
+    return bool(known == tf.data.INFINITE_CARDINALITY)
+  kind = type(dataset).__name__
+  inputs = [_is_endless(tf, x) for x in dataset._inputs()]
+  if kind == '_ConcatenateDataset':
+    return any(inputs)
+  if kind == '_ZipDataset':
+    return all(inputs)
+  # What else has several inputs may end with one of them.
+  ends = kind in ('_TakeDataset', '_TakeWhileDataset') or len(inputs) != 1
+  return not ends and inputs[0]
