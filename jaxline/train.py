@@ -279,7 +279,7 @@ class Run:
           e.add_note('[jaxline] raised in the eval thread.')
         # A step may compile for minutes before it is raised.
         logging.error(
-          'The evaluation failed; the run ends after this step.', exc_info=e
+          'The evaluation failed; the run ends after this step: %.500r', e
         )
         failed.append(e)
 

@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import functools
 import json
+import logging as std_logging
 import math
 import os
 import pathlib
@@ -68,7 +69,7 @@ def _ignore_closed_loops() -> None:
   """Silences what TensorStore's threads say once Orbax has given up.
 
   At the first array that cannot be written, Orbax closes the event loop to
-  which the writes of the others would report.
+  which the writes of the others would report, and asks for no other's error.
   """
   hook = sys.unraisablehook
 
@@ -77,6 +78,9 @@ def _ignore_closed_loops() -> None:
       hook(error)
 
   sys.unraisablehook = unraisable
+  std_logging.getLogger('asyncio').addFilter(
+    lambda record: '.orbax-checkpoint-tmp' not in record.getMessage()
+  )
 
 
 @dataclasses.dataclass
