@@ -201,13 +201,20 @@ def finished(run_dir, *args, **kwargs):
 
 
 def newest(run_dir, series='latest'):
-  """Returns the newest visible step, or None; all visible ones are whole."""
+  """Returns the newest complete step, or None; all are whole.
+
+  One that was written when the run was killed, but not renamed yet, gets its
+  name at the next start.
+  """
   folder = files.root(run_dir) / series
-  steps = files.steps(folder)
-  for step in steps:
-    assert files.Listing(folder / str(step)).verify() == []
-    assert files.read_record(folder / str(step))['step'] == step
-  return max(steps, default=None)
+  paths = {step: folder / str(step) for step in files.steps(folder)}
+  for path in folder.glob('*.new'):
+    if path.is_dir():
+      paths.setdefault(int(path.stem), path)
+  for step, path in paths.items():
+    assert files.Listing(path).verify() == []
+    assert files.read_record(path)['step'] == step
+  return max(paths, default=None)
 
 
 def bits(checkpoint):
