@@ -35,6 +35,7 @@ def test_notebooks_are_there():
   assert [path.stem for path in NOTEBOOKS] == [
     'first_experiment',
     'inputs',
+    'jax_primer',
     'life_of_an_experiment',
     'pax_layer_basics',
   ]
