@@ -35,6 +35,12 @@ MODES = {
 _PROGRAM = '-m examples.pax.main'
 _CONFIG = pathlib.Path(__file__).with_name('config.py')
 
+# Flags of TPUs in Pax's first commands, with which libtpu 0.0.52 ends the
+# process.
+_GONE_TPU_FLAGS = (
+  'xla_tpu_spmd_rewrite_einsum_with_reshape',
+  'jax_enable_async_collective_offload',
+)
 
 # How often `--mode=decode` looks for a new checkpoint, in seconds.
 _POLL_SECS = 5.0
@@ -78,7 +84,32 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument(
     '--list', action='store_true', help='print the experiments, and end'
   )
+  # Pax's: absl takes `--name`, `--name=True` and `--noname`.
+  for flag in ('--pmap_use_tensorstore', '--nopmap_use_tensorstore'):
+    parser.add_argument(
+      flag,
+      dest='pmap_use_tensorstore',
+      nargs='?',
+      const='',
+      help='Pax has it; without effect here, since checkpoints of replicated'
+      ' and of split weights are the same'
+      if flag.startswith('--pmap')
+      else argparse.SUPPRESS,
+    )
   return parser
+
+
+def _drop_gone_tpu_flags() -> None:
+  """Takes flags that libtpu no longer has out of the environment."""
+  flags = os.environ.get('LIBTPU_INIT_ARGS', '').split()
+  gone = [f for f in flags if f.lstrip('-').split('=')[0] in _GONE_TPU_FLAGS]
+  if gone:
+    os.environ['LIBTPU_INIT_ARGS'] = ' '.join(f for f in flags if f not in gone)
+    print(
+      f'LIBTPU_INIT_ARGS: left out {" ".join(gone)}, which libtpu no longer'
+      ' knows.',
+      file=sys.stderr,
+    )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -102,6 +133,19 @@ def main(argv: Sequence[str]) -> None:
     experiment = experiment_registry.get(args.exp)
   except experiment_registry.UnknownError as e:
     _exit(str(e))
+  if args.pmap_use_tensorstore is not None:
+    print(
+      '--pmap_use_tensorstore has no effect: checkpoints of replicated and of'
+      ' split weights are the same here.',
+      file=sys.stderr,
+    )
+  _drop_gone_tpu_flags()
+  if '://' in (args.job_log_dir or ''):
+    _exit(
+      f'--job_log_dir={args.job_log_dir} is a bucket; expected a directory.'
+      ' Mount the bucket on every host (`gcsfuse BUCKET DIR` for gs://BUCKET)'
+      ' and give --job_log_dir=DIR/... instead.'
+    )
   if args.job_log_dir is None and args.mode not in ('train', 'compile'):
     _exit(f'--mode={args.mode} needs the --job_log_dir of a run.')
   has_prompts = (

@@ -58,12 +58,59 @@ def test_modes(handed_on, mode, ours):
 
 
 @pytest.mark.parametrize(
+  'flag',
+  [
+    '--pmap_use_tensorstore=True',
+    '--pmap_use_tensorstore',
+    '--nopmap_use_tensorstore',
+  ],
+)
+def test_a_flag_of_pax_without_effect_here(handed_on, capsys, flag):
+  _, *flags = handed_on(
+    f'--exp=paxml.{EXP}', flag, '--job_log_dir=/tmp/x', '--config.sharding=ddp'
+  )
+  assert flags == [
+    '--jaxline_mode=train_and_eval',
+    '--config.checkpoint_dir=/tmp/x',
+    '--config.sharding=ddp',
+  ]
+  assert '--pmap_use_tensorstore has no effect' in capsys.readouterr().err
+
+
+def test_flags_that_libtpu_no_longer_has(handed_on, capsys, monkeypatch):
+  """The variable of Pax's commands for several slices, as they write it."""
+  monkeypatch.setenv(
+    'LIBTPU_INIT_ARGS',
+    '--xla_jf_spmd_threshold_for_windowed_einsum_mib=0'
+    ' --xla_tpu_spmd_rewrite_einsum_with_reshape=true'
+    ' --xla_enable_async_all_gather=true'
+    ' --jax_enable_async_collective_offload=true'
+    ' TPU_MEGACORE=MEGACORE_DENSE',
+  )
+  handed_on('--exp=C4Spmd22BAdam2xv4_128')
+  assert os.environ['LIBTPU_INIT_ARGS'] == (
+    '--xla_jf_spmd_threshold_for_windowed_einsum_mib=0'
+    ' --xla_enable_async_all_gather=true TPU_MEGACORE=MEGACORE_DENSE'
+  )
+  assert capsys.readouterr().err == (
+    'LIBTPU_INIT_ARGS: left out'
+    ' --xla_tpu_spmd_rewrite_einsum_with_reshape=true'
+    ' --jax_enable_async_collective_offload=true, which libtpu no longer'
+    ' knows.\n'
+  )
+
+
+@pytest.mark.parametrize(
   ('argv', 'said'),
   [
     ([], f'  {EXP}\n'),
     (['--exp=C4Spmd1BAdam4Replica'], "'tasks.lm.params.c4.C4Spmd1B"),
     ([f'--exp={EXP}', '--mode=evaluate'], "'decode_once'"),
     ([f'--exp={EXP}', '--mode=eval'], '--job_log_dir'),
+    (
+      [f'--exp={EXP}', '--job_log_dir=gs://bucket/run'],
+      '--job_log_dir=gs://bucket/run is a bucket; expected a directory.',
+    ),
     (
       [f'--exp={EXP}', '--mode=decode', '--job_log_dir=/tmp/x'],
       '--config.decode.prompts=FILE',
