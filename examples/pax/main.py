@@ -6,20 +6,24 @@ r"""Runs a registered experiment, as Pax's documents do.
 
 It runs `experiment.py` with a config that is made from the experiment
 (`examples.pax.config`). Other flags are passed on, such as
-`--config.training_steps=10` and `--jaxline_ensure_tpu`.
+`--config.training_steps=10` and `--jaxline_ensure_tpu`; a constant of the
+experiment has a flag of its name, such as `--NUM_LAYERS=2`.
 """
 
 import argparse
 from collections.abc import Sequence
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
 from typing import NoReturn
 
 from examples.pax import base_experiment
+from examples.pax import config as config_lib
 from examples.pax import experiment_registry
+from jaxline import errors
 from jaxline import platform
 from jaxline.checkpoint import files
 
@@ -112,6 +116,14 @@ def _drop_gone_tpu_flags() -> None:
     )
 
 
+def _with_key(experiment: experiment_registry.Experiment, argument: str) -> str:
+  """Returns an argument in which a constant is the key of the config for it."""
+  if match := re.match(r'--([A-Z][A-Z0-9_]*)(?==|$)', argument):
+    key = config_lib.key_of(experiment, match[1])
+    return f'--config.{key}{argument[match.end() :]}'
+  return argument
+
+
 def main(argv: Sequence[str]) -> None:
   """Runs what the command line says.
 
@@ -131,7 +143,8 @@ def main(argv: Sequence[str]) -> None:
     _exit('\n  '.join(['Which experiment? Give --exp, one of:', *names]))
   try:
     experiment = experiment_registry.get(args.exp)
-  except experiment_registry.UnknownError as e:
+    others = [_with_key(experiment, argument) for argument in others]
+  except errors.UsageError as e:
     _exit(str(e))
   if args.pmap_use_tensorstore is not None:
     print(

@@ -57,6 +57,25 @@ def test_modes(handed_on, mode, ours):
   assert flag == f'--jaxline_mode={ours}'
 
 
+def test_a_constant_has_a_flag_of_its_name(handed_on):
+  _, *flags = handed_on(
+    '--exp=C4Spmd1BAdam4Replicas',
+    '--NUM_LAYERS=2',
+    '--MAX_STEPS',
+    '10',
+    '--DATA_DIR=c4/en',
+    '--config.seed=3',
+  )
+  assert flags == [
+    '--jaxline_mode=train_and_eval',
+    '--config.experiment_kwargs.config.constants.NUM_LAYERS=2',
+    '--config.training_steps',
+    '10',
+    '--config.data_dir=c4/en',
+    '--config.seed=3',
+  ]
+
+
 @pytest.mark.parametrize(
   'flag',
   [
@@ -107,6 +126,8 @@ def test_flags_that_libtpu_no_longer_has(handed_on, capsys, monkeypatch):
     (['--exp=C4Spmd1BAdam4Replica'], "'tasks.lm.params.c4.C4Spmd1B"),
     ([f'--exp={EXP}', '--mode=evaluate'], "'decode_once'"),
     ([f'--exp={EXP}', '--mode=eval'], '--job_log_dir'),
+    ([f'--exp={EXP}', '--NUM_LAYER=2'], "Did you mean 'NUM_LAYERS'?"),
+    ([f'--exp={EXP}', '--ICI_MESH_SHAPE=1'], '--config.mesh.ici.data=4'),
     (
       [f'--exp={EXP}', '--job_log_dir=gs://bucket/run'],
       '--job_log_dir=gs://bucket/run is a bucket; expected a directory.',

@@ -150,7 +150,7 @@ def check_vocabulary(
 ) -> None:
   """Refuses a tokenizer that has more tokens than the model."""
   if tokenizer.vocab_size > vocab_size:
-    raise ValueError(
+    raise errors.UsageError(
       f'The model has VOCAB_SIZE {vocab_size}; the tokenizer'
       f' {tokenizer.identity} needs at least {tokenizer.vocab_size}.'
     )
