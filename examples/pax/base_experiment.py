@@ -76,9 +76,10 @@ class BaseExperiment(abc.ABC):
   RANDOM_SEED: ClassVar[int] = 1234
   # Without it, a run counts as of the version '1'.
   NUMERICS_VERSION: ClassVar[str] = (
-    '2: as in Praxis 1.4.0 are initial weights of attention, padding and'
-    ' epsilon of ResNet, rotary positions with a scale, weight decay of'
-    ' LayerNorm and BatchNorm, the moving average of the weights'
+    '2: initial weights of attention, padding and epsilon of ResNet, rotary'
+    ' positions with a scale, weight decay of LayerNorm and BatchNorm, the'
+    ' moving average of the weights, and defaults of layers and inputs are as in'
+    ' Praxis 1.4.0'
   )
 
   changeable_constants: ClassVar[tuple[str, ...]] = ()

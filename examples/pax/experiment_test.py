@@ -331,10 +331,10 @@ def test_a_run_of_an_earlier_version_of_the_numerics_is_refused(reduced):
   (line,) = changes(before, config)
   name = 'experiment_kwargs.config.constants.NUMERICS_VERSION'
   assert line.startswith(
-    f"{name}: '1' then, '2: as in Praxis 1.4.0 are initial"
+    f"{name}: '1' then, '2: initial weights of attention, "
   )
   assert 'padding' in line
-  assert line.endswith("the weights' now")
+  assert line.endswith("are as in Praxis 1.4.0' now")
   (line,) = changes(config, before)
   assert line.endswith(", '1' now")
 
@@ -359,7 +359,7 @@ def test_it_is_the_checkpoint_that_is_refused(tmp_path, folder):
 
   start(1)
   with pytest.raises(
-    durable.ConfigChangedError, match="NUMERICS_VERSION: '1' then, '2: as in"
+    durable.ConfigChangedError, match="NUMERICS_VERSION: '1' then, '2: init"
   ):
     start(2)
   start(2, on_config_change='continue')
