@@ -20,6 +20,25 @@ import fiddle as fdl
 from jaxline import errors
 from jaxline.inputs import tokenization
 
+# Constants that are keys of the run's config, and fields of `task.train` that
+# have the same value. Not every experiment has the last three.
+KEYS = {
+  'SHARDING': ('sharding', ''),
+  'TOPOLOGY': ('topology', ''),
+  'MAX_STEPS': ('training_steps', 'num_train_steps'),
+  'CHECKPOINT_EVERY_N_STEPS': (
+    'save_checkpoint_interval',
+    'save_interval_steps',
+  ),
+  'CHECKPOINT_MAX_TO_KEEP': ('max_checkpoints_to_keep', 'save_max_to_keep'),
+  'SUMMARY_INTERVAL_STEPS': ('log_tensors_interval', 'summary_interval_steps'),
+  'EVAL_INTERVAL_STEPS': ('eval_interval', 'eval_interval_steps'),
+  'RANDOM_SEED': ('random_seed', 'random_seed'),
+  'DATA': ('data', ''),
+  'DATA_DIR': ('data_dir', ''),
+  'VOCABULARY': ('vocabulary', ''),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompting:
@@ -78,8 +97,8 @@ class BaseExperiment(abc.ABC):
   NUMERICS_VERSION: ClassVar[str] = (
     '2: initial weights of attention, padding and epsilon of ResNet, rotary'
     ' positions with a scale, weight decay of LayerNorm and BatchNorm, the'
-    ' moving average of the weights, and defaults of layers and inputs are as in'
-    ' Praxis 1.4.0'
+    ' moving average of the weights, and defaults of layers and inputs are as'
+    ' in Praxis 1.4.0'
   )
 
   changeable_constants: ClassVar[tuple[str, ...]] = ()
@@ -130,14 +149,9 @@ class BaseExperiment(abc.ABC):
     """
     task = self.task()
     defaults = type(task.train)()
-    for field, constant in (
-      ('num_train_steps', 'MAX_STEPS'),
-      ('save_interval_steps', 'CHECKPOINT_EVERY_N_STEPS'),
-      ('save_max_to_keep', 'CHECKPOINT_MAX_TO_KEEP'),
-      ('summary_interval_steps', 'SUMMARY_INTERVAL_STEPS'),
-      ('eval_interval_steps', 'EVAL_INTERVAL_STEPS'),
-      ('random_seed', 'RANDOM_SEED'),
-    ):
+    for constant, (_, field) in KEYS.items():
+      if not field:
+        continue
       value, given = getattr(self, constant), getattr(task.train, field)
       if given not in (value, getattr(defaults, field)):
         raise ValueError(

@@ -25,23 +25,7 @@ from jaxline import mesh as mesh_lib
 
 _CONSTANTS = 'experiment_kwargs.config.constants'
 _CLASS = 'examples.pax.experiment:Experiment'
-# Constant -> key of the run's config that it is.
-_KEYS = {
-  'SHARDING': 'sharding',
-  'TOPOLOGY': 'topology',
-  'MAX_STEPS': 'training_steps',
-  'CHECKPOINT_EVERY_N_STEPS': 'save_checkpoint_interval',
-  'CHECKPOINT_MAX_TO_KEEP': 'max_checkpoints_to_keep',
-  'SUMMARY_INTERVAL_STEPS': 'log_tensors_interval',
-  'EVAL_INTERVAL_STEPS': 'eval_interval',
-  'RANDOM_SEED': 'random_seed',
-}
-# The same, of constants that not every experiment has. The keys are new.
-_DATA_KEYS = {
-  'DATA': 'data',
-  'DATA_DIR': 'data_dir',
-  'VOCABULARY': 'vocabulary',
-}
+_KEYS = {name: key for name, (key, _) in base_experiment.KEYS.items()}
 # They are `config.mesh`, and only there.
 _MESH = {'ICI_MESH_SHAPE': 'mesh.ici', 'DCN_MESH_SHAPE': 'mesh.dcn'}
 # The version of runs from before there were versions.
@@ -147,11 +131,11 @@ def get_config(name: str) -> config_dict.ConfigDict:
 
   constants = config_dict.ConfigDict()
   for constant, value in experiment.constants().items():
-    if key := _KEYS.get(constant):
+    key = _KEYS.get(constant)
+    if key in config:
       with config.ignore_type():
         config[key] = value
     elif constant not in _MESH:
-      key = _DATA_KEYS.get(constant)
       into = constants if key is None else config
       into[key or constant] = _field(experiment, constant, value)
   with config.ignore_type():
@@ -186,7 +170,7 @@ def key_of(experiment: experiment_registry.Experiment, constant: str) -> str:
       f'{constant} is several keys; give those to change, such as'
       f' --config.{key}.data=4.'
     )
-  return {**_KEYS, **_DATA_KEYS}.get(constant, f'{_CONSTANTS}.{constant}')
+  return _KEYS.get(constant, f'{_CONSTANTS}.{constant}')
 
 
 def _find(name: str, reduced: Any) -> experiment_registry.Experiment:
@@ -199,9 +183,8 @@ def _own_constants(
   experiment: experiment_registry.Experiment,
 ) -> dict[str, Any]:
   """Returns the constants that no key of a run's config stands for."""
-  elsewhere = {*_KEYS, *_DATA_KEYS, *_MESH}
   constants = experiment.constants()
-  return {n: x for n, x in constants.items() if n not in elsewhere}
+  return {n: constants[n] for n in constants if n not in {*_KEYS, *_MESH}}
 
 
 def constants_of(run: config_dict.ConfigDict) -> dict[str, Any]:
@@ -212,8 +195,7 @@ def constants_of(run: config_dict.ConfigDict) -> dict[str, Any]:
   """
   if run.experiment_class != _CLASS:
     return {}
-  keys = {**_KEYS, **_DATA_KEYS}
-  return {name: run[key] for name, key in keys.items() if key in run}
+  return {name: run[key] for name, key in _KEYS.items() if key in run}
 
 
 def _set_mesh(

@@ -334,7 +334,7 @@ def test_a_run_of_an_earlier_version_of_the_numerics_is_refused(reduced):
     f"{name}: '1' then, '2: initial weights of attention, "
   )
   assert 'padding' in line
-  assert line.endswith("are as in Praxis 1.4.0' now")
+  assert line.endswith("as in Praxis 1.4.0' now")
   (line,) = changes(config, before)
   assert line.endswith(", '1' now")
 

@@ -39,8 +39,9 @@ MODES = {
 _PROGRAM = '-m examples.pax.main'
 _CONFIG = pathlib.Path(__file__).with_name('config.py')
 
-# Flags of TPUs in Pax's first commands, with which libtpu 0.0.52 ends the
-# process.
+# Flags of Pax's first commands: without effect here; and two with which libtpu
+# 0.0.52 ends the process.
+_PMAP_USE_TENSORSTORE = re.compile(r'--(no)?pmap_use_tensorstore(=|$)')
 _GONE_TPU_FLAGS = (
   'xla_tpu_spmd_rewrite_einsum_with_reshape',
   'jax_enable_async_collective_offload',
@@ -88,23 +89,21 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument(
     '--list', action='store_true', help='print the experiments, and end'
   )
-  # Pax's: absl takes `--name`, `--name=True` and `--noname`.
-  for flag in ('--pmap_use_tensorstore', '--nopmap_use_tensorstore'):
-    parser.add_argument(
-      flag,
-      dest='pmap_use_tensorstore',
-      nargs='?',
-      const='',
-      help='Pax has it; without effect here, since checkpoints of replicated'
-      ' and of split weights are the same'
-      if flag.startswith('--pmap')
-      else argparse.SUPPRESS,
-    )
   return parser
 
 
-def _drop_gone_tpu_flags() -> None:
-  """Takes flags that libtpu no longer has out of the environment."""
+def _drop_gone_flags(arguments: list[str]) -> list[str]:
+  """Returns arguments without what has no effect here; and says so.
+
+  Flags that libtpu no longer has are taken out of the environment.
+  """
+  kept = [x for x in arguments if not _PMAP_USE_TENSORSTORE.match(x)]
+  if kept != arguments:
+    print(
+      '--pmap_use_tensorstore has no effect: checkpoints of replicated and of'
+      ' split weights are the same here.',
+      file=sys.stderr,
+    )
   flags = os.environ.get('LIBTPU_INIT_ARGS', '').split()
   gone = [f for f in flags if f.lstrip('-').split('=')[0] in _GONE_TPU_FLAGS]
   if gone:
@@ -114,6 +113,7 @@ def _drop_gone_tpu_flags() -> None:
       ' knows.',
       file=sys.stderr,
     )
+  return kept
 
 
 def _with_key(experiment: experiment_registry.Experiment, argument: str) -> str:
@@ -146,13 +146,7 @@ def main(argv: Sequence[str]) -> None:
     others = [_with_key(experiment, argument) for argument in others]
   except errors.UsageError as e:
     _exit(str(e))
-  if args.pmap_use_tensorstore is not None:
-    print(
-      '--pmap_use_tensorstore has no effect: checkpoints of replicated and of'
-      ' split weights are the same here.',
-      file=sys.stderr,
-    )
-  _drop_gone_tpu_flags()
+  others = _drop_gone_flags(others)
   if '://' in (args.job_log_dir or ''):
     _exit(
       f'--job_log_dir={args.job_log_dir} is a bucket; expected a directory.'
