@@ -99,7 +99,7 @@ class Config:
     except experiment_registry.UnknownError:
       return record
     constants = {
-      **_own_constants(experiment),
+      **own_constants(experiment),
       'NUMERICS_VERSION': _FIRST_VERSION,
       **record.get('constants', {}),
     }
@@ -180,7 +180,7 @@ def _find(name: str, reduced: Any) -> experiment_registry.Experiment:
   return found.reduced() if reduced else found
 
 
-def _own_constants(
+def own_constants(
   experiment: experiment_registry.Experiment,
 ) -> dict[str, Any]:
   """Returns the constants that no key of a run's config stands for."""

@@ -32,6 +32,9 @@ from jaxline.inputs import synthetic
 from jaxline.metrics import writers
 
 
+Config = config_lib.Config
+
+
 class Experiment(
   base_task.EarlyStoppingMixin,
   loading.LoadingMixin,
@@ -45,7 +48,7 @@ class Experiment(
     task: its task.
   """
 
-  CONFIG_CLASS = config_lib.Config
+  CONFIG_CLASS = Config
   # And the constants that an experiment names in `changeable_constants`.
   CHANGEABLE_ON_RESUME: tuple[str, ...] = ('experiment_kwargs.config.decode',)
 
@@ -57,12 +60,12 @@ class Experiment(
     Args:
       mode: 'train', 'decode', or what evaluation was started as.
       init_rng: the key of the initial weights.
-      config: the values of a `config.Config`.
+      config: the values of a `Config`.
       run_config: the config of the run: see `sharded.ShardedExperiment`. Some
         of its keys are constants of the experiment; None leaves these as they
         are in the class.
     """
-    self.config = base_config.read(config_lib.Config, config)
+    self.config = base_config.read(Config, config)
     # Whether inputs are opened only for the shapes of their batches.
     self._wants_shapes = False
     # The scalars of a step that give its rows and tokens.
