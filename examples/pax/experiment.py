@@ -31,7 +31,6 @@ from jaxline.inputs import base as inputs
 from jaxline.inputs import synthetic
 from jaxline.metrics import writers
 
-
 Config = config_lib.Config
 
 
