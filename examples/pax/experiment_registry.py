@@ -10,11 +10,13 @@ another package is named by its module, which is then imported. `Old = Mine` in
 a module that registers experiments gives it a second name.
 """
 
+from collections.abc import Callable, Sequence
+import functools
 import importlib
 import importlib.util
 import pkgutil
 import sys
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 from examples.pax import base_experiment
 from examples.pax import tasks
@@ -31,16 +33,36 @@ class UnknownError(errors.UsageError):
   """No experiment has this name, or several have."""
 
 
-def register(experiment: T) -> T:
-  """Makes a class known by its name; a decorator.
+@overload
+def register(
+  experiment: T, *, allow_overwrite: bool = ..., tags: Sequence[str] = ...
+) -> T: ...
+@overload
+def register(
+  *, allow_overwrite: bool = ..., tags: Sequence[str] = ...
+) -> Callable[[T], T]: ...
+def register(
+  experiment: Any = None,
+  *,
+  allow_overwrite: bool = False,
+  tags: Sequence[str] = (),
+) -> Any:
+  """Makes a class known by its name; a decorator, with arguments or without.
 
   A notebook cell that is run again, or a module that is reloaded, replaces the
   class that it registered before.
+
+  Args:
+    experiment: the class.
+    allow_overwrite: whether it replaces another of its name in any case.
+    tags: as Pax has them, for tests of its own; without effect.
 
   Raises:
     TypeError: it is no experiment.
     ValueError: a module that is imported has two classes of this name.
   """
+  if experiment is None:
+    return functools.partial(register, allow_overwrite=allow_overwrite)
   if not (
     isinstance(experiment, type)
     and issubclass(experiment, base_experiment.BaseExperiment)
@@ -50,7 +72,8 @@ def register(experiment: T) -> T:
       f' base_experiment.BaseExperiment; got {experiment!r}.'
     )
   name = full_name(experiment)
-  if name in _registered and not _is_run_again(experiment.__module__):
+  may_replace = allow_overwrite or _is_run_again(experiment.__module__)
+  if name in _registered and not may_replace:
     raise ValueError(
       f'There is an experiment {name!r} already, {_registered[name]!r}. Choose'
       ' another name.'
@@ -122,6 +145,8 @@ def _matches(name: str, known: dict[str, Experiment]) -> list[str]:
   if name in known:
     return [name]
   paths = {full: full for full in known}
+  # Pax also leaves out `params`.
+  paths |= {full.replace('.params.', '.'): full for full in known}
   full_names = {experiment: full for full, experiment in known.items()}
   # Second names: other attributes of the modules.
   modules = {experiment.__module__ for experiment in full_names}

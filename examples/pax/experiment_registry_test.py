@@ -93,6 +93,7 @@ def test_names_that_pax_has():
     'tasks.lm.params.c4_multislice.',
     'c4_multislice.',
     'tasks.lm.params.c4.',
+    'lm.c4.',
     'paxml.',
     '',
   ):
@@ -100,6 +101,14 @@ def test_names_that_pax_has():
   # It is listed once.
   names = [n for n in experiment_registry.get_all() if n.endswith(name)]
   assert names == [experiment_registry.full_name(cls)]
+
+
+def test_the_arguments_of_pax():
+  register = experiment_registry.register
+  first = register(tags=['smoke'])(make('Mine', 'mine.a'))
+  assert experiment_registry.get('mine.a.Mine') is first
+  second = register(allow_overwrite=True)(make('Mine', 'mine.a'))
+  assert experiment_registry.get('mine.a.Mine') is second
 
 
 def test_only_experiments_are_registered():
