@@ -24,7 +24,7 @@ same, for any experiment. Both match names, check shapes and read arrays with
 Names and fields are those of Paxml (Google, 2022).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import itertools
 import re
 import time
@@ -103,7 +103,7 @@ def load(
     contents.MismatchError: a source has another shape or type.
     files.DamagedError: what is asked for is damaged.
   """
-  live = {f'{_ROOT}{n}': x for n, x in structure.named_leaves(state).items()}
+  live = structure.named_leaves(state)
   replaced: dict[str, Any] = {}
   givers: dict[str, str] = {}
   for directory, rule in rules.items():
@@ -125,13 +125,12 @@ def load(
     )
     # Another process may have found a newer one.
     path = path.with_name(distributed.of_chief(path.name))
+    stored = {name: _ROOT + source for name, source in sources.items()}
     with files.reading(path):
-      found = arrays_lib.verify(path, set(sources.values()).__contains__)
-      replaced |= contents.Reader(found).take(sources, live, where)
+      found = arrays_lib.verify(path, set(stored.values()).__contains__)
+      replaced |= contents.Reader(found).take(stored, live, where)
     logging.info('Loaded %d arrays of %s.', len(sources), path)
-  kept = [
-    name for name, array in _variables(live).items() if array not in replaced
-  ]
+  kept = [name for name in _variables(live) if _full(name) not in replaced]
   if kept:
     logging.info(
       '%d variables stay as they were initialised: %s%s',
@@ -143,27 +142,21 @@ def load(
   return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
 
-def _stored(name: str) -> str:
-  """Returns the name in a checkpoint of what rules call so."""
-  if name.startswith(_NON_TRAINABLE):
-    name = f'model_state/{name}'
-  return _ROOT + name
+def _full(name: str) -> str:
+  """Returns where in a `TrainState` a variable of rules is."""
+  return f'model_state/{name}' if name.startswith(_NON_TRAINABLE) else name
 
 
-def _variables(live: Mapping[str, Any]) -> dict[str, str]:
-  """Returns the name of each variable in rules -> that in a checkpoint."""
-  names = [n.removeprefix(_ROOT).removeprefix('model_state/') for n in live]
-  return {
-    name: _stored(name)
-    for name in names
-    if name.startswith((_PARAMS, _NON_TRAINABLE))
-  }
+def _variables(live: Iterable[str]) -> list[str]:
+  """Returns the name of each variable, as rules have it."""
+  names = [name.removeprefix('model_state/') for name in live]
+  return [n for n in names if n.startswith((_PARAMS, _NON_TRAINABLE))]
 
 
 def _sources(
-  live: Mapping[str, Any], rule: CheckpointLoadingRules, where: str
+  live: Iterable[str], rule: CheckpointLoadingRules, where: str
 ) -> dict[str, str]:
-  """Returns name of an array -> its source's, both as in a checkpoint."""
+  """Returns name of an array -> its source's, both in a `TrainState`."""
   variables = _variables(live)
   ignored, _ = contents.match_rules(
     variables,
@@ -184,7 +177,7 @@ def _sources(
       f' them. The nearest to the first are {near}.'
       + (' safe_load=False lets unused rules pass.' if given else '')
     )
-  sources = {_stored(name): _stored(source) for name, source in given.items()}
+  sources = {_full(name): _full(source) for name, source in given.items()}
   # Of the weights alone: what follows belongs to them. A weight that comes from
   # an average belongs to the weight that this is the average of.
   weights = {
@@ -192,21 +185,20 @@ def _sources(
     for name, source in given.items()
     if name.startswith(_PARAMS)
   }
-  has_ema = any(name.startswith(_ROOT + _EMA) for name in live)
+  has_ema = any(name.startswith(_EMA) for name in live)
   if rule.load_ema_states and not has_ema:
     raise errors.UsageError(
       f'{where}.load_ema_states is True, but this run keeps no moving average'
       " of its weights: its optimizer's ema_decay is 0."
     )
-  for name, source in weights.items() if has_ema else ():
-    from_ema = _stored(_EMA + source)
-    sources[_stored(_EMA + name)] = (
-      from_ema if rule.load_ema_states else sources[_stored(_PARAMS + name)]
-    )
+  if rule.load_ema_states:
+    sources |= {f'{_EMA}{n}': f'{_EMA}{s}' for n, s in weights.items()}
+  elif has_ema:
+    sources |= {f'{_EMA}{n}': sources[f'{_PARAMS}{n}'] for n in weights}
   if rule.load_opt_states:
     sources |= _opt_sources(live, weights)
   if rule.load_step:
-    sources[_stored('step')] = _stored('step')
+    sources['step'] = 'step'
   return sources
 
 
@@ -221,18 +213,19 @@ def _template(source: str) -> str:
 
 
 def _opt_sources(
-  live: Mapping[str, Any], weights: Mapping[str, str]
+  live: Iterable[str], weights: Mapping[str, str]
 ) -> dict[str, str]:
   """Returns the same of the optimizer's state.
 
   What belongs to a weight ends with its name. What belongs to none, such as a
   count, has the same name there.
   """
-  prefix = _stored(_PARAMS)
-  all_weights = [n.removeprefix(prefix) for n in live if n.startswith(prefix)]
+  all_weights = [
+    name.removeprefix(_PARAMS) for name in live if name.startswith(_PARAMS)
+  ]
   sources = {}
   for name in live:
-    if not name.startswith(_stored(_OPT_STATE)):
+    if not name.startswith(_OPT_STATE):
       continue
     owners = [w for w in all_weights if name.endswith(f'/{w}')]
     if not owners:
