@@ -123,6 +123,7 @@ def get_config(name: str) -> config_dict.ConfigDict:
   if option not in ('', 'reduced'):
     raise ValueError(f'{name}:{option}: expected {name} or {name}:reduced.')
   experiment = _find(name, bool(option))
+  experiment.check_constants(experiment.changeable_constants)
 
   config = base_config.get_base_config()
   config.experiment_class = _CLASS

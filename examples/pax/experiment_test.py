@@ -408,6 +408,14 @@ def test_an_experiment_says_which_constants_change_no_step(monkeypatch):
   )
 
 
+def test_what_changes_no_step_must_be_a_constant(monkeypatch):
+  monkeypatch.setattr(experiment_registry, '_registered', {})
+  experiment_registry.register(_Mine)
+  monkeypatch.setattr(_Mine, 'changeable_constants', ('SHOW',))
+  with pytest.raises(errors.UsageError, match=r"'SHOW'\. Did you mean 'SHOWN'"):
+    config_lib.get_config('_Mine')
+
+
 def test_a_constant_of_none_may_lack_an_annotation(monkeypatch):
   monkeypatch.setattr(experiment_registry, '_registered', {})
   experiment_registry.register(_Mine)
