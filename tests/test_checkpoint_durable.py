@@ -1666,7 +1666,7 @@ def test_what_the_experiment_declares_may_change(run):
     ('image', (), ['eval_batch_size'], ['train_batch_size', 'model.strides']),
     ('c4', ('C4Spmd1BAdam4Replicas:reduced',),
      ['decode.top_k', 'constants.LOSS_CHUNKS', 'constants.ATTENTION_IMPL'],
-     ['constants.LEARNING_RATE', 'exp']),
+     ['constants.LEARNING_RATE', 'reduced']),
   ],
 )  # fmt: skip
 def test_what_the_examples_declare(name, option, may_change, may_not):

@@ -1,8 +1,7 @@
 """Scikit-learn's handwritten digits: the split, the order, the batches.
 
-1797 images of 8x8 pixels from 0 to 16, 10 classes, which come inside the
-scikit-learn package (the test part of UCI's "Optical Recognition of Handwritten
-Digits"). A fork for other images changes `load` and keeps the rest.
+`examples/digits.py` reads them. A fork for other images changes `load` and
+keeps the rest.
 
 Shapes: N images, D local devices, B images per device, H rows, W columns, C
 channels.
@@ -16,6 +15,8 @@ from typing import Any, NamedTuple
 import zlib
 
 import numpy as np
+
+from examples import digits
 
 # One image in five of each class is for testing.
 _TEST_EVERY = 5
@@ -95,16 +96,8 @@ def load() -> tuple[Split, Split]:
   Raises:
     ImportError: scikit-learn is not installed.
   """
-  try:
-    from sklearn import datasets  # Takes seconds to import.
-  except ImportError as error:
-    raise ImportError(
-      'The digits come with scikit-learn, which is not installed. Install it:'
-      " pip install -e '.[image]' (or: pip install scikit-learn)."
-    ) from error
-  digits = datasets.load_digits()
-  x_NHWC = (digits.images[..., None] / _MAX_PIXEL).astype(np.float32)
-  y_N = digits.target.astype(np.int32)
+  x_NHWC, y_N = digits.load()
+  x_NHWC = (x_NHWC / _MAX_PIXEL).astype(np.float32)
   is_test_N = np.zeros(len(y_N), bool)
   for label in np.unique(y_N):
     is_test_N[np.flatnonzero(y_N == label)[::_TEST_EVERY]] = True

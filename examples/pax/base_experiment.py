@@ -7,11 +7,11 @@
 
 The constants are the attributes in capital letters. Each becomes a value of the
 run's config (`examples.pax.config`), so it is in the run's config.json, and can
-be overridden on the command line.
+be overridden on the command line: `--NUM_LAYERS=2`.
 """
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 from typing import Any, ClassVar, Self
 
@@ -19,6 +19,25 @@ import fiddle as fdl
 
 from jaxline import errors
 from jaxline.inputs import tokenization
+
+# Constants that are keys of the run's config, and fields of `task.train` that
+# have the same value. Not every experiment has the last three.
+KEYS = {
+  'SHARDING': ('sharding', ''),
+  'TOPOLOGY': ('topology', ''),
+  'MAX_STEPS': ('training_steps', 'num_train_steps'),
+  'CHECKPOINT_EVERY_N_STEPS': (
+    'save_checkpoint_interval',
+    'save_interval_steps',
+  ),
+  'CHECKPOINT_MAX_TO_KEEP': ('max_checkpoints_to_keep', 'save_max_to_keep'),
+  'SUMMARY_INTERVAL_STEPS': ('log_tensors_interval', 'summary_interval_steps'),
+  'EVAL_INTERVAL_STEPS': ('eval_interval', 'eval_interval_steps'),
+  'RANDOM_SEED': ('random_seed', 'random_seed'),
+  'DATA': ('data', ''),
+  'DATA_DIR': ('data_dir', ''),
+  'VOCABULARY': ('vocabulary', ''),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +72,13 @@ class BaseExperiment(abc.ABC):
     EVAL_INTERVAL_STEPS: steps from evaluation to evaluation; None where there
       is no data for them.
     RANDOM_SEED: of the weights and of what else is random in training.
+    NUMERICS_VERSION: a number, and what it changed in the steps of training. A
+      run that began with another one is not resumed, unless
+      `config.on_config_change` is 'continue'. It changes where the same
+      constants compute other steps than before.
+    changeable_constants: names of constants that change no step of training: a
+      run may be resumed with other values of them. Constants that are keys of
+      the library need not be named.
     num_devices: how many devices the run's mesh has.
   """
 
@@ -67,6 +93,15 @@ class BaseExperiment(abc.ABC):
   SUMMARY_INTERVAL_STEPS: ClassVar[int] = 100
   EVAL_INTERVAL_STEPS: ClassVar[int | None] = 100
   RANDOM_SEED: ClassVar[int] = 1234
+  # Without it, a run counts as of the version '1'.
+  NUMERICS_VERSION: ClassVar[str] = (
+    '2: initial weights of attention, padding and epsilon of ResNet, rotary'
+    ' positions with a scale, weight decay of LayerNorm and BatchNorm, the'
+    ' moving average of the weights, and defaults of layers and inputs are as'
+    ' in Praxis 1.4.0'
+  )
+
+  changeable_constants: ClassVar[tuple[str, ...]] = ()
 
   def __init__(self, num_devices: int):
     """Makes it for a mesh of `num_devices`, over all slices."""
@@ -114,14 +149,9 @@ class BaseExperiment(abc.ABC):
     """
     task = self.task()
     defaults = type(task.train)()
-    for field, constant in (
-      ('num_train_steps', 'MAX_STEPS'),
-      ('save_interval_steps', 'CHECKPOINT_EVERY_N_STEPS'),
-      ('save_max_to_keep', 'CHECKPOINT_MAX_TO_KEEP'),
-      ('summary_interval_steps', 'SUMMARY_INTERVAL_STEPS'),
-      ('eval_interval_steps', 'EVAL_INTERVAL_STEPS'),
-      ('random_seed', 'RANDOM_SEED'),
-    ):
+    for constant, (_, field) in KEYS.items():
+      if not field:
+        continue
       value, given = getattr(self, constant), getattr(task.train, field)
       if given not in (value, getattr(defaults, field)):
         raise ValueError(
@@ -135,11 +165,11 @@ class BaseExperiment(abc.ABC):
     """Returns the rows of a global batch with `per_core` for each device.
 
     Raises:
-      ValueError: that is no whole number.
+      UsageError: that is no whole number.
     """
     rows = per_core * self.num_devices
     if rows < 1 or rows != int(rows):
-      raise ValueError(
+      raise errors.UsageError(
         f'{per_core} rows for each of {self.num_devices} devices are {rows};'
         ' expected an integer of at least 1. Change the mesh or the constant.'
       )
@@ -154,19 +184,24 @@ class BaseExperiment(abc.ABC):
     return {name: getattr(cls, name) for name in names if name.isupper()}
 
   @classmethod
-  def with_constants(cls, values: Mapping[str, Any]) -> type[Self]:
-    """Returns a subclass of the same name with other constants.
-
-    Raises:
-      ValueError: there is no such constant.
-    """
+  def check_constants(cls, names: Iterable[str]) -> None:
+    """Refuses names that are no constants, with a UsageError."""
     known = cls.constants()
-    for name in values:
+    for name in names:
       if name not in known:
         raise errors.UsageError(
           f'{cls.__name__} has no constant {name!r}.'
           f'{errors.did_you_mean(name, known)} It has {sorted(known)}.'
         )
+
+  @classmethod
+  def with_constants(cls, values: Mapping[str, Any]) -> type[Self]:
+    """Returns a subclass of the same name with other constants.
+
+    Raises:
+      UsageError: there is no such constant.
+    """
+    cls.check_constants(values)
     body = {
       '__module__': cls.__module__,
       '__doc__': cls.__doc__,

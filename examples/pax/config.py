@@ -1,47 +1,112 @@
-"""The config of a run, from a registered experiment.
+"""From a registered experiment to the config of a run, and back.
 
     python experiment.py --config=examples/pax/config.py:C4Spmd1BAdam4Replicas
 
-The experiment's class defines the numbers. They are copied to
+The experiment's class defines the numbers. `get_config` copies them to
 `experiment_kwargs.config.constants`, where they can be overridden by name.
 Those that this library has a key for are under that key only
-(`config.training_steps`).
+(`config.training_steps`). `Config.experiment` makes a class of them again.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import math
 from typing import Any, get_args, get_type_hints
 
+from absl import logging
 from ml_collections import config_dict
 
 from examples import decoding
 from examples.pax import base_experiment
 from examples.pax import experiment_registry
 from jaxline import base_config
+from jaxline import errors
 from jaxline import mesh as mesh_lib
 
+_CONSTANTS = 'experiment_kwargs.config.constants'
 _CLASS = 'examples.pax.experiment:Experiment'
-# Constant -> key of the run's config that it is.
-_KEYS = {
-  'SHARDING': 'sharding',
-  'TOPOLOGY': 'topology',
-  'MAX_STEPS': 'training_steps',
-  'CHECKPOINT_EVERY_N_STEPS': 'save_checkpoint_interval',
-  'CHECKPOINT_MAX_TO_KEEP': 'max_checkpoints_to_keep',
-  'SUMMARY_INTERVAL_STEPS': 'log_tensors_interval',
-  'EVAL_INTERVAL_STEPS': 'eval_interval',
-  'RANDOM_SEED': 'random_seed',
-}
-# The same, of constants that not every experiment has. The keys are new.
-_DATA_KEYS = {
-  'DATA': 'data',
-  'DATA_DIR': 'data_dir',
-  'VOCABULARY': 'vocabulary',
-}
+_KEYS = {name: key for name, (key, _) in base_experiment.KEYS.items()}
 # They are `config.mesh`, and only there.
-_MESH = ('ICI_MESH_SHAPE', 'DCN_MESH_SHAPE')
+_MESH = {'ICI_MESH_SHAPE': 'mesh.ici', 'DCN_MESH_SHAPE': 'mesh.dcn'}
+# The version of runs from before there were versions.
+_FIRST_VERSION = '1'
 
 _DECODE_STEPS = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """Which experiment: `experiment_kwargs.config`.
+
+  Attributes:
+    exp: its name, or a suffix of it: see `experiment_registry.get`.
+    reduced: whether to use its small version.
+    constants: its constants, except those that are keys of the run's config.
+      Missing ones have the values of the class.
+    decode: how `--mode=decode` continues prompts; None if it has no text.
+  """
+
+  exp: str
+  reduced: bool
+  constants: Mapping[str, Any]
+  decode: decoding.Options | None = None
+
+  def __post_init__(self) -> None:
+    for name, value in self.constants.items():
+      # A size of 0 is no model; other numbers of 0 switch something off.
+      is_size = name.startswith('NUM_') or name.endswith(('_DIMS', '_SIZE'))
+      is_size |= name in ('DIMS_PER_HEAD', 'MAX_LENGTH', 'MAX_SEQ_LEN')
+      is_size &= name != 'NUM_THREADS'  # 0 reads in step.
+      is_number = isinstance(value, int | float)
+      if is_number and not (0 <= value < math.inf and (value or not is_size)):
+        raise ValueError(
+          f'constants.{name} is {value!r}; expected a finite number'
+          f' {"above" if is_size else "of at least"} 0.'
+        )
+
+  def experiment(
+    self, run: config_dict.ConfigDict | None
+  ) -> experiment_registry.Experiment:
+    """Returns the class of the experiment with the constants of a run.
+
+    Args:
+      run: its config; None leaves the constants that are keys of it as they are
+        in the class.
+    """
+    found = _find(self.exp, self.reduced)
+    version = self.constants.get('NUMERICS_VERSION', _FIRST_VERSION)
+    if version != found.NUMERICS_VERSION:
+      logging.warning(
+        'The config of this run is of the numerics %r of %s; it runs with %r.',
+        version,
+        self.exp,
+        found.NUMERICS_VERSION,
+      )
+    keys = {} if run is None else constants_of(run)
+    return found.with_constants({**self.constants, **keys})
+
+  @staticmethod
+  def with_defaults(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what of a record makes the run, under one name for each value.
+
+    Constants that it lacks because they are newer have the values of the class,
+    and it is of the first version if it has none. Constants that change no step
+    are left out.
+    """
+    try:
+      registered = experiment_registry.get(str(record.get('exp')))
+      experiment = _find(str(record.get('exp')), record.get('reduced'))
+    except experiment_registry.UnknownError:
+      return record
+    constants = {
+      **own_constants(experiment),
+      'NUMERICS_VERSION': _FIRST_VERSION,
+      **record.get('constants', {}),
+    }
+    for name in experiment.changeable_constants:
+      constants.pop(name, None)
+    exp = experiment_registry.full_name(registered)
+    return {**record, 'exp': exp, 'constants': constants}
 
 
 def get_config(name: str) -> config_dict.ConfigDict:
@@ -57,9 +122,8 @@ def get_config(name: str) -> config_dict.ConfigDict:
   name, _, option = name.partition(':')
   if option not in ('', 'reduced'):
     raise ValueError(f'{name}:{option}: expected {name} or {name}:reduced.')
-  experiment = experiment_registry.get(name)
-  if option:
-    experiment = experiment.reduced()
+  experiment = _find(name, bool(option))
+  experiment.check_constants(experiment.changeable_constants)
 
   config = base_config.get_base_config()
   config.experiment_class = _CLASS
@@ -69,11 +133,11 @@ def get_config(name: str) -> config_dict.ConfigDict:
 
   constants = config_dict.ConfigDict()
   for constant, value in experiment.constants().items():
-    if key := _KEYS.get(constant):
+    key = _KEYS.get(constant)
+    if key in config:
       with config.ignore_type():
         config[key] = value
     elif constant not in _MESH:
-      key = _DATA_KEYS.get(constant)
       into = constants if key is None else config
       into[key or constant] = _field(experiment, constant, value)
   with config.ignore_type():
@@ -95,13 +159,34 @@ def get_config(name: str) -> config_dict.ConfigDict:
   return config
 
 
+def key_of(experiment: experiment_registry.Experiment, constant: str) -> str:
+  """Returns the key of a run's config that holds a constant.
+
+  Raises:
+    UsageError: there is no such constant, or it is several keys.
+  """
+  experiment.check_constants([constant])
+  if constant in _MESH:
+    key = _MESH[constant]
+    raise errors.UsageError(
+      f'{constant} is several keys; give those to change, such as'
+      f' --config.{key}.data=4.'
+    )
+  return _KEYS.get(constant, f'{_CONSTANTS}.{constant}')
+
+
+def _find(name: str, reduced: Any) -> experiment_registry.Experiment:
+  """Returns the class of an experiment, or of its small version."""
+  found = experiment_registry.get(name)
+  return found.reduced() if reduced else found
+
+
 def own_constants(
   experiment: experiment_registry.Experiment,
 ) -> dict[str, Any]:
   """Returns the constants that no key of a run's config stands for."""
-  elsewhere = {*_KEYS, *_DATA_KEYS, *_MESH}
   constants = experiment.constants()
-  return {n: x for n, x in constants.items() if n not in elsewhere}
+  return {n: constants[n] for n in constants if n not in {*_KEYS, *_MESH}}
 
 
 def constants_of(run: config_dict.ConfigDict) -> dict[str, Any]:
@@ -112,8 +197,7 @@ def constants_of(run: config_dict.ConfigDict) -> dict[str, Any]:
   """
   if run.experiment_class != _CLASS:
     return {}
-  keys = {**_KEYS, **_DATA_KEYS}
-  return {name: run[key] for name, key in keys.items() if key in run}
+  return {name: run[key] for name, key in _KEYS.items() if key in run}
 
 
 def _set_mesh(
@@ -143,8 +227,9 @@ def _field(
     return value
   kinds = [
     kind
-    for outer in get_args(get_type_hints(experiment)[name])
+    for outer in get_args(get_type_hints(experiment).get(name))
     for kind in get_args(outer)
     if kind is not type(None)
   ]
-  return config_dict.placeholder(kinds[0])
+  # Without an annotation, it may become anything.
+  return config_dict.placeholder(kinds[0] if kinds else object)

@@ -22,7 +22,6 @@ from examples import decoding
 from examples.pax import base_experiment
 from examples.pax import base_task
 from examples.pax import config as config_lib
-from examples.pax import experiment_registry
 from examples.pax import loading
 from jaxline import base_config
 from jaxline import errors
@@ -32,47 +31,7 @@ from jaxline.inputs import base as inputs
 from jaxline.inputs import synthetic
 from jaxline.metrics import writers
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-  """Which experiment.
-
-  Attributes:
-    exp: its name, or a suffix of it: see `experiment_registry.get`.
-    reduced: whether to use its small version.
-    constants: its constants, except those that are keys of the run's config.
-      Missing ones have the values of the class.
-    decode: how `--mode=decode` continues prompts; None if it has no text.
-  """
-
-  exp: str
-  reduced: bool
-  constants: Mapping[str, Any]
-  decode: decoding.Options | None = None
-
-  def __post_init__(self) -> None:
-    for name, value in self.constants.items():
-      # A size of 0 is no model; other numbers of 0 switch something off.
-      is_size = name.startswith('NUM_') or name.endswith(('_DIMS', '_SIZE'))
-      is_size |= name in ('DIMS_PER_HEAD', 'MAX_LENGTH', 'MAX_SEQ_LEN')
-      is_number = isinstance(value, int | float)
-      if is_number and not (0 <= value < math.inf and (value or not is_size)):
-        raise ValueError(
-          f'constants.{name} is {value!r}; expected a finite number'
-          f' {"above" if is_size else "of at least"} 0.'
-        )
-
-  @staticmethod
-  def with_defaults(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Adds the constants that a record lacks because they are newer."""
-    try:
-      experiment = experiment_registry.get(str(record.get('exp')))
-    except experiment_registry.UnknownError:
-      return record
-    if record.get('reduced'):
-      experiment = experiment.reduced()
-    defaults = config_lib.own_constants(experiment)
-    return {**record, 'constants': defaults | record.get('constants', {})}
+Config = config_lib.Config
 
 
 class Experiment(
@@ -89,21 +48,8 @@ class Experiment(
   """
 
   CONFIG_CLASS = Config
-  # Keys that only change how a step is computed, and evaluation and decoding.
-  CHANGEABLE_ON_RESUME = (
-    'experiment_kwargs.config.decode',
-    *(
-      f'experiment_kwargs.config.constants.{name}'
-      for name in (
-        'ATTENTION_IMPL',
-        'CHECKPOINT_POLICY',
-        'EVAL_LOOP_NUM_BATCHES',
-        'LOSS_CHUNKS',
-        'MICROBATCH_SIZE',
-        'NUM_STAGES',
-      )
-    ),
-  )
+  # And the constants that an experiment names in `changeable_constants`.
+  CHANGEABLE_ON_RESUME: tuple[str, ...] = ('experiment_kwargs.config.decode',)
 
   def __init__(
     self, mode: str, init_rng: jax.Array, config: Any, *, run_config: Any = None
@@ -132,13 +78,7 @@ class Experiment(
           ' on one device: --reduced, or NAME:reduced behind --config.'
         )
       raise
-    experiment = experiment_registry.get(self.config.exp)
-    if self.config.reduced:
-      experiment = experiment.reduced()
-    constants = dict(self.config.constants)
-    if run_config is not None:
-      constants |= config_lib.constants_of(run_config)
-    experiment = experiment.with_constants(constants)
+    experiment = self.config.experiment(run_config)
     self.experiment: base_experiment.BaseExperiment = experiment(
       num_devices=math.prod(self.partitioner.axis_sizes.values())
     )
@@ -247,7 +187,11 @@ class Experiment(
   def _build(self, dataset: fdl.Config) -> Any:
     specs = self.experiment.input_specs() if self._wants_shapes else None
     if specs is None:
-      return fdl.build(dataset)
+      try:
+        return fdl.build(dataset)
+      except errors.UsageError as e:
+        # Fiddle adds lines to it, and has the error itself in this attribute.
+        raise getattr(e, 'proxy_base_exception', e) from None
     return synthetic.SyntheticInput(
       spec=specs,
       batch_size=dataset.batch_size,

@@ -6,13 +6,17 @@
 
 in examples/pax/tasks/lm/params/my.py is `Mine`, `my.Mine`, `params.my.Mine` and
 so on: every suffix of its full name that no other experiment has. One of
-another package is named by its module, which is then imported.
+another package is named by its module, which is then imported. `Old = Mine` in
+a module that registers experiments gives it a second name.
 """
 
+from collections.abc import Callable, Sequence
+import functools
 import importlib
 import importlib.util
 import pkgutil
-from typing import TypeVar
+import sys
+from typing import Any, TypeVar, overload
 
 from examples.pax import base_experiment
 from examples.pax import tasks
@@ -29,13 +33,36 @@ class UnknownError(errors.UsageError):
   """No experiment has this name, or several have."""
 
 
-def register(experiment: T) -> T:
-  """Makes a class known by its name; a decorator.
+@overload
+def register(
+  experiment: T, *, allow_overwrite: bool = ..., tags: Sequence[str] = ...
+) -> T: ...
+@overload
+def register(
+  *, allow_overwrite: bool = ..., tags: Sequence[str] = ...
+) -> Callable[[T], T]: ...
+def register(
+  experiment: Any = None,
+  *,
+  allow_overwrite: bool = False,
+  tags: Sequence[str] = (),
+) -> Any:
+  """Makes a class known by its name; a decorator, with arguments or without.
+
+  A notebook cell that is run again, or a module that is reloaded, replaces the
+  class that it registered before.
+
+  Args:
+    experiment: the class.
+    allow_overwrite: whether it replaces another of its name in any case.
+    tags: as Pax has them, for tests of its own; without effect.
 
   Raises:
     TypeError: it is no experiment.
-    ValueError: there is one of this name already.
+    ValueError: a module that is imported has two classes of this name.
   """
+  if experiment is None:
+    return functools.partial(register, allow_overwrite=allow_overwrite)
   if not (
     isinstance(experiment, type)
     and issubclass(experiment, base_experiment.BaseExperiment)
@@ -44,14 +71,24 @@ def register(experiment: T) -> T:
       'register takes a class that derives from'
       f' base_experiment.BaseExperiment; got {experiment!r}.'
     )
-  name = f'{experiment.__module__}.{experiment.__qualname__}'
-  if name in _registered:
+  name = full_name(experiment)
+  may_replace = allow_overwrite or _is_run_again(experiment.__module__)
+  if name in _registered and not may_replace:
     raise ValueError(
       f'There is an experiment {name!r} already, {_registered[name]!r}. Choose'
       ' another name.'
     )
   _registered[name] = experiment
   return experiment
+
+
+def _is_run_again(module: str) -> bool:
+  """Whether a module has been imported before, or is no file, as a notebook."""
+  if module not in sys.modules:
+    return False
+  spec = getattr(sys.modules[module], '__spec__', None)
+  # Python sets it while it imports a module, but not while it reloads one.
+  return not getattr(spec, '_initializing', False)
 
 
 def get_all() -> dict[str, Experiment]:
@@ -70,17 +107,19 @@ def get(name: str) -> Experiment:
 
   Args:
     name: such as `tasks.lm.params.c4.C4Spmd1BAdam4Replicas`, or
-      `C4Spmd1BAdam4Replicas`, or `my_package.my_module.MyExperiment`.
+      `C4Spmd1BAdam4Replicas`, or `my_package.my_module.MyExperiment`. With
+      `paxml.` in front it means the same.
 
   Raises:
     UnknownError: there is none, or there are several; it names them.
   """
+  name = name.removeprefix('paxml.')
   known = get_all()
   module = name.rpartition('.')[0]
-  if not _matches(name, known) and module and _exists(module):
+  if not (found := _matches(name, known)) and module and _exists(module):
     importlib.import_module(module)
     known = get_all()
-  found = _matches(name, known)
+    found = _matches(name, known)
   if len(found) > 1:
     raise UnknownError(
       f'The experiment {name!r} may be any of {found}; give more of the name.'
@@ -96,10 +135,32 @@ def get(name: str) -> Experiment:
   )
 
 
+def full_name(experiment: Experiment) -> str:
+  """Returns the name under which `register` has a class."""
+  return f'{experiment.__module__}.{experiment.__qualname__}'
+
+
 def _matches(name: str, known: dict[str, Experiment]) -> list[str]:
+  """Returns the full names of the experiments that a name may mean."""
   if name in known:
     return [name]
-  return [full for full in known if full.endswith(f'.{name}')]
+  paths = {full: full for full in known}
+  # Pax also leaves out `params`.
+  paths |= {full.replace('.params.', '.'): full for full in known}
+  full_names = {experiment: full for full, experiment in known.items()}
+  # Second names: other attributes of the modules.
+  modules = {experiment.__module__ for experiment in full_names}
+  for module in modules & sys.modules.keys():
+    for attribute, value in vars(sys.modules[module]).items():
+      if isinstance(value, type) and value in full_names:
+        paths[f'{module}.{attribute}'] = full_names[value]
+  return sorted(
+    {
+      full
+      for path, full in paths.items()
+      if path == name or path.endswith(f'.{name}')
+    }
+  )
 
 
 def _exists(module: str) -> bool:

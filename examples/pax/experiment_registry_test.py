@@ -1,5 +1,6 @@
 """Names of experiments: every unique suffix; errors that list the others."""
 
+import importlib
 import sys
 import types
 
@@ -53,6 +54,61 @@ def test_one_name_cannot_be_registered_twice():
   experiment_registry.register(make('Mine', 'mine.a'))
   with pytest.raises(ValueError, match=r'mine\.a\.Mine'):
     experiment_registry.register(make('Mine', 'mine.a'))
+
+
+def test_a_cell_that_is_run_again_replaces_its_experiment():
+  first = experiment_registry.register(make('Mine', '__main__'))
+  second = experiment_registry.register(make('Mine', '__main__'))
+  assert experiment_registry.get('Mine') is second is not first
+
+
+def test_a_module_that_is_reloaded_replaces_its_experiments(
+  monkeypatch, tmp_path
+):
+  path = tmp_path / 'my_reloaded.py'
+  text = (
+    'from examples.pax import base_experiment, experiment_registry\n'
+    '@experiment_registry.register\n'
+    'class Own(base_experiment.BaseExperiment):\n'
+    '  datasets = task = None\n'
+  )
+  path.write_text(text)
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.setattr(sys, 'dont_write_bytecode', True)
+  old = experiment_registry.get('my_reloaded.Own')
+  module = importlib.reload(sys.modules['my_reloaded'])
+  assert experiment_registry.get('my_reloaded.Own') is module.Own is not old
+  # But a module has a name once.
+  del sys.modules['my_reloaded']
+  path.write_text(text + text)
+  with pytest.raises(ValueError, match=r'my_reloaded\.Own'):
+    importlib.import_module('my_reloaded')
+
+
+def test_names_that_pax_has():
+  cls = c4.C4SpmdGpt3AdamDataParallel2x16x16
+  name = 'C4SpmdGpt3AdamDataParallel2x16x16'
+  for prefix in (
+    'paxml.tasks.lm.params.c4_multislice.',
+    'tasks.lm.params.c4_multislice.',
+    'c4_multislice.',
+    'tasks.lm.params.c4.',
+    'lm.c4.',
+    'paxml.',
+    '',
+  ):
+    assert experiment_registry.get(prefix + name) is cls
+  # It is listed once.
+  names = [n for n in experiment_registry.get_all() if n.endswith(name)]
+  assert names == [experiment_registry.full_name(cls)]
+
+
+def test_the_arguments_of_pax():
+  register = experiment_registry.register
+  first = register(tags=['smoke'])(make('Mine', 'mine.a'))
+  assert experiment_registry.get('mine.a.Mine') is first
+  second = register(allow_overwrite=True)(make('Mine', 'mine.a'))
+  assert experiment_registry.get('mine.a.Mine') is second
 
 
 def test_only_experiments_are_registered():

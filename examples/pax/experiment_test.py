@@ -21,6 +21,7 @@ from jaxline import mesh as mesh_lib
 from jaxline import sharded
 from jaxline import train
 from jaxline import utils
+from jaxline.checkpoint import durable
 from jaxline.inputs import synthetic
 from jaxline.metrics import writers
 
@@ -312,6 +313,139 @@ def test_a_record_may_lack_a_constant_that_is_newer():
   assert line == (
     'experiment_kwargs.config.constants.WEIGHT_DECAY: 0.001 then, 0.5 now'
   )
+
+
+def changes(old, new):
+  """Returns the lines with which a resumed run is refused."""
+  old, new = (json.loads(x.to_json_best_effort()) for x in (old, new))
+  return base_config.changes(old, new, experiment.Experiment)
+
+
+@pytest.mark.parametrize('reduced', ['', ':reduced'])
+def test_a_run_of_an_earlier_version_of_the_numerics_is_refused(reduced):
+  config = config_lib.get_config(f'C4Spmd1BAdam4Replicas{reduced}')
+  # As runs were recorded before there was a version.
+  before = copy.deepcopy(config)
+  del before.experiment_kwargs.config.constants.NUMERICS_VERSION
+  assert changes(before, before) == changes(config, config) == []
+  (line,) = changes(before, config)
+  name = 'experiment_kwargs.config.constants.NUMERICS_VERSION'
+  assert line.startswith(
+    f"{name}: '1' then, '2: initial weights of attention, "
+  )
+  assert 'padding' in line
+  assert line.endswith("as in Praxis 1.4.0' now")
+  (line,) = changes(config, before)
+  assert line.endswith(", '1' now")
+
+
+def test_it_is_the_checkpoint_that_is_refused(tmp_path, folder):
+  """From the loop: one error, unless the config says that it may continue."""
+
+  def start(steps, **keys):
+    config = tiny('LmCloudSpmd2BLimitSteps', data=folder, training_steps=steps)
+    config.checkpointer = 'durable'
+    config.checkpoint_dir = str(tmp_path)
+    config.save_checkpoint_interval = 1
+    config.update(keys)
+    if steps == 1:
+      del config.experiment_kwargs.config.constants.NUMERICS_VERSION
+    config = config.copy_and_resolve_references()
+    checkpointer = durable.DurableCheckpointer(config, 'train')
+    try:
+      train.train(experiment.Experiment, config, checkpointer, None)
+    finally:
+      checkpointer.close()
+
+  start(1)
+  with pytest.raises(
+    durable.ConfigChangedError, match="NUMERICS_VERSION: '1' then, '2: init"
+  ):
+    start(2)
+  start(2, on_config_change='continue')
+  # From here on it is of this version.
+  start(3)
+  assert (tmp_path / 'checkpoints/latest/3').is_dir()
+
+
+def test_a_config_of_another_version_is_warned_of(caplog):
+  config = tiny('LmCloudSpmd2BLimitSteps')
+  make(config, 'eval')
+  assert 'of the numerics' not in caplog.text
+  config.experiment_kwargs.config.constants.NUMERICS_VERSION = '1'
+  make(config, 'eval')
+  assert "of the numerics '1' of LmCloudSpmd2BLimitSteps" in caplog.text
+
+
+class _Mine(lm_cloud.LmCloudSpmd2BLimitSteps):
+  """An experiment of one's own."""
+
+  SHOWN = 3
+  MY_OPTION = None
+  changeable_constants = (
+    *lm_cloud.LmCloudSpmd2BLimitSteps.changeable_constants,
+    'SHOWN',
+  )
+
+
+def test_an_experiment_says_which_constants_change_no_step(monkeypatch):
+  monkeypatch.setattr(experiment_registry, '_registered', {})
+  experiment_registry.register(_Mine)
+  old = config_lib.get_config('_Mine')
+  new = config_lib.get_config(experiment_registry.full_name(_Mine))
+  new.experiment_kwargs.config.constants.update(
+    {'SHOWN': 4, 'LOSS_CHUNKS': 8, 'NUM_LAYERS': 2}
+  )
+  # Nor does another way to write the name of the experiment.
+  (line,) = changes(old, new)
+  assert line == 'experiment_kwargs.config.constants.NUM_LAYERS: 18 then, 2 now'
+  # Another experiment is another run, whatever its constants are.
+  other = config_lib.get_config('_Mine')
+  other.experiment_kwargs.config.exp = 'LmCloudSpmd2B'
+  lines = changes(old, other)
+  assert any(
+    line.startswith('experiment_kwargs.config.exp: ') for line in lines
+  )
+
+
+def test_what_changes_no_step_must_be_a_constant(monkeypatch):
+  monkeypatch.setattr(experiment_registry, '_registered', {})
+  experiment_registry.register(_Mine)
+  monkeypatch.setattr(_Mine, 'changeable_constants', ('SHOW',))
+  with pytest.raises(errors.UsageError, match=r"'SHOW'\. Did you mean 'SHOWN'"):
+    config_lib.get_config('_Mine')
+
+
+def test_a_constant_of_none_may_lack_an_annotation(monkeypatch):
+  monkeypatch.setattr(experiment_registry, '_registered', {})
+  experiment_registry.register(_Mine)
+  constants = config_lib.get_config('_Mine').experiment_kwargs.config.constants
+  assert constants.MY_OPTION is None
+  constants.MY_OPTION = 3
+  constants.MY_OPTION = 'text'
+  assert constants.MY_OPTION == 'text'
+
+
+@pytest.mark.parametrize(
+  ('keys', 'constants', 'said'),
+  [
+    ({}, {'ACTIVATION': 'gleu'}, "ACTIVATION is 'gleu'; .*mean 'gelu'"),
+    ({'data': 'c4'}, {}, r'data_dir is None .*--config\.data=stdlib'),
+    ({'data': 'stdlib', 'vocabulary': '/none.model'}, {}, 'no file'),
+    (
+      {'data': 'c4', 'data_dir': '/', 'vocabulary': '/none.model'},
+      {},
+      "no vocabulary '/none.model'",
+    ),
+  ],
+)
+def test_what_a_user_gets_wrong_is_said_in_one_line(keys, constants, said):
+  config = tiny('LmCloudSpmd2BLimitSteps', **keys)
+  config.experiment_kwargs.config.constants.update(constants)
+  # The program prints the message of such an error, and no traceback.
+  with pytest.raises(errors.UsageError, match=said) as e:
+    make(config).train_input()
+  assert '\n' not in str(e.value)
 
 
 @pytest.mark.parametrize(

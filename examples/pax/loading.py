@@ -18,23 +18,25 @@ average of its weights, that of a weight is `model_state/ema/` and the weight's
 name.
 
 For one checkpoint, `config.restore_from` with `config.restore_rules` does the
-same, for any experiment.
+same, for any experiment. Both match names, check shapes and read arrays with
+`jaxline.checkpoint.contents`.
 
 Names and fields are those of Paxml (Google, 2022).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+import itertools
 import re
 import time
 from typing import Any
 
 from absl import logging
 import jax
-from jax.experimental import multihost_utils
-import numpy as np
 
 from examples.pax import base_layer
 from examples.pax import hparams
+from jaxline import distributed
+from jaxline import errors
 from jaxline import sharded
 from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import contents
@@ -45,6 +47,7 @@ from jaxline.checkpoint import structure
 _PARAMS = 'params/'
 _EMA = 'model_state/ema/'
 _OPT_STATE = 'opt_state/'
+_NON_TRAINABLE = f'{base_layer.NON_TRAINABLE}/'
 _ROOT = 'state/'  # Where a checkpoint has a `TrainState`.
 _NAMED = 20  # Names in a log line.
 
@@ -95,35 +98,38 @@ def load(
     The state; what is not replaced are the arrays that were given.
 
   Raises:
-    ValueError: a rule matches nothing, names what the checkpoint has not, or
-      gives another shape or type; or two checkpoints give the same.
+    UsageError: a rule matches nothing, or names what the checkpoint has not; or
+      two checkpoints give the same.
+    contents.MismatchError: a source has another shape or type.
     files.DamagedError: what is asked for is damaged.
   """
   live = structure.named_leaves(state)
-  plans = []
-  given: dict[str, str] = {}
+  replaced: dict[str, Any] = {}
+  givers: dict[str, str] = {}
   for directory, rule in rules.items():
+    where = f'init_from_checkpoint_rules[{directory!r}]'
     if not isinstance(rule, CheckpointLoadingRules):
       raise TypeError(
-        f'init_from_checkpoint_rules[{directory!r}] is {rule!r}; expected'
-        ' loading.CheckpointLoadingRules.'
+        f'{where} is {rule!r}; expected loading.CheckpointLoadingRules.'
       )
-    where = f'init_from_checkpoint_rules[{directory!r}]'
-    checkpoint = _find(directory, rule.step)
     sources = _sources(live, rule, where)
-    _check(sources, live, checkpoint, where)
-    if twice := sorted(given.keys() & sources.keys()):
-      raise ValueError(
+    if twice := sorted(givers.keys() & sources.keys()):
+      raise errors.UsageError(
         f'{where} gives {twice[:_NAMED]}, and so does'
-        f' init_from_checkpoint_rules[{given[twice[0]]!r}]. Leave them out in'
-        ' one of the two, with ignore_rules.'
+        f' {givers[twice[0]]}. Leave them out in one of the two, with'
+        ' ignore_rules.'
       )
-    given |= dict.fromkeys(sources, directory)
-    plans.append((checkpoint, sources))
-  replaced: dict[str, Any] = {}
-  for checkpoint, sources in plans:
-    replaced |= _read(checkpoint, sources, live)
-    logging.info('Loaded %d arrays of %s.', len(sources), checkpoint.path)
+    givers |= dict.fromkeys(sources, where)
+    path = inspection.newest(
+      directory if rule.step is None else f'{directory}:{rule.step}'
+    )
+    # Another process may have found a newer one.
+    path = path.with_name(distributed.of_chief(path.name))
+    stored = {name: _ROOT + source for name, source in sources.items()}
+    with files.reading(path):
+      found = arrays_lib.verify(path, set(stored.values()).__contains__)
+      replaced |= contents.Reader(found).take(stored, live, where)
+    logging.info('Loaded %d arrays of %s.', len(sources), path)
   kept = [name for name in _variables(live) if _full(name) not in replaced]
   if kept:
     logging.info(
@@ -136,63 +142,52 @@ def load(
   return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
 
-def _variables(live: Iterable[str]) -> Iterator[str]:
-  """Yields the name of each variable, as rules have it."""
-  not_trained = f'model_state/{base_layer.NON_TRAINABLE}/'
-  for name in live:
-    if name.startswith(_PARAMS):
-      yield name
-    elif name.startswith(not_trained):
-      yield name.removeprefix('model_state/')
-
-
 def _full(name: str) -> str:
   """Returns where in a `TrainState` a variable of rules is."""
-  if name.startswith(f'{base_layer.NON_TRAINABLE}/'):
-    return f'model_state/{name}'
-  return name
+  return f'model_state/{name}' if name.startswith(_NON_TRAINABLE) else name
+
+
+def _variables(live: Iterable[str]) -> list[str]:
+  """Returns the name of each variable, as rules have it."""
+  names = [name.removeprefix('model_state/') for name in live]
+  return [n for n in names if n.startswith((_PARAMS, _NON_TRAINABLE))]
 
 
 def _sources(
-  live: Mapping[str, Any], rule: CheckpointLoadingRules, where: str
+  live: Iterable[str], rule: CheckpointLoadingRules, where: str
 ) -> dict[str, str]:
   """Returns name of an array -> its source's, both in a `TrainState`."""
-  names = list(_variables(live))
-  ignored = [_compiled(r, f'{where}.ignore_rules') for r in rule.ignore_rules]
-  pairs = [
-    (_compiled(regex, f'{where}.load_rules'), source)
-    for regex, source in rule.load_rules
-  ]
-  sources: dict[str, str] = {}
-  used = set()
-  for name in names:
-    if any(regex.fullmatch(name) for regex in ignored):
-      continue
-    for i, (regex, source) in enumerate(pairs):
-      if match := regex.fullmatch(name):
-        used.add(i)
-        sources[_full(name)] = _full(_expanded(match, source, where))
-        break
-  unused = [r.pattern for i, (r, _) in enumerate(pairs) if i not in used]
+  variables = _variables(live)
+  ignored, _ = contents.match_rules(
+    variables,
+    [(regex, '') for regex in rule.ignore_rules],
+    f'{where}.ignore_rules',
+  )
+  given, unused = contents.match_rules(
+    [name for name in variables if name not in ignored],
+    [(regex, _template(source)) for regex, source in rule.load_rules],
+    f'{where}.load_rules',
+  )
   # That none of several is used is never meant.
-  if unused and (rule.safe_load or not used):
-    near = hparams.nearest_names(unused[0], names)
-    raise ValueError(
+  if unused and (rule.safe_load or not given):
+    near = hparams.nearest_names(unused[0], variables)
+    raise errors.UsageError(
       f'{where}.load_rules: {unused} match the whole name of no variable of'
       ' this run, or those that match are ignored, or an earlier rule takes'
       f' them. The nearest to the first are {near}.'
-      + (' safe_load=False lets unused rules pass.' if used else '')
+      + (' safe_load=False lets unused rules pass.' if given else '')
     )
+  sources = {_full(name): _full(source) for name, source in given.items()}
   # Of the weights alone: what follows belongs to them. A weight that comes from
   # an average belongs to the weight that this is the average of.
   weights = {
     name.removeprefix(_PARAMS): source.removeprefix(_PARAMS).removeprefix(_EMA)
-    for name, source in sources.items()
+    for name, source in given.items()
     if name.startswith(_PARAMS)
   }
   has_ema = any(name.startswith(_EMA) for name in live)
   if rule.load_ema_states and not has_ema:
-    raise ValueError(
+    raise errors.UsageError(
       f'{where}.load_ema_states is True, but this run keeps no moving average'
       " of its weights: its optimizer's ema_decay is 0."
     )
@@ -207,8 +202,18 @@ def _sources(
   return sources
 
 
+def _template(source: str) -> str:
+  r"""Returns a source with `\1` for `{0}` or the first `{}`."""
+  numbers = itertools.count(1)
+  return re.sub(
+    r'\{(\d*)\}',
+    lambda m: rf'\g<{int(m[1]) + 1 if m[1] else next(numbers)}>',
+    source,
+  )
+
+
 def _opt_sources(
-  live: Mapping[str, Any], weights: Mapping[str, str]
+  live: Iterable[str], weights: Mapping[str, str]
 ) -> dict[str, str]:
   """Returns the same of the optimizer's state.
 
@@ -228,84 +233,6 @@ def _opt_sources(
     elif (owner := max(owners, key=len)) in weights:
       sources[name] = name.removesuffix(owner) + weights[owner]
   return sources
-
-
-def _compiled(regex: str, where: str) -> re.Pattern[str]:
-  try:
-    return re.compile(regex)
-  except re.error as e:
-    raise ValueError(
-      f'{where} has {regex!r}, which is no regular expression: {e}.'
-    ) from e
-
-
-def _expanded(match: re.Match[str], source: str, where: str) -> str:
-  """Returns a source with what the groups matched."""
-  try:
-    if '{' in source:
-      return source.format(*match.groups())
-    return match.expand(source)
-  except (re.error, IndexError, KeyError, ValueError) as e:
-    raise ValueError(
-      f'{where}.load_rules has {(match.re.pattern, source)!r}, whose source'
-      f' does not fit its {match.re.groups} groups: {e}.'
-    ) from e
-
-
-def _find(directory: str, step: int | None) -> inspection.Checkpoint:
-  """Finds a checkpoint, on all hosts the same."""
-  where = directory if step is None else f'{directory}:{step}'
-  found = inspection.find(where)
-  if jax.process_count() > 1 and step is None:
-    # There may be a newer one since the first host looked.
-    newest = int(
-      multihost_utils.broadcast_one_to_all(np.int64(found.record['step']))
-    )
-    if newest != found.record['step']:
-      found = inspection.find(f'{directory}:{newest}')
-  return found
-
-
-def _check(
-  sources: Mapping[str, str],
-  live: Mapping[str, Any],
-  checkpoint: inspection.Checkpoint,
-  where: str,
-) -> None:
-  """Refuses sources that are not there, or of another shape or type."""
-  described = checkpoint.described
-  have = [n.removeprefix(_ROOT) for n in described if n.startswith(_ROOT)]
-  if absent := {n: s for n, s in sources.items() if s not in have}:
-    name, source = next(iter(absent.items()))
-    raise ValueError(
-      f'{where}: {checkpoint.path} lacks {len(absent)} arrays: {source!r} (for'
-      f' {name!r}) and {sorted(absent.values())[:_NAMED]}. The nearest to the'
-      f' first are {hparams.nearest_names(source, have)}.'
-    )
-  wrong = []
-  for name, source in sources.items():
-    saved = arrays_lib.saved_shape(described[_ROOT + source])
-    here = f'{live[name].dtype.name}{list(live[name].shape)}'
-    if saved != here:
-      wrong.append(f'  {name} is {here}, its source {source} is {saved}')
-  if wrong:
-    raise ValueError(
-      f'{where}: {checkpoint.path} does not fit; nothing was loaded. Leave'
-      ' these out with ignore_rules.\n' + '\n'.join(wrong)
-    )
-
-
-def _read(
-  checkpoint: inspection.Checkpoint,
-  sources: Mapping[str, str],
-  live: Mapping[str, Any],
-) -> dict[str, Any]:
-  """Returns name -> array, which lies where the live one does."""
-  stored = {name: _ROOT + source for name, source in sources.items()}
-  with files.reading(checkpoint.path):
-    wants = frozenset(stored.values()).__contains__
-    found = arrays_lib.verify(checkpoint.path, wants)
-    return contents.Reader(found).read_each(stored, live)
 
 
 class LoadingMixin:

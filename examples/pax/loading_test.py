@@ -286,21 +286,22 @@ def rule(*pairs, **kwargs):
     (
       {},
       rule((FIRST, 'params/net/frist/w')),
-      r"lacks 2 arrays: 'params/net/frist/w' \(for 'params/net/first/w'\).*"
-      r"nearest to the first are \['params/net/first/w'",
+      r"has no arrays \['state/params/net/frist/w'\].*"
+      r"nearest to the first are \['state/params/net/first/w'",
     ),
-    ({}, rule(('(', FIRST)), r"load_rules has '\(', which is no regular"),
+    ({}, rule(('(', FIRST)), r"load_rules has \('\(', .*missing \)"),
     ({}, rule((FIRST, FIRST), ignore_rules=['(']), 'ignore_rules has'),
     (
       {},
       rule(('params/net/(.*)', 'params/{}/{}')),
-      "'params/{}/{}'.*, whose source does not fit its 1 groups",
+      r"load_rules has \('params/net/\(\.\*\)', .*invalid group reference 2",
     ),
-    ({}, rule((FIRST, r'\1')), 'does not fit its 0 groups'),
+    ({}, rule((FIRST, r'\1')), 'invalid group reference 1'),
     (
       {},
       rule(('non_trainable/.*', FIRST)),
-      f'{ROWS} is float32\\[\\], its source {FIRST} is float32\\[4, 4\\]',
+      f"{ROWS}: the checkpoint's state/{FIRST} is float32\\[4, 4\\], expected"
+      ' float32\\[\\]',
     ),
     (
       {'ema_decay': 0.0},

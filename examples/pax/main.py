@@ -6,20 +6,24 @@ r"""Runs a registered experiment, as Pax's documents do.
 
 It runs `experiment.py` with a config that is made from the experiment
 (`examples.pax.config`). Other flags are passed on, such as
-`--config.training_steps=10` and `--jaxline_ensure_tpu`.
+`--config.training_steps=10` and `--jaxline_ensure_tpu`; a constant of the
+experiment has a flag of its name, such as `--NUM_LAYERS=2`.
 """
 
 import argparse
 from collections.abc import Sequence
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
 from typing import NoReturn
 
 from examples.pax import base_experiment
+from examples.pax import config as config_lib
 from examples.pax import experiment_registry
+from jaxline import errors
 from jaxline import platform
 from jaxline.checkpoint import files
 
@@ -35,6 +39,13 @@ MODES = {
 _PROGRAM = '-m examples.pax.main'
 _CONFIG = pathlib.Path(__file__).with_name('config.py')
 
+# Flags of Pax's first commands: without effect here; and two with which libtpu
+# 0.0.52 ends the process.
+_PMAP_USE_TENSORSTORE = re.compile(r'--(no)?pmap_use_tensorstore(=|$)')
+_GONE_TPU_FLAGS = (
+  'xla_tpu_spmd_rewrite_einsum_with_reshape',
+  'jax_enable_async_collective_offload',
+)
 
 # How often `--mode=decode` looks for a new checkpoint, in seconds.
 _POLL_SECS = 5.0
@@ -81,6 +92,38 @@ def _parser() -> argparse.ArgumentParser:
   return parser
 
 
+def _drop_gone_flags(arguments: list[str]) -> list[str]:
+  """Returns arguments without what has no effect here; and says so.
+
+  Flags that libtpu no longer has are taken out of the environment.
+  """
+  kept = [x for x in arguments if not _PMAP_USE_TENSORSTORE.match(x)]
+  if kept != arguments:
+    print(
+      '--pmap_use_tensorstore has no effect: checkpoints of replicated and of'
+      ' split weights are the same here.',
+      file=sys.stderr,
+    )
+  flags = os.environ.get('LIBTPU_INIT_ARGS', '').split()
+  gone = [f for f in flags if f.lstrip('-').split('=')[0] in _GONE_TPU_FLAGS]
+  if gone:
+    os.environ['LIBTPU_INIT_ARGS'] = ' '.join(f for f in flags if f not in gone)
+    print(
+      f'LIBTPU_INIT_ARGS: left out {" ".join(gone)}, which libtpu no longer'
+      ' knows.',
+      file=sys.stderr,
+    )
+  return kept
+
+
+def _with_key(experiment: experiment_registry.Experiment, argument: str) -> str:
+  """Returns an argument in which a constant is the key of the config for it."""
+  if match := re.match(r'--([A-Z][A-Z0-9_]*)(?==|$)', argument):
+    key = config_lib.key_of(experiment, match[1])
+    return f'--config.{key}{argument[match.end() :]}'
+  return argument
+
+
 def main(argv: Sequence[str]) -> None:
   """Runs what the command line says.
 
@@ -100,8 +143,16 @@ def main(argv: Sequence[str]) -> None:
     _exit('\n  '.join(['Which experiment? Give --exp, one of:', *names]))
   try:
     experiment = experiment_registry.get(args.exp)
-  except experiment_registry.UnknownError as e:
+    others = [_with_key(experiment, argument) for argument in others]
+  except errors.UsageError as e:
     _exit(str(e))
+  others = _drop_gone_flags(others)
+  if '://' in (args.job_log_dir or ''):
+    _exit(
+      f'--job_log_dir={args.job_log_dir} is a bucket; expected a directory.'
+      ' Mount the bucket on every host (`gcsfuse BUCKET DIR` for gs://BUCKET)'
+      ' and give --job_log_dir=DIR/... instead.'
+    )
   if args.job_log_dir is None and args.mode not in ('train', 'compile'):
     _exit(f'--mode={args.mode} needs the --job_log_dir of a run.')
   has_prompts = (

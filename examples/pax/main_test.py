@@ -57,6 +57,68 @@ def test_modes(handed_on, mode, ours):
   assert flag == f'--jaxline_mode={ours}'
 
 
+def test_a_constant_has_a_flag_of_its_name(handed_on):
+  _, *flags = handed_on(
+    '--exp=C4Spmd1BAdam4Replicas',
+    '--NUM_LAYERS=2',
+    '--MAX_STEPS',
+    '10',
+    '--DATA_DIR=c4/en',
+    '--config.seed=3',
+  )
+  assert flags == [
+    '--jaxline_mode=train_and_eval',
+    '--config.experiment_kwargs.config.constants.NUM_LAYERS=2',
+    '--config.training_steps',
+    '10',
+    '--config.data_dir=c4/en',
+    '--config.seed=3',
+  ]
+
+
+@pytest.mark.parametrize(
+  'flag',
+  [
+    '--pmap_use_tensorstore=True',
+    '--pmap_use_tensorstore',
+    '--nopmap_use_tensorstore',
+  ],
+)
+def test_a_flag_of_pax_without_effect_here(handed_on, capsys, flag):
+  _, *flags = handed_on(
+    f'--exp=paxml.{EXP}', flag, '--job_log_dir=/tmp/x', '--config.sharding=ddp'
+  )
+  assert flags == [
+    '--jaxline_mode=train_and_eval',
+    '--config.checkpoint_dir=/tmp/x',
+    '--config.sharding=ddp',
+  ]
+  assert '--pmap_use_tensorstore has no effect' in capsys.readouterr().err
+
+
+def test_flags_that_libtpu_no_longer_has(handed_on, capsys, monkeypatch):
+  """The variable of Pax's commands for several slices, as they write it."""
+  monkeypatch.setenv(
+    'LIBTPU_INIT_ARGS',
+    '--xla_jf_spmd_threshold_for_windowed_einsum_mib=0'
+    ' --xla_tpu_spmd_rewrite_einsum_with_reshape=true'
+    ' --xla_enable_async_all_gather=true'
+    ' --jax_enable_async_collective_offload=true'
+    ' TPU_MEGACORE=MEGACORE_DENSE',
+  )
+  handed_on('--exp=C4Spmd22BAdam2xv4_128')
+  assert os.environ['LIBTPU_INIT_ARGS'] == (
+    '--xla_jf_spmd_threshold_for_windowed_einsum_mib=0'
+    ' --xla_enable_async_all_gather=true TPU_MEGACORE=MEGACORE_DENSE'
+  )
+  assert capsys.readouterr().err == (
+    'LIBTPU_INIT_ARGS: left out'
+    ' --xla_tpu_spmd_rewrite_einsum_with_reshape=true'
+    ' --jax_enable_async_collective_offload=true, which libtpu no longer'
+    ' knows.\n'
+  )
+
+
 @pytest.mark.parametrize(
   ('argv', 'said'),
   [
@@ -64,6 +126,12 @@ def test_modes(handed_on, mode, ours):
     (['--exp=C4Spmd1BAdam4Replica'], "'tasks.lm.params.c4.C4Spmd1B"),
     ([f'--exp={EXP}', '--mode=evaluate'], "'decode_once'"),
     ([f'--exp={EXP}', '--mode=eval'], '--job_log_dir'),
+    ([f'--exp={EXP}', '--NUM_LAYER=2'], "Did you mean 'NUM_LAYERS'?"),
+    ([f'--exp={EXP}', '--ICI_MESH_SHAPE=1'], '--config.mesh.ici.data=4'),
+    (
+      [f'--exp={EXP}', '--job_log_dir=gs://bucket/run'],
+      '--job_log_dir=gs://bucket/run is a bucket; expected a directory.',
+    ),
     (
       [f'--exp={EXP}', '--mode=decode', '--job_log_dir=/tmp/x'],
       '--config.decode.prompts=FILE',

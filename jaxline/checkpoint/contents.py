@@ -247,20 +247,16 @@ class Reader:
       for name, x in _named(_without_schedules(tree), entry).items()
       if structure.is_array(x) and not arrays_lib.is_key(x) and name not in own
     }
-    sources = _sources(live, rules)
-    if absent := sorted(set(sources.values()) - set(self._arrays)):
-      near = errors.nearest(absent[0], self._arrays, n=3, cutoff=0.3)
+    where = 'config.restore_rules'
+    sources, unused = match_rules(live, rules, where)
+    if unused:
+      near = errors.nearest(unused[0], live, n=8, cutoff=0)
       raise errors.UsageError(
-        f'config.restore_rules: {self._found.path} has no arrays {absent}; the'
-        f' nearest to the first are {near}.'
+        f"{where}: {unused} match none of this run's arrays, or"
+        ' an earlier rule takes them. (Counts of steps, schedules and keys'
+        f' begin anew.) The nearest arrays to the first are {near}.'
       )
-    self._refuse_unfit([
-      f"{name}: the checkpoint's {source} is {self._shape(source)}, expected"
-      f' {_shape_of(live[name])}'
-      for name, source in sources.items()
-      if self._shape(source) != _shape_of(live[name])
-    ])  # fmt: skip
-    replaced = self.read_each(sources, live)
+    replaced = self.take(sources, live, where)
     # Nobody has these arrays but the experiment itself, or this function.
     return base.Fresh(
       {
@@ -269,15 +265,32 @@ class Reader:
       }
     )
 
-  def read_each(
-    self, sources: Mapping[str, str], live: Mapping[str, Any]
+  def take(
+    self, sources: Mapping[str, str], live: Mapping[str, Any], where: str
   ) -> dict[str, Any]:
     """Returns name -> an array of its own, which lies where the live one does.
 
     Args:
       sources: name -> the name of the array in the checkpoint.
       live: name -> the live array.
+      where: what named the sources, for messages.
+
+    Raises:
+      UsageError: the checkpoint lacks a source.
+      MismatchError: a source has another shape or type.
     """
+    if absent := sorted(set(sources.values()) - set(self._arrays)):
+      near = errors.nearest(absent[0], self._arrays, n=3, cutoff=0.3)
+      raise errors.UsageError(
+        f'{where}: {self._found.path} has no arrays {absent}; the'
+        f' nearest to the first are {near}.'
+      )
+    self._refuse_unfit([
+      f"{name}: the checkpoint's {source} is {self._shape(source)}, expected"
+      f' {_shape_of(live[name])}'
+      for name, source in sources.items()
+      if self._shape(source) != _shape_of(live[name])
+    ])  # fmt: skip
     arrays: dict[str, Any] = {}
     # More than once where arrays have one source.
     while pending := {s: n for n, s in sources.items() if n not in arrays}:
@@ -407,32 +420,39 @@ def read_whole(
 # Rules.
 
 
-def _sources(
-  live: Mapping[str, Any], rules: list[tuple[str, str | None]]
-) -> dict[str, str]:
-  """Returns name of an array -> that of its source in the checkpoint."""
+def match_rules(
+  names: Iterable[str], rules: Iterable[tuple[str, str | None]], where: str
+) -> tuple[dict[str, str], list[str]]:
+  """Returns which arrays get which, by the first rule that matches.
+
+  Args:
+    names: those of arrays.
+    rules: pairs of a regular expression for a whole name, and the name of its
+      source in the checkpoint; with None, the array has none.
+    where: what has the rules, for messages.
+
+  Returns:
+    Name -> that of its source; and the expressions that are used for no name.
+
+  Raises:
+    UsageError: an expression or a source is none.
+  """
+  rules = list(rules)
   used = set()
   sources: dict[str, str] = {}
-  for name in live:
-    for pattern, source in rules:
-      if match := re.fullmatch(pattern, name):
-        used.add(pattern)
-        if source is not None:
-          try:
+  for name in names:
+    for i, (pattern, source) in enumerate(rules):
+      try:
+        if match := re.fullmatch(pattern, name):
+          used.add(i)
+          if source is not None:
             sources[name] = match.expand(source)
-          except (re.error, IndexError) as e:
-            raise errors.UsageError(
-              f'config.restore_rules has {(pattern, source)!r}: {e}.'
-            ) from e
-        break
-  if unused := [pattern for pattern, _ in rules if pattern not in used]:
-    near = errors.nearest(unused[0], live, n=8, cutoff=0)
-    raise errors.UsageError(
-      f"config.restore_rules: {unused} match none of this run's arrays, or"
-      ' an earlier rule takes them. (Counts of steps, schedules and keys'
-      f' begin anew.) The nearest arrays to the first are {near}.'
-    )
-  return sources
+          break
+      except (re.error, IndexError) as e:
+        raise errors.UsageError(
+          f'{where} has {(pattern, source)!r}: {e}.'
+        ) from e
+  return sources, [p for i, (p, _) in enumerate(rules) if i not in used]
 
 
 # Optax's states of schedules: by name, since not all of them are public. Not

@@ -4,16 +4,15 @@ Rows are packed, with the entries ids, labels, weights, segment_ids and
 segment_pos, [b, L] each; of C4 paddings too.
 """
 
-from collections.abc import Iterator
 import functools
 import glob
-import json
 import os
 import pathlib
 from typing import Any
 
 import numpy as np
 
+from examples.pax.tasks.lm import records
 from jaxline import errors
 from jaxline.inputs import base as inputs
 from jaxline.inputs import c4
@@ -150,7 +149,7 @@ def check_vocabulary(
 ) -> None:
   """Refuses a tokenizer that has more tokens than the model."""
   if tokenizer.vocab_size > vocab_size:
-    raise ValueError(
+    raise errors.UsageError(
       f'The model has VOCAB_SIZE {vocab_size}; the tokenizer'
       f' {tokenizer.identity} needs at least {tokenizer.vocab_size}.'
     )
@@ -208,7 +207,7 @@ def _array_record_rows(
   tokenizer = tokenization.load_tokenizer(f'{vocabulary}#</s>')
 
   def tokens(record: bytes) -> dict[str, np.ndarray]:
-    ids = tokenizer.encode(document_text(record))
+    ids = tokenizer.encode(records.document_text(record))
     return {'labels': np.append(ids, np.int32(tokenizer.document_id))}
 
   source = grain.sources.ArrayRecordDataSource(files)
@@ -236,56 +235,3 @@ def _row(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     'segment_ids': segments,
     'segment_pos': places,
   }
-
-
-def document_text(record: bytes) -> bytes:
-  """Returns the document of a record: see `array_record_input`.
-
-  Raises:
-    ValueError: it has none.
-  """
-  try:
-    if record.startswith(b'{'):
-      return json.loads(record)['text'].encode()
-    for _, entry in _fields(dict(_fields(record))[1]):
-      # Of a map: key and value; of the value, a list of bytes.
-      name, value = dict(_fields(entry)).values()
-      if name == b'text':
-        return dict(_fields(dict(_fields(value))[1]))[1]
-  except (AttributeError, IndexError, KeyError, ValueError):
-    pass  # It is something else, or cut off.
-  raise ValueError(
-    f'A record of {len(record)} bytes, {record[:40]!r}..., has no text;'
-    ' expected a tf.train.Example or a JSON object with `text`.'
-  )
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-  """Yields number and value of the fields of a message of Protocol Buffers.
-
-  As far as `tf.train.Example` has them: numbers, and what has a length.
-  """
-  place = 0
-
-  def number() -> int:
-    nonlocal place
-    value = shift = 0
-    while True:
-      byte = message[place]
-      place += 1
-      value |= (byte & 127) << shift
-      shift += 7
-      if byte < 128:
-        return value
-
-  while place < len(message):
-    key = number()
-    kind = key & 7
-    if kind == 0:
-      yield key >> 3, number()
-    elif kind == 2:
-      size = number()
-      yield key >> 3, message[place : place + size]
-      place += size
-    else:
-      raise ValueError(f'Wire type {kind}: no field of an Example.')

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from examples.pax.tasks.lm import input as lm_input
+from examples.pax.tasks.lm import records
 
 array_record = pytest.importorskip('array_record.python.array_record_module')
 sentencepiece = pytest.importorskip('sentencepiece')
@@ -49,12 +50,12 @@ def example(**features):
 
 def test_a_record_is_an_example_or_json():
   record = example(timestamp='2019', text='né', url='http://x')
-  assert lm_input.document_text(record) == 'né'.encode()
+  assert records.document_text(record) == 'né'.encode()
   record = json.dumps({'text': 'né', 'url': 'x'}).encode()
-  assert lm_input.document_text(record) == 'né'.encode()
+  assert records.document_text(record) == 'né'.encode()
   for wrong in (example(content='x'), b'{"content": "x"}', b'abc', record[:20]):
     with pytest.raises(ValueError, match='expected a tf'):
-      lm_input.document_text(wrong)
+      records.document_text(wrong)
 
 
 def write(path, documents):

@@ -23,6 +23,7 @@ from examples.pax.layers import embedding_softmax
 from examples.pax.layers import normalizations
 from examples.pax.layers import transformers
 from examples.pax.tasks.lm import input as lm_input
+from jaxline import errors
 from jaxline import pipeline
 from jaxline.inputs import base as inputs
 from jaxline.inputs import synthetic
@@ -143,10 +144,23 @@ class LmExperiment(base_experiment.BaseExperiment):
   VOCABULARY: ClassVar[str | None] = None
   EVAL_LOOP_NUM_BATCHES: ClassVar[int | None] = 1
 
+  # How a step is computed, and evaluation.
+  changeable_constants = (
+    'ATTENTION_IMPL',
+    'CHECKPOINT_POLICY',
+    'EVAL_LOOP_NUM_BATCHES',
+    'LOSS_CHUNKS',
+    'MICROBATCH_SIZE',
+    'NUM_STAGES',
+  )
+
   def _one_of(self, name: str, valid: Any) -> str:
     """Returns a constant that names something."""
     if (value := getattr(self, name)) not in valid:
-      raise ValueError(f'{name} is {value!r}; expected one of {list(valid)}.')
+      raise errors.UsageError(
+        f'{name} is {value!r}; expected one of {list(valid)}.'
+        + errors.did_you_mean(value, valid)
+      )
     return value
 
   # The data.
@@ -198,7 +212,7 @@ class LmExperiment(base_experiment.BaseExperiment):
     name = self._tokenizer
     if self.DATA == 'c4':
       if self.VOCABULARY is None:
-        raise ValueError(
+        raise errors.UsageError(
           'To decode, a model of C4 needs the SentencePiece model that it was'
           ' trained with: --config.vocabulary=FILE.model.'
         )
@@ -312,18 +326,18 @@ class LmExperiment(base_experiment.BaseExperiment):
   def _check_stages(self) -> None:
     """Refuses what would have no effect, or makes no pipeline."""
     if self.NUM_LAYERS % self.NUM_STAGES:
-      raise ValueError(
+      raise errors.UsageError(
         f'NUM_LAYERS is {self.NUM_LAYERS}, which does not divide into'
         f' NUM_STAGES {self.NUM_STAGES}.'
       )
     if self.NUM_STAGES > 1 and not self.USE_REPEATED_LAYER:
-      raise ValueError(
+      raise errors.UsageError(
         f'USE_REPEATED_LAYER is False with NUM_STAGES {self.NUM_STAGES}; a'
         ' stage of a pipeline is a loop over its layers. Set it to True, or'
         ' NUM_STAGES to 1.'
       )
     if self.NUM_STAGES == 1 and self.MICROBATCH_SIZE is not None:
-      raise ValueError(
+      raise errors.UsageError(
         f'MICROBATCH_SIZE is {self.MICROBATCH_SIZE}, but NUM_STAGES is 1: there'
         ' is no pipeline. Set more stages, or leave it None.'
       )

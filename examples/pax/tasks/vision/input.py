@@ -9,7 +9,6 @@ Shapes: b rows, H image rows, W columns, C channels, N records.
 """
 
 import dataclasses
-import functools
 import hashlib
 import pathlib
 from typing import Any
@@ -17,6 +16,7 @@ import zlib
 
 import numpy as np
 
+from examples import digits
 from jaxline import errors
 from jaxline.inputs import base
 from jaxline.inputs import indexed
@@ -142,49 +142,38 @@ class SyntheticImages(_Images):
     return fields[of_row[:, None], of_column[None]]
 
 
-@functools.cache
-def _load_digits() -> tuple[np.ndarray, np.ndarray]:
-  """Returns scikit-learn's digits, uint8 [1797, 8, 8, 1], and their classes."""
-  try:
-    from sklearn import datasets  # Takes seconds to import.
-  except ImportError as e:
-    raise ImportError(
-      'The digits come with scikit-learn, which is not installed. Install it:'
-      " pip install -e '.[image]' (or: pip install scikit-learn)."
-    ) from e
-  digits = datasets.load_digits()
-  images_NHWC = (digits.images[..., None] * _DIGIT_SCALE).astype(np.uint8)
-  return images_NHWC, digits.target.astype(np.int32)
-
-
 @dataclasses.dataclass(kw_only=True, eq=False)
 class DigitsInput(_Images):
-  """Scikit-learn's handwritten digits: 8x8 pixels, one channel, 10 classes.
+  """Scikit-learn's handwritten digits: see `digits.load`.
 
-  The test part of UCI's 'Optical Recognition of Handwritten Digits'. Every
-  fifth image is for validation, 360 of 1797.
+  Every fifth image is for validation, 360 of 1797.
   """
 
-  def _records(self) -> np.ndarray:
-    """Returns the numbers of the split's images, [N]."""
-    numbers = np.arange(len(_load_digits()[1]))
-    is_validation = numbers % _VALIDATION_EVERY == 0
-    return numbers[is_validation == (self.split == 'validation')]
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    images_NHWC, labels_N = digits.load()
+    images_NHWC = (images_NHWC * _DIGIT_SCALE).astype(np.uint8)
+    self._identity = {
+      'split': self.split,
+      'digits': _hash(images_NHWC, labels_N),
+    }
+    is_validation_N = np.arange(len(labels_N)) % _VALIDATION_EVERY == 0
+    chosen_N = is_validation_N == (self.split == 'validation')
+    self._images_NHWC = images_NHWC[chosen_N]
+    self._labels_N = labels_N[chosen_N]
 
   def num_records(self) -> int:
     """Returns N."""
-    return len(self._records())
+    return len(self._labels_N)
 
   def data_identity(self) -> dict[str, Any]:
     """Returns the split, and a hash of all images."""
-    return {'split': self.split, 'digits': _hash(*_load_digits())}
+    return self._identity
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
     """Returns the records [b, ...]."""
     del epochs
-    images_NHWC, labels_N = _load_digits()
-    chosen = self._records()[records]
-    return self._batch_of(images_NHWC[chosen], labels_N[chosen])
+    return self._batch_of(self._images_NHWC[records], self._labels_N[records])
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -11,6 +11,9 @@ Command:  python -m examples.pax.main --job_log_dir=/tmp/c4 \
 from examples.pax import experiment_registry
 from examples.pax.tasks.lm.params import c4
 
+# Pax has it in this module.
+C4SpmdGpt3AdamDataParallel2x16x16 = c4.C4SpmdGpt3AdamDataParallel2x16x16
+
 
 @experiment_registry.register
 class C4Spmd22BAdam1xv4_128(c4.C4Spmd):

@@ -70,6 +70,8 @@ class ReverseEncoderDecoder(base_experiment.BaseExperiment):
   SUMMARY_INTERVAL_STEPS: ClassVar[int] = 50
   EVAL_INTERVAL_STEPS: ClassVar[int] = 250
 
+  changeable_constants = ('EVAL_EXAMPLES',)
+
   def datasets(self) -> list[fdl.Config]:
     """Returns sequences to train on, and others to evaluate on."""
     config = fdl.Config(

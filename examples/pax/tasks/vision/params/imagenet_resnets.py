@@ -114,6 +114,8 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
   CHECKPOINT_EVERY_N_STEPS: ClassVar[int] = 2502
   EVAL_INTERVAL_STEPS: ClassVar[int] = 2502
 
+  changeable_constants = ('EVAL_BATCH_SIZE', 'EVAL_EXAMPLES', 'NUM_THREADS')
+
   def datasets(self) -> list[fdl.Config]:
     """Returns the images to train on, and those to evaluate on."""
     return [
@@ -137,7 +139,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
       return fdl.Config(vision_input.DigitsInput, **kwargs)
     if self.DATA == 'arrays':
       if not self.DATA_DIR:
-        raise ValueError(
+        raise errors.UsageError(
           "DATA is 'arrays' and DATA_DIR is empty. Give the folder that"
           ' input.ArrayFolderInput describes: --config.data_dir=...; or take'
           ' --config.data=synthetic.'
@@ -159,7 +161,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
         shuffle=False,  # They are random as they are.
         **kwargs,
       )
-    raise ValueError(
+    raise errors.UsageError(
       f'DATA is {self.DATA!r}; expected one of {_DATA}.'
       + errors.did_you_mean(self.DATA, _DATA)
     )
