@@ -219,19 +219,72 @@ def test_only_causal_attention_over_itself_is_extended(fields):
     layer.apply(variables, _random(B, 1, D), {}, 0, method='extend_step')
 
 
-def test_matrices_side_by_side_start_as_if_alone():
+@pytest.mark.parametrize(
+  ('fields', 'limits'),
+  [
+    ({'combine_qkv': True}, {'combined_qkv': 0.0559017}),
+    (
+      {'combine_qkv': False},
+      {'query': 0.0968246, 'key': 0.0968246, 'value': 0.0968246},
+    ),
+    (
+      {'combine_qkv': False, 'num_kv_heads': 2},
+      {'query': 0.0968246, 'key': 0.1020621, 'value': 0.1020621},
+    ),
+    (
+      {'combine_qkv': False, 'num_kv_heads': 1},
+      {'query': 0.0968246, 'key': 0.3535537, 'value': 0.3535537},
+    ),
+    # Not in Praxis: as if they were two.
+    (
+      {'combine_qkv': True, 'num_kv_heads': 2},
+      {'query': 0.0968246, 'combined_kv': 0.1020621},
+    ),
+    (
+      {'combine_qkv': True, 'num_kv_heads': 1},
+      {'query': 0.0968246, 'combined_kv': 0.3535537},
+    ),
+    (
+      {'combine_qkv': True, 'is_cross_attention': True},
+      {'query': 0.0968246, 'combined_kv': 0.0968246},
+    ),
+    (
+      {'combine_qkv': False, 'is_cross_attention': True},
+      {'query': 0.0968246, 'key': 0.0968246, 'value': 0.0968246},
+    ),
+  ],
+)
+def test_initial_weights_have_praxis_limits(fields, limits):
+  """The limits are `base_layer.var_init_scale` of each variable in Praxis.
+
+  Praxis 1.4.0, jax 0.4.26, Python 3.10: DotProductAttention (with num_kv_heads,
+  MultiQueryDotProductAttention) of input_dim 32, hidden_dim 64, num_heads 4 and
+  dim_per_head 16, with its default Xavier initialization.
+  """
   hparams = attentions.DotProductAttention.HParams(
-    input_dim=48, num_heads=4, dim_per_head=24
+    input_dim=32, num_heads=4, dim_per_head=16, **fields
   )
   params = _jit(hparams.Instantiate().init)(jax.random.key(0))['params']
-  name = 'dot_product_attention'
-  q, k, v = np.moveaxis(params[f'{name}/combined_qkv']['w'], 1, 0)
-  for w in (q, k, v, params[f'{name}/post']['w']):
-    # Glorot and Bengio (2010): of 48 inputs and 96 outputs, or back.
-    assert np.abs(w).max() == pytest.approx(math.sqrt(6 / (48 + 96)), rel=0.01)
-    assert np.std(w) == pytest.approx(math.sqrt(2 / (48 + 96)), rel=0.05)
+  for name, limit in (limits | {'post': 0.0968246}).items():
+    own = params[f'dot_product_attention/{name}']
+    most = np.abs(own['w']).max()
+    # The largest of 512 uniform numbers, or of more.
+    assert 0.98 * limit < most < 1.00001 * limit, name
+    assert np.std(own['w']) == pytest.approx(limit / 3**0.5, rel=0.06), name
+    assert not own['b'].any()
+
+
+def test_queries_keys_and_values_start_apart():
+  hparams = attentions.DotProductAttention.HParams(
+    input_dim=48, num_heads=4, dim_per_head=24, combine_qkv=True
+  )
+  params = _jit(hparams.Instantiate().init)(jax.random.key(0))['params']
+  w = params['dot_product_attention/combined_qkv']['w']
+  q, k, _ = np.moveaxis(np.asarray(w), 1, 0)
   assert abs(np.corrcoef(q.ravel(), k.ravel())[0, 1]) < 0.05
-  assert not params[f'{name}/combined_qkv']['b'].any()
+
+
+def test_a_weight_of_0_scales_queries_by_1():
   scale = attentions.PerDimScale.HParams(dim=3).Instantiate()
   x = jnp.arange(3.0)
   variables = {'params': {'per_dim_scale': {'per_dim_scale': jnp.zeros(3)}}}
