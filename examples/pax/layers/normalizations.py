@@ -138,13 +138,13 @@ class BatchNorm(BaseNormalization):
 
     Attributes:
       decay: what part of the moving averages a batch leaves.
-      epsilon: is added to the variance.
+      epsilon: is added to the variance; in Praxis it is always 0.001.
       scale_init: what `scale` starts as; 0 in the last one of a residual branch
         makes it start as the identity (Goyal et al., 2017).
     """
 
-    decay: float = 0.9
-    epsilon: float = 1e-5
+    decay: float = 0.999
+    epsilon: float = 0.001
     scale_init: float = 1.0
 
   def setup(self) -> None:

@@ -1,8 +1,9 @@
 """Residual networks (He et al., 2015) of bottleneck blocks.
 
 Of the variant called v1.5: the stride is that of the 3x3 convolution and not of
-the 1x1 before it. The scale of a block's last BatchNorm starts as 0, so that
-each block starts as its shortcut (Goyal et al., 2017).
+the 1x1 before it. With `zero_init_residual` the scale of a block's last
+BatchNorm starts as 0, so that each block starts as its shortcut (Goyal et al.,
+2017).
 
 BatchNorm's statistics are those of the whole global batch: a step over a mesh
 is one program on global arrays, in which a mean over the batch is one over all
@@ -21,6 +22,7 @@ from examples.pax import base_layer
 from examples.pax import hparams as hparams_lib
 from examples.pax.layers import activations
 from examples.pax.layers import convolutions
+from examples.pax.layers import normalizations
 
 BaseHParams = hparams_lib.BaseHParams
 WeightInit = base_layer.WeightInit
@@ -28,6 +30,29 @@ sub_config_field = base_layer.sub_config_field
 
 # Inside a block there is this part of its channels.
 _BOTTLENECK = 4
+
+
+class _BatchNorm(normalizations.BatchNorm):
+  """With the decay of Praxis's residual networks."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters; see `normalizations.BatchNorm`."""
+
+    _attribute_overrides = ('decay',)
+    decay: float = 0.9
+
+
+class _ConvBNAct(convolutions.ConvBNAct):
+  """With the initial weights of Praxis's residual networks."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters; see `convolutions.ConvBNAct`."""
+
+    _attribute_overrides = ('batch_norm_tpl', 'params_init')
+    batch_norm_tpl: Any = sub_config_field(_BatchNorm.HParams)
+    # He et al. (2015), 'Delving deep into rectifiers', their equation 14:
+    # gradients keep their size.
+    params_init: WeightInit | None = WeightInit.GaussianSqrtFanOut(1.4141)
 
 
 class ResNetBlock(base_layer.BaseLayer):
@@ -54,7 +79,7 @@ class ResNetBlock(base_layer.BaseLayer):
     kernel_size: int = 3
     stride: int = 1
     conv_tpl: Any = sub_config_field(convolutions.ConvBNAct.HParams)
-    zero_init_residual: bool = True
+    zero_init_residual: bool = False
 
   def setup(self) -> None:
     """Creates the convolutions."""
@@ -148,8 +173,8 @@ class ResNet(base_layer.BaseLayer):
     blocks: tuple[int, ...] = (3, 4, 6, 3)
     kernels: tuple[int, ...] = (3, 3, 3, 3)
     strides: tuple[int, ...] = (1, 2, 2, 2)
-    conv_tpl: Any = sub_config_field(convolutions.ConvBNAct.HParams)
-    zero_init_residual: bool = True
+    conv_tpl: Any = sub_config_field(_ConvBNAct.HParams)
+    zero_init_residual: bool = False
     pixel_mean: tuple[float, ...] = ()
     pixel_std: tuple[float, ...] = ()
 
@@ -173,12 +198,7 @@ class ResNet(base_layer.BaseLayer):
         f' {tuple(p.pixel_std)}; expected {p.input_channels} numbers each, one'
         ' a channel, or none.'
       )
-    conv = p.conv_tpl.clone()
-    if conv.params_init is None:
-      # He et al. (2015), 'Delving deep into rectifiers', their equation 14:
-      # gradients keep their size.
-      conv.params_init = WeightInit.GaussianSqrtFanOut(2**0.5)
-    entry = conv.clone()
+    entry = p.conv_tpl.clone()
     size, stride = p.entryflow_conv_kernel, p.entryflow_conv_stride
     entry.conv_tpl.set(
       filter_shape=(size, size, p.input_channels, p.entryflow_conv_channels),
@@ -198,7 +218,7 @@ class ResNet(base_layer.BaseLayer):
             output_dims=channels,
             kernel_size=kernel,
             stride=group_stride if i == 0 else 1,
-            conv_tpl=conv,
+            conv_tpl=p.conv_tpl,
             zero_init_residual=p.zero_init_residual,
           )
         )
