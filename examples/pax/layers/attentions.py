@@ -529,13 +529,14 @@ class DotProductAttention(base_layer.BaseLayer):
     else:
       q = self._split(self.query(x_BLD))
       k, v = self.keys_and_values(x_BLD).values()
-    q = self._scaled(q)
     if self._turns:
       if position is None:
         position = jnp.arange(x_BLD.shape[1])
       q = self.rotary_position_emb(q, position)
       k = self.rotary_position_emb(k, position)
-    return q, k, v
+    # After the rotation, as in Praxis: the two dimensions of a pair may have
+    # different scales.
+    return self._scaled(q), k, v
 
   def _parts(self, projection: Projection, x_BLD: jax.Array) -> list[jax.Array]:
     """Returns what is side by side in a product."""
