@@ -92,7 +92,7 @@ class ResNetBlock(base_layer.BaseLayer):
     inner = p.output_dims // _BOTTLENECK
     last = self._conv(1, inner, p.output_dims, 1, is_linear=True)
     if p.zero_init_residual:
-      last.batch_norm_tpl.scale_init = 0.0
+      last.batch_norm_tpl.gamma_init = WeightInit.Constant(-1.0)
     self.create_children(
       'body',
       [

@@ -75,7 +75,9 @@ def _random(weights, rng):
 
   def one(path, weight):
     name = path[-1].key
-    if name in ('scale', 'moving_variance'):
+    if name == 'gamma':
+      return rng.uniform(-0.5, 0.5, weight.shape)
+    if name == 'moving_variance':
       return rng.uniform(0.5, 1.5, weight.shape)
     return rng.normal(size=weight.shape) / math.sqrt(
       math.prod(weight.shape[:-1])
@@ -103,15 +105,18 @@ def _haiku_path(path):
   return f'block_group_{group}/~/block_{i}/~/{part}'
 
 
-def _to_haiku(params):
-  """Returns our weights in Haiku's tree."""
+def _to_haiku(params, scale_of=lambda gamma: 1 + gamma):
+  """Returns our weights in Haiku's tree, or our gradients."""
   tree = {}
   for path, module in params.items():
     new = tree[_haiku_path(path)] = {}
     for name, value in module.items():
-      is_vector = name in ('scale', 'bias')
-      name = {'bias': 'offset'}.get(name, name)
-      new[name] = value[None, None, None] if is_vector else value
+      if name == 'gamma':
+        new['scale'] = scale_of(value)[None, None, None]
+      elif name == 'beta':
+        new['offset'] = value[None, None, None]
+      else:
+        new[name] = value
   return tree
 
 
@@ -199,7 +204,7 @@ def test_haikus_network_computes_the_same():
     np.testing.assert_allclose(loss, want, rtol=1e-9)
     jax.tree.map(
       functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-9),
-      _to_haiku(grads),
+      _to_haiku(grads, lambda gradient: gradient),
       want_grads,
     )
 
@@ -234,7 +239,7 @@ def test_praxis_network_computes_the_same():
   """Praxis 1.4.0, jax 0.4.26, Python 3.10.
 
   ResNet with channels (8, 16), blocks (1, 1), kernels (3, 3), strides (1, 2),
-  and the weights below; there `gamma` is the scale less 1.
+  and the weights below.
   """
   layer = resnets.ResNet.HParams(
     name='net',
@@ -255,8 +260,8 @@ def test_praxis_network_computes_the_same():
     (size,) = w.shape[-1:]
     norm = f'net/{name}/batch_norm'
     variables['params'][norm] = {
-      'scale': np.float32(1 + _sines(n + 0.1, size) / 2),
-      'bias': np.float32(_sines(n + 0.2, size) / 2),
+      'gamma': np.float32(_sines(n + 0.1, size) / 2),
+      'beta': np.float32(_sines(n + 0.2, size) / 2),
     }
     variables['non_trainable'][norm] = {
       'moving_mean': np.float32(_sines(n + 0.3, size) / 2),
@@ -401,5 +406,5 @@ def test_first_values_are_those_of_the_method():
   for path, module in weights.items():
     if path.endswith('batch_norm'):
       is_last = path.endswith('body_2/batch_norm')
-      scale = module['scale'].init
-      assert scale == base_layer.WeightInit.Constant(0.0 if is_last else 1.0)
+      gamma = module['gamma'].init
+      assert gamma == base_layer.WeightInit.Constant(-1.0 if is_last else 0.0)
