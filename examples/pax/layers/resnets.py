@@ -12,6 +12,7 @@ devices.
 Shapes: B images, H rows, W columns, C channels, D features.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -30,29 +31,6 @@ sub_config_field = base_layer.sub_config_field
 
 # Inside a block there is this part of its channels.
 _BOTTLENECK = 4
-
-
-class _BatchNorm(normalizations.BatchNorm):
-  """With the decay of Praxis's residual networks."""
-
-  class HParams(BaseHParams):
-    """Hyperparameters; see `normalizations.BatchNorm`."""
-
-    _attribute_overrides = ('decay',)
-    decay: float = 0.9
-
-
-class _ConvBNAct(convolutions.ConvBNAct):
-  """With the initial weights of Praxis's residual networks."""
-
-  class HParams(BaseHParams):
-    """Hyperparameters; see `convolutions.ConvBNAct`."""
-
-    _attribute_overrides = ('batch_norm_tpl', 'params_init')
-    batch_norm_tpl: Any = sub_config_field(_BatchNorm.HParams)
-    # He et al. (2015), 'Delving deep into rectifiers', their equation 14:
-    # gradients keep their size.
-    params_init: WeightInit | None = WeightInit.GaussianSqrtFanOut(1.4141)
 
 
 class ResNetBlock(base_layer.BaseLayer):
@@ -173,7 +151,14 @@ class ResNet(base_layer.BaseLayer):
     blocks: tuple[int, ...] = (3, 4, 6, 3)
     kernels: tuple[int, ...] = (3, 3, 3, 3)
     strides: tuple[int, ...] = (1, 2, 2, 2)
-    conv_tpl: Any = sub_config_field(_ConvBNAct.HParams)
+    conv_tpl: Any = dataclasses.field(
+      default_factory=lambda: convolutions.ConvBNAct.HParams(
+        batch_norm_tpl=normalizations.BatchNorm.HParams(decay=0.9),
+        # He et al. (2015), 'Delving deep into rectifiers', their equation 14:
+        # gradients keep their size.
+        params_init=WeightInit.GaussianSqrtFanOut(1.4141),
+      )
+    )
     zero_init_residual: bool = False
     pixel_mean: tuple[float, ...] = ()
     pixel_std: tuple[float, ...] = ()
