@@ -107,7 +107,7 @@ def taps(size: int, kernel: int, stride: int, *, skip_padding: bool) -> int:
   out = size // stride
   if not skip_padding:
     return out * kernel
-  low = max((out - 1) * stride + kernel - size, 0) // 2
+  low = (kernel - 1) // 2
   return sum(
     0 <= i * stride + j - low < size for i in range(out) for j in range(kernel)
   )

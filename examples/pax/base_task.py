@@ -637,7 +637,8 @@ class SingleTask(BaseTask):
     """Returns what turns gradients into updates.
 
     The layers in a repeated layer's weight are tensors of their own, and what
-    is in the collection SKIP_LP_REGULARIZATION has no weight decay.
+    is in the collection SKIP_LP_REGULARIZATION has neither L2 nor
+    `decoupled_weight_decay`.
     """
     # A pipeline's weights have two axes of layers before their own.
     return self.learner.make(lambda name: len(self.weights[name].repeat_prefix))
@@ -712,7 +713,7 @@ def _without_decay(optimizer: Any, names: Sequence[str]) -> Any:
   if found is None:
     return None  # The learner itself says what is missing.
   found = found.clone()
-  before = found.weight_decay_exclusion
+  before = found.lp_regularization_exclusion
   before = (before,) if isinstance(before, str) else tuple(before)
   own = (f'{re.escape(name)}$' for name in names)
-  return found.set(weight_decay_exclusion=(*before, *own))
+  return found.set(lp_regularization_exclusion=(*before, *own))

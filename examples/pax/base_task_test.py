@@ -18,6 +18,7 @@ from examples.pax import models
 from examples.pax import optimizers
 from examples.pax import tasks
 from examples.pax.layers import linears
+from examples.pax.layers import normalizations
 from jaxline import base_config
 from jaxline import partitioning
 from jaxline import sharded
@@ -357,6 +358,75 @@ def test_moving_average_in_a_run():
   assert given == ['batch', KEY, 'options']
   assert variables['params'] is state.model_state['ema']
   assert variables['non_trainable'] is state.model_state['non_trainable']
+
+
+class Normalized(Line):
+  """Has a layer of each kind that decay concerns."""
+
+  def setup(self):
+    super().setup()
+    for name, hparams in (
+      ('ln', normalizations.LayerNorm.HParams),
+      ('rms', normalizations.RmsNorm.HParams),
+      ('bn', normalizations.BatchNorm.HParams),
+    ):
+      self.create_child(name, hparams(dim=2))
+    linear = linears.Linear.HParams(input_dims=2, output_dims=2)
+    self.create_child('linear', linear)
+
+
+@pytest.mark.parametrize(
+  ('optimizer', 'usual', 'layer_norms'),
+  [
+    (optimizers.Sgd.HParams(decoupled_weight_decay=0.1), -0.007, -0.005),
+    (optimizers.Sgd.HParams(l2_regularizer_weight=0.1), -0.007, -0.005),
+    (
+      optimizers.Adam.HParams(decoupled_weight_decay=0.1),
+      -0.01199998,
+      -0.00999998,
+    ),
+    (optimizers.Adam.HParams(weight_decay=0.1), -0.01199998, -0.01199998),
+    (optimizers.Lion.HParams(weight_decay=0.1), -0.012, -0.012),
+    (
+      optimizers.ShardedAdafactor.HParams(
+        decay_method='adam', decay_adam=0.9, weight_decay=0.1
+      ),
+      -0.012,
+      -0.012,
+    ),
+  ],
+)
+def test_layer_norm_alone_skips_regularization(optimizer, usual, layer_norms):
+  """Praxis 1.4.0, jax 0.4.26, Python 3.10: the first update of each weight.
+
+  Weights of 2 and gradients of 0.5, a learning rate of 0.01, `get_grad_
+  transformation` with the metadata of LayerNorm, RmsNorm, BatchNorm and Linear.
+  """
+  task = make_task(
+    Normalized.HParams(name='n'), optimizer=optimizer.set(learning_rate=0.01)
+  ).Instantiate()
+  params = jax.tree.map(lambda x: jnp.full_like(x, 2.0), init(task)[0])
+  grads = jax.tree.map(lambda x: jnp.full_like(x, 0.5), params)
+  tx = task.make_optimizer()
+  with jax.numpy_dtype_promotion('standard'):
+    updates = jax.jit(lambda p: tx.update(grads, tx.init(p), p)[0])(params)
+  seen = {
+    f'{module}/{name}': float(np.ravel(x)[0])
+    for module, own in updates.items()
+    for name, x in own.items()
+    if module != 'n'
+  }
+  assert seen == pytest.approx(
+    {
+      'n/ln/scale': layer_norms,
+      'n/ln/bias': layer_norms,
+      'n/rms/scale': usual,
+      'n/bn/gamma': usual,
+      'n/bn/beta': usual,
+      'n/linear/w': usual,
+    },
+    rel=1e-5,
+  )
 
 
 def test_weights_that_skip_regularization_do_not_decay():

@@ -141,6 +141,10 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
       decoupled_weight_decay: learning rate times this times the weight is taken
         off the weight (Loshchilov and Hutter, 2019).
       weight_decay_exclusion: weights that have neither L2 nor decay.
+      lp_regularization_exclusion: weights that have neither L2 nor
+        `decoupled_weight_decay`, but an optimizer's own `weight_decay`, as in
+        Praxis those of the collection SKIP_LP_REGULARIZATION, which the task
+        adds.
       clip_gradient_norm_to_value: the most that the norm of all gradients may
         be; the learner scales them down.
       clip_gradient_single_norm_to_value: the same for each gradient by itself.
@@ -154,6 +158,7 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
     skip_lp_1d_vectors: bool = False
     decoupled_weight_decay: float | None = None
     weight_decay_exclusion: Regexes = ()
+    lp_regularization_exclusion: Regexes = ()
     clip_gradient_norm_to_value: float = 0.0
     clip_gradient_single_norm_to_value: float = 0.0
     ema_decay: float = 0.0
@@ -194,6 +199,9 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
     self._excluded = Pattern(
       f'{name}.weight_decay_exclusion', p.weight_decay_exclusion
     )
+    self._no_lp = Pattern(
+      f'{name}.lp_regularization_exclusion', p.lp_regularization_exclusion
+    )
     self._schedule = hparams_lib.instantiate(
       p.lr_schedule, schedules.BaseSchedule, f'{name}.lr_schedule'
     )
@@ -208,6 +216,7 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
   def check_names(self, names: Sequence[str]) -> None:
     """Refuses a regular expression that fits no weight."""
     self._excluded.check(names)
+    self._no_lp.check(names)
 
   def make(
     self, num_stacked: NumStacked = not_stacked
@@ -223,11 +232,12 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
     """
     p = self.hparams
 
-    def mask(tree: Any, skip_vectors: bool = False) -> Any:
+    def mask(tree: Any, is_lp: bool, skip_vectors: bool = False) -> Any:
       return map_with_names(
         lambda name, x: (
           not (
             self._excluded.fits(name)
+            or (is_lp and self._no_lp.fits(name))
             or (skip_vectors and x.ndim - num_stacked(name) <= 1)
           )
         ),
@@ -236,10 +246,11 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
 
     regularizer = optax.add_decayed_weights(
       p.l2_regularizer_weight or 0.0,
-      functools.partial(mask, skip_vectors=p.skip_lp_1d_vectors),
+      functools.partial(mask, is_lp=True, skip_vectors=p.skip_lp_1d_vectors),
     )
     decay = optax.add_decayed_weights(
-      lambda step: self._weight_decay * self.get_learning_rate(step), mask
+      lambda step: self._weight_decay * self.get_learning_rate(step),
+      functools.partial(mask, is_lp=bool(p.decoupled_weight_decay)),
     )
     return optax.chain(
       *([regularizer] if p.l2_regularizer_weight else []),
@@ -266,7 +277,12 @@ class _Decayed(BaseOptimizer):
   """One whose weight decay Praxis calls `weight_decay`."""
 
   class HParams(BaseHParams):
-    """Attributes: weight_decay: the same as `decoupled_weight_decay`."""
+    """Hyperparameters.
+
+    Attributes:
+      weight_decay: the same as `decoupled_weight_decay`, but for all weights,
+        those of the collection SKIP_LP_REGULARIZATION included.
+    """
 
     weight_decay: float | None = None
 

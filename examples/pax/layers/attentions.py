@@ -6,6 +6,7 @@ side in one product.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,25 +46,24 @@ class Projection(base_layer.BaseLayer):
         one letter for each dimension.
       shape: of the weight.
       axes: of the weight; see `base_layer.SplitDims`.
+      fan_in_axes: for the initial value; see `base_layer.WeightHParams`.
+      fan_out_axes: likewise.
+      batch_axes: likewise.
       use_bias: whether there is a bias.
     """
 
     spec: str = ''
     shape: tuple[int, ...] = ()
     axes: base_layer.SplitDims = None
+    fan_in_axes: tuple[int, ...] | None = None
+    fan_out_axes: tuple[int, ...] | None = None
+    batch_axes: tuple[int, ...] = ()
     use_bias: bool = True
 
   def setup(self) -> None:
     p = self.hparams
     inputs, rest = p.spec.split(',')
     of_w, outputs = rest.split('->')
-    dims = {letter: i for i, letter in enumerate(of_w)}
-    sums = tuple(i for letter, i in dims.items() if letter not in outputs)
-    # S matrices side by side: each starts as if it were alone.
-    beside = tuple(i for letter, i in dims.items() if letter == 'S')
-    outs = tuple(
-      i for i in range(len(of_w)) if i not in sums and i not in beside
-    )
     if not set(of_w) <= set(inputs + outputs) or len(p.shape) != len(of_w):
       raise ValueError(
         f'{self.module_name} has spec {p.spec!r} and shape {p.shape}; expected'
@@ -75,13 +75,13 @@ class Projection(base_layer.BaseLayer):
       WeightHParams(
         p.shape,
         tensor_split_dims_mapping=p.axes,
-        fan_in_axes=sums,
-        fan_out_axes=outs,
-        batch_axes=beside,
+        fan_in_axes=p.fan_in_axes,
+        fan_out_axes=p.fan_out_axes,
+        batch_axes=p.batch_axes,
       ),
     )
     if p.use_bias:
-      kept = sorted(beside + outs)
+      kept = [i for i, letter in enumerate(of_w) if letter in outputs]
       axes = p.axes or (None,) * len(of_w)
       self.create_variable(
         'b',
@@ -199,21 +199,30 @@ class DotProductAttention(base_layer.BaseLayer):
     p = self.hparams
     self._check()
     groups = p.num_kv_heads or p.num_heads
+    # The fans of the initial values are those of Praxis: H counts as inputs, K
+    # as outputs, and both are multiplied by D, in `combined_qkv` also by S.
+    # Keys and values of one head for all queries are a matrix [D, K] there.
     if self._is_one_product:
       self._create_projection('combined_qkv', groups, 3)
     else:
       self._create_projection('query', p.num_heads)
+      fan_in = (0,) if groups == 1 < p.num_heads else None
       if p.combine_qkv:
-        self._create_projection('combined_kv', groups, 2)
+        # Not in Praxis: each of the two starts as if it were alone.
+        self._create_projection(
+          'combined_kv', groups, 2, fan_in_axes=fan_in, batch_axes=(1,)
+        )
       else:
-        self._create_projection('key', groups)
-        self._create_projection('value', groups)
+        self._create_projection('key', groups, fan_in_axes=fan_in)
+        self._create_projection('value', groups, fan_in_axes=fan_in)
     self.create_child(
       'post',
       p.proj_tpl.clone(),
       spec='BLHK,HKD->BLD',
       shape=(p.num_heads, self._width, p.input_dim),
       axes=('heads', 'kv', 'embed'),
+      fan_in_axes=(0,),
+      fan_out_axes=(1,),
       use_bias=p.use_bias,
     )
     if p.internal_enable_per_dim_scale:
@@ -304,7 +313,7 @@ class DotProductAttention(base_layer.BaseLayer):
     )
 
   def _create_projection(
-    self, name: str, heads: int, num_parts: int | None = None
+    self, name: str, heads: int, num_parts: int | None = None, **fans: Any
   ) -> None:
     p = self.hparams
     spec, shape = 'BLD,DHK->BLHK', (p.input_dim, heads, self._width)
@@ -322,6 +331,7 @@ class DotProductAttention(base_layer.BaseLayer):
       shape=shape,
       axes=axes,
       use_bias=p.use_bias,
+      **fans,
     )
 
   def __call__(
@@ -519,13 +529,14 @@ class DotProductAttention(base_layer.BaseLayer):
     else:
       q = self._split(self.query(x_BLD))
       k, v = self.keys_and_values(x_BLD).values()
-    q = self._scaled(q)
     if self._turns:
       if position is None:
         position = jnp.arange(x_BLD.shape[1])
       q = self.rotary_position_emb(q, position)
       k = self.rotary_position_emb(k, position)
-    return q, k, v
+    # After the rotation, as in Praxis: the two dimensions of a pair may have
+    # different scales.
+    return self._scaled(q), k, v
 
   def _parts(self, projection: Projection, x_BLD: jax.Array) -> list[jax.Array]:
     """Returns what is side by side in a product."""

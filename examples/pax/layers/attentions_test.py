@@ -75,8 +75,9 @@ def _numpy_attention(w, x_LD, source_MD, mask_LM, *, cap=0.0, turns=False):
 
   q = part('query', 0, x_LD)
   k, v = (part(name, i, source_MD) for i, name in ((1, 'key'), (2, 'value')))
+  scale = np.ones(K)
   if 'per_dim_scale/per_dim_scale' in w:
-    q = q * np.log2(1 + np.exp(w['per_dim_scale/per_dim_scale']))
+    scale = np.log2(1 + np.exp(w['per_dim_scale/per_dim_scale']))
   out = np.zeros((len(x_LD), D)) + w.get('post/b', 0)
   for head in range(H):
     group = head * k.shape[1] // H
@@ -85,7 +86,7 @@ def _numpy_attention(w, x_LD, source_MD, mask_LM, *, cap=0.0, turns=False):
       if turns:
         query = _numpy_turn(query, i)
         keys = np.array([_numpy_turn(key, j) for j, key in enumerate(keys)])
-      scores = keys @ query / math.sqrt(K)
+      scores = keys @ (query * scale) / math.sqrt(K)
       if cap:
         scores = cap * np.tanh(scores / cap)
       p = np.exp(scores) * mask_LM[i]
@@ -104,6 +105,7 @@ def _numpy_attention(w, x_LD, source_MD, mask_LM, *, cap=0.0, turns=False):
       'internal_enable_per_dim_scale': False,
       'use_rotary_position_emb': True,
     },
+    {'use_rotary_position_emb': True},
     {'num_kv_heads': 1, 'combine_qkv': False, 'attention_impl': 'xla'},
   ],
 )
@@ -125,6 +127,64 @@ def test_causal_attention_is_the_papers(fields):
       turns=fields.get('use_rotary_position_emb', False),
     )
     np.testing.assert_allclose(actual[row], expected, atol=2e-5)
+
+
+def test_rotation_and_scale_have_praxis_numbers():
+  """Praxis 1.4.0 (jax 0.4.26, Python 3.10), DotProductAttention.
+
+  input_dim=6, hidden_dim=8, num_heads=2, dim_per_head=4, use_bias=False,
+  use_rotary_position_emb=True; a causal mask, and the weights below.
+  """
+  hparams = attentions.DotProductAttention.HParams(
+    name='a',
+    input_dim=6,
+    num_heads=2,
+    dim_per_head=4,
+    use_bias=False,
+    use_rotary_position_emb=True,
+    combine_qkv=False,
+  )
+
+  def sines(offset, *shape):
+    x = np.sin(0.7 * np.arange(math.prod(shape)) + offset)
+    return np.float32(x.reshape(shape))
+
+  variables = {
+    'params': {
+      'a/query': {'w': sines(0, 6, 2, 4)},
+      'a/key': {'w': sines(1, 6, 2, 4)},
+      'a/value': {'w': sines(2, 6, 2, 4)},
+      # In Praxis [D, H, K].
+      'a/post': {'w': np.moveaxis(sines(3, 6, 2, 4), 0, 2)},
+      'a/per_dim_scale': {'per_dim_scale': sines(4, 4)},
+    }
+  }
+  x = np.float32(np.sin(0.9 * np.arange(60)).reshape(2, 5, 6))
+  layer = hparams.Instantiate()
+
+  @_jit
+  def run(variables, x):
+    whole = layer.apply(variables, x)
+    cache = layer.apply(variables, 2, 5, method='empty_cache')
+    steps = []
+    for i in range(5):
+      out, cache = layer.apply(
+        variables, x[:, i : i + 1], cache, i, method='extend_step'
+      )
+      steps.append(out)
+    return whole, jnp.concatenate(steps, axis=1)
+
+  for out in run(variables, x):
+    np.testing.assert_allclose(
+      out[0, 4],
+      [3.5762565, -1.0995017, -5.2817287, -7.0931560, -5.7206900, -1.7803881],
+      atol=1e-5,
+    )
+    np.testing.assert_allclose(
+      out[1, 2],
+      [-2.5556238, 5.4026120, 10.935788, 11.560233, 6.9956603, -0.7090445],
+      atol=1e-5,
+    )
 
 
 def test_a_cache_gives_what_the_whole_sequence_does():
@@ -219,19 +279,72 @@ def test_only_causal_attention_over_itself_is_extended(fields):
     layer.apply(variables, _random(B, 1, D), {}, 0, method='extend_step')
 
 
-def test_matrices_side_by_side_start_as_if_alone():
+@pytest.mark.parametrize(
+  ('fields', 'limits'),
+  [
+    ({'combine_qkv': True}, {'combined_qkv': 0.0559017}),
+    (
+      {'combine_qkv': False},
+      {'query': 0.0968246, 'key': 0.0968246, 'value': 0.0968246},
+    ),
+    (
+      {'combine_qkv': False, 'num_kv_heads': 2},
+      {'query': 0.0968246, 'key': 0.1020621, 'value': 0.1020621},
+    ),
+    (
+      {'combine_qkv': False, 'num_kv_heads': 1},
+      {'query': 0.0968246, 'key': 0.3535537, 'value': 0.3535537},
+    ),
+    # Not in Praxis: as if they were two.
+    (
+      {'combine_qkv': True, 'num_kv_heads': 2},
+      {'query': 0.0968246, 'combined_kv': 0.1020621},
+    ),
+    (
+      {'combine_qkv': True, 'num_kv_heads': 1},
+      {'query': 0.0968246, 'combined_kv': 0.3535537},
+    ),
+    (
+      {'combine_qkv': True, 'is_cross_attention': True},
+      {'query': 0.0968246, 'combined_kv': 0.0968246},
+    ),
+    (
+      {'combine_qkv': False, 'is_cross_attention': True},
+      {'query': 0.0968246, 'key': 0.0968246, 'value': 0.0968246},
+    ),
+  ],
+)
+def test_initial_weights_have_praxis_limits(fields, limits):
+  """The limits are `base_layer.var_init_scale` of each variable in Praxis.
+
+  Praxis 1.4.0, jax 0.4.26, Python 3.10: DotProductAttention (with num_kv_heads,
+  MultiQueryDotProductAttention) of input_dim 32, hidden_dim 64, num_heads 4 and
+  dim_per_head 16, with its default Xavier initialization.
+  """
   hparams = attentions.DotProductAttention.HParams(
-    input_dim=48, num_heads=4, dim_per_head=24
+    input_dim=32, num_heads=4, dim_per_head=16, **fields
   )
   params = _jit(hparams.Instantiate().init)(jax.random.key(0))['params']
-  name = 'dot_product_attention'
-  q, k, v = np.moveaxis(params[f'{name}/combined_qkv']['w'], 1, 0)
-  for w in (q, k, v, params[f'{name}/post']['w']):
-    # Glorot and Bengio (2010): of 48 inputs and 96 outputs, or back.
-    assert np.abs(w).max() == pytest.approx(math.sqrt(6 / (48 + 96)), rel=0.01)
-    assert np.std(w) == pytest.approx(math.sqrt(2 / (48 + 96)), rel=0.05)
+  for name, limit in (limits | {'post': 0.0968246}).items():
+    own = params[f'dot_product_attention/{name}']
+    most = np.abs(own['w']).max()
+    # The largest of 512 uniform numbers, or of more.
+    assert 0.98 * limit < most < 1.00001 * limit, name
+    assert np.std(own['w']) == pytest.approx(limit / 3**0.5, rel=0.06), name
+    assert not own['b'].any()
+
+
+def test_queries_keys_and_values_start_apart():
+  hparams = attentions.DotProductAttention.HParams(
+    input_dim=48, num_heads=4, dim_per_head=24, combine_qkv=True
+  )
+  params = _jit(hparams.Instantiate().init)(jax.random.key(0))['params']
+  w = params['dot_product_attention/combined_qkv']['w']
+  q, k, _ = np.moveaxis(np.asarray(w), 1, 0)
   assert abs(np.corrcoef(q.ravel(), k.ravel())[0, 1]) < 0.05
-  assert not params[f'{name}/combined_qkv']['b'].any()
+
+
+def test_a_weight_of_0_scales_queries_by_1():
   scale = attentions.PerDimScale.HParams(dim=3).Instantiate()
   x = jnp.arange(3.0)
   variables = {'params': {'per_dim_scale': {'per_dim_scale': jnp.zeros(3)}}}

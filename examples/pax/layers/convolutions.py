@@ -35,14 +35,18 @@ class Conv2D(base_layer.BaseLayer):
     Attributes:
       filter_shape: height, width, channels in (C), channels out (D).
       filter_stride: rows and columns from one output to the next.
-      padding: 'SAME' pads so that there is an output for each stride begun (as
-        TensorFlow: what is odd comes last), 'VALID' not at all.
+      padding: 'SAME' pads by the size of the filter less 1, half of it before
+        (rounded down) and half behind; 'VALID' does not pad. With 'SAME' there
+        is an output for each stride begun.
+      tf_equivalent_padding: whether 'SAME' pads as TensorFlow does: only as
+        much as those outputs need, which differs where the stride is not 1.
       bias: whether there is one.
     """
 
     filter_shape: tuple[int, int, int, int] = (0, 0, 0, 0)
     filter_stride: tuple[int, int] = (1, 1)
     padding: str = 'SAME'
+    tf_equivalent_padding: bool = False
     bias: bool = False
 
   def setup(self) -> None:
@@ -68,8 +72,6 @@ class Conv2D(base_layer.BaseLayer):
       WeightHParams(
         p.filter_shape,
         tensor_split_dims_mapping=(None, None, None, 'embed'),
-        fan_in_axes=(2,),
-        fan_out_axes=(3,),
       ),
     )
     if p.bias:
@@ -95,11 +97,14 @@ class Conv2D(base_layer.BaseLayer):
         f'{self.module_name} got {x_BHWC.shape}; expected [batch, height,'
         f' width, {p.filter_shape[2]}].'
       )
+    padding: str | list[tuple[int, int]] = p.padding
+    if p.padding == 'SAME' and not p.tf_equivalent_padding:
+      padding = [((n - 1) // 2, n // 2) for n in p.filter_shape[:2]]
     y_BHWD = jax.lax.conv_general_dilated(
       x_BHWC.astype(dtype),
       self.theta.w.astype(dtype),
       window_strides=tuple(p.filter_stride),
-      padding=p.padding,
+      padding=padding,
       dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
     )
     if p.bias:

@@ -51,7 +51,10 @@ def _windows(x_BHWC, size, stride, filler):
 def test_conv_is_a_sum_over_windows(size, stride, height):
   rng = np.random.default_rng(0)
   layer = convolutions.Conv2D.HParams(
-    filter_shape=(size, size, 3, 4), filter_stride=(stride, stride), bias=True
+    filter_shape=(size, size, 3, 4),
+    filter_stride=(stride, stride),
+    tf_equivalent_padding=True,
+    bias=True,
   ).Instantiate()
   variables = _variables(layer, rng)
   x_BHWC = rng.normal(size=(2, height, 6, 3)).astype(np.float32)
@@ -63,6 +66,29 @@ def test_conv_is_a_sum_over_windows(size, stride, height):
     np.float64(weights['w']),
   ) + np.float64(weights['b'])
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ('size', 'stride', 'first', 'last'),
+  [
+    (3, 2, [-0.7857267, -0.0513394, 1.1347158], [0.9655407, -0.8871020]),
+    (7, 2, [-0.3529168, 0.2091897, 0.8761678], [-0.0767288, 0.4881912]),
+    (2, 2, [1.5018742, 0.2025850, -1.5939296], [-0.2481577, -0.3156304]),
+    (4, 3, [-0.0011901, -0.2226619, 0.3143457], [0.6986455, -0.1946388]),
+  ],
+)
+def test_strided_convolutions_pad_as_praxis(size, stride, first, last):
+  """Praxis 1.4.0 (jax 0.4.26, Python 3.10), Conv2D without other settings."""
+  layer = convolutions.Conv2D.HParams(
+    filter_shape=(size, size, 1, 1), filter_stride=(stride, stride), name='c'
+  ).Instantiate()
+  w = np.sin(0.7 * np.arange(size**2)).reshape(size, size, 1, 1)
+  w = np.float32(w / np.sqrt(size**2 / 2))
+  x_BHWC = np.float32(np.sin(0.9 * np.arange(56)).reshape(1, 7, 8, 1))
+  got = np.ravel(layer.apply({'params': {'c': {'w': w}}}, x_BHWC))
+  assert len(got) == {2: 16, 3: 9}[stride]
+  np.testing.assert_allclose(got[:3], first, atol=2e-6)
+  np.testing.assert_allclose(got[-2:], last, atol=2e-6)
 
 
 def test_valid_padding_is_scipys():

@@ -20,7 +20,8 @@ class BaseNormalization(base_layer.BaseLayer):
   """What all have: `__call__(inputs)` returns the same shape.
 
   The axis of their variables is 'embed', unless `weight_split_dims_mapping`
-  says otherwise.
+  says otherwise. As in Praxis, only those of `LayerNorm` are in the collection
+  SKIP_LP_REGULARIZATION.
   """
 
   class HParams(BaseHParams):
@@ -35,14 +36,15 @@ class BaseNormalization(base_layer.BaseLayer):
   def _create(
     self,
     name: str,
-    value: float,
+    init: WeightInit,
     trainable: bool = True,
-    collections: tuple[base_layer.WeightHParamsCollection, ...] = (),
+    skip_lp_regularization: bool = False,
   ) -> None:
+    skip = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
     weight = WeightHParams(
       (self.hparams.dim,),
-      init=WeightInit.Constant(value),
-      collections=collections,
+      init=init,
+      collections=(skip,) if skip_lp_regularization else (),
       tensor_split_dims_mapping=('embed',),
     )
     self.create_variable(name, weight, trainable)
@@ -77,10 +79,11 @@ class LayerNorm(BaseNormalization):
 
   def setup(self) -> None:
     p = self.hparams
+    zero = WeightInit.Constant(0.0)
     if p.use_scale:
-      self._create('scale', 0.0)
+      self._create('scale', zero, skip_lp_regularization=True)
     if p.use_bias:
-      self._create('bias', 0.0)
+      self._create('bias', zero, skip_lp_regularization=True)
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Returns [..., D], in the dtype of the inputs."""
@@ -109,7 +112,8 @@ class RmsNorm(BaseNormalization):
     direct_scale: bool = True
 
   def setup(self) -> None:
-    self._create('scale', 1.0 if self.hparams.direct_scale else 0.0)
+    start = 1.0 if self.hparams.direct_scale else 0.0
+    self._create('scale', WeightInit.Constant(start))
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Returns [..., D], in the dtype of the inputs."""
@@ -129,8 +133,8 @@ class BatchNorm(BaseNormalization):
   the whole global batch where it is one array over a mesh. Rows that only fill
   the batch up are not known here, and count. In evaluation by moving averages.
 
-  Its variables are `scale` and `bias`; and, not trained, `moving_mean` and
-  `moving_variance`.
+  Its variables are `gamma`, the scale less 1, and `beta`; and, not trained,
+  `moving_mean` and `moving_variance`. So weight decay draws the scale to 1.
   """
 
   class HParams(BaseHParams):
@@ -138,26 +142,25 @@ class BatchNorm(BaseNormalization):
 
     Attributes:
       decay: what part of the moving averages a batch leaves.
-      epsilon: is added to the variance.
-      scale_init: what `scale` starts as; 0 in the last one of a residual branch
-        makes it start as the identity (Goyal et al., 2017).
+      epsilon: is added to the variance; in Praxis it is always 0.001.
+      gamma_init: what `gamma` starts as; -1 in the last one of a residual
+        branch makes it start as the identity (Goyal et al., 2017).
     """
 
-    decay: float = 0.9
-    epsilon: float = 1e-5
-    scale_init: float = 1.0
+    decay: float = 0.999
+    epsilon: float = 0.001
+    gamma_init: WeightInit = WeightInit.Constant(0.0)
 
   def setup(self) -> None:
-    skip = (base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION,)
-    self._create('scale', self.hparams.scale_init, collections=skip)
-    self._create('bias', 0.0, collections=skip)
-    self._create('moving_mean', 0.0, trainable=False)
-    self._create('moving_variance', 1.0, trainable=False)
+    self._create('beta', WeightInit.Constant(0.0))
+    self._create('gamma', self.hparams.gamma_init)
+    self._create('moving_mean', WeightInit.Constant(0.0), trainable=False)
+    self._create('moving_variance', WeightInit.Constant(1.0), trainable=False)
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Returns [..., D], in the dtype of the inputs."""
     p, theta = self.hparams, self.theta
-    x = inputs.astype(np.promote_types(theta.scale.dtype, np.float32))
+    x = inputs.astype(np.promote_types(theta.gamma.dtype, np.float32))
 
     def value(name: str) -> jax.Array:
       return self.get_var(name).astype(x.dtype)
@@ -173,9 +176,9 @@ class BatchNorm(BaseNormalization):
       for name, new in ('moving_mean', mean), ('moving_variance', variance):
         new = p.decay * value(name) + (1 - p.decay) * new
         self.update_var(name, new.astype(self.get_var(name).dtype))
-    factor = value('scale') * jax.lax.rsqrt(variance + p.epsilon)
+    factor = (1 + value('gamma')) * jax.lax.rsqrt(variance + p.epsilon)
     leading = range(x.ndim - 1)
-    factor, mean, bias = (
-      jnp.expand_dims(v, leading) for v in (factor, mean, value('bias'))
+    factor, mean, beta = (
+      jnp.expand_dims(v, leading) for v in (factor, mean, value('beta'))
     )
-    return ((x - mean) * factor + bias).astype(inputs.dtype)
+    return ((x - mean) * factor + beta).astype(inputs.dtype)

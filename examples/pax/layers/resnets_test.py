@@ -14,6 +14,7 @@ import pytest
 from examples.pax import base_layer
 from examples.pax.layers import convolutions
 from examples.pax.layers import embedding_softmax
+from examples.pax.layers import normalizations
 from examples.pax.layers import resnets
 from jaxline import partitioning
 
@@ -74,7 +75,9 @@ def _random(weights, rng):
 
   def one(path, weight):
     name = path[-1].key
-    if name in ('scale', 'moving_variance'):
+    if name == 'gamma':
+      return rng.uniform(-0.5, 0.5, weight.shape)
+    if name == 'moving_variance':
       return rng.uniform(0.5, 1.5, weight.shape)
     return rng.normal(size=weight.shape) / math.sqrt(
       math.prod(weight.shape[:-1])
@@ -102,15 +105,18 @@ def _haiku_path(path):
   return f'block_group_{group}/~/block_{i}/~/{part}'
 
 
-def _to_haiku(params):
-  """Returns our weights in Haiku's tree."""
+def _to_haiku(params, scale_of=lambda gamma: 1 + gamma):
+  """Returns our weights in Haiku's tree, or our gradients."""
   tree = {}
   for path, module in params.items():
     new = tree[_haiku_path(path)] = {}
     for name, value in module.items():
-      is_vector = name in ('scale', 'bias')
-      name = {'bias': 'offset'}.get(name, name)
-      new[name] = value[None, None, None] if is_vector else value
+      if name == 'gamma':
+        new['scale'] = scale_of(value)[None, None, None]
+      elif name == 'beta':
+        new['offset'] = value[None, None, None]
+      else:
+        new[name] = value
   return tree
 
 
@@ -156,7 +162,11 @@ def _grads(features_fn, params, w_DK, y_B):
 def test_haikus_network_computes_the_same():
   rng = np.random.default_rng(0)
   with jax.enable_x64(True):
-    layer = _set_dtype(_hparams(), jnp.float64).Instantiate()
+    hparams = _set_dtype(_hparams(), jnp.float64)
+    # Haiku's, which are not Praxis's.
+    hparams.conv_tpl.conv_tpl.tf_equivalent_padding = True
+    hparams.conv_tpl.batch_norm_tpl.epsilon = 1e-5
+    layer = hparams.Instantiate()
     variables = _random(layer.abstract_init(), rng)
     params = _to_haiku(variables['params'])
     w_DK = rng.normal(size=(CHANNELS[-1], CLASSES))
@@ -194,7 +204,7 @@ def test_haikus_network_computes_the_same():
     np.testing.assert_allclose(loss, want, rtol=1e-9)
     jax.tree.map(
       functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-9),
-      _to_haiku(grads),
+      _to_haiku(grads, lambda gradient: gradient),
       want_grads,
     )
 
@@ -221,10 +231,66 @@ def test_haikus_network_computes_the_same():
     np.testing.assert_allclose(features_BD, want_BD, rtol=1e-9, atol=1e-12)
 
 
+def _sines(offset, shape):
+  return np.sin(0.7 * np.arange(np.prod(shape)) + offset).reshape(shape)
+
+
+def test_praxis_network_computes_the_same():
+  """Praxis 1.4.0, jax 0.4.26, Python 3.10.
+
+  ResNet with channels (8, 16), blocks (1, 1), kernels (3, 3), strides (1, 2),
+  and the weights below.
+  """
+  layer = resnets.ResNet.HParams(
+    name='net',
+    entryflow_conv_channels=2,
+    channels=(8, 16),
+    blocks=(1, 1),
+    kernels=(3, 3),
+    strides=(1, 2),
+  ).Instantiate()
+  variables = jax.tree.map(lambda weight: weight.shape, layer.abstract_init())
+  parts = ('body_0', 'body_1', 'body_2', 'shortcut')
+  names = ['entryflow_conv']
+  names += [f'blocks_{i}/{part}' for i in range(2) for part in parts]
+  for n, name in enumerate(names):
+    conv = variables['params'][f'net/{name}/conv']
+    w = _sines(n, conv['w'])
+    conv['w'] = np.float32(w / np.sqrt(math.prod(w.shape[:-1]) / 2))
+    (size,) = w.shape[-1:]
+    norm = f'net/{name}/batch_norm'
+    variables['params'][norm] = {
+      'gamma': np.float32(_sines(n + 0.1, size) / 2),
+      'beta': np.float32(_sines(n + 0.2, size) / 2),
+    }
+    variables['non_trainable'][norm] = {
+      'moving_mean': np.float32(_sines(n + 0.3, size) / 2),
+      'moving_variance': np.float32(1 + _sines(n + 0.4, size) / 2),
+    }
+  x_BHWC = np.float32(np.sin(0.9 * np.arange(540)).reshape(2, 9, 10, 3))
+
+  out, collected = _jit(functools.partial(layer.apply, mutable=True))(
+    variables, x_BHWC
+  )
+  close = functools.partial(np.testing.assert_allclose, atol=2e-6)
+  close(out[0, :4], [0.9511051, 0.4031399, 0.0943465, 0.0])
+  close(out[1, -4:], [0.9456364, 0.2024910, 0.0, 0.0])
+  close(out.sum(), 19.7825508, rtol=1e-6)
+  moving = collected.non_trainable['net/blocks_1/shortcut/batch_norm']
+  close(moving['moving_mean'][:3], [0.3974330, 0.2187436, -0.0628242])
+  close(moving['moving_variance'][:3], [1.3907146, 1.0733339, 0.8021709])
+
+  out = _jit(functools.partial(layer.apply, do_eval=True))(variables, x_BHWC)
+  close(out[0, :4], [0.0, 0.0051375, 0.2520737, 0.2614729])
+  close(out[1, -4:], [0.4235960, 0.1407067, 0.0, 0.0])
+  close(out.sum(), 3.0111823, rtol=1e-6)
+
+
 def test_statistics_are_those_of_the_whole_batch_over_two_devices():
   rng = np.random.default_rng(1)
   layer = convolutions.ConvBNAct.HParams(
-    conv_tpl=convolutions.Conv2D.HParams(filter_shape=(1, 1, 3, 8))
+    conv_tpl=convolutions.Conv2D.HParams(filter_shape=(1, 1, 3, 8)),
+    batch_norm_tpl=normalizations.BatchNorm.HParams(decay=DECAY),
   ).Instantiate()
   variables = _random(layer.abstract_init(), rng)
   variables = jax.tree.map(np.float32, variables)
@@ -272,7 +338,7 @@ def test_statistics_are_those_of_the_whole_batch_over_two_devices():
 
 def test_a_block_starts_as_its_shortcut():
   block = resnets.ResNetBlock.HParams(
-    name='block', input_dims=8, output_dims=8
+    name='block', input_dims=8, output_dims=8, zero_init_residual=True
   ).Instantiate()
   rng = np.random.default_rng(2)
   weights = block.abstract_init()
@@ -326,9 +392,11 @@ def test_wrong_hyperparameters_are_refused(fields, message):
 
 
 def test_first_values_are_those_of_the_method():
-  layer = _hparams(dtype=jnp.float32, fprop_dtype=None).Instantiate()
+  layer = _hparams(
+    dtype=jnp.float32, fprop_dtype=None, zero_init_residual=True
+  ).Instantiate()
   weights = layer.abstract_init()['params']
-  he = base_layer.WeightInit.GaussianSqrtFanOut(2**0.5)
+  he = base_layer.WeightInit.GaussianSqrtFanOut(1.4141)
   inits = {
     (path.rpartition('/')[2], name): weight.init
     for path, module in weights.items()
@@ -338,5 +406,5 @@ def test_first_values_are_those_of_the_method():
   for path, module in weights.items():
     if path.endswith('batch_norm'):
       is_last = path.endswith('body_2/batch_norm')
-      scale = module['scale'].init
-      assert scale == base_layer.WeightInit.Constant(0.0 if is_last else 1.0)
+      gamma = module['gamma'].init
+      assert gamma == base_layer.WeightInit.Constant(-1.0 if is_last else 0.0)

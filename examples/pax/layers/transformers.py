@@ -101,9 +101,12 @@ class TransformerFeedForward(base_layer.BaseLayer):
     self.create_child('layer_norm', p.ln_tpl, dim=p.input_dims)
     spec, shape = 'BLD,DF->BLF', (p.input_dims, p.hidden_dims)
     axes: tuple[str | None, ...] = ('embed', 'mlp')
+    fans: dict[str, Any] = {}
     if p.use_gated_activation:  # Its weight and the gate's, in one product.
       spec, shape = 'BLD,DSF->BLSF', (p.input_dims, 2, p.hidden_dims)
       axes = ('embed', None, 'mlp')
+      # Each starts as if it were alone.
+      fans = {'fan_in_axes': (0,), 'batch_axes': (1,)}
     self.create_child(
       'ffn_layer1',
       p.proj_tpl.clone(),
@@ -111,6 +114,7 @@ class TransformerFeedForward(base_layer.BaseLayer):
       shape=shape,
       axes=axes,
       use_bias=p.has_bias,
+      **fans,
     )
     self.create_child('activation', p.activation_tpl)
     self.create_child(

@@ -7,7 +7,8 @@ These are known of Pax's experiment: the network with its 25,557,032 weights and
 0.2, Nesterov's momentum of 0.9, and L2 of 1e-4 on all weights except vectors.
 The schedule is that of Goyal et al. (2017), 'Accurate, large minibatch SGD',
 with the same rate of 0.1 for each 256 images: 90 epochs, a rise over the first
-five, and a division by ten at the epochs 30, 60 and 80.
+five, a division by ten at the epochs 30, 60 and 80, and 0 from epoch 90 on. An
+epoch is 2502 whole batches.
 
 The data, `DATA`:
   'synthetic'  made from the seed; the network learns it. To measure speed.
@@ -76,6 +77,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
     L2: on weights, but not on vectors: scales and biases.
     WARMUP_EPOCHS: the learning rate rises from 0.
     DECAY_EPOCHS: at each it becomes a tenth.
+    NUM_EPOCHS: at the end of which it becomes 0.
   """
 
   TRAIN_BATCH_SIZE: ClassVar[int] = 512
@@ -106,11 +108,11 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
   L2: ClassVar[float] = 1e-4
   WARMUP_EPOCHS: ClassVar[float] = 5.0
   DECAY_EPOCHS: ClassVar[tuple[float, ...]] = (30.0, 60.0, 80.0)
+  NUM_EPOCHS: ClassVar[float] = 90.0
 
   # One host of four chips: 128 images each.
   TOPOLOGY: ClassVar[str | None] = 'v4:2x2x1'
-  MAX_STEPS: ClassVar[int] = 225_205  # 90 epochs.
-  # An epoch, rounded down.
+  MAX_STEPS: ClassVar[int] = 225_180  # 90 epochs of 2502 steps.
   CHECKPOINT_EVERY_N_STEPS: ClassVar[int] = 2502
   EVAL_INTERVAL_STEPS: ClassVar[int] = 2502
 
@@ -188,6 +190,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
       blocks=self.BLOCKS,
       kernels=(3,) * len(self.BLOCKS),
       strides=self.STRIDES,
+      zero_init_residual=True,
       pixel_mean=self.PIXEL_MEAN,
       pixel_std=self.PIXEL_STD,
     )
@@ -219,11 +222,12 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
     return task
 
   def _schedule(self) -> Any:
-    steps_per_epoch = self.TRAIN_EXAMPLES / self.TRAIN_BATCH_SIZE
-    epochs = (self.WARMUP_EPOCHS, *self.DECAY_EPOCHS)
+    # Whole batches, as Pax counts them.
+    steps_per_epoch = self.TRAIN_EXAMPLES // self.TRAIN_BATCH_SIZE
+    epochs = (self.WARMUP_EPOCHS, *self.DECAY_EPOCHS, self.NUM_EPOCHS)
     return schedules.LinearRampupPiecewiseConstant.HParams(
       boundaries=tuple(round(epoch * steps_per_epoch) for epoch in epochs),
-      values=tuple(10.0**-i for i in range(len(epochs))),
+      values=(*(10.0**-i for i in range(len(epochs) - 1)), 0.0),
     )
 
   @classmethod
@@ -246,11 +250,12 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
       'LEARNING_RATE': 0.1,
       'WARMUP_EPOCHS': 1.0,
       'DECAY_EPOCHS': (8.0,),
+      'NUM_EPOCHS': 10.0,
       'TOPOLOGY': None,
-      'MAX_STEPS': 224,  # Ten epochs of the digits.
+      'MAX_STEPS': 220,  # Ten epochs of the digits.
       'CHECKPOINT_EVERY_N_STEPS': 100,
       'SUMMARY_INTERVAL_STEPS': 10,
-      'EVAL_INTERVAL_STEPS': 112,
+      'EVAL_INTERVAL_STEPS': 110,
     }
     if importlib.util.find_spec('sklearn') is not None:
       data = {
