@@ -50,7 +50,7 @@ class DecoderHParams(BaseHParams):
   """
 
   max_decode_steps: int = 0
-  eos_id: int | Sequence[int] | None = None
+  eos_id: int | Sequence[int] | None = 2
 
   def to_options(self) -> decoding.Options:
     """Returns what `decoding.decode` takes.
@@ -112,7 +112,7 @@ class BeamSearchHParams(DecoderHParams):
     length_norm_alpha: see `decoding.length_norm`.
   """
 
-  beam_size: int = 4
+  beam_size: int = 1
   length_norm_alpha: float = 0.8
 
   def _method(self) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import pytest
 from examples import decoding
 from examples.pax import base_layer
 from examples.pax import models
+from examples.pax.layers import activations
+from examples.pax.layers import attentions
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import linears
 from examples.pax.layers import transformers
@@ -24,7 +26,16 @@ SIZES = {
   'separate_embedding_tpl': embedding_softmax.Embedding.HParams(),
 }
 STACK = transformers.StackedTransformer.HParams(
-  num_layers=1, model_dims=16, hidden_dims=32, num_heads=2
+  num_layers=1,
+  model_dims=16,
+  hidden_dims=32,
+  num_heads=2,
+  transformer_layer_params_tpl=transformers.Transformer.HParams(
+    tr_atten_tpl=attentions.DotProductAttention.HParams(combine_qkv=True),
+    tr_fflayer_tpl=transformers.TransformerFeedForward.HParams(
+      activation_tpl=activations.GELU.HParams()
+    ),
+  ),
 )
 
 
@@ -341,7 +352,9 @@ def test_decoder_hparams_are_options():
   assert (
     models.SampleDecoderHParams(max_decode_steps=4).to_options().top_k == 40
   )
-  beam = models.BeamSearchHParams(max_decode_steps=4, eos_id=(1, 2))
+  beam = models.BeamSearchHParams(
+    max_decode_steps=4, beam_size=4, eos_id=(1, 2)
+  )
   assert beam.to_options() == decoding.Options(
     method='beam',
     max_decode_steps=4,

@@ -31,6 +31,7 @@ from examples.pax.layers.normalizations import IdentityNorm
 from examples.pax.layers.normalizations import LayerNorm
 from examples.pax.layers.normalizations import RmsNorm
 from examples.pax.layers.pipeline import Pipelined
+from examples.pax.layers.repeats import AutodiffCheckpointType
 from examples.pax.layers.repeats import Repeat
 from examples.pax.layers.resnets import ResNet
 from examples.pax.layers.resnets import ResNetBlock
@@ -45,6 +46,7 @@ from examples.pax.layers.transformers import TransformerLm
 
 __all__ = [
   'GELU',
+  'AutodiffCheckpointType',
   'BaseActivation',
   'BaseNormalization',
   'BatchNorm',

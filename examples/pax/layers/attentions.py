@@ -186,7 +186,7 @@ class DotProductAttention(base_layer.BaseLayer):
     atten_dropout_prob: float = 0.0
     internal_enable_per_dim_scale: bool = True
     use_rotary_position_emb: bool = False
-    combine_qkv: bool = True
+    combine_qkv: bool = False
     is_causal: bool = True
     is_cross_attention: bool = False
     attention_impl: str = 'einsum'

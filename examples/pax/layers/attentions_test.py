@@ -221,7 +221,7 @@ def test_only_causal_attention_over_itself_is_extended(fields):
 
 def test_matrices_side_by_side_start_as_if_alone():
   hparams = attentions.DotProductAttention.HParams(
-    input_dim=48, num_heads=4, dim_per_head=24
+    input_dim=48, num_heads=4, dim_per_head=24, combine_qkv=True
   )
   params = _jit(hparams.Instantiate().init)(jax.random.key(0))['params']
   name = 'dot_product_attention'
@@ -275,7 +275,12 @@ def test_what_makes_no_attention_is_refused(fields, match):
     ({}, ('y',), {}, 'is_cross_attention=True'),
     ({}, (), {'seen': np.ones([B, L], bool)}, 'put padding last'),
     ({'is_cross_attention': True}, (), {}, 'expected a key'),
-    ({'is_cross_attention': True}, ('y', 'z'), {}, 'combine_qkv=False'),
+    (
+      {'is_cross_attention': True, 'combine_qkv': True},
+      ('y', 'z'),
+      {},
+      'combine_qkv=False',
+    ),
   ],
 )
 def test_what_attention_does_not_take_is_refused(fields, args, kwargs, match):

@@ -143,7 +143,7 @@ class BatchNorm(BaseNormalization):
         makes it start as the identity (Goyal et al., 2017).
     """
 
-    decay: float = 0.9
+    decay: float = 0.999
     epsilon: float = 1e-5
     scale_init: float = 1.0
 

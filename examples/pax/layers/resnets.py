@@ -1,8 +1,9 @@
 """Residual networks (He et al., 2015) of bottleneck blocks.
 
 Of the variant called v1.5: the stride is that of the 3x3 convolution and not of
-the 1x1 before it. The scale of a block's last BatchNorm starts as 0, so that
-each block starts as its shortcut (Goyal et al., 2017).
+the 1x1 before it. With `zero_init_residual` the scale of a block's last
+BatchNorm starts as 0, so that each block starts as its shortcut (Goyal et al.,
+2017).
 
 BatchNorm's statistics are those of the whole global batch: a step over a mesh
 is one program on global arrays, in which a mean over the batch is one over all
@@ -11,6 +12,7 @@ devices.
 Shapes: B images, H rows, W columns, C channels, D features.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from examples.pax import base_layer
 from examples.pax import hparams as hparams_lib
 from examples.pax.layers import activations
 from examples.pax.layers import convolutions
+from examples.pax.layers import normalizations
 
 BaseHParams = hparams_lib.BaseHParams
 WeightInit = base_layer.WeightInit
@@ -54,7 +57,7 @@ class ResNetBlock(base_layer.BaseLayer):
     kernel_size: int = 3
     stride: int = 1
     conv_tpl: Any = sub_config_field(convolutions.ConvBNAct.HParams)
-    zero_init_residual: bool = True
+    zero_init_residual: bool = False
 
   def setup(self) -> None:
     """Creates the convolutions."""
@@ -148,8 +151,12 @@ class ResNet(base_layer.BaseLayer):
     blocks: tuple[int, ...] = (3, 4, 6, 3)
     kernels: tuple[int, ...] = (3, 3, 3, 3)
     strides: tuple[int, ...] = (1, 2, 2, 2)
-    conv_tpl: Any = sub_config_field(convolutions.ConvBNAct.HParams)
-    zero_init_residual: bool = True
+    conv_tpl: Any = dataclasses.field(
+      default_factory=lambda: convolutions.ConvBNAct.HParams(
+        batch_norm_tpl=normalizations.BatchNorm.HParams(decay=0.9)
+      )
+    )
+    zero_init_residual: bool = False
     pixel_mean: tuple[float, ...] = ()
     pixel_std: tuple[float, ...] = ()
 

@@ -14,6 +14,7 @@ import pytest
 from examples.pax import base_layer
 from examples.pax.layers import convolutions
 from examples.pax.layers import embedding_softmax
+from examples.pax.layers import normalizations
 from examples.pax.layers import resnets
 from jaxline import partitioning
 
@@ -224,7 +225,8 @@ def test_haikus_network_computes_the_same():
 def test_statistics_are_those_of_the_whole_batch_over_two_devices():
   rng = np.random.default_rng(1)
   layer = convolutions.ConvBNAct.HParams(
-    conv_tpl=convolutions.Conv2D.HParams(filter_shape=(1, 1, 3, 8))
+    conv_tpl=convolutions.Conv2D.HParams(filter_shape=(1, 1, 3, 8)),
+    batch_norm_tpl=normalizations.BatchNorm.HParams(decay=DECAY),
   ).Instantiate()
   variables = _random(layer.abstract_init(), rng)
   variables = jax.tree.map(np.float32, variables)
@@ -272,7 +274,7 @@ def test_statistics_are_those_of_the_whole_batch_over_two_devices():
 
 def test_a_block_starts_as_its_shortcut():
   block = resnets.ResNetBlock.HParams(
-    name='block', input_dims=8, output_dims=8
+    name='block', input_dims=8, output_dims=8, zero_init_residual=True
   ).Instantiate()
   rng = np.random.default_rng(2)
   weights = block.abstract_init()
@@ -326,7 +328,9 @@ def test_wrong_hyperparameters_are_refused(fields, message):
 
 
 def test_first_values_are_those_of_the_method():
-  layer = _hparams(dtype=jnp.float32, fprop_dtype=None).Instantiate()
+  layer = _hparams(
+    dtype=jnp.float32, fprop_dtype=None, zero_init_residual=True
+  ).Instantiate()
   weights = layer.abstract_init()['params']
   he = base_layer.WeightInit.GaussianSqrtFanOut(2**0.5)
   inits = {

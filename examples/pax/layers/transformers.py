@@ -87,7 +87,7 @@ class TransformerFeedForward(base_layer.BaseLayer):
     input_dims: int = 0
     hidden_dims: int = 0
     has_bias: bool = True
-    activation_tpl: BaseHParams = sub_config_field(activations.GELU.HParams)
+    activation_tpl: BaseHParams = sub_config_field(activations.ReLU.HParams)
     use_gated_activation: bool = False
     ln_tpl: BaseHParams = sub_config_field(normalizations.LayerNorm.HParams)
     proj_tpl: BaseHParams = sub_config_field(attentions.Projection.HParams)
@@ -352,7 +352,7 @@ class StackedTransformer(base_layer.BaseLayer):
     hidden_dims: int = 0
     num_heads: int = 0
     dim_per_head: int | None = None
-    mask_self_attention: bool = True
+    mask_self_attention: bool = False
     use_cross_attention: bool = False
     residual_dropout_prob: float = 0.0
     relu_dropout_prob: float = 0.0
@@ -458,7 +458,7 @@ class StackedTransformerRepeated(_OfRepeat):
 
     block: BaseHParams = sub_config_field(StackedTransformer.HParams)
     x_times: int = 0
-    checkpoint_policy: str = 'nothing'
+    checkpoint_policy: str = 'full'
 
   def setup(self) -> None:
     p = self.hparams
@@ -646,7 +646,10 @@ class TransformerLm(_Embedded):
 
   def setup(self) -> None:
     super().setup()
-    self.create_child('transformer', self.hparams.stacked_transformer_tpl)
+    stack = self.hparams.stacked_transformer_tpl
+    self.create_child(
+      'transformer', _in_blocks(stack, mask_self_attention=True)
+    )
 
   def __call__(
     self,
@@ -779,7 +782,11 @@ class TransformerEncoderDecoder(_Embedded):
     self.create_child('encoder_ln', p.final_ln_tpl.clone(), dim=p.model_dims)
     self.create_child(
       'decoder',
-      _in_blocks(p.decoder_stacked_transformer_tpl, use_cross_attention=True),
+      _in_blocks(
+        p.decoder_stacked_transformer_tpl,
+        mask_self_attention=True,
+        use_cross_attention=True,
+      ),
     )
 
   def __call__(
@@ -882,4 +889,6 @@ def _in_blocks(stack: Any, **fields: Any) -> Any:
   for field in ('pipeline_stage', 'block'):
     if field in stack.names():
       return stack.set(**{field: _in_blocks(getattr(stack, field), **fields)})
+  if 'mask_self_attention' not in stack.names():
+    return stack  # The layer that takes it refuses it.
   return stack.set(**fields)

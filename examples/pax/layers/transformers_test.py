@@ -18,6 +18,8 @@ from examples.pax.layers import activations
 from examples.pax.layers import attentions
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import normalizations
+from examples.pax.layers import repeats
+from examples.pax.layers import resnets
 from examples.pax.layers import transformers
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
@@ -41,7 +43,7 @@ TRAINED = embedding_softmax.TrainablePositionalEmbedding.HParams(
 def _block(num_layers=1, width=D, heads=H, hidden=F, dropout=0.0, **attention):
   """Layers as Pax's on C4, but with a cap that is felt."""
   atten = attentions.DotProductAttention.HParams(
-    use_bias=False, atten_logit_cap=0.5
+    use_bias=False, atten_logit_cap=0.5, combine_qkv=True
   )
   return transformers.StackedTransformer.HParams(
     num_layers=num_layers,
@@ -50,7 +52,10 @@ def _block(num_layers=1, width=D, heads=H, hidden=F, dropout=0.0, **attention):
     num_heads=heads,
     dropout_prob=dropout,
     transformer_layer_params_tpl=transformers.Transformer.HParams(
-      tr_atten_tpl=atten.set(**attention)
+      tr_atten_tpl=atten.set(**attention),
+      tr_fflayer_tpl=transformers.TransformerFeedForward.HParams(
+        activation_tpl=activations.GELU.HParams()
+      ),
     ),
   )
 
@@ -613,3 +618,18 @@ def test_what_a_model_does_not_take_is_refused(fields, method, args, match):
   layer = _lm(_block(), **fields).Instantiate()
   with pytest.raises(ValueError, match=match):
     layer.apply(_random_like(layer), *args, method=method)
+
+
+def test_defaults_are_those_of_praxis():
+  # Of praxis 1.4.0; what the registered experiments need else, they set.
+  ff = transformers.TransformerFeedForward.HParams()
+  assert isinstance(ff.activation_tpl, activations.ReLU.HParams)
+  assert not attentions.DotProductAttention.HParams().combine_qkv
+  assert not transformers.StackedTransformer.HParams().mask_self_attention
+  save_nothing = repeats.AutodiffCheckpointType.SAVE_NOTHING
+  for layer in (repeats.Repeat, transformers.StackedTransformerRepeated):
+    assert layer.HParams().checkpoint_policy == save_nothing == 'full'
+  assert normalizations.BatchNorm.HParams().decay == 0.999
+  network = resnets.ResNet.HParams()
+  assert network.conv_tpl.batch_norm_tpl.decay == 0.9
+  assert not network.zero_init_residual

@@ -186,6 +186,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
       blocks=self.BLOCKS,
       kernels=(3,) * len(self.BLOCKS),
       strides=self.STRIDES,
+      zero_init_residual=True,
       pixel_mean=self.PIXEL_MEAN,
       pixel_std=self.PIXEL_STD,
     )
