@@ -524,11 +524,29 @@ def logits(x_BLD: jax.Array, head: Head, cap: float = 0.0) -> jax.Array:
   return partitioning.constrain(_cap(logits_BLV, cap), ('batch', None, 'vocab'))
 
 
-def cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
-  """Returns the nats [B, L] that each target costs, in float32."""
+def cross_entropy(
+  logits_BLV: jax.Array, targets: jax.Array, smoothing: float = 0.0
+) -> jax.Array:
+  """Returns the nats [B, L] that each target costs, in float32.
+
+  Args:
+    logits_BLV: of each token.
+    targets: integers [B, L]; or the probability of each token, [B, L, V].
+    smoothing: part of an integer's probability that goes to all other tokens
+      in equal parts (Szegedy et al., 2016).
+  """
   logits_BLV = logits_BLV.astype(jnp.float32)
-  target_BL1 = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)
-  return jax.nn.logsumexp(logits_BLV, axis=-1) - target_BL1[..., 0]
+  total_BL = jax.nn.logsumexp(logits_BLV, axis=-1)
+  if targets.ndim == logits_BLV.ndim:
+    return -jnp.sum((logits_BLV - total_BL[..., None]) * targets, axis=-1)
+  target_BL1 = jnp.take_along_axis(logits_BLV, targets[..., None], axis=-1)
+  nats_BL = total_BL - target_BL1[..., 0]
+  if not smoothing:
+    return nats_BL
+  size = logits_BLV.shape[-1]
+  other = smoothing / (size - 1)
+  all_BL = size * total_BL - logits_BLV.sum(axis=-1)
+  return (1 - smoothing - other) * nats_BL + other * all_BL
 
 
 class CrossEntropy(NamedTuple):
@@ -554,6 +572,7 @@ def chunked_cross_entropy(
   *,
   chunks: int,
   cap: float = 0.0,
+  smoothing: float = 0.0,
 ) -> CrossEntropy:
   """The loss, with the logits of one piece of the sequence at a time.
 
@@ -567,6 +586,7 @@ def chunked_cross_entropy(
     chunks: pieces into which the sequence is cut. With more than one, the
       gradients are computed along with the loss, while the logits are there.
     cap: see `logits`.
+    smoothing: see `cross_entropy`.
 
   Raises:
     ValueError: `chunks` does not divide the length of the sequence.
@@ -578,9 +598,9 @@ def chunked_cross_entropy(
     )
   args = (x_BLD, head, targets_BL, jax.lax.stop_gradient(weights_BL))
   if chunks == 1:
-    total, rest = _piece_cross_entropy(cap, *args)
+    total, rest = _piece_cross_entropy(cap, smoothing, *args)
   else:
-    total, rest = _chunked_cross_entropy(chunks, cap, *args)
+    total, rest = _chunked_cross_entropy(chunks, cap, smoothing, *args)
   return CrossEntropy(total, *rest)
 
 
@@ -590,13 +610,14 @@ _Sums = tuple[jax.Array, tuple[jax.Array, jax.Array]]
 
 def _piece_cross_entropy(
   cap: float,
+  smoothing: float,
   x_BLD: jax.Array,
   head: Head,
   targets_BL: jax.Array,
   weights_BL: jax.Array,
 ) -> _Sums:
   logits_BLV = logits(x_BLD, head, cap)
-  nats_BL = cross_entropy(logits_BLV, targets_BL)
+  nats_BL = cross_entropy(logits_BLV, targets_BL, smoothing)
   likeliest_BL = logits_BLV.argmax(axis=-1).astype(targets_BL.dtype)
   correct = jnp.sum(jnp.where(likeliest_BL == targets_BL, weights_BL, 0))
   return jnp.sum(nats_BL * weights_BL), (
@@ -605,10 +626,11 @@ def _piece_cross_entropy(
   )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _chunked_cross_entropy(
   chunks: int,
   cap: float,
+  smoothing: float,
   x_BLD: jax.Array,
   head: Head,
   targets_BL: jax.Array,
@@ -617,7 +639,7 @@ def _chunked_cross_entropy(
   def add(carry: Any, piece: Any) -> tuple[Any, jax.Array]:
     x, targets, weights = piece
     total, (correct, nats) = _piece_cross_entropy(
-      cap, x, head, targets, weights
+      cap, smoothing, x, head, targets, weights
     )
     return jax.tree.map(jnp.add, carry, (total, correct)), nats
 
@@ -651,6 +673,7 @@ def _whole(pieces: jax.Array) -> jax.Array:
 def _chunked_forward(
   chunks: int,
   cap: float,
+  smoothing: float,
   x_BLD: jax.Array,
   head: Head,
   targets_BL: jax.Array,
@@ -665,8 +688,8 @@ def _chunked_forward(
   def add(carry: Any, piece: Any) -> tuple[Any, Any]:
     x, targets, weights = piece
     (total, (correct, nats)), (grad_x, grad_head) = jax.value_and_grad(
-      _piece_cross_entropy, argnums=(1, 2), has_aux=True
-    )(cap, x, head, targets, weights)
+      _piece_cross_entropy, argnums=(2, 3), has_aux=True
+    )(cap, smoothing, x, head, targets, weights)
     carry = jax.tree.map(jnp.add, carry, (total, correct, grad_head))
     return carry, (nats, grad_x)
 
@@ -679,9 +702,9 @@ def _chunked_forward(
 
 
 def _chunked_backward(
-  chunks: int, cap: float, grads: Any, cotangents: _Sums
+  chunks: int, cap: float, smoothing: float, grads: Any, cotangents: _Sums
 ) -> Any:
-  del chunks, cap
+  del chunks, cap, smoothing
   grad_x, grad_head = grads
   cotangent, _ = cotangents
   return (

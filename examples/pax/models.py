@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 
 from examples import decoding
-from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
 from examples.pax.layers import transformers
@@ -438,7 +437,8 @@ class ClassificationModel(BaseModel):
       network_tpl: from the input to features [B, D].
       softmax_tpl: from these to logits, such as `FullSoftmax.HParams`.
       input_field: the entry of the batch that the network is given.
-      label_field: the entry with the labels, integers [B].
+      label_field: the entry with the labels, integers [B]; or, as Pax's
+        `label_probs`, the probability of each label, [B, V].
     """
 
     network_tpl: Any = sub_config_field(None)
@@ -468,7 +468,9 @@ class ClassificationModel(BaseModel):
       of each row `labels`, `xent` and `correct`, [B].
     """
     logits_BV = predictions['logits']
-    labels_B = batch[self.hparams.label_field]
+    labels = labels_B = batch[self.hparams.label_field]
+    if labels.ndim > 1:
+      labels_B = labels.argmax(axis=-1)
     weights_B = _weights(batch, labels_B)
     weight = weights_B.sum()
 
@@ -476,8 +478,7 @@ class ClassificationModel(BaseModel):
       # What has no weight may be NaN.
       return _mean(metrics_lib.Mean.of(values_B, weights_B).total, weight)
 
-    xent_B = transformer.cross_entropy(logits_BV[:, None], labels_B[:, None])
-    xent_B = xent_B[:, 0]
+    xent_B = self.softmax.xent(logits_BV, labels, weights_B)
     _, best_BN = jax.lax.top_k(logits_BV, min(5, logits_BV.shape[1]))
     hits_BN = (best_BN == labels_B[:, None]).astype(jnp.float32)
     correct_B = hits_BN[:, 0]

@@ -418,6 +418,12 @@ def test_classification_metrics():
   unknown = jnp.where((weights == 0)[:, None], jnp.nan, batch['x'])
   again, _ = run(variables, batch | {'x': unknown, 'weights': weights})
   assert {name: float(value) for name, (value, _) in again.items()} == values
+  # Probabilities may take the place of labels, as Pax's `label_probs`.
+  probs = jax.nn.one_hot(batch['y'], 7)
+  again, _ = run(variables, batch | {'y': probs, 'weights': weights})
+  assert {name: float(value) for name, (value, _) in again.items()} == (
+    pytest.approx(values, rel=1e-6)
+  )
   # Without weights all count alike.
   metrics, _ = run(variables, batch)
   assert float(metrics['avg_xent'][0]) == pytest.approx(nats.mean(), rel=1e-4)
