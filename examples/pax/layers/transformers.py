@@ -1,7 +1,8 @@
 """Transformers: one layer, stacks of them, language model, encoder-decoder.
 
-All normalise before each part (Xiong et al., 2020). A stack is run in one of
-three ways, which compute the same: `StackedTransformer` (unrolled),
+Each part of a layer normalises as `norm_policy` says, adds to its input, and by
+default normalises first (Xiong et al., 2020). A stack is run in one of three
+ways, which compute the same: `StackedTransformer` (unrolled),
 `StackedTransformerRepeated` (one loop) or `PipelinedTransformer`.
 
 Each of them, like the one layer, has `__call__` for whole sequences, and for
@@ -28,6 +29,7 @@ from examples.pax.layers import normalizations
 from examples.pax.layers import pipeline
 from examples.pax.layers import repeats
 from examples.pax.layers import stochastics
+from jaxline import errors
 
 BaseHParams = hparams.BaseHParams
 sub_config_field = base_layer.sub_config_field
@@ -63,42 +65,105 @@ def _given(**fields: Any) -> dict[str, Any]:
   return {name: value for name, value in fields.items() if value}
 
 
-class TransformerFeedForward(base_layer.BaseLayer):
-  """The position-wise part: normalise, D -> F -> D, and add to the input."""
+NORM_POLICIES = ('pre', 'primer_hybrid', 'post', 'post_skip')
+
+
+class _Residual(base_layer.BaseLayer):
+  """A layer of parts, each of which normalises and adds to its input."""
 
   class HParams(BaseHParams):
     """Hyperparameters.
 
     Attributes:
       input_dims: D.
+      ln_tpl: what normalises.
+      norm_policy: when: 'pre', the input of a part; 'post', its output;
+        'primer_hybrid', both, by norms of their own; 'post_skip', the sum of
+        input and output.
+      residual_dropout_prob: part of what each part adds that is dropped in
+        training.
+    """
+
+    input_dims: int = 0
+    ln_tpl: BaseHParams = sub_config_field(normalizations.LayerNorm.HParams)
+    norm_policy: str = 'pre'
+    residual_dropout_prob: float = 0.0
+
+  def setup(self) -> None:
+    p = self.hparams
+    if p.norm_policy not in NORM_POLICIES:
+      raise ValueError(
+        f'{self.module_name}.norm_policy is {p.norm_policy!r}; expected one of'
+        f' {NORM_POLICIES}.{errors.did_you_mean(p.norm_policy, NORM_POLICIES)}'
+      )
+    self._create_norms('layer_norm', p.ln_tpl)
+    self.create_child(
+      'residual_dropout', **stochastics.dropout(p.residual_dropout_prob)
+    )
+
+  def _create_norms(self, name: str, template: BaseHParams) -> None:
+    p = self.hparams
+    if p.norm_policy == 'primer_hybrid':
+      self.create_child(f'pre_{name}', template.clone(), dim=p.input_dims)
+      self.create_child(f'post_{name}', template.clone(), dim=p.input_dims)
+    else:
+      self.create_child(name, template, dim=p.input_dims)
+
+  def _normalised(
+    self, x_BLD: jax.Array, place: str, name: str = 'layer_norm'
+  ) -> jax.Array:
+    """Returns `x_BLD`, normalised if the policy does so at a place.
+
+    Args:
+      x_BLD: the input of a part, its output, or their sum.
+      place: 'pre', 'post' or 'post_skip': which of these.
+      name: of the norm.
+    """
+    policy = self.hparams.norm_policy
+    if policy == place:
+      return getattr(self, name)(x_BLD)
+    if policy == 'primer_hybrid' and place != 'post_skip':
+      return getattr(self, f'{place}_{name}')(x_BLD)
+    return x_BLD
+
+  def _output(
+    self, x_BLD: jax.Array, rows: jax.Array | None, name: str = 'layer_norm'
+  ) -> jax.Array:
+    """Returns what a part adds to its input."""
+    return self.residual_dropout(self._normalised(x_BLD, 'post', name), rows)
+
+
+class TransformerFeedForward(_Residual):
+  """The position-wise part: normalise, D -> F -> D, and add to the input."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
       hidden_dims: F.
       has_bias: whether there is a bias in both products.
       activation_tpl: what is between them.
       use_gated_activation: whether a second product of the inputs multiplies
         what the activation gives (Shazeer, 2020).
-      ln_tpl: what normalises.
       proj_tpl: the products.
-      residual_dropout_prob: part of the output that is dropped in training.
-      relu_dropout_prob: the same of what the activation gives.
+      relu_dropout_prob: part of what the activation gives that is dropped in
+        training.
       add_skip_connection: whether the input is added.
       residual_weight: a factor of the output, before that.
     """
 
-    input_dims: int = 0
     hidden_dims: int = 0
     has_bias: bool = True
     activation_tpl: BaseHParams = sub_config_field(activations.ReLU.HParams)
     use_gated_activation: bool = False
-    ln_tpl: BaseHParams = sub_config_field(normalizations.LayerNorm.HParams)
     proj_tpl: BaseHParams = sub_config_field(attentions.Projection.HParams)
-    residual_dropout_prob: float = 0.0
     relu_dropout_prob: float = 0.0
     add_skip_connection: bool = True
     residual_weight: float = 1.0
 
   def setup(self) -> None:
+    super().setup()
     p = self.hparams
-    self.create_child('layer_norm', p.ln_tpl, dim=p.input_dims)
     spec, shape = 'BLD,DF->BLF', (p.input_dims, p.hidden_dims)
     axes: tuple[str | None, ...] = ('embed', 'mlp')
     if p.use_gated_activation:  # Its weight and the gate's, in one product.
@@ -124,9 +189,6 @@ class TransformerFeedForward(base_layer.BaseLayer):
     self.create_child(
       'relu_dropout', **stochastics.dropout(p.relu_dropout_prob)
     )
-    self.create_child(
-      'residual_dropout', **stochastics.dropout(p.residual_dropout_prob)
-    )
 
   def __call__(
     self, inputs: jax.Array, rows: jax.Array | None = None
@@ -138,27 +200,28 @@ class TransformerFeedForward(base_layer.BaseLayer):
       rows: see `Context`.
     """
     p = self.hparams
-    hidden = self.ffn_layer1(self.layer_norm(inputs))
+    hidden = self.ffn_layer1(self._normalised(inputs, 'pre'))
     if p.use_gated_activation:
       hidden_BLF = self.activation(hidden[:, :, 0]) * hidden[:, :, 1]
     else:
       hidden_BLF = self.activation(hidden)
     hidden_BLF = self.shard(hidden_BLF, transformer.HIDDEN, 'hidden')
     hidden_BLF = self.relu_dropout(hidden_BLF, rows)
-    out = self.residual_dropout(self.ffn_layer2(hidden_BLF), rows)
-    if p.residual_weight != 1:
-      out *= p.residual_weight
-    return inputs + out if p.add_skip_connection else out
+    out = self._output(self.ffn_layer2(hidden_BLF), rows)
+    if p.add_skip_connection:
+      if p.residual_weight != 1:
+        out *= p.residual_weight
+      out = inputs + out
+    return self._normalised(out, 'post_skip')
 
 
-class Transformer(base_layer.BaseLayer):
+class Transformer(_Residual):
   """One layer: self-attention, perhaps cross-attention, and feed-forward."""
 
   class HParams(BaseHParams):
     """Hyperparameters.
 
     Attributes:
-      input_dims: D.
       hidden_dims: F; 0 is what `tr_fflayer_tpl` says.
       num_heads: H; 0 is what `tr_atten_tpl` says.
       dim_per_head: K; None is what `tr_atten_tpl` says.
@@ -167,14 +230,11 @@ class Transformer(base_layer.BaseLayer):
       tr_atten_tpl: self-attention.
       cross_atten_tpl: cross-attention; None is as `tr_atten_tpl`, by 'einsum'.
       tr_fflayer_tpl: the feed-forward part.
-      ln_tpl: what normalises before attention.
-      residual_dropout_prob: part of what each part adds that is dropped in
-        training.
-      relu_dropout_prob: the same within the feed-forward part.
+      relu_dropout_prob: part of the feed-forward part's hidden values that is
+        dropped in training.
       atten_dropout_prob: the same of attention's weights.
     """
 
-    input_dims: int = 0
     hidden_dims: int = 0
     num_heads: int = 0
     dim_per_head: int | None = None
@@ -187,12 +247,11 @@ class Transformer(base_layer.BaseLayer):
     tr_fflayer_tpl: BaseHParams = sub_config_field(
       TransformerFeedForward.HParams
     )
-    ln_tpl: BaseHParams = sub_config_field(normalizations.LayerNorm.HParams)
-    residual_dropout_prob: float = 0.0
     relu_dropout_prob: float = 0.0
     atten_dropout_prob: float = 0.0
 
   def setup(self) -> None:
+    super().setup()
     p = self.hparams
     heads = {
       'input_dim': p.input_dims,
@@ -202,12 +261,11 @@ class Transformer(base_layer.BaseLayer):
         atten_dropout_prob=p.atten_dropout_prob,
       ),
     }
-    self.create_child('layer_norm', p.ln_tpl, dim=p.input_dims)
     self.create_child(
       'self_attention', p.tr_atten_tpl, is_causal=p.is_causal, **heads
     )
     if p.use_cross_attention:
-      self.create_child('cross_layer_norm', p.ln_tpl.clone(), dim=p.input_dims)
+      self._create_norms('cross_layer_norm', p.ln_tpl.clone())
       self.create_child(
         'cross_attention',
         p.cross_atten_tpl
@@ -216,9 +274,6 @@ class Transformer(base_layer.BaseLayer):
         **heads,
       )
     self.create_child(
-      'residual_dropout', **stochastics.dropout(p.residual_dropout_prob)
-    )
-    self.create_child(
       'ff_layer',
       p.tr_fflayer_tpl,
       input_dims=p.input_dims,
@@ -226,6 +281,7 @@ class Transformer(base_layer.BaseLayer):
         hidden_dims=p.hidden_dims,
         residual_dropout_prob=p.residual_dropout_prob,
         relu_dropout_prob=p.relu_dropout_prob,
+        norm_policy=p.norm_policy if p.norm_policy != 'pre' else '',
       ),
     )
 
@@ -243,7 +299,7 @@ class Transformer(base_layer.BaseLayer):
     """
     context = context or Context()
     mixed = self.self_attention(
-      self.layer_norm(inputs),
+      self._normalised(inputs, 'pre'),
       segment_ids=context.segment_ids,
       seen=context.seen,
       position=context.position,
@@ -289,7 +345,7 @@ class Transformer(base_layer.BaseLayer):
     """
     own = jax.tree.map(lambda x: x[0], cache)
     mixed, of_self = self.self_attention.extend_step(
-      self.layer_norm(inputs), own['self'], start
+      self._normalised(inputs, 'pre'), own['self'], start
     )
     out = self._after(inputs, mixed, own.get('cross'), context or Context())
     return out, {**cache, 'self': jax.tree.map(lambda x: x[None], of_self)}
@@ -313,12 +369,18 @@ class Transformer(base_layer.BaseLayer):
     context: Context,
   ) -> jax.Array:
     """Returns the output, given what self-attention gives."""
-    x_BLD += self.residual_dropout(mixed_BLD, context.rows)
+    x_BLD += self._output(mixed_BLD, context.rows)
+    x_BLD = self._normalised(x_BLD, 'post_skip')
     if source is not None:
+      norm = 'cross_layer_norm'
       mixed_BLD = self.cross_attention.attend_to(
-        self.cross_layer_norm(x_BLD), source, context.source_seen, context.rows
+        self._normalised(x_BLD, 'pre', norm),
+        source,
+        context.source_seen,
+        context.rows,
       )
-      x_BLD += self.residual_dropout(mixed_BLD, context.rows)
+      x_BLD += self._output(mixed_BLD, context.rows, norm)
+      x_BLD = self._normalised(x_BLD, 'post_skip', norm)
     x_BLD = self.ff_layer(x_BLD, context.rows)
     return self.shard(x_BLD, transformer.BETWEEN_BLOCKS)
 
@@ -539,7 +601,7 @@ class _Embedded(base_layer.BaseLayer):
       separate_embedding_tpl: what embeds instead; needed for a `FullSoftmax`.
       position_emb_tpl: what is added to embedded tokens; None is nothing, as
         for rotary positions.
-      final_ln_tpl: what normalises before the output layer.
+      final_ln_tpl: what normalises before the output layer; None is nothing.
       input_dropout_prob: part of the embedded tokens that is dropped in
         training.
     """
@@ -553,7 +615,7 @@ class _Embedded(base_layer.BaseLayer):
     position_emb_tpl: BaseHParams | None = sub_config_field(
       embedding_softmax.PositionalEmbedding.HParams
     )
-    final_ln_tpl: BaseHParams = sub_config_field(
+    final_ln_tpl: BaseHParams | None = sub_config_field(
       normalizations.LayerNorm.HParams
     )
     input_dropout_prob: float = 0.0
@@ -579,7 +641,10 @@ class _Embedded(base_layer.BaseLayer):
     self.create_child(
       'input_dropout', **stochastics.dropout(p.input_dropout_prob)
     )
-    self.create_child('final_ln', p.final_ln_tpl, dim=p.model_dims)
+    self.create_child('final_ln', self._final_norm(), dim=p.model_dims)
+
+  def _final_norm(self) -> BaseHParams:
+    return self.hparams.final_ln_tpl or normalizations.IdentityNorm.HParams()
 
   def _embed(
     self,
@@ -779,7 +844,8 @@ class TransformerEncoderDecoder(_Embedded):
       'encoder',
       _in_blocks(p.encoder_stacked_transformer_tpl, mask_self_attention=False),
     )
-    self.create_child('encoder_ln', p.final_ln_tpl.clone(), dim=p.model_dims)
+    final_norm = self._final_norm().clone()
+    self.create_child('encoder_ln', final_norm, dim=p.model_dims)
     self.create_child(
       'decoder',
       _in_blocks(
