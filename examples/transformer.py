@@ -316,6 +316,7 @@ def attend(
   *,
   is_causal: bool = True,
   seen_BM: jax.Array | None = None,
+  prefix_BM: jax.Array | None = None,
   scale: float | None = None,
   dropout: Dropout = None,
 ) -> jax.Array:
@@ -335,6 +336,8 @@ def attend(
     is_causal: whether a query sees no later position than its own. If not,
       `offset` has no meaning.
     seen_BM: bool; False takes a key out, such as padding. None keeps all.
+    prefix_BM: bool; True lets earlier queries see a key too, although attention
+      is causal, as in the prefix of a prefix language model. None is no key.
     scale: a factor of the scores; None is K**-0.5.
     dropout: is applied to the weights of the keys; see `Dropout`.
 
@@ -363,7 +366,8 @@ def attend(
     positions = positions_from(offset, length)
     if positions.ndim == 1:
       positions = positions[None]
-    masks.append(positions[..., None] >= jnp.arange(keys)[None, None])
+    is_past = positions[..., None] >= jnp.arange(keys)[None, None]
+    masks.append(is_past if prefix_BM is None else is_past | prefix_BM[:, None])
   if segments is not None:
     masks.append(segments[0][..., None] == segments[1][:, None])
   if seen_BM is not None:
@@ -402,6 +406,7 @@ def causal_attention(
   *,
   cache: tuple[jax.Array, jax.Array] | None = None,
   start: int | jax.Array = 0,
+  prefix_BM: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
   """Causal attention of a sequence over itself, in training and in decoding.
 
@@ -422,23 +427,33 @@ def causal_attention(
       over which the queries attend too. The implementation is 'einsum' then,
       and a row is one document.
     start: the position of the first query: see `update_cache`.
+    prefix_BM: as for `attend`; for 'einsum' only.
 
   Returns:
     [B, L, H, K]; and the cache, with the new keys and values in it.
 
   Raises:
-    ValueError: there is a cap or dropout, and the implementation has none; or G
-      does not divide H.
+    ValueError: there is a cap, dropout or a prefix, and the implementation has
+      none; or G does not divide H.
   """
   if cache is not None:
     k_BMGK = update_cache(cache[0], k_BLGK, start)
     v_BMGK = update_cache(cache[1], v_BLGK, start)
-    mixed = attend(q_BLHK, k_BMGK, v_BMGK, start, cap=cap, dropout=dropout)
+    mixed = attend(
+      q_BLHK,
+      k_BMGK,
+      v_BMGK,
+      start,
+      cap=cap,
+      dropout=dropout,
+      prefix_BM=prefix_BM,
+    )
     return mixed, (k_BMGK, v_BMGK)
   ids = segment_ids_BL
   if implementation != 'einsum':
-    if cap or dropout is not None:
-      what = f'A cap of {cap}' if cap else 'Dropout'
+    if cap or dropout is not None or prefix_BM is not None:
+      what = 'Dropout' if prefix_BM is None else 'A prefix'
+      what = f'A cap of {cap}' if cap else what
       raise ValueError(
         f"{what} needs implementation='einsum'; got {implementation!r},"
         ' which has none. Choose either.'
@@ -455,10 +470,16 @@ def causal_attention(
     return mixed, None
   # The first half of the queries never sees the second half of the keys.
   half = q_BLHK.shape[1] // 2
-  if half < 64:
+  if half < 64 or prefix_BM is not None:
     both = None if ids is None else (ids, ids)
     mixed = attend(
-      q_BLHK, k_BLGK, v_BLGK, segments=both, cap=cap, dropout=dropout
+      q_BLHK,
+      k_BLGK,
+      v_BLGK,
+      segments=both,
+      cap=cap,
+      dropout=dropout,
+      prefix_BM=prefix_BM,
     )
     return mixed, None
   early = late = None

@@ -32,6 +32,7 @@ from jaxline import metrics as metrics_lib
 from jaxline.inputs import base as inputs
 
 BaseHParams = hparams.BaseHParams
+LanguageModelType = transformers.LanguageModelType
 sub_config_field = base_layer.sub_config_field
 
 # Name -> (mean, weight), scalars.
@@ -297,7 +298,9 @@ class LanguageModel(_TokenModel):
   """A model of a stream of tokens, such as `transformers.TransformerLm`.
 
   A batch has `ids`, `labels` and `weights`, [B, L] (or [B] weights), and, for a
-  network with `packed_input`, `segment_ids` and `segment_pos`.
+  network with `packed_input`, `segment_ids` and `segment_pos`; for one of the
+  type 'prefix' `inputs_indicator`; and for one of the type 'bidirectional',
+  where it is not packed, perhaps `paddings`.
   """
 
   class HParams(BaseHParams):
@@ -305,17 +308,21 @@ class LanguageModel(_TokenModel):
 
     Attributes:
       lm_tpl: the network.
+      model_type: one of `LanguageModelType`; None is what `lm_tpl` says.
     """
 
     lm_tpl: Any = sub_config_field(None)
+    model_type: str | None = None
 
   def setup(self) -> None:
     """Creates the network."""
-    self.create_child('lm', self.hparams.lm_tpl)
+    p = self.hparams
+    fields = {} if p.model_type is None else {'model_type': p.model_type}
+    self.create_child('lm', p.lm_tpl, **fields)
 
   def compute_predictions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `hidden` [B, L, D], what the output layer is given."""
-    segments = ()
+    segments: dict[str, jax.Array] = {}
     if self.lm.hparams.packed_input:
       if missing := {'segment_ids', 'segment_pos'} - set(batch):
         raise ValueError(
@@ -323,8 +330,22 @@ class LanguageModel(_TokenModel):
           f' {sorted(missing)}; it has {sorted(batch)}. Pack the data, or set'
           ' packed_input=False.'
         )
-      segments = (batch['segment_ids'], batch['segment_pos'])
-    return {'hidden': self.lm.hidden(batch['ids'], *segments)}
+      segments = {key: batch[key] for key in ('segment_ids', 'segment_pos')}
+    if self._type == LanguageModelType.PREFIX:
+      if 'inputs_indicator' not in batch:
+        raise ValueError(
+          f'{self.module_name} is a prefix language model, but the batch lacks'
+          f" 'inputs_indicator'; it has {sorted(batch)}. Read a task with"
+          " 'inputs', or set model_type='causal'."
+        )
+      segments['inputs_indicator'] = batch['inputs_indicator']
+    elif self._type == LanguageModelType.BIDIRECTIONAL and 'paddings' in batch:
+      segments['paddings'] = batch['paddings']
+    return {'hidden': self.lm.hidden(batch['ids'], **segments)}
+
+  @property
+  def _type(self) -> str:
+    return getattr(self.lm.hparams, 'model_type', LanguageModelType.CAUSAL)
 
   def compute_loss(
     self, predictions: Mapping[str, Any], batch: Mapping[str, Any]
@@ -342,7 +363,7 @@ class LanguageModel(_TokenModel):
   def start_decoding(
     self, batch: Mapping[str, Any], max_decode_steps: int
   ) -> tuple[Any, jax.Array, jax.Array]:
-    """Returns an empty cache, the prompts [B, T] and their lengths [B].
+    """Returns a cache, the prompts [B, T] and their lengths [B].
 
     Args:
       batch: `ids` int32 [B, T], padded on the right, and `lengths` int32 [B],
@@ -351,8 +372,14 @@ class LanguageModel(_TokenModel):
     """
     prompts_BT = batch['ids']
     rows, length = prompts_BT.shape
-    cache = self.lm.empty_cache(rows, length + max_decode_steps - 1)
-    return cache, prompts_BT, batch['lengths']
+    room, lengths_B = length + max_decode_steps - 1, batch['lengths']
+    if self._type != LanguageModelType.PREFIX:
+      return self.lm.empty_cache(rows, room), prompts_BT, lengths_B
+    # A prompt is the prefix, whose tokens see its last one too, which
+    # `decoding.decode` only runs after the others.
+    cache = self.lm.empty_cache(rows, room, lengths_B)
+    _, cache = self.lm.extend_step(prompts_BT, cache, 0)
+    return cache, prompts_BT, lengths_B
 
   def extend_step(
     self, tokens_BL: jax.Array, cache: Any, start_B: jax.Array

@@ -36,6 +36,7 @@ from examples.pax.layers.repeats import Repeat
 from examples.pax.layers.resnets import ResNet
 from examples.pax.layers.resnets import ResNetBlock
 from examples.pax.layers.stochastics import Dropout
+from examples.pax.layers.transformers import LanguageModelType
 from examples.pax.layers.transformers import PipelinedTransformer
 from examples.pax.layers.transformers import StackedTransformer
 from examples.pax.layers.transformers import StackedTransformerRepeated
@@ -61,6 +62,7 @@ __all__ = [
   'GlobalPooling',
   'Identity',
   'IdentityNorm',
+  'LanguageModelType',
   'LayerNorm',
   'Linear',
   'MaxPool2D',

@@ -332,6 +332,7 @@ class DotProductAttention(base_layer.BaseLayer):
     *,
     segment_ids: jax.Array | None = None,
     seen: jax.Array | None = None,
+    prefix: jax.Array | None = None,
     position: jax.Array | None = None,
     rows: jax.Array | None = None,
   ) -> jax.Array:
@@ -345,6 +346,8 @@ class DotProductAttention(base_layer.BaseLayer):
         another. None is one a row. Not of cross-attention.
       seen: bool [B, M]; False takes a key out, such as padding. None keeps all.
         Not of causal attention, where padding comes last and nobody sees it.
+      prefix: bool [B, M], of causal attention; True lets earlier queries see a
+        key too. Needs 'einsum'. None is no key.
       position: integers [B, L], or [L] of all rows: what turns queries and
         keys; None counts from 0.
       rows: [B], the rows' numbers in the batch, which dropout depends on; None
@@ -387,6 +390,7 @@ class DotProductAttention(base_layer.BaseLayer):
         segment_ids,
         p.atten_logit_cap,
         self._dropout(rows),
+        prefix_BM=prefix,
       )
     else:
       mixed = transformer.attend(
@@ -414,7 +418,11 @@ class DotProductAttention(base_layer.BaseLayer):
     return {'key': room, 'value': room}
 
   def extend_step(
-    self, inputs: jax.Array, cache: Cache, start: int | jax.Array
+    self,
+    inputs: jax.Array,
+    cache: Cache,
+    start: int | jax.Array,
+    prefix: jax.Array | None = None,
   ) -> tuple[jax.Array, Cache]:
     """Attends causally with the next tokens to themselves and those before.
 
@@ -422,6 +430,7 @@ class DotProductAttention(base_layer.BaseLayer):
       inputs: [B, L, D], at the positions from `start`.
       cache: of `empty_cache`, or the call before.
       start: of all rows, or [B] of each.
+      prefix: as for `__call__`.
 
     Returns:
       [B, L, D], and the cache.
@@ -447,6 +456,7 @@ class DotProductAttention(base_layer.BaseLayer):
       cap=p.atten_logit_cap,
       cache=(cache['key'], cache['value']),
       start=start,
+      prefix_BM=prefix,
     )
     assert extended is not None
     return self.post(mixed), dict(zip(('key', 'value'), extended, strict=True))

@@ -46,6 +46,8 @@ class Context(NamedTuple):
       from 0.
     seen: bool [B, L]; False takes a key out of self-attention that is not
       causal.
+    prefix: bool [B, L], in decoding [B, M]; True lets earlier positions see a
+      key too, in self-attention that is causal.
     source: [B, T, D], what cross-attention attends to.
     source_seen: bool [B, T]; False takes a position of it out.
     rows: [B], the rows' numbers in the batch, which dropout depends on; None
@@ -55,6 +57,7 @@ class Context(NamedTuple):
   segment_ids: jax.Array | None = None
   position: jax.Array | None = None
   seen: jax.Array | None = None
+  prefix: jax.Array | None = None
   source: jax.Array | None = None
   source_seen: jax.Array | None = None
   rows: jax.Array | None = None
@@ -302,6 +305,7 @@ class Transformer(_Residual):
       self._normalised(inputs, 'pre'),
       segment_ids=context.segment_ids,
       seen=context.seen,
+      prefix=context.prefix,
       position=context.position,
       rows=context.rows,
     )
@@ -338,16 +342,17 @@ class Transformer(_Residual):
       inputs: [B, L, D], at the positions from `start`.
       cache: of `empty_cache`, or the call before.
       start: of all rows, or [B] of each.
-      context: only `source_seen` counts.
+      context: only `prefix` and `source_seen` count.
 
     Returns:
       [B, L, D], and the cache.
     """
+    context = context or Context()
     own = jax.tree.map(lambda x: x[0], cache)
     mixed, of_self = self.self_attention.extend_step(
-      self._normalised(inputs, 'pre'), own['self'], start
+      self._normalised(inputs, 'pre'), own['self'], start, context.prefix
     )
-    out = self._after(inputs, mixed, own.get('cross'), context or Context())
+    out = self._after(inputs, mixed, own.get('cross'), context)
     return out, {**cache, 'self': jax.tree.map(lambda x: x[None], of_self)}
 
   def _source(self, source: jax.Array | None) -> attentions.Cache | None:
@@ -692,8 +697,19 @@ class _Embedded(base_layer.BaseLayer):
       )
 
 
+class LanguageModelType:
+  """Which tokens one sees: those before it, those and the prefix, or all."""
+
+  CAUSAL = 'causal'
+  PREFIX = 'prefix'
+  BIDIRECTIONAL = 'bidirectional'
+
+
+_TYPES = ('causal', 'prefix', 'bidirectional')
+
+
 class TransformerLm(_Embedded):
-  """A decoder-only language model."""
+  """A language model of one stack of layers."""
 
   class HParams(BaseHParams):
     """Hyperparameters.
@@ -702,34 +718,47 @@ class TransformerLm(_Embedded):
       stacked_transformer_tpl: the layers.
       packed_input: whether rows hold several documents, of which none sees
         another. Then `segment_ids` is needed.
+      model_type: one of `LanguageModelType`.
     """
 
     stacked_transformer_tpl: BaseHParams = sub_config_field(
       StackedTransformer.HParams
     )
     packed_input: bool = False
+    model_type: str = LanguageModelType.CAUSAL
 
   def setup(self) -> None:
     super().setup()
-    stack = self.hparams.stacked_transformer_tpl
-    self.create_child(
-      'transformer', _in_blocks(stack, mask_self_attention=True)
-    )
+    p = self.hparams
+    if p.model_type not in _TYPES:
+      raise ValueError(
+        f'{self.module_name}.model_type is {p.model_type!r}; expected one of'
+        f' {_TYPES}.{errors.did_you_mean(p.model_type, _TYPES)}'
+      )
+    is_causal = p.model_type != LanguageModelType.BIDIRECTIONAL
+    stack = _in_blocks(p.stacked_transformer_tpl, mask_self_attention=is_causal)
+    self.create_child('transformer', stack)
 
   def __call__(
     self,
     ids: jax.Array,
     segment_ids: jax.Array | None = None,
     segment_pos: jax.Array | None = None,
+    inputs_indicator: jax.Array | None = None,
+    paddings: jax.Array | None = None,
   ) -> jax.Array:
     """Returns float32 logits [B, L, V]; see `hidden`."""
-    return self.logits(self.hidden(ids, segment_ids, segment_pos))
+    return self.logits(
+      self.hidden(ids, segment_ids, segment_pos, inputs_indicator, paddings)
+    )
 
   def hidden(
     self,
     ids: jax.Array,
     segment_ids: jax.Array | None = None,
     segment_pos: jax.Array | None = None,
+    inputs_indicator: jax.Array | None = None,
+    paddings: jax.Array | None = None,
   ) -> jax.Array:
     """Returns what goes into the output layer, [B, L, D].
 
@@ -738,10 +767,22 @@ class TransformerLm(_Embedded):
       segment_ids: the document that each token is of, [B, L].
       segment_pos: the position of each token in its document, [B, L]; None
         counts from the start of the row.
+      inputs_indicator: [B, L], 1 in the prefix of a 'prefix' model.
+      paddings: [B, L], 1 where there is no token, for a 'bidirectional' model
+        without `packed_input`; None is nowhere.
 
     Raises:
-      ValueError: `segment_ids` is missing, or given without `packed_input`.
+      ValueError: `segment_ids` is missing, or given without `packed_input`; or
+        `inputs_indicator` is missing, or given to a model of another type.
     """
+    has_prefix = self.hparams.model_type == LanguageModelType.PREFIX
+    if (inputs_indicator is not None) != has_prefix:
+      got = 'no' if inputs_indicator is None else 'an'
+      raise ValueError(
+        f'{self.module_name}.model_type is {self.hparams.model_type!r}, and'
+        f' there is {got} inputs_indicator. Expected one for a'
+        f' {LanguageModelType.PREFIX!r} model, and only then.'
+      )
     if (segment_ids is not None) != self.hparams.packed_input:
       got = 'none' if segment_ids is None else 'some'
       raise ValueError(
@@ -753,24 +794,39 @@ class TransformerLm(_Embedded):
     self._check_length(length)
     rows = jnp.arange(batch)
     position = jnp.arange(length) if segment_pos is None else segment_pos
-    x_BLD = self.transformer(
-      self._embed(ids, position, rows),
-      Context(segment_ids=segment_ids, position=segment_pos, rows=rows),
-    )
+    context = Context(segment_ids=segment_ids, position=segment_pos, rows=rows)
+    if has_prefix:
+      context = context._replace(prefix=inputs_indicator > 0)
+    elif paddings is not None and segment_ids is None:
+      context = context._replace(seen=_seen(paddings))
+    x_BLD = self.transformer(self._embed(ids, position, rows), context)
     return self.final_ln(x_BLD)
 
-  def empty_cache(self, batch: int, length: int) -> Any:
+  def empty_cache(
+    self, batch: int, length: int, prefix_lengths: jax.Array | None = None
+  ) -> Any:
     """Returns room for `extend_step`.
 
     Args:
       batch: B.
       length: M, as many positions as there shall be.
+      prefix_lengths: [B], how many tokens are the prefix of a 'prefix' model.
 
     Raises:
-      ValueError: there are not so many positions.
+      ValueError: there are not so many positions; or the model predicts no next
+        token.
     """
     self._check_length(length)
-    return self.transformer.empty_cache(batch, length)
+    if self.hparams.model_type == LanguageModelType.BIDIRECTIONAL:
+      raise ValueError(
+        f'{self.module_name}.model_type is {self.hparams.model_type!r}; only a'
+        ' causal or a prefix language model can continue a text.'
+      )
+    cache = {'transformer': self.transformer.empty_cache(batch, length)}
+    if prefix_lengths is not None:
+      positions = jnp.arange(length)[None]
+      cache['prefix'] = (positions < prefix_lengths[:, None])[None]
+    return cache
 
   def extend_step(
     self, ids: jax.Array, cache: Any, start: int | jax.Array
@@ -789,10 +845,15 @@ class TransformerLm(_Embedded):
       Float32 logits [B, L, V], and the cache.
     """
     position = transformer.positions_from(start, ids.shape[1])
-    x_BLD, cache = self.transformer.extend_step(
-      self._embed(ids, position), cache, start
+    prefix = cache['prefix'][0] if 'prefix' in cache else None
+    x_BLD, extended = self.transformer.extend_step(
+      self._embed(ids, position),
+      cache['transformer'],
+      start,
+      Context(prefix=prefix),
     )
-    return self.logits(self.final_ln(x_BLD)), cache
+    logits_BLV = self.logits(self.final_ln(x_BLD))
+    return logits_BLV, {**cache, 'transformer': extended}
 
 
 class TransformerEncoderDecoder(_Embedded):
