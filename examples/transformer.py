@@ -316,6 +316,7 @@ def attend(
   *,
   is_causal: bool = True,
   seen_BM: jax.Array | None = None,
+  prefix_BM: jax.Array | None = None,
   scale: float | None = None,
   dropout: Dropout = None,
 ) -> jax.Array:
@@ -335,6 +336,8 @@ def attend(
     is_causal: whether a query sees no later position than its own. If not,
       `offset` has no meaning.
     seen_BM: bool; False takes a key out, such as padding. None keeps all.
+    prefix_BM: bool; True lets earlier queries see a key too, although attention
+      is causal, as in the prefix of a prefix language model. None is no key.
     scale: a factor of the scores; None is K**-0.5.
     dropout: is applied to the weights of the keys; see `Dropout`.
 
@@ -363,7 +366,8 @@ def attend(
     positions = positions_from(offset, length)
     if positions.ndim == 1:
       positions = positions[None]
-    masks.append(positions[..., None] >= jnp.arange(keys)[None, None])
+    is_past = positions[..., None] >= jnp.arange(keys)[None, None]
+    masks.append(is_past if prefix_BM is None else is_past | prefix_BM[:, None])
   if segments is not None:
     masks.append(segments[0][..., None] == segments[1][:, None])
   if seen_BM is not None:
@@ -402,6 +406,7 @@ def causal_attention(
   *,
   cache: tuple[jax.Array, jax.Array] | None = None,
   start: int | jax.Array = 0,
+  prefix_BM: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
   """Causal attention of a sequence over itself, in training and in decoding.
 
@@ -422,23 +427,33 @@ def causal_attention(
       over which the queries attend too. The implementation is 'einsum' then,
       and a row is one document.
     start: the position of the first query: see `update_cache`.
+    prefix_BM: as for `attend`; for 'einsum' only.
 
   Returns:
     [B, L, H, K]; and the cache, with the new keys and values in it.
 
   Raises:
-    ValueError: there is a cap or dropout, and the implementation has none; or G
-      does not divide H.
+    ValueError: there is a cap, dropout or a prefix, and the implementation has
+      none; or G does not divide H.
   """
   if cache is not None:
     k_BMGK = update_cache(cache[0], k_BLGK, start)
     v_BMGK = update_cache(cache[1], v_BLGK, start)
-    mixed = attend(q_BLHK, k_BMGK, v_BMGK, start, cap=cap, dropout=dropout)
+    mixed = attend(
+      q_BLHK,
+      k_BMGK,
+      v_BMGK,
+      start,
+      cap=cap,
+      dropout=dropout,
+      prefix_BM=prefix_BM,
+    )
     return mixed, (k_BMGK, v_BMGK)
   ids = segment_ids_BL
   if implementation != 'einsum':
-    if cap or dropout is not None:
-      what = f'A cap of {cap}' if cap else 'Dropout'
+    if cap or dropout is not None or prefix_BM is not None:
+      what = 'Dropout' if prefix_BM is None else 'A prefix'
+      what = f'A cap of {cap}' if cap else what
       raise ValueError(
         f"{what} needs implementation='einsum'; got {implementation!r},"
         ' which has none. Choose either.'
@@ -455,10 +470,16 @@ def causal_attention(
     return mixed, None
   # The first half of the queries never sees the second half of the keys.
   half = q_BLHK.shape[1] // 2
-  if half < 64:
+  if half < 64 or prefix_BM is not None:
     both = None if ids is None else (ids, ids)
     mixed = attend(
-      q_BLHK, k_BLGK, v_BLGK, segments=both, cap=cap, dropout=dropout
+      q_BLHK,
+      k_BLGK,
+      v_BLGK,
+      segments=both,
+      cap=cap,
+      dropout=dropout,
+      prefix_BM=prefix_BM,
     )
     return mixed, None
   early = late = None
@@ -524,11 +545,29 @@ def logits(x_BLD: jax.Array, head: Head, cap: float = 0.0) -> jax.Array:
   return partitioning.constrain(_cap(logits_BLV, cap), ('batch', None, 'vocab'))
 
 
-def cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
-  """Returns the nats [B, L] that each target costs, in float32."""
+def cross_entropy(
+  logits_BLV: jax.Array, targets: jax.Array, smoothing: float = 0.0
+) -> jax.Array:
+  """Returns the nats [B, L] that each target costs, in float32.
+
+  Args:
+    logits_BLV: of each token.
+    targets: integers [B, L]; or the probability of each token, [B, L, V].
+    smoothing: part of an integer's probability that goes to all other tokens
+      in equal parts (Szegedy et al., 2016).
+  """
   logits_BLV = logits_BLV.astype(jnp.float32)
-  target_BL1 = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)
-  return jax.nn.logsumexp(logits_BLV, axis=-1) - target_BL1[..., 0]
+  total_BL = jax.nn.logsumexp(logits_BLV, axis=-1)
+  if targets.ndim == logits_BLV.ndim:
+    return -jnp.sum((logits_BLV - total_BL[..., None]) * targets, axis=-1)
+  target_BL1 = jnp.take_along_axis(logits_BLV, targets[..., None], axis=-1)
+  nats_BL = total_BL - target_BL1[..., 0]
+  if not smoothing:
+    return nats_BL
+  size = logits_BLV.shape[-1]
+  other = smoothing / (size - 1)
+  all_BL = size * total_BL - logits_BLV.sum(axis=-1)
+  return (1 - smoothing - other) * nats_BL + other * all_BL
 
 
 class CrossEntropy(NamedTuple):
@@ -554,6 +593,7 @@ def chunked_cross_entropy(
   *,
   chunks: int,
   cap: float = 0.0,
+  smoothing: float = 0.0,
 ) -> CrossEntropy:
   """The loss, with the logits of one piece of the sequence at a time.
 
@@ -567,6 +607,7 @@ def chunked_cross_entropy(
     chunks: pieces into which the sequence is cut. With more than one, the
       gradients are computed along with the loss, while the logits are there.
     cap: see `logits`.
+    smoothing: see `cross_entropy`.
 
   Raises:
     ValueError: `chunks` does not divide the length of the sequence.
@@ -578,9 +619,9 @@ def chunked_cross_entropy(
     )
   args = (x_BLD, head, targets_BL, jax.lax.stop_gradient(weights_BL))
   if chunks == 1:
-    total, rest = _piece_cross_entropy(cap, *args)
+    total, rest = _piece_cross_entropy(cap, smoothing, *args)
   else:
-    total, rest = _chunked_cross_entropy(chunks, cap, *args)
+    total, rest = _chunked_cross_entropy(chunks, cap, smoothing, *args)
   return CrossEntropy(total, *rest)
 
 
@@ -590,13 +631,14 @@ _Sums = tuple[jax.Array, tuple[jax.Array, jax.Array]]
 
 def _piece_cross_entropy(
   cap: float,
+  smoothing: float,
   x_BLD: jax.Array,
   head: Head,
   targets_BL: jax.Array,
   weights_BL: jax.Array,
 ) -> _Sums:
   logits_BLV = logits(x_BLD, head, cap)
-  nats_BL = cross_entropy(logits_BLV, targets_BL)
+  nats_BL = cross_entropy(logits_BLV, targets_BL, smoothing)
   likeliest_BL = logits_BLV.argmax(axis=-1).astype(targets_BL.dtype)
   correct = jnp.sum(jnp.where(likeliest_BL == targets_BL, weights_BL, 0))
   return jnp.sum(nats_BL * weights_BL), (
@@ -605,10 +647,11 @@ def _piece_cross_entropy(
   )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _chunked_cross_entropy(
   chunks: int,
   cap: float,
+  smoothing: float,
   x_BLD: jax.Array,
   head: Head,
   targets_BL: jax.Array,
@@ -617,7 +660,7 @@ def _chunked_cross_entropy(
   def add(carry: Any, piece: Any) -> tuple[Any, jax.Array]:
     x, targets, weights = piece
     total, (correct, nats) = _piece_cross_entropy(
-      cap, x, head, targets, weights
+      cap, smoothing, x, head, targets, weights
     )
     return jax.tree.map(jnp.add, carry, (total, correct)), nats
 
@@ -651,6 +694,7 @@ def _whole(pieces: jax.Array) -> jax.Array:
 def _chunked_forward(
   chunks: int,
   cap: float,
+  smoothing: float,
   x_BLD: jax.Array,
   head: Head,
   targets_BL: jax.Array,
@@ -665,8 +709,8 @@ def _chunked_forward(
   def add(carry: Any, piece: Any) -> tuple[Any, Any]:
     x, targets, weights = piece
     (total, (correct, nats)), (grad_x, grad_head) = jax.value_and_grad(
-      _piece_cross_entropy, argnums=(1, 2), has_aux=True
-    )(cap, x, head, targets, weights)
+      _piece_cross_entropy, argnums=(2, 3), has_aux=True
+    )(cap, smoothing, x, head, targets, weights)
     carry = jax.tree.map(jnp.add, carry, (total, correct, grad_head))
     return carry, (nats, grad_x)
 
@@ -679,9 +723,9 @@ def _chunked_forward(
 
 
 def _chunked_backward(
-  chunks: int, cap: float, grads: Any, cotangents: _Sums
+  chunks: int, cap: float, smoothing: float, grads: Any, cotangents: _Sums
 ) -> Any:
-  del chunks, cap
+  del chunks, cap, smoothing
   grad_x, grad_head = grads
   cotangent, _ = cotangents
   return (

@@ -166,25 +166,32 @@ def test_a_packed_row_of_a_language_model():
   )
 
 
-@pytest.mark.parametrize('targets_only', [True, False])
-def test_a_padded_row_with_a_prefix(targets_only):
+# The weights of Pax, whose converter was given the same examples: paxml 1.4.0,
+# seqio-nightly 0.0.17.dev20231010, Python 3.10.
+@pytest.mark.parametrize(
+  ('fields', 'weights'),
+  [
+    ({}, [1, 0, 1, 0, 1, 0, 0]),
+    ({'weights_on_targets_only': True}, [0, 0, 1, 0, 1, 0, 0]),
+    ({'weights_on_targets_only': False}, [1, 1, 1, 1, 1, 0, 0]),
+  ],
+)
+def test_a_padded_row_with_a_prefix(fields, weights):
   (row,) = rows_of(
-    seqio_input.LanguageModelFeatures(
-      pack=False, weights_on_targets_only=targets_only
-    ),
-    [{'inputs': [8, 9], 'targets': [4, 5, 1]}],
+    seqio_input.LanguageModelFeatures(pack=False, **fields),
+    [{'inputs': [8, -9], 'targets': [4, -5, 1]}],
     {'inputs': 3, 'targets': 4},
   )
-  read_only = 0 if targets_only else 1
   check_row(
     row,
     {
       'ids': [0, 8, 9, 4, 5, 0, 0],
       'labels': [8, 9, 4, 5, 1, 0, 0],
-      'weights': [read_only, read_only, 1, 1, 1, 0, 0],
+      'weights': weights,
       'paddings': [0, 0, 0, 0, 0, 1, 1],
       'segment_ids': [1, 1, 1, 1, 1, 0, 0],
       'segment_pos': [0, 1, 2, 3, 4, 0, 0],
+      'inputs_indicator': [1, 1, 1, 0, 0, 0, 0],
     },
   )
 
@@ -200,10 +207,33 @@ def test_a_packed_row_with_prefixes():
     {
       'ids': [0, 8, 9, 4, 0, 6, 5, 0],
       'labels': [8, 9, 4, 1, 6, 5, 1, 0],
-      'weights': [0, 0, 1, 1, 0, 1, 1, 0],
+      'weights': [1, 1, 1, 1, 1, 1, 1, 0],
       'paddings': [0, 0, 0, 0, 0, 0, 0, 1],
       'segment_ids': [1, 1, 1, 1, 2, 2, 2, 0],
       'segment_pos': [0, 1, 2, 3, 0, 1, 2, 0],
+      'inputs_indicator': [1, 1, 1, 0, 1, 1, 0, 0],
+    },
+  )
+
+
+def test_a_row_without_a_begin_token():
+  # What Pax's converter made of the same examples; versions as above.
+  (row,) = rows_of(
+    seqio_input.LanguageModelFeatures(
+      pack=True, reverse_bos_padding=True, eos_id=42
+    ),
+    [{'targets': [3, 9, 1]}, {'targets': [4, 1]}],
+    {'targets': 6},
+  )
+  check_row(
+    row,
+    {
+      'ids': [3, 9, 1, 4, 1, 0],
+      'labels': [9, 1, 4, 1, 0, 42],
+      'weights': [1, 1, 1, 1, 0, 0],
+      'paddings': [0, 0, 0, 0, 1, 1],
+      'segment_ids': [1, 1, 1, 2, 2, 0],
+      'segment_pos': [0, 1, 2, 0, 1, 0],
     },
   )
 
@@ -859,6 +889,33 @@ def test_c4_puts_documents_one_after_the_other(tmp_path):
   first = batches[0]
   assert first['ids'][0, 1:].tolist() == first['labels'][0, :-1].tolist()
   assert inputs.ids_to_strings(first['labels'], [64]) == [text[:64].strip()]
+
+
+def test_c4_as_pax_cuts_it(tmp_path):
+  task = c4.c4_task(
+    eval_files=c4_files(tmp_path, 'json.gz'),
+    vocabulary=seqio.ByteVocabulary(),
+    append_eos=False,
+  )
+  converter = seqio_input.LanguageModelFeatures(
+    pack=True, reverse_bos_padding=True
+  )
+  inputs = c4.c4_input(
+    task,
+    batch_size=1,
+    length=64,
+    is_training=False,
+    feature_converter=converter,
+  )
+  batches = list(inputs.eval_batches())
+  ids = np.concatenate([b['ids'][0][b['segment_ids'][0] > 0] for b in batches])
+  text = (ids - 3).astype(np.uint8).tobytes().decode()
+  assert sorted(text.replace('document', '\ndocument').split('\n')[1:]) == (
+    sorted(DOCUMENTS)
+  )
+  first = batches[0]
+  assert first['labels'][0].tolist() == [*first['ids'][0, 1:].tolist(), 1]
+  assert first['weights'][0].tolist() == [1] * 63 + [0]
 
 
 def test_a_state_of_c4_in_another_order_is_refused(tmp_path):

@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 
 from examples import decoding
-from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
 from examples.pax.layers import transformers
@@ -33,6 +32,7 @@ from jaxline import metrics as metrics_lib
 from jaxline.inputs import base as inputs
 
 BaseHParams = hparams.BaseHParams
+LanguageModelType = transformers.LanguageModelType
 sub_config_field = base_layer.sub_config_field
 
 # Name -> (mean, weight), scalars.
@@ -50,7 +50,7 @@ class DecoderHParams(BaseHParams):
   """
 
   max_decode_steps: int = 0
-  eos_id: int | Sequence[int] | None = None
+  eos_id: int | Sequence[int] | None = 2
 
   def to_options(self) -> decoding.Options:
     """Returns what `decoding.decode` takes.
@@ -112,7 +112,7 @@ class BeamSearchHParams(DecoderHParams):
     length_norm_alpha: see `decoding.length_norm`.
   """
 
-  beam_size: int = 4
+  beam_size: int = 1
   length_norm_alpha: float = 0.8
 
   def _method(self) -> dict[str, Any]:
@@ -298,7 +298,9 @@ class LanguageModel(_TokenModel):
   """A model of a stream of tokens, such as `transformers.TransformerLm`.
 
   A batch has `ids`, `labels` and `weights`, [B, L] (or [B] weights), and, for a
-  network with `packed_input`, `segment_ids` and `segment_pos`.
+  network with `packed_input`, `segment_ids` and `segment_pos`; for one of the
+  type 'prefix' `inputs_indicator`; and for one of the type 'bidirectional',
+  where it is not packed, perhaps `paddings`.
   """
 
   class HParams(BaseHParams):
@@ -306,17 +308,21 @@ class LanguageModel(_TokenModel):
 
     Attributes:
       lm_tpl: the network.
+      model_type: one of `LanguageModelType`; None is what `lm_tpl` says.
     """
 
     lm_tpl: Any = sub_config_field(None)
+    model_type: str | None = None
 
   def setup(self) -> None:
     """Creates the network."""
-    self.create_child('lm', self.hparams.lm_tpl)
+    p = self.hparams
+    fields = {} if p.model_type is None else {'model_type': p.model_type}
+    self.create_child('lm', p.lm_tpl, **fields)
 
   def compute_predictions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `hidden` [B, L, D], what the output layer is given."""
-    segments = ()
+    segments: dict[str, jax.Array] = {}
     if self.lm.hparams.packed_input:
       if missing := {'segment_ids', 'segment_pos'} - set(batch):
         raise ValueError(
@@ -324,8 +330,22 @@ class LanguageModel(_TokenModel):
           f' {sorted(missing)}; it has {sorted(batch)}. Pack the data, or set'
           ' packed_input=False.'
         )
-      segments = (batch['segment_ids'], batch['segment_pos'])
-    return {'hidden': self.lm.hidden(batch['ids'], *segments)}
+      segments = {key: batch[key] for key in ('segment_ids', 'segment_pos')}
+    if self._type == LanguageModelType.PREFIX:
+      if 'inputs_indicator' not in batch:
+        raise ValueError(
+          f'{self.module_name} is a prefix language model, but the batch lacks'
+          f" 'inputs_indicator'; it has {sorted(batch)}. Read a task with"
+          " 'inputs', or set model_type='causal'."
+        )
+      segments['inputs_indicator'] = batch['inputs_indicator']
+    elif self._type == LanguageModelType.BIDIRECTIONAL and 'paddings' in batch:
+      segments['paddings'] = batch['paddings']
+    return {'hidden': self.lm.hidden(batch['ids'], **segments)}
+
+  @property
+  def _type(self) -> str:
+    return getattr(self.lm.hparams, 'model_type', LanguageModelType.CAUSAL)
 
   def compute_loss(
     self, predictions: Mapping[str, Any], batch: Mapping[str, Any]
@@ -343,7 +363,7 @@ class LanguageModel(_TokenModel):
   def start_decoding(
     self, batch: Mapping[str, Any], max_decode_steps: int
   ) -> tuple[Any, jax.Array, jax.Array]:
-    """Returns an empty cache, the prompts [B, T] and their lengths [B].
+    """Returns a cache, the prompts [B, T] and their lengths [B].
 
     Args:
       batch: `ids` int32 [B, T], padded on the right, and `lengths` int32 [B],
@@ -352,8 +372,14 @@ class LanguageModel(_TokenModel):
     """
     prompts_BT = batch['ids']
     rows, length = prompts_BT.shape
-    cache = self.lm.empty_cache(rows, length + max_decode_steps - 1)
-    return cache, prompts_BT, batch['lengths']
+    room, lengths_B = length + max_decode_steps - 1, batch['lengths']
+    if self._type != LanguageModelType.PREFIX:
+      return self.lm.empty_cache(rows, room), prompts_BT, lengths_B
+    # A prompt is the prefix, whose tokens see its last one too, which
+    # `decoding.decode` only runs after the others.
+    cache = self.lm.empty_cache(rows, room, lengths_B)
+    _, cache = self.lm.extend_step(prompts_BT, cache, 0)
+    return cache, prompts_BT, lengths_B
 
   def extend_step(
     self, tokens_BL: jax.Array, cache: Any, start_B: jax.Array
@@ -438,7 +464,8 @@ class ClassificationModel(BaseModel):
       network_tpl: from the input to features [B, D].
       softmax_tpl: from these to logits, such as `FullSoftmax.HParams`.
       input_field: the entry of the batch that the network is given.
-      label_field: the entry with the labels, integers [B].
+      label_field: the entry with the labels, integers [B]; or, as Pax's
+        `label_probs`, the probability of each label, [B, V].
     """
 
     network_tpl: Any = sub_config_field(None)
@@ -468,7 +495,9 @@ class ClassificationModel(BaseModel):
       of each row `labels`, `xent` and `correct`, [B].
     """
     logits_BV = predictions['logits']
-    labels_B = batch[self.hparams.label_field]
+    labels = labels_B = batch[self.hparams.label_field]
+    if labels.ndim > 1:
+      labels_B = labels.argmax(axis=-1)
     weights_B = _weights(batch, labels_B)
     weight = weights_B.sum()
 
@@ -476,8 +505,7 @@ class ClassificationModel(BaseModel):
       # What has no weight may be NaN.
       return _mean(metrics_lib.Mean.of(values_B, weights_B).total, weight)
 
-    xent_B = transformer.cross_entropy(logits_BV[:, None], labels_B[:, None])
-    xent_B = xent_B[:, 0]
+    xent_B = self.softmax.xent(logits_BV, labels, weights_B)
     _, best_BN = jax.lax.top_k(logits_BV, min(5, logits_BV.shape[1]))
     hits_BN = (best_BN == labels_B[:, None]).astype(jnp.float32)
     correct_B = hits_BN[:, 0]

@@ -1,6 +1,7 @@
 """Tests of the models: metrics against NumPy, decoding against no cache."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import pytest
 from examples import decoding
 from examples.pax import base_layer
 from examples.pax import models
+from examples.pax.layers import activations
+from examples.pax.layers import attentions
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import linears
 from examples.pax.layers import transformers
@@ -24,7 +27,16 @@ SIZES = {
   'separate_embedding_tpl': embedding_softmax.Embedding.HParams(),
 }
 STACK = transformers.StackedTransformer.HParams(
-  num_layers=1, model_dims=16, hidden_dims=32, num_heads=2
+  num_layers=1,
+  model_dims=16,
+  hidden_dims=32,
+  num_heads=2,
+  transformer_layer_params_tpl=transformers.Transformer.HParams(
+    tr_atten_tpl=attentions.DotProductAttention.HParams(combine_qkv=True),
+    tr_fflayer_tpl=transformers.TransformerFeedForward.HParams(
+      activation_tpl=activations.GELU.HParams()
+    ),
+  ),
 )
 
 
@@ -44,13 +56,13 @@ class Table(base_layer.BaseLayer):
       ),
     )
 
-  def hidden(self, ids, *segments):
+  def hidden(self, ids, **segments):
     self.add_aux_loss('one', jnp.float32(0.25), 3.0)
     # As what runs a layer in a loop of its own may collect them.
     each = (jnp.float32([0.5, 0.125]), jnp.float32([1, 1]))
     self.collect(base_layer.Collected(aux_losses={'each': each}))
     x = self.softmax.emb_lookup(ids)
-    for factor, entry in zip((1.0, 100.0), segments, strict=False):
+    for factor, entry in zip((1.0, 100.0), segments.values(), strict=False):
       x += factor * entry.astype(jnp.float32)[..., None]
     return x
 
@@ -341,7 +353,9 @@ def test_decoder_hparams_are_options():
   assert (
     models.SampleDecoderHParams(max_decode_steps=4).to_options().top_k == 40
   )
-  beam = models.BeamSearchHParams(max_decode_steps=4, eos_id=(1, 2))
+  beam = models.BeamSearchHParams(
+    max_decode_steps=4, beam_size=4, eos_id=(1, 2)
+  )
   assert beam.to_options() == decoding.Options(
     method='beam',
     max_decode_steps=4,
@@ -405,6 +419,12 @@ def test_classification_metrics():
   unknown = jnp.where((weights == 0)[:, None], jnp.nan, batch['x'])
   again, _ = run(variables, batch | {'x': unknown, 'weights': weights})
   assert {name: float(value) for name, (value, _) in again.items()} == values
+  # Probabilities may take the place of labels, as Pax's `label_probs`.
+  probs = jax.nn.one_hot(batch['y'], 7)
+  again, _ = run(variables, batch | {'y': probs, 'weights': weights})
+  assert {name: float(value) for name, (value, _) in again.items()} == (
+    pytest.approx(values, rel=1e-6)
+  )
   # Without weights all count alike.
   metrics, _ = run(variables, batch)
   assert float(metrics['avg_xent'][0]) == pytest.approx(nats.mean(), rel=1e-4)
@@ -427,3 +447,145 @@ def test_a_model_needs_its_network():
   with pytest.raises(TypeError, match='HParams of a layer; got None'):
     models.LanguageModel.HParams().Instantiate().init(KEY)
   assert issubclass(models.BaseModel, base_layer.BaseLayer)
+
+
+def _value(seed, *shape):
+  flat = np.sin(seed + 0.7 * np.arange(math.prod(shape))) / 2
+  return jnp.float32(flat.reshape(shape))
+
+
+# Two documents in the first row; the second has padding. With a prefix.
+TYPED_BATCH = {
+  'ids': jnp.int32([[0, 3, 5, 0, 2, 6], [1, 2, 4, 4, 0, 0]]),
+  'labels': jnp.int32([[3, 5, 1, 2, 6, 1], [2, 4, 4, 1, 0, 0]]),
+  'weights': jnp.float32([[1] * 6, [1, 1, 1, 1, 0, 0]]),
+  'paddings': jnp.float32([[0] * 6, [0, 0, 0, 0, 1, 1]]),
+  'inputs_indicator': jnp.int32([[1, 1, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0]]),
+  'segment_ids': jnp.int32([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0]]),
+  'segment_pos': jnp.int32([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 0]]),
+}
+
+
+def typed_model(model_type, packed):
+  """Returns a small language model and its variables."""
+  stack = transformers.StackedTransformer.HParams(
+    num_layers=1, model_dims=4, hidden_dims=8, num_heads=2, dim_per_head=2
+  )
+  lm = transformers.TransformerLm.HParams(
+    vocab_size=7,
+    model_dims=4,
+    stacked_transformer_tpl=stack,
+    packed_input=packed,
+  )
+  model = models.LanguageModel.HParams(
+    name='m', lm_tpl=lm, model_type=model_type
+  ).Instantiate()
+  layer = 'transformer/x_layers_0'
+  attention = f'{layer}/self_attention'
+  params = {
+    f'{attention}/{part}': {
+      'w': _value(10 + 2 * i, 4, 2, 2),
+      'b': _value(11 + 2 * i, 2, 2),
+    }
+    for i, part in enumerate(('query', 'key', 'value'))
+  } | {
+    f'{attention}/post': {'w': _value(16, 2, 2, 4), 'b': _value(17, 4)},
+    f'{attention}/per_dim_scale': {'per_dim_scale': _value(18, 2)},
+    f'{layer}/layer_norm': {'scale': _value(30, 4), 'bias': _value(31, 4)},
+    f'{layer}/ff_layer/layer_norm': {
+      'scale': _value(40, 4),
+      'bias': _value(41, 4),
+    },
+    f'{layer}/ff_layer/ffn_layer1': {
+      'w': _value(50, 4, 8),
+      'b': _value(51, 8),
+    },
+    f'{layer}/ff_layer/ffn_layer2': {
+      'w': _value(52, 8, 4),
+      'b': _value(53, 4),
+    },
+    'final_ln': {'scale': _value(90, 4), 'bias': _value(91, 4)},
+    'softmax': {'emb_var': _value(92, 7, 4), 'bias': _value(93, 7)},
+  }
+  params = {f'm/lm/{name}': of for name, of in params.items()}
+  assert jax.tree.structure(params) == jax.tree.structure(
+    model.abstract_init()['params']
+  )
+  return model, {'params': params, 'non_trainable': {}}
+
+
+@pytest.mark.parametrize(
+  ('model_type', 'packed', 'xent', 'scores'),
+  [
+    ('causal', True, 2.3749886, [-16.9188499, -6.8310375]),
+    ('prefix', True, 2.3860385, [-16.9801903, -6.8801975]),
+    ('bidirectional', True, 2.3870597, [-16.9912243, -6.8793740]),
+    ('causal', False, 2.3630917, [-16.7998810, -6.8310375]),
+    ('prefix', False, 2.3711817, [-16.8316231, -6.8801975]),
+    ('bidirectional', False, 2.3710225, [-16.8308525, -6.8793740]),
+  ],
+)
+def test_types_of_language_models_are_those_of_praxis(
+  model_type, packed, xent, scores
+):
+  """Of layers.LanguageModel of praxis 1.4.0, jax 0.4.26, Python 3.10.
+
+  One StackedTransformer layer, model_dims=4, hidden_dims=8, num_heads=2,
+  dim_per_head=2, vocab_size=7, sinusoidal positions, float32, in evaluation;
+  the weights and the batch are those above.
+  """
+  model, variables = typed_model(model_type, packed)
+  run = jax.jit(functools.partial(model.apply, do_eval=True))
+  metrics, per_example = run(variables, TYPED_BATCH)
+  np.testing.assert_allclose(metrics['avg_xent'][0], xent, rtol=1e-6)
+  np.testing.assert_allclose(per_example['scores'], scores, rtol=1e-6)
+
+
+def test_a_prefix_model_continues_what_it_was_trained_on():
+  # Of two layers: what the second one keeps of a token is made of what it sees.
+  lm = transformers.TransformerLm.HParams(
+    stacked_transformer_tpl=STACK.clone().set(num_layers=2),
+    model_type='prefix',
+    **SIZES,
+  )
+  model = models.LanguageModel.HParams(name='m', lm_tpl=lm).Instantiate()
+  # Small enough for a token to attend to several.
+  variables = jax.tree.map(lambda x: x / 3, random_variables(model))
+  network = lm.clone().set(name='m/lm').Instantiate()
+  steps, prompts = 3, [[1, 4, 2, 5], [3, 6]]
+
+  @jax.jit
+  def logits(ids, indicator):
+    return network.apply(variables, ids, None, None, indicator)
+
+  def next_logits(row, prefix):
+    ids = np.zeros([1, 7], np.int32)
+    ids[0, : len(prefix)] = prefix
+    indicator = jnp.arange(7)[None] < len(prompts[row])
+    return logits(ids, jnp.int32(indicator))[0, len(prefix) - 1]
+
+  expected = continue_without_cache(next_logits, prompts, steps, stop=-1)
+  options = models.GreedyDecoderHParams(max_decode_steps=steps, eos_id=None)
+  decode = jax.jit(functools.partial(model.decode, options=options))
+  decoded = decode(variables, padded(prompts))
+  check_decoded(decoded, expected)
+  scores = [score for _, score in expected]
+  np.testing.assert_allclose(decoded.scores[:, 0], scores, rtol=1e-5)
+
+
+def test_a_type_says_what_it_needs():
+  model, variables = typed_model('prefix', packed=False)
+  batch = {key: TYPED_BATCH[key] for key in ('ids', 'labels', 'weights')}
+  with pytest.raises(ValueError, match="lacks 'inputs_indicator'"):
+    model.apply(variables, batch)
+  model, variables = typed_model('bidirectional', packed=False)
+  with pytest.raises(ValueError, match='only a causal or a prefix'):
+    model.decode(
+      variables,
+      padded([[1, 2]]),
+      options=models.GreedyDecoderHParams(max_decode_steps=1),
+    )
+  model, _ = typed_model('causal', packed=False)
+  wrong = model.hparams.clone().set(model_type='prefx')
+  with pytest.raises(ValueError, match=r"'prefx'.*mean 'prefix'"):
+    wrong.Instantiate().abstract_init()

@@ -16,7 +16,9 @@ As in Pax's C4 runs, some thousand documents at a time are tokenized, joined and
 cut into rows. A row begins and ends within a document; only the last row of
 such a group is shorter, and packing puts several of these into one row. The
 documents of a row share a segment. Each document ends with the vocabulary's end
-token; Pax has one at the end of each row instead.
+token. Pax's have none, and no token stands before a row; for its rows, give
+`append_eos=False` to `c4_task`, and to `c4_input` the `feature_converter`
+`LanguageModelFeatures(pack=True, reverse_bos_padding=True, eos_id=1)`.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ def c4_task(
   eval_files: Patterns | None = None,
   vocabulary: Any,
   name: str = 'c4_lm',
+  append_eos: bool = True,
   documents_at_once: int = _DOCUMENTS_AT_ONCE,
   shuffle_buffer_size: int = 10_000,
 ) -> Any:
@@ -63,6 +66,7 @@ def c4_task(
       any `seqio.Vocabulary`.
     name: of the task. It is not registered; give the task itself to
       `SeqIOInput.mixture_or_task`.
+    append_eos: whether each document ends with the vocabulary's end token.
     documents_at_once: how many are put one after the other before they are cut.
     shuffle_buffer_size: among how many rows to draw the next. (Pax takes
       100,000, which is 400 MB a host for rows of 1024 tokens.)
@@ -108,12 +112,15 @@ def c4_task(
     preprocessors=[
       functools.partial(seqio.preprocessors.rekey, key_map={'targets': 'text'}),
       functools.partial(
-        seqio.preprocessors.tokenize_and_append_eos, copy_pretokenized=False
+        seqio.preprocessors.tokenize_and_append_eos
+        if append_eos
+        else seqio.preprocessors.tokenize,
+        copy_pretokenized=False,
       ),
       functools.partial(_concatenate, documents=documents_at_once),
       _split,
     ],
-    output_features={'targets': seqio.Feature(vocabulary, add_eos=True)},
+    output_features={'targets': seqio.Feature(vocabulary, add_eos=append_eos)},
     shuffle_buffer_size=shuffle_buffer_size,
   )
 
@@ -162,6 +169,8 @@ def _describe(task: Any) -> list[str]:
     # Its contents: the path may change.
     model = hashlib.sha256(vocabulary.sp_model).hexdigest()
     described.append(f'model_sha256={model}')
+  if not task.output_features['targets'].add_eos:
+    described.append('append_eos=False')
   for preprocessor in task.preprocessors:
     if getattr(preprocessor, 'func', None) is _concatenate:
       documents = preprocessor.keywords['documents']

@@ -93,33 +93,61 @@ class LanguageModelFeatures:
 
   With `targets` alone, rows are those; with `inputs` too, a row is an example's
   inputs and then its targets. The entries, each [L], L the sum of the features'
-  lengths: ids, labels, weights, paddings, segment_ids, segment_pos. `ids` are
-  the labels one place further on, `bos_id` first in each segment.
+  lengths: ids, labels, weights, paddings, segment_ids, segment_pos; with
+  `inputs` also inputs_indicator, 1 at the positions that read an input or the
+  first target: those that a prefix language model may attend to from anywhere.
+  `ids` are the labels one place further on, `bos_id` first in each segment.
+
+  A task may mark tokens that count nothing by a negative id; `ids` and `labels`
+  are without the sign.
 
   Attributes:
     pack: whether to put several examples into a row, where they fit whole.
     bos_id: the token that the model reads before an example's first one.
-    weights_on_targets_only: whether the model does not predict the inputs.
+    weights_on_targets_only: which tokens have weight 1: None is those that are
+      not negative, inputs too; True is those of the targets that are not
+      negative; False is all. Padding has weight 0.
+    reverse_bos_padding: leaves `bos_id` out: `ids` are the tokens themselves,
+      and the labels the next token in the row, `eos_id` after the last. So the
+      last position of a row has weight 0, and in a packed row the last one of
+      an example has the first token of the next as its label, as in Pax.
+    eos_id: for `reverse_bos_padding`.
   """
 
   pack: bool
   bos_id: int = 0
-  weights_on_targets_only: bool = True
+  weights_on_targets_only: bool | None = None
+  reverse_bos_padding: bool = False
+  eos_id: int = 1
 
   def __call__(
     self, dataset: Any, task_feature_lengths: Mapping[str, int]
   ) -> Any:
     """Converts a dataset of examples to one of rows."""
-    seqio = import_seqio()
-    fields: dict[str, Any] = {'pack': self.pack, 'bos_id': self.bos_id}
-    convert = (
-      seqio.PrefixLMFeatureConverter(
-        loss_on_targets_only=self.weights_on_targets_only, **fields
-      )
-      if 'inputs' in task_feature_lengths
-      else seqio.LMFeatureConverter(**fields)
+    convert = import_seqio().DecoderFeatureConverter(
+      loss_on_targets_only=True, pack=self.pack, bos_id=self.bos_id
     )
-    return convert(dataset, task_feature_lengths).map(_decoder_entries)
+    return convert(dataset, task_feature_lengths).map(self._entries)
+
+  def _entries(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    tf = tfdata.import_tensorflow()
+    entries = _decoder_entries(row)
+    weights = 1.0 - entries['paddings']
+    if self.weights_on_targets_only:
+      weights *= entries['weights']
+    if self.weights_on_targets_only is not False:
+      weights *= tf.cast(entries['labels'] >= 0, tf.float32)
+    entries['weights'] = weights
+    for key in ('ids', 'labels'):
+      entries[key] = tf.abs(entries[key])
+    if 'decoder_causal_attention' in row:
+      entries['inputs_indicator'] = row['decoder_causal_attention']
+    if self.reverse_bos_padding:
+      entries['ids'] = entries['labels']
+      for key, last in ('labels', self.eos_id), ('weights', 0), ('paddings', 1):
+        x = entries[key]
+        entries[key] = tf.concat([x[1:], tf.cast([last], x.dtype)], axis=0)
+    return entries
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,10 +31,12 @@ from examples.pax.layers.normalizations import IdentityNorm
 from examples.pax.layers.normalizations import LayerNorm
 from examples.pax.layers.normalizations import RmsNorm
 from examples.pax.layers.pipeline import Pipelined
+from examples.pax.layers.repeats import AutodiffCheckpointType
 from examples.pax.layers.repeats import Repeat
 from examples.pax.layers.resnets import ResNet
 from examples.pax.layers.resnets import ResNetBlock
 from examples.pax.layers.stochastics import Dropout
+from examples.pax.layers.transformers import LanguageModelType
 from examples.pax.layers.transformers import PipelinedTransformer
 from examples.pax.layers.transformers import StackedTransformer
 from examples.pax.layers.transformers import StackedTransformerRepeated
@@ -45,6 +47,7 @@ from examples.pax.layers.transformers import TransformerLm
 
 __all__ = [
   'GELU',
+  'AutodiffCheckpointType',
   'BaseActivation',
   'BaseNormalization',
   'BatchNorm',
@@ -59,6 +62,7 @@ __all__ = [
   'GlobalPooling',
   'Identity',
   'IdentityNorm',
+  'LanguageModelType',
   'LayerNorm',
   'Linear',
   'MaxPool2D',

@@ -186,7 +186,7 @@ class DotProductAttention(base_layer.BaseLayer):
     atten_dropout_prob: float = 0.0
     internal_enable_per_dim_scale: bool = True
     use_rotary_position_emb: bool = False
-    combine_qkv: bool = True
+    combine_qkv: bool = False
     is_causal: bool = True
     is_cross_attention: bool = False
     attention_impl: str = 'einsum'
@@ -342,6 +342,7 @@ class DotProductAttention(base_layer.BaseLayer):
     *,
     segment_ids: jax.Array | None = None,
     seen: jax.Array | None = None,
+    prefix: jax.Array | None = None,
     position: jax.Array | None = None,
     rows: jax.Array | None = None,
   ) -> jax.Array:
@@ -355,6 +356,8 @@ class DotProductAttention(base_layer.BaseLayer):
         another. None is one a row. Not of cross-attention.
       seen: bool [B, M]; False takes a key out, such as padding. None keeps all.
         Not of causal attention, where padding comes last and nobody sees it.
+      prefix: bool [B, M], of causal attention; True lets earlier queries see a
+        key too. Needs 'einsum'. None is no key.
       position: integers [B, L], or [L] of all rows: what turns queries and
         keys; None counts from 0.
       rows: [B], the rows' numbers in the batch, which dropout depends on; None
@@ -397,6 +400,7 @@ class DotProductAttention(base_layer.BaseLayer):
         segment_ids,
         p.atten_logit_cap,
         self._dropout(rows),
+        prefix_BM=prefix,
       )
     else:
       mixed = transformer.attend(
@@ -424,7 +428,11 @@ class DotProductAttention(base_layer.BaseLayer):
     return {'key': room, 'value': room}
 
   def extend_step(
-    self, inputs: jax.Array, cache: Cache, start: int | jax.Array
+    self,
+    inputs: jax.Array,
+    cache: Cache,
+    start: int | jax.Array,
+    prefix: jax.Array | None = None,
   ) -> tuple[jax.Array, Cache]:
     """Attends causally with the next tokens to themselves and those before.
 
@@ -432,6 +440,7 @@ class DotProductAttention(base_layer.BaseLayer):
       inputs: [B, L, D], at the positions from `start`.
       cache: of `empty_cache`, or the call before.
       start: of all rows, or [B] of each.
+      prefix: as for `__call__`.
 
     Returns:
       [B, L, D], and the cache.
@@ -457,6 +466,7 @@ class DotProductAttention(base_layer.BaseLayer):
       cap=p.atten_logit_cap,
       cache=(cache['key'], cache['value']),
       start=start,
+      prefix_BM=prefix,
     )
     assert extended is not None
     return self.post(mixed), dict(zip(('key', 'value'), extended, strict=True))

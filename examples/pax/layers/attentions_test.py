@@ -388,7 +388,12 @@ def test_what_makes_no_attention_is_refused(fields, match):
     ({}, ('y',), {}, 'is_cross_attention=True'),
     ({}, (), {'seen': np.ones([B, L], bool)}, 'put padding last'),
     ({'is_cross_attention': True}, (), {}, 'expected a key'),
-    ({'is_cross_attention': True}, ('y', 'z'), {}, 'combine_qkv=False'),
+    (
+      {'is_cross_attention': True, 'combine_qkv': True},
+      ('y', 'z'),
+      {},
+      'combine_qkv=False',
+    ),
   ],
 )
 def test_what_attention_does_not_take_is_refused(fields, args, kwargs, match):

@@ -71,6 +71,11 @@ class _Softmax(base_layer.BaseLayer):
       chunks: pieces into which the sequence is cut for the loss, so that there
         is only one piece's logits at a time; see
         `transformer.chunked_cross_entropy`.
+      label_smoothing_prob: part of a label's probability that goes to all other
+        classes in equal parts.
+      label_smoothing_apply_for_eval: whether in evaluation too.
+      z_loss_weight: this times the mean squared logarithm of the softmax's
+        denominator is an auxiliary loss, `aux_z_loss`; 0 is none.
     """
 
     num_classes: int = 0
@@ -78,6 +83,9 @@ class _Softmax(base_layer.BaseLayer):
     soft_cap_logits: float = 0.0
     has_bias: bool = True
     chunks: int = 1
+    label_smoothing_prob: float = 0.0
+    label_smoothing_apply_for_eval: bool = True
+    z_loss_weight: float = 0.0
 
   def _create_bias(self) -> None:
     p = self.hparams
@@ -134,20 +142,63 @@ class _Softmax(base_layer.BaseLayer):
         inputs[:, None], labels[:, None], weights[:, None]
       )
       return {**rows, 'per_token_xent': rows['per_token_xent'][:, 0]}
+    weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
+    total_weight = weights.sum()
+    if p.z_loss_weight:
+      if p.chunks > 1:
+        raise ValueError(
+          f'{self.module_name}.z_loss_weight is {p.z_loss_weight}, which needs'
+          f' the logits of a whole row; got chunks={p.chunks}. Set chunks=1.'
+        )
+      logits = self.get_logits(inputs)
+      xent = self.xent(logits, labels, weights)
+      hits = logits.argmax(axis=-1) == labels
+      return {
+        'total_loss': jnp.sum(xent * weights),
+        'total_weight': total_weight,
+        'per_token_xent': jax.lax.stop_gradient(xent),
+        'correct': jnp.sum(jnp.where(hits, weights, 0)),
+      }
     found = transformer.chunked_cross_entropy(
       inputs.astype(self.fprop_dtype),
       self._head(),
       labels,
-      weights.astype(jnp.float32),
+      weights,
       chunks=p.chunks,
       cap=p.soft_cap_logits,
+      smoothing=self._smoothing(),
     )
     return {
       'total_loss': found.total,
-      'total_weight': jax.lax.stop_gradient(weights.astype(jnp.float32).sum()),
+      'total_weight': total_weight,
       'per_token_xent': found.nats_BL,
       'correct': found.correct,
     }
+
+  def xent(
+    self, logits: jax.Array, labels: jax.Array, weights: jax.Array
+  ) -> jax.Array:
+    """Returns the cross entropy of each label; adds the z-loss.
+
+    Args:
+      logits: [..., V], of `get_logits`.
+      labels: integers [...]; or probabilities [..., V], which are not smoothed.
+      weights: [...], for the z-loss; 0 takes a label out.
+    """
+    if factor := self.hparams.z_loss_weight:
+      log_z = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+      squares = jnp.where(weights > 0, jnp.square(log_z), 0)
+      total = weights.sum()
+      z_loss = factor * jnp.sum(squares * weights) / jnp.where(total, total, 1)
+      self.add_summary('aux_z_loss', z_loss)
+      self.add_aux_loss('aux_z_loss', z_loss)
+    return transformer.cross_entropy(logits, labels, self._smoothing())
+
+  def _smoothing(self) -> float:
+    p = self.hparams
+    if self.do_eval and not p.label_smoothing_apply_for_eval:
+      return 0.0
+    return p.label_smoothing_prob
 
 
 class FullSoftmax(_Softmax):

@@ -188,7 +188,7 @@ def test_batch_norm_of_low_precision_has_exact_statistics():
 
 
 def test_batch_norm_over_two_devices_is_of_the_whole_batch():
-  layer = _batch_norm()
+  layer = _batch_norm(decay=0.9)
   partitioner = partitioning.Partitioner.make({'data': 2}, 'ddp')
   run = jax.jit(lambda x: layer.apply(_VARIABLES, x, mutable=True))
   # Rows that differ between the devices.

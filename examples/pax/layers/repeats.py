@@ -21,6 +21,14 @@ BaseHParams = hparams.BaseHParams
 sub_config_field = base_layer.sub_config_field
 
 
+class AutodiffCheckpointType:
+  """Pax's names for a `checkpoint_policy`; see `transformer.remat_policy`."""
+
+  SAVE_NOTHING = 'full'
+  SAVE_EVERYTHING = 'nothing'
+  SAVE_DOT_WITH_NO_BATCH_DIM = 'dots'
+
+
 def check_policy(layer: base_layer.BaseLayer, name: str) -> None:
   """Refuses a `checkpoint_policy` that there is not."""
   if name not in transformer.REMATS:
@@ -63,7 +71,7 @@ class Repeat(base_layer.BaseLayer):
 
     sub_tpl: BaseHParams | None = sub_config_field(None)
     x_times: int = 0
-    checkpoint_policy: str = 'nothing'
+    checkpoint_policy: str = 'full'
 
   def setup(self) -> None:
     p = self.hparams

@@ -1,7 +1,8 @@
 """Transformers: one layer, stacks of them, language model, encoder-decoder.
 
-All normalise before each part (Xiong et al., 2020). A stack is run in one of
-three ways, which compute the same: `StackedTransformer` (unrolled),
+Each part of a layer normalises as `norm_policy` says, adds to its input, and by
+default normalises first (Xiong et al., 2020). A stack is run in one of three
+ways, which compute the same: `StackedTransformer` (unrolled),
 `StackedTransformerRepeated` (one loop) or `PipelinedTransformer`.
 
 Each of them, like the one layer, has `__call__` for whole sequences, and for
@@ -28,6 +29,7 @@ from examples.pax.layers import normalizations
 from examples.pax.layers import pipeline
 from examples.pax.layers import repeats
 from examples.pax.layers import stochastics
+from jaxline import errors
 
 BaseHParams = hparams.BaseHParams
 sub_config_field = base_layer.sub_config_field
@@ -44,6 +46,8 @@ class Context(NamedTuple):
       from 0.
     seen: bool [B, L]; False takes a key out of self-attention that is not
       causal.
+    prefix: bool [B, L], in decoding [B, M]; True lets earlier positions see a
+      key too, in self-attention that is causal.
     source: [B, T, D], what cross-attention attends to.
     source_seen: bool [B, T]; False takes a position of it out.
     rows: [B], the rows' numbers in the batch, which dropout depends on; None
@@ -53,6 +57,7 @@ class Context(NamedTuple):
   segment_ids: jax.Array | None = None
   position: jax.Array | None = None
   seen: jax.Array | None = None
+  prefix: jax.Array | None = None
   source: jax.Array | None = None
   source_seen: jax.Array | None = None
   rows: jax.Array | None = None
@@ -63,42 +68,105 @@ def _given(**fields: Any) -> dict[str, Any]:
   return {name: value for name, value in fields.items() if value}
 
 
-class TransformerFeedForward(base_layer.BaseLayer):
-  """The position-wise part: normalise, D -> F -> D, and add to the input."""
+NORM_POLICIES = ('pre', 'primer_hybrid', 'post', 'post_skip')
+
+
+class _Residual(base_layer.BaseLayer):
+  """A layer of parts, each of which normalises and adds to its input."""
 
   class HParams(BaseHParams):
     """Hyperparameters.
 
     Attributes:
       input_dims: D.
+      ln_tpl: what normalises.
+      norm_policy: when: 'pre', the input of a part; 'post', its output;
+        'primer_hybrid', both, by norms of their own; 'post_skip', the sum of
+        input and output.
+      residual_dropout_prob: part of what each part adds that is dropped in
+        training.
+    """
+
+    input_dims: int = 0
+    ln_tpl: BaseHParams = sub_config_field(normalizations.LayerNorm.HParams)
+    norm_policy: str = 'pre'
+    residual_dropout_prob: float = 0.0
+
+  def setup(self) -> None:
+    p = self.hparams
+    if p.norm_policy not in NORM_POLICIES:
+      raise ValueError(
+        f'{self.module_name}.norm_policy is {p.norm_policy!r}; expected one of'
+        f' {NORM_POLICIES}.{errors.did_you_mean(p.norm_policy, NORM_POLICIES)}'
+      )
+    self._create_norms('layer_norm', p.ln_tpl)
+    self.create_child(
+      'residual_dropout', **stochastics.dropout(p.residual_dropout_prob)
+    )
+
+  def _create_norms(self, name: str, template: BaseHParams) -> None:
+    p = self.hparams
+    if p.norm_policy == 'primer_hybrid':
+      self.create_child(f'pre_{name}', template.clone(), dim=p.input_dims)
+      self.create_child(f'post_{name}', template.clone(), dim=p.input_dims)
+    else:
+      self.create_child(name, template, dim=p.input_dims)
+
+  def _normalised(
+    self, x_BLD: jax.Array, place: str, name: str = 'layer_norm'
+  ) -> jax.Array:
+    """Returns `x_BLD`, normalised if the policy does so at a place.
+
+    Args:
+      x_BLD: the input of a part, its output, or their sum.
+      place: 'pre', 'post' or 'post_skip': which of these.
+      name: of the norm.
+    """
+    policy = self.hparams.norm_policy
+    if policy == place:
+      return getattr(self, name)(x_BLD)
+    if policy == 'primer_hybrid' and place != 'post_skip':
+      return getattr(self, f'{place}_{name}')(x_BLD)
+    return x_BLD
+
+  def _output(
+    self, x_BLD: jax.Array, rows: jax.Array | None, name: str = 'layer_norm'
+  ) -> jax.Array:
+    """Returns what a part adds to its input."""
+    return self.residual_dropout(self._normalised(x_BLD, 'post', name), rows)
+
+
+class TransformerFeedForward(_Residual):
+  """The position-wise part: normalise, D -> F -> D, and add to the input."""
+
+  class HParams(BaseHParams):
+    """Hyperparameters.
+
+    Attributes:
       hidden_dims: F.
       has_bias: whether there is a bias in both products.
       activation_tpl: what is between them.
       use_gated_activation: whether a second product of the inputs multiplies
         what the activation gives (Shazeer, 2020).
-      ln_tpl: what normalises.
       proj_tpl: the products.
-      residual_dropout_prob: part of the output that is dropped in training.
-      relu_dropout_prob: the same of what the activation gives.
+      relu_dropout_prob: part of what the activation gives that is dropped in
+        training.
       add_skip_connection: whether the input is added.
       residual_weight: a factor of the output, before that.
     """
 
-    input_dims: int = 0
     hidden_dims: int = 0
     has_bias: bool = True
-    activation_tpl: BaseHParams = sub_config_field(activations.GELU.HParams)
+    activation_tpl: BaseHParams = sub_config_field(activations.ReLU.HParams)
     use_gated_activation: bool = False
-    ln_tpl: BaseHParams = sub_config_field(normalizations.LayerNorm.HParams)
     proj_tpl: BaseHParams = sub_config_field(attentions.Projection.HParams)
-    residual_dropout_prob: float = 0.0
     relu_dropout_prob: float = 0.0
     add_skip_connection: bool = True
     residual_weight: float = 1.0
 
   def setup(self) -> None:
+    super().setup()
     p = self.hparams
-    self.create_child('layer_norm', p.ln_tpl, dim=p.input_dims)
     spec, shape = 'BLD,DF->BLF', (p.input_dims, p.hidden_dims)
     axes: tuple[str | None, ...] = ('embed', 'mlp')
     fans: dict[str, Any] = {}
@@ -128,9 +196,6 @@ class TransformerFeedForward(base_layer.BaseLayer):
     self.create_child(
       'relu_dropout', **stochastics.dropout(p.relu_dropout_prob)
     )
-    self.create_child(
-      'residual_dropout', **stochastics.dropout(p.residual_dropout_prob)
-    )
 
   def __call__(
     self, inputs: jax.Array, rows: jax.Array | None = None
@@ -142,27 +207,28 @@ class TransformerFeedForward(base_layer.BaseLayer):
       rows: see `Context`.
     """
     p = self.hparams
-    hidden = self.ffn_layer1(self.layer_norm(inputs))
+    hidden = self.ffn_layer1(self._normalised(inputs, 'pre'))
     if p.use_gated_activation:
       hidden_BLF = self.activation(hidden[:, :, 0]) * hidden[:, :, 1]
     else:
       hidden_BLF = self.activation(hidden)
     hidden_BLF = self.shard(hidden_BLF, transformer.HIDDEN, 'hidden')
     hidden_BLF = self.relu_dropout(hidden_BLF, rows)
-    out = self.residual_dropout(self.ffn_layer2(hidden_BLF), rows)
-    if p.residual_weight != 1:
-      out *= p.residual_weight
-    return inputs + out if p.add_skip_connection else out
+    out = self._output(self.ffn_layer2(hidden_BLF), rows)
+    if p.add_skip_connection:
+      if p.residual_weight != 1:
+        out *= p.residual_weight
+      out = inputs + out
+    return self._normalised(out, 'post_skip')
 
 
-class Transformer(base_layer.BaseLayer):
+class Transformer(_Residual):
   """One layer: self-attention, perhaps cross-attention, and feed-forward."""
 
   class HParams(BaseHParams):
     """Hyperparameters.
 
     Attributes:
-      input_dims: D.
       hidden_dims: F; 0 is what `tr_fflayer_tpl` says.
       num_heads: H; 0 is what `tr_atten_tpl` says.
       dim_per_head: K; None is what `tr_atten_tpl` says.
@@ -171,14 +237,11 @@ class Transformer(base_layer.BaseLayer):
       tr_atten_tpl: self-attention.
       cross_atten_tpl: cross-attention; None is as `tr_atten_tpl`, by 'einsum'.
       tr_fflayer_tpl: the feed-forward part.
-      ln_tpl: what normalises before attention.
-      residual_dropout_prob: part of what each part adds that is dropped in
-        training.
-      relu_dropout_prob: the same within the feed-forward part.
+      relu_dropout_prob: part of the feed-forward part's hidden values that is
+        dropped in training.
       atten_dropout_prob: the same of attention's weights.
     """
 
-    input_dims: int = 0
     hidden_dims: int = 0
     num_heads: int = 0
     dim_per_head: int | None = None
@@ -191,12 +254,11 @@ class Transformer(base_layer.BaseLayer):
     tr_fflayer_tpl: BaseHParams = sub_config_field(
       TransformerFeedForward.HParams
     )
-    ln_tpl: BaseHParams = sub_config_field(normalizations.LayerNorm.HParams)
-    residual_dropout_prob: float = 0.0
     relu_dropout_prob: float = 0.0
     atten_dropout_prob: float = 0.0
 
   def setup(self) -> None:
+    super().setup()
     p = self.hparams
     heads = {
       'input_dim': p.input_dims,
@@ -206,12 +268,11 @@ class Transformer(base_layer.BaseLayer):
         atten_dropout_prob=p.atten_dropout_prob,
       ),
     }
-    self.create_child('layer_norm', p.ln_tpl, dim=p.input_dims)
     self.create_child(
       'self_attention', p.tr_atten_tpl, is_causal=p.is_causal, **heads
     )
     if p.use_cross_attention:
-      self.create_child('cross_layer_norm', p.ln_tpl.clone(), dim=p.input_dims)
+      self._create_norms('cross_layer_norm', p.ln_tpl.clone())
       self.create_child(
         'cross_attention',
         p.cross_atten_tpl
@@ -220,9 +281,6 @@ class Transformer(base_layer.BaseLayer):
         **heads,
       )
     self.create_child(
-      'residual_dropout', **stochastics.dropout(p.residual_dropout_prob)
-    )
-    self.create_child(
       'ff_layer',
       p.tr_fflayer_tpl,
       input_dims=p.input_dims,
@@ -230,6 +288,7 @@ class Transformer(base_layer.BaseLayer):
         hidden_dims=p.hidden_dims,
         residual_dropout_prob=p.residual_dropout_prob,
         relu_dropout_prob=p.relu_dropout_prob,
+        norm_policy=p.norm_policy if p.norm_policy != 'pre' else '',
       ),
     )
 
@@ -247,9 +306,10 @@ class Transformer(base_layer.BaseLayer):
     """
     context = context or Context()
     mixed = self.self_attention(
-      self.layer_norm(inputs),
+      self._normalised(inputs, 'pre'),
       segment_ids=context.segment_ids,
       seen=context.seen,
+      prefix=context.prefix,
       position=context.position,
       rows=context.rows,
     )
@@ -286,16 +346,17 @@ class Transformer(base_layer.BaseLayer):
       inputs: [B, L, D], at the positions from `start`.
       cache: of `empty_cache`, or the call before.
       start: of all rows, or [B] of each.
-      context: only `source_seen` counts.
+      context: only `prefix` and `source_seen` count.
 
     Returns:
       [B, L, D], and the cache.
     """
+    context = context or Context()
     own = jax.tree.map(lambda x: x[0], cache)
     mixed, of_self = self.self_attention.extend_step(
-      self.layer_norm(inputs), own['self'], start
+      self._normalised(inputs, 'pre'), own['self'], start, context.prefix
     )
-    out = self._after(inputs, mixed, own.get('cross'), context or Context())
+    out = self._after(inputs, mixed, own.get('cross'), context)
     return out, {**cache, 'self': jax.tree.map(lambda x: x[None], of_self)}
 
   def _source(self, source: jax.Array | None) -> attentions.Cache | None:
@@ -317,12 +378,18 @@ class Transformer(base_layer.BaseLayer):
     context: Context,
   ) -> jax.Array:
     """Returns the output, given what self-attention gives."""
-    x_BLD += self.residual_dropout(mixed_BLD, context.rows)
+    x_BLD += self._output(mixed_BLD, context.rows)
+    x_BLD = self._normalised(x_BLD, 'post_skip')
     if source is not None:
+      norm = 'cross_layer_norm'
       mixed_BLD = self.cross_attention.attend_to(
-        self.cross_layer_norm(x_BLD), source, context.source_seen, context.rows
+        self._normalised(x_BLD, 'pre', norm),
+        source,
+        context.source_seen,
+        context.rows,
       )
-      x_BLD += self.residual_dropout(mixed_BLD, context.rows)
+      x_BLD += self._output(mixed_BLD, context.rows, norm)
+      x_BLD = self._normalised(x_BLD, 'post_skip', norm)
     x_BLD = self.ff_layer(x_BLD, context.rows)
     return self.shard(x_BLD, transformer.BETWEEN_BLOCKS)
 
@@ -356,7 +423,7 @@ class StackedTransformer(base_layer.BaseLayer):
     hidden_dims: int = 0
     num_heads: int = 0
     dim_per_head: int | None = None
-    mask_self_attention: bool = True
+    mask_self_attention: bool = False
     use_cross_attention: bool = False
     residual_dropout_prob: float = 0.0
     relu_dropout_prob: float = 0.0
@@ -462,7 +529,7 @@ class StackedTransformerRepeated(_OfRepeat):
 
     block: BaseHParams = sub_config_field(StackedTransformer.HParams)
     x_times: int = 0
-    checkpoint_policy: str = 'nothing'
+    checkpoint_policy: str = 'full'
 
   def setup(self) -> None:
     p = self.hparams
@@ -543,7 +610,7 @@ class _Embedded(base_layer.BaseLayer):
       separate_embedding_tpl: what embeds instead; needed for a `FullSoftmax`.
       position_emb_tpl: what is added to embedded tokens; None is nothing, as
         for rotary positions.
-      final_ln_tpl: what normalises before the output layer.
+      final_ln_tpl: what normalises before the output layer; None is nothing.
       input_dropout_prob: part of the embedded tokens that is dropped in
         training.
     """
@@ -557,7 +624,7 @@ class _Embedded(base_layer.BaseLayer):
     position_emb_tpl: BaseHParams | None = sub_config_field(
       embedding_softmax.PositionalEmbedding.HParams
     )
-    final_ln_tpl: BaseHParams = sub_config_field(
+    final_ln_tpl: BaseHParams | None = sub_config_field(
       normalizations.LayerNorm.HParams
     )
     input_dropout_prob: float = 0.0
@@ -583,7 +650,10 @@ class _Embedded(base_layer.BaseLayer):
     self.create_child(
       'input_dropout', **stochastics.dropout(p.input_dropout_prob)
     )
-    self.create_child('final_ln', p.final_ln_tpl, dim=p.model_dims)
+    self.create_child('final_ln', self._final_norm(), dim=p.model_dims)
+
+  def _final_norm(self) -> BaseHParams:
+    return self.hparams.final_ln_tpl or normalizations.IdentityNorm.HParams()
 
   def _embed(
     self,
@@ -631,8 +701,19 @@ class _Embedded(base_layer.BaseLayer):
       )
 
 
+class LanguageModelType:
+  """Which tokens one sees: those before it, those and the prefix, or all."""
+
+  CAUSAL = 'causal'
+  PREFIX = 'prefix'
+  BIDIRECTIONAL = 'bidirectional'
+
+
+_TYPES = ('causal', 'prefix', 'bidirectional')
+
+
 class TransformerLm(_Embedded):
-  """A decoder-only language model."""
+  """A language model of one stack of layers."""
 
   class HParams(BaseHParams):
     """Hyperparameters.
@@ -641,31 +722,47 @@ class TransformerLm(_Embedded):
       stacked_transformer_tpl: the layers.
       packed_input: whether rows hold several documents, of which none sees
         another. Then `segment_ids` is needed.
+      model_type: one of `LanguageModelType`.
     """
 
     stacked_transformer_tpl: BaseHParams = sub_config_field(
       StackedTransformer.HParams
     )
     packed_input: bool = False
+    model_type: str = LanguageModelType.CAUSAL
 
   def setup(self) -> None:
     super().setup()
-    self.create_child('transformer', self.hparams.stacked_transformer_tpl)
+    p = self.hparams
+    if p.model_type not in _TYPES:
+      raise ValueError(
+        f'{self.module_name}.model_type is {p.model_type!r}; expected one of'
+        f' {_TYPES}.{errors.did_you_mean(p.model_type, _TYPES)}'
+      )
+    is_causal = p.model_type != LanguageModelType.BIDIRECTIONAL
+    stack = _in_blocks(p.stacked_transformer_tpl, mask_self_attention=is_causal)
+    self.create_child('transformer', stack)
 
   def __call__(
     self,
     ids: jax.Array,
     segment_ids: jax.Array | None = None,
     segment_pos: jax.Array | None = None,
+    inputs_indicator: jax.Array | None = None,
+    paddings: jax.Array | None = None,
   ) -> jax.Array:
     """Returns float32 logits [B, L, V]; see `hidden`."""
-    return self.logits(self.hidden(ids, segment_ids, segment_pos))
+    return self.logits(
+      self.hidden(ids, segment_ids, segment_pos, inputs_indicator, paddings)
+    )
 
   def hidden(
     self,
     ids: jax.Array,
     segment_ids: jax.Array | None = None,
     segment_pos: jax.Array | None = None,
+    inputs_indicator: jax.Array | None = None,
+    paddings: jax.Array | None = None,
   ) -> jax.Array:
     """Returns what goes into the output layer, [B, L, D].
 
@@ -674,10 +771,22 @@ class TransformerLm(_Embedded):
       segment_ids: the document that each token is of, [B, L].
       segment_pos: the position of each token in its document, [B, L]; None
         counts from the start of the row.
+      inputs_indicator: [B, L], 1 in the prefix of a 'prefix' model.
+      paddings: [B, L], 1 where there is no token, for a 'bidirectional' model
+        without `packed_input`; None is nowhere.
 
     Raises:
-      ValueError: `segment_ids` is missing, or given without `packed_input`.
+      ValueError: `segment_ids` is missing, or given without `packed_input`; or
+        `inputs_indicator` is missing, or given to a model of another type.
     """
+    has_prefix = self.hparams.model_type == LanguageModelType.PREFIX
+    if (inputs_indicator is not None) != has_prefix:
+      got = 'no' if inputs_indicator is None else 'an'
+      raise ValueError(
+        f'{self.module_name}.model_type is {self.hparams.model_type!r}, and'
+        f' there is {got} inputs_indicator. Expected one for a'
+        f' {LanguageModelType.PREFIX!r} model, and only then.'
+      )
     if (segment_ids is not None) != self.hparams.packed_input:
       got = 'none' if segment_ids is None else 'some'
       raise ValueError(
@@ -689,24 +798,39 @@ class TransformerLm(_Embedded):
     self._check_length(length)
     rows = jnp.arange(batch)
     position = jnp.arange(length) if segment_pos is None else segment_pos
-    x_BLD = self.transformer(
-      self._embed(ids, position, rows),
-      Context(segment_ids=segment_ids, position=segment_pos, rows=rows),
-    )
+    context = Context(segment_ids=segment_ids, position=segment_pos, rows=rows)
+    if has_prefix:
+      context = context._replace(prefix=inputs_indicator > 0)
+    elif paddings is not None and segment_ids is None:
+      context = context._replace(seen=_seen(paddings))
+    x_BLD = self.transformer(self._embed(ids, position, rows), context)
     return self.final_ln(x_BLD)
 
-  def empty_cache(self, batch: int, length: int) -> Any:
+  def empty_cache(
+    self, batch: int, length: int, prefix_lengths: jax.Array | None = None
+  ) -> Any:
     """Returns room for `extend_step`.
 
     Args:
       batch: B.
       length: M, as many positions as there shall be.
+      prefix_lengths: [B], how many tokens are the prefix of a 'prefix' model.
 
     Raises:
-      ValueError: there are not so many positions.
+      ValueError: there are not so many positions; or the model predicts no next
+        token.
     """
     self._check_length(length)
-    return self.transformer.empty_cache(batch, length)
+    if self.hparams.model_type == LanguageModelType.BIDIRECTIONAL:
+      raise ValueError(
+        f'{self.module_name}.model_type is {self.hparams.model_type!r}; only a'
+        ' causal or a prefix language model can continue a text.'
+      )
+    cache = {'transformer': self.transformer.empty_cache(batch, length)}
+    if prefix_lengths is not None:
+      positions = jnp.arange(length)[None]
+      cache['prefix'] = (positions < prefix_lengths[:, None])[None]
+    return cache
 
   def extend_step(
     self, ids: jax.Array, cache: Any, start: int | jax.Array
@@ -725,10 +849,15 @@ class TransformerLm(_Embedded):
       Float32 logits [B, L, V], and the cache.
     """
     position = transformer.positions_from(start, ids.shape[1])
-    x_BLD, cache = self.transformer.extend_step(
-      self._embed(ids, position), cache, start
+    prefix = cache['prefix'][0] if 'prefix' in cache else None
+    x_BLD, extended = self.transformer.extend_step(
+      self._embed(ids, position),
+      cache['transformer'],
+      start,
+      Context(prefix=prefix),
     )
-    return self.logits(self.final_ln(x_BLD)), cache
+    logits_BLV = self.logits(self.final_ln(x_BLD))
+    return logits_BLV, {**cache, 'transformer': extended}
 
 
 class TransformerEncoderDecoder(_Embedded):
@@ -780,10 +909,15 @@ class TransformerEncoderDecoder(_Embedded):
       'encoder',
       _in_blocks(p.encoder_stacked_transformer_tpl, mask_self_attention=False),
     )
-    self.create_child('encoder_ln', p.final_ln_tpl.clone(), dim=p.model_dims)
+    final_norm = self._final_norm().clone()
+    self.create_child('encoder_ln', final_norm, dim=p.model_dims)
     self.create_child(
       'decoder',
-      _in_blocks(p.decoder_stacked_transformer_tpl, use_cross_attention=True),
+      _in_blocks(
+        p.decoder_stacked_transformer_tpl,
+        mask_self_attention=True,
+        use_cross_attention=True,
+      ),
     )
 
   def __call__(
@@ -886,4 +1020,6 @@ def _in_blocks(stack: Any, **fields: Any) -> Any:
   for field in ('pipeline_stage', 'block'):
     if field in stack.names():
       return stack.set(**{field: _in_blocks(getattr(stack, field), **fields)})
+  if 'mask_self_attention' not in stack.names():
+    return stack  # The layer that takes it refuses it.
   return stack.set(**fields)

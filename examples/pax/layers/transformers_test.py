@@ -18,6 +18,8 @@ from examples.pax.layers import activations
 from examples.pax.layers import attentions
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import normalizations
+from examples.pax.layers import repeats
+from examples.pax.layers import resnets
 from examples.pax.layers import transformers
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
@@ -41,7 +43,7 @@ TRAINED = embedding_softmax.TrainablePositionalEmbedding.HParams(
 def _block(num_layers=1, width=D, heads=H, hidden=F, dropout=0.0, **attention):
   """Layers as Pax's on C4, but with a cap that is felt."""
   atten = attentions.DotProductAttention.HParams(
-    use_bias=False, atten_logit_cap=0.5
+    use_bias=False, atten_logit_cap=0.5, combine_qkv=True
   )
   return transformers.StackedTransformer.HParams(
     num_layers=num_layers,
@@ -50,7 +52,10 @@ def _block(num_layers=1, width=D, heads=H, hidden=F, dropout=0.0, **attention):
     num_heads=heads,
     dropout_prob=dropout,
     transformer_layer_params_tpl=transformers.Transformer.HParams(
-      tr_atten_tpl=atten.set(**attention)
+      tr_atten_tpl=atten.set(**attention),
+      tr_fflayer_tpl=transformers.TransformerFeedForward.HParams(
+        activation_tpl=activations.GELU.HParams()
+      ),
     ),
   )
 
@@ -613,3 +618,136 @@ def test_what_a_model_does_not_take_is_refused(fields, method, args, match):
   layer = _lm(_block(), **fields).Instantiate()
   with pytest.raises(ValueError, match=match):
     layer.apply(_random_like(layer), *args, method=method)
+
+
+def test_defaults_are_those_of_praxis():
+  # Of praxis 1.4.0; what the registered experiments need else, they set.
+  ff = transformers.TransformerFeedForward.HParams()
+  assert isinstance(ff.activation_tpl, activations.ReLU.HParams)
+  assert not attentions.DotProductAttention.HParams().combine_qkv
+  assert not transformers.StackedTransformer.HParams().mask_self_attention
+  save_nothing = repeats.AutodiffCheckpointType.SAVE_NOTHING
+  for layer in (repeats.Repeat, transformers.StackedTransformerRepeated):
+    assert layer.HParams().checkpoint_policy == save_nothing == 'full'
+  assert normalizations.BatchNorm.HParams().decay == 0.999
+  network = resnets.ResNet.HParams()
+  assert network.conv_tpl.batch_norm_tpl.decay == 0.9
+  assert not network.zero_init_residual
+
+
+def _value(seed, *shape):
+  flat = np.sin(seed + 0.7 * np.arange(math.prod(shape))) / 2
+  return jnp.float32(flat.reshape(shape))
+
+
+def _attention_values(seed, name):
+  w = {
+    f'{name}/{part}': {
+      'w': _value(seed + 2 * i, 4, 2, 2),
+      'b': _value(seed + 2 * i + 1, 2, 2),
+    }
+    for i, part in enumerate(('query', 'key', 'value'))
+  }
+  return w | {
+    f'{name}/post': {'w': _value(seed + 6, 2, 2, 4), 'b': _value(seed + 7, 4)},
+    f'{name}/per_dim_scale': {'per_dim_scale': _value(seed + 8, 2)},
+  }
+
+
+@pytest.mark.parametrize(
+  ('policy', 'has_cross', 'last', 'total'),
+  [
+    ('pre', False, [0.5866213, 0.0747935, -0.4722109, -0.7971272], 8.307172),
+    (
+      'primer_hybrid',
+      False,
+      [0.2519999, -0.5607091, 0.1957266, 1.2762722],
+      7.247784,
+    ),
+    ('post', False, [1.6782347, -0.1235472, -0.3150612, 2.0124774], 13.435526),
+    (
+      'post_skip',
+      False,
+      [-1.4601427, -1.1597265, -0.3682610, 0.4296674],
+      10.563119,
+    ),
+    ('pre', True, [0.2158439, -0.5555394, -1.0656438, -1.0745593], 11.489978),
+    (
+      'primer_hybrid',
+      True,
+      [1.3075423, -1.7241715, -0.7540518, 3.0401196],
+      20.418678,
+    ),
+    ('post', True, [1.6198117, -0.7835705, -0.6469241, 4.1935320], 22.815136),
+    (
+      'post_skip',
+      True,
+      [-1.1062930, -1.2043283, -0.6170573, 0.4938704],
+      10.609963,
+    ),
+  ],
+)
+def test_norm_policies_are_those_of_praxis(policy, has_cross, last, total):
+  """Of layers.Transformer of praxis 1.4.0, jax 0.4.26, Python 3.10.
+
+  input_dims=4, hidden_dims=8, num_heads=2, dim_per_head=2, a causal mask, no
+  paddings, float32, in evaluation; the weights and inputs are those below.
+  """
+  layer = transformers.Transformer.HParams(
+    name='t',
+    input_dims=4,
+    hidden_dims=8,
+    num_heads=2,
+    dim_per_head=2,
+    norm_policy=policy,
+    use_cross_attention=has_cross,
+  ).Instantiate()
+
+  def norms(seed, name):
+    path, _, name = name.rpartition('/')
+    names = [name]
+    if policy == 'primer_hybrid':
+      names = [f'pre_{name}', f'post_{name}']
+    return {
+      f'{path}/{name}'.lstrip('/'): {
+        'scale': _value(seed + 2 * i, 4),
+        'bias': _value(seed + 2 * i + 1, 4),
+      }
+      for i, name in enumerate(names)
+    }
+
+  params = {
+    **_attention_values(10, 'self_attention'),
+    **norms(30, 'layer_norm'),
+    **norms(40, 'ff_layer/layer_norm'),
+    'ff_layer/ffn_layer1': {'w': _value(50, 4, 8), 'b': _value(51, 8)},
+    'ff_layer/ffn_layer2': {'w': _value(52, 8, 4), 'b': _value(53, 4)},
+  }
+  if has_cross:
+    params |= _attention_values(60, 'cross_attention')
+    params |= norms(80, 'cross_layer_norm')
+  params = {f't/{name}': of for name, of in params.items()}
+  assert jax.tree.structure(params) == jax.tree.structure(
+    layer.abstract_init()['params']
+  )
+  variables = {'params': params, 'non_trainable': {}}
+  x = _value(1, 1, 3, 4)
+  source = _value(2, 1, 2, 4) if has_cross else None
+  context = transformers.Context(source=source)
+  run = functools.partial(layer.apply, do_eval=True)
+  out = jax.jit(run)(variables, x, context)
+  np.testing.assert_allclose(out[0, -1], last, rtol=2e-6, atol=5e-7)
+  np.testing.assert_allclose(np.abs(out).sum(), total, rtol=1e-6)
+  # A token at a time.
+  cache = run(variables, 1, 3, source, method='empty_cache')
+  for i in range(3):
+    step, cache = run(
+      variables, x[:, i : i + 1], cache, i, method='extend_step'
+    )
+    np.testing.assert_allclose(step, out[:, i : i + 1], rtol=1e-5, atol=1e-6)
+
+
+def test_an_unknown_norm_policy_is_refused():
+  layer = transformers.Transformer.HParams(input_dims=4, norm_policy='postskip')
+  with pytest.raises(ValueError, match=r"'postskip'.*mean 'post_skip'"):
+    layer.Instantiate().abstract_init()

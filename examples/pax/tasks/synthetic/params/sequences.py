@@ -21,6 +21,8 @@ from examples.pax import models
 from examples.pax import optimizers
 from examples.pax import schedules
 from examples.pax import tasks
+from examples.pax.layers import activations
+from examples.pax.layers import attentions
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import transformers
 from examples.pax.tasks.synthetic import input as synthetic_input
@@ -101,6 +103,12 @@ class ReverseEncoderDecoder(base_experiment.BaseExperiment):
       model_dims=self.MODEL_DIMS,
       hidden_dims=self.HIDDEN_DIMS,
       num_heads=self.NUM_HEADS,
+      transformer_layer_params_tpl=transformers.Transformer.HParams(
+        tr_atten_tpl=attentions.DotProductAttention.HParams(combine_qkv=True),
+        tr_fflayer_tpl=transformers.TransformerFeedForward.HParams(
+          activation_tpl=activations.GELU.HParams()
+        ),
+      ),
     )
     network = transformers.TransformerEncoderDecoder.HParams(
       vocab_size=self.VOCAB_SIZE,
