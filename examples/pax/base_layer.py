@@ -251,14 +251,12 @@ class WeightHParams:
   def axes(self) -> tuple[Any, ...]:
     """For each of its dimensions what `partitioning.Logical` takes."""
     mapping = self.tensor_split_dims_mapping or (None,) * len(self.shape)
-    return (
-      *(self.repeat_prefix_split_dims_mapping or (None,) * self._depth),
-      *(_axis(entry) for entry in mapping),
-    )
+    return (*self._prefix_axes, *(_axis(entry) for entry in mapping))
 
   @property
-  def _depth(self) -> int:
-    return len(self.repeat_prefix)
+  def _prefix_axes(self) -> tuple[str | None, ...]:
+    unnamed = (None,) * len(self.repeat_prefix)
+    return self.repeat_prefix_split_dims_mapping or unnamed
 
   def repeated(self, times: int, axis: str | None = 'layers') -> Self:
     """Returns the variable of `times` such layers, stacked.
@@ -270,14 +268,15 @@ class WeightHParams:
     return dataclasses.replace(
       self,
       repeat_prefix=(times, *self.repeat_prefix),
-      repeat_prefix_split_dims_mapping=(
-        axis,
-        *(self.repeat_prefix_split_dims_mapping or (None,) * self._depth),
-      ),
+      repeat_prefix_split_dims_mapping=(axis, *self._prefix_axes),
     )
 
   def make(self, key: jax.Array) -> jax.Array:
     """Returns its first value; every repetition gets a key of its own."""
+    if self.repeat_prefix:
+      times, *rest = self.repeat_prefix
+      one = dataclasses.replace(self, repeat_prefix=tuple(rest))
+      return jax.vmap(one.make)(jax.random.split(key, times))
     assert self.init is not None
     in_axes, out_axes = self.fan_in_axes, self.fan_out_axes
     rank = len(self.shape)
@@ -286,18 +285,9 @@ class WeightHParams:
     if out_axes is None:
       out_axes = () if rank == 0 else (rank - 1,)
 
-    def one(key: jax.Array) -> jax.Array:
-      return self.init(
-        key, self.shape, self.dtype, in_axes, out_axes, self.batch_axes
-      )
-
-    for times in reversed(self.repeat_prefix):
-      one = functools.partial(
-        lambda key, inner, times: jax.vmap(inner)(jax.random.split(key, times)),
-        inner=one,
-        times=times,
-      )
-    return one(key)
+    return self.init(
+      key, self.shape, self.dtype, in_axes, out_axes, self.batch_axes
+    )
 
 
 def _axis(entry: str | int | Sequence[str] | None) -> Any:

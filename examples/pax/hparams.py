@@ -313,39 +313,33 @@ def _annotated(cls: type) -> dict[str, Any]:
 
 def _check_fields(cls: type[BaseHParams]) -> None:
   """Refuses a class that declares what is no field, or a parent's field."""
-  inherited: set[str] = set()
-  for part in reversed(cls.__mro__):
-    if not issubclass(part, BaseHParams) or part is BaseHParams:
-      continue
-    fields, overrides = _annotated(part), set(part._attribute_overrides)
-    # Who inherits from both parents may say so as well.
-    children = [child for child in cls.__mro__ if issubclass(child, part)]
-    meant = {
-      name
-      for child in children
-      for name in vars(child).get('_attribute_overrides', ())
-    }
-    if twice := sorted((fields.keys() & inherited) - meant):
-      raise AttributeError(
-        f'{cls.__qualname__} redefines {twice} of a parent. If that is meant,'
-        f' add `_attribute_overrides = {tuple(twice)}`.'
-      )
-    # Within a class, HParams get the parent's fields only later.
-    is_alone = part.__bases__ == (BaseHParams,)
-    if (wrong := sorted(overrides - inherited)) and not is_alone:
-      raise AttributeError(
-        f'{cls.__qualname__} overrides {wrong}, which no parent has.'
-        + errors.did_you_mean(wrong[0], inherited)
-      )
-    inherited |= fields.keys()
-  if taken := sorted(_annotated(cls).keys() & dir(BaseHParams)):
+  own, inherited = _annotated(cls), dict[str, dataclasses.Field]()
+  twice = set()
+  for parent in cls.__bases__:
+    for name, field in vars(parent).get('__dataclass_fields__', {}).items():
+      if inherited.setdefault(name, field) is not field or name in own:
+        twice.add(name)
+  meant = vars(cls).get('_attribute_overrides', ())
+  if wrong := sorted(twice.difference(meant)):
+    raise AttributeError(
+      f'{cls.__qualname__} redefines {wrong} of a parent. If that is meant,'
+      f' add `_attribute_overrides = {tuple(wrong)}`.'
+    )
+  # Within a class, HParams get the parent's fields only later.
+  wrong = sorted(set(meant) - inherited.keys())
+  if wrong and cls.__bases__ != (BaseHParams,):
+    raise AttributeError(
+      f'{cls.__qualname__} overrides {wrong}, which no parent has.'
+      + errors.did_you_mean(wrong[0], inherited)
+    )
+  if taken := sorted(own.keys() & dir(BaseHParams)):
     raise AttributeError(
       f'{cls.__qualname__} cannot have a field {taken[0]!r}: all HParams have'
       ' something else of this name.'
     )
   for name, value in vars(cls).items():
     is_value = not callable(value) and not hasattr(value, '__get__')
-    if is_value and not name.startswith('_') and name not in _annotated(cls):
+    if is_value and not name.startswith('_') and name not in own:
       raise AttributeError(
         f'{cls.__qualname__}.{name} = ... has no type and would be no field.'
         f' Write `{name}: type = value`; where a parent has it, put {name!r}'
@@ -365,42 +359,34 @@ def _nested(value: Any) -> list[BaseHParams]:
 
 def _lines(value: Any) -> list[tuple[str, str]]:
   """Returns (path, text) of all values within one."""
-  inside: Any = None
   # An object that was built by Fiddle stands for its hyperparameters.
   if isinstance(value, Configurable):
     value = value.hparams
+  lines, inside = [], None
   if isinstance(value, BaseHParams):
-    name = _qualified(value._owner or type(value))
-    inside = [('type', _Verbatim(name)), *value.items()]
-  elif isinstance(value, dict):
+    lines = [('type', _qualified(value.cls or type(value)))]
     inside = value.items()
+  elif isinstance(value, dict):
+    inside = list(value.items())
   elif isinstance(value, list | tuple) and _nested(value):
     inside = [(f'[{i}]', item) for i, item in enumerate(value)]
   if inside is None:
     return [('', _text(value))]
-  return [
+  return lines + [
     (f'{name}.{path}' if path and path[0] != '[' else f'{name}{path}', text)
     for name, item in inside
     for path, text in _lines(item)
   ]
 
 
-class _Verbatim(str):
-  """Text that is not to be quoted."""
-
-
 def _text(value: Any) -> str:
-  if isinstance(value, _Verbatim):
-    return str(value)
   if isinstance(value, enum.Enum):
     return str(value)
+  # A numpy or JAX type; jnp.bfloat16 is no class.
   if isinstance(value, np.dtype) or (
-    isinstance(value, type) and hasattr(value, 'dtype')
+    callable(value) and hasattr(value, 'dtype')
   ):
     return np.dtype(value).name
-  dtype = getattr(value, 'dtype', None)
-  if callable(value) and isinstance(dtype, np.dtype):
-    return dtype.name  # jnp.bfloat16 is no class.
   if isinstance(value, functools.partial):
     args = [_text(value.func), *(_text(arg) for arg in value.args)]
     args += [f'{name}={_text(arg)}' for name, arg in value.keywords.items()]

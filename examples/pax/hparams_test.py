@@ -13,6 +13,7 @@ import fiddle as fdl
 from fiddle import diffing
 from fiddle import printing
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from examples.pax import base_layer
@@ -388,13 +389,13 @@ def test_text():
     ]
   )
   here = f'{__name__}.test_text.<locals>.double'
-  tree = _tree(left=functools.partial(double, 2, z=jnp.float32))
+  tree = _tree(left=functools.partial(double, 2, y=np.int8, z=jnp.bfloat16))
   assert tree.to_text() == '\n'.join(
     [
       'by_name.a.colour : Colour.RED',
       'by_name.a.size : 4',
       f'by_name.a.type : {__name__}.Leaf',
-      f'left : partial({here}, 2, z=float32)',
+      f'left : partial({here}, 2, y=int8, z=bfloat16)',
       'others[0].colour : Colour.RED',
       'others[0].size : 2',
       f'others[0].type : {__name__}.Leaf',
