@@ -156,7 +156,7 @@ def test_page_for_users_of_pax(tmp_path, monkeypatch):
       exec(run, names)
     assert caught.type.__name__ == raises
     raised.append(raises)
-  assert raised == ['AttributeError'] * 3 + ['UnknownError']
+  assert raised == ['AttributeError'] * 4 + ['UnknownError']
 
 
 @pytest.mark.parametrize('path', [PAGE, *NOTEBOOKS], ids=lambda path: path.stem)

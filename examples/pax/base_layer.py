@@ -32,13 +32,14 @@ lists them with their shapes and axes without making one.
 Names and behaviour are those of Praxis (Google, 2022).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
-import contextvars
+import copy
 import dataclasses
 import difflib
 import enum
 import functools
+import inspect
 import math
 import re
 from typing import Any, Self
@@ -49,10 +50,13 @@ import jax
 import jax.numpy as jnp
 
 from examples.pax import hparams as hparams_lib
+from examples.pax import pax_fiddle
 from jaxline import errors
 from jaxline import partitioning
 
+instantiate = pax_fiddle.instantiate
 sub_config_field = hparams_lib.sub_config_field
+template_field = pax_fiddle.template_field
 
 # Up to so many numbers a variable is drawn flat.
 _MAX_FLAT = 2**22
@@ -247,14 +251,12 @@ class WeightHParams:
   def axes(self) -> tuple[Any, ...]:
     """For each of its dimensions what `partitioning.Logical` takes."""
     mapping = self.tensor_split_dims_mapping or (None,) * len(self.shape)
-    return (
-      *(self.repeat_prefix_split_dims_mapping or (None,) * self._depth),
-      *(_axis(entry) for entry in mapping),
-    )
+    return (*self._prefix_axes, *(_axis(entry) for entry in mapping))
 
   @property
-  def _depth(self) -> int:
-    return len(self.repeat_prefix)
+  def _prefix_axes(self) -> tuple[str | None, ...]:
+    unnamed = (None,) * len(self.repeat_prefix)
+    return self.repeat_prefix_split_dims_mapping or unnamed
 
   def repeated(self, times: int, axis: str | None = 'layers') -> Self:
     """Returns the variable of `times` such layers, stacked.
@@ -266,14 +268,15 @@ class WeightHParams:
     return dataclasses.replace(
       self,
       repeat_prefix=(times, *self.repeat_prefix),
-      repeat_prefix_split_dims_mapping=(
-        axis,
-        *(self.repeat_prefix_split_dims_mapping or (None,) * self._depth),
-      ),
+      repeat_prefix_split_dims_mapping=(axis, *self._prefix_axes),
     )
 
   def make(self, key: jax.Array) -> jax.Array:
     """Returns its first value; every repetition gets a key of its own."""
+    if self.repeat_prefix:
+      times, *rest = self.repeat_prefix
+      one = dataclasses.replace(self, repeat_prefix=tuple(rest))
+      return jax.vmap(one.make)(jax.random.split(key, times))
     assert self.init is not None
     in_axes, out_axes = self.fan_in_axes, self.fan_out_axes
     rank = len(self.shape)
@@ -282,18 +285,9 @@ class WeightHParams:
     if out_axes is None:
       out_axes = () if rank == 0 else (rank - 1,)
 
-    def one(key: jax.Array) -> jax.Array:
-      return self.init(
-        key, self.shape, self.dtype, in_axes, out_axes, self.batch_axes
-      )
-
-    for times in reversed(self.repeat_prefix):
-      one = functools.partial(
-        lambda key, inner, times: jax.vmap(inner)(jax.random.split(key, times)),
-        inner=one,
-        times=times,
-      )
-    return one(key)
+    return self.init(
+      key, self.shape, self.dtype, in_axes, out_axes, self.batch_axes
+    )
 
 
 def _axis(entry: str | int | Sequence[str] | None) -> Any:
@@ -320,59 +314,94 @@ class Collected:
     default_factory=dict
   )
 
+  def add(self, other: 'Collected', prefix: str = '') -> None:
+    """Adds summaries and losses, with a prefix to their names."""
+    for name, value in other.summaries.items():
+      _add(self.summaries, prefix + name, value)
+    for name, value in other.aux_losses.items():
+      _add(self.aux_losses, prefix + name, value)
+
 
 jax.tree_util.register_dataclass(
   Collected, ['non_trainable', 'summaries', 'aux_losses'], []
 )
 
 
+def _add(into: dict[str, Any], name: str, value: Any) -> None:
+  """Adds an entry; a layer that is called twice has two."""
+  unique, i = name, 1
+  while unique in into:
+    unique, i = f'{name}_{i}', i + 1
+  into[unique] = value
+
+
 @dataclasses.dataclass
-class _Scope:
-  """One run of `init` or `apply`."""
+class _Run:
+  """One run of `init` or `apply`: what the layers of a tree have in common.
 
-  do_eval: bool
-  verbosity: int
-  init_key: jax.Array | None
+  Attributes:
+    init_key: of the variables' first values; None in a run of `apply`.
+    do_eval: whether this is an evaluation.
+    verbosity: up to which verbosity summaries are wanted.
+    collected: what layers have left up to now.
+    created: path of the layer -> name -> variable, and whether it is trained.
+    shared: layers that several parents have, by what makes them the same: see
+      `_identity`.
+    stacks: those of which layers are created just now, the outermost first:
+      path, how many layers, and the axis for them.
+  """
+
+  init_key: jax.Array | None = None
+  do_eval: bool = True
+  verbosity: int = -1
   collected: Collected = dataclasses.field(default_factory=Collected)
-  # (path of the layer, name) -> what was created, and whether it is trained.
-  created: dict[tuple[str, str], tuple[WeightHParams, bool]] = (
-    dataclasses.field(default_factory=dict)
+  created: dict[str, dict[str, tuple[WeightHParams, bool]]] = dataclasses.field(
+    default_factory=dict
   )
-  # Layers that several parents have, by what makes them the same: a
-  # `shared_weight_layer_id`, `BaseHParams.shared`, or the unbound layer.
   shared: dict[Any, 'BaseLayer'] = dataclasses.field(default_factory=dict)
-  # Those of them that are within a `Stacked`.
-  stacked: set[Any] = dataclasses.field(default_factory=set)
+  stacks: tuple[tuple[str, int, str | None], ...] = ()
+
+  def value(self, path: str, name: str) -> jax.Array:
+    """Returns the value of a variable, as it is now."""
+    weight, trainable = self.created[path][name]
+    get = hk.get_parameter if trainable else hk.get_state
+
+    def make(*unused: Any) -> jax.Array:
+      return self._first_value(f'{path}/{name}', weight)
+
+    with _place(path):
+      return get(name, weight.full_shape, weight.dtype, init=make)
+
+  def update(self, path: str, name: str, value: jax.Array) -> None:
+    """Sets a variable that is not trained."""
+    with _place(path):
+      hk.set_state(name, value)
+
+  def _first_value(self, name: str, weight: WeightHParams) -> jax.Array:
+    if self.init_key is None:
+      given = [
+        f'{path}/{name}'
+        for paths in (hk.get_params(), hk.get_current_state())
+        for path, names in paths.items()
+        for name in names
+      ]
+      raise ValueError(
+        f'The variables given to `apply` have no {name}; expected those that'
+        ' `init` of a layer with the same HParams returns.'
+        f'{errors.did_you_mean(name, given)} Got {sorted(given)}.'
+      )
+    # By name, so that a new variable does not change what others start as.
+    key = jax.random.fold_in(self.init_key, zlib.crc32(name.encode()))
+    return weight.make(key)
 
 
-_scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar(
-  'pax_scope', default=None
-)
-
-
-@contextlib.contextmanager
-def _in_scope(scope: _Scope) -> Iterator[_Scope]:
-  token = _scope.set(scope)
-  try:
-    yield scope
-  finally:
-    _scope.reset(token)
-
-
-_NOT_OUTSIDE = (
-  '{} cannot be the same layer as one within a stack, whose weights have one'
-  ' axis more. Share layers either within one of its layers or outside of it.'
-)
-
-
-def _current_scope(what: str) -> _Scope:
-  scope = _scope.get()
-  if scope is None:
-    raise RuntimeError(
-      f'{what} works inside of a layer only. From outside call'
-      ' layer.apply(variables, ..., method=...).'
-    )
-  return scope
+def _place(path: str, method: str | None = None) -> Any:
+  """Enters a layer's place in Haiku's tree: its variables, Haiku modules."""
+  if method is None and hk.experimental.current_name() == path:
+    return contextlib.nullcontext()
+  return hk.name_scope(
+    hk.experimental.force_name(path), method_name=method or '__call__'
+  )
 
 
 class _Theta:
@@ -385,56 +414,39 @@ class _Theta:
     return self._layer.get_var(name)
 
 
-def _in_a_run(method: Callable[..., Any]) -> Callable[..., Any]:
-  """Says what is wrong with how a layer is called, or what it splits."""
+def _in_its_place(method: Callable[..., Any]) -> Callable[..., Any]:
+  """Runs a layer's method in the layer's place, if it is part of a run."""
+  is_call = method.__name__ in ('__call__', 'fprop')
 
   @functools.wraps(method)
-  def checked(self: 'BaseLayer', *args: Any, **kwargs: Any) -> Any:
-    self._check_bound('call')
-    self._depth += 1  # A method may call its parent's.
-    try:
-      out = method(self, *args, **kwargs)
-    finally:
-      self._depth -= 1
-    if not self._depth:
+  def placed(self: 'BaseLayer', *args: Any, **kwargs: Any) -> Any:
+    if self._run is None and not is_call:
+      return method(self, *args, **kwargs)
+    self._in_run('A call')
+    scope = jax.named_scope(self.name)
+    with scope, _place(self.module_name, method.__name__):
+      self._depth += is_call  # A method may call its parent's.
+      try:
+        out = method(self, *args, **kwargs)
+      finally:
+        self._depth -= is_call
+    if is_call and not self._depth:
       self._check_mapping(
         'activation_split_dims_mapping', self._sharded, 'what it splits'
       )
     return out
 
-  return checked
+  return placed
 
 
-class _LayerMeta(type(hk.Module)):  # type: ignore[misc]
-  """Lets a layer be made outside of a run, with hyperparameters only."""
-
-  def __new__(cls, name: str, bases: tuple, namespace: dict) -> Any:
-    made = super().__new__(cls, name, bases, namespace)
-    for method in {'__call__', 'fprop'} & set(namespace):
-      setattr(made, method, _in_a_run(getattr(made, method)))
-    return made
-
-  def __call__(cls, hparams: Any = None, path: str | None = None) -> Any:
-    if not isinstance(hparams, cls.HParams):
-      raise TypeError(
-        f'{cls.__name__} is made of {cls.HParams.__qualname__}; got'
-        f' {_brief(hparams)}. Write'
-        f' {cls.HParams.__qualname__}(...).Instantiate().'
-      )
-    if path is None:
-      layer = cls.__new__(cls)
-      object.__setattr__(layer, 'hparams', hparams)
-      object.__setattr__(layer, '_auto_repr', f'{cls.__name__}(unbound)')
-      return layer
-    return super().__call__(hparams, path)
-
-
-class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
+class BaseLayer(hparams_lib.Configurable):
   """A function with variables, and with other layers as children.
 
   Attributes:
     hparams: its hyperparameters, frozen.
-    theta: its variables as attributes, `self.theta.w`; within a run only.
+    module_name: its path in the tree; within a run only, as what follows.
+    name: the last part of it.
+    theta: its variables as attributes, `self.theta.w`.
   """
 
   class HParams(hparams_lib.BaseHParams):
@@ -467,23 +479,56 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
       default_factory=dict
     )
 
-  def __init__(self, hparams: Any, path: str):
-    hk.Module.__init__(self, name=hk.experimental.force_name(path))
-    self.hparams = hparams
-    self.theta = _Theta(self)
-    # Name -> what it is, and whether it is trained.
-    self._variables: dict[str, tuple[WeightHParams, bool]] = {}
-    self._names: set[str] = set()
-    self._sharded: set[str] = set()  # What `shard` was called with.
-    self._depth = 0  # Of calls.
-    self._in_setup = True
-    self.setup()
-    self._in_setup = False
-    self._check_mapping(
-      'weight_split_dims_mapping', set(self._variables), 'its variables'
-    )
+  _run: _Run | None = None
 
-  @hk.transparent
+  def __init_subclass__(cls, **kwargs: Any):
+    super().__init_subclass__(**kwargs)
+    for name, value in list(vars(cls).items()):
+      if inspect.isfunction(value) and (name == '__call__' or name[:2] != '__'):
+        setattr(cls, name, _in_its_place(value))
+
+  def __init__(self, hparams: Any = None):
+    if not isinstance(hparams, self.HParams):
+      expected = self.HParams.__qualname__
+      raise TypeError(
+        f'{type(self).__name__} is made of {expected}; got {_brief(hparams)}.'
+        f' Write {expected}(...).Instantiate().'
+      )
+    super().__init__(hparams)
+
+  def _bound(self, path: str, run: _Run) -> Self:
+    """Returns the layer as part of a run, with variables and children."""
+    layer = type(self)(self.hparams)
+    layer._run, layer._stacks = run, run.stacks
+    layer.module_name = path
+    layer.name = path.rpartition('/')[2]
+    layer.theta = _Theta(layer)
+    layer._names: set[str] = set()  # Of variables and children.
+    layer._sharded: set[str] = set()  # What `shard` was called with.
+    layer._depth = 0  # Of calls.
+    layer._in_setup = True
+    layer.setup()
+    layer._in_setup = False
+    layer._check_mapping(
+      'weight_split_dims_mapping', set(layer._variables), 'its variables'
+    )
+    return layer
+
+  @property
+  def _variables(self) -> dict[str, tuple[WeightHParams, bool]]:
+    """Name -> what it is, and whether it is trained."""
+    return self._in_run('theta').created.get(self.module_name, {})
+
+  def _in_run(self, what: str) -> _Run:
+    if self._run is None:
+      raise RuntimeError(
+        f'{what} works inside of a layer only: this {type(self).__name__} has'
+        ' no variables. From outside write layer.apply(layer.init(rng), ...,'
+        " method=...); in another layer create_child('name', hparams) in"
+        ' `setup`, and call self.name.'
+      )
+    return self._run
+
   def _check_mapping(self, field: str, names: set[str], what: str) -> None:
     if wrong := sorted(set(getattr(self.hparams, field)) - names):
       raise ValueError(
@@ -494,12 +539,15 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
   def __deepcopy__(self, memo: Any) -> Self:
     return self  # Nothing in it changes; and who shares it, still does.
 
-  @hk.transparent
+  def __repr__(self) -> str:
+    place = 'unbound' if self._run is None else self.module_name
+    return f'{type(self).__name__}({place})'
+
   def __getattr__(self, name: str) -> Any:
-    # What is not there; names with underscores are asked for by Python itself.
-    if name.startswith('_'):
-      raise AttributeError(name)
-    if 'module_name' not in vars(self):
+    # Names with underscores are asked for by Python itself.
+    if name.startswith('_') or name in self.HParams.names():
+      return super().__getattr__(name)
+    if self._run is None:
       raise AttributeError(
         f'{type(self).__name__} has no {name!r} yet: outside of a run a layer'
         ' is nothing but hyperparameters. layer.init(rng) returns variables;'
@@ -510,15 +558,6 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
       f'{type(self).__name__} {self.module_name} has no {name!r}; `setup`'
       f' creates {own}.{errors.did_you_mean(name, own)}'
     )
-
-  @hk.transparent
-  def _check_bound(self, what: str) -> None:
-    if 'module_name' not in vars(self):
-      raise RuntimeError(
-        f'Cannot {what} this {type(self).__name__}: it has no variables. From'
-        ' outside write layer.apply(layer.init(rng), ...); in another layer'
-        " create_child('name', hparams) in `setup`, and call self.name."
-      )
 
   def setup(self) -> None:
     """Creates variables and children; nothing by default."""
@@ -545,35 +584,26 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
       weight: what it is.
       trainable: whether the optimizer changes it; else only `update_var` does.
     """
-    scope = _current_scope('create_variable')
-    self._reserve(name, 'create_variable')
+    run = self._reserve(name, 'create_variable')
     p = self.hparams
     split = weight.tensor_split_dims_mapping
-    if name in p.weight_split_dims_mapping:
-      split = p.weight_split_dims_mapping[name]
     weight = dataclasses.replace(
       weight,
       init=weight.init or p.params_init or WeightInit.Xavier(),
       dtype=weight.dtype or p.dtype,
-      tensor_split_dims_mapping=split,
+      tensor_split_dims_mapping=p.weight_split_dims_mapping.get(name, split),
     )
     path = self.module_name
     weight.check(f'{path}/{name}')
-    self._variables[name] = weight, trainable
-    scope.created[path, name] = (weight, trainable)
-
-    def make(*unused: Any) -> jax.Array:
-      return _first_value(f'{path}/{name}', weight)
-
-    get = hk.get_parameter if trainable else hk.get_state
-    value = get(name, weight.full_shape, weight.dtype, init=make)
-    if value.dtype != weight.dtype:
+    for _, times, axis in reversed(run.stacks):
+      weight = weight.repeated(times, axis)
+    run.created.setdefault(path, {})[name] = weight, trainable
+    if (got := run.value(path, name).dtype) != weight.dtype:
       raise ValueError(
-        f'The variable {path}/{name} is {value.dtype}; expected'
+        f'The variable {path}/{name} is {got}; expected'
         f' {jnp.dtype(weight.dtype)}.'
       )
 
-  @hk.transparent
   def create_child(self, name: str, template: Any, **fields: Any) -> None:
     """Creates a layer, which becomes `self.<name>`.
 
@@ -581,14 +611,13 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
 
     Args:
       name: its name, new in this layer.
-      template: its HParams. Where a Fiddle config was used several times in
+      template: its HParams. Where `fdl.build` found a config several times in
         a tree, or a layer is in the place of its HParams, all are one layer,
         which has its place where it comes first.
       **fields: what this layer decides of them, such as `input_dims`.
     """
     setattr(self, name, self._child(name, template, fields))
 
-  @hk.transparent
   def create_children(
     self, name: str, templates: Sequence[Any], **fields: Any
   ) -> None:
@@ -605,56 +634,58 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
     self._reserve(name, 'create_children')
     setattr(self, name, made)
 
-  @hk.transparent
   def _child(
     self, name: str, template: Any, fields: Mapping[str, Any]
   ) -> 'BaseLayer':
-    scope = _current_scope('create_child')
-    self._reserve(name, 'create_child')
-    hparams = self._inherit(template, fields)
-    shared = _identity(template, hparams)
+    run = self._reserve(name, 'create_child')
+    layer = self._unbound_child(template, fields)
+    shared = _identity(template, layer.hparams)
     path = f'{self.module_name}/{name}'
     if shared is None:
-      return hparams._owner(hparams, path)
-    if shared in scope.stacked:
-      raise ValueError(_NOT_OUTSIDE.format(path))
-    if shared not in scope.shared:
-      scope.shared[shared] = hparams._owner(hparams, path)
-    layer = scope.shared[shared]
-    if layer.hparams != hparams or type(layer) is not hparams._owner:
+      return layer._bound(path, run)
+    if shared not in run.shared:
+      run.shared[shared] = layer._bound(path, run)
+    first = run.shared[shared]
+    if first._stacks != run.stacks:
+      raise ValueError(
+        f'{path} and {first.module_name}: neither can be the same layer as one'
+        ' within a stack, whose weights have one axis more. Share layers either'
+        ' within one of its layers or outside of it.'
+      )
+    if first.hparams != layer.hparams:
       raise ValueError(
         f'Layers that are shared (shared_weight_layer_id is'
-        f' {hparams.shared_weight_layer_id!r}) must have equal hyperparameters.'
-        f' {path} differs from {layer.module_name} in\n'
-        + _differences(hparams, layer.hparams)
+        f' {layer.hparams.shared_weight_layer_id!r}) must have equal'
+        f' hyperparameters. {path} differs from {first.module_name} in\n'
+        + _differences(layer.hparams, first.hparams)
       )
-    return layer
+    return first
 
-  @hk.transparent
-  def _inherit(self, template: Any, fields: Mapping[str, Any]) -> Any:
-    """Returns a child's hyperparameters, what they leave open filled in."""
+  def _unbound_child(
+    self, template: Any, fields: Mapping[str, Any]
+  ) -> 'BaseLayer':
+    """Returns a child, what its template leaves open filled in."""
     if isinstance(template, BaseLayer):
       template = template.hparams
-    if not (
-      isinstance(template, hparams_lib.BaseHParams)
-      and isinstance(template._owner, type)
-      and issubclass(template._owner, BaseLayer)
-    ):
+    if not isinstance(template, BaseLayer.HParams):
       raise TypeError(
         f'A child of {type(self).__name__} is made of the HParams of a layer;'
         f' got {_brief(template)}.'
       )
-    p, hparams = self.hparams, template.twin().set(**fields)
+    # Of one that is frozen, what is nested stays the same objects, by which
+    # shared layers are known.
+    p, copied = self.hparams, copy.copy if template.is_frozen else copy.deepcopy
+    hparams = copied(template).set(**fields)
     if hparams.dtype == jnp.float32:
       hparams.dtype = p.dtype
     if hparams.fprop_dtype is None:
       hparams.fprop_dtype = self.fprop_dtype
     if hparams.params_init is None:
       hparams.params_init = p.params_init
-    return hparams.freeze()
+    return hparams.cls(hparams.freeze())
 
-  @hk.transparent
-  def _reserve(self, name: str, method: str) -> None:
+  def _reserve(self, name: str, method: str) -> _Run:
+    run = self._in_run(method)
     if not self._in_setup:
       raise RuntimeError(
         f'{type(self).__name__} calls {method}({name!r}) outside of `setup`;'
@@ -665,33 +696,30 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
         f'{type(self).__name__} has a {name!r} already; choose another name.'
       )
     self._names.add(name)
+    return run
 
   # What computing uses.
 
   @property
-  @hk.transparent
   def fprop_dtype(self) -> Any:
     """The type of what the layer computes."""
     p = self.hparams
     return p.dtype if p.fprop_dtype is None else p.fprop_dtype
 
   @property
-  @hk.transparent
   def do_eval(self) -> bool:
     """Whether this is an evaluation, and not training."""
-    return _current_scope('do_eval').do_eval
+    return self._in_run('do_eval').do_eval
 
   @property
-  @hk.transparent
   def verbosity(self) -> int:
     """Up to which verbosity summaries are wanted; -1 is none."""
-    return _current_scope('verbosity').verbosity
+    return self._in_run('verbosity').verbosity
 
   @property
-  @hk.transparent
   def aux_losses(self) -> dict[str, tuple[Any, Any]]:
     """What was added to the loss in this run up to now, by `add_aux_loss`."""
-    return dict(_current_scope('aux_losses').collected.aux_losses)
+    return dict(self._in_run('aux_losses').collected.aux_losses)
 
   def get_var(self, name: str) -> jax.Array:
     """Returns the value of a variable, as it is now."""
@@ -701,9 +729,7 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
         f' {sorted(self._variables)}.'
         + errors.did_you_mean(name, self._variables)
       )
-    weight, trainable = self._variables[name]
-    get = hk.get_parameter if trainable else hk.get_state
-    return get(name, weight.full_shape, weight.dtype)
+    return self._in_run('get_var').value(self.module_name, name)
 
   def update_var(self, name: str, value: jax.Array) -> None:
     """Sets a variable that is not trained."""
@@ -721,9 +747,8 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
         f'{self.module_name}/{name} is {jnp.dtype(weight.dtype).name}'
         f' {weight.full_shape}; got {value.dtype.name} {value.shape}.'
       )
-    hk.set_state(name, value)
+    self._in_run('update_var').update(self.module_name, name, value)
 
-  @hk.transparent
   def next_prng_key(self) -> jax.Array:
     """Returns a new random key of this run."""
     key = hk.maybe_next_rng_key()
@@ -734,7 +759,6 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
       )
     return key
 
-  @hk.transparent
   def shard(
     self, x: jax.Array, axes: SplitDims, name: str = 'out'
   ) -> jax.Array:
@@ -751,7 +775,6 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
       return x
     return partitioning.constrain(x, tuple(_axis(entry) for entry in axes))
 
-  @hk.transparent
   def add_summary(
     self, name: str, value: jax.Array, verbosity: int = 2
   ) -> None:
@@ -763,12 +786,11 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
       verbosity: from which verbosity of the run on (the task's
         `train.summary_verbosity`).
     """
-    scope = _current_scope('add_summary')
+    run = self._in_run('add_summary')
     self._check_scalar(name, value)
-    if verbosity <= scope.verbosity:
-      _add(scope.collected.summaries, f'{self.module_name}/{name}', value)
+    if verbosity <= run.verbosity:
+      _add(run.collected.summaries, f'{self.module_name}/{name}', value)
 
-  @hk.transparent
   def add_aux_loss(
     self, name: str, value: jax.Array, weight: Any = 1.0
   ) -> None:
@@ -779,17 +801,15 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
       value: a scalar.
       weight: what counts where it is averaged over batches.
     """
-    losses = _current_scope('add_aux_loss').collected.aux_losses
+    losses = self._in_run('add_aux_loss').collected.aux_losses
     self._check_scalar(name, value)
     _add(losses, f'{self.module_name}/{name}', (value, weight))
 
-  @hk.transparent
   def collect(self, collected: Collected) -> None:
     """Adds the summaries and losses of a layer that was run by `apply`."""
-    into = _current_scope('collect').collected
-    _add_all(into, collected, f'{self.module_name}/')
+    run = self._in_run('collect')
+    run.collected.add(collected, f'{self.module_name}/')
 
-  @hk.transparent
   def _check_scalar(self, name: str, value: Any) -> None:
     if jnp.ndim(value):
       raise ValueError(
@@ -799,7 +819,6 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
 
   # From outside.
 
-  @hk.transparent
   def init(self, rng: jax.Array, *args: Any, **kwargs: Any) -> Variables:
     """Returns the first values of all variables.
 
@@ -812,73 +831,61 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
     boxed = self.boxed_init(rng, *args, **kwargs)
     return partitioning.unbox(boxed)
 
-  @hk.transparent
   def boxed_init(self, rng: jax.Array, *args: Any, **kwargs: Any) -> Variables:
     """Returns `init`, each array in a `partitioning.Logical`."""
-    variables, scope = self._init(rng, *args, **kwargs)
+    run = _Run(rng)
+    variables = self._init(run, *args, **kwargs)
 
     def box(path: Any, value: jax.Array) -> partitioning.Logical:
-      _, module, name = (key.key for key in path)
-      axes: tuple[Any, ...] = (None,) * value.ndim
-      if (module, name) in scope.created:  # Else it is a Haiku module's own.
-        axes = scope.created[module, name][0].axes
+      _, layer, name = (key.key for key in path)
+      weight, _ = run.created.get(layer, {}).get(name, (None, None))
+      # Else it is a Haiku module's own.
+      axes = weight.axes if weight else (None,) * value.ndim
       return partitioning.Logical(value, axes)
 
     return jax.tree_util.tree_map_with_path(box, variables)
 
-  @hk.transparent
   def abstract_init(self) -> dict[str, dict[str, dict[str, WeightHParams]]]:
     """Returns what each variable is, without making any."""
+    run = _Run()
+
+    def make(rng: jax.Array) -> Variables:
+      run.init_key = rng
+      return self._init(run)
+
+    jax.eval_shape(make, jax.random.key(0))
     tree: dict[str, Any] = {PARAMS: {}, NON_TRAINABLE: {}}
-    for (module, name), (weight, trainable) in self._abstract().created.items():
-      collection = tree[PARAMS if trainable else NON_TRAINABLE]
-      collection.setdefault(module, {})[name] = weight
+    for path, created in run.created.items():
+      for name, (weight, trainable) in created.items():
+        collection = tree[PARAMS if trainable else NON_TRAINABLE]
+        collection.setdefault(path, {})[name] = weight
     return tree
 
-  @hk.transparent
-  def _abstract(self) -> _Scope:
-    scopes = []
-
-    def run(rng: jax.Array) -> Variables:
-      variables, scope = self._init(rng)
-      scopes.append(scope)
-      return variables
-
-    jax.eval_shape(run, jax.random.key(0))
-    return scopes[0]
-
-  @hk.transparent
   def num_params(self) -> int:
     """Returns how many numbers are trained."""
     params = self.abstract_init()[PARAMS]
-    return sum(w.size for module in params.values() for w in module.values())
+    return sum(w.size for layer in params.values() for w in layer.values())
 
-  @hk.transparent
   def _init(
-    self, rng: jax.Array, *args: Any, method: str = '__call__', **kwargs: Any
-  ) -> tuple[Variables, _Scope]:
-    scope = _Scope(do_eval=True, verbosity=-1, init_key=rng)
-
-    def run() -> None:
-      layer = self._bind()
+    self, run: _Run, *args: Any, method: str = '__call__', **kwargs: Any
+  ) -> Variables:
+    def make() -> None:
+      layer = self._root(run)
       if args or kwargs:
         getattr(layer, method)(*args, **kwargs)
 
-    with _in_scope(scope):
-      params, state = hk.transform_with_state(run).init(rng)
+    params, state = hk.transform_with_state(make).init(run.init_key)
     to_dict = hk.data_structures.to_mutable_dict
-    return {PARAMS: to_dict(params), NON_TRAINABLE: to_dict(state)}, scope
+    return {PARAMS: to_dict(params), NON_TRAINABLE: to_dict(state)}
 
-  @hk.transparent
-  def _bind(self) -> 'BaseLayer':
-    if 'module_name' in vars(self):
+  def _root(self, run: _Run) -> 'BaseLayer':
+    if self._run is not None:
       raise RuntimeError(
         f'{self.module_name} is part of a run; call it, or its methods, itself.'
       )
     name = self.hparams.name or _snake_case(type(self).__name__)
-    return type(self)(self.hparams, name)
+    return self._bound(name, run)
 
-  @hk.transparent
   def apply(
     self,
     variables: Mapping[str, Any],
@@ -910,60 +917,26 @@ class BaseLayer(hparams_lib.Configurable, hk.Module, metaclass=_LayerMeta):
         f'The variables have the keys {sorted(variables)}; expected'
         f' {[PARAMS, NON_TRAINABLE]}, as `init` returns them.'
       )
-    scope = _Scope(do_eval=do_eval, verbosity=verbosity, init_key=None)
+    run = _Run(do_eval=do_eval, verbosity=verbosity)
 
-    def run() -> Any:
-      return getattr(self._bind(), method)(*args, **kwargs)
+    def call() -> Any:
+      return getattr(self._root(run), method)(*args, **kwargs)
 
-    with _in_scope(scope):
-      out, state = hk.transform_with_state(run).apply(
-        variables[PARAMS], variables.get(NON_TRAINABLE, {}), rng
-      )
+    out, state = hk.transform_with_state(call).apply(
+      variables[PARAMS], variables.get(NON_TRAINABLE, {}), rng
+    )
     if not mutable:
       return out
-    scope.collected.non_trainable = hk.data_structures.to_mutable_dict(state)
-    return out, scope.collected
-
-
-def _first_value(name: str, weight: WeightHParams) -> jax.Array:
-  """Returns what a variable starts as; `name` is `<path of the layer>/w`."""
-  key = _current_scope('create_variable').init_key
-  if key is None:
-    given = [
-      f'{module}/{name}'
-      for modules in (hk.get_params(), hk.get_current_state())
-      for module, names in modules.items()
-      for name in names
-    ]
-    raise ValueError(
-      f'The variables given to `apply` have no {name}; expected those that'
-      ' `init` of a layer with the same HParams returns.'
-      f'{errors.did_you_mean(name, given)} Got {sorted(given)}.'
-    )
-  # By name, so that a new variable does not change what others start as.
-  return weight.make(jax.random.fold_in(key, zlib.crc32(name.encode())))
-
-
-def _add(into: dict[str, Any], name: str, value: Any) -> None:
-  """Adds an entry; a layer that is called twice has two."""
-  unique, i = name, 1
-  while unique in into:
-    unique, i = f'{name}_{i}', i + 1
-  into[unique] = value
-
-
-def _add_all(into: Collected, other: Collected, prefix: str = '') -> None:
-  for name, value in other.summaries.items():
-    _add(into.summaries, prefix + name, value)
-  for name, value in other.aux_losses.items():
-    _add(into.aux_losses, prefix + name, value)
+    run.collected.non_trainable = hk.data_structures.to_mutable_dict(state)
+    return out, run.collected
 
 
 def _identity(template: Any, hparams: Any) -> Any:
   """Returns what a layer has in common with those that it is one with."""
   if hparams.shared_weight_layer_id is not None:
     return hparams.shared_weight_layer_id
-  return template if isinstance(template, BaseLayer) else hparams.shared
+  is_one = isinstance(template, BaseLayer) or template.is_shared
+  return id(template) if is_one else None
 
 
 def _brief(value: Any) -> str:
@@ -978,50 +951,34 @@ def _differences(a: hparams_lib.BaseHParams, b: hparams_lib.BaseHParams) -> str:
   return '\n'.join(line for line in lines if line[0] in '+-')
 
 
-def remat(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
-  """`hk.remat` of what calls layers: summaries and losses come out of it.
-
-  Args:
-    fn: calls layers, within a run.
-    **kwargs: as for `jax.checkpoint`.
-  """
-
-  def run(*args: Any) -> tuple[Any, Collected]:
-    scope = _current_scope('remat')
-    outside, scope.collected = scope.collected, Collected()
-    try:
-      return fn(*args), scope.collected
-    finally:
-      scope.collected = outside
-
-  def call(*args: Any) -> Any:
-    out, collected = hk.remat(run, **kwargs)(*args)
-    _add_all(_current_scope('remat').collected, collected)
-    return out
-
-  return call
-
-
 def _snake_case(name: str) -> str:
   return re.sub(
     r'(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])', '_', name
   ).lower()
 
 
-class _Bundle(hk.Module):
-  """Variables with a path of their own."""
+def remat(layer: BaseLayer, **kwargs: Any) -> Callable[..., Any]:
+  """`hk.remat` of a layer's call: summaries and losses come out of it.
 
-  def __init__(self, path: str):
-    super().__init__(name=hk.experimental.force_name(path))
+  Args:
+    layer: part of a run.
+    **kwargs: as for `jax.checkpoint`.
+  """
+  run = layer._in_run('remat')
 
-  def get(
-    self, name: str, weight: WeightHParams, trainable: bool, make: Any
-  ) -> jax.Array:
-    get = hk.get_parameter if trainable else hk.get_state
-    return get(name, weight.full_shape, weight.dtype, init=make)
+  def inside(*args: Any) -> tuple[Any, Collected]:
+    outside, run.collected = run.collected, Collected()
+    try:
+      return layer(*args), run.collected
+    finally:
+      run.collected = outside
 
-  def set(self, name: str, value: jax.Array) -> None:
-    hk.set_state(name, value)
+  def call(*args: Any) -> Any:
+    out, collected = hk.remat(inside, **kwargs)(*args)
+    run.collected.add(collected)
+    return out
+
+  return call
 
 
 class Stacked:
@@ -1053,41 +1010,20 @@ class Stacked:
       axis: the name of the first axis, for the sharding.
       **fields: what the parent decides of the HParams.
     """
-    scope = _current_scope('Stacked')
-    parent._reserve(name, 'Stacked')
+    self._parent = parent.module_name
+    self._place = f'{self._parent}/{name}'
     if times < 1:
       raise ValueError(
-        f'{parent.module_name}/{name} is to be repeated {times} times; expected'
-        ' at least 1.'
+        f'{self._place} is to be repeated {times} times; expected at least 1.'
       )
-    hparams = parent._inherit(template, fields)
-    root = _identity(template, hparams)
-    hparams = hparams.clone().set(name=name)
     self.times = times
-    self.layer = hparams.Instantiate()
-    self._path = parent.module_name
-    self._weights: dict[tuple[str, str], tuple[WeightHParams, bool]] = {}
-    self._bundles: dict[str, _Bundle] = {}
-    inside = self.layer._abstract()
-    shared = {root, *inside.shared, *inside.stacked} - {None}
-    if shared & {*scope.shared, *scope.stacked}:
-      raise ValueError(_NOT_OUTSIDE.format(f'A layer of {self._path}/{name}'))
-    scope.stacked |= shared
-    for (module, key), (weight, trainable) in inside.created.items():
-      if module not in self._bundles:
-        self._bundles[module] = _Bundle(f'{self._path}/{module}')
-      stacked = (weight.repeated(times, axis), trainable)
-      self._weights[module, key] = stacked
-      scope.created[f'{self._path}/{module}', key] = stacked
-      self._value(module, key)
-
-  def _value(self, module: str, key: str) -> jax.Array:
-    weight, trainable = self._weights[module, key]
-
-    def make(*unused: Any) -> jax.Array:
-      return _first_value(f'{self._path}/{module}/{key}', weight)
-
-    return self._bundles[module].get(key, weight, trainable, make)
+    self.layer = parent._unbound_child(template, {**fields, 'name': name})
+    self._run = parent._in_run('Stacked')
+    # The layers are run by `apply`. In this run there are their variables.
+    outside = self._run.stacks
+    self._run.stacks = (*outside, (self._place, times, axis))
+    parent._child(name, template, fields)
+    self._run.stacks = outside
 
   def variables(self, *, boxed: bool = False) -> Variables:
     """Returns their values, as `layer.init` would, with one axis more.
@@ -1096,16 +1032,20 @@ class Stacked:
       boxed: whether each is in a `partitioning.Logical`.
     """
     tree: Variables = {PARAMS: {}, NON_TRAINABLE: {}}
-    for (module, key), (weight, trainable) in self._weights.items():
-      value: Any = self._value(module, key)
-      if boxed:
-        value = partitioning.Logical(value, weight.axes)
-      collection = tree[PARAMS if trainable else NON_TRAINABLE]
-      collection.setdefault(module, {})[key] = value
+    for path, created in self._run.created.items():
+      if not f'{path}/'.startswith(f'{self._place}/'):
+        continue
+      for name, (weight, trainable) in created.items():
+        value: Any = self._run.value(path, name)
+        if boxed:
+          value = partitioning.Logical(value, weight.axes)
+        collection = tree[PARAMS if trainable else NON_TRAINABLE]
+        relative = path.removeprefix(f'{self._parent}/')
+        collection.setdefault(relative, {})[name] = value
     return tree
 
   def update(self, non_trainable: Mapping[str, Mapping[str, Any]]) -> None:
     """Sets the variables that are not trained, stacked."""
-    for module, values in non_trainable.items():
-      for key, value in values.items():
-        self._bundles[module].set(key, value)
+    for path, values in non_trainable.items():
+      for name, value in values.items():
+        self._run.update(f'{self._parent}/{path}', name, value)

@@ -586,7 +586,7 @@ def test_what_a_layer_is_made_of():
     Linear(Two.HParams())
   with pytest.raises(TypeError, match=r'got None. Write Linear.HParams\(...\)'):
     Linear()
-  for wrong in (3, WeightInit.Xavier(), Linear.HParams.config()):
+  for wrong in (3, WeightInit.Xavier(), fdl.Config(dict)):
     with pytest.raises(
       TypeError, match='A child of Two is made of the HParams'
     ):

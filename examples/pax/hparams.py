@@ -1,8 +1,7 @@
-"""Hyperparameters as nested dataclasses, and the same as Fiddle configs.
+"""Hyperparameters: Fiddle configs that are declared as dataclasses.
 
-A class that derives from `Configurable` has an inner dataclass `HParams` with
-its hyperparameters; `hparams.Instantiate()` makes the object. The inner class
-need not name that of the parent class: it inherits its fields.
+A class that derives from `Configurable` declares its hyperparameters in an
+inner class `HParams`, which inherits the fields of the parent class's:
 
     class Linear(base_layer.BaseLayer):
 
@@ -12,19 +11,23 @@ need not name that of the parent class: it inherits its fields.
 
     layer = Linear.HParams(input_dims=3, output_dims=4).Instantiate()
 
-The same through Fiddle, where one config that is used twice is built once:
+or as fields of the class itself, of which `HParams` is then made:
 
-    config = Linear.HParams.config(input_dims=3)
-    config.output_dims = 4
-    layer = fdl.build(config)
+    class Linear(base_layer.BaseLayer):
+      input_dims: int = 0
+      output_dims: int = 0
 
-Configs that are nested in a config become HParams in the built object. If one
-config is used twice, both HParams are marked as the same (`shared`); in a copy
-of the whole by `clone` they are marked again.
+    layer = pax_fiddle.Config(Linear, input_dims=3, output_dims=4).Instantiate()
+
+Either way `Linear.HParams(...)` is a Fiddle config: Fiddle's tools print,
+compare and change it. `fdl.build` makes the object as `Instantiate` does, and
+a config that is used twice in it then stands for one object.
 
 Names and behaviour are those of Praxis (Google, 2022).
 """
 
+import abc
+import collections
 from collections.abc import Iterable
 import copy
 import dataclasses
@@ -34,14 +37,16 @@ import re
 from typing import Any, ClassVar, Self, TypeVar
 
 import fiddle as fdl
+from fiddle import history
 import numpy as np
 
 from jaxline import errors
 
 C = TypeVar('C')
 
-_FROZEN = '_frozen'
-_IDENTITY = '_identity'
+# Attributes of a config that are no fields: whether it is frozen, and whether
+# it stands for one object wherever it is used.
+_FROZEN, _SHARED = '_frozen', '_shared'
 
 
 def nearest_names(regex: str, names: Iterable[str]) -> list[str]:
@@ -51,16 +56,6 @@ def nearest_names(regex: str, names: Iterable[str]) -> list[str]:
   """
   literal = re.sub(r'\\.|[^\w/]', '', regex)
   return errors.nearest(literal, names, n=5, cutoff=0.0)
-
-
-class _SubConfig:
-  """Makes the default of a nested field: new hyperparameters for each owner."""
-
-  def __init__(self, cls: type['BaseHParams']):
-    self.cls = cls
-
-  def __call__(self) -> 'BaseHParams':
-    return self.cls()
 
 
 def sub_config_field(cls: type['BaseHParams'] | None) -> Any:
@@ -78,31 +73,13 @@ def sub_config_field(cls: type['BaseHParams'] | None) -> Any:
   if not (isinstance(cls, type) and issubclass(cls, BaseHParams)):
     raise TypeError(
       f'sub_config_field expects a class of hyperparameters, such as'
-      f' Linear.HParams; got {cls!r}.'
+      f' Linear.HParams; got {cls!r}. template_field takes Linear itself.'
     )
-  return dataclasses.field(default_factory=_SubConfig(cls))
+  return dataclasses.field(default_factory=cls)
 
 
-class _Identity:
-  """What tells hyperparameters that Fiddle built from equal ones.
-
-  Attributes:
-    uses: of how many others they became a part.
-  """
-
-  def __init__(self) -> None:
-    self.uses = 0
-
-  def __deepcopy__(self, memo: dict[Any, Any]) -> '_Identity':
-    if memo.get(_Identity):
-      return self
-    new = memo[id(self)] = _Identity()
-    new.uses = self.uses
-    return new
-
-
-class BaseHParams:
-  """Hyperparameters: a dataclass, all of whose fields have names.
+class BaseHParams(fdl.Config):
+  """Hyperparameters: a Fiddle config, all of whose fields have names.
 
   Every subclass is made a dataclass. It may add fields; to give one of a
   parent's another default (or type), it must say so:
@@ -112,137 +89,106 @@ class BaseHParams:
   _attribute_overrides: ClassVar[tuple[str, ...]] = ()
   # The class that `Instantiate` makes; None for hyperparameters of nothing.
   _owner: ClassVar[type | None] = None
+  _names: ClassVar[tuple[str, ...]] = ()
 
-  def __init_subclass__(cls, **kwargs: Any):
-    super().__init_subclass__(**kwargs)
-    inherited: set[str] = set()
-    for part in reversed(cls.__mro__):
-      fields = _annotated(part)
-      overrides = set(vars(part).get('_attribute_overrides', ()))
-      # Who inherits from both parts may say so as well.
-      meant = overrides.union(
-        *(
-          vars(child).get('_attribute_overrides', ())
-          for child in cls.__mro__
-          if issubclass(child, part)
-        )
-      )
-      if twice := sorted((fields & inherited) - meant):
-        raise AttributeError(
-          f'{cls.__qualname__} redefines {twice} of a parent. If that is meant,'
-          f' add `_attribute_overrides = {tuple(twice)}`.'
-        )
-      # Within a class, HParams get the parent's fields only later.
-      is_alone = part.__bases__ == (BaseHParams,) and cls is part
-      if (wrong := sorted(overrides - inherited)) and not is_alone:
-        raise AttributeError(
-          f'{cls.__qualname__} overrides {wrong}, which no parent has.'
-          + errors.did_you_mean(wrong[0], inherited)
-        )
-      if untyped := sorted((inherited - fields) & set(vars(part))):
-        raise AttributeError(
-          f'{cls.__qualname__}.{untyped[0]} = ... has no type and would be no'
-          f' field. Write `{untyped[0]}: type = value`, and {untyped[0]!r} into'
-          ' _attribute_overrides.'
-        )
-      inherited |= fields
-    if taken := sorted(_annotated(cls) & set(dir(BaseHParams))):
-      raise AttributeError(
-        f'{cls.__qualname__} cannot have a field {taken[0]!r}: all HParams have'
-        ' something else of this name.'
-      )
-    if untyped := sorted(
-      name
-      for name, value in vars(cls).items()
-      if not name.startswith('_')
-      and name not in inherited
-      and name not in dir(BaseHParams)
-      and not callable(value)
-      and not hasattr(value, '__get__')
-    ):
-      raise AttributeError(
-        f'{cls.__qualname__}.{untyped[0]} = ... has no type and would be no'
-        f' field. Write `{untyped[0]}: type = value`.'
-      )
-    dataclasses.dataclass(kw_only=True, repr=False)(cls)
+  def __init_subclass__(cls) -> None:
+    super().__init_subclass__()
+    _check_fields(cls)
+    dataclasses.dataclass(kw_only=True, eq=False, repr=False)(cls)
+    cls._names = tuple(field.name for field in dataclasses.fields(cls))
+    # Values are Fiddle's arguments, which an attribute of the class would hide.
+    for name in _annotated(cls).keys() & vars(cls).keys():
+      delattr(cls, name)
 
-  def __new__(cls, *unused: Any, **kwargs: Any) -> Any:
+  def __new__(cls, *unused: Any, **kwargs: Any) -> Self:
     # Before the dataclass's own __init__, whose message names no neighbour.
-    if unknown := [key for key in kwargs if key not in cls.names()]:
-      raise AttributeError(_unknown(cls, unknown[0]))
-    return super().__new__(cls)
+    for name in kwargs:
+      _check_name(cls, name)
+    # What Fiddle's __init__ does, but for reading all annotations for tags.
+    self = super().__new__(cls)
+    self.__init_callable__(cls)
+    vars(self)['__argument_history__'] = history.History()
+    vars(self)['__argument_tags__'] = collections.defaultdict(set)
+    return self
 
   @classmethod
   def names(cls) -> list[str]:
     """Returns the names of the fields."""
-    if not dataclasses.is_dataclass(cls):
-      return []  # This class itself.
-    return [field.name for field in dataclasses.fields(cls)]
+    return list(cls._names)
+
+  def items(self) -> list[tuple[str, Any]]:
+    """Returns the fields' names and values."""
+    return [(name, self.__arguments__[name]) for name in self._names]
 
   def __getattr__(self, name: str) -> Any:
-    # What is not there; names with underscores are asked for by Python itself.
+    # Names with underscores are asked for by Python itself.
     if name.startswith('_'):
       raise AttributeError(name)
-    raise AttributeError(_unknown(type(self), name))
+    _check_name(type(self), name)
+    return self.__arguments__[name]
 
   def __setattr__(self, name: str, value: Any) -> None:
-    if name not in self.names():
-      raise AttributeError(_unknown(type(self), name))
+    _check_name(type(self), name)
     if self.is_frozen:
       raise AttributeError(
         f'{type(self).__qualname__} is frozen; cannot set {name!r} to'
         f' {value!r}. clone() gives a copy that can be changed.'
       )
-    object.__setattr__(self, name, value)
+    super().__setattr__(name, value)
 
   def __delattr__(self, name: str) -> None:
     raise AttributeError(f'A field cannot be deleted; got {name!r}.')
+
+  def __eq__(self, other: Any) -> bool:
+    return type(self) is type(other) and self.items() == other.items()
+
+  def __copy__(self) -> Self:
+    new = type(self).__new__(type(self))
+    new.__arguments__.update(self.__arguments__)
+    return new
+
+  def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    new = memo[id(self)] = type(self).__new__(type(self))
+    for name, value in self.items():
+      new.__arguments__[name] = copy.deepcopy(value, memo)
+    object.__setattr__(new, _SHARED, self.is_shared)
+    return new
+
+  def __repr__(self) -> str:
+    inner = ', '.join(f'{name}={value!r}' for name, value in self.items())
+    return f'{type(self).__qualname__}({inner})'
+
+  @property
+  def cls(self) -> type | None:
+    """The class that `Instantiate` makes."""
+    return self._owner
 
   @property
   def is_frozen(self) -> bool:
     """Whether nothing can be changed any more."""
     return vars(self).get(_FROZEN, False)
 
+  @property
+  def is_shared(self) -> bool:
+    """Whether this very config is one object wherever it is used."""
+    return vars(self).get(_SHARED, False)
+
   def freeze(self) -> Self:
     """Makes these, and all nested hyperparameters, refuse changes."""
     object.__setattr__(self, _FROZEN, True)
-    for _, value in self.items():
-      for nested in _nested(value):
-        nested.freeze()
+    for nested in _nested(list(self.__arguments__.values())):
+      nested.freeze()
     return self
 
   def clone(self) -> Self:
     """Returns a deep copy that can be changed, and its nested ones too.
 
-    What is in it twice is in the copy twice. Neither the copy nor anything in
-    it is the same, for Fiddle, as before.
+    What is in it twice is in the copy twice. If these were one object with
+    others, the copy is not.
     """
     new = copy.deepcopy(self)
-    vars(new).pop(_IDENTITY, None)
+    object.__setattr__(new, _SHARED, False)
     return new
-
-  def twin(self) -> Self:
-    """Returns a `clone` that is the same for Fiddle."""
-    return copy.deepcopy(self, {_Identity: True})
-
-  @property
-  def shared(self) -> Any:
-    """What all copies have that are one for Fiddle; None if there is one."""
-    identity = vars(self).get(_IDENTITY)
-    return identity if identity is not None and identity.uses > 1 else None
-
-  def __deepcopy__(self, memo: dict[Any, Any]) -> Self:
-    new = object.__new__(type(self))
-    memo[id(self)] = new
-    for name, value in self.items():
-      object.__setattr__(new, name, copy.deepcopy(value, memo))
-    if (identity := vars(self).get(_IDENTITY)) is not None:
-      object.__setattr__(new, _IDENTITY, copy.deepcopy(identity, memo))
-    return new
-
-  def items(self) -> list[tuple[str, Any]]:
-    """Returns the fields' names and values."""
-    return [(name, getattr(self, name)) for name in self.names()]
 
   def set(self, **kwargs: Any) -> Self:
     """Sets fields, and returns itself."""
@@ -280,10 +226,8 @@ class BaseHParams:
         ' is meant with set().'
       )
     # As one, so that what is in it twice is one here as well.
-    for name, value in source.clone().items():
-      if name in self.names():
-        setattr(self, name, value)
-    return self
+    copied = source.clone().items()
+    return self.set(**{n: v for n, v in copied if n in self.names()})
 
   def Instantiate(self, **kwargs: Any) -> Any:
     """Makes the object that these describe.
@@ -296,26 +240,27 @@ class BaseHParams:
         f'{type(self).__qualname__} belongs to no class that could be made;'
         ' HParams within a class that derives from Configurable do.'
       )
-    return self._owner(self.twin().set(**kwargs).freeze())
+    return self._owner(copy.deepcopy(self).set(**kwargs).freeze())
 
   @classmethod
-  def config(cls, **kwargs: Any) -> fdl.Config:
-    """Returns a Fiddle config, which `fdl.build` makes the object of.
-
-    Nested hyperparameters are nested configs, to be changed in place.
-
-    Args:
-      **kwargs: values of fields.
-
-    Raises:
-      AttributeError: there is no such field.
-    """
-    return _filled(_Config(cls, **kwargs))
+  def config(cls, **kwargs: Any) -> Self:
+    """Returns the same as the class called: a Fiddle config."""
+    return cls(**kwargs)
 
   @classmethod
   def partial(cls, **kwargs: Any) -> fdl.Partial:
     """Returns a Fiddle partial; built, it is a function of the other fields."""
-    return _filled(_Partial(cls, **kwargs))
+    return _Partial(cls, **cls(**kwargs).__arguments__)
+
+  def __build__(self, /, **built: Any) -> Any:
+    # Fiddle builds from the leaves on; but an object wants the hyperparameters
+    # of its parts, which it completes.
+    new = copy.deepcopy(self)
+    for name, value in built.items():
+      if not _nested(getattr(self, name)):
+        setattr(new, name, value)
+    _mark_shared(new)
+    return new if self._owner is None else new.Instantiate()
 
   def to_text(self) -> str:
     """Returns a line for each value, `a.b.c : value`, in order of names."""
@@ -324,26 +269,82 @@ class BaseHParams:
       for path, text in sorted(_lines(self))
     )
 
-  def __repr__(self) -> str:
-    inner = ', '.join(f'{name}={value!r}' for name, value in self.items())
-    return f'{type(self).__qualname__}({inner})'
+
+class _Partial(fdl.Partial):
+  """Builds a function that makes the object."""
+
+  def __build__(self, /, **unused: Any) -> Any:
+    hparams = self.__fn_or_cls__(**self.__arguments__)
+    return lambda **kwargs: fdl.build(hparams.clone().set(**kwargs))
 
 
-def _unknown(cls: type[BaseHParams], name: str) -> str:
-  names = sorted(cls.names())
-  return (
-    f'{cls.__qualname__} has no field {name!r}.'
-    f'{errors.did_you_mean(name, names)} Its fields are {names}.'
-  )
+def _mark_shared(hparams: BaseHParams) -> None:
+  """Marks what is in hyperparameters more than once as one object."""
+  seen: set[int] = set()
+
+  def visit(parent: BaseHParams) -> None:
+    for nested in _nested(list(parent.__arguments__.values())):
+      if id(nested) in seen:
+        object.__setattr__(nested, _SHARED, True)
+      else:
+        seen.add(id(nested))
+        visit(nested)
+
+  visit(hparams)
 
 
-def _annotated(cls: type) -> set[str]:
-  """Returns the names of the fields that a class itself declares."""
+def _check_name(cls: type[BaseHParams], name: str) -> None:
+  if name not in cls._names:
+    names = sorted(cls._names)
+    raise AttributeError(
+      f'{cls.__qualname__} has no field {name!r}.'
+      f'{errors.did_you_mean(name, names)} Its fields are {names}.'
+    )
+
+
+def _annotated(cls: type) -> dict[str, Any]:
+  """Returns name -> type of the fields that a class itself declares."""
   return {
-    name
+    name: kind
     for name, kind in vars(cls).get('__annotations__', {}).items()
-    if 'ClassVar' not in str(kind)
+    if not name.startswith('_') and 'ClassVar' not in str(kind)
   }
+
+
+def _check_fields(cls: type[BaseHParams]) -> None:
+  """Refuses a class that declares what is no field, or a parent's field."""
+  own, inherited = _annotated(cls), dict[str, dataclasses.Field]()
+  twice = set()
+  for parent in cls.__bases__:
+    for name, field in vars(parent).get('__dataclass_fields__', {}).items():
+      if inherited.setdefault(name, field) is not field or name in own:
+        twice.add(name)
+  meant = vars(cls).get('_attribute_overrides', ())
+  if wrong := sorted(twice.difference(meant)):
+    raise AttributeError(
+      f'{cls.__qualname__} redefines {wrong} of a parent. If that is meant,'
+      f' add `_attribute_overrides = {tuple(wrong)}`.'
+    )
+  # Within a class, HParams get the parent's fields only later.
+  wrong = sorted(set(meant) - inherited.keys())
+  if wrong and cls.__bases__ != (BaseHParams,):
+    raise AttributeError(
+      f'{cls.__qualname__} overrides {wrong}, which no parent has.'
+      + errors.did_you_mean(wrong[0], inherited)
+    )
+  if taken := sorted(own.keys() & dir(BaseHParams)):
+    raise AttributeError(
+      f'{cls.__qualname__} cannot have a field {taken[0]!r}: all HParams have'
+      ' something else of this name.'
+    )
+  for name, value in vars(cls).items():
+    is_value = not callable(value) and not hasattr(value, '__get__')
+    if is_value and not name.startswith('_') and name not in own:
+      raise AttributeError(
+        f'{cls.__qualname__}.{name} = ... has no type and would be no field.'
+        f' Write `{name}: type = value`; where a parent has it, put {name!r}'
+        ' into _attribute_overrides as well.'
+      )
 
 
 def _nested(value: Any) -> list[BaseHParams]:
@@ -358,42 +359,34 @@ def _nested(value: Any) -> list[BaseHParams]:
 
 def _lines(value: Any) -> list[tuple[str, str]]:
   """Returns (path, text) of all values within one."""
-  inside: Any = None
   # An object that was built by Fiddle stands for its hyperparameters.
   if isinstance(value, Configurable):
     value = value.hparams
+  lines, inside = [], None
   if isinstance(value, BaseHParams):
-    name = _qualified(value._owner or type(value))
-    inside = [('type', _Verbatim(name)), *value.items()]
-  elif isinstance(value, dict):
+    lines = [('type', _qualified(value.cls or type(value)))]
     inside = value.items()
+  elif isinstance(value, dict):
+    inside = list(value.items())
   elif isinstance(value, list | tuple) and _nested(value):
     inside = [(f'[{i}]', item) for i, item in enumerate(value)]
   if inside is None:
     return [('', _text(value))]
-  return [
+  return lines + [
     (f'{name}.{path}' if path and path[0] != '[' else f'{name}{path}', text)
     for name, item in inside
     for path, text in _lines(item)
   ]
 
 
-class _Verbatim(str):
-  """Text that is not to be quoted."""
-
-
 def _text(value: Any) -> str:
-  if isinstance(value, _Verbatim):
-    return str(value)
   if isinstance(value, enum.Enum):
     return str(value)
+  # A numpy or JAX type; jnp.bfloat16 is no class.
   if isinstance(value, np.dtype) or (
-    isinstance(value, type) and hasattr(value, 'dtype')
+    callable(value) and hasattr(value, 'dtype')
   ):
     return np.dtype(value).name
-  dtype = getattr(value, 'dtype', None)
-  if callable(value) and isinstance(dtype, np.dtype):
-    return dtype.name  # jnp.bfloat16 is no class.
   if isinstance(value, functools.partial):
     args = [_text(value.func), *(_text(arg) for arg in value.args)]
     args += [f'{name}={_text(arg)}' for name, arg in value.keywords.items()]
@@ -407,12 +400,13 @@ def _qualified(value: Any) -> str:
   return f'{value.__module__}.{value.__qualname__}'
 
 
-class Configurable:
+class Configurable(abc.ABC):
   """A class whose objects are made of hyperparameters.
 
   Attributes:
-    HParams: their dataclass.
-    hparams: those of the object, frozen.
+    HParams: the class of its hyperparameters.
+    hparams: those of the object, frozen; each is an attribute of the object as
+      well, unless that has another attribute of the name.
   """
 
   class HParams(BaseHParams):
@@ -422,36 +416,77 @@ class Configurable:
 
   def __init_subclass__(cls, **kwargs: Any):
     super().__init_subclass__(**kwargs)
-    # Parents whose HParams are already part of another parent's add nothing.
-    parents = [
-      base.HParams for base in cls.__bases__ if hasattr(base, 'HParams')
-    ]
-    bodies = [cls.__dict__['HParams']] if 'HParams' in cls.__dict__ else []
-    bases = list(dict.fromkeys([*bodies, *parents]))
+    parents = [b.HParams for b in cls.__bases__ if issubclass(b, Configurable)]
+    body = cls.__dict__.get('HParams')
+    if body is None:
+      body = _fields_as_hparams(cls, parents)
+    elif both := list(_annotated(cls)):
+      raise TypeError(
+        f'{cls.__qualname__} has the fields {both} and a class HParams;'
+        ' expected all of them in one of the two places.'
+      )
+    # One whose fields another one inherits adds nothing.
     bases = [
       base
-      for base in bases
-      if not any(base is not o and issubclass(o, base) for o in bases)
+      for base in dict.fromkeys([body, *parents])
+      if not any(
+        base is not o and issubclass(o, base) for o in (body, *parents)
+      )
     ]
-    if bodies and bases == bodies:
-      made = bodies[0]
-    else:
-      names: dict[str, Any] = {
-        '__doc__': (bodies or bases)[0].__doc__,
+    cls.HParams = type(
+      'HParams',
+      tuple(bases),
+      {
+        '__doc__': body.__doc__ or parents[0].__doc__,
         '__module__': cls.__module__,
         '__qualname__': f'{cls.__qualname__}.HParams',
-      }
-      if bodies:
-        names['_attribute_overrides'] = bodies[0]._attribute_overrides
-      made = type('HParams', tuple(bases), names)
-    made._owner = cls
-    cls.HParams = made
+        '_attribute_overrides': body._attribute_overrides,
+        '_owner': cls,
+      },
+    )
 
   def __init__(self, hparams: Any):
     self.hparams = hparams
 
+  def __getattr__(self, name: str) -> Any:
+    hparams = vars(self).get('hparams')
+    if hparams is not None and name in hparams.names():
+      return getattr(hparams, name)
+    raise AttributeError(f'{type(self).__name__!r} has no attribute {name!r}.')
+
 
 Configurable.HParams._owner = Configurable
+
+
+def _fields_as_hparams(
+  cls: type[Configurable], parents: list[type[BaseHParams]]
+) -> type[BaseHParams]:
+  """Returns `HParams` with the fields that stand on a class itself.
+
+  They are taken off the class: there `__getattr__` finds an object's values.
+  """
+  own = _annotated(cls)
+  inherited = {name for parent in parents for name in parent._names}
+  namespace: dict[str, Any] = {'__doc__': cls.__doc__, '__annotations__': own}
+  for name, value in list(vars(cls).items()):
+    if name in own:
+      namespace[name] = value
+      delattr(cls, name)
+    elif name in inherited and not hasattr(value, '__get__'):
+      raise AttributeError(
+        f'{cls.__qualname__}.{name} = ... has no type and would not change the'
+        f" parent's field. Write `{name}: type = value`."
+      )
+  if taken := sorted(
+    name for name in own.keys() - inherited if hasattr(cls, name)
+  ):
+    raise AttributeError(
+      f'{cls.__qualname__} cannot have a field {taken[0]!r}: a parent has'
+      ' something else of this name.'
+    )
+  # On the class, unlike in an inner class, a field may be declared again.
+  namespace['_attribute_overrides'] = tuple(own.keys() & inherited)
+  return type('HParams', (BaseHParams,), namespace)
 
 
 def instantiate(value: Any, kind: type[C], where: str) -> C:
@@ -473,79 +508,3 @@ def instantiate(value: Any, kind: type[C], where: str) -> C:
       f' {module}.{kind.__name__}.'
     )
   return made
-
-
-class _Named:
-  """Names the nearest field where a Fiddle config is asked for one it lacks."""
-
-  def __init__(self, fn_or_cls: Any, /, **kwargs: Any):
-    for name in kwargs:
-      _check_name(fn_or_cls, name)
-    super().__init__(fn_or_cls, **kwargs)
-
-  def __getattr__(self, name: str) -> Any:
-    if not name.startswith('_'):
-      _check_name(self.__fn_or_cls__, name)
-    return super().__getattr__(name)  # type: ignore[misc]
-
-  def __setattr__(self, name: str, value: Any) -> None:
-    _check_name(self.__fn_or_cls__, name)
-    super().__setattr__(name, value)
-
-
-def _check_name(cls: type[BaseHParams], name: str) -> None:
-  if name not in cls.names():
-    raise AttributeError(_unknown(cls, name))
-
-
-class _Config(_Named, fdl.Config):
-  """Builds the object, not its hyperparameters."""
-
-  def __build__(self, /, **kwargs: Any) -> Any:
-    return _make(self.__fn_or_cls__, **kwargs)
-
-
-class _Partial(_Named, fdl.Partial):
-  """Builds a function that makes the object."""
-
-  def __build__(self, /, **kwargs: Any) -> Any:
-    return functools.partial(_make, self.__fn_or_cls__, **kwargs)
-
-
-def _filled(config: Any) -> Any:
-  """Makes those fields that a Fiddle config cannot take the defaults of."""
-  for field in dataclasses.fields(config.__fn_or_cls__):
-    factory = field.default_factory
-    if field.name in config.__arguments__:
-      continue
-    if isinstance(factory, _SubConfig):
-      setattr(config, field.name, factory.cls.config())
-    elif factory is not dataclasses.MISSING:
-      setattr(config, field.name, factory())
-  return config
-
-
-def _make(cls: type[BaseHParams], **kwargs: Any) -> Any:
-  """Makes what a Fiddle config describes."""
-  hparams = cls(**{name: _unbuilt(value) for name, value in kwargs.items()})
-  object.__setattr__(hparams, _IDENTITY, _Identity())
-  return hparams if cls._owner is None else hparams.Instantiate()
-
-
-def _unbuilt(value: Any) -> Any:
-  """Returns the hyperparameters of what Fiddle built within a value.
-
-  It builds from the leaves on; but who has a template wants to complete it.
-  """
-  if isinstance(value, Configurable):
-    value = value.hparams
-  if isinstance(value, BaseHParams):
-    value = value.twin()
-    if (identity := vars(value).get(_IDENTITY)) is not None:
-      identity.uses += 1
-    return value
-  if isinstance(value, dict):
-    return {key: _unbuilt(item) for key, item in value.items()}
-  if isinstance(value, list | tuple) and not hasattr(value, '_fields'):
-    return type(value)(_unbuilt(item) for item in value)
-  return value

@@ -13,6 +13,7 @@ import fiddle as fdl
 from fiddle import diffing
 from fiddle import printing
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from examples.pax import base_layer
@@ -388,13 +389,13 @@ def test_text():
     ]
   )
   here = f'{__name__}.test_text.<locals>.double'
-  tree = _tree(left=functools.partial(double, 2, z=jnp.float32))
+  tree = _tree(left=functools.partial(double, 2, y=np.int8, z=jnp.bfloat16))
   assert tree.to_text() == '\n'.join(
     [
       'by_name.a.colour : Colour.RED',
       'by_name.a.size : 4',
       f'by_name.a.type : {__name__}.Leaf',
-      f'left : partial({here}, 2, z=float32)',
+      f'left : partial({here}, 2, y=int8, z=bfloat16)',
       'others[0].colour : Colour.RED',
       'others[0].size : 2',
       f'others[0].type : {__name__}.Leaf',
@@ -465,31 +466,32 @@ def test_one_config_used_twice_is_one():
     Tree.HParams.config(left=leaf, by_name={'a': leaf}, others=[leaf])
   )
   p = made.hparams
-  same = p.left.shared
-  assert same is not None
-  assert p.by_name['a'].shared is same
-  assert p.others[0].shared is same
-  assert p.twin().left.shared is same
+  assert p.left.is_shared
+  assert p.by_name['a'] is p.others[0] is p.left
   # What is alone shares with nobody, nor do equal configs.
   alone = fdl.build(
     Tree.HParams.config(
       left=Leaf.HParams.config(size=1), right=Leaf.HParams.config(size=1)
     )
   ).hparams
-  assert alone.left.shared is None
-  assert alone.right.shared is None
+  assert not alone.left.is_shared
+  assert not alone.right.is_shared
   # A clone of the whole shares as much within itself; one of a part nothing.
   clone = p.clone()
-  assert clone.left.shared is clone.others[0].shared
-  assert clone.left.shared not in (None, same)
-  assert p.left.clone().shared is None
-  # Built again, it is another.
-  assert Leaf.HParams().shared is None
+  assert clone.left is clone.others[0] is not p.left
+  assert clone.left.is_shared
+  assert not p.left.clone().is_shared
+  # `Instantiate` makes of each template an object of its own, however often it
+  # is used.
+  assert not Leaf.HParams().is_shared
+  made = Tree.HParams(left=leaf, others=[leaf]).Instantiate()
+  assert not made.hparams.left.is_shared
   # Within what Fiddle builds from the leaves on.
   inner = Tree.HParams.config(left=leaf)
   outer = fdl.build(Tree.HParams.config(left=inner, right=leaf)).hparams
-  assert outer.left.left.shared is outer.right.shared is not None
-  assert outer.left.shared is None
+  assert outer.left.left is outer.right
+  assert outer.right.is_shared
+  assert not outer.left.is_shared
 
 
 def test_without_fiddle_it_is_said_what_to_install():

@@ -1,0 +1,242 @@
+"""Tests of hyperparameters that are fields of the class, and of their configs.
+
+The classes are written as those of Paxml 1.4.0's own layers and tasks.
+"""
+
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+
+from examples.pax import base_layer
+from examples.pax import base_task
+from examples.pax import learners
+from examples.pax import models
+from examples.pax import optimizers
+from examples.pax import pax_fiddle
+from examples.pax import schedules
+from examples.pax.layers import activations
+from examples.pax.layers import linears
+from jaxline.inputs import synthetic
+
+LayerTpl = pax_fiddle.Config[base_layer.BaseLayer]
+template_field = base_layer.template_field
+sub_config_field = base_layer.sub_config_field
+instantiate = base_layer.instantiate
+
+
+class Linear(base_layer.BaseLayer):
+  """A product with a matrix.
+
+  Attributes:
+    input_dims: Depth of the input.
+    output_dims: Depth of the output.
+    weight_init: What the matrix starts as.
+  """
+
+  input_dims: int = 0
+  output_dims: int = 0
+  weight_init: base_layer.WeightInit | None = None
+
+  def setup(self) -> None:
+    self.create_variable(
+      'w',
+      base_layer.WeightHParams(
+        shape=[self.input_dims, self.output_dims], init=self.weight_init
+      ),
+    )
+
+  def __call__(self, inputs):
+    return inputs @ self.theta.w
+
+
+class FeedForward(base_layer.BaseLayer):
+  """A product and an activation."""
+
+  input_dims: int = 0
+  output_dims: int = 0
+  linear_tpl: LayerTpl = template_field(Linear)
+  activation_tpl: pax_fiddle.Config[activations.BaseActivation] = (
+    template_field(activations.ReLU)
+  )
+  last_tpl: LayerTpl | None = template_field(None)
+
+  def setup(self) -> None:
+    linear_p = self.linear_tpl.clone()
+    linear_p.set(input_dims=self.input_dims, output_dims=self.output_dims)
+    self.create_child('linear', linear_p)
+    self.create_child('activation', self.activation_tpl.clone())
+    if self.last_tpl is not None:
+      self.create_child('last', self.last_tpl)
+
+  def __call__(self, inputs):
+    out = self.activation(self.linear(inputs))
+    return out if self.last_tpl is None else self.last(out)
+
+
+class Wide(FeedForward):
+  """Declares a field of its parent again, and adds one."""
+
+  output_dims: int = 8
+  factor: float = 2.0
+
+  def __call__(self, inputs):
+    return self.factor * super().__call__(inputs)
+
+
+ONE = base_layer.WeightInit.Constant(1.0)
+
+
+def test_a_layer_of_fields():
+  p = pax_fiddle.Config(FeedForward, input_dims=3, output_dims=2)
+  p.linear_tpl.weight_init = ONE
+  p.last_tpl = pax_fiddle.Config(Linear, input_dims=2, output_dims=1)
+  p.last_tpl.weight_init = base_layer.WeightInit.Constant(-2.0)
+  assert isinstance(p, pax_fiddle.Config)
+  assert isinstance(p, FeedForward.HParams)
+  assert p == FeedForward.HParams(
+    input_dims=3, output_dims=2, linear_tpl=p.linear_tpl, last_tpl=p.last_tpl
+  )
+  assert p.cls is pax_fiddle.get_callable(p) is FeedForward
+  x = np.array([[1.0, 2.0, 3.0], [1.0, 2.0, -9.0]], np.float32)
+  for made in (
+    pax_fiddle.build(p),
+    pax_fiddle.instantiate(p),
+    instantiate(p),
+    fdl.build(p),
+    p.Instantiate(),
+  ):
+    variables = made.init(jax.random.key(0))
+    assert made.input_dims == 3
+    # max(0, 6) and max(0, -6), twice; the sum times -2.
+    np.testing.assert_array_equal(made.apply(variables, x), [[-24.0], [0.0]])
+  assert instantiate(p, output_dims=4).output_dims == 4
+  assert p.output_dims == 2
+  # Its templates are its own.
+  assert pax_fiddle.Config(FeedForward).linear_tpl.weight_init is None
+  with pytest.raises(AttributeError, match=r"'input_dimz'.*mean 'input_dims'"):
+    p.input_dimz = 3
+  with pytest.raises(AttributeError, match=r"'input_dimz'.*mean 'input_dims'"):
+    pax_fiddle.Config(FeedForward, input_dimz=3)
+  with pytest.raises(AttributeError, match="has no 'input_dimz' yet"):
+    _ = made.input_dimz
+  with pytest.raises(TypeError, match='Expected a pax_fiddle'):
+    instantiate(made)
+
+
+def test_fields_are_inherited_and_declared_again():
+  p = pax_fiddle.Config(Wide, input_dims=3)
+  p.linear_tpl.weight_init = ONE
+  layer = p.Instantiate()
+  assert (layer.output_dims, layer.factor, layer.dtype) == (8, 2.0, np.float32)
+  assert FeedForward.HParams().output_dims == 0
+  out = layer.apply(layer.init(jax.random.key(0)), np.ones([1, 3], np.float32))
+  np.testing.assert_array_equal(out, np.full([1, 8], 6.0))
+  # The two ways to declare fields inherit from each other.
+
+  class Inner(Wide):
+    class HParams(Wide.HParams):
+      depth: int = 1
+
+  class Outer(Inner):
+    width: int = 2
+
+  layer = pax_fiddle.Config(Outer, depth=5, factor=3.0).Instantiate()
+  assert (layer.width, layer.depth, layer.factor) == (2, 5, 3.0)
+  assert layer.output_dims == layer.hparams.output_dims == 8
+  # Within a run, and for templates of the library's own layers.
+  linear = pax_fiddle.Config(linears.Linear, input_dims=2, output_dims=2)
+  linear.params_init = ONE
+  layer = pax_fiddle.Config(FeedForward, linear_tpl=linear, input_dims=2)
+  layer = layer.set(output_dims=2).Instantiate()
+  out = layer.apply(layer.init(jax.random.key(0)), np.ones([1, 2], np.float32))
+  np.testing.assert_array_equal(out, [[2.0, 2.0]])
+
+
+def test_one_template_used_twice_is_two_layers_unless_fiddle_builds_it():
+  class Twice(base_layer.BaseLayer):
+    first_tpl: LayerTpl = template_field(Linear)
+    second_tpl: LayerTpl = sub_config_field(Linear.HParams)
+
+    def setup(self):
+      self.create_child('first', self.first_tpl)
+      self.create_child('second', self.second_tpl)
+
+  one = pax_fiddle.Config(Linear, input_dims=3, output_dims=3)
+  p = pax_fiddle.Config(Twice, first_tpl=one, second_tpl=one)
+  assert pax_fiddle.build(p).num_params() == 18
+  assert p.Instantiate().num_params() == 18
+  assert fdl.build(p).num_params() == 9
+
+
+def test_wrong_fields():
+  with pytest.raises(AttributeError, match=r'output_dims = .*has no type'):
+
+    class Untyped(FeedForward):
+      output_dims = 8
+
+  with pytest.raises(AttributeError, match="cannot have a field 'apply'"):
+
+    class Taken(base_layer.BaseLayer):
+      apply: bool = True
+
+  with pytest.raises(AttributeError, match="cannot have a field 'clone'"):
+
+    class TakenByConfigs(base_layer.BaseLayer):
+      clone: bool = True
+
+  with pytest.raises(TypeError, match=r"the fields \['size'\] and a class"):
+
+    class Both(base_layer.BaseLayer):
+      size: int = 0
+
+      class HParams(base_layer.BaseLayer.HParams):
+        width: int = 0
+
+
+def test_a_task_as_paxmls_experiments_write_it():
+  task_p = pax_fiddle.Config(base_task.SingleTask, name='classification_task')
+  task_p.model = pax_fiddle.Config(
+    models.ClassificationModel,
+    network_tpl=pax_fiddle.Config(FeedForward, input_dims=4, output_dims=2),
+  )
+  lp = task_p.train.learner
+  lp.loss_name = 'total_loss'
+  lp.optimizer = pax_fiddle.Config(
+    optimizers.Adam, beta1=0.8, clip_gradient_norm_to_value=5.0
+  )
+  lp.optimizer.learning_rate = 0.5
+  lp.optimizer.lr_schedule = pax_fiddle.Config(
+    schedules.LinearRampupExponentialDecay,
+    warmup_steps=4,
+    decay_start=5,
+    decay_end=10,
+    min_ratio=0.1,
+  )
+  learner = instantiate(task_p.train.learner)
+  assert isinstance(learner, learners.Learner)
+  # A quarter of the way up after one of four steps.
+  assert learner.optimizer.get_learning_rate(1) == 0.125
+  assert learner.optimizer.beta1 == 0.8
+
+
+def test_a_config_of_what_has_no_hyperparameters():
+  p = pax_fiddle.Config(
+    synthetic.SyntheticInput,
+    batch_size=4,
+    vocab_size=16,
+    length=6,
+    is_training=True,
+  )
+  assert type(p) is pax_fiddle.Config
+  q = p.clone().set(batch_size=2)
+  assert isinstance(q, fdl.Config)
+  assert q.Instantiate().get_next()['ids'].shape == (2, 6)
+  assert instantiate(p, length=3).get_next()['ids'].shape == (4, 3)
+  assert pax_fiddle.build(p).batch_size == 4
+  assert pax_fiddle.get_callable(p) is synthetic.SyntheticInput
+
+  class Holder(base_layer.BaseLayer):
+    tpl: LayerTpl = template_field(lambda: pax_fiddle.Config(Linear))
+
+  assert Holder.HParams().tpl == Linear.HParams()
