@@ -740,7 +740,8 @@ def with_defaults(cls: Any, config: Any) -> Any:
 
   Args:
     cls: a dataclass, as for `read`, or None. Where defaults depend on other
-      values, it has a static method `with_defaults(record)` of its own.
+      values, or on these which keys make another run, it has a static method
+      `with_defaults(record)` of its own, which may also leave keys out.
     config: the values.
   """
   if cls is None or not isinstance(config, Mapping):

@@ -430,6 +430,9 @@ def test_a_constant_of_none_may_lack_an_annotation(monkeypatch):
   ('keys', 'constants', 'said'),
   [
     ({}, {'ACTIVATION': 'gleu'}, "ACTIVATION is 'gleu'; .*mean 'gelu'"),
+    ({}, {'CHECKPOINT_POLICY': 'none'}, "expected one of \\['nothing', 'dots'"),
+    ({}, {'ATTENTION_IMPL': 'flash'}, "'flash'; expected one of \\['einsum'"),
+    ({}, {'FPROP_DTYPE': 'bf16'}, "'bf16'; .*'bfloat16'"),
     ({'data': 'c4'}, {}, r'data_dir is None .*--config\.data=stdlib'),
     ({'data': 'stdlib', 'vocabulary': '/none.model'}, {}, 'no file'),
     (

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import fiddle as fdl
 import jax.numpy as jnp
 
+from examples import transformer
 from examples.pax import base_experiment
 from examples.pax import base_layer
 from examples.pax import learners
@@ -245,7 +246,13 @@ class LmExperiment(base_experiment.BaseExperiment):
     task = tasks.SingleTask.HParams(
       name='lm', model=models.LanguageModel.HParams(lm_tpl=self.lm())
     )
-    task.model.fprop_dtype = jnp.dtype(self.FPROP_DTYPE)
+    try:
+      task.model.fprop_dtype = jnp.dtype(self.FPROP_DTYPE)
+    except TypeError as e:
+      raise errors.UsageError(
+        f"FPROP_DTYPE is {self.FPROP_DTYPE!r}; expected 'bfloat16' or"
+        " 'float32', or another type of NumPy's."
+      ) from e
     task.train.learner = learners.Learner.HParams(
       loss_name='total_loss', optimizer=optimizer
     )
@@ -289,7 +296,7 @@ class LmExperiment(base_experiment.BaseExperiment):
         combine_qkv=self.COMBINE_QKV,
         atten_logit_cap=self.ATTEN_LOGIT_CAP,
         internal_enable_per_dim_scale=self.ENABLE_PER_DIM_SCALE,
-        attention_impl=self.ATTENTION_IMPL,
+        attention_impl=self._one_of('ATTENTION_IMPL', transformer.ATTENTIONS),
       ),
       tr_fflayer_tpl=transformers.TransformerFeedForward.HParams(
         ln_tpl=norm,
@@ -308,12 +315,13 @@ class LmExperiment(base_experiment.BaseExperiment):
       transformer_layer_params_tpl=layer,
     )
     self._check_stages()
+    policy = self._one_of('CHECKPOINT_POLICY', transformer.REMATS)
     if not self.USE_REPEATED_LAYER:
-      return layers.set(checkpoint_policy=self.CHECKPOINT_POLICY)
+      return layers.set(checkpoint_policy=policy)
     repeated = transformers.StackedTransformerRepeated.HParams(
       block=layers.set(num_layers=1),
       x_times=self.NUM_LAYERS // self.NUM_STAGES,
-      checkpoint_policy=self.CHECKPOINT_POLICY,
+      checkpoint_policy=policy,
     )
     if self.NUM_STAGES == 1:
       return repeated
