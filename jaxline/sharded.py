@@ -223,19 +223,19 @@ class ShardedExperiment(experiment.AbstractExperiment):
     del state, updates
     return {'grad_norm': optax.tree.norm(grads)}
 
-  def after_update(self, model_state: Any, params: Any, step: Any) -> Any:
+  def after_update(self, before: TrainState, after: TrainState) -> Any:
     """Returns the model state after an update of the weights; part of the step.
 
     For example with a moving average of the weights. Called once in a step,
     also if gradients are accumulated over parts of the batch.
 
     Args:
-      model_state: the value that `loss_fn` returned.
-      params: the new weights.
-      step: the number of steps done, this one included.
+      before: the state before the step.
+      after: the state after it: the new weights, the optimizer's new state,
+        the number of steps done, and the model state that `loss_fn` returned.
     """
-    del params, step
-    return model_state
+    del before
+    return after.model_state
 
   @property
   def bubble_fraction(self) -> float:

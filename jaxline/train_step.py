@@ -72,9 +72,7 @@ def train_step(
   batch: Batch,
   rng: jax.Array,
   *,
-  after_update: Callable[..., Any] = lambda model_state, params, step: (
-    model_state
-  ),
+  after_update: Callable[..., Any] = lambda before, after: after.model_state,
   on_nonfinite: str = 'ignore',
   accumulation_steps: int = 1,
   place_grads: Callable[[Any], Any] = lambda grads: grads,
@@ -89,8 +87,9 @@ def train_step(
     state: the state before the step.
     batch: a global batch.
     rng: the run's step key. This step's key is its `fold_in` of `state.step`.
-    after_update: `(model_state, params, step) -> model_state`, called with the
-      weights and the number of steps after this one.
+    after_update: `(before, after) -> model_state`, called with the states
+      before and after the update; the latter's `model_state` is what `loss_fn`
+      returned.
     on_nonfinite: 'raise' and 'warn' add the scalar `nonfinite`, int32: 1 if the
       loss or the gradients' global norm is not finite, else 0. With 'skip' such
       a step changes only the counts: `nonfinite` is the number of such steps in
@@ -119,15 +118,16 @@ def train_step(
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   scalars = metrics_lib.compute(metrics)
   scalars.update(step_scalars(state, grads, updates))
-  params = optax.apply_updates(state.params, updates)
+  after = TrainState(
+    step=state.step + 1,
+    params=optax.apply_updates(state.params, updates),
+    model_state=model_state,
+    opt_state=opt_state,
+    skipped=state.skipped,
+  )
+  model_state = after_update(state, after)
   new_state = _strongly_typed(
-    TrainState(
-      step=state.step + 1,
-      params=params,
-      model_state=after_update(model_state, params, state.step + 1),
-      opt_state=opt_state,
-      skipped=state.skipped,
-    )
+    dataclasses.replace(after, model_state=model_state)
   )
   if wrong := experiment.differences(
     new_state, state, 'the step returns', 'it got'

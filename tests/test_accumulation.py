@@ -90,8 +90,12 @@ class Averaged(Linear):
     loss, metrics, _ = super().loss_fn(params, state, batch, rng, is_training)
     return loss, metrics, model_state
 
-  def after_update(self, model_state, params, step):
-    return {'sum': model_state['sum'] + params['w'], 'step': step}
+  def after_update(self, before, after):
+    assert isinstance(before.opt_state, type(after.opt_state))
+    return {
+      'sum': before.model_state['sum'] + after.params['w'],
+      'step': after.step,
+    }
 
 
 @pytest.mark.parametrize('parts', [1, 4])

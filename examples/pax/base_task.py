@@ -6,6 +6,7 @@ optimizer. Its model state is a dict:
 
     non_trainable  variables of the model that it changes itself
     ema            the moving average of the weights, if the learner keeps one
+    ema_non_trainable  the same of `non_trainable`, with it
     step           steps done, if the variational noise begins late
 
 Names, fields and values are those of Praxis and Paxml (Google, 2022).
@@ -45,6 +46,7 @@ WeightHParams = base_layer.WeightHParams
 sub_config_field = hparams_lib.sub_config_field
 
 EMA = 'ema'
+_EMA_NON_TRAINABLE = 'ema_non_trainable'
 _STEP = 'step'
 # What is minimised, where it is none of the model's metrics.
 _LOSS = 'loss'
@@ -554,6 +556,7 @@ class SingleTask(BaseTask):
     }
     if self.learner.ema_decay:
       model_state[EMA] = params
+      model_state[_EMA_NON_TRAINABLE] = model_state[base_layer.NON_TRAINABLE]
     vn = self.hparams.vn
     if vn.vn_scale:
       self._noise.check(self.weights)
@@ -581,10 +584,8 @@ class SingleTask(BaseTask):
     """
     if is_training:
       params = self._with_noise(params, model_state, rng)
-    else:
-      params = model_state.get(EMA, params)
     (metrics, _), collected = self.model.apply(
-      self._variables(params, model_state),
+      self._variables(params, model_state, use_ema=not is_training),
       batch,
       rng=rng,
       do_eval=not is_training,
@@ -605,11 +606,15 @@ class SingleTask(BaseTask):
     return loss, means, model_state
 
   def _variables(
-    self, params: Any, model_state: Mapping[str, Any]
+    self, params: Any, model_state: Mapping[str, Any], use_ema: bool
   ) -> base_layer.Variables:
+    non_trainable = model_state[base_layer.NON_TRAINABLE]
+    if use_ema:
+      params = model_state.get(EMA, params)
+      non_trainable = model_state.get(_EMA_NON_TRAINABLE, non_trainable)
     return {
       base_layer.PARAMS: params,
-      base_layer.NON_TRAINABLE: model_state[base_layer.NON_TRAINABLE],
+      base_layer.NON_TRAINABLE: non_trainable,
     }
 
   def _with_noise(
@@ -664,25 +669,34 @@ class SingleTask(BaseTask):
     return scalars
 
   def after_update(
-    self, model_state: dict[str, Any], params: Any, step: jax.Array
+    self, before: sharded.TrainState, after: sharded.TrainState
   ) -> dict[str, Any]:
-    """Returns the model state after an update: average, and count of steps.
+    """Returns the model state after an update: averages, and count of steps.
 
-    A step that the learner has skipped counts as one that changed no weight;
-    not so where the whole step is left out (`config.on_nonfinite`).
+    The averages take in the values from before the step, as in Praxis, and stay
+    as they are in a step that the learner skips.
 
     Args:
-      model_state: of `loss_fn`.
-      params: the weights after the update.
-      step: the number of steps done, this one included, an int32 scalar.
+      before: the state before the step.
+      after: the state after it, with the model state of `loss_fn`.
     """
-    new = dict(model_state)
+    old, new = before.model_state, dict(after.model_state)
     if EMA in new:
-      new[EMA] = optimizers.ema_update(
-        new[EMA], params, step - 1, self.learner.ema_decay
-      )
+      count = learners.num_updates(before.opt_state)
+      is_taken = learners.num_updates(after.opt_state) > count
+      for name, values in (
+        (EMA, before.params),
+        (_EMA_NON_TRAINABLE, old[base_layer.NON_TRAINABLE]),
+      ):
+        new[name] = jax.tree.map(
+          functools.partial(jnp.where, is_taken),
+          optimizers.ema_update(
+            old[name], values, count, self.learner.ema_decay
+          ),
+          old[name],
+        )
     if _STEP in new:
-      new[_STEP] = step.astype(jnp.int32)
+      new[_STEP] = after.step.astype(jnp.int32)
     return new
 
   def decode(
@@ -703,7 +717,7 @@ class SingleTask(BaseTask):
       rng: a key, where tokens are drawn.
       options: how; None is the model's own.
     """
-    variables = self._variables(model_state.get(EMA, params), model_state)
+    variables = self._variables(params, model_state, use_ema=True)
     return self.model.decode(variables, batch, rng, options)
 
 

@@ -1,5 +1,6 @@
 """Tests of tasks: losses, metrics, noise, averages, and when training ends."""
 
+import dataclasses
 import functools
 import json
 import logging
@@ -8,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from examples.pax import base_layer
@@ -16,6 +18,7 @@ from examples.pax import learners
 from examples.pax import loading
 from examples.pax import models
 from examples.pax import optimizers
+from examples.pax import schedules
 from examples.pax import tasks
 from examples.pax.layers import linears
 from examples.pax.layers import normalizations
@@ -141,8 +144,8 @@ class Run(base_task.EarlyStoppingMixin, loading.LoadingMixin, Scripted):
     self.make_optimizer = self.task.make_optimizer
     self.step_scalars = self.task.step_scalars
 
-  def after_update(self, model_state, params, step):
-    return self.task.after_update(model_state, params, step)
+  def after_update(self, before, after):
+    return self.task.after_update(before, after)
 
   def init_fn(self, rng):
     """Set by the constructor, as the others are."""
@@ -309,10 +312,15 @@ def test_variational_noise():
     for what, value in (('mean', 1), ('variance', 0))
   }
   assert measure(state, KEY, True) == still
+
   # The noise begins in the third step, after two are done.
-  state = task.after_update(state, params, jnp.int32(1))
+  def after(steps):
+    made = sharded.TrainState(jnp.int32(steps), params, state, ())
+    return task.after_update(made, made)
+
+  state = after(1)
   assert measure(state, KEY, True) == still
-  state = task.after_update(state, params, jnp.int32(2))
+  state = after(2)
   assert measure(state, KEY, False) == still
   noisy = measure(state, KEY, True)
   assert noisy['b_variance'] == 0
@@ -336,10 +344,12 @@ def test_moving_average_in_a_run():
     batch = examples(step)
     weights = np.float64(batch['weights']) / batch['weights'].sum()
     error = 2 * error_of(w, b, batch) * weights
+    before = w
     w, b = w - 0.1 * error @ batch['x'], b - 0.1 * error.sum()
     # At first the average forgets faster: (1 + step) / (10 + step).
+    # It takes in the weights of before the step.
     decay = (0.1, 0.15, 0.15)[step]
-    ema = decay * ema + (1 - decay) * w
+    ema = decay * ema + (1 - decay) * before
   run._close_input()
   state = jax.device_get(run.state)
   np.testing.assert_allclose(state.params['line']['w'], w, rtol=1e-4)
@@ -357,7 +367,63 @@ def test_moving_average_in_a_run():
   )
   assert given == ['batch', KEY, 'options']
   assert variables['params'] is state.model_state['ema']
-  assert variables['non_trainable'] is state.model_state['non_trainable']
+  averages = state.model_state['ema_non_trainable']
+  assert variables['non_trainable'] is averages
+  # Of 0, 8 and 16 rows seen before each step.
+  assert averages['line']['seen'] == pytest.approx(
+    0.85 * 16 + 0.15 * (0.85 * 8), rel=1e-6
+  )
+
+
+def test_averages_and_skipped_steps_are_praxis():
+  """Paxml 1.4.0 (jax 0.4.26, Python 3.10), Learner.update_states.
+
+  ShardedSgd without momentum, learning_rate=0.1 with a Linear schedule from
+  (0, 1.0) to (10, 0.5), ema_decay=0.15, skip_step_gradient_norm_value=5.0.
+  """
+  task_p = make_task(
+    optimizer=optimizers.Sgd.HParams(
+      learning_rate=0.1,
+      lr_schedule=schedules.Linear.HParams(start=(0, 1.0), limit=(10, 0.5)),
+      ema_decay=0.15,
+    )
+  )
+  task_p.train.learner.skip_step_gradient_norm_value = 5.0
+  task = task_p.Instantiate()
+  params, model_state = init(task)
+  params['line']['w'] = jnp.array([1.0, -2.0, 0.0])
+  model_state['ema'] = params
+  tx = task.make_optimizer()
+  state = sharded.TrainState(jnp.int32(0), params, model_state, tx.init(params))
+
+  @jax.jit
+  def step(state, grad):
+    grads = {'line': {'w': jnp.append(grad, 0.0), 'b': jnp.zeros(1)}}
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    after = dataclasses.replace(
+      state,
+      step=state.step + 1,
+      params=optax.apply_updates(state.params, updates),
+      opt_state=opt_state,
+    )
+    return dataclasses.replace(
+      after, model_state=task.after_update(state, after)
+    )
+
+  for grad, w, ema in (
+    ([1, 1], [0.9, -2.1], [1.0, -2.0]),
+    # A norm of 5: the limit itself is too large.
+    ([3, 4], [0.9, -2.1], [1.0, -2.0]),
+    ([3, 3.9], [0.615, -2.4705], [0.915, -2.085]),
+    ([np.nan, 0], [0.615, -2.4705], [0.915, -2.085]),
+    ([-2, 1], [0.795, -2.5605], [0.66, -2.412675]),
+    ([0, 3], [0.795, -2.8155], [0.77475, -2.5383263]),
+  ):
+    with jax.numpy_dtype_promotion('standard'):
+      state = step(state, jnp.float32(grad))
+    np.testing.assert_allclose(state.params['line']['w'][:2], w, rtol=1e-6)
+    average = state.model_state['ema']['line']['w']
+    np.testing.assert_allclose(average[:2], ema, rtol=1e-6)
 
 
 class Normalized(Line):

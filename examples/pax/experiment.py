@@ -118,9 +118,11 @@ class Experiment(
     """Returns norms, learning rate, and what else the task reports."""
     return self.task.step_scalars(state, grads, updates)
 
-  def after_update(self, model_state: Any, params: Any, step: Any) -> Any:
+  def after_update(
+    self, before: sharded.TrainState, after: sharded.TrainState
+  ) -> Any:
     """Updates the moving average of the weights, if there is one."""
-    return self.task.after_update(model_state, params, step)
+    return self.task.after_update(before, after)
 
   @property
   def bubble_fraction(self) -> float:

@@ -33,9 +33,9 @@ class Learner(hparams_lib.Configurable):
       optimizer: hyperparameters of the optimizer.
       grad_norm_summary: report norms of gradients and of updates.
       grad_norm_individual_vars: report each gradient's norm besides.
-      skip_step_gradient_norm_value: a step with a larger norm of the gradients
-        is skipped, as one is whose norm is not finite; 0 is no limit. The norm
-        is that before clipping.
+      skip_step_gradient_norm_value: a step is skipped unless the norm of the
+        gradients is smaller than this, or if it is not finite; 0 is no limit.
+        The norm is that before clipping.
       vectorize_on_repeat_prefix: each layer of a stack is a tensor of its own
         to the optimizer; see `optimizers.BaseOptimizer.make`.
       bprop_variable_inclusion: regular expressions for the names of the weights
@@ -94,8 +94,8 @@ class Learner(hparams_lib.Configurable):
     Weights that are not trained get no update, have no state
     (`optax.MaskedNode`), and count in no norm. Gradients of the others are
     clipped and go to the optimizer. Where their norm, before that, is not
-    finite or more than `skip_step_gradient_norm_value`, the update is 0 and the
-    state stays as it was, its count of steps included.
+    finite, or not below `skip_step_gradient_norm_value`, the update is 0 and
+    the state stays as it was, its count of steps included.
 
     Args:
       num_stacked: as for `optimizers.BaseOptimizer.make`.
@@ -190,7 +190,7 @@ class Learner(hparams_lib.Configurable):
     """Whether a step with gradients of this norm is taken."""
     limit = self.hparams.skip_step_gradient_norm_value
     valid = jnp.isfinite(norm)
-    return valid & (norm <= limit) if limit else valid
+    return valid & (norm < limit) if limit else valid
 
   def _clip(self) -> optax.GradientTransformation:
     """Returns what clips gradients, without state."""

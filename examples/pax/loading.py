@@ -46,6 +46,7 @@ from jaxline.checkpoint import structure
 
 _PARAMS = 'params/'
 _EMA = 'model_state/ema/'
+_EMA_NON_TRAINABLE = 'model_state/ema_non_trainable/'
 _OPT_STATE = 'opt_state/'
 _NON_TRAINABLE = f'{base_layer.NON_TRAINABLE}/'
 _ROOT = 'state/'  # Where a checkpoint has a `TrainState`.
@@ -195,6 +196,14 @@ def _sources(
     sources |= {f'{_EMA}{n}': f'{_EMA}{s}' for n, s in weights.items()}
   elif has_ema:
     sources |= {f'{_EMA}{n}': sources[f'{_PARAMS}{n}'] for n in weights}
+  # The average of what is not trained, likewise.
+  for name in live:
+    if name.startswith(_EMA_NON_TRAINABLE) and (
+      source := sources.get(name.replace('/ema_', '/', 1))
+    ):
+      if rule.load_ema_states:
+        source = source.replace('/', '/ema_', 1)
+      sources[name] = source
   if rule.load_opt_states:
     sources |= _opt_sources(live, weights)
   if rule.load_step:

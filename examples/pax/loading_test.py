@@ -76,8 +76,8 @@ class Run(loading.LoadingMixin, sharded.ShardedExperiment):
   def make_optimizer(self):
     return self.task.make_optimizer()
 
-  def after_update(self, model_state, params, step):
-    return self.task.after_update(model_state, params, step)
+  def after_update(self, before, after):
+    return self.task.after_update(before, after)
 
   def train_input(self):
     rng = np.random.default_rng(0)
@@ -176,6 +176,8 @@ def test_load_rules(source, load_rules, sources):
   for name in ('first', 'second'):  # The average begins as the weights.
     if (weight := f'params/net/{name}/w') in expected:
       expected[EMA.format(name)] = expected[weight]
+  if ROWS in expected:
+    expected[ROWS.replace('/', '/ema_', 1)] = expected[ROWS]
   check(state, expected, old)
   assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(
     lambda x: x.sharding, old
@@ -191,6 +193,19 @@ def test_ignored_variables_stay(source):
   expected = dict.fromkeys(
     (SECOND, EMA.format('second')), saved(source)[SECOND]
   )
+  check(state, expected, new_state())
+
+
+def test_averages_of_what_is_not_trained(source):
+  rules = Rules(
+    load_rules=[('non_trainable/(.*)', 'non_trainable/{}')],
+    load_ema_states=True,
+  )
+  state = loading.load(new_state(), {source: rules})
+  arrays = saved(source)
+  average = ROWS.replace('/', '/ema_', 1)
+  assert arrays[average] != arrays[ROWS]
+  expected = {name: arrays[name] for name in (ROWS, average)}
   check(state, expected, new_state())
 
 

@@ -111,19 +111,23 @@ def ema_update(ema: Any, params: Any, step: Any, decay: float) -> Any:
   """Returns the exponential moving average of weights after a step.
 
   As in Pax and TensorFlow, the decay is at most (1 + step) / (10 + step), so
-  that the average soon forgets the initial weights.
+  that the average soon forgets the initial weights. Integers are not averaged.
 
   Args:
     ema: the average so far, at step 0 the initial weights; a tree.
-    params: the weights, a tree of the same structure.
+    params: the new values, a tree of the same structure.
     step: how many updates `ema` has had, an int32 scalar.
     decay: more than 0 and less than 1.
   """
   step = jnp.asarray(step).astype(jnp.float32)
   new = 1.0 - jnp.minimum(decay, (1.0 + step) / (10.0 + step))
-  return jax.tree.map(
-    lambda e, p: e + new.astype(e.dtype) * (p - e), ema, params
-  )
+
+  def one(e: jax.Array, p: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(p.dtype, jnp.floating):
+      return p
+    return e + new.astype(e.dtype) * (p - e)
+
+  return jax.tree.map(one, ema, params)
 
 
 class BaseOptimizer(hparams_lib.Configurable, abc.ABC):

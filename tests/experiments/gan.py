@@ -61,9 +61,9 @@ class Gan(sharded.ShardedExperiment):
     }
     return params, {'turn': jnp.zeros([], jnp.int32)}
 
-  def after_update(self, model_state, params, step):
+  def after_update(self, before, after):
     # Not `step`, which also counts the steps that `on_nonfinite` skips.
-    return {'turn': model_state['turn'] + 1}
+    return {'turn': after.model_state['turn'] + 1}
 
   def make_optimizer(self):
     adam = optax.adam(0.03, b1=0.0)
