@@ -485,21 +485,16 @@ class SingleTask(BaseTask):
   def _make_learner(self) -> learners.Learner:
     p = self.hparams
     given = p.train.learner
-    if isinstance(given, list | tuple):
-      if len(given) != 1:
-        raise ValueError(
-          f'The task {p.name!r} has {len(given)} learners; expected one. For'
-          ' several optimizers there is learners.MultiOptimizerLearner.'
-        )
-      given = given[0]
+    several = given if isinstance(given, list | tuple) else [given]
     # A built one stands for its hyperparameters.
-    found = getattr(given, 'hparams', given)
-    if not isinstance(found, learners.Learner.HParams):
-      raise TypeError(
-        f'{p.name}.train.learner is {given!r}; expected the HParams of a'
-        ' learners.Learner.'
-      )
-    found = found.clone()
+    several = [getattr(learner, 'hparams', learner) for learner in several]
+    for learner in several:
+      if not isinstance(learner, learners.Learner.HParams):
+        raise TypeError(
+          f'{p.name}.train.learner is {learner!r}; expected the HParams of a'
+          ' learners.Learner, or a list of such.'
+        )
+    found = learners.joined(several)
     skipped = self._names_with(
       base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
     )

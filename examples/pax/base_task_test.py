@@ -266,7 +266,10 @@ def test_the_learner_may_name_the_loss():
       },
       'expected at least one key, and a weight for each',
     ),
-    ({'learner': [learners.Learner.HParams()] * 2}, 'has 2 learners; expected'),
+    (
+      {'learner': [learners.Learner.HParams()] * 2},
+      'or no bprop_variable_inclusion; expected',
+    ),
     (
       {'learner': [None]},
       'task.train.learner is None; expected the HParams of a',

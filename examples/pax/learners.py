@@ -151,10 +151,11 @@ class Learner(hparams_lib.Configurable):
     norm = optax.tree.norm(grads)
     scalars = {
       **self._learning_rates(step),
-      'is_valid_step': self._is_valid(norm).astype(jnp.float32),
+      'is_valid_step': self._all_valid(grads).astype(jnp.float32),
     }
     if p.grad_norm_summary:
-      clipped, _ = self._clip().update(grads, optax.EmptyState())
+      clip = self._clip()
+      clipped, _ = clip.update(grads, clip.init(grads))
       scalars |= {
         'grad_norm': norm,
         'clipped_grad_norm': optax.tree.norm(clipped),
@@ -192,17 +193,13 @@ class Learner(hparams_lib.Configurable):
     valid = jnp.isfinite(norm)
     return valid & (norm < limit) if limit else valid
 
+  def _all_valid(self, grads: Any) -> jax.Array:
+    """Whether a step with these gradients is taken."""
+    return self._is_valid(optax.tree.norm(grads))
+
   def _clip(self) -> optax.GradientTransformation:
-    """Returns what clips gradients, without state."""
-    p = self.optimizer.hparams
-    if limit := p.clip_gradient_norm_to_value:
-      return optax.clip_by_global_norm(limit)
-    if limit := p.clip_gradient_single_norm_to_value:
-      clip = optax.clip_by_global_norm(limit)
-      return optax.stateless_with_tree_map(
-        lambda grad, _: clip.update(grad, optax.EmptyState())[0]
-      )
-    return optax.identity()
+    """Returns what clips gradients."""
+    return _clipping(self.optimizer)
 
   def _skipping(
     self, inner: optax.GradientTransformation
@@ -210,7 +207,7 @@ class Learner(hparams_lib.Configurable):
     """Makes updates 0, and keeps the state, where a step is not valid."""
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
-      valid = self._is_valid(optax.tree.norm(grads))
+      valid = self._all_valid(grads)
       updates, new_state = inner.update(grads, state, params)
       updates = jax.tree.map(
         lambda x: jnp.where(valid, x, jnp.zeros_like(x)), updates
@@ -221,6 +218,21 @@ class Learner(hparams_lib.Configurable):
       return updates, state
 
     return optax.GradientTransformation(inner.init, update)
+
+
+def _clipping(
+  optimizer: optimizers.BaseOptimizer,
+) -> optax.GradientTransformation:
+  """Returns what clips gradients as an optimizer's hyperparameters say."""
+  p = optimizer.hparams
+  if limit := p.clip_gradient_norm_to_value:
+    return optax.clip_by_global_norm(limit)
+  if limit := p.clip_gradient_single_norm_to_value:
+    clip = optax.clip_by_global_norm(limit)
+    return optax.stateless_with_tree_map(
+      lambda grad, _: clip.update(grad, optax.EmptyState())[0]
+    )
+  return optax.identity()
 
 
 def num_updates(opt_state: Any) -> jax.Array:
@@ -236,11 +248,54 @@ def num_updates(opt_state: Any) -> jax.Array:
   return next(state.count for state in states if is_schedule(state))
 
 
+def joined(several: Sequence[Learner.HParams]) -> Learner.HParams:
+  """Returns several learners as the hyperparameters of one.
+
+  Args:
+    several: the first has all weights that no other one has; each other one
+      those of its `bprop_variable_inclusion`. Each clips its own gradients.
+
+  Raises:
+    ValueError: there is none; or one says something that is not of its weights.
+  """
+  if not several:
+    raise ValueError('A task has no learner; expected at least one.')
+  main, *others = (learner.clone() for learner in several)
+  if not others:
+    return main
+  own = ('name', 'loss_name', 'optimizer', 'bprop_variable_inclusion')
+  for other in others:
+    wrong = [
+      name
+      for name in other.names()
+      if name not in own and getattr(other, name) != getattr(main, name)
+    ]
+    if (
+      wrong
+      or not other.bprop_variable_inclusion
+      or other.loss_name != main.loss_name
+      or isinstance(main, MultiOptimizerLearner.HParams)
+    ):
+      raise ValueError(
+        f'The learner {other.name!r} has {wrong or "the loss_name"} not as'
+        f' {main.name!r}, or no bprop_variable_inclusion; expected, of learners'
+        ' beside the first, a name, an optimizer and bprop_variable_inclusion,'
+        ' and all else as in the first, a learners.Learner.'
+      )
+  return MultiOptimizerLearner.HParams(
+    **{name: getattr(main, name) for name in main.names()},
+    auxiliary_optimizers=[other.optimizer for other in others],
+    auxiliary_regex=[other.bprop_variable_inclusion for other in others],
+    auxiliary_names=[other.name for other in others],
+    apply_separate_scaling=True,
+  )
+
+
 class MultiOptimizerLearner(Learner):
   """Some weights to one optimizer, some to others, all others to the main one.
 
-  Clipping and the moving average of weights are those of the main optimizer,
-  for all weights.
+  The moving average of weights is that of the main optimizer, for all weights;
+  so is clipping, unless there is `apply_separate_scaling`.
   """
 
   class HParams(BaseHParams):
@@ -252,11 +307,15 @@ class MultiOptimizerLearner(Learner):
         weights.
       auxiliary_names: for each, a name for scalars, `<name>/learning_rate`;
         the main optimizer's is `main`.
+      apply_separate_scaling: whether each optimizer's gradients are clipped by
+        themselves, as it says. A step is then taken where the norm of each of
+        them is valid.
     """
 
     auxiliary_optimizers: Sequence[Any] = ()
     auxiliary_regex: Sequence[str] = ()
     auxiliary_names: Sequence[str] = ()
+    apply_separate_scaling: bool = False
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
@@ -294,11 +353,11 @@ class MultiOptimizerLearner(Learner):
         f'{p.name}.auxiliary_regex', regex
       )
       own = self._auxiliary[name].hparams
-      for field in (
+      clips = (
         'clip_gradient_norm_to_value',
         'clip_gradient_single_norm_to_value',
-        'ema_decay',
-      ):
+      )
+      for field in ('ema_decay', *(() if p.apply_separate_scaling else clips)):
         if value := getattr(own, field):
           raise ValueError(
             f'The auxiliary optimizer {name!r} of {p.name} has {field} {value},'
@@ -318,6 +377,9 @@ class MultiOptimizerLearner(Learner):
       )
     return fitting[0] if fitting else _MAIN
 
+  def _labels(self, tree: Any) -> Any:
+    return optimizers.map_with_names(lambda name, _: self._label(name), tree)
+
   def _optimizers(
     self, num_stacked: Callable[[str], int]
   ) -> optax.GradientTransformation:
@@ -326,9 +388,27 @@ class MultiOptimizerLearner(Learner):
         label: optimizer.make(num_stacked)
         for label, optimizer in self._all().items()
       },
-      lambda tree: optimizers.map_with_names(
-        lambda name, _: self._label(name), tree
-      ),
+      self._labels,
+    )
+
+  def _all_valid(self, grads: Any) -> jax.Array:
+    if not self.hparams.apply_separate_scaling:
+      return super()._all_valid(grads)
+    labels = jax.tree.leaves(self._labels(grads))
+    pairs = list(zip(labels, jax.tree.leaves(grads), strict=True))
+    norms = [
+      optax.tree.norm([grad for of, grad in pairs if of == label])
+      for label in self._all()
+    ]
+    valid = [self._is_valid(norm) for norm in norms]
+    return jnp.all(jnp.stack(valid))
+
+  def _clip(self) -> optax.GradientTransformation:
+    if not self.hparams.apply_separate_scaling:
+      return super()._clip()
+    return optax.partition(
+      {label: _clipping(optimizer) for label, optimizer in self._all().items()},
+      self._labels,
     )
 
   def _all(self) -> dict[str, optimizers.BaseOptimizer]:

@@ -385,3 +385,65 @@ def test_through_fiddle():
   config.optimizer.lr_schedule.value = 0.25
   learner = fdl.build(config)
   _assert_close(_first_update(learner), _scaled(_GRADS, 0.5, 0.5, 0.5))
+
+
+def _sgd(learning_rate, limit):
+  return optimizers.Sgd.HParams(
+    learning_rate=learning_rate, clip_gradient_norm_to_value=limit
+  )
+
+
+# The updates of paxml 1.4.0's MultiOptimizerLearner (praxis 1.4.0, jax 0.4.26,
+# Python 3.10) with ShardedSgd for these weights and gradients, and
+# skip_step_gradient_norm_value.
+@pytest.mark.parametrize(
+  ('separate', 'skip', 'ff', 'emb'),
+  [
+    (False, 0.0, [-0.02683282, -0.03577709], [-0.26832816, -0.3577709, 0]),
+    (True, 0.0, [-0.06, -0.08], [-0.6, -0.8, 0]),
+    (True, 12.0, [-0.06, -0.08], [-0.6, -0.8, 0]),
+    (True, 8.0, [0, 0], [0, 0, 0]),
+  ],
+)
+def test_optimizers_that_clip_by_themselves(separate, skip, ff, emb):
+  grads = {'emb': jnp.array([6.0, 8.0, 0.0]), 'ff': jnp.array([3.0, 4.0])}
+  weights = jax.tree.map(jnp.ones_like, grads)
+  learner = _learner(
+    _sgd(0.1, 1.0),
+    learners.MultiOptimizerLearner,
+    auxiliary_optimizers=[_sgd(0.5, 2.0 if separate else 0.0)],
+    auxiliary_regex=['emb'],
+    auxiliary_names=['emb'],
+    apply_separate_scaling=separate,
+    skip_step_gradient_norm_value=skip,
+  )
+  tx = learner.make()
+  updates, _ = jax.jit(tx.update)(grads, tx.init(weights), weights)
+  _assert_close(updates, {'emb': np.array(emb), 'ff': np.array(ff)})
+  scalars = learner.scalars(grads, updates, 0)
+  assert float(scalars['is_valid_step']) == any(ff)
+  if separate:
+    assert scalars['clipped_grad_norm'] == pytest.approx(5**0.5)
+
+
+def test_a_list_of_learners_is_one():
+  first = learners.Learner.HParams(name='first', optimizer=_sgd(0.1, 1.0))
+  second = first.clone().set(
+    name='second',
+    optimizer=_sgd(0.5, 2.0),
+    bprop_variable_inclusion='lm/softmax',
+  )
+  learner = learners.joined([first, second]).Instantiate()
+  updates = _first_update(learner)
+  # The norm of the first one's gradients is 5, of the other's 12.
+  _assert_close(updates, _scaled(_GRADS, 0.1 / 5, 0.1 / 5, 0.5 * 2 / 12))
+  assert learners.joined([first]) == first
+  for wrong in (
+    second.clone().set(bprop_variable_inclusion=()),
+    second.clone().set(loss_name='other'),
+    second.clone().set(skip_step_gradient_norm_value=1.0),
+  ):
+    with pytest.raises(ValueError, match="The learner 'second' has"):
+      learners.joined([first, wrong])
+  with pytest.raises(ValueError, match='expected at least one'):
+    learners.joined([])

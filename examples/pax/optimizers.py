@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -490,8 +490,9 @@ class ShardedAdafactor(_Decayed):
       decay_adam: for 'adam'.
       decay_pow: for 'pow'.
       beta1: decay of the mean of updates, which takes memory; 0 is no mean.
-      quantized_dtype: of that mean, 'float32' or 'bfloat16'.
-      clipping_threshold: the most that an update's root mean square may be,
+      quantized_dtype: of that mean: 'int8' or 'int16', multiples of a size for
+        each place of the axes but the first; 'bfloat16' or 'float32'.
+      clip_threshold: the most that an update's root mean square may be,
         before the learning rate; None is no limit.
       factored: keep rows and columns, and not the second moment itself.
       epsilon1_grad_sq_reg: added to a gradient's square.
@@ -507,8 +508,8 @@ class ShardedAdafactor(_Decayed):
     decay_adam: float = 0.99
     decay_pow: float = 0.8
     beta1: float = 0.0
-    quantized_dtype: str = 'float32'
-    clipping_threshold: float | None = 1.0
+    quantized_dtype: str = 'int8'
+    clip_threshold: float | None = 1.0
     factored: bool = True
     epsilon1_grad_sq_reg: float = 1e-30
     sort_factored_second_moment_dims: bool = False
@@ -520,12 +521,17 @@ class ShardedAdafactor(_Decayed):
     super().__init__(hparams)
     for field, choices in (
       ('decay_method', ('pow', 'adam')),
-      ('quantized_dtype', ('float32', 'bfloat16')),
+      ('quantized_dtype', ('int8', 'int16', 'bfloat16', 'float32')),
     ):
       if (value := getattr(hparams, field)) not in choices:
         raise ValueError(
           f'ShardedAdafactor.{field} is {value!r}; expected one of {choices}.'
         )
+
+  @classmethod
+  def HParamsAdamB(cls) -> Any:
+    """Returns hyperparameters with a mean of updates, and Adam's decay."""
+    return cls.HParams(beta1=0.9, decay_method='adam', decay_adam=0.98)
 
   def _second_moment_decay(self, step: Any, _: Any) -> jax.Array:
     p = self.hparams
@@ -552,7 +558,7 @@ class ShardedAdafactor(_Decayed):
       epsilon=p.epsilon1_grad_sq_reg,
       decay_rate_fn=self._second_moment_decay,
     )
-    threshold = p.clipping_threshold
+    threshold = p.clip_threshold
     return [
       _map_factored(factored, leading_axes),
       *([_cap_rms(threshold, num_stacked)] if threshold else []),
@@ -571,10 +577,59 @@ class ShardedAdafactor(_Decayed):
     if p.multiply_by_parameter_scale:
       steps.append(optax.stateless(functools.partial(map_with_names, scale)))
     if p.beta1:
+      dtype = jnp.dtype(p.quantized_dtype)
       steps.append(
-        optax.ema(p.beta1, debias=False, accumulator_dtype=p.quantized_dtype)
+        _quantized_mean(p.beta1, dtype, num_stacked)
+        if jnp.issubdtype(dtype, jnp.integer)
+        else optax.ema(p.beta1, debias=False, accumulator_dtype=dtype)
       )
     return steps
+
+
+class _QuantizedMean(NamedTuple):
+  """The mean of updates is `m` times `m_scale`, which lacks m's first axis."""
+
+  m: Any
+  m_scale: Any
+
+
+def _quantized_mean(
+  decay: float, dtype: Any, num_stacked: NumStacked
+) -> optax.GradientTransformation:
+  """The mean of updates, of which the state keeps integers.
+
+  What is returned is not rounded. A weight without axes is not either.
+  """
+  most = jnp.iinfo(dtype).max
+
+  def quantize(name: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if x.ndim == num_stacked(name):
+      return x, jnp.ones_like(x)
+    axis = num_stacked(name)
+    scale = jnp.max(jnp.abs(x), axis, keepdims=True) / most
+    m = jnp.round(x / jnp.where(scale > 0, scale, 1)).astype(dtype)
+    return m, scale.squeeze(axis)
+
+  def dequantize(name: str, m: jax.Array, scale: jax.Array) -> jax.Array:
+    if m.ndim == num_stacked(name):
+      return m
+    return m.astype(scale.dtype) * jnp.expand_dims(scale, num_stacked(name))
+
+  def pack(tree: Any) -> _QuantizedMean:
+    pairs = map_with_names(quantize, tree)
+    outer, inner = jax.tree.structure(tree), jax.tree.structure((0, 0))
+    return _QuantizedMean(*jax.tree.transpose(outer, inner, pairs))
+
+  def init(params: Any) -> _QuantizedMean:
+    return pack(jax.tree.map(jnp.zeros_like, params))
+
+  def update(updates: Any, state: Any, params: Any = None) -> Any:
+    del params
+    old = map_with_names(dequantize, state.m, state.m_scale)
+    new = optax.tree.update_moment(updates, old, decay, 1)
+    return new, pack(new)
+
+  return optax.GradientTransformation(init, update)
 
 
 def _rms(x: jax.Array, num_stacked: int) -> jax.Array:

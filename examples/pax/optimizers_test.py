@@ -5,6 +5,7 @@ only layers, one after the other.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -269,7 +270,8 @@ def test_adafactor_of_the_largest_axes_is_optax():
     learning_rate=0.1,
     lr_schedule=_SCHEDULE,
     beta1=0.9,
-    clipping_threshold=0.5,
+    quantized_dtype='float32',
+    clip_threshold=0.5,
     sort_factored_second_moment_dims=True,
     min_dim_size_to_factor=4,
     multiply_by_parameter_scale=True,
@@ -295,7 +297,8 @@ def test_adafactor_of_the_last_two_axes_by_layer(factored, beta1):
     decay_method='adam',
     decay_adam=0.9,
     beta1=beta1,
-    clipping_threshold=0.9,
+    quantized_dtype='float32',
+    clip_threshold=0.9,
     epsilon1_grad_sq_reg=1e-4,
     weight_decay=0.3,
     factored=factored,
@@ -367,10 +370,11 @@ def test_state_lies_where_its_weights_lie():
   )
   specs = partitioner.specs_like(state, weights)
   moments = next(s for s in specs if isinstance(s, optax.FactoredState))
-  mean = next(s for s in specs if isinstance(s, optax.EmaState))
+  mean = next(s for s in specs if hasattr(s, 'm_scale'))
   split = partitioning.P(('data',))
-  assert mean.ema['lm/embed']['w'] == partitioning.P(None, ('data',))
-  assert mean.ema['lm/norm']['scale'] == split
+  assert mean.m['lm/embed']['w'] == partitioning.P(None, ('data',))
+  assert mean.m_scale['lm/embed']['w'] == partitioning.P()
+  assert mean.m['lm/norm']['scale'] == split
   assert moments.v['lm/norm']['scale'] == split
   # Less than a weight: whole everywhere.
   for part in (moments.v_row, moments.v_col, moments.v):
@@ -455,12 +459,77 @@ def test_moving_average_of_weights():
     ),
     (
       lambda: optimizers.ShardedAdafactor.HParams(
-        learning_rate=1.0, quantized_dtype='int8'
+        learning_rate=1.0, quantized_dtype='int4'
       ),
-      "quantized_dtype is 'int8'; expected one of",
+      "quantized_dtype is 'int4'; expected one of",
     ),
   ],
 )
 def test_refuses_what_contradicts_itself(make, message):
   with pytest.raises((ValueError, TypeError), match=message):
     make().Instantiate()
+
+
+def _value(seed, *shape):
+  flat = np.sin(seed + 0.7 * np.arange(math.prod(shape))) / 2
+  return jnp.float32(flat.reshape(shape))
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'b', 'w', 's'),
+  [
+    (
+      'int8',
+      [0.4523533, 0.5175775, 0.3469355],
+      [
+        [0.4303229, 0.2028402],
+        [-0.1347785, -0.3854519],
+        [-0.4724199, -0.3341809],
+      ],
+      0.2719500,
+    ),
+    (
+      'int16',
+      [0.4523533, 0.5175602, 0.3468991],
+      [
+        [0.4303125, 0.2028912],
+        [-0.1348118, -0.3854755],
+        [-0.4724130, -0.3341809],
+      ],
+      0.2719500,
+    ),
+  ],
+)
+@pytest.mark.parametrize('is_stacked', [False, True])
+def test_integers_for_moments_are_those_of_praxis(dtype, b, w, s, is_stacked):
+  """Of ShardedAdafactor of praxis 1.4.0, jax 0.4.26, Python 3.10, float32.
+
+  HParamsAdamB's settings with learning_rate=0.1 and clip_threshold=0.5, after
+  three steps from the weights below, with the gradients below.
+  """
+  hparams = optimizers.ShardedAdafactor.HParamsAdamB()
+  hparams.set(learning_rate=0.1, clip_threshold=0.5, quantized_dtype=dtype)
+  weights = {'b': _value(1, 3), 'w': _value(2, 3, 2), 's': jnp.float32(0.3)}
+  grads = [
+    {
+      'b': _value(10 + i, 3),
+      'w': _value(20 + i, 3, 2) * (i + 1),
+      's': jnp.float32(0.1 * (i + 1)),
+    }
+    for i in range(3)
+  ]
+  num_stacked = optimizers.not_stacked
+  if is_stacked:  # The second layer sees other gradients.
+    num_stacked = lambda name: 1
+    weights, *grads = jax.tree.map(
+      lambda x: jnp.stack([x, 3 * x + 1]), [weights, *grads]
+    )
+  tx = hparams.Instantiate().make(num_stacked)
+  *_, ended = _train(tx, weights, grads)
+  for name, expected in (('b', b), ('w', w), ('s', s)):
+    actual = ended[name][0] if is_stacked else ended[name]
+    np.testing.assert_allclose(actual, expected, atol=2e-7)
+  state = jax.eval_shape(tx.init, weights)
+  mean = next(part for part in state if hasattr(part, 'm_scale'))
+  assert mean.m['w'].dtype == dtype
+  assert mean.m_scale['w'].shape == ((2, 2) if is_stacked else (2,))
