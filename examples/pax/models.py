@@ -20,7 +20,6 @@ import abc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 
@@ -154,7 +153,6 @@ class BaseModel(base_layer.BaseLayer, abc.ABC):
     """Returns `compute_loss` of `compute_predictions`."""
     return self.compute_loss(self.compute_predictions(batch), batch)
 
-  @hk.transparent
   def decode(
     self,
     variables: base_layer.Variables,
@@ -169,7 +167,6 @@ class BaseModel(base_layer.BaseLayer, abc.ABC):
       ' can.'
     )
 
-  @hk.transparent
   def _with_aux_loss(
     self, avg_xent: jax.Array, weight: jax.Array
   ) -> WeightedScalars:
@@ -253,7 +250,6 @@ class _TokenModel(BaseModel):
   ) -> tuple[jax.Array, Any]:
     """Returns the logits [B, L, V] of further tokens, and the cache."""
 
-  @hk.transparent
   def decode(
     self,
     variables: base_layer.Variables,
