@@ -62,7 +62,8 @@ class Options:
     num_samples: of 'sample': continuations of each prompt.
     beam_size: of 'beam': hypotheses kept for each prompt.
     length_norm_alpha: of 'beam': see `length_norm`; 0 prefers short ones.
-    stop_ids: tokens with which a continuation ends.
+    stop_ids: tokens with which a continuation ends. If there are any, 'beam'
+      returns only continuations that end with one.
   """
 
   method: str
@@ -311,13 +312,14 @@ def _beam(
   options: Options,
   cache_axis: int,
 ) -> Decoded:
-  """Beam search.
+  """Beam search, as in Praxis (Google, 2022).
 
-  Each step looks at all tokens behind all live hypotheses, and keeps the N best
-  by score. Of these, those that stop are finished, and the others stay live;
-  with N = 1 that is greedy. At the last step all are finished. Of the finished,
-  the N best by score over `length_norm` are kept. The search ends where no live
-  hypothesis can become one of them.
+  Each step ends every live hypothesis with the likeliest of the stops: that is
+  a finished one. Then it looks at the N likeliest tokens behind each live
+  hypothesis, leaves out stops, and keeps the N best by score as the live ones
+  of the next step. Of the finished, the N best by score over `length_norm` are
+  kept. The search ends where no live hypothesis can become one of them. Without
+  stops, the live ones of the last step are the finished.
   """
   size, steps = options.beam_size, options.max_decode_steps
   batch = len(token_R) // size
@@ -348,27 +350,36 @@ def _beam(
     logits_RV, cache = next_logits(cache, token_R, step)
     vocab = logits_RV.shape[-1]
     logprobs = jax.nn.log_softmax(logits_RV).reshape(batch, size, vocab)
-    totals = (live_scores[:, :, None] + logprobs).reshape(batch, size * vocab)
+    best_BNK, tokens_BNK = jax.lax.top_k(logprobs, min(size, vocab))
+    best_BNK = jnp.where(_is_stop(tokens_BNK, options), -jnp.inf, best_BNK)
+    totals = (live_scores[:, :, None] + best_BNK).reshape(batch, -1)
     best_BN, places_BN = jax.lax.top_k(totals, size)
-    parents_BN, tokens_BN = places_BN // vocab, places_BN % vocab
+    parents_BN = places_BN // best_BNK.shape[-1]
+    tokens_BN = jnp.take_along_axis(
+      tokens_BNK.reshape(batch, -1), places_BN, axis=1
+    )
     ids = take(live_ids, parents_BN).at[:, :, step].set(tokens_BN)
-    ends_BN = _is_stop(tokens_BN, options) | (step == steps - 1)
+    if options.stop_ids:
+      stops = jnp.array(options.stop_ids, jnp.int32)
+      # A stop that is no token of the model is never found.
+      stop_BNS = logprobs.at[:, :, stops].get(mode='fill', fill_value=-jnp.inf)
+      stop_BN = stops[stop_BNS.argmax(axis=-1)]
+      ended = live_ids.at[:, :, step].set(stop_BN)
+      ended_scores = live_scores + stop_BNS.max(axis=-1)
+    else:
+      ended = ids
+      ended_scores = jnp.where(step == steps - 1, best_BN, -jnp.inf)
 
     pool = jax.tree.map(
       lambda old, new: jnp.concatenate([old, new], axis=1),
       finished,
-      (
-        ids,
-        jnp.full_like(tokens_BN, step + 1),
-        jnp.where(ends_BN, best_BN, -jnp.inf),
-      ),
+      (ended, jnp.full_like(tokens_BN, step + 1), ended_scores),
     )
     # Of equals the first: so what is not there has length 0.
     _, kept_BN = jax.lax.top_k(normalized(pool[2], pool[1]), size)
     finished = jax.tree.map(lambda x: take(x, kept_BN), pool)
     cache = jax.tree.map(lambda x: reorder(x, parents_BN), cache)
-    live = (ids, jnp.where(ends_BN, -jnp.inf, best_BN))
-    return step + 1, cache, tokens_BN.reshape(-1), live, finished
+    return step + 1, cache, tokens_BN.reshape(-1), (ids, best_BN), finished
 
   empty_ids = jnp.zeros([batch, size, steps], jnp.int32)
   none = jnp.full([batch, size], -jnp.inf, jnp.float32)

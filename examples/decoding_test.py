@@ -250,9 +250,14 @@ def test_a_beam_of_full_width_is_an_exhaustive_search():
   )
   for row, prompt in enumerate(prompts):
     scores = {
-      tokens: score(prompt, tokens) for tokens in continuations(4, stop_ids)
+      tokens: score(prompt, tokens)
+      for tokens in continuations(4, stop_ids)
+      # Each live one ends with the likelier of the stops.
+      if tokens[-1] in stop_ids
+      and logprobs([*prompt, *tokens[:-1]])[tokens[-1]]
+      == logprobs([*prompt, *tokens[:-1]])[[*stop_ids]].max()
     }
-    assert len(scores) == 46  # Fewer than the beam holds.
+    assert len(scores) == 1 + 2 + 4 + 8  # Fewer than the beam holds.
     best = sorted(
       scores, key=lambda x: scores[x] / norm(len(x), alpha), reverse=True
     )
@@ -267,23 +272,29 @@ def test_a_beam_of_full_width_is_an_exhaustive_search():
 
 def beam(prompt, size, steps, stop_ids, alpha):
   """The search in words: lists, and no early end."""
+
+  def best_first(found):
+    return sorted(found, key=lambda x: score(prompt, x), reverse=True)
+
   live, finished = [()], []
-  for step in range(steps):
-    behind = [(*tokens, x) for tokens in live for x in range(VOCAB)]
-    behind.sort(key=lambda tokens: score(prompt, tokens), reverse=True)
-    live = []
-    for tokens in behind[:size]:
-      ends = tokens[-1] in stop_ids or step == steps - 1
-      (finished if ends else live).append(tokens)
+  for _ in range(steps):
+    behind = [[(*tokens, x) for x in range(VOCAB)] for tokens in live]
+    for found in behind if stop_ids else ():
+      ends = [tokens for tokens in found if tokens[-1] in stop_ids]
+      finished.append(best_first(ends)[0])
+    candidates = [x for found in behind for x in best_first(found)[:size]]
+    candidates = [x for x in candidates if x[-1] not in stop_ids]
+    live = best_first(candidates)[:size]
   return sorted(
-    finished,
+    finished or live,
     key=lambda x: score(prompt, x) / norm(len(x), alpha),
     reverse=True,
   )[:size]
 
 
-def test_a_narrow_beam():
-  size, steps, stop_ids, alpha = 3, 5, (0,), 0.8
+@pytest.mark.parametrize('stop_ids', [(0,), (3, 0), ()])
+def test_a_narrow_beam(stop_ids):
+  size, steps, alpha = 3, 5, 0.8
   found = decode(
     PROMPTS,
     method='beam',
@@ -296,13 +307,92 @@ def test_a_narrow_beam():
     assert trimmed(found, row) == beam(prompt, size, steps, stop_ids, alpha)
 
 
-def test_a_beam_of_one_is_greedy():
-  stop_ids = (0, 3)
-  found = decode(PROMPTS, method='beam', beam_size=1, stop_ids=stop_ids)
+def test_a_beam_of_one_is_greedy_without_stops():
+  found = decode(PROMPTS, method='beam', beam_size=1)
   for row, prompt in enumerate(PROMPTS):
-    tokens = greedy(prompt, 4, stop_ids)
+    tokens = greedy(prompt, 4, ())
     assert trimmed(found, row) == [tokens]
     assert found.scores[row, 0] == pytest.approx(score(prompt, tokens), 1e-5)
+
+
+@pytest.mark.parametrize(
+  ('options', 'expected'),
+  [
+    (
+      {'beam_size': 4, 'stop_ids': (2,), 'max_decode_steps': 5},
+      [
+        [
+          ([1, 0, 5, 2], -1.7147393),
+          ([1, 0, 2], -2.6502905),
+          ([4, 3, 4, 4, 2], -2.8766367),
+          ([1, 2], -2.8843863),
+        ],
+        [
+          ([2], -1.2915225),
+          ([5, 5, 2], -2.4295092),
+          ([4, 3, 4, 4, 2], -2.7375472),
+          ([4, 1, 0, 2], -2.7495370),
+        ],
+      ],
+    ),
+    (
+      {
+        'beam_size': 3,
+        'stop_ids': (5, 2),
+        'max_decode_steps': 4,
+        'length_norm_alpha': 0.0,
+      },
+      [
+        [([5], -2.1149516), ([1, 0, 5], -2.3764224), ([1, 2], -3.7753382)],
+        [([2], -1.4943316), ([0, 5], -2.8874872), ([4, 1, 3, 5], -3.8780530)],
+      ],
+    ),
+    # Of one, too: the end is tried at each step.
+    (
+      {'beam_size': 1, 'stop_ids': (2,), 'max_decode_steps': 5},
+      [[([1, 0, 5, 2], -1.7147393)], [([2], -1.2915225)]],
+    ),
+    # Nothing has ended but the first; Praxis pads with scores of -8.6e8.
+    (
+      {'beam_size': 4, 'stop_ids': (2,), 'max_decode_steps': 1},
+      [[([2], -4.2565928)], [([2], -1.2915225)]],
+    ),
+  ],
+)
+def test_beams_are_praxis(options, expected):
+  """Praxis 1.4.0 (jax 0.4.26, Python 3.10), beam_search.beam_search.
+
+  BeamSearchHParams with these values, and eos_id for stop_ids. The logits
+  depend on the position of a token and on the token itself, by this table.
+  """
+  n = np.arange(8 * 6 * 6)
+  table = np.float32(2 * np.sin(n * n * 0.37 + 0.5)).reshape(8, 6, 6)
+
+  def step_fn(cache, tokens_BL, start_B):
+    positions_BL = start_B[:, None] + jnp.arange(tokens_BL.shape[1])[None]
+    return jnp.asarray(table)[positions_BL, tokens_BL], cache
+
+  options = decoding.Options(method='beam', **options)
+  found = decoding.decode(
+    step_fn,
+    {'x': jnp.zeros([1, 2])},
+    jnp.array([[1, 3], [4, 0]]),
+    jnp.array([2, 2]),
+    options,
+    cache_axis=1,
+  )
+  for row, hypotheses in enumerate(expected):
+    count = len(hypotheses)
+    assert trimmed(found, row)[:count] == [tuple(x) for x, _ in hypotheses]
+    lengths = found.lengths[row, :count]
+    np.testing.assert_allclose(
+      found.scores[row, :count]
+      / decoding.length_norm(lengths, options.length_norm_alpha),
+      [score for _, score in hypotheses],
+      rtol=1e-5,
+    )
+    assert not found.lengths[row, count:].any()
+    assert (found.scores[row, count:] == -np.inf).all()
 
 
 def test_a_search_ends_when_nothing_can_get_better(monkeypatch):
