@@ -16,7 +16,6 @@ import abc
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
-import math
 import pathlib
 import re
 from typing import Any
@@ -167,203 +166,130 @@ class MultiLossAggregator(LossAggregator):
 # Early stopping.
 
 
-class EarlyStopping(Configurable):
-  """Ends training when a metric of the evaluations gets no better."""
+class EarlyStoppingFn(Configurable):
+  """Ends training when a metric of an evaluation reaches a value.
+
+  A subclass may decide by something else.
+  """
 
   class HParams(BaseHParams):
     """Hyperparameters of early stopping.
 
     Attributes:
       metric: which, as evaluation names it.
-      patience: end after so many evaluations in a row without a better value.
-      min_delta: by more than this a value must be better than the best so far.
-      higher_is_better: whether a larger value is better.
+      target: the value at which training ends.
+      higher_is_better: whether it is reached from below.
     """
 
-    metric: str = ''
-    patience: int = 0
-    min_delta: float = 0.0
+    metric: str = 'log_pplx'
+    target: float | None = None
     higher_is_better: bool = False
 
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    if not hparams.metric:
-      raise ValueError(
-        "early_stopping.metric is ''; set it to the name of a scalar of the"
-        ' evaluation.'
-      )
-    if type(hparams.patience) is not int or hparams.patience < 1:
-      raise ValueError(
-        f'early_stopping.patience is {hparams.patience!r}; expected an integer'
-        ' of at least 1: how many evaluations may bring nothing better.'
-      )
-    if not hparams.min_delta >= 0:
-      raise ValueError(
-        f'early_stopping.min_delta is {hparams.min_delta!r}; expected a number'
-        ' of at least 0.'
-      )
-
-  def best(self, values: Sequence[float]) -> int:
-    """Returns the place of the last value that was better than all before.
+  def __call__(self, metrics: Mapping[str, float], global_step: int) -> bool:
+    """Whether to end training.
 
     Args:
-      values: of the evaluations in order. A NaN is never better.
-
-    Returns:
-      -1 where there is none.
+      metrics: the numbers of an evaluation.
+      global_step: the step that was evaluated.
     """
+    del global_step
     p = self.hparams
-    best, place = -math.inf, -1
-    for i, value in enumerate(values):
-      value = value if p.higher_is_better else -value
-      if value > best + p.min_delta:
-        best, place = value, i
-    return place
-
-  def should_stop(self, values: Sequence[float]) -> bool:
-    """Whether to end training after evaluations with these values."""
-    return len(values) - 1 - self.best(values) >= self.hparams.patience
-
-
-class _Evaluations:
-  """What was evaluated up to now, kept over a restart of the run.
-
-  In a file beside the checkpoints: a step's checkpoint is saved before the step
-  is evaluated, so that it cannot hold the result.
-
-  Attributes:
-    should_stop: whether to end training.
-  """
-
-  def __init__(self, rule: EarlyStopping, path: pathlib.Path | None):
-    """Begins with none.
-
-    Args:
-      rule: when to stop.
-      path: the file; None keeps none.
-    """
-    self.rule = rule
-    self._path = path
-    self._values: dict[int, float] = {}
-    self.should_stop = False
-
-  def add(self, step: int, scalars: Mapping[str, Any]) -> None:
-    """Notes the evaluation of a step."""
-    name = self.rule.hparams.metric
-    values = writers.to_scalars(scalars)
-    if name not in values:
+    if p.target is None:
       raise ValueError(
-        f'early_stopping.metric is {name!r}, but evaluation returned no number'
-        f' of that name.{errors.did_you_mean(name, values)} It returned'
-        f' {sorted(values)}.'
+        'early_stopping_fn.target is None; set it to the value of'
+        f' {p.metric!r} at which training ends.'
       )
-    self._values[step] = float(values[name])
-    if self._path is not None and jax.process_index() == 0:
-      files.write_json(
-        self._path, {'metric': name, 'values': list(self._values.items())}
+    if p.metric not in metrics:
+      raise ValueError(
+        f'early_stopping_fn.metric is {p.metric!r}, but evaluation returned no'
+        f' number of that name.{errors.did_you_mean(p.metric, metrics)} It'
+        f' returned {sorted(metrics)}.'
       )
-    self._decide()
-
-  def restore(self, step: int) -> None:
-    """Goes back to what was known when training was at a step."""
-    known = dict(self._values)
-    if self._path is not None:
-      known = dict(distributed.of_chief(self._read()))
-    self._values = {s: known[s] for s in sorted(known) if s <= step}
-    self._decide()
-
-  def _read(self) -> list[tuple[int, float]]:
-    assert self._path is not None
-    if jax.process_index() != 0 or not self._path.exists():
-      return []
-    try:
-      saved = files.read_json(self._path)
-      if saved['metric'] == self.rule.hparams.metric:
-        return [(int(step), float(value)) for step, value in saved['values']]
-      logging.warning(
-        '%s is of the metric %r; early stopping begins anew for %r.',
-        self._path,
-        saved['metric'],
-        self.rule.hparams.metric,
-      )
-    except (files.DamagedError, KeyError, TypeError, ValueError) as e:
-      logging.error('Early stopping begins anew: %s: %s', self._path, e)
-    return []
-
-  def _decide(self) -> None:
-    """Decides whether to end training, and says so in the log."""
-    steps, values = list(self._values), list(self._values.values())
-    self.should_stop = self.rule.should_stop(values)
-    if not self.should_stop:
-      return
-    p, best = self.rule.hparams, self.rule.best(values)
-    logging.info(
-      'Early stopping after step %d: %s is %.6g, and the last %d evaluations'
-      ' brought nothing better (by more than %g). The best was %s.',
-      steps[-1],
-      p.metric,
-      values[-1],
-      len(values) - 1 - best,
-      p.min_delta,
-      f'{values[best]:.6g} at step {steps[best]}'
-      if best >= 0
-      else 'never a number',
-    )
+    value = metrics[p.metric]
+    return value >= p.target if p.higher_is_better else value <= p.target
 
 
 class EarlyStoppingMixin:
   """Ends training early; a base class to list before `ShardedExperiment`.
 
-  For `train_and_eval`, where two experiments share a state: the evaluations of
-  one end the loop of the other, as if its last step was done.
+  For `train_and_eval`, where two experiments share a state: an evaluation of
+  one may end the loop of the other, as if its last step was done. That is noted
+  beside the checkpoints, so that a run that is started again has ended.
   """
 
-  _evaluations: _Evaluations | None = None
-  # Those of the experiment in training that this one evaluates.
-  _noted_in: _Evaluations | None = None
+  _rule: EarlyStoppingFn | None = None
+  _is_stopped = False
+  _note: pathlib.Path | None = None
+  # The experiment in training that this one evaluates.
+  _trained: 'EarlyStoppingMixin | None' = None
 
-  def set_early_stopping(self, rule: EarlyStopping.HParams | None) -> None:
+  def set_early_stopping(self, rule: Any) -> None:
     """Sets the rule; called by the constructor.
 
     Args:
-      rule: when to stop; None is never.
+      rule: hyperparameters of an `EarlyStoppingFn`; None is never.
     """
     if rule is None or self.mode != 'train':
       return
-    rule = hparams_lib.instantiate(rule, EarlyStopping, 'early_stopping')
-    config, path = self.run_config, None
+    self._rule = hparams_lib.instantiate(
+      rule, EarlyStoppingFn, 'early_stopping_fn'
+    )
+    config = self.run_config
     if config and config.checkpointer == 'durable' and config.checkpoint_dir:
-      path = pathlib.Path(config.checkpoint_dir) / 'early_stopping.json'
-    self._evaluations = _Evaluations(rule, path)
+      self._note = pathlib.Path(config.checkpoint_dir) / 'early_stopping.json'
     logging.info(
-      'The evaluations of --jaxline_mode=train_and_eval may end training early,'
-      ' by their %r; in other modes it goes on to its last step.',
-      rule.hparams.metric,
+      'An evaluation of --jaxline_mode=train_and_eval may end training early;'
+      ' in other modes it goes on to its last step.'
     )
 
   def should_run_step(self, global_step: int, config: Any) -> bool:
     """Whether to run the step of this number."""
-    if not super().should_run_step(global_step, config):
-      return False
-    return self._evaluations is None or not self._evaluations.should_stop
+    return not self._is_stopped and super().should_run_step(global_step, config)
 
   def share_state(self, trained: Any) -> None:
     """Takes over the live state of the experiment in training."""
     super().share_state(trained)
-    self._noted_in = trained._evaluations
+    self._trained = trained
 
   def evaluate(self, *, global_step: Any, rng: Any, writer: Any) -> Any:
-    """Evaluates, and notes the metric."""
+    """Evaluates, and ends training if it is time."""
     scalars = super().evaluate(global_step=global_step, rng=rng, writer=writer)
-    if self._noted_in is not None:
-      self._noted_in.add(int(global_step), scalars)
+    if self._trained is not None:
+      self._trained._decide(int(global_step), scalars)
     return scalars
 
+  def _decide(self, step: int, scalars: Mapping[str, Any]) -> None:
+    if self._rule is None:
+      return
+    metrics = {n: float(x) for n, x in writers.to_scalars(scalars).items()}
+    self._is_stopped = self._rule(metrics, step)
+    if not self._is_stopped:
+      return
+    logging.info('Early stopping after step %d: %s.', step, metrics)
+    if self._note is not None and jax.process_index() == 0:
+      files.write_json(self._note, {'step': step, 'metrics': metrics})
+
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
-    """Restores the state and the evaluations up to its step."""
+    """Restores the state, and whether training had ended at its step."""
     super().restore_from_snapshot(snapshot_state)
-    if self._evaluations is not None:
-      self._evaluations.restore(int(self.state.step))
+    if self._rule is None:
+      return
+    saved = distributed.of_chief(self._read())
+    self._is_stopped = (
+      saved is not None
+      and saved['step'] <= int(self.state.step)
+      and self._rule(saved['metrics'], saved['step'])
+    )
+
+  def _read(self) -> Any:
+    if self._note is None or jax.process_index() or not self._note.exists():
+      return None
+    try:
+      saved = files.read_json(self._note)
+      return {'step': int(saved['step']), 'metrics': dict(saved['metrics'])}
+    except (files.DamagedError, KeyError, TypeError, ValueError) as e:
+      logging.error('Training goes on; %s is of no use: %s', self._note, e)
+    return None
 
 
 # Tasks.
@@ -454,7 +380,8 @@ class SingleTask(BaseTask):
       loss_aggregator: what of them is minimised; None is the learner's
         `loss_name`, or else 'total_loss'.
       vn: variational noise.
-      early_stopping: when training ends before its last step; None is never.
+      early_stopping_fn: when training ends before its last step; None is
+        never.
     """
 
     model: Any = sub_config_field(None)
@@ -462,7 +389,7 @@ class SingleTask(BaseTask):
     metrics: Any = sub_config_field(MeanMetrics.HParams)
     loss_aggregator: Any = sub_config_field(None)
     vn: VariationalNoise = sub_config_field(VariationalNoise)
-    early_stopping: Any = sub_config_field(None)
+    early_stopping_fn: Any = sub_config_field(None)
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)

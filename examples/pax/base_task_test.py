@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import logging
 import math
 
@@ -14,6 +13,7 @@ import pytest
 
 from examples.pax import base_layer
 from examples.pax import base_task
+from examples.pax import experiment_registry
 from examples.pax import learners
 from examples.pax import loading
 from examples.pax import models
@@ -137,7 +137,7 @@ class Run(base_task.EarlyStoppingMixin, loading.LoadingMixin, Scripted):
   ):
     super().__init__(mode, init_rng, run_config=run_config)
     self.task = task.Instantiate()
-    self.set_early_stopping(self.task.hparams.early_stopping)
+    self.set_early_stopping(self.task.hparams.early_stopping_fn)
     self.scores, self.dies_at = scores, dies_at
     self.init_fn = self.task.boxed_init
     self.loss_fn = self.task.loss_fn
@@ -593,57 +593,49 @@ def test_fields_of_the_documents():
   assert dict(task.train.items()).items() >= defaults.items()
   assert set(task.names()) == {
     *('name', 'model', 'train', 'metrics', 'loss_aggregator', 'vn'),
-    'early_stopping',
+    'early_stopping_fn',
   }
 
 
 # Early stopping.
 
-NAN = math.nan
+# Step -> what its evaluation gives.
+SCORES = {2: 5.0, 4: 3.0, 6: 3.5, 8: math.nan, 10: 2.5, 12: 1.0, 14: 0.0}
 
 
 @pytest.mark.parametrize(
-  ('values', 'higher', 'min_delta', 'best'),
+  ('higher', 'value', 'stops'),
   [
-    ([], False, 0.0, -1),
-    ([3.0], False, 0.0, 0),
-    ([3.0, 2.0, 2.0, 2.5], False, 0.0, 1),
-    ([3.0, 2.0, 4.0, 4.5], True, 0.0, 3),
-    # 2.95 and 2.85 are no better than 3 by more than 0.2, but 2.75 is.
-    ([3.0, 2.95, 2.85, 2.75, 2.6], False, 0.2, 3),
-    ([NAN, NAN], False, 0.0, -1),
-    ([NAN, 5.0, NAN, 4.0], False, 0.0, 3),
-    ([math.inf, 5.0], False, 0.0, 1),
-    ([-1e30, 5.0], True, 1.0, 1),
+    (False, 2.7, False),
+    (False, 2.69, True),
+    (True, 2.7, True),
+    (True, 2.6, False),
+    (False, math.nan, False),
+    (True, math.nan, False),
   ],
 )
-def test_the_best_evaluation(values, higher, min_delta, best):
-  rule = tasks.EarlyStopping.HParams(
-    metric='m', patience=2, higher_is_better=higher, min_delta=min_delta
-  ).Instantiate()
-  assert rule.best(values) == best
-  assert rule.should_stop(values) == (len(values) - 1 - best >= 2)
+def test_a_target_is_reached(higher, value, stops):
+  rule = tasks.EarlyStoppingFn.HParams(target=2.69, higher_is_better=higher)
+  assert rule.Instantiate()({'log_pplx': value}, 1) == stops
 
 
 @pytest.mark.parametrize(
   ('kwargs', 'message'),
   [
-    ({'patience': 1}, "metric is ''"),
-    ({'metric': 'm'}, 'patience is 0; expected an integer of at least 1'),
-    ({'metric': 'm', 'patience': 1, 'min_delta': NAN}, 'min_delta is nan'),
+    ({'metric': 'score'}, "target is None; set it to the value of 'score'"),
+    (
+      {'metric': 'scores', 'target': 1.0},
+      r"metric is 'scores', .*Did you mean 'score'.*\['score'\]",
+    ),
   ],
 )
-def test_early_stopping_is_checked(kwargs, message):
+def test_early_stopping_needs_its_target_and_its_metric(kwargs, message):
+  rule = tasks.EarlyStoppingFn.HParams(**kwargs).Instantiate()
   with pytest.raises(ValueError, match=message):
-    tasks.EarlyStopping.HParams(**kwargs).Instantiate()
+    rule({'score': 1.0}, 2)
 
 
-# Step -> what its evaluation gives: the best is at 4, and at 10 three have
-# brought nothing better.
-SCORES = {2: 5.0, 4: 3.0, 6: 3.5, 8: 3.0, 10: NAN, 12: 1.0, 14: 0.0}
-
-
-def start(directory, dies_at=None, patience=3):
+def start(directory, dies_at=None, target=2.5):
   """Runs `train_and_eval`; returns the step at which it ended."""
   config = base_config.get_base_config()
   config.checkpoint_dir = str(directory)
@@ -654,10 +646,10 @@ def start(directory, dies_at=None, patience=3):
   config.log_tensors_interval = config.log_train_data_interval = -1
   config.best_model_eval_metric = ''
   config.on_config_change = 'continue'
-  rule = tasks.EarlyStopping.HParams(metric='score', patience=patience)
+  rule = tasks.EarlyStoppingFn.HParams(metric='score', target=target)
   experiment = functools.partial(
     Run,
-    task=make_task(early_stopping=rule),
+    task=make_task(early_stopping_fn=rule),
     scores=SCORES,
     dies_at=dies_at,
   )
@@ -669,71 +661,30 @@ def start(directory, dies_at=None, patience=3):
     checkpointer.close()
 
 
-def noted(directory):
-  saved = json.loads((directory / 'early_stopping.json').read_text())
-  assert saved['metric'] == 'score'
-  return [step for step, _ in saved['values']]
-
-
-def test_early_stopping_ends_a_run_that_died_in_between(tmp_path, caplog):
+def test_early_stopping_ends_a_run_and_its_successors(tmp_path, caplog):
   caplog.set_level(logging.INFO, 'absl')
-  # It dies after the evaluation of step 8, of which that step's checkpoint,
-  # the newest, cannot know.
+  # It dies after an evaluation, and goes on.
   with pytest.raises(KeyboardInterrupt):
     start(tmp_path, dies_at=8)
-  assert noted(tmp_path) == [2, 4, 6, 8]
   assert start(tmp_path) == 10
-  assert noted(tmp_path) == [2, 4, 6, 8, 10]
   (line,) = [m for m in caplog.messages if m.startswith('Early stopping')]
-  assert 'after step 10: score is nan, and the last 3' in line
-  assert 'The best was 3 at step 4.' in line
+  assert "after step 10: {'score': 2.5}" in line
   # Started again, it has ended, and does no further step.
   assert start(tmp_path, dies_at=10) == 10
+  # Unless there is another target.
+  assert start(tmp_path, target=1.0) == 12
 
 
-def test_evaluations_of_steps_that_run_again_are_forgotten(tmp_path):
-  path = tmp_path / 'early_stopping.json'
-  rule = tasks.EarlyStopping.HParams(metric='m', patience=1).Instantiate()
-  first = base_task._Evaluations(rule, path)
-  for step, value in ((2, 5.0), (4, 3.0), (6, 4.0)):
-    first.add(step, {'m': value})
-  assert first.should_stop
-  again = base_task._Evaluations(rule, path)
-  again.restore(4)
-  assert not again.should_stop
-  again.add(6, {'m': 3.5})
-  assert again.should_stop
-  # In memory alone too.
-  alone = base_task._Evaluations(rule, None)
-  alone.add(2, {'m': 5.0})
-  alone.add(4, {'m': 6.0})
-  alone.restore(2)
-  assert not alone.should_stop
+def test_gpt3_ends_at_paxs_target():
+  gpt3 = experiment_registry.get('C4SpmdGpt3AdamDataParallel2x16x16')
+  rule = gpt3(num_devices=512).task().early_stopping_fn
+  assert (rule.metric, rule.target) == ('log_pplx', 2.69)
+  assert gpt3.reduced()(num_devices=1).task().early_stopping_fn is None
 
 
-@pytest.mark.parametrize(
-  ('text', 'message'),
-  [
-    ('{', 'is not JSON'),
-    ('{"metric": "m"}', 'values'),
-    ('{"metric": "other", "values": []}', "is of the metric 'other'"),
-  ],
-)
-def test_a_file_of_no_use_is_reported(tmp_path, caplog, text, message):
-  path = tmp_path / 'early_stopping.json'
-  path.write_text(text)
-  rule = tasks.EarlyStopping.HParams(metric='m', patience=1).Instantiate()
-  evaluations = base_task._Evaluations(rule, path)
-  evaluations.restore(4)
-  assert not evaluations.should_stop
-  assert 'begins anew' in caplog.text
-  assert message in caplog.text
-
-
-def test_early_stopping_needs_its_metric():
-  rule = tasks.EarlyStopping.HParams(metric='scores', patience=1)
-  evaluations = base_task._Evaluations(rule.Instantiate(), None)
-  with pytest.raises(
-    ValueError, match=r"metric is 'scores', .*Did you mean 'score'.*\['score'\]"
-  ):
-    evaluations.add(2, {'score': 1.0, 'text': 'no number'})
+@pytest.mark.parametrize('text', ['{', '{"step": 10}', '[]'])
+def test_a_note_of_no_use_is_reported(tmp_path, caplog, text):
+  assert start(tmp_path) == 10
+  (tmp_path / 'early_stopping.json').write_text(text)
+  assert start(tmp_path) == 12
+  assert 'early_stopping.json is of no use' in caplog.text

@@ -87,7 +87,7 @@ class Experiment(
     )
     self._text = self.task.hparams.to_text()
     logging.info('Task:\n%s', self._text)
-    self.set_early_stopping(self.task.hparams.early_stopping)
+    self.set_early_stopping(self.task.hparams.early_stopping_fn)
     self.loading_rules = self.task.hparams.train.init_from_checkpoint_rules
 
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:

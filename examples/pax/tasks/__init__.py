@@ -1,7 +1,7 @@
 """Tasks; below it, the registered experiments: `tasks.lm.params.lm_cloud.X`."""
 
 from examples.pax.base_task import BaseTask
-from examples.pax.base_task import EarlyStopping
+from examples.pax.base_task import EarlyStoppingFn
 from examples.pax.base_task import LossAggregator
 from examples.pax.base_task import MeanMetrics
 from examples.pax.base_task import MultiLossAggregator
@@ -11,7 +11,7 @@ from examples.pax.base_task import VariationalNoise
 
 __all__ = [
   'BaseTask',
-  'EarlyStopping',
+  'EarlyStoppingFn',
   'LossAggregator',
   'MeanMetrics',
   'MultiLossAggregator',

@@ -88,6 +88,8 @@ class LmExperiment(base_experiment.BaseExperiment):
       limit.
     WEIGHT_DECAY: of all weights.
     CLIP_GRADIENT_NORM: most that the norm of all gradients may be.
+    TARGET_LOG_PPLX: nats a token in an evaluation at which training ends; None
+      is none.
     DATA: 'c4', 'stdlib' (the bundled corpus), 'synthetic' (ones), or a folder
       or glob of text files.
     DATA_DIR: of C4, the folder of its files.
@@ -139,6 +141,7 @@ class LmExperiment(base_experiment.BaseExperiment):
   ADAM_CLIP_THRESHOLD: ClassVar[float] = 1.0
   WEIGHT_DECAY: ClassVar[float] = 1e-3
   CLIP_GRADIENT_NORM: ClassVar[float] = 5.0
+  TARGET_LOG_PPLX: ClassVar[float | None] = None
 
   DATA: ClassVar[str]
   DATA_DIR: ClassVar[str | None] = None
@@ -256,6 +259,10 @@ class LmExperiment(base_experiment.BaseExperiment):
     task.train.learner = learners.Learner.HParams(
       loss_name='total_loss', optimizer=optimizer
     )
+    if self.TARGET_LOG_PPLX is not None:
+      task.early_stopping_fn = tasks.EarlyStoppingFn.HParams(
+        target=self.TARGET_LOG_PPLX
+      )
     return task
 
   def lm(self) -> Any:
@@ -386,6 +393,7 @@ class LmExperiment(base_experiment.BaseExperiment):
       'SUMMARY_INTERVAL_STEPS': 20,
       'EVAL_INTERVAL_STEPS': 200,
       'EVAL_LOOP_NUM_BATCHES': 16,
+      'TARGET_LOG_PPLX': None,  # It is for larger tokens than bytes.
     }
     if cls.DATA == 'c4':
       changes['DATA'] = 'stdlib'

@@ -76,6 +76,7 @@ class C4SpmdGpt3(C4Spmd):
   LR_WARMUP_STEPS = 265
   LR_DECAY_START = 266
   LR_DECAY_END = 108_600
+  TARGET_LOG_PPLX = 2.69
 
 
 @experiment_registry.register
