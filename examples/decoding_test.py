@@ -316,9 +316,10 @@ def test_a_beam_of_one_is_greedy_without_stops():
 
 
 @pytest.mark.parametrize(
-  ('options', 'expected'),
+  ('scale', 'options', 'expected'),
   [
     (
+      2,
       {'beam_size': 4, 'stop_ids': (2,), 'max_decode_steps': 5},
       [
         [
@@ -336,6 +337,7 @@ def test_a_beam_of_one_is_greedy_without_stops():
       ],
     ),
     (
+      2,
       {
         'beam_size': 3,
         'stop_ids': (5, 2),
@@ -349,24 +351,35 @@ def test_a_beam_of_one_is_greedy_without_stops():
     ),
     # Of one, too: the end is tried at each step.
     (
+      2,
       {'beam_size': 1, 'stop_ids': (2,), 'max_decode_steps': 5},
       [[([1, 0, 5, 2], -1.7147393)], [([2], -1.2915225)]],
     ),
     # Nothing has ended but the first; Praxis pads with scores of -8.6e8.
     (
+      2,
       {'beam_size': 4, 'stop_ids': (2,), 'max_decode_steps': 1},
       [[([2], -4.2565928)], [([2], -1.2915225)]],
     ),
+    # The stop is one of the three tokens that are looked at behind each.
+    (
+      0.3,
+      {'beam_size': 3, 'stop_ids': (1,), 'max_decode_steps': 5},
+      [
+        [([1], -1.3587567), ([4, 1], -2.3807368), ([3, 1], -2.9129982)],
+        [([1], -1.8515825), ([4, 1], -2.3637433), ([2, 1], -2.6324401)],
+      ],
+    ),
   ],
 )
-def test_beams_are_praxis(options, expected):
+def test_beams_are_praxis(scale, options, expected):
   """Praxis 1.4.0 (jax 0.4.26, Python 3.10), beam_search.beam_search.
 
   BeamSearchHParams with these values, and eos_id for stop_ids. The logits
   depend on the position of a token and on the token itself, by this table.
   """
   n = np.arange(8 * 6 * 6)
-  table = np.float32(2 * np.sin(n * n * 0.37 + 0.5)).reshape(8, 6, 6)
+  table = np.float32(scale * np.sin(n * n * 0.37 + 0.5)).reshape(8, 6, 6)
 
   def step_fn(cache, tokens_BL, start_B):
     positions_BL = start_B[:, None] + jnp.arange(tokens_BL.shape[1])[None]

@@ -149,6 +149,27 @@ def test_run_is_as_published(name):
 
 
 @pytest.mark.parametrize('name', FACTS)
+def test_logits_are_capped_as_in_pax(name):
+  """Paxml 1.4.0: `atten_logit_cap` and `soft_cap_logits` of the same classes.
+
+  GPT-3's are -1 there, which caps nothing.
+  """
+  expected = (50.0, 30.0)
+  if name == 'LmCloudTransformerAdamLimitSteps':
+    expected = (50.0, 0.0)
+  elif 'Gpt3' in name:
+    expected = (0.0, 0.0)
+  _, experiment = load(name)
+  lm = experiment.task().model.lm_tpl
+  layers = lm.stacked_transformer_tpl
+  for wrapper in ('pipeline_stage', 'block'):
+    layers = getattr(layers, wrapper, layers)
+  attention = layers.transformer_layer_params_tpl.tr_atten_tpl
+  caps = (attention.atten_logit_cap, lm.softmax_tpl.soft_cap_logits)
+  assert caps == expected
+
+
+@pytest.mark.parametrize('name', FACTS)
 def test_weights_are_split_over_the_mesh(name):
   config, experiment = load(name)
   *_, (chips_of_slice, slices), _, _ = FACTS[name]

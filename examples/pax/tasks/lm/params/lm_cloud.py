@@ -32,7 +32,6 @@ class LmCloudTransformerAdamLimitSteps(LmCloud):
 
   ACTIVATION = 'relu'
   FPROP_DTYPE = 'float32'
-  ATTEN_LOGIT_CAP = 0.0
   SOFTMAX_CAP_LOGITS = 0.0
   COMBINE_QKV = False
   USE_REPEATED_LAYER = False
