@@ -8,8 +8,10 @@ side in one product.
 import functools
 
 import jax
+from jax import ad_checkpoint
 import jax.numpy as jnp
 
+from examples import fp8
 from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
@@ -46,12 +48,14 @@ class Projection(base_layer.BaseLayer):
       shape: of the weight.
       axes: of the weight; see `base_layer.SplitDims`.
       use_bias: whether there is a bias.
+      use_fp8: whether the product is one of 8-bit numbers; see `fp8`.
     """
 
     spec: str = ''
     shape: tuple[int, ...] = ()
     axes: base_layer.SplitDims = None
     use_bias: bool = True
+    use_fp8: bool = False
 
   def setup(self) -> None:
     p = self.hparams
@@ -80,6 +84,11 @@ class Projection(base_layer.BaseLayer):
         batch_axes=beside,
       ),
     )
+    for of in fp8.kept() if p.use_fp8 else ():
+      self.create_variable(
+        of.name,
+        WeightHParams(of.shape, WeightInit.Constant(of.first), jnp.float32),
+      )
     if p.use_bias:
       kept = sorted(beside + outs)
       axes = p.axes or (None,) * len(of_w)
@@ -96,7 +105,11 @@ class Projection(base_layer.BaseLayer):
     """Returns the product, in `fprop_dtype`."""
     p = self.hparams
     x, w = inputs.astype(self.fprop_dtype), self.theta.w
-    if p.spec == _WIDEN:
+    if p.use_fp8:
+      state = {of.key: self.get_var(of.name) for of in fp8.kept()}
+      out = fp8.product(p.spec, x, w, state)
+      out = ad_checkpoint.checkpoint_name(out, transformer.DOT)
+    elif p.spec == _WIDEN:
       out = transformer.dot(_WIDEN_BY_PARTS, x, w[:, None])[:, :, 0]
     else:
       out = transformer.dot(p.spec, x, w)
