@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from examples import decoding
+from examples import fp8
 from jaxline import base_config
 from jaxline import errors
 from jaxline import metrics
@@ -24,7 +25,6 @@ from jaxline.inputs import text
 from jaxline.inputs import tokenization
 from jaxline.metrics import writers
 
-from . import fp8
 from . import model
 
 # More held-out bytes than this take xz longer than a second or two.

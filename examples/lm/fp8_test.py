@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from configs import lm
+from examples import fp8
 from jaxline import partitioning
 from jaxline import sharded
 from jaxline import train
@@ -23,7 +24,6 @@ from jaxline import utils
 from jaxline.metrics import writers
 
 from . import experiment
-from . import fp8
 from . import model
 
 # The formats: bits of the fraction, the smallest exponent, the largest number.

@@ -23,11 +23,10 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from examples import fp8
 from examples import transformer
 from jaxline import partitioning
 from jaxline import pipeline
-
-from . import fp8
 
 Params = dict[str, dict[str, Any]]
 Cache = tuple[jax.Array, jax.Array]

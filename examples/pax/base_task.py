@@ -8,6 +8,7 @@ optimizer. Its model state is a dict:
     ema            the moving average of the weights, if the learner keeps one
     ema_non_trainable  the same of `non_trainable`, with it
     step           steps done, if the variational noise begins late
+    sharded.OVERWRITE  scales of products in FP8, if there are any
 
 Names, fields and values are those of Praxis and Paxml (Google, 2022).
 """
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 import optax
 
 from examples import decoding
+from examples import fp8
 from examples.pax import base_layer
 from examples.pax import hparams as hparams_lib
 from examples.pax import learners
@@ -453,9 +455,14 @@ class SingleTask(BaseTask):
   @functools.cached_property
   def weights(self) -> dict[str, WeightHParams]:
     """Name -> what the weight is."""
-    params = self.model.abstract_init()[base_layer.PARAMS]
+    params, _ = fp8.split(self.model.abstract_init()[base_layer.PARAMS])
     names = optimizers.weight_names(params)
     return dict(zip(names, jax.tree.leaves(params), strict=True))
+
+  @property
+  def uses_fp8(self) -> bool:
+    """Whether the model has products in FP8."""
+    return bool(fp8.split(self.model.abstract_init()[base_layer.PARAMS])[1])
 
   def _names_with(
     self, collection: base_layer.WeightHParamsCollection
@@ -472,10 +479,12 @@ class SingleTask(BaseTask):
       ValueError: there is to be noise, and `vn_regex` fits no weight.
     """
     variables = self.model.boxed_init(rng)
-    params = variables[base_layer.PARAMS]
+    params, scales = fp8.split(variables[base_layer.PARAMS])
     model_state = {
       base_layer.NON_TRAINABLE: variables[base_layer.NON_TRAINABLE]
     }
+    if scales:
+      model_state[sharded.OVERWRITE] = scales
     if self.learner.ema_decay:
       model_state[EMA] = params
       model_state[_EMA_NON_TRAINABLE] = model_state[base_layer.NON_TRAINABLE]
@@ -534,8 +543,9 @@ class SingleTask(BaseTask):
     if use_ema:
       params = model_state.get(EMA, params)
       non_trainable = model_state.get(_EMA_NON_TRAINABLE, non_trainable)
+    scales = model_state.get(sharded.OVERWRITE, {})
     return {
-      base_layer.PARAMS: params,
+      base_layer.PARAMS: fp8.merge(params, scales) if scales else params,
       base_layer.NON_TRAINABLE: non_trainable,
     }
 

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from examples import decoding
+from examples import fp8
 from examples.pax import base_experiment
 from examples.pax import base_task
 from examples.pax import config as config_lib
@@ -85,6 +86,8 @@ class Experiment(
     self.task: base_task.SingleTask = (
       self.experiment.filled_task().Instantiate()
     )
+    if self.task.uses_fp8 and self.partitioner.is_here:
+      fp8.check_devices(jax.local_devices())
     self._text = self.task.hparams.to_text()
     logging.info('Task:\n%s', self._text)
     self.set_early_stopping(self.task.hparams.early_stopping_fn)

@@ -14,6 +14,7 @@ from examples.pax import experiment
 from examples.pax.tasks.synthetic import input as synthetic_input
 from examples.pax.tasks.synthetic.params import sequences
 from jaxline import mesh as mesh_lib
+from jaxline import sharded
 from jaxline import train
 from jaxline import utils
 from jaxline.metrics import writers
@@ -88,6 +89,34 @@ def test_an_encoder_decoder_uses_its_source():
   checkpointer = utils.InMemoryCheckpointer(config, 'train')
   train.train(experiment.Experiment, config, checkpointer, last)
   assert last.scalars['log_pplx'] < 0.3 * _nats_without_the_source(1, 3, 4)
+
+
+@pytest.mark.process
+def test_a_model_with_products_in_fp8_learns_and_keeps_its_scales():
+  pytest.importorskip('flax')
+  config = _config('LmCloudSpmd2BLimitSteps:reduced', training_steps=6)
+  config.log_train_data_interval = 1
+  config.experiment_kwargs.config.constants.update(
+    {
+      'NUM_LAYERS': 2,
+      'MODEL_DIMS': 16,
+      'HIDDEN_DIMS': 32,
+      'NUM_HEADS': 2,
+      'DIMS_PER_HEAD': 8,
+      'MAX_SEQ_LEN': 8,
+      'USE_FP8': True,
+      'LR_WARMUP_STEPS': 1,
+    }
+  )
+  trained, scalars = _train_and_eval(config)
+  assert scalars['log_pplx'] < 0.9 * math.log(256)  # All tokens are the same.
+  scales = trained.state.model_state[sharded.OVERWRITE]
+  # Of each product of a layer, of all of which there are two.
+  assert len(scales) == 4
+  for kept in scales.values():
+    assert kept['weight_scale_fp8'].shape == (2,)
+    assert (kept['weight_scale_fp8'] < 1).all()
+  assert not any('fp8' in name for name in trained.task.weights)
 
 
 @pytest.mark.parametrize('steps', [1, 20, 750])

@@ -9,8 +9,10 @@ import functools
 from typing import Any
 
 import jax
+from jax import ad_checkpoint
 import jax.numpy as jnp
 
+from examples import fp8
 from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
@@ -45,6 +47,7 @@ class Projection(base_layer.BaseLayer):
       fan_out_axes: likewise.
       batch_axes: likewise.
       use_bias: whether there is a bias.
+      use_fp8: whether the product is one of 8-bit numbers; see `fp8`.
     """
 
     spec: str = ''
@@ -54,6 +57,7 @@ class Projection(base_layer.BaseLayer):
     fan_out_axes: tuple[int, ...] | None = None
     batch_axes: tuple[int, ...] = ()
     use_bias: bool = True
+    use_fp8: bool = False
 
   def setup(self) -> None:
     p = self.hparams
@@ -75,6 +79,11 @@ class Projection(base_layer.BaseLayer):
         batch_axes=p.batch_axes,
       ),
     )
+    for of in fp8.kept() if p.use_fp8 else ():
+      self.create_variable(
+        of.name,
+        WeightHParams(of.shape, WeightInit.Constant(of.first), jnp.float32),
+      )
     if p.use_bias:
       kept = [i for i, letter in enumerate(of_w) if letter in outputs]
       axes = p.axes or (None,) * len(of_w)
@@ -91,7 +100,12 @@ class Projection(base_layer.BaseLayer):
     """Returns the product, in `fprop_dtype`."""
     p = self.hparams
     x, w = inputs.astype(self.fprop_dtype), self.theta.w
-    out = transformer.dot(p.spec, x, w)
+    if p.use_fp8:
+      state = {of.key: self.get_var(of.name) for of in fp8.kept()}
+      out = fp8.product(p.spec, x, w, state)
+      out = ad_checkpoint.checkpoint_name(out, transformer.DOT)
+    else:
+      out = transformer.dot(p.spec, x, w)
     if p.use_bias:
       b = self.theta.b.astype(out.dtype)
       out += jnp.expand_dims(b, range(out.ndim - b.ndim))

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples import fp8
+from examples.pax import base_layer
 from examples.pax.layers import attentions
 
 B, L, M, D, H, K = 2, 5, 7, 6, 4, 4
@@ -411,3 +413,59 @@ def test_a_projection_says_what_its_shape_lacks():
   hparams = attentions.Projection.HParams(spec='BLD,DF->BLF', shape=(3, 4, 5))
   with pytest.raises(ValueError, match='a size for each letter'):
     hparams.Instantiate().abstract_init()
+
+
+def test_a_product_in_fp8_is_that_of_praxis():
+  """Of Fp8EinsumOp of praxis 1.4.0, jax 0.4.26, flax 0.8.2, Python 3.10.
+
+  Three steps in float32, whose inputs, weights and gradients of the output are
+  those below; the scales of a step come from those before.
+  """
+  pytest.importorskip('flax')
+  layer = attentions.Projection.HParams(
+    name='p', spec='BLD,DF->BLF', shape=(4, 3), use_bias=False, use_fp8=True
+  ).Instantiate()
+  expected = [
+    (
+      [0.1796875, 0.0136719, -0.1328125],
+      [-15.0625, 2.03125, 13.59375, -15.6875],
+      [-0.0859375, -0.6015625, -0.859375],
+    ),
+    (
+      [-0.0592737, -0.0860880, -0.0216396],
+      [-7.5661340, 2.2107599, 5.2982001, -7.6233091],
+      [4.2152553, 3.1614418, 0.3512714],
+    ),
+    (
+      [1.2275527, 1.2806771, 0.6412872],
+      [-6.0271025, -5.8719501, 11.9467913, -6.6095238],
+      [4.1976552, -1.7674339, -6.7162490],
+    ),
+  ]
+
+  def value(seed, *shape):
+    flat = np.sin(seed + 0.7 * np.arange(math.prod(shape))) / 2
+    return jnp.float32(flat.reshape(shape))
+
+  params, state = fp8.split(
+    _jit(layer.init)(jax.random.key(0))[base_layer.PARAMS]
+  )
+
+  @jax.jit
+  def step(params, state, x, by):
+    def loss(params, state, x):
+      y = layer.apply({'params': fp8.merge(params, state)}, x)
+      return (y * by).sum(), y
+
+    return jax.grad(loss, (0, 1, 2), has_aux=True)(params, state, x)
+
+  for i, (y, grad_x, grad_w) in enumerate(expected):
+    params['p']['w'] = 3 * value(10 + i, 4, 3)
+    x, by = value(i, 1, 2, 4) * (i + 1), 10 * value(20 + i, 1, 2, 3)
+    (of_params, state, of_x), out = step(params, state, x, by)
+    np.testing.assert_allclose(out[0, 0], y, rtol=1e-5)
+    np.testing.assert_allclose(of_x[0, 0], grad_x, rtol=1e-5)
+    np.testing.assert_allclose(of_params['p']['w'][0], grad_w, rtol=1e-5)
+  scales = state['p']
+  np.testing.assert_allclose(scales['input_scale_fp8'], 0.0022135, rtol=1e-4)
+  np.testing.assert_allclose(scales['grad_scale_fp8'], 8.70259e-5, rtol=1e-4)

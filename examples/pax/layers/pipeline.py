@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from examples import fp8
 from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
@@ -54,7 +55,14 @@ class Pipelined(repeats.Repeat):
         f'{self.module_name} has num_pipeline_microbatches {sizes[0]} and'
         f' pipeline_microbatch_size {sizes[1]}; expected a positive number.'
       )
-    variables = self._sub.layer.abstract_init()[base_layer.NON_TRAINABLE]
+    found = self._sub.layer.abstract_init()
+    if fp8.split(found[base_layer.PARAMS])[1]:
+      raise ValueError(
+        f'{self.module_name} has products in FP8, which keep the next values of'
+        ' their scales in place of gradients; a pipeline would add them up over'
+        ' microbatches. Use Repeat, or use_fp8=False.'
+      )
+    variables = found[base_layer.NON_TRAINABLE]
     if variables:
       raise ValueError(
         f'{self.module_name} would lose what its microbatches write into the'

@@ -635,6 +635,15 @@ def test_defaults_are_those_of_praxis():
   assert not network.zero_init_residual
 
 
+def test_a_pipeline_has_no_products_in_fp8():
+  stage = _repeated(1)
+  layer = stage.block.transformer_layer_params_tpl
+  layer.tr_fflayer_tpl.proj_tpl.use_fp8 = True
+  stack = _pipelined(stage, num_pipeline_microbatches=2)
+  with pytest.raises(ValueError, match='use_fp8=False'):
+    _lm(stack).Instantiate().abstract_init()
+
+
 def _value(seed, *shape):
   flat = np.sin(seed + 0.7 * np.arange(math.prod(shape))) / 2
   return jnp.float32(flat.reshape(shape))

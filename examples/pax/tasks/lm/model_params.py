@@ -65,9 +65,11 @@ class LmExperiment(base_experiment.BaseExperiment):
     TRAINABLE_POSITION_EMB: learned positions; else sinusoids.
     TRAINABLE_PE_MAX_SEQ_LEN: how many of them.
     NORM_EPSILON: of layer normalisation.
+    NORM_POLICY: one of `transformers.NORM_POLICIES`.
     INIT_STD: standard deviation of all initial weights; None is Xavier, and
       1 / sqrt(D) for the embedding.
     FPROP_DTYPE: of what is computed. Weights are float32.
+    USE_FP8: whether the layers' products with weights are of 8-bit numbers.
     ATTENTION_IMPL: one of `transformer.ATTENTIONS`.
     LOSS_CHUNKS: pieces of a row whose logits exist at once.
     USE_REPEATED_LAYER: layers as one loop over stacked weights.
@@ -118,9 +120,11 @@ class LmExperiment(base_experiment.BaseExperiment):
   TRAINABLE_POSITION_EMB: ClassVar[bool] = False
   TRAINABLE_PE_MAX_SEQ_LEN: ClassVar[int] = 16384
   NORM_EPSILON: ClassVar[float] = 1e-6
+  NORM_POLICY: ClassVar[str] = 'pre'
   INIT_STD: ClassVar[float | None] = None
 
   FPROP_DTYPE: ClassVar[str] = 'bfloat16'
+  USE_FP8: ClassVar[bool] = False
   ATTENTION_IMPL: ClassVar[str] = 'einsum'
   LOSS_CHUNKS: ClassVar[int] = 1
   USE_REPEATED_LAYER: ClassVar[bool] = True
@@ -296,14 +300,17 @@ class LmExperiment(base_experiment.BaseExperiment):
 
   def _stack(self, norm: Any) -> Any:
     """Returns the layers: unrolled, as a loop, or in a pipeline."""
+    product = attentions.Projection.HParams(use_fp8=self.USE_FP8)
     layer = transformers.Transformer.HParams(
       ln_tpl=norm,
+      norm_policy=self.NORM_POLICY,
       tr_atten_tpl=attentions.DotProductAttention.HParams(
         use_bias=self.USE_BIAS,
         combine_qkv=self.COMBINE_QKV,
         atten_logit_cap=self.ATTEN_LOGIT_CAP,
         internal_enable_per_dim_scale=self.ENABLE_PER_DIM_SCALE,
         attention_impl=self._one_of('ATTENTION_IMPL', transformer.ATTENTIONS),
+        proj_tpl=product,
       ),
       tr_fflayer_tpl=transformers.TransformerFeedForward.HParams(
         ln_tpl=norm,
@@ -311,6 +318,7 @@ class LmExperiment(base_experiment.BaseExperiment):
           self._one_of('ACTIVATION', _ACTIVATIONS)
         ].HParams(),
         use_gated_activation=self.USE_GATED_ACTIVATION,
+        proj_tpl=product.clone(),
       ),
     )
     layers = transformers.StackedTransformer.HParams(

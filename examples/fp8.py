@@ -9,13 +9,14 @@ turns into FP8 products on GPUs that have them. Elsewhere XLA widens the rounded
 operands: the same numbers, slowly.
 
 A product keeps three scales and three histories of magnitudes, one pair each
-for input, weight and gradient. They are Haiku parameters, so that repeated
-layers stack and scan them like weights, but no optimizer may see them: their
+for input, weight and gradient. They are parameters, so that repeated layers
+stack and scan them like weights, but no optimizer may see them: their
 "gradient" is their next value. `split` and `merge` separate them from the
 weights.
 """
 
 from collections.abc import Iterable, Mapping
+import dataclasses
 import functools
 import types
 from typing import Any
@@ -33,9 +34,43 @@ HISTORY_LENGTH = 1024
 # Ada (8.9) is the first NVIDIA generation with FP8 matrix units; Hopper is 9.0.
 _FIRST_CAPABILITY = (8, 9)
 
-# Haiku name of a scale or history: 'qkv' + '_input_scale' + this.
+# Ends the name of a scale or history, as in 'qkv_input_scale_fp8'.
 _SUFFIX = '_fp8'
 _OPERANDS = {'lhs': 'input', 'rhs': 'weight', 'grad': 'grad'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+  """A scale or a history that a product keeps.
+
+  Attributes:
+    key: what `product` calls it.
+    name: what a parameter of it is called, behind the product's own name.
+    shape: of it, float32.
+    first: its first value.
+  """
+
+  key: str
+  name: str
+  shape: tuple[int, ...]
+  first: float
+
+
+def kept(history_length: int = HISTORY_LENGTH) -> list[Kept]:
+  """Returns what a product keeps.
+
+  Args:
+    history_length: for how many steps a magnitude counts.
+  """
+  return [
+    Kept(f'{operand}_{kind}', f'{label}_{kind}{_SUFFIX}', shape, first)
+    for operand, label in _OPERANDS.items()
+    for kind, shape, first in (
+      ('scale', (), 1.0),
+      ('amax_history', (history_length,), 0.0),
+    )
+  ]
+
 
 Tree = Mapping[str, Mapping[str, Any]]
 
@@ -112,6 +147,27 @@ def _dimension_numbers(spec: str) -> jax.lax.DotDimensionNumbers:
   return (contract_x, contract_w), ((), ())
 
 
+def product(
+  spec: str, x: jax.Array, w: jax.Array, state: Mapping[str, jax.Array]
+) -> jax.Array:
+  """Returns `jnp.einsum(spec, x, w)` by an FP8 product; pure.
+
+  Args:
+    spec: as for `jnp.einsum`; see `einsum`.
+    x: the input, float32 or bfloat16.
+    w: the weight; rounded to the type of `x` before it is scaled.
+    state: the values of `kept`, by their keys; see `einsum` for their gradient.
+  """
+  return _ops().fp8_scaled_dot_general(
+    x,
+    w.astype(x.dtype),
+    _dimension_numbers(spec),
+    preferred_element_type=x.dtype,
+    quantize_compute_type=x.dtype,
+    **state,
+  )
+
+
 def einsum(
   name: str,
   spec: str,
@@ -146,23 +202,16 @@ def einsum(
     ValueError: the result's axes are not those of `x` and then those of `w`
       that are not summed over.
   """
-  state = {}
-  for operand, label in _OPERANDS.items():
-    for kind, shape, init in (
-      ('scale', (), jnp.ones),
-      ('amax_history', (history_length,), jnp.zeros),
-    ):
-      state[f'{operand}_{kind}'] = hk.get_parameter(
-        f'{name}_{label}_{kind}{_SUFFIX}', shape, jnp.float32, init
-      )
-  return _ops().fp8_scaled_dot_general(
-    x,
-    w.astype(x.dtype),
-    _dimension_numbers(spec),
-    preferred_element_type=x.dtype,
-    quantize_compute_type=x.dtype,
-    **state,
-  )
+  state = {
+    of.key: hk.get_parameter(
+      f'{name}_{of.name}',
+      of.shape,
+      jnp.float32,
+      hk.initializers.Constant(of.first),
+    )
+    for of in kept(history_length)
+  }
+  return product(spec, x, w, state)
 
 
 def is_state(name: str) -> bool:
