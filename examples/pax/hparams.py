@@ -450,19 +450,17 @@ def _fields_as_hparams(
   """
   own = _annotated(cls)
   inherited = {name for parent in parents for name in parent._names}
-  namespace: dict[str, Any] = {'__doc__': cls.__doc__, '__annotations__': own}
+  namespace: dict[str, Any] = {
+    '__doc__': cls.__doc__,
+    '__qualname__': cls.__qualname__,
+    '__annotations__': own,
+  }
   for name, value in list(vars(cls).items()):
-    if name in own:
+    is_value = name in inherited and not hasattr(value, '__get__')
+    if name in own or is_value:
       namespace[name] = value
       delattr(cls, name)
-    elif name in inherited and not hasattr(value, '__get__'):
-      raise AttributeError(
-        f'{cls.__qualname__}.{name} = ... has no type and would not change the'
-        f" parent's field. Write `{name}: type = value`."
-      )
-  if taken := sorted(
-    name for name in own.keys() - inherited if hasattr(cls, name)
-  ):
+  if taken := [n for n in own if n not in inherited and hasattr(cls, n)]:
     raise AttributeError(
       f'{cls.__qualname__} cannot have a field {taken[0]!r}: a parent has'
       ' something else of this name.'
