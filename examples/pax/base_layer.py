@@ -1,4 +1,4 @@
-"""Layers: Haiku modules that are made of hyperparameters.
+"""Layers: functions with weights, which are made of hyperparameters.
 
 A layer has an inner dataclass `HParams`; `setup`, which creates its variables
 and children; and `__call__`, which computes (a layer may call it `fprop`).
@@ -21,10 +21,14 @@ and children; and `__call__`, which computes (a layer may call it `fprop`).
     variables = layer.init(jax.random.key(0))
     outputs = layer.apply(variables, inputs)
 
+The fields may stand on the class as well: see `hparams`.
+
 The object that `Instantiate` returns has no weights: `init` and `apply` are
-pure functions that make the Haiku modules again at each call. All variables are
-created in `setup`, so that they are known without an input: `abstract_init`
-lists them with their shapes and axes without making one.
+pure functions, each call of which is a run with its own copies of the layers.
+Haiku keeps the variables and the random keys of a run, and Haiku's modules may
+be used within a layer. All variables are created in `setup`, so that they are
+known without an input: `abstract_init` lists them with their shapes and axes
+without making one.
 
 `jaxline.partitioning` decides how an array is split: a variable names its axes
 (`tensor_split_dims_mapping`), and the run's sharding maps them to the mesh.
@@ -499,20 +503,22 @@ class BaseLayer(hparams_lib.Configurable):
   def _bound(self, path: str, run: _Run) -> Self:
     """Returns the layer as part of a run, with variables and children."""
     layer = type(self)(self.hparams)
-    layer._run, layer._stacks = run, run.stacks
-    layer.module_name = path
-    layer.name = path.rpartition('/')[2]
-    layer.theta = _Theta(layer)
-    layer._names: set[str] = set()  # Of variables and children.
-    layer._sharded: set[str] = set()  # What `shard` was called with.
-    layer._depth = 0  # Of calls.
-    layer._in_setup = True
-    layer.setup()
-    layer._in_setup = False
-    layer._check_mapping(
-      'weight_split_dims_mapping', set(layer._variables), 'its variables'
-    )
+    layer._bind(path, run)
     return layer
+
+  def _bind(self, path: str, run: _Run) -> None:
+    self._run, self._stacks = run, run.stacks
+    self.module_name, self.name = path, path.rpartition('/')[2]
+    self.theta = _Theta(self)
+    self._names: set[str] = set()  # Of variables and children.
+    self._sharded: set[str] = set()  # What `shard` was called with.
+    self._depth = 0  # Of calls.
+    self._in_setup = True
+    self.setup()
+    self._in_setup = False
+    self._check_mapping(
+      'weight_split_dims_mapping', set(self._variables), 'its variables'
+    )
 
   @property
   def _variables(self) -> dict[str, tuple[WeightHParams, bool]]:

@@ -526,6 +526,37 @@ def test_haiku_modules_within_a_layer():
   )
 
 
+def test_names_of_haiku_modules_within_a_layer():
+  class Inner(base_layer.BaseLayer):
+    def setup(self):
+      self.early = hk.Linear(2)
+
+    def __call__(self, x):
+      return self.helper(self.early(x)) + hk.Linear(2)(x)
+
+    def helper(self, x):
+      return hk.Linear(2, name='late')(x)
+
+  class Outer(base_layer.BaseLayer):
+    def setup(self):
+      self.create_child('inner', Inner.HParams())
+
+    def fprop(self, x):
+      # A layer that is called twice has its modules once.
+      return hk.Linear(2)(self.inner(x) + self.inner(x))
+
+  layer = Outer.HParams().Instantiate()
+  variables = layer.init(KEY, X)
+  # As Haiku names what its own modules make in these methods.
+  assert list(variables['params']) == [
+    'outer/inner/linear',
+    'outer/inner/~helper/late',
+    'outer/inner/~setup/linear',
+    'outer/~fprop/linear',
+  ]
+  assert layer.apply(variables, X).shape == (2, 2)
+
+
 # Where arrays lie.
 
 

@@ -44,10 +44,6 @@ from jaxline import errors
 
 C = TypeVar('C')
 
-# Attributes of a config that are no fields: whether it is frozen, and whether
-# it stands for one object wherever it is used.
-_FROZEN, _SHARED = '_frozen', '_shared'
-
 
 def nearest_names(regex: str, names: Iterable[str]) -> list[str]:
   """Returns the names that are most similar to a regular expression, 5 at most.
@@ -84,11 +80,17 @@ class BaseHParams(fdl.Config):
   Every subclass is made a dataclass. It may add fields; to give one of a
   parent's another default (or type), it must say so:
   `_attribute_overrides = ('input_dims',)`.
+
+  Attributes:
+    is_frozen: whether nothing can be changed any more.
+    is_shared: whether this very config stands for one object, wherever it is
+      used; see `fdl.build`.
   """
 
+  is_frozen: ClassVar[bool] = False
+  is_shared: ClassVar[bool] = False
   _attribute_overrides: ClassVar[tuple[str, ...]] = ()
-  # The class that `Instantiate` makes; None for hyperparameters of nothing.
-  _owner: ClassVar[type | None] = None
+  _owner: ClassVar[type | None] = None  # See `cls`.
   _names: ClassVar[tuple[str, ...]] = ()
 
   def __init_subclass__(cls) -> None:
@@ -107,8 +109,8 @@ class BaseHParams(fdl.Config):
     # What Fiddle's __init__ does, but for reading all annotations for tags.
     self = super().__new__(cls)
     self.__init_callable__(cls)
-    vars(self)['__argument_history__'] = history.History()
-    vars(self)['__argument_tags__'] = collections.defaultdict(set)
+    self.__dict__['__argument_history__'] = history.History()
+    self.__dict__['__argument_tags__'] = collections.defaultdict(set)
     return self
 
   @classmethod
@@ -151,7 +153,7 @@ class BaseHParams(fdl.Config):
     new = memo[id(self)] = type(self).__new__(type(self))
     for name, value in self.items():
       new.__arguments__[name] = copy.deepcopy(value, memo)
-    object.__setattr__(new, _SHARED, self.is_shared)
+    new.__dict__['is_shared'] = self.is_shared
     return new
 
   def __repr__(self) -> str:
@@ -159,23 +161,13 @@ class BaseHParams(fdl.Config):
     return f'{type(self).__qualname__}({inner})'
 
   @property
-  def cls(self) -> type | None:
-    """The class that `Instantiate` makes."""
+  def cls(self) -> Any:
+    """What `Instantiate` makes; None for hyperparameters of nothing."""
     return self._owner
-
-  @property
-  def is_frozen(self) -> bool:
-    """Whether nothing can be changed any more."""
-    return vars(self).get(_FROZEN, False)
-
-  @property
-  def is_shared(self) -> bool:
-    """Whether this very config is one object wherever it is used."""
-    return vars(self).get(_SHARED, False)
 
   def freeze(self) -> Self:
     """Makes these, and all nested hyperparameters, refuse changes."""
-    object.__setattr__(self, _FROZEN, True)
+    self.__dict__['is_frozen'] = True
     for nested in _nested(list(self.__arguments__.values())):
       nested.freeze()
     return self
@@ -187,7 +179,7 @@ class BaseHParams(fdl.Config):
     others, the copy is not.
     """
     new = copy.deepcopy(self)
-    object.__setattr__(new, _SHARED, False)
+    new.__dict__['is_shared'] = False
     return new
 
   def set(self, **kwargs: Any) -> Self:
@@ -212,22 +204,18 @@ class BaseHParams(fdl.Config):
       AttributeError: `source` has a field that these lack, or lacks one that
         they have.
     """
-    missing = set(missing_fields_in_self)
-    if wrong := sorted(set(source.names()) - set(self.names()) - missing):
+    mine, theirs = set(self.names()), set(source.names())
+    lacking = sorted(theirs - mine - set(missing_fields_in_self))
+    if lacking or mine - theirs:
       raise AttributeError(
-        f'{type(self).__qualname__} has not the fields {wrong} of'
-        f' {type(source).__qualname__}. List them in missing_fields_in_self to'
-        ' leave them out.'
-      )
-    if wrong := sorted(set(self.names()) - set(source.names())):
-      raise AttributeError(
-        f'{type(source).__qualname__} has not the fields {wrong} of'
-        f' {type(self).__qualname__}, which would stay as they are. Copy what'
-        ' is meant with set().'
+        f'{type(self).__qualname__} has not the fields {lacking} of'
+        f' {type(source).__qualname__}, and of its own {sorted(mine - theirs)},'
+        ' which would stay as they are. List the former in'
+        ' missing_fields_in_self to leave them out; set() copies single fields.'
       )
     # As one, so that what is in it twice is one here as well.
     copied = source.clone().items()
-    return self.set(**{n: v for n, v in copied if n in self.names()})
+    return self.set(**{n: v for n, v in copied if n in mine})
 
   def Instantiate(self, **kwargs: Any) -> Any:
     """Makes the object that these describe.
@@ -259,7 +247,7 @@ class BaseHParams(fdl.Config):
     for name, value in built.items():
       if not _nested(getattr(self, name)):
         setattr(new, name, value)
-    _mark_shared(new)
+    _mark_shared(new, {})
     return new if self._owner is None else new.Instantiate()
 
   def to_text(self) -> str:
@@ -278,19 +266,14 @@ class _Partial(fdl.Partial):
     return lambda **kwargs: fdl.build(hparams.clone().set(**kwargs))
 
 
-def _mark_shared(hparams: BaseHParams) -> None:
+def _mark_shared(parent: BaseHParams, seen: dict[int, BaseHParams]) -> None:
   """Marks what is in hyperparameters more than once as one object."""
-  seen: set[int] = set()
-
-  def visit(parent: BaseHParams) -> None:
-    for nested in _nested(list(parent.__arguments__.values())):
-      if id(nested) in seen:
-        object.__setattr__(nested, _SHARED, True)
-      else:
-        seen.add(id(nested))
-        visit(nested)
-
-  visit(hparams)
+  for nested in _nested(list(parent.__arguments__.values())):
+    if id(nested) in seen:
+      nested.__dict__['is_shared'] = True
+    else:
+      seen[id(nested)] = nested
+      _mark_shared(nested, seen)
 
 
 def _check_name(cls: type[BaseHParams], name: str) -> None:
@@ -467,19 +450,17 @@ def _fields_as_hparams(
   """
   own = _annotated(cls)
   inherited = {name for parent in parents for name in parent._names}
-  namespace: dict[str, Any] = {'__doc__': cls.__doc__, '__annotations__': own}
+  namespace: dict[str, Any] = {
+    '__doc__': cls.__doc__,
+    '__qualname__': cls.__qualname__,
+    '__annotations__': own,
+  }
   for name, value in list(vars(cls).items()):
-    if name in own:
+    is_value = name in inherited and not hasattr(value, '__get__')
+    if name in own or is_value:
       namespace[name] = value
       delattr(cls, name)
-    elif name in inherited and not hasattr(value, '__get__'):
-      raise AttributeError(
-        f'{cls.__qualname__}.{name} = ... has no type and would not change the'
-        f" parent's field. Write `{name}: type = value`."
-      )
-  if taken := sorted(
-    name for name in own.keys() - inherited if hasattr(cls, name)
-  ):
+  if taken := [n for n in own if n not in inherited and hasattr(cls, n)]:
     raise AttributeError(
       f'{cls.__qualname__} cannot have a field {taken[0]!r}: a parent has'
       ' something else of this name.'

@@ -236,7 +236,20 @@ def test_a_config_of_what_has_no_hyperparameters():
   assert pax_fiddle.build(p).batch_size == 4
   assert pax_fiddle.get_callable(p) is synthetic.SyntheticInput
 
+
+def test_defaults_that_are_made_for_each_owner():
   class Holder(base_layer.BaseLayer):
     tpl: LayerTpl = template_field(lambda: pax_fiddle.Config(Linear))
+    sizes: dict[str, int] = pax_fiddle.instance_field(dict)
+    widths: list[int] = pax_fiddle.field(default_factory=lambda: [1])
 
-  assert Holder.HParams().tpl == Linear.HParams()
+  p, q = pax_fiddle.Config(Holder), pax_fiddle.Config(Holder)
+  p.tpl.input_dims = p.sizes['a'] = 3
+  p.widths.append(2)
+  assert (q.tpl, q.sizes, q.widths) == (Linear.HParams(), {}, [1])
+  layer = p.Instantiate()
+  assert (layer.tpl.input_dims, layer.sizes, layer.widths) == (
+    3,
+    {'a': 3},
+    [1, 2],
+  )
