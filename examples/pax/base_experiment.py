@@ -97,8 +97,8 @@ class BaseExperiment(abc.ABC):
   NUMERICS_VERSION: ClassVar[str] = (
     '2: initial weights of attention, padding and epsilon of ResNet, rotary'
     ' positions with a scale, weight decay of LayerNorm and BatchNorm, the'
-    ' moving average of the weights, and defaults of layers and inputs are as'
-    ' in Praxis 1.4.0'
+    ' moving averages of weights and statistics, and defaults of layers and'
+    ' inputs are as in Praxis 1.4.0'
   )
 
   changeable_constants: ClassVar[tuple[str, ...]] = ()

@@ -605,8 +605,9 @@ class SingleTask(BaseTask):
   ) -> dict[str, Any]:
     """Returns the model state after an update: averages, and count of steps.
 
-    The averages take in the values from before the step, as in Praxis, and stay
-    as they are in a step that the learner skips.
+    As in Praxis, the averages take in the weights from before the step and the
+    statistics from after it, and stay as they are in a step that the learner
+    skips.
 
     Args:
       before: the state before the step.
@@ -618,7 +619,7 @@ class SingleTask(BaseTask):
       is_taken = learners.num_updates(after.opt_state) > count
       for name, values in (
         (EMA, before.params),
-        (_EMA_NON_TRAINABLE, old[base_layer.NON_TRAINABLE]),
+        (_EMA_NON_TRAINABLE, new[base_layer.NON_TRAINABLE]),
       ):
         new[name] = jax.tree.map(
           functools.partial(jnp.where, is_taken),

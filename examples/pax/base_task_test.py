@@ -372,10 +372,9 @@ def test_moving_average_in_a_run():
   assert variables['params'] is state.model_state['ema']
   averages = state.model_state['ema_non_trainable']
   assert variables['non_trainable'] is averages
-  # Of 0, 8 and 16 rows seen before each step.
-  assert averages['line']['seen'] == pytest.approx(
-    0.85 * 16 + 0.15 * (0.85 * 8), rel=1e-6
-  )
+  # Of 8, 16 and 24 rows seen after each step.
+  seen = 0.85 * 24 + 0.15 * (0.85 * 16 + 0.15 * (0.9 * 8))
+  assert averages['line']['seen'] == pytest.approx(seen, rel=1e-6)
 
 
 def test_averages_and_skipped_steps_are_praxis():
@@ -427,6 +426,58 @@ def test_averages_and_skipped_steps_are_praxis():
     np.testing.assert_allclose(state.params['line']['w'][:2], w, rtol=1e-6)
     average = state.model_state['ema']['line']['w']
     np.testing.assert_allclose(average[:2], ema, rtol=1e-6)
+
+
+def test_averages_of_statistics_are_praxis():
+  """Paxml 1.4.0 (jax 0.4.26, Python 3.10), train_step_single_learner.
+
+  A weight that starts as 1 with the gradient x, and a variable that is not
+  trained, to which x is added: ShardedSgd with momentum=0, learning_rate=0.1,
+  ema_decay=0.15, skip_step_gradient_norm_value=5.0.
+  """
+  task_p = make_task(
+    optimizer=optimizers.Sgd.HParams(learning_rate=0.1, ema_decay=0.15)
+  )
+  task_p.train.learner.skip_step_gradient_norm_value = 5.0
+  task = task_p.Instantiate()
+  params, model_state = init(task)
+  tx = task.make_optimizer()
+  state = sharded.TrainState(jnp.int32(0), params, model_state, tx.init(params))
+
+  @jax.jit
+  def step(state, x):
+    grads = {'line': {'w': jnp.append(x, jnp.zeros(2)), 'b': jnp.zeros(1)}}
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    seen = state.model_state['non_trainable']['line']['seen'] + x
+    after = dataclasses.replace(
+      state,
+      step=state.step + 1,
+      params=optax.apply_updates(state.params, updates),
+      model_state={
+        **state.model_state,
+        'non_trainable': {'line': {'seen': seen}},
+      },
+      opt_state=opt_state,
+    )
+    return dataclasses.replace(
+      after, model_state=task.after_update(state, after)
+    )
+
+  for x, seen, ema_of_w, ema_of_seen in (
+    (1, 1, 1.0, 0.9),
+    (2, 3, 0.915, 2.685),
+    (7, 10, 0.915, 2.685),  # Skipped: the statistics change all the same.
+    (3, 13, 0.7322500, 11.4527502),
+    (1, 14, 0.4498375, 13.6179123),
+  ):
+    with jax.numpy_dtype_promotion('standard'):
+      state = step(state, jnp.float32(x))
+    now = state.model_state
+    assert now['non_trainable']['line']['seen'] == seen
+    w = now['ema']['line']['w'][0]
+    assert w == pytest.approx(ema_of_w, rel=1e-6)
+    average = now['ema_non_trainable']['line']['seen']
+    assert average == pytest.approx(ema_of_seen, rel=1e-6)
 
 
 class Normalized(Line):
