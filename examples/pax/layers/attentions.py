@@ -22,11 +22,6 @@ WeightHParams = base_layer.WeightHParams
 WeightInit = base_layer.WeightInit
 sub_config_field = base_layer.sub_config_field
 
-# Computed as if there were several matrices, of which this is one: so the TPU
-# compiler gathers less over `mdl`, and reads less memory.
-_WIDEN = 'BLD,DF->BLF'
-_WIDEN_BY_PARTS = 'BLD,DSF->BLSF'
-
 # Keys and values [B, M, G, K], by these names.
 Cache = dict[str, jax.Array]
 
@@ -95,11 +90,7 @@ class Projection(base_layer.BaseLayer):
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Returns the product, in `fprop_dtype`."""
     p = self.hparams
-    x, w = inputs.astype(self.fprop_dtype), self.theta.w
-    if p.spec == _WIDEN:
-      out = transformer.dot(_WIDEN_BY_PARTS, x, w[:, None])[:, :, 0]
-    else:
-      out = transformer.dot(p.spec, x, w)
+    out = transformer.dot(p.spec, inputs.astype(self.fprop_dtype), self.theta.w)
     if p.use_bias:
       b = self.theta.b.astype(out.dtype)
       out += jnp.expand_dims(b, range(out.ndim - b.ndim))
