@@ -280,15 +280,16 @@ class Transformer(_Residual):
         is_cross_attention=True,
         **heads,
       )
+    policy = {} if p.norm_policy == 'pre' else {'norm_policy': p.norm_policy}
     self.create_child(
       'ff_layer',
       p.tr_fflayer_tpl,
       input_dims=p.input_dims,
+      **policy,
       **_given(
         hidden_dims=p.hidden_dims,
         residual_dropout_prob=p.residual_dropout_prob,
         relu_dropout_prob=p.relu_dropout_prob,
-        norm_policy=p.norm_policy if p.norm_policy != 'pre' else '',
       ),
     )
 
