@@ -107,7 +107,8 @@ class BeamSearchHParams(DecoderHParams):
   """Looks for the likeliest continuation as a whole.
 
   Attributes:
-    beam_size: hypotheses kept for each prompt.
+    beam_size: hypotheses kept for each prompt. Only those that ended with
+      `eos_id` are returned.
     length_norm_alpha: see `decoding.length_norm`.
   """
 
