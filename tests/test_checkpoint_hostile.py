@@ -25,6 +25,7 @@ import pytest
 from jaxline import base_config
 from jaxline import experiment
 from jaxline.checkpoint import arrays
+from jaxline.checkpoint import contents
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
@@ -835,9 +836,9 @@ def test_arrays_of_many_chunks_are_whole(chunk, tmp_path, monkeypatch, call):
   chunks = [p for p in (folder_of(step) / 'c').rglob('*') if p.is_file()]
   assert len(chunks) == 2 // chunk
   assert call('verify', run)[0] == 0
-  arrays.verify(step, lambda name: True)
+  contents.verified(step, lambda name: True)
   np.testing.assert_array_equal(inspection.find(run).arrays(ARRAY)[ARRAY], W)
   chunks[-1].unlink()
   files.write_checksums(step, 0, 1)
   with pytest.raises(files.RefusedError, match='state/params/w'):
-    arrays.verify(step, lambda name: True)
+    contents.verified(step, lambda name: True)

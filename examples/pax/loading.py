@@ -304,8 +304,7 @@ def _read(
   stored = {name: _ROOT + source for name, source in sources.items()}
   with files.reading(checkpoint.path):
     wants = frozenset(stored.values()).__contains__
-    found = arrays_lib.verify(checkpoint.path, wants)
-    return contents.Reader(found).read_each(stored, live)
+    return contents.verified(checkpoint.path, wants).read_like(live, stored)
 
 
 class LoadingMixin:

@@ -90,7 +90,6 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     self._claims: dict[str, files.Claim | None] = {}
     self._pinned: pathlib.Path | None = None
     self._passed_over: set[str] = set()
-    self._encoder = contents.Encoder(self._recorded, self._allow_pickle)
 
   # The protocol.
 
@@ -120,14 +119,17 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     added: dict[str, Any] = {}
     if self._follows and ckpt_series == 'best' and self._pinned is not None:
       assert self._pinned.name == str(step), (self._pinned, step)
-      source, added = self._pinned, self._encoder.added(state)
+      source = self._pinned
+      added = contents.added(state, self._allow_pickle)
     else:
-      all_hosts = (
-        config.best_checkpoint_all_hosts
-        if ckpt_series == 'best'
-        else config.train_checkpoint_all_hosts
+      kind = 'best' if ckpt_series == 'best' else 'train'
+      source = contents.content(
+        ckpt_series,
+        state,
+        self._recorded,
+        all_hosts=config[f'{kind}_checkpoint_all_hosts'],
+        allow_pickle=self._allow_pickle,
       )
-      source = self._encoder.content(ckpt_series, state, all_hosts)
       self._bytes[ckpt_series] = sum(x.nbytes for x in source.arrays.values())
     # Now: the flushes do not wait for what later steps log.
     logs = self.logs if ckpt_series == 'latest' else ()
@@ -222,7 +224,8 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       path, entries = self._read_own(ckpt_series, step, state)
     elif isinstance(begin, pathlib.Path):
       with files.reading(begin):
-        found = arrays.verify(begin, contents.wants_of(experiment))
+        wants = contents.wants_of(experiment)
+        found = contents.verified(begin, wants, self._allow_pickle)
         read = functools.partial(self._read, found, state, is_foreign=True)
         entries = arrays.together(read)
     else:
@@ -599,7 +602,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     Returns:
       The checkpoint, and what it has for the entries of the live state.
     """
-    experiment = state.get('experiment_module')
+    wants = contents.wants_of(state.get('experiment_module'))
     reports: list[str] = []
     while True:
       paths = self._candidates(ckpt_series, step)
@@ -619,7 +622,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
           files.refuse_link(path)
           if self._follows and ckpt_series == 'latest' and not self.reads_only:
             whole = self._pin(path)
-          found = arrays.verify(whole, contents.wants_of(experiment))
+          found = contents.verified(whole, wants, self._allow_pickle)
           read = functools.partial(self._read, found, state)
           return path, arrays.together(read)
       except files.DamagedError as e:
@@ -655,20 +658,19 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     return pinned
 
   def _read(
-    self, found: files.Listing, state: Any, is_foreign: bool = False
+    self, found: contents.Checkpoint, state: Any, is_foreign: bool = False
   ) -> dict[str, Any]:
     """Returns what a checkpoint has for the entries of the live state."""
     if not is_foreign:
       self._check_config(found.path, found.record)
-    saved = contents.Reader(found, self._allow_pickle)
     experiment = state.get('experiment_module')
     if is_foreign and self._config.restore_rules:
       rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
-      return {'experiment_module': saved.by_rules(experiment, rules)}
-    entries = saved.entries([k for k in state if k != 'experiment_module'])
+      return {'experiment_module': found.by_rules(experiment, rules)}
+    entries = found.entries([k for k in state if k != 'experiment_module'])
     entries = {key: _placed(key, entries, state) for key in entries}
     if experiment is not None:
-      entries['experiment_module'] = saved.snapshot(experiment)
+      entries['experiment_module'] = found.snapshot(experiment)
     return entries
 
   def _check_config(self, path: pathlib.Path, record: Any) -> None:

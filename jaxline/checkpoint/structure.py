@@ -54,16 +54,20 @@ def name_of(path: Iterable[Any]) -> str:
   return '/'.join(_component(key) for key in path)
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
+def named_leaves(tree: Any, name: str = '') -> dict[str, Any]:
   """Returns the leaves of a tree by name, in the order of `jax.tree.leaves`.
 
   Names are unique: where the components of several paths join to the same
-  name, the second gets '#2', the third '#3'. None is no leaf; the name of a
-  tree that is one leaf is ''.
+  name, the second gets '#2', the third '#3'. None is no leaf.
+
+  Args:
+    tree: the tree.
+    name: its own, with which those of its leaves begin.
   """
   named: dict[str, Any] = {}
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-    named[_unique(name_of(path), named)] = leaf
+    parts = [part for part in (name, name_of(path)) if part]
+    named[_unique('/'.join(parts), named)] = leaf
   return named
 
 
@@ -276,20 +280,26 @@ class _RefusedError(Exception):
   """A value cannot be described; says why."""
 
 
+@functools.cache  # Once is enough.
+def _announce(name: str) -> None:
+  logging.warning(
+    'Pickled %r into the checkpoint, as config.checkpoint_allow_pickle'
+    ' permits.', name,
+  )  # fmt: skip
+
+
 class Encoding:
   """A value as a checkpoint stores it.
 
   Attributes:
     structure: see the module; equal to `json.loads(json.dumps(structure))`.
     arrays: name -> array, uncopied; PRNG keys as their uint32 data.
-    pickled: the names of the values that were pickled.
     refused: the values that cannot be stored, and why.
   """
 
   def __init__(self, allow_pickle: bool):
     self.structure: Any = None
     self.arrays: dict[str, Any] = {}
-    self.pickled: list[str] = []
     self.refused: list[str] = []
     self._allow_pickle = allow_pickle
     self._open: dict[int, str] = {}  # The values around, by id.
@@ -327,7 +337,7 @@ class Encoding:
       except Exception as e:  # An object's own code may raise anything.
         why = f'it cannot be pickled: {type(e).__name__}: {e}'
       else:
-        self.pickled.append(name)
+        _announce(name)
         return {'pickle': [name, _base64(data)]}
     cls = type(x)
     what = f'{name!r}, a {cls.__module__}.{cls.__qualname__}'
