@@ -710,12 +710,12 @@ def test_one_save_waits_behind_another_where_there_is_room(
   gates = {step: threading.Event() for step in (1, 2, 3, 4)}
   written = []
 
-  def write(self, content, target, write=durable.DurableCheckpointer._write):
-    assert gates[int(target.stem)].wait(10)
-    write(self, content, target)
-    written.append(int(target.stem))
+  def write(content, place, write=arrays.write):
+    assert gates[int(place.stem)].wait(10)
+    write(content, place)
+    written.append(int(place.stem))
 
-  monkeypatch.setattr(durable.DurableCheckpointer, '_write', write)
+  monkeypatch.setattr(arrays, 'write', write)
   monkeypatch.setattr(room, 'free_memory', lambda: 2**60)
   checkpointer, live = run(), PerDevice({}, {'n': np.zeros(1000)})
   for step in (1, 2):  # Neither waits.
@@ -1001,6 +1001,24 @@ def test_a_whole_replacement_is_found_where_it_is_all_there_is(run, tmp_path):
   assert fresh.can_be_restored('latest')
   live = weights()
   assert restore(fresh, live).global_step == 5
+  assert live.held()['n'] == 1
+
+
+def test_a_save_is_seen_from_its_own_rename_on(run, monkeypatch):
+  first = run()
+
+  def killed(target):
+    raise OSError(errno.EIO, 'Killed here')
+
+  monkeypatch.setattr(files, 'replace', killed)
+  fill(first, weights(1), 5)
+  first.save('latest')
+  with pytest.raises(OSError, match='Killed here'):
+    first.wait_for_checkpointing_to_finish()
+  other = run('eval')
+  assert other.steps('latest') == [5]
+  live = weights()
+  assert restore(other, live).global_step == 5
   assert live.held()['n'] == 1
 
 
@@ -2588,7 +2606,7 @@ def test_a_failed_save_is_raised_and_loses_nothing(
   elif place == 'array':
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, 'save', fails)
   elif place == 'rename':
-    monkeypatch.setattr(files.Keep, 'removable', fails)
+    monkeypatch.setattr(files, 'removable', fails)
   else:
     names = {'record': 'checkpoint.json'}
     place = names.get(place, place)

@@ -237,7 +237,7 @@ def listed(name):
     path = step / 'checksums_0.json'
     part = json.loads(path.read_text())
     part['files'][name.replace('OUTSIDE', str(outside))] = [2, 0]
-    files._write_sums(path, {k: part[k] for k in ('processes', 'files')})
+    files._write_sums(step, [], 0, part)
 
   return attack
 
@@ -256,7 +256,7 @@ def unlisted(step, outside):
   path = step / 'checksums_0.json'
   part = json.loads(path.read_text())
   kept = {k: v for k, v in part['files'].items() if '/c/' not in k}
-  files._write_sums(path, {'processes': 1, 'files': kept})
+  files._write_sums(step, [], 0, {'processes': 1, 'files': kept})
 
 
 def more_arrays(step, outside):

@@ -6,7 +6,6 @@ and goes in one rename, so it is complete whenever it is there.
 
 from collections.abc import Callable, Iterable, Iterator
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import functools
@@ -368,37 +367,26 @@ def write_checksums(
     process: index of this process.
     processes: how many share the work.
   """
-  sums = {
-    name: _checksum(checkpoint / name)
-    for name in regular_files(checkpoint)[process::processes]
-  }
-  _write_sums(
-    checkpoint / _CHECKSUMS.format(process),
-    {'processes': processes, 'files': sums},
-  )
+  names = regular_files(checkpoint)[process::processes]
+  _write_sums(checkpoint, names, process, {'processes': processes, 'files': {}})
 
 
-def complete_checksums(
-  checkpoint: pathlib.Path, names: Iterable[str] | None = None
+def complete_checksums(checkpoint: pathlib.Path) -> None:
+  """Adds checksums that are missing to those of the first process."""
+  names = sorted({*regular_files(checkpoint)} - {*read_checksums(checkpoint)})
+  if names:
+    part = read_json(checkpoint / _CHECKSUMS.format(0))
+    _write_sums(checkpoint, names, 0, part)
+
+
+def _write_sums(
+  checkpoint: pathlib.Path, names: Iterable[str], process: int, part: Any
 ) -> None:
-  """Adds checksums that are missing to those of the first process.
-
-  Args:
-    checkpoint: whose.
-    names: of the files; None is all that have none.
-  """
-  listed = read_checksums(checkpoint)
-  names = regular_files(checkpoint) if names is None else names
-  if missing := [name for name in names if name not in listed]:
-    path = checkpoint / _CHECKSUMS.format(0)
-    part = read_json(path)
-    part['files'] |= {n: _checksum(checkpoint / n) for n in missing}
-    _write_sums(path, part)
-
-
-def _write_sums(path: pathlib.Path, part: dict[str, Any]) -> None:
+  """Hashes files, and writes the checksums of a process with theirs."""
+  part['files'] |= {name: _checksum(checkpoint / name) for name in names}
+  part['crc'] = _crc_of(part)
   # A new file: the old one may be linked into another checkpoint.
-  write_json(path, {**part, 'crc': _crc_of(part)})
+  write_json(checkpoint / _CHECKSUMS.format(process), part)
 
 
 def _crc_of(part: dict[str, Any]) -> int:
@@ -563,13 +551,14 @@ def new(checkpoint: pathlib.Path) -> pathlib.Path:
 
 
 def replace(checkpoint: pathlib.Path) -> None:
-  """Puts `new(checkpoint)` in the place of a checkpoint, or of none."""
+  """Puts `new(checkpoint)`, if it is there, in the place of a checkpoint."""
   # The new one is there for good before the old one goes.
   disk.sync_directory(checkpoint.parent)
-  old = _hidden(checkpoint)
-  os.rename(new(checkpoint), checkpoint)
-  disk.sync_directory(checkpoint.parent)
-  shutil.rmtree(old, ignore_errors=True)
+  if new(checkpoint).exists():
+    old = _hidden(checkpoint)
+    os.rename(new(checkpoint), checkpoint)
+    disk.sync_directory(checkpoint.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def clean(series: pathlib.Path) -> None:
@@ -633,40 +622,34 @@ def link(source: pathlib.Path, target: pathlib.Path) -> None:
     raise FileNotFoundError(f'{source} was removed while it was read.') from e
 
 
-@dataclasses.dataclass(frozen=True)
-class Keep:
-  """Which checkpoints of a series stay.
+def removable(
+  saved: Iterable[tuple[int, float]],
+  newest: int,
+  every_steps: int | None = None,
+  every_hours: float | None = None,
+) -> list[int]:
+  """Returns the steps to remove from a series.
 
-  Attributes:
-    newest: how many of the newest.
+  Args:
+    saved: step and time in seconds of each checkpoint.
+    newest: how many of the newest stay.
     every_steps: the first at or after each multiple of it stays for ever.
     every_hours: one at least that long after the last such one, likewise.
   """
-
-  newest: int
-  every_steps: int | None = None
-  every_hours: float | None = None
-
-  def removable(self, saved: Iterable[tuple[int, float]]) -> list[int]:
-    """Returns the steps to remove.
-
-    Args:
-      saved: step and time in seconds of each checkpoint.
-    """
-    ordered = sorted(saved)
-    forever = set()
-    last_multiple, last_time = 0, None
-    for step, when in ordered:
-      if self.every_steps and step // self.every_steps > last_multiple:
-        last_multiple = step // self.every_steps
-        forever.add(step)
-      # One from before the last: the clock was put back, so begin anew.
-      if self.every_hours and (
-        last_time is None or not 0 <= when - last_time < 3600 * self.every_hours
-      ):
-        last_time = when
-        forever.add(step)
-    return [step for step, _ in ordered[: -self.newest] if step not in forever]
+  ordered = sorted(saved)
+  forever = set()
+  last_multiple, last_time = 0, None
+  for step, when in ordered:
+    if every_steps and step // every_steps > last_multiple:
+      last_multiple = step // every_steps
+      forever.add(step)
+    # One from before the last: the clock was put back, so begin anew.
+    if every_hours and (
+      last_time is None or not 0 <= when - last_time < 3600 * every_hours
+    ):
+      last_time = when
+      forever.add(step)
+  return [step for step, _ in ordered[:-newest] if step not in forever]
 
 
 # Who may write.

@@ -51,7 +51,11 @@ _FACTORIES: dict[str | None, type | None] = {None: None} | {
 
 def name_of(path: Iterable[Any]) -> str:
   """Returns the name of a JAX key path, such as 'params/linear/w'."""
-  return '/'.join(_component(key) for key in path)
+  names = []
+  for key in path:
+    parts = (getattr(key, a) for a in ('key', 'name', 'idx') if hasattr(key, a))
+    names.append(str(next(parts, key)))
+  return '/'.join(names)
 
 
 def named_leaves(tree: Any, name: str = '') -> dict[str, Any]:
@@ -162,13 +166,6 @@ def leaves(structure: Any, name: str) -> Iterator[tuple[str, str]]:
 # Names and texts.
 
 
-def _component(key: Any) -> str:
-  for attribute in ('key', 'name', 'idx'):
-    if hasattr(key, attribute):
-      return str(getattr(key, attribute))
-  return str(key)
-
-
 def _unique(name: str, taken: Mapping[str, Any]) -> str:
   unique, count = name, 1
   while unique in taken:
@@ -225,21 +222,16 @@ _unbase64 = functools.partial(base64.b64decode, validate=True)
 
 # What recognises a class.
 
+_CONFIGS = (config_dict.ConfigDict, config_dict.FrozenConfigDict)
+
 
 def _is_a(base: type) -> Callable[[type], bool]:
   return lambda cls: issubclass(cls, base)
 
 
-def _has_finalizer(cls: type) -> bool:
-  return any('__del__' in vars(c) for c in cls.__mro__)
-
-
 def _may_be_made(cls: type) -> bool:
-  return not _has_finalizer(cls) and not issubclass(cls, functools.partial)
-
-
-def _is_config(cls: type) -> bool:
-  return cls in (config_dict.ConfigDict, config_dict.FrozenConfigDict)
+  has_finalizer = any('__del__' in vars(c) for c in cls.__mro__)
+  return not has_finalizer and not issubclass(cls, functools.partial)
 
 
 def _is_namedtuple(cls: type) -> bool:
@@ -322,7 +314,7 @@ class Encoding:
       if tag == 'jax' and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         tag = 'key'
       if tag is None:
-        raise _RefusedError('its class has a __del__' * _has_finalizer(type(x)))
+        raise _RefusedError('its class has a __del__' * hasattr(x, '__del__'))
       return {tag: _KINDS[tag].encode(self, x, name)}
     except _RefusedError as e:
       return self._refuse(x, name, str(e))
@@ -437,7 +429,7 @@ class Encoding:
     children, aux = jax.tree_util.flatten_one_level_with_keys(x)
     if aux is x:  # By jax.tree_util.register_static.
       raise _RefusedError('registered as static')
-    parts = [self.walk(c, f'{name}/{_component(k)}') for k, c in children]
+    parts = [self.walk(c, f'{name}/{name_of([k])}') for k, c in children]
     self._aux += 1
     data = self.walk(aux, f'{name}/aux')
     self._aux -= 1
@@ -536,13 +528,7 @@ class _Decoder:
 
   def enum(self, body: list[str]) -> Any:
     address, name = body
-    members = self._class(address, 'enum').__members__
-    if name not in members:
-      raise ValueError(
-        f'The checkpoint holds the member {name!r} of {address!r}, which has'
-        f' {list(members)}.'
-      )
-    return members[name]
+    return self._class(address, 'enum').__members__[name]
 
   def fields(self, body: list[Any], tag: str) -> Any:
     address, values = body
@@ -650,7 +636,8 @@ _KINDS: dict[str, _Kind] = {
   'dict': _Kind(dict, Encoding.pairs, _Decoder.pairs, iter),  # [[key, value]]
   'defaultdict': _Kind(collections.defaultdict, Encoding.defaultdict,
                        _Decoder.defaultdict, _last),
-  'config': _Kind(_is_config, Encoding.config, _Decoder.config, _last),
+  'config': _Kind(lambda cls: cls in _CONFIGS, Encoding.config,
+                  _Decoder.config, _last),
   'dtype': _Kind(_is_a(np.dtype), Encoding.dtype,
                  lambda d, b: np.dtype(str(b))),
   # A copy where NumPy only looks into memory of JAX: experiments count in
