@@ -174,6 +174,16 @@ def both_shapes(shape):
   return attack
 
 
+def one_chunk(shape):
+  def attack(step, outside):
+    both_shapes(shape)(step, outside)
+    edit_zarr(
+      lambda z: z['chunk_grid']['configuration'].update(chunk_shape=shape)
+    )(step, outside)
+
+  return attack
+
+
 def target_of(step, name):
   """Returns a path in the checkpoint; 'W' stands for the array's folder."""
   if name.startswith('W'):
@@ -362,6 +372,7 @@ ARRAYS = {
   'chunks huge in zarr.json': edit_zarr(
     lambda z: z['chunk_grid']['configuration'].update(chunk_shape=HUGE)
   ),
+  'one huge chunk': one_chunk([1 << 17, 1 << 17]),  # 64 GiB of float32.
   'chunks small in zarr.json': edit_zarr(
     lambda z: z['chunk_grid']['configuration'].update(chunk_shape=[1, 2])
   ),
@@ -825,6 +836,12 @@ def test_a_fifo_in_a_program_of_its_own(run):
   )
   assert (out.returncode, out.stderr) == (1, '')
   assert 'is a FIFO' in out.stdout
+
+
+def test_a_huge_chunk_is_refused_before_it_is_read(attacked):
+  step = attacked(ARRAYS['one huge chunk'])
+  with pytest.raises(files.RefusedError, match='chunks are missing'):
+    contents.Checkpoint(step).check()
 
 
 @pytest.mark.parametrize('chunk', [1, 2])

@@ -208,13 +208,12 @@ class Checkpoint(files.Listing):
       files.RefusedError: naming the first such array.
       files.DamagedError: the checkpoint was removed meanwhile.
     """
-    prefix = f'{files.ARRAYS}/'
-    # How many files with checksums the directory of each array has.
-    counts = collections.Counter(
-      file.removeprefix(prefix).split('/')[0]
-      for file in self.there.intersection(self.sums)
-      if file.startswith(prefix)
-    )
+    # Sizes of the files with checksums below the directory of each array.
+    sizes = collections.defaultdict(list)
+    for file in self.there.intersection(self.sums):
+      top, *below = file.split('/')
+      if top == files.ARRAYS and len(below) > 1:
+        sizes[below[0]].append(self.sums[file][0])
     opening = {}
     for name in dict.fromkeys(self.described if names is None else names):
       if name not in self._opened:
@@ -226,10 +225,12 @@ class Checkpoint(files.Listing):
         with self._refused(name):
           opened = future.result()
           chunk = opened.chunk_layout.write_chunk.shape or ()
-          sizes = zip(opened.shape, chunk, strict=True)
+          grid = zip(opened.shape, chunk, strict=True)
+          chunks = math.prod(-(-n // c) for n, c in grid)
+          needed = chunks * math.prod(chunk) * opened.dtype.numpy_dtype.itemsize
+          found = sizes[self.described[name]['file']]
           # One more is zarr.json.
-          needed = math.prod(-(-n // c) for n, c in sizes) + 1
-          if counts[self.described[name]['file']] < needed:
+          if len(found) <= chunks or sum(found) < needed:
             raise ValueError('chunks are missing')
       self._opened[name] = opened
 
