@@ -175,11 +175,14 @@ def both_shapes(shape):
 
 
 def one_chunk(shape):
+  def change(zarr):
+    zarr['chunk_grid']['configuration']['chunk_shape'] = shape
+    for codec in zarr['codecs']:
+      codec['configuration']['chunk_shape'] = shape
+
   def attack(step, outside):
     both_shapes(shape)(step, outside)
-    edit_zarr(
-      lambda z: z['chunk_grid']['configuration'].update(chunk_shape=shape)
-    )(step, outside)
+    edit_zarr(change)(step, outside)
 
   return attack
 
