@@ -319,17 +319,14 @@ def as_saved(x: Any, about: Mapping[str, Any], target: Any) -> Any:
   return jax.device_put(x, sharding)
 
 
-def from_json(described: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns what `to_json` got; a jax.Array is on the default device."""
-  arrays: dict[str, Any] = {}
-  for name, about in described.items():
-    data = base64.b64decode(about['base64'])
-    x = _from_bytes(data, about['dtype'], about['shape'])
-    if 'key' in about:
-      arrays[name] = jax.random.wrap_key_data(jnp.asarray(x), impl=about['key'])
-    else:
-      arrays[name] = jnp.asarray(x) if about['kind'] == 'jax' else x
-  return arrays
+def from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  """Returns what `to_json` got."""
+  return {
+    name: _from_bytes(
+      base64.b64decode(about['base64']), about['dtype'], about['shape']
+    )
+    for name, about in described.items()
+  }
 
 
 def _dtype_to_json(dtype: np.dtype) -> Any:

@@ -20,7 +20,6 @@ from typing import Any
 
 from absl import logging
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
@@ -358,9 +357,8 @@ class Checkpoint(files.Listing):
         f'{self.path} lacks {missing}; it holds {sorted(described)}.'
       )
     names = [n for key in keys for n in self._below(f'run/{key}')]
-    read = dict(self.read(dict.fromkeys(names)))
-    small = arrays_lib.from_json(self.extra['arrays'])
-    arrays = self._as_live(read) | small
+    arrays = dict(self.read(dict.fromkeys(names)))
+    arrays |= arrays_lib.from_json(self.extra['arrays'])
     return {key: self._decode(described[key], arrays) for key in keys}
 
   def snapshot(self, experiment: Any) -> dict[str, Any]:
@@ -397,10 +395,10 @@ class Checkpoint(files.Listing):
         snapshot[entry] = _with_arrays(trees[entry], entry, arrays)
         continue
       own = {n: arrays[n] for n in self._below(entry) if n in arrays}
-      if entry not in placed:
-        own = self._as_live(own)
       with files.well_formed():
-        snapshot[entry] = self._decode(about['structure'], own)
+        snapshot[entry] = self._decode(
+          about['structure'], own, on_host=entry in placed
+        )
     snapshot.update(self._per_process(lambda e: is_named(e) and wants(e)))
     if skipped := [e for e in self.record['module'] if e not in saved]:
       logging.info(
@@ -478,20 +476,15 @@ class Checkpoint(files.Listing):
     """Returns the names of an entry's arrays."""
     return [n for n in self.described if f'{n}/'.startswith(f'{entry}/')]
 
-  def _decode(self, described: Any, arrays: Mapping[str, Any]) -> Any:
+  def _decode(
+    self, described: Any, arrays: Mapping[str, Any], on_host: bool = False
+  ) -> Any:
     try:
       return structure.decode(
-        described, arrays, allow_pickle=self._allow_pickle
+        described, arrays, allow_pickle=self._allow_pickle, on_host=on_host
       )
     except ValueError as e:
       raise files.RefusedError(str(e).rstrip('.')) from e
-
-  def _as_live(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes jax.Arrays of those that were such."""
-    return {
-      name: jnp.asarray(x) if self.described[name]['kind'] == 'jax' else x
-      for name, x in arrays.items()
-    }
 
   def _shape(self, name: str) -> str:
     return arrays_lib.saved_shape(self.described[name])

@@ -383,15 +383,16 @@ def _write_sums(
   checkpoint: pathlib.Path, names: Iterable[str], process: int, part: Any
 ) -> None:
   """Hashes files, and writes the checksums of a process with theirs."""
-  part['files'] |= {name: _checksum(checkpoint / name) for name in names}
-  part['crc'] = _crc_of(part)
+  sums = part['files'] | {n: _checksum(checkpoint / n) for n in names}
+  part = {'processes': part['processes'], 'files': sums}
   # A new file: the old one may be linked into another checkpoint.
-  write_json(checkpoint / _CHECKSUMS.format(process), part)
+  path = checkpoint / _CHECKSUMS.format(process)
+  write_json(path, {**part, 'crc': crc_of(part)})
 
 
-def _crc_of(part: dict[str, Any]) -> int:
-  summed = {key: part[key] for key in ('processes', 'files')}
-  return zlib.crc32(json.dumps(summed, sort_keys=True).encode())
+def crc_of(value: Any) -> int:
+  """Returns the CRC-32 of the JSON of a value."""
+  return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
@@ -407,11 +408,8 @@ def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
   while process < processes:
     name = _CHECKSUMS.format(process)
     part = read_json(checkpoint / name)
-    try:
-      is_whole = _crc_of(part) == part['crc']
-    except (KeyError, TypeError):
-      is_whole = False
-    if not is_whole:
+    crc = part.pop('crc', None) if isinstance(part, dict) else None
+    if crc != crc_of(part):
       raise DamagedError(f'{name} is not as it was written')
     for file in part['files']:
       if file != os.path.normpath(file) or file.split('/')[0] in ('', '..'):

@@ -204,9 +204,7 @@ class Checkpoint(contents.Checkpoint):
       values: dict[str, str] = {}
       for key, value in parts.items():
         values.update(structure.leaves(value, key))
-      for name, about in small.items():  # Also keys, and what was on a device.
-        plain = {k: about[k] for k in ('base64', 'dtype', 'shape')}
-        x = arrays_lib.from_json({name: plain | {'kind': 'numpy'}})[name]
+      for name, x in arrays_lib.from_json(small).items():
         values[name] = f'{x.dtype.name}{list(x.shape)} {x.tolist()}'
       config = base_config.flat(self.record['config'])
       return {

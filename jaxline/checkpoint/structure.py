@@ -113,7 +113,11 @@ def encode(tree: Any, name: str, *, allow_pickle: bool = False) -> 'Encoding':
 
 
 def decode(
-  structure: Any, arrays: Mapping[str, Any], *, allow_pickle: bool = False
+  structure: Any,
+  arrays: Mapping[str, Any],
+  *,
+  allow_pickle: bool = False,
+  on_host: bool = False,
 ) -> Any:
   """Puts a value together again.
 
@@ -122,6 +126,8 @@ def decode(
     arrays: name -> array. A jax.Array comes back as the very object here, a
       NumPy array writeable.
     allow_pickle: whether to unpickle what was pickled, which may run any code.
+    on_host: whether an array that was a jax.Array may come back as it is here;
+      else it is one again, on the default device.
 
   Raises:
     ValueError: the structure is damaged, lacks an array, holds a pickled value
@@ -129,7 +135,7 @@ def decode(
       of the kind that it says.
   """
   try:
-    return _Decoder(arrays, allow_pickle).walk(structure)
+    return _Decoder(arrays, allow_pickle, on_host).walk(structure)
   except RecursionError:
     raise ValueError(
       'The structure in the checkpoint is nested too deeply to be restored.'
@@ -439,9 +445,12 @@ class Encoding:
 class _Decoder:
   """Puts one value together."""
 
-  def __init__(self, arrays: Mapping[str, Any], allow_pickle: bool):
+  def __init__(
+    self, arrays: Mapping[str, Any], allow_pickle: bool, on_host: bool
+  ):
     self._arrays = arrays
     self._allow_pickle = allow_pickle
+    self._on_host = on_host
     self._aux = 0  # How many auxiliary data are around.
 
   def walk(self, structure: Any) -> Any:
@@ -521,6 +530,10 @@ class _Decoder:
         f' {sorted(self._arrays)}.'
       )
     return self._arrays[name]
+
+  def jax_array(self, name: str) -> Any:
+    x = self.array(name)
+    return x if self._on_host else jax.numpy.asarray(x)
 
   def key(self, body: list[str]) -> jax.Array:
     name, impl = body
@@ -647,7 +660,7 @@ _KINDS: dict[str, _Kind] = {
                  _nothing),
   'scalar': _Kind(_is_a(np.generic), Encoding.array,
                   lambda d, b: np.asarray(d.array(b))[()], _nothing),
-  'jax': _Kind(_is_a(jax.Array), Encoding.array, _Decoder.array, _nothing),
+  'jax': _Kind(_is_a(jax.Array), Encoding.array, _Decoder.jax_array, _nothing),
   'key': _Kind(_nothing, Encoding.key, _Decoder.key, _nothing),
   'enum': _Kind(_is_a(enum.Enum), Encoding.enum, _Decoder.enum,
                 lambda b: f'<enum {b}>'),  # Its module may not be there.
