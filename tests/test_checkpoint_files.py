@@ -351,7 +351,7 @@ def test_shares_of_several_processes(tmp_path):
   assert files.size(path) == 4 + parts[1]['checkpoint.json'][0]
   (path / 'arrays/w/0').write_bytes(b'abce')
   per_process = [
-    files.Listing(path).verify(process=i, processes=2) for i in range(2)
+    files.Listing(path).verify(share=slice(i, None, 2)) for i in range(2)
   ]
   assert [len(problems) for problems in per_process] == [1, 0]
   assert (

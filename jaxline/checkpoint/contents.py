@@ -170,14 +170,13 @@ class Checkpoint(files.Listing):
 
   @files.well_formed()
   def require_arrays(
-    self, wants: Callable[[str], bool], process: int = 0, processes: int = 1
+    self, wants: Callable[[str], bool], share: slice = slice(None)
   ) -> None:
     """Verifies all files but those of arrays that are not wanted.
 
     Args:
       wants: of an array's name, whether it will be read.
-      process: index of this process.
-      processes: how many share the work.
+      share: of the files, which to look at, where processes share the work.
 
     Raises:
       files.RefusedError: it is as it was written, but no save writes such.
@@ -190,9 +189,7 @@ class Checkpoint(files.Listing):
       if not wants(name)
     }
     self.require(
-      lambda file: '/'.join(file.split('/')[:2]) not in unwanted,
-      process,
-      processes,
+      lambda file: '/'.join(file.split('/')[:2]) not in unwanted, share
     )
     self.check(filter(wants, self.described))
 
@@ -574,8 +571,7 @@ def verified(
     found = Checkpoint(path, allow_pickle)
     found.require_arrays(
       lambda name: name.startswith('run/') or wants(name),
-      jax.process_index(),
-      jax.process_count(),
+      slice(jax.process_index(), None, jax.process_count()),
     )
     return found
 

@@ -735,11 +735,7 @@ def _foreign(where: str) -> pathlib.Path:
   Raises:
     UsageError: there is none; says which there are.
   """
-  if '://' in where:
-    raise errors.UsageError(
-      f'config.restore_from is {where!r}; expected a folder of this machine.'
-      ' Mount the bucket and give the path it has here.'
-    )
+  files.root(where, 'restore_from')
   try:
     path = inspection.newest(where)
   except ValueError as e:

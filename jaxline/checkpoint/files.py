@@ -174,16 +174,22 @@ def retried(read: Callable[[], _T], name: str) -> _T:
     time.sleep(pause)
 
 
-def root(directory: str | os.PathLike[str]) -> pathlib.Path:
+def root(
+  directory: str | os.PathLike[str], key: str = 'checkpoint_dir'
+) -> pathlib.Path:
   """Returns where a run's checkpoints are.
+
+  Args:
+    directory: the run's.
+    key: of the config, which gives it.
 
   Raises:
     UsageError: it is an address and not a directory.
   """
   if '://' in os.fspath(directory):
     raise errors.UsageError(
-      f'config.checkpoint_dir is {os.fspath(directory)!r}; expected a folder of'
-      ' this machine. Mount the bucket and give the path that it has here.'
+      f'config.{key} is {os.fspath(directory)!r}; expected a folder of this'
+      ' machine. Mount the bucket and give the path that it has here.'
     )
   return pathlib.Path(directory).absolute() / 'checkpoints'
 
@@ -428,8 +434,6 @@ class Listing:
   Attributes:
     path: the checkpoint.
     there: the relative names of all files that have checksums.
-    opened: name -> the TensorStore of each array that `arrays.check` has found
-      to be as the record says; None is an array without elements.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -440,7 +444,6 @@ class Listing:
     """
     self.path = path
     self.there = frozenset(regular_files(path))
-    self.opened: dict[str, Any] = {}
 
   @functools.cached_property
   def sums(self) -> dict[str, list[int]]:
@@ -454,17 +457,16 @@ class Listing:
     return read_record(self.path)
 
   def require(
-    self, wanted: Callable[[str], bool], process: int = 0, processes: int = 1
+    self, wanted: Callable[[str], bool], share: slice = slice(None)
   ) -> None:
     """Raises DamagedError where `verify` finds something wrong."""
-    if problems := self.verify(wanted, process, processes):
+    if problems := self.verify(wanted, share):
       raise DamagedError('; '.join(problems))
 
   def verify(
     self,
     wanted: Callable[[str], bool] = lambda name: True,
-    process: int = 0,
-    processes: int = 1,
+    share: slice = slice(None),
   ) -> list[str]:
     """Returns what is wrong with the files, a line for each.
 
@@ -473,8 +475,7 @@ class Listing:
 
     Args:
       wanted: of a file's relative name, whether to look at it.
-      process: index of this process.
-      processes: how many share the work.
+      share: of these, which to look at, where processes share the work.
 
     Raises:
       RefusedError: it holds what no save writes.
@@ -487,12 +488,10 @@ class Listing:
     except DamagedError as e:
       return [str(e)]
     problems = []
-    for name in sorted(filter(wanted, sums))[process::processes]:
+    for name in sorted(filter(wanted, sums))[share]:
       size, crc = sums[name]
       read = functools.partial(_checksum, self.path / name, size)
       try:
-        if name not in self.there:
-          raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         got_size, got_crc = retried(read, name)
       except MISSING as e:
         problems.append(f'{printable(name)} cannot be read ({e.strerror})')
