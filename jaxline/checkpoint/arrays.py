@@ -255,8 +255,12 @@ def store(live: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     tail = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
     file = f'{i:04d}.{tail}'
     about = {'file': file, **_about(live[name], x), 'dtype': x.dtype.name}
-    if not _can_be_stored(x.dtype):
-      about['bytes_of'] = _dtype_to_json(x.dtype)
+    dtype = x.dtype
+    if not dtype.isnative or not (
+      (dtype.kind in 'biufc' and dtype not in (np.longdouble, np.clongdouble))
+      or dtype.name in _ZARR_DTYPES
+    ):
+      about['bytes_of'] = _dtype_to_json(dtype)
       x = np.frombuffer(x.tobytes(), np.uint8)
     if x.size:
       stored[file] = x
@@ -284,14 +288,6 @@ def _about(live: Any, x: Any) -> dict[str, Any]:
   if is_key(live):
     about['key'] = str(jax.random.key_impl(live))
   return about
-
-
-def _can_be_stored(dtype: np.dtype) -> bool:
-  """Returns whether the Zarr 3 driver knows a type."""
-  return dtype.isnative and (
-    (dtype.kind in 'biufc' and dtype not in (np.longdouble, np.clongdouble))
-    or dtype.name in _ZARR_DTYPES
-  )  # fmt: skip
 
 
 # Reading.

@@ -55,14 +55,9 @@ _IRREGULAR = {
 }
 # What a record has.
 _FIELDS: dict[str, Any] = {
-  'step': int,
+  **dict.fromkeys(('step', 'processes'), int),
   'time': (int, float),
-  'processes': int,
-  'versions': dict,
-  'config': dict,
-  'entries': dict,
-  'module': dict,
-  'arrays': dict,
+  **dict.fromkeys(('versions', 'config', 'entries', 'module', 'arrays'), dict),
 }
 _LAST_SECOND = 253402300799  # Of the year 9999, the last one that has a date.
 _MOST_JSON = 1 << 32  # Bytes of a file that is read into memory.

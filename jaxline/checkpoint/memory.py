@@ -312,13 +312,13 @@ class InMemoryCheckpointer(base.FullCheckpointer):
       s for s in _history(ckpt_series) if step is None or step_of(s) == step
     ]
     if not history:
+      saved = sorted(name for name in _checkpoints() if _history(name))
       raise ValueError(
         f'The series {ckpt_series!r} has no checkpoint'
         + (' to restore' if step is None else f' of step {step}')
-        + f'; there are checkpoints of {_saved_series()}.'
+        + f'; there are checkpoints of {saved}.'
       )
-    saved = entries_of(history[-1], ckpt_series, state)
-    fill(state, saved)
+    fill(state, entries_of(history[-1], ckpt_series, state))
     logging.info(
       'Restored checkpoint %s of series %s.', history[-1].id, ckpt_series
     )
@@ -366,7 +366,3 @@ def _history(ckpt_series: str) -> list[SnapshotNT | Published]:
   with _lock:
     series = _checkpoints().get(ckpt_series)
     return list(series.history) if series else []
-
-
-def _saved_series() -> list[str]:
-  return sorted(name for name, s in _checkpoints().items() if s.history)
