@@ -2121,8 +2121,8 @@ def test_rules_for_all_of_the_state_begin_a_new_run(run, tmp_path):
     ([('state/params/w', 'state/params/v')],
      r"no arrays \['state/params/v'\]; the nearest .*'state/params/w'"),
     ([('state/params/w', 'state/params/layer/b')],
-     r"state/params/w: the checkpoint's state/params/layer/b is"
-     r' float32\[2, 3\], expected float32\[4\]'),
+     r'state/params/w from state/params/layer/b: the checkpoint has'
+     r' float32\[2, 3\], the experiment expects float32\[4\]'),
     ([('params/w', 'state/params/w')], r"\['params/w'\] match none"),
   ],
 )  # fmt: skip

@@ -367,11 +367,21 @@ class Checkpoint(files.Listing):
     trees = template(experiment)
     wants, is_named = wants_of(experiment), _names_of(experiment)
     saved = {e: x for e, x in self.record['module'].items() if is_named(e)}
-    self._check_fit(trees, saved)
     # Name of an array -> where it goes; None is host memory.
     targets: dict[str, Any] = {}
     for entry, tree in trees.items():
       targets |= _arrays_of(tree, entry)
+    have = {n: self._shape(n) for e in trees for n in self._below(e)}
+    expected = {n: _shape_of(x) for n, x in targets.items()}
+    have |= {
+      entry: 'a tree of arrays'
+      for entry, about in saved.items()
+      if 'leaves' in about and entry not in trees
+    }
+    self._check_fit(
+      (name, have.get(name, 'nothing'), expected.get(name, 'nothing'))
+      for name in sorted(have.keys() | expected.keys())
+    )
     for entry in set(saved) - set(trees):
       targets |= dict.fromkeys(self._below(entry))
     # It fits: what is replaced may go, so that the devices need not hold both.
@@ -435,12 +445,10 @@ class Checkpoint(files.Listing):
         f'config.restore_rules: {self.path} has no arrays {absent}; the'
         f' nearest to the first are {near}.'
       )
-    self._refuse_unfit([
-      f"{name}: the checkpoint's {source} is {self._shape(source)}, expected"
-      f' {_shape_of(live[name])}'
+    self._check_fit(
+      (f'{name} from {source}', self._shape(source), _shape_of(live[name]))
       for name, source in sources.items()
-      if self._shape(source) != _shape_of(live[name])
-    ])  # fmt: skip
+    )
     replaced = self.read_like(live, sources)
     # Nobody has these arrays but the experiment itself, or this function.
     return base.Fresh(
@@ -486,28 +494,17 @@ class Checkpoint(files.Listing):
   def _shape(self, name: str) -> str:
     return arrays_lib.saved_shape(self.described[name])
 
-  def _check_fit(
-    self, trees: Mapping[str, Any], saved: Mapping[str, Any]
-  ) -> None:
-    """Raises MismatchError unless all arrays of the trees are there as told."""
-    wrong = []
-    for entry, tree in trees.items():
-      wanted = {n: _shape_of(x) for n, x in _arrays_of(tree, entry).items()}
-      have = {n: self._shape(n) for n in self._below(entry)}
-      wrong += [
-        f'{name}: the checkpoint has {have.get(name, "nothing")}, the'
-        f' experiment expects {wanted.get(name, "nothing")}'
-        for name in sorted(have.keys() | wanted.keys())
-        if have.get(name) != wanted.get(name)
-      ]
-    wrong += [
-      f'{entry}: the experiment does not tell its shape'
-      for entry, described in saved.items()
-      if 'leaves' in described and entry not in trees
-    ]
-    self._refuse_unfit(wrong)
+  def _check_fit(self, pairs: Iterable[tuple[str, str, str]]) -> None:
+    """Raises MismatchError unless all is here as the experiment expects it.
 
-  def _refuse_unfit(self, wrong: list[str]) -> None:
+    Args:
+      pairs: name, what is here, and what is expected, as text.
+    """
+    wrong = [
+      f'{name}: the checkpoint has {have}, the experiment expects {expected}'
+      for name, have, expected in pairs
+      if have != expected
+    ]
     if wrong:
       lines = ''.join(f'\n  {files.printable(line)}' for line in wrong)
       raise MismatchError(

@@ -220,9 +220,11 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     begin = None
     if step is None and not self._has_any(ckpt_series):
       begin = self._beginning(ckpt_series)
+    source = _SEED
     if begin is None:
       path, entries = self._read_own(ckpt_series, step, state)
     elif isinstance(begin, pathlib.Path):
+      source = str(begin)
       with files.reading(begin):
         wants = contents.wants_of(experiment)
         found = contents.verified(begin, wants, self._allow_pickle)
@@ -231,17 +233,15 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     else:
       entries = memory.entries_of(begin, ckpt_series, state)
       entries = {key: _placed(key, entries, state) for key in entries}
-    memory.fill(state, entries)
-    if begin is not None:
-      is_foreign = isinstance(begin, pathlib.Path)
-      source = begin if is_foreign else _SEED
-      logging.info('Began the series %r from %s.', ckpt_series, source)
-      if self._forks and not is_foreign:
+      if self._forks:
         logging.warning(
           'config.restore_from is %r, which is not used: there is %s.',
           self._config.restore_from,
           _SEED,
         )
+    memory.fill(state, entries)
+    if begin is not None:
+      logging.info('Began the series %r from %s.', ckpt_series, source)
       return
     logging.info('Restored %s.', path)
     if ckpt_series == 'latest':
@@ -443,7 +443,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       # Later than any other best one, also if the clock is not.
       when = max([when, *(_saved_at(p) + 1 for p in self._candidates('best'))])
     # Several processes must agree on it, and may see another directory yet.
-    is_free = jax.process_count() == 1 and not target.exists()
+    is_free = jax.process_count() == 1 and not os.path.lexists(target)
     place = target if is_free else files.new(target)
     try:
       if isinstance(source, arrays.Content):

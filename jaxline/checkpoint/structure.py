@@ -320,7 +320,9 @@ class Encoding:
       if tag == 'jax' and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         tag = 'key'
       if tag is None:
-        raise _RefusedError('its class has a __del__' * hasattr(x, '__del__'))
+        raise _RefusedError(
+          'its class has a __del__' * hasattr(type(x), '__del__')
+        )
       return {tag: _KINDS[tag].encode(self, x, name)}
     except _RefusedError as e:
       return self._refuse(x, name, str(e))
