@@ -128,8 +128,8 @@ def load(
     path = path.with_name(distributed.of_chief(path.name))
     stored = {name: _ROOT + source for name, source in sources.items()}
     with files.reading(path):
-      found = arrays_lib.verify(path, set(stored.values()).__contains__)
-      replaced |= contents.Reader(found).take(stored, live, where)
+      found = contents.verified(path, set(stored.values()).__contains__)
+      replaced |= found.take(stored, live, where)
     logging.info('Loaded %d arrays of %s.', len(sources), path)
   kept = [name for name in _variables(live) if _full(name) not in replaced]
   if kept:

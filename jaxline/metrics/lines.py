@@ -88,10 +88,10 @@ def duration(seconds: float) -> str:
   return f'{hours / 24:.1f} days'
 
 
-def size(num_bytes: float) -> str:
-  """Returns '1.5 MiB': four digits, in a unit that fits."""
+def size(num_bytes: float, digits: str = '.4g') -> str:
+  """Returns '1.5 MiB': so many digits, in a unit that fits."""
   for unit in ('B', 'KiB', 'MiB', 'GiB'):
     if num_bytes < 1024:
-      return f'{num_bytes:.4g} {unit}'
+      return f'{num_bytes:{".4g" if unit == "B" else digits}} {unit}'
     num_bytes /= 1024
-  return f'{num_bytes:.4g} TiB'
+  return f'{num_bytes:{digits}} TiB'
