@@ -205,28 +205,6 @@ def test_a_wait_on_its_own_thread_ends():
   assert done == [1]
 
 
-def test_a_wait_and_many_calls_end_the_pause_of_the_thread():
-  paused = threading.Semaphore(0)
-
-  class Hurry(threading.Event):
-    def wait(self, timeout):
-      paused.release()
-      return super().wait(timeout)
-
-  executor, done = async_lib.SerialExecutor(pause_secs=3600), []
-  executor._hurry = Hurry()
-  executor.put(int)
-  assert paused.acquire(timeout=TIMEOUT)
-  executor.wait(lambda: done.append('waited for'))
-  assert done == ['waited for']
-  assert paused.acquire(timeout=TIMEOUT)
-  for i in range(async_lib._MANY_CALLS + 1):
-    executor.put(functools.partial(done.append, i))
-  # It has run them, and sleeps again.
-  assert paused.acquire(timeout=TIMEOUT)
-  assert done[-1] == async_lib._MANY_CALLS
-
-
 def test_wait_async_raises_no_error_of_a_later_call():
   executor, done = async_lib.SerialExecutor(), []
   wait = executor.wait_async(lambda: done.append(1))
