@@ -6,8 +6,8 @@ A `Console` has three modes:
   plain  a line at each interval, for a pipe, a file or a notebook
   off    a line at each interval in the log of absl, and nothing else
 
-In the first two the numbers of training are means over the last steps. What is
-written to TensorBoard and JSON lines is exact.
+In the first two the numbers of training are means over at most 100 steps. What
+is written to TensorBoard and JSON lines is exact.
 """
 
 from __future__ import annotations
