@@ -604,7 +604,6 @@ def test_a_handler_of_a_named_logger_writes_above_too(live, terminal):
   logger.addHandler(handler)
   try:
     live.start()
-    assert isinstance(handler.stream, live_lib._Above)
     logger.warning('a warning')
     live.stop()
     assert handler.stream is terminal.file
@@ -689,9 +688,8 @@ def test_a_notice_past_python_is_not_drawn_over(live, terminal):
 
 def test_a_terminal_that_is_gone_ends_no_run(live, terminal):
   live.start()
-  with mock.patch.object(live, '_out') as out:
-    out.encoding, out.fileno = 'utf-8', terminal.file.fileno
-    out.write.side_effect = OSError(5, 'Input/output error')
+  gone = OSError(5, 'Input/output error')
+  with mock.patch.object(live, '_write', side_effect=gone):
     print('nobody sees it')
     time.sleep(0.3)
   live.stop()
@@ -1034,6 +1032,21 @@ def test_the_last_block_of_an_evaluation(capsys):
 )
 def test_durations(seconds, text):
   assert lines.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+  ('text', 'columns', 'expected'),
+  [
+    ('abcdef', 6, 'abcdef'),
+    ('abcdef', 5, 'abcd\u2026'),
+    # Each of the first two takes two columns.
+    ('\u6f22\u5b57x', 5, '\u6f22\u5b57x'),
+    ('\u6f22\u5b57x', 4, '\u6f22\u2026'),
+    ('', 0, ''),
+  ],
+)
+def test_a_line_is_cut_by_its_columns(text, columns, expected):
+  assert lines.cut(text, columns) == expected
 
 
 # --- Whole runs. ---
