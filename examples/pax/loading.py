@@ -38,7 +38,6 @@ from examples.pax import hparams
 from jaxline import distributed
 from jaxline import errors
 from jaxline import sharded
-from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
