@@ -752,6 +752,19 @@ def test_the_live_lines_show_where_the_run_is(columns):
   assert 'evaluating step 1200' in console._draw(80)
 
 
+def test_a_terminal_without_colors_shows_the_same(monkeypatch):
+  console, state = begun('live')
+  state.global_step = 1500
+  colored = console._draw(80)
+  assert '\x1b[32m' in colored
+  monkeypatch.setenv('NO_COLOR', '1')  # https://no-color.org
+  plain = console._draw(80)
+  assert '\x1b' not in plain
+  assert screen(colored) == [plain]
+  # 6000 steps, of which a quarter is done.
+  assert plain.count('━') == (plain.count('━') + plain.count('─')) // 4
+
+
 # --- The first and the last block. ---
 
 

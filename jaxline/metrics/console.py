@@ -458,9 +458,14 @@ class Console(periodic.Action):
     room = min(40, width - 3 - len(shown[0]))
     if steps and room >= 8:
       done = min(room, room * step // steps)
-      bar = f'\x1b[32m{done * "━"}\x1b[90m{(room - done) * "━"}\x1b[0m'
-      shown[0] = '  '.join([f'\x1b[1m{top[0]}\x1b[0m', bar, *top[1:]])
+      bar = _painted(done * '━', 32) + _painted((room - done) * '─', 90)
+      shown[0] = '  '.join([_painted(top[0], 1), bar, *top[1:]])
     return '\n'.join(shown)
+
+
+def _painted(text: str, code: int) -> str:
+  """Returns text in a color of the terminal, unless the user wants none."""
+  return text if os.environ.get('NO_COLOR') else f'\x1b[{code}m{text}\x1b[0m'
 
 
 class _TextWriter(writers.Backend):

@@ -92,8 +92,7 @@ class PeriodicAction(Action):
       executor: of the background thread; None makes one.
       keep_last: as `log_all_data`, but of at most so many steps, those before
         them are never fetched; and without larger arrays, which would fill the
-        memory of the devices. Where the interval has k times as many steps,
-        every k-th: to keep the arrays of a step takes as long as all the rest.
+        memory of the devices.
 
     Raises:
       ValueError: for an unknown interval_type, for growth ratios that are not
@@ -124,7 +123,6 @@ class PeriodicAction(Action):
     can_be_due = not off or ratios or end_step_to_action is not None
     self._keeps = bool(can_be_due and (log_all_data or keep_last is not None))
     self._keep_last = keep_last
-    self._stride = 1  # Of the steps that are kept.
     self._large: list[str] = []
     self._kept: collections.deque[_Record] = collections.deque(maxlen=keep_last)
     # Each of the two is written by one thread only, so no lock is needed.
@@ -196,7 +194,7 @@ class PeriodicAction(Action):
       executor.raise_error()
     step = int(step)  # A restored step can be an array.
     is_due = self._is_due(t, step)
-    if not (is_due or (self._keeps and step % self._stride == 0)):
+    if not (is_due or self._keeps):
       return
     scalars = dict(scalar_outputs or {})
     if self._keep_last is not None:
@@ -205,9 +203,6 @@ class PeriodicAction(Action):
         self._large = [name for name, size in sizes if size != 1]
       for name in self._large:
         scalars.pop(name, None)
-      if is_due:
-        num_steps = step - self._prev_step
-        self._stride = max(1, num_steps // max(1, self._keep_last))
     self._kept.append((step, scalars))
     if is_due:
       self._hand_on(self._measure_rate(t, step))
