@@ -107,7 +107,8 @@ class BeamSearchHParams(DecoderHParams):
   """Looks for the likeliest continuation as a whole.
 
   Attributes:
-    beam_size: hypotheses kept for each prompt.
+    beam_size: hypotheses kept for each prompt. Only those that ended with
+      `eos_id` are returned.
     length_norm_alpha: see `decoding.length_norm`.
   """
 
@@ -203,16 +204,13 @@ def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 class _TokenModel(BaseModel):
-  """One whose predictions are tokens, each by those before it."""
+  """One whose predictions are tokens, each by those before it.
 
-  class HParams(BaseHParams):
-    """Hyperparameters of a model of tokens.
+  Attributes:
+    decoder_tpl: how `decode` does it, where it is not told.
+  """
 
-    Attributes:
-      decoder_tpl: how `decode` does it, where it is not told.
-    """
-
-    decoder_tpl: DecoderHParams = sub_config_field(GreedyDecoderHParams)
+  decoder_tpl: DecoderHParams = sub_config_field(GreedyDecoderHParams)
 
   def _token_loss(
     self, network: Any, x_BLD: jax.Array, targets: Mapping[str, Any]
@@ -297,18 +295,14 @@ class LanguageModel(_TokenModel):
   network with `packed_input`, `segment_ids` and `segment_pos`; for one of the
   type 'prefix' `inputs_indicator`; and for one of the type 'bidirectional',
   where it is not packed, perhaps `paddings`.
+
+  Attributes:
+    lm_tpl: the network.
+    model_type: one of `LanguageModelType`; None is what `lm_tpl` says.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      lm_tpl: the network.
-      model_type: one of `LanguageModelType`; None is what `lm_tpl` says.
-    """
-
-    lm_tpl: Any = sub_config_field(None)
-    model_type: str | None = None
+  lm_tpl: Any = sub_config_field(None)
+  model_type: str | None = None
 
   def setup(self) -> None:
     """Creates the network."""
@@ -393,16 +387,12 @@ class SequenceModel(_TokenModel):
   and `tgt`, with `ids`, `labels` and `weights` [B, L]; without these, the
   batch's own `weights` count. A run that accumulates gradients weighs parts of
   a batch by its own: with those of `tgt` there too, that is exact.
+
+  Attributes:
+    model_tpl: the network.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      model_tpl: the network.
-    """
-
-    model_tpl: Any = sub_config_field(None)
+  model_tpl: Any = sub_config_field(None)
 
   def setup(self) -> None:
     """Creates the network."""
@@ -451,23 +441,20 @@ class SequenceModel(_TokenModel):
 
 
 class ClassificationModel(BaseModel):
-  """A model of one label a row, such as of images."""
+  """A model of one label a row, such as of images.
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    network_tpl: from the input to features [B, D].
+    softmax_tpl: from these to logits, such as `FullSoftmax.HParams`.
+    input_field: the entry of the batch that the network is given.
+    label_field: the entry with the labels, integers [B]; or, as Pax's
+      `label_probs`, the probability of each label, [B, V].
+  """
 
-    Attributes:
-      network_tpl: from the input to features [B, D].
-      softmax_tpl: from these to logits, such as `FullSoftmax.HParams`.
-      input_field: the entry of the batch that the network is given.
-      label_field: the entry with the labels, integers [B]; or, as Pax's
-        `label_probs`, the probability of each label, [B, V].
-    """
-
-    network_tpl: Any = sub_config_field(None)
-    softmax_tpl: Any = sub_config_field(None)
-    input_field: str = 'image'
-    label_field: str = 'label'
+  network_tpl: Any = sub_config_field(None)
+  softmax_tpl: Any = sub_config_field(None)
+  input_field: str = 'image'
+  label_field: str = 'label'
 
   def setup(self) -> None:
     """Creates the network and the output layer."""
