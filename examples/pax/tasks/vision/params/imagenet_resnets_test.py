@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from examples.pax import base_layer
 from examples.pax import config as config_lib
 from examples.pax import experiment as experiment_lib
 from examples.pax import experiment_registry
@@ -25,6 +26,7 @@ from jaxline import utils
 from jaxline.metrics import writers
 
 ResNet50Pjit = imagenet_resnets.ResNet50Pjit
+WeightInit = base_layer.WeightInit
 
 
 def _task(**constants):
@@ -63,6 +65,21 @@ def test_steps_and_learning_rate_are_those_of_pax():
   }
   got = [optimizer.get_learning_rate(step) / 0.2 for step in want]
   np.testing.assert_allclose(got, list(want.values()), rtol=1e-6)
+
+
+def test_options_are_those_of_pax():
+  """Paxml 1.4.0 (jax 0.4.26, Python 3.10): the task of ResNet50Pjit."""
+  task = _task().hparams
+  network, optimizer = task.model.network_tpl, task.train.learner.optimizer
+  assert network.zero_init_residual
+  assert network.conv_tpl.batch_norm_tpl.decay == 0.9
+  assert network.conv_tpl.batch_norm_tpl.epsilon == 0.001
+  assert not network.conv_tpl.conv_tpl.tf_equivalent_padding
+  assert network.conv_tpl.params_init == WeightInit.GaussianSqrtFanOut(1.4141)
+  assert task.model.softmax_tpl.params_init == WeightInit.Gaussian(0.01)
+  assert optimizer.l2_regularizer_weight == 1e-4
+  assert optimizer.clip_gradient_norm_to_value == 0.0
+  assert optimizer.ema_decay == 0.0
 
 
 def test_momentum_is_nesterovs_and_vectors_are_not_regularised():

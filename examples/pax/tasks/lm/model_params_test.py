@@ -1,0 +1,96 @@
+"""Tests of the registered language models' options."""
+
+import operator
+
+import pytest
+
+from examples.pax.tasks.lm.params import c4
+from examples.pax.tasks.lm.params import c4_multislice
+from examples.pax.tasks.lm.params import lm_cloud
+
+# Where they are in a task.
+_FIELDS = {
+  'atten_logit_cap': 'attention.atten_logit_cap',
+  'soft_cap_logits': 'lm.softmax_tpl.soft_cap_logits',
+  'combine_qkv': 'attention.combine_qkv',
+  'use_bias': 'attention.use_bias',
+  'per_dim_scale': 'attention.internal_enable_per_dim_scale',
+  'softmax_bias': 'lm.softmax_tpl.has_bias',
+  'scale_sqrt_depth': 'lm.softmax_tpl.scale_sqrt_depth',
+  'epsilon': 'layer.ln_tpl.epsilon',
+  'beta2': 'optimizer.beta2',
+  'adam_epsilon': 'optimizer.epsilon',
+  'clip_threshold': 'optimizer.clip_threshold',
+  'weight_decay': 'optimizer.weight_decay',
+  'clip': 'optimizer.clip_gradient_norm_to_value',
+  'rate': 'optimizer.learning_rate',
+  'warmup': 'optimizer.lr_schedule.warmup_steps',
+  'decay_end': 'optimizer.lr_schedule.decay_end',
+}
+_CLOUD = (50, 0, False, False, True, True, True, 1e-6, 0.99, 1e-6, 1, 1e-3, 5)
+_C4 = (50, 30, True, False, True, True, True, 1e-6, 0.99, 1e-6, 1, 1e-3, 5)
+# Paxml writes no cap as None or -1.
+_GPT3 = (0, 0, True, True, False, False, False, 1e-5, 0.95, 1e-8, 0, 0.1, 1)
+
+
+class _Parts:
+  """Gives the parts of an experiment's task short names."""
+
+  def __init__(self, task):
+    self.lm = task.model.lm_tpl
+    stack = self.lm.stacked_transformer_tpl
+    stack = getattr(stack, 'pipeline_stage', stack)
+    stack = getattr(stack, 'block', stack)
+    self.layer = stack.transformer_layer_params_tpl
+    self.attention = self.layer.tr_atten_tpl
+    self.optimizer = task.train.learner.optimizer
+
+
+@pytest.mark.parametrize(
+  ('experiment', 'num_devices', 'activation', 'expected'),
+  [
+    (
+      lm_cloud.LmCloudTransformerAdamLimitSteps,
+      4,
+      'ReLU',
+      (*_CLOUD, 1e-3, 4000, 300_000),
+    ),
+    (
+      lm_cloud.LmCloudSpmd2BLimitSteps,
+      4,
+      'GELU',
+      (*_C4, 2.5e-4, 4000, 300_000),
+    ),
+    (c4.C4Spmd1BAdam4Replicas, 4, 'GELU', (*_C4, 1e-3, 4000, 300_000)),
+    (
+      c4_multislice.C4Spmd22BAdam1xv4_128,
+      64,
+      'GELU',
+      (*_C4, 1e-3, 4000, 300_000),
+    ),
+    (
+      c4.C4SpmdPipelineGpt3SmallAdam64Replicas,
+      64,
+      'GELU',
+      (*_GPT3, 2e-4, 265, 108_600),
+    ),
+    (
+      c4.C4SpmdGpt3AdamDataParallel2x16x16,
+      512,
+      'GELU',
+      (*_GPT3, 6e-5, 265, 108_600),
+    ),
+  ],
+)
+def test_options_are_those_of_pax(
+  experiment, num_devices, activation, expected
+):
+  """The tasks of Paxml 1.4.0 (jax 0.4.26, Python 3.10) have these values.
+
+  The pipeline's are of Paxml's C4SpmdPipelineGpt3SmallAdam8Replicas.
+  """
+  task = experiment(num_devices=num_devices).filled_task()
+  parts = _Parts(task)
+  actual = {n: operator.attrgetter(path)(parts) for n, path in _FIELDS.items()}
+  assert actual == dict(zip(_FIELDS, expected, strict=True))
+  assert activation in str(parts.layer.tr_fflayer_tpl.activation_tpl)
