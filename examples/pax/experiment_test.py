@@ -238,7 +238,7 @@ def test_what_a_constant_says_the_task_cannot_say_otherwise(monkeypatch):
   task = made.task()
   task.train.num_train_steps = 9
   monkeypatch.setattr(made, 'task', lambda: task)
-  with pytest.raises(ValueError, match='to 9, and MAX_STEPS is 300'):
+  with pytest.raises(errors.UsageError, match='to 9, and MAX_STEPS is 300'):
     made.filled_task()
 
 
@@ -416,6 +416,17 @@ def test_what_changes_no_step_must_be_a_constant(monkeypatch):
     config_lib.get_config('_Mine')
 
 
+def test_the_shape_of_a_mesh_may_be_a_list_as_in_pax(monkeypatch):
+  monkeypatch.setattr(experiment_registry, '_registered', {})
+  experiment_registry.register(_Mine)
+  monkeypatch.setattr(_Mine, 'ICI_MESH_SHAPE', [2, 4, 1])
+  ici = config_lib.get_config('_Mine').mesh.ici
+  assert (ici.stage, ici.replica, ici.data, ici.mdl) == (1, 2, 4, 1)
+  monkeypatch.setattr(_Mine, 'ICI_MESH_SHAPE', [4, 1])
+  with pytest.raises(errors.UsageError, match=r'is \(4, 1\); expected sizes'):
+    config_lib.get_config('_Mine')
+
+
 def test_a_constant_of_none_may_lack_an_annotation(monkeypatch):
   monkeypatch.setattr(experiment_registry, '_registered', {})
   experiment_registry.register(_Mine)
@@ -430,6 +441,7 @@ def test_a_constant_of_none_may_lack_an_annotation(monkeypatch):
   ('keys', 'constants', 'said'),
   [
     ({}, {'ACTIVATION': 'gleu'}, "ACTIVATION is 'gleu'; .*mean 'gelu'"),
+    ({}, {'NORM_POLICY': 'prre'}, "'prre'; .*mean 'pre'"),
     ({}, {'CHECKPOINT_POLICY': 'none'}, "expected one of \\['nothing', 'dots'"),
     ({}, {'ATTENTION_IMPL': 'flash'}, "'flash'; expected one of \\['einsum'"),
     ({}, {'FPROP_DTYPE': 'bf16'}, "'bf16'; .*'bfloat16'"),

@@ -26,6 +26,8 @@ import jax.numpy as jnp
 from examples import decoding
 from examples.pax import base_layer
 from examples.pax import hparams
+from examples.pax.layers import embedding_softmax
+from examples.pax.layers import resnets
 from examples.pax.layers import transformers
 from jaxline import metrics as metrics_lib
 from jaxline.inputs import base as inputs
@@ -307,7 +309,7 @@ class LanguageModel(_TokenModel):
       model_type: one of `LanguageModelType`; None is what `lm_tpl` says.
     """
 
-    lm_tpl: Any = sub_config_field(None)
+    lm_tpl: Any = sub_config_field(transformers.TransformerLm.HParams)
     model_type: str | None = None
 
   def setup(self) -> None:
@@ -402,7 +404,9 @@ class SequenceModel(_TokenModel):
       model_tpl: the network.
     """
 
-    model_tpl: Any = sub_config_field(None)
+    model_tpl: Any = sub_config_field(
+      transformers.TransformerEncoderDecoder.HParams
+    )
 
   def setup(self) -> None:
     """Creates the network."""
@@ -464,8 +468,8 @@ class ClassificationModel(BaseModel):
         `label_probs`, the probability of each label, [B, V].
     """
 
-    network_tpl: Any = sub_config_field(None)
-    softmax_tpl: Any = sub_config_field(None)
+    network_tpl: Any = sub_config_field(resnets.ResNet.HParams)
+    softmax_tpl: Any = sub_config_field(embedding_softmax.FullSoftmax.HParams)
     input_field: str = 'image'
     label_field: str = 'label'
 
