@@ -27,7 +27,6 @@ _BASE = [
   'numpy>=2.0',
   'optax>=0.2.5',
   'orbax-checkpoint>=0.11.20',
-  'rich>=13.7',
   'tensorboardX>=2.6.2',
 ]
 _IMAGE = ['scikit-learn>=1.4']

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent import futures
 import contextlib
 import functools
+import itertools
 import os
 import queue
 import threading
@@ -84,10 +85,7 @@ class SerialExecutor:
     return threading.current_thread() is self._thread
 
   def put(self, call: Callable[[], Any]) -> None:
-    """Queues a call, which runs also where an earlier one fails.
-
-    Args:
-      call: called without arguments on the thread.
+    """Queues a call without arguments, which an earlier error does not stop.
 
     Raises:
       RuntimeError: the thread does not run in this process, or no longer.
@@ -119,11 +117,6 @@ class SerialExecutor:
     self, fn: Callable[..., T], *args: Any, **kwargs: Any
   ) -> futures.Future[T]:
     """Queues `fn(*args, **kwargs)`, which does not run after an error.
-
-    Args:
-      fn: the function to run on the background thread.
-      *args: its positional arguments.
-      **kwargs: its keyword arguments.
 
     Returns:
       A future of the result; cancelled where an earlier call failed.
@@ -164,11 +157,7 @@ class SerialExecutor:
       raise self.error.with_traceback(self._traceback)
 
   def wait(self, *calls: Callable[[], Any]) -> None:
-    """Waits for all calls so far, then raises their error if there was one.
-
-    Args:
-      *calls: are put behind those, and waited for too.
-    """
+    """Runs calls behind those so far, waits, and raises the error of any."""
     if calls or self._thread is not None:
       self.wait_async(*calls)()
 
@@ -185,16 +174,9 @@ class SerialExecutor:
     """
     errors: list[BaseException | None] = []
     done = threading.Event()
-
-    def finish() -> None:
-      errors.append(self.error)
-      done.set()
-
-    for call in (*calls, finish):
-      if self.is_current:
-        self.run(call)
-      else:
-        self.put(call)
+    add = self.run if self.is_current else self.put
+    for call in (*calls, lambda: errors.append(self.error), done.set):
+      add(call)
 
     def wait() -> None:
       done.wait()
@@ -251,7 +233,7 @@ def _end_all() -> None:
     try:
       call()
     except BaseException as e:
-      logging.error('Error at the end of the process.', exc_info=e)
+      _log_all('at the end of the process', [e])
   _has_ended = True
   for executor in _running():
     executor._calls.put(None)
@@ -308,6 +290,8 @@ def py_prefetch(
   buffer_size: int = 5,
   *,
   thread_name: str | None = None,
+  stall_secs: float | None = None,
+  on_stall: Callable[[float], None] = lambda waited: None,
 ) -> Generator[T, None, None]:
   """Reads an iterable ahead on a thread of its own.
 
@@ -321,40 +305,13 @@ def py_prefetch(
     buffer_size: how many elements to hold at most: one that the thread waits to
       pass on, and the others in the queue.
     thread_name: name of the thread.
-
-  Returns:
-    A generator of the iterable's elements. An error of the iterable is raised
-    after the elements before it, with the traceback it had on the thread.
-
-  Raises:
-    ValueError: if `buffer_size` is not over 1.
-  """
-  name = function_name(iterable_function)
-  return read_ahead(
-    iterable_function, buffer_size, thread_name or f'py_prefetch({name})'
-  )
-
-
-def read_ahead(
-  iterable_function: Callable[[], Iterable[T]],
-  buffer_size: int,
-  name: str,
-  *,
-  stall_secs: float | None = None,
-  on_stall: Callable[[float], None] | None = None,
-) -> Generator[T, None, None]:
-  """Reads an iterable ahead as `py_prefetch` does, and reports when it stalls.
-
-  Args:
-    iterable_function: as for `py_prefetch`.
-    buffer_size: likewise, at least 2.
-    name: name of the thread.
     stall_secs: `on_stall` is called each time the caller has waited that long
       for an element; None never calls it.
     on_stall: called on the waiting thread with the seconds waited so far.
 
   Returns:
-    A generator of the iterable's elements.
+    A generator of the iterable's elements. An error of the iterable is raised
+    after the elements before it, with the traceback it had on the thread.
 
   Raises:
     ValueError: if `buffer_size` is not over 1.
@@ -364,6 +321,7 @@ def read_ahead(
       f'Got buffer_size={buffer_size} to read ahead, expected at least 2: one '
       'element in use and one read ahead.'
     )
+  name = thread_name or f'py_prefetch({function_name(iterable_function)})'
 
   def read() -> Generator[T, None, None]:
     # Two SimpleQueues instead of one bounded Queue, whose lock and conditions
@@ -399,15 +357,11 @@ def read_ahead(
     thread.start()
 
     def take() -> Any:
-      waited = 0.0
-      while True:
+      for stalls in itertools.count(1):
         try:
           return ready.get(timeout=stall_secs)
         except queue.Empty:
-          assert stall_secs is not None
-          waited += stall_secs
-          if on_stall is not None:
-            on_stall(waited)
+          on_stall(stalls * (stall_secs or 0.0))
 
     try:
       while (item := take()) is not end:

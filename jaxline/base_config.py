@@ -739,9 +739,8 @@ def with_defaults(cls: Any, config: Any) -> Any:
   A new field's default must be what runs did before the field was there.
 
   Args:
-    cls: a dataclass, as for `read`, or None. Where defaults depend on other
-      values, or on these which keys make another run, it has a static method
-      `with_defaults(record)` of its own, which may also leave keys out.
+    cls: a dataclass, as for `read`, or None. Its own `with_defaults(record)`,
+      if it has one, may leave out keys whose change makes no other run.
     config: the values.
   """
   if cls is None or not isinstance(config, Mapping):

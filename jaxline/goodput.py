@@ -11,7 +11,6 @@ Costs: about 1 us a `measure`, and 0.2 us an `add`.
 
 from collections.abc import Iterator
 import contextlib
-import dataclasses
 import functools
 import threading
 import time
@@ -67,18 +66,9 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-@dataclasses.dataclass
-class _Compilations:
-  """What this process has compiled, in all threads."""
-
-  count: int = 0
-  secs: float = 0.0
-  hits: int = 0
-
-
-_compilations = _Compilations()
+# What this process has compiled, in all threads: programs, seconds, and how
+# many of the programs were in a cache.
+_count, _secs, _hits = 0, 0.0, 0
 
 
 def _settle() -> None:
@@ -95,9 +85,6 @@ def run() -> Iterator[None]:
   """Accounts for the time of a run, on this thread.
 
   A `run` inside of another, or beside it on another thread, is no other one.
-
-  Yields:
-    Nothing.
   """
   global _owner
   listen()
@@ -119,13 +106,9 @@ def run() -> Iterator[None]:
 
 @contextlib.contextmanager
 def measure(category: str) -> Iterator[None]:
-  """Counts the time inside as of a category, except what is measured inside.
+  """Counts the time inside as of one of `CATEGORIES`.
 
-  Args:
-    category: one of `CATEGORIES`.
-
-  Yields:
-    Nothing.
+  Except what is measured inside.
   """
   if _owner != threading.get_ident():
     yield
@@ -146,11 +129,9 @@ def measure(category: str) -> Iterator[None]:
 
 
 def add(category: str, secs: float) -> None:
-  """Moves time that has just passed on this thread to a category.
+  """Moves time of this thread's innermost `measure` to one of `CATEGORIES`.
 
-  Args:
-    category: one of `CATEGORIES`.
-    secs: how long, within the innermost `measure`.
+  The seconds have just passed.
   """
   if _owner == threading.get_ident():
     with _lock:
@@ -173,7 +154,7 @@ def compilations() -> tuple[int, float, int]:
     how many of them JAX's persistent cache had.
   """
   listen()
-  return dataclasses.astuple(_compilations)  # type: ignore[return-value]
+  return _count, _secs, _hits
 
 
 def compiled_secs() -> float:
@@ -185,8 +166,9 @@ def compiled_secs() -> float:
 
 
 def _on_event(event: str, **kwargs: Any) -> None:
+  global _hits
   del kwargs
-  _compilations.hits += event == _CACHE_HIT
+  _hits += event == _CACHE_HIT
 
 
 def _on_start(event: str, value: float, **kwargs: Any) -> None:
@@ -201,19 +183,18 @@ def _on_start(event: str, value: float, **kwargs: Any) -> None:
 
 
 def _on_end(event: str, duration_secs: float, **kwargs: Any) -> None:
+  global _count, _secs
   del duration_secs, kwargs
   if not event.startswith(_PHASES) or not _thread.depth:
     return
   _thread.depth -= 1
-  if not _thread.depth:
-    _thread.measured.__exit__(None, None, None)
-    secs = _clock() - _thread.began
-    _thread.compiled_secs += secs
-    with _lock:
-      _compilations.secs += secs
-  if event == _BACKEND_COMPILE:
-    with _lock:
-      _compilations.count += 1
+  with _lock:
+    _count += event == _BACKEND_COMPILE
+    if not _thread.depth:
+      _thread.measured.__exit__(None, None, None)
+      secs = _clock() - _thread.began
+      _thread.compiled_secs += secs
+      _secs += secs
 
 
 @functools.cache

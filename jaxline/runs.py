@@ -107,7 +107,7 @@ def read(path: pathlib.Path) -> Run:
   for step, rate in rates.items():
     seconds += (step - before) / rate if rate > 0 else 0.0
     before = step
-  run = Run(path, recorded, curves, seconds, inspection.training_state(path))
+  run = Run(path, recorded, curves, seconds, inspection.training(path)['state'])
   if run.state == 'stopped' and recorded.get('checkpointer') == 'memory':
     # It leaves no note of its end, and a notebook's run claims nothing.
     steps = recorded.get('training_steps')

@@ -159,8 +159,10 @@ OUR_ARGUMENTS = (
   'category',
   'executor',
   'keep_last',
+  'on_stall',
   'records_config',
   'run_config',
+  'stall_secs',
   'step',
   'writer_factory',
 )

@@ -37,31 +37,31 @@ def test_only_names_that_are_numbers_are_steps(tmp_path):
 @pytest.mark.parametrize(
   ('keep', 'saved', 'stay'),
   [
-    pytest.param(files.Keep(2), [], [], id='none'),
-    pytest.param(files.Keep(2), [(1, 0.0)], [1], id='fewer'),
+    pytest.param({'newest': 2}, [], [], id='none'),
+    pytest.param({'newest': 2}, [(1, 0.0)], [1], id='fewer'),
     pytest.param(
-      files.Keep(2), [(30, 0.0), (10, 5.0), (20, 1.0)], [20, 30], id='by step'
+      {'newest': 2}, [(30, 0.0), (10, 5.0), (20, 1.0)], [20, 30], id='by step'
     ),
     pytest.param(
-      files.Keep(1, every_steps=10),
+      {'newest': 1, 'every_steps': 10},
       [(s, 0.0) for s in (0, 4, 8, 12, 16, 20, 24, 36, 38)],
       [12, 20, 36, 38],
       id='the first at or after each multiple',
     ),
     pytest.param(
-      files.Keep(1, every_hours=24),
+      {'newest': 1, 'every_hours': 24},
       [(i, i * DAY / 4) for i in range(1, 12)],
       [1, 5, 9, 11],
       id='a day apart',
     ),
     pytest.param(
-      files.Keep(1, every_hours=24),
+      {'newest': 1, 'every_hours': 24},
       [(1, 9 * DAY), (2, 1 * DAY), (3, 1.5 * DAY), (4, 2 * DAY), (5, 2 * DAY)],
       [1, 2, 4, 5],
       id='the clock was put back',
     ),
     pytest.param(
-      files.Keep(1, every_steps=4, every_hours=24),
+      {'newest': 1, 'every_steps': 4, 'every_hours': 24},
       [(2, 0.0), (4, 1.0), (6, DAY), (7, DAY), (9, DAY + 1)],
       [2, 4, 6, 9],
       id='both',
@@ -69,16 +69,16 @@ def test_only_names_that_are_numbers_are_steps(tmp_path):
   ],
 )
 def test_which_stay(keep, saved, stay):
-  gone = keep.removable(saved)
+  gone = files.removable(saved, **keep)
   assert sorted({step for step, _ in saved} - set(gone)) == stay
 
 
 def test_retiring_one_by_one_keeps_what_retiring_at_once_does():
-  keep = files.Keep(2, every_steps=10)
+  keep = {'newest': 2, 'every_steps': 10}
   there: list[tuple[int, float]] = []
   for step in range(1, 150, 3):
     there.append((step, 0.0))
-    gone = keep.removable(there)
+    gone = files.removable(there, **keep)
     there = [x for x in there if x[0] not in gone]
   # The first number of 1, 4, 7 ... at or after 10, 20, ..., and two more.
   expected = {10 * k + (1 - 10 * k) % 3 for k in range(1, 15)} | {145, 148}
@@ -351,7 +351,7 @@ def test_shares_of_several_processes(tmp_path):
   assert files.size(path) == 4 + parts[1]['checkpoint.json'][0]
   (path / 'arrays/w/0').write_bytes(b'abce')
   per_process = [
-    files.Listing(path).verify(process=i, processes=2) for i in range(2)
+    files.Listing(path).verify(share=slice(i, None, 2)) for i in range(2)
   ]
   assert [len(problems) for problems in per_process] == [1, 0]
   assert (

@@ -25,6 +25,7 @@ import pytest
 from jaxline import base_config
 from jaxline import experiment
 from jaxline.checkpoint import arrays
+from jaxline.checkpoint import contents
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
@@ -173,6 +174,19 @@ def both_shapes(shape):
   return attack
 
 
+def one_chunk(shape):
+  def change(zarr):
+    zarr['chunk_grid']['configuration']['chunk_shape'] = shape
+    for codec in zarr['codecs']:
+      codec['configuration']['chunk_shape'] = shape
+
+  def attack(step, outside):
+    both_shapes(shape)(step, outside)
+    edit_zarr(change)(step, outside)
+
+  return attack
+
+
 def target_of(step, name):
   """Returns a path in the checkpoint; 'W' stands for the array's folder."""
   if name.startswith('W'):
@@ -236,7 +250,7 @@ def listed(name):
     path = step / 'checksums_0.json'
     part = json.loads(path.read_text())
     part['files'][name.replace('OUTSIDE', str(outside))] = [2, 0]
-    files._write_sums(path, {k: part[k] for k in ('processes', 'files')})
+    files._write_sums(step, [], 0, part)
 
   return attack
 
@@ -255,7 +269,7 @@ def unlisted(step, outside):
   path = step / 'checksums_0.json'
   part = json.loads(path.read_text())
   kept = {k: v for k, v in part['files'].items() if '/c/' not in k}
-  files._write_sums(path, {'processes': 1, 'files': kept})
+  files._write_sums(step, [], 0, {'processes': 1, 'files': kept})
 
 
 def more_arrays(step, outside):
@@ -361,6 +375,7 @@ ARRAYS = {
   'chunks huge in zarr.json': edit_zarr(
     lambda z: z['chunk_grid']['configuration'].update(chunk_shape=HUGE)
   ),
+  'one huge chunk': one_chunk([1 << 17, 1 << 17]),  # 64 GiB of float32.
   'chunks small in zarr.json': edit_zarr(
     lambda z: z['chunk_grid']['configuration'].update(chunk_shape=[1, 2])
   ),
@@ -826,6 +841,12 @@ def test_a_fifo_in_a_program_of_its_own(run):
   assert 'is a FIFO' in out.stdout
 
 
+def test_a_huge_chunk_is_refused_before_it_is_read(attacked):
+  step = attacked(ARRAYS['one huge chunk'])
+  with pytest.raises(files.RefusedError, match='chunks are missing'):
+    contents.Checkpoint(step).check()
+
+
 @pytest.mark.parametrize('chunk', [1, 2])
 def test_arrays_of_many_chunks_are_whole(chunk, tmp_path, monkeypatch, call):
   monkeypatch.setattr(arrays, '_FILE_BYTES', 8 * chunk)
@@ -835,9 +856,9 @@ def test_arrays_of_many_chunks_are_whole(chunk, tmp_path, monkeypatch, call):
   chunks = [p for p in (folder_of(step) / 'c').rglob('*') if p.is_file()]
   assert len(chunks) == 2 // chunk
   assert call('verify', run)[0] == 0
-  arrays.verify(step, lambda name: True)
+  contents.verified(step, lambda name: True)
   np.testing.assert_array_equal(inspection.find(run).arrays(ARRAY)[ARRAY], W)
   chunks[-1].unlink()
   files.write_checksums(step, 0, 1)
   with pytest.raises(files.RefusedError, match='state/params/w'):
-    arrays.verify(step, lambda name: True)
+    contents.verified(step, lambda name: True)

@@ -604,7 +604,6 @@ def test_a_handler_of_a_named_logger_writes_above_too(live, terminal):
   logger.addHandler(handler)
   try:
     live.start()
-    assert isinstance(handler.stream, live_lib._Above)
     logger.warning('a warning')
     live.stop()
     assert handler.stream is terminal.file
@@ -689,9 +688,8 @@ def test_a_notice_past_python_is_not_drawn_over(live, terminal):
 
 def test_a_terminal_that_is_gone_ends_no_run(live, terminal):
   live.start()
-  with mock.patch.object(live, '_out') as out:
-    out.encoding, out.fileno = 'utf-8', terminal.file.fileno
-    out.write.side_effect = OSError(5, 'Input/output error')
+  gone = OSError(5, 'Input/output error')
+  with mock.patch.object(live, '_write', side_effect=gone):
     print('nobody sees it')
     time.sleep(0.3)
   live.stop()
@@ -752,6 +750,19 @@ def test_the_live_lines_show_where_the_run_is(columns):
     )
   console.evaluating(1200)
   assert 'evaluating step 1200' in console._draw(80)
+
+
+def test_a_terminal_without_colors_shows_the_same(monkeypatch):
+  console, state = begun('live')
+  state.global_step = 1500
+  colored = console._draw(80)
+  assert '\x1b[32m' in colored
+  monkeypatch.setenv('NO_COLOR', '1')  # https://no-color.org
+  plain = console._draw(80)
+  assert '\x1b' not in plain
+  assert screen(colored) == [plain]
+  # 6000 steps, of which a quarter is done.
+  assert plain.count('━') == (plain.count('━') + plain.count('─')) // 4
 
 
 # --- The first and the last block. ---
@@ -1034,6 +1045,21 @@ def test_the_last_block_of_an_evaluation(capsys):
 )
 def test_durations(seconds, text):
   assert lines.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+  ('text', 'columns', 'expected'),
+  [
+    ('abcdef', 6, 'abcdef'),
+    ('abcdef', 5, 'abcd\u2026'),
+    # Each of the first two takes two columns.
+    ('\u6f22\u5b57x', 5, '\u6f22\u5b57x'),
+    ('\u6f22\u5b57x', 4, '\u6f22\u2026'),
+    ('', 0, ''),
+  ],
+)
+def test_a_line_is_cut_by_its_columns(text, columns, expected):
+  assert lines.cut(text, columns) == expected
 
 
 # --- Whole runs. ---

@@ -19,7 +19,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxline.checkpoint import arrays
+from jaxline.checkpoint import contents
 from jaxline.checkpoint import files
 from tests.programs import events
 
@@ -219,12 +219,12 @@ def newest(run_dir, series='latest'):
 
 def bits(checkpoint):
   """Returns all that a checkpoint holds: hashes of arrays, and the rest."""
-  listing = files.Listing(checkpoint)
-  record = listing.record
+  opened = contents.Checkpoint(checkpoint)
+  record = opened.record
   names = dict.fromkeys(record['arrays'])
   held = {
     name: (str(x.dtype), x.shape, hashlib.sha256(x.tobytes()).hexdigest())
-    for name, x in arrays.read(listing, names)
+    for name, x in opened.read(names)
   }
   for name in ('step', 'entries', 'module'):
     held[name] = record[name]

@@ -28,6 +28,7 @@ from jaxline import experiment
 from jaxline import platform
 from jaxline import train
 from jaxline import utils
+from jaxline.checkpoint import arrays
 from jaxline.checkpoint import base
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
@@ -1476,19 +1477,19 @@ def durable_run(tmp_path, log, steps=2, **values):
 def test_an_evaluation_is_noted_when_its_best_is_written(tmp_path, monkeypatch):
   order = []
 
-  def noting(name):
-    original = getattr(durable.DurableCheckpointer, name)
+  def noting(owner, name):
+    original = getattr(owner, name)
 
-    def noted(self, *args):
+    def noted(*args):
       path = [a for a in args if isinstance(a, pathlib.Path)]
-      what = '/'.join(path[0].parts[-2:]) if path else f'{name} {args[0]}'
-      original(self, *args)
+      what = '/'.join(path[0].parts[-2:]) if path else f'{name} {args[1]}'
+      original(*args)
       order.append(what.removesuffix('.new'))
 
-    monkeypatch.setattr(durable.DurableCheckpointer, name, noted)
+    monkeypatch.setattr(owner, name, noted)
 
-  noting('_write')
-  noting('mark_evaluated')
+  noting(arrays, 'write')
+  noting(durable.DurableCheckpointer, 'mark_evaluated')
   durable_run(tmp_path, Log())
   assert order == [
     'latest/1', 'best/1', 'mark_evaluated 1',
@@ -1681,11 +1682,11 @@ def test_without_a_checkpoint_from_before_none_is_kept(tmp_path, caplog):
 
 def test_a_save_in_flight_of_a_step_before_is_kept(tmp_path, monkeypatch):
   gate, seen = threading.Event(), []
-  write = durable.DurableCheckpointer._write
+  write = arrays.write
 
-  def slow(self, content, target):
+  def slow(content, place):
     assert gate.wait(30)
-    write(self, content, target)
+    write(content, place)
 
   class Explodes(LogsNan):
     bad_from = 5
@@ -1695,7 +1696,7 @@ def test_a_save_in_flight_of_a_step_before_is_kept(tmp_path, monkeypatch):
         seen.extend(files.steps(tmp_path / 'checkpoints' / 'latest'))
         gate.set()
 
-  monkeypatch.setattr(durable.DurableCheckpointer, '_write', slow)
+  monkeypatch.setattr(arrays, 'write', slow)
   kept = train_durably(tmp_path, Explodes, 12, save_checkpoint_interval=4)
   assert (seen, kept) == ([], [4, 12])
 

@@ -427,7 +427,7 @@ def _in_its_place(method: Callable[..., Any]) -> Callable[..., Any]:
     if self._run is None and not is_call:
       return method(self, *args, **kwargs)
     self._in_run('A call')
-    scope = jax.named_scope(self.name)
+    scope = jax.named_scope(str(self.name))
     with scope, _place(self.module_name, method.__name__):
       self._depth += is_call  # A method may call its parent's.
       try:
@@ -446,42 +446,35 @@ def _in_its_place(method: Callable[..., Any]) -> Callable[..., Any]:
 class BaseLayer(hparams_lib.Configurable):
   """A function with variables, and with other layers as children.
 
+  `hparams` are its hyperparameters, frozen. In a run it also has `module_name`,
+  its path in the tree; and `theta`, its variables as attributes: `theta.w`.
+
   Attributes:
-    hparams: its hyperparameters, frozen.
-    module_name: its path in the tree; within a run only, as what follows.
-    name: the last part of it.
-    theta: its variables as attributes, `self.theta.w`.
+    name: of the layer, as the root of a tree; a child's is its parent's choice.
+      None is the class's, in snake_case. In a run, the last part of the path.
+    dtype: of its variables. A child's that is float32 is its parent's.
+    fprop_dtype: of what it computes; None is its parent's, or `dtype`.
+    params_init: what its variables start as, where they say nothing else; None
+      is its parent's, or Xavier.
+    shared_weight_layer_id: all layers of one tree with one id are one layer.
+      Their other hyperparameters must be equal.
+    weight_split_dims_mapping: axes of its variables by name, in place of the
+      layer's own: {'w': ('data', 'mdl')}. See `SplitDims`.
+    activation_split_dims_mapping: the same of what it computes:
+      {'out': ('batch', None, 'mlp')}.
   """
 
-  class HParams(hparams_lib.BaseHParams):
-    """Hyperparameters that every layer has.
-
-    Attributes:
-      name: of the layer, as the root of a tree; a child's is its parent's
-        choice. None is the class's, in snake_case.
-      dtype: of its variables. A child's that is float32 is its parent's.
-      fprop_dtype: of what it computes; None is its parent's, or `dtype`.
-      params_init: what its variables start as, where they say nothing else;
-        None is its parent's, or Xavier.
-      shared_weight_layer_id: all layers of one tree with one id are one layer.
-        Their other hyperparameters must be equal.
-      weight_split_dims_mapping: axes of its variables by name, in place of the
-        layer's own: {'w': ('data', 'mdl')}. See `SplitDims`.
-      activation_split_dims_mapping: the same of what it computes:
-        {'out': ('batch', None, 'mlp')}.
-    """
-
-    name: str | None = None
-    dtype: Any = jnp.float32
-    fprop_dtype: Any = None
-    params_init: WeightInit | None = None
-    shared_weight_layer_id: str | None = None
-    weight_split_dims_mapping: dict[str, SplitDims] = dataclasses.field(
-      default_factory=dict
-    )
-    activation_split_dims_mapping: dict[str, SplitDims] = dataclasses.field(
-      default_factory=dict
-    )
+  name: str | None = None
+  dtype: Any = jnp.float32
+  fprop_dtype: Any = None
+  params_init: WeightInit | None = None
+  shared_weight_layer_id: str | None = None
+  weight_split_dims_mapping: dict[str, SplitDims] = dataclasses.field(
+    default_factory=dict
+  )
+  activation_split_dims_mapping: dict[str, SplitDims] = dataclasses.field(
+    default_factory=dict
+  )
 
   _run: _Run | None = None
 
@@ -510,6 +503,8 @@ class BaseLayer(hparams_lib.Configurable):
     self._run, self._stacks = run, run.stacks
     self.module_name, self.name = path, path.rpartition('/')[2]
     self.theta = _Theta(self)
+    if self.fprop_dtype is None:
+      self.fprop_dtype = self.dtype
     self._names: set[str] = set()  # Of variables and children.
     self._sharded: set[str] = set()  # What `shard` was called with.
     self._depth = 0  # Of calls.
@@ -706,12 +701,6 @@ class BaseLayer(hparams_lib.Configurable):
     return run
 
   # What computing uses.
-
-  @property
-  def fprop_dtype(self) -> Any:
-    """The type of what the layer computes."""
-    p = self.hparams
-    return p.dtype if p.fprop_dtype is None else p.fprop_dtype
 
   @property
   def do_eval(self) -> bool:

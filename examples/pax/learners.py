@@ -16,42 +16,37 @@ import optax
 from examples.pax import hparams as hparams_lib
 from examples.pax import optimizers
 
-BaseHParams = hparams_lib.BaseHParams
-
 _TRAINED, _FROZEN, _MAIN = 'trained', 'frozen', 'main'
 
 
 class Learner(hparams_lib.Configurable):
-  """One optimizer, and what belongs before and behind it."""
+  """One optimizer, and what belongs before and behind it.
 
-  class HParams(BaseHParams):
-    """Hyperparameters of a learner.
+  Attributes:
+    name: what messages call it.
+    loss_name: the metric that is minimised.
+    optimizer: hyperparameters of the optimizer.
+    grad_norm_summary: report norms of gradients and of updates.
+    grad_norm_individual_vars: report each gradient's norm besides.
+    skip_step_gradient_norm_value: a step is skipped unless the norm of the
+      gradients is smaller than this, or if it is not finite; 0 is no limit.
+      The norm is that before clipping.
+    vectorize_on_repeat_prefix: each layer of a stack is a tensor of its own
+      to the optimizer; see `optimizers.BaseOptimizer.make`.
+    bprop_variable_inclusion: regular expressions for the names of the weights
+      that are trained; empty for all.
+    bprop_variable_exclusion: or for those that are not.
+  """
 
-    Attributes:
-      name: what messages call it.
-      loss_name: the metric that is minimised.
-      optimizer: hyperparameters of the optimizer.
-      grad_norm_summary: report norms of gradients and of updates.
-      grad_norm_individual_vars: report each gradient's norm besides.
-      skip_step_gradient_norm_value: a step is skipped unless the norm of the
-        gradients is smaller than this, or if it is not finite; 0 is no limit.
-        The norm is that before clipping.
-      vectorize_on_repeat_prefix: each layer of a stack is a tensor of its own
-        to the optimizer; see `optimizers.BaseOptimizer.make`.
-      bprop_variable_inclusion: regular expressions for the names of the weights
-        that are trained; empty for all.
-      bprop_variable_exclusion: or for those that are not.
-    """
-
-    name: str = 'learner'
-    loss_name: str | None = None
-    optimizer: Any = hparams_lib.sub_config_field(None)
-    grad_norm_summary: bool = True
-    grad_norm_individual_vars: bool = False
-    skip_step_gradient_norm_value: float = 0.0
-    vectorize_on_repeat_prefix: bool = True
-    bprop_variable_inclusion: optimizers.Regexes = ()
-    bprop_variable_exclusion: optimizers.Regexes = ()
+  name: str = 'learner'
+  loss_name: str | None = None
+  optimizer: Any = hparams_lib.sub_config_field(None)
+  grad_norm_summary: bool = True
+  grad_norm_individual_vars: bool = False
+  skip_step_gradient_norm_value: float = 0.0
+  vectorize_on_repeat_prefix: bool = True
+  bprop_variable_inclusion: optimizers.Regexes = ()
+  bprop_variable_exclusion: optimizers.Regexes = ()
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
@@ -296,26 +291,22 @@ class MultiOptimizerLearner(Learner):
 
   The moving average of weights is that of the main optimizer, for all weights;
   so is clipping, unless there is `apply_separate_scaling`.
+
+  Attributes:
+    auxiliary_optimizers: hyperparameters of the others.
+    auxiliary_regex: for each, a regular expression for the names of its
+      weights.
+    auxiliary_names: for each, a name for scalars, `<name>/learning_rate`;
+      the main optimizer's is `main`.
+    apply_separate_scaling: whether each optimizer's gradients are clipped by
+      themselves, as it says. A step is then taken where the norm of each of
+      them is valid.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters of several optimizers.
-
-    Attributes:
-      auxiliary_optimizers: hyperparameters of the others.
-      auxiliary_regex: for each, a regular expression for the names of its
-        weights.
-      auxiliary_names: for each, a name for scalars, `<name>/learning_rate`;
-        the main optimizer's is `main`.
-      apply_separate_scaling: whether each optimizer's gradients are clipped by
-        themselves, as it says. A step is then taken where the norm of each of
-        them is valid.
-    """
-
-    auxiliary_optimizers: Sequence[Any] = ()
-    auxiliary_regex: Sequence[str] = ()
-    auxiliary_names: Sequence[str] = ()
-    apply_separate_scaling: bool = False
+  auxiliary_optimizers: Sequence[Any] = ()
+  auxiliary_regex: Sequence[str] = ()
+  auxiliary_names: Sequence[str] = ()
+  apply_separate_scaling: bool = False
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)

@@ -174,9 +174,9 @@ def test_sequences_come_out_as_they_should(name):
 @pytest.mark.parametrize(
   ('name', 'most'),
   [
-    ('C4Spmd1BAdam4Replicas', 2.3),  # 2.16 was seen.
-    ('LmCloudTransformerAdamLimitSteps', 2.3),  # 2.18.
-    ('C4SpmdPipelineGpt3SmallAdam64Replicas', 2.5),  # 2.38.
+    ('C4Spmd1BAdam4Replicas', 2.3),  # 2.23 was seen.
+    ('LmCloudTransformerAdamLimitSteps', 2.3),  # 2.23.
+    ('C4SpmdPipelineGpt3SmallAdam64Replicas', 2.5),  # 2.41.
   ],
 )
 def test_language_models_learn_the_bundled_corpus(name, most):

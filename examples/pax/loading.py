@@ -38,7 +38,6 @@ from examples.pax import hparams
 from jaxline import distributed
 from jaxline import errors
 from jaxline import sharded
-from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
@@ -128,8 +127,8 @@ def load(
     path = path.with_name(distributed.of_chief(path.name))
     stored = {name: _ROOT + source for name, source in sources.items()}
     with files.reading(path):
-      found = arrays_lib.verify(path, set(stored.values()).__contains__)
-      replaced |= contents.Reader(found).take(stored, live, where)
+      found = contents.verified(path, set(stored.values()).__contains__)
+      replaced |= found.take(stored, live, where)
     logging.info('Loaded %d arrays of %s.', len(sources), path)
   kept = [name for name in _variables(live) if _full(name) not in replaced]
   if kept:

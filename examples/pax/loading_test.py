@@ -315,8 +315,8 @@ def rule(*pairs, **kwargs):
     (
       {},
       rule(('non_trainable/.*', FIRST)),
-      f"{ROWS}: the checkpoint's state/{FIRST} is float32\\[4, 4\\], expected"
-      ' float32\\[\\]',
+      f'{ROWS} from state/{FIRST}: the checkpoint has float32\\[4, 4\\], the'
+      ' experiment expects float32\\[\\]',
     ),
     (
       {'ema_decay': 0.0},

@@ -35,6 +35,7 @@ from jaxline.inputs import base as inputs
 BaseHParams = hparams.BaseHParams
 LanguageModelType = transformers.LanguageModelType
 sub_config_field = base_layer.sub_config_field
+template_field = base_layer.template_field
 
 # Name -> (mean, weight), scalars.
 WeightedScalars = dict[str, tuple[jax.Array, jax.Array]]
@@ -109,7 +110,8 @@ class BeamSearchHParams(DecoderHParams):
   """Looks for the likeliest continuation as a whole.
 
   Attributes:
-    beam_size: hypotheses kept for each prompt.
+    beam_size: hypotheses kept for each prompt. Only those that ended with
+      `eos_id` are returned.
     length_norm_alpha: see `decoding.length_norm`.
   """
 
@@ -205,16 +207,13 @@ def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 class _TokenModel(BaseModel):
-  """One whose predictions are tokens, each by those before it."""
+  """One whose predictions are tokens, each by those before it.
 
-  class HParams(BaseHParams):
-    """Hyperparameters of a model of tokens.
+  Attributes:
+    decoder_tpl: how `decode` does it, where it is not told.
+  """
 
-    Attributes:
-      decoder_tpl: how `decode` does it, where it is not told.
-    """
-
-    decoder_tpl: DecoderHParams = sub_config_field(GreedyDecoderHParams)
+  decoder_tpl: DecoderHParams = sub_config_field(GreedyDecoderHParams)
 
   def _token_loss(
     self, network: Any, x_BLD: jax.Array, targets: Mapping[str, Any]
@@ -299,18 +298,14 @@ class LanguageModel(_TokenModel):
   network with `packed_input`, `segment_ids` and `segment_pos`; for one of the
   type 'prefix' `inputs_indicator`; and for one of the type 'bidirectional',
   where it is not packed, perhaps `paddings`.
+
+  Attributes:
+    lm_tpl: the network.
+    model_type: one of `LanguageModelType`; None is what `lm_tpl` says.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      lm_tpl: the network.
-      model_type: one of `LanguageModelType`; None is what `lm_tpl` says.
-    """
-
-    lm_tpl: Any = sub_config_field(transformers.TransformerLm.HParams)
-    model_type: str | None = None
+  lm_tpl: Any = template_field(transformers.TransformerLm)
+  model_type: str | None = None
 
   def setup(self) -> None:
     """Creates the network."""
@@ -395,18 +390,12 @@ class SequenceModel(_TokenModel):
   and `tgt`, with `ids`, `labels` and `weights` [B, L]; without these, the
   batch's own `weights` count. A run that accumulates gradients weighs parts of
   a batch by its own: with those of `tgt` there too, that is exact.
+
+  Attributes:
+    model_tpl: the network.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      model_tpl: the network.
-    """
-
-    model_tpl: Any = sub_config_field(
-      transformers.TransformerEncoderDecoder.HParams
-    )
+  model_tpl: Any = template_field(transformers.TransformerEncoderDecoder)
 
   def setup(self) -> None:
     """Creates the network."""
@@ -455,23 +444,20 @@ class SequenceModel(_TokenModel):
 
 
 class ClassificationModel(BaseModel):
-  """A model of one label a row, such as of images."""
+  """A model of one label a row, such as of images.
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    network_tpl: from the input to features [B, D].
+    softmax_tpl: from these to logits, such as `FullSoftmax.HParams`.
+    input_field: the entry of the batch that the network is given.
+    label_field: the entry with the labels, integers [B]; or, as Pax's
+      `label_probs`, the probability of each label, [B, V].
+  """
 
-    Attributes:
-      network_tpl: from the input to features [B, D].
-      softmax_tpl: from these to logits, such as `FullSoftmax.HParams`.
-      input_field: the entry of the batch that the network is given.
-      label_field: the entry with the labels, integers [B]; or, as Pax's
-        `label_probs`, the probability of each label, [B, V].
-    """
-
-    network_tpl: Any = sub_config_field(resnets.ResNet.HParams)
-    softmax_tpl: Any = sub_config_field(embedding_softmax.FullSoftmax.HParams)
-    input_field: str = 'image'
-    label_field: str = 'label'
+  network_tpl: Any = template_field(resnets.ResNet)
+  softmax_tpl: Any = template_field(embedding_softmax.FullSoftmax)
+  input_field: str = 'image'
+  label_field: str = 'label'
 
   def setup(self) -> None:
     """Creates the network and the output layer."""

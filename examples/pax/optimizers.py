@@ -29,7 +29,6 @@ import optax
 from examples.pax import hparams as hparams_lib
 from examples.pax import schedules
 
-BaseHParams = hparams_lib.BaseHParams
 Regexes = str | Sequence[str]
 # How many axes of repeated layers the weight of a name has before its own.
 NumStacked = Callable[[str], int]
@@ -131,41 +130,40 @@ def ema_update(ema: Any, params: Any, step: Any, decay: float) -> Any:
 
 
 class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
-  """Turns gradients into what is added to the weights."""
+  """Turns gradients into what is added to the weights.
 
-  class HParams(BaseHParams):
-    """Hyperparameters of all optimizers; 0 or None leaves a thing out.
+  0 or None leaves a thing out.
 
-    Attributes:
-      learning_rate: what the schedule multiplies; must be set.
-      lr_schedule: multiplier of the learning rate, by step.
-      l2_regularizer_weight: this times the weight is added to its gradient,
-        once that is clipped.
-      skip_lp_1d_vectors: not for weights of one axis (or none), such as biases.
-      decoupled_weight_decay: learning rate times this times the weight is taken
-        off the weight (Loshchilov and Hutter, 2019).
-      weight_decay_exclusion: weights that have neither L2 nor decay.
-      lp_regularization_exclusion: weights that have neither L2 nor
-        `decoupled_weight_decay`, but an optimizer's own `weight_decay`, as in
-        Praxis those of the collection SKIP_LP_REGULARIZATION, which the task
-        adds.
-      clip_gradient_norm_to_value: the most that the norm of all gradients may
-        be; the learner scales them down.
-      clip_gradient_single_norm_to_value: the same for each gradient by itself.
-        Layers in one stack have one gradient, and so one norm.
-      ema_decay: of the moving average of weights; see `ema_update`.
-    """
+  Attributes:
+    learning_rate: what the schedule multiplies; must be set.
+    lr_schedule: multiplier of the learning rate, by step.
+    l2_regularizer_weight: this times the weight is added to its gradient,
+      once that is clipped.
+    skip_lp_1d_vectors: not for weights of one axis (or none), such as biases.
+    decoupled_weight_decay: learning rate times this times the weight is taken
+      off the weight (Loshchilov and Hutter, 2019).
+    weight_decay_exclusion: weights that have neither L2 nor decay.
+    lp_regularization_exclusion: weights that have neither L2 nor
+      `decoupled_weight_decay`, but an optimizer's own `weight_decay`, as in
+      Praxis those of the collection SKIP_LP_REGULARIZATION, which the task
+      adds.
+    clip_gradient_norm_to_value: the most that the norm of all gradients may
+      be; the learner scales them down.
+    clip_gradient_single_norm_to_value: the same for each gradient by itself.
+      Layers in one stack have one gradient, and so one norm.
+    ema_decay: of the moving average of weights; see `ema_update`.
+  """
 
-    learning_rate: float | None = None
-    lr_schedule: Any = hparams_lib.sub_config_field(schedules.Constant.HParams)
-    l2_regularizer_weight: float | None = None
-    skip_lp_1d_vectors: bool = False
-    decoupled_weight_decay: float | None = None
-    weight_decay_exclusion: Regexes = ()
-    lp_regularization_exclusion: Regexes = ()
-    clip_gradient_norm_to_value: float = 0.0
-    clip_gradient_single_norm_to_value: float = 0.0
-    ema_decay: float = 0.0
+  learning_rate: float | None = None
+  lr_schedule: Any = hparams_lib.sub_config_field(schedules.Constant.HParams)
+  l2_regularizer_weight: float | None = None
+  skip_lp_1d_vectors: bool = False
+  decoupled_weight_decay: float | None = None
+  weight_decay_exclusion: Regexes = ()
+  lp_regularization_exclusion: Regexes = ()
+  clip_gradient_norm_to_value: float = 0.0
+  clip_gradient_single_norm_to_value: float = 0.0
+  ema_decay: float = 0.0
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
@@ -278,17 +276,14 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
 
 
 class _Decayed(BaseOptimizer):
-  """One whose weight decay Praxis calls `weight_decay`."""
+  """One whose weight decay Praxis calls `weight_decay`.
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    weight_decay: the same as `decoupled_weight_decay`, but for all weights,
+      those of the collection SKIP_LP_REGULARIZATION included.
+  """
 
-    Attributes:
-      weight_decay: the same as `decoupled_weight_decay`, but for all weights,
-        those of the collection SKIP_LP_REGULARIZATION included.
-    """
-
-    weight_decay: float | None = None
+  weight_decay: float | None = None
 
   def _find_weight_decay(self) -> float:
     p = self.hparams
@@ -306,18 +301,14 @@ class Sgd(BaseOptimizer):
 
   Momentum is a sum and no mean: m <- momentum m + g; Nesterov's takes
   g + momentum m (Sutskever et al., 2013). `optax.trace`.
+
+  Attributes:
+    momentum: decay of the sum of gradients; None is no sum.
+    nesterov: look ahead.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters of gradient descent.
-
-    Attributes:
-      momentum: decay of the sum of gradients; None is no sum.
-      nesterov: look ahead.
-    """
-
-    momentum: float | None = None
-    nesterov: bool = False
+  momentum: float | None = None
+  nesterov: bool = False
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
@@ -341,25 +332,21 @@ class Adam(_Decayed):
   start at 0; then u is divided by max(1, rms(u) / clip_threshold), where rms is
   over the weight, or over each layer of a stack; then the weight decay; then
   the learning rate.
+
+  Attributes:
+    beta1: decay of the first moment.
+    beta2: decay of the second moment.
+    epsilon: added to the root.
+    epsilon_root: added under the root.
+    clip_threshold: the most that an update's root mean square may be, before
+      weight decay and learning rate; 0 is no limit.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters of Adam.
-
-    Attributes:
-      beta1: decay of the first moment.
-      beta2: decay of the second moment.
-      epsilon: added to the root.
-      epsilon_root: added under the root.
-      clip_threshold: the most that an update's root mean square may be, before
-        weight decay and learning rate; 0 is no limit.
-    """
-
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-6
-    epsilon_root: float = 0.0
-    clip_threshold: float = 1.0
+  beta1: float = 0.9
+  beta2: float = 0.999
+  epsilon: float = 1e-6
+  epsilon_root: float = 0.0
+  clip_threshold: float = 1.0
 
   def _directions(
     self, num_stacked: NumStacked
@@ -376,18 +363,14 @@ class Lion(_Decayed):
 
   The sign of beta1 m + (1 - beta1) g; then m <- beta2 m + (1 - beta2) g.
   Praxis's HeroLion corrects m for its start at 0 besides.
+
+  Attributes:
+    beta1: of the moment, in the mean whose sign is taken.
+    beta2: decay of the moment.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters of Lion.
-
-    Attributes:
-      beta1: of the moment, in the mean whose sign is taken.
-      beta2: decay of the moment.
-    """
-
-    beta1: float = 0.9
-    beta2: float = 0.99
+  beta1: float = 0.9
+  beta2: float = 0.99
 
   def _directions(
     self, num_stacked: NumStacked
@@ -401,34 +384,30 @@ class Muon(_Decayed):
   The momentum of a matrix is made nearly orthogonal. A weight of two axes, or
   a stack of such, is a matrix; `matrices` says what others are, and which are
   none after all, such as embeddings.
+
+  Attributes:
+    beta: decay of the momentum.
+    nesterov: look ahead.
+    ns_steps: of the iteration of Newton and Schulz.
+    epsilon: keeps it from dividing by zero; also Adam's.
+    consistent_rms: an update's root mean square, of Adam's size with 0.2 (Liu
+      et al., 2025); None scales by the root of max(1, outputs / inputs).
+    adam_beta1: decay of Adam's first moment.
+    adam_beta2: decay of Adam's second moment.
+    matrices: regular expression -> (axes of the inputs, axes of the outputs),
+      counted from the last axis, -1; such as ((-3,), (-2, -1)) for a
+      projection to heads. None leaves the weight to Adam. The first that fits
+      counts.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters of Muon.
-
-    Attributes:
-      beta: decay of the momentum.
-      nesterov: look ahead.
-      ns_steps: of the iteration of Newton and Schulz.
-      epsilon: keeps it from dividing by zero; also Adam's.
-      consistent_rms: an update's root mean square, of Adam's size with 0.2 (Liu
-        et al., 2025); None scales by the root of max(1, outputs / inputs).
-      adam_beta1: decay of Adam's first moment.
-      adam_beta2: decay of Adam's second moment.
-      matrices: regular expression -> (axes of the inputs, axes of the outputs),
-        counted from the last axis, -1; such as ((-3,), (-2, -1)) for a
-        projection to heads. None leaves the weight to Adam. The first that fits
-        counts.
-    """
-
-    beta: float = 0.95
-    nesterov: bool = True
-    ns_steps: int = 5
-    epsilon: float = 1e-8
-    consistent_rms: float | None = None
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    matrices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  beta: float = 0.95
+  nesterov: bool = True
+  ns_steps: int = 5
+  epsilon: float = 1e-8
+  consistent_rms: float | None = None
+  adam_beta1: float = 0.9
+  adam_beta2: float = 0.999
+  matrices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
@@ -479,43 +458,39 @@ class ShardedAdafactor(_Decayed):
   columns. Unlike `optax.adafactor`, the matrices are those of a weight's last
   two axes, moments may decay as Adam's do, and weight decay follows the
   learning rate.
+
+  Attributes:
+    decay_method: of the second moment at the n-th step: 'pow' is
+      1 - n ** -decay_pow, 'adam' is decay_adam corrected for the start at 0.
+    decay_adam: for 'adam'.
+    decay_pow: for 'pow'.
+    beta1: decay of the mean of updates, which takes memory; 0 is no mean.
+    quantized_dtype: of that mean: 'int8' or 'int16', multiples of a size for
+      each place of the axes but the first; 'bfloat16' or 'float32'.
+    clip_threshold: the most that an update's root mean square may be,
+      before the learning rate; None is no limit.
+    factored: keep rows and columns, and not the second moment itself.
+    epsilon1_grad_sq_reg: added to a gradient's square.
+    sort_factored_second_moment_dims: factor the two largest axes, if both
+      are at least `min_dim_size_to_factor`, and not the last two.
+    min_dim_size_to_factor: for that.
+    multiply_by_parameter_scale: multiply the learning rate by the weight's
+      root mean square.
+    epsilon2_param_scale_reg: the least that this may be.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters of Adafactor.
-
-    Attributes:
-      decay_method: of the second moment at the n-th step: 'pow' is
-        1 - n ** -decay_pow, 'adam' is decay_adam corrected for the start at 0.
-      decay_adam: for 'adam'.
-      decay_pow: for 'pow'.
-      beta1: decay of the mean of updates, which takes memory; 0 is no mean.
-      quantized_dtype: of that mean: 'int8' or 'int16', multiples of a size for
-        each place of the axes but the first; 'bfloat16' or 'float32'.
-      clip_threshold: the most that an update's root mean square may be,
-        before the learning rate; None is no limit.
-      factored: keep rows and columns, and not the second moment itself.
-      epsilon1_grad_sq_reg: added to a gradient's square.
-      sort_factored_second_moment_dims: factor the two largest axes, if both
-        are at least `min_dim_size_to_factor`, and not the last two.
-      min_dim_size_to_factor: for that.
-      multiply_by_parameter_scale: multiply the learning rate by the weight's
-        root mean square.
-      epsilon2_param_scale_reg: the least that this may be.
-    """
-
-    decay_method: str = 'pow'
-    decay_adam: float = 0.99
-    decay_pow: float = 0.8
-    beta1: float = 0.0
-    quantized_dtype: str = 'int8'
-    clip_threshold: float | None = 1.0
-    factored: bool = True
-    epsilon1_grad_sq_reg: float = 1e-30
-    sort_factored_second_moment_dims: bool = False
-    min_dim_size_to_factor: int = 128
-    multiply_by_parameter_scale: bool = False
-    epsilon2_param_scale_reg: float = 1e-3
+  decay_method: str = 'pow'
+  decay_adam: float = 0.99
+  decay_pow: float = 0.8
+  beta1: float = 0.0
+  quantized_dtype: str = 'int8'
+  clip_threshold: float | None = 1.0
+  factored: bool = True
+  epsilon1_grad_sq_reg: float = 1e-30
+  sort_factored_second_moment_dims: bool = False
+  min_dim_size_to_factor: int = 128
+  multiply_by_parameter_scale: bool = False
+  epsilon2_param_scale_reg: float = 1e-3
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)

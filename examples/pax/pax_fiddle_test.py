@@ -13,6 +13,7 @@ import pytest
 
 from examples.pax import base_layer
 from examples.pax import base_task
+from examples.pax import layers
 from examples.pax import learners
 from examples.pax import models
 from examples.pax import optimizers
@@ -276,6 +277,35 @@ def test_an_error_in_a_layer_is_not_hidden_by_a_missing_attribute():
     instantiate(task_p)
   with pytest.raises(AttributeError, match="no field 'depht'"):
     _ = instantiate(pax_fiddle.Config(Wrong)).depth
+
+
+def test_a_language_model_as_paxmls_experiments_write_it():
+  D, F, H, K, V, N = 8, 32, 2, 4, 16, 3
+  model_p = pax_fiddle.Config(models.LanguageModel, name='xformer_lm')
+  model_p.lm_tpl = pax_fiddle.Config(layers.TransformerLm)
+  model_p.lm_tpl.packed_input = True
+  model_p.lm_tpl.model_dims = D
+  model_p.lm_tpl.vocab_size = V
+  model_p.lm_tpl.position_emb_tpl = None
+  model_p.lm_tpl.softmax_tpl = pax_fiddle.Config(
+    layers.FullSoftmax, has_bias=False
+  )
+  model_p.lm_tpl.separate_embedding_tpl = pax_fiddle.Config(layers.Embedding)
+  stacked_p = pax_fiddle.Config(layers.StackedTransformer)
+  stacked_p.set(
+    model_dims=D, hidden_dims=F, num_layers=1, num_heads=H, dim_per_head=K
+  )
+  layer_p = stacked_p.transformer_layer_params_tpl
+  assert pax_fiddle.get_callable(layer_p) is layers.Transformer
+  layer_p.tr_atten_tpl.set(use_bias=False, internal_enable_per_dim_scale=False)
+  layer_p.tr_fflayer_tpl.activation_tpl = pax_fiddle.Config(layers.SiLU)
+  model_p.lm_tpl.stacked_transformer_tpl = pax_fiddle.Config(
+    layers.StackedTransformerRepeated, block=stacked_p, x_times=N
+  )
+  # Attention, feed-forward with biases, two normalisations; one behind all.
+  layer = 4 * D * H * K + 2 * D * F + F + D + 4 * D
+  expected = N * layer + 2 * D + 2 * V * D
+  assert instantiate(model_p).num_params() == expected
 
 
 def test_a_config_of_what_has_no_hyperparameters():

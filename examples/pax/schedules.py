@@ -16,7 +16,6 @@ import optax
 
 from examples.pax import hparams
 
-BaseHParams = hparams.BaseHParams
 Point = tuple[int, float]
 
 
@@ -40,12 +39,13 @@ def _float(step: Any) -> jax.Array:
 
 
 class Constant(BaseSchedule):
-  """The same at each step."""
+  """The same at each step.
 
-  class HParams(BaseHParams):
-    """Attributes: value: the multiplier."""
+  Attributes:
+    value: the multiplier.
+  """
 
-    value: float = 1.0
+  value: float = 1.0
 
   def value_at(self, step: Any) -> jax.Array:
     """Returns the multiplier at a step, a float32 scalar."""
@@ -54,18 +54,15 @@ class Constant(BaseSchedule):
 
 
 class _Between(BaseSchedule):
-  """From one point to another; before and after them it stays."""
+  """From one point to another; before and after them it stays.
 
-  class HParams(BaseHParams):
-    """Hyperparameters of what goes from one point to another.
+  Attributes:
+    start: the first point.
+    limit: the last point.
+  """
 
-    Attributes:
-      start: the first point.
-      limit: the last point.
-    """
-
-    start: Point = (0, 1.0)
-    limit: Point = (1, 1.0)
+  start: Point = (0, 1.0)
+  limit: Point = (1, 1.0)
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
@@ -86,19 +83,16 @@ def _fraction(step: Any, start: float, end: float) -> jax.Array:
 
 
 class Polynomial(_Between):
-  """A power of the fraction of the way that is done, or is left."""
+  """A power of the fraction of the way that is done, or is left.
 
-  class HParams(BaseHParams):
-    """Hyperparameters of a polynomial.
+  Attributes:
+    power: 1 is a straight line.
+    origin: 'start': the value leaves that of `start` as done ** power;
+      'limit': it comes to that of `limit` as left ** power.
+  """
 
-    Attributes:
-      power: 1 is a straight line.
-      origin: 'start': the value leaves that of `start` as done ** power;
-        'limit': it comes to that of `limit` as left ** power.
-    """
-
-    power: float = 1
-    origin: str = 'start'
+  power: float = 1
+  origin: str = 'start'
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
@@ -142,20 +136,17 @@ class Exponential(_Between):
 
 
 class Cosine(BaseSchedule):
-  """Half a period of a cosine, from the first step on."""
+  """Half a period of a cosine, from the first step on.
 
-  class HParams(BaseHParams):
-    """Hyperparameters of a cosine.
+  Attributes:
+    initial_value: at step 0.
+    final_value: from `total_steps` on.
+    total_steps: how long it takes.
+  """
 
-    Attributes:
-      initial_value: at step 0.
-      final_value: from `total_steps` on.
-      total_steps: how long it takes.
-    """
-
-    initial_value: float = 1.0
-    final_value: float = 0.0
-    total_steps: int = 0
+  initial_value: float = 1.0
+  final_value: float = 0.0
+  total_steps: int = 0
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
@@ -174,18 +165,15 @@ def _cosine(done: jax.Array) -> jax.Array:
 
 
 class PiecewiseConstant(BaseSchedule):
-  """`values[i]` before step `boundaries[i]`, after all of them the last."""
+  """`values[i]` before step `boundaries[i]`, after all of them the last.
 
-  class HParams(BaseHParams):
-    """Hyperparameters of steps.
+  Attributes:
+    boundaries: steps at which the value changes, in order.
+    values: one more than there are boundaries.
+  """
 
-    Attributes:
-      boundaries: steps at which the value changes, in order.
-      values: one more than there are boundaries.
-    """
-
-    boundaries: tuple[int, ...] = ()
-    values: tuple[float, ...] = ()
+  boundaries: tuple[int, ...] = ()
+  values: tuple[float, ...] = ()
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
@@ -208,24 +196,21 @@ def _piece(step: Any, boundaries: Any, values: Any) -> jax.Array:
 
 
 class _LinearRampup(BaseSchedule):
-  """Rises from 0 to `max`, stays there, and decays to a part of it."""
+  """Rises from 0 to `max`, stays there, and decays to a part of it.
 
-  class HParams(BaseHParams):
-    """Hyperparameters of a rise and a decay.
+  Attributes:
+    warmup_steps: how long it rises, from 0 at step 0.
+    decay_start: the step at which the decay begins.
+    decay_end: the step at which it ends.
+    min_ratio: of `max`, what is left from then on.
+    max: the highest value.
+  """
 
-    Attributes:
-      warmup_steps: how long it rises, from 0 at step 0.
-      decay_start: the step at which the decay begins.
-      decay_end: the step at which it ends.
-      min_ratio: of `max`, what is left from then on.
-      max: the highest value.
-    """
-
-    warmup_steps: int = 0
-    decay_start: int = 0
-    decay_end: int = 0
-    min_ratio: float = 0.01
-    max: float = 1.0
+  warmup_steps: int = 0
+  decay_start: int = 0
+  decay_end: int = 0
+  min_ratio: float = 0.01
+  max: float = 1.0
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
@@ -269,18 +254,15 @@ class LinearRampupCosineDecay(_LinearRampup):
 
 
 class LinearRampupPiecewiseConstant(BaseSchedule):
-  """Rises from 0 to the first value, then is constant between boundaries."""
+  """Rises from 0 to the first value, then is constant between boundaries.
 
-  class HParams(BaseHParams):
-    """Hyperparameters of a rise and steps.
+  Attributes:
+    boundaries: steps, in order; the rise ends at the first.
+    values: as many; `values[i]` holds from `boundaries[i]` on.
+  """
 
-    Attributes:
-      boundaries: steps, in order; the rise ends at the first.
-      values: as many; `values[i]` holds from `boundaries[i]` on.
-    """
-
-    boundaries: tuple[int, ...] = ()
-    values: tuple[float, ...] = ()
+  boundaries: tuple[int, ...] = ()
+  values: tuple[float, ...] = ()
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
@@ -301,20 +283,17 @@ class LinearRampupPiecewiseConstant(BaseSchedule):
 
 
 class SqrtDecay(BaseSchedule):
-  """Inverse square root of the step; constant up to `decay_start`."""
+  """Inverse square root of the step; constant up to `decay_start`.
 
-  class HParams(BaseHParams):
-    """Hyperparameters of an inverse square root.
+  Attributes:
+    decay_start: up to here, the value is that at this step.
+    multiplier: of the inverse root.
+    offset: is taken off the step first.
+  """
 
-    Attributes:
-      decay_start: up to here, the value is that at this step.
-      multiplier: of the inverse root.
-      offset: is taken off the step first.
-    """
-
-    decay_start: int = 10000
-    multiplier: float = 1.0
-    offset: float = 0.0
+  decay_start: int = 10000
+  multiplier: float = 1.0
+  offset: float = 0.0
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
@@ -332,20 +311,16 @@ class Transformer(BaseSchedule):
 
   `model_dim ** -.5 min(n ** -.5, n warmup_steps ** -1.5)` for the step that is
   the n-th, from 1 (Vaswani et al., 2017, section 5.3).
+
+  Attributes:
+    warmup_steps: how long it rises.
+    model_dim: width of the model.
+    decay_end: a step from which it stays; None for none.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters of the original transformer's schedule.
-
-    Attributes:
-      warmup_steps: how long it rises.
-      model_dim: width of the model.
-      decay_end: a step from which it stays; None for none.
-    """
-
-    warmup_steps: int = 4000
-    model_dim: int = 512
-    decay_end: int | None = None
+  warmup_steps: int = 4000
+  model_dim: int = 512
+  decay_end: int | None = None
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)

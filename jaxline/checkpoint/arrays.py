@@ -5,8 +5,7 @@ that holds something else, and takes no missing chunk for zeros.
 """
 
 import base64
-import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
 import errno
@@ -26,16 +25,12 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
 
 from jaxline.checkpoint import files
 
 # Arrays are cut into files of at most this many bytes.
 _FILE_BYTES = 256 << 20
 _BLOCK = 4096  # Bytes that a file takes at least, on most file systems.
-_READ_BYTES = 1 << 28  # Of arrays that are on their way from the disk at once.
-# As many as Orbax: of network disks, more at once are faster.
-_READS = ts.Context({'file_io_concurrency': {'limit': 128}})
 _ORBAX = os.path.join(os.path.dirname(ocp.__file__), '')
 # Those beside NumPy's own that TensorStore's zarr3 driver takes.
 _ZARR_DTYPES = (
@@ -166,7 +161,7 @@ ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)(
 def write(content: Content, place: pathlib.Path) -> None:
   """Writes a checkpoint, which appears in one rename."""
   _ignore_closed_loops()
-  with quiet_orbax(), _os_errors():
+  with quiet_orbax(), os_errors():
     ocp.Checkpointer(
       _Handler(),
       multiprocessing_options=_multiprocessing_options(),
@@ -177,7 +172,7 @@ def write(content: Content, place: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def _os_errors() -> Iterator[None]:
+def os_errors() -> Iterator[None]:
   """Makes an OSError of what TensorStore says of the operating system's."""
   try:
     yield
@@ -260,8 +255,12 @@ def store(live: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     tail = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
     file = f'{i:04d}.{tail}'
     about = {'file': file, **_about(live[name], x), 'dtype': x.dtype.name}
-    if not _can_be_stored(x.dtype):
-      about['bytes_of'] = _dtype_to_json(x.dtype)
+    dtype = x.dtype
+    if not dtype.isnative or not (
+      (dtype.kind in 'biufc' and dtype not in (np.longdouble, np.clongdouble))
+      or dtype.name in _ZARR_DTYPES
+    ):
+      about['bytes_of'] = _dtype_to_json(dtype)
       x = np.frombuffer(x.tobytes(), np.uint8)
     if x.size:
       stored[file] = x
@@ -291,148 +290,10 @@ def _about(live: Any, x: Any) -> dict[str, Any]:
   return about
 
 
-def _can_be_stored(dtype: np.dtype) -> bool:
-  """Returns whether the Zarr 3 driver knows a type."""
-  return dtype.isnative and (
-    (dtype.kind in 'biufc' and dtype not in (np.longdouble, np.clongdouble))
-    or dtype.name in _ZARR_DTYPES
-  )  # fmt: skip
-
-
 # Reading.
 
 
-def verify(path: pathlib.Path, wants: Callable[[str], bool]) -> files.Listing:
-  """Verifies the parts of a checkpoint that a restore reads.
-
-  The processes share the work.
-
-  Args:
-    path: the checkpoint.
-    wants: of an array's name, whether it is read. Those of the loop's own
-      entries, 'run/...', are.
-
-  Raises:
-    files.RefusedError: it is as it was written, but no save writes such.
-    files.DamagedError: it is not as it was written.
-    files.UnreadableError: a file cannot be read, which may pass.
-  """
-  process, processes = jax.process_index(), jax.process_count()
-
-  def check() -> files.Listing:
-    found = files.Listing(path)
-    require(
-      found, lambda n: n.startswith('run/') or wants(n), process, processes
-    )
-    return found
-
-  return together(check)
-
-
-@files.well_formed()
-def require(
-  found: files.Listing,
-  wants: Callable[[str], bool],
-  process: int = 0,
-  processes: int = 1,
-) -> None:
-  """Verifies all files but those of arrays that are not wanted.
-
-  Raises:
-    files.DamagedError: see `verify`.
-  """
-  described = found.record['arrays']
-  unwanted = {
-    f'{files.ARRAYS}/{about["file"]}'
-    for name, about in described.items()
-    if not wants(name)
-  }
-  found.require(
-    lambda file: '/'.join(file.split('/')[:2]) not in unwanted,
-    process,
-    processes,
-  )
-  check(found, filter(wants, described))
-
-
-@files.well_formed()
-def check(found: files.Listing, names: Iterable[str]) -> None:
-  """Opens arrays, once; refuses those that are not as the record says.
-
-  Raises:
-    files.RefusedError: naming the first such array.
-    files.DamagedError: the checkpoint was removed meanwhile.
-  """
-  prefix = f'{files.ARRAYS}/'
-  # How many files with checksums the directory of each array has.
-  counts = collections.Counter(
-    file.removeprefix(prefix).split('/')[0]
-    for file in found.there.intersection(found.sums)
-    if file.startswith(prefix)
-  )
-  opening = {}
-  for name in names:
-    if name not in found.opened:
-      with _refused(found, name):
-        opening[name] = _open(found, found.record['arrays'][name])
-  for name, future in opening.items():
-    opened = None
-    if future is not None:
-      with _refused(found, name):
-        opened = future.result()
-        chunk = opened.chunk_layout.write_chunk.shape or ()
-        chunks = [-(-n // c) for n, c in zip(opened.shape, chunk, strict=True)]
-        # One more is zarr.json.
-        if math.prod(chunks) >= counts[found.record['arrays'][name]['file']]:
-          raise ValueError('chunks are missing')
-    found.opened[name] = opened
-
-
-def _open(found: files.Listing, about: Mapping[str, Any]) -> Any:
-  """Starts to open an array; None is one without elements."""
-  file, (shape, dtype) = about['file'], _stored(about)
-  if (file is None) != (math.prod(shape) == 0):
-    raise ValueError('what has no file has no elements')
-  if file is None:
-    return None
-  if not re.fullmatch(r'\d+\.[\w.-]*', file):
-    raise ValueError('no save gives such a name')
-  folder = found.path / files.ARRAYS / file
-  # TensorStore would crash at JSON that is nested too deeply.
-  files.read_json(folder / 'zarr.json', f'{file}/zarr.json')
-  spec = {
-    'driver': 'zarr3',
-    'kvstore': {'driver': 'file', 'path': f'{folder}/'},
-    'metadata': {
-      'shape': shape,
-      'data_type': dtype.name,
-      'chunk_key_encoding': {'name': 'default'},
-    },
-    'fill_missing_data_reads': False,
-  }
-  return ts.open(spec, open=True, context=_READS)
-
-
-@contextlib.contextmanager
-def _refused(found: files.Listing, name: str) -> Iterator[None]:
-  """Refuses an array that TensorStore cannot read; its files were verified."""
-  try:
-    with _os_errors():
-      yield
-  except (*files.MISSING, ValueError) as e:
-    if not os.path.lexists(found.path):
-      raise files.DamagedError('it was removed while it was read') from e
-    if isinstance(e, files.RefusedError):
-      raise
-    about = found.record['arrays'][name]
-    raise files.RefusedError(
-      f'{files.ARRAYS}/{about["file"]} does not hold all of the array'
-      f' {name!r}, which is {about["dtype"]}{about["shape"]} in'
-      f' {files.RECORD} ({files.printable(e)[:200]})'
-    ) from e
-
-
-def _stored(about: Mapping[str, Any]) -> tuple[list[int], np.dtype]:
+def stored_as(about: Mapping[str, Any]) -> tuple[list[int], np.dtype]:
   """Returns shape and type of an array on the disk."""
   dtype = _dtype_from_json(about.get('bytes_of', about['dtype']))
   if 'bytes_of' in about:
@@ -440,65 +301,7 @@ def _stored(about: Mapping[str, Any]) -> tuple[list[int], np.dtype]:
   return about['shape'], dtype
 
 
-def read(
-  found: files.Listing, targets: Mapping[str, Any]
-) -> Iterator[tuple[str, Any]]:
-  """Yields name and array, some of them ahead.
-
-  Args:
-    found: the checkpoint, with its files verified.
-    targets: name -> jax.ShapeDtypeStruct with a sharding; without one, or
-      None, the array comes as numpy.
-
-  Raises:
-    files.DamagedError: one is not there.
-    files.RefusedError: one is not as the record says.
-    files.UnreadableError: one cannot be read, which may pass.
-  """
-  described = found.record['arrays']
-  started: dict[str, Callable[[], Any]] = {}
-
-  def get(name: str) -> Any:
-    with _refused(found, name):
-      # At a further try it is started anew.
-      return (started.pop(name, None) or _start(found, name, targets[name]))()
-
-  files.retried(lambda: check(found, targets), files.ARRAYS)
-  ahead = collections.deque(targets)
-  on_their_way = 0
-  for name, target in targets.items():
-    while ahead and (ahead[0] == name or on_their_way < _READ_BYTES):
-      soon = ahead.popleft()
-      on_their_way += num_bytes(described[soon])
-      started[soon] = _start(found, soon, targets[soon])
-    x = files.retried(functools.partial(get, name), files.ARRAYS)
-    on_their_way -= num_bytes(described[name])
-    yield name, _as_saved(x, described[name], target)
-    del x
-
-
-def _start(found: files.Listing, name: str, target: Any) -> Callable[[], Any]:
-  """Starts to read an array; returns a function that returns it."""
-  opened, about = found.opened[name], found.record['arrays'][name]
-  if opened is None:
-    shape, dtype = _stored(about)
-    return lambda: np.zeros(shape, dtype)
-  sharding = getattr(target, 'sharding', None)
-  if sharding is None or is_key(target) or 'bytes_of' in about:
-    return opened.read().result
-
-  def key(index: Any) -> Any:
-    return tuple(s.indices(n) for s, n in zip(index, opened.shape, strict=True))
-
-  indices = sharding.addressable_devices_indices_map(tuple(opened.shape))
-  parts = {key(index): index for index in indices.values()}
-  reads = {key: opened[index].read() for key, index in parts.items()}
-  return lambda: jax.make_array_from_callback(
-    tuple(opened.shape), sharding, lambda index: reads[key(index)].result()
-  )
-
-
-def _as_saved(x: Any, about: Mapping[str, Any], target: Any) -> Any:
+def as_saved(x: Any, about: Mapping[str, Any], target: Any) -> Any:
   """Makes of what was read what was saved."""
   if 'bytes_of' in about:
     x = _from_bytes(x.tobytes(), about['bytes_of'], about['shape'])
@@ -512,17 +315,14 @@ def _as_saved(x: Any, about: Mapping[str, Any], target: Any) -> Any:
   return jax.device_put(x, sharding)
 
 
-def from_json(described: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns what `to_json` got; a jax.Array is on the default device."""
-  arrays: dict[str, Any] = {}
-  for name, about in described.items():
-    data = base64.b64decode(about['base64'])
-    x = _from_bytes(data, about['dtype'], about['shape'])
-    if 'key' in about:
-      arrays[name] = jax.random.wrap_key_data(jnp.asarray(x), impl=about['key'])
-    else:
-      arrays[name] = jnp.asarray(x) if about['kind'] == 'jax' else x
-  return arrays
+def from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  """Returns what `to_json` got."""
+  return {
+    name: _from_bytes(
+      base64.b64decode(about['base64']), about['dtype'], about['shape']
+    )
+    for name, about in described.items()
+  }
 
 
 def _dtype_to_json(dtype: np.dtype) -> Any:
@@ -559,7 +359,7 @@ def _from_bytes(data: bytes, dtype_json: Any, shape: list[int]) -> np.ndarray:
 
 def num_bytes(about: Mapping[str, Any]) -> int:
   """Returns how many bytes the elements of a described array take."""
-  shape, dtype = _stored(about)
+  shape, dtype = stored_as(about)
   return math.prod(shape) * dtype.itemsize
 
 

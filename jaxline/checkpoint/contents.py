@@ -1,9 +1,16 @@
-"""A live state as a checkpoint holds it: arrays and JSON, and back."""
+"""A live state as a checkpoint holds it: arrays and JSON, and back.
 
-from collections.abc import Callable, Iterable, Mapping
+TensorStore reads the arrays, and is told shape and type of each: it refuses a
+file that holds something else, and takes no missing chunk for zeros.
+"""
+
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import functools
 import importlib.metadata
+import math
+import os
 import pathlib
 import platform
 import re
@@ -13,7 +20,8 @@ from typing import Any
 
 from absl import logging
 import jax
-import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
 
 import jaxline
 from jaxline import errors
@@ -22,120 +30,109 @@ from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import structure
 
+_READ_BYTES = 1 << 28  # Of arrays that are on their way from the disk at once.
+# As many as Orbax: of network disks, more at once are faster.
+_READS = ts.Context({'file_io_concurrency': {'limit': 128}})
+
 
 class MismatchError(ValueError):
   """A checkpoint does not fit the experiment; nothing was restored."""
 
 
-class Encoder:
-  """Makes what is written of the live states of a run."""
+# Writing.
 
-  def __init__(self, recorded: Any, allow_pickle: bool):
-    """Makes the encoder.
 
-    Args:
-      recorded: the run's config, as JSON.
-      allow_pickle: whether to pickle what cannot be described.
-    """
-    self._recorded = recorded
-    self._allow_pickle = allow_pickle
-    self._pickled: set[str] = set()
+def content(
+  ckpt_series: str,
+  state: Any,
+  recorded: Any,
+  *,
+  all_hosts: bool,
+  allow_pickle: bool,
+) -> arrays_lib.Content:
+  """Copies a live state to the host, and describes it.
 
-  def content(
-    self, ckpt_series: str, state: Any, all_hosts: bool
-  ) -> arrays_lib.Content:
-    """Copies a live state to the host, and describes it.
+  Args:
+    ckpt_series: the series.
+    state: the live state.
+    recorded: the run's config, as JSON.
+    all_hosts: whether each process keeps its own
+      NON_BROADCAST_CHECKPOINT_ATTRS.
+    allow_pickle: whether to pickle what cannot be described.
 
-    Args:
-      ckpt_series: the series.
-      state: the live state.
-      all_hosts: whether each process keeps its own
-        NON_BROADCAST_CHECKPOINT_ATTRS.
+  Raises:
+    TypeError: something in it can only be pickled.
+  """
+  arrays: dict[str, Any] = {}
+  entries = {k: x for k, x in state.items() if k != 'experiment_module'}
+  entries = _encode(entries, arrays, allow_pickle, 'run/')
+  module, per_process, whole = {}, {}, {}
+  experiment = state.get('experiment_module')
+  if experiment is not None:
+    by_leaves = template(experiment)
+    own = set(getattr(experiment, 'PER_PROCESS_ENTRIES', ()))
+    if all_hosts:
+      own |= set(experiment.NON_BROADCAST_CHECKPOINT_ATTRS.values())
+    for name, value in experiment.snapshot_state().items():
+      if name in by_leaves:
+        arrays.update(_arrays_of(value, name))
+        module[name] = {'leaves': True}
+      elif name in own:
+        small: dict[str, Any] = {}
+        per_process[name] = {
+          'structure': _encode({name: value}, small, allow_pickle)[name],
+          'arrays': arrays_lib.to_json(small),
+        }
+      else:
+        whole[name] = value
+  for name, described in _encode(whole, arrays, allow_pickle).items():
+    module[name] = {'structure': described}
+  stored, about = arrays_lib.store(arrays)
+  record = {
+    'format': files.FORMAT,
+    'series': ckpt_series,
+    'step': int(state['global_step']),
+    'time': time.time(),
+    'processes': jax.process_count(),
+    'devices': jax.device_count(),
+    'versions': _versions(),
+    'config': recorded,
+    'entries': entries,
+    'module': module,
+    'arrays': about,
+  }
+  return arrays_lib.Content(stored, record, per_process)
 
-    Raises:
-      TypeError: something in it can only be pickled.
-    """
-    arrays: dict[str, Any] = {}
-    entries = {k: x for k, x in state.items() if k != 'experiment_module'}
-    entries = self._encode(entries, arrays, 'run/')
-    module, per_process, whole = {}, {}, {}
-    experiment = state.get('experiment_module')
-    if experiment is not None:
-      by_leaves = template(experiment)
-      own = set(getattr(experiment, 'PER_PROCESS_ENTRIES', ()))
-      if all_hosts:
-        own |= set(experiment.NON_BROADCAST_CHECKPOINT_ATTRS.values())
-      for name, value in experiment.snapshot_state().items():
-        if name in by_leaves:
-          arrays.update(_arrays_of(value, name))
-          module[name] = {'leaves': True}
-        elif name in own:
-          small: dict[str, Any] = {}
-          per_process[name] = {
-            'structure': self._encode({name: value}, small)[name],
-            'arrays': arrays_lib.to_json(small),
-          }
-        else:
-          whole[name] = value
-    for name, json in self._encode(whole, arrays).items():
-      module[name] = {'structure': json}
-    stored, described = arrays_lib.store(arrays)
-    record = {
-      'format': files.FORMAT,
-      'series': ckpt_series,
-      'step': int(state['global_step']),
-      'time': time.time(),
-      'processes': jax.process_count(),
-      'devices': jax.device_count(),
-      'versions': _versions(),
-      'config': self._recorded,
-      'entries': entries,
-      'module': module,
-      'arrays': described,
-    }
-    return arrays_lib.Content(stored, record, per_process)
 
-  def added(self, state: Any) -> dict[str, Any]:
-    """Returns what a best checkpoint has besides the evaluated one, as JSON."""
-    saved = ('global_step', 'train_step_rng', 'experiment_module')
-    arrays: dict[str, Any] = {}
-    more = {key: x for key, x in state.items() if key not in saved}
-    entries = self._encode(more, arrays, 'run/')
-    return {'entries': entries, 'arrays': arrays_lib.to_json(arrays)}
+def added(state: Any, allow_pickle: bool) -> dict[str, Any]:
+  """Returns what a best checkpoint has besides the evaluated one, as JSON."""
+  saved = ('global_step', 'train_step_rng', 'experiment_module')
+  arrays: dict[str, Any] = {}
+  more = {key: x for key, x in state.items() if key not in saved}
+  entries = _encode(more, arrays, allow_pickle, 'run/')
+  return {'entries': entries, 'arrays': arrays_lib.to_json(arrays)}
 
-  def _encode(
-    self, values: Mapping[str, Any], arrays: dict[str, Any], prefix: str = ''
-  ) -> dict[str, Any]:
-    """Splits values into arrays and JSON.
 
-    Args:
-      values: name -> value.
-      arrays: name -> array; those of the values are added.
-      prefix: of their names.
-
-    Returns:
-      Name -> JSON.
-    """
-    described, pickled = {}, set()
-    for key, value in values.items():
-      name = f'{prefix}{key}'
-      encoded = structure.encode(value, name, allow_pickle=self._allow_pickle)
-      if double := sorted(set(encoded.arrays) & set(arrays)):
-        raise ValueError(
-          f'Two arrays of the checkpoint have the name {double[0]!r}; rename'
-          ' one of the entries.'
-        )
-      arrays.update(encoded.arrays)
-      pickled.update(encoded.pickled)
-      described[key] = encoded.structure
-    if pickled - self._pickled:  # Once is enough.
-      self._pickled |= pickled
-      logging.warning(
-        'Pickled into the checkpoint, as config.checkpoint_allow_pickle'
-        ' permits: %s.',
-        sorted(pickled),
+def _encode(
+  values: Mapping[str, Any],
+  arrays: dict[str, Any],
+  allow_pickle: bool,
+  prefix: str = '',
+) -> dict[str, Any]:
+  """Returns the structures of values by name, and adds their arrays."""
+  described = {}
+  for key, value in values.items():
+    encoded = structure.encode(
+      value, f'{prefix}{key}', allow_pickle=allow_pickle
+    )
+    if double := sorted(set(encoded.arrays) & set(arrays)):
+      raise ValueError(
+        f'Two arrays of the checkpoint have the name {double[0]!r}; rename'
+        ' one of the entries.'
       )
-    return described
+    arrays.update(encoded.arrays)
+    described[key] = encoded.structure
+  return described
 
 
 @functools.cache  # To look them up takes milliseconds.
@@ -149,14 +146,196 @@ def _versions() -> dict[str, str]:
   return versions
 
 
-class Reader:
-  """Reads the entries of one checkpoint, whose files are verified."""
+# Reading.
 
-  def __init__(self, found: files.Listing, allow_pickle: bool = False):
-    self._found = found
-    self._record = found.record
-    self._arrays = found.record['arrays']
+
+class Checkpoint(files.Listing):
+  """A checkpoint that is read; each file is listed, hashed and opened once."""
+
+  def __init__(self, path: pathlib.Path, allow_pickle: bool = False):
+    """Lists the files.
+
+    Raises:
+      files.RefusedError: there is a link, a FIFO or a device.
+    """
+    super().__init__(path)
     self._allow_pickle = allow_pickle
+    # Name -> TensorStore; None is an array without elements.
+    self._opened: dict[str, Any] = {}
+
+  @property
+  def described(self) -> dict[str, dict[str, Any]]:
+    """Name of each array -> its file, shape and type, in the record."""
+    return self.record['arrays']
+
+  @files.well_formed()
+  def require_arrays(
+    self, wants: Callable[[str], bool], share: slice = slice(None)
+  ) -> None:
+    """Verifies all files but those of arrays that are not wanted.
+
+    Args:
+      wants: of an array's name, whether it will be read.
+      share: of the files, which to look at, where processes share the work.
+
+    Raises:
+      files.RefusedError: it is as it was written, but no save writes such.
+      files.DamagedError: it is not as it was written.
+      files.UnreadableError: a file cannot be read, which may pass.
+    """
+    unwanted = {
+      f'{files.ARRAYS}/{about["file"]}'
+      for name, about in self.described.items()
+      if not wants(name)
+    }
+    self.require(
+      lambda file: '/'.join(file.split('/')[:2]) not in unwanted, share
+    )
+    self.check(filter(wants, self.described))
+
+  @files.well_formed()
+  def check(self, names: Iterable[str] | None = None) -> None:
+    """Opens arrays, once; refuses those that are not as the record says.
+
+    Args:
+      names: of the arrays; None is all.
+
+    Raises:
+      files.RefusedError: naming the first such array.
+      files.DamagedError: the checkpoint was removed meanwhile.
+    """
+    # Sizes of the files with checksums below the directory of each array.
+    sizes = collections.defaultdict(list)
+    for file in self.there.intersection(self.sums):
+      top, *below = file.split('/')
+      if top == files.ARRAYS and len(below) > 1:
+        sizes[below[0]].append(self.sums[file][0])
+    opening = {}
+    for name in dict.fromkeys(self.described if names is None else names):
+      if name not in self._opened:
+        with self._refused(name):
+          opening[name] = self._open(self.described[name])
+    for name, future in opening.items():
+      opened = None
+      if future is not None:
+        with self._refused(name):
+          opened = future.result()
+          chunk = opened.chunk_layout.write_chunk.shape or ()
+          grid = zip(opened.shape, chunk, strict=True)
+          chunks = math.prod(-(-n // c) for n, c in grid)
+          needed = chunks * math.prod(chunk) * opened.dtype.numpy_dtype.itemsize
+          found = sizes[self.described[name]['file']]
+          # One more is zarr.json.
+          if len(found) <= chunks or sum(found) < needed:
+            raise ValueError('chunks are missing')
+      self._opened[name] = opened
+
+  def _open(self, about: Mapping[str, Any]) -> Any:
+    """Starts to open an array; None is one without elements."""
+    file, (shape, dtype) = about['file'], arrays_lib.stored_as(about)
+    if (file is None) != (math.prod(shape) == 0):
+      raise ValueError('what has no file has no elements')
+    if file is None:
+      return None
+    if not re.fullmatch(r'\d+\.[\w.-]*', file):
+      raise ValueError('no save gives such a name')
+    folder = self.path / files.ARRAYS / file
+    # TensorStore would crash at JSON that is nested too deeply.
+    files.read_json(folder / 'zarr.json', f'{file}/zarr.json')
+    spec = {
+      'driver': 'zarr3',
+      'kvstore': {'driver': 'file', 'path': f'{folder}/'},
+      'metadata': {
+        'shape': shape,
+        'data_type': dtype.name,
+        'chunk_key_encoding': {'name': 'default'},
+      },
+      'fill_missing_data_reads': False,
+    }
+    return ts.open(spec, open=True, context=_READS)
+
+  @contextlib.contextmanager
+  def _refused(self, name: str) -> Iterator[None]:
+    """Refuses an array of verified files that TensorStore cannot read."""
+    try:
+      with arrays_lib.os_errors():
+        yield
+    except (*files.MISSING, ValueError) as e:
+      if not os.path.lexists(self.path):
+        raise files.DamagedError('it was removed while it was read') from e
+      if isinstance(e, files.RefusedError):
+        raise
+      about = self.described[name]
+      raise files.RefusedError(
+        f'{files.ARRAYS}/{about["file"]} does not hold all of the array'
+        f' {name!r}, which is {about["dtype"]}{about["shape"]} in'
+        f' {files.RECORD} ({files.printable(e)[:200]})'
+      ) from e
+
+  def read(
+    self, targets: Mapping[str, Any], sources: Mapping[str, str] | None = None
+  ) -> Iterator[tuple[str, Any]]:
+    """Yields name and array, some of them ahead; their files are verified.
+
+    Args:
+      targets: name -> jax.ShapeDtypeStruct with a sharding; without one, or
+        None, the array comes as numpy.
+      sources: name -> name of the array here, where that is another.
+
+    Raises:
+      files.DamagedError: one is not there.
+      files.RefusedError: one is not as the record says.
+      files.UnreadableError: one cannot be read, which may pass.
+    """
+    source_of = {name: name for name in targets} | dict(sources or {})
+    files.retried(lambda: self.check(source_of.values()), files.ARRAYS)
+    started: dict[str, Callable[[], Any]] = {}
+
+    def get(name: str) -> Any:
+      source, target = source_of[name], targets[name]
+      with self._refused(source):
+        # At a further try it is started anew.
+        return (started.pop(name, None) or self._start(source, target))()
+
+    left, on_their_way = collections.deque(targets), 0
+    for name, target in targets.items():
+      while left and (left[0] == name or on_their_way < _READ_BYTES):
+        soon = left.popleft()
+        on_their_way += arrays_lib.num_bytes(self.described[source_of[soon]])
+        started[soon] = self._start(source_of[soon], targets[soon])
+      x = files.retried(functools.partial(get, name), files.ARRAYS)
+      about = self.described[source_of[name]]
+      on_their_way -= arrays_lib.num_bytes(about)
+      yield name, arrays_lib.as_saved(x, about, target)
+      del x
+
+  def _start(self, name: str, target: Any) -> Callable[[], Any]:
+    """Starts to read an array; returns a function that returns it."""
+    opened, about = self._opened[name], self.described[name]
+    if opened is None:
+      return functools.partial(np.zeros, *arrays_lib.stored_as(about))
+    sharding = getattr(target, 'sharding', None)
+    if sharding is None or arrays_lib.is_key(target) or 'bytes_of' in about:
+      return opened.read().result
+    shape = tuple(opened.shape)
+
+    def key(index: Any) -> Any:
+      return tuple(s.indices(n) for s, n in zip(index, shape, strict=True))
+
+    indices = sharding.addressable_devices_indices_map(shape)
+    parts = {key(index): index for index in indices.values()}
+    reads = {key: opened[index].read() for key, index in parts.items()}
+    return lambda: jax.make_array_from_callback(
+      shape, sharding, lambda index: reads[key(index)].result()
+    )
+
+  @functools.cached_property
+  def extra(self) -> dict[str, Any]:
+    """What a best checkpoint has besides: `entries` and their `arrays`."""
+    # Only as it was written: a file that is not listed is not ours.
+    if 'extra.json' not in self.sums:
+      return {'entries': {}, 'arrays': {}}
+    return files.read_json(self.path / 'extra.json')
 
   @files.well_formed()
   def entries(self, keys: Iterable[str] | None = None) -> dict[str, Any]:
@@ -168,21 +347,15 @@ class Reader:
     Raises:
       ValueError: the checkpoint lacks one.
     """
-    described = dict(self._record['entries'])
-    small: dict[str, Any] = {}
-    # Only as it was written: a file that is not listed is not ours.
-    if 'extra.json' in self._found.sums:
-      extra = files.read_json(self._found.path / 'extra.json')
-      described.update(extra['entries'])
-      small = arrays_lib.from_json(extra['arrays'])
+    described = self.record['entries'] | self.extra['entries']
     keys = list(described if keys is None else keys)
     if missing := sorted(set(keys) - set(described)):
       raise ValueError(
-        f'{self._found.path} lacks {missing}; it holds {sorted(described)}.'
+        f'{self.path} lacks {missing}; it holds {sorted(described)}.'
       )
     names = [n for key in keys for n in self._below(f'run/{key}')]
-    read = dict(arrays_lib.read(self._found, dict.fromkeys(names)))
-    arrays = self._as_live(read) | small
+    arrays = dict(self.read(dict.fromkeys(names)))
+    arrays |= arrays_lib.from_json(self.extra['arrays'])
     return {key: self._decode(described[key], arrays) for key in keys}
 
   def snapshot(self, experiment: Any) -> dict[str, Any]:
@@ -193,36 +366,52 @@ class Reader:
     """
     trees = template(experiment)
     wants, is_named = wants_of(experiment), _names_of(experiment)
-    saved = {e: x for e, x in self._record['module'].items() if is_named(e)}
-    self._check_fit(trees, saved)
+    saved = {e: x for e, x in self.record['module'].items() if is_named(e)}
     # Name of an array -> where it goes; None is host memory.
     targets: dict[str, Any] = {}
     for entry, tree in trees.items():
       targets |= _arrays_of(tree, entry)
+    have = {n: self._shape(n) for e in trees for n in self._below(e)}
+    expected = {n: _shape_of(x) for n, x in targets.items()}
+    have |= {
+      entry: 'a tree of arrays'
+      for entry, about in saved.items()
+      if 'leaves' in about and entry not in trees
+    }
+    self._check_fit(
+      (name, have.get(name, 'nothing'), expected.get(name, 'nothing'))
+      for name in sorted(have.keys() | expected.keys())
+    )
     for entry in set(saved) - set(trees):
       targets |= dict.fromkeys(self._below(entry))
     # It fits: what is replaced may go, so that the devices need not hold both.
     if hasattr(experiment, 'make_room'):
       experiment.make_room()
     wanted = {name: x for name, x in targets.items() if wants(name)}
-    arrays = dict(arrays_lib.read(self._found, wanted))
-    on_host = _placed_by(experiment)
+    arrays = dict(self.read(wanted))
+    # What the experiment itself puts onto its devices.
+    placed = set(getattr(experiment, 'CHECKPOINT_ATTRS', {}).values())
+    whole = getattr(experiment, 'NON_BROADCAST_CHECKPOINT_ATTRS', {})
+    for attribute, entry in whole.items():
+      leaves = jax.tree.leaves(getattr(experiment, attribute, None))
+      if leaves and all(isinstance(x, jax.Array) for x in leaves):
+        placed.add(entry)
     snapshot = base.Fresh()
     for entry, about in saved.items():
       if entry in trees:
         snapshot[entry] = _with_arrays(trees[entry], entry, arrays)
         continue
       own = {n: arrays[n] for n in self._below(entry) if n in arrays}
-      if entry not in on_host:
-        own = self._as_live(own)
       with files.well_formed():
-        snapshot[entry] = self._decode(about['structure'], own)
+        snapshot[entry] = self._decode(
+          about['structure'], own, on_host=entry in placed
+        )
     snapshot.update(self._per_process(lambda e: is_named(e) and wants(e)))
-    if skipped := [e for e in self._record['module'] if e not in saved]:
+    if skipped := [e for e in self.record['module'] if e not in saved]:
       logging.info(
         'Skipped %s of %s, which %s does not name.',
         skipped,
-        self._found.path,
+        self.path,
         type(experiment).__name__,
       )
     return snapshot
@@ -244,7 +433,9 @@ class Reader:
     live = {
       name: x
       for entry, tree in snapshot.items()
-      for name, x in _named(_without_schedules(tree), entry).items()
+      for name, x in structure.named_leaves(
+        _without_schedules(tree), entry
+      ).items()
       if structure.is_array(x) and not arrays_lib.is_key(x) and name not in own
     }
     where = 'config.restore_rules'
@@ -279,78 +470,66 @@ class Reader:
       UsageError: the checkpoint lacks a source.
       MismatchError: a source has another shape or type.
     """
-    if absent := sorted(set(sources.values()) - set(self._arrays)):
-      near = errors.nearest(absent[0], self._arrays, n=3, cutoff=0.3)
+    if absent := sorted(set(sources.values()) - set(self.described)):
+      near = errors.nearest(absent[0], self.described, n=3, cutoff=0.3)
       raise errors.UsageError(
-        f'{where}: {self._found.path} has no arrays {absent}; the'
-        f' nearest to the first are {near}.'
+        f'{where}: {self.path} has no arrays {absent}; the nearest to the first'
+        f' are {near}.'
       )
-    self._refuse_unfit([
-      f"{name}: the checkpoint's {source} is {self._shape(source)}, expected"
-      f' {_shape_of(live[name])}'
+    self._check_fit(
+      (f'{name} from {source}', self._shape(source), _shape_of(live[name]))
       for name, source in sources.items()
-      if self._shape(source) != _shape_of(live[name])
-    ])  # fmt: skip
-    arrays: dict[str, Any] = {}
-    # More than once where arrays have one source.
-    while pending := {s: n for n, s in sources.items() if n not in arrays}:
-      targets = {s: _abstract(live[name]) for s, name in pending.items()}
-      found = dict(arrays_lib.read(self._found, targets))
-      arrays |= {name: found[s] for s, name in pending.items()}
-    return arrays
+    )
+    targets = {
+      name: jax.ShapeDtypeStruct(
+        live[name].shape,
+        live[name].dtype,
+        sharding=getattr(live[name], 'sharding', None),
+      )
+      for name in sources
+    }
+    return dict(self.read(targets, sources))
 
   def _below(self, entry: str) -> list[str]:
     """Returns the names of an entry's arrays."""
-    return [n for n in self._arrays if n == entry or n.startswith(f'{entry}/')]
+    return [n for n in self.described if f'{n}/'.startswith(f'{entry}/')]
 
-  def _decode(self, described: Any, arrays: Mapping[str, Any]) -> Any:
+  def _decode(
+    self, described: Any, arrays: Mapping[str, Any], on_host: bool = False
+  ) -> Any:
     try:
       return structure.decode(
-        described, arrays, allow_pickle=self._allow_pickle
+        described, arrays, allow_pickle=self._allow_pickle, on_host=on_host
       )
     except ValueError as e:
       raise files.RefusedError(str(e).rstrip('.')) from e
 
-  def _as_live(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes jax.Arrays of those that were such."""
-    return {
-      name: jnp.asarray(x) if self._arrays[name]['kind'] == 'jax' else x
-      for name, x in arrays.items()
-    }
-
   def _shape(self, name: str) -> str:
-    return arrays_lib.saved_shape(self._arrays[name])
+    return arrays_lib.saved_shape(self.described[name])
 
-  def _check_fit(
-    self, trees: Mapping[str, Any], saved: Mapping[str, Any]
-  ) -> None:
-    """Raises MismatchError unless all arrays of the trees are there as told."""
-    wrong = []
-    for entry, tree in trees.items():
-      wanted = {n: _shape_of(x) for n, x in _arrays_of(tree, entry).items()}
-      have = {n: self._shape(n) for n in self._below(entry)}
-      wrong += [
-        f'{name}: the checkpoint has {have.get(name, "nothing")}, the'
-        f' experiment expects {wanted.get(name, "nothing")}'
-        for name in sorted(have.keys() | wanted.keys())
-        if have.get(name) != wanted.get(name)
-      ]
-    wrong += [
-      f'{entry}: the experiment does not tell its shape'
-      for entry, described in saved.items()
-      if 'leaves' in described and entry not in trees
+  def _check_fit(self, pairs: Iterable[tuple[str, str, str]]) -> None:
+    """Raises MismatchError unless all is here as the experiment expects it.
+
+    Args:
+      pairs: name, what is here, and what is expected, as text.
+    """
+    wrong = [
+      f'{name}: the checkpoint has {have}, the experiment expects {expected}'
+      for name, have, expected in pairs
+      if have != expected
     ]
-    self._refuse_unfit(wrong)
-
-  def _refuse_unfit(self, wrong: list[str]) -> None:
     if wrong:
       lines = ''.join(f'\n  {files.printable(line)}' for line in wrong)
       raise MismatchError(
-        f'{self._found.path} does not fit the experiment; nothing was restored.'
+        f'{self.path} does not fit the experiment; nothing was restored.'
         ' Use the config it was trained with (checkpoint.json holds it), a new'
         ' config.checkpoint_dir, or config.restore_from with'
         f' config.restore_rules for what fits.{lines}'
       )
+
+  def of_process(self, i: int) -> dict[str, Any]:
+    """Returns entry -> its `structure` and `arrays`, as process i has them."""
+    return files.read_json(self.path / f'process_{i}.json')
 
   @files.well_formed()
   def _per_process(self, wants: Callable[[str], bool]) -> dict[str, Any]:
@@ -359,14 +538,13 @@ class Reader:
     Raises:
       ValueError: other processes saved it, and not all had the same.
     """
-    path, saved = self._found.path, self._record['processes']
+    saved = self.record['processes']
     if saved == jax.process_count():
-      mine = files.read_json(path / f'process_{jax.process_index()}.json')
+      mine = self.of_process(jax.process_index())
     else:
-      each = [files.read_json(path / f'process_{i}.json') for i in range(saved)]
-      mine = each[0]
+      mine, *others = map(self.of_process, range(saved))
       if differing := sorted(
-        k for k in mine if any(e[k] != mine[k] for e in each)
+        k for k in mine if any(other[k] != mine[k] for other in others)
       ):
         raise ValueError(
           f'{saved} processes saved {differing}, each its own, and now there'
@@ -381,6 +559,33 @@ class Reader:
       for entry, described in mine.items()
       if wants(entry)
     }
+
+
+def verified(
+  path: pathlib.Path, wants: Callable[[str], bool], allow_pickle: bool = False
+) -> Checkpoint:
+  """Verifies what a restore reads; the processes share the work.
+
+  Args:
+    path: the checkpoint.
+    wants: of an array's name, whether it is read. Those of the loop's own
+      entries, 'run/...', are.
+    allow_pickle: whether what is read may be unpickled.
+
+  Raises:
+    files.DamagedError: see `Checkpoint.require_arrays`.
+    files.UnreadableError: likewise.
+  """
+
+  def check() -> Checkpoint:
+    found = Checkpoint(path, allow_pickle)
+    found.require_arrays(
+      lambda name: name.startswith('run/') or wants(name),
+      slice(jax.process_index(), None, jax.process_count()),
+    )
+    return found
+
+  return arrays_lib.together(check)
 
 
 def read_whole(
@@ -402,15 +607,13 @@ def read_whole(
   while True:
     try:
       with files.reading(path):
-        found = files.Listing(path)
-        arrays_lib.require(found, lambda name: True)
-        saved = Reader(found, allow_pickle)
+        saved = Checkpoint(path, allow_pickle)
+        saved.require_arrays(lambda name: True)
         stand_in = types.SimpleNamespace(
-          CHECKPOINT_ATTRS={entry: entry for entry in found.record['module']},
+          CHECKPOINT_ATTRS={entry: entry for entry in saved.record['module']},
           snapshot_template=lambda: trees,
         )
-        entries = saved.entries()
-        return entries | {'experiment_module': saved.snapshot(stand_in)}
+        return saved.entries() | {'experiment_module': saved.snapshot(stand_in)}
     except files.GoneError:
       if not (steps := files.steps(path.parent)):
         raise
@@ -494,17 +697,6 @@ def template(experiment: Any) -> dict[str, Any]:
   return dict(get()) if get is not None else {}
 
 
-def _placed_by(experiment: Any) -> set[str]:
-  """Returns the entries that the experiment itself puts onto its devices."""
-  placed = set(getattr(experiment, 'CHECKPOINT_ATTRS', {}).values())
-  whole = getattr(experiment, 'NON_BROADCAST_CHECKPOINT_ATTRS', {})
-  for attribute, entry in whole.items():
-    leaves = jax.tree.leaves(getattr(experiment, attribute, None))
-    if leaves and all(isinstance(x, jax.Array) for x in leaves):
-      placed.add(entry)
-  return placed
-
-
 def _names_of(experiment: Any) -> Callable[[str], bool]:
   """Returns what says whether an entry is one of the experiment's.
 
@@ -530,17 +722,10 @@ def wants_of(experiment: Any) -> Callable[[str], bool]:
 # Trees and names.
 
 
-def _named(tree: Any, entry: str) -> dict[str, Any]:
-  """Returns name -> leaf, in the order of jax.tree.leaves."""
-  return {
-    f'{entry}/{name}' if name else entry: leaf
-    for name, leaf in structure.named_leaves(tree).items()
-  }
-
-
 def _with_arrays(tree: Any, entry: str, arrays: Mapping[str, Any]) -> Any:
   """Returns a tree with those leaves replaced for which there are arrays."""
-  leaves = [arrays.get(name, x) for name, x in _named(tree, entry).items()]
+  named = structure.named_leaves(tree, entry)
+  leaves = [arrays.get(name, x) for name, x in named.items()]
   return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
@@ -550,7 +735,7 @@ def _arrays_of(tree: Any, entry: str) -> dict[str, Any]:
   Raises:
     TypeError: a leaf is no array.
   """
-  named = _named(tree, entry)
+  named = structure.named_leaves(tree, entry)
   for name, leaf in named.items():
     if not structure.is_array(leaf):
       raise TypeError(
@@ -562,8 +747,3 @@ def _arrays_of(tree: Any, entry: str) -> dict[str, Any]:
 
 def _shape_of(x: Any) -> str:
   return f'{x.dtype.name}{list(x.shape)}'  # As the record tells it.
-
-
-def _abstract(x: Any) -> Any:
-  sharding = x.sharding if isinstance(x, jax.Array) else None
-  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

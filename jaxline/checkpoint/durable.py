@@ -90,7 +90,6 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     self._claims: dict[str, files.Claim | None] = {}
     self._pinned: pathlib.Path | None = None
     self._passed_over: set[str] = set()
-    self._encoder = contents.Encoder(self._recorded, self._allow_pickle)
 
   # The protocol.
 
@@ -120,14 +119,17 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     added: dict[str, Any] = {}
     if self._follows and ckpt_series == 'best' and self._pinned is not None:
       assert self._pinned.name == str(step), (self._pinned, step)
-      source, added = self._pinned, self._encoder.added(state)
+      source = self._pinned
+      added = contents.added(state, self._allow_pickle)
     else:
-      all_hosts = (
-        config.best_checkpoint_all_hosts
-        if ckpt_series == 'best'
-        else config.train_checkpoint_all_hosts
+      kind = 'best' if ckpt_series == 'best' else 'train'
+      source = contents.content(
+        ckpt_series,
+        state,
+        self._recorded,
+        all_hosts=config[f'{kind}_checkpoint_all_hosts'],
+        allow_pickle=self._allow_pickle,
       )
-      source = self._encoder.content(ckpt_series, state, all_hosts)
       self._bytes[ckpt_series] = sum(x.nbytes for x in source.arrays.values())
     # Now: the flushes do not wait for what later steps log.
     logs = self.logs if ckpt_series == 'latest' else ()
@@ -218,27 +220,28 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     begin = None
     if step is None and not self._has_any(ckpt_series):
       begin = self._beginning(ckpt_series)
+    source = _SEED
     if begin is None:
       path, entries = self._read_own(ckpt_series, step, state)
     elif isinstance(begin, pathlib.Path):
+      source = str(begin)
       with files.reading(begin):
-        found = arrays.verify(begin, contents.wants_of(experiment))
+        wants = contents.wants_of(experiment)
+        found = contents.verified(begin, wants, self._allow_pickle)
         read = functools.partial(self._read, found, state, is_foreign=True)
         entries = arrays.together(read)
     else:
       entries = memory.entries_of(begin, ckpt_series, state)
       entries = {key: _placed(key, entries, state) for key in entries}
-    memory.fill(state, entries)
-    if begin is not None:
-      is_foreign = isinstance(begin, pathlib.Path)
-      source = begin if is_foreign else _SEED
-      logging.info('Began the series %r from %s.', ckpt_series, source)
-      if self._forks and not is_foreign:
+      if self._forks:
         logging.warning(
           'config.restore_from is %r, which is not used: there is %s.',
           self._config.restore_from,
           _SEED,
         )
+    memory.fill(state, entries)
+    if begin is not None:
+      logging.info('Began the series %r from %s.', ckpt_series, source)
       return
     logging.info('Restored %s.', path)
     if ckpt_series == 'latest':
@@ -430,76 +433,73 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     """
     for flush in flushes:
       flush()
-    claim = self._claims[target.parent.name]
+    series = target.parent
+    claim = self._claims[series.name]  # None in other processes than the first.
     if claim is not None:
       claim.check()
-      target.parent.mkdir(parents=True, exist_ok=True)
-    place = files.new(target)
+      series.mkdir(parents=True, exist_ok=True)
+    when = time.time()
+    if series.name == 'best':
+      # Later than any other best one, also if the clock is not.
+      when = max([when, *(_saved_at(p) + 1 for p in self._candidates('best'))])
+    # Several processes must agree on it, and may see another directory yet.
+    is_free = jax.process_count() == 1 and not os.path.lexists(target)
+    place = target if is_free else files.new(target)
     try:
       if isinstance(source, arrays.Content):
-        self._write(source, place)
-      else:
-        self._promote(source, added, place)
+        if series.name == 'best':
+          source.record['time'] = when
+        arrays.barrier('series')
+        arrays.write(source, place)
+      elif claim is not None:
+        partial = place.with_name(f'{target.name}.partial')
+        files.link(source, partial)
+        files.write_json(partial / 'extra.json', {'time': when, **added})
+        files.complete_checksums(partial)
+        os.rename(partial, place)
     except Exception as e:
       files.discard(place)  # On a full disk, the half of it is in the way.
       if not isinstance(e, OSError):
         raise
-      is_full = e.errno in disk.FULL
-      raise _failed(e, target, source) from (None if is_full else e)
+      is_full, needed = e.errno in disk.FULL, None
+      if is_full and isinstance(source, arrays.Content):
+        needed = source.num_bytes()
+      elif is_full:
+        needed = files.size(source)
+      error = disk.failed_write(e, target, needed)
+      error.strerror = (
+        f'{error.strerror}; what was written of it was removed, and the'
+        ' checkpoints before it are untouched'
+      )
+      raise error from (None if is_full else e)
     if claim is not None:
       files.replace(target)
       logging.info('Saved %s.', target)
     arrays.barrier('visible')
-    memory.publish(target.parent.name, published)
-
-  def _write(self, content: arrays.Content, place: pathlib.Path) -> None:
-    """Writes the copy of the live state, by Orbax."""
-    if place.parent.name == 'best':
-      content.record['time'] = self._after_all_best()
-    arrays.barrier('series')
-    arrays.write(content, place)
-
-  def _promote(
-    self, pinned: pathlib.Path, added: dict[str, Any], place: pathlib.Path
-  ) -> None:
-    """Gives the evaluated checkpoint a further name, as a best one."""
-    if jax.process_index() != 0:
-      return
-    partial = place.with_name(f'{place.stem}.partial')
-    files.link(pinned, partial)
-    extra = {'time': self._after_all_best(), **added}
-    files.write_json(partial / 'extra.json', extra)
-    files.complete_checksums(partial, ['extra.json'])
-    os.rename(partial, place)
-
-  def _after_all_best(self) -> float:
-    """Returns the time, later than any best one's also if the clock is not."""
-    before = [_saved_at(path) + 1 for path in self._candidates('best')]
-    return max([time.time(), *before])
+    memory.publish(series.name, published)
 
   def _retire(self, series: pathlib.Path, num_to_keep: int) -> None:
     """Removes the checkpoints of a series that need not be kept."""
     if jax.process_index() != 0 or self._writer.error is not None:
       return
-    config = self._config
     if series.name == 'best':
       # The best is the one that was saved last, of whichever step.
-      for path in self._candidates('best')[num_to_keep:]:
-        files.remove(path)
-      return
-    keep = files.Keep(
-      num_to_keep,
-      config.keep_checkpoint_every_steps,
-      config.keep_checkpoint_every_hours,
-    )
-    times = [
-      (step, _saved_at(series / str(step)) if keep.every_hours else 0.0)
-      for step in files.steps(series)
-    ]
-    kept = notes.kept(series)
-    for step in keep.removable(times):
-      if step not in kept:
-        files.remove(series / str(step))
+      gone = self._candidates('best')[num_to_keep:]
+    else:
+      hours = self._config.keep_checkpoint_every_hours
+      removable = files.removable(
+        [
+          (step, _saved_at(series / str(step)) if hours else 0.0)
+          for step in files.steps(series)
+        ],
+        num_to_keep,
+        self._config.keep_checkpoint_every_steps,
+        hours,
+      )
+      kept = notes.kept(series)
+      gone = [series / str(step) for step in removable if step not in kept]
+    for path in gone:
+      files.remove(path)
 
   def _published(self, path: pathlib.Path, experiment: Any) -> memory.Published:
     """Returns a checkpoint as programs written against JAXline look at it.
@@ -508,12 +508,10 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       path: the checkpoint, which may not be there yet.
       experiment: what is saved; not kept, since it holds the live arrays.
     """
-    template = {
-      entry: jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree
-      )
-      for entry, tree in contents.template(experiment).items()
-    }
+    template = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+      contents.template(experiment),
+    )
     attributes = dict(getattr(experiment, 'CHECKPOINT_ATTRS', {}))
     allow_pickle = self._allow_pickle
 
@@ -599,7 +597,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     Returns:
       The checkpoint, and what it has for the entries of the live state.
     """
-    experiment = state.get('experiment_module')
+    wants = contents.wants_of(state.get('experiment_module'))
     reports: list[str] = []
     while True:
       paths = self._candidates(ckpt_series, step)
@@ -619,7 +617,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
           files.refuse_link(path)
           if self._follows and ckpt_series == 'latest' and not self.reads_only:
             whole = self._pin(path)
-          found = arrays.verify(whole, contents.wants_of(experiment))
+          found = contents.verified(whole, wants, self._allow_pickle)
           read = functools.partial(self._read, found, state)
           return path, arrays.together(read)
       except files.DamagedError as e:
@@ -655,20 +653,19 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     return pinned
 
   def _read(
-    self, found: files.Listing, state: Any, is_foreign: bool = False
+    self, found: contents.Checkpoint, state: Any, is_foreign: bool = False
   ) -> dict[str, Any]:
     """Returns what a checkpoint has for the entries of the live state."""
     if not is_foreign:
       self._check_config(found.path, found.record)
-    saved = contents.Reader(found, self._allow_pickle)
     experiment = state.get('experiment_module')
     if is_foreign and self._config.restore_rules:
       rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
-      return {'experiment_module': saved.by_rules(experiment, rules)}
-    entries = saved.entries([k for k in state if k != 'experiment_module'])
+      return {'experiment_module': found.by_rules(experiment, rules)}
+    entries = found.entries([k for k in state if k != 'experiment_module'])
     entries = {key: _placed(key, entries, state) for key in entries}
     if experiment is not None:
-      entries['experiment_module'] = saved.snapshot(experiment)
+      entries['experiment_module'] = found.snapshot(experiment)
     return entries
 
   def _check_config(self, path: pathlib.Path, record: Any) -> None:
@@ -721,31 +718,6 @@ def _placed(name: str, entries: Mapping[str, Any], state: Any) -> Any:
   return jax.device_put(value, live.sharding)
 
 
-def _failed(
-  error: OSError, target: pathlib.Path, source: arrays.Content | pathlib.Path
-) -> OSError:
-  """Returns the error of a save; that of a full disk says what it would take.
-
-  Args:
-    error: what writing failed with.
-    target: the checkpoint.
-    source: what was written; a directory where the file system has no links.
-  """
-  needed = None
-  if error.errno in disk.FULL:
-    if isinstance(source, arrays.Content):
-      needed = source.num_bytes()
-    else:
-      needed = files.size(source)
-  error = disk.failed_write(error, target, needed)
-  return type(error)(
-    error.errno,
-    f'{error.strerror}; what was written of it was removed, and the'
-    ' checkpoints before it are untouched',
-    str(target),
-  )
-
-
 def _saved_at(checkpoint: pathlib.Path) -> float:
   """Returns when a checkpoint was saved, or became the best, in seconds.
 
@@ -763,11 +735,7 @@ def _foreign(where: str) -> pathlib.Path:
   Raises:
     UsageError: there is none; says which there are.
   """
-  if '://' in where:
-    raise errors.UsageError(
-      f'config.restore_from is {where!r}; expected a folder of this machine.'
-      ' Mount the bucket and give the path it has here.'
-    )
+  files.root(where, 'restore_from')
   try:
     path = inspection.newest(where)
   except ValueError as e:

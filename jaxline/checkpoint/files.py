@@ -6,7 +6,6 @@ and goes in one rename, so it is complete whenever it is there.
 
 from collections.abc import Callable, Iterable, Iterator
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import functools
@@ -56,14 +55,9 @@ _IRREGULAR = {
 }
 # What a record has.
 _FIELDS: dict[str, Any] = {
-  'step': int,
+  **dict.fromkeys(('step', 'processes'), int),
   'time': (int, float),
-  'processes': int,
-  'versions': dict,
-  'config': dict,
-  'entries': dict,
-  'module': dict,
-  'arrays': dict,
+  **dict.fromkeys(('versions', 'config', 'entries', 'module', 'arrays'), dict),
 }
 _LAST_SECOND = 253402300799  # Of the year 9999, the last one that has a date.
 _MOST_JSON = 1 << 32  # Bytes of a file that is read into memory.
@@ -175,16 +169,22 @@ def retried(read: Callable[[], _T], name: str) -> _T:
     time.sleep(pause)
 
 
-def root(directory: str | os.PathLike[str]) -> pathlib.Path:
+def root(
+  directory: str | os.PathLike[str], key: str = 'checkpoint_dir'
+) -> pathlib.Path:
   """Returns where a run's checkpoints are.
+
+  Args:
+    directory: the run's.
+    key: of the config, which gives it.
 
   Raises:
     UsageError: it is an address and not a directory.
   """
   if '://' in os.fspath(directory):
     raise errors.UsageError(
-      f'config.checkpoint_dir is {os.fspath(directory)!r}; expected a folder of'
-      ' this machine. Mount the bucket and give the path that it has here.'
+      f'config.{key} is {os.fspath(directory)!r}; expected a folder of this'
+      ' machine. Mount the bucket and give the path that it has here.'
     )
   return pathlib.Path(directory).absolute() / 'checkpoints'
 
@@ -368,42 +368,32 @@ def write_checksums(
     process: index of this process.
     processes: how many share the work.
   """
-  sums = {
-    name: _checksum(checkpoint / name)
-    for name in regular_files(checkpoint)[process::processes]
-  }
-  _write_sums(
-    checkpoint / _CHECKSUMS.format(process),
-    {'processes': processes, 'files': sums},
-  )
+  names = regular_files(checkpoint)[process::processes]
+  _write_sums(checkpoint, names, process, {'processes': processes, 'files': {}})
 
 
-def complete_checksums(
-  checkpoint: pathlib.Path, names: Iterable[str] | None = None
+def complete_checksums(checkpoint: pathlib.Path) -> None:
+  """Adds checksums that are missing to those of the first process."""
+  names = sorted({*regular_files(checkpoint)} - {*read_checksums(checkpoint)})
+  if names:
+    part = read_json(checkpoint / _CHECKSUMS.format(0))
+    _write_sums(checkpoint, names, 0, part)
+
+
+def _write_sums(
+  checkpoint: pathlib.Path, names: Iterable[str], process: int, part: Any
 ) -> None:
-  """Adds checksums that are missing to those of the first process.
-
-  Args:
-    checkpoint: whose.
-    names: of the files; None is all that have none.
-  """
-  listed = read_checksums(checkpoint)
-  names = regular_files(checkpoint) if names is None else names
-  if missing := [name for name in names if name not in listed]:
-    path = checkpoint / _CHECKSUMS.format(0)
-    part = read_json(path)
-    part['files'] |= {n: _checksum(checkpoint / n) for n in missing}
-    _write_sums(path, part)
-
-
-def _write_sums(path: pathlib.Path, part: dict[str, Any]) -> None:
+  """Hashes files, and writes the checksums of a process with theirs."""
+  sums = part['files'] | {n: _checksum(checkpoint / n) for n in names}
+  part = {'processes': part['processes'], 'files': sums}
   # A new file: the old one may be linked into another checkpoint.
-  write_json(path, {**part, 'crc': _crc_of(part)})
+  path = checkpoint / _CHECKSUMS.format(process)
+  write_json(path, {**part, 'crc': crc_of(part)})
 
 
-def _crc_of(part: dict[str, Any]) -> int:
-  summed = {key: part[key] for key in ('processes', 'files')}
-  return zlib.crc32(json.dumps(summed, sort_keys=True).encode())
+def crc_of(value: Any) -> int:
+  """Returns the CRC-32 of the JSON of a value."""
+  return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
@@ -419,11 +409,8 @@ def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
   while process < processes:
     name = _CHECKSUMS.format(process)
     part = read_json(checkpoint / name)
-    try:
-      is_whole = _crc_of(part) == part['crc']
-    except (KeyError, TypeError):
-      is_whole = False
-    if not is_whole:
+    crc = part.pop('crc', None) if isinstance(part, dict) else None
+    if crc != crc_of(part):
       raise DamagedError(f'{name} is not as it was written')
     for file in part['files']:
       if file != os.path.normpath(file) or file.split('/')[0] in ('', '..'):
@@ -442,8 +429,6 @@ class Listing:
   Attributes:
     path: the checkpoint.
     there: the relative names of all files that have checksums.
-    opened: name -> the TensorStore of each array that `arrays.check` has found
-      to be as the record says; None is an array without elements.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -454,7 +439,6 @@ class Listing:
     """
     self.path = path
     self.there = frozenset(regular_files(path))
-    self.opened: dict[str, Any] = {}
 
   @functools.cached_property
   def sums(self) -> dict[str, list[int]]:
@@ -468,17 +452,16 @@ class Listing:
     return read_record(self.path)
 
   def require(
-    self, wanted: Callable[[str], bool], process: int = 0, processes: int = 1
+    self, wanted: Callable[[str], bool], share: slice = slice(None)
   ) -> None:
     """Raises DamagedError where `verify` finds something wrong."""
-    if problems := self.verify(wanted, process, processes):
+    if problems := self.verify(wanted, share):
       raise DamagedError('; '.join(problems))
 
   def verify(
     self,
     wanted: Callable[[str], bool] = lambda name: True,
-    process: int = 0,
-    processes: int = 1,
+    share: slice = slice(None),
   ) -> list[str]:
     """Returns what is wrong with the files, a line for each.
 
@@ -487,8 +470,7 @@ class Listing:
 
     Args:
       wanted: of a file's relative name, whether to look at it.
-      process: index of this process.
-      processes: how many share the work.
+      share: of these, which to look at, where processes share the work.
 
     Raises:
       RefusedError: it holds what no save writes.
@@ -501,12 +483,10 @@ class Listing:
     except DamagedError as e:
       return [str(e)]
     problems = []
-    for name in sorted(filter(wanted, sums))[process::processes]:
+    for name in sorted(filter(wanted, sums))[share]:
       size, crc = sums[name]
       read = functools.partial(_checksum, self.path / name, size)
       try:
-        if name not in self.there:
-          raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         got_size, got_crc = retried(read, name)
       except MISSING as e:
         problems.append(f'{printable(name)} cannot be read ({e.strerror})')
@@ -563,13 +543,14 @@ def new(checkpoint: pathlib.Path) -> pathlib.Path:
 
 
 def replace(checkpoint: pathlib.Path) -> None:
-  """Puts `new(checkpoint)` in the place of a checkpoint, or of none."""
+  """Puts `new(checkpoint)`, if it is there, in the place of a checkpoint."""
   # The new one is there for good before the old one goes.
   disk.sync_directory(checkpoint.parent)
-  old = _hidden(checkpoint)
-  os.rename(new(checkpoint), checkpoint)
-  disk.sync_directory(checkpoint.parent)
-  shutil.rmtree(old, ignore_errors=True)
+  if new(checkpoint).exists():
+    old = _hidden(checkpoint)
+    os.rename(new(checkpoint), checkpoint)
+    disk.sync_directory(checkpoint.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def clean(series: pathlib.Path) -> None:
@@ -633,40 +614,34 @@ def link(source: pathlib.Path, target: pathlib.Path) -> None:
     raise FileNotFoundError(f'{source} was removed while it was read.') from e
 
 
-@dataclasses.dataclass(frozen=True)
-class Keep:
-  """Which checkpoints of a series stay.
+def removable(
+  saved: Iterable[tuple[int, float]],
+  newest: int,
+  every_steps: int | None = None,
+  every_hours: float | None = None,
+) -> list[int]:
+  """Returns the steps to remove from a series.
 
-  Attributes:
-    newest: how many of the newest.
+  Args:
+    saved: step and time in seconds of each checkpoint.
+    newest: how many of the newest stay.
     every_steps: the first at or after each multiple of it stays for ever.
     every_hours: one at least that long after the last such one, likewise.
   """
-
-  newest: int
-  every_steps: int | None = None
-  every_hours: float | None = None
-
-  def removable(self, saved: Iterable[tuple[int, float]]) -> list[int]:
-    """Returns the steps to remove.
-
-    Args:
-      saved: step and time in seconds of each checkpoint.
-    """
-    ordered = sorted(saved)
-    forever = set()
-    last_multiple, last_time = 0, None
-    for step, when in ordered:
-      if self.every_steps and step // self.every_steps > last_multiple:
-        last_multiple = step // self.every_steps
-        forever.add(step)
-      # One from before the last: the clock was put back, so begin anew.
-      if self.every_hours and (
-        last_time is None or not 0 <= when - last_time < 3600 * self.every_hours
-      ):
-        last_time = when
-        forever.add(step)
-    return [step for step, _ in ordered[: -self.newest] if step not in forever]
+  ordered = sorted(saved)
+  forever = set()
+  last_multiple, last_time = 0, None
+  for step, when in ordered:
+    if every_steps and step // every_steps > last_multiple:
+      last_multiple = step // every_steps
+      forever.add(step)
+    # One from before the last: the clock was put back, so begin anew.
+    if every_hours and (
+      last_time is None or not 0 <= when - last_time < 3600 * every_hours
+    ):
+      last_time = when
+      forever.add(step)
+  return [step for step, _ in ordered[:-newest] if step not in forever]
 
 
 # Who may write.

@@ -23,9 +23,9 @@ import argparse
 import collections
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
-import dataclasses
 import datetime
 import fcntl
+import functools
 import io
 import itertools
 import json
@@ -36,7 +36,7 @@ import re
 import socket
 import struct
 import sys
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 import zipfile
 
 import jax
@@ -48,6 +48,7 @@ from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import files
 from jaxline.checkpoint import structure
+from jaxline.metrics import lines as lines_lib
 from jaxline.metrics import writers
 
 Place = str | os.PathLike[str]  # As the module says.
@@ -56,6 +57,7 @@ DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
 _COMPARED = 1 << 20  # Elements compared at a time: as float64 they take more.
 _METRICS_SHOWN = 4
 _WIDTH = 60  # Of a plain value that `show` prints.
+_size = functools.partial(lines_lib.size, digits='.1f')
 
 
 @contextlib.contextmanager
@@ -134,14 +136,8 @@ def find(where: Place) -> 'Checkpoint':
       return Checkpoint(newest(where))
 
 
-class Checkpoint(files.Listing):
-  """One checkpoint, to be read as NumPy arrays.
-
-  Attributes:
-    path: its directory.
-    record: what it says of itself: checkpoint.json.
-    described: name of each array -> its file, shape and type, in the record.
-  """
+class Checkpoint(contents.Checkpoint):
+  """One checkpoint, to be read as NumPy arrays; errors name it."""
 
   def __init__(self, path: pathlib.Path):
     """Opens a checkpoint, and verifies all of it but the arrays.
@@ -153,13 +149,7 @@ class Checkpoint(files.Listing):
     """
     with _reading(path):
       super().__init__(path)
-      self.described: dict[str, dict[str, Any]] = self.record['arrays']
-      arrays_lib.require(self, lambda name: False)
-
-  def check(self) -> None:
-    """Raises `files.RefusedError` where an array is not there; reads none."""
-    with _reading(self.path):
-      arrays_lib.check(self, self.described)
+      self.require_arrays(lambda name: False)
 
   def names(self, select: str = '.*') -> list[str]:
     """Returns the names of the arrays that a pattern matches wholly.
@@ -184,47 +174,46 @@ class Checkpoint(files.Listing):
       ValueError: it matches none.
       files.DamagedError: they are not as they were written.
     """
-    return dict(self.read(self.names(select)))
+    return dict(self.verified(self.names(select)))
 
-  def read(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Verifies arrays, then yields name and array, few at a time in memory.
-
-    Raises:
-      files.DamagedError: they are not as they were written.
-    """
+  def verified(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """Verifies arrays, then yields name and array, few at a time in memory."""
     wanted = dict.fromkeys(names)
     with _reading(self.path):
-      arrays_lib.require(self, wanted.__contains__)
-      yield from arrays_lib.read(self, wanted)
+      self.require_arrays(wanted.__contains__)
+      yield from self.read(wanted)
 
-  def values(self) -> dict[str, str]:
-    """Returns name -> text of all that is no array of its own.
+  def texts(self) -> dict[str, dict[str, str]]:
+    """Returns what it holds, as text by name: config, values, arrays.
 
-    Nothing is put together: a class need not be there, nothing is unpickled.
+    Of arrays it is type and shape; none is read, but all are there. The values
+    are all that is no array of its own. None is put together: a class need not
+    be there, nothing is unpickled.
     """
-    module = self.record['module'].items()
-    parts = {f'run/{k}': v for k, v in self.record['entries'].items()}
-    parts |= {k: x['structure'] for k, x in module if 'structure' in x}
-    small: dict[str, Any] = {}
-    texts: dict[str, str] = {}
     with _reading(self.path):
-      if 'extra.json' in self.sums:
-        extra = files.read_json(self.path / 'extra.json')
-        parts |= {f'run/{k}': v for k, v in extra['entries'].items()}
-        small = extra['arrays']
+      self.check()
+      module = self.record['module'].items()
+      parts = {f'run/{k}': v for k, v in self.record['entries'].items()}
+      parts |= {k: x['structure'] for k, x in module if 'structure' in x}
+      parts |= {f'run/{k}': v for k, v in self.extra['entries'].items()}
+      small = dict(self.extra['arrays'])
       for i in range(self.record['processes']):
-        own = files.read_json(self.path / f'process_{i}.json')
-        for key, about in own.items():
+        for key, about in self.of_process(i).items():
           parts[f'process {i}/{key}'] = about['structure']
           small |= {f'process {i}/{n}': x for n, x in about['arrays'].items()}
+      values: dict[str, str] = {}
       for key, value in parts.items():
-        texts.update(structure.leaves(value, key))
-      for about in small.values():  # Also keys, and what was on a device.
-        about['kind'] = 'numpy'
-        about.pop('key', None)
+        values.update(structure.leaves(value, key))
       for name, x in arrays_lib.from_json(small).items():
-        texts[name] = f'{x.dtype.name}{list(x.shape)} {x.tolist()}'
-    return texts
+        values[name] = f'{x.dtype.name}{list(x.shape)} {x.tolist()}'
+      config = base_config.flat(self.record['config'])
+      return {
+        'config': {key: repr(value) for key, value in config.items()},
+        'values': values,
+        'arrays': {
+          name: arrays_lib.saved_shape(x) for name, x in self.described.items()
+        },
+      }
 
 
 # What a run has.
@@ -235,7 +224,7 @@ def list_run(where: Place) -> dict[str, Any]:
 
   Returns:
     What `json.dumps` writes: `run`, a directory or None; `state`, see
-    `training_state`; `ended`, the step at which training has ended, or None;
+    `training`; `ended`, the step at which training has ended, or None;
     `claims`, who may write there (`what`, `host`, `pid`, and `alive`: True,
     False or, where that cannot be told, None); `series`, name -> `step`,
     `path`, `time` (seconds since 1970), `bytes`, `metrics`, `problem` and
@@ -259,7 +248,7 @@ def list_run(where: Place) -> dict[str, Any]:
     for step, scalars in logged(run):
       for found in metrics.get(step, ()):
         found |= scalars
-    about = {'run': str(run), **_training(run)}
+    about = {'run': str(run), **training(run)}
   damaged = files.root(run).glob('damaged/*') if run else ()
   return {**about, 'damaged': sorted(map(str, damaged)), 'series': listed}
 
@@ -282,19 +271,6 @@ def logged(run: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
           yield record['step'], {f'{folder}/{n}': record[n] for n in names}
 
 
-def training_state(run: pathlib.Path) -> str:
-  """Returns what became of a run's training.
-
-  Args:
-    run: the directory.
-
-  Returns:
-    'ended'; 'running'; 'stopped' by a kill or an error; or 'unknown', where the
-    locks of files cannot be seen.
-  """
-  return _training(run)['state']
-
-
 def _row(path: pathlib.Path) -> dict[str, Any] | None:
   """Describes a checkpoint; None if it was removed meanwhile."""
   try:
@@ -312,7 +288,13 @@ def _row(path: pathlib.Path) -> dict[str, Any] | None:
     checkpoint = Checkpoint(path)
     with _reading(path):
       row['time'] = checkpoint.record['time']
-    row['metrics'] = _best(checkpoint)
+    # The best value so far, where it has one; as `metrics.jsonl` has it, since
+    # JSON has no infinity.
+    keys = ['best_model_eval_metric', 'best_eval_metric_value']
+    with contextlib.suppress(ValueError, *files.MALFORMED):
+      name, value = checkpoint.entries(keys).values()
+      shown = value if math.isfinite(value) else str(value)
+      row['metrics'] = {f'best/{name}': shown}
   except (FileNotFoundError, files.GoneError):
     return None
   except ValueError as e:  # Damaged, or of a later version.
@@ -321,19 +303,16 @@ def _row(path: pathlib.Path) -> dict[str, Any] | None:
   return row
 
 
-def _best(checkpoint: Checkpoint) -> dict[str, Any]:
-  """Returns the best value so far, where a checkpoint has it."""
-  keys = ['best_model_eval_metric', 'best_eval_metric_value']
-  try:
-    name, value = contents.Reader(checkpoint).entries(keys).values()
-    # As `metrics.jsonl` has it: JSON has no infinity.
-    return {f'best/{name}': value if math.isfinite(value) else str(value)}
-  except (ValueError, *files.MALFORMED):
-    return {}
+def training(run: pathlib.Path) -> dict[str, Any]:
+  """Returns what became of a run's training: see `list_run`.
 
+  Args:
+    run: the directory.
 
-def _training(run: pathlib.Path) -> dict[str, Any]:
-  """Returns the step at which training has ended, and who claims to write."""
+  Returns:
+    `ended`, `claims`, and `state`: 'ended'; 'running'; 'stopped' by a kill or
+    an error; or 'unknown', where the locks of files cannot be seen.
+  """
   root = files.root(run)
   ended, claims = None, []
   with contextlib.suppress(ValueError, *files.MALFORMED):
@@ -372,8 +351,7 @@ def _is_locked(path: pathlib.Path) -> bool | None:
 # Comparing.
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
   """How two checkpoints, A and B, differ.
 
   Attributes:
@@ -392,11 +370,6 @@ class Difference:
   numbers: dict[str, tuple[float, float] | None]
   identical: list[str]
 
-  @property
-  def same(self) -> bool:
-    """Whether arrays and plain values are the same; configs may differ."""
-    return not (self.values or self.arrays or self.numbers)
-
 
 def compare(a: Place, b: Place) -> Difference:
   """Compares two checkpoints, few arrays at a time.
@@ -406,38 +379,24 @@ def compare(a: Place, b: Place) -> Difference:
     files.DamagedError: one is damaged.
   """
   one, two = find(a), find(b)
-  one.check()
-  two.check()
-  types_a, types_b = (
-    {n: arrays_lib.saved_shape(x) for n, x in c.described.items()}
-    for c in (one, two)
-  )
-  common = [n for n, text in types_a.items() if types_b.get(n) == text]
+  texts = one.texts(), two.texts()
+  unequal = {
+    title: [
+      (name, x.get(name, 'nothing'), y.get(name, 'nothing'))
+      for name in {**x, **y}
+      if x.get(name) != y.get(name)
+    ]
+    for title, x, y in ((t, texts[0][t], texts[1][t]) for t in texts[0])
+  }
+  differ = {name for name, _, _ in unequal['arrays']}
+  common = [name for name in one.described if name not in differ]
   numbers: dict[str, tuple[float, float] | None] = {}
-  pairs = zip(one.read(common), two.read(common), strict=True)
+  pairs = zip(one.verified(common), two.verified(common), strict=True)
   for (name, x), (_, y) in pairs:
     if not np.array_equal(x.ravel().view(np.uint8), y.ravel().view(np.uint8)):
       numbers[name] = _distance(x, y)
-  return Difference(
-    config=_unequal(config_texts(one), config_texts(two)),
-    values=_unequal(one.values(), two.values()),
-    arrays=_unequal(types_a, types_b),
-    numbers=numbers,
-    identical=[name for name in common if name not in numbers],
-  )
-
-
-def config_texts(checkpoint: Checkpoint) -> dict[str, str]:
-  """Returns each key of a checkpoint's config, and its value as text."""
-  config = base_config.flat(checkpoint.record['config'])
-  return {key: repr(value) for key, value in config.items()}
-
-
-def _unequal(
-  a: Mapping[str, str], b: Mapping[str, str]
-) -> list[tuple[str, str, str]]:
-  rows = [(k, a.get(k, 'nothing'), b.get(k, 'nothing')) for k in {**a, **b}]
-  return [row for row in rows if row[1] != row[2]]
+  identical = [name for name in common if name not in numbers]
+  return Difference(**unequal, numbers=numbers, identical=identical)
 
 
 def _distance(x: np.ndarray, y: np.ndarray) -> tuple[float, float] | None:
@@ -477,9 +436,9 @@ def verify(where: Place) -> Iterator[tuple[pathlib.Path, list[str]]]:
       problems = []
       try:
         with files.well_formed():
-          listing = files.Listing(path)
-          if not (problems := listing.verify()):
-            arrays_lib.check(listing, listing.record['arrays'])
+          found = contents.Checkpoint(path)
+          if not (problems := found.verify()):
+            found.check()
       except files.DamagedError as e:
         problems = [str(e)]
       except ValueError:
@@ -534,7 +493,7 @@ def export(
   prefix = PARAMS if all(name.startswith(PARAMS) for name in names) else ''
   arrays = (
     (name.removeprefix(prefix), _converted(name, x, dtype))
-    for name, x in checkpoint.read(names)
+    for name, x in checkpoint.verified(names)
   )
   partial = out.with_name(f'.{out.name}.{os.getpid()}.partial')
   with disk.replacing(out, partial) as file:
@@ -594,15 +553,6 @@ def _write_npz(
 # The command line.
 
 
-def _size(num_bytes: float) -> str:
-  """Returns a size for people: '1.5 MiB'."""
-  for unit in ('B', 'KiB', 'MiB', 'GiB'):
-    if num_bytes < 1024:
-      return f'{num_bytes:.{0 if unit == "B" else 1}f} {unit}'
-    num_bytes /= 1024
-  return f'{num_bytes:.1f} TiB'
-
-
 def _when(seconds: float) -> str:
   local = datetime.datetime.fromtimestamp(seconds).astimezone()
   return local.isoformat(' ', 'seconds')
@@ -638,7 +588,19 @@ def _ls(args: argparse.Namespace) -> int:
     print(json.dumps(listed, indent=1))
     return int(is_refused)
   if listed['run'] is not None:
-    print_table(_about_run(listed))
+    training = {
+      'ended': f'ended at step {listed["ended"]}',
+      'running': 'is running',
+      'stopped': 'has not ended, and is not running',
+      'unknown': 'has not ended; whether it is running cannot be told here',
+    }[listed['state']]
+    about = [('run', listed['run']), ('training', training)]
+    for c in listed['claims']:
+      if c['alive'] is not False:
+        owner = f'process {c["pid"]} on {c["host"]}'
+        perhaps = '' if c['alive'] else ' (perhaps no longer)'
+        about.append((f'{c["what"]} claimed by', owner + perhaps))
+    print_table(about)
     print()
   header = ('series', 'step', 'size', 'saved', 'metrics')
   rows = [
@@ -668,51 +630,29 @@ def _metrics(metrics: Mapping[str, Any]) -> str:
   return ', '.join(f'{n} {_number(metrics[n])}' for n in names[:_METRICS_SHOWN])
 
 
-def _about_run(listed: Mapping[str, Any]) -> list[tuple[str, str]]:
-  """Returns a line on the run, on its training, on each claim."""
-  active = [c for c in listed['claims'] if c['alive'] is not False]
-  training = {
-    'ended': f'ended at step {listed["ended"]}',
-    'running': 'is running',
-    'stopped': 'has not ended, and is not running',
-    'unknown': 'has not ended; whether it is running cannot be told here',
-  }[listed['state']]
-  rows = [('run', listed['run']), ('training', training)]
-  for c in active:
-    owner = f'process {c["pid"]} on {c["host"]}'
-    perhaps = '' if c['alive'] else ' (perhaps no longer)'
-    rows.append((f'{c["what"]} claimed by', owner + perhaps))
-  return rows
-
-
 def _show(args: argparse.Namespace) -> int:
   checkpoint = find(args.dir)
-  checkpoint.check()
+  texts = checkpoint.texts()
   record, described = checkpoint.record, checkpoint.described
-  values = checkpoint.values()
+  bytes_of = {n: arrays_lib.num_bytes(x) for n, x in described.items()}
   num_params = sum(
-    math.prod(about['shape'])
-    for name, about in described.items()
-    if name.startswith(PARAMS)
+    math.prod(x['shape']) for n, x in described.items() if n.startswith(PARAMS)
   )
   versions = ', '.join(f'{k} {v}' for k, v in record['versions'].items())
   rows = [
     ('checkpoint', str(checkpoint.path)),
     ('step', str(record['step'])),
     ('saved', _when(record['time'])),
-    ('size', _size(sum(map(arrays_lib.num_bytes, described.values())))),
+    ('size', _size(sum(bytes_of.values()))),
     ('processes', f'{record["processes"]}, with {record["devices"]} devices'),
     ('versions', versions),
     ('parameters', f'{num_params:,} below {PARAMS[:-1]}'),
   ]
   print_table(rows)
   if args.config:
-    print_table(config_texts(checkpoint).items(), 'config')
-  print_table([(k, x[:_WIDTH]) for k, x in values.items()], 'values')
-  arrays = [
-    (name, arrays_lib.saved_shape(about), _size(arrays_lib.num_bytes(about)))
-    for name, about in described.items()
-  ]
+    print_table(texts['config'].items(), 'config')
+  print_table([(k, x[:_WIDTH]) for k, x in texts['values'].items()], 'values')
+  arrays = [(n, x, _size(bytes_of[n])) for n, x in texts['arrays'].items()]
   print_table(arrays, 'arrays', right=(2,))
   return 0
 
@@ -729,10 +669,11 @@ def _diff(args: argparse.Namespace) -> int:
     print_table(rows, 'numbers', right=(1, 2))
   common = len(found.identical) + len(found.numbers)
   print(f'{len(found.identical)} of {common} common arrays are bit-identical.')
-  return 0 if found.same else 1
+  # Configs may differ.
+  return int(bool(found.values or found.arrays or found.numbers))
 
 
-def _verify_all(args: argparse.Namespace) -> int:
+def _verify(args: argparse.Namespace) -> int:
   damaged = num = 0
   for path, problems in verify(args.dir):
     num += 1
@@ -744,57 +685,13 @@ def _verify_all(args: argparse.Namespace) -> int:
   return 1 if damaged else 0
 
 
-def _export_to(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> int:
   names = export(
     args.dir, args.out, select=args.select, dtype=args.dtype, force=args.force
   )
   size = pathlib.Path(args.out).expanduser().stat().st_size
   print(f'{len(names)} arrays, {_size(size)}, in {args.out}')
   return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog='python -m jaxline.checkpoint',
-    description='Looks into checkpoints; changes nothing.',
-  )
-  commands = parser.add_subparsers(required=True, metavar='COMMAND')
-  where = (
-    'directory of a run, of a series (RUN/checkpoints/best) or of a checkpoint;'
-    ' with :STEP, else the newest'
-  )
-
-  def command(
-    name: str, run: Any, text: str, **arguments: str
-  ) -> argparse.ArgumentParser:
-    sub = commands.add_parser(name, help=text, description=text)
-    sub.set_defaults(run=run)
-    for argument, about in arguments.items():
-      sub.add_argument(argument, help=about)
-    return sub
-
-  text = 'list series, steps, sizes, times, metrics'
-  ls = command('ls', _ls, text, dir='directory of a run or of a series')
-  ls.add_argument('--json', action='store_true', help='the same as JSON')
-  show = command('show', _show, 'what a checkpoint holds', dir=where)
-  show.add_argument('--config', action='store_true', help="the run's config")
-  text = 'compare two; exits with 0 if they are the same, 1 if not'
-  command('diff', _diff, text, a=where, b='likewise')
-  text = 'is every file as it was written? exits with 1 if not'
-  everything = where.replace('the newest', 'all of it')
-  command('verify', _verify_all, text, dir=everything)
-  text = 'write parameters to one file'
-  to = 'file .safetensors or .npz'
-  out = command('export', _export_to, text, dir=where, out=to)
-  out.add_argument(
-    '--select',
-    metavar='REGEX',
-    default=f'{PARAMS}.*',
-    help='arrays whose whole name matches, instead of the parameters',
-  )
-  out.add_argument('--dtype', choices=DTYPES, help='convert floating point')
-  out.add_argument('--force', action='store_true', help='replace OUT')
-  return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -809,7 +706,52 @@ def main(argv: Sequence[str] | None = None) -> int:
   Raises:
     SystemExit: the arguments are not understood (status 2), or ask for help.
   """
-  args = _parser().parse_args(argv)
+  parser = argparse.ArgumentParser(
+    prog='python -m jaxline.checkpoint',
+    description='Looks into checkpoints; changes nothing.',
+  )
+  commands = parser.add_subparsers(required=True, metavar='COMMAND')
+  where = (
+    'directory of a run, of a series (RUN/checkpoints/best) or of a checkpoint;'
+    ' with :STEP, else '
+  )
+  newest, everything = f'{where}the newest', f'{where}all of it'
+  made = {}
+  for run, about, arguments in (
+    (_ls, 'list series, steps, sizes, times, metrics',
+     {'dir': 'directory of a run or of a series'}),
+    (_show, 'what a checkpoint holds', {'dir': newest}),
+    (_diff, 'compare two; exits with 0 if they are the same, 1 if not',
+     {'a': newest, 'b': 'likewise'}),
+    (_verify, 'is every file as it was written? exits with 1 if not',
+     {'dir': everything}),
+    (_export, 'write parameters to one file',
+     {'dir': newest, 'out': 'file .safetensors or .npz'}),
+  ):  # fmt: skip
+    name = run.__name__.strip('_')
+    made[name] = commands.add_parser(name, help=about, description=about)
+    made[name].set_defaults(run=run)
+    for argument, text in arguments.items():
+      made[name].add_argument(argument, help=text)
+  made['ls'].add_argument(
+    '--json', action='store_true', help='the same as JSON'
+  )
+  made['show'].add_argument(
+    '--config', action='store_true', help="the run's config"
+  )
+  made['export'].add_argument(
+    '--select',
+    metavar='REGEX',
+    default=f'{PARAMS}.*',
+    help='arrays whose whole name matches, instead of the parameters',
+  )
+  made['export'].add_argument(
+    '--dtype', choices=DTYPES, help='convert floating point'
+  )
+  made['export'].add_argument(
+    '--force', action='store_true', help='replace OUT'
+  )
+  args = parser.parse_args(argv)
   try:
     with files.well_formed():
       return args.run(args)

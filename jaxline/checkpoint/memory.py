@@ -5,7 +5,8 @@ restore on their own. A snapshot that the program puts there starts the run; the
 snapshots that a run puts there are of the class `Published` and start no other.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+import functools
 import itertools
 import pathlib
 import sys
@@ -35,54 +36,32 @@ class SnapshotNT(NamedTuple):
   pickle_nest: Any
 
 
-class Published(SnapshotNT):
+class Published:
   """A snapshot that a run saved, read when `pickle_nest` is first used.
 
   Copies and pickles of it are plain `SnapshotNT`s: a program that puts one into
   the dictionary starts a run from it.
   """
 
-  _read: Callable[[], Any]
-  _lock: Any
-
-  def __new__(cls, id: int, read: Callable[[], Any]) -> 'Published':
+  def __init__(self, id: int, read: Callable[[], Any]):
     """Makes a snapshot whose `pickle_nest` is what `read` returns."""
-    self = super().__new__(cls, id, None)
-    self._read, self._lock = read, threading.RLock()
-    return self
+    self.id = id
+    self._read = read
 
-  @property
-  def pickle_nest(self) -> Any:  # type: ignore[override]
+  @functools.cached_property
+  def pickle_nest(self) -> Any:
     """What was saved; the same object each time."""
-    with self._lock:
-      if not hasattr(self, '_nest'):
-        self._nest = self._read()
-      return self._nest
-
-  def _plain(self) -> SnapshotNT:
-    return SnapshotNT(self.id, self.pickle_nest)
-
-  def __iter__(self) -> Iterator[Any]:
-    return iter(self._plain())
-
-  def __getitem__(self, key: Any) -> Any:
-    return self._plain()[key]
-
-  def __repr__(self) -> str:
-    return f'{type(self).__name__}(id={self.id})'  # Reads nothing.
-
-  def _replace(self, /, **kwargs: Any) -> Any:  # type: ignore[override]
-    return self._plain()._replace(**kwargs)
+    return self._read()
 
   def __reduce__(self) -> Any:
-    return SnapshotNT, tuple(self)
+    return SnapshotNT, (self.id, self.pickle_nest)
 
 
 class CheckpointNT(NamedTuple):
   """One series: a thread-local holding its live `state`, and its snapshots."""
 
   active: threading.local
-  history: list[SnapshotNT]
+  history: list[SnapshotNT | Published]
 
 
 # All checkpoints of the process by series, so that a training and an
@@ -190,12 +169,12 @@ def forget_published() -> None:
       checkpoints[name] = series._replace(history=[*newer][::-1])
 
 
-def step_of(snapshot: SnapshotNT) -> int:
+def step_of(snapshot: SnapshotNT | Published) -> int:
   """Returns the step of a snapshot; -1 if it does not say."""
   return _entries(snapshot).get('global_step', -1)
 
 
-def _entries(snapshot: SnapshotNT) -> dict[str, Any]:
+def _entries(snapshot: SnapshotNT | Published) -> dict[str, Any]:
   nest = snapshot.pickle_nest
   entries = dict(nest.to_dict() if hasattr(nest, 'to_dict') else nest)
   if 'global_step' in entries:
@@ -205,7 +184,7 @@ def _entries(snapshot: SnapshotNT) -> dict[str, Any]:
 
 
 def entries_of(
-  snapshot: SnapshotNT, ckpt_series: str, keys: Iterable[str]
+  snapshot: SnapshotNT | Published, ckpt_series: str, keys: Iterable[str]
 ) -> dict[str, Any]:
   """Returns what a snapshot holds, as plain dicts and as a copy.
 
@@ -333,13 +312,13 @@ class InMemoryCheckpointer(base.FullCheckpointer):
       s for s in _history(ckpt_series) if step is None or step_of(s) == step
     ]
     if not history:
+      saved = sorted(name for name in _checkpoints() if _history(name))
       raise ValueError(
         f'The series {ckpt_series!r} has no checkpoint'
         + (' to restore' if step is None else f' of step {step}')
-        + f'; there are checkpoints of {_saved_series()}.'
+        + f'; there are checkpoints of {saved}.'
       )
-    saved = entries_of(history[-1], ckpt_series, state)
-    fill(state, saved)
+    fill(state, entries_of(history[-1], ckpt_series, state))
     logging.info(
       'Restored checkpoint %s of series %s.', history[-1].id, ckpt_series
     )
@@ -382,12 +361,8 @@ class InMemoryCheckpointer(base.FullCheckpointer):
     """Returns at once: `save` has finished when it returns."""
 
 
-def _history(ckpt_series: str) -> list[SnapshotNT]:
+def _history(ckpt_series: str) -> list[SnapshotNT | Published]:
   """Returns the snapshots of a series, oldest first."""
   with _lock:
     series = _checkpoints().get(ckpt_series)
     return list(series.history) if series else []
-
-
-def _saved_series() -> list[str]:
-  return sorted(name for name, s in _checkpoints().items() if s.history)

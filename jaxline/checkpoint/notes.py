@@ -14,7 +14,6 @@ import json
 import pathlib
 import re
 import threading
-import zlib
 
 from absl import logging
 import jax
@@ -113,7 +112,7 @@ class NotingCheckpointer(base.FullCheckpointer):
         missing or damaged; that is reported.
     """
     is_chief = jax.process_index() == 0
-    return distributed.of_chief(self._noted(logged) if is_chief else [])
+    return distributed.of_chief(self._noted(logged)[1] if is_chief else [])
 
   def mark_evaluated(self, *steps: int) -> None:
     """Notes that steps are evaluated and their results are safe.
@@ -123,20 +122,19 @@ class NotingCheckpointer(base.FullCheckpointer):
     if jax.process_index() != 0 or self.reads_only:
       return
     with _noting:
-      noted = self._noted(lambda: self._evaluated)
+      path, noted = self._noted(lambda: self._evaluated)
       # They are evaluated in ascending order. (And counted: an evaluation that
       # goes on through its data finds its place by how many there were.)
       self._evaluated = [*noted, *steps][-100_000:]
-      _write_steps(self._evaluated_path, self._evaluated)
+      _write_steps(path, self._evaluated)
       self._is_lost = False
 
-  @property
-  def _evaluated_path(self) -> pathlib.Path:
+  def _noted(
+    self, logged: Callable[[], list[int]]
+  ) -> tuple[pathlib.Path, list[int]]:
+    """Returns the note of this mode, and the steps that count as evaluated."""
     mode = self._mode if self._follows else 'eval'
-    return self._root / 'evaluated' / f'{mode}.json'
-
-  def _noted(self, logged: Callable[[], list[int]]) -> list[int]:
-    path = self._evaluated_path
+    path = self._root / 'evaluated' / f'{mode}.json'
     try:
       self._evaluated = _read_steps(path)
     except files.DamagedError as e:
@@ -152,7 +150,7 @@ class NotingCheckpointer(base.FullCheckpointer):
           len(steps),
           f', the last of them {steps[-1]}' if steps else '',
         )
-    return self._evaluated
+    return path, self._evaluated
 
   def warn_nonfinite(self, step: int, names: list[str], text: str) -> None:
     """Warns of a step that is not finite, and keeps a checkpoint from before.
@@ -162,13 +160,9 @@ class NotingCheckpointer(base.FullCheckpointer):
 
     def warn() -> None:
       path = self.keep_before(step, names)
-      logging.warning(
-        '%s %s',
-        text,
-        f'The newest checkpoint from before is not removed: {path}.'
-        if path
-        else 'There is no checkpoint from before.',
-      )
+      kept = f'The newest checkpoint from before is not removed: {path}.'
+      none = 'There is no checkpoint from before.'
+      logging.warning('%s %s', text, kept if path else none)
 
     self.when_saved(warn)
 
@@ -221,18 +215,14 @@ def _read_steps(path: pathlib.Path) -> list[int]:
   if not isinstance(steps, list) or not all(type(s) is int for s in steps):
     raise files.DamagedError(f'{path.name} holds no steps')
   # Earlier versions wrote no checksum.
-  if noted.get('crc', _crc_of(steps)) != _crc_of(steps):
+  if noted.get('crc', files.crc_of(steps)) != files.crc_of(steps):
     raise files.DamagedError(f'{path.name} is not as it was written')
   return steps
 
 
 def _write_steps(path: pathlib.Path, steps: list[int]) -> None:
   path.parent.mkdir(parents=True, exist_ok=True)
-  files.write_json(path, {'steps': steps, 'crc': _crc_of(steps)})
-
-
-def _crc_of(steps: list[int]) -> int:
-  return zlib.crc32(json.dumps(steps).encode())
+  files.write_json(path, {'steps': steps, 'crc': files.crc_of(steps)})
 
 
 # What is exempt from retention.

@@ -51,19 +51,27 @@ _FACTORIES: dict[str | None, type | None] = {None: None} | {
 
 def name_of(path: Iterable[Any]) -> str:
   """Returns the name of a JAX key path, such as 'params/linear/w'."""
-  return '/'.join(_component(key) for key in path)
+  names = []
+  for key in path:
+    parts = (getattr(key, a) for a in ('key', 'name', 'idx') if hasattr(key, a))
+    names.append(str(next(parts, key)))
+  return '/'.join(names)
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
+def named_leaves(tree: Any, name: str = '') -> dict[str, Any]:
   """Returns the leaves of a tree by name, in the order of `jax.tree.leaves`.
 
   Names are unique: where the components of several paths join to the same
-  name, the second gets '#2', the third '#3'. None is no leaf; the name of a
-  tree that is one leaf is ''.
+  name, the second gets '#2', the third '#3'. None is no leaf.
+
+  Args:
+    tree: the tree.
+    name: its own, with which those of its leaves begin.
   """
   named: dict[str, Any] = {}
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-    named[_unique(name_of(path), named)] = leaf
+    parts = [part for part in (name, name_of(path)) if part]
+    named[_unique('/'.join(parts), named)] = leaf
   return named
 
 
@@ -105,7 +113,11 @@ def encode(tree: Any, name: str, *, allow_pickle: bool = False) -> 'Encoding':
 
 
 def decode(
-  structure: Any, arrays: Mapping[str, Any], *, allow_pickle: bool = False
+  structure: Any,
+  arrays: Mapping[str, Any],
+  *,
+  allow_pickle: bool = False,
+  on_host: bool = False,
 ) -> Any:
   """Puts a value together again.
 
@@ -114,6 +126,8 @@ def decode(
     arrays: name -> array. A jax.Array comes back as the very object here, a
       NumPy array writeable.
     allow_pickle: whether to unpickle what was pickled, which may run any code.
+    on_host: whether an array that was a jax.Array may come back as it is here;
+      else it is one again, on the default device.
 
   Raises:
     ValueError: the structure is damaged, lacks an array, holds a pickled value
@@ -121,7 +135,7 @@ def decode(
       of the kind that it says.
   """
   try:
-    return _Decoder(arrays, allow_pickle).walk(structure)
+    return _Decoder(arrays, allow_pickle, on_host).walk(structure)
   except RecursionError:
     raise ValueError(
       'The structure in the checkpoint is nested too deeply to be restored.'
@@ -156,13 +170,6 @@ def leaves(structure: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 # Names and texts.
-
-
-def _component(key: Any) -> str:
-  for attribute in ('key', 'name', 'idx'):
-    if hasattr(key, attribute):
-      return str(getattr(key, attribute))
-  return str(key)
 
 
 def _unique(name: str, taken: Mapping[str, Any]) -> str:
@@ -221,21 +228,16 @@ _unbase64 = functools.partial(base64.b64decode, validate=True)
 
 # What recognises a class.
 
+_CONFIGS = (config_dict.ConfigDict, config_dict.FrozenConfigDict)
+
 
 def _is_a(base: type) -> Callable[[type], bool]:
   return lambda cls: issubclass(cls, base)
 
 
-def _has_finalizer(cls: type) -> bool:
-  return any('__del__' in vars(c) for c in cls.__mro__)
-
-
 def _may_be_made(cls: type) -> bool:
-  return not _has_finalizer(cls) and not issubclass(cls, functools.partial)
-
-
-def _is_config(cls: type) -> bool:
-  return cls in (config_dict.ConfigDict, config_dict.FrozenConfigDict)
+  has_finalizer = any('__del__' in vars(c) for c in cls.__mro__)
+  return not has_finalizer and not issubclass(cls, functools.partial)
 
 
 def _is_namedtuple(cls: type) -> bool:
@@ -276,20 +278,26 @@ class _RefusedError(Exception):
   """A value cannot be described; says why."""
 
 
+@functools.cache  # Once is enough.
+def _announce(name: str) -> None:
+  logging.warning(
+    'Pickled %r into the checkpoint, as config.checkpoint_allow_pickle'
+    ' permits.', name,
+  )  # fmt: skip
+
+
 class Encoding:
   """A value as a checkpoint stores it.
 
   Attributes:
     structure: see the module; equal to `json.loads(json.dumps(structure))`.
     arrays: name -> array, uncopied; PRNG keys as their uint32 data.
-    pickled: the names of the values that were pickled.
     refused: the values that cannot be stored, and why.
   """
 
   def __init__(self, allow_pickle: bool):
     self.structure: Any = None
     self.arrays: dict[str, Any] = {}
-    self.pickled: list[str] = []
     self.refused: list[str] = []
     self._allow_pickle = allow_pickle
     self._open: dict[int, str] = {}  # The values around, by id.
@@ -312,7 +320,9 @@ class Encoding:
       if tag == 'jax' and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         tag = 'key'
       if tag is None:
-        raise _RefusedError('its class has a __del__' * _has_finalizer(type(x)))
+        raise _RefusedError(
+          'its class has a __del__' * hasattr(type(x), '__del__')
+        )
       return {tag: _KINDS[tag].encode(self, x, name)}
     except _RefusedError as e:
       return self._refuse(x, name, str(e))
@@ -327,7 +337,7 @@ class Encoding:
       except Exception as e:  # An object's own code may raise anything.
         why = f'it cannot be pickled: {type(e).__name__}: {e}'
       else:
-        self.pickled.append(name)
+        _announce(name)
         return {'pickle': [name, _base64(data)]}
     cls = type(x)
     what = f'{name!r}, a {cls.__module__}.{cls.__qualname__}'
@@ -427,7 +437,7 @@ class Encoding:
     children, aux = jax.tree_util.flatten_one_level_with_keys(x)
     if aux is x:  # By jax.tree_util.register_static.
       raise _RefusedError('registered as static')
-    parts = [self.walk(c, f'{name}/{_component(k)}') for k, c in children]
+    parts = [self.walk(c, f'{name}/{name_of([k])}') for k, c in children]
     self._aux += 1
     data = self.walk(aux, f'{name}/aux')
     self._aux -= 1
@@ -437,9 +447,12 @@ class Encoding:
 class _Decoder:
   """Puts one value together."""
 
-  def __init__(self, arrays: Mapping[str, Any], allow_pickle: bool):
+  def __init__(
+    self, arrays: Mapping[str, Any], allow_pickle: bool, on_host: bool
+  ):
     self._arrays = arrays
     self._allow_pickle = allow_pickle
+    self._on_host = on_host
     self._aux = 0  # How many auxiliary data are around.
 
   def walk(self, structure: Any) -> Any:
@@ -520,19 +533,17 @@ class _Decoder:
       )
     return self._arrays[name]
 
+  def jax_array(self, name: str) -> Any:
+    x = self.array(name)
+    return x if self._on_host else jax.numpy.asarray(x)
+
   def key(self, body: list[str]) -> jax.Array:
     name, impl = body
     return jax.random.wrap_key_data(self.array(name), impl=str(impl))
 
   def enum(self, body: list[str]) -> Any:
     address, name = body
-    members = self._class(address, 'enum').__members__
-    if name not in members:
-      raise ValueError(
-        f'The checkpoint holds the member {name!r} of {address!r}, which has'
-        f' {list(members)}.'
-      )
-    return members[name]
+    return self._class(address, 'enum').__members__[name]
 
   def fields(self, body: list[Any], tag: str) -> Any:
     address, values = body
@@ -640,7 +651,8 @@ _KINDS: dict[str, _Kind] = {
   'dict': _Kind(dict, Encoding.pairs, _Decoder.pairs, iter),  # [[key, value]]
   'defaultdict': _Kind(collections.defaultdict, Encoding.defaultdict,
                        _Decoder.defaultdict, _last),
-  'config': _Kind(_is_config, Encoding.config, _Decoder.config, _last),
+  'config': _Kind(lambda cls: cls in _CONFIGS, Encoding.config,
+                  _Decoder.config, _last),
   'dtype': _Kind(_is_a(np.dtype), Encoding.dtype,
                  lambda d, b: np.dtype(str(b))),
   # A copy where NumPy only looks into memory of JAX: experiments count in
@@ -650,7 +662,7 @@ _KINDS: dict[str, _Kind] = {
                  _nothing),
   'scalar': _Kind(_is_a(np.generic), Encoding.array,
                   lambda d, b: np.asarray(d.array(b))[()], _nothing),
-  'jax': _Kind(_is_a(jax.Array), Encoding.array, _Decoder.array, _nothing),
+  'jax': _Kind(_is_a(jax.Array), Encoding.array, _Decoder.jax_array, _nothing),
   'key': _Kind(_nothing, Encoding.key, _Decoder.key, _nothing),
   'enum': _Kind(_is_a(enum.Enum), Encoding.enum, _Decoder.enum,
                 lambda b: f'<enum {b}>'),  # Its module may not be there.

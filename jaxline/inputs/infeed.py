@@ -76,10 +76,10 @@ class Infeed:
       maxlen=_WINDOW_STEPS + 1
     )
     self._batches: Generator[tuple[Any, Any], None, None] = (
-      async_lib.read_ahead(
+      async_lib.py_prefetch(
         lambda: _read(source, place),
         buffer_size,
-        'infeed',
+        thread_name='infeed',
         stall_secs=stall_secs,
         on_stall=functools.partial(_warn_of_stall, 'The step', source),
       )
@@ -183,10 +183,10 @@ def read_ahead(
   Returns:
     A generator of the batches; to close it ends the thread.
   """
-  return async_lib.read_ahead(
+  return async_lib.py_prefetch(
     lambda: batches,
     buffer_size,
-    'eval_infeed',
+    thread_name='eval_infeed',
     stall_secs=stall_secs,
     on_stall=functools.partial(_warn_of_stall, 'The evaluation', source),
   )

@@ -1,7 +1,4 @@
-"""What a writer is, and what its backends have in common.
-
-A record is what one call of a `write_*` method hands over.
-"""
+"""What a writer is, and what its backends have in common."""
 
 import abc
 from collections.abc import Callable, Mapping
@@ -31,8 +28,8 @@ class MetricWriter(abc.ABC):
   the step (one copy per device). A writer is also a context manager that
   closes itself.
 
-  A subclass gives `_write` and, where it holds something, `_flush` and
-  `_close`; see also `Backend`.
+  A subclass gives `_write` and, where it holds something, `_flush`, `_close`
+  and `_resume`, which do what the methods of these names say; see `Backend`.
 
   Attributes:
     executor: runs what writes on its thread, and lets others share the thread;
@@ -77,21 +74,27 @@ class MetricWriter(abc.ABC):
     """
     self._write('histograms', global_step, arrays, num_buckets)
 
+  @abc.abstractmethod
+  def _write(
+    self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
+  ) -> None:
+    """Writes what `write_<kind>` was called with."""
+
   def resume(self, step: int) -> None:
     """Voids what an earlier process wrote of later steps than `step`.
 
     A run calls it once, when it has restored and before it writes. It may read
-    all that was written, and blocks. A writer that keeps no records has nothing
-    to void.
-
-    Args:
-      step: the last step that stays; -1 voids everything.
+    all that was written, and blocks. A step of -1 voids everything. A writer
+    that keeps no records has nothing to void.
 
     Raises:
       OSError: a file cannot be rewritten; it stands as it was.
     """
     self._require_open('resume')
     self._resume(step)
+
+  def _resume(self, step: int) -> None:  # noqa: B027
+    pass
 
   def logged_steps(self) -> list[int]:
     """Returns the steps that scalars were written of, ascending.
@@ -104,12 +107,6 @@ class MetricWriter(abc.ABC):
     """
     return []
 
-  @abc.abstractmethod
-  def _write(
-    self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
-  ) -> None:
-    """Writes what `write_<kind>` was called with."""
-
   def flush(self) -> None:
     """Returns once everything written so far has reached the disk.
 
@@ -117,6 +114,9 @@ class MetricWriter(abc.ABC):
     """
     self._require_open('flush')
     self._flush()
+
+  def _flush(self) -> None:  # noqa: B027
+    pass
 
   def flush_async(self) -> Callable[[], None]:
     """Starts a flush, in the background where the writer has a thread.
@@ -136,14 +136,7 @@ class MetricWriter(abc.ABC):
       self._is_closed = True
       self._close()
 
-  def _resume(self, step: int) -> None:  # noqa: B027
-    """Does what `resume` does."""
-
-  def _flush(self) -> None:  # noqa: B027
-    """Does what `flush` does."""
-
   def _close(self) -> None:
-    """Does what `close` does, once."""
     self._flush()
 
   def __enter__(self) -> 'MetricWriter':

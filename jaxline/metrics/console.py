@@ -6,8 +6,8 @@ A `Console` has three modes:
   plain  a line at each interval, for a pipe, a file or a notebook
   off    a line at each interval in the log of absl, and nothing else
 
-In the first two the numbers of training are means over the last steps. What is
-written to TensorBoard and JSON lines is exact.
+In the first two the numbers of training are means over at most 100 steps. What
+is written to TensorBoard and JSON lines is exact.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import collections
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import errno
-import io
+import functools
 import math
 import os
 import sys
@@ -91,49 +91,40 @@ class Console(periodic.Action):
     self.activity = ''
     self.log_action: Any = None
     self._is_silent = is_silent
+    self._is_shown = mode != 'off'
     self._origin = origin or Origin()
-    # In the order in which they were first seen: columns do not move.
+    self._config: Any = None  # Until the run begins.
+    self._experiment: Any = None
+    self._state: Any = None
+    # For the last block.
+    self._began = time.monotonic()
+    self._spent = goodput.spent()
+    self._num_evaluated = 0
+    self._best: tuple[str, float, int | None] | None = None
+    self._saved: int | None = None
+    self._waiting: tuple[Any, float] = (None, math.inf)
+    # For the progress of training.
     self._names: dict[str, dict[str, None]] = {}
     self._window: collections.deque[dict[str, Any]] = collections.deque(
       maxlen=_MAX_STEPS
     )
-    self._live: live_lib.Live | None = None
-    self._next_line = 0.0
-    # Of the run.
-    self._began = time.monotonic()
-    self._spent = goodput.spent()
-    self._config: Any = None
-    self._experiment: Any = None
-    self._state: Any = None
-    self._num_evaluated = 0
-    self._best: tuple[str, float, int | None] | None = None
-    self._saved: int | None = None
-    # Of its training.
-    self._compiling: tuple[float, tuple[int, float, int]] | None = None
-    self._rate = 0.0
     self._means: dict[str, Any] = {}
     self._losses: collections.deque[float] = collections.deque(maxlen=20)
+    self._rate = 0.0
     self._notes: dict[str, str] = {}  # The last save and evaluation.
-    self._waiting: tuple[Any, float] = (None, math.inf)
+    self._compiling: tuple[float, tuple[int, float, int]] | None = None
+    self._live: live_lib.Live | None = None
+    self._next_line = 0.0
 
   @classmethod
   def make(cls, config: Any, origin: Origin | None = None) -> Console:
-    """Returns the console of a run, as `config.console`.
-
-    Args:
-      config: the run's.
-      origin: how it was started.
-    """
+    """Returns the console of a run, as `config.console` says."""
     if jax.process_index():
       return cls('off', origin, is_silent=not config.log_all_hosts)
     mode = config.console or 'live'
     if mode == 'live' and not live_lib.is_terminal(sys.stdout):
       mode = 'plain'
     return cls(mode, origin)
-
-  @property
-  def _is_shown(self) -> bool:
-    return self.mode != 'off'
 
   def say(self, text: str) -> None:
     """Prints lines above the live ones; in the mode off, logs them."""
@@ -177,10 +168,8 @@ class Console(periodic.Action):
       return
     start = ''
     if state is not None:
-      steps = config.training_steps
-      of = '' if steps is None else f' of {steps}'
-      step = int(state.global_step)
-      self._saved = checkpointer.restored_step
+      step, self._saved = int(state.global_step), checkpointer.restored_step
+      of = f' of {config.training_steps}' if config.training_steps else ''
       source = 'a fresh run'
       if self._saved is not None:
         source = 'resumed'
@@ -189,9 +178,8 @@ class Console(periodic.Action):
       elif step:
         source = 'from a snapshot of the program'
       start = f'step {step}{of}, {source}'
-    self.say(
-      '\n'.join(summary.start_block(config, experiment, self._origin, start))
-    )
+    block = summary.start_block(config, experiment, self._origin, start)
+    self.say('\n'.join(block))
     self._config, self._experiment, self._state = config, experiment, state
 
   def __enter__(self) -> Console:
@@ -206,39 +194,34 @@ class Console(periodic.Action):
 
   def _last_block(self, error: BaseException | None) -> list[str]:
     total = time.monotonic() - self._began
-    took = f'in {lines.duration(total)}'
     is_over: bool | None = error is None
     if self._state is None:
       is_over = None
       plural = 's' * (self._num_evaluated != 1)
-      came_to = [f'Evaluated {self._num_evaluated} checkpoint{plural} {took}.']
+      done = f'Evaluated {self._num_evaluated} checkpoint{plural}'
     else:
       is_told = isinstance(error, preemption.Preempted)
-      how = (
-        'Trained to' if is_over else 'Stopped at' if is_told else 'Failed at'
-      )
-      step = self._step_text(int(self._state.global_step))
-      came_to = [f'{how} {step} {took}.']
+      how = 'Stopped' if is_told else 'Failed'
+      how = 'Trained to' if is_over else f'{how} at'
+      done = f'{how} {self._step_text(int(self._state.global_step))}'
+    block = [f'{done} in {lines.duration(total)}.']
     if self._best is not None:
       name, value, at = self._best
       when = 'before this start' if at is None else f'at step {at}'
-      came_to.append(f'Best {name}: {lines.shorten(value)} {when}.')
+      block.append(f'Best {name}: {lines.shorten(value)} {when}.')
     if self._window:  # Of the steps after the last line.
       self._means = lines.means_of(list(self._window))
     if 'loss' in self._means:
-      came_to.append(
-        f'Last loss: {lines.shorten(self._means["loss"])}, the mean of at most'
-        f' {_MAX_STEPS} steps.'
+      loss = lines.shorten(self._means['loss'])
+      block.append(
+        f'Last loss: {loss}, the mean of at most {_MAX_STEPS} steps.'
       )
-    spent = {
-      name: secs - self._spent.get(name, 0.0)
-      for name, secs in goodput.spent().items()
-    }
-    return came_to + summary.end_block(
+    now = goodput.spent()
+    return block + summary.end_block(
       self._config,
       self._experiment,
       self._origin,
-      spent,
+      {name: secs - self._spent[name] for name, secs in now.items()},
       total,
       is_over,
       has_checkpoint=self._state is None or self._saved is not None,
@@ -248,25 +231,22 @@ class Console(periodic.Action):
 
   def options(self, config: Any) -> dict[str, Any]:
     """Returns arguments of the `PeriodicAction` that calls `log_training`."""
-    interval = config.log_tensors_interval
+    interval = None if self._is_silent else config.log_tensors_interval
     options = {
       'fn': self.log_training,
       'interval': interval,
       'run_async': config.log_async,
     }
-    if self._is_silent:
-      return options | {'interval': None}
     if self._is_shown:
       options['keep_last'] = _MAX_STEPS
-    if interval is None or interval < 0 or not self._is_shown:
-      return options
-    options['end_step_to_action'] = config.training_steps
-    if self.mode == 'live':
-      options |= {
-        'interval': _LIVE_SECS,
-        'interval_type': 'secs',
-        'logging_growth_ratios': None,
-      }
+      if interval is not None and interval >= 0:
+        options['end_step_to_action'] = config.training_steps
+        if self.mode == 'live':
+          options |= {
+            'interval': _LIVE_SECS,
+            'interval_type': 'secs',
+            'logging_growth_ratios': None,
+          }
     return options
 
   @contextlib.contextmanager
@@ -275,23 +255,18 @@ class Console(periodic.Action):
     if self._is_shown and self._experiment.should_run_step(
       self._state.global_step, self._config
     ):
-      self._begin_steps()
+      self._compiling = time.monotonic(), goodput.compilations()
+      self.activity = 'compiling the train step'
+      self.say('Compiling the train step...')
+      if self.mode == 'live':
+        self._live = live_lib.Live(self._draw)
+        self._live.start()
     try:
       yield
     finally:
       # Its function refers to the experiment: the weights would stay.
       self._compiling = self.log_action = None
       self._end_live()
-
-  def _begin_steps(self) -> None:
-    self._compiling = time.monotonic(), goodput.compilations()
-    self.activity = 'compiling the train step'
-    self.say('Compiling the train step...')
-    if self.mode == 'live':
-      import rich.console  # noqa: F401  Takes a while: not on Live's thread.
-
-      self._live = live_lib.Live(self._draw)
-      self._live.start()
 
   def _end_live(self) -> None:
     if self._live is not None:
@@ -309,13 +284,10 @@ class Console(periodic.Action):
     count, secs, hits = (
       b - a for a, b in zip(before, goodput.compilations(), strict=True)
     )
-    total = time.monotonic() - began
-    text = f'The first step took {total:.1f} s.'
+    text = f'The first step took {time.monotonic() - began:.1f} s.'
     if count:
-      text = f'Compiled in {secs:.1f} s'
-      text += (
-        f'; {hits} of {count} programs were in the cache.' if hits else '.'
-      )
+      cached = f'; {hits} of {count} programs were in the cache' if hits else ''
+      text = f'Compiled in {secs:.1f} s{cached}.'
     self.say(text)
 
   def log_training(self, step: int, scalars: Mapping[str, Any]) -> None:
@@ -330,21 +302,18 @@ class Console(periodic.Action):
     given = {name: x for name, x in scalars.items() if x is not None}
     numbers = writers.to_scalars(given)
     if not self._is_shown:
-      if not self._is_silent:
-        logging.info('%s', self._log_line('', step, numbers))
+      self.say(' | '.join([f'step {step}', *self._shown('', numbers)]))
       return
     self._window.append(numbers)
-    if 'steps_per_sec' not in numbers:
+    rate = numbers.get('steps_per_sec')
+    if rate is None:
       return
-    means = lines.means_of(list(self._window))
-    for name in _FORMS:  # Rates are of the interval already.
-      if name in numbers:
-        means[name] = numbers[name]
-    rate = numbers['steps_per_sec']
+    # Rates are of the interval already.
+    own = {name: numbers[name] for name in _FORMS if name in numbers}
+    self._means = lines.means_of(list(self._window)) | own
     self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
-    if isinstance(loss := means.get('loss'), float):
+    if isinstance(loss := self._means.get('loss'), float):
       self._losses.append(loss)
-    self._means = means
     if self._live is None:
       if self.mode == 'plain':
         self._window.clear()
@@ -354,12 +323,12 @@ class Console(periodic.Action):
       self._next_line = time.monotonic() + _AFTER_LIVE_SECS
       self.say(self._plain_line(step))
 
-  def _log_line(self, mode: str, step: int, values: Mapping[str, Any]) -> str:
-    """Returns a line with all numbers."""
+  def _shown(self, log: str, values: Mapping[str, Any]) -> list[str]:
+    """Returns 'name value' of each, in the order of their first appearance."""
     # Not in place: two threads may log.
-    known = self._names.get(mode, {}) | dict.fromkeys(values)
-    self._names[mode] = known
-    return ' | '.join([f'{mode}step {step}', *lines.shown(values, known)])
+    known = self._names.get(log, {}) | dict.fromkeys(values)
+    self._names[log] = known
+    return lines.shown({name: values[name] for name in known if name in values})
 
   def _plain_line(self, step: int) -> str:
     fields, rates = self._fields()
@@ -373,21 +342,19 @@ class Console(periodic.Action):
   def _fields(self) -> tuple[list[str], list[str]]:
     """Returns the scalars of training, the loss first; and the rates."""
     means = self._means
-    own = {k: x for k, x in means.items() if k not in _FORMS}
-    known = {'loss': None} | self._names.get('', {})
-    self._names[''] = known = known | dict.fromkeys(own)
+    self._names.setdefault('', {'loss': None})
+    own = {name: x for name, x in means.items() if name not in _FORMS}
     rates = [
       form.format(means[name])
       for name, form in _FORMS.items()
       if form and means.get(name)  # A rate is 0 before it is known.
     ]
-    return lines.shown(own, known), rates
+    return self._shown('', own), rates
 
   def _step_text(self, step: int) -> str:
     steps = self._config.training_steps
-    if not steps:
-      return f'step {step}'
-    return f'step {step} of {steps} ({100 * step / steps:.0f}%)'
+    of = f' of {steps} ({100 * step / steps:.0f}%)' if steps else ''
+    return f'step {step}{of}'
 
   def _eta(self, step: int) -> list[str]:
     steps = self._config.training_steps
@@ -409,22 +376,14 @@ class Console(periodic.Action):
   def log_evaluation(
     self, step: int, scalars: Mapping[str, Any], log: str = 'eval'
   ) -> None:
-    """Shows the scalars of an evaluation.
-
-    Args:
-      step: the step that was evaluated.
-      scalars: what `evaluate` returned.
-      log: the log that they belong to.
-    """
+    """Shows what `evaluate` returned for a step, as of the log `log`."""
     self.activity = ''
     self._num_evaluated += 1
-    numbers = writers.to_scalars(scalars)
-    line = self._log_line(f'{log} ', step, numbers)
-    if self._is_shown:
-      fields = line.split(' | ')
-      self._notes['eval'] = ': '.join([str(step), *fields[1:2]])
-      line = lines.fit([(i, x) for i, x in enumerate(fields)], _WIDTH)
-    self.say(line)
+    fields = self._shown(log, writers.to_scalars(scalars))
+    line = [f'{log} step {step}', *fields]
+    self._notes['eval'] = ': '.join([str(step), *fields[:1]])
+    width = _WIDTH if self._is_shown else sys.maxsize
+    self.say(lines.fit(list(enumerate(line)), width))
 
   def log_best(self, name: str, value: float, step: int | None = None) -> None:
     """Notes the best evaluation so far.
@@ -453,84 +412,68 @@ class Console(periodic.Action):
       self.say(f'Waiting for a checkpoint{after} in {directory}.')
 
   def show_texts(self, writer: Any, mode: str) -> None:
-    """Prints the texts that go to a writer, if it can have another beside it.
+    """Also prints the texts of a log, if its writer can have another beside it.
 
     Args:
-      writer: the writer of a log.
+      writer: the writer of the log.
       mode: the log.
     """
     if self._is_shown and isinstance(writer, writers.AsyncWriter):
-      writer.add(_TextWriter(self, mode))
+      writer.add(_TextWriter(functools.partial(self._say_texts, mode)))
 
-  def log_texts(self, mode: str, step: int, texts: Mapping[str, str]) -> None:
-    """Prints texts that an experiment has written, such as samples."""
+  def _say_texts(self, mode: str, step: int, texts: Mapping[str, str]) -> None:
     for name, text in texts.items():
+      if name == 'config':  # Of the run; a file has it.
+        continue
       # A model may write what a terminal takes for commands.
       clean = ''.join(
         x if x.isprintable() or x == '\n' else ' ' if x == '\t' else '\ufffd'
         for x in text
       )
-      lines = clean.split('\n')
-      if len(lines) > _MAX_TEXT_LINES:
-        rest = len(lines) - _MAX_TEXT_LINES
-        lines[_MAX_TEXT_LINES:] = [f'... ({rest} more lines)']
-      head = f'{mode} step {step} | {name}:'
-      self.say('\n'.join([head, *(f'  {line}' for line in lines)]))
+      shown = clean.split('\n')
+      if len(shown) > _MAX_TEXT_LINES:
+        rest = len(shown) - _MAX_TEXT_LINES
+        shown[_MAX_TEXT_LINES:] = [f'... ({rest} more lines)']
+      self.say('\n  '.join([f'{mode} step {step} | {name}:', *shown]))
 
   # The live lines.
 
   def _draw(self, width: int) -> str:
     """Returns the lines at the bottom of the terminal."""
-    import rich.console
-    import rich.text
-
     step, steps = int(self._state.global_step), self._config.training_steps
     fields, rates = self._fields()
     if len(self._losses) > 1 and fields:
       first, last = self._losses[0], self._losses[-1]
       change = (last - first) / (abs(first) or 1.0)
-      is_flat = abs(change) < _FLAT
-      fields[0] += (
-        ' \u2192' if is_flat else ' \u2193' if change < 0 else ' \u2191'
-      )
+      arrow = '\u2193' if change < 0 else '\u2191'
+      fields[0] += ' \u2192' if abs(change) < _FLAT else f' {arrow}'
     doing = [self.activity] if self.activity else self._eta(step)
+    notes = [f'{name} {text}' for name, text in self._notes.items()]
     top = [self._step_text(step), *doing, *rates[:2]]
-    room = min(40, width - 3 - len('  '.join(top)))
-    line = rich.text.Text(f'{top[0]}  ', 'bold', end='')
+    shown = [
+      lines.cut('  '.join(texts), width - 1)
+      for texts in (top, fields, [*rates[2:], *notes])
+      if texts
+    ]
+    room = min(40, width - 3 - len(shown[0]))
     if steps and room >= 8:
       done = min(room, room * step // steps)
-      line.append('\u2501' * done, 'green')
-      line.append('\u2501' * (room - done) + '  ', 'bright_black')
-    line.append('  '.join(top[1:]), 'not bold')
-    notes = [f'{name} {text}' for name, text in self._notes.items()]
-    others = ('  '.join(x) for x in (fields, [*rates[2:], *notes]))
-    console = rich.console.Console(
-      file=io.StringIO(),
-      width=width - 1,
-      force_terminal=True,
-      legacy_windows=False,
-    )
-    with console.capture() as drawn:
-      for text in (line, *map(rich.text.Text, others)):
-        if text:
-          console.print(text, no_wrap=True, overflow='ellipsis', end='\n')
-    return drawn.get().rstrip('\n')
+      bar = _painted(done * '━', 32) + _painted((room - done) * '─', 90)
+      shown[0] = '  '.join([_painted(top[0], 1), bar, *top[1:]])
+    return '\n'.join(shown)
+
+
+def _painted(text: str, code: int) -> str:
+  """Returns text in a color of the terminal, unless the user wants none."""
+  return text if os.environ.get('NO_COLOR') else f'\x1b[{code}m{text}\x1b[0m'
 
 
 class _TextWriter(writers.Backend):
-  """Hands the texts that an experiment writes to a console."""
+  """Passes on the texts that an experiment writes."""
 
-  def __init__(self, console: Console, mode: str):
-    """Makes a writer.
-
-    Args:
-      console: gets the texts.
-      mode: the log that they belong to.
-    """
-    self._show: Callable[..., None] = console.log_texts
-    self._mode = mode
+  def __init__(self, show: Callable[[int, Mapping[str, str]], None]):
+    self._show = show
 
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
     if kind == 'texts':
-      values.pop('config', None)  # Of the run; a file has it.
-      self._show(self._mode, step, values)
+      self._show(step, values)

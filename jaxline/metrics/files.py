@@ -1,12 +1,13 @@
 """Files that processes append records to, and that a resumed run rewrites."""
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import errno
 import os
 import pathlib
 import shutil
 import stat
+import types
 from typing import Any, BinaryIO, NamedTuple
 
 from jaxline import disk
@@ -19,12 +20,12 @@ class Piece(NamedTuple):
   Attributes:
     data: what is to stand there, where it is not voided.
     step: a resume at an earlier step voids the piece; None: no resume does.
-    has_scalars: whether it is a whole record of scalars.
+    scalars: those of a whole record of scalars.
   """
 
   data: bytes
-  step: float | None
-  has_scalars: bool
+  step: float | None = None
+  scalars: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class FileBackend(base.Backend):
@@ -93,11 +94,14 @@ class FileBackend(base.Backend):
       self._error = disk.failed_write(error, path)
       raise self._error from None
 
-  def logged_steps(self) -> list[int]:
-    steps: set[Any] = set()
+  def _pieces(self) -> Iterator[Piece]:
+    """Yields the pieces of all files."""
     for path in self._paths():
       with open(path, 'rb') as file:
-        steps.update(p.step for p in self._read(file) if p.has_scalars)
+        yield from self._read(file)
+
+  def logged_steps(self) -> list[int]:
+    steps: set[Any] = {piece.step for piece in self._pieces() if piece.scalars}
     return sorted(steps)
 
   def _resume(self, step: int) -> None:
@@ -108,9 +112,9 @@ class FileBackend(base.Backend):
     """Edits a file of any size; at each moment its path has all that stays."""
 
     def kept(file: BinaryIO) -> Iterator[bytes]:
-      for data, of_step, _ in self._read(file):
-        if of_step is None or of_step <= step:
-          yield data
+      for piece in self._read(file):
+        if piece.step is None or piece.step <= step:
+          yield piece.data
 
     with open(path, 'rb') as old:
       # What is voided is longer than the end of a line, which may be added.

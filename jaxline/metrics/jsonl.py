@@ -72,7 +72,9 @@ class JsonlWriter(files.FileBackend):
       step = record.get('step', None if is_whole else math.inf)
       # A record may lack no more than the end of its line.
       data = line if is_whole else line + b'\n'
-      yield files.Piece(data, step, record.get('kind') == 'scalars')
+      yield files.Piece(
+        data, step, record if record.get('kind') == 'scalars' else {}
+      )
 
   def _resume(self, step: int) -> None:
     super()._resume(step)

@@ -2,8 +2,10 @@
 
 import collections
 from collections.abc import Mapping
+import itertools
 import math
 from typing import Any
+import unicodedata
 
 # So many names with one beginning are written out in a line.
 _MAX_GROUP = 8
@@ -16,22 +18,15 @@ def shorten(value: Any) -> str:
   return f'{value:.0f}' if 1e4 <= abs(value) < 1e9 else f'{value:.4g}'
 
 
-def shown(values: Mapping[str, Any], known: Mapping[str, None]) -> list[str]:
-  """Returns 'name value' of each; of a large group of names, how many.
-
-  Args:
-    values: the numbers by name.
-    known: all names, in the order in which they are shown.
-  """
-  names = [name for name in known if name in values]
-  group_of = {name: name.partition('/')[0] for name in names if '/' in name}
-  sizes = collections.Counter(group_of.values())
-  large = {group for group, n in sizes.items() if n > _MAX_GROUP}
+def shown(values: Mapping[str, Any]) -> list[str]:
+  """Returns 'name value' of each; of a large group of names, how many."""
+  sizes = collections.Counter(x.partition('/')[0] for x in values if '/' in x)
+  large = {f'{group}/': n for group, n in sizes.items() if n > _MAX_GROUP}
   return [
-    f'{name} {shorten(values[name])}'
-    for name in names
-    if group_of.get(name) not in large
-  ] + [f'{group}/ ({sizes[group]})' for group in sorted(large)]
+    f'{name} {shorten(value)}'
+    for name, value in values.items()
+    if ''.join(name.partition('/')[:2]) not in large
+  ] + [f'{group} ({large[group]})' for group in sorted(large)]
 
 
 def means_of(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -41,17 +36,13 @@ def means_of(records: list[dict[str, Any]]) -> dict[str, Any]:
   not finite the text says how many there were.
   """
   means: dict[str, Any] = dict(records[-1])
-  for name, last in means.items():
-    if not isinstance(last, float):
-      continue
-    values = [x[name] for x in records if isinstance(x.get(name), float)]
-    finite = [x for x in values if math.isfinite(x)]
-    mean = sum(finite) / len(finite) if finite else last
-    if len(finite) < len(values):
-      bad = len(values) - len(finite)
-      means[name] = f'{shorten(mean)} ({bad} of {len(values)} not finite)'
-    else:
-      means[name] = mean
+  for name, last in records[-1].items():
+    if isinstance(last, float):
+      values = [x[name] for x in records if isinstance(x.get(name), float)]
+      finite = [x for x in values if math.isfinite(x)]
+      mean = means[name] = sum(finite) / len(finite) if finite else last
+      if bad := len(values) - len(finite):
+        means[name] = f'{shorten(mean)} ({bad} of {len(values)} not finite)'
   return means
 
 
@@ -63,20 +54,27 @@ def fit(parts: list[tuple[int, str]], width: int) -> str:
       stay; of the others, the lowest ranks.
     width: how long the line may be.
   """
-  kept = [i for i, (rank, _) in enumerate(parts) if not rank]
 
-  def line(chosen: list[int]) -> str:
-    texts = [parts[i][1] for i in sorted(chosen)]
+  def line(chosen: set[int]) -> str:
+    texts = [text for i, (_, text) in enumerate(parts) if i in chosen]
     if left := len(parts) - len(chosen):
       texts.append(f'+{left} more')
     return ' | '.join(texts)
 
-  for i in sorted(
-    set(range(len(parts))) - set(kept), key=lambda i: parts[i][0]
-  ):
-    if len(line([*kept, i])) <= width:
-      kept.append(i)
+  kept: set[int] = set()
+  for i, (rank, _) in sorted(enumerate(parts), key=lambda part: part[1][0]):
+    if not rank or len(line({*kept, i})) <= width:
+      kept.add(i)
   return line(kept)[:width]
+
+
+def cut(text: str, columns: int) -> str:
+  """Returns the beginning of a text that is too wide for so many columns."""
+  widths = (1 + (unicodedata.east_asian_width(x) in 'WF') for x in text)
+  for i, end in enumerate(itertools.accumulate(widths)):
+    if end > columns:
+      return f'{text[: max(0, i - 1)]}\u2026'
+  return text
 
 
 def duration(seconds: float) -> str:
@@ -88,10 +86,10 @@ def duration(seconds: float) -> str:
   return f'{hours / 24:.1f} days'
 
 
-def size(num_bytes: float) -> str:
-  """Returns '1.5 MiB': four digits, in a unit that fits."""
+def size(num_bytes: float, digits: str = '.4g') -> str:
+  """Returns '1.5 MiB': so many digits, in a unit that fits."""
   for unit in ('B', 'KiB', 'MiB', 'GiB'):
     if num_bytes < 1024:
-      return f'{num_bytes:.4g} {unit}'
+      return f'{num_bytes:{".4g" if unit == "B" else digits}} {unit}'
     num_bytes /= 1024
-  return f'{num_bytes:.4g} TiB'
+  return f'{num_bytes:{digits}} TiB'

@@ -4,21 +4,20 @@ What Python code writes to stdout or stderr meanwhile appears above the lines.
 The cursor stays above them too: what C++ code or another process writes is not
 erased, but the end of a drawn line may follow its second line. The cursor is
 never hidden and no mode of the terminal is changed, so that nothing needs to be
-restored, however the process ends.
+restored, however the process ends. (rich.live does both, and erases what it did
+not write itself.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 import contextlib
-import logging as std_logging
+import functools
 import os
 import pdb
 import sys
 import threading
-from typing import Any, TextIO
-
-from absl import logging
+from typing import Any
 
 from jaxline.supervision import preemption
 
@@ -55,7 +54,6 @@ class Live:
     self._partial = ''  # A line that the program has not ended.
     self._stopped = threading.Event()
     self._stack = contextlib.ExitStack()
-    self._out: TextIO = sys.stdout
 
   @property
   def is_on(self) -> bool:
@@ -66,15 +64,17 @@ class Live:
     return self._is_started
 
   def start(self) -> None:
-    """Begins to draw, and takes stdout and stderr where they are terminals."""
+    """Begins to draw, and takes what is written to stdout and stderr."""
     global _active
-    self._out = sys.stdout
+    self._out, self._write = sys.stdout, sys.stdout.write
     self._is_started, _active = True, self
     preemption.before_notice.append(self.detach)
     self._stack.callback(preemption.before_notice.remove, self.detach)
-    for name in ('stdout', 'stderr'):
-      if is_terminal(stream := getattr(sys, name)):
-        self._take(name, stream)
+    for stream in (sys.stdout, sys.stderr):
+      if is_terminal(stream):
+        # Its method and not the stream: handlers of logging have it too.
+        take = functools.partial(self._write_above, stream.write)
+        self._set(stream, 'write', take)
     make = pdb.Pdb.__init__
 
     def stop_and_make(debugger: pdb.Pdb, *args: Any, **kwargs: Any) -> None:
@@ -82,30 +82,15 @@ class Live:
       make(debugger, *args, **kwargs)
 
     self._set(pdb.Pdb, '__init__', stop_and_make)
-    self._thread = threading.Thread(
-      target=self._run, name='jaxline-live', daemon=True
-    )
-    self._thread.start()
-
-  def _take(self, name: str, stream: TextIO) -> None:
-    """Replaces a stream, also in the handlers of logging that have it."""
-    above = _Above(self, stream)
-    self._set(sys, name, above)
-    handlers: list[Any] = [logging.get_absl_handler().python_handler]
-    loggers = std_logging.root.manager.loggerDict.values()
-    for logger in [std_logging.root, *loggers]:
-      handlers += getattr(logger, 'handlers', ())  # Or a placeholder.
-    for handler in handlers:
-      if vars(handler).get('stream') is stream:
-        self._set(handler, 'stream', above)
+    threading.Thread(target=self._run, name='jaxline-live', daemon=True).start()
 
   def _set(self, owner: Any, name: str, value: Any) -> None:
     """Sets an attribute until the end, unless somebody replaces it since."""
-    old = getattr(owner, name)
+    is_own, old = name in vars(owner), getattr(owner, name)
 
     def put_back() -> None:
-      if getattr(owner, name) is value:
-        setattr(owner, name, old)
+      if vars(owner).get(name) is value:
+        setattr(owner, name, old) if is_own else delattr(owner, name)
 
     setattr(owner, name, value)
     self._stack.callback(put_back)
@@ -131,21 +116,19 @@ class Live:
       with contextlib.suppress(OSError, ValueError):
         os.write(self._out.fileno(), b'\x1b[J')
 
-  def write(self, stream: TextIO, text: str) -> None:
-    """Writes a program's output above the lines.
+  def _write_above(self, write: Callable[[str], int], text: str) -> int:
+    """Writes above the lines, or by `write` where nothing is drawn.
 
-    Args:
-      stream: where it goes when nothing is drawn.
-      text: the output. A line appears among those that stay once it is ended.
+    A line appears among those that stay once it is ended.
     """
     with self._lock:
-      if self._is_started:
-        ended, newline, partial = (self._partial + text).rpartition('\n')
-        # Of a progress bar, what it wrote last.
-        self._partial = partial[partial.rfind('\r', 0, -1) + 1 :]
-        self._put(ended + newline)
-        return
-    stream.write(text)
+      if not self._is_started:
+        return write(text)
+      ended, newline, partial = (self._partial + text).rpartition('\n')
+      # Of a progress bar, what it wrote last.
+      self._partial = partial[partial.rfind('\r', 0, -1) + 1 :]
+      self._put(ended + newline)
+      return len(text)
 
   def _run(self) -> None:
     try:
@@ -182,28 +165,10 @@ class Live:
           # Room below, which may scroll; back; and what keeps the cursor.
           text += '\x1bD' * len(shown) + f'\x1b[{len(shown)}A\x1b7\n'
           text += '\n'.join(shown) + '\x1b8'
-      self._out.write(text.encode(encoding, 'replace').decode(encoding))
+      self._write(text.encode(encoding, 'replace').decode(encoding))
       self._out.flush()
     except (OSError, ValueError):
       self._is_started = False  # The terminal is gone; the run goes on.
-
-
-class _Above:
-  """A stream whose text appears above the lines of a `Live`."""
-
-  def __init__(self, live: Live, stream: TextIO):
-    self._live = live
-    self._stream = stream
-
-  def write(self, text: str) -> int:
-    self._live.write(self._stream, text)
-    return len(text)
-
-  def writelines(self, lines: Any) -> None:
-    self.write(''.join(lines))
-
-  def __getattr__(self, name: str) -> Any:
-    return getattr(self._stream, name)
 
 
 _active: Live | None = None

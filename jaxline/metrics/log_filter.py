@@ -29,15 +29,14 @@ _HEARD = ('console.py', 'token_cache.py', 'xla.py')
 
 def _is_heard(record: std_logging.LogRecord) -> bool:
   """Leaves information about jaxline and its libraries out of the log."""
-  # Less than information is there only if somebody asked for it, such as by
-  # JAX_DEBUG_LOG_MODULES.
-  if (
+  return (
     logging.get_verbosity() >= logging.DEBUG
+    # Less than information is there only if somebody asked for it, such as by
+    # JAX_DEBUG_LOG_MODULES.
     or record.levelno != std_logging.INFO
-  ):
-    return True
-  is_ours = record.pathname.startswith(_QUIET)
-  return not is_ours or record.filename in _HEARD
+    or not record.pathname.startswith(_QUIET)
+    or record.filename in _HEARD
+  )
 
 
 def accept_names(flag: Any) -> None:

@@ -98,20 +98,16 @@ class PeriodicAction(Action):
       ValueError: for an unknown interval_type, for growth ratios that are not
         positive or come without 'steps'.
     """
+    ratios = tuple(logging_growth_ratios or ())
     if interval_type not in ('secs', 'steps', None):
       raise ValueError(
         f"Got interval_type={interval_type!r}, expected 'secs' or 'steps' (or "
         "None, which means 'secs')."
       )
-    if logging_growth_ratios and interval_type != 'steps':
+    if ratios and (interval_type != 'steps' or min(ratios) <= 0):
       raise ValueError(
-        f'Got logging_growth_ratios={logging_growth_ratios} with '
-        f"interval_type={interval_type!r}; growth ratios need 'steps'."
-      )
-    if logging_growth_ratios and min(logging_growth_ratios) <= 0:
-      raise ValueError(
-        f'Got logging_growth_ratios={logging_growth_ratios}, expected positive '
-        'numbers.'
+        f'Got logging_growth_ratios={ratios} with interval_type='
+        f"{interval_type!r}; growth ratios need 'steps', and are positive."
       )
     self._fn = fn
     self._name = async_lib.function_name(fn)
@@ -120,15 +116,12 @@ class PeriodicAction(Action):
     self._every = None if off else interval or 1  # Every step is what 0 means.
     self._seconds = math.inf if off else interval or -math.inf
     self._end_step = end_step_to_action
-    self._growth_ratios = tuple(logging_growth_ratios or ())
+    self._growth_ratios = ratios
     if run_async and executor is None:
       executor = async_lib.SerialExecutor(self._name)
     self._executor = executor if run_async else None
-    can_be_due = (
-      not off or self._growth_ratios or end_step_to_action is not None
-    )
-    keeps = log_all_data or keep_last is not None
-    self._keep_all = keeps and bool(can_be_due)
+    can_be_due = not off or ratios or end_step_to_action is not None
+    self._keeps = bool(can_be_due and (log_all_data or keep_last is not None))
     self._keep_last = keep_last
     self._large: list[str] = []
     self._kept: collections.deque[_Record] = collections.deque(maxlen=keep_last)
@@ -140,21 +133,12 @@ class PeriodicAction(Action):
     self.update_time(start_time, start_step)
 
   def update_time(self, t: float, step: int) -> None:
-    """Starts the interval, and the measurement of the rate, anew.
-
-    Args:
-      t: the time in seconds.
-      step: the step.
-    """
+    """Starts the interval, and the measurement of the rate, anew."""
     self._prev_time = t
     self._prev_step = step
 
   def skip_time(self, seconds: float) -> None:
-    """Leaves out, of interval and rate, time in which no step could run.
-
-    Args:
-      seconds: how much since the last call.
-    """
+    """Leaves seconds in which no step could run out of interval and rate."""
     self._prev_time += seconds
 
   def flush_async(self) -> Callable[[], None]:
@@ -172,11 +156,10 @@ class PeriodicAction(Action):
       BaseException: the error of an earlier asynchronous call.
     """
     self._hand_on()
-    executor = self._executor
-    if executor is None:
+    if self._executor is None:
       return lambda: None
-    executor.raise_error()
-    return executor.wait_async()
+    self._executor.raise_error()
+    return self._executor.wait_async()
 
   def wait_to_finish(self) -> None:
     """Hands on what is left, waits for it, and raises its error if any."""
@@ -211,7 +194,7 @@ class PeriodicAction(Action):
       executor.raise_error()
     step = int(step)  # A restored step can be an array.
     is_due = self._is_due(t, step)
-    if not (is_due or self._keep_all):
+    if not (is_due or self._keeps):
       return
     scalars = dict(scalar_outputs or {})
     if self._keep_last is not None:
@@ -232,16 +215,13 @@ class PeriodicAction(Action):
     if self._by_steps:
       if self._every is not None and step % self._every == 0:
         return True
-      return bool(self._growth_ratios) and step in _growth_steps(
-        len(str(step)), self._growth_ratios
-      )
+      ratios = self._growth_ratios
+      return bool(ratios) and step in _growth_steps(len(str(step)), ratios)
     elapsed = t - self._prev_time
-    if elapsed >= self._seconds:
-      return True
-    if elapsed < 0:
+    if elapsed < 0 and elapsed < self._seconds:
       # The clock was set back; waiting for it to catch up could take hours.
       self.update_time(t, step)
-    return False
+    return elapsed >= self._seconds
 
   def _measure_rate(self, t: float, step: int) -> float:
     """Returns the steps per second since the last time this was called."""
@@ -262,20 +242,20 @@ class PeriodicAction(Action):
       self._apply(records, steps_per_sec)
       return
     pending = self._num_queued - self._num_done
-    if pending and pending + len(records) > _MAX_PENDING:
-      if not self._num_dropped:
-        logging.warning(
-          'Periodic action %s is slower than its interval: %d records wait '
-          'for it, so that the one of step %d and possibly more are lost. '
-          'Give it a longer interval or a faster function.',
-          self._name,
-          pending,
-          records[-1][0],
-        )
-      self._num_dropped += len(records)
+    if not pending or pending + len(records) <= _MAX_PENDING:
+      self._num_queued += len(records)
+      self._executor.put(functools.partial(self._apply, records, steps_per_sec))
       return
-    self._num_queued += len(records)
-    self._executor.put(functools.partial(self._apply, records, steps_per_sec))
+    if not self._num_dropped:
+      logging.warning(
+        'Periodic action %s is slower than its interval: %d records wait '
+        'for it, so that the one of step %d and possibly more are lost. '
+        'Give it a longer interval or a faster function.',
+        self._name,
+        pending,
+        records[-1][0],
+      )
+    self._num_dropped += len(records)
 
   def _apply(self, records: list[_Record], steps_per_sec: float | None) -> None:
     """Fetches the records' scalars and calls the function on each."""

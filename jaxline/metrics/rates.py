@@ -36,25 +36,17 @@ class Rates:
   """
 
   def __init__(self, experiment: Any):
-    """Counts nothing yet.
-
-    Args:
-      experiment: the experiment in training.
-    """
+    """Counts nothing yet of the experiment in training."""
     self._experiment = experiment
     self._batch: Any = None
     self._flops = 0.0
 
   def __call__(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scalars of a step with those that are added.
-
-    Args:
-      scalars: of a step, on the host.
-    """
+    """Returns the scalars of a step, on the host, with those that are added."""
     added = dict(scalars)
-    if 'steps_per_sec' not in scalars:
+    steps_per_sec = scalars.get('steps_per_sec')
+    if steps_per_sec is None:
       return added
-    steps_per_sec = scalars['steps_per_sec']
     counts = {k: scalars[k] for k in _COUNTS if k in scalars}
     for name, count in writers.to_scalars(counts).items():
       added[name.replace('_per_step', '_per_sec')] = count * steps_per_sec
@@ -107,13 +99,9 @@ def model_flops(experiment: Any, batch: Any) -> float:
 
 
 def bytes_in_use(devices: Sequence[Any]) -> int | None:
-  """Returns the most memory that is in use on one of some devices.
+  """Returns the most memory in use on one of some devices of this process.
 
-  Args:
-    devices: of this process.
-
-  Returns:
-    None where the backend does not tell.
+  Or None, where the backend does not tell.
   """
   try:
     stats = [device.memory_stats() or {} for device in devices]

@@ -36,21 +36,16 @@ class Origin:
 
   @classmethod
   def of(cls, flag: Any) -> 'Origin':
-    """Returns how the command line of this process has started the run.
-
-    Args:
-      flag: of the config.
-    """
+    """Returns how this process was started; `flag` is that of the config."""
     command = ('python', *sys.orig_argv[1:])
     if not flag.present:  # Its value was set without a file.
       return cls(command)
-
-    def differs(key: str, value: Any) -> bool:
+    changed = {
+      key: value
+      for key, value in flag.override_values.items()
       # The default of the flag of a key is the value in the file.
-      return flag.flag_values[f'{flag.name}.{key}'].default != value
-
-    given = flag.override_values
-    changed = {k: x for k, x in given.items() if differs(k, x)}
+      if flag.flag_values[f'{flag.name}.{key}'].default != value
+    }
     return cls(command, flag.config_filename, changed)
 
 
@@ -67,45 +62,38 @@ def start_block(
   """
   kind = type(experiment)
   directory = relative(config.checkpoint_dir or '')
+  has_events = directory and 'tensorboard' in config.writers
   overrides = [
     f'{key}={value}'
     for key, value in origin.overrides.items()
     if key != 'checkpoint_dir'
   ]
+  data = getattr(experiment, 'data_summary', '')
   values = {
     'Experiment': config.experiment_class
     or f'{kind.__module__}:{kind.__qualname__}',
     'Config': ', '.join(filter(None, [origin.config_file, *overrides])),
     'Devices': _devices(config, experiment),
     'Parameters': _parameters(experiment),
-    'Data': _data(experiment),
+    # Another program may have an attribute of this name.
+    'Data': data.strip() if isinstance(data, str) else '',
     'Run directory': directory,
-    'TensorBoard': f'tensorboard --logdir {directory}'
-    if directory and 'tensorboard' in config.writers
-    else '',
+    'TensorBoard': f'tensorboard --logdir {directory}' if has_events else '',
     'Start': start,
   }
   lines: list[str] = []
   for label, value in values.items():
-    if not value:
-      continue
-    wrapped = textwrap.wrap(
+    lines += textwrap.wrap(
       value,
-      _WIDTH - _INDENT,
+      _WIDTH,
+      initial_indent=f'{label}:'.ljust(_INDENT),
+      subsequent_indent=' ' * _INDENT,
       break_long_words=False,
       break_on_hyphens=False,
       max_lines=_MAX_VALUE_LINES,
       placeholder=' ... (the rest is in config.json)',
     )
-    lines.append(f'{label}:'.ljust(_INDENT) + wrapped[0])
-    lines += [' ' * _INDENT + line for line in wrapped[1:]]
   return lines
-
-
-def _data(experiment: Any) -> str:
-  """Returns what an experiment says of its data; not another's attribute."""
-  text = getattr(experiment, 'data_summary', '')
-  return text.strip() if isinstance(text, str) else ''
 
 
 def _devices(config: Any, experiment: Any) -> str:
@@ -115,38 +103,36 @@ def _devices(config: Any, experiment: Any) -> str:
     text += f' in {jax.process_count()} processes'
   if partitioner := getattr(experiment, 'partitioner', None):
     sizes = partitioner.axis_sizes.items()
-    axes = [f'{axis} {size}' for axis, size in sizes if size > 1]
-    if axes:
+    if axes := [f'{axis} {size}' for axis, size in sizes if size > 1]:
       text += f'; mesh {", ".join(axes)}; sharding {config.sharding}'
   return text
 
 
 def _parameters(experiment: Any) -> str:
   """Returns how many weights there are, and how they are split."""
+  split = ''
   if getattr(experiment, 'IS_SHARDED', False) is True:
     params = experiment.abstract_state().params
-    leaves = jax.tree.leaves(params)
-    return f'{_count(leaves)}; {_split(params)}' if leaves else ''
-  names: dict[str, str] = {**getattr(experiment, 'CHECKPOINT_ATTRS', {})}
-  weights = {k: v for k, v in names.items() if 'param' in f'{k} {v}'}
-  leaves = [
-    # Without the axis of devices.
-    jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-    for attribute in weights or names
-    for x in jax.tree.leaves(getattr(experiment, attribute, None))
-    if hasattr(x, 'dtype') and getattr(x, 'shape', None)
-  ]
-  return _count(leaves) if leaves else ''
+    leaves, split = jax.tree.leaves(params), f'; {_split(params)}'
+  else:
+    names: dict[str, str] = {**getattr(experiment, 'CHECKPOINT_ATTRS', {})}
+    weights = {k: v for k, v in names.items() if 'param' in f'{k} {v}'}
+    leaves = [
+      # Without the axis of devices.
+      jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+      for attribute in weights or names
+      for x in jax.tree.leaves(getattr(experiment, attribute, None))
+      if hasattr(x, 'dtype') and getattr(x, 'shape', None)
+    ]
+  if not leaves:
+    return ''
+  count = sum(math.prod(x.shape) for x in leaves)
+  size = lines_lib.size(sum(map(_bytes, leaves)))
+  return f'{count:,} ({size}) in {len(leaves)} arrays{split}'
 
 
 def _bytes(leaf: Any) -> int:
   return math.prod(leaf.shape) * getattr(leaf.dtype, 'itemsize', 0)
-
-
-def _count(leaves: Sequence[Any]) -> str:
-  count = sum(math.prod(x.shape) for x in leaves)
-  size = lines_lib.size(sum(map(_bytes, leaves)))
-  return f'{count:,} ({size}) in {len(leaves)} arrays'
 
 
 def _split(params: Any) -> str:
@@ -157,28 +143,23 @@ def _split(params: Any) -> str:
   """
   axes: dict[str, None] = {}
   num_split = 0
-  whole: dict[str, int] = {}
+  whole: dict[str, int] = {'': 0}
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    own = dict.fromkeys(_split_axes(leaf.sharding))
+    sizes = leaf.sharding.mesh.shape
+    parts = [x if isinstance(x, tuple) else (x,) for x in leaf.sharding.spec]
+    own = [axis for part in parts for axis in part if sizes.get(axis, 1) > 1]
+    axes |= dict.fromkeys(own)
     num_split += bool(own)
-    axes |= own
     if not own:
       name = jax.tree_util.keystr(path, simple=True, separator='/')
       whole[name] = _bytes(leaf)
   if not num_split:
     return 'each device has all'
   text = f'{num_split} of them split over {" and ".join(axes)}'
-  largest = max(whole, key=whole.__getitem__, default='')
-  if largest and whole[largest] >= _LARGE_BYTES:
+  largest = max(whole, key=whole.__getitem__)
+  if whole[largest] >= _LARGE_BYTES:
     text += f'; {largest} ({lines_lib.size(whole[largest])}) is not'
   return text
-
-
-def _split_axes(sharding: Any) -> Iterator[str]:
-  for part in sharding.spec:
-    for axis in (part,) if isinstance(part, str) else part or ():
-      if sharding.mesh.shape[axis] > 1:
-        yield axis
 
 
 def relative(directory: str) -> str:
@@ -210,55 +191,47 @@ def end_block(
   shares = [(name, 100 * secs / total) for name, secs in parts]
   time = ', '.join(f'{name} {x:.0f}%' for name, x in shares if x >= 0.5)
   block = [f'Time: {time}.'] if time else []
-  if config.checkpoint_dir:
-    block.append(f'Run directory: {relative(config.checkpoint_dir)}')
-  return block + _next_commands(
-    config, experiment, origin, is_over, has_checkpoint
-  )
+  directory = relative(config.checkpoint_dir or '')
+  if not directory:
+    return block
+  block.append(f'Run directory: {directory}')
+  commands: dict[str, str] = {}
+  if has_checkpoint and config.checkpointer != 'memory':
+    commands = _next_commands(config, experiment, origin, directory)
+  if is_over is not False:
+    commands.pop('Go on', None)  # No step is left.
+  if 'jsonl' in config.writers:
+    command = f'python -m jaxline.runs compare {shlex.quote(directory)}'
+    commands['Curves'] = command
+  return block + [f'{f"{k}:":10}{text}' for k, text in commands.items()]
 
 
 def _next_commands(
-  config: Any,
-  experiment: Any,
-  origin: Origin,
-  is_over: bool | None,
-  has_checkpoint: bool,
-) -> list[str]:
-  """Returns the commands that a user may want next; as for `end_block`."""
-  directory = relative(config.checkpoint_dir or '')
-  commands: dict[str, str] = {}
-  if not (directory and has_checkpoint) or config.checkpointer == 'memory':
-    pass
-  elif origin.command and jax.process_count() > 1:
-    # Each process knows its own command, and not that of the launcher.
-    commands['Go on'] = (
-      f'the same command with --config.checkpoint_dir={directory}'
-    )
-  elif not origin.command:
-    commands['Go on'] = (
-      f"jaxline.fit(..., overrides={{'checkpoint_dir': {directory!r}}})"
-    )
+  config: Any, experiment: Any, origin: Origin, directory: str
+) -> dict[str, str]:
+  """Returns the commands that go on from a checkpoint, and that look at it."""
+  given = f'--config.checkpoint_dir={directory}'
+  if not origin.command:
     name = type(experiment).__name__
     argument = '' if config.experiment_class else f', experiment_class={name}'
-    commands['Evaluate'] = f'jaxline.evaluate({directory!r}{argument})'
+    overrides = {'checkpoint_dir': directory}
+    return {
+      'Go on': f'jaxline.fit(..., overrides={overrides})',
+      'Evaluate': f'jaxline.evaluate({directory!r}{argument})',
+    }
+  if jax.process_count() > 1:
+    # Each process knows its own command, and not that of the launcher.
+    return {'Go on': f'the same command with {given}'}
+  go_on = [*_without(origin.command, 'config.checkpoint_dir'), given]
+  look = list(_without(go_on, 'jaxline_mode'))
+  method = getattr(getattr(experiment, 'decode', None), '__qualname__', '')
+  # The base class has one, which only says that there is none.
+  if method and not method.startswith('AbstractExperiment.'):
+    name, flags = 'Decode', ['--jaxline_mode=decode']
   else:
-    own = list(_without(origin.command, 'config.checkpoint_dir'))
-    own.append(f'--config.checkpoint_dir={directory}')
-    commands['Go on'] = shlex.join(own)
-    own = list(_without(own, 'jaxline_mode'))
-    method = getattr(getattr(experiment, 'decode', None), '__qualname__', '')
-    # The base class has one, which only says that there is none.
-    if method and not method.startswith('AbstractExperiment.'):
-      commands['Decode'] = shlex.join([*own, '--jaxline_mode=decode'])
-    else:
-      own += ['--jaxline_mode=eval', '--config.one_off_evaluate']
-      commands['Evaluate'] = shlex.join(own)
-  if is_over is not False:
-    commands.pop('Go on', None)  # No step is left.
-  if directory and 'jsonl' in config.writers:
-    command = f'python -m jaxline.runs compare {shlex.quote(directory)}'
-    commands['Curves'] = command
-  return [f'{f"{k}:".ljust(10)}{text}' for k, text in commands.items()]
+    name = 'Evaluate'
+    flags = ['--jaxline_mode=eval', '--config.one_off_evaluate']
+  return {'Go on': shlex.join(go_on), name: shlex.join(look + flags)}
 
 
 def _without(args: Sequence[str], flag: str) -> Iterator[str]:

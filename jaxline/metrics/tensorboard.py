@@ -88,9 +88,9 @@ class TensorBoardWriter(files.FileBackend):
     while header := file.read(12):
       if header[8:] != _checksum(header[:8]):
         # Where the next record begins cannot be known.
-        yield files.Piece(header, None, False)
+        yield files.Piece(header)
         while rest := file.read(1 << 20):
-          yield files.Piece(rest, None, False)
+          yield files.Piece(rest)
         return
       data = file.read(struct.unpack('<Q', header[:8])[0])
       checksum = file.read(4)
@@ -98,12 +98,14 @@ class TensorBoardWriter(files.FileBackend):
         event = event_pb2.Event.FromString(data)
       except message.DecodeError:
         event = event_pb2.Event()
-      # What is damaged may say any step.
-      has_scalars = checksum == _checksum(data) and any(
-        value.HasField('simple_value') for value in event.summary.value
-      )
+      is_whole = checksum == _checksum(data)  # Else it may say any step.
+      scalars = {
+        value.tag: value.simple_value
+        for value in event.summary.value
+        if is_whole and value.HasField('simple_value')
+      }
       step = event.step if event.HasField('summary') else None
-      yield files.Piece(header + data + checksum, step, has_scalars)
+      yield files.Piece(header + data + checksum, step, scalars)
 
   def _resume(self, step: int) -> None:
     super()._resume(step)
@@ -120,22 +122,12 @@ class SessionWriter(TensorBoardWriter):
   `write_hparams` and below it.
   """
 
-  def __init__(
-    self,
-    directory: str | os.PathLike[str],
-    metric: str | None,
-    higher_is_better: bool,
-  ) -> None:
-    """Opens a new event file.
-
-    Args:
-      directory: that of `write_hparams`.
-      metric: the scalar whose best value is `best/<metric>`; None for none.
-      higher_is_better: the best value is the greatest.
-    """
+  def __init__(self, directory: pathlib.Path, config: Any) -> None:
+    """Opens a new event file in the directory of `write_hparams`."""
     super().__init__(directory)
-    self._metric = metric
-    self._sign = 1 if higher_is_better else -1
+    self._metric = config.best_model_eval_metric
+    is_greatest = config.best_model_eval_metric_higher_is_better
+    self._sign = 1 if is_greatest else -1
     self._best: float | None = None
 
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
@@ -145,9 +137,8 @@ class SessionWriter(TensorBoardWriter):
     if self._metric in values:
       value, tag = self._sign * values[self._metric], f'best/{self._metric}'
       if self._best is None:
-        self._best = max(
-          (self._sign * x for x in self._values(tag)), default=-math.inf
-        )
+        logged = (x.scalars[tag] for x in self._pieces() if tag in x.scalars)
+        self._best = max((self._sign * x for x in logged), default=-math.inf)
       if value > self._best:
         self._best = value
         shown[tag] = values[self._metric]
@@ -155,19 +146,6 @@ class SessionWriter(TensorBoardWriter):
 
   def logged_steps(self) -> list[int]:
     return []  # The original is another log.
-
-  def _values(self, tag: str) -> Iterator[float]:
-    """Yields a scalar's values in all files of the directory, unordered."""
-    from tensorboardX.proto import event_pb2
-
-    for path in self._paths():
-      with open(path, 'rb') as file:
-        for piece in self._read(file):
-          if piece.has_scalars:
-            event = event_pb2.Event.FromString(piece.data[12:-4])
-            for value in event.summary.value:
-              if value.tag == tag:
-                yield value.simple_value
 
 
 def write_hparams(directory: pathlib.Path, config: Any) -> None:

@@ -261,19 +261,14 @@ def _make_tensorboard(
   config: Any, mode: str, directory: pathlib.Path
 ) -> MetricWriter:
   writer = TensorBoardWriter(directory)
+  session = directory.with_name('hparams')
   if directory.parent != pathlib.Path(config.checkpoint_dir):
     return writer  # Of a host that is not the first.
-  session = directory.with_name('hparams')
   if mode == 'train':
     tensorboard.write_hparams(session, config)
   if mode != 'eval':
     return writer
-  evaluations = tensorboard.SessionWriter(
-    session,
-    config.best_model_eval_metric,
-    config.best_model_eval_metric_higher_is_better,
-  )
-  return MultiWriter([writer, evaluations])
+  return MultiWriter([writer, tensorboard.SessionWriter(session, config)])
 
 
 # (config, mode, directory) -> a writer.

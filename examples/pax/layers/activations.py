@@ -4,16 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from examples.pax import base_layer
-from examples.pax import hparams
-
-BaseHParams = hparams.BaseHParams
 
 
 class BaseActivation(base_layer.BaseLayer):
   """What all activations are: `__call__(inputs)` returns the same shape."""
-
-  class HParams(BaseHParams):
-    """No hyperparameters but a layer's."""
 
 
 class Identity(BaseActivation):
@@ -34,16 +28,12 @@ class GELU(BaseActivation):
   """x times the normal distribution function of x (Hendrycks and Gimpel, 2016).
 
   With `approximate`, a tanh takes its place.
+
+  Attributes:
+    approximate: whether by tanh.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      approximate: whether by tanh.
-    """
-
-    approximate: bool = True
+  approximate: bool = True
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     return jax.nn.gelu(inputs, approximate=self.hparams.approximate)

@@ -33,31 +33,27 @@ class Projection(base_layer.BaseLayer):
 
   Its `spec` says what is what: in 'BLD,DSHK->BLSHK', D is summed over, and the
   bias is [S, H, K].
+
+  Attributes:
+    spec: of the inputs, the weight and the outputs; as for `jnp.einsum`, with
+      one letter for each dimension.
+    shape: of the weight.
+    axes: of the weight; see `base_layer.SplitDims`.
+    fan_in_axes: for the initial value; see `base_layer.WeightHParams`.
+    fan_out_axes: likewise.
+    batch_axes: likewise.
+    use_bias: whether there is a bias.
+    use_fp8: whether the product is one of 8-bit numbers; see `fp8`.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      spec: of the inputs, the weight and the outputs; as for `jnp.einsum`, with
-        one letter for each dimension.
-      shape: of the weight.
-      axes: of the weight; see `base_layer.SplitDims`.
-      fan_in_axes: for the initial value; see `base_layer.WeightHParams`.
-      fan_out_axes: likewise.
-      batch_axes: likewise.
-      use_bias: whether there is a bias.
-      use_fp8: whether the product is one of 8-bit numbers; see `fp8`.
-    """
-
-    spec: str = ''
-    shape: tuple[int, ...] = ()
-    axes: base_layer.SplitDims = None
-    fan_in_axes: tuple[int, ...] | None = None
-    fan_out_axes: tuple[int, ...] | None = None
-    batch_axes: tuple[int, ...] = ()
-    use_bias: bool = True
-    use_fp8: bool = False
+  spec: str = ''
+  shape: tuple[int, ...] = ()
+  axes: base_layer.SplitDims = None
+  fan_in_axes: tuple[int, ...] | None = None
+  fan_out_axes: tuple[int, ...] | None = None
+  batch_axes: tuple[int, ...] = ()
+  use_bias: bool = True
+  use_fp8: bool = False
 
   def setup(self) -> None:
     p = self.hparams
@@ -116,16 +112,12 @@ class PerDimScale(base_layer.BaseLayer):
   """Scales each dimension of a head's queries, by 1 where the weight is 0.
 
   Its variable is `per_dim_scale` [K]; see `transformer.query_scale`.
+
+  Attributes:
+    dim: K.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      dim: K.
-    """
-
-    dim: int = 0
+  dim: int = 0
 
   def setup(self) -> None:
     self.create_variable(
@@ -150,56 +142,52 @@ class DotProductAttention(base_layer.BaseLayer):
   Of a sequence over itself, by `__call__`, or token by token by `extend_step`;
   or of one over another, by `__call__`, or by `keys_and_values` once and
   `attend_to` for each part of the queries.
+
+  Attributes:
+    input_dim: D, of the queries, the keys and the outputs.
+    hidden_dim: H K, where `dim_per_head` does not say K; 0 is `input_dim`.
+    num_heads: H.
+    num_kv_heads: G, which divides H (Ainslie et al., 2023); None is H.
+    dim_per_head: K; None is `hidden_dim` / H.
+    use_bias: whether there is a bias in the products with weights.
+    atten_logit_cap: c tanh(score / c) takes the place of the scores; 0 leaves
+      them. Needs 'einsum'.
+    atten_dropout_prob: part of the softmax's weights that is dropped in
+      training. Needs 'einsum'.
+    internal_enable_per_dim_scale: whether queries have a `PerDimScale`.
+    use_rotary_position_emb: whether queries and keys are turned by their
+      positions.
+    combine_qkv: whether queries, keys and values are one product, which is
+      faster; keys and values only where queries have more heads, or are of
+      another sequence.
+    is_causal: whether a query sees no later position than its own.
+    is_cross_attention: whether keys and values are of another sequence. Then
+      nothing is causal, and nothing is turned.
+    attention_impl: one of `transformer.ATTENTIONS`, for causal attention
+      without a cache: 'einsum'; or 'xla' or 'cudnn' (flash attention on GPU,
+      in bfloat16) of `jax.nn.dot_product_attention`.
+    proj_tpl: the products with weights.
+    rotary_position_emb_tpl: what turns.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      input_dim: D, of the queries, the keys and the outputs.
-      hidden_dim: H K, where `dim_per_head` does not say K; 0 is `input_dim`.
-      num_heads: H.
-      num_kv_heads: G, which divides H (Ainslie et al., 2023); None is H.
-      dim_per_head: K; None is `hidden_dim` / H.
-      use_bias: whether there is a bias in the products with weights.
-      atten_logit_cap: c tanh(score / c) takes the place of the scores; 0 leaves
-        them. Needs 'einsum'.
-      atten_dropout_prob: part of the softmax's weights that is dropped in
-        training. Needs 'einsum'.
-      internal_enable_per_dim_scale: whether queries have a `PerDimScale`.
-      use_rotary_position_emb: whether queries and keys are turned by their
-        positions.
-      combine_qkv: whether queries, keys and values are one product, which is
-        faster; keys and values only where queries have more heads, or are of
-        another sequence.
-      is_causal: whether a query sees no later position than its own.
-      is_cross_attention: whether keys and values are of another sequence. Then
-        nothing is causal, and nothing is turned.
-      attention_impl: one of `transformer.ATTENTIONS`, for causal attention
-        without a cache: 'einsum'; or 'xla' or 'cudnn' (flash attention on GPU,
-        in bfloat16) of `jax.nn.dot_product_attention`.
-      proj_tpl: the products with weights.
-      rotary_position_emb_tpl: what turns.
-    """
-
-    input_dim: int = 0
-    hidden_dim: int = 0
-    num_heads: int = 1
-    num_kv_heads: int | None = None
-    dim_per_head: int | None = None
-    use_bias: bool = True
-    atten_logit_cap: float = 0.0
-    atten_dropout_prob: float = 0.0
-    internal_enable_per_dim_scale: bool = True
-    use_rotary_position_emb: bool = False
-    combine_qkv: bool = False
-    is_causal: bool = True
-    is_cross_attention: bool = False
-    attention_impl: str = 'einsum'
-    proj_tpl: BaseHParams = sub_config_field(Projection.HParams)
-    rotary_position_emb_tpl: BaseHParams = sub_config_field(
-      embedding_softmax.RotaryPositionalEmbedding.HParams
-    )
+  input_dim: int = 0
+  hidden_dim: int = 0
+  num_heads: int = 1
+  num_kv_heads: int | None = None
+  dim_per_head: int | None = None
+  use_bias: bool = True
+  atten_logit_cap: float = 0.0
+  atten_dropout_prob: float = 0.0
+  internal_enable_per_dim_scale: bool = True
+  use_rotary_position_emb: bool = False
+  combine_qkv: bool = False
+  is_causal: bool = True
+  is_cross_attention: bool = False
+  attention_impl: str = 'einsum'
+  proj_tpl: BaseHParams = sub_config_field(Projection.HParams)
+  rotary_position_emb_tpl: BaseHParams = sub_config_field(
+    embedding_softmax.RotaryPositionalEmbedding.HParams
+  )
 
   def setup(self) -> None:
     p = self.hparams

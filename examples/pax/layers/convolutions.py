@@ -10,11 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from examples.pax import base_layer
-from examples.pax import hparams as hparams_lib
 from examples.pax.layers import activations
 from examples.pax.layers import normalizations
 
-BaseHParams = hparams_lib.BaseHParams
 WeightHParams = base_layer.WeightHParams
 WeightInit = base_layer.WeightInit
 sub_config_field = base_layer.sub_config_field
@@ -27,27 +25,23 @@ class Conv2D(base_layer.BaseLayer):
 
   The name of the variables' axis of outputs is 'embed': where weights are split
   ('fsdp'), each device keeps some of the outputs' filters.
+
+  Attributes:
+    filter_shape: height, width, channels in (C), channels out (D).
+    filter_stride: rows and columns from one output to the next.
+    padding: 'SAME' pads by the size of the filter less 1, half of it before
+      (rounded down) and half behind; 'VALID' does not pad. With 'SAME' there
+      is an output for each stride begun.
+    tf_equivalent_padding: whether 'SAME' pads as TensorFlow does: only as
+      much as those outputs need, which differs where the stride is not 1.
+    bias: whether there is one.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters of a convolution.
-
-    Attributes:
-      filter_shape: height, width, channels in (C), channels out (D).
-      filter_stride: rows and columns from one output to the next.
-      padding: 'SAME' pads by the size of the filter less 1, half of it before
-        (rounded down) and half behind; 'VALID' does not pad. With 'SAME' there
-        is an output for each stride begun.
-      tf_equivalent_padding: whether 'SAME' pads as TensorFlow does: only as
-        much as those outputs need, which differs where the stride is not 1.
-      bias: whether there is one.
-    """
-
-    filter_shape: tuple[int, int, int, int] = (0, 0, 0, 0)
-    filter_stride: tuple[int, int] = (1, 1)
-    padding: str = 'SAME'
-    tf_equivalent_padding: bool = False
-    bias: bool = False
+  filter_shape: tuple[int, int, int, int] = (0, 0, 0, 0)
+  filter_stride: tuple[int, int] = (1, 1)
+  padding: str = 'SAME'
+  tf_equivalent_padding: bool = False
+  bias: bool = False
 
   def setup(self) -> None:
     """Creates the filters."""
@@ -116,20 +110,16 @@ class ConvBNAct(base_layer.BaseLayer):
   """A convolution, a normalisation and an activation.
 
   The convolution has no bias: the normalisation would take it off again.
+
+  Attributes:
+    conv_tpl: of the convolution.
+    batch_norm_tpl: of the normalisation; `dim` is filled in.
+    activation_tpl: of the activation.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters of the three.
-
-    Attributes:
-      conv_tpl: of the convolution.
-      batch_norm_tpl: of the normalisation; `dim` is filled in.
-      activation_tpl: of the activation.
-    """
-
-    conv_tpl: Any = sub_config_field(Conv2D.HParams)
-    batch_norm_tpl: Any = sub_config_field(normalizations.BatchNorm.HParams)
-    activation_tpl: Any = sub_config_field(activations.ReLU.HParams)
+  conv_tpl: Any = sub_config_field(Conv2D.HParams)
+  batch_norm_tpl: Any = sub_config_field(normalizations.BatchNorm.HParams)
+  activation_tpl: Any = sub_config_field(activations.ReLU.HParams)
 
   def setup(self) -> None:
     """Creates the three."""
@@ -152,18 +142,15 @@ class ConvBNAct(base_layer.BaseLayer):
 
 
 class MaxPool2D(base_layer.BaseLayer):
-  """The largest of each window, with 'SAME' padding."""
+  """The largest of each window, with 'SAME' padding.
 
-  class HParams(BaseHParams):
-    """Hyperparameters of a pooling.
+  Attributes:
+    window: rows and columns of a window.
+    stride: rows and columns from one to the next.
+  """
 
-    Attributes:
-      window: rows and columns of a window.
-      stride: rows and columns from one to the next.
-    """
-
-    window: tuple[int, int] = (3, 3)
-    stride: tuple[int, int] = (2, 2)
+  window: tuple[int, int] = (3, 3)
+  stride: tuple[int, int] = (2, 2)
 
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:
     """Returns [B, ceil(H / rows), ceil(W / columns), C]."""

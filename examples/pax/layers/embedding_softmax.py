@@ -10,28 +10,23 @@ import jax.numpy as jnp
 
 from examples import transformer
 from examples.pax import base_layer
-from examples.pax import hparams
 
-BaseHParams = hparams.BaseHParams
 WeightHParams = base_layer.WeightHParams
 WeightInit = base_layer.WeightInit
 
 
 class Embedding(base_layer.BaseLayer):
-  """A table of vectors, `emb_var` [V, D], with the axes 'vocab' and 'embed'."""
+  """A table of vectors, `emb_var` [V, D], with the axes 'vocab' and 'embed'.
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    num_classes: V.
+    input_dims: D.
+    scale_sqrt_depth: whether the vectors are multiplied by sqrt(D).
+  """
 
-    Attributes:
-      num_classes: V.
-      input_dims: D.
-      scale_sqrt_depth: whether the vectors are multiplied by sqrt(D).
-    """
-
-    num_classes: int = 0
-    input_dims: int = 0
-    scale_sqrt_depth: bool = False
+  num_classes: int = 0
+  input_dims: int = 0
+  scale_sqrt_depth: bool = False
 
   def setup(self) -> None:
     p = self.hparams
@@ -57,35 +52,32 @@ class Embedding(base_layer.BaseLayer):
 
 
 class _Softmax(base_layer.BaseLayer):
-  """The output layer: logits, and the cross entropy that is minimised."""
+  """The output layer: logits, and the cross entropy that is minimised.
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    num_classes: V.
+    input_dims: D.
+    soft_cap_logits: c tanh(logit / c) takes the place of the logits; 0 leaves
+      them.
+    has_bias: whether there is a `bias`, [V].
+    chunks: pieces into which the sequence is cut for the loss, so that there
+      is only one piece's logits at a time; see
+      `transformer.chunked_cross_entropy`.
+    label_smoothing_prob: part of a label's probability that goes to all other
+      classes in equal parts.
+    label_smoothing_apply_for_eval: whether in evaluation too.
+    z_loss_weight: this times the mean squared logarithm of the softmax's
+      denominator is an auxiliary loss, `aux_z_loss`; 0 is none.
+  """
 
-    Attributes:
-      num_classes: V.
-      input_dims: D.
-      soft_cap_logits: c tanh(logit / c) takes the place of the logits; 0 leaves
-        them.
-      has_bias: whether there is a `bias`, [V].
-      chunks: pieces into which the sequence is cut for the loss, so that there
-        is only one piece's logits at a time; see
-        `transformer.chunked_cross_entropy`.
-      label_smoothing_prob: part of a label's probability that goes to all other
-        classes in equal parts.
-      label_smoothing_apply_for_eval: whether in evaluation too.
-      z_loss_weight: this times the mean squared logarithm of the softmax's
-        denominator is an auxiliary loss, `aux_z_loss`; 0 is none.
-    """
-
-    num_classes: int = 0
-    input_dims: int = 0
-    soft_cap_logits: float = 0.0
-    has_bias: bool = True
-    chunks: int = 1
-    label_smoothing_prob: float = 0.0
-    label_smoothing_apply_for_eval: bool = True
-    z_loss_weight: float = 0.0
+  num_classes: int = 0
+  input_dims: int = 0
+  soft_cap_logits: float = 0.0
+  has_bias: bool = True
+  chunks: int = 1
+  label_smoothing_prob: float = 0.0
+  label_smoothing_apply_for_eval: bool = True
+  z_loss_weight: float = 0.0
 
   def _create_bias(self) -> None:
     p = self.hparams
@@ -223,16 +215,12 @@ class SharedEmbeddingSoftmax(_Softmax):
   """An output layer whose table also embeds the tokens (Press and Wolf, 2017).
 
   `emb_var` is [V, D], with the axes 'vocab' and 'embed'.
+
+  Attributes:
+    scale_sqrt_depth: whether embedded tokens are multiplied by sqrt(D).
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      scale_sqrt_depth: whether embedded tokens are multiplied by sqrt(D).
-    """
-
-    scale_sqrt_depth: bool = False
+  scale_sqrt_depth: bool = False
 
   def setup(self) -> None:
     p = self.hparams
@@ -257,20 +245,17 @@ class SharedEmbeddingSoftmax(_Softmax):
 
 
 class PositionalEmbedding(base_layer.BaseLayer):
-  """Sines and cosines of positions (Vaswani et al., 2017); no variables."""
+  """Sines and cosines of positions (Vaswani et al., 2017); no variables.
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    embedding_dims: D, even.
+    min_timescale: the shortest period, over 2 pi.
+    max_timescale: the longest.
+  """
 
-    Attributes:
-      embedding_dims: D, even.
-      min_timescale: the shortest period, over 2 pi.
-      max_timescale: the longest.
-    """
-
-    embedding_dims: int = 0
-    min_timescale: float = 1.0
-    max_timescale: float = 10_000.0
+  embedding_dims: int = 0
+  min_timescale: float = 1.0
+  max_timescale: float = 10_000.0
 
   def setup(self) -> None:
     _check_even(self)
@@ -285,18 +270,15 @@ class PositionalEmbedding(base_layer.BaseLayer):
 
 
 class TrainablePositionalEmbedding(base_layer.BaseLayer):
-  """A trained vector for each position: `emb_var` [max_seq_length, D]."""
+  """A trained vector for each position: `emb_var` [max_seq_length, D].
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    max_seq_length: how many positions there are.
+    embedding_dims: D.
+  """
 
-    Attributes:
-      max_seq_length: how many positions there are.
-      embedding_dims: D.
-    """
-
-    max_seq_length: int = 0
-    embedding_dims: int = 0
+  max_seq_length: int = 0
+  embedding_dims: int = 0
 
   def setup(self) -> None:
     p = self.hparams
@@ -324,18 +306,15 @@ class TrainablePositionalEmbedding(base_layer.BaseLayer):
 
 
 class RotaryPositionalEmbedding(base_layer.BaseLayer):
-  """Turns queries and keys by their positions (Su et al., 2021)."""
+  """Turns queries and keys by their positions (Su et al., 2021).
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    embedding_dims: K, even.
+    max_timescale: the longest period, over 2 pi, is nearly this.
+  """
 
-    Attributes:
-      embedding_dims: K, even.
-      max_timescale: the longest period, over 2 pi, is nearly this.
-    """
-
-    embedding_dims: int = 0
-    max_timescale: float = 10_000.0
+  embedding_dims: int = 0
+  max_timescale: float = 10_000.0
 
   def setup(self) -> None:
     _check_even(self)

@@ -24,18 +24,14 @@ class Linear(base_layer.BaseLayer):
 
   Its axes are 'embed' and 'mlp', unless `weight_split_dims_mapping` says
   otherwise. `activation_split_dims_mapping` may name 'out'.
+
+  Attributes:
+    input_dims: D.
+    output_dims: F.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      input_dims: D.
-      output_dims: F.
-    """
-
-    input_dims: int = 0
-    output_dims: int = 0
+  input_dims: int = 0
+  output_dims: int = 0
 
   def setup(self) -> None:
     p = self.hparams
@@ -57,16 +53,12 @@ class Bias(base_layer.BaseLayer):
   """Adds a vector `b`, [D].
 
   Its axis is 'mlp', unless `weight_split_dims_mapping` says otherwise.
+
+  Attributes:
+    dims: D.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      dims: D.
-    """
-
-    dims: int = 0
+  dims: int = 0
 
   def setup(self) -> None:
     self.create_variable(
@@ -89,29 +81,25 @@ class FeedForward(base_layer.BaseLayer):
   """A linear layer, a bias, and an activation.
 
   `activation_split_dims_mapping` may name 'out'.
+
+  Attributes:
+    input_dims: D.
+    output_dims: F.
+    has_bias: whether there is a bias.
+    linear_tpl: the product.
+    bias_tpl: the bias. Its axis is the last of the product's, unless it says
+      otherwise.
+    activation_tpl: what comes last.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      input_dims: D.
-      output_dims: F.
-      has_bias: whether there is a bias.
-      linear_tpl: the product.
-      bias_tpl: the bias. Its axis is the last of the product's, unless it says
-        otherwise.
-      activation_tpl: what comes last.
-    """
-
-    input_dims: int = 0
-    output_dims: int = 0
-    has_bias: bool = True
-    linear_tpl: BaseHParams = sub_config_field(Linear.HParams)
-    bias_tpl: BaseHParams = sub_config_field(Bias.HParams)
-    activation_tpl: activations.BaseActivation.HParams = sub_config_field(
-      ReLU.HParams
-    )
+  input_dims: int = 0
+  output_dims: int = 0
+  has_bias: bool = True
+  linear_tpl: BaseHParams = sub_config_field(Linear.HParams)
+  bias_tpl: BaseHParams = sub_config_field(Bias.HParams)
+  activation_tpl: activations.BaseActivation.HParams = sub_config_field(
+    ReLU.HParams
+  )
 
   def setup(self) -> None:
     p = self.hparams

@@ -9,9 +9,7 @@ import numpy as np
 
 from examples import transformer
 from examples.pax import base_layer
-from examples.pax import hparams
 
-BaseHParams = hparams.BaseHParams
 WeightHParams = base_layer.WeightHParams
 WeightInit = base_layer.WeightInit
 
@@ -22,16 +20,12 @@ class BaseNormalization(base_layer.BaseLayer):
   The axis of their variables is 'embed', unless `weight_split_dims_mapping`
   says otherwise. As in Praxis, only those of `LayerNorm` are in the collection
   SKIP_LP_REGULARIZATION.
+
+  Attributes:
+    dim: D.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      dim: D.
-    """
-
-    dim: int = 0
+  dim: int = 0
 
   def _create(
     self,
@@ -62,20 +56,16 @@ class LayerNorm(BaseNormalization):
   """Layer normalisation (Ba et al., 2016).
 
   Its variables are `scale`, which is stored less 1, and `bias`.
+
+  Attributes:
+    epsilon: is added to the variance.
+    use_scale: whether there is a scale.
+    use_bias: whether there is a bias.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      epsilon: is added to the variance.
-      use_scale: whether there is a scale.
-      use_bias: whether there is a bias.
-    """
-
-    epsilon: float = 1e-6
-    use_scale: bool = True
-    use_bias: bool = True
+  epsilon: float = 1e-6
+  use_scale: bool = True
+  use_bias: bool = True
 
   def setup(self) -> None:
     p = self.hparams
@@ -98,18 +88,15 @@ class LayerNorm(BaseNormalization):
 
 
 class RmsNorm(BaseNormalization):
-  """By the root mean square (Zhang and Sennrich, 2019), with a `scale`."""
+  """By the root mean square (Zhang and Sennrich, 2019), with a `scale`.
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    epsilon: is added to the mean square.
+    direct_scale: whether `scale` is the factor itself, or less 1.
+  """
 
-    Attributes:
-      epsilon: is added to the mean square.
-      direct_scale: whether `scale` is the factor itself, or less 1.
-    """
-
-    epsilon: float = 1e-6
-    direct_scale: bool = True
+  epsilon: float = 1e-6
+  direct_scale: bool = True
 
   def setup(self) -> None:
     start = 1.0 if self.hparams.direct_scale else 0.0
@@ -135,21 +122,17 @@ class BatchNorm(BaseNormalization):
 
   Its variables are `gamma`, the scale less 1, and `beta`; and, not trained,
   `moving_mean` and `moving_variance`. So weight decay draws the scale to 1.
+
+  Attributes:
+    decay: what part of the moving averages a batch leaves.
+    epsilon: is added to the variance; in Praxis it is always 0.001.
+    gamma_init: what `gamma` starts as; -1 in the last one of a residual
+      branch makes it start as the identity (Goyal et al., 2017).
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      decay: what part of the moving averages a batch leaves.
-      epsilon: is added to the variance; in Praxis it is always 0.001.
-      gamma_init: what `gamma` starts as; -1 in the last one of a residual
-        branch makes it start as the identity (Goyal et al., 2017).
-    """
-
-    decay: float = 0.999
-    epsilon: float = 0.001
-    gamma_init: WeightInit = WeightInit.Constant(0.0)
+  decay: float = 0.999
+  epsilon: float = 0.001
+  gamma_init: WeightInit = WeightInit.Constant(0.0)
 
   def setup(self) -> None:
     self._create('beta', WeightInit.Constant(0.0))

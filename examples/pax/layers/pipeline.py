@@ -10,10 +10,7 @@ import jax
 from examples import fp8
 from examples import transformer
 from examples.pax import base_layer
-from examples.pax import hparams
 from examples.pax.layers import repeats
-
-BaseHParams = hparams.BaseHParams
 
 
 class Pipelined(repeats.Repeat):
@@ -22,24 +19,20 @@ class Pipelined(repeats.Repeat):
   The same weights in the same place, and the same result, as `repeats.Repeat`,
   which it is where it decodes; see `jaxline.pipeline`. The arrays of `args` are
   [B, ...]. Summaries of the layers are not collected.
+
+  Attributes:
+    num_pipeline_stages: S.
+    num_pipeline_microbatches: M, parts into which the batch is cut; or
+    pipeline_microbatch_size: B / M.
+    circular_repeat: R, how often each part goes round the stages.
+    unroll: whether a stage's layers are unrolled, or one loop.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      num_pipeline_stages: S.
-      num_pipeline_microbatches: M, parts into which the batch is cut; or
-      pipeline_microbatch_size: B / M.
-      circular_repeat: R, how often each part goes round the stages.
-      unroll: whether a stage's layers are unrolled, or one loop.
-    """
-
-    num_pipeline_stages: int = 1
-    num_pipeline_microbatches: int | None = None
-    pipeline_microbatch_size: int | None = None
-    circular_repeat: int = 1
-    unroll: bool = False
+  num_pipeline_stages: int = 1
+  num_pipeline_microbatches: int | None = None
+  pipeline_microbatch_size: int | None = None
+  circular_repeat: int = 1
+  unroll: bool = False
 
   def setup(self) -> None:
     super().setup()

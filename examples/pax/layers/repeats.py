@@ -57,21 +57,17 @@ class Repeat(base_layer.BaseLayer):
   So compile time does not grow with N. The layer's `__call__(x, *args)` returns
   what the next one takes as `x`; `args` are the same for all. One that has
   `empty_cache` and `extend_step` is decoded in the same way.
+
+  Attributes:
+    sub_tpl: the layer.
+    x_times: N.
+    checkpoint_policy: what the backward pass computes again; see
+      `transformer.remat_policy`.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      sub_tpl: the layer.
-      x_times: N.
-      checkpoint_policy: what the backward pass computes again; see
-        `transformer.remat_policy`.
-    """
-
-    sub_tpl: BaseHParams | None = sub_config_field(None)
-    x_times: int = 0
-    checkpoint_policy: str = 'full'
+  sub_tpl: BaseHParams | None = sub_config_field(None)
+  x_times: int = 0
+  checkpoint_policy: str = 'full'
 
   def setup(self) -> None:
     p = self.hparams

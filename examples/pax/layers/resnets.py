@@ -20,12 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from examples.pax import base_layer
-from examples.pax import hparams as hparams_lib
 from examples.pax.layers import activations
 from examples.pax.layers import convolutions
 from examples.pax.layers import normalizations
 
-BaseHParams = hparams_lib.BaseHParams
 WeightInit = base_layer.WeightInit
 sub_config_field = base_layer.sub_config_field
 
@@ -37,27 +35,23 @@ class ResNetBlock(base_layer.BaseLayer):
   """1x1, 3x3 and 1x1 convolutions beside a shortcut.
 
   The shortcut is a 1x1 convolution where size or channels change.
+
+  Attributes:
+    input_dims: channels in.
+    output_dims: channels out, a multiple of 4; between the convolutions there
+      are a quarter of them.
+    kernel_size: rows and columns of the middle convolution.
+    stride: of the middle convolution, and of the shortcut.
+    conv_tpl: of each convolution, its BatchNorm and its activation.
+    zero_init_residual: whether the last BatchNorm's scale starts as 0.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters of a block.
-
-    Attributes:
-      input_dims: channels in.
-      output_dims: channels out, a multiple of 4; between the convolutions there
-        are a quarter of them.
-      kernel_size: rows and columns of the middle convolution.
-      stride: of the middle convolution, and of the shortcut.
-      conv_tpl: of each convolution, its BatchNorm and its activation.
-      zero_init_residual: whether the last BatchNorm's scale starts as 0.
-    """
-
-    input_dims: int = 0
-    output_dims: int = 0
-    kernel_size: int = 3
-    stride: int = 1
-    conv_tpl: Any = sub_config_field(convolutions.ConvBNAct.HParams)
-    zero_init_residual: bool = False
+  input_dims: int = 0
+  output_dims: int = 0
+  kernel_size: int = 3
+  stride: int = 1
+  conv_tpl: Any = sub_config_field(convolutions.ConvBNAct.HParams)
+  zero_init_residual: bool = False
 
   def setup(self) -> None:
     """Creates the convolutions."""
@@ -120,48 +114,45 @@ class ResNetBlock(base_layer.BaseLayer):
 
 
 class ResNet(base_layer.BaseLayer):
-  """Images to features; ResNet-50 unless told otherwise."""
+  """Images to features; ResNet-50 unless told otherwise.
 
-  class HParams(BaseHParams):
-    """Hyperparameters of a network.
+  Attributes:
+    input_channels: of an image.
+    entryflow_conv_channels: of the first convolution.
+    entryflow_conv_kernel: its rows and columns.
+    entryflow_conv_stride: its stride.
+    entryflow_pool: whether a 3x3 pooling of stride 2 follows.
+    channels: that each group of blocks puts out.
+    blocks: of each group, how many.
+    kernels: of each group, rows and columns of the middle convolutions.
+    strides: of each group's first block.
+    conv_tpl: of each convolution, its BatchNorm and its activation.
+    zero_init_residual: whether each block starts as its shortcut.
+    pixel_mean: of each channel, is taken off the images first; empty for
+      images that are normalised already.
+    pixel_std: of each channel, what they are then divided by.
+  """
 
-    Attributes:
-      input_channels: of an image.
-      entryflow_conv_channels: of the first convolution.
-      entryflow_conv_kernel: its rows and columns.
-      entryflow_conv_stride: its stride.
-      entryflow_pool: whether a 3x3 pooling of stride 2 follows.
-      channels: that each group of blocks puts out.
-      blocks: of each group, how many.
-      kernels: of each group, rows and columns of the middle convolutions.
-      strides: of each group's first block.
-      conv_tpl: of each convolution, its BatchNorm and its activation.
-      zero_init_residual: whether each block starts as its shortcut.
-      pixel_mean: of each channel, is taken off the images first; empty for
-        images that are normalised already.
-      pixel_std: of each channel, what they are then divided by.
-    """
-
-    input_channels: int = 3
-    entryflow_conv_channels: int = 64
-    entryflow_conv_kernel: int = 7
-    entryflow_conv_stride: int = 2
-    entryflow_pool: bool = True
-    channels: tuple[int, ...] = (256, 512, 1024, 2048)
-    blocks: tuple[int, ...] = (3, 4, 6, 3)
-    kernels: tuple[int, ...] = (3, 3, 3, 3)
-    strides: tuple[int, ...] = (1, 2, 2, 2)
-    conv_tpl: Any = dataclasses.field(
-      default_factory=lambda: convolutions.ConvBNAct.HParams(
-        batch_norm_tpl=normalizations.BatchNorm.HParams(decay=0.9),
-        # He et al. (2015), 'Delving deep into rectifiers', their equation 14:
-        # gradients keep their size.
-        params_init=WeightInit.GaussianSqrtFanOut(1.4141),
-      )
+  input_channels: int = 3
+  entryflow_conv_channels: int = 64
+  entryflow_conv_kernel: int = 7
+  entryflow_conv_stride: int = 2
+  entryflow_pool: bool = True
+  channels: tuple[int, ...] = (256, 512, 1024, 2048)
+  blocks: tuple[int, ...] = (3, 4, 6, 3)
+  kernels: tuple[int, ...] = (3, 3, 3, 3)
+  strides: tuple[int, ...] = (1, 2, 2, 2)
+  conv_tpl: Any = dataclasses.field(
+    default_factory=lambda: convolutions.ConvBNAct.HParams(
+      batch_norm_tpl=normalizations.BatchNorm.HParams(decay=0.9),
+      # He et al. (2015), 'Delving deep into rectifiers', their equation 14:
+      # gradients keep their size.
+      params_init=WeightInit.GaussianSqrtFanOut(1.4141),
     )
-    zero_init_residual: bool = False
-    pixel_mean: tuple[float, ...] = ()
-    pixel_std: tuple[float, ...] = ()
+  )
+  zero_init_residual: bool = False
+  pixel_mean: tuple[float, ...] = ()
+  pixel_std: tuple[float, ...] = ()
 
   def setup(self) -> None:
     """Creates the first convolution and the blocks."""

@@ -7,25 +7,18 @@ import jax.numpy as jnp
 
 from examples import transformer
 from examples.pax import base_layer
-from examples.pax import hparams
-
-BaseHParams = hparams.BaseHParams
 
 
 class Dropout(base_layer.BaseLayer):
   """Drops entries in training, and makes up for it by the size of the others.
 
   Srivastava et al. (2014).
+
+  Attributes:
+    keep_prob: the part of the entries that stays, above 0; 1 drops nothing.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      keep_prob: the part of the entries that stays, above 0; 1 drops nothing.
-    """
-
-    keep_prob: float = 1.0
+  keep_prob: float = 1.0
 
   def setup(self) -> None:
     if not 0 < self.hparams.keep_prob <= 1:

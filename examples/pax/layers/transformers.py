@@ -72,25 +72,22 @@ NORM_POLICIES = ('pre', 'primer_hybrid', 'post', 'post_skip')
 
 
 class _Residual(base_layer.BaseLayer):
-  """A layer of parts, each of which normalises and adds to its input."""
+  """A layer of parts, each of which normalises and adds to its input.
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    input_dims: D.
+    ln_tpl: what normalises.
+    norm_policy: when: 'pre', the input of a part; 'post', its output;
+      'primer_hybrid', both, by norms of their own; 'post_skip', the sum of
+      input and output.
+    residual_dropout_prob: part of what each part adds that is dropped in
+      training.
+  """
 
-    Attributes:
-      input_dims: D.
-      ln_tpl: what normalises.
-      norm_policy: when: 'pre', the input of a part; 'post', its output;
-        'primer_hybrid', both, by norms of their own; 'post_skip', the sum of
-        input and output.
-      residual_dropout_prob: part of what each part adds that is dropped in
-        training.
-    """
-
-    input_dims: int = 0
-    ln_tpl: BaseHParams = sub_config_field(normalizations.LayerNorm.HParams)
-    norm_policy: str = 'pre'
-    residual_dropout_prob: float = 0.0
+  input_dims: int = 0
+  ln_tpl: BaseHParams = sub_config_field(normalizations.LayerNorm.HParams)
+  norm_policy: str = 'pre'
+  residual_dropout_prob: float = 0.0
 
   def setup(self) -> None:
     p = self.hparams
@@ -137,32 +134,29 @@ class _Residual(base_layer.BaseLayer):
 
 
 class TransformerFeedForward(_Residual):
-  """The position-wise part: normalise, D -> F -> D, and add to the input."""
+  """The position-wise part: normalise, D -> F -> D, and add to the input.
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    hidden_dims: F.
+    has_bias: whether there is a bias in both products.
+    activation_tpl: what is between them.
+    use_gated_activation: whether a second product of the inputs multiplies
+      what the activation gives (Shazeer, 2020).
+    proj_tpl: the products.
+    relu_dropout_prob: part of what the activation gives that is dropped in
+      training.
+    add_skip_connection: whether the input is added.
+    residual_weight: a factor of the output, before that.
+  """
 
-    Attributes:
-      hidden_dims: F.
-      has_bias: whether there is a bias in both products.
-      activation_tpl: what is between them.
-      use_gated_activation: whether a second product of the inputs multiplies
-        what the activation gives (Shazeer, 2020).
-      proj_tpl: the products.
-      relu_dropout_prob: part of what the activation gives that is dropped in
-        training.
-      add_skip_connection: whether the input is added.
-      residual_weight: a factor of the output, before that.
-    """
-
-    hidden_dims: int = 0
-    has_bias: bool = True
-    activation_tpl: BaseHParams = sub_config_field(activations.ReLU.HParams)
-    use_gated_activation: bool = False
-    proj_tpl: BaseHParams = sub_config_field(attentions.Projection.HParams)
-    relu_dropout_prob: float = 0.0
-    add_skip_connection: bool = True
-    residual_weight: float = 1.0
+  hidden_dims: int = 0
+  has_bias: bool = True
+  activation_tpl: BaseHParams = sub_config_field(activations.ReLU.HParams)
+  use_gated_activation: bool = False
+  proj_tpl: BaseHParams = sub_config_field(attentions.Projection.HParams)
+  relu_dropout_prob: float = 0.0
+  add_skip_connection: bool = True
+  residual_weight: float = 1.0
 
   def setup(self) -> None:
     super().setup()
@@ -223,39 +217,34 @@ class TransformerFeedForward(_Residual):
 
 
 class Transformer(_Residual):
-  """One layer: self-attention, perhaps cross-attention, and feed-forward."""
+  """One layer: self-attention, perhaps cross-attention, and feed-forward.
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    hidden_dims: F; 0 is what `tr_fflayer_tpl` says.
+    num_heads: H; 0 is what `tr_atten_tpl` says.
+    dim_per_head: K; None is what `tr_atten_tpl` says.
+    is_causal: whether no position sees later ones.
+    use_cross_attention: whether it attends to `Context.source`.
+    tr_atten_tpl: self-attention.
+    cross_atten_tpl: cross-attention; None is as `tr_atten_tpl`, by 'einsum'.
+    tr_fflayer_tpl: the feed-forward part.
+    relu_dropout_prob: part of the feed-forward part's hidden values that is
+      dropped in training.
+    atten_dropout_prob: the same of attention's weights.
+  """
 
-    Attributes:
-      hidden_dims: F; 0 is what `tr_fflayer_tpl` says.
-      num_heads: H; 0 is what `tr_atten_tpl` says.
-      dim_per_head: K; None is what `tr_atten_tpl` says.
-      is_causal: whether no position sees later ones.
-      use_cross_attention: whether it attends to `Context.source`.
-      tr_atten_tpl: self-attention.
-      cross_atten_tpl: cross-attention; None is as `tr_atten_tpl`, by 'einsum'.
-      tr_fflayer_tpl: the feed-forward part.
-      relu_dropout_prob: part of the feed-forward part's hidden values that is
-        dropped in training.
-      atten_dropout_prob: the same of attention's weights.
-    """
-
-    hidden_dims: int = 0
-    num_heads: int = 0
-    dim_per_head: int | None = None
-    is_causal: bool = True
-    use_cross_attention: bool = False
-    tr_atten_tpl: BaseHParams = sub_config_field(
-      attentions.DotProductAttention.HParams
-    )
-    cross_atten_tpl: BaseHParams | None = sub_config_field(None)
-    tr_fflayer_tpl: BaseHParams = sub_config_field(
-      TransformerFeedForward.HParams
-    )
-    relu_dropout_prob: float = 0.0
-    atten_dropout_prob: float = 0.0
+  hidden_dims: int = 0
+  num_heads: int = 0
+  dim_per_head: int | None = None
+  is_causal: bool = True
+  use_cross_attention: bool = False
+  tr_atten_tpl: BaseHParams = sub_config_field(
+    attentions.DotProductAttention.HParams
+  )
+  cross_atten_tpl: BaseHParams | None = sub_config_field(None)
+  tr_fflayer_tpl: BaseHParams = sub_config_field(TransformerFeedForward.HParams)
+  relu_dropout_prob: float = 0.0
+  atten_dropout_prob: float = 0.0
 
   def setup(self) -> None:
     super().setup()
@@ -280,15 +269,16 @@ class Transformer(_Residual):
         is_cross_attention=True,
         **heads,
       )
+    policy = {} if p.norm_policy == 'pre' else {'norm_policy': p.norm_policy}
     self.create_child(
       'ff_layer',
       p.tr_fflayer_tpl,
       input_dims=p.input_dims,
+      **policy,
       **_given(
         hidden_dims=p.hidden_dims,
         residual_dropout_prob=p.residual_dropout_prob,
         relu_dropout_prob=p.relu_dropout_prob,
-        norm_policy=p.norm_policy if p.norm_policy != 'pre' else '',
       ),
     )
 
@@ -395,44 +385,41 @@ class Transformer(_Residual):
 
 
 class StackedTransformer(base_layer.BaseLayer):
-  """Layers one after the other, unrolled: XLA fuses across them."""
+  """Layers one after the other, unrolled: XLA fuses across them.
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    num_layers: how many.
+    model_dims: D.
+    hidden_dims: F.
+    num_heads: H.
+    dim_per_head: K.
+    mask_self_attention: whether no position sees later ones.
+    use_cross_attention: whether the layers attend to `Context.source`.
+    residual_dropout_prob: part of what each part of a layer adds that is
+      dropped in training.
+    relu_dropout_prob: the same within the feed-forward parts.
+    atten_dropout_prob: the same of attention's weights.
+    dropout_prob: takes the place of those of these three that are 0.
+    transformer_layer_params_tpl: the layers; it says what is 0 or None above.
+    checkpoint_policy: what of each layer the backward pass computes again;
+      see `transformer.remat_policy`.
+  """
 
-    Attributes:
-      num_layers: how many.
-      model_dims: D.
-      hidden_dims: F.
-      num_heads: H.
-      dim_per_head: K.
-      mask_self_attention: whether no position sees later ones.
-      use_cross_attention: whether the layers attend to `Context.source`.
-      residual_dropout_prob: part of what each part of a layer adds that is
-        dropped in training.
-      relu_dropout_prob: the same within the feed-forward parts.
-      atten_dropout_prob: the same of attention's weights.
-      dropout_prob: takes the place of those of these three that are 0.
-      transformer_layer_params_tpl: the layers; it says what is 0 or None above.
-      checkpoint_policy: what of each layer the backward pass computes again;
-        see `transformer.remat_policy`.
-    """
-
-    num_layers: int = 0
-    model_dims: int = 0
-    hidden_dims: int = 0
-    num_heads: int = 0
-    dim_per_head: int | None = None
-    mask_self_attention: bool = False
-    use_cross_attention: bool = False
-    residual_dropout_prob: float = 0.0
-    relu_dropout_prob: float = 0.0
-    atten_dropout_prob: float = 0.0
-    dropout_prob: float = 0.0
-    transformer_layer_params_tpl: BaseHParams = sub_config_field(
-      Transformer.HParams
-    )
-    checkpoint_policy: str = 'nothing'
+  num_layers: int = 0
+  model_dims: int = 0
+  hidden_dims: int = 0
+  num_heads: int = 0
+  dim_per_head: int | None = None
+  mask_self_attention: bool = False
+  use_cross_attention: bool = False
+  residual_dropout_prob: float = 0.0
+  relu_dropout_prob: float = 0.0
+  atten_dropout_prob: float = 0.0
+  dropout_prob: float = 0.0
+  transformer_layer_params_tpl: BaseHParams = sub_config_field(
+    Transformer.HParams
+  )
+  checkpoint_policy: str = 'nothing'
 
   def setup(self) -> None:
     p = self.hparams
@@ -515,21 +502,18 @@ class _OfRepeat(base_layer.BaseLayer):
 
 
 class StackedTransformerRepeated(_OfRepeat):
-  """Layers one after the other, as one loop over stacked weights."""
+  """Layers one after the other, as one loop over stacked weights.
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    block: what is repeated: often one layer.
+    x_times: how often.
+    checkpoint_policy: what of each block the backward pass computes again;
+      see `transformer.remat_policy`.
+  """
 
-    Attributes:
-      block: what is repeated: often one layer.
-      x_times: how often.
-      checkpoint_policy: what of each block the backward pass computes again;
-        see `transformer.remat_policy`.
-    """
-
-    block: BaseHParams = sub_config_field(StackedTransformer.HParams)
-    x_times: int = 0
-    checkpoint_policy: str = 'full'
+  block: BaseHParams = sub_config_field(StackedTransformer.HParams)
+  x_times: int = 0
+  checkpoint_policy: str = 'full'
 
   def setup(self) -> None:
     p = self.hparams
@@ -549,25 +533,21 @@ class PipelinedTransformer(_OfRepeat):
   A stage that is a `StackedTransformerRepeated` is a loop over its blocks, and
   a `StackedTransformer` is unrolled. Either way the weights are those of a
   `StackedTransformerRepeated` of all the layers, in the same place.
+
+  Attributes:
+    pipeline_stage: the layers that a stage has in one repeat. All of them
+      are these, times the stages, times the repeats.
+    num_pipeline_stages: groups of layers that work at the same time.
+    num_pipeline_microbatches: parts into which the batch is cut; or
+    pipeline_microbatch_size: rows of each.
+    circular_repeat: how often each part goes round the stages.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
-
-    Attributes:
-      pipeline_stage: the layers that a stage has in one repeat. All of them
-        are these, times the stages, times the repeats.
-      num_pipeline_stages: groups of layers that work at the same time.
-      num_pipeline_microbatches: parts into which the batch is cut; or
-      pipeline_microbatch_size: rows of each.
-      circular_repeat: how often each part goes round the stages.
-    """
-
-    pipeline_stage: BaseHParams = sub_config_field(StackedTransformer.HParams)
-    num_pipeline_stages: int = 1
-    num_pipeline_microbatches: int | None = None
-    pipeline_microbatch_size: int | None = None
-    circular_repeat: int = 1
+  pipeline_stage: BaseHParams = sub_config_field(StackedTransformer.HParams)
+  num_pipeline_stages: int = 1
+  num_pipeline_microbatches: int | None = None
+  pipeline_microbatch_size: int | None = None
+  circular_repeat: int = 1
 
   def setup(self) -> None:
     p = self.hparams
@@ -598,36 +578,33 @@ class PipelinedTransformer(_OfRepeat):
 
 
 class _Embedded(base_layer.BaseLayer):
-  """What has embedded tokens, an output layer, and layers in between."""
+  """What has embedded tokens, an output layer, and layers in between.
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    vocab_size: V.
+    model_dims: D.
+    softmax_tpl: the output layer; `SharedEmbeddingSoftmax` embeds as well.
+    separate_embedding_tpl: what embeds instead; needed for a `FullSoftmax`.
+    position_emb_tpl: what is added to embedded tokens; None is nothing, as
+      for rotary positions.
+    final_ln_tpl: what normalises before the output layer; None is nothing.
+    input_dropout_prob: part of the embedded tokens that is dropped in
+      training.
+  """
 
-    Attributes:
-      vocab_size: V.
-      model_dims: D.
-      softmax_tpl: the output layer; `SharedEmbeddingSoftmax` embeds as well.
-      separate_embedding_tpl: what embeds instead; needed for a `FullSoftmax`.
-      position_emb_tpl: what is added to embedded tokens; None is nothing, as
-        for rotary positions.
-      final_ln_tpl: what normalises before the output layer; None is nothing.
-      input_dropout_prob: part of the embedded tokens that is dropped in
-        training.
-    """
-
-    vocab_size: int = 0
-    model_dims: int = 0
-    softmax_tpl: BaseHParams = sub_config_field(
-      embedding_softmax.SharedEmbeddingSoftmax.HParams
-    )
-    separate_embedding_tpl: BaseHParams | None = sub_config_field(None)
-    position_emb_tpl: BaseHParams | None = sub_config_field(
-      embedding_softmax.PositionalEmbedding.HParams
-    )
-    final_ln_tpl: BaseHParams | None = sub_config_field(
-      normalizations.LayerNorm.HParams
-    )
-    input_dropout_prob: float = 0.0
+  vocab_size: int = 0
+  model_dims: int = 0
+  softmax_tpl: BaseHParams = sub_config_field(
+    embedding_softmax.SharedEmbeddingSoftmax.HParams
+  )
+  separate_embedding_tpl: BaseHParams | None = sub_config_field(None)
+  position_emb_tpl: BaseHParams | None = sub_config_field(
+    embedding_softmax.PositionalEmbedding.HParams
+  )
+  final_ln_tpl: BaseHParams | None = sub_config_field(
+    normalizations.LayerNorm.HParams
+  )
+  input_dropout_prob: float = 0.0
 
   def setup(self) -> None:
     p = self.hparams
@@ -713,23 +690,20 @@ _TYPES = ('causal', 'prefix', 'bidirectional')
 
 
 class TransformerLm(_Embedded):
-  """A language model of one stack of layers."""
+  """A language model of one stack of layers.
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    stacked_transformer_tpl: the layers.
+    packed_input: whether rows hold several documents, of which none sees
+      another. Then `segment_ids` is needed.
+    model_type: one of `LanguageModelType`.
+  """
 
-    Attributes:
-      stacked_transformer_tpl: the layers.
-      packed_input: whether rows hold several documents, of which none sees
-        another. Then `segment_ids` is needed.
-      model_type: one of `LanguageModelType`.
-    """
-
-    stacked_transformer_tpl: BaseHParams = sub_config_field(
-      StackedTransformer.HParams
-    )
-    packed_input: bool = False
-    model_type: str = LanguageModelType.CAUSAL
+  stacked_transformer_tpl: BaseHParams = sub_config_field(
+    StackedTransformer.HParams
+  )
+  packed_input: bool = False
+  model_type: str = LanguageModelType.CAUSAL
 
   def setup(self) -> None:
     super().setup()
@@ -864,28 +838,26 @@ class TransformerEncoderDecoder(_Embedded):
   """An encoder of a source, and a decoder that attends to it.
 
   Vaswani et al. (2017), but normalised before each part.
+
+  Those of embedding and output are the decoder's.
+
+  Attributes:
+    encoder_stacked_transformer_tpl: the encoder's layers.
+    decoder_stacked_transformer_tpl: the decoder's.
+    encoder_embedding_tpl: what embeds the source; None is what embeds the
+      target.
+    source_vocab_size: tokens of the source, with an `encoder_embedding_tpl`;
+      0 is `vocab_size`.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters; those of embedding and output are the decoder's.
-
-    Attributes:
-      encoder_stacked_transformer_tpl: the encoder's layers.
-      decoder_stacked_transformer_tpl: the decoder's.
-      encoder_embedding_tpl: what embeds the source; None is what embeds the
-        target.
-      source_vocab_size: tokens of the source, with an `encoder_embedding_tpl`;
-        0 is `vocab_size`.
-    """
-
-    encoder_stacked_transformer_tpl: BaseHParams = sub_config_field(
-      StackedTransformer.HParams
-    )
-    decoder_stacked_transformer_tpl: BaseHParams = sub_config_field(
-      StackedTransformer.HParams
-    )
-    encoder_embedding_tpl: BaseHParams | None = sub_config_field(None)
-    source_vocab_size: int = 0
+  encoder_stacked_transformer_tpl: BaseHParams = sub_config_field(
+    StackedTransformer.HParams
+  )
+  decoder_stacked_transformer_tpl: BaseHParams = sub_config_field(
+    StackedTransformer.HParams
+  )
+  encoder_embedding_tpl: BaseHParams | None = sub_config_field(None)
+  source_vocab_size: int = 0
 
   def setup(self) -> None:
     super().setup()

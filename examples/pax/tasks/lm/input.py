@@ -17,6 +17,7 @@ from jaxline import errors
 from jaxline.inputs import base as inputs
 from jaxline.inputs import c4
 from jaxline.inputs import grain as grain_input
+from jaxline.inputs import seqio
 from jaxline.inputs import text
 from jaxline.inputs import tokenization
 
@@ -89,6 +90,7 @@ def c4_input(
   vocab_size: int,
   is_training: bool,
   eval_batches: int | None = None,
+  append_eos: bool = True,
 ) -> inputs.BaseInput:
   """Makes rows of C4, packed.
 
@@ -103,9 +105,12 @@ def c4_input(
     is_training: whether of the split 'train', or of 'validation'.
     eval_batches: of 'validation', the next so many each time; None is one
       epoch, of ArrayRecord not to be had.
+    append_eos: whether a document ends with the end token, and the model reads
+      `BOS_ID` before a row. False is Pax's rows, which have neither.
 
   Raises:
-    ValueError: no files or no vocabulary are given, or it is too large.
+    ValueError: no files or no vocabulary are given, or it is too large; or
+      `append_eos` is False for ArrayRecord.
     FileNotFoundError: or they are not there.
   """
   if data_dir is None or vocabulary is None:
@@ -127,6 +132,11 @@ def c4_input(
   if not is_training and eval_batches is not None:
     rolls = {'reset_for_eval': False, 'eval_loop_num_batches': eval_batches}
   if any('.array_record' in os.path.basename(path) for path in files):
+    if not append_eos:
+      raise errors.UsageError(
+        'append_eos is False, and the files are ArrayRecord, whose rows always'
+        ' have end tokens. Give JSON or TFRecord, or append_eos=True.'
+      )
     return array_record_input(
       files,
       vocabulary,
@@ -138,7 +148,12 @@ def c4_input(
   task = c4.c4_task(
     **{'train_files' if is_training else 'eval_files': files},
     vocabulary=vocabulary,
+    append_eos=append_eos,
   )
+  if not append_eos:
+    rolls['feature_converter'] = seqio.LanguageModelFeatures(
+      pack=True, reverse_bos_padding=True, eos_id=1
+    )
   return c4.c4_input(
     task, batch_size=batch_size, length=length, is_training=is_training, **rolls
   )

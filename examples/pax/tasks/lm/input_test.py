@@ -107,6 +107,12 @@ def test_rows_of_array_records_are_documents_without_a_gap(
   assert {k: (x.shape[1:], x.dtype.name) for k, x in batch.items()} == specs
 
 
+def test_array_records_have_no_rows_of_paxs(tmp_path, vocabulary):
+  write(tmp_path / 'c4-validation.array_record-00000-of-00001', ['abcd'])
+  with pytest.raises(ValueError, match='Give JSON or TFRecord'):
+    make(tmp_path, vocabulary, append_eos=False)
+
+
 def test_training_reads_every_document_and_goes_on_where_it_was(
   tmp_path, vocabulary
 ):
@@ -156,6 +162,15 @@ def test_json_goes_through_seqio(tmp_path, vocabulary):
     rows = [(document * 17)[i : i + 16] for i in range(len(document))]
     assert all(row.tolist() in rows for row in batch['labels'])
     assert source.eval_loop_num_batches == (1 if is_training else 3)
+  # Pax's rows: of tokens alone, each of which is the label before it.
+  source = make(tmp_path, vocabulary, length=16, append_eos=False)
+  batch = source.get_next()
+  document = tokenizer.encode(documents['validation'][0]).tolist()
+  rows = [(document * 17)[i : i + 16] for i in range(len(document))]
+  for ids, labels in zip(batch['ids'], batch['labels'], strict=True):
+    assert ids.tolist() in rows
+    assert labels.tolist() == [*ids[1:].tolist(), 1]
+  assert batch['weights'].tolist() == [[1] * 15 + [0]] * 2
 
 
 def test_what_is_missing_is_said(tmp_path, vocabulary):

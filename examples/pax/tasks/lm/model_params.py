@@ -95,6 +95,8 @@ class LmExperiment(base_experiment.BaseExperiment):
     DATA: 'c4', 'stdlib' (the bundled corpus), 'synthetic' (ones), or a folder
       or glob of text files.
     DATA_DIR: of C4, the folder of its files.
+    APPEND_EOS: of C4, whether its documents end with an end token; without, its
+      rows are Pax's: see `input.c4_input`.
     VOCABULARY: a SentencePiece model; None is bytes, but for C4.
     EVAL_LOOP_NUM_BATCHES: batches of an evaluation; None is all there are.
   """
@@ -149,6 +151,7 @@ class LmExperiment(base_experiment.BaseExperiment):
 
   DATA: ClassVar[str]
   DATA_DIR: ClassVar[str | None] = None
+  APPEND_EOS: ClassVar[bool] = True
   VOCABULARY: ClassVar[str | None] = None
   EVAL_LOOP_NUM_BATCHES: ClassVar[int | None] = 1
 
@@ -186,6 +189,7 @@ class LmExperiment(base_experiment.BaseExperiment):
         lm_input.c4_input,
         data_dir=self.DATA_DIR,
         vocabulary=self.VOCABULARY,
+        append_eos=self.APPEND_EOS,
         eval_batches=self.EVAL_LOOP_NUM_BATCHES,
       )
     else:
