@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from examples import decoding
+from examples.pax import base_experiment
 from examples.pax import config as config_lib
 from examples.pax import experiment
 from examples.pax import experiment_registry
@@ -496,6 +497,21 @@ def test_constants_that_no_run_can_mean_are_refused(name, value):
   config.experiment_kwargs.config.constants[name] = value
   with pytest.raises(errors.UsageError, match=f'{name} is {value}; expected'):
     make(config)
+
+
+def test_an_experiment_without_text_does_not_decode(monkeypatch):
+  made = make(tiny('LmCloudSpmd2BLimitSteps', data='stdlib'))
+  # What the lines at the end of a run look at, to propose a command.
+  assert made.decode.__qualname__ == 'Experiment.decode'
+  monkeypatch.setattr(
+    lm_cloud.LmCloudSpmd2BLimitSteps,
+    'prompting',
+    base_experiment.BaseExperiment.prompting,
+  )
+  made = make(tiny('LmCloudSpmd2BLimitSteps', data='stdlib'))
+  assert made.decode.__qualname__ == 'AbstractExperiment.decode'
+  with pytest.raises(NotImplementedError, match='has no `decode`'):
+    made.decode(['text'], jax.random.key(0))
 
 
 def test_too_few_devices_say_that_there_is_a_small_version():
