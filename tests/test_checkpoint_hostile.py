@@ -469,6 +469,18 @@ def test_commands_refuse(command, name, call, run, saved, attacked, tmp_path):
   assert not (tmp_path / 'out.npz').exists()
 
 
+# NUL ends a name for the system, it takes none that is so long, and has no
+# bytes for half of a pair.
+@pytest.mark.parametrize('name', ['a\0b', 'a' * 300, '\ud800'])
+def test_names_that_no_file_can_have_are_damage(name, call, run, attacked):
+  step = attacked(listed(name))
+  status, out, _ = call('verify', run)
+  assert status == 1, out
+  assert out.startswith('latest/5  DAMAGED: ')
+  with pytest.raises(files.DamagedError, match='cannot be read'):
+    contents.verified(step, lambda name: True)
+
+
 @pytest.mark.parametrize('name', VALUES)
 @pytest.mark.parametrize('command', ['show', 'diff'])
 def test_values_are_refused(

@@ -894,6 +894,14 @@ def test_an_old_record_of_a_function_says_what_to_do():
   assert 'config.restore_rules' in str(caught.value)
 
 
+def test_a_member_that_is_gone_says_which_are_there():
+  structure_of = structure.encode(Color.RED, 'v').structure
+  structure_of['enum'][1] = 'PINK'
+  with pytest.raises(ValueError) as caught:
+    structure.decode(structure_of, {})
+  assert f"'PINK' of '{HERE}:Color', which has ['RED'" in str(caught.value)
+
+
 def test_functions_are_pickled_where_allowed(caplog):
   value = {'f': trip, 'd': collections.defaultdict(Opaque)}
   encoded = structure.encode(value, 'v', allow_pickle=True)

@@ -145,7 +145,7 @@ class BaseExperiment(abc.ABC):
     """Returns the task with the constants' steps, intervals and seed.
 
     Raises:
-      ValueError: `task` has set one of them to something else.
+      UsageError: `task` has set one of them to something else.
     """
     task = self.task()
     defaults = type(task.train)()
@@ -154,7 +154,7 @@ class BaseExperiment(abc.ABC):
         continue
       value, given = getattr(self, constant), getattr(task.train, field)
       if given not in (value, getattr(defaults, field)):
-        raise ValueError(
+        raise errors.UsageError(
           f'{type(self).__name__}.task sets train.{field} to {given}, and'
           f' {constant} is {value}. Set the constant.'
         )

@@ -546,7 +546,8 @@ class BaseLayer(hparams_lib.Configurable):
 
   def __getattr__(self, name: str) -> Any:
     # Names with underscores are asked for by Python itself.
-    if name.startswith('_') or name in self.HParams.names():
+    is_known = name in self.HParams.names() or hasattr(type(self), name)
+    if name.startswith('_') or is_known:
       return super().__getattr__(name)
     if self._run is None:
       raise AttributeError(

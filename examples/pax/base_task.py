@@ -393,6 +393,10 @@ class SingleTask(BaseTask):
     vn: VariationalNoise = sub_config_field(VariationalNoise)
     early_stopping_fn: Any = sub_config_field(None)
 
+  # As Paxml names them.
+  Train = TrainHParams
+  VariationalNoise = VariationalNoise
+
   def __init__(self, hparams: Any):
     super().__init__(hparams)
     p = hparams

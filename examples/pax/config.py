@@ -205,10 +205,10 @@ def _set_mesh(
 ) -> None:
   """Sets the sizes of the mesh, and the slices that they are for."""
   for network, name in (('ici', 'ICI_MESH_SHAPE'), ('dcn', 'DCN_MESH_SHAPE')):
-    sizes = getattr(experiment, name)
+    sizes = tuple(getattr(experiment, name))
     axes = mesh_lib.MESH_AXES
     if len(sizes) not in (len(axes), len(axes) - 1):
-      raise ValueError(
+      raise errors.UsageError(
         f'{experiment.__name__}.{name} is {sizes}; expected sizes of'
         f' {axes[1:]}, or of {axes}.'
       )

@@ -86,6 +86,9 @@ class Experiment(
     self.task: base_task.SingleTask = (
       self.experiment.filled_task().Instantiate()
     )
+    if self.config.decode is None:
+      # There is no text, and no message proposes to continue one.
+      self.decode = super().decode  # type: ignore[method-assign]
     if self.task.uses_fp8 and self.partitioner.is_here:
       fp8.check_devices(jax.local_devices())
     self._text = self.task.hparams.to_text()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from examples import decoding
+from examples.pax import base_experiment
 from examples.pax import config as config_lib
 from examples.pax import experiment
 from examples.pax import experiment_registry
@@ -238,7 +239,7 @@ def test_what_a_constant_says_the_task_cannot_say_otherwise(monkeypatch):
   task = made.task()
   task.train.num_train_steps = 9
   monkeypatch.setattr(made, 'task', lambda: task)
-  with pytest.raises(ValueError, match='to 9, and MAX_STEPS is 300'):
+  with pytest.raises(errors.UsageError, match='to 9, and MAX_STEPS is 300'):
     made.filled_task()
 
 
@@ -416,6 +417,17 @@ def test_what_changes_no_step_must_be_a_constant(monkeypatch):
     config_lib.get_config('_Mine')
 
 
+def test_the_shape_of_a_mesh_may_be_a_list_as_in_pax(monkeypatch):
+  monkeypatch.setattr(experiment_registry, '_registered', {})
+  experiment_registry.register(_Mine)
+  monkeypatch.setattr(_Mine, 'ICI_MESH_SHAPE', [2, 4, 1])
+  ici = config_lib.get_config('_Mine').mesh.ici
+  assert (ici.stage, ici.replica, ici.data, ici.mdl) == (1, 2, 4, 1)
+  monkeypatch.setattr(_Mine, 'ICI_MESH_SHAPE', [4, 1])
+  with pytest.raises(errors.UsageError, match=r'is \(4, 1\); expected sizes'):
+    config_lib.get_config('_Mine')
+
+
 def test_a_constant_of_none_may_lack_an_annotation(monkeypatch):
   monkeypatch.setattr(experiment_registry, '_registered', {})
   experiment_registry.register(_Mine)
@@ -430,6 +442,7 @@ def test_a_constant_of_none_may_lack_an_annotation(monkeypatch):
   ('keys', 'constants', 'said'),
   [
     ({}, {'ACTIVATION': 'gleu'}, "ACTIVATION is 'gleu'; .*mean 'gelu'"),
+    ({}, {'NORM_POLICY': 'prre'}, "'prre'; .*mean 'pre'"),
     ({}, {'CHECKPOINT_POLICY': 'none'}, "expected one of \\['nothing', 'dots'"),
     ({}, {'ATTENTION_IMPL': 'flash'}, "'flash'; expected one of \\['einsum'"),
     ({}, {'FPROP_DTYPE': 'bf16'}, "'bf16'; .*'bfloat16'"),
@@ -484,6 +497,21 @@ def test_constants_that_no_run_can_mean_are_refused(name, value):
   config.experiment_kwargs.config.constants[name] = value
   with pytest.raises(errors.UsageError, match=f'{name} is {value}; expected'):
     make(config)
+
+
+def test_an_experiment_without_text_does_not_decode(monkeypatch):
+  made = make(tiny('LmCloudSpmd2BLimitSteps', data='stdlib'))
+  # What the lines at the end of a run look at, to propose a command.
+  assert made.decode.__qualname__ == 'Experiment.decode'
+  monkeypatch.setattr(
+    lm_cloud.LmCloudSpmd2BLimitSteps,
+    'prompting',
+    base_experiment.BaseExperiment.prompting,
+  )
+  made = make(tiny('LmCloudSpmd2BLimitSteps', data='stdlib'))
+  assert made.decode.__qualname__ == 'AbstractExperiment.decode'
+  with pytest.raises(NotImplementedError, match='has no `decode`'):
+    made.decode(['text'], jax.random.key(0))
 
 
 def test_too_few_devices_say_that_there_is_a_small_version():

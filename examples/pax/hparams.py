@@ -113,6 +113,12 @@ class BaseHParams(fdl.Config):
     self.__dict__['__argument_tags__'] = collections.defaultdict(set)
     return self
 
+  def __init_callable__(self, unused: Any) -> None:
+    # The fields are this class's; Fiddle's selectors and `fdl.get_callable`
+    # want to know what is made of them.
+    super().__init_callable__(type(self))
+    self.__dict__['__fn_or_cls__'] = self._owner or type(self)
+
   @classmethod
   def names(cls) -> list[str]:
     """Returns the names of the fields."""
@@ -432,6 +438,9 @@ class Configurable(abc.ABC):
     self.hparams = hparams
 
   def __getattr__(self, name: str) -> Any:
+    if hasattr(type(self), name):
+      # A property has raised an AttributeError: it says what is missing.
+      return object.__getattribute__(self, name)
     hparams = vars(self).get('hparams')
     if hparams is not None and name in hparams.names():
       return getattr(hparams, name)

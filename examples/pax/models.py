@@ -26,6 +26,8 @@ import jax.numpy as jnp
 from examples import decoding
 from examples.pax import base_layer
 from examples.pax import hparams
+from examples.pax.layers import embedding_softmax
+from examples.pax.layers import resnets
 from examples.pax.layers import transformers
 from jaxline import metrics as metrics_lib
 from jaxline.inputs import base as inputs
@@ -33,6 +35,7 @@ from jaxline.inputs import base as inputs
 BaseHParams = hparams.BaseHParams
 LanguageModelType = transformers.LanguageModelType
 sub_config_field = base_layer.sub_config_field
+template_field = base_layer.template_field
 
 # Name -> (mean, weight), scalars.
 WeightedScalars = dict[str, tuple[jax.Array, jax.Array]]
@@ -301,7 +304,7 @@ class LanguageModel(_TokenModel):
     model_type: one of `LanguageModelType`; None is what `lm_tpl` says.
   """
 
-  lm_tpl: Any = sub_config_field(None)
+  lm_tpl: Any = template_field(transformers.TransformerLm)
   model_type: str | None = None
 
   def setup(self) -> None:
@@ -392,7 +395,7 @@ class SequenceModel(_TokenModel):
     model_tpl: the network.
   """
 
-  model_tpl: Any = sub_config_field(None)
+  model_tpl: Any = template_field(transformers.TransformerEncoderDecoder)
 
   def setup(self) -> None:
     """Creates the network."""
@@ -451,8 +454,8 @@ class ClassificationModel(BaseModel):
       `label_probs`, the probability of each label, [B, V].
   """
 
-  network_tpl: Any = sub_config_field(None)
-  softmax_tpl: Any = sub_config_field(None)
+  network_tpl: Any = template_field(resnets.ResNet)
+  softmax_tpl: Any = template_field(embedding_softmax.FullSoftmax)
   input_field: str = 'image'
   label_field: str = 'label'
 

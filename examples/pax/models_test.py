@@ -445,6 +445,9 @@ def test_a_model_without_tokens_does_not_decode():
 
 def test_a_model_needs_its_network():
   with pytest.raises(TypeError, match='HParams of a layer; got None'):
+    models.LanguageModel.HParams(lm_tpl=None).Instantiate().init(KEY)
+  # Its own, as in Praxis, has no sizes yet.
+  with pytest.raises(ValueError, match=r'softmax/emb_var.* still 0'):
     models.LanguageModel.HParams().Instantiate().init(KEY)
   assert issubclass(models.BaseModel, base_layer.BaseLayer)
 

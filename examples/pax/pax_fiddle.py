@@ -31,7 +31,11 @@ class Config(fdl.Config[T], Generic[T]):
 
   def __new__(cls, fn_or_cls: Any = None, /, *args: Any, **kwargs: Any) -> Any:
     if _has_hparams(fn_or_cls):
-      return fn_or_cls.HParams(*args, **kwargs)
+      fn_or_cls = fn_or_cls.HParams
+    if isinstance(fn_or_cls, type) and issubclass(
+      fn_or_cls, hparams.BaseHParams
+    ):
+      return fn_or_cls(*args, **kwargs)
     return super().__new__(cls)
 
   def clone(self) -> Self:

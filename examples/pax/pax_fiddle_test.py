@@ -3,7 +3,10 @@
 The classes are written as those of Paxml 1.4.0's own layers and tasks.
 """
 
+import copy
+
 import fiddle as fdl
+from fiddle import selectors
 import jax
 import numpy as np
 import pytest
@@ -17,7 +20,10 @@ from examples.pax import optimizers
 from examples.pax import pax_fiddle
 from examples.pax import schedules
 from examples.pax.layers import activations
+from examples.pax.layers import embedding_softmax
 from examples.pax.layers import linears
+from examples.pax.layers import resnets
+from examples.pax.layers import transformers
 from jaxline.inputs import synthetic
 
 LayerTpl = pax_fiddle.Config[base_layer.BaseLayer]
@@ -99,6 +105,7 @@ def test_a_layer_of_fields():
     input_dims=3, output_dims=2, linear_tpl=p.linear_tpl, last_tpl=p.last_tpl
   )
   assert p.cls is pax_fiddle.get_callable(p) is FeedForward
+  assert fdl.get_callable(p) is FeedForward
   x = np.array([[1.0, 2.0, 3.0], [1.0, 2.0, -9.0]], np.float32)
   for made in (
     pax_fiddle.build(p),
@@ -219,6 +226,57 @@ def test_a_task_as_paxmls_experiments_write_it():
   # A quarter of the way up after one of four steps.
   assert learner.optimizer.get_learning_rate(1) == 0.125
   assert learner.optimizer.beta1 == 0.8
+
+
+def test_what_paxmls_experiments_ask_of_a_template():
+  p = pax_fiddle.Config(transformers.StackedTransformerRepeated)
+  of_stack = transformers.StackedTransformer
+  assert fdl.get_callable(p) is transformers.StackedTransformerRepeated
+  assert issubclass(fdl.get_callable(p.block), of_stack)
+  # A copy is of the same class, and Fiddle finds it by that.
+  for q in (p.clone(), copy.copy(p), fdl.copy_with(p, x_times=2)):
+    assert fdl.get_callable(q) is transformers.StackedTransformerRepeated
+    selectors.select(q, of_stack).set(num_layers=5)
+    assert q.block.num_layers == 5
+
+
+def test_templates_that_a_model_has_by_default():
+  task_p = pax_fiddle.Config(base_task.SingleTask, name='xformer_task')
+  task_p.model = pax_fiddle.Config(models.LanguageModel, name='xformer_lm')
+  task_p.model.lm_tpl.model_dims = 8
+  assert task_p.model.lm_tpl.cls is transformers.TransformerLm
+  p = pax_fiddle.Config(models.SequenceModel)
+  assert p.model_tpl.cls is transformers.TransformerEncoderDecoder
+  p = pax_fiddle.Config(models.ClassificationModel)
+  assert p.network_tpl.cls is resnets.ResNet
+  assert p.softmax_tpl.cls is embedding_softmax.FullSoftmax
+  task_p.train = pax_fiddle.Config(
+    base_task.SingleTask.Train, num_train_steps=7
+  )
+  assert task_p.train == base_task.TrainHParams(num_train_steps=7)
+  vn = pax_fiddle.Config(base_task.SingleTask.VariationalNoise, vn_scale=0.5)
+  assert task_p.vn.set(vn_scale=0.5) == vn
+
+
+def test_an_error_in_a_layer_is_not_hidden_by_a_missing_attribute():
+  class Wrong(base_layer.BaseLayer):
+    def setup(self):
+      pax_fiddle.Config(Linear, input_dimz=3)
+
+    @property
+    def depth(self):
+      return self.hparams.depht
+
+  task_p = pax_fiddle.Config(base_task.SingleTask, name='task')
+  task_p.model = pax_fiddle.Config(models.ClassificationModel)
+  task_p.model.network_tpl = pax_fiddle.Config(Wrong)
+  task_p.train.learner.optimizer = pax_fiddle.Config(
+    optimizers.Sgd, learning_rate=1.0
+  )
+  with pytest.raises(AttributeError, match="mean 'input_dims'"):
+    instantiate(task_p)
+  with pytest.raises(AttributeError, match="no field 'depht'"):
+    _ = instantiate(pax_fiddle.Config(Wrong)).depth
 
 
 def test_a_language_model_as_paxmls_experiments_write_it():

@@ -120,7 +120,9 @@ class Linear(Polynomial):
 
 
 class Exponential(_Between):
-  """The same factor at each step."""
+  """The same factor at each step; by default it falls to a half."""
+
+  limit: Point = (1, 0.5)
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)

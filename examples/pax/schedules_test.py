@@ -138,3 +138,9 @@ def test_values_at_steps(hparams, expected):
 def test_refuses_what_makes_no_schedule(hparams, message):
   with pytest.raises(ValueError, match=message):
     hparams.Instantiate()
+
+
+def test_an_exponential_falls_to_a_half_by_default():
+  # The default of Praxis 1.4.0.
+  schedule = schedules.Exponential.HParams().Instantiate()
+  assert [float(schedule.value_at(step)) for step in (0, 1, 2)] == [1, 0.5, 0.5]

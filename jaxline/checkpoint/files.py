@@ -487,6 +487,8 @@ class Listing:
       size, crc = sums[name]
       read = functools.partial(_checksum, self.path / name, size)
       try:
+        if name not in self.there:  # It may be no name of a file at all.
+          raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         got_size, got_crc = retried(read, name)
       except MISSING as e:
         problems.append(f'{printable(name)} cannot be read ({e.strerror})')

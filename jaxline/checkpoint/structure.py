@@ -543,7 +543,13 @@ class _Decoder:
 
   def enum(self, body: list[str]) -> Any:
     address, name = body
-    return self._class(address, 'enum').__members__[name]
+    members = self._class(address, 'enum').__members__
+    if name not in members:
+      raise ValueError(
+        f'The checkpoint holds the member {name!r} of {address!r}, which has'
+        f' {list(members)}.'
+      )
+    return members[name]
 
   def fields(self, body: list[Any], tag: str) -> Any:
     address, values = body

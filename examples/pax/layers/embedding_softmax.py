@@ -277,7 +277,7 @@ class TrainablePositionalEmbedding(base_layer.BaseLayer):
     embedding_dims: D.
   """
 
-  max_seq_length: int = 0
+  max_seq_length: int = 10_240
   embedding_dims: int = 0
 
   def setup(self) -> None:

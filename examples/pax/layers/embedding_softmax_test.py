@@ -341,3 +341,11 @@ def test_a_z_loss_needs_whole_rows():
       ),
       jax.random.key(0),
     )
+
+
+def test_positions_have_a_length_by_default():
+  # That of Praxis 1.4.0.
+  layer = embedding_softmax.TrainablePositionalEmbedding.HParams(
+    embedding_dims=2
+  ).Instantiate()
+  assert layer.num_params() == 2 * 10_240

@@ -307,7 +307,7 @@ class LmExperiment(base_experiment.BaseExperiment):
     product = attentions.Projection.HParams(use_fp8=self.USE_FP8)
     layer = transformers.Transformer.HParams(
       ln_tpl=norm,
-      norm_policy=self.NORM_POLICY,
+      norm_policy=self._one_of('NORM_POLICY', transformers.NORM_POLICIES),
       tr_atten_tpl=attentions.DotProductAttention.HParams(
         use_bias=self.USE_BIAS,
         combine_qkv=self.COMBINE_QKV,
