@@ -238,6 +238,29 @@ def test_a_row_without_a_begin_token():
   )
 
 
+@pytest.mark.parametrize(
+  ('fields', 'features', 'weights'),
+  [
+    ({}, {'targets': 6}, 'True'),
+    ({}, {'inputs': 3, 'targets': 6}, 'None'),
+    ({'weights_on_targets_only': True}, {'inputs': 3, 'targets': 6}, 'True'),
+    ({'weights_on_targets_only': False}, {'targets': 6}, 'False'),
+    (
+      {'reverse_bos_padding': True, 'eos_id': 42},
+      {'targets': 6},
+      'True, reverse_bos_padding=True, eos_id=42',
+    ),
+  ],
+)
+def test_positions_from_before_the_later_fields_fit(fields, features, weights):
+  # Then it was the repr of a class with three fields, and True by default.
+  converter = seqio_input.LanguageModelFeatures(pack=True, **fields)
+  assert converter.identity(features) == (
+    'LanguageModelFeatures(pack=True, bos_id=0,'
+    f' weights_on_targets_only={weights})'
+  )
+
+
 @pytest.mark.parametrize('pack', [True, False])
 def test_rows_of_an_encoder_and_a_decoder(pack):
   rows = rows_of(

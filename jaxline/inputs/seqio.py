@@ -129,6 +129,25 @@ class LanguageModelFeatures:
     )
     return convert(dataset, task_feature_lengths).map(self._entries)
 
+  def identity(self, task_feature_lengths: Mapping[str, int]) -> str:
+    """Returns what the rows depend on.
+
+    Saved positions have it, older ones without the later fields, so these are
+    left out where they change nothing.
+    """
+    weights_on_targets_only = self.weights_on_targets_only
+    if 'inputs' not in task_feature_lengths and weights_on_targets_only is None:
+      weights_on_targets_only = True  # All are targets.
+    fields: dict[str, Any] = {
+      'pack': self.pack,
+      'bos_id': self.bos_id,
+      'weights_on_targets_only': weights_on_targets_only,
+    }
+    if self.reverse_bos_padding:
+      fields |= {'reverse_bos_padding': True, 'eos_id': self.eos_id}
+    named = ', '.join(f'{name}={value!r}' for name, value in fields.items())
+    return f'LanguageModelFeatures({named})'
+
   def _entries(self, row: Mapping[str, Any]) -> dict[str, Any]:
     tf = tfdata.import_tensorflow()
     entries = _decoder_entries(row)
@@ -386,7 +405,9 @@ class SeqIOInput(tfdata.EpochInput):
   @functools.cached_property
   def _data_identity(self) -> dict[str, Any]:
     converter = self.feature_converter
-    if dataclasses.is_dataclass(converter):
+    if type(converter) is LanguageModelFeatures:
+      named = converter.identity(self.task_feature_lengths)
+    elif dataclasses.is_dataclass(converter):
       named = repr(converter)
     else:
       kind = getattr(converter, '__qualname__', type(converter).__name__)
