@@ -1099,6 +1099,24 @@ def test_durations(seconds, text):
   assert lines.duration(seconds) == text
 
 
+def test_a_line_of_many_numbers_looks_at_each_a_few_times():
+  class Parts(list):
+    looks = 0
+
+    def __iter__(self):
+      for part in super().__iter__():
+        self.looks += 1
+        yield part
+
+    def __getitem__(self, i):
+      self.looks += 1
+      return super().__getitem__(i)
+
+  parts = Parts((i, f'm{i} 1') for i in range(1000))
+  assert lines.fit(parts, 20) == 'm0 1 | +999 more'
+  assert parts.looks < 5000
+
+
 @pytest.mark.parametrize(
   ('text', 'columns', 'expected'),
   [
