@@ -2355,6 +2355,18 @@ def test_the_best_is_the_very_same_checkpoint(copied, run, tmp_path):
   assert_same(trained.snapshot_state(), want.snapshot_state())
 
 
+def test_a_users_file_in_the_best_checkpoint_may_change(run, tmp_path):
+  save(run(), weights(1), 1)
+  (series_path(tmp_path, 'latest') / '1' / 'notes.txt').write_text('mine')
+  evaluation, live = run('eval'), weights()
+  restore(evaluation, live)
+  save_best(evaluation, live, 1, 0.5)
+  best = series_path(tmp_path, 'best') / '1'
+  assert files.Listing(best).verify() == []
+  (best / 'notes.txt').unlink()
+  assert files.Listing(best).verify() == []
+
+
 def test_one_best_is_kept_and_every_damaged_one_passed_over(run, tmp_path):
   save(run(), weights(1), 1, 2, 3)
   evaluation = run('eval', max_best_checkpoints_to_keep=2)
