@@ -2044,6 +2044,15 @@ def test_rules(kept, run, tmp_path):
   assert live.snapshot_state()['input']['index'] == 1
 
 
+def test_a_rule_that_is_there_twice_is_used():
+  twice = [('a/.*', 'b'), ('c', None)] * 2
+  found = contents.match_rules(['a/x', 'c'], twice, 'rules')
+  assert found == ({'a/x': 'b'}, [])
+  # Another source is a mistake, as it would not be taken.
+  found = contents.match_rules(['a/x', 'c'], [*twice, ('c', 'd')], 'rules')
+  assert found == ({'a/x': 'b'}, ['c'])
+
+
 class Scheduled(Sharded):
   """Has each kind of schedule that Optax keeps a count for."""
 
