@@ -233,7 +233,7 @@ def _end_all() -> None:
     try:
       call()
     except BaseException as e:
-      _log_all('at the end of the process', [e])
+      logging.error('Error at the end of the process.', exc_info=e)
   _has_ended = True
   for executor in _running():
     executor._calls.put(None)

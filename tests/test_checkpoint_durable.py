@@ -2044,6 +2044,15 @@ def test_rules(kept, run, tmp_path):
   assert live.snapshot_state()['input']['index'] == 1
 
 
+def test_a_rule_that_is_there_twice_is_used():
+  twice = [('a/.*', 'b'), ('c', None)] * 2
+  found = contents.match_rules(['a/x', 'c'], twice, 'rules')
+  assert found == ({'a/x': 'b'}, [])
+  # Another source is a mistake, as it would not be taken.
+  found = contents.match_rules(['a/x', 'c'], [*twice, ('c', 'd')], 'rules')
+  assert found == ({'a/x': 'b'}, ['c'])
+
+
 class Scheduled(Sharded):
   """Has each kind of schedule that Optax keeps a count for."""
 
@@ -2353,6 +2362,18 @@ def test_the_best_is_the_very_same_checkpoint(copied, run, tmp_path):
   want = Sharded()
   _advance(want, 1)
   assert_same(trained.snapshot_state(), want.snapshot_state())
+
+
+def test_a_users_file_in_the_best_checkpoint_may_change(run, tmp_path):
+  save(run(), weights(1), 1)
+  (series_path(tmp_path, 'latest') / '1' / 'notes.txt').write_text('mine')
+  evaluation, live = run('eval'), weights()
+  restore(evaluation, live)
+  save_best(evaluation, live, 1, 0.5)
+  best = series_path(tmp_path, 'best') / '1'
+  assert files.Listing(best).verify() == []
+  (best / 'notes.txt').unlink()
+  assert files.Listing(best).verify() == []
 
 
 def test_one_best_is_kept_and_every_damaged_one_passed_over(run, tmp_path):

@@ -595,6 +595,58 @@ def test_what_is_printed_stands_above_the_live_lines(live, terminal):
   assert '\x1b[?' not in terminal.text  # The cursor is never hidden.
 
 
+class Around:
+  """A stream around another one, such as one that keeps a copy in a file."""
+
+  def __init__(self, stream):
+    self.stream = stream
+
+  def write(self, text):
+    return self.stream.write(text)
+
+  def __getattr__(self, name):
+    return getattr(self.stream, name)
+
+
+class Proxy:
+  """One that passes on all that is done to it."""
+
+  def __init__(self, stream):
+    vars(self)['stream'] = stream
+
+  def __getattr__(self, name):
+    return getattr(self.stream, name)
+
+  def __setattr__(self, name, value):
+    setattr(self.stream, name, value)
+
+
+class Closed:
+  """One that takes no attributes."""
+
+  __slots__ = ('stream',)
+  __init__ = Around.__init__
+  __getattr__ = Around.__getattr__
+  write = Around.write
+
+
+@pytest.mark.parametrize('kind', [Around, Proxy, Closed])
+def test_a_stream_that_is_no_file(kind, live, terminal, monkeypatch):
+  stream = live.kept['stdout'] = kind(terminal.file)
+  monkeypatch.setattr(sys, 'stdout', stream)
+  write = terminal.file.write
+  live.start()
+  print('printed', file=sys.stderr)
+  sys.stdout.writelines(['half', ' a', ' line\n'])
+  live.stop()
+  print('after')
+  assert terminal.file.write == write
+  assert sys.stdout is stream
+  shown = terminal.close()
+  if kind is not Closed:  # It writes over the lines.
+    assert shown == ['printed', 'half a line', 'after', '']
+
+
 def test_a_handler_of_a_named_logger_writes_above_too(live, terminal):
   # Its parent is a placeholder, which has no handlers.
   logger = std_logging.getLogger('tests.console.named')
@@ -1045,6 +1097,24 @@ def test_the_last_block_of_an_evaluation(capsys):
 )
 def test_durations(seconds, text):
   assert lines.duration(seconds) == text
+
+
+def test_a_line_of_many_numbers_looks_at_each_a_few_times():
+  class Parts(list):
+    looks = 0
+
+    def __iter__(self):
+      for part in super().__iter__():
+        self.looks += 1
+        yield part
+
+    def __getitem__(self, i):
+      self.looks += 1
+      return super().__getitem__(i)
+
+  parts = Parts((i, f'm{i} 1') for i in range(1000))
+  assert lines.fit(parts, 20) == 'm0 1 | +999 more'
+  assert parts.looks < 5000
 
 
 @pytest.mark.parametrize(

@@ -644,10 +644,10 @@ def match_rules(
   used = set()
   sources: dict[str, str] = {}
   for name in names:
-    for i, (pattern, source) in enumerate(rules):
+    for pattern, source in rules:
       try:
         if match := re.fullmatch(pattern, name):
-          used.add(i)
+          used.add((pattern, source))  # To have one twice is no mistake.
           if source is not None:
             sources[name] = match.expand(source)
           break
@@ -655,7 +655,7 @@ def match_rules(
         raise errors.UsageError(
           f'{where} has {(pattern, source)!r}: {e}.'
         ) from e
-  return sources, [p for i, (p, _) in enumerate(rules) if i not in used]
+  return sources, [pair[0] for pair in rules if tuple(pair) not in used]
 
 
 # Optax's states of schedules: by name, since not all of them are public. Not

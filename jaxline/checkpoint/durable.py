@@ -455,7 +455,8 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         partial = place.with_name(f'{target.name}.partial')
         files.link(source, partial)
         files.write_json(partial / 'extra.json', {'time': when, **added})
-        files.complete_checksums(partial)
+        # What else is there is the user's, who may change it.
+        files.complete_checksums(partial, ['extra.json'])
         os.rename(partial, place)
     except Exception as e:
       files.discard(place)  # On a full disk, the half of it is in the way.

@@ -372,12 +372,19 @@ def write_checksums(
   _write_sums(checkpoint, names, process, {'processes': processes, 'files': {}})
 
 
-def complete_checksums(checkpoint: pathlib.Path) -> None:
-  """Adds checksums that are missing to those of the first process."""
-  names = sorted({*regular_files(checkpoint)} - {*read_checksums(checkpoint)})
-  if names:
+def complete_checksums(
+  checkpoint: pathlib.Path, names: Iterable[str] | None = None
+) -> None:
+  """Adds checksums that are missing to those of the first process.
+
+  Args:
+    checkpoint: whose.
+    names: of the files; None is all that have none.
+  """
+  names = regular_files(checkpoint) if names is None else names
+  if missing := sorted({*names} - {*read_checksums(checkpoint)}):
     part = read_json(checkpoint / _CHECKSUMS.format(0))
-    _write_sums(checkpoint, names, 0, part)
+    _write_sums(checkpoint, missing, 0, part)
 
 
 def _write_sums(

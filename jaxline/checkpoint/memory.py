@@ -46,12 +46,14 @@ class Published:
   def __init__(self, id: int, read: Callable[[], Any]):
     """Makes a snapshot whose `pickle_nest` is what `read` returns."""
     self.id = id
-    self._read = read
+    self._read = functools.cache(read)
+    self._lock = threading.RLock()  # The cache has none while it calls.
 
-  @functools.cached_property
+  @property
   def pickle_nest(self) -> Any:
     """What was saved; the same object each time."""
-    return self._read()
+    with self._lock:
+      return self._read()
 
   def __reduce__(self) -> Any:
     return SnapshotNT, (self.id, self.pickle_nest)

@@ -382,8 +382,10 @@ class Console(periodic.Action):
     fields = self._shown(log, writers.to_scalars(scalars))
     line = [f'{log} step {step}', *fields]
     self._notes['eval'] = ': '.join([str(step), *fields[:1]])
-    width = _WIDTH if self._is_shown else sys.maxsize
-    self.say(lines.fit(list(enumerate(line)), width))
+    if self._is_shown:
+      self.say(lines.fit(list(enumerate(line)), _WIDTH))
+    else:
+      self.say(' | '.join(line))
 
   def log_best(self, name: str, value: float, step: int | None = None) -> None:
     """Notes the best evaluation so far.

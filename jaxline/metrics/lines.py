@@ -56,7 +56,7 @@ def fit(parts: list[tuple[int, str]], width: int) -> str:
   """
 
   def line(chosen: set[int]) -> str:
-    texts = [text for i, (_, text) in enumerate(parts) if i in chosen]
+    texts = [parts[i][1] for i in sorted(chosen)]
     if left := len(parts) - len(chosen):
       texts.append(f'+{left} more')
     return ' | '.join(texts)

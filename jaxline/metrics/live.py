@@ -49,6 +49,7 @@ class Live:
     self._draw = draw
     self._lock = threading.RLock()
     self._is_started = False
+    self._is_drawing = False
     self._lines: list[str] = []
     self._columns = 0  # That the lines are for.
     self._partial = ''  # A line that the program has not ended.
@@ -75,6 +76,8 @@ class Live:
         # Its method and not the stream: handlers of logging have it too.
         take = functools.partial(self._write_above, stream.write)
         self._set(stream, 'write', take)
+        # A stream around another one may leave it to that.
+        self._set(stream, 'writelines', lambda x, take=take: take(''.join(x)))
     make = pdb.Pdb.__init__
 
     def stop_and_make(debugger: pdb.Pdb, *args: Any, **kwargs: Any) -> None:
@@ -86,14 +89,19 @@ class Live:
 
   def _set(self, owner: Any, name: str, value: Any) -> None:
     """Sets an attribute until the end, unless somebody replaces it since."""
-    is_own, old = name in vars(owner), getattr(owner, name)
+    is_own = name in getattr(owner, '__dict__', ())
+    old = getattr(owner, name, None)
 
     def put_back() -> None:
-      if vars(owner).get(name) is value:
-        setattr(owner, name, old) if is_own else delattr(owner, name)
+      if getattr(owner, name, None) is value:
+        setattr(owner, name, old)
+        if not is_own:
+          vars(owner).pop(name, None)
 
-    setattr(owner, name, value)
-    self._stack.callback(put_back)
+    # A stream may take no attributes: it writes past the lines, as C++ code.
+    with contextlib.suppress(AttributeError, TypeError):
+      setattr(owner, name, value)
+      self._stack.callback(put_back)
 
   def stop(self) -> None:
     """Removes the lines and gives everything back; may be called twice."""
@@ -122,7 +130,8 @@ class Live:
     A line appears among those that stay once it is ended.
     """
     with self._lock:
-      if not self._is_started:
+      # stdout may be a stream around one that was taken.
+      if self._is_drawing or not self._is_started:
         return write(text)
       ended, newline, partial = (self._partial + text).rpartition('\n')
       # Of a progress bar, what it wrote last.
@@ -165,10 +174,13 @@ class Live:
           # Room below, which may scroll; back; and what keeps the cursor.
           text += '\x1bD' * len(shown) + f'\x1b[{len(shown)}A\x1b7\n'
           text += '\n'.join(shown) + '\x1b8'
+      self._is_drawing = True
       self._write(text.encode(encoding, 'replace').decode(encoding))
       self._out.flush()
     except (OSError, ValueError):
       self._is_started = False  # The terminal is gone; the run goes on.
+    finally:
+      self._is_drawing = False
 
 
 _active: Live | None = None
