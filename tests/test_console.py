@@ -1122,6 +1122,7 @@ def test_a_line_of_many_numbers_looks_at_each_a_few_times():
   [
     ('abcdef', 6, 'abcdef'),
     ('abcdef', 5, 'abcd\u2026'),
+    ('a\tb', 9, 'a       b'),
     # Each of the first two takes two columns.
     ('\u6f22\u5b57x', 5, '\u6f22\u5b57x'),
     ('\u6f22\u5b57x', 4, '\u6f22\u2026'),

@@ -70,6 +70,7 @@ def fit(parts: list[tuple[int, str]], width: int) -> str:
 
 def cut(text: str, columns: int) -> str:
   """Returns the beginning of a text that is too wide for so many columns."""
+  text = text.expandtabs()
   widths = (1 + (unicodedata.east_asian_width(x) in 'WF') for x in text)
   for i, end in enumerate(itertools.accumulate(widths)):
     if end > columns:
