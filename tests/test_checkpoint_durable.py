@@ -1840,6 +1840,9 @@ def test_the_newest_save_is_read_when_it_is_looked_at(
     nest['experiment_module']._a0, [np.full([3], 1, np.float32)]
   )
   assert first.pickle_nest is nest
+  number, unpacked = first
+  assert (number, unpacked) == (5, nest)
+  assert first[1] is nest
   # One that was looked at keeps what it has read; another one, which is
   # removed meanwhile, gives way to the newest.
   save(checkpointer, weights(6), 6)

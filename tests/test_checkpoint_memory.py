@@ -554,7 +554,7 @@ def test_what_a_run_saved_may_be_put_in_again():
   checkpointer.save(SERIES)
   saved = history()[-1]
   assert memory.seed(SERIES) is None
-  history().append(utils.SnapshotNT(5, saved.pickle_nest))
+  history().append(saved._replace(id=5))
   assert memory.seed(SERIES).pickle_nest is saved.pickle_nest
 
 

@@ -5,8 +5,7 @@ restore on their own. A snapshot that the program puts there starts the run; the
 snapshots that a run puts there are of the class `Published` and start no other.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import itertools
 import pathlib
 import sys
@@ -36,34 +35,54 @@ class SnapshotNT(NamedTuple):
   pickle_nest: Any
 
 
-class Published:
+class Published(SnapshotNT):
   """A snapshot that a run saved, read when `pickle_nest` is first used.
 
   Copies and pickles of it are plain `SnapshotNT`s: a program that puts one into
   the dictionary starts a run from it.
   """
 
-  def __init__(self, id: int, read: Callable[[], Any]):
+  _read: Callable[[], Any]
+  _lock: Any
+
+  def __new__(cls, id: int, read: Callable[[], Any]) -> 'Published':
     """Makes a snapshot whose `pickle_nest` is what `read` returns."""
-    self.id = id
-    self._read = functools.cache(read)
-    self._lock = threading.RLock()  # The cache has none while it calls.
+    self = super().__new__(cls, id, None)
+    self._read, self._lock = read, threading.RLock()
+    return self
 
   @property
-  def pickle_nest(self) -> Any:
+  def pickle_nest(self) -> Any:  # type: ignore[override]
     """What was saved; the same object each time."""
     with self._lock:
-      return self._read()
+      if not hasattr(self, '_nest'):
+        self._nest = self._read()
+      return self._nest
+
+  def _plain(self) -> SnapshotNT:
+    return SnapshotNT(self.id, self.pickle_nest)
+
+  def __iter__(self) -> Iterator[Any]:
+    return iter(self._plain())
+
+  def __getitem__(self, key: Any) -> Any:
+    return self._plain()[key]
+
+  def __repr__(self) -> str:
+    return f'{type(self).__name__}(id={self.id})'  # Reads nothing.
+
+  def _replace(self, /, **kwargs: Any) -> Any:  # type: ignore[override]
+    return self._plain()._replace(**kwargs)
 
   def __reduce__(self) -> Any:
-    return SnapshotNT, (self.id, self.pickle_nest)
+    return SnapshotNT, tuple(self)
 
 
 class CheckpointNT(NamedTuple):
   """One series: a thread-local holding its live `state`, and its snapshots."""
 
   active: threading.local
-  history: list[SnapshotNT | Published]
+  history: list[SnapshotNT]
 
 
 # All checkpoints of the process by series, so that a training and an
@@ -171,12 +190,12 @@ def forget_published() -> None:
       checkpoints[name] = series._replace(history=[*newer][::-1])
 
 
-def step_of(snapshot: SnapshotNT | Published) -> int:
+def step_of(snapshot: SnapshotNT) -> int:
   """Returns the step of a snapshot; -1 if it does not say."""
   return _entries(snapshot).get('global_step', -1)
 
 
-def _entries(snapshot: SnapshotNT | Published) -> dict[str, Any]:
+def _entries(snapshot: SnapshotNT) -> dict[str, Any]:
   nest = snapshot.pickle_nest
   entries = dict(nest.to_dict() if hasattr(nest, 'to_dict') else nest)
   if 'global_step' in entries:
@@ -186,7 +205,7 @@ def _entries(snapshot: SnapshotNT | Published) -> dict[str, Any]:
 
 
 def entries_of(
-  snapshot: SnapshotNT | Published, ckpt_series: str, keys: Iterable[str]
+  snapshot: SnapshotNT, ckpt_series: str, keys: Iterable[str]
 ) -> dict[str, Any]:
   """Returns what a snapshot holds, as plain dicts and as a copy.
 
@@ -363,7 +382,7 @@ class InMemoryCheckpointer(base.FullCheckpointer):
     """Returns at once: `save` has finished when it returns."""
 
 
-def _history(ckpt_series: str) -> list[SnapshotNT | Published]:
+def _history(ckpt_series: str) -> list[SnapshotNT]:
   """Returns the snapshots of a series, oldest first."""
   with _lock:
     series = _checkpoints().get(ckpt_series)
