@@ -166,6 +166,8 @@ def main() -> None:
     path = args.results / f'{name}.json'
     if args.again or not path.exists():
       report = compile_run(RUNS[name])
+      if report.programs[0].peak_bytes is None:  # Shapes alone make no table.
+        parser.exit(1, f'{name}: nothing was compiled. {report.notes[0]}\n')
       files.write_json(path, report.to_json())
       print(f'{name}: {report}\n', flush=True)
     reports[name] = json.loads(path.read_text())
