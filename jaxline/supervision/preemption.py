@@ -35,6 +35,9 @@ EXIT_CODE = 75
 # The code of a shell for a program that Ctrl-C ended.
 SIGINT_EXIT_CODE = 130
 
+# How long the handler may take to run before the signal is sent again.
+_PATIENCE_SECS = 0.25
+
 # Packages whose handlers a run may replace.
 _NOTEBOOKS = ('asyncio', 'ipykernel')
 
@@ -242,25 +245,35 @@ class Watch:
     Python runs a handler on the main thread after that returns from C, where a
     compilation takes minutes. But it writes the number of the signal to the
     pipe at once. This thread ends the process at the second SIGINT and after
-    the grace.
+    the grace. It interrupts a system call that the signal did not: one that
+    began just after it, or while another thread received it.
 
     Args:
       read_end: of the pipe that `signal.set_wakeup_fd` writes to; closed here.
     """
     first: int | None = None
     began = 0.0
-    is_interrupted = False
+    is_interrupted = is_repeated = False
+    # Until the signal is sent to the main thread again; then there is no limit.
+    patience: float | None = _PATIENCE_SECS
     poller = select.poll()
     poller.register(read_end, select.POLLIN)
     with open(read_end, 'rb', buffering=0) as pipe:
       while True:
-        grace, left = self._grace, None
-        if first is not None and grace is not None:
-          left = began + grace - time.monotonic()
-          if left < 0:
+        left = None
+        if first is not None:
+          since = time.monotonic() - began
+          if (grace := self._grace) is not None and since > grace:
             _say(f'{signal.Signals(first).name}: leaving.')
             is_int = first == signal.SIGINT
             os._exit(SIGINT_EXIT_CODE if is_int else EXIT_CODE)
+          if patience is not None and since > patience:
+            patience = None
+            if self._notice is None:
+              is_repeated = True
+              signal.pthread_kill(threading.main_thread().ident or 0, first)
+          limits = [x - since for x in (grace, patience) if x is not None]
+          left = min(limits, default=None)
         if not poller.poll(None if left is None else 1e3 * left + 1):
           continue
         if not (data := pipe.read(1)):
@@ -268,6 +281,9 @@ class Watch:
         signum = data[0]
         if not self._hears(signum):
           continue  # It is for the program's own handler, or JAX's.
+        if is_repeated and signum == first:
+          is_repeated = False
+          continue
         if first is None:
           first, began = signum, time.monotonic()
         if signum == signal.SIGINT:
