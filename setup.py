@@ -27,13 +27,14 @@ _BASE = [
   'numpy>=2.0',
   'optax>=0.2.5',
   'orbax-checkpoint>=0.11.20',
+  'sentencepiece>=0.2',
   'tensorboardX>=2.6.2',
 ]
 _IMAGE = ['scikit-learn>=1.4']
 _EXPORT = ['safetensors>=0.4']
 _PAX = ['fiddle>=0.3']
 _PLOT = ['matplotlib>=3.9']
-_TEXT = ['sentencepiece>=0.2', 'tokenizers>=0.21']
+_TEXT = ['tokenizers>=0.21']
 _TEST = [
   *_IMAGE,
   *_EXPORT,
@@ -62,6 +63,7 @@ setuptools.setup(
   long_description_content_type='text/markdown',
   license='Apache-2.0',
   packages=setuptools.find_packages(include=['jaxline', 'jaxline.*']),
+  package_data={'jaxline.inputs': ['stdlib.model']},
   python_requires='>=3.11',
   classifiers=[
     f'Programming Language :: Python :: 3.{minor}' for minor in (11, 12, 13)

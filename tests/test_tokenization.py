@@ -88,10 +88,10 @@ def huggingface_model(tmp_path_factory):
   )
 
 
-@pytest.fixture(params=['bytes', 'sentencepiece', 'huggingface'])
+@pytest.fixture(params=['bytes', 'stdlib', 'sentencepiece', 'huggingface'])
 def spec(request):
-  if request.param == 'bytes':
-    return 'bytes'
+  if request.param in ('bytes', 'stdlib'):
+    return request.param
   return request.getfixturevalue(f'{request.param}_model')
 
 
@@ -144,6 +144,9 @@ def test_identities(spec, tmp_path):
     assert tokenizer.identity == 'bytes'
     assert (tokenizer.document_id, tokenizer.vocab_size) == (256, 257)
     return
+  if spec == 'stdlib':
+    spec = pathlib.Path(tokenization.__file__).with_name('stdlib.model')
+    assert (tokenizer.document_id, tokenizer.vocab_size) == (1, 2048)
   digest = hashlib.sha256(spec.read_bytes()).hexdigest()
   assert digest in tokenizer.identity
   # Not where it lies.
@@ -227,7 +230,7 @@ def test_document_token_of_huggingface(huggingface_model, tmp_path):
 
 def test_wrong_specs(tmp_path):
   for spec in 'byte', 'my.txt', '', str(tmp_path):
-    with pytest.raises(ValueError, match="expected 'bytes', the path of a Sen"):
+    with pytest.raises(ValueError, match="'bytes', 'stdlib', the path"):
       tokenization.load_tokenizer(spec)
   with pytest.raises(FileNotFoundError, match=r'there is no file .*no\.model'):
     tokenization.load_tokenizer(tmp_path / 'no.model#<s>')

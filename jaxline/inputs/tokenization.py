@@ -2,6 +2,7 @@
 
   tokenizer = load_tokenizer('bytes')  # or 'my.model', or 'my/tokenizer.json'
   tokenizer.encode('naïve')  # 110, 97, 195, 175, 118, 101
+  load_tokenizer('stdlib')  # 2,048 tokens
 
 Each kind has a document token, which is put before every document. No text is
 encoded to it.
@@ -39,6 +40,9 @@ WELL_KNOWN_TOKENS = (
   '<eos>',
   '[EOS]',
 )
+
+# Of the tokenizer 'stdlib'; docs/inputs.md says how it was made.
+_STDLIB = pathlib.Path(__file__).with_name('stdlib.model')
 
 _REPLACEMENT = '\ufffd'
 _SPEC = re.compile(r'(?P<path>.*?\.(?P<kind>model|json))(#(?P<token>.+))?')
@@ -266,10 +270,13 @@ def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
   """Returns a tokenizer.
 
   Args:
-    spec: 'bytes'; or the path of a SentencePiece model, which ends in '.model';
-      or of a `tokenizer.json` of Hugging Face's library `tokenizers`. Behind a
-      path may stand which special token to put in front of each document, as
-      in 'tokenizer.json#<|endoftext|>'. A `Tokenizer` is returned as it is.
+    spec: 'bytes'; 'stdlib', a SentencePiece model of 2,048 tokens for Python's
+      source text, which is part of this package (it gives text back as it was,
+      but U+2581 as a space); or the path of a SentencePiece model, which ends
+      in '.model'; or of a `tokenizer.json` of Hugging Face's library
+      `tokenizers`. Behind a path may stand which special token to put in front
+      of each document, as in 'tokenizer.json#<|endoftext|>'. A `Tokenizer` is
+      returned as it is.
 
   Raises:
     ValueError: it is none of these, or has no document token.
@@ -281,11 +288,11 @@ def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
   spec = os.fspath(spec)
   if spec == 'bytes':
     return BYTES
-  match = _SPEC.fullmatch(spec)
+  match = _SPEC.fullmatch(str(_STDLIB) if spec == 'stdlib' else spec)
   if not match:
     raise errors.UsageError(
-      f"The tokenizer is {spec!r}; expected 'bytes', the path of a "
-      "SentencePiece model ('.model') or of a tokenizer of Hugging Face's "
+      f"The tokenizer is {spec!r}; expected 'bytes', 'stdlib', the path of "
+      "a SentencePiece model ('.model') or of a tokenizer of Hugging Face's "
       "`tokenizers` ('.json'), maybe with '#' and the document token behind it."
     )
   path = pathlib.Path(match['path']).expanduser()
