@@ -17,7 +17,7 @@ from configs import lm
 def get_config() -> config_dict.ConfigDict:
   """Returns the config of the run."""
   config = lm.get_config()
-  config.training_steps = 24000
+  config.training_steps = 20000
   config.log_tensors_interval = 200
   config.log_train_data_interval = 100
   config.eval_interval = 4000

@@ -27,6 +27,7 @@ from jaxline.metrics import writers
 
 from . import model
 
+_DECAYS = ('linear', 'cosine')
 # More held-out bytes than this take xz longer than a second or two.
 _MAX_TO_COMPRESS = 4_000_000
 
@@ -52,7 +53,8 @@ class Config:
     training_steps: where the learning rate reaches its end.
     learning_rate: at its peak.
     warmup_fraction: part of the run over which it rises from 0.
-    final_learning_rate: at the end of the cosine, as a fraction of the peak.
+    decay: how it falls from the peak to its end: 'linear' or 'cosine'.
+    final_learning_rate: at the end, as a fraction of the peak.
     b1: decay of Adam's first moment.
     b2: decay of Adam's second moment.
     weight_decay: of all weights but the scales of normalisation.
@@ -79,6 +81,7 @@ class Config:
   training_steps: int
   learning_rate: float
   warmup_fraction: float
+  decay: str = 'cosine'  # Of runs that were begun before there was a choice.
   final_learning_rate: float
   b1: float
   b2: float
@@ -109,6 +112,8 @@ class Config:
         'sample_temperature': '[0, inf)',
       },
     )
+    if self.decay not in _DECAYS:
+      raise ValueError(f'decay must be one of {_DECAYS}; got {self.decay!r}.')
     if self.length > self.model.max_length:
       raise ValueError(
         f'length is {self.length}, more than model.max_length'
@@ -122,14 +127,17 @@ class Config:
 
 
 def learning_rate_schedule(config: Config) -> optax.Schedule:
-  """Linear warm-up, then a cosine to `final_learning_rate` of the peak."""
-  schedule = optax.warmup_cosine_decay_schedule(
-    init_value=0.0,
-    peak_value=config.learning_rate,
-    # A fraction, so that a trial of nine steps has a schedule as well.
-    warmup_steps=int(config.warmup_fraction * config.training_steps),
-    decay_steps=config.training_steps,
-    end_value=config.learning_rate * config.final_learning_rate,
+  """Linear warm-up, then a decay to `final_learning_rate` of the peak."""
+  peak, final = config.learning_rate, config.final_learning_rate
+  # A fraction, so that a trial of nine steps has a schedule as well.
+  warmup = int(config.warmup_fraction * config.training_steps)
+  steps = config.training_steps - warmup
+  if config.decay == 'linear':
+    decay = optax.linear_schedule(peak, peak * final, steps)
+  else:
+    decay = optax.cosine_decay_schedule(peak, steps, alpha=final)
+  schedule = optax.join_schedules(
+    [optax.linear_schedule(0.0, peak, warmup), decay], [warmup]
   )
   # Optax mixes the step with floats: under strict promotion it must be one.
   return lambda step: schedule(jnp.asarray(step, jnp.float32))

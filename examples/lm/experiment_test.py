@@ -30,7 +30,7 @@ LINES = 'for item in items:\n  total = total + item\n'
 
 @pytest.fixture
 def config(tmp_path):
-  """The default config, tiny, on twenty files of the same two lines."""
+  """The default config, tiny, on the bytes of twenty files of two lines."""
   for i in range(20):
     (tmp_path / f'file{i}.txt').write_text(LINES * (3 + i % 4))
   config = lm.get_config()
@@ -40,6 +40,8 @@ def config(tmp_path):
   kwargs = config.experiment_kwargs.config
   kwargs.files = str(tmp_path)
   kwargs.eval_fraction = 0.2
+  kwargs.tokenizer = 'bytes'
+  kwargs.model.vocab_size = 257
   kwargs.model.num_layers = 1
   kwargs.model.embed_dim = 32
   kwargs.model.num_heads = 2
@@ -411,19 +413,23 @@ def test_a_prompt_must_leave_room(config):
     make(config, 'decode').decode(['x'], jax.random.PRNGKey(0))
 
 
-def test_learning_rate():
-  config = lm.get_config().copy_and_resolve_references()
-  kwargs = config.experiment_kwargs
+@pytest.mark.parametrize(
+  ('decay', 'quarter'), [('linear', 0.75), ('cosine', 0.85355339)]
+)
+def test_learning_rate(config, decay, quarter):
+  kwargs = config.experiment_kwargs.config
+  kwargs.update(decay=decay, learning_rate=3e-3, final_learning_rate=0.1)
+  kwargs.update(training_steps=4100, warmup_fraction=100 / 4100)
   schedule = experiment.learning_rate_schedule(
-    experiment.base_config.read(experiment.Config, kwargs.config)
+    experiment.base_config.read(experiment.Config, kwargs)
   )
-  peak, end = 3e-3, 6000
   assert float(schedule(0)) == 0
-  assert float(schedule(75)) == pytest.approx(peak / 2)
-  assert float(schedule(150)) == pytest.approx(peak)
-  middle = (150 + end) // 2
-  assert float(schedule(middle)) == pytest.approx(peak * (1 + 0.05) / 2)
-  assert float(schedule(end)) == pytest.approx(peak * 0.05)
+  assert float(schedule(50)) == pytest.approx(1.5e-3)
+  assert float(schedule(100)) == pytest.approx(3e-3)
+  # What goes is the part above the end's.
+  assert float(schedule(1100)) == pytest.approx(3e-3 * (0.9 * quarter + 0.1))
+  assert float(schedule(2100)) == pytest.approx(3e-3 * 0.55)
+  assert float(schedule(4100)) == pytest.approx(3e-4)
 
 
 def test_only_norms_are_not_decayed(config):
@@ -442,7 +448,7 @@ def test_only_norms_are_not_decayed(config):
     is_norm = 'norm' in jax.tree_util.keystr(path)
     expected = 0.0 if is_norm else -0.25 * np.asarray(weights[path])
     np.testing.assert_allclose(update, expected + 0 * update, rtol=1e-6)
-  assert sum('norm' in jax.tree_util.keystr(path) for path, _ in flat) == 3
+  assert sum('norm' in jax.tree_util.keystr(path) for path, _ in flat) == 4
 
 
 @pytest.mark.parametrize('sharding', ['ddp', 'fsdp'])
@@ -476,6 +482,7 @@ def test_ten_steps_and_ten_after_a_restore_are_twenty(
     ('clip_norm', float('inf'), 'clip_norm is inf'),
     ('learning_rate', -1.0, r'learning_rate is -1.0; expected a number in \['),
     ('learning_rate', float('nan'), 'learning_rate is nan'),
+    ('decay', 'sqrt', "decay must be one of \\('linear', 'cosine'\\)"),
     ('final_learning_rate', -0.1, 'final_learning_rate is -0.1'),
     ('b1', 1.0, 'b1 is 1.0'),
     ('b2', -0.1, 'b2 is -0.1'),

@@ -59,6 +59,8 @@ class ModelConfig:
     max_length: the longest sequence, in tokens.
     positions: 'rotary' turns queries and keys; 'learned' adds a vector to the
       embedding.
+    normalize_embedding: whether what goes into the first layer is normalised
+      too. If not, it is as small as the output layer's table.
     feed_forward: what is between its two products: 'gelu' (as tanh), or
       'swiglu' (SiLU, and a third matrix that gates).
     attention: the implementation, see `transformer.causal_attention`. Decoding
@@ -91,6 +93,7 @@ class ModelConfig:
   mlp_dim: int
   max_length: int
   positions: str = 'rotary'
+  normalize_embedding: bool = False
   feed_forward: str = 'gelu'
   attention: str = 'einsum'
   scan_layers: bool = False
@@ -355,6 +358,8 @@ class Embedding(hk.Module):
         x_BLD += jax.lax.dynamic_slice_in_dim(table_MD, start, length)[None]
       else:
         x_BLD += table_MD[positions_BL]
+    if c.normalize_embedding:
+      x_BLD = Norm()(x_BLD)
     return x_BLD.astype(c.dtype), (table_VD, None)
 
 

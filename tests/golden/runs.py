@@ -60,6 +60,12 @@ _LM = {
   'model.num_heads': 2,
   'model.mlp_dim': 8,
   'model.max_length': 16,
+  # What configs/lm.py had when they were recorded.
+  'model.vocab_size': 257,
+  'model.normalize_embedding': False,
+  'tokenizer': 'bytes',
+  'decay': 'cosine',
+  'final_learning_rate': 0.05,
   'files': 'tests/golden/text',
   'documents': 'line',
   'batch_size': 2,
