@@ -34,7 +34,7 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.model.num_heads = 16  # Heads of 128: what matrix units like.
   kwargs.model.mlp_dim = 5632
   kwargs.model.max_length = 2048
-  kwargs.model.attention = 'cudnn'
+  kwargs.model.attention = 'flash'
   kwargs.model.dtype = 'bfloat16'
   kwargs.model.scan_layers = True
   kwargs.model.remat = 'dots'
