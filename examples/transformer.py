@@ -468,7 +468,7 @@ def causal_attention(
         f"{what} needs implementation='einsum'; got 'flash', which has none."
         ' Choose either.'
       )
-    kernel = FLASH.get(partitioning.platform())
+    kernel = FLASH.get(_platform())
     if kernel is not None and q_BLHK.shape[1] >= _MIN_BLOCK:
       return kernel(q_BLHK, k_BLGK, v_BLGK, ids, cap), None
   # The first half of the queries never sees the second half of the keys.
@@ -636,6 +636,17 @@ def cudnn_attention(
     is_causal=True,
     implementation='cudnn',
   )
+
+
+def _platform() -> str:
+  """Returns the platform that the step being traced is compiled for.
+
+  Such as 'tpu', also where this process has only a CPU: see `mesh.on_devices`.
+  """
+  partitioner = partitioning.active()
+  if partitioner is None or partitioner.is_here:
+    return jax.default_backend()
+  return 'tpu'  # The chips of a topology, of which only TPUs have any.
 
 
 # By the platform that a program is compiled for; others have 'einsum'.

@@ -506,20 +506,6 @@ def active() -> Partitioner | None:
   return _active.get()
 
 
-def platform() -> str:
-  """Returns the platform that the step being traced is compiled for.
-
-  Such as 'tpu', also where this process has only a CPU: see
-  `mesh.on_devices`. If no `Partitioner` is active, it is JAX's default.
-  """
-  partitioner = _active.get()
-  if partitioner is None:
-    return jax.default_backend()
-  if not isinstance(partitioner.mesh, jax.sharding.Mesh):
-    return 'tpu'  # `abstract_devices`, which stand for those of a topology.
-  return partitioner.mesh.devices.flat[0].platform
-
-
 def mesh_axes(name: str) -> tuple[str, ...]:
   """Returns the mesh axes of a logical axis, for `spmd_axis_name` of `vmap`.
 
