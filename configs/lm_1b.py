@@ -1,8 +1,8 @@
 """A language model of 1.1 billion weights, for one large GPU, or for TPUs.
 
 Expected: not known: nobody has run it on a GPU yet. By the TPU compiler, four
-          v5p chips with plain attention need 9.4 GiB each (3.0 of it state)
-          and 84 ms a step at least, bound by memory: docs/reference/scale.md.
+          v5p chips need 8.2 GiB each (3.0 of it state) and 69 ms a step at
+          least, bound by compute: docs/reference/scale.md.
 Hardware: one GPU of 80 GB or more (H100, H200); bfloat16, flash attention.
 Command:  python experiment.py --config=configs/lm_1b.py \
             --config.experiment_kwargs.config.files='text/**/*.txt'

@@ -529,11 +529,20 @@ def _splash_flops(i: Instruction) -> float | None:
   queries, keys = floats[:2]
   products = _SPLASH_PRODUCTS[phase[1]]
   flops = 2.0 * products * math.prod(queries) * keys[-2]
-  if operands[0][0] == 's':  # Which blocks are computed: half, if causal.
-    rows, columns = _numbers(operands[0][1])[-2:]
-    if rows == columns:
-      flops *= (rows + 1) / (2 * rows)
+  if operands[0][0] == 's':
+    flops *= splash_share(*_numbers(operands[0][1])[-2:])
   return flops
+
+
+def splash_share(rows: int, columns: int) -> float:
+  """Returns the part of splash attention's blocks that a mask leaves.
+
+  Args:
+    rows: blocks of queries.
+    columns: blocks of keys that the kernel goes through for each. A causal mask
+      has as many; for a local one the kernel goes through fewer.
+  """
+  return (rows + 1) / (2 * rows) if rows == columns else 1.0
 
 
 def _product_flops(i: Instruction, contracted: Sequence[int]) -> float:
