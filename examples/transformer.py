@@ -443,9 +443,9 @@ def causal_attention(
     [B, L, H, K]; and the cache, with the new keys and values in it.
 
   Raises:
-    ValueError: there is a cap, dropout or a prefix, and the implementation has
-      none; or G does not divide H.
-    errors.UsageError: cuDNN has no kernel for this type.
+    ValueError: there is dropout or a prefix, and the implementation has none;
+      or G does not divide H.
+    errors.UsageError: cuDNN has no kernel for a cap, or for this type.
   """
   if cache is not None:
     k_BMGK = update_cache(cache[0], k_BLGK, start)
@@ -613,11 +613,10 @@ def cudnn_attention(
     [B, L, H, K].
 
   Raises:
-    ValueError: there is a cap.
-    errors.UsageError: the arrays are float32.
+    errors.UsageError: there is a cap, or the arrays are float32.
   """
   if cap:
-    raise ValueError(
+    raise errors.UsageError(
       f"A cap of {cap} needs implementation='einsum' on GPU; got 'flash', where"
       ' cuDNN has none. Choose either.'
     )

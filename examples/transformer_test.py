@@ -317,7 +317,7 @@ def test_flash_attention_is_that_of_the_platform_of_the_program(monkeypatch):
   with pytest.raises(errors.UsageError, match='needs bfloat16; got float32'):
     transformer.causal_attention(q, k, v, 'flash')
   with pytest.raises(
-    ValueError, match=r"cap of 5.0 needs .*on GPU; got 'flash'"
+    errors.UsageError, match=r"cap of 5.0 needs .*on GPU; got 'flash'"
   ):
     transformer.causal_attention(*half, 'flash', None, 5.0)
 
