@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
   'remat_full': {'model': {'remat': 'full'}},
   'unrolled': {'model': {'scan_layers': False}},
   'whole_loss': {'model': {'loss_chunks': 1}},
-  'xla_attention': {'model': {'attention': 'xla'}},
+  'einsum_attention': {'model': {'attention': 'einsum'}},
   'fp8': {'model': {'matmul': 'fp8'}},
 }
 _WARM_UP_STEPS = 3

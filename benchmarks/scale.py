@@ -30,17 +30,21 @@ _GIB = 2.0**30
 _TERA = 1e12
 
 _MODEL = '--config.experiment_kwargs.config.model'
-# Name -> command line, of all that have chips of their own; and of lm_1b.
+_LM_1B = ['--config=configs/lm_1b.py', '--config.topology=v5p:2x2x1']
+_LONG = [
+  f'{_MODEL}.max_length=8192',
+  '--config.experiment_kwargs.config.length=8192',
+]
+# Name -> command line, of all that have chips of their own; and of lm_1b, also
+# with long sequences, once without flash attention.
 RUNS: dict[str, Sequence[str]] = {
   experiment.__name__: [f'--config=configs/c4.py:{experiment.__name__}']
   for experiment in experiment_registry.get_all().values()
   if experiment.TOPOLOGY
 } | {
-  'lm_1b': [
-    '--config=configs/lm_1b.py',
-    '--config.topology=v5p:2x2x1',
-    f'{_MODEL}.attention=xla',
-  ],
+  'lm_1b': _LM_1B,
+  'lm_1b_8192': [*_LM_1B, *_LONG],
+  'lm_1b_8192_einsum': [*_LM_1B, *_LONG, f'{_MODEL}.attention=einsum'],
 }
 # Model FLOPs utilization that was published, on so many chips.
 PUBLISHED = {'C4Spmd16BAdam32Replicas': '42%'}

@@ -11,12 +11,13 @@ fused into one product, N layers.
 from collections.abc import Callable
 import functools
 import math
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from jaxline import errors
 from jaxline import partitioning
 from jaxline import pipeline
 
@@ -34,7 +35,12 @@ BETWEEN_BLOCKS = ('batch', 'length', 'activation_embed')
 HEADS = ('batch', None, 'heads', 'kv')
 HIDDEN = ('batch', None, 'mlp')
 
-ATTENTIONS = ('einsum', 'xla', 'cudnn')
+ATTENTIONS = ('einsum', 'flash')
+# Tokens of a block of flash attention: at most, and what the length of a
+# sequence is padded to a multiple of. The first is what MaxText uses on TPUs;
+# the second is the width of a TPU's vectors.
+_MAX_BLOCK = 512
+_MIN_BLOCK = 128
 
 # By name: a function, and of how many parts S what goes in is. Of two, the
 # first goes through the function and gates the second.
@@ -420,13 +426,13 @@ def causal_attention(
     q_BLHK: queries.
     k_BLGK: keys; G divides H, as for `attend`.
     v_BLGK: values.
-    implementation: one of `ATTENTIONS`. 'einsum' is `attend`, the fastest on
-      CPU; 'xla' and 'cudnn' are those of `jax.nn.dot_product_attention`.
-      'cudnn' is flash attention on GPU, but a mask of L x L where documents
-      share a row.
+    implementation: one of `ATTENTIONS`. 'einsum' is `attend`. 'flash' does not
+      store the L x L scores (Dao et al., 2022): on TPU it is
+      `splash_attention`, on GPU `cudnn_attention`. On CPU, and for sequences
+      shorter than a block, it is `attend` too.
     segment_ids_BL: the document that each token is of; None is one a row.
-    cap: as for `attend`; for 'einsum' only.
-    dropout: the same.
+    cap: as for `attend`; not for 'flash' on GPU.
+    dropout: as for `attend`; for 'einsum' only.
     cache: keys and values [B, M, G, K] of the positions right up to `start`,
       over which the queries attend too. The implementation is 'einsum' then,
       and a row is one document.
@@ -437,8 +443,9 @@ def causal_attention(
     [B, L, H, K]; and the cache, with the new keys and values in it.
 
   Raises:
-    ValueError: there is a cap, dropout or a prefix, and the implementation has
-      none; or G does not divide H.
+    ValueError: there is dropout or a prefix, and the implementation has none;
+      or G does not divide H.
+    errors.UsageError: cuDNN has no kernel for a cap, or for this type.
   """
   if cache is not None:
     k_BMGK = update_cache(cache[0], k_BLGK, start)
@@ -454,24 +461,16 @@ def causal_attention(
     )
     return mixed, (k_BMGK, v_BMGK)
   ids = segment_ids_BL
-  if implementation != 'einsum':
-    if cap or dropout is not None or prefix_BM is not None:
+  if implementation == 'flash':
+    if dropout is not None or prefix_BM is not None:
       what = 'Dropout' if prefix_BM is None else 'A prefix'
-      what = f'A cap of {cap}' if cap else what
       raise ValueError(
-        f"{what} needs implementation='einsum'; got {implementation!r},"
-        ' which has none. Choose either.'
+        f"{what} needs implementation='einsum'; got 'flash', which has none."
+        ' Choose either.'
       )
-    same_BLL = None if ids is None else ids[:, :, None] == ids[:, None, :]
-    mixed = jax.nn.dot_product_attention(
-      q_BLHK,
-      k_BLGK,
-      v_BLGK,
-      mask=None if same_BLL is None else same_BLL[:, None],
-      is_causal=True,
-      implementation=cast(Literal['xla', 'cudnn'], implementation),
-    )
-    return mixed, None
+    kernel = FLASH.get(_platform())
+    if kernel is not None and q_BLHK.shape[1] >= _MIN_BLOCK:
+      return kernel(q_BLHK, k_BLGK, v_BLGK, ids, cap), None
   # The first half of the queries never sees the second half of the keys.
   half = q_BLHK.shape[1] // 2
   if half < 64 or prefix_BM is not None:
@@ -502,6 +501,158 @@ def causal_attention(
     q_BLHK[:, half:], k_BLGK, v_BLGK, half, late, cap, dropout=dropout
   )
   return jnp.concatenate([first, second], axis=1), None
+
+
+def splash_attention(
+  q_BLHK: jax.Array,
+  k_BLGK: jax.Array,
+  v_BLGK: jax.Array,
+  segment_ids_BL: jax.Array | None = None,
+  cap: float = 0.0,
+  *,
+  interpret: bool = False,
+) -> jax.Array:
+  """Causal attention by the Pallas kernel for TPUs that comes with JAX.
+
+  XLA does not split a kernel: each device calls it on its rows and heads.
+
+  Args:
+    q_BLHK: queries.
+    k_BLGK: keys; G divides H.
+    v_BLGK: values.
+    segment_ids_BL: as for `causal_attention`.
+    cap: the same.
+    interpret: whether the kernel is interpreted, which works on CPU.
+
+  Returns:
+    [B, L, H, K].
+  """
+  run = functools.partial(_splash_of_device, cap=cap, interpret=interpret)
+  partitioner = partitioning.active()
+  if partitioner is None:
+    return run(q_BLHK, k_BLGK, v_BLGK, segment_ids_BL)
+  spec = partitioner.spec(('batch', None, 'heads', None), q_BLHK.shape)
+  parts = partitioner.size(spec[2])
+  # Where fewer heads of keys than devices share the queries, several devices
+  # get the same one.
+  groups = k_BLGK.shape[2]
+  copies = math.lcm(groups, parts) // groups
+  k_BLGK, v_BLGK = (jnp.repeat(x, copies, axis=2) for x in (k_BLGK, v_BLGK))
+  return jax.shard_map(
+    run,
+    in_specs=(spec, spec, spec, jax.P(spec[0])),
+    out_specs=spec,
+    check_vma=False,  # Kernels do not say over which axes results vary.
+  )(q_BLHK, k_BLGK, v_BLGK, segment_ids_BL)
+
+
+def _splash_of_device(
+  q_BLHK: jax.Array,
+  k_BLGK: jax.Array,
+  v_BLGK: jax.Array,
+  segment_ids_BL: jax.Array | None,
+  *,
+  cap: float,
+  interpret: bool,
+) -> jax.Array:
+  # Imported here because Pallas takes a while, which only TPUs need.
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+  _, length, heads, width = q_BLHK.shape
+  # Nothing sees the padding: it comes last.
+  padding = -length % _MIN_BLOCK
+  q_BHLK, k_BGLK, v_BGLK = (
+    jnp.swapaxes(jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))), 1, 2)
+    for x in (q_BLHK * width**-0.5, k_BLGK, v_BLGK)
+  )
+  segments = None
+  if segment_ids_BL is not None:
+    ids_BL = jnp.pad(segment_ids_BL, ((0, 0), (0, padding)))
+    segments = splash.SegmentIds(ids_BL, ids_BL)
+  padded = length + padding
+  block = math.gcd(padded, _MAX_BLOCK)
+  mask = splash.CausalMask((padded, padded))
+  kernel = splash.make_splash_mha_single_device(
+    splash.MultiHeadMask([mask] * heads),
+    block_sizes=splash.BlockSizes(
+      block_q=block,
+      block_kv=block,
+      block_q_dkv=block,
+      block_kv_dkv=block,
+      block_q_dq=block,
+      block_kv_dq=block,
+    ),
+    attn_logits_soft_cap=cap or None,
+    interpret=interpret,
+  )
+  mixed_BHLK = jax.vmap(kernel)(q_BHLK, k_BGLK, v_BGLK, segments)
+  return jnp.swapaxes(mixed_BHLK, 1, 2)[:, :length]
+
+
+def cudnn_attention(
+  q_BLHK: jax.Array,
+  k_BLGK: jax.Array,
+  v_BLGK: jax.Array,
+  segment_ids_BL: jax.Array | None = None,
+  cap: float = 0.0,
+) -> jax.Array:
+  """Causal attention by cuDNN, for NVIDIA GPUs.
+
+  Documents that share a row make a mask of L x L, one for all heads: the
+  offsets of documents that cuDNN can take instead are not in JAX's public
+  function.
+
+  Args:
+    q_BLHK: queries, in 16 bits.
+    k_BLGK: keys; G divides H.
+    v_BLGK: values.
+    segment_ids_BL: as for `causal_attention`.
+    cap: must be 0.
+
+  Returns:
+    [B, L, H, K].
+
+  Raises:
+    errors.UsageError: there is a cap, or the arrays are float32.
+  """
+  if cap:
+    raise errors.UsageError(
+      f"A cap of {cap} needs implementation='einsum' on GPU; got 'flash', where"
+      ' cuDNN has none. Choose either.'
+    )
+  if q_BLHK.dtype == jnp.float32:
+    raise errors.UsageError(
+      "Flash attention on GPU is cuDNN's, which needs bfloat16; got float32."
+      " Set the model's dtype to bfloat16, or its attention to 'einsum'."
+    )
+  ids = segment_ids_BL
+  same_BLL = None if ids is None else ids[:, :, None] == ids[:, None, :]
+  return jax.nn.dot_product_attention(
+    q_BLHK,
+    k_BLGK,
+    v_BLGK,
+    mask=None if same_BLL is None else same_BLL[:, None],
+    is_causal=True,
+    implementation='cudnn',
+  )
+
+
+def _platform() -> str:
+  """Returns the platform that the step being traced is compiled for.
+
+  Such as 'tpu', also where this process has only a CPU: see `mesh.on_devices`.
+  """
+  partitioner = partitioning.active()
+  if partitioner is None or partitioner.is_here:
+    return jax.default_backend()
+  return 'tpu'  # The chips of a topology, of which only TPUs have any.
+
+
+# By the platform that a program is compiled for; others have 'einsum'.
+FLASH: dict[str, Callable[..., jax.Array]] = {
+  'tpu': splash_attention,
+  'gpu': cudnn_attention,
+}
 
 
 def update_cache(

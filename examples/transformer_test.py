@@ -7,11 +7,15 @@ import functools
 import math
 
 import jax
+from jax._src.cudnn import fused_attention_stablehlo
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from examples import transformer
+from jaxline import errors
+from jaxline import mesh as mesh_lib
+from jaxline import partitioning
 
 # Most of the time of these tests is compiling.
 _jit = functools.partial(
@@ -153,16 +157,15 @@ def test_gradients_where_a_query_sees_one_key_or_none():
 
 
 @pytest.mark.parametrize('length', [5, 160])  # 160 is attended in two halves.
-@pytest.mark.parametrize('implementation', ['einsum', 'xla'])
 @pytest.mark.parametrize(('documents', 'groups'), [(1, 4), (3, 2)])
-def test_causal_attention(length, implementation, documents, groups):
+def test_causal_attention(length, documents, groups):
   q = _normal(1, length, 4, 8)
   k, v = _normal(2, 1, length, groups, 8, seed=1)
   # Of three documents the second lies in both halves.
   ids = np.arange(length) * documents // length
   actual, _ = _jit(transformer.causal_attention, static_argnums=3)(
     *_float32(q, k, v),
-    implementation,
+    'einsum',
     None if documents == 1 else jnp.asarray(ids)[None],
   )
   expected = _numpy_attention(
@@ -201,8 +204,122 @@ def test_errors_of_attention():
   q, k = jnp.ones((1, 2, 4, 6)), jnp.ones((1, 2, 3, 6))
   with pytest.raises(ValueError, match=r'must divide .*; got 3 for 4'):
     transformer.attend(q, k, k)
-  with pytest.raises(ValueError, match=r"cap of 5.0 needs .*got 'xla'"):
-    transformer.causal_attention(q, q, q, 'xla', None, 5.0)
+  with pytest.raises(ValueError, match=r"Dropout needs .*got 'flash'"):
+    transformer.causal_attention(q, q, q, 'flash', dropout=lambda x: x)
+  with pytest.raises(ValueError, match=r"A prefix needs .*got 'flash'"):
+    transformer.causal_attention(q, q, q, 'flash', prefix_BM=jnp.ones((1, 2)))
+
+
+# The kernel for TPUs, on CPU.
+_splash = functools.partial(transformer.splash_attention, interpret=True)
+
+
+def _einsum(*args):
+  return transformer.causal_attention(*args[:3], 'einsum', *args[3:])[0]
+
+
+def _attention_inputs(length, groups, documents):
+  """Returns q, k, v and segments of two rows; one of them is one document."""
+  q = _normal(2, length, 4, 8)
+  k, v = _normal(2, 2, length, groups, 8, seed=1)
+  ids = np.arange(length) * np.array([[documents], [1]]) // length
+  return *_float32(q, k, v), jnp.asarray(ids) if documents > 1 else None
+
+
+def _loss_and_grads(attention, q, k, v, ids, cap=0.0, **options):
+  # The gradient of each entry of the result is another one.
+  weights = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
+
+  def total(q, k, v, ids):
+    return jnp.sum(attention(q, k, v, ids, cap) * weights)
+
+  return _jit(jax.value_and_grad(total, (0, 1, 2)), **options)(q, k, v, ids)
+
+
+def _assert_all_close(actual, expected):
+  for a, b in zip(
+    jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ('length', 'groups', 'documents', 'cap'),
+  [
+    pytest.param(160, 4, 1, 0.0, id='one padded block'),
+    pytest.param(300, 2, 3, 2.0, id='three blocks'),
+  ],
+)
+def test_splash_attention_is_einsum(length, groups, documents, cap):
+  inputs = _attention_inputs(length, groups, documents)
+  _assert_all_close(
+    _loss_and_grads(_splash, *inputs, cap),
+    _loss_and_grads(_einsum, *inputs, cap),
+  )
+
+
+# One splits the rows. The other splits the heads, of which there is one for the
+# keys, and the length of what goes from one layer to the next.
+@pytest.mark.parametrize(
+  ('preset', 'axis', 'groups', 'axes'),
+  [
+    ('fsdp', 'data', 2, transformer.HEADS),
+    ('sp', 'mdl', 1, ('batch', 'length', None, None)),
+  ],
+)
+def test_each_device_calls_splash_attention_on_its_part(
+  preset, axis, groups, axes
+):
+  *arrays, ids = _attention_inputs(128, groups, 2)
+  partitioner = partitioning.Partitioner(
+    mesh_lib.make_mesh({'data': 1, axis: 2}, jax.devices()[:2]),
+    partitioning.get_rules(preset),
+  )
+  places = [partitioner.spec(axes, x.shape) for x in arrays]
+  places = [*partitioner.shardings(places), partitioner.batch_sharding]
+  with partitioner.activate():
+    split = _loss_and_grads(_splash, *arrays, ids, in_shardings=places)
+  grad_q = split[1][0]
+  assert grad_q.sharding.shard_shape(grad_q.shape) != grad_q.shape
+  _assert_all_close(split, _loss_and_grads(_einsum, *arrays, ids))
+
+
+def test_flash_attention_is_that_of_the_platform_of_the_program(monkeypatch):
+  q, k, v, ids = _attention_inputs(128, 2, 3)
+
+  def program(implementation, *args):
+    return str(
+      jax.make_jaxpr(
+        lambda *args: transformer.causal_attention(
+          *args[:3], implementation, *args[3:]
+        )[0]
+      )(*args)
+    )
+
+  assert program('flash', q, k, v, ids) == program('einsum', q, k, v, ids)
+  # The chips of a topology, on a machine that has none.
+  partitioner = partitioning.Partitioner(
+    mesh_lib.make_mesh(None, mesh_lib.abstract_devices(4)),
+    partitioning.get_rules('fsdp'),
+  )
+  with partitioner.activate():
+    assert 'splash_mha_fwd_segmented' in program('flash', q, k, v, ids)
+    # Less than a block.
+    short = [x[:, :127] for x in (q, k, v)]
+    assert 'splash' not in program('flash', *short)
+
+  monkeypatch.setattr(transformer, '_platform', lambda: 'gpu')
+  monkeypatch.setattr(
+    fused_attention_stablehlo, 'check_cudnn_version', lambda *_, **__: 91000
+  )
+  half = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+  assert 'dot_product_attention_fwd' in program('flash', *half, ids)
+  with pytest.raises(errors.UsageError, match='needs bfloat16; got float32'):
+    transformer.causal_attention(q, k, v, 'flash')
+  with pytest.raises(
+    errors.UsageError, match=r"cap of 5.0 needs .*on GPU; got 'flash'"
+  ):
+    transformer.causal_attention(*half, 'flash', None, 5.0)
 
 
 def test_a_cache_takes_what_is_new_where_it_belongs():

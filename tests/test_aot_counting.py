@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples import transformer
 from jaxline.aot import counting
 from jaxline.aot import hlo
 
@@ -282,3 +283,20 @@ def test_fused_attention(monkeypatch):
   # A fused kernel computes the weights again.
   assert counting.flops(jax.grad(fused, (0, 1, 2)), *args) == 7 * product
   assert counting.flops(jax.grad(plain, (0, 1, 2)), *args) == 6 * product
+
+
+def test_splash_attention_counts_the_blocks_of_its_mask():
+  """Traced for a TPU that is not here: three by three blocks."""
+  query = shape(2, 384, 4, 8)
+  key = shape(2, 384, 2, 8)
+
+  def total(q, k, v):
+    return transformer.splash_attention(q, k, v).sum()
+
+  product = 2 * (2 * 4 * 384 * 384) * 8 * 6 / 9
+  assert counting.flops(total, query, key, key) == 2 * product
+  gradient = jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(query, key, key)
+  assert counting.forward_flops(gradient) == 2 * product
+  # And the gradient of each result times the result, summed over its width.
+  outside = 2 * (2 * 384 * 4 * 8)
+  assert counting.flops(gradient) == (2 + 3 + 4) * product + outside

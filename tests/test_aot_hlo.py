@@ -682,6 +682,37 @@ ENTRY %main (q: bf16[2,4,1024,128]) -> bf16[2,4,1024,128] {
   )
 
 
+def test_splash_attention_counts_the_blocks_that_a_causal_mask_leaves():
+  """As of libtpu 0.0.52: the metadata of the kernel has lines of its own."""
+  kernel = """\
+  %splash_mha_PHASE.3 = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)} custom-call(%m, %m, %q, %k, %k), custom_call_target="tpu_custom_call", operand_layout_constraints={s8[1,2,2]{2,1,0}, s8[1,2,2]{2,1,0}, bf16[2,4,1024,128]{3,2,1,0}, bf16[2,2,1024,128]{3,2,1,0}, bf16[2,2,1024,128]{3,2,1,0}}, frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="jit(f)/splash_mha_PHASE/pallas_call"}, backend_config={"custom_call_config":{"body":"TUzv"}}
+"""  # noqa: E501
+  text = """\
+HloModule jit_f
+
+ENTRY %main (m: s8[1,2,2], q: bf16[2,4,1024,128], k: bf16[2,2,1024,128]) -> bf16[2,4,1024,128] {
+  %m = s8[1,2,2]{2,1,0:T(8,128)(4,1)} parameter(0)
+  %q = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)} parameter(1)
+  %k = bf16[2,2,1024,128]{3,2,1,0:T(8,128)(2,1)} parameter(2)
+KERNEL  ROOT %copy = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)} copy(%splash_mha_PHASE.3)
+}
+""".replace('KERNEL', kernel)  # noqa: E501
+  product = 2 * (2 * 4 * 1024 * 1024) * 128
+  for phase, products in (
+    ('fwd_residuals', 2),
+    ('dq_no_residuals', 3),
+    ('dkv_segmented_no_residuals', 4),
+  ):
+    measures = measure(text.replace('PHASE', phase))
+    # Of two by two blocks, one is above the diagonal.
+    assert measures.flops == products * product * 3 / 4
+    assert not measures.unknown_kernels
+  whole = text.replace('s8[1,2,2]{2,1,0}, ', '').replace('PHASE', 'fwd')
+  assert measure(whole).flops == 2 * product
+
+
 # Excerpts: GPU. Not compiled by the authors of these tests: the attributes are
 # as XLA's own tests and public dumps have them.
 

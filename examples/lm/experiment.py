@@ -221,12 +221,6 @@ class Experiment(sharded.ShardedExperiment):
       self.data_summary = self.corpus.summary
     super().__init__(mode, init_rng, run_config=run_config)
     self._rows = self.config.batch_size
-    on_gpu = self.partitioner.is_here and jax.default_backend() == 'gpu'
-    if self.config.model.attention == 'cudnn' and not on_gpu:
-      raise errors.UsageError(
-        "model.attention is 'cudnn', which is for NVIDIA GPUs; here it must be"
-        " 'xla', the same without cuDNN, or 'einsum'."
-      )
     if self.config.model.matmul == 'fp8' and self.partitioner.is_here:
       fp8.check_devices(jax.local_devices())
     if (

@@ -505,13 +505,6 @@ def test_wrong_values_are_refused_by_name(config, key, value, said):
     make(config)
 
 
-def test_flash_attention_needs_a_gpu(config):
-  config.experiment_kwargs.config.model.attention = 'cudnn'
-  config.experiment_kwargs.config.model.dtype = 'bfloat16'
-  with pytest.raises(ValueError, match=r"'cudnn', which is for NVIDIA.*'xla'"):
-    make(config)
-
-
 def test_misspelled_keys_are_refused_by_name(config):
   config.experiment_kwargs.config.model.num_layer = 3
   with pytest.raises(ValueError, match=r"'num_layer'.*'num_layers'"):

@@ -127,10 +127,6 @@ class ModelConfig:
         f'Rotary positions need an even embed_dim / num_heads; got'
         f" {self.head_dim}. Change either, or set positions='learned'."
       )
-    if self.attention == 'cudnn' and self.dtype == 'float32':
-      raise ValueError(
-        "attention='cudnn' needs dtype='bfloat16'; got dtype='float32'."
-      )
     if self.matmul == 'fp8' and self.pipeline_stages > 1:
       raise ValueError(
         "matmul='fp8' has the scales' next values in place of gradients; a"

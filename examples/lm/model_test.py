@@ -253,7 +253,6 @@ def test_initial_weights_and_loss():
     {'remat': 'offload', 'scan_layers': True},
     {'remat': 'full', 'scan_layers': True},
     {'loss_chunks': 3},
-    {'attention': 'xla'},
     {'pipeline_stages': 2, 'pipeline_microbatches': 2},
   ],
   ids=str,
@@ -271,7 +270,7 @@ def test_how_it_is_computed_changes_neither_loss_nor_gradients(changes):
   [
     pytest.param(2, 3, 1, {}, marks=pytest.mark.slow),
     (2, 2, 2, {'scan_layers': True, 'remat': 'dots', 'loss_chunks': 2}),
-    (4, 1, 1, {'scan_layers': True, 'remat': 'offload', 'attention': 'xla'}),
+    (4, 1, 1, {'scan_layers': True, 'remat': 'offload'}),
   ],
 )
 def test_a_pipeline_changes_neither_loss_nor_gradients(
@@ -317,6 +316,52 @@ def _packed_loss_and_grads(config):
 
   four_layers = dataclasses.replace(VARIANTS['learned_swiglu'], num_layers=4)
   return _jit(jax.value_and_grad(mean))(_params(four_layers))
+
+
+# A pipeline is a `vmap` over its stages, of a `shard_map` over all devices.
+def test_flash_attention_in_a_pipeline_over_two_devices(monkeypatch):
+  monkeypatch.setitem(
+    transformer.FLASH,
+    'cpu',
+    functools.partial(transformer.splash_attention, interpret=True),
+  )
+  config = dataclasses.replace(TINY, max_length=128, scan_layers=True)
+  flash = dataclasses.replace(
+    config,
+    attention='flash',
+    remat='dots',
+    pipeline_stages=2,
+    pipeline_microbatches=2,
+  )
+  params, tokens = _params(config), _tokens(config, batch=2, length=128)
+  segments = jnp.sort(_tokens(config, batch=2, length=128, seed=2) % 3, axis=1)
+
+  def loss_and_grads(config, **options):
+    def mean(params, tokens, segments):
+      total, weight = model.loss(
+        params,
+        tokens,
+        tokens[:, ::-1],
+        jnp.ones(tokens.shape),
+        config,
+        segment_ids_BL=segments,
+      )
+      return total / weight
+
+    run = _jit(jax.value_and_grad(mean), **options)
+    return jax.device_get(run(params, tokens, segments))
+
+  partitioner = partitioning.Partitioner(
+    mesh_lib.make_mesh({'stage': 2, 'data': 1}, jax.devices()[:2]),
+    partitioning.get_rules('pipeline'),
+  )
+  specs = partitioner.specs(jax.eval_shape(_init, jax.random.key(0), config))
+  rows = partitioner.batch_sharding
+  with partitioner.activate():
+    actual = loss_and_grads(
+      flash, in_shardings=(partitioner.shardings(specs), rows, rows)
+    )
+  _assert_trees_close(actual, loss_and_grads(config), rtol=1e-4, atol=1e-6)
 
 
 def test_the_pipeline_is_left_out_where_tokens_are_decoded():
@@ -454,7 +499,10 @@ def test_dropout_in_training_only_and_the_same_scanned_or_not():
     ({'num_heads': 16}, "even embed_dim .* got 1.*positions='learned'"),
     ({'remat': 'some'}, "remat must be one of .*'dots'.*; got 'some'"),
     ({'dtype': 'float8'}, "dtype must be one of .*; got 'float8'"),
-    ({'attention': 'cudnn'}, "'cudnn' needs dtype='bfloat16'"),
+    (
+      {'attention': 'cudnn'},
+      "attention must be one of .*'flash'.*; got 'cudnn'",
+    ),
     ({'positions': 'some'}, "positions must be one of .*'rotary'.* got 'some'"),
     ({'pipeline_stages': 3}, '2 layers do not divide over 3 stages'),
     (

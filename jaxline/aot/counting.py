@@ -26,8 +26,8 @@ def flops(function: Any, *args: Any) -> float:
   A multiplication and an addition are two. The whole program counts, over all
   devices: a `shard_map` as often as it has devices, a `scan` its length. Of a
   `cond` the dearest branch counts; a `while` counts once, and a warning tells,
-  if there is anything in it. Fused attention counts whole, though a causal
-  kernel skips about half.
+  if there is anything in it. cuDNN's attention counts whole, though a causal
+  kernel skips about half; of splash attention those blocks are left out.
 
   Args:
     function: a function of arrays, or its jaxpr.
@@ -86,7 +86,7 @@ def _equation_flops(equation: Any, counted: int) -> float:
         sum(inner),
       )
     return sum(inner)
-  return _repeats(name, params) * sum(inner)
+  return _repeats(name, params) * _share(equation) * sum(inner)
 
 
 def _repeats(name: str, params: Any) -> int:
@@ -105,6 +105,16 @@ def _repeats(name: str, params: Any) -> int:
       return 1
     return math.prod(grid)
   return 1
+
+
+def _share(equation: Any) -> float:
+  """Returns the part of the rounds of an equation in which it does anything."""
+  is_kernel = equation.primitive.name == 'pallas_call'
+  if not is_kernel or 'splash_m' not in str(equation.source_info.name_stack):
+    return 1.0
+  first = equation.invars[0].aval  # The blocks of the mask, if there is one.
+  is_mask = jax.numpy.issubdtype(first.dtype, jax.numpy.integer)
+  return hlo.splash_share(*first.shape[-2:]) if is_mask else 1.0
 
 
 def _jaxprs(params: Any) -> Iterator[Any]:

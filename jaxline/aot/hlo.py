@@ -93,7 +93,8 @@ class Measures:
     flops: of matrix products and convolutions; a multiplication and an addition
       are two. Products with padding do not count. Kernels of cuBLAS and cuDNN
       count by their shapes (attention fully, though a causal kernel skips
-      half), a Pallas kernel by the estimate that its author gave.
+      half), a Pallas kernel by the estimate that its author gave, or, if it is
+      one of JAX's splash attention, by its shapes and the blocks of its mask.
     hbm_bytes: read from and written to device memory by the instructions
       outside of fusions, and by each fusion as a whole. A sliced operand counts
       as the slice, an in-place update as the update, a value that is passed on
@@ -160,6 +161,8 @@ def measure(
 _SHAPE = re.compile(
   r'([a-z]\w*)\[([^\]]*)\](?:\{(?:[^{}S]*S\((\d+)\))?[^{}]*\})?'
 )
+# What a Pallas kernel is labelled with; the only attribute of several lines.
+_KERNEL_METADATA = re.compile(r'=\{\n(?:".*\n)+\}')
 _HEADER = re.compile(r'(ENTRY )?%?([\w.\-]+) \(.*\{\s*$')
 _INSTRUCTION = re.compile(
   r'\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>.*?)'
@@ -291,7 +294,7 @@ def parse(text: str) -> Module:
   is_tpu = re.search(r'[\[{][\d,]*:T\(', text) is not None
   computations: dict[str, Computation] = {}
   entry = current = None
-  for line in text.splitlines():
+  for line in _KERNEL_METADATA.sub('={}', text).splitlines():
     if current is None:
       if header := _HEADER.match(line):
         current = computations[header[2]] = Computation()
@@ -503,8 +506,43 @@ def _flops(i: Instruction) -> float | None:
     )
   if target.startswith(_KERNELS):
     cost = i.search(r'"cost_estimate":\{"flops":"?(\d+)')
-    return float(cost) if cost else None
+    return float(cost) if cost else _splash_flops(i)
   return 0.0
+
+
+# Products of a block of queries with a block of keys, in the kernels of
+# `jax.experimental.pallas.ops.tpu.splash_attention`. Both of the backward pass
+# compute the scores and the gradient of the weights.
+_SPLASH_PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4}
+
+
+def _splash_flops(i: Instruction) -> float | None:
+  """Returns the FLOPs of splash attention; None for another kernel."""
+  phase = re.search(r'splash_m[hq]a_(fwd|dq|dkv)', i.title)
+  operands = re.findall(
+    r'(bf|f|s)\d+\[([\d,]+)\]',
+    i.search(r'operand_layout_constraints=\{(.*?\})\}'),
+  )
+  floats = [_numbers(dims) for kind, dims in operands if kind != 's']
+  if not phase or len(floats) < 2:
+    return None
+  queries, keys = floats[:2]
+  products = _SPLASH_PRODUCTS[phase[1]]
+  flops = 2.0 * products * math.prod(queries) * keys[-2]
+  if operands[0][0] == 's':
+    flops *= splash_share(*_numbers(operands[0][1])[-2:])
+  return flops
+
+
+def splash_share(rows: int, columns: int) -> float:
+  """Returns the part of splash attention's blocks that a mask leaves.
+
+  Args:
+    rows: blocks of queries.
+    columns: blocks of keys that the kernel goes through for each. A causal mask
+      has as many; for a local one the kernel goes through fewer.
+  """
+  return (rows + 1) / (2 * rows) if rows == columns else 1.0
 
 
 def _product_flops(i: Instruction, contracted: Sequence[int]) -> float:

@@ -151,7 +151,7 @@ class DotProductAttention(base_layer.BaseLayer):
     dim_per_head: K; None is `hidden_dim` / H.
     use_bias: whether there is a bias in the products with weights.
     atten_logit_cap: c tanh(score / c) takes the place of the scores; 0 leaves
-      them. Needs 'einsum'.
+      them. Needs 'einsum' on GPU.
     atten_dropout_prob: part of the softmax's weights that is dropped in
       training. Needs 'einsum'.
     internal_enable_per_dim_scale: whether queries have a `PerDimScale`.
@@ -164,8 +164,7 @@ class DotProductAttention(base_layer.BaseLayer):
     is_cross_attention: whether keys and values are of another sequence. Then
       nothing is causal, and nothing is turned.
     attention_impl: one of `transformer.ATTENTIONS`, for causal attention
-      without a cache: 'einsum'; or 'xla' or 'cudnn' (flash attention on GPU,
-      in bfloat16) of `jax.nn.dot_product_attention`.
+      without a cache: see `transformer.causal_attention`.
     proj_tpl: the products with weights.
     rotary_position_emb_tpl: what turns.
   """
@@ -265,24 +264,15 @@ class DotProductAttention(base_layer.BaseLayer):
         f' {transformer.ATTENTIONS}.'
       )
     if p.attention_impl != 'einsum' and (
-      p.atten_logit_cap
-      or p.atten_dropout_prob
-      or not p.is_causal
-      or p.is_cross_attention
+      p.atten_dropout_prob or not p.is_causal or p.is_cross_attention
     ):
       raise ValueError(
         f'{name}.attention_impl is {p.attention_impl!r}, which is for causal'
-        ' attention of a sequence over itself without a cap or dropout; got'
+        ' attention of a sequence over itself without dropout; got'
         f' is_causal={p.is_causal},'
         f' is_cross_attention={p.is_cross_attention},'
-        f' atten_logit_cap={p.atten_logit_cap},'
         f' atten_dropout_prob={p.atten_dropout_prob}.'
         " Set 'einsum', or these."
-      )
-    if p.attention_impl == 'cudnn' and self.fprop_dtype == jnp.float32:
-      raise ValueError(
-        f"{name}.attention_impl 'cudnn' needs fprop_dtype=jnp.bfloat16; got"
-        ' float32.'
       )
 
   @property

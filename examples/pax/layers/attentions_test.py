@@ -108,7 +108,7 @@ def _numpy_attention(w, x_LD, source_MD, mask_LM, *, cap=0.0, turns=False):
       'use_rotary_position_emb': True,
     },
     {'use_rotary_position_emb': True},
-    {'num_kv_heads': 1, 'combine_qkv': False, 'attention_impl': 'xla'},
+    {'num_kv_heads': 1, 'combine_qkv': False, 'attention_impl': 'flash'},
   ],
 )
 def test_causal_attention_is_the_papers(fields):
@@ -367,12 +367,10 @@ def test_templates_of_fiddle_make_projections_of_their_own():
   [
     ({'num_kv_heads': 3}, 'num_kv_heads is 3; expected a divisor'),
     ({'hidden_dim': 7}, 'expected their product'),
-    ({'attention_impl': 'flash'}, "'flash'; expected one of"),
-    ({'attention_impl': 'xla', 'is_causal': False}, 'is_causal=False'),
-    ({'attention_impl': 'xla', 'atten_logit_cap': 1.0}, 'cap=1.0'),
-    ({'attention_impl': 'xla', 'atten_dropout_prob': 0.1}, 'prob=0.1'),
+    ({'attention_impl': 'cudnn'}, "'cudnn'; expected one of"),
+    ({'attention_impl': 'flash', 'is_causal': False}, 'is_causal=False'),
+    ({'attention_impl': 'flash', 'atten_dropout_prob': 0.1}, 'prob=0.1'),
     ({'num_heads': 0}, 'num_heads is 0; expected at least 1'),
-    ({'attention_impl': 'cudnn'}, 'needs fprop_dtype=jnp.bfloat16'),
     ({'dim_per_head': 3, 'use_rotary_position_emb': True}, 'an even'),
     ({'dim_per_head': None}, 'a divisor of it'),
   ],
