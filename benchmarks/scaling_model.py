@@ -406,7 +406,7 @@ class Prediction:
   Attributes:
     constants: what was fitted.
     mfu: of each run.
-    error: of the runs that were not fitted, the mean absolute difference to
+    error: of the runs after the first two, the mean absolute difference to
       what was published.
   """
 
@@ -416,27 +416,22 @@ class Prediction:
 
 
 def predict(
-  of: Sequence[Costs],
-  variant: Variant = base,
-  *,
-  points: Sequence[Point] = POINTS,
-  fitted: int = FITTED,
+  of: Sequence[Costs], variant: Variant = base, *, fitted: int = FITTED
 ) -> Prediction:
   """Fits the first runs and predicts all.
 
   Args:
-    of: the costs of `points`.
+    of: the costs of POINTS.
     variant: of the model.
-    points: the runs.
     fitted: how many are fitted. The error is that of runs from FITTED on.
   """
-  terms = [variant(p, c) for p, c in zip(points, of, strict=True)]
+  terms = [variant(p, c) for p, c in zip(POINTS, of, strict=True)]
   times = [c.ideal / t.published for c, t in zip(of, terms, strict=True)]
   constants = fit(terms[:fitted], times[:fitted])
   mfu = tuple(
     c.ideal / constants.seconds(t) for c, t in zip(of, terms, strict=True)
   )
-  errors = [abs(m - p.published) for m, p in zip(mfu, points, strict=True)]
+  errors = [abs(m - p.published) for m, p in zip(mfu, POINTS, strict=True)]
   error = sum(errors[FITTED:]) / len(errors[FITTED:])
   return Prediction(constants, mfu, error)
 
@@ -447,14 +442,6 @@ def predict(
 def _nothing_hidden(point: Point, cost: Costs) -> Terms:
   fixed = cost.memory + cost.network
   return Terms(cost.compute, 0.0, point.published, fixed)
-
-
-def _only_network(point: Point, cost: Costs) -> Terms:
-  return Terms(cost.compute, cost.network, point.published)
-
-
-def _only_memory(point: Point, cost: Costs) -> Terms:
-  return Terms(cost.compute, cost.memory, point.published)
 
 
 def _all_links(point: Point, cost: Costs) -> Terms:
@@ -491,8 +478,6 @@ def _read_off(first: float, second: float) -> Variant:
 VARIANTS: dict[str, tuple[Variant, int]] = {
   'as stated': (base, FITTED),
   'nothing is hidden: x = 1, only e is fitted': (_nothing_hidden, FITTED),
-  'the network is hidden, memory in part': (_only_memory, FITTED),
-  'memory is hidden, the network in part': (_only_network, FITTED),
   'all links carry at once': (_all_links, FITTED),
   '32B keeps the outputs of attention': (_keeps_attention, FITTED),
   'the figure says 42.5 and 41.5%': (_read_off(0.425, 0.415), FITTED),
@@ -542,7 +527,7 @@ def costs_table(reports: Mapping[str, scale.Report]) -> str:
         f'{cost.mdl / cost.ideal:.2f}',
       )
     )
-  titles = (
+  titles = [
     'run',
     'topology',
     'data x mdl',
@@ -555,7 +540,7 @@ def costs_table(reports: Mapping[str, scale.Report]) -> str:
     'memory',
     'network, data',
     'network, mdl',
-  )
+  ]
   return _table(titles, rows)
 
 
@@ -592,20 +577,10 @@ def variants_table(of: Sequence[Costs]) -> str:
         f'{100 * prediction.error:.1f}',
       )
     )
-  titles = (
-    'assumption',
-    'e',
-    'x',
-    *(p.name for p in POINTS),
-    'mean absolute error of the last four',
-  )
-  published = (
-    'published',
-    '',
-    '',
-    *(f'{100 * p.published:.1f}' for p in POINTS),
-  )
-  return _table(titles, [*rows, (*published, '')])
+  names = (point.name for point in POINTS)
+  titles = ('assumption', 'e', 'x', *names, 'mean absolute error, last four')
+  published = (f'{100 * point.published:.1f}' for point in POINTS)
+  return _table(titles, [*rows, ('published', '', '', *published, '')])
 
 
 def check_table(reports: Mapping[str, scale.Report]) -> str:
@@ -626,14 +601,14 @@ def check_table(reports: Mapping[str, scale.Report]) -> str:
           ),
         )
       )
-  titles = (
+  titles = [
     'derived / compiled',
     'model FLOPs',
     'compute',
     'memory',
     'network, data',
     'network, mdl',
-  )
+  ]
   return _table(titles, rows)
 
 
@@ -643,7 +618,7 @@ _INK, _FAINT, _GRID = '#1f2328', '#59636e', '#d1d9e0'
 _BLUE, _ORANGE = '#0969da', '#bc4c00'
 _WIDTH, _HEIGHT = 760, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 30, 60, 70
-_LOW, _HIGH = 0.3, 0.7
+_LOW, _HIGH = 0.3, 0.6
 
 
 def _place(chip_count: int, mfu: float) -> tuple[float, float]:
@@ -669,7 +644,7 @@ def _text(
 def draw(of: Sequence[Costs]) -> str:
   """Returns the picture, as SVG."""
   lines = (
-    ('published', [p.published for p in POINTS], _INK, ''),
+    ('published', [p.published for p in POINTS], _INK, 'none'),
     ('predicted: fitted on the first two', predict(of).mfu, _BLUE, '6 4'),
     (
       'predicted if nothing is hidden',

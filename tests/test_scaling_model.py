@@ -122,6 +122,20 @@ def test_a_run_is_derived_from_its_layers(reports):
     assert getattr(double, name) == pytest.approx(2 * cost, rel=0.01)
 
 
+@pytest.mark.parametrize(
+  ('data', 'topology', 'times'),
+  # Pieces of 128 and 64: gradients, and then weights too, are all-reduced.
+  [(128, 'v4:8x8x16', 4), (256, 'v4:8x16x16', 6)],
+)
+def test_narrow_pieces_send_more(reports, data, topology, times):
+  (point,) = (p for p in scaling_model.POINTS if p.name == '256B')
+  found = scaling_model.costs(reports['256B'])
+  other = dataclasses.replace(point, data=data, topology=topology)
+  expected = found.data * times / 3 * (1 - 1 / data) / (1 - 1 / 64)
+  made = scaling_model.derive(other, reports)
+  assert made.data == pytest.approx(expected)
+
+
 def test_first_runs_are_fitted_and_the_others_predicted(reports):
   of = scaling_model.all_costs(reports)
   found = scaling_model.predict(of)
