@@ -5,7 +5,9 @@ import pathlib
 
 import pytest
 
+from benchmarks import scale
 from benchmarks import scaling_model
+from jaxline import platform
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -92,6 +94,21 @@ def test_reports_are_of_the_runs(reports):
     # One axis at a time is slower than all links at once.
     cost = scaling_model.costs(report)
     assert cost.network > cost.all_links > 0
+
+
+# What config flags load a file with.
+@pytest.mark.filterwarnings('ignore:the load_module')
+def test_the_first_run_is_the_registered_one():
+  first, second = (
+    platform.load_config(scaling_model.arguments(point))
+    for point in scaling_model.POINTS[:2]
+  )
+  registered = platform.load_config(scale.RUNS[scaling_model.FIRST])
+  assert first.to_dict() == registered.to_dict()
+  constants = second.experiment_kwargs.config.constants
+  assert (constants.NUM_LAYERS, constants.NUM_HEADS) == (40, 64)
+  assert (second.mesh.ici.data, second.mesh.ici.mdl) == (16, 4)
+  assert second.topology == 'v4:4x4x4'
 
 
 def test_sizes_are_those_of_the_names():
