@@ -318,7 +318,7 @@ def _tokens_per_second(
     side.next()
   began = harness.now()
   count = 0
-  while time.perf_counter() < began.wall + seconds:
+  while not count or time.perf_counter() < began.wall + seconds:
     side.next()
     count += 1
   return harness.since(began, harness.now(), count * tokens / 1e6)

@@ -89,9 +89,8 @@ def _rows_of_size(name: str, quick: bool) -> list[harness.Row]:
 
 def rows(options: harness.Options) -> list[harness.Row]:
   """Compares the step of each size."""
-  return [
-    row for name in lm_step.SIZES for row in _rows_of_size(name, options.quick)
-  ]
+  sizes = options.pick(list(lm_step.SIZES), ['default'])
+  return [row for name in sizes for row in _rows_of_size(name, options.quick)]
 
 
 if __name__ == '__main__':
