@@ -71,8 +71,9 @@ def _aims(run: dict[str, Any]) -> str:
     if row['met'] is not None
   ]
   missed = [
-    f'- {title}: {row["what"]}, against {row["against"] or "nothing"}:'
-    f' {harness.number(row["value"][row["judged"]][1])}, aim {row["aim"]}'
+    f'- {title}: {row["what"]}'
+    + (f', against {row["against"]}' if row['against'] else '')
+    + f': {harness.number(row["value"][row["judged"]][1])}, aim {row["aim"]}'
     for title, row in judged
     if not row['met']
   ]
@@ -92,7 +93,8 @@ def page(run: dict[str, Any], by_hand: str) -> str:
   about = (
     f'{machine["date"]}, commit {machine["commit"]}: {machine["cpu"]},'
     f' {machine["cores"]} cores, no accelerator used; {machine["system"]};'
-    f' Python {machine["python"]}, {versions}.'
+    f' Python {machine["python"]}, {versions}. The programs took'
+    f' {sum(x["seconds"] for x in run["programs"].values()) / 60:.0f} minutes.'
   )
   parts = [
     '# Performance',

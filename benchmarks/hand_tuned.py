@@ -256,15 +256,16 @@ def greedy(config: Any, steps: int) -> Any:
       return (x[:, -1] @ params['table'].T).argmax(-1).astype(jnp.int32), kept
 
     cache = [(jnp.zeros(shape),) * 2 for _ in range(config.num_layers)]
-    token, cache = run(prompts, cache, 0)
+    # Without the last token, so that the prompt's logits are never made.
+    _, cache = run(prompts[:, :-1], cache, 0)
 
     def advance(carry: Any, i: jax.Array) -> Any:
       token, cache = carry
-      new, cache = run(token[:, None], cache, length + i)
-      return (new, cache), token
+      token, cache = run(token[:, None], cache, length - 1 + i)
+      return (token, cache), token
 
-    _, tokens = jax.lax.scan(advance, (token, cache), jnp.arange(steps))
-    return tokens.T
+    first = prompts[:, -1], cache
+    return jax.lax.scan(advance, first, jnp.arange(steps))[1].T
 
   return jax.jit(decode)
 

@@ -154,7 +154,6 @@ def row(
   measure: str = 'ratio',
   aim: str | None = None,
   judged: str = 'wall',
-  scale: float = 1.0,
 ) -> Row:
   """Returns a row of a table.
 
@@ -168,14 +167,9 @@ def row(
       'value' (ours).
     aim: such as '>= 0.98', for the median of the measure.
     judged: 'wall' or 'cpu': by which time the aim is judged.
-    scale: the samples are multiplied by it.
   """
-  ours = [Sample(*(None if x is None else x * scale for x in s)) for s in ours]
   value = ours
   if baseline is not None:
-    baseline = [
-      Sample(*(None if x is None else x * scale for x in s)) for s in baseline
-    ]
     compare = operator.truediv if measure == 'ratio' else operator.sub
     value = pairwise(compare, ours, baseline)
   found = {
