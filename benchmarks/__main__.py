@@ -103,6 +103,8 @@ def page(run: dict[str, Any], by_hand: str) -> str:
     textwrap.fill(about, 80, break_on_hyphens=False),
     _aims(run),
   ]
+  if rest := [name for name in PROGRAMS if name not in run['programs']]:
+    parts.append(f'Not part of this run: {", ".join(rest)}.')
   for name, title in PROGRAMS.items():
     if (program := run['programs'].get(name)) is None:
       continue
