@@ -5,7 +5,7 @@
 `hand_tuned.py` computes the same mathematics from the same weights: forward and
 backward pass, clipping, AdamW with a schedule. That it does is checked on three
 steps before anything is timed. The peers are other programs' models of the same
-sizes, as they come, behind the same loss, clipping and AdamW: DIR has the
+number of weights, as they come, behind the same loss, clipping and AdamW: DIR has the
 package `nanodo` of NanoDO and `lm1b`, the folder of Flax's example.
 """
 
@@ -135,11 +135,16 @@ def random_tokens(
   return [rng.integers(1, vocab, shape, np.int32) for _ in range(count)]
 
 
+def _mlp_dim(c: Any) -> int:
+  """Returns a hidden width with as many weights, without a gate."""
+  return c.mlp_dim * 3 // 2 if c.feed_forward == 'swiglu' else c.mlp_dim
+
+
 def _nanodo(config: Any) -> tuple[Any, Callable[..., jax.Array]]:
   model = importlib.import_module('nanodo.model')
   c = config.model
   sizes = {'D': c.embed_dim, 'H': c.num_heads, 'L': config.length}
-  sizes |= {'N': c.num_layers, 'V': c.vocab_size, 'F': c.mlp_dim}
+  sizes |= {'N': c.num_layers, 'V': c.vocab_size, 'F': _mlp_dim(c)}
   module = model.TransformerDo(model.DoConfig(**sizes, fsdp_enabled=False))
   return module, lambda params, tokens: module.apply(params, tokens[:, :-1])
 
@@ -156,7 +161,7 @@ def _lm1b(config: Any) -> tuple[Any, Callable[..., jax.Array]]:
       num_heads=c.num_heads,
       num_layers=c.num_layers,
       qkv_dim=c.embed_dim,
-      mlp_dim=c.mlp_dim,
+      mlp_dim=_mlp_dim(c),
       max_len=config.length,
       deterministic=True,
     )
