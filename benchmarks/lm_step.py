@@ -5,8 +5,8 @@
 `hand_tuned.py` computes the same mathematics from the same weights: forward and
 backward pass, clipping, AdamW with a schedule. That it does is checked on three
 steps before anything is timed. The peers are other programs' models of the same
-number of weights, as they come, behind the same loss, clipping and AdamW: DIR has the
-package `nanodo` of NanoDO and `lm1b`, the folder of Flax's example.
+number of weights, as they come, behind the same loss, clipping and AdamW: DIR
+has the package `nanodo` of NanoDO and `lm1b`, the folder of Flax's example.
 """
 
 from collections.abc import Callable, Iterator
