@@ -1,9 +1,9 @@
 """What a checkpoint costs: time on the training thread, total, restore, memory.
 
-    python -m benchmarks.checkpoint [--mb=500] [--rounds=5] [--dir=DIR]
+    python -m benchmarks.checkpoint
 
-The state is that of a language model with Adam, random float32 numbers, saved
-and restored by
+The state is that of a language model with Adam, 500 MB of random float32
+numbers, saved and restored by
 
 - copy: numpy.array of each array, nothing written; the least that a save can
   block, if training is to go on while it is written;
@@ -27,23 +27,29 @@ that the operating system has seen (VmHWM, so this needs Linux) above what was
 there before; of a restore, without the state itself.
 """
 
-import argparse
-import ctypes
-import json
+import functools
 import os
 import pathlib
-import platform as platform_info
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from typing import Any
+
+from benchmarks import harness
 
 _SAVES = 3
 _LAYERS = 12
 SIDES = ('copy', 'numpy', 'orbax', 'orbax, raw', 'durable')
+# What of the durable checkpointer is compared with which side; the aim.
+_ROWS = (
+  ('first block', 'copy', None),
+  ('block', 'copy', '<= 1.3'),
+  ('save', 'orbax', '<= 1'),
+  ('save', 'orbax, raw', None),
+  ('save', 'numpy', None),
+  ('restore', 'orbax', '<= 1'),
+  ('restore', 'orbax, raw', None),
+  ('restore', 'numpy', None),
+)
 
 
 def _experiment(mb: float) -> Any:
@@ -231,173 +237,89 @@ def _side(name: str, folder: pathlib.Path, experiment: Any) -> Any:
   return sides[name](folder, experiment)
 
 
-def _memory(what: str) -> int:
-  """Returns a line of this process's status, in bytes."""
-  status = pathlib.Path('/proc/self/status').read_text()
-  line = next(x for x in status.splitlines() if x.startswith(what))
-  return int(line.split()[1]) << 10
+def _median(samples: list[harness.Sample]) -> harness.Sample:
+  wall, cpu = (statistics.median(x) for x in zip(*samples, strict=True))
+  return harness.Sample(wall, cpu)
 
 
-class _Peak:
-  """Measures by how much memory grows at most."""
-
-  def __init__(self) -> None:
-    ctypes.CDLL(None).malloc_trim(0)  # What is free shall not count as used.
-    pathlib.Path('/proc/self/clear_refs').write_text('5')  # Resets VmHWM.
-    self._before = _memory('VmRSS')
-
-  def grown(self) -> int:
-    return _memory('VmHWM') - self._before
-
-
-def _save_worker(name: str, folder: pathlib.Path, mb: float) -> dict[str, Any]:
+def save(name: str, folder: str, mb: float) -> dict[str, Any]:
+  """Saves several times, in a process of its own."""
   import jax
 
   experiment = _experiment(mb)
   experiment.restore_from_snapshot({'state': _random_state(experiment)})
   size = sum(x.nbytes for x in jax.tree.leaves(experiment.state))
-  side = _side(name, folder, experiment)
+  side = _side(name, pathlib.Path(folder), experiment)
   blocks, totals = [], []
-  peak = _Peak()
+  peak = harness.Peak()
   for step in range(_SAVES):
     os.sync()
-    began = time.perf_counter()
+    began = harness.now()
     side.save(step)
-    blocks.append(time.perf_counter() - began)
+    blocks.append(harness.since(began, harness.now(), None))
     side.wait()
-    totals.append(time.perf_counter() - began)
+    totals.append(harness.since(began, harness.now(), None))
+  first, *later = blocks
   return {
-    'first block': blocks[0],
-    'block': statistics.median(blocks[1:]),
-    'first save': totals[0],
-    'save': statistics.median(totals[1:]),
-    'save copies': peak.grown() / size,
-    'arrays': len(jax.tree.leaves(experiment.state)),
-    'bytes': size,
+    'first block': first,
+    'block': _median(later),
+    'save': _median(totals[1:]),
+    'memory of a save': peak.grown() / size,
   }
 
 
-def _restore_worker(
-  name: str, folder: pathlib.Path, mb: float
-) -> dict[str, Any]:
+def restore(name: str, folder: str, mb: float) -> dict[str, Any]:
+  """Restores once, in a process of its own, and compares all bits."""
   import jax
   import numpy as np
 
   experiment = _experiment(mb)
-  side = _side(name, folder, experiment)
-  peak = _Peak()
-  began = time.perf_counter()
+  side = _side(name, pathlib.Path(folder), experiment)
+  peak = harness.Peak()
+  began = harness.now()
   state = jax.block_until_ready(side.restore(_SAVES - 1))
-  seconds = time.perf_counter() - began
+  seconds = harness.since(began, harness.now(), None)
   grown = peak.grown()
   saved = jax.tree.leaves(_random_state(experiment))
   for got, expected in zip(jax.tree.leaves(state), saved, strict=True):
     np.testing.assert_array_equal(got, expected)
   size = sum(x.nbytes for x in saved)
-  return {'restore': seconds, 'restore copies': grown / size - 1}
+  return {'restore': seconds, 'memory of a restore': grown / size - 1}
 
 
-def _run(what: str, name: str, folder: pathlib.Path, mb: float) -> Any:
-  root = pathlib.Path(__file__).resolve().parent.parent
-  result = subprocess.run(
-    [
-      *(sys.executable, __file__, '--worker', what, '--side', name),
-      *('--dir', str(folder), '--mb', str(mb)),
-    ],
-    env=os.environ | {'PYTHONPATH': str(root), 'JAX_PLATFORMS': 'cpu'},
-    capture_output=True,
-    text=True,
-  )
-  if result.returncode:
-    raise RuntimeError(f'{what} by {name} failed:\n{result.stderr[-3000:]}')
-  return json.loads(result.stdout.splitlines()[-1])
-
-
-def _measure(name: str, folder: pathlib.Path, mb: float) -> dict[str, Any]:
-  try:
-    measured = _run('save', name, folder, mb)
+def _measure(name: str, mb: float) -> dict[str, Any]:
+  with tempfile.TemporaryDirectory() as folder:
+    args = 'benchmarks.checkpoint', name, folder, mb
+    env = {'JAX_PLATFORMS': 'cpu'}
+    measured = harness.call(args[0], 'save', *args[1:], env=env)
     if name != 'copy':
-      measured |= _run('restore', name, folder, mb)
+      measured |= harness.call(args[0], 'restore', *args[1:], env=env)
     return measured
-  finally:
-    shutil.rmtree(folder, ignore_errors=True)
 
 
-def _print(rounds: list[dict[str, dict[str, Any]]], sides: list[str]) -> None:
-  columns = ('first block', 'block', 'first save', 'save', 'restore')
-  copies = ('save copies', 'restore copies')
-  print(f'{"":12}' + ''.join(f'{c:>15}' for c in columns + copies))
-  for side in sides:
-    line = f'{side:12}'
-    for c in columns + copies:
-      if c in rounds[0][side]:
-        line += f'{statistics.median(r[side][c] for r in rounds):15.3f}'
-      else:
-        line += f'{"":15}'
-    print(line)
-  print()
-  for what, baseline in (
-    ('first block', 'copy'),
-    ('block', 'copy'),
-    ('save', 'orbax'),
-    ('save', 'orbax, raw'),
-    ('save', 'numpy'),
-    ('restore', 'orbax'),
-    ('restore', 'orbax, raw'),
-    ('restore', 'numpy'),
-  ):
-    if {'durable', baseline} <= set(sides):
-      ratios = [r['durable'][what] / r[baseline][what] for r in rounds]
-      print(
-        f'{what}, durable / {baseline}: {statistics.median(ratios):.2f}'
-        f' [{min(ratios):.2f}, {max(ratios):.2f}]'
-      )
-  for what in copies:
-    if 'durable' in sides:
-      values = [r['durable'][what] for r in rounds]
-      print(f'{what}, durable: at most {max(values):.2f}')
-
-
-def main() -> None:
-  """Prints the table."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def rows(options: harness.Options) -> list[harness.Row]:
+  """Measures all sides in turns."""
+  mb = options.pick(500, 5)
+  rounds = harness.turns(
+    {side: functools.partial(_measure, side, mb) for side in SIDES},
+    options.num_rounds(3),
   )
-  parser.add_argument('--mb', type=float, default=500, help='of the state')
-  parser.add_argument('--rounds', type=int, default=5)
-  parser.add_argument('--sides', nargs='+', default=SIDES, choices=SIDES)
-  parser.add_argument('--dir', help='where to write; default: temporary')
-  parser.add_argument('--worker', help=argparse.SUPPRESS)
-  parser.add_argument('--side', help=argparse.SUPPRESS)
-  args = parser.parse_args()
-  if args.worker:
-    work = {'save': _save_worker, 'restore': _restore_worker}[args.worker]
-    print(json.dumps(work(args.side, pathlib.Path(args.dir), args.mb)))
-    return
-
-  import jax
-  import orbax.checkpoint as ocp
-
-  rounds = []
-  with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-    for i in range(args.rounds):
-      # Forth and back: no side always runs after the same other.
-      rounds.append(
-        {
-          side: _measure(side, pathlib.Path(folder) / 'run', args.mb)
-          for side in args.sides[:: -1 if i % 2 else 1]
-        }
-      )
-  state = rounds[0][args.sides[0]]
-  print(
-    f'jax {jax.__version__}, orbax-checkpoint {ocp.__version__}, Python'
-    f' {platform_info.python_version()}, {os.cpu_count()} cores, one CPU'
-    f' device; {state["bytes"] / 1e6:.0f} MB in {state["arrays"]} arrays.'
-    f' Seconds, and memory in copies of the state: medians of {args.rounds}'
-    ' rounds.\n'
-  )
-  _print(rounds, args.sides)
+  found = [
+    harness.row(
+      what,
+      harness.fields(rounds['durable'], what),
+      baseline,
+      harness.fields(rounds[baseline], what),
+      unit='s',
+      aim=aim,
+    )
+    for what, baseline, aim in _ROWS
+  ]
+  for what in ('memory of a save', 'memory of a restore'):
+    ours = harness.fields(rounds['durable'], what)
+    found.append(harness.row(what, ours, unit='copies', aim='<= 1'))
+  return found
 
 
 if __name__ == '__main__':
-  main()
+  harness.main(rows, __doc__)

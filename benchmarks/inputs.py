@@ -1,6 +1,6 @@
 """What inputs cost: tokens per second of each source, and the infeed per step.
 
-    python -m benchmarks.inputs [--sizes 8x256 32x1024] [--rounds=11]
+    python -m benchmarks.inputs
 
 Each source stands beside what one would write without it, on the same tokens,
 those of the source text of Python's standard library:
@@ -21,22 +21,20 @@ ratio is taken round by round.
 
 The infeed: microseconds a step on the training thread, above a loop without it
 that has one batch for all steps. Steps either sleep, as if an accelerator were
-at work, or compute on the same CPU as the infeed's thread.
+at work, or compute on the same CPU as the infeed's thread. CPU is what the
+training thread computes.
 
 Start-up: seconds to make the tokens of the corpus, and to open them again.
 
-Parts that are not installed are left out, and named.
+Sources that are not installed are left out.
 """
 
-import argparse
 from collections.abc import Callable, Iterator
 import dataclasses
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import pathlib
-import platform as platform_info
 import statistics
 import tempfile
 import time
@@ -47,6 +45,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import harness
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
 from jaxline.inputs import base
@@ -58,7 +57,8 @@ from jaxline.inputs import synthetic
 from jaxline.inputs import text
 from jaxline.inputs import tfdata
 
-_PACKAGES = ('jax', 'numpy', 'grain', 'array_record', 'tensorflow', 'seqio')
+# Rows and tokens of batches.
+_SIZES = ((8, 256), (32, 1024))
 # Records among which tf.data draws the next.
 _SHUFFLE_BUFFER = 1024
 _THREADS = 4
@@ -310,65 +310,44 @@ def _groups(
     yield _seqio_sides(source, rows, length)
 
 
-def _batches_per_second(side: _Side, seconds: float) -> float:
+def _tokens_per_second(
+  side: _Side, seconds: float, tokens: int
+) -> harness.Sample:
   end = time.perf_counter() + seconds / 4
   while time.perf_counter() < end:
     side.next()
-  began = now = time.perf_counter()
+  began = harness.now()
   count = 0
-  while now < began + seconds:
+  while not count or time.perf_counter() < began.wall + seconds:
     side.next()
     count += 1
-    now = time.perf_counter()
-  return count / (now - began)
+  return harness.since(began, harness.now(), count * tokens / 1e6)
 
 
-def _in_turn(
-  measures: dict[str, Callable[[], Any]], rounds: int
-) -> dict[str, list[Any]]:
-  """Returns what each measure gave in each round."""
-  values: dict[str, list[Any]] = {name: [] for name in measures}
-  for i in range(rounds):
-    # Forth and back: no side always runs after the same other.
-    for name in list(measures)[:: -1 if i % 2 else 1]:
-      values[name].append(measures[name]())
-  return values
-
-
-def _spread(values: list[float], decimals: int = 2) -> str:
-  """Returns the median and the quartiles."""
-  low, median, high = statistics.quantiles(values, n=4, method='inclusive')
-  return f'{median:.{decimals}f} [{low:.{decimals}f}, {high:.{decimals}f}]'
-
-
-def _print_sources(
-  groups: Iterator[list[_Side]], rows: int, length: int, args: Any
-) -> None:
-  print(
-    f'\nSources, rows of {rows} x {length}\n{"":30}{"tokens/s":>10}'
-    f'{"us/batch":>10}   {"of":32}{"ratio":20}target'
-  )
-  for sides in groups:
-    speeds = _in_turn(
-      {
-        side.name: functools.partial(_batches_per_second, side, args.seconds)
-        for side in sides
-      },
-      args.rounds,
-    )
-    for side in sides:
-      speed = statistics.median(speeds[side.name])
-      line = (
-        f'{side.name:30}{speed * rows * length / 1e6:8.1f} M'
-        f'{1e6 / speed:10.0f}   '
+def _source_rows(
+  sides: list[_Side], rows: int, length: int, options: harness.Options
+) -> Iterator[harness.Row]:
+  """Compares the sides of a group with their baselines."""
+  seconds = options.pick(0.1, 0.01)
+  speeds = harness.turns(
+    {
+      side.name: functools.partial(
+        _tokens_per_second, side, seconds, rows * length
       )
-      for baseline, target in (side.targets or {'': None}).items():
-        if baseline:
-          pairs = zip(speeds[side.name], speeds[baseline], strict=True)
-          line += f'{baseline:32}{_spread([a / b for a, b in pairs]):20}'
-          line += f'{target}' if target else ''
-        print(line.rstrip())
-        line = ' ' * 53
+      for side in sides
+    },
+    options.num_rounds(9),
+  )
+  for side in sides:
+    for baseline, target in side.targets.items():
+      yield harness.row(
+        f'{side.name}, {rows} x {length}',
+        speeds[side.name],
+        baseline,
+        speeds[baseline],
+        unit='M tokens/s',
+        aim=f'>= {target}' if target else None,
+      )
 
 
 def _sleep_step() -> Callable[[Any], None]:
@@ -396,43 +375,41 @@ def _compute_step() -> Callable[[Any], None]:
   return lambda batch: compute(batch).block_until_ready()
 
 
-def _micros(function: Callable[[], Any]) -> float:
-  """Returns the median time of a call."""
-  times = []
-  for _ in range(_STEPS):
-    began = time.perf_counter()
-    function()
-    times.append(time.perf_counter() - began)
-  return statistics.median(times) * 1e6
+def _micros(
+  step: Callable[[Any], None], next_batch: Callable[[], Any], steps: int
+) -> dict[str, harness.Sample]:
+  """Returns medians of steps and of getting their batches, in microseconds.
 
-
-def _fed_micros(
-  step: Callable[[Any], None], batches: infeed.Infeed
-) -> dict[str, float]:
-  """Returns medians of steps that take their batch from an infeed.
+  Args:
+    step: what a step does with its batch.
+    next_batch: returns it.
+    steps: how many.
 
   Returns:
-    Of a step, of getting its batch, and, for machines with other work, the time
-    that this thread had a core to get it.
+    'step' and 'next': by wall time, and by the time that this thread computed.
   """
-  times: dict[str, list[float]] = {'step': [], 'next': [], 'core': []}
-  for _ in range(_STEPS):
-    began = time.perf_counter()
-    had = time.thread_time()
-    batch = next(batches)
-    # What a step of `ShardedExperiment` asks besides.
-    _ = batches.position, batches.wait_fraction
-    times['core'].append(time.thread_time() - had)
-    got = time.perf_counter()
+  times: dict[str, list[harness.Sample]] = {'step': [], 'next': []}
+  for _ in range(steps):
+    began = time.perf_counter(), time.thread_time()
+    batch = next_batch()
+    got = time.perf_counter(), time.thread_time()
     step(batch)
-    times['step'].append(time.perf_counter() - began)
-    times['next'].append(got - began)
-  return {k: statistics.median(v) * 1e6 for k, v in times.items()}
+    done = time.perf_counter(), time.thread_time()
+    for name, end in (('next', got), ('step', done)):
+      pair = zip(began, end, strict=True)
+      times[name].append(harness.Sample(*((b - a) * 1e6 for a, b in pair)))
+  return {
+    name: harness.Sample(
+      *(statistics.median(x) for x in zip(*samples, strict=True))
+    )
+    for name, samples in times.items()
+  }
 
 
-def _print_infeed(
-  documents: text.Documents, rows: int, length: int, rounds: int
-) -> None:
+def _infeed_rows(
+  documents: text.Documents, rows: int, length: int, options: harness.Options
+) -> Iterator[harness.Row]:
+  """Compares steps that are fed by the infeed with steps without it."""
   partitioner = partitioning.Partitioner(
     mesh_lib.make_mesh(devices=jax.devices()[:1]), partitioning.Rules()
   )
@@ -442,121 +419,83 @@ def _print_infeed(
       documents=documents, batch_size=rows, length=length, is_training=True
     )
 
-  source = read()
-  batch = next(source)
-  placed = partitioner.put_batch(batch)
-  behind = _in_turn(
-    {
-      name: functools.partial(_micros, function)
-      for name, function in {
-        'next(TextInput)': source.__next__,
-        'get_state()': source.get_state,
-        'put_batch': lambda: jax.block_until_ready(
-          partitioner.put_batch(batch)
-        ),
-      }.items()
-    },
-    rounds,
-  )
-  print(f'\nInfeed, rows of {rows} x {length}: us a batch, on its own thread')
-  for name, values in behind.items():
-    print(f'{name:30}{_spread(values, 1)}')
-  print(
-    f'\n{"us a step":22}{"bare":>7}{"fed":>7}   {"over":24}{"next()":22}'
-    f'{"of it at work":22}target'
-  )
+  placed = partitioner.put_batch(next(read()))
   steps = {
-    'step sleeps': _sleep_step(),
-    'step on the same CPU': _compute_step(),
+    'step sleeps': (_sleep_step(), f'<= {_INFEED_TARGET}'),
+    'step on the same CPU': (_compute_step(), None),
   }
-  for name, step in steps.items():
+  count = options.pick(_STEPS, 5)
+  for name, (step, aim) in steps.items():
     batches = infeed.Infeed(read(), partitioner.put_batch)
-    _fed_micros(step, batches)
-    values = _in_turn(
+
+    def take(batches: infeed.Infeed = batches) -> Any:
+      batch = next(batches)
+      # What a step of `ShardedExperiment` asks besides.
+      _ = batches.position, batches.wait_fraction
+      return batch
+
+    _micros(step, take, count)
+    values = harness.turns(
       {
-        'bare': lambda step=step: _micros(lambda: step(placed)),
-        'fed': functools.partial(_fed_micros, step, batches),
+        'bare': functools.partial(_micros, step, lambda: placed, count),
+        'fed': functools.partial(_micros, step, take, count),
       },
-      rounds,
+      options.num_rounds(9),
     )
     batches.close()
-    bare = values['bare']
-    fed = {k: [x[k] for x in values['fed']] for k in values['fed'][0]}
-    over = [b - a for a, b in zip(bare, fed['step'], strict=True)]
-    print(
-      f'{name:22}{statistics.median(bare):7.0f}'
-      f'{statistics.median(fed["step"]):7.0f}   {_spread(over, 1):24}'
-      f'{_spread(fed["next"], 1):22}{_spread(fed["core"], 1):22}'
-      f'under {_INFEED_TARGET}'
+    what = f'{rows} x {length}, {name}'
+    fed = values['fed']
+    yield harness.row(
+      f'infeed, {what}',
+      harness.fields(fed, 'step'),
+      'one batch for all steps',
+      harness.fields(values['bare'], 'step'),
+      unit='us/step',
+      measure='difference',
+      aim=aim,
+    )
+    yield harness.row(
+      f'`next` of the infeed, {what}',
+      harness.fields(fed, 'next'),
+      unit='us/step',
+      aim=aim,
     )
 
 
-def _start_up(folder: pathlib.Path, rounds: int) -> text.Corpus:
-  """Prints what it takes to open the corpus, and returns it."""
-  times: dict[str, list[float]] = {'make tokens': [], 'open them again': []}
-  for i in range(rounds):
-    for name in times:
-      began = time.perf_counter()
-      corpus = text.load_corpus('stdlib', cache_dir=folder / str(i))
-      times[name].append(time.perf_counter() - began)
-  size = corpus.train.num_bytes + corpus.eval.num_bytes
-  files = corpus.train.num_files + corpus.eval.num_files
-  print(f'\nStart-up, {size / 1e6:.1f} MB in {files} files: seconds')
-  for name, values in times.items():
-    print(f'{name:30}{_spread(values, 3)}')
-  return corpus
-
-
-def _size(argument: str) -> tuple[int, int]:
-  rows, _, length = argument.partition('x')
-  return int(rows), int(length)
-
-
-def main() -> None:
-  """Prints the tables."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def _start_rows(
+  folder: pathlib.Path, options: harness.Options
+) -> tuple[text.Corpus, harness.Row]:
+  """Returns the corpus, and what it takes to open it again."""
+  first, again = [], []
+  for i in range(options.pick(3, 2)):
+    path = folder / str(i)
+    load = functools.partial(text.load_corpus, 'stdlib', cache_dir=path)
+    first.append(harness.timed(load))
+    again.append(harness.timed(load))
+  row = harness.row(
+    'tokens opened again', again, 'tokens made', first, unit='s', aim='<= 1'
   )
-  parser.add_argument(
-    '--sizes',
-    nargs='+',
-    type=_size,
-    default=[(8, 256), (32, 1024)],
-    metavar='ROWSxTOKENS',
-    help='of batches',
-  )
-  parser.add_argument('--rounds', type=int, default=11)
-  parser.add_argument(
-    '--seconds', type=float, default=0.1, help='a side reads in a round'
-  )
-  args = parser.parse_args()
-  if args.rounds < 2:
-    parser.error(f'--rounds is {args.rounds}; expected at least 2.')
+  return load(), row
+
+
+def rows(options: harness.Options) -> list[harness.Row]:
+  """Measures sources, infeed and start-up."""
   logging.set_verbosity(logging.ERROR)
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
   jax.config.update('jax_platforms', 'cpu')
-  versions = [
-    f'{name} {importlib.metadata.version(name)}'
-    for name in _PACKAGES
-    if _is_installed(name)
-  ]
-  missing = [name for name in _PACKAGES if not _is_installed(name)]
-  print(
-    f'Python {platform_info.python_version()}, {", ".join(versions)};'
-    f' {os.cpu_count()} cores, one CPU device. Medians and quartiles of'
-    f' {args.rounds} rounds of {args.seconds} s.'
-  )
-  if missing:
-    print(f'Not installed, and left out: {", ".join(missing)}.')
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
-    documents = _start_up(folder, 3).train
-    for rows, length in args.sizes:
-      groups = _groups(documents, folder, rows, length)
-      _print_sources(groups, rows, length, args)
-    for rows, length in args.sizes:
-      _print_infeed(documents, rows, length, args.rounds)
+    corpus, started = _start_rows(folder, options)
+    documents = corpus.train
+    found = []
+    sizes = options.pick(_SIZES, _SIZES[:1])
+    for size in sizes:
+      for sides in _groups(documents, folder, *size):
+        found += _source_rows(sides, *size, options)
+    for size in sizes:
+      found += _infeed_rows(documents, *size, options)
+  return [*found, started]
 
 
 if __name__ == '__main__':
-  main()
+  harness.main(rows, __doc__)

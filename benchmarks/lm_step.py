@@ -1,23 +1,17 @@
-"""The training step of examples/lm against a hand-tuned program.
+"""The compiled training step of examples/lm against hand-tuned JAX and peers.
 
-  python -m benchmarks.lm_step [--sizes=default,large_vocabulary] [--rounds=10]
+    python -m benchmarks.lm_step [--peers=DIR]
 
-Both sides compute the same mathematics from the same weights: forward and
-backward pass, clipping, AdamW with a schedule. That they do is checked on
-three steps before anything is timed. The hand-tuned side is plain JAX and
-Optax, one array a weight, every layer written out, nothing but what this one
-model needs. The sides take turns, and the ratio is taken round by round, so
-that a busy machine slows both alike.
-
-Shapes: as in examples/lm/model.py.
+`hand_tuned.py` computes the same mathematics from the same weights: forward and
+backward pass, clipping, AdamW with a schedule. That it does is checked on three
+steps before anything is timed. The peers are other programs' models of the same
+number of weights, as they come, behind the same loss, clipping and AdamW: DIR
+has the package `nanodo` of NanoDO and `lm1b`, the folder of Flax's example.
 """
 
-import argparse
-from collections.abc import Callable
-import os
-import platform
-import statistics
-import time
+from collections.abc import Callable, Iterator
+import importlib
+import sys
 from typing import Any
 
 import jax
@@ -25,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks import hand_tuned
+from benchmarks import harness
 from configs import lm as lm_config
 from examples.lm import experiment as lm_experiment
-from examples.lm import model
 from jaxline.inputs import base
 
 # What each size changes of configs/lm.py.
@@ -45,296 +40,211 @@ SIZES: dict[str, dict[str, Any]] = {
     },
   },
 }
+_AIM = '>= 0.99'
 
-Loss = Callable[[Any, jax.Array], jax.Array]
 
+def make_experiment(
+  name: str, quick: bool = False, **changes: Any
+) -> lm_experiment.Experiment:
+  """Constructs the real experiment.
 
-def _experiment(name: str) -> lm_experiment.Experiment:
-  """Constructs the real experiment at one of the sizes."""
+  Args:
+    name: of `SIZES`.
+    quick: whether with one layer, which compiles sooner.
+    **changes: of `experiment_kwargs.config`.
+  """
   config = lm_config.get_config().copy_and_resolve_references()
-  config.experiment_kwargs.config.update(SIZES[name])
+  kwargs = config.experiment_kwargs.config
+  kwargs.update(SIZES[name])
+  if quick:
+    kwargs.model.num_layers = 1
+  kwargs.update(changes)
   return lm_experiment.Experiment(
     'train', jax.random.key(0), run_config=config, **config.experiment_kwargs
   )
 
 
-def _optimizer(config: lm_experiment.Config) -> optax.GradientTransformation:
-  schedule = optax.warmup_cosine_decay_schedule(
-    0.0,
-    config.learning_rate,
-    int(config.warmup_fraction * config.training_steps),
-    config.training_steps,
-    config.learning_rate * config.final_learning_rate,
-  )
-  return optax.chain(
-    optax.clip_by_global_norm(config.clip_norm),
-    optax.adamw(
-      schedule,
-      b1=config.b1,
-      b2=config.b2,
-      weight_decay=config.weight_decay,
-      mask=lambda params: jax.tree_util.tree_map_with_path(
-        lambda path, _: 'norm' not in jax.tree_util.keystr(path), params
-      ),
-    ),
-  )
+class Side:
+  """A training step with its state, to be timed.
 
-
-def _hand_tuned_step(config: lm_experiment.Config) -> Any:
-  """Returns a jitted, donated `(state, tokens) -> (state, mean loss)`."""
-  optimizer = _optimizer(config)
-  loss = _hand_tuned_loss(config.model, config.length)
-
-  def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
-    params, opt_state = state
-    value, grads = jax.value_and_grad(loss)(params, tokens)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), value
-
-  return jax.jit(step, donate_argnums=0)
-
-
-def _hand_tuned_params(params: Any, config: model.ModelConfig) -> Any:
-  """Our weights as the hand-tuned program wants them: matrices, by layer."""
-  attention, feed_forward = (
-    params['layers/attention'],
-    params['layers/feed_forward'],
-  )
-  d = config.embed_dim
-  return {
-    'table': params['embedding']['tokens'],
-    'norm': params['final_norm']['scale'],
-    'layers': [
-      {
-        'norm1': params['layers/attention_norm']['scale'][i],
-        'qkv': attention['qkv'][i].reshape(d, -1),
-        'out': attention['out'][i].reshape(-1, d),
-        'norm2': params['layers/feed_forward_norm']['scale'][i],
-        'w1': feed_forward['in'][i].reshape(d, -1),
-        'w2': feed_forward['out'][i],
-      }
-      for i in range(config.num_layers)
-    ],
-  }
-
-
-def _hand_tuned_loss(config: model.ModelConfig, length: int) -> Loss:
-  """Plain JAX, tuned for a CPU; what it knows, the model knows too."""
-  heads, width = config.num_heads, config.head_dim
-  angles = np.arange(length)[:, None] / 1e4 ** (
-    np.arange(width // 2) / (width // 2)
-  )
-  cos = np.cos(angles, dtype=np.float32)[None, :, None]
-  sin = np.sin(angles, dtype=np.float32)[None, :, None]
-  causal = np.tril(np.ones((length, length), bool))[None, None]
-
-  def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
-
-  def turn(x: jax.Array) -> jax.Array:
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-  def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
-    scores = jnp.einsum('blhk,bmhk->bhlm', q, k)
-    scores = jnp.where(mask, scores, -1e30)
-    exp = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
-    mixed = jnp.einsum('bhlm,bmhk->blhk', exp, v)
-    return mixed / exp.sum(-1).swapaxes(1, 2)[..., None]
-
-  def cross_entropy(x: jax.Array, table: jax.Array, t: jax.Array) -> jax.Array:
-    logits = x @ table.T
-    picked = jnp.take_along_axis(logits, t[..., None], axis=-1)[..., 0]
-    return (jax.nn.logsumexp(logits, axis=-1) - picked).sum()
-
-  @jax.custom_vjp
-  def chunked(x: jax.Array, table: jax.Array, t: jax.Array) -> jax.Array:
-    return cross_entropy(x, table, t)
-
-  def forward(x: jax.Array, table: jax.Array, t: jax.Array) -> Any:
-    # The gradient is taken while the logits are there, chunk by chunk.
-    def add(carry: Any, chunk: Any) -> Any:
-      value, (dx, dtable) = jax.value_and_grad(cross_entropy, (0, 1))(
-        chunk[0], table, chunk[1]
-      )
-      return (carry[0] + value, carry[1] + dtable), dx
-
-    (value, dtable), dx = jax.lax.scan(
-      add,
-      (jnp.zeros([]), jnp.zeros_like(table)),
-      (
-        x.reshape(config.loss_chunks, -1, x.shape[-1]),
-        t.reshape(config.loss_chunks, -1),
-      ),
-    )
-    return value, (dx.reshape(x.shape), dtable)
-
-  chunked.defvjp(forward, lambda grads, g: (grads[0] * g, grads[1] * g, None))
-
-  def loss(params: Any, tokens: jax.Array) -> jax.Array:
-    half = length // 2
-    x = params['table'][tokens[:, :-1]]
-    for p in params['layers']:
-      qkv = (norm(x, p['norm1']) @ p['qkv']).reshape(
-        *x.shape[:2], 3, heads, width
-      )
-      q, k, v = (
-        turn(qkv[:, :, 0]) * width**-0.5,
-        turn(qkv[:, :, 1]),
-        qkv[:, :, 2],
-      )
-      mixed = jnp.concatenate(
-        [
-          attend(
-            q[:, :half], k[:, :half], v[:, :half], causal[..., :half, :half]
-          ),
-          attend(q[:, half:], k, v, causal[..., half:, :]),
-        ],
-        axis=1,
-      )
-      x += mixed.reshape(x.shape) @ p['out']
-      hidden = norm(x, p['norm2']) @ p['w1']
-      if config.feed_forward == 'swiglu':
-        gate, value = jnp.split(hidden, 2, axis=-1)
-        x += (jax.nn.silu(gate) * value) @ p['w2']
-      else:
-        x += jax.nn.gelu(hidden) @ p['w2']
-    x = norm(x, params['norm'])
-    entropy = chunked if config.loss_chunks > 1 else cross_entropy
-    return entropy(x, params['table'], tokens[:, 1:]) / tokens[:, 1:].size
-
-  return loss
-
-
-def _spread(values: list[float]) -> str:
-  low, _, high = statistics.quantiles(values, n=4)
-  return f'{statistics.median(values):.3f} [{low:.3f}, {high:.3f}]'
-
-
-def compare(name: str, rounds: int, steps: int) -> float:
-  """Times both sides in turns and prints a table.
-
-  Args:
-    name: of `SIZES`.
-    rounds: how often each side takes its turn.
-    steps: training steps in a turn.
-
-  Returns:
-    Our tokens per CPU second over those of the hand-tuned program.
-
-  Raises:
-    AssertionError: the sides do not compute the same losses.
+  Attributes:
+    losses: of the first steps.
   """
-  experiment = _experiment(name)
+
+  def __init__(self, step: Any, state: Any, batches: list[Any]):
+    self._step = step
+    self._state = state
+    self._batches = batches
+    self.losses = [float(self._train(batch)) for batch in batches]
+
+  def _train(self, batch: Any) -> jax.Array:
+    self._state, out = self._step(self._state, *batch)
+    return out['loss'] if isinstance(out, dict) else out
+
+  def time(self, steps: int, tokens: int) -> harness.Sample:
+    """Returns tokens a second."""
+
+    def train() -> None:
+      for i in range(steps):
+        self._train(self._batches[i % len(self._batches)])
+      jax.block_until_ready(self._state)
+
+    return harness.timed(train, steps * tokens)
+
+
+def hand_tuned_side(
+  experiment: lm_experiment.Experiment, tokens: list[np.ndarray]
+) -> Side:
+  """Returns the hand-tuned program with the experiment's first weights."""
   config = experiment.config
-  batch, length = config.batch_size, config.length
-  rng = np.random.default_rng(0)
-  tokens = [
-    rng.integers(0, config.model.vocab_size, (batch, length + 1), np.int32)
-    for _ in range(3)
-  ]
   # A copy: each side donates its own buffers.
   params = jax.tree.map(jnp.copy, experiment.state.params)
-  count = sum(x.size for x in jax.tree.leaves(params))
-  tree = _hand_tuned_params(params, config.model)
-  states = {
-    'hand-tuned': (tree, _optimizer(config).init(tree)),
-    'examples/lm': experiment.state,
-  }
+  tree = hand_tuned.from_experiment(params, config.model)
+  step = hand_tuned.step(
+    hand_tuned.loss_fn(config.model, config.length), config
+  )
+  state = tree, hand_tuned.optimizer(config).init(tree)
+  return Side(step, state, [(jnp.asarray(x),) for x in tokens])
+
+
+def our_side(
+  experiment: lm_experiment.Experiment, tokens: list[np.ndarray]
+) -> Side:
+  """Returns the step of the experiment."""
   key = experiment.initialize_train_step_rng(jax.random.key(1))
-  placed = [
-    experiment.partitioner.put_batch(
-      base.Batch(
-        ids=x[:, :-1],
-        labels=x[:, 1:],
-        weights=np.ones([batch, length], np.float32),
-      )
+  batches = [
+    base.Batch(
+      ids=x[:, :-1],
+      labels=x[:, 1:],
+      weights=np.ones(x[:, 1:].shape, np.float32),
     )
     for x in tokens
   ]
-  # The arguments of each program behind its state, for each batch.
-  arguments = {
-    'hand-tuned': [(jnp.asarray(x),) for x in tokens],
-    'examples/lm': [(x, key) for x in placed],
-  }
-  programs = {
-    'hand-tuned': _hand_tuned_step(config),
-    'examples/lm': experiment.compiled_train_step,
-  }
-  losses: dict[str, list[float]] = {}
-  compile_seconds: dict[str, float] = {}
-  for side, step in programs.items():
-    start = time.process_time()
-    step.lower(states[side], *arguments[side][0]).compile()
-    compile_seconds[side] = time.process_time() - start
-    losses[side] = []
-    for args in arguments[side]:
-      states[side], out = step(states[side], *args)
-      losses[side].append(float(out['loss'] if isinstance(out, dict) else out))
+  placed = [(experiment.partitioner.put_batch(x), key) for x in batches]
+  return Side(experiment.compiled_train_step, experiment.state, placed)
+
+
+def random_tokens(
+  experiment: lm_experiment.Experiment, count: int = 3
+) -> list[np.ndarray]:
+  """Returns global batches of tokens with their labels, [B, L + 1]."""
+  config = experiment.config
+  rng = np.random.default_rng(0)
+  shape = config.batch_size, config.length + 1
+  vocab = config.model.vocab_size
+  return [rng.integers(1, vocab, shape, np.int32) for _ in range(count)]
+
+
+def _mlp_dim(c: Any) -> int:
+  """Returns a hidden width with as many weights, without a gate."""
+  return c.mlp_dim * 3 // 2 if c.feed_forward == 'swiglu' else c.mlp_dim
+
+
+def _nanodo(config: Any) -> tuple[Any, Callable[..., jax.Array]]:
+  model = importlib.import_module('nanodo.model')
+  c = config.model
+  sizes = {'D': c.embed_dim, 'H': c.num_heads, 'L': config.length}
+  sizes |= {'N': c.num_layers, 'V': c.vocab_size, 'F': _mlp_dim(c)}
+  module = model.TransformerDo(model.DoConfig(**sizes, fsdp_enabled=False))
+  return module, lambda params, tokens: module.apply(params, tokens[:, :-1])
+
+
+def _lm1b(config: Any) -> tuple[Any, Callable[..., jax.Array]]:
+  model = importlib.import_module('lm1b.models')
+  c = config.model
+  module = model.TransformerLM(
+    model.TransformerConfig(
+      vocab_size=c.vocab_size,
+      output_vocab_size=c.vocab_size,
+      logits_via_embedding=True,
+      emb_dim=c.embed_dim,
+      num_heads=c.num_heads,
+      num_layers=c.num_layers,
+      qkv_dim=c.embed_dim,
+      mlp_dim=_mlp_dim(c),
+      max_len=config.length,
+      deterministic=True,
+    )
+  )
+  # It shifts its input itself.
+  return module, lambda params, tokens: module.apply(params, tokens[:, 1:])
+
+
+PEERS = {'NanoDO': _nanodo, 'Flax lm1b': _lm1b}
+
+
+def _peer_sides(
+  folder: str | None, config: Any, tokens: list[np.ndarray]
+) -> Iterator[tuple[str, Side]]:
+  """Yields those peers that can be imported; names the others."""
+  if folder is None:
+    return
+  sys.path.insert(0, folder)
+  for name, make in PEERS.items():
+    try:
+      module, logits = make(config)
+    except ImportError as e:
+      print(f'{name} is left out: {e}')
+      continue
+    first = jnp.asarray(tokens[0][:, :-1])
+    params = jax.jit(module.init)(jax.random.key(0), first)
+
+    def loss(params: Any, tokens: jax.Array, logits: Any = logits) -> jax.Array:
+      return optax.softmax_cross_entropy_with_integer_labels(
+        logits(params, tokens), tokens[:, 1:]
+      ).mean()
+
+    # Without the boxes that name axes of weights.
+    params = jax.tree.map(
+      lambda x: getattr(x, 'value', x),
+      params,
+      is_leaf=lambda x: hasattr(x, 'value'),
+    )
+    state = params, hand_tuned.optimizer(config).init(params)
+    step = hand_tuned.step(loss, config)
+    yield name, Side(step, state, [(jnp.asarray(x),) for x in tokens])
+
+
+def _rows_of_size(name: str, options: harness.Options) -> list[harness.Row]:
+  experiment = make_experiment(name, options.quick)
+  config = experiment.config
+  tokens = random_tokens(experiment)
+  count = sum(x.size for x in jax.tree.leaves(experiment.state.params))
+  sides = {'hand-tuned': hand_tuned_side(experiment, tokens)}
+  sides['ours'] = our_side(experiment, tokens)
   np.testing.assert_allclose(
-    losses['examples/lm'], losses['hand-tuned'], rtol=1e-5
+    sides['ours'].losses, sides['hand-tuned'].losses, rtol=1e-5
   )
-
-  wall: dict[str, list[float]] = {side: [] for side in programs}
-  cpu: dict[str, list[float]] = {side: [] for side in programs}
-  for i in range(rounds):
-    # A B, B A, ...: neither side always runs after the other.
-    for side in list(programs)[:: 1 if i % 2 else -1]:
-      start_wall, start_cpu = time.perf_counter(), time.process_time()
-      for j in range(steps):
-        states[side], _ = programs[side](states[side], *arguments[side][j % 3])
-      jax.block_until_ready(states[side])
-      wall[side].append((time.perf_counter() - start_wall) / steps)
-      cpu[side].append((time.process_time() - start_cpu) / steps)
-
-  print(f'\n{name}: {config.model}')
-  print(
-    f'{count:,} parameters, batch {batch} x {length}, same loss'
-    f' {losses["examples/lm"][-1]:.5f} after 3 steps'
+  sides |= dict(_peer_sides(options.peers, config, tokens))
+  steps = options.pick(5, 2)
+  size = config.batch_size * config.length
+  samples = harness.turns(
+    {k: lambda side=v: side.time(steps, size) for k, v in sides.items()},
+    options.num_rounds(20),
   )
-  print(
-    f'{"":12}{"ms/step":>10}{"cpu ms":>10}{"tokens/s":>11}{"compile s":>11}'
+  what = (
+    f'{name}: {count / 1e6:.1f} M weights, batch {config.batch_size} x'
+    f' {config.length}'
   )
-  for side in programs:
-    ms, cpu_ms = (1e3 * statistics.median(x[side]) for x in (wall, cpu))
-    print(
-      f'{side:12}{ms:10.1f}{cpu_ms:10.1f}{batch * length / ms * 1e3:11.0f}'
-      f'{compile_seconds[side]:11.1f}'
+  ours = samples.pop('ours')
+  return [
+    harness.row(
+      what,
+      ours,
+      against,
+      baseline,
+      unit='tokens/s',
+      aim=_AIM if against == 'hand-tuned' else '>= 1',
+      judged='cpu',
     )
-  ratios = {
-    what: [
-      a / b for a, b in zip(x['hand-tuned'], x['examples/lm'], strict=True)
-    ]
-    for what, x in (('wall', wall), ('cpu', cpu))
-  }
-  for what, values in ratios.items():
-    print(
-      f'tokens per {what} second, ours / hand-tuned, median and quartiles of'
-      f' {rounds} rounds: {_spread(values)}'
-    )
-  return statistics.median(ratios['cpu'])
+    for against, baseline in samples.items()
+  ]
 
 
-def main() -> None:
-  """Runs the comparison for the sizes of the command line."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument('--sizes', default=','.join(SIZES))
-  parser.add_argument('--rounds', type=int, default=10)
-  parser.add_argument('--steps', type=int, default=5)
-  args = parser.parse_args()
-  load = os.getloadavg()[0] if hasattr(os, 'getloadavg') else float('nan')
-  print(
-    f'{jax.devices()}, {os.cpu_count()} cores, load {load:.1f} at the start;'
-    f' Python {platform.python_version()}, jax {jax.__version__},'
-    f' optax {optax.__version__}'
-  )
-  for name in args.sizes.split(','):
-    if name not in SIZES:
-      parser.error(f'unknown size {name!r}; expected one of {list(SIZES)}')
-    compare(name, args.rounds, args.steps)
+def rows(options: harness.Options) -> list[harness.Row]:
+  """Compares the step of each size."""
+  return [row for name in SIZES for row in _rows_of_size(name, options)]
 
 
 if __name__ == '__main__':
-  main()
+  harness.main(rows, __doc__)

@@ -3,46 +3,41 @@
     python -m benchmarks.loop
     python -m benchmarks.loop --original DIR   # DIR holds JAXline's own package
 
-Each side runs a trivial training step in a process of its own, with all
-default periodic actions (log line, checkpoint, scalars; none of them due while
-the clock runs), and the sides take turns. The bare side calls the same
-compiled function on the same values in a `for` loop that does nothing else.
-The rows `with infeed` also take each batch from the input's thread, although it
-is the same batch. In the row `20 scalars` both sides are the loop, and each
-step returns 20 scalars: one side writes nothing, the other all of them to the
-writers `tensorboard` and `jsonl`.
+Each side runs a training step in a process of its own, with all default
+periodic actions (log line, checkpoint, scalars; none of them due while the
+clock runs). The bare side calls the same compiled function on the same values
+in a `for` loop that does nothing else. `input` also takes each batch from the
+thread of the input, although it is the same batch. In `20 scalars` both sides
+are the loop, and each step returns 20 scalars: one side writes nothing, the
+other all of them to the writers `tensorboard` and `jsonl`.
 
 CPU is what the training thread computes itself: its waits for the device, for a
 core or for another thread are not in it.
 """
 
-import argparse
 import functools
-import os
-import pathlib
-import platform as platform_info
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from typing import Any
 
-# A matrix of 16 x 16 is a trivial step; one of 512 x 512 takes a millisecond.
-_ROWS = {
-  'sharded': ('bare-sharded-16', 'sharded-16'),
-  'sharded, 1 ms': ('bare-sharded-512', 'sharded-512'),
-  'with infeed': ('bare-sharded-16', 'infeed-16'),
-  'with, 1 ms': ('bare-sharded-512', 'infeed-512'),
-  '20 scalars': ('quiet-512', 'scalars-512'),
-  'per-device': ('bare-pmap', 'pmap'),
-}
+from benchmarks import harness
+
+# Side and baseline. A matrix of 16 x 16 is a trivial step; one of 512 x 512
+# takes half a millisecond. The aims are microseconds.
+_ROWS = (
+  ('sharded, trivial step', 'sharded-16', 'bare-16', '<= 20'),
+  ('sharded, step of 0.5 ms', 'sharded-512', 'bare-512', None),
+  ('input, trivial step', 'infeed-16', 'bare-16', None),
+  ('input, step of 0.5 ms', 'infeed-512', 'bare-512', None),
+  ('20 scalars written', 'scalars-512', 'quiet-512', '<= 20'),
+  ('per-device, trivial step', 'pmap', 'bare_pmap', None),
+)
 _WARM_UP = 200
+# The sides whose steps return 20 scalars.
+_OF_SCALARS = ('quiet', 'scalars')
 
 
-def _sharded_class(
-  width: int, has_infeed: bool = False, scalars: int = 0
-) -> Any:
+def _sharded_class(width: int, reads_input: bool, scalars: int = 0) -> Any:
   import jax.numpy as jnp
   import numpy as np
   import optax
@@ -86,7 +81,7 @@ def _sharded_class(
       return ()
 
     def step(self, *, global_step, rng, writer):
-      if has_infeed:
+      if reads_input:
         return super().step(global_step=global_step, rng=rng, writer=writer)
       self._state, scalars = self.compiled_train_step(
         self.state, self.batch, rng
@@ -132,49 +127,33 @@ def _pmap_class() -> Any:
   return Trivial
 
 
-class _Clock:
-  """Measures the time of this thread: all of it, and what it computed."""
-
-  def __init__(self) -> None:
-    self._began = time.perf_counter(), time.thread_time()
-
-  def stop(self, steps: int) -> None:
-    now = time.perf_counter(), time.thread_time()
-    print(
-      *((b - a) / steps * 1e6 for a, b in zip(self._began, now, strict=True))
-    )
+def _now() -> tuple[float, float]:
+  return time.perf_counter(), time.thread_time()
 
 
-def _timed(cls: Any, steps: int) -> Any:
-  """Adds a clock that runs from the end of the warm-up to the last step."""
-
-  class Timed(cls):
-    def should_run_step(self, global_step, config):
-      if global_step == _WARM_UP:
-        self.clock = _Clock()
-      if global_step == _WARM_UP + steps:
-        self.clock.stop(steps)
-        return False
-      return True
-
-  return Timed
-
-
-def _run_loop(cls: Any, steps: int, writes: bool = False) -> None:
+def _run_loop(cls: Any, steps: int, writes: bool) -> tuple[Any, Any]:
+  """Returns the times at the end of the warm-up and of the last step."""
   from absl import flags
 
   from jaxline import base_config
   from jaxline import train
   from jaxline import utils
 
-  flags.FLAGS.mark_as_parsed()
-  config = base_config.get_base_config()
-  config.training_steps = _WARM_UP + steps
+  times = []
+
+  class Timed(cls):
+    def should_run_step(self, global_step, config):
+      if global_step in (_WARM_UP, _WARM_UP + steps):
+        times.append(_now())
+      return global_step < _WARM_UP + steps
 
   class Writer:
     def write_scalars(self, global_step: int, scalars: Any) -> None:
       """Nothing is due while the clock runs."""
 
+  flags.FLAGS.mark_as_parsed()
+  config = base_config.get_base_config()
+  config.training_steps = _WARM_UP + steps
   writer: Any = Writer()
   if writes:
     from jaxline import platform
@@ -184,57 +163,50 @@ def _run_loop(cls: Any, steps: int, writes: bool = False) -> None:
     config.log_tensors_interval = config.save_checkpoint_interval = -1
     config.checkpoint_dir = tempfile.mkdtemp(dir='.')
     writer = platform.create_writer(config, 'train')
-  checkpointer = utils.InMemoryCheckpointer(config, 'train')
-  train.train(_timed(cls, steps), config, checkpointer, writer)
+  train.train(
+    Timed, config, utils.InMemoryCheckpointer(config, 'train'), writer
+  )
+  return times[0], times[1]
 
 
-def _run_bare_sharded(width: int, steps: int) -> None:
+def _run_bare(step: Any, state: Any, args: Any, steps: int) -> tuple[Any, Any]:
   import jax
 
-  experiment = _sharded_class(width)('train', jax.random.PRNGKey(0))
-  rng = experiment.initialize_train_step_rng(jax.random.PRNGKey(0))
-  batch = experiment.batch
-  step, state = experiment.compiled_train_step, experiment.state
   for i in range(_WARM_UP + steps):
     if i == _WARM_UP:
-      clock = _Clock()
-    state, scalars = step(state, batch, rng)
+      began = _now()
+    state, scalars = step(state, *args)
   jax.block_until_ready(scalars)
-  clock.stop(steps)
+  return began, _now()
 
 
-def _run_bare_pmap(steps: int) -> None:
+def work(side: str, steps: int) -> list[float]:
+  """Runs a side; returns microseconds a step: all, and computed."""
+  if side == 'original':
+    _revive_jax()
   import jax
   import jax.numpy as jnp
 
-  experiment = _pmap_class()('train')
-  n = jax.local_device_count()
-  rng = jax.pmap(lambda x: x)(jnp.zeros([n, 2], jnp.uint32))
-  global_step = jax.pmap(lambda x: x)(jnp.zeros([n], jnp.int32))
-  w, x = experiment._w, experiment._x
-  for i in range(_WARM_UP + steps):
-    if i == _WARM_UP:
-      clock = _Clock()
-    w, scalars = experiment.update(w, x, rng, global_step)
-  jax.block_until_ready(scalars)
-  clock.stop(steps)
-
-
-def _worker(side: str, steps: int) -> None:
-  if side == 'original':
-    _revive_jax()
-  kind, _, width = side.rpartition('-')
-  if kind == 'bare-sharded':
-    _run_bare_sharded(int(width), steps)
-  elif kind in ('quiet', 'scalars'):
-    cls = _sharded_class(int(width), scalars=20)
-    _run_loop(cls, steps, writes=kind == 'scalars')
-  elif kind in ('sharded', 'infeed'):
-    _run_loop(_sharded_class(int(width), kind == 'infeed'), steps)
-  elif side == 'bare-pmap':
-    _run_bare_pmap(steps)
+  kind, _, width = side.partition('-')
+  if kind == 'bare':
+    trained = _sharded_class(int(width), False)('train', jax.random.PRNGKey(0))
+    rng = trained.initialize_train_step_rng(jax.random.PRNGKey(0))
+    args: Any = trained.batch, rng
+    times = _run_bare(trained.compiled_train_step, trained.state, args, steps)
+  elif kind == 'bare_pmap':
+    mapped = _pmap_class()('train')
+    n = jax.local_device_count()
+    args = mapped._x, jnp.zeros([n, 2], jnp.uint32), jnp.zeros([n], jnp.int32)
+    args = jax.pmap(lambda *x: x)(*args)
+    times = _run_bare(mapped.update, mapped._w, args, steps)
   else:
-    _run_loop(_pmap_class(), steps)
+    cls = (
+      _sharded_class(int(width), kind == 'infeed', 20 * (kind in _OF_SCALARS))
+      if width
+      else _pmap_class()
+    )
+    times = _run_loop(cls, steps, writes=kind == 'scalars')
+  return [(b - a) / steps * 1e6 for a, b in zip(*times, strict=True)]
 
 
 def _revive_jax() -> None:
@@ -254,73 +226,52 @@ def _revive_jax() -> None:
   jax.tree_map = jax.tree.map
 
 
-def _measure(side: str, steps: int, original: str | None) -> tuple[float, ...]:
-  here = str(pathlib.Path(__file__).resolve().parent.parent)
-  path = original if side == 'original' else here
-  with tempfile.TemporaryDirectory() as folder:
-    result = subprocess.run(
-      [sys.executable, __file__, '--worker', side, '--steps', str(steps)],
-      env=os.environ | {'PYTHONPATH': str(path)},
-      cwd=folder,
-      capture_output=True,
-      text=True,
-    )
-  if result.returncode:
-    raise RuntimeError(f'{side} failed:\n{result.stderr[-3000:]}')
-  return tuple(map(float, result.stdout.splitlines()[-1].split()))
-
-
-def main() -> None:
-  """Prints the table."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--steps', type=int, default=5000)
-  parser.add_argument('--rounds', type=int, default=7)
-  parser.add_argument('--original', help="a folder with JAXline's own package")
-  parser.add_argument('--rows', nargs='*', default=list(_ROWS))
-  parser.add_argument('--worker', help=argparse.SUPPRESS)
-  args = parser.parse_args()
-  if args.worker:
-    _worker(args.worker, args.steps)
-    return
-
-  import jax
-
-  rows = {name: _ROWS[name] for name in args.rows}
-  sides = list(dict.fromkeys(s for pair in rows.values() for s in pair))
-  if args.original:
+def rows(options: harness.Options) -> list[harness.Row]:
+  """Measures all sides in turns."""
+  sides = list(dict.fromkeys(side for row in _ROWS for side in row[1:3]))
+  if options.original:
     sides.append('original')
-  times: dict[str, list[tuple[float, ...]]] = {side: [] for side in sides}
-  for _ in range(args.rounds):
-    for side in sides:
-      times[side].append(_measure(side, args.steps, args.original))
-  print(
-    f'jax {jax.__version__}, Python {platform_info.python_version()},'
-    f' {os.cpu_count()} cores, {jax.device_count()} {jax.default_backend()}'
-    f' device(s), {args.steps} steps, {args.rounds} rounds\n'
-  )
-  print(
-    f'{"style":14}{"bare us":>10}{"loop us":>10}{"over us":>10}   ratio'
-    f'{"CPU us":>10}{"over us":>10}'
-  )
+  steps = options.pick(4000, 200)
 
-  def row(name: str, bare: str, loop: str) -> float:
-    pairs = list(zip(times[bare], times[loop], strict=True))
-    median = statistics.median
-    over, cpu_over = (median(b[i] - a[i] for a, b in pairs) for i in (0, 1))
-    print(
-      f'{name:14}{median(a[0] for a, _ in pairs):10.1f}'
-      f'{median(b[0] for _, b in pairs):10.1f}{over:10.1f}'
-      f'{median(b[0] / a[0] for a, b in pairs):8.2f}'
-      f'{median(b[1] for _, b in pairs):10.1f}{cpu_over:10.1f}'
+  def measure(side: str) -> harness.Sample:
+    path = options.original or '' if side == 'original' else ''
+    values = harness.call('benchmarks.loop', 'work', side, steps, path=path)
+    return harness.Sample(*values)
+
+  times = harness.turns(
+    {side: functools.partial(measure, side) for side in sides},
+    options.num_rounds(5),
+  )
+  unit = 'us/step'
+  found = [
+    harness.row(
+      what,
+      times[side],
+      side_of_baseline,
+      times[side_of_baseline],
+      unit=unit,
+      measure='difference',
+      aim=aim,
     )
-    return over
-
-  for name, (bare, loop) in rows.items():
-    ours = row(name, bare, loop)
-  if args.original:
-    theirs = row('original', 'bare-pmap', 'original')
-    print(f'\nper-device loop / original loop, over bare: {ours / theirs:.2f}')
+    for what, side, side_of_baseline, aim in _ROWS
+  ]
+  if options.original:
+    over = [
+      harness.pairwise(lambda a, b: a - b, times[side], times['bare_pmap'])
+      for side in ('pmap', 'original')
+    ]
+    found.append(
+      harness.row(
+        'per-device loop, over bare',
+        over[0],
+        "JAXline's own loop, over bare",
+        over[1],
+        unit=unit,
+        aim='<= 0.5',
+      )
+    )
+  return found
 
 
 if __name__ == '__main__':
-  main()
+  harness.main(rows, __doc__)

@@ -1,88 +1,122 @@
-"""From the start of a process to its first step, with the compilation cache.
+"""From the start of a process to its first finished step.
 
-    python -m benchmarks.start --rounds=3 lm image
+    python -m benchmarks.start
 
-Runs five steps of each config without the cache, with an empty one ('cold') and
-again ('warm'), in turns. Prints medians, least and greatest: seconds to the log
-of the first step, those of them in the loop, and CPU seconds of the process.
+Ours is the command line with configs/lm.py for one step: without programs in
+its compilation cache ('cold'), and again ('cached'). The baseline is
+`hand_tuned.py` as a script: the same model, optimizer and batch, tokens from a
+file, and nothing else. The tokens are prepared before. Seconds until the line
+of step 1 is printed, and CPU seconds of the whole process.
 """
 
-import argparse
-import collections
+import json
 import os
 import pathlib
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-# With the value of config.compilation_cache. 'warm' comes after 'cold'.
-CASES = (('off', 'off'), ('cold', 'auto'), ('warm', 'auto'))
+import numpy as np
+
+from benchmarks import harness
+from configs import lm as lm_config
 
 
-def measure(
-  config: str, cache: str, home: pathlib.Path
-) -> tuple[float, float, float]:
-  """Runs five steps; returns the three numbers."""
+def _first_step(command: list[str], env: dict[str, str]) -> harness.Sample:
+  """Returns seconds until a process says `step 1`."""
+  began = time.perf_counter()
+  process = subprocess.Popen(
+    [sys.executable, *command],
+    cwd=harness.ROOT,
+    env=os.environ | {'PYTHONPATH': str(harness.ROOT)} | env,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+  first = 0.0
+  output = []
+  assert process.stdout is not None
+  for line in process.stdout:
+    output.append(line)
+    if not first and re.search(r'\bstep 1\b', line):
+      first = time.perf_counter() - began
+  _, status, usage = os.wait4(process.pid, 0)
+  process.returncode = os.waitstatus_to_exitcode(status)
+  if process.returncode or not first:
+    raise RuntimeError(f'{command} failed:\n{"".join(output[-30:])}')
+  return harness.Sample(first, usage.ru_utime + usage.ru_stime)
+
+
+def _ours(home: pathlib.Path) -> harness.Sample:
   with tempfile.TemporaryDirectory() as directory:
-    began = time.monotonic()
-    process = subprocess.Popen(
+    return _first_step(
       [
-        *(sys.executable, 'experiment.py', f'--config=configs/{config}.py'),
-        *('--config.training_steps=5', '--config.interval_type=steps'),
-        *('--config.log_tensors_interval=1', '--verbosity=1'),
-        f'--config.compilation_cache={cache}',
+        *('experiment.py', '--config=configs/lm.py'),
+        *('--config.training_steps=1', '--config.log_tensors_interval=1'),
         f'--config.checkpoint_dir={directory}',
       ],
-      cwd=ROOT,
-      env=os.environ | {'XDG_CACHE_HOME': str(home)},
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
+      {'XDG_CACHE_HOME': str(home)},
     )
-    loop = first = 0.0
-    output = []
-    assert process.stdout is not None
-    for line in process.stdout:
-      output.append(line)
-      if not loop and 'training loop starting' in line:
-        loop = time.monotonic() - began
-      if not first and re.search(r'\bstep 1\b', line):
-        first = time.monotonic() - began
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-  if process.returncode or not (loop and first):
-    sys.exit(f'{config} failed:\n{"".join(output[-30:])}')
-  return first, first - loop, usage.ru_utime + usage.ru_stime
 
 
-def main() -> None:
-  """Measures and prints the table."""
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument('--rounds', type=int, default=3)
-  parser.add_argument('configs', nargs='+')
-  args = parser.parse_args()
-  found = collections.defaultdict(list)
+def _cold_and_cached(home: pathlib.Path) -> list[harness.Sample]:
+  for path in home.glob('jaxline/programs/*/*'):
+    path.unlink()
+  return [_ours(home), _ours(home)]
+
+
+def _write_plain(folder: pathlib.Path) -> list[str]:
+  """Writes what the script reads; returns its command."""
+  config = lm_config.get_config().copy_and_resolve_references()
+  values = config.experiment_kwargs.config.to_dict()
+  (folder / 'config.json').write_text(json.dumps(values))
+  tokens = np.random.default_rng(0).integers(
+    values['model']['vocab_size'], size=10_000_000
+  )
+  np.save(folder / 'tokens.npy', tokens.astype(np.uint16))
+  script = harness.ROOT / 'benchmarks' / 'hand_tuned.py'
+  return [
+    str(script),
+    *(str(folder / x) for x in ('config.json', 'tokens.npy')),
+  ]
+
+
+def rows(options: harness.Options) -> list[harness.Row]:
+  """Measures the three starts in turns."""
   with tempfile.TemporaryDirectory() as name:
     home = pathlib.Path(name)
-    for config in args.configs:
-      measure(config, 'off', home)  # It also prepares the data.
-    for number in range(args.rounds):
-      for config in args.configs:
-        for path in home.glob('jaxline/programs/*/*'):
-          path.unlink()
-        for case, cache in CASES[number % 2 :] + CASES[: number % 2]:
-          found[config, case].append(measure(config, cache, home))
-  for (config, case), rows in found.items():
-    texts = [
-      f'{statistics.median(x):6.1f} [{min(x):.1f}, {max(x):.1f}]'
-      for x in zip(*rows, strict=True)
-    ]
-    print(f'{config:8} {case:5}', *texts, flush=True)
+    plain = _write_plain(home)
+    _ours(home)  # It also prepares the data.
+    samples = harness.turns(
+      {
+        'plain': lambda: _first_step(plain, {}),
+        'ours': lambda: _cold_and_cached(home),
+      },
+      options.num_rounds(5),
+    )
+  cold, cached = (list(x) for x in zip(*samples['ours'], strict=True))
+  return [
+    harness.row(
+      'first step, cold',
+      cold,
+      'plain script',
+      samples['plain'],
+      unit='s',
+      measure='difference',
+      aim='<= 1',
+    ),
+    harness.row(
+      'first step, cached',
+      cached,
+      'first step, cold',
+      cold,
+      unit='s',
+      aim='<= 0.5',
+    ),
+  ]
 
 
 if __name__ == '__main__':
-  main()
+  harness.main(rows, __doc__)

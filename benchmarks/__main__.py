@@ -1,0 +1,185 @@
+"""Runs all timed programs, prints tables, and records them as JSON.
+
+    python -m benchmarks [--only loop lm_step] [--original DIR] [--peers DIR]
+    python -m benchmarks --quick       # Do all work? Nothing is recorded.
+    python -m benchmarks --page FILE   # docs/reference/performance.md of a run
+
+A run is `benchmarks/results/<date>-<machine>.json`. With `--only`, the programs
+named replace those of the same day's file. Each program has a process of its
+own. One that fails is named, the others run, and the exit status is 1.
+"""
+
+import argparse
+import ast
+import json
+import os
+import pathlib
+import re
+import sys
+import textwrap
+import time
+from typing import Any
+
+from benchmarks import harness
+
+# Module -> its heading on the page.
+PROGRAMS = {
+  'program': 'The whole program',
+  'start': 'Start',
+  'lm_step': 'The training step',
+  'decoding': 'Decoding',
+  'loop': 'The loop',
+  'compile_time': 'Compilation',
+  'memory': 'Memory',
+  'checkpoint': 'Checkpoints',
+  'inputs': 'Inputs',
+}
+_HERE = pathlib.Path(__file__).resolve().parent
+PAGE = harness.ROOT / 'docs' / 'reference' / 'performance.md'
+# The page is written by hand from here on.
+_BY_HAND = '## Findings\n'
+_ABOUT = """\
+`python -m benchmarks` makes every number down to "Findings", and with
+`--page FILE` that part of this page from the JSON of a run; see
+[benchmarks](../../benchmarks/README.md). The sides of a row take turns.
+"Compared" is their ratio (x) or difference (+), taken round by round: median
+and [quartiles]. The load is that of the machine, other work included, before
+and after a program: if it is above the number of cores, only CPU times and
+ratios say something."""
+_TRIAL = """\
+**A trial (`--quick`) with one round and small sizes: it shows that all programs
+run and what the page has. Its numbers mean nothing.**"""
+
+
+def _docstring(name: str) -> str:
+  """Returns a program's docstring; reads it, since an import takes seconds."""
+  tree = ast.parse((_HERE / f'{name}.py').read_text(encoding='utf-8'))
+  return ast.get_docstring(tree) or ''
+
+
+def _path(folder: pathlib.Path, machine: dict[str, Any]) -> pathlib.Path:
+  words = re.sub(r'\(.*?\)', '', machine['cpu']).lower()
+  slug = '-'.join(re.findall(r'[a-z0-9]+', words))
+  return folder / f'{machine["date"]}-{slug}-{machine["cores"]}-cores.json'
+
+
+def _aims(run: dict[str, Any]) -> str:
+  judged = [
+    (PROGRAMS[name], row)
+    for name, program in run['programs'].items()
+    for row in program['rows']
+    if row['met'] is not None
+  ]
+  missed = [
+    f'- {title}: {row["what"]}'
+    + (f', against {row["against"]}' if row['against'] else '')
+    + f': {harness.number(row["value"][row["judged"]][1])}, aim {row["aim"]}'
+    for title, row in judged
+    if not row['met']
+  ]
+  text = f'{len(judged) - len(missed)} of {len(judged)} aims are met.'
+  return '\n'.join([text, *(['Missed:', '', *missed] if missed else [])])
+
+
+def page(run: dict[str, Any], by_hand: str) -> str:
+  """Returns the page of a run.
+
+  Args:
+    run: the content of its file.
+    by_hand: the end of the page, from its heading on.
+  """
+  machine = run['machine']
+  versions = ', '.join(f'{k} {v}' for k, v in machine['versions'].items())
+  about = (
+    f'{machine["date"]}, commit {machine["commit"]}: {machine["cpu"]},'
+    f' {machine["cores"]} cores, no accelerator used; {machine["system"]};'
+    f' Python {machine["python"]}, {versions}. The programs took'
+    f' {sum(x["seconds"] for x in run["programs"].values()) / 60:.0f} minutes.'
+  )
+  parts = [
+    '# Performance',
+    _ABOUT,
+    *([_TRIAL] if run['quick'] else []),
+    textwrap.fill(about, 80, break_on_hyphens=False),
+    _aims(run),
+  ]
+  if rest := [name for name in PROGRAMS if name not in run['programs']]:
+    parts.append(f'Not part of this run: {", ".join(rest)}.')
+  for name, title in PROGRAMS.items():
+    if (program := run['programs'].get(name)) is None:
+      continue
+    rounds = sorted({row['rounds'] for row in program['rows']})
+    load = ' and '.join(f'{x:.1f}' for x in program['load'])
+    parts += [
+      f'## {title}',
+      _docstring(name),
+      f'Rounds: {", ".join(map(str, rounds))}. Load: {load}.'
+      f' Seconds: {program["seconds"]:.0f}.',
+      harness.table(program['rows']),
+    ]
+  return '\n\n'.join(parts) + f'\n\n{by_hand}'
+
+
+def write_page(file: pathlib.Path) -> None:
+  """Writes the page of a run, and keeps what is written by hand."""
+  old = PAGE.read_text(encoding='utf-8') if PAGE.exists() else ''
+  by_hand = _BY_HAND + old.partition(_BY_HAND)[2]
+  run = json.loads(file.read_text(encoding='utf-8'))
+  PAGE.write_text(page(run, by_hand), encoding='utf-8')
+
+
+def _run(name: str, options: harness.Options) -> dict[str, Any]:
+  load, began = os.getloadavg()[0], time.monotonic()
+  rows = harness.call_rows(f'benchmarks.{name}', options)
+  return {
+    'load': [load, os.getloadavg()[0]],
+    'seconds': time.monotonic() - began,
+    'rows': rows,
+  }
+
+
+def main() -> None:
+  """Runs the programs."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  harness.add_flags(parser)
+  names = list(PROGRAMS)
+  parser.add_argument('--only', nargs='+', choices=names, default=names)
+  parser.add_argument('--out', type=pathlib.Path, help='a folder for the JSON')
+  parser.add_argument('--page', type=pathlib.Path, metavar='FILE')
+  args = parser.parse_args()
+  if args.page:
+    write_page(args.page)
+    return
+  options = harness.options_of(args)
+  machine = harness.machine()
+  run: dict[str, Any] = {'quick': args.quick, 'machine': machine}
+  run['programs'] = {}
+  out = args.out or (None if args.quick else _HERE / 'results')
+  path = _path(out, machine) if out else None
+  if path and args.only != names and path.exists():
+    run['programs'] = json.loads(path.read_text())['programs']
+  failed = []
+  for name in args.only:
+    try:
+      program = _run(name, options)
+    except RuntimeError as e:
+      print(f'\n## {name} failed\n\n{e}', flush=True)
+      failed.append(name)
+      continue
+    print(f'\n## {PROGRAMS[name]} ({program["seconds"]:.0f} s)\n')
+    print(harness.table(program['rows']), flush=True)
+    run['programs'][name] = program
+    if path:  # After each: a run that is ended is not lost.
+      path.parent.mkdir(parents=True, exist_ok=True)
+      path.write_text(json.dumps(run, indent=1) + '\n')
+  print(f'\n{_aims(run)}')
+  if path:
+    print(f'Recorded in {path}. The page: python -m benchmarks --page {path}')
+  if failed:
+    sys.exit(f'Failed: {", ".join(failed)}.')
+
+
+if __name__ == '__main__':
+  main()

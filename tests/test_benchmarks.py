@@ -1,0 +1,126 @@
+"""What the benchmarks share, and the page that is made of their results."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import __main__ as benchmarks
+from benchmarks import harness
+
+ROOT = harness.ROOT
+Sample = harness.Sample
+
+
+def samples(*walls):
+  return [Sample(wall, 2 * wall) for wall in walls]
+
+
+def test_sides_take_turns():
+  called = []
+  sides = {name: lambda name=name: called.append(name) for name in 'AB'}
+  found = harness.turns(sides, 3)
+  assert called == ['A', 'B', 'B', 'A', 'A', 'B']
+  assert found == {'A': [None] * 3, 'B': [None] * 3}
+
+
+def test_a_ratio_is_taken_round_by_round():
+  # Each round is twice as slow as the one before, for both sides.
+  row = harness.row(
+    'ours',
+    samples(1, 2, 4),
+    'theirs',
+    samples(2, 4, 8),
+    unit='tokens/s',
+    aim='>= 0.6',
+  )
+  assert row['value'] == {'wall': [0.5] * 3, 'cpu': [0.5] * 3}
+  assert row['ours'] == {'wall': [1.5, 2, 3], 'cpu': [3, 4, 6]}
+  assert row['met'] is False
+
+
+def test_a_difference():
+  row = harness.row(
+    'ours',
+    [Sample(3.0)],
+    'theirs',
+    [Sample(1.0)],
+    unit='s',
+    measure='difference',
+    aim='<= 2',
+  )
+  assert row['value'] == {'wall': [2.0] * 3, 'cpu': None}
+  assert row['met'] is True
+
+
+def test_an_aim_by_cpu_time():
+  row = harness.row(
+    'a', [Sample(1, 9)], 'b', [Sample(2, 3)], unit='', aim='>= 2', judged='cpu'
+  )
+  assert row['met'] is True
+
+
+@pytest.mark.parametrize(
+  ('number', 'text'),
+  [
+    (0.0, '0'),
+    (0.98765, '0.988'),
+    (12.345, '12.3'),
+    (1234.5, '1,234'),
+    (1234567.0, '1,234,567'),
+    (-0.012345, '-0.0123'),
+  ],
+)
+def test_numbers_have_three_digits(number, text):
+  assert harness.number(number) == text
+
+
+def test_a_table():
+  rows = [
+    harness.row('a', samples(1), 'b', samples(2), unit='s', aim='<= 1'),
+    harness.row('c', [Sample(3)], unit='copies', aim='<= 1'),
+  ]
+  assert harness.table(rows).splitlines()[2:] == [
+    '| a | b | s | 1.00 | 2.00 | x 0.500 [0.500, 0.500] |'
+    ' x 0.500 [0.500, 0.500] | <= 1 | yes |',
+    '| c |  | copies | 3.00 [3.00, 3.00] |  |  |  | <= 1 | **no** |',
+  ]
+
+
+def test_functions_run_in_processes_of_their_own():
+  assert harness.call('operator', 'add', 1, 2) == 3
+  with pytest.raises(RuntimeError, match='ZeroDivisionError'):
+    harness.call('operator', 'truediv', 1, 0)
+
+
+def newest_run():
+  files = sorted((ROOT / 'benchmarks' / 'results').glob('*.json'))
+  return json.loads(files[-1].read_text(encoding='utf-8'))
+
+
+def test_the_page_is_that_of_the_newest_run():
+  text = benchmarks.PAGE.read_text(encoding='utf-8')
+  by_hand = benchmarks._BY_HAND + text.partition(benchmarks._BY_HAND)[2]
+  assert text == benchmarks.page(newest_run(), by_hand), (
+    'Run python -m benchmarks --page FILE with the newest file of'
+    ' benchmarks/results.'
+  )
+
+
+def test_each_program_is_run_or_said_not_to_be():
+  rest = {'__init__', '__main__', 'harness', 'hand_tuned'}
+  # These have another input or output than a table of rows.
+  rest |= {'lm_recipe', 'mfu', 'scale', 'scaling_model'}
+  found = {path.stem for path in (ROOT / 'benchmarks').glob('*.py')}
+  assert found - rest == set(benchmarks.PROGRAMS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize('name', benchmarks.PROGRAMS)
+def test_a_trial(name, tmp_path):
+  command = [sys.executable, '-m', 'benchmarks', '--quick', '--only', name]
+  subprocess.run([*command, '--out', tmp_path], cwd=ROOT, check=True)
+  (file,) = tmp_path.glob('*.json')
+  assert json.loads(file.read_text())['programs'][name]['rows']

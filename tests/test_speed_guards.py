@@ -1,0 +1,154 @@
+"""What would slow each step down, as counts: none of these tests reads a clock.
+
+How fast the program is: `python -m benchmarks`.
+"""
+
+import collections
+
+import jax
+from jax.extend import core as jax_core
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import lm_step
+from jaxline import train
+from jaxline import utils
+from jaxline.supervision import preemption
+from tests.experiments import regression
+
+# At most so many equations, those of inner jaxprs included, for each size of
+# benchmarks/lm_step.py. Equations are what JAX traces, lowers and compiles. Who
+# adds to the model counts again with `python -m tests.test_speed_guards`.
+EQUATIONS = {'default': 839, 'large_vocabulary': 858}
+# Of a run of a sharded experiment, all that JAX compiles.
+_PROGRAMS = 8
+
+
+@pytest.fixture(autouse=True)
+def no_checkpoints(monkeypatch):
+  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+
+
+class Writer:
+  """Reads each scalar, as any writer must."""
+
+  def __init__(self):
+    self.losses = []
+
+  def write_scalars(self, global_step, scalars):
+    self.losses.append(float(scalars['loss']))
+
+
+def make_config(steps):
+  """Returns a config in which everything is due after each step."""
+  config = regression.get_config(steps)
+  config.checkpointer = 'memory'
+  config.log_train_data_interval = config.log_tensors_interval = 1
+  return config
+
+
+def test_a_run_compiles_each_program_once():
+  names = collections.Counter()
+
+  def listen(event, unused_secs, fun_name='', **unused):
+    if event == '/jax/core/compile/backend_compile_duration':
+      names[fun_name] += 1
+
+  config = make_config(6)
+  config.eval_interval = config.save_checkpoint_interval = 2
+  jax.clear_caches()
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    train.Run(regression.Regression, config, writer=Writer()).train_and_eval()
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+  assert names['jit(step)'] == names['jit(evaluation)'] == 1, names
+  # The others make the first state and keys, and copy a state to be saved.
+  assert set(names.values()) == {1}, names
+  assert len(names) <= _PROGRAMS, names
+
+
+def test_nothing_on_the_training_thread_waits_for_the_step():
+  """The loop's code behind a step returns while the step still runs.
+
+  A fetch on the training thread would wait for the end of each step. On a GPU
+  the transfer guard would name it; on a CPU that passes everything.
+  """
+  newest, was_running = {}, []
+
+  class Slow(regression.Regression):
+    def step_scalars(self, state, grads, updates):
+      x = jnp.full([256, 256], state.step.astype(jnp.float32))
+      x = jax.lax.fori_loop(0, 400, lambda i, x: jnp.tanh(x @ x), x)
+      return {'slow': x.sum()}
+
+    def step(self, **kwargs):
+      newest.update(super().step(**kwargs))
+      return dict(newest)
+
+  class Watch(preemption.Watch):
+    def reached(self, step):  # The last thing that the loop does in a step.
+      was_running.append(not newest['slow'].is_ready())
+      return super().reached(step)
+
+  writer = Writer()
+  train.Run(Slow, make_config(4), writer=writer, watch=Watch()).train()
+  assert len(writer.losses) == len(was_running) == 4
+  # Not all of them: on a busy machine a step may end before its thread goes on.
+  assert any(was_running)
+
+
+def test_a_step_copies_its_batch_to_the_devices_and_nothing_else(monkeypatch):
+  copied, called = [], []
+  device_put = jax.device_put
+
+  def put(x, *args, **kwargs):
+    copied.append(jax.tree.map(jnp.shape, x))
+    return device_put(x, *args, **kwargs)
+
+  experiment = regression.Regression('train', jax.random.PRNGKey(0))
+  regression.train_steps(experiment, 1)
+  step = experiment.compiled_train_step
+
+  def checked(*args):
+    called.append({type(x) for x in jax.tree.leaves(args)})
+    return step(*args)
+
+  experiment.__dict__['compiled_train_step'] = checked
+  monkeypatch.setattr(jax, 'device_put', put)
+  regression.train_steps(experiment, 8)
+  # What the step gets lies on the devices: it is copied by no call of it.
+  assert called == [{type(jnp.zeros([]))}] * 8
+  batch = jax.tree.map(jnp.shape, regression.examples(0, 16))
+  assert all(x == batch | {'weights': (16,)} for x in copied)
+  # Some are read ahead, and one more is on its way.
+  ahead = experiment._infeed_options['buffer_size'] + 1
+  assert 8 <= len(copied) <= 8 + ahead
+
+
+def count_equations(jaxpr):
+  """Counts those of a jaxpr and of all jaxprs in it."""
+  return sum(
+    1 + sum(map(count_equations, jax_core.jaxprs_in_params(equation.params)))
+    for equation in jaxpr.eqns
+  )
+
+
+def step_equations(name):
+  """Returns the number of equations of the real training step."""
+  experiment = lm_step.make_experiment(name)
+  traced = experiment.compiled_train_step.trace(
+    experiment.abstract_state(),
+    experiment.abstract_batch(is_training=True),
+    experiment.abstract_rng(),
+  )
+  return count_equations(traced.jaxpr.jaxpr)
+
+
+@pytest.mark.parametrize('name', EQUATIONS)
+def test_equations_of_the_step(name):
+  assert step_equations(name) <= EQUATIONS[name]
+
+
+if __name__ == '__main__':
+  print({name: step_equations(name) for name in EQUATIONS})
