@@ -50,6 +50,7 @@ def params(key: jax.Array, config: Any) -> Any:
 
   return {
     'table': 0.02 * new(1, config.vocab_size, config.embed_dim),
+    'norm0': jnp.ones([config.embed_dim]),
     'norm': jnp.ones([config.embed_dim]),
     'layers': [_layer(config, new) for _ in range(config.num_layers)],
   }
@@ -62,6 +63,7 @@ def from_experiment(weights: Any, config: Any) -> Any:
   d = config.embed_dim
   return {
     'table': weights['embedding']['tokens'],
+    'norm0': weights['embedding/norm']['scale'],
     'norm': weights['final_norm']['scale'],
     'layers': [
       {
@@ -122,7 +124,7 @@ def _hidden(
   config: Any, params: Any, tokens: jax.Array, turns: Any, attend: Attend
 ) -> jax.Array:
   """Returns what the output layer gets, [B, L, D]."""
-  x = params['table'][tokens]
+  x = _norm(params['table'][tokens], params['norm0'])
   for number, p in enumerate(params['layers']):
     x = _block(config, number, p, x, turns, attend)
   return _norm(x, params['norm'])
@@ -189,12 +191,15 @@ def loss_fn(config: Any, length: int) -> Callable[[Any, jax.Array], jax.Array]:
 
 def optimizer(config: Any) -> optax.GradientTransformation:
   """Returns the optimizer of examples/lm."""
-  schedule = optax.warmup_cosine_decay_schedule(
-    0.0,
-    config.learning_rate,
-    int(config.warmup_fraction * config.training_steps),
-    config.training_steps,
-    config.learning_rate * config.final_learning_rate,
+  peak, steps = config.learning_rate, config.training_steps
+  warmup = int(config.warmup_fraction * steps)
+  end = peak * config.final_learning_rate
+  schedule = optax.join_schedules(
+    [
+      optax.linear_schedule(0.0, peak, warmup),
+      optax.linear_schedule(peak, end, steps - warmup),
+    ],
+    [warmup],
   )
   return optax.chain(
     optax.clip_by_global_norm(config.clip_norm),
