@@ -27,11 +27,12 @@ def get_config() -> config_dict.ConfigDict:
   config.sharding = 'fsdp'  # The same run on all the GPUs of a node.
 
   kwargs = config.experiment_kwargs.config
-  kwargs.model.vocab_size = 32_000  # Of a tokenizer; bytes use 257 of them.
+  kwargs.model.vocab_size = 32_000  # For a tokenizer of your own.
   kwargs.model.num_layers = 20
   kwargs.model.embed_dim = 2048
   kwargs.model.num_heads = 16  # Heads of 128: what matrix units like.
   kwargs.model.mlp_dim = 5632
+  kwargs.model.normalize_embedding = False  # Not tried at this size.
   kwargs.model.max_length = 2048
   kwargs.model.attention = 'flash'  # No scores of 2048 x 2048 in memory.
   kwargs.model.dtype = 'bfloat16'
