@@ -144,7 +144,7 @@ def test_recipes_that_go_together(copy):
 
   records = (run / 'eval' / 'metrics.jsonl').read_text().splitlines()
   shapes = [json.loads(r)['embedding'] for r in records if '"embedding"' in r]
-  assert shapes == [[1, 257, 16, 1]] * 2
+  assert shapes == [[1, 2048, 16, 1]] * 2
 
   losses = dict(result.history['train/loss'])
   lines = (run / 'train' / 'metrics.csv').read_text().splitlines()
@@ -223,7 +223,7 @@ def test_from_python(copy):
     first.experiment.state.params['embedding']['tokens'],
   )
   shapes = jax.tree.map(np.shape, names['params'])
-  assert shapes['embedding']['tokens'] == (257, 16)
+  assert shapes['embedding']['tokens'] == (2048, 16)
 
 
 @pytest.mark.process

@@ -444,7 +444,7 @@ def test_a_constant_of_none_may_lack_an_annotation(monkeypatch):
     ({}, {'ACTIVATION': 'gleu'}, "ACTIVATION is 'gleu'; .*mean 'gelu'"),
     ({}, {'NORM_POLICY': 'prre'}, "'prre'; .*mean 'pre'"),
     ({}, {'CHECKPOINT_POLICY': 'none'}, "expected one of \\['nothing', 'dots'"),
-    ({}, {'ATTENTION_IMPL': 'flash'}, "'flash'; expected one of \\['einsum'"),
+    ({}, {'ATTENTION_IMPL': 'cudnn'}, "'cudnn'; expected one of \\['einsum'"),
     ({}, {'FPROP_DTYPE': 'bf16'}, "'bf16'; .*'bfloat16'"),
     ({'data': 'c4'}, {}, r'data_dir is None .*--config\.data=stdlib'),
     ({'data': 'stdlib', 'vocabulary': '/none.model'}, {}, 'no file'),
