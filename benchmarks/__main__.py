@@ -5,8 +5,9 @@
     python -m benchmarks --page FILE   # docs/reference/performance.md of a run
 
 A run is `benchmarks/results/<date>-<machine>.json`. With `--only`, the programs
-named replace those of the same day's file. Each program has a process of its
-own. One that fails is named, the others run, and the exit status is 1.
+named replace those of the same day's file, if that is of the same commit and
+versions. Each program has a process of its own. One that fails is named, the
+others run, and the exit status is 1.
 """
 
 import argparse
@@ -159,7 +160,9 @@ def main() -> None:
   out = args.out or (None if args.quick else _HERE / 'results')
   path = _path(out, machine) if out else None
   if path and args.only != names and path.exists():
-    run['programs'] = json.loads(path.read_text())['programs']
+    kept = json.loads(path.read_text())
+    if all(kept['machine'][k] == machine[k] for k in ('commit', 'versions')):
+      run['programs'] = kept['programs']
   failed = []
   for name in args.only:
     try:
@@ -167,6 +170,7 @@ def main() -> None:
     except RuntimeError as e:
       print(f'\n## {name} failed\n\n{e}', flush=True)
       failed.append(name)
+      run['programs'].pop(name, None)
       continue
     print(f'\n## {PROGRAMS[name]} ({program["seconds"]:.0f} s)\n')
     print(harness.table(program['rows']), flush=True)

@@ -46,5 +46,6 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.eval_batches = 50
   kwargs.learning_rate = 3e-4  # As others train models of this size.
   kwargs.warmup_fraction = 0.05
+  kwargs.decay = 'cosine'
   kwargs.final_learning_rate = 0.1
   return config

@@ -645,7 +645,7 @@ def _platform() -> str:
   partitioner = partitioning.active()
   if partitioner is None or partitioner.is_here:
     return jax.default_backend()
-  return 'tpu'  # The chips of a topology, of which only TPUs have any.
+  return 'tpu'  # `config.topology` names TPUs only.
 
 
 # By the platform that a program is compiled for; others have 'einsum'.

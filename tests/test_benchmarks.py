@@ -8,6 +8,10 @@ import pytest
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import harness
+from benchmarks import lm_recipe
+from examples.lm import experiment as lm_experiment
+from jaxline import base_config
+from jaxline import platform
 
 ROOT = harness.ROOT
 Sample = harness.Sample
@@ -114,6 +118,25 @@ def test_each_program_is_run_or_said_not_to_be():
   rest |= {'lm_recipe', 'mfu', 'scale', 'scaling_model'}
   found = {path.stem for path in (ROOT / 'benchmarks').glob('*.py')}
   assert found - rest == set(benchmarks.PROGRAMS)
+
+
+def test_the_page_of_the_recipe_has_the_kept_results():
+  rows = json.loads(lm_recipe.RESULTS.read_text(encoding='utf-8'))['rows']
+  assert [len(runs) for runs in rows.values()] == [3] * len(lm_recipe.ROWS)
+  page = ROOT / 'docs' / 'reference' / 'lm_recipe.md'
+  assert lm_recipe.table(rows) in page.read_text(encoding='utf-8')
+
+
+@pytest.mark.filterwarnings('ignore:the load_module')
+@pytest.mark.parametrize('name', lm_recipe.ROWS)
+def test_each_row_of_the_recipe_is_a_config_of_its_own(name):
+  def values(overrides):
+    config = platform.load_config(['--config=configs/lm.py', *overrides])
+    kwargs = config.experiment_kwargs.config
+    return base_config.read(lm_experiment.Config, kwargs)
+
+  overrides, _ = lm_recipe.ROWS[name]
+  assert (values(overrides) == values([])) == (name == 'the recipe')
 
 
 @pytest.mark.slow

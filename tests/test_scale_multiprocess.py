@@ -236,6 +236,7 @@ def settings(folder):
     'length': 32,
     'eval_batch_size': 8,
     'sample_length': 0,
+    'tokenizer': 'bytes',
     'model.vocab_size': 264,
     'model.num_layers': 2,
     'model.embed_dim': 32,

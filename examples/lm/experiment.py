@@ -41,7 +41,8 @@ class Config:
     files: 'stdlib', a folder, a glob, or a list of these.
     documents: what is held out whole: 'file', 'line' or 'jsonl'.
     eval_fraction: share of the documents that is held out.
-    tokenizer: 'bytes', a SentencePiece '.model' or a 'tokenizer.json'.
+    tokenizer: 'bytes', 'stdlib', a SentencePiece '.model' or a
+      'tokenizer.json'.
     packing: what a sequence is: 'stream', 'packed' or 'padded'.
     cache_dir: where tokens are kept; None is the user's cache.
     batch_size: sequences a step, over all devices, to which it is rounded up.
@@ -60,7 +61,7 @@ class Config:
     weight_decay: of all weights but the scales of normalisation.
     clip_norm: the gradient's global norm is at most this.
     sample_prompt: what the sample of each evaluation continues.
-    sample_length: bytes of the sample; 0 for none.
+    sample_length: tokens of the sample, besides the prompt; 0 for none.
     sample_temperature: 1 samples the model's distribution, 0 its likeliest.
     decode: how --jaxline_mode=decode continues prompts. The token between
       documents stops it, besides its `stop_ids`.

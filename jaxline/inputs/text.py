@@ -104,8 +104,8 @@ def load_corpus(
       need not be UTF-8. Empty files are left out. Those whose name ends in
       '.gz' are unpacked.
     eval_fraction: how much of the documents to hold out, between 0 and 1.
-    tokenizer: 'bytes', the path of a SentencePiece '.model', or that of a
-      Hugging Face 'tokenizer.json'; see `tokenization.load_tokenizer`.
+    tokenizer: 'bytes', 'stdlib', the path of a SentencePiece '.model', or that
+      of a Hugging Face 'tokenizer.json'; see `tokenization.load_tokenizer`.
     documents: what a document is: 'file'; 'line', each line that is not empty,
       called 'path:line'; or 'jsonl', the entry 'text' of each line.
     cache_dir: where tokens are kept; None is '~/.cache/jaxline/tokens', or

@@ -299,7 +299,7 @@ def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
   if not path.is_file():
     raise errors.MissingFileError(
       f"The tokenizer is {spec!r}, but there is no file {path}. Give 'bytes', "
-      "or the path of a '.model' or a 'tokenizer.json'."
+      "'stdlib', or the path of a '.model' or a 'tokenizer.json'."
     )
   kinds = {'model': SentencePieceTokenizer, 'json': HuggingFaceTokenizer}
   return kinds[match['kind']](path.read_bytes(), str(path), match['token'])

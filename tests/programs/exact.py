@@ -90,6 +90,7 @@ def config_of(case, folder):
     files=str(folder / 'text'),
     cache_dir=str(folder / 'cache'),
     documents='line',
+    tokenizer='bytes',
     packing=case.get('packing', 'packed'),
     batch_size=BATCH_SIZE,
     eval_batch_size=BATCH_SIZE,
