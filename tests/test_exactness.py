@@ -195,6 +195,7 @@ def expected_pieces(case):
     "['layers/attention_norm']['scale']": embed * layers,
     "['layers/feed_forward_norm']['scale']": embed * layers,
     "['final_norm']['scale']": embed,
+    "['embedding/norm']['scale']": embed,
   }
 
 
