@@ -247,7 +247,12 @@ def call(
 
 def call_rows(module: str, options: Options) -> list[Row]:
   """Returns the rows of a program, run in a process of its own."""
-  return call(module, 'rows_of', dataclasses.asdict(options))
+  return call(__name__, 'rows_of', module, dataclasses.asdict(options))
+
+
+def rows_of(module: str, options: Mapping[str, Any]) -> list[Row]:
+  """Returns the rows of a program, run in this process."""
+  return importlib.import_module(module).rows(Options(**options))
 
 
 # The machine, and what is printed.
@@ -367,14 +372,9 @@ def main(rows: Callable[[Options], list[Row]], doc: str | None) -> None:
 
 
 def _work() -> None:
-  module, function, text = sys.argv[1:]
-  found = importlib.import_module(module)
-  args = json.loads(text)
-  if function == 'rows_of':
-    result = found.rows(Options(*args[0].values()))
-  else:
-    result = getattr(found, function)(*args)
-  print(json.dumps(result))
+  module, name, text = sys.argv[1:]
+  function = getattr(importlib.import_module(module), name)
+  print(json.dumps(function(*json.loads(text))))
 
 
 if __name__ == '__main__':
