@@ -7,7 +7,7 @@ time, with the aim and whether it was met. Rows are plain values for JSON.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import ctypes
 import dataclasses
 import datetime
@@ -306,13 +306,17 @@ def _cell(spread: list[float] | None) -> str:
   return f'{median} [{low}, {high}]'
 
 
+def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+  """Returns a table in Markdown."""
+  lines = [f'| {" | ".join(cells)} |' for cells in (titles, *rows)]
+  return '\n'.join([lines[0], f'|{"---|" * len(titles)}', *lines[1:]])
+
+
 def table(rows: list[Row]) -> str:
   """Returns the rows as a Markdown table."""
-  lines = [
-    '| what | against | unit | ours | baseline | compared: wall | compared: CPU'
-    ' | aim | met |',
-    '|---|---|---|---|---|---|---|---|---|',
-  ]
+  titles = ['what', 'against', 'unit', 'ours', 'baseline', 'compared: wall']
+  titles += ['compared: CPU', 'aim', 'met']
+  lines = []
   for row in rows:
     signs = {'ratio': 'x ', 'difference': '+ ', 'value': ''}
     sign = signs[row['measure']]
@@ -331,9 +335,8 @@ def table(rows: list[Row]) -> str:
       aim += ' (CPU)'
     met = {None: '', True: 'yes', False: '**no**'}[row['met']]
     cells = [row['what'], row['against'], row['unit'], ours, theirs]
-    cells += [value['wall'], value['cpu'], aim, met]
-    lines.append('| ' + ' | '.join(cells) + ' |')
-  return '\n'.join(lines)
+    lines.append([*cells, value['wall'], value['cpu'], aim, met])
+  return markdown(titles, lines)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 
+from benchmarks import harness
 from jaxline.inputs import text
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -89,18 +90,14 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
     results: row -> seed -> what `train` returns.
   """
   recipe = _bits(results['the recipe'])
-  lines = [
-    '| | bits per byte | of each seed | worse by |',
-    '|---|---|---|---|',
-  ]
+  rows = []
   for name, runs in results.items():
     bits = _bits(runs)
     shown = ', '.join(f'{x:.3f}' for x in sorted(bits))
     loss = statistics.mean(bits) - statistics.mean(recipe)
-    lines.append(
-      f'| {name} | {statistics.mean(bits):.3f} | {shown} | {loss:.3f} |'
-    )
-  return '\n'.join(lines)
+    rows.append((name, f'{statistics.mean(bits):.3f}', shown, f'{loss:.3f}'))
+  titles = ('', 'bits per byte', 'of each seed', 'worse by')
+  return harness.markdown(titles, rows)
 
 
 def _bits(runs: dict[str, dict[str, float]]) -> list[float]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from benchmarks import harness
 from examples.pax import experiment_registry
 from jaxline import platform
 from jaxline.aot import ahead
@@ -144,10 +145,8 @@ def print_tables(reports: dict[str, Report]) -> None:
       _time_row,
     ),
   ):
-    print(f'| {" | ".join(titles)} |\n|{"---|" * len(titles)}')
-    for name, report in sorted(reports.items(), key=_size):
-      print(f'| {" | ".join(row(name, report))} |')
-    print()
+    in_order = sorted(reports.items(), key=_size)
+    print(harness.markdown(titles, [[*row(*item)] for item in in_order]) + '\n')
   for of in sorted(versions):
     print(', '.join(f'{name} {version}' for name, version in of))
 

@@ -22,7 +22,7 @@ e and x are fitted on the first two runs. The other four are predicted.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import itertools
 import json
@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks import harness
 from benchmarks import scale
 from jaxline.aot import chips
 from jaxline.checkpoint import files
@@ -497,12 +498,6 @@ VARIANTS: dict[str, tuple[Variant, int]] = {
 # What is printed.
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """Returns a table in Markdown."""
-  lines = [titles, ['---'] * len(titles), *rows]
-  return '\n'.join(f'| {" | ".join(row)} |' for row in lines)
-
-
 def costs_table(reports: Mapping[str, scale.Report]) -> str:
   """Returns the sizes of the runs, and what a step of each costs."""
   rows = []
@@ -541,7 +536,7 @@ def costs_table(reports: Mapping[str, scale.Report]) -> str:
     'network, data',
     'network, mdl',
   ]
-  return _table(titles, rows)
+  return harness.markdown(titles, rows)
 
 
 def predictions_table(of: Sequence[Costs]) -> str:
@@ -559,7 +554,9 @@ def predictions_table(of: Sequence[Costs]) -> str:
         'fitted' if i < FITTED else error,
       )
     )
-  return _table(('run', 'chips', 'predicted', 'published', 'error'), rows)
+  return harness.markdown(
+    ('run', 'chips', 'predicted', 'published', 'error'), rows
+  )
 
 
 def variants_table(of: Sequence[Costs]) -> str:
@@ -580,7 +577,9 @@ def variants_table(of: Sequence[Costs]) -> str:
   names = (point.name for point in POINTS)
   titles = ('assumption', 'e', 'x', *names, 'mean absolute error, last four')
   published = (f'{100 * point.published:.1f}' for point in POINTS)
-  return _table(titles, [*rows, ('published', '', '', *published, '')])
+  return harness.markdown(
+    titles, [*rows, ('published', '', '', *published, '')]
+  )
 
 
 def check_table(reports: Mapping[str, scale.Report]) -> str:
@@ -609,7 +608,7 @@ def check_table(reports: Mapping[str, scale.Report]) -> str:
     'network, data',
     'network, mdl',
   ]
-  return _table(titles, rows)
+  return harness.markdown(titles, rows)
 
 
 # The picture.
