@@ -9,7 +9,7 @@ which runs it over L further tokens of each row, and keeps this contract:
 - `tokens_BL` int32: those of row b have the positions `start_B[b]`,
   `start_B[b] + 1` and so on; `start_B` is int32, [B].
 - `cache` is a pytree of arrays, each with the rows as its axis `cache_axis`
-  (examples/lm: [N, B, M, H, K], axis 1); it is returned with the same shapes
+  (examples/lm: [B, M, H, K], axis 0); it is returned with the same shapes
   and types. The function writes what later tokens need of these tokens at their
   positions, over earlier content. A token sees the positions up to its own and
   no later ones, which may hold padding. There are T + max_decode_steps - 1

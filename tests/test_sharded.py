@@ -256,6 +256,27 @@ def test_state_is_made_sharded():
     assert len(x.sharding.device_set) == 2
 
 
+@pytest.fixture
+def whole_compiler():
+  """As in use; conftest.py leaves out most of the compiler."""
+  jax.config.update('jax_disable_most_optimizations', False)
+  yield
+  jax.config.update('jax_disable_most_optimizations', True)
+
+
+def test_a_state_has_the_bits_that_all_optimizations_give(whole_compiler):
+  class Drawn(Regression):
+    def init_fn(self, rng):
+      return {'normal': jax.random.normal(rng, (64, 64))}, None
+
+  experiment = make(Drawn)
+  assert experiment._init_options == {'xla_backend_optimization_level': 1}
+  expected = jax.jit(experiment._init_state)(KEY)
+  jax.tree.map(
+    np.testing.assert_array_equal, experiment.state.params, expected.params
+  )
+
+
 def test_a_state_larger_than_any_device_may_hold_is_never_whole():
   experiment = make(sharding='fsdp')
   compiled = (

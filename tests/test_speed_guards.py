@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import lm_step
+from examples import decoding
 from jaxline import train
 from jaxline import utils
 from jaxline.supervision import preemption
@@ -126,12 +127,12 @@ def test_a_step_copies_its_batch_to_the_devices_and_nothing_else(monkeypatch):
   assert 8 <= len(copied) <= 8 + ahead
 
 
-def count_equations(jaxpr):
-  """Counts those of a jaxpr and of all jaxprs in it."""
-  return sum(
-    1 + sum(map(count_equations, jax_core.jaxprs_in_params(equation.params)))
-    for equation in jaxpr.eqns
-  )
+def equations_of(jaxpr):
+  """Yields those of a jaxpr and of all jaxprs in it."""
+  for equation in jaxpr.eqns:
+    yield equation
+    for inner in jax_core.jaxprs_in_params(equation.params):
+      yield from equations_of(inner)
 
 
 def step_equations(name):
@@ -142,12 +143,33 @@ def step_equations(name):
     experiment.abstract_batch(is_training=True),
     experiment.abstract_rng(),
   )
-  return count_equations(traced.jaxpr.jaxpr)
+  return sum(1 for _ in equations_of(traced.jaxpr.jaxpr))
 
 
 @pytest.mark.parametrize('name', EQUATIONS)
 def test_equations_of_the_step(name):
   assert step_equations(name) <= EQUATIONS[name]
+
+
+def test_a_decoded_token_copies_no_layer_out_of_a_stack():
+  experiment = lm_step.make_experiment('default')
+  config = experiment.config.model
+  params = experiment.abstract_state().params
+  jaxpr = experiment._decode.trace(
+    params,
+    jnp.zeros([1, 5], jnp.int32),
+    jnp.array([5]),
+    jax.random.key(0),
+    decoding.Options(method='greedy', max_decode_steps=2),
+  ).jaxpr.jaxpr
+  (loop,) = (e for e in equations_of(jaxpr) if e.primitive.name == 'while')
+  shapes = collections.Counter(x.aval.shape for x in loop.invars)
+  layers, *qkv = params['layers/attention']['qkv'].shape
+  assert layers == config.num_layers == 4
+  assert shapes[tuple(qkv)] == 4
+  # Keys and values, for the prompt and two more tokens.
+  assert shapes[1, 7, config.num_heads, config.head_dim] == 2 * 4
+  assert shapes[4, *qkv] == 0
 
 
 if __name__ == '__main__':

@@ -416,6 +416,7 @@ class Experiment(sharded.ShardedExperiment):
       options: decoding.Options,
     ) -> decoding.Decoded:
       batch, length = prompts_BT.shape
+      params = model.split_layers(params, config)
       return decoding.decode(
         lambda cache, tokens_BL, start_B: model.decode_step(
           params, tokens_BL, cache, start_B, config
@@ -425,7 +426,7 @@ class Experiment(sharded.ShardedExperiment):
         lengths_B,
         options,
         rng,
-        cache_axis=1,
+        cache_axis=config.cache_axis,
       )
 
     return jax.jit(

@@ -29,7 +29,8 @@ from jaxline import partitioning
 from jaxline import pipeline
 
 Params = dict[str, dict[str, Any]]
-Cache = tuple[jax.Array, jax.Array]
+Pair = tuple[jax.Array, jax.Array]  # Keys and values.
+Cache = tuple[Pair, ...] | Pair  # See `empty_cache`.
 
 _CHOICES = {
   'positions': ('rotary', 'learned'),
@@ -160,6 +161,11 @@ class ModelConfig:
     """Parts that add to the residual stream."""
     return 2 * self.num_layers
 
+  @property
+  def cache_axis(self) -> int:
+    """The axis of the rows in the arrays of `empty_cache`."""
+    return 1 if self.scan_layers else 0
+
 
 _declared: contextvars.ContextVar[dict[tuple[str, str], tuple] | None] = (
   contextvars.ContextVar('declared_axes', default=None)
@@ -247,10 +253,10 @@ class Attention(hk.Module):
     self,
     x_BLD: jax.Array,
     angles: jax.Array | None,
-    cache: Cache | None = None,
+    cache: Pair | None = None,
     start: int | jax.Array = 0,
     segment_ids_BL: jax.Array | None = None,
-  ) -> tuple[jax.Array, Cache | None]:
+  ) -> tuple[jax.Array, Pair | None]:
     """Returns [B, L, D], and the cache with the new keys and values in it.
 
     Args:
@@ -375,7 +381,7 @@ def _forward(
     config: the model.
     tokens_BL: integers below `vocab_size`, at the positions from `start`.
     is_training: whether to drop out.
-    cache: keys and values of all layers, [N, B, M, H, K] each.
+    cache: from `empty_cache`; the weights are those of `split_layers` then.
     start: position of the first token; [B] if not the same in all rows.
     segment_ids_BL: the document that each token is of; None is one a row.
     positions_BL: the position of each token in its document, for positions that
@@ -406,7 +412,7 @@ def _forward(
     segment_ids_BL: jax.Array | None,
     rows_B: jax.Array,
     *cache: Any,
-  ) -> tuple[jax.Array, Cache | None]:
+  ) -> tuple[jax.Array, Pair | None]:
     mixed, new_cache = Attention(config)(
       Norm('attention_norm')(x),
       angles,
@@ -428,42 +434,78 @@ def _forward(
   x_BLD = partitioning.constrain(
     drop(x_BLD, 0, rows_B), transformer.BETWEEN_BLOCKS
   )
-  numbers = jnp.arange(config.num_layers)
   # Only what is trained or evaluated is pipelined, not what is decoded.
-  if config.pipeline_stages > 1 and cache is None and not hk.running_init():
+  if cache is not None:
+    x_BLD, cache = _extended(config, layer, x_BLD, cache, rows_B)
+  elif config.pipeline_stages > 1 and not hk.running_init():
     x_BLD = _pipelined(config, layer, x_BLD, segment_ids_BL, rows_B)
   else:
-    one = lambda x, number, *cache: layer(
-      x, number, segment_ids_BL, rows_B, *cache
-    )
+    one = lambda x, number: layer(x, number, segment_ids_BL, rows_B)
     if config.remat != 'nothing':
       one = hk.remat(one, policy=transformer.remat_policy(config.remat))
-    x_BLD, cache = hk.layer_stack(
+    x_BLD, _ = hk.layer_stack(
       config.num_layers,
       with_per_layer_inputs=True,
       unroll=1 if config.scan_layers else config.num_layers,
       name=_STACK,
-    )(one)(x_BLD, numbers, *(cache or ()))
+    )(one)(x_BLD, jnp.arange(config.num_layers))
   return Norm('final_norm')(x_BLD), head, cache
+
+
+def _extended(
+  config: ModelConfig,
+  layer: Callable[..., tuple[jax.Array, Pair | None]],
+  x_BLD: jax.Array,
+  cache: Cache,
+  rows_B: jax.Array,
+) -> tuple[jax.Array, Cache]:
+  """Runs the layers over new tokens; inside of a Haiku function."""
+  run = hk.transform(layer).apply
+  weights = _of_layers(hk.get_params())
+
+  def extend(x_BLD: jax.Array, of_layer: Any) -> tuple[jax.Array, Any]:
+    weights, pair = of_layer
+    # A layer's number is for dropout, which there is none of.
+    return run(weights, None, x_BLD, 0, None, rows_B, *pair)
+
+  if config.scan_layers:
+    return jax.lax.scan(extend, x_BLD, (weights, cache))
+  extended = []
+  for i, pair in enumerate(cache):
+    of_layer = {
+      name: {key: value[i] for key, value in leaves.items()}
+      for name, leaves in weights.items()
+    }
+    x_BLD, pair = extend(x_BLD, (of_layer, pair))
+    extended.append(pair)
+  return x_BLD, tuple(extended)
+
+
+def _of_layers(params: Any) -> dict[str, Any]:
+  """Returns the weights of the layers, named as in one of them."""
+  return {
+    name.removeprefix(f'{_STACK}/'): leaves
+    for name, leaves in params.items()
+    if name.startswith(f'{_STACK}/')
+  }
 
 
 def _pipelined(
   config: ModelConfig,
-  layer: Callable[..., tuple[jax.Array, Cache | None]],
+  layer: Callable[..., tuple[jax.Array, Pair | None]],
   x_BLD: jax.Array,
   segment_ids_BL: jax.Array | None,
   rows_B: jax.Array,
 ) -> jax.Array:
   """Runs the layers as a pipeline; inside of a Haiku function."""
   run = hk.transform(layer).apply
-  axes = _axes(config)
+  axes = _of_layers(_axes(config))
   weights = {
-    name.removeprefix(f'{_STACK}/'): {
+    name: {
       key: partitioning.Logical(value, axes[name][key])
       for key, value in leaves.items()
     }
-    for name, leaves in hk.get_params().items()
-    if name.startswith(f'{_STACK}/')
+    for name, leaves in _of_layers(hk.get_params()).items()
   }
 
   def run_layer(
@@ -609,6 +651,30 @@ def loss(
   return nats.total, jax.lax.stop_gradient(weights_BL.sum())
 
 
+def split_layers(params: Params, config: ModelConfig) -> Params:
+  """Cuts the weights of the layers into those of each, for `decode_step`.
+
+  So a loop over tokens need not copy them out of the larger arrays each time.
+
+  Args:
+    params: weights, not boxed; or what this returned for them.
+    config: the model.
+
+  Returns:
+    The same, but for a tuple in place of each array of `layers`, unless they
+    are scanned.
+  """
+  if config.scan_layers:
+    return params
+  return {
+    name: {
+      key: tuple(value) if name.startswith(f'{_STACK}/') else value
+      for key, value in leaves.items()
+    }
+    for name, leaves in params.items()
+  }
+
+
 def empty_cache(config: ModelConfig, batch: int, length: int) -> Cache:
   """Returns room for the keys and the values of all layers, for `decode_step`.
 
@@ -618,7 +684,8 @@ def empty_cache(config: ModelConfig, batch: int, length: int) -> Cache:
     length: M, as many positions as shall be decoded, the prompt included.
 
   Returns:
-    Two arrays [N, B, M, H, K] of `dtype`.
+    Two arrays of `dtype` for each layer, [B, M, H, K]; of scanned layers two
+    for all, [N, B, M, H, K]. `config.cache_axis` is the axis of B.
 
   Raises:
     ValueError: the length exceeds `max_length`.
@@ -628,8 +695,14 @@ def empty_cache(config: ModelConfig, batch: int, length: int) -> Cache:
       f'Got a cache of {length} positions; max_length is {config.max_length}.'
       ' Decode less, or raise it.'
     )
-  shape = (config.num_layers, batch, length, config.num_heads, config.head_dim)
-  return jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
+
+  def pair(*layers: int) -> Pair:
+    shape = (*layers, batch, length, config.num_heads, config.head_dim)
+    return jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
+
+  if config.scan_layers:
+    return pair(config.num_layers)
+  return tuple(pair() for _ in range(config.num_layers))
 
 
 def decode_step(
@@ -647,7 +720,8 @@ def decode_step(
   harm if the next call starts there.
 
   Args:
-    params: weights, not boxed.
+    params: weights, not boxed, or `split_layers` of them: a loop splits them
+      once, before it.
     tokens_BL: integers below `vocab_size`.
     cache: from `empty_cache`, or the call before.
     start: position of the first tokens, of all rows or [B] of each.
@@ -660,6 +734,11 @@ def decode_step(
     ValueError: there are more tokens than `max_length`.
   """
   x_BLD, head, cache = _transformed(config).apply(
-    params, None, tokens_BL, is_training=False, cache=cache, start=start
+    split_layers(params, config),
+    None,
+    tokens_BL,
+    is_training=False,
+    cache=cache,
+    start=start,
   )
   return transformer.logits(x_BLD, head), cache
