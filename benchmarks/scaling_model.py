@@ -613,94 +613,44 @@ def check_table(reports: Mapping[str, scale.Report]) -> str:
 
 # The picture.
 
-_INK, _FAINT, _GRID = '#1f2328', '#59636e', '#d1d9e0'
-_BLUE, _ORANGE = '#0969da', '#bc4c00'
-_WIDTH, _HEIGHT = 760, 420
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 30, 60, 70
-_LOW, _HIGH = 0.3, 0.6
+
+def curves(of: Sequence[Costs]) -> dict[str, list[float]]:
+  """Returns the curves of the picture: name -> percent, of each run."""
+  curves = {
+    'published': [p.published for p in POINTS],
+    'predicted: fitted on the first two': predict(of).mfu,
+    'predicted if nothing is hidden': predict(of, _nothing_hidden).mfu,
+  }
+  return {k: [round(100 * y, 1) for y in mfu] for k, mfu in curves.items()}
 
 
-def _place(chip_count: int, mfu: float) -> tuple[float, float]:
-  """Returns where a value is in the picture; chips are on a log scale."""
-  first, last = (math.log2(POINTS[i].chips) for i in (0, -1))
-  x = (math.log2(chip_count) - first) / (last - first)
-  y = (_HIGH - mfu) / (_HIGH - _LOW)
-  return (
-    _LEFT + 20 + x * (_WIDTH - _LEFT - _RIGHT - 40),
-    _TOP + y * (_HEIGHT - _TOP - _BOTTOM),
+def plot(of: Sequence[Costs]) -> None:
+  """Draws the curves over the number of chips. The file has them as JSON."""
+  import matplotlib
+
+  matplotlib.use('svg')
+  # The same file each time, and letters as letters.
+  matplotlib.rcParams.update(
+    {'svg.hashsalt': 'scaling', 'svg.fonttype': 'none'}
   )
+  from matplotlib import pyplot
 
-
-def _text(
-  x: float, y: float, words: str, *, color: str = _FAINT, anchor: str = 'middle'
-) -> str:
-  return (
-    f'<text x="{x:.1f}" y="{y:.1f}" font-size="13" fill="{color}"'
-    f' text-anchor="{anchor}">{words}</text>'
-  )
-
-
-def draw(of: Sequence[Costs]) -> str:
-  """Returns the picture, as SVG."""
-  lines = (
-    ('published', [p.published for p in POINTS], _INK, 'none'),
-    ('predicted: fitted on the first two', predict(of).mfu, _BLUE, '6 4'),
-    (
-      'predicted if nothing is hidden',
-      predict(of, _nothing_hidden).mfu,
-      _ORANGE,
-      '2 4',
-    ),
-  )
-  drawn = []
-  for percent in range(round(100 * _LOW), round(100 * _HIGH) + 1, 10):
-    _, y = _place(POINTS[0].chips, percent / 100)
-    drawn += [
-      f'<path d="M{_LEFT} {y:.1f} H{_WIDTH - _RIGHT}" stroke="{_GRID}"/>',
-      _text(_LEFT - 8, y + 4, f'{percent}%', anchor='end'),
-    ]
-  for point in POINTS:
-    x, y = _place(point.chips, _LOW)
-    drawn += [
-      _text(x, y + 20, f'{point.chips}'),
-      _text(x, y + 37, point.name),
-    ]
-  drawn.append(
-    _text(_WIDTH / 2, _HEIGHT - 10, 'TPU v4 chips, and weights of the model')
-  )
-  for i, (name, values, color, dashes) in enumerate(lines):
-    places = [
-      _place(p.chips, value) for p, value in zip(POINTS, values, strict=True)
-    ]
-    path = ' L'.join(f'{x:.1f} {y:.1f}' for x, y in places)
-    style = f'stroke="{color}" stroke-width="2" stroke-dasharray="{dashes}"'
-    drawn.append(f'<path d="M{path}" fill="none" {style}/>')
-    drawn += [
-      f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>'
-      for x, y in places
-    ]
-    x = _LEFT + (0, 130, 410)[i]
-    drawn += [
-      f'<path d="M{x} 45 h28" fill="none" {style}/>',
-      _text(x + 36, 49, name, color=color, anchor='start'),
-    ]
-  title = 'Model FLOPs utilization of weak scaling on TPU v4'
-  size = f'width="{_WIDTH}" height="{_HEIGHT}"'
-  font = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
-  return '\n'.join(
-    [
-      f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"'
-      f' viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="{font}">',
-      f'<title>{title}, predicted and published</title>',
-      f'<rect x="0.5" y="0.5" width="{_WIDTH - 1}" height="{_HEIGHT - 1}"'
-      f' rx="8" fill="#ffffff" stroke="{_GRID}"/>',
-      f'<text x="{_LEFT}" y="26" font-size="16" font-weight="700"'
-      f' fill="{_INK}">{title}</text>',
-      *drawn,
-      '</svg>',
-      '',
-    ]
-  )
+  drawn = curves(of)
+  _, axes = pyplot.subplots(figsize=(8, 4.4))
+  chip_counts = [p.chips for p in POINTS]
+  styles = ('o-', '#1f2328'), ('o--', '#0969da'), ('o:', '#bc4c00')
+  for name, (style, color) in zip(drawn, styles, strict=True):
+    axes.plot(chip_counts, drawn[name], style, color=color, label=name)
+  axes.set_xscale('log', base=2)
+  axes.set_xticks(chip_counts, [f'{p.chips}\n{p.name}' for p in POINTS])
+  axes.set_ylim(30, 60)
+  axes.yaxis.set_major_formatter('{x:.0f}%')
+  axes.set_xlabel('TPU v4 chips, and weights of the model')
+  axes.set_title('Model FLOPs utilization of weak scaling on TPU v4')
+  axes.grid(axis='y', alpha=0.3)
+  axes.legend(loc='upper left')
+  metadata = {'Date': None, 'Description': json.dumps(drawn)}
+  pyplot.savefig(PLOT, bbox_inches='tight', metadata=metadata)
 
 
 # The reports.
@@ -756,7 +706,7 @@ def main() -> None:
   print(variants_table(of), end='\n\n')
   print(check_table(reports))
   if args.plot:
-    PLOT.write_text(draw(of), encoding='utf-8')
+    plot(of)
 
 
 if __name__ == '__main__':
