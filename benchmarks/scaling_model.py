@@ -32,6 +32,7 @@ import pathlib
 from typing import NamedTuple
 
 import numpy as np
+from scipy import optimize
 
 from benchmarks import harness
 from benchmarks import scale
@@ -368,27 +369,16 @@ class Constants:
 def fit(terms: Sequence[Terms], seconds: Sequence[float]) -> Constants:
   """Returns the constants with the smallest squared relative errors.
 
-  Both are at most 1, and neither is negative. If the solution without these
-  bounds is outside of them, the best one on the bounds is returned.
+  Both are at most 1, and neither is negative.
   """
   times = np.asarray(seconds, float)
   # Rows are runs; the unknowns are 1 / e and x.
   a = np.array([[t.products, t.rest] for t in terms]) / times[:, None]
   b = 1 - np.array([t.fixed for t in terms]) / times
 
-  def best(column: int, left: np.ndarray) -> float:
-    """Returns the best value of one unknown for what the other one leaves."""
-    square = a[:, column] @ a[:, column]
-    return float(a[:, column] @ left / square) if square else 0.0
-
-  solved = np.linalg.lstsq(a, b, rcond=None)[0]
-  candidates = [(float(solved[0]), float(solved[1]))]
-  candidates += [(max(1.0, best(0, b - x * a[:, 1])), x) for x in (0.0, 1.0)]
-  candidates += [(1.0, min(1.0, max(0.0, best(1, b - a[:, 0]))))]
-  inverse, exposed = min(
-    (c for c in candidates if c[0] >= 1 and 0 <= c[1] <= 1),
-    key=lambda c: float(np.sum((a @ np.array(c) - b) ** 2)),
-  )
+  # BVLS ends exactly on the bounds.
+  solved = optimize.lsq_linear(a, b, ([1, 0], [np.inf, 1]), method='bvls')
+  inverse, exposed = map(float, solved.x)
   return Constants(1 / inverse, exposed if a[:, 1].any() else None)
 
 
@@ -507,36 +497,22 @@ def costs_table(reports: Mapping[str, scale.Report]) -> str:
     if report:
       peak = f'{report["programs"][0]["peak_bytes"] / 2**30:.1f}'
     rows.append(
-      (
-        point.name,
-        point.topology,
-        f'{point.data} x {point.mdl}',
-        f'{point.layers} x {point.width}',
-        f'{point.weights / 1e9:.1f} B',
-        f'{point.rows}',
-        peak,
-        f'{cost.ideal:.2f}',
-        f'{cost.compute / cost.ideal:.2f}',
-        f'{cost.memory / cost.ideal:.2f}',
-        f'{cost.data / cost.ideal:.2f}',
-        f'{cost.mdl / cost.ideal:.2f}',
-      )
+      {
+        'run': point.name,
+        'topology': point.topology,
+        'data x mdl': f'{point.data} x {point.mdl}',
+        'layers x width': f'{point.layers} x {point.width}',
+        'weights': f'{point.weights / 1e9:.1f} B',
+        'rows a chip': f'{point.rows}',
+        'peak, GiB a chip': peak,
+        'model FLOPs at the peak, s': f'{cost.ideal:.2f}',
+        'compute': f'{cost.compute / cost.ideal:.2f}',
+        'memory': f'{cost.memory / cost.ideal:.2f}',
+        'network, data': f'{cost.data / cost.ideal:.2f}',
+        'network, mdl': f'{cost.mdl / cost.ideal:.2f}',
+      }
     )
-  titles = [
-    'run',
-    'topology',
-    'data x mdl',
-    'layers x width',
-    'weights',
-    'rows a chip',
-    'peak, GiB a chip',
-    'model FLOPs at the peak, s',
-    'compute',
-    'memory',
-    'network, data',
-    'network, mdl',
-  ]
-  return harness.markdown(titles, rows)
+  return harness.table_of(rows)
 
 
 def predictions_table(of: Sequence[Costs]) -> str:
@@ -546,17 +522,15 @@ def predictions_table(of: Sequence[Costs]) -> str:
   for i, (point, mfu) in enumerate(zip(POINTS, prediction.mfu, strict=True)):
     error = f'{100 * (mfu - point.published):+.1f}'
     rows.append(
-      (
-        point.name,
-        f'{point.chips}',
-        f'{100 * mfu:.1f}%',
-        f'{100 * point.published:.1f}%',
-        'fitted' if i < FITTED else error,
-      )
+      {
+        'run': point.name,
+        'chips': f'{point.chips}',
+        'predicted': f'{100 * mfu:.1f}%',
+        'published': f'{100 * point.published:.1f}%',
+        'error': 'fitted' if i < FITTED else error,
+      }
     )
-  return harness.markdown(
-    ('run', 'chips', 'predicted', 'published', 'error'), rows
-  )
+  return harness.table_of(rows)
 
 
 def variants_table(of: Sequence[Costs]) -> str:
@@ -587,28 +561,23 @@ def check_table(reports: Mapping[str, scale.Report]) -> str:
 
   Each run is derived from the other runs that are compiled.
   """
+  columns = {
+    'model FLOPs': 'ideal',
+    'compute': 'compute',
+    'memory': 'memory',
+    'network, data': 'data',
+    'network, mdl': 'mdl',
+  }
   rows = []
   for point in POINTS[1:]:
     if point.name in reports:
       made, found = derive(point, reports), costs(reports[point.name])
-      rows.append(
-        (
-          point.name,
-          *(
-            f'{getattr(made, name) / getattr(found, name):.2f}'
-            for name in ('ideal', 'compute', 'memory', 'data', 'mdl')
-          ),
-        )
-      )
-  titles = [
-    'derived / compiled',
-    'model FLOPs',
-    'compute',
-    'memory',
-    'network, data',
-    'network, mdl',
-  ]
-  return harness.markdown(titles, rows)
+      ratios = {
+        title: f'{getattr(made, name) / getattr(found, name):.2f}'
+        for title, name in columns.items()
+      }
+      rows.append({'derived / compiled': point.name, **ratios})
+  return harness.table_of(rows)
 
 
 # The picture.
