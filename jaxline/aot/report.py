@@ -4,9 +4,8 @@ All times are lower bounds, for chips that do only one thing at their peak;
 docs/reference/compile.md says what they leave out.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
-import json
 import math
 import re
 import textwrap
@@ -184,7 +183,7 @@ class Report:
 
   def to_json(self) -> dict[str, Any]:
     """Returns plain values, for `json.dump`."""
-    return json.loads(json.dumps(dataclasses.asdict(self)))
+    return dataclasses.asdict(self)
 
   def __str__(self) -> str:
     return '\n'.join(_lines(self))
@@ -195,25 +194,23 @@ class Report:
 
 def size_text(num_bytes: float) -> str:
   """Returns a size as people read it, such as '3.52 GiB'."""
-  for unit in ('B', 'KiB', 'MiB', 'GiB'):
-    if abs(num_bytes) < 1024 or unit == 'GiB':
-      break
-    num_bytes /= 1024
-  return f'{num_bytes:.0f} B' if unit == 'B' else f'{num_bytes:.2f} {unit}'
+  return _scaled(num_bytes, 1024, ('B', 'KiB', 'MiB', 'GiB'))
 
 
 def _count(number: float) -> str:
-  """Returns a number with three digits and a unit, such as '1.10 T'."""
-  power = min(max(int(math.log10(number)) // 3, 0), 6) if number else 0
-  unit = ('', ' k', ' M', ' G', ' T', ' P', ' E')[power]
-  return f'{number:.0f}' if not power else f'{number / 1000**power:.2f}{unit}'
+  """Returns a number with a unit, such as '1.10 T'."""
+  return _scaled(number, 1000, ('', 'k', 'M', 'G', 'T', 'P', 'E')).strip()
 
 
 def _time(seconds: float) -> str:
-  for unit, size in (('s', 1.0), ('ms', 1e-3)):
-    if seconds >= size:
-      return f'{seconds / size:.2f} {unit}'
-  return f'{seconds * 1e6:.2f} us'
+  return _scaled(1e6 * seconds, 1000, ('us', 'ms', 's'))
+
+
+def _scaled(value: float, base: int, units: Sequence[str]) -> str:
+  power = 0
+  while abs(value) >= base and power < len(units) - 1:
+    value, power = value / base, power + 1
+  return f'{value:.{2 if power else 0}f} {units[power]}'
 
 
 def _wrap(first: str, text: str) -> Iterable[str]:
