@@ -100,7 +100,7 @@ def saving(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
     Nothing.
   """
   store = _Saved(directory)
-  with _stored_by(store):
+  with compilation_cache.stored_by(store, min_compile_secs=0.0):
     yield
   if jax.process_index() != 0:
     return
@@ -136,7 +136,7 @@ def using(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
   store = _Used(
     directory, record['programs'], _differences(record['identity'], of)
   )
-  with _stored_by(store):
+  with compilation_cache.stored_by(store, min_compile_secs=0.0):
     yield
   if not store.is_used:
     logging.warning('None of the programs in %s was used.', directory)
@@ -198,23 +198,6 @@ class _Used:
 
 def _digest(value: bytes) -> str:
   return hashlib.sha256(value).hexdigest()
-
-
-@contextlib.contextmanager
-def _stored_by(store: _Saved | _Used) -> Iterator[None]:
-  settings = {
-    'jax_enable_compilation_cache': True,
-    'jax_compilation_cache_dir': str(store.path),
-    'jax_persistent_cache_min_compile_time_secs': 0.0,
-    'jax_persistent_cache_min_entry_size_bytes': -1,
-    # Of a GPU; else the directory's name would be part of the hash.
-    'jax_persistent_cache_enable_xla_caches': 'none',
-  }
-  with (
-    compilation_cache.stored_by(store),
-    compilation_cache.configured(settings),
-  ):
-    yield
 
 
 def _read(directory: pathlib.Path) -> dict[str, Any]:
