@@ -38,8 +38,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Codes of processes that ended because of a signal: the others are saving too,
 # for as long as that takes.
 _IN_ORDER = (preemption.EXIT_CODE, preemption.SIGINT_EXIT_CODE)
-# XLA's flag for the number of CPU devices.
-_DEVICES_FLAG = '--xla_force_host_platform_device_count'
 # How long to read the rest of the pipes of ended processes, in seconds. It only
 # runs out if a process has left its group and keeps them open.
 _DRAIN_SECS = 5.0
@@ -89,22 +87,16 @@ def environment(
     port: where process 0 listens, on this machine only.
   """
   address = f'127.0.0.1:{port}'
-  flags = [
-    flag
-    for flag in env.get('XLA_FLAGS', '').split()
-    if flag.partition('=')[0] != _DEVICES_FLAG
-  ]
-  # These would be one more word on the devices, for all the same one.
-  overruled = ('JAX_LOCAL_DEVICE_IDS', 'JAX_NUM_CPU_DEVICES')
   return {
-    **{name: value for name, value in env.items() if name not in overruled},
+    **env,
     'JAX_COORDINATOR_ADDRESS': address,
     'JAX_COORDINATOR_BIND_ADDRESS': address,
     'JAX_NUM_PROCESSES': str(num_processes),
     'JAX_PROCESS_ID': str(process_id),
     'JAX_PLATFORMS': 'cpu',
     'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
-    'XLA_FLAGS': ' '.join([*flags, f'{_DEVICES_FLAG}={num_devices}']),
+    # It counts for more than the flag of XLA that says the same.
+    'JAX_NUM_CPU_DEVICES': str(num_devices),
     # Otherwise output is printed late, and is lost if a process is killed.
     'PYTHONUNBUFFERED': '1',
   }
