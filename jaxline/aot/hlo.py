@@ -186,8 +186,9 @@ _HOST_MEMORY = 5  # S(5) of a layout, on every platform.
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-  """An array: its dimensions, bytes, and how many of them are in HBM."""
+  """An array: its type, dimensions, bytes, and how many of them are in HBM."""
 
+  dtype: str
   dims: tuple[int, ...]
   bytes: int
   hbm_bytes: int
@@ -343,7 +344,7 @@ def _shape(is_tpu: bool, dtype: str, dims_text: str, space: str) -> _Shape:
   size = -(-math.prod(dims) * bits // 8)
   # On GPUs, S(1) is device memory that is registered for collectives.
   in_hbm = int(space) == 0 if is_tpu else int(space) != _HOST_MEMORY
-  return _Shape(dims, size, size * in_hbm)
+  return _Shape(dtype, dims, size, size * in_hbm)
 
 
 def _numbers(text: str) -> list[int]:
@@ -503,18 +504,13 @@ _SPLASH_PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4}
 def _splash_flops(i: Instruction) -> float | None:
   """Returns the FLOPs of splash attention; None for another kernel."""
   phase = re.search(r'splash_m[hq]a_(fwd|dq|dkv)', i.title)
-  operands = re.findall(
-    r'(bf|f|s)\d+\[([\d,]+)\]',
-    i.search(r'operand_layout_constraints=\{(.*?\})\}'),
-  )
-  floats = [_numbers(dims) for kind, dims in operands if kind != 's']
-  if not phase or len(floats) < 2:
+  if not phase:
     return None
-  queries, keys = floats[:2]
-  products = _SPLASH_PRODUCTS[phase[1]]
-  flops = 2.0 * products * math.prod(queries) * keys[-2]
-  if operands[0][0] == 's':
-    flops *= splash_share(*_numbers(operands[0][1])[-2:])
+  arrays = [operand.shapes[0] for operand in i.operands]
+  queries, keys, *_ = (x.dims for x in arrays if 'f' in x.dtype)
+  flops = 2.0 * _SPLASH_PRODUCTS[phase[1]] * math.prod(queries) * keys[-2]
+  if arrays[0].dtype.startswith('s'):
+    flops *= splash_share(*arrays[0].dims[-2:])
   return flops
 
 
