@@ -6,6 +6,7 @@ docs/reference/compile.md says what they leave out.
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
+import functools
 import math
 import re
 import textwrap
@@ -14,6 +15,7 @@ from typing import Any
 from jaxline.aot import chips
 from jaxline.aot import hlo
 from jaxline.aot import memory
+from jaxline.metrics import lines as lines_lib
 
 SCHEMA = 2
 _WIDTH = 80
@@ -192,24 +194,23 @@ class Report:
 # Text.
 
 
-def size_text(num_bytes: float) -> str:
-  """Returns a size as people read it, such as '3.52 GiB'."""
-  return _scaled(num_bytes, 1024, ('B', 'KiB', 'MiB', 'GiB'))
+# Returns a size as people read it, such as '3.52 GiB'.
+size_text = functools.partial(lines_lib.size, digits='.2f')
 
 
 def _count(number: float) -> str:
   """Returns a number with a unit, such as '1.10 T'."""
-  return _scaled(number, 1000, ('', 'k', 'M', 'G', 'T', 'P', 'E')).strip()
+  return _scaled(number, ('', 'k', 'M', 'G', 'T', 'P', 'E')).strip()
 
 
 def _time(seconds: float) -> str:
-  return _scaled(1e6 * seconds, 1000, ('us', 'ms', 's'))
+  return _scaled(1e6 * seconds, ('us', 'ms', 's'))
 
 
-def _scaled(value: float, base: int, units: Sequence[str]) -> str:
+def _scaled(value: float, units: Sequence[str]) -> str:
   power = 0
-  while abs(value) >= base and power < len(units) - 1:
-    value, power = value / base, power + 1
+  while abs(value) >= 1000 and power < len(units) - 1:
+    value, power = value / 1000, power + 1
   return f'{value:.{2 if power else 0}f} {units[power]}'
 
 
