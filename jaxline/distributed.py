@@ -194,7 +194,7 @@ def _found(timeout_secs: float) -> _Place | None:
   given = {
     key: text for key, name in VARIABLES.items() if (text := os.getenv(name))
   }
-  # JAX lets the address be given beside a cluster, which says the rest.
+  # The address may be given beside a cluster, which has the rest.
   cluster = None if set(given) - {'coordinator'} else _cluster()
   if cluster is None:
     values = {k: int(v) if v.isdecimal() else v for k, v in given.items()}
@@ -294,7 +294,7 @@ def _meet(place: _Place, timeout_secs: float) -> None:
     except BaseException as e:
       raised.append(e)
 
-  # On a thread, since the call hears neither Ctrl-C nor our deadline.
+  # On a thread, since neither Ctrl-C nor our deadline interrupts the call.
   thread = threading.Thread(target=connect, name='rendezvous', daemon=True)
   thread.start()
   thread.join(max(0.0, deadline - time.monotonic()))

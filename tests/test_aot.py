@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -136,7 +137,7 @@ def make_target(hbm_bytes):
 
 
 def without_libtpu(monkeypatch):
-  monkeypatch.setattr(chips.importlib.util, 'find_spec', lambda name: None)
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
 
 
 # The devices that are here.

@@ -114,12 +114,6 @@ def test_device_kinds_tell_chips_apart():
   assert chips.chip_of(types.SimpleNamespace(device_kind='cpu')) is None
 
 
-def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
-  monkeypatch.setattr(chips.importlib.util, 'find_spec', lambda name: None)
-  with pytest.raises(chips.MissingCompilerError, match=r'\.\[tpu-aot\]'):
-    chips.topology_devices(chips.parse_topology('v4:2x2x1'))
-
-
 @pytest.mark.parametrize(
   ('name', 'num_slices'),
   [

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.util
 import math
 import pathlib
 import tempfile
@@ -154,11 +155,13 @@ def _target(
     topology = chips.parse_topology(config.topology)
     name, chip = str(topology), topology.chip
     kind = chip.device_kinds[0]
-    try:
+    if importlib.util.find_spec('libtpu') is not None:
       devices = chips.topology_devices(topology, config.num_slices)
-    except chips.MissingCompilerError as e:
+    else:
       notes.append(
-        f'{e} Without it this is only what follows from shapes and shardings.'
+        f'To compile for {topology}, the TPU compiler is needed; install it'
+        " with pip install -e '.[tpu-aot]'. Without it this is only what"
+        ' follows from shapes and shardings.'
       )
       devices = mesh_lib.abstract_devices(
         topology.num_chips * config.num_slices, config.num_slices
@@ -167,8 +170,8 @@ def _target(
     devices = jax.devices()
     name, kind = 'local', devices[0].device_kind
     chip = chips.chip_of(devices[0])
-    # JAX takes for itself only a part of a GPU, and says which; but not where
-    # it is told to ask for each array by itself.
+    # JAX reserves a part of a GPU's memory and gives its size, unless it is
+    # configured not to reserve any.
     stats = jax.local_devices()[0].memory_stats() or {}
     if chip is None:
       notes.append(

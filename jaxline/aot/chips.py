@@ -6,7 +6,6 @@ time that is computed from them is a bound, not a forecast.
 
 from collections.abc import Sequence
 import dataclasses
-import importlib.util
 import math
 import os
 from typing import Any
@@ -206,30 +205,20 @@ def chip_of(device: Any) -> Chip | None:
   return next((chip for chip in _CHIPS if kind in chip.device_kinds), None)
 
 
-class MissingCompilerError(RuntimeError):
-  """The TPU compiler is not installed; the message says how to."""
-
-
 def topology_devices(topology: Topology, num_slices: int = 1) -> Sequence[Any]:
   """Returns devices to compile for with the TPU compiler; none need be here.
 
-  They go by the name of devices, but hold nothing and run nothing. libtpu is
-  told by variables of the environment, where they are not set, to look for
-  no TPU: so do not use the TPUs of this machine in the same process.
+  They hold no arrays and run no programs. Variables of the environment tell
+  libtpu not to look for a TPU, unless they are set already; so this process
+  cannot use the TPUs of this machine.
 
   Args:
     topology: one slice.
     num_slices: how many of them, joined by the data centre's network.
 
   Raises:
-    MissingCompilerError: there is no libtpu.
     TargetError: it knows no such topology.
   """
-  if importlib.util.find_spec('libtpu') is None:
-    raise MissingCompilerError(
-      f'To compile for {topology}, the TPU compiler is needed; install it with'
-      " pip install -e '.[tpu-aot]'."
-    )
   for key, value in _ENVIRONMENT.items():
     os.environ.setdefault(key, value)
   from jax.experimental import topologies

@@ -25,9 +25,9 @@ def flops(function: Any, *args: Any) -> float:
 
   A multiplication and an addition are two. The whole program counts, over all
   devices: a `shard_map` as often as it has devices, a `scan` its length. Of a
-  `cond` the dearest branch counts; a `while` counts once, and a warning tells,
-  if there is anything in it. cuDNN's attention counts whole, though a causal
-  kernel skips about half; of splash attention those blocks are left out.
+  `cond` the most expensive branch counts. A `while` counts once, with a warning
+  if it has products. cuDNN's attention counts fully, although a causal kernel
+  skips about half; splash attention counts without the blocks that it skips.
 
   Args:
     function: a function of arrays, or its jaxpr.

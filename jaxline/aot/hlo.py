@@ -819,7 +819,7 @@ def _megascale_groups(i: Instruction) -> list[list[int]]:
   """Returns the groups of slices between which a `send` communicates."""
   target = i.search(r'_xla_megascale_target="?(\{\{.*?\}\}|\{[^}]*\})')
   groups = _braces(target)
-  # {1,2}x{0:3}: those slices, each device with its likes.
+  # {1,2}x{0:3}: those slices, each device with those of the same number.
   if target.startswith('{{'):
     # {{100000->200000},...}: the number of a slice, and of a physical device.
     groups = [[n // 100_000 for n in group] for group in groups]
