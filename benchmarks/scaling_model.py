@@ -4,9 +4,9 @@
 
 Prints the tables of docs/reference/scale.md, section "What a pod would give",
 from the compiler's reports of language models with 16 to 1024 billion weights.
-`--plot` draws docs/images/scaling.svg. `--compile` compiles runs, such as 128B,
-and keeps their reports; it needs libtpu (the extra `tpu-aot`). The costs of a
-run without a report are derived from its layers.
+`--plot` draws docs/images/scaling.svg (the extra `plot`). `--compile` compiles
+runs, such as 128B, and keeps their reports (the extra `tpu-aot`). The costs of
+a run without a report are derived from its layers.
 
 The model, for one step:
 
