@@ -312,6 +312,11 @@ def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
   return '\n'.join([lines[0], f'|{"---|" * len(titles)}', *lines[1:]])
 
 
+def table_of(rows: Sequence[Mapping[str, str]]) -> str:
+  """Returns a table in Markdown of rows, each of them title -> text."""
+  return markdown(list(rows[0]), [list(row.values()) for row in rows])
+
+
 def table(rows: list[Row]) -> str:
   """Returns the rows as a Markdown table."""
   titles = ['what', 'against', 'unit', 'ours', 'baseline', 'compared: wall']

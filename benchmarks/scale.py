@@ -10,7 +10,7 @@ and up to 3 GB of memory.
 """
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 import json
 import os
 import pathlib
@@ -73,37 +73,47 @@ def _without_evaluation(experiment_class: Any) -> Any:
 Report = dict[str, Any]
 
 
-def _room_row(name: str, report: Report) -> Iterable[str]:
-  """Yields what a run needs of a chip's memory."""
+def _room_row(name: str, report: Report) -> dict[str, str]:
+  """Returns what a run needs of a chip's memory."""
   step, target = report['programs'][0], report['target']
   hbm_bytes = target['chip']['hbm_bytes']
   rest = (hbm_bytes - step['peak_bytes']) / _GIB
   slices = f'{target["num_slices"]} x ' if target['num_slices'] > 1 else ''
-  yield name
-  yield f'{slices}{target["name"]}'
-  yield str(target['num_devices'])
-  yield ', '.join(f'{axis} {n}' for axis, n in report['mesh'].items() if n > 1)
-  yield f'{report["parameters"]:,}'
-  yield f'{report["state_bytes"] / _GIB:.2f}'
-  yield f'{step["peak_bytes"] / _GIB:.2f} of {hbm_bytes / _GIB:.2f}'
-  yield f'yes, {rest:.1f} left' if step['fits'] else f'**no**, by {-rest:.1f}'
+  mesh = ', '.join(f'{axis} {n}' for axis, n in report['mesh'].items() if n > 1)
+  return {
+    'run': name,
+    'topology': f'{slices}{target["name"]}',
+    'chips': str(target['num_devices']),
+    'mesh': mesh,
+    'parameters': f'{report["parameters"]:,}',
+    'state, GiB a chip': f'{report["state_bytes"] / _GIB:.2f}',
+    'peak, GiB a chip': f'{step["peak_bytes"] / _GIB:.2f} of'
+    f' {hbm_bytes / _GIB:.2f}',
+    'fits': f'yes, {rest:.1f} left'
+    if step['fits']
+    else f'**no**, by {-rest:.1f}',
+  }
 
 
-def _time_row(name: str, report: Report) -> Iterable[str]:
-  """Yields how long a step takes at least."""
+def _time_row(name: str, report: Report) -> dict[str, str]:
+  """Returns how long a step takes at least."""
   step, devices = report['programs'][0], report['target']['num_devices']
-  model_flops = step['model_flops']
+  model_flops, compiled = step['model_flops'], step['measures']['flops']
   seconds = step['roofline']['seconds']
   longest = max(seconds, key=lambda key: seconds[key])
-  yield name
-  yield f'{model_flops / devices / _TERA:,.0f}'
-  yield f'{step["measures"]["flops"] * devices / model_flops:.2f}'
-  for value in seconds.values():
-    yield f'{value:#.3g}' if value else ''
-  yield f'{longest}, {seconds[longest]:#.3g} s'
-  yield f'{step["roofline"]["mfu_bound"]:.0%}'
-  yield f'{step["roofline"]["mfu_sum"]:.0%}'
-  yield PUBLISHED.get(name, '')
+  return {
+    'run': name,
+    'model TFLOP a chip': f'{model_flops / devices / _TERA:,.0f}',
+    'compiled / model': f'{compiled * devices / model_flops:.2f}',
+    **{
+      f'{key}, s': f'{value:#.3g}' if value else ''
+      for key, value in seconds.items()
+    },
+    'bound by': f'{longest}, {seconds[longest]:#.3g} s',
+    'MFU at most': f'{step["roofline"]["mfu_bound"]:.0%}',
+    'if nothing overlaps': f'{step["roofline"]["mfu_sum"]:.0%}',
+    'published MFU': PUBLISHED.get(name, ''),
+  }
 
 
 def _size(item: tuple[str, Report]) -> tuple[int, int]:
@@ -114,39 +124,9 @@ def _size(item: tuple[str, Report]) -> tuple[int, int]:
 def print_tables(reports: dict[str, Report]) -> None:
   """Prints two tables in Markdown."""
   versions = {tuple(report['versions'].items()) for report in reports.values()}
-  for titles, row in (
-    (
-      (
-        'run',
-        'topology',
-        'chips',
-        'mesh',
-        'parameters',
-        'state, GiB a chip',
-        'peak, GiB a chip',
-        'fits',
-      ),
-      _room_row,
-    ),
-    (
-      (
-        'run',
-        'model TFLOP a chip',
-        'compiled / model',
-        'compute, s',
-        'memory, s',
-        'ICI, s',
-        'DCN, s',
-        'bound by',
-        'MFU at most',
-        'if nothing overlaps',
-        'published MFU',
-      ),
-      _time_row,
-    ),
-  ):
-    in_order = sorted(reports.items(), key=_size)
-    print(harness.markdown(titles, [[*row(*item)] for item in in_order]) + '\n')
+  in_order = sorted(reports.items(), key=_size)
+  for row in (_room_row, _time_row):
+    print(harness.table_of([row(*item) for item in in_order]) + '\n')
   for of in sorted(versions):
     print(', '.join(f'{name} {version}' for name, version in of))
 

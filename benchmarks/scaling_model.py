@@ -4,9 +4,9 @@
 
 Prints the tables of docs/reference/scale.md, section "What a pod would give",
 from the compiler's reports of language models with 16 to 1024 billion weights.
-`--plot` draws docs/images/scaling.svg. `--compile` compiles runs, such as 128B,
-and keeps their reports; it needs libtpu (the extra `tpu-aot`). The costs of a
-run without a report are derived from its layers.
+`--plot` draws docs/images/scaling.svg (the extra `plot`). `--compile` compiles
+runs, such as 128B, and keeps their reports (the extra `tpu-aot`). The costs of
+a run without a report are derived from its layers.
 
 The model, for one step:
 
@@ -32,6 +32,7 @@ import pathlib
 from typing import NamedTuple
 
 import numpy as np
+from scipy import optimize
 
 from benchmarks import harness
 from benchmarks import scale
@@ -368,27 +369,16 @@ class Constants:
 def fit(terms: Sequence[Terms], seconds: Sequence[float]) -> Constants:
   """Returns the constants with the smallest squared relative errors.
 
-  Both are at most 1, and neither is negative. If the solution without these
-  bounds is outside of them, the best one on the bounds is returned.
+  Both are at most 1, and neither is negative.
   """
   times = np.asarray(seconds, float)
   # Rows are runs; the unknowns are 1 / e and x.
   a = np.array([[t.products, t.rest] for t in terms]) / times[:, None]
   b = 1 - np.array([t.fixed for t in terms]) / times
 
-  def best(column: int, left: np.ndarray) -> float:
-    """Returns the best value of one unknown for what the other one leaves."""
-    square = a[:, column] @ a[:, column]
-    return float(a[:, column] @ left / square) if square else 0.0
-
-  solved = np.linalg.lstsq(a, b, rcond=None)[0]
-  candidates = [(float(solved[0]), float(solved[1]))]
-  candidates += [(max(1.0, best(0, b - x * a[:, 1])), x) for x in (0.0, 1.0)]
-  candidates += [(1.0, min(1.0, max(0.0, best(1, b - a[:, 0]))))]
-  inverse, exposed = min(
-    (c for c in candidates if c[0] >= 1 and 0 <= c[1] <= 1),
-    key=lambda c: float(np.sum((a @ np.array(c) - b) ** 2)),
-  )
+  # BVLS ends exactly on the bounds.
+  solved = optimize.lsq_linear(a, b, ([1, 0], [np.inf, 1]), method='bvls')
+  inverse, exposed = map(float, solved.x)
   return Constants(1 / inverse, exposed if a[:, 1].any() else None)
 
 
@@ -507,36 +497,22 @@ def costs_table(reports: Mapping[str, scale.Report]) -> str:
     if report:
       peak = f'{report["programs"][0]["peak_bytes"] / 2**30:.1f}'
     rows.append(
-      (
-        point.name,
-        point.topology,
-        f'{point.data} x {point.mdl}',
-        f'{point.layers} x {point.width}',
-        f'{point.weights / 1e9:.1f} B',
-        f'{point.rows}',
-        peak,
-        f'{cost.ideal:.2f}',
-        f'{cost.compute / cost.ideal:.2f}',
-        f'{cost.memory / cost.ideal:.2f}',
-        f'{cost.data / cost.ideal:.2f}',
-        f'{cost.mdl / cost.ideal:.2f}',
-      )
+      {
+        'run': point.name,
+        'topology': point.topology,
+        'data x mdl': f'{point.data} x {point.mdl}',
+        'layers x width': f'{point.layers} x {point.width}',
+        'weights': f'{point.weights / 1e9:.1f} B',
+        'rows a chip': f'{point.rows}',
+        'peak, GiB a chip': peak,
+        'model FLOPs at the peak, s': f'{cost.ideal:.2f}',
+        'compute': f'{cost.compute / cost.ideal:.2f}',
+        'memory': f'{cost.memory / cost.ideal:.2f}',
+        'network, data': f'{cost.data / cost.ideal:.2f}',
+        'network, mdl': f'{cost.mdl / cost.ideal:.2f}',
+      }
     )
-  titles = [
-    'run',
-    'topology',
-    'data x mdl',
-    'layers x width',
-    'weights',
-    'rows a chip',
-    'peak, GiB a chip',
-    'model FLOPs at the peak, s',
-    'compute',
-    'memory',
-    'network, data',
-    'network, mdl',
-  ]
-  return harness.markdown(titles, rows)
+  return harness.table_of(rows)
 
 
 def predictions_table(of: Sequence[Costs]) -> str:
@@ -546,17 +522,15 @@ def predictions_table(of: Sequence[Costs]) -> str:
   for i, (point, mfu) in enumerate(zip(POINTS, prediction.mfu, strict=True)):
     error = f'{100 * (mfu - point.published):+.1f}'
     rows.append(
-      (
-        point.name,
-        f'{point.chips}',
-        f'{100 * mfu:.1f}%',
-        f'{100 * point.published:.1f}%',
-        'fitted' if i < FITTED else error,
-      )
+      {
+        'run': point.name,
+        'chips': f'{point.chips}',
+        'predicted': f'{100 * mfu:.1f}%',
+        'published': f'{100 * point.published:.1f}%',
+        'error': 'fitted' if i < FITTED else error,
+      }
     )
-  return harness.markdown(
-    ('run', 'chips', 'predicted', 'published', 'error'), rows
-  )
+  return harness.table_of(rows)
 
 
 def variants_table(of: Sequence[Costs]) -> str:
@@ -587,120 +561,65 @@ def check_table(reports: Mapping[str, scale.Report]) -> str:
 
   Each run is derived from the other runs that are compiled.
   """
+  columns = {
+    'model FLOPs': 'ideal',
+    'compute': 'compute',
+    'memory': 'memory',
+    'network, data': 'data',
+    'network, mdl': 'mdl',
+  }
   rows = []
   for point in POINTS[1:]:
     if point.name in reports:
       made, found = derive(point, reports), costs(reports[point.name])
-      rows.append(
-        (
-          point.name,
-          *(
-            f'{getattr(made, name) / getattr(found, name):.2f}'
-            for name in ('ideal', 'compute', 'memory', 'data', 'mdl')
-          ),
-        )
-      )
-  titles = [
-    'derived / compiled',
-    'model FLOPs',
-    'compute',
-    'memory',
-    'network, data',
-    'network, mdl',
-  ]
-  return harness.markdown(titles, rows)
+      ratios = {
+        title: f'{getattr(made, name) / getattr(found, name):.2f}'
+        for title, name in columns.items()
+      }
+      rows.append({'derived / compiled': point.name, **ratios})
+  return harness.table_of(rows)
 
 
 # The picture.
 
-_INK, _FAINT, _GRID = '#1f2328', '#59636e', '#d1d9e0'
-_BLUE, _ORANGE = '#0969da', '#bc4c00'
-_WIDTH, _HEIGHT = 760, 420
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 30, 60, 70
-_LOW, _HIGH = 0.3, 0.6
+
+def curves(of: Sequence[Costs]) -> dict[str, list[float]]:
+  """Returns the curves of the picture: name -> percent, of each run."""
+  curves = {
+    'published': [p.published for p in POINTS],
+    'predicted: fitted on the first two': predict(of).mfu,
+    'predicted if nothing is hidden': predict(of, _nothing_hidden).mfu,
+  }
+  return {k: [round(100 * y, 1) for y in mfu] for k, mfu in curves.items()}
 
 
-def _place(chip_count: int, mfu: float) -> tuple[float, float]:
-  """Returns where a value is in the picture; chips are on a log scale."""
-  first, last = (math.log2(POINTS[i].chips) for i in (0, -1))
-  x = (math.log2(chip_count) - first) / (last - first)
-  y = (_HIGH - mfu) / (_HIGH - _LOW)
-  return (
-    _LEFT + 20 + x * (_WIDTH - _LEFT - _RIGHT - 40),
-    _TOP + y * (_HEIGHT - _TOP - _BOTTOM),
+def plot(of: Sequence[Costs]) -> None:
+  """Draws the curves over the number of chips. The file has them as JSON."""
+  import matplotlib
+
+  matplotlib.use('svg')
+  # The same file each time, and letters as letters.
+  matplotlib.rcParams.update(
+    {'svg.hashsalt': 'scaling', 'svg.fonttype': 'none'}
   )
+  from matplotlib import pyplot
 
-
-def _text(
-  x: float, y: float, words: str, *, color: str = _FAINT, anchor: str = 'middle'
-) -> str:
-  return (
-    f'<text x="{x:.1f}" y="{y:.1f}" font-size="13" fill="{color}"'
-    f' text-anchor="{anchor}">{words}</text>'
-  )
-
-
-def draw(of: Sequence[Costs]) -> str:
-  """Returns the picture, as SVG."""
-  lines = (
-    ('published', [p.published for p in POINTS], _INK, 'none'),
-    ('predicted: fitted on the first two', predict(of).mfu, _BLUE, '6 4'),
-    (
-      'predicted if nothing is hidden',
-      predict(of, _nothing_hidden).mfu,
-      _ORANGE,
-      '2 4',
-    ),
-  )
-  drawn = []
-  for percent in range(round(100 * _LOW), round(100 * _HIGH) + 1, 10):
-    _, y = _place(POINTS[0].chips, percent / 100)
-    drawn += [
-      f'<path d="M{_LEFT} {y:.1f} H{_WIDTH - _RIGHT}" stroke="{_GRID}"/>',
-      _text(_LEFT - 8, y + 4, f'{percent}%', anchor='end'),
-    ]
-  for point in POINTS:
-    x, y = _place(point.chips, _LOW)
-    drawn += [
-      _text(x, y + 20, f'{point.chips}'),
-      _text(x, y + 37, point.name),
-    ]
-  drawn.append(
-    _text(_WIDTH / 2, _HEIGHT - 10, 'TPU v4 chips, and weights of the model')
-  )
-  for i, (name, values, color, dashes) in enumerate(lines):
-    places = [
-      _place(p.chips, value) for p, value in zip(POINTS, values, strict=True)
-    ]
-    path = ' L'.join(f'{x:.1f} {y:.1f}' for x, y in places)
-    style = f'stroke="{color}" stroke-width="2" stroke-dasharray="{dashes}"'
-    drawn.append(f'<path d="M{path}" fill="none" {style}/>')
-    drawn += [
-      f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>'
-      for x, y in places
-    ]
-    x = _LEFT + (0, 130, 410)[i]
-    drawn += [
-      f'<path d="M{x} 45 h28" fill="none" {style}/>',
-      _text(x + 36, 49, name, color=color, anchor='start'),
-    ]
-  title = 'Model FLOPs utilization of weak scaling on TPU v4'
-  size = f'width="{_WIDTH}" height="{_HEIGHT}"'
-  font = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
-  return '\n'.join(
-    [
-      f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"'
-      f' viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="{font}">',
-      f'<title>{title}, predicted and published</title>',
-      f'<rect x="0.5" y="0.5" width="{_WIDTH - 1}" height="{_HEIGHT - 1}"'
-      f' rx="8" fill="#ffffff" stroke="{_GRID}"/>',
-      f'<text x="{_LEFT}" y="26" font-size="16" font-weight="700"'
-      f' fill="{_INK}">{title}</text>',
-      *drawn,
-      '</svg>',
-      '',
-    ]
-  )
+  drawn = curves(of)
+  _, axes = pyplot.subplots(figsize=(8, 4.4))
+  chip_counts = [p.chips for p in POINTS]
+  styles = ('o-', '#1f2328'), ('o--', '#0969da'), ('o:', '#bc4c00')
+  for name, (style, color) in zip(drawn, styles, strict=True):
+    axes.plot(chip_counts, drawn[name], style, color=color, label=name)
+  axes.set_xscale('log', base=2)
+  axes.set_xticks(chip_counts, [f'{p.chips}\n{p.name}' for p in POINTS])
+  axes.set_ylim(30, 60)
+  axes.yaxis.set_major_formatter('{x:.0f}%')
+  axes.set_xlabel('TPU v4 chips, and weights of the model')
+  axes.set_title('Model FLOPs utilization of weak scaling on TPU v4')
+  axes.grid(axis='y', alpha=0.3)
+  axes.legend(loc='upper left')
+  metadata = {'Date': None, 'Description': json.dumps(drawn)}
+  pyplot.savefig(PLOT, bbox_inches='tight', metadata=metadata)
 
 
 # The reports.
@@ -756,7 +675,7 @@ def main() -> None:
   print(variants_table(of), end='\n\n')
   print(check_table(reports))
   if args.plot:
-    PLOT.write_text(draw(of), encoding='utf-8')
+    plot(of)
 
 
 if __name__ == '__main__':

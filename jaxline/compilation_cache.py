@@ -9,7 +9,7 @@ A cached program is code that this process executes, so the directory must
 belong to the user. No failure of the cache ends a run.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 import contextlib
 import hashlib
 import os
@@ -68,17 +68,7 @@ def of_run(config: Any) -> Iterator[None]:
   if path is None:
     yield
     return
-  settings = {
-    'jax_compilation_cache_dir': str(path),
-    'jax_persistent_cache_min_entry_size_bytes': -1,
-    # Files that XLA writes by itself for GPUs: an error there (a full disk)
-    # would be an error of the compilation.
-    'jax_persistent_cache_enable_xla_caches': 'none',
-    'jax_persistent_cache_min_compile_time_secs': _MIN_COMPILE_SECS,
-  }
-  given = {key for key in settings if key.upper() in os.environ}
-  settings = {key: x for key, x in settings.items() if key not in given}
-  with stored_by(Files(path)), configured(settings):
+  with stored_by(Files(path), _MIN_COMPILE_SECS, keep=os.environ):
     yield
 
 
@@ -186,15 +176,30 @@ def _is_shared(path: pathlib.Path | None) -> bool:
 
 
 @contextlib.contextmanager
-def stored_by(store: Any) -> Iterator[None]:
-  """Gives JAX's compilation cache a store while inside.
+def stored_by(
+  store: Any, min_compile_secs: float, keep: Container[str] = ()
+) -> Iterator[None]:
+  """Has JAX's compilation cache keep programs in a store while inside.
 
   Args:
-    store: as `Files`, for the directory that JAX is configured with.
+    store: as `Files`, with a path.
+    min_compile_secs: programs that compile faster are not kept.
+    keep: settings of JAX, by the names of their variables, that stay.
 
   Yields:
     Nothing.
   """
+  settings = {
+    'jax_enable_compilation_cache': True,
+    'jax_compilation_cache_dir': str(store.path),
+    'jax_persistent_cache_min_compile_time_secs': min_compile_secs,
+    'jax_persistent_cache_min_entry_size_bytes': -1,
+    # Files that XLA writes by itself for GPUs: an error there (a full disk)
+    # would be an error of the compilation, and the directory's name would be
+    # part of the hash of a program.
+    'jax_persistent_cache_enable_xla_caches': 'none',
+  }
+  settings = {k: x for k, x in settings.items() if k.upper() not in keep}
   # There is no public way to give JAX a store.
   original = jax_cache.get_file_cache
 
@@ -203,7 +208,8 @@ def stored_by(store: Any) -> Iterator[None]:
 
   jax_cache.get_file_cache = get_file_cache
   try:
-    yield
+    with configured(settings):
+      yield
   finally:
     jax_cache.get_file_cache = original
 

@@ -18,7 +18,7 @@ On the CPU the processes communicate by gloo, which is JAX's default.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import importlib.util
@@ -26,7 +26,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import threading
 import time
 from typing import Any, TypeVar
@@ -83,7 +82,7 @@ class _Place:
   num_processes: int
   process_id: int
   source: str
-  local_device_ids: tuple[int, ...] | None = None
+  local_device_ids: Sequence[int] | None = None
 
   def __str__(self) -> str:
     return (
@@ -137,8 +136,11 @@ def initialize(value: Any, timeout_secs: float = 300.0) -> None:
     source = place.source if place else 'no cluster and no JAX_* variables'
     logging.info('One process (by %s).', source)
     return
-  if address := os.getenv(_BIND_ADDRESS):
-    _check_address(_BIND_ADDRESS, address)
+  _split(
+    f'The coordinator (by {place.source} and the variables JAX_COORDINATOR_*)',
+    place.coordinator,
+  )
+  _split(_BIND_ADDRESS, os.getenv(_BIND_ADDRESS) or place.coordinator)
   if xla_bridge.backends_are_initialized():
     raise errors.UsageError(
       f'This is {place}, but JAX has started its devices already, so that it'
@@ -162,71 +164,54 @@ def _read(source: str, value: Mapping[str, Any]) -> _Place:
   errors.check_names(value, VARIABLES, 'key', source)
   if missing := [key for key in VARIABLES if key not in value]:
     raise errors.UsageError(
-      f'{source} lacks {missing}; its keys are {tuple(VARIABLES)}.'
+      f'{source} must give all of {tuple(VARIABLES)}; missing: {missing}.'
     )
   coordinator, count, process = (value[key] for key in VARIABLES)
-  _check_address(f'coordinator of {source}', coordinator)
-  if type(count) is not int or count < 1:
+  _split(f'coordinator of {source}', coordinator)
+  numbers = isinstance(count, int) and isinstance(process, int)
+  if not (numbers and 0 <= process < count):
     raise errors.UsageError(
-      f'num_processes of {source} is {count!r}; expected an integer of at'
-      ' least 1.'
-    )
-  if type(process) is not int or not 0 <= process < count:
-    raise errors.UsageError(
-      f'process_id of {source} is {process!r}; expected an integer from 0 to'
-      f' {count - 1}, another one in each process.'
+      f'num_processes of {source} is {count!r} and process_id {process!r};'
+      ' expected integers, and a process_id from 0 to num_processes - 1,'
+      ' another one in each process.'
     )
   return _Place(coordinator, count, process, source)
 
 
-def _check_address(name: str, address: Any) -> None:
-  parts = re.fullmatch(r'(?:[^:\s]+|\[[^\]\s]+\]):(\d+)', str(address))
-  if parts is None or not 0 < int(parts[1]) < 2**16:
+def _split(name: str, address: Any) -> tuple[str, int]:
+  """Returns host and port of an address; refuses what is none."""
+  parts = re.fullmatch(r'(?:([^:\s]+)|\[([^\]\s]+)\]):(\d+)', str(address))
+  if parts is None or not 0 < int(parts[3]) < 2**16:
     raise errors.UsageError(
       f"{name} is {address!r}; expected 'host:port', such as 'node0:1234' or"
       " '[::1]:1234'."
     )
+  return parts[1] or parts[2], int(parts[3])
 
 
 def _found(timeout_secs: float) -> _Place | None:
   """Returns the place that the environment describes; None without one."""
-  given: dict[str, Any] = {
+  given = {
     key: text for key, name in VARIABLES.items() if (text := os.getenv(name))
   }
-  if 'coordinator' in given:
-    _check_address(VARIABLES['coordinator'], given['coordinator'])
-  # JAX lets the address be given beside a cluster, which says the rest.
+  # The address may be given beside a cluster, which has the rest.
   cluster = None if set(given) - {'coordinator'} else _cluster()
-  if cluster is None and given:
-    named = {VARIABLES[key]: text for key, text in given.items()}
-    if len(given) < len(VARIABLES):
-      raise errors.UsageError(
-        f'The environment has {named}, and no cluster was found that would say'
-        f' the rest; give all of {", ".join(VARIABLES.values())}, or none.'
-      )
-    for key in ('num_processes', 'process_id'):
-      if not re.fullmatch(r'\d+', given[key]):
-        raise errors.UsageError(
-          f'{VARIABLES[key]} is {given[key]!r}; expected a number.'
-        )
-      given[key] = int(given[key])
-    return _read(f'the variables {", ".join(named)}', given)
   if cluster is None:
-    return None
+    values = {k: int(v) if v.isdecimal() else v for k, v in given.items()}
+    source = f'the variables {", ".join(VARIABLES.values())}'
+    return _read(source, values) if given else None
   name = cluster.__name__
+  detect: Any = cluster.auto_detect_unset_distributed_params
   with _explained(cluster):
     count = cluster.get_process_count()
     if count == 1:
       return _Place('', 1, 0, name)
-    local = cluster.get_local_process_id()
-    address = given.get('coordinator') or cluster.get_coordinator_address(
-      timeout_secs=int(timeout_secs),
-      override_coordinator_port=os.getenv('JAX_COORDINATOR_PORT'),
+    address, _, process_id, devices = detect(
+      given.get('coordinator'), count, None, None, cluster.name, timeout_secs
     )
-    devices = None if local is None or _keeps_devices() else (local,)
-    process_id = cluster.get_process_id()
-  _check_address(f'The address by {name} and JAX_COORDINATOR_PORT', address)
-  return _Place(address, count, process_id, name, devices)
+  return _Place(
+    address, count, process_id, name, None if _keeps_devices() else devices
+  )
 
 
 def _cluster() -> type[clusters.ClusterEnv] | None:
@@ -309,37 +294,26 @@ def _meet(place: _Place, timeout_secs: float) -> None:
     except BaseException as e:
       raised.append(e)
 
-  # On a thread, since the call hears neither Ctrl-C nor our deadline.
+  # On a thread, since neither Ctrl-C nor our deadline interrupts the call.
   thread = threading.Thread(target=connect, name='rendezvous', daemon=True)
-  with _said_if_this_dies(place):
-    thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()))
+  thread.start()
+  thread.join(max(0.0, deadline - time.monotonic()))
   if thread.is_alive() or raised:
     why = f'After {timeout_secs:g} s not all processes have met'
     raise RendezvousError(
       f'{raised[0] if raised else why}; this is {place}.'
-      f' {_what_to_check(place)}'
+      f' Check that {place.num_processes} processes were started, that all of'
+      ' them have the same num_processes and coordinator and each another'
+      f' process_id from 0 to {place.num_processes - 1}, that none has failed'
+      ' (its own output says why), and that no firewall or proxy variable is in'
+      ' the way.'
     ) from (raised[0] if raised else None)
-
-
-def _what_to_check(place: _Place) -> str:
-  return (
-    f'Check that {place.num_processes} processes were started, that all of them'
-    ' have the same num_processes and coordinator and each another process_id'
-    f' from 0 to {place.num_processes - 1}, that none has failed (its own'
-    ' output says why), and that no firewall or proxy variable is in the way.'
-  )
-
-
-def _split(address: str) -> tuple[str, int]:
-  host, _, port = address.rpartition(':')
-  return host.strip('[]'), int(port)
 
 
 def _check_port(place: _Place) -> None:
   """Refuses a port that is taken, for which JAX ends in a segfault."""
-  address = os.environ.get(_BIND_ADDRESS)
-  host, port = _split(address or place.coordinator)
+  address = os.getenv(_BIND_ADDRESS)
+  host, port = _split(_BIND_ADDRESS, address or place.coordinator)
   host = host if address else ''
   both = not address and socket.has_dualstack_ipv6()
   family = socket.AF_INET6 if both or ':' in host else socket.AF_INET
@@ -356,10 +330,11 @@ def _check_port(place: _Place) -> None:
 
 def _check_reachable(place: _Place, deadline: float) -> None:
   """Waits until somebody listens at the coordinator's address."""
+  address = _split('coordinator', place.coordinator)
   pause = 0.05
   while True:
     try:
-      socket.create_connection(_split(place.coordinator), timeout=5).close()
+      socket.create_connection(address, timeout=5).close()
       return
     except OSError as e:
       if time.monotonic() + pause > deadline:
@@ -371,33 +346,6 @@ def _check_reachable(place: _Place, deadline: float) -> None:
         ) from e
     time.sleep(pause)
     pause = min(2 * pause, 1.0)
-
-
-@contextlib.contextmanager
-def _said_if_this_dies(place: _Place) -> Iterator[None]:
-  """Prints what to check if JAX ends the process while inside.
-
-  For a process_id that the coordinator does not expect, for instance, JAX
-  aborts in C++. So a shell prints the message: it notices the end of this
-  process by the end of its input.
-  """
-  message = (
-    f'[jaxline] This was {place}. It was ended while it was meeting the others,'
-    ' by a signal or by JAX, which then says why above.'
-    f' {_what_to_check(place)}'
-  )
-  program = 'read -r met || printf "%s\\n" "$1" >&2'
-  with subprocess.Popen(
-    ['/bin/sh', '-c', program, 'sh', message],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.DEVNULL,
-  ) as shell:
-    try:
-      yield
-    finally:
-      # A Ctrl-C at the terminal ends the shell, too.
-      with contextlib.suppress(OSError):
-        shell.communicate(b'met\n')
 
 
 def of_chief(value: T) -> T:

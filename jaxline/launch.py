@@ -38,8 +38,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Codes of processes that ended because of a signal: the others are saving too,
 # for as long as that takes.
 _IN_ORDER = (preemption.EXIT_CODE, preemption.SIGINT_EXIT_CODE)
-# XLA's flag for the number of CPU devices.
-_DEVICES_FLAG = '--xla_force_host_platform_device_count'
 # How long to read the rest of the pipes of ended processes, in seconds. It only
 # runs out if a process has left its group and keeps them open.
 _DRAIN_SECS = 5.0
@@ -57,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
     try:
       for process in range(args.processes):
         launch.start(
+          process,
           args.command,
           environment(
             os.environ, args.processes, process, args.devices_per_process, port
@@ -88,22 +87,16 @@ def environment(
     port: where process 0 listens, on this machine only.
   """
   address = f'127.0.0.1:{port}'
-  flags = [
-    flag
-    for flag in env.get('XLA_FLAGS', '').split()
-    if flag.partition('=')[0] != _DEVICES_FLAG
-  ]
-  # These would be one more word on the devices, for all the same one.
-  overruled = ('JAX_LOCAL_DEVICE_IDS', 'JAX_NUM_CPU_DEVICES')
   return {
-    **{name: value for name, value in env.items() if name not in overruled},
+    **env,
     'JAX_COORDINATOR_ADDRESS': address,
     'JAX_COORDINATOR_BIND_ADDRESS': address,
     'JAX_NUM_PROCESSES': str(num_processes),
     'JAX_PROCESS_ID': str(process_id),
     'JAX_PLATFORMS': 'cpu',
     'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
-    'XLA_FLAGS': ' '.join([*flags, f'{_DEVICES_FLAG}={num_devices}']),
+    # It counts for more than the flag of XLA that says the same.
+    'JAX_NUM_CPU_DEVICES': str(num_devices),
     # Otherwise output is printed late, and is lost if a process is killed.
     'PYTHONUNBUFFERED': '1',
   }
@@ -114,9 +107,8 @@ class _Launch:
 
   def __init__(self, grace_secs: float):
     self._grace_secs = grace_secs
-    self._processes: list[subprocess.Popen[bytes]] = []
     self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-    self._live: set[int] = set()
+    self._live: dict[int, subprocess.Popen[bytes]] = {}
     self._lock = threading.Lock()
     self._readers: list[threading.Thread] = []
     self._guard = _Guard()
@@ -128,13 +120,14 @@ class _Launch:
     self._kill()
     self._guard.close()
 
-  def start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-    """Starts the next process.
+  def start(
+    self, number: int, command: Sequence[str], env: Mapping[str, str]
+  ) -> None:
+    """Starts a process.
 
     Raises:
       OSError: there is no such program.
     """
-    number = len(self._processes)
     process = subprocess.Popen(
       command,
       env=env,
@@ -145,9 +138,8 @@ class _Launch:
       # process can be ended together with it.
       start_new_session=True,
     )
-    self._processes.append(process)
-    self._live.add(number)
-    self._watch_over()
+    self._live[number] = process
+    self._guard.watch_over(self._live.values())
     assert process.stdout is not None
     assert process.stderr is not None
     for source, sink in (
@@ -171,7 +163,9 @@ class _Launch:
     deadline: float | None = None
     failed, left = 0, 0
     while self._live:
-      rest = None if deadline is None else max(0, deadline - time.monotonic())
+      rest = None
+      if deadline is not None:
+        rest = min(max(0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
       try:
         number, code = self._ended.get(timeout=rest)
       except queue.Empty:
@@ -209,23 +203,20 @@ class _Launch:
 
   def _pass_on(self, signum: int, frame: types.FrameType | None) -> None:
     del frame
-    for number in tuple(self._live):
-      self._processes[number].send_signal(signum)
+    for process in tuple(self._live.values()):
+      process.send_signal(signum)
 
   def _end(self, number: int) -> None:
     """Kills the remaining processes in the group of an ended process."""
+    process = self._live.pop(number)
     with contextlib.suppress(ProcessLookupError):
-      os.killpg(self._processes[number].pid, signal.SIGKILL)
-    self._live.discard(number)
-    self._watch_over()
+      os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    self._guard.watch_over(self._live.values())
 
   def _kill(self) -> None:
     for number in tuple(self._live):
       self._end(number)
-      self._processes[number].wait()
-
-  def _watch_over(self) -> None:
-    self._guard.watch_over(self._processes[number].pid for number in self._live)
 
 
 class _Guard:
@@ -251,11 +242,11 @@ class _Guard:
       start_new_session=True,
     )
 
-  def watch_over(self, groups: Iterable[int]) -> None:
-    """Says which process groups there are."""
+  def watch_over(self, leaders: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Says which process groups there are, by their first processes."""
     assert self._shell.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # Somebody has killed the shell.
-      line = ' '.join(f'-{group}' for group in groups)
+      line = ' '.join(f'-{leader.pid}' for leader in leaders)
       self._shell.stdin.write(f'{line}\n'.encode())
       self._shell.stdin.flush()
 
@@ -273,10 +264,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     description="Starts a program as several processes of this machine's CPU,"
     ' for testing.',
     allow_abbrev=False,
-    exit_on_error=False,
   )
   add = functools.partial(parser.add_argument, metavar='N')
-  add('--processes', type=int, help='how many processes (required)')
+  add(
+    '--processes',
+    type=int,
+    required=True,
+    help='how many processes (required)',
+  )
   add(
     '--devices-per-process',
     type=int,
@@ -291,31 +286,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     help='how long the others may go on after one has failed, before they are'
     ' killed (default: %(default)g)',
   )
-  argv = list(argv)
-  end = argv.index('--') if '--' in argv else len(argv)
-  try:
-    args, unknown = parser.parse_known_args(argv[:end])
-    args.command = argv[end + 1 :]
-    for name, low, high in (
-      ('processes', 1, 1024),
-      ('devices_per_process', 1, 1024),
-      ('port', 1, 2**16 - 1),
-      # A day: longer waits are mistakes, and some are more than a clock holds.
-      ('grace_secs', 0, 86400),
-    ):
-      value = vars(args)[name]
-      if not (value is None and name == 'port') and not (
-        value is not None and low <= value <= high
-      ):
-        flag = name.replace('_', '-')
-        raise ValueError(f'--{flag} is {value}; expected {low} to {high}')
-    if unknown:
-      raise ValueError(f'got {unknown} before --; expected options')
-    if not args.command:
-      raise ValueError('there is no program; expected one after --')
-  except (argparse.ArgumentError, ValueError) as e:
-    _say(f'{e}. See {parser.prog} --help.')
-    sys.exit(2)
+  parser.add_argument('command', nargs='+', help=argparse.SUPPRESS)
+  args = parser.parse_args(argv)
+  if min(args.processes, args.devices_per_process) < 1:
+    parser.error('--processes and --devices-per-process are at least 1')
   return args
 
 

@@ -19,6 +19,7 @@ import numbers
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -79,17 +80,14 @@ def _flags(options: Mapping[str, Any]) -> dict[str, _Flags]:
     place = f'config.xla.{key}'
     text = str(value).lower() if isinstance(value, bool) else str(value)
     # XLA splits at white space, and libtpu knows no quotes.
-    if not isinstance(value, str | numbers.Real) or re.search(r'[\s\'"]', text):
+    if not isinstance(value, str | numbers.Real) or re.search(
+      r'[\s\'"]', name + text
+    ):
       raise errors.UsageError(
         f'{place} sets {name!r} to {value!r}; expected True, False, a number or'
-        ' text without white space and quotes.'
+        ' text, and no white space and quotes.'
       )
     name = name.lstrip('-')
-    if not re.fullmatch(r'[\w-]+', name):
-      raise errors.UsageError(
-        f'{place} has {name!r}; expected the name of a flag, such as'
-        f' {_GPU_SCHEDULER!r}.'
-      )
     first = found[variable].setdefault(name, (text, place))
     _check_same(f'The flag --{name}', first, (text, place))
 
@@ -170,9 +168,7 @@ def apply(options: Mapping[str, Any]) -> list[str]:
     unchecked = _try(variable, after)
     os.environ[variable] = after
     # Without libtpu the scheduler's flag does nothing, nor matters.
-    if variable == 'LIBTPU_INIT_ARGS' and not (
-      options['tpu_flags'] or not unchecked
-    ):
+    if unchecked and variable != 'XLA_FLAGS' and not options['tpu_flags']:
       continue
     if unchecked:
       lines.append(f'{variable}: {unchecked}: they are not checked.')
@@ -397,13 +393,11 @@ def actions(options: Mapping[str, Any]) -> list[ProfileSteps]:
   return []
 
 
-class ProfileSteps(periodic.PeriodicAction):
+class ProfileSteps(periodic.Action):
   """Saves the profile of some steps, for `config.xla.pgle_profile`.
 
-  The thread that trains starts the trace. A background thread waits for it,
-  stops it and reads it, while training continues; one or two further steps in
-  it do no harm, since durations are averaged. The file is complete or does not
-  exist. An error is raised by the next step, or by `wait_to_finish`.
+  The trace begins and ends between two steps; the next one waits for the last
+  one's results and for the file, which is complete or does not exist.
   """
 
   def __init__(self, path: str, first_step: int, num_steps: int):
@@ -415,36 +409,28 @@ class ProfileSteps(periodic.PeriodicAction):
         this process; at least 2.
       num_steps: how many steps to profile.
     """
-    super().__init__(self._write_profile, 'steps', interval=None)
     self._path = pathlib.Path(path).absolute()
     self._before = first_step - 1
     self._last = self._before + num_steps
     self._calls = 0
-    self._directory: tempfile.TemporaryDirectory | None = None
+    self._directory: str | None = None  # Of a trace that is running.
 
-  def __call__(
-    self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
-  ) -> None:
-    """Starts, or has stopped, the trace if it is time to.
+  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
+    """Starts the trace, or stops it and writes the file, if it is time to.
 
     Raises:
-      RuntimeError: another trace is running.
-      BaseException: the error of saving the profile.
+      RuntimeError: another trace is running, or there is no GPU in this one.
+      OSError: the file cannot be written.
     """
     self._calls += 1
-    super().__call__(t, step, scalar_outputs)
     if self._calls == self._before:
       self._start()
-
-  def _is_due(self, t: float, step: int) -> bool:
-    return self._calls == self._last
+    elif self._calls == self._last:
+      jax.block_until_ready(scalar_outputs)
+      self._write(self._stop(), step)
 
   def wait_to_finish(self) -> None:
-    """Waits until the profile is saved; warns where the run ended before.
-
-    Raises:
-      BaseException: the error of saving the profile.
-    """
+    """Stops the trace of a run that ended before, with a warning."""
     if self._calls < self._last:
       logging.warning(
         'No profile was saved to %s: this run ended after %d steps, and the'
@@ -455,39 +441,34 @@ class ProfileSteps(periodic.PeriodicAction):
         self._last,
       )
       self._calls = self._last
-      if self._directory is not None:
-        with self._directory:
-          jax.profiler.stop_trace()
-    super().wait_to_finish()
+    if self._directory is not None:
+      self._stop()
 
   def _start(self) -> None:
-    directory = tempfile.TemporaryDirectory(prefix='jaxline_pgle_')
+    directory = tempfile.mkdtemp(prefix='jaxline_pgle_')
     options = jax.profiler.ProfileOptions()
     # The programs, to whose instructions the durations belong; no stacks of
     # Python, which would slow down the steps that are measured.
     options.enable_hlo_proto = True
     options.python_tracer_level = 0
-    try:
-      jax.profiler.start_trace(directory.name, profiler_options=options)
-    except BaseException:
-      directory.cleanup()
-      raise
+    jax.profiler.start_trace(directory, profiler_options=options)
     self._directory = directory  # Only now the trace is this one's to stop.
     logging.info(
       'Profiling %d steps for %s.', self._last - self._before, self._path
     )
 
-  def _write_profile(self, step: int, scalars: dict[str, Any]) -> None:
-    """Stops the trace and writes the profile; on the background thread.
-
-    It gets the last step's scalars on the host, so that step has run.
-    """
-    del scalars
+  def _stop(self) -> bytes:
+    """Stops the trace, and returns the durations in it."""
     assert self._directory is not None
-    with self._directory as directory:
+    try:
       jax.profiler.stop_trace()
-      (trace,) = pathlib.Path(directory).glob('plugins/profile/*/')
-      profile = profiler.get_profiled_instructions_proto(os.fspath(trace))
+      (trace,) = pathlib.Path(self._directory).glob('plugins/profile/*/')
+      return profiler.get_profiled_instructions_proto(os.fspath(trace))
+    finally:
+      shutil.rmtree(self._directory)
+      self._directory = None
+
+  def _write(self, profile: bytes, step: int) -> None:
     if not profile:
       raise RuntimeError(
         f'There is no GPU in the profile of the steps up to {step}, so nothing'

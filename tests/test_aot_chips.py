@@ -1,6 +1,7 @@
 """Chips and TPU topologies."""
 
 import math
+import re
 import types
 
 import pytest
@@ -52,12 +53,17 @@ def test_a_wrong_name_lists_the_chips(name):
     'v5p:2x2x26',
   ],
 )
-def test_a_wrong_shape_lists_shapes(name):
-  with pytest.raises(chips.TargetError, match='such as 2x2') as e:
+def test_a_wrong_shape_says_what_there_is(name):
+  with pytest.raises(chips.TargetError, match=r'such as .* has at most') as e:
     chips.parse_topology(name)
-  assert name in str(e.value)
-  example = str(e.value).rpartition('such as ')[2].split(',')[0]
-  assert chips.parse_topology(f'{name.split(":")[0]}:{example}')
+  assert repr(name) in str(e.value)
+
+
+def test_the_shapes_that_the_message_has_are_right():
+  with pytest.raises(chips.TargetError) as e:
+    chips.parse_topology('v4:3x3x3')
+  for example in re.findall(r"'(v\w+:1?[2-9x1]+)'", str(e.value))[1:]:
+    chips.parse_topology(example)
 
 
 def test_the_published_numbers():
@@ -106,12 +112,6 @@ def test_device_kinds_tell_chips_apart():
     assert chip is not None
     assert chip.name == name
   assert chips.chip_of(types.SimpleNamespace(device_kind='cpu')) is None
-
-
-def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
-  monkeypatch.setattr(chips.importlib.util, 'find_spec', lambda name: None)
-  with pytest.raises(chips.MissingCompilerError, match=r'\.\[tpu-aot\]'):
-    chips.topology_devices(chips.parse_topology('v4:2x2x1'))
 
 
 @pytest.mark.parametrize(

@@ -685,7 +685,7 @@ ENTRY %main (q: bf16[2,4,1024,128]) -> bf16[2,4,1024,128] {
 def test_splash_attention_counts_the_blocks_that_a_causal_mask_leaves():
   """As of libtpu 0.0.52: the metadata of the kernel has lines of its own."""
   kernel = """\
-  %splash_mha_PHASE.3 = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)} custom-call(%m, %m, %q, %k, %k), custom_call_target="tpu_custom_call", operand_layout_constraints={s8[1,2,2]{2,1,0}, s8[1,2,2]{2,1,0}, bf16[2,4,1024,128]{3,2,1,0}, bf16[2,2,1024,128]{3,2,1,0}, bf16[2,2,1024,128]{3,2,1,0}}, frontend_attributes={kernel_metadata={
+  %splash_mha_PHASE.3 = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)} custom-call(%m, %m, %q, %k, %k), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
 "xprof_metadata":"{\\"block_q\\": 512}"
 }}, metadata={op_name="jit(f)/splash_mha_PHASE/pallas_call"}, backend_config={"custom_call_config":{"body":"TUzv"}}
 """  # noqa: E501
@@ -709,7 +709,7 @@ KERNEL  ROOT %copy = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)} copy(%splash_mha_
     # Of two by two blocks, one is above the diagonal.
     assert measures.flops == products * product * 3 / 4
     assert not measures.unknown_kernels
-  whole = text.replace('s8[1,2,2]{2,1,0}, ', '').replace('PHASE', 'fwd')
+  whole = text.replace('(%m, %m, ', '(').replace('PHASE', 'fwd')
   assert measure(whole).flops == 2 * product
 
 
@@ -1027,21 +1027,6 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
   mesh = {'stage': 1, 'replica': 2, 'data': 4, 'mdl': 1}
   (found,) = measure(text, mesh, [0] * 4 + [1] * 4).traffic
   assert found.dcn_bytes == pytest.approx(part * found.wire_bytes)
-
-
-# Errors.
-
-
-def test_a_text_that_is_none():
-  with pytest.raises(ValueError, match='no ENTRY'):
-    hlo.parse('module @jit_f {')
-
-
-def test_a_mesh_that_does_not_fit():
-  with pytest.raises(ValueError, match='8 devices, but `slices` tells'):
-    measure(GPU, AXES, [0] * 4)
-  with pytest.raises(ValueError, match='program is one of 8 devices'):
-    measure(GPU, {'data': 4}, [0] * 4)
 
 
 if __name__ == '__main__':

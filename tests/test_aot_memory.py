@@ -113,8 +113,7 @@ def test_errors_of_too_little_memory(error, expected):
 
 
 def test_nothing_is_known_of_nothing(tmp_path):
-  dump = memory.Dump(tmp_path)
-  assert dump.module == dump.assignment == ''
+  assert memory.dumped(tmp_path) == ('', '')
   assert memory.total_bytes('') == 0
   assert memory.buffers('', hlo.parse(MODULE)) == []
 
@@ -125,11 +124,12 @@ def test_a_real_dump_of_this_machine(tmp_path):
 
   w = jax.ShapeDtypeStruct((256, 512), jnp.float32)
   x = jax.ShapeDtypeStruct((128, 256), jnp.float32)
-  dump = memory.Dump(tmp_path)
-  compiled = jax.jit(f).lower({'w': w}, x).compile(dict(dump.options))
-  found = memory.buffers(dump.assignment, hlo.parse(dump.module))
+  options = memory.dump_options(tmp_path)
+  compiled = jax.jit(f).lower({'w': w}, x).compile(options)
+  module, assignment = memory.dumped(tmp_path)
+  found = memory.buffers(assignment, hlo.parse(module))
   stats = compiled.memory_analysis()
-  assert memory.total_bytes(dump.assignment) == (
+  assert memory.total_bytes(assignment) == (
     stats.argument_size_in_bytes
     + stats.output_size_in_bytes
     + stats.temp_size_in_bytes

@@ -231,7 +231,7 @@ def test_the_compiler_knows_better_what_fits(hbm_bytes, expected):
     (1023, '1023 B'),
     (1536, '1.50 KiB'),
     (3 << 20, '3.00 MiB'),
-    (5 << 40, '5120.00 GiB'),
+    (5 << 40, '5.00 TiB'),
   ],
 )
 def test_sizes(num_bytes, text):

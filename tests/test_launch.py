@@ -94,18 +94,16 @@ def are_gone(pids):
 def test_environment():
   before = {
     'HOME': '/home/me',
-    'XLA_FLAGS': '--a=b --xla_force_host_platform_device_count=8  --c',
     'JAX_NUM_CPU_DEVICES': '3',
   }
   env = launch.environment(before, 4, 1, 2, 1234)
-  flags = env.pop('XLA_FLAGS').split()
-  assert flags == ['--a=b', '--c', '--xla_force_host_platform_device_count=2']
   assert env == {
     'HOME': '/home/me',
     'JAX_COORDINATOR_ADDRESS': '127.0.0.1:1234',
     'JAX_COORDINATOR_BIND_ADDRESS': '127.0.0.1:1234',
     'JAX_NUM_PROCESSES': '4',
     'JAX_PROCESS_ID': '1',
+    'JAX_NUM_CPU_DEVICES': '2',
     'JAX_PLATFORMS': 'cpu',
     'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
     'PYTHONUNBUFFERED': '1',
@@ -133,12 +131,13 @@ print('of', jax.process_count(), 'this is', jax.process_index(), *total)
   ],
 )
 def test_processes_add_up(processes):
-  command = ('--devices-per-process', 2, *py(SUM))
+  # Another number than in the flag of XLA that the tests have.
+  command = ('--devices-per-process', 3, *py(SUM))
   code, out, err = run(*command, processes=processes)
   assert code == 0, err
-  total = 2.0 * processes
+  total = 3.0 * processes
   for process in range(processes):
-    last = f'of {processes} this is {process} {total} {total}'
+    last = f'of {processes} this is {process} {total} {total} {total}'
     assert of(out, process)[-1] == last
 
 
@@ -222,7 +221,7 @@ def test_exit_code(program, code):
 def test_the_others_may_end_by_themselves():
   code, out, err = run(
     '--grace-secs',
-    TIMEOUT_SECS,
+    'inf',
     *sh('[ $JAX_PROCESS_ID = 1 ] && exit 7; sleep 0.5; echo done'),
   )
   assert code == 7
@@ -327,23 +326,19 @@ def test_a_run_leaves_in_order():
 @pytest.mark.parametrize(
   ('args', 'code', 'words'),
   [
-    (['--', 'true'], 2, '--processes is None; expected 1 to 1024'),
-    (['--processes', '0', '--', 'true'], 2, '--processes is 0; expected 1 to'),
-    (['--processes', 'two', '--', 'true'], 2, "invalid int value: 'two'"),
-    (['--processes', '2', '--port', '70000', '--', 'true'], 2, 'is 70000; exp'),
+    (['--', 'true'], 2, 'arguments are required: --processes'),
+    (['--processes', '0', '--', 'true'], 2, '--processes and --dev'),
+    (['--processes', 'two', '--', 'true'], 2, "int value: 'two'"),
     (['--processes', '2', '--grace-secs', 'x', '--', 'true'], 2, "value: 'x'"),
-    (['--processes', '2', '--grace-secs', 'inf', '--', 'true'], 2, 'is inf;'),
-    (['--processes', '2', '--grace-secs', 'nan', '--', 'true'], 2, 'is nan;'),
-    (['--processes', '2', '--grace-secs', '-1', '--', 'true'], 2, 'is -1.0; e'),
-    (['--processes', '2', 'true'], 2, "got ['true'] before --"),
-    (['--processes', '2', '--proc', '1', '--', 'true'], 2, "['--proc', '1']"),
-    (['--processes', '2'], 2, 'there is no program; expected one after --'),
-    (['--processes', '2', '--'], 2, 'there is no program'),
+    (['--processes', '2', 'true', '--a'], 2, 'unrecognized arguments: --a'),
+    (['--processes', '2', '--proc', '1', '--', 'true'], 2, 'arguments: --proc'),
+    (['--processes', '2'], 2, 'arguments are required: command'),
+    (['--processes', '2', '--'], 2, 'arguments are required: command'),
     (['--processes', '2', '--', '/no/such'], 127, "Cannot start '/no/such'"),
     (['--processes', '2', '--', str(ROOT / 'LICENSE')], 126, 'Cannot start'),
   ],
 )
-def test_wrong_usage_is_said_in_a_line(capfd, args, code, words):
+def test_wrong_usage_is_said(capfd, args, code, words):
   try:
     got = launch.main(args)
   except SystemExit as e:
@@ -351,5 +346,6 @@ def test_wrong_usage_is_said_in_a_line(capfd, args, code, words):
   out, err = capfd.readouterr()
   assert got == code
   assert out == ''
-  assert err.count('\n') == 1
-  assert words in err
+  *usage, last = err.splitlines()
+  assert len(usage) == (code == 2)
+  assert words in last

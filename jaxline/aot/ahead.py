@@ -8,8 +8,8 @@ programs are measured.
 from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
+import importlib.util
 import math
 import pathlib
 import tempfile
@@ -20,6 +20,7 @@ import jax
 import jaxlib
 from ml_collections import config_dict
 
+from jaxline import base_config
 from jaxline import compilation_cache
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
@@ -135,8 +136,7 @@ def make_report(
       versions=_versions(config.topology),
     )
   if not report.fits:
-    hints = tuple(_hints(report, config))
-    report = dataclasses.replace(report, hints=hints)
+    report = dataclasses.replace(report, hints=tuple(_hints(report, config)))
   return report
 
 
@@ -155,11 +155,13 @@ def _target(
     topology = chips.parse_topology(config.topology)
     name, chip = str(topology), topology.chip
     kind = chip.device_kinds[0]
-    try:
+    if importlib.util.find_spec('libtpu') is not None:
       devices = chips.topology_devices(topology, config.num_slices)
-    except chips.MissingCompilerError as e:
+    else:
       notes.append(
-        f'{e} Without it this is only what follows from shapes and shardings.'
+        f'To compile for {topology}, the TPU compiler is needed; install it'
+        " with pip install -e '.[tpu-aot]'. Without it this is only what"
+        ' follows from shapes and shardings.'
       )
       devices = mesh_lib.abstract_devices(
         topology.num_chips * config.num_slices, config.num_slices
@@ -168,8 +170,8 @@ def _target(
     devices = jax.devices()
     name, kind = 'local', devices[0].device_kind
     chip = chips.chip_of(devices[0])
-    # JAX takes for itself only a part of a GPU, and says which; but not where
-    # it is told to ask for each array by itself.
+    # JAX reserves a part of a GPU's memory and gives its size, unless it is
+    # configured not to reserve any.
     stats = jax.local_devices()[0].memory_stats() or {}
     if chip is None:
       notes.append(
@@ -196,24 +198,15 @@ def _preset(rules: partitioning.Rules) -> str:
 def _build(
   experiment_class: Any, config: config_dict.ConfigDict
 ) -> sharded.ShardedExperiment:
-  made_by = experiment_class
-  while isinstance(made_by, functools.partial):
-    made_by = made_by.func
-  if isinstance(made_by, type):  # Before it makes its arrays.
-    _check_sharded(made_by)
   experiment, _ = train.build_for_training(experiment_class, config)
-  _check_sharded(type(experiment))
-  assert isinstance(experiment, sharded.ShardedExperiment)
+  if not isinstance(experiment, sharded.ShardedExperiment):
+    raise chips.TargetError(
+      f'{type(experiment).__name__} has no sharded step, and no other is'
+      ' compiled with --jaxline_mode=compile. Derive it from'
+      ' sharded.ShardedExperiment.'
+    )
   experiment.on_nonfinite = config.on_nonfinite
   return experiment
-
-
-def _check_sharded(made_by: type) -> None:
-  if not issubclass(made_by, sharded.ShardedExperiment):
-    raise chips.TargetError(
-      f'{made_by.__name__} has no sharded step, and no other is compiled with'
-      ' --jaxline_mode=compile. Derive it from sharded.ShardedExperiment.'
-    )
 
 
 # The steps.
@@ -283,29 +276,26 @@ def _compile(
   """Compiles a step, and measures the program."""
   if jax.process_index() == 0:
     print(f'Compiling the {step.name} for {target.name}: minutes.', flush=True)
-  program = report_lib.Program(name=step.name, model_flops=step.model_flops)
-  change = functools.partial(dataclasses.replace, program)
   lowered = step.traced.lower()
   start = time.monotonic()
-  with tempfile.TemporaryDirectory(prefix='jaxline_xla_') as directory:
-    dump = memory.Dump(pathlib.Path(directory))
+  with tempfile.TemporaryDirectory(prefix='jaxline_xla_') as name:
+    directory = pathlib.Path(name)
     try:
-      compiled = lowered.compile(compiler_options=dict(dump.options))
+      compiled = lowered.compile(memory.dump_options(directory))
+      sizes = _memory(compiled.memory_analysis(), target)
     except jax.errors.JaxRuntimeError as e:
       if not memory.is_out_of_memory(e):
         raise
       notes.append(f'The {step.name} does not fit: {str(e).splitlines()[0]}')
-      peak = memory.total_bytes(dump.assignment) or None
-      program = change(fits=False, peak_bytes=peak)
-    else:
-      program = change(**_memory(compiled.memory_analysis(), target))
-    secs, text, assignment = (
-      time.monotonic() - start,
-      dump.module,
-      dump.assignment,
-    )
+      sizes = {'fits': False}
+    secs = time.monotonic() - start
+    text, assignment = memory.dumped(directory)
+  sizes.setdefault('peak_bytes', memory.total_bytes(assignment) or None)
+  program = report_lib.Program(
+    name=step.name, model_flops=step.model_flops, compile_secs=secs, **sizes
+  )
   if not text:
-    return dataclasses.replace(program, compile_secs=secs)
+    return program
   module = hlo.parse(text)
   partitioner = experiment.partitioner
   measures = hlo.measure(module, partitioner.axis_sizes, partitioner.slices)
@@ -313,7 +303,6 @@ def _compile(
     program,
     measures=measures,
     roofline=report_lib.roofline(target, measures, step.model_flops),
-    compile_secs=secs,
     buffers=tuple(memory.buffers(assignment, module)[:_NUM_LARGEST]),
   )
 
@@ -382,53 +371,56 @@ def _versions(topology: str | None) -> dict[str, str]:
 
 def _hints(
   report: report_lib.Report, config: config_dict.ConfigDict
-) -> Iterator[str]:
-  """Yields changes of a run that does not fit, most effective first."""
+) -> list[str]:
+  """Returns changes of a run that does not fit, most effective first."""
+  smaller_forward = [
+    f'{key} = {2 * (value or 4)}{_now(value)}: the logits are never there all'
+    ' at once.'
+    for key, value in _settings(config, 'loss_chunks')
+  ]
+  smaller_forward += [
+    f"{key} = 'bfloat16'{_now(value)}: halves activations of float32."
+    for key, value in _settings(config, 'dtype')
+    if value != 'bfloat16'
+  ]
   train_step = report.programs[0]
-  smaller_forward = list(_smaller_forward(config))
   if train_step.fits is not False:
-    yield (
+    return [
       'Smaller batches in eval_input: it is only the eval step that does not'
-      ' fit.'
-    )
-    yield from smaller_forward
-    return
+      ' fit.',
+      *smaller_forward,
+    ]
   smaller_state = _smaller_state(report)
   if report.state_bytes > report.target.hbm_bytes:
-    yield smaller_state
-    yield 'Nothing less is enough: the state alone is larger than a chip.'
-    return
-  state = report.state_bytes + report.gradient_bytes
-  is_state = state > _MUCH * (train_step.peak_bytes or 0)
-  if is_state:
-    yield smaller_state
-  for key, value in _settings(config, 'remat'):
-    if value not in ('full', 'offload'):
-      yield (
-        f"{key} = 'full'{_now(value)}: keeps only what goes from layer to"
-        ' layer, and computes the rest again.'
-      )
+    return [
+      smaller_state,
+      'Nothing less is enough: the state alone is larger than a chip.',
+    ]
+  recomputed = [
+    f"{key} = 'full'{_now(value)}: keeps only what goes from layer to layer,"
+    ' and computes the rest again.'
+    if value != 'full'
+    else f"{key} = 'offload'{_now(value)}: what is kept waits in the host's"
+    ' memory.'
+    for key, value in _settings(config, 'remat')
+    if value != 'offload'
+  ]
   parts = config.gradient_accumulation_steps
   shards = report.mesh['replica'] * report.mesh['data']
   if report.batch_rows % (2 * parts * shards) == 0:
-    yield (
+    smaller_batch = (
       f'config.gradient_accumulation_steps = {2 * parts}{_now(parts)}, or half'
       ' the batch: halves what the forward pass keeps.'
     )
   else:
-    yield (
+    smaller_batch = (
       f'A smaller batch, or more chips: {report.batch_rows} rows in {parts}'
       f' parts over {shards} chips cannot be halved.'
     )
-  yield from smaller_forward
-  for key, value in _settings(config, 'remat'):
-    if value != 'offload':
-      yield (
-        f"{key} = 'offload'{_now(value)}: what is kept waits in the host's"
-        ' memory.'
-      )
-  if not is_state:
-    yield smaller_state
+  hints = [*recomputed, smaller_batch, *smaller_forward]
+  state = report.state_bytes + report.gradient_bytes
+  is_state = state > _MUCH * (train_step.peak_bytes or 0)
+  return [smaller_state, *hints] if is_state else [*hints, smaller_state]
 
 
 def _smaller_state(report: report_lib.Report) -> str:
@@ -451,17 +443,6 @@ def _smaller_state(report: report_lib.Report) -> str:
   )
 
 
-def _smaller_forward(config: config_dict.ConfigDict) -> Iterator[str]:
-  for key, value in _settings(config, 'loss_chunks'):
-    yield (
-      f'{key} = {2 * (value or 4)}{_now(value)}: the logits are never there all'
-      ' at once.'
-    )
-  for key, value in _settings(config, 'dtype'):
-    if value != 'bfloat16':
-      yield f"{key} = 'bfloat16'{_now(value)}: halves activations of float32."
-
-
 def _now(value: Any) -> str:
   return '' if value is None else f' (it is {value!r})'
 
@@ -474,13 +455,10 @@ def _settings(
   Where the config has none, the experiment may have it as a default: then the
   value is None.
   """
-
-  def search(part: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for key in part:
-      if isinstance(part[key], config_dict.ConfigDict):
-        yield from search(part[key], f'{prefix}.{key}')
-      elif key == name:
-        yield f'{prefix}.{key}', part[key]
-
-  found = list(search(config.experiment_kwargs, 'config.experiment_kwargs'))
+  settings = base_config.flat(config.experiment_kwargs.to_dict())
+  found = [
+    (f'config.experiment_kwargs.{key}', value)
+    for key, value in settings.items()
+    if key.split('.')[-1] == name
+  ]
   return found or [(f'Where the experiment has it: {name}', None)]

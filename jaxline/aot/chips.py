@@ -6,10 +6,8 @@ time that is computed from them is a bound, not a forecast.
 
 from collections.abc import Sequence
 import dataclasses
-import importlib.util
 import math
 import os
-import re
 from typing import Any
 
 import jax
@@ -133,10 +131,6 @@ _CHIPS = (
 # cores are one.
 _MEGACORE = ('v4',)
 
-_EXAMPLES = {
-  2: '2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16',
-  3: '2x2x1, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8, 8x8x8',
-}
 _ENVIRONMENT = {
   # Otherwise libtpu asks a metadata server, which only Cloud machines have, ...
   'TPU_SKIP_MDS_QUERY': '1',
@@ -179,30 +173,28 @@ def parse_topology(name: str) -> Topology:
       which there are.
   """
   tpus = {chip.name: chip for chip in _CHIPS if chip.largest}
-  match = re.fullmatch(r'(\w+):(\d+(?:x\d+)*)', name)
-  if match is None or match[1] not in tpus:
-    raise TargetError(
-      f'config.topology is {name!r}; expected CHIP:SHAPE, such as'
-      f" 'v4:4x4x4' or 'v5e:4x8', with a chip of {sorted(tpus)}."
-    )
-  chip = tpus[match[1]]
-  shape = tuple(int(size) for size in match[2].split('x'))
-  dims = len(chip.largest)
-  # Which dimension is the longest does not matter.
-  pairs = zip(sorted(shape), sorted(chip.largest), strict=False)
+  kind, _, shape_text = name.partition(':')
+  most = tpus[kind].largest if kind in tpus else ()
+  shape = tuple(int(x) for x in shape_text.split('x') if x.isdecimal())
   # The chips of a host are 2x2; libtpu also compiles for a single one.
   whole_hosts = all(size % 2 == 0 for size in shape[:2]) or set(shape) == {1}
   if (
-    len(shape) != dims
-    or not all(0 < size <= most for size, most in pairs)
+    not most
+    or shape_text != 'x'.join(map(str, shape))
+    or len(shape) != len(most)
     or not whole_hosts
-  ):
-    one, host = ('1x1', '2x2') if dims == 2 else ('1x1x1', '2x2x1')
-    raise TargetError(
-      f'config.topology is {name!r}, but {chip.name} comes in {one}, or a'
-      f' multiple of the {host} of a host, up to'
-      f' {"x".join(map(str, chip.largest))}; such as {_EXAMPLES[dims]}.'
+    # Which dimension is the longest does not matter.
+    or not all(
+      0 < a <= b for a, b in zip(sorted(shape), sorted(most), strict=True)
     )
+  ):
+    raise TargetError(
+      f'config.topology is {name!r}; expected CHIP:SHAPE, with a chip of'
+      f' {sorted(tpus)} and the shape of one chip or a multiple of the 2x2 of a'
+      " host, such as 'v4:4x4x4' and 'v5p:2x2x1', or 'v5e:4x8' and 'v6e:1x1'"
+      + (f'; {kind} has at most {"x".join(map(str, most))}.' if most else '.')
+    )
+  chip = tpus[kind]
   links = sum(min(size - 1, 2) for size in shape)
   return Topology(dataclasses.replace(chip, ici_links=links), shape)
 
@@ -213,30 +205,20 @@ def chip_of(device: Any) -> Chip | None:
   return next((chip for chip in _CHIPS if kind in chip.device_kinds), None)
 
 
-class MissingCompilerError(RuntimeError):
-  """The TPU compiler is not installed; the message says how to."""
-
-
 def topology_devices(topology: Topology, num_slices: int = 1) -> Sequence[Any]:
   """Returns devices to compile for with the TPU compiler; none need be here.
 
-  They go by the name of devices, but hold nothing and run nothing. libtpu is
-  told by variables of the environment, where they are not set, to look for
-  no TPU: so do not use the TPUs of this machine in the same process.
+  They hold no arrays and run no programs. Variables of the environment tell
+  libtpu not to look for a TPU, unless they are set already; so this process
+  cannot use the TPUs of this machine.
 
   Args:
     topology: one slice.
     num_slices: how many of them, joined by the data centre's network.
 
   Raises:
-    MissingCompilerError: there is no libtpu.
     TargetError: it knows no such topology.
   """
-  if importlib.util.find_spec('libtpu') is None:
-    raise MissingCompilerError(
-      f'To compile for {topology}, the TPU compiler is needed; install it with'
-      " pip install -e '.[tpu-aot]'."
-    )
   for key, value in _ENVIRONMENT.items():
     os.environ.setdefault(key, value)
   from jax.experimental import topologies
@@ -247,17 +229,8 @@ def topology_devices(topology: Topology, num_slices: int = 1) -> Sequence[Any]:
   if num_slices > 1:
     options['num_slices'] = num_slices
   try:
-    devices = topologies.get_topology_desc(
-      str(topology), 'tpu', **options
-    ).devices
+    return topologies.get_topology_desc(str(topology), 'tpu', **options).devices
   except jax.errors.JaxRuntimeError as e:
     raise TargetError(
       f'libtpu makes no {topology} of {num_slices} slices: {e}'
     ) from e
-  expected = topology.num_chips * num_slices
-  if len(devices) != expected:
-    raise TargetError(
-      f'libtpu makes {len(devices)} devices of {num_slices} x {topology};'
-      f' expected {expected}, one for each chip.'
-    )
-  return devices

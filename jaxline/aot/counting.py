@@ -25,9 +25,9 @@ def flops(function: Any, *args: Any) -> float:
 
   A multiplication and an addition are two. The whole program counts, over all
   devices: a `shard_map` as often as it has devices, a `scan` its length. Of a
-  `cond` the dearest branch counts; a `while` counts once, and a warning tells,
-  if there is anything in it. cuDNN's attention counts whole, though a causal
-  kernel skips about half; of splash attention those blocks are left out.
+  `cond` the most expensive branch counts. A `while` counts once, with a warning
+  if it has products. cuDNN's attention counts fully, although a causal kernel
+  skips about half; splash attention counts without the blocks that it skips.
 
   Args:
     function: a function of arrays, or its jaxpr.
@@ -140,7 +140,7 @@ def _ragged_dot(shapes: Any, out: Any, params: Any) -> int:
   if set(numbers.lhs_ragged_dimensions) <= set(contracted):
     # The result has a matrix a group, and the rows are shared out among them.
     out = out[1:]
-  return 2 * math.prod((*out, *(shapes[0][d] for d in contracted)))
+  return _dot(shapes, out, {'dimension_numbers': numbers.dot_dimension_numbers})
 
 
 def _convolution(shapes: Any, out: Any, params: Any) -> int:
@@ -163,22 +163,19 @@ def _convolution(shapes: Any, out: Any, params: Any) -> int:
   return 2 * met * batch * in_features * out_features
 
 
-def _attention(shapes: Any, out: Any, params: Any) -> int:
-  """Forward: queries and keys, weights and values."""
-  del out
-  query, key, value = shapes[:3]
-  length = 2 if params['layout'] else 1  # BNTH is 1, BTNH is 0.
-  weights = math.prod(query[:-1]) * key[length]
-  return 2 * weights * (query[-1] + value[-1])
+def _attention(
+  of_queries: int, of_values: int
+) -> Callable[[Any, Any, Any], int]:
+  """Counts products of the weights with queries or keys, and with values."""
 
+  def count(shapes: Any, out: Any, params: Any) -> int:
+    del out
+    query, key, value = shapes[:3]
+    length = 2 if params['layout'] else 1  # BNTH is 1, BTNH is 0.
+    weights = math.prod(query[:-1]) * key[length]
+    return 2 * weights * (of_queries * query[-1] + of_values * value[-1])
 
-def _attention_backward(shapes: Any, out: Any, params: Any) -> int:
-  """The weights again, and a gradient of either factor of both products."""
-  del out
-  query, key, value = shapes[:3]
-  length = 2 if params['layout'] else 1
-  weights = math.prod(query[:-1]) * key[length]
-  return 2 * weights * (3 * query[-1] + 2 * value[-1])
+  return count
 
 
 def _scaled_matmul(shapes: Any, out: Any, params: Any) -> int:
@@ -189,10 +186,11 @@ def _scaled_matmul(shapes: Any, out: Any, params: Any) -> int:
 _PRODUCTS: dict[str, Callable[[Any, Any, Any], int]] = {
   'conv_general_dilated': _convolution,
   'dot_general': _dot,
-  'dot_product_attention_bwd': _attention_backward,
-  'dot_product_attention_fp8_bwd': _attention_backward,
-  'dot_product_attention_fp8_fwd': _attention,
-  'dot_product_attention_fwd': _attention,
+  # Backward: the weights again, and a gradient of either factor of both.
+  'dot_product_attention_bwd': _attention(3, 2),
+  'dot_product_attention_fp8_bwd': _attention(3, 2),
+  'dot_product_attention_fp8_fwd': _attention(1, 1),
+  'dot_product_attention_fwd': _attention(1, 1),
   'ragged_dot_general': _ragged_dot,
   'scaled_matmul': _scaled_matmul,
 }

@@ -21,7 +21,7 @@ TPU compilers change the plain operations:
   MegaScale runtime, which name slices and physical devices.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -51,6 +51,7 @@ _FREE = {
   'optimization-barrier', 'parameter', 'partition-id', 'replica-id', 'tuple',
   'while',
 }  # fmt: skip
+_FUSIONS = ('fusion', 'fusion-start')
 _FREE_CALLS = {'AllocateBuffer', 'ConcatBitcast'}
 # In-place updates -> the operand that is written. `scatter` reads it as well.
 _UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
@@ -128,12 +129,22 @@ def measure(
       one slice, the i-th of the devices of its slice.
     slices: the slice of each device of the flattened mesh. Within a slice is
       ICI or NVLink, between slices is DCN.
-
-  Raises:
-    ValueError: `slices` does not fit the mesh, or the mesh the program.
   """
   places = _Places(module.num_devices, axis_sizes, slices)
-  cost = _cost(module.entry, places, is_fused=False)
+  flops = hbm_bytes = 0.0
+  sums: dict[tuple[str, tuple[str, ...]], Any] = {}
+  loops, kernels = set(), set()
+  for i, times, is_fused in _executed(module.entry, 1, is_fused=False):
+    if i.opcode == 'while' and _rounds(i) is None:
+      loops.add(i.title)
+    if _flops(i) is None:
+      kernels.add(i.title)
+    work = _work(i, is_fused)
+    flops += times * work[0]
+    hbm_bytes += times * work[1]
+    if collective := _collective(i, places, is_fused):
+      key, amounts = collective
+      sums[key] = sums.get(key, 0) + times * amounts
   traffic = [
     Traffic(
       kind=kind,
@@ -143,15 +154,15 @@ def measure(
       wire_bytes=wire_bytes,
       dcn_bytes=dcn_bytes,
     )
-    for (kind, axes), amounts in cost.traffic.items()
+    for (kind, axes), amounts in sums.items()
     for count, size, wire_bytes, dcn_bytes in [amounts.tolist()]
   ]
   return Measures(
-    flops=cost.flops,
-    hbm_bytes=cost.hbm_bytes,
+    flops=flops,
+    hbm_bytes=hbm_bytes,
     traffic=tuple(sorted(traffic, key=lambda t: -t.wire_bytes)),
-    unknown_loops=tuple(sorted(cost.loops)),
-    unknown_kernels=tuple(sorted(cost.kernels)),
+    unknown_loops=tuple(sorted(loops)),
+    unknown_kernels=tuple(sorted(kernels)),
   )
 
 
@@ -175,8 +186,9 @@ _HOST_MEMORY = 5  # S(5) of a layout, on every platform.
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-  """An array: its dimensions, bytes, and how many of them are in HBM."""
+  """An array: its type, dimensions, bytes, and how many of them are in HBM."""
 
+  dtype: str
   dims: tuple[int, ...]
   bytes: int
   hbm_bytes: int
@@ -193,7 +205,7 @@ class Instruction:
     attributes: the text after it.
     shapes: of the result; those of a tuple, flattened.
     operands: the instructions that `arguments` names.
-    computations: all computations of the module, by name.
+    computation: where it is.
     users: the instructions that have this one as an operand.
   """
 
@@ -203,7 +215,7 @@ class Instruction:
   attributes: str
   shapes: tuple[_Shape, ...]
   operands: tuple['Instruction', ...]
-  computations: dict[str, 'Computation']
+  computation: 'Computation'
   users: list['Instruction'] = dataclasses.field(default_factory=list)
 
   @property
@@ -252,13 +264,14 @@ class Instruction:
   def called(self, name: str) -> list['Computation']:
     """Returns the computations that an attribute names."""
     names = re.findall(r'[\w.\-]+', self.attribute(name))
-    return [self.computations[name] for name in names]
+    return [self.computation.others[name] for name in names]
 
 
 @dataclasses.dataclass(eq=False)
 class Computation:
-  """A function of the module."""
+  """A function of the module; `others` are all of them, by name."""
 
+  others: dict[str, 'Computation']
   instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
   root_name: str = ''
 
@@ -286,18 +299,15 @@ class Module:
 
 
 def parse(text: str) -> Module:
-  """Reads a module.
-
-  Raises:
-    ValueError: the text is not that of an HLO module.
-  """
+  """Reads a module."""
   is_tpu = re.search(r'[\[{][\d,]*:T\(', text) is not None
   computations: dict[str, Computation] = {}
-  entry = current = None
+  entry: Any = None
+  current: Computation | None = None
   for line in _KERNEL_METADATA.sub('={}', text).splitlines():
     if current is None:
       if header := _HEADER.match(line):
-        current = computations[header[2]] = Computation()
+        current = computations[header[2]] = Computation(computations)
         entry = current if header[1] else entry
     elif line.startswith('}'):
       current = None
@@ -316,18 +326,13 @@ def parse(text: str) -> Module:
           current.instructions[name]
           for name in re.findall(r'%([\w.\-]+)', match['arguments'])
         ),
-        computations=computations,
+        computation=current,
       )
       for operand in dict.fromkeys(new.operands):
         operand.users.append(new)
       current.instructions[new.name] = new
       if match['root']:
         current.root_name = new.name
-  if entry is None:
-    raise ValueError(
-      'This is not the text of an HLO module: it has no ENTRY. Expected what'
-      f' `compiled.as_text()` returns; got {text[:60]!r}.'
-    )
   head = text.split('\n', 1)[0]
   counts = re.findall(r', (?:num_partitions|replica_count)=(\d+)', head)
   return Module(entry, computations, math.prod(map(int, counts)))
@@ -339,7 +344,7 @@ def _shape(is_tpu: bool, dtype: str, dims_text: str, space: str) -> _Shape:
   size = -(-math.prod(dims) * bits // 8)
   # On GPUs, S(1) is device memory that is registered for collectives.
   in_hbm = int(space) == 0 if is_tpu else int(space) != _HOST_MEMORY
-  return _Shape(dims, size, size * in_hbm)
+  return _Shape(dtype, dims, size, size * in_hbm)
 
 
 def _numbers(text: str) -> list[int]:
@@ -349,65 +354,45 @@ def _numbers(text: str) -> list[int]:
 # The walk.
 
 
-@dataclasses.dataclass
-class _Cost:
-  """Sums over instructions; `traffic` has the four numbers of `Traffic`."""
-
-  flops: float = 0.0
-  hbm_bytes: float = 0.0
-  traffic: dict[tuple[str, tuple[str, ...]], np.ndarray] = dataclasses.field(
-    default_factory=dict
-  )
-  loops: set[str] = dataclasses.field(default_factory=set)
-  kernels: set[str] = dataclasses.field(default_factory=set)
-
-  def add(self, other: '_Cost', times: int) -> None:
-    self.flops += times * other.flops
-    self.hbm_bytes += times * other.hbm_bytes
-    for key, amounts in other.traffic.items():
-      self.traffic[key] = self.traffic.get(key, 0) + times * amounts
-    self.loops |= other.loops
-    self.kernels |= other.kernels
-
-  @property
-  def weight(self) -> tuple[float, float, float]:
-    wire_bytes = sum(amounts[2] for amounts in self.traffic.values())
-    return self.flops, self.hbm_bytes, wire_bytes
-
-
-def _cost(computation: Computation, places: '_Places', is_fused: bool) -> _Cost:
-  """Returns what one execution of a computation costs."""
-  total = _Cost()
+def _executed(
+  computation: Computation, times: int, is_fused: bool
+) -> Iterator[tuple[Instruction, int, bool]]:
+  """Yields the instructions that run, how often, and whether in a fusion."""
   for i in computation.instructions.values():
-    flops = _flops(i)
-    if flops is None:
-      total.kernels.add(i.title)
-    total.flops += flops or 0.0
-    if not is_fused:
-      total.hbm_bytes += _hbm_bytes(i)
-    if collective := _collective(i, computation, places, is_fused):
-      key, amounts = collective
-      total.traffic[key] = total.traffic.get(key, 0) + amounts
-    cost = functools.partial(_cost, places=places, is_fused=is_fused)
+    yield i, times, is_fused
+    called: Iterable[tuple[Computation, int]] = ()
     if i.opcode == 'while':
       rounds = _rounds(i)
-      if rounds is None:
-        total.loops.add(i.title)
       (body,), (condition,) = i.called('body'), i.called('condition')
-      total.add(cost(body), 1 if rounds is None else rounds)
-      total.add(cost(condition), 1 if rounds is None else rounds + 1)
+      called = [
+        (body, 1 if rounds is None else rounds),
+        (condition, 1 if rounds is None else rounds + 1),
+      ]
     elif i.opcode == 'conditional':
       branches = i.called('branch_computations') or [
         *i.called('true_computation'),
         *i.called('false_computation'),
       ]
-      total.add(max(map(cost, branches), key=lambda c: c.weight), 1)
-    elif i.opcode in ('fusion', 'fusion-start'):
-      total.add(cost(i.called('calls')[0], is_fused=True), 1)
-    elif i.opcode in ('async-start', 'call', 'call-start'):
-      for called in i.called('calls') or i.called('to_apply'):
-        total.add(cost(called), 1)
-  return total
+      called = [(max(branches, key=lambda b: _total_work(b, is_fused)), 1)]
+    elif i.opcode in ('async-start', 'call', 'call-start', *_FUSIONS):
+      names = i.called('calls') or i.called('to_apply')
+      called = [(name, 1) for name in names]
+    for other, rounds in called:
+      yield from _executed(
+        other, times * rounds, is_fused or i.opcode in _FUSIONS
+      )
+
+
+def _work(i: Instruction, is_fused: bool) -> tuple[float, float]:
+  """Returns the FLOPs and the bytes of memory of one execution."""
+  return _flops(i) or 0.0, 0.0 if is_fused else _hbm_bytes(i)
+
+
+def _total_work(computation: Computation, is_fused: bool) -> list[float]:
+  """Returns the same of a computation."""
+  steps = _executed(computation, 1, is_fused)
+  work = [times * np.array(_work(i, fused)) for i, times, fused in steps]
+  return sum(work, start=np.zeros(2)).tolist()
 
 
 # Loops.
@@ -519,18 +504,13 @@ _SPLASH_PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4}
 def _splash_flops(i: Instruction) -> float | None:
   """Returns the FLOPs of splash attention; None for another kernel."""
   phase = re.search(r'splash_m[hq]a_(fwd|dq|dkv)', i.title)
-  operands = re.findall(
-    r'(bf|f|s)\d+\[([\d,]+)\]',
-    i.search(r'operand_layout_constraints=\{(.*?\})\}'),
-  )
-  floats = [_numbers(dims) for kind, dims in operands if kind != 's']
-  if not phase or len(floats) < 2:
+  if not phase:
     return None
-  queries, keys = floats[:2]
-  products = _SPLASH_PRODUCTS[phase[1]]
-  flops = 2.0 * products * math.prod(queries) * keys[-2]
-  if operands[0][0] == 's':
-    flops *= splash_share(*_numbers(operands[0][1])[-2:])
+  arrays = [operand.shapes[0] for operand in i.operands]
+  queries, keys, *_ = (x.dims for x in arrays if 'f' in x.dtype)
+  flops = 2.0 * _SPLASH_PRODUCTS[phase[1]] * math.prod(queries) * keys[-2]
+  if arrays[0].dtype.startswith('s'):
+    flops *= splash_share(*arrays[0].dims[-2:])
   return flops
 
 
@@ -712,21 +692,18 @@ def _continues_chain(i: Instruction) -> bool:
 
 
 def _collective(
-  i: Instruction,
-  computation: Computation,
-  places: '_Places',
-  is_fused: bool,
+  i: Instruction, places: '_Places', is_fused: bool
 ) -> tuple[tuple[str, tuple[str, ...]], np.ndarray] | None:
   """Returns key and numbers of the `Traffic` of a collective, if it is one."""
   kind = i.opcode.removesuffix('-start')
   if i.opcode == 'send':
-    kind, size = _sent(i, computation)
+    kind, size = _sent(i)
   elif kind in _WIRE and not _continues_chain(i):
     size = max(
       sum(operand.bytes for operand in i.operands),
       i.result.bytes if i.result else 0,
     )
-    opcodes = {other.opcode for other in computation.instructions.values()}
+    opcodes = {other.opcode for other in i.computation.instructions.values()}
     if (
       kind == 'all-reduce'
       and is_fused
@@ -761,7 +738,7 @@ def _dcn_part(kind: str, n: int, slices: int) -> float:
   return 1.0
 
 
-def _sent(i: Instruction, computation: Computation) -> tuple[str, int]:
+def _sent(i: Instruction) -> tuple[str, int]:
   """Returns kind and bytes of the collective of a `send`; '' without one."""
   payload = i.operands[0].bytes
   if '_xla_send_recv_source_target_pairs=' in i.attributes:
@@ -769,7 +746,7 @@ def _sent(i: Instruction, computation: Computation) -> tuple[str, int]:
   # Without a type it goes to the host, for a callback.
   kind = i.search(r'_xla_megascale_transfer_type="(\w+)"')
   meeting = i.search(r'(_xla_host_transfer_rendezvous="[^"]*")')
-  for other in computation.instructions.values():
+  for other in i.computation.instructions.values():
     if other.opcode == 'recv' and meeting and meeting in other.attributes:
       payload = max(payload, other.shapes[0].bytes)
   kind = kind.lower().replace('_', '-')
@@ -784,21 +761,10 @@ class _Places:
   ):
     self._axis_sizes = axis_sizes
     self._slices = np.asarray(slices)
-    total = math.prod(axis_sizes.values())
-    if len(slices) != total:
-      raise ValueError(
-        f'The mesh {dict(axis_sizes)} has {total} devices, but `slices` tells'
-        f' the slice of {len(slices)}; expected one number for each.'
-      )
     # The devices of the program.
-    self._mine = np.arange(total)
-    if num_devices != total:
+    self._mine = np.arange(len(slices))
+    if num_devices != len(slices):
       self._mine = np.flatnonzero(self._slices == self._slices[0])
-    if num_devices != len(self._mine):
-      raise ValueError(
-        f'The program is one of {num_devices} devices; the mesh'
-        f' {dict(axis_sizes)} has {total}, and {len(self._mine)} in a slice.'
-      )
 
   def groups(self, i: Instruction) -> list[np.ndarray]:
     """Returns the groups of a collective, as numbers of the mesh's devices."""
@@ -853,7 +819,7 @@ def _megascale_groups(i: Instruction) -> list[list[int]]:
   """Returns the groups of slices between which a `send` communicates."""
   target = i.search(r'_xla_megascale_target="?(\{\{.*?\}\}|\{[^}]*\})')
   groups = _braces(target)
-  # {1,2}x{0:3}: those slices, each device with its likes.
+  # {1,2}x{0:3}: those slices, each device with those of the same number.
   if target.startswith('{{'):
     # {{100000->200000},...}: the number of a slice, and of a physical device.
     groups = [[n // 100_000 for n in group] for group in groups]

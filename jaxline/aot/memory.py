@@ -5,7 +5,6 @@ buffers to memory. It also does so for a program that does not fit, for which
 there is no compiled object.
 """
 
-from collections.abc import Mapping
 import dataclasses
 import pathlib
 import re
@@ -44,32 +43,25 @@ class Buffer:
   name: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Dump:
-  """What XLA writes into a directory while it compiles one program."""
+def dump_options(directory: pathlib.Path) -> dict[str, str | bool]:
+  """Returns `compiler_options` with which XLA writes what `dumped` reads."""
+  return {'xla_dump_to': str(directory), 'xla_dump_hlo_as_text': True}
 
-  directory: pathlib.Path
 
-  @property
-  def options(self) -> Mapping[str, str | bool]:
-    """Arguments for `compiler_options` of `Lowered.compile`."""
-    return {'xla_dump_to': str(self.directory), 'xla_dump_hlo_as_text': True}
+def dumped(directory: pathlib.Path) -> tuple[str, str]:
+  """Returns the scheduled program, and its buffers' assignment to memory.
 
-  @property
-  def module(self) -> str:
-    """The scheduled program of one chip; '' if there is none."""
-    return self._read('*after_optimizations.txt')
+  Args:
+    directory: that XLA wrote to. What is not there is ''.
+  """
 
-  @property
-  def assignment(self) -> str:
-    """The assignment of its buffers to memory; '' if there is none."""
-    return self._read('*buffer-assignment.txt')
-
-  def _read(self, pattern: str) -> str:
+  def read(pattern: str) -> str:
     # XLA compiles small programs besides, such as of constants.
-    found = list(self.directory.glob(pattern))
+    found = directory.glob(pattern)
     largest = max(found, key=lambda path: path.stat().st_size, default=None)
     return largest.read_text(encoding='utf-8') if largest else ''
+
+  return read('*after_optimizations.txt'), read('*buffer-assignment.txt')
 
 
 def is_out_of_memory(error: Exception) -> bool:

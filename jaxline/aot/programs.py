@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import pathlib
-import tempfile
+import shutil
 from typing import Any
 
 from absl import logging
@@ -89,8 +89,8 @@ def of_run(config: config_dict.ConfigDict) -> Any:
 def saving(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
   """Compiles all programs inside anew, and saves them.
 
-  An existing directory is replaced when the new one is complete, and removed if
-  no program could be saved. Only the first of several processes saves.
+  An existing directory is replaced then, or removed if no program could be
+  saved. Only the first of several processes saves.
 
   Args:
     directory: where to.
@@ -99,27 +99,20 @@ def saving(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
   Yields:
     Nothing.
   """
-  directory.parent.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(
-    prefix=f'{directory.name}.partial', dir=directory.parent
-  ) as name:
-    store = _Saved(pathlib.Path(name) / 'programs')
-    store.path.mkdir()
-    with _stored_by(store):
-      yield
-    if jax.process_index() != 0:
-      return
-    record = {
-      'schema': _SCHEMA,
-      'identity': dict(of),
-      'programs': store.digests,
-    }
-    files.write_json(store.path / RECORD, record)
-    if directory.exists():
-      # It is removed with the temporary directory.
-      directory.rename(pathlib.Path(name) / 'before')
-    if store.digests:
-      store.path.rename(directory)
+  store = _Saved(directory)
+  with compilation_cache.stored_by(store, min_compile_secs=0.0):
+    yield
+  if jax.process_index() != 0:
+    return
+  if directory.exists():
+    shutil.rmtree(directory)
+  if store.programs:
+    directory.mkdir(parents=True)
+    for key, value in store.programs.items():
+      (directory / key).write_bytes(value)
+    digests = {key: _digest(value) for key, value in store.programs.items()}
+    record = {'schema': _SCHEMA, 'identity': dict(of), 'programs': digests}
+    files.write_json(directory / RECORD, record)
 
 
 @contextlib.contextmanager
@@ -143,25 +136,24 @@ def using(directory: pathlib.Path, of: Mapping[str, Any]) -> Iterator[None]:
   store = _Used(
     directory, record['programs'], _differences(record['identity'], of)
   )
-  with _stored_by(store):
+  with compilation_cache.stored_by(store, min_compile_secs=0.0):
     yield
   if not store.is_used:
     logging.warning('None of the programs in %s was used.', directory)
 
 
 class _Saved:
-  """What JAX needs of a compilation cache; keeps the checksums as well."""
+  """What JAX needs of a compilation cache; holds the programs until the end."""
 
   def __init__(self, path: pathlib.Path):
     self.path = self._path = path  # JAX reads `_path`.
-    self.digests: dict[str, str] = {}
+    self.programs: dict[str, bytes] = {}
 
   def get(self, key: str) -> None:
     return None
 
   def put(self, key: str, value: bytes) -> None:
-    (self.path / key).write_bytes(value)
-    self.digests[key] = hashlib.sha256(value).hexdigest()
+    self.programs[key] = value
 
 
 class _Used:
@@ -193,7 +185,7 @@ class _Used:
       return None
     path = self.path / key
     value = path.read_bytes() if path.exists() else b''
-    if hashlib.sha256(value).hexdigest() != self._digests[key]:
+    if _digest(value) != self._digests[key]:
       logging.warning('%s is damaged or missing: %s is compiled.', path, name)
       return None
     self.is_used = True
@@ -204,21 +196,8 @@ class _Used:
     """Does nothing: runs may share the directory."""
 
 
-@contextlib.contextmanager
-def _stored_by(store: _Saved | _Used) -> Iterator[None]:
-  settings = {
-    'jax_enable_compilation_cache': True,
-    'jax_compilation_cache_dir': str(store.path),
-    'jax_persistent_cache_min_compile_time_secs': 0.0,
-    'jax_persistent_cache_min_entry_size_bytes': -1,
-    # Of a GPU; else the directory's name would be part of the hash.
-    'jax_persistent_cache_enable_xla_caches': 'none',
-  }
-  with (
-    compilation_cache.stored_by(store),
-    compilation_cache.configured(settings),
-  ):
-    yield
+def _digest(value: bytes) -> str:
+  return hashlib.sha256(value).hexdigest()
 
 
 def _read(directory: pathlib.Path) -> dict[str, Any]:

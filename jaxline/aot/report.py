@@ -4,9 +4,9 @@ All times are lower bounds, for chips that do only one thing at their peak;
 docs/reference/compile.md says what they leave out.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
-import json
+import functools
 import math
 import re
 import textwrap
@@ -15,6 +15,7 @@ from typing import Any
 from jaxline.aot import chips
 from jaxline.aot import hlo
 from jaxline.aot import memory
+from jaxline.metrics import lines as lines_lib
 
 SCHEMA = 2
 _WIDTH = 80
@@ -184,7 +185,7 @@ class Report:
 
   def to_json(self) -> dict[str, Any]:
     """Returns plain values, for `json.dump`."""
-    return json.loads(json.dumps(dataclasses.asdict(self)))
+    return dataclasses.asdict(self)
 
   def __str__(self) -> str:
     return '\n'.join(_lines(self))
@@ -193,27 +194,24 @@ class Report:
 # Text.
 
 
-def size_text(num_bytes: float) -> str:
-  """Returns a size as people read it, such as '3.52 GiB'."""
-  for unit in ('B', 'KiB', 'MiB', 'GiB'):
-    if abs(num_bytes) < 1024 or unit == 'GiB':
-      break
-    num_bytes /= 1024
-  return f'{num_bytes:.0f} B' if unit == 'B' else f'{num_bytes:.2f} {unit}'
+# Returns a size as people read it, such as '3.52 GiB'.
+size_text = functools.partial(lines_lib.size, digits='.2f')
 
 
 def _count(number: float) -> str:
-  """Returns a number with three digits and a unit, such as '1.10 T'."""
-  power = min(max(int(math.log10(number)) // 3, 0), 6) if number else 0
-  unit = ('', ' k', ' M', ' G', ' T', ' P', ' E')[power]
-  return f'{number:.0f}' if not power else f'{number / 1000**power:.2f}{unit}'
+  """Returns a number with a unit, such as '1.10 T'."""
+  return _scaled(number, ('', 'k', 'M', 'G', 'T', 'P', 'E')).strip()
 
 
 def _time(seconds: float) -> str:
-  for unit, size in (('s', 1.0), ('ms', 1e-3)):
-    if seconds >= size:
-      return f'{seconds / size:.2f} {unit}'
-  return f'{seconds * 1e6:.2f} us'
+  return _scaled(1e6 * seconds, ('us', 'ms', 's'))
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+  power = 0
+  while abs(value) >= 1000 and power < len(units) - 1:
+    value, power = value / 1000, power + 1
+  return f'{value:.{2 if power else 0}f} {units[power]}'
 
 
 def _wrap(first: str, text: str) -> Iterable[str]:
