@@ -19,7 +19,6 @@ import numbers
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -393,11 +392,13 @@ def actions(options: Mapping[str, Any]) -> list[ProfileSteps]:
   return []
 
 
-class ProfileSteps(periodic.Action):
+class ProfileSteps(periodic.PeriodicAction):
   """Saves the profile of some steps, for `config.xla.pgle_profile`.
 
-  The trace begins and ends between two steps; the next one waits for the last
-  one's results and for the file, which is complete or does not exist.
+  The thread that trains starts the trace. A background thread waits for it,
+  stops it and reads it, while training continues; one or two further steps in
+  it do no harm, since durations are averaged. The file is complete or does not
+  exist. An error is raised by the next step, or by `wait_to_finish`.
   """
 
   def __init__(self, path: str, first_step: int, num_steps: int):
@@ -409,28 +410,36 @@ class ProfileSteps(periodic.Action):
         this process; at least 2.
       num_steps: how many steps to profile.
     """
+    super().__init__(self._write_profile, 'steps', interval=None)
     self._path = pathlib.Path(path).absolute()
     self._before = first_step - 1
     self._last = self._before + num_steps
     self._calls = 0
-    self._directory: str | None = None  # Of a trace that is running.
+    self._directory: tempfile.TemporaryDirectory | None = None
 
-  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
-    """Starts the trace, or stops it and writes the file, if it is time to.
+  def __call__(
+    self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
+  ) -> None:
+    """Starts, or has stopped, the trace if it is time to.
 
     Raises:
-      RuntimeError: another trace is running, or there is no GPU in this one.
-      OSError: the file cannot be written.
+      RuntimeError: another trace is running.
+      BaseException: the error of saving the profile.
     """
     self._calls += 1
+    super().__call__(t, step, scalar_outputs)
     if self._calls == self._before:
       self._start()
-    elif self._calls == self._last:
-      jax.block_until_ready(scalar_outputs)
-      self._write(self._stop(), step)
+
+  def _is_due(self, t: float, step: int) -> bool:
+    return self._calls == self._last
 
   def wait_to_finish(self) -> None:
-    """Stops the trace of a run that ended before, with a warning."""
+    """Waits until the profile is saved; warns where the run ended before.
+
+    Raises:
+      BaseException: the error of saving the profile.
+    """
     if self._calls < self._last:
       logging.warning(
         'No profile was saved to %s: this run ended after %d steps, and the'
@@ -441,34 +450,39 @@ class ProfileSteps(periodic.Action):
         self._last,
       )
       self._calls = self._last
-    if self._directory is not None:
-      self._stop()
+      if self._directory is not None:
+        with self._directory:
+          jax.profiler.stop_trace()
+    super().wait_to_finish()
 
   def _start(self) -> None:
-    directory = tempfile.mkdtemp(prefix='jaxline_pgle_')
+    directory = tempfile.TemporaryDirectory(prefix='jaxline_pgle_')
     options = jax.profiler.ProfileOptions()
     # The programs, to whose instructions the durations belong; no stacks of
     # Python, which would slow down the steps that are measured.
     options.enable_hlo_proto = True
     options.python_tracer_level = 0
-    jax.profiler.start_trace(directory, profiler_options=options)
+    try:
+      jax.profiler.start_trace(directory.name, profiler_options=options)
+    except BaseException:
+      directory.cleanup()
+      raise
     self._directory = directory  # Only now the trace is this one's to stop.
     logging.info(
       'Profiling %d steps for %s.', self._last - self._before, self._path
     )
 
-  def _stop(self) -> bytes:
-    """Stops the trace, and returns the durations in it."""
-    assert self._directory is not None
-    try:
-      jax.profiler.stop_trace()
-      (trace,) = pathlib.Path(self._directory).glob('plugins/profile/*/')
-      return profiler.get_profiled_instructions_proto(os.fspath(trace))
-    finally:
-      shutil.rmtree(self._directory)
-      self._directory = None
+  def _write_profile(self, step: int, scalars: dict[str, Any]) -> None:
+    """Stops the trace and writes the profile; on the background thread.
 
-  def _write(self, profile: bytes, step: int) -> None:
+    It gets the last step's scalars on the host, so that step has run.
+    """
+    del scalars
+    assert self._directory is not None
+    with self._directory as directory:
+      jax.profiler.stop_trace()
+      (trace,) = pathlib.Path(directory).glob('plugins/profile/*/')
+      profile = profiler.get_profiled_instructions_proto(os.fspath(trace))
     if not profile:
       raise RuntimeError(
         f'There is no GPU in the profile of the steps up to {step}, so nothing'

@@ -427,10 +427,11 @@ def train(action, num_steps, first=1):
 def test_without_a_gpu_in_the_profile_nothing_is_written(tmp_path, temporary):
   path = tmp_path / 'runs' / 'a.pb'
   action = xla.ProfileSteps(str(path), 3, 2)
-  train(action, 3)
+  train(action, 4)
   with pytest.raises(RuntimeError, match='There is no GPU in the profile of'):
-    train(action, 1, first=4)
-  action.wait_to_finish()
+    action.wait_to_finish()
+  with pytest.raises(RuntimeError, match='There is no GPU in the profile of'):
+    train(action, 1)
   assert not path.parent.exists()
   assert list(temporary.iterdir()) == []
 
