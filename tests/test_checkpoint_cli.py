@@ -18,6 +18,7 @@ import safetensors.numpy
 from jaxline import base_config
 from jaxline import experiment
 from jaxline.checkpoint import arrays
+from jaxline.checkpoint import contents
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
@@ -620,14 +621,14 @@ def test_what_vanishes_is_told(call, run, monkeypatch):
 
 
 def test_verify_leaves_out_what_vanishes(call, run, monkeypatch):
-  verify = files.Listing.verify
+  verify = contents.Checkpoint.verify
 
   def vanish(listing, *args):
     if listing.path.name == '4':
       files.remove(listing.path)
     return verify(listing, *args)
 
-  monkeypatch.setattr(files.Listing, 'verify', vanish)
+  monkeypatch.setattr(contents.Checkpoint, 'verify', vanish)
   status, out, _ = call('verify', run)
   assert status == 0
   assert out == 'latest/2  ok\nbest/2  ok\n2 checkpoints, 0 damaged\n'

@@ -558,7 +558,7 @@ def test_an_array_that_was_removed(command, call, run, saved, tmp_path):
 
 @pytest.mark.parametrize('name', ['checkpoint.json', 'W/c/0/0'])
 def test_a_file_of_enormous_size_is_not_read(name, call, run, attacked):
-  step = attacked(
+  attacked(
     lambda step, outside: os.truncate(target_of(step, name), 1 << 43)  # Sparse.
   )
   status, out, _ = call('verify', run)
@@ -569,10 +569,6 @@ def test_a_file_of_enormous_size_is_not_read(name, call, run, attacked):
   with limited(), pytest.raises(files.DamagedError, match='8796093022208 byte'):
     checkpointer.restore('latest')
   checkpointer.close()
-  (step / 'process_0.json').unlink()
-  os.truncate(step / 'checkpoint.json', 1 << 43)
-  with limited(), pytest.raises(files.RefusedError, match='too large'):
-    files.read_record(step)
 
 
 # Links.

@@ -7,6 +7,7 @@ file that holds something else, and takes no missing chunk for zeros.
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
+import errno
 import functools
 import importlib.metadata
 import math
@@ -149,7 +150,7 @@ def _versions() -> dict[str, str]:
 # Reading.
 
 
-class Checkpoint(files.Listing):
+class Checkpoint:
   """A checkpoint that is read; each file is listed, hashed and opened once."""
 
   def __init__(self, path: pathlib.Path, allow_pickle: bool = False):
@@ -158,15 +159,64 @@ class Checkpoint(files.Listing):
     Raises:
       files.RefusedError: there is a link, a FIFO or a device.
     """
-    super().__init__(path)
+    self.path = path
+    self._there = frozenset(files.regular_files(path))
     self._allow_pickle = allow_pickle
     # Name -> TensorStore; None is an array without elements.
     self._opened: dict[str, Any] = {}
+
+  @functools.cached_property
+  def sums(self) -> dict[str, list[int]]:
+    """Size in bytes and CRC-32 of each file: see `files.read_checksums`."""
+    return files.read_checksums(self.path)
+
+  @functools.cached_property
+  def record(self) -> dict[str, Any]:
+    """What it says of itself, verified: see `files.read_record`."""
+    self.verify(lambda file: file == files.RECORD)
+    return files.read_record(self.path)
 
   @property
   def described(self) -> dict[str, dict[str, Any]]:
     """Name of each array -> its file, shape and type, in the record."""
     return self.record['arrays']
+
+  def verify(
+    self,
+    wanted: Callable[[str], bool] = lambda name: True,
+    share: slice = slice(None),
+  ) -> None:
+    """Compares files with their checksums.
+
+    Files that were not there when it was written (an editor's, a file
+    system's) are ignored.
+
+    Args:
+      wanted: of a file's relative name, whether to look at it.
+      share: of these, which to look at, where processes share the work.
+
+    Raises:
+      files.RefusedError: it holds what no save writes.
+      files.DamagedError: with one argument for each file that differs.
+      files.UnreadableError: a file cannot be read, which may pass.
+    """
+    problems = []
+    for name in sorted(filter(wanted, self.sums))[share]:
+      size, crc = self.sums[name]
+      read = functools.partial(files.checksum, self.path / name, size)
+      try:
+        if name not in self._there:  # It may be no name of a file at all.
+          raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        got_size, got_crc = files.retried(read, name)
+      except files.MISSING as e:
+        problems.append(f'{name} cannot be read ({e.strerror})')
+        continue
+      if got_size != size:
+        problems.append(f'{name} has {got_size} bytes, {size} were written')
+      elif got_crc != crc:
+        problems.append(f'{name} is not as it was written (its CRC differs)')
+    if problems:
+      raise files.DamagedError(*map(files.printable, problems))
 
   @files.well_formed()
   def require_arrays(
@@ -188,7 +238,7 @@ class Checkpoint(files.Listing):
       for name, about in self.described.items()
       if not wants(name)
     }
-    self.require(
+    self.verify(
       lambda file: '/'.join(file.split('/')[:2]) not in unwanted, share
     )
     self.check(filter(wants, self.described))
@@ -206,7 +256,7 @@ class Checkpoint(files.Listing):
     """
     # Sizes of the files with checksums below the directory of each array.
     sizes = collections.defaultdict(list)
-    for file in self.there.intersection(self.sums):
+    for file in self._there.intersection(self.sums):
       top, *below = file.split('/')
       if top == files.ARRAYS and len(below) > 1:
         sizes[below[0]].append(self.sums[file][0])

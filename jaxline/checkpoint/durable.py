@@ -346,7 +346,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     for path in self._candidates('latest')[:1]:
       # One that is damaged is found to be so by `restore`.
       with contextlib.suppress(files.DamagedError), files.reading(path):
-        self._check_config(path, files.Listing(path).record)
+        self._check_config(path, contents.Checkpoint(path).record)
 
   def check_shared(self) -> None:
     """Refuses a directory that not all processes share.

@@ -437,10 +437,10 @@ def verify(where: Place) -> Iterator[tuple[pathlib.Path, list[str]]]:
       try:
         with files.well_formed():
           found = contents.Checkpoint(path)
-          if not (problems := found.verify()):
-            found.check()
+          found.verify()
+          found.check()
       except files.DamagedError as e:
-        problems = [str(e)]
+        problems = list(e.args)
       except ValueError:
         pass  # Of a later version, and whole.
       if os.path.lexists(path):
