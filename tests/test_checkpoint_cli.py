@@ -449,7 +449,7 @@ def test_verify_without_a_record(call, run):
   (checkpoint / 'checkpoint.json').unlink()
   status, out, _ = call('verify', checkpoint)
   assert status == 1
-  assert 'checkpoint.json cannot be read' in out
+  assert 'checkpoint.json is missing' in out
 
 
 # export

@@ -7,7 +7,6 @@ file that holds something else, and takes no missing chunk for zeros.
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
-import errno
 import functools
 import importlib.metadata
 import math
@@ -76,7 +75,7 @@ def content(
       own |= set(experiment.NON_BROADCAST_CHECKPOINT_ATTRS.values())
     for name, value in experiment.snapshot_state().items():
       if name in by_leaves:
-        arrays.update(_arrays_of(value, name))
+        arrays.update(structure.named_leaves(value, name))
         module[name] = {'leaves': True}
       elif name in own:
         small: dict[str, Any] = {}
@@ -204,16 +203,15 @@ class Checkpoint:
     for name in sorted(filter(wanted, self.sums))[share]:
       size, crc = self.sums[name]
       read = functools.partial(files.checksum, self.path / name, size)
-      try:
-        if name not in self._there:  # It may be no name of a file at all.
-          raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        got_size, got_crc = files.retried(read, name)
-      except files.MISSING as e:
-        problems.append(f'{name} cannot be read ({e.strerror})')
-        continue
-      if got_size != size:
-        problems.append(f'{name} has {got_size} bytes, {size} were written')
-      elif got_crc != crc:
+      found = None
+      if name in self._there:  # Else it may be no name of a file at all.
+        with contextlib.suppress(*files.MISSING):
+          found = files.retried(read, name)
+      if found is None:
+        problems.append(f'{name} is missing')
+      elif found[0] != size:
+        problems.append(f'{name} has {found[0]} bytes, {size} were written')
+      elif found[1] != crc:
         problems.append(f'{name} is not as it was written (its CRC differs)')
     if problems:
       raise files.DamagedError(*map(files.printable, problems))
@@ -367,16 +365,12 @@ class Checkpoint:
     sharding = getattr(target, 'sharding', None)
     if sharding is None or arrays_lib.is_key(target) or 'bytes_of' in about:
       return opened.read().result
-    shape = tuple(opened.shape)
-
-    def key(index: Any) -> Any:
-      return tuple(s.indices(n) for s, n in zip(index, shape, strict=True))
-
-    indices = sharding.addressable_devices_indices_map(shape)
-    parts = {key(index): index for index in indices.values()}
+    # Several devices may have the same part. (Slices have no hash.)
+    indices = sharding.addressable_devices_indices_map(opened.shape).values()
+    parts = {str(index): index for index in indices}
     reads = {key: opened[index].read() for key, index in parts.items()}
     return lambda: jax.make_array_from_callback(
-      shape, sharding, lambda index: reads[key(index)].result()
+      opened.shape, sharding, lambda index: reads[str(index)].result()
     )
 
   @functools.cached_property
@@ -420,7 +414,7 @@ class Checkpoint:
     # Name of an array -> where it goes; None is host memory.
     targets: dict[str, Any] = {}
     for entry, tree in trees.items():
-      targets |= _arrays_of(tree, entry)
+      targets |= structure.named_leaves(tree, entry)
     have = {n: self._shape(n) for e in trees for n in self._below(e)}
     expected = {n: _shape_of(x) for n, x in targets.items()}
     have |= {
@@ -777,22 +771,6 @@ def _with_arrays(tree: Any, entry: str, arrays: Mapping[str, Any]) -> Any:
   named = structure.named_leaves(tree, entry)
   leaves = [arrays.get(name, x) for name, x in named.items()]
   return jax.tree.unflatten(jax.tree.structure(tree), leaves)
-
-
-def _arrays_of(tree: Any, entry: str) -> dict[str, Any]:
-  """Returns name -> array.
-
-  Raises:
-    TypeError: a leaf is no array.
-  """
-  named = structure.named_leaves(tree, entry)
-  for name, leaf in named.items():
-    if not structure.is_array(leaf):
-      raise TypeError(
-        f'{name} is a {type(leaf).__name__}; expected an array, since this'
-        ' entry is stored leaf by leaf.'
-      )
-  return named
 
 
 def _shape_of(x: Any) -> str:
