@@ -539,7 +539,8 @@ def test_export_without_safetensors(call, saved, tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'safetensors.numpy', None)
   status, _, err = call('export', saved, tmp_path / 'w.safetensors')
   assert status == 2
-  assert "pip install -e '.[export]'" in err
+  assert 'safetensors' in err
+  assert err.count('\n') == 1
   assert list(tmp_path.iterdir()) == []
 
 

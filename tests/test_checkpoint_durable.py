@@ -2424,7 +2424,7 @@ def test_what_is_rolled_back_is_evaluated_again(run):
 def test_a_wrong_place_to_begin_from_is_found_at_once(run, tmp_path):
   save(run(directory=tmp_path / 'other'), weights(1), 4)
   for where, says in (
-    ('gs://x/y', 'Mount the bucket'),
+    ('gs://x/y', 'Mount a bucket'),
     (f'{tmp_path}/nowhere', 'nowhere is no directory'),
     (f'{tmp_path}/other:5', r"no step 5.*'latest': \[4\]"),
   ):

@@ -924,15 +924,15 @@ def test_attack_deep_structures(kind):
 
 def test_nothing_is_imported(monkeypatch):
   assert 'this' not in sys.modules
-  with pytest.raises(ValueError, match=r"'this' is not imported: import it in"):
+  with pytest.raises(ValueError, match=r"'this:s'.* import 'this' in the exp"):
     structure.decode({'enum': ['this:s', 'x']}, {})
   assert 'this' not in sys.modules
-  with pytest.raises(ValueError, match=r"has no 'Gone'"):
+  with pytest.raises(ValueError, match=r"such a class: .*define 'Gone'"):
     structure.decode({'namedtuple': [f'{HERE}:Gone', {}]}, {})
   lazy = types.ModuleType('lazy')
   lazy.__getattr__ = lambda name: pytest.fail(name)  # type: ignore
   monkeypatch.setitem(sys.modules, 'lazy', lazy)
-  with pytest.raises(ValueError, match=r"has no 'thing'"):
+  with pytest.raises(ValueError, match=r"such a class: .*define 'thing'"):
     structure.decode({'enum': ['lazy:thing', 'x']}, {})
 
 

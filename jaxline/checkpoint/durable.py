@@ -71,12 +71,6 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       mode: the run's mode, or its half's: 'train', 'eval'. One that begins
         with 'eval' only reads the series `latest`.
     """
-    if not config.checkpoint_dir:
-      raise ValueError(
-        f'config.checkpoint_dir is {config.checkpoint_dir!r}; durable'
-        ' checkpoints need a directory. Give one, or set config.checkpointer ='
-        " 'memory'."
-      )
     super().__init__(config, mode)
     self._experiment_class: Any = None
     self._allow_pickle = bool(config.checkpoint_allow_pickle)

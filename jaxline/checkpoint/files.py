@@ -165,12 +165,12 @@ def root(
     key: of the config, which gives it.
 
   Raises:
-    UsageError: it is an address and not a directory.
+    UsageError: it is none, or an address.
   """
-  if '://' in os.fspath(directory):
+  if not directory or '://' in os.fspath(directory):
     raise errors.UsageError(
-      f'config.{key} is {os.fspath(directory)!r}; expected a folder of this'
-      ' machine. Mount the bucket and give the path that it has here.'
+      f'config.{key} is {directory!r}; expected a folder of this machine. Mount'
+      ' a bucket, and give the path that it has here.'
     )
   return pathlib.Path(directory).absolute() / 'checkpoints'
 

@@ -516,13 +516,8 @@ def _converted(name: str, x: np.ndarray, dtype: str | None) -> np.ndarray:
 def _write_safetensors(
   file: BinaryIO, arrays: Iterator[tuple[str, np.ndarray]]
 ) -> None:
-  try:
-    import safetensors.numpy
-  except ImportError as e:
-    raise ImportError(
-      "The package safetensors is missing: pip install -e '.[export]', or"
-      ' export to .npz.'
-    ) from e
+  import safetensors.numpy
+
   try:
     safetensors.numpy.save_file(dict(arrays), file.name)
     with open(file.name, 'rb+') as written:  # Another file under that name.

@@ -192,19 +192,14 @@ def _find(address: str) -> Any:
   """Finds a class by 'module:qualname', without running or importing any."""
   module_name, _, qualname = address.partition(':')
   found: Any = sys.modules.get(module_name)
-  if not isinstance(found, types.ModuleType):
-    raise ValueError(
-      f'The checkpoint holds {address!r}, but {module_name!r} is not imported:'
-      " import it in the experiment's module."
-    )
   for part in qualname.split('.'):
     # Static, since a module's own __getattr__ may import others.
     found = inspect.getattr_static(found, part, None)
     if not isinstance(found, type):
       raise ValueError(
-        f'The checkpoint holds {address!r}, but the module {module_name!r} has'
-        f' no {qualname!r} that is a class: define it there, or import it there'
-        " in the experiment's module."
+        f'The checkpoint holds {address!r}, but no module that is imported has'
+        f" such a class: import {module_name!r} in the experiment's module, or"
+        f' define {qualname!r} there.'
       )
   return found
 
