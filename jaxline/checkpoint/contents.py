@@ -160,7 +160,9 @@ class Checkpoint:
     """
     self.path = path
     self._there = frozenset(files.regular_files(path))
-    self._allow_pickle = allow_pickle
+    self._decode = functools.partial(
+      structure.decode, allow_pickle=allow_pickle
+    )
     # Name -> TensorStore; None is an array without elements.
     self._opened: dict[str, Any] = {}
 
@@ -537,16 +539,6 @@ class Checkpoint:
   def _below(self, entry: str) -> list[str]:
     """Returns the names of an entry's arrays."""
     return [n for n in self.described if f'{n}/'.startswith(f'{entry}/')]
-
-  def _decode(
-    self, described: Any, arrays: Mapping[str, Any], on_host: bool = False
-  ) -> Any:
-    try:
-      return structure.decode(
-        described, arrays, allow_pickle=self._allow_pickle, on_host=on_host
-      )
-    except ValueError as e:
-      raise files.RefusedError(str(e).rstrip('.')) from e
 
   def _shape(self, name: str) -> str:
     return arrays_lib.saved_shape(self.described[name])

@@ -43,19 +43,16 @@ from jax._src import tree_util
 from ml_collections import config_dict
 import numpy as np
 
+from jaxline.checkpoint import files
+
 # The only factories of a defaultdict, since it calls them.
 _FACTORIES: dict[str | None, type | None] = {None: None} | {
   f'builtins:{t.__name__}': t for t in (list, dict, set, int, float, str, tuple)
 }
 
 
-def name_of(path: Iterable[Any]) -> str:
-  """Returns the name of a JAX key path, such as 'params/linear/w'."""
-  names = []
-  for key in path:
-    parts = (getattr(key, a) for a in ('key', 'name', 'idx') if hasattr(key, a))
-    names.append(str(next(parts, key)))
-  return '/'.join(names)
+# The name of a JAX key path, such as 'params/linear/w'.
+name_of = functools.partial(jax.tree_util.keystr, simple=True, separator='/')
 
 
 def named_leaves(tree: Any, name: str = '') -> dict[str, Any]:
@@ -129,15 +126,15 @@ def decode(
       else it is one again, on the default device.
 
   Raises:
-    ValueError: the structure is damaged, lacks an array, holds a pickled value
-      that may not be unpickled, or names a type that is not imported or is not
-      of the kind that it says.
+    files.RefusedError: the structure is malformed, lacks an array, holds a
+      pickled value that may not be unpickled, or names a type that is not
+      imported or is not of the kind that it says.
   """
   try:
     return _Decoder(arrays, allow_pickle, on_host).walk(structure)
   except RecursionError:
-    raise ValueError(
-      'The structure in the checkpoint is nested too deeply to be restored.'
+    raise files.RefusedError(
+      'The structure in the checkpoint is nested too deeply to be restored'
     ) from None
 
 
@@ -196,10 +193,10 @@ def _find(address: str) -> Any:
     # Static, since a module's own __getattr__ may import others.
     found = inspect.getattr_static(found, part, None)
     if not isinstance(found, type):
-      raise ValueError(
+      raise files.RefusedError(
         f'The checkpoint holds {address!r}, but no module that is imported has'
         f" such a class: import {module_name!r} in the experiment's module, or"
-        f' define {qualname!r} there.'
+        f' define {qualname!r} there'
       )
   return found
 
@@ -334,7 +331,7 @@ class Encoding:
     if self._aux and callable(x):
       raise _RefusedError('a callable in the data of a node')
     address = f'{type(x).__module__}:{type(x).__qualname__}'
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(files.RefusedError):
       if _find(address) is type(x):
         return address
     raise _RefusedError('its class cannot be found by its name')
@@ -421,7 +418,7 @@ class Encoding:
     children, aux = jax.tree_util.flatten_one_level_with_keys(x)
     if aux is x:  # By jax.tree_util.register_static.
       raise _RefusedError('registered as static')
-    parts = [self.walk(c, f'{name}/{name_of([k])}') for k, c in children]
+    parts = [self.walk(c, f'{name}/{name_of((k,))}') for k, c in children]
     self._aux += 1
     data = self.walk(aux, f'{name}/aux')
     self._aux -= 1
@@ -447,18 +444,18 @@ class _Decoder:
       return self.items(structure)
     tags = list(structure) if isinstance(structure, dict) else []
     if len(tags) != 1 or tags[0] not in _KINDS:
-      raise ValueError(
+      raise files.RefusedError(
         f'The structure in the checkpoint has {str(structure)[:80]!r}; expected'
         f' an object with one tag of {[*_KINDS]}. It is damaged, or of a later'
-        ' version.'
+        ' version'
       )
     ((tag, body),) = structure.items()
     try:
       return _KINDS[tag].decode(self, body)
     except Exception as e:  # A node's own code may raise anything.
-      if type(e) is ValueError or isinstance(e, MemoryError | RecursionError):
+      if isinstance(e, files.RefusedError | MemoryError | RecursionError):
         raise
-      raise ValueError(
+      raise files.RefusedError(
         f'The checkpoint holds a {tag!r} that cannot be restored from'
         f' {str(body)[:80]!r}: {type(e).__name__}: {str(e)!r}'
       ) from e
@@ -466,14 +463,14 @@ class _Decoder:
   def _class(self, address: str, tag: str) -> Any:
     cls = _find(address)
     if _tag_of(cls) != tag:
-      raise ValueError(
+      raise files.RefusedError(
         f'The checkpoint holds a {tag!r} of type {address!r}, but that is'
-        f' none: the class has changed, or the file has.'
+        f' none: the class has changed, or the file has'
       )
     if self._aux and any('__call__' in vars(c) for c in cls.__mro__):
-      raise ValueError(
+      raise files.RefusedError(
         f'The checkpoint holds a {address!r} in the data of a node; callables'
-        ' are not restored there.'
+        ' are not restored there'
       )
     return cls
 
@@ -524,9 +521,9 @@ class _Decoder:
     cls = self._class(address, tag)
     expected = _field_names(cls)
     if sorted(values) != sorted(expected):
-      raise ValueError(
+      raise files.RefusedError(
         f'The checkpoint holds a {address!r} with the fields'
-        f' {sorted(values)}; the class has {sorted(expected)}.'
+        f' {sorted(values)}; the class has {sorted(expected)}'
       )
     made = {name: self.walk(values[name]) for name in expected}
     if tag == 'namedtuple':
@@ -549,20 +546,20 @@ class _Decoder:
     return tree_util._registry[cls].from_iter(data, tuple(children))
 
   def ref(self, address: str) -> Any:
-    raise ValueError(
+    raise files.RefusedError(
       f'The checkpoint refers to the function or class {str(address)[:80]!r},'
       ' as earlier versions stored it; none is looked up by a name found in a'
       ' file. Keep it out of the saved attributes, and begin anew from the'
-      ' arrays with config.restore_from and config.restore_rules.'
+      ' arrays with config.restore_from and config.restore_rules'
     )
 
   def pickle(self, body: list[str]) -> Any:
     name, data = body
     if not self._allow_pickle:
-      raise ValueError(
+      raise files.RefusedError(
         f'The checkpoint holds {name!r} pickled, and unpickling can run any'
         ' code. If you trust who wrote it, set'
-        ' config.checkpoint_allow_pickle = True.'
+        ' config.checkpoint_allow_pickle = True'
       )
     logging.warning(
       'Unpickling %r, as config.checkpoint_allow_pickle permits.', name
