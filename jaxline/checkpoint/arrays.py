@@ -1,10 +1,10 @@
-"""Arrays in, arrays out: copied to the host, written by Orbax, hashed, read.
+"""Arrays: copied to the host, described, written by Orbax, and put together.
 
-TensorStore reads them, and is told shape and type of each: it refuses a file
-that holds something else, and takes no missing chunk for zeros.
+Of what is read from the disk: see `contents`.
 """
 
 import base64
+import collections
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
@@ -47,16 +47,13 @@ _T = TypeVar('_T')
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
   """Leaves what Orbax logs of a save out of the log; errors are raised."""
-
-  def is_worth_reading(record: Any) -> bool:
-    return not record.pathname.startswith(_ORBAX)
-
   log = logging.get_absl_logger()
-  log.addFilter(is_worth_reading)
+  is_ours = lambda record: not record.pathname.startswith(_ORBAX)
+  log.addFilter(is_ours)
   try:
     yield
   finally:
-    log.removeFilter(is_worth_reading)
+    log.removeFilter(is_ours)
 
 
 @functools.cache  # Once, and for good: writes may report after a save.
@@ -196,15 +193,15 @@ def _multiprocessing_options() -> Any:
 def barrier(name: str) -> None:
   """Waits for all processes; on any thread."""
   if jax.process_count() > 1:
-    # One call a save and name, in the same order everywhere.
-    _barrier_counts[name] = _barrier_counts.get(name, 0) + 1
+    # Orbax wants another name each time; the order is the same everywhere.
+    _barrier_counts[name] += 1
     ocp.multihost.sync_global_processes(
       f'jaxline:{name}:{_barrier_counts[name]}',
       processes=set(range(jax.process_count())),
     )
 
 
-_barrier_counts: dict[str, int] = {}
+_barrier_counts = collections.Counter[str]()
 
 
 def to_host(arrays: Mapping[str, Any]) -> dict[str, Any]:
