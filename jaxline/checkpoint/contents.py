@@ -734,10 +734,10 @@ def template(experiment: Any) -> dict[str, Any]:
 
 
 def _names_of(experiment: Any) -> Callable[[str], bool]:
-  """Returns what says whether an entry is one of the experiment's.
+  """Returns a function that says whether an entry is the experiment's.
 
-  Its attributes say so. One with a `snapshot_state` of its own may restore
-  anything.
+  Its attributes name the entries. A class that overrides `snapshot_state` may
+  restore any entry.
   """
   method = getattr(type(experiment), 'snapshot_state', None)
   if getattr(method, '__module__', None) != 'jaxline.experiment':
@@ -749,7 +749,7 @@ def _names_of(experiment: Any) -> Callable[[str], bool]:
 
 
 def wants_of(experiment: Any) -> Callable[[str], bool]:
-  """Returns what says whether to read an array of the experiment's."""
+  """Returns a function that says whether the experiment wants an array."""
   if experiment is None:
     return lambda name: False
   return getattr(experiment, 'wants_restored', lambda name: True)

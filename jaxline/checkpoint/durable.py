@@ -287,7 +287,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     """
     self._writer.wait()
 
-  # Beyond it.
+  # What the loops ask for besides.
 
   def when_saved(self, fn: Callable[[], None]) -> None:
     """Calls a function, on the writing thread, once all so far is saved."""
@@ -380,10 +380,10 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     return distributed.of_chief(bool(self.steps(ckpt_series)))
 
   def claim(self, ckpt_series: str) -> None:
-    """Takes the right to save a series, and cleans up after the dead.
+    """Takes the right to save a series, and removes what killed saves left.
 
-    Done at the first use of a series that is saved; earlier by who would learn
-    too late that another one has it.
+    The first use of a series that is saved calls it. A loop calls it earlier
+    where a series that is in use has to be an error before the first save.
 
     Raises:
       files.ClaimedError: another process has it.

@@ -37,11 +37,11 @@ _UNCHECKED = (
   r'_CHECKPOINT_METADATA|commit_success\.txt|checksums_\d+\.json(\..*)?'
 )
 _CHUNK = 1 << 22  # Bytes hashed at a time.
-# Names that are no step's: of a checkpoint that is being removed, and of a
-# complete one that is about to replace another.
+# Parts of names: of a checkpoint that is being removed, and of a complete one
+# that is about to replace another.
 _DELETED = '.deleted-'
 _NEW = '.new'
-# Names that only we and Orbax give; what else is there is the user's.
+# Names that only this library and Orbax give; other names are the user's.
 _LEFTOVER = r'\.deleted-.*|\d+\.partial|\d+(\.new)?\.orbax-checkpoint-tmp.*'
 _STEP = '0|[1-9][0-9]*'  # One name for each number.
 _PAUSES = (0.5, 1.5, 4.0)  # Seconds before each further try to read.
@@ -423,7 +423,7 @@ def remove(checkpoint: pathlib.Path) -> None:
 
 
 def _hidden(checkpoint: pathlib.Path) -> pathlib.Path:
-  """Gives a checkpoint, if it is there, a name that is none; returns that."""
+  """Renames a checkpoint, if it is there, to a hidden name; returns that."""
   doomed = checkpoint.with_name(f'{_DELETED}{checkpoint.name}-{os.getpid()}')
   with contextlib.suppress(FileNotFoundError):
     os.rename(checkpoint, doomed)
