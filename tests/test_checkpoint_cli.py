@@ -18,6 +18,7 @@ import safetensors.numpy
 from jaxline import base_config
 from jaxline import experiment
 from jaxline.checkpoint import arrays
+from jaxline.checkpoint import contents
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
@@ -448,7 +449,7 @@ def test_verify_without_a_record(call, run):
   (checkpoint / 'checkpoint.json').unlink()
   status, out, _ = call('verify', checkpoint)
   assert status == 1
-  assert 'checkpoint.json cannot be read' in out
+  assert 'checkpoint.json is missing' in out
 
 
 # export
@@ -538,7 +539,8 @@ def test_export_without_safetensors(call, saved, tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'safetensors.numpy', None)
   status, _, err = call('export', saved, tmp_path / 'w.safetensors')
   assert status == 2
-  assert "pip install -e '.[export]'" in err
+  assert 'safetensors' in err
+  assert err.count('\n') == 1
   assert list(tmp_path.iterdir()) == []
 
 
@@ -620,14 +622,14 @@ def test_what_vanishes_is_told(call, run, monkeypatch):
 
 
 def test_verify_leaves_out_what_vanishes(call, run, monkeypatch):
-  verify = files.Listing.verify
+  verify = contents.Checkpoint.verify
 
   def vanish(listing, *args):
     if listing.path.name == '4':
       files.remove(listing.path)
     return verify(listing, *args)
 
-  monkeypatch.setattr(files.Listing, 'verify', vanish)
+  monkeypatch.setattr(contents.Checkpoint, 'verify', vanish)
   status, out, _ = call('verify', run)
   assert status == 0
   assert out == 'latest/2  ok\nbest/2  ok\n2 checkpoints, 0 damaged\n'

@@ -1365,7 +1365,7 @@ def test_a_restore_looks_at_each_file_once(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, name, counted)
 
-  for name in ('regular_files', 'read_checksums', 'read_json', '_checksum'):
+  for name in ('regular_files', 'read_checksums', 'read_json', 'checksum'):
     count(name)
   assert restore(run(), weights()).global_step == 5
   expected = {
@@ -2340,12 +2340,12 @@ def test_the_best_is_the_very_same_checkpoint(copied, run, tmp_path):
   }
   save_best(evaluation, live, 5, 0.5, key=None, **extra)
   best = series_path(tmp_path, 'best') / '5'
-  assert files.Listing(best).verify() == []
+  contents.Checkpoint(best).verify()
   # Nothing was copied.
   ours = {name: inode for name, (inode, _) in tree_of(best).items()}
   for name, (inode, _) in tree_of(copied).items():
     assert (ours[name] == inode) == (name != 'checksums_0.json'), name
-  assert files.Listing(copied).verify() == []
+  contents.Checkpoint(copied).verify()
   assert set(ours) - set(tree_of(copied)) == {'extra.json'}
   # The next evaluation gets the value, the entries and their kinds.
   evaluation.close()
@@ -2374,9 +2374,9 @@ def test_a_users_file_in_the_best_checkpoint_may_change(run, tmp_path):
   restore(evaluation, live)
   save_best(evaluation, live, 1, 0.5)
   best = series_path(tmp_path, 'best') / '1'
-  assert files.Listing(best).verify() == []
+  contents.Checkpoint(best).verify()
   (best / 'notes.txt').unlink()
-  assert files.Listing(best).verify() == []
+  contents.Checkpoint(best).verify()
 
 
 def test_one_best_is_kept_and_every_damaged_one_passed_over(run, tmp_path):
@@ -2424,7 +2424,7 @@ def test_what_is_rolled_back_is_evaluated_again(run):
 def test_a_wrong_place_to_begin_from_is_found_at_once(run, tmp_path):
   save(run(directory=tmp_path / 'other'), weights(1), 4)
   for where, says in (
-    ('gs://x/y', 'Mount the bucket'),
+    ('gs://x/y', 'Mount a bucket'),
     (f'{tmp_path}/nowhere', 'nowhere is no directory'),
     (f'{tmp_path}/other:5', r"no step 5.*'latest': \[4\]"),
   ):
@@ -2725,7 +2725,7 @@ def test_a_save_that_does_not_fit_leaves_nothing(series, step, run, small_disk):
     assert left == [str(step) for step in there]
   assert pages >= 2
   assert checkpointer.steps(series) == [*there, step]
-  assert files.Listing(series_path(folder, series) / str(step)).verify() == []
+  contents.Checkpoint(series_path(folder, series) / str(step)).verify()
 
 
 def _names(folder):

@@ -6,7 +6,6 @@ fit. An alarm ends what waits for a FIFO.
 
 import contextlib
 import json
-import math
 import os
 import pathlib
 import shutil
@@ -334,15 +333,6 @@ RECORDS = {
   'deep record': deep('checkpoint.json'),
   'deep checksums': deep('checksums_0.json'),
   'step is text': edit_record(lambda record: record.update(step='4')),
-  'time is text': edit_record(lambda record: record.update(time='x')),
-  'time is none': edit_record(lambda record: record.update(time=None)),
-  'time is no date': edit_record(lambda record: record.update(time=1e30)),
-  'time is NaN': edit_record(lambda record: record.update(time=math.nan)),
-  'versions are a list': edit_record(lambda record: record.update(versions=[])),
-  'config is a list': edit_record(lambda record: record.update(config=[])),
-  'processes are text': edit_record(
-    lambda record: record.update(processes='a')
-  ),
 }
 
 # What only who reads arrays finds; `ls` does not.
@@ -410,7 +400,6 @@ VALUES = {
   ),
   'small array of objects': small_array(dtype='|O'),
   'small array without data': small_array(base64=''),
-  'small array without type': small_array(dtype=None),
   'process_0.json is a list': lambda step, outside: edit(
     step / 'process_0.json', lambda value: [value]
   ),
@@ -477,7 +466,7 @@ def test_names_that_no_file_can_have_are_damage(name, call, run, attacked):
   status, out, _ = call('verify', run)
   assert status == 1, out
   assert out.startswith('latest/5  DAMAGED: ')
-  with pytest.raises(files.DamagedError, match='cannot be read'):
+  with pytest.raises(files.DamagedError, match='is missing'):
     contents.verified(step, lambda name: True)
 
 
@@ -558,7 +547,7 @@ def test_an_array_that_was_removed(command, call, run, saved, tmp_path):
 
 @pytest.mark.parametrize('name', ['checkpoint.json', 'W/c/0/0'])
 def test_a_file_of_enormous_size_is_not_read(name, call, run, attacked):
-  step = attacked(
+  attacked(
     lambda step, outside: os.truncate(target_of(step, name), 1 << 43)  # Sparse.
   )
   status, out, _ = call('verify', run)
@@ -569,10 +558,6 @@ def test_a_file_of_enormous_size_is_not_read(name, call, run, attacked):
   with limited(), pytest.raises(files.DamagedError, match='8796093022208 byte'):
     checkpointer.restore('latest')
   checkpointer.close()
-  (step / 'process_0.json').unlink()
-  os.truncate(step / 'checkpoint.json', 1 << 43)
-  with limited(), pytest.raises(files.RefusedError, match='too large'):
-    files.read_record(step)
 
 
 # Links.

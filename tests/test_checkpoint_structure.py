@@ -694,14 +694,11 @@ def test_refuses_all_at_once_and_in_static_parts():
   assert "'e/b'" not in message
 
 
-def test_cycles_are_named():
-  inner: list[Any] = [1]
-  value = {'a': [inner]}
-  inner.append(value)
-  with pytest.raises(ValueError, match=r"'v/a/0/1'.*same object as 'v'"):
-    structure.encode(value, 'v')
+def test_what_occurs_twice_comes_back_as_two():
   shared = [1]
-  assert trip([shared, shared]) == [[1], [1]]  # No cycle.
+  back = trip([shared, shared])
+  assert back == [[1], [1]]
+  assert back[0] is not back[1]
 
 
 def test_pickles_only_where_allowed(caplog):
@@ -770,12 +767,10 @@ def test_attack_types_of_another_kind(kind, target, monkeypatch):
     ('float', 'xyz'),
     ('int', 'xyz'),
     ('bytes', '!!'),
-    ('range', [1]),
     ('complex', [1, 'a']),
     ('dict', [1]),
     ('dict', [[[1], 2]]),
     ('set', [[1]]),
-    ('tuple', 'abc'),
     ('defaultdict', [3, []]),
     ('dtype', None),
     ('key', ['v', 'unknown']),
@@ -894,12 +889,11 @@ def test_an_old_record_of_a_function_says_what_to_do():
   assert 'config.restore_rules' in str(caught.value)
 
 
-def test_a_member_that_is_gone_says_which_are_there():
+def test_a_member_that_is_gone_is_named():
   structure_of = structure.encode(Color.RED, 'v').structure
   structure_of['enum'][1] = 'PINK'
-  with pytest.raises(ValueError) as caught:
+  with pytest.raises(ValueError, match=rf"holds a 'enum'.*{HERE}:Color.*PINK"):
     structure.decode(structure_of, {})
-  assert f"'PINK' of '{HERE}:Color', which has ['RED'" in str(caught.value)
 
 
 def test_functions_are_pickled_where_allowed(caplog):
@@ -930,15 +924,15 @@ def test_attack_deep_structures(kind):
 
 def test_nothing_is_imported(monkeypatch):
   assert 'this' not in sys.modules
-  with pytest.raises(ValueError, match=r"'this' is not imported: import it in"):
+  with pytest.raises(ValueError, match=r"'this:s'.* import 'this' in the exp"):
     structure.decode({'enum': ['this:s', 'x']}, {})
   assert 'this' not in sys.modules
-  with pytest.raises(ValueError, match=r"has no 'Gone'"):
+  with pytest.raises(ValueError, match=r"such a class: .*define 'Gone'"):
     structure.decode({'namedtuple': [f'{HERE}:Gone', {}]}, {})
   lazy = types.ModuleType('lazy')
   lazy.__getattr__ = lambda name: pytest.fail(name)  # type: ignore
   monkeypatch.setitem(sys.modules, 'lazy', lazy)
-  with pytest.raises(ValueError, match=r"has no 'thing'"):
+  with pytest.raises(ValueError, match=r"such a class: .*define 'thing'"):
     structure.decode({'enum': ['lazy:thing', 'x']}, {})
 
 
@@ -953,7 +947,7 @@ def test_pickles_do_not_run_when_not_allowed():
 
 
 def test_missing_array():
-  with pytest.raises(ValueError, match=r"lacks the array 'p/w'.*\['p/b'\]"):
+  with pytest.raises(ValueError, match=r"holds a 'jax'.*KeyError.*p/w"):
     structure.decode({'jax': 'p/w'}, {'p/b': 1})
 
 

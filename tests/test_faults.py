@@ -212,7 +212,7 @@ def newest(run_dir, series='latest'):
     if path.is_dir():
       paths.setdefault(int(path.stem), path)
   for step, path in paths.items():
-    assert files.Listing(path).verify() == []
+    contents.Checkpoint(path).verify()
     assert files.read_record(path)['step'] == step
   return max(paths, default=None)
 
@@ -812,7 +812,8 @@ def test_damaged_checkpoints_are_set_aside(stopped, undisturbed):
   }
   for step, damage in damages.items():
     damage(latest / str(step))
-    assert files.Listing(latest / str(step)).verify()
+    with pytest.raises(files.DamagedError):
+      contents.Checkpoint(latest / str(step)).verify()
   run = finished(stopped, KEEP_ALL)
   for step in damages:
     assert f'latest/{step} is damaged' in run.log

@@ -1,10 +1,10 @@
-"""Arrays in, arrays out: copied to the host, written by Orbax, hashed, read.
+"""Arrays: copied to the host, described, written by Orbax, and put together.
 
-TensorStore reads them, and is told shape and type of each: it refuses a file
-that holds something else, and takes no missing chunk for zeros.
+Of what is read from the disk: see `contents`.
 """
 
 import base64
+import collections
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
@@ -47,16 +47,13 @@ _T = TypeVar('_T')
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
   """Leaves what Orbax logs of a save out of the log; errors are raised."""
-
-  def is_worth_reading(record: Any) -> bool:
-    return not record.pathname.startswith(_ORBAX)
-
   log = logging.get_absl_logger()
-  log.addFilter(is_worth_reading)
+  is_ours = lambda record: not record.pathname.startswith(_ORBAX)
+  log.addFilter(is_ours)
   try:
     yield
   finally:
-    log.removeFilter(is_worth_reading)
+    log.removeFilter(is_ours)
 
 
 @functools.cache  # Once, and for good: writes may report after a save.
@@ -196,15 +193,15 @@ def _multiprocessing_options() -> Any:
 def barrier(name: str) -> None:
   """Waits for all processes; on any thread."""
   if jax.process_count() > 1:
-    # One call a save and name, in the same order everywhere.
-    _barrier_counts[name] = _barrier_counts.get(name, 0) + 1
+    # Orbax wants another name each time; the order is the same everywhere.
+    _barrier_counts[name] += 1
     ocp.multihost.sync_global_processes(
       f'jaxline:{name}:{_barrier_counts[name]}',
       processes=set(range(jax.process_count())),
     )
 
 
-_barrier_counts: dict[str, int] = {}
+_barrier_counts = collections.Counter[str]()
 
 
 def to_host(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,15 +330,12 @@ def _dtype_to_json(dtype: np.dtype) -> Any:
 
 def _dtype_from_json(description: Any) -> np.dtype:
   """Returns a type as `_dtype_to_json` describes it."""
-  dtype = None
-  with contextlib.suppress(Exception):  # NumPy raises all kinds.
-    if isinstance(description, list):  # A record's fields are lists in JSON.
-      dtype = np.lib.format.descr_to_dtype(description)
-    elif isinstance(description, str):
-      dtype = jnp.dtype(description)
-  if dtype is None or dtype.hasobject:
-    text = description if isinstance(description, str) else 'of several fields'
-    raise files.RefusedError(f'an array has a type that is none: {text!r:.40}')
+  if isinstance(description, list):  # A record's fields are lists in JSON.
+    dtype = np.lib.format.descr_to_dtype(description)
+  else:
+    dtype = jnp.dtype(description)
+  if dtype.hasobject:
+    raise files.RefusedError('an array of Python objects is never stored')
   return dtype
 
 
@@ -351,10 +345,7 @@ def _from_bytes(data: bytes, dtype_json: Any, shape: list[int]) -> np.ndarray:
     raise files.RefusedError(
       f'an array {dtype.name}{shape} has {len(data)} bytes'
     )
-  x = np.empty(shape, dtype)
-  if x.nbytes:
-    x.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
-  return x
+  return np.ndarray(shape, dtype, bytearray(data))
 
 
 def num_bytes(about: Mapping[str, Any]) -> int:

@@ -31,14 +31,8 @@ class ExperimentState(dict):
         f'The experiment state has no {name!r}; it holds {sorted(self)}.'
       ) from None
 
-  def __setattr__(self, name: str, value: Any) -> None:
-    self[name] = value
-
-  def __delattr__(self, name: str) -> None:
-    try:
-      del self[name]
-    except KeyError:
-      raise AttributeError(name) from None
+  __setattr__ = dict.__setitem__
+  __delattr__ = dict.__delitem__
 
   def to_dict(self) -> dict[str, Any]:
     """Returns the entries as plain dicts, also those inside."""

@@ -75,7 +75,7 @@ def content(
       own |= set(experiment.NON_BROADCAST_CHECKPOINT_ATTRS.values())
     for name, value in experiment.snapshot_state().items():
       if name in by_leaves:
-        arrays.update(_arrays_of(value, name))
+        arrays.update(structure.named_leaves(value, name))
         module[name] = {'leaves': True}
       elif name in own:
         small: dict[str, Any] = {}
@@ -149,7 +149,7 @@ def _versions() -> dict[str, str]:
 # Reading.
 
 
-class Checkpoint(files.Listing):
+class Checkpoint:
   """A checkpoint that is read; each file is listed, hashed and opened once."""
 
   def __init__(self, path: pathlib.Path, allow_pickle: bool = False):
@@ -158,15 +158,65 @@ class Checkpoint(files.Listing):
     Raises:
       files.RefusedError: there is a link, a FIFO or a device.
     """
-    super().__init__(path)
-    self._allow_pickle = allow_pickle
+    self.path = path
+    self._there = frozenset(files.regular_files(path))
+    self._decode = functools.partial(
+      structure.decode, allow_pickle=allow_pickle
+    )
     # Name -> TensorStore; None is an array without elements.
     self._opened: dict[str, Any] = {}
+
+  @functools.cached_property
+  def sums(self) -> dict[str, list[int]]:
+    """Size in bytes and CRC-32 of each file: see `files.read_checksums`."""
+    return files.read_checksums(self.path)
+
+  @functools.cached_property
+  def record(self) -> dict[str, Any]:
+    """What it says of itself, verified: see `files.read_record`."""
+    self.verify(lambda file: file == files.RECORD)
+    return files.read_record(self.path)
 
   @property
   def described(self) -> dict[str, dict[str, Any]]:
     """Name of each array -> its file, shape and type, in the record."""
     return self.record['arrays']
+
+  def verify(
+    self,
+    wanted: Callable[[str], bool] = lambda name: True,
+    share: slice = slice(None),
+  ) -> None:
+    """Compares files with their checksums.
+
+    Files that were not there when it was written (an editor's, a file
+    system's) are ignored.
+
+    Args:
+      wanted: of a file's relative name, whether to look at it.
+      share: of these, which to look at, where processes share the work.
+
+    Raises:
+      files.RefusedError: it holds what no save writes.
+      files.DamagedError: with one argument for each file that differs.
+      files.UnreadableError: a file cannot be read, which may pass.
+    """
+    problems = []
+    for name in sorted(filter(wanted, self.sums))[share]:
+      size, crc = self.sums[name]
+      read = functools.partial(files.checksum, self.path / name, size)
+      found = None
+      if name in self._there:  # Else it may be no name of a file at all.
+        with contextlib.suppress(*files.MISSING):
+          found = files.retried(read, name)
+      if found is None:
+        problems.append(f'{name} is missing')
+      elif found[0] != size:
+        problems.append(f'{name} has {found[0]} bytes, {size} were written')
+      elif found[1] != crc:
+        problems.append(f'{name} is not as it was written (its CRC differs)')
+    if problems:
+      raise files.DamagedError(*map(files.printable, problems))
 
   @files.well_formed()
   def require_arrays(
@@ -188,7 +238,7 @@ class Checkpoint(files.Listing):
       for name, about in self.described.items()
       if not wants(name)
     }
-    self.require(
+    self.verify(
       lambda file: '/'.join(file.split('/')[:2]) not in unwanted, share
     )
     self.check(filter(wants, self.described))
@@ -206,7 +256,7 @@ class Checkpoint(files.Listing):
     """
     # Sizes of the files with checksums below the directory of each array.
     sizes = collections.defaultdict(list)
-    for file in self.there.intersection(self.sums):
+    for file in self._there.intersection(self.sums):
       top, *below = file.split('/')
       if top == files.ARRAYS and len(below) > 1:
         sizes[below[0]].append(self.sums[file][0])
@@ -317,16 +367,12 @@ class Checkpoint(files.Listing):
     sharding = getattr(target, 'sharding', None)
     if sharding is None or arrays_lib.is_key(target) or 'bytes_of' in about:
       return opened.read().result
-    shape = tuple(opened.shape)
-
-    def key(index: Any) -> Any:
-      return tuple(s.indices(n) for s, n in zip(index, shape, strict=True))
-
-    indices = sharding.addressable_devices_indices_map(shape)
-    parts = {key(index): index for index in indices.values()}
+    # Several devices may have the same part. (Slices have no hash.)
+    indices = sharding.addressable_devices_indices_map(opened.shape).values()
+    parts = {str(index): index for index in indices}
     reads = {key: opened[index].read() for key, index in parts.items()}
     return lambda: jax.make_array_from_callback(
-      shape, sharding, lambda index: reads[key(index)].result()
+      opened.shape, sharding, lambda index: reads[str(index)].result()
     )
 
   @functools.cached_property
@@ -370,7 +416,7 @@ class Checkpoint(files.Listing):
     # Name of an array -> where it goes; None is host memory.
     targets: dict[str, Any] = {}
     for entry, tree in trees.items():
-      targets |= _arrays_of(tree, entry)
+      targets |= structure.named_leaves(tree, entry)
     have = {n: self._shape(n) for e in trees for n in self._below(e)}
     expected = {n: _shape_of(x) for n, x in targets.items()}
     have |= {
@@ -493,16 +539,6 @@ class Checkpoint(files.Listing):
   def _below(self, entry: str) -> list[str]:
     """Returns the names of an entry's arrays."""
     return [n for n in self.described if f'{n}/'.startswith(f'{entry}/')]
-
-  def _decode(
-    self, described: Any, arrays: Mapping[str, Any], on_host: bool = False
-  ) -> Any:
-    try:
-      return structure.decode(
-        described, arrays, allow_pickle=self._allow_pickle, on_host=on_host
-      )
-    except ValueError as e:
-      raise files.RefusedError(str(e).rstrip('.')) from e
 
   def _shape(self, name: str) -> str:
     return arrays_lib.saved_shape(self.described[name])
@@ -698,10 +734,10 @@ def template(experiment: Any) -> dict[str, Any]:
 
 
 def _names_of(experiment: Any) -> Callable[[str], bool]:
-  """Returns what says whether an entry is one of the experiment's.
+  """Returns a function that says whether an entry is the experiment's.
 
-  Its attributes say so. One with a `snapshot_state` of its own may restore
-  anything.
+  Its attributes name the entries. A class that overrides `snapshot_state` may
+  restore any entry.
   """
   method = getattr(type(experiment), 'snapshot_state', None)
   if getattr(method, '__module__', None) != 'jaxline.experiment':
@@ -713,7 +749,7 @@ def _names_of(experiment: Any) -> Callable[[str], bool]:
 
 
 def wants_of(experiment: Any) -> Callable[[str], bool]:
-  """Returns what says whether to read an array of the experiment's."""
+  """Returns a function that says whether the experiment wants an array."""
   if experiment is None:
     return lambda name: False
   return getattr(experiment, 'wants_restored', lambda name: True)
@@ -727,22 +763,6 @@ def _with_arrays(tree: Any, entry: str, arrays: Mapping[str, Any]) -> Any:
   named = structure.named_leaves(tree, entry)
   leaves = [arrays.get(name, x) for name, x in named.items()]
   return jax.tree.unflatten(jax.tree.structure(tree), leaves)
-
-
-def _arrays_of(tree: Any, entry: str) -> dict[str, Any]:
-  """Returns name -> array.
-
-  Raises:
-    TypeError: a leaf is no array.
-  """
-  named = structure.named_leaves(tree, entry)
-  for name, leaf in named.items():
-    if not structure.is_array(leaf):
-      raise TypeError(
-        f'{name} is a {type(leaf).__name__}; expected an array, since this'
-        ' entry is stored leaf by leaf.'
-      )
-  return named
 
 
 def _shape_of(x: Any) -> str:

@@ -71,12 +71,6 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       mode: the run's mode, or its half's: 'train', 'eval'. One that begins
         with 'eval' only reads the series `latest`.
     """
-    if not config.checkpoint_dir:
-      raise ValueError(
-        f'config.checkpoint_dir is {config.checkpoint_dir!r}; durable'
-        ' checkpoints need a directory. Give one, or set config.checkpointer ='
-        " 'memory'."
-      )
     super().__init__(config, mode)
     self._experiment_class: Any = None
     self._allow_pickle = bool(config.checkpoint_allow_pickle)
@@ -293,7 +287,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     """
     self._writer.wait()
 
-  # Beyond it.
+  # What the loops ask for besides.
 
   def when_saved(self, fn: Callable[[], None]) -> None:
     """Calls a function, on the writing thread, once all so far is saved."""
@@ -346,7 +340,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     for path in self._candidates('latest')[:1]:
       # One that is damaged is found to be so by `restore`.
       with contextlib.suppress(files.DamagedError), files.reading(path):
-        self._check_config(path, files.Listing(path).record)
+        self._check_config(path, contents.Checkpoint(path).record)
 
   def check_shared(self) -> None:
     """Refuses a directory that not all processes share.
@@ -386,10 +380,10 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     return distributed.of_chief(bool(self.steps(ckpt_series)))
 
   def claim(self, ckpt_series: str) -> None:
-    """Takes the right to save a series, and cleans up after the dead.
+    """Takes the right to save a series, and removes what killed saves left.
 
-    Done at the first use of a series that is saved; earlier by who would learn
-    too late that another one has it.
+    The first use of a series that is saved calls it. A loop calls it earlier
+    where a series that is in use has to be an error before the first save.
 
     Raises:
       files.ClaimedError: another process has it.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import errno
 import fcntl
-import functools
 import io
 import json
 import os
@@ -38,29 +37,13 @@ _UNCHECKED = (
   r'_CHECKPOINT_METADATA|commit_success\.txt|checksums_\d+\.json(\..*)?'
 )
 _CHUNK = 1 << 22  # Bytes hashed at a time.
-# Names that are no step's: of a checkpoint that is being removed, and of a
-# complete one that is about to replace another.
+# Parts of names: of a checkpoint that is being removed, and of a complete one
+# that is about to replace another.
 _DELETED = '.deleted-'
 _NEW = '.new'
-# Names that only we and Orbax give; what else is there is the user's.
+# Names that only this library and Orbax give; other names are the user's.
 _LEFTOVER = r'\.deleted-.*|\d+\.partial|\d+(\.new)?\.orbax-checkpoint-tmp.*'
 _STEP = '0|[1-9][0-9]*'  # One name for each number.
-# No save writes these. To open one could wait for ever or leave the directory.
-_IRREGULAR = {
-  stat.S_IFLNK: 'a symbolic link',
-  stat.S_IFIFO: 'a FIFO',
-  stat.S_IFCHR: 'a device',
-  stat.S_IFBLK: 'a device',
-  stat.S_IFSOCK: 'a socket',
-}
-# What a record has.
-_FIELDS: dict[str, Any] = {
-  **dict.fromkeys(('step', 'processes'), int),
-  'time': (int, float),
-  **dict.fromkeys(('versions', 'config', 'entries', 'module', 'arrays'), dict),
-}
-_LAST_SECOND = 253402300799  # Of the year 9999, the last one that has a date.
-_MOST_JSON = 1 << 32  # Bytes of a file that is read into memory.
 _PAUSES = (0.5, 1.5, 4.0)  # Seconds before each further try to read.
 _DISCARD_CHECKS = 10  # In a row, that find nothing of a save that failed.
 _DISCARD_SECS = 10.0  # After which the next start removes what is left.
@@ -79,7 +62,10 @@ MALFORMED = (
 
 
 class DamagedError(ValueError):
-  """A checkpoint is not as it was written; the message says what differs."""
+  """A checkpoint is not as it was written; each argument says what differs."""
+
+  def __str__(self) -> str:
+    return '; '.join(map(str, self.args))
 
 
 class GoneError(DamagedError):
@@ -179,12 +165,12 @@ def root(
     key: of the config, which gives it.
 
   Raises:
-    UsageError: it is an address and not a directory.
+    UsageError: it is none, or an address.
   """
-  if '://' in os.fspath(directory):
+  if not directory or '://' in os.fspath(directory):
     raise errors.UsageError(
-      f'config.{key} is {os.fspath(directory)!r}; expected a folder of this'
-      ' machine. Mount the bucket and give the path that it has here.'
+      f'config.{key} is {directory!r}; expected a folder of this machine. Mount'
+      ' a bucket, and give the path that it has here.'
     )
   return pathlib.Path(directory).absolute() / 'checkpoints'
 
@@ -214,10 +200,13 @@ def write_json(path: pathlib.Path, value: Any) -> None:
 
 
 def _refuse_irregular(name: str, mode: int) -> None:
-  if kind := _IRREGULAR.get(stat.S_IFMT(mode)):
+  # To open one could wait for ever, or leave the directory.
+  if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+    is_link = stat.S_ISLNK(mode)
     raise RefusedError(
-      f'{printable(name)} is {kind}; expected only directories and regular'
-      ' files'
+      f'{printable(name)} is'
+      f' {"a symbolic link" if is_link else "a FIFO, a socket or a device"};'
+      ' expected only directories and regular files'
     )
 
 
@@ -250,8 +239,6 @@ def read_json(path: pathlib.Path, name: str | None = None) -> Any:
 
   def read() -> bytes:
     with open_regular(path) as f:
-      if (size := os.fstat(f.fileno()).st_size) > _MOST_JSON:
-        raise RefusedError(f'{name} has {size} bytes, which is too large')
       return f.read()
 
   try:
@@ -284,12 +271,6 @@ def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
       f' {FORMAT}. It was written by {record.get("versions")}: install that'
       ' jaxline or a newer one.'
     )
-  for field, kind in _FIELDS.items():
-    value = record.get(field)
-    if field in record and (not isinstance(value, kind) or value is True):
-      raise RefusedError(f'{RECORD} has a {type(value).__name__} as {field!r}')
-  if not 0 <= record.get('time', 0) <= _LAST_SECOND:
-    raise RefusedError(f'{RECORD} has a time that is no date')
   step, name = record.get('step'), checkpoint.name
   if re.fullmatch(_STEP, name) and step is not None and str(step) != name:
     raise RefusedError(
@@ -313,33 +294,30 @@ def regular_files(checkpoint: pathlib.Path) -> list[str]:
     RefusedError: there is a link, a FIFO or a device.
   """
 
-  def modes(folder: str) -> dict[str, int]:
-    found = {}
-    for name in os.listdir(checkpoint / folder):
-      # Another process may be replacing its own files just now.
-      with contextlib.suppress(FileNotFoundError):
-        path = checkpoint / folder / name
-        found[f'{folder}{name}'] = os.lstat(path).st_mode
-    return found
+  def fail(error: OSError) -> None:
+    if not isinstance(error, MISSING):
+      raise error
+
+  def scan() -> list[str]:
+    found = []
+    for folder, folders, names in os.walk(checkpoint, onerror=fail):
+      for path in (os.path.join(folder, name) for name in folders + names):
+        # Another process may be replacing its own files just now.
+        with contextlib.suppress(FileNotFoundError):
+          mode, name = os.lstat(path).st_mode, os.path.relpath(path, checkpoint)
+          _refuse_irregular(name, mode)
+          if stat.S_ISREG(mode) and not re.fullmatch(_UNCHECKED, name):
+            found.append(name)
+    return sorted(found)
 
   refuse_link(checkpoint)
-  found, folders = [], ['']
-  while folders:
-    scan = functools.partial(modes, folders.pop())
-    with contextlib.suppress(*MISSING):
-      for name, mode in retried(scan, scan.args[0] or checkpoint.name).items():
-        _refuse_irregular(name, mode)
-        if stat.S_ISDIR(mode):
-          folders.append(f'{name}/')
-        elif not re.fullmatch(_UNCHECKED, name):
-          found.append(name)
-  return sorted(found)
+  return retried(scan, checkpoint.name)
 
 
 # Checksums.
 
 
-def _checksum(path: pathlib.Path, expected: int | None = None) -> list[int]:
+def checksum(path: pathlib.Path, expected: int | None = None) -> list[int]:
   """Returns a file's size in bytes and its CRC-32.
 
   Args:
@@ -391,7 +369,7 @@ def _write_sums(
   checkpoint: pathlib.Path, names: Iterable[str], process: int, part: Any
 ) -> None:
   """Hashes files, and writes the checksums of a process with theirs."""
-  sums = part['files'] | {n: _checksum(checkpoint / n) for n in names}
+  sums = part['files'] | {n: checksum(checkpoint / n) for n in names}
   part = {'processes': part['processes'], 'files': sums}
   # A new file: the old one may be linked into another checkpoint.
   path = checkpoint / _CHECKSUMS.format(process)
@@ -430,84 +408,6 @@ def read_checksums(checkpoint: pathlib.Path) -> dict[str, list[int]]:
   return sums
 
 
-class Listing:
-  """A checkpoint's directory: its files are listed once, and hashed.
-
-  Attributes:
-    path: the checkpoint.
-    there: the relative names of all files that have checksums.
-  """
-
-  def __init__(self, path: pathlib.Path):
-    """Lists the files.
-
-    Raises:
-      RefusedError: there is a link, a FIFO or a device.
-    """
-    self.path = path
-    self.there = frozenset(regular_files(path))
-
-  @functools.cached_property
-  def sums(self) -> dict[str, list[int]]:
-    """Size in bytes and CRC-32 of each file: see `read_checksums`."""
-    return read_checksums(self.path)
-
-  @functools.cached_property
-  def record(self) -> dict[str, Any]:
-    """What the checkpoint says of itself, verified: see `read_record`."""
-    self.require(lambda file: file == RECORD)
-    return read_record(self.path)
-
-  def require(
-    self, wanted: Callable[[str], bool], share: slice = slice(None)
-  ) -> None:
-    """Raises DamagedError where `verify` finds something wrong."""
-    if problems := self.verify(wanted, share):
-      raise DamagedError('; '.join(problems))
-
-  def verify(
-    self,
-    wanted: Callable[[str], bool] = lambda name: True,
-    share: slice = slice(None),
-  ) -> list[str]:
-    """Returns what is wrong with the files, a line for each.
-
-    Files that were not there when it was written (an editor's, a file
-    system's) are ignored.
-
-    Args:
-      wanted: of a file's relative name, whether to look at it.
-      share: of these, which to look at, where processes share the work.
-
-    Raises:
-      RefusedError: it holds what no save writes.
-      UnreadableError: a file cannot be read, which may pass and is no damage.
-    """
-    try:
-      sums = self.sums
-    except RefusedError:
-      raise
-    except DamagedError as e:
-      return [str(e)]
-    problems = []
-    for name in sorted(filter(wanted, sums))[share]:
-      size, crc = sums[name]
-      read = functools.partial(_checksum, self.path / name, size)
-      try:
-        if name not in self.there:  # It may be no name of a file at all.
-          raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        got_size, got_crc = retried(read, name)
-      except MISSING as e:
-        problems.append(f'{printable(name)} cannot be read ({e.strerror})')
-        continue
-      name = printable(name)
-      if got_size != size:
-        problems.append(f'{name} has {got_size} bytes, {size} were written')
-      elif got_crc != crc:
-        problems.append(f'{name} is not as it was written (its CRC differs)')
-    return problems
-
-
 # Checkpoints come and go.
 
 
@@ -523,7 +423,7 @@ def remove(checkpoint: pathlib.Path) -> None:
 
 
 def _hidden(checkpoint: pathlib.Path) -> pathlib.Path:
-  """Gives a checkpoint, if it is there, a name that is none; returns that."""
+  """Renames a checkpoint, if it is there, to a hidden name; returns that."""
   doomed = checkpoint.with_name(f'{_DELETED}{checkpoint.name}-{os.getpid()}')
   with contextlib.suppress(FileNotFoundError):
     os.rename(checkpoint, doomed)
@@ -609,8 +509,7 @@ def link(source: pathlib.Path, target: pathlib.Path) -> None:
     except FileNotFoundError:
       raise
     except OSError:
-      if stat.S_ISREG(os.lstat(a).st_mode):  # What else is there is refused.
-        shutil.copy2(a, b)
+      shutil.copy2(a, b)
 
   shutil.rmtree(target, ignore_errors=True)
   target.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ stderr. Control characters in what a file says are printed as escapes.
 
 import argparse
 import collections
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import datetime
 import fcntl
@@ -437,10 +437,10 @@ def verify(where: Place) -> Iterator[tuple[pathlib.Path, list[str]]]:
       try:
         with files.well_formed():
           found = contents.Checkpoint(path)
-          if not (problems := found.verify()):
-            found.check()
+          found.verify()
+          found.check()
       except files.DamagedError as e:
-        problems = [str(e)]
+        problems = list(e.args)
       except ValueError:
         pass  # Of a later version, and whole.
       if os.path.lexists(path):
@@ -516,13 +516,8 @@ def _converted(name: str, x: np.ndarray, dtype: str | None) -> np.ndarray:
 def _write_safetensors(
   file: BinaryIO, arrays: Iterator[tuple[str, np.ndarray]]
 ) -> None:
-  try:
-    import safetensors.numpy
-  except ImportError as e:
-    raise ImportError(
-      "The package safetensors is missing: pip install -e '.[export]', or"
-      ' export to .npz.'
-    ) from e
+  import safetensors.numpy
+
   try:
     safetensors.numpy.save_file(dict(arrays), file.name)
     with open(file.name, 'rb+') as written:  # Another file under that name.
@@ -711,46 +706,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     description='Looks into checkpoints; changes nothing.',
   )
   commands = parser.add_subparsers(required=True, metavar='COMMAND')
+
+  def add(
+    run: Callable[[argparse.Namespace], int], about: str, **arguments: str
+  ) -> argparse.ArgumentParser:
+    name = run.__name__.strip('_')
+    command = commands.add_parser(name, help=about, description=about)
+    command.set_defaults(run=run)
+    for argument, text in arguments.items():
+      command.add_argument(argument, help=text)
+    return command
+
   where = (
     'directory of a run, of a series (RUN/checkpoints/best) or of a checkpoint;'
     ' with :STEP, else '
   )
   newest, everything = f'{where}the newest', f'{where}all of it'
-  made = {}
-  for run, about, arguments in (
-    (_ls, 'list series, steps, sizes, times, metrics',
-     {'dir': 'directory of a run or of a series'}),
-    (_show, 'what a checkpoint holds', {'dir': newest}),
-    (_diff, 'compare two; exits with 0 if they are the same, 1 if not',
-     {'a': newest, 'b': 'likewise'}),
-    (_verify, 'is every file as it was written? exits with 1 if not',
-     {'dir': everything}),
-    (_export, 'write parameters to one file',
-     {'dir': newest, 'out': 'file .safetensors or .npz'}),
-  ):  # fmt: skip
-    name = run.__name__.strip('_')
-    made[name] = commands.add_parser(name, help=about, description=about)
-    made[name].set_defaults(run=run)
-    for argument, text in arguments.items():
-      made[name].add_argument(argument, help=text)
-  made['ls'].add_argument(
-    '--json', action='store_true', help='the same as JSON'
-  )
-  made['show'].add_argument(
-    '--config', action='store_true', help="the run's config"
-  )
-  made['export'].add_argument(
+  about = 'list series, steps, sizes, times, metrics'
+  ls = add(_ls, about, dir='directory of a run or of a series')
+  ls.add_argument('--json', action='store_true', help='the same as JSON')
+  show = add(_show, 'what a checkpoint holds', dir=newest)
+  show.add_argument('--config', action='store_true', help="the run's config")
+  about = 'compare two; exits with 0 if they are the same, 1 if not'
+  add(_diff, about, a=newest, b='likewise')
+  about = 'is every file as it was written? exits with 1 if not'
+  add(_verify, about, dir=everything)
+  about = 'write parameters to one file'
+  export = add(_export, about, dir=newest, out='file .safetensors or .npz')
+  export.add_argument(
     '--select',
     metavar='REGEX',
     default=f'{PARAMS}.*',
     help='arrays whose whole name matches, instead of the parameters',
   )
-  made['export'].add_argument(
-    '--dtype', choices=DTYPES, help='convert floating point'
-  )
-  made['export'].add_argument(
-    '--force', action='store_true', help='replace OUT'
-  )
+  export.add_argument('--dtype', choices=DTYPES, help='convert floating point')
+  export.add_argument('--force', action='store_true', help='replace OUT')
   args = parser.parse_args(argv)
   try:
     with files.well_formed():

@@ -6,6 +6,7 @@ snapshots that a run puts there are of the class `Published` and start no other.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
 import itertools
 import pathlib
 import sys
@@ -43,21 +44,17 @@ class Published(SnapshotNT):
   """
 
   _read: Callable[[], Any]
-  _lock: Any
 
   def __new__(cls, id: int, read: Callable[[], Any]) -> 'Published':
     """Makes a snapshot whose `pickle_nest` is what `read` returns."""
     self = super().__new__(cls, id, None)
-    self._read, self._lock = read, threading.RLock()
+    self._read = read
     return self
 
-  @property
+  @functools.cached_property
   def pickle_nest(self) -> Any:  # type: ignore[override]
     """What was saved; the same object each time."""
-    with self._lock:
-      if not hasattr(self, '_nest'):
-        self._nest = self._read()
-      return self._nest
+    return self._read()
 
   def _plain(self) -> SnapshotNT:
     return SnapshotNT(self.id, self.pickle_nest)

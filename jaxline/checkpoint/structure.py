@@ -43,19 +43,16 @@ from jax._src import tree_util
 from ml_collections import config_dict
 import numpy as np
 
+from jaxline.checkpoint import files
+
 # The only factories of a defaultdict, since it calls them.
 _FACTORIES: dict[str | None, type | None] = {None: None} | {
   f'builtins:{t.__name__}': t for t in (list, dict, set, int, float, str, tuple)
 }
 
 
-def name_of(path: Iterable[Any]) -> str:
-  """Returns the name of a JAX key path, such as 'params/linear/w'."""
-  names = []
-  for key in path:
-    parts = (getattr(key, a) for a in ('key', 'name', 'idx') if hasattr(key, a))
-    names.append(str(next(parts, key)))
-  return '/'.join(names)
+# The name of a JAX key path, such as 'params/linear/w'.
+name_of = functools.partial(jax.tree_util.keystr, simple=True, separator='/')
 
 
 def named_leaves(tree: Any, name: str = '') -> dict[str, Any]:
@@ -97,7 +94,6 @@ def encode(tree: Any, name: str, *, allow_pickle: bool = False) -> 'Encoding':
 
   Raises:
     TypeError: parts of the value cannot be described: names all of them.
-    ValueError: the value contains itself.
   """
   encoding = Encoding(allow_pickle)
   encoding.structure = encoding.walk(tree, name)
@@ -130,15 +126,15 @@ def decode(
       else it is one again, on the default device.
 
   Raises:
-    ValueError: the structure is damaged, lacks an array, holds a pickled value
-      that may not be unpickled, or names a type that is not imported or is not
-      of the kind that it says.
+    files.RefusedError: the structure is malformed, lacks an array, holds a
+      pickled value that may not be unpickled, or names a type that is not
+      imported or is not of the kind that it says.
   """
   try:
     return _Decoder(arrays, allow_pickle, on_host).walk(structure)
   except RecursionError:
-    raise ValueError(
-      'The structure in the checkpoint is nested too deeply to be restored.'
+    raise files.RefusedError(
+      'The structure in the checkpoint is nested too deeply to be restored'
     ) from None
 
 
@@ -193,19 +189,14 @@ def _find(address: str) -> Any:
   """Finds a class by 'module:qualname', without running or importing any."""
   module_name, _, qualname = address.partition(':')
   found: Any = sys.modules.get(module_name)
-  if not isinstance(found, types.ModuleType):
-    raise ValueError(
-      f'The checkpoint holds {address!r}, but {module_name!r} is not imported:'
-      " import it in the experiment's module."
-    )
   for part in qualname.split('.'):
     # Static, since a module's own __getattr__ may import others.
     found = inspect.getattr_static(found, part, None)
     if not isinstance(found, type):
-      raise ValueError(
-        f'The checkpoint holds {address!r}, but the module {module_name!r} has'
-        f' no {qualname!r} that is a class: define it there, or import it there'
-        " in the experiment's module."
+      raise files.RefusedError(
+        f'The checkpoint holds {address!r}, but no module that is imported has'
+        f" such a class: import {module_name!r} in the experiment's module, or"
+        f' define {qualname!r} there'
       )
   return found
 
@@ -300,34 +291,24 @@ class Encoding:
     self.arrays: dict[str, Any] = {}
     self.refused: list[str] = []
     self._allow_pickle = allow_pickle
-    self._open: dict[int, str] = {}  # The values around, by id.
-    self._aux = 0  # How many of them are auxiliary data.
+    self._aux = 0  # How many auxiliary data are around.
 
   def walk(self, x: Any, name: str) -> Any:
     """Returns the structure of a value."""
     if _is_json(x):
       return x
-    if id(x) in self._open:
-      raise ValueError(
-        f'A checkpoint cannot hold {name!r}: it is the same object as'
-        f' {self._open[id(x)]!r}, which contains it. Break the cycle.'
-      )
-    self._open[id(x)] = name
+    if type(x) is list:
+      return self.items(x, name)
+    tag = _tag_of(type(x))
+    if tag == 'jax' and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+      tag = 'key'
+    if tag is None:
+      has_finalizer = hasattr(type(x), '__del__')
+      return self._refuse(x, name, 'its class has a __del__' * has_finalizer)
     try:
-      if type(x) is list:
-        return self.items(x, name)
-      tag = _tag_of(type(x))
-      if tag == 'jax' and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        tag = 'key'
-      if tag is None:
-        raise _RefusedError(
-          'its class has a __del__' * hasattr(type(x), '__del__')
-        )
       return {tag: _KINDS[tag].encode(self, x, name)}
     except _RefusedError as e:
       return self._refuse(x, name, str(e))
-    finally:
-      del self._open[id(x)]
 
   def _refuse(self, x: Any, name: str, why: str) -> Any:
     """Pickles a value where that is allowed; else it is an error."""
@@ -350,7 +331,7 @@ class Encoding:
     if self._aux and callable(x):
       raise _RefusedError('a callable in the data of a node')
     address = f'{type(x).__module__}:{type(x).__qualname__}'
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(files.RefusedError):
       if _find(address) is type(x):
         return address
     raise _RefusedError('its class cannot be found by its name')
@@ -437,7 +418,7 @@ class Encoding:
     children, aux = jax.tree_util.flatten_one_level_with_keys(x)
     if aux is x:  # By jax.tree_util.register_static.
       raise _RefusedError('registered as static')
-    parts = [self.walk(c, f'{name}/{name_of([k])}') for k, c in children]
+    parts = [self.walk(c, f'{name}/{name_of((k,))}') for k, c in children]
     self._aux += 1
     data = self.walk(aux, f'{name}/aux')
     self._aux -= 1
@@ -450,7 +431,7 @@ class _Decoder:
   def __init__(
     self, arrays: Mapping[str, Any], allow_pickle: bool, on_host: bool
   ):
-    self._arrays = arrays
+    self.arrays = arrays
     self._allow_pickle = allow_pickle
     self._on_host = on_host
     self._aux = 0  # How many auxiliary data are around.
@@ -463,18 +444,18 @@ class _Decoder:
       return self.items(structure)
     tags = list(structure) if isinstance(structure, dict) else []
     if len(tags) != 1 or tags[0] not in _KINDS:
-      raise ValueError(
+      raise files.RefusedError(
         f'The structure in the checkpoint has {str(structure)[:80]!r}; expected'
         f' an object with one tag of {[*_KINDS]}. It is damaged, or of a later'
-        ' version.'
+        ' version'
       )
     ((tag, body),) = structure.items()
     try:
       return _KINDS[tag].decode(self, body)
     except Exception as e:  # A node's own code may raise anything.
-      if type(e) is ValueError or isinstance(e, MemoryError | RecursionError):
+      if isinstance(e, files.RefusedError | MemoryError | RecursionError):
         raise
-      raise ValueError(
+      raise files.RefusedError(
         f'The checkpoint holds a {tag!r} that cannot be restored from'
         f' {str(body)[:80]!r}: {type(e).__name__}: {str(e)!r}'
       ) from e
@@ -482,22 +463,20 @@ class _Decoder:
   def _class(self, address: str, tag: str) -> Any:
     cls = _find(address)
     if _tag_of(cls) != tag:
-      raise ValueError(
+      raise files.RefusedError(
         f'The checkpoint holds a {tag!r} of type {address!r}, but that is'
-        f' none: the class has changed, or the file has.'
+        f' none: the class has changed, or the file has'
       )
     if self._aux and any('__call__' in vars(c) for c in cls.__mro__):
-      raise ValueError(
+      raise files.RefusedError(
         f'The checkpoint holds a {address!r} in the data of a node; callables'
-        ' are not restored there.'
+        ' are not restored there'
       )
     return cls
 
   # Each of these returns the value of a body.
 
-  def items(self, xs: list[Any], count: int | None = None) -> list[Any]:
-    if not isinstance(xs, list) or count not in (None, len(xs)):
-      raise TypeError(f'expected a list of {count or "any"} values')
+  def items(self, xs: list[Any]) -> list[Any]:
     return [self.walk(x) for x in xs]
 
   def pairs(self, pairs: list[Any]) -> dict[Any, Any]:
@@ -525,40 +504,26 @@ class _Decoder:
       return config_dict.FrozenConfigDict(config, type_safe=type_safe)
     return config
 
-  def array(self, name: str) -> Any:
-    if name not in self._arrays:
-      raise ValueError(
-        f'The checkpoint lacks the array {name!r}; it holds'
-        f' {sorted(self._arrays)}.'
-      )
-    return self._arrays[name]
-
   def jax_array(self, name: str) -> Any:
-    x = self.array(name)
+    x = self.arrays[name]
     return x if self._on_host else jax.numpy.asarray(x)
 
   def key(self, body: list[str]) -> jax.Array:
     name, impl = body
-    return jax.random.wrap_key_data(self.array(name), impl=str(impl))
+    return jax.random.wrap_key_data(self.arrays[name], impl=str(impl))
 
   def enum(self, body: list[str]) -> Any:
     address, name = body
-    members = self._class(address, 'enum').__members__
-    if name not in members:
-      raise ValueError(
-        f'The checkpoint holds the member {name!r} of {address!r}, which has'
-        f' {list(members)}.'
-      )
-    return members[name]
+    return self._class(address, 'enum').__members__[name]
 
   def fields(self, body: list[Any], tag: str) -> Any:
     address, values = body
     cls = self._class(address, tag)
     expected = _field_names(cls)
     if sorted(values) != sorted(expected):
-      raise ValueError(
+      raise files.RefusedError(
         f'The checkpoint holds a {address!r} with the fields'
-        f' {sorted(values)}; the class has {sorted(expected)}.'
+        f' {sorted(values)}; the class has {sorted(expected)}'
       )
     made = {name: self.walk(values[name]) for name in expected}
     if tag == 'namedtuple':
@@ -581,20 +546,20 @@ class _Decoder:
     return tree_util._registry[cls].from_iter(data, tuple(children))
 
   def ref(self, address: str) -> Any:
-    raise ValueError(
+    raise files.RefusedError(
       f'The checkpoint refers to the function or class {str(address)[:80]!r},'
       ' as earlier versions stored it; none is looked up by a name found in a'
       ' file. Keep it out of the saved attributes, and begin anew from the'
-      ' arrays with config.restore_from and config.restore_rules.'
+      ' arrays with config.restore_from and config.restore_rules'
     )
 
   def pickle(self, body: list[str]) -> Any:
     name, data = body
     if not self._allow_pickle:
-      raise ValueError(
+      raise files.RefusedError(
         f'The checkpoint holds {name!r} pickled, and unpickling can run any'
         ' code. If you trust who wrote it, set'
-        ' config.checkpoint_allow_pickle = True.'
+        ' config.checkpoint_allow_pickle = True'
       )
     logging.warning(
       'Unpickling %r, as config.checkpoint_allow_pickle permits.', name
@@ -643,7 +608,7 @@ _KINDS: dict[str, _Kind] = {
   'float': _Kind(float, lambda e, x, n: struct.pack('>d', x).hex(),
                  lambda d, b: struct.unpack('>d', bytes.fromhex(b))[0]),
   'complex': _Kind(complex, lambda e, x, n: e.items((x.real, x.imag), n),
-                   lambda d, b: complex(*d.items(b, 2))),
+                   lambda d, b: complex(*d.items(b))),
   'str': _Kind(str, lambda e, x, n: _base64(x.encode(errors='surrogatepass')),
                lambda d, b: _unbase64(b).decode(errors='surrogatepass')),
   'bytes': _Kind(bytes, lambda e, x, n: _base64(x), lambda d, b: _unbase64(b)),
@@ -652,8 +617,8 @@ _KINDS: dict[str, _Kind] = {
   'set': _Kind(set, Encoding.set, lambda d, b: set(d.items(b)), enumerate),
   'frozenset': _Kind(frozenset, Encoding.set,
                      lambda d, b: frozenset(d.items(b)), enumerate),
-  'range': _Kind(range, Encoding.ends, lambda d, b: range(*d.items(b, 3))),
-  'slice': _Kind(slice, Encoding.ends, lambda d, b: slice(*d.items(b, 3))),
+  'range': _Kind(range, Encoding.ends, lambda d, b: range(*d.items(b))),
+  'slice': _Kind(slice, Encoding.ends, lambda d, b: slice(*d.items(b))),
   'dict': _Kind(dict, Encoding.pairs, _Decoder.pairs, iter),  # [[key, value]]
   'defaultdict': _Kind(collections.defaultdict, Encoding.defaultdict,
                        _Decoder.defaultdict, _last),
@@ -664,10 +629,10 @@ _KINDS: dict[str, _Kind] = {
   # A copy where NumPy only looks into memory of JAX: experiments count in
   # their NumPy arrays in place.
   'numpy': _Kind(np.ndarray, Encoding.array,
-                 lambda d, b: np.require(d.array(b), requirements='W'),
+                 lambda d, b: np.require(d.arrays[b], requirements='W'),
                  _nothing),
   'scalar': _Kind(_is_a(np.generic), Encoding.array,
-                  lambda d, b: np.asarray(d.array(b))[()], _nothing),
+                  lambda d, b: np.asarray(d.arrays[b])[()], _nothing),
   'jax': _Kind(_is_a(jax.Array), Encoding.array, _Decoder.jax_array, _nothing),
   'key': _Kind(_nothing, Encoding.key, _Decoder.key, _nothing),
   'enum': _Kind(_is_a(enum.Enum), Encoding.enum, _Decoder.enum,
