@@ -76,8 +76,8 @@ class JsonlWriter(files.FileBackend):
         data, step, record if record.get('kind') == 'scalars' else {}
       )
 
-  def _resume(self, step: int) -> None:
-    super()._resume(step)
+  def resume(self, step: int) -> None:
+    super().resume(step)
     for path in self._paths():
       with open(path, 'rb') as file:
         damaged = [n for n, x in enumerate(file, 1) if not read_record(x)]
