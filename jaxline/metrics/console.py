@@ -104,7 +104,6 @@ class Console(periodic.Action):
     self._saved: int | None = None
     self._waiting: tuple[Any, float] = (None, math.inf)
     # For the progress of training.
-    self._names: dict[str, dict[str, None]] = {}
     self._window: collections.deque[dict[str, Any]] = collections.deque(
       maxlen=_MAX_STEPS
     )
@@ -302,7 +301,7 @@ class Console(periodic.Action):
     given = {name: x for name, x in scalars.items() if x is not None}
     numbers = writers.to_scalars(given)
     if not self._is_shown:
-      self.say(' | '.join([f'step {step}', *self._shown('', numbers)]))
+      self.say(' | '.join([f'step {step}', *lines.shown(numbers)]))
       return
     self._window.append(numbers)
     rate = numbers.get('steps_per_sec')
@@ -323,13 +322,6 @@ class Console(periodic.Action):
       self._next_line = time.monotonic() + _AFTER_LIVE_SECS
       self.say(self._plain_line(step))
 
-  def _shown(self, log: str, values: Mapping[str, Any]) -> list[str]:
-    """Returns 'name value' of each, in the order of their first appearance."""
-    # Not in place: two threads may log.
-    known = self._names.get(log, {}) | dict.fromkeys(values)
-    self._names[log] = known
-    return lines.shown({name: values[name] for name in known if name in values})
-
   def _plain_line(self, step: int) -> str:
     fields, rates = self._fields()
     notes = [f'saved {x}' for x in [self._notes.pop('saved', '')] if x]
@@ -342,14 +334,14 @@ class Console(periodic.Action):
   def _fields(self) -> tuple[list[str], list[str]]:
     """Returns the scalars of training, the loss first; and the rates."""
     means = self._means
-    self._names.setdefault('', {'loss': None})
-    own = {name: x for name, x in means.items() if name not in _FORMS}
+    names = sorted(means, key='loss'.__ne__)
+    own = {name: means[name] for name in names if name not in _FORMS}
     rates = [
       form.format(means[name])
       for name, form in _FORMS.items()
       if form and means.get(name)  # A rate is 0 before it is known.
     ]
-    return self._shown('', own), rates
+    return lines.shown(own), rates
 
   def _step_text(self, step: int) -> str:
     steps = self._config.training_steps
@@ -379,7 +371,7 @@ class Console(periodic.Action):
     """Shows what `evaluate` returned for a step, as of the log `log`."""
     self.activity = ''
     self._num_evaluated += 1
-    fields = self._shown(log, writers.to_scalars(scalars))
+    fields = lines.shown(writers.to_scalars(scalars))
     line = [f'{log} step {step}', *fields]
     self._notes['eval'] = ': '.join([str(step), *fields[:1]])
     if self._is_shown:

@@ -89,19 +89,15 @@ class Live:
 
   def _set(self, owner: Any, name: str, value: Any) -> None:
     """Sets an attribute until the end, unless somebody replaces it since."""
-    is_own = name in getattr(owner, '__dict__', ())
-    old = getattr(owner, name, None)
-
-    def put_back() -> None:
-      if getattr(owner, name, None) is value:
-        setattr(owner, name, old)
-        if not is_own:
-          vars(owner).pop(name, None)
-
     # A stream may take no attributes: it writes past the lines, as C++ code.
     with contextlib.suppress(AttributeError, TypeError):
+      old = getattr(owner, name)
       setattr(owner, name, value)
-      self._stack.callback(put_back)
+
+      @self._stack.callback
+      def put_back() -> None:
+        if getattr(owner, name) is value:
+          setattr(owner, name, old)
 
   def stop(self) -> None:
     """Removes the lines and gives everything back; may be called twice."""
