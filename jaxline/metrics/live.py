@@ -66,9 +66,8 @@ class Live:
 
   def start(self) -> None:
     """Begins to draw, and takes what is written to stdout and stderr."""
-    global _active
     self._out, self._write = sys.stdout, sys.stdout.write
-    self._is_started, _active = True, self
+    self._is_started, self._pid = True, os.getpid()
     preemption.before_notice.append(self.detach)
     self._stack.callback(preemption.before_notice.remove, self.detach)
     for stream in (sys.stdout, sys.stderr):
@@ -101,13 +100,10 @@ class Live:
 
   def stop(self) -> None:
     """Removes the lines and gives everything back; may be called twice."""
-    global _active
     with self._lock:
       text, self._partial, self._lines = self._partial, '', []
       self._put(text)
       self._is_started = False
-      if _active is self:
-        _active = None
       self._stack.close()
     self._stopped.set()
 
@@ -125,6 +121,9 @@ class Live:
 
     A line appears among those that stay once it is ended.
     """
+    # A forked worker has no lines; at the fork, the thread may have the lock.
+    if os.getpid() != self._pid:
+      return write(text)
     with self._lock:
       # stdout may be a stream around one that was taken.
       if self._is_drawing or not self._is_started:
@@ -177,16 +176,3 @@ class Live:
       self._is_started = False  # The terminal is gone; the run goes on.
     finally:
       self._is_drawing = False
-
-
-_active: Live | None = None
-
-
-def _in_forked_child() -> None:
-  """Lets a forked worker write as if there were no lines."""
-  if _active is not None:
-    _active._lock = threading.RLock()  # Another thread may have held it.
-    _active._is_started = False
-
-
-os.register_at_fork(after_in_child=_in_forked_child)
