@@ -1391,18 +1391,26 @@ def test_breakpoint_on_a_terminal(tmp_path):
 @pytest.mark.process
 def test_a_forked_worker_prints_as_if_there_were_no_lines(tmp_path):
   program = """
-import os, sys, time
+import os, sys, threading, time
 from jaxline.metrics import live
 lines = live.Live(lambda width: 'drawn')
 lines.start()
 time.sleep(0.5)
-lines._lock.acquire()  # As if the thread had it at the moment of the fork.
+held, forked = threading.Event(), threading.Event()
+
+def hold():  # As the thread of the lines may at the moment of the fork.
+  with lines._lock:
+    held.set()
+    forked.wait()
+
+threading.Thread(target=hold).start()
+held.wait()
 if not (child := os.fork()):
   print('child')
   sys.stdout.flush()
   os._exit(0)
-lines._lock.release()
 os.waitpid(child, 0)
+forked.set()
 lines.stop()
 """
   terminal = Terminal()
