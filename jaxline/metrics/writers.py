@@ -166,7 +166,10 @@ class AsyncWriter(MetricWriter):
       return
     step = _snapshot(global_step)
     if kind in ('images', 'histograms'):
-      values = {name: _to_array(x) for name, x in values.items()}
+      values = {
+        name: x if hasattr(x, '__array__') else np.array(x)
+        for name, x in values.items()
+      }
     values = _snapshot(values)
     if kind == 'images':
       for name, image in values.items():
@@ -253,10 +256,6 @@ def _snapshot(value: Any) -> Any:
   if isinstance(value, Mapping):
     return {name: _snapshot(v) for name, v in value.items()}
   return np.array(value) if hasattr(value, '__array__') else value
-
-
-def _to_array(value: Any) -> Any:
-  return value if hasattr(value, '__array__') else np.array(value)
 
 
 def _make_tensorboard(

@@ -95,7 +95,8 @@ def _largest(experiment: Any) -> str:
     shape = ','.join(map(str, x.shape))
     name = f'{by_id.get(key, "(unnamed)")} {x.dtype.name}[{shape}]'
     count, size = rows.get(name, (0, 0))
-    rows[name] = count + 1, size + _bytes_on_one_device(x)
+    on_one_device = math.prod(x.sharding.shard_shape(x.shape))
+    rows[name] = count + 1, size + on_one_device * x.dtype.itemsize
   ordered = sorted(rows.items(), key=lambda row: -row[1][1])
   total = sum(size for _, (_, size) in ordered)
   lines = [
@@ -121,10 +122,6 @@ def _names(experiment: Any) -> dict[str, jax.Array]:
         key = jax.tree_util.keystr(path, simple=True, separator='/')
         found['/'.join(filter(None, (attribute.strip('_'), key)))] = x
   return found
-
-
-def _bytes_on_one_device(x: jax.Array) -> int:
-  return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def _saved_profile(config: Any) -> str:

@@ -71,7 +71,6 @@ class Watch:
     self.num_batches = 0
     self._first_step = first_step
     self._functions: dict[tuple[str, str], _Function] = {}
-    self._is_explained = False
 
   def __enter__(self) -> Watch:
     _listen()
@@ -83,10 +82,6 @@ class Watch:
   def __exit__(self, *unused: Any) -> None:
     _thread.watch = None
 
-  def explained(self) -> None:
-    """Notes that the program that is being traced has been warned of."""
-    self._is_explained = True
-
   def compiled(self, name: str, caller: str, arguments: _Arguments) -> None:
     """Hears of a program that was compiled.
 
@@ -96,7 +91,6 @@ class Watch:
       arguments: that it was called with.
     """
     before, self._secs = self._secs, goodput.compiled_secs()
-    is_explained, self._is_explained = self._is_explained, False
     if self.step is None:
       return
     function = self._functions.get((name, caller))
@@ -105,8 +99,7 @@ class Watch:
       return
     lines = _changes(arguments, function.arguments)
     function.arguments = arguments
-    is_early = self.step - self._first_step < _FIRST_STEPS
-    if is_explained or is_early:
+    if self.step - self._first_step < _FIRST_STEPS:
       return
     function.secs += (secs := self._secs - before)
     function.count += 1
@@ -164,7 +157,7 @@ def warn_of_batch(lines: Sequence[str]) -> None:
   """
   watch = _thread.watch
   if watch is not None:
-    watch.explained()
+    watch.step = None  # What else this step compiles has the same cause.
     watch.num_batches += 1
     if watch.num_batches & (watch.num_batches - 1):
       return  # Every new length may be one: the 1st, 2nd, 4th, ... is told.
