@@ -1378,11 +1378,6 @@ def test_many_threads_lose_nothing(tmp_path):
     assert steps == list(range(100))
 
 
-def test_max_queue_must_be_positive():
-  with pytest.raises(ValueError, match='max_queue: got 0, expected at least 1'):
-    writers.AsyncWriter(_ScalarsOnly(), max_queue=0)
-
-
 _PROGRAM = """
   import os
   import sys

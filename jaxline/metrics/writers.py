@@ -123,12 +123,7 @@ class AsyncWriter(MetricWriter):
       writer: what writes; from now on only the thread calls it. It is closed
         with this one.
       max_queue: how many records may wait.
-
-    Raises:
-      ValueError: `max_queue` is not positive.
     """
-    if max_queue < 1:
-      raise ValueError(f'max_queue: got {max_queue}, expected at least 1.')
     self._writer: MetricWriter = (
       writer if isinstance(writer, MetricWriter) else MultiWriter([writer])
     )

@@ -123,13 +123,6 @@ def actions(
   return [Profiler(config, say)]
 
 
-def log_directory(config: Any) -> pathlib.Path:
-  """Returns where this process of a run that trains writes what it observes."""
-  process = jax.process_index()
-  path = pathlib.Path(config.checkpoint_dir).absolute() / 'train'
-  return path / f'host_{process}' if process else path
-
-
 class Profiler(periodic.Action):
   """A periodic action that traces steps.
 
@@ -150,10 +143,12 @@ class Profiler(periodic.Action):
     """
     self._ranges = parse(config.profile_steps) if config.profile_steps else []
     self._run_directory = pathlib.Path(config.checkpoint_dir).absolute()
-    self._directory = log_directory(config)
+    self._directory = self._run_directory / 'train'
     # A file is for one process; the signal is for any.
-    is_first = jax.process_index() == 0
-    self._request = self._run_directory / REQUEST if is_first else None
+    self._request: pathlib.Path | None = self._run_directory / REQUEST
+    if process := jax.process_index():
+      self._directory /= f'host_{process}'
+      self._request = None
     self._looked = -math.inf  # When the thread was last told to look for it.
     self._asked = 0  # Steps that the file asks for.
     self._say = say
