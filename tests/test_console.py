@@ -1408,6 +1408,7 @@ held.wait()
 if not (child := os.fork()):
   print('child')
   sys.stdout.flush()
+  lines.stop()
   os._exit(0)
 os.waitpid(child, 0)
 forked.set()

@@ -49,6 +49,7 @@ class Live:
     self._draw = draw
     self._lock = threading.RLock()
     self._is_started = False
+    self._pid = 0  # Of the process that draws.
     self._is_drawing = False
     self._lines: list[str] = []
     self._columns = 0  # That the lines are for.
@@ -100,6 +101,9 @@ class Live:
 
   def stop(self) -> None:
     """Removes the lines and gives everything back; may be called twice."""
+    # A forked worker has no lines; at the fork, the thread may have the lock.
+    if os.getpid() != self._pid:
+      return
     with self._lock:
       text, self._partial, self._lines = self._partial, '', []
       self._put(text)
@@ -121,8 +125,7 @@ class Live:
 
     A line appears among those that stay once it is ended.
     """
-    # A forked worker has no lines; at the fork, the thread may have the lock.
-    if os.getpid() != self._pid:
+    if os.getpid() != self._pid:  # See `stop`.
       return write(text)
     with self._lock:
       # stdout may be a stream around one that was taken.
