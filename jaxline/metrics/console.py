@@ -13,10 +13,9 @@ is written to TensorBoard and JSON lines is exact.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import errno
-import functools
 import math
 import os
 import sys
@@ -413,22 +412,7 @@ class Console(periodic.Action):
       mode: the log.
     """
     if self._is_shown and isinstance(writer, writers.AsyncWriter):
-      writer.add(_TextWriter(functools.partial(self._say_texts, mode)))
-
-  def _say_texts(self, mode: str, step: int, texts: Mapping[str, str]) -> None:
-    for name, text in texts.items():
-      if name == 'config':  # Of the run; a file has it.
-        continue
-      # A model may write what a terminal takes for commands.
-      clean = ''.join(
-        x if x.isprintable() or x == '\n' else ' ' if x == '\t' else '\ufffd'
-        for x in text
-      )
-      shown = clean.split('\n')
-      if len(shown) > _MAX_TEXT_LINES:
-        rest = len(shown) - _MAX_TEXT_LINES
-        shown[_MAX_TEXT_LINES:] = [f'... ({rest} more lines)']
-      self.say('\n  '.join([f'{mode} step {step} | {name}:', *shown]))
+      writer.add(_TextWriter(self, mode))
 
   # The live lines.
 
@@ -463,11 +447,23 @@ def _painted(text: str, code: int) -> str:
 
 
 class _TextWriter(writers.Backend):
-  """Passes on the texts that an experiment writes."""
+  """Prints the texts that an experiment writes."""
 
-  def __init__(self, show: Callable[[int, Mapping[str, str]], None]):
-    self._show = show
+  def __init__(self, console: Console, mode: str):
+    self._console, self._mode = console, mode
 
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
-    if kind == 'texts':
-      self._show(step, values)
+    for name, text in values.items():
+      if kind != 'texts' or name == 'config':  # Of the run; a file has it.
+        continue
+      # A model may write what a terminal takes for commands.
+      clean = ''.join(
+        x if x.isprintable() or x == '\n' else ' ' if x == '\t' else '\ufffd'
+        for x in text
+      )
+      shown = clean.split('\n')
+      if len(shown) > _MAX_TEXT_LINES:
+        rest = len(shown) - _MAX_TEXT_LINES
+        shown[_MAX_TEXT_LINES:] = [f'... ({rest} more lines)']
+      head = f'{self._mode} step {step} | {name}:'
+      self._console.say('\n  '.join([head, *shown]))
