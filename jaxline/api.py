@@ -53,14 +53,10 @@ class Result:
     """Returns the history as a pandas frame: a row a step, a column a scalar.
 
     Raises:
-      errors.UsageError: pandas is not installed.
+      ImportError: pandas is not installed.
     """
-    try:
-      import pandas as pd
-    except ImportError as e:
-      raise errors.UsageError(
-        f'`frame` needs pandas ({e}): pip install pandas; or use `history`.'
-      ) from e
+    import pandas as pd
+
     columns = {
       name: pd.Series(curve[:, 1], index=curve[:, 0].astype(int))
       for name, curve in self.history.items()
@@ -91,6 +87,8 @@ def fit(
 
   Raises:
     errors.UsageError: what is wrong with the config or the directory.
+    TypeError: an override has another type than the key's value.
+    KeyError: an override of `a.b`, where `a` is no part of the config.
     KeyboardInterrupt: the run was interrupted, and is saved.
   """
   if mode not in ('train', 'train_and_eval'):
@@ -98,11 +96,8 @@ def fit(
       f"mode is {mode!r}; expected 'train_and_eval' or 'train'."
     )
   config = config.copy_and_resolve_references()
-  try:
-    with config.unlocked():
-      config.update_from_flattened_dict(overrides or {})
-  except (KeyError, TypeError, ValueError) as e:
-    raise errors.UsageError(f'overrides are {overrides!r}: {e}') from e
+  with config.unlocked():
+    config.update_from_flattened_dict(overrides or {})
   base_config.validate_config(config)
   try:
     with preemption.Watch():

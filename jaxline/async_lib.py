@@ -172,15 +172,13 @@ class SerialExecutor:
       A function that waits for all these calls and raises their error, but not
       the error of a later call. Any thread may call it.
     """
-    errors: list[BaseException | None] = []
-    done = threading.Event()
+    error: futures.Future[BaseException | None] = futures.Future()
     add = self.run if self.is_current else self.put
-    for call in (*calls, lambda: errors.append(self.error), done.set):
+    for call in (*calls, lambda: error.set_result(self.error)):
       add(call)
 
     def wait() -> None:
-      done.wait()
-      if errors[0] is not None:
+      if error.result() is not None:
         self.raise_error()
 
     return wait

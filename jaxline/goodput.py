@@ -53,15 +53,11 @@ class _Thread(threading.local):
   """What this thread compiles.
 
   Attributes:
-    depth: how many phases of compilations are open.
-    began: when the outermost of them did.
-    measured: its measure.
+    depth: how many phases of compilations are open; tracing is within tracing.
     compiled_secs: how long this thread has compiled.
   """
 
   depth = 0
-  began = 0.0
-  measured: contextlib.AbstractContextManager[None]
   compiled_secs = 0.0
 
 
@@ -173,28 +169,21 @@ def _on_event(event: str, **kwargs: Any) -> None:
 
 def _on_start(event: str, value: float, **kwargs: Any) -> None:
   del value, kwargs
-  if not event.startswith(_PHASES):
-    return
-  if not _thread.depth:
-    _thread.began = _clock()
-    _thread.measured = measure('compilation')
-    _thread.measured.__enter__()
-  _thread.depth += 1
+  _thread.depth += event.startswith(_PHASES)
 
 
 def _on_end(event: str, duration_secs: float, **kwargs: Any) -> None:
   global _count, _secs
-  del duration_secs, kwargs
+  del kwargs
   if not event.startswith(_PHASES) or not _thread.depth:
     return
   _thread.depth -= 1
   with _lock:
     _count += event == _BACKEND_COMPILE
     if not _thread.depth:
-      _thread.measured.__exit__(None, None, None)
-      secs = _clock() - _thread.began
-      _thread.compiled_secs += secs
-      _secs += secs
+      add('compilation', duration_secs)
+      _thread.compiled_secs += duration_secs
+      _secs += duration_secs
 
 
 @functools.cache

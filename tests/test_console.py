@@ -181,7 +181,6 @@ def test_log_lines():
         'bad': math.nan,
       },
     )
-    # Another order and a new name: the columns stay where they were.
     console.log_training(1201, {'new': 1.0, 'tokens': 5, 'loss': 2.0})
     console.log_evaluation(4, {'loss': np.float32(1.5)})
     console.say('That is all.')
@@ -189,7 +188,7 @@ def test_log_lines():
   assert found == [
     'step 1200 | loss 2.345 | bits_per_byte 3.383 | steps_per_sec 8.31 | '
     'tokens 2048000 | tokens_per_sec 17018 | lr 3e-05 | bad nan',
-    'step 1201 | loss 2 | tokens 5 | new 1',
+    'step 1201 | new 1 | tokens 5 | loss 2',
     'eval step 4 | loss 1.5',
     'That is all.',
   ]
@@ -1392,18 +1391,27 @@ def test_breakpoint_on_a_terminal(tmp_path):
 @pytest.mark.process
 def test_a_forked_worker_prints_as_if_there_were_no_lines(tmp_path):
   program = """
-import os, sys, time
+import os, sys, threading, time
 from jaxline.metrics import live
 lines = live.Live(lambda width: 'drawn')
 lines.start()
 time.sleep(0.5)
-lines._lock.acquire()  # As if the thread had it at the moment of the fork.
+held, forked = threading.Event(), threading.Event()
+
+def hold():  # As the thread of the lines may at the moment of the fork.
+  with lines._lock:
+    held.set()
+    forked.wait()
+
+threading.Thread(target=hold).start()
+held.wait()
 if not (child := os.fork()):
   print('child')
   sys.stdout.flush()
+  lines.stop()
   os._exit(0)
-lines._lock.release()
 os.waitpid(child, 0)
+forked.set()
 lines.stop()
 """
   terminal = Terminal()

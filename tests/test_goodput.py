@@ -1,6 +1,7 @@
 """The account of the time of a run, and of what was compiled."""
 
 import threading
+import types
 from unittest import mock
 
 import jax
@@ -29,6 +30,9 @@ class Clock:
 def clock(monkeypatch):
   made = Clock()
   monkeypatch.setattr(goodput, '_clock', made)
+  # JAX says how long its phases took.
+  clock = types.SimpleNamespace(time=made)
+  monkeypatch.setattr('jax._src.dispatch.time', clock)
   return made
 
 

@@ -127,7 +127,7 @@ def test_what_a_failed_step_was_given_is_named(tmp_path):
   assert 'batch/0 float32[7]' in table
 
 
-def test_the_memory_in_use_is_said_where_the_backend_knows(monkeypatch):
+def test_the_memory_in_use_is_said_where_the_backend_knows():
   class Device:
     def memory_stats(self):
       return {'bytes_in_use': 3 << 30, 'bytes_limit': 16 << 30}
@@ -135,8 +135,9 @@ def test_the_memory_in_use_is_said_where_the_backend_knows(monkeypatch):
     def __str__(self):
       return 'TPU_0'
 
-  monkeypatch.setattr(jax, 'local_devices', lambda: [Device()])
-  assert out_of_memory._in_use() == 'TPU_0: 3 GiB in use, 16 GiB in all'
+  assert (
+    out_of_memory._in_use([Device()]) == 'TPU_0: 3 GiB in use, 16 GiB in all'
+  )
 
 
 def test_a_report_that_fails_hides_no_error(tmp_path, monkeypatch):

@@ -114,7 +114,7 @@ def test_of_pmap(caplog):
   assert lines == ["args[1]['x']: now float32[1,4,3], before float32[1,8,3]"]
 
 
-def test_the_closest_arguments_of_before_are_compared(caplog):
+def test_the_arguments_of_the_last_compilation_are_compared(caplog):
   found = warnings(caplog, Recompiling, [8, 8, 8, 8, 4, 2])
   assert [text.splitlines()[1:] for text in found] == [
     ["batch['x']: now float32[4,3], before float32[8,3]"],

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import pathlib
-import re
 import resource
 import shutil
 import signal
@@ -261,8 +260,13 @@ def test_to_step_takes_one_copy_per_device():
     got = writers.to_step(step)
     assert got == 7
     assert type(got) is int
-  for step in (None, 'x', 7.5, np.zeros(0), math.nan):
-    with pytest.raises(TypeError, match=r'global_step: got .*expected an int'):
+  for step, said in (
+    (None, 'NoneType'),
+    ('x', "invalid literal for int.*'x'"),
+    (np.zeros(0), 'index 0 is out of bounds'),
+    (math.nan, 'cannot convert float NaN to integer'),
+  ):
+    with pytest.raises((TypeError, ValueError, IndexError), match=said):
       writers.to_step(step)
 
 
@@ -531,9 +535,9 @@ def test_backends_refuse_writes_after_close_and_close_twice(make, tmp_path):
   writer = make(tmp_path)
   writer.close()
   writer.close()
-  with pytest.raises(RuntimeError, match=r'write_texts .*after close\(\)'):
+  with pytest.raises(ValueError, match='closed file'):
     writer.write_texts(0, {'a': 'b'})
-  with pytest.raises(RuntimeError, match=r'flush .*after close\(\)'):
+  with pytest.raises(ValueError, match='closed file'):
     writer.flush()
 
 
@@ -611,14 +615,6 @@ def test_a_writer_follows_a_file_that_anothers_resume_replaced(make, tmp_path):
   else:
     lines = _lines(tmp_path / 'metrics.jsonl')
     assert [(x['step'], x['a']) for x in lines] == [(0, 0), (1, 0), (2, 1)]
-
-
-@both
-def test_resume_after_close_is_refused(make, tmp_path):
-  writer = make(tmp_path)
-  writer.close()
-  with pytest.raises(RuntimeError, match=r'resume .*after close\(\)'):
-    writer.resume(0)
 
 
 def test_a_bucket_address_is_refused():
@@ -955,9 +951,9 @@ def test_jsonl_resume_takes_later_records_out(tmp_path):
     (
       b'{"step": 9}\n{"step": 1}\n{"s\xf4ep": 2}\n[3]\n{"step": 2}\n',
       b'{"step": 1}\n{"s\xf4ep": 2}\n[3]\n{"step": 2}\n',
-      '2 lines are no records and stay as they are: line 2, 3.',
+      [b'{"s\xf4ep": 2}\n', b'[3]\n'],
     ),
-    (b'\n{"step": 1}\n', b'\n{"step": 1}\n', '1 lines .*: line 1.'),
+    (b'\n{"step": 1}\n', b'\n{"step": 1}\n', [b'\n']),
   ],
 )
 def test_jsonl_resume_of_what_a_crash_may_leave(
@@ -973,10 +969,9 @@ def test_jsonl_resume_of_what_a_crash_may_leave(
   line = b'{"step": 4, "time": 0.0, "kind": "scalars", "a": 1}\n'
   assert path.read_bytes() == after + line
   texts = [c.args[0] % c.args[1:] for c in logged_warnings.call_args_list]
-  assert len(texts) == (damaged is not None)
-  if damaged is not None:
-    assert re.search(damaged, texts[0])
-    assert str(path) in texts[0]
+  assert len(texts) == len(damaged or [])
+  for line, text in zip(damaged or [], texts, strict=True):
+    assert text.startswith(f'{path}: the line {line!r} is no record')
 
 
 def test_jsonl_resume_of_a_device_does_not_read_it():
@@ -1017,13 +1012,18 @@ def test_decorators_pass_every_kind_on(decorate):
   writer.flush()
   np.testing.assert_equal(recorder.calls, [*_ALL_KINDS, ('flush',)])
   writer.close()
+  assert recorder.calls[-1] == ('close',)
+
+
+def test_async_refuses_writes_after_close_and_closes_once():
+  recorder = _Recorder()
+  writer = writers.AsyncWriter(recorder)
   writer.close()
-  assert [c[0] for c in recorder.calls].count('close') == 1
+  writer.close()
+  assert [c[0] for c in recorder.calls] == ['flush', 'close']
   for method in ('write_scalars', 'write_images', 'write_texts'):
     with pytest.raises(RuntimeError, match=rf'{method} .*after close\(\)'):
       getattr(writer, method)(0, {})
-  with pytest.raises(RuntimeError, match=r'flush .*after close\(\)'):
-    writer.flush()
 
 
 @pytest.mark.parametrize('decorate', ['multi', 'async'])
@@ -1062,8 +1062,6 @@ def test_decorators_pass_resume_on_in_order(decorate, logged_warnings):
   assert [c[0] for c in recorder.calls[:2]] == ['resume', 'scalars']
   assert foreign.calls == [(8, {'a': 1})]
   assert not logged_warnings.called
-  with pytest.raises(RuntimeError, match=r'resume .*after close\(\)'):
-    writer.resume(7)
 
 
 def test_an_error_of_resume_comes_at_once_and_again():
@@ -1092,7 +1090,6 @@ def test_a_failing_writer_does_not_keep_a_record_from_the_others():
   assert [str(e) for e in raised.value.exceptions] == ['bad', 'worse']
   with pytest.raises(KeyError):
     writer.close()
-  writer.close()
   assert [c[0] for c in good.calls] == ['scalars', 'scalars', 'close']
   assert [c[0] for c in worse.calls] == ['scalars', 'close']
 
@@ -1381,11 +1378,6 @@ def test_many_threads_lose_nothing(tmp_path):
     assert steps == list(range(100))
 
 
-def test_max_queue_must_be_positive():
-  with pytest.raises(ValueError, match='max_queue: got 0, expected at least 1'):
-    writers.AsyncWriter(_ScalarsOnly(), max_queue=0)
-
-
 _PROGRAM = """
   import os
   import sys
@@ -1452,10 +1444,10 @@ _UNCLOSED = """
       time.sleep(0.1)
       print(step, *values)
 
-    def _flush(self):
+    def flush(self):
       print('flush')
 
-    def _close(self):
+    def close(self):
       print('close')
 
   writer = writers.AsyncWriter(Writer(), max_queue=1)

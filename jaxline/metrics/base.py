@@ -28,8 +28,8 @@ class MetricWriter(abc.ABC):
   the step (one copy per device). A writer is also a context manager that
   closes itself.
 
-  A subclass gives `_write` and, where it holds something, `_flush`, `_close`
-  and `_resume`, which do what the methods of these names say; see `Backend`.
+  A subclass gives `_write` and, where it holds something, `flush`, `close` and
+  `resume`; see `Backend`.
 
   Attributes:
     executor: runs what writes on its thread, and lets others share the thread;
@@ -37,7 +37,6 @@ class MetricWriter(abc.ABC):
   """
 
   executor: async_lib.SerialExecutor | None = None
-  _is_closed = False
 
   def write_scalars(self, global_step: Any, scalars: Mapping[str, Any]) -> None:
     """Writes named numbers, as `to_scalars` accepts them."""
@@ -80,7 +79,7 @@ class MetricWriter(abc.ABC):
   ) -> None:
     """Writes what `write_<kind>` was called with."""
 
-  def resume(self, step: int) -> None:
+  def resume(self, step: int) -> None:  # noqa: B027
     """Voids what an earlier process wrote of later steps than `step`.
 
     A run calls it once, when it has restored and before it writes. It may read
@@ -90,11 +89,6 @@ class MetricWriter(abc.ABC):
     Raises:
       OSError: a file cannot be rewritten; it stands as it was.
     """
-    self._require_open('resume')
-    self._resume(step)
-
-  def _resume(self, step: int) -> None:  # noqa: B027
-    pass
 
   def logged_steps(self) -> list[int]:
     """Returns the steps that scalars were written of, ascending.
@@ -107,16 +101,11 @@ class MetricWriter(abc.ABC):
     """
     return []
 
-  def flush(self) -> None:
+  def flush(self) -> None:  # noqa: B027
     """Returns once everything written so far has reached the disk.
 
     Any thread may call it.
     """
-    self._require_open('flush')
-    self._flush()
-
-  def _flush(self) -> None:  # noqa: B027
-    pass
 
   def flush_async(self) -> Callable[[], None]:
     """Starts a flush, in the background where the writer has a thread.
@@ -128,16 +117,8 @@ class MetricWriter(abc.ABC):
     return self.flush
 
   def close(self) -> None:
-    """Flushes and ends the writer; a later write raises RuntimeError.
-
-    Closing twice is allowed.
-    """
-    if not self._is_closed:
-      self._is_closed = True
-      self._close()
-
-  def _close(self) -> None:
-    self._flush()
+    """Flushes and ends the writer; closing twice is allowed."""
+    self.flush()
 
   def __enter__(self) -> 'MetricWriter':
     return self
@@ -150,13 +131,6 @@ class MetricWriter(abc.ABC):
         raise
       # It often has the same cause as the error that leaves the block.
       logging.error('Closing a writer failed as well: %r', e)
-
-  def _require_open(self, method: str) -> None:
-    if self._is_closed:
-      raise RuntimeError(
-        f'{type(self).__name__}.{method} was called after close(). Write before'
-        ' the writer is closed, or make a new one.'
-      )
 
 
 class Record(dict[str, Any]):
@@ -189,7 +163,6 @@ class Backend(MetricWriter):
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
   ) -> None:
-    self._require_open(f'write_{kind}')
     record = Record.of(values)
     if record.converted is None:
       record.converted = values_lib.CONVERSIONS[kind](values, *options)

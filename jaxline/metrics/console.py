@@ -13,10 +13,9 @@ is written to TensorBoard and JSON lines is exact.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import errno
-import functools
 import math
 import os
 import sys
@@ -104,7 +103,6 @@ class Console(periodic.Action):
     self._saved: int | None = None
     self._waiting: tuple[Any, float] = (None, math.inf)
     # For the progress of training.
-    self._names: dict[str, dict[str, None]] = {}
     self._window: collections.deque[dict[str, Any]] = collections.deque(
       maxlen=_MAX_STEPS
     )
@@ -302,7 +300,7 @@ class Console(periodic.Action):
     given = {name: x for name, x in scalars.items() if x is not None}
     numbers = writers.to_scalars(given)
     if not self._is_shown:
-      self.say(' | '.join([f'step {step}', *self._shown('', numbers)]))
+      self.say(' | '.join([f'step {step}', *lines.shown(numbers)]))
       return
     self._window.append(numbers)
     rate = numbers.get('steps_per_sec')
@@ -323,13 +321,6 @@ class Console(periodic.Action):
       self._next_line = time.monotonic() + _AFTER_LIVE_SECS
       self.say(self._plain_line(step))
 
-  def _shown(self, log: str, values: Mapping[str, Any]) -> list[str]:
-    """Returns 'name value' of each, in the order of their first appearance."""
-    # Not in place: two threads may log.
-    known = self._names.get(log, {}) | dict.fromkeys(values)
-    self._names[log] = known
-    return lines.shown({name: values[name] for name in known if name in values})
-
   def _plain_line(self, step: int) -> str:
     fields, rates = self._fields()
     notes = [f'saved {x}' for x in [self._notes.pop('saved', '')] if x]
@@ -342,14 +333,14 @@ class Console(periodic.Action):
   def _fields(self) -> tuple[list[str], list[str]]:
     """Returns the scalars of training, the loss first; and the rates."""
     means = self._means
-    self._names.setdefault('', {'loss': None})
-    own = {name: x for name, x in means.items() if name not in _FORMS}
+    names = sorted(means, key='loss'.__ne__)
+    own = {name: means[name] for name in names if name not in _FORMS}
     rates = [
       form.format(means[name])
       for name, form in _FORMS.items()
       if form and means.get(name)  # A rate is 0 before it is known.
     ]
-    return self._shown('', own), rates
+    return lines.shown(own), rates
 
   def _step_text(self, step: int) -> str:
     steps = self._config.training_steps
@@ -379,7 +370,7 @@ class Console(periodic.Action):
     """Shows what `evaluate` returned for a step, as of the log `log`."""
     self.activity = ''
     self._num_evaluated += 1
-    fields = self._shown(log, writers.to_scalars(scalars))
+    fields = lines.shown(writers.to_scalars(scalars))
     line = [f'{log} step {step}', *fields]
     self._notes['eval'] = ': '.join([str(step), *fields[:1]])
     if self._is_shown:
@@ -421,22 +412,7 @@ class Console(periodic.Action):
       mode: the log.
     """
     if self._is_shown and isinstance(writer, writers.AsyncWriter):
-      writer.add(_TextWriter(functools.partial(self._say_texts, mode)))
-
-  def _say_texts(self, mode: str, step: int, texts: Mapping[str, str]) -> None:
-    for name, text in texts.items():
-      if name == 'config':  # Of the run; a file has it.
-        continue
-      # A model may write what a terminal takes for commands.
-      clean = ''.join(
-        x if x.isprintable() or x == '\n' else ' ' if x == '\t' else '\ufffd'
-        for x in text
-      )
-      shown = clean.split('\n')
-      if len(shown) > _MAX_TEXT_LINES:
-        rest = len(shown) - _MAX_TEXT_LINES
-        shown[_MAX_TEXT_LINES:] = [f'... ({rest} more lines)']
-      self.say('\n  '.join([f'{mode} step {step} | {name}:', *shown]))
+      writer.add(_TextWriter(self, mode))
 
   # The live lines.
 
@@ -471,11 +447,23 @@ def _painted(text: str, code: int) -> str:
 
 
 class _TextWriter(writers.Backend):
-  """Passes on the texts that an experiment writes."""
+  """Prints the texts that an experiment writes."""
 
-  def __init__(self, show: Callable[[int, Mapping[str, str]], None]):
-    self._show = show
+  def __init__(self, console: Console, mode: str):
+    self._console, self._mode = console, mode
 
   def _emit(self, kind: str, step: int, values: dict[str, Any]) -> None:
-    if kind == 'texts':
-      self._show(step, values)
+    for name, text in values.items():
+      if kind != 'texts' or name == 'config':  # Of the run; a file has it.
+        continue
+      # A model may write what a terminal takes for commands.
+      clean = ''.join(
+        x if x.isprintable() or x == '\n' else ' ' if x == '\t' else '\ufffd'
+        for x in text
+      )
+      shown = clean.split('\n')
+      if len(shown) > _MAX_TEXT_LINES:
+        rest = len(shown) - _MAX_TEXT_LINES
+        shown[_MAX_TEXT_LINES:] = [f'... ({rest} more lines)']
+      head = f'{self._mode} step {step} | {name}:'
+      self._console.say('\n  '.join([head, *shown]))

@@ -104,7 +104,7 @@ class FileBackend(base.Backend):
     steps: set[Any] = {piece.step for piece in self._pieces() if piece.scalars}
     return sorted(steps)
 
-  def _resume(self, step: int) -> None:
+  def resume(self, step: int) -> None:
     for path in self._paths():
       self._void_later(pathlib.Path(os.path.realpath(path)), step)
 
@@ -129,13 +129,14 @@ class FileBackend(base.Backend):
         shutil.copymode(path, partial)
         file.writelines(kept(old))
 
-  def _flush(self) -> None:
+  def flush(self) -> None:
     self._follow()
     if self._paths():
       os.fsync(self._file.fileno())
 
-  def _close(self) -> None:
-    try:
-      self._flush()
-    finally:
-      self._file.close()
+  def close(self) -> None:
+    if not self._file.closed:
+      try:
+        self.flush()  # It may open another file.
+      finally:
+        self._file.close()

@@ -7,8 +7,6 @@ import os
 import time
 from typing import Any, BinaryIO
 
-from absl import logging
-
 from jaxline.metrics import files
 from jaxline.metrics import values as values_lib
 
@@ -30,8 +28,7 @@ class JsonlWriter(files.FileBackend):
     line of its own, so a reader loses that line and no other.
   - `resume` takes out the records of later steps, and a last line that is cut
     short. The file is replaced in one rename, or not touched where nothing is
-    to go. Lines that are no records (damaged ones) stay, and a warning gives
-    their numbers.
+    to go. A line that is no record (a damaged one) stays, with a warning.
   """
 
   def __init__(
@@ -68,6 +65,14 @@ class JsonlWriter(files.FileBackend):
     for line in file:
       record = read_record(line)
       is_whole = line.endswith(b'\n')
+      if is_whole and not record:
+        values_lib.warn_once(
+          ('line', self.path, str(line)),
+          '%s: the line %.80r is no record, and stays as it is. Mend or remove'
+          ' it, or let what reads the file skip it.',
+          self.path,
+          line,
+        )
       # One that is cut short goes; other damage stays.
       step = record.get('step', None if is_whole else math.inf)
       # A record may lack no more than the end of its line.
@@ -75,20 +80,6 @@ class JsonlWriter(files.FileBackend):
       yield files.Piece(
         data, step, record if record.get('kind') == 'scalars' else {}
       )
-
-  def _resume(self, step: int) -> None:
-    super()._resume(step)
-    for path in self._paths():
-      with open(path, 'rb') as file:
-        damaged = [n for n, x in enumerate(file, 1) if not read_record(x)]
-      if damaged:
-        logging.warning(
-          '%s: %d lines are no records and stay as they are: line %s. Mend or '
-          'remove them, or let what reads the file skip them.',
-          path,
-          len(damaged),
-          ', '.join(map(str, damaged[:10])),
-        )
 
 
 KEYS = frozenset({'step', 'time', 'kind'})

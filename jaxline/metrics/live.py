@@ -49,6 +49,7 @@ class Live:
     self._draw = draw
     self._lock = threading.RLock()
     self._is_started = False
+    self._pid = 0  # Of the process that draws.
     self._is_drawing = False
     self._lines: list[str] = []
     self._columns = 0  # That the lines are for.
@@ -66,9 +67,8 @@ class Live:
 
   def start(self) -> None:
     """Begins to draw, and takes what is written to stdout and stderr."""
-    global _active
     self._out, self._write = sys.stdout, sys.stdout.write
-    self._is_started, _active = True, self
+    self._is_started, self._pid = True, os.getpid()
     preemption.before_notice.append(self.detach)
     self._stack.callback(preemption.before_notice.remove, self.detach)
     for stream in (sys.stdout, sys.stderr):
@@ -89,29 +89,25 @@ class Live:
 
   def _set(self, owner: Any, name: str, value: Any) -> None:
     """Sets an attribute until the end, unless somebody replaces it since."""
-    is_own = name in getattr(owner, '__dict__', ())
-    old = getattr(owner, name, None)
-
-    def put_back() -> None:
-      if getattr(owner, name, None) is value:
-        setattr(owner, name, old)
-        if not is_own:
-          vars(owner).pop(name, None)
-
     # A stream may take no attributes: it writes past the lines, as C++ code.
     with contextlib.suppress(AttributeError, TypeError):
+      old = getattr(owner, name)
       setattr(owner, name, value)
-      self._stack.callback(put_back)
+
+      @self._stack.callback
+      def put_back() -> None:
+        if getattr(owner, name) is value:
+          setattr(owner, name, old)
 
   def stop(self) -> None:
     """Removes the lines and gives everything back; may be called twice."""
-    global _active
+    # A forked worker has no lines; at the fork, the thread may have the lock.
+    if os.getpid() != self._pid:
+      return
     with self._lock:
       text, self._partial, self._lines = self._partial, '', []
       self._put(text)
       self._is_started = False
-      if _active is self:
-        _active = None
       self._stack.close()
     self._stopped.set()
 
@@ -129,6 +125,8 @@ class Live:
 
     A line appears among those that stay once it is ended.
     """
+    if os.getpid() != self._pid:  # See `stop`.
+      return write(text)
     with self._lock:
       # stdout may be a stream around one that was taken.
       if self._is_drawing or not self._is_started:
@@ -181,16 +179,3 @@ class Live:
       self._is_started = False  # The terminal is gone; the run goes on.
     finally:
       self._is_drawing = False
-
-
-_active: Live | None = None
-
-
-def _in_forked_child() -> None:
-  """Lets a forked worker write as if there were no lines."""
-  if _active is not None:
-    _active._lock = threading.RLock()  # Another thread may have held it.
-    _active._is_started = False
-
-
-os.register_at_fork(after_in_child=_in_forked_child)

@@ -274,11 +274,8 @@ class PeriodicAction(Action):
 
 @functools.lru_cache
 def _growth_steps(num_digits: int, ratios: tuple[float, ...]) -> frozenset[int]:
-  """Returns the growth steps that have up to so many digits."""
-  steps = set()
-  for ratio in (1, *ratios):
-    power = 1
-    while (step := round(ratio * power)) < 10**num_digits:
-      steps.add(step)
-      power *= 10
+  """Returns the growth steps that have up to so many digits, and more."""
+  # A ratio may be as small as 1e-9.
+  powers = [10**k for k in range(num_digits + 10)]
+  steps = {round(ratio * power) for ratio in (1, *ratios) for power in powers}
   return frozenset(steps - {0})

@@ -132,7 +132,7 @@ def _parameters(experiment: Any) -> str:
 
 
 def _bytes(leaf: Any) -> int:
-  return math.prod(leaf.shape) * getattr(leaf.dtype, 'itemsize', 0)
+  return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def _split(params: Any) -> str:

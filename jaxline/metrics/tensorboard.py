@@ -107,8 +107,8 @@ class TensorBoardWriter(files.FileBackend):
       step = event.step if event.HasField('summary') else None
       yield files.Piece(header + data + checksum, step, scalars)
 
-  def _resume(self, step: int) -> None:
-    super()._resume(step)
+  def resume(self, step: int) -> None:
+    super().resume(step)
     # Twice: TensorBoard takes the first that it finds in a directory for the
     # start of the run and hides nothing.
     for _ in range(2):

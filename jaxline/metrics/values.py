@@ -27,21 +27,11 @@ def to_step(global_step: Any) -> int:
   Args:
     global_step: an int, or an array of any shape whose elements are all the
       step, such as one copy per local device ([num_local_devices]).
-
-  Raises:
-    TypeError: it is not a whole number.
   """
-  first = global_step
-  if isinstance(first, jax.Array):
+  if isinstance(global_step, jax.Array):
     # One shard is enough, and on several hosts it is all that there is.
-    first = first.addressable_data(0)
-  number = _to_number(np.asarray(first).reshape(-1)[:1])
-  if number is None or number % 1:
-    raise TypeError(
-      f'global_step: got {_describe(global_step)}, expected an int or an array '
-      'of ints (one copy of the step per device).'
-    )
-  return int(number)
+    global_step = global_step.addressable_data(0)
+  return int(np.asarray(global_step).reshape(-1)[0])
 
 
 def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:

@@ -77,20 +77,19 @@ class MultiWriter(MetricWriter):
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
   ) -> None:
-    self._require_open(f'write_{kind}')
     self._each(f'write_{kind}', global_step, base.Record.of(values), *options)
 
   def logged_steps(self) -> list[int]:
     writers = [w for w in self._writers if isinstance(w, MetricWriter)]
     return sorted({step for w in writers for step in w.logged_steps()})
 
-  def _resume(self, step: int) -> None:
+  def resume(self, step: int) -> None:
     self._each('resume', step)
 
-  def _flush(self) -> None:
+  def flush(self) -> None:
     self._each('flush')
 
-  def _close(self) -> None:
+  def close(self) -> None:
     self._each('close')
 
 
@@ -105,6 +104,7 @@ class AsyncWriter(MetricWriter):
   - Where the queue is full the record is dropped and counted. The 1st, 10th,
     100th ... drop is logged, and `flush` and `close` log the count and write it
     as the scalar `writer/dropped_records`.
+  - A write after the close raises RuntimeError.
   - The first error on the thread is raised, with its traceback, by every later
     write and flush and by the close. What was queued when it happened is still
     handed to the wrapped writer; what came later is refused.
@@ -123,12 +123,7 @@ class AsyncWriter(MetricWriter):
       writer: what writes; from now on only the thread calls it. It is closed
         with this one.
       max_queue: how many records may wait.
-
-    Raises:
-      ValueError: `max_queue` is not positive.
     """
-    if max_queue < 1:
-      raise ValueError(f'max_queue: got {max_queue}, expected at least 1.')
     self._writer: MetricWriter = (
       writer if isinstance(writer, MetricWriter) else MultiWriter([writer])
     )
@@ -141,6 +136,7 @@ class AsyncWriter(MetricWriter):
     # Their number and the last one's step, at once: the thread takes no lock.
     self._dropped: tuple[int, Any] = (0, 0)
     self._reported = 0
+    self._is_closed = False
     self.executor = async_lib.SerialExecutor('jaxline-writer')
     self.executor.put(lambda: None)  # No fork starts one of its own.
     async_lib.at_exit.append(self.close)
@@ -165,7 +161,10 @@ class AsyncWriter(MetricWriter):
       return
     step = _snapshot(global_step)
     if kind in ('images', 'histograms'):
-      values = {name: _to_array(x) for name, x in values.items()}
+      values = {
+        name: x if hasattr(x, '__array__') else np.array(x)
+        for name, x in values.items()
+      }
     values = _snapshot(values)
     if kind == 'images':
       for name, image in values.items():
@@ -179,7 +178,8 @@ class AsyncWriter(MetricWriter):
         self._num_done += 1
 
     with self._lock:
-      self._require_open(f'write_{kind}')
+      if self._is_closed:
+        raise RuntimeError(f'write_{kind} was called after close().')
       self.executor.raise_error()
       # Besides those that wait, one is being written.
       if self._num_queued - self._num_done <= self._max_queue:
@@ -206,24 +206,24 @@ class AsyncWriter(MetricWriter):
     method(to_step(step), on_host, *options)
 
   def logged_steps(self) -> list[int]:
-    self._require_open('logged_steps')
     steps: list[int] = []
     self.executor.wait(lambda: steps.extend(self._writer.logged_steps()))
     return steps
 
-  def _resume(self, step: int) -> None:
+  def resume(self, step: int) -> None:
     self.executor.wait(lambda: self._writer.resume(step))
 
   def flush(self) -> None:
     self.flush_async()()
 
   def flush_async(self) -> Callable[[], None]:
-    with self._lock:
-      self._require_open('flush')
-      return self.executor.wait_async(self._report_dropped, self._writer.flush)
+    return self.executor.wait_async(self._report_dropped, self._writer.flush)
 
-  def _close(self) -> None:
+  def close(self) -> None:
     with self._lock:  # No write is between its check and the queue.
+      if self._is_closed:
+        return
+      self._is_closed = True
       wait = self.executor.wait_async(
         self._report_dropped, self._writer.flush, self._writer.close
       )
@@ -251,10 +251,6 @@ def _snapshot(value: Any) -> Any:
   if isinstance(value, Mapping):
     return {name: _snapshot(v) for name, v in value.items()}
   return np.array(value) if hasattr(value, '__array__') else value
-
-
-def _to_array(value: Any) -> Any:
-  return value if hasattr(value, '__array__') else np.array(value)
 
 
 def _make_tensorboard(

@@ -1,18 +1,22 @@
 """Says what is in the memory of the devices when there is no more of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import contextlib
 import math
 import pathlib
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxline.metrics import lines as lines_lib
 
 _NUM_LISTED = 12
 _MARK = '[jaxline]'
+_STATS = {
+  'bytes_in_use': 'in use',
+  'peak_bytes_in_use': 'at the peak',
+  'bytes_limit': 'in all',
+}
 _ADVICE = """\
 Suggested changes, most effective first: a smaller batch; more
 rematerialisation (`remat` of the model); weights and optimizer split over the
@@ -50,34 +54,29 @@ def explained(experiment: Any, config: Any) -> Iterator[None]:
 
 
 def _notes(experiment: Any, config: Any) -> Iterator[str]:
-  # The run's own error is what counts, whatever fails here.
-  for make in (
-    lambda: _in_use(),
-    lambda: _largest(experiment),
-    lambda: _saved_profile(config),
-    lambda: _ADVICE.format(
-      sharding=config.sharding, steps=config.gradient_accumulation_steps
-    ),
+  for make, argument in (
+    (_in_use, jax.local_devices()),
+    (_largest, experiment),
+    (_saved_profile, config),
   ):
     try:
-      if note := make():
+      if note := make(argument):
         yield note
-    except Exception as e:
+    except Exception as e:  # The run's own error is what counts.
       yield f'What the memory holds is not known: {e!r}'
+  yield _ADVICE.format(
+    sharding=config.sharding, steps=config.gradient_accumulation_steps
+  )
 
 
-def _in_use() -> str:
+def _in_use(devices: Sequence[Any]) -> str:
   """Returns how much the backend says is in use; '' where it does not."""
   lines = []
-  for device in jax.local_devices():
+  for device in devices:
     if stats := device.memory_stats():
       parts = [
         f'{lines_lib.size(stats[key])} {what}'
-        for key, what in (
-          ('bytes_in_use', 'in use'),
-          ('peak_bytes_in_use', 'at the peak'),
-          ('bytes_limit', 'in all'),
-        )
+        for key, what in _STATS.items()
         if key in stats
       ]
       lines.append(f'{device}: {", ".join(parts)}')
@@ -96,7 +95,8 @@ def _largest(experiment: Any) -> str:
     shape = ','.join(map(str, x.shape))
     name = f'{by_id.get(key, "(unnamed)")} {x.dtype.name}[{shape}]'
     count, size = rows.get(name, (0, 0))
-    rows[name] = count + 1, size + _bytes_on_one_device(x)
+    on_one_device = math.prod(x.sharding.shard_shape(x.shape))
+    rows[name] = count + 1, size + on_one_device * x.dtype.itemsize
   ordered = sorted(rows.items(), key=lambda row: -row[1][1])
   total = sum(size for _, (_, size) in ordered)
   lines = [
@@ -122,12 +122,6 @@ def _names(experiment: Any) -> dict[str, jax.Array]:
         key = jax.tree_util.keystr(path, simple=True, separator='/')
         found['/'.join(filter(None, (attribute.strip('_'), key)))] = x
   return found
-
-
-def _bytes_on_one_device(x: jax.Array) -> int:
-  shape = x.sharding.shard_shape(x.shape)
-  itemsize = getattr(x.dtype, 'itemsize', 0) or np.dtype(np.uint32).itemsize
-  return math.prod(shape) * itemsize
 
 
 def _saved_profile(config: Any) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 import contextlib
+import functools
 import math
 import pathlib
-import queue
 import re
 import shutil
 import signal
@@ -24,6 +24,7 @@ from absl import logging
 import jax
 from jax._src import profiler as jax_profiler
 
+from jaxline import async_lib
 from jaxline import errors
 from jaxline.metrics import periodic
 
@@ -34,7 +35,6 @@ _LOOK_SECS = 1.0  # How often to look for that file.
 # Whether a signal has asked for a trace. (An Event has a lock, which the
 # handler could find held by the code that it interrupts.)
 _is_signalled = False
-_profiler: Profiler | None = None  # Of the loop that trains.
 
 
 def parse(text: str) -> list[tuple[int, int]]:
@@ -98,8 +98,6 @@ def _on_signal(signum: int, frame: types.FrameType | None) -> None:
   global _is_signalled
   del signum, frame
   _is_signalled = True
-  if _profiler is not None:
-    _profiler.wake()
 
 
 def actions(
@@ -125,20 +123,13 @@ def actions(
   return [Profiler(config, say)]
 
 
-def log_directory(config: Any) -> pathlib.Path:
-  """Returns where this process of a run that trains writes what it observes."""
-  process = jax.process_index()
-  path = pathlib.Path(config.checkpoint_dir).absolute() / 'train'
-  return path / f'host_{process}' if process else path
-
-
 class Profiler(periodic.Action):
-  """A periodic action that traces steps; one comparison where nothing is due.
+  """A periodic action that traces steps.
 
   The trace starts on the thread that trains, between two steps. Another thread
   waits for the last step's results, stops the trace and writes it, while
-  training goes on, so that a part of the next steps is in it too. What fails is
-  a warning: no trace ends a run.
+  training goes on, so that a part of the next steps is in it too. It also looks
+  for the file. What fails is a warning: no trace ends a run.
   """
 
   def __init__(
@@ -152,90 +143,64 @@ class Profiler(periodic.Action):
     """
     self._ranges = parse(config.profile_steps) if config.profile_steps else []
     self._run_directory = pathlib.Path(config.checkpoint_dir).absolute()
-    self._directory = log_directory(config)
+    self._directory = self._run_directory / 'train'
     # A file is for one process; the signal is for any.
-    is_first = jax.process_index() == 0
-    self._request = self._run_directory / REQUEST if is_first else None
-    self._say = say
+    self._request: pathlib.Path | None = self._run_directory / REQUEST
+    if process := jax.process_index():
+      self._directory /= f'host_{process}'
+      self._request = None
+    self._looked = -math.inf  # When the thread was last told to look for it.
     self._asked = 0  # Steps that the file asks for.
-    # There is something to do after this step, and after each later one.
-    self._next: float = math.inf
+    self._say = say
     self._last: int | None = None  # Step of the trace that is being made.
     self._path = self._directory  # That trace's.
     self._scalars: Any = None  # Of the newest step of that trace.
     self._is_busy = False  # From the start of a trace until it is written.
-    self._calls: queue.SimpleQueue[Callable[[], None] | None] = (
-      queue.SimpleQueue()
-    )
-    self._thread: threading.Thread | None = None
-
-  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
-    """Starts or stops a trace, if it is time to."""
-    if step >= self._next:
-      self._act(int(step), scalar_outputs)
+    self._executor = async_lib.SerialExecutor('profiler')
 
   def update_time(self, t: float, step: int) -> None:
     """Begins: a range may begin with the first step of this process."""
-    global _profiler
-    if self._thread is not None:
-      return
-    _profiler = self
-    self._thread = threading.Thread(
-      target=self._work, name='profiler', daemon=True
-    )
-    self._thread.start()
-    # Those that an earlier process has run.
+    # Without those that an earlier process has run.
     self._ranges = [ends for ends in self._ranges if ends[1] > step]
-    self._act(int(step), None)
+    self(t, step, None)
 
-  def wake(self) -> None:
-    """Has the loop look, after its step, for what was asked; on any thread."""
-    self._next = -1
-
-  def wait_to_finish(self) -> None:
-    """Writes the trace of a run that ends, and ends the thread."""
-    global _profiler
-    if _profiler is self:
-      _profiler = None
-    if self._last is not None:
-      self._stop()
-    if self._thread is not None:
-      self._calls.put(None)
-      self._thread.join()
-      self._thread = None
-    self._next = math.inf
-
-  def _act(self, step: int, scalars: Any) -> None:
+  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
+    """Starts or stops a trace, if it is time to."""
     global _is_signalled
+    step = int(step)  # A restored step can be an array.
     if self._last is not None:
-      self._scalars = scalars
+      self._scalars = scalar_outputs
       if step >= self._last:
         self._stop()
-    if not self._is_busy:
-      # A range of which the end was waited for in vain.
-      while self._ranges and self._ranges[0][1] <= step:
-        first, last = self._ranges.pop(0)
-        logging.warning(
-          'The steps %d to %d were not traced: an earlier trace was not written'
-          ' yet.',
-          first,
-          last,
-        )
-      if _is_signalled:
-        _is_signalled = False
-        self._start(step, step + _DEFAULT_STEPS)
-      elif num_steps := self._asked:
-        self._asked = 0
-        self._start(step, step + num_steps)
-      elif self._ranges and self._ranges[0][0] <= step + 1:
-        self._start(step, self._ranges.pop(0)[1])
     if self._is_busy:
-      self._next = step + 1
-    else:
-      self._next = self._ranges[0][0] - 1 if self._ranges else math.inf
-    # After that: the others set these first and then call `wake`.
-    if not self._is_busy and (self._asked or _is_signalled):
-      self.wake()
+      return
+    # A range of which the end was waited for in vain.
+    while self._ranges and self._ranges[0][1] <= step:
+      first, last = self._ranges.pop(0)
+      logging.warning(
+        'The steps %d to %d were not traced: an earlier trace was not written'
+        ' yet.',
+        first,
+        last,
+      )
+    if _is_signalled:
+      _is_signalled = False
+      self._start(step, step + _DEFAULT_STEPS)
+    elif num_steps := self._asked:
+      self._asked = 0
+      self._start(step, step + num_steps)
+    elif self._ranges and self._ranges[0][0] <= step + 1:
+      self._start(step, self._ranges.pop(0)[1])
+    # A clock that was set back makes no pause.
+    elif self._request and abs(t - self._looked) >= _LOOK_SECS:
+      self._looked = t
+      self._executor.put(self._look)
+
+  def wait_to_finish(self) -> None:
+    """Writes the trace of a run that ends."""
+    if self._last is not None:
+      self._stop()
+    self._executor.wait()
 
   def _start(self, step: int, last: int) -> None:
     name = time.strftime(f'%Y_%m_%d_%H_%M_%S_steps_{step + 1}-{last}')
@@ -258,42 +223,29 @@ class Profiler(periodic.Action):
 
   def _stop(self) -> None:
     """Has the thread stop the trace once the newest step has run."""
-    scalars, self._scalars = self._scalars, None
-    self._last = None
-    path = self._path
+    self._executor.put(
+      functools.partial(self._write_behind, self._scalars, self._path)
+    )
+    self._scalars = self._last = None
 
-    def stop() -> None:
-      try:
-        _wait(scalars)
-        _write(path)
-        self._say(
-          f'Trace: {path}. To see it:'
-          f'\n  tensorboard --logdir={self._run_directory}'
-          ' (with `pip install xprof`), or open perfetto_trace.json.gz there'
-          ' at https://ui.perfetto.dev'
-        )
-      except Exception as e:  # Such as a full disk.
-        logging.warning('No trace was written to %s: %s', path, e)
-      finally:
-        self._is_busy = False
-
-    self._calls.put(stop)
-
-  def _work(self) -> None:
-    """Runs the calls, and looks for the file; the thread's function."""
-    while True:
-      try:
-        call = self._calls.get(timeout=_LOOK_SECS if self._request else None)
-      except queue.Empty:
-        self._look()
-        continue
-      if call is None:
-        return
-      call()
+  def _write_behind(self, scalars: Any, path: pathlib.Path) -> None:
+    try:
+      _wait(scalars)
+      _write(path)
+      self._say(
+        f'Trace: {path}. To see it:'
+        f'\n  tensorboard --logdir={self._run_directory}'
+        ' (with `pip install xprof`), or open perfetto_trace.json.gz there'
+        ' at https://ui.perfetto.dev'
+      )
+    except Exception as e:  # Such as a full disk.
+      logging.warning('No trace was written to %s: %s', path, e)
+    finally:
+      self._is_busy = False
 
   def _look(self) -> None:
-    """Takes the file PROFILE, if it is there and no trace is being made."""
-    if self._is_busy or self._asked or self._request is None:
+    """Takes the file PROFILE, if it is there."""
+    if self._request is None:
       return
     try:
       text = self._request.read_text(errors='replace').strip()
@@ -304,17 +256,15 @@ class Profiler(periodic.Action):
       logging.warning('No file asks for a trace any more: %s', e)
       self._request = None  # Or it would ask, or fail, each second.
       return
-    if not re.fullmatch(r'0*[1-9]\d{0,8}', text, re.ASCII):
-      if text:
-        logging.warning(
-          '%s held %r; expected a number of steps. %d steps are traced.',
-          self._request,
-          text[:80],
-          _DEFAULT_STEPS,
-        )
-      text = str(_DEFAULT_STEPS)
-    self._asked = int(text)
-    self.wake()
+    steps = int(text) if re.fullmatch(r'\d{1,9}', text, re.ASCII) else 0
+    if text and not steps:
+      logging.warning(
+        '%s held %r; expected a number of steps. %d steps are traced.',
+        self._request,
+        text[:80],
+        _DEFAULT_STEPS,
+      )
+    self._asked = steps or _DEFAULT_STEPS
 
 
 def _wait(scalars: Any) -> None:

@@ -8,7 +8,6 @@ concern of it.
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -34,8 +33,6 @@ _FIRST_STEPS = 3
 # Functions are warned of that have taken that long to compile again.
 _SECS = 1.0
 _MAX_LINES = 10
-# Of the earlier arguments of a function the closest are compared.
-_MAX_KEPT = 8
 
 # Name -> shape and type, and placement; or the value of a static argument.
 _Arguments = dict[str, tuple[str, Any]]
@@ -46,14 +43,12 @@ class _Function:
   """What is known of a function of the step.
 
   Attributes:
-    calls: the arguments it was compiled for, latest last.
+    arguments: those it was compiled for last.
     count: how often it was compiled again.
     secs: for that.
   """
 
-  calls: collections.deque[_Arguments] = dataclasses.field(
-    default_factory=lambda: collections.deque(maxlen=_MAX_KEPT)
-  )
+  arguments: _Arguments
   count: int = 0
   secs: float = 0.0
 
@@ -76,23 +71,16 @@ class Watch:
     self.num_batches = 0
     self._first_step = first_step
     self._functions: dict[tuple[str, str], _Function] = {}
-    self._is_explained = False
-    self._before: Watch | None = None
 
   def __enter__(self) -> Watch:
     _listen()
     self._secs = goodput.compiled_secs()
-    self._before = _thread.watch
     if not debug.settings.disable_pmap_jit:  # It runs each operation by itself.
       _thread.watch = self
     return self
 
   def __exit__(self, *unused: Any) -> None:
-    _thread.watch = self._before
-
-  def explained(self) -> None:
-    """Notes that the program that is being traced has been warned of."""
-    self._is_explained = True
+    _thread.watch = None
 
   def compiled(self, name: str, caller: str, arguments: _Arguments) -> None:
     """Hears of a program that was compiled.
@@ -105,19 +93,19 @@ class Watch:
     before, self._secs = self._secs, goodput.compiled_secs()
     if self.step is None:
       return
-    function = self._functions.setdefault((name, caller), _Function())
-    known = list(function.calls)
-    function.calls.append(arguments)
-    is_explained, self._is_explained = self._is_explained, False
-    is_early = self.step - self._first_step < _FIRST_STEPS
-    if not known or is_explained or is_early:
+    function = self._functions.get((name, caller))
+    if function is None:
+      self._functions[name, caller] = _Function(arguments)
+      return
+    lines = _changes(arguments, function.arguments)
+    function.arguments = arguments
+    if self.step - self._first_step < _FIRST_STEPS:
       return
     function.secs += (secs := self._secs - before)
     function.count += 1
     # Each step may compile: the 1st, 2nd, 4th, ... time is told.
     if function.secs < _SECS or function.count & (function.count - 1):
       return
-    lines = min((_changes(arguments, x) for x in reversed(known)), key=len)
     advice = ''
     if lines:
       advice = 'Keep its arguments as they are, such as by padding. Changed:'
@@ -169,7 +157,7 @@ def warn_of_batch(lines: Sequence[str]) -> None:
   """
   watch = _thread.watch
   if watch is not None:
-    watch.explained()
+    watch.step = None  # What else this step compiles has the same cause.
     watch.num_batches += 1
     if watch.num_batches & (watch.num_batches - 1):
       return  # Every new length may be one: the 1st, 2nd, 4th, ... is told.

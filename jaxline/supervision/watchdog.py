@@ -115,7 +115,8 @@ class Watchdog:
           silences[thread] = silences[thread] + elapsed if is_silent else 0.0
           if silences[thread] < secs:
             continue
-          frames = _frames()
+          frames = dict(sys._current_frames())
+          del frames[threading.get_ident()]  # This thread's.
           if any(_is_debugged(frame) for frame in frames.values()):
             silences[thread] = 0.0
             continue
@@ -152,13 +153,6 @@ class Watchdog:
     reporter.start()
     reporter.join(_REPORT_SECS)
     self._exit(EXIT_CODE)
-
-
-def _frames() -> dict[int, types.FrameType]:
-  """Returns the innermost frame of each thread but this one."""
-  frames = dict(sys._current_frames())
-  del frames[threading.get_ident()]
-  return frames
 
 
 def _is_debugged(frame: types.FrameType) -> bool:
