@@ -2,6 +2,7 @@
 
 import json
 
+from google.protobuf import message
 import numpy as np
 import pytest
 
@@ -53,8 +54,13 @@ def test_a_record_is_an_example_or_json():
   assert records.document_text(record) == 'né'.encode()
   record = json.dumps({'text': 'né', 'url': 'x'}).encode()
   assert records.document_text(record) == 'né'.encode()
-  for wrong in (example(content='x'), b'{"content": "x"}', b'abc', record[:20]):
-    with pytest.raises(ValueError, match='expected a tf'):
+  for wrong, error, said in (
+    (example(content='x'), ValueError, 'has no text; expected a tf'),
+    (b'{"content": "x"}', KeyError, 'text'),
+    (b'abc', message.DecodeError, 'parsing'),
+    (record[:20], ValueError, 'Unterminated string|Expecting'),
+  ):
+    with pytest.raises(error, match=said):
       records.document_text(wrong)
 
 
