@@ -367,7 +367,8 @@ class SeqIOInput(tfdata.EpochInput):
   def get_next_padded(self) -> dict[str, Any]:
     """Returns the next batch; padding rows have index -1."""
     batch = super().get_next_padded()
-    if INDEX_KEY in batch:  # A subclass may leave the ids out.
+    # A subclass may leave them out, where it needs no metrics.
+    if INDEX_KEY in batch and NUM_SHARDS_KEY in batch:
       batch[INDEX_KEY] = np.where(
         batch[NUM_SHARDS_KEY] > 0, batch[INDEX_KEY], np.int32(-1)
       )
@@ -397,13 +398,10 @@ class SeqIOInput(tfdata.EpochInput):
       tasks.append(
         {'name': task.name, 'shuffle_buffer_size': size, 'rate': rate}
       )
-      is_cached = self.use_cached and task.supports_caching
-      # The source of a cache may be gone.
-      for path in (
-        [task.cache_dir]
-        if is_cached
-        else task.source.list_shards(self.split_name)
-      ):
+      paths = [task.cache_dir]  # The source may be gone.
+      if not (self.use_cached and task.supports_caching):
+        paths = task.source.list_shards(self.split_name)
+      for path in paths:
         files.update(f'{os.path.basename(path)}\n'.encode())
     return {
       'mixture_or_task': self._provider.name,

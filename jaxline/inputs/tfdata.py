@@ -191,7 +191,8 @@ class EpochInput(base.BaseInput, abc.ABC):
 
   def get_next(self) -> dict[str, Any]:
     """Returns the next batch, arrays [B, ...]."""
-    rows = self._rows_at_once
+    is_global = self.ANY_NUMBER_OF_HOSTS
+    rows = self.get_global_batch_size() if is_global else self.batch_size
     with indexed.closed_on_error(self):
       if self._batches is None:
         self._batches = self._read(rows)
@@ -200,15 +201,9 @@ class EpochInput(base.BaseInput, abc.ABC):
     while self._record > self._sizes.get(self._epoch, self._record):
       self._record -= self._sizes.pop(self._epoch)
       self._epoch += 1
-    if self.ANY_NUMBER_OF_HOSTS:
+    if is_global:
       batch = host_rows(self, batch)
     return batch if self.repeat else base.pad_rows(batch, self.batch_size)
-
-  @property
-  def _rows_at_once(self) -> int:
-    """The rows of a global batch, or of this host's if it has its own part."""
-    is_global = self.ANY_NUMBER_OF_HOSTS
-    return self.get_global_batch_size() if is_global else self.batch_size
 
   def _read(self, rows: int) -> Iterator[dict[str, Any]]:
     """Yields batches of `rows`, the last maybe of fewer, from the position."""
