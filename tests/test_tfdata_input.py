@@ -635,44 +635,34 @@ def test_strings_reach_no_device():
   assert batch['s'].tolist() == [b'0', b'1', b'2']
 
 
-def test_what_is_no_dataset_is_refused():
-  (inputs,) = train(dataset=lambda seed: [1, 2], batch_size=2)
-  with pytest.raises(TypeError, match=r'is a list; expected a tf\.data'):
-    next(inputs)
-
-
 @pytest.mark.parametrize(
-  'element',
+  ('element', 'message'),
   [
-    lambda: 3,
-    lambda: {'x': {'y': (1, 2)}},
-    lambda: {'x': tf.ragged.constant([[1], [2, 3]])},
-    lambda: {'x': 'text', 'y': {'z': 'text'}},
+    (lambda: 3, r'is \S+; expected dicts \(of dicts\) of dense'),
+    (lambda: (1, 2), r'is tuple; expected dicts \(of dicts\) of dense'),
+    (
+      lambda: {'x': tf.ragged.constant([[1], [2, 3]])},
+      'entry x is .* no dense',
+    ),
+    (lambda: {'x': 'text', 'y': {'z': 'text'}}, 'is dict; .* of numbers'),
   ],
 )
-def test_elements_that_make_no_batch_are_refused(element):
+def test_elements_that_make_no_batch_are_refused(element, message):
   (inputs,) = train(
     dataset=lambda seed: tf.data.Dataset.from_tensors(element()), batch_size=2
   )
-  with pytest.raises(TypeError, match=r'expected dicts \(of dicts\) of dense'):
+  with pytest.raises(TypeError, match=message):
     next(inputs)
-
-
-@pytest.mark.parametrize(
-  ('field', 'value'),
-  [('drop_remainder', 'no'), ('op_determinism', 1), ('repeat', 1)],
-)
-def test_what_is_neither_true_nor_false_is_refused(field, value):
-  message = rf'TfDataInput\.{field} is {value!r}; expected True'
-  with pytest.raises(ValueError, match=message):
-    train(dataset=numbers(3), batch_size=2, **{field: value})
 
 
 @pytest.mark.parametrize('value', [0, -5, 'a', 2.5])
 def test_what_is_no_size_of_a_buffer_is_refused(value):
-  message = f'shuffle_buffer_size is {value!r}; expected an integer of at least'
-  with pytest.raises(ValueError, match=message):
-    train(dataset=numbers(3), batch_size=2, shuffle_buffer_size=value)
+  (inputs,) = train(dataset=numbers(3), batch_size=2, shuffle_buffer_size=value)
+  # TensorFlow's own errors.
+  with pytest.raises(
+    (tf.errors.InvalidArgumentError, TypeError), match=r'buffer_size|Cannot'
+  ):
+    next(inputs)
 
 
 def test_no_gpu_is_left_to_tensorflow():

@@ -31,6 +31,7 @@ import os
 import re
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxline import errors
@@ -75,37 +76,25 @@ def c4_task(
     A `seqio.Task`.
 
   Raises:
-    FileNotFoundError: a pattern matches no file, or there is no such model.
-    ValueError: files are neither JSON nor TFRecord, or there are no splits.
+    FileNotFoundError: a pattern matches no file.
+    ValueError: files are neither JSON nor TFRecord, or there are none.
   """
   seqio = seqio_input.import_seqio()
-  tf = tfdata.import_tensorflow()
   patterns = {
-    split: [os.fspath(given)]
-    if isinstance(given, (str, os.PathLike))
-    else [os.fspath(pattern) for pattern in given]
+    split: [os.fspath(pattern) for pattern in jax.tree.leaves(given)]
     for split, given in (('train', train_files), ('validation', eval_files))
     if given is not None
   }
-  if not patterns:
-    raise errors.UsageError('Give train_files, eval_files or both.')
-  files = {split: _find(split, given) for split, given in patterns.items()}
-  readers = {_reader_of(path) for paths in files.values() for path in paths}
-  if len(readers) > 1 or None in readers:
+  files = [path for split in patterns for path in _find(split, patterns[split])]
+  readers = {_reader_of(path) for path in files}
+  if len(readers) != 1 or None in readers:
     raise errors.UsageError(
-      'Some of the files are'
-      f' {[paths[0] for paths in files.values()]}; expected files of one kind'
-      ' by their names: .json, .jsonl, .json.gz, or .tfrecord,'
-      ' .tfrecord-00000-of-01024.'
+      f'Some of the files in train_files and eval_files are {files[:2]};'
+      ' expected files of one kind by their names: .json, .jsonl, .json.gz, or'
+      ' .tfrecord, .tfrecord-00000-of-01024.'
     )
   if isinstance(vocabulary, (str, os.PathLike)):
-    path = os.fspath(vocabulary)
-    if not tf.io.gfile.exists(path):
-      raise errors.MissingFileError(
-        f'There is no SentencePiece model {path!r}. Give the path of a .model'
-        ' file, or a seqio.Vocabulary.'
-      )
-    vocabulary = seqio.SentencePieceVocabulary(path)
+    vocabulary = seqio.SentencePieceVocabulary(os.fspath(vocabulary))
   return seqio.Task(
     name,
     source=seqio.FileDataSource(readers.pop(), patterns),

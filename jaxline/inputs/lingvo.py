@@ -16,12 +16,13 @@ Shapes: b rows of a generator's batch, B rows of a host's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 import contextlib
 import copy
 import dataclasses
 import functools
 import importlib
+import itertools
 import sys
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ import jax
 import numpy as np
 
 from jaxline.inputs import base
+from jaxline.inputs import tfdata
 
 # Pax's name for the weights of rows.
 SAMPLE_WEIGHTS = 'eval_sample_weights'
@@ -75,7 +77,7 @@ class LingvoInputAdaptor(base.BaseInput):
   def __post_init__(self) -> None:
     super().__post_init__()
     count = self.num_batches
-    if count is not None and (not isinstance(count, int) or count < 1):
+    if count is not None and count < 1:
       self.refuse('num_batches', 'an integer of at least 1, or None for all')
     if self.cluster_do_eval is None:
       self.cluster_do_eval = self.reset_for_eval
@@ -84,18 +86,14 @@ class LingvoInputAdaptor(base.BaseInput):
         f'{self.name} has is_training=True and cluster_do_eval=True; set one of'
         ' them to False.'
       )
-    given = self.input
-    is_generator = hasattr(given, 'GetPreprocessedInputBatch')
-    if isinstance(given, type) or not (
-      is_generator or hasattr(given, 'Instantiate')
-    ):
-      raise TypeError(
-        f'{self.name}.input is {given!r}; expected an object with'
-        ' GetPreprocessedInputBatch(), or params with Instantiate().'
-      )
-    self._params: Any = None if is_generator else copy.deepcopy(given)
-    self._settle_seed(_params_of(given) if is_generator else self._params)
-    self._generator: Any = given if is_generator else self._instantiate()
+    self._generator: Any = self.input
+    self._params: Any = None
+    if hasattr(self.input, 'GetPreprocessedInputBatch'):
+      self._settle_seed(_params_of(self.input))
+    else:
+      self._params = copy.deepcopy(self.input)
+      self._settle_seed(self._params)
+      self._generator = self._instantiate()
     self._begin()
     if self._OWN_BATCH_SIZE:
       self.batch_size = self._find_batch_size()
@@ -139,10 +137,9 @@ class LingvoInputAdaptor(base.BaseInput):
   def _begin(self) -> None:
     """Goes to the first batch of the generator."""
     self._given = 0
-    self._at_end = False
-    self._rest: base.Batch | None = None
     with self._scope():
       self._get = _getter(self._generator)
+    self._batches: Iterator[base.Batch] = self._read()
 
   def _find_batch_size(self) -> int:
     size = getattr(_params_of(self._generator), 'batch_size', None)
@@ -151,13 +148,14 @@ class LingvoInputAdaptor(base.BaseInput):
         size = self._generator.InfeedBatchSize()
     if size:
       return int(size)
-    self._rest = self._read()
-    if self._rest is None:
+    first = next(self._batches, None)
+    if first is None:
       raise ValueError(
         f'{self.name} has no data: its generator does not tell its batch size,'
         ' and ended at once.'
       )
-    return base.num_rows(self._rest)
+    self._batches = itertools.chain([first], self._batches)
+    return base.num_rows(first)
 
   def _infeed_host(self) -> tuple[int, int]:
     """Returns which host of how many the generator is to read for."""
@@ -187,39 +185,22 @@ class LingvoInputAdaptor(base.BaseInput):
     cluster.params.enable_asserts = False
     return module, cluster
 
-  def _read(self) -> base.Batch | None:
-    """Returns rows, [b, ...], with weights; None at the end.
-
-    They are those that are left of the batch before, or else the generator's
-    next ones.
-    """
-    if self._rest is not None:
-      rest, self._rest = self._rest, None
-      return rest
-    if self._at_end:
-      return None
-    try:
-      with self._scope():
-        given = self._get()
-    except Exception as e:
-      if isinstance(e, StopIteration) or base.is_out_of_range(e):
-        self._at_end = True
-        return None
-      raise
-    keep_strings = not self.is_training and self.num_infeed_hosts == 1
-    arrays = _to_numpy(given, '', keep_strings)
-    if not isinstance(arrays, dict) or not jax.tree.leaves(arrays):
-      raise TypeError(
-        f'{type(self._generator).__name__}.GetPreprocessedInputBatch() returned'
-        f' {type(given).__name__}; expected a mapping with at least one tensor'
-        ' that is not of strings.'
-      )
-    batch = base.Batch(arrays)  # For code that was written for Pax.
-    rows = base.num_rows(batch)
-    batch.setdefault(SAMPLE_WEIGHTS, np.ones(rows, np.float32))
-    weights = batch[SAMPLE_WEIGHTS].astype(np.float32)
-    batch.setdefault(base.WEIGHTS, weights)
-    return batch
+  def _read(self) -> Iterator[base.Batch]:
+    """Yields the batches of the generator, [b, ...], with weights."""
+    while True:
+      try:
+        with self._scope():
+          given = self._get()
+      except Exception as e:
+        if isinstance(e, StopIteration) or base.is_out_of_range(e):
+          return
+        raise
+      # `Batch` is for code that was written for Pax.
+      batch = base.Batch(tfdata.to_batch(self, given))
+      ones = np.ones(base.num_rows(batch), np.float32)
+      weights = batch.setdefault(SAMPLE_WEIGHTS, ones).astype(np.float32)
+      batch.setdefault(base.WEIGHTS, weights)
+      yield batch
 
   def get_next(self) -> base.Batch:
     """Returns the next batch: arrays [B, ...].
@@ -227,16 +208,16 @@ class LingvoInputAdaptor(base.BaseInput):
     Raises:
       StopIteration: after `num_batches`, or where the generator ends.
     """
-    if self.num_batches is not None and self._given >= self.num_batches:
+    if self._given == self.num_batches:
       raise StopIteration
-    batch = self._next_rows()
-    if batch is None:
-      raise StopIteration
+    try:
+      batch = next(self._batches)
+    except Exception as e:
+      if not isinstance(e, StopIteration):
+        self._batches = self._read()  # One that raised would be at its end.
+      raise
     self._given += 1
     return batch
-
-  def _next_rows(self) -> base.Batch | None:
-    return self._read()
 
   def reset(self) -> None:
     """Makes the generator again, or calls `Reset()` of a given one.
@@ -245,7 +226,7 @@ class LingvoInputAdaptor(base.BaseInput):
       NotImplementedError: it was given, and has none.
     """
     super().reset()
-    if not self._given and not self._at_end:
+    if not self._given:
       return
     if self._params is not None:
       self._generator = self._instantiate()
@@ -273,9 +254,11 @@ class LingvoInputAdaptor(base.BaseInput):
       strings = self._generator.IdsToStrings(
         np.asarray(ids, np.int32), np.asarray(lengths, np.int32), key
       )
+    if hasattr(strings, 'numpy'):
+      strings = strings.numpy()
     return [
       s.decode(errors='replace') if isinstance(s, bytes) else str(s)
-      for s in _array(strings).tolist()
+      for s in np.asarray(strings).tolist()
     ]
 
 
@@ -293,20 +276,16 @@ class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
 
   _OWN_BATCH_SIZE: ClassVar[bool] = False
 
-  def _next_rows(self) -> base.Batch | None:
+  def _read(self) -> Iterator[base.Batch]:
     assert self.batch_size is not None
-    batch = self._read()
-    if batch is None:
-      return None
-    rows = base.num_rows(batch)
-    if rows % self.batch_size:
-      raise ValueError(
-        f'{self.name} has batch_size={self.batch_size}, and its generator'
-        f' gave {rows} rows; expected a multiple of batch_size.'
-      )
-    if rows > self.batch_size:
-      self._rest = _choose(batch, slice(self.batch_size, None))
-    return _choose(batch, slice(self.batch_size))
+    for batch in super()._read():
+      if base.num_rows(batch) % self.batch_size:
+        raise ValueError(
+          f'{self.name} has batch_size={self.batch_size}, and its generator'
+          f' gave {base.num_rows(batch)} rows; expected a multiple of'
+          ' batch_size.'
+        )
+      yield from tfdata.rebatch([batch], self.batch_size)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -342,28 +321,14 @@ class LingvoEvalAdaptor(LingvoInputAdaptor):
   def _infeed_host(self) -> tuple[int, int]:
     return 0, 1
 
-  def _begin(self) -> None:
-    super()._begin()
-    self._padding: base.Batch | None = None
-
-  def _next_rows(self) -> base.Batch | None:
-    assert self.infeed_host_index is not None
-    assert self.batch_size is not None
-    size, have = self.get_global_batch_size(), 0
-    parts: list[base.Batch] = []
-    while have < size and (part := self._read()) is not None:
-      parts.append(part)
-      have += base.num_rows(part)
-    if not parts:
-      return None
-    if self._padding is None:
-      self._padding = _without_weight(_choose(parts[0], slice(1)))
-    parts += [self._padding] * (size - have)
-    rows = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
-    if have > size:
-      self._rest = _choose(rows, slice(size, None))
-    first = self.infeed_host_index * self.batch_size
-    return _choose(rows, slice(first, first + self.batch_size))
+  def _read(self) -> Iterator[base.Batch]:
+    size, padding = self.get_global_batch_size(), None
+    for batch in tfdata.rebatch(super()._read(), size):
+      if padding is None:
+        padding = _without_weight(tfdata.choose(batch, slice(1)))
+      missing = size - base.num_rows(batch)
+      batch = tfdata.join([batch, *[padding] * missing])
+      yield tfdata.host_rows(self, batch)
 
 
 def _params_of(generator: Any) -> Any:
@@ -384,45 +349,6 @@ def _getter(generator: Any) -> Callable[[], Any]:
   import tensorflow as tf
 
   return tf.function(generator.GetPreprocessedInputBatch)
-
-
-def _to_numpy(x: Any, path: str, keep_strings: bool) -> Any:
-  """Returns dicts and lists of arrays for those of tensors.
-
-  Args:
-    x: tensors, anything with `numpy()` or that NumPy takes.
-    path: its name in messages.
-    keep_strings: whether tensors of strings stay; else they are None.
-
-  Raises:
-    TypeError: something in it is no array.
-  """
-  if isinstance(x, Mapping):
-    found = {
-      key: _to_numpy(value, f'{path}.{key}', keep_strings)
-      for key, value in x.items()
-    }
-    return {key: value for key, value in found.items() if value is not None}
-  if isinstance(x, list | tuple):
-    values = (_to_numpy(value, path, keep_strings) for value in x)
-    return [value for value in values if value is not None]
-  array = _array(x)
-  if array.dtype.kind not in 'OSU':
-    return array
-  if all(isinstance(v, bytes | str) for v in array.flat):
-    return array if keep_strings else None
-  raise TypeError(
-    f"The entry {path[1:]} of the generator's batch is {type(x).__name__},"
-    ' which is no dense array. Remove it, or make it dense.'
-  )
-
-
-def _array(x: Any) -> np.ndarray:
-  return np.asarray(x.numpy() if hasattr(x, 'numpy') else x)
-
-
-def _choose(batch: base.Batch, rows: slice) -> base.Batch:
-  return jax.tree.map(lambda x: x[rows], batch)
 
 
 def _without_weight(batch: base.Batch) -> base.Batch:

@@ -43,13 +43,13 @@ from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxline import errors
 from jaxline.inputs import tfdata
 
 # Which example a row is: the number of the part, of how many parts, and the
@@ -135,17 +135,13 @@ class LanguageModelFeatures:
     Saved positions have it, older ones without the later fields, so these are
     left out where they change nothing.
     """
-    weights_on_targets_only = self.weights_on_targets_only
-    if 'inputs' not in task_feature_lengths and weights_on_targets_only is None:
-      weights_on_targets_only = True  # All are targets.
-    fields: dict[str, Any] = {
-      'pack': self.pack,
-      'bos_id': self.bos_id,
-      'weights_on_targets_only': weights_on_targets_only,
-    }
+    weights = self.weights_on_targets_only
+    if 'inputs' not in task_feature_lengths and weights is None:
+      weights = True  # All are targets.
+    named = f'pack={self.pack}, bos_id={self.bos_id}'
+    named += f', weights_on_targets_only={weights}'
     if self.reverse_bos_padding:
-      fields |= {'reverse_bos_padding': True, 'eos_id': self.eos_id}
-    named = ', '.join(f'{name}={value!r}' for name, value in fields.items())
+      named += f', reverse_bos_padding=True, eos_id={self.eos_id}'
     return f'LanguageModelFeatures({named})'
 
   def _entries(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,9 +263,6 @@ class SeqIOInput(tfdata.EpochInput):
   def __post_init__(self) -> None:
     seqio = import_seqio()
     super().__post_init__()
-    self.check_flag('shuffle', or_none=True)
-    self.check_flag('use_cached')
-    self.check_flag('trim_output_features')
     if (self.mixture_name is None) == (self.mixture_or_task is None):
       raise ValueError(
         f'{self.name} has mixture_name={self.mixture_name!r} and'
@@ -284,35 +277,18 @@ class SeqIOInput(tfdata.EpochInput):
       )
     self._provider: Any = self.mixture_or_task
     if self.mixture_name is not None:
-      names = [*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()]
-      errors.check_names([self.mixture_name], names, 'name', 'mixture_name')
       self._provider = seqio.get_mixture_or_task(self.mixture_name)
-    elif not isinstance(self._provider, (seqio.Mixture, seqio.Task)):
-      expected = 'a seqio.Mixture or seqio.Task; a name goes to mixture_name'
-      self.refuse('mixture_or_task', expected)
     if self.split_name not in self._provider.splits:
       raise ValueError(
         f'{self._provider.name} has no split {self.split_name!r}; it has'
         f' {sorted(self._provider.splits)}.'
       )
-    # Of each task, by id, the examples for metrics.
-    self._examples: dict[str, dict[Id, Any]] = {}
 
   @property
   def _tasks(self) -> list[Any]:
     """The tasks that have the split."""
     tasks = import_seqio().get_subtasks(self._provider)
     return [task for task in tasks if self.split_name in task.splits]
-
-  @property
-  def _has_ids(self) -> bool:
-    packed = getattr(self.feature_converter, 'pack', False)
-    return self.reset_for_eval and not packed
-
-  @property
-  def _is_endless(self) -> bool:
-    mixture = isinstance(self._provider, import_seqio().Mixture)
-    return bool(self.repeat) and mixture
 
   def seed(self) -> int:
     """Returns `input_random_seed`; SeqIO's 42 if None in evaluation."""
@@ -328,26 +304,27 @@ class SeqIOInput(tfdata.EpochInput):
     """Returns the rows of a host: one epoch, or all there are of a mixture."""
     tf = tfdata.import_tensorflow()
     providers = self._tasks if self.reset_for_eval else [self._provider]
-    if self._is_endless:
+    num_epochs: int | None = 1
+    if self.repeat and isinstance(self._provider, import_seqio().Mixture):
       self._check_tasks_have_examples(seed, host_index)
+      num_epochs = None
     parts = [
       self.feature_converter(
-        self._examples_of(provider, seed, host_index, endless=self._is_endless),
+        self._examples_of(provider, seed, host_index, num_epochs=num_epochs),
         dict(self.task_feature_lengths),
       )
       for provider in providers
     ]
-    dataset = functools.reduce(lambda one, two: one.concatenate(two), parts)
-    if not self._has_ids:
+    dataset = functools.reduce(tf.data.Dataset.concatenate, parts)
+    if not self.reset_for_eval or getattr(
+      self.feature_converter, 'pack', False
+    ):
       return dataset
+    shard = {SHARD_KEY: host_index, NUM_SHARDS_KEY: self.num_infeed_hosts}
 
     def add_id(index: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-      return {
-        **row,
-        SHARD_KEY: tf.constant(host_index, tf.int32),
-        NUM_SHARDS_KEY: tf.constant(self.num_infeed_hosts, tf.int32),
-        INDEX_KEY: tf.cast(index, tf.int32),
-      }
+      ids = {**shard, INDEX_KEY: index}
+      return {**row, **{key: tf.cast(x, tf.int32) for key, x in ids.items()}}
 
     return dataset.enumerate().map(add_id)
 
@@ -357,7 +334,6 @@ class SeqIOInput(tfdata.EpochInput):
     """Returns the examples of a part of a task or mixture."""
     # Independent of what was built before: metrics read a single task.
     tfdata.import_tensorflow().random.set_seed(seed)
-    endless = fields.pop('endless', False)
     shard = import_seqio().ShardInfo(host_index, self.num_infeed_hosts)
     return provider.get_dataset(
       **{
@@ -367,7 +343,7 @@ class SeqIOInput(tfdata.EpochInput):
         'shuffle': self.shuffle,
         'seed': seed,
         'shard_info': shard if self.num_infeed_hosts != 1 else None,
-        'num_epochs': None if endless else 1,
+        'num_epochs': 1,
         'trim_output_features': self.trim_output_features,
         # It would hold an epoch that is read once.
         'try_in_mem_cache': False,
@@ -416,14 +392,11 @@ class SeqIOInput(tfdata.EpochInput):
     mixes = not self.reset_for_eval and hasattr(self._provider, 'get_rate')
     tasks, files = [], hashlib.sha256()
     for task in self._tasks:
-      # Private in SeqIO; the other shuffles are the same each time.
-      size = getattr(task, '_shuffle_buffer_size', None)
+      # The other shuffles of SeqIO are the same each time.
+      size = task.shuffle_buffer_size if self.shuffle else None
+      rate = self._provider.get_rate(task) if mixes else None
       tasks.append(
-        {
-          'name': task.name,
-          'shuffle_buffer_size': size if self.shuffle else None,
-          'rate': self._provider.get_rate(task) if mixes else None,
-        }
+        {'name': task.name, 'shuffle_buffer_size': size, 'rate': rate}
       )
       paths = [task.cache_dir]  # The source may be gone.
       if not (self.use_cached and task.supports_caching):
@@ -532,11 +505,8 @@ class SeqIOInput(tfdata.EpochInput):
       ValueError: the outputs are not those of exactly the examples there are;
         or rows have no ids.
     """
-    if predict_outputs is None and score_outputs is None:
-      raise ValueError('Give predict_outputs, score_outputs or both.')
     if jax.process_index():
       return {}
-    self._read_examples()
     expected = {id for of_task in self._examples.values() for id in of_task}
     given = {}
     for kind, outputs in ('predict', predict_outputs), ('score', score_outputs):
@@ -584,18 +554,18 @@ class SeqIOInput(tfdata.EpochInput):
           found.setdefault(id, jax.tree.map(lambda x, row=row: x[row], output))
     return found
 
-  def _read_examples(self) -> None:
-    """Reads the examples of all hosts once, as targets do not change."""
+  @functools.cached_property
+  def _examples(self) -> dict[str, dict[Id, Any]]:
+    """The examples of all hosts for metrics: of each task, by their ids."""
     lengths = dict(self.task_feature_lengths)
     if self.eval_metrics_targets_length is not None:
       lengths['targets'] = self.eval_metrics_targets_length
     hosts = self.num_infeed_hosts
     assert hosts is not None
-    # Of each part, how many examples stand before this task's.
-    before = [0] * hosts
-    for task in self._tasks if not self._examples else ():
-      of_task = self._examples[task.name] = {}
-      for shard in range(hosts):
+    examples: dict[str, dict[Id, Any]] = {task.name: {} for task in self._tasks}
+    for shard in range(hosts):
+      index = itertools.count()
+      for task in self._tasks:
         dataset = tfdata.build(
           self.epoch_seed(0),
           functools.partial(
@@ -604,8 +574,8 @@ class SeqIOInput(tfdata.EpochInput):
           self.op_determinism,
         )
         for example in dataset.as_numpy_iterator():
-          of_task[shard, hosts, before[shard]] = example
-          before[shard] += 1
+          examples[task.name][shard, hosts, next(index)] = example
+    return examples
 
 
 def _task_metrics(
@@ -620,7 +590,6 @@ def _task_metrics(
   """
   metrics_lib = import_seqio().metrics
   result: dict[str, Any] = {}
-  targets = None
   for metric in task.metric_objs:
     wanted = metric.model_output_type.name  # Such as 'PREDICTION_WITH_AUX'.
     kind = 'score' if wanted.startswith('SCORE') else 'predict'
@@ -634,14 +603,9 @@ def _task_metrics(
         f'Task {task.name} has a metric that takes more than one array of each'
         f' row; let {kind}_outputs be pairs (array, dict of arrays).'
       )
-    computed = metric.from_model_output(
-      examples, output, task.output_features, 'targets'
-    )
+    computed = metric.from_model_output(examples, output, task.output_features)
     if isinstance(computed, metrics_lib.CollectingMetric):
-      values, seen = computed.actual_compute(
-        examples, task.output_features, 'targets', targets
-      )
-      targets = seen['targets']
+      values, _ = computed.actual_compute(examples, task.output_features)
     else:
       values = computed.compute()
     if twice := result.keys() & values.keys():

@@ -46,7 +46,7 @@ Shapes: B rows of this host, G rows of a global batch.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -59,6 +59,7 @@ import jax
 import numpy as np
 
 from jaxline.inputs import base
+from jaxline.inputs import indexed
 
 # Records that are read at once to count them.
 _COUNTED_AT_ONCE = 256
@@ -155,8 +156,6 @@ class EpochInput(base.BaseInput, abc.ABC):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    self.check_flag('drop_remainder')
-    self.check_flag('op_determinism')
     self.repeat = self.check_repeat(self.repeat)
     if self.drop_remainder and self.reset_for_eval:
       raise ValueError(
@@ -166,7 +165,9 @@ class EpochInput(base.BaseInput, abc.ABC):
       )
     import_tensorflow()
     self._epoch = self._record = 0
-    self._batches: Iterator[tuple[dict[str, Any], int, int]] | None = None
+    self._batches: Iterator[dict[str, Any]] | None = None
+    # Of each epoch that was read to its end, from the position on.
+    self._sizes: dict[int, int] = {}
 
   # What a subclass overrides.
 
@@ -190,55 +191,54 @@ class EpochInput(base.BaseInput, abc.ABC):
 
   def get_next(self) -> dict[str, Any]:
     """Returns the next batch, arrays [B, ...]."""
-    if self._batches is None:
-      self._batches = self._read(self._epoch, self._record)
-    try:
-      batch, self._epoch, self._record = next(self._batches)
-    except StopIteration:
-      raise
-    except BaseException:
-      # A generator that raised is at its end, which is not that of the data.
-      self.close()
-      raise
-    if self.ANY_NUMBER_OF_HOSTS:
-      assert self.infeed_host_index is not None
-      first = self.infeed_host_index * self.batch_size
-      batch = _choose(batch, slice(first, first + self.batch_size))
-    return batch if self.repeat else base.pad_rows(batch, self.batch_size)
-
-  def _read(
-    self, epoch: int, record: int
-  ) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yields batches, each with the position behind it.
-
-    With `ANY_NUMBER_OF_HOSTS` these are global batches [G, ...], else [B, ...].
-    The last one may have fewer rows.
-    """
-    assert self.infeed_host_index is not None
     is_global = self.ANY_NUMBER_OF_HOSTS
     rows = self.get_global_batch_size() if is_global else self.batch_size
-    has_own_end = not is_global and self.num_infeed_hosts != 1
-    rest: Any = None  # Of an epoch: what does not fill a batch.
+    with indexed.closed_on_error(self):
+      if self._batches is None:
+        self._batches = self._read(rows)
+      batch = next(self._batches)
+    self._record += rows
+    while self._record > self._sizes.get(self._epoch, self._record):
+      self._record -= self._sizes.pop(self._epoch)
+      self._epoch += 1
+    if is_global:
+      batch = host_rows(self, batch)
+    return batch if self.repeat else base.pad_rows(batch, self.batch_size)
+
+  def _read(self, rows: int) -> Iterator[dict[str, Any]]:
+    """Yields batches of `rows`, the last maybe of fewer, from the position."""
+    batches = rebatch(self._chunks(rows), rows)
+    if self.repeat:
+      yield from batches
+      return
+    has_own_end = not self.ANY_NUMBER_OF_HOSTS and self.num_infeed_hosts != 1
+    for batch in batches:
+      if self.drop_remainder and (
+        base.num_rows(batch) < rows
+        or (has_own_end and self._record + rows > self._common_end)
+      ):
+        return
+      yield batch
+    if has_own_end and self._record < self._common_end:
+      assert self.num_infeed_hosts is not None
+      parts = (self._build(0, host) for host in range(self.num_infeed_hosts))
+      some = next(x for part in parts for x in self._batched(part.take(1), 1))
+      while self._record < self._common_end:
+        yield choose(some, slice(0))
+
+  def _chunks(self, rows: int) -> Iterator[dict[str, Any]]:
+    """Yields the records from the position on, at most `rows` at once."""
+    assert self.infeed_host_index is not None
+    epoch, record = self._epoch, self._record
     while True:
-      start = record
-      dataset = self._build(epoch, self.infeed_host_index).skip(start)
-      for chunk in self._batched(dataset, rows):
-        record += base.num_rows(chunk)
-        if rest is not None:
-          chunk = jax.tree.map(lambda *x: np.concatenate(x), rest, chunk)
-        behind = max(0, base.num_rows(chunk) - rows)
-        if base.num_rows(chunk) < rows:
-          rest = chunk
-          continue
-        rest = _choose(chunk, slice(rows, None)) if behind else None
-        is_dropped = not self.repeat and self.drop_remainder and has_own_end
-        if is_dropped and record > self._common_end:
-          return
-        yield _choose(chunk, slice(rows)), epoch, record - behind
-      if not self.repeat:
-        break
       size = record
-      if start == record > 0:  # It may lie behind the end, in old positions.
+      dataset = self._build(epoch, self.infeed_host_index)
+      for chunk in self._batched(dataset.skip(record), rows):
+        size += base.num_rows(chunk)
+        yield chunk
+      if not self.repeat:
+        return
+      if size == record > 0:  # It may lie behind the end, in old positions.
         size = self._count(self.infeed_host_index, epoch)
       if not size:
         raise ValueError(
@@ -246,40 +246,17 @@ class EpochInput(base.BaseInput, abc.ABC):
           f' {self.infeed_host_index} of {self.num_infeed_hosts}. Check what'
           ' the dataset reads and filters out; each host needs some.'
         )
-      epoch, record = epoch + 1, record - size
-    if self.drop_remainder:
-      return
-    end = self._common_end if has_own_end else record
-    record -= 0 if rest is None else base.num_rows(rest)
-    while record < end:
-      record += rows
-      rest = _choose(self._any_record(), slice(0)) if rest is None else rest
-      yield rest, epoch, record
-      rest = _choose(rest, slice(0))
+      self._sizes[epoch] = size
+      epoch, record = epoch + 1, max(0, record - size)
 
   def _build(self, epoch: int, host_index: int) -> Any:
-    """Returns the dataset of an epoch, checked."""
+    """Returns the dataset of an epoch."""
     dataset = build(
       self.epoch_seed(epoch),
       lambda seed: self.epoch_dataset(seed, host_index),
       self.op_determinism,
     )
-    tf = import_tensorflow()
-    if not isinstance(dataset, tf.data.Dataset):
-      raise TypeError(
-        f'The dataset of {self.name} is a {type(dataset).__name__}; expected'
-        ' a tf.data.Dataset.'
-      )
-    spec = dataset.element_spec
-    if not _is_dicts_of_tensors(tf, spec) or not jax.tree.leaves(
-      _numbers(tf, spec)
-    ):
-      raise TypeError(
-        f'The dataset of {self.name} has elements {spec}; expected dicts (of'
-        ' dicts) of dense tensors of fixed shapes, at least one of them of'
-        ' numbers. Append a .map that names, pads or tokenizes them.'
-      )
-    if not self.repeat and _is_endless(tf, dataset):
+    if not self.repeat and _is_endless(import_tensorflow(), dataset):
       raise ValueError(
         f'The dataset of {self.name} has no end, and repeat=False. Let it be'
         ' one epoch: leave out .repeat(), or append .take(n).'
@@ -289,15 +266,11 @@ class EpochInput(base.BaseInput, abc.ABC):
   def _batched(self, dataset: Any, rows: int) -> Iterator[dict[str, Any]]:
     """Returns arrays of `rows` records each; the last may have fewer."""
     tf = import_tensorflow()
-    dataset = dataset.batch(rows)
-    keep_strings = not self.is_training and self.num_infeed_hosts == 1
-    spec = dataset.element_spec
-    if not keep_strings and spec != _numbers(tf, spec):
-      dataset = dataset.map(functools.partial(_numbers, tf))
     options = tf.data.Options()
     options.deterministic = True
-    dataset = dataset.prefetch(tf.data.AUTOTUNE).with_options(options)
-    return iter(dataset.as_numpy_iterator())
+    dataset = dataset.batch(rows).prefetch(tf.data.AUTOTUNE)
+    records = dataset.with_options(options).as_numpy_iterator()
+    return map(functools.partial(to_batch, self), records)
 
   @functools.cached_property
   def _common_end(self) -> int:
@@ -318,14 +291,6 @@ class EpochInput(base.BaseInput, abc.ABC):
     if known >= 0:
       return known
     return sum(map(base.num_rows, self._batched(dataset, _COUNTED_AT_ONCE)))
-
-  def _any_record(self) -> dict[str, Any]:
-    """Returns a batch of one record, for a host that has none of its own."""
-    assert self.num_infeed_hosts is not None
-    for host in range(self.num_infeed_hosts):
-      for batch in self._batched(self._build(0, host).take(1), 1):
-        return batch
-    raise AssertionError('unreachable: some host has a record')
 
   def reset(self) -> None:
     """Goes back to the first record of the first epoch."""
@@ -352,6 +317,7 @@ class EpochInput(base.BaseInput, abc.ABC):
   def close(self) -> None:
     """Ends the pipeline."""
     self._batches = None
+    self._sizes = {}
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -377,20 +343,11 @@ class TfDataInput(EpochInput):
 
   ANY_NUMBER_OF_HOSTS: ClassVar[bool] = True
 
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    size = self.shuffle_buffer_size
-    if size is not None and (not base.is_integer(size) or size < 1):
-      self.refuse('shuffle_buffer_size', 'an integer of at least 1, or None')
-
-  def call_dataset(self, seed: int, host_index: int) -> Any:
-    """Returns the dataset of the function."""
-    del host_index
-    return self.dataset(seed=seed)
-
   def epoch_dataset(self, seed: int, host_index: int) -> Any:
     """Returns the dataset of the function, shuffled."""
-    dataset = self.call_dataset(seed, host_index)
+    host = {'host_index': host_index, 'num_hosts': self.num_infeed_hosts}
+    host = {} if self.ANY_NUMBER_OF_HOSTS else host
+    dataset = self.dataset(seed=seed, **host)
     if self.shuffle_buffer_size is None:
       return dataset
     return dataset.shuffle(self.shuffle_buffer_size, seed=seed)
@@ -416,36 +373,91 @@ class ShardedTfDataInput(TfDataInput):
 
   ANY_NUMBER_OF_HOSTS: ClassVar[bool] = False
 
-  def call_dataset(self, seed: int, host_index: int) -> Any:
-    """Returns the dataset of the function for a host."""
-    return self.dataset(
-      seed=seed, host_index=host_index, num_hosts=self.num_infeed_hosts
-    )
 
-
-def _choose(batch: dict[str, Any], rows: slice) -> dict[str, Any]:
+def choose(batch: Any, rows: slice) -> Any:
+  """Returns some rows of a batch."""
   return jax.tree.map(lambda x: x[rows], batch)
 
 
-def _numbers(tf: Any, record: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a record without its strings."""
-  kept = {}
-  for key, value in record.items():
-    if isinstance(value, Mapping):
-      value = _numbers(tf, value)
-      if value:
-        kept[key] = value
-    elif value.dtype != tf.string:
-      kept[key] = value
-  return kept
+def join(batches: Sequence[Any]) -> Any:
+  """Returns the rows of some batches as one batch."""
+  if len(batches) == 1:
+    return batches[0]
+  return jax.tree.map(lambda *xs: np.concatenate(xs), *batches)
 
 
-def _is_dicts_of_tensors(tf: Any, spec: Any) -> bool:
-  """Returns whether elements can become a batch of arrays."""
-  return isinstance(spec, Mapping) and all(
-    isinstance(x, tf.TensorSpec) or _is_dicts_of_tensors(tf, x)
-    for x in spec.values()
-  )
+def host_rows(source: base.BaseInput, batch: Any) -> Any:
+  """Returns the rows of a global batch that are those of an input's host."""
+  assert source.infeed_host_index is not None
+  first = source.infeed_host_index * source.batch_size
+  return choose(batch, slice(first, first + source.batch_size))
+
+
+def rebatch(batches: Iterable[Any], rows: int) -> Iterator[Any]:
+  """Yields the rows of batches, `rows` at a time; the last may have fewer."""
+  parts: list[Any] = []
+  have = 0
+  for batch in batches:
+    parts.append(batch)
+    have += base.num_rows(batch)
+    if have < rows:
+      continue
+    joined, parts = join(parts), []
+    while have >= rows:
+      yield choose(joined, slice(rows))
+      have -= rows
+      joined = choose(joined, slice(rows, None))
+    if have:
+      parts = [joined]
+  if have:
+    yield join(parts)
+
+
+def to_batch(source: base.BaseInput, given: Any) -> dict[str, Any]:
+  """Returns tensors as a batch of arrays, for an input.
+
+  Strings are left out where devices would get them: in training and with
+  several hosts.
+
+  Args:
+    source: the input.
+    given: mappings, lists and tuples of tensors (anything with `numpy()` or
+      that NumPy takes).
+
+  Raises:
+    TypeError: it makes no batch.
+  """
+  keep_strings = not source.is_training and source.num_infeed_hosts == 1
+  batch = _to_arrays(given, '', keep_strings)
+  if not isinstance(batch, dict):
+    raise TypeError(
+      f'The data of {source.name} is {type(given).__name__}; expected dicts (of'
+      ' dicts) of dense tensors, at least one of them of numbers. Name, pad or'
+      ' tokenize them.'
+    )
+  return batch
+
+
+def _to_arrays(x: Any, path: str, keep_strings: bool) -> Any:
+  """Returns dicts and lists of arrays; None where nothing is left."""
+  if isinstance(x, Mapping):
+    found = {
+      key: _to_arrays(value, f'{path}.{key}', keep_strings)
+      for key, value in x.items()
+    }
+    return {key: y for key, y in found.items() if y is not None} or None
+  if isinstance(x, list | tuple):
+    values = [_to_arrays(value, path, keep_strings) for value in x]
+    return [y for y in values if y is not None] or None
+  array = np.asarray(x.numpy() if hasattr(x, 'numpy') else x)
+  if array.dtype.kind not in 'OSU':
+    return array
+  if not all(isinstance(v, bytes | str) for v in array.flat):
+    raise TypeError(
+      f'The entry {path[1:]} is {type(x).__name__}, which is no dense tensor.'
+      ' Remove it, or make it dense.'
+    )
+  return array if keep_strings else None
 
 
 def _is_endless(tf: Any, dataset: Any) -> bool:

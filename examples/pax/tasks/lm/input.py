@@ -7,7 +7,6 @@ segment_pos, [b, L] each; of C4 paddings too.
 import functools
 import glob
 import os
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -118,10 +117,6 @@ def c4_input(
       f'The data is C4, but data_dir is {data_dir!r} and vocabulary'
       f' {vocabulary!r}; expected paths. {_GET_C4}'
     )
-  if not pathlib.Path(vocabulary).is_file():
-    raise errors.MissingFileError(
-      f'There is no vocabulary {vocabulary!r}. {_GET_C4}'
-    )
   check_vocabulary(tokenization.load_tokenizer(vocabulary), vocab_size)
   split = 'train' if is_training else 'validation'
   pattern = f'{glob.escape(data_dir)}/c4-{split}.*'
@@ -137,12 +132,15 @@ def c4_input(
         'append_eos is False, and the files are ArrayRecord, whose rows always'
         ' have end tokens. Give JSON or TFRecord, or append_eos=True.'
       )
-    return array_record_input(
-      files,
-      vocabulary,
+    return grain_input.GrainInput(
+      name='C4',
+      dataset=functools.partial(
+        _array_record_rows, files, vocabulary, length, is_training
+      ),
       batch_size=batch_size,
-      length=length,
       is_training=is_training,
+      input_random_seed=SEED,
+      repeat=True,
       **rolls,
     )
   task = c4.c4_task(
@@ -170,42 +168,6 @@ def check_vocabulary(
     )
 
 
-def array_record_input(
-  files: list[str],
-  vocabulary: str,
-  *,
-  batch_size: int,
-  length: int,
-  is_training: bool,
-  **fields: Any,
-) -> grain_input.GrainInput:
-  """Makes rows of ArrayRecord files of documents.
-
-  The documents of a host, in another order each epoch, are put one after the
-  other, each ended by the vocabulary's end token, and cut into rows without a
-  gap. Within a row, a document (or what is here of it) is a segment.
-
-  Args:
-    files: each record a `tf.train.Example` with `text`, as TensorFlow Datasets
-      writes it, or a JSON object with `text`.
-    vocabulary: as for `tokenization.load_tokenizer`.
-    batch_size: rows of a host.
-    length: tokens of a row.
-    is_training: shuffles then.
-    **fields: more of `GrainInput`.
-  """
-  return grain_input.GrainInput(
-    name='C4',
-    dataset=functools.partial(
-      _array_record_rows, files, vocabulary, length, is_training
-    ),
-    batch_size=batch_size,
-    is_training=is_training,
-    input_random_seed=SEED,
-    **{'repeat': True, **fields},
-  )
-
-
 def _array_record_rows(
   files: list[str],
   vocabulary: str,
@@ -216,7 +178,26 @@ def _array_record_rows(
   seed: int,
   epoch: int,
 ) -> Any:
-  """Returns one epoch of a host's rows, a `grain.IterDataset`."""
+  """Returns one epoch of a host's rows of ArrayRecord files.
+
+  The documents of a host, in another order each epoch, are put one after the
+  other, each ended by the vocabulary's end token, and cut into rows without a
+  gap. Within a row, a document (or what is here of it) is a segment.
+
+  Args:
+    files: each record a `tf.train.Example` with `text`, as TensorFlow Datasets
+      writes it, or a JSON object with `text`.
+    vocabulary: as for `tokenization.load_tokenizer`.
+    length: tokens of a row.
+    shuffle: whether the order is another one each epoch.
+    host_index: whose documents.
+    num_hosts: of how many hosts.
+    seed: of the order.
+    epoch: which one.
+
+  Returns:
+    A `grain.IterDataset`.
+  """
   import grain
 
   tokenizer = tokenization.load_tokenizer(f'{vocabulary}#</s>')

@@ -2,6 +2,7 @@
 
 import json
 
+from google.protobuf import message
 import numpy as np
 import pytest
 
@@ -53,8 +54,13 @@ def test_a_record_is_an_example_or_json():
   assert records.document_text(record) == 'né'.encode()
   record = json.dumps({'text': 'né', 'url': 'x'}).encode()
   assert records.document_text(record) == 'né'.encode()
-  for wrong in (example(content='x'), b'{"content": "x"}', b'abc', record[:20]):
-    with pytest.raises(ValueError, match='expected a tf'):
+  for wrong, error, said in (
+    (example(content='x'), ValueError, 'has no text; expected a tf'),
+    (b'{"content": "x"}', KeyError, 'text'),
+    (b'abc', message.DecodeError, 'parsing'),
+    (record[:20], ValueError, 'Unterminated string|Expecting'),
+  ):
+    with pytest.raises(error, match=said):
       records.document_text(wrong)
 
 
@@ -179,7 +185,7 @@ def test_what_is_missing_is_said(tmp_path, vocabulary):
       make(*given)
   with pytest.raises(FileNotFoundError, match=r'hf download.*data=stdlib'):
     make(tmp_path, vocabulary)
-  with pytest.raises(FileNotFoundError, match='no vocabulary'):
+  with pytest.raises(FileNotFoundError, match=r'no file none\.model'):
     make(tmp_path, 'none.model')
   with pytest.raises(ValueError, match=r'VOCAB_SIZE 6; .* at least 7'):
     make(tmp_path, vocabulary, vocab_size=6)

@@ -167,11 +167,8 @@ class LmExperiment(base_experiment.BaseExperiment):
 
   def _one_of(self, name: str, valid: Any) -> str:
     """Returns a constant that names something."""
-    if (value := getattr(self, name)) not in valid:
-      raise errors.UsageError(
-        f'{name} is {value!r}; expected one of {list(valid)}.'
-        + errors.did_you_mean(value, valid)
-      )
+    value = getattr(self, name)
+    errors.check_names([value], valid, 'value', name)
     return value
 
   # The data.

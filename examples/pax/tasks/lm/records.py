@@ -8,7 +8,6 @@ import json
 
 from google.protobuf import descriptor_pb2
 from google.protobuf import descriptor_pool
-from google.protobuf import message
 from google.protobuf import message_factory
 from google.protobuf import text_format
 
@@ -47,22 +46,13 @@ def document_text(record: bytes) -> bytes:
     record: a `tf.train.Example` or a JSON object, each with `text`.
 
   Raises:
-    ValueError: it has none.
+    ValueError: an example has none. Other records raise what their parser does.
   """
-  try:
-    if record.startswith(b'{'):
-      return json.loads(record)['text'].encode()
-    for entry in _Example.FromString(record).features.feature:
-      if entry.key == b'text':
-        return entry.value.bytes_list.value[0]
-  except (
-    AttributeError,
-    IndexError,
-    KeyError,
-    ValueError,
-    message.DecodeError,
-  ):
-    pass  # It is something else, or cut off.
+  if record.startswith(b'{'):
+    return json.loads(record)['text'].encode()
+  for entry in _Example.FromString(record).features.feature:
+    if entry.key == b'text':
+      return entry.value.bytes_list.value[0]
   raise ValueError(
     f'A record of {len(record)} bytes, {record[:40]!r}..., has no text;'
     ' expected a tf.train.Example or a JSON object with `text`.'

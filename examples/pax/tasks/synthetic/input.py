@@ -48,18 +48,14 @@ class SequenceInput(indexed.IndexedInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    self.check_flag('reverse')
-    valid = (
-      1 <= self.min_length <= self.max_length
-      and self.vocab_size > NUM_SPECIAL
-      and self.size >= 1
-    )
-    if not valid:
+    if not (
+      1 <= self.min_length <= self.max_length and self.vocab_size > NUM_SPECIAL
+    ):
       raise ValueError(
         f'{self.name} has min_length {self.min_length}, max_length'
-        f' {self.max_length}, vocab_size {self.vocab_size} and size'
-        f' {self.size}; expected 1 <= min_length <= max_length, at least'
-        f' {NUM_SPECIAL + 1} tokens and at least one record.'
+        f' {self.max_length} and vocab_size {self.vocab_size}; expected'
+        ' 1 <= min_length <= max_length, and more than'
+        f' {NUM_SPECIAL} tokens.'
       )
 
   def num_records(self) -> int:

@@ -79,7 +79,6 @@ def test_records_are_those_of_the_seed_and_the_split():
     {'min_length': 0},
     {'min_length': 5},
     {'vocab_size': 2},
-    {'size': 0},
   ],
 )
 def test_what_makes_no_sequences_is_refused(fields):

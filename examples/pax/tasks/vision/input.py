@@ -9,6 +9,7 @@ Shapes: b rows, H image rows, W columns, C channels, N records.
 """
 
 import dataclasses
+import functools
 import hashlib
 import pathlib
 from typing import Any
@@ -89,16 +90,6 @@ class SyntheticImages(_Images):
   image_shape: tuple[int, int, int] = (224, 224, 3)
   num_classes: int = 1000
   size: int = 1_281_167
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    sizes = (*self.image_shape, self.num_classes, self.size)
-    if len(sizes) != 5 or any(type(n) is not int or n < 1 for n in sizes):
-      raise ValueError(
-        f'{self.name} has image_shape {self.image_shape}, num_classes'
-        f' {self.num_classes} and size {self.size}; expected (height, width,'
-        ' channels) and integers of at least 1.'
-      )
 
   def num_records(self) -> int:
     """Returns N."""
@@ -201,18 +192,17 @@ class ArrayFolderInput(_Images):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    self._shards: list[tuple[np.ndarray, np.ndarray]] = []
-    self._identity: dict[str, Any] | None = None
-    self._ends = np.cumsum([len(labels) for _, labels in self._open()])
+    self._ends = np.cumsum([len(labels) for _, labels in self._shards])
 
   def __getstate__(self) -> dict[str, Any]:
     # A worker opens the files itself; else it would be sent what is in them.
-    return {**super().__getstate__(), '_shards': []}
+    state = super().__getstate__()
+    state.pop('_shards', None)
+    return state
 
-  def _open(self) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns images and labels of each file, which is read where it lies."""
-    if self._shards:
-      return self._shards
+  @functools.cached_property
+  def _shards(self) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Images and labels of each file, which is read where it lies."""
     folder = pathlib.Path(self.folder, self.split)
     paths = {
       kind: sorted(folder.glob(f'{kind}-*.npy'))
@@ -236,7 +226,6 @@ class ArrayFolderInput(_Images):
     ]
     for path, (images, labels) in zip(paths['images'], shards, strict=True):
       self._check(path, images, labels, channels=shards[0][0].shape[3:])
-    self._shards = shards
     return shards
 
   def _check(
@@ -279,21 +268,22 @@ class ArrayFolderInput(_Images):
 
     Images are too large to be hashed at each start.
     """
-    if self._identity is None:
-      shards = self._open()
-      self._identity = {
-        'split': self.split,
-        'image_size': self.image_size,
-        'images': [list(images.shape) for images, _ in shards],
-        'labels': _hash(*(labels for _, labels in shards)),
-      }
     return self._identity
+
+  @functools.cached_property
+  def _identity(self) -> dict[str, Any]:
+    return {
+      'split': self.split,
+      'image_size': self.image_size,
+      'images': [list(images.shape) for images, _ in self._shards],
+      'labels': _hash(*(labels for _, labels in self._shards)),
+    }
 
   def describe_record(self, record: int, epoch: int) -> str:
     """Returns the file and the place in it."""
     del epoch
     shard, place = self._find(record)
-    return f'image {place} of {self._open()[shard][0].filename}'
+    return f'image {place} of {self._shards[shard][0].filename}'
 
   def _find(self, record: int) -> tuple[int, int]:
     """Returns the file of a record, and the record's place in it."""
@@ -303,12 +293,11 @@ class ArrayFolderInput(_Images):
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
     """Returns the records [b, ...]."""
-    shards = self._open()
     images, labels = [], []
     for record, epoch in zip(records.tolist(), epochs.tolist(), strict=True):
       shard, place = self._find(record)
-      images.append(self._cut(shards[shard][0][place], record, epoch))
-      labels.append(shards[shard][1][place])
+      images.append(self._cut(self._shards[shard][0][place], record, epoch))
+      labels.append(self._shards[shard][1][place])
     return self._batch_of(np.stack(images), np.array(labels))
 
   def _cut(self, image_HWC: np.ndarray, record: int, epoch: int) -> np.ndarray:

@@ -136,36 +136,31 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
     ]
 
   def _dataset(self, split: str, **kwargs: Any) -> fdl.Config:
+    errors.check_names([self.DATA], _DATA, 'value', 'DATA')
     kwargs.update(split=split, name=split, num_threads=self.NUM_THREADS)
     if self.DATA == 'digits':
       return fdl.Config(vision_input.DigitsInput, **kwargs)
-    if self.DATA == 'arrays':
-      if not self.DATA_DIR:
-        raise errors.UsageError(
-          "DATA is 'arrays' and DATA_DIR is empty. Give the folder that"
-          ' input.ArrayFolderInput describes: --config.data_dir=...; or take'
-          ' --config.data=synthetic.'
-        )
-      return fdl.Config(
-        vision_input.ArrayFolderInput,
-        folder=self.DATA_DIR,
-        image_size=self.IMAGE_SIZE,
-        num_classes=self.NUM_CLASSES,
-        **kwargs,
-      )
+    kwargs['num_classes'] = self.NUM_CLASSES
     if self.DATA == 'synthetic':
       is_training = split == 'train'
       return fdl.Config(
         vision_input.SyntheticImages,
         image_shape=(self.IMAGE_SIZE, self.IMAGE_SIZE, self.IMAGE_CHANNELS),
-        num_classes=self.NUM_CLASSES,
         size=self.TRAIN_EXAMPLES if is_training else self.EVAL_EXAMPLES,
         shuffle=False,  # They are random as they are.
         **kwargs,
       )
-    raise errors.UsageError(
-      f'DATA is {self.DATA!r}; expected one of {_DATA}.'
-      + errors.did_you_mean(self.DATA, _DATA)
+    if not self.DATA_DIR:
+      raise errors.UsageError(
+        "DATA is 'arrays' and DATA_DIR is empty. Give the folder that"
+        ' input.ArrayFolderInput describes: --config.data_dir=...; or take'
+        ' --config.data=synthetic.'
+      )
+    return fdl.Config(
+      vision_input.ArrayFolderInput,
+      folder=self.DATA_DIR,
+      image_size=self.IMAGE_SIZE,
+      **kwargs,
     )
 
   def input_specs(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -238,9 +233,18 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
     of the validation right. Else on synthetic images.
     """
     small = {
+      'DATA': 'digits',
       'TRAIN_BATCH_SIZE': 64,
       'EVAL_BATCH_SIZE': 120,
       'NUM_THREADS': 0,
+      'TRAIN_EXAMPLES': 1437,
+      'EVAL_EXAMPLES': 360,
+      'IMAGE_SIZE': 8,
+      'IMAGE_CHANNELS': 1,
+      'SMALL_IMAGES': True,
+      # Over all digits.
+      'PIXEL_MEAN': (73.3,),
+      'PIXEL_STD': (90.2,),
       'NUM_CLASSES': 10,
       'BLOCKS': (1, 1),
       'CHANNELS': (64, 128),
@@ -257,27 +261,14 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
       'SUMMARY_INTERVAL_STEPS': 10,
       'EVAL_INTERVAL_STEPS': 110,
     }
-    if importlib.util.find_spec('sklearn') is not None:
-      data = {
-        'DATA': 'digits',
-        'TRAIN_EXAMPLES': 1437,
-        'EVAL_EXAMPLES': 360,
-        'IMAGE_SIZE': 8,
-        'IMAGE_CHANNELS': 1,
-        'SMALL_IMAGES': True,
-        # Over all digits.
-        'PIXEL_MEAN': (73.3,),
-        'PIXEL_STD': (90.2,),
-      }
-    else:
-      data = {
+    if importlib.util.find_spec('sklearn') is None:
+      small |= {
         'DATA': 'synthetic',
-        'TRAIN_EXAMPLES': 1437,
-        'EVAL_EXAMPLES': 360,
         'IMAGE_SIZE': 32,
         'IMAGE_CHANNELS': 3,
+        'SMALL_IMAGES': False,
         # Of the sum of two numbers that are uniform from 0 to 127.
         'PIXEL_MEAN': (127.0,) * 3,
         'PIXEL_STD': (52.3,) * 3,
       }
-    return cls.with_constants({**small, **data})
+    return cls.with_constants(small)
