@@ -772,7 +772,7 @@ def test_wrong_fields_are_refused(tmp_path):
     (
       {'mixture_name': 'a_registred_task'},
       ValueError,
-      "No Task or Mixture found with name 'a_registred_task'",
+      r"'a_registred_task' in mixture_name.*Did you mean 'a_registered_task'\?",
     ),
     (
       {'mixture_or_task': 'a'},

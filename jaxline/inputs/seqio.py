@@ -50,6 +50,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxline import errors
 from jaxline.inputs import tfdata
 
 # Which example a row is: the number of the part, of how many parts, and the
@@ -277,6 +278,8 @@ class SeqIOInput(tfdata.EpochInput):
       )
     self._provider: Any = self.mixture_or_task
     if self.mixture_name is not None:
+      names = [*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()]
+      errors.check_names([self.mixture_name], names, 'name', 'mixture_name')
       self._provider = seqio.get_mixture_or_task(self.mixture_name)
     if self.split_name not in self._provider.splits:
       raise ValueError(
