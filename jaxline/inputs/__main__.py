@@ -24,6 +24,7 @@ from jaxline.compat import adapters
 from jaxline.inputs import base
 from jaxline.inputs import show
 from jaxline.inputs import text
+from jaxline.inputs import token_cache
 
 _NUM_ROWS = 2  # Of which the text is printed.
 _TEXT_OPTIONS = ('tokenizer', 'documents', 'eval_fraction', 'cache_dir')
@@ -137,23 +138,35 @@ def _parser() -> argparse.ArgumentParser:
     help_text = f'{what} (default: {default})' if is_shown else what
     sub.add_argument(flag, type=kind, default=default, help=help_text)
   sub.add_argument('--split', choices=sorted(_METHODS), default='train')
-  text.add_command(commands, _tokenize)
-  # None is what was not given; `load_corpus` has the same defaults.
-  commands.choices['tokenize'].set_defaults(**dict.fromkeys(_TEXT_OPTIONS))
+  what = (
+    'make the tokens that a run reads, which its first start would make: those'
+    ' of the training data of a config, or of FILES'
+  )
+  sub = commands.add_parser(
+    'tokenize',
+    help=what,
+    description=f'{what}. The options are arguments of text.load_corpus.',
+    usage='%(prog)s --config=FILE [--config.key=value ...] | FILES ...',
+    allow_abbrev=False,
+  )
+  # Without defaults, since `load_corpus` has them.
+  sub.set_defaults(run=_tokenize)
+  sub.add_argument('files', nargs='*', help="folders, globs or 'stdlib'")
+  sub.add_argument('--tokenizer')
+  sub.add_argument('--documents', choices=token_cache.KINDS)
+  sub.add_argument('--eval_fraction', type=float)
+  sub.add_argument('--cache_dir')
   return parser
 
 
 def _tokenize(args: argparse.Namespace, rest: Sequence[str]) -> int:
-  if args.files and rest:
-    raise platform.UsageError(
-      f'tokenize got the files {args.files} and the arguments {list(rest)};'
-      ' expected either FILES or --config=FILE, written with an equals sign.'
-    )
   given = {k: v for k in _TEXT_OPTIONS if (v := getattr(args, k)) is not None}
-  if given and not args.files:
+  misplaced = rest if args.files else given
+  if misplaced:
     raise platform.UsageError(
-      f'tokenize got --{", --".join(given)} without FILES; with --config=FILE,'
-      ' the config says what is read: set its fields (--config.key=value).'
+      f'tokenize got the files {args.files}, the options {given} and the'
+      f' arguments {list(rest)}; expected either FILES and options, or'
+      ' --config=FILE (with an equals sign), whose fields say what is read.'
     )
   try:
     if args.files:
