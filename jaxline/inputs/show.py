@@ -301,7 +301,7 @@ def throughput(
 
 
 @contextlib.contextmanager
-def _opened(
+def opened(
   make_input: MakeInput, host: int, num_hosts: int
 ) -> Iterator[tuple[Any, Iterator[Any]]]:
   """Yields a host's input and its iterator; both closed afterwards."""
@@ -311,7 +311,7 @@ def _opened(
       yield source, iter(source)
     finally:
       if hasattr(source, 'close'):
-        source.close()
+        source.close()  # Of its workers, some shared memory would stay.
 
 
 class _Host:
@@ -352,7 +352,7 @@ class _Host:
     seen: list[tuple[int, int]] = []
     self.records: list[tuple[int, int]] | None = []
     total = hashlib.sha256()
-    with _opened(make_input, number, num_hosts) as (source, batches):
+    with opened(make_input, number, num_hosts) as (source, batches):
       self.source = source
       if isinstance(source, indexed.IndexedInput):
         # Neither ahead nor in a worker, where the calls could not be noted.
@@ -454,8 +454,6 @@ def _check_rows(hosts: Sequence[_Host]) -> _Result:
       f'{text}; this is no BaseInput, and reads as another host here only if it'
       ' asks base.this_host()'
     )
-  elif len(hosts_with) == 1:
-    return LOOK, f'{text}; all rows are the same, so they tell nothing'
   elif not same:
     return LOOK, (
       f'{text}; either the data has them more than once, or came around to its'
@@ -513,8 +511,7 @@ def _check_resume(hosts: Sequence[_Host]) -> _Result:
   # From the middle, as a run that was killed; then back, as from an older
   # checkpoint.
   middle = (len(host.states) + 1) // 2
-  with _opened(host.make_input, len(hosts) - 1, len(hosts)) as opened:
-    source, batches = opened
+  with opened(host.make_input, len(hosts) - 1, len(hosts)) as (source, batches):
     for done in (middle, 1):
       try:
         source.set_state(copy.deepcopy(host.states[done - 1]))
@@ -548,7 +545,7 @@ def _check_position(hosts: Sequence[_Host]) -> _Result:
   middle = (len(states) + 1) // 2
   want = _in_order(hosts, middle)
   got: list[bytes] = []
-  with _opened(hosts[0].make_input, 0, 1) as (source, batches):
+  with opened(hosts[0].make_input, 0, 1) as (source, batches):
     try:
       source.set_state(states[middle - 1])
     except Exception as e:
@@ -686,7 +683,7 @@ def check(
   findings = []
   if num_hosts > 1:
     try:
-      with _opened(make_input, num_hosts - 1, num_hosts) as (_, batches):
+      with opened(make_input, num_hosts - 1, num_hosts) as (_, batches):
         next(batches, None)
     except ValueError as e:
       findings.append(Finding('hosts', LOOK, f'{num_hosts} are refused: {e}'))
@@ -698,7 +695,7 @@ def check(
   for promise in PROMISES:
     if result := promise.check(hosts):
       findings.append(Finding(promise.name, *result))
-  with _opened(make_input, 0, num_hosts) as (_, batches):
+  with opened(make_input, 0, num_hosts) as (_, batches):
     speed = throughput(batches, seconds)
   return Report(
     num_batches=len(hosts[0].digests),
