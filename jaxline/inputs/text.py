@@ -417,33 +417,29 @@ def _find(files: Path | Sequence[Path]) -> list[token_cache.Source]:
 
 def _match(entry: str) -> tuple[str, list[str], bool]:
   """Returns the root, the paths, and whether binary files may be among them."""
-  looked_for = entry
-  drop_binary = False
+  root = os.path.expanduser(entry)
+  paths: Iterable[str]
+  is_folder = entry != 'stdlib' and os.path.isdir(root)
   if entry == 'stdlib':
     root = sysconfig.get_path('stdlib')
-    looked_for = f"'*.py' below {root} (the standard library)"
-    paths = [
+    paths = (
       path
       for path in _walk(root, _STDLIB_SKIPPED_FOLDERS)
       if _STDLIB_FILES.fullmatch(os.path.basename(path))
-    ]
-  elif os.path.isdir(root := os.path.expanduser(entry)):
-    looked_for = f'files below the folder {entry}'
-    paths = list(_walk(root, re.compile(r'\..*')))
-    drop_binary = True
+    )
+  elif is_folder:
+    paths = _walk(root, re.compile(r'\..*'))
   else:
-    pattern = root
-    root = os.path.dirname(pattern)
+    paths = glob.glob(root, recursive=True)
+    root = os.path.dirname(root)
     while re.search(r'[*?[]', root):
       root = os.path.dirname(root)
-    paths = glob.glob(pattern, recursive=True)
-  paths = [path for path in paths if os.path.isfile(path)]
-  if not paths:
+  if not (found := [path for path in paths if os.path.isfile(path)]):
     raise errors.UsageError(
-      f'No files found: looked for {looked_for}. Give "stdlib", a folder, a '
-      'glob, or a list of these.'
+      f'No files found: looked for {entry}. Give "stdlib", a folder, a glob, or'
+      ' a list of these.'
     )
-  return root, paths, drop_binary
+  return root, found, is_folder
 
 
 def _walk(root: str, skipped_folders: re.Pattern[str]) -> Iterable[str]:

@@ -464,28 +464,28 @@ def _dtype(tokenizer: tokenization.Tokenizer) -> str:
 # Building.
 
 
+@dataclasses.dataclass
 class _Build:
-  """Makes tokens of files, and opens those that were made of them."""
+  """Makes tokens of files, and opens those that were made of them.
 
-  def __init__(
-    self,
-    sources: Sequence[Source],
-    tokenizer: tokenization.Tokenizer,
-    kind: str,
-    eval_fraction: float,
-  ):
-    self._sources = sources
-    self._tokenizer = tokenizer
+  The fields are arguments of `load`.
+  """
+
+  sources: Sequence[Source]
+  tokenizer: tokenization.Tokenizer
+  kind: str
+  eval_fraction: float
+
+  def __post_init__(self) -> None:
     # A subclass may make other tokens.
-    self._is_bytes = type(tokenizer) is tokenization.ByteTokenizer
-    self._kind = kind
-    self._eval_fraction = float(eval_fraction)
-    self._request = [_FORMAT, tokenizer.identity, kind, self._eval_fraction]
-    self._stats = [os.stat(source.path) for source in sources]
+    self._is_bytes = type(self.tokenizer) is tokenization.ByteTokenizer
+    fraction = float(self.eval_fraction)
+    self._request = [_FORMAT, self.tokenizer.identity, self.kind, fraction]
+    self._stats = [os.stat(source.path) for source in self.sources]
     settled = time.time_ns() - _SETTLED_NS
     # `run` adds the hashes, and which files are used.
     self._files = []
-    for source, status in zip(sources, self._stats, strict=True):
+    for source, status in zip(self.sources, self._stats, strict=True):
       times = [status.st_mtime_ns, status.st_ctime_ns]
       times = times if max(times) < settled else []
       self._files.append(_File(source.name, status.st_size, times, '', True))
@@ -494,7 +494,7 @@ class _Build:
     # sizes do not replace each other's tokens.
     files = [
       (*file[:2], os.path.realpath(source.path), source.text_only)
-      for file, source in zip(self._files, sources, strict=True)
+      for file, source in zip(self._files, self.sources, strict=True)
     ]
     key = json.dumps([self._request, files]).encode()
     self.key = hashlib.sha256(key).hexdigest()[:40]
@@ -506,11 +506,11 @@ class _Build:
       _DamagedError: they are not as they were written, or the text has changed.
       OSError: they cannot be read.
     """
-    meta, splits = _open(folder, self._tokenizer)
+    meta, splits = _open(folder, self.tokenizer)
     before: list[_File] = meta['files']
     after = []
     for source, then, now in zip(
-      self._sources, before, self._files, strict=True
+      self.sources, before, self._files, strict=True
     ):
       is_same = now.times and now.times == then.times
       if not is_same and then.sha256 != (now.sha256 or _sha256(source.path)):
@@ -525,7 +525,7 @@ class _Build:
     """Writes all files of the cache into an empty folder."""
     began = time.monotonic()
     # Of lines the names are not known yet, and of files not which are empty.
-    known = self._files if self._kind == 'file' else []
+    known = self._files if self.kind == 'file' else []
     hashes = [stable_hash(f'eval/{file.name}') for file in known]
     threshold = self._threshold(
       min(hashes, default=0), max(hashes, default=2**64)
@@ -546,7 +546,7 @@ class _Build:
     Of a handful of documents, a fraction may be none or all: it shall be one,
     or all but one. So it depends on the least and the largest hash.
     """
-    threshold = self._eval_fraction * 2**64
+    threshold = self.eval_fraction * 2**64
     if least < threshold <= most:
       return threshold
     return most if least < threshold else least + 1
@@ -565,16 +565,19 @@ class _Build:
     with contextlib.ExitStack() as stack:
       writers = [stack.enter_context(_Writer(folder, s)) for s in SPLITS]
       for batch in self._batches():
-        splits = []
-        for file, line, _ in batch:
+        parts: tuple[list[_Text], list[_Text]] = [], []
+        for text in batch:
+          file, line, _ = text
           if line >= 0:
-            value = stable_hash(f'eval/{_name(self._sources[file].name, line)}')
+            value = stable_hash(f'eval/{_name(self.sources[file].name, line)}')
             least = value if value < least else least
             most = value if value > most else most
             count += 1
             is_held_out = value < threshold
-          splits.append(is_held_out)
-        self._write(writers, batch, np.array(splits))
+          parts[is_held_out].append(text)
+        for writer, part in zip(writers, parts, strict=True):
+          if part:
+            self._write(writer, part)
     if count < 2:
       raise errors.UsageError(
         f'The text has {sum(f.is_used for f in self._files)} files that are not'
@@ -593,7 +596,7 @@ class _Build:
     batch: list[_Text] = []
     waiting = 0
     due = time.monotonic() + _PROGRESS_SECS
-    for i, source in enumerate(self._sources):
+    for i, source in enumerate(self.sources):
       with _open_hashed(source.path, self._stats[i]) as (file, sha256):
         head = file.peek(_BINARY_PROBE_BYTES)[:_BINARY_PROBE_BYTES]
         is_used = bool(head) and not (source.text_only and b'\0' in head)
@@ -616,7 +619,7 @@ class _Build:
     self, file: BinaryIO, source: Source
   ) -> Iterator[tuple[int, bytes]]:
     """Yields texts with their lines: 0 is a file, -1 is more of a file."""
-    if self._kind == 'file':
+    if self.kind == 'file':
       pieces = iter(functools.partial(file.read, _BATCH_BYTES), b'')
       if not self._is_bytes:
         pieces = iter([b''.join(pieces)])  # It may merge over any bound.
@@ -625,7 +628,7 @@ class _Build:
       return
     for number, row in enumerate(file, 1):
       text = row.rstrip(b'\r\n')
-      if self._kind == 'jsonl' and text.strip():
+      if self.kind == 'jsonl' and text.strip():
         try:
           # JSON can hold halves of characters, which UTF-8 cannot.
           text = str.encode(json.loads(text)['text'], errors='replace')
@@ -634,45 +637,36 @@ class _Build:
             f"{source.path}:{number} is no JSON object with a string 'text'"
             f' ({type(e).__name__}: {e}): {text[:80]!r}.'
           ) from e
-      elif self._kind == 'jsonl':
+      elif self.kind == 'jsonl':
         continue
       if text:
         yield number, text
 
-  def _write(
-    self,
-    writers: Sequence[_Writer],
-    batch: Sequence[_Text],
-    is_held_out: np.ndarray,
-  ) -> None:
-    """Tokenizes texts, and appends each to its split."""
-    places = np.array([text[:2] for text in batch], '<i8')
-    texts = [text for _, _, text in batch]
-    num_bytes = np.array([*map(len, texts)])
+  def _write(self, writer: _Writer, batch: Sequence[_Text]) -> None:
+    """Tokenizes and appends texts of a split."""
+    files, lines, texts = zip(*batch, strict=True)
     if self._is_bytes:  # Without an array for each line.
-      ids, sizes = np.frombuffer(b''.join(texts), np.uint8), num_bytes
+      ids = np.frombuffer(b''.join(texts), np.uint8)
+      sizes = np.array([*map(len, texts)])
     else:
-      encoded = self._tokenizer.encode_batch(texts)
-      ids, sizes = np.concatenate(encoded), np.array([*map(len, encoded)])
-    token = self._tokenizer.document_id
+      encoded = self.tokenizer.encode_batch(texts)
+      ids = np.concatenate(encoded)
+      sizes = np.array([*map(len, encoded)])
+    ends = np.cumsum(sizes)
+    token = self.tokenizer.document_id
     if (strange := np.flatnonzero(ids == token)).size:
-      i = int(np.searchsorted(np.cumsum(sizes), strange[0], 'right'))
-      file, line, text = batch[i]
+      i = int(np.searchsorted(ends, strange[0], 'right'))
       raise errors.UsageError(
         f'The document token {token} stands within the text of a document:'
-        f' {_name(self._sources[file].name, line)}, {text[:80]!r}. Use a'
-        ' tokenizer that never encodes text to it.'
+        f' {_name(self.sources[files[i]].name, lines[i])}, {texts[i][:80]!r}.'
+        ' Use a tokenizer that never encodes text to it.'
       )
-    for writer, chosen in zip(
-      writers, (~is_held_out, is_held_out), strict=True
-    ):
-      ends = np.cumsum(sizes[chosen])
-      table = np.column_stack([ends - sizes[chosen], places[chosen]])
-      table = table[table[:, 2] >= 0]
-      tokens = ids[np.repeat(chosen, sizes)].astype(_dtype(self._tokenizer))
-      tokens = np.insert(tokens, table[:, 0], token)
-      table[:, 0] += writer.num_tokens + np.arange(len(table))
-      writer.append(tokens, table, int(num_bytes[chosen].sum()))
+    table = np.column_stack([ends - sizes, files, lines]).astype('<i8')
+    table = table[table[:, 2] >= 0]
+    tokens = ids.astype(_dtype(self.tokenizer))
+    tokens = np.insert(tokens, table[:, 0], token)
+    table[:, 0] += writer.num_tokens + np.arange(len(table))
+    writer.append(tokens, table, sum(map(len, texts)))
 
 
 # The number of its file, its line, and the text.
