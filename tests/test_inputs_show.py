@@ -306,7 +306,7 @@ def test_some_identical_rows_are_for_people_to_judge():
     4,
   )
   assert ones.verdict == show.LOOK
-  assert 'all rows are the same' in ones.text
+  assert 'either the data has them more than once' in ones.text
 
 
 def test_a_plain_iterator_may_not_know_its_host():
@@ -791,13 +791,13 @@ def test_command_leaves_an_error_in_the_data_its_traceback(folder):
         '--config.experiment_kwargs.fault=sets',
         '--set=lon',
       ],
-      "--set 'lon' is no evaluation set of looked_at:Experiment; expected one"
-      " of ['short', 'long'], or nothing if there is only one. Did you mean"
-      " 'long'?",
+      "Unknown evaluation set 'lon' in looked_at:Experiment; expected some of"
+      " ['short', 'long']. Did you mean 'long'?",
     ),
     (
       ['--config=config.py', '--split=eval', '--set=long'],
-      "--set 'long' is no evaluation set",
+      "Unknown evaluation set 'long' in looked_at:Experiment; expected some of"
+      ' []. Without several sets, leave --set out.',
     ),
     (
       ['--config=config.py', '--host=2/2'],

@@ -8,6 +8,7 @@ line, the config or the input itself is refused, in one line on stderr.
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import itertools
 import math
 import os
@@ -24,10 +25,9 @@ from jaxline.compat import adapters
 from jaxline.inputs import base
 from jaxline.inputs import show
 from jaxline.inputs import text
+from jaxline.inputs import token_cache
 
 _NUM_ROWS = 2  # Of which the text is printed.
-_TEXT_OPTIONS = ('tokenizer', 'documents', 'eval_fraction', 'cache_dir')
-_METHODS = {'train': 'train_input', 'eval': 'eval_input'}
 
 
 def input_maker(
@@ -48,7 +48,7 @@ def input_maker(
     UsageError: the config names no experiment, or one without such a method.
   """
   experiment_class = platform.resolve_experiment_class(config)
-  method = _METHODS[split]
+  method = f'{split}_input'
   if not hasattr(experiment_class, method):
     raise platform.UsageError(
       f'{config.experiment_class} has no {method}(): experiments in the'
@@ -64,11 +64,13 @@ def input_maker(
       experiment = adapters.construct(experiment_class, split, rng, config)
       found = getattr(experiment, method)()
     sets = found if split == 'eval' and isinstance(found, Mapping) else {}
-    if eval_set is not None and eval_set not in sets:
-      raise platform.UsageError(
-        f'--set {eval_set!r} is no evaluation set of {config.experiment_class};'
-        f' expected one of {list(sets)}, or nothing if there is only one.'
-        f'{errors.did_you_mean(eval_set, sets)}'
+    if eval_set is not None:
+      errors.check_names(
+        [eval_set],
+        sets,
+        'evaluation set',
+        config.experiment_class,
+        '' if sets else ' Without several sets, leave --set out.',
       )
     return sets[eval_set or next(iter(sets))] if sets else found
 
@@ -136,24 +138,38 @@ def _parser() -> argparse.ArgumentParser:
     is_shown = default is not None
     help_text = f'{what} (default: {default})' if is_shown else what
     sub.add_argument(flag, type=kind, default=default, help=help_text)
-  sub.add_argument('--split', choices=sorted(_METHODS), default='train')
-  text.add_command(commands, _tokenize)
-  # None is what was not given; `load_corpus` has the same defaults.
-  commands.choices['tokenize'].set_defaults(**dict.fromkeys(_TEXT_OPTIONS))
+  sub.add_argument('--split', choices=('eval', 'train'), default='train')
+  what = (
+    'make the tokens that a run reads, which its first start would make: those'
+    ' of the training data of a config, or of FILES'
+  )
+  sub = commands.add_parser(
+    'tokenize',
+    help=what,
+    description=f'{what}. The options are arguments of text.load_corpus.',
+    usage='%(prog)s --config=FILE [--config.key=value ...] | FILES ...',
+    allow_abbrev=False,
+    argument_default=argparse.SUPPRESS,  # `load_corpus` has the defaults.
+  )
+  sub.set_defaults(run=_tokenize)
+  sub.add_argument(
+    'files', nargs='*', default=[], help="folders, globs or 'stdlib'"
+  )
+  sub.add_argument('--tokenizer')
+  sub.add_argument('--documents', choices=token_cache.KINDS)
+  sub.add_argument('--eval_fraction', type=float)
+  sub.add_argument('--cache_dir')
   return parser
 
 
 def _tokenize(args: argparse.Namespace, rest: Sequence[str]) -> int:
-  if args.files and rest:
+  given = {k: v for k, v in vars(args).items() if k not in ('run', 'files')}
+  misplaced = rest if args.files else given
+  if misplaced:
     raise platform.UsageError(
-      f'tokenize got the files {args.files} and the arguments {list(rest)};'
-      ' expected either FILES or --config=FILE, written with an equals sign.'
-    )
-  given = {k: v for k in _TEXT_OPTIONS if (v := getattr(args, k)) is not None}
-  if given and not args.files:
-    raise platform.UsageError(
-      f'tokenize got --{", --".join(given)} without FILES; with --config=FILE,'
-      ' the config says what is read: set its fields (--config.key=value).'
+      f'tokenize got the files {args.files}, the options {given} and the'
+      f' arguments {list(rest)}; expected either FILES and options, or'
+      ' --config=FILE (with an equals sign), whose fields say what is read.'
     )
   try:
     if args.files:
@@ -167,30 +183,30 @@ def _tokenize(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _show(args: argparse.Namespace, rest: Sequence[str]) -> int:
   config = platform.load_config(rest)
-  num_hosts = args.hosts or (args.host[1] if args.host else None)
-  host, count = args.host or (0, num_hosts or 1)
-  if num_hosts not in (None, count):
+  host, count = args.host or (0, args.hosts or 1)
+  if args.hosts not in (None, count):
     raise platform.UsageError(
       f'--host {host}/{count} is one of {count} hosts, but --hosts is'
-      f' {num_hosts}. Leave --hosts out.'
+      f' {args.hosts}. Leave --hosts out.'
     )
   make_input = input_maker(config, args.split, args.set)
-  with base.pretend_host(host, count):
+  with contextlib.ExitStack() as stack:
     try:
-      source = make_input()
+      source, batches = stack.enter_context(
+        show.opened(make_input, host, count)
+      )
     except (ValueError, OSError, ImportError) as e:
       raise platform.UsageError(f'As host {host} of {count}: {e}') from e
-    try:
-      print(f'{_about(source)}, for host {host} of {count}')
-      for number, batch in enumerate(itertools.islice(source, args.n)):
-        _print_batch(source, number, batch)
-    finally:
-      if hasattr(source, 'close'):
-        source.close()  # Of its workers, some shared memory would stay.
+    print(f'{_about(source)}, for host {host} of {count}')
+    for number, batch in enumerate(itertools.islice(batches, args.n)):
+      print(f'\nbatch {number}\n{show.describe(batch)}')
+      for name, rows in show.texts(source, batch, _NUM_ROWS).items():
+        for row, shown in enumerate(rows):
+          print(show.shorten(f'row {row} of {name}: {shown!r}'))
   print(flush=True)
   report = show.check(
     make_input,
-    num_hosts=num_hosts or 2,
+    num_hosts=count if args.host or args.hosts else 2,
     num_batches=args.batches,
     max_batches=args.max_batches,
     # A plain iterable of evaluation is one evaluation.
@@ -201,13 +217,6 @@ def _show(args: argparse.Namespace, rest: Sequence[str]) -> int:
   )
   print(report)
   return 0 if report.ok else 1
-
-
-def _print_batch(source: Any, number: int, batch: Any) -> None:
-  print(f'\nbatch {number}\n{show.describe(batch)}')
-  for name, texts in show.texts(source, batch, _NUM_ROWS).items():
-    for row, shown in enumerate(texts):
-      print(show.shorten(f'row {row} of {name}: {shown!r}'))
 
 
 def _about(source: Any) -> str:

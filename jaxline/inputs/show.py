@@ -57,57 +57,44 @@ def _arrays(batch: Any) -> dict[str, np.ndarray]:
   }
 
 
-def _is_weights(name: str) -> bool:
-  return _split(name)[1] == base.WEIGHTS
+def _is(name: str, last: str) -> bool:
+  """Returns whether an entry has a name, in the batch or in a nested one."""
+  return name.rpartition('.')[2] == last
 
 
-def _split(name: str) -> tuple[str, str]:
-  """Returns ('src', 'ids') for 'src.ids', and ('', 'ids') for 'ids'."""
-  prefix, _, last = name.rpartition('.')
-  return prefix, last
-
-
-def _join(prefix: str, last: str) -> str:
-  return f'{prefix}.{last}' if prefix else last
+def _weights(arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+  return [x for name, x in arrays.items() if _is(name, base.WEIGHTS)]
 
 
 def _real_rows(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
   """Returns which rows have a weight, bool [B]."""
-  weights = [x for name, x in arrays.items() if _is_weights(name)]
-  if not weights:
-    rows = next((len(x) for x in arrays.values() if x.ndim), 0)
-    return np.ones(rows, bool)
-  return np.any([x.reshape(len(x), -1).any(axis=1) for x in weights], axis=0)
+  if weights := _weights(arrays):
+    return np.any([x.reshape(len(x), -1).any(axis=1) for x in weights], axis=0)
+  return np.ones(next((len(x) for x in arrays.values() if x.ndim), 0), bool)
 
 
 def _real_tokens(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """Returns which positions hold tokens, bool [B, ..., L], by nested batch."""
+  """Returns which positions hold tokens, bool [B, ..., L], by entry `ids`."""
   found = {}
   for name, ids in arrays.items():
-    prefix, last = _split(name)
-    if last != 'ids' or ids.ndim < 2:
+    if not _is(name, 'ids') or ids.ndim < 2:
       continue
-    beside = {
-      key: x
-      for key in ('paddings', 'segment_ids', base.WEIGHTS)
-      if (x := arrays.get(_join(prefix, key))) is not None
-      and x.shape == ids.shape
-    }
-    weights = beside.get(base.WEIGHTS)
-    # In this order: a prompt has no weight, and is no filler.
-    if 'paddings' in beside:
-      real = beside['paddings'] == 0
-    elif 'segment_ids' in beside:
-      real = beside['segment_ids'] > 0
-    else:
-      real = np.ones(ids.shape, bool) if weights is None else weights != 0
-    # Padding rows are zeros, which says of `paddings` that there are none.
-    has_weight = (
-      _real_rows(arrays).reshape(-1, *[1] * (ids.ndim - 1))
-      if weights is None
-      else np.any(weights != 0, axis=-1, keepdims=True)
+    paddings, segments, weights = (
+      arrays.get(name.removesuffix('ids') + key)
+      for key in (base.PADDINGS, 'segment_ids', base.WEIGHTS)
     )
-    found[prefix] = real & has_weight
+    if weights is None or weights.shape != ids.shape:
+      of_rows = _real_rows(arrays).reshape(-1, *[1] * (ids.ndim - 1))
+      weights = np.broadcast_to(of_rows, ids.shape)
+    # In this order: a prompt has no weight, and is no filler.
+    if paddings is not None:
+      real = paddings == 0
+    elif segments is not None:
+      real = segments > 0
+    else:
+      real = weights != 0
+    # Padding rows may be zeros, also in `paddings`.
+    found[name] = real & np.any(weights != 0, axis=-1, keepdims=True)
   return found
 
 
@@ -140,7 +127,12 @@ def describe(batch: Mapping[str, Any]) -> str:
   for name, x in _arrays(batch).items():
     shape = ' x '.join(map(str, x.shape)) or 'scalar'
     table.append((name, shape, x.dtype.name, *_range(x)))
-  return '\n'.join(_aligned(table, right=(3, 4, 5)))
+  widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+  lines = []
+  for line in table:
+    cells = zip(line, widths, (str.ljust,) * 3 + (str.rjust,) * 3, strict=True)
+    lines.append('  '.join(align(cell, width) for cell, width, align in cells))
+  return '\n'.join(map(str.rstrip, lines))
 
 
 def _range(x: np.ndarray) -> tuple[str, str, str]:
@@ -173,24 +165,18 @@ def texts(
     return {}
   arrays = _arrays(batch)
   found = {}
-  for prefix, real in _real_tokens(arrays).items():
-    name = _join(prefix, 'ids')
+  for name, real in _real_tokens(arrays).items():
     # A mixture side by side has several of a child's rows in each of its own.
     length = real.shape[-1]
-    real_BL, ids_BL = (x.reshape(-1, length) for x in (real, arrays[name]))
-    # Up to the last one that is real: filler may stand between, not behind.
-    lengths = np.where(
-      real_BL.any(axis=1), length - np.argmax(real_BL[:, ::-1], axis=1), 0
+    real_BL, ids_BL = (
+      x.reshape(-1, length)[:num_rows] for x in (real, arrays[name])
     )
-    try:
-      found[name] = source.ids_to_strings(
-        ids_BL[:num_rows],
-        lengths[:num_rows],
-        # As `MultiInput` names its children's entries.
-        key=prefix.replace('.', '/') or None,
-      )
-    except NotImplementedError:
-      continue
+    # Up to the last one that is real: filler may stand between, not behind.
+    lengths = np.max(real_BL * np.arange(1, length + 1), axis=1, initial=0)
+    # As `MultiInput` names its children's entries.
+    key = name.rpartition('.')[0].replace('.', '/') or None
+    with contextlib.suppress(NotImplementedError):
+      found[name] = source.ids_to_strings(ids_BL, lengths, key=key)
   return found
 
 
@@ -205,12 +191,16 @@ def digest(batches: Iterable[Mapping[str, Any]]) -> str:
   """
   hashed = hashlib.sha256()
   for batch in batches:
-    arrays = _arrays(batch)
-    hashed.update(f'{len(arrays)} arrays;'.encode())
-    for name, x in arrays.items():
-      hashed.update(f'{name} {x.dtype.name} {x.shape};'.encode())
-      hashed.update(_bytes(x))
+    hashed.update(_serialized(_arrays(batch)))
   return hashed.hexdigest()[:16]
+
+
+def _serialized(arrays: Mapping[str, np.ndarray]) -> bytes:
+  """Returns names, dtypes, shapes and values as bytes."""
+  parts = [f'{len(arrays)} arrays;'.encode()]
+  for name, x in arrays.items():
+    parts += [f'{name} {x.dtype.name} {x.shape};'.encode(), _bytes(x)]
+  return b''.join(parts)
 
 
 def _bytes(x: np.ndarray) -> bytes:
@@ -224,7 +214,7 @@ def _row_hashes(arrays: Mapping[str, np.ndarray]) -> list[bytes]:
   for row in np.flatnonzero(_real_rows(arrays)):
     hashed = hashlib.blake2b(digest_size=16)
     for name, x in arrays.items():
-      if x.ndim and not _is_weights(name):
+      if x.ndim and not _is(name, base.WEIGHTS):
         hashed.update(name.encode() + b';' + _bytes(x[row]))
     hashes.append(hashed.digest())
   return hashes
@@ -296,9 +286,8 @@ def throughput(
       break
     num_batches += len(some)
     num_rows += sum(map(rows, some))
-    for counted in map(tokens, some):
-      if counted is not None:
-        num_tokens = (num_tokens or 0) + counted
+    if counted := [n for n in map(tokens, some) if n is not None]:
+      num_tokens = (num_tokens or 0) + sum(counted)
   return Throughput(
     batches=num_batches,
     rows=num_rows,
@@ -312,7 +301,7 @@ def throughput(
 
 
 @contextlib.contextmanager
-def _opened(
+def opened(
   make_input: MakeInput, host: int, num_hosts: int
 ) -> Iterator[tuple[Any, Iterator[Any]]]:
   """Yields a host's input and its iterator; both closed afterwards."""
@@ -322,19 +311,20 @@ def _opened(
       yield source, iter(source)
     finally:
       if hasattr(source, 'close'):
-        source.close()
+        source.close()  # Of its workers, some shared memory would stay.
 
 
 class _Host:
-  """What one host reads, noted while it is read.
+  """What one host reads.
 
   Attributes:
+    make_input: see the top of this module.
     source: its input.
     digest: of the first batches.
     digests: of each of them.
     states: behind each of them, if the position is saved.
     rows: by batch, the hash of each row that has a weight.
-    records: by batch, of each row (epoch, number); None where records have no
+    records: (epoch, number) of each of these rows; None where records have no
       numbers.
     num_rows: with padding.
     weight: the sum of all weights; without any, the rows.
@@ -345,85 +335,72 @@ class _Host:
 
   def __init__(
     self,
-    source: Any,
-    batches: Iterator[Any],
+    make_input: MakeInput,
+    number: int,
+    num_hosts: int,
     num_batches: int,
     max_batches: int,
     one_epoch: bool | None,
   ):
-    """Reads; the arguments are those of `check`."""
-    self.source = source
+    """Reads as host `number`; the other arguments are those of `check`."""
+    self.make_input = make_input
     self.digests: list[str] = []
     self.states: list[Any] = []
     self.rows: list[list[bytes]] = []
-    self.records: list[list[tuple[int, int]]] | None = None
-    self._seen: list[tuple[int, int]] = []
-    if isinstance(source, indexed.IndexedInput):
-      self.records = []
-      self._watch(source)
     self.num_rows = 0
     self.weight = self.padding = 0.0
-    self.ends = one_epoch
-    if one_epoch is None:  # Not all have the field `repeat`.
-      self.ends = isinstance(source, base.BaseInput) and (
-        source.reset_for_eval or getattr(source, 'repeat', None) is False
+    seen: list[tuple[int, int]] = []
+    self.records: list[tuple[int, int]] | None = []
+    total = hashlib.sha256()
+    with opened(make_input, number, num_hosts) as (source, batches):
+      self.source = source
+      if isinstance(source, indexed.IndexedInput):
+        # Neither ahead nor in a worker, where the calls could not be noted.
+        source.num_threads = source.num_workers = 0
+        read = source.read
+
+        def watched(records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
+          seen.extend(zip(epochs.tolist(), records.tolist(), strict=True))
+          return read(records, epochs)
+
+        source.read = watched  # type: ignore[method-assign]
+      if one_epoch is None:  # Not all have the field `repeat`.
+        one_epoch = isinstance(source, base.BaseInput) and (
+          source.reset_for_eval or getattr(source, 'repeat', None) is False
+        )
+      self.ends = one_epoch
+      limit = max(num_batches, max_batches) if self.ends else num_batches
+      for batch in itertools.islice(batches, limit):
+        arrays = _arrays(batch)
+        if len(self.rows) < num_batches:
+          data = _serialized(arrays)
+          total.update(data)
+          self.digests.append(hashlib.sha256(data).hexdigest()[:16])
+          if infeed.saves_position(source):
+            # No bytes, where it is no `BaseInput`: it may change afterwards.
+            self.states.append(copy.deepcopy(source.get_state()))
+        self.rows.append(_row_hashes(arrays))
+        if self.rows[-1]:  # Else a record was read for its shapes.
+          self.records += seen
+        seen.clear()
+        self.num_rows += len(_real_rows(arrays))
+        sums = [float(x.sum(dtype=np.float64)) for x in _weights(arrays)]
+        self.weight += sum(sums) if sums else len(self.rows[-1])
+        self.padding += padding_share(batch)
+      self.ended = len(self.rows) < limit or (
+        self.ends and next(batches, None) is None
       )
-    self.digest = digest(self._first(batches, num_batches))
-    if self.ends:
-      for batch in itertools.islice(batches, max(0, max_batches - num_batches)):
-        self._note(batch)
-    if len(list(itertools.chain(*self.records or ()))) < len(_in_order([self])):
-      self.records = None  # It does not read by `read` alone.
-    self.ended = len(self.rows) < num_batches or (
-      bool(self.ends) and next(batches, None) is None
-    )
-
-  def _watch(self, source: indexed.IndexedInput) -> None:
-    """Makes the input tell which records it reads."""
-    # Neither ahead nor in a worker, where the calls could not be noted.
-    source.num_threads = source.num_workers = 0
-    read = source.read
-
-    def watched(records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
-      self._seen += zip(epochs.tolist(), records.tolist(), strict=True)
-      return read(records, epochs)
-
-    source.read = watched  # type: ignore[method-assign]
-
-  def _first(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
-    for batch in itertools.islice(batches, number):
-      self._note(batch)
-      self.digests.append(digest([batch]))
-      if infeed.saves_position(self.source):
-        # No bytes, where it is no `BaseInput`: it may change afterwards.
-        self.states.append(copy.deepcopy(self.source.get_state()))
-      yield batch
-
-  def _note(self, batch: Any) -> None:
-    arrays = _arrays(batch)
-    hashes = _row_hashes(arrays)
-    self.rows.append(hashes)
-    if self.records is not None:
-      # For a batch of padding alone, a record is read for its shapes.
-      self.records.append(self._seen if hashes else [])
-      self._seen = []
-    self.num_rows += len(_real_rows(arrays))
-    weights = [x for name, x in arrays.items() if _is_weights(name)]
-    sums = [float(x.sum(dtype=np.float64)) for x in weights]
-    self.weight += sum(sums) if weights else len(hashes)
-    self.padding += padding_share(batch)
+    self.digest = total.hexdigest()[:16]
+    if len(self.records) < sum(map(len, self.rows)):
+      self.records = None  # It has none, or does not read by `read` alone.
 
 
 def _in_order(hosts: Sequence[_Host], first: int = 0) -> list[bytes]:
   """Returns the hashes of the rows of global batches, from `first` on."""
-  return [
-    row
-    for batches in itertools.zip_longest(
-      *(host.rows[first:] for host in hosts), fillvalue=[]
-    )
-    for rows_of_host in batches
-    for row in rows_of_host
-  ]
+  batches = itertools.zip_longest(
+    *(h.rows[first:] for h in hosts), fillvalue=[]
+  )
+  return [row for parts in batches for part in parts for row in part]
 
 
 # The promises of an input. Each function returns a verdict and the result in
@@ -432,44 +409,43 @@ def _in_order(hosts: Sequence[_Host], first: int = 0) -> list[bytes]:
 _Result = tuple[str, str] | None
 
 
-def _check_rows(make_input: MakeInput, hosts: Sequence[_Host]) -> _Result:
+def _check_rows(hosts: Sequence[_Host]) -> _Result:
   """Compares the rows of all hosts: their records, or else their contents.
 
   A record that is read twice in an epoch is wrong, and so are hosts that read
   the same rows in the same order. Other identical rows are for people to judge:
   they may be in the data.
   """
-  del make_input
   source = hosts[0].source
   has_numbers = hosts[0].records is not None
-  of_host: list[list[Any]] = [
-    list(
-      itertools.chain(*(host.rows if host.records is None else host.records))
-    )
+  rows_of: list[list[Any]] = [
+    _in_order([host]) if host.records is None else host.records
     for host in hosts
   ]
-  total = sum(map(len, of_host))
-  counts = [collections.Counter(of) for of in of_host]
+  counts = [collections.Counter(of) for of in rows_of]
   hosts_with = collections.Counter(row for count in counts for row in count)
   across = [row for row, n in hosts_with.items() if n > 1]
   within = [row for count in counts for row, n in count.items() if n > 1]
-  rows_of = f'{total} rows of {len(hosts)} host{"s" * bool(hosts[1:])}'
+  text = (
+    f'{sum(map(len, rows_of))} rows of {len(hosts)} host{"s" * bool(hosts[1:])}'
+  )
   if not across and not within:
     if has_numbers:
-      return OK, f'no record of {rows_of} is read twice'
-    return OK, f'no two of {rows_of} are identical'
+      return OK, f'no record of {text} is read twice'
+    return OK, f'no two of {text} are identical'
 
-  groups = collections.defaultdict(list)
-  for number, (rows_, count) in enumerate(zip(of_host, counts, strict=True)):
-    if 2 * len(count) > len(rows_) > 1:  # Else all rows are much the same.
-      groups[tuple(rows_)].append(number)
-  same = sorted(itertools.chain(*(g for g in groups.values() if g[1:])))
   text = (
-    f'of {rows_of}, {len(across)} different ones are on several hosts and'
+    f'of {text}, {len(across)} different ones are on several hosts and'
     f' {len(within)} again on the same host'
   )
+  same = [
+    str(number)
+    for number, (of, count) in enumerate(zip(rows_of, counts, strict=True))
+    # Else all rows are much the same.
+    if rows_of.count(of) > 1 and 2 * len(count) > len(of) > 1
+  ]
   if same:
-    text += f'; hosts {", ".join(map(str, same))} read the same rows'
+    text += f'; hosts {", ".join(same)} read the same rows'
   if has_numbers:
     epoch, record = (across + within)[0]
     text += f'; such as {source.describe_record(record, epoch)}'
@@ -478,18 +454,12 @@ def _check_rows(make_input: MakeInput, hosts: Sequence[_Host]) -> _Result:
       f'{text}; this is no BaseInput, and reads as another host here only if it'
       ' asks base.this_host()'
     )
-  elif len(hosts_with) == 1:
-    return LOOK, f'{text}; all rows are the same, so they tell nothing'
   elif not same:
     return LOOK, (
       f'{text}; either the data has them more than once, or came around to its'
       ' beginning, or hosts read the same'
     )
-  if any(
-    (host.source.infeed_host_index, host.source.num_infeed_hosts)
-    != (number, len(hosts))
-    for number, host in enumerate(hosts)
-  ):
+  if [h.source.infeed_host_index for h in hosts] != [*range(len(hosts))]:
     text += (
       '; the input names a host of its own: leave infeed_host_index and'
       ' num_infeed_hosts None, or take them from base.this_host()'
@@ -497,44 +467,38 @@ def _check_rows(make_input: MakeInput, hosts: Sequence[_Host]) -> _Result:
   return WRONG, text
 
 
-def _check_epoch(make_input: MakeInput, hosts: Sequence[_Host]) -> _Result:
+def _check_epoch(hosts: Sequence[_Host]) -> _Result:
   """Compares how many batches the hosts have, where the data ends."""
-  del make_input
   counts = [len(host.rows) for host in hosts]
-  ended = [host.ended for host in hosts]
-  if not any(ended):
-    if not any(host.ends for host in hosts):
+  if not any(host.ended for host in hosts):
+    if not hosts[0].ends:
       return None
     return LOOK, f'not compared: more than {max(counts)} batches a host'
-  if not all(ended) or len(set(counts)) > 1:
-    numbers = ', '.join(
-      f'{count}{"" if end else " or more"}'
-      for count, end in zip(counts, ended, strict=True)
-    )
+  numbers = [f'{len(h.rows)}{"" if h.ended else " or more"}' for h in hosts]
+  if len(set(numbers)) > 1:
     return WRONG, (
-      f'hosts 0, 1, ... have {numbers} batches: in a run, those that have more'
-      ' would wait for ever. Fill up with rows of weight 0'
+      f'hosts 0, 1, ... have {", ".join(numbers)} batches: in a run, those that'
+      ' have more would wait for ever. Fill up with rows of weight 0'
     )
   if not counts[0]:
     return WRONG, 'there is no data'
+  weight = sum(host.weight for host in hosts)
   text = (
     f'{counts[0]} batches on each host; in all, {len(_in_order(hosts)):,} rows'
     f' of {sum(host.num_rows for host in hosts):,}, and weights of'
-    f' {_number(sum(host.weight for host in hosts))}'
+    f' {weight:{",.0f" if weight == int(weight) else ",.4g"}}'
   )
   if any(host.records is None for host in hosts):
     return OK, text
   total = hosts[0].source.num_records()
-  read = {
-    record for host in hosts for of in host.records or () for record in of
-  }
-  text += f'; {total:,} records, of which {total - len(read)} are not read'
-  return OK if total == len(read) else WRONG, text
+  left = total - len({r for host in hosts for r in host.records or ()})
+  text += f'; {total:,} records, of which {left} are not read'
+  return WRONG if left else OK, text
 
 
-def _check_resume(make_input: MakeInput, hosts: Sequence[_Host]) -> _Result:
+def _check_resume(hosts: Sequence[_Host]) -> _Result:
   """Compares the batches after a saved state with the original ones."""
-  number, host = len(hosts) - 1, hosts[-1]
+  host = hosts[-1]
   if not host.digests:
     return LOOK, 'there is no data'
   if not host.states:
@@ -547,7 +511,7 @@ def _check_resume(make_input: MakeInput, hosts: Sequence[_Host]) -> _Result:
   # From the middle, as a run that was killed; then back, as from an older
   # checkpoint.
   middle = (len(host.states) + 1) // 2
-  with _opened(make_input, number, len(hosts)) as (source, batches):
+  with opened(host.make_input, len(hosts) - 1, len(hosts)) as (source, batches):
     for done in (middle, 1):
       try:
         source.set_state(copy.deepcopy(host.states[done - 1]))
@@ -555,7 +519,7 @@ def _check_resume(make_input: MakeInput, hosts: Sequence[_Host]) -> _Result:
         return WRONG, f'a new input refuses the state after {done} batches: {e}'
       for i, want in enumerate(host.digests[done:], start=done):
         batch = next(batches, None)
-        if batch is None or digest([batch]) != want:
+        if batch is None or want != digest([batch]):
           return WRONG, (
             f'a new input that went on after {done} batches gave'
             f' {"no" if batch is None else "another"} batch number {i}'
@@ -567,15 +531,11 @@ def _check_resume(make_input: MakeInput, hosts: Sequence[_Host]) -> _Result:
   return OK, text
 
 
-def _check_position(make_input: MakeInput, hosts: Sequence[_Host]) -> _Result:
+def _check_position(hosts: Sequence[_Host]) -> _Result:
   """Compares the hosts' states, and continues as one host from them."""
-  states = hosts[0].states
-  if not (
-    hosts[1:]
-    and states
-    and isinstance(hosts[0].source, base.BaseInput)
-    and hosts[0].source.ANY_NUMBER_OF_HOSTS
-  ):
+  states, source = hosts[0].states, hosts[0].source
+  is_baseinput = isinstance(source, base.BaseInput)
+  if not (hosts[1:] and states and is_baseinput and source.ANY_NUMBER_OF_HOSTS):
     return None
   if any(host.states != states for host in hosts):
     return WRONG, (
@@ -585,7 +545,7 @@ def _check_position(make_input: MakeInput, hosts: Sequence[_Host]) -> _Result:
   middle = (len(states) + 1) // 2
   want = _in_order(hosts, middle)
   got: list[bytes] = []
-  with _opened(make_input, 0, 1) as (source, batches):
+  with opened(hosts[0].make_input, 0, 1) as (source, batches):
     try:
       source.set_state(states[middle - 1])
     except Exception as e:
@@ -614,7 +574,7 @@ class Promise(NamedTuple):
 
   name: str
   text: str
-  check: Callable[[MakeInput, Sequence[_Host]], _Result]
+  check: Callable[[Sequence[_Host]], _Result]
 
 
 PROMISES = (
@@ -723,19 +683,19 @@ def check(
   findings = []
   if num_hosts > 1:
     try:
-      with _opened(make_input, num_hosts - 1, num_hosts) as (_, batches):
+      with opened(make_input, num_hosts - 1, num_hosts) as (_, batches):
         next(batches, None)
     except ValueError as e:
       findings.append(Finding('hosts', LOOK, f'{num_hosts} are refused: {e}'))
       num_hosts = 1
-  hosts = []
-  for number in range(num_hosts):
-    with _opened(make_input, number, num_hosts) as (source, batches):
-      hosts.append(_Host(source, batches, num_batches, max_batches, one_epoch))
+  hosts = [
+    _Host(make_input, i, num_hosts, num_batches, max_batches, one_epoch)
+    for i in range(num_hosts)
+  ]
   for promise in PROMISES:
-    if result := promise.check(make_input, hosts):
+    if result := promise.check(hosts):
       findings.append(Finding(promise.name, *result))
-  with _opened(make_input, 0, num_hosts) as (_, batches):
+  with opened(make_input, 0, num_hosts) as (_, batches):
     speed = throughput(batches, seconds)
   return Report(
     num_batches=len(hosts[0].digests),
@@ -747,27 +707,6 @@ def check(
   )
 
 
-# Text.
-
-
-def _number(x: float) -> str:
-  return f'{x:,.0f}' if x == int(x) else f'{x:,.4g}'
-
-
 def shorten(text: str, width: int = WIDTH) -> str:
   """Returns the beginning of a text, as much as fits."""
   return text if len(text) <= width else f'{text[: width - 3]}...'
-
-
-def _aligned(
-  table: Sequence[Sequence[str]], right: Sequence[int] = ()
-) -> list[str]:
-  """Returns lines of columns, some of which are aligned on the right."""
-  widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-  return [
-    '  '.join(
-      cell.rjust(width) if i in right else cell.ljust(width)
-      for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-    ).rstrip()
-    for line in table
-  ]

@@ -10,8 +10,10 @@ import dataclasses
 import math
 from typing import Any, Literal, get_args
 
+import jax
 import numpy as np
 
+from jaxline.inputs import base
 from jaxline.inputs import indexed
 
 Kind = Literal['ones', 'random']
@@ -50,9 +52,7 @@ class SyntheticInput(indexed.IndexedInput):
   def __post_init__(self) -> None:
     super().__post_init__()
     if self.kind not in get_args(Kind):
-      raise ValueError(
-        f'{self.name}.kind is {self.kind!r}; expected one of {get_args(Kind)}.'
-      )
+      self.refuse('kind', f'one of {get_args(Kind)}')
     if (self.length is None) == (self.spec is None):
       raise ValueError(
         f'{self.name} has length={self.length} and spec={self.spec}; give'
@@ -60,35 +60,19 @@ class SyntheticInput(indexed.IndexedInput):
       )
     for key in ('length', 'vocab_size', 'size'):
       value = getattr(self, key)
-      if value is not None and (not isinstance(value, int) or value < 1):
-        raise ValueError(
-          f'{self.name}.{key} is {value!r}; expected an integer of at least 1.'
-        )
-    if self.spec is not None and not self.spec:
-      raise ValueError(f'{self.name}.spec names no entry of a batch.')
+      if value is not None and (not base.is_integer(value) or value < 1):
+        self.refuse(key, 'an integer of at least 1')
     # Of each entry that is drawn; labels are the ids that follow.
-    spec = self.spec or {'ids': (((self.length or 0) + 1,), 'int32')}
-    try:
-      self._spec = {
-        key: (tuple(shape), np.dtype(dtype))
-        for key, (shape, dtype) in spec.items()
-      }
-    except (TypeError, ValueError) as e:
-      raise ValueError(
-        f'{self.name}.spec is {self.spec!r} ({e}); expected for each entry the'
-        " shape of a row and a dtype, such as {'x': ((28, 28), 'float32')}."
-      ) from e
+    spec = self.spec
+    if spec is None:
+      spec = {'ids': (((self.length or 0) + 1,), 'int32')}
+    self._spec = {
+      key: (tuple(shape), np.dtype(dtype))
+      for key, (shape, dtype) in spec.items()
+    }
     for key, (_, dtype) in self._spec.items():
-      if not _is_float(dtype) and dtype.kind not in 'iu':
-        raise ValueError(
-          f'{self.name}.spec[{key!r}] has dtype {dtype.name}; expected floats'
-          ' or integers.'
-        )
-      if dtype.kind in 'iu' and self.vocab_size - 1 > np.iinfo(dtype).max:
-        raise ValueError(
-          f'{self.name}.vocab_size is {self.vocab_size}, more than the'
-          f' {dtype.name} of {key!r} can hold.'
-        )
+      if not _is_float(dtype) and self.vocab_size - 1 > np.iinfo(dtype).max:
+        self.refuse('vocab_size', f'what the {dtype.name} of {key!r} can hold')
 
   def num_records(self) -> int:
     """Returns the records of an epoch."""
@@ -166,5 +150,4 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _is_float(dtype: np.dtype) -> bool:
-  # Those that JAX adds to NumPy's are of no kind that NumPy knows.
-  return dtype.kind == 'f' or dtype.name == 'bfloat16'
+  return jax.numpy.issubdtype(dtype, np.floating)  # It knows bfloat16.

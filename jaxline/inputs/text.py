@@ -38,13 +38,12 @@ row, b rows that are read.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
 import glob
 import gzip
-import numbers
 import os
 import pathlib
 import re
@@ -119,8 +118,7 @@ def load_corpus(
       fewer than two documents that are not empty, or a line is not as
       `documents` says.
   """
-  is_number = isinstance(eval_fraction, numbers.Real)
-  if not is_number or not 0 < eval_fraction < 1:
+  if not 0 < eval_fraction < 1:
     raise errors.UsageError(
       f'eval_fraction is {eval_fraction}; expected a number between 0 and 1, '
       'both excluded, such as 0.05.'
@@ -140,32 +138,6 @@ def load_corpus(
     'Text from %s: %s, SHA-256 %s.', files, corpus.summary, corpus.sha256
   )
   return corpus
-
-
-def add_command(commands: Any, run: Callable[..., int]) -> None:
-  """Adds `tokenize` to the commands of `python -m jaxline.inputs`.
-
-  Args:
-    commands: of `argparse.ArgumentParser.add_subparsers`.
-    run: what the command does.
-  """
-  what = (
-    'make the tokens that a run reads, which its first start would make: those'
-    ' of the training data of a config, or of FILES'
-  )
-  sub = commands.add_parser(
-    'tokenize',
-    help=what,
-    description=f'{what}. The options are arguments of text.load_corpus.',
-    usage='%(prog)s --config=FILE [--config.key=value ...] | FILES ...',
-    allow_abbrev=False,
-  )
-  sub.set_defaults(run=run)
-  sub.add_argument('files', nargs='*', help="folders, globs or 'stdlib'")
-  sub.add_argument('--tokenizer', default='bytes')
-  sub.add_argument('--documents', choices=token_cache.KINDS, default='file')
-  sub.add_argument('--eval_fraction', type=float, default=_EVAL_FRACTION)
-  sub.add_argument('--cache_dir')
 
 
 def tokenize(options: Mapping[str, Any]) -> str:
@@ -261,48 +233,35 @@ class TextInput(indexed.IndexedInput):
       if not is_unset and (not base.is_integer(value) or value < 1):
         self.refuse(key, 'an integer of at least 1')
     if self.is_training and self.max_batches is not None:
-      raise errors.UsageError(
-        f'{self.name} has is_training=True and max_batches={self.max_batches};'
-        ' training sees all of the text. Leave max_batches None.'
-      )
+      self.refuse('max_batches', 'None, since training sees all of the text')
     self._documents = self.documents = self._load()
-    self.tokenizer = self._tokenizer = self._documents.tokenizer
-    self._num_rows = self._count_rows()
-    self._num_records = self._num_rows
+    self.tokenizer = self._documents.tokenizer
+    self._num_rows = self._num_records = self._count_rows()
     if self.max_batches is not None:
       self._num_records = min(
         self._num_rows, self.max_batches * self.get_global_batch_size()
       )
 
   def _load(self) -> Documents:
-    if isinstance(self.documents, Documents):
-      for key in 'files', 'split', 'eval_fraction', 'tokenizer', 'cache_dir':
-        if getattr(self, key) is not None:
-          raise errors.UsageError(
-            f'{self.name} has both documents and {key}={getattr(self, key)!r}:'
-            ' which files they are of, and what made their tokens, is settled.'
-            ' Give one of them.'
-          )
-      return self.documents
-    if self.files is None:
-      raise errors.UsageError(
-        f"{self.name} has nothing to read: give files, such as 'stdlib' or a"
-        ' folder, or documents, a split of load_corpus().'
+    if self.files is None and not isinstance(self.documents, Documents):
+      self.refuse(
+        'files',
+        "'stdlib', a folder, a glob or a list of these; or documents, a split"
+        ' of load_corpus()',
       )
-    if self.split is None:
-      self.split = 'train' if self.is_training else 'eval'
-    if self.split not in token_cache.SPLITS:
+    given = {
+      key: value
+      for key in ('files', 'split', 'eval_fraction', 'tokenizer', 'cache_dir')
+      if (value := getattr(self, key)) is not None
+    }
+    if isinstance(self.documents, Documents):
+      for key in given:
+        self.refuse(key, 'None, since documents are tokens of some files')
+      return self.documents
+    split = given.pop('split', 'train' if self.is_training else 'eval')
+    if split not in token_cache.SPLITS:
       self.refuse('split', f'one of {token_cache.SPLITS}, or None')
-    if self.eval_fraction is None:
-      self.eval_fraction = _EVAL_FRACTION
-    corpus = load_corpus(
-      self.files,
-      eval_fraction=self.eval_fraction,
-      tokenizer='bytes' if self.tokenizer is None else self.tokenizer,
-      documents=self.documents,
-      cache_dir=self.cache_dir,
-    )
-    return getattr(corpus, self.split)
+    return getattr(load_corpus(documents=self.documents, **given), split)
 
   def _count_rows(self) -> int:
     """Returns how many rows an epoch has."""
@@ -335,7 +294,7 @@ class TextInput(indexed.IndexedInput):
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
     """Returns rows, each array [b, L]."""
     tokens, length = self._documents.tokens, self.length
-    filler = self._tokenizer.document_id
+    filler = self._documents.tokenizer.document_id
     starts, sizes = self._spans(records, epochs)
     window = np.empty((len(starts), length + 1), tokens.dtype)
     for row, start, size in zip(
@@ -387,19 +346,15 @@ class TextInput(indexed.IndexedInput):
       following = firsts[np.minimum(documents + 1, last)]
       stops = np.where(documents == last, num_tokens, following)
     elif self.is_training:
-      starts = (rows * self.length + self._offsets(epochs)) % num_tokens
+      offsets = [
+        _epoch_offset(self.seed(), e, num_tokens) for e in epochs.tolist()
+      ]
+      starts = (rows * self.length + np.array(offsets)) % num_tokens
       return starts, np.full(len(rows), self.length)
     else:
       starts = rows * self.length
       stops = np.full(len(rows), num_tokens)
     return starts, np.minimum(stops - starts - 1, self.length)
-
-  def _offsets(self, epochs: np.ndarray) -> np.ndarray:
-    """Returns where epochs begin to cut the stream into windows."""
-    num_tokens = self._documents.tokens.size
-    return np.array(
-      [_epoch_offset(self.seed(), e, num_tokens) for e in epochs.tolist()]
-    )
 
   def describe_record(self, record: int, epoch: int) -> str:
     """Returns which document a row begins in, and how far in its text."""
@@ -407,11 +362,8 @@ class TextInput(indexed.IndexedInput):
     (start,), _ = self._spans(np.array([record]), np.array([epoch]))
     # NumPy's search would copy this column of a map.
     document = bisect.bisect_right(starts, start) - 1
-    unit = (
-      'byte'
-      if isinstance(self._tokenizer, tokenization.ByteTokenizer)
-      else 'token'
-    )
+    is_bytes = isinstance(self._documents.tokenizer, tokenization.ByteTokenizer)
+    unit = 'byte' if is_bytes else 'token'
     place = max(0, start - starts[document] - 1)
     return f'{self._documents.names[document]}, from {unit} {place} on'
 
@@ -419,7 +371,7 @@ class TextInput(indexed.IndexedInput):
     """Returns what the rows depend on."""
     return {
       'corpus_sha256': self._documents.sha256,
-      'tokenizer': self._tokenizer.identity,
+      'tokenizer': self._documents.tokenizer.identity,
       'length': self.length,
       'packing': self.packing,
       'is_training': self.is_training,
@@ -430,8 +382,9 @@ class TextInput(indexed.IndexedInput):
   ) -> list[str]:
     """Returns the text of token ids; see `BaseInput.ids_to_strings`."""
     del key
+    decode = self._documents.tokenizer.decode
     rows = zip(np.asarray(ids), lengths, strict=True)
-    return [self._tokenizer.decode(row[:length]) for row, length in rows]
+    return [decode(row[:length]) for row, length in rows]
 
   def __getstate__(self) -> dict[str, Any]:
     # As large as the text has documents, and quickly made again.
@@ -464,33 +417,29 @@ def _find(files: Path | Sequence[Path]) -> list[token_cache.Source]:
 
 def _match(entry: str) -> tuple[str, list[str], bool]:
   """Returns the root, the paths, and whether binary files may be among them."""
-  looked_for = entry
-  drop_binary = False
+  root = os.path.expanduser(entry)
+  paths: Iterable[str]
+  is_folder = entry != 'stdlib' and os.path.isdir(root)
   if entry == 'stdlib':
     root = sysconfig.get_path('stdlib')
-    looked_for = f"'*.py' below {root} (the standard library)"
-    paths = [
+    paths = (
       path
       for path in _walk(root, _STDLIB_SKIPPED_FOLDERS)
       if _STDLIB_FILES.fullmatch(os.path.basename(path))
-    ]
-  elif os.path.isdir(root := os.path.expanduser(entry)):
-    looked_for = f'files below the folder {entry}'
-    paths = list(_walk(root, re.compile(r'\..*')))
-    drop_binary = True
+    )
+  elif is_folder:
+    paths = _walk(root, re.compile(r'\..*'))
   else:
-    pattern = root
-    root = os.path.dirname(pattern)
+    paths = glob.glob(root, recursive=True)
+    root = os.path.dirname(root)
     while re.search(r'[*?[]', root):
       root = os.path.dirname(root)
-    paths = glob.glob(pattern, recursive=True)
-  paths = [path for path in paths if os.path.isfile(path)]
-  if not paths:
+  if not (found := [path for path in paths if os.path.isfile(path)]):
     raise errors.UsageError(
-      f'No files found: looked for {looked_for}. Give "stdlib", a folder, a '
-      'glob, or a list of these.'
+      f'No files found: looked for {entry}. Give "stdlib", a folder, a glob, or'
+      ' a list of these.'
     )
-  return root, paths, drop_binary
+  return root, found, is_folder
 
 
 def _walk(root: str, skipped_folders: re.Pattern[str]) -> Iterable[str]:

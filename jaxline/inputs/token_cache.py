@@ -18,9 +18,8 @@ and the SHA-256 hash of each file. A file with other times is hashed, and if its
 content has changed, the tokens are made anew. If all times are the same, no
 text is read.
 
-`meta` must have the right checksum and match the caller's request; every other
-file must be a regular file of the size and the CRC-32 in `meta`, with numbers
-in range. If anything differs, the tokens are made anew, with a warning.
+`meta` begins with its own CRC-32, and has the size and the CRC-32 of the other
+files. If anything differs, the tokens are made anew, with a warning.
 
 Shapes: N tokens of a split, D documents.
 """
@@ -38,14 +37,11 @@ import hashlib
 import io
 import itertools
 import json
-import operator
 import os
 import pathlib
-import re
 import secrets
 import shutil
 import socket
-import stat
 import tempfile
 import time
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -66,6 +62,7 @@ KINDS = ('file', 'line', 'jsonl')
 
 _FORMAT = 3
 _META = 'meta'
+_ARRAYS = ('tokens', 'documents')
 # Git looks at as many bytes to tell a binary file from a text.
 _BINARY_PROBE_BYTES = 8000
 # A file that was written just before it was read may be written again within
@@ -76,8 +73,6 @@ _BATCH_BYTES = 2**22
 _BUFFER_BYTES = 2**16
 # Without a folder to write to, more than this is not tokenized at each start.
 _MAX_UNCACHED_BYTES = 10**9
-# What values of unexpected types in JSON raise.
-_BAD_VALUES = (LookupError, RecursionError, TypeError, ValueError)
 _ABANDONED_SECS = 24 * 3600
 # How often the log says how much of the text was read.
 _PROGRESS_SECS = 10
@@ -183,11 +178,9 @@ class Documents:
     )
 
   def __reduce__(self) -> Any:
-    # Pickled, maps would be copied whole. A worker maps the files itself, and
-    # need not verify again what this process has verified.
+    # Pickled, maps would be copied whole. A worker maps the files itself.
     if self._origin and os.path.exists(self._origin[0]):
-      arguments = *self._origin, self.sha256, self.tokenizer, _verified
-      return _reopen, arguments
+      return _reopen, (*self._origin, self.sha256, self.tokenizer)
     fields = dataclasses.fields(self)
     return type(self), tuple(getattr(self, f.name) for f in fields)
 
@@ -253,20 +246,20 @@ def load(
   build = _Build(sources, tokenizer, kind, eval_fraction)
   root = pathlib.Path(cache_dir or default_cache_dir()).expanduser().absolute()
   folder = root / build.key
-  try:
-    _make_root(root, is_private=not cache_dir)
-  except OSError as e:
-    return _load_uncached(build, root, e)
-  # If it cannot be used, another process may be mending it: the lock tells.
+  # If it cannot be used, another process may be making it: the lock tells.
   with contextlib.suppress(_DamagedError, OSError):
     return build.open(folder)
+  try:
+    root.mkdir(0o777 if cache_dir else 0o700, parents=True, exist_ok=True)
+  except OSError as e:
+    return _load_uncached(build, root, e)
   with _lock(root / f'{build.key}.lock') as is_locked:
     try:
       return build.open(folder)
     except _DamagedError as e:
-      if os.path.lexists(folder):
+      if folder.exists():
         logging.warning('Tokens are made anew: %s', e)
-        _remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     except OSError as e:
       e.add_note(
         f'The tokens in {folder} cannot be read, which does not mean that they'
@@ -289,26 +282,8 @@ def load(
       if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
         raise
     finally:
-      _remove(part)
+      shutil.rmtree(part, ignore_errors=True)
   return build.open(folder)
-
-
-def _make_root(root: pathlib.Path, is_private: bool) -> None:
-  """Makes the folder of the cache; refuses one that others may have prepared.
-
-  A folder that the user has named is used whoever owns it.
-  """
-  if not is_private:
-    root.mkdir(parents=True, exist_ok=True)
-    return
-  root.parent.parent.mkdir(parents=True, exist_ok=True)
-  for folder in (root.parent, root):
-    folder.mkdir(mode=0o700, exist_ok=True)
-    for status in (folder.lstat(), folder.stat()):
-      if status.st_uid not in (0, os.geteuid()):
-        raise PermissionError(f'{folder} belongs to user {status.st_uid}')
-    if status.st_mode & stat.S_IWOTH:
-      raise PermissionError(f'everybody can write to {folder}')
 
 
 def _load_uncached(
@@ -340,7 +315,7 @@ def _lock(path: pathlib.Path) -> Iterator[bool]:
   """
   with contextlib.ExitStack() as stack:
     try:
-      f = stack.enter_context(open(path, 'ab', opener=_opener))
+      f = stack.enter_context(path.open('ab'))
       try:
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError:
@@ -366,15 +341,7 @@ def _remove_leftovers(root: pathlib.Path, dead: str | None) -> None:
       is_old = newest < time.time() - _ABANDONED_SECS
       if is_old or (dead and path.name.startswith(dead)):
         logging.info('Removing %s, whose builder died.', path)
-        _remove(path)
-
-
-def _remove(path: pathlib.Path) -> None:
-  """Removes a folder, a file or a link, if there is one."""
-  if path.is_dir() and not path.is_symlink():
-    shutil.rmtree(path, ignore_errors=True)
-  else:
-    path.unlink(missing_ok=True)
+        shutil.rmtree(path)
 
 
 # Opening.
@@ -384,15 +351,17 @@ class _DamagedError(ValueError):
   """A file of the cache is missing, or is not as it was written."""
 
 
-# Of each file that this process, or its parent, has compared with its checksum:
-# the device, the inode, the size, the times and the checksum.
-_verified: set[tuple[int, ...]] = set()
-
-
 def _open(
-  folder: pathlib.Path, tokenizer: tokenization.Tokenizer
+  folder: pathlib.Path,
+  tokenizer: tokenization.Tokenizer,
+  is_verified: bool = False,
 ) -> tuple[dict[str, Any], dict[Split, Documents]]:
   """Verifies and maps tokens; returns `meta` and the splits.
+
+  Args:
+    folder: where they are.
+    tokenizer: what made them.
+    is_verified: whether this process's parent has compared the checksums.
 
   Raises:
     _DamagedError: they are not as they were written; says which file.
@@ -400,22 +369,20 @@ def _open(
   """
   path = folder / _META
   try:
-    with _open_regular(path) as f:
-      checksum, _, data = f.read().partition(b'\n')
+    checksum, _, data = path.read_bytes().partition(b'\n')
     if checksum != b'%08x' % zlib.crc32(data):
       raise _DamagedError(f'{path} is not as it was written')
     meta = json.loads(data)
+    if not is_verified:
+      for split, about in meta['splits'].items():
+        for name in _ARRAYS:
+          _verify(folder / f'{split}.{name}', *about[name])
     meta['files'] = [_File(*file) for file in meta['files']]
-    if not all(re.fullmatch('[0-9a-f]{64}', f.sha256) for f in meta['files']):
-      raise _DamagedError(f'{path} has no hashes of the files')
     return meta, {
       split: _open_split(folder, split, meta, tokenizer) for split in SPLITS
     }
-  except _DamagedError:
-    raise
-  except _BAD_VALUES as e:
-    # Whoever can write there can write values of any kind, with checksums.
-    raise _DamagedError(f'{path} has unexpected values: {e!r:.200}') from e
+  except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as e:
+    raise _DamagedError(str(e)) from e
 
 
 def _open_split(
@@ -424,27 +391,18 @@ def _open_split(
   meta: dict[str, Any],
   tokenizer: tokenization.Tokenizer,
 ) -> Documents:
+  # As arrays: `np.memmap` itself is slow to slice.
+  tokens, table = (
+    np.memmap(folder / f'{split}.{name}', dtype, 'r').view(np.ndarray)
+    for name, dtype in zip(_ARRAYS, (_dtype(tokenizer), '<i8'), strict=True)
+  )
+  table = table.reshape(-1, 3)
+  file = table[:, 1]
   _, _, kind, eval_fraction = meta['request']
   files: list[_File] = meta['files']
-  about = meta['splits'][split]
-  tokens = _map(folder / f'{split}.tokens', about, _dtype(tokenizer))
-  path = folder / f'{split}.documents'
-  table = _map(path, about, np.dtype('<i8')).reshape(-1, 3)
   names = _Names(files, table)
-  num_bytes = operator.index(about['num_bytes'])
-  is_right = num_bytes > 0 and table[0, 0] == 0 and table[-1, 0] < len(tokens)
-  num_files = 1
-  # In parts, so that no more memory is needed for more of them.
-  step = _BATCH_BYTES // 8
-  for i in range(0, len(table), step):
-    place, file, _ = table[i : i + step + 1].T
-    is_right &= bool((place[1:] > place[:-1]).all())
-    is_right &= bool(file.min() >= 0 and file.max() < len(files))
-    num_files += int((file[1:] != file[:-1]).sum())
-  if not is_right:
-    raise _DamagedError(f'{path} has numbers that are out of range')
   if kind == 'file':
-    sha256 = _corpus_sha256(files[i] for i in table[:, 1].tolist())
+    sha256 = _corpus_sha256(files[i] for i in file.tolist())
   else:
     rule = [_corpus_sha256(files), kind, eval_fraction, split]
     sha256 = hashlib.sha256(json.dumps(rule).encode()).hexdigest()
@@ -453,83 +411,40 @@ def _open_split(
     tokens=tokens,
     starts=table[:, 0],
     sha256=sha256,
-    num_files=num_files,
-    num_bytes=num_bytes,
+    num_files=1 + int(np.count_nonzero(file[1:] != file[:-1])),
+    num_bytes=meta['splits'][split]['num_bytes'],
     tokenizer=tokenizer,
     _origin=(str(folder), split),
   )
 
 
 def _reopen(
-  folder: str,
-  split: Split,
-  sha256: str,
-  tokenizer: tokenization.Tokenizer,
-  verified: set[tuple[int, ...]],
+  folder: str, split: Split, sha256: str, tokenizer: tokenization.Tokenizer
 ) -> Documents:
-  """Maps in a worker process what its parent has mapped."""
-  _verified.update(verified)
-  try:
-    documents = _open(pathlib.Path(folder), tokenizer)[1][split]
-    if documents.sha256 != sha256:
-      raise _DamagedError(f'{folder} is of other text by now')
-  except (_DamagedError, OSError) as e:
-    raise ValueError(
-      f'The tokens in {folder} are gone or damaged: {e}. Start again: they are'
-      ' made anew from the text.'
-    ) from e
+  """Maps in a worker process what its parent has verified and mapped."""
+  documents = _open(pathlib.Path(folder), tokenizer, is_verified=True)[1][split]
+  if documents.sha256 != sha256:
+    raise _DamagedError(f'{folder} is of other text by now. Start again.')
   return documents
 
 
-def _map(
-  path: pathlib.Path, about: dict[str, Any], dtype: np.dtype
-) -> np.ndarray:
-  """Maps a file, which is compared with its checksum once in a process."""
-  size, expected = about[path.suffix[1:]]
-  with _open_regular(path) as f:
-    identity = _identity(f, expected)
-    if identity not in _verified:
-      found = os.fstat(f.fileno()).st_size
-      if found != size:
-        raise _DamagedError(f'{path} has {found} bytes; expected {size}')
-      total = 0
-      while data := f.read(_BATCH_BYTES):
-        total = zlib.crc32(data, total)
-      if total != expected:
-        raise _DamagedError(f'{path} is not as it was written')
-      _verified.add(identity)
-    # As an array: `np.memmap` itself is slow to slice.
-    return np.memmap(f, dtype, 'r').view(np.ndarray)
+def _verify(path: pathlib.Path, size: int, checksum: int) -> None:
+  """Compares a file with its checksum, once in a process unless it changes."""
+  now = path.stat()
+  if now.st_size != size:
+    raise _DamagedError(f'{path} has {now.st_size} bytes; expected {size}')
+  if checksum != _crc32(path, now.st_ino, now.st_mtime_ns, now.st_ctime_ns):
+    raise _DamagedError(f'{path} is not as it was written')
 
 
-def _identity(file: BinaryIO, checksum: int) -> tuple[int, ...]:
-  status = os.fstat(file.fileno())
-  return (
-    status.st_dev,
-    status.st_ino,
-    status.st_size,
-    status.st_mtime_ns,
-    status.st_ctime_ns,
-    checksum,
-  )
-
-
-def _open_regular(path: pathlib.Path) -> BinaryIO:
-  """Opens a file of the cache; neither follows a link nor waits for a FIFO."""
-  try:
-    if not stat.S_ISDIR(path.parent.lstat().st_mode):
-      raise _DamagedError(f'{path.parent} is no folder')
-    return open(path, 'rb', opener=_opener)  # A FIFO has no bytes.
-  except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as e:
-    raise _DamagedError(f'{path}: {e.strerror}') from e
-  except OSError as e:
-    if e.errno not in (errno.ELOOP, errno.ENXIO):
-      raise
-    raise _DamagedError(f'{path} is no file: {e.strerror}') from e
-
-
-def _opener(path: str, flags: int) -> int:
-  return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+@functools.cache
+def _crc32(path: pathlib.Path, *identity: int) -> int:
+  del identity  # Another file of this name is read again.
+  total = 0
+  with path.open('rb') as f:
+    while data := f.read(_BATCH_BYTES):
+      total = zlib.crc32(data, total)
+  return total
 
 
 def _corpus_sha256(files: Iterable[_File]) -> str:
@@ -542,43 +457,44 @@ def _corpus_sha256(files: Iterable[_File]) -> str:
   return total.hexdigest()
 
 
-def _dtype(tokenizer: tokenization.Tokenizer) -> np.dtype:
-  return np.dtype('<u2' if tokenizer.vocab_size <= 2**16 else '<u4')
+def _dtype(tokenizer: tokenization.Tokenizer) -> str:
+  return '<u2' if tokenizer.vocab_size <= 2**16 else '<u4'
 
 
 # Building.
 
 
+@dataclasses.dataclass
 class _Build:
-  """Makes tokens of files, and opens those that were made of them."""
+  """Makes tokens of files, and opens those that were made of them.
 
-  def __init__(
-    self,
-    sources: Sequence[Source],
-    tokenizer: tokenization.Tokenizer,
-    kind: str,
-    eval_fraction: float,
-  ):
-    self._sources = sources
-    self._tokenizer = tokenizer
-    self._kind = kind
-    self._eval_fraction = float(eval_fraction)
-    self._request = [_FORMAT, tokenizer.identity, kind, self._eval_fraction]
-    self._stats = [os.stat(source.path) for source in sources]
+  The fields are arguments of `load`.
+  """
+
+  sources: Sequence[Source]
+  tokenizer: tokenization.Tokenizer
+  kind: str
+  eval_fraction: float
+
+  def __post_init__(self) -> None:
+    # A subclass may make other tokens.
+    self._is_bytes = type(self.tokenizer) is tokenization.ByteTokenizer
+    fraction = float(self.eval_fraction)
+    self._request = [_FORMAT, self.tokenizer.identity, self.kind, fraction]
+    self._stats = [os.stat(source.path) for source in self.sources]
     settled = time.time_ns() - _SETTLED_NS
     # `run` adds the hashes, and which files are used.
-    self._files = [
-      _File(source.name, s.st_size, [s.st_mtime_ns, s.st_ctime_ns], '', True)
-      if max(s.st_mtime_ns, s.st_ctime_ns) < settled
-      else _File(source.name, s.st_size, [], '', True)
-      for source, s in zip(sources, self._stats, strict=True)
-    ]
+    self._files = []
+    for source, status in zip(self.sources, self._stats, strict=True):
+      times = [status.st_mtime_ns, status.st_ctime_ns]
+      times = times if max(times) < settled else []
+      self._files.append(_File(source.name, status.st_size, times, '', True))
     self.size = sum(file.size for file in self._files)
     # With the paths, so that two corpora whose files have the same names and
     # sizes do not replace each other's tokens.
     files = [
       (*file[:2], os.path.realpath(source.path), source.text_only)
-      for file, source in zip(self._files, sources, strict=True)
+      for file, source in zip(self._files, self.sources, strict=True)
     ]
     key = json.dumps([self._request, files]).encode()
     self.key = hashlib.sha256(key).hexdigest()[:40]
@@ -587,18 +503,14 @@ class _Build:
     """Verifies and maps the tokens in a folder.
 
     Raises:
-      _DamagedError: they are not as they were written, or of other files.
+      _DamagedError: they are not as they were written, or the text has changed.
       OSError: they cannot be read.
     """
-    meta, splits = _open(folder, self._tokenizer)
+    meta, splits = _open(folder, self.tokenizer)
     before: list[_File] = meta['files']
-    if meta['request'] != self._request or (
-      [file[:2] for file in before] != [file[:2] for file in self._files]
-    ):
-      raise _DamagedError(f'{folder / _META} is of another corpus')
     after = []
     for source, then, now in zip(
-      self._sources, before, self._files, strict=True
+      self.sources, before, self._files, strict=True
     ):
       is_same = now.times and now.times == then.times
       if not is_same and then.sha256 != (now.sha256 or _sha256(source.path)):
@@ -613,7 +525,7 @@ class _Build:
     """Writes all files of the cache into an empty folder."""
     began = time.monotonic()
     # Of lines the names are not known yet, and of files not which are empty.
-    known = self._files if self._kind == 'file' else []
+    known = self._files if self.kind == 'file' else []
     hashes = [stable_hash(f'eval/{file.name}') for file in known]
     threshold = self._threshold(
       min(hashes, default=0), max(hashes, default=2**64)
@@ -634,14 +546,14 @@ class _Build:
     Of a handful of documents, a fraction may be none or all: it shall be one,
     or all but one. So it depends on the least and the largest hash.
     """
-    threshold = self._eval_fraction * 2**64
+    threshold = self.eval_fraction * 2**64
     if least < threshold <= most:
       return threshold
     return most if least < threshold else least + 1
 
   def _tokenize(
     self, folder: pathlib.Path, threshold: float
-  ) -> tuple[dict[str, Any], int, int]:
+  ) -> tuple[dict[Split, Any], int, int]:
     """Writes the tokens.
 
     Returns:
@@ -649,33 +561,23 @@ class _Build:
       document.
     """
     least, most, count = 2**64, -1, 0
-    due = time.monotonic() + _PROGRESS_SECS
+    is_held_out = False
     with contextlib.ExitStack() as stack:
-      train, held_out = (
-        stack.enter_context(
-          _Writer(folder, split, self._tokenizer, self._sources)
-        )
-        for split in SPLITS
-      )
-      for i, source in enumerate(self._sources):
-        with _open_hashed(source.path, self._stats[i]) as (file, sha256):
-          head = file.peek(_BINARY_PROBE_BYTES)[:_BINARY_PROBE_BYTES]
-          is_used = bool(head) and not (source.text_only and b'\0' in head)
-          for line, text in self._documents(file, source) if is_used else ():
-            if line >= 0:
-              value = stable_hash(f'eval/{_name(source.name, line)}')
-              least = value if value < least else least
-              most = value if value > most else most
-              count += 1
-              writer = held_out if value < threshold else train
-            writer.add(i, line, text)
-        self._files[i] = self._files[i]._replace(
-          sha256=sha256.hexdigest(), is_used=is_used
-        )
-        if time.monotonic() > due:
-          due = time.monotonic() + _PROGRESS_SECS
-          logging.info('Read %d of %d files.', i + 1, len(self._files))
-      splits = {'train': train.finish(), 'eval': held_out.finish()}
+      writers = [stack.enter_context(_Writer(folder, s)) for s in SPLITS]
+      for batch in self._batches():
+        parts: tuple[list[_Text], list[_Text]] = [], []
+        for text in batch:
+          file, line, _ = text
+          if line >= 0:
+            value = stable_hash(f'eval/{_name(self.sources[file].name, line)}')
+            least = value if value < least else least
+            most = value if value > most else most
+            count += 1
+            is_held_out = value < threshold
+          parts[is_held_out].append(text)
+        for writer, part in zip(writers, parts, strict=True):
+          if part:
+            self._write(writer, part)
     if count < 2:
       raise errors.UsageError(
         f'The text has {sum(f.is_used for f in self._files)} files that are not'
@@ -684,117 +586,124 @@ class _Build:
         ' parts (`split -C 100k FILE`), make its lines the documents'
         " (documents='line'), or give more files."
       )
-    return splits, least, most
+    abouts = {s: w.about for s, w in zip(SPLITS, writers, strict=True)}
+    return abouts, least, most
+
+  def _batches(self) -> Iterator[list[_Text]]:
+    """Yields as many texts as are tokenized at once; hashes the files."""
+    # The libraries tokenize the texts of a batch in parallel.
+    num_threads = 1 if self._is_bytes else min(os.cpu_count() or 1, 16)
+    batch: list[_Text] = []
+    waiting = 0
+    due = time.monotonic() + _PROGRESS_SECS
+    for i, source in enumerate(self.sources):
+      with _open_hashed(source.path, self._stats[i]) as (file, sha256):
+        head = file.peek(_BINARY_PROBE_BYTES)[:_BINARY_PROBE_BYTES]
+        is_used = bool(head) and not (source.text_only and b'\0' in head)
+        for line, text in self._documents(file, source) if is_used else ():
+          batch.append((i, line, text))
+          waiting += len(text)
+          if waiting >= _BATCH_BYTES * num_threads:
+            yield batch
+            batch, waiting = [], 0
+      self._files[i] = self._files[i]._replace(
+        sha256=sha256.hexdigest(), is_used=is_used
+      )
+      if time.monotonic() > due:
+        due = time.monotonic() + _PROGRESS_SECS
+        logging.info('Read %d of %d files.', i + 1, len(self._files))
+    if batch:
+      yield batch
 
   def _documents(
     self, file: BinaryIO, source: Source
   ) -> Iterator[tuple[int, bytes]]:
     """Yields texts with their lines: 0 is a file, -1 is more of a file."""
-    if self._kind == 'file':
+    if self.kind == 'file':
       pieces = iter(functools.partial(file.read, _BATCH_BYTES), b'')
-      if not _is_bytes(self._tokenizer):
+      if not self._is_bytes:
         pieces = iter([b''.join(pieces)])  # It may merge over any bound.
       yield 0, next(pieces)
       yield from ((-1, piece) for piece in pieces)
       return
     for number, row in enumerate(file, 1):
       text = row.rstrip(b'\r\n')
-      if self._kind == 'jsonl' and text.strip():
+      if self.kind == 'jsonl' and text.strip():
         try:
           # JSON can hold halves of characters, which UTF-8 cannot.
           text = str.encode(json.loads(text)['text'], errors='replace')
-        except _BAD_VALUES as e:
+        except (LookupError, RecursionError, TypeError, ValueError) as e:
           raise errors.UsageError(
             f"{source.path}:{number} is no JSON object with a string 'text'"
             f' ({type(e).__name__}: {e}): {text[:80]!r}.'
           ) from e
-      elif self._kind == 'jsonl':
+      elif self.kind == 'jsonl':
         continue
       if text:
         yield number, text
 
-
-class _Writer(contextlib.ExitStack):
-  """Appends the documents of a split to its files."""
-
-  def __init__(
-    self,
-    folder: pathlib.Path,
-    split: Split,
-    tokenizer: tokenization.Tokenizer,
-    sources: Sequence[Source],
-  ):
-    super().__init__()
-    self._sources = sources
-    # The libraries tokenize the texts of a batch in parallel.
-    num_threads = 1 if _is_bytes(tokenizer) else min(os.cpu_count() or 1, 16)
-    self._batch_bytes = _BATCH_BYTES * num_threads
-    self._tokenizer = tokenizer
-    self._out = {
-      name: self.enter_context((folder / f'{split}.{name}').open('wb'))
-      for name in ('tokens', 'documents')
-    }
-    self._sums = dict.fromkeys(self._out, 0)
-    self._num_bytes = self._num_tokens = self._waiting = 0
-    # Of each text in `_texts`, its file and its line.
-    self._places: list[int] = []
-    self._texts: list[bytes] = []
-
-  def add(self, file: int, line: int, text: bytes) -> None:
-    """Adds a document, or with line -1 more text of the one before."""
-    self._places += file, line
-    self._texts.append(text)
-    self._waiting += len(text)
-    if self._waiting >= self._batch_bytes:
-      self._flush()
-
-  def finish(self) -> dict[str, Any]:
-    """Writes what waits; returns what `meta` says of the split."""
-    if self._texts:
-      self._flush()
-    about: dict[str, Any] = {'num_bytes': self._num_bytes}
-    for name, out in self._out.items():
-      out.flush()
-      about[name] = [out.tell(), self._sums[name]]
-      # What was just written need not be read again.
-      _verified.add(_identity(out, self._sums[name]))
-    return about
-
-  def _flush(self) -> None:
-    if _is_bytes(self._tokenizer):  # Without an array for each line.
-      ids = np.frombuffer(b''.join(self._texts), np.uint8)
-      sizes = np.array([*map(len, self._texts)])
+  def _write(self, writer: _Writer, batch: Sequence[_Text]) -> None:
+    """Tokenizes and appends texts of a split."""
+    files, lines, texts = zip(*batch, strict=True)
+    if self._is_bytes:  # Without an array for each line.
+      ids = np.frombuffer(b''.join(texts), np.uint8)
+      sizes = np.array([*map(len, texts)])
     else:
-      encoded = self._tokenizer.encode_batch(self._texts)
+      encoded = self.tokenizer.encode_batch(texts)
       ids = np.concatenate(encoded)
       sizes = np.array([*map(len, encoded)])
     ends = np.cumsum(sizes)
-    token = self._tokenizer.document_id
+    token = self.tokenizer.document_id
     if (strange := np.flatnonzero(ids == token)).size:
       i = int(np.searchsorted(ends, strange[0], 'right'))
-      file, line = self._places[2 * i : 2 * i + 2]
-      name = _name(self._sources[file].name, line)
       raise errors.UsageError(
         f'The document token {token} stands within the text of a document:'
-        f' {name}, {self._texts[i][:80]!r}. Use a tokenizer that never encodes'
-        ' text to it.'
+        f' {_name(self.sources[files[i]].name, lines[i])}, {texts[i][:80]!r}.'
+        ' Use a tokenizer that never encodes text to it.'
       )
-    table = np.empty((len(sizes), 3), '<i8')
-    table[:, 0] = ends - sizes
-    table[:, 1:] = np.array(self._places).reshape(-1, 2)
+    table = np.column_stack([ends - sizes, files, lines]).astype('<i8')
     table = table[table[:, 2] >= 0]
-    tokens = ids.astype(_dtype(self._tokenizer))
+    tokens = ids.astype(_dtype(self.tokenizer))
     tokens = np.insert(tokens, table[:, 0], token)
-    table[:, 0] += self._num_tokens + np.arange(len(table))
-    self._append('tokens', tokens)
-    self._append('documents', table)
-    self._num_tokens += len(tokens)
-    self._num_bytes += self._waiting
-    self._places, self._texts, self._waiting = [], [], 0
+    table[:, 0] += writer.num_tokens + np.arange(len(table))
+    writer.append(tokens, table, sum(map(len, texts)))
 
-  def _append(self, name: str, array: np.ndarray) -> None:
-    self._out[name].write(array.data)
-    self._sums[name] = zlib.crc32(array.data, self._sums[name])
+
+# The number of its file, its line, and the text.
+_Text = tuple[int, int, bytes]
+
+
+class _Writer(contextlib.ExitStack):
+  """Appends to the files of a split.
+
+  Attributes:
+    num_tokens: how many were written.
+    about: what `meta` says of the split.
+  """
+
+  def __init__(self, folder: pathlib.Path, split: Split):
+    super().__init__()
+    self._out = [
+      self.enter_context((folder / f'{split}.{name}').open('wb'))
+      for name in _ARRAYS
+    ]
+    self.num_tokens = 0
+    self.about: dict[str, Any] = {'num_bytes': 0}
+    self.about |= {name: [0, 0] for name in _ARRAYS}
+
+  def append(
+    self, tokens: np.ndarray, table: np.ndarray, num_bytes: int
+  ) -> None:
+    """Writes tokens, and the rows of their documents."""
+    self.num_tokens += len(tokens)
+    self.about['num_bytes'] += num_bytes
+    for out, name, array in zip(
+      self._out, _ARRAYS, (tokens, table), strict=True
+    ):
+      out.write(array.data)
+      size, checksum = self.about[name]
+      checksum = zlib.crc32(array.data, checksum)
+      self.about[name] = [size + array.nbytes, checksum]
 
 
 class _HashedFile(io.FileIO):
@@ -848,11 +757,6 @@ def _write_meta(folder: pathlib.Path, meta: dict[str, Any]) -> None:
   part = folder / f'{_META}.{secrets.token_hex(8)}'
   part.write_bytes(b'%08x\n%b' % (zlib.crc32(data), data))
   part.replace(folder / _META)
-
-
-def _is_bytes(tokenizer: tokenization.Tokenizer) -> bool:
-  # A subclass may make other tokens.
-  return type(tokenizer) is tokenization.ByteTokenizer
 
 
 def _name(file: str, line: int) -> str:

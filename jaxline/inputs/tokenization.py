@@ -107,18 +107,6 @@ class ByteTokenizer(Tokenizer):
     """Returns the bytes of each text, int32 [length]."""
     return [np.frombuffer(_bytes(t), np.uint8).astype(np.int32) for t in texts]
 
-  def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-    """Returns the text of some tokens; see `Tokenizer.decode`.
-
-    Bytes that are no UTF-8 are U+FFFD too.
-    """
-    # Not in runs: an unknown token may stand within a character.
-    kept = np.asarray(ids, np.int64)
-    kept = kept[kept != self.document_id]
-    # 0xFF occurs in no UTF-8 text, so that it decodes to U+FFFD.
-    is_byte = (kept >= 0) & (kept < 256)
-    return self._decode(np.where(is_byte, kept, 0xFF).tolist())
-
   def _decode(self, ids: list[int]) -> str:
     return bytes(ids).decode(errors='replace')
 
@@ -136,9 +124,8 @@ class _FileTokenizer(Tokenizer):
 
   def __init__(self, data: bytes, source: str, token: str | None = None):
     self._arguments = data, source, token
-    self._source = source
     try:
-      self._library = self._load(data)
+      special, defaults = self._load(data)
     except ImportError as e:
       raise ImportError(
         f'Tokenizing with {source} needs a package that is not installed: '
@@ -150,7 +137,19 @@ class _FileTokenizer(Tokenizer):
         "model in a '.model', a tokenizer of Hugging Face's `tokenizers` in a "
         "'.json'."
       ) from e
-    self.document_id = self._find_document_id(token)
+    names = defaults if token is None else [token]
+    found = [special[name] for name in names if name in special]
+    if not found:
+      remedy = 'It has none; make it with one.'
+      if special:
+        example = f'{source}#{next(iter(special))}'
+        remedy = f"Name one behind '#', as in '{example}': it has {[*special]}."
+      named = ' or '.join(defaults) if token is None else repr(token)
+      raise errors.UsageError(
+        f'{source} has no special token {named or "for BOS or EOS"}, and a'
+        f' token is needed to put in front of each document. {remedy}'
+      )
+    self.document_id = found[0]
     digest = hashlib.sha256(data).hexdigest()
     self.identity = f'{self.KIND} {digest} #{self.document_id}'
 
@@ -159,32 +158,13 @@ class _FileTokenizer(Tokenizer):
     return type(self), self._arguments
 
   @abc.abstractmethod
-  def _load(self, data: bytes) -> Any:
-    """Returns the library's object."""
+  def _load(self, data: bytes) -> tuple[dict[str, int], Sequence[str]]:
+    """Sets `_library` and `vocab_size`.
 
-  def _find_document_id(self, token: str | None) -> int:
-    """Returns the token that is put before a document."""
-    special = self._special_tokens()
-    for name in self._defaults() if token is None else [token]:
-      if name in special:
-        return special[name]
-    named = ' or '.join(self._defaults()) if token is None else repr(token)
-    remedy = 'It has none; make it with one.'
-    if special:
-      example = f'{self._source}#{next(iter(special))}'
-      remedy = f"Name one behind '#', as in '{example}': it has {[*special]}."
-    raise errors.UsageError(
-      f'{self._source} has no special token {named or "for BOS or EOS"}, and a'
-      f' token is needed to put in front of each document. {remedy}'
-    )
-
-  @abc.abstractmethod
-  def _special_tokens(self) -> dict[str, int]:
-    """Returns the tokens to which no text is encoded, by name."""
-
-  @abc.abstractmethod
-  def _defaults(self) -> Sequence[str]:
-    """Returns names of document tokens, best first."""
+    Returns:
+      The tokens to which no text is encoded, by name; and the names of document
+      tokens, best first.
+    """
 
 
 class SentencePieceTokenizer(_FileTokenizer):
@@ -196,24 +176,18 @@ class SentencePieceTokenizer(_FileTokenizer):
 
   KIND = 'sentencepiece'
 
-  def _load(self, data: bytes) -> Any:
+  def _load(self, data: bytes) -> tuple[dict[str, int], Sequence[str]]:
     import sentencepiece
 
-    library = sentencepiece.SentencePieceProcessor()
+    library = self._library = sentencepiece.SentencePieceProcessor()
     if not data:
       raise ValueError('it is empty')
     library.LoadFromSerializedProto(data)
     self.vocab_size = library.vocab_size()
-    return library
-
-  def _special_tokens(self) -> dict[str, int]:
-    library = self._library
-    ids = filter(library.is_control, range(self.vocab_size))
-    return {library.id_to_piece(i): i for i in ids}
-
-  def _defaults(self) -> Sequence[str]:
-    ids = self._library.bos_id(), self._library.eos_id()
-    return [self._library.id_to_piece(i) for i in ids if i >= 0]
+    name = library.id_to_piece
+    control = filter(library.is_control, range(self.vocab_size))
+    ends = library.bos_id(), library.eos_id()
+    return {name(i): i for i in control}, [name(i) for i in ends if i >= 0]
 
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
     """Returns the tokens of each text, int32 [length]."""
@@ -234,23 +208,17 @@ class HuggingFaceTokenizer(_FileTokenizer):
 
   KIND = 'huggingface'
 
-  def _load(self, data: bytes) -> Any:
+  def _load(self, data: bytes) -> tuple[dict[str, int], Sequence[str]]:
     import tokenizers
 
-    library = tokenizers.Tokenizer.from_buffer(data)
+    library = self._library = tokenizers.Tokenizer.from_buffer(data)
     # The file may say to cut texts, or to fill them up.
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = True
     self.vocab_size = 1 + max(library.get_vocab().values(), default=-1)
-    return library
-
-  def _special_tokens(self) -> dict[str, int]:
-    tokens = self._library.get_added_tokens_decoder()
-    return {x.content: i for i, x in tokens.items() if x.special}
-
-  def _defaults(self) -> Sequence[str]:
-    return WELL_KNOWN_TOKENS
+    added = library.get_added_tokens_decoder().items()
+    return {x.content: i for i, x in added if x.special}, WELL_KNOWN_TOKENS
 
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
     """Returns the tokens of each text, int32 [length]."""
