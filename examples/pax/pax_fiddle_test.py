@@ -193,14 +193,6 @@ def test_wrong_fields():
     class TakenByConfigs(base_layer.BaseLayer):
       clone: bool = True
 
-  with pytest.raises(TypeError, match=r"the fields \['size'\] and a class"):
-
-    class Both(base_layer.BaseLayer):
-      size: int = 0
-
-      class HParams(base_layer.BaseLayer.HParams):
-        width: int = 0
-
 
 def test_a_task_as_paxmls_experiments_write_it():
   task_p = pax_fiddle.Config(base_task.SingleTask, name='classification_task')
