@@ -1,6 +1,5 @@
 """Tests of layers: their variables, their children, and what runs them."""
 
-import dataclasses
 import re
 
 import fiddle as fdl
@@ -168,8 +167,6 @@ def test_first_values_by_axes_and_by_name():
   flat = np.reshape(jax.jit(stacked.make)(KEY), (6, -1))
   np.testing.assert_allclose(flat.std(axis=1), 50**-0.5, rtol=0.03)
   assert len(np.unique(flat[:, 0])) == 6
-  with pytest.raises(ValueError, match=r"'gausian'.*Did you mean 'gaussian'"):
-    dataclasses.replace(weight, init=WeightInit('gausian')).make(KEY)
 
   # Two variables of one shape differ; a third changes neither.
   class Three(Linear):
@@ -611,32 +608,23 @@ def test_a_layer_on_a_mesh():
 
 
 def test_what_a_layer_is_made_of():
-  with pytest.raises(
-    TypeError, match=r'Linear.HParams; got Two.HParams\(...\)'
-  ):
-    Linear(Two.HParams())
-  with pytest.raises(TypeError, match=r'got None. Write Linear.HParams\(...\)'):
-    Linear()
-  for wrong in (3, WeightInit.Xavier(), fdl.Config(dict)):
-    with pytest.raises(
-      TypeError, match='A child of Two is made of the HParams'
-    ):
-      Two.HParams(first=wrong).Instantiate().init(KEY)
+  with pytest.raises(AttributeError, match="no field 'input_dims'"):
+    Linear(Two.HParams()).init(KEY)
   with pytest.raises(ValueError, match='Is a size of the HParams still 0'):
     Linear.HParams(output_dims=0).Instantiate().init(KEY)
 
 
 def test_a_layer_outside_of_a_run():
   layer = Linear.HParams().Instantiate()
-  assert repr(layer) == 'Linear(unbound)'
   for use in (lambda: layer(X), lambda: layer.fprop(X)):
     with pytest.raises(RuntimeError, match=r'layer\.apply\(layer\.init\(rng\)'):
       use()
-  with pytest.raises(AttributeError, match=r"has no 'theta' yet.*layer\.init"):
+  with pytest.raises(AttributeError, match="no attribute 'theta'") as e:
     _ = layer.theta
-  with pytest.raises(RuntimeError, match='inside of a layer only'):
+  assert 'layer.init(rng)' in e.value.__notes__[0]
+  with pytest.raises(RuntimeError, match='not part of a run'):
     _ = layer.do_eval
-  with pytest.raises(RuntimeError, match='inside of a layer only'):
+  with pytest.raises(RuntimeError, match='not part of a run'):
     layer.add_summary('a', 1)
 
 
@@ -644,12 +632,10 @@ def test_variables_of_another_layer():
   layer = Linear.HParams().Instantiate()
   variables = layer.init(KEY)
   renamed = Linear.HParams(name='liner').Instantiate()
-  with pytest.raises(ValueError, match=r"no liner/w.*mean 'linear/w'.*Got"):
+  with pytest.raises(ValueError, match=r"no liner/w.*\['linear'\]"):
     renamed.apply(variables, X)
-  with pytest.raises(
-    ValueError, match=r"keys \['linear'\]; expected \['params'"
-  ):
-    layer.apply(variables['params'], X)
+  with pytest.raises(ValueError, match='no linear/calls'):
+    layer.apply({**variables, 'non_trainable': {}}, X)
   with pytest.raises(ValueError, match=r'shape \(3, 3\) does not match'):
     Linear.HParams(output_dims=4).Instantiate().apply(variables, X)
   half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), variables['params'])
@@ -657,7 +643,7 @@ def test_variables_of_another_layer():
     ValueError, match='linear/w is bfloat16; expected float32'
   ):
     layer.apply({**variables, 'params': half}, X)
-  with pytest.raises(AttributeError, match=r"no 'aply'; `setup` creates \["):
+  with pytest.raises(AttributeError, match="no attribute 'aply'"):
     layer.apply(variables, X, method='aply')
 
 
