@@ -95,13 +95,11 @@ class MeanMetrics(BaseMetrics):
     """Returns name -> what can be averaged over batches without a loss."""
     names = self.hparams.metric_keys or metrics
     return {
-      name: _to_mean(*_metric(metrics, name, 'An entry of metrics.metric_keys'))
+      name: metrics_lib.Mean.of(
+        *_metric(metrics, name, 'An entry of metrics.metric_keys')
+      )
       for name in names
     }
-
-
-def _to_mean(value: jax.Array, weight: jax.Array) -> metrics_lib.Mean:
-  return metrics_lib.Mean.of(value, weight)
 
 
 class LossAggregator(Configurable):
@@ -287,9 +285,8 @@ class EarlyStoppingMixin:
     if self._note is None or jax.process_index() or not self._note.exists():
       return None
     try:
-      saved = files.read_json(self._note)
-      return {'step': int(saved['step']), 'metrics': dict(saved['metrics'])}
-    except (files.DamagedError, KeyError, TypeError, ValueError) as e:
+      return files.read_json(self._note)
+    except files.DamagedError as e:
       logging.error('Training goes on; %s is of no use: %s', self._note, e)
     return None
 
@@ -351,17 +348,9 @@ class BaseTask(Configurable):
   """A goal, and all that is needed to come near it."""
 
   class HParams(BaseHParams):
-    """Attributes: name: a valid identifier."""
+    """Attributes: name: what messages call it."""
 
     name: str = 'task'
-
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    if not str(hparams.name).isidentifier():
-      raise ValueError(
-        f'The name of a task is {hparams.name!r}; expected an identifier, such'
-        " as 'language_model'."
-      )
 
 
 class SingleTask(BaseTask):
@@ -409,42 +398,31 @@ class SingleTask(BaseTask):
     self.learner = self._make_learner()
     self._loss = self._make_loss_aggregator()
     self._noise = optimizers.Pattern('vn.vn_regex', p.vn.vn_regex)
-    if not (p.vn.vn_scale >= 0 and p.vn.vn_start_step >= 0):
-      raise ValueError(
-        f'{p.name}.vn has vn_scale {p.vn.vn_scale} and vn_start_step'
-        f' {p.vn.vn_start_step}; expected numbers of at least 0.'
-      )
 
   def _make_learner(self) -> learners.Learner:
-    p = self.hparams
-    given = p.train.learner
+    given = self.hparams.train.learner
     several = given if isinstance(given, list | tuple) else [given]
     # A built one stands for its hyperparameters.
-    several = [getattr(learner, 'hparams', learner) for learner in several]
-    for learner in several:
-      if not isinstance(learner, learners.Learner.HParams):
-        raise TypeError(
-          f'{p.name}.train.learner is {learner!r}; expected the HParams of a'
-          ' learners.Learner, or a list of such.'
-        )
-    found = learners.joined(several)
-    skipped = self._names_with(
-      base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
-    )
-    if skipped:
-      found.optimizer = _without_decay(found.optimizer, skipped)
-      if hasattr(found, 'auxiliary_optimizers'):
+    found = learners.joined([getattr(x, 'hparams', x) for x in several])
+    skips = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
+    regexes = [
+      f'{re.escape(name)}$'
+      for name, weight in self.weights.items()
+      if skips in weight.collections
+    ]
+    if regexes:
+      found.optimizer = _without_decay(found.optimizer, regexes)
+      if isinstance(found, learners.MultiOptimizerLearner.HParams):
         found.auxiliary_optimizers = [
-          _without_decay(o, skipped) for o in found.auxiliary_optimizers
+          _without_decay(o, regexes) for o in found.auxiliary_optimizers
         ]
     return found.Instantiate()
 
   def _make_loss_aggregator(self) -> LossAggregator:
     p, name = self.hparams, self.learner.hparams.loss_name
     if p.loss_aggregator is None:
-      return LossAggregator.HParams(
-        **({'loss_key': name} if name else {})
-      ).Instantiate()
+      key = name or LossAggregator.HParams().loss_key
+      return LossAggregator.HParams(loss_key=key).Instantiate()
     found = hparams_lib.instantiate(
       p.loss_aggregator, LossAggregator, f'{p.name}.loss_aggregator'
     )
@@ -467,11 +445,6 @@ class SingleTask(BaseTask):
   def uses_fp8(self) -> bool:
     """Whether the model has products in FP8."""
     return bool(fp8.split(self.model.abstract_init()[base_layer.PARAMS])[1])
-
-  def _names_with(
-    self, collection: base_layer.WeightHParamsCollection
-  ) -> list[str]:
-    return [n for n, w in self.weights.items() if collection in w.collections]
 
   def boxed_init(self, rng: jax.Array) -> tuple[Any, dict[str, Any]]:
     """Returns initial weights and model state, each a `partitioning.Logical`.
@@ -530,7 +503,7 @@ class SingleTask(BaseTask):
     loss, weight = self._loss.aggregate(metrics)
     means = self._metrics.aggregate(metrics)
     if isinstance(self._loss, MultiLossAggregator):
-      means[self._loss.hparams.loss_key] = _to_mean(loss, weight)
+      means[self._loss.hparams.loss_key] = metrics_lib.Mean.of(loss, weight)
     for name, value in collected.summaries.items():
       means[name] = metrics_lib.Mean.of(value)
     if is_training:
@@ -617,7 +590,7 @@ class SingleTask(BaseTask):
       before: the state before the step.
       after: the state after it, with the model state of `loss_fn`.
     """
-    old, new = before.model_state, dict(after.model_state)
+    new = dict(after.model_state)
     if EMA in new:
       count = learners.num_updates(before.opt_state)
       is_taken = learners.num_updates(after.opt_state) > count
@@ -625,12 +598,10 @@ class SingleTask(BaseTask):
         (EMA, before.params),
         (_EMA_NON_TRAINABLE, new[base_layer.NON_TRAINABLE]),
       ):
+        old = before.model_state[name]
+        ema = optimizers.ema_update(old, values, count, self.learner.ema_decay)
         new[name] = jax.tree.map(
-          functools.partial(jnp.where, is_taken),
-          optimizers.ema_update(
-            old[name], values, count, self.learner.ema_decay
-          ),
-          old[name],
+          functools.partial(jnp.where, is_taken), ema, old
         )
     if _STEP in new:
       new[_STEP] = after.step.astype(jnp.int32)
@@ -658,13 +629,11 @@ class SingleTask(BaseTask):
     return self.model.decode(variables, batch, rng, options)
 
 
-def _without_decay(optimizer: Any, names: Sequence[str]) -> Any:
+def _without_decay(optimizer: Any, regexes: Sequence[str]) -> Any:
   """Returns an optimizer's hyperparameters, with weights excluded by name."""
   found = getattr(optimizer, 'hparams', optimizer)
   if found is None:
     return None  # The learner itself says what is missing.
-  found = found.clone()
   before = found.lp_regularization_exclusion
-  before = (before,) if isinstance(before, str) else tuple(before)
-  own = (f'{re.escape(name)}$' for name in names)
-  return found.set(lp_regularization_exclusion=(*before, *own))
+  before = (before,) if isinstance(before, str) else before
+  return found.clone().set(lp_regularization_exclusion=(*before, *regexes))
