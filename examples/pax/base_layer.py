@@ -223,9 +223,9 @@ class WeightHParams:
       ValueError: the shape has a size that is no positive integer, or not as
         many dimensions as there are axes.
     """
-    if any(type(n) is not int or n < 1 for n in self.shape):
+    if any(type(n) is not int or n < 1 for n in self.full_shape):
       raise ValueError(
-        f'The shape of {path} is {self.shape}; expected positive integers. Is a'
+        f'The shape of {path} is {self.full_shape}; expected positive integers. Is a'
         ' size of the HParams still 0?'
       )
     mapping = self.tensor_split_dims_mapping
@@ -562,9 +562,9 @@ class BaseLayer(hparams_lib.Configurable):
       tensor_split_dims_mapping=p.weight_split_dims_mapping.get(name, split),
     )
     path = self.module_name
-    weight.check(f'{path}/{name}')
     for _, times, axis in reversed(run.stacks):
       weight = weight.repeated(times, axis)
+    weight.check(f'{path}/{name}')
     run.created.setdefault(path, {})[name] = weight, trainable
     if (got := run.value(path, name).dtype) != weight.dtype:
       raise ValueError(
@@ -957,10 +957,6 @@ class Stacked:
     """
     self._parent = parent.module_name
     self._place = f'{self._parent}/{name}'
-    if times < 1:
-      raise ValueError(
-        f'{self._place} is to be repeated {times} times; expected at least 1.'
-      )
     self.times = times
     self.layer = parent._unbound_child(template, {**fields, 'name': name})
     self._run = parent._in_run()

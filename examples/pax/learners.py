@@ -298,13 +298,6 @@ class MultiOptimizerLearner(Learner):
   def __init__(self, hparams: Any):
     super().__init__(hparams)
     p = hparams
-    fields = ('optimizers', 'regex', 'names')
-    lengths = [len(getattr(p, f'auxiliary_{field}')) for field in fields]
-    if len(set(lengths)) > 1:
-      raise ValueError(
-        f'{p.name} has {lengths} auxiliary_optimizers, auxiliary_regex and'
-        ' auxiliary_names; expected as many of each.'
-      )
     if len({_MAIN, *p.auxiliary_names}) <= len(p.auxiliary_names):
       raise ValueError(
         f'{p.name}.auxiliary_names is {p.auxiliary_names}; expected each name'
