@@ -225,8 +225,8 @@ class WeightHParams:
     """
     if any(type(n) is not int or n < 1 for n in self.full_shape):
       raise ValueError(
-        f'The shape of {path} is {self.full_shape}; expected positive integers. Is a'
-        ' size of the HParams still 0?'
+        f'The shape of {path} is {self.full_shape}; expected positive integers.'
+        ' Is a size of the HParams still 0?'
       )
     mapping = self.tensor_split_dims_mapping
     if mapping is not None and len(mapping) != len(self.shape):
@@ -366,8 +366,8 @@ class _Run:
       if self.init_key is None:
         given = {**hk.get_params(), **hk.get_current_state()}
         raise ValueError(
-          f'The variables given to `apply` have no {path}/{name}; those of'
-          f' `init` have. They are of the layers {sorted(given)}.'
+          f'The variables given to `apply` have no {path}/{name}. `init` returns'
+          f' those that `setup` creates; given are those of {sorted(given)}.'
         )
       # By name, so that a new variable does not change what others start as.
       place = zlib.crc32(f'{path}/{name}'.encode())
@@ -481,9 +481,7 @@ class BaseLayer(hparams_lib.Configurable):
     layer.theta = _Theta(layer)
     if layer.fprop_dtype is None:
       layer.fprop_dtype = layer.dtype
-    layer._in_setup = True
     layer.setup()
-    layer._in_setup = False
     layer._check_mapping(
       'weight_split_dims_mapping', set(layer._variables), 'its variables'
     )
@@ -531,14 +529,8 @@ class BaseLayer(hparams_lib.Configurable):
     """Creates variables and children; nothing by default."""
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Computes; another name for `fprop`."""
+    """Computes; a layer overrides this or has a method `fprop`."""
     return self.fprop(*args, **kwargs)
-
-  def fprop(self, *args: Any, **kwargs: Any) -> Any:
-    """Computes; a layer has either this or `__call__`."""
-    raise NotImplementedError(
-      f'{type(self).__name__} has neither `fprop` nor `__call__`; write one.'
-    )
 
   # What `setup` uses.
 
@@ -552,7 +544,7 @@ class BaseLayer(hparams_lib.Configurable):
       weight: what it is.
       trainable: whether the optimizer changes it; else only `update_var` does.
     """
-    run = self._reserve(name, 'create_variable')
+    run = self._reserve(name)
     p = self.hparams
     split = weight.tensor_split_dims_mapping
     weight = dataclasses.replace(
@@ -599,13 +591,13 @@ class BaseLayer(hparams_lib.Configurable):
     made = [
       self._child(f'{name}_{i}', t, fields) for i, t in enumerate(templates)
     ]
-    self._reserve(name, 'create_children')
+    self._reserve(name)
     setattr(self, name, made)
 
   def _child(
     self, name: str, template: Any, fields: Mapping[str, Any]
   ) -> 'BaseLayer':
-    run = self._reserve(name, 'create_child')
+    run = self._reserve(name)
     layer = self._unbound_child(template, fields)
     shared = _identity(template, layer.hparams)
     path = f'{self.module_name}/{name}'
@@ -637,8 +629,8 @@ class BaseLayer(hparams_lib.Configurable):
       template = template.hparams
     # Of one that is frozen, what is nested stays the same objects, by which
     # shared layers are known.
-    p, copied = self.hparams, copy.copy if template.is_frozen else copy.deepcopy
-    hparams = copied(template).set(**fields)
+    copied = copy.copy if template.is_frozen else copy.deepcopy
+    p, hparams = self.hparams, copied(template).set(**fields)
     if hparams.dtype == jnp.float32:
       hparams.dtype = p.dtype
     if hparams.fprop_dtype is None:
@@ -647,13 +639,8 @@ class BaseLayer(hparams_lib.Configurable):
       hparams.params_init = p.params_init
     return hparams.cls(hparams.freeze())
 
-  def _reserve(self, name: str, method: str) -> _Run:
+  def _reserve(self, name: str) -> _Run:
     run = self._in_run()
-    if not self._in_setup:
-      raise RuntimeError(
-        f'{type(self).__name__} calls {method}({name!r}) outside of `setup`;'
-        ' what a layer has must be known without an input.'
-      )
     if name in self._names or name in vars(self) or hasattr(type(self), name):
       raise ValueError(
         f'{type(self).__name__} has a {name!r} already; choose another name.'

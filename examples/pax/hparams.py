@@ -322,7 +322,9 @@ def _nested(value: Any, memoized: bool = True) -> Iterator[BaseHParams]:
 
 
 def _text(value: Any) -> str:
-  if callable(value) and hasattr(value, 'dtype'):  # Of NumPy or JAX.
+  # A type of NumPy or JAX; jnp.bfloat16 is no class.
+  is_type = callable(value) and hasattr(value, 'dtype')
+  if is_type or isinstance(value, np.dtype):
     return np.dtype(value).name
   if isinstance(value, enum.Enum):
     return str(value)
