@@ -366,8 +366,9 @@ class _Run:
       if self.init_key is None:
         given = {**hk.get_params(), **hk.get_current_state()}
         raise ValueError(
-          f'The variables given to `apply` have no {path}/{name}. `init` returns'
-          f' those that `setup` creates; given are those of {sorted(given)}.'
+          f'The variables given to `apply` have no {path}/{name}. `init`'
+          ' returns those that `setup` creates; given are those of'
+          f' {sorted(given)}.'
         )
       # By name, so that a new variable does not change what others start as.
       place = zlib.crc32(f'{path}/{name}'.encode())

@@ -664,7 +664,7 @@ def test_names_within_a_layer():
   late = layer(
     lambda self: None, lambda self, x: self.create_variable('a', weight)
   )
-  with pytest.raises(ValueError, match='no bad/a.*those that `setup` creates'):
+  with pytest.raises(ValueError, match=r'no bad/a.*those that `setup`'):
     late.apply(late.init(KEY), X)
   nothing = layer(
     lambda self: self.create_variable('weight', weight),

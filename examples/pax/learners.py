@@ -69,6 +69,10 @@ class Learner(hparams_lib.Configurable):
         f' and bprop_variable_exclusion {p.bprop_variable_exclusion!r}; set one'
         ' of them.'
       )
+    # All optimizers by label, and those that have weights of their own.
+    self._all = {_MAIN: self.optimizer}
+    self._patterns: dict[str, optimizers.Pattern] = {}
+    self._clips_apart = False
 
   @property
   def ema_decay(self) -> float:
@@ -105,7 +109,10 @@ class Learner(hparams_lib.Configurable):
     tx = optax.partition(
       {
         _TRAINED: self._skipping(
-          optax.chain(self._clip(), self._optimizers(num_stacked))
+          optax.chain(
+            self._clip(),
+            self._partition(lambda optimizer: optimizer.make(num_stacked)),
+          )
         ),
         _FROZEN: optax.set_to_zero(),
       },
@@ -165,32 +172,59 @@ class Learner(hparams_lib.Configurable):
   def _learning_rates(self, step: Any) -> dict[str, jax.Array]:
     return {'learning_rate': self.optimizer.get_learning_rate(step)}
 
-  def _optimizers(
-    self, num_stacked: optimizers.NumStacked
-  ) -> optax.GradientTransformation:
-    """Returns what clipped gradients go to."""
-    return self.optimizer.make(num_stacked)
-
   def _check_names(self, names: Sequence[str]) -> None:
     """Refuses a regular expression that fits no weight."""
-    self._included.check(names)
-    self._excluded.check(names)
-    self.optimizer.check_names(names)
+    for pattern in (self._included, self._excluded, *self._patterns.values()):
+      pattern.check(names)
+    for optimizer in self._all.values():
+      optimizer.check_names(names)
     if not any(map(self.is_trained, names)):
       raise ValueError(
         f'{self._excluded.field} is {self.hparams.bprop_variable_exclusion!r},'
         f' which fits all of the {len(names)} weights and leaves none to train.'
       )
 
-  def _is_valid(self, grads: Any) -> jax.Array:
-    """Whether a step with these gradients is taken."""
-    limit = self.hparams.skip_step_gradient_norm_value
-    norm = optax.tree.norm(grads)
-    return jnp.isfinite(norm) & (norm < limit if limit else True)
+  def _label(self, name: str) -> str:
+    """Returns which optimizer has the weight of a name."""
+    fitting = [
+      label for label, pattern in self._patterns.items() if pattern.fits(name)
+    ]
+    if len(fitting) > 1:
+      raise ValueError(
+        f'The weight {name!r} is fitted by the auxiliary_regex of several'
+        f' optimizers of {self.hparams.name}: {fitting}; expected one.'
+      )
+    return fitting[0] if fitting else _MAIN
+
+  def _partition(
+    self, make: Callable[[optimizers.BaseOptimizer], Any]
+  ) -> optax.GradientTransformation:
+    """Returns each optimizer's transformation, for its weights."""
+    if not self._patterns:
+      return make(self.optimizer)
+    return optax.partition(
+      {label: make(optimizer) for label, optimizer in self._all.items()},
+      lambda tree: optimizers.map_with_names(
+        lambda name, _: self._label(name), tree
+      ),
+    )
 
   def _clip(self) -> optax.GradientTransformation:
     """Returns what clips gradients."""
+    if self._clips_apart:
+      return self._partition(_clipping)
     return _clipping(self.optimizer)
+
+  def _is_valid(self, grads: Any) -> jax.Array:
+    """Whether a step with these gradients is taken."""
+    groups = dict[str, list[Any]]((label, []) for label in self._all)
+    names = optimizers.weight_names(grads)
+    for name, grad in zip(names, jax.tree.leaves(grads), strict=True):
+      label = self._label(name) if self._clips_apart else _MAIN
+      groups[label].append(grad)
+    norms = jnp.stack([*map(optax.tree.norm, groups.values())])
+    limit = self.hparams.skip_step_gradient_norm_value
+    return jnp.all(jnp.isfinite(norms) & (norms < (limit or jnp.inf)))
 
   def _skipping(
     self, inner: optax.GradientTransformation
@@ -303,8 +337,7 @@ class MultiOptimizerLearner(Learner):
         f'{p.name}.auxiliary_names is {p.auxiliary_names}; expected each name'
         f' once, and not {_MAIN!r}, which is the main optimizer.'
       )
-    self._all = {_MAIN: self.optimizer}
-    self._patterns: dict[str, optimizers.Pattern] = {}
+    self._clips_apart = p.apply_separate_scaling
     without_effect = ['ema_decay']
     if not p.apply_separate_scaling:
       without_effect += [
@@ -332,54 +365,6 @@ class MultiOptimizerLearner(Learner):
             ' which would have no effect; set it in the main optimizer, for all'
             ' weights.'
           )
-
-  def _label(self, name: str) -> str:
-    """Returns which optimizer has the weight of a name."""
-    fitting = [
-      label for label, pattern in self._patterns.items() if pattern.fits(name)
-    ]
-    if len(fitting) > 1:
-      raise ValueError(
-        f'The weight {name!r} is fitted by the auxiliary_regex of several'
-        f' optimizers of {self.hparams.name}: {fitting}; expected one.'
-      )
-    return fitting[0] if fitting else _MAIN
-
-  def _partition(
-    self, make: Callable[[optimizers.BaseOptimizer], Any]
-  ) -> optax.GradientTransformation:
-    """Returns each optimizer's transformation, for its weights."""
-    return optax.partition(
-      {label: make(optimizer) for label, optimizer in self._all.items()},
-      lambda tree: optimizers.map_with_names(
-        lambda name, _: self._label(name), tree
-      ),
-    )
-
-  def _optimizers(
-    self, num_stacked: optimizers.NumStacked
-  ) -> optax.GradientTransformation:
-    return self._partition(lambda optimizer: optimizer.make(num_stacked))
-
-  def _is_valid(self, grads: Any) -> jax.Array:
-    if not self.hparams.apply_separate_scaling:
-      return super()._is_valid(grads)
-    own = dict[str, list[Any]]((label, []) for label in self._all)
-    names = optimizers.weight_names(grads)
-    for name, grad in zip(names, jax.tree.leaves(grads), strict=True):
-      own[self._label(name)].append(grad)
-    return jnp.all(jnp.stack([*map(super()._is_valid, own.values())]))
-
-  def _clip(self) -> optax.GradientTransformation:
-    if not self.hparams.apply_separate_scaling:
-      return super()._clip()
-    return self._partition(_clipping)
-
-  def _check_names(self, names: Sequence[str]) -> None:
-    super()._check_names(names)
-    for label, pattern in self._patterns.items():
-      pattern.check(names)
-      self._all[label].check_names(names)
 
   def _learning_rates(self, step: Any) -> dict[str, jax.Array]:
     return {
