@@ -341,8 +341,8 @@ class _Run:
     verbosity: up to which verbosity summaries are wanted.
     collected: what layers have left up to now.
     created: path of the layer -> name -> variable, and whether it is trained.
-    shared: layers that several parents have, by what makes them the same: see
-      `_identity`.
+    shared: layers that several parents have, by `shared_weight_layer_id`, or
+      by the id of the template.
     stacks: those of which layers are created just now, the outermost first:
       path, how many layers, and the axis for them.
   """
@@ -510,9 +510,6 @@ class BaseLayer(hparams_lib.Configurable):
         f' {sorted(names)}.{errors.did_you_mean(wrong[0], names)}'
       )
 
-  def __deepcopy__(self, memo: Any) -> Self:
-    return self  # Nothing in it changes; and who shares it, still does.
-
   def __getattr__(self, name: str) -> Any:
     try:
       return super().__getattr__(name)
@@ -573,8 +570,7 @@ class BaseLayer(hparams_lib.Configurable):
     Args:
       name: its name, new in this layer.
       template: its HParams. Where `fdl.build` found a config several times in
-        a tree, or a layer is in the place of its HParams, all are one layer,
-        which has its place where it comes first.
+        a tree, all are one layer, which has its place where it comes first.
       **fields: what this layer decides of them, such as `input_dims`.
     """
     setattr(self, name, self._child(name, template, fields))
@@ -600,7 +596,9 @@ class BaseLayer(hparams_lib.Configurable):
   ) -> 'BaseLayer':
     run = self._reserve(name)
     layer = self._unbound_child(template, fields)
-    shared = _identity(template, layer.hparams)
+    shared = layer.hparams.shared_weight_layer_id
+    if shared is None and template.is_shared:
+      shared = id(template)
     path = f'{self.module_name}/{name}'
     if shared is None:
       return layer._bound(path, run)
@@ -626,8 +624,11 @@ class BaseLayer(hparams_lib.Configurable):
     self, template: Any, fields: Mapping[str, Any]
   ) -> 'BaseLayer':
     """Returns a child, what its template leaves open filled in."""
-    if isinstance(template, BaseLayer):
-      template = template.hparams
+    if not isinstance(template, BaseLayer.HParams):
+      raise TypeError(
+        f'A child of {type(self).__name__} is made of the HParams of a layer;'
+        f' got {template!r}.'
+      )
     # Of one that is frozen, what is nested stays the same objects, by which
     # shared layers are known.
     copied = copy.copy if template.is_frozen else copy.deepcopy
@@ -869,14 +870,6 @@ class BaseLayer(hparams_lib.Configurable):
       return out
     run.collected.non_trainable = hk.data_structures.to_mutable_dict(state)
     return out, run.collected
-
-
-def _identity(template: Any, hparams: Any) -> Any:
-  """Returns what a layer has in common with those that it is one with."""
-  if hparams.shared_weight_layer_id is not None:
-    return hparams.shared_weight_layer_id
-  is_one = isinstance(template, BaseLayer) or template.is_shared
-  return id(template) if is_one else None
 
 
 def _differences(a: hparams_lib.BaseHParams, b: hparams_lib.BaseHParams) -> str:

@@ -32,6 +32,8 @@ from examples.pax import schedules
 Regexes = str | Sequence[str]
 # How many axes of repeated layers the weight of a name has before its own.
 NumStacked = Callable[[str], int]
+# To be chained.
+Transformations = list[optax.GradientTransformation]
 
 
 def not_stacked(name: str) -> int:
@@ -246,24 +248,20 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
       lambda step: weight_decay * self.get_learning_rate(step),
       functools.partial(mask, is_lp=bool(p.decoupled_weight_decay)),
     )
-    return optax.chain(
-      *([regularizer] if p.l2_regularizer_weight else []),
-      *self._steps(num_stacked),
-      *([decay] if weight_decay else []),
-      optax.scale(-1.0),
-    )
+    steps = [*self._steps(num_stacked), optax.scale(-1.0)]
+    if p.l2_regularizer_weight:
+      steps.insert(0, regularizer)
+    if weight_decay:
+      steps.insert(-1, decay)
+    return optax.chain(*steps)
 
-  def _steps(
-    self, num_stacked: NumStacked
-  ) -> list[optax.GradientTransformation]:
+  def _steps(self, num_stacked: NumStacked) -> Transformations:
     """From gradients to what is taken off the weights, but for their decay."""
     rate = optax.scale_by_learning_rate(self.get_learning_rate, flip_sign=False)
     return [*self._directions(num_stacked), rate]
 
   @abc.abstractmethod
-  def _directions(
-    self, num_stacked: NumStacked
-  ) -> list[optax.GradientTransformation]:
+  def _directions(self, num_stacked: NumStacked) -> Transformations:
     """From gradients to what the learning rate multiplies."""
 
 
@@ -289,9 +287,7 @@ class Sgd(BaseOptimizer):
         ' such as 0.9.'
       )
 
-  def _directions(
-    self, num_stacked: NumStacked
-  ) -> list[optax.GradientTransformation]:
+  def _directions(self, num_stacked: NumStacked) -> Transformations:
     p = self.hparams
     return [] if p.momentum is None else [optax.trace(p.momentum, p.nesterov)]
 
@@ -319,9 +315,7 @@ class Adam(BaseOptimizer):
   epsilon_root: float = 0.0
   clip_threshold: float = 1.0
 
-  def _directions(
-    self, num_stacked: NumStacked
-  ) -> list[optax.GradientTransformation]:
+  def _directions(self, num_stacked: NumStacked) -> Transformations:
     p = self.hparams
     return [
       optax.scale_by_adam(p.beta1, p.beta2, p.epsilon, p.epsilon_root),
@@ -343,9 +337,7 @@ class Lion(BaseOptimizer):
   beta1: float = 0.9
   beta2: float = 0.99
 
-  def _directions(
-    self, num_stacked: NumStacked
-  ) -> list[optax.GradientTransformation]:
+  def _directions(self, num_stacked: NumStacked) -> Transformations:
     return [optax.scale_by_lion(self.hparams.beta1, self.hparams.beta2)]
 
 
@@ -393,9 +385,7 @@ class Muon(BaseOptimizer):
     for pattern, _ in self._matrices:
       pattern.check(names)
 
-  def _directions(
-    self, num_stacked: NumStacked
-  ) -> list[optax.GradientTransformation]:
+  def _directions(self, num_stacked: NumStacked) -> Transformations:
     p = self.hparams
 
     def axes(name: str, x: Any) -> Any:
@@ -484,9 +474,7 @@ class ShardedAdafactor(BaseOptimizer):
     beta = p.decay_adam
     return beta * (1.0 - beta ** (n - 1.0)) / (1.0 - beta**n)
 
-  def _directions(
-    self, num_stacked: NumStacked
-  ) -> list[optax.GradientTransformation]:
+  def _directions(self, num_stacked: NumStacked) -> Transformations:
     p = self.hparams
     sort = p.sort_factored_second_moment_dims
 
@@ -507,9 +495,7 @@ class ShardedAdafactor(BaseOptimizer):
       *([_cap_rms(threshold, num_stacked)] if threshold else []),
     ]
 
-  def _steps(
-    self, num_stacked: NumStacked
-  ) -> list[optax.GradientTransformation]:
+  def _steps(self, num_stacked: NumStacked) -> Transformations:
     p = self.hparams
 
     def scale(name: str, update: jax.Array, weight: jax.Array) -> jax.Array:
