@@ -134,31 +134,13 @@ class WeightInit:
     """`scale` everywhere."""
     return cls('constant', scale)
 
-  def __call__(
-    self,
-    key: jax.Array,
-    shape: Sequence[int],
-    dtype: Any,
-    in_axes: Sequence[int],
-    out_axes: Sequence[int],
-    batch_axes: Sequence[int] = (),
-  ) -> jax.Array:
-    """Returns the first value.
+  def maker(self, fan_in: int, fan_out: int) -> Callable[..., jax.Array]:
+    """Returns what makes a first value of a key, a shape and a type.
 
     Args:
-      key: a key.
-      shape: its shape.
-      dtype: its type.
-      in_axes: dimensions over which an output sums.
-      out_axes: dimensions of the outputs.
-      batch_axes: dimensions that count several matrices, each of which starts
-        as if it were alone. What is in none of these counts as the size of a
-        filter.
+      fan_in: over how many numbers an output sums.
+      fan_out: in how many outputs a number is.
     """
-    named = (*in_axes, *out_axes, *batch_axes)
-    area = math.prod(n for i, n in enumerate(shape) if i not in named)
-    fan_in = area * math.prod(shape[i] for i in in_axes)
-    fan_out = area * math.prod(shape[i] for i in out_axes)
     init = jax.nn.initializers
 
     def uniform(limit: float) -> Callable[..., jax.Array]:
@@ -174,10 +156,7 @@ class WeightInit:
       'xavier': uniform(s * math.sqrt(6 / (fan_in + fan_out))),
       'constant': init.constant(s),
     }
-    # The bits are the same for every shape of a size, and each new shape costs
-    # XLA's CPU compiler seconds. A large one keeps its own: it may be split.
-    drawn = (size,) if (size := math.prod(shape)) <= _MAX_FLAT else shape
-    return makers[self.method](key, tuple(drawn), dtype).reshape(shape)
+    return makers[self.method]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,15 +254,21 @@ class WeightHParams:
       one = dataclasses.replace(self, repeat_prefix=tuple(rest))
       return jax.vmap(one.make)(jax.random.split(key, times))
     assert self.init is not None
-    in_axes, out_axes = self.fan_in_axes, self.fan_out_axes
-    rank = len(self.shape)
+    shape, in_axes, out_axes = self.shape, self.fan_in_axes, self.fan_out_axes
     if in_axes is None:
-      in_axes = (max(rank - 2, 0),) if rank else ()
+      in_axes = (max(len(shape) - 2, 0),) if shape else ()
     if out_axes is None:
-      out_axes = (rank - 1,) if rank else ()
-    return self.init(
-      key, self.shape, self.dtype, in_axes, out_axes, self.batch_axes
-    )
+      out_axes = (len(shape) - 1,) if shape else ()
+    # What is in none of these counts as the size of a filter.
+    named = (*in_axes, *out_axes, *self.batch_axes)
+    area = math.prod(n for i, n in enumerate(shape) if i not in named)
+    fan_in = area * math.prod(shape[i] for i in in_axes)
+    fan_out = area * math.prod(shape[i] for i in out_axes)
+    # The bits are the same for every shape of a size, and each new shape costs
+    # XLA's CPU compiler seconds. A large one keeps its own: it may be split.
+    drawn = (size,) if (size := math.prod(shape)) <= _MAX_FLAT else shape
+    make = self.init.maker(fan_in, fan_out)
+    return make(key, drawn, self.dtype).reshape(shape)
 
 
 def _axis(entry: str | int | Sequence[str] | None) -> Any:
