@@ -348,18 +348,18 @@ class Configurable(abc.ABC):
   def __init_subclass__(cls, **kwargs: Any):
     super().__init_subclass__(**kwargs)
     parents = [b.HParams for b in cls.__bases__ if issubclass(b, Configurable)]
-    body = cls.__dict__.get('HParams') or _fields_as_hparams(cls, parents)
-    cls.HParams = type(
-      'HParams',
-      tuple(dict.fromkeys([body, *parents])),
-      {
-        '__doc__': body.__doc__ or parents[0].__doc__,
-        '__module__': cls.__module__,
-        '__qualname__': f'{cls.__qualname__}.HParams',
-        '_attribute_overrides': body._attribute_overrides,
-        'cls': cls,
-      },
-    )
+    if body := cls.__dict__.get('HParams'):
+      own = {'_attribute_overrides': body._attribute_overrides}
+      bases = [body, *parents]
+    else:
+      own, bases = _take_fields(cls, parents), parents
+    own |= {
+      '__doc__': (body or cls).__doc__ or parents[0].__doc__,
+      '__module__': cls.__module__,
+      '__qualname__': f'{cls.__qualname__}.HParams',
+      'cls': cls,
+    }
+    cls.HParams = type('HParams', tuple(dict.fromkeys(bases)), own)
 
   def __init__(self, hparams: Any):
     self.hparams = hparams
@@ -377,18 +377,23 @@ class Configurable(abc.ABC):
 Configurable.HParams.cls = Configurable
 
 
-def _fields_as_hparams(
+def _take_fields(
   cls: type[Configurable], parents: list[type[BaseHParams]]
-) -> type[BaseHParams]:
-  """Returns `HParams` with the fields that stand on a class itself.
+) -> dict[str, Any]:
+  """Takes the fields off a class, and returns them for its `HParams`.
 
-  They are taken off the class: there `__getattr__` finds an object's values.
+  On the class, `__getattr__` finds an object's values in their place.
   """
   own = _annotated(cls)
   inherited = {name for parent in parents for name in parent._names}
-  namespace: dict[str, Any] = {
-    '__doc__': cls.__doc__,
-    '__qualname__': cls.__qualname__,
+  if taken := [
+    n for n in own if n not in inherited and hasattr(super(cls, cls), n)
+  ]:
+    raise AttributeError(
+      f'{cls.__qualname__} cannot have a field {taken[0]!r}: a parent has'
+      ' something else of this name.'
+    )
+  fields: dict[str, Any] = {
     '__annotations__': own,
     # On the class, unlike in an inner class, a field may be declared again.
     '_attribute_overrides': tuple(own.keys() & inherited),
@@ -396,14 +401,9 @@ def _fields_as_hparams(
   for name, value in list(vars(cls).items()):
     is_value = name in inherited and not hasattr(value, '__get__')
     if name in own or is_value:
-      namespace[name] = value
+      fields[name] = value
       delattr(cls, name)
-  if taken := [n for n in own if n not in inherited and hasattr(cls, n)]:
-    raise AttributeError(
-      f'{cls.__qualname__} cannot have a field {taken[0]!r}: a parent has'
-      ' something else of this name.'
-    )
-  return type('HParams', (BaseHParams,), namespace)
+  return fields
 
 
 def instantiate(value: Any, kind: type[C], where: str) -> C:
