@@ -386,9 +386,8 @@ def _take_fields(
   """
   own = _annotated(cls)
   inherited = {name for parent in parents for name in parent._names}
-  if taken := [
-    n for n in own if n not in inherited and hasattr(super(cls, cls), n)
-  ]:
+  parent = super(cls, cls)
+  if taken := [n for n in own.keys() - inherited if hasattr(parent, n)]:
     raise AttributeError(
       f'{cls.__qualname__} cannot have a field {taken[0]!r}: a parent has'
       ' something else of this name.'
