@@ -277,6 +277,7 @@ def _axis(entry: str | int | Sequence[str] | None) -> Any:
   return entry if isinstance(entry, str) else tuple(entry)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Collected:
   """What a layer has left beside its output.
@@ -301,11 +302,6 @@ class Collected:
       _add(self.summaries, prefix + name, value)
     for name, value in other.aux_losses.items():
       _add(self.aux_losses, prefix + name, value)
-
-
-jax.tree_util.register_dataclass(
-  Collected, ['non_trainable', 'summaries', 'aux_losses'], []
-)
 
 
 def _add(into: dict[str, Any], name: str, value: Any) -> None:
@@ -399,10 +395,8 @@ def _in_its_place(method: Callable[..., Any]) -> Callable[..., Any]:
     scope = jax.named_scope(str(self.name))
     with scope, _place(self.module_name, method.__name__):
       self._depth += is_call  # A method may call its parent's.
-      try:
-        out = method(self, *args, **kwargs)
-      finally:
-        self._depth -= is_call
+      out = method(self, *args, **kwargs)
+      self._depth -= is_call
     if is_call and not self._depth:
       self._check_mapping(
         'activation_split_dims_mapping', self._sharded, 'what it splits'

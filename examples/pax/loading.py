@@ -108,17 +108,14 @@ def load(
   """
   live = structure.named_leaves(state)
   replaced: dict[str, Any] = {}
-  givers: dict[str, str] = {}
   for directory, rule in rules.items():
     where = f'init_from_checkpoint_rules[{directory!r}]'
     sources = _sources(live, rule, where)
-    if twice := sorted(givers.keys() & sources.keys()):
+    if twice := sorted(replaced.keys() & sources.keys()):
       raise errors.UsageError(
-        f'{where} gives {twice[:_NAMED]}, and so does'
-        f' {givers[twice[0]]}. Leave them out in one of the two, with'
-        ' ignore_rules.'
+        f'{where} gives {twice[:_NAMED]}, and so does an earlier one. Leave them'
+        ' out in one of the two, with ignore_rules.'
       )
-    givers |= dict.fromkeys(sources, where)
     path = inspection.newest(
       directory if rule.step is None else f'{directory}:{rule.step}'
     )
@@ -130,13 +127,11 @@ def load(
       replaced |= found.take(stored, live, where)
     logging.info('Loaded %d arrays of %s.', len(sources), path)
   kept = [name for name in _variables(live) if _full(name) not in replaced]
-  if kept:
-    logging.info(
-      '%d variables stay as they were initialised: %s%s',
-      len(kept),
-      ', '.join(kept[:_NAMED]),
-      ' ...' if len(kept) > _NAMED else '',
-    )
+  logging.info(
+    '%d variables stay as they were initialised: %s',
+    len(kept),
+    ', '.join(kept[:_NAMED]),
+  )
   leaves = [replaced.get(name, x) for name, x in live.items()]
   return jax.tree.unflatten(jax.tree.structure(state), leaves)
 

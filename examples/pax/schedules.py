@@ -79,9 +79,6 @@ class _Between(BaseSchedule):
   def _holds(self, p: Any) -> bool:
     return len(p.start) == len(p.limit) == 2 and p.start[0] < p.limit[0]
 
-  def _fraction(self, step: Any) -> jax.Array:
-    return _fraction(step, self.hparams.start[0], self.hparams.limit[0])
-
 
 def _fraction(step: Any, start: float, end: float) -> jax.Array:
   """How much of the way is done, from 0 to 1."""
@@ -110,7 +107,7 @@ class Polynomial(_Between):
   def value_at(self, step: Any) -> jax.Array:
     """Returns the multiplier at a step, a float32 scalar."""
     p = self.hparams
-    done = self._fraction(step)
+    done = _fraction(step, p.start[0], p.limit[0])
     from_start = p.origin == 'start'
     left = 1 - done**p.power if from_start else (1 - done) ** p.power
     # So written, each end is met exactly.
@@ -133,8 +130,8 @@ class Exponential(_Between):
 
   def value_at(self, step: Any) -> jax.Array:
     """Returns the multiplier at a step, a float32 scalar."""
-    (_, first), (_, last) = self.hparams.start, self.hparams.limit
-    return first * (last / first) ** self._fraction(step)
+    (start, first), (end, last) = self.hparams.start, self.hparams.limit
+    return first * (last / first) ** _fraction(step, start, end)
 
 
 class Cosine(BaseSchedule):
