@@ -13,7 +13,6 @@ a module that registers experiments gives it a second name.
 from collections.abc import Sequence
 import functools
 import importlib
-import importlib.util
 import pkgutil
 import sys
 from typing import Any
@@ -98,8 +97,13 @@ def get(name: str) -> Experiment:
   name = name.removeprefix('paxml.')
   known = get_all()
   module = name.rpartition('.')[0]
-  if not (found := _matches(name, known)) and module and _exists(module):
-    importlib.import_module(module)
+  if not (found := _matches(name, known)) and module:
+    try:
+      importlib.import_module(module)
+    except ModuleNotFoundError as e:
+      # It is the module, or a package above it, that does not exist.
+      if not f'{module}.'.startswith(f'{e.name}.'):
+        raise
     known = get_all()
     found = _matches(name, known)
   if len(found) > 1:
@@ -142,13 +146,6 @@ def _matches(name: str, known: dict[str, Experiment]) -> list[str]:
   return sorted(
     {full for path, full in paths.items() if f'.{path}'.endswith(f'.{name}')}
   )
-
-
-def _exists(module: str) -> bool:
-  try:
-    return importlib.util.find_spec(module) is not None
-  except ModuleNotFoundError:  # A package above it.
-    return False
 
 
 def short_name(full: str) -> str:

@@ -174,10 +174,11 @@ class Learner(hparams_lib.Configurable):
 
   def _check_names(self, names: Sequence[str]) -> None:
     """Refuses a regular expression that fits no weight."""
-    for pattern in (self._included, self._excluded, *self._patterns.values()):
-      pattern.check(names)
+    patterns = [self._included, self._excluded, *self._patterns.values()]
     for optimizer in self._all.values():
-      optimizer.check_names(names)
+      patterns += optimizer.patterns
+    for pattern in patterns:
+      pattern.check(names)
     if not any(map(self.is_trained, names)):
       raise ValueError(
         f'{self._excluded.field} is {self.hparams.bprop_variable_exclusion!r},'

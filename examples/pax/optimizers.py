@@ -200,6 +200,8 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
     self._no_lp = Pattern(
       f'{name}.lp_regularization_exclusion', p.lp_regularization_exclusion
     )
+    # Each must fit a weight.
+    self.patterns = [self._excluded, self._no_lp]
     self._schedule = hparams_lib.instantiate(
       p.lr_schedule, schedules.BaseSchedule, f'{name}.lr_schedule'
     )
@@ -207,11 +209,6 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
   def get_learning_rate(self, step: Any) -> jax.Array:
     """Returns the learning rate of a step, a float32 scalar."""
     return self.hparams.learning_rate * self._schedule.value_at(step)
-
-  def check_names(self, names: Sequence[str]) -> None:
-    """Refuses a regular expression that fits no weight."""
-    self._excluded.check(names)
-    self._no_lp.check(names)
 
   def make(
     self, num_stacked: NumStacked = not_stacked
@@ -378,12 +375,7 @@ class Muon(BaseOptimizer):
       (Pattern('Muon.matrices', regex), axes)
       for regex, axes in hparams.matrices.items()
     ]
-
-  def check_names(self, names: Sequence[str]) -> None:
-    """Refuses a regular expression that fits no weight."""
-    super().check_names(names)
-    for pattern, _ in self._matrices:
-      pattern.check(names)
+    self.patterns += [pattern for pattern, _ in self._matrices]
 
   def _directions(self, num_stacked: NumStacked) -> Transformations:
     p = self.hparams
