@@ -49,8 +49,6 @@ sub_config_field = hparams_lib.sub_config_field
 EMA = 'ema'
 _EMA_NON_TRAINABLE = 'ema_non_trainable'
 _STEP = 'step'
-# What is minimised, where it is none of the model's metrics.
-_LOSS = 'loss'
 
 
 # Metrics, and which of them is the loss.
@@ -82,18 +80,19 @@ class BaseMetrics(Configurable, abc.ABC):
 
 
 class MeanMetrics(BaseMetrics):
-  """Weighted means of the model's metrics."""
+  """Weighted means of the model's metrics.
 
-  class HParams(BaseHParams):
-    """Attributes: metric_keys: names of those to report; empty for all."""
+  Attributes:
+    metric_keys: names of those to report; empty for all.
+  """
 
-    metric_keys: Sequence[str] = ()
+  metric_keys: Sequence[str] = ()
 
   def aggregate(
     self, metrics: models.WeightedScalars
   ) -> dict[str, metrics_lib.Mean]:
     """Returns name -> what can be averaged over batches without a loss."""
-    names = self.hparams.metric_keys or metrics
+    names = self.metric_keys or metrics
     return {
       name: metrics_lib.Mean.of(
         *_metric(metrics, name, 'An entry of metrics.metric_keys')
@@ -103,37 +102,33 @@ class MeanMetrics(BaseMetrics):
 
 
 class LossAggregator(Configurable):
-  """Minimises one of the model's metrics."""
+  """Minimises one of the model's metrics.
 
-  class HParams(BaseHParams):
-    """Attributes: loss_key: its name."""
+  Attributes:
+    loss_key: its name.
+  """
 
-    loss_key: str = 'total_loss'
+  loss_key: str = 'total_loss'
 
   def aggregate(
     self, metrics: models.WeightedScalars
   ) -> tuple[jax.Array, jax.Array]:
     """Returns the loss of a batch, and its weight; scalars."""
-    key = self.hparams.loss_key
-    return _metric(metrics, key, 'loss_aggregator.loss_key')
+    return _metric(metrics, self.loss_key, 'loss_aggregator.loss_key')
 
 
 class MultiLossAggregator(LossAggregator):
-  """Minimises a weighted sum of several metrics, which it reports as `loss`."""
+  """Minimises a weighted sum of several metrics, which it reports as `loss`.
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    loss_key: how the sum is called where it is reported.
+    loss_keys: names of the metrics.
+    loss_weights: the factor of each.
+  """
 
-    Attributes:
-      loss_key: how the sum is called where it is reported.
-      loss_keys: names of the metrics.
-      loss_weights: the factor of each.
-    """
-
-    _attribute_overrides = ('loss_key',)
-    loss_key: str = _LOSS
-    loss_keys: Sequence[str] = ()
-    loss_weights: Sequence[float] = ()
+  loss_key: str = 'loss'
+  loss_keys: Sequence[str] = ()
+  loss_weights: Sequence[float] = ()
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
@@ -151,14 +146,13 @@ class MultiLossAggregator(LossAggregator):
 
     The weight is the first metric's, in a mean over batches.
     """
-    p = self.hparams
     parts = [
       _metric(metrics, key, 'An entry of loss_aggregator.loss_keys')
-      for key in p.loss_keys
+      for key in self.loss_keys
     ]
     terms = [
       weight * value
-      for (value, _), weight in zip(parts, p.loss_weights, strict=True)
+      for (value, _), weight in zip(parts, self.loss_weights, strict=True)
     ]
     return functools.reduce(jnp.add, terms), parts[0][1]
 
@@ -170,20 +164,16 @@ class EarlyStoppingFn(Configurable):
   """Ends training when a metric of an evaluation reaches a value.
 
   A subclass may decide by something else.
+
+  Attributes:
+    metric: which, as evaluation names it.
+    target: the value at which training ends.
+    higher_is_better: whether it is reached from below.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters of early stopping.
-
-    Attributes:
-      metric: which, as evaluation names it.
-      target: the value at which training ends.
-      higher_is_better: whether it is reached from below.
-    """
-
-    metric: str = 'log_pplx'
-    target: float | None = None
-    higher_is_better: bool = False
+  metric: str = 'log_pplx'
+  target: float | None = None
+  higher_is_better: bool = False
 
   def __call__(self, metrics: Mapping[str, float], global_step: int) -> bool:
     """Whether to end training.
@@ -193,20 +183,21 @@ class EarlyStoppingFn(Configurable):
       global_step: the step that was evaluated.
     """
     del global_step
-    p = self.hparams
-    if p.target is None:
+    if self.target is None:
       raise ValueError(
         'early_stopping_fn.target is None; set it to the value of'
-        f' {p.metric!r} at which training ends.'
+        f' {self.metric!r} at which training ends.'
       )
-    if p.metric not in metrics:
+    if self.metric not in metrics:
       raise ValueError(
-        f'early_stopping_fn.metric is {p.metric!r}, but evaluation returned no'
-        f' number of that name.{errors.did_you_mean(p.metric, metrics)} It'
-        f' returned {sorted(metrics)}.'
+        f'early_stopping_fn.metric is {self.metric!r}, but evaluation returned'
+        f' no number of that name.{errors.did_you_mean(self.metric, metrics)}'
+        f' It returned {sorted(metrics)}.'
       )
-    value = metrics[p.metric]
-    return value >= p.target if p.higher_is_better else value <= p.target
+    value = metrics[self.metric]
+    return (
+      value >= self.target if self.higher_is_better else value <= self.target
+    )
 
 
 class EarlyStoppingMixin:
@@ -345,42 +336,36 @@ class TrainHParams(BaseHParams):
 
 
 class BaseTask(Configurable):
-  """A goal, and all that is needed to come near it."""
+  """A goal, and all that is needed to come near it.
 
-  class HParams(BaseHParams):
-    """Attributes: name: what messages call it."""
+  Attributes:
+    name: what messages call it.
+  """
 
-    name: str = 'task'
+  name: str = 'task'
 
 
 class SingleTask(BaseTask):
   """A task with one model and one learner.
 
   Attributes:
-    model: unbound.
+    model: the model, with all its layers; of a task, unbound.
+    train: how it is trained.
+    metrics: which of the model's metrics are reported.
+    loss_aggregator: what of them is minimised; None is the learner's
+      `loss_name`, or else 'total_loss'.
+    vn: variational noise.
+    early_stopping_fn: when training ends before its last step; None is
+      never.
     learner: its learner.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters of a task.
-
-    Attributes:
-      model: the model, with all its layers.
-      train: how it is trained.
-      metrics: which of the model's metrics are reported.
-      loss_aggregator: what of them is minimised; None is the learner's
-        `loss_name`, or else 'total_loss'.
-      vn: variational noise.
-      early_stopping_fn: when training ends before its last step; None is
-        never.
-    """
-
-    model: Any = sub_config_field(None)
-    train: TrainHParams = sub_config_field(TrainHParams)
-    metrics: Any = sub_config_field(MeanMetrics.HParams)
-    loss_aggregator: Any = sub_config_field(None)
-    vn: VariationalNoise = sub_config_field(VariationalNoise)
-    early_stopping_fn: Any = sub_config_field(None)
+  model: Any = sub_config_field(None)
+  train: TrainHParams = sub_config_field(TrainHParams)
+  metrics: Any = sub_config_field(MeanMetrics.HParams)
+  loss_aggregator: Any = sub_config_field(None)
+  vn: VariationalNoise = sub_config_field(VariationalNoise)
+  early_stopping_fn: Any = sub_config_field(None)
 
   # As Paxml names them.
   Train = TrainHParams

@@ -113,8 +113,8 @@ def load(
     sources = _sources(live, rule, where)
     if twice := sorted(replaced.keys() & sources.keys()):
       raise errors.UsageError(
-        f'{where} gives {twice[:_NAMED]}, and so does an earlier one. Leave them'
-        ' out in one of the two, with ignore_rules.'
+        f'{where} gives {twice[:_NAMED]}, and so does an earlier one. Leave'
+        ' them out in one of the two, with ignore_rules.'
       )
     path = inspection.newest(
       directory if rule.step is None else f'{directory}:{rule.step}'
