@@ -658,15 +658,12 @@ class BaseLayer(hparams_lib.Configurable):
 
   def update_var(self, name: str, value: jax.Array) -> None:
     """Sets a variable that is not trained."""
-    own = sorted(
-      n for n, (_, trained) in self._variables.items() if not trained
-    )
-    if name not in own:
+    weight, is_trained = self._variables.get(name, (WeightHParams(()), True))
+    if is_trained:
       raise ValueError(
         f'{self.module_name} cannot set {name!r}: expected one of its variables'
-        f' with trainable=False, {own}.'
+        ' with trainable=False.'
       )
-    weight, _ = self._variables[name]
     if value.shape != weight.full_shape or value.dtype != weight.dtype:
       raise ValueError(
         f'{self.module_name}/{name} is {jnp.dtype(weight.dtype).name}'

@@ -395,7 +395,7 @@ def test_non_trainable_variables():
 
   wrong = Wrong.HParams().Instantiate()
   for name, value, message in (
-    ('w', X, r"cannot set 'w': expected .*\['calls'\]"),
+    ('w', X, "cannot set 'w': expected"),
     ('calls', jnp.zeros([]), r'wrong/calls is int32 \(\); got float32 \(\)'),
     (
       'calls',

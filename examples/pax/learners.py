@@ -57,11 +57,9 @@ class Learner(hparams_lib.Configurable):
     optimizers.check_not_negative(
       f'{p.name}.skip_step_gradient_norm_value', p.skip_step_gradient_norm_value
     )
-    self._included = optimizers.Pattern(
-      f'{p.name}.bprop_variable_inclusion', p.bprop_variable_inclusion
-    )
-    self._excluded = optimizers.Pattern(
-      f'{p.name}.bprop_variable_exclusion', p.bprop_variable_exclusion
+    self._included, self._excluded = (
+      optimizers.Pattern(f'{p.name}.{field}', getattr(p, field))
+      for field in ('bprop_variable_inclusion', 'bprop_variable_exclusion')
     )
     if self._included and self._excluded:
       raise ValueError(

@@ -194,14 +194,12 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
         f'{name}.ema_decay is {p.ema_decay}; expected at least 0, which is no'
         ' average, and less than 1.'
       )
-    self._excluded = Pattern(
-      f'{name}.weight_decay_exclusion', p.weight_decay_exclusion
-    )
-    self._no_lp = Pattern(
-      f'{name}.lp_regularization_exclusion', p.lp_regularization_exclusion
-    )
     # Each must fit a weight.
-    self.patterns = [self._excluded, self._no_lp]
+    self.patterns = [
+      Pattern(f'{name}.{field}', getattr(p, field))
+      for field in ('weight_decay_exclusion', 'lp_regularization_exclusion')
+    ]
+    self._excluded, self._no_lp = self.patterns
     self._schedule = hparams_lib.instantiate(
       p.lr_schedule, schedules.BaseSchedule, f'{name}.lr_schedule'
     )
