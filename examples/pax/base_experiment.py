@@ -141,6 +141,11 @@ class BaseExperiment(abc.ABC):
       f'{type(self).__name__} cannot continue text. Override `prompting`.'
     )
 
+  @classmethod
+  def has_prompting(cls) -> bool:
+    """Whether the experiment continues text."""
+    return cls.prompting is not BaseExperiment.prompting
+
   def filled_task(self) -> Any:
     """Returns the task with the constants' steps, intervals and seed.
 
@@ -187,12 +192,7 @@ class BaseExperiment(abc.ABC):
   def check_constants(cls, names: Iterable[str]) -> None:
     """Refuses names that are no constants, with a UsageError."""
     known = cls.constants()
-    for name in names:
-      if name not in known:
-        raise errors.UsageError(
-          f'{cls.__name__} has no constant {name!r}.'
-          f'{errors.did_you_mean(name, known)} It has {sorted(known)}.'
-        )
+    errors.check_names(names, known, 'constant', cls.__name__)
 
   @classmethod
   def with_constants(cls, values: Mapping[str, Any]) -> type[Self]:

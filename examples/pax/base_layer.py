@@ -134,31 +134,13 @@ class WeightInit:
     """`scale` everywhere."""
     return cls('constant', scale)
 
-  def __call__(
-    self,
-    key: jax.Array,
-    shape: Sequence[int],
-    dtype: Any,
-    in_axes: Sequence[int],
-    out_axes: Sequence[int],
-    batch_axes: Sequence[int] = (),
-  ) -> jax.Array:
-    """Returns the first value.
+  def maker(self, fan_in: int, fan_out: int) -> Callable[..., jax.Array]:
+    """Returns what makes a first value of a key, a shape and a type.
 
     Args:
-      key: a key.
-      shape: its shape.
-      dtype: its type.
-      in_axes: dimensions over which an output sums.
-      out_axes: dimensions of the outputs.
-      batch_axes: dimensions that count several matrices, each of which starts
-        as if it were alone. What is in none of these counts as the size of a
-        filter.
+      fan_in: over how many numbers an output sums.
+      fan_out: in how many outputs a number is.
     """
-    named = (*in_axes, *out_axes, *batch_axes)
-    area = math.prod(n for i, n in enumerate(shape) if i not in named)
-    fan_in = area * math.prod(shape[i] for i in in_axes)
-    fan_out = area * math.prod(shape[i] for i in out_axes)
     init = jax.nn.initializers
 
     def uniform(limit: float) -> Callable[..., jax.Array]:
@@ -174,15 +156,7 @@ class WeightInit:
       'xavier': uniform(s * math.sqrt(6 / (fan_in + fan_out))),
       'constant': init.constant(s),
     }
-    if self.method not in makers:
-      raise ValueError(
-        f'Unknown WeightInit {self.method!r}; expected one of'
-        f' {sorted(makers)}.{errors.did_you_mean(self.method, makers)}'
-      )
-    # The bits are the same for every shape of a size, and each new shape costs
-    # XLA's CPU compiler seconds. A large one keeps its own: it may be split.
-    drawn = (size,) if (size := math.prod(shape)) <= _MAX_FLAT else shape
-    return makers[self.method](key, tuple(drawn), dtype).reshape(shape)
+    return makers[self.method]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,10 +202,10 @@ class WeightHParams:
       ValueError: the shape has a size that is no positive integer, or not as
         many dimensions as there are axes.
     """
-    if any(type(n) is not int or n < 1 for n in self.shape):
+    if any(type(n) is not int or n < 1 for n in self.full_shape):
       raise ValueError(
-        f'The shape of {path} is {self.shape}; expected positive integers. Is a'
-        ' size of the HParams still 0?'
+        f'The shape of {path} is {self.full_shape}; expected positive integers.'
+        ' Is a size of the HParams still 0?'
       )
     mapping = self.tensor_split_dims_mapping
     if mapping is not None and len(mapping) != len(self.shape):
@@ -255,12 +229,7 @@ class WeightHParams:
   def axes(self) -> tuple[Any, ...]:
     """For each of its dimensions what `partitioning.Logical` takes."""
     mapping = self.tensor_split_dims_mapping or (None,) * len(self.shape)
-    return (*self._prefix_axes, *(_axis(entry) for entry in mapping))
-
-  @property
-  def _prefix_axes(self) -> tuple[str | None, ...]:
-    unnamed = (None,) * len(self.repeat_prefix)
-    return self.repeat_prefix_split_dims_mapping or unnamed
+    return (*self.repeat_prefix_split_dims_mapping, *map(_axis, mapping))
 
   def repeated(self, times: int, axis: str | None = 'layers') -> Self:
     """Returns the variable of `times` such layers, stacked.
@@ -272,7 +241,10 @@ class WeightHParams:
     return dataclasses.replace(
       self,
       repeat_prefix=(times, *self.repeat_prefix),
-      repeat_prefix_split_dims_mapping=(axis, *self._prefix_axes),
+      repeat_prefix_split_dims_mapping=(
+        axis,
+        *self.repeat_prefix_split_dims_mapping,
+      ),
     )
 
   def make(self, key: jax.Array) -> jax.Array:
@@ -282,16 +254,21 @@ class WeightHParams:
       one = dataclasses.replace(self, repeat_prefix=tuple(rest))
       return jax.vmap(one.make)(jax.random.split(key, times))
     assert self.init is not None
-    in_axes, out_axes = self.fan_in_axes, self.fan_out_axes
-    rank = len(self.shape)
+    shape, in_axes, out_axes = self.shape, self.fan_in_axes, self.fan_out_axes
     if in_axes is None:
-      in_axes = () if rank == 0 else (max(rank - 2, 0),)
+      in_axes = (max(len(shape) - 2, 0),) if shape else ()
     if out_axes is None:
-      out_axes = () if rank == 0 else (rank - 1,)
-
-    return self.init(
-      key, self.shape, self.dtype, in_axes, out_axes, self.batch_axes
-    )
+      out_axes = (len(shape) - 1,) if shape else ()
+    # What is in none of these counts as the size of a filter.
+    named = (*in_axes, *out_axes, *self.batch_axes)
+    area = math.prod(n for i, n in enumerate(shape) if i not in named)
+    fan_in = area * math.prod(shape[i] for i in in_axes)
+    fan_out = area * math.prod(shape[i] for i in out_axes)
+    # The bits are the same for every shape of a size, and each new shape costs
+    # XLA's CPU compiler seconds. A large one keeps its own: it may be split.
+    drawn = (size,) if (size := math.prod(shape)) <= _MAX_FLAT else shape
+    make = self.init.maker(fan_in, fan_out)
+    return make(key, drawn, self.dtype).reshape(shape)
 
 
 def _axis(entry: str | int | Sequence[str] | None) -> Any:
@@ -300,6 +277,7 @@ def _axis(entry: str | int | Sequence[str] | None) -> Any:
   return entry if isinstance(entry, str) else tuple(entry)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Collected:
   """What a layer has left beside its output.
@@ -326,11 +304,6 @@ class Collected:
       _add(self.aux_losses, prefix + name, value)
 
 
-jax.tree_util.register_dataclass(
-  Collected, ['non_trainable', 'summaries', 'aux_losses'], []
-)
-
-
 def _add(into: dict[str, Any], name: str, value: Any) -> None:
   """Adds an entry; a layer that is called twice has two."""
   unique, i = name, 1
@@ -349,8 +322,8 @@ class _Run:
     verbosity: up to which verbosity summaries are wanted.
     collected: what layers have left up to now.
     created: path of the layer -> name -> variable, and whether it is trained.
-    shared: layers that several parents have, by what makes them the same: see
-      `_identity`.
+    shared: layers that several parents have, by `shared_weight_layer_id`, or
+      by the id of the template.
     stacks: those of which layers are created just now, the outermost first:
       path, how many layers, and the axis for them.
   """
@@ -371,7 +344,16 @@ class _Run:
     get = hk.get_parameter if trainable else hk.get_state
 
     def make(*unused: Any) -> jax.Array:
-      return self._first_value(f'{path}/{name}', weight)
+      if self.init_key is None:
+        given = {**hk.get_params(), **hk.get_current_state()}
+        raise ValueError(
+          f'The variables given to `apply` have no {path}/{name}. `init`'
+          ' returns those that `setup` creates; given are those of'
+          f' {sorted(given)}.'
+        )
+      # By name, so that a new variable does not change what others start as.
+      place = zlib.crc32(f'{path}/{name}'.encode())
+      return weight.make(jax.random.fold_in(self.init_key, place))
 
     with _place(path):
       return get(name, weight.full_shape, weight.dtype, init=make)
@@ -380,23 +362,6 @@ class _Run:
     """Sets a variable that is not trained."""
     with _place(path):
       hk.set_state(name, value)
-
-  def _first_value(self, name: str, weight: WeightHParams) -> jax.Array:
-    if self.init_key is None:
-      given = [
-        f'{path}/{name}'
-        for paths in (hk.get_params(), hk.get_current_state())
-        for path, names in paths.items()
-        for name in names
-      ]
-      raise ValueError(
-        f'The variables given to `apply` have no {name}; expected those that'
-        ' `init` of a layer with the same HParams returns.'
-        f'{errors.did_you_mean(name, given)} Got {sorted(given)}.'
-      )
-    # By name, so that a new variable does not change what others start as.
-    key = jax.random.fold_in(self.init_key, zlib.crc32(name.encode()))
-    return weight.make(key)
 
 
 def _place(path: str, method: str | None = None) -> Any:
@@ -426,14 +391,12 @@ def _in_its_place(method: Callable[..., Any]) -> Callable[..., Any]:
   def placed(self: 'BaseLayer', *args: Any, **kwargs: Any) -> Any:
     if self._run is None and not is_call:
       return method(self, *args, **kwargs)
-    self._in_run('A call')
+    self._in_run()
     scope = jax.named_scope(str(self.name))
     with scope, _place(self.module_name, method.__name__):
       self._depth += is_call  # A method may call its parent's.
-      try:
-        out = method(self, *args, **kwargs)
-      finally:
-        self._depth -= is_call
+      out = method(self, *args, **kwargs)
+      self._depth -= is_call
     if is_call and not self._depth:
       self._check_mapping(
         'activation_split_dims_mapping', self._sharded, 'what it splits'
@@ -477,6 +440,12 @@ class BaseLayer(hparams_lib.Configurable):
   )
 
   _run: _Run | None = None
+  _depth = 0  # Of calls.
+
+  def __init__(self, hparams: Any):
+    super().__init__(hparams)
+    self._names = set[str]()  # Of variables and children.
+    self._sharded = set[str]()  # What `shard` was called with.
 
   def __init_subclass__(cls, **kwargs: Any):
     super().__init_subclass__(**kwargs)
@@ -484,47 +453,30 @@ class BaseLayer(hparams_lib.Configurable):
       if inspect.isfunction(value) and (name == '__call__' or name[:2] != '__'):
         setattr(cls, name, _in_its_place(value))
 
-  def __init__(self, hparams: Any = None):
-    if not isinstance(hparams, self.HParams):
-      expected = self.HParams.__qualname__
-      raise TypeError(
-        f'{type(self).__name__} is made of {expected}; got {_brief(hparams)}.'
-        f' Write {expected}(...).Instantiate().'
-      )
-    super().__init__(hparams)
-
   def _bound(self, path: str, run: _Run) -> Self:
     """Returns the layer as part of a run, with variables and children."""
     layer = type(self)(self.hparams)
-    layer._bind(path, run)
-    return layer
-
-  def _bind(self, path: str, run: _Run) -> None:
-    self._run, self._stacks = run, run.stacks
-    self.module_name, self.name = path, path.rpartition('/')[2]
-    self.theta = _Theta(self)
-    if self.fprop_dtype is None:
-      self.fprop_dtype = self.dtype
-    self._names: set[str] = set()  # Of variables and children.
-    self._sharded: set[str] = set()  # What `shard` was called with.
-    self._depth = 0  # Of calls.
-    self._in_setup = True
-    self.setup()
-    self._in_setup = False
-    self._check_mapping(
-      'weight_split_dims_mapping', set(self._variables), 'its variables'
+    layer._run, layer._stacks = run, run.stacks
+    layer.module_name, layer.name = path, path.rpartition('/')[2]
+    layer.theta = _Theta(layer)
+    if layer.fprop_dtype is None:
+      layer.fprop_dtype = layer.dtype
+    layer.setup()
+    layer._check_mapping(
+      'weight_split_dims_mapping', set(layer._variables), 'its variables'
     )
+    return layer
 
   @property
   def _variables(self) -> dict[str, tuple[WeightHParams, bool]]:
     """Name -> what it is, and whether it is trained."""
-    return self._in_run('theta').created.get(self.module_name, {})
+    return self._in_run().created.get(self.module_name, {})
 
-  def _in_run(self, what: str) -> _Run:
+  def _in_run(self) -> _Run:
     if self._run is None:
       raise RuntimeError(
-        f'{what} works inside of a layer only: this {type(self).__name__} has'
-        ' no variables. From outside write layer.apply(layer.init(rng), ...,'
+        f'This {type(self).__name__} has no variables: it is not part of a'
+        ' run. From outside write layer.apply(layer.init(rng), ...,'
         " method=...); in another layer create_child('name', hparams) in"
         ' `setup`, and call self.name.'
       )
@@ -537,42 +489,25 @@ class BaseLayer(hparams_lib.Configurable):
         f' {sorted(names)}.{errors.did_you_mean(wrong[0], names)}'
       )
 
-  def __deepcopy__(self, memo: Any) -> Self:
-    return self  # Nothing in it changes; and who shares it, still does.
-
-  def __repr__(self) -> str:
-    place = 'unbound' if self._run is None else self.module_name
-    return f'{type(self).__name__}({place})'
-
   def __getattr__(self, name: str) -> Any:
-    # Names with underscores are asked for by Python itself.
-    is_known = name in self.HParams.names() or hasattr(type(self), name)
-    if name.startswith('_') or is_known:
+    try:
       return super().__getattr__(name)
-    if self._run is None:
-      raise AttributeError(
-        f'{type(self).__name__} has no {name!r} yet: outside of a run a layer'
-        ' is nothing but hyperparameters. layer.init(rng) returns variables;'
-        ' layer.apply(variables, ..., method=...) runs a method.'
-      )
-    own = sorted(self._names)
-    raise AttributeError(
-      f'{type(self).__name__} {self.module_name} has no {name!r}; `setup`'
-      f' creates {own}.{errors.did_you_mean(name, own)}'
-    )
+    except AttributeError as e:
+      # Names with underscores are asked for by Python itself.
+      if self._run is None and not name.startswith('_'):
+        e.add_note(
+          'Outside of a run, a layer is nothing but hyperparameters.'
+          ' layer.init(rng) returns variables; layer.apply(variables, ...,'
+          ' method=...) runs a method.'
+        )
+      raise
 
   def setup(self) -> None:
     """Creates variables and children; nothing by default."""
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Computes; another name for `fprop`."""
+    """Computes; a layer overrides this or has a method `fprop`."""
     return self.fprop(*args, **kwargs)
-
-  def fprop(self, *args: Any, **kwargs: Any) -> Any:
-    """Computes; a layer has either this or `__call__`."""
-    raise NotImplementedError(
-      f'{type(self).__name__} has neither `fprop` nor `__call__`; write one.'
-    )
 
   # What `setup` uses.
 
@@ -586,7 +521,7 @@ class BaseLayer(hparams_lib.Configurable):
       weight: what it is.
       trainable: whether the optimizer changes it; else only `update_var` does.
     """
-    run = self._reserve(name, 'create_variable')
+    run = self._reserve(name)
     p = self.hparams
     split = weight.tensor_split_dims_mapping
     weight = dataclasses.replace(
@@ -596,9 +531,9 @@ class BaseLayer(hparams_lib.Configurable):
       tensor_split_dims_mapping=p.weight_split_dims_mapping.get(name, split),
     )
     path = self.module_name
-    weight.check(f'{path}/{name}')
     for _, times, axis in reversed(run.stacks):
       weight = weight.repeated(times, axis)
+    weight.check(f'{path}/{name}')
     run.created.setdefault(path, {})[name] = weight, trainable
     if (got := run.value(path, name).dtype) != weight.dtype:
       raise ValueError(
@@ -614,8 +549,7 @@ class BaseLayer(hparams_lib.Configurable):
     Args:
       name: its name, new in this layer.
       template: its HParams. Where `fdl.build` found a config several times in
-        a tree, or a layer is in the place of its HParams, all are one layer,
-        which has its place where it comes first.
+        a tree, all are one layer, which has its place where it comes first.
       **fields: what this layer decides of them, such as `input_dims`.
     """
     setattr(self, name, self._child(name, template, fields))
@@ -633,15 +567,17 @@ class BaseLayer(hparams_lib.Configurable):
     made = [
       self._child(f'{name}_{i}', t, fields) for i, t in enumerate(templates)
     ]
-    self._reserve(name, 'create_children')
+    self._reserve(name)
     setattr(self, name, made)
 
   def _child(
     self, name: str, template: Any, fields: Mapping[str, Any]
   ) -> 'BaseLayer':
-    run = self._reserve(name, 'create_child')
+    run = self._reserve(name)
     layer = self._unbound_child(template, fields)
-    shared = _identity(template, layer.hparams)
+    shared = layer.hparams.shared_weight_layer_id
+    if shared is None and template.is_shared:
+      shared = id(template)
     path = f'{self.module_name}/{name}'
     if shared is None:
       return layer._bound(path, run)
@@ -667,17 +603,15 @@ class BaseLayer(hparams_lib.Configurable):
     self, template: Any, fields: Mapping[str, Any]
   ) -> 'BaseLayer':
     """Returns a child, what its template leaves open filled in."""
-    if isinstance(template, BaseLayer):
-      template = template.hparams
     if not isinstance(template, BaseLayer.HParams):
       raise TypeError(
         f'A child of {type(self).__name__} is made of the HParams of a layer;'
-        f' got {_brief(template)}.'
+        f' got {template!r}.'
       )
     # Of one that is frozen, what is nested stays the same objects, by which
     # shared layers are known.
-    p, copied = self.hparams, copy.copy if template.is_frozen else copy.deepcopy
-    hparams = copied(template).set(**fields)
+    copied = copy.copy if template.is_frozen else copy.deepcopy
+    p, hparams = self.hparams, copied(template).set(**fields)
     if hparams.dtype == jnp.float32:
       hparams.dtype = p.dtype
     if hparams.fprop_dtype is None:
@@ -686,13 +620,8 @@ class BaseLayer(hparams_lib.Configurable):
       hparams.params_init = p.params_init
     return hparams.cls(hparams.freeze())
 
-  def _reserve(self, name: str, method: str) -> _Run:
-    run = self._in_run(method)
-    if not self._in_setup:
-      raise RuntimeError(
-        f'{type(self).__name__} calls {method}({name!r}) outside of `setup`;'
-        ' what a layer has must be known without an input.'
-      )
+  def _reserve(self, name: str) -> _Run:
+    run = self._in_run()
     if name in self._names or name in vars(self) or hasattr(type(self), name):
       raise ValueError(
         f'{type(self).__name__} has a {name!r} already; choose another name.'
@@ -705,17 +634,17 @@ class BaseLayer(hparams_lib.Configurable):
   @property
   def do_eval(self) -> bool:
     """Whether this is an evaluation, and not training."""
-    return self._in_run('do_eval').do_eval
+    return self._in_run().do_eval
 
   @property
   def verbosity(self) -> int:
     """Up to which verbosity summaries are wanted; -1 is none."""
-    return self._in_run('verbosity').verbosity
+    return self._in_run().verbosity
 
   @property
   def aux_losses(self) -> dict[str, tuple[Any, Any]]:
     """What was added to the loss in this run up to now, by `add_aux_loss`."""
-    return dict(self._in_run('aux_losses').collected.aux_losses)
+    return dict(self._in_run().collected.aux_losses)
 
   def get_var(self, name: str) -> jax.Array:
     """Returns the value of a variable, as it is now."""
@@ -725,25 +654,22 @@ class BaseLayer(hparams_lib.Configurable):
         f' {sorted(self._variables)}.'
         + errors.did_you_mean(name, self._variables)
       )
-    return self._in_run('get_var').value(self.module_name, name)
+    return self._in_run().value(self.module_name, name)
 
   def update_var(self, name: str, value: jax.Array) -> None:
     """Sets a variable that is not trained."""
-    own = sorted(
-      n for n, (_, trained) in self._variables.items() if not trained
-    )
-    if name not in own:
+    weight, is_trained = self._variables.get(name, (WeightHParams(()), True))
+    if is_trained:
       raise ValueError(
         f'{self.module_name} cannot set {name!r}: expected one of its variables'
-        f' with trainable=False, {own}.'
+        ' with trainable=False.'
       )
-    weight, _ = self._variables[name]
     if value.shape != weight.full_shape or value.dtype != weight.dtype:
       raise ValueError(
         f'{self.module_name}/{name} is {jnp.dtype(weight.dtype).name}'
         f' {weight.full_shape}; got {value.dtype.name} {value.shape}.'
       )
-    self._in_run('update_var').update(self.module_name, name, value)
+    self._in_run().update(self.module_name, name, value)
 
   def next_prng_key(self) -> jax.Array:
     """Returns a new random key of this run."""
@@ -782,7 +708,7 @@ class BaseLayer(hparams_lib.Configurable):
       verbosity: from which verbosity of the run on (the task's
         `train.summary_verbosity`).
     """
-    run = self._in_run('add_summary')
+    run = self._in_run()
     self._check_scalar(name, value)
     if verbosity <= run.verbosity:
       _add(run.collected.summaries, f'{self.module_name}/{name}', value)
@@ -797,13 +723,13 @@ class BaseLayer(hparams_lib.Configurable):
       value: a scalar.
       weight: what counts where it is averaged over batches.
     """
-    losses = self._in_run('add_aux_loss').collected.aux_losses
+    losses = self._in_run().collected.aux_losses
     self._check_scalar(name, value)
     _add(losses, f'{self.module_name}/{name}', (value, weight))
 
   def collect(self, collected: Collected) -> None:
     """Adds the summaries and losses of a layer that was run by `apply`."""
-    run = self._in_run('collect')
+    run = self._in_run()
     run.collected.add(collected, f'{self.module_name}/')
 
   def _check_scalar(self, name: str, value: Any) -> None:
@@ -908,11 +834,6 @@ class BaseLayer(hparams_lib.Configurable):
     Returns:
       What the method returns; with `mutable` also a `Collected`.
     """
-    if PARAMS not in variables:
-      raise ValueError(
-        f'The variables have the keys {sorted(variables)}; expected'
-        f' {[PARAMS, NON_TRAINABLE]}, as `init` returns them.'
-      )
     run = _Run(do_eval=do_eval, verbosity=verbosity)
 
     def call() -> Any:
@@ -925,21 +846,6 @@ class BaseLayer(hparams_lib.Configurable):
       return out
     run.collected.non_trainable = hk.data_structures.to_mutable_dict(state)
     return out, run.collected
-
-
-def _identity(template: Any, hparams: Any) -> Any:
-  """Returns what a layer has in common with those that it is one with."""
-  if hparams.shared_weight_layer_id is not None:
-    return hparams.shared_weight_layer_id
-  is_one = isinstance(template, BaseLayer) or template.is_shared
-  return id(template) if is_one else None
-
-
-def _brief(value: Any) -> str:
-  """Returns what is short enough for an error."""
-  if isinstance(value, hparams_lib.BaseHParams):
-    return f'{type(value).__qualname__}(...)'
-  return repr(value)
 
 
 def _differences(a: hparams_lib.BaseHParams, b: hparams_lib.BaseHParams) -> str:
@@ -960,7 +866,7 @@ def remat(layer: BaseLayer, **kwargs: Any) -> Callable[..., Any]:
     layer: part of a run.
     **kwargs: as for `jax.checkpoint`.
   """
-  run = layer._in_run('remat')
+  run = layer._in_run()
 
   def inside(*args: Any) -> tuple[Any, Collected]:
     outside, run.collected = run.collected, Collected()
@@ -1008,13 +914,9 @@ class Stacked:
     """
     self._parent = parent.module_name
     self._place = f'{self._parent}/{name}'
-    if times < 1:
-      raise ValueError(
-        f'{self._place} is to be repeated {times} times; expected at least 1.'
-      )
     self.times = times
     self.layer = parent._unbound_child(template, {**fields, 'name': name})
-    self._run = parent._in_run('Stacked')
+    self._run = parent._in_run()
     # The layers are run by `apply`. In this run there are their variables.
     outside = self._run.stacks
     self._run.stacks = (*outside, (self._place, times, axis))

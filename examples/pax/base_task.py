@@ -49,8 +49,6 @@ sub_config_field = hparams_lib.sub_config_field
 EMA = 'ema'
 _EMA_NON_TRAINABLE = 'ema_non_trainable'
 _STEP = 'step'
-# What is minimised, where it is none of the model's metrics.
-_LOSS = 'loss'
 
 
 # Metrics, and which of them is the loss.
@@ -82,60 +80,55 @@ class BaseMetrics(Configurable, abc.ABC):
 
 
 class MeanMetrics(BaseMetrics):
-  """Weighted means of the model's metrics."""
+  """Weighted means of the model's metrics.
 
-  class HParams(BaseHParams):
-    """Attributes: metric_keys: names of those to report; empty for all."""
+  Attributes:
+    metric_keys: names of those to report; empty for all.
+  """
 
-    metric_keys: Sequence[str] = ()
+  metric_keys: Sequence[str] = ()
 
   def aggregate(
     self, metrics: models.WeightedScalars
   ) -> dict[str, metrics_lib.Mean]:
     """Returns name -> what can be averaged over batches without a loss."""
-    names = self.hparams.metric_keys or metrics
+    names = self.metric_keys or metrics
     return {
-      name: _to_mean(*_metric(metrics, name, 'An entry of metrics.metric_keys'))
+      name: metrics_lib.Mean.of(
+        *_metric(metrics, name, 'An entry of metrics.metric_keys')
+      )
       for name in names
     }
 
 
-def _to_mean(value: jax.Array, weight: jax.Array) -> metrics_lib.Mean:
-  return metrics_lib.Mean.of(value, weight)
-
-
 class LossAggregator(Configurable):
-  """Minimises one of the model's metrics."""
+  """Minimises one of the model's metrics.
 
-  class HParams(BaseHParams):
-    """Attributes: loss_key: its name."""
+  Attributes:
+    loss_key: its name.
+  """
 
-    loss_key: str = 'total_loss'
+  loss_key: str = 'total_loss'
 
   def aggregate(
     self, metrics: models.WeightedScalars
   ) -> tuple[jax.Array, jax.Array]:
     """Returns the loss of a batch, and its weight; scalars."""
-    key = self.hparams.loss_key
-    return _metric(metrics, key, 'loss_aggregator.loss_key')
+    return _metric(metrics, self.loss_key, 'loss_aggregator.loss_key')
 
 
 class MultiLossAggregator(LossAggregator):
-  """Minimises a weighted sum of several metrics, which it reports as `loss`."""
+  """Minimises a weighted sum of several metrics, which it reports as `loss`.
 
-  class HParams(BaseHParams):
-    """Hyperparameters.
+  Attributes:
+    loss_key: how the sum is called where it is reported.
+    loss_keys: names of the metrics.
+    loss_weights: the factor of each.
+  """
 
-    Attributes:
-      loss_key: how the sum is called where it is reported.
-      loss_keys: names of the metrics.
-      loss_weights: the factor of each.
-    """
-
-    _attribute_overrides = ('loss_key',)
-    loss_key: str = _LOSS
-    loss_keys: Sequence[str] = ()
-    loss_weights: Sequence[float] = ()
+  loss_key: str = 'loss'
+  loss_keys: Sequence[str] = ()
+  loss_weights: Sequence[float] = ()
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
@@ -153,14 +146,13 @@ class MultiLossAggregator(LossAggregator):
 
     The weight is the first metric's, in a mean over batches.
     """
-    p = self.hparams
     parts = [
       _metric(metrics, key, 'An entry of loss_aggregator.loss_keys')
-      for key in p.loss_keys
+      for key in self.loss_keys
     ]
     terms = [
       weight * value
-      for (value, _), weight in zip(parts, p.loss_weights, strict=True)
+      for (value, _), weight in zip(parts, self.loss_weights, strict=True)
     ]
     return functools.reduce(jnp.add, terms), parts[0][1]
 
@@ -172,20 +164,16 @@ class EarlyStoppingFn(Configurable):
   """Ends training when a metric of an evaluation reaches a value.
 
   A subclass may decide by something else.
+
+  Attributes:
+    metric: which, as evaluation names it.
+    target: the value at which training ends.
+    higher_is_better: whether it is reached from below.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters of early stopping.
-
-    Attributes:
-      metric: which, as evaluation names it.
-      target: the value at which training ends.
-      higher_is_better: whether it is reached from below.
-    """
-
-    metric: str = 'log_pplx'
-    target: float | None = None
-    higher_is_better: bool = False
+  metric: str = 'log_pplx'
+  target: float | None = None
+  higher_is_better: bool = False
 
   def __call__(self, metrics: Mapping[str, float], global_step: int) -> bool:
     """Whether to end training.
@@ -195,20 +183,21 @@ class EarlyStoppingFn(Configurable):
       global_step: the step that was evaluated.
     """
     del global_step
-    p = self.hparams
-    if p.target is None:
+    if self.target is None:
       raise ValueError(
         'early_stopping_fn.target is None; set it to the value of'
-        f' {p.metric!r} at which training ends.'
+        f' {self.metric!r} at which training ends.'
       )
-    if p.metric not in metrics:
+    if self.metric not in metrics:
       raise ValueError(
-        f'early_stopping_fn.metric is {p.metric!r}, but evaluation returned no'
-        f' number of that name.{errors.did_you_mean(p.metric, metrics)} It'
-        f' returned {sorted(metrics)}.'
+        f'early_stopping_fn.metric is {self.metric!r}, but evaluation returned'
+        f' no number of that name.{errors.did_you_mean(self.metric, metrics)}'
+        f' It returned {sorted(metrics)}.'
       )
-    value = metrics[p.metric]
-    return value >= p.target if p.higher_is_better else value <= p.target
+    value = metrics[self.metric]
+    return (
+      value >= self.target if self.higher_is_better else value <= self.target
+    )
 
 
 class EarlyStoppingMixin:
@@ -287,9 +276,8 @@ class EarlyStoppingMixin:
     if self._note is None or jax.process_index() or not self._note.exists():
       return None
     try:
-      saved = files.read_json(self._note)
-      return {'step': int(saved['step']), 'metrics': dict(saved['metrics'])}
-    except (files.DamagedError, KeyError, TypeError, ValueError) as e:
+      return files.read_json(self._note)
+    except files.DamagedError as e:
       logging.error('Training goes on; %s is of no use: %s', self._note, e)
     return None
 
@@ -348,50 +336,36 @@ class TrainHParams(BaseHParams):
 
 
 class BaseTask(Configurable):
-  """A goal, and all that is needed to come near it."""
+  """A goal, and all that is needed to come near it.
 
-  class HParams(BaseHParams):
-    """Attributes: name: a valid identifier."""
+  Attributes:
+    name: what messages call it.
+  """
 
-    name: str = 'task'
-
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    if not str(hparams.name).isidentifier():
-      raise ValueError(
-        f'The name of a task is {hparams.name!r}; expected an identifier, such'
-        " as 'language_model'."
-      )
+  name: str = 'task'
 
 
 class SingleTask(BaseTask):
   """A task with one model and one learner.
 
   Attributes:
-    model: unbound.
+    model: the model, with all its layers; of a task, unbound.
+    train: how it is trained.
+    metrics: which of the model's metrics are reported.
+    loss_aggregator: what of them is minimised; None is the learner's
+      `loss_name`, or else 'total_loss'.
+    vn: variational noise.
+    early_stopping_fn: when training ends before its last step; None is
+      never.
     learner: its learner.
   """
 
-  class HParams(BaseHParams):
-    """Hyperparameters of a task.
-
-    Attributes:
-      model: the model, with all its layers.
-      train: how it is trained.
-      metrics: which of the model's metrics are reported.
-      loss_aggregator: what of them is minimised; None is the learner's
-        `loss_name`, or else 'total_loss'.
-      vn: variational noise.
-      early_stopping_fn: when training ends before its last step; None is
-        never.
-    """
-
-    model: Any = sub_config_field(None)
-    train: TrainHParams = sub_config_field(TrainHParams)
-    metrics: Any = sub_config_field(MeanMetrics.HParams)
-    loss_aggregator: Any = sub_config_field(None)
-    vn: VariationalNoise = sub_config_field(VariationalNoise)
-    early_stopping_fn: Any = sub_config_field(None)
+  model: Any = sub_config_field(None)
+  train: TrainHParams = sub_config_field(TrainHParams)
+  metrics: Any = sub_config_field(MeanMetrics.HParams)
+  loss_aggregator: Any = sub_config_field(None)
+  vn: VariationalNoise = sub_config_field(VariationalNoise)
+  early_stopping_fn: Any = sub_config_field(None)
 
   # As Paxml names them.
   Train = TrainHParams
@@ -409,42 +383,31 @@ class SingleTask(BaseTask):
     self.learner = self._make_learner()
     self._loss = self._make_loss_aggregator()
     self._noise = optimizers.Pattern('vn.vn_regex', p.vn.vn_regex)
-    if not (p.vn.vn_scale >= 0 and p.vn.vn_start_step >= 0):
-      raise ValueError(
-        f'{p.name}.vn has vn_scale {p.vn.vn_scale} and vn_start_step'
-        f' {p.vn.vn_start_step}; expected numbers of at least 0.'
-      )
 
   def _make_learner(self) -> learners.Learner:
-    p = self.hparams
-    given = p.train.learner
+    given = self.hparams.train.learner
     several = given if isinstance(given, list | tuple) else [given]
     # A built one stands for its hyperparameters.
-    several = [getattr(learner, 'hparams', learner) for learner in several]
-    for learner in several:
-      if not isinstance(learner, learners.Learner.HParams):
-        raise TypeError(
-          f'{p.name}.train.learner is {learner!r}; expected the HParams of a'
-          ' learners.Learner, or a list of such.'
-        )
-    found = learners.joined(several)
-    skipped = self._names_with(
-      base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
-    )
-    if skipped:
-      found.optimizer = _without_decay(found.optimizer, skipped)
-      if hasattr(found, 'auxiliary_optimizers'):
+    found = learners.joined([getattr(x, 'hparams', x) for x in several])
+    skips = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
+    regexes = [
+      f'{re.escape(name)}$'
+      for name, weight in self.weights.items()
+      if skips in weight.collections
+    ]
+    if regexes:
+      found.optimizer = _without_decay(found.optimizer, regexes)
+      if isinstance(found, learners.MultiOptimizerLearner.HParams):
         found.auxiliary_optimizers = [
-          _without_decay(o, skipped) for o in found.auxiliary_optimizers
+          _without_decay(o, regexes) for o in found.auxiliary_optimizers
         ]
     return found.Instantiate()
 
   def _make_loss_aggregator(self) -> LossAggregator:
     p, name = self.hparams, self.learner.hparams.loss_name
     if p.loss_aggregator is None:
-      return LossAggregator.HParams(
-        **({'loss_key': name} if name else {})
-      ).Instantiate()
+      key = name or LossAggregator.HParams().loss_key
+      return LossAggregator.HParams(loss_key=key).Instantiate()
     found = hparams_lib.instantiate(
       p.loss_aggregator, LossAggregator, f'{p.name}.loss_aggregator'
     )
@@ -467,11 +430,6 @@ class SingleTask(BaseTask):
   def uses_fp8(self) -> bool:
     """Whether the model has products in FP8."""
     return bool(fp8.split(self.model.abstract_init()[base_layer.PARAMS])[1])
-
-  def _names_with(
-    self, collection: base_layer.WeightHParamsCollection
-  ) -> list[str]:
-    return [n for n, w in self.weights.items() if collection in w.collections]
 
   def boxed_init(self, rng: jax.Array) -> tuple[Any, dict[str, Any]]:
     """Returns initial weights and model state, each a `partitioning.Logical`.
@@ -530,7 +488,7 @@ class SingleTask(BaseTask):
     loss, weight = self._loss.aggregate(metrics)
     means = self._metrics.aggregate(metrics)
     if isinstance(self._loss, MultiLossAggregator):
-      means[self._loss.hparams.loss_key] = _to_mean(loss, weight)
+      means[self._loss.hparams.loss_key] = metrics_lib.Mean.of(loss, weight)
     for name, value in collected.summaries.items():
       means[name] = metrics_lib.Mean.of(value)
     if is_training:
@@ -617,7 +575,7 @@ class SingleTask(BaseTask):
       before: the state before the step.
       after: the state after it, with the model state of `loss_fn`.
     """
-    old, new = before.model_state, dict(after.model_state)
+    new = dict(after.model_state)
     if EMA in new:
       count = learners.num_updates(before.opt_state)
       is_taken = learners.num_updates(after.opt_state) > count
@@ -625,12 +583,10 @@ class SingleTask(BaseTask):
         (EMA, before.params),
         (_EMA_NON_TRAINABLE, new[base_layer.NON_TRAINABLE]),
       ):
+        old = before.model_state[name]
+        ema = optimizers.ema_update(old, values, count, self.learner.ema_decay)
         new[name] = jax.tree.map(
-          functools.partial(jnp.where, is_taken),
-          optimizers.ema_update(
-            old[name], values, count, self.learner.ema_decay
-          ),
-          old[name],
+          functools.partial(jnp.where, is_taken), ema, old
         )
     if _STEP in new:
       new[_STEP] = after.step.astype(jnp.int32)
@@ -658,13 +614,11 @@ class SingleTask(BaseTask):
     return self.model.decode(variables, batch, rng, options)
 
 
-def _without_decay(optimizer: Any, names: Sequence[str]) -> Any:
+def _without_decay(optimizer: Any, regexes: Sequence[str]) -> Any:
   """Returns an optimizer's hyperparameters, with weights excluded by name."""
   found = getattr(optimizer, 'hparams', optimizer)
   if found is None:
     return None  # The learner itself says what is missing.
-  found = found.clone()
   before = found.lp_regularization_exclusion
-  before = (before,) if isinstance(before, str) else tuple(before)
-  own = (f'{re.escape(name)}$' for name in names)
-  return found.set(lp_regularization_exclusion=(*before, *own))
+  before = (before,) if isinstance(before, str) else before
+  return found.clone().set(lp_regularization_exclusion=(*before, *regexes))

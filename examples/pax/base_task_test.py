@@ -268,22 +268,13 @@ def test_the_learner_may_name_the_loss():
     ),
     (
       {'learner': [learners.Learner.HParams()] * 2},
-      'or no bprop_variable_inclusion; expected',
-    ),
-    (
-      {'learner': [None]},
-      'task.train.learner is None; expected the HParams of a',
+      'learners beside the first, a name, an optimizer and bprop_variable_incl',
     ),
     (
       {'metrics': tasks.LossAggregator.HParams()},
       'task.metrics is .* expected the HParams of a base_task.BaseMetrics',
     ),
-    ({'name': 'a task'}, "'a task'; expected an identifier"),
     ({'model': linears.Linear.HParams()}, 'the HParams of a models.BaseModel'),
-    (
-      {'vn': tasks.VariationalNoise(vn_scale=-1.0)},
-      'vn_scale -1.0 .* expected numbers of at least 0',
-    ),
     (
       {'vn': tasks.VariationalNoise(vn_scale=1.0, vn_regex='line/v')},
       r"vn.vn_regex has 'line/v'.*\['line/.', 'line/.'\]",
@@ -733,9 +724,8 @@ def test_gpt3_ends_at_paxs_target():
   assert gpt3.reduced()(num_devices=1).task().early_stopping_fn is None
 
 
-@pytest.mark.parametrize('text', ['{', '{"step": 10}', '[]'])
-def test_a_note_of_no_use_is_reported(tmp_path, caplog, text):
+def test_a_damaged_note_is_reported(tmp_path, caplog):
   assert start(tmp_path) == 10
-  (tmp_path / 'early_stopping.json').write_text(text)
+  (tmp_path / 'early_stopping.json').write_text('{')
   assert start(tmp_path) == 12
   assert 'early_stopping.json is of no use' in caplog.text

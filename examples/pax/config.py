@@ -151,7 +151,7 @@ def get_config(name: str) -> config_dict.ConfigDict:
   kwargs.exp = name
   kwargs.reduced = bool(option)
   kwargs.constants = constants
-  if experiment.prompting is not base_experiment.BaseExperiment.prompting:
+  if experiment.has_prompting():
     options = decoding.Options(
       method='sample', max_decode_steps=_DECODE_STEPS, temperature=0.8
     )

@@ -152,18 +152,18 @@ class Experiment(
     Raises:
       UsageError: there are several.
     """
-    found = self._datasets(is_training=True)
-    if len(found) > 1:
+    dataset, *others = self._datasets(is_training=True)
+    if others:
       raise errors.UsageError(
-        f'{type(self.experiment).__name__} has {len(found)} inputs for'
+        f'{type(self.experiment).__name__} has {1 + len(others)} inputs for'
         ' training; expected one, such as a MixtureInput of several.'
       )
-    rows = found[0].batch_size * self.partitioner.host[1]
+    rows = dataset.batch_size * self.partitioner.host[1]
     self._counts = {'examples_per_step': rows}
     specs = self.experiment.input_specs() or {}
     if 'ids' in specs:
       self._counts['tokens_per_step'] = rows * math.prod(specs['ids'][0])
-    return self._build(found[0])
+    return self._build(dataset)
 
   def eval_input(self) -> Any:
     """Returns the input for evaluation, or name -> input if it has several.
@@ -186,9 +186,9 @@ class Experiment(
     datasets = self.experiment.datasets()
     found = [d for d in datasets if bool(d.is_training) == is_training]
     if not found:
-      kind = 'train' if is_training else 'evaluate'
       raise errors.UsageError(
-        f'{type(self.experiment).__name__} has no data to {kind} on.'
+        f'{type(self.experiment).__name__} has no data to'
+        f' {"train" if is_training else "evaluate"} on.'
       )
     return found
 
@@ -236,13 +236,14 @@ class Experiment(
     )
     rng = self.partitioner.put(rng, self.partitioner.replicated)
 
-    def run(*batch: np.ndarray) -> decoding.Decoded:
+    def run(prompts_BT: np.ndarray, lengths_B: np.ndarray) -> decoding.Decoded:
       # All processes have all rows, and get all results.
-      placed = self.partitioner.put(batch, self.partitioner.batch_sharding)
-      state = self.state
-      return self._decode(
-        state.params, state.model_state, *placed, rng, options
+      batch = self.partitioner.put(
+        {'ids': prompts_BT, 'lengths': lengths_B},
+        self.partitioner.batch_sharding,
       )
+      state = self.state
+      return self._decode(state.params, state.model_state, batch, rng, options)
 
     return decoding.continue_texts(
       run,
@@ -257,20 +258,8 @@ class Experiment(
   @functools.cached_property
   def _decode(self) -> Any:
     """The task's `decode`, compiled for each shape and options."""
-
-    def decode(
-      params: Any,
-      model_state: Any,
-      prompts_BT: jax.Array,
-      lengths_B: jax.Array,
-      rng: jax.Array,
-      options: decoding.Options,
-    ) -> decoding.Decoded:
-      batch = {'ids': prompts_BT, 'lengths': lengths_B}
-      return self.task.decode(params, model_state, batch, rng, options)
-
     return jax.jit(
-      self.in_mesh(decode),
-      static_argnums=5,
+      self.in_mesh(self.task.decode),
+      static_argnums=4,
       out_shardings=self.partitioner.replicated,
     )

@@ -10,20 +10,18 @@ another package is named by its module, which is then imported. `Old = Mine` in
 a module that registers experiments gives it a second name.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import functools
 import importlib
-import importlib.util
 import pkgutil
 import sys
-from typing import Any, TypeVar, overload
+from typing import Any
 
 from examples.pax import base_experiment
 from examples.pax import tasks
 from jaxline import errors
 
 Experiment = type[base_experiment.BaseExperiment]
-T = TypeVar('T', bound=Experiment)
 
 # Full name -> class.
 _registered: dict[str, Experiment] = {}
@@ -33,14 +31,6 @@ class UnknownError(errors.UsageError):
   """No experiment has this name, or several have."""
 
 
-@overload
-def register(
-  experiment: T, *, allow_overwrite: bool = ..., tags: Sequence[str] = ...
-) -> T: ...
-@overload
-def register(
-  *, allow_overwrite: bool = ..., tags: Sequence[str] = ...
-) -> Callable[[T], T]: ...
 def register(
   experiment: Any = None,
   *,
@@ -58,19 +48,10 @@ def register(
     tags: as Pax has them, for tests of its own; without effect.
 
   Raises:
-    TypeError: it is no experiment.
     ValueError: a module that is imported has two classes of this name.
   """
   if experiment is None:
     return functools.partial(register, allow_overwrite=allow_overwrite)
-  if not (
-    isinstance(experiment, type)
-    and issubclass(experiment, base_experiment.BaseExperiment)
-  ):
-    raise TypeError(
-      'register takes a class that derives from'
-      f' base_experiment.BaseExperiment; got {experiment!r}.'
-    )
   name = full_name(experiment)
   may_replace = allow_overwrite or _is_run_again(experiment.__module__)
   if name in _registered and not may_replace:
@@ -116,8 +97,13 @@ def get(name: str) -> Experiment:
   name = name.removeprefix('paxml.')
   known = get_all()
   module = name.rpartition('.')[0]
-  if not (found := _matches(name, known)) and module and _exists(module):
-    importlib.import_module(module)
+  if not (found := _matches(name, known)) and module:
+    try:
+      importlib.import_module(module)
+    except ModuleNotFoundError as e:
+      # It is the module, or a package above it, that does not exist.
+      if not f'{module}.'.startswith(f'{e.name}.'):
+        raise
     known = get_all()
     found = _matches(name, known)
   if len(found) > 1:
@@ -144,9 +130,12 @@ def _matches(name: str, known: dict[str, Experiment]) -> list[str]:
   """Returns the full names of the experiments that a name may mean."""
   if name in known:
     return [name]
-  paths = {full: full for full in known}
   # Pax also leaves out `params`.
-  paths |= {full.replace('.params.', '.'): full for full in known}
+  paths = {
+    path: full
+    for full in known
+    for path in (full, full.replace('.params.', '.'))
+  }
   full_names = {experiment: full for full, experiment in known.items()}
   # Second names: other attributes of the modules.
   modules = {experiment.__module__ for experiment in full_names}
@@ -155,19 +144,8 @@ def _matches(name: str, known: dict[str, Experiment]) -> list[str]:
       if isinstance(value, type) and value in full_names:
         paths[f'{module}.{attribute}'] = full_names[value]
   return sorted(
-    {
-      full
-      for path, full in paths.items()
-      if path == name or path.endswith(f'.{name}')
-    }
+    {full for path, full in paths.items() if f'.{path}'.endswith(f'.{name}')}
   )
-
-
-def _exists(module: str) -> bool:
-  try:
-    return importlib.util.find_spec(module) is not None
-  except ModuleNotFoundError:  # A package above it.
-    return False
 
 
 def short_name(full: str) -> str:

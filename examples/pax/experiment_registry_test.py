@@ -111,11 +111,6 @@ def test_the_arguments_of_pax():
   assert experiment_registry.get('mine.a.Mine') is second
 
 
-def test_only_experiments_are_registered():
-  with pytest.raises(TypeError, match='BaseExperiment'):
-    experiment_registry.register(int)
-
-
 def test_an_unknown_name_gets_the_nearest_first():
   with pytest.raises(
     experiment_registry.UnknownError,
@@ -155,7 +150,7 @@ def test_other_constants_make_another_class_of_the_name():
   other = c4.C4Spmd1BAdam4Replicas.with_constants({'NUM_LAYERS': 2})
   assert (other.NUM_LAYERS, c4.C4Spmd1BAdam4Replicas.NUM_LAYERS) == (2, 13)
   assert other.__name__ == 'C4Spmd1BAdam4Replicas'
-  with pytest.raises(ValueError, match=r"NUM_LAYER'.*mean 'NUM_LAYERS'"):
+  with pytest.raises(ValueError, match=r"'NUM_LAYER' in .*mean 'NUM_LAYERS'"):
     other.with_constants({'NUM_LAYER': 2})
 
 

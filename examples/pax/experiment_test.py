@@ -159,8 +159,8 @@ def test_prompts_become_tokens_and_tokens_text():
   made = make(config, 'decode')
   asked = []
 
-  def decode(params, model_state, prompts_BT, lengths_B, rng, options):
-    asked.append((np.asarray(prompts_BT), np.asarray(lengths_B), options))
+  def decode(params, model_state, batch, rng, options):
+    asked.append((*map(np.asarray, batch.values()), options))
     ids = np.array([[[*b'a\xc3\xa9', 256]], [[*b'b', 256, 0, 0]]], np.int32)
     return decoding.Decoded(ids, np.array([[4], [2]]), np.full([2, 1], -1.5))
 
@@ -413,7 +413,7 @@ def test_what_changes_no_step_must_be_a_constant(monkeypatch):
   monkeypatch.setattr(experiment_registry, '_registered', {})
   experiment_registry.register(_Mine)
   monkeypatch.setattr(_Mine, 'changeable_constants', ('SHOW',))
-  with pytest.raises(errors.UsageError, match=r"'SHOW'\. Did you mean 'SHOWN'"):
+  with pytest.raises(errors.UsageError, match=r"'SHOW' in .*mean 'SHOWN'"):
     config_lib.get_config('_Mine')
 
 

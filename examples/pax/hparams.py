@@ -28,16 +28,17 @@ Names and behaviour are those of Praxis (Google, 2022).
 
 import abc
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 import copy
 import dataclasses
 import enum
-import functools
 import re
 from typing import Any, ClassVar, Self, TypeVar
 
 import fiddle as fdl
+from fiddle import daglish
 from fiddle import history
+from fiddle import printing
 import numpy as np
 
 from jaxline import errors
@@ -54,24 +55,22 @@ def nearest_names(regex: str, names: Iterable[str]) -> list[str]:
   return errors.nearest(literal, names, n=5, cutoff=0.0)
 
 
-def sub_config_field(cls: type['BaseHParams'] | None) -> Any:
-  """Declares a field that holds hyperparameters of another class.
+def sub_config_field(template: Any) -> Any:
+  """Declares a field that holds hyperparameters; each owner has its own.
 
   Args:
-    cls: their class, such as `Linear.HParams`; None is a field that is None
-      unless it is set.
+    template: a class of hyperparameters, or a class that has them; or a
+      function that returns them; None is a field that is None unless it is
+      set.
 
   Returns:
     What a dataclass takes for a field.
   """
-  if cls is None:
+  if template is None:
     return dataclasses.field(default=None)
-  if not (isinstance(cls, type) and issubclass(cls, BaseHParams)):
-    raise TypeError(
-      f'sub_config_field expects a class of hyperparameters, such as'
-      f' Linear.HParams; got {cls!r}. template_field takes Linear itself.'
-    )
-  return dataclasses.field(default_factory=cls)
+  if isinstance(template, type) and issubclass(template, Configurable):
+    template = template.HParams
+  return dataclasses.field(default_factory=template)
 
 
 class BaseHParams(fdl.Config):
@@ -85,12 +84,13 @@ class BaseHParams(fdl.Config):
     is_frozen: whether nothing can be changed any more.
     is_shared: whether this very config stands for one object, wherever it is
       used; see `fdl.build`.
+    cls: what `Instantiate` makes; None for hyperparameters of nothing.
   """
 
   is_frozen: ClassVar[bool] = False
   is_shared: ClassVar[bool] = False
+  cls: ClassVar[Any] = None
   _attribute_overrides: ClassVar[tuple[str, ...]] = ()
-  _owner: ClassVar[type | None] = None  # See `cls`.
   _names: ClassVar[tuple[str, ...]] = ()
 
   def __init_subclass__(cls) -> None:
@@ -117,7 +117,7 @@ class BaseHParams(fdl.Config):
     # The fields are this class's; Fiddle's selectors and `fdl.get_callable`
     # want to know what is made of them.
     super().__init_callable__(type(self))
-    self.__dict__['__fn_or_cls__'] = self._owner or type(self)
+    self.__dict__['__fn_or_cls__'] = self.cls or type(self)
 
   @classmethod
   def names(cls) -> list[str]:
@@ -144,16 +144,8 @@ class BaseHParams(fdl.Config):
       )
     super().__setattr__(name, value)
 
-  def __delattr__(self, name: str) -> None:
-    raise AttributeError(f'A field cannot be deleted; got {name!r}.')
-
   def __eq__(self, other: Any) -> bool:
     return type(self) is type(other) and self.items() == other.items()
-
-  def __copy__(self) -> Self:
-    new = type(self).__new__(type(self))
-    new.__arguments__.update(self.__arguments__)
-    return new
 
   def __deepcopy__(self, memo: dict[int, Any]) -> Self:
     new = memo[id(self)] = type(self).__new__(type(self))
@@ -166,16 +158,10 @@ class BaseHParams(fdl.Config):
     inner = ', '.join(f'{name}={value!r}' for name, value in self.items())
     return f'{type(self).__qualname__}({inner})'
 
-  @property
-  def cls(self) -> Any:
-    """What `Instantiate` makes; None for hyperparameters of nothing."""
-    return self._owner
-
   def freeze(self) -> Self:
     """Makes these, and all nested hyperparameters, refuse changes."""
-    self.__dict__['is_frozen'] = True
-    for nested in _nested(list(self.__arguments__.values())):
-      nested.freeze()
+    for nested in _nested(self):
+      nested.__dict__['is_frozen'] = True
     return self
 
   def clone(self) -> Self:
@@ -210,18 +196,17 @@ class BaseHParams(fdl.Config):
       AttributeError: `source` has a field that these lack, or lacks one that
         they have.
     """
-    mine, theirs = set(self.names()), set(source.names())
-    lacking = sorted(theirs - mine - set(missing_fields_in_self))
-    if lacking or mine - theirs:
-      raise AttributeError(
-        f'{type(self).__qualname__} has not the fields {lacking} of'
-        f' {type(source).__qualname__}, and of its own {sorted(mine - theirs)},'
-        ' which would stay as they are. List the former in'
-        ' missing_fields_in_self to leave them out; set() copies single fields.'
-      )
     # As one, so that what is in it twice is one here as well.
-    copied = source.clone().items()
-    return self.set(**{n: v for n, v in copied if n in mine})
+    copied = dict(source.clone().items())
+    for name in missing_fields_in_self:
+      copied.pop(name, None)
+    if missing := sorted(set(self.names()) - copied.keys()):
+      raise AttributeError(
+        f'{type(source).__qualname__} has not the fields {missing} of'
+        f' {type(self).__qualname__}, which would stay as they are. set()'
+        ' copies single fields.'
+      )
+    return self.set(**copied)
 
   def Instantiate(self, **kwargs: Any) -> Any:
     """Makes the object that these describe.
@@ -229,12 +214,12 @@ class BaseHParams(fdl.Config):
     Args:
       **kwargs: fields that shall differ.
     """
-    if self._owner is None:
+    if self.cls is None:
       raise TypeError(
         f'{type(self).__qualname__} belongs to no class that could be made;'
         ' HParams within a class that derives from Configurable do.'
       )
-    return self._owner(copy.deepcopy(self).set(**kwargs).freeze())
+    return self.cls(copy.deepcopy(self).set(**kwargs).freeze())
 
   @classmethod
   def config(cls, **kwargs: Any) -> Self:
@@ -251,17 +236,28 @@ class BaseHParams(fdl.Config):
     # of its parts, which it completes.
     new = copy.deepcopy(self)
     for name, value in built.items():
-      if not _nested(getattr(self, name)):
+      if not any(_nested(getattr(self, name))):
         setattr(new, name, value)
-    _mark_shared(new, {})
-    return new if self._owner is None else new.Instantiate()
+    seen = set[int]()
+    for nested in _nested(new, memoized=False):
+      if id(nested) in seen:
+        nested.__dict__['is_shared'] = True
+      seen.add(id(nested))
+    return new if self.cls is None else new.Instantiate()
 
   def to_text(self) -> str:
     """Returns a line for each value, `a.b.c : value`, in order of names."""
-    return '\n'.join(
-      f'{path} : {text}' if path else text
-      for path, text in sorted(_lines(self))
-    )
+    lines = {
+      path: _text(value)
+      for path, value in printing.as_dict_flattened(self).items()
+      if value != {}
+    }
+    for value, path in daglish.iterate(self, memoized=False):
+      if isinstance(value, BaseHParams):
+        made = fdl.get_callable(value)
+        name = f'{daglish.path_str(path)}.type'.lstrip('.')
+        lines[name] = f'{made.__module__}.{made.__qualname__}'
+    return '\n'.join(f'{name} : {lines[name]}' for name in sorted(lines))
 
 
 class _Partial(fdl.Partial):
@@ -270,16 +266,6 @@ class _Partial(fdl.Partial):
   def __build__(self, /, **unused: Any) -> Any:
     hparams = self.__fn_or_cls__(**self.__arguments__)
     return lambda **kwargs: fdl.build(hparams.clone().set(**kwargs))
-
-
-def _mark_shared(parent: BaseHParams, seen: dict[int, BaseHParams]) -> None:
-  """Marks what is in hyperparameters more than once as one object."""
-  for nested in _nested(list(parent.__arguments__.values())):
-    if id(nested) in seen:
-      nested.__dict__['is_shared'] = True
-    else:
-      seen[id(nested)] = nested
-      _mark_shared(nested, seen)
 
 
 def _check_name(cls: type[BaseHParams], name: str) -> None:
@@ -308,18 +294,10 @@ def _check_fields(cls: type[BaseHParams]) -> None:
     for name, field in vars(parent).get('__dataclass_fields__', {}).items():
       if inherited.setdefault(name, field) is not field or name in own:
         twice.add(name)
-  meant = vars(cls).get('_attribute_overrides', ())
-  if wrong := sorted(twice.difference(meant)):
+  if wrong := sorted(twice.difference(cls._attribute_overrides)):
     raise AttributeError(
       f'{cls.__qualname__} redefines {wrong} of a parent. If that is meant,'
       f' add `_attribute_overrides = {tuple(wrong)}`.'
-    )
-  # Within a class, HParams get the parent's fields only later.
-  wrong = sorted(set(meant) - inherited.keys())
-  if wrong and cls.__bases__ != (BaseHParams,):
-    raise AttributeError(
-      f'{cls.__qualname__} overrides {wrong}, which no parent has.'
-      + errors.did_you_mean(wrong[0], inherited)
     )
   if taken := sorted(own.keys() & dir(BaseHParams)):
     raise AttributeError(
@@ -328,7 +306,7 @@ def _check_fields(cls: type[BaseHParams]) -> None:
     )
   for name, value in vars(cls).items():
     is_value = not callable(value) and not hasattr(value, '__get__')
-    if is_value and not name.startswith('_') and name not in own:
+    if is_value and not name.startswith('_') and name not in {*own, 'cls'}:
       raise AttributeError(
         f'{cls.__qualname__}.{name} = ... has no type and would be no field.'
         f' Write `{name}: type = value`; where a parent has it, put {name!r}'
@@ -336,57 +314,21 @@ def _check_fields(cls: type[BaseHParams]) -> None:
       )
 
 
-def _nested(value: Any) -> list[BaseHParams]:
-  if isinstance(value, BaseHParams):
-    return [value]
-  if isinstance(value, dict):
-    value = list(value.values())
-  if isinstance(value, list | tuple):
-    return [nested for item in value for nested in _nested(item)]
-  return []
-
-
-def _lines(value: Any) -> list[tuple[str, str]]:
-  """Returns (path, text) of all values within one."""
-  # An object that was built by Fiddle stands for its hyperparameters.
-  if isinstance(value, Configurable):
-    value = value.hparams
-  lines, inside = [], None
-  if isinstance(value, BaseHParams):
-    lines = [('type', _qualified(value.cls or type(value)))]
-    inside = value.items()
-  elif isinstance(value, dict):
-    inside = list(value.items())
-  elif isinstance(value, list | tuple) and _nested(value):
-    inside = [(f'[{i}]', item) for i, item in enumerate(value)]
-  if inside is None:
-    return [('', _text(value))]
-  return lines + [
-    (f'{name}.{path}' if path and path[0] != '[' else f'{name}{path}', text)
-    for name, item in inside
-    for path, text in _lines(item)
-  ]
+def _nested(value: Any, memoized: bool = True) -> Iterator[BaseHParams]:
+  """Yields the hyperparameters in a value, its own included."""
+  for found, _ in daglish.iterate(value, memoized=memoized):
+    if isinstance(found, BaseHParams):
+      yield found
 
 
 def _text(value: Any) -> str:
+  # A type of NumPy or JAX; jnp.bfloat16 is no class.
+  is_type = callable(value) and hasattr(value, 'dtype')
+  if is_type or isinstance(value, np.dtype):
+    return np.dtype(value).name
   if isinstance(value, enum.Enum):
     return str(value)
-  # A numpy or JAX type; jnp.bfloat16 is no class.
-  if isinstance(value, np.dtype) or (
-    callable(value) and hasattr(value, 'dtype')
-  ):
-    return np.dtype(value).name
-  if isinstance(value, functools.partial):
-    args = [_text(value.func), *(_text(arg) for arg in value.args)]
-    args += [f'{name}={_text(arg)}' for name, arg in value.keywords.items()]
-    return f'partial({", ".join(args)})'
-  if hasattr(value, '__qualname__'):  # A class or a function.
-    return _qualified(value)
-  return repr(value)
-
-
-def _qualified(value: Any) -> str:
-  return f'{value.__module__}.{value.__qualname__}'
+  return getattr(value, '__qualname__', repr(value))
 
 
 class Configurable(abc.ABC):
@@ -406,33 +348,18 @@ class Configurable(abc.ABC):
   def __init_subclass__(cls, **kwargs: Any):
     super().__init_subclass__(**kwargs)
     parents = [b.HParams for b in cls.__bases__ if issubclass(b, Configurable)]
-    body = cls.__dict__.get('HParams')
-    if body is None:
-      body = _fields_as_hparams(cls, parents)
-    elif both := list(_annotated(cls)):
-      raise TypeError(
-        f'{cls.__qualname__} has the fields {both} and a class HParams;'
-        ' expected all of them in one of the two places.'
-      )
-    # One whose fields another one inherits adds nothing.
-    bases = [
-      base
-      for base in dict.fromkeys([body, *parents])
-      if not any(
-        base is not o and issubclass(o, base) for o in (body, *parents)
-      )
-    ]
-    cls.HParams = type(
-      'HParams',
-      tuple(bases),
-      {
-        '__doc__': body.__doc__ or parents[0].__doc__,
-        '__module__': cls.__module__,
-        '__qualname__': f'{cls.__qualname__}.HParams',
-        '_attribute_overrides': body._attribute_overrides,
-        '_owner': cls,
-      },
-    )
+    if body := cls.__dict__.get('HParams'):
+      own = {'_attribute_overrides': body._attribute_overrides}
+      bases = [body, *parents]
+    else:
+      own, bases = _take_fields(cls, parents), parents
+    own |= {
+      '__doc__': (body or cls).__doc__ or parents[0].__doc__,
+      '__module__': cls.__module__,
+      '__qualname__': f'{cls.__qualname__}.HParams',
+      'cls': cls,
+    }
+    cls.HParams = type('HParams', tuple(dict.fromkeys(bases)), own)
 
   def __init__(self, hparams: Any):
     self.hparams = hparams
@@ -447,36 +374,35 @@ class Configurable(abc.ABC):
     raise AttributeError(f'{type(self).__name__!r} has no attribute {name!r}.')
 
 
-Configurable.HParams._owner = Configurable
+Configurable.HParams.cls = Configurable
 
 
-def _fields_as_hparams(
+def _take_fields(
   cls: type[Configurable], parents: list[type[BaseHParams]]
-) -> type[BaseHParams]:
-  """Returns `HParams` with the fields that stand on a class itself.
+) -> dict[str, Any]:
+  """Takes the fields off a class, and returns them for its `HParams`.
 
-  They are taken off the class: there `__getattr__` finds an object's values.
+  On the class, `__getattr__` finds an object's values in their place.
   """
   own = _annotated(cls)
   inherited = {name for parent in parents for name in parent._names}
-  namespace: dict[str, Any] = {
-    '__doc__': cls.__doc__,
-    '__qualname__': cls.__qualname__,
-    '__annotations__': own,
-  }
-  for name, value in list(vars(cls).items()):
-    is_value = name in inherited and not hasattr(value, '__get__')
-    if name in own or is_value:
-      namespace[name] = value
-      delattr(cls, name)
-  if taken := [n for n in own if n not in inherited and hasattr(cls, n)]:
+  parent = super(cls, cls)
+  if taken := [n for n in own.keys() - inherited if hasattr(parent, n)]:
     raise AttributeError(
       f'{cls.__qualname__} cannot have a field {taken[0]!r}: a parent has'
       ' something else of this name.'
     )
-  # On the class, unlike in an inner class, a field may be declared again.
-  namespace['_attribute_overrides'] = tuple(own.keys() & inherited)
-  return type('HParams', (BaseHParams,), namespace)
+  fields: dict[str, Any] = {
+    '__annotations__': own,
+    # On the class, unlike in an inner class, a field may be declared again.
+    '_attribute_overrides': tuple(own.keys() & inherited),
+  }
+  for name, value in list(vars(cls).items()):
+    is_value = name in inherited and not hasattr(value, '__get__')
+    if name in own or is_value:
+      fields[name] = value
+      delattr(cls, name)
+  return fields
 
 
 def instantiate(value: Any, kind: type[C], where: str) -> C:

@@ -57,11 +57,9 @@ class Learner(hparams_lib.Configurable):
     optimizers.check_not_negative(
       f'{p.name}.skip_step_gradient_norm_value', p.skip_step_gradient_norm_value
     )
-    self._included = optimizers.Pattern(
-      f'{p.name}.bprop_variable_inclusion', p.bprop_variable_inclusion
-    )
-    self._excluded = optimizers.Pattern(
-      f'{p.name}.bprop_variable_exclusion', p.bprop_variable_exclusion
+    self._included, self._excluded = (
+      optimizers.Pattern(f'{p.name}.{field}', getattr(p, field))
+      for field in ('bprop_variable_inclusion', 'bprop_variable_exclusion')
     )
     if self._included and self._excluded:
       raise ValueError(
@@ -69,6 +67,10 @@ class Learner(hparams_lib.Configurable):
         f' and bprop_variable_exclusion {p.bprop_variable_exclusion!r}; set one'
         ' of them.'
       )
+    # All optimizers by label, and those that have weights of their own.
+    self._all = {_MAIN: self.optimizer}
+    self._patterns: dict[str, optimizers.Pattern] = {}
+    self._clips_apart = False
 
   @property
   def ema_decay(self) -> float:
@@ -82,7 +84,7 @@ class Learner(hparams_lib.Configurable):
     return not self._excluded.fits(name)
 
   def make(
-    self, num_stacked: Callable[[str], int] | None = None
+    self, num_stacked: optimizers.NumStacked = optimizers.not_stacked
   ) -> optax.GradientTransformation:
     """Returns what turns gradients into updates.
 
@@ -100,12 +102,15 @@ class Learner(hparams_lib.Configurable):
       expression fits no weight, or no weight is trained; its `update` must be
       given the weights.
     """
-    if num_stacked is None or not self.hparams.vectorize_on_repeat_prefix:
+    if not self.hparams.vectorize_on_repeat_prefix:
       num_stacked = optimizers.not_stacked
     tx = optax.partition(
       {
         _TRAINED: self._skipping(
-          optax.chain(self._clip(), self._optimizers(num_stacked))
+          optax.chain(
+            self._clip(),
+            self._partition(lambda optimizer: optimizer.make(num_stacked)),
+          )
         ),
         _FROZEN: optax.set_to_zero(),
       },
@@ -146,7 +151,7 @@ class Learner(hparams_lib.Configurable):
     norm = optax.tree.norm(grads)
     scalars = {
       **self._learning_rates(step),
-      'is_valid_step': self._all_valid(grads).astype(jnp.float32),
+      'is_valid_step': self._is_valid(grads).astype(jnp.float32),
     }
     if p.grad_norm_summary:
       clip = self._clip()
@@ -165,36 +170,60 @@ class Learner(hparams_lib.Configurable):
   def _learning_rates(self, step: Any) -> dict[str, jax.Array]:
     return {'learning_rate': self.optimizer.get_learning_rate(step)}
 
-  def _optimizers(
-    self, num_stacked: Callable[[str], int]
-  ) -> optax.GradientTransformation:
-    """Returns what clipped gradients go to."""
-    return self.optimizer.make(num_stacked)
-
   def _check_names(self, names: Sequence[str]) -> None:
     """Refuses a regular expression that fits no weight."""
-    self._included.check(names)
-    self._excluded.check(names)
-    self.optimizer.check_names(names)
+    patterns = [self._included, self._excluded, *self._patterns.values()]
+    for optimizer in self._all.values():
+      patterns += optimizer.patterns
+    for pattern in patterns:
+      pattern.check(names)
     if not any(map(self.is_trained, names)):
       raise ValueError(
         f'{self._excluded.field} is {self.hparams.bprop_variable_exclusion!r},'
         f' which fits all of the {len(names)} weights and leaves none to train.'
       )
 
-  def _is_valid(self, norm: jax.Array) -> jax.Array:
-    """Whether a step with gradients of this norm is taken."""
-    limit = self.hparams.skip_step_gradient_norm_value
-    valid = jnp.isfinite(norm)
-    return valid & (norm < limit) if limit else valid
+  def _label(self, name: str) -> str:
+    """Returns which optimizer has the weight of a name."""
+    fitting = [
+      label for label, pattern in self._patterns.items() if pattern.fits(name)
+    ]
+    if len(fitting) > 1:
+      raise ValueError(
+        f'The weight {name!r} is fitted by the auxiliary_regex of several'
+        f' optimizers of {self.hparams.name}: {fitting}; expected one.'
+      )
+    return fitting[0] if fitting else _MAIN
 
-  def _all_valid(self, grads: Any) -> jax.Array:
-    """Whether a step with these gradients is taken."""
-    return self._is_valid(optax.tree.norm(grads))
+  def _partition(
+    self, make: Callable[[optimizers.BaseOptimizer], Any]
+  ) -> optax.GradientTransformation:
+    """Returns each optimizer's transformation, for its weights."""
+    if not self._patterns:
+      return make(self.optimizer)
+    return optax.partition(
+      {label: make(optimizer) for label, optimizer in self._all.items()},
+      lambda tree: optimizers.map_with_names(
+        lambda name, _: self._label(name), tree
+      ),
+    )
 
   def _clip(self) -> optax.GradientTransformation:
     """Returns what clips gradients."""
+    if self._clips_apart:
+      return self._partition(_clipping)
     return _clipping(self.optimizer)
+
+  def _is_valid(self, grads: Any) -> jax.Array:
+    """Whether a step with these gradients is taken."""
+    groups = dict[str, list[Any]]((label, []) for label in self._all)
+    names = optimizers.weight_names(grads)
+    for name, grad in zip(names, jax.tree.leaves(grads), strict=True):
+      label = self._label(name) if self._clips_apart else _MAIN
+      groups[label].append(grad)
+    norms = jnp.stack([*map(optax.tree.norm, groups.values())])
+    limit = self.hparams.skip_step_gradient_norm_value
+    return jnp.all(jnp.isfinite(norms) & (norms < (limit or jnp.inf)))
 
   def _skipping(
     self, inner: optax.GradientTransformation
@@ -202,7 +231,7 @@ class Learner(hparams_lib.Configurable):
     """Makes updates 0, and keeps the state, where a step is not valid."""
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
-      valid = self._all_valid(grads)
+      valid = self._is_valid(grads)
       updates, new_state = inner.update(grads, state, params)
       updates = jax.tree.map(
         lambda x: jnp.where(valid, x, jnp.zeros_like(x)), updates
@@ -258,24 +287,15 @@ def joined(several: Sequence[Learner.HParams]) -> Learner.HParams:
   main, *others = (learner.clone() for learner in several)
   if not others:
     return main
-  own = ('name', 'loss_name', 'optimizer', 'bprop_variable_inclusion')
   for other in others:
-    wrong = [
-      name
-      for name in other.names()
-      if name not in own and getattr(other, name) != getattr(main, name)
-    ]
-    if (
-      wrong
-      or not other.bprop_variable_inclusion
-      or other.loss_name != main.loss_name
-      or isinstance(main, MultiOptimizerLearner.HParams)
-    ):
+    own = ('name', 'optimizer', 'bprop_variable_inclusion')
+    same = other.clone().set(**{name: getattr(main, name) for name in own})
+    if same != main or not other.bprop_variable_inclusion:
       raise ValueError(
-        f'The learner {other.name!r} has {wrong or "the loss_name"} not as'
-        f' {main.name!r}, or no bprop_variable_inclusion; expected, of learners'
-        ' beside the first, a name, an optimizer and bprop_variable_inclusion,'
-        ' and all else as in the first, a learners.Learner.'
+        f'The learner {other.name!r} differs from {main.name!r}; expected, of'
+        ' learners beside the first, a name, an optimizer and'
+        ' bprop_variable_inclusion, and all else as in the first, a'
+        ' learners.Learner.'
       )
   return MultiOptimizerLearner.HParams(
     **{name: getattr(main, name) for name in main.names()},
@@ -311,31 +331,25 @@ class MultiOptimizerLearner(Learner):
   def __init__(self, hparams: Any):
     super().__init__(hparams)
     p = hparams
-    lengths = [
-      len(p.auxiliary_optimizers),
-      len(p.auxiliary_regex),
-      len(p.auxiliary_names),
-    ]
-    if len(set(lengths)) > 1:
-      raise ValueError(
-        f'{p.name} has {lengths[0]} auxiliary_optimizers, {lengths[1]}'
-        f' auxiliary_regex and {lengths[2]} auxiliary_names; expected as many'
-        ' of each.'
-      )
-    if len({_MAIN, *p.auxiliary_names}) <= lengths[2]:
+    if len({_MAIN, *p.auxiliary_names}) <= len(p.auxiliary_names):
       raise ValueError(
         f'{p.name}.auxiliary_names is {p.auxiliary_names}; expected each name'
         f' once, and not {_MAIN!r}, which is the main optimizer.'
       )
-    self._auxiliary: dict[str, optimizers.BaseOptimizer] = {}
-    self._patterns: dict[str, optimizers.Pattern] = {}
+    self._clips_apart = p.apply_separate_scaling
+    without_effect = ['ema_decay']
+    if not p.apply_separate_scaling:
+      without_effect += [
+        'clip_gradient_norm_to_value',
+        'clip_gradient_single_norm_to_value',
+      ]
     for name, optimizer, regex in zip(
       p.auxiliary_names,
       p.auxiliary_optimizers,
       p.auxiliary_regex,
       strict=True,
     ):
-      self._auxiliary[name] = hparams_lib.instantiate(
+      made = self._all[name] = hparams_lib.instantiate(
         optimizer,
         optimizers.BaseOptimizer,
         f'An entry of {p.name}.auxiliary_optimizers',
@@ -343,77 +357,16 @@ class MultiOptimizerLearner(Learner):
       self._patterns[name] = optimizers.Pattern(
         f'{p.name}.auxiliary_regex', regex
       )
-      own = self._auxiliary[name].hparams
-      clips = (
-        'clip_gradient_norm_to_value',
-        'clip_gradient_single_norm_to_value',
-      )
-      for field in ('ema_decay', *(() if p.apply_separate_scaling else clips)):
-        if value := getattr(own, field):
+      for field in without_effect:
+        if value := getattr(made, field):
           raise ValueError(
             f'The auxiliary optimizer {name!r} of {p.name} has {field} {value},'
             ' which would have no effect; set it in the main optimizer, for all'
             ' weights.'
           )
 
-  def _label(self, name: str) -> str:
-    """Returns which optimizer has the weight of a name."""
-    fitting = [
-      label for label, pattern in self._patterns.items() if pattern.fits(name)
-    ]
-    if len(fitting) > 1:
-      raise ValueError(
-        f'The weight {name!r} is fitted by the auxiliary_regex of several'
-        f' optimizers of {self.hparams.name}: {fitting}; expected one.'
-      )
-    return fitting[0] if fitting else _MAIN
-
-  def _labels(self, tree: Any) -> Any:
-    return optimizers.map_with_names(lambda name, _: self._label(name), tree)
-
-  def _optimizers(
-    self, num_stacked: Callable[[str], int]
-  ) -> optax.GradientTransformation:
-    return optax.partition(
-      {
-        label: optimizer.make(num_stacked)
-        for label, optimizer in self._all().items()
-      },
-      self._labels,
-    )
-
-  def _all_valid(self, grads: Any) -> jax.Array:
-    if not self.hparams.apply_separate_scaling:
-      return super()._all_valid(grads)
-    labels = jax.tree.leaves(self._labels(grads))
-    pairs = list(zip(labels, jax.tree.leaves(grads), strict=True))
-    norms = [
-      optax.tree.norm([grad for of, grad in pairs if of == label])
-      for label in self._all()
-    ]
-    valid = [self._is_valid(norm) for norm in norms]
-    return jnp.all(jnp.stack(valid))
-
-  def _clip(self) -> optax.GradientTransformation:
-    if not self.hparams.apply_separate_scaling:
-      return super()._clip()
-    return optax.partition(
-      {label: _clipping(optimizer) for label, optimizer in self._all().items()},
-      self._labels,
-    )
-
-  def _all(self) -> dict[str, optimizers.BaseOptimizer]:
-    return {_MAIN: self.optimizer, **self._auxiliary}
-
-  def _check_names(self, names: Sequence[str]) -> None:
-    super()._check_names(names)
-    for pattern in self._patterns.values():
-      pattern.check(names)
-    for optimizer in self._auxiliary.values():
-      optimizer.check_names(names)
-
   def _learning_rates(self, step: Any) -> dict[str, jax.Array]:
     return {
       f'{label}/learning_rate': optimizer.get_learning_rate(step)
-      for label, optimizer in self._all().items()
+      for label, optimizer in self._all.items()
     }

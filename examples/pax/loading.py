@@ -44,10 +44,13 @@ from jaxline.checkpoint import inspection
 from jaxline.checkpoint import structure
 
 _PARAMS = 'params/'
-_EMA = 'model_state/ema/'
-_EMA_NON_TRAINABLE = 'model_state/ema_non_trainable/'
-_OPT_STATE = 'opt_state/'
 _NON_TRAINABLE = f'{base_layer.NON_TRAINABLE}/'
+_EMA = 'model_state/ema/'
+# Where averages are -> where what they average is.
+_AVERAGES = {
+  _EMA: _PARAMS,
+  'model_state/ema_non_trainable/': f'model_state/{_NON_TRAINABLE}',
+}
 _ROOT = 'state/'  # Where a checkpoint has a `TrainState`.
 _NAMED = 20  # Names in a log line.
 
@@ -105,21 +108,14 @@ def load(
   """
   live = structure.named_leaves(state)
   replaced: dict[str, Any] = {}
-  givers: dict[str, str] = {}
   for directory, rule in rules.items():
     where = f'init_from_checkpoint_rules[{directory!r}]'
-    if not isinstance(rule, CheckpointLoadingRules):
-      raise TypeError(
-        f'{where} is {rule!r}; expected loading.CheckpointLoadingRules.'
-      )
     sources = _sources(live, rule, where)
-    if twice := sorted(givers.keys() & sources.keys()):
+    if twice := sorted(replaced.keys() & sources.keys()):
       raise errors.UsageError(
-        f'{where} gives {twice[:_NAMED]}, and so does'
-        f' {givers[twice[0]]}. Leave them out in one of the two, with'
-        ' ignore_rules.'
+        f'{where} gives {twice[:_NAMED]}, and so does an earlier one. Leave'
+        ' them out in one of the two, with ignore_rules.'
       )
-    givers |= dict.fromkeys(sources, where)
     path = inspection.newest(
       directory if rule.step is None else f'{directory}:{rule.step}'
     )
@@ -131,13 +127,11 @@ def load(
       replaced |= found.take(stored, live, where)
     logging.info('Loaded %d arrays of %s.', len(sources), path)
   kept = [name for name in _variables(live) if _full(name) not in replaced]
-  if kept:
-    logging.info(
-      '%d variables stay as they were initialised: %s%s',
-      len(kept),
-      ', '.join(kept[:_NAMED]),
-      ' ...' if len(kept) > _NAMED else '',
-    )
+  logging.info(
+    '%d variables stay as they were initialised: %s',
+    len(kept),
+    ', '.join(kept[:_NAMED]),
+  )
   leaves = [replaced.get(name, x) for name, x in live.items()]
   return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
@@ -158,16 +152,15 @@ def _sources(
 ) -> dict[str, str]:
   """Returns name of an array -> its source's, both in a `TrainState`."""
   variables = _variables(live)
-  ignored, _ = contents.match_rules(
-    variables,
-    [(regex, '') for regex in rule.ignore_rules],
-    f'{where}.ignore_rules',
-  )
   given, unused = contents.match_rules(
-    [name for name in variables if name not in ignored],
-    [(regex, _template(source)) for regex, source in rule.load_rules],
-    f'{where}.load_rules',
+    variables,
+    [
+      *((regex, None) for regex in rule.ignore_rules),
+      *((regex, _template(source)) for regex, source in rule.load_rules),
+    ],
+    where,
   )
+  unused = [regex for regex, _ in rule.load_rules if regex in unused]
   # That none of several is used is never meant.
   if unused and (rule.safe_load or not given):
     near = hparams.nearest_names(unused[0], variables)
@@ -178,33 +171,20 @@ def _sources(
       + (' safe_load=False lets unused rules pass.' if given else '')
     )
   sources = {_full(name): _full(source) for name, source in given.items()}
-  # Of the weights alone: what follows belongs to them. A weight that comes from
-  # an average belongs to the weight that this is the average of.
-  weights = {
-    name.removeprefix(_PARAMS): source.removeprefix(_PARAMS).removeprefix(_EMA)
-    for name, source in given.items()
-    if name.startswith(_PARAMS)
-  }
-  has_ema = any(name.startswith(_EMA) for name in live)
-  if rule.load_ema_states and not has_ema:
+  if rule.load_ema_states and not any(name.startswith(_EMA) for name in live):
     raise errors.UsageError(
       f'{where}.load_ema_states is True, but this run keeps no moving average'
       " of its weights: its optimizer's ema_decay is 0."
     )
-  if rule.load_ema_states:
-    sources |= {f'{_EMA}{n}': f'{_EMA}{s}' for n, s in weights.items()}
-  elif has_ema:
-    sources |= {f'{_EMA}{n}': sources[f'{_PARAMS}{n}'] for n in weights}
-  # The average of what is not trained, likewise.
   for name in live:
-    if name.startswith(_EMA_NON_TRAINABLE) and (
-      source := sources.get(name.replace('/ema_', '/', 1))
-    ):
-      if rule.load_ema_states:
-        source = source.replace('/', '/ema_', 1)
-      sources[name] = source
+    for averages, values in _AVERAGES.items():
+      source = sources.get(name.replace(averages, values, 1))
+      if name.startswith(averages) and source:
+        if rule.load_ema_states and source.startswith(values):
+          source = averages + source.removeprefix(values)
+        sources[name] = source
   if rule.load_opt_states:
-    sources |= _opt_sources(live, weights)
+    sources |= _opt_sources(live, given)
   if rule.load_step:
     sources['step'] = 'step'
   return sources
@@ -221,25 +201,30 @@ def _template(source: str) -> str:
 
 
 def _opt_sources(
-  live: Iterable[str], weights: Mapping[str, str]
+  live: Iterable[str], given: Mapping[str, str]
 ) -> dict[str, str]:
   """Returns the same of the optimizer's state.
 
   What belongs to a weight ends with its name. What belongs to none, such as a
   count, has the same name there.
+
+  Args:
+    live: the names of the arrays of a `TrainState`.
+    given: name of a variable -> its source's, as rules have them.
   """
-  all_weights = [
-    name.removeprefix(_PARAMS) for name in live if name.startswith(_PARAMS)
-  ]
+  weights = [n for n in live if n.startswith(_PARAMS)]
   sources = {}
   for name in live:
-    if not name.startswith(_OPT_STATE):
+    if not name.startswith('opt_state/'):
       continue
-    owners = [w for w in all_weights if name.endswith(f'/{w}')]
+    owners = [w for w in weights if name.endswith(w.removeprefix('params'))]
     if not owners:
       sources[name] = name
-    elif (owner := max(owners, key=len)) in weights:
-      sources[name] = name.removesuffix(owner) + weights[owner]
+    elif (owner := max(owners, key=len)) in given:
+      # A weight that comes from an average belongs to the weight that this is
+      # the average of.
+      source = given[owner].removeprefix(_PARAMS).removeprefix(_EMA)
+      sources[name] = name.removesuffix(owner.removeprefix(_PARAMS)) + source
   return sources
 
 

@@ -304,12 +304,12 @@ def rule(*pairs, **kwargs):
       r"has no arrays \['state/params/net/frist/w'\].*"
       r"nearest to the first are \['state/params/net/first/w'",
     ),
-    ({}, rule(('(', FIRST)), r"load_rules has \('\(', .*missing \)"),
-    ({}, rule((FIRST, FIRST), ignore_rules=['(']), 'ignore_rules has'),
+    ({}, rule(('(', FIRST)), r"has \('\(', .*missing \)"),
+    ({}, rule((FIRST, FIRST), ignore_rules=['(']), r"has \('\(', None\)"),
     (
       {},
       rule(('params/net/(.*)', 'params/{}/{}')),
-      r"load_rules has \('params/net/\(\.\*\)', .*invalid group reference 2",
+      r"has \('params/net/\(\.\*\)', .*invalid group reference 2",
     ),
     ({}, rule((FIRST, r'\1')), 'invalid group reference 1'),
     (
@@ -324,7 +324,6 @@ def rule(*pairs, **kwargs):
       'this run keeps no moving average',
     ),
     ({}, rule((FIRST, FIRST), step=7), r'has no step 7. The steps are'),
-    ({}, {'load_rules': ()}, 'expected loading.CheckpointLoadingRules'),
   ],
 )
 def test_errors(source, kwargs, rules, message):

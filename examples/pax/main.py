@@ -20,7 +20,6 @@ import sys
 import time
 from typing import NoReturn
 
-from examples.pax import base_experiment
 from examples.pax import config as config_lib
 from examples.pax import experiment_registry
 from jaxline import errors
@@ -55,15 +54,11 @@ class _Parser(argparse.ArgumentParser):
   """Says what is wrong in a line."""
 
   def error(self, message: str) -> NoReturn:
-    _exit(message)
+    """Ends the program."""
+    self.exit(2, f'{message}\n')
 
 
-def _exit(message: str) -> NoReturn:
-  print(message, file=sys.stderr)
-  sys.exit(2)
-
-
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> _Parser:
   parser = _Parser(
     prog=f'python {_PROGRAM}',
     allow_abbrev=False,
@@ -72,23 +67,16 @@ def _parser() -> argparse.ArgumentParser:
     epilog='modes:\n'
     + '\n'.join(f'  {name:<12} {text}' for name, text in MODES.items()),
   )
-  parser.add_argument(
-    '--exp', help='the experiment, such as tasks.lm.params.c4.NAME, or NAME'
-  )
-  parser.add_argument(
-    '--job_log_dir', help='directory of the run; one that is there goes on'
-  )
-  parser.add_argument(
-    '--mode', default='train', choices=MODES, help='what to do; see below'
-  )
-  parser.add_argument(
+  add = parser.add_argument
+  add('--exp', help='the experiment, such as tasks.lm.params.c4.NAME, or NAME')
+  add('--job_log_dir', help='directory of the run; one that is there goes on')
+  add('--mode', default='train', choices=MODES, help='what to do; see below')
+  add(
     '--reduced',
     action='store_true',
     help='a small model of the same family, for two cores and a minute',
   )
-  parser.add_argument(
-    '--list', action='store_true', help='print the experiments, and end'
-  )
+  add('--list', action='store_true', help='print the experiments, and end')
   return parser
 
 
@@ -130,7 +118,8 @@ def main(argv: Sequence[str]) -> None:
   Args:
     argv: the command line without the program's name.
   """
-  args, others = _parser().parse_known_args(argv)
+  parser = _parser()
+  args, others = parser.parse_known_args(argv)
   names = map(experiment_registry.short_name, experiment_registry.get_all())
   if args.list:
     try:
@@ -140,30 +129,31 @@ def main(argv: Sequence[str]) -> None:
       os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return
   if args.exp is None:
-    _exit('\n  '.join(['Which experiment? Give --exp, one of:', *names]))
+    parser.error('\n  '.join(['Which experiment? Give --exp, one of:', *names]))
   try:
     experiment = experiment_registry.get(args.exp)
-    others = [_with_key(experiment, argument) for argument in others]
+    others = [_with_key(experiment, x) for x in _drop_gone_flags(others)]
   except errors.UsageError as e:
-    _exit(str(e))
-  others = _drop_gone_flags(others)
+    parser.error(str(e))
   if '://' in (args.job_log_dir or ''):
-    _exit(
+    parser.error(
       f'--job_log_dir={args.job_log_dir} is a bucket; expected a directory.'
       ' Mount the bucket on every host (`gcsfuse BUCKET DIR` for gs://BUCKET)'
       ' and give --job_log_dir=DIR/... instead.'
     )
   if args.job_log_dir is None and args.mode not in ('train', 'compile'):
-    _exit(f'--mode={args.mode} needs the --job_log_dir of a run.')
-  has_prompts = (
-    experiment.prompting is not base_experiment.BaseExperiment.prompting
-  )
-  if args.mode.startswith('decode') and not has_prompts:
-    _exit(
+    parser.error(f'--mode={args.mode} needs the --job_log_dir of a run.')
+  if args.mode.startswith('decode') and not experiment.has_prompting():
+    parser.error(
       f'--mode={args.mode} continues text, and {experiment.__name__} has none:'
       ' it does not override `prompting`. Take a language model.'
     )
   if args.mode == 'decode':
+    if not any(x.startswith('--config.decode.prompts') for x in others):
+      parser.error(
+        '--mode=decode takes the same prompts for each checkpoint: give'
+        ' --config.decode.prompts=FILE; or --mode=decode_once, which asks.'
+      )
     _decode_each(args, others)
     return
   mode = args.mode
@@ -186,11 +176,6 @@ def _decode_each(args: argparse.Namespace, others: Sequence[str]) -> None:
 
   Each in a process of its own. It may be started before the run is.
   """
-  if not any(flag.startswith('--config.decode.prompts') for flag in others):
-    _exit(
-      '--mode=decode takes the same prompts for each checkpoint: give'
-      ' --config.decode.prompts=FILE; or --mode=decode_once, which asks.'
-    )
   root = files.root(args.job_log_dir)
   command = [
     *(sys.executable, *_PROGRAM.split(), '--mode=decode_once'),
@@ -198,20 +183,20 @@ def _decode_each(args: argparse.Namespace, others: Sequence[str]) -> None:
     *(['--reduced'] if args.reduced else []),
     *others,
   ]
-  done: set[int] = set()
+  done = set[int]()
   while True:
     has_ended = (root / 'ended.json').exists()  # Before its last checkpoint is.
     new = [s for s in files.steps(root / 'latest') if s not in done]
-    if not new and has_ended:
+    if new:
+      done.add(step := new[0])
+      ended = subprocess.run([*command, f'--config.decode.step={step}'])
+      # The run may have removed the checkpoint, having newer ones.
+      if ended.returncode and step in files.steps(root / 'latest'):
+        sys.exit(ended.returncode)
+    elif has_ended:
       return
-    if not new:
+    else:
       time.sleep(_POLL_SECS)
-      continue
-    done.add(step := new[0])
-    ended = subprocess.run([*command, f'--config.decode.step={step}'])
-    # The run may have removed the checkpoint, having newer ones.
-    if ended.returncode and step in files.steps(root / 'latest'):
-      sys.exit(ended.returncode)
 
 
 if __name__ == '__main__':

@@ -32,6 +32,8 @@ from examples.pax import schedules
 Regexes = str | Sequence[str]
 # How many axes of repeated layers the weight of a name has before its own.
 NumStacked = Callable[[str], int]
+# To be chained.
+Transformations = list[optax.GradientTransformation]
 
 
 def not_stacked(name: str) -> int:
@@ -142,11 +144,12 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
     skip_lp_1d_vectors: not for weights of one axis (or none), such as biases.
     decoupled_weight_decay: learning rate times this times the weight is taken
       off the weight (Loshchilov and Hutter, 2019).
+    weight_decay: the same, but for all weights, those of the collection
+      SKIP_LP_REGULARIZATION included.
     weight_decay_exclusion: weights that have neither L2 nor decay.
     lp_regularization_exclusion: weights that have neither L2 nor
-      `decoupled_weight_decay`, but an optimizer's own `weight_decay`, as in
-      Praxis those of the collection SKIP_LP_REGULARIZATION, which the task
-      adds.
+      `decoupled_weight_decay`, but `weight_decay`, as in Praxis those of the
+      collection SKIP_LP_REGULARIZATION, which the task adds.
     clip_gradient_norm_to_value: the most that the norm of all gradients may
       be; the learner scales them down.
     clip_gradient_single_norm_to_value: the same for each gradient by itself.
@@ -159,6 +162,7 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
   l2_regularizer_weight: float | None = None
   skip_lp_1d_vectors: bool = False
   decoupled_weight_decay: float | None = None
+  weight_decay: float | None = None
   weight_decay_exclusion: Regexes = ()
   lp_regularization_exclusion: Regexes = ()
   clip_gradient_norm_to_value: float = 0.0
@@ -172,53 +176,37 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
       raise ValueError(
         f'{name}.learning_rate is None; set it to what the schedule multiplies.'
       )
-    for field in (
-      'l2_regularizer_weight',
+    norm, single = (
       'clip_gradient_norm_to_value',
       'clip_gradient_single_norm_to_value',
-    ):
+    )
+    decay = ('weight_decay', 'decoupled_weight_decay')
+    for field in ('l2_regularizer_weight', norm, single, *decay):
       check_not_negative(f'{name}.{field}', getattr(p, field))
-    if p.clip_gradient_norm_to_value and p.clip_gradient_single_norm_to_value:
-      raise ValueError(
-        f'{name} has clip_gradient_norm_to_value'
-        f' {p.clip_gradient_norm_to_value} and'
-        ' clip_gradient_single_norm_to_value'
-        f' {p.clip_gradient_single_norm_to_value}; set one of them, and the'
-        ' other to 0.'
-      )
-    self._weight_decay = self._find_weight_decay()
-    check_not_negative(f'The weight decay of {name}', self._weight_decay)
-    if self._weight_decay and p.l2_regularizer_weight:
-      raise ValueError(
-        f'{name} has both l2_regularizer_weight {p.l2_regularizer_weight} and a'
-        f' weight decay of {self._weight_decay}; choose one.'
-      )
+    for one, other in ((norm, single), decay):
+      if getattr(p, one) and getattr(p, other):
+        raise ValueError(
+          f'{name} has {one} {getattr(p, one)} and {other}'
+          f' {getattr(p, other)}; set one of them.'
+        )
     if not 0 <= p.ema_decay < 1:
       raise ValueError(
         f'{name}.ema_decay is {p.ema_decay}; expected at least 0, which is no'
         ' average, and less than 1.'
       )
-    self._excluded = Pattern(
-      f'{name}.weight_decay_exclusion', p.weight_decay_exclusion
-    )
-    self._no_lp = Pattern(
-      f'{name}.lp_regularization_exclusion', p.lp_regularization_exclusion
-    )
+    # Each must fit a weight.
+    self.patterns = [
+      Pattern(f'{name}.{field}', getattr(p, field))
+      for field in ('weight_decay_exclusion', 'lp_regularization_exclusion')
+    ]
+    self._excluded, self._no_lp = self.patterns
     self._schedule = hparams_lib.instantiate(
       p.lr_schedule, schedules.BaseSchedule, f'{name}.lr_schedule'
     )
 
-  def _find_weight_decay(self) -> float:
-    return self.hparams.decoupled_weight_decay or 0.0
-
   def get_learning_rate(self, step: Any) -> jax.Array:
     """Returns the learning rate of a step, a float32 scalar."""
     return self.hparams.learning_rate * self._schedule.value_at(step)
-
-  def check_names(self, names: Sequence[str]) -> None:
-    """Refuses a regular expression that fits no weight."""
-    self._excluded.check(names)
-    self._no_lp.check(names)
 
   def make(
     self, num_stacked: NumStacked = not_stacked
@@ -233,6 +221,7 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
         vectors is vectors.
     """
     p = self.hparams
+    weight_decay = p.weight_decay or p.decoupled_weight_decay
 
     def mask(tree: Any, is_lp: bool, skip_vectors: bool = False) -> Any:
       return map_with_names(
@@ -251,49 +240,24 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
       functools.partial(mask, is_lp=True, skip_vectors=p.skip_lp_1d_vectors),
     )
     decay = optax.add_decayed_weights(
-      lambda step: self._weight_decay * self.get_learning_rate(step),
+      lambda step: weight_decay * self.get_learning_rate(step),
       functools.partial(mask, is_lp=bool(p.decoupled_weight_decay)),
     )
-    return optax.chain(
-      *([regularizer] if p.l2_regularizer_weight else []),
-      *self._steps(num_stacked),
-      *([decay] if self._weight_decay else []),
-      optax.scale(-1.0),
-    )
+    steps = [*self._steps(num_stacked), optax.scale(-1.0)]
+    if p.l2_regularizer_weight:
+      steps.insert(0, regularizer)
+    if weight_decay:
+      steps.insert(-1, decay)
+    return optax.chain(*steps)
 
-  def _steps(
-    self, num_stacked: NumStacked
-  ) -> list[optax.GradientTransformation]:
+  def _steps(self, num_stacked: NumStacked) -> Transformations:
     """From gradients to what is taken off the weights, but for their decay."""
     rate = optax.scale_by_learning_rate(self.get_learning_rate, flip_sign=False)
     return [*self._directions(num_stacked), rate]
 
   @abc.abstractmethod
-  def _directions(
-    self, num_stacked: NumStacked
-  ) -> list[optax.GradientTransformation]:
+  def _directions(self, num_stacked: NumStacked) -> Transformations:
     """From gradients to what the learning rate multiplies."""
-
-
-class _Decayed(BaseOptimizer):
-  """One whose weight decay Praxis calls `weight_decay`.
-
-  Attributes:
-    weight_decay: the same as `decoupled_weight_decay`, but for all weights,
-      those of the collection SKIP_LP_REGULARIZATION included.
-  """
-
-  weight_decay: float | None = None
-
-  def _find_weight_decay(self) -> float:
-    p = self.hparams
-    if p.weight_decay and p.decoupled_weight_decay:
-      raise ValueError(
-        f'{type(self).__name__} has weight_decay {p.weight_decay} and'
-        f' decoupled_weight_decay {p.decoupled_weight_decay}, which are the'
-        ' same. Set one.'
-      )
-    return p.weight_decay or super()._find_weight_decay()
 
 
 class Sgd(BaseOptimizer):
@@ -318,14 +282,12 @@ class Sgd(BaseOptimizer):
         ' such as 0.9.'
       )
 
-  def _directions(
-    self, num_stacked: NumStacked
-  ) -> list[optax.GradientTransformation]:
+  def _directions(self, num_stacked: NumStacked) -> Transformations:
     p = self.hparams
     return [] if p.momentum is None else [optax.trace(p.momentum, p.nesterov)]
 
 
-class Adam(_Decayed):
+class Adam(BaseOptimizer):
   """Adam (Kingma and Ba, 2015) as Pax defines it.
 
   u = m / (sqrt(v + epsilon_root) + epsilon), with moments corrected for their
@@ -348,9 +310,7 @@ class Adam(_Decayed):
   epsilon_root: float = 0.0
   clip_threshold: float = 1.0
 
-  def _directions(
-    self, num_stacked: NumStacked
-  ) -> list[optax.GradientTransformation]:
+  def _directions(self, num_stacked: NumStacked) -> Transformations:
     p = self.hparams
     return [
       optax.scale_by_adam(p.beta1, p.beta2, p.epsilon, p.epsilon_root),
@@ -358,7 +318,7 @@ class Adam(_Decayed):
     ]
 
 
-class Lion(_Decayed):
+class Lion(BaseOptimizer):
   """Lion (Chen et al., 2023), `optax.scale_by_lion`.
 
   The sign of beta1 m + (1 - beta1) g; then m <- beta2 m + (1 - beta2) g.
@@ -372,13 +332,11 @@ class Lion(_Decayed):
   beta1: float = 0.9
   beta2: float = 0.99
 
-  def _directions(
-    self, num_stacked: NumStacked
-  ) -> list[optax.GradientTransformation]:
+  def _directions(self, num_stacked: NumStacked) -> Transformations:
     return [optax.scale_by_lion(self.hparams.beta1, self.hparams.beta2)]
 
 
-class Muon(_Decayed):
+class Muon(BaseOptimizer):
   """Muon (Jordan et al., 2024), `optax.contrib.muon`; Adam for other weights.
 
   The momentum of a matrix is made nearly orthogonal. A weight of two axes, or
@@ -415,16 +373,9 @@ class Muon(_Decayed):
       (Pattern('Muon.matrices', regex), axes)
       for regex, axes in hparams.matrices.items()
     ]
+    self.patterns += [pattern for pattern, _ in self._matrices]
 
-  def check_names(self, names: Sequence[str]) -> None:
-    """Refuses a regular expression that fits no weight."""
-    super().check_names(names)
-    for pattern, _ in self._matrices:
-      pattern.check(names)
-
-  def _directions(
-    self, num_stacked: NumStacked
-  ) -> list[optax.GradientTransformation]:
+  def _directions(self, num_stacked: NumStacked) -> Transformations:
     p = self.hparams
 
     def axes(name: str, x: Any) -> Any:
@@ -451,7 +402,7 @@ class Muon(_Decayed):
     ]
 
 
-class ShardedAdafactor(_Decayed):
+class ShardedAdafactor(BaseOptimizer):
   """Adafactor (Shazeer and Stern, 2018) as Pax defines it.
 
   The second moment of a matrix is kept as the means of its rows and of its
@@ -494,14 +445,11 @@ class ShardedAdafactor(_Decayed):
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
-    for field, choices in (
-      ('decay_method', ('pow', 'adam')),
-      ('quantized_dtype', ('int8', 'int16', 'bfloat16', 'float32')),
-    ):
-      if (value := getattr(hparams, field)) not in choices:
-        raise ValueError(
-          f'ShardedAdafactor.{field} is {value!r}; expected one of {choices}.'
-        )
+    if hparams.decay_method not in ('pow', 'adam'):
+      raise ValueError(
+        f'ShardedAdafactor.decay_method is {hparams.decay_method!r}; expected'
+        " 'pow' or 'adam'."
+      )
 
   @classmethod
   def HParamsAdamB(cls) -> Any:
@@ -516,9 +464,7 @@ class ShardedAdafactor(_Decayed):
     beta = p.decay_adam
     return beta * (1.0 - beta ** (n - 1.0)) / (1.0 - beta**n)
 
-  def _directions(
-    self, num_stacked: NumStacked
-  ) -> list[optax.GradientTransformation]:
+  def _directions(self, num_stacked: NumStacked) -> Transformations:
     p = self.hparams
     sort = p.sort_factored_second_moment_dims
 
@@ -539,9 +485,7 @@ class ShardedAdafactor(_Decayed):
       *([_cap_rms(threshold, num_stacked)] if threshold else []),
     ]
 
-  def _steps(
-    self, num_stacked: NumStacked
-  ) -> list[optax.GradientTransformation]:
+  def _steps(self, num_stacked: NumStacked) -> Transformations:
     p = self.hparams
 
     def scale(name: str, update: jax.Array, weight: jax.Array) -> jax.Array:
@@ -591,9 +535,7 @@ def _quantized_mean(
     return m.astype(scale.dtype) * jnp.expand_dims(scale, num_stacked(name))
 
   def pack(tree: Any) -> _QuantizedMean:
-    pairs = map_with_names(quantize, tree)
-    outer, inner = jax.tree.structure(tree), jax.tree.structure((0, 0))
-    return _QuantizedMean(*jax.tree.transpose(outer, inner, pairs))
+    return _QuantizedMean(*_unzip(map_with_names(quantize, tree), tree, 2))
 
   def init(params: Any) -> _QuantizedMean:
     return pack(jax.tree.map(jnp.zeros_like, params))
@@ -605,6 +547,13 @@ def _quantized_mean(
     return new, pack(new)
 
   return optax.GradientTransformation(init, update)
+
+
+def _unzip(tuples: Any, tree: Any, length: int) -> Any:
+  """Makes a tree of tuples, of the structure of `tree`, a tuple of trees."""
+  return jax.tree.transpose(
+    jax.tree.structure(tree), jax.tree.structure((0,) * length), tuples
+  )
 
 
 def _rms(x: jax.Array, num_stacked: int) -> jax.Array:
@@ -640,19 +589,13 @@ def _map_factored(
       fn = jax.vmap(fn)
     return fn
 
-  def transposed(tree: Any, parts: Any) -> Any:
-    """Makes a tree of tuples a tuple of trees."""
-    return jax.tree.transpose(
-      jax.tree.structure(tree), jax.tree.structure((0,) * 4), parts
-    )
-
   def init(params: Any) -> optax.FactoredState:
     def one(name: str, x: jax.Array) -> Any:
       # As for an update, the first entry is what the count stands for.
       fn = lambda x: (jnp.zeros_like(x), *inner.init(x)[1:])
       return mapped(fn, leading_axes(name, x))(x)
 
-    _, *moments = transposed(params, map_with_names(one, params))
+    _, *moments = _unzip(map_with_names(one, params), params, 4)
     return optax.FactoredState(jnp.zeros([], jnp.int32), *moments)
 
   def update(grads: Any, state: Any, params: Any = None) -> Any:
@@ -665,7 +608,7 @@ def _map_factored(
       return mapped(fn, leading_axes(name, grad))(grad, *rest)
 
     parts = map_with_names(one, grads, params, *state[1:])
-    updates, *moments = transposed(grads, parts)
+    updates, *moments = _unzip(parts, grads, 4)
     count = optax.safe_increment(state.count)
     return updates, optax.FactoredState(count, *moments)
 

@@ -24,18 +24,18 @@ T = TypeVar('T')
 
 Partial = fdl.Partial
 field = dataclasses.field
+get_callable = fdl.get_callable
 
 
 class Config(fdl.Config[T], Generic[T]):
   """A Fiddle config; of a class with hyperparameters its `HParams`."""
 
   def __new__(cls, fn_or_cls: Any = None, /, *args: Any, **kwargs: Any) -> Any:
-    if _has_hparams(fn_or_cls):
-      fn_or_cls = fn_or_cls.HParams
-    if isinstance(fn_or_cls, type) and issubclass(
-      fn_or_cls, hparams.BaseHParams
-    ):
-      return fn_or_cls(*args, **kwargs)
+    if isinstance(fn_or_cls, type):
+      if issubclass(fn_or_cls, hparams.Configurable):
+        fn_or_cls = fn_or_cls.HParams
+      if issubclass(fn_or_cls, hparams.BaseHParams):
+        return fn_or_cls(*args, **kwargs)
     return super().__new__(cls)
 
   def clone(self) -> Self:
@@ -50,7 +50,7 @@ class Config(fdl.Config[T], Generic[T]):
 
   def Instantiate(self, **kwargs: Any) -> Any:
     """Builds it, with these arguments instead of its own."""
-    return instantiate(self, **kwargs)
+    return fdl.build(fdl.copy_with(self, **kwargs))
 
 
 Config.register(hparams.BaseHParams)
@@ -62,44 +62,13 @@ def instantiate(config: Any, **kwargs: Any) -> Any:
   Each template within it stands for a layer of its own; in `fdl.build`, one
   that is used twice is one layer.
   """
-  if isinstance(config, hparams.BaseHParams):
-    return config.Instantiate(**kwargs)
-  if not isinstance(config, fdl.Buildable):
+  if not isinstance(config, Config):
     raise TypeError(f'Expected a pax_fiddle.Config or HParams; got {config!r}.')
-  return fdl.build(fdl.copy_with(config, **kwargs))
+  return config.Instantiate(**kwargs)
 
 
 build = instantiate
-
-
-def get_callable(config: Any) -> Any:
-  """Returns what a config is of."""
-  if isinstance(config, hparams.BaseHParams):
-    return config.cls
-  return fdl.get_callable(config)
-
-
-def template_field(template: Any) -> Any:
-  """Declares a field that holds a config; each owner has its own.
-
-  Args:
-    template: a class; or a function that returns the config; None is a field
-      that is None unless it is set.
-
-  Returns:
-    What a dataclass takes for a field.
-  """
-  if template is None:
-    return field(default=None)
-  if _has_hparams(template):
-    template = template.HParams
-  return field(default_factory=template)
-
-
+template_field = hparams.sub_config_field
 # In Praxis, an object that is made together with its owner. Here the owner
 # makes it, by `create_child` or `Instantiate`.
 instance_field = template_field
-
-
-def _has_hparams(cls: Any) -> bool:
-  return isinstance(cls, type) and issubclass(cls, hparams.Configurable)

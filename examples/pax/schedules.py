@@ -22,16 +22,24 @@ Point = tuple[int, float]
 class BaseSchedule(hparams.Configurable, abc.ABC):
   """A function of the step."""
 
+  # What hyperparameters must be; see `_holds`.
+  _EXPECTED = ''
+
+  def __init__(self, hparams: Any):
+    super().__init__(hparams)
+    if not self._holds(hparams):
+      raise ValueError(
+        f'{type(self).__name__} expects {self._EXPECTED}; got {hparams}.'
+      )
+
+  def _holds(self, p: Any) -> bool:
+    """Whether hyperparameters are as `_EXPECTED` says."""
+    del p
+    return True
+
   @abc.abstractmethod
   def value_at(self, step: Any) -> jax.Array:
     """Returns the multiplier at a step, a float32 scalar."""
-
-  def _check(self, holds: bool, expected: str) -> None:
-    """Refuses hyperparameters of which `expected` does not hold."""
-    if not holds:
-      raise ValueError(
-        f'{type(self).__name__} expects {expected}; got {self.hparams}.'
-      )
 
 
 def _float(step: Any) -> jax.Array:
@@ -64,21 +72,16 @@ class _Between(BaseSchedule):
   start: Point = (0, 1.0)
   limit: Point = (1, 1.0)
 
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    points = (hparams.start, hparams.limit)
-    self._check(
-      all(len(point) == 2 for point in points)
-      and hparams.start[0] < hparams.limit[0],
-      'start and limit to be pairs (step, value), the step of limit the later',
-    )
+  _EXPECTED = (
+    'start and limit to be pairs (step, value), the step of limit the later'
+  )
 
-  def _fraction(self, step: Any) -> jax.Array:
-    """How much of the way is done, from 0 to 1."""
-    return _fraction(step, self.hparams.start[0], self.hparams.limit[0])
+  def _holds(self, p: Any) -> bool:
+    return len(p.start) == len(p.limit) == 2 and p.start[0] < p.limit[0]
 
 
 def _fraction(step: Any, start: float, end: float) -> jax.Array:
+  """How much of the way is done, from 0 to 1."""
   return jnp.clip((_float(step) - start) / (end - start), 0.0, 1.0)
 
 
@@ -94,17 +97,17 @@ class Polynomial(_Between):
   power: float = 1
   origin: str = 'start'
 
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    self._check(
-      hparams.power > 0 and hparams.origin in ('start', 'limit'),
-      "a positive power, and origin 'start' or 'limit'",
-    )
+  _EXPECTED = (
+    "a positive power, origin 'start' or 'limit', and start to be before limit"
+  )
+
+  def _holds(self, p: Any) -> bool:
+    return super()._holds(p) and p.power > 0 and p.origin in ('start', 'limit')
 
   def value_at(self, step: Any) -> jax.Array:
     """Returns the multiplier at a step, a float32 scalar."""
     p = self.hparams
-    done = self._fraction(step)
+    done = _fraction(step, p.start[0], p.limit[0])
     from_start = p.origin == 'start'
     left = 1 - done**p.power if from_start else (1 - done) ** p.power
     # So written, each end is met exactly.
@@ -114,27 +117,21 @@ class Polynomial(_Between):
 class Linear(Polynomial):
   """A straight line."""
 
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    self._check(hparams.power == 1, 'power 1; Polynomial has others')
-
 
 class Exponential(_Between):
   """The same factor at each step; by default it falls to a half."""
 
   limit: Point = (1, 0.5)
 
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    self._check(
-      hparams.start[1] > 0 and hparams.limit[1] > 0,
-      'positive values in start and limit',
-    )
+  _EXPECTED = 'positive values in start and limit, and start to be before limit'
+
+  def _holds(self, p: Any) -> bool:
+    return super()._holds(p) and min(p.start[1], p.limit[1]) > 0
 
   def value_at(self, step: Any) -> jax.Array:
     """Returns the multiplier at a step, a float32 scalar."""
-    (_, first), (_, last) = self.hparams.start, self.hparams.limit
-    return first * (last / first) ** self._fraction(step)
+    (start, first), (end, last) = self.hparams.start, self.hparams.limit
+    return first * (last / first) ** _fraction(step, start, end)
 
 
 class Cosine(BaseSchedule):
@@ -150,9 +147,10 @@ class Cosine(BaseSchedule):
   final_value: float = 0.0
   total_steps: int = 0
 
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    self._check(hparams.total_steps > 0, 'total_steps to be set, at least 1')
+  _EXPECTED = 'total_steps to be set, at least 1'
+
+  def _holds(self, p: Any) -> bool:
+    return p.total_steps > 0
 
   def value_at(self, step: Any) -> jax.Array:
     """Returns the multiplier at a step, a float32 scalar."""
@@ -177,17 +175,18 @@ class PiecewiseConstant(BaseSchedule):
   boundaries: tuple[int, ...] = ()
   values: tuple[float, ...] = ()
 
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    self._check(
-      len(hparams.values) == len(hparams.boundaries) + 1
-      and list(hparams.boundaries) == sorted(hparams.boundaries),
-      'boundaries in order, and one value more than boundaries',
-    )
+  _EXPECTED = 'boundaries in order, and one value more than boundaries'
+
+  def _holds(self, p: Any) -> bool:
+    return len(p.values) == len(p.boundaries) + 1 and _in_order(p.boundaries)
 
   def value_at(self, step: Any) -> jax.Array:
     """Returns the multiplier at a step, a float32 scalar."""
     return _piece(step, self.hparams.boundaries, self.hparams.values)
+
+
+def _in_order(steps: Any) -> bool:
+  return list(steps) == sorted(steps)
 
 
 def _piece(step: Any, boundaries: Any, values: Any) -> jax.Array:
@@ -214,16 +213,14 @@ class _LinearRampup(BaseSchedule):
   min_ratio: float = 0.01
   max: float = 1.0
 
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    p = hparams
-    self._check(
-      0 <= p.warmup_steps <= p.decay_start < p.decay_end
-      and p.min_ratio > 0
-      and p.max > 0,
-      '0 <= warmup_steps <= decay_start < decay_end, and min_ratio and max to'
-      ' be positive',
-    )
+  _EXPECTED = (
+    '0 <= warmup_steps <= decay_start < decay_end, and min_ratio and max to'
+    ' be positive'
+  )
+
+  def _holds(self, p: Any) -> bool:
+    is_ordered = 0 <= p.warmup_steps <= p.decay_start < p.decay_end
+    return is_ordered and p.min_ratio > 0 and p.max > 0
 
   @abc.abstractmethod
   def _decay(self, done: jax.Array) -> jax.Array:
@@ -266,15 +263,11 @@ class LinearRampupPiecewiseConstant(BaseSchedule):
   boundaries: tuple[int, ...] = ()
   values: tuple[float, ...] = ()
 
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    p = hparams
-    self._check(
-      len(p.values) == len(p.boundaries) >= 1
-      and p.boundaries[0] > 0
-      and list(p.boundaries) == sorted(p.boundaries),
-      'boundaries in order, the first positive, and as many values',
-    )
+  _EXPECTED = 'boundaries in order, the first positive, and as many values'
+
+  def _holds(self, p: Any) -> bool:
+    has_both = len(p.values) == len(p.boundaries) > 0
+    return has_both and p.boundaries[0] > 0 and _in_order(p.boundaries)
 
   def value_at(self, step: Any) -> jax.Array:
     """Returns the multiplier at a step, a float32 scalar."""
@@ -297,9 +290,10 @@ class SqrtDecay(BaseSchedule):
   multiplier: float = 1.0
   offset: float = 0.0
 
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    self._check(hparams.decay_start > 0, 'decay_start to be at least 1')
+  _EXPECTED = 'decay_start to be at least 1'
+
+  def _holds(self, p: Any) -> bool:
+    return p.decay_start > 0
 
   def value_at(self, step: Any) -> jax.Array:
     """Returns the multiplier at a step, a float32 scalar."""
@@ -323,13 +317,6 @@ class Transformer(BaseSchedule):
   warmup_steps: int = 4000
   model_dim: int = 512
   decay_end: int | None = None
-
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    self._check(
-      hparams.warmup_steps > 0 and hparams.model_dim > 0,
-      'warmup_steps and model_dim to be at least 1',
-    )
 
   def value_at(self, step: Any) -> jax.Array:
     """Returns the multiplier at a step, a float32 scalar."""
