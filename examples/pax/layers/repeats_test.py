@@ -135,7 +135,7 @@ def test_a_pipeline_of_any_layer():
       {'pipeline_microbatch_size': 3},
       'is 3; expected a divisor of the batch 4',
     ),
-    ({'num_pipeline_microbatches': 0}, 'expected a positive'),
+    ({'num_pipeline_microbatches': 0}, 'a positive number'),
     ({}, 'expected one of them'),
     (
       {'num_pipeline_microbatches': 2, 'pipeline_microbatch_size': 2},
