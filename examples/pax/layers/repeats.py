@@ -28,19 +28,6 @@ class AutodiffCheckpointType:
   SAVE_DOT_WITH_NO_BATCH_DIM = 'dots'
 
 
-def checkpointed(
-  layer: base_layer.BaseLayer, policy: str
-) -> Callable[..., Any]:
-  """Returns the layer's call, of which the backward pass computes some again.
-
-  Args:
-    layer: part of the run.
-    policy: one of `transformer.REMATS`.
-  """
-  found = transformer.remat_policy(policy)
-  return layer if found is None else base_layer.remat(layer, policy=found)
-
-
 class Repeat(base_layer.BaseLayer):
   """Runs N equal layers, each with weights of its own, as one loop.
 

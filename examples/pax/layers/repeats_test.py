@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
 from examples.pax.layers import pipeline
@@ -97,7 +98,8 @@ def test_a_part_that_is_computed_again_hands_on_what_it_leaves():
       self.create_child('sub', Traces.HParams())
 
     def __call__(self, x):
-      return repeats.checkpointed(self.sub, 'full')(x, 1.0)
+      policy = transformer.remat_policy('full')
+      return base_layer.remat(self.sub, policy=policy)(x, 1.0)
 
   variables = jax.tree.map(lambda x: x[0], _variables())
   layer = Unrolled.HParams(name='r').Instantiate()

@@ -447,8 +447,9 @@ class StackedTransformer(base_layer.BaseLayer):
   ) -> jax.Array:
     """Returns [B, L, D]; see `Transformer`."""
     x_BLD = inputs
+    policy = transformer.remat_policy(self.hparams.checkpoint_policy)
     for layer in self.x_layers:
-      run = repeats.checkpointed(layer, self.hparams.checkpoint_policy)
+      run = layer if policy is None else base_layer.remat(layer, policy=policy)
       x_BLD = run(x_BLD, context)
     return x_BLD
 
