@@ -101,28 +101,16 @@ def check_devices(devices: Iterable[Any]) -> None:
       'major.minor', as AMD's are.
   """
   for device in devices:
-    if device.platform == 'gpu':
-      check_compute_capability(device.compute_capability, device.device_kind)
-
-
-def check_compute_capability(capability: str, kind: str = 'this GPU') -> None:
-  """Refuses a compute capability without FP8; see `check_devices`.
-
-  Args:
-    capability: as JAX gives it, such as '9.0'.
-    kind: what to call the device in an error.
-
-  Raises:
-    ValueError: it is below 8.9, or not of the form 'major.minor'.
-  """
-  major, _, minor = capability.partition('.')
-  numbers = major.isdecimal() and minor.isdecimal()
-  if not numbers or (int(major), int(minor)) < _FIRST_CAPABILITY:
-    raise errors.UsageError(
-      f'FP8 products need an NVIDIA GPU of compute capability 8.9 (Ada) or'
-      f' later, such as 9.0 (Hopper); {kind} has {capability!r}. Compute in'
-      ' bfloat16 instead.'
-    )
+    if device.platform != 'gpu':
+      continue
+    major, _, minor = device.compute_capability.partition('.')
+    numbers = major.isdecimal() and minor.isdecimal()
+    if not numbers or (int(major), int(minor)) < _FIRST_CAPABILITY:
+      raise errors.UsageError(
+        'FP8 products need an NVIDIA GPU of compute capability 8.9 (Ada) or'
+        f' later, such as 9.0 (Hopper); {device.device_kind} has'
+        f' {device.compute_capability!r}. Compute in bfloat16 instead.'
+      )
 
 
 def _dimension_numbers(spec: str) -> jax.lax.DotDimensionNumbers:

@@ -447,19 +447,11 @@ def causal_attention(
       or G does not divide H.
     errors.UsageError: cuDNN has no kernel for a cap, or for this type.
   """
+  run = functools.partial(attend, cap=cap, dropout=dropout, prefix_BM=prefix_BM)
   if cache is not None:
     k_BMGK = update_cache(cache[0], k_BLGK, start)
     v_BMGK = update_cache(cache[1], v_BLGK, start)
-    mixed = attend(
-      q_BLHK,
-      k_BMGK,
-      v_BMGK,
-      start,
-      cap=cap,
-      dropout=dropout,
-      prefix_BM=prefix_BM,
-    )
-    return mixed, (k_BMGK, v_BMGK)
+    return run(q_BLHK, k_BMGK, v_BMGK, start), (k_BMGK, v_BMGK)
   ids = segment_ids_BL
   if implementation == 'flash':
     if dropout is not None or prefix_BM is not None:
@@ -475,31 +467,12 @@ def causal_attention(
   half = q_BLHK.shape[1] // 2
   if half < 64 or prefix_BM is not None:
     both = None if ids is None else (ids, ids)
-    mixed = attend(
-      q_BLHK,
-      k_BLGK,
-      v_BLGK,
-      segments=both,
-      cap=cap,
-      dropout=dropout,
-      prefix_BM=prefix_BM,
-    )
-    return mixed, None
+    return run(q_BLHK, k_BLGK, v_BLGK, segments=both), None
   early = late = None
   if ids is not None:
     early, late = (ids[:, :half], ids[:, :half]), (ids[:, half:], ids)
-  first = attend(
-    q_BLHK[:, :half],
-    k_BLGK[:, :half],
-    v_BLGK[:, :half],
-    0,
-    early,
-    cap,
-    dropout=dropout,
-  )
-  second = attend(
-    q_BLHK[:, half:], k_BLGK, v_BLGK, half, late, cap, dropout=dropout
-  )
+  first = run(q_BLHK[:, :half], k_BLGK[:, :half], v_BLGK[:, :half], 0, early)
+  second = run(q_BLHK[:, half:], k_BLGK, v_BLGK, half, late)
   return jnp.concatenate([first, second], axis=1), None
 
 
@@ -625,13 +598,14 @@ def cudnn_attention(
       "Flash attention on GPU is cuDNN's, which needs bfloat16; got float32."
       " Set the model's dtype to bfloat16, or its attention to 'einsum'."
     )
-  ids = segment_ids_BL
-  same_BLL = None if ids is None else ids[:, :, None] == ids[:, None, :]
+  mask = None
+  if (ids := segment_ids_BL) is not None:
+    mask = ids[:, None, :, None] == ids[:, None, None, :]
   return jax.nn.dot_product_attention(
     q_BLHK,
     k_BLGK,
     v_BLGK,
-    mask=None if same_BLL is None else same_BLL[:, None],
+    mask=mask,
     is_causal=True,
     implementation='cudnn',
   )
@@ -773,10 +747,11 @@ def chunked_cross_entropy(
       f' for {x_BLD.shape[1]} tokens.'
     )
   args = (x_BLD, head, targets_BL, jax.lax.stop_gradient(weights_BL))
+  piece = functools.partial(_piece_cross_entropy, cap, smoothing)
   if chunks == 1:
-    total, rest = _piece_cross_entropy(cap, smoothing, *args)
+    total, rest = piece(*args)
   else:
-    total, rest = _chunked_cross_entropy(chunks, cap, smoothing, *args)
+    total, rest = _chunked_cross_entropy(piece, chunks, *args)
   return CrossEntropy(total, *rest)
 
 
@@ -802,29 +777,23 @@ def _piece_cross_entropy(
   )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunked_cross_entropy(
+  piece: Callable[..., _Sums],
   chunks: int,
-  cap: float,
-  smoothing: float,
   x_BLD: jax.Array,
   head: Head,
   targets_BL: jax.Array,
   weights_BL: jax.Array,
 ) -> _Sums:
-  def add(carry: Any, piece: Any) -> tuple[Any, jax.Array]:
-    x, targets, weights = piece
-    total, (correct, nats) = _piece_cross_entropy(
-      cap, smoothing, x, head, targets, weights
-    )
+  def add(carry: Any, of_piece: Any) -> tuple[Any, jax.Array]:
+    x, targets, weights = of_piece
+    total, (correct, nats) = piece(x, head, targets, weights)
     return jax.tree.map(jnp.add, carry, (total, correct)), nats
 
   zero = jnp.zeros([], jnp.float32)
-  (total, correct), nats = jax.lax.scan(
-    add,
-    (zero, zero),
-    _pieces((x_BLD, targets_BL, weights_BL), chunks),
-  )
+  pieces = _pieces((x_BLD, targets_BL, weights_BL), chunks)
+  (total, correct), nats = jax.lax.scan(add, (zero, zero), pieces)
   return total, (correct, _whole(nats))
 
 
@@ -841,15 +810,13 @@ def _pieces(tree: Any, chunks: int) -> Any:
 
 def _whole(pieces: jax.Array) -> jax.Array:
   """Undoes `_pieces`."""
-  chunks, batch, _, *rest = pieces.shape
-  del chunks
+  _, batch, _, *rest = pieces.shape
   return jnp.swapaxes(pieces, 0, 1).reshape(batch, -1, *rest)
 
 
 def _chunked_forward(
+  piece: Callable[..., _Sums],
   chunks: int,
-  cap: float,
-  smoothing: float,
   x_BLD: jax.Array,
   head: Head,
   targets_BL: jax.Array,
@@ -860,27 +827,27 @@ def _chunked_forward(
   Recomputing them in the backward pass would cost a fourth product with the
   table.
   """
+  with_grads = jax.value_and_grad(piece, argnums=(0, 1), has_aux=True)
 
-  def add(carry: Any, piece: Any) -> tuple[Any, Any]:
-    x, targets, weights = piece
-    (total, (correct, nats)), (grad_x, grad_head) = jax.value_and_grad(
-      _piece_cross_entropy, argnums=(2, 3), has_aux=True
-    )(cap, smoothing, x, head, targets, weights)
+  def add(carry: Any, of_piece: Any) -> tuple[Any, Any]:
+    x, targets, weights = of_piece
+    (total, (correct, nats)), (grad_x, grad_head) = with_grads(
+      x, head, targets, weights
+    )
     carry = jax.tree.map(jnp.add, carry, (total, correct, grad_head))
     return carry, (nats, grad_x)
 
   zero = jnp.zeros([], jnp.float32)
   zeros = (zero, zero, jax.tree.map(jnp.zeros_like, head))
-  (total, correct, grad_head), (nats, grad_x) = jax.lax.scan(
-    add, zeros, _pieces((x_BLD, targets_BL, weights_BL), chunks)
-  )
+  pieces = _pieces((x_BLD, targets_BL, weights_BL), chunks)
+  (total, correct, grad_head), (nats, grad_x) = jax.lax.scan(add, zeros, pieces)
   return (total, (correct, _whole(nats))), (_whole(grad_x), grad_head)
 
 
 def _chunked_backward(
-  chunks: int, cap: float, smoothing: float, grads: Any, cotangents: _Sums
+  piece: Any, chunks: int, grads: Any, cotangents: _Sums
 ) -> Any:
-  del chunks, cap, smoothing
+  del piece, chunks
   grad_x, grad_head = grads
   cotangent, _ = cotangents
   return (

@@ -30,6 +30,7 @@ from . import model
 
 # The pmapped axis: gradients, BatchNorm and evaluation sums meet on it.
 _AXIS = 'i'
+_cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 # For TensorBoard: eight pixels are hard to see.
 _ZOOM = 8
 _NUM_PICTURES = 16
@@ -196,10 +197,6 @@ def evaluate_batch(
     'weight': jnp.sum(batch.weight_DB),
   }
   return jax.lax.psum(sums, _AXIS), prediction_B
-
-
-def _cross_entropy(logits_BK: jax.Array, y_B: Any) -> jax.Array:
-  return optax.softmax_cross_entropy_with_integer_labels(logits_BK, y_B)
 
 
 class Experiment(experiment.AbstractExperiment):

@@ -339,19 +339,22 @@ def test_training_in_fp8_follows_bfloat16(tmp_path, monkeypatch):
   assert scales['layers/attention']['qkv_weight_scale_fp8'].is_fully_replicated
 
 
+def _gpu(capability):
+  return types.SimpleNamespace(
+    platform='gpu', compute_capability=capability, device_kind='Some GPU'
+  )
+
+
 @pytest.mark.parametrize('capability', ['8.9', '9.0', '10.0', '12.1'])
 def test_gpus_with_fp8(capability):
-  fp8.check_compute_capability(capability)
+  fp8.check_devices([_gpu(capability)])
 
 
 @pytest.mark.parametrize('capability', ['7.0', '8.0', '8.6', 'gfx942', ''])
 def test_gpus_without_fp8_are_refused(capability):
-  old = types.SimpleNamespace(
-    platform='gpu', compute_capability=capability, device_kind='Some GPU'
-  )
   message = f"need .* 8.9 .*; Some GPU has '{capability}'.*bfloat16"
   with pytest.raises(ValueError, match=message):
-    fp8.check_devices([old])
+    fp8.check_devices([_gpu(capability)])
 
 
 def test_devices_that_emulate_fp8_pass():

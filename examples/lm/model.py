@@ -11,8 +11,7 @@ Shapes: B batch, L length, D embed, F mlp, H heads, K head dim, V vocab,
 N layers, M keys (cached and new), S parts fused into one product.
 """
 
-from collections.abc import Callable, Iterator
-import contextlib
+from collections.abc import Callable
 import contextvars
 import dataclasses
 import functools
@@ -167,20 +166,10 @@ class ModelConfig:
     return 1 if self.scan_layers else 0
 
 
+# The axes of the weights by module and name, while `init` creates them.
 _declared: contextvars.ContextVar[dict[tuple[str, str], tuple] | None] = (
   contextvars.ContextVar('declared_axes', default=None)
 )
-
-
-@contextlib.contextmanager
-def _declare_axes() -> Iterator[dict[tuple[str, str], tuple]]:
-  """Collects the axes of the weights that are created inside."""
-  axes: dict[tuple[str, str], tuple] = {}
-  token = _declared.set(axes)
-  try:
-    yield axes
-  finally:
-    _declared.reset(token)
 
 
 def weight(
@@ -549,10 +538,14 @@ def init(rng: jax.Array, config: ModelConfig) -> Params:
     Haiku's two-level dict; each leaf a `partitioning.Logical` around a float32
     array. `partitioning.unbox` gives what the other functions take.
   """
-  with _declare_axes() as declared:
+  declared: dict[tuple[str, str], tuple] = {}
+  token = _declared.set(declared)
+  try:
     params = _transformed(config).init(
       rng, jnp.zeros((1, 1), jnp.int32), is_training=False
     )
+  finally:
+    _declared.reset(token)
 
   def box(module: str, name: str, value: jax.Array) -> partitioning.Logical:
     # The layers are created in a context of their own, which does not know

@@ -43,6 +43,10 @@ WeightedScalars = dict[str, tuple[jax.Array, jax.Array]]
 PerExample = dict[str, jax.Array]
 
 
+# Where a field of a decoder has another name in `decoding.Options`.
+_OPTIONS = {'k': 'top_k', 'p': 'top_p'}
+
+
 class DecoderHParams(BaseHParams):
   """Hyperparameters of all decoders; the subclasses are the methods.
 
@@ -53,6 +57,7 @@ class DecoderHParams(BaseHParams):
 
   max_decode_steps: int = 0
   eos_id: int | Sequence[int] | None = 2
+  _method = ''
 
   def to_options(self) -> decoding.Options:
     """Returns what `decoding.decode` takes.
@@ -61,24 +66,22 @@ class DecoderHParams(BaseHParams):
       ValueError: a value that is no decoder's.
     """
     ids = () if self.eos_id is None else self.eos_id
+    fields = {
+      _OPTIONS.get(name, name): value
+      for name, value in self.items()
+      if name != 'eos_id' and value is not None
+    }
     return decoding.Options(
-      max_decode_steps=self.max_decode_steps,
+      method=self._method,
       stop_ids=(ids,) if isinstance(ids, int) else tuple(ids),
-      **self._method(),
-    )
-
-  def _method(self) -> dict[str, Any]:
-    raise NotImplementedError(
-      f'{type(self).__qualname__} names no method; use GreedyDecoderHParams,'
-      ' SampleDecoderHParams or BeamSearchHParams.'
+      **fields,
     )
 
 
 class GreedyDecoderHParams(DecoderHParams):
   """Takes the likeliest token each time."""
 
-  def _method(self) -> dict[str, Any]:
-    return {'method': 'greedy'}
+  _method = 'greedy'
 
 
 class SampleDecoderHParams(DecoderHParams):
@@ -95,15 +98,7 @@ class SampleDecoderHParams(DecoderHParams):
   temperature: float = 1.0
   k: int = 40
   p: float | None = None
-
-  def _method(self) -> dict[str, Any]:
-    return {
-      'method': 'sample',
-      'num_samples': self.num_samples,
-      'temperature': self.temperature,
-      'top_k': self.k,
-      'top_p': 1.0 if self.p is None else self.p,
-    }
+  _method = 'sample'
 
 
 class BeamSearchHParams(DecoderHParams):
@@ -117,13 +112,7 @@ class BeamSearchHParams(DecoderHParams):
 
   beam_size: int = 1
   length_norm_alpha: float = 0.8
-
-  def _method(self) -> dict[str, Any]:
-    return {
-      'method': 'beam',
-      'beam_size': self.beam_size,
-      'length_norm_alpha': self.length_norm_alpha,
-    }
+  _method = 'beam'
 
 
 class BaseModel(base_layer.BaseLayer, abc.ABC):
@@ -315,25 +304,20 @@ class LanguageModel(_TokenModel):
 
   def compute_predictions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `hidden` [B, L, D], what the output layer is given."""
-    segments: dict[str, jax.Array] = {}
+    names = []
     if self.lm.hparams.packed_input:
-      if missing := {'segment_ids', 'segment_pos'} - set(batch):
-        raise ValueError(
-          f'{self.module_name}.lm_tpl.packed_input is True, but the batch lacks'
-          f' {sorted(missing)}; it has {sorted(batch)}. Pack the data, or set'
-          ' packed_input=False.'
-        )
-      segments = {key: batch[key] for key in ('segment_ids', 'segment_pos')}
+      names += ['segment_ids', 'segment_pos']
     if self._type == LanguageModelType.PREFIX:
-      if 'inputs_indicator' not in batch:
-        raise ValueError(
-          f'{self.module_name} is a prefix language model, but the batch lacks'
-          f" 'inputs_indicator'; it has {sorted(batch)}. Read a task with"
-          " 'inputs', or set model_type='causal'."
-        )
-      segments['inputs_indicator'] = batch['inputs_indicator']
-    elif self._type == LanguageModelType.BIDIRECTIONAL and 'paddings' in batch:
-      segments['paddings'] = batch['paddings']
+      names += ['inputs_indicator']
+    if missing := set(names) - set(batch):
+      raise ValueError(
+        f'{self.module_name}: the batch lacks {sorted(missing)}; it has'
+        f' {sorted(batch)}. packed_input=True needs packed data, and a prefix'
+        " language model a task with 'inputs'."
+      )
+    if self._type == LanguageModelType.BIDIRECTIONAL and 'paddings' in batch:
+      names += ['paddings']
+    segments = {name: batch[name] for name in names}
     return {'hidden': self.lm.hidden(batch['ids'], **segments)}
 
   @property

@@ -46,12 +46,7 @@ class Conv2D(base_layer.BaseLayer):
   def setup(self) -> None:
     """Creates the filters."""
     p = self.hparams
-    if len(p.filter_shape) != 4:
-      raise ValueError(
-        f'{self.module_name} has filter_shape {tuple(p.filter_shape)}; expected'
-        ' (height, width, channels in, channels out).'
-      )
-    if len(p.filter_stride) != 2 or min(p.filter_stride) < 1:
+    if min(p.filter_stride) < 1:
       raise ValueError(
         f'{self.module_name} has filter_stride {tuple(p.filter_stride)};'
         ' expected (rows, columns), each at least 1.'
@@ -81,16 +76,8 @@ class Conv2D(base_layer.BaseLayer):
 
     Returns:
       [B, ceil(H / rows), ceil(W / columns), D] with 'SAME', in `fprop_dtype`.
-
-    Raises:
-      ValueError: they have not C channels.
     """
     p, dtype = self.hparams, self.fprop_dtype
-    if x_BHWC.ndim != 4 or x_BHWC.shape[3] != p.filter_shape[2]:
-      raise ValueError(
-        f'{self.module_name} got {x_BHWC.shape}; expected [batch, height,'
-        f' width, {p.filter_shape[2]}].'
-      )
     padding: str | list[tuple[int, int]] = p.padding
     if p.padding == 'SAME' and not p.tf_equivalent_padding:
       padding = [((n - 1) // 2, n // 2) for n in p.filter_shape[:2]]

@@ -38,15 +38,12 @@ class Pipelined(repeats.Repeat):
     super().setup()
     p = self.hparams
     sizes = (p.num_pipeline_microbatches, p.pipeline_microbatch_size)
-    if sum(size is None for size in sizes) != 1:
+    given = [size for size in sizes if size is not None]
+    if len(given) != 1 or given[0] < 1:
       raise ValueError(
         f'{self.module_name} has num_pipeline_microbatches {sizes[0]} and'
-        f' pipeline_microbatch_size {sizes[1]}; expected one of them.'
-      )
-    if any(size is not None and size < 1 for size in sizes):
-      raise ValueError(
-        f'{self.module_name} has num_pipeline_microbatches {sizes[0]} and'
-        f' pipeline_microbatch_size {sizes[1]}; expected a positive number.'
+        f' pipeline_microbatch_size {sizes[1]}; expected one of them, a'
+        ' positive number.'
       )
     found = self._sub.layer.abstract_init()
     if fp8.split(found[base_layer.PARAMS])[1]:

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
-from jaxline import errors
 
 BaseHParams = hparams.BaseHParams
 sub_config_field = base_layer.sub_config_field
@@ -27,28 +26,6 @@ class AutodiffCheckpointType:
   SAVE_NOTHING = 'full'
   SAVE_EVERYTHING = 'nothing'
   SAVE_DOT_WITH_NO_BATCH_DIM = 'dots'
-
-
-def check_policy(layer: base_layer.BaseLayer, name: str) -> None:
-  """Refuses a `checkpoint_policy` that there is not."""
-  if name not in transformer.REMATS:
-    raise ValueError(
-      f'{layer.module_name}.checkpoint_policy is {name!r}; expected one of'
-      f' {transformer.REMATS}.{errors.did_you_mean(name, transformer.REMATS)}'
-    )
-
-
-def checkpointed(
-  layer: base_layer.BaseLayer, policy: str
-) -> Callable[..., Any]:
-  """Returns the layer's call, of which the backward pass computes some again.
-
-  Args:
-    layer: part of the run.
-    policy: one of `transformer.REMATS`.
-  """
-  found = transformer.remat_policy(policy)
-  return layer if found is None else base_layer.remat(layer, policy=found)
 
 
 class Repeat(base_layer.BaseLayer):
@@ -71,7 +48,6 @@ class Repeat(base_layer.BaseLayer):
 
   def setup(self) -> None:
     p = self.hparams
-    check_policy(self, p.checkpoint_policy)
     self._sub = base_layer.Stacked(self, 'sub', p.sub_tpl, p.x_times)
 
   def __call__(self, x: Any, *args: Any) -> Any:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
 from examples.pax.layers import pipeline
@@ -97,7 +98,8 @@ def test_a_part_that_is_computed_again_hands_on_what_it_leaves():
       self.create_child('sub', Traces.HParams())
 
     def __call__(self, x):
-      return repeats.checkpointed(self.sub, 'full')(x, 1.0)
+      policy = transformer.remat_policy('full')
+      return base_layer.remat(self.sub, policy=policy)(x, 1.0)
 
   variables = jax.tree.map(lambda x: x[0], _variables())
   layer = Unrolled.HParams(name='r').Instantiate()
@@ -135,7 +137,7 @@ def test_a_pipeline_of_any_layer():
       {'pipeline_microbatch_size': 3},
       'is 3; expected a divisor of the batch 4',
     ),
-    ({'num_pipeline_microbatches': 0}, 'expected a positive'),
+    ({'num_pipeline_microbatches': 0}, 'a positive number'),
     ({}, 'expected one of them'),
     (
       {'num_pipeline_microbatches': 2, 'pipeline_microbatch_size': 2},

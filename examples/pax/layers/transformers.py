@@ -226,7 +226,7 @@ class Transformer(_Residual):
     is_causal: whether no position sees later ones.
     use_cross_attention: whether it attends to `Context.source`.
     tr_atten_tpl: self-attention.
-    cross_atten_tpl: cross-attention; None is as `tr_atten_tpl`, by 'einsum'.
+    cross_atten_tpl: cross-attention; None is as `tr_atten_tpl`.
     tr_fflayer_tpl: the feed-forward part.
     relu_dropout_prob: part of the feed-forward part's hidden values that is
       dropped in training.
@@ -264,8 +264,7 @@ class Transformer(_Residual):
       self._create_norms('cross_layer_norm', p.ln_tpl.clone())
       self.create_child(
         'cross_attention',
-        p.cross_atten_tpl
-        or p.tr_atten_tpl.clone().set(attention_impl='einsum'),
+        p.cross_atten_tpl or p.tr_atten_tpl.clone(),
         is_cross_attention=True,
         **heads,
       )
@@ -423,7 +422,6 @@ class StackedTransformer(base_layer.BaseLayer):
 
   def setup(self) -> None:
     p = self.hparams
-    repeats.check_policy(self, p.checkpoint_policy)
     if p.num_layers < 1:
       raise ValueError(
         f'{self.module_name}.num_layers is {p.num_layers}; expected at least 1.'
@@ -449,8 +447,9 @@ class StackedTransformer(base_layer.BaseLayer):
   ) -> jax.Array:
     """Returns [B, L, D]; see `Transformer`."""
     x_BLD = inputs
+    policy = transformer.remat_policy(self.hparams.checkpoint_policy)
     for layer in self.x_layers:
-      run = repeats.checkpointed(layer, self.hparams.checkpoint_policy)
+      run = layer if policy is None else base_layer.remat(layer, policy=policy)
       x_BLD = run(x_BLD, context)
     return x_BLD
 
@@ -614,12 +613,6 @@ class _Embedded(base_layer.BaseLayer):
     if p.separate_embedding_tpl is not None:
       self.create_child('embedding', p.separate_embedding_tpl, **sizes)
       self._embedding = self.embedding
-    elif not hasattr(self.softmax, 'emb_lookup'):
-      raise ValueError(
-        f'{self.module_name}.softmax_tpl is of'
-        f' {type(self.softmax).__name__}, which does not embed; expected'
-        ' SharedEmbeddingSoftmax, or a separate_embedding_tpl.'
-      )
     if p.position_emb_tpl is not None:
       self.create_child(
         'position_emb', p.position_emb_tpl, embedding_dims=p.model_dims
@@ -647,6 +640,10 @@ class _Embedded(base_layer.BaseLayer):
       x_BLD += self.position_emb(position)
     x_BLD = self.input_dropout(x_BLD.astype(self.fprop_dtype), rows)
     return self.shard(x_BLD, transformer.BETWEEN_BLOCKS)
+
+  def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+    """Returns float32 logits [B, L, V]; takes what `hidden` takes."""
+    return self.logits(self.hidden(*args, **kwargs))
 
   def logits(self, x: jax.Array) -> jax.Array:
     """Returns float32 logits [B, L, V] of what `hidden` gives."""
@@ -717,19 +714,6 @@ class TransformerLm(_Embedded):
     stack = _in_blocks(p.stacked_transformer_tpl, mask_self_attention=is_causal)
     self.create_child('transformer', stack)
 
-  def __call__(
-    self,
-    ids: jax.Array,
-    segment_ids: jax.Array | None = None,
-    segment_pos: jax.Array | None = None,
-    inputs_indicator: jax.Array | None = None,
-    paddings: jax.Array | None = None,
-  ) -> jax.Array:
-    """Returns float32 logits [B, L, V]; see `hidden`."""
-    return self.logits(
-      self.hidden(ids, segment_ids, segment_pos, inputs_indicator, paddings)
-    )
-
   def hidden(
     self,
     ids: jax.Array,
@@ -769,7 +753,6 @@ class TransformerLm(_Embedded):
         ' and only then.'
       )
     batch, length = ids.shape
-    self._check_length(length)
     rows = jnp.arange(batch)
     position = jnp.arange(length) if segment_pos is None else segment_pos
     context = Context(segment_ids=segment_ids, position=segment_pos, rows=rows)
@@ -892,15 +875,6 @@ class TransformerEncoderDecoder(_Embedded):
       ),
     )
 
-  def __call__(
-    self,
-    source_ids: jax.Array,
-    source_paddings: jax.Array,
-    target_ids: jax.Array,
-  ) -> jax.Array:
-    """Returns float32 logits [B, L, V]; see `hidden`."""
-    return self.logits(self.hidden(source_ids, source_paddings, target_ids))
-
   def encode(
     self, source_ids: jax.Array, source_paddings: jax.Array
   ) -> jax.Array:
@@ -911,7 +885,6 @@ class TransformerEncoderDecoder(_Embedded):
       source_paddings: [B, T], 1 where there is no token, else 0.
     """
     batch, length = source_ids.shape
-    self._check_length(length)
     rows = jnp.arange(batch)
     x_BTD = self._embed(
       source_ids, jnp.arange(length), rows, self._encoder_embedding
@@ -930,7 +903,6 @@ class TransformerEncoderDecoder(_Embedded):
       target_ids: integers below V, [B, L]: what precedes each prediction.
     """
     batch, length = target_ids.shape
-    self._check_length(length)
     rows = jnp.arange(batch)
     context = Context(
       source=encoded, source_seen=_seen(source_paddings), rows=rows

@@ -580,15 +580,12 @@ def test_layers_of_one_fiddle_config_have_weights_of_their_own():
 
 
 def test_what_makes_no_model_is_refused():
-  with pytest.raises(
-    ValueError, match=r"'nothin'; expected one of .* Did you mean 'nothing'"
-  ):
-    _lm(_repeated(2, 'nothin')).Instantiate().abstract_init()
   with pytest.raises(ValueError, match='num_layers is 0'):
     _lm(_block(0)).Instantiate().abstract_init()
   full = embedding_softmax.FullSoftmax.HParams()
-  with pytest.raises(ValueError, match='which does not embed'):
-    _lm(_block(), softmax_tpl=full).Instantiate().abstract_init()
+  layer = _lm(_block(), softmax_tpl=full).Instantiate()
+  with pytest.raises(AttributeError, match=r"FullSoftmax .*no 'emb_lookup'"):
+    layer.apply(_random_like(layer), _ids())
   separate = embedding_softmax.Embedding.HParams()
   lm = _lm(_block(), softmax_tpl=full, separate_embedding_tpl=separate)
   assert lm.Instantiate().num_params() == (
@@ -606,6 +603,24 @@ def test_what_makes_no_model_is_refused():
   [
     ({'packed_input': True}, 'hidden', (_ids(),), 'there are none segment_ids'),
     ({}, 'hidden', (_ids(), _ids()), 'with packed_input=True'),
+    (
+      {'stacked_transformer_tpl': _repeated(2, 'nothin')},
+      'hidden',
+      (_ids(),),
+      r"remat must be one of .*; got 'nothin'",
+    ),
+    (
+      {'stacked_transformer_tpl': _block().set(checkpoint_policy='nothin')},
+      'hidden',
+      (_ids(),),
+      r"remat must be one of .*; got 'nothin'",
+    ),
+    (
+      {'position_emb_tpl': TRAINED},
+      'hidden',
+      (_ids(length=L + 1),),
+      'Got sequences of 9 tokens; .* 8. Cut them',
+    ),
     (
       {'position_emb_tpl': TRAINED},
       'empty_cache',
