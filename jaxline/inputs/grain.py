@@ -84,17 +84,14 @@ class GrainInput(indexed.IndexedInput):
   collate: Callable[[list[Any]], Mapping[str, Any]] | None = None
   data_name: str = ''
 
+  _is_stream = False
+
   def __post_init__(self) -> None:
     super().__post_init__()
     if (self.dataset is None) == (not self.files):
       raise ValueError(
         f'{self.name} needs one of dataset and files, got'
         f' {"neither" if self.dataset is None else "both"}.'
-      )
-    if not isinstance(self.transformations, list | tuple):
-      raise TypeError(
-        f'{self.name}.transformations is {self.transformations!r}; expected a'
-        ' list: transformations=[f].'
       )
     import grain  # Takes a second to import.
 
@@ -103,28 +100,21 @@ class GrainInput(indexed.IndexedInput):
     self._ends: list[int] = []
     self._files_hash = ''
     self._arguments: dict[str, Any] = {}
-    is_function = callable(self.dataset) and not hasattr(
-      self.dataset, '__getitem__'
-    )
+    self._records: Any = self.dataset
     if self.files:
       self._paths = _find_files(self.files)
       self._ends = _find_ends(self._paths)
       self._files_hash = _hash_files(self._paths, self._ends)
-      self._records: Any = grain.sources.ArrayRecordDataSource(self._paths)
-    elif is_function and not isinstance(self.dataset, grain.IterDataset):
-      self._arguments = base.choose_arguments(
-        self.dataset,
-        f'{self.name}.dataset',
-        {
-          'host_index': self.infeed_host_index,
-          'num_hosts': self.num_infeed_hosts,
-          'seed': self.seed(),
-          'epoch': 0,  # Of the first.
-        },
-      )
+      self._records = grain.sources.ArrayRecordDataSource(self._paths)
+    elif callable(self.dataset) and not hasattr(self.dataset, '__getitem__'):
+      arguments = {
+        'host_index': self.infeed_host_index,
+        'num_hosts': self.num_infeed_hosts,
+        'seed': self.seed(),
+        'epoch': 0,  # Of the first.
+      }
+      self._arguments = base.choose_arguments(self.dataset, arguments)
       self._records = self._make(epoch=0)
-    else:
-      self._records = self.dataset
     self._is_stream = isinstance(self._records, grain.IterDataset)
     if self._is_stream:
       self._check_stream()
@@ -132,11 +122,8 @@ class GrainInput(indexed.IndexedInput):
       self.ANY_NUMBER_OF_HOSTS = False  # type: ignore[misc]
     else:
       self._check_records()
-      self._steps = [self._step(t) for t in self.transformations]
-    # Of a stream, the position of the next batch, and the epoch and number of
-    # the next record.
-    self._at = _position(0, 0, None)
-    self._reading = 0, 0
+    self._at = self._first_position()
+    self._reading = 0, 0  # Of a stream: the epoch and number of the record.
 
   # The dataset and its transformations.
 
@@ -150,15 +137,6 @@ class GrainInput(indexed.IndexedInput):
   def _check_records(self) -> None:
     import grain
 
-    records = self._records
-    if isinstance(records, (Mapping, str, bytes, type)) or not (
-      hasattr(records, '__len__') and hasattr(records, '__getitem__')
-    ):
-      raise TypeError(
-        f'{self.name}.dataset is {records!r}; expected a grain.MapDataset, a'
-        ' grain.IterDataset, a data source with __len__ and __getitem__, or a'
-        ' function that returns one of these.'
-      )
     dealt = {'host_index', 'num_hosts', 'epoch'} & set(self._arguments)
     if dealt:
       raise ValueError(
@@ -166,10 +144,21 @@ class GrainInput(indexed.IndexedInput):
         ' numbers, which the input deals out and shuffles itself: each host'
         ' would read a part of its part. Let it return all of them.'
       )
-    if not isinstance(records, grain.MapDataset):
+    for t in self.transformations:
+      is_map = isinstance(t, grain.transforms.Map | grain.transforms.RandomMap)
+      if not (is_map or callable(t)):
+        raise TypeError(
+          f'{self.name}.transformations has {t!r}; expected functions of a'
+          ' record, grain.transforms.Map or RandomMap. What leaves records out'
+          ' or makes several of one needs a stream: an IterDataset.'
+        )
+    if not isinstance(self._records, grain.MapDataset):
       return
-    nodes = {type(node).__name__ for node in _nodes(records)}
-    if len(records) == sys.maxsize or nodes & {*_SPARSE_NODES, *_BATCH_NODES}:
+    nodes = {type(node).__name__ for node in _nodes(self._records)}
+    if len(self._records) == sys.maxsize or nodes & {
+      *_SPARSE_NODES,
+      *_BATCH_NODES,
+    }:
       raise ValueError(
         f'{self.name}.dataset repeats without end, leaves records out or is'
         f' batched ({", ".join(sorted(nodes))}). Leave out .repeat() and'
@@ -212,22 +201,6 @@ class GrainInput(indexed.IndexedInput):
         ' makes the batches, of batch_size and with `collate`.'
       )
 
-  def _step(self, transformation: Any) -> tuple[Callable[..., Any], bool]:
-    """Returns a function of a record, and whether it takes a generator."""
-    import grain
-
-    if isinstance(transformation, grain.transforms.Map):
-      return transformation.map, False
-    if isinstance(transformation, grain.transforms.RandomMap):
-      return transformation.random_map, True
-    if callable(transformation):
-      return transformation, False
-    raise TypeError(
-      f'{self.name}.transformations has {transformation!r}; expected functions'
-      ' of a record, grain.transforms.Map or RandomMap. What leaves records out'
-      ' or makes several of one needs a stream: an IterDataset.'
-    )
-
   def _collate(self, records: list[Any]) -> Any:
     import grain
 
@@ -255,20 +228,25 @@ class GrainInput(indexed.IndexedInput):
     else:
       elements = [self._records[number] for number in numbers]
     for i, element in enumerate(elements):
-      for stage, (function, is_random) in enumerate(self._steps):
-        if is_random:
-          rng = self._generator(stage, int(epochs[i]), numbers[i])
-          element = function(element, rng)
-        else:
-          element = function(element)
-      if element is None:
+      elements[i] = self._transform(element, int(epochs[i]), numbers[i])
+      if elements[i] is None:
         raise ValueError(
           f'Record {numbers[i]} is None; expected a dict of arrays. Records'
           ' cannot be left out where they have numbers: filter the data'
           ' beforehand, or give a grain.IterDataset.'
         )
-      elements[i] = element
     return self._collate(elements)
+
+  def _transform(self, element: Any, epoch: int, record: int) -> Any:
+    import grain
+
+    for stage, t in enumerate(self.transformations):
+      if isinstance(t, grain.transforms.RandomMap):
+        element = t.random_map(element, self._generator(stage, epoch, record))
+      else:
+        function = t.map if isinstance(t, grain.transforms.Map) else t
+        element = function(element)
+    return element
 
   def _generator(
     self, stage: int, epoch: int, record: int
@@ -294,34 +272,16 @@ class GrainInput(indexed.IndexedInput):
 
   # Streams.
 
-  def _next_batch(self) -> dict[str, Any]:
+  def _first_position(self) -> dict[str, Any]:
     if not self._is_stream:
-      return super()._next_batch()
-    records, position = self._take()
-    if not records:
-      self._at = {**self._at, 'ended': True}
-      raise StopIteration
-    batch = indexed.call_without_end(self._collate, records)
-    self._check_rows(batch, len(records))
-    self._at = position
-    return batch if self.repeat else base.pad_rows(batch, self.batch_size)
+      return super()._first_position()
+    return _position(0, 0, None, False)
 
-  def _take(self) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the next records of the stream, and the position behind them.
-
-    There are fewer than `batch_size` at the end of the data only.
-    """
-    epoch, record = self._at['epoch'], self._at['record']
-    ended = self._at['ended']
-    if self._iterator is None and not ended:
-      if record and self._at['grain'] is None:
-        raise RuntimeError(
-          f'{self.name} was closed behind record {record} of epoch {epoch} of'
-          ' its stream, and cannot go on there, since its position is not'
-          ' saved. Call reset() to begin anew, or set'
-          ' input_checkpointing_enabled=True.'
-        )
-      self._iterator = self._start_stream(epoch, self._at['grain'])
+  def _take(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the next batch, and the position behind it."""
+    if not self._is_stream:
+      return super()._take()
+    epoch, record, ended = self._at['epoch'], self._at['record'], False
     records: list[Any] = []
     while len(records) < self.batch_size and not ended:
       self._reading = epoch, record
@@ -329,8 +289,6 @@ class GrainInput(indexed.IndexedInput):
         records.append(next(self._iterator))
         record += 1
       except StopIteration:
-        # Without repeat it is not asked again: an iterator that ends by mistake
-        # may give more.
         ended = not self.repeat
         if self.repeat and not record:
           raise ValueError(
@@ -339,23 +297,43 @@ class GrainInput(indexed.IndexedInput):
         if self.repeat:
           self.close()
           epoch, record = epoch + 1, 0
-          self._iterator = self._start_stream(epoch, None)
+          self._iterator = self._start_epoch(epoch, None)
+    if not records:
+      raise StopIteration
     if self.num_workers:
       records = indexed.own_arrays(records)
-    if not records or not self.saves_position:
-      return records, _position(epoch, record, None, ended)
-    state = self._iterator.get_state()
-    text = _to_json(state)
-    if self._at['grain'] is None and _from_json(text) != state:
-      raise TypeError(
-        f'The position of {self.name} cannot be saved: the state of its'
-        f' iterator is {state!r}; expected plain values, as JSON has them. Let'
-        ' its get_state() return such, or set input_checkpointing_enabled=False'
-        ' where that is no loss.'
-      )
-    return records, _position(epoch, record, text, ended)
+    batch = indexed.call_without_end(self._collate, records)
+    self._check_rows(batch, len(records))
+    text = None
+    if self.saves_position:
+      state = self._iterator.get_state()
+      text = _to_json(state)
+      if self._at['grain'] is None and _from_json(text) != state:
+        raise TypeError(
+          f'The position of {self.name} cannot be saved: the state of its'
+          f' iterator is {state!r}; expected plain values, as JSON has them. Or'
+          ' set input_checkpointing_enabled=False where that is no loss.'
+        )
+    # It is not asked again: an iterator that ends by mistake may give more.
+    self._ended = ended
+    if not self.repeat:
+      batch = base.pad_rows(batch, self.batch_size)
+    return batch, _position(epoch, record, text, ended)
 
-  def _start_stream(self, epoch: int, state: str | None) -> Any:
+  def _start(self) -> Any:
+    """Starts to read at the position."""
+    if not self._is_stream:
+      return super()._start()
+    epoch, record = self._reading = self._at['epoch'], self._at['record']
+    if record and self._at['grain'] is None:
+      raise RuntimeError(
+        f'{self.name} was closed behind record {record} of epoch {epoch} of its'
+        ' stream, and cannot go on there, since its position is not saved. Call'
+        ' reset() to begin anew, or set input_checkpointing_enabled=True.'
+      )
+    return self._start_epoch(epoch, self._at['grain'])
+
+  def _start_epoch(self, epoch: int, state: str | None) -> Any:
     stream = self._make(epoch) if self._arguments else self._records
     # Hosts number the records of their streams alike.
     assert self.infeed_host_index is not None
@@ -372,47 +350,16 @@ class GrainInput(indexed.IndexedInput):
       iterator.set_state(_from_json(state))
     return iterator
 
-  def reset(self) -> None:
-    """Goes back to the first record."""
-    if not self._is_stream:
-      super().reset()
-      return
-    base.BaseInput.reset(self)
-    self.set_position(_position(0, 0, None))
-
   def skip(self, num_batches: int) -> None:
     """Goes on behind so many batches; a stream has to read them.
 
     Raises:
       ValueError: there are not so many.
     """
-    if not self._is_stream:
-      super().skip(num_batches)
-    else:
+    if self._is_stream:
       base.BaseInput.skip(self, num_batches)
-
-  def position(self) -> dict[str, Any]:
-    """Returns how many records were given; of a stream, Grain's state too."""
-    return self._at if self._is_stream else super().position()
-
-  def set_position(self, position: dict[str, Any]) -> None:
-    """Reads on from where `position` was called.
-
-    Raises:
-      ValueError: it is no position of such an input.
-    """
-    if not self._is_stream:
-      super().set_position(position)
-      return
-    expected = _position(0, 0, None)
-    if not isinstance(position, dict) or set(position) != set(expected):
-      raise ValueError(
-        f'{self.name}.set_position got {position!r}; expected what position()'
-        f' returned, a dict of {", ".join(expected)}.'
-      )
-    self.close()
-    self._at = position
-    self._reading = position['epoch'], position['record']
+    else:
+      super().skip(num_batches)
 
   def identity(self) -> dict[str, Any]:
     """Returns what the order depends on; a stream's: host and workers too."""
@@ -439,7 +386,7 @@ class GrainInput(indexed.IndexedInput):
 
 
 def _position(
-  epoch: int, record: int, state: str | None, ended: bool = False
+  epoch: int, record: int, state: str | None, ended: bool
 ) -> dict[str, Any]:
   """Returns a stream's position: the next record, and Grain's state as JSON.
 

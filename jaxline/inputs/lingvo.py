@@ -202,7 +202,7 @@ class LingvoInputAdaptor(base.BaseInput):
       with self._scope():
         given = self._get()
     except Exception as e:
-      if isinstance(e, StopIteration) or base.is_out_of_range(e):
+      if base.is_end(e):
         self._at_end = True
         return None
       raise
