@@ -277,7 +277,10 @@ def test_data_that_would_repeat_is_refused():
   [
     ({'inputs': {}}, 'expected inputs by name'),
     ({'inputs': numbers([2, 2]), 'batch_size': 4}, 'divisor, 2, of those'),
-    ({'inputs': {'weights': Numbers(batch_size=2)}}, "named 'weights'"),
+    (
+      {'inputs': {'weights': Numbers(batch_size=2)}},
+      "inputs named .*not 'weights'",
+    ),
     (
       {'inputs': numbers([2]), 'input_random_seed': 1},
       'expected None: set the seeds',
@@ -292,7 +295,7 @@ def test_data_that_would_repeat_is_refused():
         'inputs': numbers([2, 2], reset_for_eval=True),
         'reset_for_eval': True,
       },
-      'reset_for_eval=True and 2 inputs',
+      'reset_for_eval is True; expected False with 2 inputs',
     ),
     ({'inputs': dict.fromkeys('ab', Numbers(batch_size=2))}, 'an input twice'),
   ],

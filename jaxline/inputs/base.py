@@ -146,27 +146,25 @@ def _warn_once(message: str) -> None:
   logging.warning('%s', message)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Host:
-  index: int
-  count: int
-  rounding: Rounding
-  is_pretended: bool
-
-
-_host: contextvars.ContextVar[_Host | None] = contextvars.ContextVar(
-  'host', default=None
-)
+# Index, count, and the rounding of an experiment's training.
+_Host = tuple[int, int, Rounding | None]
+_HostVar = contextvars.ContextVar[_Host | None]
+_acting: _HostVar = contextvars.ContextVar('acting', default=None)
+_pretended: _HostVar = contextvars.ContextVar('pretended', default=None)
 
 
 @contextlib.contextmanager
+def _host_is(variable: _HostVar, host: _Host) -> Iterator[None]:
+  token = variable.set(host)
+  try:
+    yield
+  finally:
+    variable.reset(token)
+
+
 def act_as_host(
-  index: int,
-  count: int,
-  rounding: Rounding | None = None,
-  *,
-  is_pretended: bool = False,
-) -> Iterator[None]:
+  index: int, count: int, rounding: Rounding | None = None
+) -> contextlib.AbstractContextManager[None]:
   """Makes the inputs that are built inside those of one host of several.
 
   For processes that share the rows of a batch: the inputs treat them as one
@@ -177,20 +175,8 @@ def act_as_host(
     count: of how many.
     rounding: of the batches of `per_host`, to a multiple of `count`; None
       rounds to `count`.
-    is_pretended: whether this is `pretend_host`.
-
-  Yields:
-    Nothing.
   """
-  rounding = rounding or Rounding(count, f'{count} hosts')
-  host, outer = _Host(index, count, rounding, is_pretended), _host.get()
-  if outer is not None and outer.is_pretended and not is_pretended:
-    host = outer
-  token = _host.set(host)
-  try:
-    yield
-  finally:
-    _host.reset(token)
+  return _host_is(_acting, (index, count, rounding))
 
 
 def pretend_host(
@@ -201,14 +187,12 @@ def pretend_host(
   `python -m jaxline.inputs show --host 1/4` does it to look at an experiment's
   inputs as another machine would have them. Arguments as of `act_as_host`.
   """
-  return act_as_host(index, count, is_pretended=True)
+  return _host_is(_pretended, (index, count, None))
 
 
 def _this_host() -> _Host:
-  if (host := _host.get()) is not None:
-    return host
-  index, count = jax.process_index(), jax.process_count()
-  return _Host(index, count, Rounding(count, f'{count} hosts'), False)
+  found = _pretended.get() or _acting.get()
+  return found or (jax.process_index(), jax.process_count(), None)
 
 
 def this_host() -> tuple[int, int]:
@@ -216,8 +200,7 @@ def this_host() -> tuple[int, int]:
 
   Those of JAX's process, or of `act_as_host`, or pretended.
   """
-  host = _this_host()
-  return host.index, host.count
+  return _this_host()[:2]
 
 
 def per_host(global_batch_size: int) -> int:
@@ -227,8 +210,9 @@ def per_host(global_batch_size: int) -> int:
   experiment's `train_input` to one of all devices that share a batch, times
   `gradient_accumulation_steps`.
   """
-  host = _this_host()
-  return host.rounding.rows(global_batch_size) // host.count
+  _, count, rounding = _this_host()
+  rounding = rounding or Rounding(count, f'{count} hosts')
+  return rounding.rows(global_batch_size) // count
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -282,7 +266,8 @@ class BaseInput:
     self._peeked: tuple[dict[str, Any], bytes | None] | None = None
     self._ended = False
     self._num_read = 0
-    self._rounded = _this_host().rounding.rounded
+    rounding = _this_host()[2]
+    self._rounded = rounding.rounded if rounding else {}
     self._default_seed = 0
     if (
       self.is_training
@@ -380,8 +365,8 @@ class BaseInput:
       self.refuse('repeat', 'True, False or None')
     if repeat and self.reset_for_eval:
       raise errors.UsageError(
-        f'{self.name} has reset_for_eval=True and repeat=True: an evaluation on'
-        ' one epoch would never end. Set repeat=False.'
+        f'{self.name} has reset_for_eval=True and repeat=True: one epoch would'
+        ' never end. Set repeat=False.'
       )
     return repeat
 

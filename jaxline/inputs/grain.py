@@ -18,7 +18,6 @@ The records of a batch are read in one call where the source can do that
 from __future__ import annotations
 
 import bisect
-import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 import dataclasses
@@ -38,10 +37,10 @@ from jaxline import errors
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 
-# Grain's nodes that leave records out, and those that batch. (Grain gives them
+# Grain's nodes that batch, and those that leave records out. (Grain gives them
 # no public names.)
-_SPARSE_NODES = ('FilterMapDataset', 'FlatMapMapDataset')
-_BATCH_NODES = ('BatchMapDataset', 'BatchIterDataset')
+_BATCH_NODES = {'BatchMapDataset', 'BatchIterDataset'}
+_SPARSE_NODES = {'FilterMapDataset', 'FlatMapMapDataset'}
 _TUPLE = '__tuple__'  # The key of what is one, in JSON.
 
 
@@ -84,15 +83,10 @@ class GrainInput(indexed.IndexedInput):
   collate: Callable[[list[Any]], Mapping[str, Any]] | None = None
   data_name: str = ''
 
-  _is_stream = False
-
   def __post_init__(self) -> None:
     super().__post_init__()
     if (self.dataset is None) == (not self.files):
-      raise ValueError(
-        f'{self.name} needs one of dataset and files, got'
-        f' {"neither" if self.dataset is None else "both"}.'
-      )
+      self.refuse('files', 'some without a dataset, or none with one')
     import grain  # Takes a second to import.
 
     # Of files: where each ends in the numbering of the records.
@@ -120,10 +114,11 @@ class GrainInput(indexed.IndexedInput):
       self._check_stream()
       # Of this host alone; see `BaseInput`.
       self.ANY_NUMBER_OF_HOSTS = False  # type: ignore[misc]
+      first = {'epoch': 0, 'record': 0, 'grain': None, 'ended': False}
+      self._at = self._first = first
+      self._reading = 0, 0  # The epoch and number of the record.
     else:
       self._check_records()
-    self._at = self._first_position()
-    self._reading = 0, 0  # Of a stream: the epoch and number of the record.
 
   # The dataset and its transformations.
 
@@ -155,10 +150,8 @@ class GrainInput(indexed.IndexedInput):
     if not isinstance(self._records, grain.MapDataset):
       return
     nodes = {type(node).__name__ for node in _nodes(self._records)}
-    if len(self._records) == sys.maxsize or nodes & {
-      *_SPARSE_NODES,
-      *_BATCH_NODES,
-    }:
+    refused = nodes & (_BATCH_NODES | _SPARSE_NODES)
+    if len(self._records) == sys.maxsize or refused:
       raise ValueError(
         f'{self.name}.dataset repeats without end, leaves records out or is'
         f' batched ({", ".join(sorted(nodes))}). Leave out .repeat() and'
@@ -180,9 +173,8 @@ class GrainInput(indexed.IndexedInput):
       )
     if not self.repeat and _has_no_end(self._records):
       raise ValueError(
-        f'{self.name}.dataset has no end and {self.name}.repeat is False: one'
-        ' epoch of it would never end. Leave out its .repeat(); where it shall'
-        ' begin again, set repeat=True.'
+        f'{self.name}.dataset has no end, and repeat is False: one epoch of it'
+        ' would never end. Leave out its .repeat(), or set repeat=True.'
       )
     if self.num_threads:
       self.refuse(
@@ -242,21 +234,15 @@ class GrainInput(indexed.IndexedInput):
 
     for stage, t in enumerate(self.transformations):
       if isinstance(t, grain.transforms.RandomMap):
-        element = t.random_map(element, self._generator(stage, epoch, record))
+        bits = np.random.Philox(
+          key=np.array([self.seed() % 2**64, 2**63 + stage], np.uint64),
+          counter=np.array([0, 0, epoch, record], np.uint64),
+        )
+        element = t.random_map(element, np.random.Generator(bits))
       else:
         function = t.map if isinstance(t, grain.transforms.Map) else t
         element = function(element)
     return element
-
-  def _generator(
-    self, stage: int, epoch: int, record: int
-  ) -> np.random.Generator:
-    return np.random.Generator(
-      np.random.Philox(
-        key=np.array([self.seed() % 2**64, 2**63 + stage], np.uint64),
-        counter=np.array([0, 0, epoch, record], np.uint64),
-      )
-    )
 
   def describe_record(self, record: int, epoch: int) -> str:
     """Returns the file and the place in it, where there are files."""
@@ -271,11 +257,6 @@ class GrainInput(indexed.IndexedInput):
     return {'data_name': self.data_name, 'files': self._files_hash}
 
   # Streams.
-
-  def _first_position(self) -> dict[str, Any]:
-    if not self._is_stream:
-      return super()._first_position()
-    return _position(0, 0, None, False)
 
   def _take(self) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the next batch, and the position behind it."""
@@ -303,8 +284,8 @@ class GrainInput(indexed.IndexedInput):
     if self.num_workers:
       records = indexed.own_arrays(records)
     batch = indexed.call_without_end(self._collate, records)
-    self._check_rows(batch, len(records))
-    text = None
+    batch = self._checked(batch, len(records))
+    text = None  # The state as text, since Grain changes the dict that it gave.
     if self.saves_position:
       state = self._iterator.get_state()
       text = _to_json(state)
@@ -318,7 +299,8 @@ class GrainInput(indexed.IndexedInput):
     self._ended = ended
     if not self.repeat:
       batch = base.pad_rows(batch, self.batch_size)
-    return batch, _position(epoch, record, text, ended)
+    position = {'epoch': epoch, 'record': record, 'grain': text, 'ended': ended}
+    return batch, position
 
   def _start(self) -> Any:
     """Starts to read at the position."""
@@ -385,16 +367,6 @@ class GrainInput(indexed.IndexedInput):
     )
 
 
-def _position(
-  epoch: int, record: int, state: str | None, ended: bool
-) -> dict[str, Any]:
-  """Returns a stream's position: the next record, and Grain's state as JSON.
-
-  As text, since Grain goes on with the dict that it gave.
-  """
-  return {'epoch': epoch, 'record': record, 'grain': state, 'ended': ended}
-
-
 def _nodes(dataset: Any) -> Iterator[Any]:
   """Yields a dataset and all that it is made of."""
   yield dataset
@@ -435,11 +407,9 @@ def _find_files(
         ' file, a glob, or a list of these.'
       )
     paths += found
-  counts = collections.Counter(map(os.path.realpath, paths))
-  path, count = counts.most_common(1)[0]
-  if count > 1:
+  if len(set(map(os.path.realpath, paths))) < len(paths):
     raise ValueError(
-      f'{path!r} is given {count} times: its records would be read as often an'
+      f'{files} names a file twice, whose records would be read as often an'
       ' epoch. Give each file once.'
     )
   return paths

@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import itertools
 import multiprocessing
-from multiprocessing import connection
 import os
 import pickle
 import signal
@@ -87,10 +86,11 @@ class IndexedInput(base.BaseInput, abc.ABC):
     self.repeat = self.check_repeat(self.repeat)
     if self.shuffle is None:
       self.shuffle = self.is_training
-    for key in ('num_threads', 'num_workers'):
-      if not base.is_integer(getattr(self, key)) or getattr(self, key) < 0:
-        self.refuse(key, 'an integer of at least 0')
-    self._at = self._first_position()
+    if self.num_workers < 0:  # Grain refuses threads itself.
+      self.refuse('num_workers', 'an integer of at least 0')
+    # Positions: that of the next batch, and the first.
+    self._at: dict[str, Any] = {'records': 0}
+    self._first = self._at
     self._iterator: Any = None
 
   # What a subclass overrides.
@@ -243,17 +243,16 @@ class IndexedInput(base.BaseInput, abc.ABC):
   def _read_all(
     self, records: np.ndarray, epochs: np.ndarray
   ) -> dict[str, Any]:
-    batch = self.read(records, epochs)
-    self._check_rows(batch, len(records))
-    return batch
+    return self._checked(self.read(records, epochs), len(records))
 
-  def _check_rows(self, batch: dict[str, Any], expected: int) -> None:
-    """Refuses a batch that would lose records, or count some twice."""
+  def _checked(self, batch: dict[str, Any], expected: int) -> dict[str, Any]:
+    """Returns a batch unless it lost records, or has some twice."""
     if (got := base.num_rows(batch)) != expected:
       raise ValueError(
         f'{self.name} made {got} rows of {expected} records; expected a row of'
         ' each.'
       )
+    return batch
 
   def _describe(self, records: np.ndarray, epochs: np.ndarray) -> str:
     """Returns which of some records cannot be read, or the first of them."""
@@ -271,10 +270,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
   def reset(self) -> None:
     """Goes back to the first record."""
     super().reset()
-    self.set_position(self._first_position())
-
-  def _first_position(self) -> dict[str, Any]:
-    return {'records': 0}
+    self.set_position(self._first)
 
   def position(self) -> dict[str, Any]:
     """Returns how many records of the global order were given."""
@@ -406,7 +402,7 @@ def _start_worker(index: int, count: int) -> None:
 
   def watch() -> None:
     # A parent that was killed cannot tell its workers to end.
-    connection.wait([parent.sentinel])
+    parent.join()
     os._exit(1)
 
   threading.Thread(target=watch, name='watch_parent', daemon=True).start()

@@ -125,18 +125,16 @@ class MultiInput(_Parent):
       child.ANY_NUMBER_OF_HOSTS for child in self.inputs.values()
     )
     if self.reset_for_eval and len(self.inputs) > 1:
-      raise ValueError(
-        f'{self.name} has reset_for_eval=True and {len(self.inputs)} inputs,'
-        f' {sorted(self.inputs)}, whose epochs differ in their numbers of'
-        ' batches. Evaluate on each of them as an input of its own.'
+      self.refuse(
+        'reset_for_eval',
+        f'False with {len(self.inputs)} inputs, whose epochs differ in their'
+        ' numbers of batches. Evaluate on each of them as an input of its own',
       )
-    for name in self.inputs:
-      if name == base.WEIGHTS or '/' in name:
-        raise ValueError(
-          f'{self.name} has an input named {name!r}: the entry'
-          f" {base.WEIGHTS!r} says which rows count, and '/' stands between"
-          ' names. Give the input another name.'
-        )
+    if any(n == base.WEIGHTS or '/' in n for n in self.inputs):
+      raise ValueError(
+        f'{self.name} has inputs named {sorted(self.inputs)}; expected names'
+        f" without '/', and not {base.WEIGHTS!r}, which says what rows count."
+      )
 
   def get_next(self) -> dict[str, Any]:
     """Returns, of each child, its next batch: arrays [B, b / B, ...]."""
