@@ -10,6 +10,7 @@ import re
 from absl import logging
 import cloudpickle
 import jax
+from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 
@@ -580,6 +581,18 @@ def test_hosts_that_are_pretended_have_one_seed():
     for i in range(2)
   ]
   assert [source.seed() for source in sources] == [0, 0]
+
+
+def test_processes_that_act_as_one_host_agree_on_a_seed(monkeypatch):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(
+    multihost_utils, 'broadcast_one_to_all', lambda seed: np.int32(7)
+  )
+  with base.act_as_host(0, 1):
+    source = Counting(
+      batch_size=2, is_training=True, input_checkpointing_enabled=False
+    )
+  assert source.seed() == 7
 
 
 # Generators.
