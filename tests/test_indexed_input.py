@@ -250,12 +250,18 @@ def test_skipping_counts_the_records_of_all_hosts():
   assert next(source, None) is None
 
 
-def test_skipping_beyond_the_end_is_refused_and_moves_nothing():
+def test_skipping_beyond_the_end_is_refused():
   source = Numbers(batch_size=4, **ONE_EPOCH)
   take(source, 1)
-  with pytest.raises(ValueError, match='has 2 batches left; 3 were to be'):
+  with pytest.raises(ValueError, match='ended after 2 of 3 batches'):
     source.skip(3)
-  assert take(source, 1) == [[4, 5, 6, 7]]
+
+
+def test_only_endless_epochs_are_skipped_without_reading(monkeypatch):
+  source = Numbers(batch_size=4, size=2**40)
+  monkeypatch.setattr(source, 'read', None)
+  source.skip(2**30)
+  assert source.position() == {'records': 2**32}
 
 
 def test_threads_share_a_fresh_seed(monkeypatch):

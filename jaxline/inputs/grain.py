@@ -101,13 +101,6 @@ class GrainInput(indexed.IndexedInput):
       self._files_hash = _hash_files(self._paths, self._ends)
       self._records = grain.sources.ArrayRecordDataSource(self._paths)
     elif callable(self.dataset) and not hasattr(self.dataset, '__getitem__'):
-      arguments = {
-        'host_index': self.infeed_host_index,
-        'num_hosts': self.num_infeed_hosts,
-        'seed': self.seed(),
-        'epoch': 0,  # Of the first.
-      }
-      self._arguments = base.choose_arguments(self.dataset, arguments)
       self._records = self._make(epoch=0)
     self._is_stream = isinstance(self._records, grain.IterDataset)
     if self._is_stream:
@@ -124,8 +117,13 @@ class GrainInput(indexed.IndexedInput):
 
   def _make(self, epoch: int) -> Any:
     """Returns what the function makes, where the dataset is one."""
-    if 'epoch' in self._arguments:
-      self._arguments['epoch'] = epoch
+    arguments = {
+      'host_index': self.infeed_host_index,
+      'num_hosts': self.num_infeed_hosts,
+      'seed': self.seed(),
+      'epoch': epoch,
+    }
+    self._arguments = base.choose_arguments(self.dataset, arguments)
     make = functools.partial(self.dataset, **self._arguments)
     return indexed.call_without_end(make)
 
@@ -262,7 +260,8 @@ class GrainInput(indexed.IndexedInput):
     """Returns the next batch, and the position behind it."""
     if not self._is_stream:
       return super()._take()
-    epoch, record, ended = self._at['epoch'], self._at['record'], False
+    epoch, record = self._at['epoch'], self._at['record']
+    ended = self._at['ended']
     records: list[Any] = []
     while len(records) < self.batch_size and not ended:
       self._reading = epoch, record
@@ -331,17 +330,6 @@ class GrainInput(indexed.IndexedInput):
     if state is not None:
       iterator.set_state(_from_json(state))
     return iterator
-
-  def skip(self, num_batches: int) -> None:
-    """Goes on behind so many batches; a stream has to read them.
-
-    Raises:
-      ValueError: there are not so many.
-    """
-    if self._is_stream:
-      base.BaseInput.skip(self, num_batches)
-    else:
-      super().skip(num_batches)
 
   def identity(self) -> dict[str, Any]:
     """Returns what the order depends on; a stream's: host and workers too."""

@@ -192,9 +192,10 @@ class IndexedInput(base.BaseInput, abc.ABC):
 
   def _start(self) -> Any:
     """Starts to read at the position."""
-    num_batches = sys.maxsize // self.get_global_batch_size()
+    left = sys.maxsize - self.get_global_batch_size()
     if not self.repeat:
-      num_batches = self._num_batches_left()
+      left = max(0, self._size - self._at['records'])
+    num_batches = -(-left // self.get_global_batch_size())
     reader = self
     if self.num_workers:
       reader = copy.copy(self)
@@ -330,26 +331,20 @@ class IndexedInput(base.BaseInput, abc.ABC):
       )
 
   def skip(self, num_batches: int) -> None:
-    """Goes on behind so many batches, without reading them.
+    """Goes on behind so many batches; those of endless epochs are not read.
 
     Raises:
       ValueError: there are not so many.
     """
+    if not (self.repeat and self.ANY_NUMBER_OF_HOSTS):
+      super().skip(num_batches)
+      return
     if num_batches and self._peeked is not None:
       next(self)
       num_batches -= 1
-    if not self.repeat and num_batches > self._num_batches_left():
-      raise ValueError(
-        f'{self.name} has {self._num_batches_left()} batches left;'
-        f' {num_batches} were to be skipped.'
-      )
     given = num_batches * self.get_global_batch_size()
     self.set_position({'records': self._at['records'] + given})
     self._num_read += num_batches
-
-  def _num_batches_left(self) -> int:
-    left = max(0, self._size - self._at['records'])
-    return -(-left // self.get_global_batch_size())
 
   def __getstate__(self) -> dict[str, Any]:
     return {**self.__dict__, '_iterator': None}
