@@ -53,7 +53,7 @@ class Counting(base.BaseInput):
 
 @pytest.fixture
 def warned(monkeypatch):
-  base._warn_once.cache_clear()
+  base._rounding_over.cache_clear()
   said = []
   monkeypatch.setattr(
     logging, 'warning', lambda message, *args: said.append(message % args)

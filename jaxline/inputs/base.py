@@ -100,6 +100,7 @@ class OldPositionError(errors.UsageError):
   """A position is void, since the order of the data is another now."""
 
 
+@dataclasses.dataclass(eq=False)
 class Rounding:
   """Rounds global batches up until they divide over those who share them.
 
@@ -107,43 +108,42 @@ class Rounding:
   so that a run that goes on with fewer devices keeps the batch that it had.
 
   Attributes:
+    multiple: into how many equal parts a batch is cut.
+    sharers: who has these parts, for the log: '4 hosts'.
+    kept: `rounded` of the run before: used again where it divides.
     rounded: given -> used rows, of the sizes that were not used as given.
   """
 
-  def __init__(
-    self, multiple: int, sharers: str, kept: Mapping[int, int] | None = None
-  ):
-    """Rounds to multiples.
-
-    Args:
-      multiple: into how many equal parts a batch is cut.
-      sharers: who has these parts, for the log: '4 hosts'.
-      kept: `rounded` of the run before: used again where it divides.
-    """
-    self.rounded: dict[int, int] = {}
-    self._multiple = multiple
-    self._sharers = sharers
-    self._kept = kept or {}
+  multiple: int
+  sharers: str
+  kept: Mapping[int, int] = dataclasses.field(default_factory=dict)
+  rounded: dict[int, int] = dataclasses.field(default_factory=dict, init=False)
+  _warned: set[int] = dataclasses.field(default_factory=set, init=False)
 
   def rows(self, given: int) -> int:
     """Returns the rows of a global batch for which `given` were asked."""
-    before = used = self._kept.get(given, given)
-    if used < given or used % self._multiple:
-      used = -(-given // self._multiple) * self._multiple
+    before = used = self.kept.get(given, given)
+    if used < given or used % self.multiple:
+      used = -(-given // self.multiple) * self.multiple
     if used != given:
       self.rounded[given] = used
-    if {used, before} != {given}:
-      _warn_once(
-        f'A global batch of {given} rows does not divide over {self._sharers},'
-        f' or the run began with another size: it has {used} rows (before:'
-        f' {before}), and the results are those of so many.'
+    if {used, before} != {given} and given not in self._warned:
+      self._warned.add(given)
+      logging.warning(
+        'A global batch of %d rows does not divide over %s, or the run began'
+        ' with another size: it has %d rows (before: %d), and the results are'
+        ' those of so many.',
+        given,
+        self.sharers,
+        used,
+        before,
       )
     return used
 
 
-@functools.cache  # An evaluation makes its input each time.
-def _warn_once(message: str) -> None:
-  logging.warning('%s', message)
+@functools.cache  # It warns once, though each evaluation makes its input.
+def _rounding_over(num_hosts: int) -> Rounding:
+  return Rounding(num_hosts, f'{num_hosts} hosts')
 
 
 # Index, count, and the rounding of an experiment's training.
@@ -211,8 +211,7 @@ def per_host(global_batch_size: int) -> int:
   `gradient_accumulation_steps`.
   """
   _, count, rounding = _this_host()
-  rounding = rounding or Rounding(count, f'{count} hosts')
-  return rounding.rows(global_batch_size) // count
+  return (rounding or _rounding_over(count)).rows(global_batch_size) // count
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

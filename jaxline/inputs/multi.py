@@ -51,11 +51,15 @@ class _Parent(base.BaseInput):
         f'{self.name}.inputs has an input twice: each of its batches would be'
         ' read by one of them only. Make two inputs.'
       )
-    alike = ('is_training', 'reset_for_eval')
-    hosts = ('infeed_host_index', 'num_infeed_hosts')
-    unset = {'batch_padding_size': 0, 'custom_device_order': None}
+    expected = {
+      'is_training': self.is_training,
+      'reset_for_eval': self.reset_for_eval,
+      'infeed_host_index': self.infeed_host_index,
+      'num_infeed_hosts': self.num_infeed_hosts,
+      'batch_padding_size': 0,
+      'custom_device_order': None,
+    }
     for name, child in self.inputs.items():
-      expected = {key: getattr(self, key) for key in (*alike, *hosts)} | unset
       for key, value in expected.items():
         if getattr(child, key) != value:
           raise ValueError(
@@ -252,6 +256,7 @@ class MixtureInput(_Parent, indexed.IndexedInput):
         )
     if set(self.weights) != set(self.inputs):
       self.refuse('weights', f'a number for each of {sorted(self.inputs)}')
+    self._children: list[Any] = list(self.inputs.values())
     # Integers, so that nothing is rounded after 1e15 rows.
     exact = [fractions.Fraction(str(self.weights[n])) for n in self.inputs]
     if min(exact) <= 0:
@@ -301,9 +306,7 @@ class MixtureInput(_Parent, indexed.IndexedInput):
 
   def _read_of(self, i: int, positions: np.ndarray) -> dict[str, Any]:
     """Returns some rows of a child, with weights if any child has them."""
-    child = list(self.inputs.values())[i]
-    assert isinstance(child, indexed.IndexedInput)
-    batch = dict(child.read_at(positions))
+    batch = dict(self._children[i].read_at(positions))
     if base.WEIGHTS in self._no_rows and base.WEIGHTS not in batch:
       none = self._no_rows[base.WEIGHTS]
       batch[base.WEIGHTS] = np.ones(
@@ -315,8 +318,7 @@ class MixtureInput(_Parent, indexed.IndexedInput):
   def _no_rows(self) -> dict[str, Any]:
     """No rows of the first child, with weights if any child has them."""
     row: dict[str, Any] = {}
-    for child in reversed(list(self.inputs.values())):
-      assert isinstance(child, indexed.IndexedInput)
+    for child in reversed(self._children):
       weights = {k: x for k, x in row.items() if k == base.WEIGHTS}
       row = weights | child.read_at(np.zeros(1, int))
     return jax.tree.map(lambda x: np.asarray(x)[:0], row)
@@ -324,8 +326,7 @@ class MixtureInput(_Parent, indexed.IndexedInput):
   def describe_record(self, record: int, epoch: int) -> str:
     """Returns the child, and where its record comes from."""
     i, position = self._choose(record)
-    name, child = list(self.inputs.items())[i]
-    assert isinstance(child, indexed.IndexedInput)
+    name, child = list(self.inputs)[i], self._children[i]
     return f'{name}: {child.describe_at(position)}'
 
   def identity(self) -> dict[str, Any]:
@@ -342,5 +343,4 @@ class MixtureInput(_Parent, indexed.IndexedInput):
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
   ) -> list[str]:
     """Returns the text of token ids, as the child has it that sorts first."""
-    child = next(iter(self.inputs.values()))
-    return child.ids_to_strings(ids, lengths, key)
+    return self._children[0].ids_to_strings(ids, lengths, key)
