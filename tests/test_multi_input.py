@@ -521,11 +521,11 @@ def test_weights_are_added_where_only_some_have_them():
 @pytest.mark.parametrize(
   ('change', 'error', 'message'),
   [
-    (lambda batch: {'x': batch['x']}, ValueError, r'key sets is\s+source'),
+    (lambda batch: {'x': batch['x']}, ValueError, r'key sets is\s+\W*source'),
     (
       lambda batch: {**batch, 'y': batch['source']},
       ValueError,
-      r'key sets is\s+y',
+      r'key sets is\s+\W*y',
     ),
     (
       lambda batch: {**batch, 'x': batch['x'].astype(np.int32)},
