@@ -494,8 +494,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
     with inputs.act_as_host(*self.partitioner.host, rounding):
       source = iter(self.train_input())
     self._check_input(source, 'train_input', is_training=True)
-    if isinstance(source, inputs.BaseInput):
-      source.settle_seed()  # Here, where all hosts come together.
     if infeed.saves_position(source):
       infeed.set_position(source, position, self.run_config)
     elif position is not None:

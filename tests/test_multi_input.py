@@ -92,12 +92,12 @@ def test_multi_has_the_hosts_and_batch_size_of_its_children():
   assert parent.get_global_batch_size() == 16
   assert next(parent)['a']['x'][0, :, 0].tolist() == [16, 17]
   with pytest.raises(
-    ValueError, match=r'infeed_host_index is 0, and .* a is 2;'
+    ValueError, match=r'The input a .* has infeed_host_index=2; expected 0'
   ):
     multi.MultiInput(inputs=children, num_infeed_hosts=0, infeed_host_index=0)
   children['c'] = Numbers(batch_size=4)
   with pytest.raises(
-    ValueError, match=r'infeed_host_index is 2, and .* c is 0;'
+    ValueError, match=r'The input c .* has infeed_host_index=0; expected 2'
   ):
     multi.MultiInput(inputs=children)
 
@@ -275,14 +275,17 @@ def test_data_that_would_repeat_is_refused():
 @pytest.mark.parametrize(
   ('fields', 'message'),
   [
-    ({'inputs': {}}, 'expected a dict of inputs by name'),
+    ({'inputs': {}}, 'expected inputs by name'),
     ({'inputs': numbers([2, 2]), 'batch_size': 4}, 'divisor, 2, of those'),
-    ({'inputs': {'weights': Numbers(batch_size=2)}}, "named 'weights'"),
+    (
+      {'inputs': {'weights': Numbers(batch_size=2)}},
+      "inputs named .*not 'weights'",
+    ),
     (
       {'inputs': numbers([2]), 'input_random_seed': 1},
       'expected None: set the seeds',
     ),
-    ({'inputs': numbers([2], is_training=True)}, 'is_training is False, and'),
+    ({'inputs': numbers([2], is_training=True)}, 'a .* has is_training=True;'),
     (
       {'inputs': numbers([2], batch_padding_size=1)},
       'has batch_padding_size=1',
@@ -292,7 +295,7 @@ def test_data_that_would_repeat_is_refused():
         'inputs': numbers([2, 2], reset_for_eval=True),
         'reset_for_eval': True,
       },
-      'reset_for_eval=True and 2 inputs',
+      'reset_for_eval is True; expected False with 2 inputs',
     ),
     ({'inputs': dict.fromkeys('ab', Numbers(batch_size=2))}, 'an input twice'),
   ],
@@ -300,13 +303,6 @@ def test_data_that_would_repeat_is_refused():
 def test_multi_refuses(fields, message):
   with pytest.raises(ValueError, match=message):
     multi.MultiInput(**fields)
-
-
-def test_children_must_be_inputs():
-  with pytest.raises(
-    ValueError, match=r"\{'a': \[1\]\}; expected a dict of in"
-  ):
-    multi.MultiInput(inputs={'a': [1]})
 
 
 # Row by row.
@@ -360,9 +356,6 @@ def test_decimals_are_what_they_say():
 
 
 def test_proportions_do_not_drift():
-  weights = {'a': '1/3', 'b': 0.1234567891}
-  with pytest.raises(ValueError, match=r"weights\['a'\] is '1/3'; expected a"):
-    multi.MixtureInput(inputs=numbers([2, 2]), weights=weights, batch_size=2)
   parent = mixture([2, 2], [1.0, 1e-9], size=10)
   period = 10**9 + 1
   parent.set_position({'records': 10**6 * period - 1})
@@ -483,10 +476,13 @@ class Late(Numbers):
 @pytest.mark.parametrize(
   ('child', 'message'),
   [
-    (Numbers(batch_size=4, repeat=False), 'input b .* has repeat=False'),
-    (Numbers(batch_size=4, num_workers=1), 'input b .* num_workers; set'),
-    (Unsaved(batch_size=4), 'b of MixtureInput, a Unsaved, cannot give a reco'),
-    (Late(batch_size=4), 'a Late, cannot give a record by its number. Mix st'),
+    (Numbers(batch_size=4, repeat=False), 'b of .*, a Numbers, .*repeat=True'),
+    (Numbers(batch_size=4, num_workers=1), 'b of .*without num_thr.*num_work'),
+    (
+      Unsaved(batch_size=4),
+      'b of MixtureInput, a Unsaved, cannot give any rec',
+    ),
+    (Late(batch_size=4), 'a Late, .* a get_next of its own. Mix streams insid'),
   ],
 )
 def test_children_without_numbers_are_refused(child, message):
@@ -523,38 +519,40 @@ def test_weights_are_added_where_only_some_have_them():
 
 
 @pytest.mark.parametrize(
-  ('change', 'message'),
+  ('change', 'error', 'message'),
   [
-    (
-      lambda batch: {'x': batch['x']},
-      r'with a: source is missing, not int64\[b\]',
-    ),
+    (lambda batch: {'x': batch['x']}, ValueError, r'key sets is\s+\W*source'),
     (
       lambda batch: {**batch, 'y': batch['source']},
-      r'y is int64\[b\], not missing',
+      ValueError,
+      r'key sets is\s+\W*y',
     ),
     (
       lambda batch: {**batch, 'x': batch['x'].astype(np.int32)},
-      r'x is int32\[b, 2\], not int64\[b, 2\]',
+      TypeError,
+      r"Cannot cast .* from dtype\('int32'\) to dtype\('int64'\)",
     ),
     (
       lambda batch: {**batch, 'x': batch['x'][:, :1]},
-      r'x is int64\[b, 1\], not int64\[b, 2\]',
+      ValueError,
+      'index 0 has size 2 and the array at index 2 has size 1',
     ),
     (
       lambda batch: {**batch, 'x': {'y': batch['x']}},
-      r'x is missing, .*; x/y is int64\[b, 2\], not missing',
+      ValueError,
+      'must have same number of dimensions',
     ),
   ],
 )
-def test_children_that_differ_are_refused(change, message):
+def test_children_that_differ_are_refused(change, error, message):
   parent = multi.MixtureInput(
     inputs={'a': Numbers(batch_size=4), 'b': changed(change, batch_size=4)},
     weights={'a': 1, 'b': 1},
     batch_size=4,
   )
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(error, match=message) as caught:
     next(parent)
+  assert caught.value.__notes__[0] == 'While MixtureInput read b: record 0.'
 
 
 def test_a_child_that_changes_is_refused():
@@ -568,7 +566,7 @@ def test_a_child_that_changes_is_refused():
     batch_size=4,
   )
   next(parent)
-  with pytest.raises(ValueError, match=r'x is int32.*, not int64'):
+  with pytest.raises(TypeError, match=r"from dtype\('int32'\)"):
     next(parent)
 
 
@@ -600,9 +598,9 @@ def test_mixture_speaks_its_first_child():
   [
     ({'weights': {'a': 1}}, r"expected a number for each of \['a', 'b'\]"),
     ({'weights': {'a': 1, 'b': 1, 'c': 1}}, 'expected a number for each'),
-    ({'weights': {'a': 1, 'b': 0}}, 'is 0; expected a positive number'),
-    ({'weights': {'a': 1, 'b': float('nan')}}, 'is nan; expected a positive'),
-    ({'weights': {'a': 1, 'b': float('inf')}}, 'is inf; expected a positive'),
+    ({'weights': {'a': 1, 'b': 0}}, "'b': 0}; expected positive numbers"),
+    ({'weights': {'a': 1, 'b': float('nan')}}, "Invalid .*: 'nan'"),
+    ({'weights': {'a': 1, 'b': float('inf')}}, "Invalid .*: 'inf'"),
     ({'batch_size': 0}, 'batch_size is 0; expected'),
     (
       {'reset_for_eval': True, 'inputs': numbers([2, 2], reset_for_eval=True)},

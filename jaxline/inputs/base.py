@@ -39,7 +39,6 @@ import json
 import numbers
 import os
 import pathlib
-import re
 import secrets
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -57,7 +56,6 @@ ORDER_VERSION = 'order_version'
 PADDINGS = 'paddings'
 
 _STATE_FORMAT = 1
-_NAME = re.compile(r'[a-zA-Z0-9.:_+-]+')
 
 
 class Batch(dict[str, Any]):
@@ -102,6 +100,7 @@ class OldPositionError(errors.UsageError):
   """A position is void, since the order of the data is another now."""
 
 
+@dataclasses.dataclass(eq=False)
 class Rounding:
   """Rounds global batches up until they divide over those who share them.
 
@@ -109,72 +108,63 @@ class Rounding:
   so that a run that goes on with fewer devices keeps the batch that it had.
 
   Attributes:
+    multiple: into how many equal parts a batch is cut.
+    sharers: who has these parts, for the log: '4 hosts'.
+    kept: `rounded` of the run before: used again where it divides.
     rounded: given -> used rows, of the sizes that were not used as given.
   """
 
-  def __init__(
-    self, multiple: int, sharers: str, kept: Mapping[int, int] | None = None
-  ):
-    """Rounds to multiples.
-
-    Args:
-      multiple: into how many equal parts a batch is cut.
-      sharers: who has these parts, for the log: '4 hosts'.
-      kept: `rounded` of the run before: used again where it divides.
-    """
-    self.rounded: dict[int, int] = {}
-    self._multiple = multiple
-    self._sharers = sharers
-    self._kept = kept or {}
-    self._logged: set[int] = set()
+  multiple: int
+  sharers: str
+  kept: Mapping[int, int] = dataclasses.field(default_factory=dict)
+  rounded: dict[int, int] = dataclasses.field(default_factory=dict, init=False)
+  _warned: set[int] = dataclasses.field(default_factory=set, init=False)
 
   def rows(self, given: int) -> int:
     """Returns the rows of a global batch for which `given` were asked."""
-    before = used = self._kept.get(given, given)
-    if used < given or used % self._multiple:
-      used = -(-given // self._multiple) * self._multiple
+    before = used = self.kept.get(given, given)
+    if used < given or used % self.multiple:
+      used = -(-given // self.multiple) * self.multiple
     if used != given:
       self.rounded[given] = used
-    if {used, before} != {given} and given not in self._logged:
-      self._logged.add(given)
+    if {used, before} != {given} and given not in self._warned:
+      self._warned.add(given)
       logging.warning(
         'A global batch of %d rows does not divide over %s, or the run began'
         ' with another size: it has %d rows (before: %d), and the results are'
         ' those of so many.',
         given,
-        self._sharers,
+        self.sharers,
         used,
         before,
       )
     return used
 
 
-@functools.cache
+@functools.cache  # It warns once, though each evaluation makes its input.
 def _rounding_over(num_hosts: int) -> Rounding:
   return Rounding(num_hosts, f'{num_hosts} hosts')
 
 
-@dataclasses.dataclass(frozen=True)
-class _Host:
-  index: int
-  count: int
-  rounding: Rounding | None
-  is_pretended: bool
-
-
-_host: contextvars.ContextVar[_Host | None] = contextvars.ContextVar(
-  'host', default=None
-)
+# Index, count, and the rounding of an experiment's training.
+_Host = tuple[int, int, Rounding | None]
+_HostVar = contextvars.ContextVar[_Host | None]
+_acting: _HostVar = contextvars.ContextVar('acting', default=None)
+_pretended: _HostVar = contextvars.ContextVar('pretended', default=None)
 
 
 @contextlib.contextmanager
+def _host_is(variable: _HostVar, host: _Host) -> Iterator[None]:
+  token = variable.set(host)
+  try:
+    yield
+  finally:
+    variable.reset(token)
+
+
 def act_as_host(
-  index: int,
-  count: int,
-  rounding: Rounding | None = None,
-  *,
-  is_pretended: bool = False,
-) -> Iterator[None]:
+  index: int, count: int, rounding: Rounding | None = None
+) -> contextlib.AbstractContextManager[None]:
   """Makes the inputs that are built inside those of one host of several.
 
   For processes that share the rows of a batch: the inputs treat them as one
@@ -185,23 +175,8 @@ def act_as_host(
     count: of how many.
     rounding: of the batches of `per_host`, to a multiple of `count`; None
       rounds to `count`.
-    is_pretended: whether this is `pretend_host`.
-
-  Yields:
-    Nothing.
-
-  Raises:
-    ValueError: there is no such host.
   """
-  _check_host(index, count)
-  host, outer = _Host(index, count, rounding, is_pretended), _host.get()
-  if outer is not None and outer.is_pretended and not is_pretended:
-    host = outer
-  token = _host.set(host)
-  try:
-    yield
-  finally:
-    _host.reset(token)
+  return _host_is(_acting, (index, count, rounding))
 
 
 def pretend_host(
@@ -212,7 +187,12 @@ def pretend_host(
   `python -m jaxline.inputs show --host 1/4` does it to look at an experiment's
   inputs as another machine would have them. Arguments as of `act_as_host`.
   """
-  return act_as_host(index, count, is_pretended=True)
+  return _host_is(_pretended, (index, count, None))
+
+
+def _this_host() -> _Host:
+  found = _pretended.get() or _acting.get()
+  return found or (jax.process_index(), jax.process_count(), None)
 
 
 def this_host() -> tuple[int, int]:
@@ -220,10 +200,7 @@ def this_host() -> tuple[int, int]:
 
   Those of JAX's process, or of `act_as_host`, or pretended.
   """
-  host = _host.get()
-  if host is None:
-    return jax.process_index(), jax.process_count()
-  return host.index, host.count
+  return _this_host()[:2]
 
 
 def per_host(global_batch_size: int) -> int:
@@ -233,17 +210,8 @@ def per_host(global_batch_size: int) -> int:
   experiment's `train_input` to one of all devices that share a batch, times
   `gradient_accumulation_steps`.
   """
-  host, (_, count) = _host.get(), this_host()
-  rounding = (host and host.rounding) or _rounding_over(count)
-  return rounding.rows(global_batch_size) // count
-
-
-def _check_host(index: int, count: int) -> None:
-  if not (is_integer(index) and is_integer(count) and 0 <= index < count):
-    raise errors.UsageError(
-      f'infeed_host_index is {index!r} and num_infeed_hosts {count!r}; expected'
-      ' integers, the first at least 0 and less than the second.'
-    )
+  _, count, rounding = _this_host()
+  return (rounding or _rounding_over(count)).rows(global_batch_size) // count
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -260,8 +228,9 @@ class BaseInput:
       `jax.process_count()`, 0 means 1; afterwards it is the number.
     infeed_host_index: which of them this is; None is `jax.process_index()`.
     input_random_seed: of the order of the data and of other random numbers in
-      it. None is 0 if the position is saved, and another number at each start
-      if it is not.
+      it. None is 0 if the position is saved or in evaluation; else another
+      number at each start, which is drawn when the input is made: all hosts
+      make it together.
     is_training: whether it feeds training.
     reset_for_eval: whether each evaluation is one epoch from its beginning.
     eval_loop_num_batches: batches an evaluation; see the top of this module.
@@ -296,9 +265,15 @@ class BaseInput:
     self._peeked: tuple[dict[str, Any], bytes | None] | None = None
     self._ended = False
     self._num_read = 0
-    self._fresh_seed: int | None = None
-    host = _host.get()
-    self._rounded = host.rounding.rounded if host and host.rounding else {}
+    rounding = _this_host()[2]
+    self._rounded = rounding.rounded if rounding else {}
+    self._default_seed = 0
+    if (
+      self.is_training
+      and self.input_random_seed is None
+      and not self.saves_position
+    ):
+      self._default_seed = self._agree_on_seed()
 
   def _resolve_hosts(self) -> None:
     here, hosts = this_host()
@@ -311,27 +286,39 @@ class BaseInput:
           f' but there are {hosts} processes. Give both, or neither.'
         )
       index = 0 if count == 1 else here
-    _check_host(index, count)
+    if not (is_integer(index) and is_integer(count) and 0 <= index < count):
+      raise errors.UsageError(
+        f'infeed_host_index is {index!r} and num_infeed_hosts {count!r};'
+        ' expected integers, the first at least 0 and less than the second.'
+      )
     self.infeed_host_index, self.num_infeed_hosts = index, count
 
   def _check_fields(self) -> None:
-    if not _NAME.fullmatch(self.name):
-      raise errors.UsageError(
-        f'The name of an input is {self.name!r}; expected letters, digits and'
-        " any of '.:_+-'."
-      )
     self._check_batch_size()
-    padding, seed = self.batch_padding_size, self.input_random_seed
-    if not is_integer(padding) or padding < 0:
+    if self.batch_padding_size < 0:
       self.refuse('batch_padding_size', 'an integer of at least 0')
-    if seed is not None and not is_integer(seed):
-      self.refuse('input_random_seed', 'an integer or None')
-    for key in ('is_training', 'reset_for_eval', 'input_checkpointing_enabled'):
-      self.check_flag(key)
-    order = self.custom_device_order
-    if order is not None and len(set(order)) != len(order):
-      self.refuse('custom_device_order', 'each device once')
-    self._check_eval_table()
+    n = self.eval_loop_num_batches
+    if n is not None and (not is_integer(n) or (n < 1 and n != -1)):
+      self.refuse(
+        'eval_loop_num_batches',
+        'an integer of at least 1, or None or -1 for one epoch',
+      )
+    if self.is_training and self.reset_for_eval:
+      self.refuse('reset_for_eval', 'False in training, which is never reset')
+    if self.reset_for_eval and n not in (None, -1, 1):
+      self.refuse(
+        'eval_loop_num_batches',
+        'None with reset_for_eval=True: to evaluate on the same first batches'
+        ' each time is not supported. Give the input less data, or set'
+        ' reset_for_eval=False and repeat=True for the next batches each time',
+      )
+    if not self.is_training and not self.reset_for_eval and n in (None, -1):
+      self.refuse(
+        'eval_loop_num_batches',
+        'a number with reset_for_eval=False: an evaluation would not know where'
+        ' to end. Or set reset_for_eval=True to evaluate on one epoch',
+      )
+    seed = self.input_random_seed
     if self.is_training and seed is not None and not self.saves_position:
       raise errors.UsageError(
         f'{self.name} feeds training with input_random_seed={seed} but its'
@@ -346,34 +333,6 @@ class BaseInput:
       self.refuse(
         'batch_size',
         'an integer of at least 1, the rows that each host reads a batch',
-      )
-
-  def _check_eval_table(self) -> None:
-    n = self.eval_loop_num_batches
-    if n is not None and (not is_integer(n) or (n < 1 and n != -1)):
-      self.refuse(
-        'eval_loop_num_batches',
-        'an integer of at least 1, or None or -1 for one epoch',
-      )
-    if self.is_training:
-      if self.reset_for_eval:
-        raise errors.UsageError(
-          f'{self.name} has is_training=True and reset_for_eval=True; training'
-          ' data is never reset. Set one of them to False.'
-        )
-    elif self.reset_for_eval and n not in (None, -1, 1):
-      raise errors.UsageError(
-        f'{self.name} has reset_for_eval=True and eval_loop_num_batches={n}: to'
-        ' evaluate on the same first batches each time is not supported. Set'
-        ' eval_loop_num_batches=None to evaluate on one epoch, give the input'
-        ' less data, or set reset_for_eval=False and repeat=True for the next'
-        f' {n} batches each time.'
-      )
-    elif not self.reset_for_eval and n in (None, -1):
-      raise errors.UsageError(
-        f'{self.name} has reset_for_eval=False and eval_loop_num_batches={n!r}:'
-        ' an evaluation would not know where to end. Set reset_for_eval=True to'
-        ' evaluate on one epoch, or give a number of batches.'
       )
 
   def refuse(self, key: str, expected: str) -> NoReturn:
@@ -405,8 +364,8 @@ class BaseInput:
       self.refuse('repeat', 'True, False or None')
     if repeat and self.reset_for_eval:
       raise errors.UsageError(
-        f'{self.name} has reset_for_eval=True and repeat=True: an evaluation on'
-        ' one epoch would never end. Set repeat=False.'
+        f'{self.name} has reset_for_eval=True and repeat=True: one epoch would'
+        ' never end. Set repeat=False.'
       )
     return repeat
 
@@ -461,15 +420,6 @@ class BaseInput:
     """Returns the file and record being read, if known, for messages."""
     return f'batch {self._num_read}'
 
-  def settle_seed(self) -> None:
-    """Draws a seed if one is to be drawn; all hosts do so together.
-
-    Training calls it before anything is read on other threads. An input made
-    of others passes it on to them.
-    """
-    if self.is_training and not self.saves_position:
-      self.seed()
-
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
   ) -> list[str]:
@@ -500,24 +450,17 @@ class BaseInput:
 
   def seed(self) -> int:
     """Returns the seed to use: `input_random_seed`, or its default."""
-    if self.input_random_seed is not None:
-      return int(self.input_random_seed)
-    if self.saves_position or not self.is_training:
-      return 0
-    if self._fresh_seed is None:
-      self._fresh_seed = self._agree_on_seed()
-    return self._fresh_seed
+    seed = self.input_random_seed
+    return self._default_seed if seed is None else int(seed)
 
   def _agree_on_seed(self) -> int:
     """Draws a seed, the same on all hosts: they share one order."""
-    seed = secrets.randbits(31)
-    if self.num_infeed_hosts == 1:
-      return seed
-    if self.num_infeed_hosts != jax.process_count():
+    if self.num_infeed_hosts not in (1, jax.process_count()):
       return 0  # Of `pretend_host`: there is no other process to agree with.
     from jax.experimental import multihost_utils
 
-    return int(multihost_utils.broadcast_one_to_all(np.int32(seed)))
+    seed = np.int32(secrets.randbits(31))
+    return int(multihost_utils.broadcast_one_to_all(seed))
 
   def describe(self) -> str:
     """Returns the name and, if known, what is being read."""
@@ -545,32 +488,24 @@ class BaseInput:
     if self._ended:
       raise StopIteration
     try:
-      batch = self._fill(self.get_next())
+      batch = _as_dict(self.get_next())
+      have = num_rows(batch)
+      want = self.batch_size + self.batch_padding_size
+      if have > self.batch_size:
+        raise ValueError(
+          f'get_next() returned {have} rows; expected at most batch_size ='
+          f' {self.batch_size}.'
+        )
+      if have < want:
+        batch = pad_rows(batch, want)
     except Exception as e:
-      if isinstance(e, StopIteration) or is_out_of_range(e):
+      if is_end(e):
         self._ended = True
         raise StopIteration from e
       e.add_note(f'It was {self.describe()}.')
       raise
     self._num_read += 1
     return batch
-
-  def _fill(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the batch with all its rows."""
-    if not isinstance(batch, Mapping):
-      raise TypeError(
-        f'get_next() returned {type(batch).__name__}; expected a dict of'
-        ' arrays.'
-      )
-    batch = _as_dict(batch)
-    have = num_rows(batch)
-    want = self.batch_size + self.batch_padding_size
-    if have > self.batch_size:
-      raise ValueError(
-        f'get_next() returned {have} rows; expected at most batch_size ='
-        f' {self.batch_size}.'
-      )
-    return pad_rows(batch, want) if have < want else batch
 
   def peek_padded(self) -> dict[str, Any] | None:
     """Returns the next batch of `get_next_padded`; None at the end of the data.
@@ -658,11 +593,7 @@ class BaseInput:
     }
     if self._rounded:
       state['rounded'] = self._rounded
-    try:
-      return json.dumps(state, sort_keys=True, default=_plain).encode()
-    except TypeError as e:
-      e.add_note(f'It is of {self.name}.')
-      raise
+    return json.dumps(state, sort_keys=True, default=_plain).encode()
 
   def set_state(self, state: bytes) -> None:
     """Continues where `get_state` was called, in this or another process.
@@ -675,24 +606,10 @@ class BaseInput:
       ValueError: it is the state of another input, other data, another order,
         or, where the input depends on them, of other hosts.
     """
-    try:
-      values = json.loads(state)
-      version, there = values['format'], values['identity']
-      position, read = values['position'], values['num_read']
-      ended = values['ended']
-      there = {'input': values['input'], **there}
-    except (KeyError, TypeError, ValueError, RecursionError) as e:
-      raise ValueError(
-        f'{self.name}.set_state got {_shorten(state)}, which is no state of an'
-        ' input. Give what get_state() returned.'
-      ) from e
-    if version != _STATE_FORMAT:
-      raise ValueError(
-        f'The state of {self.name} has format {version!r}; this version reads'
-        f' {_STATE_FORMAT}. Use the version of jaxline that saved it.'
-      )
-    here = json.loads(json.dumps(self.identity(), default=_plain))
-    here = {'input': type(self).__name__, **here}
+    values = json.loads(state)
+    there = {'input': values['input'], **values['identity']}
+    here = {'input': type(self).__name__, **self.identity()}
+    here = json.loads(json.dumps(here, default=_plain))
     before, now = (x.pop(ORDER_VERSION, 1) for x in (there, here))
     differences = [
       f'{key} is {there.get(key)!r} in the state and {here.get(key)!r} here'
@@ -712,10 +629,10 @@ class BaseInput:
         ' Use the data and the settings of the run that saved it, or start'
         ' anew.'
       )
-    self.set_position(position)  # First: it may refuse.
+    self.set_position(values['position'])  # First: it may refuse.
     self._peeked = None
-    self._ended = ended
-    self._num_read = read
+    self._ended = values['ended']
+    self._num_read = values['num_read']
 
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes the state to a file; an existing one is replaced whole."""
@@ -742,13 +659,14 @@ def rounded_in(state: Any) -> dict[int, int]:
     return {}
 
 
-def num_rows(batch: Any) -> int:
+def num_rows(batch: Mapping[str, Any]) -> int:
   """Returns how many rows a batch has.
 
   Raises:
     ValueError: its arrays differ in their first dimension, or one has none.
+    TypeError: it is no dict.
   """
-  rows = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
+  rows = {np.shape(x)[:1] for x in jax.tree.leaves(_as_dict(batch))}
   if len(rows) != 1 or () in rows:
     shapes = jax.tree.map(np.shape, batch)
     raise ValueError(
@@ -759,6 +677,11 @@ def num_rows(batch: Any) -> int:
 
 def _as_dict(batch: Mapping[str, Any]) -> dict[str, Any]:
   """Returns a batch as a pytree: a `Batch` as it is, others as plain dicts."""
+  if not isinstance(batch, Mapping):
+    raise TypeError(
+      f'A batch is a {type(batch).__name__}; expected a dict of arrays, with'
+      " the names of what a row has: {'x': x}."
+    )
   return batch if isinstance(batch, Batch) else dict(batch)
 
 
@@ -813,30 +736,23 @@ class GeneratorInput(BaseInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if not callable(self.function):
-      self.refuse(
-        'function', 'a function that returns an iterator, called at each reset'
-      )
     hosts = {
       'host_index': self.infeed_host_index,
       'num_hosts': self.num_infeed_hosts,
     }
-    self._arguments = choose_arguments(
-      self.function, f'{self.name}.function', hosts
-    )
+    self._arguments = choose_arguments(self.function, hosts)
     if self.num_infeed_hosts != 1 and 'host_index' not in self._arguments:
       raise ValueError(
         f'{self.name} has {self.num_infeed_hosts} hosts, and its function does'
         ' not take host_index: all hosts would read the same. Let it take'
         ' (host_index, num_hosts) and give host_index its own part.'
       )
-    self._iterator: Iterator[Any] | None = None
+    self._iterator: Any = None
 
   def get_next(self) -> dict[str, Any]:
     """Returns the generator's next batch."""
     if self._iterator is None:
-      made: Iterator[Any] = iter(self.function(**self._arguments))
-      self._iterator = made
+      self._iterator = iter(self.function(**self._arguments))
     return next(self._iterator)
 
   def reset(self) -> None:
@@ -856,28 +772,19 @@ def from_generator(
 
 
 def choose_arguments(
-  function: Callable[..., Any], what: str, values: Mapping[str, Any]
+  function: Callable[..., Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Returns those of some arguments that a function takes, by their names.
+  """Returns those of some arguments that a function takes, by their names."""
+  names = inspect.signature(function).parameters
+  return {name: value for name, value in values.items() if name in names}
 
-  Raises:
-    TypeError: it needs others.
+
+def is_end(e: Exception) -> bool:
+  """Returns whether an error means the end of the data.
+
+  It does if it is `StopIteration` or TensorFlow's `OutOfRangeError`.
   """
-  signature = inspect.signature(function)
-  chosen = {k: v for k, v in values.items() if k in signature.parameters}
-  try:
-    signature.bind(**chosen)
-  except TypeError as e:
-    raise TypeError(
-      f'The function {what} is called with those of {list(values)} that it has'
-      f' as arguments: {e}.'
-    ) from e
-  return chosen
-
-
-def is_out_of_range(e: Exception) -> bool:
-  """Returns whether it is TensorFlow's way to say that the data has ended."""
-  return any(
+  return isinstance(e, StopIteration) or any(
     cls.__name__ == 'OutOfRangeError'
     and cls.__module__.startswith('tensorflow.')
     for cls in type(e).__mro__
@@ -891,14 +798,6 @@ def is_integer(x: Any) -> bool:
 
 def _plain(x: Any) -> Any:
   """Returns what JSON has for a number of NumPy's."""
-  if isinstance(x, np.generic):
-    return x.item()
-  raise TypeError(
-    f'A position or an identity has {_shorten(x)}, a {type(x).__name__};'
-    ' expected plain values, as JSON has them.'
+  return (
+    x.item() if isinstance(x, np.generic) else json.JSONEncoder().default(x)
   )
-
-
-def _shorten(x: Any, length: int = 80) -> str:
-  text = repr(x)
-  return text if len(text) <= length else f'{text[:length]}...'

@@ -18,7 +18,6 @@ The records of a batch are read in one call where the source can do that
 from __future__ import annotations
 
 import bisect
-import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 import dataclasses
@@ -38,10 +37,10 @@ from jaxline import errors
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 
-# Grain's nodes that leave records out, and those that batch. (Grain gives them
+# Grain's nodes that batch, and those that leave records out. (Grain gives them
 # no public names.)
-_SPARSE_NODES = ('FilterMapDataset', 'FlatMapMapDataset')
-_BATCH_NODES = ('BatchMapDataset', 'BatchIterDataset')
+_BATCH_NODES = {'BatchMapDataset', 'BatchIterDataset'}
+_SPARSE_NODES = {'FilterMapDataset', 'FlatMapMapDataset'}
 _TUPLE = '__tuple__'  # The key of what is one, in JSON.
 
 
@@ -87,15 +86,7 @@ class GrainInput(indexed.IndexedInput):
   def __post_init__(self) -> None:
     super().__post_init__()
     if (self.dataset is None) == (not self.files):
-      raise ValueError(
-        f'{self.name} needs one of dataset and files, got'
-        f' {"neither" if self.dataset is None else "both"}.'
-      )
-    if not isinstance(self.transformations, list | tuple):
-      raise TypeError(
-        f'{self.name}.transformations is {self.transformations!r}; expected a'
-        ' list: transformations=[f].'
-      )
+      self.refuse('files', 'some without a dataset, or none with one')
     import grain  # Takes a second to import.
 
     # Of files: where each ends in the numbering of the records.
@@ -103,62 +94,42 @@ class GrainInput(indexed.IndexedInput):
     self._ends: list[int] = []
     self._files_hash = ''
     self._arguments: dict[str, Any] = {}
-    is_function = callable(self.dataset) and not hasattr(
-      self.dataset, '__getitem__'
-    )
+    self._records: Any = self.dataset
     if self.files:
       self._paths = _find_files(self.files)
       self._ends = _find_ends(self._paths)
       self._files_hash = _hash_files(self._paths, self._ends)
-      self._records: Any = grain.sources.ArrayRecordDataSource(self._paths)
-    elif is_function and not isinstance(self.dataset, grain.IterDataset):
-      self._arguments = base.choose_arguments(
-        self.dataset,
-        f'{self.name}.dataset',
-        {
-          'host_index': self.infeed_host_index,
-          'num_hosts': self.num_infeed_hosts,
-          'seed': self.seed(),
-          'epoch': 0,  # Of the first.
-        },
-      )
+      self._records = grain.sources.ArrayRecordDataSource(self._paths)
+    elif callable(self.dataset) and not hasattr(self.dataset, '__getitem__'):
       self._records = self._make(epoch=0)
-    else:
-      self._records = self.dataset
     self._is_stream = isinstance(self._records, grain.IterDataset)
     if self._is_stream:
       self._check_stream()
       # Of this host alone; see `BaseInput`.
       self.ANY_NUMBER_OF_HOSTS = False  # type: ignore[misc]
+      first = {'epoch': 0, 'record': 0, 'grain': None, 'ended': False}
+      self._at = self._first = first
+      self._reading = 0, 0  # The epoch and number of the record.
     else:
       self._check_records()
-      self._steps = [self._step(t) for t in self.transformations]
-    # Of a stream, the position of the next batch, and the epoch and number of
-    # the next record.
-    self._at = _position(0, 0, None)
-    self._reading = 0, 0
 
   # The dataset and its transformations.
 
   def _make(self, epoch: int) -> Any:
     """Returns what the function makes, where the dataset is one."""
-    if 'epoch' in self._arguments:
-      self._arguments['epoch'] = epoch
+    arguments = {
+      'host_index': self.infeed_host_index,
+      'num_hosts': self.num_infeed_hosts,
+      'seed': self.seed(),
+      'epoch': epoch,
+    }
+    self._arguments = base.choose_arguments(self.dataset, arguments)
     make = functools.partial(self.dataset, **self._arguments)
     return indexed.call_without_end(make)
 
   def _check_records(self) -> None:
     import grain
 
-    records = self._records
-    if isinstance(records, (Mapping, str, bytes, type)) or not (
-      hasattr(records, '__len__') and hasattr(records, '__getitem__')
-    ):
-      raise TypeError(
-        f'{self.name}.dataset is {records!r}; expected a grain.MapDataset, a'
-        ' grain.IterDataset, a data source with __len__ and __getitem__, or a'
-        ' function that returns one of these.'
-      )
     dealt = {'host_index', 'num_hosts', 'epoch'} & set(self._arguments)
     if dealt:
       raise ValueError(
@@ -166,10 +137,19 @@ class GrainInput(indexed.IndexedInput):
         ' numbers, which the input deals out and shuffles itself: each host'
         ' would read a part of its part. Let it return all of them.'
       )
-    if not isinstance(records, grain.MapDataset):
+    for t in self.transformations:
+      is_map = isinstance(t, grain.transforms.Map | grain.transforms.RandomMap)
+      if not (is_map or callable(t)):
+        raise TypeError(
+          f'{self.name}.transformations has {t!r}; expected functions of a'
+          ' record, grain.transforms.Map or RandomMap. What leaves records out'
+          ' or makes several of one needs a stream: an IterDataset.'
+        )
+    if not isinstance(self._records, grain.MapDataset):
       return
-    nodes = {type(node).__name__ for node in _nodes(records)}
-    if len(records) == sys.maxsize or nodes & {*_SPARSE_NODES, *_BATCH_NODES}:
+    nodes = {type(node).__name__ for node in _nodes(self._records)}
+    refused = nodes & (_BATCH_NODES | _SPARSE_NODES)
+    if len(self._records) == sys.maxsize or refused:
       raise ValueError(
         f'{self.name}.dataset repeats without end, leaves records out or is'
         f' batched ({", ".join(sorted(nodes))}). Leave out .repeat() and'
@@ -191,9 +171,8 @@ class GrainInput(indexed.IndexedInput):
       )
     if not self.repeat and _has_no_end(self._records):
       raise ValueError(
-        f'{self.name}.dataset has no end and {self.name}.repeat is False: one'
-        ' epoch of it would never end. Leave out its .repeat(); where it shall'
-        ' begin again, set repeat=True.'
+        f'{self.name}.dataset has no end, and repeat is False: one epoch of it'
+        ' would never end. Leave out its .repeat(), or set repeat=True.'
       )
     if self.num_threads:
       self.refuse(
@@ -211,22 +190,6 @@ class GrainInput(indexed.IndexedInput):
         f'{self.name}.dataset is batched; leave out its .batch(): the input'
         ' makes the batches, of batch_size and with `collate`.'
       )
-
-  def _step(self, transformation: Any) -> tuple[Callable[..., Any], bool]:
-    """Returns a function of a record, and whether it takes a generator."""
-    import grain
-
-    if isinstance(transformation, grain.transforms.Map):
-      return transformation.map, False
-    if isinstance(transformation, grain.transforms.RandomMap):
-      return transformation.random_map, True
-    if callable(transformation):
-      return transformation, False
-    raise TypeError(
-      f'{self.name}.transformations has {transformation!r}; expected functions'
-      ' of a record, grain.transforms.Map or RandomMap. What leaves records out'
-      ' or makes several of one needs a stream: an IterDataset.'
-    )
 
   def _collate(self, records: list[Any]) -> Any:
     import grain
@@ -255,30 +218,29 @@ class GrainInput(indexed.IndexedInput):
     else:
       elements = [self._records[number] for number in numbers]
     for i, element in enumerate(elements):
-      for stage, (function, is_random) in enumerate(self._steps):
-        if is_random:
-          rng = self._generator(stage, int(epochs[i]), numbers[i])
-          element = function(element, rng)
-        else:
-          element = function(element)
-      if element is None:
+      elements[i] = self._transform(element, int(epochs[i]), numbers[i])
+      if elements[i] is None:
         raise ValueError(
           f'Record {numbers[i]} is None; expected a dict of arrays. Records'
           ' cannot be left out where they have numbers: filter the data'
           ' beforehand, or give a grain.IterDataset.'
         )
-      elements[i] = element
     return self._collate(elements)
 
-  def _generator(
-    self, stage: int, epoch: int, record: int
-  ) -> np.random.Generator:
-    return np.random.Generator(
-      np.random.Philox(
-        key=np.array([self.seed() % 2**64, 2**63 + stage], np.uint64),
-        counter=np.array([0, 0, epoch, record], np.uint64),
-      )
-    )
+  def _transform(self, element: Any, epoch: int, record: int) -> Any:
+    import grain
+
+    for stage, t in enumerate(self.transformations):
+      if isinstance(t, grain.transforms.RandomMap):
+        bits = np.random.Philox(
+          key=np.array([self.seed() % 2**64, 2**63 + stage], np.uint64),
+          counter=np.array([0, 0, epoch, record], np.uint64),
+        )
+        element = t.random_map(element, np.random.Generator(bits))
+      else:
+        function = t.map if isinstance(t, grain.transforms.Map) else t
+        element = function(element)
+    return element
 
   def describe_record(self, record: int, epoch: int) -> str:
     """Returns the file and the place in it, where there are files."""
@@ -294,34 +256,12 @@ class GrainInput(indexed.IndexedInput):
 
   # Streams.
 
-  def _next_batch(self) -> dict[str, Any]:
+  def _take(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the next batch, and the position behind it."""
     if not self._is_stream:
-      return super()._next_batch()
-    records, position = self._take()
-    if not records:
-      self._at = {**self._at, 'ended': True}
-      raise StopIteration
-    batch = indexed.call_without_end(self._collate, records)
-    self._check_rows(batch, len(records))
-    self._at = position
-    return batch if self.repeat else base.pad_rows(batch, self.batch_size)
-
-  def _take(self) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the next records of the stream, and the position behind them.
-
-    There are fewer than `batch_size` at the end of the data only.
-    """
+      return super()._take()
     epoch, record = self._at['epoch'], self._at['record']
     ended = self._at['ended']
-    if self._iterator is None and not ended:
-      if record and self._at['grain'] is None:
-        raise RuntimeError(
-          f'{self.name} was closed behind record {record} of epoch {epoch} of'
-          ' its stream, and cannot go on there, since its position is not'
-          ' saved. Call reset() to begin anew, or set'
-          ' input_checkpointing_enabled=True.'
-        )
-      self._iterator = self._start_stream(epoch, self._at['grain'])
     records: list[Any] = []
     while len(records) < self.batch_size and not ended:
       self._reading = epoch, record
@@ -329,8 +269,6 @@ class GrainInput(indexed.IndexedInput):
         records.append(next(self._iterator))
         record += 1
       except StopIteration:
-        # Without repeat it is not asked again: an iterator that ends by mistake
-        # may give more.
         ended = not self.repeat
         if self.repeat and not record:
           raise ValueError(
@@ -339,23 +277,44 @@ class GrainInput(indexed.IndexedInput):
         if self.repeat:
           self.close()
           epoch, record = epoch + 1, 0
-          self._iterator = self._start_stream(epoch, None)
+          self._iterator = self._start_epoch(epoch, None)
+    if not records:
+      raise StopIteration
     if self.num_workers:
       records = indexed.own_arrays(records)
-    if not records or not self.saves_position:
-      return records, _position(epoch, record, None, ended)
-    state = self._iterator.get_state()
-    text = _to_json(state)
-    if self._at['grain'] is None and _from_json(text) != state:
-      raise TypeError(
-        f'The position of {self.name} cannot be saved: the state of its'
-        f' iterator is {state!r}; expected plain values, as JSON has them. Let'
-        ' its get_state() return such, or set input_checkpointing_enabled=False'
-        ' where that is no loss.'
-      )
-    return records, _position(epoch, record, text, ended)
+    batch = indexed.call_without_end(self._collate, records)
+    batch = self._checked(batch, len(records))
+    text = None  # The state as text, since Grain changes the dict that it gave.
+    if self.saves_position:
+      state = self._iterator.get_state()
+      text = _to_json(state)
+      if self._at['grain'] is None and _from_json(text) != state:
+        raise TypeError(
+          f'The position of {self.name} cannot be saved: the state of its'
+          f' iterator is {state!r}; expected plain values, as JSON has them. Or'
+          ' set input_checkpointing_enabled=False where that is no loss.'
+        )
+    # It is not asked again: an iterator that ends by mistake may give more.
+    self._ended = ended
+    if not self.repeat:
+      batch = base.pad_rows(batch, self.batch_size)
+    position = {'epoch': epoch, 'record': record, 'grain': text, 'ended': ended}
+    return batch, position
 
-  def _start_stream(self, epoch: int, state: str | None) -> Any:
+  def _start(self) -> Any:
+    """Starts to read at the position."""
+    if not self._is_stream:
+      return super()._start()
+    epoch, record = self._reading = self._at['epoch'], self._at['record']
+    if record and self._at['grain'] is None:
+      raise RuntimeError(
+        f'{self.name} was closed behind record {record} of epoch {epoch} of its'
+        ' stream, and cannot go on there, since its position is not saved. Call'
+        ' reset() to begin anew, or set input_checkpointing_enabled=True.'
+      )
+    return self._start_epoch(epoch, self._at['grain'])
+
+  def _start_epoch(self, epoch: int, state: str | None) -> Any:
     stream = self._make(epoch) if self._arguments else self._records
     # Hosts number the records of their streams alike.
     assert self.infeed_host_index is not None
@@ -371,48 +330,6 @@ class GrainInput(indexed.IndexedInput):
     if state is not None:
       iterator.set_state(_from_json(state))
     return iterator
-
-  def reset(self) -> None:
-    """Goes back to the first record."""
-    if not self._is_stream:
-      super().reset()
-      return
-    base.BaseInput.reset(self)
-    self.set_position(_position(0, 0, None))
-
-  def skip(self, num_batches: int) -> None:
-    """Goes on behind so many batches; a stream has to read them.
-
-    Raises:
-      ValueError: there are not so many.
-    """
-    if not self._is_stream:
-      super().skip(num_batches)
-    else:
-      base.BaseInput.skip(self, num_batches)
-
-  def position(self) -> dict[str, Any]:
-    """Returns how many records were given; of a stream, Grain's state too."""
-    return self._at if self._is_stream else super().position()
-
-  def set_position(self, position: dict[str, Any]) -> None:
-    """Reads on from where `position` was called.
-
-    Raises:
-      ValueError: it is no position of such an input.
-    """
-    if not self._is_stream:
-      super().set_position(position)
-      return
-    expected = _position(0, 0, None)
-    if not isinstance(position, dict) or set(position) != set(expected):
-      raise ValueError(
-        f'{self.name}.set_position got {position!r}; expected what position()'
-        f' returned, a dict of {", ".join(expected)}.'
-      )
-    self.close()
-    self._at = position
-    self._reading = position['epoch'], position['record']
 
   def identity(self) -> dict[str, Any]:
     """Returns what the order depends on; a stream's: host and workers too."""
@@ -436,16 +353,6 @@ class GrainInput(indexed.IndexedInput):
       f'record {record} of epoch {epoch} of the stream of host'
       f' {self.infeed_host_index}/{self.num_infeed_hosts}'
     )
-
-
-def _position(
-  epoch: int, record: int, state: str | None, ended: bool = False
-) -> dict[str, Any]:
-  """Returns a stream's position: the next record, and Grain's state as JSON.
-
-  As text, since Grain goes on with the dict that it gave.
-  """
-  return {'epoch': epoch, 'record': record, 'grain': state, 'ended': ended}
 
 
 def _nodes(dataset: Any) -> Iterator[Any]:
@@ -488,11 +395,9 @@ def _find_files(
         ' file, a glob, or a list of these.'
       )
     paths += found
-  counts = collections.Counter(map(os.path.realpath, paths))
-  path, count = counts.most_common(1)[0]
-  if count > 1:
+  if len(set(map(os.path.realpath, paths))) < len(paths):
     raise ValueError(
-      f'{path!r} is given {count} times: its records would be read as often an'
+      f'{files} names a file twice, whose records would be read as often an'
       ' epoch. Give each file once.'
     )
   return paths

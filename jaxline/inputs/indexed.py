@@ -14,13 +14,12 @@ Shapes: b rows, N records of an epoch.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping
-import contextlib
+from collections.abc import Callable
 import copy
 import dataclasses
 import functools
+import itertools
 import multiprocessing
-from multiprocessing import connection
 import os
 import pickle
 import signal
@@ -87,11 +86,11 @@ class IndexedInput(base.BaseInput, abc.ABC):
     self.repeat = self.check_repeat(self.repeat)
     if self.shuffle is None:
       self.shuffle = self.is_training
-    for key in ('num_threads', 'num_workers'):
-      if not base.is_integer(getattr(self, key)) or getattr(self, key) < 0:
-        self.refuse(key, 'an integer of at least 0')
-    # How many records of the global order were given.
-    self._given = 0
+    if self.num_workers < 0:  # Grain refuses threads itself.
+      self.refuse('num_workers', 'an integer of at least 0')
+    # Positions: that of the next batch, and the first.
+    self._at: dict[str, Any] = {'records': 0}
+    self._first = self._at
     self._iterator: Any = None
 
   # What a subclass overrides.
@@ -137,7 +136,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
     epochs, within = np.divmod(positions, self._size)
     if not self.shuffle:
       return within
-    if self._is_small:
+    if self._size < _SMALL:
       records = [
         _epoch_order(self.seed(), epoch, self._size)[i]
         for epoch, i in zip(epochs.tolist(), within.tolist(), strict=True)
@@ -145,10 +144,6 @@ class IndexedInput(base.BaseInput, abc.ABC):
     else:
       records = [self._ids[i] for i in positions.tolist()]
     return np.array(records, np.int64)
-
-  @property
-  def _is_small(self) -> bool:
-    return self._size < _SMALL
 
   @functools.cached_property
   def _ids(self) -> Any:
@@ -168,27 +163,44 @@ class IndexedInput(base.BaseInput, abc.ABC):
 
   def get_next(self) -> dict[str, Any]:
     """Returns this host's rows of the next global batch."""
-    with closed_on_error(self):
-      return self._next_batch()
+    try:
+      if self._iterator is None:
+        self._iterator = self._start()
+      batch, self._at = self._take()
+      return batch
+    except StopIteration:
+      raise
+    except BaseException as e:
+      # Threads and workers have read further than the batches that were given:
+      # another try must begin at the same batch.
+      self.close()
+      if 'terminated unexpectedly' in str(e):
+        e.add_note(
+          'Exit code -9 is a kill, most often since memory ran out; -7 is a'
+          ' full /dev/shm; 1 is an error at its start, which the log has: in a'
+          ' script most often that its work does not stand under'
+          " `if __name__ == '__main__':`, and every worker would begin it anew."
+          ' Try fewer num_workers; with none, errors come up here.'
+        )
+      raise
 
-  def _next_batch(self) -> dict[str, Any]:
-    if self._iterator is None:
-      self._iterator = self._start()
+  def _take(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the next batch of the iterator, and the position behind it."""
     batch = next(self._iterator)
-    self._given += self.get_global_batch_size()
-    return own_arrays(batch) if self.num_workers else batch
+    given = self._at['records'] + self.get_global_batch_size()
+    return own_arrays(batch) if self.num_workers else batch, {'records': given}
 
   def _start(self) -> Any:
     """Starts to read at the position."""
-    self.settle_seed()  # Threads and workers must not draw one each.
-    num_batches = sys.maxsize // self.get_global_batch_size()
+    left = sys.maxsize - self.get_global_batch_size()
     if not self.repeat:
-      num_batches = self._num_batches_left()
+      left = max(0, self._size - self._at['records'])
+    num_batches = -(-left // self.get_global_batch_size())
     reader = self
     if self.num_workers:
       reader = copy.copy(self)
       reader._peeked = None  # Not to be sent to them.
-    batch = functools.partial(reader._batch, self._given)
+    batch = functools.partial(reader._batch, self._at['records'])
     if not self.num_threads and not self.num_workers:
       # Grain's iterator would cost as much as copying eight rows of a thousand
       # tokens.
@@ -232,22 +244,16 @@ class IndexedInput(base.BaseInput, abc.ABC):
   def _read_all(
     self, records: np.ndarray, epochs: np.ndarray
   ) -> dict[str, Any]:
-    batch = self.read(records, epochs)
-    self._check_rows(batch, len(records))
-    return batch
+    return self._checked(self.read(records, epochs), len(records))
 
-  def _check_rows(self, batch: Any, expected: int) -> None:
-    """Refuses a batch that would lose records, or count some twice."""
-    if not isinstance(batch, Mapping):
-      raise TypeError(
-        f'{self.name} made {type(batch).__name__} of its records; expected a'
-        " dict of arrays. Name what a record has: {'x': x}."
-      )
+  def _checked(self, batch: dict[str, Any], expected: int) -> dict[str, Any]:
+    """Returns a batch unless it lost records, or has some twice."""
     if (got := base.num_rows(batch)) != expected:
       raise ValueError(
         f'{self.name} made {got} rows of {expected} records; expected a row of'
         ' each.'
       )
+    return batch
 
   def _describe(self, records: np.ndarray, epochs: np.ndarray) -> str:
     """Returns which of some records cannot be read, or the first of them."""
@@ -255,64 +261,45 @@ class IndexedInput(base.BaseInput, abc.ABC):
       try:
         self._read_all(records[i : i + 1], epochs[i : i + 1])
       except Exception:
-        return self._describe_one(records[i], epochs[i])
-    some = map(self._describe_one, records, epochs[:_MAX_DESCRIBED])
+        return self.describe_record(int(records[i]), int(epochs[i]))
+    some = map(self.describe_record, records.tolist(), epochs.tolist())
     return (
       f'{len(records)} records, which can be read one by one:'
-      f' {", ".join(some)}, ...'
+      f' {", ".join(itertools.islice(some, _MAX_DESCRIBED))}, ...'
     )
-
-  def _describe_one(self, record: Any, epoch: Any) -> str:
-    try:
-      return self.describe_record(int(record), int(epoch))
-    except Exception as e:  # The error of reading is more important.
-      return f'record {record} (which it cannot describe: {e!r})'
 
   def reset(self) -> None:
     """Goes back to the first record."""
     super().reset()
-    self.set_position({'records': 0})
+    self.set_position(self._first)
 
-  def position(self) -> dict[str, int]:
+  def position(self) -> dict[str, Any]:
     """Returns how many records of the global order were given."""
-    return {'records': self._given}
+    return self._at
 
-  def set_position(self, position: dict[str, int]) -> None:
-    """Reads on behind so many records.
-
-    Raises:
-      ValueError: it is no position of such an input.
-    """
-    given: Any = None
-    if isinstance(position, dict):
-      given = position.get('records')
-    if not base.is_integer(given) or given < 0:
-      raise ValueError(
-        f'{self.name}.set_position got {position!r}; expected'
-        " {'records': N}, with N an integer of at least 0."
-      )
+  def set_position(self, position: dict[str, Any]) -> None:
+    """Reads on from where `position` was called."""
     self.close()
-    self._given = given
+    self._at = position
 
   def identity(self) -> dict[str, Any]:
     """Returns the values on which the global order depends."""
-    # The old order of large datasets was another.
-    order = (
-      {base.ORDER_VERSION: 2} if self.shuffle and not self._is_small else {}
-    )
-    return {
+    identity = {
       'num_records': self.num_records(),
       'repeat': self.repeat,
       'shuffle': self.shuffle,
       'seed': self.seed(),
-      **order,
       **self.data_identity(),
     }
+    if self.shuffle and self.num_records() >= _SMALL:
+      # The old order of large datasets was another.
+      identity[base.ORDER_VERSION] = 2
+    return identity
 
   def where(self) -> str:
     """Returns the first record of the next batch."""
     assert self.infeed_host_index is not None
-    position = self._given + self.infeed_host_index * self.batch_size
+    position = self._at['records'] + self.infeed_host_index * self.batch_size
     epoch, within = divmod(position, self._size)
     if epoch and not self.repeat:
       return 'the rows that fill up the end of the epoch'
@@ -324,7 +311,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
   def describe_at(self, position: int) -> str:
     """Returns where the record at a position of the global order is from."""
     record = self.order(np.array([position]))[0]
-    return self._describe_one(record, position // self._size)
+    return self.describe_record(int(record), position // self._size)
 
   def close(self) -> None:
     """Ends threads and workers."""
@@ -344,26 +331,20 @@ class IndexedInput(base.BaseInput, abc.ABC):
       )
 
   def skip(self, num_batches: int) -> None:
-    """Goes on behind so many batches, without reading them.
+    """Goes on behind so many batches; those of endless epochs are not read.
 
     Raises:
       ValueError: there are not so many.
     """
+    if not (self.repeat and self.ANY_NUMBER_OF_HOSTS):
+      super().skip(num_batches)
+      return
     if num_batches and self._peeked is not None:
       next(self)
       num_batches -= 1
-    if not self.repeat and num_batches > self._num_batches_left():
-      raise ValueError(
-        f'{self.name} has {self._num_batches_left()} batches left;'
-        f' {num_batches} were to be skipped.'
-      )
     given = num_batches * self.get_global_batch_size()
-    self.set_position({'records': self._given + given})
+    self.set_position({'records': self._at['records'] + given})
     self._num_read += num_batches
-
-  def _num_batches_left(self) -> int:
-    left = max(0, self._size - self._given)
-    return -(-left // self.get_global_batch_size())
 
   def __getstate__(self) -> dict[str, Any]:
     return {**self.__dict__, '_iterator': None}
@@ -416,7 +397,7 @@ def _start_worker(index: int, count: int) -> None:
 
   def watch() -> None:
     # A parent that was killed cannot tell its workers to end.
-    connection.wait([parent.sentinel])
+    parent.join()
     os._exit(1)
 
   threading.Thread(target=watch, name='watch_parent', daemon=True).start()
@@ -478,30 +459,6 @@ def own_arrays(tree: Any) -> Any:
   )
 
 
-@contextlib.contextmanager
-def closed_on_error(source: base.BaseInput) -> Iterator[None]:
-  """Closes an input where reading fails, and explains a worker that died.
-
-  Grain's threads and workers have read further than the batches that were
-  given: another try must begin at the same batch.
-  """
-  try:
-    yield
-  except StopIteration:
-    raise
-  except BaseException as e:
-    source.close()
-    if 'terminated unexpectedly' in str(e):
-      e.add_note(
-        'Exit code -9 is a kill, most often since memory ran out; -7 is a full'
-        ' /dev/shm; 1 is an error at its start, which the log has: in a script'
-        ' most often that its work does not stand under'
-        " `if __name__ == '__main__':`, and every worker would begin it anew."
-        ' Try fewer num_workers; with none, errors come up here.'
-      )
-    raise
-
-
 def call_without_end(function: Callable[..., Any], *args: Any) -> Any:
   """Calls a reader of records, whose errors do not mean the end of the data.
 
@@ -511,6 +468,6 @@ def call_without_end(function: Callable[..., Any], *args: Any) -> Any:
   try:
     return function(*args)
   except Exception as e:
-    if isinstance(e, StopIteration) or base.is_out_of_range(e):
+    if base.is_end(e):
       raise RuntimeError(f'A record could not be read: {e!r}.') from e
     raise

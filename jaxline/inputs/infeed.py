@@ -75,14 +75,13 @@ class Infeed:
     self._times: collections.deque[tuple[float, float]] = collections.deque(
       maxlen=_WINDOW_STEPS + 1
     )
-    self._batches: Generator[tuple[Any, Any], None, None] = (
-      async_lib.py_prefetch(
-        lambda: _read(source, place),
-        buffer_size,
-        thread_name='infeed',
-        stall_secs=stall_secs,
-        on_stall=functools.partial(_warn_of_stall, 'The step', source),
-      )
+    self._batches = read_ahead(
+      source,
+      _read(source, place),
+      who='The step',
+      thread_name='infeed',
+      buffer_size=buffer_size,
+      stall_secs=stall_secs,
     )
 
   def __iter__(self) -> Infeed:
@@ -169,14 +168,18 @@ def read_ahead(
   source: Any,
   batches: Iterator[Any],
   *,
+  who: str = 'The evaluation',
+  thread_name: str = 'eval_infeed',
   buffer_size: int = 3,
   stall_secs: float | None = None,
 ) -> Generator[Any, None, None]:
-  """Reads batches of an evaluation ahead on a thread, not yet on the devices.
+  """Reads batches ahead on a thread; those of an evaluation stay on the host.
 
   Args:
     source: what messages name.
     batches: its batches.
+    who: waits for them, for messages.
+    thread_name: of the thread.
     buffer_size: how many may be in memory, at least 2.
     stall_secs: as for `Infeed`.
 
@@ -186,19 +189,21 @@ def read_ahead(
   return async_lib.py_prefetch(
     lambda: batches,
     buffer_size,
-    thread_name='eval_infeed',
+    thread_name=thread_name,
     stall_secs=stall_secs,
-    on_stall=functools.partial(_warn_of_stall, 'The evaluation', source),
+    on_stall=functools.partial(_warn_of_stall, who, source),
   )
 
 
 def _read(
-  source: Iterator[Any], place: Callable[[Any], Any]
+  source: Any, place: Callable[[Any], Any]
 ) -> Iterator[tuple[Any, Any]]:
   """Yields batches on the devices, each with the position behind it."""
+  is_saved = saves_position(source)
   try:
     for batch in source:
-      position = position_of(source)
+      # A copy, since this runs ahead: an iterator may change its own.
+      position = copy.deepcopy(source.get_state()) if is_saved else None
       try:
         placed = place(batch)
       except Exception as e:
@@ -210,21 +215,12 @@ def _read(
     close(source)
 
 
-def position_of(source: Iterator[Any]) -> Any:
-  """Returns where a source stands, or None where that cannot be told."""
-  if not saves_position(source):
-    return None
-  state = source.get_state()  # type: ignore[attr-defined]
-  # A copy, since this runs ahead: an iterator may change its own.
-  return state if isinstance(state, bytes) else copy.deepcopy(state)
-
-
 def set_position(source: Any, position: Any, config: Any) -> None:
   """Sets a source to a position, unless that is None.
 
   Args:
     source: of which `saves_position` is true.
-    position: as `position_of` returned it.
+    position: of `Infeed`.
     config: the run's, or None. With `on_config_change = 'continue'`, a source
       whose order changed starts anew.
   """

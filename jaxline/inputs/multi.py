@@ -6,13 +6,11 @@ Shapes: B rows of a batch, b rows of a part of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-import contextlib
 import dataclasses
 import fractions
 import functools
 import json
 import math
-import numbers
 import sys
 from typing import Any
 
@@ -36,28 +34,16 @@ class _Parent(base.BaseInput):
   inputs: Mapping[str, base.BaseInput]
 
   def __post_init__(self) -> None:
-    self._reading: str | None = None
-    super().__post_init__()
-
-  def _resolve_hosts(self) -> None:
-    children = self.inputs
-    if (
-      not isinstance(children, Mapping)
-      or not children
-      or not all(isinstance(c, base.BaseInput) for c in children.values())
-    ):
-      self.refuse('inputs', 'a dict of inputs by name')
     # A mixture's schedule shall not depend on how the dict was written.
-    self.inputs = dict(sorted(children.items()))
+    self.inputs = dict(sorted(self.inputs.items()))
+    if not self.inputs:
+      raise ValueError('inputs is {}; expected inputs by name.')
     first = next(iter(self.inputs.values()))
     if self.infeed_host_index is None:
       self.infeed_host_index = first.infeed_host_index
     if self.num_infeed_hosts is None:
       self.num_infeed_hosts = first.num_infeed_hosts
-    super()._resolve_hosts()
-
-  def _check_fields(self) -> None:
-    super()._check_fields()
+    super().__post_init__()
     if self.input_random_seed is not None:
       self.refuse('input_random_seed', 'None: set the seeds of the inputs')
     if len(set(map(id, self.inputs.values()))) != len(self.inputs):
@@ -65,23 +51,20 @@ class _Parent(base.BaseInput):
         f'{self.name}.inputs has an input twice: each of its batches would be'
         ' read by one of them only. Make two inputs.'
       )
+    expected = {
+      'is_training': self.is_training,
+      'reset_for_eval': self.reset_for_eval,
+      'infeed_host_index': self.infeed_host_index,
+      'num_infeed_hosts': self.num_infeed_hosts,
+      'batch_padding_size': 0,
+      'custom_device_order': None,
+    }
     for name, child in self.inputs.items():
-      for key in (
-        'is_training',
-        'reset_for_eval',
-        'infeed_host_index',
-        'num_infeed_hosts',
-      ):
-        if getattr(child, key) != getattr(self, key):
-          raise ValueError(
-            f'{self.name}.{key} is {getattr(self, key)}, and that of its input'
-            f' {name} is {getattr(child, key)}; expected the same.'
-          )
-      for key in ('batch_padding_size', 'custom_device_order'):
-        if getattr(child, key):
+      for key, value in expected.items():
+        if getattr(child, key) != value:
           raise ValueError(
             f'The input {name} of {self.name} has {key}={getattr(child, key)};'
-            f' set it of {self.name}, whose batches go to the devices.'
+            f' expected {value}. Set it of {self.name} if its batches need it.'
           )
     saved = [n for n, child in self.inputs.items() if child.saves_position]
     if self.is_training and saved and not self.saves_position:
@@ -100,46 +83,17 @@ class _Parent(base.BaseInput):
       child.saves_position for child in self.inputs.values()
     )
 
-  def _next_of(self, name: str) -> dict[str, Any]:
-    """Returns a child's next batch; messages name it meanwhile."""
-    self._reading = name
-    batch = self.inputs[name].get_next_padded()
-    self._reading = None
-    return batch
-
   def reset(self) -> None:
     """Resets the children."""
     super().reset()
-    self._reading = None
     for child in self.inputs.values():
       child.reset()
-
-  def settle_seed(self) -> None:
-    """Settles those of the children; it draws nothing itself."""
-    for child in self.inputs.values():
-      child.settle_seed()
-
-  def where(self) -> str:
-    """Returns the child that is read, and its position."""
-    name = self._reading
-    if name is None:
-      return super().where()
-    return f'its input {name}: {self.inputs[name].where()}'
 
   def close(self) -> None:
     """Closes the children."""
     super().close()
-    with contextlib.ExitStack() as stack:
-      for child in self.inputs.values():
-        stack.callback(child.close)
-
-
-def _state_of(child: base.BaseInput) -> Any:
-  return json.loads(child.get_state())
-
-
-def _set_state_of(child: base.BaseInput, state: Any) -> None:
-  child.set_state(json.dumps(state).encode())
+    for child in self.inputs.values():
+      child.close()
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -160,38 +114,31 @@ class MultiInput(_Parent):
   batch_size: int | None = None  # type: ignore[assignment]
 
   def __post_init__(self) -> None:
+    sizes = {name: child.batch_size for name, child in self.inputs.items()}
+    common = math.gcd(*sizes.values())
+    if self.batch_size not in (None, common):
+      raise ValueError(
+        f'{type(self).__name__}.batch_size is {self.batch_size!r}; leave it'
+        f' None: it is the greatest common divisor, {common}, of those of its'
+        f' inputs, {sizes}.'
+      )
+    self.batch_size = common
     super().__post_init__()
     # The position consists of the children's: it is as valid as theirs.
     self.ANY_NUMBER_OF_HOSTS = all(  # type: ignore[misc]
       child.ANY_NUMBER_OF_HOSTS for child in self.inputs.values()
     )
-
-  def _check_batch_size(self) -> None:
-    sizes = {name: child.batch_size for name, child in self.inputs.items()}
-    common = math.gcd(*sizes.values())
-    if self.batch_size not in (None, common):
-      raise ValueError(
-        f'{self.name}.batch_size is {self.batch_size!r}; leave it None: it is'
-        f' the greatest common divisor, {common}, of those of its inputs,'
-        f' {sizes}.'
-      )
-    self.batch_size = common
-
-  def _check_fields(self) -> None:
-    super()._check_fields()
     if self.reset_for_eval and len(self.inputs) > 1:
-      raise ValueError(
-        f'{self.name} has reset_for_eval=True and {len(self.inputs)} inputs,'
-        f' {sorted(self.inputs)}, whose epochs differ in their numbers of'
-        ' batches. Evaluate on each of them as an input of its own.'
+      self.refuse(
+        'reset_for_eval',
+        f'False with {len(self.inputs)} inputs, whose epochs differ in their'
+        ' numbers of batches. Evaluate on each of them as an input of its own',
       )
-    for name in self.inputs:
-      if name == base.WEIGHTS or '/' in name:
-        raise ValueError(
-          f'{self.name} has an input named {name!r}: the entry'
-          f" {base.WEIGHTS!r} says which rows count, and '/' stands between"
-          ' names. Give the input another name.'
-        )
+    if any(n == base.WEIGHTS or '/' in n for n in self.inputs):
+      raise ValueError(
+        f'{self.name} has inputs named {sorted(self.inputs)}; expected names'
+        f" without '/', and not {base.WEIGHTS!r}, which says what rows count."
+      )
 
   def get_next(self) -> dict[str, Any]:
     """Returns, of each child, its next batch: arrays [B, b / B, ...]."""
@@ -201,7 +148,8 @@ class MultiInput(_Parent):
       return x.reshape(self.batch_size, -1, *x.shape[1:])
 
     batch = {
-      name: jax.tree.map(split, self._next_of(name)) for name in self.inputs
+      name: jax.tree.map(split, child.get_next_padded())
+      for name, child in self.inputs.items()
     }
     if self.reset_for_eval:  # Of its one child, the last rows may only fill.
       (child,) = batch.values()
@@ -212,16 +160,23 @@ class MultiInput(_Parent):
 
   def position(self) -> dict[str, Any]:
     """Returns the states of the children."""
-    return {name: _state_of(child) for name, child in self.inputs.items()}
+    return {
+      name: json.loads(child.get_state()) for name, child in self.inputs.items()
+    }
 
   def set_position(self, position: dict[str, Any]) -> None:
     """Sets the states of the children."""
     for name, child in self.inputs.items():
-      _set_state_of(child, position[name])
+      child.set_state(json.dumps(position[name]).encode())
 
   def identity(self) -> dict[str, Any]:
     """Returns the children's names; their states identify their data."""
     return {**super().identity(), 'inputs': sorted(self.inputs)}
+
+  def where(self) -> str:
+    """Returns where each child is."""
+    places = (f'{name}: {x.where()}' for name, x in self.inputs.items())
+    return '; '.join(places)
 
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
@@ -272,56 +227,43 @@ class MixtureInput(_Parent, indexed.IndexedInput):
   weights: Mapping[str, float]
 
   def __post_init__(self) -> None:
+    # Of the schedule; the children's are their own.
+    shuffle, self.shuffle = self.shuffle, False
     super().__post_init__()
-    self.shuffle = False  # Of the schedule; the children's are their own.
-    # Integers, so that nothing is rounded after 1e15 rows.
-    exact = [fractions.Fraction(str(self.weights[n])) for n in self.inputs]
-    scale = math.lcm(*(x.denominator for x in exact))
-    shares = [int(x * scale) for x in exact]
-    self._shares = [x // math.gcd(*shares) for x in shares]
-
-  def _check_fields(self) -> None:
-    super()._check_fields()
-    if self.reset_for_eval or self.repeat is False or self.shuffle:
+    if shuffle or not self.repeat:
       raise ValueError(
         f'{self.name} has reset_for_eval={self.reset_for_eval}, repeat='
-        f'{self.repeat}, shuffle={self.shuffle}; leave them out: a mixture has'
-        ' no epoch. Evaluate on each of its inputs, or on'
-        ' eval_loop_num_batches batches.'
+        f'{self.repeat}, shuffle={shuffle}; leave them out: a mixture has no'
+        ' epoch. Evaluate on each of its inputs, or on eval_loop_num_batches'
+        ' batches.'
       )
     for name, child in self.inputs.items():
-      # A method get_next of its own would not be called.
       if (
         not isinstance(child, indexed.IndexedInput)
         or not child.ANY_NUMBER_OF_HOSTS
+        # A method of its own would not be called.
         or type(child).get_next is not indexed.IndexedInput.get_next
+        or not child.repeat
+        or child.num_threads
+        or child.num_workers
       ):
         raise ValueError(
           f'The input {name} of {self.name}, a {type(child).__name__}, cannot'
-          ' give a record by its number. Mix streams inside tf.data, SeqIO or'
+          ' give any record by its number; expected an IndexedInput with'
+          ' repeat=True, and without num_threads, num_workers and a get_next of'
+          ' its own. Mix streams inside tf.data, SeqIO or'
           ' grain.IterDataset.mix, or put inputs side by side in a MultiInput.'
         )
-      if not child.repeat:
-        raise ValueError(
-          f'The input {name} of {self.name} has repeat=False: the proportions'
-          ' could not be kept behind its end. Set repeat=True.'
-        )
-      if child.num_threads or child.num_workers:
-        raise ValueError(
-          f'The input {name} of {self.name} has num_threads or num_workers; set'
-          f' them of {self.name}, which reads the records.'
-        )
-    if not isinstance(self.weights, Mapping) or (
-      set(self.weights) != set(self.inputs)
-    ):
+    if set(self.weights) != set(self.inputs):
       self.refuse('weights', f'a number for each of {sorted(self.inputs)}')
-    for name, weight in self.weights.items():
-      is_number = isinstance(weight, numbers.Real)
-      if isinstance(weight, bool) or not is_number or not 0 < weight < math.inf:
-        raise ValueError(
-          f'{self.name}.weights[{name!r}] is {weight!r}; expected a positive'
-          ' number.'
-        )
+    self._children: list[Any] = list(self.inputs.values())
+    # Integers, so that nothing is rounded after 1e15 rows.
+    exact = [fractions.Fraction(str(self.weights[n])) for n in self.inputs]
+    if min(exact) <= 0:
+      self.refuse('weights', 'positive numbers')
+    scale = math.lcm(*(x.denominator for x in exact))
+    shares = [int(x * scale) for x in exact]
+    self._shares = [x // math.gcd(*shares) for x in shares]
 
   def num_records(self) -> int:
     """Returns that of one child's epochs, which are endless together."""
@@ -339,7 +281,12 @@ class MixtureInput(_Parent, indexed.IndexedInput):
     parts = [self._read_of(i, at[of == i]) for i in np.unique(of).tolist()]
     # The rows of each child stand together; `back` restores the order.
     back = np.argsort(np.argsort(of, kind='stable'), kind='stable')
-    return jax.tree.map(lambda *x: np.concatenate(x)[back], *parts)
+
+    def join(none: np.ndarray, *rows: np.ndarray) -> np.ndarray:
+      rows = none, *rows  # Refuses other entries, shapes and dtypes.
+      return np.concatenate(rows, dtype=none.dtype, casting='no')[back]
+
+    return jax.tree.map(join, self._no_rows, *parts)
 
   def _choose(self, k: int) -> tuple[int, int]:
     """Returns whose row k is, and which of its rows.
@@ -358,37 +305,28 @@ class MixtureInput(_Parent, indexed.IndexedInput):
     raise AssertionError(k)
 
   def _read_of(self, i: int, positions: np.ndarray) -> dict[str, Any]:
-    """Returns some rows of a child, as the mixture has them."""
-    name = list(self.inputs)[i]
-    batch = self._read_child(name, positions)
-    if base.WEIGHTS in self._row and base.WEIGHTS not in batch:
-      shape, dtype = self._row[base.WEIGHTS]
-      batch[base.WEIGHTS] = np.ones((len(positions), *shape), dtype)
-    if differences := _differences(_row_of(batch), self._row):
-      raise ValueError(
-        f'The input {name} of {self.name} cannot be mixed row by row with'
-        f' {next(iter(self.inputs))}: {"; ".join(differences)}. Make their'
-        ' batches alike.'
+    """Returns some rows of a child, with weights if any child has them."""
+    batch = dict(self._children[i].read_at(positions))
+    if base.WEIGHTS in self._no_rows and base.WEIGHTS not in batch:
+      none = self._no_rows[base.WEIGHTS]
+      batch[base.WEIGHTS] = np.ones(
+        (len(positions), *none.shape[1:]), none.dtype
       )
     return batch
 
-  def _read_child(self, name: str, positions: np.ndarray) -> dict[str, Any]:
-    child = self.inputs[name]
-    assert isinstance(child, indexed.IndexedInput)
-    return jax.tree.map(np.asarray, dict(child.read_at(positions)))
-
   @functools.cached_property
-  def _row(self) -> dict[str, _Entry]:
-    """The entries of a row: the first child's, and weights if any has them."""
-    rows = [_row_of(self._read_child(n, np.zeros(1, int))) for n in self.inputs]
-    weights = [row[base.WEIGHTS] for row in rows if base.WEIGHTS in row]
-    return rows[0] | ({base.WEIGHTS: weights[0]} if weights else {})
+  def _no_rows(self) -> dict[str, Any]:
+    """No rows of the first child, with weights if any child has them."""
+    row: dict[str, Any] = {}
+    for child in reversed(self._children):
+      weights = {k: x for k, x in row.items() if k == base.WEIGHTS}
+      row = weights | child.read_at(np.zeros(1, int))
+    return jax.tree.map(lambda x: np.asarray(x)[:0], row)
 
   def describe_record(self, record: int, epoch: int) -> str:
     """Returns the child, and where its record comes from."""
     i, position = self._choose(record)
-    name, child = list(self.inputs.items())[i]
-    assert isinstance(child, indexed.IndexedInput)
+    name, child = list(self.inputs)[i], self._children[i]
     return f'{name}: {child.describe_at(position)}'
 
   def identity(self) -> dict[str, Any]:
@@ -405,38 +343,4 @@ class MixtureInput(_Parent, indexed.IndexedInput):
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
   ) -> list[str]:
     """Returns the text of token ids, as the child has it that sorts first."""
-    child = next(iter(self.inputs.values()))
-    return child.ids_to_strings(ids, lengths, key)
-
-
-# The shape of a row's entry, and its dtype.
-_Entry = tuple[tuple[int, ...], np.dtype]
-
-
-def _row_of(batch: dict[str, Any]) -> dict[str, _Entry]:
-  """Returns the entries of a batch's rows, 'a/b' for those of nested dicts."""
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): (
-      x.shape[1:],
-      x.dtype,
-    )
-    for path, x in jax.tree.leaves_with_path(batch)
-  }
-
-
-def _differences(
-  got: dict[str, _Entry], expected: dict[str, _Entry]
-) -> list[str]:
-  """Returns which entries differ, for a message."""
-
-  def describe(entry: _Entry | None) -> str:
-    if entry is None:
-      return 'missing'
-    shape, dtype = entry
-    return f'{dtype.name}[{", ".join(["b", *map(str, shape)])}]'
-
-  return [
-    f'{key} is {describe(got.get(key))}, not {describe(expected.get(key))}'
-    for key in sorted({*got, *expected})
-    if got.get(key) != expected.get(key)
-  ]
+    return self._children[0].ids_to_strings(ids, lengths, key)
