@@ -185,7 +185,6 @@ class LingvoInputAdaptor(base.BaseInput):
     cluster.params.enable_asserts = False
     return module, cluster
 
-<<<<<<< HEAD
   def _read(self) -> Iterator[base.Batch]:
     """Yields the batches of the generator, [b, ...], with weights."""
     while True:
@@ -193,7 +192,7 @@ class LingvoInputAdaptor(base.BaseInput):
         with self._scope():
           given = self._get()
       except Exception as e:
-        if isinstance(e, StopIteration) or base.is_out_of_range(e):
+        if base.is_end(e):
           return
         raise
       # `Batch` is for code that was written for Pax.
@@ -202,41 +201,6 @@ class LingvoInputAdaptor(base.BaseInput):
       weights = batch.setdefault(SAMPLE_WEIGHTS, ones).astype(np.float32)
       batch.setdefault(base.WEIGHTS, weights)
       yield batch
-=======
-  def _read(self) -> base.Batch | None:
-    """Returns rows, [b, ...], with weights; None at the end.
-
-    They are those that are left of the batch before, or else the generator's
-    next ones.
-    """
-    if self._rest is not None:
-      rest, self._rest = self._rest, None
-      return rest
-    if self._at_end:
-      return None
-    try:
-      with self._scope():
-        given = self._get()
-    except Exception as e:
-      if base.is_end(e):
-        self._at_end = True
-        return None
-      raise
-    keep_strings = not self.is_training and self.num_infeed_hosts == 1
-    arrays = _to_numpy(given, '', keep_strings)
-    if not isinstance(arrays, dict) or not jax.tree.leaves(arrays):
-      raise TypeError(
-        f'{type(self._generator).__name__}.GetPreprocessedInputBatch() returned'
-        f' {type(given).__name__}; expected a mapping with at least one tensor'
-        ' that is not of strings.'
-      )
-    batch = base.Batch(arrays)  # For code that was written for Pax.
-    rows = base.num_rows(batch)
-    batch.setdefault(SAMPLE_WEIGHTS, np.ones(rows, np.float32))
-    weights = batch[SAMPLE_WEIGHTS].astype(np.float32)
-    batch.setdefault(base.WEIGHTS, weights)
-    return batch
->>>>>>> s-incore
 
   def get_next(self) -> base.Batch:
     """Returns the next batch: arrays [B, ...].

@@ -59,7 +59,6 @@ import jax
 import numpy as np
 
 from jaxline.inputs import base
-from jaxline.inputs import indexed
 
 # Records that are read at once to count them.
 _COUNTED_AT_ONCE = 256
@@ -193,10 +192,17 @@ class EpochInput(base.BaseInput, abc.ABC):
     """Returns the next batch, arrays [B, ...]."""
     is_global = self.ANY_NUMBER_OF_HOSTS
     rows = self.get_global_batch_size() if is_global else self.batch_size
-    with indexed.closed_on_error(self):
+    try:
       if self._batches is None:
         self._batches = self._read(rows)
       batch = next(self._batches)
+    except StopIteration:
+      raise
+    except BaseException:
+      # More was read than the batches that were given: another try must begin
+      # at the same batch.
+      self.close()
+      raise
     self._record += rows
     while self._record > self._sizes.get(self._epoch, self._record):
       self._record -= self._sizes.pop(self._epoch)
