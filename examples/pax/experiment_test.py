@@ -459,7 +459,7 @@ def test_a_constant_of_none_may_lack_an_annotation(monkeypatch):
     (
       {'data': 'c4', 'data_dir': '/', 'vocabulary': '/none.model'},
       {},
-      'no file /none.model',
+      "no vocabulary '/none.model'",
     ),
   ],
 )
