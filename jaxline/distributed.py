@@ -201,17 +201,20 @@ def _found(timeout_secs: float) -> _Place | None:
     source = f'the variables {", ".join(VARIABLES.values())}'
     return _read(source, values) if given else None
   name = cluster.__name__
-  detect: Any = cluster.auto_detect_unset_distributed_params
   with _explained(cluster):
     count = cluster.get_process_count()
     if count == 1:
       return _Place('', 1, 0, name)
-    address, _, process_id, devices = detect(
-      given.get('coordinator'), count, None, None, cluster.name, timeout_secs
+    # JAX's own detection takes a name, which is '' for Kubernetes and for each
+    # cluster that a program registers without one.
+    local = cluster.get_local_process_id()
+    address = given.get('coordinator') or cluster.get_coordinator_address(
+      timeout_secs=int(timeout_secs),
+      override_coordinator_port=os.getenv('JAX_COORDINATOR_PORT'),
     )
-  return _Place(
-    address, count, process_id, name, None if _keeps_devices() else devices
-  )
+    process_id = cluster.get_process_id()
+  devices = None if local is None or _keeps_devices() else [local]
+  return _Place(address, count, process_id, name, devices)
 
 
 def _cluster() -> type[clusters.ClusterEnv] | None:

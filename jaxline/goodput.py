@@ -53,7 +53,7 @@ class _Thread(threading.local):
   """What this thread compiles.
 
   Attributes:
-    depth: how many phases of compilations are open; tracing is within tracing.
+    depth: how many phases of compilations are open. One can contain others.
     compiled_secs: how long this thread has compiled.
   """
 

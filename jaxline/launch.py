@@ -290,6 +290,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
   args = parser.parse_args(argv)
   if min(args.processes, args.devices_per_process) < 1:
     parser.error('--processes and --devices-per-process are at least 1')
+  # Without it the launcher would take options of the program, such as --port.
+  if '--' not in argv:
+    parser.error('expected the program after --')
   return args
 
 

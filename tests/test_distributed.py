@@ -232,6 +232,21 @@ def test_open_mpi(env):
   assert found().local_device_ids is None
 
 
+def test_a_cluster_of_the_program_without_a_name(monkeypatch):
+  types = list(clusters.ClusterEnv._cluster_types)
+  monkeypatch.setattr(clusters.ClusterEnv, '_cluster_types', types)
+
+  class Own(clusters.ClusterEnv):  # JAX registers it.
+    is_env_present = classmethod(lambda cls: True)
+    get_coordinator_address = classmethod(lambda cls, **kwargs: 'own:1')
+    get_process_count = classmethod(lambda cls: 4)
+    get_process_id = classmethod(lambda cls: 2)
+    get_local_process_id = classmethod(lambda cls: None)
+
+  assert who(found()) == ('own:1', 4, 2)
+  assert found().source == Own.__name__
+
+
 def test_what_a_cluster_cannot_tell_is_said(env):
   env(**SLURM | {'SLURM_PROCID': 'first'})
   with pytest.raises(distributed.RendezvousError) as e:

@@ -331,6 +331,7 @@ def test_a_run_leaves_in_order():
     (['--processes', 'two', '--', 'true'], 2, "int value: 'two'"),
     (['--processes', '2', '--grace-secs', 'x', '--', 'true'], 2, "value: 'x'"),
     (['--processes', '2', 'true', '--a'], 2, 'unrecognized arguments: --a'),
+    (['--processes', '2', 'x', '--port', '1'], 2, 'expected the program after'),
     (['--processes', '2', '--proc', '1', '--', 'true'], 2, 'arguments: --proc'),
     (['--processes', '2'], 2, 'arguments are required: command'),
     (['--processes', '2', '--'], 2, 'arguments are required: command'),

@@ -325,7 +325,7 @@ def test_a_run_without_a_directory(caplog):
 def test_a_file_asks_for_a_trace(tmp_path, caplog, content, num_steps):
   action = profiling.Profiler(make_config(tmp_path))
   action.update_time(0.0, 100)
-  action._executor.wait()  # It has looked.
+  action._executor.wait()  # Its look is before there is a file.
   (tmp_path / 'PROFILE').write_text(content)
   # The clock is set back; the last look was at 0.
   action(-1.0, 101, {})

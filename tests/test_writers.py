@@ -265,6 +265,8 @@ def test_to_step_takes_one_copy_per_device():
     ('x', "invalid literal for int.*'x'"),
     (np.zeros(0), 'index 0 is out of bounds'),
     (math.nan, 'cannot convert float NaN to integer'),
+    (7.5, '7.5.*; expected a whole number'),
+    ('7', "'7'.*; expected a whole number"),
   ):
     with pytest.raises((TypeError, ValueError, IndexError), match=said):
       writers.to_step(step)
@@ -951,9 +953,9 @@ def test_jsonl_resume_takes_later_records_out(tmp_path):
     (
       b'{"step": 9}\n{"step": 1}\n{"s\xf4ep": 2}\n[3]\n{"step": 2}\n',
       b'{"step": 1}\n{"s\xf4ep": 2}\n[3]\n{"step": 2}\n',
-      [b'{"s\xf4ep": 2}\n', b'[3]\n'],
+      b'{"s\xf4ep": 2}\n',
     ),
-    (b'\n{"step": 1}\n', b'\n{"step": 1}\n', [b'\n']),
+    (b'\n{"step": 1}\n', b'\n{"step": 1}\n', b'\n'),
   ],
 )
 def test_jsonl_resume_of_what_a_crash_may_leave(
@@ -969,9 +971,9 @@ def test_jsonl_resume_of_what_a_crash_may_leave(
   line = b'{"step": 4, "time": 0.0, "kind": "scalars", "a": 1}\n'
   assert path.read_bytes() == after + line
   texts = [c.args[0] % c.args[1:] for c in logged_warnings.call_args_list]
-  assert len(texts) == len(damaged or [])
-  for line, text in zip(damaged or [], texts, strict=True):
-    assert text.startswith(f'{path}: the line {line!r} is no record')
+  assert len(texts) == (damaged is not None)  # One, of the first line.
+  for text in texts:
+    assert text.startswith(f'{path}: the line {damaged!r} is no record')
 
 
 def test_jsonl_resume_of_a_device_does_not_read_it():

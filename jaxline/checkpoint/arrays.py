@@ -1,6 +1,6 @@
 """Arrays: copied to the host, described, written by Orbax, and put together.
 
-Of what is read from the disk: see `contents`.
+The module `contents` reads them from the disk.
 """
 
 import base64

@@ -53,7 +53,7 @@ class Published(SnapshotNT):
 
   @functools.cached_property
   def pickle_nest(self) -> Any:  # type: ignore[override]
-    """What was saved; the same object each time."""
+    """What was saved; read once (twice if two threads begin at once)."""
     return self._read()
 
   def _plain(self) -> SnapshotNT:

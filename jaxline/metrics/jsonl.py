@@ -28,7 +28,8 @@ class JsonlWriter(files.FileBackend):
     line of its own, so a reader loses that line and no other.
   - `resume` takes out the records of later steps, and a last line that is cut
     short. The file is replaced in one rename, or not touched where nothing is
-    to go. A line that is no record (a damaged one) stays, with a warning.
+    to go. Lines that are no records (damaged ones) stay, and a warning
+    shows the first.
   """
 
   def __init__(
@@ -67,9 +68,10 @@ class JsonlWriter(files.FileBackend):
       is_whole = line.endswith(b'\n')
       if is_whole and not record:
         values_lib.warn_once(
-          ('line', self.path, str(line)),
-          '%s: the line %.80r is no record, and stays as it is. Mend or remove'
-          ' it, or let what reads the file skip it.',
+          ('line', self.path),
+          '%s: the line %.80r is no record, and stays as it is, as do others'
+          ' of that kind. Mend or remove them, or let what reads the file skip'
+          ' them.',
           self.path,
           line,
         )
