@@ -251,6 +251,7 @@ def load(
     return build.open(folder)
   try:
     root.mkdir(0o777 if cache_dir else 0o700, parents=True, exist_ok=True)
+    os.listdir(root)  # Another user's may be closed to this one.
   except OSError as e:
     return _load_uncached(build, root, e)
   with _lock(root / f'{build.key}.lock') as is_locked:
@@ -503,10 +504,12 @@ class _Build:
     """Verifies and maps the tokens in a folder.
 
     Raises:
-      _DamagedError: they are not as they were written, or the text has changed.
+      _DamagedError: they are not as they were written, or of other text.
       OSError: they cannot be read.
     """
     meta, splits = _open(folder, self.tokenizer)
+    if meta['request'] != self._request:
+      raise _DamagedError(f'{folder / _META} is of another corpus')
     before: list[_File] = meta['files']
     after = []
     for source, then, now in zip(
