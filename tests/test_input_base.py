@@ -204,6 +204,14 @@ def test_there_is_no_such_host_to_pretend(index, count):
       Counting(batch_size=2)
 
 
+def test_a_pretended_host_stays_so_within_an_experiment():
+  with base.pretend_host(2, 4), base.act_as_host(0, 1):
+    assert base.this_host() == (2, 4)
+    assert base.per_host(8) == 2
+  with base.act_as_host(0, 1), base.pretend_host(2, 4):
+    assert base.this_host() == (2, 4)
+
+
 def test_the_pretence_ends_with_an_error():
   with pytest.raises(KeyError):
     with base.pretend_host(1, 2):

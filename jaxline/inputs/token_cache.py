@@ -577,9 +577,13 @@ class _Build:
             count += 1
             is_held_out = value < threshold
           held_out.append(is_held_out)
-        masks = np.logical_not(held_out), held_out
+        masks = [not x for x in held_out], held_out
         for writer, mask in zip(writers, masks, strict=True):
-          part = _Texts(*(list(itertools.compress(x, mask)) for x in batch))
+          part = _Texts(
+            [*itertools.compress(batch.files, mask)],
+            [*itertools.compress(batch.lines, mask)],
+            [*itertools.compress(batch.texts, mask)],
+          )
           if part.texts:
             self._write(writer, part)
     if count < 2:
