@@ -741,6 +741,18 @@ def test_an_iterator_is_not_asked_again_behind_its_end(batch_size):
     assert next(other, None) is None
 
 
+def test_a_stream_that_is_closed_at_its_end_has_ended():
+  source = grain.GrainInput(
+    dataset=stream_of(3),
+    batch_size=2,
+    input_checkpointing_enabled=False,
+    **ONE_EPOCH,
+  )
+  assert real_rows([next(source), next(source)]) == [0, 1, 2]
+  source.close()
+  assert next(source, None) is None
+
+
 class OddError(Exception):
   """Cannot be pickled."""
 

@@ -137,6 +137,9 @@ def test_inputs_give_plain_dicts():
     ({'num_infeed_hosts': 2, 'infeed_host_index': 2}, 'infeed_host_index is 2'),
     ({'infeed_host_index': -1}, 'infeed_host_index is -1'),
     ({'batch_padding_size': -1}, 'batch_padding_size is -1'),
+    ({'is_training': 'False'}, "is_training is 'False'; expected True or"),
+    ({'reset_for_eval': None}, 'reset_for_eval is None'),
+    ({'input_checkpointing_enabled': 0}, 'input_checkpointing_enabled is 0'),
     ({'eval_loop_num_batches': 0}, 'eval_loop_num_batches is 0'),
     ({'eval_loop_num_batches': -2}, 'eval_loop_num_batches is -2'),
     ({'eval_loop_num_batches': 1.0}, r'eval_loop_num_batches is 1\.0'),
@@ -199,6 +202,14 @@ def test_there_is_no_such_host_to_pretend(index, count):
   with pytest.raises(ValueError, match='infeed_host_index is'):
     with base.pretend_host(index, count):
       Counting(batch_size=2)
+
+
+def test_a_pretended_host_stays_so_within_an_experiment():
+  with base.pretend_host(2, 4), base.act_as_host(0, 1):
+    assert base.this_host() == (2, 4)
+    assert base.per_host(8) == 2
+  with base.act_as_host(0, 1), base.pretend_host(2, 4):
+    assert base.this_host() == (2, 4)
 
 
 def test_the_pretence_ends_with_an_error():
@@ -490,6 +501,13 @@ def test_the_state_of_another_input_is_refused(other, message):
   assert int(next(other)['x'][0]) == 1  # It stands where it stood.
 
 
+@pytest.mark.parametrize('state', [b'', b'{}', b'[1]', b'\xff', {'next': 3}])
+def test_what_is_no_state_is_refused(state):
+  """Such as the position of another iterator that the run had before."""
+  with pytest.raises(ValueError, match='no state of such an input'):
+    Counting(batch_size=2).set_state(state)
+
+
 def test_the_position_of_another_order_is_void():
   class Ordered(Counting):
     def identity(self):
@@ -593,6 +611,15 @@ def test_processes_that_act_as_one_host_agree_on_a_seed(monkeypatch):
       batch_size=2, is_training=True, input_checkpointing_enabled=False
     )
   assert source.seed() == 7
+
+
+def test_a_generator_waits_for_no_other_process(monkeypatch):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(multihost_utils, 'broadcast_one_to_all', None)
+  source = base.from_generator(
+    lambda host_index: iter([]), batch_size=2, is_training=True
+  )
+  assert source.seed() == 0
 
 
 # Generators.

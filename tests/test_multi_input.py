@@ -230,6 +230,18 @@ def test_closing_closes_all_children():
   assert all(child.closed for child in children.values())
 
 
+def test_closing_closes_all_children_also_if_one_raises():
+  class Broken(Numbers):
+    def close(self):
+      super().close()
+      raise OSError('broken')
+
+  children = {n: Broken(batch_size=2) for n in 'abc'}
+  with pytest.raises(OSError, match='broken'):
+    multi.MultiInput(inputs=children).close()
+  assert all(child.closed for child in children.values())
+
+
 class Unsaved(base.BaseInput):
   """An input without a position."""
 

@@ -350,6 +350,21 @@ def test_worker_processes_say_when_the_cache_is_gone(files, cache):
     pickle.loads(data)
 
 
+def test_a_folder_of_another_corpus_is_not_read(files, cache, warnings):
+  """Moved there by mistake: it has the same files, cut in other documents."""
+  text.load_corpus(files, cache_dir=cache)
+  (of_files,) = keys(cache)
+
+  def load():
+    return text.load_corpus(files, documents='line', cache_dir=cache)
+
+  expected = digest(load())
+  (of_lines,) = set(keys(cache)) - {of_files}
+  shutil.rmtree(cache / of_lines)
+  (cache / of_files).rename(cache / of_lines)
+  check_made_anew(load, expected, warnings, 'meta is of another corpus')
+
+
 # Folders that cannot be written to.
 
 
@@ -403,6 +418,22 @@ def default(tmp_path, monkeypatch):
 def test_the_default_folder_is_for_one_user(files, default):
   text.load_corpus(files)
   assert default.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_default_folder_of_another_user_is_not_needed(
+  files, default, warnings, monkeypatch
+):
+  """As where several users share XDG_CACHE_HOME."""
+
+  def refuse(path):
+    raise PermissionError(errno.EACCES, 'Permission denied', str(path))
+
+  expected = digest(text.load_corpus(files))
+  shutil.rmtree(default)
+  monkeypatch.setattr(token_cache.os, 'listdir', refuse)
+  assert digest(text.load_corpus(files)) == expected
+  assert f"Permission denied: '{default}'" in warnings[0]
+  assert 'is tokenized at each start' in warnings[0]
 
 
 def test_an_own_link_is_followed(files, default, builds, warnings, tmp_path):

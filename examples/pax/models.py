@@ -69,7 +69,7 @@ class DecoderHParams(BaseHParams):
     fields = {
       _OPTIONS.get(name, name): value
       for name, value in self.items()
-      if name != 'eos_id' and value is not None
+      if name != 'eos_id' and (name, value) != ('p', None)
     }
     return decoding.Options(
       method=self._method,

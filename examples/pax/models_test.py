@@ -365,6 +365,8 @@ def test_decoder_hparams_are_options():
   )
   with pytest.raises(ValueError, match='max_decode_steps is 0'):
     models.GreedyDecoderHParams().to_options()
+  with pytest.raises(ValueError, match='top_k is None'):
+    models.SampleDecoderHParams(max_decode_steps=1, k=None).to_options()
   with pytest.raises(ValueError, match="method is ''; expected one of"):
     models.DecoderHParams(max_decode_steps=1).to_options()
 

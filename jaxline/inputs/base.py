@@ -297,6 +297,8 @@ class BaseInput:
     self._check_batch_size()
     if self.batch_padding_size < 0:
       self.refuse('batch_padding_size', 'an integer of at least 0')
+    for key in ('is_training', 'reset_for_eval', 'input_checkpointing_enabled'):
+      self.check_flag(key)  # The text 'False' is true.
     n = self.eval_loop_num_batches
     if n is not None and (not is_integer(n) or (n < 1 and n != -1)):
       self.refuse(
@@ -606,8 +608,14 @@ class BaseInput:
       ValueError: it is the state of another input, other data, another order,
         or, where the input depends on them, of other hosts.
     """
-    values = json.loads(state)
-    there = {'input': values['input'], **values['identity']}
+    try:
+      values = json.loads(state)
+      there = {'input': values['input'], **values['identity']}
+    except (LookupError, TypeError, ValueError) as e:
+      raise ValueError(
+        f'{self.name}.set_state got {state!r:.80}, which is no state of such an'
+        ' input. Give what get_state() returned.'
+      ) from e
     here = {'input': type(self).__name__, **self.identity()}
     here = json.loads(json.dumps(here, default=_plain))
     before, now = (x.pop(ORDER_VERSION, 1) for x in (there, here))
@@ -748,6 +756,10 @@ class GeneratorInput(BaseInput):
         ' (host_index, num_hosts) and give host_index its own part.'
       )
     self._iterator: Any = None
+
+  def _agree_on_seed(self) -> int:
+    """Returns 0: nothing needs a seed, so no process waits for the others."""
+    return 0
 
   def get_next(self) -> dict[str, Any]:
     """Returns the generator's next batch."""

@@ -6,6 +6,7 @@ Shapes: B rows of a batch, b rows of a part of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+import contextlib
 import dataclasses
 import fractions
 import functools
@@ -92,8 +93,9 @@ class _Parent(base.BaseInput):
   def close(self) -> None:
     """Closes the children."""
     super().close()
-    for child in self.inputs.values():
-      child.close()
+    with contextlib.ExitStack() as stack:  # All, also if one raises.
+      for child in self.inputs.values():
+        stack.callback(child.close)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -251,6 +251,7 @@ def load(
     return build.open(folder)
   try:
     root.mkdir(0o777 if cache_dir else 0o700, parents=True, exist_ok=True)
+    os.listdir(root)  # Another user's may be closed to this one.
   except OSError as e:
     return _load_uncached(build, root, e)
   with _lock(root / f'{build.key}.lock') as is_locked:
@@ -503,10 +504,12 @@ class _Build:
     """Verifies and maps the tokens in a folder.
 
     Raises:
-      _DamagedError: they are not as they were written, or the text has changed.
+      _DamagedError: they are not as they were written, or of other text.
       OSError: they cannot be read.
     """
     meta, splits = _open(folder, self.tokenizer)
+    if meta['request'] != self._request:
+      raise _DamagedError(f'{folder / _META} is of another corpus')
     before: list[_File] = meta['files']
     after = []
     for source, then, now in zip(
@@ -565,18 +568,23 @@ class _Build:
     with contextlib.ExitStack() as stack:
       writers = [stack.enter_context(_Writer(folder, s)) for s in SPLITS]
       for batch in self._batches():
-        parts: tuple[list[_Text], list[_Text]] = [], []
-        for text in batch:
-          file, line, _ = text
+        held_out = []
+        for file, line in zip(batch.files, batch.lines, strict=True):
           if line >= 0:
             value = stable_hash(f'eval/{_name(self.sources[file].name, line)}')
             least = value if value < least else least
             most = value if value > most else most
             count += 1
             is_held_out = value < threshold
-          parts[is_held_out].append(text)
-        for writer, part in zip(writers, parts, strict=True):
-          if part:
+          held_out.append(is_held_out)
+        masks = [not x for x in held_out], held_out
+        for writer, mask in zip(writers, masks, strict=True):
+          part = _Texts(
+            [*itertools.compress(batch.files, mask)],
+            [*itertools.compress(batch.lines, mask)],
+            [*itertools.compress(batch.texts, mask)],
+          )
+          if part.texts:
             self._write(writer, part)
     if count < 2:
       raise errors.UsageError(
@@ -589,30 +597,31 @@ class _Build:
     abouts = {s: w.about for s, w in zip(SPLITS, writers, strict=True)}
     return abouts, least, most
 
-  def _batches(self) -> Iterator[list[_Text]]:
+  def _batches(self) -> Iterator[_Texts]:
     """Yields as many texts as are tokenized at once; hashes the files."""
     # The libraries tokenize the texts of a batch in parallel.
     num_threads = 1 if self._is_bytes else min(os.cpu_count() or 1, 16)
-    batch: list[_Text] = []
-    waiting = 0
+    batch, waiting = _Texts([], [], []), 0
     due = time.monotonic() + _PROGRESS_SECS
     for i, source in enumerate(self.sources):
       with _open_hashed(source.path, self._stats[i]) as (file, sha256):
         head = file.peek(_BINARY_PROBE_BYTES)[:_BINARY_PROBE_BYTES]
         is_used = bool(head) and not (source.text_only and b'\0' in head)
         for line, text in self._documents(file, source) if is_used else ():
-          batch.append((i, line, text))
+          batch.files.append(i)
+          batch.lines.append(line)
+          batch.texts.append(text)
           waiting += len(text)
           if waiting >= _BATCH_BYTES * num_threads:
             yield batch
-            batch, waiting = [], 0
+            batch, waiting = _Texts([], [], []), 0
       self._files[i] = self._files[i]._replace(
         sha256=sha256.hexdigest(), is_used=is_used
       )
       if time.monotonic() > due:
         due = time.monotonic() + _PROGRESS_SECS
         logging.info('Read %d of %d files.', i + 1, len(self._files))
-    if batch:
+    if batch.texts:
       yield batch
 
   def _documents(
@@ -642,9 +651,9 @@ class _Build:
       if text:
         yield number, text
 
-  def _write(self, writer: _Writer, batch: Sequence[_Text]) -> None:
+  def _write(self, writer: _Writer, batch: _Texts) -> None:
     """Tokenizes and appends texts of a split."""
-    files, lines, texts = zip(*batch, strict=True)
+    files, lines, texts = batch
     if self._is_bytes:  # Without an array for each line.
       ids = np.frombuffer(b''.join(texts), np.uint8)
       sizes = np.array([*map(len, texts)])
@@ -669,8 +678,15 @@ class _Build:
     writer.append(tokens, table, sum(map(len, texts)))
 
 
-# The number of its file, its line, and the text.
-_Text = tuple[int, int, bytes]
+class _Texts(NamedTuple):
+  """Texts with the numbers of their files, and their lines.
+
+  As lists, since a tuple for each line would take more memory than its text.
+  """
+
+  files: list[int]
+  lines: list[int]
+  texts: list[bytes]
 
 
 class _Writer(contextlib.ExitStack):
