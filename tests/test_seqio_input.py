@@ -713,6 +713,8 @@ def test_outputs_that_do_not_fit_are_refused(tmp_path, monkeypatch):
   inputs = evaluate(task, 2)
   predictions, scores = run_model(inputs)
   compute = inputs[0].compute_metrics
+  with pytest.raises(ValueError, match='Give predict_outputs, score_outputs'):
+    compute()
   with pytest.raises(
     ValueError,
     match=r'score_outputs for SeqIOInput are of 9 examples; expected 11\..*'

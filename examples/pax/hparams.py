@@ -349,6 +349,12 @@ class Configurable(abc.ABC):
     super().__init_subclass__(**kwargs)
     parents = [b.HParams for b in cls.__bases__ if issubclass(b, Configurable)]
     if body := cls.__dict__.get('HParams'):
+      if both := list(_annotated(cls)):
+        # An object would have the values of the former, whatever is set.
+        raise TypeError(
+          f'{cls.__qualname__} has the fields {both} and a class HParams;'
+          ' expected all of them in one of the two places.'
+        )
       own = {'_attribute_overrides': body._attribute_overrides}
       bases = [body, *parents]
     else:

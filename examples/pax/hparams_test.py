@@ -491,3 +491,18 @@ import configs.c4
   )
   assert ended.returncode
   assert "pip install -e '.[pax]'" in ended.stderr
+
+
+def test_fields_stand_on_the_class_or_in_its_hparams():
+  class Parent(hparams.Configurable):
+    size: int = 1
+
+  with pytest.raises(TypeError, match=r"\['size'\] and a class HParams"):
+
+    class Child(Parent):
+      size: int = 2
+
+      class HParams(hparams.BaseHParams):
+        other: int = 3
+
+    del Child

@@ -199,7 +199,8 @@ class Learner(hparams_lib.Configurable):
     self, make: Callable[[optimizers.BaseOptimizer], Any]
   ) -> optax.GradientTransformation:
     """Returns each optimizer's transformation, for its weights."""
-    if not self._patterns:
+    # Not by the number of optimizers: it would change names of saved state.
+    if not isinstance(self, MultiOptimizerLearner):
       return make(self.optimizer)
     return optax.partition(
       {label: make(optimizer) for label, optimizer in self._all.items()},

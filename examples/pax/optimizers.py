@@ -19,6 +19,7 @@ import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import functools
+import itertools
 import re
 from typing import Any, NamedTuple
 
@@ -180,10 +181,10 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
       'clip_gradient_norm_to_value',
       'clip_gradient_single_norm_to_value',
     )
-    decay = ('weight_decay', 'decoupled_weight_decay')
-    for field in ('l2_regularizer_weight', norm, single, *decay):
+    decays = 'l2_regularizer_weight', 'weight_decay', 'decoupled_weight_decay'
+    for field in (norm, single, *decays):
       check_not_negative(f'{name}.{field}', getattr(p, field))
-    for one, other in ((norm, single), decay):
+    for one, other in ((norm, single), *itertools.combinations(decays, 2)):
       if getattr(p, one) and getattr(p, other):
         raise ValueError(
           f'{name} has {one} {getattr(p, one)} and {other}'
@@ -445,11 +446,14 @@ class ShardedAdafactor(BaseOptimizer):
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
-    if hparams.decay_method not in ('pow', 'adam'):
-      raise ValueError(
-        f'ShardedAdafactor.decay_method is {hparams.decay_method!r}; expected'
-        " 'pow' or 'adam'."
-      )
+    for field, choices in (
+      ('decay_method', ('pow', 'adam')),
+      ('quantized_dtype', ('int8', 'int16', 'bfloat16', 'float32')),
+    ):
+      if (value := getattr(hparams, field)) not in choices:
+        raise ValueError(
+          f'ShardedAdafactor.{field} is {value!r}; expected one of {choices}.'
+        )
 
   @classmethod
   def HParamsAdamB(cls) -> Any:

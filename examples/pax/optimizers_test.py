@@ -432,6 +432,18 @@ def test_moving_average_of_weights():
       'weight_decay 0.1 and decoupled_weight_decay 0.2',
     ),
     (
+      lambda: optimizers.Lion.HParams(
+        learning_rate=1.0, weight_decay=0.1, l2_regularizer_weight=0.2
+      ),
+      'l2_regularizer_weight 0.2 and weight_decay 0.1',
+    ),
+    (
+      lambda: optimizers.Sgd.HParams(
+        learning_rate=1.0, decoupled_weight_decay=0.1, l2_regularizer_weight=0.2
+      ),
+      'l2_regularizer_weight 0.2 and decoupled_weight_decay 0.1',
+    ),
+    (
       lambda: optimizers.Sgd.HParams(learning_rate=1.0, nesterov=True),
       'Nesterov needs a momentum',
     ),
@@ -449,7 +461,14 @@ def test_moving_average_of_weights():
       lambda: optimizers.ShardedAdafactor.HParams(
         learning_rate=1.0, decay_method='power'
       ),
-      "decay_method is 'power'; expected 'pow' or 'adam'",
+      "decay_method is 'power'; expected one of",
+    ),
+    (
+      # An unsigned type would lose the sign of the mean.
+      lambda: optimizers.ShardedAdafactor.HParams(
+        learning_rate=1.0, quantized_dtype='uint8'
+      ),
+      "quantized_dtype is 'uint8'; expected one of",
     ),
   ],
 )

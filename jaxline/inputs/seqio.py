@@ -508,6 +508,8 @@ class SeqIOInput(tfdata.EpochInput):
       ValueError: the outputs are not those of exactly the examples there are;
         or rows have no ids.
     """
+    if predict_outputs is None and score_outputs is None:
+      raise ValueError('Give predict_outputs, score_outputs or both.')
     if jax.process_index():
       return {}
     expected = {id for of_task in self._examples.values() for id in of_task}
