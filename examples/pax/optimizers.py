@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -145,12 +145,11 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
     skip_lp_1d_vectors: not for weights of one axis (or none), such as biases.
     decoupled_weight_decay: learning rate times this times the weight is taken
       off the weight (Loshchilov and Hutter, 2019).
-    weight_decay: the same, but for all weights, those of the collection
-      SKIP_LP_REGULARIZATION included.
     weight_decay_exclusion: weights that have neither L2 nor decay.
     lp_regularization_exclusion: weights that have neither L2 nor
-      `decoupled_weight_decay`, but `weight_decay`, as in Praxis those of the
-      collection SKIP_LP_REGULARIZATION, which the task adds.
+      `decoupled_weight_decay`, but an optimizer's own `weight_decay`, as in
+      Praxis those of the collection SKIP_LP_REGULARIZATION, which the task
+      adds.
     clip_gradient_norm_to_value: the most that the norm of all gradients may
       be; the learner scales them down.
     clip_gradient_single_norm_to_value: the same for each gradient by itself.
@@ -158,12 +157,14 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
     ema_decay: of the moving average of weights; see `ema_update`.
   """
 
+  # Fields of which one at most is set.
+  _DECAYS: ClassVar[tuple[str, ...]] = ('decoupled_weight_decay',)
+
   learning_rate: float | None = None
   lr_schedule: Any = hparams_lib.sub_config_field(schedules.Constant.HParams)
   l2_regularizer_weight: float | None = None
   skip_lp_1d_vectors: bool = False
   decoupled_weight_decay: float | None = None
-  weight_decay: float | None = None
   weight_decay_exclusion: Regexes = ()
   lp_regularization_exclusion: Regexes = ()
   clip_gradient_norm_to_value: float = 0.0
@@ -181,7 +182,7 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
       'clip_gradient_norm_to_value',
       'clip_gradient_single_norm_to_value',
     )
-    decays = 'l2_regularizer_weight', 'weight_decay', 'decoupled_weight_decay'
+    decays = 'l2_regularizer_weight', *self._DECAYS
     for field in (norm, single, *decays):
       check_not_negative(f'{name}.{field}', getattr(p, field))
     for one, other in ((norm, single), *itertools.combinations(decays, 2)):
@@ -222,7 +223,7 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
         vectors is vectors.
     """
     p = self.hparams
-    weight_decay = p.weight_decay or p.decoupled_weight_decay
+    weight_decay = sum(getattr(p, field) or 0.0 for field in self._DECAYS)
 
     def mask(tree: Any, is_lp: bool, skip_vectors: bool = False) -> Any:
       return map_with_names(
@@ -288,7 +289,20 @@ class Sgd(BaseOptimizer):
     return [] if p.momentum is None else [optax.trace(p.momentum, p.nesterov)]
 
 
-class Adam(BaseOptimizer):
+class _Decayed(BaseOptimizer):
+  """One that has Praxis's `weight_decay`.
+
+  Attributes:
+    weight_decay: the same as `decoupled_weight_decay`, but for all weights,
+      those of the collection SKIP_LP_REGULARIZATION included.
+  """
+
+  _DECAYS = ('weight_decay', 'decoupled_weight_decay')
+
+  weight_decay: float | None = None
+
+
+class Adam(_Decayed):
   """Adam (Kingma and Ba, 2015) as Pax defines it.
 
   u = m / (sqrt(v + epsilon_root) + epsilon), with moments corrected for their
@@ -319,7 +333,7 @@ class Adam(BaseOptimizer):
     ]
 
 
-class Lion(BaseOptimizer):
+class Lion(_Decayed):
   """Lion (Chen et al., 2023), `optax.scale_by_lion`.
 
   The sign of beta1 m + (1 - beta1) g; then m <- beta2 m + (1 - beta2) g.
@@ -337,7 +351,7 @@ class Lion(BaseOptimizer):
     return [optax.scale_by_lion(self.hparams.beta1, self.hparams.beta2)]
 
 
-class Muon(BaseOptimizer):
+class Muon(_Decayed):
   """Muon (Jordan et al., 2024), `optax.contrib.muon`; Adam for other weights.
 
   The momentum of a matrix is made nearly orthogonal. A weight of two axes, or
@@ -403,7 +417,7 @@ class Muon(BaseOptimizer):
     ]
 
 
-class ShardedAdafactor(BaseOptimizer):
+class ShardedAdafactor(_Decayed):
   """Adafactor (Shazeer and Stern, 2018) as Pax defines it.
 
   The second moment of a matrix is kept as the means of its rows and of its

@@ -540,3 +540,16 @@ def test_integers_for_moments_are_those_of_praxis(dtype, b, w, s, is_stacked):
   mean = next(part for part in state if hasattr(part, 'm_scale'))
   assert mean.m['w'].dtype == dtype
   assert mean.m_scale['w'].shape == ((2, 2) if is_stacked else (2,))
+
+
+def test_the_base_class_leaves_the_fields_of_a_subclass_to_it():
+  class Own(optimizers.Sgd):
+    weight_decay: float = 0.5
+
+  plain = optimizers.Sgd.HParams(learning_rate=1.0).Instantiate()
+  own = Own.HParams(learning_rate=1.0).Instantiate()
+  params, grads = {'w': jnp.ones([2])}, {'w': jnp.zeros([2])}
+  for optimizer in (plain, own):
+    made = optimizer.make()
+    updates, _ = made.update(grads, made.init(params), params)
+    np.testing.assert_array_equal(updates['w'], 0)

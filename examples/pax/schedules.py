@@ -314,9 +314,14 @@ class Transformer(BaseSchedule):
     decay_end: a step from which it stays; None for none.
   """
 
+  _EXPECTED = 'warmup_steps and model_dim of at least 1'
+
   warmup_steps: int = 4000
   model_dim: int = 512
   decay_end: int | None = None
+
+  def _holds(self, p: Any) -> bool:
+    return p.warmup_steps >= 1 and p.model_dim >= 1
 
   def value_at(self, step: Any) -> jax.Array:
     """Returns the multiplier at a step, a float32 scalar."""

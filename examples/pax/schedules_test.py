@@ -134,6 +134,7 @@ def test_values_at_steps(hparams, expected):
       'as many values',
     ),
     (schedules.SqrtDecay.HParams(decay_start=0), 'at least 1'),
+    (schedules.Transformer.HParams(warmup_steps=0), 'at least 1'),
   ],
 )
 def test_refuses_what_makes_no_schedule(hparams, message):
