@@ -3,6 +3,7 @@
 The kills of the slow suite: pytest tests/test_faults.py -m slow -n 0
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -204,7 +205,8 @@ def newest(run_dir, series='latest'):
   """Returns the newest complete step, or None; all are whole.
 
   One that was written when the run was killed, but not renamed yet, gets its
-  name at the next start.
+  name at the next start. An evaluation that lives may remove its last best one
+  meanwhile.
   """
   folder = files.root(run_dir) / series
   paths = {step: folder / str(step) for step in files.steps(folder)}
@@ -212,8 +214,9 @@ def newest(run_dir, series='latest'):
     if path.is_dir():
       paths.setdefault(int(path.stem), path)
   for step, path in paths.items():
-    contents.Checkpoint(path).verify()
-    assert files.read_record(path)['step'] == step
+    with contextlib.suppress(files.GoneError), files.reading(path):
+      contents.Checkpoint(path).verify()
+      assert files.read_record(path)['step'] == step
   return max(paths, default=None)
 
 
