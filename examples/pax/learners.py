@@ -199,15 +199,7 @@ class Learner(hparams_lib.Configurable):
     self, make: Callable[[optimizers.BaseOptimizer], Any]
   ) -> optax.GradientTransformation:
     """Returns each optimizer's transformation, for its weights."""
-    # Not by the number of optimizers: it would change names of saved state.
-    if not isinstance(self, MultiOptimizerLearner):
-      return make(self.optimizer)
-    return optax.partition(
-      {label: make(optimizer) for label, optimizer in self._all.items()},
-      lambda tree: optimizers.map_with_names(
-        lambda name, _: self._label(name), tree
-      ),
-    )
+    return make(self.optimizer)
 
   def _clip(self) -> optax.GradientTransformation:
     """Returns what clips gradients."""
@@ -365,6 +357,17 @@ class MultiOptimizerLearner(Learner):
             ' which would have no effect; set it in the main optimizer, for all'
             ' weights.'
           )
+
+  def _partition(
+    self, make: Callable[[optimizers.BaseOptimizer], Any]
+  ) -> optax.GradientTransformation:
+    # Also of one optimizer, whose state in old checkpoints has these names.
+    return optax.partition(
+      {label: make(optimizer) for label, optimizer in self._all.items()},
+      lambda tree: optimizers.map_with_names(
+        lambda name, _: self._label(name), tree
+      ),
+    )
 
   def _learning_rates(self, step: Any) -> dict[str, jax.Array]:
     return {
