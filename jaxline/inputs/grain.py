@@ -137,14 +137,19 @@ class GrainInput(indexed.IndexedInput):
         ' numbers, which the input deals out and shuffles itself: each host'
         ' would read a part of its part. Let it return all of them.'
       )
+    # Functions of a record, and whether they take a generator.
+    self._steps: list[tuple[Callable[..., Any], bool]] = []
     for t in self.transformations:
-      is_map = isinstance(t, grain.transforms.Map | grain.transforms.RandomMap)
-      if not (is_map or callable(t)):
+      is_random = isinstance(t, grain.transforms.RandomMap)
+      function = t.map if isinstance(t, grain.transforms.Map) else t
+      function = t.random_map if is_random else function
+      if not callable(function):
         raise TypeError(
           f'{self.name}.transformations has {t!r}; expected functions of a'
           ' record, grain.transforms.Map or RandomMap. What leaves records out'
           ' or makes several of one needs a stream: an IterDataset.'
         )
+      self._steps.append((function, is_random))
     if not isinstance(self._records, grain.MapDataset):
       return
     nodes = {type(node).__name__ for node in _nodes(self._records)}
@@ -228,17 +233,14 @@ class GrainInput(indexed.IndexedInput):
     return self._collate(elements)
 
   def _transform(self, element: Any, epoch: int, record: int) -> Any:
-    import grain
-
-    for stage, t in enumerate(self.transformations):
-      if isinstance(t, grain.transforms.RandomMap):
+    for stage, (function, is_random) in enumerate(self._steps):
+      if is_random:
         bits = np.random.Philox(
           key=np.array([self.seed() % 2**64, 2**63 + stage], np.uint64),
           counter=np.array([0, 0, epoch, record], np.uint64),
         )
-        element = t.random_map(element, np.random.Generator(bits))
+        element = function(element, np.random.Generator(bits))
       else:
-        function = t.map if isinstance(t, grain.transforms.Map) else t
         element = function(element)
     return element
 
