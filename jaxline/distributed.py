@@ -179,7 +179,7 @@ def _read(source: str, value: Mapping[str, Any]) -> _Place:
 
 
 def _split(name: str, address: Any) -> tuple[str, int]:
-  """Returns host and port of an address; refuses what is none."""
+  """Returns the host and the port of an address, or refuses it by `name`."""
   parts = re.fullmatch(r'(?:([^:\s]+)|\[([^\]\s]+)\]):(\d+)', str(address))
   if parts is None or not 0 < int(parts[3]) < 2**16:
     raise errors.UsageError(

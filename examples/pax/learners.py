@@ -361,7 +361,7 @@ class MultiOptimizerLearner(Learner):
   def _partition(
     self, make: Callable[[optimizers.BaseOptimizer], Any]
   ) -> optax.GradientTransformation:
-    # Also of one optimizer, whose state in old checkpoints has these names.
+    # Even without auxiliary optimizers: old checkpoints have these names.
     return optax.partition(
       {label: make(optimizer) for label, optimizer in self._all.items()},
       lambda tree: optimizers.map_with_names(

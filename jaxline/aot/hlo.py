@@ -389,7 +389,7 @@ def _work(i: Instruction, is_fused: bool) -> tuple[float, float]:
 
 
 def _total_work(computation: Computation, is_fused: bool) -> list[float]:
-  """Returns the same of a computation."""
+  """Returns the FLOPs and the bytes of memory of a whole computation."""
   steps = _executed(computation, 1, is_fused)
   work = [times * np.array(_work(i, fused)) for i, times, fused in steps]
   return sum(work, start=np.zeros(2)).tolist()

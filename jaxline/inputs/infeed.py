@@ -178,7 +178,7 @@ def read_ahead(
   Args:
     source: what messages name.
     batches: its batches.
-    who: waits for them, for messages.
+    who: what waits for the batches, in messages.
     thread_name: of the thread.
     buffer_size: how many may be in memory, at least 2.
     stall_secs: as for `Infeed`.

@@ -214,7 +214,7 @@ class LingvoInputAdaptor(base.BaseInput):
       batch = next(self._batches)
     except Exception as e:
       if not isinstance(e, StopIteration):
-        self._batches = self._read()  # One that raised would be at its end.
+        self._batches = self._read()  # A generator that raised only ends.
       raise
     self._given += 1
     return batch

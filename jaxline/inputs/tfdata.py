@@ -165,7 +165,7 @@ class EpochInput(base.BaseInput, abc.ABC):
     import_tensorflow()
     self._epoch = self._record = 0
     self._batches: Iterator[dict[str, Any]] | None = None
-    # Of each epoch that was read to its end, from the position on.
+    # Epoch -> its records, for epochs that were read to their end.
     self._sizes: dict[int, int] = {}
 
   # What a subclass overrides.
