@@ -93,11 +93,12 @@ def fetch(value: Any) -> Any:
 
 def _to_number(value: Any) -> int | float | None:
   """Returns a number as int or float, anything else as None."""
-  if isinstance(value, jax.Array):
-    is_here = value.is_fully_addressable or value.is_fully_replicated
-    value = fetch(value) if value.size == 1 and is_here else None
-  elif hasattr(value, '__array__') and not isinstance(value, np.ndarray):
-    value = np.asarray(value)
+  if not isinstance(value, np.ndarray):  # First: it has been fetched, mostly.
+    if isinstance(value, jax.Array):
+      is_here = value.is_fully_addressable or value.is_fully_replicated
+      value = fetch(value) if value.size == 1 and is_here else None
+    elif hasattr(value, '__array__'):
+      value = np.asarray(value)
   if isinstance(value, np.ndarray):
     value = value.item() if value.size == 1 else None
   if type(value) is float:
