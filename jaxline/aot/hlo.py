@@ -703,13 +703,10 @@ def _collective(
       sum(operand.bytes for operand in i.operands),
       i.result.bytes if i.result else 0,
     )
-    opcodes = {other.opcode for other in i.computation.instructions.values()}
-    if (
-      kind == 'all-reduce'
-      and is_fused
-      and {'dynamic-slice', 'partition-id'} <= opcodes
-    ):
-      kind = 'reduce-scatter'  # The fusion keeps this device's part.
+    if kind == 'all-reduce' and is_fused:
+      inside = {other.opcode for other in i.computation.instructions.values()}
+      if {'dynamic-slice', 'partition-id'} <= inside:
+        kind = 'reduce-scatter'  # The fusion keeps this device's part.
   else:
     return None
   groups = places.groups(i) if kind else []
@@ -771,7 +768,7 @@ class _Places:
     members = self._mine
     pairs = i.search(r'source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}')
     if pairs:
-      groups = _chains(_braces(pairs))
+      groups = _braces(pairs)
     elif i.opcode == 'send':
       # Devices are physical here, and their order in a slice is not told. All
       # slices are laid out alike, so the axes that differ are those between the
@@ -781,38 +778,28 @@ class _Places:
       groups = _megascale_groups(i)
     else:
       groups = _replica_groups(i, len(self._mine))
-    return [members[np.asarray(group)] for group in groups]
+    # A device that sends to itself sends nothing.
+    return [members[sorted(set(group))] for group in groups]
 
   def num_slices(self, groups: Sequence[np.ndarray]) -> int:
     """Returns in how many slices the devices of one group are, at most."""
-    return max(len(np.unique(self._slices[group])) for group in groups)
+    return max(len(set(self._slices[group].tolist())) for group in groups)
 
   def axes(self, groups: Sequence[np.ndarray]) -> tuple[str, ...]:
     """Returns the mesh axes along which the groups reach."""
+    first = np.repeat([group[0] for group in groups], [*map(len, groups)])
     sizes = tuple(self._axis_sizes.values())
-    varies = np.zeros(len(sizes), bool)
-    for group in groups:
-      at = np.stack(np.unravel_index(group, sizes))
-      varies |= (at != at[:, :1]).any(axis=1)
+    at, of_first = (
+      np.stack(np.unravel_index(devices, sizes))
+      for devices in (np.concatenate(groups), first)
+    )
+    varies = (at != of_first).any(axis=1)
     return tuple(a for a, v in zip(self._axis_sizes, varies, strict=True) if v)
 
 
 def _braces(text: str) -> list[list[int]]:
   """Parses '{0,1},{2,3}'."""
   return [_numbers(group) for group in re.findall(r'\{([^{}]*)\}', text)]
-
-
-def _chains(pairs: Sequence[Sequence[int]]) -> list[list[int]]:
-  """Joins the pairs of a permute to connected groups of devices."""
-  group_of: dict[int, list[int]] = {}
-  for a, b in pairs:
-    if a == b:
-      continue
-    first, second = group_of.setdefault(a, [a]), group_of.setdefault(b, [b])
-    if first is not second:
-      first += second
-      group_of.update(dict.fromkeys(second, first))
-  return list({id(group): group for group in group_of.values()}.values())
 
 
 def _megascale_groups(i: Instruction) -> list[list[int]]:
@@ -823,7 +810,7 @@ def _megascale_groups(i: Instruction) -> list[list[int]]:
   if target.startswith('{{'):
     # {{100000->200000},...}: the number of a slice, and of a physical device.
     groups = [[n // 100_000 for n in group] for group in groups]
-  return _chains(groups) if '->' in target else groups
+  return groups
 
 
 def _iota(text: str) -> np.ndarray:
