@@ -37,13 +37,19 @@ _LONG = [
   '--config.experiment_kwargs.config.length=8192',
 ]
 # Name -> command line, of all that have chips of their own; and of lm_1b, also
-# with long sequences, once without flash attention.
+# on a pod, and with long sequences, once without flash attention.
 RUNS: dict[str, Sequence[str]] = {
   experiment.__name__: [f'--config=configs/c4.py:{experiment.__name__}']
   for experiment in experiment_registry.get_all().values()
   if experiment.TOPOLOGY
 } | {
   'lm_1b': _LM_1B,
+  # The pod of the README: the last --config.topology counts.
+  'lm_1b_pod': [
+    *_LM_1B,
+    '--config.topology=v5p:2x2x4',
+    '--config.experiment_kwargs.config.batch_size=128',
+  ],
   'lm_1b_8192': [*_LM_1B, *_LONG],
   'lm_1b_8192_einsum': [*_LM_1B, *_LONG, f'{_MODEL}.attention=einsum'],
 }

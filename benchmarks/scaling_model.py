@@ -495,7 +495,9 @@ def costs_table(reports: Mapping[str, scale.Report]) -> str:
     report = reports.get(point.name)
     peak = 'not compiled'
     if report:
-      peak = f'{report["programs"][0]["peak_bytes"] / 2**30:.1f}'
+      step = report['programs'][0]
+      peak = f'{step["peak_bytes"] / 2**30:.1f}'
+      peak += '' if step['fits'] else ', **does not fit**'
     rows.append(
       {
         'run': point.name,

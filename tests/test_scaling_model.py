@@ -76,7 +76,7 @@ def reports():
 
 def test_reports_are_of_the_runs(reports):
   compiled = [p for p in scaling_model.POINTS if p.name in reports]
-  assert {'16B', '32B', '256B'} <= {p.name for p in compiled}
+  assert {'16B', '32B', '256B', '512B'} <= {p.name for p in compiled}
   for point in compiled:
     report = reports[point.name]
     assert report['target']['name'] == point.topology
@@ -87,7 +87,9 @@ def test_reports_are_of_the_runs(reports):
     # Without LayerNorm and biases.
     assert report['parameters'] == pytest.approx(point.weights, rel=1e-3)
     step = report['programs'][0]
-    assert step['fits']
+    # One chip's memory is too small by less than a hundredth for 512B.
+    assert step['fits'] == (point.name != '512B')
+    assert step['peak_bytes'] < 1.01 * report['target']['chip']['hbm_bytes']
     # What layers compute is known exactly.
     model, here = scaling_model.flops(point)
     assert step['model_flops'] == pytest.approx(model * point.chips, rel=1e-9)

@@ -48,8 +48,7 @@ _WIRE: dict[str, Callable[[int], float]] = {
 _FREE = {
   'add-dependency', 'after-all', 'async-start', 'bitcast', 'call', 'call-start',
   'conditional', 'constant', 'domain', 'get-tuple-element', 'opt-barrier',
-  'optimization-barrier', 'parameter', 'partition-id', 'replica-id', 'tuple',
-  'while',
+  'parameter', 'partition-id', 'replica-id', 'tuple', 'while',
 }  # fmt: skip
 _FUSIONS = ('fusion', 'fusion-start')
 _FREE_CALLS = {'AllocateBuffer', 'ConcatBitcast'}
@@ -134,15 +133,14 @@ def measure(
   flops = hbm_bytes = 0.0
   sums: dict[tuple[str, tuple[str, ...]], Any] = {}
   loops, kernels = set(), set()
-  for i, times, is_fused in _executed(module.entry, 1, is_fused=False):
+  for i, times in _executed(module.entry, 1):
     if i.opcode == 'while' and _rounds(i) is None:
       loops.add(i.title)
     if _flops(i) is None:
       kernels.add(i.title)
-    work = _work(i, is_fused)
-    flops += times * work[0]
-    hbm_bytes += times * work[1]
-    if collective := _collective(i, places, is_fused):
+    flops += times * (_flops(i) or 0.0)
+    hbm_bytes += times * _hbm_bytes(i)
+    if collective := _collective(i, places):
       key, amounts = collective
       sums[key] = sums.get(key, 0) + times * amounts
   traffic = [
@@ -207,6 +205,7 @@ class Instruction:
     operands: the instructions that `arguments` names.
     computation: where it is.
     users: the instructions that have this one as an operand.
+    fused: of a fusion, the computation inside of it.
   """
 
   name: str
@@ -217,6 +216,7 @@ class Instruction:
   operands: tuple['Instruction', ...]
   computation: 'Computation'
   users: list['Instruction'] = dataclasses.field(default_factory=list)
+  fused: 'Computation | None' = None
 
   @property
   def bytes(self) -> int:
@@ -269,11 +269,20 @@ class Instruction:
 
 @dataclasses.dataclass(eq=False)
 class Computation:
-  """A function of the module; `others` are all of them, by name."""
+  """A function of the module.
+
+  Attributes:
+    others: all computations of the module, by name.
+    instructions: by name.
+    root_name: of the instruction that is marked as the result, if any.
+    fusion: the instruction that this is inside of; None outside of fusions. No
+      other instruction calls it.
+  """
 
   others: dict[str, 'Computation']
   instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
   root_name: str = ''
+  fusion: Instruction | None = None
 
   @property
   def root(self) -> Instruction:
@@ -330,6 +339,10 @@ def parse(text: str) -> Module:
       )
       for operand in dict.fromkeys(new.operands):
         operand.users.append(new)
+      # Computations are above those that call them.
+      if new.opcode in _FUSIONS and (called := new.called('calls')):
+        (new.fused,) = called
+        new.fused.fusion = new
       current.instructions[new.name] = new
       if match['root']:
         current.root_name = new.name
@@ -355,11 +368,11 @@ def _numbers(text: str) -> list[int]:
 
 
 def _executed(
-  computation: Computation, times: int, is_fused: bool
-) -> Iterator[tuple[Instruction, int, bool]]:
-  """Yields the instructions that run, how often, and whether in a fusion."""
+  computation: Computation, times: int
+) -> Iterator[tuple[Instruction, int]]:
+  """Yields the instructions that run, and how often."""
   for i in computation.instructions.values():
-    yield i, times, is_fused
+    yield i, times
     called: Iterable[tuple[Computation, int]] = ()
     if i.opcode == 'while':
       rounds = _rounds(i)
@@ -373,26 +386,23 @@ def _executed(
         *i.called('true_computation'),
         *i.called('false_computation'),
       ]
-      called = [(max(branches, key=lambda b: _total_work(b, is_fused)), 1)]
-    elif i.opcode in ('async-start', 'call', 'call-start', *_FUSIONS):
+      called = [(max(branches, key=_work), 1)]
+    elif i.fused:
+      called = [(i.fused, 1)]
+    elif i.opcode in ('async-start', 'call', 'call-start'):
       names = i.called('calls') or i.called('to_apply')
       called = [(name, 1) for name in names]
     for other, rounds in called:
-      yield from _executed(
-        other, times * rounds, is_fused or i.opcode in _FUSIONS
-      )
+      yield from _executed(other, times * rounds)
 
 
-def _work(i: Instruction, is_fused: bool) -> tuple[float, float]:
+def _work(computation: Computation) -> tuple[float, float]:
   """Returns the FLOPs and the bytes of memory of one execution."""
-  return _flops(i) or 0.0, 0.0 if is_fused else _hbm_bytes(i)
-
-
-def _total_work(computation: Computation, is_fused: bool) -> list[float]:
-  """Returns the FLOPs and the bytes of memory of a whole computation."""
-  steps = _executed(computation, 1, is_fused)
-  work = [times * np.array(_work(i, fused)) for i, times, fused in steps]
-  return sum(work, start=np.zeros(2)).tolist()
+  steps = list(_executed(computation, 1))
+  return (
+    sum(times * (_flops(i) or 0.0) for i, times in steps),
+    sum(times * _hbm_bytes(i) for i, times in steps),
+  )
 
 
 # Loops.
@@ -442,7 +452,7 @@ def _value(i: Instruction, parameters: Mapping[int, Any]) -> Any:
   if i.opcode == 'tuple':
     return values
   if i.opcode == 'fusion':
-    return _value(i.called('calls')[0].root, dict(enumerate(values)))
+    return i.fused and _value(i.fused.root, dict(enumerate(values)))
   if None in values:
     return None
   if i.opcode == 'get-tuple-element':
@@ -599,7 +609,8 @@ def count_meetings(
 def _hbm_bytes(i: Instruction) -> int:
   """Returns the bytes of device memory one execution reads and writes."""
   if (
-    i.opcode in _FREE
+    i.computation.fusion
+    or i.opcode in _FREE
     or i.opcode.endswith(('-done', '-update'))
     or i.target in _FREE_CALLS
   ):
@@ -610,8 +621,8 @@ def _hbm_bytes(i: Instruction) -> int:
   )
   roots: tuple[Instruction, ...] = (i,)
   shapes = i.result.shapes if i.result else ()
-  if i.opcode == 'fusion':
-    root = i.called('calls')[0].root
+  if i.opcode == 'fusion' and i.fused:
+    root = i.fused.root
     roots = root.operands if root.opcode == 'tuple' else (root,)
     if any(v.target == 'AsyncCollectiveDone' for v in roots):
       return 0  # Counted where it starts.
@@ -623,28 +634,16 @@ def _hbm_bytes(i: Instruction) -> int:
   return read
 
 
-def _read_by(
-  user: Instruction,
-  value: Instruction,
-  callers: tuple[Instruction, ...] | None = None,
-) -> int:
-  """Returns how many bytes of one of its operands an instruction reads.
-
-  Args:
-    user: the instruction.
-    value: the operand.
-    callers: the nested fusions that both are in; None outside of all fusions.
-  """
-  if user.opcode == 'fusion':
-    inside = () if callers is None else (user, *callers)
-    parameters = user.called('calls')[0].parameters
+def _read_by(user: Instruction, value: Instruction) -> int:
+  """Returns how many bytes of one of its operands an instruction reads."""
+  if user.opcode == 'fusion' and user.fused:
     return sum(
-      _read(parameters[number], inside)
+      _read(user.fused.parameters[number])
       for number, operand in enumerate(user.operands)
       if operand is value
     )
   if user.opcode == 'bitcast':
-    return _read(user, callers or ())
+    return _read(user)
   if user.opcode == 'tuple' or _continues_chain(user):
     return 0
   if user.operands[0] is value:
@@ -656,12 +655,13 @@ def _read_by(
   return value.bytes
 
 
-def _read(value: Instruction, callers: tuple[Instruction, ...]) -> int:
+def _read(value: Instruction) -> int:
   """Returns how many bytes of a value inside of a fusion are read."""
-  read = sum(_read_by(user, value, callers) for user in value.users)
-  if callers and value is callers[0].called('calls')[0].root:
+  read = sum(_read_by(user, value) for user in value.users)
+  fusion = value.computation.fusion
+  if fusion and fusion.computation.fusion and value is value.computation.root:
     # What a nested fusion passes on is read by the users of that fusion.
-    read += _read(callers[0], callers[1:])
+    read += _read(fusion)
   return min(read, value.bytes)
 
 
@@ -692,7 +692,7 @@ def _continues_chain(i: Instruction) -> bool:
 
 
 def _collective(
-  i: Instruction, places: '_Places', is_fused: bool
+  i: Instruction, places: '_Places'
 ) -> tuple[tuple[str, tuple[str, ...]], np.ndarray] | None:
   """Returns key and numbers of the `Traffic` of a collective, if it is one."""
   kind = i.opcode.removesuffix('-start')
@@ -703,13 +703,10 @@ def _collective(
       sum(operand.bytes for operand in i.operands),
       i.result.bytes if i.result else 0,
     )
-    opcodes = {other.opcode for other in i.computation.instructions.values()}
-    if (
-      kind == 'all-reduce'
-      and is_fused
-      and {'dynamic-slice', 'partition-id'} <= opcodes
-    ):
-      kind = 'reduce-scatter'  # The fusion keeps this device's part.
+    if kind == 'all-reduce' and i.computation.fusion:
+      inside = {other.opcode for other in i.computation.instructions.values()}
+      if {'dynamic-slice', 'partition-id'} <= inside:
+        kind = 'reduce-scatter'  # The fusion keeps this device's part.
   else:
     return None
   groups = places.groups(i) if kind else []
@@ -771,7 +768,7 @@ class _Places:
     members = self._mine
     pairs = i.search(r'source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}')
     if pairs:
-      groups = _chains(_braces(pairs))
+      groups = _braces(pairs)
     elif i.opcode == 'send':
       # Devices are physical here, and their order in a slice is not told. All
       # slices are laid out alike, so the axes that differ are those between the
@@ -781,38 +778,28 @@ class _Places:
       groups = _megascale_groups(i)
     else:
       groups = _replica_groups(i, len(self._mine))
-    return [members[np.asarray(group)] for group in groups]
+    # A device that sends to itself sends nothing.
+    return [members[sorted(set(group))] for group in groups]
 
   def num_slices(self, groups: Sequence[np.ndarray]) -> int:
     """Returns in how many slices the devices of one group are, at most."""
-    return max(len(np.unique(self._slices[group])) for group in groups)
+    return max(len(set(self._slices[group].tolist())) for group in groups)
 
   def axes(self, groups: Sequence[np.ndarray]) -> tuple[str, ...]:
     """Returns the mesh axes along which the groups reach."""
+    first = np.repeat([group[0] for group in groups], [*map(len, groups)])
     sizes = tuple(self._axis_sizes.values())
-    varies = np.zeros(len(sizes), bool)
-    for group in groups:
-      at = np.stack(np.unravel_index(group, sizes))
-      varies |= (at != at[:, :1]).any(axis=1)
+    at, of_first = (
+      np.stack(np.unravel_index(devices, sizes))
+      for devices in (np.concatenate(groups), first)
+    )
+    varies = (at != of_first).any(axis=1)
     return tuple(a for a, v in zip(self._axis_sizes, varies, strict=True) if v)
 
 
 def _braces(text: str) -> list[list[int]]:
   """Parses '{0,1},{2,3}'."""
   return [_numbers(group) for group in re.findall(r'\{([^{}]*)\}', text)]
-
-
-def _chains(pairs: Sequence[Sequence[int]]) -> list[list[int]]:
-  """Joins the pairs of a permute to connected groups of devices."""
-  group_of: dict[int, list[int]] = {}
-  for a, b in pairs:
-    if a == b:
-      continue
-    first, second = group_of.setdefault(a, [a]), group_of.setdefault(b, [b])
-    if first is not second:
-      first += second
-      group_of.update(dict.fromkeys(second, first))
-  return list({id(group): group for group in group_of.values()}.values())
 
 
 def _megascale_groups(i: Instruction) -> list[list[int]]:
@@ -823,7 +810,7 @@ def _megascale_groups(i: Instruction) -> list[list[int]]:
   if target.startswith('{{'):
     # {{100000->200000},...}: the number of a slice, and of a physical device.
     groups = [[n // 100_000 for n in group] for group in groups]
-  return _chains(groups) if '->' in target else groups
+  return groups
 
 
 def _iota(text: str) -> np.ndarray:
