@@ -87,10 +87,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     )
 
 
-def pytest_collection_finish() -> None:
-  """Keeps the garbage collector from visiting the tests and modules again."""
-  gc.collect()
-  gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+  """Keeps the garbage collector from visiting the modules and tests.
+
+  It would take a third of the time of their collection, and 0.6 seconds
+  whenever a test calls it.
+  """
+  gc.disable()
+  try:
+    return (yield)
+  finally:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope='session')
