@@ -824,6 +824,7 @@ def test_files_of_a_run_that_are_no_files(make, call, run, tmp_path):
   assert 'other' not in out
 
 
+@pytest.mark.process
 def test_a_fifo_in_a_program_of_its_own(run):
   step = files.root(run) / 'latest' / '5'
   replaced_by(fifo, 'W/c/0/0')(step, run)

@@ -1164,6 +1164,7 @@ def run(run_dir, *args, **kwargs):
   )
 
 
+@pytest.mark.process
 def test_a_run_in_a_pipe(tmp_path):
   result = run(
     tmp_path,
@@ -1206,6 +1207,7 @@ def test_a_run_in_a_pipe(tmp_path):
   assert 'Training with config:' in again.stderr
 
 
+@pytest.mark.process
 def test_the_users_own_information_is_shown(tmp_path):
   program = f"""
 import sys
@@ -1232,6 +1234,7 @@ platform.main(Mine, sys.argv[1:])
   )
 
 
+@pytest.mark.process
 def test_a_refused_start_has_no_block(tmp_path):
   result = run(tmp_path, '--config.one_off_evaluate=True', mode='eval')
   assert result.returncode == 2

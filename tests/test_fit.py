@@ -47,6 +47,7 @@ def test_fit_returns_the_run(fitted, config):
   assert fitted.best == {'eval/loss': min(losses)}
 
 
+@pytest.mark.process
 def test_fit_is_the_run_of_the_command_line(fitted, config, tmp_path):
   program = tmp_path / 'main.py'
   program.write_text(

@@ -117,6 +117,7 @@ def train(config, **overrides):
   return jaxline.fit(None, config, overrides)
 
 
+@pytest.mark.process
 def test_recipes_that_go_together(copy):
   for section in (
     'Add a metric',

@@ -562,7 +562,13 @@ def test_the_wait_is_no_part_of_the_compilation():
 
 # An epoch is 50 / 16 batches. To start processes takes seconds.
 @pytest.mark.parametrize(
-  ('after', 'num_workers'), [(1, 0), (3, 0), (4, 0), (3, 2)]
+  ('after', 'num_workers'),
+  [
+    (1, 0),
+    (3, 0),
+    (4, 0),
+    pytest.param(3, 2, marks=pytest.mark.process),
+  ],
 )
 def test_a_resumed_experiment_sees_what_follows(after, num_workers):
   straight = make()

@@ -237,7 +237,12 @@ def rows_of(make_input, num_hosts, num_batches):
 
 
 @pytest.mark.parametrize(
-  'workers', [{}, {'num_threads': 2}, {'num_workers': 1}]
+  'workers',
+  [
+    {},
+    {'num_threads': 2},
+    pytest.param({'num_workers': 1}, marks=pytest.mark.process),
+  ],
 )
 @pytest.mark.parametrize('num_hosts', [1, 2, 4])
 def test_records_of_a_right_input_are_read_once(num_hosts, workers):
@@ -649,6 +654,7 @@ def shown(folder, *args):
   )
 
 
+@pytest.mark.process
 def test_command(folder):
   result = shown(folder, '-n', '1')
   assert (result.returncode, result.stderr) == (0, '')

@@ -424,6 +424,7 @@ def test_sharding_of_a_per_device_experiment_is_refused(toy_here, tmp_path):
 
 
 # As it is seen by a user, with what is refused while flags are parsed.
+@pytest.mark.process
 @pytest.mark.parametrize(
   ('args', 'said'),
   [
@@ -656,6 +657,7 @@ def test_disable_pmap_jit_shows_values(tmp_path, style):
   assert a[2] == pytest.approx(b[2], rel=1e-5)
 
 
+@pytest.mark.process
 def test_help_shows_the_program_and_our_flags():
   result = succeeded(
     subprocess.run(
