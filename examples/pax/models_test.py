@@ -542,8 +542,9 @@ def test_types_of_language_models_are_those_of_praxis(
   model, variables = typed_model(model_type, packed)
   run = jax.jit(functools.partial(model.apply, do_eval=True))
   metrics, per_example = run(variables, TYPED_BATCH)
-  np.testing.assert_allclose(metrics['avg_xent'][0], xent, rtol=1e-6)
-  np.testing.assert_allclose(per_example['scores'], scores, rtol=1e-6)
+  # Float32 rounds otherwise on other processors; the types differ by 7e-5.
+  np.testing.assert_allclose(metrics['avg_xent'][0], xent, rtol=1e-5)
+  np.testing.assert_allclose(per_example['scores'], scores, rtol=1e-5)
 
 
 def test_a_prefix_model_continues_what_it_was_trained_on():
