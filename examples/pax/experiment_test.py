@@ -126,6 +126,7 @@ def test_a_batch_of_training_is_rounded_up(folder):
   assert subject._counts == {'examples_per_step': 6, 'tokens_per_step': 96}
 
 
+@pytest.mark.process
 def test_it_learns_and_reports(checkpointer, folder):
   config = tiny(
     'C4Spmd22BAdam2xv4_8', data=folder, training_steps=60, eval_interval=30
@@ -340,6 +341,7 @@ def test_a_run_of_an_earlier_version_of_the_numerics_is_refused(reduced):
   assert line.endswith(", '1' now")
 
 
+@pytest.mark.process
 def test_it_is_the_checkpoint_that_is_refused(tmp_path, folder):
   """From the loop: one error, unless the config says that it may continue."""
 
