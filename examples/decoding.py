@@ -440,7 +440,7 @@ def continue_texts(
   options: Options,
   *,
   tokenizer: tokenization.Tokenizer,
-  start_id: int,
+  start_id: int | None,
   max_length: int,
   rows: int,
 ) -> list[list[dict[str, Any]]]:
@@ -451,7 +451,7 @@ def continue_texts(
     prompts: at least one.
     options: how.
     tokenizer: of the model.
-    start_id: the token in front of each prompt.
+    start_id: the token in front of each prompt; None is none.
     max_length: tokens that the model can see, `max_decode_steps` among them.
     rows: see `pad_prompts`.
 
@@ -460,7 +460,8 @@ def continue_texts(
     (see `Decoded`) and 'tokens', their number.
 
   Raises:
-    errors.UsageError: a prompt is too long, or there is no room for any.
+    errors.UsageError: a prompt is too long, or has no token; or there is no
+      room for any.
   """
   longest = max_length - options.max_decode_steps
   if longest < 1:
@@ -469,16 +470,15 @@ def continue_texts(
       f' the {max_length} tokens that the model can see for a prompt; expected'
       f' at most {max_length - 1}.'
     )
-  encoded = [
-    np.concatenate([[start_id], tokenizer.encode(prompt)]) for prompt in prompts
-  ]
+  start = np.array([] if start_id is None else [start_id], np.int32)
+  encoded = [np.append(start, tokenizer.encode(prompt)) for prompt in prompts]
   decoded = jax.device_get(
     run(*pad_prompts(encoded, rows=rows, max_length=longest))
   )
   return [
     [
       {
-        'text': _new_text(tokenizer, tokens[1:], ids[:length]),
+        'text': _new_text(tokenizer, tokens[len(start) :], ids[:length]),
         'score': float(score),
         'tokens': int(length),
       }

@@ -541,3 +541,19 @@ def test_texts_go_on_with_texts():
   options = decoding.Options(method='greedy', max_decode_steps=6)
   with pytest.raises(ValueError, match=r'max_decode_steps is 6.*the 6 tokens'):
     decoding.continue_texts(run, ['a'], options, **kwargs)
+
+
+def test_a_text_may_go_on_without_a_token_before_it():
+  def run(prompts_BT, lengths_B):
+    assert prompts_BT[0, :2].tolist() == [1, 2]
+    assert lengths_B.tolist() == [2]
+    return decoding.Decoded(
+      ids=np.array([[[3, 3]]]), lengths=np.array([[2]]), scores=np.zeros([1, 1])
+    )
+
+  options = decoding.Options(method='greedy', max_decode_steps=2)
+  kwargs = {'tokenizer': Words(), 'start_id': None, 'max_length': 6, 'rows': 1}
+  ((found,),) = decoding.continue_texts(run, ['ab'], options, **kwargs)
+  assert found['text'] == ' c c'
+  with pytest.raises(ValueError, match='Prompt 1 of 1 has 0 tokens'):
+    decoding.continue_texts(run, [''], options, **kwargs)

@@ -739,10 +739,10 @@ def chunked_cross_entropy(
     smoothing: see `cross_entropy`.
 
   Raises:
-    ValueError: `chunks` does not divide the length of the sequence.
+    UsageError: `chunks` does not divide the length of the sequence.
   """
   if x_BLD.shape[1] % chunks:
-    raise ValueError(
+    raise errors.UsageError(
       f"The loss's chunks must divide the length of the sequence; got {chunks}"
       f' for {x_BLD.shape[1]} tokens.'
     )

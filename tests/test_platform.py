@@ -1055,6 +1055,15 @@ def test_the_code_of_who_leaves_the_others(error, code, monkeypatch):
   assert exit_now.call_args_list == [mock.call(code)]
 
 
+def test_a_users_error_in_a_traced_function_is_one_line(capsys):
+  def wrong(x):
+    raise platform.UsageError('No such size.')
+
+  with pytest.raises(platform.UsageError), platform._exits():
+    jax.eval_shape(wrong, 1.0)
+  assert capsys.readouterr().err.strip() == 'No such size.'
+
+
 def test_ensure_tpu(toy_here, tmp_path):
   result = toy_here(tmp_path, jaxline_ensure_tpu=True)
   assert result.returncode != 0

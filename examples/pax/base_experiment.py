@@ -46,12 +46,12 @@ class Prompting:
 
   Attributes:
     tokenizer: its document token ends a continuation.
-    start_id: the token before a prompt.
+    start_id: the token before a prompt; None is none.
     max_length: tokens of a prompt and its continuation, at most.
   """
 
   tokenizer: tokenization.Tokenizer
-  start_id: int
+  start_id: int | None
   max_length: int
 
 

@@ -126,6 +126,7 @@ def test_a_batch_of_training_is_rounded_up(folder):
   assert subject._counts == {'examples_per_step': 6, 'tokens_per_step': 96}
 
 
+@pytest.mark.process
 def test_it_learns_and_reports(checkpointer, folder):
   config = tiny(
     'C4Spmd22BAdam2xv4_8', data=folder, training_steps=60, eval_interval=30
@@ -340,6 +341,7 @@ def test_a_run_of_an_earlier_version_of_the_numerics_is_refused(reduced):
   assert line.endswith(", '1' now")
 
 
+@pytest.mark.process
 def test_it_is_the_checkpoint_that_is_refused(tmp_path, folder):
   """From the loop: one error, unless the config says that it may continue."""
 
@@ -395,7 +397,7 @@ def test_an_experiment_says_which_constants_change_no_step(monkeypatch):
   old = config_lib.get_config('_Mine')
   new = config_lib.get_config(experiment_registry.full_name(_Mine))
   new.experiment_kwargs.config.constants.update(
-    {'SHOWN': 4, 'LOSS_CHUNKS': 8, 'NUM_LAYERS': 2}
+    {'SHOWN': 4, 'LOSS_CHUNKS': 8, 'TARGET_LOG_PPLX': 2.5, 'NUM_LAYERS': 2}
   )
   # Nor does another way to write the name of the experiment.
   (line,) = changes(old, new)
@@ -469,6 +471,28 @@ def test_what_a_user_gets_wrong_is_said_in_one_line(keys, constants, said):
   # The program prints the message of such an error, and no traceback.
   with pytest.raises(errors.UsageError, match=said) as e:
     make(config).train_input()
+  assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize(
+  ('name', 'constants', 'said'),
+  [
+    ('C4Spmd1BAdam4Replicas', {'MODEL_DIMS': 7}, 'is 7; expected an even'),
+    ('C4Spmd1BAdam4Replicas', {'LR_WARMUP_STEPS': 600}, 'expects 0 <= warmup'),
+    ('ReverseEncoderDecoder', {'MODEL_DIMS': 6}, 'num_heads 4 .* width of 6'),
+    ('ResNet50Pjit', {'CHANNELS': (6, 6)}, 'output_dims 6; .*of 4'),
+    (
+      'C4SpmdPipelineGpt3SmallAdam64Replicas',
+      {'USE_FP8': True},
+      'use_fp8=False',
+    ),
+  ],
+)
+def test_sizes_of_no_model_are_said_in_one_line(name, constants, said):
+  experiment_class = experiment_registry.get(name).reduced()
+  made = experiment_class.with_constants(constants)(num_devices=1)
+  with pytest.raises(errors.UsageError, match=said) as e:
+    made.filled_task().Instantiate()
   assert '\n' not in str(e.value)
 
 

@@ -284,9 +284,8 @@ class LanguageModel(_TokenModel):
   """A model of a stream of tokens, such as `transformers.TransformerLm`.
 
   A batch has `ids`, `labels` and `weights`, [B, L] (or [B] weights), and, for a
-  network with `packed_input`, `segment_ids` and `segment_pos`; for one of the
-  type 'prefix' `inputs_indicator`; and for one of the type 'bidirectional',
-  where it is not packed, perhaps `paddings`.
+  network with `packed_input`, `segment_ids` and `segment_pos`, for another one
+  perhaps `paddings`; and for one of the type 'prefix' `inputs_indicator`.
 
   Attributes:
     lm_tpl: the network.
@@ -307,6 +306,8 @@ class LanguageModel(_TokenModel):
     names = []
     if self.lm.hparams.packed_input:
       names += ['segment_ids', 'segment_pos']
+    elif self._type and 'paddings' in batch:
+      names += ['paddings']
     if self._type == LanguageModelType.PREFIX:
       names += ['inputs_indicator']
     if missing := set(names) - set(batch):
@@ -315,14 +316,13 @@ class LanguageModel(_TokenModel):
         f' {sorted(batch)}. packed_input=True needs packed data, and a prefix'
         " language model a task with 'inputs'."
       )
-    if self._type == LanguageModelType.BIDIRECTIONAL and 'paddings' in batch:
-      names += ['paddings']
     segments = {name: batch[name] for name in names}
     return {'hidden': self.lm.hidden(batch['ids'], **segments)}
 
   @property
-  def _type(self) -> str:
-    return getattr(self.lm.hparams, 'model_type', LanguageModelType.CAUSAL)
+  def _type(self) -> str | None:
+    # Another network than `TransformerLm` may have none.
+    return getattr(self.lm.hparams, 'model_type', None)
 
   def compute_loss(
     self, predictions: Mapping[str, Any], batch: Mapping[str, Any]

@@ -150,7 +150,7 @@ def test_adam_without_a_cap_is_optax():
   )
   theirs = optax.adamw(0.1, 0.9, 0.999, 1e-6, weight_decay=0.01)
   jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7),
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
     _train(ours.Instantiate().make(), weights, grads),
     _train(theirs, weights, grads),
   )
@@ -283,7 +283,7 @@ def test_adafactor_of_the_largest_axes_is_optax():
     momentum=0.9,
   )
   jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6),
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5),
     _train(optimizer.make(), weights, grads),
     _train(theirs, weights, grads),
   )
@@ -535,7 +535,7 @@ def test_integers_for_moments_are_those_of_praxis(dtype, b, w, s, is_stacked):
   *_, ended = _train(tx, weights, grads)
   for name, expected in (('b', b), ('w', w), ('s', s)):
     actual = ended[name][0] if is_stacked else ended[name]
-    np.testing.assert_allclose(actual, expected, atol=2e-7)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
   state = jax.eval_shape(tx.init, weights)
   mean = next(part for part in state if hasattr(part, 'm_scale'))
   assert mean.m['w'].dtype == dtype

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from examples.pax import hparams
+from jaxline import errors
 
 Point = tuple[int, float]
 
@@ -28,7 +29,7 @@ class BaseSchedule(hparams.Configurable, abc.ABC):
   def __init__(self, hparams: Any):
     super().__init__(hparams)
     if not self._holds(hparams):
-      raise ValueError(
+      raise errors.UsageError(
         f'{type(self).__name__} expects {self._EXPECTED}; got {hparams}.'
       )
 

@@ -19,6 +19,7 @@ from examples.pax import base_layer
 from examples.pax import hparams
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import stochastics
+from jaxline import errors
 
 BaseHParams = hparams.BaseHParams
 WeightHParams = base_layer.WeightHParams
@@ -229,7 +230,7 @@ class DotProductAttention(base_layer.BaseLayer):
     p, name = self.hparams, self.module_name
     width = p.hidden_dim or (p.input_dim if p.dim_per_head is None else 0)
     if width and width != p.num_heads * self._width:
-      raise ValueError(
+      raise errors.UsageError(
         f'{name} has num_heads {p.num_heads} and dim_per_head {p.dim_per_head}'
         f' for a width of {width}; expected their product, or a multiple of'
         ' num_heads and no dim_per_head.'

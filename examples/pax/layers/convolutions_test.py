@@ -80,12 +80,17 @@ def test_conv_is_a_sum_over_windows(size, stride, height):
 def test_strided_convolutions_pad_as_praxis(size, stride, first, last):
   """Praxis 1.4.0 (jax 0.4.26, Python 3.10), Conv2D without other settings."""
   layer = convolutions.Conv2D.HParams(
-    filter_shape=(size, size, 1, 1), filter_stride=(stride, stride), name='c'
+    filter_shape=(size, size, 1, 1),
+    filter_stride=(stride, stride),
+    name='c',
+    dtype=jnp.float64,
   ).Instantiate()
   w = np.sin(0.7 * np.arange(size**2)).reshape(size, size, 1, 1)
-  w = np.float32(w / np.sqrt(size**2 / 2))
-  x_BHWC = np.float32(np.sin(0.9 * np.arange(56)).reshape(1, 7, 8, 1))
-  got = np.ravel(layer.apply({'params': {'c': {'w': w}}}, x_BHWC))
+  w /= np.sqrt(size**2 / 2)
+  x_BHWC = np.sin(0.9 * np.arange(56)).reshape(1, 7, 8, 1)
+  # In float64, so that it is the same on every processor.
+  with jax.enable_x64(True):
+    got = np.ravel(layer.apply({'params': {'c': {'w': w}}}, x_BHWC))
   assert len(got) == {2: 16, 3: 9}[stride]
   np.testing.assert_allclose(got[:3], first, atol=2e-6)
   np.testing.assert_allclose(got[-2:], last, atol=2e-6)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from examples import transformer
 from examples.pax import base_layer
+from jaxline import errors
 
 WeightHParams = base_layer.WeightHParams
 WeightInit = base_layer.WeightInit
@@ -294,11 +295,11 @@ class TrainablePositionalEmbedding(base_layer.BaseLayer):
     """Returns [B, L, D] of integers [B, L], in `fprop_dtype`.
 
     Raises:
-      ValueError: L exceeds `max_seq_length`.
+      UsageError: L exceeds `max_seq_length`.
     """
     most = self.hparams.max_seq_length
     if position_BL.shape[-1] > most:
-      raise ValueError(
+      raise errors.UsageError(
         f'Got sequences of {position_BL.shape[-1]} tokens; {self.module_name}'
         f' has max_seq_length {most}. Cut them, or raise it.'
       )
@@ -344,7 +345,7 @@ class RotaryPositionalEmbedding(base_layer.BaseLayer):
 def _check_even(layer: base_layer.BaseLayer) -> None:
   dims = layer.hparams.embedding_dims
   if dims < 2 or dims % 2:
-    raise ValueError(
+    raise errors.UsageError(
       f'{layer.module_name}.embedding_dims is {dims}; expected an even number,'
       ' for pairs of a sine and a cosine.'
     )

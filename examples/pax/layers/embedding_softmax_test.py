@@ -311,19 +311,20 @@ def test_label_smoothing_and_z_loss_are_those_of_praxis(
   (_, (mean, aux, nats)), grads = jax.jit(
     jax.value_and_grad(loss, has_aux=True)
   )(params)
-  np.testing.assert_allclose(mean, xent, rtol=1e-6)
-  np.testing.assert_allclose(aux, z_loss, rtol=1e-6)
-  np.testing.assert_allclose(nats[1], [2.602344, 1.981622, 1.435176], rtol=1e-6)
-  np.testing.assert_allclose(grads['bias'], bias_grad, atol=2e-7)
+  # Float32 rounds otherwise on other processors.
+  np.testing.assert_allclose(mean, xent, rtol=1e-5)
+  np.testing.assert_allclose(aux, z_loss, rtol=1e-5)
+  np.testing.assert_allclose(nats[1], [2.602344, 1.981622, 1.435176], rtol=1e-5)
+  np.testing.assert_allclose(grads['bias'], bias_grad, atol=1e-6)
   _, (mean, _, _) = jax.jit(functools.partial(loss, do_eval=True))(params)
-  np.testing.assert_allclose(mean, eval_xent, rtol=1e-6)
+  np.testing.assert_allclose(mean, eval_xent, rtol=1e-5)
   # Probabilities take the place of the label, and are not smoothed.
   probs = jnp.full((2, 3, 5), 0.1).at[..., 1].set(0.6)
   logits = x @ params['w'] + params['bias'][None, None]
   nats = layer.apply(
     {'params': {'s': params}}, logits, probs, weights, method='xent'
   )
-  np.testing.assert_allclose(nats[0], [1.516273, 1.695443, 1.470614], rtol=1e-6)
+  np.testing.assert_allclose(nats[0], [1.516273, 1.695443, 1.470614], rtol=1e-5)
 
 
 def test_a_z_loss_needs_whole_rows():

@@ -11,6 +11,7 @@ from examples import fp8
 from examples import transformer
 from examples.pax import base_layer
 from examples.pax.layers import repeats
+from jaxline import errors
 
 
 class Pipelined(repeats.Repeat):
@@ -47,7 +48,7 @@ class Pipelined(repeats.Repeat):
       )
     found = self._sub.layer.abstract_init()
     if fp8.split(found[base_layer.PARAMS])[1]:
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.module_name} has products in FP8, which keep the next values of'
         ' their scales in place of gradients; a pipeline would add them up over'
         ' microbatches. Use Repeat, or use_fp8=False.'
@@ -101,7 +102,7 @@ class Pipelined(repeats.Repeat):
     if p.pipeline_microbatch_size is None:
       return p.num_pipeline_microbatches
     if batch % p.pipeline_microbatch_size:
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.module_name}.pipeline_microbatch_size is'
         f' {p.pipeline_microbatch_size}; expected a divisor of the batch'
         f' {batch}.'

@@ -23,6 +23,7 @@ from examples.pax import base_layer
 from examples.pax.layers import activations
 from examples.pax.layers import convolutions
 from examples.pax.layers import normalizations
+from jaxline import errors
 
 WeightInit = base_layer.WeightInit
 sub_config_field = base_layer.sub_config_field
@@ -57,7 +58,7 @@ class ResNetBlock(base_layer.BaseLayer):
     """Creates the convolutions."""
     p = self.hparams
     if p.output_dims % _BOTTLENECK:
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.module_name} has output_dims {p.output_dims}; expected a'
         f' multiple of {_BOTTLENECK}.'
       )
@@ -162,7 +163,7 @@ class ResNet(base_layer.BaseLayer):
       for name in ('channels', 'blocks', 'kernels', 'strides')
     }
     if len({len(value) for value in groups.values()}) != 1 or not p.channels:
-      raise ValueError(
+      raise errors.UsageError(
         f'{self.module_name} has {groups}; expected one entry a group in each'
         ' of the four.'
       )

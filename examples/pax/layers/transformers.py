@@ -730,8 +730,8 @@ class TransformerLm(_Embedded):
       segment_pos: the position of each token in its document, [B, L]; None
         counts from the start of the row.
       inputs_indicator: [B, L], 1 in the prefix of a 'prefix' model.
-      paddings: [B, L], 1 where there is no token, for a 'bidirectional' model
-        without `packed_input`; None is nowhere.
+      paddings: [B, L], 1 where there is no token, which then no token sees;
+        without effect with `packed_input`. None is nowhere.
 
     Raises:
       ValueError: `segment_ids` is missing, or given without `packed_input`; or
@@ -755,11 +755,13 @@ class TransformerLm(_Embedded):
     batch, length = ids.shape
     rows = jnp.arange(batch)
     position = jnp.arange(length) if segment_pos is None else segment_pos
+    if paddings is not None and segment_ids is None:
+      # As in Praxis, padding is a document of its own; in packed rows it is of
+      # the document that `segment_ids` says.
+      segment_ids = _seen(paddings).astype(jnp.int32)
     context = Context(segment_ids=segment_ids, position=segment_pos, rows=rows)
     if has_prefix:
       context = context._replace(prefix=inputs_indicator > 0)
-    elif paddings is not None and segment_ids is None:
-      context = context._replace(seen=_seen(paddings))
     x_BLD = self.transformer(self._embed(ids, position, rows), context)
     return self.final_ln(x_BLD)
 

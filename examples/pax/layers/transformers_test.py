@@ -337,7 +337,7 @@ def test_a_pipeline_drops_what_a_loop_does():
       _block(1, dropout=0.3), pipeline_microbatch_size=1, circular_repeat=2
     )
   )
-  np.testing.assert_allclose(pipeline(0), loop(0), rtol=1e-6)
+  np.testing.assert_allclose(pipeline(0), loop(0), rtol=1e-5)
   assert abs(loop(0) - loop(1)) > 1e-3
 
 
@@ -760,8 +760,9 @@ def test_norm_policies_are_those_of_praxis(policy, has_cross, last, total):
   context = transformers.Context(source=source)
   run = functools.partial(layer.apply, do_eval=True)
   out = jax.jit(run)(variables, x, context)
-  np.testing.assert_allclose(out[0, -1], last, rtol=2e-6, atol=5e-7)
-  np.testing.assert_allclose(np.abs(out).sum(), total, rtol=1e-6)
+  # Float32 rounds otherwise on other processors; other policies differ by 1e-1.
+  np.testing.assert_allclose(out[0, -1], last, rtol=1e-5, atol=5e-6)
+  np.testing.assert_allclose(np.abs(out).sum(), total, rtol=1e-5)
   # A token at a time.
   cache = run(variables, 1, 3, source, method='empty_cache')
   for i in range(3):

@@ -6,6 +6,7 @@ from google.protobuf import message
 import numpy as np
 import pytest
 
+from examples.pax import experiment_registry
 from examples.pax.tasks.lm import input as lm_input
 from examples.pax.tasks.lm import records
 
@@ -177,6 +178,15 @@ def test_json_goes_through_seqio(tmp_path, vocabulary):
     assert ids.tolist() in rows
     assert labels.tolist() == [*ids[1:].tolist(), 1]
   assert batch['weights'].tolist() == [[1] * 15 + [0]] * 2
+
+
+def test_a_prompt_begins_as_the_rows_do(vocabulary):
+  c4 = experiment_registry.get('C4Spmd1BAdam4Replicas')
+  for append_eos, start_id in ((True, lm_input.BOS_ID), (False, None)):
+    made = c4.with_constants(
+      {'APPEND_EOS': append_eos, 'VOCABULARY': vocabulary}
+    )
+    assert made(num_devices=1).prompting().start_id == start_id
 
 
 def test_what_is_missing_is_said(tmp_path, vocabulary):

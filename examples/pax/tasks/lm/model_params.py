@@ -96,7 +96,8 @@ class LmExperiment(base_experiment.BaseExperiment):
       or glob of text files.
     DATA_DIR: of C4, the folder of its files.
     APPEND_EOS: of C4, whether its documents end with an end token; without, its
-      rows are Pax's: see `input.c4_input`.
+      rows are Pax's, and no token stands before a prompt: see
+      `input.c4_input`.
     VOCABULARY: a SentencePiece model; None is bytes, but for C4.
     EVAL_LOOP_NUM_BATCHES: batches of an evaluation; None is all there are.
   """
@@ -155,7 +156,7 @@ class LmExperiment(base_experiment.BaseExperiment):
   VOCABULARY: ClassVar[str | None] = None
   EVAL_LOOP_NUM_BATCHES: ClassVar[int | None] = 1
 
-  # How a step is computed, and evaluation.
+  # How a step is computed, evaluation, and when training ends.
   changeable_constants = (
     'ATTENTION_IMPL',
     'CHECKPOINT_POLICY',
@@ -163,6 +164,7 @@ class LmExperiment(base_experiment.BaseExperiment):
     'LOSS_CHUNKS',
     'MICROBATCH_SIZE',
     'NUM_STAGES',
+    'TARGET_LOG_PPLX',
   )
 
   def _one_of(self, name: str, valid: Any) -> str:
@@ -217,8 +219,6 @@ class LmExperiment(base_experiment.BaseExperiment):
 
   def prompting(self) -> base_experiment.Prompting:
     """Returns the tokenizer of the data, and what stands before a document."""
-    start_id = None
-    name = self._tokenizer
     if self.DATA == 'c4':
       if self.VOCABULARY is None:
         raise errors.UsageError(
@@ -226,9 +226,10 @@ class LmExperiment(base_experiment.BaseExperiment):
           ' trained with: --config.vocabulary=FILE.model.'
         )
       # As `lm_input` begins and ends documents.
-      name, start_id = f'{self.VOCABULARY}#</s>', lm_input.BOS_ID
-    tokenizer = tokenization.load_tokenizer(name)
-    if start_id is None:
+      tokenizer = tokenization.load_tokenizer(f'{self.VOCABULARY}#</s>')
+      start_id = lm_input.BOS_ID if self.APPEND_EOS else None
+    else:
+      tokenizer = tokenization.load_tokenizer(self._tokenizer)
       start_id = tokenizer.document_id
     return base_experiment.Prompting(tokenizer, start_id, self.MAX_SEQ_LEN)
 
