@@ -539,10 +539,13 @@ class BaseInput:
     """
     for number in range(num_batches):
       if next(self, None) is None:
-        raise ValueError(
-          f'{self.name} ended after {number} of {num_batches} batches that were'
-          ' to be skipped.'
-        )
+        raise self._skips_too_many(number, num_batches)
+
+  def _skips_too_many(self, number: int, num_batches: int) -> Exception:
+    return ValueError(
+      f'{self.name} ended after {number} of {num_batches} batches that were to'
+      ' be skipped.'
+    )
 
   def eval_batches(self) -> Iterator[dict[str, Any]]:
     """Yields the batches of one evaluation: see the top of this module.
