@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 import contextlib
+import contextvars
 import dataclasses
 import errno
 import fcntl
@@ -73,6 +74,7 @@ _BATCH_BYTES = 2**22
 _BUFFER_BYTES = 2**16
 # Without a folder to write to, more than this is not tokenized at each start.
 _MAX_UNCACHED_BYTES = 10**9
+_must_keep = contextvars.ContextVar[bool]('must_keep', default=False)
 _ABANDONED_SECS = 24 * 3600
 # How often the log says how much of the text was read.
 _PROGRESS_SECS = 10
@@ -214,6 +216,16 @@ def default_cache_dir() -> str:
   return os.path.join(base, 'jaxline', 'tokens')
 
 
+@contextlib.contextmanager
+def must_keep() -> Iterator[None]:
+  """Makes `load` refuse a folder that cannot be used, for text of any size."""
+  token = _must_keep.set(True)
+  try:
+    yield
+  finally:
+    _must_keep.reset(token)
+
+
 def stable_hash(key: str) -> int:
   """Returns 64 bits that are the same in every process and version."""
   digest = hashlib.sha256(key.encode(errors='surrogateescape')).digest()
@@ -241,7 +253,7 @@ def load(
   Raises:
     UsageError: there are fewer than two documents, a file is not what `kind`
       says, or was written meanwhile; or the folder cannot be written to and the
-      text is too large to do without.
+      text is too large to do without, or this is within `must_keep`.
   """
   build = _Build(sources, tokenizer, kind, eval_fraction)
   root = pathlib.Path(cache_dir or default_cache_dir()).expanduser().absolute()
@@ -290,17 +302,17 @@ def load(
 def _load_uncached(
   build: _Build, root: pathlib.Path, reason: OSError
 ) -> Corpus:
+  problem = f'The folder for tokens, {root}, cannot be used ({reason})'
+  remedy = 'Give another cache_dir, or set XDG_CACHE_HOME.'
+  if _must_keep.get():
+    raise errors.UsageError(f'{problem}: none were kept. {remedy}') from reason
   if build.size > _MAX_UNCACHED_BYTES:
     raise errors.UsageError(
-      f'The folder for tokens, {root}, cannot be used ({reason}), and the'
-      f' text has {build.size} bytes, too many to tokenize at each start. Give'
-      ' another cache_dir, or set XDG_CACHE_HOME.'
+      f'{problem}, and the text has {build.size} bytes, too many to tokenize at'
+      f' each start. {remedy}'
     ) from reason
   logging.warning(
-    'The folder for tokens, %s, cannot be used (%s): the text is '
-    'tokenized at each start. Give another cache_dir, or set XDG_CACHE_HOME.',
-    root,
-    reason,
+    '%s: the text is tokenized at each start. %s', problem, remedy
   )
   with tempfile.TemporaryDirectory() as folder:
     build.run(pathlib.Path(folder))
