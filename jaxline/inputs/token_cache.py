@@ -72,6 +72,8 @@ _SETTLED_NS = 2 * 10**9
 # Text that is tokenized at once.
 _BATCH_BYTES = 2**22
 _BUFFER_BYTES = 2**16
+# Of the table of documents.
+_ROWS_AT_ONCE = 2**20
 # Without a folder to write to, more than this is not tokenized at each start.
 _MAX_UNCACHED_BYTES = 10**9
 _must_keep = contextvars.ContextVar[bool]('must_keep', default=False)
@@ -424,11 +426,21 @@ def _open_split(
     tokens=tokens,
     starts=table[:, 0],
     sha256=sha256,
-    num_files=1 + int(np.count_nonzero(file[1:] != file[:-1])),
+    num_files=_count_runs(file),
     num_bytes=meta['splits'][split]['num_bytes'],
     tokenizer=tokenizer,
     _origin=(str(folder), split),
   )
+
+
+def _count_runs(column: np.ndarray) -> int:
+  """Returns how often a value differs from the one before it, and 1."""
+  # In parts: of a map, a mask would be the only thing that takes memory.
+  parts = (
+    column[start : start + _ROWS_AT_ONCE + 1]
+    for start in range(0, len(column), _ROWS_AT_ONCE)
+  )
+  return 1 + sum(int(np.count_nonzero(x[1:] != x[:-1])) for x in parts)
 
 
 def _reopen(
@@ -541,6 +553,8 @@ class _Build:
     began = time.monotonic()
     # Of lines the names are not known yet, and of files not which are empty.
     known = self._files if self.kind == 'file' else []
+    if known:  # Not only after a pass over a single large file.
+      self._check_count(sum(file.size > 0 for file in known))
     hashes = [stable_hash(f'eval/{file.name}') for file in known]
     threshold = self._threshold(
       min(hashes, default=0), max(hashes, default=2**64)
@@ -598,25 +612,38 @@ class _Build:
           )
           if part.texts:
             self._write(writer, part)
-    if count < 2:
-      raise errors.UsageError(
-        f'The text has {sum(f.is_used for f in self._files)} files that are not'
-        f' empty, with {count} documents; at least 2 documents are needed,'
-        ' since some are held out for evaluation. Split a single file into'
-        ' parts (`split -C 100k FILE`), make its lines the documents'
-        " (documents='line'), or give more files."
-      )
+    self._check_count(count)
     abouts = {s: w.about for s, w in zip(SPLITS, writers, strict=True)}
     return abouts, least, most
+
+  def _check_count(self, num_documents: int) -> None:
+    """Refuses too few documents."""
+    if num_documents < 2:
+      num_files = sum(f.size > 0 and f.is_used for f in self._files)
+      raise errors.UsageError(
+        f'The text has {num_files} files that are not empty, with'
+        f' {num_documents} documents; at least 2 documents are needed, since'
+        ' some are held out for evaluation. Split a single file into parts'
+        ' (`split -C 100k FILE`), make its lines the documents'
+        " (documents='line'), or give more files."
+      )
 
   def _batches(self) -> Iterator[_Texts]:
     """Yields as many texts as are tokenized at once; hashes the files."""
     # The libraries tokenize the texts of a batch in parallel.
     num_threads = 1 if self._is_bytes else min(os.cpu_count() or 1, 16)
     batch, waiting = _Texts([], [], []), 0
-    due = time.monotonic() + _PROGRESS_SECS
+    due, done = time.monotonic() + _PROGRESS_SECS, 0
+
+    def log_progress(num_bytes: int) -> None:
+      nonlocal due
+      if time.monotonic() > due:
+        due = time.monotonic() + _PROGRESS_SECS
+        read, size = num_bytes / 1e9, self.size / 1e9
+        logging.info('Tokenized %.2f of %.2f GB.', read, size)
+
     for i, source in enumerate(self.sources):
-      with _open_hashed(source.path, self._stats[i]) as (file, sha256):
+      with _open_hashed(source.path, self._stats[i]) as (file, raw):
         head = file.peek(_BINARY_PROBE_BYTES)[:_BINARY_PROBE_BYTES]
         is_used = bool(head) and not (source.text_only and b'\0' in head)
         for line, text in self._documents(file, source) if is_used else ():
@@ -627,12 +654,12 @@ class _Build:
           if waiting >= _BATCH_BYTES * num_threads:
             yield batch
             batch, waiting = _Texts([], [], []), 0
+            log_progress(done + raw.tell())
+      done += self._files[i].size
+      log_progress(done)
       self._files[i] = self._files[i]._replace(
-        sha256=sha256.hexdigest(), is_used=is_used
+        sha256=raw.sha256.hexdigest(), is_used=is_used
       )
-      if time.monotonic() > due:
-        due = time.monotonic() + _PROGRESS_SECS
-        logging.info('Read %d of %d files.', i + 1, len(self._files))
     if batch.texts:
       yield batch
 
@@ -750,17 +777,17 @@ class _HashedFile(io.FileIO):
 @contextlib.contextmanager
 def _open_hashed(
   path: str, before: os.stat_result
-) -> Iterator[tuple[Any, Any]]:
-  """Opens a file, unpacked; yields it and the hash of all of it at the end."""
+) -> Iterator[tuple[Any, _HashedFile]]:
+  """Opens a file; yields it unpacked, and as it is, hashed to its end."""
   with _HashedFile(path) as raw:
     file = io.BufferedReader(raw, _BUFFER_BYTES)
     try:
       if path.endswith('.gz'):
         with gzip.GzipFile(fileobj=file) as unpacked:
           # Its own buffer is too small for `peek`, and slow to read lines of.
-          yield io.BufferedReader(unpacked, _BUFFER_BYTES), raw.sha256
+          yield io.BufferedReader(unpacked, _BUFFER_BYTES), raw
       else:
-        yield file, raw.sha256
+        yield file, raw
     except (gzip.BadGzipFile, EOFError, zlib.error) as e:
       raise errors.UsageError(f'{path} cannot be unpacked: {e}.') from e
     while file.read(_BATCH_BYTES):  # What was left out.
