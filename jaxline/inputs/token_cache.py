@@ -51,6 +51,7 @@ import zlib
 from absl import logging
 import numpy as np
 
+from jaxline import disk
 from jaxline import errors
 from jaxline.inputs import tokenization
 
@@ -810,8 +811,8 @@ def _sha256(path: str) -> str:
 def _write_meta(folder: pathlib.Path, meta: dict[str, Any]) -> None:
   data = json.dumps(meta).encode()
   part = folder / f'{_META}.{secrets.token_hex(8)}'
-  part.write_bytes(b'%08x\n%b' % (zlib.crc32(data), data))
-  part.replace(folder / _META)
+  with disk.replacing(folder / _META, part) as file:
+    file.write(b'%08x\n%b' % (zlib.crc32(data), data))
 
 
 def _name(file: str, line: int) -> str:
