@@ -257,8 +257,9 @@ def test_skipping_beyond_the_end_is_refused():
     source.skip(3)
 
 
-def test_only_endless_epochs_are_skipped_without_reading(monkeypatch):
-  source = Numbers(batch_size=4, size=2**40)
+@pytest.mark.parametrize('repeat', [False, True])
+def test_skipped_records_are_not_read(repeat, monkeypatch):
+  source = Numbers(batch_size=4, size=2**40, shuffle=False, repeat=repeat)
   monkeypatch.setattr(source, 'read', None)
   source.skip(2**30)
   assert source.position() == {'records': 2**32}

@@ -762,6 +762,8 @@ def test_wrong_fields_are_refused(tmp_path):
     'batch_size': 2,
     'is_training': True,
   }
+  for number in range(5):
+    seqio.TaskRegistry.add_provider(f'another_{number}', task)
   named = seqio_input.SeqIOInput(mixture_name='a_registered_task', **fields)
   assert next(named)['labels'].shape == (2, 2)
   for wrong, error, message in (
@@ -774,7 +776,9 @@ def test_wrong_fields_are_refused(tmp_path):
     (
       {'mixture_name': 'a_registred_task'},
       ValueError,
-      r"'a_registred_task' in mixture_name.*Did you mean 'a_registered_task'\?",
+      r"'a_registred_task' in mixture_name; expected some of"
+      r" \['a_registered_task', '[^,]*', '[^,]*'\]\. Did you mean"
+      r" 'a_registered_task'\? These are the nearest of \d+ that",
     ),
     (
       {'mixture_or_task': 'a'},

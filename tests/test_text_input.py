@@ -15,6 +15,7 @@ import pytest
 
 from jaxline.inputs import __main__ as program
 from jaxline.inputs import text
+from jaxline.inputs import token_cache
 from jaxline.inputs import tokenization
 
 D = text.DOCUMENT_TOKEN
@@ -436,15 +437,26 @@ def test_the_command(tmp_path, capsys):
     assert err.count('\n') == 1
 
 
+@pytest.mark.filterwarnings('ignore:the load_module')
+@pytest.mark.parametrize('of_config', [False, True])
 def test_the_command_fails_if_it_cannot_keep_tokens(
-  tmp_path, capsys, monkeypatch
+  of_config, tmp_path, capsys, monkeypatch
 ):
-  files = write(tmp_path / 'text', {f'{i}.txt': b'text' for i in range(9)})
+  files = write(tmp_path / 'text', {f'{i}.txt': b'text' * 99 for i in range(9)})
   monkeypatch.setenv('XDG_CACHE_HOME', str(files / '0.txt'))
-  assert program.main(['tokenize', str(files)]) == 2
+  monkeypatch.setattr(token_cache._Build, 'run', None)  # It fails before.
+  arguments = [str(files)]
+  if of_config:
+    arguments = [
+      f'--config={pathlib.Path(__file__).parents[1] / "configs" / "lm.py"}',
+      f'--config.experiment_kwargs.config.files={files}',
+    ]
+  assert program.main(['tokenize', *arguments]) == 2
   out, err = capsys.readouterr()
   assert not out
-  assert 'tokens, cannot be used: none were kept' in err.splitlines()[-1]
+  assert err.count('\n') == 1
+  assert '/tokens, cannot be used (' in err
+  assert '): none were kept. Give another cache_dir' in err
 
 
 @pytest.mark.filterwarnings('ignore:the load_module')

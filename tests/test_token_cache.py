@@ -385,6 +385,40 @@ def test_small_text_goes_without_a_cache(files, tmp_path, builds, warnings):
   assert lines.train.names[0].startswith('0.txt:')
 
 
+def test_one_large_file_says_how_far_it_is(tmp_path, monkeypatch):
+  (tmp_path / 'a.txt').write_bytes(b'a line\n' * 10)
+  logged = []
+  monkeypatch.setattr(token_cache, '_PROGRESS_SECS', 0)
+  monkeypatch.setattr(token_cache, '_BATCH_BYTES', 7)
+  monkeypatch.setattr(token_cache, '_BUFFER_BYTES', 7)
+  monkeypatch.setattr(
+    token_cache.logging, 'info', lambda text, *args: logged.append((text, args))
+  )
+  text.load_corpus(
+    tmp_path / 'a.txt', documents='line', cache_dir=tmp_path / 'cache'
+  )
+  done = [args for text, args in logged if 'of %.2f GB' in text]
+  assert {size for _, size in done} == {7e-8}
+  assert sorted(done) == done
+  assert len({read for read, _ in done}) > 3
+  assert done[-1] == (7e-8, 7e-8)
+
+
+def test_a_large_file_as_the_only_document_is_not_read(tmp_path, monkeypatch):
+  (tmp_path / 'a.txt').write_bytes(b'text')
+  (tmp_path / 'empty.txt').write_bytes(b'')
+  monkeypatch.setattr(token_cache, '_open_hashed', None)
+  with pytest.raises(ValueError, match='not empty, with 1 documents'):
+    text.load_corpus(tmp_path, cache_dir=tmp_path / 'cache')
+
+
+@pytest.mark.parametrize('rows', [1, 2, 3, 5, 6, 100])
+def test_files_of_a_map_are_counted_in_parts(rows, monkeypatch):
+  monkeypatch.setattr(token_cache, '_ROWS_AT_ONCE', rows)
+  table = np.array([[0, file, 1] for file in (1, 1, 4, 5, 5, 5)])
+  assert token_cache._count_runs(table[:, 1]) == 3
+
+
 def test_large_text_needs_one(files, tmp_path, monkeypatch):
   monkeypatch.setattr(token_cache, '_MAX_UNCACHED_BYTES', 1000)
   (tmp_path / 'file').write_bytes(b'')
@@ -401,6 +435,11 @@ def test_a_cache_may_be_read_only(files, cache, builds, warnings, monkeypatch):
   for name in 'mkdir', 'rename', 'replace':
     monkeypatch.setattr(os, name, refuse)
   assert digest(text.load_corpus(files, cache_dir=cache)) == expected
+  # The times of the files are those to keep now: `meta` would be written.
+  monkeypatch.setattr(token_cache, '_SETTLED_NS', -(10**12))
+  before = sorted(cache.rglob('*'))
+  assert digest(text.load_corpus(files, cache_dir=cache)) == expected
+  assert sorted(cache.rglob('*')) == before  # Nothing half written.
   assert len(builds) == 1
   assert not warnings
 

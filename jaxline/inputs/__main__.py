@@ -175,7 +175,9 @@ def _tokenize(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.files:
       print(text.tokenize({'files': args.files, **given}))
     else:
-      print(_about(input_maker(platform.load_config(rest), 'train')()))
+      with token_cache.must_keep():
+        source = input_maker(platform.load_config(rest), 'train')()
+      print(_about(source))
   except (ValueError, OSError, ImportError) as e:
     raise platform.UsageError(str(e)) from e
   return 0

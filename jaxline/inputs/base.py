@@ -46,6 +46,7 @@ from absl import logging
 import jax
 import numpy as np
 
+from jaxline import disk
 from jaxline import errors
 
 # The entry of a batch with its weights: float32, 0 for padding.
@@ -539,10 +540,13 @@ class BaseInput:
     """
     for number in range(num_batches):
       if next(self, None) is None:
-        raise ValueError(
-          f'{self.name} ended after {number} of {num_batches} batches that were'
-          ' to be skipped.'
-        )
+        raise self._skips_too_many(number, num_batches)
+
+  def _skips_too_many(self, number: int, num_batches: int) -> Exception:
+    return ValueError(
+      f'{self.name} ended after {number} of {num_batches} batches that were to'
+      ' be skipped.'
+    )
 
   def eval_batches(self) -> Iterator[dict[str, Any]]:
     """Yields the batches of one evaluation: see the top of this module.
@@ -646,8 +650,8 @@ class BaseInput:
     """Writes the state to a file; an existing one is replaced whole."""
     path = pathlib.Path(path)
     part = path.with_name(f'{path.name}.{secrets.token_hex(4)}.part')
-    part.write_bytes(self.get_state())
-    part.replace(path)
+    with disk.replacing(path, part) as file:
+      file.write(self.get_state())
 
   def restore(self, path: str | os.PathLike[str]) -> None:
     """Reads the state from a file that `save` wrote."""

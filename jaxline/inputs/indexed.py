@@ -192,10 +192,7 @@ class IndexedInput(base.BaseInput, abc.ABC):
 
   def _start(self) -> Any:
     """Starts to read at the position."""
-    left = sys.maxsize - self.get_global_batch_size()
-    if not self.repeat:
-      left = max(0, self._size - self._at['records'])
-    num_batches = -(-left // self.get_global_batch_size())
+    num_batches = self._batches_left()
     reader = self
     if self.num_workers:
       reader = copy.copy(self)
@@ -212,6 +209,14 @@ class IndexedInput(base.BaseInput, abc.ABC):
     )
     dataset = grain.MapDataset.range(num_batches).map(batch)
     return start_iterator(dataset.to_iter_dataset(options), self.num_workers)
+
+  def _batches_left(self) -> int:
+    """Returns how many batches there are from the position on."""
+    rows = self.get_global_batch_size()
+    left = sys.maxsize - rows
+    if not self.repeat:
+      left = max(0, self._size - self._at['records'])
+    return -(-left // rows)
 
   def _batch(self, given: int, number: int) -> dict[str, Any]:
     """Returns the rows of a batch, so many batches behind a position."""
@@ -331,20 +336,23 @@ class IndexedInput(base.BaseInput, abc.ABC):
       )
 
   def skip(self, num_batches: int) -> None:
-    """Goes on behind so many batches; those of endless epochs are not read.
+    """Goes on behind so many batches, which are not read (a stream's are).
 
     Raises:
       ValueError: there are not so many.
     """
-    if not (self.repeat and self.ANY_NUMBER_OF_HOSTS):
+    if not self.ANY_NUMBER_OF_HOSTS:
       super().skip(num_batches)
       return
-    if num_batches and self._peeked is not None:
+    unread = num_batches
+    if unread and self._peeked is not None:
       next(self)
-      num_batches -= 1
-    given = num_batches * self.get_global_batch_size()
+      unread -= 1
+    if unread > (left := self._batches_left()):
+      raise self._skips_too_many(num_batches - unread + left, num_batches)
+    given = unread * self.get_global_batch_size()
     self.set_position({'records': self._at['records'] + given})
-    self._num_read += num_batches
+    self._num_read += unread
 
   def __getstate__(self) -> dict[str, Any]:
     return {**self.__dict__, '_iterator': None}

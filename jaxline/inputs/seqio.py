@@ -279,7 +279,15 @@ class SeqIOInput(tfdata.EpochInput):
     self._provider: Any = self.mixture_or_task
     if self.mixture_name is not None:
       names = [*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()]
-      errors.check_names([self.mixture_name], names, 'name', 'mixture_name')
+      errors.check_names(
+        [self.mixture_name],
+        # A program may have registered thousands.
+        errors.nearest(self.mixture_name, names, _MAX_NAMED, cutoff=0),
+        'name',
+        'mixture_name',
+        f' These are the nearest of {len(names)} that are registered; another'
+        ' one is, once the module that registers it is imported.',
+      )
       self._provider = seqio.get_mixture_or_task(self.mixture_name)
     if self.split_name not in self._provider.splits:
       raise ValueError(

@@ -149,14 +149,9 @@ def tokenize(options: Mapping[str, Any]) -> str:
   Raises:
     UsageError: the tokens could not be kept.
   """
-  corpus = load_corpus(**options)
+  with token_cache.must_keep():
+    corpus = load_corpus(**options)
   folder = options.get('cache_dir') or token_cache.default_cache_dir()
-  origin = corpus.train._origin
-  if not origin or not os.path.exists(origin[0]):  # See `_load_uncached`.
-    raise errors.UsageError(
-      f'The folder for tokens, {folder}, cannot be used: none were kept. Give'
-      ' another cache_dir, or set XDG_CACHE_HOME.'
-    )
   return f'{corpus.summary}, in {folder}; SHA-256 {corpus.sha256}'
 
 

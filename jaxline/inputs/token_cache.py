@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 import contextlib
+import contextvars
 import dataclasses
 import errno
 import fcntl
@@ -50,6 +51,7 @@ import zlib
 from absl import logging
 import numpy as np
 
+from jaxline import disk
 from jaxline import errors
 from jaxline.inputs import tokenization
 
@@ -71,8 +73,11 @@ _SETTLED_NS = 2 * 10**9
 # Text that is tokenized at once.
 _BATCH_BYTES = 2**22
 _BUFFER_BYTES = 2**16
+# Of the table of documents.
+_ROWS_AT_ONCE = 2**20
 # Without a folder to write to, more than this is not tokenized at each start.
 _MAX_UNCACHED_BYTES = 10**9
+_must_keep = contextvars.ContextVar[bool]('must_keep', default=False)
 _ABANDONED_SECS = 24 * 3600
 # How often the log says how much of the text was read.
 _PROGRESS_SECS = 10
@@ -214,6 +219,16 @@ def default_cache_dir() -> str:
   return os.path.join(base, 'jaxline', 'tokens')
 
 
+@contextlib.contextmanager
+def must_keep() -> Iterator[None]:
+  """Makes `load` refuse a folder that cannot be used, for text of any size."""
+  token = _must_keep.set(True)
+  try:
+    yield
+  finally:
+    _must_keep.reset(token)
+
+
 def stable_hash(key: str) -> int:
   """Returns 64 bits that are the same in every process and version."""
   digest = hashlib.sha256(key.encode(errors='surrogateescape')).digest()
@@ -241,7 +256,7 @@ def load(
   Raises:
     UsageError: there are fewer than two documents, a file is not what `kind`
       says, or was written meanwhile; or the folder cannot be written to and the
-      text is too large to do without.
+      text is too large to do without, or this is within `must_keep`.
   """
   build = _Build(sources, tokenizer, kind, eval_fraction)
   root = pathlib.Path(cache_dir or default_cache_dir()).expanduser().absolute()
@@ -290,17 +305,17 @@ def load(
 def _load_uncached(
   build: _Build, root: pathlib.Path, reason: OSError
 ) -> Corpus:
+  problem = f'The folder for tokens, {root}, cannot be used ({reason})'
+  remedy = 'Give another cache_dir, or set XDG_CACHE_HOME.'
+  if _must_keep.get():
+    raise errors.UsageError(f'{problem}: none were kept. {remedy}') from reason
   if build.size > _MAX_UNCACHED_BYTES:
     raise errors.UsageError(
-      f'The folder for tokens, {root}, cannot be used ({reason}), and the'
-      f' text has {build.size} bytes, too many to tokenize at each start. Give'
-      ' another cache_dir, or set XDG_CACHE_HOME.'
+      f'{problem}, and the text has {build.size} bytes, too many to tokenize at'
+      f' each start. {remedy}'
     ) from reason
   logging.warning(
-    'The folder for tokens, %s, cannot be used (%s): the text is '
-    'tokenized at each start. Give another cache_dir, or set XDG_CACHE_HOME.',
-    root,
-    reason,
+    '%s: the text is tokenized at each start. %s', problem, remedy
   )
   with tempfile.TemporaryDirectory() as folder:
     build.run(pathlib.Path(folder))
@@ -412,11 +427,21 @@ def _open_split(
     tokens=tokens,
     starts=table[:, 0],
     sha256=sha256,
-    num_files=1 + int(np.count_nonzero(file[1:] != file[:-1])),
+    num_files=_count_runs(file),
     num_bytes=meta['splits'][split]['num_bytes'],
     tokenizer=tokenizer,
     _origin=(str(folder), split),
   )
+
+
+def _count_runs(column: np.ndarray) -> int:
+  """Returns how often a value differs from the one before it, and 1."""
+  # In parts: of a map, a mask would be the only thing that takes memory.
+  parts = (
+    column[start : start + _ROWS_AT_ONCE + 1]
+    for start in range(0, len(column), _ROWS_AT_ONCE)
+  )
+  return 1 + sum(int(np.count_nonzero(x[1:] != x[:-1])) for x in parts)
 
 
 def _reopen(
@@ -529,6 +554,8 @@ class _Build:
     began = time.monotonic()
     # Of lines the names are not known yet, and of files not which are empty.
     known = self._files if self.kind == 'file' else []
+    if known:  # Not only after a pass over a single large file.
+      self._check_count(sum(file.size > 0 for file in known))
     hashes = [stable_hash(f'eval/{file.name}') for file in known]
     threshold = self._threshold(
       min(hashes, default=0), max(hashes, default=2**64)
@@ -586,25 +613,38 @@ class _Build:
           )
           if part.texts:
             self._write(writer, part)
-    if count < 2:
-      raise errors.UsageError(
-        f'The text has {sum(f.is_used for f in self._files)} files that are not'
-        f' empty, with {count} documents; at least 2 documents are needed,'
-        ' since some are held out for evaluation. Split a single file into'
-        ' parts (`split -C 100k FILE`), make its lines the documents'
-        " (documents='line'), or give more files."
-      )
+    self._check_count(count)
     abouts = {s: w.about for s, w in zip(SPLITS, writers, strict=True)}
     return abouts, least, most
+
+  def _check_count(self, num_documents: int) -> None:
+    """Refuses too few documents."""
+    if num_documents < 2:
+      num_files = sum(f.size > 0 and f.is_used for f in self._files)
+      raise errors.UsageError(
+        f'The text has {num_files} files that are not empty, with'
+        f' {num_documents} documents; at least 2 documents are needed, since'
+        ' some are held out for evaluation. Split a single file into parts'
+        ' (`split -C 100k FILE`), make its lines the documents'
+        " (documents='line'), or give more files."
+      )
 
   def _batches(self) -> Iterator[_Texts]:
     """Yields as many texts as are tokenized at once; hashes the files."""
     # The libraries tokenize the texts of a batch in parallel.
     num_threads = 1 if self._is_bytes else min(os.cpu_count() or 1, 16)
     batch, waiting = _Texts([], [], []), 0
-    due = time.monotonic() + _PROGRESS_SECS
+    due, done = time.monotonic() + _PROGRESS_SECS, 0
+
+    def log_progress(num_bytes: int) -> None:
+      nonlocal due
+      if time.monotonic() > due:
+        due = time.monotonic() + _PROGRESS_SECS
+        read, size = num_bytes / 1e9, self.size / 1e9
+        logging.info('Tokenized %.2f of %.2f GB.', read, size)
+
     for i, source in enumerate(self.sources):
-      with _open_hashed(source.path, self._stats[i]) as (file, sha256):
+      with _open_hashed(source.path, self._stats[i]) as (file, raw):
         head = file.peek(_BINARY_PROBE_BYTES)[:_BINARY_PROBE_BYTES]
         is_used = bool(head) and not (source.text_only and b'\0' in head)
         for line, text in self._documents(file, source) if is_used else ():
@@ -615,12 +655,12 @@ class _Build:
           if waiting >= _BATCH_BYTES * num_threads:
             yield batch
             batch, waiting = _Texts([], [], []), 0
+            log_progress(done + raw.tell())
+      done += self._files[i].size
+      log_progress(done)
       self._files[i] = self._files[i]._replace(
-        sha256=sha256.hexdigest(), is_used=is_used
+        sha256=raw.sha256.hexdigest(), is_used=is_used
       )
-      if time.monotonic() > due:
-        due = time.monotonic() + _PROGRESS_SECS
-        logging.info('Read %d of %d files.', i + 1, len(self._files))
     if batch.texts:
       yield batch
 
@@ -738,17 +778,17 @@ class _HashedFile(io.FileIO):
 @contextlib.contextmanager
 def _open_hashed(
   path: str, before: os.stat_result
-) -> Iterator[tuple[Any, Any]]:
-  """Opens a file, unpacked; yields it and the hash of all of it at the end."""
+) -> Iterator[tuple[Any, _HashedFile]]:
+  """Opens a file; yields it unpacked, and as it is, hashed to its end."""
   with _HashedFile(path) as raw:
     file = io.BufferedReader(raw, _BUFFER_BYTES)
     try:
       if path.endswith('.gz'):
         with gzip.GzipFile(fileobj=file) as unpacked:
           # Its own buffer is too small for `peek`, and slow to read lines of.
-          yield io.BufferedReader(unpacked, _BUFFER_BYTES), raw.sha256
+          yield io.BufferedReader(unpacked, _BUFFER_BYTES), raw
       else:
-        yield file, raw.sha256
+        yield file, raw
     except (gzip.BadGzipFile, EOFError, zlib.error) as e:
       raise errors.UsageError(f'{path} cannot be unpacked: {e}.') from e
     while file.read(_BATCH_BYTES):  # What was left out.
@@ -771,8 +811,8 @@ def _sha256(path: str) -> str:
 def _write_meta(folder: pathlib.Path, meta: dict[str, Any]) -> None:
   data = json.dumps(meta).encode()
   part = folder / f'{_META}.{secrets.token_hex(8)}'
-  part.write_bytes(b'%08x\n%b' % (zlib.crc32(data), data))
-  part.replace(folder / _META)
+  with disk.replacing(folder / _META, part) as file:
+    file.write(b'%08x\n%b' % (zlib.crc32(data), data))
 
 
 def _name(file: str, line: int) -> str:
