@@ -136,6 +136,11 @@ def initialize(value: Any, timeout_secs: float = 300.0) -> None:
     source = place.source if place else 'no cluster and no JAX_* variables'
     logging.info('One process (by %s).', source)
     return
+  _split(
+    f'The coordinator (by {place.source} and the variables JAX_COORDINATOR_*)',
+    place.coordinator,
+  )
+  _split(_BIND_ADDRESS, os.getenv(_BIND_ADDRESS) or place.coordinator)
   if xla_bridge.backends_are_initialized():
     raise errors.UsageError(
       f'This is {place}, but JAX has started its devices already, so that it'
@@ -272,16 +277,10 @@ def _keeps_devices() -> bool:
 def _meet(place: _Place, timeout_secs: float) -> None:
   """Calls `jax.distributed.initialize`; raises instead of hanging or dying."""
   deadline = time.monotonic() + timeout_secs
-  address = _split(
-    f'The coordinator (by {place.source} and the variables JAX_COORDINATOR_*)',
-    place.coordinator,
-  )
-  bound = os.getenv(_BIND_ADDRESS)
-  listens = _split(_BIND_ADDRESS, bound) if bound else ('', address[1])
   if place.process_id == 0:
-    _check_port(place, *listens)
+    _check_port(place)
   else:
-    _check_reachable(place, address, deadline)
+    _check_reachable(place, deadline)
   raised: list[BaseException] = []
 
   def connect() -> None:
@@ -314,9 +313,12 @@ def _meet(place: _Place, timeout_secs: float) -> None:
     ) from (raised[0] if raised else None)
 
 
-def _check_port(place: _Place, host: str, port: int) -> None:
+def _check_port(place: _Place) -> None:
   """Refuses a port that is taken, for which JAX ends in a segfault."""
-  both = not host and socket.has_dualstack_ipv6()
+  address = os.getenv(_BIND_ADDRESS)
+  host, port = _split(_BIND_ADDRESS, address or place.coordinator)
+  host = host if address else ''
+  both = not address and socket.has_dualstack_ipv6()
   family = socket.AF_INET6 if both or ':' in host else socket.AF_INET
   try:
     socket.create_server(
@@ -329,10 +331,9 @@ def _check_port(place: _Place, host: str, port: int) -> None:
     ) from e
 
 
-def _check_reachable(
-  place: _Place, address: tuple[str, int], deadline: float
-) -> None:
+def _check_reachable(place: _Place, deadline: float) -> None:
   """Waits until somebody listens at the coordinator's address."""
+  address = _split('coordinator', place.coordinator)
   pause = 0.05
   while True:
     try:
