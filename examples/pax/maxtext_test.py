@@ -2,7 +2,7 @@
 
 import math
 
-from hypothesis import given
+import hypothesis
 from hypothesis import strategies as st
 import jax.numpy as jnp
 import pytest
@@ -191,7 +191,14 @@ def test_one_slice_needs_no_dcn():
 SIZES = st.integers(1, 9)
 
 
-@given(st.lists(st.tuples(SIZES, SIZES), min_size=4, max_size=4))
+# The same examples each time, however long a busy machine takes for one.
+@hypothesis.settings(
+  derandomize=True,
+  deadline=None,
+  database=None,
+  suppress_health_check=list(hypothesis.HealthCheck),
+)
+@hypothesis.given(st.lists(st.tuples(SIZES, SIZES), min_size=4, max_size=4))
 def test_any_mesh_comes_back(pairs):
   shapes = [list(shape) for shape in zip(*pairs, strict=True)]
   settings = dict(zip(PAX_MESH, shapes, strict=True))
