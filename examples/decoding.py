@@ -419,9 +419,10 @@ def pad_prompts(
   """
   for i, prompt in enumerate(prompts):
     if not 1 <= len(prompt) <= max_length:
+      what_to_do = 'Shorten it.' if len(prompt) else 'Give it some text.'
       raise errors.UsageError(
         f'Prompt {i + 1} of {len(prompts)} has {len(prompt)} tokens; expected 1'
-        f' to {max_length}. Shorten it.'
+        f' to {max_length}. {what_to_do}'
       )
   longest = max(map(len, prompts))
   length = max(1 << (longest - 1).bit_length(), _SHORTEST)

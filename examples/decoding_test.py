@@ -555,5 +555,5 @@ def test_a_text_may_go_on_without_a_token_before_it():
   kwargs = {'tokenizer': Words(), 'start_id': None, 'max_length': 6, 'rows': 1}
   ((found,),) = decoding.continue_texts(run, ['ab'], options, **kwargs)
   assert found['text'] == ' c c'
-  with pytest.raises(ValueError, match='Prompt 1 of 1 has 0 tokens'):
+  with pytest.raises(ValueError, match=r'1 has 0 tokens.*some text'):
     decoding.continue_texts(run, [''], options, **kwargs)

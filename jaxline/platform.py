@@ -410,7 +410,7 @@ def _end_of(error: BaseException) -> BaseException:
   ):
     error = error.exceptions[0]  # Several writers have found the disk full.
   lines = [str(error), *getattr(error, '__notes__', [])]
-  text = ' '.join(x for x in lines if 'JAX_TRACEBACK_FILTERING' not in x)
+  text = ' '.join(x for x in lines if 'JAX has removed its internal' not in x)
   codes = [code for kind, code in _CODES.items() if isinstance(error, kind)]
   if isinstance(error, preemption.Preempted):
     end: BaseException = error

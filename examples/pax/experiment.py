@@ -219,7 +219,7 @@ class Experiment(
   def decode(
     self, prompts: Sequence[str], rng: jax.Array
   ) -> list[list[dict[str, Any]]]:
-    """Continues prompts as `config.decode` says; each begins a document.
+    """Continues prompts as `config.decode` says.
 
     Args:
       prompts: texts.

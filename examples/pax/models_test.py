@@ -609,6 +609,13 @@ def test_narrow_types_and_pipelines_are_those_of_praxis(
     },
   )
   (_, (metrics, per_example)), grads = program(variables['params'])
+  # In float32 the numbers are within the tolerance of bfloat16.
+  hidden = jax.eval_shape(
+    functools.partial(model.apply, method='compute_predictions'),
+    variables,
+    TYPED_BATCH,
+  )['hidden']
+  assert hidden.dtype == dtype
   # A number in bfloat16 is rounded by up to 4e-3, elsewhere than in Praxis.
   close = functools.partial(
     np.testing.assert_allclose, rtol=1e-5 if dtype == 'float32' else 3e-3
