@@ -210,8 +210,10 @@ def activate(name: str, hidden_BLSF: jax.Array) -> jax.Array:
     hidden_BLSF: S is `num_parts(name)`.
   """
   function, parts = _ACTIVATIONS[name]
-  out = function(hidden_BLSF[:, :, 0])
-  return out if parts == 1 else out * hidden_BLSF[:, :, 1]
+  # The gradient of an index would be padded with zeros, and added.
+  hidden = jnp.unstack(hidden_BLSF, axis=2)
+  out_BLF = function(hidden[0])
+  return out_BLF if parts == 1 else out_BLF * hidden[1]
 
 
 def drop(
