@@ -236,9 +236,9 @@ class _TokenModel(BaseModel):
 
   @abc.abstractmethod
   def extend_step(
-    self, tokens_BL: jax.Array, cache: Any, start_B: jax.Array
+    self, tokens_BL: jax.Array, cache: Any, start: int | jax.Array
   ) -> tuple[jax.Array, Any]:
-    """Returns the logits [B, L, V] of further tokens, and the cache."""
+    """Returns the logits [B, L, V] of tokens from `start`, and the cache."""
 
   def decode(
     self,
@@ -359,10 +359,10 @@ class LanguageModel(_TokenModel):
     return cache, prompts_BT, lengths_B
 
   def extend_step(
-    self, tokens_BL: jax.Array, cache: Any, start_B: jax.Array
+    self, tokens_BL: jax.Array, cache: Any, start: int | jax.Array
   ) -> tuple[jax.Array, Any]:
-    """Returns the logits [B, L, V] of further tokens, and the cache."""
-    return self.lm.extend_step(tokens_BL, cache, start_B)
+    """Returns the logits [B, L, V] of tokens from `start`, and the cache."""
+    return self.lm.extend_step(tokens_BL, cache, start)
 
 
 class SequenceModel(_TokenModel):
@@ -421,10 +421,10 @@ class SequenceModel(_TokenModel):
     return cache, target['ids'], target['lengths']
 
   def extend_step(
-    self, tokens_BL: jax.Array, cache: Any, start_B: jax.Array
+    self, tokens_BL: jax.Array, cache: Any, start: int | jax.Array
   ) -> tuple[jax.Array, Any]:
-    """Returns the logits [B, L, V] of further tokens, and the cache."""
-    return self.model.extend_step(tokens_BL, cache, start_B)
+    """Returns the logits [B, L, V] of tokens from `start`, and the cache."""
+    return self.model.extend_step(tokens_BL, cache, start)
 
 
 class ClassificationModel(BaseModel):
