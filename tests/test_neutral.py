@@ -6,7 +6,6 @@ library wants it. All run through `train.train`, save, restore and go on.
 
 import functools
 
-from experiments import compile_once
 from experiments import regression
 import jax
 import jax.numpy as jnp
@@ -24,8 +23,6 @@ from jaxline import utils
 FEATURES, HIDDEN, CLASSES, BATCH = 6, 16, 3, 24
 STEPS = 30
 MOMENTUM = 0.9
-
-shared_programs = compile_once.shared_programs
 
 
 def examples(index):

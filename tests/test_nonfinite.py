@@ -6,7 +6,6 @@ import itertools
 import re
 import types
 
-from experiments import compile_once
 from experiments import regression
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,6 @@ from jaxline.supervision import nonfinite
 
 KEY = jax.random.PRNGKey(0)
 NAN, INF = float('nan'), float('inf')
-
-shared_programs = compile_once.shared_programs
 
 
 def a_guard(mode='raise', most=10, experiment=None, **kwargs):

@@ -16,7 +16,6 @@ import traceback
 import types
 from unittest import mock
 
-from experiments import compile_once
 from experiments import regression
 import jax
 import jax.numpy as jnp
@@ -39,8 +38,6 @@ from jaxline.inputs import base as inputs
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KEY = jax.random.PRNGKey(0)
 Regression = regression.Regression
-
-shared_programs = compile_once.shared_programs
 
 
 @pytest.fixture(autouse=True)
