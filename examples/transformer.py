@@ -473,8 +473,10 @@ def causal_attention(
   early = late = None
   if ids is not None:
     early, late = (ids[:, :half], ids[:, :half]), (ids[:, half:], ids)
-  first = run(q_BLHK[:, :half], k_BLGK[:, :half], v_BLGK[:, :half], 0, early)
-  second = run(q_BLHK[:, half:], k_BLGK, v_BLGK, half, late)
+  # By `split`: the gradients of slices would be padded with zeros, and added.
+  q_early, q_late = jnp.split(q_BLHK, [half], axis=1)
+  first = run(q_early, k_BLGK[:, :half], v_BLGK[:, :half], 0, early)
+  second = run(q_late, k_BLGK, v_BLGK, half, late)
   return jnp.concatenate([first, second], axis=1), None
 
 
