@@ -412,17 +412,10 @@ def test_a_large_file_as_the_only_document_is_not_read(tmp_path, monkeypatch):
     text.load_corpus(tmp_path, cache_dir=tmp_path / 'cache')
 
 
-@pytest.mark.parametrize('rows', [1, 2, 3, 5, 6, 100])
-def test_files_of_a_map_are_counted_in_parts(rows, monkeypatch):
-  monkeypatch.setattr(token_cache, '_ROWS_AT_ONCE', rows)
-  table = np.array([[0, file, 1] for file in (1, 1, 4, 5, 5, 5)])
-  assert token_cache._count_runs(table[:, 1]) == 3
-
-
 def test_large_text_needs_one(files, tmp_path, monkeypatch):
   monkeypatch.setattr(token_cache, '_MAX_UNCACHED_BYTES', 1000)
   (tmp_path / 'file').write_bytes(b'')
-  with pytest.raises(ValueError, match='too many to tokenize at each start'):
+  with pytest.raises(ValueError, match='up to 1000 bytes of text'):
     text.load_corpus(files, cache_dir=tmp_path / 'file' / 'cache')
 
 
