@@ -108,7 +108,7 @@ class GrainInput(indexed.IndexedInput):
       # Of this host alone; see `BaseInput`.
       self.ANY_NUMBER_OF_HOSTS = False  # type: ignore[misc]
       first = {'epoch': 0, 'record': 0, 'grain': None, 'ended': False}
-      self._at = self._first = first
+      self._at = self._first = first  # type: ignore[misc]
       self._reading = 0, 0  # The epoch and number of the record.
     else:
       self._check_records()

@@ -26,7 +26,6 @@ import itertools
 import sys
 from typing import Any, ClassVar
 
-import jax
 import numpy as np
 
 from jaxline.inputs import base
@@ -34,9 +33,6 @@ from jaxline.inputs import tfdata
 
 # Pax's name for the weights of rows.
 SAMPLE_WEIGHTS = 'eval_sample_weights'
-
-# What is 0 in rows that only fill, at any depth of a batch.
-_WEIGHT_NAMES = (SAMPLE_WEIGHTS, base.WEIGHTS, 'weight')
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -295,9 +291,8 @@ class LingvoEvalAdaptor(LingvoInputAdaptor):
   Every host reads all examples, in the same order. The generator must give that
   order: it gets one as the number of hosts, and its `file_random_seed` is not
   changed. Of each B * num_infeed_hosts examples, a host gives its own B. The
-  last batches are padded with copies of the first example, whose `weights`,
-  `weight` and `eval_sample_weights` are 0, so that all hosts end after the same
-  number of batches.
+  last batches are padded with zeros, also the weights, so that all hosts end
+  after the same number of batches.
 
   Attributes:
     batch_size: B; the generator's batches may be of any size.
@@ -322,12 +317,8 @@ class LingvoEvalAdaptor(LingvoInputAdaptor):
     return 0, 1
 
   def _read(self) -> Iterator[base.Batch]:
-    size, padding = self.get_global_batch_size(), None
+    size = self.get_global_batch_size()
     for batch in tfdata.rebatch(super()._read(), size):
-      if padding is None:
-        padding = _without_weight(tfdata.choose(batch, slice(1)))
-      missing = size - base.num_rows(batch)
-      batch = tfdata.join([batch, *[padding] * missing])
       yield tfdata.host_rows(self, batch)
 
 
@@ -349,13 +340,3 @@ def _getter(generator: Any) -> Callable[[], Any]:
   import tensorflow as tf
 
   return tf.function(generator.GetPreprocessedInputBatch)
-
-
-def _without_weight(batch: base.Batch) -> base.Batch:
-  """Returns a batch whose weights are 0, at any depth."""
-
-  def clear(path: Any, x: np.ndarray) -> np.ndarray:
-    is_weight = getattr(path[-1], 'key', None) in _WEIGHT_NAMES
-    return np.zeros_like(x) if is_weight else x
-
-  return jax.tree_util.tree_map_with_path(clear, batch)

@@ -38,7 +38,7 @@ row, b rows that are read.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -138,21 +138,6 @@ def load_corpus(
     'Text from %s: %s, SHA-256 %s.', files, corpus.summary, corpus.sha256
   )
   return corpus
-
-
-def tokenize(options: Mapping[str, Any]) -> str:
-  """Makes the tokens of files; returns what they are.
-
-  Args:
-    options: arguments of `load_corpus`.
-
-  Raises:
-    UsageError: the tokens could not be kept.
-  """
-  with token_cache.must_keep():
-    corpus = load_corpus(**options)
-  folder = options.get('cache_dir') or token_cache.default_cache_dir()
-  return f'{corpus.summary}, in {folder}; SHA-256 {corpus.sha256}'
 
 
 def compression_baselines(documents: Documents) -> dict[str, float]:
