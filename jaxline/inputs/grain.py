@@ -235,11 +235,8 @@ class GrainInput(indexed.IndexedInput):
   def _transform(self, element: Any, epoch: int, record: int) -> Any:
     for stage, (function, is_random) in enumerate(self._steps):
       if is_random:
-        bits = np.random.Philox(
-          key=np.array([self.seed() % 2**64, 2**63 + stage], np.uint64),
-          counter=np.array([0, 0, epoch, record], np.uint64),
-        )
-        element = function(element, np.random.Generator(bits))
+        numbers = indexed.record_generator(self.seed(), stage, epoch, record)
+        element = function(element, numbers)
       else:
         element = function(element)
     return element

@@ -428,6 +428,24 @@ def _picklable(error: Exception) -> Exception:
   return error
 
 
+def record_generator(
+  seed: int, stage: int, epoch: int, record: int
+) -> np.random.Generator:
+  """Returns the random numbers of a record, whoever reads it.
+
+  Args:
+    seed: any integer.
+    stage: what they are for, at least 0.
+    epoch: in which the record is read.
+    record: its number.
+  """
+  bits = np.random.Philox(
+    key=np.array([seed % 2**64, 2**63 + stage], np.uint64),
+    counter=np.array([0, 0, epoch, record], np.uint64),
+  )
+  return np.random.Generator(bits)
+
+
 def own_arrays(tree: Any) -> Any:
   """Returns a copy of a worker's batch, outside the shared memory.
 
