@@ -220,13 +220,13 @@ def test_times_of_files_just_written_are_not_trusted(files, cache, read):
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(files, cache, monkeypatch):
-  run = token_cache._Build.run
+  documents = token_cache._Build._documents
 
-  def change(self, folder):
-    write(files / '3.txt', b'other', age=0)
-    run(self, folder)
+  def change(self, file, source):
+    write(files / '3.txt', (files / '3.txt').read_bytes(), age=0)
+    return documents(self, file, source)
 
-  monkeypatch.setattr(token_cache._Build, 'run', change)
+  monkeypatch.setattr(token_cache._Build, '_documents', change)
   with pytest.raises(ValueError, match=r'3\.txt was written while it was'):
     text.load_corpus(files, cache_dir=cache)
   assert keys(cache) == []

@@ -269,7 +269,8 @@ class IndexedInput(base.ResumableInput, abc.ABC):
     }
     if self.shuffle and self.num_records() >= _SMALL:
       # The old order of large datasets was another.
-      identity[base.ORDER_VERSION] = 2
+      version = identity.get(base.ORDER_VERSION, 1)
+      identity[base.ORDER_VERSION] = version + 1
     return identity
 
   def where(self) -> str:

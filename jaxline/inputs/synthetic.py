@@ -80,7 +80,7 @@ class SyntheticInput(indexed.IndexedInput):
   def data_identity(self) -> dict[str, Any]:
     """Returns what the records depend on."""
     return {
-      'generator': 'Philox' if self.kind == 'random' else None,
+      base.ORDER_VERSION: 2 if self.kind == 'random' else 1,
       'kind': self.kind,
       'vocab_size': self.vocab_size,
       'spec': {

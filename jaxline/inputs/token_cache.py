@@ -470,11 +470,11 @@ class _Build:
     self.is_bytes = type(self.tokenizer) is tokenization.ByteTokenizer
     fraction = float(self.eval_fraction)
     self._request = [_FORMAT, self.tokenizer.identity, self.kind, fraction]
-    self._stats = [os.stat(source.path) for source in self.sources]
     settled = time.time_ns() - _SETTLED_NS
     # `run` adds the hashes, and which files are used.
     self._files = []
-    for source, status in zip(self.sources, self._stats, strict=True):
+    for source in self.sources:
+      status = os.stat(source.path)
       times = [status.st_mtime_ns, status.st_ctime_ns]
       times = times if max(times) < settled else []
       self._files.append(_File(source.name, status.st_size, times, '', True))
@@ -595,7 +595,8 @@ class _Build:
   def _texts(self) -> Iterator[tuple[int, int, bytes]]:
     """Yields the file, the line and the text of documents; hashes the files."""
     for i, source in enumerate(self.sources):
-      opened = _open_hashed(source.path, self._stats[i], self._log_progress)
+      size = self._files[i].size
+      opened = _open_hashed(source.path, size, self._log_progress)
       with opened as (file, raw):
         head = file.peek(_BINARY_PROBE_BYTES)[:_BINARY_PROBE_BYTES]
         is_used = bool(head) and not (source.text_only and b'\0' in head)
@@ -736,10 +737,11 @@ class _HashedFile(io.FileIO):
 
 @contextlib.contextmanager
 def _open_hashed(
-  path: str, before: os.stat_result, on_read: Callable[[int], None]
+  path: str, size: int, on_read: Callable[[int], None]
 ) -> Iterator[tuple[Any, _HashedFile]]:
   """Opens a file; yields it unpacked, and as it is, hashed to its end."""
   with _HashedFile(path, on_read) as raw:
+    before = os.fstat(raw.fileno())
     file = io.BufferedReader(raw, _BUFFER_BYTES)
     try:
       if path.endswith('.gz'):
@@ -753,9 +755,7 @@ def _open_hashed(
     while file.read(_BATCH_BYTES):  # What was left out.
       pass
     after = os.fstat(raw.fileno())
-    if after.st_size != before.st_size or (
-      after.st_mtime_ns != before.st_mtime_ns
-    ):
+    if after.st_size != size or after.st_mtime_ns != before.st_mtime_ns:
       raise errors.UsageError(
         f'{path} was written while it was being read. Start again when it is'
         ' complete.'
