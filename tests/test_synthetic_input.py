@@ -62,17 +62,6 @@ def test_random_ids_are_uniform_and_labels_the_next():
   assert len({row.tobytes() for row in batch['ids']}) == 256
 
 
-@pytest.mark.parametrize('kind', ['ones', 'random'])
-@pytest.mark.parametrize('hosts', [2, 4])
-def test_any_number_of_hosts_reads_the_same(kind, hosts):
-  # Three global batches of 8 of an epoch of 12: across its end.
-  fields = {'kind': kind, 'size': 12, 'input_random_seed': 3}
-  for actual, expected in zip(
-    read(hosts, 3, **fields), read(1, 3, **fields), strict=True
-  ):
-    assert_same(actual, expected)
-
-
 def test_seed_epoch_and_record_change_the_values():
   def values(**fields):
     batches = read(1, 2, kind='random', size=8, **fields)
@@ -108,43 +97,6 @@ def test_entries_differ():
   spec = {'a': ((50,), 'int32'), 'b': ((50,), 'int32')}
   batch = next(make(length=None, spec=spec, kind='random'))
   assert (batch['a'] != batch['b']).mean() > 0.9
-
-
-def test_one_epoch_is_filled_up():
-  for hosts in 1, 2, 4:
-    inputs = [
-      make(
-        batch_size=8 // hosts,
-        num_infeed_hosts=hosts,
-        infeed_host_index=h,
-        size=10,
-        reset_for_eval=True,
-      )
-      for h in range(hosts)
-    ]
-    batches = [list(x.eval_batches()) for x in inputs]
-    assert {len(b) for b in batches} == {2}
-    weights = sum(x['weights'].sum() for b in batches for x in b)
-    assert weights == 10 * 6
-
-
-@pytest.mark.parametrize('stop', range(5))
-def test_resume_is_exact_with_other_hosts_too(stop):
-  fields = {'kind': 'random', 'size': 20, 'is_training': True, 'shuffle': True}
-  straight = read(1, 5, **fields)
-  first = make(batch_size=8, **fields)
-  for _ in range(stop):
-    next(first)
-  rest = []
-  for h in range(2):
-    second = make(
-      batch_size=4, num_infeed_hosts=2, infeed_host_index=h, **fields
-    )
-    second.set_state(first.get_state())
-    rest.append([next(second) for _ in range(5 - stop)])
-  for expected, *parts in zip(straight[stop:], *rest, strict=True):
-    actual = {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
-    assert_same(actual, expected)
 
 
 def test_state_of_other_values_is_refused():

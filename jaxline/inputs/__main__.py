@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     ' could resume exactly, and how fast it reads; exits with 1 if something is'
     ' wrong'
   )
-  promises = '; '.join(f'{p.name}: {p.text}' for p in show.PROMISES)
+  promises = '; '.join(f'{k}: {text}' for k, (text, _) in show.PROMISES.items())
   sub = commands.add_parser(
     'show',
     help=what,

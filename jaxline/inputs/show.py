@@ -26,7 +26,7 @@ import hashlib
 import itertools
 import textwrap
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -554,32 +554,16 @@ def _check_position(hosts: Sequence[_Host]) -> _Result:
   return OK, 'the same on all hosts, and one host goes on from it'
 
 
-class Promise(NamedTuple):
-  """What every input promises, and how to test it.
-
-  Attributes:
-    name: of the line in the report.
-    text: the promise.
-    check: tests what the hosts have read, and may read more.
-  """
-
-  name: str
-  text: str
-  check: Callable[[Sequence[_Host]], _Result]
-
-
-PROMISES = (
-  Promise('rows', 'no row is read by two hosts, or twice', _check_rows),
-  Promise(
-    'epoch', 'data ends on all hosts after as many batches', _check_epoch
-  ),
-  Promise('resume', 'a new input goes on exactly from a state', _check_resume),
-  Promise(
-    'position',
+# What every input promises, by the name of its line in the report.
+PROMISES: dict[str, tuple[str, Callable[[Sequence[_Host]], _Result]]] = {
+  'rows': ('no row is read by two hosts, or twice', _check_rows),
+  'epoch': ('data ends on all hosts after as many batches', _check_epoch),
+  'resume': ('a new input goes on exactly from a state', _check_resume),
+  'position': (
     'where ANY_NUMBER_OF_HOSTS is set, a state fits any number of hosts',
     _check_position,
   ),
-)
+}
 
 
 # All of it.
@@ -683,9 +667,9 @@ def check(
     _Host(make_input, i, num_hosts, num_batches, max_batches, one_epoch)
     for i in range(num_hosts)
   ]
-  for promise in PROMISES:
-    if result := promise.check(hosts):
-      findings.append(Finding(promise.name, *result))
+  for name, (_, test) in PROMISES.items():
+    if result := test(hosts):
+      findings.append(Finding(name, *result))
   with opened(make_input, 0, num_hosts) as (_, batches):
     speed = throughput(batches, seconds)
   return Report(
