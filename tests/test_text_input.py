@@ -444,7 +444,7 @@ def test_the_command_fails_if_it_cannot_keep_tokens(
 ):
   files = write(tmp_path / 'text', {f'{i}.txt': b'text' * 99 for i in range(9)})
   monkeypatch.setenv('XDG_CACHE_HOME', str(files / '0.txt'))
-  monkeypatch.setattr(token_cache._Build, 'run', None)  # It fails before.
+  monkeypatch.setattr(token_cache.Builder, 'run', None)  # It fails before.
   arguments = [str(files)]
   if of_config:
     arguments = [

@@ -127,13 +127,12 @@ def load_corpus(
     raise errors.UsageError(
       f'documents is {documents!r}; expected one of {token_cache.KINDS}.'
     )
-  corpus = token_cache.load(
+  corpus = token_cache.Builder(
     _find(files),
-    tokenizer=tokenization.load_tokenizer(tokenizer),
-    kind=documents,
-    eval_fraction=eval_fraction,
-    cache_dir=cache_dir,
-  )
+    tokenization.load_tokenizer(tokenizer),
+    documents,
+    float(eval_fraction),
+  ).load(cache_dir)
   logging.info(
     'Text from %s: %s, SHA-256 %s.', files, corpus.summary, corpus.sha256
   )

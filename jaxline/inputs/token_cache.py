@@ -218,7 +218,7 @@ def default_cache_dir() -> str:
 
 @contextlib.contextmanager
 def must_keep() -> Iterator[None]:
-  """Makes `load` refuse a folder that cannot be used, for text of any size."""
+  """Makes `Builder` refuse a folder that cannot be used, for any text."""
   token = _must_keep.set(True)
   try:
     yield
@@ -230,95 +230,6 @@ def stable_hash(key: str) -> int:
   """Returns 64 bits that are the same in every process and version."""
   digest = hashlib.sha256(key.encode(errors='surrogateescape')).digest()
   return int.from_bytes(digest[:8], 'big')
-
-
-def load(
-  sources: Sequence[Source],
-  *,
-  tokenizer: tokenization.Tokenizer,
-  kind: str,
-  eval_fraction: float,
-  cache_dir: Path | None = None,
-) -> Corpus:
-  """Returns the tokens of files, made now if they were not made before.
-
-  Args:
-    sources: the files, sorted by name.
-    tokenizer: the one to make them with.
-    kind: what a document is, one of `KINDS`.
-    eval_fraction: which part of the documents to hold out, by the hash of their
-      names.
-    cache_dir: where; None is `default_cache_dir()`.
-
-  Raises:
-    UsageError: there are fewer than two documents, a file is not what `kind`
-      says, or was written meanwhile; or the folder cannot be written to and the
-      text is too large to do without, or this is within `must_keep`.
-  """
-  build = _Build(sources, tokenizer, kind, eval_fraction)
-  root = pathlib.Path(cache_dir or default_cache_dir()).expanduser().absolute()
-  folder = root / build.key
-  # If it cannot be used, another process may be making it: the lock tells.
-  with contextlib.suppress(_DamagedError, OSError):
-    return build.open(folder)
-  try:
-    root.mkdir(0o777 if cache_dir else 0o700, parents=True, exist_ok=True)
-    os.listdir(root)  # Another user's may be closed to this one.
-  except OSError as e:
-    return _load_uncached(build, root, e)
-  with _lock(root / f'{build.key}.lock') as is_locked:
-    try:
-      return build.open(folder)
-    except _DamagedError as e:
-      if folder.exists():
-        logging.warning('Tokens are made anew: %s', e)
-        shutil.rmtree(folder, ignore_errors=True)
-    except OSError as e:
-      e.add_note(
-        f'The tokens in {folder} cannot be read, which does not mean that they'
-        f' are damaged. To have them made anew: rm -r {folder}'
-      )
-      raise
-    _remove_leftovers(root)
-    part = root / f'{build.key}.{socket.gethostname().replace("/", "_")}.tmp'
-    if is_locked:  # A builder of this host that had it was killed.
-      shutil.rmtree(part, ignore_errors=True)
-    else:
-      part = part.with_suffix(f'.{secrets.token_hex(8)}.tmp')
-    try:
-      part.mkdir()
-    except OSError as e:
-      return _load_uncached(build, root, e)
-    try:
-      build.run(part)
-      part.rename(folder)
-    except OSError as e:
-      # If it exists by now, a host that shares no lock was faster.
-      if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-        raise
-    finally:
-      shutil.rmtree(part, ignore_errors=True)
-  return build.open(folder)
-
-
-def _load_uncached(
-  build: _Build, root: pathlib.Path, reason: OSError
-) -> Corpus:
-  problem = f'The folder for tokens, {root}, cannot be used ({reason})'
-  remedy = 'Give another cache_dir, or set XDG_CACHE_HOME.'
-  if _must_keep.get() or build.size > _MAX_UNCACHED_BYTES:
-    raise errors.UsageError(
-      f'{problem}: none were kept. {remedy} Without it, a run tokenizes up to'
-      f' {_MAX_UNCACHED_BYTES} bytes of text at each start; these are'
-      f' {build.size}.'
-    ) from reason
-  logging.warning(
-    '%s: the text is tokenized at each start. %s', problem, remedy
-  )
-  with tempfile.TemporaryDirectory() as folder:
-    build.run(pathlib.Path(folder))
-    # What is mapped outlives the names of the files.
-    return build.open(pathlib.Path(folder))
 
 
 @contextlib.contextmanager
@@ -454,10 +365,18 @@ def _dtype(tokenizer: tokenization.Tokenizer) -> str:
 
 
 @dataclasses.dataclass
-class _Build:
+class Builder:
   """Makes tokens of files, and opens those that were made of them.
 
-  The fields are arguments of `load`.
+  Attributes:
+    sources: the files, sorted by name.
+    tokenizer: the one to make them with.
+    kind: what a document is, one of `KINDS`.
+    eval_fraction: which part of the documents to hold out, by the hash of their
+      names.
+    key: of the folder.
+    size: of the files, in bytes.
+    is_bytes: whether the tokens are the bytes.
   """
 
   sources: Sequence[Source]
@@ -468,8 +387,8 @@ class _Build:
   def __post_init__(self) -> None:
     # A subclass may make other tokens.
     self.is_bytes = type(self.tokenizer) is tokenization.ByteTokenizer
-    fraction = float(self.eval_fraction)
-    self._request = [_FORMAT, self.tokenizer.identity, self.kind, fraction]
+    tokens = self.tokenizer.identity
+    self._request = [_FORMAT, tokens, self.kind, self.eval_fraction]
     settled = time.time_ns() - _SETTLED_NS
     # `run` adds the hashes, and which files are used.
     self._files = []
@@ -487,6 +406,79 @@ class _Build:
     ]
     key = json.dumps([self._request, files]).encode()
     self.key = hashlib.sha256(key).hexdigest()[:40]
+
+  def load(self, cache_dir: Path | None = None) -> Corpus:
+    """Returns the tokens, made now if they were not made before.
+
+    Args:
+      cache_dir: where; None is `default_cache_dir()`.
+
+    Raises:
+      UsageError: there are fewer than two documents, a file is not what `kind`
+        says, or was written meanwhile; or the folder cannot be written to and
+        the text is too large to do without, or this is within `must_keep`.
+    """
+    root = pathlib.Path(cache_dir or default_cache_dir())
+    root = root.expanduser().absolute()
+    folder = root / self.key
+    # If it cannot be used, another process may be making it: the lock tells.
+    with contextlib.suppress(_DamagedError, OSError):
+      return self.open(folder)
+    try:
+      root.mkdir(0o777 if cache_dir else 0o700, parents=True, exist_ok=True)
+      os.listdir(root)  # Another user's may be closed to this one.
+    except OSError as e:
+      return self._load_uncached(root, e)
+    with _lock(root / f'{self.key}.lock') as is_locked:
+      try:
+        return self.open(folder)
+      except _DamagedError as e:
+        if folder.exists():
+          logging.warning('Tokens are made anew: %s', e)
+          shutil.rmtree(folder, ignore_errors=True)
+      except OSError as e:
+        e.add_note(
+          f'The tokens in {folder} cannot be read, which does not mean that'
+          f' they are damaged. To have them made anew: rm -r {folder}'
+        )
+        raise
+      _remove_leftovers(root)
+      part = root / f'{self.key}.{socket.gethostname().replace("/", "_")}.tmp'
+      if is_locked:  # A builder of this host that had it was killed.
+        shutil.rmtree(part, ignore_errors=True)
+      else:
+        part = part.with_suffix(f'.{secrets.token_hex(8)}.tmp')
+      try:
+        part.mkdir()
+      except OSError as e:
+        return self._load_uncached(root, e)
+      try:
+        self.run(part)
+        part.rename(folder)
+      except OSError as e:
+        # If it exists by now, a host that shares no lock was faster.
+        if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+          raise
+      finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return self.open(folder)
+
+  def _load_uncached(self, root: pathlib.Path, reason: OSError) -> Corpus:
+    problem = f'The folder for tokens, {root}, cannot be used ({reason})'
+    remedy = 'Give another cache_dir, or set XDG_CACHE_HOME.'
+    if _must_keep.get() or self.size > _MAX_UNCACHED_BYTES:
+      raise errors.UsageError(
+        f'{problem}: none were kept. {remedy} Without it, a run tokenizes up to'
+        f' {_MAX_UNCACHED_BYTES} bytes of text at each start; these are'
+        f' {self.size}.'
+      ) from reason
+    logging.warning(
+      '%s: the text is tokenized at each start. %s', problem, remedy
+    )
+    with tempfile.TemporaryDirectory() as folder:
+      self.run(pathlib.Path(folder))
+      # What is mapped outlives the names of the files.
+      return self.open(pathlib.Path(folder))
 
   def open(self, folder: pathlib.Path) -> Corpus:
     """Verifies and maps the tokens in a folder.
@@ -649,7 +641,7 @@ class _Writer(contextlib.ExitStack):
     about: what `meta` says of the split.
   """
 
-  def __init__(self, build: _Build, folder: pathlib.Path, split: Split):
+  def __init__(self, build: Builder, folder: pathlib.Path, split: Split):
     super().__init__()
     self._build = build
     self._out = {
