@@ -297,8 +297,7 @@ class BaseInput:
 
   def _check_fields(self) -> None:
     self._check_batch_size()
-    if self.batch_padding_size < 0:
-      self.refuse('batch_padding_size', 'an integer of at least 0')
+    self.check_integer('batch_padding_size', 0)
     for key in ('is_training', 'reset_for_eval', 'input_checkpointing_enabled'):
       self.check_flag(key)  # The text 'False' is true.
     n = self.eval_loop_num_batches
@@ -333,11 +332,7 @@ class BaseInput:
       )
 
   def _check_batch_size(self) -> None:
-    if not is_integer(self.batch_size) or self.batch_size < 1:
-      self.refuse(
-        'batch_size',
-        'an integer of at least 1, the rows that each host reads a batch',
-      )
+    self.check_integer('batch_size')
 
   def refuse(self, key: str, expected: str) -> NoReturn:
     """Raises an error about the value of a field."""
@@ -350,6 +345,16 @@ class BaseInput:
     value = getattr(self, key)
     if not isinstance(value, bool) and not (or_none and value is None):
       self.refuse(key, 'True, False or None' if or_none else 'True or False')
+
+  def check_integer(
+    self, key: str, least: int = 1, or_none: bool = False
+  ) -> None:
+    """Refuses a field that is no integer of at least that (nor None)."""
+    value = getattr(self, key)
+    is_fine = or_none if value is None else is_integer(value) and value >= least
+    if not is_fine:
+      none = ', or None' if or_none else ''
+      self.refuse(key, f'an integer of at least {least}{none}')
 
   # What a subclass overrides.
 

@@ -58,7 +58,7 @@ def _epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class IndexedInput(base.ResumableInput, abc.ABC):
+class IndexedInput(base.ResumableInput):
   """An input that can read any record by its number.
 
   Attributes:
@@ -83,8 +83,7 @@ class IndexedInput(base.ResumableInput, abc.ABC):
     self.check_flag('shuffle', or_none=True)
     if self.shuffle is None:
       self.shuffle = self.is_training
-    if self.num_workers < 0:  # Grain refuses threads itself.
-      self.refuse('num_workers', 'an integer of at least 0')
+    self.check_integer('num_workers', 0)  # Grain refuses threads itself.
 
   # What a subclass overrides.
 

@@ -57,10 +57,9 @@ class SyntheticInput(indexed.IndexedInput):
         f'{self.name} has length={self.length} and spec={self.spec}; give'
         ' length for the batches of a language model, or spec for others.'
       )
-    for key in ('length', 'vocab_size', 'size'):
-      value = getattr(self, key)
-      if value is not None and (not base.is_integer(value) or value < 1):
-        self.refuse(key, 'an integer of at least 1')
+    self.check_integer('length', or_none=True)
+    self.check_integer('vocab_size')
+    self.check_integer('size')
     # Of each entry that is drawn; labels are the ids that follow.
     spec = self.spec
     if spec is None:

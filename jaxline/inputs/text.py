@@ -54,7 +54,6 @@ from absl import logging
 import numpy as np
 
 from jaxline import errors
-from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import token_cache
 from jaxline.inputs import tokenization
@@ -206,11 +205,8 @@ class TextInput(indexed.IndexedInput):
     super().__post_init__()
     if self.packing not in PACKINGS:
       self.refuse('packing', f'one of {PACKINGS}')
-    for key in 'length', 'max_batches':
-      value = getattr(self, key)
-      is_unset = key == 'max_batches' and value is None
-      if not is_unset and (not base.is_integer(value) or value < 1):
-        self.refuse(key, 'an integer of at least 1')
+    self.check_integer('length')
+    self.check_integer('max_batches', or_none=True)
     if self.is_training and self.max_batches is not None:
       self.refuse('max_batches', 'None, since training sees all of the text')
     self._documents = self.documents = self._load()

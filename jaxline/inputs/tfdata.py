@@ -132,7 +132,7 @@ def build(
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class EpochInput(base.ResumableInput, abc.ABC):
+class EpochInput(base.ResumableInput):
   """Reads datasets that hold one epoch each; a subclass builds them.
 
   With `ANY_NUMBER_OF_HOSTS`, the dataset is that of all hosts, and a host keeps
