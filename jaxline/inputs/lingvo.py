@@ -315,9 +315,11 @@ class LingvoEvalAdaptor(LingvoInputAdaptor):
     return 0, 1
 
   def _read(self) -> Iterator[base.Batch]:
+    assert self.batch_size is not None
     size = self.get_global_batch_size()
     for batch in tfdata.rebatch(super()._read(), size):
-      yield tfdata.host_rows(self, batch)
+      rows = tfdata.host_rows(self, batch)
+      yield base.Batch(base.pad_rows(rows, self.batch_size))
 
 
 def _params_of(generator: Any) -> Any:
