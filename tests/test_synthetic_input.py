@@ -1,8 +1,11 @@
 """Tests of synthetic data: values known in advance, the same for any hosts."""
 
+import json
+
 import numpy as np
 import pytest
 
+from jaxline.inputs import base
 from jaxline.inputs import synthetic
 
 
@@ -97,6 +100,15 @@ def test_entries_differ():
   spec = {'a': ((50,), 'int32'), 'b': ((50,), 'int32')}
   batch = next(make(length=None, spec=spec, kind='random'))
   assert (batch['a'] != batch['b']).mean() > 0.9
+
+
+@pytest.mark.parametrize('fields', [{}, {'shuffle': True, 'size': 2**20}])
+def test_positions_of_earlier_random_values_are_void(fields):
+  source = make(kind='random', **fields)
+  state = json.loads(source.get_state())
+  state['identity']['order_version'] -= 1
+  with pytest.raises(base.OldPositionError):
+    source.set_state(json.dumps(state).encode())
 
 
 def test_state_of_other_values_is_refused():
