@@ -164,6 +164,44 @@ def test_one_epoch_of_parts_ends_with_the_largest(sizes, num_batches):
   assert check_epoch(inputs, expected) == num_batches
 
 
+def test_a_remainder_is_dropped_on_all_hosts_alike():
+  whole = hosts(
+    2,
+    dataset=numbers(11),
+    batch_size=2,
+    is_training=True,
+    repeat=False,
+    drop_remainder=True,
+  )
+  assert read(whole, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+  shared = hosts(
+    2,
+    tfdata.ShardedTfDataInput,
+    dataset=parts(7, 5),
+    batch_size=2,
+    is_training=True,
+    repeat=False,
+    drop_remainder=True,
+  )
+  assert read(shared, 2) == [[0, 1, 100, 101], [2, 3, 102, 103]]
+  for host in whole + shared:
+    for _ in range(2):
+      with pytest.raises(StopIteration):
+        next(host)
+  exact = hosts(
+    2,
+    dataset=numbers(4),
+    batch_size=2,
+    is_training=True,
+    repeat=False,
+    drop_remainder=True,
+  )
+  assert read(exact, 1) == [[0, 1, 2, 3]]
+  assert [next(host, None) for host in exact] == [None, None]
+  with pytest.raises(ValueError, match='would not see all of it'):
+    one_epoch(dataset=numbers(4), batch_size=2, drop_remainder=True)
+
+
 # Going on.
 
 

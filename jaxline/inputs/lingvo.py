@@ -26,6 +26,7 @@ import itertools
 import sys
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
 from jaxline.inputs import base
@@ -33,6 +34,9 @@ from jaxline.inputs import tfdata
 
 # Pax's name for the weights of rows.
 SAMPLE_WEIGHTS = 'eval_sample_weights'
+
+# What is 0 in rows that only fill, at any depth of a batch.
+_WEIGHT_NAMES = (SAMPLE_WEIGHTS, base.WEIGHTS, 'weight')
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -289,8 +293,9 @@ class LingvoEvalAdaptor(LingvoInputAdaptor):
   Every host reads all examples, in the same order. The generator must give that
   order: it gets one as the number of hosts, and its `file_random_seed` is not
   changed. Of each B * num_infeed_hosts examples, a host gives its own B. The
-  last batches are padded with zeros, also the weights, so that all hosts end
-  after the same number of batches.
+  last batches are padded with copies of the first example, whose `weights`,
+  `weight` and `eval_sample_weights` are 0, so that all hosts end after the same
+  number of batches.
 
   Attributes:
     batch_size: B; the generator's batches may be of any size.
@@ -315,11 +320,13 @@ class LingvoEvalAdaptor(LingvoInputAdaptor):
     return 0, 1
 
   def _read(self) -> Iterator[base.Batch]:
-    assert self.batch_size is not None
-    size = self.get_global_batch_size()
+    size, padding = self.get_global_batch_size(), None
     for batch in tfdata.rebatch(super()._read(), size):
-      rows = tfdata.host_rows(self, batch)
-      yield base.Batch(base.pad_rows(rows, self.batch_size))
+      if padding is None:
+        padding = _without_weight(tfdata.choose(batch, slice(1)))
+      missing = size - base.num_rows(batch)
+      (whole,) = tfdata.rebatch([batch, *[padding] * missing], size)
+      yield tfdata.host_rows(self, whole)
 
 
 def _params_of(generator: Any) -> Any:
@@ -340,3 +347,13 @@ def _getter(generator: Any) -> Callable[[], Any]:
   import tensorflow as tf
 
   return tf.function(generator.GetPreprocessedInputBatch)
+
+
+def _without_weight(batch: base.Batch) -> base.Batch:
+  """Returns a batch whose weights are 0, at any depth."""
+
+  def clear(path: Any, x: np.ndarray) -> np.ndarray:
+    is_weight = getattr(path[-1], 'key', None) in _WEIGHT_NAMES
+    return np.zeros_like(x) if is_weight else x
+
+  return jax.tree_util.tree_map_with_path(clear, batch)

@@ -139,10 +139,14 @@ class EpochInput(base.ResumableInput):
   its rows of each global batch; without, it is that of one host.
 
   Attributes:
+    drop_remainder: whether to leave out the end instead, if it does not fill a
+      batch on all hosts. If epochs repeat, there is no such end: a batch
+      continues with the next epoch.
     op_determinism: whether TensorFlow is made deterministic; see the top of
       this module. False is for pipelines that give the same without it.
   """
 
+  drop_remainder: bool = False
   op_determinism: bool = True
 
   # The epoch, and how many of its records were given.
@@ -150,6 +154,12 @@ class EpochInput(base.ResumableInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
+    if self.drop_remainder and self.reset_for_eval:
+      raise ValueError(
+        f'{self.name} has reset_for_eval=True and drop_remainder=True: an'
+        ' evaluation on one epoch would not see all of it. Set'
+        ' drop_remainder=False.'
+      )
     import_tensorflow()
 
   # What a subclass overrides.
@@ -195,17 +205,24 @@ class EpochInput(base.ResumableInput):
 
   def _read(self, rows: int, sizes: dict[int, int]) -> Iterator[dict[str, Any]]:
     """Yields batches of `rows`, the last maybe of fewer, from the position."""
-    yield from rebatch(self._chunks(rows, sizes), rows)
-    assert self.num_infeed_hosts is not None
-    if self.repeat or self.ANY_NUMBER_OF_HOSTS or self.num_infeed_hosts == 1:
+    batches = rebatch(self._chunks(rows, sizes), rows)
+    if self.repeat:
+      yield from batches
       return
-    # Other parts may be longer. A record of any tells the shapes and types.
-    parts = (self._build(0, host) for host in range(self.num_infeed_hosts))
-    records = (x for part in parts for x in self._batched(part.take(1), 1))
-    if self._at['record'] < self._common_end:
-      some = choose(next(records), slice(0))
-    while self._at['record'] < self._common_end:
-      yield some
+    has_own_end = not self.ANY_NUMBER_OF_HOSTS and self.num_infeed_hosts != 1
+    for batch in batches:
+      if self.drop_remainder and (
+        base.num_rows(batch) < rows
+        or (has_own_end and self._at['record'] + rows > self._common_end)
+      ):
+        return
+      yield batch
+    if has_own_end and self._at['record'] < self._common_end:
+      assert self.num_infeed_hosts is not None
+      parts = (self._build(0, host) for host in range(self.num_infeed_hosts))
+      some = next(x for part in parts for x in self._batched(part.take(1), 1))
+      while self._at['record'] < self._common_end:
+        yield choose(some, slice(0))
 
   def _chunks(
     self, rows: int, sizes: dict[int, int]
@@ -259,8 +276,13 @@ class EpochInput(base.ResumableInput):
   def _common_end(self) -> int:
     """Returns the records of the batches that all hosts give, per host."""
     assert self.num_infeed_hosts is not None
-    most = max(self._count(host) for host in range(self.num_infeed_hosts))
-    return -(-most // self.batch_size) * self.batch_size
+    sizes = [self._count(host) for host in range(self.num_infeed_hosts)]
+    batches = (
+      min(sizes) // self.batch_size
+      if self.drop_remainder
+      else -(-max(sizes) // self.batch_size)
+    )
+    return batches * self.batch_size
 
   def _count(self, host_index: int, epoch: int = 0) -> int:
     """Returns how many records there are in a host's part of an epoch."""
