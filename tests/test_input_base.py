@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import itertools
 import json
 import pickle
@@ -16,6 +17,7 @@ import pytest
 
 from jaxline.inputs import base
 from jaxline.inputs import indexed
+from jaxline.inputs import synthetic
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -265,13 +267,12 @@ def test_an_evaluation_without_data_is_an_error():
 
 
 def test_repeat_follows_reset_for_eval():
-  source = Counting(batch_size=2)
-  assert source.check_repeat(None)
-  assert not source.check_repeat(False)
-  source = Counting(batch_size=2, reset_for_eval=True)
-  assert not source.check_repeat(None)
+  make = functools.partial(synthetic.SyntheticInput, batch_size=2, length=2)
+  assert make().repeat
+  assert not make(repeat=False).repeat
+  assert not make(reset_for_eval=True).repeat
   with pytest.raises(ValueError, match='would never end'):
-    source.check_repeat(True)
+    make(reset_for_eval=True, repeat=True)
 
 
 # Padding.

@@ -7,6 +7,7 @@ An input joins by an entry in `SOURCES`. `test_every_promise_is_kept` runs
 import collections
 from collections.abc import Callable
 import dataclasses
+import functools
 import importlib.util
 from typing import Any
 
@@ -120,7 +121,7 @@ def make_generator(size, **fields):
   return base.from_generator(batches, **fields)
 
 
-def make_text(size, **fields):
+def make_text(size, packing, **fields):
   tokens = [[text.DOCUMENT_TOKEN, i] for i in range(size)]
   documents = text.Documents(
     names=tuple(map(str, range(size))),
@@ -130,8 +131,10 @@ def make_text(size, **fields):
     num_files=size,
     num_bytes=size,
   )
+  # A row is a document: in training, the circle of tokens may begin in one.
+  length = 1 if packing == 'padded' else 2
   return text.TextInput(
-    documents=documents, length=1, packing='padded', **fields
+    documents=documents, length=length, packing=packing, **fields
   )
 
 
@@ -209,7 +212,14 @@ SOURCES = {
   'generator': Source(
     make_generator, shard=every_nth, one_epoch_hosts=False, saves_position=False
   ),
-  'text': Source(make_text, lambda batch: batch['labels'][:, 0]),
+  **{
+    f'text_{packing}': Source(
+      functools.partial(make_text, packing=packing),
+      # The other label is the document token, which is larger.
+      lambda batch: batch['labels'].min(axis=1),
+    )
+    for packing in text.PACKINGS
+  },
   'synthetic': Source(make_synthetic),
   'mixture': Source(make_mixture, has_epochs=False),
 }
@@ -322,7 +332,7 @@ def test_one_epoch_is_the_dataset_once(
       records = np.asarray(SOURCES[name].records(batch))
       assert records.shape == (batch_size,)
       weights = batch.get('weights', np.ones(batch_size, np.float32))
-      weights = weights.reshape(batch_size, -1).mean(1)  # Of rows.
+      weights = weights.reshape(batch_size, -1).max(1)  # Of rows.
       seen += records[weights > 0].tolist()
       weight += float(weights.sum())
     assert sorted(seen) == list(range(size))

@@ -402,34 +402,6 @@ def test_order_in_which_children_are_written_does_not_matter():
   assert_same(next(one), next(other))
 
 
-@pytest.mark.parametrize('hosts', [1, 2, 4])
-@pytest.mark.parametrize('stop', [0, 1, 5])
-def test_hosts_share_a_mixture_that_resumes_on_any_number(hosts, stop):
-  def make(batch_size=8, **host):
-    fields = {'size': 50, 'is_training': True}
-    return mixture(
-      [4, 6], [0.3, 0.7], batch_size=batch_size, host=host, **fields
-    )
-
-  whole = make()
-  expected = [next(whole) for _ in range(12)]
-  first = on_hosts(2, lambda **host: make(4, **host))
-  for _ in range(stop):
-    for host in first:
-      next(host)
-  (state,) = {host.get_state() for host in first}
-  parts = on_hosts(hosts, lambda **host: make(8 // hosts, **host))
-  for part in parts:
-    part.set_state(state)
-    part.peek_padded()
-    assert part.get_state() == state
-  for batch in expected[stop:]:
-    pieces = [next(part) for part in parts]
-    for key in batch:
-      joined = np.concatenate([piece[key] for piece in pieces])
-      np.testing.assert_array_equal(joined, batch[key])
-
-
 def test_mixture_refuses_other_proportions_and_children():
   state = mixture([4, 4], [1, 3]).get_state()
   with pytest.raises(ValueError, match='weights is'):
@@ -504,30 +476,6 @@ def test_children_without_numbers_are_refused(child, message):
       weights={'a': 1, 'b': 1},
       batch_size=4,
     )
-
-
-def test_weights_are_added_where_only_some_have_them():
-  def weighted(batch):
-    return {
-      **batch,
-      'weights': np.full((len(batch['source']), 3), 0.5, np.float32),
-    }
-
-  parent = multi.MixtureInput(
-    inputs={
-      'a': Numbers(batch_size=4),
-      'b': changed(weighted, batch_size=4, source=1),
-    },
-    weights={'a': 1, 'b': 1},
-    batch_size=4,
-  )
-  batch = next(parent)
-  assert batch['weights'].shape == (4, 3)
-  np.testing.assert_array_equal(
-    batch['weights'],
-    np.where(batch['source'], 0.5, 1)[:, None] * np.ones((1, 3)),
-  )
-  assert batch['weights'].dtype == np.float32
 
 
 @pytest.mark.parametrize(

@@ -444,7 +444,7 @@ def test_the_command_fails_if_it_cannot_keep_tokens(
 ):
   files = write(tmp_path / 'text', {f'{i}.txt': b'text' * 99 for i in range(9)})
   monkeypatch.setenv('XDG_CACHE_HOME', str(files / '0.txt'))
-  monkeypatch.setattr(token_cache._Build, 'run', None)  # It fails before.
+  monkeypatch.setattr(token_cache.Builder, 'run', None)  # It fails before.
   arguments = [str(files)]
   if of_config:
     arguments = [
@@ -529,24 +529,6 @@ def test_a_text_of_one_window():
     assert row in ([D, 97, 98], [97, 98, D], [98, D, 97])
     seen.add(row[0])
   assert seen == {D, 97, 98}
-
-
-@pytest.mark.parametrize('packing', text.PACKINGS)
-def test_resume_is_exact_at_every_position(packing):
-  kwargs = {'packing': packing, 'documents': TEXTS, 'length': 5}
-  straight = counting_input(**kwargs)
-  states, batches = [straight.get_state()], []
-  for _ in range(9):
-    batches.append(next(straight))
-    states.append(straight.get_state())
-  assert straight.position()['records'] > 3 * straight.num_records()
-  resumed = counting_input(**kwargs)
-  for position in range(6):
-    for data in resumed, counting_input(**kwargs):
-      data.set_state(states[position])
-      assert data.get_state() == states[position]
-      for i in range(position, position + 3):
-        assert_same(next(data), batches[i])
 
 
 @pytest.mark.parametrize(
@@ -722,64 +704,6 @@ def test_wide_tokens():
 
 
 # Several hosts.
-
-
-@pytest.mark.parametrize('packing', text.PACKINGS)
-@pytest.mark.parametrize('count', [2, 4, 8])
-def test_hosts_share_each_batch(packing, count):
-  kwargs = {'documents': TEXTS, 'length': 3, 'packing': packing}
-  single = counting_input(**kwargs)
-  parts = [
-    counting_input(
-      batch_size=8 // count,
-      infeed_host_index=i,
-      num_infeed_hosts=count,
-      **kwargs,
-    )
-    for i in range(count)
-  ]
-  for _ in range(6):
-    assert_same(joined(next(part) for part in parts), next(single))
-  # One host goes on where many were.
-  again = counting_input(**kwargs)
-  again.set_state(parts[-1].get_state())
-  assert_same(next(again), next(single))
-
-
-@pytest.mark.parametrize('count', [1, 2, 4])
-def test_training_covers_the_text_once_an_epoch(count):
-  parts = [
-    counting_input(
-      batch_size=4 // count, infeed_host_index=i, num_infeed_hosts=count
-    )
-    for i in range(count)
-  ]
-  for _ in range(3):  # 20 windows are 5 batches of 4.
-    rows = joined(next(part) for _ in range(5) for part in parts)
-    assert (
-      len(set(rows['labels'].ravel().tolist())) == rows['labels'].size == 200
-    )
-
-
-@pytest.mark.parametrize('count', [1, 2, 4])
-@pytest.mark.parametrize('packing', text.PACKINGS)
-def test_hosts_share_the_evaluation(count, packing):
-  kwargs = {'length': 9, 'packing': packing}
-  whole = evaluate(COUNTING, batch_size=4, **kwargs)
-  # 23 windows: the last batch has three, which are not the same for all.
-  assert len(whole) == 6
-  parts = [
-    evaluate(
-      COUNTING,
-      batch_size=4 // count,
-      infeed_host_index=i,
-      num_infeed_hosts=count,
-      **kwargs,
-    )
-    for i in range(count)
-  ]
-  for expected, *batches in zip(whole, *parts, strict=True):
-    assert_same(joined(batches), expected)
 
 
 def test_hosts_are_those_of_jax(monkeypatch):

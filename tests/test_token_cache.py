@@ -54,13 +54,13 @@ def warnings(monkeypatch):
 def builds(monkeypatch):
   """Counts how often tokens are made."""
   seen = []
-  run = token_cache._Build.run
+  run = token_cache.Builder.run
 
   def count(self, folder):
     seen.append(folder)
     run(self, folder)
 
-  monkeypatch.setattr(token_cache._Build, 'run', count)
+  monkeypatch.setattr(token_cache.Builder, 'run', count)
   return seen
 
 
@@ -220,13 +220,13 @@ def test_times_of_files_just_written_are_not_trusted(files, cache, read):
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(files, cache, monkeypatch):
-  run = token_cache._Build.run
+  documents = token_cache.Builder._documents
 
-  def change(self, folder):
-    write(files / '3.txt', b'other', age=0)
-    run(self, folder)
+  def change(self, file, source):
+    write(files / '3.txt', (files / '3.txt').read_bytes(), age=0)
+    return documents(self, file, source)
 
-  monkeypatch.setattr(token_cache._Build, 'run', change)
+  monkeypatch.setattr(token_cache.Builder, '_documents', change)
   with pytest.raises(ValueError, match=r'3\.txt was written while it was'):
     text.load_corpus(files, cache_dir=cache)
   assert keys(cache) == []
@@ -412,17 +412,10 @@ def test_a_large_file_as_the_only_document_is_not_read(tmp_path, monkeypatch):
     text.load_corpus(tmp_path, cache_dir=tmp_path / 'cache')
 
 
-@pytest.mark.parametrize('rows', [1, 2, 3, 5, 6, 100])
-def test_files_of_a_map_are_counted_in_parts(rows, monkeypatch):
-  monkeypatch.setattr(token_cache, '_ROWS_AT_ONCE', rows)
-  table = np.array([[0, file, 1] for file in (1, 1, 4, 5, 5, 5)])
-  assert token_cache._count_runs(table[:, 1]) == 3
-
-
 def test_large_text_needs_one(files, tmp_path, monkeypatch):
   monkeypatch.setattr(token_cache, '_MAX_UNCACHED_BYTES', 1000)
   (tmp_path / 'file').write_bytes(b'')
-  with pytest.raises(ValueError, match='too many to tokenize at each start'):
+  with pytest.raises(ValueError, match='up to 1000 bytes of text'):
     text.load_corpus(files, cache_dir=tmp_path / 'file' / 'cache')
 
 
@@ -492,7 +485,7 @@ BUILD = """
 import hashlib, pathlib, sys, time
 from jaxline.inputs import text, token_cache
 files, cache, go, mode = sys.argv[1:]
-run = token_cache._Build.run
+run = token_cache.Builder.run
 built = []
 
 def build(self, folder):
@@ -503,7 +496,7 @@ def build(self, folder):
     time.sleep(600)
   time.sleep(0.5)
 
-token_cache._Build.run = build
+token_cache.Builder.run = build
 if mode == 'no locks':
   def refuse(*args):
     raise OSError('no locks here')
@@ -557,7 +550,7 @@ def test_who_is_second_leaves_what_is_there(files, cache, monkeypatch):
   def refuse(*args):
     raise OSError('no locks here')
 
-  run = token_cache._Build.run
+  run = token_cache.Builder.run
   first = []
 
   def be_slow(self, folder):
@@ -568,7 +561,7 @@ def test_who_is_second_leaves_what_is_there(files, cache, monkeypatch):
       first.append(folder.with_name(self.key).stat().st_ino)
 
   monkeypatch.setattr(token_cache.fcntl, 'flock', refuse)
-  monkeypatch.setattr(token_cache._Build, 'run', be_slow)
+  monkeypatch.setattr(token_cache.Builder, 'run', be_slow)
   second = text.load_corpus(files, cache_dir=cache)
   assert digest(second) == digest(first[0])
   (key,) = keys(cache)

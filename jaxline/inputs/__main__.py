@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     ' could resume exactly, and how fast it reads; exits with 1 if something is'
     ' wrong'
   )
-  promises = '; '.join(f'{p.name}: {p.text}' for p in show.PROMISES)
+  promises = '; '.join(f'{k}: {text}' for k, (text, _) in show.PROMISES.items())
   sub = commands.add_parser(
     'show',
     help=what,
@@ -172,12 +172,13 @@ def _tokenize(args: argparse.Namespace, rest: Sequence[str]) -> int:
       ' --config=FILE (with an equals sign), whose fields say what is read.'
     )
   try:
-    if args.files:
-      print(text.tokenize({'files': args.files, **given}))
-    else:
-      with token_cache.must_keep():
-        source = input_maker(platform.load_config(rest), 'train')()
-      print(_about(source))
+    with token_cache.must_keep():
+      if not args.files:
+        print(_about(input_maker(platform.load_config(rest), 'train')()))
+        return 0
+      corpus = text.load_corpus(args.files, **given)
+    folder = given.get('cache_dir') or token_cache.default_cache_dir()
+    print(f'{corpus.summary}, in {folder}; SHA-256 {corpus.sha256}')
   except (ValueError, OSError, ImportError) as e:
     raise platform.UsageError(str(e)) from e
   return 0

@@ -29,6 +29,7 @@ The contract is that of Pax's documents, section 'Data inputs'
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import contextvars
@@ -296,8 +297,7 @@ class BaseInput:
 
   def _check_fields(self) -> None:
     self._check_batch_size()
-    if self.batch_padding_size < 0:
-      self.refuse('batch_padding_size', 'an integer of at least 0')
+    self.check_integer('batch_padding_size', 0)
     for key in ('is_training', 'reset_for_eval', 'input_checkpointing_enabled'):
       self.check_flag(key)  # The text 'False' is true.
     n = self.eval_loop_num_batches
@@ -332,11 +332,7 @@ class BaseInput:
       )
 
   def _check_batch_size(self) -> None:
-    if not is_integer(self.batch_size) or self.batch_size < 1:
-      self.refuse(
-        'batch_size',
-        'an integer of at least 1, the rows that each host reads a batch',
-      )
+    self.check_integer('batch_size')
 
   def refuse(self, key: str, expected: str) -> NoReturn:
     """Raises an error about the value of a field."""
@@ -350,27 +346,15 @@ class BaseInput:
     if not isinstance(value, bool) and not (or_none and value is None):
       self.refuse(key, 'True, False or None' if or_none else 'True or False')
 
-  def check_repeat(self, repeat: bool | None) -> bool:
-    """Returns whether the data begins again at its end.
-
-    For subclasses that have a field `repeat`.
-
-    Args:
-      repeat: as the user gave it; None follows `reset_for_eval`.
-
-    Raises:
-      ValueError: one epoch of data without an end was asked for.
-    """
-    if repeat is None:
-      return not self.reset_for_eval
-    if not isinstance(repeat, bool):
-      self.refuse('repeat', 'True, False or None')
-    if repeat and self.reset_for_eval:
-      raise errors.UsageError(
-        f'{self.name} has reset_for_eval=True and repeat=True: one epoch would'
-        ' never end. Set repeat=False.'
-      )
-    return repeat
+  def check_integer(
+    self, key: str, least: int = 1, or_none: bool = False
+  ) -> None:
+    """Refuses a field that is no integer of at least that (nor None)."""
+    value = getattr(self, key)
+    is_fine = or_none if value is None else is_integer(value) and value >= least
+    if not is_fine:
+      none = ', or None' if or_none else ''
+      self.refuse(key, f'an integer of at least {least}{none}')
 
   # What a subclass overrides.
 
@@ -540,13 +524,10 @@ class BaseInput:
     """
     for number in range(num_batches):
       if next(self, None) is None:
-        raise self._skips_too_many(number, num_batches)
-
-  def _skips_too_many(self, number: int, num_batches: int) -> Exception:
-    return ValueError(
-      f'{self.name} ended after {number} of {num_batches} batches that were to'
-      ' be skipped.'
-    )
+        raise ValueError(
+          f'{self.name} ended after {number} of {num_batches} batches that were'
+          ' to be skipped.'
+        )
 
   def eval_batches(self) -> Iterator[dict[str, Any]]:
     """Yields the batches of one evaluation: see the top of this module.
@@ -656,6 +637,76 @@ class BaseInput:
   def restore(self, path: str | os.PathLike[str]) -> None:
     """Reads the state from a file that `save` wrote."""
     self.set_state(pathlib.Path(path).read_bytes())
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class ResumableInput(BaseInput, abc.ABC):
+  """An input that can start to read at any position.
+
+  Attributes:
+    repeat: whether epoch follows epoch; None is yes unless `reset_for_eval`.
+      If not, the end is padded with rows of weight 0, so that all hosts give
+      the same number of batches, and every batch has `weights`.
+  """
+
+  repeat: bool | None = None
+
+  # Where the first batch is read.
+  _first: ClassVar[Mapping[str, Any]]
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    self.check_flag('repeat', or_none=True)
+    if self.repeat and self.reset_for_eval:
+      raise errors.UsageError(
+        f'{self.name} has reset_for_eval=True and repeat=True: one epoch would'
+        ' never end. Set repeat=False.'
+      )
+    if self.repeat is None:
+      self.repeat = not self.reset_for_eval
+    self._at: Any = self._first
+    self._iterator: Any = None
+
+  @abc.abstractmethod
+  def _start(self) -> Any:
+    """Returns an iterator that begins at the position `_at`."""
+
+  def _take(self) -> tuple[dict[str, Any], Any]:
+    """Returns the next batch of the iterator, and the position behind it."""
+    return next(self._iterator)
+
+  def get_next(self) -> dict[str, Any]:
+    """Returns the next batch, arrays [batch_size, ...]."""
+    try:
+      if self._iterator is None:
+        self._iterator = self._start()
+      batch, self._at = self._take()
+      return batch
+    except StopIteration:
+      raise
+    except BaseException:
+      # More was read than the batches that were given: another try must begin
+      # at the same batch.
+      self.close()
+      raise
+
+  def reset(self) -> None:
+    """Goes back to the first record."""
+    super().reset()
+    self.set_position(self._first)
+
+  def position(self) -> Any:
+    """Returns where the next batch begins."""
+    return self._at
+
+  def set_position(self, position: Any) -> None:
+    """Reads on from where `position` was called."""
+    self.close()
+    self._at = position
+
+  def close(self) -> None:
+    """Ends the iterator."""
+    self._iterator = None
 
 
 def rounded_in(state: Any) -> dict[int, int]:

@@ -108,7 +108,7 @@ class GrainInput(indexed.IndexedInput):
       # Of this host alone; see `BaseInput`.
       self.ANY_NUMBER_OF_HOSTS = False  # type: ignore[misc]
       first = {'epoch': 0, 'record': 0, 'grain': None, 'ended': False}
-      self._at = self._first = first
+      self._at = self._first = first  # type: ignore[misc]
       self._reading = 0, 0  # The epoch and number of the record.
     else:
       self._check_records()
@@ -235,11 +235,8 @@ class GrainInput(indexed.IndexedInput):
   def _transform(self, element: Any, epoch: int, record: int) -> Any:
     for stage, (function, is_random) in enumerate(self._steps):
       if is_random:
-        bits = np.random.Philox(
-          key=np.array([self.seed() % 2**64, 2**63 + stage], np.uint64),
-          counter=np.array([0, 0, epoch, record], np.uint64),
-        )
-        element = function(element, np.random.Generator(bits))
+        numbers = indexed.record_generator(self.seed(), stage, epoch, record)
+        element = function(element, numbers)
       else:
         element = function(element)
     return element

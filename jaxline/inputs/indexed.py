@@ -14,7 +14,7 @@ Shapes: b rows, N records of an epoch.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import copy
 import dataclasses
 import functools
@@ -58,15 +58,12 @@ def _epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class IndexedInput(base.BaseInput, abc.ABC):
+class IndexedInput(base.ResumableInput):
   """An input that can read any record by its number.
 
   Attributes:
     shuffle: whether each epoch has an order of its own, drawn from the seed;
       None shuffles in training only.
-    repeat: whether epoch follows epoch; None does unless `reset_for_eval`.
-      Where not, the last batches are filled up with rows of weight 0, so that
-      all hosts have as many, and every batch has `weights`.
     num_threads: threads that read batches ahead, for files on slow disks.
     num_workers: processes that do, for work that holds Python's lock. The input
       is sent to them with cloudpickle. They import the program's main file: a
@@ -74,24 +71,19 @@ class IndexedInput(base.BaseInput, abc.ABC):
   """
 
   shuffle: bool | None = None
-  repeat: bool | None = None
   num_threads: int = 0
   num_workers: int = 0
 
   ANY_NUMBER_OF_HOSTS: ClassVar[bool] = True
+  # Of the global order, how many records were given.
+  _first: ClassVar[Mapping[str, Any]] = {'records': 0}
 
   def __post_init__(self) -> None:
     super().__post_init__()
     self.check_flag('shuffle', or_none=True)
-    self.repeat = self.check_repeat(self.repeat)
     if self.shuffle is None:
       self.shuffle = self.is_training
-    if self.num_workers < 0:  # Grain refuses threads itself.
-      self.refuse('num_workers', 'an integer of at least 0')
-    # Positions: that of the next batch, and the first.
-    self._at: dict[str, Any] = {'records': 0}
-    self._first = self._at
-    self._iterator: Any = None
+    self.check_integer('num_workers', 0)  # Grain refuses threads itself.
 
   # What a subclass overrides.
 
@@ -164,16 +156,8 @@ class IndexedInput(base.BaseInput, abc.ABC):
   def get_next(self) -> dict[str, Any]:
     """Returns this host's rows of the next global batch."""
     try:
-      if self._iterator is None:
-        self._iterator = self._start()
-      batch, self._at = self._take()
-      return batch
-    except StopIteration:
-      raise
-    except BaseException as e:
-      # Threads and workers have read further than the batches that were given:
-      # another try must begin at the same batch.
-      self.close()
+      return super().get_next()
+    except Exception as e:
       if 'terminated unexpectedly' in str(e):
         e.add_note(
           'Exit code -9 is a kill, most often since memory ran out; -7 is a'
@@ -273,20 +257,6 @@ class IndexedInput(base.BaseInput, abc.ABC):
       f' {", ".join(itertools.islice(some, _MAX_DESCRIBED))}, ...'
     )
 
-  def reset(self) -> None:
-    """Goes back to the first record."""
-    super().reset()
-    self.set_position(self._first)
-
-  def position(self) -> dict[str, Any]:
-    """Returns how many records of the global order were given."""
-    return self._at
-
-  def set_position(self, position: dict[str, Any]) -> None:
-    """Reads on from where `position` was called."""
-    self.close()
-    self._at = position
-
   def identity(self) -> dict[str, Any]:
     """Returns the values on which the global order depends."""
     identity = {
@@ -298,7 +268,8 @@ class IndexedInput(base.BaseInput, abc.ABC):
     }
     if self.shuffle and self.num_records() >= _SMALL:
       # The old order of large datasets was another.
-      identity[base.ORDER_VERSION] = 2
+      version = identity.get(base.ORDER_VERSION, 1)
+      identity[base.ORDER_VERSION] = version + 1
     return identity
 
   def where(self) -> str:
@@ -341,18 +312,19 @@ class IndexedInput(base.BaseInput, abc.ABC):
     Raises:
       ValueError: there are not so many.
     """
-    if not self.ANY_NUMBER_OF_HOSTS:
+    is_peeked = self._peeked is not None
+    if (
+      not self.ANY_NUMBER_OF_HOSTS
+      or num_batches > self._batches_left() + is_peeked
+    ):
       super().skip(num_batches)
       return
-    unread = num_batches
-    if unread and self._peeked is not None:
+    if num_batches and is_peeked:
       next(self)
-      unread -= 1
-    if unread > (left := self._batches_left()):
-      raise self._skips_too_many(num_batches - unread + left, num_batches)
-    given = unread * self.get_global_batch_size()
+      num_batches -= 1
+    given = num_batches * self.get_global_batch_size()
     self.set_position({'records': self._at['records'] + given})
-    self._num_read += unread
+    self._num_read += num_batches
 
   def __getstate__(self) -> dict[str, Any]:
     return {**self.__dict__, '_iterator': None}
@@ -454,6 +426,24 @@ def _picklable(error: Exception) -> Exception:
       other.add_note(note)
     return other
   return error
+
+
+def record_generator(
+  seed: int, stage: int, epoch: int, record: int
+) -> np.random.Generator:
+  """Returns the random numbers of a record, whoever reads it.
+
+  Args:
+    seed: any integer.
+    stage: what they are for, at least 0.
+    epoch: in which the record is read.
+    record: its number.
+  """
+  bits = np.random.Philox(
+    key=np.array([seed % 2**64, 2**63 + stage], np.uint64),
+    counter=np.array([0, 0, epoch, record], np.uint64),
+  )
+  return np.random.Generator(bits)
 
 
 def own_arrays(tree: Any) -> Any:

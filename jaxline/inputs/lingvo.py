@@ -76,9 +76,7 @@ class LingvoInputAdaptor(base.BaseInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    count = self.num_batches
-    if count is not None and count < 1:
-      self.refuse('num_batches', 'an integer of at least 1, or None for all')
+    self.check_integer('num_batches', or_none=True)
     if self.cluster_do_eval is None:
       self.cluster_do_eval = self.reset_for_eval
     if self.cluster_do_eval and self.is_training:
@@ -327,8 +325,8 @@ class LingvoEvalAdaptor(LingvoInputAdaptor):
       if padding is None:
         padding = _without_weight(tfdata.choose(batch, slice(1)))
       missing = size - base.num_rows(batch)
-      batch = tfdata.join([batch, *[padding] * missing])
-      yield tfdata.host_rows(self, batch)
+      (whole,) = tfdata.rebatch([batch, *[padding] * missing], size)
+      yield tfdata.host_rows(self, whole)
 
 
 def _params_of(generator: Any) -> Any:

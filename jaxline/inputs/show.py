@@ -26,7 +26,7 @@ import hashlib
 import itertools
 import textwrap
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -438,33 +438,24 @@ def _check_rows(hosts: Sequence[_Host]) -> _Result:
     f'of {text}, {len(across)} different ones are on several hosts and'
     f' {len(within)} again on the same host'
   )
-  same = [
-    str(number)
-    for number, (of, count) in enumerate(zip(rows_of, counts, strict=True))
-    # Else all rows are much the same.
-    if rows_of.count(of) > 1 and 2 * len(count) > len(of) > 1
-  ]
-  if same:
-    text += f'; hosts {", ".join(same)} read the same rows'
+  # Identical in all hosts, and not because all rows are much the same.
+  has_same = any(
+    rows_of.count(of) > 1 and 2 * len(count) > len(of) > 1
+    for of, count in zip(rows_of, counts, strict=True)
+  )
+  if has_same:
+    text += '; hosts read the same rows'
   if has_numbers:
     epoch, record = (across + within)[0]
     text += f'; such as {source.describe_record(record, epoch)}'
-  elif same and not isinstance(source, base.BaseInput):
-    return LOOK, (
-      f'{text}; this is no BaseInput, and reads as another host here only if it'
-      ' asks base.this_host()'
-    )
-  elif not same:
-    return LOOK, (
-      f'{text}; either the data has them more than once, or came around to its'
-      ' beginning, or hosts read the same'
-    )
-  if [h.source.infeed_host_index for h in hosts] != [*range(len(hosts))]:
+  if across:
     text += (
-      '; the input names a host of its own: leave infeed_host_index and'
-      ' num_infeed_hosts None, or take them from base.this_host()'
+      '; an input reads as the host that it names (leave infeed_host_index and'
+      ' num_infeed_hosts None), or else as that of base.this_host()'
     )
-  return WRONG, text
+  if has_numbers or (has_same and isinstance(source, base.BaseInput)):
+    return WRONG, text
+  return LOOK, f'{text}; or the data has them more than once'
 
 
 def _check_epoch(hosts: Sequence[_Host]) -> _Result:
@@ -563,32 +554,16 @@ def _check_position(hosts: Sequence[_Host]) -> _Result:
   return OK, 'the same on all hosts, and one host goes on from it'
 
 
-class Promise(NamedTuple):
-  """What every input promises, and how to test it.
-
-  Attributes:
-    name: of the line in the report.
-    text: the promise.
-    check: tests what the hosts have read, and may read more.
-  """
-
-  name: str
-  text: str
-  check: Callable[[Sequence[_Host]], _Result]
-
-
-PROMISES = (
-  Promise('rows', 'no row is read by two hosts, or twice', _check_rows),
-  Promise(
-    'epoch', 'data ends on all hosts after as many batches', _check_epoch
-  ),
-  Promise('resume', 'a new input goes on exactly from a state', _check_resume),
-  Promise(
-    'position',
+# What every input promises, by the name of its line in the report.
+PROMISES: dict[str, tuple[str, Callable[[Sequence[_Host]], _Result]]] = {
+  'rows': ('no row is read by two hosts, or twice', _check_rows),
+  'epoch': ('data ends on all hosts after as many batches', _check_epoch),
+  'resume': ('a new input goes on exactly from a state', _check_resume),
+  'position': (
     'where ANY_NUMBER_OF_HOSTS is set, a state fits any number of hosts',
     _check_position,
   ),
-)
+}
 
 
 # All of it.
@@ -692,9 +667,9 @@ def check(
     _Host(make_input, i, num_hosts, num_batches, max_batches, one_epoch)
     for i in range(num_hosts)
   ]
-  for promise in PROMISES:
-    if result := promise.check(hosts):
-      findings.append(Finding(promise.name, *result))
+  for name, (_, test) in PROMISES.items():
+    if result := test(hosts):
+      findings.append(Finding(name, *result))
   with opened(make_input, 0, num_hosts) as (_, batches):
     speed = throughput(batches, seconds)
   return Report(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import math
 from typing import Any, Literal, get_args
 
 import jax
@@ -58,10 +57,9 @@ class SyntheticInput(indexed.IndexedInput):
         f'{self.name} has length={self.length} and spec={self.spec}; give'
         ' length for the batches of a language model, or spec for others.'
       )
-    for key in ('length', 'vocab_size', 'size'):
-      value = getattr(self, key)
-      if value is not None and (not base.is_integer(value) or value < 1):
-        self.refuse(key, 'an integer of at least 1')
+    self.check_integer('length', or_none=True)
+    self.check_integer('vocab_size')
+    self.check_integer('size')
     # Of each entry that is drawn; labels are the ids that follow.
     spec = self.spec
     if spec is None:
@@ -81,6 +79,7 @@ class SyntheticInput(indexed.IndexedInput):
   def data_identity(self) -> dict[str, Any]:
     """Returns what the records depend on."""
     return {
+      base.ORDER_VERSION: 2 if self.kind == 'random' else 1,
       'kind': self.kind,
       'vocab_size': self.vocab_size,
       'spec': {
@@ -90,15 +89,14 @@ class SyntheticInput(indexed.IndexedInput):
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
     """Returns the records [b, ...]."""
-    # A stream of its own for each record: it does not matter who reads it.
-    seed = _mix(np.array([self.seed() % 2**64], np.uint64))
-    streams = _mix(
-      _mix(seed + epochs.astype(np.uint64)) + records.astype(np.uint64)
-    )
-    batch = {
-      key: self._values(_mix(streams + np.uint64(i)), shape, dtype)
-      for i, (key, (shape, dtype)) in enumerate(self._spec.items())
-    }
+    if self.kind == 'ones':
+      batch = {
+        key: np.ones((len(records), *shape), dtype)
+        for key, (shape, dtype) in self._spec.items()
+      }
+    else:
+      drawn = map(self._draw, records.tolist(), epochs.tolist())
+      batch = jax.tree.map(lambda *rows: np.stack(rows), *drawn)
     if self.length is None:
       return batch
     tokens = batch['ids']
@@ -112,41 +110,16 @@ class SyntheticInput(indexed.IndexedInput):
       'segment_pos': np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
     }
 
-  def _values(
-    self, streams: np.ndarray, shape: tuple[int, ...], dtype: np.dtype
-  ) -> np.ndarray:
-    """Returns the values of an entry, [b, *shape], from streams [b]."""
-    shape = len(streams), *shape
-    if self.kind == 'ones':
-      return np.ones(shape, dtype)
-    places = np.arange(math.prod(shape[1:]), dtype=np.uint64)
-    bits = _mix(streams[:, None] + places * _GOLDEN)
-    high, low = bits >> np.uint64(32), bits & np.uint64(2**32 - 1)
-    if _is_float(dtype):
-      # Box and Muller's; 1 is added lest the logarithm of 0 be taken.
-      radius = np.sqrt(-2 * np.log((high.astype(np.float32) + 1) / 2**32))
-      values = radius * np.cos(low.astype(np.float32) * (2 * np.pi / 2**32))
-    else:
-      # As even as 32 bits can be, and without a division.
-      values = high * np.uint64(self.vocab_size) >> np.uint64(32)
-    return values.reshape(shape).astype(dtype)
+  def _draw(self, record: int, epoch: int) -> dict[str, np.ndarray]:
+    """Returns the random values of a record."""
+    numbers = indexed.record_generator(self.seed(), 0, epoch, record)
 
+    def draw(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+      if _is_float(dtype):
+        return np.asarray(numbers.standard_normal(shape, np.float32), dtype)
+      return np.asarray(numbers.integers(self.vocab_size, size=shape), dtype)
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-  """Returns one draw of SplitMix64 (Steele, Lea, Flood, 2014) from each state.
-
-  Unlike a generator of NumPy's for each record, all of them at once.
-
-  Args:
-    x: uint64 [...].
-  """
-  x = x + _GOLDEN
-  x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-  x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-  return x ^ (x >> np.uint64(31))
+    return {key: draw(*about) for key, about in self._spec.items()}
 
 
 def _is_float(dtype: np.dtype) -> bool:

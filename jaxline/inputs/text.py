@@ -38,7 +38,7 @@ row, b rows that are read.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -54,7 +54,6 @@ from absl import logging
 import numpy as np
 
 from jaxline import errors
-from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import token_cache
 from jaxline.inputs import tokenization
@@ -127,32 +126,16 @@ def load_corpus(
     raise errors.UsageError(
       f'documents is {documents!r}; expected one of {token_cache.KINDS}.'
     )
-  corpus = token_cache.load(
+  corpus = token_cache.Builder(
     _find(files),
-    tokenizer=tokenization.load_tokenizer(tokenizer),
-    kind=documents,
-    eval_fraction=eval_fraction,
-    cache_dir=cache_dir,
-  )
+    tokenization.load_tokenizer(tokenizer),
+    documents,
+    float(eval_fraction),
+  ).load(cache_dir)
   logging.info(
     'Text from %s: %s, SHA-256 %s.', files, corpus.summary, corpus.sha256
   )
   return corpus
-
-
-def tokenize(options: Mapping[str, Any]) -> str:
-  """Makes the tokens of files; returns what they are.
-
-  Args:
-    options: arguments of `load_corpus`.
-
-  Raises:
-    UsageError: the tokens could not be kept.
-  """
-  with token_cache.must_keep():
-    corpus = load_corpus(**options)
-  folder = options.get('cache_dir') or token_cache.default_cache_dir()
-  return f'{corpus.summary}, in {folder}; SHA-256 {corpus.sha256}'
 
 
 def compression_baselines(documents: Documents) -> dict[str, float]:
@@ -222,11 +205,8 @@ class TextInput(indexed.IndexedInput):
     super().__post_init__()
     if self.packing not in PACKINGS:
       self.refuse('packing', f'one of {PACKINGS}')
-    for key in 'length', 'max_batches':
-      value = getattr(self, key)
-      is_unset = key == 'max_batches' and value is None
-      if not is_unset and (not base.is_integer(value) or value < 1):
-        self.refuse(key, 'an integer of at least 1')
+    self.check_integer('length')
+    self.check_integer('max_batches', or_none=True)
     if self.is_training and self.max_batches is not None:
       self.refuse('max_batches', 'None, since training sees all of the text')
     self._documents = self.documents = self._load()

@@ -46,7 +46,7 @@ Shapes: B rows of this host, G rows of a global batch.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
 import functools
@@ -132,16 +132,13 @@ def build(
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class EpochInput(base.BaseInput, abc.ABC):
+class EpochInput(base.ResumableInput):
   """Reads datasets that hold one epoch each; a subclass builds them.
 
   With `ANY_NUMBER_OF_HOSTS`, the dataset is that of all hosts, and a host keeps
   its rows of each global batch; without, it is that of one host.
 
   Attributes:
-    repeat: whether epoch follows epoch; None is yes unless `reset_for_eval`.
-      If not, the end is padded with rows of weight 0, so that all hosts give
-      the same number of batches, and every batch has `weights`.
     drop_remainder: whether to leave out the end instead, if it does not fill a
       batch on all hosts. If epochs repeat, there is no such end: a batch
       continues with the next epoch.
@@ -149,13 +146,14 @@ class EpochInput(base.BaseInput, abc.ABC):
       this module. False is for pipelines that give the same without it.
   """
 
-  repeat: bool | None = None
   drop_remainder: bool = False
   op_determinism: bool = True
 
+  # The epoch, and how many of its records were given.
+  _first: ClassVar[Mapping[str, Any]] = {'epoch': 0, 'record': 0}
+
   def __post_init__(self) -> None:
     super().__post_init__()
-    self.repeat = self.check_repeat(self.repeat)
     if self.drop_remainder and self.reset_for_eval:
       raise ValueError(
         f'{self.name} has reset_for_eval=True and drop_remainder=True: an'
@@ -163,10 +161,6 @@ class EpochInput(base.BaseInput, abc.ABC):
         ' drop_remainder=False.'
       )
     import_tensorflow()
-    self._epoch = self._record = 0
-    self._batches: Iterator[dict[str, Any]] | None = None
-    # Epoch -> its records, for epochs that were read to their end.
-    self._sizes: dict[int, int] = {}
 
   # What a subclass overrides.
 
@@ -188,32 +182,30 @@ class EpochInput(base.BaseInput, abc.ABC):
 
   # The contract of `BaseInput`.
 
-  def get_next(self) -> dict[str, Any]:
-    """Returns the next batch, arrays [B, ...]."""
+  def _start(self) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
+    """Yields batches from the position on, each with the position behind it.
+
+    To reach the position takes as long as reading up to there.
+    """
     is_global = self.ANY_NUMBER_OF_HOSTS
     rows = self.get_global_batch_size() if is_global else self.batch_size
-    try:
-      if self._batches is None:
-        self._batches = self._read(rows)
-      batch = next(self._batches)
-    except StopIteration:
-      raise
-    except BaseException:
-      # More was read than the batches that were given: another try must begin
-      # at the same batch.
-      self.close()
-      raise
-    self._record += rows
-    while self._record > self._sizes.get(self._epoch, self._record):
-      self._record -= self._sizes.pop(self._epoch)
-      self._epoch += 1
-    if is_global:
-      batch = host_rows(self, batch)
-    return batch if self.repeat else base.pad_rows(batch, self.batch_size)
+    epoch, record = self._at['epoch'], self._at['record']
+    # Epoch -> its records, for epochs that were read to their end.
+    sizes: dict[int, int] = {}
+    for batch in self._read(rows, sizes):
+      record += rows
+      while record > sizes.get(epoch, record):
+        record -= sizes.pop(epoch)
+        epoch += 1
+      if is_global:
+        batch = host_rows(self, batch)
+      if not self.repeat:
+        batch = base.pad_rows(batch, self.batch_size)
+      yield batch, {'epoch': epoch, 'record': record}
 
-  def _read(self, rows: int) -> Iterator[dict[str, Any]]:
+  def _read(self, rows: int, sizes: dict[int, int]) -> Iterator[dict[str, Any]]:
     """Yields batches of `rows`, the last maybe of fewer, from the position."""
-    batches = rebatch(self._chunks(rows), rows)
+    batches = rebatch(self._chunks(rows, sizes), rows)
     if self.repeat:
       yield from batches
       return
@@ -221,21 +213,23 @@ class EpochInput(base.BaseInput, abc.ABC):
     for batch in batches:
       if self.drop_remainder and (
         base.num_rows(batch) < rows
-        or (has_own_end and self._record + rows > self._common_end)
+        or (has_own_end and self._at['record'] + rows > self._common_end)
       ):
         return
       yield batch
-    if has_own_end and self._record < self._common_end:
+    if has_own_end and self._at['record'] < self._common_end:
       assert self.num_infeed_hosts is not None
       parts = (self._build(0, host) for host in range(self.num_infeed_hosts))
       some = next(x for part in parts for x in self._batched(part.take(1), 1))
-      while self._record < self._common_end:
+      while self._at['record'] < self._common_end:
         yield choose(some, slice(0))
 
-  def _chunks(self, rows: int) -> Iterator[dict[str, Any]]:
+  def _chunks(
+    self, rows: int, sizes: dict[int, int]
+  ) -> Iterator[dict[str, Any]]:
     """Yields the records from the position on, at most `rows` at once."""
     assert self.infeed_host_index is not None
-    epoch, record = self._epoch, self._record
+    epoch, record = self._at['epoch'], self._at['record']
     while True:
       size = record
       dataset = self._build(epoch, self.infeed_host_index)
@@ -252,7 +246,7 @@ class EpochInput(base.BaseInput, abc.ABC):
           f' {self.infeed_host_index} of {self.num_infeed_hosts}. Check what'
           ' the dataset reads and filters out; each host needs some.'
         )
-      self._sizes[epoch] = size
+      sizes[epoch] = size
       epoch, record = epoch + 1, max(0, record - size)
 
   def _build(self, epoch: int, host_index: int) -> Any:
@@ -298,32 +292,13 @@ class EpochInput(base.BaseInput, abc.ABC):
       return known
     return sum(map(base.num_rows, self._batched(dataset, _COUNTED_AT_ONCE)))
 
-  def reset(self) -> None:
-    """Goes back to the first record of the first epoch."""
-    super().reset()
-    self.set_position({'epoch': 0, 'record': 0})
-
-  def position(self) -> dict[str, int]:
-    """Returns the epoch, and how many of its records were given."""
-    return {'epoch': self._epoch, 'record': self._record}
-
-  def set_position(self, position: dict[str, int]) -> None:
-    """Goes there; the next batch takes as long as reading up to there."""
-    self.close()
-    self._epoch, self._record = position['epoch'], position['record']
-
   def identity(self) -> dict[str, Any]:
     """Returns what fixes the order."""
     return {**super().identity(), 'seed': self.seed(), 'repeat': self.repeat}
 
   def where(self) -> str:
     """Returns the first record of the next batch."""
-    return f'epoch {self._epoch} from record {self._record} on'
-
-  def close(self) -> None:
-    """Ends the pipeline."""
-    self._batches = None
-    self._sizes = {}
+    return f'epoch {self._at["epoch"]} from record {self._at["record"]} on'
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -385,13 +360,6 @@ def choose(batch: Any, rows: slice) -> Any:
   return jax.tree.map(lambda x: x[rows], batch)
 
 
-def join(batches: Sequence[Any]) -> Any:
-  """Returns the rows of some batches as one batch."""
-  if len(batches) == 1:
-    return batches[0]
-  return jax.tree.map(lambda *xs: np.concatenate(xs), *batches)
-
-
 def host_rows(source: base.BaseInput, batch: Any) -> Any:
   """Returns the rows of a global batch that are those of an input's host."""
   assert source.infeed_host_index is not None
@@ -403,12 +371,16 @@ def rebatch(batches: Iterable[Any], rows: int) -> Iterator[Any]:
   """Yields the rows of batches, `rows` at a time; the last may have fewer."""
   parts: list[Any] = []
   have = 0
+
+  def join() -> Any:
+    return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+
   for batch in batches:
     parts.append(batch)
     have += base.num_rows(batch)
     if have < rows:
       continue
-    joined, parts = join(parts), []
+    joined, parts = join() if parts[1:] else batch, []
     while have >= rows:
       yield choose(joined, slice(rows))
       have -= rows
@@ -416,7 +388,7 @@ def rebatch(batches: Iterable[Any], rows: int) -> Iterator[Any]:
     if have:
       parts = [joined]
   if have:
-    yield join(parts)
+    yield join()
 
 
 def to_batch(source: base.BaseInput, given: Any) -> dict[str, Any]:

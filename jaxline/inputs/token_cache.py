@@ -26,7 +26,7 @@ Shapes: N tokens of a split, D documents.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import contextvars
 import dataclasses
@@ -62,9 +62,8 @@ SPLITS: tuple[Split, Split] = ('train', 'eval')
 # What a document can be.
 KINDS = ('file', 'line', 'jsonl')
 
-_FORMAT = 3
+_FORMAT = 4
 _META = 'meta'
-_ARRAYS = ('tokens', 'documents')
 # Git looks at as many bytes to tell a binary file from a text.
 _BINARY_PROBE_BYTES = 8000
 # A file that was written just before it was read may be written again within
@@ -73,8 +72,6 @@ _SETTLED_NS = 2 * 10**9
 # Text that is tokenized at once.
 _BATCH_BYTES = 2**22
 _BUFFER_BYTES = 2**16
-# Of the table of documents.
-_ROWS_AT_ONCE = 2**20
 # Without a folder to write to, more than this is not tokenized at each start.
 _MAX_UNCACHED_BYTES = 10**9
 _must_keep = contextvars.ContextVar[bool]('must_keep', default=False)
@@ -221,7 +218,7 @@ def default_cache_dir() -> str:
 
 @contextlib.contextmanager
 def must_keep() -> Iterator[None]:
-  """Makes `load` refuse a folder that cannot be used, for text of any size."""
+  """Makes `Builder` refuse a folder that cannot be used, for any text."""
   token = _must_keep.set(True)
   try:
     yield
@@ -233,94 +230,6 @@ def stable_hash(key: str) -> int:
   """Returns 64 bits that are the same in every process and version."""
   digest = hashlib.sha256(key.encode(errors='surrogateescape')).digest()
   return int.from_bytes(digest[:8], 'big')
-
-
-def load(
-  sources: Sequence[Source],
-  *,
-  tokenizer: tokenization.Tokenizer,
-  kind: str,
-  eval_fraction: float,
-  cache_dir: Path | None = None,
-) -> Corpus:
-  """Returns the tokens of files, made now if they were not made before.
-
-  Args:
-    sources: the files, sorted by name.
-    tokenizer: the one to make them with.
-    kind: what a document is, one of `KINDS`.
-    eval_fraction: which part of the documents to hold out, by the hash of their
-      names.
-    cache_dir: where; None is `default_cache_dir()`.
-
-  Raises:
-    UsageError: there are fewer than two documents, a file is not what `kind`
-      says, or was written meanwhile; or the folder cannot be written to and the
-      text is too large to do without, or this is within `must_keep`.
-  """
-  build = _Build(sources, tokenizer, kind, eval_fraction)
-  root = pathlib.Path(cache_dir or default_cache_dir()).expanduser().absolute()
-  folder = root / build.key
-  # If it cannot be used, another process may be making it: the lock tells.
-  with contextlib.suppress(_DamagedError, OSError):
-    return build.open(folder)
-  try:
-    root.mkdir(0o777 if cache_dir else 0o700, parents=True, exist_ok=True)
-    os.listdir(root)  # Another user's may be closed to this one.
-  except OSError as e:
-    return _load_uncached(build, root, e)
-  with _lock(root / f'{build.key}.lock') as is_locked:
-    try:
-      return build.open(folder)
-    except _DamagedError as e:
-      if folder.exists():
-        logging.warning('Tokens are made anew: %s', e)
-        shutil.rmtree(folder, ignore_errors=True)
-    except OSError as e:
-      e.add_note(
-        f'The tokens in {folder} cannot be read, which does not mean that they'
-        f' are damaged. To have them made anew: rm -r {folder}'
-      )
-      raise
-    # What the builders of this host have, which share the lock.
-    prefix = f'{build.key}.{socket.gethostname().replace("/", "_")}.'
-    _remove_leftovers(root, prefix if is_locked else None)
-    part = root / f'{prefix}{secrets.token_hex(8)}.tmp'
-    try:
-      part.mkdir()
-    except OSError as e:
-      return _load_uncached(build, root, e)
-    try:
-      build.run(part)
-      part.rename(folder)
-    except OSError as e:
-      # If it exists by now, a host that shares no lock was faster.
-      if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-        raise
-    finally:
-      shutil.rmtree(part, ignore_errors=True)
-  return build.open(folder)
-
-
-def _load_uncached(
-  build: _Build, root: pathlib.Path, reason: OSError
-) -> Corpus:
-  problem = f'The folder for tokens, {root}, cannot be used ({reason})'
-  remedy = 'Give another cache_dir, or set XDG_CACHE_HOME.'
-  if _must_keep.get():
-    raise errors.UsageError(f'{problem}: none were kept. {remedy}') from reason
-  if build.size > _MAX_UNCACHED_BYTES:
-    raise errors.UsageError(
-      f'{problem}, and the text has {build.size} bytes, too many to tokenize at'
-      f' each start. {remedy}'
-    ) from reason
-  logging.warning(
-    '%s: the text is tokenized at each start. %s', problem, remedy
-  )
-  with tempfile.TemporaryDirectory() as folder:
-    build.run(pathlib.Path(folder))
-    # What is mapped outlives the names of the files.
-    return build.open(pathlib.Path(folder))
 
 
 @contextlib.contextmanager
@@ -345,17 +254,12 @@ def _lock(path: pathlib.Path) -> Iterator[bool]:
     yield is_locked
 
 
-def _remove_leftovers(root: pathlib.Path, dead: str | None) -> None:
-  """Removes folders of killed builders.
-
-  They are dead if their names begin with `dead`, as those of this host do while
-  it has the lock, or if nothing was written there for a day.
-  """
+def _remove_leftovers(root: pathlib.Path) -> None:
+  """Removes folders of killed builders: nothing was written there for a day."""
   for path in root.glob('*.tmp'):
     with contextlib.suppress(OSError):  # Another process removes it too.
       newest = max(p.stat().st_mtime for p in [path, *path.iterdir()])
-      is_old = newest < time.time() - _ABANDONED_SECS
-      if is_old or (dead and path.name.startswith(dead)):
+      if newest < time.time() - _ABANDONED_SECS:
         logging.info('Removing %s, whose builder died.', path)
         shutil.rmtree(path)
 
@@ -389,59 +293,29 @@ def _open(
     if checksum != b'%08x' % zlib.crc32(data):
       raise _DamagedError(f'{path} is not as it was written')
     meta = json.loads(data)
-    if not is_verified:
-      for split, about in meta['splits'].items():
-        for name in _ARRAYS:
-          _verify(folder / f'{split}.{name}', *about[name])
     meta['files'] = [_File(*file) for file in meta['files']]
-    return meta, {
-      split: _open_split(folder, split, meta, tokenizer) for split in SPLITS
-    }
+    splits: dict[Split, Documents] = {}
+    for split, about in meta['splits'].items():
+      maps = []
+      for name, dtype in ('tokens', _dtype(tokenizer)), ('documents', '<i8'):
+        part = folder / f'{split}.{name}'
+        if not is_verified:
+          _verify(part, *about[name])
+        # As an array: `np.memmap` itself is slow to slice.
+        maps.append(np.memmap(part, dtype, 'r').view(np.ndarray))
+      tokens, table = maps[0], maps[1].reshape(-1, 3)
+      names = _Names(meta['files'], table)
+      splits[split] = Documents(
+        names=tuple(names) if meta['request'][2] == 'file' else names,
+        tokens=tokens,
+        starts=table[:, 0],
+        **{key: about[key] for key in ('sha256', 'num_files', 'num_bytes')},
+        tokenizer=tokenizer,
+        _origin=(str(folder), split),
+      )
+    return meta, splits
   except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as e:
     raise _DamagedError(str(e)) from e
-
-
-def _open_split(
-  folder: pathlib.Path,
-  split: Split,
-  meta: dict[str, Any],
-  tokenizer: tokenization.Tokenizer,
-) -> Documents:
-  # As arrays: `np.memmap` itself is slow to slice.
-  tokens, table = (
-    np.memmap(folder / f'{split}.{name}', dtype, 'r').view(np.ndarray)
-    for name, dtype in zip(_ARRAYS, (_dtype(tokenizer), '<i8'), strict=True)
-  )
-  table = table.reshape(-1, 3)
-  file = table[:, 1]
-  _, _, kind, eval_fraction = meta['request']
-  files: list[_File] = meta['files']
-  names = _Names(files, table)
-  if kind == 'file':
-    sha256 = _corpus_sha256(files[i] for i in file.tolist())
-  else:
-    rule = [_corpus_sha256(files), kind, eval_fraction, split]
-    sha256 = hashlib.sha256(json.dumps(rule).encode()).hexdigest()
-  return Documents(
-    names=tuple(names) if kind == 'file' else names,
-    tokens=tokens,
-    starts=table[:, 0],
-    sha256=sha256,
-    num_files=_count_runs(file),
-    num_bytes=meta['splits'][split]['num_bytes'],
-    tokenizer=tokenizer,
-    _origin=(str(folder), split),
-  )
-
-
-def _count_runs(column: np.ndarray) -> int:
-  """Returns how often a value differs from the one before it, and 1."""
-  # In parts: of a map, a mask would be the only thing that takes memory.
-  parts = (
-    column[start : start + _ROWS_AT_ONCE + 1]
-    for start in range(0, len(column), _ROWS_AT_ONCE)
-  )
-  return 1 + sum(int(np.count_nonzero(x[1:] != x[:-1])) for x in parts)
 
 
 def _reopen(
@@ -491,10 +365,18 @@ def _dtype(tokenizer: tokenization.Tokenizer) -> str:
 
 
 @dataclasses.dataclass
-class _Build:
+class Builder:
   """Makes tokens of files, and opens those that were made of them.
 
-  The fields are arguments of `load`.
+  Attributes:
+    sources: the files, sorted by name.
+    tokenizer: the one to make them with.
+    kind: what a document is, one of `KINDS`.
+    eval_fraction: which part of the documents to hold out, by the hash of their
+      names.
+    key: of the folder.
+    size: of the files, in bytes.
+    is_bytes: whether the tokens are the bytes.
   """
 
   sources: Sequence[Source]
@@ -504,14 +386,14 @@ class _Build:
 
   def __post_init__(self) -> None:
     # A subclass may make other tokens.
-    self._is_bytes = type(self.tokenizer) is tokenization.ByteTokenizer
-    fraction = float(self.eval_fraction)
-    self._request = [_FORMAT, self.tokenizer.identity, self.kind, fraction]
-    self._stats = [os.stat(source.path) for source in self.sources]
+    self.is_bytes = type(self.tokenizer) is tokenization.ByteTokenizer
+    tokens = self.tokenizer.identity
+    self._request = [_FORMAT, tokens, self.kind, self.eval_fraction]
     settled = time.time_ns() - _SETTLED_NS
     # `run` adds the hashes, and which files are used.
     self._files = []
-    for source, status in zip(self.sources, self._stats, strict=True):
+    for source in self.sources:
+      status = os.stat(source.path)
       times = [status.st_mtime_ns, status.st_ctime_ns]
       times = times if max(times) < settled else []
       self._files.append(_File(source.name, status.st_size, times, '', True))
@@ -524,6 +406,79 @@ class _Build:
     ]
     key = json.dumps([self._request, files]).encode()
     self.key = hashlib.sha256(key).hexdigest()[:40]
+
+  def load(self, cache_dir: Path | None = None) -> Corpus:
+    """Returns the tokens, made now if they were not made before.
+
+    Args:
+      cache_dir: where; None is `default_cache_dir()`.
+
+    Raises:
+      UsageError: there are fewer than two documents, a file is not what `kind`
+        says, or was written meanwhile; or the folder cannot be written to and
+        the text is too large to do without, or this is within `must_keep`.
+    """
+    root = pathlib.Path(cache_dir or default_cache_dir())
+    root = root.expanduser().absolute()
+    folder = root / self.key
+    # If it cannot be used, another process may be making it: the lock tells.
+    with contextlib.suppress(_DamagedError, OSError):
+      return self.open(folder)
+    try:
+      root.mkdir(0o777 if cache_dir else 0o700, parents=True, exist_ok=True)
+      os.listdir(root)  # Another user's may be closed to this one.
+    except OSError as e:
+      return self._load_uncached(root, e)
+    with _lock(root / f'{self.key}.lock') as is_locked:
+      try:
+        return self.open(folder)
+      except _DamagedError as e:
+        if folder.exists():
+          logging.warning('Tokens are made anew: %s', e)
+          shutil.rmtree(folder, ignore_errors=True)
+      except OSError as e:
+        e.add_note(
+          f'The tokens in {folder} cannot be read, which does not mean that'
+          f' they are damaged. To have them made anew: rm -r {folder}'
+        )
+        raise
+      _remove_leftovers(root)
+      part = root / f'{self.key}.{socket.gethostname().replace("/", "_")}.tmp'
+      if is_locked:  # A builder of this host that had it was killed.
+        shutil.rmtree(part, ignore_errors=True)
+      else:
+        part = part.with_suffix(f'.{secrets.token_hex(8)}.tmp')
+      try:
+        part.mkdir()
+      except OSError as e:
+        return self._load_uncached(root, e)
+      try:
+        self.run(part)
+        part.rename(folder)
+      except OSError as e:
+        # If it exists by now, a host that shares no lock was faster.
+        if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+          raise
+      finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return self.open(folder)
+
+  def _load_uncached(self, root: pathlib.Path, reason: OSError) -> Corpus:
+    problem = f'The folder for tokens, {root}, cannot be used ({reason})'
+    remedy = 'Give another cache_dir, or set XDG_CACHE_HOME.'
+    if _must_keep.get() or self.size > _MAX_UNCACHED_BYTES:
+      raise errors.UsageError(
+        f'{problem}: none were kept. {remedy} Without it, a run tokenizes up to'
+        f' {_MAX_UNCACHED_BYTES} bytes of text at each start; these are'
+        f' {self.size}.'
+      ) from reason
+    logging.warning(
+      '%s: the text is tokenized at each start. %s', problem, remedy
+    )
+    with tempfile.TemporaryDirectory() as folder:
+      self.run(pathlib.Path(folder))
+      # What is mapped outlives the names of the files.
+      return self.open(pathlib.Path(folder))
 
   def open(self, folder: pathlib.Path) -> Corpus:
     """Verifies and maps the tokens in a folder.
@@ -561,10 +516,17 @@ class _Build:
       min(hashes, default=0), max(hashes, default=2**64)
     )
     while True:
-      splits, least, most = self._tokenize(folder, threshold)
+      writers, least, most = self._tokenize(folder, threshold)
       before, threshold = threshold, self._threshold(least, most)
       if threshold == before:
         break
+    for split, writer in writers.items():
+      rule = [_corpus_sha256(self._files), *self._request[2:], split]
+      sha256 = hashlib.sha256(json.dumps(rule).encode()).hexdigest()
+      if self.kind == 'file':
+        sha256 = _corpus_sha256(self._files[i] for i in writer.files)
+      writer.about |= {'num_files': len(writer.files), 'sha256': sha256}
+    splits = {split: writer.about for split, writer in writers.items()}
     meta = {'request': self._request, 'files': self._files, 'splits': splits}
     _write_meta(folder, meta)
     secs = time.monotonic() - began
@@ -583,39 +545,32 @@ class _Build:
 
   def _tokenize(
     self, folder: pathlib.Path, threshold: float
-  ) -> tuple[dict[Split, Any], int, int]:
+  ) -> tuple[dict[Split, _Writer], int, int]:
     """Writes the tokens.
 
     Returns:
-      What `meta` says of the splits, and the smallest and the largest hash of a
+      The writer of each split, and the smallest and the largest hash of a
       document.
     """
     least, most, count = 2**64, -1, 0
-    is_held_out = False
+    self._num_read, self._due = 0, time.monotonic() + _PROGRESS_SECS
     with contextlib.ExitStack() as stack:
-      writers = [stack.enter_context(_Writer(folder, s)) for s in SPLITS]
-      for batch in self._batches():
-        held_out = []
-        for file, line in zip(batch.files, batch.lines, strict=True):
-          if line >= 0:
-            value = stable_hash(f'eval/{_name(self.sources[file].name, line)}')
-            least = value if value < least else least
-            most = value if value > most else most
-            count += 1
-            is_held_out = value < threshold
-          held_out.append(is_held_out)
-        masks = [not x for x in held_out], held_out
-        for writer, mask in zip(writers, masks, strict=True):
-          part = _Texts(
-            [*itertools.compress(batch.files, mask)],
-            [*itertools.compress(batch.lines, mask)],
-            [*itertools.compress(batch.texts, mask)],
-          )
-          if part.texts:
-            self._write(writer, part)
+      writers = {
+        split: stack.enter_context(_Writer(self, folder, split))
+        for split in SPLITS
+      }
+      for file, line, text in self._texts():
+        if line >= 0:
+          value = stable_hash(f'eval/{_name(self.sources[file].name, line)}')
+          least = value if value < least else least
+          most = value if value > most else most
+          count += 1
+          writer = writers['eval' if value < threshold else 'train']
+        writer.add(file, line, text)
+      for writer in writers.values():
+        writer.flush()
     self._check_count(count)
-    abouts = {s: w.about for s, w in zip(SPLITS, writers, strict=True)}
-    return abouts, least, most
+    return writers, least, most
 
   def _check_count(self, num_documents: int) -> None:
     """Refuses too few documents."""
@@ -629,40 +584,26 @@ class _Build:
         " (documents='line'), or give more files."
       )
 
-  def _batches(self) -> Iterator[_Texts]:
-    """Yields as many texts as are tokenized at once; hashes the files."""
-    # The libraries tokenize the texts of a batch in parallel.
-    num_threads = 1 if self._is_bytes else min(os.cpu_count() or 1, 16)
-    batch, waiting = _Texts([], [], []), 0
-    due, done = time.monotonic() + _PROGRESS_SECS, 0
-
-    def log_progress(num_bytes: int) -> None:
-      nonlocal due
-      if time.monotonic() > due:
-        due = time.monotonic() + _PROGRESS_SECS
-        read, size = num_bytes / 1e9, self.size / 1e9
-        logging.info('Tokenized %.2f of %.2f GB.', read, size)
-
+  def _texts(self) -> Iterator[tuple[int, int, bytes]]:
+    """Yields the file, the line and the text of documents; hashes the files."""
     for i, source in enumerate(self.sources):
-      with _open_hashed(source.path, self._stats[i]) as (file, raw):
+      size = self._files[i].size
+      opened = _open_hashed(source.path, size, self._log_progress)
+      with opened as (file, raw):
         head = file.peek(_BINARY_PROBE_BYTES)[:_BINARY_PROBE_BYTES]
         is_used = bool(head) and not (source.text_only and b'\0' in head)
         for line, text in self._documents(file, source) if is_used else ():
-          batch.files.append(i)
-          batch.lines.append(line)
-          batch.texts.append(text)
-          waiting += len(text)
-          if waiting >= _BATCH_BYTES * num_threads:
-            yield batch
-            batch, waiting = _Texts([], [], []), 0
-            log_progress(done + raw.tell())
-      done += self._files[i].size
-      log_progress(done)
+          yield i, line, text
       self._files[i] = self._files[i]._replace(
         sha256=raw.sha256.hexdigest(), is_used=is_used
       )
-    if batch.texts:
-      yield batch
+
+  def _log_progress(self, num_bytes: int) -> None:
+    self._num_read += num_bytes
+    if time.monotonic() > self._due:
+      self._due = time.monotonic() + _PROGRESS_SECS
+      read, size = self._num_read / 1e9, self.size / 1e9
+      logging.info('Tokenized %.2f of %.2f GB.', read, size)
 
   def _documents(
     self, file: BinaryIO, source: Source
@@ -670,7 +611,7 @@ class _Build:
     """Yields texts with their lines: 0 is a file, -1 is more of a file."""
     if self.kind == 'file':
       pieces = iter(functools.partial(file.read, _BATCH_BYTES), b'')
-      if not self._is_bytes:
+      if not self.is_bytes:
         pieces = iter([b''.join(pieces)])  # It may merge over any bound.
       yield 0, next(pieces)
       yield from ((-1, piece) for piece in pieces)
@@ -691,96 +632,108 @@ class _Build:
       if text:
         yield number, text
 
-  def _write(self, writer: _Writer, batch: _Texts) -> None:
-    """Tokenizes and appends texts of a split."""
-    files, lines, texts = batch
-    if self._is_bytes:  # Without an array for each line.
-      ids = np.frombuffer(b''.join(texts), np.uint8)
-      sizes = np.array([*map(len, texts)])
-    else:
-      encoded = self.tokenizer.encode_batch(texts)
-      ids = np.concatenate(encoded)
-      sizes = np.array([*map(len, encoded)])
-    ends = np.cumsum(sizes)
-    token = self.tokenizer.document_id
-    if (strange := np.flatnonzero(ids == token)).size:
-      i = int(np.searchsorted(ends, strange[0], 'right'))
-      raise errors.UsageError(
-        f'The document token {token} stands within the text of a document:'
-        f' {_name(self.sources[files[i]].name, lines[i])}, {texts[i][:80]!r}.'
-        ' Use a tokenizer that never encodes text to it.'
-      )
-    table = np.column_stack([ends - sizes, files, lines]).astype('<i8')
-    table = table[table[:, 2] >= 0]
-    tokens = ids.astype(_dtype(self.tokenizer))
-    tokens = np.insert(tokens, table[:, 0], token)
-    table[:, 0] += writer.num_tokens + np.arange(len(table))
-    writer.append(tokens, table, sum(map(len, texts)))
-
-
-class _Texts(NamedTuple):
-  """Texts with the numbers of their files, and their lines.
-
-  As lists, since a tuple for each line would take more memory than its text.
-  """
-
-  files: list[int]
-  lines: list[int]
-  texts: list[bytes]
-
 
 class _Writer(contextlib.ExitStack):
-  """Appends to the files of a split.
+  """Tokenizes the texts of a split, and appends them to its files.
 
   Attributes:
-    num_tokens: how many were written.
+    files: the numbers of those that its documents come from.
     about: what `meta` says of the split.
   """
 
-  def __init__(self, folder: pathlib.Path, split: Split):
+  def __init__(self, build: Builder, folder: pathlib.Path, split: Split):
     super().__init__()
-    self._out = [
-      self.enter_context((folder / f'{split}.{name}').open('wb'))
-      for name in _ARRAYS
-    ]
-    self.num_tokens = 0
+    self._build = build
+    self._out = {
+      name: self.enter_context((folder / f'{split}.{name}').open('wb'))
+      for name in ('tokens', 'documents')
+    }
+    # The libraries tokenize the texts of a batch in parallel.
+    num_threads = 1 if build.is_bytes else min(os.cpu_count() or 1, 16)
+    self._batch_bytes = _BATCH_BYTES * num_threads
+    self._num_tokens = 0
+    self.files: list[int] = []
     self.about: dict[str, Any] = {'num_bytes': 0}
-    self.about |= {name: [0, 0] for name in _ARRAYS}
+    self.about |= {name: [0, 0] for name in self._out}
+    self._clear()
 
-  def append(
-    self, tokens: np.ndarray, table: np.ndarray, num_bytes: int
-  ) -> None:
-    """Writes tokens, and the rows of their documents."""
-    self.num_tokens += len(tokens)
-    self.about['num_bytes'] += num_bytes
-    for out, name, array in zip(
-      self._out, _ARRAYS, (tokens, table), strict=True
-    ):
-      out.write(array.data)
+  def _clear(self) -> None:
+    # Not a tuple for each text: it would take more memory than a line.
+    self._files: list[int] = []
+    self._lines: list[int] = []
+    self._texts: list[bytes] = []
+    self._waiting = 0
+
+  def add(self, file: int, line: int, text: bytes) -> None:
+    """Adds a document of a file; line 0 is all of it, -1 more of it."""
+    self._files.append(file)
+    self._lines.append(line)
+    self._texts.append(text)
+    self._waiting += len(text)
+    if self._waiting >= self._batch_bytes:
+      self.flush()
+
+  def flush(self) -> None:
+    """Tokenizes and writes the texts that were added."""
+    if not self._texts:
+      return
+    build, files, lines = self._build, self._files, self._lines
+    if build.is_bytes:  # Without an array for each line.
+      ids = np.frombuffer(b''.join(self._texts), np.uint8)
+      sizes = np.array([*map(len, self._texts)])
+    else:
+      encoded = build.tokenizer.encode_batch(self._texts)
+      ids = np.concatenate(encoded)
+      sizes = np.array([*map(len, encoded)])
+    ends = np.cumsum(sizes)
+    token = build.tokenizer.document_id
+    if (strange := np.flatnonzero(ids == token)).size:
+      i = int(np.searchsorted(ends, strange[0], 'right'))
+      name = _name(build.sources[files[i]].name, lines[i])
+      raise errors.UsageError(
+        f'The document token {token} stands within the text of a document:'
+        f' {name}, {self._texts[i][:80]!r}. Use a tokenizer that never encodes'
+        ' text to it.'
+      )
+    table = np.column_stack([ends - sizes, files, lines]).astype('<i8')
+    table = table[table[:, 2] >= 0]
+    tokens = ids.astype(_dtype(build.tokenizer))
+    tokens = np.insert(tokens, table[:, 0], token)
+    table[:, 0] += self._num_tokens + np.arange(len(table))
+    self._num_tokens += len(tokens)
+    last = self.files[-1:]
+    self.files += [x for x in np.unique(files).tolist() if x not in last]
+    self.about['num_bytes'] += self._waiting
+    for name, array in ('tokens', tokens), ('documents', table):
+      self._out[name].write(array.data)
       size, checksum = self.about[name]
       checksum = zlib.crc32(array.data, checksum)
       self.about[name] = [size + array.nbytes, checksum]
+    self._clear()
 
 
 class _HashedFile(io.FileIO):
   """A file that is hashed as it is read, from its beginning to its end."""
 
-  def __init__(self, path: str):
+  def __init__(self, path: str, on_read: Callable[[int], None]):
     super().__init__(path)
+    self._on_read = on_read
     self.sha256 = hashlib.sha256()
 
   def readinto(self, buffer: Any) -> int | None:
     size = super().readinto(buffer)
     self.sha256.update(memoryview(buffer)[:size])
+    self._on_read(size or 0)
     return size
 
 
 @contextlib.contextmanager
 def _open_hashed(
-  path: str, before: os.stat_result
+  path: str, size: int, on_read: Callable[[int], None]
 ) -> Iterator[tuple[Any, _HashedFile]]:
   """Opens a file; yields it unpacked, and as it is, hashed to its end."""
-  with _HashedFile(path) as raw:
+  with _HashedFile(path, on_read) as raw:
+    before = os.fstat(raw.fileno())
     file = io.BufferedReader(raw, _BUFFER_BYTES)
     try:
       if path.endswith('.gz'):
@@ -794,9 +747,7 @@ def _open_hashed(
     while file.read(_BATCH_BYTES):  # What was left out.
       pass
     after = os.fstat(raw.fileno())
-    if after.st_size != before.st_size or (
-      after.st_mtime_ns != before.st_mtime_ns
-    ):
+    if after.st_size != size or after.st_mtime_ns != before.st_mtime_ns:
       raise errors.UsageError(
         f'{path} was written while it was being read. Start again when it is'
         ' complete.'
