@@ -214,9 +214,13 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     begin = None
     if step is None and not self._has_any(ckpt_series):
       begin = self._beginning(ckpt_series)
-    source = _SEED
+    what = f'Began the series {ckpt_series!r} from'
+    source, unused = _SEED, ''
     if begin is None:
       path, entries = self._read_own(ckpt_series, step, state)
+      what, source = 'Restored', str(path)
+      if step is None and memory.seed(ckpt_series) is not None:
+        unused = _SEED
     elif isinstance(begin, pathlib.Path):
       source = str(begin)
       with files.reading(begin):
@@ -228,25 +232,15 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       entries = memory.entries_of(begin, ckpt_series, state)
       entries = {key: _placed(key, entries, state) for key in entries}
       if self._forks:
-        logging.warning(
-          'config.restore_from is %r, which is not used: there is %s.',
-          self._config.restore_from,
-          _SEED,
-        )
+        unused = f'config.restore_from = {self._config.restore_from!r}'
     memory.fill(state, entries)
+    logging.info('%s %s.', what, source)
+    if unused:
+      logging.warning('%s is not used: there is %s.', unused, source)
     if begin is not None:
-      logging.info('Began the series %r from %s.', ckpt_series, source)
       return
-    logging.info('Restored %s.', path)
     if ckpt_series == 'latest':
       self.restored_step = int(path.name)
-    if step is None and memory.seed(ckpt_series) is not None:
-      logging.warning(
-        '%s holds checkpoints of %r, so that %s is not used.',
-        self._root,
-        ckpt_series,
-        _SEED,
-      )
     if experiment is not None and not self._follows:
       memory.publish(ckpt_series, self._published(path, experiment))
 
