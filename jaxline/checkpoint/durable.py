@@ -385,15 +385,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     if ckpt_series in self._claims:
       return
     if jax.process_index() == 0:
-      try:
-        claim = files.Claim(self._config.checkpoint_dir, ckpt_series)
-      except files.ClaimedError as e:
-        if ckpt_series == 'best':
-          e.add_note(
-            "One evaluation keeps 'best'; config.best_model_eval_metric = ''"
-            ' lets another one run beside it.'
-          )
-        raise
+      claim = files.Claim(self._config.checkpoint_dir, ckpt_series)
       self._claims[ckpt_series] = claim
       files.clean(self._root / ckpt_series)
     arrays.barrier('own')  # The others look at what is there now.

@@ -584,10 +584,13 @@ class Claim:
       try:
         self._fd: int | None = self._take()
       except (BlockingIOError, PermissionError):
+        key = 'another config.checkpoint_dir'
+        if what == 'best':  # It may be kept by one evaluation alone.
+          key = "config.best_model_eval_metric = ''"
         raise ClaimedError(
           f'{os.fspath(directory)} is in use: {self._owner()} has the right to'
           f' write {what!r} there. Wait for its end, stop it, or give this run'
-          ' another config.checkpoint_dir.'
+          f' {key}.'
         ) from None
 
   def _take(self) -> int:
