@@ -477,7 +477,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         self._config.keep_checkpoint_every_steps,
         hours,
       )
-      kept = notes.kept(series)
+      kept = notes.keep_files(series)
       gone = [series / str(step) for step in removable if step not in kept]
     for path in gone:
       files.remove(path)
@@ -520,7 +520,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     Raises:
       files.DamagedError: all that there was has been set aside as damaged.
     """
-    damaged = files.damaged(self._root, ckpt_series)
+    damaged = sorted((self._root / 'damaged').glob(f'{ckpt_series}-*'))
     # Without a best one, evaluation begins anew.
     is_lost = ckpt_series == 'latest' and not self._follows
     if is_lost and distributed.of_chief(bool(damaged)):

@@ -489,11 +489,6 @@ def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
   return target
 
 
-def damaged(checkpoints: pathlib.Path, series: str) -> list[pathlib.Path]:
-  """Returns the checkpoints of a series that were set aside."""
-  return sorted((checkpoints / 'damaged').glob(f'{series}-*'))
-
-
 def link(source: pathlib.Path, target: pathlib.Path) -> None:
   """Makes a second name for each file of a checkpoint; copies nothing.
 
