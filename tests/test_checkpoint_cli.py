@@ -537,7 +537,7 @@ def test_export_without_safetensors(call, saved, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   ('argv', 'message'),
   [
-    (['ls', '{tmp}'], "is no run's directory"),
+    (['ls', '{tmp}'], 'is no directory of a run'),
     (['ls', '{tmp}/none'], 'is no directory'),
     (['show', '{run}:3'], "has no step 3. The steps are {'latest': [2, 4]"),
     (['show', '{run}/checkpoints/best:4'], 'has no step 4'),

@@ -1977,9 +1977,9 @@ def test_restore_from(where, step, relative, run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   ('where', 'match'),
   [
-    ('absent', r'restore_from is .*absent is no directory; expected'),
+    ('absent', r'restore_from is .*absent is no directory of a run'),
     ('other:4', r"restore_from is .*other:4.*no step 4.*'latest': \[3, 5\]"),
-    ('empty', r"restore_from is .*empty is no run's directory"),
+    ('empty', r'restore_from is .*empty is no directory of a run'),
   ],
 )  # fmt: skip
 def test_restore_from_where_there_is_none(where, match, run, tmp_path):

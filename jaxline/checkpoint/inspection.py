@@ -74,11 +74,6 @@ def _locate(
   if not os.path.exists(text) and (match := re.fullmatch(r'(.+):(\d+)', text)):
     text, step = match[1], int(match[2])
   path = pathlib.Path(os.path.abspath(os.path.expanduser(text)))
-  if not path.is_dir():
-    raise ValueError(
-      f'{path} is no directory; expected that of a run, of a series'
-      ' (RUN/checkpoints/best) or of a checkpoint.'
-    )
   near = (path / 'checkpoints', path, path.parent, path.parent.parent)
   root = next((p for p in near if p.name == 'checkpoints' and p.is_dir()), None)
   run = None if root is None else root.parent
@@ -92,13 +87,13 @@ def _locate(
     latest_first = sorted(root.iterdir(), key=lambda p: (p.name != 'latest', p))
     # Evaluation keeps what it reads in a folder whose name begins with a dot.
     folders = [p for p in latest_first if files.steps(p) and p.name[0] != '.']
-  elif root == path.parent or files.steps(path):
+  elif path.is_dir() and (root == path.parent or files.steps(path)):
     folders = [path]
   else:
     raise ValueError(
-      f"{path} is no run's directory: it holds no checkpoints/. Expected the"
-      ' config.checkpoint_dir of a run, a series in it (RUN/checkpoints/best)'
-      ' or a checkpoint.'
+      f'{path} is no directory of a run (config.checkpoint_dir, which has'
+      ' checkpoints/), of a series in it (RUN/checkpoints/best) or of a'
+      ' checkpoint.'
     )
   there = {p.name: files.steps(p) for p in folders}
   if step is not None and not any(step in steps for steps in there.values()):
