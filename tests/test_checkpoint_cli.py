@@ -181,7 +181,10 @@ def test_ls_json_has_the_same(call, run):
     if p.is_file() and not p.name.startswith(('checksums', '_CH', 'commit'))
   )
   assert row['problem'] is None
-  assert listed['state'] == 'ended'
+  assert {c['what']: c['alive'] for c in listed['claims']} == {
+    'latest': False,
+    'best': False,
+  }
 
 
 def test_ls_of_a_series_has_only_that(call, saved):
@@ -234,7 +237,7 @@ sys.stdin.read()
 """
 
 
-def test_ls_knows_a_run_without_disturbing_it(call, run):
+def test_ls_knows_who_runs_without_disturbing_him(call, run):
   with subprocess.Popen(
     [sys.executable, '-c', OWNER, os.fspath(run)],
     stdin=subprocess.PIPE,
@@ -244,11 +247,13 @@ def test_ls_knows_a_run_without_disturbing_it(call, run):
     assert owner.stdout.readline() == b'claimed\n'
     _, out, _ = call('ls', run)
     assert 'is running' in out
+    assert f'process {owner.pid} on ' in out
     with pytest.raises(files.ClaimedError):  # Still.
       files.Claim(run, 'train')
     owner.stdin.close()
   _, out, _ = call('ls', run)
   assert 'is not running' in out
+  assert 'claimed by' not in out
 
 
 # show

@@ -31,6 +31,7 @@ import math
 import os
 import pathlib
 import re
+import socket
 import struct
 import sys
 from typing import Any, BinaryIO
@@ -215,11 +216,13 @@ def list_run(where: Place) -> dict[str, Any]:
   """Lists what a run, or a series, has.
 
   Returns:
-    What `json.dumps` writes: `run`, a directory or None; `state` and `ended`,
-    see `training`; `series`, name -> `step`, `path`, `time` (seconds since
-    1970), `bytes`, `metrics`, `problem` and `refused` (whether that is
-    something that no save writes) of each checkpoint, by step; `damaged`,
-    directories that were set aside.
+    What `json.dumps` writes: `run`, a directory or None; `state`, see
+    `training`; `ended`, the step at which training has ended, or None;
+    `claims`, who may write there (`what`, `host`, `pid`, and `alive`: True,
+    False or, where that cannot be told, None); `series`, name -> `step`,
+    `path`, `time` (seconds since 1970), `bytes`, `metrics`, `problem` and
+    `refused` (whether that is something that no save writes) of each
+    checkpoint, by step; `damaged`, directories that were set aside.
 
   Raises:
     ValueError: it is no such directory.
@@ -230,6 +233,7 @@ def list_run(where: Place) -> dict[str, Any]:
     for name, paths in series.items()
   }
   about: dict[str, Any] = dict.fromkeys(('run', 'state', 'ended'))
+  about['claims'] = []
   if run is not None:
     metrics = collections.defaultdict(list)
     for row in itertools.chain.from_iterable(listed.values()):
@@ -299,32 +303,39 @@ def training(run: pathlib.Path) -> dict[str, Any]:
     run: the directory.
 
   Returns:
-    `ended`, the step at which it has ended, or None; and `state`: 'ended';
-    'running'; 'stopped' by a kill or an error; or 'unknown', where the locks
-    of files cannot be seen.
+    `ended`, `claims`, and `state`: 'ended'; 'running'; 'stopped' by a kill or
+    an error; or 'unknown', where the locks of files cannot be seen.
   """
   root = files.root(run)
+  ended, claims = None, []
   with contextlib.suppress(ValueError, *files.MALFORMED):
     ended = int(files.read_json(root / 'ended.json')['step'])
-    return {'state': 'ended', 'ended': ended}
-  states = {True: 'running', False: 'stopped', None: 'unknown'}
-  return {'state': states[_is_claimed(root)], 'ended': None}
+  own: dict[str, Any] = {'host': socket.gethostname(), 'pid': os.getpid()}
+  for path in sorted((root / 'claims').glob('*.json')):
+    # What is no file, or just being written, is left out.
+    with contextlib.suppress(ValueError, *files.MALFORMED):
+      is_own = files.is_claimed_here(path)  # Opening it would give it back.
+      found = own if is_own else files.read_json(path)
+      owner = {'host': str(found['host']), 'pid': int(found['pid'])}
+      alive = is_own or _is_locked(path)
+      claims.append({'what': path.stem, **owner, 'alive': alive})
+  state = 'stopped' if ended is None else 'ended'
+  for claim in claims:
+    is_training = claim['what'] == 'train' and claim['alive'] is not False
+    if is_training and ended is None:
+      state = 'running' if claim['alive'] else 'unknown'
+  return {'state': state, 'ended': ended, 'claims': claims}
 
 
-def _is_claimed(root: pathlib.Path) -> bool | None:
-  """Returns whether a process has the right to train; None is unknown."""
-  claim = root / 'claims' / 'train.json'
-  if files.is_claimed_here(claim):  # To open the file would give it back.
-    return True
+def _is_locked(path: pathlib.Path) -> bool | None:
+  """Returns whether a process has a lock on a file; takes none itself."""
+  if sys.platform != 'linux':
+    return None  # The request is laid out otherwise.
   layout = 'hhqqi0q'
   request = struct.pack(layout, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
   try:
-    with files.open_regular(claim) as f:
-      if sys.platform != 'linux':
-        return None  # The request is laid out otherwise.
+    with open(path, 'rb') as f:
       answer = fcntl.fcntl(f, fcntl.F_GETLK, request)
-  except (files.RefusedError, *files.MISSING):
-    return False
   except OSError:  # Another user's, or on a file system without locks.
     return None
   return struct.unpack(layout, answer)[0] != fcntl.F_UNLCK
@@ -374,7 +385,13 @@ def _ls(args: argparse.Namespace) -> int:
       'stopped': 'has not ended, and is not running',
       'unknown': 'has not ended; whether it is running cannot be told here',
     }[listed['state']]
-    print_table([('run', listed['run']), ('training', training)])
+    about = [('run', listed['run']), ('training', training)]
+    for c in listed['claims']:
+      if c['alive'] is not False:
+        owner = f'process {c["pid"]} on {c["host"]}'
+        perhaps = '' if c['alive'] else ' (perhaps no longer)'
+        about.append((f'{c["what"]} claimed by', owner + perhaps))
+    print_table(about)
     print()
   header = ('series', 'step', 'size', 'saved', 'metrics')
   rows = [
