@@ -933,7 +933,7 @@ def test_what_was_before_a_nan_stays_for_ever(run, tmp_path):
   assert third.keep_before(6, ['loss']) == latest / '5'
   save(third, weights(1), 6, 7, 8)
   assert third.steps('latest') == [3, 5, 6, 8]
-  assert notes.kept(latest) == [0, 3, 5, 6]
+  assert sorted(notes.keep_files(latest)) == [0, 3, 5, 6]
   third.close()
   # A second one that was set back, and went well for a while.
   for step in (5, 6, 8):
@@ -1977,9 +1977,9 @@ def test_restore_from(where, step, relative, run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   ('where', 'match'),
   [
-    ('absent', r'restore_from is .*absent is no directory; expected'),
+    ('absent', r'restore_from is .*absent is no directory of a run'),
     ('other:4', r"restore_from is .*other:4.*no step 4.*'latest': \[3, 5\]"),
-    ('empty', r"restore_from is .*empty is no run's directory"),
+    ('empty', r'restore_from is .*empty is no directory of a run'),
   ],
 )  # fmt: skip
 def test_restore_from_where_there_is_none(where, match, run, tmp_path):

@@ -186,9 +186,8 @@ def test_set_aside_under_new_names(tmp_path):
   for _ in range(3):
     series = tmp_path / 'latest'
     files.set_aside(_checkpoint(series / '5'))
-  names = [path.name for path in files.damaged(tmp_path, 'latest')]
+  names = sorted(os.listdir(tmp_path / 'damaged'))
   assert names == ['latest-5', 'latest-5-2', 'latest-5-3']
-  assert files.damaged(tmp_path, 'best') == []
 
 
 @pytest.mark.parametrize('links', [True, False])

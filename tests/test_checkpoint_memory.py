@@ -568,6 +568,8 @@ def test_a_program_derives_from_it(monkeypatch):
 
   monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
   checkpointer = Own()
+  checkpointer.check_config()
+  checkpointer.mark_begun(0)
   for series in ('latest', 'best'):
     state = checkpointer.get_experiment_state(series)
     for state.global_step in (1, 2, 3):

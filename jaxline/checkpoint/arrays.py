@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 
 from jaxline.checkpoint import files
 
@@ -32,12 +33,6 @@ from jaxline.checkpoint import files
 _FILE_BYTES = 256 << 20
 _BLOCK = 4096  # Bytes that a file takes at least, on most file systems.
 _ORBAX = os.path.join(os.path.dirname(ocp.__file__), '')
-# Those beside NumPy's own that TensorStore's zarr3 driver takes.
-_ZARR_DTYPES = (
-  'bfloat16', 'float8_e3m4', 'float8_e4m3b11fnuz', 'float8_e4m3fn',
-  'float8_e4m3fnuz', 'float8_e5m2', 'float8_e5m2fnuz', 'float8_e8m0fnu',
-  'float4_e2m1fn', 'int4', 'int2',
-)  # fmt: skip
 _T = TypeVar('_T')
 
 
@@ -229,13 +224,7 @@ def _host_copy(x: Any) -> Any:
     # What this gives is a view of the device's own memory on a CPU, unless it
     # was put together from shards; else it is a copy already.
     return np.array(x, copy=(on_cpu and x.is_fully_replicated) or None)
-  kinds = {m.kind for m in next(iter(x.devices())).addressable_memories()}
-  if 'pinned_host' in kinds:
-    return jax.device_put(x, x.sharding.with_memory_kind('pinned_host'))
-  # On a CPU the devices' memory is the host's.
-  return jax.make_array_from_single_device_arrays(
-    x.shape, x.sharding, [jnp.copy(s.data) for s in x.addressable_shards]
-  )
+  return jax.device_put(x, x.sharding.with_memory_kind('pinned_host'))
 
 
 def store(live: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -252,12 +241,9 @@ def store(live: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     tail = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
     file = f'{i:04d}.{tail}'
     about = {'file': file, **_about(live[name], x), 'dtype': x.dtype.name}
-    dtype = x.dtype
-    if not dtype.isnative or not (
-      (dtype.kind in 'biufc' and dtype not in (np.longdouble, np.clongdouble))
-      or dtype.name in _ZARR_DTYPES
-    ):
-      about['bytes_of'] = _dtype_to_json(dtype)
+    # TensorStore has its types by their names.
+    if not x.dtype.isnative or not hasattr(ts, x.dtype.name):
+      about['bytes_of'] = _dtype_to_json(x.dtype)
       x = np.frombuffer(x.tobytes(), np.uint8)
     if x.size:
       stored[file] = x

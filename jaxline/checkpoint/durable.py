@@ -214,9 +214,13 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     begin = None
     if step is None and not self._has_any(ckpt_series):
       begin = self._beginning(ckpt_series)
-    source = _SEED
+    what = f'Began the series {ckpt_series!r} from'
+    source, unused = _SEED, ''
     if begin is None:
       path, entries = self._read_own(ckpt_series, step, state)
+      what, source = 'Restored', str(path)
+      if step is None and memory.seed(ckpt_series) is not None:
+        unused = _SEED
     elif isinstance(begin, pathlib.Path):
       source = str(begin)
       with files.reading(begin):
@@ -228,25 +232,15 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       entries = memory.entries_of(begin, ckpt_series, state)
       entries = {key: _placed(key, entries, state) for key in entries}
       if self._forks:
-        logging.warning(
-          'config.restore_from is %r, which is not used: there is %s.',
-          self._config.restore_from,
-          _SEED,
-        )
+        unused = f'config.restore_from = {self._config.restore_from!r}'
     memory.fill(state, entries)
+    logging.info('%s %s.', what, source)
+    if unused:
+      logging.warning('%s is not used: there is %s.', unused, source)
     if begin is not None:
-      logging.info('Began the series %r from %s.', ckpt_series, source)
       return
-    logging.info('Restored %s.', path)
     if ckpt_series == 'latest':
       self.restored_step = int(path.name)
-    if step is None and memory.seed(ckpt_series) is not None:
-      logging.warning(
-        '%s holds checkpoints of %r, so that %s is not used.',
-        self._root,
-        ckpt_series,
-        _SEED,
-      )
     if experiment is not None and not self._follows:
       memory.publish(ckpt_series, self._published(path, experiment))
 
@@ -391,15 +385,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     if ckpt_series in self._claims:
       return
     if jax.process_index() == 0:
-      try:
-        claim = files.Claim(self._config.checkpoint_dir, ckpt_series)
-      except files.ClaimedError as e:
-        if ckpt_series == 'best':
-          e.add_note(
-            "One evaluation keeps 'best'; config.best_model_eval_metric = ''"
-            ' lets another one run beside it.'
-          )
-        raise
+      claim = files.Claim(self._config.checkpoint_dir, ckpt_series)
       self._claims[ckpt_series] = claim
       files.clean(self._root / ckpt_series)
     arrays.barrier('own')  # The others look at what is there now.
@@ -491,7 +477,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         self._config.keep_checkpoint_every_steps,
         hours,
       )
-      kept = notes.kept(series)
+      kept = notes.keep_files(series)
       gone = [series / str(step) for step in removable if step not in kept]
     for path in gone:
       files.remove(path)
@@ -534,7 +520,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     Raises:
       files.DamagedError: all that there was has been set aside as damaged.
     """
-    damaged = files.damaged(self._root, ckpt_series)
+    damaged = sorted((self._root / 'damaged').glob(f'{ckpt_series}-*'))
     # Without a best one, evaluation begins anew.
     is_lost = ckpt_series == 'latest' and not self._follows
     if is_lost and distributed.of_chief(bool(damaged)):

@@ -489,11 +489,6 @@ def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
   return target
 
 
-def damaged(checkpoints: pathlib.Path, series: str) -> list[pathlib.Path]:
-  """Returns the checkpoints of a series that were set aside."""
-  return sorted((checkpoints / 'damaged').glob(f'{series}-*'))
-
-
 def link(source: pathlib.Path, target: pathlib.Path) -> None:
   """Makes a second name for each file of a checkpoint; copies nothing.
 
@@ -584,10 +579,13 @@ class Claim:
       try:
         self._fd: int | None = self._take()
       except (BlockingIOError, PermissionError):
+        key = 'another config.checkpoint_dir'
+        if what == 'best':  # It may be kept by one evaluation alone.
+          key = "config.best_model_eval_metric = ''"
         raise ClaimedError(
           f'{os.fspath(directory)} is in use: {self._owner()} has the right to'
           f' write {what!r} there. Wait for its end, stop it, or give this run'
-          ' another config.checkpoint_dir.'
+          f' {key}.'
         ) from None
 
   def _take(self) -> int:

@@ -2,9 +2,7 @@
 
   inspection.list_run('runs/a')
   inspection.find('runs/a:4000').arrays('state/params/.*')
-  inspection.compare('runs/a:4000', 'runs/b')
-  list(inspection.verify('runs/a'))
-  inspection.export('runs/a', 'weights.npz')
+  inspection.main(['diff', 'runs/a:4000', 'runs/b'])
 
 A place is the directory of a run, of a series (runs/a/checkpoints/best) or of
 one checkpoint. :STEP after one of the former two means that step, else it is
@@ -36,7 +34,7 @@ import re
 import socket
 import struct
 import sys
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 import zipfile
 
 import jax
@@ -77,11 +75,6 @@ def _locate(
   if not os.path.exists(text) and (match := re.fullmatch(r'(.+):(\d+)', text)):
     text, step = match[1], int(match[2])
   path = pathlib.Path(os.path.abspath(os.path.expanduser(text)))
-  if not path.is_dir():
-    raise ValueError(
-      f'{path} is no directory; expected that of a run, of a series'
-      ' (RUN/checkpoints/best) or of a checkpoint.'
-    )
   near = (path / 'checkpoints', path, path.parent, path.parent.parent)
   root = next((p for p in near if p.name == 'checkpoints' and p.is_dir()), None)
   run = None if root is None else root.parent
@@ -95,13 +88,13 @@ def _locate(
     latest_first = sorted(root.iterdir(), key=lambda p: (p.name != 'latest', p))
     # Evaluation keeps what it reads in a folder whose name begins with a dot.
     folders = [p for p in latest_first if files.steps(p) and p.name[0] != '.']
-  elif root == path.parent or files.steps(path):
+  elif path.is_dir() and (root == path.parent or files.steps(path)):
     folders = [path]
   else:
     raise ValueError(
-      f"{path} is no run's directory: it holds no checkpoints/. Expected the"
-      ' config.checkpoint_dir of a run, a series in it (RUN/checkpoints/best)'
-      ' or a checkpoint.'
+      f'{path} is no directory of a run (config.checkpoint_dir, which has'
+      ' checkpoints/), of a series in it (RUN/checkpoints/best) or of a'
+      ' checkpoint.'
     )
   there = {p.name: files.steps(p) for p in folders}
   if step is not None and not any(step in steps for steps in there.values()):
@@ -348,203 +341,6 @@ def _is_locked(path: pathlib.Path) -> bool | None:
   return struct.unpack(layout, answer)[0] != fcntl.F_UNLCK
 
 
-# Comparing.
-
-
-class Difference(NamedTuple):
-  """How two checkpoints, A and B, differ.
-
-  Attributes:
-    config: key, A's value, B's value, as text; 'nothing' where it is not there.
-    values: name of a plain value, likewise.
-    arrays: name of an array, A's type and shape, B's, likewise.
-    numbers: name of an array of other elements -> greatest absolute difference,
-      and the norm of the difference over the norm of A; None where the elements
-      are no numbers.
-    identical: names of the arrays that have the same bits.
-  """
-
-  config: list[tuple[str, str, str]]
-  values: list[tuple[str, str, str]]
-  arrays: list[tuple[str, str, str]]
-  numbers: dict[str, tuple[float, float] | None]
-  identical: list[str]
-
-
-def compare(a: Place, b: Place) -> Difference:
-  """Compares two checkpoints, few arrays at a time.
-
-  Raises:
-    ValueError: one cannot be found.
-    files.DamagedError: one is damaged.
-  """
-  one, two = find(a), find(b)
-  texts = one.texts(), two.texts()
-  unequal = {
-    title: [
-      (name, x.get(name, 'nothing'), y.get(name, 'nothing'))
-      for name in {**x, **y}
-      if x.get(name) != y.get(name)
-    ]
-    for title, x, y in ((t, texts[0][t], texts[1][t]) for t in texts[0])
-  }
-  differ = {name for name, _, _ in unequal['arrays']}
-  common = [name for name in one.described if name not in differ]
-  numbers: dict[str, tuple[float, float] | None] = {}
-  pairs = zip(one.verified(common), two.verified(common), strict=True)
-  for (name, x), (_, y) in pairs:
-    if not np.array_equal(x.ravel().view(np.uint8), y.ravel().view(np.uint8)):
-      numbers[name] = _distance(x, y)
-  identical = [name for name in common if name not in numbers]
-  return Difference(**unequal, numbers=numbers, identical=identical)
-
-
-def _distance(x: np.ndarray, y: np.ndarray) -> tuple[float, float] | None:
-  """Returns greatest absolute and relative difference; NaN is equal to NaN."""
-  if not (jax.dtypes.issubdtype(x.dtype, np.number) or x.dtype == bool):
-    return None
-  wide = np.complex128 if np.iscomplexobj(x) else np.float64
-  greatest, squares, norm = [], 0.0, 0.0
-  for i in range(0, x.size, _COMPARED):
-    a, b = (z.reshape(-1)[i : i + _COMPARED].astype(wide) for z in (x, y))
-    equal = (a == b) | (np.isnan(a) & np.isnan(b))
-    with np.errstate(invalid='ignore', over='ignore'):
-      difference = np.where(equal, 0, np.abs(a - b))
-      squares += float(np.square(difference).sum())
-      norm += float(np.square(np.abs(a)).sum())
-    greatest.append(difference.max())
-  most = float(np.max(greatest))  # Python's max may drop NaNs.
-  relative = math.sqrt(squares / norm) if norm else math.inf
-  return most, relative if squares else 0.0
-
-
-# Verifying.
-
-
-def verify(where: Place) -> Iterator[tuple[pathlib.Path, list[str]]]:
-  """Looks at all checkpoints, or those of a step: size and CRC of each file.
-
-  Yields:
-    A checkpoint's directory, and what is wrong, a line for each file, as it is
-    found. Those removed before all was read are left out.
-
-  Raises:
-    ValueError: there is no such place, or step.
-  """
-  for paths in _locate(where)[1].values():
-    for path in paths:
-      problems = []
-      try:
-        with files.well_formed():
-          found = contents.Checkpoint(path)
-          found.verify()
-          found.check()
-      except files.DamagedError as e:
-        problems = list(e.args)
-      except ValueError:
-        pass  # Of a later version, and whole.
-      if os.path.lexists(path):
-        yield path, problems
-
-
-# Exporting.
-
-
-def export(
-  where: Place,
-  out: str | os.PathLike[str],
-  *,
-  select: str = f'{PARAMS}.*',
-  dtype: str | None = None,
-  force: bool = False,
-) -> list[str]:
-  """Writes arrays to one file, whole or not at all; verifies them before.
-
-  Names lose 'state/params/' where all begin with it.
-
-  Args:
-    where: the checkpoint.
-    out: a file .safetensors (of the package safetensors) or .npz.
-    select: pattern that the whole name of an array matches; the parameters.
-    dtype: what floating-point arrays are converted to; None leaves them.
-    force: whether to replace a file.
-
-  Returns:
-    The names in the file.
-
-  Raises:
-    ValueError: there is nothing of that name, or the file cannot hold it.
-    FileExistsError: there is such a file.
-    files.DamagedError: what is asked for is damaged.
-    ImportError: the package safetensors is not installed.
-  """
-  out = pathlib.Path(out).expanduser()
-  formats = {'.safetensors': _write_safetensors, '.npz': _write_npz}
-  if (write := formats.get(out.suffix)) is None:
-    raise ValueError(
-      f'{out} ends in {out.suffix!r}; expected one of {list(formats)}.'
-    )
-  if out.exists() and not force:
-    raise FileExistsError(
-      f'{out} is there already; give another name, or --force to replace it.'
-    )
-  checkpoint = find(where)
-  names = checkpoint.names(select)
-  prefix = PARAMS if all(name.startswith(PARAMS) for name in names) else ''
-  arrays = (
-    (name.removeprefix(prefix), _converted(name, x, dtype))
-    for name, x in checkpoint.verified(names)
-  )
-  partial = out.with_name(f'.{out.name}.{os.getpid()}.partial')
-  with disk.replacing(out, partial) as file:
-    write(file, arrays)
-  return [name.removeprefix(prefix) for name in names]
-
-
-def _converted(name: str, x: np.ndarray, dtype: str | None) -> np.ndarray:
-  if dtype is None or not jax.dtypes.issubdtype(x.dtype, np.floating):
-    return np.require(x, requirements='C')
-  with np.errstate(over='ignore'):
-    y = x.astype(dtype)
-  if np.any(np.isfinite(x) & ~np.isfinite(y)):
-    raise ValueError(
-      f'{name} has values beyond the range of {dtype}; choose another --dtype.'
-    )
-  return y
-
-
-def _write_safetensors(
-  file: BinaryIO, arrays: Iterator[tuple[str, np.ndarray]]
-) -> None:
-  import safetensors.numpy
-
-  try:
-    safetensors.numpy.save_file(dict(arrays), file.name)
-    with open(file.name, 'rb+') as written:  # Another file under that name.
-      os.fsync(written.fileno())
-  except safetensors.SafetensorError as e:
-    raise ValueError(
-      f'.safetensors could not be written: {e}. If it cannot hold these types,'
-      ' choose others with --select, or export to .npz.'
-    ) from e
-
-
-def _write_npz(
-  file: BinaryIO, arrays: Iterator[tuple[str, np.ndarray]]
-) -> None:
-  # Not np.savez, which wants all arrays at once, and none called 'file'.
-  with zipfile.ZipFile(file, 'w') as archive:
-    for name, x in arrays:
-      # NumPy's own format has no name for the types of other packages.
-      if x.dtype.isbuiltin == 2:
-        raise ValueError(
-          f'.npz cannot hold {name!r}, which is {x.dtype.name}: convert with'
-          ' --dtype=float32, or export to .safetensors.'
-        )
-      with archive.open(f'{name}.npy', 'w', force_zip64=True) as f:
-        np.lib.format.write_array(f, x, allow_pickle=False)
-
-
 # The command line.
 
 
@@ -653,27 +449,76 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-  found = compare(args.a, args.b)
-  for title in ('config', 'values', 'arrays'):
-    if rows := getattr(found, title):
+  one, two = find(args.a), find(args.b)
+  texts = zip(one.texts().items(), two.texts().values(), strict=True)
+  unequal = {
+    title: [
+      (name, x.get(name, 'nothing'), y.get(name, 'nothing'))
+      for name in x | y
+      if x.get(name) != y.get(name)
+    ]
+    for (title, x), y in texts
+  }
+  differ = {name for name, _, _ in unequal['arrays']}
+  common = [name for name in one.described if name not in differ]
+  numbers = [
+    (name, *map(_number, _distance(x, y) or ('', '')))
+    for (name, x), (_, y) in zip(
+      one.verified(common), two.verified(common), strict=True
+    )
+    if not np.array_equal(x.ravel().view(np.uint8), y.ravel().view(np.uint8))
+  ]
+  for title, rows in unequal.items():
+    if rows:
       print_table([('', 'A', 'B'), *rows], title)
-  if found.numbers:
-    rows = [('', 'max |A-B|', '||A-B|| / ||A||')]
-    for name, distance in found.numbers.items():
-      rows.append((name, *map(_number, distance or ('', ''))))
-    print_table(rows, 'numbers', right=(1, 2))
-  common = len(found.identical) + len(found.numbers)
-  print(f'{len(found.identical)} of {common} common arrays are bit-identical.')
+  if numbers:
+    header = ('', 'max |A-B|', '||A-B|| / ||A||')
+    print_table([header, *numbers], 'numbers', right=(1, 2))
+  identical = len(common) - len(numbers)
+  print(f'{identical} of {len(common)} common arrays are bit-identical.')
   # Configs may differ.
-  return int(bool(found.values or found.arrays or found.numbers))
+  return int(bool(unequal['values'] or unequal['arrays'] or numbers))
+
+
+def _distance(x: np.ndarray, y: np.ndarray) -> tuple[float, float] | None:
+  """Returns greatest absolute and relative difference; NaN is equal to NaN.
+
+  None where the elements are no numbers.
+  """
+  if not (jax.dtypes.issubdtype(x.dtype, np.number) or x.dtype == bool):
+    return None
+  wide = np.complex128 if np.iscomplexobj(x) else np.float64
+  greatest, squares, norm = [], 0.0, 0.0
+  for i in range(0, x.size, _COMPARED):
+    a, b = (z.reshape(-1)[i : i + _COMPARED].astype(wide) for z in (x, y))
+    equal = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid='ignore', over='ignore'):
+      difference = np.where(equal, 0, np.abs(a - b))
+      squares += float(np.square(difference).sum())
+      norm += float(np.square(np.abs(a)).sum())
+    greatest.append(difference.max())
+  most = float(np.max(greatest))  # Python's max may drop NaNs.
+  relative = math.sqrt(squares / norm) if norm else math.inf
+  return most, relative if squares else 0.0
 
 
 def _verify(args: argparse.Namespace) -> int:
   damaged = num = 0
-  for path, problems in verify(args.dir):
+  for path in itertools.chain.from_iterable(_locate(args.dir)[1].values()):
+    verdict = 'ok'
+    try:
+      with files.well_formed():
+        found = contents.Checkpoint(path)
+        found.verify()
+        found.check()
+    except files.DamagedError as e:
+      verdict = f'DAMAGED: {e}'
+    except ValueError:
+      pass  # Of a later version, and whole.
+    if not os.path.lexists(path):
+      continue  # It was removed before all was read.
     num += 1
-    damaged += bool(problems)
-    verdict = f'DAMAGED: {"; ".join(problems)}' if problems else 'ok'
+    damaged += verdict != 'ok'
     line = f'{path.parent.name}/{path.name}  {verdict}'
     print(files.printable(line), flush=True)
   print(f'{num} checkpoints, {damaged} damaged')
@@ -681,12 +526,73 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-  names = export(
-    args.dir, args.out, select=args.select, dtype=args.dtype, force=args.force
+  out = pathlib.Path(args.out).expanduser()
+  formats = {'.safetensors': _write_safetensors, '.npz': _write_npz}
+  if (write := formats.get(out.suffix)) is None:
+    raise ValueError(
+      f'{out} ends in {out.suffix!r}; expected one of {list(formats)}.'
+    )
+  if out.exists() and not args.force:
+    raise FileExistsError(
+      f'{out} is there already; give another name, or --force to replace it.'
+    )
+  checkpoint = find(args.dir)
+  names = checkpoint.names(args.select)
+  prefix = PARAMS if all(name.startswith(PARAMS) for name in names) else ''
+  arrays = (
+    (name.removeprefix(prefix), _converted(name, x, args.dtype))
+    for name, x in checkpoint.verified(names)
   )
-  size = pathlib.Path(args.out).expanduser().stat().st_size
-  print(f'{len(names)} arrays, {_size(size)}, in {args.out}')
+  partial = out.with_name(f'.{out.name}.{os.getpid()}.partial')
+  with disk.replacing(out, partial) as file:
+    write(file, arrays)
+  size = _size(out.stat().st_size)
+  print(f'{len(names)} arrays, {size}, in {args.out}')
   return 0
+
+
+def _converted(name: str, x: np.ndarray, dtype: str | None) -> np.ndarray:
+  if dtype is None or not jax.dtypes.issubdtype(x.dtype, np.floating):
+    return np.require(x, requirements='C')
+  with np.errstate(over='ignore'):
+    y = x.astype(dtype)
+  if np.any(np.isfinite(x) & ~np.isfinite(y)):
+    raise ValueError(
+      f'{name} has values beyond the range of {dtype}; choose another --dtype.'
+    )
+  return y
+
+
+def _write_safetensors(
+  file: BinaryIO, arrays: Iterator[tuple[str, np.ndarray]]
+) -> None:
+  import safetensors.numpy
+
+  try:
+    safetensors.numpy.save_file(dict(arrays), file.name)
+    with open(file.name, 'rb+') as written:  # Another file under that name.
+      os.fsync(written.fileno())
+  except safetensors.SafetensorError as e:
+    raise ValueError(
+      f'.safetensors could not be written: {e}. If it cannot hold these types,'
+      ' choose others with --select, or export to .npz.'
+    ) from e
+
+
+def _write_npz(
+  file: BinaryIO, arrays: Iterator[tuple[str, np.ndarray]]
+) -> None:
+  # Not np.savez, which wants all arrays at once, and none called 'file'.
+  with zipfile.ZipFile(file, 'w') as archive:
+    for name, x in arrays:
+      # NumPy's own format has no name for the types of other packages.
+      if x.dtype.isbuiltin == 2:
+        raise ValueError(
+          f'.npz cannot hold {name!r}, which is {x.dtype.name}: convert with'
+          ' --dtype=float32, or export to .safetensors.'
+        )
+      with archive.open(f'{name}.npy', 'w', force_zip64=True) as f:
+        np.lib.format.write_array(f, x, allow_pickle=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -260,6 +260,7 @@ class InMemoryCheckpointer(base.FullCheckpointer):
 
   _config: Any = None
   _mode = ''
+  _records_config = False
 
   def __init__(
     self,

@@ -63,7 +63,7 @@ class NotingCheckpointer(base.FullCheckpointer):
     self._root.mkdir(parents=True, exist_ok=True)
     files.write_json(self._root.parent / 'config.json', self._recorded)
     (self._root / 'ended.json').unlink(missing_ok=True)
-    for kept_by in _keep_files(self._root / 'latest').values():
+    for kept_by in keep_files(self._root / 'latest').values():
       # What was not finite in steps that are no more may come again; what was
       # kept for it stays.
       first = _nonfinite(kept_by)
@@ -185,7 +185,7 @@ class NotingCheckpointer(base.FullCheckpointer):
     series = self._root / 'latest'
     noted = {
       name: number
-      for number, path in _keep_files(series).items()
+      for number, path in keep_files(series).items()
       for name in _nonfinite(path)
     }
     if new := [name for name in names if name not in noted]:
@@ -210,14 +210,12 @@ def _read_steps(path: pathlib.Path) -> list[int]:
   Raises:
     files.DamagedError: it is missing, or not as it was written.
   """
-  noted = files.read_json(path, str(path))
-  steps = noted.get('steps') if isinstance(noted, dict) else None
-  if not isinstance(steps, list) or not all(type(s) is int for s in steps):
-    raise files.DamagedError(f'{path.name} holds no steps')
-  # Earlier versions wrote no checksum.
-  if noted.get('crc', files.crc_of(steps)) != files.crc_of(steps):
-    raise files.DamagedError(f'{path.name} is not as it was written')
-  return steps
+  match files.read_json(path, str(path)):
+    case {'steps': [*steps], **rest} if all(type(s) is int for s in steps):
+      crc = files.crc_of(steps)
+      if rest.get('crc', crc) == crc:  # Earlier versions wrote none.
+        return steps
+  raise files.DamagedError(f'{path.name} is not as it was written')
 
 
 def _write_steps(path: pathlib.Path, steps: list[int]) -> None:
@@ -230,15 +228,11 @@ def _write_steps(path: pathlib.Path, steps: list[int]) -> None:
 _KEEP = '.keep'
 
 
-def kept(series: pathlib.Path) -> list[int]:
-  """Returns the steps that are exempt from retention, ascending.
+def keep_files(series: pathlib.Path) -> dict[int, pathlib.Path]:
+  """Returns the files that exempt steps from retention, by step.
 
   That the file is there is what counts; its lines say why.
   """
-  return sorted(_keep_files(series))
-
-
-def _keep_files(series: pathlib.Path) -> dict[int, pathlib.Path]:
   names = files.names_in(series)
   found = [re.fullmatch(rf'(0|[1-9][0-9]*)\{_KEEP}', name) for name in names]
   return {int(match[1]): series / match[0] for match in found if match}
