@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from examples.pax import hparams
 from jaxline import errors
@@ -20,7 +19,7 @@ from jaxline import errors
 Point = tuple[int, float]
 
 
-class BaseSchedule(hparams.Configurable, abc.ABC):
+class BaseSchedule(hparams.Configurable):
   """A function of the step."""
 
   # What hyperparameters must be; see `_holds`.
@@ -38,13 +37,14 @@ class BaseSchedule(hparams.Configurable, abc.ABC):
     del p
     return True
 
-  @abc.abstractmethod
   def value_at(self, step: Any) -> jax.Array:
     """Returns the multiplier at a step, a float32 scalar."""
+    step = jnp.asarray(step).astype(jnp.float32)
+    return jnp.asarray(self._at(step), jnp.float32)
 
-
-def _float(step: Any) -> jax.Array:
-  return jnp.asarray(step).astype(jnp.float32)
+  def _at(self, step: jax.Array) -> Any:
+    """Returns the multiplier at a step, which is a float32 scalar."""
+    raise NotImplementedError(f'{type(self).__name__} overrides no `value_at`.')
 
 
 class Constant(BaseSchedule):
@@ -56,10 +56,8 @@ class Constant(BaseSchedule):
 
   value: float = 1.0
 
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
-    del step
-    return jnp.asarray(self.hparams.value, jnp.float32)
+  def _at(self, step: jax.Array) -> Any:
+    return self.hparams.value
 
 
 class _Between(BaseSchedule):
@@ -81,9 +79,9 @@ class _Between(BaseSchedule):
     return len(p.start) == len(p.limit) == 2 and p.start[0] < p.limit[0]
 
 
-def _fraction(step: Any, start: float, end: float) -> jax.Array:
+def _fraction(step: jax.Array, start: float, end: float) -> jax.Array:
   """How much of the way is done, from 0 to 1."""
-  return jnp.clip((_float(step) - start) / (end - start), 0.0, 1.0)
+  return jnp.clip((step - start) / (end - start), 0.0, 1.0)
 
 
 class Polynomial(_Between):
@@ -105,8 +103,7 @@ class Polynomial(_Between):
   def _holds(self, p: Any) -> bool:
     return super()._holds(p) and p.power > 0 and p.origin in ('start', 'limit')
 
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
+  def _at(self, step: jax.Array) -> Any:
     p = self.hparams
     done = _fraction(step, p.start[0], p.limit[0])
     from_start = p.origin == 'start'
@@ -129,8 +126,7 @@ class Exponential(_Between):
   def _holds(self, p: Any) -> bool:
     return super()._holds(p) and min(p.start[1], p.limit[1]) > 0
 
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
+  def _at(self, step: jax.Array) -> Any:
     (start, first), (end, last) = self.hparams.start, self.hparams.limit
     return first * (last / first) ** _fraction(step, start, end)
 
@@ -153,8 +149,7 @@ class Cosine(BaseSchedule):
   def _holds(self, p: Any) -> bool:
     return p.total_steps > 0
 
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
+  def _at(self, step: jax.Array) -> Any:
     p = self.hparams
     left = _cosine(_fraction(step, 0, p.total_steps))
     return p.final_value + (p.initial_value - p.final_value) * left
@@ -181,8 +176,7 @@ class PiecewiseConstant(BaseSchedule):
   def _holds(self, p: Any) -> bool:
     return len(p.values) == len(p.boundaries) + 1 and _in_order(p.boundaries)
 
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
+  def _at(self, step: jax.Array) -> Any:
     return _piece(step, self.hparams.boundaries, self.hparams.values)
 
 
@@ -190,11 +184,9 @@ def _in_order(steps: Any) -> bool:
   return list(steps) == sorted(steps)
 
 
-def _piece(step: Any, boundaries: Any, values: Any) -> jax.Array:
-  return optax.join_schedules(
-    [optax.constant_schedule(jnp.float32(value)) for value in values],
-    list(boundaries),
-  )(jnp.asarray(step))
+def _piece(step: jax.Array, boundaries: Any, values: Any) -> jax.Array:
+  place = jnp.searchsorted(jnp.float32(boundaries), step, side='right')
+  return jnp.float32(values)[place]
 
 
 class _LinearRampup(BaseSchedule):
@@ -227,14 +219,11 @@ class _LinearRampup(BaseSchedule):
   def _decay(self, done: jax.Array) -> jax.Array:
     """What is left of `max`, by how much of the decay is done, 0 to 1."""
 
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
+  def _at(self, step: jax.Array) -> Any:
     p = self.hparams
     left = self._decay(_fraction(step, p.decay_start, p.decay_end))
     if p.warmup_steps:
-      left = jnp.where(
-        _float(step) < p.warmup_steps, _float(step) / p.warmup_steps, left
-      )
+      left = jnp.where(step < p.warmup_steps, step / p.warmup_steps, left)
     return p.max * left
 
 
@@ -270,12 +259,11 @@ class LinearRampupPiecewiseConstant(BaseSchedule):
     has_both = len(p.values) == len(p.boundaries) > 0
     return has_both and p.boundaries[0] > 0 and _in_order(p.boundaries)
 
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
+  def _at(self, step: jax.Array) -> Any:
     p = self.hparams
     rise = p.values[0] * _fraction(step, 0, p.boundaries[0])
     later = _piece(step, p.boundaries[1:], p.values)
-    return jnp.where(_float(step) < p.boundaries[0], rise, later)
+    return jnp.where(step < p.boundaries[0], rise, later)
 
 
 class SqrtDecay(BaseSchedule):
@@ -296,11 +284,10 @@ class SqrtDecay(BaseSchedule):
   def _holds(self, p: Any) -> bool:
     return p.decay_start > 0
 
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
+  def _at(self, step: jax.Array) -> Any:
     p = self.hparams
-    step = jnp.maximum(_float(step) - p.offset, float(p.decay_start))
-    return p.multiplier * jax.lax.rsqrt(step)
+    n = jnp.maximum(step - p.offset, float(p.decay_start))
+    return p.multiplier * jax.lax.rsqrt(n)
 
 
 class Transformer(BaseSchedule):
@@ -324,10 +311,8 @@ class Transformer(BaseSchedule):
   def _holds(self, p: Any) -> bool:
     return p.warmup_steps >= 1 and p.model_dim >= 1
 
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
+  def _at(self, step: jax.Array) -> Any:
     p = self.hparams
-    step = _float(step)
     if p.decay_end is not None:
       step = jnp.minimum(step, float(p.decay_end))
     n = step + 1
