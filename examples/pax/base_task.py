@@ -17,12 +17,10 @@ import abc
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
-import pathlib
 import re
 from typing import Any
 import zlib
 
-from absl import logging
 import jax
 import jax.numpy as jnp
 import optax
@@ -34,12 +32,9 @@ from examples.pax import hparams as hparams_lib
 from examples.pax import learners
 from examples.pax import models
 from examples.pax import optimizers
-from jaxline import distributed
 from jaxline import errors
 from jaxline import metrics as metrics_lib
 from jaxline import sharded
-from jaxline.checkpoint import files
-from jaxline.metrics import writers
 
 BaseHParams = hparams_lib.BaseHParams
 Configurable = hparams_lib.Configurable
@@ -163,7 +158,8 @@ class MultiLossAggregator(LossAggregator):
 class EarlyStoppingFn(Configurable):
   """Ends training when a metric of an evaluation reaches a value.
 
-  A subclass may decide by something else.
+  In `train_and_eval` only; in other modes, training goes on to its last step. A
+  subclass may decide by something else.
 
   Attributes:
     metric: which, as evaluation names it.
@@ -198,88 +194,6 @@ class EarlyStoppingFn(Configurable):
     return (
       value >= self.target if self.higher_is_better else value <= self.target
     )
-
-
-class EarlyStoppingMixin:
-  """Ends training early; a base class to list before `ShardedExperiment`.
-
-  For `train_and_eval`, where two experiments share a state: an evaluation of
-  one may end the loop of the other, as if its last step was done. That is noted
-  beside the checkpoints, so that a run that is started again has ended.
-  """
-
-  _rule: EarlyStoppingFn | None = None
-  _is_stopped = False
-  _note: pathlib.Path | None = None
-  # The experiment in training that this one evaluates.
-  _trained: 'EarlyStoppingMixin | None' = None
-
-  def set_early_stopping(self, rule: Any) -> None:
-    """Sets the rule; called by the constructor.
-
-    Args:
-      rule: hyperparameters of an `EarlyStoppingFn`; None is never.
-    """
-    if rule is None or self.mode != 'train':
-      return
-    self._rule = hparams_lib.instantiate(
-      rule, EarlyStoppingFn, 'early_stopping_fn'
-    )
-    config = self.run_config
-    if config and config.checkpointer == 'durable' and config.checkpoint_dir:
-      self._note = pathlib.Path(config.checkpoint_dir) / 'early_stopping.json'
-    logging.info(
-      'An evaluation of --jaxline_mode=train_and_eval may end training early;'
-      ' in other modes it goes on to its last step.'
-    )
-
-  def should_run_step(self, global_step: int, config: Any) -> bool:
-    """Whether to run the step of this number."""
-    return not self._is_stopped and super().should_run_step(global_step, config)
-
-  def share_state(self, trained: Any) -> None:
-    """Takes over the live state of the experiment in training."""
-    super().share_state(trained)
-    self._trained = trained
-
-  def evaluate(self, *, global_step: Any, rng: Any, writer: Any) -> Any:
-    """Evaluates, and ends training if it is time."""
-    scalars = super().evaluate(global_step=global_step, rng=rng, writer=writer)
-    if self._trained is not None:
-      self._trained._decide(int(global_step), scalars)
-    return scalars
-
-  def _decide(self, step: int, scalars: Mapping[str, Any]) -> None:
-    if self._rule is None:
-      return
-    metrics = {n: float(x) for n, x in writers.to_scalars(scalars).items()}
-    self._is_stopped = self._rule(metrics, step)
-    if not self._is_stopped:
-      return
-    logging.info('Early stopping after step %d: %s.', step, metrics)
-    if self._note is not None and jax.process_index() == 0:
-      files.write_json(self._note, {'step': step, 'metrics': metrics})
-
-  def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
-    """Restores the state, and whether training had ended at its step."""
-    super().restore_from_snapshot(snapshot_state)
-    if self._rule is None:
-      return
-    saved = distributed.of_chief(self._read())
-    self._is_stopped = (
-      saved is not None
-      and saved['step'] <= int(self.state.step)
-      and self._rule(saved['metrics'], saved['step'])
-    )
-
-  def _read(self) -> Any:
-    if self._note is None or jax.process_index() or not self._note.exists():
-      return None
-    try:
-      return files.read_json(self._note)
-    except files.DamagedError as e:
-      logging.error('Training goes on; %s is of no use: %s', self._note, e)
-    return None
 
 
 # Tasks.
@@ -355,8 +269,8 @@ class SingleTask(BaseTask):
     loss_aggregator: what of them is minimised; None is the learner's
       `loss_name`, or else 'total_loss'.
     vn: variational noise.
-    early_stopping_fn: when training ends before its last step; None is
-      never.
+    early_stopping_fn: when training ends before its last step, an
+      `EarlyStoppingFn`; None is never.
     learner: its learner.
   """
 
@@ -380,6 +294,10 @@ class SingleTask(BaseTask):
     self._metrics = hparams_lib.instantiate(
       p.metrics, BaseMetrics, f'{p.name}.metrics'
     )
+    if p.early_stopping_fn is not None:
+      self.early_stopping_fn = hparams_lib.instantiate(
+        p.early_stopping_fn, EarlyStoppingFn, f'{p.name}.early_stopping_fn'
+      )
     self.learner = self._make_learner()
     self._loss = self._make_loss_aggregator()
     self._noise = optimizers.Pattern('vn.vn_regex', p.vn.vn_regex)

@@ -27,7 +27,6 @@ Names and fields are those of Paxml (Google, 2022).
 from collections.abc import Iterable, Mapping, Sequence
 import itertools
 import re
-import time
 from typing import Any
 
 from absl import logging
@@ -226,42 +225,3 @@ def _opt_sources(
       source = given[owner].removeprefix(_PARAMS).removeprefix(_EMA)
       sources[name] = name.removesuffix(owner.removeprefix(_PARAMS)) + source
   return sources
-
-
-class LoadingMixin:
-  """A `ShardedExperiment` that follows loading rules; to stand before it.
-
-  They are followed once, when the state is made: not where a checkpoint of the
-  run itself is restored.
-
-  Attributes:
-    loading_rules: as `load` takes them; to be set by the constructor.
-  """
-
-  loading_rules: Mapping[str, CheckpointLoadingRules] = {}
-
-  @property
-  def state(self) -> sharded.TrainState:
-    """The live state, made at the first use."""
-    is_new = self._state is None
-    state = super().state
-    if is_new and self.loading_rules:
-      state = self._state = load(state, self.loading_rules)
-    return state
-
-  def train_loop(
-    self,
-    config: Any,
-    state: Any,
-    periodic_actions: Sequence[Any],
-    writer: Any = None,
-  ) -> None:
-    """Runs steps until `should_run_step` says no, perhaps from a later one."""
-    if any(rule.load_step for rule in self.loading_rules.values()):
-      step = int(self.state.step)
-      if step != state.global_step:
-        logging.info('The run begins at step %d, as load_step says.', step)
-        state.global_step = step
-        for action in periodic_actions:
-          action.update_time(time.time(), step)
-    super().train_loop(config, state, periodic_actions, writer)
