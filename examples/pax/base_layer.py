@@ -410,7 +410,7 @@ class BaseLayer(hparams_lib.Configurable):
   """A function with variables, and with other layers as children.
 
   `hparams` are its hyperparameters, frozen. In a run it also has `module_name`,
-  its path in the tree; and `theta`, its variables as attributes: `theta.w`.
+  its path in the tree.
 
   Attributes:
     name: of the layer, as the root of a tree; a child's is its parent's choice.
@@ -458,7 +458,6 @@ class BaseLayer(hparams_lib.Configurable):
     layer = type(self)(self.hparams)
     layer._run, layer._stacks = run, run.stacks
     layer.module_name, layer.name = path, path.rpartition('/')[2]
-    layer.theta = _Theta(layer)
     if layer.fprop_dtype is None:
       layer.fprop_dtype = layer.dtype
     layer.setup()
@@ -488,19 +487,6 @@ class BaseLayer(hparams_lib.Configurable):
         f'{field} of {self.module_name} names {wrong}, which are none of {what}'
         f' {sorted(names)}.{errors.did_you_mean(wrong[0], names)}'
       )
-
-  def __getattr__(self, name: str) -> Any:
-    try:
-      return super().__getattr__(name)
-    except AttributeError as e:
-      # Names with underscores are asked for by Python itself.
-      if self._run is None and not name.startswith('_'):
-        e.add_note(
-          'Outside of a run, a layer is nothing but hyperparameters.'
-          ' layer.init(rng) returns variables; layer.apply(variables, ...,'
-          ' method=...) runs a method.'
-        )
-      raise
 
   def setup(self) -> None:
     """Creates variables and children; nothing by default."""
@@ -646,6 +632,11 @@ class BaseLayer(hparams_lib.Configurable):
     """What was added to the loss in this run up to now, by `add_aux_loss`."""
     return dict(self._in_run().collected.aux_losses)
 
+  @property
+  def theta(self) -> Any:
+    """The values of its variables, as attributes: `self.theta.w`."""
+    return _Theta(self)
+
   def get_var(self, name: str) -> jax.Array:
     """Returns the value of a variable, as it is now."""
     if name not in self._variables:
@@ -785,8 +776,7 @@ class BaseLayer(hparams_lib.Configurable):
 
   def num_params(self) -> int:
     """Returns how many numbers are trained."""
-    params = self.abstract_init()[PARAMS]
-    return sum(w.size for layer in params.values() for w in layer.values())
+    return sum(w.size for w in jax.tree.leaves(self.abstract_init()[PARAMS]))
 
   def _init(
     self, run: _Run, *args: Any, method: str = '__call__', **kwargs: Any
@@ -801,10 +791,6 @@ class BaseLayer(hparams_lib.Configurable):
     return {PARAMS: to_dict(params), NON_TRAINABLE: to_dict(state)}
 
   def _root(self, run: _Run) -> 'BaseLayer':
-    if self._run is not None:
-      raise RuntimeError(
-        f'{self.module_name} is part of a run; call it, or its methods, itself.'
-      )
     name = self.hparams.name or _snake_case(type(self).__name__)
     return self._bound(name, run)
 
