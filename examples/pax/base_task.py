@@ -13,11 +13,9 @@ optimizer. Its model state is a dict:
 Names, fields and values are those of Praxis and Paxml (Google, 2022).
 """
 
-import abc
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
-import re
 from typing import Any
 import zlib
 
@@ -60,22 +58,8 @@ def _metric(
   return metrics[name]
 
 
-class BaseMetrics(Configurable, abc.ABC):
-  """Says what of a model's metrics is reported."""
-
-  @abc.abstractmethod
-  def aggregate(
-    self, metrics: models.WeightedScalars
-  ) -> dict[str, metrics_lib.Mean]:
-    """Returns name -> what can be averaged over batches without a loss.
-
-    Args:
-      metrics: of one batch.
-    """
-
-
-class MeanMetrics(BaseMetrics):
-  """Weighted means of the model's metrics.
+class MeanMetrics(Configurable):
+  """Weighted means of the model's metrics, which are reported.
 
   Attributes:
     metric_keys: names of those to report; empty for all.
@@ -249,20 +233,11 @@ class TrainHParams(BaseHParams):
   )
 
 
-class BaseTask(Configurable):
-  """A goal, and all that is needed to come near it.
-
-  Attributes:
-    name: what messages call it.
-  """
-
-  name: str = 'task'
-
-
-class SingleTask(BaseTask):
+class SingleTask(Configurable):
   """A task with one model and one learner.
 
   Attributes:
+    name: what messages call it.
     model: the model, with all its layers; of a task, unbound.
     train: how it is trained.
     metrics: which of the model's metrics are reported.
@@ -274,6 +249,7 @@ class SingleTask(BaseTask):
     learner: its learner.
   """
 
+  name: str = 'task'
   model: Any = sub_config_field(None)
   train: TrainHParams = sub_config_field(TrainHParams)
   metrics: Any = sub_config_field(MeanMetrics.HParams)
@@ -292,7 +268,7 @@ class SingleTask(BaseTask):
       p.model, models.BaseModel, f'{p.name}.model'
     )
     self._metrics = hparams_lib.instantiate(
-      p.metrics, BaseMetrics, f'{p.name}.metrics'
+      p.metrics, MeanMetrics, f'{p.name}.metrics'
     )
     if p.early_stopping_fn is not None:
       self.early_stopping_fn = hparams_lib.instantiate(
@@ -307,20 +283,9 @@ class SingleTask(BaseTask):
     given = self.hparams.train.learner
     several = given if isinstance(given, list | tuple) else [given]
     # A built one stands for its hyperparameters.
-    found = learners.joined([getattr(x, 'hparams', x) for x in several])
-    skips = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
-    regexes = [
-      f'{re.escape(name)}$'
-      for name, weight in self.weights.items()
-      if skips in weight.collections
-    ]
-    if regexes:
-      found.optimizer = _without_decay(found.optimizer, regexes)
-      if isinstance(found, learners.MultiOptimizerLearner.HParams):
-        found.auxiliary_optimizers = [
-          _without_decay(o, regexes) for o in found.auxiliary_optimizers
-        ]
-    return found.Instantiate()
+    return learners.joined(
+      [getattr(x, 'hparams', x) for x in several]
+    ).Instantiate()
 
   def _make_loss_aggregator(self) -> LossAggregator:
     p, name = self.hparams, self.learner.hparams.loss_name
@@ -458,8 +423,12 @@ class SingleTask(BaseTask):
     is in the collection SKIP_LP_REGULARIZATION has neither L2 nor
     `decoupled_weight_decay`.
     """
-    # A pipeline's weights have two axes of layers before their own.
-    return self.learner.make(lambda name: len(self.weights[name].repeat_prefix))
+    skips = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
+    return self.learner.make(
+      # A pipeline's weights have two axes of layers before their own.
+      num_stacked=lambda name: len(self.weights[name].repeat_prefix),
+      skips_lp=lambda name: skips in self.weights[name].collections,
+    )
 
   def step_scalars(
     self, state: sharded.TrainState, grads: Any, updates: Any
@@ -531,13 +500,3 @@ class SingleTask(BaseTask):
     """
     variables = self._variables(params, model_state, use_ema=True)
     return self.model.decode(variables, batch, rng, options)
-
-
-def _without_decay(optimizer: Any, regexes: Sequence[str]) -> Any:
-  """Returns an optimizer's hyperparameters, with weights excluded by name."""
-  found = getattr(optimizer, 'hparams', optimizer)
-  if found is None:
-    return None  # The learner itself says what is missing.
-  before = found.lp_regularization_exclusion
-  before = (before,) if isinstance(before, str) else before
-  return found.clone().set(lp_regularization_exclusion=(*before, *regexes))

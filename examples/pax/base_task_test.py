@@ -254,7 +254,7 @@ def test_the_learner_may_name_the_loss():
     ),
     (
       {'metrics': tasks.LossAggregator.HParams()},
-      'task.metrics is .* expected the HParams of a base_task.BaseMetrics',
+      'task.metrics is .* expected the HParams of a base_task.MeanMetrics',
     ),
     ({'model': linears.Linear.HParams()}, 'the HParams of a models.BaseModel'),
     (
@@ -562,9 +562,9 @@ class Column(base_layer.BaseLayer):
 def test_optimizers_hear_of_stacks():
   task = make_task(Deep.HParams(name='deep')).Instantiate()
   heard = []
-  task.learner.make = heard.append
+  task.learner.make = lambda **told: heard.append(told)
   task.make_optimizer()
-  (depth,) = heard
+  depth = heard[0]['num_stacked']
   assert {name: depth(name) for name in task.weights} == {
     'deep/w': 0,
     'deep/b': 0,

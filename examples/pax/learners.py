@@ -84,7 +84,9 @@ class Learner(hparams_lib.Configurable):
     return not self._excluded.fits(name)
 
   def make(
-    self, num_stacked: optimizers.NumStacked = optimizers.not_stacked
+    self,
+    num_stacked: optimizers.NumStacked = optimizers.not_stacked,
+    skips_lp: optimizers.SkipsLp = optimizers.skips_none,
   ) -> optax.GradientTransformation:
     """Returns what turns gradients into updates.
 
@@ -96,6 +98,7 @@ class Learner(hparams_lib.Configurable):
 
     Args:
       num_stacked: as for `optimizers.BaseOptimizer.make`.
+      skips_lp: likewise.
 
     Returns:
       A transformation, whose `init` raises ValueError where a regular
@@ -109,7 +112,7 @@ class Learner(hparams_lib.Configurable):
         _TRAINED: self._skipping(
           optax.chain(
             self._clip(),
-            self._partition(lambda optimizer: optimizer.make(num_stacked)),
+            self._partition(lambda o: o.make(num_stacked, skips_lp)),
           )
         ),
         _FROZEN: optax.set_to_zero(),

@@ -33,6 +33,8 @@ from examples.pax import schedules
 Regexes = str | Sequence[str]
 # How many axes of repeated layers the weight of a name has before its own.
 NumStacked = Callable[[str], int]
+# Whether the weight of a name has neither L2 nor `decoupled_weight_decay`.
+SkipsLp = Callable[[str], bool]
 # To be chained.
 Transformations = list[optax.GradientTransformation]
 
@@ -41,6 +43,12 @@ def not_stacked(name: str) -> int:
   """Says of every weight that it is one layer's."""
   del name
   return 0
+
+
+def skips_none(name: str) -> bool:
+  """Says of every weight that it is regularised."""
+  del name
+  return False
 
 
 def map_with_names(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
@@ -146,10 +154,6 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
     decoupled_weight_decay: learning rate times this times the weight is taken
       off the weight (Loshchilov and Hutter, 2019).
     weight_decay_exclusion: weights that have neither L2 nor decay.
-    lp_regularization_exclusion: weights that have neither L2 nor
-      `decoupled_weight_decay`, but an optimizer's own `weight_decay`, as in
-      Praxis those of the collection SKIP_LP_REGULARIZATION, which the task
-      adds.
     clip_gradient_norm_to_value: the most that the norm of all gradients may
       be; the learner scales them down.
     clip_gradient_single_norm_to_value: the same for each gradient by itself.
@@ -166,7 +170,6 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
   skip_lp_1d_vectors: bool = False
   decoupled_weight_decay: float | None = None
   weight_decay_exclusion: Regexes = ()
-  lp_regularization_exclusion: Regexes = ()
   clip_gradient_norm_to_value: float = 0.0
   clip_gradient_single_norm_to_value: float = 0.0
   ema_decay: float = 0.0
@@ -196,12 +199,11 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
         f'{name}.ema_decay is {p.ema_decay}; expected at least 0, which is no'
         ' average, and less than 1.'
       )
+    self._excluded = Pattern(
+      f'{name}.weight_decay_exclusion', p.weight_decay_exclusion
+    )
     # Each must fit a weight.
-    self.patterns = [
-      Pattern(f'{name}.{field}', getattr(p, field))
-      for field in ('weight_decay_exclusion', 'lp_regularization_exclusion')
-    ]
-    self._excluded, self._no_lp = self.patterns
+    self.patterns = [self._excluded]
     self._schedule = hparams_lib.instantiate(
       p.lr_schedule, schedules.BaseSchedule, f'{name}.lr_schedule'
     )
@@ -211,7 +213,9 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
     return self.hparams.learning_rate * self._schedule.value_at(step)
 
   def make(
-    self, num_stacked: NumStacked = not_stacked
+    self,
+    num_stacked: NumStacked = not_stacked,
+    skips_lp: SkipsLp = skips_none,
   ) -> optax.GradientTransformation:
     """Returns the optimizer, without what its learner does: clip and skip.
 
@@ -221,6 +225,9 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
         optimizer is mapped over these axes: its update's root mean square is
         capped by itself, its moments are factored by themselves, and a stack of
         vectors is vectors.
+      skips_lp: says of a weight's name whether it has neither L2 nor
+        `decoupled_weight_decay`, but an optimizer's own `weight_decay`: as in
+        Praxis those of the collection SKIP_LP_REGULARIZATION.
     """
     p = self.hparams
     weight_decay = sum(getattr(p, field) or 0.0 for field in self._DECAYS)
@@ -230,7 +237,7 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
         lambda name, x: (
           not (
             self._excluded.fits(name)
-            or (is_lp and self._no_lp.fits(name))
+            or (is_lp and skips_lp(name))
             or (skip_vectors and x.ndim - num_stacked(name) <= 1)
           )
         ),
