@@ -277,7 +277,6 @@ class SingleTask(Configurable):
     self.learner = self._make_learner()
     self._loss = self._make_loss_aggregator()
     self._noise = optimizers.Pattern('vn.vn_regex', p.vn.vn_regex)
-    optimizers.check_not_negative(f'{p.name}.vn.vn_scale', p.vn.vn_scale)
 
   def _make_learner(self) -> learners.Learner:
     given = self.hparams.train.learner

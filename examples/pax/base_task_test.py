@@ -258,10 +258,6 @@ def test_the_learner_may_name_the_loss():
     ),
     ({'model': linears.Linear.HParams()}, 'the HParams of a models.BaseModel'),
     (
-      {'vn': tasks.VariationalNoise(vn_scale=-1.0)},
-      'task.vn.vn_scale is -1.0; expected a number of at least 0',
-    ),
-    (
       {'vn': tasks.VariationalNoise(vn_scale=1.0, vn_regex='line/v')},
       r"vn.vn_regex has 'line/v'.*\['line/.', 'line/.'\]",
     ),

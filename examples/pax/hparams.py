@@ -28,7 +28,7 @@ Names and behaviour are those of Praxis (Google, 2022).
 
 import abc
 import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 import copy
 import dataclasses
 import enum
@@ -41,6 +41,7 @@ from fiddle import history
 from fiddle import printing
 import numpy as np
 
+from jaxline import base_config
 from jaxline import errors
 
 C = TypeVar('C')
@@ -340,6 +341,9 @@ class Configurable(abc.ABC):
       well, unless that has another attribute of the name.
   """
 
+  # Field -> what it must be.
+  _CHECKS: ClassVar[Mapping[str, base_config.Check]] = {}
+
   class HParams(BaseHParams):
     """Hyperparameters of nothing yet."""
 
@@ -369,6 +373,12 @@ class Configurable(abc.ABC):
 
   def __init__(self, hparams: Any):
     self.hparams = hparams
+    for name, check in self._CHECKS.items():
+      if not check.accepts(value := getattr(hparams, name)):
+        raise errors.UsageError(
+          f'{type(self).__name__}.{name} is {value!r}; expected'
+          f' {check.expected}.'
+        )
 
   def __getattr__(self, name: str) -> Any:
     if hasattr(type(self), name):

@@ -15,6 +15,7 @@ import optax
 
 from examples.pax import hparams as hparams_lib
 from examples.pax import optimizers
+from jaxline import base_config
 
 _TRAINED, _FROZEN, _MAIN = 'trained', 'frozen', 'main'
 
@@ -48,14 +49,13 @@ class Learner(hparams_lib.Configurable):
   bprop_variable_inclusion: optimizers.Regexes = ()
   bprop_variable_exclusion: optimizers.Regexes = ()
 
+  _CHECKS = {'skip_step_gradient_norm_value': base_config.number('[0, inf)')}
+
   def __init__(self, hparams: Any):
     super().__init__(hparams)
     p = hparams
     self.optimizer = hparams_lib.instantiate(
       p.optimizer, optimizers.BaseOptimizer, f'{p.name}.optimizer'
-    )
-    optimizers.check_not_negative(
-      f'{p.name}.skip_step_gradient_norm_value', p.skip_step_gradient_norm_value
     )
     self._included, self._excluded = (
       optimizers.Pattern(f'{p.name}.{field}', getattr(p, field))

@@ -294,7 +294,7 @@ def test_refuses_names_that_fit_no_weight_when_it_sees_the_weights(
       learners.Learner.HParams(
         optimizer=_adam(), skip_step_gradient_norm_value=-1.0
       ),
-      'learner.skip_step_gradient_norm_value is -1.0; expected a number of at',
+      'skip_step_gradient_norm_value is -1.0; expected a number in \\[0',
     ),
     (
       learners.MultiOptimizerLearner.HParams(

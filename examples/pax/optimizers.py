@@ -29,12 +29,14 @@ import optax
 
 from examples.pax import hparams as hparams_lib
 from examples.pax import schedules
+from jaxline import base_config
 
 Regexes = str | Sequence[str]
 # How many axes of repeated layers the weight of a name has before its own.
 NumStacked = Callable[[str], int]
 # Whether the weight of a name has neither L2 nor `decoupled_weight_decay`.
 SkipsLp = Callable[[str], bool]
+_NOT_NEGATIVE = base_config.optional(base_config.number('[0, inf)'))
 # To be chained.
 Transformations = list[optax.GradientTransformation]
 
@@ -65,15 +67,6 @@ def map_with_names(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 def weight_names(tree: Any) -> list[str]:
   """Returns the names of the weights of a tree."""
   return jax.tree.leaves(map_with_names(lambda name, _: name, tree))
-
-
-def check_not_negative(field: str, value: float | None) -> None:
-  """Refuses a number of which a negative one would turn the sense round."""
-  if value is not None and not value >= 0:
-    raise ValueError(
-      f'{field} is {value}; expected a number of at least 0. With 0 it is left'
-      ' out.'
-    )
 
 
 class Pattern:
@@ -163,6 +156,14 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
 
   # Fields of which one at most is set.
   _DECAYS: ClassVar[tuple[str, ...]] = ('decoupled_weight_decay',)
+  _CHECKS = {
+    'learning_rate': base_config.number('[0, inf)'),
+    'l2_regularizer_weight': _NOT_NEGATIVE,
+    'decoupled_weight_decay': _NOT_NEGATIVE,
+    'clip_gradient_norm_to_value': _NOT_NEGATIVE,
+    'clip_gradient_single_norm_to_value': _NOT_NEGATIVE,
+    'ema_decay': base_config.number('[0, 1)'),
+  }
 
   learning_rate: float | None = None
   lr_schedule: Any = hparams_lib.sub_config_field(schedules.Constant.HParams)
@@ -177,28 +178,14 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
   def __init__(self, hparams: Any):
     super().__init__(hparams)
     p, name = hparams, type(self).__name__
-    if p.learning_rate is None:
-      raise ValueError(
-        f'{name}.learning_rate is None; set it to what the schedule multiplies.'
-      )
-    norm, single = (
-      'clip_gradient_norm_to_value',
-      'clip_gradient_single_norm_to_value',
-    )
+    clips = 'clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value'
     decays = 'l2_regularizer_weight', *self._DECAYS
-    for field in (norm, single, *decays):
-      check_not_negative(f'{name}.{field}', getattr(p, field))
-    for one, other in ((norm, single), *itertools.combinations(decays, 2)):
+    for one, other in (clips, *itertools.combinations(decays, 2)):
       if getattr(p, one) and getattr(p, other):
         raise ValueError(
           f'{name} has {one} {getattr(p, one)} and {other}'
           f' {getattr(p, other)}; set one of them.'
         )
-    if not 0 <= p.ema_decay < 1:
-      raise ValueError(
-        f'{name}.ema_decay is {p.ema_decay}; expected at least 0, which is no'
-        ' average, and less than 1.'
-      )
     self._excluded = Pattern(
       f'{name}.weight_decay_exclusion', p.weight_decay_exclusion
     )
@@ -305,6 +292,7 @@ class _Decayed(BaseOptimizer):
   """
 
   _DECAYS = ('weight_decay', 'decoupled_weight_decay')
+  _CHECKS = {**BaseOptimizer._CHECKS, 'weight_decay': _NOT_NEGATIVE}
 
   weight_decay: float | None = None
 
@@ -465,16 +453,13 @@ class ShardedAdafactor(_Decayed):
   multiply_by_parameter_scale: bool = False
   epsilon2_param_scale_reg: float = 1e-3
 
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    for field, choices in (
-      ('decay_method', ('pow', 'adam')),
-      ('quantized_dtype', ('int8', 'int16', 'bfloat16', 'float32')),
-    ):
-      if (value := getattr(hparams, field)) not in choices:
-        raise ValueError(
-          f'ShardedAdafactor.{field} is {value!r}; expected one of {choices}.'
-        )
+  _CHECKS = {
+    **_Decayed._CHECKS,
+    'decay_method': base_config.one_of('pow', 'adam'),
+    'quantized_dtype': base_config.one_of(
+      'int8', 'int16', 'bfloat16', 'float32'
+    ),
+  }
 
   @classmethod
   def HParamsAdamB(cls) -> Any:

@@ -14,15 +14,18 @@ import jax
 import jax.numpy as jnp
 
 from examples.pax import hparams
+from jaxline import base_config
 from jaxline import errors
 
 Point = tuple[int, float]
+
+_POSITIVE = base_config.number('(0, inf)')
 
 
 class BaseSchedule(hparams.Configurable):
   """A function of the step."""
 
-  # What hyperparameters must be; see `_holds`.
+  # What hyperparameters must be together; see `_holds`.
   _EXPECTED = ''
 
   def __init__(self, hparams: Any):
@@ -96,12 +99,10 @@ class Polynomial(_Between):
   power: float = 1
   origin: str = 'start'
 
-  _EXPECTED = (
-    "a positive power, origin 'start' or 'limit', and start to be before limit"
-  )
-
-  def _holds(self, p: Any) -> bool:
-    return super()._holds(p) and p.power > 0 and p.origin in ('start', 'limit')
+  _CHECKS = {
+    'power': _POSITIVE,
+    'origin': base_config.one_of('start', 'limit'),
+  }
 
   def _at(self, step: jax.Array) -> Any:
     p = self.hparams
@@ -144,10 +145,7 @@ class Cosine(BaseSchedule):
   final_value: float = 0.0
   total_steps: int = 0
 
-  _EXPECTED = 'total_steps to be set, at least 1'
-
-  def _holds(self, p: Any) -> bool:
-    return p.total_steps > 0
+  _CHECKS = {'total_steps': _POSITIVE}
 
   def _at(self, step: jax.Array) -> Any:
     p = self.hparams
@@ -206,14 +204,11 @@ class _LinearRampup(BaseSchedule):
   min_ratio: float = 0.01
   max: float = 1.0
 
-  _EXPECTED = (
-    '0 <= warmup_steps <= decay_start < decay_end, and min_ratio and max to'
-    ' be positive'
-  )
+  _CHECKS = {'min_ratio': _POSITIVE, 'max': _POSITIVE}
+  _EXPECTED = '0 <= warmup_steps <= decay_start < decay_end'
 
   def _holds(self, p: Any) -> bool:
-    is_ordered = 0 <= p.warmup_steps <= p.decay_start < p.decay_end
-    return is_ordered and p.min_ratio > 0 and p.max > 0
+    return 0 <= p.warmup_steps <= p.decay_start < p.decay_end
 
   @abc.abstractmethod
   def _decay(self, done: jax.Array) -> jax.Array:
@@ -279,10 +274,7 @@ class SqrtDecay(BaseSchedule):
   multiplier: float = 1.0
   offset: float = 0.0
 
-  _EXPECTED = 'decay_start to be at least 1'
-
-  def _holds(self, p: Any) -> bool:
-    return p.decay_start > 0
+  _CHECKS = {'decay_start': _POSITIVE}
 
   def _at(self, step: jax.Array) -> Any:
     p = self.hparams
@@ -302,14 +294,11 @@ class Transformer(BaseSchedule):
     decay_end: a step from which it stays; None for none.
   """
 
-  _EXPECTED = 'warmup_steps and model_dim of at least 1'
-
   warmup_steps: int = 4000
   model_dim: int = 512
   decay_end: int | None = None
 
-  def _holds(self, p: Any) -> bool:
-    return p.warmup_steps >= 1 and p.model_dim >= 1
+  _CHECKS = {'warmup_steps': _POSITIVE, 'model_dim': _POSITIVE}
 
   def _at(self, step: jax.Array) -> Any:
     p = self.hparams
