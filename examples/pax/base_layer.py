@@ -192,16 +192,8 @@ class WeightHParams:
   def __post_init__(self) -> None:
     object.__setattr__(self, 'shape', tuple(self.shape))
 
-  def check(self, path: str) -> None:
-    """Refuses what no variable can be.
-
-    Args:
-      path: of the variable.
-
-    Raises:
-      ValueError: the shape has a size that is no positive integer, or not as
-        many dimensions as there are axes.
-    """
+  def _check(self, path: str) -> None:
+    """Refuses what the variable at a path cannot be."""
     if any(type(n) is not int or n < 1 for n in self.full_shape):
       raise ValueError(
         f'The shape of {path} is {self.full_shape}; expected positive integers.'
@@ -519,7 +511,7 @@ class BaseLayer(hparams_lib.Configurable):
     path = self.module_name
     for _, times, axis in reversed(run.stacks):
       weight = weight.repeated(times, axis)
-    weight.check(f'{path}/{name}')
+    weight._check(f'{path}/{name}')
     run.created.setdefault(path, {})[name] = weight, trainable
     if (got := run.value(path, name).dtype) != weight.dtype:
       raise ValueError(
@@ -577,11 +569,15 @@ class BaseLayer(hparams_lib.Configurable):
         ' within one of its layers or outside of it.'
       )
     if first.hparams != layer.hparams:
+      lines = difflib.ndiff(
+        first.hparams.to_text().splitlines(),
+        layer.hparams.to_text().splitlines(),
+      )
       raise ValueError(
         f'Layers that are shared (shared_weight_layer_id is'
         f' {layer.hparams.shared_weight_layer_id!r}) must have equal'
         f' hyperparameters. {path} differs from {first.module_name} in\n'
-        + _differences(layer.hparams, first.hparams)
+        + '\n'.join(line for line in lines if line[0] in '+-')
       )
     return first
 
@@ -832,11 +828,6 @@ class BaseLayer(hparams_lib.Configurable):
       return out
     run.collected.non_trainable = hk.data_structures.to_mutable_dict(state)
     return out, run.collected
-
-
-def _differences(a: hparams_lib.BaseHParams, b: hparams_lib.BaseHParams) -> str:
-  lines = difflib.ndiff(b.to_text().splitlines(), a.to_text().splitlines())
-  return '\n'.join(line for line in lines if line[0] in '+-')
 
 
 def _snake_case(name: str) -> str:

@@ -274,17 +274,14 @@ class SingleTask(Configurable):
       self.early_stopping_fn = hparams_lib.instantiate(
         p.early_stopping_fn, EarlyStoppingFn, f'{p.name}.early_stopping_fn'
       )
-    self.learner = self._make_learner()
-    self._loss = self._make_loss_aggregator()
-    self._noise = optimizers.Pattern('vn.vn_regex', p.vn.vn_regex)
-
-  def _make_learner(self) -> learners.Learner:
-    given = self.hparams.train.learner
+    given = p.train.learner
     several = given if isinstance(given, list | tuple) else [given]
     # A built one stands for its hyperparameters.
-    return learners.joined(
+    self.learner: learners.Learner = learners.joined(
       [getattr(x, 'hparams', x) for x in several]
     ).Instantiate()
+    self._loss = self._make_loss_aggregator()
+    self._noise = optimizers.Pattern('vn.vn_regex', p.vn.vn_regex)
 
   def _make_loss_aggregator(self) -> LossAggregator:
     p, name = self.hparams, self.learner.hparams.loss_name
