@@ -18,7 +18,6 @@ import re
 import subprocess
 import sys
 import time
-from typing import NoReturn
 
 from examples.pax import config as config_lib
 from examples.pax import experiment_registry
@@ -50,17 +49,10 @@ _GONE_TPU_FLAGS = (
 _POLL_SECS = 5.0
 
 
-class _Parser(argparse.ArgumentParser):
-  """Says what is wrong in a line."""
-
-  def error(self, message: str) -> NoReturn:
-    """Ends the program."""
-    self.exit(2, f'{message}\n')
-
-
-def _parser() -> _Parser:
-  parser = _Parser(
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
     prog=f'python {_PROGRAM}',
+    usage=argparse.SUPPRESS,  # So that what is wrong is said in a line.
     allow_abbrev=False,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     description=__doc__,

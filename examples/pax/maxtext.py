@@ -81,7 +81,8 @@ def maxtext_to_pax(settings: Mapping[str, Any]) -> dict[str, Any]:
   """
   names = ['scale', *_MAXTEXT.values(), *_MESH.values()]
   errors.check_names(settings, names, 'name', 'the settings of MaxText')
-  scale = settings.get('scale', 1)
+  given = {'scale': 1, **dict.fromkeys(_MESH.values(), 1), **settings}
+  scale = given['scale']
   absent = [_MAXTEXT[n] for n in _SCALED if _MAXTEXT[n] not in settings]
   if scale != 1 and absent:
     raise errors.UsageError(
@@ -94,7 +95,7 @@ def maxtext_to_pax(settings: Mapping[str, Any]) -> dict[str, Any]:
     if theirs in settings
   }
   if set(settings) & set(_MESH.values()):
-    pax |= _shapes([settings.get(name, 1) for name in _MESH.values()])
+    pax |= _shapes([given[name] for name in _MESH.values()])
   return pax
 
 
@@ -240,9 +241,10 @@ def _mesh(settings: Mapping[str, Any]) -> dict[str, int]:
   errors.check_names(settings, [*_KEYS, *_SHAPES], 'name', 'those of Pax')
   if not set(_SHAPES) & set(settings):
     return {}
+  given = {**dict.fromkeys(_SHAPES, (1, 1, 1)), **settings}
   sizes: list[int] = []
   for name in _SHAPES:
-    shape = list(settings.get(name, (1, 1, 1)))
+    shape = list(given[name])
     if len(shape) not in (3, 4):
       raise errors.UsageError(
         f'{name} is {shape}; expected the sizes of [replica, data, mdl], or of'
