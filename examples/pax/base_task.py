@@ -247,6 +247,8 @@ class SingleTask(Configurable):
     early_stopping_fn: when training ends before its last step, an
       `EarlyStoppingFn`; None is never.
     learner: its learner.
+    weights: name -> what the weight is.
+    uses_fp8: whether the model has products in FP8.
   """
 
   name: str = 'task'
@@ -267,6 +269,12 @@ class SingleTask(Configurable):
     self.model = hparams_lib.instantiate(
       p.model, models.BaseModel, f'{p.name}.model'
     )
+    params, scales = fp8.split(self.model.abstract_init()[base_layer.PARAMS])
+    names = optimizers.weight_names(params)
+    self.weights: dict[str, WeightHParams] = dict(
+      zip(names, jax.tree.leaves(params), strict=True)
+    )
+    self.uses_fp8 = bool(scales)
     self._metrics = hparams_lib.instantiate(
       p.metrics, MeanMetrics, f'{p.name}.metrics'
     )
@@ -298,18 +306,6 @@ class SingleTask(Configurable):
         ' None.'
       )
     return found
-
-  @functools.cached_property
-  def weights(self) -> dict[str, WeightHParams]:
-    """Name -> what the weight is."""
-    params, _ = fp8.split(self.model.abstract_init()[base_layer.PARAMS])
-    names = optimizers.weight_names(params)
-    return dict(zip(names, jax.tree.leaves(params), strict=True))
-
-  @property
-  def uses_fp8(self) -> bool:
-    """Whether the model has products in FP8."""
-    return bool(fp8.split(self.model.abstract_init()[base_layer.PARAMS])[1])
 
   def boxed_init(self, rng: jax.Array) -> tuple[Any, dict[str, Any]]:
     """Returns initial weights and model state, each a `partitioning.Logical`.
