@@ -161,7 +161,7 @@ class TaskExperiment(sharded.ShardedExperiment):
     if self.mode != 'train' or rule is None:
       return
     saved = None
-    if self._note is not None:
+    if self._note is not None and jax.process_index() == 0:
       with contextlib.suppress(files.DamagedError):  # Or it is not there.
         saved = files.read_json(self._note)
     saved = distributed.of_chief(saved)
