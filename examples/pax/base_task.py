@@ -259,6 +259,8 @@ class SingleTask(Configurable):
   vn: VariationalNoise = sub_config_field(VariationalNoise)
   early_stopping_fn: Any = sub_config_field(None)
 
+  _PARTS = {'model': models.BaseModel, 'metrics': MeanMetrics}
+
   # As Paxml names them.
   Train = TrainHParams
   VariationalNoise = VariationalNoise
@@ -266,18 +268,12 @@ class SingleTask(Configurable):
   def __init__(self, hparams: Any):
     super().__init__(hparams)
     p = hparams
-    self.model = hparams_lib.instantiate(
-      p.model, models.BaseModel, f'{p.name}.model'
-    )
     params, scales = fp8.split(self.model.abstract_init()[base_layer.PARAMS])
     names = optimizers.weight_names(params)
     self.weights: dict[str, WeightHParams] = dict(
       zip(names, jax.tree.leaves(params), strict=True)
     )
     self.uses_fp8 = bool(scales)
-    self._metrics = hparams_lib.instantiate(
-      p.metrics, MeanMetrics, f'{p.name}.metrics'
-    )
     if p.early_stopping_fn is not None:
       self.early_stopping_fn = hparams_lib.instantiate(
         p.early_stopping_fn, EarlyStoppingFn, f'{p.name}.early_stopping_fn'
@@ -362,7 +358,7 @@ class SingleTask(Configurable):
       verbosity=self.hparams.train.summary_verbosity,
     )
     loss, weight = self._loss.aggregate(metrics)
-    means = self._metrics.aggregate(metrics)
+    means = self.metrics.aggregate(metrics)
     if isinstance(self._loss, MultiLossAggregator):
       means[self._loss.hparams.loss_key] = metrics_lib.Mean.of(loss, weight)
     for name, value in collected.summaries.items():

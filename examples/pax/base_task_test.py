@@ -254,7 +254,7 @@ def test_the_learner_may_name_the_loss():
     ),
     (
       {'metrics': tasks.LossAggregator.HParams()},
-      'task.metrics is .* expected the HParams of a base_task.MeanMetrics',
+      'SingleTask.metrics is .*; expected .* of a base_task.MeanMetrics',
     ),
     ({'model': linears.Linear.HParams()}, 'the HParams of a models.BaseModel'),
     (

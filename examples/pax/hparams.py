@@ -28,7 +28,7 @@ Names and behaviour are those of Praxis (Google, 2022).
 
 import abc
 import collections
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import copy
 import dataclasses
 import enum
@@ -343,6 +343,10 @@ class Configurable(abc.ABC):
 
   # Field -> what it must be.
   _CHECKS: ClassVar[Mapping[str, base_config.Check]] = {}
+  # Fields of which one at most is set.
+  _EXCLUSIVE: ClassVar[Sequence[Sequence[str]]] = ()
+  # Field -> the class of the object that is made of it, `self.<field>`.
+  _PARTS: ClassVar[Mapping[str, Any]] = {}
 
   class HParams(BaseHParams):
     """Hyperparameters of nothing yet."""
@@ -373,12 +377,19 @@ class Configurable(abc.ABC):
 
   def __init__(self, hparams: Any):
     self.hparams = hparams
+    where = type(self).__name__
     for name, check in self._CHECKS.items():
       if not check.accepts(value := getattr(hparams, name)):
         raise errors.UsageError(
-          f'{type(self).__name__}.{name} is {value!r}; expected'
-          f' {check.expected}.'
+          f'{where}.{name} is {value!r}; expected {check.expected}.'
         )
+    for names in self._EXCLUSIVE:
+      given = {n: x for n in names if (x := getattr(hparams, n))}
+      if len(given) > 1:
+        raise errors.UsageError(f'{where} has {given}; set one of them.')
+    for name, kind in self._PARTS.items():
+      part = instantiate(getattr(hparams, name), kind, f'{where}.{name}')
+      setattr(self, name, part)
 
   def __getattr__(self, name: str) -> Any:
     if hasattr(type(self), name):

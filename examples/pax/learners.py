@@ -49,24 +49,17 @@ class Learner(hparams_lib.Configurable):
   bprop_variable_inclusion: optimizers.Regexes = ()
   bprop_variable_exclusion: optimizers.Regexes = ()
 
+  _PARTS = {'optimizer': optimizers.BaseOptimizer}
+  _EXCLUSIVE = (('bprop_variable_inclusion', 'bprop_variable_exclusion'),)
   _CHECKS = {'skip_step_gradient_norm_value': base_config.number('[0, inf)')}
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
     p = hparams
-    self.optimizer = hparams_lib.instantiate(
-      p.optimizer, optimizers.BaseOptimizer, f'{p.name}.optimizer'
-    )
     self._included, self._excluded = (
       optimizers.Pattern(f'{p.name}.{field}', getattr(p, field))
       for field in ('bprop_variable_inclusion', 'bprop_variable_exclusion')
     )
-    if self._included and self._excluded:
-      raise ValueError(
-        f'{p.name} has bprop_variable_inclusion {p.bprop_variable_inclusion!r}'
-        f' and bprop_variable_exclusion {p.bprop_variable_exclusion!r}; set one'
-        ' of them.'
-      )
     # All optimizers by label, and those that have weights of their own.
     self._all = {_MAIN: self.optimizer}
     self._patterns: dict[str, optimizers.Pattern] = {}

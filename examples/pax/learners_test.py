@@ -287,7 +287,7 @@ def test_refuses_names_that_fit_no_weight_when_it_sees_the_weights(
   [
     (
       learners.Learner.HParams(),
-      'learner.optimizer is None; expected the HParams of a'
+      'Learner.optimizer is None; expected the HParams of a'
       ' optimizers.BaseOptimizer',
     ),
     (
@@ -311,7 +311,7 @@ def test_refuses_names_that_fit_no_weight_when_it_sees_the_weights(
         bprop_variable_inclusion='a',
         bprop_variable_exclusion='b',
       ),
-      "bprop_variable_inclusion 'a' and bprop_variable_exclusion 'b'",
+      "'bprop_variable_inclusion': 'a', 'bprop_variable_exclusion': 'b'",
     ),
     (
       learners.MultiOptimizerLearner.HParams(

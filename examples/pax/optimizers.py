@@ -19,7 +19,6 @@ import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import functools
-import itertools
 import re
 from typing import Any, ClassVar, NamedTuple
 
@@ -154,8 +153,11 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
     ema_decay: of the moving average of weights; see `ema_update`.
   """
 
-  # Fields of which one at most is set.
+  # Of decays that follow the learning rate.
   _DECAYS: ClassVar[tuple[str, ...]] = ('decoupled_weight_decay',)
+  _CLIPS = 'clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value'
+  _EXCLUSIVE = (_CLIPS, ('l2_regularizer_weight', *_DECAYS))
+  _PARTS = {'lr_schedule': schedules.BaseSchedule}
   _CHECKS = {
     'learning_rate': base_config.number('[0, inf)'),
     'l2_regularizer_weight': _NOT_NEGATIVE,
@@ -177,27 +179,16 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
-    p, name = hparams, type(self).__name__
-    clips = 'clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value'
-    decays = 'l2_regularizer_weight', *self._DECAYS
-    for one, other in (clips, *itertools.combinations(decays, 2)):
-      if getattr(p, one) and getattr(p, other):
-        raise ValueError(
-          f'{name} has {one} {getattr(p, one)} and {other}'
-          f' {getattr(p, other)}; set one of them.'
-        )
     self._excluded = Pattern(
-      f'{name}.weight_decay_exclusion', p.weight_decay_exclusion
+      f'{type(self).__name__}.weight_decay_exclusion',
+      hparams.weight_decay_exclusion,
     )
     # Each must fit a weight.
     self.patterns = [self._excluded]
-    self._schedule = hparams_lib.instantiate(
-      p.lr_schedule, schedules.BaseSchedule, f'{name}.lr_schedule'
-    )
 
   def get_learning_rate(self, step: Any) -> jax.Array:
     """Returns the learning rate of a step, a float32 scalar."""
-    return self.hparams.learning_rate * self._schedule.value_at(step)
+    return self.hparams.learning_rate * self.lr_schedule.value_at(step)
 
   def make(
     self,
@@ -292,6 +283,7 @@ class _Decayed(BaseOptimizer):
   """
 
   _DECAYS = ('weight_decay', 'decoupled_weight_decay')
+  _EXCLUSIVE = (BaseOptimizer._CLIPS, ('l2_regularizer_weight', *_DECAYS))
   _CHECKS = {**BaseOptimizer._CHECKS, 'weight_decay': _NOT_NEGATIVE}
 
   weight_decay: float | None = None

@@ -422,26 +422,26 @@ def test_moving_average_of_weights():
         clip_gradient_norm_to_value=1.0,
         clip_gradient_single_norm_to_value=2.0,
       ),
-      'clip_gradient_norm_to_value 1.0 and clip_gradient_single_norm_to_value'
-      ' 2.0',
+      "'clip_gradient_norm_to_value': 1.0,"
+      " 'clip_gradient_single_norm_to_value': 2.0",
     ),
     (
       lambda: optimizers.Adam.HParams(
         learning_rate=1.0, weight_decay=0.1, decoupled_weight_decay=0.2
       ),
-      'weight_decay 0.1 and decoupled_weight_decay 0.2',
+      "'weight_decay': 0.1, 'decoupled_weight_decay': 0.2",
     ),
     (
       lambda: optimizers.Lion.HParams(
         learning_rate=1.0, weight_decay=0.1, l2_regularizer_weight=0.2
       ),
-      'l2_regularizer_weight 0.2 and weight_decay 0.1',
+      "'l2_regularizer_weight': 0.2, 'weight_decay': 0.1",
     ),
     (
       lambda: optimizers.Sgd.HParams(
         learning_rate=1.0, decoupled_weight_decay=0.1, l2_regularizer_weight=0.2
       ),
-      'l2_regularizer_weight 0.2 and decoupled_weight_decay 0.1',
+      "'l2_regularizer_weight': 0.2, 'decoupled_weight_decay': 0.1",
     ),
     (
       lambda: optimizers.Sgd.HParams(learning_rate=1.0, nesterov=True),
