@@ -319,7 +319,7 @@ class SingleTask(Configurable):
     }
     if scales:
       model_state[sharded.OVERWRITE] = scales
-    if self.learner.ema_decay:
+    if self.learner.optimizer.ema_decay:
       model_state[EMA] = params
       model_state[_EMA_NON_TRAINABLE] = model_state[base_layer.NON_TRAINABLE]
     vn = self.hparams.vn
@@ -453,6 +453,7 @@ class SingleTask(Configurable):
     """
     new = dict(after.model_state)
     if EMA in new:
+      decay = self.learner.optimizer.ema_decay
       count = learners.num_updates(before.opt_state)
       is_taken = learners.num_updates(after.opt_state) > count
       for name, values in (
@@ -460,7 +461,7 @@ class SingleTask(Configurable):
         (_EMA_NON_TRAINABLE, new[base_layer.NON_TRAINABLE]),
       ):
         old = before.model_state[name]
-        ema = optimizers.ema_update(old, values, count, self.learner.ema_decay)
+        ema = optimizers.ema_update(old, values, count, decay)
         new[name] = jax.tree.map(
           functools.partial(jnp.where, is_taken), ema, old
         )

@@ -65,11 +65,6 @@ class Learner(hparams_lib.Configurable):
     self._patterns: dict[str, optimizers.Pattern] = {}
     self._clips_apart = False
 
-  @property
-  def ema_decay(self) -> float:
-    """The decay for `optimizers.ema_update`, or 0 for no average."""
-    return self.optimizer.hparams.ema_decay
-
   def is_trained(self, name: str) -> bool:
     """Whether the weight of a name is trained."""
     if self._included:
@@ -328,10 +323,7 @@ class MultiOptimizerLearner(Learner):
     self._clips_apart = p.apply_separate_scaling
     without_effect = ['ema_decay']
     if not p.apply_separate_scaling:
-      without_effect += [
-        'clip_gradient_norm_to_value',
-        'clip_gradient_single_norm_to_value',
-      ]
+      without_effect += optimizers.CLIPS
     for name, optimizer, regex in zip(
       p.auxiliary_names,
       p.auxiliary_optimizers,

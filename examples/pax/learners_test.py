@@ -374,7 +374,7 @@ def test_several_optimizers():
       'head/learning_rate': 0.1,
     },
   )
-  assert learner.ema_decay == 0.9
+  assert learner.optimizer.ema_decay == 0.9
 
 
 def test_through_fiddle():

@@ -35,6 +35,8 @@ Regexes = str | Sequence[str]
 NumStacked = Callable[[str], int]
 # Whether the weight of a name has neither L2 nor `decoupled_weight_decay`.
 SkipsLp = Callable[[str], bool]
+# Fields of an optimizer that its learner follows.
+CLIPS = 'clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value'
 _NOT_NEGATIVE = base_config.optional(base_config.number('[0, inf)'))
 # To be chained.
 Transformations = list[optax.GradientTransformation]
@@ -153,10 +155,9 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
     ema_decay: of the moving average of weights; see `ema_update`.
   """
 
-  # Of decays that follow the learning rate.
+  # Decays that follow the learning rate.
   _DECAYS: ClassVar[tuple[str, ...]] = ('decoupled_weight_decay',)
-  _CLIPS = 'clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value'
-  _EXCLUSIVE = (_CLIPS, ('l2_regularizer_weight', *_DECAYS))
+  _EXCLUSIVE = (CLIPS, ('l2_regularizer_weight', *_DECAYS))
   _PARTS = {'lr_schedule': schedules.BaseSchedule}
   _CHECKS = {
     'learning_rate': base_config.number('[0, inf)'),
@@ -283,7 +284,7 @@ class _Decayed(BaseOptimizer):
   """
 
   _DECAYS = ('weight_decay', 'decoupled_weight_decay')
-  _EXCLUSIVE = (BaseOptimizer._CLIPS, ('l2_regularizer_weight', *_DECAYS))
+  _EXCLUSIVE = (CLIPS, ('l2_regularizer_weight', *_DECAYS))
   _CHECKS = {**BaseOptimizer._CHECKS, 'weight_decay': _NOT_NEGATIVE}
 
   weight_decay: float | None = None
