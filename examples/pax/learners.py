@@ -74,7 +74,7 @@ class Learner(hparams_lib.Configurable):
   def make(
     self,
     num_stacked: optimizers.NumStacked = optimizers.not_stacked,
-    skips_lp: optimizers.SkipsLp = optimizers.skips_none,
+    skips_lp: optimizers.SkipsLp = lambda name: False,
   ) -> optax.GradientTransformation:
     """Returns what turns gradients into updates.
 

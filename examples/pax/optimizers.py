@@ -48,12 +48,6 @@ def not_stacked(name: str) -> int:
   return 0
 
 
-def skips_none(name: str) -> bool:
-  """Says of every weight that it is regularised."""
-  del name
-  return False
-
-
 def map_with_names(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
   """Maps `fn(name, leaf, ...)` over trees of weights."""
   return jax.tree_util.tree_map_with_path(
@@ -194,7 +188,7 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
   def make(
     self,
     num_stacked: NumStacked = not_stacked,
-    skips_lp: SkipsLp = skips_none,
+    skips_lp: SkipsLp = lambda name: False,
   ) -> optax.GradientTransformation:
     """Returns the optimizer, without what its learner does: clip and skip.
 
