@@ -109,14 +109,11 @@ class MultiLossAggregator(LossAggregator):
   loss_keys: Sequence[str] = ()
   loss_weights: Sequence[float] = ()
 
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    keys, weights = hparams.loss_keys, hparams.loss_weights
-    if not keys or len(keys) != len(weights):
-      raise ValueError(
-        f'MultiLossAggregator has loss_keys {tuple(keys)} and loss_weights'
-        f' {tuple(weights)}; expected at least one key, and a weight for each.'
-      )
+  _RULES = {
+    'at least one of loss_keys, and as many loss_weights': (
+      lambda p: 0 < len(p.loss_keys) == len(p.loss_weights)
+    )
+  }
 
   def aggregate(
     self, metrics: models.WeightedScalars

@@ -246,7 +246,7 @@ def test_the_learner_may_name_the_loss():
           loss_keys=['a', 'b'], loss_weights=[1.0]
         )
       },
-      'expected at least one key, and a weight for each',
+      'expects at least one of loss_keys, and as many',
     ),
     (
       {'learner': [learners.Learner.HParams()] * 2},

@@ -28,7 +28,7 @@ Names and behaviour are those of Praxis (Google, 2022).
 
 import abc
 import collections
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import copy
 import dataclasses
 import enum
@@ -343,6 +343,8 @@ class Configurable(abc.ABC):
 
   # Field -> what it must be.
   _CHECKS: ClassVar[Mapping[str, base_config.Check]] = {}
+  # What fields must be together, in words -> whether hyperparameters are so.
+  _RULES: ClassVar[Mapping[str, Callable[[Any], bool]]] = {}
   # Fields of which one at most is set.
   _EXCLUSIVE: ClassVar[Sequence[Sequence[str]]] = ()
   # Field -> the class of the object that is made of it, `self.<field>`.
@@ -383,6 +385,9 @@ class Configurable(abc.ABC):
         raise errors.UsageError(
           f'{where}.{name} is {value!r}; expected {check.expected}.'
         )
+    for expected, holds in self._RULES.items():
+      if not holds(hparams):
+        raise errors.UsageError(f'{where} expects {expected}; got {hparams}.')
     for names in self._EXCLUSIVE:
       given = {n: x for n in names if (x := getattr(hparams, n))}
       if len(given) > 1:

@@ -256,13 +256,11 @@ class Sgd(BaseOptimizer):
   momentum: float | None = None
   nesterov: bool = False
 
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    if hparams.nesterov and hparams.momentum is None:
-      raise ValueError(
-        'Sgd.nesterov is True and momentum None; Nesterov needs a momentum,'
-        ' such as 0.9.'
-      )
+  _RULES = {
+    'a momentum, such as 0.9, where nesterov is True': (
+      lambda p: p.momentum is not None or not p.nesterov
+    )
+  }
 
   def _directions(self, num_stacked: NumStacked) -> Transformations:
     p = self.hparams

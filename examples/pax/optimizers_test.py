@@ -445,7 +445,7 @@ def test_moving_average_of_weights():
     ),
     (
       lambda: optimizers.Sgd.HParams(learning_rate=1.0, nesterov=True),
-      'Nesterov needs a momentum',
+      'Sgd expects a momentum, such as 0.9',
     ),
     (
       lambda: optimizers.Sgd.HParams(learning_rate=1.0, ema_decay=1.0),

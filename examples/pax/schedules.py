@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from examples.pax import hparams
 from jaxline import base_config
-from jaxline import errors
 
 Point = tuple[int, float]
 
@@ -24,21 +23,6 @@ _POSITIVE = base_config.number('(0, inf)')
 
 class BaseSchedule(hparams.Configurable):
   """A function of the step."""
-
-  # What hyperparameters must be together; see `_holds`.
-  _EXPECTED = ''
-
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    if not self._holds(hparams):
-      raise errors.UsageError(
-        f'{type(self).__name__} expects {self._EXPECTED}; got {hparams}.'
-      )
-
-  def _holds(self, p: Any) -> bool:
-    """Whether hyperparameters are as `_EXPECTED` says."""
-    del p
-    return True
 
   def value_at(self, step: Any) -> jax.Array:
     """Returns the multiplier at a step, a float32 scalar."""
@@ -74,12 +58,11 @@ class _Between(BaseSchedule):
   start: Point = (0, 1.0)
   limit: Point = (1, 1.0)
 
-  _EXPECTED = (
-    'start and limit to be pairs (step, value), the step of limit the later'
-  )
-
-  def _holds(self, p: Any) -> bool:
-    return len(p.start) == len(p.limit) == 2 and p.start[0] < p.limit[0]
+  _RULES = {
+    'start and limit to be pairs (step, value), the step of limit the later': (
+      lambda p: len(p.start) == len(p.limit) == 2 and p.start[0] < p.limit[0]
+    )
+  }
 
 
 def _fraction(step: jax.Array, start: float, end: float) -> jax.Array:
@@ -122,10 +105,12 @@ class Exponential(_Between):
 
   limit: Point = (1, 0.5)
 
-  _EXPECTED = 'positive values in start and limit, and start to be before limit'
-
-  def _holds(self, p: Any) -> bool:
-    return super()._holds(p) and min(p.start[1], p.limit[1]) > 0
+  _RULES = {
+    **_Between._RULES,
+    'positive values in start and limit': (
+      lambda p: min(p.start[1], p.limit[1]) > 0
+    ),
+  }
 
   def _at(self, step: jax.Array) -> Any:
     (start, first), (end, last) = self.hparams.start, self.hparams.limit
@@ -169,10 +154,12 @@ class PiecewiseConstant(BaseSchedule):
   boundaries: tuple[int, ...] = ()
   values: tuple[float, ...] = ()
 
-  _EXPECTED = 'boundaries in order, and one value more than boundaries'
-
-  def _holds(self, p: Any) -> bool:
-    return len(p.values) == len(p.boundaries) + 1 and _in_order(p.boundaries)
+  _RULES = {
+    'boundaries in order': lambda p: _in_order(p.boundaries),
+    'one value more than boundaries': (
+      lambda p: len(p.values) == len(p.boundaries) + 1
+    ),
+  }
 
   def _at(self, step: jax.Array) -> Any:
     return _piece(step, self.hparams.boundaries, self.hparams.values)
@@ -205,10 +192,11 @@ class _LinearRampup(BaseSchedule):
   max: float = 1.0
 
   _CHECKS = {'min_ratio': _POSITIVE, 'max': _POSITIVE}
-  _EXPECTED = '0 <= warmup_steps <= decay_start < decay_end'
-
-  def _holds(self, p: Any) -> bool:
-    return 0 <= p.warmup_steps <= p.decay_start < p.decay_end
+  _RULES = {
+    '0 <= warmup_steps <= decay_start < decay_end': (
+      lambda p: 0 <= p.warmup_steps <= p.decay_start < p.decay_end
+    )
+  }
 
   @abc.abstractmethod
   def _decay(self, done: jax.Array) -> jax.Array:
@@ -248,11 +236,14 @@ class LinearRampupPiecewiseConstant(BaseSchedule):
   boundaries: tuple[int, ...] = ()
   values: tuple[float, ...] = ()
 
-  _EXPECTED = 'boundaries in order, the first positive, and as many values'
-
-  def _holds(self, p: Any) -> bool:
-    has_both = len(p.values) == len(p.boundaries) > 0
-    return has_both and p.boundaries[0] > 0 and _in_order(p.boundaries)
+  _RULES = {
+    'boundaries in order, the first positive': (
+      lambda p: list(p.boundaries[:1]) > [0] and _in_order(p.boundaries)
+    ),
+    'as many values as boundaries': (
+      lambda p: len(p.values) == len(p.boundaries)
+    ),
+  }
 
   def _at(self, step: jax.Array) -> Any:
     p = self.hparams
