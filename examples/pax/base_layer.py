@@ -192,16 +192,8 @@ class WeightHParams:
   def __post_init__(self) -> None:
     object.__setattr__(self, 'shape', tuple(self.shape))
 
-  def check(self, path: str) -> None:
-    """Refuses what no variable can be.
-
-    Args:
-      path: of the variable.
-
-    Raises:
-      ValueError: the shape has a size that is no positive integer, or not as
-        many dimensions as there are axes.
-    """
+  def _check(self, path: str) -> None:
+    """Refuses what the variable at a path cannot be."""
     if any(type(n) is not int or n < 1 for n in self.full_shape):
       raise ValueError(
         f'The shape of {path} is {self.full_shape}; expected positive integers.'
@@ -410,7 +402,7 @@ class BaseLayer(hparams_lib.Configurable):
   """A function with variables, and with other layers as children.
 
   `hparams` are its hyperparameters, frozen. In a run it also has `module_name`,
-  its path in the tree; and `theta`, its variables as attributes: `theta.w`.
+  its path in the tree.
 
   Attributes:
     name: of the layer, as the root of a tree; a child's is its parent's choice.
@@ -458,7 +450,6 @@ class BaseLayer(hparams_lib.Configurable):
     layer = type(self)(self.hparams)
     layer._run, layer._stacks = run, run.stacks
     layer.module_name, layer.name = path, path.rpartition('/')[2]
-    layer.theta = _Theta(layer)
     if layer.fprop_dtype is None:
       layer.fprop_dtype = layer.dtype
     layer.setup()
@@ -488,19 +479,6 @@ class BaseLayer(hparams_lib.Configurable):
         f'{field} of {self.module_name} names {wrong}, which are none of {what}'
         f' {sorted(names)}.{errors.did_you_mean(wrong[0], names)}'
       )
-
-  def __getattr__(self, name: str) -> Any:
-    try:
-      return super().__getattr__(name)
-    except AttributeError as e:
-      # Names with underscores are asked for by Python itself.
-      if self._run is None and not name.startswith('_'):
-        e.add_note(
-          'Outside of a run, a layer is nothing but hyperparameters.'
-          ' layer.init(rng) returns variables; layer.apply(variables, ...,'
-          ' method=...) runs a method.'
-        )
-      raise
 
   def setup(self) -> None:
     """Creates variables and children; nothing by default."""
@@ -533,7 +511,7 @@ class BaseLayer(hparams_lib.Configurable):
     path = self.module_name
     for _, times, axis in reversed(run.stacks):
       weight = weight.repeated(times, axis)
-    weight.check(f'{path}/{name}')
+    weight._check(f'{path}/{name}')
     run.created.setdefault(path, {})[name] = weight, trainable
     if (got := run.value(path, name).dtype) != weight.dtype:
       raise ValueError(
@@ -591,11 +569,15 @@ class BaseLayer(hparams_lib.Configurable):
         ' within one of its layers or outside of it.'
       )
     if first.hparams != layer.hparams:
+      lines = difflib.ndiff(
+        first.hparams.to_text().splitlines(),
+        layer.hparams.to_text().splitlines(),
+      )
       raise ValueError(
         f'Layers that are shared (shared_weight_layer_id is'
         f' {layer.hparams.shared_weight_layer_id!r}) must have equal'
         f' hyperparameters. {path} differs from {first.module_name} in\n'
-        + _differences(layer.hparams, first.hparams)
+        + '\n'.join(line for line in lines if line[0] in '+-')
       )
     return first
 
@@ -645,6 +627,11 @@ class BaseLayer(hparams_lib.Configurable):
   def aux_losses(self) -> dict[str, tuple[Any, Any]]:
     """What was added to the loss in this run up to now, by `add_aux_loss`."""
     return dict(self._in_run().collected.aux_losses)
+
+  @property
+  def theta(self) -> Any:
+    """The values of its variables, as attributes: `self.theta.w`."""
+    return _Theta(self)
 
   def get_var(self, name: str) -> jax.Array:
     """Returns the value of a variable, as it is now."""
@@ -785,8 +772,7 @@ class BaseLayer(hparams_lib.Configurable):
 
   def num_params(self) -> int:
     """Returns how many numbers are trained."""
-    params = self.abstract_init()[PARAMS]
-    return sum(w.size for layer in params.values() for w in layer.values())
+    return sum(w.size for w in jax.tree.leaves(self.abstract_init()[PARAMS]))
 
   def _init(
     self, run: _Run, *args: Any, method: str = '__call__', **kwargs: Any
@@ -801,10 +787,6 @@ class BaseLayer(hparams_lib.Configurable):
     return {PARAMS: to_dict(params), NON_TRAINABLE: to_dict(state)}
 
   def _root(self, run: _Run) -> 'BaseLayer':
-    if self._run is not None:
-      raise RuntimeError(
-        f'{self.module_name} is part of a run; call it, or its methods, itself.'
-      )
     name = self.hparams.name or _snake_case(type(self).__name__)
     return self._bound(name, run)
 
@@ -846,11 +828,6 @@ class BaseLayer(hparams_lib.Configurable):
       return out
     run.collected.non_trainable = hk.data_structures.to_mutable_dict(state)
     return out, run.collected
-
-
-def _differences(a: hparams_lib.BaseHParams, b: hparams_lib.BaseHParams) -> str:
-  lines = difflib.ndiff(b.to_text().splitlines(), a.to_text().splitlines())
-  return '\n'.join(line for line in lines if line[0] in '+-')
 
 
 def _snake_case(name: str) -> str:

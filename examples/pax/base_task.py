@@ -13,16 +13,12 @@ optimizer. Its model state is a dict:
 Names, fields and values are those of Praxis and Paxml (Google, 2022).
 """
 
-import abc
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
-import pathlib
-import re
 from typing import Any
 import zlib
 
-from absl import logging
 import jax
 import jax.numpy as jnp
 import optax
@@ -34,12 +30,9 @@ from examples.pax import hparams as hparams_lib
 from examples.pax import learners
 from examples.pax import models
 from examples.pax import optimizers
-from jaxline import distributed
 from jaxline import errors
 from jaxline import metrics as metrics_lib
 from jaxline import sharded
-from jaxline.checkpoint import files
-from jaxline.metrics import writers
 
 BaseHParams = hparams_lib.BaseHParams
 Configurable = hparams_lib.Configurable
@@ -65,22 +58,8 @@ def _metric(
   return metrics[name]
 
 
-class BaseMetrics(Configurable, abc.ABC):
-  """Says what of a model's metrics is reported."""
-
-  @abc.abstractmethod
-  def aggregate(
-    self, metrics: models.WeightedScalars
-  ) -> dict[str, metrics_lib.Mean]:
-    """Returns name -> what can be averaged over batches without a loss.
-
-    Args:
-      metrics: of one batch.
-    """
-
-
-class MeanMetrics(BaseMetrics):
-  """Weighted means of the model's metrics.
+class MeanMetrics(Configurable):
+  """Weighted means of the model's metrics, which are reported.
 
   Attributes:
     metric_keys: names of those to report; empty for all.
@@ -130,14 +109,11 @@ class MultiLossAggregator(LossAggregator):
   loss_keys: Sequence[str] = ()
   loss_weights: Sequence[float] = ()
 
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    keys, weights = hparams.loss_keys, hparams.loss_weights
-    if not keys or len(keys) != len(weights):
-      raise ValueError(
-        f'MultiLossAggregator has loss_keys {tuple(keys)} and loss_weights'
-        f' {tuple(weights)}; expected at least one key, and a weight for each.'
-      )
+  _RULES = {
+    'at least one of loss_keys, and as many loss_weights': (
+      lambda p: 0 < len(p.loss_keys) == len(p.loss_weights)
+    )
+  }
 
   def aggregate(
     self, metrics: models.WeightedScalars
@@ -163,7 +139,8 @@ class MultiLossAggregator(LossAggregator):
 class EarlyStoppingFn(Configurable):
   """Ends training when a metric of an evaluation reaches a value.
 
-  A subclass may decide by something else.
+  In `train_and_eval` only; in other modes, training goes on to its last step. A
+  subclass may decide by something else.
 
   Attributes:
     metric: which, as evaluation names it.
@@ -198,88 +175,6 @@ class EarlyStoppingFn(Configurable):
     return (
       value >= self.target if self.higher_is_better else value <= self.target
     )
-
-
-class EarlyStoppingMixin:
-  """Ends training early; a base class to list before `ShardedExperiment`.
-
-  For `train_and_eval`, where two experiments share a state: an evaluation of
-  one may end the loop of the other, as if its last step was done. That is noted
-  beside the checkpoints, so that a run that is started again has ended.
-  """
-
-  _rule: EarlyStoppingFn | None = None
-  _is_stopped = False
-  _note: pathlib.Path | None = None
-  # The experiment in training that this one evaluates.
-  _trained: 'EarlyStoppingMixin | None' = None
-
-  def set_early_stopping(self, rule: Any) -> None:
-    """Sets the rule; called by the constructor.
-
-    Args:
-      rule: hyperparameters of an `EarlyStoppingFn`; None is never.
-    """
-    if rule is None or self.mode != 'train':
-      return
-    self._rule = hparams_lib.instantiate(
-      rule, EarlyStoppingFn, 'early_stopping_fn'
-    )
-    config = self.run_config
-    if config and config.checkpointer == 'durable' and config.checkpoint_dir:
-      self._note = pathlib.Path(config.checkpoint_dir) / 'early_stopping.json'
-    logging.info(
-      'An evaluation of --jaxline_mode=train_and_eval may end training early;'
-      ' in other modes it goes on to its last step.'
-    )
-
-  def should_run_step(self, global_step: int, config: Any) -> bool:
-    """Whether to run the step of this number."""
-    return not self._is_stopped and super().should_run_step(global_step, config)
-
-  def share_state(self, trained: Any) -> None:
-    """Takes over the live state of the experiment in training."""
-    super().share_state(trained)
-    self._trained = trained
-
-  def evaluate(self, *, global_step: Any, rng: Any, writer: Any) -> Any:
-    """Evaluates, and ends training if it is time."""
-    scalars = super().evaluate(global_step=global_step, rng=rng, writer=writer)
-    if self._trained is not None:
-      self._trained._decide(int(global_step), scalars)
-    return scalars
-
-  def _decide(self, step: int, scalars: Mapping[str, Any]) -> None:
-    if self._rule is None:
-      return
-    metrics = {n: float(x) for n, x in writers.to_scalars(scalars).items()}
-    self._is_stopped = self._rule(metrics, step)
-    if not self._is_stopped:
-      return
-    logging.info('Early stopping after step %d: %s.', step, metrics)
-    if self._note is not None and jax.process_index() == 0:
-      files.write_json(self._note, {'step': step, 'metrics': metrics})
-
-  def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
-    """Restores the state, and whether training had ended at its step."""
-    super().restore_from_snapshot(snapshot_state)
-    if self._rule is None:
-      return
-    saved = distributed.of_chief(self._read())
-    self._is_stopped = (
-      saved is not None
-      and saved['step'] <= int(self.state.step)
-      and self._rule(saved['metrics'], saved['step'])
-    )
-
-  def _read(self) -> Any:
-    if self._note is None or jax.process_index() or not self._note.exists():
-      return None
-    try:
-      return files.read_json(self._note)
-    except files.DamagedError as e:
-      logging.error('Training goes on; %s is of no use: %s', self._note, e)
-    return None
 
 
 # Tasks.
@@ -335,37 +230,33 @@ class TrainHParams(BaseHParams):
   )
 
 
-class BaseTask(Configurable):
-  """A goal, and all that is needed to come near it.
-
-  Attributes:
-    name: what messages call it.
-  """
-
-  name: str = 'task'
-
-
-class SingleTask(BaseTask):
+class SingleTask(Configurable):
   """A task with one model and one learner.
 
   Attributes:
+    name: what messages call it.
     model: the model, with all its layers; of a task, unbound.
     train: how it is trained.
     metrics: which of the model's metrics are reported.
     loss_aggregator: what of them is minimised; None is the learner's
       `loss_name`, or else 'total_loss'.
     vn: variational noise.
-    early_stopping_fn: when training ends before its last step; None is
-      never.
+    early_stopping_fn: when training ends before its last step, an
+      `EarlyStoppingFn`; None is never.
     learner: its learner.
+    weights: name -> what the weight is.
+    uses_fp8: whether the model has products in FP8.
   """
 
+  name: str = 'task'
   model: Any = sub_config_field(None)
   train: TrainHParams = sub_config_field(TrainHParams)
   metrics: Any = sub_config_field(MeanMetrics.HParams)
   loss_aggregator: Any = sub_config_field(None)
   vn: VariationalNoise = sub_config_field(VariationalNoise)
   early_stopping_fn: Any = sub_config_field(None)
+
+  _PARTS = {'model': models.BaseModel, 'metrics': MeanMetrics}
 
   # As Paxml names them.
   Train = TrainHParams
@@ -374,35 +265,24 @@ class SingleTask(BaseTask):
   def __init__(self, hparams: Any):
     super().__init__(hparams)
     p = hparams
-    self.model = hparams_lib.instantiate(
-      p.model, models.BaseModel, f'{p.name}.model'
+    params, scales = fp8.split(self.model.abstract_init()[base_layer.PARAMS])
+    names = optimizers.weight_names(params)
+    self.weights: dict[str, WeightHParams] = dict(
+      zip(names, jax.tree.leaves(params), strict=True)
     )
-    self._metrics = hparams_lib.instantiate(
-      p.metrics, BaseMetrics, f'{p.name}.metrics'
-    )
-    self.learner = self._make_learner()
-    self._loss = self._make_loss_aggregator()
-    self._noise = optimizers.Pattern('vn.vn_regex', p.vn.vn_regex)
-    optimizers.check_not_negative(f'{p.name}.vn.vn_scale', p.vn.vn_scale)
-
-  def _make_learner(self) -> learners.Learner:
-    given = self.hparams.train.learner
+    self.uses_fp8 = bool(scales)
+    if p.early_stopping_fn is not None:
+      self.early_stopping_fn = hparams_lib.instantiate(
+        p.early_stopping_fn, EarlyStoppingFn, f'{p.name}.early_stopping_fn'
+      )
+    given = p.train.learner
     several = given if isinstance(given, list | tuple) else [given]
     # A built one stands for its hyperparameters.
-    found = learners.joined([getattr(x, 'hparams', x) for x in several])
-    skips = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
-    regexes = [
-      f'{re.escape(name)}$'
-      for name, weight in self.weights.items()
-      if skips in weight.collections
-    ]
-    if regexes:
-      found.optimizer = _without_decay(found.optimizer, regexes)
-      if isinstance(found, learners.MultiOptimizerLearner.HParams):
-        found.auxiliary_optimizers = [
-          _without_decay(o, regexes) for o in found.auxiliary_optimizers
-        ]
-    return found.Instantiate()
+    self.learner: learners.Learner = learners.joined(
+      [getattr(x, 'hparams', x) for x in several]
+    ).Instantiate()
+    self._loss = self._make_loss_aggregator()
+    self._noise = optimizers.Pattern('vn.vn_regex', p.vn.vn_regex)
 
   def _make_loss_aggregator(self) -> LossAggregator:
     p, name = self.hparams, self.learner.hparams.loss_name
@@ -420,18 +300,6 @@ class SingleTask(BaseTask):
       )
     return found
 
-  @functools.cached_property
-  def weights(self) -> dict[str, WeightHParams]:
-    """Name -> what the weight is."""
-    params, _ = fp8.split(self.model.abstract_init()[base_layer.PARAMS])
-    names = optimizers.weight_names(params)
-    return dict(zip(names, jax.tree.leaves(params), strict=True))
-
-  @property
-  def uses_fp8(self) -> bool:
-    """Whether the model has products in FP8."""
-    return bool(fp8.split(self.model.abstract_init()[base_layer.PARAMS])[1])
-
   def boxed_init(self, rng: jax.Array) -> tuple[Any, dict[str, Any]]:
     """Returns initial weights and model state, each a `partitioning.Logical`.
 
@@ -448,7 +316,7 @@ class SingleTask(BaseTask):
     }
     if scales:
       model_state[sharded.OVERWRITE] = scales
-    if self.learner.ema_decay:
+    if self.learner.optimizer.ema_decay:
       model_state[EMA] = params
       model_state[_EMA_NON_TRAINABLE] = model_state[base_layer.NON_TRAINABLE]
     vn = self.hparams.vn
@@ -487,7 +355,7 @@ class SingleTask(BaseTask):
       verbosity=self.hparams.train.summary_verbosity,
     )
     loss, weight = self._loss.aggregate(metrics)
-    means = self._metrics.aggregate(metrics)
+    means = self.metrics.aggregate(metrics)
     if isinstance(self._loss, MultiLossAggregator):
       means[self._loss.hparams.loss_key] = metrics_lib.Mean.of(loss, weight)
     for name, value in collected.summaries.items():
@@ -540,8 +408,12 @@ class SingleTask(BaseTask):
     is in the collection SKIP_LP_REGULARIZATION has neither L2 nor
     `decoupled_weight_decay`.
     """
-    # A pipeline's weights have two axes of layers before their own.
-    return self.learner.make(lambda name: len(self.weights[name].repeat_prefix))
+    skips = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
+    return self.learner.make(
+      # A pipeline's weights have two axes of layers before their own.
+      num_stacked=lambda name: len(self.weights[name].repeat_prefix),
+      skips_lp=lambda name: skips in self.weights[name].collections,
+    )
 
   def step_scalars(
     self, state: sharded.TrainState, grads: Any, updates: Any
@@ -578,6 +450,7 @@ class SingleTask(BaseTask):
     """
     new = dict(after.model_state)
     if EMA in new:
+      decay = self.learner.optimizer.ema_decay
       count = learners.num_updates(before.opt_state)
       is_taken = learners.num_updates(after.opt_state) > count
       for name, values in (
@@ -585,7 +458,7 @@ class SingleTask(BaseTask):
         (_EMA_NON_TRAINABLE, new[base_layer.NON_TRAINABLE]),
       ):
         old = before.model_state[name]
-        ema = optimizers.ema_update(old, values, count, self.learner.ema_decay)
+        ema = optimizers.ema_update(old, values, count, decay)
         new[name] = jax.tree.map(
           functools.partial(jnp.where, is_taken), ema, old
         )
@@ -613,13 +486,3 @@ class SingleTask(BaseTask):
     """
     variables = self._variables(params, model_state, use_ema=True)
     return self.model.decode(variables, batch, rng, options)
-
-
-def _without_decay(optimizer: Any, regexes: Sequence[str]) -> Any:
-  """Returns an optimizer's hyperparameters, with weights excluded by name."""
-  found = getattr(optimizer, 'hparams', optimizer)
-  if found is None:
-    return None  # The learner itself says what is missing.
-  before = found.lp_regularization_exclusion
-  before = (before,) if isinstance(before, str) else before
-  return found.clone().set(lp_regularization_exclusion=(*before, *regexes))

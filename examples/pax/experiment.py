@@ -7,9 +7,12 @@ Shapes: B prompts, T prompt length.
 """
 
 from collections.abc import Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import math
+import pathlib
+import time
 from typing import Any
 
 from absl import logging
@@ -25,9 +28,11 @@ from examples.pax import base_task
 from examples.pax import config as config_lib
 from examples.pax import loading
 from jaxline import base_config
+from jaxline import distributed
 from jaxline import errors
 from jaxline import mesh as mesh_lib
 from jaxline import sharded
+from jaxline.checkpoint import files
 from jaxline.inputs import base as inputs
 from jaxline.inputs import synthetic
 from jaxline.metrics import writers
@@ -35,11 +40,139 @@ from jaxline.metrics import writers
 Config = config_lib.Config
 
 
-class Experiment(
-  base_task.EarlyStoppingMixin,
-  loading.LoadingMixin,
-  sharded.ShardedExperiment,
-):
+class TaskExperiment(sharded.ShardedExperiment):
+  """Runs a task.
+
+  Attributes:
+    task: to be set by the constructor.
+  """
+
+  task: base_task.SingleTask
+  # Whether training has ended early.
+  _is_stopped = False
+  # The experiment in training that this one evaluates, in `train_and_eval`.
+  _trained: 'TaskExperiment | None' = None
+
+  def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
+    """Returns the initial weights and model state."""
+    return self.task.boxed_init(rng)
+
+  def loss_fn(
+    self,
+    params: Any,
+    model_state: Any,
+    batch: sharded.Batch,
+    rng: jax.Array,
+    is_training: bool,
+  ) -> sharded.LossOutput:
+    """Returns the task's loss and metrics."""
+    # The tasks read `batch.ids`, as Pax's do.
+    return self.task.loss_fn(
+      params, model_state, inputs.Batch(batch), rng, is_training
+    )
+
+  def make_optimizer(self) -> optax.GradientTransformation:
+    """Returns the learner's optimizer."""
+    return self.task.make_optimizer()
+
+  def step_scalars(
+    self, state: sharded.TrainState, grads: Any, updates: Any
+  ) -> Mapping[str, jax.Array]:
+    """Returns norms, learning rate, and what else the task reports."""
+    return self.task.step_scalars(state, grads, updates)
+
+  def after_update(
+    self, before: sharded.TrainState, after: sharded.TrainState
+  ) -> Any:
+    """Updates the moving average of the weights, if there is one."""
+    return self.task.after_update(before, after)
+
+  # Weights of other runs: where the state is made, and not where a checkpoint
+  # of the run itself is restored.
+
+  @property
+  def _loading_rules(self) -> Mapping[str, loading.CheckpointLoadingRules]:
+    return self.task.hparams.train.init_from_checkpoint_rules
+
+  @property
+  def state(self) -> sharded.TrainState:
+    """The live state, made at the first use."""
+    is_new = self._state is None
+    state = super().state
+    if is_new and self._loading_rules:
+      state = self._state = loading.load(state, self._loading_rules)
+    return state
+
+  def train_loop(
+    self,
+    config: Any,
+    state: Any,
+    periodic_actions: Sequence[Any],
+    writer: Any = None,
+  ) -> None:
+    """Runs steps until `should_run_step` says no, perhaps from a later one."""
+    if any(rule.load_step for rule in self._loading_rules.values()):
+      step = int(self.state.step)
+      if step != state.global_step:
+        logging.info('The run begins at step %d, as load_step says.', step)
+        state.global_step = step
+        for action in periodic_actions:
+          action.update_time(time.time(), step)
+    super().train_loop(config, state, periodic_actions, writer)
+
+  # Early stopping: an evaluation ends the loop as if its last step was done. A
+  # note beside the checkpoints lets a run that is started again stay ended.
+
+  @property
+  def _note(self) -> pathlib.Path | None:
+    config = self.run_config
+    if config and config.checkpointer == 'durable' and config.checkpoint_dir:
+      return pathlib.Path(config.checkpoint_dir) / 'early_stopping.json'
+    return None
+
+  def should_run_step(self, global_step: int, config: Any) -> bool:
+    """Whether to run the step of this number."""
+    return not self._is_stopped and super().should_run_step(global_step, config)
+
+  def share_state(self, trained: Any) -> None:
+    """Takes over the live state of the experiment in training."""
+    super().share_state(trained)
+    self._trained = trained
+
+  def evaluate(self, *, global_step: Any, rng: Any, writer: Any) -> Any:
+    """Evaluates, and ends training if it is time."""
+    scalars = super().evaluate(global_step=global_step, rng=rng, writer=writer)
+    rule = self.task.early_stopping_fn
+    if self._trained is None or rule is None:
+      return scalars
+    step = int(global_step)
+    metrics = {n: float(x) for n, x in writers.to_scalars(scalars).items()}
+    self._trained._is_stopped = rule(metrics, step)
+    if self._trained._is_stopped:
+      logging.info('Early stopping after step %d: %s.', step, metrics)
+      if self._note is not None and jax.process_index() == 0:
+        files.write_json(self._note, {'step': step, 'metrics': metrics})
+    return scalars
+
+  def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
+    """Restores the state, and whether training had ended at its step."""
+    super().restore_from_snapshot(snapshot_state)
+    rule = self.task.early_stopping_fn
+    if self.mode != 'train' or rule is None:
+      return
+    saved = None
+    if self._note is not None and jax.process_index() == 0:
+      with contextlib.suppress(files.DamagedError):  # Or it is not there.
+        saved = files.read_json(self._note)
+    saved = distributed.of_chief(saved)
+    self._is_stopped = (
+      saved is not None
+      and saved['step'] <= int(self.state.step)
+      and rule(saved['metrics'], saved['step'])
+    )
+
+
+class Experiment(TaskExperiment):
   """Runs a registered experiment.
 
   Attributes:
@@ -83,9 +216,7 @@ class Experiment(
     self.experiment: base_experiment.BaseExperiment = experiment(
       num_devices=math.prod(self.partitioner.axis_sizes.values())
     )
-    self.task: base_task.SingleTask = (
-      self.experiment.filled_task().Instantiate()
-    )
+    self.task = self.experiment.filled_task().Instantiate()
     if self.config.decode is None:
       # There is no text, and no message proposes to continue one.
       self.decode = super().decode  # type: ignore[method-assign]
@@ -93,42 +224,6 @@ class Experiment(
       fp8.check_devices(jax.local_devices())
     self._text = self.task.hparams.to_text()
     logging.info('Task:\n%s', self._text)
-    self.set_early_stopping(self.task.hparams.early_stopping_fn)
-    self.loading_rules = self.task.hparams.train.init_from_checkpoint_rules
-
-  def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
-    """Returns the initial weights and model state."""
-    return self.task.boxed_init(rng)
-
-  def loss_fn(
-    self,
-    params: Any,
-    model_state: Any,
-    batch: sharded.Batch,
-    rng: jax.Array,
-    is_training: bool,
-  ) -> sharded.LossOutput:
-    """Returns the task's loss and metrics."""
-    # The tasks read `batch.ids`, as Pax's do.
-    return self.task.loss_fn(
-      params, model_state, inputs.Batch(batch), rng, is_training
-    )
-
-  def make_optimizer(self) -> optax.GradientTransformation:
-    """Returns the learner's optimizer."""
-    return self.task.make_optimizer()
-
-  def step_scalars(
-    self, state: sharded.TrainState, grads: Any, updates: Any
-  ) -> Mapping[str, jax.Array]:
-    """Returns norms, learning rate, and what else the task reports."""
-    return self.task.step_scalars(state, grads, updates)
-
-  def after_update(
-    self, before: sharded.TrainState, after: sharded.TrainState
-  ) -> Any:
-    """Updates the moving average of the weights, if there is one."""
-    return self.task.after_update(before, after)
 
   @property
   def bubble_fraction(self) -> float:

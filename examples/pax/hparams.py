@@ -28,7 +28,7 @@ Names and behaviour are those of Praxis (Google, 2022).
 
 import abc
 import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import copy
 import dataclasses
 import enum
@@ -41,6 +41,7 @@ from fiddle import history
 from fiddle import printing
 import numpy as np
 
+from jaxline import base_config
 from jaxline import errors
 
 C = TypeVar('C')
@@ -340,6 +341,15 @@ class Configurable(abc.ABC):
       well, unless that has another attribute of the name.
   """
 
+  # Field -> what it must be.
+  _CHECKS: ClassVar[Mapping[str, base_config.Check]] = {}
+  # What fields must be together, in words -> whether hyperparameters are so.
+  _RULES: ClassVar[Mapping[str, Callable[[Any], bool]]] = {}
+  # Fields of which one at most is set.
+  _EXCLUSIVE: ClassVar[Sequence[Sequence[str]]] = ()
+  # Field -> the class of the object that is made of it, `self.<field>`.
+  _PARTS: ClassVar[Mapping[str, Any]] = {}
+
   class HParams(BaseHParams):
     """Hyperparameters of nothing yet."""
 
@@ -369,6 +379,22 @@ class Configurable(abc.ABC):
 
   def __init__(self, hparams: Any):
     self.hparams = hparams
+    where = type(self).__name__
+    for name, check in self._CHECKS.items():
+      if not check.accepts(value := getattr(hparams, name)):
+        raise errors.UsageError(
+          f'{where}.{name} is {value!r}; expected {check.expected}.'
+        )
+    for expected, holds in self._RULES.items():
+      if not holds(hparams):
+        raise errors.UsageError(f'{where} expects {expected}; got {hparams}.')
+    for names in self._EXCLUSIVE:
+      given = {n: x for n in names if (x := getattr(hparams, n))}
+      if len(given) > 1:
+        raise errors.UsageError(f'{where} has {given}; set one of them.')
+    for name, kind in self._PARTS.items():
+      part = instantiate(getattr(hparams, name), kind, f'{where}.{name}')
+      setattr(self, name, part)
 
   def __getattr__(self, name: str) -> Any:
     if hasattr(type(self), name):

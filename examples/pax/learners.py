@@ -15,6 +15,7 @@ import optax
 
 from examples.pax import hparams as hparams_lib
 from examples.pax import optimizers
+from jaxline import base_config
 
 _TRAINED, _FROZEN, _MAIN = 'trained', 'frozen', 'main'
 
@@ -48,34 +49,21 @@ class Learner(hparams_lib.Configurable):
   bprop_variable_inclusion: optimizers.Regexes = ()
   bprop_variable_exclusion: optimizers.Regexes = ()
 
+  _PARTS = {'optimizer': optimizers.BaseOptimizer}
+  _EXCLUSIVE = (('bprop_variable_inclusion', 'bprop_variable_exclusion'),)
+  _CHECKS = {'skip_step_gradient_norm_value': base_config.number('[0, inf)')}
+
   def __init__(self, hparams: Any):
     super().__init__(hparams)
     p = hparams
-    self.optimizer = hparams_lib.instantiate(
-      p.optimizer, optimizers.BaseOptimizer, f'{p.name}.optimizer'
-    )
-    optimizers.check_not_negative(
-      f'{p.name}.skip_step_gradient_norm_value', p.skip_step_gradient_norm_value
-    )
     self._included, self._excluded = (
       optimizers.Pattern(f'{p.name}.{field}', getattr(p, field))
       for field in ('bprop_variable_inclusion', 'bprop_variable_exclusion')
     )
-    if self._included and self._excluded:
-      raise ValueError(
-        f'{p.name} has bprop_variable_inclusion {p.bprop_variable_inclusion!r}'
-        f' and bprop_variable_exclusion {p.bprop_variable_exclusion!r}; set one'
-        ' of them.'
-      )
     # All optimizers by label, and those that have weights of their own.
     self._all = {_MAIN: self.optimizer}
     self._patterns: dict[str, optimizers.Pattern] = {}
     self._clips_apart = False
-
-  @property
-  def ema_decay(self) -> float:
-    """The decay for `optimizers.ema_update`, or 0 for no average."""
-    return self.optimizer.hparams.ema_decay
 
   def is_trained(self, name: str) -> bool:
     """Whether the weight of a name is trained."""
@@ -84,7 +72,9 @@ class Learner(hparams_lib.Configurable):
     return not self._excluded.fits(name)
 
   def make(
-    self, num_stacked: optimizers.NumStacked = optimizers.not_stacked
+    self,
+    num_stacked: optimizers.NumStacked = optimizers.not_stacked,
+    skips_lp: optimizers.SkipsLp = lambda name: False,
   ) -> optax.GradientTransformation:
     """Returns what turns gradients into updates.
 
@@ -96,6 +86,7 @@ class Learner(hparams_lib.Configurable):
 
     Args:
       num_stacked: as for `optimizers.BaseOptimizer.make`.
+      skips_lp: likewise.
 
     Returns:
       A transformation, whose `init` raises ValueError where a regular
@@ -109,7 +100,7 @@ class Learner(hparams_lib.Configurable):
         _TRAINED: self._skipping(
           optax.chain(
             self._clip(),
-            self._partition(lambda optimizer: optimizer.make(num_stacked)),
+            self._partition(lambda o: o.make(num_stacked, skips_lp)),
           )
         ),
         _FROZEN: optax.set_to_zero(),
@@ -332,10 +323,7 @@ class MultiOptimizerLearner(Learner):
     self._clips_apart = p.apply_separate_scaling
     without_effect = ['ema_decay']
     if not p.apply_separate_scaling:
-      without_effect += [
-        'clip_gradient_norm_to_value',
-        'clip_gradient_single_norm_to_value',
-      ]
+      without_effect += optimizers.CLIPS
     for name, optimizer, regex in zip(
       p.auxiliary_names,
       p.auxiliary_optimizers,

@@ -287,14 +287,14 @@ def test_refuses_names_that_fit_no_weight_when_it_sees_the_weights(
   [
     (
       learners.Learner.HParams(),
-      'learner.optimizer is None; expected the HParams of a'
+      'Learner.optimizer is None; expected the HParams of a'
       ' optimizers.BaseOptimizer',
     ),
     (
       learners.Learner.HParams(
         optimizer=_adam(), skip_step_gradient_norm_value=-1.0
       ),
-      'learner.skip_step_gradient_norm_value is -1.0; expected a number of at',
+      'skip_step_gradient_norm_value is -1.0; expected a number in \\[0',
     ),
     (
       learners.MultiOptimizerLearner.HParams(
@@ -311,7 +311,7 @@ def test_refuses_names_that_fit_no_weight_when_it_sees_the_weights(
         bprop_variable_inclusion='a',
         bprop_variable_exclusion='b',
       ),
-      "bprop_variable_inclusion 'a' and bprop_variable_exclusion 'b'",
+      "'bprop_variable_inclusion': 'a', 'bprop_variable_exclusion': 'b'",
     ),
     (
       learners.MultiOptimizerLearner.HParams(
@@ -374,7 +374,7 @@ def test_several_optimizers():
       'head/learning_rate': 0.1,
     },
   )
-  assert learner.ema_decay == 0.9
+  assert learner.optimizer.ema_decay == 0.9
 
 
 def test_through_fiddle():

@@ -27,7 +27,6 @@ Names and fields are those of Paxml (Google, 2022).
 from collections.abc import Iterable, Mapping, Sequence
 import itertools
 import re
-import time
 from typing import Any
 
 from absl import logging
@@ -46,11 +45,8 @@ from jaxline.checkpoint import structure
 _PARAMS = 'params/'
 _NON_TRAINABLE = f'{base_layer.NON_TRAINABLE}/'
 _EMA = 'model_state/ema/'
-# Where averages are -> where what they average is.
-_AVERAGES = {
-  _EMA: _PARAMS,
-  'model_state/ema_non_trainable/': f'model_state/{_NON_TRAINABLE}',
-}
+_AVERAGES = (_EMA, 'model_state/ema_non_trainable/')
+_OPT = 'opt_state/'
 _ROOT = 'state/'  # Where a checkpoint has a `TrainState`.
 _NAMED = 20  # Names in a log line.
 
@@ -141,6 +137,16 @@ def _full(name: str) -> str:
   return f'model_state/{name}' if name.startswith(_NON_TRAINABLE) else name
 
 
+def _own(name: str) -> str:
+  """Returns the name of a variable without where it is.
+
+  A weight that comes from an average is named by what this is the average of.
+  """
+  for prefix in (_PARAMS, _NON_TRAINABLE, _EMA):
+    name = name.removeprefix(prefix)
+  return name
+
+
 def _variables(live: Iterable[str]) -> list[str]:
   """Returns the name of each variable, as rules have it."""
   names = [name.removeprefix('model_state/') for name in live]
@@ -177,14 +183,22 @@ def _sources(
       " of its weights: its optimizer's ema_decay is 0."
     )
   for name in live:
-    for averages, values in _AVERAGES.items():
-      source = sources.get(name.replace(averages, values, 1))
-      if name.startswith(averages) and source:
-        if rule.load_ema_states and source.startswith(values):
-          source = averages + source.removeprefix(values)
-        sources[name] = source
-  if rule.load_opt_states:
-    sources |= _opt_sources(live, given)
+    is_average = name.startswith(_AVERAGES)
+    if not (is_average or (rule.load_opt_states and name.startswith(_OPT))):
+      continue
+    # What belongs to a variable ends with its name. What belongs to none, such
+    # as a count, has the same name there.
+    owners = [v for v in variables if name.endswith(f'/{_own(v)}')]
+    owner = max(owners, key=len, default=None)
+    if owner is None:
+      sources[name] = name
+    elif owner in given:
+      # An average that is not loaded begins as what it averages.
+      sources[name] = (
+        name.removesuffix(_own(owner)) + _own(given[owner])
+        if rule.load_ema_states or not is_average
+        else _full(given[owner])
+      )
   if rule.load_step:
     sources['step'] = 'step'
   return sources
@@ -198,70 +212,3 @@ def _template(source: str) -> str:
     lambda m: rf'\g<{int(m[1]) + 1 if m[1] else next(numbers)}>',
     source,
   )
-
-
-def _opt_sources(
-  live: Iterable[str], given: Mapping[str, str]
-) -> dict[str, str]:
-  """Returns the same of the optimizer's state.
-
-  What belongs to a weight ends with its name. What belongs to none, such as a
-  count, has the same name there.
-
-  Args:
-    live: the names of the arrays of a `TrainState`.
-    given: name of a variable -> its source's, as rules have them.
-  """
-  weights = [n for n in live if n.startswith(_PARAMS)]
-  sources = {}
-  for name in live:
-    if not name.startswith('opt_state/'):
-      continue
-    owners = [w for w in weights if name.endswith(w.removeprefix('params'))]
-    if not owners:
-      sources[name] = name
-    elif (owner := max(owners, key=len)) in given:
-      # A weight that comes from an average belongs to the weight that this is
-      # the average of.
-      source = given[owner].removeprefix(_PARAMS).removeprefix(_EMA)
-      sources[name] = name.removesuffix(owner.removeprefix(_PARAMS)) + source
-  return sources
-
-
-class LoadingMixin:
-  """A `ShardedExperiment` that follows loading rules; to stand before it.
-
-  They are followed once, when the state is made: not where a checkpoint of the
-  run itself is restored.
-
-  Attributes:
-    loading_rules: as `load` takes them; to be set by the constructor.
-  """
-
-  loading_rules: Mapping[str, CheckpointLoadingRules] = {}
-
-  @property
-  def state(self) -> sharded.TrainState:
-    """The live state, made at the first use."""
-    is_new = self._state is None
-    state = super().state
-    if is_new and self.loading_rules:
-      state = self._state = load(state, self.loading_rules)
-    return state
-
-  def train_loop(
-    self,
-    config: Any,
-    state: Any,
-    periodic_actions: Sequence[Any],
-    writer: Any = None,
-  ) -> None:
-    """Runs steps until `should_run_step` says no, perhaps from a later one."""
-    if any(rule.load_step for rule in self.loading_rules.values()):
-      step = int(self.state.step)
-      if step != state.global_step:
-        logging.info('The run begins at step %d, as load_step says.', step)
-        state.global_step = step
-        for action in periodic_actions:
-          action.update_time(time.time(), step)
-    super().train_loop(config, state, periodic_actions, writer)

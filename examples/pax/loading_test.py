@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from examples.pax import base_layer
+from examples.pax import experiment as experiment_lib
 from examples.pax import learners
 from examples.pax import loading
 from examples.pax import models
@@ -19,7 +20,6 @@ from examples.pax import optimizers
 from examples.pax import tasks
 from examples.pax.layers import linears
 from jaxline import base_config
-from jaxline import sharded
 from jaxline import train
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
@@ -50,7 +50,7 @@ class Net(models.BaseModel):
     return {'total_loss': (error.mean(), jnp.float32(1))}, {}
 
 
-class Run(loading.LoadingMixin, sharded.ShardedExperiment):
+class Run(experiment_lib.TaskExperiment):
   """Trains it."""
 
   def __init__(
@@ -65,19 +65,6 @@ class Run(loading.LoadingMixin, sharded.ShardedExperiment):
         init_from_checkpoint_rules=rules or {},
       ),
     ).Instantiate()
-    self.loading_rules = self.task.hparams.train.init_from_checkpoint_rules
-
-  def init_fn(self, rng):
-    return self.task.boxed_init(rng)
-
-  def loss_fn(self, *args):
-    return self.task.loss_fn(*args)
-
-  def make_optimizer(self):
-    return self.task.make_optimizer()
-
-  def after_update(self, before, after):
-    return self.task.after_update(before, after)
 
   def train_input(self):
     rng = np.random.default_rng(0)

@@ -18,7 +18,6 @@ import re
 import subprocess
 import sys
 import time
-from typing import NoReturn
 
 from examples.pax import config as config_lib
 from examples.pax import experiment_registry
@@ -50,17 +49,10 @@ _GONE_TPU_FLAGS = (
 _POLL_SECS = 5.0
 
 
-class _Parser(argparse.ArgumentParser):
-  """Says what is wrong in a line."""
-
-  def error(self, message: str) -> NoReturn:
-    """Ends the program."""
-    self.exit(2, f'{message}\n')
-
-
-def _parser() -> _Parser:
-  parser = _Parser(
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
     prog=f'python {_PROGRAM}',
+    usage=argparse.SUPPRESS,  # So that what is wrong is said in a line.
     allow_abbrev=False,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     description=__doc__,
@@ -104,14 +96,6 @@ def _drop_gone_flags(arguments: list[str]) -> list[str]:
   return kept
 
 
-def _with_key(experiment: experiment_registry.Experiment, argument: str) -> str:
-  """Returns an argument in which a constant is the key of the config for it."""
-  if match := re.match(r'--([A-Z][A-Z0-9_]*)(?==|$)', argument):
-    key = config_lib.key_of(experiment, match[1])
-    return f'--config.{key}{argument[match.end() :]}'
-  return argument
-
-
 def main(argv: Sequence[str]) -> None:
   """Runs what the command line says.
 
@@ -132,7 +116,15 @@ def main(argv: Sequence[str]) -> None:
     parser.error('\n  '.join(['Which experiment? Give --exp, one of:', *names]))
   try:
     experiment = experiment_registry.get(args.exp)
-    others = [_with_key(experiment, x) for x in _drop_gone_flags(others)]
+    others = [
+      # A constant is the key of the config for it.
+      re.sub(
+        r'^--([A-Z][A-Z0-9_]*)(?==|$)',
+        lambda match: f'--config.{config_lib.key_of(experiment, match[1])}',
+        argument,
+      )
+      for argument in _drop_gone_flags(others)
+    ]
   except errors.UsageError as e:
     parser.error(str(e))
   if '://' in (args.job_log_dir or ''):

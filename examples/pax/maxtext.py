@@ -55,10 +55,12 @@ _AXES = {
   'fsdp': 'data',
   'tensor': 'mdl',
 }
-_SHAPES = {'ICI_MESH_SHAPE': 'ici', 'DCN_MESH_SHAPE': 'dcn'}
-_PARALLELISM = {
-  network: [f'{network}_{axis}_parallelism' for axis in _AXES]
-  for network in _SHAPES.values()
+_SHAPES = ('ICI_MESH_SHAPE', 'DCN_MESH_SHAPE')
+# Our keys -> MaxText's names.
+_MESH = {
+  f'mesh.{network}.{ours}': f'{network}_{theirs}_parallelism'
+  for network in ('ici', 'dcn')
+  for theirs, ours in _AXES.items()
 }
 
 
@@ -77,29 +79,23 @@ def maxtext_to_pax(settings: Mapping[str, Any]) -> dict[str, Any]:
     UsageError: a name is unknown, a size is absent that `scale` multiplies, or
       a size of the mesh is -1.
   """
-  mesh_names = [name for names in _PARALLELISM.values() for name in names]
-  names = ['scale', *_MAXTEXT.values(), *mesh_names]
+  names = ['scale', *_MAXTEXT.values(), *_MESH.values()]
   errors.check_names(settings, names, 'name', 'the settings of MaxText')
-  given = dict(settings)
-  scale = given.pop('scale', 1)
-  absent = [_MAXTEXT[n] for n in _SCALED if _MAXTEXT[n] not in given]
+  given = {'scale': 1, **dict.fromkeys(_MESH.values(), 1), **settings}
+  scale = given['scale']
+  absent = [_MAXTEXT[n] for n in _SCALED if _MAXTEXT[n] not in settings]
   if scale != 1 and absent:
     raise errors.UsageError(
       f'scale is {scale} and multiplies {absent} as well, which are absent;'
       " give them. MaxText's defaults are in its base.yml."
     )
   pax = {
-    name: given[theirs] * (scale if name in _SCALED else 1)
+    name: settings[theirs] * (scale if name in _SCALED else 1)
     for name, theirs in _MAXTEXT.items()
-    if theirs in given
+    if theirs in settings
   }
-  if set(given) & set(mesh_names):
-    pax |= _shapes(
-      {
-        network: [given.get(name, 1) for name in names]
-        for network, names in _PARALLELISM.items()
-      }
-    )
+  if set(settings) & set(_MESH.values()):
+    pax |= _shapes([given[name] for name in _MESH.values()])
   return pax
 
 
@@ -134,10 +130,9 @@ def pax_to_maxtext(
       value = settings[name]
       value = value // scale if name in scaled else value
       maxtext[theirs] = _dtype_name(value) if name == 'FPROP_DTYPE' else value
-  for network, sizes in mesh.items():
-    for name, size in zip(_PARALLELISM[network], sizes, strict=True):
-      if 'pipeline' not in name or size != 1:
-        maxtext[name] = size
+  for key, size in mesh.items():
+    if not key.endswith('.stage') or size != 1:
+      maxtext[_MESH[key]] = size
   return maxtext
 
 
@@ -169,7 +164,7 @@ def from_pax(settings: Mapping[str, Any]) -> dict[str, Any]:
           ' the model here. Give all three.'
         )
     elif name == 'PERCORE_BATCH_SIZE':
-      devices = math.prod(size for sizes in mesh.values() for size in sizes)
+      devices = math.prod(mesh.values())
       if not mesh or value * devices != int(value * devices):
         raise errors.UsageError(
           f'PERCORE_BATCH_SIZE={value} on {devices} devices makes a global'
@@ -183,10 +178,7 @@ def from_pax(settings: Mapping[str, Any]) -> dict[str, Any]:
       value = _dtype_name(value)
     if name in _KEYS:
       config.update(dict.fromkeys(_KEYS[name], value))
-  for network, sizes in mesh.items():
-    for axis, size in zip(_AXES.values(), sizes, strict=True):
-      config[f'mesh.{network}.{axis}'] = size
-  return config
+  return {**config, **mesh}
 
 
 def to_pax(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,21 +196,23 @@ def to_pax(config: Mapping[str, Any]) -> dict[str, Any]:
   Raises:
     UsageError: a size of the mesh is -1.
   """
-  mesh = {
-    network: [config['mesh'][network][axis] for axis in _AXES.values()]
-    for network in _PARALLELISM
-  }
-  shapes = _shapes(mesh)
+
+  def get(key: str) -> Any:
+    value: Any = config
+    for part in key.split('.'):
+      value = value[part] if value is not None and part in value else None
+    return value
+
+  sizes = [get(key) for key in _MESH]
+  shapes = _shapes(sizes)
   pax: dict[str, Any] = {}
   for name, keys in _KEYS.items():
-    value: Any = config
-    for key in keys[0].split('.') if keys else ():
-      value = value[key] if value is not None and key in value else None
+    value = get(keys[0]) if keys else None
     if name == 'DIMS_PER_HEAD':
       has_both = 'MODEL_DIMS' in pax and 'NUM_HEADS' in pax
       value = pax['MODEL_DIMS'] // pax['NUM_HEADS'] if has_both else None
     elif name == 'PERCORE_BATCH_SIZE' and value is not None:
-      value /= math.prod(size for sizes in mesh.values() for size in sizes)
+      value /= math.prod(sizes)
     if value is not None:
       pax[name] = value
   if (config['logging_interval_type'] or config['interval_type']) != 'steps':
@@ -230,29 +224,31 @@ def _dtype_name(dtype: Any) -> str:
   return jnp.dtype(dtype).name
 
 
-def _shapes(mesh: Mapping[str, list[int]]) -> dict[str, list[int]]:
-  """Returns Pax's two lists; without stages if there is one."""
-  if any(-1 in sizes for sizes in mesh.values()):
+def _shapes(sizes: list[int]) -> dict[str, list[int]]:
+  """Returns Pax's two lists of the sizes of `_MESH`; no stages if it is one."""
+  if -1 in sizes:
     raise errors.UsageError(
-      f'The mesh is {dict(mesh)} of {list(_AXES.values())}; Pax has no -1. Give'
+      f'The mesh is {dict(zip(_MESH, sizes, strict=True))}; Pax has no -1. Give'
       ' the number of devices that it stands for.'
     )
-  first = 0 if any(sizes[0] > 1 for sizes in mesh.values()) else 1
-  return {name: mesh[network][first:] for name, network in _SHAPES.items()}
+  shapes = sizes[:4], sizes[4:]
+  first = 0 if any(shape[0] > 1 for shape in shapes) else 1
+  return {n: shape[first:] for n, shape in zip(_SHAPES, shapes, strict=True)}
 
 
-def _mesh(settings: Mapping[str, Any]) -> dict[str, list[int]]:
-  """Checks Pax's names; returns the mesh with stages, {} if there is none."""
+def _mesh(settings: Mapping[str, Any]) -> dict[str, int]:
+  """Checks Pax's names; returns a size for each of `_MESH`, {} without any."""
   errors.check_names(settings, [*_KEYS, *_SHAPES], 'name', 'those of Pax')
   if not set(_SHAPES) & set(settings):
     return {}
-  mesh = {}
-  for name, network in _SHAPES.items():
-    shape = list(settings[name]) if name in settings else [1, 1, 1]
+  given = {**dict.fromkeys(_SHAPES, (1, 1, 1)), **settings}
+  sizes: list[int] = []
+  for name in _SHAPES:
+    shape = list(given[name])
     if len(shape) not in (3, 4):
       raise errors.UsageError(
         f'{name} is {shape}; expected the sizes of [replica, data, mdl], or of'
         ' [stage, replica, data, mdl].'
       )
-    mesh[network] = [1] * (4 - len(shape)) + shape
-  return mesh
+    sizes += [1] * (4 - len(shape)) + shape
+  return dict(zip(_MESH, sizes, strict=True))

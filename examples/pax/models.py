@@ -146,20 +146,6 @@ class BaseModel(base_layer.BaseLayer, abc.ABC):
     """Returns `compute_loss` of `compute_predictions`."""
     return self.compute_loss(self.compute_predictions(batch), batch)
 
-  def decode(
-    self,
-    variables: base_layer.Variables,
-    batch: Mapping[str, Any],
-    rng: jax.Array | None = None,
-    options: DecoderHParams | decoding.Options | None = None,
-  ) -> decoding.Decoded:
-    """Continues the prompts of a batch; from outside, as `apply`; pure."""
-    del variables, batch, rng, options
-    raise NotImplementedError(
-      f'{type(self).__name__} cannot decode; LanguageModel and SequenceModel'
-      ' can.'
-    )
-
   def _with_aux_loss(
     self, avg_xent: jax.Array, weight: jax.Array
   ) -> WeightedScalars:
@@ -198,6 +184,10 @@ def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
 class _TokenModel(BaseModel):
   """One whose predictions are tokens, each by those before it.
 
+  A subclass has `start_decoding(batch, max_decode_steps)`, which returns the
+  cache, the prompts [B, T] and their lengths [B]; and `extend_step(tokens_BL,
+  cache, start_B)`, which returns the logits [B, L, V] and the cache.
+
   Attributes:
     decoder_tpl: how `decode` does it, where it is not told.
   """
@@ -227,18 +217,6 @@ class _TokenModel(BaseModel):
       'per_token_xent': xent_BL,
       'scores': -(xent_BL * weights_BL).sum(axis=1),
     }
-
-  @abc.abstractmethod
-  def start_decoding(
-    self, batch: Mapping[str, Any], max_decode_steps: int
-  ) -> tuple[Any, jax.Array, jax.Array]:
-    """Returns the cache, the prompts [B, T] and their lengths [B]."""
-
-  @abc.abstractmethod
-  def extend_step(
-    self, tokens_BL: jax.Array, cache: Any, start: int | jax.Array
-  ) -> tuple[jax.Array, Any]:
-    """Returns the logits [B, L, V] of tokens from `start`, and the cache."""
 
   def decode(
     self,

@@ -440,12 +440,6 @@ def test_acc5_of_fewer_classes_is_1():
   assert metrics['acc5'] == (1, 2)
 
 
-def test_a_model_without_tokens_does_not_decode():
-  model = classifier()
-  with pytest.raises(NotImplementedError, match='ClassificationModel cannot'):
-    model.decode({}, {})
-
-
 def test_a_model_needs_its_network():
   with pytest.raises(TypeError, match='HParams of a layer; got None'):
     models.LanguageModel.HParams(lm_tpl=None).Instantiate().init(KEY)

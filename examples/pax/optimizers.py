@@ -19,7 +19,6 @@ import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import functools
-import itertools
 import re
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,10 +28,16 @@ import optax
 
 from examples.pax import hparams as hparams_lib
 from examples.pax import schedules
+from jaxline import base_config
 
 Regexes = str | Sequence[str]
 # How many axes of repeated layers the weight of a name has before its own.
 NumStacked = Callable[[str], int]
+# Whether the weight of a name has neither L2 nor `decoupled_weight_decay`.
+SkipsLp = Callable[[str], bool]
+# Fields of an optimizer that its learner follows.
+CLIPS = 'clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value'
+_NOT_NEGATIVE = base_config.optional(base_config.number('[0, inf)'))
 # To be chained.
 Transformations = list[optax.GradientTransformation]
 
@@ -57,15 +62,6 @@ def map_with_names(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 def weight_names(tree: Any) -> list[str]:
   """Returns the names of the weights of a tree."""
   return jax.tree.leaves(map_with_names(lambda name, _: name, tree))
-
-
-def check_not_negative(field: str, value: float | None) -> None:
-  """Refuses a number of which a negative one would turn the sense round."""
-  if value is not None and not value >= 0:
-    raise ValueError(
-      f'{field} is {value}; expected a number of at least 0. With 0 it is left'
-      ' out.'
-    )
 
 
 class Pattern:
@@ -146,10 +142,6 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
     decoupled_weight_decay: learning rate times this times the weight is taken
       off the weight (Loshchilov and Hutter, 2019).
     weight_decay_exclusion: weights that have neither L2 nor decay.
-    lp_regularization_exclusion: weights that have neither L2 nor
-      `decoupled_weight_decay`, but an optimizer's own `weight_decay`, as in
-      Praxis those of the collection SKIP_LP_REGULARIZATION, which the task
-      adds.
     clip_gradient_norm_to_value: the most that the norm of all gradients may
       be; the learner scales them down.
     clip_gradient_single_norm_to_value: the same for each gradient by itself.
@@ -157,8 +149,18 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
     ema_decay: of the moving average of weights; see `ema_update`.
   """
 
-  # Fields of which one at most is set.
+  # Decays that follow the learning rate.
   _DECAYS: ClassVar[tuple[str, ...]] = ('decoupled_weight_decay',)
+  _EXCLUSIVE = (CLIPS, ('l2_regularizer_weight', *_DECAYS))
+  _PARTS = {'lr_schedule': schedules.BaseSchedule}
+  _CHECKS = {
+    'learning_rate': base_config.number('[0, inf)'),
+    'l2_regularizer_weight': _NOT_NEGATIVE,
+    'decoupled_weight_decay': _NOT_NEGATIVE,
+    'clip_gradient_norm_to_value': _NOT_NEGATIVE,
+    'clip_gradient_single_norm_to_value': _NOT_NEGATIVE,
+    'ema_decay': base_config.number('[0, 1)'),
+  }
 
   learning_rate: float | None = None
   lr_schedule: Any = hparams_lib.sub_config_field(schedules.Constant.HParams)
@@ -166,52 +168,27 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
   skip_lp_1d_vectors: bool = False
   decoupled_weight_decay: float | None = None
   weight_decay_exclusion: Regexes = ()
-  lp_regularization_exclusion: Regexes = ()
   clip_gradient_norm_to_value: float = 0.0
   clip_gradient_single_norm_to_value: float = 0.0
   ema_decay: float = 0.0
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
-    p, name = hparams, type(self).__name__
-    if p.learning_rate is None:
-      raise ValueError(
-        f'{name}.learning_rate is None; set it to what the schedule multiplies.'
-      )
-    norm, single = (
-      'clip_gradient_norm_to_value',
-      'clip_gradient_single_norm_to_value',
+    self._excluded = Pattern(
+      f'{type(self).__name__}.weight_decay_exclusion',
+      hparams.weight_decay_exclusion,
     )
-    decays = 'l2_regularizer_weight', *self._DECAYS
-    for field in (norm, single, *decays):
-      check_not_negative(f'{name}.{field}', getattr(p, field))
-    for one, other in ((norm, single), *itertools.combinations(decays, 2)):
-      if getattr(p, one) and getattr(p, other):
-        raise ValueError(
-          f'{name} has {one} {getattr(p, one)} and {other}'
-          f' {getattr(p, other)}; set one of them.'
-        )
-    if not 0 <= p.ema_decay < 1:
-      raise ValueError(
-        f'{name}.ema_decay is {p.ema_decay}; expected at least 0, which is no'
-        ' average, and less than 1.'
-      )
     # Each must fit a weight.
-    self.patterns = [
-      Pattern(f'{name}.{field}', getattr(p, field))
-      for field in ('weight_decay_exclusion', 'lp_regularization_exclusion')
-    ]
-    self._excluded, self._no_lp = self.patterns
-    self._schedule = hparams_lib.instantiate(
-      p.lr_schedule, schedules.BaseSchedule, f'{name}.lr_schedule'
-    )
+    self.patterns = [self._excluded]
 
   def get_learning_rate(self, step: Any) -> jax.Array:
     """Returns the learning rate of a step, a float32 scalar."""
-    return self.hparams.learning_rate * self._schedule.value_at(step)
+    return self.hparams.learning_rate * self.lr_schedule.value_at(step)
 
   def make(
-    self, num_stacked: NumStacked = not_stacked
+    self,
+    num_stacked: NumStacked = not_stacked,
+    skips_lp: SkipsLp = lambda name: False,
   ) -> optax.GradientTransformation:
     """Returns the optimizer, without what its learner does: clip and skip.
 
@@ -221,6 +198,9 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
         optimizer is mapped over these axes: its update's root mean square is
         capped by itself, its moments are factored by themselves, and a stack of
         vectors is vectors.
+      skips_lp: says of a weight's name whether it has neither L2 nor
+        `decoupled_weight_decay`, but an optimizer's own `weight_decay`: as in
+        Praxis those of the collection SKIP_LP_REGULARIZATION.
     """
     p = self.hparams
     weight_decay = sum(getattr(p, field) or 0.0 for field in self._DECAYS)
@@ -230,7 +210,7 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
         lambda name, x: (
           not (
             self._excluded.fits(name)
-            or (is_lp and self._no_lp.fits(name))
+            or (is_lp and skips_lp(name))
             or (skip_vectors and x.ndim - num_stacked(name) <= 1)
           )
         ),
@@ -276,13 +256,11 @@ class Sgd(BaseOptimizer):
   momentum: float | None = None
   nesterov: bool = False
 
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    if hparams.nesterov and hparams.momentum is None:
-      raise ValueError(
-        'Sgd.nesterov is True and momentum None; Nesterov needs a momentum,'
-        ' such as 0.9.'
-      )
+  _RULES = {
+    'a momentum, such as 0.9, where nesterov is True': (
+      lambda p: p.momentum is not None or not p.nesterov
+    )
+  }
 
   def _directions(self, num_stacked: NumStacked) -> Transformations:
     p = self.hparams
@@ -298,6 +276,8 @@ class _Decayed(BaseOptimizer):
   """
 
   _DECAYS = ('weight_decay', 'decoupled_weight_decay')
+  _EXCLUSIVE = (CLIPS, ('l2_regularizer_weight', *_DECAYS))
+  _CHECKS = {**BaseOptimizer._CHECKS, 'weight_decay': _NOT_NEGATIVE}
 
   weight_decay: float | None = None
 
@@ -458,16 +438,13 @@ class ShardedAdafactor(_Decayed):
   multiply_by_parameter_scale: bool = False
   epsilon2_param_scale_reg: float = 1e-3
 
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    for field, choices in (
-      ('decay_method', ('pow', 'adam')),
-      ('quantized_dtype', ('int8', 'int16', 'bfloat16', 'float32')),
-    ):
-      if (value := getattr(hparams, field)) not in choices:
-        raise ValueError(
-          f'ShardedAdafactor.{field} is {value!r}; expected one of {choices}.'
-        )
+  _CHECKS = {
+    **_Decayed._CHECKS,
+    'decay_method': base_config.one_of('pow', 'adam'),
+    'quantized_dtype': base_config.one_of(
+      'int8', 'int16', 'bfloat16', 'float32'
+    ),
+  }
 
   @classmethod
   def HParamsAdamB(cls) -> Any:

@@ -12,39 +12,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from examples.pax import hparams
-from jaxline import errors
+from jaxline import base_config
 
 Point = tuple[int, float]
 
+_POSITIVE = base_config.number('(0, inf)')
 
-class BaseSchedule(hparams.Configurable, abc.ABC):
+
+class BaseSchedule(hparams.Configurable):
   """A function of the step."""
 
-  # What hyperparameters must be; see `_holds`.
-  _EXPECTED = ''
-
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    if not self._holds(hparams):
-      raise errors.UsageError(
-        f'{type(self).__name__} expects {self._EXPECTED}; got {hparams}.'
-      )
-
-  def _holds(self, p: Any) -> bool:
-    """Whether hyperparameters are as `_EXPECTED` says."""
-    del p
-    return True
-
-  @abc.abstractmethod
   def value_at(self, step: Any) -> jax.Array:
     """Returns the multiplier at a step, a float32 scalar."""
+    step = jnp.asarray(step).astype(jnp.float32)
+    return jnp.asarray(self._at(step), jnp.float32)
 
-
-def _float(step: Any) -> jax.Array:
-  return jnp.asarray(step).astype(jnp.float32)
+  def _at(self, step: jax.Array) -> Any:
+    """Returns the multiplier at a step, which is a float32 scalar."""
+    raise NotImplementedError(f'{type(self).__name__} overrides no `value_at`.')
 
 
 class Constant(BaseSchedule):
@@ -56,10 +43,8 @@ class Constant(BaseSchedule):
 
   value: float = 1.0
 
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
-    del step
-    return jnp.asarray(self.hparams.value, jnp.float32)
+  def _at(self, step: jax.Array) -> Any:
+    return self.hparams.value
 
 
 class _Between(BaseSchedule):
@@ -73,17 +58,16 @@ class _Between(BaseSchedule):
   start: Point = (0, 1.0)
   limit: Point = (1, 1.0)
 
-  _EXPECTED = (
-    'start and limit to be pairs (step, value), the step of limit the later'
-  )
+  _RULES = {
+    'start and limit to be pairs (step, value), the step of limit the later': (
+      lambda p: len(p.start) == len(p.limit) == 2 and p.start[0] < p.limit[0]
+    )
+  }
 
-  def _holds(self, p: Any) -> bool:
-    return len(p.start) == len(p.limit) == 2 and p.start[0] < p.limit[0]
 
-
-def _fraction(step: Any, start: float, end: float) -> jax.Array:
+def _fraction(step: jax.Array, start: float, end: float) -> jax.Array:
   """How much of the way is done, from 0 to 1."""
-  return jnp.clip((_float(step) - start) / (end - start), 0.0, 1.0)
+  return jnp.clip((step - start) / (end - start), 0.0, 1.0)
 
 
 class Polynomial(_Between):
@@ -98,15 +82,12 @@ class Polynomial(_Between):
   power: float = 1
   origin: str = 'start'
 
-  _EXPECTED = (
-    "a positive power, origin 'start' or 'limit', and start to be before limit"
-  )
+  _CHECKS = {
+    'power': _POSITIVE,
+    'origin': base_config.one_of('start', 'limit'),
+  }
 
-  def _holds(self, p: Any) -> bool:
-    return super()._holds(p) and p.power > 0 and p.origin in ('start', 'limit')
-
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
+  def _at(self, step: jax.Array) -> Any:
     p = self.hparams
     done = _fraction(step, p.start[0], p.limit[0])
     from_start = p.origin == 'start'
@@ -124,13 +105,14 @@ class Exponential(_Between):
 
   limit: Point = (1, 0.5)
 
-  _EXPECTED = 'positive values in start and limit, and start to be before limit'
+  _RULES = {
+    **_Between._RULES,
+    'positive values in start and limit': (
+      lambda p: min(p.start[1], p.limit[1]) > 0
+    ),
+  }
 
-  def _holds(self, p: Any) -> bool:
-    return super()._holds(p) and min(p.start[1], p.limit[1]) > 0
-
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
+  def _at(self, step: jax.Array) -> Any:
     (start, first), (end, last) = self.hparams.start, self.hparams.limit
     return first * (last / first) ** _fraction(step, start, end)
 
@@ -148,13 +130,9 @@ class Cosine(BaseSchedule):
   final_value: float = 0.0
   total_steps: int = 0
 
-  _EXPECTED = 'total_steps to be set, at least 1'
+  _CHECKS = {'total_steps': _POSITIVE}
 
-  def _holds(self, p: Any) -> bool:
-    return p.total_steps > 0
-
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
+  def _at(self, step: jax.Array) -> Any:
     p = self.hparams
     left = _cosine(_fraction(step, 0, p.total_steps))
     return p.final_value + (p.initial_value - p.final_value) * left
@@ -176,13 +154,14 @@ class PiecewiseConstant(BaseSchedule):
   boundaries: tuple[int, ...] = ()
   values: tuple[float, ...] = ()
 
-  _EXPECTED = 'boundaries in order, and one value more than boundaries'
+  _RULES = {
+    'boundaries in order': lambda p: _in_order(p.boundaries),
+    'one value more than boundaries': (
+      lambda p: len(p.values) == len(p.boundaries) + 1
+    ),
+  }
 
-  def _holds(self, p: Any) -> bool:
-    return len(p.values) == len(p.boundaries) + 1 and _in_order(p.boundaries)
-
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
+  def _at(self, step: jax.Array) -> Any:
     return _piece(step, self.hparams.boundaries, self.hparams.values)
 
 
@@ -190,11 +169,9 @@ def _in_order(steps: Any) -> bool:
   return list(steps) == sorted(steps)
 
 
-def _piece(step: Any, boundaries: Any, values: Any) -> jax.Array:
-  return optax.join_schedules(
-    [optax.constant_schedule(jnp.float32(value)) for value in values],
-    list(boundaries),
-  )(jnp.asarray(step))
+def _piece(step: jax.Array, boundaries: Any, values: Any) -> jax.Array:
+  place = jnp.searchsorted(jnp.float32(boundaries), step, side='right')
+  return jnp.float32(values)[place]
 
 
 class _LinearRampup(BaseSchedule):
@@ -214,27 +191,22 @@ class _LinearRampup(BaseSchedule):
   min_ratio: float = 0.01
   max: float = 1.0
 
-  _EXPECTED = (
-    '0 <= warmup_steps <= decay_start < decay_end, and min_ratio and max to'
-    ' be positive'
-  )
-
-  def _holds(self, p: Any) -> bool:
-    is_ordered = 0 <= p.warmup_steps <= p.decay_start < p.decay_end
-    return is_ordered and p.min_ratio > 0 and p.max > 0
+  _CHECKS = {'min_ratio': _POSITIVE, 'max': _POSITIVE}
+  _RULES = {
+    '0 <= warmup_steps <= decay_start < decay_end': (
+      lambda p: 0 <= p.warmup_steps <= p.decay_start < p.decay_end
+    )
+  }
 
   @abc.abstractmethod
   def _decay(self, done: jax.Array) -> jax.Array:
     """What is left of `max`, by how much of the decay is done, 0 to 1."""
 
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
+  def _at(self, step: jax.Array) -> Any:
     p = self.hparams
     left = self._decay(_fraction(step, p.decay_start, p.decay_end))
     if p.warmup_steps:
-      left = jnp.where(
-        _float(step) < p.warmup_steps, _float(step) / p.warmup_steps, left
-      )
+      left = jnp.where(step < p.warmup_steps, step / p.warmup_steps, left)
     return p.max * left
 
 
@@ -264,18 +236,20 @@ class LinearRampupPiecewiseConstant(BaseSchedule):
   boundaries: tuple[int, ...] = ()
   values: tuple[float, ...] = ()
 
-  _EXPECTED = 'boundaries in order, the first positive, and as many values'
+  _RULES = {
+    'boundaries in order, the first positive': (
+      lambda p: list(p.boundaries[:1]) > [0] and _in_order(p.boundaries)
+    ),
+    'as many values as boundaries': (
+      lambda p: len(p.values) == len(p.boundaries)
+    ),
+  }
 
-  def _holds(self, p: Any) -> bool:
-    has_both = len(p.values) == len(p.boundaries) > 0
-    return has_both and p.boundaries[0] > 0 and _in_order(p.boundaries)
-
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
+  def _at(self, step: jax.Array) -> Any:
     p = self.hparams
     rise = p.values[0] * _fraction(step, 0, p.boundaries[0])
     later = _piece(step, p.boundaries[1:], p.values)
-    return jnp.where(_float(step) < p.boundaries[0], rise, later)
+    return jnp.where(step < p.boundaries[0], rise, later)
 
 
 class SqrtDecay(BaseSchedule):
@@ -291,16 +265,12 @@ class SqrtDecay(BaseSchedule):
   multiplier: float = 1.0
   offset: float = 0.0
 
-  _EXPECTED = 'decay_start to be at least 1'
+  _CHECKS = {'decay_start': _POSITIVE}
 
-  def _holds(self, p: Any) -> bool:
-    return p.decay_start > 0
-
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
+  def _at(self, step: jax.Array) -> Any:
     p = self.hparams
-    step = jnp.maximum(_float(step) - p.offset, float(p.decay_start))
-    return p.multiplier * jax.lax.rsqrt(step)
+    n = jnp.maximum(step - p.offset, float(p.decay_start))
+    return p.multiplier * jax.lax.rsqrt(n)
 
 
 class Transformer(BaseSchedule):
@@ -315,19 +285,14 @@ class Transformer(BaseSchedule):
     decay_end: a step from which it stays; None for none.
   """
 
-  _EXPECTED = 'warmup_steps and model_dim of at least 1'
-
   warmup_steps: int = 4000
   model_dim: int = 512
   decay_end: int | None = None
 
-  def _holds(self, p: Any) -> bool:
-    return p.warmup_steps >= 1 and p.model_dim >= 1
+  _CHECKS = {'warmup_steps': _POSITIVE, 'model_dim': _POSITIVE}
 
-  def value_at(self, step: Any) -> jax.Array:
-    """Returns the multiplier at a step, a float32 scalar."""
+  def _at(self, step: jax.Array) -> Any:
     p = self.hparams
-    step = _float(step)
     if p.decay_end is not None:
       step = jnp.minimum(step, float(p.decay_end))
     n = step + 1

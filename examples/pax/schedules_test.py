@@ -109,11 +109,11 @@ def test_values_at_steps(hparams, expected):
   [
     (
       schedules.Linear.HParams(start=(3, 1.0)),
-      'start to be before limit.*=.3, 1',
+      'the step of limit the later.*=.3, 1',
     ),
-    (schedules.Polynomial.HParams(origin='end'), "'start' or 'limit'"),
+    (schedules.Polynomial.HParams(origin='end'), "origin is 'end'"),
     (schedules.Exponential.HParams(limit=(1, 0.0)), 'positive values'),
-    (schedules.Cosine.HParams(), 'total_steps to be set'),
+    (schedules.Cosine.HParams(), 'total_steps is 0'),
     (schedules.PiecewiseConstant.HParams(boundaries=(1,)), 'one value more'),
     (
       schedules.PiecewiseConstant.HParams(
@@ -133,8 +133,8 @@ def test_values_at_steps(hparams, expected):
       ),
       'as many values',
     ),
-    (schedules.SqrtDecay.HParams(decay_start=0), 'at least 1'),
-    (schedules.Transformer.HParams(warmup_steps=0), 'at least 1'),
+    (schedules.SqrtDecay.HParams(decay_start=0), 'decay_start is 0'),
+    (schedules.Transformer.HParams(warmup_steps=0), 'warmup_steps is 0'),
   ],
 )
 def test_refuses_what_makes_no_schedule(hparams, message):

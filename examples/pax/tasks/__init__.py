@@ -1,6 +1,5 @@
 """Tasks; below it, the registered experiments: `tasks.lm.params.lm_cloud.X`."""
 
-from examples.pax.base_task import BaseTask
 from examples.pax.base_task import EarlyStoppingFn
 from examples.pax.base_task import LossAggregator
 from examples.pax.base_task import MeanMetrics
@@ -10,7 +9,6 @@ from examples.pax.base_task import TrainHParams
 from examples.pax.base_task import VariationalNoise
 
 __all__ = [
-  'BaseTask',
   'EarlyStoppingFn',
   'LossAggregator',
   'MeanMetrics',
