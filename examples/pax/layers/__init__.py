@@ -1,5 +1,7 @@
 """The layers, by name."""
 
+# ruff: noqa: F401 (others import them from here.)
+
 from examples.pax.layers.activations import GELU
 from examples.pax.layers.activations import BaseActivation
 from examples.pax.layers.activations import Identity
@@ -44,50 +46,3 @@ from examples.pax.layers.transformers import Transformer
 from examples.pax.layers.transformers import TransformerEncoderDecoder
 from examples.pax.layers.transformers import TransformerFeedForward
 from examples.pax.layers.transformers import TransformerLm
-
-__all__ = [
-  'GELU',
-  'AutodiffCheckpointType',
-  'BaseActivation',
-  'BaseNormalization',
-  'BatchNorm',
-  'Bias',
-  'Conv2D',
-  'ConvBNAct',
-  'DotProductAttention',
-  'Dropout',
-  'Embedding',
-  'FeedForward',
-  'FullSoftmax',
-  'GlobalPooling',
-  'Identity',
-  'IdentityNorm',
-  'LanguageModelType',
-  'LayerNorm',
-  'Linear',
-  'MaxPool2D',
-  'PerDimScale',
-  'Pipelined',
-  'PipelinedTransformer',
-  'PositionalEmbedding',
-  'Projection',
-  'ReLU',
-  'Repeat',
-  'ResNet',
-  'ResNetBlock',
-  'RmsNorm',
-  'RotaryPositionalEmbedding',
-  'SharedEmbeddingSoftmax',
-  'SiLU',
-  'Sigmoid',
-  'Softplus',
-  'StackedTransformer',
-  'StackedTransformerRepeated',
-  'Swish',
-  'Tanh',
-  'TrainablePositionalEmbedding',
-  'Transformer',
-  'TransformerEncoderDecoder',
-  'TransformerFeedForward',
-  'TransformerLm',
-]
