@@ -14,7 +14,7 @@ values, K head dim, V vocab, S matrices side by side, M positions of a cache, T
 length of the source.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,33 +34,8 @@ from jaxline import errors
 BaseHParams = hparams.BaseHParams
 sub_config_field = base_layer.sub_config_field
 
+Context = attentions.Context
 CACHE_AXIS = 1  # The batch, in all arrays of a cache.
-
-
-class Context(NamedTuple):
-  """What the layers of a stack see beside their input; None is without.
-
-  Attributes:
-    segment_ids: the document that each token is of, [B, L].
-    position: of each token, [B, L]: what rotary positions turn by; None counts
-      from 0.
-    seen: bool [B, L]; False takes a key out of self-attention that is not
-      causal.
-    prefix: bool [B, L], in decoding [B, M]; True lets earlier positions see a
-      key too, in self-attention that is causal.
-    source: [B, T, D], what cross-attention attends to.
-    source_seen: bool [B, T]; False takes a position of it out.
-    rows: [B], the rows' numbers in the batch, which dropout depends on; None
-      counts from 0.
-  """
-
-  segment_ids: jax.Array | None = None
-  position: jax.Array | None = None
-  seen: jax.Array | None = None
-  prefix: jax.Array | None = None
-  source: jax.Array | None = None
-  source_seen: jax.Array | None = None
-  rows: jax.Array | None = None
 
 
 def _given(**fields: Any) -> dict[str, Any]:
@@ -294,14 +269,7 @@ class Transformer(_Residual):
       ValueError: there is no `source` for cross-attention, or one without it.
     """
     context = context or Context()
-    mixed = self.self_attention(
-      self._normalised(inputs, 'pre'),
-      segment_ids=context.segment_ids,
-      seen=context.seen,
-      prefix=context.prefix,
-      position=context.position,
-      rows=context.rows,
-    )
+    mixed = self.self_attention(self._normalised(inputs, 'pre'), context)
     return self._after(inputs, mixed, self._source(context.source), context)
 
   def empty_cache(
@@ -343,7 +311,7 @@ class Transformer(_Residual):
     context = context or Context()
     own = jax.tree.map(lambda x: x[0], cache)
     mixed, of_self = self.self_attention.extend_step(
-      self._normalised(inputs, 'pre'), own['self'], start, context.prefix
+      self._normalised(inputs, 'pre'), own['self'], start, context
     )
     out = self._after(inputs, mixed, own.get('cross'), context)
     return out, {**cache, 'self': jax.tree.map(lambda x: x[None], of_self)}
@@ -372,10 +340,7 @@ class Transformer(_Residual):
     if source is not None:
       norm = 'cross_layer_norm'
       mixed_BLD = self.cross_attention.attend_to(
-        self._normalised(x_BLD, 'pre', norm),
-        source,
-        context.source_seen,
-        context.rows,
+        self._normalised(x_BLD, 'pre', norm), source, context
       )
       x_BLD += self._output(mixed_BLD, context.rows, norm)
       x_BLD = self._normalised(x_BLD, 'post_skip', norm)
