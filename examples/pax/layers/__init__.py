@@ -32,7 +32,6 @@ from examples.pax.layers.normalizations import BatchNorm
 from examples.pax.layers.normalizations import IdentityNorm
 from examples.pax.layers.normalizations import LayerNorm
 from examples.pax.layers.normalizations import RmsNorm
-from examples.pax.layers.pipeline import Pipelined
 from examples.pax.layers.repeats import AutodiffCheckpointType
 from examples.pax.layers.repeats import Repeat
 from examples.pax.layers.resnets import ResNet

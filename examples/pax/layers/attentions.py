@@ -36,8 +36,8 @@ class Context(NamedTuple):
   Attributes:
     segment_ids: the document that each token is of, [B, L]: in self-attention
       none sees another. None is one a row.
-    position: of each token, [B, L], or [L] of all rows: what rotary positions
-      turn by; None counts from 0.
+    position: of each token, [B, L], or, but in a pipeline, [L] of all rows:
+      what rotary positions turn by; None counts from 0.
     seen: bool [B, L]; False takes a key out of self-attention that is not
       causal.
     prefix: bool [B, L], in decoding [B, M]; True lets earlier positions see a
@@ -45,7 +45,7 @@ class Context(NamedTuple):
     source: [B, T, D], what cross-attention attends to.
     source_seen: bool [B, T]; False takes a position of it out.
     rows: [B], the rows' numbers in the batch, which dropout depends on; None
-      counts from 0.
+      counts from 0, as a pipeline does before it cuts the batch.
   """
 
   segment_ids: jax.Array | None = None

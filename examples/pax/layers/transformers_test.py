@@ -601,8 +601,8 @@ def test_what_makes_no_model_is_refused():
 @pytest.mark.parametrize(
   ('fields', 'method', 'args', 'match'),
   [
-    ({'packed_input': True}, 'hidden', (_ids(),), 'there are none segment_ids'),
-    ({}, 'hidden', (_ids(), _ids()), 'with packed_input=True'),
+    ({'packed_input': True}, 'hidden', (_ids(),), 'there is no segment_ids'),
+    ({}, 'hidden', (_ids(), _ids()), 'are for packed_input=True'),
     (
       {'stacked_transformer_tpl': _repeated(2, 'nothin')},
       'hidden',
