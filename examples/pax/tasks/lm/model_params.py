@@ -72,7 +72,8 @@ class LmExperiment(base_experiment.BaseExperiment):
     USE_FP8: whether the layers' products with weights are of 8-bit numbers.
     ATTENTION_IMPL: one of `transformer.ATTENTIONS`.
     LOSS_CHUNKS: pieces of a row whose logits exist at once.
-    USE_REPEATED_LAYER: layers as one loop over stacked weights.
+    USE_REPEATED_LAYER: layers as one loop over stacked weights; in a pipeline
+      those of a stage. Else they are unrolled.
     CHECKPOINT_POLICY: what the backward pass computes again, one of
       `transformer.REMATS`.
     NUM_STAGES: of a pipeline; 1 is none.
@@ -323,27 +324,27 @@ class LmExperiment(base_experiment.BaseExperiment):
         proj_tpl=product.clone(),
       ),
     )
-    layers = transformers.StackedTransformer.HParams(
-      num_layers=self.NUM_LAYERS,
+    self._check_stages()
+    num_layers = self.NUM_LAYERS // self.NUM_STAGES
+    stage: Any = transformers.StackedTransformer.HParams(
+      num_layers=num_layers,
       model_dims=self.MODEL_DIMS,
       hidden_dims=self.HIDDEN_DIMS,
       num_heads=self.NUM_HEADS,
       dim_per_head=self.DIMS_PER_HEAD,
       transformer_layer_params_tpl=layer,
     )
-    self._check_stages()
-    policy = self._one_of('CHECKPOINT_POLICY', transformer.REMATS)
-    if not self.USE_REPEATED_LAYER:
-      return layers.set(checkpoint_policy=policy)
-    repeated = transformers.StackedTransformerRepeated.HParams(
-      block=layers.set(num_layers=1),
-      x_times=self.NUM_LAYERS // self.NUM_STAGES,
-      checkpoint_policy=policy,
+    if self.USE_REPEATED_LAYER:
+      stage = transformers.StackedTransformerRepeated.HParams(
+        block=stage.set(num_layers=1), x_times=num_layers
+      )
+    stage.checkpoint_policy = self._one_of(
+      'CHECKPOINT_POLICY', transformer.REMATS
     )
     if self.NUM_STAGES == 1:
-      return repeated
+      return stage
     return transformers.PipelinedTransformer.HParams(
-      pipeline_stage=repeated,
+      pipeline_stage=stage,
       num_pipeline_stages=self.NUM_STAGES,
       pipeline_microbatch_size=self.MICROBATCH_SIZE,
     )
@@ -354,12 +355,6 @@ class LmExperiment(base_experiment.BaseExperiment):
       raise errors.UsageError(
         f'NUM_LAYERS is {self.NUM_LAYERS}, which does not divide into'
         f' NUM_STAGES {self.NUM_STAGES}.'
-      )
-    if self.NUM_STAGES > 1 and not self.USE_REPEATED_LAYER:
-      raise errors.UsageError(
-        f'USE_REPEATED_LAYER is False with NUM_STAGES {self.NUM_STAGES}; a'
-        ' stage of a pipeline is a loop over its layers. Set it to True, or'
-        ' NUM_STAGES to 1.'
       )
     if self.NUM_STAGES == 1 and self.MICROBATCH_SIZE is not None:
       raise errors.UsageError(
