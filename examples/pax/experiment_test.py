@@ -455,7 +455,7 @@ def test_a_constant_of_none_may_lack_an_annotation(monkeypatch):
       {'ATTENTION_IMPL': 'cudnn'},
       "'cudnn' in .*; expected some of \\['einsum'",
     ),
-    ({}, {'FPROP_DTYPE': 'bf16'}, "'bf16'; .*'bfloat16'"),
+    ({}, {'FPROP_DTYPE': 'bf16'}, "'bf16' in FPROP_DTYPE; .*'bfloat16'"),
     ({'data': 'c4'}, {}, r'data_dir is None .*--config\.data=stdlib'),
     ({'data': 'stdlib', 'vocabulary': '/none.model'}, {}, 'no file'),
     (

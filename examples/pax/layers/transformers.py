@@ -685,15 +685,12 @@ class _Embedded(base_layer.BaseLayer):
     x_BLD, extended = getattr(self, stack).extend_step(
       self._embed(ids_BL, position), cache[stack], start, context
     )
-    return self.logits(self.final_ln(x_BLD)), {**cache, stack: extended}
+    logits_BLV = self.softmax.get_logits(self.final_ln(x_BLD))
+    return logits_BLV, {**cache, stack: extended}
 
   def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
     """Returns float32 logits [B, L, V]; takes what `hidden` takes."""
-    return self.logits(self.hidden(*args, **kwargs))
-
-  def logits(self, x: jax.Array) -> jax.Array:
-    """Returns float32 logits [B, L, V] of what `hidden` gives."""
-    return self.softmax.get_logits(x)
+    return self.softmax.get_logits(self.hidden(*args, **kwargs))
 
   def compute_loss(
     self, x: jax.Array, labels: jax.Array, weights: jax.Array

@@ -48,64 +48,43 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
   Trained so on ImageNet it is expected to have about 76% of the validation
   images right (Goyal et al., 2017: 76.3, with crops of several sizes, which
   `DATA` here does not make). Not measured here.
-
-  Attributes:
-    TRAIN_BATCH_SIZE: images a step, over all devices.
-    EVAL_BATCH_SIZE: images a batch of an evaluation, likewise.
-    DATA: which data; see the top of this module.
-    DATA_DIR: where it is, for 'arrays'.
-    NUM_THREADS: of each host, that read images ahead; 0 reads in step.
-    TRAIN_EXAMPLES: images of an epoch; of synthetic data, and what the schedule
-      counts epochs in.
-    EVAL_EXAMPLES: images of an evaluation, of synthetic data.
-    IMAGE_SIZE: rows and columns of an image.
-    IMAGE_CHANNELS: its channels.
-    PIXEL_MEAN: of each channel, over the data.
-    PIXEL_STD: likewise.
-    NUM_CLASSES: classes.
-    BLOCKS: of each group, its blocks.
-    CHANNELS: that each group puts out.
-    STRIDES: of each group's first block.
-    STEM_CHANNELS: of the first convolution.
-    SMALL_IMAGES: a first convolution of 3x3 pixels that keeps the size;
-      otherwise one of 7x7 and a pooling, each of stride 2.
-    FPROP_DTYPE: of what is computed; weights and statistics are float32.
-    BATCH_NORM_DECAY: how much of the moving statistics a step keeps.
-    LEARNING_RATE: behind the rise.
-    MOMENTUM: Nesterov's.
-    L2: on weights, but not on vectors: scales and biases.
-    WARMUP_EPOCHS: the learning rate rises from 0.
-    DECAY_EPOCHS: at each it becomes a tenth.
-    NUM_EPOCHS: at the end of which it becomes 0.
   """
 
-  TRAIN_BATCH_SIZE: ClassVar[int] = 512
-  EVAL_BATCH_SIZE: ClassVar[int] = 512
-  DATA: ClassVar[str] = 'synthetic'
-  DATA_DIR: ClassVar[str] = ''
-  # A core makes 800 synthetic images a second.
+  TRAIN_BATCH_SIZE: ClassVar[int] = 512  # Over all devices.
+  EVAL_BATCH_SIZE: ClassVar[int] = 512  # Likewise.
+  DATA: ClassVar[str] = 'synthetic'  # See the top of this module.
+  DATA_DIR: ClassVar[str] = ''  # Of 'arrays'.
+  # Of each host, that read images ahead; 0 reads in step. A core makes 800
+  # synthetic images a second.
   NUM_THREADS: ClassVar[int] = 16
+  # Images of an epoch; of synthetic data, and of the schedule.
   TRAIN_EXAMPLES: ClassVar[int] = 1_281_167
-  EVAL_EXAMPLES: ClassVar[int] = 50_000
-  IMAGE_SIZE: ClassVar[int] = 224
+  EVAL_EXAMPLES: ClassVar[int] = 50_000  # Of synthetic data.
+  IMAGE_SIZE: ClassVar[int] = 224  # Rows and columns.
   IMAGE_CHANNELS: ClassVar[int] = 3
-  # ImageNet's, in the units of uint8.
+  # Of each channel over the data: ImageNet's, in the units of uint8.
   PIXEL_MEAN: ClassVar[tuple[float, ...]] = (123.675, 116.28, 103.53)
   PIXEL_STD: ClassVar[tuple[float, ...]] = (58.395, 57.12, 57.375)
   NUM_CLASSES: ClassVar[int] = 1000
 
-  BLOCKS: ClassVar[tuple[int, ...]] = (3, 4, 6, 3)
+  BLOCKS: ClassVar[tuple[int, ...]] = (3, 4, 6, 3)  # Of each group.
+  # That each group puts out.
   CHANNELS: ClassVar[tuple[int, ...]] = (256, 512, 1024, 2048)
-  STRIDES: ClassVar[tuple[int, ...]] = (1, 2, 2, 2)
-  STEM_CHANNELS: ClassVar[int] = 64
+  STRIDES: ClassVar[tuple[int, ...]] = (1, 2, 2, 2)  # Of groups' first blocks.
+  STEM_CHANNELS: ClassVar[int] = 64  # Of the first convolution.
+  # A first convolution of 3x3 pixels that keeps the size; otherwise one of 7x7
+  # and a pooling, each of stride 2.
   SMALL_IMAGES: ClassVar[bool] = False
+  # Of what is computed; weights and statistics are float32.
   FPROP_DTYPE: ClassVar[str] = 'bfloat16'
+  # How much of the moving statistics a step keeps.
   BATCH_NORM_DECAY: ClassVar[float] = 0.9
 
-  LEARNING_RATE: ClassVar[float] = 0.2
-  MOMENTUM: ClassVar[float] = 0.9
-  L2: ClassVar[float] = 1e-4
-  WARMUP_EPOCHS: ClassVar[float] = 5.0
+  LEARNING_RATE: ClassVar[float] = 0.2  # After the rise.
+  MOMENTUM: ClassVar[float] = 0.9  # Nesterov's.
+  L2: ClassVar[float] = 1e-4  # On weights, but not on scales and biases.
+  WARMUP_EPOCHS: ClassVar[float] = 5.0  # The learning rate rises from 0.
+  # At each the rate becomes a tenth, and 0 at the end.
   DECAY_EPOCHS: ClassVar[tuple[float, ...]] = (30.0, 60.0, 80.0)
   NUM_EPOCHS: ClassVar[float] = 90.0
 
