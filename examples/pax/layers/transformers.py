@@ -134,22 +134,18 @@ class TransformerFeedForward(_Residual):
   def setup(self) -> None:
     super().setup()
     p = self.hparams
-    spec, shape = 'BLD,DF->BLF', (p.input_dims, p.hidden_dims)
-    axes: tuple[str | None, ...] = ('embed', 'mlp')
-    fans: dict[str, Any] = {}
-    if p.use_gated_activation:  # Its weight and the gate's, in one product.
-      spec, shape = 'BLD,DSF->BLSF', (p.input_dims, 2, p.hidden_dims)
-      axes = ('embed', None, 'mlp')
-      # Each starts as if it were alone.
-      fans = {'fan_in_axes': (0,), 'batch_axes': (1,)}
+    # A gate's weight stands beside the other; each starts as if it were alone.
+    parts = (2,) if p.use_gated_activation else ()
+    side_by_side = 'S' * len(parts)
     self.create_child(
       'ffn_layer1',
       p.proj_tpl.clone(),
-      spec=spec,
-      shape=shape,
-      axes=axes,
+      spec=f'BLD,D{side_by_side}F->BL{side_by_side}F',
+      shape=(p.input_dims, *parts, p.hidden_dims),
+      axes=('embed', *(None for _ in parts), 'mlp'),
+      fan_in_axes=(0,),
+      batch_axes=tuple(1 for _ in parts),
       use_bias=p.has_bias,
-      **fans,
     )
     self.create_child('activation', p.activation_tpl)
     self.create_child(
@@ -924,29 +920,25 @@ class TransformerEncoderDecoder(_Embedded):
     context = Context(seen=_seen(source_paddings))
     return self.encoder_ln(self.encoder(x_BTD, context))
 
-  def decode(
-    self, encoded: jax.Array, source_paddings: jax.Array, target_ids: jax.Array
-  ) -> jax.Array:
-    """Returns what goes into the output layer, [B, L, D].
-
-    Args:
-      encoded: [B, T, D], of `encode`.
-      source_paddings: [B, T], as for `encode`.
-      target_ids: integers below V, [B, L]: what precedes each prediction.
-    """
-    context = Context(source=encoded, source_seen=_seen(source_paddings))
-    x_BLD = self._embed(target_ids, jnp.arange(target_ids.shape[1]))
-    return self.final_ln(self.decoder(x_BLD, context))
-
   def hidden(
     self,
     source_ids: jax.Array,
     source_paddings: jax.Array,
     target_ids: jax.Array,
   ) -> jax.Array:
-    """Returns `decode` of `encode`, [B, L, D]."""
-    encoded = self.encode(source_ids, source_paddings)
-    return self.decode(encoded, source_paddings, target_ids)
+    """Returns what goes into the output layer, [B, L, D].
+
+    Args:
+      source_ids: as for `encode`.
+      source_paddings: as for `encode`.
+      target_ids: integers below V, [B, L]: what precedes each prediction.
+    """
+    context = Context(
+      source=self.encode(source_ids, source_paddings),
+      source_seen=_seen(source_paddings),
+    )
+    x_BLD = self._embed(target_ids, jnp.arange(target_ids.shape[1]))
+    return self.final_ln(self.decoder(x_BLD, context))
 
   def empty_cache(
     self, encoded: jax.Array, source_paddings: jax.Array, length: int
