@@ -186,7 +186,7 @@ class DotProductAttention(base_layer.BaseLayer):
     is_cross_attention: whether keys and values are of another sequence. Then
       nothing is causal, and nothing is turned.
     attention_impl: one of `transformer.ATTENTIONS`, for causal attention
-      without a cache: see `transformer.causal_attention`. Cross-attention is
+      without a cache: see `transformer.causal_attention`. Other attention is
       'einsum' always.
     proj_tpl: the products with weights.
     rotary_position_emb_tpl: what turns.
@@ -265,12 +265,6 @@ class DotProductAttention(base_layer.BaseLayer):
     errors.check_names(
       [p.attention_impl], transformer.ATTENTIONS, 'attention_impl', name
     )
-    is_causal = p.is_causal or p.is_cross_attention
-    if p.attention_impl != 'einsum' and not is_causal:
-      raise ValueError(
-        f'{name}.attention_impl is {p.attention_impl!r}, which is for causal'
-        " attention; got is_causal=False. Set 'einsum'."
-      )
 
   @property
   def _width(self) -> int:

@@ -369,7 +369,6 @@ def test_templates_of_fiddle_make_projections_of_their_own():
   [
     ({'hidden_dim': 7}, 'expected their product'),
     ({'attention_impl': 'cudnn'}, "'cudnn' in .*; expected some of"),
-    ({'attention_impl': 'flash', 'is_causal': False}, 'is_causal=False'),
     ({'num_heads': 0}, 'expected positive integers'),
     ({'dim_per_head': 3, 'use_rotary_position_emb': True}, 'an even'),
     ({'dim_per_head': None}, 'a multiple of num_heads'),

@@ -656,12 +656,14 @@ class _Embedded(base_layer.BaseLayer):
   def _embed(
     self,
     ids_BL: jax.Array,
-    position: jax.Array,
+    position: jax.Array | None = None,
     embedding: base_layer.BaseLayer | None = None,
   ) -> jax.Array:
-    """Returns [B, L, D]; positions are [B, L], or [L] of all rows."""
+    """Returns [B, L, D]; positions are [B, L], [L] of all rows, or from 0."""
     x_BLD = (embedding or self._embedding).emb_lookup(ids_BL)
     if self.hparams.position_emb_tpl is not None:
+      if position is None:
+        position = jnp.arange(ids_BL.shape[1])
       if position.ndim == 1:
         position = position[None]
       x_BLD += self.position_emb(position)
@@ -704,13 +706,12 @@ class _Embedded(base_layer.BaseLayer):
     return self.softmax.compute_loss(x, labels, weights)
 
   def _check_length(self, length: int) -> None:
-    p = self.hparams.position_emb_tpl
-    if isinstance(
-      p, embedding_softmax.TrainablePositionalEmbedding.HParams
-    ) and (length > p.max_seq_length):
+    # Of trained positions, which a gather would not find missing.
+    most = getattr(self.hparams.position_emb_tpl, 'max_seq_length', length)
+    if length > most:
       raise ValueError(
-        f'Got {length} positions; {self.module_name} has max_seq_length'
-        f' {p.max_seq_length}. Decode less, or raise it.'
+        f'Got {length} positions; {self.module_name} has max_seq_length {most}.'
+        ' Decode less, or raise it.'
       )
 
 
@@ -788,7 +789,6 @@ class TransformerLm(_Embedded):
           ' for packed_input=True, inputs_indicator for the model_type'
           f' {LanguageModelType.PREFIX!r}, each of which needs it.'
         )
-    position = jnp.arange(ids.shape[1]) if segment_pos is None else segment_pos
     if paddings is not None and segment_ids is None:
       # As in Praxis, padding is a document of its own; in packed rows it is of
       # the document that `segment_ids` says.
@@ -798,7 +798,8 @@ class TransformerLm(_Embedded):
       position=segment_pos,
       prefix=inputs_indicator > 0 if self._has_prefix else None,
     )
-    return self.final_ln(self.transformer(self._embed(ids, position), context))
+    x_BLD = self._embed(ids, segment_pos)
+    return self.final_ln(self.transformer(x_BLD, context))
 
   def empty_cache(
     self, batch: int, length: int, prefix_lengths: jax.Array | None = None
@@ -914,9 +915,7 @@ class TransformerEncoderDecoder(_Embedded):
       source_ids: integers below the source's vocabulary, [B, T].
       source_paddings: [B, T], 1 where there is no token, else 0.
     """
-    x_BTD = self._embed(
-      source_ids, jnp.arange(source_ids.shape[1]), self._encoder_embedding
-    )
+    x_BTD = self._embed(source_ids, embedding=self._encoder_embedding)
     context = Context(seen=_seen(source_paddings))
     return self.encoder_ln(self.encoder(x_BTD, context))
 
@@ -937,8 +936,7 @@ class TransformerEncoderDecoder(_Embedded):
       source=self.encode(source_ids, source_paddings),
       source_seen=_seen(source_paddings),
     )
-    x_BLD = self._embed(target_ids, jnp.arange(target_ids.shape[1]))
-    return self.final_ln(self.decoder(x_BLD, context))
+    return self.final_ln(self.decoder(self._embed(target_ids), context))
 
   def empty_cache(
     self, encoded: jax.Array, source_paddings: jax.Array, length: int
