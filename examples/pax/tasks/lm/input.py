@@ -180,23 +180,11 @@ def _array_record_rows(
 ) -> Any:
   """Returns one epoch of a host's rows of ArrayRecord files.
 
-  The documents of a host, in another order each epoch, are put one after the
-  other, each ended by the vocabulary's end token, and cut into rows without a
-  gap. Within a row, a document (or what is here of it) is a segment.
-
-  Args:
-    files: each record a `tf.train.Example` with `text`, as TensorFlow Datasets
-      writes it, or a JSON object with `text`.
-    vocabulary: as for `tokenization.load_tokenizer`.
-    length: tokens of a row.
-    shuffle: whether the order is another one each epoch.
-    host_index: whose documents.
-    num_hosts: of how many hosts.
-    seed: of the order.
-    epoch: which one.
-
-  Returns:
-    A `grain.IterDataset`.
+  The documents of a host, in another order each epoch if `shuffle`, are put one
+  after the other, each ended by the vocabulary's end token, and cut into rows
+  without a gap. Within a row, a document (or what is here of it) is a segment.
+  Each record is a `tf.train.Example` with `text`, as TensorFlow Datasets writes
+  it, or a JSON object with `text`. See `grain_input.GrainInput.dataset`.
   """
   import grain
 

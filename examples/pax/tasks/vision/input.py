@@ -191,6 +191,12 @@ class ArrayFolderInput(_Images):
   def __post_init__(self) -> None:
     super().__post_init__()
     self._ends = np.cumsum([len(labels) for _, labels in self._shards])
+    self._identity = {
+      'split': self.split,
+      'image_size': self.image_size,
+      'images': [list(images.shape) for images, _ in self._shards],
+      'labels': _hash(*(labels for _, labels in self._shards)),
+    }
 
   def __getstate__(self) -> dict[str, Any]:
     # A worker opens the files itself; else it would be sent what is in them.
@@ -257,15 +263,6 @@ class ArrayFolderInput(_Images):
     Images are too large to be hashed at each start.
     """
     return self._identity
-
-  @functools.cached_property
-  def _identity(self) -> dict[str, Any]:
-    return {
-      'split': self.split,
-      'image_size': self.image_size,
-      'images': [list(images.shape) for images, _ in self._shards],
-      'labels': _hash(*(labels for _, labels in self._shards)),
-    }
 
   def describe_record(self, record: int, epoch: int) -> str:
     """Returns the file and the place in it."""
