@@ -514,14 +514,9 @@ class PipelinedTransformer(_OfRepeat):
     stage = p.pipeline_stage
     if isinstance(stage, StackedTransformerRepeated.HParams):
       layer, times = stage.block, stage.x_times
-    elif isinstance(stage, StackedTransformer.HParams):
+    else:
       layer = stage.clone().set(num_layers=1, checkpoint_policy='nothing')
       times = stage.num_layers
-    else:
-      raise TypeError(
-        f'{self.module_name}.pipeline_stage is {type(stage).__qualname__};'
-        ' expected HParams of StackedTransformer or StackedTransformerRepeated.'
-      )
     sizes = (p.num_pipeline_microbatches, p.pipeline_microbatch_size)
     given = [size for size in sizes if size is not None]
     if len(given) != 1 or given[0] < 1:
@@ -587,7 +582,9 @@ class PipelinedTransformer(_OfRepeat):
       num_stages=p.num_pipeline_stages,
       num_microbatches=self._num_microbatches(inputs.shape[0]),
       num_repeats=p.circular_repeat,
-      unroll=isinstance(p.pipeline_stage, StackedTransformer.HParams),
+      unroll=not isinstance(
+        p.pipeline_stage, StackedTransformerRepeated.HParams
+      ),
       remat=p.pipeline_stage.checkpoint_policy,
     )
 

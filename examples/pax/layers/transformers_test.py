@@ -594,7 +594,7 @@ def test_what_makes_no_model_is_refused():
   stack = transformers.PipelinedTransformer.HParams(
     pipeline_stage=transformers.Transformer.HParams()
   )
-  with pytest.raises(TypeError, match='expected HParams of StackedTransformer'):
+  with pytest.raises(AttributeError, match="no field 'num_layers'"):
     _lm(stack).Instantiate().abstract_init()
 
 

@@ -48,14 +48,11 @@ class SequenceInput(indexed.IndexedInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if not (
-      1 <= self.min_length <= self.max_length and self.vocab_size > NUM_SPECIAL
-    ):
-      raise ValueError(
-        f'{self.name} has min_length {self.min_length}, max_length'
-        f' {self.max_length} and vocab_size {self.vocab_size}; expected'
-        ' 1 <= min_length <= max_length, and more than'
-        f' {NUM_SPECIAL} tokens.'
+    if not 1 <= self.min_length <= self.max_length:
+      self.refuse('min_length', f'1 to max_length, which is {self.max_length}')
+    if self.vocab_size <= NUM_SPECIAL:
+      self.refuse(
+        'vocab_size', f'more than {NUM_SPECIAL}, which are no symbols'
       )
 
   def num_records(self) -> int:
