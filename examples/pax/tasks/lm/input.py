@@ -20,8 +20,6 @@ from jaxline.inputs import seqio
 from jaxline.inputs import text
 from jaxline.inputs import tokenization
 
-# Of Pax's C4 runs.
-SEED = c4.SEED
 # What the model reads before the first token of a piece, as SeqIO has it.
 BOS_ID = 0
 
@@ -74,7 +72,7 @@ def text_input(
     batch_size=batch_size,
     length=length,
     is_training=is_training,
-    input_random_seed=SEED if is_training else None,
+    input_random_seed=c4.SEED if is_training else None,
     reset_for_eval=not is_training,
     max_batches=None if is_training else eval_batches,
   )
@@ -123,9 +121,12 @@ def c4_input(
   files = sorted(glob.glob(pattern))
   if not files:
     raise errors.MissingFileError(f'No file matches {pattern!r}. {_GET_C4}')
-  rolls: dict[str, Any] = {}
+  fields: dict[str, Any] = {
+    'batch_size': batch_size,
+    'is_training': is_training,
+  }
   if not is_training and eval_batches is not None:
-    rolls = {'reset_for_eval': False, 'eval_loop_num_batches': eval_batches}
+    fields |= {'reset_for_eval': False, 'eval_loop_num_batches': eval_batches}
   if any('.array_record' in os.path.basename(path) for path in files):
     if not append_eos:
       raise errors.UsageError(
@@ -137,11 +138,9 @@ def c4_input(
       dataset=functools.partial(
         _array_record_rows, files, vocabulary, length, is_training
       ),
-      batch_size=batch_size,
-      is_training=is_training,
-      input_random_seed=SEED,
+      input_random_seed=c4.SEED,
       repeat=True,
-      **rolls,
+      **fields,
     )
   task = c4.c4_task(
     **{'train_files' if is_training else 'eval_files': files},
@@ -149,12 +148,10 @@ def c4_input(
     append_eos=append_eos,
   )
   if not append_eos:
-    rolls['feature_converter'] = seqio.LanguageModelFeatures(
+    fields['feature_converter'] = seqio.LanguageModelFeatures(
       pack=True, reverse_bos_padding=True, eos_id=1
     )
-  return c4.c4_input(
-    task, batch_size=batch_size, length=length, is_training=is_training, **rolls
-  )
+  return c4.c4_input(task, length=length, **fields)
 
 
 def check_vocabulary(

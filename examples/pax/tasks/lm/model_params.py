@@ -55,7 +55,7 @@ class LmExperiment(base_experiment.BaseExperiment):
   # Rows for each device of the mesh; may be a fraction.
   PERCORE_BATCH_SIZE: ClassVar[float]
 
-  ACTIVATION: ClassVar[str] = 'gelu'  # (Its tanh form), 'relu' or 'silu'.
+  ACTIVATION: ClassVar[str] = 'gelu'  # By tanh; or 'relu', 'silu'.
   # Whether a second product multiplies it.
   USE_GATED_ACTIVATION: ClassVar[bool] = False
   # Of attention; the feed-forward part has biases.
@@ -224,9 +224,7 @@ class LmExperiment(base_experiment.BaseExperiment):
         fprop_dtype=jnp.dtype(self._one_of('FPROP_DTYPE', _DTYPES)),
       ),
     )
-    task.train.learner = learners.Learner.HParams(
-      loss_name='total_loss', optimizer=optimizer
-    )
+    task.train.learner = learners.Learner.HParams(optimizer=optimizer)
     if self.TARGET_LOG_PPLX is not None:
       task.early_stopping_fn = tasks.EarlyStoppingFn.HParams(
         target=self.TARGET_LOG_PPLX

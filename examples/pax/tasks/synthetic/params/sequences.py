@@ -120,9 +120,7 @@ class ReverseEncoderDecoder(base_experiment.BaseExperiment):
       model=models.SequenceModel.HParams(model_tpl=network, decoder_tpl=greedy),
     )
     task.model.fprop_dtype = jnp.dtype(self.FPROP_DTYPE)
-    task.train.learner = learners.Learner.HParams(
-      loss_name='total_loss', optimizer=optimizer
-    )
+    task.train.learner = learners.Learner.HParams(optimizer=optimizer)
     return task
 
   @classmethod
