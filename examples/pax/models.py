@@ -186,7 +186,7 @@ class _TokenModel(BaseModel):
 
   A subclass has `start_decoding(batch, max_decode_steps)`, which returns the
   cache, the prompts [B, T] and their lengths [B]; and `extend_step(tokens_BL,
-  cache, start_B)`, which returns the logits [B, L, V] and the cache.
+  cache, start)`, which returns the logits [B, L, V] and the cache.
 
   Attributes:
     decoder_tpl: how `decode` does it, where it is not told.

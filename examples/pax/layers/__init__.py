@@ -1,5 +1,7 @@
 """The layers, by name."""
 
+# ruff: noqa: F401 (others import them from here.)
+
 from examples.pax.layers.activations import GELU
 from examples.pax.layers.activations import BaseActivation
 from examples.pax.layers.activations import Identity
@@ -30,7 +32,6 @@ from examples.pax.layers.normalizations import BatchNorm
 from examples.pax.layers.normalizations import IdentityNorm
 from examples.pax.layers.normalizations import LayerNorm
 from examples.pax.layers.normalizations import RmsNorm
-from examples.pax.layers.pipeline import Pipelined
 from examples.pax.layers.repeats import AutodiffCheckpointType
 from examples.pax.layers.repeats import Repeat
 from examples.pax.layers.resnets import ResNet
@@ -44,50 +45,3 @@ from examples.pax.layers.transformers import Transformer
 from examples.pax.layers.transformers import TransformerEncoderDecoder
 from examples.pax.layers.transformers import TransformerFeedForward
 from examples.pax.layers.transformers import TransformerLm
-
-__all__ = [
-  'GELU',
-  'AutodiffCheckpointType',
-  'BaseActivation',
-  'BaseNormalization',
-  'BatchNorm',
-  'Bias',
-  'Conv2D',
-  'ConvBNAct',
-  'DotProductAttention',
-  'Dropout',
-  'Embedding',
-  'FeedForward',
-  'FullSoftmax',
-  'GlobalPooling',
-  'Identity',
-  'IdentityNorm',
-  'LanguageModelType',
-  'LayerNorm',
-  'Linear',
-  'MaxPool2D',
-  'PerDimScale',
-  'Pipelined',
-  'PipelinedTransformer',
-  'PositionalEmbedding',
-  'Projection',
-  'ReLU',
-  'Repeat',
-  'ResNet',
-  'ResNetBlock',
-  'RmsNorm',
-  'RotaryPositionalEmbedding',
-  'SharedEmbeddingSoftmax',
-  'SiLU',
-  'Sigmoid',
-  'Softplus',
-  'StackedTransformer',
-  'StackedTransformerRepeated',
-  'Swish',
-  'Tanh',
-  'TrainablePositionalEmbedding',
-  'Transformer',
-  'TransformerEncoderDecoder',
-  'TransformerFeedForward',
-  'TransformerLm',
-]

@@ -7,7 +7,7 @@ side in one product.
 
 import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import ad_checkpoint
@@ -28,6 +28,33 @@ sub_config_field = base_layer.sub_config_field
 
 # Keys and values [B, M, G, K], by these names.
 Cache = dict[str, jax.Array]
+
+
+class Context(NamedTuple):
+  """What attention sees beside its input; None is without.
+
+  Attributes:
+    segment_ids: the document that each token is of, [B, L]: in self-attention
+      none sees another. None is one a row.
+    position: of each token, [B, L], or, but in a pipeline, [L] of all rows:
+      what rotary positions turn by; None counts from 0.
+    seen: bool [B, L]; False takes a key out of self-attention that is not
+      causal.
+    prefix: bool [B, L], in decoding [B, M]; True lets earlier positions see a
+      key too, in self-attention that is causal. Needs 'einsum'.
+    source: [B, T, D], what cross-attention attends to.
+    source_seen: bool [B, T]; False takes a position of it out.
+    rows: [B], the rows' numbers in the batch, which dropout depends on; None
+      counts from 0, as a pipeline does before it cuts the batch.
+  """
+
+  segment_ids: jax.Array | None = None
+  position: jax.Array | None = None
+  seen: jax.Array | None = None
+  prefix: jax.Array | None = None
+  source: jax.Array | None = None
+  source_seen: jax.Array | None = None
+  rows: jax.Array | None = None
 
 
 class Projection(base_layer.BaseLayer):
@@ -135,8 +162,8 @@ class DotProductAttention(base_layer.BaseLayer):
   """Multi-head attention (Vaswani et al., 2017).
 
   Of a sequence over itself, by `__call__`, or token by token by `extend_step`;
-  or of one over another, by `__call__`, or by `keys_and_values` once and
-  `attend_to` for each part of the queries.
+  or of one over another (`Context.source`), by `__call__`, or by
+  `keys_and_values` once and `attend_to` for each part of the queries.
 
   Attributes:
     input_dim: D, of the queries, the keys and the outputs.
@@ -159,7 +186,7 @@ class DotProductAttention(base_layer.BaseLayer):
     is_cross_attention: whether keys and values are of another sequence. Then
       nothing is causal, and nothing is turned.
     attention_impl: one of `transformer.ATTENTIONS`, for causal attention
-      without a cache: see `transformer.causal_attention`. Cross-attention is
+      without a cache: see `transformer.causal_attention`. Other attention is
       'einsum' always.
     proj_tpl: the products with weights.
     rotary_position_emb_tpl: what turns.
@@ -187,7 +214,7 @@ class DotProductAttention(base_layer.BaseLayer):
   def setup(self) -> None:
     p = self.hparams
     self._check()
-    groups = p.num_kv_heads or p.num_heads
+    groups = self._groups
     # The fans of the initial values are those of Praxis: H counts as inputs, K
     # as outputs, and both are multiplied by D, in `combined_qkv` also by S.
     # Keys and values of one head for all queries are a matrix [D, K] there.
@@ -235,23 +262,20 @@ class DotProductAttention(base_layer.BaseLayer):
         f' for a width of {width}; expected their product, or a multiple of'
         ' num_heads and no dim_per_head.'
       )
-    if p.attention_impl not in transformer.ATTENTIONS:
-      raise ValueError(
-        f'{name}.attention_impl is {p.attention_impl!r}; expected one of'
-        f' {transformer.ATTENTIONS}.'
-      )
-    is_causal = p.is_causal or p.is_cross_attention
-    if p.attention_impl != 'einsum' and not is_causal:
-      raise ValueError(
-        f'{name}.attention_impl is {p.attention_impl!r}, which is for causal'
-        " attention; got is_causal=False. Set 'einsum'."
-      )
+    errors.check_names(
+      [p.attention_impl], transformer.ATTENTIONS, 'attention_impl', name
+    )
 
   @property
   def _width(self) -> int:
     """K."""
     p = self.hparams
     return p.dim_per_head or (p.hidden_dim or p.input_dim) // p.num_heads
+
+  @property
+  def _groups(self) -> int:
+    """G."""
+    return self.hparams.num_kv_heads or self.hparams.num_heads
 
   @property
   def _turns(self) -> bool:
@@ -263,112 +287,64 @@ class DotProductAttention(base_layer.BaseLayer):
     """Whether queries, keys and values are one."""
     p = self.hparams
     return (
-      p.combine_qkv
-      and not p.is_cross_attention
-      and (p.num_kv_heads or p.num_heads) == p.num_heads
+      p.combine_qkv and not p.is_cross_attention and self._groups == p.num_heads
     )
 
   def _create_projection(
     self, name: str, heads: int, num_parts: int | None = None, **fans: Any
   ) -> None:
     p = self.hparams
-    spec, shape = 'BLD,DHK->BLHK', (p.input_dim, heads, self._width)
-    axes: tuple[str | None, ...] = ('embed', 'heads', 'kv')
-    if num_parts is not None:
-      spec = 'BLD,DSHK->BLSHK'
-      shape, axes = (
-        (values[0], between, *values[1:])
-        for values, between in ((shape, num_parts), (axes, None))
-      )
+    parts = () if num_parts is None else (num_parts,)
+    side_by_side = 'S' * len(parts)
     self.create_child(
       name,
       p.proj_tpl.clone(),
-      spec=spec,
-      shape=shape,
-      axes=axes,
+      spec=f'BLD,D{side_by_side}HK->BL{side_by_side}HK',
+      shape=(p.input_dim, *parts, heads, self._width),
+      axes=('embed', *(None for _ in parts), 'heads', 'kv'),
       use_bias=p.use_bias,
       **fans,
     )
 
   def __call__(
-    self,
-    query: jax.Array,
-    key: jax.Array | None = None,
-    value: jax.Array | None = None,
-    *,
-    segment_ids: jax.Array | None = None,
-    seen: jax.Array | None = None,
-    prefix: jax.Array | None = None,
-    position: jax.Array | None = None,
-    rows: jax.Array | None = None,
+    self, inputs: jax.Array, context: Context | None = None
   ) -> jax.Array:
     """Attends.
 
     Args:
-      query: [B, L, D].
-      key: [B, M, D], what cross-attention attends to; None is the query.
-      value: [B, M, D], what it takes from there; None is the key.
-      segment_ids: the document that each token is of, [B, L]: none sees
-        another. None is one a row. Not of cross-attention.
-      seen: bool [B, M]; False takes a key out, such as padding. None keeps all.
-        Not of causal attention, where padding comes last and nobody sees it.
-      prefix: bool [B, M], of causal attention; True lets earlier queries see a
-        key too. Needs 'einsum'. None is no key.
-      position: integers [B, L], or [L] of all rows: what turns queries and
-        keys; None counts from 0.
-      rows: [B], the rows' numbers in the batch, which dropout depends on; None
-        counts from 0.
+      inputs: [B, L, D], what the queries are of.
+      context: what else it sees.
 
     Returns:
       [B, L, D].
 
     Raises:
-      ValueError: something is given that this attention does not have, or is
-        missing.
+      ValueError: this attention is causal, and there is `seen`.
     """
     p = self.hparams
+    context = context or Context()
     if p.is_cross_attention:
-      if key is None or segment_ids is not None:
-        raise ValueError(
-          f'{self.module_name} is cross-attention: expected a key, and no'
-          ' segment_ids.'
-        )
-      cache = self.keys_and_values(key, value)
-      return self.attend_to(query, cache, seen, rows)
-    if not (key is None or key is query) or not (
-      value is None or value is query
-    ):
-      raise ValueError(
-        f'{self.module_name} attends of a sequence over itself; expected key'
-        ' and value to be None, or is_cross_attention=True.'
-      )
-    if p.is_causal and seen is not None:
+      cache = self.keys_and_values(context.source)
+      return self.attend_to(inputs, cache, context)
+    if p.is_causal and context.seen is not None:
       raise ValueError(
         f'{self.module_name} is causal, and takes no `seen`: put padding last.'
       )
-    q, k, v = self._qkv(query, position)
-    if p.is_causal:
-      mixed, _ = transformer.causal_attention(
-        q,
-        k,
-        v,
-        p.attention_impl,
-        segment_ids,
-        p.atten_logit_cap,
-        self._dropout(rows),
-        prefix_BM=prefix,
-      )
-    else:
-      mixed = transformer.attend(
-        q,
-        k,
-        v,
-        segments=None if segment_ids is None else (segment_ids, segment_ids),
-        cap=p.atten_logit_cap,
-        is_causal=False,
-        seen_BM=seen,
-        dropout=self._dropout(rows),
-      )
+    segments = context.segment_ids
+    q, k, v = self._qkv(inputs, context.position)
+    if not p.is_causal:
+      pair = None if segments is None else (segments, segments)
+      return self._mixed(q, k, v, context.seen, context.rows, pair)
+    mixed, _ = transformer.causal_attention(
+      q,
+      k,
+      v,
+      p.attention_impl,
+      segments,
+      p.atten_logit_cap,
+      self._dropout(context.rows),
+      prefix_BM=context.prefix,
+    )
     return self.post(mixed)
 
   def empty_cache(self, batch: int, length: int) -> Cache:
@@ -378,8 +354,7 @@ class DotProductAttention(base_layer.BaseLayer):
       batch: B.
       length: M, as many positions as there shall be.
     """
-    p = self.hparams
-    shape = (batch, length, p.num_kv_heads or p.num_heads, self._width)
+    shape = (batch, length, self._groups, self._width)
     room = jnp.zeros(shape, self.fprop_dtype)
     return {'key': room, 'value': room}
 
@@ -388,7 +363,7 @@ class DotProductAttention(base_layer.BaseLayer):
     inputs: jax.Array,
     cache: Cache,
     start: int | jax.Array,
-    prefix: jax.Array | None = None,
+    context: Context | None = None,
   ) -> tuple[jax.Array, Cache]:
     """Attends causally with the next tokens to themselves and those before.
 
@@ -396,7 +371,7 @@ class DotProductAttention(base_layer.BaseLayer):
       inputs: [B, L, D], at the positions from `start`.
       cache: of `empty_cache`, or the call before.
       start: of all rows, or [B] of each.
-      prefix: as for `__call__`.
+      context: only `prefix` counts.
 
     Returns:
       [B, L, D], and the cache.
@@ -422,58 +397,54 @@ class DotProductAttention(base_layer.BaseLayer):
       cap=p.atten_logit_cap,
       cache=(cache['key'], cache['value']),
       start=start,
-      prefix_BM=prefix,
+      prefix_BM=(context or Context()).prefix,
     )
     assert extended is not None
     return self.post(mixed), dict(zip(('key', 'value'), extended, strict=True))
 
-  def keys_and_values(
-    self, key: jax.Array, value: jax.Array | None = None
-  ) -> Cache:
+  def keys_and_values(self, source: jax.Array) -> Cache:
     """Returns what queries attend to, for `attend_to`.
 
     Args:
-      key: [B, M, D].
-      value: [B, M, D]; None is the key.
-
-    Raises:
-      ValueError: keys and values are one product, of different arrays.
+      source: [B, M, D].
     """
-    if not self.hparams.combine_qkv:
-      value = key if value is None else value
-      k, v = self._split(self.key(key)), self._split(self.value(value))
-    elif value is None or value is key:
-      k, v = self._parts(self.combined_kv, key)
+    if self.hparams.combine_qkv:
+      k, v = self._parts(self.combined_kv, source)
     else:
-      raise ValueError(
-        f'{self.module_name} has one product for keys and values, and got two'
-        ' arrays; expected one, or combine_qkv=False.'
-      )
+      k, v = self._split(self.key(source)), self._split(self.value(source))
     return {'key': k, 'value': v}
 
   def attend_to(
-    self,
-    query: jax.Array,
-    cache: Cache,
-    seen: jax.Array | None = None,
-    rows: jax.Array | None = None,
+    self, inputs: jax.Array, cache: Cache, context: Context
   ) -> jax.Array:
     """Attends to all of another sequence.
 
     Args:
-      query: [B, L, D].
+      inputs: [B, L, D], what the queries are of.
       cache: of `keys_and_values`.
-      seen: as for `__call__`.
-      rows: the same.
+      context: only `source_seen` and `rows` count.
 
     Returns:
       [B, L, D].
     """
-    q = self._scaled(self._split(self.query(query)))
+    q = self._scaled(self._split(self.query(inputs)))
+    return self._mixed(q, **cache, seen=context.source_seen, rows=context.rows)
+
+  def _mixed(
+    self,
+    q_BLHK: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    seen: jax.Array | None,
+    rows: jax.Array | None,
+    segments: transformer.Segments = None,
+  ) -> jax.Array:
+    """Returns attention that is not causal, [B, L, D]."""
     mixed = transformer.attend(
-      q,
-      cache['key'],
-      cache['value'],
+      q_BLHK,
+      key,
+      value,
+      segments=segments,
       cap=self.hparams.atten_logit_cap,
       is_causal=False,
       seen_BM=seen,
@@ -506,8 +477,8 @@ class DotProductAttention(base_layer.BaseLayer):
 
   def _parts(self, projection: Projection, x_BLD: jax.Array) -> list[jax.Array]:
     """Returns what is side by side in a product."""
-    out = projection(x_BLD)
-    return [self._split(out[:, :, i]) for i in range(out.shape[2])]
+    # The gradient of an index would be padded with zeros, and added.
+    return [self._split(x) for x in jnp.unstack(projection(x_BLD), axis=2)]
 
   def _split(self, x_BLHK: jax.Array) -> jax.Array:
     return self.shard(x_BLHK, transformer.HEADS, 'heads')

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from examples.pax import base_layer
 from examples.pax.layers import activations
 from examples.pax.layers import normalizations
+from jaxline import errors
 
 WeightHParams = base_layer.WeightHParams
 WeightInit = base_layer.WeightInit
@@ -46,16 +47,7 @@ class Conv2D(base_layer.BaseLayer):
   def setup(self) -> None:
     """Creates the filters."""
     p = self.hparams
-    if min(p.filter_stride) < 1:
-      raise ValueError(
-        f'{self.module_name} has filter_stride {tuple(p.filter_stride)};'
-        ' expected (rows, columns), each at least 1.'
-      )
-    if p.padding not in _PADDINGS:
-      raise ValueError(
-        f'{self.module_name} has padding {p.padding!r}; expected one of'
-        f' {_PADDINGS}.'
-      )
+    errors.check_names([p.padding], _PADDINGS, 'padding', self.module_name)
     self.create_variable(
       'w',
       WeightHParams(

@@ -117,7 +117,7 @@ class _Softmax(base_layer.BaseLayer):
     """Returns the cross entropy, in nats, and what else is to be reported.
 
     Args:
-      inputs: [B, L, D], or [B, D] of one label a row.
+      inputs: [B, L, D], or, with one chunk, [B, D] of one label a row.
       labels: integers below V, [B, L] or [B].
       weights: of the labels; 0 takes one out. No gradient belongs to it.
 
@@ -130,40 +130,34 @@ class _Softmax(base_layer.BaseLayer):
       ValueError: `chunks` does not divide L.
     """
     p = self.hparams
-    if inputs.ndim == 2:
-      rows = self.compute_loss(
-        inputs[:, None], labels[:, None], weights[:, None]
-      )
-      return {**rows, 'per_token_xent': rows['per_token_xent'][:, 0]}
     weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
-    total_weight = weights.sum()
-    if p.z_loss_weight:
-      if p.chunks > 1:
-        raise ValueError(
-          f'{self.module_name}.z_loss_weight is {p.z_loss_weight}, which needs'
-          f' the logits of a whole row; got chunks={p.chunks}. Set chunks=1.'
-        )
+    if p.chunks == 1:
       logits = self.get_logits(inputs)
       xent = self.xent(logits, labels, weights)
-      hits = logits.argmax(axis=-1) == labels
-      return {
-        'total_loss': jnp.sum(xent * weights),
-        'total_weight': total_weight,
-        'per_token_xent': jax.lax.stop_gradient(xent),
-        'correct': jnp.sum(jnp.where(hits, weights, 0)),
-      }
-    found = transformer.chunked_cross_entropy(
-      inputs.astype(self.fprop_dtype),
-      self._head(),
-      labels,
-      weights,
-      chunks=p.chunks,
-      cap=p.soft_cap_logits,
-      smoothing=self._smoothing(),
-    )
+      hits = logits.argmax(axis=-1).astype(labels.dtype) == labels
+      found = transformer.CrossEntropy(
+        total=jnp.sum(xent * weights),
+        correct=jnp.sum(jnp.where(hits, weights, 0)),
+        nats_BL=jax.lax.stop_gradient(xent),
+      )
+    elif p.z_loss_weight:
+      raise ValueError(
+        f'{self.module_name}.z_loss_weight is {p.z_loss_weight}, which needs'
+        f' the logits of a whole row; got chunks={p.chunks}. Set chunks=1.'
+      )
+    else:
+      found = transformer.chunked_cross_entropy(
+        inputs.astype(self.fprop_dtype),
+        self._head(),
+        labels,
+        weights,
+        chunks=p.chunks,
+        cap=p.soft_cap_logits,
+        smoothing=self._smoothing(),
+      )
     return {
       'total_loss': found.total,
-      'total_weight': total_weight,
+      'total_weight': weights.sum(),
       'per_token_xent': found.nats_BL,
       'correct': found.correct,
     }

@@ -40,6 +40,7 @@ class Repeat(base_layer.BaseLayer):
     x_times: N.
     checkpoint_policy: what the backward pass computes again; see
       `transformer.remat_policy`.
+    stacked: the layers' variables.
   """
 
   sub_tpl: BaseHParams | None = sub_config_field(None)
@@ -48,7 +49,7 @@ class Repeat(base_layer.BaseLayer):
 
   def setup(self) -> None:
     p = self.hparams
-    self._sub = base_layer.Stacked(self, 'sub', p.sub_tpl, p.x_times)
+    self.stacked = base_layer.Stacked(self, 'sub', p.sub_tpl, p.x_times)
 
   def __call__(self, x: Any, *args: Any) -> Any:
     """Returns what the last layer gives."""
@@ -58,11 +59,11 @@ class Repeat(base_layer.BaseLayer):
     """Returns the layers' caches as one: [N n, B, ...] of [n, B, ...]."""
 
     def one(variables: base_layer.Variables) -> Any:
-      return self._sub.layer.apply(
+      return self.stacked.layer.apply(
         variables, batch, length, *args, method='empty_cache', do_eval=True
       )
 
-    return _joined(jax.lax.map(one, self._sub.variables()))
+    return _joined(jax.lax.map(one, self.stacked.variables()))
 
   def extend_step(self, x: Any, cache: Any, *args: Any) -> tuple[Any, Any]:
     """Returns what the last layer gives, and the cache."""
@@ -71,7 +72,7 @@ class Repeat(base_layer.BaseLayer):
   def _scan(
     self, method: str, x: Any, cache: Any, args: tuple[Any, ...]
   ) -> tuple[Any, Any]:
-    run = self._runner(method)
+    run = self.runner(method)
 
     def one(x: Any, of_layer: Any) -> tuple[Any, Any]:
       variables, number, cache = of_layer
@@ -85,11 +86,11 @@ class Repeat(base_layer.BaseLayer):
     if policy is not None and cache is None:
       # A loop is not merged with the one that computes again.
       one = jax.checkpoint(one, policy=policy, prevent_cse=False)
-    times = self._sub.times
+    times = self.stacked.times
     cache = jax.tree.map(lambda c: c.reshape(times, -1, *c.shape[1:]), cache)
-    layers = (self._sub.variables(), jnp.arange(times), cache)
+    layers = (self.stacked.variables(), jnp.arange(times), cache)
     x, (cache, collected) = jax.lax.scan(one, x, layers)
-    self._sub.update(collected.non_trainable)
+    self.stacked.update(collected.non_trainable)
 
     def by_layer(tree: dict[str, Any]) -> dict[str, Any]:
       return {
@@ -106,14 +107,14 @@ class Repeat(base_layer.BaseLayer):
     )
     return x, _joined(cache)
 
-  def _runner(self, method: str) -> Callable[..., Any]:
+  def runner(self, method: str) -> Callable[..., Any]:
     """Returns a function `(variables, number of the layer, *args)`.
 
     It is pure, and returns also what the layer has left. What a layer draws
     depends on its number, and on nothing else about where it runs.
     """
     key = hk.maybe_next_rng_key()
-    layer, do_eval, verbosity = self._sub.layer, self.do_eval, self.verbosity
+    layer, do_eval, verbosity = self.stacked.layer, self.do_eval, self.verbosity
 
     def run(variables: Any, number: jax.Array, *args: Any) -> Any:
       return layer.apply(

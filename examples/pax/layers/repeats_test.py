@@ -10,12 +10,15 @@ import pytest
 from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
-from examples.pax.layers import pipeline
 from examples.pax.layers import repeats
+from examples.pax.layers import transformers
+
+Context = transformers.Context
+ONE = Context(position=jnp.ones([]))
 
 
 class Traces(base_layer.BaseLayer):
-  """Multiplies by `w`; counts that, reports and penalises."""
+  """Multiplies by `w`, and adds; counts that, reports and penalises."""
 
   class HParams(hparams.BaseHParams):
     """Hyperparameters."""
@@ -29,7 +32,7 @@ class Traces(base_layer.BaseLayer):
     if self.hparams.counts:
       self.create_variable('calls', weight, trainable=False)
 
-  def __call__(self, x, by):
+  def __call__(self, x, context):
     w = self.theta.w
     if self.hparams.counts:
       self.update_var('calls', self.theta.calls + 1)
@@ -37,26 +40,22 @@ class Traces(base_layer.BaseLayer):
       self.add_aux_loss('square', w * w, 2.0)
     self.add_summary('w', w)
     self.add_summary('quiet', w, verbosity=5)
-    return x * w + by
+    return x * w + context.position
 
 
 WEIGHTS = np.array([2.0, 3.0, 5.0], np.float32)
 
 
-def _repeat(policy='nothing', kind=repeats.Repeat, **fields):
-  sub = Traces.HParams(
-    **{name: fields.pop(name, True) for name in ('counts', 'penalises')}
-  )
-  return kind.HParams(
-    sub_tpl=sub, x_times=3, checkpoint_policy=policy, name='r', **fields
+def _repeat(policy='nothing'):
+  return repeats.Repeat.HParams(
+    sub_tpl=Traces.HParams(), x_times=3, checkpoint_policy=policy, name='r'
   ).Instantiate()
 
 
-def _variables(calls=True):
-  non_trainable = {'r/sub': {'calls': np.arange(3, dtype=np.float32)}}
+def _variables(place='r/sub'):
   return {
-    'params': {'r/sub': {'w': WEIGHTS}},
-    'non_trainable': non_trainable if calls else {},
+    'params': {place: {'w': WEIGHTS}},
+    'non_trainable': {place: {'calls': np.arange(3, dtype=np.float32)}},
   }
 
 
@@ -68,7 +67,7 @@ def test_what_repeated_layers_leave_comes_out(policy):
   @functools.partial(jax.grad, has_aux=True)
   def grads(params):
     variables = {**_variables(), 'params': params}
-    y, collected = layer.apply(variables, 7.0, 1.0, mutable=True, verbosity=2)
+    y, collected = layer.apply(variables, 7.0, ONE, mutable=True, verbosity=2)
     loss = sum(value for value, _ in collected.aux_losses.values())
     return y + loss, (y, collected)
 
@@ -99,7 +98,7 @@ def test_a_part_that_is_computed_again_hands_on_what_it_leaves():
 
     def __call__(self, x):
       policy = transformer.remat_policy('full')
-      return base_layer.remat(self.sub, policy=policy)(x, 1.0)
+      return base_layer.remat(self.sub, policy=policy)(x, ONE)
 
   variables = jax.tree.map(lambda x: x[0], _variables())
   layer = Unrolled.HParams(name='r').Instantiate()
@@ -112,19 +111,23 @@ def test_a_part_that_is_computed_again_hands_on_what_it_leaves():
   assert list(collected.aux_losses) == ['r/sub/square']
 
 
-def _pipelined(**fields):
-  return _repeat(
-    kind=pipeline.Pipelined,
-    num_pipeline_stages=3,
-    **{'counts': False, 'penalises': False, **fields},
+def _pipelined(counts=False, penalises=False, **fields):
+  stage = transformers.StackedTransformerRepeated.HParams(
+    block=Traces.HParams(counts=counts, penalises=penalises), x_times=1
   )
+  return transformers.PipelinedTransformer.HParams(
+    name='r', pipeline_stage=stage, num_pipeline_stages=3, **fields
+  ).Instantiate()
+
+
+PIPELINED = _variables('r/repeat/sub')
 
 
 def test_a_pipeline_of_any_layer():
   layer = _pipelined(num_pipeline_microbatches=2)
   x = np.arange(4, dtype=np.float32).reshape(4, 1, 1)
   by = np.arange(1, 5, dtype=np.float32).reshape(4, 1, 1)
-  y = jax.jit(layer.apply)(_variables(calls=False), x, by)
+  y = jax.jit(layer.apply)(PIPELINED, x, Context(position=by))
   np.testing.assert_allclose(y, ((x * 2 + by) * 3 + by) * 5 + by)
 
 
@@ -149,7 +152,7 @@ def test_what_a_pipeline_cannot_do_is_refused(fields, match):
   layer = _pipelined(**fields)
   x = jnp.ones([4, 1, 1])
   with pytest.raises(ValueError, match=match):
-    jax.eval_shape(layer.apply, _variables(fields.get('counts', False)), x, x)
+    jax.eval_shape(layer.apply, PIPELINED, x, Context(position=x))
 
 
 def test_each_repetition_draws_for_itself():

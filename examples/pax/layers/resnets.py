@@ -32,6 +32,25 @@ sub_config_field = base_layer.sub_config_field
 _BOTTLENECK = 4
 
 
+def _conv(
+  template: Any,
+  size: int,
+  input_dims: int,
+  output_dims: int,
+  stride: int = 1,
+  is_linear: bool = False,
+) -> Any:
+  """Returns a copy of a template of `ConvBNAct` with these sizes."""
+  sized = template.clone()
+  sized.conv_tpl.set(
+    filter_shape=(size, size, input_dims, output_dims),
+    filter_stride=(stride, stride),
+  )
+  if is_linear:
+    sized.activation_tpl = activations.Identity.HParams()
+  return sized
+
+
 class ResNetBlock(base_layer.BaseLayer):
   """1x1, 3x3 and 1x1 convolutions beside a shortcut.
 
@@ -63,14 +82,14 @@ class ResNetBlock(base_layer.BaseLayer):
         f' multiple of {_BOTTLENECK}.'
       )
     inner = p.output_dims // _BOTTLENECK
-    last = self._conv(1, inner, p.output_dims, 1, is_linear=True)
+    last = _conv(p.conv_tpl, 1, inner, p.output_dims, is_linear=True)
     if p.zero_init_residual:
       last.batch_norm_tpl.gamma_init = WeightInit.Constant(-1.0)
     self.create_children(
       'body',
       [
-        self._conv(1, p.input_dims, inner, 1),
-        self._conv(p.kernel_size, inner, inner, p.stride),
+        _conv(p.conv_tpl, 1, p.input_dims, inner),
+        _conv(p.conv_tpl, p.kernel_size, inner, inner, p.stride),
         last,
       ],
     )
@@ -78,26 +97,11 @@ class ResNetBlock(base_layer.BaseLayer):
     if self._is_projected:
       self.create_child(
         'shortcut',
-        self._conv(1, p.input_dims, p.output_dims, p.stride, is_linear=True),
+        _conv(
+          p.conv_tpl, 1, p.input_dims, p.output_dims, p.stride, is_linear=True
+        ),
       )
     self.create_child('activation', p.conv_tpl.activation_tpl)
-
-  def _conv(
-    self,
-    kernel_size: int,
-    input_dims: int,
-    output_dims: int,
-    stride: int,
-    is_linear: bool = False,
-  ) -> Any:
-    template = self.hparams.conv_tpl.clone()
-    template.conv_tpl.set(
-      filter_shape=(kernel_size, kernel_size, input_dims, output_dims),
-      filter_stride=(stride, stride),
-    )
-    if is_linear:
-      template.activation_tpl = activations.Identity.HParams()
-    return template
 
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:
     """Computes the block.
@@ -158,35 +162,21 @@ class ResNet(base_layer.BaseLayer):
   def setup(self) -> None:
     """Creates the first convolution and the blocks."""
     p = self.hparams
-    groups = {
-      name: tuple(getattr(p, name))
-      for name in ('channels', 'blocks', 'kernels', 'strides')
-    }
-    if len({len(value) for value in groups.values()}) != 1 or not p.channels:
-      raise errors.UsageError(
-        f'{self.module_name} has {groups}; expected one entry a group in each'
-        ' of the four.'
-      )
-    if len(p.pixel_mean) != len(p.pixel_std) or (
-      len(p.pixel_mean) not in (0, p.input_channels)
-    ):
-      raise ValueError(
-        f'{self.module_name} has pixel_mean {tuple(p.pixel_mean)} and pixel_std'
-        f' {tuple(p.pixel_std)}; expected {p.input_channels} numbers each, one'
-        ' a channel, or none.'
-      )
-    entry = p.conv_tpl.clone()
-    size, stride = p.entryflow_conv_kernel, p.entryflow_conv_stride
-    entry.conv_tpl.set(
-      filter_shape=(size, size, p.input_channels, p.entryflow_conv_channels),
-      filter_stride=(stride, stride),
+    input_dims, templates = p.entryflow_conv_channels, []
+    self.create_child(
+      'entryflow_conv',
+      _conv(
+        p.conv_tpl,
+        p.entryflow_conv_kernel,
+        p.input_channels,
+        input_dims,
+        p.entryflow_conv_stride,
+      ),
     )
-    self.create_child('entryflow_conv', entry)
     if p.entryflow_pool:
       self.create_child('entryflow_pool', convolutions.MaxPool2D.HParams())
-    input_dims, templates = p.entryflow_conv_channels, []
     for channels, blocks, kernel, group_stride in zip(
-      *groups.values(), strict=True
+      p.channels, p.blocks, p.kernels, p.strides, strict=True
     ):
       for i in range(blocks):
         templates.append(
@@ -218,7 +208,7 @@ class ResNet(base_layer.BaseLayer):
       ValueError: they are integers, and there is no `pixel_mean`.
     """
     p = self.hparams
-    if p.pixel_mean:
+    if p.pixel_mean or p.pixel_std:
       x_BHWC = (
         x_BHWC.astype(jnp.float32) - np.float32(p.pixel_mean)[None, None, None]
       ) / np.float32(p.pixel_std)[None, None, None]

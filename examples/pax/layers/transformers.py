@@ -14,11 +14,12 @@ values, K head dim, V vocab, S matrices side by side, M positions of a cache, T
 length of the source.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from examples import fp8
 from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
@@ -26,7 +27,6 @@ from examples.pax.layers import activations
 from examples.pax.layers import attentions
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import normalizations
-from examples.pax.layers import pipeline
 from examples.pax.layers import repeats
 from examples.pax.layers import stochastics
 from jaxline import errors
@@ -34,33 +34,8 @@ from jaxline import errors
 BaseHParams = hparams.BaseHParams
 sub_config_field = base_layer.sub_config_field
 
+Context = attentions.Context
 CACHE_AXIS = 1  # The batch, in all arrays of a cache.
-
-
-class Context(NamedTuple):
-  """What the layers of a stack see beside their input; None is without.
-
-  Attributes:
-    segment_ids: the document that each token is of, [B, L].
-    position: of each token, [B, L]: what rotary positions turn by; None counts
-      from 0.
-    seen: bool [B, L]; False takes a key out of self-attention that is not
-      causal.
-    prefix: bool [B, L], in decoding [B, M]; True lets earlier positions see a
-      key too, in self-attention that is causal.
-    source: [B, T, D], what cross-attention attends to.
-    source_seen: bool [B, T]; False takes a position of it out.
-    rows: [B], the rows' numbers in the batch, which dropout depends on; None
-      counts from 0.
-  """
-
-  segment_ids: jax.Array | None = None
-  position: jax.Array | None = None
-  seen: jax.Array | None = None
-  prefix: jax.Array | None = None
-  source: jax.Array | None = None
-  source_seen: jax.Array | None = None
-  rows: jax.Array | None = None
 
 
 def _given(**fields: Any) -> dict[str, Any]:
@@ -91,11 +66,9 @@ class _Residual(base_layer.BaseLayer):
 
   def setup(self) -> None:
     p = self.hparams
-    if p.norm_policy not in NORM_POLICIES:
-      raise ValueError(
-        f'{self.module_name}.norm_policy is {p.norm_policy!r}; expected one of'
-        f' {NORM_POLICIES}.{errors.did_you_mean(p.norm_policy, NORM_POLICIES)}'
-      )
+    errors.check_names(
+      [p.norm_policy], NORM_POLICIES, 'norm_policy', self.module_name
+    )
     self._create_norms('layer_norm', p.ln_tpl)
     self.create_child(
       'residual_dropout', **stochastics.dropout(p.residual_dropout_prob)
@@ -161,22 +134,18 @@ class TransformerFeedForward(_Residual):
   def setup(self) -> None:
     super().setup()
     p = self.hparams
-    spec, shape = 'BLD,DF->BLF', (p.input_dims, p.hidden_dims)
-    axes: tuple[str | None, ...] = ('embed', 'mlp')
-    fans: dict[str, Any] = {}
-    if p.use_gated_activation:  # Its weight and the gate's, in one product.
-      spec, shape = 'BLD,DSF->BLSF', (p.input_dims, 2, p.hidden_dims)
-      axes = ('embed', None, 'mlp')
-      # Each starts as if it were alone.
-      fans = {'fan_in_axes': (0,), 'batch_axes': (1,)}
+    # A gate's weight stands beside the other; each starts as if it were alone.
+    parts = (2,) if p.use_gated_activation else ()
+    side_by_side = 'S' * len(parts)
     self.create_child(
       'ffn_layer1',
       p.proj_tpl.clone(),
-      spec=spec,
-      shape=shape,
-      axes=axes,
+      spec=f'BLD,D{side_by_side}F->BL{side_by_side}F',
+      shape=(p.input_dims, *parts, p.hidden_dims),
+      axes=('embed', *(None for _ in parts), 'mlp'),
+      fan_in_axes=(0,),
+      batch_axes=tuple(1 for _ in parts),
       use_bias=p.has_bias,
-      **fans,
     )
     self.create_child('activation', p.activation_tpl)
     self.create_child(
@@ -203,7 +172,8 @@ class TransformerFeedForward(_Residual):
     p = self.hparams
     hidden = self.ffn_layer1(self._normalised(inputs, 'pre'))
     if p.use_gated_activation:
-      hidden_BLF = self.activation(hidden[:, :, 0]) * hidden[:, :, 1]
+      gate_BLF, value_BLF = jnp.unstack(hidden, axis=2)
+      hidden_BLF = self.activation(gate_BLF) * value_BLF
     else:
       hidden_BLF = self.activation(hidden)
     hidden_BLF = self.shard(hidden_BLF, transformer.HIDDEN, 'hidden')
@@ -294,14 +264,7 @@ class Transformer(_Residual):
       ValueError: there is no `source` for cross-attention, or one without it.
     """
     context = context or Context()
-    mixed = self.self_attention(
-      self._normalised(inputs, 'pre'),
-      segment_ids=context.segment_ids,
-      seen=context.seen,
-      prefix=context.prefix,
-      position=context.position,
-      rows=context.rows,
-    )
+    mixed = self.self_attention(self._normalised(inputs, 'pre'), context)
     return self._after(inputs, mixed, self._source(context.source), context)
 
   def empty_cache(
@@ -343,7 +306,7 @@ class Transformer(_Residual):
     context = context or Context()
     own = jax.tree.map(lambda x: x[0], cache)
     mixed, of_self = self.self_attention.extend_step(
-      self._normalised(inputs, 'pre'), own['self'], start, context.prefix
+      self._normalised(inputs, 'pre'), own['self'], start, context
     )
     out = self._after(inputs, mixed, own.get('cross'), context)
     return out, {**cache, 'self': jax.tree.map(lambda x: x[None], of_self)}
@@ -372,10 +335,7 @@ class Transformer(_Residual):
     if source is not None:
       norm = 'cross_layer_norm'
       mixed_BLD = self.cross_attention.attend_to(
-        self._normalised(x_BLD, 'pre', norm),
-        source,
-        context.source_seen,
-        context.rows,
+        self._normalised(x_BLD, 'pre', norm), source, context
       )
       x_BLD += self._output(mixed_BLD, context.rows, norm)
       x_BLD = self._normalised(x_BLD, 'post_skip', norm)
@@ -481,7 +441,7 @@ class _OfRepeat(base_layer.BaseLayer):
     self, inputs: jax.Array, context: Context | None = None
   ) -> jax.Array:
     """Returns [B, L, D]; see `Transformer`."""
-    return self.repeat(inputs, context or Context())
+    return self.repeat(inputs, context)
 
   def empty_cache(
     self, batch: int, length: int, source: jax.Array | None = None
@@ -497,7 +457,7 @@ class _OfRepeat(base_layer.BaseLayer):
     context: Context | None = None,
   ) -> tuple[jax.Array, Any]:
     """Returns [B, L, D], and the cache; see `Transformer`."""
-    return self.repeat.extend_step(inputs, cache, start, context or Context())
+    return self.repeat.extend_step(inputs, cache, start, context)
 
 
 class StackedTransformerRepeated(_OfRepeat):
@@ -527,11 +487,13 @@ class StackedTransformerRepeated(_OfRepeat):
 
 
 class PipelinedTransformer(_OfRepeat):
-  """Layers dealt out to the stages of a pipeline.
+  """Layers dealt out to the stages of a pipeline, which work at the same time.
 
   A stage that is a `StackedTransformerRepeated` is a loop over its blocks, and
-  a `StackedTransformer` is unrolled. Either way the weights are those of a
-  `StackedTransformerRepeated` of all the layers, in the same place.
+  a `StackedTransformer` is unrolled. Either way the weights, and the results,
+  are those of a `StackedTransformerRepeated` of all the layers, in the same
+  place; it decodes as that does. See `jaxline.pipeline`. Summaries of the
+  layers are not collected.
 
   Attributes:
     pipeline_stage: the layers that a stage has in one repeat. All of them
@@ -552,28 +514,92 @@ class PipelinedTransformer(_OfRepeat):
     p = self.hparams
     stage = p.pipeline_stage
     if isinstance(stage, StackedTransformerRepeated.HParams):
-      layer, times, unroll = stage.block, stage.x_times, False
-    elif isinstance(stage, StackedTransformer.HParams):
-      layer = stage.clone().set(num_layers=1, checkpoint_policy='nothing')
-      times, unroll = stage.num_layers, True
+      layer, times = stage.block, stage.x_times
     else:
-      raise TypeError(
-        f'{self.module_name}.pipeline_stage is {type(stage).__qualname__};'
-        ' expected HParams of StackedTransformer or StackedTransformerRepeated.'
+      layer = stage.clone().set(num_layers=1, checkpoint_policy='nothing')
+      times = stage.num_layers
+    sizes = (p.num_pipeline_microbatches, p.pipeline_microbatch_size)
+    given = [size for size in sizes if size is not None]
+    if len(given) != 1 or given[0] < 1:
+      raise ValueError(
+        f'{self.module_name} has num_pipeline_microbatches {sizes[0]} and'
+        f' pipeline_microbatch_size {sizes[1]}; expected one of them, a'
+        ' positive number.'
       )
     self.create_child(
       'repeat',
-      pipeline.Pipelined.HParams(
+      repeats.Repeat.HParams(
         sub_tpl=layer,
         x_times=times * p.num_pipeline_stages * p.circular_repeat,
         checkpoint_policy=stage.checkpoint_policy,
-        num_pipeline_stages=p.num_pipeline_stages,
-        num_pipeline_microbatches=p.num_pipeline_microbatches,
-        pipeline_microbatch_size=p.pipeline_microbatch_size,
-        circular_repeat=p.circular_repeat,
-        unroll=unroll,
       ),
     )
+    found = self.repeat.stacked.layer.abstract_init()
+    if fp8.split(found[base_layer.PARAMS])[1]:
+      raise errors.UsageError(
+        f'{self.module_name} has products in FP8, which keep the next values of'
+        ' their scales in place of gradients; a pipeline would add them up over'
+        ' microbatches. Use StackedTransformerRepeated, or use_fp8=False.'
+      )
+    if variables := found[base_layer.NON_TRAINABLE]:
+      raise ValueError(
+        f'{self.module_name} would lose what its microbatches write into the'
+        f' variables of {sorted(variables)}, which are not trained. Use'
+        ' StackedTransformerRepeated.'
+      )
+
+  def __call__(
+    self, inputs: jax.Array, context: Context | None = None
+  ) -> jax.Array:
+    """Returns [B, L, D]; see `Transformer`.
+
+    Raises:
+      ValueError: the sizes do not fit the batch or the mesh; or a layer has an
+        aux loss.
+    """
+    p = self.hparams
+    context = context or Context()
+    if context.rows is None:  # What is dropped depends on no microbatch.
+      context = context._replace(rows=jnp.arange(inputs.shape[0]))
+    run = self.repeat.runner('__call__')
+
+    def run_layer(
+      params: Any, number: jax.Array, x: jax.Array, context: Any
+    ) -> jax.Array:
+      x, collected = run({base_layer.PARAMS: params}, number, x, context)
+      if collected.aux_losses:
+        raise ValueError(
+          f'{self.module_name} is a pipeline, in which no layer may have an aux'
+          f' loss; got {sorted(collected.aux_losses)}. Use'
+          ' StackedTransformerRepeated.'
+        )
+      return x
+
+    return transformer.pipelined(
+      run_layer,
+      self.repeat.stacked.variables(boxed=True)[base_layer.PARAMS],
+      inputs,
+      context,
+      num_stages=p.num_pipeline_stages,
+      num_microbatches=self._num_microbatches(inputs.shape[0]),
+      num_repeats=p.circular_repeat,
+      unroll=not isinstance(
+        p.pipeline_stage, StackedTransformerRepeated.HParams
+      ),
+      remat=p.pipeline_stage.checkpoint_policy,
+    )
+
+  def _num_microbatches(self, batch: int) -> int:
+    p = self.hparams
+    if p.pipeline_microbatch_size is None:
+      return p.num_pipeline_microbatches
+    if batch % p.pipeline_microbatch_size:
+      raise errors.UsageError(
+        f'{self.module_name}.pipeline_microbatch_size is'
+        f' {p.pipeline_microbatch_size}; expected a divisor of the batch'
+        f' {batch}.'
+      )
+    return batch // p.pipeline_microbatch_size
 
 
 class _Embedded(base_layer.BaseLayer):
@@ -628,26 +654,39 @@ class _Embedded(base_layer.BaseLayer):
   def _embed(
     self,
     ids_BL: jax.Array,
-    position: jax.Array,
-    rows: jax.Array | None = None,
+    position: jax.Array | None = None,
     embedding: base_layer.BaseLayer | None = None,
   ) -> jax.Array:
-    """Returns [B, L, D]; positions are [B, L], or [L] of all rows."""
+    """Returns [B, L, D]; positions are [B, L], [L] of all rows, or from 0."""
     x_BLD = (embedding or self._embedding).emb_lookup(ids_BL)
     if self.hparams.position_emb_tpl is not None:
+      if position is None:
+        position = jnp.arange(ids_BL.shape[1])
       if position.ndim == 1:
         position = position[None]
       x_BLD += self.position_emb(position)
-    x_BLD = self.input_dropout(x_BLD.astype(self.fprop_dtype), rows)
+    x_BLD = self.input_dropout(x_BLD.astype(self.fprop_dtype))
     return self.shard(x_BLD, transformer.BETWEEN_BLOCKS)
+
+  def _extend(
+    self,
+    stack: str,
+    ids_BL: jax.Array,
+    cache: dict[str, Any],
+    start: int | jax.Array,
+    context: Context,
+  ) -> tuple[jax.Array, dict[str, Any]]:
+    """Returns logits of the next tokens, and the cache; see `extend_step`."""
+    position = transformer.positions_from(start, ids_BL.shape[1])
+    x_BLD, extended = getattr(self, stack).extend_step(
+      self._embed(ids_BL, position), cache[stack], start, context
+    )
+    logits_BLV = self.softmax.get_logits(self.final_ln(x_BLD))
+    return logits_BLV, {**cache, stack: extended}
 
   def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
     """Returns float32 logits [B, L, V]; takes what `hidden` takes."""
-    return self.logits(self.hidden(*args, **kwargs))
-
-  def logits(self, x: jax.Array) -> jax.Array:
-    """Returns float32 logits [B, L, V] of what `hidden` gives."""
-    return self.softmax.get_logits(x)
+    return self.softmax.get_logits(self.hidden(*args, **kwargs))
 
   def compute_loss(
     self, x: jax.Array, labels: jax.Array, weights: jax.Array
@@ -665,13 +704,12 @@ class _Embedded(base_layer.BaseLayer):
     return self.softmax.compute_loss(x, labels, weights)
 
   def _check_length(self, length: int) -> None:
-    p = self.hparams.position_emb_tpl
-    if isinstance(
-      p, embedding_softmax.TrainablePositionalEmbedding.HParams
-    ) and (length > p.max_seq_length):
+    # Of trained positions, which a gather would not find missing.
+    most = getattr(self.hparams.position_emb_tpl, 'max_seq_length', length)
+    if length > most:
       raise ValueError(
-        f'Got {length} positions; {self.module_name} has max_seq_length'
-        f' {p.max_seq_length}. Decode less, or raise it.'
+        f'Got {length} positions; {self.module_name} has max_seq_length {most}.'
+        ' Decode less, or raise it.'
       )
 
 
@@ -705,14 +743,14 @@ class TransformerLm(_Embedded):
   def setup(self) -> None:
     super().setup()
     p = self.hparams
-    if p.model_type not in _TYPES:
-      raise ValueError(
-        f'{self.module_name}.model_type is {p.model_type!r}; expected one of'
-        f' {_TYPES}.{errors.did_you_mean(p.model_type, _TYPES)}'
-      )
+    errors.check_names([p.model_type], _TYPES, 'model_type', self.module_name)
     is_causal = p.model_type != LanguageModelType.BIDIRECTIONAL
     stack = _in_blocks(p.stacked_transformer_tpl, mask_self_attention=is_causal)
     self.create_child('transformer', stack)
+
+  @property
+  def _has_prefix(self) -> bool:
+    return self.hparams.model_type == LanguageModelType.PREFIX
 
   def hidden(
     self,
@@ -737,33 +775,29 @@ class TransformerLm(_Embedded):
       ValueError: `segment_ids` is missing, or given without `packed_input`; or
         `inputs_indicator` is missing, or given to a model of another type.
     """
-    has_prefix = self.hparams.model_type == LanguageModelType.PREFIX
-    if (inputs_indicator is not None) != has_prefix:
-      got = 'no' if inputs_indicator is None else 'an'
-      raise ValueError(
-        f'{self.module_name}.model_type is {self.hparams.model_type!r}, and'
-        f' there is {got} inputs_indicator. Expected one for a'
-        f' {LanguageModelType.PREFIX!r} model, and only then.'
-      )
-    if (segment_ids is not None) != self.hparams.packed_input:
-      got = 'none' if segment_ids is None else 'some'
-      raise ValueError(
-        f'{self.module_name}.packed_input is {self.hparams.packed_input}, and'
-        f' there are {got} segment_ids. Expected them with packed_input=True,'
-        ' and only then.'
-      )
-    batch, length = ids.shape
-    rows = jnp.arange(batch)
-    position = jnp.arange(length) if segment_pos is None else segment_pos
+    p = self.hparams
+    for name, value, field, is_wanted in (
+      ('segment_ids', segment_ids, 'packed_input', p.packed_input),
+      ('inputs_indicator', inputs_indicator, 'model_type', self._has_prefix),
+    ):
+      if (value is not None) != is_wanted:
+        raise ValueError(
+          f'{self.module_name}.{field} is {getattr(p, field)!r}, and there is'
+          f' {"no" if value is None else "a value of"} {name}. segment_ids are'
+          ' for packed_input=True, inputs_indicator for the model_type'
+          f' {LanguageModelType.PREFIX!r}, each of which needs it.'
+        )
     if paddings is not None and segment_ids is None:
       # As in Praxis, padding is a document of its own; in packed rows it is of
       # the document that `segment_ids` says.
       segment_ids = _seen(paddings).astype(jnp.int32)
-    context = Context(segment_ids=segment_ids, position=segment_pos, rows=rows)
-    if has_prefix:
-      context = context._replace(prefix=inputs_indicator > 0)
-    x_BLD = self.transformer(self._embed(ids, position, rows), context)
-    return self.final_ln(x_BLD)
+    context = Context(
+      segment_ids=segment_ids,
+      position=segment_pos,
+      prefix=inputs_indicator > 0 if self._has_prefix else None,
+    )
+    x_BLD = self._embed(ids, segment_pos)
+    return self.final_ln(self.transformer(x_BLD, context))
 
   def empty_cache(
     self, batch: int, length: int, prefix_lengths: jax.Array | None = None
@@ -807,16 +841,9 @@ class TransformerLm(_Embedded):
     Returns:
       Float32 logits [B, L, V], and the cache.
     """
-    position = transformer.positions_from(start, ids.shape[1])
     prefix = cache['prefix'][0] if 'prefix' in cache else None
-    x_BLD, extended = self.transformer.extend_step(
-      self._embed(ids, position),
-      cache['transformer'],
-      start,
-      Context(prefix=prefix),
-    )
-    logits_BLV = self.logits(self.final_ln(x_BLD))
-    return logits_BLV, {**cache, 'transformer': extended}
+    context = Context(prefix=prefix)
+    return self._extend('transformer', ids, cache, start, context)
 
 
 class TransformerEncoderDecoder(_Embedded):
@@ -886,31 +913,9 @@ class TransformerEncoderDecoder(_Embedded):
       source_ids: integers below the source's vocabulary, [B, T].
       source_paddings: [B, T], 1 where there is no token, else 0.
     """
-    batch, length = source_ids.shape
-    rows = jnp.arange(batch)
-    x_BTD = self._embed(
-      source_ids, jnp.arange(length), rows, self._encoder_embedding
-    )
-    context = Context(seen=_seen(source_paddings), rows=rows)
+    x_BTD = self._embed(source_ids, embedding=self._encoder_embedding)
+    context = Context(seen=_seen(source_paddings))
     return self.encoder_ln(self.encoder(x_BTD, context))
-
-  def decode(
-    self, encoded: jax.Array, source_paddings: jax.Array, target_ids: jax.Array
-  ) -> jax.Array:
-    """Returns what goes into the output layer, [B, L, D].
-
-    Args:
-      encoded: [B, T, D], of `encode`.
-      source_paddings: [B, T], as for `encode`.
-      target_ids: integers below V, [B, L]: what precedes each prediction.
-    """
-    batch, length = target_ids.shape
-    rows = jnp.arange(batch)
-    context = Context(
-      source=encoded, source_seen=_seen(source_paddings), rows=rows
-    )
-    x_BLD = self._embed(target_ids, jnp.arange(length), rows)
-    return self.final_ln(self.decoder(x_BLD, context))
 
   def hidden(
     self,
@@ -918,9 +923,18 @@ class TransformerEncoderDecoder(_Embedded):
     source_paddings: jax.Array,
     target_ids: jax.Array,
   ) -> jax.Array:
-    """Returns `decode` of `encode`, [B, L, D]."""
-    encoded = self.encode(source_ids, source_paddings)
-    return self.decode(encoded, source_paddings, target_ids)
+    """Returns what goes into the output layer, [B, L, D].
+
+    Args:
+      source_ids: as for `encode`.
+      source_paddings: as for `encode`.
+      target_ids: integers below V, [B, L]: what precedes each prediction.
+    """
+    context = Context(
+      source=self.encode(source_ids, source_paddings),
+      source_seen=_seen(source_paddings),
+    )
+    return self.final_ln(self.decoder(self._embed(target_ids), context))
 
   def empty_cache(
     self, encoded: jax.Array, source_paddings: jax.Array, length: int
@@ -946,14 +960,8 @@ class TransformerEncoderDecoder(_Embedded):
     self, ids: jax.Array, cache: Any, start: int | jax.Array
   ) -> tuple[jax.Array, Any]:
     """Runs the decoder on the next tokens; see `TransformerLm.extend_step`."""
-    position = transformer.positions_from(start, ids.shape[1])
-    x_BLD, decoder = self.decoder.extend_step(
-      self._embed(ids, position),
-      cache['decoder'],
-      start,
-      Context(source_seen=cache['source_seen'][0]),
-    )
-    return self.logits(self.final_ln(x_BLD)), {**cache, 'decoder': decoder}
+    context = Context(source_seen=cache['source_seen'][0])
+    return self._extend('decoder', ids, cache, start, context)
 
 
 def _seen(paddings: jax.Array) -> jax.Array:

@@ -594,15 +594,15 @@ def test_what_makes_no_model_is_refused():
   stack = transformers.PipelinedTransformer.HParams(
     pipeline_stage=transformers.Transformer.HParams()
   )
-  with pytest.raises(TypeError, match='expected HParams of StackedTransformer'):
+  with pytest.raises(AttributeError, match="no field 'num_layers'"):
     _lm(stack).Instantiate().abstract_init()
 
 
 @pytest.mark.parametrize(
   ('fields', 'method', 'args', 'match'),
   [
-    ({'packed_input': True}, 'hidden', (_ids(),), 'there are none segment_ids'),
-    ({}, 'hidden', (_ids(), _ids()), 'with packed_input=True'),
+    ({'packed_input': True}, 'hidden', (_ids(),), 'there is no segment_ids'),
+    ({}, 'hidden', (_ids(), _ids()), 'are for packed_input=True'),
     (
       {'stacked_transformer_tpl': _repeated(2, 'nothin')},
       'hidden',

@@ -1,5 +1,7 @@
 """Tasks; below it, the registered experiments: `tasks.lm.params.lm_cloud.X`."""
 
+# ruff: noqa: F401 (others import them from here.)
+
 from examples.pax.base_task import EarlyStoppingFn
 from examples.pax.base_task import LossAggregator
 from examples.pax.base_task import MeanMetrics
@@ -7,13 +9,3 @@ from examples.pax.base_task import MultiLossAggregator
 from examples.pax.base_task import SingleTask
 from examples.pax.base_task import TrainHParams
 from examples.pax.base_task import VariationalNoise
-
-__all__ = [
-  'EarlyStoppingFn',
-  'LossAggregator',
-  'MeanMetrics',
-  'MultiLossAggregator',
-  'SingleTask',
-  'TrainHParams',
-  'VariationalNoise',
-]

@@ -7,7 +7,6 @@ segment_pos, [b, L] each; of C4 paddings too.
 import functools
 import glob
 import os
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,6 @@ from jaxline.inputs import seqio
 from jaxline.inputs import text
 from jaxline.inputs import tokenization
 
-# Of Pax's C4 runs.
-SEED = c4.SEED
 # What the model reads before the first token of a piece, as SeqIO has it.
 BOS_ID = 0
 
@@ -75,7 +72,7 @@ def text_input(
     batch_size=batch_size,
     length=length,
     is_training=is_training,
-    input_random_seed=SEED if is_training else None,
+    input_random_seed=c4.SEED if is_training else None,
     reset_for_eval=not is_training,
     max_batches=None if is_training else eval_batches,
   )
@@ -118,19 +115,18 @@ def c4_input(
       f'The data is C4, but data_dir is {data_dir!r} and vocabulary'
       f' {vocabulary!r}; expected paths. {_GET_C4}'
     )
-  if not pathlib.Path(vocabulary).is_file():
-    raise errors.MissingFileError(
-      f'There is no vocabulary {vocabulary!r}. {_GET_C4}'
-    )
   check_vocabulary(tokenization.load_tokenizer(vocabulary), vocab_size)
   split = 'train' if is_training else 'validation'
   pattern = f'{glob.escape(data_dir)}/c4-{split}.*'
   files = sorted(glob.glob(pattern))
   if not files:
     raise errors.MissingFileError(f'No file matches {pattern!r}. {_GET_C4}')
-  rolls: dict[str, Any] = {}
+  fields: dict[str, Any] = {
+    'batch_size': batch_size,
+    'is_training': is_training,
+  }
   if not is_training and eval_batches is not None:
-    rolls = {'reset_for_eval': False, 'eval_loop_num_batches': eval_batches}
+    fields |= {'reset_for_eval': False, 'eval_loop_num_batches': eval_batches}
   if any('.array_record' in os.path.basename(path) for path in files):
     if not append_eos:
       raise errors.UsageError(
@@ -142,11 +138,9 @@ def c4_input(
       dataset=functools.partial(
         _array_record_rows, files, vocabulary, length, is_training
       ),
-      batch_size=batch_size,
-      is_training=is_training,
-      input_random_seed=SEED,
+      input_random_seed=c4.SEED,
       repeat=True,
-      **rolls,
+      **fields,
     )
   task = c4.c4_task(
     **{'train_files' if is_training else 'eval_files': files},
@@ -154,12 +148,10 @@ def c4_input(
     append_eos=append_eos,
   )
   if not append_eos:
-    rolls['feature_converter'] = seqio.LanguageModelFeatures(
+    fields['feature_converter'] = seqio.LanguageModelFeatures(
       pack=True, reverse_bos_padding=True, eos_id=1
     )
-  return c4.c4_input(
-    task, batch_size=batch_size, length=length, is_training=is_training, **rolls
-  )
+  return c4.c4_input(task, length=length, **fields)
 
 
 def check_vocabulary(
@@ -185,23 +177,11 @@ def _array_record_rows(
 ) -> Any:
   """Returns one epoch of a host's rows of ArrayRecord files.
 
-  The documents of a host, in another order each epoch, are put one after the
-  other, each ended by the vocabulary's end token, and cut into rows without a
-  gap. Within a row, a document (or what is here of it) is a segment.
-
-  Args:
-    files: each record a `tf.train.Example` with `text`, as TensorFlow Datasets
-      writes it, or a JSON object with `text`.
-    vocabulary: as for `tokenization.load_tokenizer`.
-    length: tokens of a row.
-    shuffle: whether the order is another one each epoch.
-    host_index: whose documents.
-    num_hosts: of how many hosts.
-    seed: of the order.
-    epoch: which one.
-
-  Returns:
-    A `grain.IterDataset`.
+  The documents of a host, in another order each epoch if `shuffle`, are put one
+  after the other, each ended by the vocabulary's end token, and cut into rows
+  without a gap. Within a row, a document (or what is here of it) is a segment.
+  Each record is a `tf.train.Example` with `text`, as TensorFlow Datasets writes
+  it, or a JSON object with `text`. See `grain_input.GrainInput.dataset`.
   """
   import grain
 

@@ -195,7 +195,7 @@ def test_what_is_missing_is_said(tmp_path, vocabulary):
       make(*given)
   with pytest.raises(FileNotFoundError, match=r'hf download.*data=stdlib'):
     make(tmp_path, vocabulary)
-  with pytest.raises(FileNotFoundError, match='no vocabulary'):
+  with pytest.raises(FileNotFoundError, match='there is no file none'):
     make(tmp_path, 'none.model')
   with pytest.raises(ValueError, match=r'VOCAB_SIZE 6; .* at least 7'):
     make(tmp_path, vocabulary, vocab_size=6)

@@ -30,6 +30,7 @@ from jaxline.inputs import base as inputs
 from jaxline.inputs import synthetic
 from jaxline.inputs import tokenization
 
+_DTYPES = ('bfloat16', 'float16', 'float32', 'float64')
 _ACTIVATIONS = {
   'gelu': activations.GELU,
   'relu': activations.ReLU,
@@ -42,118 +43,82 @@ _SCHEDULES = {
 
 
 class LmExperiment(base_experiment.BaseExperiment):
-  """A decoder-only transformer, trained with Adam.
-
-  Attributes:
-    NUM_LAYERS: of the transformer, L.
-    MODEL_DIMS: width of the residual stream, D.
-    HIDDEN_DIMS: width within the feed-forward part, F.
-    NUM_HEADS: attention heads.
-    DIMS_PER_HEAD: width of each.
-    VOCAB_SIZE: tokens.
-    MAX_SEQ_LEN: tokens of a row in training.
-    PERCORE_BATCH_SIZE: rows for each device of the mesh; may be a fraction.
-    ACTIVATION: 'gelu' (its tanh form), 'relu' or 'silu'.
-    USE_GATED_ACTIVATION: whether a second product multiplies it.
-    USE_BIAS: whether attention has biases; the feed-forward part does.
-    COMBINE_QKV: whether queries, keys and values are one product.
-    ENABLE_PER_DIM_SCALE: whether queries have a learned scale by dimension.
-    ATTEN_LOGIT_CAP: of attention's logits; 0 is none.
-    SOFTMAX_CAP_LOGITS: of the output's.
-    SOFTMAX_BIAS: whether the output has a bias.
-    SCALE_SQRT_DEPTH: whether embedded tokens are multiplied by sqrt(D).
-    TRAINABLE_POSITION_EMB: learned positions; else sinusoids.
-    TRAINABLE_PE_MAX_SEQ_LEN: how many of them.
-    NORM_EPSILON: of layer normalisation.
-    NORM_POLICY: one of `transformers.NORM_POLICIES`.
-    INIT_STD: standard deviation of all initial weights; None is Xavier, and
-      1 / sqrt(D) for the embedding.
-    FPROP_DTYPE: of what is computed. Weights are float32.
-    USE_FP8: whether the layers' products with weights are of 8-bit numbers.
-    ATTENTION_IMPL: one of `transformer.ATTENTIONS`.
-    LOSS_CHUNKS: pieces of a row whose logits exist at once.
-    USE_REPEATED_LAYER: layers as one loop over stacked weights.
-    CHECKPOINT_POLICY: what the backward pass computes again, one of
-      `transformer.REMATS`.
-    NUM_STAGES: of a pipeline; 1 is none.
-    MICROBATCH_SIZE: rows that go through the pipeline together.
-    LEARNING_RATE: at its peak.
-    LR_SCHEDULE: after the linear warm-up, 'exponential' or 'cosine'.
-    LR_WARMUP_STEPS: how long it rises.
-    LR_DECAY_START: step at which it begins to fall.
-    LR_DECAY_END: step at which it ends.
-    LR_MIN_RATIO: to this part of the peak.
-    ADAM_BETA1: decay of the first moment.
-    ADAM_BETA2: decay of the second.
-    ADAM_EPSILON: added to the second moment's root.
-    ADAM_CLIP_THRESHOLD: most that an update's root mean square may be; 0 is no
-      limit.
-    WEIGHT_DECAY: of all weights.
-    CLIP_GRADIENT_NORM: most that the norm of all gradients may be.
-    TARGET_LOG_PPLX: nats a token in an evaluation at which training ends; None
-      is none.
-    DATA: 'c4', 'stdlib' (the bundled corpus), 'synthetic' (ones), or a folder
-      or glob of text files.
-    DATA_DIR: of C4, the folder of its files.
-    APPEND_EOS: of C4, whether its documents end with an end token; without, its
-      rows are Pax's, and no token stands before a prompt: see
-      `input.c4_input`.
-    VOCABULARY: a SentencePiece model; None is bytes, but for C4.
-    EVAL_LOOP_NUM_BATCHES: batches of an evaluation; None is all there are.
-  """
+  """A decoder-only transformer, trained with Adam."""
 
   NUM_LAYERS: ClassVar[int]
-  MODEL_DIMS: ClassVar[int]
-  HIDDEN_DIMS: ClassVar[int]
+  MODEL_DIMS: ClassVar[int]  # Width of the residual stream, D.
+  HIDDEN_DIMS: ClassVar[int]  # Width within the feed-forward part, F.
   NUM_HEADS: ClassVar[int]
   DIMS_PER_HEAD: ClassVar[int]
   VOCAB_SIZE: ClassVar[int]
-  MAX_SEQ_LEN: ClassVar[int]
+  MAX_SEQ_LEN: ClassVar[int]  # Tokens of a row in training.
+  # Rows for each device of the mesh; may be a fraction.
   PERCORE_BATCH_SIZE: ClassVar[float]
 
-  ACTIVATION: ClassVar[str] = 'gelu'
+  ACTIVATION: ClassVar[str] = 'gelu'  # By tanh; or 'relu', 'silu'.
+  # Whether a second product multiplies it.
   USE_GATED_ACTIVATION: ClassVar[bool] = False
+  # Of attention; the feed-forward part has biases.
   USE_BIAS: ClassVar[bool] = False
+  # Whether queries, keys and values are one product.
   COMBINE_QKV: ClassVar[bool] = True
+  # Whether queries have a learned scale by dimension.
   ENABLE_PER_DIM_SCALE: ClassVar[bool] = True
-  ATTEN_LOGIT_CAP: ClassVar[float] = 50.0
-  SOFTMAX_CAP_LOGITS: ClassVar[float] = 30.0
+  ATTEN_LOGIT_CAP: ClassVar[float] = 50.0  # 0 is none.
+  SOFTMAX_CAP_LOGITS: ClassVar[float] = 30.0  # Of the output; 0 is none.
   SOFTMAX_BIAS: ClassVar[bool] = True
+  # Whether embedded tokens are multiplied by sqrt(D).
   SCALE_SQRT_DEPTH: ClassVar[bool] = True
-  TRAINABLE_POSITION_EMB: ClassVar[bool] = False
+  TRAINABLE_POSITION_EMB: ClassVar[bool] = False  # Else sinusoids.
   TRAINABLE_PE_MAX_SEQ_LEN: ClassVar[int] = 16384
   NORM_EPSILON: ClassVar[float] = 1e-6
-  NORM_POLICY: ClassVar[str] = 'pre'
+  NORM_POLICY: ClassVar[str] = 'pre'  # One of `transformers.NORM_POLICIES`.
+  # Standard deviation of all initial weights; None is Xavier, and 1 / sqrt(D)
+  # for the embedding.
   INIT_STD: ClassVar[float | None] = None
 
+  # Of what is computed; weights are float32.
   FPROP_DTYPE: ClassVar[str] = 'bfloat16'
+  # Whether the layers' products with weights are of 8-bit numbers.
   USE_FP8: ClassVar[bool] = False
-  ATTENTION_IMPL: ClassVar[str] = 'einsum'
-  LOSS_CHUNKS: ClassVar[int] = 1
+  ATTENTION_IMPL: ClassVar[str] = 'einsum'  # Of `transformer.ATTENTIONS`.
+  LOSS_CHUNKS: ClassVar[int] = 1  # Pieces of a row whose logits exist at once.
+  # Layers as one loop over stacked weights, in a pipeline those of a stage;
+  # else they are unrolled.
   USE_REPEATED_LAYER: ClassVar[bool] = True
+  # What the backward pass computes again, one of `transformer.REMATS`.
   CHECKPOINT_POLICY: ClassVar[str] = 'full'
-  NUM_STAGES: ClassVar[int] = 1
+  NUM_STAGES: ClassVar[int] = 1  # Of a pipeline; 1 is none.
+  # Rows that go through the pipeline together.
   MICROBATCH_SIZE: ClassVar[int | None] = None
   SHARDING: ClassVar[str] = 'fsdp_tp'
 
-  LEARNING_RATE: ClassVar[float]
-  LR_SCHEDULE: ClassVar[str] = 'exponential'
+  LEARNING_RATE: ClassVar[float]  # At its peak, after a linear warm-up.
+  LR_SCHEDULE: ClassVar[str] = 'exponential'  # Or 'cosine'.
   LR_WARMUP_STEPS: ClassVar[int] = 4000
-  LR_DECAY_START: ClassVar[int] = 4001
+  LR_DECAY_START: ClassVar[int] = 4001  # The step.
   LR_DECAY_END: ClassVar[int] = 300_000
-  LR_MIN_RATIO: ClassVar[float] = 0.1
+  LR_MIN_RATIO: ClassVar[float] = 0.1  # To this part of the peak.
   ADAM_BETA1: ClassVar[float] = 0.9
   ADAM_BETA2: ClassVar[float] = 0.99
-  ADAM_EPSILON: ClassVar[float] = 1e-6
+  ADAM_EPSILON: ClassVar[float] = 1e-6  # Added to the second moment's root.
+  # Most that an update's root mean square may be; 0 is no limit.
   ADAM_CLIP_THRESHOLD: ClassVar[float] = 1.0
-  WEIGHT_DECAY: ClassVar[float] = 1e-3
-  CLIP_GRADIENT_NORM: ClassVar[float] = 5.0
+  WEIGHT_DECAY: ClassVar[float] = 1e-3  # Of all weights.
+  CLIP_GRADIENT_NORM: ClassVar[float] = 5.0  # Of all gradients together.
+  # Nats a token in an evaluation at which training ends.
   TARGET_LOG_PPLX: ClassVar[float | None] = None
 
+  # 'c4', 'stdlib' (the bundled corpus), 'synthetic' (ones), or a folder or glob
+  # of text files.
   DATA: ClassVar[str]
-  DATA_DIR: ClassVar[str | None] = None
+  DATA_DIR: ClassVar[str | None] = None  # Of C4, the folder of its files.
+  # Of C4, whether its documents end with an end token; without, its rows are
+  # Pax's, and no token stands before a prompt: see `input.c4_input`.
   APPEND_EOS: ClassVar[bool] = True
+  # A SentencePiece model; None is bytes, but for C4.
   VOCABULARY: ClassVar[str | None] = None
+  # Of an evaluation; None is all there are.
   EVAL_LOOP_NUM_BATCHES: ClassVar[int | None] = 1
 
   # How a step is computed, evaluation, and when training ends.
@@ -253,18 +218,13 @@ class LmExperiment(base_experiment.BaseExperiment):
       clip_gradient_norm_to_value=self.CLIP_GRADIENT_NORM,
     )
     task = tasks.SingleTask.HParams(
-      name='lm', model=models.LanguageModel.HParams(lm_tpl=self.lm())
+      name='lm',
+      model=models.LanguageModel.HParams(
+        lm_tpl=self.lm(),
+        fprop_dtype=jnp.dtype(self._one_of('FPROP_DTYPE', _DTYPES)),
+      ),
     )
-    try:
-      task.model.fprop_dtype = jnp.dtype(self.FPROP_DTYPE)
-    except TypeError as e:
-      raise errors.UsageError(
-        f"FPROP_DTYPE is {self.FPROP_DTYPE!r}; expected 'bfloat16' or"
-        " 'float32', or another type of NumPy's."
-      ) from e
-    task.train.learner = learners.Learner.HParams(
-      loss_name='total_loss', optimizer=optimizer
-    )
+    task.train.learner = learners.Learner.HParams(optimizer=optimizer)
     if self.TARGET_LOG_PPLX is not None:
       task.early_stopping_fn = tasks.EarlyStoppingFn.HParams(
         target=self.TARGET_LOG_PPLX
@@ -323,27 +283,27 @@ class LmExperiment(base_experiment.BaseExperiment):
         proj_tpl=product.clone(),
       ),
     )
-    layers = transformers.StackedTransformer.HParams(
-      num_layers=self.NUM_LAYERS,
+    self._check_stages()
+    num_layers = self.NUM_LAYERS // self.NUM_STAGES
+    stage: Any = transformers.StackedTransformer.HParams(
+      num_layers=num_layers,
       model_dims=self.MODEL_DIMS,
       hidden_dims=self.HIDDEN_DIMS,
       num_heads=self.NUM_HEADS,
       dim_per_head=self.DIMS_PER_HEAD,
       transformer_layer_params_tpl=layer,
     )
-    self._check_stages()
-    policy = self._one_of('CHECKPOINT_POLICY', transformer.REMATS)
-    if not self.USE_REPEATED_LAYER:
-      return layers.set(checkpoint_policy=policy)
-    repeated = transformers.StackedTransformerRepeated.HParams(
-      block=layers.set(num_layers=1),
-      x_times=self.NUM_LAYERS // self.NUM_STAGES,
-      checkpoint_policy=policy,
+    if self.USE_REPEATED_LAYER:
+      stage = transformers.StackedTransformerRepeated.HParams(
+        block=stage.set(num_layers=1), x_times=num_layers
+      )
+    stage.checkpoint_policy = self._one_of(
+      'CHECKPOINT_POLICY', transformer.REMATS
     )
     if self.NUM_STAGES == 1:
-      return repeated
+      return stage
     return transformers.PipelinedTransformer.HParams(
-      pipeline_stage=repeated,
+      pipeline_stage=stage,
       num_pipeline_stages=self.NUM_STAGES,
       pipeline_microbatch_size=self.MICROBATCH_SIZE,
     )
@@ -354,12 +314,6 @@ class LmExperiment(base_experiment.BaseExperiment):
       raise errors.UsageError(
         f'NUM_LAYERS is {self.NUM_LAYERS}, which does not divide into'
         f' NUM_STAGES {self.NUM_STAGES}.'
-      )
-    if self.NUM_STAGES > 1 and not self.USE_REPEATED_LAYER:
-      raise errors.UsageError(
-        f'USE_REPEATED_LAYER is False with NUM_STAGES {self.NUM_STAGES}; a'
-        ' stage of a pipeline is a loop over its layers. Set it to True, or'
-        ' NUM_STAGES to 1.'
       )
     if self.NUM_STAGES == 1 and self.MICROBATCH_SIZE is not None:
       raise errors.UsageError(

@@ -94,3 +94,14 @@ def test_options_are_those_of_pax(
   actual = {n: operator.attrgetter(path)(parts) for n, path in _FIELDS.items()}
   assert actual == dict(zip(_FIELDS, expected, strict=True))
   assert activation in str(parts.layer.tr_fflayer_tpl.activation_tpl)
+
+
+@pytest.mark.parametrize('is_loop', [True, False])
+def test_a_stage_of_a_pipeline_is_a_loop_or_unrolled(is_loop):
+  pipelined = c4.C4SpmdPipelineGpt3SmallAdam64Replicas
+  constants = {'USE_REPEATED_LAYER': is_loop, 'CHECKPOINT_POLICY': 'dots'}
+  made = pipelined.with_constants(constants)(num_devices=64)
+  stage = made.lm().stacked_transformer_tpl.pipeline_stage
+  assert (stage.x_times if is_loop else stage.num_layers) == 24 / 4
+  assert stage.checkpoint_policy == 'dots'
+  assert made.lm().Instantiate().num_params() == 2_926_491_648

@@ -48,14 +48,11 @@ class SequenceInput(indexed.IndexedInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if not (
-      1 <= self.min_length <= self.max_length and self.vocab_size > NUM_SPECIAL
-    ):
-      raise ValueError(
-        f'{self.name} has min_length {self.min_length}, max_length'
-        f' {self.max_length} and vocab_size {self.vocab_size}; expected'
-        ' 1 <= min_length <= max_length, and more than'
-        f' {NUM_SPECIAL} tokens.'
+    if not 1 <= self.min_length <= self.max_length:
+      self.refuse('min_length', f'1 to max_length, which is {self.max_length}')
+    if self.vocab_size <= NUM_SPECIAL:
+      self.refuse(
+        'vocab_size', f'more than {NUM_SPECIAL}, which are no symbols'
       )
 
   def num_records(self) -> int:
@@ -77,15 +74,12 @@ class SequenceInput(indexed.IndexedInput):
     shape = len(records), self.max_length
     source_BS = np.zeros(shape, np.int32)
     labels_BL = np.zeros((shape[0], shape[1] + 1), np.int32)
-    lengths_B = np.zeros(shape[0], np.int32)
     for row, record in enumerate(records.tolist()):
       symbols = self._symbols(record)
-      lengths_B[row] = n = len(symbols)
-      source_BS[row, :n] = symbols
-      labels_BL[row, :n] = symbols[::-1] if self.reverse else symbols
-      labels_BL[row, n] = STOP_ID
-    weights_BL = np.arange(labels_BL.shape[1]) <= lengths_B[:, None]
-    weights_BL = weights_BL.astype(np.float32)
+      source_BS[row, : len(symbols)] = symbols
+      target = symbols[::-1] if self.reverse else symbols
+      labels_BL[row, : len(target) + 1] = [*target, STOP_ID]
+    weights_BL = (labels_BL > 0).astype(np.float32)
     ids_BL = np.pad(
       labels_BL[:, :-1], ((0, 0), (1, 0)), constant_values=START_ID
     )

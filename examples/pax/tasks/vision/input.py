@@ -8,9 +8,11 @@ batch of an epoch, else 1.
 Shapes: b rows, H image rows, W columns, C channels, N records.
 """
 
+import abc
 import dataclasses
 import functools
 import hashlib
+import itertools
 import pathlib
 from typing import Any
 import zlib
@@ -60,16 +62,19 @@ class _Images(indexed.IndexedInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.split not in SPLITS:
-      raise ValueError(
-        f'{self.name}.split is {self.split!r}; expected one of {SPLITS}.'
-      )
+    errors.check_names([self.split], SPLITS, 'split', self.name)
 
-  def _batch_of(self, images: np.ndarray, labels: np.ndarray) -> base.Batch:
-    """Returns a batch of images [b, H, W, C] and labels [b]."""
+  @abc.abstractmethod
+  def record(self, number: int, epoch: int) -> tuple[np.ndarray, int]:
+    """Returns an image [H, W, C] and its label."""
+
+  def read(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
+    """Returns the records [b, ...]."""
+    pairs = zip(records.tolist(), epochs.tolist(), strict=True)
+    images, labels = zip(*itertools.starmap(self.record, pairs), strict=True)
     return base.Batch(
-      image=images,
-      label=labels.astype(np.int32),
+      image=np.stack(images),
+      label=np.array(labels, np.int32),
       weights=np.ones(len(images), np.float32),
     )
 
@@ -103,19 +108,12 @@ class SyntheticImages(_Images):
       'num_classes': self.num_classes,
     }
 
-  def read(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
-    """Returns the records [b, ...]; the same in every epoch."""
-    del epochs
-    made = [self._record(record) for record in records.tolist()]
-    return self._batch_of(
-      np.stack([image for image, _ in made]),
-      np.array([label for _, label in made]),
-    )
-
-  def _record(self, record: int) -> tuple[np.ndarray, int]:
+  def record(self, number: int, epoch: int) -> tuple[np.ndarray, int]:
+    """Returns an image and its label; the same in every epoch."""
+    del epoch
     size = np.prod(self.image_shape).item()
     # The first draw is the label, the others are eight pixels each.
-    draws = _draw(2 + size // 8, self.split, self.seed(), record, 0)
+    draws = _draw(2 + size // 8, self.split, self.seed(), number, 0)
     label = int(draws[0] % np.uint64(self.num_classes))
     noise_HWC = draws[1:].view(np.uint8)[:size].reshape(self.image_shape)
     # Half of each: no sum is more than 255.
@@ -161,10 +159,10 @@ class DigitsInput(_Images):
     """Returns the split, and a hash of all images."""
     return self._identity
 
-  def read(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
-    """Returns the records [b, ...]."""
-    del epochs
-    return self._batch_of(self._images_NHWC[records], self._labels_N[records])
+  def record(self, number: int, epoch: int) -> tuple[np.ndarray, int]:
+    """Returns an image and its label."""
+    del epoch
+    return self._images_NHWC[number], self._labels_N[number]
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -193,6 +191,12 @@ class ArrayFolderInput(_Images):
   def __post_init__(self) -> None:
     super().__post_init__()
     self._ends = np.cumsum([len(labels) for _, labels in self._shards])
+    self._identity = {
+      'split': self.split,
+      'image_size': self.image_size,
+      'images': [list(images.shape) for images, _ in self._shards],
+      'labels': _hash(*(labels for _, labels in self._shards)),
+    }
 
   def __getstate__(self) -> dict[str, Any]:
     # A worker opens the files itself; else it would be sent what is in them.
@@ -225,39 +229,24 @@ class ArrayFolderInput(_Images):
       for images, labels in zip(paths['images'], paths['labels'], strict=True)
     ]
     for path, (images, labels) in zip(paths['images'], shards, strict=True):
-      self._check(path, images, labels, channels=shards[0][0].shape[3:])
+      least, most = labels.min(initial=0), labels.max(initial=0)
+      if (
+        images.dtype != np.uint8
+        or images.ndim != 4
+        or images.shape[3:] != shards[0][0].shape[3:]
+        or min(images.shape[1:3]) < self.image_size
+        or labels.dtype.kind not in 'iu'
+        or labels.shape != images.shape[:1]
+        or not 0 <= least <= most < self.num_classes
+      ):
+        raise ValueError(
+          f'{path} has {images.dtype} {images.shape}, and its labels are'
+          f' {labels.dtype} {labels.shape} from {least} to {most}; expected'
+          ' uint8 [n, height, width, channels], the same channels in each file'
+          f' and at least {self.image_size} pixels (image_size) high and wide,'
+          f' and integers [n] from 0 to {self.num_classes - 1} (num_classes).'
+        )
     return shards
-
-  def _check(
-    self,
-    path: pathlib.Path,
-    images: np.ndarray,
-    labels: np.ndarray,
-    channels: tuple[int, ...],
-  ) -> None:
-    if (
-      images.dtype != np.uint8
-      or images.ndim != 4
-      or images.shape[3:] != channels
-      or min(images.shape[1:3]) < self.image_size
-    ):
-      raise ValueError(
-        f'{path} has {images.dtype} {images.shape}; expected uint8 [n, height,'
-        f' width, channels], at least {self.image_size} pixels (image_size)'
-        ' high and wide, the same channels in each file.'
-      )
-    if labels.dtype.kind not in 'iu' or labels.shape != images.shape[:1]:
-      raise ValueError(
-        f'The labels of {path} are {labels.dtype} {labels.shape}; expected'
-        f' integers [{len(images)}], one an image.'
-      )
-    if labels.size and not (
-      labels.min() >= 0 and labels.max() < self.num_classes
-    ):
-      raise ValueError(
-        f'The labels of {path} are from {labels.min()} to {labels.max()};'
-        f' expected 0 to {self.num_classes - 1} (num_classes).'
-      )
 
   def num_records(self) -> int:
     """Returns N."""
@@ -269,15 +258,6 @@ class ArrayFolderInput(_Images):
     Images are too large to be hashed at each start.
     """
     return self._identity
-
-  @functools.cached_property
-  def _identity(self) -> dict[str, Any]:
-    return {
-      'split': self.split,
-      'image_size': self.image_size,
-      'images': [list(images.shape) for images, _ in self._shards],
-      'labels': _hash(*(labels for _, labels in self._shards)),
-    }
 
   def describe_record(self, record: int, epoch: int) -> str:
     """Returns the file and the place in it."""
@@ -291,17 +271,13 @@ class ArrayFolderInput(_Images):
     before = int(self._ends[shard - 1]) if shard else 0
     return shard, record - before
 
-  def read(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
-    """Returns the records [b, ...]."""
-    images, labels = [], []
-    for record, epoch in zip(records.tolist(), epochs.tolist(), strict=True):
-      shard, place = self._find(record)
-      images.append(self._cut(self._shards[shard][0][place], record, epoch))
-      labels.append(self._shards[shard][1][place])
-    return self._batch_of(np.stack(images), np.array(labels))
+  def record(self, number: int, epoch: int) -> tuple[np.ndarray, int]:
+    """Returns `image_size` pixels of an image, and its label."""
+    shard, place = self._find(number)
+    images, labels = self._shards[shard]
+    return self._cut(images[place], number, epoch), labels[place]
 
   def _cut(self, image_HWC: np.ndarray, record: int, epoch: int) -> np.ndarray:
-    """Returns `image_size` pixels of an image; see the class."""
     size = self.image_size
     free = [n - size for n in image_HWC.shape[:2]]
     if not self.is_training:

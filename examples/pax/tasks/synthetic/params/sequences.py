@@ -31,41 +31,24 @@ from jaxline.inputs import base as inputs
 
 @experiment_registry.register
 class ReverseEncoderDecoder(base_experiment.BaseExperiment):
-  """Writes a sequence backwards.
+  """Writes a sequence backwards."""
 
-  Attributes:
-    REVERSE: whether backwards, or as it is.
-    NUM_LAYERS: of the encoder, and of the decoder.
-    MODEL_DIMS: width of the residual stream.
-    HIDDEN_DIMS: width within the feed-forward parts.
-    NUM_HEADS: attention heads.
-    VOCAB_SIZE: tokens: the symbols, and two that begin and end.
-    MIN_LENGTH: symbols of the shortest sequence.
-    MAX_LENGTH: symbols of the longest.
-    BATCH_SIZE: sequences a step, over all devices.
-    EVAL_EXAMPLES: sequences of an evaluation.
-    FPROP_DTYPE: of what is computed. Weights are float32.
-    LEARNING_RATE: at its peak.
-    LR_WARMUP_STEPS: how long it rises, half of the run at most; then it falls
-      to the last step.
-    CLIP_GRADIENT_NORM: most that the norm of all gradients may be.
-  """
-
-  REVERSE: ClassVar[bool] = True
-  NUM_LAYERS: ClassVar[int] = 2
-  MODEL_DIMS: ClassVar[int] = 64
-  HIDDEN_DIMS: ClassVar[int] = 256
+  REVERSE: ClassVar[bool] = True  # Else a sequence is written as it is.
+  NUM_LAYERS: ClassVar[int] = 2  # Of the encoder, and of the decoder.
+  MODEL_DIMS: ClassVar[int] = 64  # Width of the residual stream.
+  HIDDEN_DIMS: ClassVar[int] = 256  # Width within the feed-forward parts.
   NUM_HEADS: ClassVar[int] = 4
-  VOCAB_SIZE: ClassVar[int] = 18
-  MIN_LENGTH: ClassVar[int] = 1
+  VOCAB_SIZE: ClassVar[int] = 18  # The symbols, and two that begin and end.
+  MIN_LENGTH: ClassVar[int] = 1  # Symbols of the shortest sequence.
   MAX_LENGTH: ClassVar[int] = 12
-  BATCH_SIZE: ClassVar[int] = 64
+  BATCH_SIZE: ClassVar[int] = 64  # Over all devices.
   EVAL_EXAMPLES: ClassVar[int] = 512
-  FPROP_DTYPE: ClassVar[str] = 'float32'
+  FPROP_DTYPE: ClassVar[str] = 'float32'  # Of what is computed.
 
-  LEARNING_RATE: ClassVar[float] = 3e-3
+  LEARNING_RATE: ClassVar[float] = 3e-3  # At its peak.
+  # How long it rises, half of the run at most; then it falls to the last step.
   LR_WARMUP_STEPS: ClassVar[int] = 50
-  CLIP_GRADIENT_NORM: ClassVar[float] = 1.0
+  CLIP_GRADIENT_NORM: ClassVar[float] = 1.0  # Of all gradients together.
 
   MAX_STEPS: ClassVar[int] = 750
   CHECKPOINT_EVERY_N_STEPS: ClassVar[int] = 250
@@ -137,9 +120,7 @@ class ReverseEncoderDecoder(base_experiment.BaseExperiment):
       model=models.SequenceModel.HParams(model_tpl=network, decoder_tpl=greedy),
     )
     task.model.fprop_dtype = jnp.dtype(self.FPROP_DTYPE)
-    task.train.learner = learners.Learner.HParams(
-      loss_name='total_loss', optimizer=optimizer
-    )
+    task.train.learner = learners.Learner.HParams(optimizer=optimizer)
     return task
 
   @classmethod

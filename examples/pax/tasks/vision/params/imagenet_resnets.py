@@ -19,7 +19,6 @@ The data, `DATA`:
   'digits'     scikit-learn's, with constants of their size; `reduced` uses it.
 """
 
-import importlib.util
 from typing import Any, ClassVar, Self
 
 import fiddle as fdl
@@ -49,64 +48,43 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
   Trained so on ImageNet it is expected to have about 76% of the validation
   images right (Goyal et al., 2017: 76.3, with crops of several sizes, which
   `DATA` here does not make). Not measured here.
-
-  Attributes:
-    TRAIN_BATCH_SIZE: images a step, over all devices.
-    EVAL_BATCH_SIZE: images a batch of an evaluation, likewise.
-    DATA: which data; see the top of this module.
-    DATA_DIR: where it is, for 'arrays'.
-    NUM_THREADS: of each host, that read images ahead; 0 reads in step.
-    TRAIN_EXAMPLES: images of an epoch; of synthetic data, and what the schedule
-      counts epochs in.
-    EVAL_EXAMPLES: images of an evaluation, of synthetic data.
-    IMAGE_SIZE: rows and columns of an image.
-    IMAGE_CHANNELS: its channels.
-    PIXEL_MEAN: of each channel, over the data.
-    PIXEL_STD: likewise.
-    NUM_CLASSES: classes.
-    BLOCKS: of each group, its blocks.
-    CHANNELS: that each group puts out.
-    STRIDES: of each group's first block.
-    STEM_CHANNELS: of the first convolution.
-    SMALL_IMAGES: a first convolution of 3x3 pixels that keeps the size;
-      otherwise one of 7x7 and a pooling, each of stride 2.
-    FPROP_DTYPE: of what is computed; weights and statistics are float32.
-    BATCH_NORM_DECAY: how much of the moving statistics a step keeps.
-    LEARNING_RATE: behind the rise.
-    MOMENTUM: Nesterov's.
-    L2: on weights, but not on vectors: scales and biases.
-    WARMUP_EPOCHS: the learning rate rises from 0.
-    DECAY_EPOCHS: at each it becomes a tenth.
-    NUM_EPOCHS: at the end of which it becomes 0.
   """
 
-  TRAIN_BATCH_SIZE: ClassVar[int] = 512
-  EVAL_BATCH_SIZE: ClassVar[int] = 512
-  DATA: ClassVar[str] = 'synthetic'
-  DATA_DIR: ClassVar[str] = ''
-  # A core makes 800 synthetic images a second.
+  TRAIN_BATCH_SIZE: ClassVar[int] = 512  # Over all devices.
+  EVAL_BATCH_SIZE: ClassVar[int] = 512  # Likewise.
+  DATA: ClassVar[str] = 'synthetic'  # See the top of this module.
+  DATA_DIR: ClassVar[str] = ''  # Of 'arrays'.
+  # Of each host, that read images ahead; 0 reads in step. A core makes 800
+  # synthetic images a second.
   NUM_THREADS: ClassVar[int] = 16
+  # Images of an epoch; of synthetic data, and of the schedule.
   TRAIN_EXAMPLES: ClassVar[int] = 1_281_167
-  EVAL_EXAMPLES: ClassVar[int] = 50_000
-  IMAGE_SIZE: ClassVar[int] = 224
+  EVAL_EXAMPLES: ClassVar[int] = 50_000  # Of synthetic data.
+  IMAGE_SIZE: ClassVar[int] = 224  # Rows and columns.
   IMAGE_CHANNELS: ClassVar[int] = 3
-  # ImageNet's, in the units of uint8.
+  # Of each channel over the data: ImageNet's, in the units of uint8.
   PIXEL_MEAN: ClassVar[tuple[float, ...]] = (123.675, 116.28, 103.53)
   PIXEL_STD: ClassVar[tuple[float, ...]] = (58.395, 57.12, 57.375)
   NUM_CLASSES: ClassVar[int] = 1000
 
-  BLOCKS: ClassVar[tuple[int, ...]] = (3, 4, 6, 3)
+  BLOCKS: ClassVar[tuple[int, ...]] = (3, 4, 6, 3)  # Of each group.
+  # That each group puts out.
   CHANNELS: ClassVar[tuple[int, ...]] = (256, 512, 1024, 2048)
-  STRIDES: ClassVar[tuple[int, ...]] = (1, 2, 2, 2)
-  STEM_CHANNELS: ClassVar[int] = 64
+  STRIDES: ClassVar[tuple[int, ...]] = (1, 2, 2, 2)  # Of groups' first blocks.
+  STEM_CHANNELS: ClassVar[int] = 64  # Of the first convolution.
+  # A first convolution of 3x3 pixels that keeps the size; otherwise one of 7x7
+  # and a pooling, each of stride 2.
   SMALL_IMAGES: ClassVar[bool] = False
+  # Of what is computed; weights and statistics are float32.
   FPROP_DTYPE: ClassVar[str] = 'bfloat16'
+  # How much of the moving statistics a step keeps.
   BATCH_NORM_DECAY: ClassVar[float] = 0.9
 
-  LEARNING_RATE: ClassVar[float] = 0.2
-  MOMENTUM: ClassVar[float] = 0.9
-  L2: ClassVar[float] = 1e-4
-  WARMUP_EPOCHS: ClassVar[float] = 5.0
+  LEARNING_RATE: ClassVar[float] = 0.2  # After the rise.
+  MOMENTUM: ClassVar[float] = 0.9  # Nesterov's.
+  L2: ClassVar[float] = 1e-4  # On weights, but not on scales and biases.
+  WARMUP_EPOCHS: ClassVar[float] = 5.0  # The learning rate rises from 0.
+  # At each the rate becomes a tenth, and 0 at the end.
   DECAY_EPOCHS: ClassVar[tuple[float, ...]] = (30.0, 60.0, 80.0)
   NUM_EPOCHS: ClassVar[float] = 90.0
 
@@ -229,46 +207,37 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
   def reduced(cls) -> type[Self]:
     """Returns two blocks for small images.
 
-    On scikit-learn's digits, if it is installed: about 98% of the 360 images
-    of the validation right. Else on synthetic images.
+    On scikit-learn's digits: about 98% of the 360 images of the validation
+    right.
     """
-    small = {
-      'DATA': 'digits',
-      'TRAIN_BATCH_SIZE': 64,
-      'EVAL_BATCH_SIZE': 120,
-      'NUM_THREADS': 0,
-      'TRAIN_EXAMPLES': 1437,
-      'EVAL_EXAMPLES': 360,
-      'IMAGE_SIZE': 8,
-      'IMAGE_CHANNELS': 1,
-      'SMALL_IMAGES': True,
-      # Over all digits.
-      'PIXEL_MEAN': (73.3,),
-      'PIXEL_STD': (90.2,),
-      'NUM_CLASSES': 10,
-      'BLOCKS': (1, 1),
-      'CHANNELS': (64, 128),
-      'STRIDES': (1, 2),
-      'STEM_CHANNELS': 32,
-      'FPROP_DTYPE': 'float32',
-      'LEARNING_RATE': 0.1,
-      'WARMUP_EPOCHS': 1.0,
-      'DECAY_EPOCHS': (8.0,),
-      'NUM_EPOCHS': 10.0,
-      'TOPOLOGY': None,
-      'MAX_STEPS': 220,  # Ten epochs of the digits.
-      'CHECKPOINT_EVERY_N_STEPS': 100,
-      'SUMMARY_INTERVAL_STEPS': 10,
-      'EVAL_INTERVAL_STEPS': 110,
-    }
-    if importlib.util.find_spec('sklearn') is None:
-      small |= {
-        'DATA': 'synthetic',
-        'IMAGE_SIZE': 32,
-        'IMAGE_CHANNELS': 3,
-        'SMALL_IMAGES': False,
-        # Of the sum of two numbers that are uniform from 0 to 127.
-        'PIXEL_MEAN': (127.0,) * 3,
-        'PIXEL_STD': (52.3,) * 3,
+    return cls.with_constants(
+      {
+        'DATA': 'digits',
+        'TRAIN_BATCH_SIZE': 64,
+        'EVAL_BATCH_SIZE': 120,
+        'NUM_THREADS': 0,
+        'TRAIN_EXAMPLES': 1437,
+        'EVAL_EXAMPLES': 360,
+        'IMAGE_SIZE': 8,
+        'IMAGE_CHANNELS': 1,
+        'SMALL_IMAGES': True,
+        # Over all digits.
+        'PIXEL_MEAN': (73.3,),
+        'PIXEL_STD': (90.2,),
+        'NUM_CLASSES': 10,
+        'BLOCKS': (1, 1),
+        'CHANNELS': (64, 128),
+        'STRIDES': (1, 2),
+        'STEM_CHANNELS': 32,
+        'FPROP_DTYPE': 'float32',
+        'LEARNING_RATE': 0.1,
+        'WARMUP_EPOCHS': 1.0,
+        'DECAY_EPOCHS': (8.0,),
+        'NUM_EPOCHS': 10.0,
+        'TOPOLOGY': None,
+        'MAX_STEPS': 220,  # Ten epochs of the digits.
+        'CHECKPOINT_EVERY_N_STEPS': 100,
+        'SUMMARY_INTERVAL_STEPS': 10,
+        'EVAL_INTERVAL_STEPS': 110,
       }
-    return cls.with_constants(small)
+    )

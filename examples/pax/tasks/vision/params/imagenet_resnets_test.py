@@ -6,7 +6,6 @@ The whole run of the small version, half a minute on two free cores, is slow:
 """
 
 import functools
-import importlib.util
 import math
 
 import fiddle as fdl
@@ -170,15 +169,6 @@ def _train(monkeypatch):
   return evaluated.scalars
 
 
-def _without_scikit_learn(monkeypatch):
-  find = importlib.util.find_spec
-  monkeypatch.setattr(
-    importlib.util,
-    'find_spec',
-    lambda name, *args: None if name == 'sklearn' else find(name, *args),
-  )
-
-
 def test_a_step_and_an_evaluation_have_the_batchs_shapes():
   experiment = ResNet50Pjit.reduced()(num_devices=2)
   task = experiment.filled_task().Instantiate()
@@ -210,11 +200,6 @@ def test_the_small_versions_constants_are_accepted():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('has_digits', [True, False])
-def test_the_small_version_learns(has_digits, monkeypatch):
-  if has_digits:
-    pytest.importorskip('sklearn')
-  else:
-    _without_scikit_learn(monkeypatch)
-  evaluated = _train(monkeypatch)
-  assert evaluated[220]['accuracy'] > 0.97
+def test_the_small_version_learns(monkeypatch):
+  pytest.importorskip('sklearn')
+  assert _train(monkeypatch)[220]['accuracy'] > 0.97
