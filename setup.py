@@ -32,7 +32,7 @@ _BASE = [
 ]
 _IMAGE = ['scikit-learn>=1.4']
 _EXPORT = ['safetensors>=0.4']
-_PAX = ['fiddle>=0.3']
+_PAX = ['fiddle>=0.3', *_IMAGE]  # The digits of ResNet50Pjit --reduced.
 _PLOT = ['matplotlib>=3.9']
 _TEXT = ['tokenizers>=0.21']
 _TEST = [

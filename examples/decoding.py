@@ -166,7 +166,7 @@ def decode(
   if length > 1:
     # The last token of each prompt is the loop's first: it comes again, with
     # the same result, and no other position's logits are ever made.
-    # One position for all rows: to write a cache at one for each takes longer.
+    # One position for all rows: to write each row at its own is slower.
     _, cache = step_fn(cache, prompts_BT[:, :-1], 0)
   start_B = lengths_B - 1
   token_B = jnp.take_along_axis(prompts_BT, start_B[:, None], axis=1)[:, 0]

@@ -259,9 +259,9 @@ def test_hosts_that_share_records_are_found():
   assert found.verdict == show.WRONG
   assert found.text.startswith(
     'of 24 rows of 3 hosts, 8 different ones are on several hosts and 0 again'
-    ' on the same host; hosts read the same rows; such as line '
+    ' on the same host; hosts 0, 1, 2 read the same rows; such as line '
   )
-  assert 'reads as the host that it names' in found.text
+  assert 'the input names a host of its own' in found.text
 
 
 def test_records_read_twice_by_one_host_are_found():
@@ -288,7 +288,7 @@ def test_rows_tell_where_records_have_no_numbers():
   wrong = rows_of(train(own=False), 3, 4)
   assert wrong.verdict == show.WRONG
   assert '8 different ones are on several hosts and 0 again' in wrong.text
-  assert 'hosts read the same rows' in wrong.text
+  assert 'hosts 0, 1, 2 read the same rows' in wrong.text
 
 
 def test_some_identical_rows_are_for_people_to_judge():
@@ -311,7 +311,7 @@ def test_some_identical_rows_are_for_people_to_judge():
     4,
   )
   assert ones.verdict == show.LOOK
-  assert 'or the data has them more than once' in ones.text
+  assert 'either the data has them more than once' in ones.text
 
 
 def test_a_plain_iterator_may_not_know_its_host():
@@ -325,7 +325,7 @@ def test_a_plain_iterator_may_not_know_its_host():
 
   found = rows_of(same, 2, 4)
   assert found.verdict == show.LOOK
-  assert 'as that of base.this_host()' in found.text
+  assert 'only if it asks base.this_host()' in found.text
   assert rows_of(own, 2, 4).verdict == show.OK
 
 

@@ -1,6 +1,7 @@
 """Tests of inputs of inputs: side by side, and row by row."""
 
 import dataclasses
+import json
 import random
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import multi
+from jaxline.inputs import synthetic
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -411,6 +413,26 @@ def test_mixture_refuses_other_proportions_and_children():
   mixture([4, 4], [0.25, 0.75]).set_state(state)
 
 
+@pytest.mark.parametrize('kind', ['ones', 'random'])
+def test_a_mixture_is_void_where_the_order_of_a_child_changed(kind):
+  def make():
+    child = synthetic.SyntheticInput(batch_size=4, length=6, kind=kind)
+    return multi.MixtureInput(
+      inputs={'a': child}, weights={'a': 1}, batch_size=4
+    )
+
+  # Of a version in which synthetic records had no version of their order.
+  state = json.loads(make().get_state())
+  has_changed = state['identity'].pop('a.order_version', None) is not None
+  assert has_changed == (kind == 'random')
+  old = json.dumps(state).encode()
+  if not has_changed:
+    make().set_state(old)
+    return
+  with pytest.raises(base.OldPositionError, match='1, 2 in the state and 2, 2'):
+    make().set_state(old)
+
+
 def test_a_mixture_can_be_part_of_a_mixture():
   inner = mixture([4, 4], [1, 1])
   parent = multi.MixtureInput(
@@ -476,6 +498,30 @@ def test_children_without_numbers_are_refused(child, message):
       weights={'a': 1, 'b': 1},
       batch_size=4,
     )
+
+
+def test_weights_are_added_where_only_some_have_them():
+  def weighted(batch):
+    return {
+      **batch,
+      'weights': np.full((len(batch['source']), 3), 0.5, np.float32),
+    }
+
+  parent = multi.MixtureInput(
+    inputs={
+      'a': Numbers(batch_size=4),
+      'b': changed(weighted, batch_size=4, source=1),
+    },
+    weights={'a': 1, 'b': 1},
+    batch_size=4,
+  )
+  batch = next(parent)
+  assert batch['weights'].shape == (4, 3)
+  np.testing.assert_array_equal(
+    batch['weights'],
+    np.where(batch['source'], 0.5, 1)[:, None] * np.ones((1, 3)),
+  )
+  assert batch['weights'].dtype == np.float32
 
 
 @pytest.mark.parametrize(

@@ -486,3 +486,8 @@ class SingleTask(Configurable):
     """
     variables = self._variables(params, model_state, use_ema=True)
     return self.model.decode(variables, batch, rng, options)
+
+
+# Pax's names of the base classes.
+BaseMetrics = MeanMetrics
+BaseTask = SingleTask

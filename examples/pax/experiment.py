@@ -7,7 +7,6 @@ Shapes: B prompts, T prompt length.
 """
 
 from collections.abc import Mapping, Sequence
-import contextlib
 import dataclasses
 import functools
 import math
@@ -161,9 +160,12 @@ class TaskExperiment(sharded.ShardedExperiment):
     if self.mode != 'train' or rule is None:
       return
     saved = None
-    if self._note is not None and jax.process_index() == 0:
-      with contextlib.suppress(files.DamagedError):  # Or it is not there.
-        saved = files.read_json(self._note)
+    note = self._note
+    if note is not None and jax.process_index() == 0 and note.exists():
+      try:
+        saved = files.read_json(note)
+      except files.DamagedError as e:
+        logging.error('Training goes on; %s is of no use: %s', note, e)
     saved = distributed.of_chief(saved)
     self._is_stopped = (
       saved is not None

@@ -389,7 +389,8 @@ class Configurable(abc.ABC):
       if not holds(hparams):
         raise errors.UsageError(f'{where} expects {expected}; got {hparams}.')
     for names in self._EXCLUSIVE:
-      given = {n: x for n in names if (x := getattr(hparams, n))}
+      # A regular expression that is empty fits every name.
+      given = {n: x for n in names if (x := getattr(hparams, n)) or x == ''}
       if len(given) > 1:
         raise errors.UsageError(f'{where} has {given}; set one of them.')
     for name, kind in self._PARTS.items():

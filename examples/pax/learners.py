@@ -51,7 +51,11 @@ class Learner(hparams_lib.Configurable):
 
   _PARTS = {'optimizer': optimizers.BaseOptimizer}
   _EXCLUSIVE = (('bprop_variable_inclusion', 'bprop_variable_exclusion'),)
-  _CHECKS = {'skip_step_gradient_norm_value': base_config.number('[0, inf)')}
+  _CHECKS = {
+    'skip_step_gradient_norm_value': base_config.optional(
+      base_config.number('[0, inf)')
+    )
+  }
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)

@@ -142,7 +142,7 @@ def _own(name: str) -> str:
 
   A weight that comes from an average is named by what this is the average of.
   """
-  for prefix in (_PARAMS, _NON_TRAINABLE, _EMA):
+  for prefix in (_PARAMS, *_AVERAGES, _full(_NON_TRAINABLE), _NON_TRAINABLE):
     name = name.removeprefix(prefix)
   return name
 

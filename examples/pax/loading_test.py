@@ -234,6 +234,22 @@ def test_weights_of_an_average(source, load_ema_states):
   check(loading.load(new_state(), {source: rules}), expected, new_state())
 
 
+def test_statistics_of_an_average(source):
+  variable = 'model_state/non_trainable/net/rows'
+  average = 'model_state/ema_non_trainable/net/rows'
+  for name in ('model_state/ema_non_trainable/{}', 'non_trainable/{}'):
+    rules = Rules(
+      load_rules=[('non_trainable/(.*)', name)], load_ema_states=True
+    )
+    arrays = saved(source)
+    first = average if 'ema' in name else variable
+    check(
+      loading.load(new_state(), {source: rules}),
+      {variable: arrays[first], average: arrays[average]},
+      new_state(),
+    )
+
+
 def test_several_checkpoints_and_steps(source):
   rules = {
     source: Rules(load_rules=[(FIRST, FIRST)], step=1),

@@ -349,7 +349,7 @@ class BaseInput:
   def check_integer(
     self, key: str, least: int = 1, or_none: bool = False
   ) -> None:
-    """Refuses a field that is no integer of at least that (nor None)."""
+    """Refuses a field unless it is an integer, `least` or more, or None."""
     value = getattr(self, key)
     is_fine = or_none if value is None else is_integer(value) and value >= least
     if not is_fine:
@@ -603,7 +603,12 @@ class BaseInput:
       ) from e
     here = {'input': type(self).__name__, **self.identity()}
     here = json.loads(json.dumps(here, default=_plain))
-    before, now = (x.pop(ORDER_VERSION, 1) for x in (there, here))
+    # Of this input, and of those that it is made of.
+    is_version = lambda key: key.rpartition('.')[2] == ORDER_VERSION
+    versions = sorted(filter(is_version, {**there, **here}))
+    before, now = (
+      ', '.join(str(x.pop(key, 1)) for key in versions) for x in (there, here)
+    )
     differences = [
       f'{key} is {there.get(key)!r} in the state and {here.get(key)!r} here'
       for key in {**there, **here}
@@ -664,7 +669,7 @@ class ResumableInput(BaseInput, abc.ABC):
       )
     if self.repeat is None:
       self.repeat = not self.reset_for_eval
-    self._at: Any = self._first
+    self._at: Any = dict(self._first)
     self._iterator: Any = None
 
   @abc.abstractmethod
@@ -693,7 +698,7 @@ class ResumableInput(BaseInput, abc.ABC):
   def reset(self) -> None:
     """Goes back to the first record."""
     super().reset()
-    self.set_position(self._first)
+    self.set_position(dict(self._first))
 
   def position(self) -> Any:
     """Returns where the next batch begins."""

@@ -438,24 +438,33 @@ def _check_rows(hosts: Sequence[_Host]) -> _Result:
     f'of {text}, {len(across)} different ones are on several hosts and'
     f' {len(within)} again on the same host'
   )
-  # Identical in all hosts, and not because all rows are much the same.
-  has_same = any(
-    rows_of.count(of) > 1 and 2 * len(count) > len(of) > 1
-    for of, count in zip(rows_of, counts, strict=True)
-  )
-  if has_same:
-    text += '; hosts read the same rows'
+  same = [
+    str(number)
+    for number, (of, count) in enumerate(zip(rows_of, counts, strict=True))
+    # Else all rows are much the same.
+    if rows_of.count(of) > 1 and 2 * len(count) > len(of) > 1
+  ]
+  if same:
+    text += f'; hosts {", ".join(same)} read the same rows'
   if has_numbers:
     epoch, record = (across + within)[0]
     text += f'; such as {source.describe_record(record, epoch)}'
-  if across:
-    text += (
-      '; an input reads as the host that it names (leave infeed_host_index and'
-      ' num_infeed_hosts None), or else as that of base.this_host()'
+  elif same and not isinstance(source, base.BaseInput):
+    return LOOK, (
+      f'{text}; this is no BaseInput, and reads as another host here only if it'
+      ' asks base.this_host()'
     )
-  if has_numbers or (has_same and isinstance(source, base.BaseInput)):
-    return WRONG, text
-  return LOOK, f'{text}; or the data has them more than once'
+  elif not same:
+    return LOOK, (
+      f'{text}; either the data has them more than once, or came around to its'
+      ' beginning, or hosts read the same'
+    )
+  if [h.source.infeed_host_index for h in hosts] != [*range(len(hosts))]:
+    text += (
+      '; the input names a host of its own: leave infeed_host_index and'
+      ' num_infeed_hosts None, or take them from base.this_host()'
+    )
+  return WRONG, text
 
 
 def _check_epoch(hosts: Sequence[_Host]) -> _Result:

@@ -79,7 +79,8 @@ class SyntheticInput(indexed.IndexedInput):
   def data_identity(self) -> dict[str, Any]:
     """Returns what the records depend on."""
     return {
-      base.ORDER_VERSION: 2 if self.kind == 'random' else 1,
+      # Earlier versions drew other values.
+      **({base.ORDER_VERSION: 2} if self.kind == 'random' else {}),
       'kind': self.kind,
       'vocab_size': self.vocab_size,
       'spec': {
@@ -89,14 +90,21 @@ class SyntheticInput(indexed.IndexedInput):
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
     """Returns the records [b, ...]."""
-    if self.kind == 'ones':
-      batch = {
-        key: np.ones((len(records), *shape), dtype)
-        for key, (shape, dtype) in self._spec.items()
-      }
-    else:
-      drawn = map(self._draw, records.tolist(), epochs.tolist())
-      batch = jax.tree.map(lambda *rows: np.stack(rows), *drawn)
+    batch = {
+      key: np.ones((len(records), *shape), dtype)
+      for key, (shape, dtype) in self._spec.items()
+    }
+    if self.kind == 'random':
+      places = zip(epochs.tolist(), records.tolist(), strict=True)
+      for row, (epoch, record) in enumerate(places):
+        numbers = indexed.record_generator(self.seed(), 0, epoch, record)
+        for values in batch.values():
+          shape = values.shape[1:]
+          values[row] = (
+            numbers.standard_normal(shape, np.float32)
+            if _is_float(values.dtype)
+            else numbers.integers(self.vocab_size, size=shape)
+          )
     if self.length is None:
       return batch
     tokens = batch['ids']
@@ -109,17 +117,6 @@ class SyntheticInput(indexed.IndexedInput):
       'segment_ids': np.ones((rows, length), np.int32),
       'segment_pos': np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
     }
-
-  def _draw(self, record: int, epoch: int) -> dict[str, np.ndarray]:
-    """Returns the random values of a record."""
-    numbers = indexed.record_generator(self.seed(), 0, epoch, record)
-
-    def draw(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-      if _is_float(dtype):
-        return np.asarray(numbers.standard_normal(shape, np.float32), dtype)
-      return np.asarray(numbers.integers(self.vocab_size, size=shape), dtype)
-
-    return {key: draw(*about) for key, about in self._spec.items()}
 
 
 def _is_float(dtype: np.dtype) -> bool:

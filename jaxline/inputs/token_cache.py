@@ -254,12 +254,17 @@ def _lock(path: pathlib.Path) -> Iterator[bool]:
     yield is_locked
 
 
-def _remove_leftovers(root: pathlib.Path) -> None:
-  """Removes folders of killed builders: nothing was written there for a day."""
+def _remove_leftovers(root: pathlib.Path, dead: str | None) -> None:
+  """Removes folders of killed builders.
+
+  They are dead if their names begin with `dead`, as those of this host do while
+  it has the lock, or if nothing was written there for a day.
+  """
   for path in root.glob('*.tmp'):
     with contextlib.suppress(OSError):  # Another process removes it too.
       newest = max(p.stat().st_mtime for p in [path, *path.iterdir()])
-      if newest < time.time() - _ABANDONED_SECS:
+      is_old = newest < time.time() - _ABANDONED_SECS
+      if is_old or (dead and path.name.startswith(dead)):
         logging.info('Removing %s, whose builder died.', path)
         shutil.rmtree(path)
 
@@ -442,12 +447,10 @@ class Builder:
           f' they are damaged. To have them made anew: rm -r {folder}'
         )
         raise
-      _remove_leftovers(root)
-      part = root / f'{self.key}.{socket.gethostname().replace("/", "_")}.tmp'
-      if is_locked:  # A builder of this host that had it was killed.
-        shutil.rmtree(part, ignore_errors=True)
-      else:
-        part = part.with_suffix(f'.{secrets.token_hex(8)}.tmp')
+      # What the builders of this host have, which share the lock.
+      prefix = f'{self.key}.{socket.gethostname().replace("/", "_")}.'
+      _remove_leftovers(root, prefix if is_locked else None)
+      part = root / f'{prefix}{secrets.token_hex(8)}.tmp'
       try:
         part.mkdir()
       except OSError as e:
@@ -468,9 +471,9 @@ class Builder:
     remedy = 'Give another cache_dir, or set XDG_CACHE_HOME.'
     if _must_keep.get() or self.size > _MAX_UNCACHED_BYTES:
       raise errors.UsageError(
-        f'{problem}: none were kept. {remedy} Without it, a run tokenizes up to'
-        f' {_MAX_UNCACHED_BYTES} bytes of text at each start; these are'
-        f' {self.size}.'
+        f'{problem}: no tokens were kept. {remedy} Without such a folder, a run'
+        f' tokenizes up to {_MAX_UNCACHED_BYTES} bytes of text at each start;'
+        f' here are {self.size}.'
       ) from reason
     logging.warning(
       '%s: the text is tokenized at each start. %s', problem, remedy

@@ -162,6 +162,23 @@ class ResNet(base_layer.BaseLayer):
   def setup(self) -> None:
     """Creates the first convolution and the blocks."""
     p = self.hparams
+    groups = {
+      name: tuple(getattr(p, name))
+      for name in ('channels', 'blocks', 'kernels', 'strides')
+    }
+    if len({len(value) for value in groups.values()}) != 1 or not p.channels:
+      raise errors.UsageError(
+        f'{self.module_name} has {groups}; expected one entry a group in each'
+        ' of the four.'
+      )
+    if len(p.pixel_mean) != len(p.pixel_std) or (
+      len(p.pixel_mean) not in (0, p.input_channels)
+    ):
+      raise ValueError(
+        f'{self.module_name} has pixel_mean {tuple(p.pixel_mean)} and pixel_std'
+        f' {tuple(p.pixel_std)}; expected {p.input_channels} numbers each, one'
+        ' a channel, or none.'
+      )
     input_dims, templates = p.entryflow_conv_channels, []
     self.create_child(
       'entryflow_conv',
@@ -176,7 +193,7 @@ class ResNet(base_layer.BaseLayer):
     if p.entryflow_pool:
       self.create_child('entryflow_pool', convolutions.MaxPool2D.HParams())
     for channels, blocks, kernel, group_stride in zip(
-      p.channels, p.blocks, p.kernels, p.strides, strict=True
+      *groups.values(), strict=True
     ):
       for i in range(blocks):
         templates.append(
@@ -208,7 +225,7 @@ class ResNet(base_layer.BaseLayer):
       ValueError: they are integers, and there is no `pixel_mean`.
     """
     p = self.hparams
-    if p.pixel_mean or p.pixel_std:
+    if p.pixel_mean:
       x_BHWC = (
         x_BHWC.astype(jnp.float32) - np.float32(p.pixel_mean)[None, None, None]
       ) / np.float32(p.pixel_std)[None, None, None]

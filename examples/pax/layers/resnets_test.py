@@ -380,8 +380,10 @@ def test_integer_pixels_are_normalised_in_the_network():
 @pytest.mark.parametrize(
   ('fields', 'message'),
   [
-    ({'blocks': (1, 2)}, 'is shorter than argument 1'),
+    ({'blocks': (1, 2)}, 'one entry a group'),
     ({'channels': (256, 512, 1024, 2049)}, 'a multiple of 4'),
+    ({'pixel_mean': (1.0,), 'pixel_std': (1.0,)}, 'expected 3 numbers each'),
+    ({'pixel_mean': (1.0,) * 3}, 'expected 3 numbers each'),
   ],
 )
 def test_wrong_hyperparameters_are_refused(fields, message):

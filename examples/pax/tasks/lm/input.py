@@ -7,6 +7,7 @@ segment_pos, [b, L] each; of C4 paddings too.
 import functools
 import glob
 import os
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,10 @@ def c4_input(
     raise errors.UsageError(
       f'The data is C4, but data_dir is {data_dir!r} and vocabulary'
       f' {vocabulary!r}; expected paths. {_GET_C4}'
+    )
+  if not pathlib.Path(vocabulary).is_file():
+    raise errors.MissingFileError(
+      f'There is no vocabulary {vocabulary!r}. {_GET_C4}'
     )
   check_vocabulary(tokenization.load_tokenizer(vocabulary), vocab_size)
   split = 'train' if is_training else 'validation'

@@ -59,6 +59,7 @@ def test_a_record_is_an_example_or_json():
     (example(content='x'), ValueError, 'has no text; expected a tf'),
     (b'{"content": "x"}', KeyError, 'text'),
     (b'abc', message.DecodeError, 'parsing'),
+    (b'\x08\x01', ValueError, 'has no text'),  # The field 1 is a number.
     (record[:20], ValueError, 'Unterminated string|Expecting'),
   ):
     with pytest.raises(error, match=said):
@@ -195,7 +196,7 @@ def test_what_is_missing_is_said(tmp_path, vocabulary):
       make(*given)
   with pytest.raises(FileNotFoundError, match=r'hf download.*data=stdlib'):
     make(tmp_path, vocabulary)
-  with pytest.raises(FileNotFoundError, match='there is no file none'):
+  with pytest.raises(FileNotFoundError, match='no vocabulary'):
     make(tmp_path, 'none.model')
   with pytest.raises(ValueError, match=r'VOCAB_SIZE 6; .* at least 7'):
     make(tmp_path, vocabulary, vocab_size=6)

@@ -69,7 +69,8 @@ class LmExperiment(base_experiment.BaseExperiment):
   SOFTMAX_BIAS: ClassVar[bool] = True
   # Whether embedded tokens are multiplied by sqrt(D).
   SCALE_SQRT_DEPTH: ClassVar[bool] = True
-  TRAINABLE_POSITION_EMB: ClassVar[bool] = False  # Else sinusoids.
+  # Whether positions are embedded by weights; otherwise by sinusoids.
+  TRAINABLE_POSITION_EMB: ClassVar[bool] = False
   TRAINABLE_PE_MAX_SEQ_LEN: ClassVar[int] = 16384
   NORM_EPSILON: ClassVar[float] = 1e-6
   NORM_POLICY: ClassVar[str] = 'pre'  # One of `transformers.NORM_POLICIES`.
@@ -96,7 +97,7 @@ class LmExperiment(base_experiment.BaseExperiment):
   LEARNING_RATE: ClassVar[float]  # At its peak, after a linear warm-up.
   LR_SCHEDULE: ClassVar[str] = 'exponential'  # Or 'cosine'.
   LR_WARMUP_STEPS: ClassVar[int] = 4000
-  LR_DECAY_START: ClassVar[int] = 4001  # The step.
+  LR_DECAY_START: ClassVar[int] = 4001  # The step at which it begins to fall.
   LR_DECAY_END: ClassVar[int] = 300_000
   LR_MIN_RATIO: ClassVar[float] = 0.1  # To this part of the peak.
   ADAM_BETA1: ClassVar[float] = 0.9

@@ -39,6 +39,7 @@ def _fields(message: bytes, *path: int) -> list[bytes]:
   return [
     value
     for field in fields
-    if field.field_number == path[0]
+    # Another message may have a number there.
+    if field.field_number == path[0] and isinstance(field.data, bytes)
     for value in _fields(field.data, *path[1:])
   ]

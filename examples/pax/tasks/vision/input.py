@@ -229,23 +229,7 @@ class ArrayFolderInput(_Images):
       for images, labels in zip(paths['images'], paths['labels'], strict=True)
     ]
     for path, (images, labels) in zip(paths['images'], shards, strict=True):
-      least, most = labels.min(initial=0), labels.max(initial=0)
-      if (
-        images.dtype != np.uint8
-        or images.ndim != 4
-        or images.shape[3:] != shards[0][0].shape[3:]
-        or min(images.shape[1:3]) < self.image_size
-        or labels.dtype.kind not in 'iu'
-        or labels.shape != images.shape[:1]
-        or not 0 <= least <= most < self.num_classes
-      ):
-        raise ValueError(
-          f'{path} has {images.dtype} {images.shape}, and its labels are'
-          f' {labels.dtype} {labels.shape} from {least} to {most}; expected'
-          ' uint8 [n, height, width, channels], the same channels in each file'
-          f' and at least {self.image_size} pixels (image_size) high and wide,'
-          f' and integers [n] from 0 to {self.num_classes - 1} (num_classes).'
-        )
+      self._check(path, images, labels, channels=shards[0][0].shape[3:])
     return shards
 
   def num_records(self) -> int:

@@ -146,18 +146,15 @@ def test_a_resumed_input_goes_on_with_the_same_crops(folder):
 def test_what_does_not_fit_is_refused(folder):
   with pytest.raises(FileNotFoundError, match=r'images-\*.npy.*found 0 and 0'):
     _arrays(folder / 'nowhere')
-  with pytest.raises(ValueError, match=r'from 0 to 2; expected .* from 0 to 1'):
+  with pytest.raises(ValueError, match=r'from 0 to 2; expected 0 to 1'):
     _arrays(folder, num_classes=2)
-  with pytest.raises(
-    ValueError, match=r'uint8 \(3, 6, 5, 3\), .*; expected .* 7 pixels'
-  ):
+  with pytest.raises(ValueError, match=r'uint8 \(3, 6, 5, 3\); expected .* 7'):
     _arrays(folder, image_size=7)
   with pytest.raises(ValueError, match="'train', 'validation'"):
     _arrays(folder, split='test')
   np.save(folder / 'train' / 'labels-00001.npy', np.zeros(7, np.int32))
   with pytest.raises(
-    ValueError,
-    match=r'uint8 \(2, .*int32 \(7,\) .*; expected .* integers \[n\]',
+    ValueError, match=r'int32 \(7,\); expected integers \[2\]'
   ):
     _arrays(folder)
   (folder / 'train' / 'labels-00001.npy').unlink()

@@ -54,8 +54,8 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
   EVAL_BATCH_SIZE: ClassVar[int] = 512  # Likewise.
   DATA: ClassVar[str] = 'synthetic'  # See the top of this module.
   DATA_DIR: ClassVar[str] = ''  # Of 'arrays'.
-  # Of each host, that read images ahead; 0 reads in step. A core makes 800
-  # synthetic images a second.
+  # Threads of each host that read images ahead; 0 reads them in turn with the
+  # step. A core makes 800 synthetic images a second.
   NUM_THREADS: ClassVar[int] = 16
   # Images of an epoch; of synthetic data, and of the schedule.
   TRAIN_EXAMPLES: ClassVar[int] = 1_281_167
@@ -68,7 +68,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
   NUM_CLASSES: ClassVar[int] = 1000
 
   BLOCKS: ClassVar[tuple[int, ...]] = (3, 4, 6, 3)  # Of each group.
-  # That each group puts out.
+  # Output channels of each group.
   CHANNELS: ClassVar[tuple[int, ...]] = (256, 512, 1024, 2048)
   STRIDES: ClassVar[tuple[int, ...]] = (1, 2, 2, 2)  # Of groups' first blocks.
   STEM_CHANNELS: ClassVar[int] = 64  # Of the first convolution.
@@ -84,7 +84,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
   MOMENTUM: ClassVar[float] = 0.9  # Nesterov's.
   L2: ClassVar[float] = 1e-4  # On weights, but not on scales and biases.
   WARMUP_EPOCHS: ClassVar[float] = 5.0  # The learning rate rises from 0.
-  # At each the rate becomes a tenth, and 0 at the end.
+  # The rate falls to a tenth at each of these, and to 0 after NUM_EPOCHS.
   DECAY_EPOCHS: ClassVar[tuple[float, ...]] = (30.0, 60.0, 80.0)
   NUM_EPOCHS: ClassVar[float] = 90.0
 
