@@ -2,12 +2,12 @@
 
 The model is given as a function
 
-    step_fn(cache, tokens_BL, start) -> (logits_BLV, cache)
+    step_fn(cache, tokens_BL, start_B) -> (logits_BLV, cache)
 
 which runs it over L further tokens of each row, and keeps this contract:
 
-- `tokens_BL` int32: at the positions from `start` on. That is 0 for the
-  prompts, and int32 [B] after them, since each row goes on at its own position.
+- `tokens_BL` int32: those of row b have the positions `start_B[b]`,
+  `start_B[b] + 1` and so on; `start_B` is int32, [B].
 - `cache` is a pytree of arrays, each with the rows as its axis `cache_axis`
   (examples/lm: [B, M, H, K], axis 0); it is returned with the same shapes
   and types. The function writes what later tokens need of these tokens at their
@@ -37,8 +37,8 @@ from jaxline import base_config
 from jaxline import errors
 from jaxline.inputs import tokenization
 
-# (cache, tokens_BL, start) -> (logits_BLV, cache)
-StepFn = Callable[[Any, jax.Array, int | jax.Array], tuple[jax.Array, Any]]
+# (cache, tokens_BL, start_B) -> (logits_BLV, cache)
+StepFn = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 METHODS = ('greedy', 'sample', 'beam')
 # Shorter prompts are not told apart: one program serves them all.
@@ -155,7 +155,7 @@ def decode(
   Returns:
     The continuations.
   """
-  length = prompts_BT.shape[1]
+  batch, length = prompts_BT.shape
   if length < 1:
     raise ValueError(
       f'prompts_BT has shape {prompts_BT.shape}; expected a token at least,'
@@ -166,8 +166,7 @@ def decode(
   if length > 1:
     # The last token of each prompt is the loop's first: it comes again, with
     # the same result, and no other position's logits are ever made.
-    # One position for all rows: to write each row at its own is slower.
-    _, cache = step_fn(cache, prompts_BT[:, :-1], 0)
+    _, cache = step_fn(cache, prompts_BT[:, :-1], jnp.zeros([batch], jnp.int32))
   start_B = lengths_B - 1
   token_B = jnp.take_along_axis(prompts_BT, start_B[:, None], axis=1)[:, 0]
   repeats = options.num_continuations

@@ -17,7 +17,6 @@ import pytest
 from scipy import stats
 
 from examples import decoding
-from examples import transformer
 
 VOCAB, LONGEST = 4, 12
 TABLE = np.random.default_rng(0).normal(size=[LONGEST, VOCAB, VOCAB]) * 1.5
@@ -25,16 +24,10 @@ PROMPTS = [[1], [2, 0, 1], [3, 3, 1, 0, 2]]
 calls = []
 
 
-def places(start, tokens_BL):
-  """Returns the positions of tokens, [B, L]."""
-  positions = transformer.positions_from(start, tokens_BL.shape[1])
-  return jnp.broadcast_to(positions, tokens_BL.shape)
-
-
-def step_fn(cache, tokens_BL, start):
+def step_fn(cache, tokens_BL, start_B):
   """Runs the model; the cache holds the tokens themselves, [1, B, M]."""
   jax.debug.callback(lambda: calls.append(tokens_BL.shape))
-  positions_BL = places(start, tokens_BL)
+  positions_BL = start_B[:, None] + jnp.arange(tokens_BL.shape[1])[None]
   rows_B1 = jnp.arange(len(tokens_BL))[:, None]
   cache = {'x': cache['x'].at[0, rows_B1, positions_BL].set(tokens_BL)}
   back_BLM = positions_BL[..., None] - jnp.arange(LONGEST)[None, None]
@@ -388,8 +381,9 @@ def test_beams_are_praxis(scale, options, expected):
   n = np.arange(8 * 6 * 6)
   table = np.float32(scale * np.sin(n * n * 0.37 + 0.5)).reshape(8, 6, 6)
 
-  def step_fn(cache, tokens_BL, start):
-    return jnp.asarray(table)[places(start, tokens_BL), tokens_BL], cache
+  def step_fn(cache, tokens_BL, start_B):
+    positions_BL = start_B[:, None] + jnp.arange(tokens_BL.shape[1])[None]
+    return jnp.asarray(table)[positions_BL, tokens_BL], cache
 
   options = decoding.Options(method='beam', **options)
   found = decoding.decode(

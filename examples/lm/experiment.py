@@ -418,8 +418,8 @@ class Experiment(sharded.ShardedExperiment):
       batch, length = prompts_BT.shape
       params = model.split_layers(params, config)
       return decoding.decode(
-        lambda cache, tokens_BL, start: model.decode_step(
-          params, tokens_BL, cache, start, config
+        lambda cache, tokens_BL, start_B: model.decode_step(
+          params, tokens_BL, cache, start_B, config
         ),
         model.empty_cache(config, batch, length + options.max_decode_steps),
         prompts_BT,

@@ -186,7 +186,7 @@ class _TokenModel(BaseModel):
 
   A subclass has `start_decoding(batch, max_decode_steps)`, which returns the
   cache, the prompts [B, T] and their lengths [B]; and `extend_step(tokens_BL,
-  cache, start)`, which returns the logits [B, L, V] and the cache.
+  cache, start_B)`, which returns the logits [B, L, V] and the cache.
 
   Attributes:
     decoder_tpl: how `decode` does it, where it is not told.
@@ -337,10 +337,10 @@ class LanguageModel(_TokenModel):
     return cache, prompts_BT, lengths_B
 
   def extend_step(
-    self, tokens_BL: jax.Array, cache: Any, start: int | jax.Array
+    self, tokens_BL: jax.Array, cache: Any, start_B: jax.Array
   ) -> tuple[jax.Array, Any]:
-    """Returns the logits [B, L, V] of tokens from `start`, and the cache."""
-    return self.lm.extend_step(tokens_BL, cache, start)
+    """Returns the logits [B, L, V] of further tokens, and the cache."""
+    return self.lm.extend_step(tokens_BL, cache, start_B)
 
 
 class SequenceModel(_TokenModel):
@@ -399,10 +399,10 @@ class SequenceModel(_TokenModel):
     return cache, target['ids'], target['lengths']
 
   def extend_step(
-    self, tokens_BL: jax.Array, cache: Any, start: int | jax.Array
+    self, tokens_BL: jax.Array, cache: Any, start_B: jax.Array
   ) -> tuple[jax.Array, Any]:
-    """Returns the logits [B, L, V] of tokens from `start`, and the cache."""
-    return self.model.extend_step(tokens_BL, cache, start)
+    """Returns the logits [B, L, V] of further tokens, and the cache."""
+    return self.model.extend_step(tokens_BL, cache, start_B)
 
 
 class ClassificationModel(BaseModel):
