@@ -232,6 +232,37 @@ class ArrayFolderInput(_Images):
       self._check(path, images, labels, channels=shards[0][0].shape[3:])
     return shards
 
+  def _check(
+    self,
+    path: pathlib.Path,
+    images: np.ndarray,
+    labels: np.ndarray,
+    channels: tuple[int, ...],
+  ) -> None:
+    if (
+      images.dtype != np.uint8
+      or images.ndim != 4
+      or images.shape[3:] != channels
+      or min(images.shape[1:3]) < self.image_size
+    ):
+      raise ValueError(
+        f'{path} has {images.dtype} {images.shape}; expected uint8 [n, height,'
+        f' width, channels], at least {self.image_size} pixels (image_size)'
+        ' high and wide, the same channels in each file.'
+      )
+    if labels.dtype.kind not in 'iu' or labels.shape != images.shape[:1]:
+      raise ValueError(
+        f'The labels of {path} are {labels.dtype} {labels.shape}; expected'
+        f' integers [{len(images)}], one an image.'
+      )
+    if labels.size and not (
+      labels.min() >= 0 and labels.max() < self.num_classes
+    ):
+      raise ValueError(
+        f'The labels of {path} are from {labels.min()} to {labels.max()};'
+        f' expected 0 to {self.num_classes - 1} (num_classes).'
+      )
+
   def num_records(self) -> int:
     """Returns N."""
     return int(self._ends[-1])
