@@ -461,7 +461,7 @@ def test_a_constant_of_none_may_lack_an_annotation(monkeypatch):
     (
       {'data': 'c4', 'data_dir': '/', 'vocabulary': '/none.model'},
       {},
-      "'/none.model', but there is no file",
+      "no vocabulary '/none.model'",
     ),
   ],
 )

@@ -471,7 +471,7 @@ class Builder:
     remedy = 'Give another cache_dir, or set XDG_CACHE_HOME.'
     if _must_keep.get() or self.size > _MAX_UNCACHED_BYTES:
       raise errors.UsageError(
-        f'{problem}: no tokens were kept. {remedy} Without such a folder, a run'
+        f'{problem}: none were kept. {remedy} Without such a folder, a run'
         f' tokenizes up to {_MAX_UNCACHED_BYTES} bytes of text at each start;'
         f' here are {self.size}.'
       ) from reason
