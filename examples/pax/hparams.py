@@ -389,7 +389,7 @@ class Configurable(abc.ABC):
       if not holds(hparams):
         raise errors.UsageError(f'{where} expects {expected}; got {hparams}.')
     for names in self._EXCLUSIVE:
-      # A regular expression that is empty fits every name.
+      # '' is set: as a regular expression, it fits every name.
       given = {n: x for n in names if (x := getattr(hparams, n)) or x == ''}
       if len(given) > 1:
         raise errors.UsageError(f'{where} has {given}; set one of them.')

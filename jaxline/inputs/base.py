@@ -349,7 +349,7 @@ class BaseInput:
   def check_integer(
     self, key: str, least: int = 1, or_none: bool = False
   ) -> None:
-    """Refuses a field unless it is an integer, `least` or more, or None."""
+    """Refuses a field below `least` or no integer; None only with `or_none`."""
     value = getattr(self, key)
     is_fine = or_none if value is None else is_integer(value) and value >= least
     if not is_fine:
@@ -524,10 +524,13 @@ class BaseInput:
     """
     for number in range(num_batches):
       if next(self, None) is None:
-        raise ValueError(
-          f'{self.name} ended after {number} of {num_batches} batches that were'
-          ' to be skipped.'
-        )
+        raise self._skips_too_many(number, num_batches)
+
+  def _skips_too_many(self, number: int, num_batches: int) -> Exception:
+    return ValueError(
+      f'{self.name} ended after {number} of {num_batches} batches that were to'
+      ' be skipped.'
+    )
 
   def eval_batches(self) -> Iterator[dict[str, Any]]:
     """Yields the batches of one evaluation: see the top of this module.

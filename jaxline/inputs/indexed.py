@@ -312,19 +312,18 @@ class IndexedInput(base.ResumableInput):
     Raises:
       ValueError: there are not so many.
     """
-    is_peeked = self._peeked is not None
-    if (
-      not self.ANY_NUMBER_OF_HOSTS
-      or num_batches > self._batches_left() + is_peeked
-    ):
+    if not self.ANY_NUMBER_OF_HOSTS:
       super().skip(num_batches)
       return
-    if num_batches and is_peeked:
+    unread = num_batches
+    if unread and self._peeked is not None:
       next(self)
-      num_batches -= 1
-    given = num_batches * self.get_global_batch_size()
+      unread -= 1
+    if unread > (left := self._batches_left()):
+      raise self._skips_too_many(num_batches - unread + left, num_batches)
+    given = unread * self.get_global_batch_size()
     self.set_position({'records': self._at['records'] + given})
-    self._num_read += num_batches
+    self._num_read += unread
 
   def __getstate__(self) -> dict[str, Any]:
     return {**self.__dict__, '_iterator': None}
