@@ -435,6 +435,21 @@ def test_a_claim_without_locks_warns(number, tmp_path, monkeypatch, caplog):
     files.Claim(tmp_path, 'train')
 
 
+def test_a_folder_of_another_user_is_not_in_use(tmp_path, monkeypatch):
+  def refuse(*args):
+    raise PermissionError(errno.EACCES, 'Permission denied')
+
+  files.Claim(tmp_path, 'eval').release()  # Of a process that is gone.
+  with monkeypatch.context() as patched:
+    patched.setattr(files.os, 'open', refuse)
+    with pytest.raises(PermissionError):
+      files.Claim(tmp_path, 'eval')
+  # On some systems this is what a lock that is taken raises.
+  monkeypatch.setattr(files.fcntl, 'lockf', refuse)
+  with pytest.raises(files.ClaimedError):
+    files.Claim(tmp_path, 'eval')
+
+
 def test_a_claim_ends_with_its_process(tmp_path):
   hold = 'files.Claim(sys.argv[1], "train"); print(flush=True); time.sleep(60)'
   with subprocess.Popen(

@@ -578,7 +578,7 @@ class Claim:
     with _claiming:
       try:
         self._fd: int | None = self._take()
-      except (BlockingIOError, PermissionError):
+      except BlockingIOError:
         key = 'another config.checkpoint_dir'
         if what == 'best':  # It may be kept by one evaluation alone.
           key = "config.best_model_eval_metric = ''"
@@ -600,6 +600,8 @@ class Claim:
         # Not flock: a worker process forked from this one would hold it on.
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except OSError as e:
+        if e.errno == errno.EACCES:  # POSIX has two errors for a taken lock.
+          raise BlockingIOError from e
         if e.errno not in _NO_LOCKS:
           raise
         logging.warning(
