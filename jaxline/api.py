@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxline import base_config
 from jaxline import decode
+from jaxline import disk
 from jaxline import errors
 from jaxline import platform
 from jaxline import runs
@@ -174,6 +175,7 @@ def _recorded_config(
   directory: str | os.PathLike[str],
 ) -> config_dict.ConfigDict:
   """Returns the config of a run, as its directory has it."""
+  disk.check_local(directory, 'The directory')
   path = pathlib.Path(directory).expanduser().absolute()
   try:
     recorded = json.loads((path / runs.CONFIG).read_text(encoding='utf-8'))

@@ -8,6 +8,8 @@ import pathlib
 import shutil
 from typing import BinaryIO
 
+from jaxline import errors
+
 # The errno values for a full file system or quota.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -19,6 +21,24 @@ class FullDiskError(OSError):
     return (
       f'{self.strerror}: {self.filename}. Make room, then start the same'
       ' command again.'
+    )
+
+
+def check_local(path: str | os.PathLike[str], what: str) -> None:
+  """Refuses the address of a bucket.
+
+  Args:
+    path: the path to check.
+    what: what it is, for the message.
+
+  Raises:
+    errors.UsageError: it is an address; says how to mount it.
+  """
+  if '://' in os.fspath(path):
+    raise errors.UsageError(
+      f'{what} is {os.fspath(path)!r}; expected a path of this machine. Mount'
+      ' the bucket, for instance with gcsfuse (gs://) or mountpoint-s3 (s3://),'
+      ' and give the path that it has here.'
     )
 
 

@@ -22,6 +22,7 @@ import sys
 from typing import Any
 
 from jaxline import base_config
+from jaxline import disk
 from jaxline import errors
 from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
@@ -124,6 +125,7 @@ def find(places: Sequence[str]) -> list[Run]:
   """
   found: dict[pathlib.Path, Run] = {}
   for place in places:
+    disk.check_local(place, 'The directory')
     paths = []
     for folder, folders, names in os.walk(place):
       if CONFIG in names:

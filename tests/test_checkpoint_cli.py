@@ -543,6 +543,7 @@ def test_export_without_safetensors(call, saved, tmp_path, monkeypatch):
   ('argv', 'message'),
   [
     (['ls', '{tmp}'], 'is no directory of a run'),
+    (['ls', 'gs://b/r'], 'Mount the bucket'),
     (['ls', '{tmp}/none'], 'is no directory'),
     (['show', '{run}:3'], "has no step 3. The steps are {'latest': [2, 4]"),
     (['show', '{run}/checkpoints/best:4'], 'has no step 4'),

@@ -542,7 +542,7 @@ def test_claims_where_nothing_can_be_written(tmp_path):
   (tmp_path / 'file').touch()
   with pytest.raises(OSError, match='file'):
     files.Claim(tmp_path / 'file', 'train')
-  with pytest.raises(ValueError, match='folder of this machine'):
+  with pytest.raises(ValueError, match='path of this machine'):
     files.root('gs://bucket/run')
 
 

@@ -160,6 +160,8 @@ def test_evaluate_gives_the_logged_numbers(fitted):
   ('call', 'said'),
   [
     (lambda run: jaxline.load(run / 'nowhere'), 'is no directory of a run'),
+    (lambda run: jaxline.load('gs://b/r'), 'Mount the bucket'),
+    (lambda run: jaxline.load_weights('gs://b/r'), 'Mount the bucket'),
     (lambda run: jaxline.load(run, step=5), r'the steps \[3, 6\] are kept'),
     (lambda run: jaxline.load(run, series='bets'), "no checkpoint of 'bets'"),
     (lambda run: jaxline.load_weights(run, step=5), 'has no step 5'),

@@ -234,6 +234,7 @@ def test_a_config_that_is_none_is_refused(make_run, capsys, config):
   ('argv', 'said'),
   [
     (['ls', 'nowhere'], 'There is no run in nowhere'),
+    (['ls', 'gs://b/r'], 'Mount the bucket'),
     (['compare', '.', '--metrics=eval/los'], "Did you mean 'eval/loss'?"),
     (['compare', '.', '--plot=nowhere/out.png'], 'cannot be written'),
     (['compare', 'empty', '--plot=out.png'], 'nothing to plot'),

@@ -167,11 +167,11 @@ def root(
   Raises:
     UsageError: it is none, or an address.
   """
-  if not directory or '://' in os.fspath(directory):
+  if not directory:
     raise errors.UsageError(
-      f'config.{key} is {directory!r}; expected a folder of this machine. Mount'
-      ' a bucket, and give the path that it has here.'
+      f'config.{key} is {directory!r}; expected a path of this machine.'
     )
+  disk.check_local(directory, f'config.{key}')
   return pathlib.Path(directory).absolute() / 'checkpoints'
 
 

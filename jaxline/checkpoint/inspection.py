@@ -72,6 +72,7 @@ def _locate(
 ) -> tuple[pathlib.Path | None, dict[str, list[pathlib.Path]]]:
   """Returns a run's directory, and series -> its checkpoints that are meant."""
   text, step = os.fspath(where), None
+  disk.check_local(text, 'The place')
   if not os.path.exists(text) and (match := re.fullmatch(r'(.+):(\d+)', text)):
     text, step = match[1], int(match[2])
   path = pathlib.Path(os.path.abspath(os.path.expanduser(text)))

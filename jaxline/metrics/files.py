@@ -41,11 +41,7 @@ class FileBackend(base.Backend):
   """
 
   def __init__(self, path: str) -> None:
-    if '://' in path:
-      raise ValueError(
-        f'Writers write to a local or mounted directory, got {path!r}. Mount '
-        'the bucket, or give the writers a local directory.'
-      )
+    disk.check_local(path, 'The file of a writer')
     self.path = path
     self._error: OSError | None = None
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
