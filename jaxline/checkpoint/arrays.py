@@ -1,11 +1,11 @@
-"""Arrays: copied to the host, described, written by Orbax, and put together.
+"""Arrays in, arrays out, and the checksum of each file.
 
-The module `contents` reads them from the disk.
+Orbax writes them. TensorStore reads them, part by part for each device.
 """
 
 import base64
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
 import errno
@@ -33,6 +33,10 @@ from jaxline.checkpoint import files
 _FILE_BYTES = 256 << 20
 _BLOCK = 4096  # Bytes that a file takes at least, on most file systems.
 _ORBAX = os.path.join(os.path.dirname(ocp.__file__), '')
+# Of arrays, bytes that are on their way from the disk at once.
+_READ_BYTES = 1 << 28
+# As many as Orbax: of network disks, more at once are faster.
+_READS = ts.Context({'file_io_concurrency': {'limit': 128}})
 _T = TypeVar('_T')
 
 
@@ -274,6 +278,238 @@ def _about(live: Any, x: Any) -> dict[str, Any]:
 
 
 # Reading.
+
+
+class Reader:
+  """A checkpoint's files; each is listed, hashed and opened once.
+
+  TensorStore reads the arrays, and is told shape and type of each: it refuses a
+  file that holds something else, and takes no missing chunk for zeros.
+  """
+
+  def __init__(self, path: pathlib.Path):
+    """Lists the files.
+
+    Raises:
+      files.RefusedError: there is a link, a FIFO or a device.
+    """
+    self.path = path
+    self._there = frozenset(files.regular_files(path))
+    # Name -> TensorStore; None is an array without elements.
+    self._opened: dict[str, Any] = {}
+
+  @functools.cached_property
+  def sums(self) -> dict[str, list[int]]:
+    """Size in bytes and CRC-32 of each file: see `files.read_checksums`."""
+    return files.read_checksums(self.path)
+
+  @functools.cached_property
+  def record(self) -> dict[str, Any]:
+    """What it says of itself, verified: see `files.read_record`."""
+    self.verify(lambda file: file == files.RECORD)
+    return files.read_record(self.path)
+
+  @property
+  def described(self) -> dict[str, dict[str, Any]]:
+    """Name of each array -> its file, shape and type, in the record."""
+    return self.record['arrays']
+
+  def verify(
+    self,
+    wanted: Callable[[str], bool] = lambda name: True,
+    share: slice = slice(None),
+  ) -> None:
+    """Compares files with their checksums.
+
+    Files that were not there when it was written (an editor's, a file
+    system's) are ignored.
+
+    Args:
+      wanted: of a file's relative name, whether to look at it.
+      share: of these, which to look at, where processes share the work.
+
+    Raises:
+      files.RefusedError: it holds what no save writes.
+      files.DamagedError: with one argument for each file that differs.
+      files.UnreadableError: a file cannot be read, which may pass.
+    """
+    problems = []
+    for name in sorted(filter(wanted, self.sums))[share]:
+      size, crc = self.sums[name]
+      read = functools.partial(files.checksum, self.path / name, size)
+      found = None
+      if name in self._there:  # Else it may be no name of a file at all.
+        with contextlib.suppress(*files.MISSING):
+          found = files.retried(read, name)
+      if found is None:
+        problems.append(f'{name} is missing')
+      elif found[0] != size:
+        problems.append(f'{name} has {found[0]} bytes, {size} were written')
+      elif found[1] != crc:
+        problems.append(f'{name} is not as it was written (its CRC differs)')
+    if problems:
+      raise files.DamagedError(*map(files.printable, problems))
+
+  @files.well_formed()
+  def require_arrays(
+    self, wants: Callable[[str], bool], share: slice = slice(None)
+  ) -> None:
+    """Verifies all files but those of arrays that are not wanted.
+
+    Args:
+      wants: of an array's name, whether it will be read.
+      share: of the files, which to look at, where processes share the work.
+
+    Raises:
+      files.RefusedError: it is as it was written, but no save writes such.
+      files.DamagedError: it is not as it was written.
+      files.UnreadableError: a file cannot be read, which may pass.
+    """
+    verified_or_unwanted = {
+      files.RECORD,
+      *(
+        f'{files.ARRAYS}/{about["file"]}'
+        for name, about in self.described.items()
+        if not wants(name)
+      ),
+    }
+    self.verify(
+      lambda file: '/'.join(file.split('/')[:2]) not in verified_or_unwanted,
+      share,
+    )
+    self.check(filter(wants, self.described))
+
+  @files.well_formed()
+  def check(self, names: Iterable[str] | None = None) -> None:
+    """Opens arrays, once; refuses those that are not as the record says.
+
+    Args:
+      names: of the arrays; None is all.
+
+    Raises:
+      files.RefusedError: naming the first such array.
+      files.DamagedError: the checkpoint was removed meanwhile.
+    """
+    # Sizes of the files with checksums below the directory of each array.
+    sizes = collections.defaultdict(list)
+    for file in self._there.intersection(self.sums):
+      top, *below = file.split('/')
+      if top == files.ARRAYS and len(below) > 1:
+        sizes[below[0]].append(self.sums[file][0])
+    opening = {}
+    for name in dict.fromkeys(self.described if names is None else names):
+      if name not in self._opened:
+        with self._refused(name):
+          opening[name] = self._open(self.described[name])
+    for name, future in opening.items():
+      opened = None
+      if future is not None:
+        with self._refused(name):
+          opened = future.result()
+          chunk = opened.chunk_layout.write_chunk.shape or ()
+          grid = zip(opened.shape, chunk, strict=True)
+          chunks = math.prod(-(-n // c) for n, c in grid)
+          needed = chunks * math.prod(chunk) * opened.dtype.numpy_dtype.itemsize
+          found = sizes[self.described[name]['file']]
+          # One more is zarr.json.
+          if len(found) <= chunks or sum(found) < needed:
+            raise ValueError('chunks are missing')
+      self._opened[name] = opened
+
+  def _open(self, about: Mapping[str, Any]) -> Any:
+    """Starts to open an array; None is one without elements."""
+    file, (shape, dtype) = about['file'], stored_as(about)
+    if (file is None) != (math.prod(shape) == 0):
+      raise ValueError('what has no file has no elements')
+    if file is None:
+      return None
+    if not re.fullmatch(r'\d+\.[\w.-]*', file):
+      raise ValueError('no save gives such a name')
+    folder = self.path / files.ARRAYS / file
+    # TensorStore would crash at JSON that is nested too deeply.
+    files.read_json(folder / 'zarr.json', f'{file}/zarr.json')
+    spec = {
+      'driver': 'zarr3',
+      'kvstore': {'driver': 'file', 'path': f'{folder}/'},
+      'metadata': {
+        'shape': shape,
+        'data_type': dtype.name,
+        'chunk_key_encoding': {'name': 'default'},
+      },
+      'fill_missing_data_reads': False,
+    }
+    return ts.open(spec, open=True, context=_READS)
+
+  @contextlib.contextmanager
+  def _refused(self, name: str) -> Iterator[None]:
+    """Refuses an array of verified files that TensorStore cannot read."""
+    try:
+      with os_errors():
+        yield
+    except (*files.MISSING, ValueError) as e:
+      if not os.path.lexists(self.path):
+        raise files.DamagedError('it was removed while it was read') from e
+      if isinstance(e, files.RefusedError):
+        raise
+      about = self.described[name]
+      raise files.RefusedError(
+        f'{files.ARRAYS}/{about["file"]} does not hold all of the array'
+        f' {name!r}, which is {about["dtype"]}{about["shape"]} in'
+        f' {files.RECORD} ({files.printable(e)[:200]})'
+      ) from e
+
+  def read(
+    self, targets: Mapping[str, Any], sources: Mapping[str, str] | None = None
+  ) -> Iterator[tuple[str, Any]]:
+    """Yields name and array, some of them ahead; their files are verified.
+
+    Args:
+      targets: name -> jax.ShapeDtypeStruct with a sharding; without one, or
+        None, the array comes as numpy.
+      sources: name -> name of the array here, where that is another.
+
+    Raises:
+      files.DamagedError: one is not there.
+      files.RefusedError: one is not as the record says.
+      files.UnreadableError: one cannot be read, which may pass.
+    """
+    source_of = {name: name for name in targets} | dict(sources or {})
+    files.retried(lambda: self.check(source_of.values()), files.ARRAYS)
+    started: dict[str, Callable[[], Any]] = {}
+
+    def get(name: str) -> Any:
+      source, target = source_of[name], targets[name]
+      with self._refused(source):
+        # At a further try it is started anew.
+        return (started.pop(name, None) or self._start(source, target))()
+
+    left, on_their_way = collections.deque(targets), 0
+    for name, target in targets.items():
+      while left and (left[0] == name or on_their_way < _READ_BYTES):
+        soon = left.popleft()
+        on_their_way += num_bytes(self.described[source_of[soon]])
+        started[soon] = self._start(source_of[soon], targets[soon])
+      x = files.retried(functools.partial(get, name), files.ARRAYS)
+      about = self.described[source_of[name]]
+      on_their_way -= num_bytes(about)
+      yield name, as_saved(x, about, target)
+      del x
+
+  def _start(self, name: str, target: Any) -> Callable[[], Any]:
+    """Starts to read an array; returns a function that returns it."""
+    opened, about = self._opened[name], self.described[name]
+    if opened is None:
+      return functools.partial(np.zeros, *stored_as(about))
+    sharding = getattr(target, 'sharding', None)
+    if sharding is None or is_key(target) or 'bytes_of' in about:
+      return opened.read().result
+    # Several devices may have the same part. (Slices have no hash.)
+    indices = sharding.addressable_devices_indices_map(opened.shape).values()
+    parts = {str(index): index for index in indices}
+    reads = {key: opened[index].read() for key, index in parts.items()}
+    return lambda: jax.make_array_from_callback(
+      opened.shape, sharding, lambda index: reads[str(index)].result()
+    )
 
 
 def stored_as(about: Mapping[str, Any]) -> tuple[list[int], np.dtype]:
