@@ -1359,7 +1359,7 @@ def test_a_restore_looks_at_each_file_once(run, tmp_path, monkeypatch):
     original = getattr(files, name)
 
     def counted(path, *args):
-      what = path.name if name == 'read_json' else name
+      what = {'read_json': path.name, 'checksum': path}.get(name, name)
       calls[what] += 1
       return original(path, *args)
 
@@ -1375,6 +1375,9 @@ def test_a_restore_looks_at_each_file_once(run, tmp_path, monkeypatch):
     'checkpoint.json': 1,
   }
   assert {name: calls[name] for name in expected} == expected
+  hashed = [n for path, n in calls.items() if isinstance(path, pathlib.Path)]
+  assert hashed == [1] * 7
+  assert calls[series_path(tmp_path) / '5' / 'checkpoint.json'] == 1
 
 
 def test_one_that_goes_between_two_looks(run, tmp_path, monkeypatch):
