@@ -393,7 +393,7 @@ class _Training:
     _resume_log(run, run.log, None if checkpointer.is_new() else step)
     run.console.begin(config, self.experiment, self.state, checkpointer)
     # The checkpoint that was restored is there already.
-    self._saved_step = checkpointer.restored_step
+    self._saved_step = checkpointer.saved_step
     self._saves = run.saves_here(config.train_checkpoint_all_hosts)
     self.guard = nonfinite.Guard(
       self.experiment,
@@ -465,8 +465,7 @@ class _Training:
     self.guard.wait()  # A state that is not finite must not be saved.
     with goodput.measure('checkpoints'):
       self._run.checkpointer.save('latest')
-    step = self._saved_step = int(self.state.global_step)
-    self._run.checkpointer.when_saved(lambda: self._run.console.saved(step))
+    self._saved_step = int(self.state.global_step)
 
   def run_loop(self) -> None:
     """Runs all steps, saves a last time, and waits for the background."""

@@ -756,12 +756,16 @@ def test_a_waiting_save_is_dropped_for_the_last_one(run, monkeypatch):
     fill(checkpointer, weights(step), step)
     checkpointer.save('latest')
   assert began.wait(10)
+  assert checkpointer.saved_step is None  # It is not complete.
   checkpointer.drop_waiting()  # Not the one that is being written.
+  complete = []
+  checkpointer.when_saved(lambda: complete.append(checkpointer.saved_step))
   fill(checkpointer, weights(3), 3)
   gate.set()
   checkpointer.save('latest')
   checkpointer.wait_for_checkpointing_to_finish()
   assert checkpointer.steps('latest') == [1, 3]
+  assert (complete, checkpointer.saved_step) == ([1], 3)
 
 
 def test_a_save_behind_one_that_fails_is_not_written(run, monkeypatch):
@@ -1913,7 +1917,7 @@ def test_a_copy_of_a_save_is_a_plain_snapshot(clone, newest, run):
   live = weights()
   assert restore(other, live).global_step == 3
   assert live.held()['n'] == 3
-  assert other.restored_step is None  # It is no checkpoint of its own.
+  assert other.saved_step is None  # It is no checkpoint of its own.
   assert other.steps('latest') == []
 
 

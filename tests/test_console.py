@@ -157,7 +157,7 @@ def begun(mode='plain', step=0, **values):
   """Returns a console of a run that has begun, and the run's state."""
   state = types.SimpleNamespace(global_step=step)
   config = make_config(**values)
-  checkpointer = types.SimpleNamespace(restored_step=None)
+  checkpointer = types.SimpleNamespace(saved_step=None)
   console = console_lib.Console(mode)
   console.begin(config, experiment_of(), state, checkpointer)
   return console, state
@@ -241,7 +241,7 @@ def test_a_line_shows_the_loss_the_means_and_when_it_ends(capsys):
   scalars = {'lr': 0.5, 'loss': 2.0, 'tokens_per_step': 512, 'count': 1}
   console.log_training(1198, scalars)
   console.log_training(1199, scalars | {'loss': 4.0, 'count': 2})
-  console.saved(1100)
+  console._checkpointer.saved_step = 1100
   console.log_training(
     1200,
     {
@@ -260,6 +260,8 @@ def test_a_line_shows_the_loss_the_means_and_when_it_ends(capsys):
     'step 1200 of 6000 (20%) | loss 4 | lr 0.5 | count 3 | 20 steps/s'
     ' | ETA 4:00 | saved 1100 | 10,240 tokens/s | +2 more\n'
   )
+  console.log_training(1201, {'loss': 6.0, 'steps_per_sec': 20.0})
+  assert 'saved' not in capsys.readouterr().out  # It is said once.
 
 
 def test_a_line_has_at_most_120_columns(capsys):
@@ -786,7 +788,7 @@ def test_the_live_lines_show_where_the_run_is(columns):
         'mfu': 0.345,
       },
     )
-  console.saved(1000)
+  console._checkpointer.saved_step = 1000
   console.evaluating(1000)
   console.log_evaluation(1000, {'bits': 2.5})
   drawn = console._draw(columns)
@@ -881,7 +883,7 @@ def test_the_first_block_has_at_most_20_lines():
 
 
 @pytest.mark.parametrize(
-  ('restored_step', 'step', 'restore_from', 'start'),
+  ('saved_step', 'step', 'restore_from', 'start'),
   [
     (None, 0, None, 'step 0 of 6000, a fresh run'),
     (7, 7, None, 'step 7 of 6000, resumed'),
@@ -891,13 +893,13 @@ def test_the_first_block_has_at_most_20_lines():
     (None, 9, None, 'step 9 of 6000, from a snapshot of the program'),
   ],
 )
-def test_where_a_run_begins(restored_step, step, restore_from, start, capsys):
+def test_where_a_run_begins(saved_step, step, restore_from, start, capsys):
   console = console_lib.Console('plain')
   console.begin(
     make_config(restore_from=restore_from),
     experiment_of(),
     types.SimpleNamespace(global_step=step),
-    types.SimpleNamespace(restored_step=restored_step),
+    types.SimpleNamespace(saved_step=saved_step),
   )
   assert f'Start:         {start}\n' in capsys.readouterr().out
 

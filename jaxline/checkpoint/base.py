@@ -85,8 +85,8 @@ class FullCheckpointer(Checkpointer):
       Only then is what was logged after the restored step void.
     reads_only: whether nothing is written in the directory; set before the
       checkpointer is used.
-    restored_step: the step of the run's own checkpoint of `latest` that was
-      restored last; None if none was.
+    saved_step: the step of the run's own checkpoint of `latest` that was
+      restored or became complete last; None if there is none on disk.
     logs: writers and actions whose records up to a checkpoint of `latest` are
       on disk before it becomes visible: `flush_async` is called at the save,
       the function that it returns on a background thread. A checkpointer that
@@ -96,7 +96,7 @@ class FullCheckpointer(Checkpointer):
   collective: bool = False
   is_resumable: bool = False
   reads_only: bool = False
-  restored_step: int | None = None
+  saved_step: int | None = None
   logs: Sequence[Any] = ()
 
   def restore(self, ckpt_series: str, *, step: int | None = None) -> None:

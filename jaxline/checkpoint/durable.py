@@ -240,7 +240,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     if begin is not None:
       return
     if ckpt_series == 'latest':
-      self.restored_step = int(path.name)
+      self.saved_step = int(path.name)
     if experiment is not None and not self._follows:
       memory.publish(ckpt_series, self._published(path, experiment))
 
@@ -457,6 +457,8 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       files.replace(target)
       logging.info('Saved %s.', target)
     arrays.barrier('visible')
+    if series.name == 'latest':
+      self.saved_step = int(target.name)
     memory.publish(series.name, published)
 
   def _retire(self, series: pathlib.Path, num_to_keep: int) -> None:

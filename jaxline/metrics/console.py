@@ -95,12 +95,12 @@ class Console(periodic.Action):
     self._config: Any = None  # Until the run begins.
     self._experiment: Any = None
     self._state: Any = None
+    self._checkpointer: Any = None
     # For the last block.
     self._began = time.monotonic()
     self._spent = goodput.spent()
     self._num_evaluated = 0
     self._best: tuple[str, float, int | None] | None = None
-    self._saved: int | None = None
     self._waiting: tuple[Any, float] = (None, math.inf)
     # For the progress of training.
     self._window: collections.deque[dict[str, Any]] = collections.deque(
@@ -109,7 +109,8 @@ class Console(periodic.Action):
     self._means: dict[str, Any] = {}
     self._losses: collections.deque[float] = collections.deque(maxlen=20)
     self._rate = 0.0
-    self._notes: dict[str, str] = {}  # The last save and evaluation.
+    self._evaluated = ''  # The last evaluation.
+    self._shown_save: int | None = None
     self._compiling: tuple[float, tuple[int, float, int]] | None = None
     self._live: live_lib.Live | None = None
     self._next_line = 0.0
@@ -166,7 +167,8 @@ class Console(periodic.Action):
       return
     start = ''
     if state is not None:
-      step, self._saved = int(state.global_step), checkpointer.restored_step
+      step, self._checkpointer = int(state.global_step), checkpointer
+      self._shown_save = self._saved
       of = f' of {config.training_steps}' if config.training_steps else ''
       source = 'a fresh run'
       if self._saved is not None:
@@ -189,6 +191,7 @@ class Console(periodic.Action):
     if self._config is not None:
       self.say('\n'.join(self._last_block(error)))
     self._config = self._experiment = self._state = None  # And its weights.
+    self._checkpointer = None
 
   def _last_block(self, error: BaseException | None) -> list[str]:
     total = time.monotonic() - self._began
@@ -323,7 +326,9 @@ class Console(periodic.Action):
 
   def _plain_line(self, step: int) -> str:
     fields, rates = self._fields()
-    notes = [f'saved {x}' for x in [self._notes.pop('saved', '')] if x]
+    before, self._shown_save = self._shown_save, self._saved
+    is_new = self._shown_save != before
+    notes = [f'saved {self._shown_save}'] if is_new else []
     parts = [(0, self._step_text(step)), *((0, x) for x in fields[:1])]
     parts += [(2, x) for x in fields[1:]]
     parts += [(1, x) for x in [*rates[:1], *self._eta(step), *notes]]
@@ -353,10 +358,10 @@ class Console(periodic.Action):
       return []
     return [f'ETA {lines.duration((steps - step) / self._rate)}']
 
-  def saved(self, step: int) -> None:
-    """Notes that the checkpoint of a step is complete."""
-    self._saved = step
-    self._notes['saved'] = str(step)
+  @property
+  def _saved(self) -> int | None:
+    """The step of the last complete checkpoint; None if there is none."""
+    return self._checkpointer and self._checkpointer.saved_step
 
   # Evaluation.
 
@@ -372,7 +377,7 @@ class Console(periodic.Action):
     self._num_evaluated += 1
     fields = lines.shown(writers.to_scalars(scalars))
     line = [f'{log} step {step}', *fields]
-    self._notes['eval'] = ': '.join([str(step), *fields[:1]])
+    self._evaluated = ': '.join([str(step), *fields[:1]])
     if self._is_shown:
       self.say(lines.fit(list(enumerate(line)), _WIDTH))
     else:
@@ -426,7 +431,8 @@ class Console(periodic.Action):
       arrow = '\u2193' if change < 0 else '\u2191'
       fields[0] += ' \u2192' if abs(change) < _FLAT else f' {arrow}'
     doing = [self.activity] if self.activity else self._eta(step)
-    notes = [f'{name} {text}' for name, text in self._notes.items()]
+    notes = [] if self._saved is None else [f'saved {self._saved}']
+    notes += [f'eval {self._evaluated}'] if self._evaluated else []
     top = [self._step_text(step), *doing, *rates[:2]]
     shown = [
       lines.cut('  '.join(texts), width - 1)
