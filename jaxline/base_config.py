@@ -461,9 +461,9 @@ def validate_keys(
     for near in errors.nearest(key, base_cfg, cutoff=_MISSPELLED):
       if not set(near.split('_')) <= set(key.split('_')):
         raise errors.UsageError(
-          f'Unknown config key {key!r}. Did you mean {near!r}? The keys are'
-          f' documented in {base_filename}. A key of your own needs another'
-          ' name, or a place in experiment_kwargs.'
+          f'Unknown config key {key!r}.{errors.did_you_mean(key, [near])} The'
+          f' keys are documented in {base_filename}. A key of your own needs'
+          ' another name, or a place in experiment_kwargs.'
         )
   for key, value in base_cfg.items():
     if key not in config:
