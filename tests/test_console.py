@@ -422,8 +422,8 @@ def test_texts_are_printed_without_commands_to_the_terminal(tmp_path, capsys):
   ]
   assert out[3:] == [
     'eval step 8 | long:',
-    *['  x'] * 20,
-    '  ... (10 more lines)',
+    *['  x'] * 19,
+    '  ... (11 more lines)',
   ]
   assert len((tmp_path / 'x').read_text().splitlines()) == 5
 
@@ -516,6 +516,20 @@ def test_the_log_is_quiet_about_the_libraries(path, level, is_heard):
     ):
       assert handler.filter(record(path, level))
   assert handler.filter(record(path, level))
+
+
+def test_progress_of_the_libraries_is_a_plain_line():
+  handler = logging.get_absl_handler()
+  progress = record(OWN / 'inputs' / 'token_cache.py')
+  own = [record(OWN / 'metrics' / 'console.py'), record('mine.py')]
+  with log_filter.quiet():
+    assert handler.format(progress) == 'text'
+    assert all(handler.format(x).endswith('] text') for x in own)
+    with mock.patch.object(
+      logging, 'get_verbosity', return_value=logging.DEBUG
+    ):
+      assert handler.format(progress).endswith('] text')
+  assert handler.format(progress).endswith('] text')
 
 
 @pytest.mark.parametrize(

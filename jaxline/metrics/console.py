@@ -463,7 +463,7 @@ class _TextWriter(writers.Backend):
       )
       shown = clean.split('\n')
       if len(shown) > _MAX_TEXT_LINES:
-        rest = len(shown) - _MAX_TEXT_LINES
-        shown[_MAX_TEXT_LINES:] = [f'... ({rest} more lines)']
+        rest = len(shown) - _MAX_TEXT_LINES + 1
+        shown[_MAX_TEXT_LINES - 1 :] = [f'... ({rest} more lines)']
       head = f'{self._mode} step {step} | {name}:'
       self._console.say('\n  '.join([head, *shown]))
