@@ -1070,6 +1070,7 @@ def test_the_last_block_says_what_the_run_came_to(capsys):
     console.log_best('bits', 2.5, 8)
     state.global_step = 30
     capsys.readouterr()
+    assert console.tells_how_to_go_on
     console.__exit__(type(error), error, None)
     assert capsys.readouterr().out.splitlines()[:3] == [
       f'{how} step 30 of 6000 (0%) in 0:00.',
@@ -1085,6 +1086,7 @@ def test_the_last_block_of_an_evaluation(capsys):
   console = console_lib.Console('plain')
   with console:
     console.begin(make_config(checkpoint_dir='/run'), experiment_of())
+    assert not console.tells_how_to_go_on
     console.log_evaluation(3, {'bits': 2.5})
     console.log_best('bits', 3.0)
     console.log_best('bits', 2.5, 3)
@@ -1365,6 +1367,7 @@ def test_a_signal_on_a_terminal(tmp_path, terminal, signum, code, said):
   (last,) = (i for i, x in enumerate(shown) if x.startswith('Stopped at step '))
   assert any(x.startswith('Go on:    python -c ') for x in shown[last:])
   assert any(said in x for x in shown[last:])
+  assert 'It goes on' not in terminal.text  # Said already.
   if signum == signal.SIGINT:
     assert any('press Ctrl-C again to leave at once' in x for x in shown[:last])
 

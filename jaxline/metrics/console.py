@@ -180,6 +180,11 @@ class Console(periodic.Action):
     self.say('\n'.join(block))
     self._config, self._experiment, self._state = config, experiment, state
 
+  @property
+  def tells_how_to_go_on(self) -> bool:
+    """Whether the last block will be that of a training."""
+    return self._state is not None
+
   def __enter__(self) -> Console:
     return self
 
