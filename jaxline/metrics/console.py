@@ -182,8 +182,8 @@ class Console(periodic.Action):
 
   @property
   def tells_how_to_go_on(self) -> bool:
-    """Whether the last block will be that of a training."""
-    return self._state is not None
+    """Whether the last block will have the command that does."""
+    return self._state is not None and bool(self._origin.command)
 
   def __enter__(self) -> Console:
     return self
