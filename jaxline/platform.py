@@ -630,11 +630,10 @@ def start(
     try:
       return config.checkpoint_dir, debug.debugger_fallback(mode.run)(run)
     except preemption.Preempted as e:
-      if mode.logs and config.checkpointer == 'durable':
-        e.add_note(
-          'It goes on with the same command and'
-          f' --config.checkpoint_dir={config.checkpoint_dir}'
-        )
+      is_durable = mode.logs and config.checkpointer == 'durable'
+      if is_durable and not console.tells_how_to_go_on:
+        given = f'--config.checkpoint_dir={config.checkpoint_dir}'
+        e.add_note(f'It goes on with the same command and {given}')
       raise
 
 

@@ -255,7 +255,8 @@ def plot(runs: Sequence[Run], metrics: Sequence[str], path: str) -> None:
   # Without pyplot, which would look for a display and keep the figure.
   figure = figure_lib.Figure((6 * columns, 3.5 * rows), layout='constrained')
   for i, metric in enumerate(metrics, 1):
-    axes = figure.add_subplot(rows, columns, i)
+    first = next(iter(figure.axes), None)
+    axes = figure.add_subplot(rows, columns, i, sharex=first)
     for label, run in zip(labels, runs, strict=True):
       curve = run.curves.get(metric, {})
       marker = '.' if len(curve) < 30 else ''

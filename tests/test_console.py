@@ -424,8 +424,8 @@ def test_texts_are_printed_without_commands_to_the_terminal(tmp_path, capsys):
   ]
   assert out[3:] == [
     'eval step 8 | long:',
-    *['  x'] * 20,
-    '  ... (10 more lines)',
+    *['  x'] * 19,
+    '  ... (11 more lines)',
   ]
   assert len((tmp_path / 'x').read_text().splitlines()) == 5
 
@@ -518,6 +518,20 @@ def test_the_log_is_quiet_about_the_libraries(path, level, is_heard):
     ):
       assert handler.filter(record(path, level))
   assert handler.filter(record(path, level))
+
+
+def test_progress_of_the_libraries_is_a_plain_line():
+  handler = logging.get_absl_handler()
+  progress = record(OWN / 'inputs' / 'token_cache.py')
+  own = [record(OWN / 'metrics' / 'console.py'), record('mine.py')]
+  with log_filter.quiet():
+    assert handler.format(progress) == 'text'
+    assert all(handler.format(x).endswith('] text') for x in own)
+    with mock.patch.object(
+      logging, 'get_verbosity', return_value=logging.DEBUG
+    ):
+      assert handler.format(progress).endswith('] text')
+  assert handler.format(progress).endswith('] text')
 
 
 @pytest.mark.parametrize(
@@ -1058,6 +1072,7 @@ def test_the_last_block_says_what_the_run_came_to(capsys):
     console.log_best('bits', 2.5, 8)
     state.global_step = 30
     capsys.readouterr()
+    assert not console.tells_how_to_go_on  # It was called from Python.
     console.__exit__(type(error), error, None)
     assert capsys.readouterr().out.splitlines()[:3] == [
       f'{how} step 30 of 6000 (0%) in 0:00.',
@@ -1073,6 +1088,7 @@ def test_the_last_block_of_an_evaluation(capsys):
   console = console_lib.Console('plain')
   with console:
     console.begin(make_config(checkpoint_dir='/run'), experiment_of())
+    assert not console.tells_how_to_go_on
     console.log_evaluation(3, {'bits': 2.5})
     console.log_best('bits', 3.0)
     console.log_best('bits', 2.5, 3)
@@ -1353,6 +1369,7 @@ def test_a_signal_on_a_terminal(tmp_path, terminal, signum, code, said):
   (last,) = (i for i, x in enumerate(shown) if x.startswith('Stopped at step '))
   assert any(x.startswith('Go on:    python -c ') for x in shown[last:])
   assert any(said in x for x in shown[last:])
+  assert 'It goes on' not in terminal.text  # Said already.
   if signum == signal.SIGINT:
     assert any('press Ctrl-C again to leave at once' in x for x in shown[:last])
 

@@ -631,7 +631,7 @@ def test_sigterm_everywhere(tmp_path, undisturbed, start):
     run.send(signal.SIGTERM)
     assert run.end() == 75, (what, run.log[-8000:])
     assert time.monotonic() - began < 20  # Of the 30 s that are customary.
-    assert 'It goes on with the same command' in run.log
+    assert re.search('Go on: |It goes on with the same command', run.log)
     step = newest(tmp_path) or 0
     # Not a step is lost: the newest checkpoint is of the last one that was
     # taken, and that one is logged.

@@ -138,8 +138,11 @@ def test_a_picture_shows_the_values(sweep):
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(figures, 'Figure', Figure)
-    runs.plot(runs.find([str(sweep)]), ['eval/loss'], 'out.png')
-  (axes,) = made[0].axes
+    names = ['eval/loss', 'train/loss']
+    runs.plot(runs.find([str(sweep)]), names, 'out.png')
+  axes, below = made[0].axes
+  # A step is at one place in all.
+  assert axes.get_shared_x_axes().joined(axes, below)
   curves = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
   assert curves == {
     'random_seed 1': [[10, 1.5], [20, 1.25], [30, 1.75]],

@@ -743,7 +743,7 @@ def test_the_logged_steps_are_those_of_scalars(tmp_path):
     with writers.TensorBoardWriter(tmp_path) as events:
       start, _ = _records(sorted(tmp_path.glob('*tfevents*'))[1])[1]
       with open(sorted(tmp_path.glob('*tfevents*'))[1], 'r+b') as file:
-        file.seek(start + 15)
+        file.seek(start + 20)  # The time: 0x41 for decades.
         file.write(b'?')
       assert events.logged_steps() == [5, 7]
       old = mock.create_autospec(writers.Writer)
@@ -1320,15 +1320,17 @@ def test_what_the_caller_changes_later_is_not_written(gate):
   writer = writers.AsyncWriter(recorder)
   array = np.array(1.0)
   image = np.zeros((2, 2), np.uint8)
+  weight = jnp.zeros((2, 2))
   step = np.array([5, 5])
   scalars = {'a': array, 'nest': {'b': array}}
   texts = {'c': 'd'}
   writer.write_scalars(step, scalars)
-  writer.write_images(step, {'i': image})
+  writer.write_images(step, {'i': image, 'w': weight})
   writer.write_texts(step, texts)
-  writer.write_histograms(step, {'h': image})
+  writer.write_histograms(step, {'h': image, 'w': weight})
   array[...] = 2.0
   image[...] = 255
+  weight.delete()  # As the next step does, which it is donated to.
   step[...] = 6
   scalars['nest']['b'] = 7
   texts.clear()
@@ -1339,9 +1341,9 @@ def test_what_the_caller_changes_later_is_not_written(gate):
     recorder.calls[:4],
     [
       ('scalars', 5, {'a': 1.0, 'nest/b': 1.0}),
-      ('images', 5, {'i': zeros}),
+      ('images', 5, {'i': zeros, 'w': zeros}),
       ('texts', 5, {'c': 'd'}),
-      ('histograms', 5, {'h': zeros}, 30),
+      ('histograms', 5, {'h': zeros, 'w': zeros}, 30),
     ],
   )
 

@@ -19,7 +19,8 @@ def main() -> None:
   """Reads text with colours of a terminal; writes the picture."""
   lines = sys.stdin.read().rstrip().splitlines()
   shown = console.Console(width=_WIDTH, record=True, file=io.StringIO())
-  shown.print(text.Text.from_ansi('\n'.join(line.rstrip() for line in lines)))
+  screen = text.Text.from_ansi('\n'.join(line.rstrip() for line in lines))
+  shown.print(screen, end='\n\n')  # Underscores of the last line are cut off.
   svg = shown.export_svg(title='jaxline', theme=terminal_theme.MONOKAI)
   # The fonts would come from a server; the reader's own monospace one does.
   svg = re.sub(r'@font-face \{.*?\}\s*', '', svg, flags=re.DOTALL)

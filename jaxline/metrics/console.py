@@ -182,6 +182,11 @@ class Console(periodic.Action):
     self.say('\n'.join(block))
     self._config, self._experiment, self._state = config, experiment, state
 
+  @property
+  def tells_how_to_go_on(self) -> bool:
+    """Whether the last block will have the command that does."""
+    return self._state is not None and bool(self._origin.command)
+
   def __enter__(self) -> Console:
     return self
 
@@ -469,7 +474,7 @@ class _TextWriter(writers.Backend):
       )
       shown = clean.split('\n')
       if len(shown) > _MAX_TEXT_LINES:
-        rest = len(shown) - _MAX_TEXT_LINES
-        shown[_MAX_TEXT_LINES:] = [f'... ({rest} more lines)']
+        rest = len(shown) - _MAX_TEXT_LINES + 1
+        shown[_MAX_TEXT_LINES - 1 :] = [f'... ({rest} more lines)']
       head = f'{self._mode} step {step} | {name}:'
       self._console.say('\n  '.join([head, *shown]))

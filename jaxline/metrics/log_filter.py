@@ -22,21 +22,37 @@ _QUIET = tuple(
   for package in ('jaxline', 'jax', 'jaxlib', 'optax', 'orbax')
   for folder in _folders(package)
 )
-# Files whose information is for the user: these lines, and progress that takes
-# minutes.
+# Files whose information is for the user: progress that takes minutes, and the
+# lines of a console that is off.
 _HEARD = ('console.py', 'token_cache.py', 'xla.py')
 
 
-def _is_heard(record: std_logging.LogRecord) -> bool:
-  """Leaves information about jaxline and its libraries out of the log."""
+def _is_quiet(record: std_logging.LogRecord) -> bool:
+  """Returns whether it is information about jaxline or its libraries."""
   return (
-    logging.get_verbosity() >= logging.DEBUG
+    logging.get_verbosity() < logging.DEBUG
     # Less than information is there only if somebody asked for it, such as by
     # JAX_DEBUG_LOG_MODULES.
-    or record.levelno != std_logging.INFO
-    or not record.pathname.startswith(_QUIET)
-    or record.filename in _HEARD
+    and record.levelno == std_logging.INFO
+    and record.pathname.startswith(_QUIET)
   )
+
+
+def _is_heard(record: std_logging.LogRecord) -> bool:
+  return not _is_quiet(record) or record.filename in _HEARD
+
+
+class _Formatter(std_logging.Formatter):
+  """Leaves time and place out of lines that stand among the console's."""
+
+  def __init__(self, others: std_logging.Formatter | None):
+    super().__init__()
+    self._others = others or std_logging.Formatter()
+
+  def format(self, record: std_logging.LogRecord) -> str:
+    if _is_quiet(record) and record.filename != 'console.py':
+      return record.getMessage()
+    return self._others.format(record)
 
 
 def accept_names(flag: Any) -> None:
@@ -55,8 +71,11 @@ def quiet() -> Iterator[None]:
   A verbosity of debug shows all of it. Other handlers get everything.
   """
   handler = logging.get_absl_handler()
+  formatter = handler.python_handler.formatter
   handler.addFilter(_is_heard)
+  handler.setFormatter(_Formatter(formatter))
   try:
     yield
   finally:
     handler.removeFilter(_is_heard)
+    handler.setFormatter(formatter)

@@ -97,9 +97,10 @@ class AsyncWriter(MetricWriter):
   """Writes on one background thread, behind a queue that cannot overflow.
 
   A `write_*` call costs the caller a few microseconds, whatever the disk does.
-  Device arrays are fetched on the background thread; numpy arrays are copied at
-  once, since the caller may reuse them. (A donated array is gone by then: hand
-  over a metric of the step, not a part of its state.)
+  Device arrays are fetched on the background thread. NumPy arrays are copied at
+  once, since the caller may reuse them; so are the arrays of images and of
+  histograms, on their device, since a weight is donated to the next step. (A
+  scalar is not: hand over a metric of the step, not a part of its state.)
 
   - Where the queue is full the record is dropped and counted. The 1st, 10th,
     100th ... drop is logged, and `flush` and `close` log the count and write it
@@ -161,11 +162,9 @@ class AsyncWriter(MetricWriter):
       return
     step = _snapshot(global_step)
     if kind in ('images', 'histograms'):
-      values = {
-        name: x if hasattr(x, '__array__') else np.array(x)
-        for name, x in values.items()
-      }
-    values = _snapshot(values)
+      values = {name: _copy(x) for name, x in values.items()}
+    else:
+      values = _snapshot(values)
     if kind == 'images':
       for name, image in values.items():
         # Here the traceback still leads to the line that made the image.
@@ -251,6 +250,16 @@ def _snapshot(value: Any) -> Any:
   if isinstance(value, Mapping):
     return {name: _snapshot(v) for name, v in value.items()}
   return np.array(value) if hasattr(value, '__array__') else value
+
+
+def _copy(value: Any) -> Any:
+  """Copies an array, on its device if it is on one."""
+  if not isinstance(value, jax.Array):
+    return np.array(value)
+  if value.is_fully_replicated:
+    value = value.addressable_data(0)
+  # What other processes have a part of cannot be fetched either.
+  return value.copy() if value.is_fully_addressable else value
 
 
 def _make_tensorboard(
