@@ -34,6 +34,7 @@ import pytest
 
 import jaxline
 from jaxline import base_config
+from jaxline import compilation_cache
 from jaxline import errors
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import lines
@@ -50,6 +51,8 @@ from tests.programs import toy
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOY = ROOT / 'tests' / 'programs' / 'toy.py'
 CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
+# How the line after the first step begins, as the cache of other tests has it.
+COMPILED = '(Compiled|Loaded from the cache)'
 _ESCAPE = re.compile(r'\x1b(?:\[([\d;?]*))?([A-Za-z78])')
 
 
@@ -943,6 +946,30 @@ def test_a_full_disk_loses_a_line_and_not_the_others(monkeypatch, capsys):
   assert written == ['one\n', 'two\n']
 
 
+@pytest.mark.usefixtures('compiles')
+def test_the_start_says_whether_the_cache_had_the_step(
+  tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setattr(compilation_cache, '_MIN_COMPILE_SECS', 0.0)
+  config = regression.get_config(1)
+  config.compilation_cache = str(tmp_path / 'programs')
+
+  def said(**overrides):
+    jax.clear_caches()
+    jaxline.fit(regression.Regression, config, overrides, mode='train')
+    out = capsys.readouterr().out
+    return re.search(r'^Compiling the train step...\n(.*)$', out, re.M)[1]
+
+  miss = r'Compiled in \d+\.\d s; none of \d+ programs were in the cache\.'
+  assert re.fullmatch(miss, said())
+  assert re.fullmatch(r'Loaded from the cache in \d+\.\d s\.', said())
+  for path in tmp_path.glob('programs/*/jit_step-*'):
+    path.unlink()
+  some = r'Compiled in \d+\.\d s; 1 of \d+ programs were in the cache\.'
+  assert re.fullmatch(some, said())
+  assert re.fullmatch(r'Compiled in \d+\.\d s\.', said(compilation_cache='off'))
+
+
 def test_a_run_without_a_step_left_compiles_nothing(tmp_path, capsys):
   config = regression.get_config(4)
   config.checkpoint_dir = str(tmp_path / 'run')
@@ -1187,7 +1214,7 @@ def test_a_run_in_a_pipe(tmp_path):
   assert 'interval_type' not in config
   assert f'Run directory: {tmp_path}' in out[:first]
   assert 'Start:         step 0 of 4, a fresh run' in out[:first]
-  assert re.fullmatch(r'Compiled in \d+\.\d s\b.*', out[first + 1])
+  assert re.fullmatch(rf'{COMPILED} in \d+\.\d s\b.*', out[first + 1])
   assert re.match(r'step 2 of 4 \(50%\) \| loss [\d.]+ \| ', out[first + 2])
   text = '\n'.join(out[first:])
   assert re.search(r'^eval step 4 \| loss', text, re.MULTILINE)
@@ -1258,7 +1285,7 @@ def test_an_error_comes_after_the_last_block(tmp_path):
   )
   assert result.returncode == 1
   before, after = result.stdout.split('Failed at step 3 of 6 (50%) in ')
-  assert 'Compiled in ' in before
+  assert re.search(rf'^{COMPILED} in ', before, re.MULTILINE)
   assert 'Curves: ' in after
   assert after.splitlines()[-1].endswith('Failure: step at 3')
   assert 'Traceback' not in before
@@ -1312,7 +1339,7 @@ def test_a_run_on_a_terminal(tmp_path, terminal):
   last = next(i for i, x in enumerate(shown) if x.startswith('Trained to'))
   between = shown[first + 1 : last]
   assert ' The position of a generator is not saved' in between.pop(0)
-  assert between.pop(0).startswith('Compiled in ')
+  assert re.match(f'{COMPILED} in ', between.pop(0))
   # Whole lines, in order, and nothing left of what was drawn.
   assert len(between) == 40, between
   for i in range(10):
