@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import errno
+import functools
 import os
 import pathlib
 import re
@@ -651,7 +652,8 @@ def _claim(
   if jax.process_index() == 0:
     try:
       for name in mode.logs:
-        stack.callback(files.Claim(config.checkpoint_dir, name).release)
+        claim = files.Claim(config.checkpoint_dir, name)
+        stack.push(functools.partial(_release, claim))
     except files.ClaimedError as e:
       refused = str(e)
     except OSError as e:
@@ -676,6 +678,12 @@ def _claim(
       unwritable,
     )
   return not unwritable
+
+
+def _release(claim: files.Claim, kind: Any, error: Any, traceback: Any) -> None:
+  """Ends a claim, with whether an error has ended the run."""
+  is_order = error is None or isinstance(error, preemption.Preempted)
+  claim.release(files.STOPPED if is_order else files.FAILED)
 
 
 def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
