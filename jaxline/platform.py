@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import errno
-import functools
 import os
 import pathlib
 import re
@@ -652,8 +651,7 @@ def _claim(
   if jax.process_index() == 0:
     try:
       for name in mode.logs:
-        claim = files.Claim(config.checkpoint_dir, name)
-        stack.push(functools.partial(_release, claim))
+        stack.enter_context(files.Claim(config.checkpoint_dir, name))
     except files.ClaimedError as e:
       refused = str(e)
     except OSError as e:
@@ -678,12 +676,6 @@ def _claim(
       unwritable,
     )
   return not unwritable
-
-
-def _release(claim: files.Claim, kind: Any, error: Any, traceback: Any) -> None:
-  """Ends a claim, with whether an error has ended the run."""
-  is_order = error is None or isinstance(error, preemption.Preempted)
-  claim.release(files.STOPPED if is_order else files.FAILED)
 
 
 def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:

@@ -26,6 +26,7 @@ from absl import logging
 
 from jaxline import disk
 from jaxline import errors
+from jaxline.supervision import preemption
 
 FORMAT = 1
 RECORD = 'checkpoint.json'
@@ -592,6 +593,13 @@ class Claim:
           f' write {what!r} there. Wait for its end, stop it, or give this run'
           f' {key}.'
         ) from None
+
+  def __enter__(self) -> 'Claim':
+    return self
+
+  def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    is_failed = error and not isinstance(error, preemption.Preempted)
+    self.release(FAILED if is_failed else STOPPED)
 
   def _take(self) -> int:
     """Locks the file; raises BlockingIOError where another has locked it."""
