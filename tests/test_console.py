@@ -1058,6 +1058,60 @@ def test_the_last_block_has_the_next_commands(command, decodes, expected):
   ]
 
 
+@pytest.mark.parametrize(
+  ('command', 'is_over', 'steps', 'expected'),
+  [
+    (
+      (*COMMAND, '--config.training_steps=6'),
+      True,
+      6,
+      [
+        'Go on:    python x.py --config=a.py --config.checkpoint_dir=/run'
+        ' --config.training_steps=12',
+        'Evaluate: python x.py --config=a.py --config.training_steps=6'
+        ' --config.checkpoint_dir=/run --jaxline_mode=eval'
+        ' --config.one_off_evaluate',
+      ],
+    ),
+    (
+      (),
+      True,
+      6,
+      [
+        "Go on:    jaxline.fit(..., overrides={'checkpoint_dir': '/run',"
+        " 'training_steps': 12})",
+        "Evaluate: jaxline.evaluate('/run', experiment_class=object)",
+      ],
+    ),
+    # It has decided by itself that it is over, or has evaluated only.
+    (
+      (),
+      True,
+      None,
+      ["Evaluate: jaxline.evaluate('/run', experiment_class=object)"],
+    ),
+    (
+      (),
+      None,
+      6,
+      ["Evaluate: jaxline.evaluate('/run', experiment_class=object)"],
+    ),
+  ],
+)
+def test_a_run_that_has_all_its_steps_goes_on_with_more(
+  command, is_over, steps, expected
+):
+  config = make_config(checkpoint_dir='/run', training_steps=steps)
+  block = summary.end_block(
+    config, object(), summary.Origin(command), {}, 1.0, is_over, True
+  )
+  assert block == [
+    'Run directory: /run',
+    *expected,
+    'Curves:   python -m jaxline.runs compare /run',
+  ]
+
+
 def test_the_command_of_several_processes_is_that_of_the_launcher(monkeypatch):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   config = make_config(checkpoint_dir='/run')
@@ -1068,6 +1122,8 @@ def test_the_command_of_several_processes_is_that_of_the_launcher(monkeypatch):
   assert block == [
     'Run directory: /run',
     'Go on:    the same command with --config.checkpoint_dir=/run',
+    'Evaluate: the same command with --config.checkpoint_dir=/run'
+    ' --jaxline_mode=eval --config.one_off_evaluate',
     'Curves:   python -m jaxline.runs compare /run',
   ]
 
@@ -1226,7 +1282,8 @@ def test_a_run_in_a_pipe(tmp_path):
   )
   (look,) = (line for line in out if line.startswith('Evaluate:'))
   assert f'--config.checkpoint_dir={tmp_path}' in look
-  assert 'Go on:' not in text  # No step is left.
+  (more,) = (line for line in out if line.startswith('Go on:'))
+  assert more.endswith(f'={tmp_path} --config.training_steps=8')
   # And so it goes on.
   again = run(tmp_path, '--config.training_steps=5', '--verbosity=debug')
   assert 'Start:         step 4 of 5, resumed\n' in again.stdout
