@@ -12,6 +12,7 @@ import importlib
 import itertools
 import pathlib
 import shutil
+import types
 
 import pytest
 
@@ -199,8 +200,25 @@ def test_a_copy_of_an_example_uses_the_copy(name, tmp_path, monkeypatch):
   copy = f'copy_of_{name}'
   shutil.copytree(ROOT / 'examples' / name, tmp_path / copy)
   monkeypatch.syspath_prepend(tmp_path)
-  module = importlib.import_module(f'{copy}.experiment')
-  assert module.model.__name__ == f'{copy}.model'
+  owners = {}
+  for path in sorted((tmp_path / copy).glob('[!_]*.py')):  # Its tests too.
+    module = importlib.import_module(f'{copy}.{path.stem}')
+    assert module.__file__ == str(path)
+    for key, value in vars(module).items():
+      is_module = isinstance(value, types.ModuleType)
+      owner = value.__name__ if is_module else getattr(value, '__module__', '')
+      owners[f'{path.name}: {key}'] = str(owner)
+  assert f'{copy}.model' == owners['experiment.py: model']
+  original = f'examples.{name}.'
+  assert not [k for k, x in owners.items() if f'{x}.'.startswith(original)]
+  # And its README names the modules that it shares with the original.
+  readme = (tmp_path / copy / 'README.md').read_text(encoding='utf-8')
+  shared = {x for x in owners.values() if x.startswith('examples.')}
+  missing = {x for x in shared if f'{x.replace(".", "/")}.py' not in readme}
+  assert not missing
+  if name == 'lm':
+    assert 'examples.transformer' in shared
+    assert '`transformer.causal_attention`' in readme
 
 
 def test_every_module_has_its_step():
