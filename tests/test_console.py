@@ -28,6 +28,7 @@ from unittest import mock
 from absl import flags
 from absl import logging
 import jax
+from jax._src import xla_bridge
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -519,6 +520,47 @@ def test_the_log_is_quiet_about_the_libraries(path, level, is_heard):
     ):
       assert handler.filter(record(path, level))
   assert handler.filter(record(path, level))
+
+
+@pytest.mark.parametrize('fails_quietly', [True, False])
+def test_a_backend_that_is_not_there_is_told_only_if_it_is_needed(
+  monkeypatch, caplog, fails_quietly
+):
+  # What JAX itself does at its start on a machine without a TPU.
+  def no_tpu():
+    raise RuntimeError('libtpu.so is not here')
+
+  cpu = jax.devices()[0].client
+  registered = xla_bridge.BackendRegistration
+  factories = {
+    'cpu': registered(lambda: cpu, priority=0),
+    'tpu': registered(no_tpu, priority=1, fail_quietly=fails_quietly),
+  }
+  for name, value in {
+    '_backends': {},
+    '_backend_errors': {},
+    '_backend_factories': factories,
+    '_default_backend': None,
+  }.items():
+    monkeypatch.setattr(xla_bridge, name, value)
+  needs = contextlib.nullcontext()
+  if not fails_quietly:
+    needs = pytest.raises(
+      RuntimeError, match="initialize backend 'tpu': libtpu"
+    )
+  jax.config.update('jax_platforms', None)
+  try:
+    with caplog.at_level(std_logging.INFO), needs:
+      xla_bridge.backends()
+  finally:
+    jax.config.update('jax_platforms', 'cpu')
+  said = [x for x in caplog.records if 'Unable to init' in x.getMessage()]
+  assert len(said) == fails_quietly
+  handler = logging.get_absl_handler()
+  for x in said:
+    assert handler.filter(x)
+    with log_filter.quiet():
+      assert not handler.filter(x)
 
 
 @pytest.mark.parametrize(
@@ -1235,11 +1277,11 @@ def environment():
   return os.environ | {'PYTHONPATH': str(ROOT), 'TERM': 'xterm'}
 
 
-def run(run_dir, *args, **kwargs):
+def run(run_dir, *args, env=(), **kwargs):
   return subprocess.run(
     arguments(run_dir, *args, **kwargs),
     cwd=ROOT,
-    env=environment(),
+    env=environment() | dict(env),
     capture_output=True,
     text=True,
     timeout=120,
@@ -1323,6 +1365,10 @@ def test_a_refused_start_has_no_block(tmp_path):
   result = run(tmp_path, '--config.one_off_evaluate=True', mode='eval')
   assert result.returncode == 2
   assert result.stdout == ''
+  result = run(tmp_path, env={'JAX_PLATFORMS': 'rocm'})
+  assert result.returncode == 1
+  assert result.stdout == ''
+  assert "Unable to initialize backend 'rocm'" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.process
