@@ -11,6 +11,7 @@ import functools
 import importlib
 import itertools
 import pathlib
+import re
 import shutil
 import types
 
@@ -482,6 +483,35 @@ def is_guard(node: ast.AST) -> bool:
   if not isinstance(node, ast.If) or node.orelse:
     return False
   return [type(inner) for inner in node.body] == [ast.Raise]
+
+
+# How long a run takes, in a config's docstring: one form or the other.
+MEASURED = re.compile(
+  r'Time: (\d+|half an?) (second|minute|hour)s?, measured\b'
+)
+COMPUTED = re.compile(
+  r'Time: ([\d,]+) steps of at least ([\d.]+) s are (\d+) (\w+) on (\d+) (\w+)'
+  r' chips: computed, not measured \((\w+) in ([\w/]+\.md)\b'
+)
+
+
+@pytest.mark.parametrize(
+  'name', sorted(x.stem for x in (ROOT / 'configs').glob('[!_]*.py'))
+)
+def test_a_config_says_how_long_it_takes(name):
+  module = importlib.import_module(f'configs.{name}')
+  docstring = ' '.join(module.__doc__.split())
+  found = COMPUTED.search(docstring)
+  assert bool(MEASURED.search(docstring)) != bool(found), docstring
+  if found:
+    steps, secs, number, unit, chips, kind, run, page = found.groups()
+    steps = int(steps.replace(',', ''))
+    assert steps == module.get_config().training_steps
+    unit_secs = {'minutes': 60, 'hours': 3600, 'days': 86400}[unit]
+    assert round(steps * float(secs) / unit_secs) == int(number)
+    text = (ROOT / page).read_text(encoding='utf-8')
+    assert re.search(rf'\| {run} \| {kind}:\S+ \| {chips} \|', text)
+    assert re.search(rf'\| {run} \|.* \w+, {secs} s \|', text)
 
 
 def test_a_config_is_numbers_and_their_reasons():
