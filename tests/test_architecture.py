@@ -9,10 +9,12 @@ from collections.abc import Iterator
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import itertools
 import pathlib
 import re
 import shutil
+import sys
 import types
 
 import pytest
@@ -220,6 +222,30 @@ def test_a_copy_of_an_example_uses_the_copy(name, tmp_path, monkeypatch):
   if name == 'lm':
     assert 'examples.transformer' in shared
     assert '`transformer.causal_attention`' in readme
+
+
+def test_what_is_imported_is_declared():
+  setup = parsed(ROOT / 'setup.py')
+  texts = [x.value for x in setup.nodes if isinstance(x, ast.Constant)]
+  declared = {
+    re.split(r'[\[<>=,]', x)[0].lower().replace('_', '-')
+    for x in texts
+    if isinstance(x, str)
+  }
+  distributions = importlib.metadata.packages_distributions()
+
+  def is_declared(top):
+    names = distributions.get(top, [top])  # Of what is not installed.
+    return any(x.lower().replace('_', '-') in declared for x in names)
+
+  own = {'.', 'benchmarks', 'configs', 'examples', 'jaxline', 'tests'}
+  refuse(
+    module.at(node, f'setup.py does not name {name}')
+    for module in [*LIBRARY, *EXAMPLES, *all_in('docs')]
+    for node, name in module.imports
+    for top in [name.split('.')[0] or '.']
+    if top not in own | sys.stdlib_module_names and not is_declared(top)
+  )
 
 
 def test_every_module_has_its_step():
