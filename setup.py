@@ -19,6 +19,7 @@ _BASE = [
   'chex>=0.1.90',
   'crc32c>=2.7',  # With it tensorboardX takes a 50th of the time for checksums.
   'dm-haiku>=0.0.16',
+  'etils[epath]>=1.9',  # As Grain and Orbax.
   'grain>=0.2.18',
   # Python 3.11 gets 0.10, the last release for it.
   'jax>=0.10,<0.13',
@@ -27,9 +28,12 @@ _BASE = [
   'numpy>=2.0',
   'optax>=0.2.5',
   'orbax-checkpoint>=0.11.20',
+  'protobuf>=4.25',  # Of the records of tensorboardX.
   'sentencepiece>=0.2',
   'tensorboardX>=2.6.2',
+  'tensorstore>=0.1.71',  # As Orbax.
 ]
+_DOCS = ['rich>=13']  # Draws the terminal in docs/images.
 _IMAGE = ['scikit-learn>=1.4']
 _EXPORT = ['safetensors>=0.4']
 _PAX = ['fiddle>=0.3', *_IMAGE]  # The digits of ResNet50Pjit --reduced.
@@ -52,6 +56,7 @@ _TEST = [
   'pytest-timeout>=2.3',
   'pytest-xdist>=3.6',  # Splits the tests among the cores.
   'ruff>=0.17,<0.18',  # Another release formats otherwise.
+  'scipy>=1.13',
   'tensorboard>=2.18',  # Reads event files back.
 ]
 
@@ -71,6 +76,7 @@ setuptools.setup(
   install_requires=_BASE,
   extras_require={
     'aim': ['aim>=3.29'],
+    'docs': _DOCS,
     'export': _EXPORT,
     'fp8': ['flax>=0.12'],
     'gpu': ['jax[cuda12]>=0.10,<0.13'],

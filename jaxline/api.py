@@ -96,10 +96,7 @@ def fit(
     raise errors.UsageError(
       f"mode is {mode!r}; expected 'train_and_eval' or 'train'."
     )
-  config = config.copy_and_resolve_references()
-  with config.unlocked():
-    config.update_from_flattened_dict(overrides or {})
-  base_config.validate_config(config)
+  config = _override(config, overrides)
   try:
     with preemption.Watch():
       directory, experiment = platform.start(
@@ -121,8 +118,20 @@ def fit(
   return Result(directory, experiment, history, run.best)
 
 
+def _override(
+  config: config_dict.ConfigDict, overrides: Mapping[str, Any] | None
+) -> config_dict.ConfigDict:
+  """Returns a validated copy of a config, with other values by dotted key."""
+  config = config.copy_and_resolve_references()
+  with config.unlocked():
+    config.update_from_flattened_dict(overrides or {})
+  base_config.validate_config(config)
+  return config
+
+
 def load(
   directory: str | os.PathLike[str],
+  overrides: Mapping[str, Any] | None = None,
   *,
   step: int | None = None,
   series: str = 'latest',
@@ -135,19 +144,24 @@ def load(
 
   Args:
     directory: the run's.
+    overrides: dotted key -> value, as for `fit`, over the run's config.
     step: that of the checkpoint; None is the newest.
     series: 'latest' or 'best'.
     experiment_class: None is the class that the run's config names.
     mode: the experiment's: 'eval', or 'decode', which opens no data.
 
   Raises:
-    errors.UsageError: the directory is no run, or it has no such checkpoint.
+    errors.UsageError: the directory is no run, or it has no such checkpoint, or
+      what is wrong with the overridden config.
+    TypeError: as for `fit`.
+    KeyError: as for `fit`.
   """
-  return _load(directory, step, series, experiment_class, mode)[0]
+  return _load(directory, overrides, step, series, experiment_class, mode)[0]
 
 
 def _load(
   directory: str | os.PathLike[str],
+  overrides: Mapping[str, Any] | None,
   step: int | None,
   series: str,
   experiment_class: Any,
@@ -155,6 +169,8 @@ def _load(
 ) -> tuple[Any, int, config_dict.ConfigDict]:
   """Returns an experiment, its step and the config of its run."""
   config = _recorded_config(directory)
+  if overrides:  # Else it may be of another version, with other keys.
+    config = _override(config, overrides)
   if experiment_class is None:
     experiment_class = platform.resolve_experiment_class(config)
   full = adapters.full_checkpointer(
@@ -226,6 +242,7 @@ def load_weights(
 
 def evaluate(
   directory: str | os.PathLike[str],
+  overrides: Mapping[str, Any] | None = None,
   *,
   step: int | None = None,
   series: str = 'latest',
@@ -235,6 +252,7 @@ def evaluate(
 
   Args:
     directory: the run's.
+    overrides: dotted key -> value, as for `fit`, over the run's config.
     step: that of the checkpoint; None is the newest.
     series: 'latest' or 'best'.
     experiment_class: None is the class that the run's config names.
@@ -243,10 +261,12 @@ def evaluate(
     The numbers that the experiment's `evaluate` returns, by name.
 
   Raises:
-    errors.UsageError: the directory is no run, or it has no such checkpoint.
+    errors.UsageError: as for `load`.
+    TypeError: as for `fit`.
+    KeyError: as for `fit`.
   """
   experiment, global_step, config = _load(
-    directory, step, series, experiment_class, 'eval'
+    directory, overrides, step, series, experiment_class, 'eval'
   )
   rng = jax.random.PRNGKey(config.random_seed)
   inputs = experiment.evaluate_inputs(config, rng)(global_step)

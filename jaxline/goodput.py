@@ -36,6 +36,8 @@ CATEGORIES = (
 _PHASES = '/jax/core/compile/'
 _BACKEND_COMPILE = '/jax/core/compile/backend_compile_duration'
 _CACHE_HIT = '/jax/compilation_cache/cache_hits'
+# JAX reports it when it stores the program, not for one that compiles fast.
+_CACHE_MISS = '/jax/compilation_cache/cache_misses'
 
 _clock = time.perf_counter
 # A signal handler may ask while its thread holds it.
@@ -63,8 +65,8 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 # What this process has compiled, in all threads: programs, seconds, and how
-# many of the programs were in a cache.
-_count, _secs, _hits = 0, 0.0, 0
+# many of the programs were in a cache, and are now.
+_count, _secs, _hits, _misses = 0, 0.0, 0, 0
 
 
 def _settle() -> None:
@@ -142,15 +144,16 @@ def spent() -> dict[str, float]:
     return dict(_spent)
 
 
-def compilations() -> tuple[int, float, int]:
+def compilations() -> tuple[int, float, int, int]:
   """Returns what this process has compiled so far, in all threads.
 
   Returns:
-    The number of programs, the seconds for them with tracing and lowering, and
-    how many of them JAX's persistent cache had.
+    The number of programs, the seconds for them with tracing and lowering, how
+    many of them JAX's persistent cache had, and how many it has taken. It does
+    not take a program that compiles fast.
   """
   listen()
-  return _count, _secs, _hits
+  return _count, _secs, _hits, _misses
 
 
 def compiled_secs() -> float:
@@ -162,9 +165,10 @@ def compiled_secs() -> float:
 
 
 def _on_event(event: str, **kwargs: Any) -> None:
-  global _hits
+  global _hits, _misses
   del kwargs
   _hits += event == _CACHE_HIT
+  _misses += event == _CACHE_MISS
 
 
 def _on_start(event: str, value: float, **kwargs: Any) -> None:

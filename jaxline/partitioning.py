@@ -101,9 +101,9 @@ class Rules:
 
 AXIS_NAMES = tuple(field.name for field in dataclasses.fields(Rules))
 WEIGHT_AXES = AXIS_NAMES[AXIS_NAMES.index('layers') :]
-# Elements of a weight without names from which on it is split, as a small one
-# is not worth the communication.
-MIN_SPLIT = 2**16
+# Of a weight without names: from how many elements on it is split, as a small
+# one is not worth the communication; and how many layers it may have stacked.
+MIN_SPLIT, MAX_LAYERS = 2**16, 256
 
 # How a dimension is split: by a logical axis, which the rules map to mesh axes;
 # by a mesh axis, under any rules; by several of either; not at all, for None.
@@ -288,7 +288,7 @@ class Partitioner:
     Args:
       tree: arrays or `jax.ShapeDtypeStruct`, some of them in `Logical`. Of the
         others, which have no names, those of `MIN_SPLIT` elements or more are
-        split as `embed` is, along the largest axis that divides.
+        split as `embed` is, along the largest axis that divides (not layers').
     """
 
     def one(path: Any, x: Any) -> P:
@@ -309,8 +309,8 @@ class Partitioner:
       return x.axes
     axes: list[Axis] = [None] * len(x.shape)
     parts = self.size('embed')
-    # Of three, not the first: layers that are scanned may lie along it.
-    first = int(len(x.shape) > 2)
+    # Not the first of three, or a short one: it may be that of scanned layers.
+    first = int(len(x.shape) > 2 or x.shape[:1] <= (MAX_LAYERS,))
     fits = [i for i, n in enumerate(x.shape) if i >= first and n % parts == 0]
     if parts > 1 and fits and math.prod(x.shape) >= MIN_SPLIT:
       axes[max(fits, key=lambda i: x.shape[i])] = 'embed'

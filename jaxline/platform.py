@@ -650,7 +650,7 @@ def _claim(
   if jax.process_index() == 0:
     try:
       for name in mode.logs:
-        stack.callback(files.Claim(config.checkpoint_dir, name).release)
+        stack.enter_context(files.Claim(config.checkpoint_dir, name))
     except files.ClaimedError as e:
       refused = str(e)
     except OSError as e:

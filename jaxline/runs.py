@@ -43,8 +43,9 @@ class Run:
       ascending step.
     seconds: the time that the training steps took. A pause between two starts
       of the run is not in it.
-    state: 'running', 'ended', 'stopped' (it was killed, or it failed), or
-      'unknown', where locks cannot be seen or checkpoints are in memory.
+    state: 'running'; 'ended'; 'failed' by an error; 'stopped' by Ctrl-C,
+      SIGTERM or a preemption; 'killed'; or 'unknown', where locks cannot be
+      seen or checkpoints are in memory.
   """
 
   path: pathlib.Path

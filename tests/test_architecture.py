@@ -9,9 +9,13 @@ from collections.abc import Iterator
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import itertools
 import pathlib
+import re
 import shutil
+import sys
+import types
 
 import pytest
 
@@ -199,8 +203,49 @@ def test_a_copy_of_an_example_uses_the_copy(name, tmp_path, monkeypatch):
   copy = f'copy_of_{name}'
   shutil.copytree(ROOT / 'examples' / name, tmp_path / copy)
   monkeypatch.syspath_prepend(tmp_path)
-  module = importlib.import_module(f'{copy}.experiment')
-  assert module.model.__name__ == f'{copy}.model'
+  owners = {}
+  for path in sorted((tmp_path / copy).glob('[!_]*.py')):  # Its tests too.
+    module = importlib.import_module(f'{copy}.{path.stem}')
+    assert module.__file__ == str(path)
+    for key, value in vars(module).items():
+      is_module = isinstance(value, types.ModuleType)
+      owner = value.__name__ if is_module else getattr(value, '__module__', '')
+      owners[f'{path.name}: {key}'] = str(owner)
+  assert f'{copy}.model' == owners['experiment.py: model']
+  original = f'examples.{name}.'
+  assert not [k for k, x in owners.items() if f'{x}.'.startswith(original)]
+  # And its README names the modules that it shares with the original.
+  readme = (tmp_path / copy / 'README.md').read_text(encoding='utf-8')
+  shared = {x for x in owners.values() if x.startswith('examples.')}
+  missing = {x for x in shared if f'{x.replace(".", "/")}.py' not in readme}
+  assert not missing
+  if name == 'lm':
+    assert 'examples.transformer' in shared
+    assert '`transformer.causal_attention`' in readme
+
+
+def test_what_is_imported_is_declared():
+  setup = parsed(ROOT / 'setup.py')
+  texts = [x.value for x in setup.nodes if isinstance(x, ast.Constant)]
+  declared = {
+    re.split(r'[\[<>=,]', x)[0].lower().replace('_', '-')
+    for x in texts
+    if isinstance(x, str)
+  }
+  distributions = importlib.metadata.packages_distributions()
+
+  def is_declared(top):
+    names = distributions.get(top, [top])  # Of what is not installed.
+    return any(x.lower().replace('_', '-') in declared for x in names)
+
+  own = {'.', 'benchmarks', 'configs', 'examples', 'jaxline', 'tests'}
+  refuse(
+    module.at(node, f'setup.py does not name {name}')
+    for module in [*LIBRARY, *EXAMPLES, *all_in('docs')]
+    for node, name in module.imports
+    for top in [name.split('.')[0] or '.']
+    if top not in own | sys.stdlib_module_names and not is_declared(top)
+  )
 
 
 def test_every_module_has_its_step():
@@ -464,6 +509,35 @@ def is_guard(node: ast.AST) -> bool:
   if not isinstance(node, ast.If) or node.orelse:
     return False
   return [type(inner) for inner in node.body] == [ast.Raise]
+
+
+# How long a run takes, in a config's docstring: one form or the other.
+MEASURED = re.compile(
+  r'Time: (\d+|half an?) (second|minute|hour)s?, measured\b'
+)
+COMPUTED = re.compile(
+  r'Time: ([\d,]+) steps of at least ([\d.]+) s are (\d+) (\w+) on (\d+) (\w+)'
+  r' chips: computed, not measured \((\w+) in ([\w/]+\.md)\b'
+)
+
+
+@pytest.mark.parametrize(
+  'name', sorted(x.stem for x in (ROOT / 'configs').glob('[!_]*.py'))
+)
+def test_a_config_says_how_long_it_takes(name):
+  module = importlib.import_module(f'configs.{name}')
+  docstring = ' '.join(module.__doc__.split())
+  found = COMPUTED.search(docstring)
+  assert bool(MEASURED.search(docstring)) != bool(found), docstring
+  if found:
+    steps, secs, number, unit, chips, kind, run, page = found.groups()
+    steps = int(steps.replace(',', ''))
+    assert steps == module.get_config().training_steps
+    unit_secs = {'minutes': 60, 'hours': 3600, 'days': 86400}[unit]
+    assert round(steps * float(secs) / unit_secs) == int(number)
+    text = (ROOT / page).read_text(encoding='utf-8')
+    assert re.search(rf'\| {run} \| {kind}:\S+ \| {chips} \|', text)
+    assert re.search(rf'\| {run} \|.* \w+, {secs} s \|', text)
 
 
 def test_a_config_is_numbers_and_their_reasons():

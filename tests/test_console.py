@@ -28,12 +28,14 @@ from unittest import mock
 from absl import flags
 from absl import logging
 import jax
+from jax._src import xla_bridge
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxline
 from jaxline import base_config
+from jaxline import compilation_cache
 from jaxline import errors
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import lines
@@ -50,6 +52,8 @@ from tests.programs import toy
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOY = ROOT / 'tests' / 'programs' / 'toy.py'
 CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
+# How the line after the first step begins, as the cache of other tests has it.
+COMPILED = '(Compiled|Loaded from the cache)'
 _ESCAPE = re.compile(r'\x1b(?:\[([\d;?]*))?([A-Za-z78])')
 
 
@@ -534,6 +538,47 @@ def test_progress_of_the_libraries_is_a_plain_line():
   assert handler.format(progress).endswith('] text')
 
 
+@pytest.mark.parametrize('fails_quietly', [True, False])
+def test_a_backend_that_is_not_there_is_told_only_if_it_is_needed(
+  monkeypatch, caplog, fails_quietly
+):
+  # What JAX itself does at its start on a machine without a TPU.
+  def no_tpu():
+    raise RuntimeError('libtpu.so is not here')
+
+  cpu = jax.devices()[0].client
+  registered = xla_bridge.BackendRegistration
+  factories = {
+    'cpu': registered(lambda: cpu, priority=0),
+    'tpu': registered(no_tpu, priority=1, fail_quietly=fails_quietly),
+  }
+  for name, value in {
+    '_backends': {},
+    '_backend_errors': {},
+    '_backend_factories': factories,
+    '_default_backend': None,
+  }.items():
+    monkeypatch.setattr(xla_bridge, name, value)
+  needs = contextlib.nullcontext()
+  if not fails_quietly:
+    needs = pytest.raises(
+      RuntimeError, match="initialize backend 'tpu': libtpu"
+    )
+  jax.config.update('jax_platforms', None)
+  try:
+    with caplog.at_level(std_logging.INFO), needs:
+      xla_bridge.backends()
+  finally:
+    jax.config.update('jax_platforms', 'cpu')
+  said = [x for x in caplog.records if 'Unable to init' in x.getMessage()]
+  assert len(said) == fails_quietly
+  handler = logging.get_absl_handler()
+  for x in said:
+    assert handler.filter(x)
+    with log_filter.quiet():
+      assert not handler.filter(x)
+
+
 @pytest.mark.parametrize(
   ('text', 'level'),
   [('debug', 1), ('info', 0), ('fatal', -3), ('2', 2), (-1, -1)],
@@ -959,6 +1004,30 @@ def test_a_full_disk_loses_a_line_and_not_the_others(monkeypatch, capsys):
   assert written == ['one\n', 'two\n']
 
 
+@pytest.mark.usefixtures('compiles')
+def test_the_start_says_whether_the_cache_had_the_step(
+  tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setattr(compilation_cache, '_MIN_COMPILE_SECS', 0.0)
+  config = regression.get_config(1)
+  config.compilation_cache = str(tmp_path / 'programs')
+
+  def said(**overrides):
+    jax.clear_caches()
+    jaxline.fit(regression.Regression, config, overrides, mode='train')
+    out = capsys.readouterr().out
+    return re.search(r'^Compiling the train step...\n(.*)$', out, re.M)[1]
+
+  miss = r'Compiled in \d+\.\d s; none of \d+ programs were in the cache\.'
+  assert re.fullmatch(miss, said())
+  assert re.fullmatch(r'Loaded from the cache in \d+\.\d s\.', said())
+  for path in tmp_path.glob('programs/*/jit_step-*'):
+    path.unlink()
+  some = r'Compiled in \d+\.\d s; 1 of \d+ programs were in the cache\.'
+  assert re.fullmatch(some, said())
+  assert re.fullmatch(r'Compiled in \d+\.\d s\.', said(compilation_cache='off'))
+
+
 def test_a_run_without_a_step_left_compiles_nothing(tmp_path, capsys):
   config = regression.get_config(4)
   config.checkpoint_dir = str(tmp_path / 'run')
@@ -1047,6 +1116,60 @@ def test_the_last_block_has_the_next_commands(command, decodes, expected):
   ]
 
 
+@pytest.mark.parametrize(
+  ('command', 'is_over', 'steps', 'expected'),
+  [
+    (
+      (*COMMAND, '--config.training_steps=6'),
+      True,
+      6,
+      [
+        'Go on:    python x.py --config=a.py --config.checkpoint_dir=/run'
+        ' --config.training_steps=12',
+        'Evaluate: python x.py --config=a.py --config.training_steps=6'
+        ' --config.checkpoint_dir=/run --jaxline_mode=eval'
+        ' --config.one_off_evaluate',
+      ],
+    ),
+    (
+      (),
+      True,
+      6,
+      [
+        "Go on:    jaxline.fit(..., overrides={'checkpoint_dir': '/run',"
+        " 'training_steps': 12})",
+        "Evaluate: jaxline.evaluate('/run', experiment_class=object)",
+      ],
+    ),
+    # It has decided by itself that it is over, or has evaluated only.
+    (
+      (),
+      True,
+      None,
+      ["Evaluate: jaxline.evaluate('/run', experiment_class=object)"],
+    ),
+    (
+      (),
+      None,
+      6,
+      ["Evaluate: jaxline.evaluate('/run', experiment_class=object)"],
+    ),
+  ],
+)
+def test_a_run_that_has_all_its_steps_goes_on_with_more(
+  command, is_over, steps, expected
+):
+  config = make_config(checkpoint_dir='/run', training_steps=steps)
+  block = summary.end_block(
+    config, object(), summary.Origin(command), {}, 1.0, is_over, True
+  )
+  assert block == [
+    'Run directory: /run',
+    *expected,
+    'Curves:   python -m jaxline.runs compare /run',
+  ]
+
+
 def test_the_command_of_several_processes_is_that_of_the_launcher(monkeypatch):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   config = make_config(checkpoint_dir='/run')
@@ -1057,6 +1180,8 @@ def test_the_command_of_several_processes_is_that_of_the_launcher(monkeypatch):
   assert block == [
     'Run directory: /run',
     'Go on:    the same command with --config.checkpoint_dir=/run',
+    'Evaluate: the same command with --config.checkpoint_dir=/run'
+    ' --jaxline_mode=eval --config.one_off_evaluate',
     'Curves:   python -m jaxline.runs compare /run',
   ]
 
@@ -1170,11 +1295,11 @@ def environment():
   return os.environ | {'PYTHONPATH': str(ROOT), 'TERM': 'xterm'}
 
 
-def run(run_dir, *args, **kwargs):
+def run(run_dir, *args, env=(), **kwargs):
   return subprocess.run(
     arguments(run_dir, *args, **kwargs),
     cwd=ROOT,
-    env=environment(),
+    env=environment() | dict(env),
     capture_output=True,
     text=True,
     timeout=120,
@@ -1205,7 +1330,7 @@ def test_a_run_in_a_pipe(tmp_path):
   assert 'interval_type' not in config
   assert f'Run directory: {tmp_path}' in out[:first]
   assert 'Start:         step 0 of 4, a fresh run' in out[:first]
-  assert re.fullmatch(r'Compiled in \d+\.\d s\b.*', out[first + 1])
+  assert re.fullmatch(rf'{COMPILED} in \d+\.\d s\b.*', out[first + 1])
   assert re.match(r'step 2 of 4 \(50%\) \| loss [\d.]+ \| ', out[first + 2])
   text = '\n'.join(out[first:])
   assert re.search(r'^eval step 4 \| loss', text, re.MULTILINE)
@@ -1217,7 +1342,8 @@ def test_a_run_in_a_pipe(tmp_path):
   )
   (look,) = (line for line in out if line.startswith('Evaluate:'))
   assert f'--config.checkpoint_dir={tmp_path}' in look
-  assert 'Go on:' not in text  # No step is left.
+  (more,) = (line for line in out if line.startswith('Go on:'))
+  assert more.endswith(f'={tmp_path} --config.training_steps=8')
   # And so it goes on.
   again = run(tmp_path, '--config.training_steps=5', '--verbosity=debug')
   assert 'Start:         step 4 of 5, resumed\n' in again.stdout
@@ -1257,6 +1383,10 @@ def test_a_refused_start_has_no_block(tmp_path):
   result = run(tmp_path, '--config.one_off_evaluate=True', mode='eval')
   assert result.returncode == 2
   assert result.stdout == ''
+  result = run(tmp_path, env={'JAX_PLATFORMS': 'rocm'})
+  assert result.returncode == 1
+  assert result.stdout == ''
+  assert "Unable to initialize backend 'rocm'" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.process
@@ -1276,7 +1406,7 @@ def test_an_error_comes_after_the_last_block(tmp_path):
   )
   assert result.returncode == 1
   before, after = result.stdout.split('Failed at step 3 of 6 (50%) in ')
-  assert 'Compiled in ' in before
+  assert re.search(rf'^{COMPILED} in ', before, re.MULTILINE)
   assert 'Curves: ' in after
   assert after.splitlines()[-1].endswith('Failure: step at 3')
   assert 'Traceback' not in before
@@ -1330,7 +1460,7 @@ def test_a_run_on_a_terminal(tmp_path, terminal):
   last = next(i for i, x in enumerate(shown) if x.startswith('Trained to'))
   between = shown[first + 1 : last]
   assert ' The position of a generator is not saved' in between.pop(0)
-  assert between.pop(0).startswith('Compiled in ')
+  assert re.match(f'{COMPILED} in ', between.pop(0))
   # Whole lines, in order, and nothing left of what was drawn.
   assert len(between) == 40, between
   for i in range(10):

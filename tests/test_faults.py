@@ -20,6 +20,7 @@ import time
 import numpy as np
 import pytest
 
+from jaxline import runs
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import files
 from tests.programs import events
@@ -890,6 +891,7 @@ def test_what_ends_in_an_error_goes_on(stopped, undisturbed, start):
     ({'nan_at': 31}, 1, 'loss or gradients of step 32 are not finite', 30),
     ({'hang_at': 40}, 70, 'Watchdog: no sign of life', 39),
   ]
+  assert runs.read(stopped).state == 'killed'
   for faults, code, said, step in ends:
     # More than a compilation takes on a busy machine.
     secs = 8 if 'hang_at' in faults else 60
@@ -898,6 +900,9 @@ def test_what_ends_in_an_error_goes_on(stopped, undisturbed, start):
     assert said in run.log
     assert newest(stopped) == step, run.log[-8000:]
     newest(stopped, 'best')
+    # The watchdog ends a process at once.
+    state = 'killed' if 'hang_at' in faults else 'failed'
+    assert runs.read(stopped).state == state
   assert "Thread 'MainThread' was in: training loop" in run.log
   assert 'threading.Event().wait()' in run.log
   finished(stopped)

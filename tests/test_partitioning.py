@@ -835,6 +835,11 @@ WEIGHTS = {
     ('fsdp', [127, 512], P()),  # Fewer than 2**16 elements.
     ('fsdp', [511, 129], P()),
     ('fsdp', [512, 64, 32], P(None, 'data', None)),  # Layers come first.
+    ('fsdp', [1024, 64, 33], P(None, 'data', None)),
+    ('fsdp', [1024, 65, 33], P()),
+    ('fsdp', [48, 4096], P(None, 'data')),
+    ('fsdp', [256, 4097], P()),  # Biases of as many layers, perhaps.
+    ('fsdp', [258, 4097], P('data', None)),  # No model has as many layers.
     ('fsdp', [2**16], P('data')),
     ('tp', [128, 512], P()),
     ('ddp', [128, 512], P()),
@@ -847,6 +852,17 @@ def test_a_weight_without_names(sharding, shape, expected):
   assert spec == expected
   is_whole = sharding not in ('ddp', 'tp') and expected == P()
   assert bool(made.whole_weights(tree)) == is_whole
+
+
+def test_the_axis_that_is_named_layers_is_never_split():
+  # Whatever the size, and the other axes are as they are named.
+  stacks = [
+    (('layers', None), P(None, None)),
+    (('layers', 'embed'), P(None, 'data')),
+  ]
+  for axes, expected in stacks:
+    weight = Logical(jax.ShapeDtypeStruct([1024, 512], jnp.float32), axes)
+    assert partitioner('fsdp').specs({'w': weight})['w'] == expected
 
 
 def test_names_must_be_as_many_as_dimensions_also_if_none_splits():

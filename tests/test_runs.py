@@ -1,15 +1,21 @@
 """Tests of `python -m jaxline.runs`."""
 
+import contextlib
 import json
 import os
+import pathlib
+import signal
 import subprocess
 import sys
 
 import pytest
 
+import jaxline
 from jaxline import base_config
 from jaxline import runs
 from jaxline.checkpoint import files
+from jaxline.checkpoint import inspection
+from tests.experiments import regression
 
 
 @pytest.fixture
@@ -188,6 +194,55 @@ def test_a_run_that_trains_is_running(make_run):
   finally:
     claim.release()
   assert runs.read(folder).state == 'stopped'
+
+
+class Ending(regression.Regression):
+  """Ends in its third step, as a test says."""
+
+  end = None
+
+  def step(self, *, global_step, rng, writer):
+    if global_step == 2:
+      self.end()
+    return super().step(global_step=global_step, rng=rng, writer=writer)
+
+
+def fail():
+  raise ValueError('The third step fails.')
+
+
+@pytest.mark.parametrize(
+  ('end', 'error', 'state'),
+  [
+    (lambda: None, None, 'ended'),
+    (fail, ValueError, 'failed'),
+    (lambda: sys.exit(1), SystemExit, 'failed'),
+    (lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, 'stopped'),
+    (lambda: signal.raise_signal(signal.SIGTERM), SystemExit, 'stopped'),
+  ],
+)
+def test_the_state_says_how_a_run_ended(
+  tmp_path, monkeypatch, capsys, end, error, state
+):
+  monkeypatch.setattr(Ending, 'end', staticmethod(end))
+  config = regression.get_config(4)
+  config.checkpoint_dir = str(tmp_path / 'run')
+  with pytest.raises(error) if error else contextlib.nullcontext():
+    jaxline.fit(Ending, config, mode='train')
+  assert runs.read(tmp_path / 'run').state == state
+  capsys.readouterr()
+  assert inspection.main(['ls', str(tmp_path / 'run')]) == 0
+  assert ('failed' in capsys.readouterr().out) == (state == 'failed')
+
+
+def test_a_killed_run_has_no_note_of_its_end(make_run):
+  folder = make_run('a')
+  claim = files.Claim(str(folder), 'train')
+  note = pathlib.Path(files.root(folder) / 'claims' / 'train.json')
+  running = note.read_bytes()
+  claim.release()
+  note.write_bytes(running)
+  assert runs.read(folder).state == 'killed'
 
 
 def test_a_run_in_memory_may_be_running(make_run):

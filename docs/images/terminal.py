@@ -1,6 +1,7 @@
 """Draws terminal.svg of a terminal's text and colours, which come on stdin.
 
-To record them, run `tmux capture-pane -e -p`. Needs `pip install rich`.
+To record them, run `tmux capture-pane -e -p`. Needs
+`pip install -e '.[docs]'`.
 """
 
 import io

@@ -1,4 +1,11 @@
-"""The name of a run in a tracking service, kept in the run's directory."""
+"""The name of a run in a tracking service, kept in the run's directory.
+
+In a file and not in each checkpoint, for three reasons: a run that was killed
+before its first checkpoint goes on under its name; a run that begins with the
+weights of another one (`config.restore_from`) gets a name of its own; and the
+name can be read without the checkpoint. A copy of the whole directory is the
+same run, as for its curves; to make it another one, remove the file.
+"""
 
 from collections.abc import Callable
 import pathlib

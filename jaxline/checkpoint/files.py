@@ -26,6 +26,7 @@ from absl import logging
 
 from jaxline import disk
 from jaxline import errors
+from jaxline.supervision import preemption
 
 FORMAT = 1
 RECORD = 'checkpoint.json'
@@ -556,10 +557,15 @@ _claimed: dict[pathlib.Path, int] = {}
 _claiming = threading.Lock()
 
 
+# How a claim ended, as its file says.
+STOPPED, FAILED = 'stopped', 'failed'
+
+
 class Claim:
   """The right to write something in a run's directory; one process has it.
 
   It ends with the process, however that ends: the operating system keeps it.
+  Its file says how it ended, unless the process was killed.
   """
 
   def __init__(self, directory: str | os.PathLike[str], what: str):
@@ -588,6 +594,13 @@ class Claim:
           f' {key}.'
         ) from None
 
+  def __enter__(self) -> 'Claim':
+    return self
+
+  def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    is_failed = error and not isinstance(error, preemption.Preempted)
+    self.release(FAILED if is_failed else STOPPED)
+
   def _take(self) -> int:
     """Locks the file; raises BlockingIOError where another has locked it."""
     # Before the file is opened: closing it, even after reading, would give the
@@ -610,13 +623,13 @@ class Claim:
           self._path,
           e.strerror,
         )
-      owner = {
+      self._note = {
         'host': socket.gethostname(),
         'pid': os.getpid(),
         'since': time.strftime('%Y-%m-%d %H:%M:%S %z'),
       }
       os.ftruncate(fd, 0)
-      os.pwrite(fd, json.dumps(owner).encode(), 0)
+      os.pwrite(fd, json.dumps(self._note).encode(), 0)
     except BaseException:
       os.close(fd)
       raise
@@ -652,14 +665,16 @@ class Claim:
       str(self._path),
     )
 
-  def release(self) -> None:
-    """Gives the right back."""
+  def release(self, end: str = STOPPED) -> None:
+    """Gives the right back, and notes how it ended: `STOPPED` or `FAILED`."""
     # Closed before another thread may claim: the operating system takes at
     # any close of the file all locks that this process has on it.
     with _claiming:
       if self._fd is not None:
         fd, self._fd = self._fd, None
         try:
+          with contextlib.suppress(OSError):  # The disk may be full.
+            os.pwrite(fd, json.dumps(self._note | {'end': end}).encode(), 0)
           os.close(fd)
         finally:
           _claimed.pop(self._path, None)

@@ -304,11 +304,13 @@ def training(run: pathlib.Path) -> dict[str, Any]:
     run: the directory.
 
   Returns:
-    `ended`, `claims`, and `state`: 'ended'; 'running'; 'stopped' by a kill or
-    an error; or 'unknown', where the locks of files cannot be seen.
+    `ended`, `claims`, and `state`: 'ended'; 'running'; 'failed' by an error;
+    'stopped' by Ctrl-C, SIGTERM or a preemption, or without a note; 'killed',
+    so that it could not note its end; or 'unknown', where the locks of files
+    cannot be seen.
   """
   root = files.root(run)
-  ended, claims = None, []
+  ended, claims, state = None, [], files.STOPPED
   with contextlib.suppress(ValueError, *files.MALFORMED):
     ended = int(files.read_json(root / 'ended.json')['step'])
   own: dict[str, Any] = {'host': socket.gethostname(), 'pid': os.getpid()}
@@ -318,13 +320,13 @@ def training(run: pathlib.Path) -> dict[str, Any]:
       is_own = files.is_claimed_here(path)  # Opening it would give it back.
       found = own if is_own else files.read_json(path)
       owner = {'host': str(found['host']), 'pid': int(found['pid'])}
-      alive = is_own or _is_locked(path)
+      has_end = found.get('end') in (files.STOPPED, files.FAILED)
+      alive = not has_end and (is_own or _is_locked(path))
       claims.append({'what': path.stem, **owner, 'alive': alive})
-  state = 'stopped' if ended is None else 'ended'
-  for claim in claims:
-    is_training = claim['what'] == 'train' and claim['alive'] is not False
-    if is_training and ended is None:
-      state = 'running' if claim['alive'] else 'unknown'
+      if path.stem == 'train':
+        states = {True: 'running', False: 'killed', None: 'unknown'}
+        state = found['end'] if has_end else states[alive]
+  state = state if ended is None else 'ended'
   return {'state': state, 'ended': ended, 'claims': claims}
 
 
@@ -384,6 +386,8 @@ def _ls(args: argparse.Namespace) -> int:
       'ended': f'ended at step {listed["ended"]}',
       'running': 'is running',
       'stopped': 'has not ended, and is not running',
+      'failed': 'has failed with an error',
+      'killed': 'was killed, and is not running',
       'unknown': 'has not ended; whether it is running cannot be told here',
     }[listed['state']]
     about = [('run', listed['run']), ('training', training)]

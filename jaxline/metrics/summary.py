@@ -1,6 +1,6 @@
 """What the terminal shows before a run and after it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 import os
@@ -197,9 +197,12 @@ def end_block(
   block.append(f'Run directory: {directory}')
   commands: dict[str, str] = {}
   if has_checkpoint and config.checkpointer != 'memory':
-    commands = _next_commands(config, experiment, origin, directory)
-  if is_over is not False:
-    commands.pop('Go on', None)  # No step is left.
+    changes = {'checkpoint_dir': directory}
+    if is_over and config.training_steps:  # No step is left.
+      changes['training_steps'] = 2 * config.training_steps
+    commands = _next_commands(config, experiment, origin, changes)
+    if is_over is None or (is_over and 'training_steps' not in changes):
+      del commands['Go on']
   if 'jsonl' in config.writers:
     command = f'python -m jaxline.runs compare {shlex.quote(directory)}'
     commands['Curves'] = command
@@ -207,23 +210,26 @@ def end_block(
 
 
 def _next_commands(
-  config: Any, experiment: Any, origin: Origin, directory: str
+  config: Any, experiment: Any, origin: Origin, changes: Mapping[str, Any]
 ) -> dict[str, str]:
-  """Returns the commands that go on from a checkpoint, and that look at it."""
-  given = f'--config.checkpoint_dir={directory}'
+  """Returns the commands that go on from a checkpoint, and that look at it.
+
+  Args:
+    config: the run's.
+    experiment: the one that was trained or evaluated.
+    origin: how the run was started.
+    changes: what to override to go on: the directory, and perhaps the steps.
+  """
   if not origin.command:
     name = type(experiment).__name__
     argument = '' if config.experiment_class else f', experiment_class={name}'
-    overrides = {'checkpoint_dir': directory}
     return {
-      'Go on': f'jaxline.fit(..., overrides={overrides})',
-      'Evaluate': f'jaxline.evaluate({directory!r}{argument})',
+      'Go on': f'jaxline.fit(..., overrides={changes})',
+      'Evaluate': f'jaxline.evaluate({changes["checkpoint_dir"]!r}{argument})',
     }
-  if jax.process_count() > 1:
-    # Each process knows its own command, and not that of the launcher.
-    return {'Go on': f'the same command with {given}'}
-  go_on = [*_without(origin.command, 'config.checkpoint_dir'), given]
-  look = list(_without(go_on, 'jaxline_mode'))
+  given = [f'--config.{key}={value}' for key, value in changes.items()]
+  go_on = _without(origin.command, *(f'config.{key}' for key in changes))
+  look = _without(origin.command, 'config.checkpoint_dir', 'jaxline_mode')
   method = getattr(getattr(experiment, 'decode', None), '__qualname__', '')
   # The base class has one, which only says that there is none.
   if method and not method.startswith('AbstractExperiment.'):
@@ -231,17 +237,25 @@ def _next_commands(
   else:
     name = 'Evaluate'
     flags = ['--jaxline_mode=eval', '--config.one_off_evaluate']
-  return {'Go on': shlex.join(go_on), name: shlex.join(look + flags)}
+  if jax.process_count() > 1:
+    # Each process knows its own command, and not that of the launcher.
+    go_on = look = ('the', 'same', 'command', 'with')
+  return {
+    'Go on': shlex.join([*go_on, *given]),
+    name: shlex.join([*look, given[0], *flags]),
+  }
 
 
-def _without(args: Sequence[str], flag: str) -> Iterator[str]:
-  """Yields a command's arguments without a flag, `--flag=x` or `--flag x`."""
-  skips = False
+def _without(args: Sequence[str], *flags: str) -> tuple[str, ...]:
+  """Returns a command's arguments without flags, `--flag=x` or `--flag x`."""
+  names = [f'{dashes}{flag}' for flag in flags for dashes in ('-', '--')]
+  kept, skips = [], False
   for arg in args:
     name, equals, _ = arg.partition('=')
     if skips:
       skips = False
-    elif name in (f'--{flag}', f'-{flag}'):
+    elif name in names:
       skips = not equals
     else:
-      yield arg
+      kept.append(arg)
+  return tuple(kept)
