@@ -8,6 +8,7 @@ params = jaxline.load_weights(result.directory)
 
 from collections.abc import Mapping
 import contextlib
+import copy
 import dataclasses
 import json
 import os
@@ -122,9 +123,10 @@ def _override(
   config: config_dict.ConfigDict, overrides: Mapping[str, Any] | None
 ) -> config_dict.ConfigDict:
   """Returns a validated copy of a config, with other values by dotted key."""
-  config = config.copy_and_resolve_references()
+  config = copy.deepcopy(config)  # With its references to other keys.
   with config.unlocked():
     config.update_from_flattened_dict(overrides or {})
+  config = config.copy_and_resolve_references()
   base_config.validate_config(config)
   return config
 
@@ -224,6 +226,7 @@ def load_weights(
     errors.UsageError: the directory is no run, or it has no such checkpoint, or
       the checkpoint has no array below `state/params`.
   """
+  disk.check_local(directory, 'The directory')
   where = f'{os.fspath(directory)}/checkpoints/{series}'
   try:
     found = inspection.find(where if step is None else f'{where}:{step}')

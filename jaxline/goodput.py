@@ -36,8 +36,6 @@ CATEGORIES = (
 _PHASES = '/jax/core/compile/'
 _BACKEND_COMPILE = '/jax/core/compile/backend_compile_duration'
 _CACHE_HIT = '/jax/compilation_cache/cache_hits'
-# JAX reports it when it stores the program, not for one that compiles fast.
-_CACHE_MISS = '/jax/compilation_cache/cache_misses'
 
 _clock = time.perf_counter
 # A signal handler may ask while its thread holds it.
@@ -65,8 +63,8 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 # What this process has compiled, in all threads: programs, seconds, and how
-# many of the programs were in a cache, and are now.
-_count, _secs, _hits, _misses = 0, 0.0, 0, 0
+# many of the programs were in a cache.
+_count, _secs, _hits = 0, 0.0, 0
 
 
 def _settle() -> None:
@@ -144,16 +142,16 @@ def spent() -> dict[str, float]:
     return dict(_spent)
 
 
-def compilations() -> tuple[int, float, int, int]:
+def compilations() -> tuple[int, float, int]:
   """Returns what this process has compiled so far, in all threads.
 
   Returns:
-    The number of programs, the seconds for them with tracing and lowering, how
-    many of them JAX's persistent cache had, and how many it has taken. It does
-    not take a program that compiles fast.
+    The number of programs, the seconds for them with tracing and lowering, and
+    how many of them JAX's persistent cache had. It never has those that compile
+    fast or call back to Python.
   """
   listen()
-  return _count, _secs, _hits, _misses
+  return _count, _secs, _hits
 
 
 def compiled_secs() -> float:
@@ -165,10 +163,9 @@ def compiled_secs() -> float:
 
 
 def _on_event(event: str, **kwargs: Any) -> None:
-  global _hits, _misses
+  global _hits
   del kwargs
   _hits += event == _CACHE_HIT
-  _misses += event == _CACHE_MISS
 
 
 def _on_start(event: str, value: float, **kwargs: Any) -> None:

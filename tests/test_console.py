@@ -52,8 +52,6 @@ from tests.programs import toy
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOY = ROOT / 'tests' / 'programs' / 'toy.py'
 CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
-# How the line after the first step begins, as the cache of other tests has it.
-COMPILED = '(Compiled|Loaded from the cache)'
 _ESCAPE = re.compile(r'\x1b(?:\[([\d;?]*))?([A-Za-z78])')
 
 
@@ -536,6 +534,9 @@ def test_progress_of_the_libraries_is_a_plain_line():
     ):
       assert handler.format(progress).endswith('] text')
   assert handler.format(progress).endswith('] text')
+  with mock.patch.object(handler.python_handler, 'stream', io.StringIO()):
+    with log_filter.quiet():  # A file of the log has all prefixes.
+      assert handler.format(progress).endswith('] text')
 
 
 @pytest.mark.parametrize('fails_quietly', [True, False])
@@ -1020,7 +1021,8 @@ def test_the_start_says_whether_the_cache_had_the_step(
 
   miss = r'Compiled in \d+\.\d s; none of \d+ programs were in the cache\.'
   assert re.fullmatch(miss, said())
-  assert re.fullmatch(r'Loaded from the cache in \d+\.\d s\.', said())
+  hit = r'Compiled in \d+\.\d s; (\d+) of \1 programs were in the cache\.'
+  assert re.fullmatch(hit, said())
   for path in tmp_path.glob('programs/*/jit_step-*'):
     path.unlink()
   some = r'Compiled in \d+\.\d s; 1 of \d+ programs were in the cache\.'
@@ -1125,7 +1127,7 @@ def test_the_last_block_has_the_next_commands(command, decodes, expected):
       6,
       [
         'Go on:    python x.py --config=a.py --config.checkpoint_dir=/run'
-        ' --config.training_steps=12',
+        ' --config.training_steps=12 --config.on_config_change=continue',
         'Evaluate: python x.py --config=a.py --config.training_steps=6'
         ' --config.checkpoint_dir=/run --jaxline_mode=eval'
         ' --config.one_off_evaluate',
@@ -1137,7 +1139,7 @@ def test_the_last_block_has_the_next_commands(command, decodes, expected):
       6,
       [
         "Go on:    jaxline.fit(..., overrides={'checkpoint_dir': '/run',"
-        " 'training_steps': 12})",
+        " 'training_steps': 12, 'on_config_change': 'continue'})",
         "Evaluate: jaxline.evaluate('/run', experiment_class=object)",
       ],
     ),
@@ -1197,7 +1199,9 @@ def test_the_last_block_says_what_the_run_came_to(capsys):
     console.log_best('bits', 2.5, 8)
     state.global_step = 30
     capsys.readouterr()
-    assert not console.tells_how_to_go_on  # It was called from Python.
+    assert not console.tells_how_to_go_on  # There is no checkpoint.
+    console._checkpointer.saved_step = 20
+    assert console.tells_how_to_go_on
     console.__exit__(type(error), error, None)
     assert capsys.readouterr().out.splitlines()[:3] == [
       f'{how} step 30 of 6000 (0%) in 0:00.',
@@ -1330,7 +1334,7 @@ def test_a_run_in_a_pipe(tmp_path):
   assert 'interval_type' not in config
   assert f'Run directory: {tmp_path}' in out[:first]
   assert 'Start:         step 0 of 4, a fresh run' in out[:first]
-  assert re.fullmatch(rf'{COMPILED} in \d+\.\d s\b.*', out[first + 1])
+  assert re.fullmatch(r'Compiled in \d+\.\d s\b.*', out[first + 1])
   assert re.match(r'step 2 of 4 \(50%\) \| loss [\d.]+ \| ', out[first + 2])
   text = '\n'.join(out[first:])
   assert re.search(r'^eval step 4 \| loss', text, re.MULTILINE)
@@ -1406,7 +1410,7 @@ def test_an_error_comes_after_the_last_block(tmp_path):
   )
   assert result.returncode == 1
   before, after = result.stdout.split('Failed at step 3 of 6 (50%) in ')
-  assert re.search(rf'^{COMPILED} in ', before, re.MULTILINE)
+  assert re.search(r'^Compiled in ', before, re.MULTILINE)
   assert 'Curves: ' in after
   assert after.splitlines()[-1].endswith('Failure: step at 3')
   assert 'Traceback' not in before
@@ -1460,7 +1464,7 @@ def test_a_run_on_a_terminal(tmp_path, terminal):
   last = next(i for i, x in enumerate(shown) if x.startswith('Trained to'))
   between = shown[first + 1 : last]
   assert ' The position of a generator is not saved' in between.pop(0)
-  assert re.match(f'{COMPILED} in ', between.pop(0))
+  assert re.match('Compiled in ', between.pop(0))
   # Whole lines, in order, and nothing left of what was drawn.
   assert len(between) == 40, between
   for i in range(10):

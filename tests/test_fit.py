@@ -1,7 +1,9 @@
 """Tests of `jaxline.fit`, `load`, `load_weights` and `evaluate`."""
 
+import ast
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -83,6 +85,23 @@ def test_fit_goes_on_and_takes_overrides(fitted, config):
   again = jaxline.fit(None, config, {'training_steps': 8})
   assert int(again.experiment.state.step) == 8
   assert again.history['eval/loss'][:, 0].tolist() == [3, 6, 8]
+  assert config.training_steps == 6
+
+
+def test_the_way_to_go_on_after_the_last_step(config, capsys):
+  class Scheduled(regression.Regression):
+    def __init__(self, mode, init_rng, *, run_config, steps):
+      super().__init__(mode, init_rng, run_config=run_config)
+      self.steps = steps
+
+  config.experiment_class = None
+  config.experiment_kwargs = {'steps': config.get_ref('training_steps')}
+  fitted = jaxline.fit(Scheduled, config, {'training_steps': 4})
+  assert fitted.experiment.steps == 4  # As `--config.training_steps=4` does.
+  printed = capsys.readouterr().out
+  (way,) = re.findall(r'Go on: +jaxline.fit\(..., overrides=(.*)\)', printed)
+  again = jaxline.fit(Scheduled, config, ast.literal_eval(way))
+  assert (again.experiment.steps, int(again.experiment.state.step)) == (8, 8)
   assert config.training_steps == 6
 
 
@@ -209,15 +228,20 @@ def test_a_mode_that_trains_nothing_is_refused(config):
     jaxline.fit(regression.Regression, config, mode='eval')
 
 
-def test_an_interrupt_saves(config):
+def test_an_interrupt_saves(config, capsys):
   class Interrupted(regression.Regression):
     def step(self, **kwargs):
       if int(self.state.step) == 1:
         signal.raise_signal(signal.SIGINT)
       return super().step(**kwargs)
 
-  with pytest.raises(KeyboardInterrupt, match='checkpoint_dir='):
+  with pytest.raises(KeyboardInterrupt) as interrupt:
     jaxline.fit(Interrupted, config)
+  assert '--config' not in str(interrupt.value)
+  how = (
+    f"jaxline.fit(..., overrides={{'checkpoint_dir': '{config.checkpoint_dir}"
+  )
+  assert how in capsys.readouterr().out
   assert int(jaxline.load(config.checkpoint_dir).state.step) == 2
 
 

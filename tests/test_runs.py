@@ -245,6 +245,20 @@ def test_a_killed_run_has_no_note_of_its_end(make_run):
   assert runs.read(folder).state == 'killed'
 
 
+def test_a_run_that_ends_meanwhile_was_not_killed(make_run, monkeypatch):
+  folder = make_run('a')
+  claim = files.Claim(str(folder), 'train')
+
+  def is_locked(path):
+    claim.release(files.FAILED)
+    return False
+
+  # Of another process, whose note was read just before.
+  monkeypatch.setattr(files, 'is_claimed_here', lambda path: False)
+  monkeypatch.setattr(inspection, '_is_locked', is_locked)
+  assert runs.read(folder).state == 'failed'
+
+
 def test_a_run_in_memory_may_be_running(make_run):
   assert runs.read(make_run('a', checkpointer='memory')).state == 'unknown'
 

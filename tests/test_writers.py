@@ -1315,6 +1315,25 @@ def test_flush_waits_until_everything_is_written_and_flushed(gate):
   writer.close()
 
 
+def test_arrays_that_wait_take_little_memory(gate, monkeypatch):
+  monkeypatch.setattr(writers, '_MAX_BYTES', 100)
+  recorder = _Recorder(gate)
+  writer = writers.AsyncWriter(recorder)
+  many = jnp.zeros(100, jnp.uint8)  # More than that only where none waits.
+  some = jnp.zeros(40, jnp.uint8)
+  for step, x in enumerate([many, many, some]):
+    writer.write_histograms(step, {'x': x})
+  writer.write_scalars(3, {'x': 1.0})
+  assert writer.dropped_records == 2
+  gate.set()
+  writer.flush()
+  writer.write_histograms(4, {'x': some})
+  writer.close()
+  written = [call[1] for call in recorder.calls if call[0] == 'histograms']
+  assert written == [0, 4]
+  assert ('scalars', 3, {'x': 1.0}) in recorder.calls
+
+
 def test_what_the_caller_changes_later_is_not_written(gate):
   recorder = _Recorder(gate)
   writer = writers.AsyncWriter(recorder)

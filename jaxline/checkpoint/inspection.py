@@ -311,8 +311,6 @@ def training(run: pathlib.Path) -> dict[str, Any]:
   """
   root = files.root(run)
   ended, claims, state = None, [], files.STOPPED
-  with contextlib.suppress(ValueError, *files.MALFORMED):
-    ended = int(files.read_json(root / 'ended.json')['step'])
   own: dict[str, Any] = {'host': socket.gethostname(), 'pid': os.getpid()}
   for path in sorted((root / 'claims').glob('*.json')):
     # What is no file, or just being written, is left out.
@@ -320,12 +318,18 @@ def training(run: pathlib.Path) -> dict[str, Any]:
       is_own = files.is_claimed_here(path)  # Opening it would give it back.
       found = own if is_own else files.read_json(path)
       owner = {'host': str(found['host']), 'pid': int(found['pid'])}
-      has_end = found.get('end') in (files.STOPPED, files.FAILED)
-      alive = not has_end and (is_own or _is_locked(path))
+      alive = is_own or _is_locked(path)
+      if alive is False:  # Perhaps since it was read, with a note of its end.
+        found = files.read_json(path)
+      if has_end := found.get('end') in (files.STOPPED, files.FAILED):
+        alive = False
       claims.append({'what': path.stem, **owner, 'alive': alive})
       if path.stem == 'train':
         states = {True: 'running', False: 'killed', None: 'unknown'}
         state = found['end'] if has_end else states[alive]
+  # Last: it is noted before the claim ends.
+  with contextlib.suppress(ValueError, *files.MALFORMED):
+    ended = int(files.read_json(root / 'ended.json')['step'])
   state = state if ended is None else 'ended'
   return {'state': state, 'ended': ended, 'claims': claims}
 

@@ -111,7 +111,7 @@ class Console(periodic.Action):
     self._rate = 0.0
     self._evaluated = ''  # The last evaluation.
     self._shown_save: int | None = None
-    self._compiling: tuple[float, tuple[int, float, int, int]] | None = None
+    self._compiling: tuple[float, tuple[int, float, int]] | None = None
     self._live: live_lib.Live | None = None
     self._next_line = 0.0
 
@@ -185,7 +185,7 @@ class Console(periodic.Action):
   @property
   def tells_how_to_go_on(self) -> bool:
     """Whether the last block will have the command that does."""
-    return self._state is not None and bool(self._origin.command)
+    return self._saved is not None
 
   def __enter__(self) -> Console:
     return self
@@ -287,13 +287,11 @@ class Console(periodic.Action):
     self.activity = ''
     # The rate begins after the compilation.
     self.log_action.update_time(t, step)
-    count, secs, hits, misses = (
+    count, secs, hits = (
       b - a for a, b in zip(before, goodput.compilations(), strict=True)
     )
     text = f'The first step took {time.monotonic() - began:.1f} s.'
-    if hits and not misses:  # Other programs are too fast for the cache.
-      text = f'Loaded from the cache in {secs:.1f} s.'
-    elif count:
+    if count:
       text = f'Compiled in {secs:.1f} s'
       if jax.config.values['jax_compilation_cache_dir'] is not None:
         text += f'; {hits or "none"} of {count} programs were in the cache'

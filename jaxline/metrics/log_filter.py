@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import logging as std_logging
 import os
+import sys
 from typing import Any
 
 from absl import logging
@@ -73,7 +74,8 @@ def quiet() -> Iterator[None]:
   handler = logging.get_absl_handler()
   formatter = handler.python_handler.formatter
   handler.addFilter(_is_heard)
-  handler.setFormatter(_Formatter(formatter))
+  if handler.python_handler.stream is sys.stderr:  # No file of a log.
+    handler.setFormatter(_Formatter(formatter))
   try:
     yield
   finally:

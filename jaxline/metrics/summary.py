@@ -200,6 +200,8 @@ def end_block(
     changes = {'checkpoint_dir': directory}
     if is_over and config.training_steps:  # No step is left.
       changes['training_steps'] = 2 * config.training_steps
+      # A schedule of the experiment may refer to it.
+      changes['on_config_change'] = 'continue'
     commands = _next_commands(config, experiment, origin, changes)
     if is_over is None or (is_over and 'training_steps' not in changes):
       del commands['Go on']
@@ -218,7 +220,7 @@ def _next_commands(
     config: the run's.
     experiment: the one that was trained or evaluated.
     origin: how the run was started.
-    changes: what to override to go on: the directory, and perhaps the steps.
+    changes: what to override to go on, the directory first.
   """
   if not origin.command:
     name = type(experiment).__name__

@@ -9,6 +9,7 @@ it (fetching from the device, encoding, the disk) to one background thread.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+import functools
 import pathlib
 import threading
 from typing import Any, TypeVar
@@ -25,6 +26,9 @@ from jaxline.metrics import tensorboard
 from jaxline.metrics import values as values_lib
 
 F = TypeVar('F', bound=Callable[..., Any])
+
+# Of images and histograms that wait for a writer: copies, on the devices.
+_MAX_BYTES = 1 << 30
 
 # The names that experiments and forks use.
 Backend = base.Backend
@@ -96,15 +100,17 @@ class MultiWriter(MetricWriter):
 class AsyncWriter(MetricWriter):
   """Writes on one background thread, behind a queue that cannot overflow.
 
-  A `write_*` call costs the caller a few microseconds, whatever the disk does.
-  Device arrays are fetched on the background thread. NumPy arrays are copied at
-  once, since the caller may reuse them; so are the arrays of images and of
-  histograms, on their device, since a weight is donated to the next step. (A
-  scalar is not: hand over a metric of the step, not a part of its state.)
+  To write scalars or texts costs the caller a few microseconds, whatever the
+  disk does. Device arrays are fetched on the background thread. NumPy arrays
+  are copied at once, since the caller may reuse them; so are the arrays of
+  images and of histograms, on their device, since a weight is donated to the
+  next step. (A scalar is not: hand over a metric of the step, not a part of its
+  state.)
 
-  - Where the queue is full the record is dropped and counted. The 1st, 10th,
-    100th ... drop is logged, and `flush` and `close` log the count and write it
-    as the scalar `writer/dropped_records`.
+  - Where the queue is full the record is dropped and counted: of images and
+    histograms, it holds one, or several of together at most 1 GiB. The 1st,
+    10th, 100th ... drop is logged, and `flush` and `close` log the count and
+    write it as the scalar `writer/dropped_records`.
   - A write after the close raises RuntimeError.
   - The first error on the thread is raised, with its traceback, by every later
     write and flush and by the close. What was queued when it happened is still
@@ -131,9 +137,9 @@ class AsyncWriter(MetricWriter):
     self._max_queue = max_queue
     # Reentrant: a signal handler may write while its thread is in a write.
     self._lock = threading.RLock()
-    # Each of the two is written by one side only.
-    self._num_queued = 0
-    self._num_done = 0
+    # Each is written by one side only; the bytes are those of arrays.
+    self._num_queued = self._bytes_queued = 0
+    self._num_done = self._bytes_done = 0
     # Their number and the last one's step, at once: the thread takes no lock.
     self._dropped: tuple[int, Any] = (0, 0)
     self._reported = 0
@@ -160,41 +166,55 @@ class AsyncWriter(MetricWriter):
         lambda: self._hand_over(kind, global_step, values, *options)
       )
       return
-    step = _snapshot(global_step)
-    if kind in ('images', 'histograms'):
-      values = {name: _copy(x) for name, x in values.items()}
-    else:
-      values = _snapshot(values)
+    size = 0  # Of the arrays in bytes.
+    if has_arrays := kind in ('images', 'histograms'):
+      values = {
+        name: x if hasattr(x, 'nbytes') else np.array(x)
+        for name, x in values.items()
+      }
+      size = sum(x.nbytes for x in values.values())
     if kind == 'images':
       for name, image in values.items():
         # Here the traceback still leads to the line that made the image.
         values_lib.check_image(name, image)
 
-    def write() -> None:
-      try:
-        self._hand_over(kind, step, values, *options)
-      finally:
-        self._num_done += 1
-
     with self._lock:
       if self._is_closed:
         raise RuntimeError(f'write_{kind} was called after close().')
       self.executor.raise_error()
+      waiting = self._num_queued - self._num_done
+      waiting_bytes = self._bytes_queued - self._bytes_done
       # Besides those that wait, one is being written.
-      if self._num_queued - self._num_done <= self._max_queue:
-        self.executor.put(write)
+      if waiting <= self._max_queue and (
+        not waiting_bytes or waiting_bytes + size <= _MAX_BYTES
+      ):
+        if has_arrays:
+          values = {name: _copy(x) for name, x in values.items()}
+        else:
+          values = _snapshot(values)
+        record = kind, _snapshot(global_step), values, *options
         self._num_queued += 1
+        self._bytes_queued += size
+        self.executor.put(functools.partial(self._write_queued, size, *record))
         return
+      step = _snapshot(global_step)
       dropped = self.dropped_records + 1
       self._dropped = (dropped, step)
     if str(dropped).strip('0') == '1':
       logging.warning(
         'The writer cannot keep up: its queue holds %d records and %d were '
-        'dropped so far. Is the disk slow or stuck? Log less often or raise '
-        'max_queue.',
-        self._max_queue,
+        'dropped so far. Is the disk slow or stuck? Log less often or smaller '
+        'arrays, or raise max_queue.',
+        waiting - 1,
         dropped,
       )
+
+  def _write_queued(self, size: int, *record: Any) -> None:
+    try:
+      self._hand_over(*record)
+    finally:
+      self._num_done += 1
+      self._bytes_done += size
 
   def _hand_over(
     self, kind: str, step: Any, values: Mapping[str, Any], *options: Any
