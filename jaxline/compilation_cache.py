@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 import numpy as np
 
+from jaxline import disk
 from jaxline import distributed
 
 AUTO, OFF = 'auto', 'off'  # Values of the key; any other is a directory.
@@ -112,6 +113,7 @@ def _path(config: Any) -> pathlib.Path | None:
       base = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
       root = pathlib.Path(base).expanduser() / 'jaxline' / 'programs'
     else:
+      disk.check_local(value, 'config.compilation_cache')
       root = pathlib.Path(value)
     root = root.absolute()
     for folder in (root.parent, root):  # The mode is not that of parents.

@@ -214,6 +214,16 @@ def test_an_unsafe_directory_is_not_used(
     assert stat.filemode(root.stat().st_mode) in caplog.text
 
 
+def test_the_address_of_a_bucket_is_refused(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  config = make_config()
+  config.compilation_cache = 'gs://bucket/programs'
+  with pytest.raises(ValueError, match='compilation_cache .* Mount the bucket'):
+    with compilation_cache.of_run(config):
+      pass
+  assert not list(tmp_path.iterdir())
+
+
 def test_a_home_that_can_only_be_read(home, read_only, counts, caplog):
   compiled(make_config())
   path = program(home / 'jaxline' / 'programs')
