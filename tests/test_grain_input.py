@@ -3,9 +3,12 @@
 import itertools
 import json
 import multiprocessing
+import os
 import random
 import time
 
+from etils import epath
+from etils.epath import gpath
 import grain as grain_library
 import numpy as np
 import pytest
@@ -345,6 +348,7 @@ def test_files_are_read_in_their_order(files):
     (str(files / '*.array_record'), every),
     (files / 'c.array_record', every[5:12]),
     ([files / 'd.array_record', str(files / 'a.*')], [12, *every[:5]]),
+    (f'{files.parent}/**/{files.name}/*', every),
   ):
     source = grain.GrainInput(
       files=given, transformations=[decode], batch_size=3, **ONE_EPOCH
@@ -354,6 +358,38 @@ def test_files_are_read_in_their_order(files):
     files=files / '*', transformations=[decode], batch_size=13, shuffle=True
   )
   assert sorted(take(source, 1)[0]) == every
+
+
+def test_files_of_a_bucket_are_found(files, monkeypatch):
+  def there(function, path):
+    return function(os.fspath(path).replace('gs://bucket', str(files)))
+
+  def found(function, path):
+    paths = there(function, path)
+    return [path.replace(str(files), 'gs://bucket') for path in paths]
+
+  open_files = grain_library.sources.ArrayRecordDataSource
+  monkeypatch.setattr(
+    grain_library.sources,
+    'ArrayRecordDataSource',
+    lambda x: there(open_files, x) if isinstance(x, str) else list(x),
+  )
+  monkeypatch.setattr(gpath, '_is_tf_installed', lambda: False)
+  with epath.testing.mock_epath(
+    exists=there, glob=found, isdir=there, stat=there
+  ):
+    source = grain.GrainInput(files='gs://bucket/[ac]*', batch_size=1)
+    assert source.describe_record(11, 0) == (
+      'gs://bucket/c.array_record, record 6'
+    )
+    one = grain.GrainInput(files='gs://bucket/a.array_record', batch_size=1)
+    assert one._paths == ['gs://bucket/a.array_record']
+    with pytest.raises(
+      FileNotFoundError, match="'gs://bucket/x\\*' names none"
+    ):
+      grain.GrainInput(files='gs://bucket/x*', batch_size=1)
+    with pytest.raises(NotImplementedError, match=r'\*\*'):
+      grain.GrainInput(files='gs://bucket/**', batch_size=1)
 
 
 def test_records_of_files_are_told_by_file_and_place(files):

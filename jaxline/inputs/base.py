@@ -65,9 +65,9 @@ class Batch(dict[str, Any]):
   """A dict whose entries are attributes too: `batch.ids` is `batch['ids']`.
 
   Inputs give plain dicts; `Batch(batch)` is for code written for Pax's
-  `NestedMap`. Dicts inside become `Batch` as well. As a pytree it has the leaves
-  and the paths of a dict, but is another kind of node: `jax.tree.map` over both
-  at once refuses.
+  `NestedMap`. Dicts inside become `Batch` as well. As a pytree it has a dict's
+  leaves and paths, but is another kind of node: `jax.tree.map` over both at
+  once refuses.
   """
 
   def __init__(self, *args: Any, **kwargs: Any):
