@@ -61,7 +61,8 @@ def maxtext_to_pax(settings: Mapping[str, Any]) -> dict[str, Any]:
   names = {pax: theirs for pax, (theirs, *_) in _NAMES.items() if theirs}
   valid = ['scale', *names.values(), *_MESH]
   errors.check_names(settings, valid, 'name', 'the settings of MaxText')
-  scale = settings.get('scale', 1)
+  given = {'scale': 1, **dict.fromkeys(_MESH, 1), **settings}
+  scale = given['scale']
   absent = {names[pax] for pax in _SCALED} - set(settings)
   if scale != 1 and absent:
     raise errors.UsageError(
@@ -74,7 +75,7 @@ def maxtext_to_pax(settings: Mapping[str, Any]) -> dict[str, Any]:
     if theirs in settings
   }
   if set(_MESH) & set(settings):
-    sizes = [settings.get(name, 1) for name in _MESH]
+    sizes = [given[name] for name in _MESH]
     first = 1 if sizes[0] == sizes[4] == 1 else 0  # Without stages.
     pax |= zip(_SHAPES, (sizes[first:4], sizes[4 + first :]), strict=True)
   return pax
@@ -88,17 +89,21 @@ def from_pax(settings: Mapping[str, Any]) -> dict[str, Any]:
       leaves them, or the batch of a device makes no whole global batch.
   """
   errors.check_names(settings, [*_NAMES, *_SHAPES], 'name', 'those of Pax')
+  given = {
+    **dict.fromkeys(_SHAPES, (1, 1, 1)),
+    **{'NUM_HEADS': 1, 'MODEL_DIMS': None, 'DIMS_PER_HEAD': None},
+    **settings,
+  }
   mesh: list[int] = []
   for name in _SHAPES if {*_SHAPES} & {*settings} else ():
-    shape = list(settings.get(name, (1, 1, 1)))
+    shape = list(given[name])
     if len(shape) not in (3, 4):
       raise errors.UsageError(
         f'{name} is {shape}; expected the sizes of [replica, data, mdl], or of'
         ' [stage, replica, data, mdl].'
       )
     mesh += [1, *shape][-4:]
-  given = {'NUM_HEADS': 1, 'MODEL_DIMS': None, **settings}
-  width, heads = given.get('DIMS_PER_HEAD'), given['NUM_HEADS']
+  width, heads = given['DIMS_PER_HEAD'], given['NUM_HEADS']
   if width is not None and heads * width != given['MODEL_DIMS']:
     raise errors.UsageError(
       f'NUM_HEADS={heads} of DIMS_PER_HEAD={width} make {heads * width};'
