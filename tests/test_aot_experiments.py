@@ -56,6 +56,11 @@ def test_every_run_is_as_published(name):
   flops = expected['measures']['flops']
   assert train.measures.flops == pytest.approx(flops, rel=0.05)
   assert train.peak_bytes == pytest.approx(expected['peak_bytes'], rel=0.2)
+  # A promise of this repository about itself, with the compiler as published.
+  hbm_bytes = expected['measures']['hbm_bytes']
+  assert train.measures.hbm_bytes == pytest.approx(hbm_bytes, rel=0.02)
+  traffic = sum(t['bytes'] for t in expected['measures']['traffic'])
+  assert sent(train) == pytest.approx(traffic, rel=0.02)
 
 
 def language_model_flops(

@@ -11,10 +11,10 @@ import re
 from absl import logging
 import cloudpickle
 import jax
-from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 
+from jaxline import distributed
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import synthetic
@@ -92,6 +92,8 @@ def test_a_batch_goes_through_jax_and_stays_one():
   plain = {'b': 1, 'a': {'c': 2}}
   paths = jax.tree.leaves_with_path(plain)
   assert jax.tree.leaves_with_path(base.Batch(plain)) == paths
+  with pytest.raises(ValueError, match='different types'):
+    jax.tree.map(max, plain, base.Batch(plain))
   # JAX puts things of its own in the place of leaves.
   none = jax.tree.map(lambda x: None, batch)
   assert none.a.c is None
@@ -604,9 +606,7 @@ def test_hosts_that_are_pretended_have_one_seed():
 
 def test_processes_that_act_as_one_host_agree_on_a_seed(monkeypatch):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(
-    multihost_utils, 'broadcast_one_to_all', lambda seed: np.int32(7)
-  )
+  monkeypatch.setattr(distributed, 'of_chief', lambda seed: 7)
   with base.act_as_host(0, 1):
     source = Counting(
       batch_size=2, is_training=True, input_checkpointing_enabled=False
@@ -616,7 +616,7 @@ def test_processes_that_act_as_one_host_agree_on_a_seed(monkeypatch):
 
 def test_a_generator_waits_for_no_other_process(monkeypatch):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(multihost_utils, 'broadcast_one_to_all', None)
+  monkeypatch.setattr(distributed, 'of_chief', None)
   source = base.from_generator(
     lambda host_index: iter([]), batch_size=2, is_training=True
   )

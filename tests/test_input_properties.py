@@ -1,14 +1,19 @@
 """The contract of inputs: random sizes, hosts, epochs, points of a kill.
 
-An input joins by an entry in `SOURCES`. `test_every_promise_is_kept` runs
-`show.check`, which users run on their own data; the others know each record.
+Every input runs through this suite: it joins by an entry in `SOURCES`, which
+says what it promises. `test_every_promise_is_kept` runs `show.check`, which
+users run on their own data; the others know each record. The file of a single
+input tests what is its own.
 """
 
+import atexit
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
-import importlib.util
+import json
+import pathlib
+import tempfile
 from typing import Any
 
 import grain as grain_library
@@ -18,9 +23,12 @@ import numpy as np
 import pytest
 
 from jaxline.inputs import base
+from jaxline.inputs import c4
 from jaxline.inputs import grain
 from jaxline.inputs import indexed
+from jaxline.inputs import lingvo
 from jaxline.inputs import multi
+from jaxline.inputs import seqio as seqio_input
 from jaxline.inputs import show
 from jaxline.inputs import synthetic
 from jaxline.inputs import text
@@ -31,11 +39,16 @@ SETTINGS = hypothesis.settings(
   derandomize=True,
   deadline=None,
   database=None,
-  max_examples=60,
   suppress_health_check=list(hypothesis.HealthCheck),
 )
-# TensorFlow builds a graph for each epoch of each input.
 SLOW = (pytest.mark.slow, pytest.mark.timeout(1800))
+# How many examples in which tier. Grain starts threads for each iterator.
+# TensorFlow builds a graph for each epoch of each input, and SeqIO several.
+GRAIN = {'': 15, 'slow': 60}
+TENSORFLOW = {'': 5, 'slow': 60}
+# The first two of Hypothesis have one host.
+SEQIO = {'': 4, 'slow': 20}
+WORKERS = {'slow': 3}
 ONE_EPOCH = {'reset_for_eval': True, 'eval_loop_num_batches': None}
 
 
@@ -47,20 +60,29 @@ class Source:
     make: called with (num_records, **fields of the input); its records are
       known by the numbers 0 to num_records - 1.
     records: returns a batch's numbers, integers [B].
-    shard: of an input whose maker deals it out, called with (num_records,
-      hosts, host): the numbers that host reads in an epoch; None for one global
-      order.
-    one_epoch_hosts: whether several hosts may evaluate on one epoch.
-    saves_position: whether it can be resumed.
+    is_sharded: whether each host reads the records whose number modulo the
+      hosts is its own, and goes on by itself; else there is one global order.
+    trains: whether it can be read for ever.
     has_epochs: whether an epoch is the dataset, each record once.
+    evaluates: whether it can be read for one epoch.
+    one_epoch_hosts: whether several hosts may.
+    saves_position: whether it can be resumed.
+    needs: the package without which it is skipped.
+    examples: how many of a test, by the mark of the tier; '' is the default.
   """
 
   make: Callable[..., base.BaseInput]
-  records: Callable[[base.Batch], np.ndarray] = lambda batch: batch['x']
-  shard: Callable[[int, int, int], Any] | None = None
+  records: Callable[[dict[str, Any]], np.ndarray] = lambda batch: batch['x']
+  is_sharded: bool = False
+  trains: bool = True
+  has_epochs: bool = True
+  evaluates: bool = True
   one_epoch_hosts: bool = True
   saves_position: bool = True
-  has_epochs: bool = True
+  needs: str = 'numpy'
+  examples: Mapping[str, int] = dataclasses.field(
+    default_factory=lambda: {'': 60}
+  )
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -87,7 +109,7 @@ def listed(size):
 
 def make_stream(size, **fields):
   def stream(host_index, num_hosts, epoch):
-    mine = np.array(every_nth(size, num_hosts, host_index))
+    mine = np.arange(size)[host_index::num_hosts]
     # Grain's own shuffle takes milliseconds a record where there are so few.
     mine = np.random.default_rng(epoch).permutation(mine)
     return grain_library.MapDataset.source(
@@ -99,26 +121,91 @@ def make_stream(size, **fields):
   return grain.GrainInput(dataset=stream, **fields)
 
 
+@functools.cache
+def folder():
+  """Returns a folder for the time of the tests."""
+  made = tempfile.TemporaryDirectory()
+  atexit.register(made.cleanup)
+  return pathlib.Path(made.name)
+
+
+@functools.cache
+def array_records(size):
+  """Returns two files, the first without a record if there is but one."""
+  from array_record.python import array_record_module
+
+  paths = [str(folder() / f'{size}-{i}.array_record') for i in range(2)]
+  parts = np.split(np.arange(size), [size // 3])
+  for path, part in zip(paths, parts, strict=True):
+    writer = array_record_module.ArrayRecordWriter(path, 'group_size:1')
+    for number in part:
+      writer.write(number.tobytes())
+    writer.close()
+  return paths
+
+
+def make_files(size, **fields):
+  decode = lambda record: {'x': np.frombuffer(record, np.int64)[0]}
+  return grain.GrainInput(
+    files=array_records(size), transformations=[decode], **fields
+  )
+
+
+def batches_of(size, rows, repeat, host_index, num_hosts):
+  """Yields the batches of a host; without repeating, the last is short."""
+  part: list[int] = []
+  while True:
+    for number in range(size)[host_index::num_hosts]:
+      part.append(number)
+      if len(part) == rows:
+        yield {'x': np.array(part)}
+        part = []
+    if not repeat:
+      break
+  if part:
+    yield {'x': np.array(part)}
+
+
 def make_generator(size, **fields):
-  batch_size = fields['batch_size']
-  repeat = not fields.get('reset_for_eval', False)
-
-  def batches(host_index, num_hosts):
-    mine = every_nth(size, num_hosts, host_index)
-    rows = []
-    while True:
-      for number in mine:
-        rows.append(number)
-        if len(rows) == batch_size:
-          yield {'x': np.array(rows)}
-          rows = []
-      if not repeat:
-        break
-    if rows:
-      yield {'x': np.array(rows)}
-
   fields.pop('input_random_seed', None)
-  return base.from_generator(batches, **fields)
+  function = functools.partial(
+    batches_of,
+    size,
+    fields['batch_size'],
+    not fields.get('reset_for_eval', False),
+  )
+  return base.from_generator(
+    lambda host_index, num_hosts: function(host_index, num_hosts), **fields
+  )
+
+
+class Lingvos:
+  """The batches of a function, with the interface of Lingvo's generators."""
+
+  def __init__(self, rows, function, *args):
+    self.InfeedBatchSize = lambda: rows
+    self.make = functools.partial(function, *args)
+    self.Reset()
+
+  def Reset(self):
+    self.batches = self.make()
+
+  def GetPreprocessedInputBatch(self):
+    return next(self.batches)
+
+
+def make_lingvo(size, kind=lingvo.LingvoInputAdaptor, times=1, **fields):
+  """Makes an adaptor whose generator has `times` as many rows in a batch."""
+  rows = times * fields['batch_size']
+  dealt = fields['infeed_host_index'], fields['num_infeed_hosts']
+  if kind is lingvo.LingvoEvalAdaptor:
+    dealt = 0, 1  # Every host reads all.
+  if kind is lingvo.LingvoInputAdaptor:
+    fields['batch_size'] = None
+  fields.pop('input_random_seed', None)
+  repeat = not fields.get('reset_for_eval', False)
+  generator = Lingvos(rows, batches_of, size, rows, repeat, *dealt)
+  return kind(input=generator, **fields)
 
 
 def make_text(size, packing, **fields):
@@ -151,19 +238,28 @@ def make_synthetic(size, **fields):
   )
 
 
-def make_mixture(size, **fields):
-  seed = fields.pop('input_random_seed')
-  hosts = {k: fields[k] for k in ('num_infeed_hosts', 'infeed_host_index')}
-  children = {
-    name: make_numbers(
-      size + i,
-      batch_size=i + 2,
-      input_random_seed=seed,
-      is_training=fields['is_training'],
-      **hosts,
-    )
-    for i, name in enumerate('abc')
+def make_children(names, sizes, fields):
+  """Makes inputs of numbers; takes what is theirs from a parent's fields."""
+  shared = ('num_infeed_hosts', 'infeed_host_index', *ONE_EPOCH, 'is_training')
+  kept = {key: fields[key] for key in shared if key in fields}
+  kept['input_random_seed'] = fields.pop('input_random_seed')
+  return {
+    name: make_numbers(size, batch_size=rows, **kept)
+    for name, (size, rows) in zip(names, sizes, strict=True)
   }
+
+
+def make_multi(size, **fields):
+  rows = fields.pop('batch_size')
+  # The second child has two rows in each of the parent's.
+  sizes = [(size, rows), (size + 1, 2 * rows)]
+  number = 2 if fields.get('is_training') else 1
+  children = make_children('ab'[:number], sizes[:number], fields)
+  return multi.MultiInput(inputs=children, **fields)
+
+
+def make_mixture(size, **fields):
+  children = make_children('abc', [(size + i, i + 2) for i in range(3)], fields)
   weights = {'a': 0.5, 'b': 0.2, 'c': 0.3}
   return multi.MixtureInput(inputs=children, weights=weights, **fields)
 
@@ -183,22 +279,65 @@ def make_sharded_tensors(size, **fields):
   import tensorflow as tf
 
   def dataset(seed, host_index, num_hosts):
-    mine = list(every_nth(size, num_hosts, host_index))
-    dataset = tf.data.Dataset.from_tensor_slices({'x': mine})
-    return dataset.shuffle(7, seed=seed)
+    mine = tf.data.Dataset.range(host_index, size, num_hosts)
+    return mine.shuffle(7, seed=seed).map(lambda x: {'x': x})
 
   return tfdata.ShardedTfDataInput(dataset=dataset, **fields)
 
 
-def every_nth(size, hosts, host):
-  """Returns a host's part; where not all have one, all read the same."""
-  return range(size)[host::hosts] if size >= hosts else range(size)
+def make_seqio(size, **fields):
+  import seqio
+  import tensorflow as tf
+
+  def dataset_fn(split, shuffle_files, seed=None):
+    del split, shuffle_files, seed
+    # Each example is one token; 0 would be padding.
+    numbers = tf.data.Dataset.range(1, size + 1, output_type=tf.int32)
+    return numbers.map(lambda x: {'targets': [x]})
+
+  vocabulary = seqio.PassThroughVocabulary(100)
+  task = seqio.Task(
+    'numbers',
+    source=seqio.FunctionDataSource(dataset_fn, splits=['train']),
+    preprocessors=[],
+    output_features={'targets': seqio.Feature(vocabulary, add_eos=False)},
+  )
+  return seqio_input.SeqIOInput(
+    mixture_or_task=task,
+    split_name='train',
+    task_feature_lengths={'targets': 1},
+    feature_converter=seqio_input.LanguageModelFeatures(pack=False),
+    **fields,
+  )
+
+
+FIRST_LETTER = ord('A')
+
+
+def make_c4(size, **fields):
+  import seqio
+
+  path = folder() / f'{size}.json'
+  # Each document is one byte, and a row, that of the letter of its number.
+  lines = [json.dumps({'text': chr(FIRST_LETTER + i)}) for i in range(size)]
+  path.write_text('\n'.join(lines))
+  task = c4.c4_task(
+    train_files=path,
+    eval_files=path,
+    vocabulary=seqio.ByteVocabulary(),
+    append_eos=False,
+  )
+  return c4.c4_input(task, length=1, **{'is_training': False, **fields})
 
 
 SOURCES = {
   'indexed': Source(make_numbers),
   'indexed_threads': Source(
     lambda size, **fields: make_numbers(size, num_threads=2, **fields)
+  ),
+  'indexed_workers': Source(
+    lambda size, **fields: make_numbers(size, num_workers=1, **fields),
+    examples=WORKERS,
   ),
   'grain_list': Source(
     lambda size, **fields: grain.GrainInput(dataset=listed(size), **fields)
@@ -208,9 +347,21 @@ SOURCES = {
       dataset=grain_library.MapDataset.source(listed(size)), **fields
     )
   ),
-  'grain_stream': Source(make_stream, shard=every_nth, one_epoch_hosts=False),
+  'array_record': Source(make_files, examples=GRAIN),
+  'grain_stream': Source(
+    make_stream, is_sharded=True, one_epoch_hosts=False, examples=GRAIN
+  ),
+  'grain_stream_workers': Source(
+    functools.partial(make_stream, num_workers=1),
+    is_sharded=True,
+    one_epoch_hosts=False,
+    examples=WORKERS,
+  ),
   'generator': Source(
-    make_generator, shard=every_nth, one_epoch_hosts=False, saves_position=False
+    make_generator,
+    is_sharded=True,
+    one_epoch_hosts=False,
+    saves_position=False,
   ),
   **{
     f'text_{packing}': Source(
@@ -221,13 +372,48 @@ SOURCES = {
     for packing in text.PACKINGS
   },
   'synthetic': Source(make_synthetic),
-  'mixture': Source(make_mixture, has_epochs=False),
+  'multi': Source(make_multi, lambda batch: batch['a']['x'][:, 0]),
+  'mixture': Source(make_mixture, has_epochs=False, evaluates=False),
+  # Lingvo need not be installed.
+  'lingvo': Source(
+    make_lingvo, is_sharded=True, one_epoch_hosts=False, saves_position=False
+  ),
+  'lingvo_new_batch_size': Source(
+    functools.partial(
+      make_lingvo, kind=lingvo.LingvoInputAdaptorNewBatchSize, times=3
+    ),
+    is_sharded=True,
+    evaluates=False,
+    saves_position=False,
+  ),
+  'lingvo_eval': Source(
+    functools.partial(make_lingvo, kind=lingvo.LingvoEvalAdaptor, times=2),
+    trains=False,
+    saves_position=False,
+  ),
+  'tf_data': Source(make_tensors, needs='tensorflow', examples=TENSORFLOW),
+  'tf_data_sharded': Source(
+    make_sharded_tensors,
+    is_sharded=True,
+    needs='tensorflow',
+    examples=TENSORFLOW,
+  ),
+  'seqio': Source(
+    make_seqio,
+    lambda batch: batch['labels'][:, 0] - 1,
+    is_sharded=True,
+    needs='seqio',
+    examples=SEQIO,
+  ),
+  'c4': Source(
+    make_c4,
+    # SeqIO's bytes are behind three special tokens.
+    lambda batch: batch['labels'][:, 0] - 3 - FIRST_LETTER,
+    is_sharded=True,
+    needs='seqio',
+    examples=SEQIO,
+  ),
 }
-if importlib.util.find_spec('tensorflow'):
-  SOURCES['tf_data'] = Source(make_tensors)
-  SOURCES['tf_data_sharded'] = Source(
-    make_sharded_tensors, shard=every_nth, one_epoch_hosts=False
-  )
 
 sizes = st.integers(1, 30)
 batch_sizes = st.integers(1, 6)
@@ -236,23 +422,53 @@ seeds = st.integers(0, 2**32)
 steps = st.integers(0, 12)
 
 
-def those(**conditions):
-  """Marks a test with the sources of which this is true."""
-  return pytest.mark.parametrize(
-    'name',
-    [
-      pytest.param(name, marks=SLOW if name.startswith('tf_data') else ())
-      for name, source in SOURCES.items()
-      if all(getattr(source, key) == value for key, value in conditions.items())
-    ],
-  )
+def promise(*arguments, most=60, **conditions):
+  """Makes a test of each source of which the conditions are true.
+
+  Args:
+    *arguments: strategies of those behind the name of the source.
+    most: examples.
+    **conditions: fields of `Source`.
+  """
+
+  def decorate(test):
+    @pytest.mark.parametrize(
+      ('name', 'examples'),
+      [
+        pytest.param(
+          name,
+          min(most, examples),
+          id=f'{name}-{tier}' if tier and len(source.examples) > 1 else name,
+          marks=SLOW if tier else (),
+        )
+        for name, source in SOURCES.items()
+        for tier, examples in source.examples.items()
+        if all(getattr(source, k) == v for k, v in conditions.items())
+      ],
+    )
+    def run(name, examples):
+      pytest.importorskip(SOURCES[name].needs)
+
+      @hypothesis.settings(SETTINGS, max_examples=examples)
+      @hypothesis.given(st.tuples(*arguments))
+      def check(values):
+        test(name, *values)
+
+      check()
+
+    return run
+
+  return decorate
 
 
 def make_hosts(name, size, hosts, **fields):
+  source = SOURCES[name]
+  if source.is_sharded:
+    hosts = min(hosts, size)  # Each has a part of its own.
+  if 'reset_for_eval' in fields and not source.one_epoch_hosts:
+    hosts = 1
   return [
-    SOURCES[name].make(
-      size, num_infeed_hosts=hosts, infeed_host_index=host, **fields
-    )
+    source.make(size, num_infeed_hosts=hosts, infeed_host_index=host, **fields)
     for host in range(hosts)
   ]
 
@@ -275,14 +491,12 @@ def close(inputs):
     part.close()
 
 
-@those()
-@hypothesis.settings(SETTINGS, max_examples=15)
-@hypothesis.given(sizes, batch_sizes, host_counts, seeds, st.booleans())
+@promise(sizes, batch_sizes, host_counts, seeds, st.booleans(), most=15)
 def test_every_promise_is_kept(
   name, size, batch_size, hosts, seed, is_training
 ):
   source = SOURCES[name]
-  is_training |= not source.has_epochs
+  is_training = source.trains and (is_training or not source.evaluates)
   hosts = min(hosts, size)  # Each has a part of its own.
   if not is_training and not source.one_epoch_hosts:
     hosts = 1
@@ -308,14 +522,10 @@ def test_every_promise_is_kept(
   assert {f.name for f in report.findings} == promises
 
 
-@those(has_epochs=True)
-@SETTINGS
-@hypothesis.given(sizes, batch_sizes, host_counts, seeds, st.booleans())
+@promise(sizes, batch_sizes, host_counts, seeds, st.booleans(), evaluates=True)
 def test_one_epoch_is_the_dataset_once(
   name, size, batch_size, hosts, seed, twice
 ):
-  if not SOURCES[name].one_epoch_hosts:
-    hosts = 1
   inputs = make_hosts(
     name,
     size,
@@ -326,11 +536,15 @@ def test_one_epoch_is_the_dataset_once(
   )
   for _ in range(1 + twice):
     batches = [list(part.eval_batches()) for part in inputs]
-    assert len({len(part) for part in batches}) == 1
+    count = -(-size // (batch_size * len(inputs)))
+    assert {len(part) for part in batches} == {count}
     seen, weight = [], 0.0
     for batch in (batch for part in batches for batch in part):
       records = np.asarray(SOURCES[name].records(batch))
       assert records.shape == (batch_size,)
+      assert 'weights' in batch or not isinstance(
+        inputs[0], base.ResumableInput
+      )
       weights = batch.get('weights', np.ones(batch_size, np.float32))
       weights = weights.reshape(batch_size, -1).max(1)  # Of rows.
       seen += records[weights > 0].tolist()
@@ -340,18 +554,24 @@ def test_one_epoch_is_the_dataset_once(
   close(inputs)
 
 
-@those(has_epochs=True)
-@SETTINGS
-@hypothesis.given(sizes, batch_sizes, host_counts, st.integers(1, 3), seeds)
+@promise(
+  sizes,
+  batch_sizes,
+  host_counts,
+  st.integers(1, 3),
+  seeds,
+  trains=True,
+  has_epochs=True,
+)
 def test_training_sees_each_record_once_an_epoch(
   name, size, batch_size, hosts, epochs, seed
 ):
-  shard = SOURCES[name].shard
+  is_sharded = SOURCES[name].is_sharded
   fields = {'batch_size': batch_size, 'is_training': True}
   if SOURCES[name].saves_position:
     fields['input_random_seed'] = seed
   inputs = make_hosts(name, size, hosts, **fields)
-  if shard is None:
+  if not is_sharded:
     number = -(-epochs * size // (batch_size * hosts))
     given = flat(take(name, inputs, number))[: epochs * size]
     for epoch in range(epochs):
@@ -359,17 +579,22 @@ def test_training_sees_each_record_once_an_epoch(
       assert sorted(part) == list(range(size))
   else:
     for host, part in enumerate(inputs):
-      mine = shard(size, hosts, host)
+      mine = range(size)[host :: len(inputs)]
       number = -(-epochs * len(mine) // batch_size)
       given = flat(take(name, [part], number))[: epochs * len(mine)]
       assert collections.Counter(given) == dict.fromkeys(mine, epochs)
   close(inputs)
 
 
-@those(saves_position=True)
-@SETTINGS
-@hypothesis.given(
-  sizes, batch_sizes, host_counts, seeds, steps, steps, st.booleans()
+@promise(
+  sizes,
+  batch_sizes,
+  host_counts,
+  seeds,
+  steps,
+  steps,
+  st.booleans(),
+  saves_position=True,
 )
 def test_resumed_is_uninterrupted(
   name, size, batch_size, hosts, seed, killed_at, wasted, peeked
@@ -396,12 +621,25 @@ def test_resumed_is_uninterrupted(
   assert [part.get_state() for part in second] == [
     part.get_state() for part in straight
   ]
+  if SOURCES[name].is_sharded:  # Each goes on by itself, and is of one host.
+    with pytest.raises(ValueError, match='infeed_host_index is 0 in the state'):
+      make_hosts(name, size + 4, 4, **fields)[1].set_state(states[0])
+    with pytest.raises(ValueError, match='num_infeed_hosts is'):
+      make_hosts(name, size + 4, 4, **fields)[0].set_state(
+        make_hosts(name, size + 4, 3, **fields)[0].get_state()
+      )
   close(straight + first + second)
 
 
-@those(saves_position=True, one_epoch_hosts=True, has_epochs=True)
-@SETTINGS
-@hypothesis.given(sizes, batch_sizes, host_counts, seeds, steps)
+@promise(
+  sizes,
+  batch_sizes,
+  host_counts,
+  seeds,
+  steps,
+  saves_position=True,
+  evaluates=True,
+)
 def test_one_epoch_resumed_is_uninterrupted(
   name, size, batch_size, hosts, seed, killed_at
 ):
@@ -424,10 +662,16 @@ def test_one_epoch_resumed_is_uninterrupted(
   close(straight + first + second)
 
 
-@those(saves_position=True, shard=None)
-@SETTINGS
-@hypothesis.given(
-  sizes, batch_sizes, host_counts, batch_sizes, host_counts, seeds, steps
+@promise(
+  sizes,
+  batch_sizes,
+  host_counts,
+  batch_sizes,
+  host_counts,
+  seeds,
+  steps,
+  saves_position=True,
+  is_sharded=False,
 )
 def test_resumed_by_other_hosts_is_uninterrupted(
   name, size, batch_size, hosts, other_batch_size, other_hosts, seed, killed_at

@@ -134,11 +134,12 @@ def measure(
   sums: dict[tuple[str, tuple[str, ...]], Any] = {}
   loops, kernels = set(), set()
   for i, times in _executed(module.entry, 1):
-    if i.opcode == 'while' and _rounds(i) is None:
+    if i.opcode == 'while' and i.rounds is None:
       loops.add(i.title)
-    if _flops(i) is None:
+    products = _flops(i)
+    if products is None:
       kernels.add(i.title)
-    flops += times * (_flops(i) or 0.0)
+    flops += times * (products or 0.0)
     hbm_bytes += times * _hbm_bytes(i)
     if collective := _collective(i, places):
       key, amounts = collective
@@ -247,6 +248,20 @@ class Instruction:
       return self
     done = (user for user in self.users if user.opcode.endswith('-done'))
     return next(done, None)
+
+  @functools.cached_property
+  def rounds(self) -> int | None:
+    """How often the body of a `while` runs; None if that is unknown."""
+    if known := self.search(r'"known_trip_count":\{"n":"(\d+)"\}'):
+      return int(known)
+    (body,), (condition,) = self.called('body'), self.called('condition')
+    state = _value(self.operands[0], {})
+    for rounds in range(_MAX_ROUNDS):
+      goes_on = _value(condition.root, {0: state})
+      if not goes_on:
+        return None if goes_on is None else rounds
+      state = _value(body.root, {0: state})
+    return None
 
   def search(self, pattern: str) -> str:
     """Returns the group of a pattern in the attributes; '' without a match."""
@@ -375,7 +390,7 @@ def _executed(
     yield i, times
     called: Iterable[tuple[Computation, int]] = ()
     if i.opcode == 'while':
-      rounds = _rounds(i)
+      rounds = i.rounds
       (body,), (condition,) = i.called('body'), i.called('condition')
       called = [
         (body, 1 if rounds is None else rounds),
@@ -415,20 +430,6 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
   'subtract': operator.sub,
 }
 _MAX_ROUNDS = 1 << 16
-
-
-def _rounds(loop: Instruction) -> int | None:
-  """Returns how often the body of a `while` runs; None if that is unknown."""
-  if known := loop.search(r'"known_trip_count":\{"n":"(\d+)"\}'):
-    return int(known)
-  (body,), (condition,) = loop.called('body'), loop.called('condition')
-  state = _value(loop.operands[0], {})
-  for rounds in range(_MAX_ROUNDS):
-    goes_on = _value(condition.root, {0: state})
-    if not goes_on:
-      return None if goes_on is None else rounds
-    state = _value(body.root, {0: state})
-  return None
 
 
 def _value(i: Instruction, parameters: Mapping[int, Any]) -> Any:

@@ -48,6 +48,7 @@ import jax
 import numpy as np
 
 from jaxline import disk
+from jaxline import distributed
 from jaxline import errors
 
 # The entry of a batch with its weights: float32, 0 for padding.
@@ -64,7 +65,9 @@ class Batch(dict[str, Any]):
   """A dict whose entries are attributes too: `batch.ids` is `batch['ids']`.
 
   Inputs give plain dicts; `Batch(batch)` is for code written for Pax's
-  `NestedMap`. Dicts inside become `Batch` as well. A pytree like a dict.
+  `NestedMap`. Dicts inside become `Batch` as well. As a pytree it has a dict's
+  leaves and paths, but is another kind of node: `jax.tree.map` over both at
+  once refuses.
   """
 
   def __init__(self, *args: Any, **kwargs: Any):
@@ -444,10 +447,7 @@ class BaseInput:
     """Draws a seed, the same on all hosts: they share one order."""
     if self.num_infeed_hosts not in (1, jax.process_count()):
       return 0  # Of `pretend_host`: there is no other process to agree with.
-    from jax.experimental import multihost_utils
-
-    seed = np.int32(secrets.randbits(31))
-    return int(multihost_utils.broadcast_one_to_all(seed))
+    return distributed.of_chief(secrets.randbits(31))
 
   def describe(self) -> str:
     """Returns the name and, if known, what is being read."""

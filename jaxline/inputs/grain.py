@@ -64,8 +64,8 @@ class GrainInput(indexed.IndexedInput):
         `host_index`, `num_hosts`, `seed` and `epoch` that it has as arguments;
         the first two it must have if it returns an `IterDataset` and there are
         several hosts, and then return the part of that host.
-    files: ArrayRecord files instead: a path, a glob, or several. Remote paths
-      ('gs://...') are given one by one.
+    files: ArrayRecord files instead: a path, a glob, or several, also of what
+      `etils.epath` can read ('gs://...'), where a glob has no '**'.
     transformations: what to do with each record, in this order: functions,
       `grain.transforms.Map`, or `grain.transforms.RandomMap`, whose generator
       depends on the seed, the record and the epoch alone. For a stream, all
@@ -385,9 +385,16 @@ def _find_files(
   paths: list[str] = []
   for entry in files:
     path = os.path.expanduser(os.fspath(entry))
+    place = epath.Path(path)
     found = [path]
-    if not epath.Path(path).exists():
-      found = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    if not place.exists():
+      # Of local files, epath refuses '**' too.
+      places = (
+        place.parent.glob(place.name)
+        if '://' in path
+        else map(epath.Path, glob.glob(path, recursive=True))
+      )
+      found = sorted(os.fspath(x) for x in places if not x.is_dir())
     if not found:
       raise errors.MissingFileError(
         f'No files found: {path!r} names none. Give the path of an ArrayRecord'

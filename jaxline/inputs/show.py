@@ -354,7 +354,11 @@ class _Host:
     total = hashlib.sha256()
     with opened(make_input, number, num_hosts) as (source, batches):
       self.source = source
-      if isinstance(source, indexed.IndexedInput):
+      # A stream has no numbers, and its position depends on its workers.
+      if (
+        isinstance(source, indexed.IndexedInput)
+        and 'num_workers' not in source.identity()
+      ):
         # Neither ahead nor in a worker, where the calls could not be noted.
         source.num_threads = source.num_workers = 0
         read = source.read

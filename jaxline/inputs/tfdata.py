@@ -30,8 +30,8 @@ shuffle, and needs no file.
 So an epoch must be the same each time it is built. While it is built, its seed
 is TensorFlow's global seed, for operations without a seed of their own. With
 `op_determinism=True`, the default, the first dataset turns on TensorFlow's
-`tf.config.experimental.enable_op_determinism` for the whole process, and the
-log says so: parallel parts of a pipeline then keep their order, even those with
+`tf.config.experimental.enable_op_determinism` for the whole process, and warns
+so: parallel parts of a pipeline then keep their order, even those with
 `deterministic=False`, and those that draw random numbers or call Python run
 sequentially, which is slower. `tf.random.stateless_*` and
 `tf.numpy_function(..., stateful=False)`, for functions whose result depends on
@@ -88,7 +88,8 @@ def import_tensorflow() -> Any:
 
 @functools.cache
 def _enable_op_determinism() -> None:
-  logging.info(
+  # A run shows no information of this library.
+  logging.warning(
     'TensorFlow runs deterministically from now on, in the whole process'
     ' (tf.config.experimental.enable_op_determinism), so that a resumed run'
     ' reads the same data. The field op_determinism=False leaves it as it is.'

@@ -10,6 +10,7 @@ import os
 import pathlib
 from typing import Any
 
+from etils import epath
 import numpy as np
 
 from examples.pax.tasks.lm import records
@@ -95,8 +96,9 @@ def c4_input(
   JSON and TFRecord go through SeqIO, as in Pax; ArrayRecord through Grain.
 
   Args:
-    data_dir: a folder of its files: `c4-train.*`, `c4-validation.*`.
-    vocabulary: a SentencePiece model, whose token 0 is padding.
+    data_dir: a folder of its files: `c4-train.*`, `c4-validation.*`; also one
+      that `etils.epath` can read ('gs://...').
+    vocabulary: a SentencePiece model, a local file, whose token 0 is padding.
     batch_size: rows of a host.
     length: tokens of a row.
     vocab_size: of the model.
@@ -122,10 +124,12 @@ def c4_input(
     )
   check_vocabulary(tokenization.load_tokenizer(vocabulary), vocab_size)
   split = 'train' if is_training else 'validation'
-  pattern = f'{glob.escape(data_dir)}/c4-{split}.*'
-  files = sorted(glob.glob(pattern))
+  name = f'c4-{split}.*'
+  files = sorted(map(os.fspath, epath.Path(glob.escape(data_dir)).glob(name)))
   if not files:
-    raise errors.MissingFileError(f'No file matches {pattern!r}. {_GET_C4}')
+    raise errors.MissingFileError(
+      f'No file matches {data_dir}/{name}. {_GET_C4}'
+    )
   fields: dict[str, Any] = {
     'batch_size': batch_size,
     'is_training': is_training,

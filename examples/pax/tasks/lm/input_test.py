@@ -2,7 +2,10 @@
 
 import json
 
+from etils import epath
+from etils.epath import gpath
 from google.protobuf import message
+import grain
 import numpy as np
 import pytest
 
@@ -113,6 +116,26 @@ def test_rows_of_array_records_are_documents_without_a_gap(
   )
   specs = lm_input.row_specs(5)
   assert {k: (x.shape[1:], x.dtype.name) for k, x in batch.items()} == specs
+
+
+def test_files_of_a_bucket_are_found(tmp_path, vocabulary, monkeypatch):
+  name = 'c4-validation.array_record-00000-of-00001'
+  write(tmp_path / name, ['abcd'])
+  opened = []
+
+  def open_files(paths):
+    opened.extend(paths)
+    return real([f'{tmp_path}/{name}'])
+
+  real = grain.sources.ArrayRecordDataSource
+  monkeypatch.setattr(grain.sources, 'ArrayRecordDataSource', open_files)
+  monkeypatch.setattr(gpath, '_is_tf_installed', lambda: False)
+  with epath.testing.mock_epath(
+    glob=lambda _, path: [path.replace('.*', name[len('c4-validation') :])]
+  ):
+    batch = next(make('gs://bucket/en', vocabulary).eval_batches())
+  assert set(opened) == {f'gs://bucket/en/{name}'}
+  assert batch['labels'].shape == (2, 5)
 
 
 def test_array_records_have_no_rows_of_paxs(tmp_path, vocabulary):
