@@ -218,7 +218,9 @@ def test_the_address_of_a_bucket_is_refused(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   config = make_config()
   config.compilation_cache = 'gs://bucket/programs'
-  with pytest.raises(ValueError, match='compilation_cache .* Mount the bucket'):
+  with pytest.raises(
+    ValueError, match=r'compilation_cache .* Mount the bucket'
+  ):
     with compilation_cache.of_run(config):
       pass
   assert not list(tmp_path.iterdir())
