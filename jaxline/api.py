@@ -156,7 +156,7 @@ def _load(
   """Returns an experiment, its step and the config of its run."""
   config = _recorded_config(directory)
   if experiment_class is None:
-    experiment_class = platform.resolve_experiment_class(config)
+    experiment_class = adapters.resolve_experiment_class(config)
   full = adapters.full_checkpointer(
     # By its name it only reads `latest`.
     platform.create_checkpointer(config, 'eval_load')
