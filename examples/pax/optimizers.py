@@ -446,11 +446,6 @@ class ShardedAdafactor(_Decayed):
     ),
   }
 
-  @classmethod
-  def HParamsAdamB(cls) -> Any:
-    """Returns hyperparameters with a mean of updates, and Adam's decay."""
-    return cls.HParams(beta1=0.9, decay_method='adam', decay_adam=0.98)
-
   def _second_moment_decay(self, step: Any, _: Any) -> jax.Array:
     p = self.hparams
     n = jnp.asarray(step).astype(jnp.float32) + 1.0

@@ -514,8 +514,14 @@ def test_integers_for_moments_are_those_of_praxis(dtype, b, w, s, is_stacked):
   HParamsAdamB's settings with learning_rate=0.1 and clip_threshold=0.5, after
   three steps from the weights below, with the gradients below.
   """
-  hparams = optimizers.ShardedAdafactor.HParamsAdamB()
-  hparams.set(learning_rate=0.1, clip_threshold=0.5, quantized_dtype=dtype)
+  hparams = optimizers.ShardedAdafactor.HParams(
+    learning_rate=0.1,
+    clip_threshold=0.5,
+    quantized_dtype=dtype,
+    beta1=0.9,
+    decay_method='adam',
+    decay_adam=0.98,
+  )
   weights = {'b': _value(1, 3), 'w': _value(2, 3, 2), 's': jnp.float32(0.3)}
   grads = [
     {

@@ -77,8 +77,6 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
   SMALL_IMAGES: ClassVar[bool] = False
   # Of what is computed; weights and statistics are float32.
   FPROP_DTYPE: ClassVar[str] = 'bfloat16'
-  # How much of the moving statistics a step keeps.
-  BATCH_NORM_DECAY: ClassVar[float] = 0.9
 
   LEARNING_RATE: ClassVar[float] = 0.2  # After the rise.
   MOMENTUM: ClassVar[float] = 0.9  # Nesterov's.
@@ -167,7 +165,6 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
       pixel_mean=self.PIXEL_MEAN,
       pixel_std=self.PIXEL_STD,
     )
-    network.conv_tpl.batch_norm_tpl.decay = self.BATCH_NORM_DECAY
     softmax = embedding_softmax.FullSoftmax.HParams(
       input_dims=self.CHANNELS[-1],
       num_classes=self.NUM_CLASSES,
