@@ -53,6 +53,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from examples import transformer
 from examples.pax import hparams as hparams_lib
 from examples.pax import pax_fiddle
 from jaxline import errors
@@ -61,9 +62,6 @@ from jaxline import partitioning
 instantiate = pax_fiddle.instantiate
 sub_config_field = hparams_lib.sub_config_field
 template_field = pax_fiddle.template_field
-
-# Up to so many numbers a variable is drawn flat.
-_MAX_FLAT = 2**22
 
 # The two collections of variables.
 PARAMS = 'params'
@@ -256,11 +254,8 @@ class WeightHParams:
     area = math.prod(n for i, n in enumerate(shape) if i not in named)
     fan_in = area * math.prod(shape[i] for i in in_axes)
     fan_out = area * math.prod(shape[i] for i in out_axes)
-    # The bits are the same for every shape of a size, and each new shape costs
-    # XLA's CPU compiler seconds. A large one keeps its own: it may be split.
-    drawn = (size,) if (size := math.prod(shape)) <= _MAX_FLAT else shape
     make = self.init.maker(fan_in, fan_out)
-    return make(key, drawn, self.dtype).reshape(shape)
+    return transformer.draw(make, key, shape, self.dtype)
 
 
 def _axis(entry: str | int | Sequence[str] | None) -> Any:
