@@ -858,7 +858,6 @@ class Stacked:
     name: str,
     template: Any,
     times: int,
-    **fields: Any,
   ):
     """Creates the variables; to be called in the parent's `setup`.
 
@@ -867,17 +866,16 @@ class Stacked:
       name: their place in it.
       template: HParams of the one layer; what they leave open is the parent's.
       times: how many layers.
-      **fields: what the parent decides of the HParams.
     """
     self._parent = parent.module_name
     self._place = f'{self._parent}/{name}'
     self.times = times
-    self.layer = parent._unbound_child(template, {**fields, 'name': name})
+    self.layer = parent._unbound_child(template, {'name': name})
     self._run = parent._in_run()
     # The layers are run by `apply`. In this run there are their variables.
     outside = self._run.stacks
     self._run.stacks = (*outside, (self._place, times))
-    parent._child(name, template, fields)
+    parent._child(name, template, {})
     self._run.stacks = outside
 
   def variables(self, *, boxed: bool = False) -> Variables:

@@ -397,9 +397,6 @@ class Configurable(abc.ABC):
     raise AttributeError(f'{type(self).__name__!r} has no attribute {name!r}.')
 
 
-Configurable.HParams.cls = Configurable
-
-
 def _take_fields(
   cls: type[Configurable], parents: list[type[BaseHParams]]
 ) -> dict[str, Any]:
