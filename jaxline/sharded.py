@@ -453,6 +453,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     writer: writers.Writer | None = None,
   ) -> None:
     """Runs steps until `should_run_step` returns False."""
+    config = base_config.complete_config(config)
     if self.on_nonfinite != config.on_nonfinite:
       self.on_nonfinite = config.on_nonfinite
       self.__dict__.pop('compiled_train_step', None)
