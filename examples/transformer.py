@@ -66,6 +66,9 @@ _REMAT_POLICIES = {
 }
 REMATS = tuple(_REMAT_POLICIES)
 
+# Up to so many numbers an initial value is drawn flat.
+_MAX_FLAT = 2**22
+
 
 # ---- Products.
 
@@ -106,6 +109,33 @@ def dot(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     # over `mdl`, and reads less memory.
     return dot('BLD,DSF->BLSF', x, w[:, None])[:, :, 0]
   return checkpoint_name(jnp.einsum(spec, x, w.astype(x.dtype)), DOT)
+
+
+def parts(out_BLS: jax.Array) -> list[jax.Array]:
+  """Returns what is side by side in a product [B, L, S, ...], S arrays."""
+  # The gradient of an index would be padded with zeros, and added.
+  return list(jnp.unstack(out_BLS, axis=2))
+
+
+def draw(
+  make: Callable[..., jax.Array],
+  key: jax.Array,
+  shape: tuple[int, ...],
+  dtype: Any,
+) -> jax.Array:
+  """Returns `make(key, shape, dtype)`, an initial value, compiled faster.
+
+  Args:
+    make: one of `jax.nn.initializers`, or of `jax.random`, in which an entry
+      depends on its place in the flat array, and not on the shape.
+    key: the random key.
+    shape: of the value.
+    dtype: of the value.
+  """
+  # Each new shape costs XLA's CPU compiler seconds. A large value keeps its
+  # own: it may be split.
+  drawn = (size,) if (size := math.prod(shape)) <= _MAX_FLAT else shape
+  return make(key, drawn, dtype).reshape(shape)
 
 
 def remat_policy(name: str) -> Any:
@@ -209,11 +239,10 @@ def activate(name: str, hidden_BLSF: jax.Array) -> jax.Array:
       or 'swiglu' (SiLU gates the second part; Shazeer, 2020).
     hidden_BLSF: S is `num_parts(name)`.
   """
-  function, parts = _ACTIVATIONS[name]
-  # The gradient of an index would be padded with zeros, and added.
-  hidden = jnp.unstack(hidden_BLSF, axis=2)
+  function, num = _ACTIVATIONS[name]
+  hidden = parts(hidden_BLSF)
   out_BLF = function(hidden[0])
-  return out_BLF if parts == 1 else out_BLF * hidden[1]
+  return out_BLF if num == 1 else out_BLF * hidden[1]
 
 
 def drop(

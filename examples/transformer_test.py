@@ -648,3 +648,11 @@ def test_chunks_that_do_not_divide_the_sequence_are_refused():
   loss, args = _loss(5, 0.0, False)
   with pytest.raises(ValueError, match=r'must divide .*; got 5 for 6 tokens'):
     loss(*args)
+
+
+@pytest.mark.parametrize('most', [0, 24])
+def test_an_initial_value_has_the_bits_of_its_shape(most, monkeypatch):
+  monkeypatch.setattr(transformer, '_MAX_FLAT', most)
+  args = jax.random.key(0), (2, 3, 4), jnp.float32
+  made = transformer.draw(jax.random.normal, *args)
+  np.testing.assert_array_equal(made, jax.random.normal(*args))

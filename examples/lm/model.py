@@ -272,10 +272,9 @@ class Attention(hk.Module):
       _matrix_init(c.embed_dim * c.num_branches),
     )
     qkv = _dot(c, 'qkv', 'BLD,DSHK->BLSHK', x_BLD, w_DSHK)
-    # The gradient of an index would be padded with zeros, and added.
     q, k, v = (
       partitioning.constrain(x_BLHK, transformer.HEADS)
-      for x_BLHK in jnp.unstack(qkv, axis=2)
+      for x_BLHK in transformer.parts(qkv)
     )
     if angles is not None:
       q, k = transformer.rotate(q, angles), transformer.rotate(k, angles)

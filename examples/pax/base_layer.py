@@ -53,6 +53,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from examples import transformer
 from examples.pax import hparams as hparams_lib
 from examples.pax import pax_fiddle
 from jaxline import errors
@@ -61,9 +62,6 @@ from jaxline import partitioning
 instantiate = pax_fiddle.instantiate
 sub_config_field = hparams_lib.sub_config_field
 template_field = pax_fiddle.template_field
-
-# Up to so many numbers a variable is drawn flat.
-_MAX_FLAT = 2**22
 
 # The two collections of variables.
 PARAMS = 'params'
@@ -174,8 +172,8 @@ class WeightHParams:
     fan_out_axes: dimensions of the outputs; None is the last.
     batch_axes: dimensions that count several matrices side by side, each of
       which starts as if it were alone.
-    repeat_prefix: dimensions before `shape`, one for each level of repetition.
-    repeat_prefix_split_dims_mapping: their axes.
+    repeat_prefix: dimensions before `shape`, one for each level of repetition,
+      each with the axis 'layers'.
   """
 
   shape: tuple[int, ...]
@@ -187,7 +185,6 @@ class WeightHParams:
   fan_out_axes: tuple[int, ...] | None = None
   batch_axes: tuple[int, ...] = ()
   repeat_prefix: tuple[int, ...] = ()
-  repeat_prefix_split_dims_mapping: tuple[str | None, ...] = ()
 
   def __post_init__(self) -> None:
     object.__setattr__(self, 'shape', tuple(self.shape))
@@ -221,23 +218,11 @@ class WeightHParams:
   def axes(self) -> tuple[Any, ...]:
     """For each of its dimensions what `partitioning.Logical` takes."""
     mapping = self.tensor_split_dims_mapping or (None,) * len(self.shape)
-    return (*self.repeat_prefix_split_dims_mapping, *map(_axis, mapping))
+    return (*('layers' for _ in self.repeat_prefix), *map(_axis, mapping))
 
-  def repeated(self, times: int, axis: str | None = 'layers') -> Self:
-    """Returns the variable of `times` such layers, stacked.
-
-    Args:
-      times: how many.
-      axis: the name of the new first dimension.
-    """
-    return dataclasses.replace(
-      self,
-      repeat_prefix=(times, *self.repeat_prefix),
-      repeat_prefix_split_dims_mapping=(
-        axis,
-        *self.repeat_prefix_split_dims_mapping,
-      ),
-    )
+  def repeated(self, times: int) -> Self:
+    """Returns the variable of `times` such layers, stacked."""
+    return dataclasses.replace(self, repeat_prefix=(times, *self.repeat_prefix))
 
   def make(self, key: jax.Array) -> jax.Array:
     """Returns its first value; every repetition gets a key of its own."""
@@ -256,11 +241,8 @@ class WeightHParams:
     area = math.prod(n for i, n in enumerate(shape) if i not in named)
     fan_in = area * math.prod(shape[i] for i in in_axes)
     fan_out = area * math.prod(shape[i] for i in out_axes)
-    # The bits are the same for every shape of a size, and each new shape costs
-    # XLA's CPU compiler seconds. A large one keeps its own: it may be split.
-    drawn = (size,) if (size := math.prod(shape)) <= _MAX_FLAT else shape
     make = self.init.maker(fan_in, fan_out)
-    return make(key, drawn, self.dtype).reshape(shape)
+    return transformer.draw(make, key, shape, self.dtype)
 
 
 def _axis(entry: str | int | Sequence[str] | None) -> Any:
@@ -317,7 +299,7 @@ class _Run:
     shared: layers that several parents have, by `shared_weight_layer_id`, or
       by the id of the template.
     stacks: those of which layers are created just now, the outermost first:
-      path, how many layers, and the axis for them.
+      path, and how many layers.
   """
 
   init_key: jax.Array | None = None
@@ -328,7 +310,7 @@ class _Run:
     default_factory=dict
   )
   shared: dict[Any, 'BaseLayer'] = dataclasses.field(default_factory=dict)
-  stacks: tuple[tuple[str, int, str | None], ...] = ()
+  stacks: tuple[tuple[str, int], ...] = ()
 
   def value(self, path: str, name: str) -> jax.Array:
     """Returns the value of a variable, as it is now."""
@@ -509,8 +491,8 @@ class BaseLayer(hparams_lib.Configurable):
       tensor_split_dims_mapping=p.weight_split_dims_mapping.get(name, split),
     )
     path = self.module_name
-    for _, times, axis in reversed(run.stacks):
-      weight = weight.repeated(times, axis)
+    for _, times in reversed(run.stacks):
+      weight = weight.repeated(times)
     weight._check(f'{path}/{name}')
     run.created.setdefault(path, {})[name] = weight, trainable
     if (got := run.value(path, name).dtype) != weight.dtype:
@@ -861,7 +843,7 @@ def remat(layer: BaseLayer, **kwargs: Any) -> Callable[..., Any]:
 
 
 class Stacked:
-  """The variables of several equal layers, each with a first axis for them.
+  """The variables of several equal layers, each with a first axis 'layers'.
 
   For layers that run another one several times, such as a scan over layers.
 
@@ -876,8 +858,6 @@ class Stacked:
     name: str,
     template: Any,
     times: int,
-    axis: str | None = 'layers',
-    **fields: Any,
   ):
     """Creates the variables; to be called in the parent's `setup`.
 
@@ -886,18 +866,16 @@ class Stacked:
       name: their place in it.
       template: HParams of the one layer; what they leave open is the parent's.
       times: how many layers.
-      axis: the name of the first axis, for the sharding.
-      **fields: what the parent decides of the HParams.
     """
     self._parent = parent.module_name
     self._place = f'{self._parent}/{name}'
     self.times = times
-    self.layer = parent._unbound_child(template, {**fields, 'name': name})
+    self.layer = parent._unbound_child(template, {'name': name})
     self._run = parent._in_run()
     # The layers are run by `apply`. In this run there are their variables.
     outside = self._run.stacks
-    self._run.stacks = (*outside, (self._place, times, axis))
-    parent._child(name, template, fields)
+    self._run.stacks = (*outside, (self._place, times))
+    parent._child(name, template, {})
     self._run.stacks = outside
 
   def variables(self, *, boxed: bool = False) -> Variables:

@@ -7,7 +7,8 @@ optimizer. Its model state is a dict:
     non_trainable  variables of the model that it changes itself
     ema            the moving average of the weights, if the learner keeps one
     ema_non_trainable  the same of `non_trainable`, with it
-    step           steps done, if the variational noise begins late
+    step           steps done, if the variational noise begins late: `loss_fn`
+                   gets no count of its own
     sharded.OVERWRITE  scales of products in FP8, if there are any
 
 Names, fields and values are those of Praxis and Paxml (Google, 2022).

@@ -224,8 +224,6 @@ class Experiment(TaskExperiment):
       self.decode = super().decode  # type: ignore[method-assign]
     if self.task.uses_fp8 and self.partitioner.is_here:
       fp8.check_devices(jax.local_devices())
-    self._text = self.task.hparams.to_text()
-    logging.info('Task:\n%s', self._text)
 
   @property
   def bubble_fraction(self) -> float:
@@ -237,7 +235,7 @@ class Experiment(TaskExperiment):
   ) -> dict[str, Any]:
     """Trains on the next batch; adds the numbers of its rows and tokens."""
     if int(global_step) == 0 and isinstance(writer, writers.MetricWriter):
-      writer.write_texts(0, {'task': self._text})
+      writer.write_texts(0, {'task': self.task.hparams.to_text()})
     scalars = super().step(global_step=global_step, rng=rng, writer=writer)
     return {**scalars, **self._counts}
 

@@ -27,7 +27,6 @@ Names and behaviour are those of Praxis (Google, 2022).
 """
 
 import abc
-import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import copy
 import dataclasses
@@ -37,7 +36,6 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import fiddle as fdl
 from fiddle import daglish
-from fiddle import history
 from fiddle import printing
 import numpy as np
 
@@ -107,11 +105,8 @@ class BaseHParams(fdl.Config):
     # Before the dataclass's own __init__, whose message names no neighbour.
     for name in kwargs:
       _check_name(cls, name)
-    # What Fiddle's __init__ does, but for reading all annotations for tags.
     self = super().__new__(cls)
-    self.__init_callable__(cls)
-    self.__dict__['__argument_history__'] = history.History()
-    self.__dict__['__argument_tags__'] = collections.defaultdict(set)
+    fdl.Config.__init__(self, cls)
     return self
 
   def __init_callable__(self, unused: Any) -> None:
@@ -145,14 +140,9 @@ class BaseHParams(fdl.Config):
       )
     super().__setattr__(name, value)
 
-  def __eq__(self, other: Any) -> bool:
-    return type(self) is type(other) and self.items() == other.items()
-
   def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-    new = memo[id(self)] = type(self).__new__(type(self))
-    for name, value in self.items():
-      new.__arguments__[name] = copy.deepcopy(value, memo)
-    new.__dict__['is_shared'] = self.is_shared
+    new = super().__deepcopy__(memo)
+    new.__dict__.pop('is_frozen', None)  # A copy can be changed.
     return new
 
   def __repr__(self) -> str:
@@ -405,9 +395,6 @@ class Configurable(abc.ABC):
     if hparams is not None and name in hparams.names():
       return getattr(hparams, name)
     raise AttributeError(f'{type(self).__name__!r} has no attribute {name!r}.')
-
-
-Configurable.HParams.cls = Configurable
 
 
 def _take_fields(

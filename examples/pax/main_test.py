@@ -228,7 +228,10 @@ def test_a_run_from_the_command_line(tmp_path):
     '--config.eval_interval=4',
     '--config.experiment_kwargs.config.constants.NUM_LAYERS=1',
   ]
-  assert 'total_loss' in start(*flags)
+  said = start(*flags)
+  assert 'avg_xent' in said
+  assert 'Trained to step 4 of 4' in said
+  assert said.count('early_stopping_fn') == 1  # The task's text.
   written = json.loads((run / 'config.json').read_text())
   constants = written['experiment_kwargs']['config']['constants']
   assert constants['NUM_LAYERS'] == 1

@@ -477,8 +477,7 @@ class DotProductAttention(base_layer.BaseLayer):
 
   def _parts(self, projection: Projection, x_BLD: jax.Array) -> list[jax.Array]:
     """Returns what is side by side in a product."""
-    # The gradient of an index would be padded with zeros, and added.
-    return [self._split(x) for x in jnp.unstack(projection(x_BLD), axis=2)]
+    return [self._split(x) for x in transformer.parts(projection(x_BLD))]
 
   def _split(self, x_BLHK: jax.Array) -> jax.Array:
     return self.shard(x_BLHK, transformer.HEADS, 'heads')

@@ -172,7 +172,7 @@ class TransformerFeedForward(_Residual):
     p = self.hparams
     hidden = self.ffn_layer1(self._normalised(inputs, 'pre'))
     if p.use_gated_activation:
-      gate_BLF, value_BLF = jnp.unstack(hidden, axis=2)
+      gate_BLF, value_BLF = transformer.parts(hidden)
       hidden_BLF = self.activation(gate_BLF) * value_BLF
     else:
       hidden_BLF = self.activation(hidden)
