@@ -211,6 +211,8 @@ def test_all_diffs_apply(copy):
 def test_from_python(copy):
   config = tiny(copy)
   first = train(config)
+  # The schedule of the learning rate refers to the number of steps.
+  config.on_config_change = 'continue'
   experiment = importlib.import_module('examples.lm.experiment')
   names = {'Experiment': experiment.Experiment, 'config': config}
   for section in ('Use it from Python', 'Use the weights elsewhere'):
