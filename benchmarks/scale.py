@@ -24,7 +24,6 @@ from jaxline import platform
 from jaxline.aot import ahead
 from jaxline.aot import report as report_lib
 from jaxline.checkpoint import files
-from jaxline.compat import adapters
 
 # Where the reports are kept.
 RESULTS = pathlib.Path(__file__).parent / 'results' / 'scale'
@@ -63,7 +62,7 @@ def compile_run(arguments: Sequence[str]) -> report_lib.Report:
   # What is traced is kept by mesh, but not by rules of sharding.
   jax.clear_caches()
   config = platform.load_config(arguments)
-  experiment_class = adapters.resolve_experiment_class(config)
+  experiment_class = platform.resolve_experiment_class(config)
   return ahead.make_report(_without_evaluation(experiment_class), config)
 
 

@@ -174,7 +174,7 @@ def _load(
   if overrides:  # Else it may be of another version, with other keys.
     config = _override(config, overrides)
   if experiment_class is None:
-    experiment_class = adapters.resolve_experiment_class(config)
+    experiment_class = platform.resolve_experiment_class(config)
   full = adapters.full_checkpointer(
     # By its name it only reads `latest`.
     platform.create_checkpointer(config, 'eval_load')

@@ -84,10 +84,6 @@ class AbstractExperiment(abc.ABC):
     """
     return devices.bcast_local_devices(rng)
 
-  def open_train_input(self) -> Any:
-    """Opens the data of a new run before the run says that it begins."""
-    return None
-
   def step_inputs(self, config: config_dict.ConfigDict) -> StepInputs:
     """Returns the function that makes the arguments of each step.
 

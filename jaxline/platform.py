@@ -98,6 +98,9 @@ def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
   return writers.MultiWriter([])
 
 
+resolve_experiment_class = adapters.resolve_experiment_class
+
+
 # Modes.
 
 
@@ -566,7 +569,7 @@ def start(
     )
   config = resolve_config(config)
   if experiment_class is None:
-    experiment_class = adapters.resolve_experiment_class(config)
+    experiment_class = resolve_experiment_class(config)
   if mode.checkpointer:
     xla.check_backend(config.xla)
   if mode.eval_checkpointer and jax.process_count() > 1:

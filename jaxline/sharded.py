@@ -472,22 +472,17 @@ class ShardedExperiment(experiment.AbstractExperiment):
   ) -> dict[str, Any]:
     """Trains on the next batch; returns the scalars of `train_step`."""
     del global_step, writer  # The state has its own count, on the devices.
-    data = self.open_train_input()
-    if (batch := next(data, None)) is None:
+    if self._infeed is None:
+      self._infeed = self._read_ahead(self._open_input(self._position))
+    if (batch := next(self._infeed, None)) is None:
       # Not a StopIteration, which could end a loop silently.
       raise ValueError(
         'train_input ended; training needs an endless iterator (repeat it).'
       )
-    self._position = data.position
+    self._position = self._infeed.position
     self._state, scalars = self.compiled_train_step(self.state, batch, rng)
-    scalars[INPUT_WAIT_FRACTION] = data.wait_fraction
+    scalars[INPUT_WAIT_FRACTION] = self._infeed.wait_fraction
     return scalars
-
-  def open_train_input(self) -> infeed.Infeed:
-    """Returns `train_input`, opened at the first call and read ahead."""
-    if self._infeed is None:
-      self._infeed = self._read_ahead(self._open_input(self._position))
-    return self._infeed
 
   def _open_input(self, position: Any) -> Iterator[Batch]:
     """Returns `train_input`, set to a position unless that is None."""

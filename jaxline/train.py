@@ -388,8 +388,6 @@ class _Training:
     if checkpointer.can_be_restored('latest'):
       run.console.say('Restoring the newest checkpoint...')
       _restore(checkpointer)
-    else:  # A restore opens it where the checkpoint stood.
-      self.experiment.open_train_input()
     step = self.state.global_step
     checkpointer.mark_begun(int(step))
     _resume_log(run, run.log, None if checkpointer.is_new() else step)
@@ -696,7 +694,11 @@ def train(
     nonfinite.NonfiniteError: the loss or the gradients are not finite.
   """
   Run(
-    experiment_class, config, checkpointer, writer, None, periodic_actions
+    experiment_class,
+    config,
+    checkpointer,
+    writer,
+    periodic_actions=periodic_actions,
   ).train()
 
 
@@ -739,8 +741,11 @@ def train_and_eval(
 
   One thread: two experiments, constructed with the modes 'train' and 'eval',
   share the live state, which is not copied (see
-  `AbstractExperiment.share_state`). Also evaluates after the last step. Raises
-  the errors of `train`.
+  `AbstractExperiment.share_state`). Also evaluates after the last step.
+
+  Raises:
+    preemption.Preempted: the run was told to end; all is saved.
+    nonfinite.NonfiniteError: the loss or the gradients are not finite.
   """
   Run(
     experiment_class,

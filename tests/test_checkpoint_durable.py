@@ -42,6 +42,7 @@ from jaxline import distributed
 from jaxline import experiment
 from jaxline import metrics
 from jaxline import partitioning
+from jaxline import platform
 from jaxline import sharded
 from jaxline import utils
 from jaxline.checkpoint import arrays
@@ -51,7 +52,6 @@ from jaxline.checkpoint import files
 from jaxline.checkpoint import notes
 from jaxline.checkpoint import room
 from jaxline.checkpoint import structure
-from jaxline.compat import adapters
 from jaxline.compat import devices
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -1700,7 +1700,7 @@ def test_what_the_experiment_declares_may_change(run):
 def test_what_the_examples_declare(name, option, may_change, may_not):
   module = importlib.import_module(f'configs.{name}')
   config = module.get_config(*option).copy_and_resolve_references()
-  cls = adapters.resolve_experiment_class(config)
+  cls = platform.resolve_experiment_class(config)
   keys = base_config.flat(base_config.recorded(config))
   fields = {f.name for f in dataclasses.fields(cls.CONFIG_CLASS)}
   for path in cls.CHANGEABLE_ON_RESUME:

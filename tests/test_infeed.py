@@ -13,15 +13,12 @@ import numpy as np
 import pytest
 
 from jaxline import async_lib
-from jaxline import errors
 from jaxline import goodput
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
-from jaxline import train
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import infeed
-from jaxline.metrics import console as console_lib
 from tests.experiments import regression
 
 KEY = np.array([0, 7], np.uint32)
@@ -587,30 +584,6 @@ def test_a_resumed_experiment_sees_what_follows(after, num_workers):
   rows += steps(resumed, 7 - after)
   resumed._close_input()
   assert losses(rows) == losses(expected)
-
-
-def test_missing_data_ends_a_run_before_it_says_that_it_begins(capsys):
-  class Missing(regression.Regression):
-    num_opened = 0
-
-    def train_input(self):
-      Missing.num_opened += 1
-      if self.batch_size > ROWS:
-        raise errors.MissingFileError('no data')
-      return super().train_input()
-
-  def run(**kwargs):
-    config = regression.get_config(2)
-    config.experiment_kwargs = kwargs
-    with console_lib.Console('plain') as console:
-      train.Run(Missing, config, console=console).train()
-
-  with pytest.raises(errors.MissingFileError, match='no data'):
-    run(batch_size=ROWS + 1)
-  assert capsys.readouterr().out == ''
-  run()
-  assert 'Compiling the train step...' in capsys.readouterr().out
-  assert Missing.num_opened == 2
 
 
 def test_a_config_sets_buffer_and_patience():

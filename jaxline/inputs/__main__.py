@@ -47,7 +47,7 @@ def input_maker(
   Raises:
     UsageError: the config names no experiment, or one without such a method.
   """
-  experiment_class = adapters.resolve_experiment_class(config)
+  experiment_class = platform.resolve_experiment_class(config)
   method = f'{split}_input'
   if not hasattr(experiment_class, method):
     raise platform.UsageError(
