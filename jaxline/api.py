@@ -6,7 +6,7 @@ jaxline.evaluate(result.directory, series='best')
 params = jaxline.load_weights(result.directory)
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import copy
 import dataclasses
@@ -123,12 +123,22 @@ def _override(
   config: config_dict.ConfigDict, overrides: Mapping[str, Any] | None
 ) -> config_dict.ConfigDict:
   """Returns a validated copy of a config, with other values by dotted key."""
-  config = copy.deepcopy(config)  # With its references to other keys.
+  # With its references to other keys, and the values themselves.
+  config = copy.deepcopy(config, {id(x): x for x in _values(config)})
   with config.unlocked():
     config.update_from_flattened_dict(overrides or {})
   config = config.copy_and_resolve_references()
   base_config.validate_config(config)
   return config
+
+
+def _values(config: config_dict.ConfigDict) -> Iterator[Any]:
+  """Yields the values of a config and of those inside it."""
+  for value in config.values():
+    if isinstance(value, config_dict.ConfigDict):
+      yield from _values(value)
+    else:
+      yield value
 
 
 def load(

@@ -6,7 +6,8 @@ computation, the version of jaxlib, the flags of XLA and the devices. So it is
 the same machine code, and its results have the same bits.
 
 A cached program is code that this process executes, so the directory must
-belong to the user. No failure of the cache ends a run.
+belong to the user. No failure of the cache ends a run, but
+the address of a bucket is refused.
 """
 
 from collections.abc import Container, Iterator, Mapping

@@ -56,6 +56,8 @@ def test_every_run_is_as_published(name):
   flops = expected['measures']['flops']
   assert train.measures.flops == pytest.approx(flops, rel=0.05)
   assert train.peak_bytes == pytest.approx(expected['peak_bytes'], rel=0.2)
+  if made.versions != published['versions']:
+    return
   # A promise of this repository about itself, with the compiler as published.
   hbm_bytes = expected['measures']['hbm_bytes']
   assert train.measures.hbm_bytes == pytest.approx(hbm_bytes, rel=0.02)

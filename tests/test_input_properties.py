@@ -439,7 +439,8 @@ def promise(*arguments, most=60, **conditions):
           name,
           min(most, examples),
           id=f'{name}-{tier}' if tier and len(source.examples) > 1 else name,
-          marks=SLOW if tier else (),
+          # TensorFlow may take minutes on a busy machine.
+          marks=SLOW if tier else SLOW[1:] * (source.needs != 'numpy'),
         )
         for name, source in SOURCES.items()
         for tier, examples in source.examples.items()

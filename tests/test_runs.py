@@ -12,6 +12,7 @@ import pytest
 
 import jaxline
 from jaxline import base_config
+from jaxline import errors
 from jaxline import runs
 from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
@@ -243,6 +244,23 @@ def test_a_killed_run_has_no_note_of_its_end(make_run):
   claim.release()
   note.write_bytes(running)
   assert runs.read(folder).state == 'killed'
+  # Earlier versions noted no end of any run.
+  earlier = json.loads(running)
+  del earlier['end']
+  note.write_text(json.dumps(earlier))
+  assert runs.read(folder).state == 'stopped'
+
+
+@pytest.mark.parametrize('before', [files.STOPPED, files.FAILED, None])
+def test_a_start_that_is_refused_changes_no_state(make_run, before):
+  folder = make_run('a')
+  files.Claim(str(folder), 'train').release(before)
+  state = runs.read(folder).state
+  assert state == (before or 'killed')
+  with pytest.raises(errors.UsageError):
+    with files.Claim(str(folder), 'train'):
+      raise errors.UsageError('Another seed.')
+  assert runs.read(folder).state == state
 
 
 def test_a_run_that_ends_meanwhile_was_not_killed(make_run, monkeypatch):

@@ -1319,7 +1319,7 @@ def test_arrays_that_wait_take_little_memory(gate, monkeypatch):
   monkeypatch.setattr(writers, '_MAX_BYTES', 100)
   recorder = _Recorder(gate)
   writer = writers.AsyncWriter(recorder)
-  many = jnp.zeros(100, jnp.uint8)  # More than that only where none waits.
+  many = jnp.zeros(101, jnp.uint8)  # More than that only where none waits.
   some = jnp.zeros(40, jnp.uint8)
   for step, x in enumerate([many, many, some]):
     writer.write_histograms(step, {'x': x})

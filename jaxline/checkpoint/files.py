@@ -598,8 +598,12 @@ class Claim:
     return self
 
   def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-    is_failed = error and not isinstance(error, preemption.Preempted)
-    self.release(FAILED if is_failed else STOPPED)
+    end: str | None = STOPPED
+    if isinstance(error, errors.UsageError):
+      end = self._end_before  # A start that is refused has changed nothing.
+    elif error and not isinstance(error, preemption.Preempted):
+      end = FAILED
+    self.release(end)
 
   def _take(self) -> int:
     """Locks the file; raises BlockingIOError where another has locked it."""
@@ -623,10 +627,14 @@ class Claim:
           self._path,
           e.strerror,
         )
+      self._end_before: str | None = FAILED
+      with contextlib.suppress(ValueError, *MALFORMED):
+        self._end_before = json.loads(os.pread(fd, 4096, 0))['end']
       self._note = {
         'host': socket.gethostname(),
         'pid': os.getpid(),
         'since': time.strftime('%Y-%m-%d %H:%M:%S %z'),
+        'end': None,  # That of a process that was killed.
       }
       os.ftruncate(fd, 0)
       os.pwrite(fd, json.dumps(self._note).encode(), 0)
@@ -665,7 +673,7 @@ class Claim:
       str(self._path),
     )
 
-  def release(self, end: str = STOPPED) -> None:
+  def release(self, end: str | None = STOPPED) -> None:
     """Gives the right back, and notes how it ended: `STOPPED` or `FAILED`."""
     # Closed before another thread may claim: the operating system takes at
     # any close of the file all locks that this process has on it.

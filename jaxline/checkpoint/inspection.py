@@ -325,7 +325,9 @@ def training(run: pathlib.Path) -> dict[str, Any]:
         alive = False
       claims.append({'what': path.stem, **owner, 'alive': alive})
       if path.stem == 'train':
-        states = {True: 'running', False: 'killed', None: 'unknown'}
+        # Earlier versions noted no end.
+        gone = 'killed' if 'end' in found else files.STOPPED
+        states = {True: 'running', False: gone, None: 'unknown'}
         state = found['end'] if has_end else states[alive]
   # Last: it is noted before the claim ends.
   with contextlib.suppress(ValueError, *files.MALFORMED):
@@ -535,6 +537,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+  disk.check_local(args.out, 'OUT')
   out = pathlib.Path(args.out).expanduser()
   formats = {'.safetensors': _write_safetensors, '.npz': _write_npz}
   if (write := formats.get(out.suffix)) is None:

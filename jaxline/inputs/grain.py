@@ -388,13 +388,12 @@ def _find_files(
     place = epath.Path(path)
     found = [path]
     if not place.exists():
-      # Of local files, epath refuses '**' too.
-      places = (
-        place.parent.glob(place.name)
-        if '://' in path
-        else map(epath.Path, glob.glob(path, recursive=True))
-      )
-      found = sorted(os.fspath(x) for x in places if not x.is_dir())
+      if '://' in path:
+        places = place.parent.glob(place.name)
+        found = [os.fspath(x) for x in places if not x.is_dir()]
+      else:  # Of which epath refuses '**'.
+        found = list(filter(os.path.isfile, glob.glob(path, recursive=True)))
+      found.sort()
     if not found:
       raise errors.MissingFileError(
         f'No files found: {path!r} names none. Give the path of an ArrayRecord'

@@ -185,7 +185,7 @@ class Console(periodic.Action):
   @property
   def tells_how_to_go_on(self) -> bool:
     """Whether the last block will have the command that does."""
-    return self._saved is not None
+    return self._saved is not None and bool(self._origin.command)
 
   def __enter__(self) -> Console:
     return self
@@ -293,7 +293,10 @@ class Console(periodic.Action):
     text = f'The first step took {time.monotonic() - began:.1f} s.'
     if count:
       text = f'Compiled in {secs:.1f} s'
-      if jax.config.values['jax_compilation_cache_dir'] is not None:
+      if (
+        jax.config.values['jax_compilation_cache_dir'] is not None
+        and jax.config.values['jax_enable_compilation_cache']
+      ):
         text += f'; {hits or "none"} of {count} programs were in the cache'
       text += '.'
     self.say(text)

@@ -186,7 +186,7 @@ class AsyncWriter(MetricWriter):
       waiting_bytes = self._bytes_queued - self._bytes_done
       # Besides those that wait, one is being written.
       if waiting <= self._max_queue and (
-        not waiting_bytes or waiting_bytes + size <= _MAX_BYTES
+        not size or not waiting_bytes or waiting_bytes + size <= _MAX_BYTES
       ):
         if has_arrays:
           values = {name: _copy(x) for name, x in values.items()}
@@ -213,8 +213,8 @@ class AsyncWriter(MetricWriter):
     try:
       self._hand_over(*record)
     finally:
-      self._num_done += 1
       self._bytes_done += size
+      self._num_done += 1
 
   def _hand_over(
     self, kind: str, step: Any, values: Mapping[str, Any], *options: Any
