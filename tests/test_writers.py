@@ -1334,6 +1334,15 @@ def test_arrays_that_wait_take_little_memory(gate, monkeypatch):
   assert ('scalars', 3, {'x': 1.0}) in recorder.calls
 
 
+def test_an_image_may_be_any_buffer():
+  recorder = _Recorder()
+  writer = writers.AsyncWriter(recorder)
+  pixels = np.arange(4, dtype=np.uint8).reshape(2, 2)
+  writer.write_images(1, {'i': memoryview(pixels)})
+  writer.close()
+  np.testing.assert_equal(recorder.calls[0], ('images', 1, {'i': pixels}))
+
+
 def test_what_the_caller_changes_later_is_not_written(gate):
   recorder = _Recorder(gate)
   writer = writers.AsyncWriter(recorder)

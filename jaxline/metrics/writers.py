@@ -169,7 +169,7 @@ class AsyncWriter(MetricWriter):
     size = 0  # Of the arrays in bytes.
     if has_arrays := kind in ('images', 'histograms'):
       values = {
-        name: x if hasattr(x, 'nbytes') else np.array(x)
+        name: x if isinstance(x, jax.Array | np.ndarray) else np.array(x)
         for name, x in values.items()
       }
       size = sum(x.nbytes for x in values.values())
