@@ -127,7 +127,7 @@ class AbstractExperiment(abc.ABC):
 
   @abc.abstractmethod
   def step(
-    self, *, global_step: Any, rng: Any, writer: writers.Writer | None
+    self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> Scalars:
     """Runs one training step.
 
@@ -137,7 +137,7 @@ class AbstractExperiment(abc.ABC):
     Args:
       global_step: the number of steps done before, [local devices] int32.
       rng: a fresh key for each local device, [local devices, ...].
-      writer: for logging beyond the returned scalars.
+      writer: for logging beyond the returned scalars; the loops give one.
 
     Returns:
       Scalars to log, or None. Leave them on the device: they are fetched on
@@ -148,7 +148,7 @@ class AbstractExperiment(abc.ABC):
 
   @abc.abstractmethod
   def evaluate(
-    self, *, global_step: Any, rng: Any, writer: writers.Writer | None
+    self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> Scalars | None:
     """Runs one whole evaluation.
 
@@ -196,7 +196,7 @@ class AbstractExperiment(abc.ABC):
     config: config_dict.ConfigDict,
     state: Any,
     periodic_actions: Sequence[periodic.Action],
-    writer: writers.Writer | None = None,
+    writer: writers.MetricWriter | None = None,
   ) -> None:
     """Runs steps until `should_run_step` says no.
 

@@ -41,6 +41,7 @@ class Run:
     recorded: the resolved config, by dotted key.
     curves: 'folder/name' of a scalar, such as 'train/loss' -> its values, by
       ascending step.
+    saved: the step of the newest checkpoint; 0 if there is none.
     seconds: the time that the training steps took. A pause between two starts
       of the run is not in it.
     state: 'running'; 'ended'; 'failed' by an error; 'stopped' by Ctrl-C,
@@ -51,13 +52,14 @@ class Run:
   path: pathlib.Path
   recorded: dict[str, Any]
   curves: dict[str, dict[int, float]]
+  saved: int
   seconds: float
   state: str
 
   @property
   def step(self) -> int:
-    """The last step that was logged; 0 before the first."""
-    return max((max(curve) for curve in self.curves.values()), default=0)
+    """The last step that was logged or saved; 0 before the first."""
+    return max([self.saved, *(max(curve) for curve in self.curves.values())])
 
   @property
   def best(self) -> dict[str, float]:
@@ -109,7 +111,9 @@ def read(path: pathlib.Path) -> Run:
   for step, rate in rates.items():
     seconds += (step - before) / rate if rate > 0 else 0.0
     before = step
-  run = Run(path, recorded, curves, seconds, inspection.training(path)['state'])
+  saved = max(files.steps(files.root(path) / 'latest'), default=0)
+  state = inspection.training(path)['state']
+  run = Run(path, recorded, curves, saved, seconds, state)
   if run.state == 'stopped' and recorded.get('checkpointer') == 'memory':
     # It leaves no note of its end, and a notebook's run claims nothing.
     steps = recorded.get('training_steps')

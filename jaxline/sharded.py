@@ -450,7 +450,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     config: config_dict.ConfigDict,
     state: Any,
     periodic_actions: Sequence[periodic.Action],
-    writer: writers.Writer | None = None,
+    writer: writers.MetricWriter | None = None,
   ) -> None:
     """Runs steps until `should_run_step` returns False."""
     config = base_config.complete_config(config)
@@ -468,7 +468,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       self._close_input()
 
   def step(
-    self, *, global_step: Any, rng: Any, writer: writers.Writer | None
+    self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> dict[str, Any]:
     """Trains on the next batch; returns the scalars of `train_step`."""
     del global_step, writer  # The state has its own count, on the devices.
@@ -552,7 +552,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     return lambda global_step: (global_step, rng)
 
   def evaluate(
-    self, *, global_step: Any, rng: Any, writer: writers.Writer | None
+    self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> dict[str, float]:
     """Averages the loss function's metrics over `eval_input`.
 

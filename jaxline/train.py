@@ -85,7 +85,7 @@ class Run:
       self.checkpointer = memory.InMemoryCheckpointer(self.config, 'train')
     self.checkpointer = adapters.full_checkpointer(self.checkpointer)
     self.console = self.console or console_lib.Console()
-    # Experiments get their own writer, the loops one with all methods.
+    # With all methods, for the loops and for experiments.
     self.log = adapters.full_writer(self.writer)
     self.eval_log = adapters.full_writer(self.eval_writer)
 
@@ -479,7 +479,7 @@ class _Training:
         for action in actions:
           action.update_time(time.time(), state.global_step)
         with run.console.training(), oom.explained(self.experiment, config):
-          self.experiment.train_loop(config, state, actions, run.writer)
+          self.experiment.train_loop(config, state, actions, run.log)
         self._finish()
         # No host leaves before the first one has saved: its exit would end it.
         devices.rendezvous()
@@ -573,7 +573,7 @@ class _Evaluation:
       oom.explained(self.experiment, run.config),
     ):
       scalars = self._evaluate(
-        global_step=global_step, rng=rng, writer=run.eval_writer
+        global_step=global_step, rng=rng, writer=run.eval_log
       )
     experiment_lib.check_scalars(scalars, self.experiment, 'evaluate')
     run.eval_log.write_scalars(step, scalars)

@@ -213,24 +213,31 @@ def fail():
 
 
 @pytest.mark.parametrize(
-  ('end', 'error', 'state'),
+  ('end', 'error', 'state', 'step'),
   [
-    (lambda: None, None, 'ended'),
-    (fail, ValueError, 'failed'),
-    (lambda: sys.exit(1), SystemExit, 'failed'),
-    (lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, 'stopped'),
-    (lambda: signal.raise_signal(signal.SIGTERM), SystemExit, 'stopped'),
+    (lambda: None, None, 'ended', 4),
+    (fail, ValueError, 'failed', 0),
+    (lambda: sys.exit(1), SystemExit, 'failed', 0),
+    # Nothing was logged yet, but saved.
+    (
+      lambda: signal.raise_signal(signal.SIGINT),
+      KeyboardInterrupt,
+      'stopped',
+      3,
+    ),
+    (lambda: signal.raise_signal(signal.SIGTERM), SystemExit, 'stopped', 3),
   ],
 )
 def test_the_state_says_how_a_run_ended(
-  tmp_path, monkeypatch, capsys, end, error, state
+  tmp_path, monkeypatch, capsys, end, error, state, step
 ):
   monkeypatch.setattr(Ending, 'end', staticmethod(end))
   config = regression.get_config(4)
   config.checkpoint_dir = str(tmp_path / 'run')
   with pytest.raises(error) if error else contextlib.nullcontext():
     jaxline.fit(Ending, config, mode='train')
-  assert runs.read(tmp_path / 'run').state == state
+  run = runs.read(tmp_path / 'run')
+  assert (run.state, run.step) == (state, step)
   capsys.readouterr()
   assert inspection.main(['ls', str(tmp_path / 'run')]) == 0
   assert ('failed' in capsys.readouterr().out) == (state == 'failed')

@@ -457,6 +457,44 @@ def test_a_run_adapts_what_follows_the_contract_of_jaxline():
   assert train.Run(Plain, made.config, full).checkpointer is full
 
 
+def test_an_experiment_gets_all_methods_of_a_writer_and_its_own():
+  class Own(Writes):
+    def write_images(self, global_step, images, size):
+      self.records.append((global_step, {**images, 'size': size}))
+
+    def flush(self):
+      self.records.append('flush')
+
+    def mark(self):
+      self.records.append('mark')
+
+  class Writing(Plain):
+    def step(self, *, global_step, rng, writer):
+      writer.write_texts(global_step, {'text': 'has no method, and is dropped'})
+      writer.write_images(global_step, {'image': 1}, size=2)
+      writer.mark()
+      writer.flush()
+      return {}
+
+    def evaluate(self, *, global_step, rng, writer):
+      writer.write_scalars(global_step, {'own': 3})
+      writer.write_texts(global_step, {'text': ''})
+      return {}
+
+  config, writer = make_config(1, log_train_data_interval=-1), Own()
+  made = train.Run(Writing, config, None, writer, writer)
+  made.train()
+  config.one_off_evaluate = True
+  made.evaluate()
+  # The loop flushes nothing: a checkpoint's thread would do it.
+  images = (0, {'image': 1, 'size': 2})
+  assert writer.records[:3] == [images, 'mark', 'flush']
+  assert writer.records[4:] == [(1, {'own': 3}), (1, {})]
+  assert not hasattr(made.log, 'unknown')
+  without = train.Run(Writing, config, made.checkpointer)  # No writer at all.
+  without.evaluate()
+
+
 def test_each_evaluation_of_a_checkpointer_begins_anew():
   config = make_config(2)
   _, checkpointer = run(config=config)

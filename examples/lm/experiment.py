@@ -331,7 +331,7 @@ class Experiment(sharded.ShardedExperiment):
     }
 
   def step(
-    self, *, global_step: Any, rng: Any, writer: writers.Writer | None
+    self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> dict[str, Any]:
     """Trains on the next batch; says how many tokens it had."""
     scalars = super().step(global_step=global_step, rng=rng, writer=writer)
@@ -339,13 +339,13 @@ class Experiment(sharded.ShardedExperiment):
     return {**scalars, 'tokens_per_step': tokens}
 
   def evaluate(
-    self, *, global_step: Any, rng: Any, writer: writers.Writer | None
+    self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> dict[str, float]:
     """Measures bits per byte of the held-out files, and writes a sample."""
     scalars = super().evaluate(global_step=global_step, rng=rng, writer=writer)
     if self.config.sample_length:
       sample = self.sample(rng)
-      if isinstance(writer, writers.MetricWriter):
+      if writer is not None:
         writer.write_texts(global_step, {'sample': sample})
     return scalars
 

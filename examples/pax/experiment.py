@@ -231,10 +231,10 @@ class Experiment(TaskExperiment):
     return self.experiment.bubble_fraction()
 
   def step(
-    self, *, global_step: Any, rng: Any, writer: writers.Writer | None
+    self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> dict[str, Any]:
     """Trains on the next batch; adds the numbers of its rows and tokens."""
-    if int(global_step) == 0 and isinstance(writer, writers.MetricWriter):
+    if int(global_step) == 0 and writer is not None:
       writer.write_texts(0, {'task': self.task.hparams.to_text()})
     scalars = super().step(global_step=global_step, rng=rng, writer=writer)
     return {**scalars, **self._counts}

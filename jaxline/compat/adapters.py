@@ -92,22 +92,33 @@ def full_checkpointer(checkpointer: Any) -> base.FullCheckpointer:
 
 
 class _ForeignWriter(writers.MetricWriter):
-  """A writer that has `write_scalars` only; or None, which has nothing."""
+  """A writer that has `write_scalars`, and perhaps more of its own.
 
-  def __init__(self, writer: writers.Writer | None):
+  An experiment may call all that it has; records of other kinds are dropped.
+  The loops write to it, but whoever made it flushes and closes it.
+  """
+
+  def __init__(self, writer: Any):
     self._writer = writer
+    own = (f'write_{kind}' for kind in ('images', 'texts', 'histograms'))
+    for method in (*own, 'flush', 'close'):
+      if hasattr(writer, method):
+        setattr(self, method, getattr(writer, method))
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self.__dict__['_writer'], name)
 
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
   ) -> None:
-    if kind == 'scalars' and self._writer is not None:
+    if kind == 'scalars':
       self._writer.write_scalars(global_step, values)
 
-  def flush(self) -> None:
-    """Does nothing: it has no such method."""
+  def flush_async(self) -> Callable[[], None]:
+    return lambda: None
 
-  def close(self) -> None:
-    """Does nothing: who made the writer closes it."""
+  def __exit__(self, *unused: object) -> None:
+    pass
 
 
 def full_writer(writer: Any) -> writers.MetricWriter:
@@ -118,7 +129,7 @@ def full_writer(writer: Any) -> writers.MetricWriter:
   """
   if isinstance(writer, writers.MetricWriter):
     return writer
-  return _ForeignWriter(writer)
+  return writers.MultiWriter([]) if writer is None else _ForeignWriter(writer)
 
 
 class _ForeignAction(periodic.Action):

@@ -11,10 +11,10 @@ from jaxline.metrics import values as values_lib
 
 
 class Writer(Protocol):
-  """What an experiment may count on: scalars can be written, nothing more.
+  """The one method that a program's own writer must have.
 
-  Every writer that old code brings along has this one method; `AsyncWriter` and
-  `MultiWriter` accept such writers beside the complete ones.
+  `AsyncWriter` and `MultiWriter` accept such writers beside the complete ones.
+  Loops and experiments get complete ones: see `adapters.full_writer`.
   """
 
   def write_scalars(self, global_step: int, scalars: Mapping[str, Any]) -> None:

@@ -84,8 +84,8 @@ class MultiWriter(MetricWriter):
     self._each(f'write_{kind}', global_step, base.Record.of(values), *options)
 
   def logged_steps(self) -> list[int]:
-    writers = [w for w in self._writers if isinstance(w, MetricWriter)]
-    return sorted({step for w in writers for step in w.logged_steps()})
+    ours = [w for w in self._writers if isinstance(w, MetricWriter)]
+    return sorted({step for w in ours for step in w.logged_steps()})
 
   def resume(self, step: int) -> None:
     self._each('resume', step)
@@ -131,9 +131,7 @@ class AsyncWriter(MetricWriter):
         with this one.
       max_queue: how many records may wait.
     """
-    self._writer: MetricWriter = (
-      writer if isinstance(writer, MetricWriter) else MultiWriter([writer])
-    )
+    self._writer: MetricWriter = MultiWriter([writer])
     self._max_queue = max_queue
     # Reentrant: a signal handler may write while its thread is in a write.
     self._lock = threading.RLock()
