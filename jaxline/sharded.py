@@ -155,8 +155,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # number of evaluations that this has fed.
     self._rolling: dict[str, inputs.BaseInput | None] = {}
     self._num_fed: dict[str, int] = {}
-    # Rows of batches for which padding was logged.
+    # Rows of batches for which padding was logged, and whether it was found out
+    # which metrics count it.
     self._padded_rows: set[int] = set()
+    self._has_judged = False
 
   @abc.abstractmethod
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
@@ -566,17 +568,41 @@ class ShardedExperiment(experiment.AbstractExperiment):
     for name, source in self._open_eval_inputs().items():
       sums: Any = None
       metrics: Any = None
-      for batch in self._eval_batches(name, source):
+      for batch, is_padded in self._eval_batches(name, source):
         # This waits for the batch before, while this batch is transferred.
         # Without it, batches that wait for the devices would fill their memory.
         sums = _add_fetched(sums, metrics)
         metrics = self.compiled_eval_step(state, batch, rng)
+        # Op by op it would enter breakpoints again.
+        is_off = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+        if is_padded and not (self._has_judged or is_off):
+          self._has_judged = True
+          self._warn_of_padding(state, batch, rng)
       sums = _add_fetched(sums, metrics)
       with np.errstate(invalid='ignore'):  # A mean of weight 0 is NaN.
         means = metrics_lib.compute(sums)
       prefix = f'{name}/' if name else ''
       scalars |= {f'{prefix}{key}': float(x) for key, x in means.items()}
     return scalars
+
+  def _warn_of_padding(self, state: TrainState, batch: Batch, rng: Any) -> None:
+    """Warns of metrics in which rows of weight 0 count."""
+    weights = batch[step_lib.WEIGHTS]
+    zeros = self.partitioner.put(
+      np.zeros(weights.shape, weights.dtype), weights.sharding
+    )
+    nothing = {**batch, step_lib.WEIGHTS: zeros}
+    metrics = self.compiled_eval_step(state, nothing, rng)
+    # A weight of 1 is that of a number of the whole batch.
+    if names := [
+      k for k, x in metrics.items() if x.total != 0 and x.weight > 1
+    ]:
+      logging.warning(
+        'The metrics %s count rows of weight 0, with which the last batch of an'
+        ' evaluation is filled up. Use metrics.Mean.of(values,'
+        " batch['weights']).",
+        names,
+      )
 
   def _open_eval_inputs(self) -> dict[str, Any]:
     """Returns name -> input of the evaluation sets; '' if there is only one."""
@@ -615,8 +641,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
       self._num_fed[name] = self.num_evaluated + 1
     return source.eval_batches()
 
-  def _eval_batches(self, name: str, source: Any) -> Iterator[Batch]:
-    """Yields global batches of one shape.
+  def _eval_batches(
+    self, name: str, source: Any
+  ) -> Iterator[tuple[Batch, bool]]:
+    """Yields global batches of one shape, and whether padding was added.
 
     A process whose batches end before those of the others adds padding.
     """
@@ -647,8 +675,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
             ' of an evaluation may differ, and be smaller.'
           )
         last = batch or jax.tree.map(lambda x: x[:0], last)
-        padded = inputs.pad_rows(last, self._padded(rows))
-        yield self.partitioner.put_batch(padded, order)
+        size = self._padded(rows)
+        batch = self.partitioner.put_batch(inputs.pad_rows(last, size), order)
+        yield batch, min(sizes) < size
     finally:
       batches.close()
       infeed.close(source)

@@ -127,25 +127,28 @@ class Run:
     ):
       raise errors.UsageError(
         'config.one_off_evaluate is True but there is no checkpoint of'
-        " 'latest' to evaluate. Train first, or set"
+        f" 'latest' to evaluate in {config.checkpoint_dir}. Train first, or set"
         ' config.eval_initial_weights = True to evaluate untrained weights.'
       )
+    steps = _listed_steps(config, checkpointer)
     evaluation = _Evaluation(self)
     logging.info('Evaluating with config:\n%s', config)
     if self.trained is None:  # Else the training says it.
       self.console.begin(config, evaluation.experiment)
     state = base.new_state(checkpointer, evaluation.experiment)
-    for is_noted in self._restored(evaluation):
+    for is_noted in self._restored(evaluation, steps):
       evaluation(state, is_noted)
       evaluation.wait()
 
-  def _restored(self, evaluation: '_Evaluation') -> Iterator[bool]:
+  def _restored(
+    self, evaluation: '_Evaluation', steps: Sequence[int]
+  ) -> Iterator[bool]:
     """Restores each state to evaluate; yields whether it is noted as done."""
     config, checkpointer = self.config, self.checkpointer
-    if config.eval_steps is not None:
-      for step in _listed_steps(config, checkpointer):
-        _restore(checkpointer, step)
-        yield True
+    for step in steps:
+      _restore(checkpointer, step)
+      yield True
+    if steps:
       return
     if config.one_off_evaluate:
       if has_checkpoint := checkpointer.can_be_restored('latest'):
@@ -645,6 +648,7 @@ class _Evaluation:
       raise errors.UsageError(
         f'config.best_model_eval_metric is {metric!r}, but evaluate returned'
         f' no number of that name. It returned {sorted(values)}.'
+        f'{errors.did_you_mean(metric, values)}'
       )
     value, old = float(values[metric]), state.best_eval_metric_value
     if run.checkpointer.collective:
@@ -665,14 +669,17 @@ class _Evaluation:
 def _listed_steps(
   config: config_dict.ConfigDict, checkpointer: base.FullCheckpointer
 ) -> list[int]:
-  """Returns the steps that `config.eval_steps` means."""
-  kept = checkpointer.steps('latest')
+  """Returns the steps that `config.eval_steps` means; none if it is None."""
   text = config.eval_steps
+  if text is None:
+    return []
+  kept = checkpointer.steps('latest')
   steps = kept if text == 'all' else [int(s) for s in text.split(',')]
   if missing := sorted(set(steps) - set(kept)) or not steps:
     raise errors.UsageError(
-      f'config.eval_steps is {config.eval_steps!r}, but there is no checkpoint'
-      f' of {missing if steps else "any step"}; those kept are {kept}.'
+      f'config.eval_steps is {text!r}, but {config.checkpoint_dir} has no'
+      f' checkpoint of {missing if steps else "any step"}; those kept are'
+      f' {kept}.'
     )
   return steps
 

@@ -60,6 +60,18 @@ def test_each_key_has_one_row_and_its_default_is_valid():
   assert len(names) == len(set(names))
 
 
+def test_a_class_that_was_handed_over_may_be_named_later():
+  unnamed, named, other = (
+    {'experiment_class': name, 'random_seed': 1}
+    for name in (None, 'a:A', 'b:B')
+  )
+  assert not base_config.changes(unnamed, named, None)
+  assert not base_config.changes(named, unnamed, None)
+  assert base_config.changes(named, other, None) == [
+    "experiment_class: 'a:A' then, 'b:B' now"
+  ]
+
+
 def test_the_effects_of_a_change():
   found = {key.name: key.effect for key in base_config.KEYS}
   assert {name for name, effect in found.items() if effect == 'run'} == {

@@ -24,6 +24,7 @@ import pytest
 from jaxline import base_config
 from jaxline import debug
 from jaxline import distributed
+from jaxline import errors
 from jaxline import experiment
 from jaxline import platform
 from jaxline import train
@@ -1275,6 +1276,11 @@ def test_a_missing_best_metric_lists_the_names_there_are(returned):
   with pytest.raises(ValueError, match='score') as caught:
     evaluate([10], cls=Other, best_model_eval_metric='score')
   assert str(sorted(returned)) in str(caught.value)
+
+
+def test_a_misspelled_best_metric_is_told_the_nearest():
+  with pytest.raises(errors.UsageError, match="Did you mean 'score'"):
+    evaluate([10], {10: 1.0}, best_model_eval_metric='scores')
 
 
 def test_a_best_metric_that_is_no_number_is_said_to_be_none():
