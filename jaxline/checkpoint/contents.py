@@ -31,7 +31,7 @@ class MismatchError(ValueError):
 def content(
   ckpt_series: str,
   state: Any,
-  experiment: base.Module,
+  module: base.Module,
   recorded: Any,
   *,
   all_hosts: bool,
@@ -42,7 +42,7 @@ def content(
   Args:
     ckpt_series: the series.
     state: the live state.
-    experiment: that of the state.
+    module: what the state's experiment says of itself.
     recorded: the run's config, as JSON.
     all_hosts: whether each process keeps its own
       NON_BROADCAST_CHECKPOINT_ATTRS.
@@ -54,15 +54,15 @@ def content(
   arrays: dict[str, Any] = {}
   entries = {k: x for k, x in state.items() if k != 'experiment_module'}
   entries = _encode(entries, arrays, allow_pickle, 'run/')
-  module, per_process, whole = {}, {}, {}
-  by_leaves = experiment.snapshot_template()
-  own = set(experiment.PER_PROCESS_ENTRIES)
+  saved, per_process, whole = {}, {}, {}
+  by_leaves = module.snapshot_template()
+  own = set(module.PER_PROCESS_ENTRIES)
   if all_hosts:
-    own |= set(experiment.NON_BROADCAST_CHECKPOINT_ATTRS.values())
-  for name, value in experiment.snapshot_state().items():
+    own |= set(module.NON_BROADCAST_CHECKPOINT_ATTRS.values())
+  for name, value in module.snapshot_state().items():
     if name in by_leaves:
       arrays.update(structure.named_leaves(value, name))
-      module[name] = {'leaves': True}
+      saved[name] = {'leaves': True}
     elif name in own:
       small: dict[str, Any] = {}
       per_process[name] = {
@@ -72,7 +72,7 @@ def content(
     else:
       whole[name] = value
   for name, described in _encode(whole, arrays, allow_pickle).items():
-    module[name] = {'structure': described}
+    saved[name] = {'structure': described}
   stored, about = arrays_lib.store(arrays)
   record = {
     'format': files.FORMAT,
@@ -84,7 +84,7 @@ def content(
     'versions': _versions(),
     'config': recorded,
     'entries': entries,
-    'module': module,
+    'module': saved,
     'arrays': about,
   }
   return arrays_lib.Content(stored, record, per_process)
@@ -178,14 +178,14 @@ class Checkpoint(arrays_lib.Reader):
     arrays |= arrays_lib.from_json(self.extra['arrays'])
     return {key: self._decode(described[key], arrays) for key in keys}
 
-  def snapshot(self, experiment: base.Module) -> dict[str, Any]:
+  def snapshot(self, module: base.Module) -> dict[str, Any]:
     """Reads an experiment's snapshot; of what it does not want, the shapes.
 
     Raises:
       MismatchError: naming each array that does not fit it.
     """
-    trees = experiment.snapshot_template()
-    wants, is_named = experiment.wants_restored, experiment.has_entry
+    trees = module.snapshot_template()
+    wants, is_named = module.wants_restored, module.has_entry
     saved = {e: x for e, x in self.record['module'].items() if is_named(e)}
     # Name of an array -> where it goes; None is host memory.
     targets: dict[str, Any] = {}
@@ -205,13 +205,13 @@ class Checkpoint(arrays_lib.Reader):
     for entry in set(saved) - set(trees):
       targets |= dict.fromkeys(self._below(entry))
     # It fits: what is replaced may go, so that the devices need not hold both.
-    experiment.make_room()
+    module.make_room()
     wanted = {name: x for name, x in targets.items() if wants(name)}
     arrays = dict(self.read(wanted))
     # What the experiment itself puts onto its devices.
-    placed = set(experiment.CHECKPOINT_ATTRS.values())
-    for attribute, entry in experiment.NON_BROADCAST_CHECKPOINT_ATTRS.items():
-      leaves = jax.tree.leaves(getattr(experiment.live, attribute, None))
+    placed = set(module.CHECKPOINT_ATTRS.values())
+    for attribute, entry in module.NON_BROADCAST_CHECKPOINT_ATTRS.items():
+      leaves = jax.tree.leaves(getattr(module.live, attribute, None))
       if leaves and all(isinstance(x, jax.Array) for x in leaves):
         placed.add(entry)
     snapshot = base.Fresh()
@@ -230,12 +230,12 @@ class Checkpoint(arrays_lib.Reader):
         'Skipped %s of %s, which %s does not name.',
         skipped,
         self.path,
-        type(experiment.live).__name__,
+        type(module.live).__name__,
       )
     return snapshot
 
   def by_rules(
-    self, experiment: base.Module, rules: list[tuple[str, str | None]]
+    self, module: base.Module, rules: list[tuple[str, str | None]]
   ) -> dict[str, Any]:
     """Returns the experiment's own snapshot with arrays replaced by rules.
 
@@ -246,7 +246,7 @@ class Checkpoint(arrays_lib.Reader):
       ValueError: a rule matches nothing, or names no array of the checkpoint.
       MismatchError: an array of the checkpoint has another shape or type.
     """
-    snapshot = dict(experiment.snapshot_state())
+    snapshot = dict(module.snapshot_state())
     live = {
       name: x
       for entry, tree in snapshot.items()
@@ -255,7 +255,7 @@ class Checkpoint(arrays_lib.Reader):
       ).items()
       if structure.is_array(x)
       and not arrays_lib.is_key(x)
-      and name not in experiment.NEVER_BY_RULES
+      and name not in module.NEVER_BY_RULES
     }
     where = 'config.restore_rules'
     sources, unused = match_rules(live, rules, where)
@@ -422,8 +422,8 @@ def read_whole(
           CHECKPOINT_ATTRS={entry: entry for entry in saved.record['module']},
           snapshot_template=lambda: trees,
         )
-        module = saved.snapshot(everything)
-        return saved.entries() | {'experiment_module': module}
+        snapshot = saved.snapshot(everything)
+        return saved.entries() | {'experiment_module': snapshot}
     except files.GoneError:
       if not (steps := files.steps(path.parent)):
         raise
