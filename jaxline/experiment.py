@@ -47,8 +47,7 @@ class AbstractExperiment(abc.ABC):
       training steps. A run may be resumed with other values of these keys and
       of the keys below them. A change of any other key in `experiment_kwargs`
       makes it another run.
-    NEVER_BY_RULES: names of arrays in the checkpoint that
-      `config.restore_rules` never take from another run.
+    NEVER_BY_RULES: names of arrays that `config.restore_rules` never replace.
     CONFIG_CLASS: the dataclass that `base_config.read` makes of
       `experiment_kwargs.config`, or None. A checkpoint from before a field was
       added counts as made with the field's default.

@@ -722,7 +722,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
       self._infeed = self._read_ahead(source)
     # An evaluation keeps it for the case that this is the best checkpoint.
     self._position = position
-    self.make_room()
+    # The old arrays are freed first, so that memory need not hold both.
+    self._state = None
     # An evaluation keeps the optimizer's state on the host, likewise for the
     # best checkpoint.
     on_host = {} if is_training else {'opt_state': saved.opt_state}
