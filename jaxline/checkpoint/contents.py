@@ -19,6 +19,7 @@ from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import structure
+from jaxline.compat import devices
 
 
 class MismatchError(ValueError):
@@ -208,11 +209,10 @@ class Checkpoint(arrays_lib.Reader):
     module.make_room()
     wanted = {name: x for name, x in targets.items() if wants(name)}
     arrays = dict(self.read(wanted))
-    # What the experiment itself puts onto its devices.
+    # What the experiment itself puts onto its devices, by `devices.put`.
     placed = set(module.CHECKPOINT_ATTRS.values())
     for attribute, entry in module.NON_BROADCAST_CHECKPOINT_ATTRS.items():
-      leaves = jax.tree.leaves(getattr(module.live, attribute, None))
-      if leaves and all(isinstance(x, jax.Array) for x in leaves):
+      if devices.layout(getattr(module.live, attribute, None)) is not None:
         placed.add(entry)
     snapshot = base.Fresh()
     for entry, about in saved.items():
