@@ -619,17 +619,17 @@ def expand_paths(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
 
 
 def changes(
-  old: Mapping[str, Any], new: Mapping[str, Any], declared: Any
+  old: Mapping[str, Any], new: Mapping[str, Any], experiment_class: Any
 ) -> list[str]:
   """Returns a line for each key whose change makes another run.
 
   Args:
     old: the config of the run so far, as `recorded` returns it.
     new: the config of the run that resumes it, likewise.
-    declared: has the experiment's CHANGEABLE_ON_RESUME and CONFIG_CLASS.
+    experiment_class: has CHANGEABLE_ON_RESUME and CONFIG_CLASS.
   """
-  before = _identity(old, declared)
-  now = _identity(new, declared)
+  before = _identity(old, experiment_class)
+  now = _identity(new, experiment_class)
   return [
     f'{key}: {before.get(key, "absent")!r} then, {now.get(key, "absent")!r} now'
     for key in sorted(before.keys() | now.keys())
