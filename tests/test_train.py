@@ -348,6 +348,56 @@ def test_a_mock_is_a_config():
   assert isinstance(made, Plain)
 
 
+@pytest.mark.parametrize('kind', ['memory', 'durable'])
+def test_an_experiment_needs_no_base_class(kind, tmp_path):
+  evaluated = []
+
+  class Bare:
+    CHECKPOINT_ATTRS = {'_w': 'w'}
+
+    def __init__(self, mode, init_rng):
+      self._w = devices.bcast_local_devices(np.float32(0))
+
+    def step(self, **unused):
+      self._w = self._w + np.float32(1)
+      return {'loss': np.float32(1)}
+
+    def evaluate(self, **unused):
+      evaluated.append(float(self._w[0]))
+      return {'score': self._w[0]}
+
+  config = make_config(
+    3, eval_interval=2, checkpoint_dir=str(tmp_path), checkpointer=kind
+  )
+  for steps in (3, 5):
+    config.training_steps = steps
+    if kind == 'memory':
+      checkpointer = utils.InMemoryCheckpointer(config, 'train')
+    else:
+      checkpointer = durable.DurableCheckpointer(config, 'train')
+    train.train_and_eval(Bare, config, checkpointer, None, None)
+    checkpointer.close()
+  assert evaluated == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize('mode', ['raise', 'skip', None])
+@pytest.mark.parametrize(
+  'made', [mock.MagicMock(), mock.create_autospec(Toy, instance=True)]
+)
+def test_an_attribute_of_a_mock_is_no_flag(made, mode):
+  config = make_config(1, on_nonfinite=mode)
+  experiment = adapters.construct(lambda *args: made, 'train', None, config)
+  assert experiment is made
+  assert (made.IS_SHARDED, made.SKIPS_NONFINITE) == (False, False)
+  if mode == 'skip':
+    with pytest.raises(ValueError, match=r'apply_if_finite'):
+      nonfinite.Guard(experiment, mode, 1)
+    return
+  guard = nonfinite.Guard(experiment, mode, 1)
+  guard(0.0, 1, {'loss': 1.0})
+  guard.wait()
+
+
 def test_a_run_in_memory_writes_no_file(tmp_path):
   config = make_config(1, checkpoint_dir=str(tmp_path))
   train.train(Plain, config, None, None)
@@ -677,7 +727,7 @@ def test_rates_are_made_of_what_is_counted_per_step():
     'seconds_per_step': 0.5,
   }
   assert (
-    rates.Rates(None)(
+    rates.Rates(Plain('train'))(
       {'steps_per_sec': 2.0, 'examples_per_step': np.array(3, np.int32)}
     )['examples_per_sec']
     == 6.0
