@@ -153,11 +153,9 @@ class BaseModel(base_layer.BaseLayer, abc.ABC):
     added = list(self.aux_losses.values())
     total, weights = jnp.float32(0), jnp.float32(1)
     if added:
-      # What runs a layer in a loop may collect an array of its losses.
-      total = sum(jnp.sum(value) for value, _ in added).astype(jnp.float32)
-      weights = jnp.stack(
-        [jnp.mean(jnp.asarray(w, jnp.float32)) for _, w in added]
-      ).mean()
+      values, counts = zip(*added, strict=True)
+      total = sum(values).astype(jnp.float32)
+      weights = jnp.mean(jnp.float32(counts))
     return {
       'total_loss': (avg_xent + total, weight),
       'avg_xent': (avg_xent, weight),

@@ -534,7 +534,7 @@ class PipelinedTransformer(_OfRepeat):
         checkpoint_policy=stage.checkpoint_policy,
       ),
     )
-    found = self.repeat.stacked.layer.abstract_init()
+    found = self.repeat.layer.abstract_init()
     if fp8.split(found[base_layer.PARAMS])[1]:
       raise errors.UsageError(
         f'{self.module_name} has products in FP8, which keep the next values of'
@@ -577,7 +577,7 @@ class PipelinedTransformer(_OfRepeat):
 
     return transformer.pipelined(
       run_layer,
-      self.repeat.stacked.variables(boxed=True)[base_layer.PARAMS],
+      self.repeat.variables(boxed=True)[base_layer.PARAMS],
       inputs,
       context,
       num_stages=p.num_pipeline_stages,
