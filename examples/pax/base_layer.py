@@ -328,6 +328,23 @@ class _Run:
     with _place(path):
       return get(name, weight.full_shape, weight.dtype, init=make)
 
+  def tree(self, make: Callable[..., Any], above: str = '') -> Variables:
+    """Returns `make(path, name, variable)` of all variables, as `init` does.
+
+    Args:
+      make: what is made of each.
+      above: what their paths begin with and the tree's do not; of others there
+        is nothing in it.
+    """
+    tree: Variables = {PARAMS: {}, NON_TRAINABLE: {}}
+    for path, created in self.created.items():
+      for name, (weight, trainable) in created.items():
+        if path.startswith(above):
+          layers = tree[PARAMS if trainable else NON_TRAINABLE]
+          of_layer = layers.setdefault(path.removeprefix(above), {})
+          of_layer[name] = make(path, name, weight)
+    return tree
+
   def update(self, path: str, name: str, value: jax.Array) -> None:
     """Sets a variable that is not trained."""
     with _place(path):
@@ -596,11 +613,6 @@ class BaseLayer(hparams_lib.Configurable):
     return self._in_run().do_eval
 
   @property
-  def verbosity(self) -> int:
-    """Up to which verbosity summaries are wanted; -1 is none."""
-    return self._in_run().verbosity
-
-  @property
   def aux_losses(self) -> dict[str, tuple[Any, Any]]:
     """What was added to the loss in this run up to now, by `add_aux_loss`."""
     return dict(self._in_run().collected.aux_losses)
@@ -735,12 +747,7 @@ class BaseLayer(hparams_lib.Configurable):
       return self._init(run)
 
     jax.eval_shape(make, jax.random.key(0))
-    tree: dict[str, Any] = {PARAMS: {}, NON_TRAINABLE: {}}
-    for path, created in run.created.items():
-      for name, (weight, trainable) in created.items():
-        collection = tree[PARAMS if trainable else NON_TRAINABLE]
-        collection.setdefault(path, {})[name] = weight
-    return tree
+    return run.tree(lambda path, name, weight: weight)
 
   def num_params(self) -> int:
     """Returns how many numbers are trained."""

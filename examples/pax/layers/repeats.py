@@ -63,24 +63,13 @@ class Repeat(base_layer.BaseLayer):
     Args:
       boxed: whether each is in a `partitioning.Logical`.
     """
-    run, place = self._in_run(), f'{self.module_name}/'
-    tree: base_layer.Variables = {
-      base_layer.PARAMS: {},
-      base_layer.NON_TRAINABLE: {},
-    }
-    for path, created in run.created.items():
-      if not path.startswith(place):
-        continue
-      for name, (weight, trainable) in created.items():
-        value: Any = run.value(path, name)
-        if boxed:
-          value = partitioning.Logical(value, weight.axes)
-        collection = (
-          base_layer.PARAMS if trainable else base_layer.NON_TRAINABLE
-        )
-        of_layer = tree[collection].setdefault(path.removeprefix(place), {})
-        of_layer[name] = value
-    return tree
+    run = self._in_run()
+
+    def value(path: str, name: str, weight: base_layer.WeightHParams) -> Any:
+      x = run.value(path, name)
+      return partitioning.Logical(x, weight.axes) if boxed else x
+
+    return run.tree(value, f'{self.module_name}/')
 
   def __call__(self, x: Any, *args: Any) -> Any:
     """Returns what the last layer gives."""
@@ -149,7 +138,7 @@ class Repeat(base_layer.BaseLayer):
     depends on its number, and on nothing else about where it runs.
     """
     key = hk.maybe_next_rng_key()
-    layer, do_eval, verbosity = self.layer, self.do_eval, self.verbosity
+    layer, run_of_all = self.layer, self._in_run()
 
     def run(variables: Any, number: jax.Array, *args: Any) -> Any:
       return layer.apply(
@@ -157,8 +146,8 @@ class Repeat(base_layer.BaseLayer):
         *args,
         rng=None if key is None else jax.random.fold_in(key, number),
         method=method,
-        do_eval=do_eval,
-        verbosity=verbosity,
+        do_eval=run_of_all.do_eval,
+        verbosity=run_of_all.verbosity,
         mutable=True,
       )
 
