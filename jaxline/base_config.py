@@ -626,7 +626,7 @@ def changes(
   Args:
     old: the config of the run so far, as `recorded` returns it.
     new: the config of the run that resumes it, likewise.
-    experiment_class: the class whose declarations count; may be None.
+    experiment_class: has CHANGEABLE_ON_RESUME and CONFIG_CLASS.
   """
   before = _identity(old, experiment_class)
   now = _identity(new, experiment_class)
@@ -641,9 +641,7 @@ def changes(
   ]
 
 
-def _identity(
-  config: Mapping[str, Any], experiment_class: Any
-) -> dict[str, Any]:
+def _identity(config: Mapping[str, Any], declared: Any) -> dict[str, Any]:
   """Returns the flat keys whose change makes another run, with their values.
 
   A key that the config lacks, since it is newer than the config, has its
@@ -652,16 +650,16 @@ def _identity(
   values = {k.name: _value(config, k.name) for k in KEYS if k.effect == RUN}
   kwargs = values['experiment_kwargs']
   if 'config' in kwargs:
-    cls = getattr(experiment_class, 'CONFIG_CLASS', None)
-    own = with_defaults(cls, kwargs['config'])
+    own = with_defaults(declared.CONFIG_CLASS, kwargs['config'])
     values['experiment_kwargs'] = {**kwargs, 'config': own}
   # Defaults as a record holds them: tuples are lists there.
   values = recorded(config_dict.ConfigDict(values, allow_dotted_keys=True))
-  changeable = getattr(experiment_class, 'CHANGEABLE_ON_RESUME', ())
   return {
     key: value
     for key, value in flat(values).items()
-    if not any(f'{key}.'.startswith(f'{path}.') for path in changeable)
+    if not any(
+      f'{key}.'.startswith(f'{path}.') for path in declared.CHANGEABLE_ON_RESUME
+    )
   }
 
 

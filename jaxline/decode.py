@@ -164,7 +164,7 @@ def decode(
     experiment: experiment_lib.AbstractExperiment = adapters.construct(
       experiment_class, 'decode', rng, config
     )
-  if type(experiment).decode is experiment_lib.AbstractExperiment.decode:
+  if experiment.decode.__module__ == experiment_lib.__name__:  # The base's.
     raise errors.UsageError(
       f'{type(experiment).__name__} cannot continue prompts. Write its method'
       ' `decode(self, prompts, rng)`, as AbstractExperiment in'

@@ -47,22 +47,27 @@ class AbstractExperiment(abc.ABC):
       training steps. A run may be resumed with other values of these keys and
       of the keys below them. A change of any other key in `experiment_kwargs`
       makes it another run.
+    NEVER_BY_RULES: names of arrays that `config.restore_rules` never replace.
     CONFIG_CLASS: the dataclass that `base_config.read` makes of
       `experiment_kwargs.config`, or None. A checkpoint from before a field was
       added counts as made with the field's default.
     IS_SHARDED: whether this is a `sharded.ShardedExperiment`.
+    SKIPS_NONFINITE: whether the step supports `config.on_nonfinite = 'skip'`.
     num_evaluated: the number of earlier steps that were evaluated, in this
       process or before the run was resumed; set before each `evaluate`.
-    data_summary: what the data is, in a line for the terminal; it may lack.
+    data_summary: what the data is, in a line for the terminal.
   """
 
   CHECKPOINT_ATTRS: dict[str, str] = {}
   NON_BROADCAST_CHECKPOINT_ATTRS: dict[str, str] = {}
   PER_PROCESS_ENTRIES: tuple[str, ...] = ()
   CHANGEABLE_ON_RESUME: tuple[str, ...] = ()
+  NEVER_BY_RULES: tuple[str, ...] = ()
   CONFIG_CLASS: type | None = None
   IS_SHARDED: bool = False
+  SKIPS_NONFINITE: bool = False
   num_evaluated: int = 0
+  data_summary: str = ''
 
   @abc.abstractmethod
   def __init__(self, mode: str, init_rng: jax.Array | None = None):
@@ -280,6 +285,9 @@ class AbstractExperiment(abc.ABC):
     """
     return True
 
+  def make_room(self) -> None:  # noqa: B027
+    """Drops what a restore is about to replace, once all is known to fit."""
+
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
     """Restores what `snapshot_state` returned.
 
@@ -351,7 +359,7 @@ class AbstractExperiment(abc.ABC):
     Args:
       trained: the experiment in training, of the same class.
     """
-    if type(self).snapshot_state is not AbstractExperiment.snapshot_state:
+    if self.snapshot_state.__module__ != __name__:
       # The override alone knows the state. It is copied, since the next step
       # may donate the arrays of the snapshot.
       snapshot = jax.tree.map(devices.freeze, trained.snapshot_state())

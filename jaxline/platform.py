@@ -565,9 +565,8 @@ def start(
   """
   mode = _find_mode(name)
   needs_run = bool(mode.checkpointer) and not mode.log
-  if mode.eval_log:  # Of checkpoints that a process has for itself.
-    is_durable = config.checkpointer == 'durable'
-    needs_run = is_durable and not config.eval_initial_weights
+  if config.eval_initial_weights or config.checkpointer == 'memory':
+    needs_run &= not mode.eval_log
   refusal = (
     f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected the'
     f' directory of the run whose weights --jaxline_mode={name} shall take.'

@@ -44,9 +44,6 @@ eval_step = step_lib.eval_step
 init_state = step_lib.init_state
 train_step = step_lib.train_step
 
-# The scalar that the host adds to those of a step: see `infeed.Infeed`.
-INPUT_WAIT_FRACTION = 'input_wait_fraction'
-
 
 class ShardedExperiment(experiment.AbstractExperiment):
   """An experiment of pure functions, run as one program over a mesh.
@@ -69,7 +66,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
   config holds the mesh, the sharding and other settings of this class.
 
   Attributes:
-    SKIPS_NONFINITE: that `on_nonfinite = 'skip'` is supported.
     run_config: the config of the run; None if the constructor got none.
     on_nonfinite: what `train_step` does if its loss or gradients are not
       finite, as `config.on_nonfinite`; `train_loop` sets it.
@@ -82,12 +78,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
     'experiment_kwargs.mesh',
     'experiment_kwargs.sharding',
   )
-  # Entries of the state that `config.restore_rules` never take from another
-  # run.
   NEVER_BY_RULES = ('state/step', 'state/skipped')
   SKIPS_NONFINITE = True
   IS_SHARDED = True
   run_config: Any = None
+  traced_batch: Any = None
 
   def __init__(
     self,
@@ -150,7 +145,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # was taken last.
     self._infeed: infeed.Infeed | None = None
     self._position: Any = None
-    self.traced_batch: Any = None
     # Evaluation set -> its input, if it goes on between evaluations, and the
     # number of evaluations that this has fed.
     self._rolling: dict[str, inputs.BaseInput | None] = {}
@@ -483,7 +477,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       )
     self._position = self._infeed.position
     self._state, scalars = self.compiled_train_step(self.state, batch, rng)
-    scalars[INPUT_WAIT_FRACTION] = self._infeed.wait_fraction
+    scalars['input_wait_fraction'] = self._infeed.wait_fraction
     return scalars
 
   def _open_input(self, position: Any) -> Iterator[Batch]:

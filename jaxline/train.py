@@ -1,7 +1,7 @@
-"""The loops: `train`, `evaluate`, and both in `train_and_eval`.
+"""The loops, which are methods of a `Run`: train, evaluate, or both.
 
-A `Run` holds what a loop works with. The functions at the end have JAXline's
-signatures; each makes a `Run` and calls its method of the same name.
+The functions at the end have JAXline's signatures; each makes a `Run` and calls
+its method of the same name.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -189,10 +189,18 @@ class Run:
 
   @debug.disable_pmap_jit
   def train_and_eval(self) -> experiment_lib.AbstractExperiment:
-    """Trains, with pauses to evaluate: see the function `train_and_eval`.
+    """Trains, pausing every `eval_interval` to evaluate the current weights.
+
+    One thread: two experiments, constructed with the modes 'train' and 'eval',
+    share the live state, which is not copied (see
+    `AbstractExperiment.share_state`). Also evaluates after the last step.
 
     Returns:
       The experiment that was trained.
+
+    Raises:
+      preemption.Preempted: the run was told to end; all is saved.
+      nonfinite.NonfiniteError: the loss or the gradients are not finite.
     """
     config, checkpointer = self.config, self.checkpointer
     interval_type = config.eval_interval_type or config.interval_type
@@ -734,31 +742,3 @@ def evaluate(
     eval_writer=writer,
     eval_mode=debug.settings.mode if jaxline_mode is None else jaxline_mode,
   ).evaluate()
-
-
-def train_and_eval(
-  experiment_class: Any,
-  config: config_dict.ConfigDict,
-  checkpointer: base.Checkpointer,
-  writer: writers.Writer | None,
-  eval_writer: writers.Writer | None,
-  periodic_actions: Sequence[periodic.PeriodicAction] = (),
-) -> None:
-  """Trains, pausing every `eval_interval` to evaluate the current weights.
-
-  One thread: two experiments, constructed with the modes 'train' and 'eval',
-  share the live state, which is not copied (see
-  `AbstractExperiment.share_state`). Also evaluates after the last step.
-
-  Raises:
-    preemption.Preempted: the run was told to end; all is saved.
-    nonfinite.NonfiniteError: the loss or the gradients are not finite.
-  """
-  Run(
-    experiment_class,
-    config,
-    checkpointer,
-    writer,
-    eval_writer,
-    periodic_actions,
-  ).train_and_eval()

@@ -18,6 +18,7 @@ from jaxline import experiment
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
 from jaxline.inputs import base as inputs
+from jaxline.supervision import nonfinite as guard
 
 Batch = dict[str, Any]
 LossOutput = tuple[jax.Array, metrics_lib.Metrics, Any]
@@ -35,8 +36,7 @@ WEIGHTS = inputs.WEIGHTS
 # gradients does not include them.
 OVERWRITE = '_overwrite_with_gradient'
 
-# Scalars that `train_step` adds to those of the loss.
-NONFINITE = 'nonfinite'
+# A scalar that `train_step` adds to those of the loss, like `guard.NONFINITE`.
 SKIPPED_STEPS = 'skipped_steps'
 
 
@@ -139,13 +139,13 @@ def train_step(
     )
   if on_nonfinite == 'ignore':
     return new_state, scalars
-  if taken := scalars.keys() & {NONFINITE, SKIPPED_STEPS}:
+  if taken := scalars.keys() & {guard.NONFINITE, SKIPPED_STEPS}:
     raise ValueError(
       f'The experiment returns scalars named {sorted(taken)}; the step adds'
-      f' {NONFINITE!r} and {SKIPPED_STEPS!r} itself. Choose other names.'
+      f' {guard.NONFINITE!r} and {SKIPPED_STEPS!r} itself. Choose other names.'
     )
   nonfinite = _nonfinite(loss, grads).astype(jnp.int32)
-  scalars[NONFINITE] = nonfinite
+  scalars[guard.NONFINITE] = nonfinite
   if on_nonfinite == 'skip':
     in_a_row = nonfinite * (state.skipped[0] + 1)
     in_all = state.skipped[1] + nonfinite
@@ -159,7 +159,7 @@ def train_step(
     new_state = dataclasses.replace(
       new_state, skipped=jnp.stack([in_a_row, in_all])
     )
-    scalars |= {NONFINITE: in_a_row, SKIPPED_STEPS: in_all}
+    scalars |= {guard.NONFINITE: in_a_row, SKIPPED_STEPS: in_all}
   return new_state, scalars
 
 

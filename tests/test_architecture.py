@@ -48,8 +48,8 @@ STEPS = (
   ('partitioning',),
   ('base_config',),
   ('checkpoint', 'inputs'),
-  ('compat.adapters',),
   ('experiment',),
+  ('compat.adapters',),
   ('pipeline', 'train_step'),
   ('decode', 'runs', 'sharded', 'train'),
   ('aot',),
@@ -441,6 +441,20 @@ def test_utils_only_hands_on():
       assert [name_of(t) for t in node.targets] == ['__all__']
     else:
       assert isinstance(node, ast.Import | ast.ImportFrom), ast.dump(node)
+
+
+def test_an_experiment_is_asked_for_nothing_that_it_may_lack():
+  """What lacks something is completed at the entrance, once."""
+  refuse(
+    module.at(node, 'declare it in AbstractExperiment')
+    for module in LIBRARY
+    if module.name != 'compat.adapters'
+    for node in module.nodes
+    if isinstance(node, ast.Call)
+    and name_of(node.func) in ('getattr', 'hasattr')
+    and name_of(node.args[0]).strip('_') == 'experiment'
+    and isinstance(node.args[1], ast.Constant)
+  )
 
 
 def test_there_is_one_training_loop():

@@ -1508,6 +1508,63 @@ def test_sharded_state_that_does_not_fit(wrong, copied, run, tmp_path):
   assert sum('opt_state' in line for line in lines) == 2
 
 
+class Bare:
+  """Has the two methods that JAXline asks for, and no base class."""
+
+  live = 'mine'  # No attribute of the contract.
+
+  def __init__(self, n):
+    self.held = {'n': n, 'w': jnp.full([2], float(n))}
+
+  def snapshot_state(self):
+    return self.held
+
+  def restore_from_snapshot(self, snapshot_state):
+    self.held = snapshot_state
+
+
+class Declaring(Bare):
+  """Declares some of the rest."""
+
+  CHECKPOINT_ATTRS = {'_w': 'w'}
+  PER_PROCESS_ENTRIES = ('n',)
+  IS_SHARDED = True
+
+  def wants_restored(self, name):
+    return name != 'n'
+
+
+@pytest.mark.parametrize('kind', ['durable', 'memory'])
+def test_what_is_saved_needs_no_base_class(run, kind, tmp_path, monkeypatch):
+  config = {'train_checkpoint_all_hosts': True, 'max_checkpoints_to_keep': 2}
+  for cls, num_best in ((Bare, 2), (Declaring, 1)):
+    monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+    if kind == 'memory':
+      checkpointer = utils.InMemoryCheckpointer(make_config('', **config), '')
+    else:
+      checkpointer = run(directory=tmp_path / cls.__name__, **config)
+    for step in (1, 2):
+      save(checkpointer, cls(step), step)
+      save(checkpointer, cls(step), step, series='best')
+    assert len(checkpointer.steps('best')) == num_best
+    live, want = cls(0), cls(2).held
+    fill(checkpointer, live)
+    checkpointer.restore('latest')
+    module = (
+      utils.GLOBAL_CHECKPOINT_DICT['latest']
+      .history[-1]
+      .pickle_nest['experiment_module']
+    )
+    if cls is Declaring:
+      assert_same(module._w, np.full([1, 2], 2, np.float32))
+    if cls is Declaring and kind == 'durable':
+      del want['n']
+    assert set(live.held) == set(want)
+    np.testing.assert_array_equal(live.held['w'], want['w'])
+    assert live.held.get('n') == want.get('n')
+    checkpointer.close()
+
+
 def test_an_attribute_that_the_class_names_no_longer(run, caplog):
   caplog.set_level('INFO')
   first = run(train_checkpoint_all_hosts=True)

@@ -37,6 +37,7 @@ import jaxline
 from jaxline import base_config
 from jaxline import compilation_cache
 from jaxline import errors
+from jaxline.compat import adapters
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import lines
 from jaxline.metrics import live as live_lib
@@ -152,7 +153,7 @@ def make_config(**values):
 
 def experiment_of(params=None, **attributes):
   """Returns an object that is enough of an experiment for the first block."""
-  return types.SimpleNamespace(CHECKPOINT_ATTRS={}, **attributes)
+  return adapters.full_experiment(types.SimpleNamespace(**attributes))
 
 
 def begun(mode='plain', step=0, **values):
@@ -974,7 +975,7 @@ def test_an_attribute_of_the_program_s_own_is_no_summary(data, capsys):
 def test_without_a_checkpoint_there_is_nothing_to_go_on_from():
   block = summary.end_block(
     make_config(checkpoint_dir='/run'),
-    object(),
+    experiment_of(),
     summary.Origin(COMMAND),
     {},
     1.0,
@@ -1104,7 +1105,7 @@ def test_the_last_block_has_the_next_commands(command, decodes, expected):
 
   block = summary.end_block(
     make_config(checkpoint_dir='/run'),
-    Experiment(),
+    adapters.full_experiment(Experiment()),
     summary.Origin(command),
     {'steps': 6.0, 'evaluation': 3.0, 'restore': 0.01},
     10.0,
@@ -1150,7 +1151,7 @@ def test_the_last_block_has_the_next_commands(command, decodes, expected):
       [
         "Go on:    jaxline.fit(..., overrides={'checkpoint_dir': '/run',"
         " 'training_steps': 12, 'on_config_change': 'continue'})",
-        "Evaluate: jaxline.evaluate('/run', experiment_class=object)",
+        "Evaluate: jaxline.evaluate('/run', experiment_class=SimpleNamespace)",
       ],
     ),
     # It has decided by itself that it is over, or has evaluated only.
@@ -1158,13 +1159,13 @@ def test_the_last_block_has_the_next_commands(command, decodes, expected):
       (),
       True,
       None,
-      ["Evaluate: jaxline.evaluate('/run', experiment_class=object)"],
+      ["Evaluate: jaxline.evaluate('/run', experiment_class=SimpleNamespace)"],
     ),
     (
       (),
       None,
       6,
-      ["Evaluate: jaxline.evaluate('/run', experiment_class=object)"],
+      ["Evaluate: jaxline.evaluate('/run', experiment_class=SimpleNamespace)"],
     ),
   ],
 )
@@ -1173,7 +1174,7 @@ def test_a_run_that_has_all_its_steps_goes_on_with_more(
 ):
   config = make_config(checkpoint_dir='/run', training_steps=steps)
   block = summary.end_block(
-    config, object(), summary.Origin(command), {}, 1.0, is_over, True
+    config, experiment_of(), summary.Origin(command), {}, 1.0, is_over, True
   )
   assert block == [
     'Run directory: /run',
@@ -1187,7 +1188,7 @@ def test_the_command_of_several_processes_is_that_of_the_launcher(monkeypatch):
   config = make_config(checkpoint_dir='/run')
   origin = summary.Origin(COMMAND)
   block = summary.end_block(
-    config, object(), origin, {}, 1.0, is_over=False, has_checkpoint=True
+    config, experiment_of(), origin, {}, 1.0, is_over=False, has_checkpoint=True
   )
   assert block == [
     'Run directory: /run',

@@ -17,6 +17,7 @@ from jaxline import experiment as experiment_lib
 from jaxline import metrics
 from jaxline import sharded
 from jaxline import train as train_lib
+from jaxline.compat import adapters
 from jaxline.supervision import nonfinite
 
 KEY = jax.random.PRNGKey(0)
@@ -24,12 +25,15 @@ NAN, INF = float('nan'), float('inf')
 
 
 def a_guard(mode='raise', most=10, experiment=None, **kwargs):
-  experiment = experiment or types.SimpleNamespace()
-  return nonfinite.Guard(experiment, mode, most, **kwargs)
+  return nonfinite.Guard(experiment or a_stand_in(), mode, most, **kwargs)
+
+
+def a_stand_in(**attributes):
+  return adapters.full_experiment(types.SimpleNamespace(**attributes))
 
 
 # Stands for an experiment whose step returns the flag.
-FLAGGED = types.SimpleNamespace(SKIPS_NONFINITE=True)
+FLAGGED = a_stand_in(SKIPS_NONFINITE=True)
 
 
 def drive(guard, rows):
@@ -660,7 +664,7 @@ def warnings_of(rows, experiment=None, mode='warn'):
   """Returns (step, names, text) of each warning of a guard."""
   said = []
   guard = nonfinite.Guard(
-    experiment or types.SimpleNamespace(),
+    experiment or a_stand_in(),
     mode,
     1,
     lambda step, names, text: said.append((step, names, text)),
@@ -710,7 +714,7 @@ def test_the_default_of_a_style():
   assert len(warnings_of([{'loss': NAN}], mode=None)) == 1
   assert len(warnings_of([{'loss': NAN}], FLAGGED, mode=None)) == 1
   for cls in (sharded.ShardedExperiment, regression.Regression):
-    experiment = types.SimpleNamespace(IS_SHARDED=cls.IS_SHARDED)
+    experiment = a_stand_in(IS_SHARDED=cls.IS_SHARDED)
     with pytest.raises(nonfinite.NonfiniteError, match='step 1 are'):
       warnings_of([{'loss': NAN}], experiment, mode=None)
 

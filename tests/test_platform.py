@@ -222,12 +222,12 @@ def test_one_off_without_checkpoint_fails(toy_here, tmp_path):
   # Nothing is made where there is no run.
   nowhere = tmp_path / 'nowhere'
   given = f'--config.checkpoint_dir={nowhere}'
-  for flags in (
+  for more in (
     ['--config.one_off_evaluate=True', given],
     ['--config.eval_steps=all', given],
     ['--config.checkpoint_dir='],  # It would wait in a fresh directory.
   ):
-    result = toy_here(tmp_path, *flags, mode='eval')
+    result = toy_here(tmp_path, *more, mode='eval')
     assert result.returncode == 2
     assert 'the directory of the run whose weights' in result.said
     assert not nowhere.exists()

@@ -813,12 +813,12 @@ def test_the_best_checkpoint_goes_by_the_metric_of_a_set():
   config.best_model_eval_metric = 'long/loss'
   config.best_model_eval_metric_higher_is_better = False
   checkpointer = utils.InMemoryCheckpointer(config, 'train')
-  train.train_and_eval(Sets, config, checkpointer, None, None)
+  train.Run(Sets, config, checkpointer, None, None).train_and_eval()
   best = utils.GLOBAL_CHECKPOINT_DICT['best'].history[-1].pickle_nest
   assert best.to_dict()['global_step'] == 4
   config.best_model_eval_metric = 'loss'
   with pytest.raises(ValueError, match=r"It returned \['long/loss', 'long/ro"):
-    train.train_and_eval(Sets, config, checkpointer, None, None)
+    train.Run(Sets, config, checkpointer, None, None).train_and_eval()
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -1235,7 +1235,7 @@ def test_train_and_eval_share_one_state():
   config.best_model_eval_metric_higher_is_better = False
   checkpointer = utils.InMemoryCheckpointer(config, 'train')
   writer = mock.create_autospec(utils.Writer)
-  train.train_and_eval(Regression, config, checkpointer, None, writer)
+  train.Run(Regression, config, checkpointer, None, writer).train_and_eval()
   calls = [call.args for call in writer.write_scalars.call_args_list]
   assert [step for step, _ in calls] == [2, 4]
   best = utils.GLOBAL_CHECKPOINT_DICT['best'].history[-1].pickle_nest

@@ -349,6 +349,56 @@ def test_a_mock_is_a_config():
   assert isinstance(made, Plain)
 
 
+@pytest.mark.parametrize('kind', ['memory', 'durable'])
+def test_an_experiment_needs_no_base_class(kind, tmp_path):
+  evaluated = []
+
+  class Bare:
+    CHECKPOINT_ATTRS = {'_w': 'w'}
+
+    def __init__(self, mode, init_rng):
+      self._w = devices.bcast_local_devices(np.float32(0))
+
+    def step(self, **unused):
+      self._w = self._w + np.float32(1)
+      return {'loss': np.float32(1)}
+
+    def evaluate(self, **unused):
+      evaluated.append(float(self._w[0]))
+      return {'score': self._w[0]}
+
+  config = make_config(
+    3, eval_interval=2, checkpoint_dir=str(tmp_path), checkpointer=kind
+  )
+  for steps in (3, 5):
+    config.training_steps = steps
+    if kind == 'memory':
+      checkpointer = utils.InMemoryCheckpointer(config, 'train')
+    else:
+      checkpointer = durable.DurableCheckpointer(config, 'train')
+    train.Run(Bare, config, checkpointer, None, None).train_and_eval()
+    checkpointer.close()
+  assert evaluated == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize('mode', ['raise', 'skip', None])
+@pytest.mark.parametrize(
+  'made', [mock.MagicMock(), mock.create_autospec(Toy, instance=True)]
+)
+def test_an_attribute_of_a_mock_is_no_flag(made, mode):
+  config = make_config(1, on_nonfinite=mode)
+  experiment = adapters.construct(lambda *args: made, 'train', None, config)
+  assert experiment is made
+  assert (made.IS_SHARDED, made.SKIPS_NONFINITE) == (False, False)
+  if mode == 'skip':
+    with pytest.raises(ValueError, match=r'apply_if_finite'):
+      nonfinite.Guard(experiment, mode, 1)
+    return
+  guard = nonfinite.Guard(experiment, mode, 1)
+  guard(0.0, 1, {'loss': 1.0})
+  guard.wait()
+
+
 def test_a_run_in_memory_writes_no_file(tmp_path):
   config = make_config(1, checkpoint_dir=str(tmp_path))
   train.train(Plain, config, None, None)
@@ -678,7 +728,7 @@ def test_rates_are_made_of_what_is_counted_per_step():
     'seconds_per_step': 0.5,
   }
   assert (
-    rates.Rates(None)(
+    rates.Rates(Plain('train'))(
       {'steps_per_sec': 2.0, 'examples_per_step': np.array(3, np.int32)}
     )['examples_per_sec']
     == 6.0
@@ -1343,7 +1393,7 @@ def run_both(cls=Plain, config=None, writer=None, eval_writer=None):
   log = Log()
   checkpointer = Recorder(config)
   partial = functools.partial(cls, log=log)
-  train.train_and_eval(partial, config, checkpointer, writer, eval_writer)
+  train.Run(partial, config, checkpointer, writer, eval_writer).train_and_eval()
   return log, checkpointer
 
 
@@ -1419,10 +1469,10 @@ def test_several_processes_evaluate_by_steps(monkeypatch):
 def test_actions_are_called_beside_evaluations():
   action = Action()
   config = make_config(3, eval_interval=2)
-  train.train_and_eval(
+  train.Run(
     functools.partial(Plain, log=Log()),
     config, Recorder(config), None, None, [action],
-  )  # fmt: skip
+  ).train_and_eval()  # fmt: skip
   assert [step for _, step, _ in action.calls] == [1, 2, 3]
   assert action.waits
 
@@ -1479,11 +1529,11 @@ def test_a_finished_run_is_evaluated_once_more_and_goes_on():
   _, checkpointer = run_both(Plain, config)
   log = Log()
   partial = functools.partial(Plain, log=log)
-  train.train_and_eval(partial, config, checkpointer, None, None)
+  train.Run(partial, config, checkpointer, None, None).train_and_eval()
   assert log.evals == [(3, 3.0)]
   config.training_steps = 5
   log.evals.clear()
-  train.train_and_eval(partial, config, checkpointer, None, None)
+  train.Run(partial, config, checkpointer, None, None).train_and_eval()
   assert log.evals == [(4, 4.0), (5, 5.0)]
 
 
@@ -1509,9 +1559,9 @@ def durable_run(tmp_path, log, steps=2, **values):
   )  # fmt: skip
   checkpointer = durable.DurableCheckpointer(config, 'train_and_eval')
   try:
-    train.train_and_eval(
+    train.Run(
       functools.partial(Plain, log=log), config, checkpointer, None, None
-    )
+    ).train_and_eval()
   finally:
     checkpointer.close()
   state = checkpointer.get_experiment_state('best')
@@ -1576,9 +1626,9 @@ def test_an_error_in_an_evaluation_ends_training():
   log = Log()
   config = make_config(9, eval_interval=2)
   with pytest.raises(ZeroDivisionError, match='in evaluate'):
-    train.train_and_eval(
+    train.Run(
       functools.partial(Failing, log=log), config, Recorder(config), None, None
-    )
+    ).train_and_eval()
   assert len(log.steps) == 2
 
 
@@ -1644,7 +1694,7 @@ def test_an_experiment_with_snapshots_of_its_own_is_evaluated_as_trained():
       self.hidden = jnp.asarray(snapshot_state['w'])
 
   config = make_config(4, eval_interval=2)
-  train.train_and_eval(Own, config, Recorder(config), None, None)
+  train.Run(Own, config, Recorder(config), None, None).train_and_eval()
   assert seen == [2.0, 4.0]
 
 
@@ -1779,7 +1829,7 @@ def test_a_nan_is_never_the_best_on_disk(higher, scores, best_at, tmp_path):
   found = []
   for config.training_steps in (1, 2, 4):  # Also from one process to the next.
     checkpointer = durable.DurableCheckpointer(config, 'train_and_eval')
-    train.train_and_eval(Scored, config, checkpointer, None, None)
+    train.Run(Scored, config, checkpointer, None, None).train_and_eval()
     checkpointer.close()
     found.append(checkpointer.steps('best'))
   assert found == [[], [2], [best_at]]
@@ -1862,10 +1912,10 @@ class Process:
       if dies_at is not None:
         stack.enter_context(pytest.raises(Killed))
       if self.mode == 'train_and_eval':
-        train.train_and_eval(
+        train.Run(
           experiment_class, config, checkpointer(self.mode),
           writer('train'), writer('eval'),
-        )  # fmt: skip
+        ).train_and_eval()  # fmt: skip
       elif self.mode == 'eval':
         # Training goes first, at once to its end; so nothing is missed.
         values = self.values | {'max_checkpoints_to_keep': 100}

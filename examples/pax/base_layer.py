@@ -220,10 +220,6 @@ class WeightHParams:
     mapping = self.tensor_split_dims_mapping or (None,) * len(self.shape)
     return (*('layers' for _ in self.repeat_prefix), *map(_axis, mapping))
 
-  def repeated(self, times: int) -> Self:
-    """Returns the variable of `times` such layers, stacked."""
-    return dataclasses.replace(self, repeat_prefix=(times, *self.repeat_prefix))
-
   def make(self, key: jax.Array) -> jax.Array:
     """Returns its first value; every repetition gets a key of its own."""
     if self.repeat_prefix:
@@ -331,6 +327,23 @@ class _Run:
 
     with _place(path):
       return get(name, weight.full_shape, weight.dtype, init=make)
+
+  def tree(self, make: Callable[..., Any], above: str = '') -> Variables:
+    """Returns `make(path, name, variable)` of all variables, as `init` does.
+
+    Args:
+      make: what is made of each.
+      above: what their paths begin with and the tree's do not; of others there
+        is nothing in it.
+    """
+    tree: Variables = {PARAMS: {}, NON_TRAINABLE: {}}
+    for path, created in self.created.items():
+      for name, (weight, trainable) in created.items():
+        if path.startswith(above):
+          layers = tree[PARAMS if trainable else NON_TRAINABLE]
+          of_layer = layers.setdefault(path.removeprefix(above), {})
+          of_layer[name] = make(path, name, weight)
+    return tree
 
   def update(self, path: str, name: str, value: jax.Array) -> None:
     """Sets a variable that is not trained."""
@@ -489,10 +502,9 @@ class BaseLayer(hparams_lib.Configurable):
       init=weight.init or p.params_init or WeightInit.Xavier(),
       dtype=weight.dtype or p.dtype,
       tensor_split_dims_mapping=p.weight_split_dims_mapping.get(name, split),
+      repeat_prefix=tuple(times for _, times in run.stacks),
     )
     path = self.module_name
-    for _, times in reversed(run.stacks):
-      weight = weight.repeated(times)
     weight._check(f'{path}/{name}')
     run.created.setdefault(path, {})[name] = weight, trainable
     if (got := run.value(path, name).dtype) != weight.dtype:
@@ -601,11 +613,6 @@ class BaseLayer(hparams_lib.Configurable):
     return self._in_run().do_eval
 
   @property
-  def verbosity(self) -> int:
-    """Up to which verbosity summaries are wanted; -1 is none."""
-    return self._in_run().verbosity
-
-  @property
   def aux_losses(self) -> dict[str, tuple[Any, Any]]:
     """What was added to the loss in this run up to now, by `add_aux_loss`."""
     return dict(self._in_run().collected.aux_losses)
@@ -696,11 +703,6 @@ class BaseLayer(hparams_lib.Configurable):
     self._check_scalar(name, value)
     _add(losses, f'{self.module_name}/{name}', (value, weight))
 
-  def collect(self, collected: Collected) -> None:
-    """Adds the summaries and losses of a layer that was run by `apply`."""
-    run = self._in_run()
-    run.collected.add(collected, f'{self.module_name}/')
-
   def _check_scalar(self, name: str, value: Any) -> None:
     if jnp.ndim(value):
       raise ValueError(
@@ -745,12 +747,7 @@ class BaseLayer(hparams_lib.Configurable):
       return self._init(run)
 
     jax.eval_shape(make, jax.random.key(0))
-    tree: dict[str, Any] = {PARAMS: {}, NON_TRAINABLE: {}}
-    for path, created in run.created.items():
-      for name, (weight, trainable) in created.items():
-        collection = tree[PARAMS if trainable else NON_TRAINABLE]
-        collection.setdefault(path, {})[name] = weight
-    return tree
+    return run.tree(lambda path, name, weight: weight)
 
   def num_params(self) -> int:
     """Returns how many numbers are trained."""
@@ -840,65 +837,3 @@ def remat(layer: BaseLayer, **kwargs: Any) -> Callable[..., Any]:
     return out
 
   return call
-
-
-class Stacked:
-  """The variables of several equal layers, each with a first axis 'layers'.
-
-  For layers that run another one several times, such as a scan over layers.
-
-  Attributes:
-    layer: the one layer, unbound: `layer.apply(slice of variables, ...)`.
-    times: how many.
-  """
-
-  def __init__(
-    self,
-    parent: BaseLayer,
-    name: str,
-    template: Any,
-    times: int,
-  ):
-    """Creates the variables; to be called in the parent's `setup`.
-
-    Args:
-      parent: the layer that they are part of.
-      name: their place in it.
-      template: HParams of the one layer; what they leave open is the parent's.
-      times: how many layers.
-    """
-    self._parent = parent.module_name
-    self._place = f'{self._parent}/{name}'
-    self.times = times
-    self.layer = parent._unbound_child(template, {'name': name})
-    self._run = parent._in_run()
-    # The layers are run by `apply`. In this run there are their variables.
-    outside = self._run.stacks
-    self._run.stacks = (*outside, (self._place, times))
-    parent._child(name, template, {})
-    self._run.stacks = outside
-
-  def variables(self, *, boxed: bool = False) -> Variables:
-    """Returns their values, as `layer.init` would, with one axis more.
-
-    Args:
-      boxed: whether each is in a `partitioning.Logical`.
-    """
-    tree: Variables = {PARAMS: {}, NON_TRAINABLE: {}}
-    for path, created in self._run.created.items():
-      if not f'{path}/'.startswith(f'{self._place}/'):
-        continue
-      for name, (weight, trainable) in created.items():
-        value: Any = self._run.value(path, name)
-        if boxed:
-          value = partitioning.Logical(value, weight.axes)
-        collection = tree[PARAMS if trainable else NON_TRAINABLE]
-        relative = path.removeprefix(f'{self._parent}/')
-        collection.setdefault(relative, {})[name] = value
-    return tree
-
-  def update(self, non_trainable: Mapping[str, Mapping[str, Any]]) -> None:
-    """Sets the variables that are not trained, stacked."""
-    for path, values in non_trainable.items():
-      for name, value in values.items():
-        self._run.update(f'{self._parent}/{path}', name, value)

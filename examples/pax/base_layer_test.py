@@ -1,5 +1,7 @@
 """Tests of layers: their variables, their children, and what runs them."""
 
+import dataclasses
+
 import fiddle as fdl
 import haiku as hk
 import jax
@@ -9,6 +11,7 @@ import pytest
 
 from examples.pax import base_layer
 from examples.pax import hparams
+from examples.pax.layers import repeats
 from jaxline import partitioning
 
 BaseHParams = hparams.BaseHParams
@@ -67,7 +70,7 @@ class Two(base_layer.BaseLayer):
 
 
 class Stack(base_layer.BaseLayer):
-  """Layers that are run by a scan."""
+  """Equal layers, one after another."""
 
   class HParams(BaseHParams):
     layer: BaseHParams = sub_config_field(Linear.HParams)
@@ -78,16 +81,11 @@ class Stack(base_layer.BaseLayer):
     p = self.hparams
     if p.beside is not None:
       self.create_child('beside', p.beside)
-    self.stack = base_layer.Stacked(self, 'x', p.layer, p.times)
+    repeat = repeats.Repeat.HParams(sub_tpl=p.layer, x_times=p.times)
+    self.create_child('x', repeat)
 
   def __call__(self, x):
-    def body(x, variables):
-      return self.stack.layer.apply(variables, x, mutable=True, verbosity=9)
-
-    x, collected = jax.lax.scan(body, x, self.stack.variables())
-    self.stack.update(collected.non_trainable)
-    self.collect(jax.tree.map(jnp.sum, collected))
-    return x
+    return self.x(x)
 
 
 def _shapes(variables):
@@ -158,7 +156,7 @@ def test_first_values_by_axes_and_by_name():
   )
   assert np.std(weight.make(KEY)) == pytest.approx(50**-0.5, rel=0.03)
   # Each of a stack's has its own, with the fans of one.
-  stacked = weight.repeated(2).repeated(3)
+  stacked = dataclasses.replace(weight, repeat_prefix=(3, 2))
   assert stacked.size == 6 * 200 * 50
   assert stacked.full_shape == (3, 2, 200, 50)
   assert stacked.axes == ('layers', 'layers', None, None)
@@ -442,37 +440,40 @@ def test_a_stack_is_its_layers_one_after_another():
   variables = layer.init(KEY)
   assert _shapes(variables) == {
     'params': {
-      'stack/x/first': {'w': (3, 3, 3)},
-      'stack/x/second': {'w': (3, 3, 3)},
+      'stack/x/sub/first': {'w': (3, 3, 3)},
+      'stack/x/sub/second': {'w': (3, 3, 3)},
     },
     'non_trainable': {
-      'stack/x/first': {'calls': (3,)},
-      'stack/x/second': {'calls': (3,)},
+      'stack/x/sub/first': {'calls': (3,)},
+      'stack/x/sub/second': {'calls': (3,)},
     },
   }
-  boxed = layer.boxed_init(KEY)['params']['stack/x/first']['w']
+  boxed = layer.boxed_init(KEY)['params']['stack/x/sub/first']['w']
   assert boxed.axes == ('layers', 'embed', 'mlp')
   out, collected = layer.apply(variables, X, mutable=True, verbosity=9)
-  expected, total = np.asarray(X, np.float64), 0.0
+  expected, totals = np.asarray(X, np.float64), []
   first, second = (
     np.asarray(v['w'], np.float64) for v in variables['params'].values()
   )
   for n in range(3):
-    total += expected.sum()
+    totals.append(expected.sum())
     expected = np.tanh(expected @ first[n]) @ second[n]
   np.testing.assert_allclose(out, expected, rtol=1e-5)
-  np.testing.assert_allclose(
-    collected.summaries['stack/x/first/sum'], total, rtol=1e-5
-  )
-  assert collected.aux_losses['stack/x/second/square'][1] == 6
-  calls = collected.non_trainable['stack/x/second']['calls']
+  for n in range(3):
+    place = f'stack/x/{n}/sub'
+    found = collected.summaries[f'{place}/first/sum']
+    np.testing.assert_allclose(found, totals[n], rtol=1e-5)
+    assert collected.aux_losses[f'{place}/second/square'][1] == 2
+  calls = collected.non_trainable['stack/x/sub/second']['calls']
   np.testing.assert_array_equal(calls, [1, 1, 1])
   # A stack of stacks.
-  with pytest.raises(ValueError, match=r'shape of stack/x/w is \(0, 3, 3\)'):
+  with pytest.raises(
+    ValueError, match=r'shape of stack/x/sub/w is \(0, 3, 3\)'
+  ):
     Stack.HParams(times=0).Instantiate().num_params()
   nested = Stack.HParams(layer=Stack.HParams(times=2)).Instantiate()
   variables = nested.init(KEY)
-  w = np.asarray(variables['params']['stack/x/x']['w'], np.float64)
+  w = np.asarray(variables['params']['stack/x/sub/x/sub']['w'], np.float64)
   assert w.shape == (3, 2, 3, 3)
   expected = X
   for one in w.reshape(6, 3, 3):

@@ -14,6 +14,7 @@ import pytest
 from examples.pax import base_layer
 from examples.pax import experiment
 from examples.pax import experiment_registry
+from examples.pax import layers
 from examples.pax import learners
 from examples.pax import models
 from examples.pax import optimizers
@@ -543,8 +544,9 @@ class Deep(Line):
   def setup(self):
     super().setup()
     linear = linears.Linear.HParams(input_dims=2, output_dims=2)
-    self.one = base_layer.Stacked(self, 'one', linear, 3)
-    self.two = base_layer.Stacked(self, 'two', Column.HParams(), 4)
+    repeat = layers.Repeat.HParams
+    self.create_child('one', repeat(sub_tpl=linear, x_times=3))
+    self.create_child('two', repeat(sub_tpl=Column.HParams(), x_times=4))
 
 
 class Column(base_layer.BaseLayer):
@@ -552,7 +554,8 @@ class Column(base_layer.BaseLayer):
 
   def setup(self):
     linear = linears.Linear.HParams(input_dims=2, output_dims=2)
-    self.rows = base_layer.Stacked(self, 'rows', linear, 3)
+    rows = layers.Repeat.HParams(sub_tpl=linear, x_times=3)
+    self.create_child('rows', rows)
 
 
 def test_optimizers_hear_of_stacks():
@@ -564,8 +567,8 @@ def test_optimizers_hear_of_stacks():
   assert {name: depth(name) for name in task.weights} == {
     'deep/w': 0,
     'deep/b': 0,
-    'deep/one/w': 1,
-    'deep/two/rows/w': 2,
+    'deep/one/sub/w': 1,
+    'deep/two/sub/rows/sub/w': 2,
   }
 
 
@@ -679,7 +682,7 @@ def start(directory, dies_at=None, target=2.5):
   )
   checkpointer = durable.DurableCheckpointer(config, 'train')
   try:
-    train.train_and_eval(experiment, config, checkpointer, None, None)
+    train.Run(experiment, config, checkpointer, None, None).train_and_eval()
     return checkpointer.ended()
   finally:
     checkpointer.close()

@@ -17,9 +17,11 @@ of this library, with another experiment and another mesh. If it keeps a moving
 average of its weights, that of a weight is `model_state/ema/` and the weight's
 name.
 
-For one checkpoint, `config.restore_from` with `config.restore_rules` does the
-same, for any experiment. Both match names, check shapes and read arrays with
-`jaxline.checkpoint.contents`.
+This is a translation: `_sources` writes a rule out as pairs of arrays, and
+`jaxline.checkpoint.contents` matches names, checks shapes and reads, as it does
+for `config.restore_from` with `config.restore_rules`, which suit any
+experiment. What those have no words for is here: several checkpoints; averages
+and the optimizer's state, which follow the weights; and the count of steps.
 
 Names and fields are those of Paxml (Google, 2022).
 """
@@ -42,12 +44,12 @@ from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import structure
 
-_PARAMS = 'params/'
-_NON_TRAINABLE = f'{base_layer.NON_TRAINABLE}/'
-_EMA = 'model_state/ema/'
-_AVERAGES = (_EMA, 'model_state/ema_non_trainable/')
-_OPT = 'opt_state/'
 _ROOT = 'state/'  # Where a checkpoint has a `TrainState`.
+_STATE = 'model_state/'  # Rules leave this out.
+_NON_TRAINABLE = f'{base_layer.NON_TRAINABLE}/'
+_AVERAGE = 'model_state/ema'  # Also of what is not trained, `ema_...`.
+# What stands before the own name of a variable, and of its average.
+_PLACE = re.compile(r'^(model_state/)?(params|(ema_)?non_trainable|ema)/')
 _NAMED = 20  # Names in a log line.
 
 
@@ -122,7 +124,7 @@ def load(
       found = contents.verified(path, set(stored.values()).__contains__)
       replaced |= found.take(stored, live, where)
     logging.info('Loaded %d arrays of %s.', len(sources), path)
-  kept = [name for name in _variables(live) if _full(name) not in replaced]
+  kept = [name for name, x in _variables(live).items() if x not in replaced]
   logging.info(
     '%d variables stay as they were initialised: %s',
     len(kept),
@@ -132,25 +134,10 @@ def load(
   return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
 
-def _full(name: str) -> str:
-  """Returns where in a `TrainState` a variable of rules is."""
-  return f'model_state/{name}' if name.startswith(_NON_TRAINABLE) else name
-
-
-def _own(name: str) -> str:
-  """Returns the name of a variable without where it is.
-
-  A weight that comes from an average is named by what this is the average of.
-  """
-  for prefix in (_PARAMS, *_AVERAGES, _full(_NON_TRAINABLE), _NON_TRAINABLE):
-    name = name.removeprefix(prefix)
-  return name
-
-
-def _variables(live: Iterable[str]) -> list[str]:
-  """Returns the name of each variable, as rules have it."""
-  names = [name.removeprefix('model_state/') for name in live]
-  return [n for n in names if n.startswith((_PARAMS, _NON_TRAINABLE))]
+def _variables(live: Iterable[str]) -> dict[str, str]:
+  """Returns name of a variable in rules -> its name in a `TrainState`."""
+  names = ('params/', f'{_STATE}{_NON_TRAINABLE}')
+  return {n.removeprefix(_STATE): n for n in live if n.startswith(names)}
 
 
 def _sources(
@@ -158,7 +145,7 @@ def _sources(
 ) -> dict[str, str]:
   """Returns name of an array -> its source's, both in a `TrainState`."""
   variables = _variables(live)
-  given, unused = contents.match_rules(
+  matched, unused = contents.match_rules(
     variables,
     [
       *((regex, None) for regex in rule.ignore_rules),
@@ -168,37 +155,42 @@ def _sources(
   )
   unused = [regex for regex, _ in rule.load_rules if regex in unused]
   # That none of several is used is never meant.
-  if unused and (rule.safe_load or not given):
+  if unused and (rule.safe_load or not matched):
     near = hparams.nearest_names(unused[0], variables)
     raise errors.UsageError(
       f'{where}.load_rules: {unused} match the whole name of no variable of'
       ' this run, or those that match are ignored, or an earlier rule takes'
       f' them. The nearest to the first are {near}.'
-      + (' safe_load=False lets unused rules pass.' if given else '')
+      + (' safe_load=False lets unused rules pass.' if matched else '')
     )
-  sources = {_full(name): _full(source) for name, source in given.items()}
-  if rule.load_ema_states and not any(name.startswith(_EMA) for name in live):
+  given = {
+    variables[name]: _STATE * source.startswith(_NON_TRAINABLE) + source
+    for name, source in matched.items()
+  }
+  sources = dict(given)
+  if rule.load_ema_states and not any(n.startswith(_AVERAGE) for n in live):
     raise errors.UsageError(
       f'{where}.load_ema_states is True, but this run keeps no moving average'
       " of its weights: its optimizer's ema_decay is 0."
     )
+  own = {name: _PLACE.sub('', name) for name in variables.values()}
   for name in live:
-    is_average = name.startswith(_AVERAGES)
-    if not (is_average or (rule.load_opt_states and name.startswith(_OPT))):
+    is_average = name.startswith(_AVERAGE)
+    is_opt_state = rule.load_opt_states and name.startswith('opt_state/')
+    if not (is_average or is_opt_state):
       continue
     # What belongs to a variable ends with its name. What belongs to none, such
     # as a count, has the same name there.
-    owners = [v for v in variables if name.endswith(f'/{_own(v)}')]
+    owners = [v for v in own if name.endswith(f'/{own[v]}')]
     owner = max(owners, key=len, default=None)
     if owner is None:
       sources[name] = name
     elif owner in given:
+      source = given[owner]
       # An average that is not loaded begins as what it averages.
-      sources[name] = (
-        name.removesuffix(_own(owner)) + _own(given[owner])
-        if rule.load_ema_states or not is_average
-        else _full(given[owner])
-      )
+      if rule.load_ema_states or not is_average:
+        source = name.removesuffix(own[owner]) + _PLACE.sub('', source)
+      sources[name] = source
   if rule.load_step:
     sources['step'] = 'step'
   return sources

@@ -153,11 +153,9 @@ class BaseModel(base_layer.BaseLayer, abc.ABC):
     added = list(self.aux_losses.values())
     total, weights = jnp.float32(0), jnp.float32(1)
     if added:
-      # What runs a layer in a loop may collect an array of its losses.
-      total = sum(jnp.sum(value) for value, _ in added).astype(jnp.float32)
-      weights = jnp.stack(
-        [jnp.mean(jnp.asarray(w, jnp.float32)) for _, w in added]
-      ).mean()
+      values, counts = zip(*added, strict=True)
+      total = sum(values).astype(jnp.float32)
+      weights = jnp.mean(jnp.float32(counts))
     return {
       'total_loss': (avg_xent + total, weight),
       'avg_xent': (avg_xent, weight),
@@ -184,9 +182,9 @@ def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
 class _TokenModel(BaseModel):
   """One whose predictions are tokens, each by those before it.
 
-  A subclass has `start_decoding(batch, max_decode_steps)`, which returns the
-  cache, the prompts [B, T] and their lengths [B]; and `extend_step(tokens_BL,
-  cache, start_B)`, which returns the logits [B, L, V] and the cache.
+  A subclass sets `_network` in `setup`, and has `start_decoding(batch,
+  max_decode_steps)`, which returns the network's cache, the prompts [B, T] and
+  their lengths [B].
 
   Attributes:
     decoder_tpl: how `decode` does it, where it is not told.
@@ -195,12 +193,12 @@ class _TokenModel(BaseModel):
   decoder_tpl: DecoderHParams = sub_config_field(GreedyDecoderHParams)
 
   def _token_loss(
-    self, network: Any, x_BLD: jax.Array, targets: Mapping[str, Any]
+    self, x_BLD: jax.Array, targets: Mapping[str, Any]
   ) -> tuple[WeightedScalars, PerExample]:
     """Returns the metrics of tokens, and what is known of each row."""
     labels_BL = targets['labels']
     weights_BL = _weights(targets, labels_BL)
-    found = network.compute_loss(x_BLD, labels_BL, weights_BL)
+    found = self._network.compute_loss(x_BLD, labels_BL, weights_BL)
     weight = found['total_weight']
     avg_xent = _mean(found['total_loss'], weight)
     metrics = self._with_aux_loss(avg_xent, weight) | {
@@ -217,6 +215,12 @@ class _TokenModel(BaseModel):
       'per_token_xent': xent_BL,
       'scores': -(xent_BL * weights_BL).sum(axis=1),
     }
+
+  def extend_step(
+    self, tokens_BL: jax.Array, cache: Any, start_B: jax.Array
+  ) -> tuple[jax.Array, Any]:
+    """Returns the logits [B, L, V] of further tokens, and the cache."""
+    return self._network.extend_step(tokens_BL, cache, start_B)
 
   def decode(
     self,
@@ -278,6 +282,7 @@ class LanguageModel(_TokenModel):
     p = self.hparams
     fields = {} if p.model_type is None else {'model_type': p.model_type}
     self.create_child('lm', p.lm_tpl, **fields)
+    self._network = self.lm
 
   def compute_predictions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `hidden` [B, L, D], what the output layer is given."""
@@ -313,7 +318,7 @@ class LanguageModel(_TokenModel):
       `num_predictions`, the tokens' weights summed. And of each row `labels`
       and `per_token_xent`, [B, L], and `scores` [B], its log probability.
     """
-    return self._token_loss(self.lm, predictions['hidden'], batch)
+    return self._token_loss(predictions['hidden'], batch)
 
   def start_decoding(
     self, batch: Mapping[str, Any], max_decode_steps: int
@@ -336,12 +341,6 @@ class LanguageModel(_TokenModel):
     _, cache = self.lm.extend_step(prompts_BT, cache, 0)
     return cache, prompts_BT, lengths_B
 
-  def extend_step(
-    self, tokens_BL: jax.Array, cache: Any, start_B: jax.Array
-  ) -> tuple[jax.Array, Any]:
-    """Returns the logits [B, L, V] of further tokens, and the cache."""
-    return self.lm.extend_step(tokens_BL, cache, start_B)
-
 
 class SequenceModel(_TokenModel):
   """A model of a target by a source, such as an encoder and a decoder.
@@ -362,6 +361,7 @@ class SequenceModel(_TokenModel):
   def setup(self) -> None:
     """Creates the network."""
     self.create_child('model', self.hparams.model_tpl)
+    self._network = self.model
 
   def compute_predictions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `hidden` [B, L, D], what the output layer is given."""
@@ -380,7 +380,7 @@ class SequenceModel(_TokenModel):
     if inputs.WEIGHTS not in target and inputs.WEIGHTS in batch:
       # So the rows that only fill up a batch do not count.
       target[inputs.WEIGHTS] = batch[inputs.WEIGHTS]
-    return self._token_loss(self.model, predictions['hidden'], target)
+    return self._token_loss(predictions['hidden'], target)
 
   def start_decoding(
     self, batch: Mapping[str, Any], max_decode_steps: int
@@ -397,12 +397,6 @@ class SequenceModel(_TokenModel):
     length = target['ids'].shape[1] + max_decode_steps - 1
     cache = self.model.empty_cache(encoded_BSD, source['paddings'], length)
     return cache, target['ids'], target['lengths']
-
-  def extend_step(
-    self, tokens_BL: jax.Array, cache: Any, start_B: jax.Array
-  ) -> tuple[jax.Array, Any]:
-    """Returns the logits [B, L, V] of further tokens, and the cache."""
-    return self.model.extend_step(tokens_BL, cache, start_B)
 
 
 class ClassificationModel(BaseModel):

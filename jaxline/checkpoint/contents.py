@@ -8,7 +8,6 @@ import pathlib
 import platform
 import re
 import time
-import types
 from typing import Any
 
 from absl import logging
@@ -20,6 +19,7 @@ from jaxline.checkpoint import arrays as arrays_lib
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import structure
+from jaxline.compat import devices
 
 
 class MismatchError(ValueError):
@@ -32,6 +32,7 @@ class MismatchError(ValueError):
 def content(
   ckpt_series: str,
   state: Any,
+  module: base.Module,
   recorded: Any,
   *,
   all_hosts: bool,
@@ -42,6 +43,7 @@ def content(
   Args:
     ckpt_series: the series.
     state: the live state.
+    module: what the state's experiment says of itself.
     recorded: the run's config, as JSON.
     all_hosts: whether each process keeps its own
       NON_BROADCAST_CHECKPOINT_ATTRS.
@@ -53,27 +55,25 @@ def content(
   arrays: dict[str, Any] = {}
   entries = {k: x for k, x in state.items() if k != 'experiment_module'}
   entries = _encode(entries, arrays, allow_pickle, 'run/')
-  module, per_process, whole = {}, {}, {}
-  experiment = state.get('experiment_module')
-  if experiment is not None:
-    by_leaves = template(experiment)
-    own = set(getattr(experiment, 'PER_PROCESS_ENTRIES', ()))
-    if all_hosts:
-      own |= set(experiment.NON_BROADCAST_CHECKPOINT_ATTRS.values())
-    for name, value in experiment.snapshot_state().items():
-      if name in by_leaves:
-        arrays.update(structure.named_leaves(value, name))
-        module[name] = {'leaves': True}
-      elif name in own:
-        small: dict[str, Any] = {}
-        per_process[name] = {
-          'structure': _encode({name: value}, small, allow_pickle)[name],
-          'arrays': arrays_lib.to_json(small),
-        }
-      else:
-        whole[name] = value
+  saved, per_process, whole = {}, {}, {}
+  by_leaves = module.snapshot_template()
+  own = set(module.PER_PROCESS_ENTRIES)
+  if all_hosts:
+    own |= set(module.NON_BROADCAST_CHECKPOINT_ATTRS.values())
+  for name, value in module.snapshot_state().items():
+    if name in by_leaves:
+      arrays.update(structure.named_leaves(value, name))
+      saved[name] = {'leaves': True}
+    elif name in own:
+      small: dict[str, Any] = {}
+      per_process[name] = {
+        'structure': _encode({name: value}, small, allow_pickle)[name],
+        'arrays': arrays_lib.to_json(small),
+      }
+    else:
+      whole[name] = value
   for name, described in _encode(whole, arrays, allow_pickle).items():
-    module[name] = {'structure': described}
+    saved[name] = {'structure': described}
   stored, about = arrays_lib.store(arrays)
   record = {
     'format': files.FORMAT,
@@ -85,7 +85,7 @@ def content(
     'versions': _versions(),
     'config': recorded,
     'entries': entries,
-    'module': module,
+    'module': saved,
     'arrays': about,
   }
   return arrays_lib.Content(stored, record, per_process)
@@ -179,14 +179,14 @@ class Checkpoint(arrays_lib.Reader):
     arrays |= arrays_lib.from_json(self.extra['arrays'])
     return {key: self._decode(described[key], arrays) for key in keys}
 
-  def snapshot(self, experiment: Any) -> dict[str, Any]:
+  def snapshot(self, module: base.Module) -> dict[str, Any]:
     """Reads an experiment's snapshot; of what it does not want, the shapes.
 
     Raises:
       MismatchError: naming each array that does not fit it.
     """
-    trees = template(experiment)
-    wants, is_named = wants_of(experiment), _names_of(experiment)
+    trees = module.snapshot_template()
+    wants, is_named = module.wants_restored, module.has_entry
     saved = {e: x for e, x in self.record['module'].items() if is_named(e)}
     # Name of an array -> where it goes; None is host memory.
     targets: dict[str, Any] = {}
@@ -206,16 +206,13 @@ class Checkpoint(arrays_lib.Reader):
     for entry in set(saved) - set(trees):
       targets |= dict.fromkeys(self._below(entry))
     # It fits: what is replaced may go, so that the devices need not hold both.
-    if hasattr(experiment, 'make_room'):
-      experiment.make_room()
+    module.make_room()
     wanted = {name: x for name, x in targets.items() if wants(name)}
     arrays = dict(self.read(wanted))
-    # What the experiment itself puts onto its devices.
-    placed = set(getattr(experiment, 'CHECKPOINT_ATTRS', {}).values())
-    whole = getattr(experiment, 'NON_BROADCAST_CHECKPOINT_ATTRS', {})
-    for attribute, entry in whole.items():
-      leaves = jax.tree.leaves(getattr(experiment, attribute, None))
-      if leaves and all(isinstance(x, jax.Array) for x in leaves):
+    # What the experiment itself puts onto its devices, by `devices.put`.
+    placed = set(module.CHECKPOINT_ATTRS.values())
+    for attribute, entry in module.NON_BROADCAST_CHECKPOINT_ATTRS.items():
+      if devices.layout(getattr(module.live, attribute, None)) is not None:
         placed.add(entry)
     snapshot = base.Fresh()
     for entry, about in saved.items():
@@ -233,12 +230,12 @@ class Checkpoint(arrays_lib.Reader):
         'Skipped %s of %s, which %s does not name.',
         skipped,
         self.path,
-        type(experiment).__name__,
+        type(module.live).__name__,
       )
     return snapshot
 
   def by_rules(
-    self, experiment: Any, rules: list[tuple[str, str | None]]
+    self, module: base.Module, rules: list[tuple[str, str | None]]
   ) -> dict[str, Any]:
     """Returns the experiment's own snapshot with arrays replaced by rules.
 
@@ -249,15 +246,16 @@ class Checkpoint(arrays_lib.Reader):
       ValueError: a rule matches nothing, or names no array of the checkpoint.
       MismatchError: an array of the checkpoint has another shape or type.
     """
-    snapshot = dict(experiment.snapshot_state())
-    own = getattr(experiment, 'NEVER_BY_RULES', ())
+    snapshot = dict(module.snapshot_state())
     live = {
       name: x
       for entry, tree in snapshot.items()
       for name, x in structure.named_leaves(
         _without_schedules(tree), entry
       ).items()
-      if structure.is_array(x) and not arrays_lib.is_key(x) and name not in own
+      if structure.is_array(x)
+      and not arrays_lib.is_key(x)
+      and name not in module.NEVER_BY_RULES
     }
     where = 'config.restore_rules'
     sources, unused = match_rules(live, rules, where)
@@ -420,11 +418,12 @@ def read_whole(
       with files.reading(path):
         saved = Checkpoint(path, allow_pickle)
         saved.require_arrays(lambda name: True)
-        stand_in = types.SimpleNamespace(
+        everything = base.Module(
           CHECKPOINT_ATTRS={entry: entry for entry in saved.record['module']},
           snapshot_template=lambda: trees,
         )
-        return saved.entries() | {'experiment_module': saved.snapshot(stand_in)}
+        snapshot = saved.snapshot(everything)
+        return saved.entries() | {'experiment_module': snapshot}
     except files.GoneError:
       if not (steps := files.steps(path.parent)):
         raise
@@ -496,38 +495,6 @@ def _without_schedules(tree: Any) -> Any:
     return x._replace(**kept)
 
   return jax.tree.map(strip, tree, is_leaf=is_schedule)
-
-
-# What an experiment says of its snapshot; one that is not an
-# AbstractExperiment says nothing.
-
-
-def template(experiment: Any) -> dict[str, Any]:
-  """Returns the entries that are stored leaf by leaf, and their shapes."""
-  get = getattr(experiment, 'snapshot_template', None)
-  return dict(get()) if get is not None else {}
-
-
-def _names_of(experiment: Any) -> Callable[[str], bool]:
-  """Returns a function that says whether an entry is the experiment's.
-
-  Its attributes name the entries. A class that overrides `snapshot_state` may
-  restore any entry.
-  """
-  method = getattr(type(experiment), 'snapshot_state', None)
-  if getattr(method, '__module__', None) != 'jaxline.experiment':
-    return lambda name: True
-  return {
-    *experiment.CHECKPOINT_ATTRS.values(),
-    *experiment.NON_BROADCAST_CHECKPOINT_ATTRS.values(),
-  }.__contains__
-
-
-def wants_of(experiment: Any) -> Callable[[str], bool]:
-  """Returns a function that says whether the experiment wants an array."""
-  if experiment is None:
-    return lambda name: False
-  return getattr(experiment, 'wants_restored', lambda name: True)
 
 
 # Trees and names.

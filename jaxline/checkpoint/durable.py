@@ -72,7 +72,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
         with 'eval' only reads the series `latest`.
     """
     super().__init__(config, mode)
-    self._experiment_class: Any = None
+    self._declared = base.Module()  # Of its config, by the experiment's class.
     self._allow_pickle = bool(config.checkpoint_allow_pickle)
     self._live = threading.local()
     # One thread for all series: on several hosts the processes meet while
@@ -107,7 +107,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     state = self.get_experiment_state(ckpt_series)
     step = int(state['global_step'])
     target = self._root / ckpt_series / str(step)
-    experiment = state.get('experiment_module')
+    module = base.Module.of(state.get('experiment_module'))
     config = self._config
     source: arrays.Content | pathlib.Path
     added: dict[str, Any] = {}
@@ -120,6 +120,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       source = contents.content(
         ckpt_series,
         state,
+        module,
         self._recorded,
         all_hosts=config[f'{kind}_checkpoint_all_hosts'],
         allow_pickle=self._allow_pickle,
@@ -128,12 +129,12 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     # Now: the flushes do not wait for what later steps log.
     logs = self.logs if ckpt_series == 'latest' else ()
     flushes = [log.flush_async() for log in logs]
-    published = self._published(target, experiment)
+    published = self._published(target, module)
     saved = self._writer.submit(
       self._make_visible, flushes, source, added, target, published
     )
     self._saves[ckpt_series].append(saved)
-    keep = base.num_to_keep(config, ckpt_series, experiment)
+    keep = base.num_to_keep(config, ckpt_series, module)
     # A call of its own: the next save waits for the copy, not for removals.
     self._writer.put(functools.partial(self._retire, target.parent, keep))
 
@@ -206,9 +207,9 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       files.DamagedError: it is damaged, and there is none before it.
     """
     state = self.get_experiment_state(ckpt_series)
-    experiment = state.get('experiment_module')
-    if experiment is not None:
-      self._experiment_class = type(experiment)
+    module = base.Module.of(state.get('experiment_module'))
+    if module.live is not None:
+      self._declared = base.Module.of(type(module.live))
     if not self._follows:
       self.claim(ckpt_series)
     begin = None
@@ -217,16 +218,16 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     what = f'Began the series {ckpt_series!r} from'
     source, unused = _SEED, ''
     if begin is None:
-      path, entries = self._read_own(ckpt_series, step, state)
+      path, entries = self._read_own(ckpt_series, step, state, module)
       what, source = 'Restored', str(path)
       if step is None and memory.seed(ckpt_series) is not None:
         unused = _SEED
     elif isinstance(begin, pathlib.Path):
       source = str(begin)
       with files.reading(begin):
-        wants = contents.wants_of(experiment)
+        wants = module.wants_restored
         found = contents.verified(begin, wants, self._allow_pickle)
-        read = functools.partial(self._read, found, state, is_foreign=True)
+        read = functools.partial(self._read, found, state, module, True)
         entries = arrays.together(read)
     else:
       entries = memory.entries_of(begin, ckpt_series, state)
@@ -241,8 +242,8 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       return
     if ckpt_series == 'latest':
       self.saved_step = int(path.name)
-    if experiment is not None and not self._follows:
-      memory.publish(ckpt_series, self._published(path, experiment))
+    if module.live is not None and not self._follows:
+      memory.publish(ckpt_series, self._published(path, module))
 
   def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:
     """Returns a function that restores the next checkpoint to evaluate.
@@ -328,7 +329,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     while isinstance(experiment_class, functools.partial):
       experiment_class = experiment_class.func
     if isinstance(experiment_class, type):
-      self._experiment_class = experiment_class
+      self._declared = base.Module.of(experiment_class)
     elif experiment_class is not None:
       return
     for path in self._candidates('latest')[:1]:
@@ -484,18 +485,20 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     for path in gone:
       files.remove(path)
 
-  def _published(self, path: pathlib.Path, experiment: Any) -> memory.Published:
+  def _published(
+    self, path: pathlib.Path, module: base.Module
+  ) -> memory.Published:
     """Returns a checkpoint as programs written against JAXline look at it.
 
     Args:
       path: the checkpoint, which may not be there yet.
-      experiment: what is saved; not kept, since it holds the live arrays.
+      module: what is saved; not kept, since it holds the live arrays.
     """
     template = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-      contents.template(experiment),
+      dict(module.snapshot_template()),
     )
-    attributes = dict(getattr(experiment, 'CHECKPOINT_ATTRS', {}))
+    attributes = dict(module.CHECKPOINT_ATTRS)
     allow_pickle = self._allow_pickle
 
     def read() -> Any:
@@ -571,7 +574,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     return [path for path in found if str(path) not in self._passed_over]
 
   def _read_own(
-    self, ckpt_series: str, step: int | None, state: Any
+    self, ckpt_series: str, step: int | None, state: Any, module: base.Module
   ) -> tuple[pathlib.Path, dict[str, Any]]:
     """Reads a checkpoint of the run: the newest that is whole, or a step's.
 
@@ -580,7 +583,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     Returns:
       The checkpoint, and what it has for the entries of the live state.
     """
-    wants = contents.wants_of(state.get('experiment_module'))
+    wants = module.wants_restored
     reports: list[str] = []
     while True:
       paths = self._candidates(ckpt_series, step)
@@ -601,7 +604,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
           if self._follows and ckpt_series == 'latest' and not self.reads_only:
             whole = self._pin(path)
           found = contents.verified(whole, wants, self._allow_pickle)
-          read = functools.partial(self._read, found, state)
+          read = functools.partial(self._read, found, state, module)
           return path, arrays.together(read)
       except files.DamagedError as e:
         if not distributed.of_chief(os.path.lexists(path)):
@@ -636,26 +639,29 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     return pinned
 
   def _read(
-    self, found: contents.Checkpoint, state: Any, is_foreign: bool = False
+    self,
+    found: contents.Checkpoint,
+    state: Any,
+    module: base.Module,
+    is_foreign: bool = False,
   ) -> dict[str, Any]:
     """Returns what a checkpoint has for the entries of the live state."""
     if not is_foreign:
       self._check_config(found.path, found.record)
-    experiment = state.get('experiment_module')
     if is_foreign and self._config.restore_rules:
       rules = [(rule[0], rule[1]) for rule in self._config.restore_rules]
-      return {'experiment_module': found.by_rules(experiment, rules)}
+      return {'experiment_module': found.by_rules(module, rules)}
     entries = found.entries([k for k in state if k != 'experiment_module'])
     entries = {key: _placed(key, entries, state) for key in entries}
-    if experiment is not None:
-      entries['experiment_module'] = found.snapshot(experiment)
+    if module.live is not None:
+      entries['experiment_module'] = found.snapshot(module)
     return entries
 
   def _check_config(self, path: pathlib.Path, record: Any) -> None:
     """Refuses a checkpoint of another run, in the same directory."""
     with files.well_formed():
       changes = base_config.changes(
-        record['config'], self._recorded, self._experiment_class
+        record['config'], self._recorded, self._declared
       )
     if not changes:
       return

@@ -293,11 +293,11 @@ class InMemoryCheckpointer(base.FullCheckpointer):
     """Copies the live state to host memory, as the newest checkpoint."""
     state = self.get_experiment_state(ckpt_series)
     entries = dict(state)
-    module = entries.get('experiment_module')
-    if module is not None:
+    module = base.Module.of(entries.get('experiment_module'))
+    if module.live is not None:
       entries['experiment_module'] = dict(module.snapshot_state())
     entries = jax.tree.map(devices.freeze, entries)
-    nest = nest_of(entries, getattr(module, 'CHECKPOINT_ATTRS', {}))
+    nest = nest_of(entries, module.CHECKPOINT_ATTRS)
     keep = self._max_checkpoints_to_keep
     if ckpt_series == 'best' and self._config is not None:
       keep = base.num_to_keep(self._config, ckpt_series, module)

@@ -1,8 +1,8 @@
 """Adapters of what follows JAXline's contract to the contract of the loops.
 
 `train`, `decode`, `platform` and `python -m jaxline.inputs` call these where a
-run begins. After that every checkpointer, writer and action has all methods,
-and every config has all keys (`base_config.complete_config`).
+run begins. After that every checkpointer, writer, action and experiment has all
+methods, and every config has all keys (`base_config.complete_config`).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,6 +18,7 @@ from ml_collections import config_dict
 
 from jaxline import base_config
 from jaxline import errors
+from jaxline import experiment as experiment_lib
 from jaxline.checkpoint import base
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
@@ -173,6 +174,26 @@ def full_action(action: Callable[..., Any]) -> periodic.Action:
   return _ForeignAction(action)
 
 
+def full_experiment(experiment: Any) -> Any:
+  """Returns an experiment with all attributes of `AbstractExperiment`.
+
+  Args:
+    experiment: of any class. One that does not derive from `AbstractExperiment`
+      gets what it lacks.
+  """
+  base_class = experiment_lib.AbstractExperiment
+  if issubclass(type(experiment), base_class):  # Of a mock, unlike isinstance.
+    return experiment
+  for name, default in vars(base_class).items():
+    if isinstance(default, bool):  # A mock's attribute stands for no flag.
+      setattr(experiment, name, getattr(experiment, name, default) is True)
+    elif not name.startswith(('__', '_abc')) and not hasattr(experiment, name):
+      is_method = inspect.isfunction(default)
+      value = default.__get__(experiment) if is_method else default
+      setattr(experiment, name, value)
+  return experiment
+
+
 def initialize_experiment(
   experiment_class: Any,
   mode: str,
@@ -221,16 +242,18 @@ def construct(
     errors.UsageError: the config sets a key that only a sharded step reads, and
       the experiment does not read it.
   """
-  experiment = initialize_experiment(
-    experiment_class, mode, rng, config.experiment_kwargs, run_config=config
+  experiment = full_experiment(
+    initialize_experiment(
+      experiment_class, mode, rng, config.experiment_kwargs, run_config=config
+    )
   )
   name = type(experiment).__name__
-  if not getattr(experiment, 'IS_SHARDED', False):
+  if not experiment.IS_SHARDED:
     why = (
       f'{name} has no sharded step, which alone reads it. Leave it as it is in'
       ' jaxline/base_config.py, or derive from sharded.ShardedExperiment.'
     )
-  elif getattr(experiment, 'run_config', None) is None:
+  elif experiment.run_config is None:
     why = (
       f'{name} got no run_config to read it from. Let its constructor take'
       ' `run_config` and pass it on to that of sharded.ShardedExperiment.'

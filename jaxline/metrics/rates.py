@@ -61,14 +61,15 @@ class Rates:
 
   def _step_flops(self) -> float:
     """Returns the FLOPs of the model in a step; 0 where they are not known."""
-    batch = getattr(self._experiment, 'traced_batch', None)
+    experiment = self._experiment
+    batch = experiment.traced_batch if experiment.IS_SHARDED else None
     # Op by op nothing is traced, and a trace would enter breakpoints again.
     if batch is None or debug.settings.disable_pmap_jit:
       return 0.0
     if batch is not self._batch:
       self._batch = batch
       try:
-        self._flops = model_flops(self._experiment, batch)
+        self._flops = model_flops(experiment, batch)
       except Exception:  # A number in the log is no reason to end the run.
         self._flops = 0.0
         logging.warning(

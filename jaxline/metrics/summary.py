@@ -68,7 +68,7 @@ def start_block(
     for key, value in origin.overrides.items()
     if key != 'checkpoint_dir'
   ]
-  data = getattr(experiment, 'data_summary', '')
+  data = experiment.data_summary
   values = {
     'Experiment': config.experiment_class
     or f'{kind.__module__}:{kind.__qualname__}',
@@ -101,8 +101,8 @@ def _devices(config: Any, experiment: Any) -> str:
   text = f'{len(devices)} x {devices[0].device_kind}'
   if jax.process_count() > 1:
     text += f' in {jax.process_count()} processes'
-  if partitioner := getattr(experiment, 'partitioner', None):
-    sizes = partitioner.axis_sizes.items()
+  if experiment.IS_SHARDED:
+    sizes = experiment.partitioner.axis_sizes.items()
     if axes := [f'{axis} {size}' for axis, size in sizes if size > 1]:
       text += f'; mesh {", ".join(axes)}; sharding {config.sharding}'
   return text
@@ -111,11 +111,11 @@ def _devices(config: Any, experiment: Any) -> str:
 def _parameters(experiment: Any) -> str:
   """Returns how many weights there are, and how they are split."""
   split = ''
-  if getattr(experiment, 'IS_SHARDED', False) is True:
+  if experiment.IS_SHARDED:
     params = experiment.abstract_state().params
     leaves, split = jax.tree.leaves(params), f'; {_split(params)}'
   else:
-    names: dict[str, str] = {**getattr(experiment, 'CHECKPOINT_ATTRS', {})}
+    names = experiment.CHECKPOINT_ATTRS
     weights = {k: v for k, v in names.items() if 'param' in f'{k} {v}'}
     leaves = [
       # Without the axis of devices.
@@ -233,9 +233,8 @@ def _next_commands(
   go_on = _without(origin.command, *(f'config.{key}' for key in changes))
   own = ('checkpoint_dir', 'one_off_evaluate', 'eval_steps')
   look = _without(origin.command, 'jaxline_mode', *(f'config.{k}' for k in own))
-  method = getattr(getattr(experiment, 'decode', None), '__qualname__', '')
   # The base class has one, which only says that there is none.
-  if method and not method.startswith('AbstractExperiment.'):
+  if experiment.decode.__module__ != 'jaxline.experiment':
     name, flags = 'Decode', ['--jaxline_mode=decode']
   else:
     name = 'Evaluate'

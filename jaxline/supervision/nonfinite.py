@@ -81,9 +81,8 @@ class Guard(periodic.Action):
     Raises:
       ValueError: the experiment's step cannot skip, as the mode says.
     """
-    is_sharded = getattr(experiment, 'IS_SHARDED', False) is True
-    self._mode = resolve(on_nonfinite, is_sharded)
-    self._has_flag = getattr(experiment, 'SKIPS_NONFINITE', False) is True
+    self._mode = resolve(on_nonfinite, experiment.IS_SHARDED)
+    self._has_flag = experiment.SKIPS_NONFINITE
     self._class_name = type(experiment).__name__
     if self._mode == 'skip' and not self._has_flag:
       raise errors.UsageError(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
+from jaxline import partitioning
 
 BaseHParams = hparams.BaseHParams
 sub_config_field = base_layer.sub_config_field
@@ -40,7 +41,7 @@ class Repeat(base_layer.BaseLayer):
     x_times: N.
     checkpoint_policy: what the backward pass computes again; see
       `transformer.remat_policy`.
-    stacked: the layers' variables.
+    layer: one of them, unbound: `layer.apply(slice of variables, ...)`.
   """
 
   sub_tpl: BaseHParams | None = sub_config_field(None)
@@ -48,8 +49,27 @@ class Repeat(base_layer.BaseLayer):
   checkpoint_policy: str = 'full'
 
   def setup(self) -> None:
-    p = self.hparams
-    self.stacked = base_layer.Stacked(self, 'sub', p.sub_tpl, p.x_times)
+    p, run = self.hparams, self._in_run()
+    self.layer = self._unbound_child(p.sub_tpl, {'name': 'sub'})
+    # The layers are run by `apply`. In this run there are their variables.
+    outside = run.stacks
+    run.stacks = (*outside, (self.module_name, p.x_times))
+    self._child('sub', p.sub_tpl, {})
+    run.stacks = outside
+
+  def variables(self, *, boxed: bool = False) -> base_layer.Variables:
+    """Returns the layers' variables, as `layer.init` would, with one axis more.
+
+    Args:
+      boxed: whether each is in a `partitioning.Logical`.
+    """
+    run = self._in_run()
+
+    def value(path: str, name: str, weight: base_layer.WeightHParams) -> Any:
+      x = run.value(path, name)
+      return partitioning.Logical(x, weight.axes) if boxed else x
+
+    return run.tree(value, f'{self.module_name}/')
 
   def __call__(self, x: Any, *args: Any) -> Any:
     """Returns what the last layer gives."""
@@ -59,11 +79,11 @@ class Repeat(base_layer.BaseLayer):
     """Returns the layers' caches as one: [N n, B, ...] of [n, B, ...]."""
 
     def one(variables: base_layer.Variables) -> Any:
-      return self.stacked.layer.apply(
+      return self.layer.apply(
         variables, batch, length, *args, method='empty_cache', do_eval=True
       )
 
-    return _joined(jax.lax.map(one, self.stacked.variables()))
+    return _joined(jax.lax.map(one, self.variables()))
 
   def extend_step(self, x: Any, cache: Any, *args: Any) -> tuple[Any, Any]:
     """Returns what the last layer gives, and the cache."""
@@ -86,11 +106,14 @@ class Repeat(base_layer.BaseLayer):
     if policy is not None and cache is None:
       # A loop is not merged with the one that computes again.
       one = jax.checkpoint(one, policy=policy, prevent_cse=False)
-    times = self.stacked.times
+    times = self.hparams.x_times
     cache = jax.tree.map(lambda c: c.reshape(times, -1, *c.shape[1:]), cache)
-    layers = (self.stacked.variables(), jnp.arange(times), cache)
+    layers = (self.variables(), jnp.arange(times), cache)
     x, (cache, collected) = jax.lax.scan(one, x, layers)
-    self.stacked.update(collected.non_trainable)
+    run_of_all = self._in_run()
+    for path, values in collected.non_trainable.items():
+      for name, value in values.items():
+        run_of_all.update(f'{self.module_name}/{path}', name, value)
 
     def by_layer(tree: dict[str, Any]) -> dict[str, Any]:
       return {
@@ -99,11 +122,12 @@ class Repeat(base_layer.BaseLayer):
         for i in range(times)
       }
 
-    self.collect(
+    run_of_all.collected.add(
       base_layer.Collected(
         summaries=by_layer(collected.summaries),
         aux_losses=by_layer(collected.aux_losses),
-      )
+      ),
+      f'{self.module_name}/',
     )
     return x, _joined(cache)
 
@@ -114,7 +138,7 @@ class Repeat(base_layer.BaseLayer):
     depends on its number, and on nothing else about where it runs.
     """
     key = hk.maybe_next_rng_key()
-    layer, do_eval, verbosity = self.stacked.layer, self.do_eval, self.verbosity
+    layer, run_of_all = self.layer, self._in_run()
 
     def run(variables: Any, number: jax.Array, *args: Any) -> Any:
       return layer.apply(
@@ -122,8 +146,8 @@ class Repeat(base_layer.BaseLayer):
         *args,
         rng=None if key is None else jax.random.fold_in(key, number),
         method=method,
-        do_eval=do_eval,
-        verbosity=verbosity,
+        do_eval=run_of_all.do_eval,
+        verbosity=run_of_all.verbosity,
         mutable=True,
       )
 

@@ -534,7 +534,7 @@ class PipelinedTransformer(_OfRepeat):
         checkpoint_policy=stage.checkpoint_policy,
       ),
     )
-    found = self.repeat.stacked.layer.abstract_init()
+    found = self.repeat.layer.abstract_init()
     if fp8.split(found[base_layer.PARAMS])[1]:
       raise errors.UsageError(
         f'{self.module_name} has products in FP8, which keep the next values of'
@@ -577,7 +577,7 @@ class PipelinedTransformer(_OfRepeat):
 
     return transformer.pipelined(
       run_layer,
-      self.repeat.stacked.variables(boxed=True)[base_layer.PARAMS],
+      self.repeat.variables(boxed=True)[base_layer.PARAMS],
       inputs,
       context,
       num_stages=p.num_pipeline_stages,
@@ -613,8 +613,6 @@ class _Embedded(base_layer.BaseLayer):
     position_emb_tpl: what is added to embedded tokens; None is nothing, as
       for rotary positions.
     final_ln_tpl: what normalises before the output layer; None is nothing.
-    input_dropout_prob: part of the embedded tokens that is dropped in
-      training.
   """
 
   vocab_size: int = 0
@@ -629,7 +627,6 @@ class _Embedded(base_layer.BaseLayer):
   final_ln_tpl: BaseHParams | None = sub_config_field(
     normalizations.LayerNorm.HParams
   )
-  input_dropout_prob: float = 0.0
 
   def setup(self) -> None:
     p = self.hparams
@@ -643,9 +640,6 @@ class _Embedded(base_layer.BaseLayer):
       self.create_child(
         'position_emb', p.position_emb_tpl, embedding_dims=p.model_dims
       )
-    self.create_child(
-      'input_dropout', **stochastics.dropout(p.input_dropout_prob)
-    )
     self.create_child('final_ln', self._final_norm(), dim=p.model_dims)
 
   def _final_norm(self) -> BaseHParams:
@@ -665,7 +659,7 @@ class _Embedded(base_layer.BaseLayer):
       if position.ndim == 1:
         position = position[None]
       x_BLD += self.position_emb(position)
-    x_BLD = self.input_dropout(x_BLD.astype(self.fprop_dtype))
+    x_BLD = x_BLD.astype(self.fprop_dtype)
     return self.shard(x_BLD, transformer.BETWEEN_BLOCKS)
 
   def _extend(
@@ -856,10 +850,8 @@ class TransformerEncoderDecoder(_Embedded):
   Attributes:
     encoder_stacked_transformer_tpl: the encoder's layers.
     decoder_stacked_transformer_tpl: the decoder's.
-    encoder_embedding_tpl: what embeds the source; None is what embeds the
-      target.
-    source_vocab_size: tokens of the source, with an `encoder_embedding_tpl`;
-      0 is `vocab_size`.
+    encoder_embedding_tpl: what embeds the source, and has its own
+      `num_classes`; None is what embeds the target.
   """
 
   encoder_stacked_transformer_tpl: BaseHParams = sub_config_field(
@@ -869,7 +861,6 @@ class TransformerEncoderDecoder(_Embedded):
     StackedTransformer.HParams
   )
   encoder_embedding_tpl: BaseHParams | None = sub_config_field(None)
-  source_vocab_size: int = 0
 
   def setup(self) -> None:
     super().setup()
@@ -879,16 +870,9 @@ class TransformerEncoderDecoder(_Embedded):
       self.create_child(
         'encoder_embedding',
         p.encoder_embedding_tpl,
-        num_classes=p.source_vocab_size or p.vocab_size,
         input_dims=p.model_dims,
       )
       self._encoder_embedding = self.encoder_embedding
-    elif p.source_vocab_size:
-      raise ValueError(
-        f'{self.module_name}.source_vocab_size is {p.source_vocab_size}, and'
-        ' what embeds the target embeds the source; expected 0, or an'
-        ' encoder_embedding_tpl.'
-      )
     self.create_child(
       'encoder',
       _in_blocks(p.encoder_stacked_transformer_tpl, mask_self_attention=False),
