@@ -574,10 +574,9 @@ def start(
   if needs_run and not config.checkpoint_dir:
     raise UsageError(refusal)
   config = resolve_config(config)
+  waits = not (config.one_off_evaluate or config.eval_steps)
   is_there = pathlib.Path(config.checkpoint_dir).is_dir()
-  # The program may have put weights there instead.
-  is_there |= memory.seed('latest') is not None
-  if needs_run and _is_once(config) and not is_there:
+  if needs_run and not (waits or is_there or memory.seed('latest')):
     raise UsageError(refusal)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
@@ -671,7 +670,7 @@ def _claim(
       unwritable = str(e)
       if (
         mode.log
-        or not _is_once(config)
+        or not (config.one_off_evaluate or config.eval_steps)
         or e.errno not in (errno.EROFS, errno.EACCES, errno.EPERM)
       ):
         refused = (
@@ -689,11 +688,6 @@ def _claim(
       unwritable,
     )
   return not unwritable
-
-
-def _is_once(config: config_dict.ConfigDict) -> bool:
-  """Returns whether an evaluation waits for no further checkpoints."""
-  return bool(config.one_off_evaluate or config.eval_steps)
 
 
 def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:

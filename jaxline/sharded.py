@@ -149,10 +149,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # number of evaluations that this has fed.
     self._rolling: dict[str, inputs.BaseInput | None] = {}
     self._num_fed: dict[str, int] = {}
-    # Rows of batches for which padding was logged, and whether it was found out
-    # which metrics count it.
+    # Rows of batches whose padding was logged; whether metrics were checked.
     self._padded_rows: set[int] = set()
-    self._has_judged = False
+    self._has_checked = False
 
   @abc.abstractmethod
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
@@ -345,7 +344,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def _init_boxed_state(self, rng: jax.Array) -> TrainState:
     with self.partitioner.activate():
-      return step_lib.init_boxed_state(self.init_fn, self._optimizer, rng)
+      return step_lib.init_state(self.init_fn, self._optimizer, rng)
 
   @functools.cached_property
   def _boxed_shapes(self) -> TrainState:
@@ -569,8 +568,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
         metrics = self.compiled_eval_step(state, batch, rng)
         # Op by op it would enter breakpoints again.
         is_off = jax.config.jax_disable_jit  # type: ignore[attr-defined]
-        if is_padded and not (self._has_judged or is_off):
-          self._has_judged = True
+        if is_padded and not (self._has_checked or is_off):
+          self._has_checked = True
           self._warn_of_padding(state, batch, rng)
       sums = _add_fetched(sums, metrics)
       with np.errstate(invalid='ignore'):  # A mean of weight 0 is NaN.
@@ -581,22 +580,10 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def _warn_of_padding(self, state: TrainState, batch: Batch, rng: Any) -> None:
     """Warns of metrics in which rows of weight 0 count."""
-    weights = batch[step_lib.WEIGHTS]
-    zeros = self.partitioner.put(
-      np.zeros(weights.shape, weights.dtype), weights.sharding
-    )
+    w = batch[step_lib.WEIGHTS]
+    zeros = self.partitioner.put(np.zeros(w.shape, w.dtype), w.sharding)
     nothing = {**batch, step_lib.WEIGHTS: zeros}
-    metrics = self.compiled_eval_step(state, nothing, rng)
-    # A weight of 1 is that of a number of the whole batch.
-    if names := [
-      k for k, x in metrics.items() if x.total != 0 and x.weight > 1
-    ]:
-      logging.warning(
-        'The metrics %s count rows of weight 0, with which the last batch of an'
-        ' evaluation is filled up. Use metrics.Mean.of(values,'
-        " batch['weights']).",
-        names,
-      )
+    metrics_lib.warn_of_padding(self.compiled_eval_step(state, nothing, rng))
 
   def _open_eval_inputs(self) -> dict[str, Any]:
     """Returns name -> input of the evaluation sets; '' if there is only one."""
@@ -635,9 +622,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
       self._num_fed[name] = self.num_evaluated + 1
     return source.eval_batches()
 
-  def _eval_batches(
-    self, name: str, source: Any
-  ) -> Iterator[tuple[Batch, bool]]:
+  def _eval_batches(self, name: str, source: Any) -> Iterator[Any]:
     """Yields global batches of one shape, and whether padding was added.
 
     A process whose batches end before those of the others adds padding.

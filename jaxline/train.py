@@ -140,9 +140,7 @@ class Run:
       evaluation(state, is_noted)
       evaluation.wait()
 
-  def _restored(
-    self, evaluation: '_Evaluation', steps: Sequence[int]
-  ) -> Iterator[bool]:
+  def _restored(self, evaluation: Any, steps: list[int]) -> Iterator[bool]:
     """Restores each state to evaluate; yields whether it is noted as done."""
     config, checkpointer = self.config, self.checkpointer
     for step in steps:
@@ -197,10 +195,6 @@ class Run:
 
     Returns:
       The experiment that was trained.
-
-    Raises:
-      preemption.Preempted: the run was told to end; all is saved.
-      nonfinite.NonfiniteError: the loss or the gradients are not finite.
     """
     config, checkpointer = self.config, self.checkpointer
     interval_type = config.eval_interval_type or config.interval_type
@@ -686,8 +680,7 @@ def _listed_steps(
   if missing := sorted(set(steps) - set(kept)) or not steps:
     raise errors.UsageError(
       f'config.eval_steps is {text!r}, but {config.checkpoint_dir} has no'
-      f' checkpoint of {missing if steps else "any step"}; those kept are'
-      f' {kept}.'
+      f' checkpoint of {missing if steps else "any step"}; it has {kept}.'
     )
   return steps
 

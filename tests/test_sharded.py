@@ -234,7 +234,7 @@ def test_a_step_that_changes_shapes_or_types_is_refused_by_name():
 def test_state_is_made_sharded():
   made = []
   with mock.patch.object(
-    train_step, 'init_boxed_state', side_effect=train_step.init_boxed_state
+    train_step, 'init_state', side_effect=train_step.init_state
   ) as init_state:
     state = make(sharding='fsdp').state
     # Only while the shapes and the program are traced: nothing is whole on a
