@@ -1,4 +1,4 @@
-"""Labelled images: scikit-learn's digits, or arrays in a folder.
+"""Labelled images: synthetic, scikit-learn's digits, or arrays in a folder.
 
 Each gives batches of `image`, uint8 [b, H, W, C], which takes the fewest bytes
 to send and is normalised on the device (`resnets.ResNet`, `pixel_mean`);
@@ -31,6 +31,23 @@ SPLITS = ('train', 'validation')
 _VALIDATION_EVERY = 5
 # A digit's pixels are 0 to 16; this brings them near to 255.
 _DIGIT_SCALE = 15
+# Rows and columns of a class's pattern in synthetic images.
+_PATTERN = 4
+
+
+def _draw(number: int, what: str, seed: int, *place: int) -> np.ndarray:
+  """Returns random numbers, uint64 [number].
+
+  Args:
+    number: how many.
+    what: the name of the stream.
+    seed: its seed.
+    *place: two numbers; each pair has draws of its own.
+  """
+  # Of NumPy's generators that one whose raw numbers never change.
+  key = np.array([zlib.crc32(what.encode()), seed % 2**64], np.uint64)
+  counter = np.array([0, 0, *place], np.uint64)
+  return np.random.Philox(key=key, counter=counter).random_raw(number)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -60,6 +77,58 @@ class _Images(indexed.IndexedInput):
       label=np.array(labels, np.int32),
       weights=np.ones(len(images), np.float32),
     )
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class SyntheticImages(_Images):
+  """Random images in which a network can learn to see the class.
+
+  Each class has a pattern of 4x4 coloured fields; an image is half its class's
+  pattern and half noise. What a record is follows from its number and the seed.
+
+  Attributes:
+    image_shape: H, W and C.
+    num_classes: K; labels are from 0 to K - 1.
+    size: N, records of an epoch.
+  """
+
+  image_shape: tuple[int, int, int] = (224, 224, 3)
+  num_classes: int = 1000
+  size: int = 1_281_167
+
+  def num_records(self) -> int:
+    """Returns N."""
+    return self.size
+
+  def data_identity(self) -> dict[str, Any]:
+    """Returns what the records are made of."""
+    return {
+      'split': self.split,
+      'image_shape': list(self.image_shape),
+      'num_classes': self.num_classes,
+    }
+
+  def record(self, number: int, epoch: int) -> tuple[np.ndarray, int]:
+    """Returns an image and its label; the same in every epoch."""
+    del epoch
+    size = np.prod(self.image_shape).item()
+    # The first draw is the label, the others are eight pixels each.
+    draws = _draw(2 + size // 8, self.split, self.seed(), number, 0)
+    label = int(draws[0] % np.uint64(self.num_classes))
+    noise_HWC = draws[1:].view(np.uint8)[:size].reshape(self.image_shape)
+    # Half of each: no sum is more than 255.
+    return (noise_HWC >> 1) + self._patterns(label), label
+
+  def _patterns(self, label: int) -> np.ndarray:
+    """Returns a class's pattern, uint8 [H, W, C]."""
+    rows, columns, channels = self.image_shape
+    # Not by the seed: an evaluation shows the same classes.
+    fields = _draw(_PATTERN * _PATTERN * channels, 'pattern', 0, label, 0)
+    fields = (fields >> np.uint64(57)).astype(np.uint8)  # Less than 128.
+    fields = fields.reshape(_PATTERN, _PATTERN, channels)
+    of_row = np.arange(rows) * _PATTERN // rows
+    of_column = np.arange(columns) * _PATTERN // columns
+    return fields[of_row[:, None], of_column[None]]
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -229,13 +298,10 @@ class ArrayFolderInput(_Images):
     if not self.is_training:
       top, left = (n // 2 for n in free)
       return image_HWC[top : top + size, left : left + size]
-    # Of NumPy's generators that one whose raw numbers never change.
-    key = np.array([zlib.crc32(b'cut'), self.seed() % 2**64], np.uint64)
-    counter = np.array([0, 0, record, epoch], np.uint64)
-    *draws, mirrored = np.random.Philox(key=key, counter=counter).random_raw(3)
-    top, left = (int(x) % (n + 1) for x, n in zip(draws, free, strict=True))
+    draws = _draw(3, 'cut', self.seed(), record, epoch).tolist()
+    top, left = (draw % (n + 1) for draw, n in zip(draws, free, strict=False))
     image_HWC = image_HWC[top : top + size, left : left + size]
-    return image_HWC[:, ::-1] if mirrored % 2 else image_HWC
+    return image_HWC[:, ::-1] if draws[2] % 2 else image_HWC
 
 
 def _hash(*arrays: np.ndarray) -> str:

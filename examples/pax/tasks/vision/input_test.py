@@ -10,6 +10,42 @@ from examples.pax.tasks.vision import input as vision_input
 ONE_EPOCH = {'reset_for_eval': True, 'eval_loop_num_batches': None}
 
 
+def _synthetic(**fields):
+  fields = {'image_shape': (8, 6, 3), 'num_classes': 4, 'size': 100} | fields
+  fields = {'shuffle': False, 'batch_size': 32} | fields
+  return vision_input.SyntheticImages(**fields)
+
+
+def test_synthetic_images_are_fixed_by_number_seed_and_split():
+  first = _synthetic(is_training=True).get_next()
+  assert first['image'].shape == (32, 8, 6, 3)
+  assert first['image'].dtype == np.uint8
+  assert first['label'].dtype == np.int32
+  np.testing.assert_array_equal(first['weights'], np.ones(32, np.float32))
+  again = _synthetic(
+    is_training=True, batch_size=16, num_infeed_hosts=2, infeed_host_index=1
+  )
+  np.testing.assert_array_equal(again.get_next()['image'], first['image'][16:])
+  for other in {'input_random_seed': 1}, {'split': 'validation'}:
+    batch = _synthetic(is_training=True, **other).get_next()
+    assert (batch['image'] != first['image']).mean() > 0.9
+
+
+def test_the_class_of_a_synthetic_image_can_be_seen():
+  train = _synthetic(batch_size=100).get_next()
+  test = _synthetic(
+    batch_size=100, split='validation', input_random_seed=5
+  ).get_next()
+  assert set(train.label) == {0, 1, 2, 3}
+  # Noise has the mean 63.5: a class's mean image is its pattern and that.
+  patterns = np.stack(
+    [np.float32(train.image[train.label == k]).mean(0) for k in range(4)]
+  )
+  distances = (np.float32(test.image)[:, None] - patterns) ** 2
+  nearest = distances.reshape(100, 4, -1).mean(-1).argmin(1)
+  np.testing.assert_array_equal(nearest, test.label)
+
+
 def test_digits_are_scikit_learns():
   datasets = pytest.importorskip('sklearn.datasets')
   digits = datasets.load_digits()
