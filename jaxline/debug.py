@@ -20,6 +20,7 @@ import socket
 import sys
 import tempfile
 import threading
+import traceback
 from typing import Any, TextIO, TypeVar
 from unittest import mock
 
@@ -219,7 +220,8 @@ def _connected(error: Exception) -> Iterator[tuple[TextIO, TextIO]]:
     server.bind(path)
     server.listen(1)
     print(
-      f'[jaxline] {type(error).__name__}: {error}\n'
+      # In whole: a signal may end the wait.
+      f'{"".join(traceback.format_exception(error))}'
       f'[jaxline] pdb waits at the raising frame, on '
       f'{socket.gethostname()}, process {os.getpid()}. Attach with\n'
       f'  {sys.executable} -m jaxline.debug {path}\n'

@@ -42,6 +42,7 @@ from jaxline.compat import adapters
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import log_filter
 from jaxline.metrics import writers
+from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
 from jaxline.supervision import profiling
 from jaxline.supervision import watchdog
@@ -365,6 +366,7 @@ _CODES = {
   UsageError: 2,
   files.RefusedError: 1,
   files.UnreadableError: 1,
+  nonfinite.NonfiniteError: 1,
   disk.FullDiskError: 1,
   # To start again is all there is to do: the others may be late.
   distributed.RendezvousError: watchdog.EXIT_CODE,
@@ -562,14 +564,25 @@ def start(
       directory; nothing has been changed there.
   """
   mode = _find_mode(name)
-  if mode.checkpointer and not mode.logs and not config.checkpoint_dir:
-    raise UsageError(
-      f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected the'
-      f' directory of the run whose weights --jaxline_mode={name} shall take.'
-    )
+  needs_run = bool(mode.checkpointer) and not mode.log
+  if config.eval_initial_weights or config.checkpointer == 'memory':
+    needs_run &= not mode.eval_log
+  refusal = (
+    f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected the'
+    f' directory of the run whose weights --jaxline_mode={name} shall take.'
+  )
+  if needs_run and not config.checkpoint_dir:
+    raise UsageError(refusal)
   config = resolve_config(config)
+  waits = not (config.one_off_evaluate or config.eval_steps)
+  is_there = pathlib.Path(config.checkpoint_dir).is_dir()
+  if needs_run and not (waits or is_there or memory.seed('latest')):
+    raise UsageError(refusal)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
+  elif config.experiment_class is None:
+    with config.unlocked():  # For those who look at the run later.
+      config.experiment_class = adapters.name_of(experiment_class)
   if mode.checkpointer:
     xla.check_backend(config.xla)
   if mode.eval_checkpointer and jax.process_count() > 1:

@@ -73,10 +73,16 @@ class Run:
 
   @property
   def last(self) -> dict[str, float]:
-    """The last value of each scalar: evaluation first, and losses."""
+    """The last value of each scalar: the best's first, evaluation, losses."""
+    best = f'eval/{self.recorded.get("best_model_eval_metric")}'
     names = sorted(
       self.curves,
-      key=lambda name: (not name.startswith('eval'), 'loss' not in name, name),
+      key=lambda name: (
+        name != best,
+        not name.startswith('eval'),
+        'loss' not in name,
+        name,
+      ),
     )
     return {name: list(self.curves[name].values())[-1] for name in names}
 

@@ -149,8 +149,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # number of evaluations that this has fed.
     self._rolling: dict[str, inputs.BaseInput | None] = {}
     self._num_fed: dict[str, int] = {}
-    # Rows of batches for which padding was logged.
+    # Rows of batches whose padding was logged; whether metrics were checked.
     self._padded_rows: set[int] = set()
+    self._has_checked = False
 
   @abc.abstractmethod
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
@@ -343,7 +344,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def _init_boxed_state(self, rng: jax.Array) -> TrainState:
     with self.partitioner.activate():
-      return step_lib.init_boxed_state(self.init_fn, self._optimizer, rng)
+      return step_lib.init_state(self.init_fn, self._optimizer, rng)
 
   @functools.cached_property
   def _boxed_shapes(self) -> TrainState:
@@ -560,17 +561,29 @@ class ShardedExperiment(experiment.AbstractExperiment):
     for name, source in self._open_eval_inputs().items():
       sums: Any = None
       metrics: Any = None
-      for batch in self._eval_batches(name, source):
+      for batch, is_padded in self._eval_batches(name, source):
         # This waits for the batch before, while this batch is transferred.
         # Without it, batches that wait for the devices would fill their memory.
         sums = _add_fetched(sums, metrics)
         metrics = self.compiled_eval_step(state, batch, rng)
+        # Op by op it would enter breakpoints again.
+        is_off = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+        if is_padded and not (self._has_checked or is_off):
+          self._has_checked = True
+          self._warn_of_padding(state, batch, rng)
       sums = _add_fetched(sums, metrics)
       with np.errstate(invalid='ignore'):  # A mean of weight 0 is NaN.
         means = metrics_lib.compute(sums)
       prefix = f'{name}/' if name else ''
       scalars |= {f'{prefix}{key}': float(x) for key, x in means.items()}
     return scalars
+
+  def _warn_of_padding(self, state: TrainState, batch: Batch, rng: Any) -> None:
+    """Warns of metrics in which rows of weight 0 count."""
+    w = batch[step_lib.WEIGHTS]
+    zeros = self.partitioner.put(np.zeros(w.shape, w.dtype), w.sharding)
+    nothing = {**batch, step_lib.WEIGHTS: zeros}
+    metrics_lib.warn_of_padding(self.compiled_eval_step(state, nothing, rng))
 
   def _open_eval_inputs(self) -> dict[str, Any]:
     """Returns name -> input of the evaluation sets; '' if there is only one."""
@@ -609,8 +622,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
       self._num_fed[name] = self.num_evaluated + 1
     return source.eval_batches()
 
-  def _eval_batches(self, name: str, source: Any) -> Iterator[Batch]:
-    """Yields global batches of one shape.
+  def _eval_batches(self, name: str, source: Any) -> Iterator[Any]:
+    """Yields global batches of one shape, and whether padding was added.
 
     A process whose batches end before those of the others adds padding.
     """
@@ -641,8 +654,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
             ' of an evaluation may differ, and be smaller.'
           )
         last = batch or jax.tree.map(lambda x: x[:0], last)
-        padded = inputs.pad_rows(last, self._padded(rows))
-        yield self.partitioner.put_batch(padded, order)
+        size = self._padded(rows)
+        batch = self.partitioner.put_batch(inputs.pad_rows(last, size), order)
+        yield batch, min(sizes) < size
     finally:
       batches.close()
       infeed.close(source)

@@ -1,7 +1,7 @@
-"""The loops: `train`, `evaluate`, and both in `train_and_eval`.
+"""The loops, which are methods of a `Run`: train, evaluate, or both.
 
-A `Run` holds what a loop works with. The functions at the end have JAXline's
-signatures; each makes a `Run` and calls its method of the same name.
+The functions at the end have JAXline's signatures; each makes a `Run` and calls
+its method of the same name.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,25 +127,26 @@ class Run:
     ):
       raise errors.UsageError(
         'config.one_off_evaluate is True but there is no checkpoint of'
-        " 'latest' to evaluate. Train first, or set"
+        f" 'latest' to evaluate in {config.checkpoint_dir}. Train first, or set"
         ' config.eval_initial_weights = True to evaluate untrained weights.'
       )
+    steps = _listed_steps(config, checkpointer)
     evaluation = _Evaluation(self)
     logging.info('Evaluating with config:\n%s', config)
     if self.trained is None:  # Else the training says it.
       self.console.begin(config, evaluation.experiment)
     state = base.new_state(checkpointer, evaluation.experiment)
-    for is_noted in self._restored(evaluation):
+    for is_noted in self._restored(evaluation, steps):
       evaluation(state, is_noted)
       evaluation.wait()
 
-  def _restored(self, evaluation: '_Evaluation') -> Iterator[bool]:
+  def _restored(self, evaluation: Any, steps: list[int]) -> Iterator[bool]:
     """Restores each state to evaluate; yields whether it is noted as done."""
     config, checkpointer = self.config, self.checkpointer
-    if config.eval_steps is not None:
-      for step in _listed_steps(config, checkpointer):
-        _restore(checkpointer, step)
-        yield True
+    for step in steps:
+      _restore(checkpointer, step)
+      yield True
+    if steps:
       return
     if config.one_off_evaluate:
       if has_checkpoint := checkpointer.can_be_restored('latest'):
@@ -186,7 +187,11 @@ class Run:
 
   @debug.disable_pmap_jit
   def train_and_eval(self) -> experiment_lib.AbstractExperiment:
-    """Trains, with pauses to evaluate: see the function `train_and_eval`.
+    """Trains, pausing every `eval_interval` to evaluate the current weights.
+
+    One thread: two experiments, constructed with the modes 'train' and 'eval',
+    share the live state, which is not copied (see
+    `AbstractExperiment.share_state`). Also evaluates after the last step.
 
     Returns:
       The experiment that was trained.
@@ -645,6 +650,7 @@ class _Evaluation:
       raise errors.UsageError(
         f'config.best_model_eval_metric is {metric!r}, but evaluate returned'
         f' no number of that name. It returned {sorted(values)}.'
+        f'{errors.did_you_mean(metric, values)}'
       )
     value, old = float(values[metric]), state.best_eval_metric_value
     if run.checkpointer.collective:
@@ -665,14 +671,16 @@ class _Evaluation:
 def _listed_steps(
   config: config_dict.ConfigDict, checkpointer: base.FullCheckpointer
 ) -> list[int]:
-  """Returns the steps that `config.eval_steps` means."""
-  kept = checkpointer.steps('latest')
+  """Returns the steps that `config.eval_steps` means; none if it is None."""
   text = config.eval_steps
+  if text is None:
+    return []
+  kept = checkpointer.steps('latest')
   steps = kept if text == 'all' else [int(s) for s in text.split(',')]
   if missing := sorted(set(steps) - set(kept)) or not steps:
     raise errors.UsageError(
-      f'config.eval_steps is {config.eval_steps!r}, but there is no checkpoint'
-      f' of {missing if steps else "any step"}; those kept are {kept}.'
+      f'config.eval_steps is {text!r}, but {config.checkpoint_dir} has no'
+      f' checkpoint of {missing if steps else "any step"}; it has {kept}.'
     )
   return steps
 
@@ -727,31 +735,3 @@ def evaluate(
     eval_writer=writer,
     eval_mode=debug.settings.mode if jaxline_mode is None else jaxline_mode,
   ).evaluate()
-
-
-def train_and_eval(
-  experiment_class: Any,
-  config: config_dict.ConfigDict,
-  checkpointer: base.Checkpointer,
-  writer: writers.Writer | None,
-  eval_writer: writers.Writer | None,
-  periodic_actions: Sequence[periodic.PeriodicAction] = (),
-) -> None:
-  """Trains, pausing every `eval_interval` to evaluate the current weights.
-
-  One thread: two experiments, constructed with the modes 'train' and 'eval',
-  share the live state, which is not copied (see
-  `AbstractExperiment.share_state`). Also evaluates after the last step.
-
-  Raises:
-    preemption.Preempted: the run was told to end; all is saved.
-    nonfinite.NonfiniteError: the loss or the gradients are not finite.
-  """
-  Run(
-    experiment_class,
-    config,
-    checkpointer,
-    writer,
-    eval_writer,
-    periodic_actions,
-  ).train_and_eval()

@@ -289,12 +289,19 @@ def _call(loss_fn: LossFn, *args: Any) -> LossOutput:
   return tuple(result)
 
 
-def init_boxed_state(
+def init_state(
   init_fn: Callable[[jax.Array], tuple[Any, Any]],
   optimizer: optax.GradientTransformation,
   rng: jax.Array,
 ) -> TrainState:
-  """Returns `init_state`, its weights still with the names of their axes."""
+  """Returns the state before the first step.
+
+  Args:
+    init_fn: `rng -> (params, model_state)`; weights may be
+      `partitioning.Logical`. They stay so: `partitioning.unbox` gives arrays.
+    optimizer: makes its own part of the state.
+    rng: the key that `init_fn` gets.
+  """
   result: Any = init_fn(rng)
   if not isinstance(result, tuple | list) or len(result) != 2:
     raise TypeError(
@@ -311,22 +318,6 @@ def init_boxed_state(
       opt_state=optimizer.init(partitioning.unbox(params)),
     )
   )
-
-
-def init_state(
-  init_fn: Callable[[jax.Array], tuple[Any, Any]],
-  optimizer: optax.GradientTransformation,
-  rng: jax.Array,
-) -> TrainState:
-  """Returns the state before the first step.
-
-  Args:
-    init_fn: `rng -> (params, model_state)`; weights may be
-      `partitioning.Logical`.
-    optimizer: makes its own part of the state.
-    rng: the key that `init_fn` gets.
-  """
-  return partitioning.unbox(init_boxed_state(init_fn, optimizer, rng))
 
 
 def _strongly_typed(tree: Any) -> Any:

@@ -428,7 +428,9 @@ def test_what_is_overwritten_by_its_gradient(parts):
 
 def test_the_pure_function_needs_no_mesh():
   experiment = Linear()
-  state = sharded.init_state(experiment.init_fn, optax.sgd(0.1), KEY)
+  state = partitioning.unbox(
+    sharded.init_state(experiment.init_fn, optax.sgd(0.1), KEY)
+  )
   data = batch(tokens())
   step = functools.partial(
     sharded.train_step, experiment.loss_fn, optax.sgd(0.1), lambda *unused: {}

@@ -5,6 +5,7 @@ import math
 import pathlib
 import subprocess
 import sys
+import types
 from unittest import mock
 
 from ml_collections import config_dict
@@ -58,6 +59,19 @@ def test_each_key_has_one_row_and_its_default_is_valid():
   sections = {name.rpartition('.')[0] for name in names}
   assert set(names) == {*base_config.flat(config.to_dict())} | sections - {''}
   assert len(names) == len(set(names))
+
+
+def test_a_class_that_was_handed_over_may_be_named_later():
+  cls = types.SimpleNamespace(CHANGEABLE_ON_RESUME=(), CONFIG_CLASS=None)
+  unnamed, named, other = (
+    {'experiment_class': name, 'random_seed': 1}
+    for name in (None, 'a:A', 'b:B')
+  )
+  assert not base_config.changes(unnamed, named, cls)
+  assert not base_config.changes(named, unnamed, cls)
+  assert base_config.changes(named, other, cls) == [
+    "experiment_class: 'a:A' then, 'b:B' now"
+  ]
 
 
 def test_the_effects_of_a_change():

@@ -1037,7 +1037,7 @@ def test_a_run_without_a_step_left_compiles_nothing(tmp_path, capsys):
   config.log_tensors_interval = 100
   for _ in range(2):
     jaxline.fit(regression.Regression, config, mode='train')
-  first, second = capsys.readouterr().out.split('Trained to step 4')[:2]
+  first, second = capsys.readouterr().out.split('Trained to step 4')
   assert 'Restoring' not in first
   assert 'Compiling the train step...' in first
   # The last step is shown, whatever the interval is.
@@ -1045,6 +1045,7 @@ def test_a_run_without_a_step_left_compiles_nothing(tmp_path, capsys):
   assert 'Restoring the newest checkpoint...' in second
   assert 'step 4 of 4, resumed' in second
   assert 'Compiling' not in second
+  assert '\nNothing was left to train at step 4 of 4 (100%) in ' in second
 
 
 def test_the_best_value_of_before_is_told(tmp_path, capsys):
@@ -1132,6 +1133,15 @@ def test_the_last_block_has_the_next_commands(command, decodes, expected):
         'Evaluate: python x.py --config=a.py --config.training_steps=6'
         ' --config.checkpoint_dir=/run --jaxline_mode=eval'
         ' --config.one_off_evaluate',
+      ],
+    ),
+    (
+      (*COMMAND, '--config.one_off_evaluate', '--config.eval_steps', '4'),
+      None,
+      6,
+      [
+        'Evaluate: python x.py --config=a.py --config.checkpoint_dir=/run'
+        ' --jaxline_mode=eval --config.one_off_evaluate',
       ],
     ),
     (
@@ -1655,8 +1665,9 @@ def test_fit_prints_plain_lines(tmp_path, capsys):
   out = capsys.readouterr().out
   assert 'Config:        random_seed=7\n' in out
   assert re.search(r'^step 6 of 6 \(100%\) \| ', out, re.MULTILINE)
-  evaluate = f"jaxline.evaluate('{result.directory}', experiment_class=Regress"
-  assert evaluate in out
+  # The config names the class, so it need not be given again.
+  assert f"jaxline.evaluate('{result.directory}')\n" in out
+  assert jaxline.load(result.directory).state.step == 6
 
 
 def test_after_a_debugger_there_are_plain_lines_now_and_then(

@@ -78,7 +78,7 @@ def trained(tmp_path_factory):
     max_best_checkpoints_to_keep=1,
   )
   checkpointer = platform.create_checkpointer(config, 'train')
-  train.train_and_eval(Echo, config, checkpointer, None, None)
+  train.Run(Echo, config, checkpointer, None, None).train_and_eval()
   checkpointer.close()
   return pathlib.Path(config.checkpoint_dir)
 

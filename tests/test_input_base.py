@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import pickle
@@ -18,6 +19,7 @@ from jaxline import distributed
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import synthetic
+from tests.experiments import regression
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -526,6 +528,38 @@ def test_the_position_of_another_order_is_void():
   # Data that differs too is refused for that.
   with pytest.raises(ValueError, match=r'batch_size is 2 .* and 3 here'):
     Ordered(batch_size=3).set_state(json.dumps(state).encode())
+
+
+@pytest.mark.parametrize('num_steps', [0, 2])
+def test_an_input_that_was_opened_to_be_resumed_is_closed(num_steps):
+  """Also where the start of the run fails, and no training loop closes it."""
+  closed = []
+
+  class Examples(Counting):
+    def get_next(self):
+      return regression.examples(0, self.batch_size)
+
+    def close(self):
+      closed.append(self)
+
+  class Experiment(regression.Regression):
+    def train_input(self):
+      return Examples(batch_size=self.batch_size, is_training=True)
+
+  rng = np.array([0, 7], np.uint32)
+  first = Experiment('train', rng)
+  first.step(global_step=0, rng=rng, writer=None)
+  saved = jax.device_get(first.snapshot_state())
+  first._close_input()
+  closed.clear()
+  second = Experiment('train', rng)
+  second.restore_from_snapshot(saved)
+  for step in range(num_steps):
+    second.step(global_step=step, rng=rng, writer=None)
+  assert not closed
+  del second
+  gc.collect()
+  assert closed
 
 
 def test_save_and_restore(tmp_path):

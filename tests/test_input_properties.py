@@ -50,6 +50,7 @@ TENSORFLOW = {'': 5, 'slow': 60}
 SEQIO = {'': 4, 'slow': 20}
 WORKERS = {'slow': 3}
 ONE_EPOCH = {'reset_for_eval': True, 'eval_loop_num_batches': None}
+TRAINING = {'is_training': True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +168,6 @@ def batches_of(size, rows, repeat, host_index, num_hosts):
 
 
 def make_generator(size, **fields):
-  fields.pop('input_random_seed', None)
   function = functools.partial(
     batches_of,
     size,
@@ -202,7 +202,6 @@ def make_lingvo(size, kind=lingvo.LingvoInputAdaptor, times=1, **fields):
     dealt = 0, 1  # Every host reads all.
   if kind is lingvo.LingvoInputAdaptor:
     fields['batch_size'] = None
-  fields.pop('input_random_seed', None)
   repeat = not fields.get('reset_for_eval', False)
   generator = Lingvos(rows, batches_of, size, rows, repeat, *dealt)
   return kind(input=generator, **fields)
@@ -425,11 +424,15 @@ steps = st.integers(0, 12)
 def promise(*arguments, most=60, **conditions):
   """Makes a test of each source of which the conditions are true.
 
+  It is called with the name of the source, and the numbers of its records, of
+  rows a batch and of hosts.
+
   Args:
-    *arguments: strategies of those behind the name of the source.
+    *arguments: strategies of what it is called with besides.
     most: examples.
     **conditions: fields of `Source`.
   """
+  arguments = sizes, batch_sizes, host_counts, *arguments
 
   def decorate(test):
     @pytest.mark.parametrize(
@@ -468,6 +471,8 @@ def make_hosts(name, size, hosts, **fields):
     hosts = min(hosts, size)  # Each has a part of its own.
   if 'reset_for_eval' in fields and not source.one_epoch_hosts:
     hosts = 1
+  if not source.saves_position:  # In training it would be refused.
+    fields.pop('input_random_seed', None)
   return [
     source.make(size, num_infeed_hosts=hosts, infeed_host_index=host, **fields)
     for host in range(hosts)
@@ -492,7 +497,7 @@ def close(inputs):
     part.close()
 
 
-@promise(sizes, batch_sizes, host_counts, seeds, st.booleans(), most=15)
+@promise(seeds, st.booleans(), most=15)
 def test_every_promise_is_kept(
   name, size, batch_size, hosts, seed, is_training
 ):
@@ -501,7 +506,7 @@ def test_every_promise_is_kept(
   hosts = min(hosts, size)  # Each has a part of its own.
   if not is_training and not source.one_epoch_hosts:
     hosts = 1
-  fields = {'is_training': True} if is_training else dict(ONE_EPOCH)
+  fields = dict(TRAINING if is_training else ONE_EPOCH)
   if source.saves_position:
     fields['input_random_seed'] = seed
 
@@ -523,7 +528,7 @@ def test_every_promise_is_kept(
   assert {f.name for f in report.findings} == promises
 
 
-@promise(sizes, batch_sizes, host_counts, seeds, st.booleans(), evaluates=True)
+@promise(seeds, st.booleans(), evaluates=True)
 def test_one_epoch_is_the_dataset_once(
   name, size, batch_size, hosts, seed, twice
 ):
@@ -555,22 +560,12 @@ def test_one_epoch_is_the_dataset_once(
   close(inputs)
 
 
-@promise(
-  sizes,
-  batch_sizes,
-  host_counts,
-  st.integers(1, 3),
-  seeds,
-  trains=True,
-  has_epochs=True,
-)
+@promise(st.integers(1, 3), seeds, trains=True, has_epochs=True)
 def test_training_sees_each_record_once_an_epoch(
   name, size, batch_size, hosts, epochs, seed
 ):
   is_sharded = SOURCES[name].is_sharded
-  fields = {'batch_size': batch_size, 'is_training': True}
-  if SOURCES[name].saves_position:
-    fields['input_random_seed'] = seed
+  fields = {'batch_size': batch_size, 'input_random_seed': seed, **TRAINING}
   inputs = make_hosts(name, size, hosts, **fields)
   if not is_sharded:
     number = -(-epochs * size // (batch_size * hosts))
@@ -587,24 +582,11 @@ def test_training_sees_each_record_once_an_epoch(
   close(inputs)
 
 
-@promise(
-  sizes,
-  batch_sizes,
-  host_counts,
-  seeds,
-  steps,
-  steps,
-  st.booleans(),
-  saves_position=True,
-)
+@promise(seeds, steps, steps, st.booleans(), saves_position=True)
 def test_resumed_is_uninterrupted(
   name, size, batch_size, hosts, seed, killed_at, wasted, peeked
 ):
-  fields = {
-    'batch_size': batch_size,
-    'is_training': True,
-    'input_random_seed': seed,
-  }
+  fields = {'batch_size': batch_size, 'input_random_seed': seed, **TRAINING}
   straight = make_hosts(name, size, hosts, **fields)
   expected = take(name, straight, killed_at + 6)
   first = make_hosts(name, size, hosts, **fields)
@@ -632,15 +614,7 @@ def test_resumed_is_uninterrupted(
   close(straight + first + second)
 
 
-@promise(
-  sizes,
-  batch_sizes,
-  host_counts,
-  seeds,
-  steps,
-  saves_position=True,
-  evaluates=True,
-)
+@promise(seeds, steps, saves_position=True, evaluates=True)
 def test_one_epoch_resumed_is_uninterrupted(
   name, size, batch_size, hosts, seed, killed_at
 ):
@@ -664,9 +638,6 @@ def test_one_epoch_resumed_is_uninterrupted(
 
 
 @promise(
-  sizes,
-  batch_sizes,
-  host_counts,
   batch_sizes,
   host_counts,
   seeds,
@@ -677,7 +648,7 @@ def test_one_epoch_resumed_is_uninterrupted(
 def test_resumed_by_other_hosts_is_uninterrupted(
   name, size, batch_size, hosts, other_batch_size, other_hosts, seed, killed_at
 ):
-  fields = {'is_training': True, 'input_random_seed': seed}
+  fields = {'input_random_seed': seed, **TRAINING}
   total = killed_at * batch_size * hosts + 3 * other_batch_size * other_hosts
   alone = make_hosts(name, size, 1, batch_size=1, **fields)
   expected = flat(take(name, alone, total))

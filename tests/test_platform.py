@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ from jaxline import platform
 from jaxline import utils
 from jaxline.aot import ahead
 from jaxline.checkpoint import memory
+from jaxline.compat import adapters
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
 from jaxline.supervision import watchdog
@@ -217,6 +219,18 @@ def test_one_off_without_checkpoint_fails(toy_here, tmp_path):
   result = toy_here(tmp_path, '--config.one_off_evaluate=True', mode='eval')
   assert result.returncode != 0
   assert 'config.eval_initial_weights = True' in result.stderr
+  # Nothing is made where there is no run.
+  nowhere = tmp_path / 'nowhere'
+  given = f'--config.checkpoint_dir={nowhere}'
+  for more in (
+    ['--config.one_off_evaluate=True', given],
+    ['--config.eval_steps=all', given],
+    ['--config.checkpoint_dir='],  # It would wait in a fresh directory.
+  ):
+    result = toy_here(tmp_path, *more, mode='eval')
+    assert result.returncode == 2
+    assert 'the directory of the run whose weights' in result.said
+    assert not nowhere.exists()
 
 
 def test_resolved_config_is_written(toy_here, tmp_path):
@@ -374,7 +388,7 @@ REFUSED = [
   ([LM, '--config.restore_from=/none'], 'config.restore_from is ./none.'),
   (
     [LM, '--jaxline_mode=eval', '--config.one_off_evaluate=True'],
-    'config.one_off_evaluate is True but there is no checkpoint',
+    'expected the directory of the run whose weights --jaxline_mode=eval',
   ),
   ([IMAGE, of_kwargs('peak_learning_rate', -1)], 'peak_learning_rate is -1'),
   (
@@ -460,6 +474,26 @@ def test_an_unexpected_error_keeps_its_traceback_once(tmp_path):
   assert result.stderr.count('Traceback (most recent call last)') == 1
   assert result.stderr.count('Failure: input at 0') == 1
   assert 'secret_of_frame' in result.stderr
+
+
+def test_names_that_a_class_is_found_by(monkeypatch, tmp_path):
+  def name_in(**module):
+    fake = types.ModuleType('__main__')
+    vars(fake).update(module, Own=Own)
+    monkeypatch.setitem(sys.modules, '__main__', fake)
+    return adapters.name_of(Own)
+
+  class Own:
+    pass
+
+  assert adapters.name_of(toy.Sharded) == f'{toy.Sharded.__module__}:Sharded'
+  assert adapters.name_of(functools.partial(toy.Sharded)) is None
+  assert adapters.name_of(Own) is None  # Inside of a function.
+  Own.__module__, Own.__qualname__ = '__main__', 'Own'
+  assert name_in(__file__=f'{tmp_path}/mine.py') == 'mine:Own'
+  spec = types.SimpleNamespace(name='pack.mine')
+  assert name_in(__file__='x.py', __spec__=spec) == 'pack.mine:Own'
+  assert name_in() is None  # A notebook.
 
 
 @pytest.mark.process

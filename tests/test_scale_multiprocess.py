@@ -296,13 +296,13 @@ def run_here(folder, directory, **changes):
       }
 
   try:
-    train.train_and_eval(
+    train.Run(
       experiment.Experiment,
       config,
       checkpointer,
       Recorder('train'),
       Recorder('eval'),
-    )
+    ).train_and_eval()
   finally:
     checkpointer.close()
   return seen

@@ -234,7 +234,7 @@ def test_a_step_that_changes_shapes_or_types_is_refused_by_name():
 def test_state_is_made_sharded():
   made = []
   with mock.patch.object(
-    train_step, 'init_boxed_state', side_effect=train_step.init_boxed_state
+    train_step, 'init_state', side_effect=train_step.init_state
   ) as init_state:
     state = make(sharding='fsdp').state
     # Only while the shapes and the program are traced: nothing is whole on a
@@ -670,6 +670,34 @@ def test_evaluation_counts_every_example_once(sizes, sharding):
   assert experiment.compiled_eval_step._cache_size() == 1
 
 
+@pytest.mark.parametrize(
+  ('weighted', 'sizes', 'warned'),
+  [(False, (4, 4, 1), 1), (False, (4, 4), 0), (True, (4, 4, 1), 0)],
+)
+def test_metrics_that_count_padding_are_warned_of_once(
+  caplog, weighted, sizes, warned
+):
+  class Own(regression.Regression):
+    def loss_fn(self, params, model_state, batch, rng, is_training):
+      loss, scalars, model_state = super().loss_fn(
+        params, model_state, batch, rng, is_training
+      )
+      errors = batch['x'].sum(-1) + 1.0
+      weights = batch['weights'] if weighted else None
+      scalars |= {
+        'own': metrics.Mean.of(errors, weights),
+        'of_batch': metrics.Mean.of(loss * 0 + 3.0),
+      }
+      return loss, scalars, model_state
+
+  experiment = make(Own, eval_sizes=sizes)
+  for _ in range(2):
+    regression.evaluate(experiment)
+  texts = [x for x in caplog.messages if 'count rows of weight 0' in x]
+  assert len(texts) == warned
+  assert all("The metrics ['own'] count" in text for text in texts)
+
+
 _trained = []
 
 
@@ -785,12 +813,12 @@ def test_the_best_checkpoint_goes_by_the_metric_of_a_set():
   config.best_model_eval_metric = 'long/loss'
   config.best_model_eval_metric_higher_is_better = False
   checkpointer = utils.InMemoryCheckpointer(config, 'train')
-  train.train_and_eval(Sets, config, checkpointer, None, None)
+  train.Run(Sets, config, checkpointer, None, None).train_and_eval()
   best = utils.GLOBAL_CHECKPOINT_DICT['best'].history[-1].pickle_nest
   assert best.to_dict()['global_step'] == 4
   config.best_model_eval_metric = 'loss'
   with pytest.raises(ValueError, match=r"It returned \['long/loss', 'long/ro"):
-    train.train_and_eval(Sets, config, checkpointer, None, None)
+    train.Run(Sets, config, checkpointer, None, None).train_and_eval()
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -1207,7 +1235,7 @@ def test_train_and_eval_share_one_state():
   config.best_model_eval_metric_higher_is_better = False
   checkpointer = utils.InMemoryCheckpointer(config, 'train')
   writer = mock.create_autospec(utils.Writer)
-  train.train_and_eval(Regression, config, checkpointer, None, writer)
+  train.Run(Regression, config, checkpointer, None, writer).train_and_eval()
   calls = [call.args for call in writer.write_scalars.call_args_list]
   assert [step for step, _ in calls] == [2, 4]
   best = utils.GLOBAL_CHECKPOINT_DICT['best'].history[-1].pickle_nest

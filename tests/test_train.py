@@ -24,6 +24,7 @@ import pytest
 from jaxline import base_config
 from jaxline import debug
 from jaxline import distributed
+from jaxline import errors
 from jaxline import experiment
 from jaxline import platform
 from jaxline import train
@@ -375,7 +376,7 @@ def test_an_experiment_needs_no_base_class(kind, tmp_path):
       checkpointer = utils.InMemoryCheckpointer(config, 'train')
     else:
       checkpointer = durable.DurableCheckpointer(config, 'train')
-    train.train_and_eval(Bare, config, checkpointer, None, None)
+    train.Run(Bare, config, checkpointer, None, None).train_and_eval()
     checkpointer.close()
   assert evaluated == [2, 3, 4, 5]
 
@@ -1327,6 +1328,11 @@ def test_a_missing_best_metric_lists_the_names_there_are(returned):
   assert str(sorted(returned)) in str(caught.value)
 
 
+def test_a_misspelled_best_metric_is_told_the_nearest():
+  with pytest.raises(errors.UsageError, match="Did you mean 'score'"):
+    evaluate([10], {10: 1.0}, best_model_eval_metric='scores')
+
+
 def test_a_best_metric_that_is_no_number_is_said_to_be_none():
   with pytest.raises(ValueError, match='no number of that name'):
     evaluate([10], {10: None}, best_model_eval_metric='score')
@@ -1387,7 +1393,7 @@ def run_both(cls=Plain, config=None, writer=None, eval_writer=None):
   log = Log()
   checkpointer = Recorder(config)
   partial = functools.partial(cls, log=log)
-  train.train_and_eval(partial, config, checkpointer, writer, eval_writer)
+  train.Run(partial, config, checkpointer, writer, eval_writer).train_and_eval()
   return log, checkpointer
 
 
@@ -1463,10 +1469,10 @@ def test_several_processes_evaluate_by_steps(monkeypatch):
 def test_actions_are_called_beside_evaluations():
   action = Action()
   config = make_config(3, eval_interval=2)
-  train.train_and_eval(
+  train.Run(
     functools.partial(Plain, log=Log()),
     config, Recorder(config), None, None, [action],
-  )  # fmt: skip
+  ).train_and_eval()  # fmt: skip
   assert [step for _, step, _ in action.calls] == [1, 2, 3]
   assert action.waits
 
@@ -1523,11 +1529,11 @@ def test_a_finished_run_is_evaluated_once_more_and_goes_on():
   _, checkpointer = run_both(Plain, config)
   log = Log()
   partial = functools.partial(Plain, log=log)
-  train.train_and_eval(partial, config, checkpointer, None, None)
+  train.Run(partial, config, checkpointer, None, None).train_and_eval()
   assert log.evals == [(3, 3.0)]
   config.training_steps = 5
   log.evals.clear()
-  train.train_and_eval(partial, config, checkpointer, None, None)
+  train.Run(partial, config, checkpointer, None, None).train_and_eval()
   assert log.evals == [(4, 4.0), (5, 5.0)]
 
 
@@ -1553,9 +1559,9 @@ def durable_run(tmp_path, log, steps=2, **values):
   )  # fmt: skip
   checkpointer = durable.DurableCheckpointer(config, 'train_and_eval')
   try:
-    train.train_and_eval(
+    train.Run(
       functools.partial(Plain, log=log), config, checkpointer, None, None
-    )
+    ).train_and_eval()
   finally:
     checkpointer.close()
   state = checkpointer.get_experiment_state('best')
@@ -1620,9 +1626,9 @@ def test_an_error_in_an_evaluation_ends_training():
   log = Log()
   config = make_config(9, eval_interval=2)
   with pytest.raises(ZeroDivisionError, match='in evaluate'):
-    train.train_and_eval(
+    train.Run(
       functools.partial(Failing, log=log), config, Recorder(config), None, None
-    )
+    ).train_and_eval()
   assert len(log.steps) == 2
 
 
@@ -1688,7 +1694,7 @@ def test_an_experiment_with_snapshots_of_its_own_is_evaluated_as_trained():
       self.hidden = jnp.asarray(snapshot_state['w'])
 
   config = make_config(4, eval_interval=2)
-  train.train_and_eval(Own, config, Recorder(config), None, None)
+  train.Run(Own, config, Recorder(config), None, None).train_and_eval()
   assert seen == [2.0, 4.0]
 
 
@@ -1823,7 +1829,7 @@ def test_a_nan_is_never_the_best_on_disk(higher, scores, best_at, tmp_path):
   found = []
   for config.training_steps in (1, 2, 4):  # Also from one process to the next.
     checkpointer = durable.DurableCheckpointer(config, 'train_and_eval')
-    train.train_and_eval(Scored, config, checkpointer, None, None)
+    train.Run(Scored, config, checkpointer, None, None).train_and_eval()
     checkpointer.close()
     found.append(checkpointer.steps('best'))
   assert found == [[], [2], [best_at]]
@@ -1906,10 +1912,10 @@ class Process:
       if dies_at is not None:
         stack.enter_context(pytest.raises(Killed))
       if self.mode == 'train_and_eval':
-        train.train_and_eval(
+        train.Run(
           experiment_class, config, checkpointer(self.mode),
           writer('train'), writer('eval'),
-        )  # fmt: skip
+        ).train_and_eval()  # fmt: skip
       elif self.mode == 'eval':
         # Training goes first, at once to its end; so nothing is missed.
         values = self.values | {'max_checkpoints_to_keep': 100}

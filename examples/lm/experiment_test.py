@@ -88,9 +88,9 @@ def test_it_learns_reports_and_samples(config, checkpointer):
   config = config.copy_and_resolve_references()
   config.log_train_data_interval = 10
   recorder, evaluations = Recorder(), Recorder()
-  train.train_and_eval(
+  train.Run(
     experiment.Experiment, config, checkpointer, recorder, evaluations
-  )
+  ).train_and_eval()
   first, last = recorder.scalars[10], recorder.scalars[60]
   assert last['loss'] < 0.5 * first['loss']
   assert last['bits_per_byte'] == pytest.approx(last['loss'] / np.log(2))

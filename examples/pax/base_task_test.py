@@ -682,7 +682,7 @@ def start(directory, dies_at=None, target=2.5):
   )
   checkpointer = durable.DurableCheckpointer(config, 'train')
   try:
-    train.train_and_eval(experiment, config, checkpointer, None, None)
+    train.Run(experiment, config, checkpointer, None, None).train_and_eval()
     return checkpointer.ended()
   finally:
     checkpointer.close()

@@ -111,9 +111,9 @@ def run(config, checkpointer):
   """Trains, and returns what training and evaluations wrote."""
   config = config.copy_and_resolve_references()
   recorder, evaluations = Recorder(), Recorder()
-  train.train_and_eval(
+  train.Run(
     experiment.Experiment, config, checkpointer(config), recorder, evaluations
-  )
+  ).train_and_eval()
   return recorder, evaluations
 
 

@@ -50,7 +50,7 @@ def _train_and_eval(config):
     return made[mode]
 
   checkpointer = utils.InMemoryCheckpointer(config, 'train')
-  train.train_and_eval(make, config, checkpointer, Last(), last)
+  train.Run(make, config, checkpointer, Last(), last).train_and_eval()
   return made['train'], last.scalars
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator
 import copy
 import functools
 import math
+import sys
 import threading
 import time
 from typing import Any
@@ -149,6 +150,12 @@ class Infeed:
     """Stops to read, and closes the source."""
     self._batches.close()
     close(self.source)  # The thread may never have started.
+
+  def __del__(self) -> None:
+    # The thread closes what it reads, but a start that fails after the data was
+    # opened to be resumed has none. At the exit threads cannot be waited for.
+    if not self._num_given and not sys.is_finalizing():
+      close(self.source)
 
 
 def _warn_of_stall(who: str, source: Iterator[Any], waited: float) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 from absl import logging
 import jax
 
+from jaxline import debug
 from jaxline import goodput
 from jaxline.metrics import lines
 from jaxline.metrics import live as live_lib
@@ -95,6 +96,7 @@ class Console(periodic.Action):
     self._config: Any = None  # Until the run begins.
     self._experiment: Any = None
     self._state: Any = None
+    self._first_step = 0
     self._checkpointer: Any = None
     # For the last block.
     self._began = time.monotonic()
@@ -168,6 +170,7 @@ class Console(periodic.Action):
     start = ''
     if state is not None:
       step, self._checkpointer = int(state.global_step), checkpointer
+      self._first_step = step
       self._shown_save = self._saved
       of = f' of {config.training_steps}' if config.training_steps else ''
       source = 'a fresh run'
@@ -209,7 +212,10 @@ class Console(periodic.Action):
       is_told = isinstance(error, preemption.Preempted)
       how = 'Stopped' if is_told else 'Failed'
       how = 'Trained to' if is_over else f'{how} at'
-      done = f'{how} {self._step_text(int(self._state.global_step))}'
+      step = int(self._state.global_step)
+      if is_over and step == self._first_step:
+        how = 'Nothing was left to train at'
+      done = f'{how} {self._step_text(step)}'
     block = [f'{done} in {lines.duration(total)}.']
     if self._best is not None:
       name, value, at = self._best
@@ -291,7 +297,7 @@ class Console(periodic.Action):
       b - a for a, b in zip(before, goodput.compilations(), strict=True)
     )
     text = f'The first step took {time.monotonic() - began:.1f} s.'
-    if count:
+    if count and not debug.settings.disable_pmap_jit:
       text = f'Compiled in {secs:.1f} s'
       if (
         jax.config.values['jax_compilation_cache_dir'] is not None

@@ -231,7 +231,8 @@ def _next_commands(
     }
   given = [f'--config.{key}={value}' for key, value in changes.items()]
   go_on = _without(origin.command, *(f'config.{key}' for key in changes))
-  look = _without(origin.command, 'config.checkpoint_dir', 'jaxline_mode')
+  own = ('checkpoint_dir', 'one_off_evaluate', 'eval_steps')
+  look = _without(origin.command, 'jaxline_mode', *(f'config.{k}' for k in own))
   # The base class has one, which only says that there is none.
   if experiment.decode.__module__ != 'jaxline.experiment':
     name, flags = 'Decode', ['--jaxline_mode=decode']
@@ -253,9 +254,10 @@ def _without(args: Sequence[str], *flags: str) -> tuple[str, ...]:
   kept, skips = [], False
   for arg in args:
     name, equals, _ = arg.partition('=')
-    if skips:
-      skips = False
-    elif name in names:
+    is_value, skips = skips and not arg.startswith('-'), False
+    if is_value:
+      continue
+    if name in names:
       skips = not equals
     else:
       kept.append(arg)

@@ -163,9 +163,9 @@ def _train(monkeypatch):
   config.save_checkpoint_interval = -1
   checkpointer = utils.InMemoryCheckpointer(config, 'train')
   evaluated = _Recorder()
-  train.train_and_eval(
+  train.Run(
     experiment_lib.Experiment, config, checkpointer, _Recorder(), evaluated
-  )
+  ).train_and_eval()
   return evaluated.scalars
 
 
