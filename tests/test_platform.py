@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import functools
 import json
 import logging
 import os
@@ -33,7 +32,6 @@ from jaxline import platform
 from jaxline import utils
 from jaxline.aot import ahead
 from jaxline.checkpoint import memory
-from jaxline.compat import adapters
 from jaxline.metrics import writers
 from jaxline.supervision import preemption
 from jaxline.supervision import watchdog
@@ -474,26 +472,6 @@ def test_an_unexpected_error_keeps_its_traceback_once(tmp_path):
   assert result.stderr.count('Traceback (most recent call last)') == 1
   assert result.stderr.count('Failure: input at 0') == 1
   assert 'secret_of_frame' in result.stderr
-
-
-def test_names_that_a_class_is_found_by(monkeypatch, tmp_path):
-  def name_in(**module):
-    fake = types.ModuleType('__main__')
-    vars(fake).update(module, Own=Own)
-    monkeypatch.setitem(sys.modules, '__main__', fake)
-    return adapters.name_of(Own)
-
-  class Own:
-    pass
-
-  assert adapters.name_of(toy.Sharded) == f'{toy.Sharded.__module__}:Sharded'
-  assert adapters.name_of(functools.partial(toy.Sharded)) is None
-  assert adapters.name_of(Own) is None  # Inside of a function.
-  Own.__module__, Own.__qualname__ = '__main__', 'Own'
-  assert name_in(__file__=f'{tmp_path}/mine.py') == 'mine:Own'
-  spec = types.SimpleNamespace(name='pack.mine')
-  assert name_in(__file__='x.py', __spec__=spec) == 'pack.mine:Own'
-  assert name_in() is None  # A notebook.
 
 
 @pytest.mark.process
