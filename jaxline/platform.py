@@ -580,9 +580,6 @@ def start(
     raise UsageError(refusal)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
-  elif config.experiment_class is None:
-    with config.unlocked():  # For those who look at the run later.
-      config.experiment_class = adapters.name_of(experiment_class)
   if mode.checkpointer:
     xla.check_backend(config.xla)
   if mode.eval_checkpointer and jax.process_count() > 1:

@@ -22,7 +22,7 @@ from jaxline.checkpoint import structure
 from jaxline.compat import devices
 
 
-class MismatchError(ValueError):
+class MismatchError(errors.UsageError):
   """A checkpoint does not fit the experiment; nothing was restored."""
 
 

@@ -8,8 +8,6 @@ methods, and every config has all keys (`base_config.complete_config`).
 from collections.abc import Callable, Mapping
 import importlib
 import inspect
-import pathlib
-import sys
 from typing import Any
 
 from absl import logging
@@ -55,24 +53,6 @@ def resolve_experiment_class(config: config_dict.ConfigDict) -> Any:
       f' {class_name!r}; its classes are {classes}.'
     )
   return getattr(module, class_name)
-
-
-def name_of(experiment_class: Any) -> str | None:
-  """Returns what `resolve_experiment_class` finds a class by.
-
-  Of one in the program's own file that is the file. None for a partial, for a
-  class inside of a function and for one of a notebook.
-  """
-  module = sys.modules.get(getattr(experiment_class, '__module__', ''))
-  name = getattr(experiment_class, '__qualname__', '')
-  if vars(module or object).get(name) is not experiment_class:
-    return None
-  module_name = experiment_class.__module__
-  if module_name == '__main__':
-    path = getattr(module, '__file__', None)
-    spec = getattr(module, '__spec__', None)
-    module_name = spec.name if spec else path and pathlib.Path(path).stem
-  return f'{module_name}:{name}' if module_name else None
 
 
 class _ForeignCheckpointer(base.FullCheckpointer):
