@@ -706,9 +706,9 @@ def test_a_global_batch_is_rounded_up_to_the_hosts(warned):
     assert base.per_host(10) == 2
     assert base.per_host(1) == 1
   four, five = warned
-  assert '10 rows does not divide over 4 hosts' in four
-  assert 'it has 12 rows' in four
-  assert 'it has 5 rows' in five
+  assert '10 is no multiple of 4 (4 hosts)' in four
+  assert 'has 12 rows' in four
+  assert 'has 5 rows' in five
 
 
 @pytest.mark.parametrize(
@@ -716,13 +716,13 @@ def test_a_global_batch_is_rounded_up_to_the_hosts(warned):
   [
     (1, {}, 6, None),
     (3, {}, 6, None),
-    (4, {}, 8, '6 rows does not divide over 4 devices'),
+    (4, {}, 8, r'6 is no multiple of 4 \(4 devices\)'),
     # A run goes on with the batch that it had, where that divides.
-    (1, {6: 8}, 8, r'has 8 rows \(before: 8\)'),
-    (4, {6: 8}, 8, r'has 8 rows \(before: 8\)'),
-    (3, {6: 8}, 6, r'has 6 rows \(before: 8\)'),
-    (5, {6: 8}, 10, r'has 10 rows \(before: 8\)'),
-    (4, {6: 4}, 8, r'has 8 rows \(before: 4\)'),
+    (1, {6: 8}, 8, r'has 8 rows: .*began with 8'),
+    (4, {6: 8}, 8, r'has 8 rows: .*began with 8'),
+    (3, {6: 8}, 6, r'has 6 rows: .*began with 8'),
+    (5, {6: 8}, 10, r'has 10 rows: .*began with 8'),
+    (4, {6: 4}, 8, r'has 8 rows: .*began with 4'),
     (1, {2: 8}, 6, None),
   ],
 )

@@ -241,8 +241,8 @@ def test_a_batch_is_rounded_up_to_the_devices(
     assert not said
     return
   (line,) = said
-  assert f'batch of {rows} rows does not divide over 2 devices' in line
-  assert f'it has {used} rows' in line
+  assert f'{rows} is no multiple of' in line
+  assert f'has {used} rows' in line
   assert ('3 gradient_accumulation_steps' in line) == (accumulation == 3)
 
 
@@ -280,7 +280,7 @@ def test_the_first_command_on_four_devices(config, tmp_path):
     text=True,
   )
   assert found.returncode == 0, found.stderr
-  line = 'of 2 rows does not divide over 4 devices'
+  line = '2 is no multiple of 4 (4 devices'
   assert found.stderr.count(line) == 1
   assert 'eval step 2 | ' in found.stdout
 
@@ -298,7 +298,7 @@ def test_a_rounded_batch_stays_on_fewer_devices(config, said):
   said.clear()
   second.restore_from_snapshot(snapshot)
   (line,) = said
-  assert 'it has 4 rows (before: 4)' in line
+  assert 'has 4 rows: the run began with 4' in line
   losses, tokens = losses_of(second, 2)
   second._close_input()
   assert losses == pytest.approx(expected[2:], rel=1e-5)
@@ -314,7 +314,7 @@ def test_a_batch_that_must_be_rounded_later_reads_on(config, said):
   second = on_mesh(config, rows=3)
   second.restore_from_snapshot(snapshot)
   (rounded,) = said
-  assert 'it has 4 rows (before: 3)' in rounded
+  assert 'has 4 rows: 3 is no multiple of 2' in rounded
   position = json.loads(second._infeed.source.get_state())['position']
   assert position == {'records': 6}
   assert losses_of(second, 1)[1] == 4 * 16

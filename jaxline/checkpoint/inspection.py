@@ -155,7 +155,8 @@ class Checkpoint(contents.Checkpoint):
     if not names and select != '.*':
       raise ValueError(
         f'{self.path} has no array whose whole name matches {select!r}; it has'
-        f' {list(self.described)[:8]}, ... (`show` lists them all).'
+        f' {list(self.described)[:8]}, ... (`show` lists them all; `export`'
+        ' takes others by --select).'
       )
     return names
 

@@ -134,14 +134,16 @@ class Rounding:
       self.rounded[given] = used
     if {used, before} != {given} and given not in self._warned:
       self._warned.add(given)
+      why = f'the run began with {before}'
+      if given % self.multiple:
+        why = f'{given} is no multiple of {self.multiple} ({self.sharers})'
+        why += f', and the run began with {before}' * (before != given)
       logging.warning(
-        'A global batch of %d rows does not divide over %s, or the run began'
-        ' with another size: it has %d rows (before: %d), and the results are'
-        ' those of so many.',
+        'A global batch (%d rows in the config) has %d rows: %s. The results'
+        ' are those of so many.',
         given,
-        self.sharers,
         used,
-        before,
+        why,
       )
     return used
 
