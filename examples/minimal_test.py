@@ -61,6 +61,8 @@ def test_a_byte_is_predicted_from_the_eight_before_it():
 def test_the_readme_shows_its_methods():
   source = (ROOT / 'examples' / 'minimal.py').read_text(encoding='utf-8')
   readme = (ROOT / 'README.md').read_text(encoding='utf-8')
+  header = 'class Experiment(sharded.ShardedExperiment):'
+  assert header in source
   begin = source.index('  def init_fn(')
   end = source.index('\n\n  def read(')
-  assert f'```python\n{source[begin:end]}\n```' in readme
+  assert f'```python\n{header}\n{source[begin:end]}\n```' in readme
