@@ -2,9 +2,10 @@
 
     python experiment.py --config=configs/lm.py
 
-As it stands, the config names the class (`config.experiment_class`), so that
-one file runs every example. To fork, write a class beside this file or in a
-folder of your own and hand it over here instead of None.
+The config names the class, as `config.experiment_class = 'module:Class'`, so
+that this file runs every experiment without a change, and `jaxline.load`,
+`jaxline.evaluate` and `python -m jaxline.inputs show` find the class too. A
+class that is given to `platform.main` instead of None also runs.
 """
 
 import sys

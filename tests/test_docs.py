@@ -96,6 +96,8 @@ def test_names_of_pages_in_code():
 
 COMMAND = re.compile(r'^(?:\w+=\S+ )*python experiment\.py .+', re.M)
 
+CONFIG = re.compile(r'--config=((?:configs|examples)/\w+\.py)(?::([\w:]+))?')
+
 
 def commands(text):
   """Yields each command of a page that starts experiment.py, on one line."""
@@ -117,7 +119,7 @@ def test_commands_name_configs_and_keys_that_exist():
   checked, wrong = 0, []
   for page in (p for p in tracked() if p.suffix == '.md'):
     for command in commands(page.read_text(encoding='utf-8')):
-      found = re.search(r'--config=(configs/\w+\.py)(?::([\w:]+))?', command)
+      found = CONFIG.search(command)
       if not found or 'yours' in found[1]:
         continue
       where = f'{page.relative_to(ROOT)}: {command}'
@@ -140,7 +142,7 @@ def test_commands_name_configs_and_keys_that_exist():
 def test_the_numbers_of_lines_in_the_readme():
   text = (ROOT / 'README.md').read_text(encoding='utf-8')
   rows = re.findall(r'^\| (.+) \| (\d+) \| \d+ \|$', text, re.M)
-  assert len(rows) == 4
+  assert len(rows) == 5
   for names, stated in rows:
     files = set(re.findall(r'[`(]([\w/]+\.\w+)[`)]', names))
     lines = sum((ROOT / f).read_text().count('\n') for f in files)

@@ -140,6 +140,10 @@ def test_recipes_that_go_together(copy):
   steps, filled = result.history['eval/filled'].T
   assert steps.tolist() == [10, 20]
   np.testing.assert_allclose(filled, expected, rtol=1e-6)
+  losses, perplexities = (
+    result.history[f'eval/{name}'][:, 1] for name in ('loss', 'perplexity')
+  )
+  np.testing.assert_allclose(perplexities, np.exp(losses), rtol=1e-6)
   assert ((x := result.history['train/filled'][:, 1]) > 0.9).all(), x
   assert (result.history['train/update_norm'][:, 1] > 0).all()
 

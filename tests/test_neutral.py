@@ -5,6 +5,8 @@ library wants it. All run through `train.train`, save, restore and go on.
 """
 
 import functools
+import pathlib
+import re
 
 from experiments import regression
 import jax
@@ -138,68 +140,62 @@ class Haiku(Classifier):
       return self.transformed.apply(params, model_state, None, x, is_training)
 
 
-class FlaxNnx(Classifier):
-  def make_model(self, rng):
-    from flax import nnx
-
-    class Model(nnx.Module):
-      def __init__(self, rngs):
-        self.norm = nnx.BatchNorm(FEATURES, momentum=MOMENTUM, rngs=rngs)
-        self.hidden = nnx.Linear(FEATURES, HIDDEN, rngs=rngs)
-        self.out = nnx.Linear(HIDDEN, CLASSES, rngs=rngs)
-
-      def __call__(self, x):
-        return self.out(nnx.relu(self.hidden(self.norm(x))))
-
-    model = Model(nnx.Rngs(rng))
-    return nnx.split(model, nnx.Param, nnx.BatchStat)
-
-  @functools.cached_property
-  def abstract(self):
-    return jax.eval_shape(self.make_model, jax.random.key(0))
-
-  def init_fn(self, rng):
-    from flax import nnx
-
-    _, params, stats = self.make_model(rng)
-    # Plain dicts of arrays, whose axes can be named.
-    return with_names(nnx.to_pure_dict(params)), nnx.to_pure_dict(stats)
-
-  def logits(self, params, model_state, x, is_training):
-    from flax import nnx
-
-    graph, abstract_params, abstract_stats = self.abstract
-    nnx.replace_by_pure_dict(abstract_params, params)
-    nnx.replace_by_pure_dict(abstract_stats, model_state)
-    model = nnx.merge(graph, abstract_params, abstract_stats)
-    (model.train if is_training else model.eval)()
-    logits = model(x)
-    return logits, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+def recipe(library):
+  """Returns the class that docs/howto.md shows for a library, and its names."""
+  page = pathlib.Path(__file__).parent.parent / 'docs' / 'howto.md'
+  (code,) = re.findall(
+    rf'^```python\n((?:from|import) {library}\b.*?)^```$',
+    page.read_text(encoding='utf-8'),
+    re.M | re.S,
+  )
+  assert code.count('\n') <= 25
+  names = {'jax': jax, 'sharded': sharded, 'Logical': partitioning.Logical}
+  exec(code, names)
+  (cls,) = (
+    x
+    for x in names.values()
+    if isinstance(x, type) and x.__name__.endswith('Experiment')
+  )
+  return cls, names
 
 
-class Equinox(Classifier):
-  def make_model(self, rng):
-    import equinox as eqx
+def flax_nnx():
+  from flax import nnx
 
-    model = eqx.nn.MLP(FEATURES, CLASSES, HIDDEN, depth=1, key=rng)
-    return eqx.partition(model, eqx.is_inexact_array)
+  class Model(nnx.Module):
+    def __init__(self, rngs):
+      self.norm = nnx.BatchNorm(FEATURES, momentum=MOMENTUM, rngs=rngs)
+      self.hidden = nnx.Linear(FEATURES, HIDDEN, rngs=rngs)
+      self.out = nnx.Linear(HIDDEN, CLASSES, rngs=rngs)
 
-  @functools.cached_property
-  def static(self):
-    return self.make_model(jax.random.key(0))[1]
+    def __call__(self, x):
+      return self.out(nnx.relu(self.hidden(self.norm(x))))
 
-  def init_fn(self, rng):
-    params, _ = self.make_model(rng)
-    return with_names(params), {'mean': jnp.zeros([FEATURES])}
+  cls, names = recipe('flax')
+  names['Model'] = Model
+  return type('FlaxNnx', (cls, Classifier), {})
 
-  def logits(self, params, model_state, x, is_training):
-    import equinox as eqx
 
-    mean = model_state['mean']
-    if is_training:
-      mean = MOMENTUM * mean + (1 - MOMENTUM) * x.mean(0)
-    model = eqx.combine(params, self.static)
-    return jax.vmap(model)(x - mean[None]), {'mean': mean}
+def equinox():
+  import equinox as eqx
+
+  class Model(eqx.Module):
+    norm: eqx.nn.BatchNorm
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key):
+      self.norm = eqx.nn.BatchNorm(FEATURES, 'batch', mode='batch')
+      self.mlp = eqx.nn.MLP(FEATURES, CLASSES, HIDDEN, depth=1, key=key)
+
+    def __call__(self, x, state):
+      # Equinox's BatchNorm needs it.
+      with jax.numpy_dtype_promotion('standard'):
+        x, state = self.norm(x, state)
+      return self.mlp(x), state
+
+  cls, names = recipe('equinox')
+  names['Model'] = Model
+  return type('Equinox', (cls, Classifier), {})
 
 
 class PerDevice(experiment.AbstractExperiment):
@@ -303,8 +299,8 @@ def evaluate(cls):
 SHARDED = [
   pytest.param(PlainJax, None, id='jax'),
   pytest.param(Haiku, 'haiku', id='haiku'),
-  pytest.param(FlaxNnx, 'flax.nnx', id='flax_nnx'),
-  pytest.param(Equinox, 'equinox', id='equinox'),
+  pytest.param(flax_nnx, 'flax.nnx', id='flax_nnx'),
+  pytest.param(equinox, 'equinox', id='equinox'),
 ]
 
 
@@ -315,6 +311,8 @@ SHARDED = [
 def test_a_library_trains_saves_and_goes_on(cls, library, monkeypatch):
   if library:
     pytest.importorskip(library, exc_type=ImportError)
+  if not isinstance(cls, type):
+    cls = cls()
   losses = run(cls, STEPS)
   assert len(losses) == STEPS
   assert np.mean(losses[-5:]) < 0.3 * np.mean(losses[:2])
@@ -334,10 +332,26 @@ def test_a_library_trains_saves_and_goes_on(cls, library, monkeypatch):
     assert regression.digest(saved()) == regression.digest(straight)
 
 
+def test_the_weights_are_loaded_back_into_an_nnx_model():
+  pytest.importorskip('flax.nnx', exc_type=ImportError)
+  x = examples(1)['x']
+  trained = flax_nnx()('train', jax.random.PRNGKey(0))
+  state = trained.state
+  model = trained.model(state.params, state.model_state)
+  np.testing.assert_array_equal(
+    model.hidden.kernel[...], state.params['hidden']['kernel']
+  )
+  model.eval()
+  logits, _ = trained.logits(state.params, state.model_state, x, False)
+  np.testing.assert_allclose(model(x), logits, rtol=1e-6)
+
+
 @pytest.mark.parametrize(('cls', 'library'), SHARDED)
 def test_a_librarys_weights_are_split(cls, library):
   if library:
     pytest.importorskip(library, exc_type=ImportError)
+  if not isinstance(cls, type):
+    cls = cls()
   state = cls('train', jax.random.PRNGKey(0)).state
   matrices = [
     x for x in jax.tree.leaves(state.params) if x.ndim == 2 and len(x) > 1
