@@ -8,7 +8,8 @@ from typing import Any
 class UsageError(ValueError):
   """The command line, the config or a file that it names is wrong.
 
-  The message says what was got, what was expected and what to do, in one line.
+  The message says what was got, what was expected and what to do, in one line
+  where that is enough.
   `platform.main` prints only the message and ends with code 2. Other errors
   keep their traceback.
   """

@@ -565,16 +565,18 @@ def start(
   """
   mode = _find_mode(name)
   needs_run = bool(mode.checkpointer) and not mode.log
-  if config.eval_initial_weights or config.checkpointer == 'memory':
-    needs_run &= not mode.eval_log
+  if mode.eval_log:  # Of checkpoints that are there, and ours.
+    is_ours = checkpointer_factory is create_checkpointer
+    needs_run &= is_ours and config.checkpointer == 'durable'
+    needs_run &= not config.eval_initial_weights
   refusal = (
-    f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected the'
+    f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected the existing'
     f' directory of the run whose weights --jaxline_mode={name} shall take.'
   )
   if needs_run and not config.checkpoint_dir:
     raise UsageError(refusal)
   config = resolve_config(config)
-  waits = not (config.one_off_evaluate or config.eval_steps)
+  waits = mode.eval_log and not (config.one_off_evaluate or config.eval_steps)
   is_there = pathlib.Path(config.checkpoint_dir).is_dir()
   if needs_run and not (waits or is_there or memory.seed('latest')):
     raise UsageError(refusal)

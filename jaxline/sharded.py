@@ -24,6 +24,7 @@ import numpy as np
 import optax
 
 from jaxline import base_config
+from jaxline import errors
 from jaxline import experiment
 from jaxline import metrics as metrics_lib
 from jaxline import partitioning
@@ -149,9 +150,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
     # number of evaluations that this has fed.
     self._rolling: dict[str, inputs.BaseInput | None] = {}
     self._num_fed: dict[str, int] = {}
-    # Rows of batches whose padding was logged; whether metrics were checked.
+    # Rows of batches for which padding was logged.
     self._padded_rows: set[int] = set()
-    self._has_checked = False
 
   @abc.abstractmethod
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
@@ -561,29 +561,17 @@ class ShardedExperiment(experiment.AbstractExperiment):
     for name, source in self._open_eval_inputs().items():
       sums: Any = None
       metrics: Any = None
-      for batch, is_padded in self._eval_batches(name, source):
+      for batch in self._eval_batches(name, source):
         # This waits for the batch before, while this batch is transferred.
         # Without it, batches that wait for the devices would fill their memory.
         sums = _add_fetched(sums, metrics)
         metrics = self.compiled_eval_step(state, batch, rng)
-        # Op by op it would enter breakpoints again.
-        is_off = jax.config.jax_disable_jit  # type: ignore[attr-defined]
-        if is_padded and not (self._has_checked or is_off):
-          self._has_checked = True
-          self._warn_of_padding(state, batch, rng)
       sums = _add_fetched(sums, metrics)
       with np.errstate(invalid='ignore'):  # A mean of weight 0 is NaN.
         means = metrics_lib.compute(sums)
       prefix = f'{name}/' if name else ''
       scalars |= {f'{prefix}{key}': float(x) for key, x in means.items()}
     return scalars
-
-  def _warn_of_padding(self, state: TrainState, batch: Batch, rng: Any) -> None:
-    """Warns of metrics in which rows of weight 0 count."""
-    w = batch[step_lib.WEIGHTS]
-    zeros = self.partitioner.put(np.zeros(w.shape, w.dtype), w.sharding)
-    nothing = {**batch, step_lib.WEIGHTS: zeros}
-    metrics_lib.warn_of_padding(self.compiled_eval_step(state, nothing, rng))
 
   def _open_eval_inputs(self) -> dict[str, Any]:
     """Returns name -> input of the evaluation sets; '' if there is only one."""
@@ -622,8 +610,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
       self._num_fed[name] = self.num_evaluated + 1
     return source.eval_batches()
 
-  def _eval_batches(self, name: str, source: Any) -> Iterator[Any]:
-    """Yields global batches of one shape, and whether padding was added.
+  def _eval_batches(self, name: str, source: Any) -> Iterator[Batch]:
+    """Yields global batches of one shape.
 
     A process whose batches end before those of the others adds padding.
     """
@@ -654,9 +642,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
             ' of an evaluation may differ, and be smaller.'
           )
         last = batch or jax.tree.map(lambda x: x[:0], last)
-        size = self._padded(rows)
-        batch = self.partitioner.put_batch(inputs.pad_rows(last, size), order)
-        yield batch, min(sizes) < size
+        padded = inputs.pad_rows(last, self._padded(rows))
+        yield self.partitioner.put_batch(padded, order)
     finally:
       batches.close()
       infeed.close(source)
@@ -720,7 +707,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
     if wrong := experiment.differences(
       saved, self.abstract_state(), 'the checkpoint has', 'the model expects'
     ):
-      raise ValueError(
+      raise errors.UsageError(
         'The checkpoint does not fit the model; nothing was restored. Use the'
         ' config it was trained with, or start a new run.\n' + '\n'.join(wrong)
       )

@@ -97,7 +97,7 @@ def test_the_step_and_its_metrics_are_named(bad, named):
   assert f'step 3 are not finite: {named}. The newest' in str(error.value)
   for remedy in (
     'learning rate', 'clipped', "'skip'", "'ignore'",
-    'JAX_DEBUG_NANS', '--jaxline_post_mortem',
+    'JAX_DEBUG_NANS', '--jaxline_disable_pmap_jit', '--jaxline_post_mortem',
   ):  # fmt: skip
     assert remedy in str(error.value)
   assert isinstance(error.value, ArithmeticError)

@@ -228,8 +228,21 @@ def test_one_off_without_checkpoint_fails(toy_here, tmp_path):
   ):
     result = toy_here(tmp_path, *more, mode='eval')
     assert result.returncode == 2
-    assert 'the directory of the run whose weights' in result.said
+    assert 'directory of the run whose weights' in result.said
     assert not nowhere.exists()
+
+
+@pytest.mark.parametrize('directory', [None, 'nowhere'])
+def test_a_programs_own_checkpointer_needs_no_directory(
+  tmp_path, monkeypatch, directory
+):
+  monkeypatch.chdir(tmp_path)
+  config = regression.get_config(2)
+  config.one_off_evaluate = True
+  config.checkpoint_dir = directory
+  factory = lambda config, mode: memory.InMemoryCheckpointer(config, mode)
+  with pytest.raises(platform.UsageError, match='no checkpoint of'):
+    platform.start(regression.Regression, config, 'eval', factory)
 
 
 def test_resolved_config_is_written(toy_here, tmp_path):
@@ -387,7 +400,7 @@ REFUSED = [
   ([LM, '--config.restore_from=/none'], 'config.restore_from is ./none.'),
   (
     [LM, '--jaxline_mode=eval', '--config.one_off_evaluate=True'],
-    'expected the directory of the run whose weights --jaxline_mode=eval',
+    'expected the existing directory of the run whose weights',
   ),
   ([IMAGE, of_kwargs('peak_learning_rate', -1)], 'peak_learning_rate is -1'),
   (

@@ -670,34 +670,6 @@ def test_evaluation_counts_every_example_once(sizes, sharding):
   assert experiment.compiled_eval_step._cache_size() == 1
 
 
-@pytest.mark.parametrize(
-  ('weighted', 'sizes', 'warned'),
-  [(False, (4, 4, 1), 1), (False, (4, 4), 0), (True, (4, 4, 1), 0)],
-)
-def test_metrics_that_count_padding_are_warned_of_once(
-  caplog, weighted, sizes, warned
-):
-  class Own(regression.Regression):
-    def loss_fn(self, params, model_state, batch, rng, is_training):
-      loss, scalars, model_state = super().loss_fn(
-        params, model_state, batch, rng, is_training
-      )
-      errors = batch['x'].sum(-1) + 1.0
-      weights = batch['weights'] if weighted else None
-      scalars |= {
-        'own': metrics.Mean.of(errors, weights),
-        'of_batch': metrics.Mean.of(loss * 0 + 3.0),
-      }
-      return loss, scalars, model_state
-
-  experiment = make(Own, eval_sizes=sizes)
-  for _ in range(2):
-    regression.evaluate(experiment)
-  texts = [x for x in caplog.messages if 'count rows of weight 0' in x]
-  assert len(texts) == warned
-  assert all("The metrics ['own'] count" in text for text in texts)
-
-
 _trained = []
 
 

@@ -154,7 +154,7 @@ class BaseModel(base_layer.BaseLayer, abc.ABC):
     total, weights = jnp.float32(0), jnp.float32(1)
     if added:
       values, counts = zip(*added, strict=True)
-      total = sum(values).astype(jnp.float32)
+      total = jnp.float32(sum(values))
       weights = jnp.mean(jnp.float32(counts))
     return {
       'total_loss': (avg_xent + total, weight),

@@ -59,7 +59,7 @@ class Table(base_layer.BaseLayer):
 
   def hidden(self, ids, **segments):
     self.add_aux_loss('one', jnp.float32(0.25), 3.0)
-    self.add_aux_loss('other', jnp.float32(0.625))
+    self.add_aux_loss('other', 0.625)
     x = self.softmax.emb_lookup(ids)
     for factor, entry in zip((1.0, 100.0), segments.values(), strict=False):
       x += factor * entry.astype(jnp.float32)[..., None]

@@ -75,7 +75,10 @@ class Module:
     """Returns that of an experiment, or its class; None wants nothing."""
     if live is None:
       return cls(wants_restored=lambda name: False)
-    names = [f.name for f in dataclasses.fields(cls) if hasattr(live, f.name)]
+    # Without this method there is nothing to save, which must not pass for {}.
+    needed = () if isinstance(live, type) else ('snapshot_state',)
+    fields = [f.name for f in dataclasses.fields(cls)]
+    names = [x for x in fields if x in needed or hasattr(live, x)]
     return cls(**{name: getattr(live, name) for name in names} | {'live': live})
 
   def has_entry(self, name: str) -> bool:

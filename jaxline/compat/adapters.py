@@ -108,7 +108,9 @@ class _ForeignWriter(writers.MetricWriter):
         setattr(self, method, getattr(writer, method))
 
   def __getattr__(self, name: str) -> Any:
-    return getattr(self.__dict__['_writer'], name)
+    if name == '_writer':  # A copy asks before it has one.
+      raise AttributeError(name)
+    return getattr(self._writer, name)
 
   def _write(
     self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
@@ -166,8 +168,15 @@ def full_experiment(experiment: Any) -> Any:
     return experiment
   for name, default in vars(base_class).items():
     if isinstance(default, bool):  # A mock's attribute stands for no flag.
-      setattr(experiment, name, getattr(experiment, name, default) is True)
-    elif not name.startswith(('__', '_abc')) and not hasattr(experiment, name):
+      own = getattr(experiment, name, None)
+      if type(own) is not bool:
+        setattr(experiment, name, default)
+    elif (
+      not name.startswith(('__', '_abc'))
+      # The loops say it where one of these is missing.
+      and name not in base_class.__abstractmethods__
+      and not hasattr(experiment, name)
+    ):
       is_method = inspect.isfunction(default)
       value = default.__get__(experiment) if is_method else default
       setattr(experiment, name, value)

@@ -43,6 +43,8 @@ _SLOW_AGAIN_SECS = 600.0
 class Infeed:
   """An iterator of batches that are on the devices before they are needed."""
 
+  _num_given = 1  # Until there is a source to close.
+
   def __init__(
     self,
     source: Iterator[Any],
@@ -67,7 +69,6 @@ class Infeed:
     self.position: Any = None
     self._error: Exception | None = None
     self._buffer_size = buffer_size
-    self._num_given = 0
     self._waited = 0.0
     self._slow_since: float | None = None
     self._quiet_until = -math.inf
@@ -84,6 +85,7 @@ class Infeed:
       buffer_size=buffer_size,
       stall_secs=stall_secs,
     )
+    self._num_given = 0
 
   def __iter__(self) -> Infeed:
     return self
@@ -150,6 +152,7 @@ class Infeed:
     """Stops to read, and closes the source."""
     self._batches.close()
     close(self.source)  # The thread may never have started.
+    self._num_given = 1
 
   def __del__(self) -> None:
     # The thread closes what it reads, but a start that fails after the data was

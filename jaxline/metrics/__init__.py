@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from typing import Any
 
-from absl import logging
 import jax
 import jax.numpy as jnp
 
@@ -76,18 +75,6 @@ def add(a: Metrics, b: Metrics) -> dict[str, Mean]:
       f'Metrics must have the same names: {sorted(a)} and {sorted(b)}.'
     )
   return {name: a[name] + b[name] for name in a}
-
-
-def warn_of_padding(metrics: Metrics) -> None:
-  """Warns of what counts in the metrics of a batch whose weights are all 0."""
-  # A weight of 1 is that of a number of the whole batch.
-  names = [k for k, x in metrics.items() if x.total != 0 and x.weight > 1]
-  if names:
-    logging.warning(
-      'The metrics %s count rows of weight 0, with which the last batch of an'
-      " evaluation is filled up; use Mean.of(values, batch['weights']).",
-      names,
-    )
 
 
 def compute(metrics: Metrics) -> dict[str, Any]:

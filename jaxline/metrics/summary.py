@@ -250,7 +250,8 @@ def _next_commands(
 
 def _without(args: Sequence[str], *flags: str) -> tuple[str, ...]:
   """Returns a command's arguments without flags, `--flag=x` or `--flag x`."""
-  names = [f'{dashes}{flag}' for flag in flags for dashes in ('-', '--')]
+  starts = ('-', '--', '-no', '--no')  # The latter of booleans.
+  names = [f'{start}{flag}' for flag in flags for start in starts]
   kept, skips = [], False
   for arg in args:
     name, equals, _ = arg.partition('=')

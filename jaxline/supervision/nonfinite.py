@@ -190,7 +190,8 @@ class Guard(periodic.Action):
       ' learning rate or clipped gradients (a changed config needs'
       " config.on_config_change = 'continue'); config.on_nonfinite = 'ignore'"
       " (or 'skip', of sharded steps) goes on all the same. To find the cause,"
-      ' run again with JAX_DEBUG_NANS=True and --jaxline_post_mortem.'
+      ' run again with JAX_DEBUG_NANS=True, --jaxline_disable_pmap_jit and'
+      ' --jaxline_post_mortem.'
     )
 
 
