@@ -570,15 +570,15 @@ def start(
     needs_run &= is_ours and config.checkpointer == 'durable'
     needs_run &= not config.eval_initial_weights
   refusal = (
-    f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected the existing'
+    f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected the'
     f' directory of the run whose weights --jaxline_mode={name} shall take.'
   )
   if needs_run and not config.checkpoint_dir:
     raise UsageError(refusal)
   config = resolve_config(config)
-  waits = mode.eval_log and not (config.one_off_evaluate or config.eval_steps)
+  is_once = mode.eval_log and (config.one_off_evaluate or config.eval_steps)
   is_there = pathlib.Path(config.checkpoint_dir).is_dir()
-  if needs_run and not (waits or is_there or memory.seed('latest')):
+  if needs_run and is_once and not (is_there or memory.seed('latest')):
     raise UsageError(refusal)
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)

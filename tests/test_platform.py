@@ -400,7 +400,7 @@ REFUSED = [
   ([LM, '--config.restore_from=/none'], 'config.restore_from is ./none.'),
   (
     [LM, '--jaxline_mode=eval', '--config.one_off_evaluate=True'],
-    'expected the existing directory of the run whose weights',
+    'expected the directory of the run whose weights',
   ),
   ([IMAGE, of_kwargs('peak_learning_rate', -1)], 'peak_learning_rate is -1'),
   (
