@@ -1,4 +1,4 @@
-"""The fork point: which Experiment runs.
+"""Runs the experiment that the config names.
 
     python experiment.py --config=configs/lm.py
 

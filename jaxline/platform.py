@@ -568,7 +568,7 @@ def start(
   if mode.eval_log:  # Of checkpoints that are there, and ours.
     is_ours = checkpointer_factory is create_checkpointer
     needs_run &= is_ours and config.checkpointer == 'durable'
-    needs_run &= not config.eval_initial_weights
+    needs_run &= not (config.eval_initial_weights or memory.seed('latest'))
   refusal = (
     f'config.checkpoint_dir is {config.checkpoint_dir!r}; expected the'
     f' directory of the run whose weights --jaxline_mode={name} shall take.'
@@ -577,9 +577,8 @@ def start(
     raise UsageError(refusal)
   config = resolve_config(config)
   is_once = mode.eval_log and (config.one_off_evaluate or config.eval_steps)
-  is_there = pathlib.Path(config.checkpoint_dir).is_dir()
-  if needs_run and is_once and not (is_there or memory.seed('latest')):
-    raise UsageError(refusal)
+  if needs_run and is_once and not pathlib.Path(config.checkpoint_dir).is_dir():
+    raise UsageError(f'{refusal} There is no such directory.')
   if experiment_class is None:
     experiment_class = resolve_experiment_class(config)
   if mode.checkpointer:

@@ -5,8 +5,8 @@
 
 A run is a directory with a `config.json`. What is shown comes from that file,
 from `metrics.jsonl` of training and evaluation, and from the notes of who
-writes there; checkpoints are not read. The exit status is 0; 2 where there is
-no run or no such metric, in one line on stderr.
+writes there; of checkpoints only the steps count. The exit status is 0; 2 where
+there is no run or no such metric, in one line on stderr.
 """
 
 import argparse
@@ -73,7 +73,7 @@ class Run:
 
   @property
   def last(self) -> dict[str, float]:
-    """The last value of each scalar: the best's first, evaluation, losses."""
+    """The last value of each scalar: that of `best`, evaluation, losses."""
     best = f'eval/{self.recorded.get("best_model_eval_metric")}'
     names = sorted(
       self.curves,

@@ -229,20 +229,31 @@ def test_one_off_without_checkpoint_fails(toy_here, tmp_path):
     result = toy_here(tmp_path, *more, mode='eval')
     assert result.returncode == 2
     assert 'directory of the run whose weights' in result.said
+    assert ('no such directory' in result.said) == (given in more)
     assert not nowhere.exists()
 
 
 @pytest.mark.parametrize('directory', [None, 'nowhere'])
-def test_a_programs_own_checkpointer_needs_no_directory(
-  tmp_path, monkeypatch, directory
+@pytest.mark.parametrize('is_own', [True, False])
+def test_a_programs_own_checkpoints_need_no_directory(
+  tmp_path, monkeypatch, directory, is_own
 ):
   monkeypatch.chdir(tmp_path)
   config = regression.get_config(2)
   config.one_off_evaluate = True
   config.checkpoint_dir = directory
-  factory = lambda config, mode: memory.InMemoryCheckpointer(config, mode)
-  with pytest.raises(platform.UsageError, match='no checkpoint of'):
-    platform.start(regression.Regression, config, 'eval', factory)
+  if is_own:
+    factory = lambda config, mode: memory.InMemoryCheckpointer(config, mode)
+    with pytest.raises(platform.UsageError, match='no checkpoint of'):
+      platform.start(regression.Regression, config, 'eval', factory)
+    return
+  first = regression.get_config(2)
+  first.checkpoint_dir = 'first'
+  platform.start(regression.Regression, first, 'train')
+  history = utils.GLOBAL_CHECKPOINT_DICT['latest'].history
+  history[:] = [utils.SnapshotNT(0, history[-1].pickle_nest)]
+  path, _ = platform.start(regression.Regression, config, 'eval')
+  assert list(records(pathlib.Path(path), 'eval')) == [2]
 
 
 def test_resolved_config_is_written(toy_here, tmp_path):

@@ -96,8 +96,8 @@ def full_checkpointer(checkpointer: Any) -> base.FullCheckpointer:
 class _ForeignWriter(writers.MetricWriter):
   """A writer that has `write_scalars`, and perhaps more of its own.
 
-  An experiment may call all that it has; records of other kinds are dropped.
-  The loops write to it, but whoever made it flushes and closes it.
+  An experiment may call all that it has; records of other kinds are dropped,
+  silently. The loops write to it, but whoever made it closes it.
   """
 
   def __init__(self, writer: Any):
