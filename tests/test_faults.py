@@ -935,19 +935,17 @@ def test_two_runs_on_one_directory(tmp_path, start):
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-  ('args', 'faults', 'code', 'said'),
+  ('args', 'faults', 'said'),
   [
-    (['--config.trainin_steps=9'], {}, 2, ['training_steps']),
+    (['--config.trainin_steps=9'], {}, ['training_steps']),
     (
       ['--config.experiment_kwargs.width=24'],
       {},
-      2,
       ['config.experiment_kwargs.width: 16 then, 24 now', 'on_config_change'],
     ),
     (
       [],
       {'width': 24},
-      1,
       [
         'state/params/w: the checkpoint has float32[6, 16], the experiment'
         ' expects float32[6, 24]',
@@ -958,13 +956,13 @@ def test_two_runs_on_one_directory(tmp_path, start):
   ],
   ids=['typo', 'config', 'model'],
 )
-def test_another_run_is_refused(stopped, start, args, faults, code, said):
+def test_another_run_is_refused(stopped, start, args, faults, said):
   before = _entries(stopped / 'checkpoints' / 'latest')
   run = start(stopped, *args, faults=faults)
-  assert run.end() == code, run.log[-8000:]
+  assert run.end() == 2, run.log[-8000:]
   for text in said:
     assert text in run.log
-  assert ('Traceback' in run.log) == (code == 1)
+  assert 'Traceback' not in run.log
   assert _entries(stopped / 'checkpoints' / 'latest') == before
   assert newest(stopped) == 24
 
