@@ -565,7 +565,7 @@ def start(
   """
   mode = _find_mode(name)
   needs_run = bool(mode.checkpointer) and not mode.log
-  if mode.eval_log:  # Of checkpoints that are there, and ours.
+  if mode.eval_log:  # Unless the weights come from elsewhere.
     is_ours = checkpointer_factory is create_checkpointer
     needs_run &= is_ours and config.checkpointer == 'durable'
     needs_run &= not (config.eval_initial_weights or memory.seed('latest'))

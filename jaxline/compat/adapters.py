@@ -119,10 +119,11 @@ class _ForeignWriter(writers.MetricWriter):
       self._writer.write_scalars(global_step, values)
 
   def flush_async(self) -> Callable[[], None]:
+    """Flushes nothing: the writer may not allow it on another thread."""
     return lambda: None
 
   def __exit__(self, *unused: object) -> None:
-    pass
+    """Closes nothing: see the class."""
 
 
 def full_writer(writer: Any) -> writers.MetricWriter:

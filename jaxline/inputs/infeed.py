@@ -43,7 +43,8 @@ _SLOW_AGAIN_SECS = 600.0
 class Infeed:
   """An iterator of batches that are on the devices before they are needed."""
 
-  _num_given = 1  # Until there is a source to close.
+  # Whether the source is open and no thread, which would close it, reads it.
+  _is_unread = False
 
   def __init__(
     self,
@@ -69,6 +70,7 @@ class Infeed:
     self.position: Any = None
     self._error: Exception | None = None
     self._buffer_size = buffer_size
+    self._num_given = 0
     self._waited = 0.0
     self._slow_since: float | None = None
     self._quiet_until = -math.inf
@@ -85,7 +87,7 @@ class Infeed:
       buffer_size=buffer_size,
       stall_secs=stall_secs,
     )
-    self._num_given = 0
+    self._is_unread = True
 
   def __iter__(self) -> Infeed:
     return self
@@ -94,6 +96,7 @@ class Infeed:
     """Returns the next batch, and sets `position` to the one after it."""
     if self._error is not None:
       raise self._error
+    self._is_unread = False
     began = time.perf_counter()
     try:
       batch, self.position = next(self._batches)
@@ -150,14 +153,14 @@ class Infeed:
 
   def close(self) -> None:
     """Stops to read, and closes the source."""
+    self._is_unread = False
     self._batches.close()
     close(self.source)  # The thread may never have started.
-    self._num_given = 1
 
   def __del__(self) -> None:
-    # The thread closes what it reads, but a start that fails after the data was
-    # opened to be resumed has none. At the exit threads cannot be waited for.
-    if not self._num_given and not sys.is_finalizing():
+    # A start may fail after the data was opened to be resumed. At the exit of
+    # the process threads cannot be waited for.
+    if self._is_unread and not sys.is_finalizing():
       close(self.source)
 
 
