@@ -102,9 +102,11 @@ class SerialExecutor:
           ' process inherits the object but not the thread. Make a new object'
           ' there.'
         )
+      # First: a first call that fails at once has then failed before this
+      # returns, so that the second raises its error.
+      self._calls.put(functools.partial(self.run, call))
       if self._thread is None:
         self._start()
-      self._calls.put(functools.partial(self.run, call))
 
   def run(self, call: Callable[[], Any]) -> None:
     """Runs a call at once and keeps its error; for the executor's thread."""
