@@ -27,6 +27,7 @@ from jaxline import platform
 from jaxline import runs
 from jaxline.checkpoint import base
 from jaxline.checkpoint import inspection
+from jaxline.checkpoint import memory
 from jaxline.compat import adapters
 from jaxline.metrics import console
 from jaxline.metrics import writers
@@ -98,6 +99,7 @@ def fit(
       f"mode is {mode!r}; expected 'train_and_eval' or 'train'."
     )
   config = _override(config, overrides)
+  memory.forget_published()  # Each call is a run of its own.
   try:
     with preemption.Watch():
       directory, experiment = platform.start(

@@ -59,15 +59,11 @@ _GRACE_SECS = 5.0
 def create_checkpointer(
   config: config_dict.ConfigDict, mode: str
 ) -> base.Checkpointer:
-  """Returns the run's checkpointer for one mode, as `config.checkpointer`.
-
-  A run that trains forgets the checkpoints of earlier runs in this process; an
-  evaluation may be of those.
-  """
-  if not mode.startswith('eval'):
-    memory.forget_published()
+  """Returns the run's checkpointer for one mode, as `config.checkpointer`."""
   if config.checkpointer == 'memory':
     return memory.InMemoryCheckpointer(config, mode, records_config=True)
+  if not mode.startswith('eval'):
+    memory.forget_published()
   from jaxline.checkpoint import durable  # Orbax takes a second to import.
 
   return durable.DurableCheckpointer(config, mode)
@@ -589,6 +585,15 @@ def start(
       f' {jax.process_count()}: their threads would meet in different programs.'
       ' Use train_and_eval.'
     )
+  if mode.checkpointer:
+    training = memory.Training.of(
+      experiment_class, base_config.recorded(config)
+    )
+    directory = memory.run_directory(
+      config.checkpoint_dir, training, begins=bool(mode.log)
+    )
+    with config.ignore_type(), config.unlocked():
+      config.checkpoint_dir = str(directory)
   with goodput.run(), contextlib.ExitStack() as stack:
     stack.enter_context(compilation_cache.of_run(config))
     # It closes last, with what the run came to.

@@ -256,6 +256,8 @@ class Run:
         ' needs a checkpointer of its own that reads what'
         f' {type(self.checkpointer).__name__} writes.'
       )
+    # Here already, since the evaluation looks for checkpoints at once.
+    self.checkpointer.begin_training(self.experiment_class)
     trained = threading.Event()
     failed: list[BaseException] = []
 
@@ -351,7 +353,8 @@ def _resume_log(run: Run, log: writers.MetricWriter, last: int | None) -> None:
     last: the last step that is not run or evaluated again; None if the run has
       done nothing yet, so that all of the log is void.
   """
-  if run.checkpointer.is_resumable:
+  # Else the records before are those of an earlier training.
+  if run.checkpointer.is_resumable and not run.checkpointer.has_moved:
     with debug.log_activity('resuming the logs'):
       log.resume(-1 if last is None else last)
   if last is None or not run.checkpointer.is_resumable:
@@ -381,6 +384,7 @@ class _Training:
         'checkpoint_interval_type',
         config.checkpoint_interval_type or config.interval_type,
       )
+    checkpointer.begin_training(run.experiment_class)
     with (
       debug.log_activity('experiment init', category='start'),
       oom.explained(None, config),

@@ -25,6 +25,7 @@ from jaxline import experiment
 from jaxline import platform
 from jaxline import train
 from jaxline import utils
+from jaxline.checkpoint import memory
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -699,9 +700,9 @@ def test_what_is_left_behind_an_error_is_the_last_save(client, tmp_path):
   'mode', ['train', 'train_and_eval', 'train_eval_multithreaded']
 )
 def test_two_runs_of_one_process_are_two_runs(mode, checkpointer, client):
-  for directory in ('first', 'second'):
+  for directory, seed in (('first', 1), ('second', 2)):
     steps = client(
-      mode, directory, checkpointer=checkpointer,
+      mode, directory, checkpointer=checkpointer, random_seed=seed,
       best_model_eval_metric='score',
     )  # fmt: skip
     assert steps == [0, 1, 2]
@@ -762,11 +763,14 @@ class FillsItsConfig(Client):
 
 
 @pytest.mark.parametrize('mode', ['train', 'train_eval_multithreaded'])
-def test_an_experiment_may_fill_in_its_own_config(mode, client, tmp_path):
+def test_an_experiment_may_fill_in_its_own_config(
+  mode, client, tmp_path, monkeypatch
+):
   assert client(mode, cls=FillsItsConfig) == [0, 1, 2]
   assert client(mode, cls=FillsItsConfig, training_steps=4) == [3]
   record = json.loads((tmp_path / 'run' / 'config.json').read_text())
   assert record['experiment_kwargs']['config'] == {'width': 3}
+  monkeypatch.setattr(memory, '_begun', {})  # As in another process.
   with pytest.raises(ValueError, match='width: 3 then, 5 now'):
     client(
       mode, cls=FillsItsConfig, training_steps=5,

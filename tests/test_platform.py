@@ -107,6 +107,7 @@ def here(monkeypatch, capfd, caplog):
       values(argv)
     # As in a process that has just begun.
     monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+    monkeypatch.setattr(memory, '_begun', {})
     caplog.clear()
     capfd.readouterr()
     code, error = 0, ''

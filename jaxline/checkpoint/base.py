@@ -136,6 +136,8 @@ class FullCheckpointer(Checkpointer):
       Only then is what was logged after the restored step void.
     reads_only: whether nothing is written in the directory; set before the
       checkpointer is used.
+    has_moved: whether `begin_training` chose another directory, while the logs
+      stay where those of the earlier training are.
     saved_step: the step of the run's own checkpoint of `latest` that was
       restored or became complete last; None if there is none on disk.
     logs: writers and actions whose records up to a checkpoint of `latest` are
@@ -147,6 +149,7 @@ class FullCheckpointer(Checkpointer):
   collective: bool = False
   is_resumable: bool = False
   reads_only: bool = False
+  has_moved: bool = False
   saved_step: int | None = None
   logs: Sequence[Any] = ()
 
@@ -195,6 +198,15 @@ class FullCheckpointer(Checkpointer):
       f' {ckpt_series!r}, so none can be chosen by its step. Leave the step'
       " None, or set config.checkpointer = 'durable'."
     )
+
+  def begin_training(self, experiment_class: Any) -> None:
+    """Leaves the checkpoints of another training of this process alone.
+
+    Called before a training looks for checkpoints; all hosts call it together.
+
+    Args:
+      experiment_class: constructs the experiment.
+    """
 
   def check_shared(self) -> None:
     """Raises UsageError where not all hosts see the same directory."""

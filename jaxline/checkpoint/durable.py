@@ -170,6 +170,21 @@ class DurableCheckpointer(notes.NotingCheckpointer):
       for save in self._saves.get('latest', []):
         save.cancel()  # Does nothing to one that is being written.
 
+  def begin_training(self, experiment_class: Any) -> None:
+    """Moves to another directory if another training of this process is here.
+
+    `platform` does it before it opens the logs; a program that makes its own
+    checkpointer and calls `train.train` with several classes has it done here.
+    """
+    training = memory.Training.of(experiment_class, self._recorded)
+    directory = memory.run_directory(self._root.parent, training)
+    if directory != self._root.parent:
+      self.close()
+      self._root = files.root(directory)
+      self._recorded['checkpoint_dir'] = str(directory)
+      self.saved_step = None
+      self.has_moved = True
+
   def can_be_restored(self, ckpt_series: str) -> bool:
     """Returns whether there is something to restore.
 
@@ -386,7 +401,7 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     if ckpt_series in self._claims:
       return
     if jax.process_index() == 0:
-      claim = files.Claim(self._config.checkpoint_dir, ckpt_series)
+      claim = files.Claim(self._root.parent, ckpt_series)
       self._claims[ckpt_series] = claim
       files.clean(self._root / ckpt_series)
     arrays.barrier('own')  # The others look at what is there now.
