@@ -296,7 +296,7 @@ KEYS = (
       'Each ratio r adds the steps r, 10 r, 100 r ... to the intervals above:'
       ' [1, 2, 5] logs often at the start. Needs intervals in steps.'),
   Key('console', None, optional(one_of('live', 'plain', 'off')),
-      'What the first process shows: `live` redraws lines on the terminal,'
+      'What the first process shows: `live` redraws one line of the terminal,'
       ' `plain` prints a line at each `log_tensors_interval`, `off` logs it.'
       ' None is `live` on a terminal, else `plain`; -v 1 adds the full log.'),
   Key('log_async', True, _BOOLEAN,

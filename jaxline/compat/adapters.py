@@ -102,8 +102,7 @@ class _ForeignWriter(writers.MetricWriter):
 
   def __init__(self, writer: Any):
     self._writer = writer
-    own = (f'write_{kind}' for kind in ('images', 'texts', 'histograms'))
-    for method in (*own, 'flush', 'close'):
+    for method in ('write_images', 'write_texts', 'flush', 'close'):
       if hasattr(writer, method):
         setattr(self, method, getattr(writer, method))
 
@@ -113,7 +112,7 @@ class _ForeignWriter(writers.MetricWriter):
     return getattr(self._writer, name)
 
   def _write(
-    self, kind: str, global_step: Any, values: Mapping[str, Any], *options: Any
+    self, kind: str, global_step: Any, values: Mapping[str, Any]
   ) -> None:
     if kind == 'scalars':
       self._writer.write_scalars(global_step, values)
