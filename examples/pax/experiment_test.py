@@ -480,7 +480,7 @@ def test_what_a_user_gets_wrong_is_said_in_one_line(keys, constants, said):
     ('C4Spmd1BAdam4Replicas', {'MODEL_DIMS': 7}, 'is 7; expected an even'),
     ('C4Spmd1BAdam4Replicas', {'LR_WARMUP_STEPS': 600}, 'expects 0 <= warmup'),
     ('ReverseEncoderDecoder', {'MODEL_DIMS': 6}, 'num_heads 4 .* width of 6'),
-    ('ResNet50Pjit', {'CHANNELS': (6, 6)}, 'output_dims 6; .*of 4'),
+    ('ResNet50Pjit', {'CHANNELS': (6, 6)}, 'output_dim 6; .*of 4'),
     (
       'C4SpmdPipelineGpt3SmallAdam64Replicas',
       {'USE_FP8': True},
