@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -28,11 +29,13 @@ from jaxline import debug
 from jaxline import mesh as mesh_lib
 from jaxline import metrics
 from jaxline import partitioning
+from jaxline import platform
 from jaxline import sharded
 from jaxline import train
 from jaxline import train_step
 from jaxline import utils
 from jaxline.checkpoint import base
+from jaxline.checkpoint import files
 from jaxline.inputs import base as inputs
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -779,6 +782,27 @@ def test_several_evaluation_sets_have_metrics_of_their_own():
   assert experiment.abstract_batch(False)['x'].shape == (6, 8)
 
 
+def test_each_batch_of_an_evaluation_has_a_key_of_its_own():
+  class Named(regression.Drawing):
+    names = ('a', 'b')
+
+    def eval_input(self):
+      return {name: [regression.examples(1, 4)] * 3 for name in self.names}
+
+  key = jax.random.PRNGKey(2)
+  draws = regression.drawn(key, 'abc', batches=3)
+  assert len(set(draws.values())) == 3
+  experiment = make(Named, mode='eval')
+  # The same in each evaluation; another set changes nothing for the others.
+  for names in ('ab', 'ab', 'cb'):
+    experiment.names = names
+    scalars = regression.evaluate(experiment, seed=2)
+    for name in names:
+      np.testing.assert_allclose(
+        scalars[f'{name}/draw'], draws[name], rtol=1e-6
+      )
+
+
 def test_the_best_checkpoint_goes_by_the_metric_of_a_set():
   config = regression.get_config(4)
   config.eval_interval = 2
@@ -1235,6 +1259,27 @@ def test_evaluate_follows_the_checkpoints():
   np.testing.assert_allclose(
     scalars['loss'], regression.expected_evaluation(state, [37]), rtol=1e-5
   )
+
+
+@pytest.mark.parametrize(
+  'mode', ['eval', 'train_and_eval', 'train_eval_multithreaded']
+)
+def test_initial_weights_are_those_of_the_run_in_every_mode(mode, tmp_path):
+  config = regression.get_config(0)
+  config.update(
+    checkpointer='durable',
+    checkpoint_dir=str(tmp_path),
+    eval_initial_weights=True,
+    best_model_eval_metric='loss',
+  )
+  platform.start(functools.partial(Regression), config, mode)
+  init_key = jax.random.split(jax.random.PRNGKey(config.random_seed))[1]
+  expected = regression.expected_evaluation(make(key=init_key).state, [37])
+  lines = (tmp_path / 'eval' / 'metrics.jsonl').read_text().splitlines()
+  (record,) = (x for x in map(json.loads, lines) if 'loss' in x)
+  assert record['step'] == 0
+  np.testing.assert_allclose(record['loss'], expected, rtol=1e-5)
+  assert files.steps(tmp_path / 'checkpoints' / 'best') == [0]
 
 
 def test_without_jit_loss_fn_sees_values():

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import math
 import pathlib
@@ -1208,6 +1209,77 @@ def test_initial_weights_are_evaluated_once_before_the_first_checkpoint():
 def test_initial_weights_are_not_evaluated_where_there_is_a_checkpoint():
   log, _ = evaluate([100], eval_initial_weights=True)
   assert [step for step, _ in log.evals] == [100]
+
+
+class Seeded(Plain):
+  """Its score after n steps is n and a draw from [0, 1) by its initial key."""
+
+  def __init__(self, mode, init_rng, **kwargs):
+    super().__init__(mode, init_rng, **kwargs)
+    self._w = self._w + jax.random.uniform(init_rng)
+
+  def evaluate(self, **kwargs):
+    super().evaluate(**kwargs)
+    return {'score': self.log.evals[-1][1]}
+
+
+@pytest.mark.parametrize('legacy', [False, True])
+@pytest.mark.parametrize('saves_initial', [False, True])
+def test_initial_weights_of_an_evaluation_are_not_those_of_the_run(
+  saves_initial, legacy, tmp_path
+):
+  """In the per-device style they count, and may be the best, if they are."""
+  config = make_config(
+    1,
+    checkpoint_dir=str(tmp_path),
+    checkpointer='durable',
+    eval_initial_weights=True,
+    save_initial_train_checkpoint=saves_initial,
+    legacy_random_seed_behavior=legacy,
+    best_model_eval_metric='score',
+    best_model_eval_metric_higher_is_better=False,
+  )
+  seed = jax.random.PRNGKey(config.random_seed)
+  own = float(jax.random.uniform(seed))
+  runs = float(
+    jax.random.uniform(seed if legacy else jax.random.split(seed)[1])
+  )
+  writer, log = Writes(), Log()
+  make = functools.partial(Seeded, log=log)
+  began = threading.Event()
+
+  class Waits(durable.DurableCheckpointer):
+    """The evaluation's; training begins when it has waited for it."""
+
+    def follow(self, series):
+      restore_next, looks = super().follow(series), itertools.count()
+
+      def look(done):
+        if next(looks) == 2:
+          began.set()
+        return restore_next(done)
+
+      return look
+
+  checkpointer = Waits(config, 'eval')
+  thread = threading.Thread(
+    target=train.evaluate, args=(make, config, checkpointer, writer, 'eval')
+  )
+  thread.start()
+  assert began.wait(30)
+  with contextlib.closing(
+    durable.DurableCheckpointer(config, 'train')
+  ) as trained:
+    train.train(make, config, trained, None)
+  thread.join(30)
+  assert not thread.is_alive()
+  waits = saves_initial and not legacy
+  expected = [(0, runs if waits else own), (1, 1 + runs)]
+  found = [(step, x['score']) for step, x in writer.records]
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
+  steps = checkpointer.steps('best')
+  checkpointer.close()
+  assert steps == ([0] if saves_initial or legacy else [1])
 
 
 def test_one_off_evaluates_the_newest_once():

@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 import types
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +118,35 @@ def expected_loss(state, batch):
   w, b = state.params['w'], state.params['b']
   y = (batch['x'] - state.model_state['mean']) @ w + b
   return np.mean((y - batch['y']) ** 2)
+
+
+def drawn(key, names, batches):
+  """Returns what an evaluation draws of its key: a mean for each set's name."""
+  for_all = jax.random.fold_in(key, zlib.crc32(b'evaluation'))
+  for_sets = {
+    name: jax.random.fold_in(for_all, zlib.crc32(name.encode()))
+    for name in names
+  }
+  return {
+    name: float(
+      np.mean(
+        [jax.random.uniform(jax.random.fold_in(key, i)) for i in range(batches)]
+      )
+    )
+    for name, key in for_sets.items()
+  }
+
+
+class Drawing(Regression):
+  """Also returns a metric with a draw of each batch of an evaluation."""
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    loss, values, new = super().loss_fn(
+      params, model_state, batch, rng, is_training
+    )
+    if not is_training:
+      values['draw'] = metrics.Mean(jax.random.uniform(rng), jnp.ones([]))
+    return loss, values, new
 
 
 def digest(tree):
