@@ -237,11 +237,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
     del before
     return after.model_state
 
-  @property
-  def bubble_fraction(self) -> float:
-    """The part of a step in which a stage of a pipeline is idle."""
-    return 0.0
-
   # The compiled programs.
 
   # Cached properties, and not set by the constructor, since a subclass may set

@@ -131,10 +131,6 @@ class BaseExperiment(abc.ABC):
     """
     return None
 
-  def bubble_fraction(self) -> float:
-    """The part of a step in which a stage of a pipeline has nothing to do."""
-    return 0.0
-
   def prompting(self) -> Prompting:
     """Returns what makes tokens of prompts; for `--mode=decode`."""
     raise NotImplementedError(

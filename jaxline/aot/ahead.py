@@ -130,7 +130,7 @@ def make_report(
       state_bytes=_bytes(state),
       gradient_bytes=_gradient_bytes(experiment, state),
       batch_bytes=_bytes(batch),
-      bubble_fraction=experiment.bubble_fraction,
+      bubble_fraction=counting.bubble_fraction(steps[0].traced.jaxpr),
       programs=tuple(compiled),
       notes=tuple(notes),
       saved=str(saved) if saved and saved.exists() else '',
@@ -245,7 +245,7 @@ def _steps(
   )
   eval_args = dataclasses.replace(state, opt_state=None), batch, rng, place
   traced = eval_step.trace(*eval_args)
-  flops = counting.flops(traced.jaxpr) * (1 - experiment.bubble_fraction)
+  flops = counting.flops(traced.jaxpr)
   yield _Step('eval step', traced, eval_args, flops)
 
 
