@@ -23,6 +23,7 @@ import pytest
 
 from jaxline import base_config
 from jaxline import debug
+from jaxline import errors
 from jaxline import mesh as mesh_lib
 from jaxline import metrics
 from jaxline import partitioning
@@ -922,12 +923,10 @@ def test_arrays_just_read_are_kept_and_live_ones_copied():
 
 
 def test_a_checkpoint_that_does_not_fit_names_each_leaf_and_changes_nothing():
-  class Wider(Regression):
+  class Other(Regression):
     def init_fn(self, rng):
       params, model_state = super().init_fn(rng)
-      params['w'] = partitioning.Logical(
-        jnp.zeros([8, 6], jnp.bfloat16), ('embed', 'mlp')
-      )
+      params['w'] = jnp.zeros([8, 6], jnp.bfloat16)
       params['b'] = jnp.zeros([4], jnp.float16)
       return {**params, 'more': jnp.zeros([])}, model_state
 
@@ -935,24 +934,17 @@ def test_a_checkpoint_that_does_not_fit_names_each_leaf_and_changes_nothing():
       return optax.sgd(0.1)
 
   snapshot = save_after('ddp', 1)
-  experiment = make(Wider)
+  experiment = make(Other)
   before = regression.digest(experiment.state)
-  with pytest.raises(ValueError, match='nothing was restored') as error:
+  with pytest.raises(errors.UsageError) as error:
     experiment.restore_from_snapshot(snapshot)
-  assert error.value.args[0].splitlines()[1:] == [
-    '.opt_state[0].count: the checkpoint has int32[], the model expects'
-    ' nothing',
-    *(
-      f".opt_state[0].{moment}['{name}']: the checkpoint has {kind}, the"
-      ' model expects nothing'
-      for moment in ('mu', 'nu')
-      for name, kind in (('b', 'float32[4]'), ('w', 'float32[8, 4]'))
-    ),
-    ".params['b']: the checkpoint has float32[4], the model expects float16[4]",
-    ".params['more']: the checkpoint has nothing, the model expects float32[]",
-    ".params['w']: the checkpoint has float32[8, 4], the model expects"
-    ' bfloat16[8, 6]',
+  lines = error.value.args[0].splitlines()[1:]
+  moments = [f"{m}['{w}']" for m in ('mu', 'nu') for w in ('b', 'w')]
+  assert [line.partition(': ')[0] for line in lines] == [
+    *(f'.opt_state[0].{name}' for name in ('count', *moments)),
+    *(f".params['{name}']" for name in ('b', 'more', 'w')),
   ]
+  assert all(x in lines[-1] for x in ('float32[8, 4]', 'bfloat16[8, 6]'))
   assert regression.digest(experiment.state) == before
 
 

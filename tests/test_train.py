@@ -388,12 +388,6 @@ def test_an_attribute_of_a_mock_is_no_flag(made, mode):
   guard.wait()
 
 
-def test_a_run_in_memory_writes_no_file(tmp_path):
-  config = make_config(1, checkpoint_dir=str(tmp_path))
-  train.train(Plain, config, None, None)
-  assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
   ('key', 'value'),
   [
@@ -427,8 +421,12 @@ def test_a_constructor_that_names_run_config_gets_the_config_of_its_run():
       super().__init__(mode, init_rng, log)
 
   run(Sees, make_config(1))
-  evaluate_once(Sees, make_config(2, one_off_evaluate=True))
-  assert seen == [('train', 1), ('eval', 2)]
+  config = make_config(2, one_off_evaluate=True)
+  evaluate_once(Sees, config)
+  # An argument of the experiment may have this name.
+  config.experiment_kwargs.run_config = make_config(3)
+  evaluate_once(Sees, config)
+  assert seen == [('train', 1), ('eval', 2), ('eval', 3)]
 
 
 def test_a_step_may_take_only_what_it_wants():
@@ -444,14 +442,16 @@ def test_a_step_may_take_only_what_it_wants():
   assert log.steps == [0, 1]
 
 
-def test_a_run_needs_no_more_than_an_experiment_and_a_config():
+def test_a_run_needs_no_more_than_an_experiment_and_a_config(tmp_path):
   log = Log()
-  made = train.Run(functools.partial(Plain, log=log), make_config(3))
+  config = make_config(3, checkpoint_dir=str(tmp_path))
+  made = train.Run(functools.partial(Plain, log=log), config)
   made.train()
   assert made.checkpointer.steps('latest') == [3]
   made.config.one_off_evaluate = True
   made.evaluate()
   assert log.evals == [(3, 3.0)]
+  assert list(tmp_path.iterdir()) == []  # It is all in memory.
 
 
 def test_a_run_adapts_what_follows_the_contract_of_jaxline():
@@ -552,19 +552,6 @@ def test_a_run_that_has_ended_keeps_no_experiment(loop, fails, monkeypatch):
     assert [ref() for ref in made] == [None] * len(made)
   finally:
     gc.enable()
-
-
-def test_an_argument_of_an_experiment_may_be_called_run_config():
-  class Own(Plain):
-    def __init__(self, mode, init_rng, run_config, log=None):
-      super().__init__(mode, init_rng, log)
-      self.got = run_config
-
-  config = make_config(1)
-  config.experiment_kwargs.run_config = 'mine'
-  _, checkpointer = run(Own, config)
-  state = checkpointer.get_experiment_state('latest')
-  assert state.experiment_module.got == 'mine'
 
 
 def test_a_wrapper_around_a_durable_checkpointer_is_one(tmp_path):
@@ -1770,39 +1757,6 @@ def test_in_memory_a_run_goes_on_as_well(caplog):
   assert len(log.steps) == 4
   (said,) = nonfinite_warnings(caplog)
   assert 'step 1 are not finite: new_loss = nan. ' in said
-
-
-def test_what_is_not_finite_raises_where_the_config_says_so():
-  with pytest.raises(
-    nonfinite.NonfiniteError, match=r'step 1 .*new_loss = nan'
-  ):
-    run(LogsNan, make_config(4, on_nonfinite='raise'))
-
-
-@pytest.mark.parametrize(
-  ('higher', 'scores', 'best_at'),
-  [(True, [NAN, 1, NAN, 2], 4), (False, [NAN, 1, NAN, 2], 2)],
-)
-def test_a_nan_is_never_the_best_on_disk(higher, scores, best_at, tmp_path):
-  class Scored(Plain):
-    def evaluate(self, *, global_step, **unused):
-      return {'score': scores[global_step - 1]}
-
-  config = make_config(
-    1,
-    checkpoint_dir=str(tmp_path),
-    eval_interval=1,
-    best_model_eval_metric='score',
-    best_model_eval_metric_higher_is_better=higher,
-    max_best_checkpoints_to_keep=1,
-  )
-  found = []
-  for config.training_steps in (1, 2, 4):  # Also from one process to the next.
-    checkpointer = durable.DurableCheckpointer(config, 'train_and_eval')
-    train.Run(Scored, config, checkpointer, None, None).train_and_eval()
-    checkpointer.close()
-    found.append(checkpointer.steps('best'))
-  assert found == [[], [2], [best_at]]
 
 
 @pytest.mark.parametrize(('chief', 'is_best'), [(NAN, False), (1.0, True)])
