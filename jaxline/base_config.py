@@ -375,7 +375,9 @@ KEYS = (
       ' compilation or an evaluation takes longer. None disables it.'),
 
   Key('eval_initial_weights', False, _BOOLEAN,
-      'Evaluate the untrained weights while there is no checkpoint.'),
+      'Evaluate the initial weights if there is no checkpoint yet. In the'
+      ' per-device style an evaluation initialises weights of its own, from'
+      ' another key than training: see docs/walk.md.'),
   Key('one_off_evaluate', False, _BOOLEAN,
       'Evaluate the newest checkpoint once, then end.'),
   Key('eval_steps', None, optional(_EVAL_STEPS),
