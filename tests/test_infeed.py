@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import json
 import re
 import threading
 import time
@@ -14,8 +13,6 @@ import pytest
 
 from jaxline import async_lib
 from jaxline import goodput
-from jaxline import mesh as mesh_lib
-from jaxline import partitioning
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import infeed
@@ -134,52 +131,6 @@ def test_the_end():
 
 
 # Time.
-
-
-def test_wait_fraction_is_waiting_over_time():
-  feed = infeed.Infeed(counting(), lambda x: x)
-  # Each call looks at the clock before and after its wait.
-  clock = iter([0, 5, 6, 7, 9, 9, 12, 13.0])
-  with mock.patch.object(infeed.time, 'perf_counter', clock.__next__):
-    fractions = []
-    for _ in range(4):
-      next(feed)
-      fractions.append(feed.wait_fraction)
-  feed.close()
-  # The first five seconds are the start; then 1 of 2, 1 of 4, 2 of 8.
-  assert fractions == [0, 1 / 2, 1 / 4, 2 / 8]
-
-
-def test_wait_fraction_forgets():
-  feed = infeed.Infeed(counting(), lambda x: x)
-  now = 0.0
-  waits = [0.0] + [1.0] * 10 + [0.0] * 100
-
-  def clock():
-    return now
-
-  real = feed._batches
-
-  class Waiting:
-    def __next__(self):
-      nonlocal now
-      now += waits.pop(0)
-      return next(real)
-
-    def close(self):
-      real.close()
-
-  feed._batches = Waiting()
-  with mock.patch.object(infeed.time, 'perf_counter', clock):
-    for _ in range(11):
-      next(feed)
-      now += 1
-    assert feed.wait_fraction == 10 / 20
-    for _ in range(100):
-      next(feed)
-      now += 1
-    assert feed.wait_fraction == 0
-  feed.close()
 
 
 class Clock:
@@ -346,16 +297,6 @@ def test_an_error_of_placing_names_the_source():
   with pytest.raises(ValueError, match='does not fit') as caught:
     next(feed)
   assert 'Counting, reading file a.txt, record 1' in caught.value.__notes__[0]
-
-
-def test_a_place_that_cannot_be_told():
-  class Confused(Counting):
-    def where(self):
-      raise RuntimeError('not now')
-
-  said = infeed.describe(Confused(batch_size=2))
-  assert said.startswith('Confused, which cannot say where it stands')
-  assert infeed.describe(iter([])) == 'a list_iterator'
 
 
 def test_a_stall_of_what_cannot_say_where_it_stands(caplog, monkeypatch):
@@ -645,34 +586,6 @@ def test_a_position_that_nobody_can_set():
     other.restore_from_snapshot(saved)
 
 
-def test_a_void_position_starts_anew_only_where_that_is_allowed(caplog):
-  caplog.set_level('WARNING')
-
-  class Reordered(Experiment):
-    def train_input(self):
-      source = super().train_input()
-      here = {**source.identity(), base.ORDER_VERSION: 2}
-      source.identity = lambda: here
-      return source
-
-  first = make()
-  expected = steps(first, 2)
-  saved = jax.device_get(first.snapshot_state())
-  first._close_input()
-  config = regression.get_config(2)
-  with pytest.raises(base.OldPositionError, match='Examples is void'):
-    make(Reordered, run_config=config).restore_from_snapshot(saved)
-  config.on_config_change = 'continue'
-  resumed = make(Reordered, run_config=config)
-  resumed.restore_from_snapshot(saved)
-  assert "It is 'continue': the data starts anew." in caplog.text
-  steps(resumed, 1)
-  given = json.loads(resumed.snapshot_state()['input'])['position']
-  assert given == {'records': ROWS}
-  assert expected
-  resumed._close_input()
-
-
 def test_without_a_position_it_is_said_that_data_begins_anew(caplog):
   caplog.set_level('WARNING')
   cls = with_fields({'input_checkpointing_enabled': False})
@@ -691,28 +604,6 @@ def test_an_input_that_ends_ends_training_with_an_error():
   experiment = make(cls)
   with pytest.raises(ValueError, match='train_input ended'):
     steps(experiment, 5)
-
-
-def test_devices_in_an_order_of_ones_own():
-  experiment = make(with_fields({'custom_device_order': (1, 0)}))
-  batch = next(experiment._read_ahead(experiment._open_input(None)))
-  rows = next(Examples(batch_size=ROWS, is_training=True)).x
-  held = {
-    s.device.id: np.asarray(s.data) for s in batch['x'].addressable_shards
-  }
-  np.testing.assert_array_equal(held[1], rows[:8])
-  np.testing.assert_array_equal(held[0], rows[8:])
-
-
-@pytest.mark.parametrize('order', [(0,), (0, 2), (0, 1, 2)])
-def test_an_order_of_other_devices(order):
-  partitioner = partitioning.Partitioner(
-    mesh_lib.make_mesh(None), partitioning.get_rules('ddp')
-  )
-  with pytest.raises(
-    ValueError, match=r'custom_device_order is .*once, \[0, 1\]'
-  ):
-    partitioner.put_batch({'x': np.zeros(4)}, order)
 
 
 def test_a_seed_is_drawn_before_anything_is_read():

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxline import platform
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import show
@@ -108,7 +107,7 @@ PADDED = base.Batch(
     ({'ids': PADDED.ids}, 12, 0.0, 3),
     ({'ids': PADDED.ids, 'segment_ids': PADDED.ids}, 4, 8 / 12, 3),
     ({'src': PADDED, 'tgt': {'ids': PADDED.ids}}, 4 + 8, 12 / 24, 2),
-    # Of inputs side by side, one has several rows a row.
+    # An entry may have several rows in each row.
     (
       {
         'a': {k: x[None] for k, x in PADDED.items()},
@@ -348,7 +347,7 @@ def test_a_right_input_passes():
   assert verdicts(report) == {'rows': 'ok', 'resume': 'ok', 'position': 'ok'}
   assert len(set(report.digests)) == 4
   assert max(map(len, str(report).splitlines())) <= show.WIDTH
-  with base.pretend_host(3, 4):
+  with base.act_as_host(3, 4):
     source = Numbers(batch_size=2, n=1000)
   assert show.digest(next(source) for _ in range(5)) == report.digests[3]
 
@@ -855,20 +854,3 @@ def test_wrong_usage_as_a_process(folder):
 def test_the_runs_devices_need_not_be_here(folder):
   result = shown(folder, '-n0', '--config.experiment_kwargs.mesh.data=4096')
   assert (result.returncode, result.stderr) == (0, '')
-
-
-# What the command loads its config with.
-
-
-@loads_config
-def test_load_config(folder):
-  path = folder / 'config.py'
-  config = platform.load_config(
-    [f'--config={path}', '--config.experiment_kwargs.batch_size', '3']
-  )
-  assert config.experiment_kwargs.batch_size == 3
-  assert config.checkpoint_dir is None
-  assert config.is_locked
-  # Another one is not touched by it.
-  config = platform.load_config([f'--config={path}'])
-  assert config.experiment_kwargs.batch_size == 8

@@ -6,8 +6,10 @@ Shapes: B batch, L length, T prompt.
 from collections.abc import Sequence
 import dataclasses
 import functools
+import math
 from typing import Any
 
+from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +47,8 @@ class Config:
       'tokenizer.json'.
     packing: what a sequence is: 'stream', 'packed' or 'padded'.
     cache_dir: where tokens are kept; None is the user's cache.
-    batch_size: sequences a step, over all devices, to which it is rounded up.
+    batch_size: sequences a step, over all devices; rounded up to a multiple of
+      the devices that share a batch, times `gradient_accumulation_steps`.
     length: tokens a sequence.
     eval_batch_size: sequences a batch of evaluation.
     eval_batches: how many batches an evaluation has; None is all that is held
@@ -299,16 +302,27 @@ class Experiment(sharded.ShardedExperiment):
 
   def train_input(self) -> text.TextInput:
     """Returns rows of the training documents, shuffled, for ever."""
-    source = text.TextInput(
+    # The batch of two rows that suits a laptop shall start anywhere.
+    given = self.config.batch_size
+    parts = self.partitioner.batch_shards * self.accumulation_steps
+    parts = math.lcm(parts, inputs.this_host()[1])
+    self._rows = -(-given // parts) * parts
+    if self._rows != given:
+      logging.warning(
+        'A batch has %d rows and not batch_size=%d, which does not divide into'
+        ' %d parts.',
+        self._rows,
+        given,
+        parts,
+      )
+    return text.TextInput(
       documents=self.corpus.train,
-      batch_size=inputs.per_host(self.config.batch_size),
+      batch_size=inputs.per_host(self._rows),
       length=self.config.length,
       packing=self.config.packing,
       input_random_seed=self.config.seed,
       is_training=True,
     )
-    self._rows = source.get_global_batch_size()
-    return source
 
   def eval_input(self) -> text.TextInput:
     """Returns the held-out documents, each token once."""

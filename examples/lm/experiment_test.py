@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 import os
 import pathlib
 import subprocess
@@ -241,9 +240,7 @@ def test_a_batch_is_rounded_up_to_the_devices(
     assert not said
     return
   (line,) = said
-  assert f'{rows} is no multiple of' in line
   assert f'has {used} rows' in line
-  assert ('3 gradient_accumulation_steps' in line) == (accumulation == 3)
 
 
 @pytest.mark.process
@@ -280,45 +277,8 @@ def test_the_first_command_on_four_devices(config, tmp_path):
     text=True,
   )
   assert found.returncode == 0, found.stderr
-  line = '2 is no multiple of 4 (4 devices'
-  assert found.stderr.count(line) == 1
+  assert found.stderr.count('A batch has 4 rows') == 1
   assert 'eval step 2 | ' in found.stdout
-
-
-def test_a_rounded_batch_stays_on_fewer_devices(config, said):
-  straight = on_mesh(config, rows=3)
-  expected, _ = losses_of(straight, 4)
-  straight._close_input()
-  first = on_mesh(config, rows=3)
-  assert losses_of(first, 2)[0] == expected[:2]
-  snapshot = jax.device_get(first.snapshot_state())
-  first._close_input()
-  # Now nothing would need to be rounded.
-  second = on_mesh(config, rows=3, mdl=2)
-  said.clear()
-  second.restore_from_snapshot(snapshot)
-  (line,) = said
-  assert 'has 4 rows: the run began with 4' in line
-  losses, tokens = losses_of(second, 2)
-  second._close_input()
-  assert losses == pytest.approx(expected[2:], rel=1e-5)
-  assert tokens == 4 * 16
-
-
-def test_a_batch_that_must_be_rounded_later_reads_on(config, said):
-  first = on_mesh(config, rows=3, mdl=2)
-  assert losses_of(first, 2)[1] == 3 * 16
-  snapshot = jax.device_get(first.snapshot_state())
-  first._close_input()
-  assert not said
-  second = on_mesh(config, rows=3)
-  second.restore_from_snapshot(snapshot)
-  (rounded,) = said
-  assert 'has 4 rows: 3 is no multiple of 2' in rounded
-  position = json.loads(second._infeed.source.get_state())['position']
-  assert position == {'records': 6}
-  assert losses_of(second, 1)[1] == 4 * 16
-  second._close_input()
 
 
 def test_an_evaluation_is_of_the_same_records_on_any_devices(config, said):

@@ -172,11 +172,10 @@ def _tokenize(args: argparse.Namespace, rest: Sequence[str]) -> int:
       ' --config=FILE (with an equals sign), whose fields say what is read.'
     )
   try:
-    with token_cache.must_keep():
-      if not args.files:
-        print(_about(input_maker(platform.load_config(rest), 'train')()))
-        return 0
-      corpus = text.load_corpus(args.files, **given)
+    if not args.files:
+      print(_about(input_maker(platform.load_config(rest), 'train')()))
+      return 0
+    corpus = text.load_corpus(args.files, **given)
     folder = given.get('cache_dir') or token_cache.default_cache_dir()
     print(f'{corpus.summary}, in {folder}; SHA-256 {corpus.sha256}')
   except (ValueError, OSError, ImportError) as e:

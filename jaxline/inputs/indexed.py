@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping
-import copy
 import dataclasses
 import functools
 import itertools
@@ -177,11 +176,7 @@ class IndexedInput(base.ResumableInput):
   def _start(self) -> Any:
     """Starts to read at the position."""
     num_batches = self._batches_left()
-    reader = self
-    if self.num_workers:
-      reader = copy.copy(self)
-      reader._peeked = None  # Not to be sent to them.
-    batch = functools.partial(reader._batch, self._at['records'])
+    batch = functools.partial(self._batch, self._at['records'])
     if not self.num_threads and not self.num_workers:
       # Grain's iterator would cost as much as copying eight rows of a thousand
       # tokens.
@@ -259,18 +254,13 @@ class IndexedInput(base.ResumableInput):
 
   def identity(self) -> dict[str, Any]:
     """Returns the values on which the global order depends."""
-    identity = {
+    return {
       'num_records': self.num_records(),
       'repeat': self.repeat,
       'shuffle': self.shuffle,
       'seed': self.seed(),
       **self.data_identity(),
     }
-    if self.shuffle and self.num_records() >= _SMALL:
-      # The old order of large datasets was another.
-      version = identity.get(base.ORDER_VERSION, 1)
-      identity[base.ORDER_VERSION] = version + 1
-    return identity
 
   def where(self) -> str:
     """Returns the first record of the next batch."""
@@ -305,25 +295,6 @@ class IndexedInput(base.ResumableInput):
         self.name,
         _MAX_CLOSE_SECS,
       )
-
-  def skip(self, num_batches: int) -> None:
-    """Goes on behind so many batches, which are not read (a stream's are).
-
-    Raises:
-      ValueError: there are not so many.
-    """
-    if not self.ANY_NUMBER_OF_HOSTS:
-      super().skip(num_batches)
-      return
-    unread = num_batches
-    if unread and self._peeked is not None:
-      next(self)
-      unread -= 1
-    if unread > (left := self._batches_left()):
-      raise self._skips_too_many(num_batches - unread + left, num_batches)
-    given = unread * self.get_global_batch_size()
-    self.set_position({'records': self._at['records'] + given})
-    self._num_read += unread
 
   def __getstate__(self) -> dict[str, Any]:
     return {**self.__dict__, '_iterator': None}

@@ -228,24 +228,6 @@ def _read(
     close(source)
 
 
-def set_position(source: Any, position: Any, config: Any) -> None:
-  """Sets a source to a position, unless that is None.
-
-  Args:
-    source: of which `saves_position` is true.
-    position: of `Infeed`.
-    config: the run's, or None. With `on_config_change = 'continue'`, a source
-      whose order changed starts anew.
-  """
-  try:
-    if position is not None:
-      source.set_state(position)
-  except base.OldPositionError as e:
-    if (config or {}).get('on_config_change') != 'continue':
-      raise
-    logging.warning("%s It is 'continue': the data starts anew.", e)
-
-
 def saves_position(source: Iterator[Any]) -> bool:
   """Returns whether a source can be set to where another one stood."""
   if isinstance(source, base.BaseInput):
