@@ -126,12 +126,6 @@ def test_without_shuffling_the_order_is_that_of_the_data():
   assert Numbers(batch_size=4, shuffle=True).shuffle
 
 
-def test_batches_of_many_epochs():
-  source = Numbers(batch_size=7, size=2, is_training=True)
-  given = rows(take(source, 4))
-  assert all(sorted(given[i : i + 2]) == [0, 1] for i in range(0, 28, 2))
-
-
 # The hosts.
 
 
@@ -174,8 +168,6 @@ def test_a_state_of_another_order_is_refused(fields, message):
   [
     ({'num_threads': -1}, 'num_threads'),
     ({'num_workers': -1}, 'num_workers'),
-    ({'shuffle': 'no'}, 'shuffle'),
-    ({'repeat': 'no'}, 'repeat'),
     ({'repeat': True, **ONE_EPOCH}, 'repeat'),
   ],
 )
@@ -262,15 +254,6 @@ def test_a_reader_that_loses_or_doubles_rows_is_an_error(fields, wrong):
     next(source)
   assert caught.value.__notes__[0] == 'While Wrong read file f1, row 1.'
   source.close()
-
-
-def test_a_reader_that_makes_no_dict_is_an_error():
-  class Wrong(Numbers):
-    def read(self, records, epochs):
-      return [records]
-
-  with pytest.raises(TypeError, match='batch is a list; expected a dict'):
-    next(Wrong(batch_size=4))
 
 
 def test_an_error_of_no_single_record_names_the_first():

@@ -226,17 +226,6 @@ def test_an_input_that_is_fast_enough(clock, caplog, wait, takes):
   assert not caplog.records
 
 
-def test_an_input_that_is_slow_for_a_moment(clock, caplog):
-  caplog.set_level('WARNING')
-  clock.steps(1, wait=30, takes=0)
-  for _ in range(10):  # Six seconds and a half, again and again.
-    clock.steps(100, wait=0.0625, takes=0)
-    clock.steps(100, wait=0, takes=0.25)
-  assert not caplog.records
-  clock.steps(200, wait=0.0625, takes=0)
-  assert len(caplog.records) == 1
-
-
 def test_a_stall_is_told_with_the_place(caplog):
   caplog.set_level('WARNING')
   go_on = threading.Event()
@@ -299,28 +288,6 @@ def test_an_error_of_placing_names_the_source():
   assert 'Counting, reading file a.txt, record 1' in caught.value.__notes__[0]
 
 
-def test_a_stall_of_what_cannot_say_where_it_stands(caplog, monkeypatch):
-  caplog.set_level('WARNING')
-  monkeypatch.setattr(infeed, '_DESCRIBE_SECS', 0.1)
-  go_on = threading.Event()
-
-  class Hanging(Counting):
-    def get_next(self):
-      assert go_on.wait(30)
-      return super().get_next()
-
-    def where(self):
-      assert go_on.wait(30)
-      return ''
-
-  feed = infeed.Infeed(Hanging(batch_size=2), lambda x: x, stall_secs=0.05)
-  timer = threading.Timer(0.5, go_on.set)
-  timer.start()
-  assert value(next(feed)) == 0
-  feed.close()
-  assert 'Hanging, which does not say where it stands' in caplog.text
-
-
 # The end of it.
 
 
@@ -353,29 +320,6 @@ def test_a_source_that_starts_late_is_closed_all_the_same(monkeypatch):
   while threads() and time.monotonic() < deadline:
     time.sleep(0.01)
   assert source.workers is None
-
-
-def test_a_buffer_of_one_is_refused():
-  with pytest.raises(ValueError, match=r'buffer_size=1 .* at least 2'):
-    infeed.Infeed(counting(), lambda x: x, buffer_size=1)
-
-
-def test_an_iterator_that_cannot_be_set_has_no_position():
-  class Half:
-    def __next__(self):
-      return {'x': np.ones(1)}
-
-    def __iter__(self):
-      return self
-
-    def get_state(self):
-      return 1
-
-  feed = infeed.Infeed(Half(), lambda x: x)
-  next(feed)
-  assert feed.position is None
-  assert feed.wait_fraction == 0
-  feed.close()
 
 
 @pytest.mark.parametrize('num_read', [0, 1, 5])
@@ -466,39 +410,6 @@ def steps(experiment, num_steps):
 
 def losses(rows):
   return [row['loss'] for row in rows]
-
-
-def test_the_wait_is_reported():
-  experiment = make()
-  rows = steps(experiment, 3)
-  experiment._close_input()
-  assert rows[0]['input_wait_fraction'] == 0
-  assert all(0 <= row['input_wait_fraction'] <= 1 for row in rows)
-
-
-def test_the_wait_is_no_part_of_the_compilation():
-  # As in a process of its own, in which nobody else listens.
-  goodput.listen()
-  jax.monitoring.unregister_event_duration_listener(goodput._on_end)
-  jax.monitoring.unregister_scalar_listener(goodput._on_start)
-  jax.monitoring.unregister_event_listener(goodput._on_event)
-  goodput.listen.cache_clear()
-
-  class Slow(regression.Regression):
-    def loss_fn(self, *args):
-      time.sleep(2)  # While it is traced.
-      return super().loss_fn(*args)
-
-    def train_input(self):
-      while True:
-        time.sleep(0.02)
-        yield regression.examples(0, ROWS)
-
-  experiment = make(Slow)
-  rows = steps(experiment, 14)
-  experiment._close_input()
-  # Ten batches were waited for: 0.2 s, and not of 2.2 s.
-  assert rows[-1]['input_wait_fraction'] > 0.15
 
 
 # An epoch is 50 / 16 batches. To start processes takes seconds.

@@ -131,9 +131,6 @@ def test_inputs_give_plain_dicts():
     ({'num_infeed_hosts': 2, 'infeed_host_index': 2}, 'infeed_host_index'),
     ({'infeed_host_index': -1}, 'infeed_host_index'),
     ({'batch_padding_size': -1}, 'batch_padding_size'),
-    ({'is_training': 'False'}, 'is_training'),
-    ({'reset_for_eval': None}, 'reset_for_eval'),
-    ({'input_checkpointing_enabled': 0}, 'input_checkpointing_enabled'),
     ({'eval_loop_num_batches': 0}, 'eval_loop_num_batches'),
     ({'eval_loop_num_batches': -2}, 'eval_loop_num_batches'),
     ({'eval_loop_num_batches': 1.0}, 'eval_loop_num_batches'),
@@ -149,13 +146,6 @@ def test_no_batch_size_and_unknown_fields_are_errors():
     Counting()
   with pytest.raises(TypeError, match='batchsize'):
     Counting(batch_size=1, batchsize=2)
-
-
-def test_defaults_are_those_of_this_process():
-  source = Counting(batch_size=3)
-  assert (source.infeed_host_index, source.num_infeed_hosts) == (0, 1)
-  assert source.name == 'Counting'
-  assert source.get_global_batch_size() == 3
 
 
 @pytest.mark.parametrize(
@@ -289,12 +279,6 @@ def test_padding_keeps_weights_dtypes_and_nesting():
   # Filler is what paddings mark.
   assert padded['tgt']['paddings'].tolist() == [[0, 0], [1, 1], [1, 1]]
   assert padded.text.tolist() == [b'a', b'', b'']
-
-
-def test_full_batches_are_not_copied():
-  batch = base.Batch(x=np.arange(2))
-  source = base.from_generator(lambda: iter([batch]), batch_size=2)
-  assert next(source)['x'] is batch['x']
 
 
 @pytest.mark.parametrize(
@@ -634,42 +618,3 @@ def test_a_failed_set_state_changes_nothing():
   with pytest.raises(ValueError, match='no such place'):
     source.set_state(state)
   assert numbers(source) == [1, 2, 3]
-
-
-def test_what_cannot_be_told_does_not_hide_the_error():
-  class Failing(Counting):
-    def get_next(self):
-      raise OSError('the disk is gone')
-
-    def where(self):
-      raise KeyError('index')
-
-  with pytest.raises(OSError, match='the disk is gone') as caught:
-    next(Failing(batch_size=1))
-  assert 'which cannot say where it stands' in caught.value.__notes__[0]
-
-
-def test_a_generator_function_gets_what_it_names():
-  def scaled(scale=5, size=7):
-    yield {'x': np.full(2, scale * size)}
-
-  source = base.from_generator(scaled, batch_size=2)
-  assert next(source)['x'].tolist() == [35, 35]
-
-  def host_only(*, host_index):
-    yield {'x': np.full(2, host_index)}
-
-  source = base.from_generator(
-    host_only, batch_size=2, num_infeed_hosts=3, infeed_host_index=2
-  )
-  assert next(source)['x'].tolist() == [2, 2]
-  with pytest.raises(TypeError, match="positional argument: 'other'"):
-    next(base.from_generator(lambda other: iter([]), batch_size=2))
-  with pytest.raises(TypeError, match='is not a callable object'):
-    base.from_generator(scaled(), batch_size=2)
-
-
-def test_a_generator_of_something_else():
-  source = base.from_generator(lambda: iter([np.zeros(2)]), batch_size=2)
-  with pytest.raises(TypeError, match='is a ndarray; expected a dict'):
-    next(source)

@@ -103,12 +103,6 @@ def test_random_spec():
   assert_same(read(4, 1, **fields)[0], read(1, 1, **fields)[0])
 
 
-def test_entries_differ():
-  spec = {'a': ((50,), 'int32'), 'b': ((50,), 'int32')}
-  batch = next(make(length=None, spec=spec, kind='random'))
-  assert (batch['a'] != batch['b']).mean() > 0.9
-
-
 def test_state_of_other_values_is_refused():
   state = make(kind='random', vocab_size=10).get_state()
   with pytest.raises(ValueError, match='vocab_size is 10 in the state and 11'):

@@ -208,25 +208,6 @@ def test_a_folder_that_cannot_be_written_to_is_an_error(files, tmp_path):
     text.load_corpus(files, cache_dir=tmp_path / 'file' / 'cache')
 
 
-def test_one_large_file_says_how_far_it_is(tmp_path, monkeypatch):
-  (tmp_path / 'a.txt').write_bytes(b'a line\n' * 10)
-  logged = []
-  monkeypatch.setattr(token_cache, '_PROGRESS_SECS', 0)
-  monkeypatch.setattr(token_cache, '_BATCH_BYTES', 7)
-  monkeypatch.setattr(token_cache, '_BUFFER_BYTES', 7)
-  monkeypatch.setattr(
-    token_cache.logging, 'info', lambda text, *args: logged.append((text, args))
-  )
-  text.load_corpus(
-    tmp_path / 'a.txt', documents='line', cache_dir=tmp_path / 'cache'
-  )
-  done = [args for text, args in logged if 'of %.2f GB' in text]
-  assert {size for _, size in done} == {7e-8}
-  assert sorted(done) == done
-  assert len({read for read, _ in done}) > 3
-  assert done[-1] == (7e-8, 7e-8)
-
-
 def test_a_large_file_as_the_only_document_is_not_read(tmp_path, monkeypatch):
   (tmp_path / 'a.txt').write_bytes(b'text')
   (tmp_path / 'empty.txt').write_bytes(b'')

@@ -4,8 +4,10 @@ Shapes: B batch, L length, T prompt.
 """
 
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import functools
+import gzip
 import math
 from typing import Any
 
@@ -174,6 +176,27 @@ def _merged(params: Any, model_state: Any) -> Any:
   return fp8.merge(params, scales) if scales else params
 
 
+def compression_baselines(documents: text.Documents) -> dict[str, float]:
+  """Returns bits per byte of compressors, for comparison with a model.
+
+  Args:
+    documents: held-out files. They are compressed as one, in the order of
+      their names, which is better for a compressor than one by one.
+
+  Returns:
+    Bits per byte of `gzip -9` and `xz` by name, from Python's own zlib and
+    lzma, which agree with the programs to about 0.1%. Without xz where Python
+    was built without lzma.
+  """
+  data = documents.data()
+  compressed = {'gzip -9': gzip.compress(data, compresslevel=9, mtime=0)}
+  with contextlib.suppress(ImportError):
+    import lzma
+
+    compressed['xz'] = lzma.compress(data)
+  return {k: 8 * len(v) / len(data) for k, v in compressed.items()}
+
+
 class Experiment(sharded.ShardedExperiment):
   """Trains a language model on files of text."""
 
@@ -232,7 +255,7 @@ class Experiment(sharded.ShardedExperiment):
       and jax.process_index() == 0
       and self.corpus.eval.num_bytes < _MAX_TO_COMPRESS
     ):
-      baselines = text.compression_baselines(self.corpus.eval).items()
+      baselines = compression_baselines(self.corpus.eval).items()
       shown = ', '.join(f'{name} {bits:.3f}' for name, bits in baselines)
       print(f'Bits per byte of the held-out files: {shown}', flush=True)
 

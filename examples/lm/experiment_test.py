@@ -19,6 +19,7 @@ from examples import decoding
 from jaxline import errors
 from jaxline import train
 from jaxline import utils
+from jaxline.inputs import text
 from jaxline.metrics import writers
 
 from . import experiment
@@ -484,3 +485,24 @@ def test_configs_are_valid(get_config):
   used = 1 + len(train_config.sample_prompt) + train_config.sample_length
   assert used <= train_config.model.max_length
   assert train_config.decode.max_decode_steps < train_config.model.max_length
+
+
+def test_compression_baselines():
+  def bits(*texts):
+    return experiment.compression_baselines(
+      text.Documents(
+        names=[''] * len(texts),
+        tokens=np.array([t for x in texts for t in (256, *x)], np.uint16),
+        starts=np.cumsum([0, *(1 + len(x) for x in texts[:-1])]),
+        sha256='',
+        num_files=len(texts),
+        num_bytes=sum(map(len, texts)),
+      )
+    )
+
+  noise = np.random.default_rng(0).bytes(20_000)
+  found = bits(noise[:10_000], noise[10_000:])
+  assert list(found) == ['gzip -9', 'xz']
+  assert all(8 < b < 8.1 for b in found.values())
+  # The second half is the first: xz sees that far back, gzip does not.
+  assert bits(noise * 2, noise * 2)['xz'] < 2.2

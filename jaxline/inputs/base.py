@@ -217,8 +217,6 @@ class BaseInput:
   def _check_fields(self) -> None:
     self._check_batch_size()
     self.check_integer('batch_padding_size', 0)
-    for key in ('is_training', 'reset_for_eval', 'input_checkpointing_enabled'):
-      self.check_flag(key)  # The text 'False' is true.
     n = self.eval_loop_num_batches
     if n is not None and (not is_integer(n) or (n < 1 and n != -1)):
       self.refuse(
@@ -258,12 +256,6 @@ class BaseInput:
     raise errors.UsageError(
       f'{self.name}.{key} is {getattr(self, key)!r}; expected {expected}.'
     )
-
-  def check_flag(self, key: str, or_none: bool = False) -> None:
-    """Refuses a field that is neither True nor False (nor None)."""
-    value = getattr(self, key)
-    if not isinstance(value, bool) and not (or_none and value is None):
-      self.refuse(key, 'True, False or None' if or_none else 'True or False')
 
   def check_integer(
     self, key: str, least: int = 1, or_none: bool = False
@@ -527,7 +519,6 @@ class ResumableInput(BaseInput, abc.ABC):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    self.check_flag('repeat', or_none=True)
     if self.repeat and self.reset_for_eval:
       raise errors.UsageError(
         f'{self.name} has reset_for_eval=True and repeat=True: one epoch would'

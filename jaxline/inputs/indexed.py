@@ -79,7 +79,6 @@ class IndexedInput(base.ResumableInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    self.check_flag('shuffle', or_none=True)
     if self.shuffle is None:
       self.shuffle = self.is_training
     self.check_integer('num_workers', 0)  # Grain refuses threads itself.

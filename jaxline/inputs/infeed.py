@@ -14,7 +14,6 @@ import copy
 import functools
 import math
 import sys
-import threading
 import time
 from typing import Any
 
@@ -24,8 +23,6 @@ from jaxline import async_lib
 from jaxline import goodput
 from jaxline.inputs import base
 
-# How long a source may take to say where it stands: it may hang itself.
-_DESCRIBE_SECS = 2.0
 # To take a batch that is ready lasts no longer.
 _READY_SECS = 1e-4
 # What the wait is measured over.
@@ -166,14 +163,8 @@ class Infeed:
 
 def _warn_of_stall(who: str, source: Iterator[Any], waited: float) -> None:
   """Logs that a source stalls, and where."""
-  said = [f'{name_of(source)}, which does not say where it stands']
-  asked = threading.Thread(
-    target=lambda: said.append(describe(source)), daemon=True
-  )
-  asked.start()
-  asked.join(_DESCRIBE_SECS)
   logging.warning(
-    '%s has waited %.0f s for a batch: %s.', who, waited, said[-1]
+    '%s has waited %.0f s for a batch: %s.', who, waited, describe(source)
   )
 
 

@@ -126,11 +126,8 @@ class _FileTokenizer(Tokenizer):
     self._arguments = data, source, token
     try:
       special, defaults = self._load(data)
-    except ImportError as e:
-      raise ImportError(
-        f'Tokenizing with {source} needs a package that is not installed: '
-        f"{e.name}. Install it: pip install -e '.[text]'"
-      ) from e
+    except ImportError:
+      raise
     except Exception as e:  # Both libraries raise what they like.
       raise errors.UsageError(
         f'{source} is no {self.KIND} tokenizer: {e}. Expected a SentencePiece '
