@@ -44,7 +44,7 @@ _TUPLE = '__tuple__'  # The key of what is one, in JSON.
 class GrainInput(indexed.IndexedInput):
   """Records that Grain can read, each a dict of arrays, as batches of them.
 
-  Of an `IterDataset`, `shuffle` means nothing and `num_threads` must be 0 (see
+  Of an `IterDataset`, `shuffle` and `num_threads` mean nothing (see
   `to_iter_dataset`); one-epoch evaluation needs one host, since nobody knows
   how many records a stream has. With `repeat` it begins again at its end: in
   the same order, unless it is made by a function that takes `epoch`.
@@ -144,12 +144,6 @@ class GrainInput(indexed.IndexedInput):
       is_random = isinstance(t, grain.transforms.RandomMap)
       function = t.map if isinstance(t, grain.transforms.Map) else t
       function = t.random_map if is_random else function
-      if not callable(function):
-        raise TypeError(
-          f'{self.name}.transformations has {t!r}; expected functions of a'
-          ' record, grain.transforms.Map or RandomMap. What leaves records out'
-          ' or makes several of one needs a stream: an IterDataset.'
-        )
       self._steps.append((function, is_random))
 
   def _check_stream(self) -> None:
@@ -162,12 +156,6 @@ class GrainInput(indexed.IndexedInput):
         ' different numbers of batches. Give a function that takes host_index'
         ' and num_hosts and returns the part of that host, and set repeat=True;'
         ' or give a grain.MapDataset.'
-      )
-    if self.num_threads:
-      self.refuse(
-        'num_threads',
-        '0 for an IterDataset, which has threads of its own: set them with'
-        ' .to_iter_dataset(grain.ReadOptions(num_threads=...))',
       )
 
   def _collate(self, records: list[Any]) -> Any:

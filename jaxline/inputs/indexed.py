@@ -17,7 +17,6 @@ import abc
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -37,7 +36,6 @@ from jaxline.inputs import base
 # shuffles 2**16 numbers and skips those that are too large. The order of an
 # epoch is held instead. Another limit would be another order.
 _SMALL = 2**16
-_MAX_DESCRIBED = 3
 # How long `close` waits for workers.
 _MAX_CLOSE_SECS = 30
 # What a terminal or a scheduler sends to all processes of a job at once.
@@ -239,17 +237,14 @@ class IndexedInput(base.ResumableInput):
     return batch
 
   def _describe(self, records: np.ndarray, epochs: np.ndarray) -> str:
-    """Returns which of some records cannot be read, or the first of them."""
+    """Returns which of some records cannot be read, or else the first."""
     for i in range(len(records)):
       try:
         self._read_all(records[i : i + 1], epochs[i : i + 1])
       except Exception:
         return self.describe_record(int(records[i]), int(epochs[i]))
-    some = map(self.describe_record, records.tolist(), epochs.tolist())
-    return (
-      f'{len(records)} records, which can be read one by one:'
-      f' {", ".join(itertools.islice(some, _MAX_DESCRIBED))}, ...'
-    )
+    first = self.describe_record(int(records[0]), int(epochs[0]))
+    return f'{len(records)} records that can be read one by one: {first}, ...'
 
   def identity(self) -> dict[str, Any]:
     """Returns the values on which the global order depends."""

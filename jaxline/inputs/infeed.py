@@ -12,7 +12,6 @@ import collections
 from collections.abc import Callable, Generator, Iterator
 import copy
 import functools
-import math
 import sys
 import time
 from typing import Any
@@ -32,9 +31,8 @@ _SLOW_FRACTION = 0.1
 # ... and this long a step, so that steps of microseconds do not count, ...
 _SLOW_WAIT_SECS = 1e-3
 # ... over windows that together last this long: one that is filling its
-# buffers is not slow. Then not again for a while.
+# buffers is not slow.
 _SLOW_SECS = 10.0
-_SLOW_AGAIN_SECS = 600.0
 
 
 class Infeed:
@@ -70,7 +68,7 @@ class Infeed:
     self._num_given = 0
     self._waited = 0.0
     self._slow_since: float | None = None
-    self._quiet_until = -math.inf
+    self._has_warned = False
     # For each batch when it was given and how long all were waited for, without
     # what this thread has compiled.
     self._times: collections.deque[tuple[float, float]] = collections.deque(
@@ -125,7 +123,7 @@ class Infeed:
     return (waited - waited_before) / (end - start) if end > start else 0.0
 
   def _warn_if_slow(self) -> None:
-    """Warns of an input that training waits for; called once a window."""
+    """Warns once of an input that training waits for; called once a window."""
     (start, waited_before), (end, waited) = self._times[0], self._times[-1]
     a_step = (waited - waited_before) / _WINDOW_STEPS
     if self.wait_fraction <= _SLOW_FRACTION or a_step < _SLOW_WAIT_SECS:
@@ -133,9 +131,9 @@ class Infeed:
       return
     if self._slow_since is None:
       self._slow_since = start
-    if end - self._slow_since < _SLOW_SECS or end < self._quiet_until:
+    if end - self._slow_since < _SLOW_SECS or self._has_warned:
       return
-    self._quiet_until = end + _SLOW_AGAIN_SECS
+    self._has_warned = True
     logging.warning(
       'Training waits for its input %.0f%% of the time (%.3g ms a step, in the'
       ' last %d steps). The input is %s: give it more workers (num_workers or'
