@@ -1307,15 +1307,6 @@ def test_inputs_are_those_of_the_partitioners_host(is_training):
     experiment.abstract_batch(is_training)
 
 
-def test_a_pretended_host_goes_before_the_acting_one():
-  with inputs.pretend_host(2, 3), inputs.act_as_host(0, 2):
-    assert inputs.this_host() == (2, 3)
-  with inputs.act_as_host(1, 2):
-    with inputs.act_as_host(0, 1):
-      assert inputs.this_host() == (0, 1)
-    assert inputs.this_host() == (1, 2)
-
-
 def test_the_first_batches_come_in_order():
   class Numbers(Fixed):
     def train_input(self):

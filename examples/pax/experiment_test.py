@@ -117,15 +117,6 @@ def run(config, checkpointer):
   return recorder, evaluations
 
 
-def test_a_batch_of_training_is_rounded_up(folder):
-  config = tiny('LmCloudTransformerAdamLimitSteps', data=folder)
-  config.gradient_accumulation_steps = 3
-  subject = make(config)
-  assert subject.abstract_batch(is_training=True)['ids'].shape == (6, 16)
-  assert subject.abstract_batch(is_training=False)['ids'].shape == (4, 16)
-  assert subject._counts == {'examples_per_step': 6, 'tokens_per_step': 96}
-
-
 @pytest.mark.process
 def test_it_learns_and_reports(checkpointer, folder):
   config = tiny(
