@@ -585,14 +585,11 @@ def start(
       ' Use train_and_eval.'
     )
   if mode.checkpointer:
-    training = memory.Training.of(
-      experiment_class, base_config.recorded(config)
-    )
     directory = memory.run_directory(
-      config.checkpoint_dir, training, begins=bool(mode.log)
+      experiment_class, base_config.recorded(config), begins=bool(mode.log)
     )
     with config.ignore_type(), config.unlocked():
-      config.checkpoint_dir = str(directory)
+      config.checkpoint_dir = directory
   with goodput.run(), contextlib.ExitStack() as stack:
     stack.enter_context(compilation_cache.of_run(config))
     # It closes last, with what the run came to.

@@ -176,12 +176,12 @@ class DurableCheckpointer(notes.NotingCheckpointer):
     `platform` does it before it opens the logs; a program that makes its own
     checkpointer and calls `train.train` with several classes has it done here.
     """
-    training = memory.Training.of(experiment_class, self._recorded)
-    directory = memory.run_directory(self._root.parent, training)
-    if directory != self._root.parent:
+    config = self._recorded | {'checkpoint_dir': str(self._root.parent)}
+    directory = memory.run_directory(experiment_class, config)
+    if directory != config['checkpoint_dir']:
       self.close()
       self._root = files.root(directory)
-      self._recorded['checkpoint_dir'] = str(directory)
+      self._recorded['checkpoint_dir'] = directory
       self.saved_step = None
       self.has_moved = True
 

@@ -248,23 +248,24 @@ _begun: dict[pathlib.Path, _Begun] = {}
 
 
 def run_directory(
-  directory: str | os.PathLike[str], training: Training, begins: bool = True
-) -> pathlib.Path:
+  experiment_class: Any, config: Mapping[str, Any], begins: bool = True
+) -> str:
   """Returns the directory of a run, so that each has one of its own.
 
-  It is the given one. If there are checkpoints in it and this process has
+  It is that of the config. If there are checkpoints in it and this process has
   trained something else there, or the program has emptied the dictionary since,
   it is one below. What other processes have trained does not count. All
   processes call it together.
 
   Args:
-    directory: as the config gives it.
-    training: what is or was trained.
+    experiment_class: constructs what is or was trained.
+    config: as `base_config.recorded` returns it.
     begins: whether the run trains. One that does not and is of no training of
       this process gets the directory itself.
   """
+  training = Training.of(experiment_class, config)
   active, seeded = add_series('latest').active, seed('latest') is not None
-  first = place = pathlib.Path(os.path.abspath(directory))
+  first = place = pathlib.Path(os.path.abspath(config['checkpoint_dir']))
   why: list[str] = []
   for number in itertools.count(2):
     begun, changes = _begun.get(place), []
@@ -286,7 +287,7 @@ def run_directory(
         '%s has the checkpoints of another run of this process (%s). This one'
         ' begins anew in %s.', first, '; '.join(why), place,
       )  # fmt: skip
-  return place
+  return str(place)
 
 
 def step_of(snapshot: SnapshotNT) -> int:
