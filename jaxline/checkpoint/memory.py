@@ -265,9 +265,10 @@ def run_directory(
   """
   training = Training.of(experiment_class, config)
   active, seeded = add_series('latest').active, seed('latest') is not None
-  first = place = pathlib.Path(os.path.abspath(config['checkpoint_dir']))
-  why: list[str] = []
+  first = pathlib.Path(os.path.abspath(config['checkpoint_dir']))
+  name, why = '', list[str]()  # Each process has a path of its own to `first`.
   for number in itertools.count(2):
+    place = first / name
     begun, changes = _begun.get(place), []
     if begun is not None:
       changes = training.changes(begun.training)
@@ -275,11 +276,10 @@ def run_directory(
         changes.append('utils.GLOBAL_CHECKPOINT_DICT was emptied')
     if not (changes and files.steps(place / 'checkpoints' / 'latest')):
       break
-    why = why or changes
-    place = first / f'run_{number}'
+    name, why = f'run_{number}', why or changes
   if not begins and begun is None:
-    place = first
-  place = pathlib.Path(distributed.of_chief(str(place)))
+    name = ''
+  place = first / distributed.of_chief(name)
   if begins:
     _begun[place] = _Begun(training, active)
     if why and (begun is None or changes):
