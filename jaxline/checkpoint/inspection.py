@@ -46,7 +46,7 @@ Place = str | os.PathLike[str]  # As the module says.
 PARAMS = 'state/params/'
 DTYPES = ('float16', 'bfloat16', 'float32', 'float64')
 _METRICS_SHOWN = 4
-_WIDTH = 60  # Of a plain value that `show` prints.
+_WIDTH = 200  # Of a plain value that `show` prints.
 _size = functools.partial(lines_lib.size, digits='.1f')
 
 
@@ -330,10 +330,16 @@ def _show(args: argparse.Namespace) -> int:
     print_table([(key, repr(x)) for key, x in config.items()], 'config')
   parts = {f'run/{k}': x for k, x in record['entries'].items()}
   parts |= {f'run/{k}': x for k, x in checkpoint.extra['entries'].items()}
-  parts |= {k: x for k, x in record['module'].items() if 'structure' in x}
-  for i in range(record['processes']):
-    own = checkpoint.of_process(i)
-    parts |= {f'process {i}/{key}': x for key, x in own.items()}
+  whole = {'': record['module']}
+  whole |= {
+    f'process {i}/': checkpoint.of_process(i)
+    for i in range(record['processes'])
+  }
+  for prefix, entries in whole.items():
+    for key, x in entries.items():
+      if 'structure' in x:
+        parts[prefix + key] = x['structure']
+  # As it is stored: a class need not be there, and nothing is unpickled.
   values = [(key, json.dumps(x)[:_WIDTH]) for key, x in parts.items()]
   print_table(values, 'values')
   arrays = [
@@ -351,6 +357,7 @@ def _verify(args: argparse.Namespace) -> int:
     try:
       found = contents.Checkpoint(path)
       found.verify()
+      found.record  # noqa: B018
     except (files.DamagedError, files.RefusedError) as e:
       verdict = f'DAMAGED: {e}'
     if not path.exists():
