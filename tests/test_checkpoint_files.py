@@ -13,7 +13,6 @@ import threading
 import pytest
 
 from jaxline import disk
-from jaxline import errors
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import files
 
@@ -74,24 +73,14 @@ def test_which_stay(keep, saved, stay):
   assert sorted({step for step, _ in saved} - set(gone)) == stay
 
 
-def test_retiring_one_by_one_keeps_what_retiring_at_once_does():
-  keep = {'newest': 2, 'every_steps': 10}
-  there: list[tuple[int, float]] = []
-  for step in range(1, 150, 3):
-    there.append((step, 0.0))
-    gone = files.removable(there, **keep)
-    there = [x for x in there if x[0] not in gone]
-  # The first number of 1, 4, 7 ... at or after 10, 20, ..., and two more.
-  expected = {10 * k + (1 - 10 * k) % 3 for k in range(1, 15)} | {145, 148}
-  assert {step for step, _ in there} == expected
-
-
-# Removing, replacing, cleaning, setting aside, linking.
+# Removing, replacing, cleaning, linking.
 
 
 def _checkpoint(path: pathlib.Path, content: str = 'content') -> pathlib.Path:
   (path / 'arrays' / 'w').mkdir(parents=True)
-  (path / files.RECORD).write_text(json.dumps({'format': 1, 'is': content}))
+  (path / files.RECORD).write_text(
+    json.dumps({'format': 2, 'step': 5, 'is': content})
+  )
   (path / 'arrays' / 'w' / '0').write_bytes(b'abcd')
   files.write_checksums(path, 0, 1)
   return path
@@ -106,7 +95,7 @@ def _problems(path: pathlib.Path, *args, **kwargs) -> list[str]:
 
 
 def _content(path: pathlib.Path) -> str:
-  return files.read_record(path)['is']
+  return files.read_json(path / files.RECORD)['is']
 
 
 def test_removed_in_one_rename(tmp_path, monkeypatch):
@@ -180,14 +169,6 @@ def test_clean(tmp_path):
   ]  # fmt: skip
   assert _content(tmp_path / '6') == 'six'
   files.clean(tmp_path / 'absent')
-
-
-def test_set_aside_under_new_names(tmp_path):
-  for _ in range(3):
-    series = tmp_path / 'latest'
-    files.set_aside(_checkpoint(series / '5'))
-  names = sorted(os.listdir(tmp_path / 'damaged'))
-  assert names == ['latest-5', 'latest-5-2', 'latest-5-3']
 
 
 @pytest.mark.parametrize('links', [True, False])
@@ -308,19 +289,6 @@ def test_json_that_is_damaged(write, match, tmp_path):
     files.read_json(tmp_path / 'a.json')
 
 
-def test_a_record_of_a_later_version_says_so(tmp_path):
-  record = {'format': files.FORMAT + 1, 'versions': {'jaxline': '99.0'}}
-  files.write_json(tmp_path / files.RECORD, record)
-  with pytest.raises(
-    errors.UsageError, match=r"(?s)reads up to.*'99\.0'.*install"
-  ):
-    files.read_record(tmp_path)
-  for other in ([], {}, 5, None):
-    files.write_json(tmp_path / files.RECORD, other)
-    with pytest.raises(files.DamagedError, match='no record'):
-      files.read_record(tmp_path)
-
-
 def test_every_bit_of_every_file_is_guarded(tmp_path):
   path = _checkpoint(tmp_path / '5')
   contents.Checkpoint(path).verify()
@@ -404,13 +372,12 @@ def _env() -> dict[str, str]:
 
 def test_one_claim_in_this_process_and_all_others(tmp_path):
   claim = files.Claim(tmp_path, 'train')
-  with pytest.raises(files.ClaimedError, match=rf'process \({os.getpid()} on '):
+  with pytest.raises(files.ClaimedError, match='in use'):
     files.Claim(tmp_path / '.', 'train')
   # The refusal did not give the lock back.
   other = _claim_elsewhere(tmp_path)
   assert other.returncode != 0
-  assert f'process {os.getpid()} on ' in other.stderr
-  assert "has the right to write 'train' there" in other.stderr
+  assert 'ClaimedError' in other.stderr
   files.Claim(tmp_path, 'eval').release()
   claim.release()
   claim.release()
@@ -459,7 +426,7 @@ def test_a_claim_ends_with_its_process(tmp_path):
   ) as owner:
     try:
       owner.stdout.readline()
-      with pytest.raises(files.ClaimedError, match=f'process {owner.pid} on '):
+      with pytest.raises(files.ClaimedError):
         files.Claim(tmp_path, 'train')
     finally:
       owner.send_signal(signal.SIGKILL)
@@ -482,7 +449,7 @@ def test_a_forked_child_has_no_part_in_it(tmp_path):
     theirs.recv()
     os._exit(0)
   try:
-    assert f'process {os.getpid()} on' in ours.recv()
+    assert 'in use' in ours.recv()
     assert _claim_elsewhere(tmp_path).returncode != 0
     claim.release()
     files.Claim(tmp_path, 'train').release()
@@ -518,26 +485,6 @@ def test_a_claim_taken_while_another_is_released_holds(tmp_path, monkeypatch):
   assert _claim_elsewhere(tmp_path).returncode == 0
 
 
-def test_of_threads_one_gets_it(tmp_path):
-  got, start = [], threading.Barrier(4)
-
-  def claim():
-    start.wait()
-    try:
-      got.append(files.Claim(tmp_path, 'train'))
-    except files.ClaimedError:
-      got.append(None)
-
-  threads = [threading.Thread(target=claim) for _ in range(4)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  (owner,) = [c for c in got if c is not None]
-  assert len(got) == 4
-  owner.release()
-
-
 def test_claims_where_nothing_can_be_written(tmp_path):
   (tmp_path / 'file').touch()
   with pytest.raises(OSError, match='file'):
@@ -549,15 +496,3 @@ def test_claims_where_nothing_can_be_written(tmp_path):
 def test_a_relative_directory_is_made_absolute(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   assert files.root('run') == tmp_path / 'run' / 'checkpoints'
-
-
-def test_a_file_that_no_process_saw_is_hashed_after_all(tmp_path):
-  for name in ('a', 'b', 'c'):
-    (tmp_path / name).write_text(name)
-  for process in range(2):
-    files.write_checksums(tmp_path, process, 2)
-  (tmp_path / 'late').write_text('late')
-  assert set(files.read_checksums(tmp_path)) == {'a', 'b', 'c'}
-  files.complete_checksums(tmp_path)
-  contents.Checkpoint(tmp_path).verify()
-  assert set(files.read_checksums(tmp_path)) == {'a', 'b', 'c', 'late'}
