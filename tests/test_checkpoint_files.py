@@ -8,7 +8,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -187,22 +186,6 @@ def test_link_outlives_its_source(links, tmp_path, monkeypatch):
   assert same == links
   files.remove(source)
   contents.Checkpoint(tmp_path / 'pin' / '5').verify()
-
-
-def test_link_of_what_goes_meanwhile(tmp_path, monkeypatch):
-  source = _checkpoint(tmp_path / '5')
-
-  def link(a, b):
-    files.remove(source)
-    raise FileNotFoundError(2, 'gone', a)
-
-  with monkeypatch.context() as patch:
-    patch.setattr(files.os, 'link', link)
-    with pytest.raises(FileNotFoundError, match='was removed while'):
-      files.link(source, tmp_path / 'pin')
-  assert not (tmp_path / 'pin').exists()
-  with pytest.raises(FileNotFoundError, match='was removed while'):
-    files.link(source, tmp_path / 'pin')
 
 
 # Files that are whole.
@@ -457,32 +440,6 @@ def test_a_forked_child_has_no_part_in_it(tmp_path):
   finally:
     ours.send(None)
     os.waitpid(child, 0)
-
-
-def test_a_claim_taken_while_another_is_released_holds(tmp_path, monkeypatch):
-  first, got, closing = files.Claim(tmp_path, 'train'), [], []
-
-  def claim():
-    try:
-      got.append(files.Claim(tmp_path, 'train'))
-    except files.ClaimedError:  # Early is not wrong; half would be.
-      got.append(None)
-
-  def close(fd, close=os.close):
-    if not closing and threading.current_thread() is threading.main_thread():
-      closing.append(threading.Thread(target=claim))
-      closing[0].start()
-      closing[0].join(0.3)
-    close(fd)
-
-  with monkeypatch.context() as patch:
-    patch.setattr(files.os, 'close', close)
-    first.release()
-  closing[0].join()
-  if got[0] is not None:
-    assert _claim_elsewhere(tmp_path).returncode != 0
-    got[0].release()
-  assert _claim_elsewhere(tmp_path).returncode == 0
 
 
 def test_claims_where_nothing_can_be_written(tmp_path):

@@ -769,16 +769,6 @@ def test_the_directory_vanishes(tmp_path, start):
   assert 'deleted while a writer had it open' in run.log
 
 
-@pytest.mark.process
-@pytest.mark.parametrize('removed', ['checkpoints', 'checkpoints/claims'])
-def test_a_second_run_cannot_stay_unnoticed(tmp_path, start, removed):
-  first = start(tmp_path, faults={'step_secs': 0.02})
-  assert first.wait_for_checkpoint('latest', 6)
-  os.rename(tmp_path / removed, tmp_path / 'removed')
-  assert first.end() == 1, first.log[-8000:]
-  assert 'so that another one may be writing there' in first.log
-
-
 # What lies on the disk is damaged.
 
 
@@ -823,20 +813,6 @@ def test_damaged_checkpoints_are_passed_over(stopped, undisturbed):
     assert f'latest/{step} is damaged' in run.log
   assert f'Restored {latest}/3.' in run.log
   assert left_by(stopped) == undisturbed
-
-
-@pytest.mark.process
-def test_the_note_of_what_is_evaluated_is_damaged(stopped, undisturbed, start):
-  noted = stopped / 'checkpoints' / 'evaluated' / 'eval.json'
-  flip(noted, 0.3)
-  run = start(stopped)
-  assert run.end() == 2, run.log[-8000:]
-  assert str(noted) in run.log
-  noted.unlink()
-  # What was logged before the resumed step is dropped with the note of it.
-  finished(stopped)
-  left, kept = left_by(stopped), ('latest', 'train curve', 'train events')
-  assert {k: left[k] for k in kept} == {k: undisturbed[k] for k in kept}
 
 
 @pytest.mark.process
