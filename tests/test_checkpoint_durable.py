@@ -488,6 +488,23 @@ class Opaque:
   __hash__ = None
 
 
+@pytest.mark.parametrize('value', [Opaque(1), {1}, range(2), np.array(['a'])])
+def test_what_can_only_be_pickled_is_refused_before_the_first_step(value, run):
+  live = PerDevice({'w': jnp.ones(2)}, {'thing': {'x': value}})
+  checkpointer = run()
+  fill(checkpointer, live)
+  with pytest.raises(TypeError, match=r'thing/x'):
+    checkpointer.mark_begun(0)
+  with pytest.raises(TypeError, match=r'thing/x'):  # If it is made later.
+    checkpointer.save('latest')
+  assert checkpointer.steps('latest') == []
+  del live._b0  # As if the first step made it.
+  checkpointer.mark_begun(0)
+  live._b0 = {'x': 1}
+  save(checkpointer, live)  # Nothing else has broken.
+  assert checkpointer.steps('latest') == [5]
+
+
 def test_pickles_are_permitted_and_announced(run, caplog):
   structure._announce.cache_clear()
   allowed = {'checkpoint_allow_pickle': True}
