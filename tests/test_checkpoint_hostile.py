@@ -69,6 +69,14 @@ def array(**values):
   return lambda parts: parts['checkpoint.json']['arrays']['w'].update(values)
 
 
+def larger_array(parts):
+  """Has more rows in all that is said of it, and no file for them."""
+  about = parts['checkpoint.json']['arrays']['w']
+  about['shape'] = [8, 2]
+  zarr = parts['step'] / 'arrays' / about['file'] / 'zarr.json'
+  files.write_json(zarr, files.read_json(zarr) | {'shape': [8, 2]})
+
+
 def small_array(**values):
   def change(parts):
     (about,) = parts['process_0.json']['note']['arrays'].values()
@@ -96,10 +104,10 @@ ATTACKS = {
   'absolute array': array(file='/etc'),
   'array in another': array(file='0001.w/..'),
   'huge array': array(shape=[2**40, 2]),
-  'more rows': array(shape=[3, 2]),
+  'more rows': larger_array,
   'another type': array(dtype='int32'),
   'Python objects': array(dtype='object'),
-  'huge small array': small_array(shape=[2**60]),
+  'huge number of bytes': small_array(shape=[2**60]),
   'checksum outside': listed('../../../outside'),
   'absolute checksum': listed('/etc/passwd'),
   'another format': lambda parts: parts['checkpoint.json'].update(format=1),
@@ -108,12 +116,12 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize('name', ATTACKS)
-def test_an_edited_checkpoint_is_refused(name, tmp_path, capsys):
+def test_an_edited_checkpoint_is_refused(name, tmp_path, capsys, monkeypatch):
   run = tmp_path / 'run'
   use(run, 'save', Experiment())
   step = files.root(run) / 'latest' / '5'
   parts = {x: files.read_json(step / x) for x in os.listdir(step) if '.j' in x}
-  parts['sums'] = {}
+  parts |= {'sums': {}, 'step': step}
   ATTACKS[name](parts)
   for file in ('checkpoint.json', 'process_0.json'):
     files.write_json(step / file, parts[file])
@@ -124,6 +132,13 @@ def test_an_edited_checkpoint_is_refused(name, tmp_path, capsys):
     del part['crc']
     crc = files.crc_of(part)
     files.write_json(step / 'checksums_0.json', part | {'crc': crc})
+  read, start = [], arrays._start
+
+  def spy(opened, about, target):
+    read.append(about)
+    return start(opened, about, target)
+
+  monkeypatch.setattr(arrays, '_start', spy)
   for mode, directory, more in (
     ('train', run, {}),
     ('eval', run, {}),
@@ -134,8 +149,11 @@ def test_an_edited_checkpoint_is_refused(name, tmp_path, capsys):
       use(directory, 'restore', live, mode, **more)
     np.testing.assert_array_equal(live._w[0], W + 1)
     assert live._note['text'] == 'live'
+  # No memory was taken for an array that is not as it is described.
+  if name.endswith(('array', 'outside', 'in another', 'rows', 'type')):
+    assert parts['checkpoint.json']['arrays']['w'] not in read
   out = tmp_path / 'out.npz'
-  is_exported = name in ('pickle', 'function', 'huge small array')
+  is_exported = name in ('pickle', 'function', 'huge number of bytes')
   status = inspection.main(
     ['export', str(run), str(out), '--select=w', '--force']
   )

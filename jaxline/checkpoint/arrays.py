@@ -356,22 +356,21 @@ class Reader:
 
   def _open(self, names: Iterable[str]) -> dict[str, Any]:
     """Opens arrays; of one without elements the value is None."""
-    # Bytes of the files with checksums below the directory of each array.
+    # Bytes of the chunks with checksums below the directory of each array.
     sizes = collections.Counter[str]()
     for file, (size, _) in self.sums.items():
       top, *below = file.split('/')
-      if top == files.ARRAYS and len(below) > 1:
+      if top == files.ARRAYS and below[1:] and below[1:] != ['zarr.json']:
         sizes[below[0]] += size
     opening = {}
     for name in names:
       about = self.described[name]
       file, needed = about['file'], num_bytes(about)
       with self._refused(name):
-        # Before memory is taken for it. It is not compressed.
+        # Before memory is taken for it, since it is not compressed. Only names
+        # of directories here have a size, so no other path is opened.
         if needed > sizes[file]:
           raise ValueError('its files are smaller')
-        if needed and not re.fullmatch(r'\d+\.[\w.-]*', file):
-          raise ValueError('no save gives such a name')
         opening[name] = _open_zarr(self.path, about) if needed else None
     opened = {}
     for name, future in opening.items():
