@@ -17,7 +17,6 @@ import re
 import sys
 from typing import Any, TypeVar
 
-from absl import logging
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
@@ -29,7 +28,6 @@ from jaxline.checkpoint import files
 
 # Arrays are cut into files of at most this many bytes.
 _FILE_BYTES = 256 << 20
-_ORBAX = os.path.join(os.path.dirname(ocp.__file__), '')
 # Of arrays, bytes that are on their way from the disk at once.
 _READ_BYTES = 1 << 28
 # As many as Orbax: of network disks, more at once are faster.
@@ -40,21 +38,9 @@ _T = TypeVar('_T')
 # Writing.
 
 
-@contextlib.contextmanager
-def quiet_orbax() -> Iterator[None]:
-  """Leaves what Orbax logs of a save out of the log; errors are raised."""
-  log = logging.get_absl_logger()
-  is_ours = lambda record: not record.pathname.startswith(_ORBAX)
-  log.addFilter(is_ours)
-  try:
-    yield
-  finally:
-    log.removeFilter(is_ours)
-
-
 @functools.cache  # Once, and for good: writes may report after a save.
-def _ignore_closed_loops() -> None:
-  """Silences what TensorStore's threads say once Orbax has given up.
+def _quieten() -> None:
+  """Silences what Orbax logs of a save; errors are raised.
 
   At the first array that cannot be written, Orbax closes the event loop to
   which the writes of the others would report, and asks for no other's error.
@@ -66,9 +52,10 @@ def _ignore_closed_loops() -> None:
       hook(error)
 
   sys.unraisablehook = unraisable
-  std_logging.getLogger('asyncio').addFilter(
-    lambda record: '.orbax-checkpoint-tmp' not in record.getMessage()
-  )
+  for logger in ('asyncio', 'absl'):
+    std_logging.getLogger(logger).addFilter(
+      lambda record: '.orbax-checkpoint-tmp' not in record.getMessage()
+    )
 
 
 @dataclasses.dataclass
@@ -146,8 +133,8 @@ ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)(
 
 def write(content: Content, place: pathlib.Path) -> None:
   """Writes a checkpoint, which appears in one rename."""
-  _ignore_closed_loops()
-  with quiet_orbax(), os_errors():
+  _quieten()
+  with os_errors():
     ocp.Checkpointer(
       _Handler(),
       multiprocessing_options=_multiprocessing_options(),
