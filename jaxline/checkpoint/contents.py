@@ -104,8 +104,8 @@ def check_storable(state: Any, module: base.Module) -> None:
   _encode(entries, {}, False, 'run/')
   if module.snapshot_state.__module__ == 'jaxline.experiment':
     names = {**module.CHECKPOINT_ATTRS, **module.NON_BROADCAST_CHECKPOINT_ATTRS}
-    found = {n: getattr(module.live, x, None) for x, n in names.items()}
-    _encode(found, {}, False)
+    for attribute, name in names.items():
+      _encode({name: getattr(module.live, attribute, None)}, {}, False)
 
 
 def added(state: Any, allow_pickle: bool) -> dict[str, Any]:
