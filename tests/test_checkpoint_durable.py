@@ -2043,9 +2043,3 @@ def test_a_save_that_does_not_fit_leaves_nothing(series, step, run, small_disk):
 
 def _names(folder):
   return sorted(os.listdir(folder)) if folder.exists() else []
-
-
-# Checkpoints made by earlier versions of this library; see golden/make.py.
-
-
-# Arrays on the disk.
