@@ -113,19 +113,6 @@ def test_removed_in_one_rename(tmp_path, monkeypatch):
   files.remove(tmp_path / '5')  # Nothing there is nothing to do.
 
 
-def test_what_replaces_is_there_while_the_old_files_go(tmp_path, monkeypatch):
-  _checkpoint(tmp_path / '5', 'old')
-  _checkpoint(files.new(tmp_path / '5'), 'new')
-  seen = []
-  monkeypatch.setattr(
-    files.shutil,
-    'rmtree',
-    lambda *a, **k: seen.append(_content(tmp_path / '5')),
-  )
-  files.replace(tmp_path / '5')
-  assert seen == ['new']
-
-
 @pytest.mark.parametrize('renames', [0, 1, 2])
 def test_a_replacement_killed_at_any_instant_loses_none(
   renames, tmp_path, monkeypatch
@@ -324,15 +311,6 @@ def test_a_file_that_was_added_is_no_damage(tmp_path):
   contents.Checkpoint(path).verify()
   (path / 'arrays/w/0').unlink()
   assert _problems(path) == ['arrays/w/0 is missing']
-
-
-def test_an_added_checksum_guards_the_file(tmp_path):
-  path = _checkpoint(tmp_path / '5')
-  (path / 'extra.json').write_text('{}')
-  files.complete_checksums(path)
-  contents.Checkpoint(path).verify()
-  (path / 'extra.json').write_text('{ }')
-  assert _problems(path) == ['extra.json has 3 bytes, 2 were written']
 
 
 # Claims.

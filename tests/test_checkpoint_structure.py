@@ -21,7 +21,6 @@ from flax import struct as flax_struct
 import jax
 import jax.numpy as jnp
 from ml_collections import config_dict
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -252,25 +251,6 @@ def test_arrays_go_by_name_and_uncopied():
   back = structure.decode(encoded.structure, encoded.arrays)
   assert back['opt'][0] is w
   assert back['opt'][1][0] is n
-
-
-def test_kinds_of_arrays_come_back():
-  scalar = trip(np.float32(0.1))
-  assert type(scalar) is np.float32
-  assert scalar == np.float32(0.1)
-  zero = trip(np.array(3, np.int16))
-  assert type(zero) is np.ndarray
-  assert zero.shape == ()
-  assert zero.dtype == np.int16
-  small = trip(ml_dtypes.bfloat16(1.5))
-  assert type(small) is ml_dtypes.bfloat16
-  assert small == 1.5
-  for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
-    value = jnp.asarray([1, 2], dtype)
-    assert trip(value) is value
-    assert trip(np.asarray(value)).dtype == value.dtype
-  assert trip({np.int64(3): 1}) == {3: 1}
-  assert type(next(iter(trip({np.int64(3): 1})))) is np.int64
 
 
 def test_numpy_leaves_are_writeable_wherever_they_were_read_to():

@@ -442,18 +442,11 @@ class _Decoder:
 
 
 class _Kind(NamedTuple):
-  """A row of the table: how one kind of value is stored.
+  """A row of the table: how one kind of value is stored."""
 
-  Attributes:
-    of: the class of the values, which stands for no subclass of it, or a
-      function that recognises their class.
-    encode: (e: the encoding, x: a value, n: its name) -> body.
-    decode: (d: the decoder, b: a body) -> value.
-  """
-
-  of: Any
-  encode: Any
-  decode: Any
+  of: Any  # A class, not its subclasses; or a function that recognises one.
+  encode: Any  # (e: the encoding, x: a value, n: its name) -> body.
+  decode: Any  # (d: the decoder, b: a body) -> value.
 
 
 def _tag_of(cls: type) -> str | None:
