@@ -80,9 +80,7 @@ class JsonlWriter(files.FileBackend):
       step = record.get('step', None if is_whole else math.inf)
       # A record may lack no more than the end of its line.
       data = line if is_whole else line + b'\n'
-      yield files.Piece(
-        data, step, record if record.get('kind') == 'scalars' else {}
-      )
+      yield files.Piece(data, step)
 
 
 KEYS = frozenset({'step', 'time', 'kind'})

@@ -93,14 +93,8 @@ class TensorBoardWriter(files.FileBackend):
         event = event_pb2.Event.FromString(data)
       except message.DecodeError:
         event = event_pb2.Event()
-      is_whole = checksum == _checksum(data)  # Else it may say any step.
-      scalars = {
-        value.tag: value.simple_value
-        for value in event.summary.value
-        if is_whole and value.HasField('simple_value')
-      }
       step = event.step if event.HasField('summary') else None
-      yield files.Piece(header + data + checksum, step, scalars)
+      yield files.Piece(header + data + checksum, step)
 
   def resume(self, step: int) -> None:
     super().resume(step)
