@@ -30,6 +30,7 @@ from jaxline import metrics as metrics_lib
 from jaxline import partitioning
 from jaxline import train_step as step_lib
 from jaxline.checkpoint import base
+from jaxline.compat import prng
 from jaxline.inputs import base as inputs
 from jaxline.inputs import infeed
 from jaxline.metrics import periodic
@@ -57,8 +58,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
   `metrics.Mean`s, in which an example must count by its weight.
 
   `step` and `evaluate` get scalars, without an axis of devices: the number of
-  the step, and the run's key, from which `train_step` derives the key of each
-  step.
+  the step, and the key of all steps or of all evaluations, from which the
+  compiled programs derive the key of each batch.
 
   A model that continues text has one more method, `decode(prompts, rng)`, whose
   compiled functions are wrapped in `in_mesh`.
@@ -172,7 +173,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
       params: the weights.
       model_state: the value that `init_fn` or the step before returned.
       batch: global arrays [B, ...], one of them `weights`.
-      rng: this step's key.
+      rng: a key of this batch alone. In training it is the run's step key,
+        folded with the step's number (and with that of the part of the batch,
+        if gradients are accumulated). In evaluation it is the run's key, folded
+        with 'evaluation', the name of the evaluation set and the number of the
+        batch: the same in each evaluation and on any number of hosts.
       is_training: True in training, False in evaluation.
 
     Returns:
@@ -232,11 +237,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
     del before
     return after.model_state
 
-  @property
-  def bubble_fraction(self) -> float:
-    """The part of a step in which a stage of a pipeline is idle."""
-    return 0.0
-
   # The compiled programs.
 
   # Cached properties, and not set by the constructor, since a subclass may set
@@ -288,10 +288,18 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   @functools.cached_property
   def compiled_eval_step(self) -> Callable[..., Any]:
-    """`eval_step` as one program `(state, batch, rng) -> metrics`."""
+    """`eval_step` as one program `(state, batch, rng, place) -> metrics`.
+
+    `rng` is the key of evaluation; `place`, [2] uint32, are the numbers of the
+    set and of the batch, which are folded into it.
+    """
 
     # Lists of programs show this name.
-    def evaluation(state: TrainState, batch: Batch, rng: jax.Array) -> Any:
+    def evaluation(
+      state: TrainState, batch: Batch, rng: jax.Array, place: jax.Array
+    ) -> Any:
+      for number in place:
+        rng = jax.random.fold_in(rng, number)
       return eval_step(self.loss_fn, state, batch, rng)
 
     return jax.jit(
@@ -538,6 +546,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   ) -> Callable[[int], tuple[Any, Any]]:
     """Returns what gives each evaluation its step and the evaluation key."""
     del config  # `random_mode_eval` is for several programs; this is one.
+    rng = prng.stream(rng, 'evaluation')
     rng = self.partitioner.put(rng, self.partitioner.replicated)
     return lambda global_step: (global_step, rng)
 
@@ -556,11 +565,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
     for name, source in self._open_eval_inputs().items():
       sums: Any = None
       metrics: Any = None
-      for batch in self._eval_batches(name, source):
+      set_number = prng.stream_number(name)
+      for i, batch in enumerate(self._eval_batches(name, source)):
         # This waits for the batch before, while this batch is transferred.
         # Without it, batches that wait for the devices would fill their memory.
         sums = _add_fetched(sums, metrics)
-        metrics = self.compiled_eval_step(state, batch, rng)
+        place = np.array([set_number, i], np.uint32)
+        metrics = self.compiled_eval_step(state, batch, rng, place)
       sums = _add_fetched(sums, metrics)
       with np.errstate(invalid='ignore'):  # A mean of weight 0 is NaN.
         means = metrics_lib.compute(sums)

@@ -22,7 +22,6 @@ from examples import fp8
 from jaxline import base_config
 from jaxline import errors
 from jaxline import metrics
-from jaxline import pipeline
 from jaxline import sharded
 from jaxline.inputs import base as inputs
 from jaxline.inputs import text
@@ -281,14 +280,6 @@ class Experiment(sharded.ShardedExperiment):
     params, scales = fp8.split(model.init(rng, self.config.model))
     return params, {sharded.OVERWRITE: scales} if scales else {}
 
-  @property
-  def bubble_fraction(self) -> float:
-    """The part of a step in which a stage of the pipeline has nothing to do."""
-    c = self.config.model
-    return pipeline.bubble_fraction(
-      c.pipeline_stages, c.pipeline_microbatches, c.pipeline_repeats
-    )
-
   def loss_fn(
     self,
     params: Any,
@@ -362,9 +353,11 @@ class Experiment(sharded.ShardedExperiment):
     self, state: sharded.TrainState, grads: Any, updates: Any
   ) -> dict[str, jax.Array]:
     """Adds the learning rate of the step."""
+    # As the optimizer counts: without the steps that were skipped.
+    count = optax.tree.get(state.opt_state, 'ScaleByScheduleState').count
     return {
       **super().step_scalars(state, grads, updates),
-      'learning_rate': learning_rate_schedule(self.config)(state.step),
+      'learning_rate': learning_rate_schedule(self.config)(count),
     }
 
   def step(

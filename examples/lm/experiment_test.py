@@ -393,6 +393,31 @@ def test_learning_rate(config, decay, quarter):
   assert float(schedule(4100)) == pytest.approx(3e-4)
 
 
+def test_a_skipped_step_does_not_move_the_logged_learning_rate(
+  config, checkpointer
+):
+  class Poisoned(experiment.Experiment):
+    def train_input(self):
+      for i, batch in enumerate(super().train_input()):
+        if i in (1, 2):
+          batch['weights'] = np.full_like(batch['weights'], np.nan)
+        yield batch
+
+  config.update(training_steps=6, log_train_data_interval=1)
+  config.update(on_nonfinite='skip')
+  config = config.copy_and_resolve_references()
+  recorder = Recorder()
+  train.train(Poisoned, config, checkpointer, recorder)
+  schedule = experiment.learning_rate_schedule(
+    experiment.base_config.read(
+      experiment.Config, config.experiment_kwargs.config
+    )
+  )
+  logged = [recorder.scalars[step]['learning_rate'] for step in range(1, 7)]
+  expected = [schedule(count) for count in (0, 1, 1, 1, 2, 3)]
+  np.testing.assert_allclose(logged, expected, rtol=1e-6)
+
+
 def test_only_norms_are_not_decayed(config):
   config.experiment_kwargs.config.learning_rate = 1.0
   config.experiment_kwargs.config.warmup_fraction = 0.0
