@@ -1204,6 +1204,24 @@ def test_initial_weights_of_an_evaluation_are_not_those_of_the_run(
   assert steps == ([0] if saves_initial or legacy else [1])
 
 
+def test_a_run_that_begins_from_another_has_no_initial_weights(tmp_path):
+  """An evaluation could only make others, so it waits for a checkpoint."""
+  config = make_config(
+    1,
+    checkpoint_dir=str(tmp_path / 'run'),
+    restore_from=str(tmp_path / 'other'),
+    eval_initial_weights=True,
+  )
+  log, trained = Log(), threading.Event()
+  trained.set()  # Without having saved anything.
+  checkpointer = durable.DurableCheckpointer(config, 'eval')
+  train.Run(
+    functools.partial(Plain, log=log), config, checkpointer, trained=trained
+  ).evaluate()
+  checkpointer.close()
+  assert log.evals == []
+
+
 def test_one_off_evaluates_the_newest_once():
   config = make_config(5)
   run(config=config)
