@@ -489,16 +489,12 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def _open_input(self, position: Any) -> Iterator[Batch]:
     """Returns `train_input`, set to a position unless that is None."""
-    parts = self.partitioner.batch_shards * self.accumulation_steps
-    sharers = f'{self.partitioner.batch_shards} devices that share a batch'
-    if self.accumulation_steps > 1:
-      sharers += f' x {self.accumulation_steps} gradient_accumulation_steps'
-    rounding = inputs.Rounding(parts, sharers, inputs.rounded_in(position))
-    with inputs.act_as_host(*self.partitioner.host, rounding):
-      source = iter(self.train_input())
+    with inputs.act_as_host(*self.partitioner.host):
+      source: Any = iter(self.train_input())
     self._check_input(source, 'train_input', is_training=True)
     if infeed.saves_position(source):
-      infeed.set_position(source, position, self.run_config)
+      if position is not None:
+        source.set_state(position)
     elif position is not None:
       raise ValueError(
         'The checkpoint holds the position of the data, but train_input'
@@ -529,13 +525,12 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def _read_ahead(self, source: Iterator[Batch]) -> infeed.Infeed:
     """Returns a source's batches on the devices, read ahead of the step."""
-    order = getattr(source, 'custom_device_order', None)
     # Without `self`: the thread would keep the experiment and its arrays alive.
     partitioner = self.partitioner
 
     def place(batch: Batch) -> Batch:
       batch = inputs.pad_rows(batch, inputs.num_rows(batch))
-      return partitioner.put_batch(batch, order)
+      return partitioner.put_batch(batch)
 
     return infeed.Infeed(source, place, **self._infeed_options)
 
@@ -617,7 +612,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
         # without the interruption.
         assert source.eval_loop_num_batches is not None
         source.reset()
-        source.skip(self.num_evaluated * source.eval_loop_num_batches)
+        for _ in range(self.num_evaluated):
+          for _ in source.eval_batches():  # Read and dropped.
+            pass
       self._num_fed[name] = self.num_evaluated + 1
     return source.eval_batches()
 
@@ -630,7 +627,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
     batches = infeed.read_ahead(
       source, self._batches_of(name, source), **self._infeed_options
     )
-    order = getattr(source, 'custom_device_order', None)
     rows, last = 0, None
     try:
       while True:
@@ -654,7 +650,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
           )
         last = batch or jax.tree.map(lambda x: x[:0], last)
         padded = inputs.pad_rows(last, self._padded(rows))
-        yield self.partitioner.put_batch(padded, order)
+        yield self.partitioner.put_batch(padded)
     finally:
       batches.close()
       infeed.close(source)

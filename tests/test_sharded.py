@@ -1170,7 +1170,6 @@ class Forgetful(Regression):
     ('sharding', 'fsdp'),
     ('sharding_rules', {'mlp': ['data']}),
     ('gradient_accumulation_steps', 2),
-    ('compiled_program', 'programs'),
     ('infeed_buffer_size', 4),
     ('infeed_stall_secs', 1.0),
   ],
@@ -1306,15 +1305,6 @@ def test_inputs_are_those_of_the_partitioners_host(is_training):
   experiment.own_hosts = {'infeed_host_index': 3, 'num_infeed_hosts': 4}
   with pytest.raises(ValueError, match=r', 3, 4\); expected \(.*, 1, 2\)'):
     experiment.abstract_batch(is_training)
-
-
-def test_a_pretended_host_goes_before_the_acting_one():
-  with inputs.pretend_host(2, 3), inputs.act_as_host(0, 2):
-    assert inputs.this_host() == (2, 3)
-  with inputs.act_as_host(1, 2):
-    with inputs.act_as_host(0, 1):
-      assert inputs.this_host() == (0, 1)
-    assert inputs.this_host() == (1, 2)
 
 
 def test_the_first_batches_come_in_order():

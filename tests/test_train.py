@@ -395,7 +395,6 @@ def test_an_attribute_of_a_mock_is_no_flag(made, mode):
     ('sharding', 'fsdp'),
     ('sharding_rules', {'mlp': ['data']}),
     ('gradient_accumulation_steps', 2),
-    ('compiled_program', 'programs'),
     ('infeed_buffer_size', 4),
     ('infeed_stall_secs', None),
   ],
