@@ -34,7 +34,6 @@ from jaxline import errors
 from jaxline import goodput
 from jaxline import train
 from jaxline import xla
-from jaxline.aot import programs
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
@@ -368,8 +367,6 @@ _CODES = {
   files.UnreadableError: 1,
   nonfinite.NonfiniteError: 1,
   disk.FullDiskError: 1,
-  # To start again is all there is to do: the others may be late.
-  distributed.RendezvousError: watchdog.EXIT_CODE,
 }
 
 
@@ -519,7 +516,6 @@ def _start_jax(config: config_dict.ConfigDict) -> None:
 
   Raises:
     UsageError: the config does not fit what is here.
-    distributed.RendezvousError: the other processes were not met.
   """
   is_alone = _MODE.value == 'compile' and config.topology
   if is_alone and not jax.config.values['jax_platforms']:
@@ -622,7 +618,6 @@ def start(
     if mode.log:
       stack.enter_context(profiling.on_signal())
     if mode.logs:
-      stack.enter_context(programs.of_run(config))
       watch = preemption.begin_run(takes_steps=bool(mode.log))
       stack.enter_context(watchdog.Watchdog(config.watchdog_secs))
     run = train.Run(

@@ -1,11 +1,9 @@
-"""Compiling a run for chips that are not here, and keeping the programs."""
+"""Compiling a run for chips that are not here."""
 
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import json
-import logging
 import os
 import pathlib
 import subprocess
@@ -27,7 +25,6 @@ from jaxline import partitioning
 from jaxline import sharded
 from jaxline.aot import ahead
 from jaxline.aot import chips
-from jaxline.aot import programs
 from jaxline.aot import report
 
 pytestmark = pytest.mark.usefixtures('compiles')
@@ -184,7 +181,6 @@ def test_a_run_on_the_devices_of_this_machine(tmp_path, capsys):
   names = [b.name for b in train.buffers]
   assert "state.opt_state[0].mu['a']" in names
   assert any("what a device of kind 'cpu'" in n.lower() for n in made.notes)
-  assert sorted(os.listdir(made.saved))[-1] == programs.RECORD
 
 
 def test_without_an_evaluation_the_train_step_is_compiled():
@@ -194,7 +190,6 @@ def test_without_an_evaluation_the_train_step_is_compiled():
   made = ahead.make_report(TwoLayers, config)
   assert [p.name for p in made.programs] == ['train step']
   assert any('no eval step' in note for note in made.notes)
-  assert made.saved == ''
 
 
 def test_the_compiler_is_asked_although_there_is_a_cache(tmp_path):
@@ -404,78 +399,7 @@ def test_hints_name_the_settings_that_there_are():
   assert any('32 rows in 8 parts over 4 chips' in hint for hint in found)
 
 
-# Programs on disk.
-
-RUN = textwrap.dedent("""
-  import hashlib, logging, pathlib, sys
-  import jax, numpy as np
-  from jaxline import train
-  from jaxline.aot import ahead, programs
-  from tests import test_aot
-
-  directory, what, *rest = sys.argv[1:]
-  logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-  config = test_aot.make_config(checkpoint_dir=directory)
-  if what == 'save':
-    ahead.compile_experiment(test_aot.TwoLayers, config)
-  else:
-    config.unlock()
-    config.compiled_program = f'{directory}/compile/local_programs'
-  with programs.of_run(config):
-    print('HASH', test_aot.hash_after_training(config))
-""")
-
-
-def hash_after_training(config):
-  """Trains for three steps, evaluates, and returns the hash of the state."""
-  from jaxline import train
-
-  made = train.build_for_training(TwoLayers, config)[0]
-  rng = made.initialize_train_step_rng(jax.random.key(1))
-  for step in range(3):
-    made.step(global_step=step, rng=rng, writer=None)
-    jax.block_until_ready(made.state)
-  made.evaluate(global_step=3, rng=rng, writer=None)
-  made._close_input()
-  digest = hashlib.sha256()
-  for x in jax.tree.leaves(made.state):
-    digest.update(np.asarray(x).tobytes())
-  return digest.hexdigest()
-
-
-def run(tmp_path, what):
-  done = subprocess.run(
-    [sys.executable, '-c', RUN, str(tmp_path), what],
-    cwd=ROOT,
-    env={
-      **os.environ,
-      'PYTHONPATH': str(ROOT),
-      'JAX_PLATFORMS': 'cpu',
-      'XLA_FLAGS': '--xla_force_host_platform_device_count=2',
-    },
-    capture_output=True,
-    text=True,
-    check=False,
-    timeout=150,
-  )
-  assert done.returncode == 0, done.stderr
-  text = done.stdout + done.stderr
-  return text, [line for line in text.splitlines() if line.startswith('HASH')]
-
-
-@pytest.mark.process
-def test_another_process_runs_what_was_compiled(tmp_path):
-  _, compiled = run(tmp_path, 'save')
-  text, loaded = run(tmp_path, 'use')
-  directory = tmp_path / 'compile' / 'local_programs'
-  assert f'jit_step was taken from {directory}' in text
-  assert (
-    f'was taken from {directory}' in text.partition('jit_step was taken')[2]
-  )
-  assert 'is compiled' not in text
-  assert len(loaded) == 1
-  assert loaded == compiled
-
+# Several processes.
 
 MANY = textwrap.dedent("""
   import sys
@@ -510,105 +434,6 @@ def test_of_several_processes_the_first_reports(tmp_path):
   made = read_report(directory / 'local.json')
   assert made.target.num_devices == 2
   assert made.batch_rows == 2 * ROWS  # Each has rows of its own.
-  assert sorted(os.listdir(directory)) == ['local.json', 'local_programs']
-  kept = sorted(os.listdir(made.saved))
-  assert len(kept) == 3
-  assert kept[-1] == programs.RECORD
-
-
-def test_what_is_other_is_compiled_and_told_of(tmp_path, caplog):
-  caplog.set_level(logging.INFO)
-  config = make_config()
-  made = ahead.make_report(TwoLayers, config, tmp_path)
-  before = sorted(os.listdir(made.saved))
-  other = make_config(
-    gradient_accumulation_steps=2, compiled_program=made.saved
-  )
-  with programs.of_run(other):
-    hash_after_training(other)
-  told = [
-    r.getMessage() for r in caplog.records if 'jit_step' in r.getMessage()
-  ]
-  assert len(told) == 1
-  assert 'is compiled' in told[0]
-  assert 'config.gradient_accumulation_steps 1, and here it is 2' in told[0]
-  assert 'experiment_kwargs' not in told[0]
-  assert sorted(os.listdir(made.saved)) == before  # A run adds nothing.
-  assert jax.config.jax_compilation_cache_dir is None
-
-
-def compile_something():
-  jax.jit(lambda x: x + 1).lower(1.0).compile()
-
-
-def test_programs_of_before_do_not_stay(tmp_path, monkeypatch):
-  directory = tmp_path / 'programs'
-  with programs.saving(directory, {}):
-    compile_something()
-  before = sorted(os.listdir(directory))
-  assert before[-1] == programs.RECORD
-  with monkeypatch.context() as patch:
-    # JAX lets only the first process write.
-    patch.setattr(jax, 'process_index', lambda: 1)
-    with programs.saving(directory, {}):
-      pass
-  assert sorted(os.listdir(directory)) == before
-  with programs.saving(directory, {}):
-    pass
-  assert not list(tmp_path.iterdir())
-
-
-def test_a_run_leaves_the_directory_as_it_is(tmp_path, caplog):
-  directory = tmp_path / 'programs'
-  with programs.saving(directory, {}):
-    compile_something()
-  before = sorted(os.listdir(directory))
-  # With this JAX notes when it read what, and removes what it read long ago.
-  jax.config.update('jax_compilation_cache_max_size', 1 << 30)
-  try:
-    with programs.using(directory, {}):
-      compile_something()
-  finally:
-    jax.config.update('jax_compilation_cache_max_size', -1)
-  assert 'None of the programs' not in caplog.text
-  assert sorted(os.listdir(directory)) == before
-
-
-def test_damaged_programs_are_compiled(tmp_path, caplog):
-  directory = tmp_path / 'programs'
-  with programs.saving(directory, {}):
-    compile_something()
-  (path,) = directory.glob('jit__lambda*')
-  for damage in ('a bit', 'removed'):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    if damage == 'removed':
-      path.unlink()
-    caplog.clear()
-    with programs.using(directory, {}):
-      compile_something()
-    assert f'{path} is damaged or missing' in caplog.text
-    assert 'None of the programs' in caplog.text
-
-
-@pytest.mark.parametrize(
-  'text', [None, '', '{}', '[]', '{"schema": 0}', '{"schema": 2}']
-)
-def test_a_directory_without_programs_is_refused(tmp_path, text):
-  if text is not None:
-    (tmp_path / programs.RECORD).write_text(text)
-  config = make_config(compiled_program=str(tmp_path))
-  with (
-    pytest.raises(ValueError, match='compiled_program is'),
-    programs.of_run(config),
-  ):
-    pass
-
-
-def test_no_programs_are_asked_for():
-  with programs.of_run(make_config()):
-    assert jax.config.jax_compilation_cache_dir is None
 
 
 # The TPU compiler.
@@ -630,10 +455,10 @@ def test_a_run_on_tpus():
   assert 'libtpu' in made.versions
 
 
-def test_a_run_on_slices_of_tpus(tmp_path):
+def test_a_run_on_slices_of_tpus():
   pytest.importorskip('libtpu')
   config = make_config(topology='v4:2x2x1', num_slices=2)
-  made = ahead.make_report(TwoLayers, config, tmp_path)
+  made = ahead.make_report(TwoLayers, config)
   train, _ = made.programs
   assert made.mesh == {'stage': 1, 'replica': 2, 'data': 4, 'mdl': 1}
   assert train.measures.flops == 5 * 2 * ROWS * 128 * 256 / 8
@@ -644,8 +469,6 @@ def test_a_run_on_slices_of_tpus(tmp_path):
   crossing = sum(t.dcn_bytes for t in train.measures.traffic)
   assert crossing >= 4 * made.parameters / 4
   assert train.roofline.seconds['DCN'] == pytest.approx(crossing / 6.25e9)
-  assert made.saved == str(tmp_path / '2xv4-2x2x1_programs')
-  assert len(os.listdir(made.saved)) == 3
 
 
 def test_a_run_that_does_not_fit(tmp_path, capsys):

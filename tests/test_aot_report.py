@@ -97,7 +97,6 @@ def make_report(**changes):
       report.Program(name='eval step', model_flops=1000.0),
     ),
     'notes': ('A note.',),
-    'saved': 'runs/a/compile/2xv4-2x2x1_programs',
     'versions': {'jax': '0.10.2'},
   }
   return report.Report(**{**values, **changes})
@@ -180,7 +179,6 @@ def test_the_text_says_it_all():
     'while.3',
     '12.3 s',
     'A note.',
-    '2xv4-2x2x1_programs',
     'jax 0.10.2',
     "layers/layers/w']",
   ):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxline import api
+from jaxline import compilation_cache
 from jaxline import debug
 from jaxline import goodput
 from jaxline import train
@@ -189,21 +190,22 @@ def test_an_error_in_tracing_ends_the_compilation(clock):
   assert since() == {'compilation': 2, 'steps': 1}
 
 
+@pytest.mark.usefixtures('compiles')
 def test_hits_and_misses_of_the_cache(tmp_path):
-  from jaxline.aot import programs
-
   def program(x):
-    return x * 12345
+    return jax.lax.fori_loop(0, 9, lambda i, y: jnp.sin(y @ y), x) * 12345
 
   found = []
-  directory = tmp_path / 'programs'
-  for kept in (programs.saving, programs.using):
-    with kept(directory, {}):
+  store = {
+    'jax_compilation_cache_dir': str(tmp_path),
+    'jax_persistent_cache_min_compile_time_secs': 0.0,
+    'jax_persistent_cache_min_entry_size_bytes': -1,
+  }
+  for _ in range(2):
+    with compilation_cache.configured(store):
       before = goodput.compilations()
-      jax.jit(program)(np.ones(7))
-      found.append(
-        [b - a for a, b in zip(before, goodput.compilations(), strict=True)]
-      )
+      jax.jit(program)(np.ones([7, 7]))
+      found.append(np.subtract(goodput.compilations(), before))
       jax.clear_caches()
   (count, secs, *miss), (count_again, _, *hit) = found
   assert count == count_again == 1

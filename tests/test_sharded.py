@@ -1360,7 +1360,6 @@ class Forgetful(Regression):
     ('sharding', 'fsdp'),
     ('sharding_rules', {'mlp': ['data']}),
     ('gradient_accumulation_steps', 2),
-    ('compiled_program', 'programs'),
     ('infeed_buffer_size', 4),
     ('infeed_stall_secs', 1.0),
   ],

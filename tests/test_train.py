@@ -412,7 +412,6 @@ def test_a_run_in_memory_writes_no_file(tmp_path):
     ('sharding', 'fsdp'),
     ('sharding_rules', {'mlp': ['data']}),
     ('gradient_accumulation_steps', 2),
-    ('compiled_program', 'programs'),
     ('infeed_buffer_size', 4),
     ('infeed_stall_secs', None),
   ],

@@ -30,7 +30,6 @@ from jaxline.aot import chips
 from jaxline.aot import counting
 from jaxline.aot import hlo
 from jaxline.aot import memory
-from jaxline.aot import programs
 from jaxline.aot import report as report_lib
 from jaxline.checkpoint import files
 from jaxline.metrics import rates
@@ -58,7 +57,7 @@ def compile_experiment(
   """
   directory = pathlib.Path(config.checkpoint_dir) / 'compile'
   directory.mkdir(parents=True, exist_ok=True)
-  report = make_report(experiment_class, config, directory)
+  report = make_report(experiment_class, config)
   if jax.process_index() == 0:
     path = directory / f'{_file_name(report.target)}.json'
     files.write_json(path, report.to_json())
@@ -68,9 +67,7 @@ def compile_experiment(
 
 
 def make_report(
-  experiment_class: Any,
-  config: config_dict.ConfigDict,
-  directory: pathlib.Path | None = None,
+  experiment_class: Any, config: config_dict.ConfigDict
 ) -> report_lib.Report:
   """Compiles a run's steps and returns the report.
 
@@ -78,7 +75,6 @@ def make_report(
     experiment_class: as for `train.train`.
     config: the run's, with the target: `topology` and `num_slices`; without
       them it is the devices of this process.
-    directory: where the compiled programs are saved; None saves none.
 
   Raises:
     chips.TargetError: the config's target cannot be compiled for.
@@ -102,15 +98,8 @@ def make_report(
       f'Whole, or cut less than the sharding asks for: {line}'
       for line in experiment.uncut_weights
     ]
-    saved = None
     # XLA writes its dump only if it compiles.
-    place: Any = compilation_cache.configured(
-      {'jax_enable_compilation_cache': False}
-    )
-    if can_compile and directory is not None:
-      saved = directory / f'{_file_name(target)}_programs'
-      place = programs.saving(saved, programs.identity(config, devices))
-    with place:
+    with compilation_cache.configured({'jax_enable_compilation_cache': False}):
       compiled = [
         _compile(step, experiment, target, notes)
         if can_compile
@@ -132,7 +121,6 @@ def make_report(
       bubble_fraction=experiment.bubble_fraction,
       programs=tuple(compiled),
       notes=tuple(notes),
-      saved=str(saved) if saved and saved.exists() else '',
       versions=_versions(config.topology),
     )
   if not report.fits:
