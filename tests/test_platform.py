@@ -924,24 +924,6 @@ def test_a_wrong_config_starts_nothing(tmp_path, started):
   assert started == []
 
 
-@pytest.mark.parametrize(
-  ('values', 'words'),
-  [
-    ({'sharding_rules': {'mpl': ['data']}}, "'mpl'.*mean 'mlp'"),
-    ({'sharding_rules': {'mlp': ['date']}}, "'date'.*mean 'data'"),
-    ({'mesh': {'ici': {'model': 4}}}, "'model' in mesh.ici.*mdl"),
-    ({'mesh': {'ici': {}, 'dnc': {'data': 2}}}, "'dnc'.*mean 'dcn'"),
-    ({'mesh': {'ici': {'mdl': -1}}}, 'one size may be -1'),
-    ({'mesh': {'dcn': {'data': 0}}}, 'mesh.dcn is .*positive'),
-  ],
-)
-def test_a_wrong_mesh_or_sharding_is_refused_without_devices(values, words):
-  config = base_config.get_base_config()
-  config.update(values)
-  with pytest.raises(platform.UsageError, match=words):
-    base_config.validate_config(config)
-
-
 @pytest.mark.filterwarnings('ignore:.*load_module:DeprecationWarning')
 @pytest.mark.parametrize(
   ('overrides', 'expected'),
