@@ -443,17 +443,9 @@ def blocks(language):
   return re.findall(rf'^```{language}\n(.*?)^```$', text, re.M | re.S)
 
 
-def test_recipes_parse():
+def test_recipes():
   for block in blocks('bash'):
     subprocess.run(['bash', '-n'], input=block, text=True, check=True)
   for block in blocks('yaml'):
     assert yaml.safe_load(block), block
-
-
-def test_what_the_documents_name_is_there():
-  text = PAGE.read_text(encoding='utf-8')
-  names = re.findall(r'\]\((\.\./[^)#]+)\)', text)
-  assert '../../launch/jobset.yaml' in names
-  for name in names:
-    assert (PAGE.parent / name).exists(), name
-  assert json.dumps(preemption.EXIT_CODE) in text
+  assert json.dumps(preemption.EXIT_CODE) in PAGE.read_text(encoding='utf-8')
