@@ -36,38 +36,8 @@ _LONG = [
   f'{_MODEL}.max_length=8192',
   '--config.experiment_kwargs.config.length=8192',
 ]
-# Pax's weak scaling: layers, width, rows a chip, data, mdl, topology.
-_WEAK_SCALING = {
-  '32B': (40, 8192, 8, 16, 4, 'v4:4x4x4'),
-  '128B': (71, 12288, 4, 64, 4, 'v4:4x8x8'),
-  '256B': (80, 16384, 4, 64, 8, 'v4:8x8x8'),
-}
-
-
-def _larger(
-  layers: int, width: int, rows: int, data: int, mdl: int, topology: str
-) -> list[str]:
-  """Returns the command line of C4Spmd16BAdam32Replicas with other sizes."""
-  constants = {
-    'NUM_LAYERS': layers,
-    'MODEL_DIMS': width,
-    'HIDDEN_DIMS': 4 * width,
-    'NUM_HEADS': width // 128,
-    'PERCORE_BATCH_SIZE': rows,
-  }
-  kwargs = '--config.experiment_kwargs.config.constants'
-  return [
-    '--config=configs/c4.py:C4Spmd16BAdam32Replicas',
-    *(f'{kwargs}.{name}={value}' for name, value in constants.items()),
-    f'--config.mesh.ici.data={data}',
-    f'--config.mesh.ici.mdl={mdl}',
-    f'--config.topology={topology}',
-  ]
-
-
-# Name -> command line, of all that have chips of their own; of larger ones of
-# the same family; and of lm_1b, also on a pod, and with long sequences, once
-# without flash attention.
+# Name -> command line, of all that have chips of their own; and of lm_1b, also
+# on a pod, and with long sequences, once without flash attention.
 RUNS: dict[str, Sequence[str]] = {
   experiment.__name__: [f'--config=configs/c4.py:{experiment.__name__}']
   for experiment in experiment_registry.get_all().values()
@@ -82,15 +52,9 @@ RUNS: dict[str, Sequence[str]] = {
   ],
   'lm_1b_8192': [*_LM_1B, *_LONG],
   'lm_1b_8192_einsum': [*_LM_1B, *_LONG, f'{_MODEL}.attention=einsum'],
-  **{name: _larger(*sizes) for name, sizes in _WEAK_SCALING.items()},
 }
-# Model FLOPs utilization that Pax published for these sizes on as many chips.
-PUBLISHED = {
-  'C4Spmd16BAdam32Replicas': '42%',
-  '32B': '42%',
-  '128B': '48.5%',
-  '256B': '53%',
-}
+# Model FLOPs utilization that was published, on so many chips.
+PUBLISHED = {'C4Spmd16BAdam32Replicas': '42%'}
 
 
 def compile_run(arguments: Sequence[str]) -> report_lib.Report:
