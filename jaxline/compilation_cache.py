@@ -228,14 +228,10 @@ class Files:
     partial = self._file(f'partial-{os.getpid()}-{threading.get_ident()}')
     try:
       self._remove_oldest(self._max_bytes - len(value))
-      with open(partial, 'wb') as file:
-        file.write(hashlib.sha256(value).digest())
-        file.write(value)
-      os.replace(partial, self._file(key))
+      with disk.replacing(self._file(key), partial) as file:
+        file.write(hashlib.sha256(value).digest() + value)
     except OSError as e:
       self._warn(e)
-      with contextlib.suppress(OSError):
-        partial.unlink(missing_ok=True)
 
   def _file(self, key: str) -> pathlib.Path:
     return self.path / f'{key}{_SUFFIX}'
