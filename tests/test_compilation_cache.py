@@ -2,11 +2,11 @@
 
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
 import threading
-import types
 
 import jax
 import jax.numpy as jnp
@@ -318,6 +318,39 @@ def test_the_entries_used_least_recently_are_removed(tmp_path):
 # Several processes.
 
 
+def start(run_dir, *args, **variables):
+  """Starts the toy in a process that says what its cache does."""
+  return subprocess.Popen(
+    [
+      *(sys.executable, str(TOY), 'sharded', 'direct', f'--config={CONFIG}'),
+      f'--config.checkpoint_dir={run_dir}',
+      *args,
+    ],
+    cwd=ROOT,
+    env=os.environ
+    | {
+      'PYTHONPATH': str(ROOT),
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+      'JAX_DEBUG_LOG_MODULES': 'jax._src.compiler',
+    }
+    | variables,
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+
+
+def outputs(*processes):
+  try:
+    found = [process.communicate(timeout=120)[0] for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  assert {process.returncode for process in processes} == {0}, found
+  return found
+
+
 @pytest.mark.process
 @pytest.mark.parametrize('is_shared', [True, False])
 def test_two_processes(tmp_path, is_shared):
@@ -325,55 +358,28 @@ def test_two_processes(tmp_path, is_shared):
     s.bind(('localhost', 0))
     port = s.getsockname()[1]
 
-  def start(round_name):
-    started = [
-      subprocess.Popen(
-        [
-          *(sys.executable, str(TOY), 'sharded', 'direct'),
-          f'--config={CONFIG}',
-          f'--config.checkpoint_dir={tmp_path}/{round_name}',
-          '--config.training_steps=2',
-        ],
-        cwd=ROOT,
-        env=os.environ
-        | {
-          'PYTHONPATH': str(ROOT),
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=1',
-          'XDG_CACHE_HOME': str(tmp_path / ('all' if is_shared else f'{i}')),
-          'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-          'JAX_COORDINATOR_ADDRESS': f'localhost:{port}',
-          'JAX_NUM_PROCESSES': '2',
-          'JAX_PROCESS_ID': str(i),
-          'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
-          'JAX_DEBUG_LOG_MODULES': 'jax._src.compiler',
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+  def run(name):
+    processes = [
+      start(
+        tmp_path / name,
+        '--config.training_steps=2',
+        XLA_FLAGS='--xla_force_host_platform_device_count=1',
+        XDG_CACHE_HOME=str(tmp_path / ('all' if is_shared else f'{i}')),
+        JAX_COORDINATOR_ADDRESS=f'localhost:{port}',
+        JAX_NUM_PROCESSES='2',
+        JAX_PROCESS_ID=str(i),
       )
       for i in range(2)
     ]
-    try:
-      outputs = [process.communicate(timeout=100)[0] for process in started]
-    finally:
-      for process in started:
-        process.kill()
-        process.wait()
-    assert [process.returncode for process in started] == [0, 0], outputs
-    return outputs
+    return outputs(*processes)
 
-  first = start('first')
   hit = "Persistent compilation cache hit for 'jit_step'"
-  for output in first:
+  for output in run('first'):
     assert ('the processes do not share' in output) != is_shared
     assert hit not in output
   if is_shared:
     # On CPUs the programs of other processes have other keys.
-    assert hit in start('second')[0]
-
-
-# Whole runs.
+    assert hit in run('second')[0]
 
 
 @pytest.mark.process
@@ -381,41 +387,24 @@ def test_a_run_that_starts_again_compiles_nothing_again(tmp_path):
   """And computes the same bits as one without a cache, donated or not."""
 
   def run(name, *args):
-    done = subprocess.run(
-      [
-        *(sys.executable, str(TOY), 'sharded', 'direct', f'--config={CONFIG}'),
-        f'--config.checkpoint_dir={tmp_path}/{name}',
+    (output,) = outputs(
+      start(
+        tmp_path / name,
         '--jaxline_mode=train_and_eval',
         *args,
-      ],
-      cwd=ROOT,
-      env=os.environ
-      | {
-        'PYTHONPATH': str(ROOT),
-        'XDG_CACHE_HOME': str(tmp_path / 'cache'),
-        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-        'JAX_DEBUG_LOG_MODULES': 'jax._src.compiler',
-      },
-      capture_output=True,
-      text=True,
-      timeout=120,
+        XDG_CACHE_HOME=str(tmp_path / 'cache'),
+      )
     )
-    assert done.returncode == 0, done.stderr[-3000:]
     lines = (tmp_path / name / 'train' / 'metrics.jsonl').read_text()
-    losses = [
-      line.partition('"loss": ')[2].partition(',')[0]
-      for line in lines.splitlines()
-      if '"loss"' in line
-    ]
-    misses = done.stderr.count('PERSISTENT COMPILATION CACHE MISS')
-    hits = done.stderr.count('Persistent compilation cache hit')
-    return types.SimpleNamespace(losses=losses, misses=misses, hits=hits)
+    losses = re.findall(r'"loss": ([^,}]+)', lines)
+    misses = output.count('PERSISTENT COMPILATION CACHE MISS')
+    return losses, misses, output.count('Persistent compilation cache hit')
 
   off = run('off', '--config.compilation_cache=off')
   cold, warm = run('cold'), run('warm')
-  assert len(off.losses) == 6
-  assert off.losses == cold.losses == warm.losses
-  assert off.hits == 0
-  assert cold.misses > 5
-  assert warm.misses == 0
-  assert warm.hits >= cold.misses
+  assert len(off[0]) == 6
+  assert off[0] == cold[0] == warm[0]
+  assert off[2] == 0
+  assert cold[1] > 5
+  assert warm[1] == 0
+  assert warm[2] >= cold[1]
