@@ -18,6 +18,7 @@ import optax
 import pytest
 
 from jaxline import base_config
+from jaxline import compilation_cache
 from jaxline import errors
 from jaxline import experiment
 from jaxline import metrics
@@ -181,6 +182,7 @@ def test_a_run_on_the_devices_of_this_machine(tmp_path, capsys):
   names = [b.name for b in train.buffers]
   assert "state.opt_state[0].mu['a']" in names
   assert any("what a device of kind 'cpu'" in n.lower() for n in made.notes)
+  assert os.listdir(path.parent) == ['local.json']
 
 
 def test_without_an_evaluation_the_train_step_is_compiled():
@@ -197,16 +199,10 @@ def test_the_compiler_is_asked_although_there_is_a_cache(tmp_path):
     'jax_compilation_cache_dir': str(tmp_path),
     'jax_persistent_cache_min_compile_time_secs': 0.0,
   }
-  before = {key: getattr(jax.config, key) for key in settings}
-  for key, value in settings.items():
-    jax.config.update(key, value)
-  try:
+  with compilation_cache.configured(settings):
     for _ in range(2):
       made = ahead.make_report(TwoLayers, make_config())
       assert made.programs[0].buffers  # XLA tells them as it compiles.
-  finally:
-    for key, value in before.items():
-      jax.config.update(key, value)
 
 
 def test_a_loss_may_ask_for_its_mesh():
@@ -215,15 +211,16 @@ def test_a_loss_may_ask_for_its_mesh():
   assert train.model_flops == 3 * 2 * 2 * ROWS * 128 * 256
 
 
-@pytest.mark.parametrize(
-  'made_by', [NotSharded, lambda mode, init_rng: NotSharded(mode, init_rng)]
-)
-def test_an_experiment_without_a_sharded_step_is_refused(made_by):
+def test_an_experiment_without_a_sharded_step_is_refused():
   config = make_config(sharding=base_config.get_base_config().sharding)
-  with pytest.raises(chips.TargetError, match='NotSharded has no sharded step'):
-    ahead.make_report(made_by, config)
-  with pytest.raises(errors.UsageError, match="sharding is 'fsdp', but NotSh"):
-    ahead.make_report(made_by, make_config())
+  for made_by in (
+    NotSharded,
+    lambda mode, init_rng: NotSharded(mode, init_rng),
+  ):
+    with pytest.raises(chips.TargetError, match='NotSharded'):
+      ahead.make_report(made_by, config)
+    with pytest.raises(errors.UsageError, match="sharding is 'fsdp'"):
+      ahead.make_report(made_by, make_config())
 
 
 @pytest.mark.parametrize(
@@ -361,29 +358,34 @@ def hints(
   return ahead._hints(made, config)
 
 
-def test_what_is_largest_is_made_smaller_first():
-  first, *_, last = hints(peak=1100, state=200)
-  assert 'remat' in first
-  assert 'More chips' in last
-  first, *_ = hints(peak=1100, state=900, sharding='ddp')
-  assert "config.sharding = 'fsdp'" in first
-  first, *_ = hints(peak=1100, state=900, sharding='tp')
-  assert "config.sharding = 'fsdp_tp'" in first
-
-
-def test_gradients_may_go_before_they_are_all_there():
-  found = hints(peak=1100, state=900, gradients=300)
-  assert 'More chips' in found[0]
-  assert len(found) > 2
-  found = hints(peak=1100, state=1001)
-  assert len(found) == 2
-  assert 'the state alone' in found[-1]
-
-
-def test_where_only_the_evaluation_does_not_fit():
-  found = hints(peak=900, state=800, evaluation=1100)
-  assert 'eval_input' in found[0]
-  assert not any('remat' in hint or 'steps' in hint for hint in found)
+@pytest.mark.parametrize(
+  ('settings', 'first', 'last'),
+  [
+    # What is largest is made smaller first.
+    ({'peak': 1100, 'state': 200}, 'remat', 'More chips'),
+    (
+      {'peak': 1100, 'state': 900, 'sharding': 'ddp'},
+      "config.sharding = 'fsdp'",
+      'dtype',
+    ),
+    (
+      {'peak': 1100, 'state': 900, 'sharding': 'tp'},
+      "config.sharding = 'fsdp_tp'",
+      'dtype',
+    ),
+    # Gradients may go before they are all there.
+    ({'peak': 1100, 'state': 900, 'gradients': 300}, 'More chips', 'dtype'),
+    ({'peak': 1100, 'state': 1001}, 'More chips', 'the state alone'),
+    # Only the evaluation does not fit.
+    ({'peak': 900, 'state': 800, 'evaluation': 1100}, 'eval_input', 'dtype'),
+  ],
+)
+def test_what_to_change(settings, first, last):
+  found = hints(**settings)
+  assert first in found[0]
+  assert last in found[-1]
+  if 'evaluation' in settings:
+    assert not any('remat' in hint or 'steps' in hint for hint in found)
 
 
 def test_hints_name_the_settings_that_there_are():
@@ -391,9 +393,12 @@ def test_hints_name_the_settings_that_there_are():
   model = 'config.experiment_kwargs.config.model'
   found = hints(peak=1100, state=1, kwargs=kwargs)
   assert not any("remat = 'full'" in hint for hint in found)
-  assert any(f"{model}.dtype = 'bfloat16' (it is 'fl" in h for h in found)
-  assert any(f"{model}.remat = 'offload' (it is 'full" in h for h in found)
-  assert any('gradient_accumulation_steps = 2 (it is 1' in h for h in found)
+  for said in (
+    f"{model}.dtype = 'bfloat16' (it is 'fl",
+    f"{model}.remat = 'offload' (it is 'full",
+    'gradient_accumulation_steps = 2 (it is 1',
+  ):
+    assert any(said in hint for hint in found)
   # 32 rows in 8 parts are one for each of 4 chips.
   found = hints(peak=1100, state=1, gradient_accumulation_steps=8)
   assert any('32 rows in 8 parts over 4 chips' in hint for hint in found)
@@ -434,6 +439,7 @@ def test_of_several_processes_the_first_reports(tmp_path):
   made = read_report(directory / 'local.json')
   assert made.target.num_devices == 2
   assert made.batch_rows == 2 * ROWS  # Each has rows of its own.
+  assert os.listdir(directory) == ['local.json']
 
 
 # The TPU compiler.

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jaxlib
 from ml_collections import config_dict
+import numpy as np
 
 from jaxline import base_config
 from jaxline import compilation_cache
@@ -106,7 +107,7 @@ def make_report(
         else _size(step, target)
         for step in steps
       ]
-    state, batch, _ = steps[0].args
+    state, batch, *_ = steps[0].args
     notes += _beside_evaluation(_bytes(state.opt_state), compiled, target)
     report = report_lib.Report(
       experiment=type(experiment).__name__,
@@ -118,7 +119,7 @@ def make_report(
       state_bytes=_bytes(state),
       gradient_bytes=_gradient_bytes(experiment, state),
       batch_bytes=_bytes(batch),
-      bubble_fraction=experiment.bubble_fraction,
+      bubble_fraction=counting.bubble_fraction(steps[0].traced.jaxpr),
       programs=tuple(compiled),
       notes=tuple(notes),
       versions=_versions(config.topology),
@@ -206,7 +207,7 @@ class _Step:
 
   name: str
   traced: Any
-  args: tuple[Any, Any, Any]
+  args: tuple[Any, ...]
   model_flops: float
 
 
@@ -227,10 +228,13 @@ def _steps(
   except NotImplementedError:
     notes.append('There is no eval step: eval_input is not implemented.')
     return
-  args = dataclasses.replace(state, opt_state=None), batch, rng
-  traced = eval_step.trace(*args)
-  flops = counting.flops(traced.jaxpr) * (1 - experiment.bubble_fraction)
-  yield _Step('eval step', traced, args, flops)
+  place = jax.ShapeDtypeStruct(
+    [2], np.uint32, sharding=experiment.partitioner.replicated
+  )
+  eval_args = dataclasses.replace(state, opt_state=None), batch, rng, place
+  traced = eval_step.trace(*eval_args)
+  flops = counting.flops(traced.jaxpr)
+  yield _Step('eval step', traced, eval_args, flops)
 
 
 def _size(step: _Step, target: report_lib.Target) -> report_lib.Program:
