@@ -35,7 +35,6 @@ from jaxline import distributed
 from jaxline import errors
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
-from jaxline import xla
 from jaxline.compat import prng
 from jaxline.supervision import nonfinite
 from jaxline.supervision import profiling
@@ -133,8 +132,9 @@ def _are_rules(x: Any) -> bool:
 _BOOLEAN = Check('True or False', lambda x: isinstance(x, bool), bool)
 _PROFILED = Check("steps such as '10-15,1000'", profiling.validate, str)
 _FILE = optional(text('the name of a file', is_path=True))
-_PROFILE = text(
-  'the name of a file that ends in .pb', r'(.*\.pb)?', is_path=True
+# XLA silently ignores a file without this suffix.
+_PROFILE = optional(
+  text('the name of a file that ends in .pb', r'(.*\.pb)?', is_path=True)
 )
 _EVAL_STEPS = text("'all', or steps such as '1000,2000'", r'all|\d+(,\d+)*')
 _INTERVAL = optional(number('(-inf, inf)'))
@@ -254,11 +254,11 @@ KEYS = (
       optional(number('integer [0, 100]')),
       "The percentile of several measured times that counts. None is JAX's"
       ' default, 90.', PROGRAM),
-  Key('xla.pgle_save', None, optional(_PROFILE),
+  Key('xla.pgle_save', None, _PROFILE,
       'The same in two runs (manual PGLE): the first writes this file.',
       PROGRAM),
   Key('xla.pgle_save_steps', 10, _COUNT, 'How many steps that run profiles.'),
-  Key('xla.pgle_profile', None, _FILE,
+  Key('xla.pgle_profile', None, _PROFILE,
       'The file of the first run, in the second run.', PROGRAM),
   Key('xla.flags', {}, mapping(
         "a dict from flag to value, such as {'xla_dump_to': '/tmp'}"),
@@ -271,7 +271,7 @@ KEYS = (
         is_path=True),
       'Where compiled programs are kept for the next start. `auto` is at most'
       " 4 GiB in the user's cache directory. A cache that JAX was given comes"
-      ' first. Another user who can write there can run code in this process.'),
+      ' first; with PGLE there is none.'),
 
   Key('interval_type', 'secs', _INTERVAL_TYPE,
       'The unit of all intervals; None means `secs`. An interval that is None'
@@ -508,9 +508,6 @@ _CONTRADICTIONS: tuple[tuple[tuple[str, ...], Callable[..., Any], str], ...] = (
      lambda ratios, own, common: ratios and (own or common) != 'steps',
      "The ratios need intervals in steps. Set interval_type = 'steps'.")
     for key in ('logging_interval_type', 'checkpoint_interval_type')),
-  (('xla.pgle_aggregation_percentile', 'xla.pgle_profiling_runs'),
-   lambda percentile, runs: percentile is not None and not runs,
-   'Nothing is measured. Set xla.pgle_profiling_runs, for instance to 3.'),
   (('xla.pgle_save', 'xla.pgle_profiling_runs', 'xla.pgle_profile'),
    lambda *ways: sum(map(bool, ways)) > 1,
    'Set one of them: pgle_profiling_runs measures and recompiles in one run;'
@@ -536,8 +533,6 @@ def check_constraints(config: Mapping[str, Any]) -> None:
   )
   mesh_lib.check_sizes(mesh)
   partitioning.get_rules(preset, rules)
-  if 'xla' in config:
-    xla.validate(config['xla'])
 
 
 # The sections that have no keys but ours, and what may have been meant.

@@ -417,7 +417,7 @@ def check_scalars(scalars: Any, experiment: Any, method: str) -> None:
   Raises:
     TypeError: it is neither a mapping nor None.
   """
-  # Not by its class, since a ConfigDict is no Mapping.
+  # Not by its class: a ConfigDict is no Mapping.
   if scalars is not None and not hasattr(scalars, 'items'):
     raise TypeError(
       f'{type(experiment).__name__}.{method} returned {describe(scalars)};'

@@ -362,8 +362,6 @@ _CODES = {
   files.DamagedError: 1,
   nonfinite.NonfiniteError: 1,
   disk.FullDiskError: 1,
-  # To start again is all there is to do: the others may be late.
-  distributed.RendezvousError: watchdog.EXIT_CODE,
 }
 
 
@@ -513,7 +511,6 @@ def _start_jax(config: config_dict.ConfigDict) -> None:
 
   Raises:
     UsageError: the config does not fit what is here.
-    distributed.RendezvousError: the other processes were not met.
   """
   is_alone = _MODE.value == 'compile' and config.topology
   if is_alone and not jax.config.values['jax_platforms']:

@@ -544,7 +544,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   def evaluate_inputs(
     self, config: config_dict.ConfigDict, rng: jax.Array
   ) -> Callable[[int], tuple[Any, Any]]:
-    """Returns what gives each evaluation its step and the evaluation key."""
+    """Returns a function that maps a step to the arguments of `evaluate`."""
     del config  # `random_mode_eval` is for several programs; this is one.
     rng = prng.stream(rng, 'evaluation')
     rng = self.partitioner.put(rng, self.partitioner.replicated)

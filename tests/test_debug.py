@@ -627,21 +627,3 @@ def test_shard_map_over_two_axes(check_vma):
   compiled, op_by_op = _run_both_ways(mapped, jnp.arange(4.0))
   chex.assert_trees_all_equal(op_by_op, compiled)
   np.testing.assert_array_equal(op_by_op[0], [2.0, 4.0])
-
-
-def test_op_by_op_on_a_jax_without_the_hooks(jit_off, monkeypatch):
-  monkeypatch.delattr(jax._src.core.EvalTrace, 'process_shard_map')
-  warnings = []
-  monkeypatch.setattr(logging, 'warning', lambda *args: warnings.append(args))
-  _seen.clear()
-
-  @debug.disable_pmap_jit
-  def run():
-    mapped = jax.pmap(lambda x: jax.lax.psum(x, 'i'), axis_name='i')
-    return _jit_step(jnp.array([1.0]), jnp.array([2.0])), mapped(jnp.ones([2]))
-
-  stepped, summed = run()
-  np.testing.assert_array_equal(stepped, [-1.0])
-  np.testing.assert_array_equal(summed, [2.0, 2.0])
-  assert _seen[0][1] == 'positive'
-  assert any('too new' in args[0] for args in warnings)

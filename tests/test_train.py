@@ -364,22 +364,10 @@ def test_an_experiment_needs_no_base_class(kind, tmp_path):
   assert evaluated == [2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(
-  ('key', 'value'),
-  [
-    ('mesh', {'data': 2}),
-    ('sharding', 'fsdp'),
-    ('sharding_rules', {'mlp': ['data']}),
-    ('gradient_accumulation_steps', 2),
-    ('infeed_buffer_size', 4),
-    ('infeed_stall_secs', None),
-  ],
-)
-def test_keys_that_only_sharded_steps_read_are_refused(key, value):
-  config = make_config(1)
-  config[key] = value
+def test_keys_that_only_sharded_steps_read_are_refused_by_every_loop():
+  config = make_config(1, sharding='fsdp')
   for loop in (run, run_both, evaluate_once):
-    with pytest.raises(ValueError, match=f'config.{key} is .*Plain has no sh'):
+    with pytest.raises(errors.UsageError, match=r'config\.sharding is .*Plain'):
       loop(Plain, config)
 
 
@@ -1168,6 +1156,24 @@ def test_initial_weights_of_an_evaluation_are_not_those_of_the_run(
   steps = checkpointer.steps('best')
   checkpointer.close()
   assert steps == ([0] if saves_initial or legacy else [1])
+
+
+def test_a_run_that_begins_from_another_has_no_initial_weights(tmp_path):
+  """An evaluation could only make others, so it waits for a checkpoint."""
+  config = make_config(
+    1,
+    checkpoint_dir=str(tmp_path / 'run'),
+    restore_from=str(tmp_path / 'other'),
+    eval_initial_weights=True,
+  )
+  log, trained = Log(), threading.Event()
+  trained.set()  # Without having saved anything.
+  checkpointer = durable.DurableCheckpointer(config, 'eval')
+  train.Run(
+    functools.partial(Plain, log=log), config, checkpointer, trained=trained
+  ).evaluate()
+  checkpointer.close()
+  assert log.evals == []
 
 
 def test_one_off_evaluates_the_newest_once():
