@@ -15,10 +15,13 @@ import numpy as np
 from jaxline import base_config
 from jaxline import debug
 from jaxline.compat import devices
+from jaxline.compat import lazy
 from jaxline.compat import prng
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
 from jaxline.supervision import recompilation
+
+lazy.complete(__name__)
 
 Scalars = Mapping[str, Any]
 # (global_step, state key) -> the arguments of `step` (global_step, rng), and

@@ -39,6 +39,7 @@ from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
+from jaxline.compat import lazy
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import log_filter
 from jaxline.metrics import writers
@@ -48,6 +49,8 @@ from jaxline.supervision import profiling
 from jaxline.supervision import watchdog
 
 UsageError = errors.UsageError
+
+lazy.complete(__name__)
 
 # How long a run that has nothing to save yet may take to leave, in seconds.
 _GRACE_SECS = 5.0

@@ -28,6 +28,7 @@ from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
 from jaxline.compat import devices
+from jaxline.compat import lazy
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import periodic
 from jaxline.metrics import rates
@@ -37,6 +38,8 @@ from jaxline.supervision import out_of_memory as oom
 from jaxline.supervision import preemption
 from jaxline.supervision import profiling
 from jaxline.supervision import watchdog
+
+lazy.complete(__name__)
 
 # How often evaluation looks for a new checkpoint, in seconds.
 _POLL_SECS = 0.25

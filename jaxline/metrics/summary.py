@@ -233,6 +233,8 @@ def _next_commands(
   run = [where]
   names = {arg.partition('=')[0].lstrip('-') for arg in origin.command}
   record = pathlib.Path(config.checkpoint_dir) / 'config.json'
+  go_on: Sequence[str]
+  look: Sequence[str]
   if jax.process_count() > 1:
     # Each process knows its own command, and not that of the launcher.
     go_on = look = ('the', 'same', 'command', 'with')
