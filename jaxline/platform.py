@@ -705,7 +705,7 @@ def start(
       return config.checkpoint_dir, debug.debugger_fallback(mode.run)(run)
     except preemption.Preempted as e:
       is_durable = mode.logs and config.checkpointer == 'durable'
-      if is_durable and not console.tells_how_to_go_on:
+      if is_durable and not (e.is_over or console.tells_how_to_go_on):
         given = f'--config.checkpoint_dir={config.checkpoint_dir}'
         e.add_note(f'It goes on with the same command and {given}')
       raise

@@ -117,8 +117,18 @@ class Run:
   def train(self) -> experiment_lib.AbstractExperiment:
     """Trains, and returns the experiment: see the function `train`."""
     training = _Training(self)
-    training.run_loop()
-    self.checkpointer.mark_ended(training.state.global_step)
+    step = lambda: training.state.global_step
+    try:
+      training.run_loop()
+    except preemption.Preempted as e:
+      if not training.experiment.should_run_step(step(), self.config):
+        self.checkpointer.mark_ended(step())
+        if self.eval_checkpointer is None:  # No evaluation beside it is left.
+          e.is_over = True
+          e.add_note('The run has ended.')
+          e.code = 0 if e.code == preemption.EXIT_CODE else e.code
+      raise
+    self.checkpointer.mark_ended(step())
     return training.experiment
 
   @debug.disable_pmap_jit

@@ -278,3 +278,35 @@ def test_the_package_is_light():
     ' assert not (heavy | {"torch"}) & sys.modules.keys()'
   )
   subprocess.run([sys.executable, '-c', code], check=True)
+
+
+@pytest.mark.parametrize(
+  ('signum', 'mode', 'code'),
+  [
+    (signal.SIGTERM, 'train', 0),
+    (signal.SIGTERM, 'train_and_eval', 75),  # Its last evaluation is left.
+    (signal.SIGINT, 'train', None),
+  ],
+)
+def test_a_signal_in_the_last_step(signum, mode, code, config, capsys):
+  class Signalled(regression.Regression):
+    def step(self, **kwargs):
+      if int(self.state.step) == 5:
+        signal.raise_signal(signum)
+      return super().step(**kwargs)
+
+  with pytest.raises(KeyboardInterrupt if code is None else SystemExit) as e:
+    jaxline.fit(Signalled, config, mode=mode)
+  assert getattr(e.value, 'code', None) == code
+  text = ' '.join([str(e.value), *getattr(e.value, '__notes__', [])])
+  is_over = mode == 'train'
+  assert ('has ended' in text) == is_over
+  assert ('goes on' in text) == (not is_over)
+  out = capsys.readouterr().out
+  assert 'Trained to step 6 of 6' in out
+  assert ("'training_steps': 12" in out) == is_over
+  run = pathlib.Path(config.checkpoint_dir)
+  assert (run / 'checkpoints' / 'ended.json').exists() == is_over
+  again = jaxline.fit(regression.Regression, config, mode=mode)
+  assert ('eval/loss' in again.history) == (not is_over)
+  assert jaxline.load_weights(run, step=6)
