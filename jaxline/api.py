@@ -190,7 +190,9 @@ def _load(
   config = _override(base_config.recorded_config(directory), overrides)
   config.checkpointer = 'durable'  # Those in memory are another run's.
   if experiment_class is None:
-    experiment_class = platform.resolve_experiment_class(config)
+    experiment_class = platform.resolve_experiment_class(
+      config, is_recorded='experiment_class' not in (overrides or {})
+    )
   full = adapters.full_checkpointer(
     # By its name it only reads `latest`.
     platform.create_checkpointer(config, 'eval_load')

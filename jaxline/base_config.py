@@ -686,11 +686,6 @@ def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
 
 RECORD = 'config.json'
 
-
-class RecordedName(str):
-  """A class that a run's directory names, which may be anybody's directory."""
-
-
 # Keys that are not taken from a record. A pickle and a compiled program can run
 # code; the others are about one start.
 _NOT_TAKEN = (
@@ -723,8 +718,9 @@ def recorded_config(
 ) -> config_dict.ConfigDict:
   """Returns the config of a run, from its directory.
 
-  Lists are tuples in it. Keys that could run code have their defaults, and the
-  class is a `RecordedName`.
+  Lists are tuples in it, and keys that could run code have their defaults. The
+  class that it names must still be checked: `adapters.resolve_experiment_class`
+  does that.
 
   Args:
     directory: the run's, which may have been moved.
@@ -740,8 +736,6 @@ def recorded_config(
     with config.ignore_type():
       _fill(config, record)
       config.checkpoint_dir = str(path)
-      if config.experiment_class is not None:
-        config.experiment_class = RecordedName(config.experiment_class)
       for key in _NOT_TAKEN:
         if config[key] != 'off':
           config[key] = defaults[key]

@@ -391,7 +391,19 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   _, *unknown = _parse(values, argv)
   if unknown:
     raise UsageError(f'Unexpected arguments {unknown}.')
-  return _read_config(values).lock()
+  config = _read_config(values)
+  if config.experiment_class is not None:
+    _check_recorded_class(values, config)
+  return config.lock()
+
+
+def _check_recorded_class(
+  values: flags.FlagValues, config: config_dict.ConfigDict
+) -> None:
+  """Refuses what is no experiment, if the directory of a run names it."""
+  overrides = config_flags.get_override_values(values['config'])
+  if values['jaxline_run'].present and 'experiment_class' not in overrides:
+    resolve_experiment_class(config, is_recorded=True)
 
 
 def _configs() -> list[pathlib.Path]:
@@ -566,6 +578,8 @@ def main(
       _start_jax(config)
       if mode.checkpointer:  # Compile mode has none, and runs nothing here.
         _check_flags()
+      if experiment_class is None:
+        _check_recorded_class(flags.FLAGS, config)
       factories = checkpointer_factory, writer_factory
       origin = console_lib.Origin.of(flags.FLAGS['config'])
       start(experiment_class, config, _MODE.value, *factories, origin)

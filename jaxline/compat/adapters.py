@@ -25,12 +25,19 @@ from jaxline.metrics import periodic
 from jaxline.metrics import writers
 
 
-def resolve_experiment_class(config: config_dict.ConfigDict) -> Any:
+def resolve_experiment_class(
+  config: config_dict.ConfigDict, *, is_recorded: bool = False
+) -> Any:
   """Returns the class that `config.experiment_class` names.
 
+  Args:
+    config: the run's.
+    is_recorded: whether the directory of a run names the class, and not the
+      user. It may be anybody's directory.
+
   Raises:
-    errors.UsageError: it names none, or none that can be imported; or a run's
-      directory names it (`base_config.RecordedName`) and it is no experiment.
+    errors.UsageError: it names none, or none that can be imported; or it is
+      recorded and no subclass of `AbstractExperiment`.
   """
   name = config.experiment_class
   module_name, separator, class_name = (name or '').partition(':')
@@ -59,7 +66,7 @@ def resolve_experiment_class(config: config_dict.ConfigDict) -> Any:
       f' {class_name!r}; its classes are {classes}.'
     )
   found = getattr(module, class_name)
-  if isinstance(name, base_config.RecordedName) and not (
+  if is_recorded and not (
     isinstance(found, type)
     and issubclass(found, experiment_lib.AbstractExperiment)
   ):

@@ -58,7 +58,7 @@ class Preempted(SystemExit):
   """Ends the process with an exit code; this is no error of the run.
 
   Attributes:
-    code: EXIT_CODE or SIGINT_EXIT_CODE; 0 if SIGTERM came to a run that is over.
+    code: EXIT_CODE or SIGINT_EXIT_CODE; 0 for a SIGTERM when the run is over.
     is_over: whether nothing of the run is left to do.
   """
 
