@@ -392,7 +392,8 @@ def places(tmp_path, monkeypatch):
   """An installed package `shown` without the module `shown.mine.own`."""
   installed = tmp_path / 'lib' / 'site-packages'
   (installed / 'shown' / 'other').mkdir(parents=True)
-  (installed / 'shown' / 'other' / '__init__.py').touch()
+  for package in ('shown', 'shown/other'):
+    (installed / package / '__init__.py').touch()
   monkeypatch.setattr(sys, 'path', [*sys.path, str(installed)])
   yield tmp_path
   for name in [x for x in sys.modules if x.split('.')[0] == 'shown']:
