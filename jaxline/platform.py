@@ -401,8 +401,10 @@ def _check_recorded_class(
   values: flags.FlagValues, config: config_dict.ConfigDict
 ) -> None:
   """Refuses what is no experiment, if the directory of a run names it."""
+  if not values['jaxline_run'].present:
+    return
   overrides = config_flags.get_override_values(values['config'])
-  if values['jaxline_run'].present and 'experiment_class' not in overrides:
+  if 'experiment_class' not in overrides:
     resolve_experiment_class(config, is_recorded=True)
 
 
