@@ -585,15 +585,13 @@ def complete_config(config: Any) -> Any:
 
   Args:
     config: a run's config, which a program may have made without
-      `get_base_config`; or a mock of one, which is returned as it is.
+      `get_base_config`.
 
   Returns:
     The config itself if it lacks nothing. Otherwise a copy with the defaults of
     the missing keys, to which later changes of the config do not get; a config
     without `on_nonfinite` ignores it.
   """
-  if not isinstance(config, _MAPPINGS):
-    return config
   defaults = get_base_config()
   defaults.on_nonfinite = 'ignore'
   missing = [key for key in defaults if key not in config]

@@ -420,7 +420,7 @@ def check_scalars(scalars: Any, experiment: Any, method: str) -> None:
   Raises:
     TypeError: it is neither a mapping nor None.
   """
-  # Not by its class, since neither a ConfigDict nor a mock is a Mapping.
+  # Not by its class: a ConfigDict is no Mapping.
   if scalars is not None and not hasattr(scalars, 'items'):
     raise TypeError(
       f'{type(experiment).__name__}.{method} returned {describe(scalars)};'
@@ -450,8 +450,8 @@ def max_steps_in_flight(config: config_dict.ConfigDict) -> int:
     config: a run's complete config.
   """
   steps = config.max_steps_in_flight
-  if isinstance(steps, int | np.integer):  # Not None, nor a mock's attribute.
-    return int(steps)
+  if steps is not None:
+    return steps
   # Programs of several CPU devices wait for each other in one thread pool; two
   # of them at once can starve it for ever.
   several = jax.local_device_count() > 1

@@ -544,8 +544,3 @@ def test_a_config_of_old_gets_the_keys_that_it_lacks(values):
   assert complete.to_dict() == expected | values
   assert old.to_dict() == values
   assert base_config.complete_config(complete) is complete
-
-
-@pytest.mark.parametrize('config', [mock.Mock(), None])
-def test_what_stands_for_a_config_stays_as_it_is(config):
-  assert base_config.complete_config(config) is config

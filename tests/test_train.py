@@ -33,7 +33,6 @@ from jaxline.checkpoint import arrays
 from jaxline.checkpoint import base
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import files
-from jaxline.compat import adapters
 from jaxline.compat import devices
 from jaxline.metrics import periodic
 from jaxline.metrics import rates
@@ -344,11 +343,6 @@ def test_constructors_old_and_new(cls, kwargs, got, warns):
   )
 
 
-def test_a_mock_is_a_config():
-  made = adapters.construct(Plain, 'train', None, mock.MagicMock())
-  assert isinstance(made, Plain)
-
-
 @pytest.mark.parametrize('kind', ['memory', 'durable'])
 def test_an_experiment_needs_no_base_class(kind, tmp_path):
   evaluated = []
@@ -379,24 +373,6 @@ def test_an_experiment_needs_no_base_class(kind, tmp_path):
     train.Run(Bare, config, checkpointer, None, None).train_and_eval()
     checkpointer.close()
   assert evaluated == [2, 3, 4, 5]
-
-
-@pytest.mark.parametrize('mode', ['raise', 'skip', None])
-@pytest.mark.parametrize(
-  'made', [mock.MagicMock(), mock.create_autospec(Toy, instance=True)]
-)
-def test_an_attribute_of_a_mock_is_no_flag(made, mode):
-  config = make_config(1, on_nonfinite=mode)
-  experiment = adapters.construct(lambda *args: made, 'train', None, config)
-  assert experiment is made
-  assert (made.IS_SHARDED, made.SKIPS_NONFINITE) == (False, False)
-  if mode == 'skip':
-    with pytest.raises(ValueError, match=r'apply_if_finite'):
-      nonfinite.Guard(experiment, mode, 1)
-    return
-  guard = nonfinite.Guard(experiment, mode, 1)
-  guard(0.0, 1, {'loss': 1.0})
-  guard.wait()
 
 
 def test_a_run_in_memory_writes_no_file(tmp_path):
@@ -618,15 +594,6 @@ def test_an_evaluation_beside_the_training_needs_a_checkpointer(tmp_path):
   made = train.Run(Plain, config, durable.DurableCheckpointer(config, 'train'))
   with pytest.raises(ValueError, match='eval_checkpointer is None'):
     made.train_eval_multithreaded()
-
-
-@pytest.mark.parametrize('stand_in', [mock.MagicMock, mock.Mock])
-def test_a_mock_may_stand_for_a_config_in_the_loop(stand_in):
-  experiment = Plain('train')
-  config = stand_in(training_steps=2)
-  state = base.ExperimentState(global_step=0, train_step_rng=jax.random.key(0))
-  experiment.train_loop(config, state, [])
-  assert state.global_step == 2
 
 
 # Periodic actions and the writer.

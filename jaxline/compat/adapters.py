@@ -229,14 +229,10 @@ def full_experiment(experiment: Any) -> Any:
       gets what it lacks.
   """
   base_class = experiment_lib.AbstractExperiment
-  if issubclass(type(experiment), base_class):  # Of a mock, unlike isinstance.
+  if isinstance(experiment, base_class):
     return experiment
   for name, default in vars(base_class).items():
-    if isinstance(default, bool):  # A mock's attribute stands for no flag.
-      own = getattr(experiment, name, None)
-      if type(own) is not bool:
-        setattr(experiment, name, default)
-    elif (
+    if (
       not name.startswith(('__', '_abc'))
       # The loops say it where one of these is missing.
       and name not in base_class.__abstractmethods__
@@ -314,8 +310,6 @@ def construct(
     )
   else:
     return experiment
-  if not isinstance(config, Mapping | config_dict.ConfigDict):
-    return experiment  # A mock.
   defaults = base_config.recorded(base_config.get_base_config())
   values = base_config.recorded(config)
   for key in base_config.KEYS:
