@@ -685,10 +685,11 @@ def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
 RECORD = 'config.json'
 
 # Keys that are not taken from a record. A pickle and a compiled program can run
-# code; the others are about one start.
+# code, and the file is replaced; the others are about one start.
 _NOT_TAKEN = (
   'checkpoint_allow_pickle',
   'compilation_cache',
+  'decode.output',
   'distributed',
   'on_config_change',
 )
@@ -729,15 +730,15 @@ def recorded_config(
   disk.check_local(directory, 'The directory')
   path = pathlib.Path(directory).expanduser().absolute()
   record = read_record(path)
-  defaults, config = get_base_config(), get_base_config()
+  config = get_base_config()
   try:
     with config.ignore_type():
       _fill(config, record)
       config.checkpoint_dir = str(path)
-      for key in _NOT_TAKEN:
-        if config[key] != 'off':
-          config[key] = defaults[key]
-  except (TypeError, ValueError) as e:
+      for key in KEYS:
+        if key.name in _NOT_TAKEN and _value(config, key.name) != 'off':
+          config.update_from_flattened_dict({key.name: key.default})
+  except (KeyError, TypeError, ValueError) as e:
     raise errors.UsageError(f'{directory} is no directory of a run: {e}') from e
   return config
 

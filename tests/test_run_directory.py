@@ -229,6 +229,7 @@ def test_the_config_is_that_of_the_run(tmp_path):
       'experiment_kwargs.label': None,
       'my_own': {'a': {}},
       'compilation_cache': str(tmp_path / 'cache'),
+      'decode.output': 'x',
       'on_config_change': 'continue',
     },
   )
@@ -240,6 +241,8 @@ def test_the_config_is_that_of_the_run(tmp_path):
     'compilation_cache': 'auto',
     'on_config_change': 'raise',
   }
+  assert expected['decode'].pop('output') == 'x'
+  expected['decode']['output'] = None
   assert base_config.recorded(found) == expected
   assert found.experiment_kwargs.sizes == (1, (2, 3))
   # Its keys have types, so that flags can override them.
