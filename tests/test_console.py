@@ -1398,7 +1398,7 @@ def test_a_run_in_a_pipe(tmp_path):
     f'Curves:   python -m jaxline.runs compare {tmp_path}'
   )
   (look,) = (line for line in out if line.startswith('Evaluate:'))
-  assert f'--config.checkpoint_dir={tmp_path}' in look
+  assert f'--jaxline_run={tmp_path} --jaxline_mode=eval' in look
   (more,) = (line for line in out if line.startswith('Go on:'))
   changes = '--config.training_steps=8 --config.on_config_change=continue'
   assert more.endswith(f'={tmp_path} {changes}')

@@ -52,29 +52,16 @@ def test_fit_returns_the_run(fitted, config):
 
 
 @pytest.mark.process
-def test_fit_is_the_run_of_the_command_line(fitted, config, tmp_path):
-  program = tmp_path / 'main.py'
-  program.write_text(
-    'import sys\n'
-    'from jaxline import platform\n'
-    "if __name__ == '__main__':\n"
-    '  platform.main(None, sys.argv[1:])\n'
-  )
-  path = tmp_path / 'config.py'
-  path.write_text(
-    'from jaxline import api\n\n\n'
-    'def get_config():\n'
-    f'  return api._recorded_config({fitted.directory!r})\n'
-  )
+def test_fit_is_the_run_of_the_command_line(fitted, tmp_path):
+  root = pathlib.Path(__file__).parent.parent
   command = [
     sys.executable,
-    str(program),
-    f'--config={path}',
+    str(root / 'experiment.py'),
+    f'--jaxline_run={fitted.directory}',
     '--jaxline_mode=train_and_eval',
     f'--config.checkpoint_dir={tmp_path}/other',
   ]
-  root = str(pathlib.Path(__file__).parent.parent)
-  env = os.environ | {'PYTHONPATH': root}
+  env = os.environ | {'PYTHONPATH': str(root)}
   subprocess.run(command, check=True, capture_output=True, env=env, cwd=root)
   expected = jaxline.load_weights(fitted.directory)
   for name, array in jaxline.load_weights(tmp_path / 'other').items():
