@@ -34,7 +34,6 @@ from jaxline import errors
 from jaxline import goodput
 from jaxline import train
 from jaxline import xla
-from jaxline.aot import programs
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
@@ -701,7 +700,6 @@ def start(
     if mode.log:
       stack.enter_context(profiling.on_signal())
     if mode.logs:
-      stack.enter_context(programs.of_run(config))
       watch = preemption.begin_run(takes_steps=bool(mode.log))
       stack.enter_context(watchdog.Watchdog(config.watchdog_secs))
     run = train.Run(
