@@ -22,6 +22,7 @@ from jaxline import errors
 from jaxline import experiment
 from jaxline import platform
 from jaxline import train
+from jaxline import utils
 from jaxline.compat import adapters
 from jaxline.inputs import __main__ as inputs_main
 
@@ -486,20 +487,12 @@ def test_a_missing_dependency_is_no_wrong_name(places, monkeypatch):
 # JAXline's names.
 
 
-@pytest.mark.parametrize(
-  'statement',
-  [
-    'from jaxline import experiment; jaxline.utils.Writer',
-    'from jaxline import experiment; experiment.utils.Writer',
-    'from jaxline import train; train.utils.InMemoryCheckpointer',
-    'from jaxline import train; train.FLAGS.is_parsed()',
-    'from jaxline import platform; platform.utils.get_first',
-    'from jaxline import base_config; jaxline.utils.py_prefetch',
-  ],
-)
-def test_modules_have_what_they_import_in_jaxline(statement):
-  code = f'import jaxline; {statement}'
+def test_modules_have_what_they_import_in_jaxline():
+  code = 'import jaxline; from jaxline import experiment; jaxline.utils.Writer'
   subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True)
+  for module in (jaxline, experiment, train, platform):
+    assert module.utils is utils
+  assert train.FLAGS is flags.FLAGS
 
 
 @pytest.mark.parametrize('module', [jaxline, experiment, train, platform])
