@@ -119,19 +119,21 @@ class Run:
   def train(self) -> experiment_lib.AbstractExperiment:
     """Trains, and returns the experiment: see the function `train`."""
     training = _Training(self)
-    step = lambda: training.state.global_step
+    state, experiment = training.state, training.experiment
     try:
       training.run_loop()
     except preemption.Preempted as e:
-      if not training.experiment.should_run_step(step(), self.config):
-        self.checkpointer.mark_ended(step())
-        if self.eval_checkpointer is None:  # No evaluation beside it is left.
-          e.is_over = True
-          e.add_note('The run has ended.')
-          e.code = 0 if e.code == preemption.EXIT_CODE else e.code
+      if experiment.should_run_step(state.global_step, self.config):
+        raise
+      # The signal came too late to stop the training; all is saved.
+      self.checkpointer.mark_ended(state.global_step)
+      if self.eval_checkpointer is None:  # Else an evaluation may be left.
+        e.is_over = True
+        e.add_note('The run has ended.')
+        e.code = 0 if e.code == preemption.EXIT_CODE else e.code
       raise
-    self.checkpointer.mark_ended(step())
-    return training.experiment
+    self.checkpointer.mark_ended(state.global_step)
+    return experiment
 
   @debug.disable_pmap_jit
   def evaluate(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import functools
 import importlib
 import inspect
+import os
 import pathlib
 import stat
 import sys
@@ -83,15 +84,14 @@ def resolve_experiment_class(
 def _prefer_working_directory(module: str) -> None:
   """Lets a module be imported from the working directory or one above it.
 
-  Installed packages come after these directories, because one may have the same
-  name: dm-haiku installs a package `examples`. What comes before installed
-  packages in sys.path (the directory of the program, PYTHONPATH) still does.
+  The nearest directory that has the module is inserted into sys.path before the
+  installed packages, because dm-haiku installs a package `examples`. The
+  directory of the program and PYTHONPATH still come first.
   """
 
   def has_module(folder: pathlib.Path) -> bool:
     path = folder.joinpath(*module.split('.'))
-    names = path.with_name(f'{path.name}.py'), path / '__init__.py'
-    return any(name.is_file() for name in names)
+    return os.path.isfile(f'{path}.py') or os.path.isfile(path / '__init__.py')
 
   def is_installed(path: str) -> bool:
     return bool(
@@ -109,7 +109,7 @@ def _prefer_working_directory(module: str) -> None:
   end = next((i for i, x in enumerate(sys.path) if is_installed(x)), None)
   first = sys.path[:end]
   if str(folder) not in first:
-    # For good: worker processes and imports inside functions need it, too.
+    # Permanently: worker processes and imports inside functions need it, too.
     sys.path[:end] = [*first, str(folder)]
   top = module.partition('.')[0]
   loaded = [*getattr(sys.modules.get(top), '__path__', ())]
