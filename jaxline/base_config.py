@@ -24,6 +24,7 @@ import json
 import numbers
 import operator
 import os
+import pathlib
 import re
 import types
 import typing
@@ -31,6 +32,7 @@ from typing import Any, TypeVar
 
 from ml_collections import config_dict
 
+from jaxline import disk
 from jaxline import distributed
 from jaxline import errors
 from jaxline import mesh as mesh_lib
@@ -669,6 +671,86 @@ def recorded(config: config_dict.ConfigDict) -> dict[str, Any]:
   """Returns a config as JSON values, with what JSON lacks as text."""
   # A function has its name there; its address differs each time.
   return json.loads(re.sub(' at 0x[0-9a-f]+', '', config.to_json_best_effort()))
+
+
+# The config that a run has recorded in its directory.
+
+RECORD = 'config.json'
+
+# Keys that are not taken from a record. A pickle and a compiled program can run
+# code, and the file is replaced; the others are about one start.
+_NOT_TAKEN = (
+  'checkpoint_allow_pickle',
+  'compilation_cache',
+  'decode.output',
+  'distributed',
+  'on_config_change',
+)
+
+
+def read_record(directory: str | os.PathLike[str]) -> dict[str, Any]:
+  """Returns the JSON of a run's config.
+
+  Raises:
+    errors.UsageError: the directory has no such file.
+  """
+  try:
+    text = (pathlib.Path(directory) / RECORD).read_text(encoding='utf-8')
+    if isinstance(record := json.loads(text), dict):
+      return record
+    raise ValueError('no JSON object')
+  except (OSError, ValueError) as e:
+    raise errors.UsageError(
+      f'{directory} is no directory of a run: {RECORD}: {e}'
+    ) from e
+
+
+def recorded_config(
+  directory: str | os.PathLike[str],
+) -> config_dict.ConfigDict:
+  """Returns the config of a run, from its directory.
+
+  Lists are tuples in it, and keys that could run code have their defaults. The
+  class that it names must still be checked: `adapters.resolve_experiment_class`
+  does that.
+
+  Args:
+    directory: the run's, which may have been moved.
+
+  Raises:
+    errors.UsageError: the directory is not that of a run.
+  """
+  disk.check_local(directory, 'The directory')
+  path = pathlib.Path(directory).expanduser().absolute()
+  record = read_record(path)
+  config = get_base_config()
+  try:
+    with config.ignore_type():
+      _fill(config, record)
+      config.checkpoint_dir = str(path)
+      for key in KEYS:
+        if key.name in _NOT_TAKEN and _value(config, key.name) != 'off':
+          config.update_from_flattened_dict({key.name: key.default})
+  except (KeyError, TypeError, ValueError) as e:
+    raise errors.UsageError(f'{directory} is no directory of a run: {e}') from e
+  return config
+
+
+def _fill(target: Any, values: Mapping[str, Any]) -> None:
+  """Sets values in a config, whose keys keep their types for flags."""
+  for key, value in values.items():
+    if isinstance(value, dict):
+      if not isinstance(target.get(key), config_dict.ConfigDict):
+        target[key] = config_dict.ConfigDict()
+      _fill(target[key], value)
+    elif value is None and key not in target:
+      target[key] = config_dict.placeholder(object)
+    else:
+      target[key] = _as_tuples(value)
+
+
+def _as_tuples(value: Any) -> Any:
+  return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 # An experiment's own config.

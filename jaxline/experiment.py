@@ -15,10 +15,13 @@ import numpy as np
 from jaxline import base_config
 from jaxline import debug
 from jaxline.compat import devices
+from jaxline.compat import lazy
 from jaxline.compat import prng
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
 from jaxline.supervision import recompilation
+
+lazy.complete(__name__)
 
 Scalars = Mapping[str, Any]
 # (global_step, state key) -> the arguments of `step` (global_step, rng), and
@@ -448,7 +451,7 @@ def max_steps_in_flight(config: config_dict.ConfigDict) -> int:
   """
   steps = config.max_steps_in_flight
   if steps is not None:
-    return int(steps)
+    return steps
   # Programs of several CPU devices wait for each other in one thread pool; two
   # of them at once can starve it for ever.
   several = jax.local_device_count() > 1

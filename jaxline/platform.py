@@ -38,6 +38,7 @@ from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
+from jaxline.compat import lazy
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import log_filter
 from jaxline.metrics import writers
@@ -47,6 +48,8 @@ from jaxline.supervision import profiling
 from jaxline.supervision import watchdog
 
 UsageError = errors.UsageError
+
+lazy.complete(__name__)
 
 # How long a run that has nothing to save yet may take to leave, in seconds.
 _GRACE_SECS = 5.0
@@ -213,11 +216,65 @@ class _SettingFlag(flags.Flag):
     setattr(debug.settings, self.name.removeprefix('jaxline_'), value)
 
 
-config_flags.DEFINE_config_file(
-  name='config',
-  help_string='The run: a config file, such as configs/lm.py. Its values are'
-  ' overridden by --config.key=value.',
-)
+class _RecordedPath(str):
+  """The value of --config if --jaxline_run stands in its place."""
+
+
+class _ConfigParser(flags.ArgumentParser):
+  """Parses a `_RecordedPath`, or lets another parser load a config file."""
+
+  def __init__(self, of_files: flags.ArgumentParser):
+    self._of_files = of_files
+
+  def parse(self, path: str) -> Any:
+    if isinstance(path, _RecordedPath):
+      return base_config.recorded_config(os.path.dirname(path)).lock()
+    return self._of_files.parse(path)
+
+
+class _RunFlag(flags.Flag):
+  """--jaxline_run=DIR: parses --config, as a file with the config of the run.
+
+  Attributes:
+    config: the flag --config.
+  """
+
+  config: flags.Flag
+
+  def parse(self, argument: str) -> None:
+    super().parse(argument)
+    path = os.path.join(argument, base_config.RECORD)
+    self.config.parse(_RecordedPath(path))
+
+
+def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
+  """Defines --config and --jaxline_run.
+
+  Args:
+    values: where.
+    argv: the command line; None is that of the process.
+  """
+  config_flags.DEFINE_config_file(
+    'config',
+    help_string='The run: a config file, such as configs/lm.py. Its values are'
+    ' overridden by --config.key=value.',
+    flag_values=values,
+    sys_argv=argv,
+  )
+  values['config'].parser = _ConfigParser(values['config'].parser)
+  run = _RunFlag(
+    flags.ArgumentParser(),
+    flags.ArgumentSerializer(),
+    'jaxline_run',
+    None,
+    'In place of --config: the directory of a run, whose config is taken.'
+    ' --config.key=value overrides its values.',
+  )
+  run.config = values['config']
+  flags.DEFINE_flag(run, values)
+
+
+_define_config(flags.FLAGS, None)
 _MODE = flags.DEFINE_flag(
   _SettingFlag(
     flags.ArgumentParser(),
@@ -297,6 +354,11 @@ def _read_config(values: flags.FlagValues) -> config_dict.ConfigDict:
   """Returns a copy of the config of parsed flags: validated, `~` expanded."""
   if values.config is None:
     raise _config_error('is missing')
+  if values['config'].present > values['jaxline_run'].present > 0:
+    raise UsageError(
+      f'--jaxline_run={values.jaxline_run} takes the place of --config, and'
+      ' both are given. Leave one of them out.'
+    )
   try:
     base_config.validate_config(values.config)
   except OSError as e:
@@ -309,7 +371,8 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   """Returns the config that a command line names, without starting a run.
 
   Args:
-    argv: `--config=FILE` and overrides, `--config.key=value`; nothing else.
+    argv: `--config=FILE` or `--jaxline_run=DIR`, and overrides,
+      `--config.key=value`; nothing else.
 
   Returns:
     The config, validated and locked; no directory is made for it.
@@ -319,11 +382,25 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   """
   values = flags.FlagValues()
   argv = [sys.argv[0], *argv]
-  config_flags.DEFINE_config_file('config', flag_values=values, sys_argv=argv)
+  _define_config(values, argv)
   _, *unknown = _parse(values, argv)
   if unknown:
     raise UsageError(f'Unexpected arguments {unknown}.')
-  return _read_config(values).lock()
+  config = _read_config(values)
+  if config.experiment_class is not None:
+    _check_recorded_class(values, config)
+  return config.lock()
+
+
+def _check_recorded_class(
+  values: flags.FlagValues, config: config_dict.ConfigDict
+) -> None:
+  """Refuses what is no experiment, if the directory of a run names it."""
+  if not values['jaxline_run'].present:
+    return
+  overrides = config_flags.get_override_values(values['config'])
+  if 'experiment_class' not in overrides:
+    resolve_experiment_class(config, is_recorded=True)
 
 
 def _configs() -> list[pathlib.Path]:
@@ -336,7 +413,7 @@ def _config_error(problem: str | OSError) -> UsageError:
   if isinstance(problem, OSError):
     problem = f'cannot be read: {str(problem).splitlines()[-1].strip()}'
   names = [f'--config=configs/{path.name}' for path in _configs()]
-  expected = ' or '.join(names or ['--config=FILE'])
+  expected = ' or '.join([*(names or ['--config=FILE']), '--jaxline_run=DIR'])
   return UsageError(f'--config {problem}; expected {expected}.')
 
 
@@ -495,6 +572,8 @@ def main(
       _start_jax(config)
       if mode.checkpointer:  # Compile mode has none, and runs nothing here.
         _check_flags()
+      if experiment_class is None:
+        _check_recorded_class(flags.FLAGS, config)
       factories = checkpointer_factory, writer_factory
       origin = console_lib.Origin.of(flags.FLAGS['config'])
       start(experiment_class, config, _MODE.value, *factories, origin)
@@ -638,7 +717,7 @@ def start(
       return config.checkpoint_dir, debug.debugger_fallback(mode.run)(run)
     except preemption.Preempted as e:
       is_durable = mode.logs and config.checkpointer == 'durable'
-      if is_durable and not console.tells_how_to_go_on:
+      if is_durable and not (e.is_over or console.tells_how_to_go_on):
         given = f'--config.checkpoint_dir={config.checkpoint_dir}'
         e.add_note(f'It goes on with the same command and {given}')
       raise

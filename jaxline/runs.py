@@ -28,7 +28,7 @@ from jaxline.checkpoint import files
 from jaxline.checkpoint import inspection
 from jaxline.metrics import lines
 
-CONFIG = 'config.json'
+CONFIG = base_config.RECORD
 _MAX_SHOWN = 3  # Metrics of a run in `ls`.
 
 
@@ -94,13 +94,7 @@ def read(path: pathlib.Path) -> Run:
   Raises:
     errors.UsageError: the config cannot be read.
   """
-  try:
-    text = (path / CONFIG).read_text(encoding='utf-8')
-    recorded = base_config.flat(json.loads(text))
-  except (OSError, ValueError, AttributeError) as e:
-    raise errors.UsageError(
-      f'{path / CONFIG} is no config of a run: {e}'
-    ) from e
+  recorded = base_config.flat(base_config.read_record(path))
   unordered: dict[str, dict[int, float]] = collections.defaultdict(dict)
   for step, scalars in inspection.logged(path):
     for name, value in scalars.items():

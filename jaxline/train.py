@@ -29,6 +29,7 @@ from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
 from jaxline.compat import devices
+from jaxline.compat import lazy
 from jaxline.compat import prng
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import periodic
@@ -39,6 +40,8 @@ from jaxline.supervision import out_of_memory as oom
 from jaxline.supervision import preemption
 from jaxline.supervision import profiling
 from jaxline.supervision import watchdog
+
+lazy.complete(__name__)
 
 # How often evaluation looks for a new checkpoint, in seconds.
 _POLL_SECS = 0.25
@@ -116,9 +119,21 @@ class Run:
   def train(self) -> experiment_lib.AbstractExperiment:
     """Trains, and returns the experiment: see the function `train`."""
     training = _Training(self)
-    training.run_loop()
-    self.checkpointer.mark_ended(training.state.global_step)
-    return training.experiment
+    state, experiment = training.state, training.experiment
+    try:
+      training.run_loop()
+    except preemption.Preempted as e:
+      if experiment.should_run_step(state.global_step, self.config):
+        raise
+      # The signal came too late to stop the training; all is saved.
+      self.checkpointer.mark_ended(state.global_step)
+      if self.eval_checkpointer is None:  # Else an evaluation may be left.
+        e.is_over = True
+        e.add_note('The run has ended.')
+        e.code = 0 if e.code == preemption.EXIT_CODE else e.code
+      raise
+    self.checkpointer.mark_ended(state.global_step)
+    return experiment
 
   @debug.disable_pmap_jit
   def evaluate(self) -> None:

@@ -938,6 +938,46 @@ def test_a_run_that_has_all_its_steps_goes_on_with_more(
   ]
 
 
+@pytest.mark.parametrize(
+  ('command', 'pickles', 'expected'),
+  [
+    (
+      (*COMMAND, '--jaxline_mode=train', '-v', '1', '--config.a=b'),
+      False,
+      ['python x.py --jaxline_mode=train -v 1 RUN', 'python x.py -v 1 RUN'],
+    ),
+    (
+      ('python', 'x.py', '--jaxline_run', 'old', '--noconfig.a'),
+      True,
+      2 * ['python x.py RUN --config.checkpoint_allow_pickle'],
+    ),
+    # Its flags make those of the config.
+    (('python', 'x.py', '--exp=A'), False, 2 * ['python x.py --exp=A DIR']),
+  ],
+)
+def test_the_commands_name_a_run_that_has_its_config(
+  command, pickles, expected, tmp_path
+):
+  (tmp_path / 'config.json').touch()
+  config = make_config(
+    checkpoint_dir=str(tmp_path),
+    training_steps=6,
+    checkpoint_allow_pickle=pickles,
+  )
+  _, *commands, _ = summary.end_block(
+    config, experiment_of(), summary.Origin(command), {}, 1.0, True, True
+  )
+  run = f'--jaxline_run={tmp_path}', f'--config.checkpoint_dir={tmp_path}'
+  go_on, look = (
+    x.replace('RUN', run[0]).replace('DIR', run[1]) for x in expected
+  )
+  assert commands == [
+    f'Go on:    {go_on} --config.training_steps=12'
+    ' --config.on_config_change=continue',
+    f'Evaluate: {look} --jaxline_mode=eval --config.one_off_evaluate',
+  ]
+
+
 def test_the_command_of_several_processes_is_that_of_the_launcher(monkeypatch):
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   config = make_config(checkpoint_dir='/run')
@@ -1095,7 +1135,7 @@ def test_a_run_in_a_pipe(tmp_path):
     f'Curves:   python -m jaxline.runs compare {tmp_path}'
   )
   (look,) = (line for line in out if line.startswith('Evaluate:'))
-  assert f'--config.checkpoint_dir={tmp_path}' in look
+  assert f'--jaxline_run={tmp_path} --jaxline_mode=eval' in look
   (more,) = (line for line in out if line.startswith('Go on:'))
   changes = '--config.training_steps=8 --config.on_config_change=continue'
   assert more.endswith(f'={tmp_path} {changes}')

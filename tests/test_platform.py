@@ -666,6 +666,7 @@ def test_help_shows_the_program_and_our_flags():
     'jaxline_ensure_tpu',
     'jaxline_mode',
     'jaxline_post_mortem',
+    'jaxline_run',
     'jaxline_tpu_driver',
   ]
 

@@ -206,10 +206,13 @@ class Console(periodic.Action):
       plural = 's' * (self._num_evaluated != 1)
       done = f'Evaluated {self._num_evaluated} checkpoint{plural}'
     else:
-      is_told = isinstance(error, preemption.Preempted)
-      how = 'Stopped' if is_told else 'Failed'
-      how = 'Trained to' if is_over else f'{how} at'
-      step = int(self._state.global_step)
+      step, how = int(self._state.global_step), 'Trained to'
+      if isinstance(error, preemption.Preempted):
+        is_over = error.is_over
+        if self._experiment.should_run_step(step, self._config):
+          how = 'Stopped at'
+      elif error is not None:
+        how = 'Failed at'
       if is_over and step == self._first_step:
         how = 'Nothing was left to train at'
       done = f'{how} {self._step_text(step)}'

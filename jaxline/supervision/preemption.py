@@ -58,8 +58,11 @@ class Preempted(SystemExit):
   """Ends the process with an exit code; this is no error of the run.
 
   Attributes:
-    code: EXIT_CODE or SIGINT_EXIT_CODE.
+    code: EXIT_CODE or SIGINT_EXIT_CODE; 0 for a SIGTERM when the run is over.
+    is_over: whether nothing of the run is left to do.
   """
+
+  is_over = False
 
   def __init__(self, code: int, reason: str):
     super().__init__(reason)
@@ -174,9 +177,7 @@ class Watch:
     when = '' if self._step is None else f' after step {self._step}'
     if self._notice == signal.SIGINT:
       raise Preempted(SIGINT_EXIT_CODE, f'Interrupted by Ctrl-C{when}.')
-    raise Preempted(
-      EXIT_CODE, f'Preempted by SIGTERM{when}. Start it again to go on.'
-    )
+    raise Preempted(EXIT_CODE, f'Preempted by SIGTERM{when}.')
 
   def _raise_notice(self) -> None:
     """Leaves if there was a notice, unless it is only to be noted."""
