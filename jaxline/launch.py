@@ -179,7 +179,8 @@ class _Launch:
         continue
       how = f'ended with code {code}'
       if code < 0:
-        how, code = f'was killed: {signal.strsignal(-code)}', 128 - code
+        how = f'was ended by signal {-code} ({signal.strsignal(-code)})'
+        code = 128 - code
       others = f'; waiting for {_name(self._live)}' if self._live else ''
       _say(f'Process {number} {how}{others}.')
       if code in _IN_ORDER:

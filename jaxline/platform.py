@@ -645,6 +645,10 @@ def start(
         given = f'--config.checkpoint_dir={config.checkpoint_dir}'
         e.add_note(f'It goes on with the same command and {given}')
       raise
+    except Exception as e:
+      if errors.is_lost_process(e) and _has_others():
+        _leave_others(e)  # The checkpointer's end would wait for the lost one.
+      raise
 
 
 def _claim(

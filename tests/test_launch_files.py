@@ -443,39 +443,6 @@ def blocks(language):
   return re.findall(rf'^```{language}\n(.*?)^```$', text, re.M | re.S)
 
 
-def test_recipes_compile():
-  found = blocks('python')
-  assert any('import ray' in block for block in found)
-  assert any('xmanager' in block for block in found)
-  for block in found:
-    compile(block, str(PAGE), 'exec')
-
-
-def test_vertex_recipe():
-  (block,) = (b for b in blocks('python') if 'CLUSTER_SPEC' in b)
-  scope = {'__name__': 'vertex'}
-  exec(block, scope)
-  hosts = {'workerpool1': ['b:2222', 'c:2222'], 'workerpool0': ['a:2222']}
-  seen = []
-  for pool, index in (
-    ('workerpool0', 0),
-    ('workerpool1', 0),
-    ('workerpool1', 1),
-  ):
-    task = {'type': pool, 'index': index}
-    seen.append(
-      scope['variables'](json.dumps({'cluster': hosts, 'task': task}))
-    )
-  assert seen == [
-    {
-      'JAX_COORDINATOR_ADDRESS': 'a:2222',
-      'JAX_NUM_PROCESSES': '3',
-      'JAX_PROCESS_ID': str(i),
-    }
-    for i in range(3)
-  ]
-
-
 def test_recipes_parse():
   for block in blocks('bash'):
     subprocess.run(['bash', '-n'], input=block, text=True, check=True)
