@@ -92,6 +92,18 @@ with watchdog.limit(0.5):
 """,
       0,
     ),
+    # A long queue, such as a writer's at the end, is no hang.
+    (
+      """
+from jaxline import async_lib
+executor = async_lib.SerialExecutor()
+with watchdog.limit(0.5):
+  for _ in range(10):
+    executor.put(lambda: time.sleep(0.1))
+  executor.wait()
+""",
+      0,
+    ),
     # The limit is that of the newest run, and ends with it.
     (
       """
