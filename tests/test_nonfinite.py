@@ -133,18 +133,6 @@ def test_a_step_that_lost_the_flag_is_refused(mode):
     train(make({}, Own), 3, mode)
 
 
-def test_a_step_that_has_no_flag_is_judged_by_its_scalars(caplog):
-  class Own(Faulty):
-    def step(self, **kwargs):
-      return {'loss': super().step(**kwargs)['loss']}
-
-  train(make({1: NAN}, Own), 9, 'warn')
-  assert 'step 2 are not finite: loss = nan' in caplog.text
-  Own.SKIPS_NONFINITE = False
-  with pytest.raises(nonfinite.NonfiniteError, match=r'step 2 .*loss = nan'):
-    train(make({1: NAN}, Own), 9, 'raise')
-
-
 def test_the_flag_is_not_logged():
   guard = a_guard(experiment=FLAGGED)
   scalars = {'loss': 1.0, 'nonfinite': 0}
@@ -300,15 +288,6 @@ def test_an_infinite_gradient_of_a_finite_loss_is_found(sharding):
   with pytest.raises(nonfinite.NonfiniteError) as error:
     train(experiment, 20, 'raise')
   assert ' step 4 are not finite: grad_norm = inf. ' in str(error.value)
-
-
-def test_a_metric_that_is_nan_by_nature_is_no_error():
-  class Empty(Faulty):
-    def step_scalars(self, state, grads, updates):
-      return {'loss_of_nothing': jnp.float32(NAN)}
-
-  rows = train(make({}, Empty), 3, 'raise')
-  assert np.isnan(rows[-1]['loss_of_nothing'])
 
 
 def test_ignore_passes():

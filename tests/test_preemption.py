@@ -300,12 +300,6 @@ def test_after_the_watch_the_handlers_are_those_from_before():
   assert handlers() == before
 
 
-def test_a_run_without_a_watch_has_one_that_handles_no_signals():
-  before = signal.getsignal(signal.SIGTERM)
-  with preemption.begin_run().training():
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
 # --- handlers of the program itself ------------------------------------------
 
 CLIENT = """
@@ -337,16 +331,6 @@ def test_a_handler_of_the_program_alone_handles_its_signal(start, signum):
   assert AGAIN not in err
 
 
-@pytest.mark.parametrize(
-  ('signum', 'other', 'code'),
-  [(signal.SIGINT, signal.SIGTERM, 75), (signal.SIGTERM, signal.SIGINT, 130)],
-)
-def test_the_other_signal_is_still_heard(start, signum, other, code):
-  program = start(CLIENT, str(int(signum)))
-  program.said('in')
-  program.kill(other)
-  got, out, err = program.end()
-  assert (got, out) == (code, '0\n'), err
 
 
 def test_a_handler_of_the_constructor_is_told_of(start):

@@ -170,18 +170,6 @@ def test_the_steps_of_the_config_are_traced(tmp_path, caplog):
   wait_until(lambda: profiler_threads() <= others)
 
 
-def test_what_is_to_be_said_goes_to_who_says_it(tmp_path):
-  said = []
-  config = make_config(tmp_path, profile_steps='2')
-  (action,) = profiling.actions(config, said.append)
-  action.update_time(0.0, 0)
-  for step in range(1, 4):
-    action(0.0, step, {'loss': jnp.zeros([])})
-  action.wait_to_finish()
-  assert len(said) == 1
-  assert 'steps_2-2' in said[0]
-
-
 def test_a_resumed_run_traces_by_the_number_of_the_step(tmp_path, caplog):
   config = make_config(tmp_path, profile_steps='2-3,9-20,30')
   action = profiling.Profiler(config)

@@ -160,20 +160,14 @@ def test_the_time_of_a_stop_does_not_count():
   with started("""
 with watchdog.limit(1.0):
   print('in', flush=True)
-  while not sys.stdin.readable():
-    pass
-  for _ in range(20):
-    time.sleep(0.05)
-    watchdog.give_sign_of_life()
-  print('stop', flush=True)
   sys.stdin.readline()
 """) as process:
     assert process.stdout.readline() == 'in\n'
-    assert process.stdout.readline() == 'stop\n'
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)
     time.sleep(1.4)
     os.kill(process.pid, signal.SIGCONT)
+    time.sleep(0.3)
     _, err = process.communicate('\n', timeout=TIMEOUT_SECS)
     assert process.returncode == 0, err
 
