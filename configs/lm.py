@@ -96,6 +96,7 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.decode.top_k = 40
   kwargs.decode.top_p = 1.0
   kwargs.decode.num_samples = 1
+  kwargs.decode.sort_samples = True
   kwargs.decode.beam_size = 4
   kwargs.decode.length_norm_alpha = 0.8
   kwargs.decode.stop_ids = ()

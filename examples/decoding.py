@@ -56,10 +56,14 @@ class Options:
     temperature: of 'sample': logits are divided by it; 0 takes the likeliest.
     top_k: of 'sample': draw from so many of the likeliest tokens (Fan et al.,
       2018); 0 is all. 40 is the default of Pax.
-    top_p: of 'sample': of these draw from the fewest whose probabilities, after
-      the temperature and among these, add up to at least this (Holtzman et al.,
-      2020).
+    top_p: of 'sample': of these draw from the fewest whose probabilities, among
+      these and before the temperature, add up to at least this (Holtzman et
+      al., 2020). As in Praxis; several other libraries apply the temperature
+      first, which keeps fewer tokens below 1 and more above.
     num_samples: of 'sample': continuations of each prompt.
+    sort_samples: of 'sample': sort the continuations of a prompt by their
+      scores, the best first, as Praxis does. Otherwise each of them alone is a
+      fair sample.
     beam_size: of 'beam': hypotheses kept for each prompt.
     length_norm_alpha: of 'beam': see `length_norm`; 0 prefers short ones.
     stop_ids: tokens with which a continuation ends. If there are any, 'beam'
@@ -72,6 +76,7 @@ class Options:
   top_k: int = 40
   top_p: float = 1.0
   num_samples: int = 1
+  sort_samples: bool = True
   beam_size: int = 4
   length_norm_alpha: float = 0.8
   stop_ids: tuple[int, ...] = ()
@@ -111,7 +116,7 @@ class Options:
 
 
 class Decoded(NamedTuple):
-  """Continuations of prompts; of 'beam', the best first.
+  """Continuations of prompts, the best first; see `Options.sort_samples`.
 
   Attributes:
     ids: int32 [B, N, S]: the tokens, without the prompt, and 0 behind them.
@@ -253,7 +258,13 @@ def _sample(
     ),
   )
   shape = (rows // options.num_samples, options.num_samples)
-  return Decoded(*(x.reshape(shape + x.shape[1:]) for x in decoded))
+  found = Decoded(*(x.reshape(shape + x.shape[1:]) for x in decoded))
+  if options.num_samples > 1 and options.sort_samples:
+    _, order_BN = jax.lax.top_k(found.scores, options.num_samples)
+    found = jax.tree.map(
+      lambda x: jax.vmap(lambda x, order: x[order])(x, order_BN), found
+    )
+  return found
 
 
 def choices(
@@ -270,9 +281,8 @@ def choices(
     and whose they are, int32 [K]. K is `top_k`, or V; of equals the first.
   """
   size = len(logits_V)
-  logits_V /= options.temperature
   if not options.top_k and options.top_p == 1:
-    return logits_V, jnp.arange(size, dtype=jnp.int32)
+    return logits_V / options.temperature, jnp.arange(size, dtype=jnp.int32)
   logits_K, ids_K = jax.lax.top_k(logits_V, min(options.top_k or size, size))
   if options.top_p < 1:
     probs_K = jax.nn.softmax(logits_K)
@@ -280,7 +290,7 @@ def choices(
     # The first stays: sums are not exact.
     is_out_K = (before_K >= options.top_p).at[0].set(False)
     logits_K = jnp.where(is_out_K, -jnp.inf, logits_K)
-  return logits_K, ids_K
+  return logits_K / options.temperature, ids_K
 
 
 def _is_stop(tokens: jax.Array, options: Options) -> jax.Array:
@@ -457,7 +467,7 @@ def continue_texts(
     rows: see `pad_prompts`.
 
   Returns:
-    For each prompt its continuations, of a beam the best first: 'text', 'score'
+    For each prompt its continuations, the best first: 'text', 'score'
     (see `Decoded`) and 'tokens', their number.
 
   Raises:

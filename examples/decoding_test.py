@@ -190,11 +190,11 @@ def test_samples_follow_the_softmax_at_its_temperature(top_k):
     ({'top_k': 0, 'top_p': 1e-9}, [0.1, 0.2, 0.3, 0.4], [3]),
     # Of the two that are left, the first has 4/7.
     ({'top_k': 2, 'top_p': 0.55}, [0.1, 0.2, 0.3, 0.4], [3]),
-    # The temperature comes first: these are 1, 4, 9, 16 of 30.
+    # The temperature comes last; else these were 1, 4, 9, 16 of 30.
     (
       {'top_k': 0, 'top_p': 0.8, 'temperature': 0.5},
       [0.1, 0.2, 0.3, 0.4],
-      [2, 3],
+      [1, 2, 3],
     ),
   ],
 )
@@ -208,6 +208,32 @@ def test_what_is_drawn_from(options, probs, kept):
   np.testing.assert_allclose(
     logits, np.where(np.isin(ids, kept), expected, -np.inf), rtol=1e-5
   )
+
+
+def test_the_distribution_of_praxis():
+  # T = 0.5, k = 5, p = 0.7. Of the first five, 0.3, 0.2, 0.15, 0.1 and 0.1 of
+  # 0.85, the first three reach 0.7; their squares are drawn from.
+  probs = jnp.array([0.05, 0.3, 0.1, 0.2, 0.05, 0.15, 0.1, 0.05])
+  options = decoding.Options(
+    method='sample', max_decode_steps=1, temperature=0.5, top_k=5, top_p=0.7
+  )
+  logits, ids = decoding.choices(jnp.log(probs), options)
+  found = np.zeros(8)
+  found[np.asarray(ids)] = jax.nn.softmax(logits)
+  expected = np.array([0, 0.3**2, 0, 0.2**2, 0, 0.15**2, 0, 0])
+  np.testing.assert_allclose(found, expected / expected.sum(), rtol=1e-5)
+
+
+def test_samples_are_sorted_by_their_scores():
+  sample = functools.partial(
+    decode, PROMPTS, method='sample', top_k=0, temperature=3.0, num_samples=8
+  )
+  found, drawn = sample(), sample(sort_samples=False)
+  assert (np.diff(drawn.scores) > 0).any()
+  for row in range(len(PROMPTS)):
+    order = np.argsort(-drawn.scores[row], kind='stable')
+    for sorted_, unsorted in zip(found, drawn, strict=True):
+      np.testing.assert_array_equal(sorted_[row], unsorted[row][order])
 
 
 @pytest.mark.parametrize('temperature', [0, 1e-3])

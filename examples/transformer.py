@@ -285,24 +285,19 @@ def positions_from(start: int | jax.Array, length: int) -> jax.Array:
 
 
 def sinusoidal_positions(
-  positions_BL: jax.Array,
-  dim: int,
-  min_timescale: float = 1,
-  max_timescale: float = 10_000,
+  positions_BL: jax.Array, dim: int, max_timescale: float = 10_000
 ) -> jax.Array:
   """Returns sines and then cosines [B, L, D] (Vaswani et al., 2017).
 
-  In this order as in Tensor2Tensor and Praxis. They multiply by a smallest
-  period that is not 1 where here its angles are divided by it.
+  In this order as in Tensor2Tensor and Praxis.
 
   Args:
-    positions_BL: integers.
+    positions_BL: numbers.
     dim: D, even.
-    min_timescale: the shortest period, over 2 pi.
-    max_timescale: the longest.
+    max_timescale: the longest period, over 2 pi; the shortest is 1.
   """
   steps = jnp.arange(dim // 2, dtype=jnp.float32) / max(dim // 2 - 1, 1)
-  frequencies = (min_timescale / max_timescale) ** steps / min_timescale
+  frequencies = (1 / max_timescale) ** steps
   angles = positions_BL[..., None].astype(jnp.float32) * frequencies[None, None]
   return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 

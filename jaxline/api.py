@@ -192,7 +192,7 @@ def _load(
   full.reads_only = True
   with contextlib.closing(full):
     decode.check_checkpoint(config, full, series, step)
-    rng = jax.random.PRNGKey(config.random_seed)
+    rng = adapters.init_rng(experiment_class, config)
     experiment = adapters.construct(experiment_class, mode, rng, config)
     state = base.new_state(full, experiment, series=series)
     full.restore(series, step=step)

@@ -136,7 +136,6 @@ _FILE = optional(text('the name of a file', is_path=True))
 _PROFILE = text(
   'the name of a file that ends in .pb', r'(.*\.pb)?', is_path=True
 )
-_DIRECTORY = optional(text('the name of a directory', is_path=True))
 _EVAL_STEPS = text("'all', or steps such as '1000,2000'", r'all|\d+(,\d+)*')
 _INTERVAL = optional(number('(-inf, inf)'))
 _INTERVAL_TYPE = optional(one_of('secs', 'steps'))
@@ -194,7 +193,8 @@ KEYS = (
   Key('experiment_kwargs', {}, mapping('a dict of arguments'),
       'Arguments of its constructor, besides `mode`, `init_rng`, `run_config`.'
       ' What it declares as CHANGEABLE_ON_RESUME may change on resume.', RUN),
-  Key('checkpoint_dir', None, _DIRECTORY,
+  Key('checkpoint_dir', None,
+      optional(text('the name of a directory', is_path=True)),
       "The run's directory: checkpoints, logs, resolved config. A run in it is"
       ' resumed. None makes a fresh one in /tmp, which only this user can read.'
       ' In all keys that name a file, `~` is the home directory.'),
@@ -234,9 +234,6 @@ KEYS = (
   Key('topology', None, optional(text("a TPU topology, such as 'v4:4x4x4'")),
       'With --jaxline_mode=compile: for what. None is the devices here.'),
   Key('num_slices', 1, _COUNT, 'The number of slices of that topology.'),
-  Key('compiled_program', None, _DIRECTORY,
-      'The directory of a program that --jaxline_mode=compile saved (it names'
-      ' the directory), to run instead of compiling.', sharded=True),
 
   Key('distributed', 'auto', Check(
         f'one of {distributed.MODES}, or a dict with the keys'
@@ -378,7 +375,9 @@ KEYS = (
       ' it.'),
 
   Key('eval_initial_weights', False, _BOOLEAN,
-      'Evaluate the untrained weights while there is no checkpoint.'),
+      'Evaluate the initial weights if there is no checkpoint yet. In the'
+      ' per-device style an evaluation initialises weights of its own, from'
+      ' another key than training: see docs/walk.md.'),
   Key('one_off_evaluate', False, _BOOLEAN,
       'Evaluate the newest checkpoint once, then end.'),
   Key('eval_steps', None, optional(_EVAL_STEPS),

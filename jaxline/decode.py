@@ -24,6 +24,7 @@ from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline.checkpoint import base
 from jaxline.compat import adapters
+from jaxline.compat import prng
 from jaxline.supervision import preemption
 
 
@@ -159,10 +160,13 @@ def decode(
   is_chief = jax.process_index() == 0
   # First: a model is not restored for a file that is not there.
   records, size = _source(options) if is_chief else (iter(()), 1)
-  rng = jax.random.PRNGKey(config.random_seed)
+  rng = prng.stream(jax.random.PRNGKey(config.random_seed), 'decoding')
   with debug.log_activity('experiment init'):
     experiment: experiment_lib.AbstractExperiment = adapters.construct(
-      experiment_class, 'decode', rng, config
+      experiment_class,
+      'decode',
+      adapters.init_rng(experiment_class, config),
+      config,
     )
   if experiment.decode.__module__ == experiment_lib.__name__:  # The base's.
     raise errors.UsageError(

@@ -419,30 +419,23 @@ class Partitioner:
 
     return jax.tree.map(one, tree, jax.tree.broadcast(shardings, tree))
 
-  def put_batch(
-    self, batch: Any, device_order: Sequence[int] | None = None
-  ) -> Any:
+  def put_batch(self, batch: Any) -> Any:
     """Makes the global batch from the part of each process.
 
     Args:
       batch: a pytree of numpy arrays [B / hosts, ...], the rows of `host`. A
         CPU device may borrow their memory, so they must not change. A batch
         that has its sharding already is returned.
-      device_order: the ids of this process's devices, in the order in which
-        they get the rows. None is the order of the mesh.
 
     Returns:
       The tree with global arrays [B, ...], split along the first dimension.
 
     Raises:
-      ValueError: the rows do not divide over this process's devices, or
-        `device_order` is not an order of these.
+      ValueError: the rows do not divide over this process's devices.
     """
     sharding = self.batch_sharding
     leaves = jax.tree.leaves(batch)
     self.check_rows(len(leaves[0]) * self.host[1])
-    if device_order is not None:
-      batch = self._in_order(batch, tuple(device_order))
     if all(getattr(x, 'sharding', None) == sharding for x in leaves):
       return batch
     if jax.process_count() == 1:  # Faster than the general way below.
@@ -460,22 +453,6 @@ class Partitioner:
         f' mesh {self.axis_sizes}); make it a multiple of {self.batch_shards},'
         f' such as {" or ".join(map(str, near))}.'
       )
-
-  def _in_order(self, batch: Any, order: tuple[int, ...]) -> Any:
-    """Returns the local rows in the order in which the mesh takes them."""
-    local = [device.id for device in self.mesh.local_devices]
-    if sorted(order) != sorted(local) or self.batch_shards < self.mesh.size:
-      raise ValueError(
-        f"custom_device_order is {order}; expected each of this process's"
-        f' devices once, {sorted(local)}, and a mesh on which each has rows of'
-        f' its own, unlike {self.axis_sizes}. Leave it None.'
-      )
-    parts = [order.index(i) for i in local]
-
-    def one(x: Any) -> np.ndarray:
-      return np.concatenate([np.split(x, len(order))[i] for i in parts])
-
-    return jax.tree.map(one, batch)
 
   def all_hosts(self, value: int) -> list[int]:
     """Returns the value of each process; all must call it together."""

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from jaxline import mesh as mesh_lib
 from jaxline import partitioning
+from jaxline.aot import counting
 
 X = TypeVar('X')
 
@@ -59,21 +60,12 @@ def save_all_but_copies(prim: Any, *unused_args: Any, **unused: Any) -> bool:
 def num_iterations(
   num_stages: int, num_microbatches: int, num_repeats: int = 1
 ) -> int:
-  """Returns how often the buffer shifts for one batch: M R + S - 1."""
-  return num_microbatches * num_repeats + num_stages - 1
+  """Returns how often the buffer shifts for one batch: M R + S - 1.
 
-
-def bubble_fraction(
-  num_stages: int, num_microbatches: int, num_repeats: int = 1
-) -> float:
-  """Returns the part of its time that a stage has nothing to do.
-
-  (S - 1) / (M R + S - 1): half of this at the batch's start, half at its end,
-  on average over the stages.
+  In S - 1 of these iterations a stage is idle (the bubble): on average half of
+  them at the start of the batch, half at its end.
   """
-  return (num_stages - 1) / num_iterations(
-    num_stages, num_microbatches, num_repeats
-  )
+  return num_microbatches * num_repeats + num_stages - 1
 
 
 def check_sizes(
@@ -247,11 +239,10 @@ def pipeline(
     lambda x: jnp.broadcast_to(x[None], (num_stages, *x.shape)), rows
   )
   moved = jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), kept)
-  (_, kept), _ = jax.lax.scan(
-    iteration,
-    (place(moved, 'stages'), place(kept, 'stages', None)),
-    jnp.arange(num_iterations(num_stages, num_microbatches, num_repeats)),
-  )
+  iterations = num_iterations(num_stages, num_microbatches, num_repeats)
+  carry = place(moved, 'stages'), place(kept, 'stages', None)
+  with counting.partly_idle(num_microbatches * num_repeats):
+    (_, kept), _ = jax.lax.scan(iteration, carry, jnp.arange(iterations))
   rows = place(jax.tree.map(lambda x: x[0], kept), None)
   outputs = jax.tree.map(
     lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, *x.shape[2:]), rows

@@ -34,7 +34,6 @@ from jaxline import errors
 from jaxline import goodput
 from jaxline import train
 from jaxline import xla
-from jaxline.aot import programs
 from jaxline.checkpoint import base
 from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
@@ -622,7 +621,6 @@ def start(
       first.check_config(experiment_class)
     watch = preemption.Watch()
     if mode.logs:
-      stack.enter_context(programs.of_run(config))
       watch = preemption.begin_run(takes_steps=bool(mode.log))
     run = train.Run(
       experiment_class,

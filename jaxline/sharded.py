@@ -30,6 +30,7 @@ from jaxline import metrics as metrics_lib
 from jaxline import partitioning
 from jaxline import train_step as step_lib
 from jaxline.checkpoint import base
+from jaxline.compat import prng
 from jaxline.inputs import base as inputs
 from jaxline.inputs import infeed
 from jaxline.metrics import periodic
@@ -56,8 +57,8 @@ class ShardedExperiment(experiment.AbstractExperiment):
   `metrics.Mean`s, in which an example must count by its weight.
 
   `step` and `evaluate` get scalars, without an axis of devices: the number of
-  the step, and the run's key, from which `train_step` derives the key of each
-  step.
+  the step, and the key of all steps or of all evaluations, from which the
+  compiled programs derive the key of each batch.
 
   A model that continues text has one more method, `decode(prompts, rng)`, whose
   compiled functions are wrapped in `in_mesh`.
@@ -172,7 +173,11 @@ class ShardedExperiment(experiment.AbstractExperiment):
       params: the weights.
       model_state: the value that `init_fn` or the step before returned.
       batch: global arrays [B, ...], one of them `weights`.
-      rng: this step's key.
+      rng: a key of this batch alone. In training it is the run's step key,
+        folded with the step's number (and with that of the part of the batch,
+        if gradients are accumulated). In evaluation it is the run's key, folded
+        with 'evaluation', the name of the evaluation set and the number of the
+        batch: the same in each evaluation and on any number of hosts.
       is_training: True in training, False in evaluation.
 
     Returns:
@@ -232,11 +237,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
     del before
     return after.model_state
 
-  @property
-  def bubble_fraction(self) -> float:
-    """The part of a step in which a stage of a pipeline is idle."""
-    return 0.0
-
   # The compiled programs.
 
   # Cached properties, and not set by the constructor, since a subclass may set
@@ -294,10 +294,18 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   @functools.cached_property
   def compiled_eval_step(self) -> Callable[..., Any]:
-    """`eval_step` as one program `(state, batch, rng) -> metrics`."""
+    """`eval_step` as one program `(state, batch, rng, place) -> metrics`.
+
+    `rng` is the key of evaluation; `place`, [2] uint32, are the numbers of the
+    set and of the batch, which are folded into it.
+    """
 
     # Lists of programs show this name.
-    def evaluation(state: TrainState, batch: Batch, rng: jax.Array) -> Any:
+    def evaluation(
+      state: TrainState, batch: Batch, rng: jax.Array, place: jax.Array
+    ) -> Any:
+      for number in place:
+        rng = jax.random.fold_in(rng, number)
       return eval_step(self.loss_fn, state, batch, rng)
 
     return jax.jit(
@@ -487,16 +495,12 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def _open_input(self, position: Any) -> Iterator[Batch]:
     """Returns `train_input`, set to a position unless that is None."""
-    parts = self.partitioner.batch_shards * self.accumulation_steps
-    sharers = f'{self.partitioner.batch_shards} devices that share a batch'
-    if self.accumulation_steps > 1:
-      sharers += f' x {self.accumulation_steps} gradient_accumulation_steps'
-    rounding = inputs.Rounding(parts, sharers, inputs.rounded_in(position))
-    with inputs.act_as_host(*self.partitioner.host, rounding):
-      source = iter(self.train_input())
+    with inputs.act_as_host(*self.partitioner.host):
+      source: Any = iter(self.train_input())
     self._check_input(source, 'train_input', is_training=True)
     if infeed.saves_position(source):
-      infeed.set_position(source, position, self.run_config)
+      if position is not None:
+        source.set_state(position)
     elif position is not None:
       raise ValueError(
         'The checkpoint holds the position of the data, but train_input'
@@ -527,13 +531,12 @@ class ShardedExperiment(experiment.AbstractExperiment):
 
   def _read_ahead(self, source: Iterator[Batch]) -> infeed.Infeed:
     """Returns a source's batches on the devices, read ahead of the step."""
-    order = getattr(source, 'custom_device_order', None)
     # Without `self`: the thread would keep the experiment and its arrays alive.
     partitioner = self.partitioner
 
     def place(batch: Batch) -> Batch:
       batch = inputs.pad_rows(batch, inputs.num_rows(batch))
-      return partitioner.put_batch(batch, order)
+      return partitioner.put_batch(batch)
 
     return infeed.Infeed(source, place, **self._infeed_options)
 
@@ -549,6 +552,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
   ) -> Callable[[int], tuple[Any, Any]]:
     """Returns what gives each evaluation its step and the evaluation key."""
     del config  # `random_mode_eval` is for several programs; this is one.
+    rng = prng.stream(rng, 'evaluation')
     rng = self.partitioner.put(rng, self.partitioner.replicated)
     return lambda global_step: (global_step, rng)
 
@@ -567,11 +571,13 @@ class ShardedExperiment(experiment.AbstractExperiment):
     for name, source in self._open_eval_inputs().items():
       sums: Any = None
       metrics: Any = None
-      for batch in self._eval_batches(name, source):
+      set_number = prng.stream_number(name)
+      for i, batch in enumerate(self._eval_batches(name, source)):
         # This waits for the batch before, while this batch is transferred.
         # Without it, batches that wait for the devices would fill their memory.
         sums = _add_fetched(sums, metrics)
-        metrics = self.compiled_eval_step(state, batch, rng)
+        place = np.array([set_number, i], np.uint32)
+        metrics = self.compiled_eval_step(state, batch, rng, place)
       sums = _add_fetched(sums, metrics)
       with np.errstate(invalid='ignore'):  # A mean of weight 0 is NaN.
         means = metrics_lib.compute(sums)
@@ -612,7 +618,9 @@ class ShardedExperiment(experiment.AbstractExperiment):
         # without the interruption.
         assert source.eval_loop_num_batches is not None
         source.reset()
-        source.skip(self.num_evaluated * source.eval_loop_num_batches)
+        for _ in range(self.num_evaluated):
+          for _ in source.eval_batches():  # Read and dropped.
+            pass
       self._num_fed[name] = self.num_evaluated + 1
     return source.eval_batches()
 
@@ -625,7 +633,6 @@ class ShardedExperiment(experiment.AbstractExperiment):
     batches = infeed.read_ahead(
       source, self._batches_of(name, source), **self._infeed_options
     )
-    order = getattr(source, 'custom_device_order', None)
     rows, last = 0, None
     try:
       while True:
@@ -649,7 +656,7 @@ class ShardedExperiment(experiment.AbstractExperiment):
           )
         last = batch or jax.tree.map(lambda x: x[:0], last)
         padded = inputs.pad_rows(last, self._padded(rows))
-        yield self.partitioner.put_batch(padded, order)
+        yield self.partitioner.put_batch(padded)
     finally:
       batches.close()
       infeed.close(source)

@@ -16,6 +16,7 @@ from typing import Any
 from absl import logging
 import jax
 from ml_collections import config_dict
+import numpy as np
 
 from jaxline import base_config
 from jaxline import debug
@@ -28,6 +29,7 @@ from jaxline.checkpoint import files
 from jaxline.checkpoint import memory
 from jaxline.compat import adapters
 from jaxline.compat import devices
+from jaxline.compat import prng
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import periodic
 from jaxline.metrics import rates
@@ -137,12 +139,14 @@ class Run:
     if self.trained is None:  # Else the training says it.
       self.console.begin(config, evaluation.experiment)
     state = base.new_state(checkpointer, evaluation.experiment)
-    for is_noted in self._restored(evaluation, steps):
-      evaluation(state, is_noted)
+    for counts in self._restored(evaluation, steps):
+      evaluation(state, counts)
       evaluation.wait()
 
-  def _restored(self, evaluation: Any, steps: list[int]) -> Iterator[bool]:
-    """Restores each state to evaluate; yields whether it is noted as done."""
+  def _restored(
+    self, evaluation: '_Evaluation', steps: list[int]
+  ) -> Iterator[bool]:
+    """Restores each state to evaluate; yields whether its evaluation counts."""
     config, checkpointer = self.config, self.checkpointer
     for step in steps:
       _restore(checkpointer, step)
@@ -158,7 +162,13 @@ class Run:
     # that the note was lost.
     checkpointer.mark_evaluated()
     _resume_log(self, self.eval_log, evaluation.last)
-    initial_is_due = config.eval_initial_weights and 0 not in evaluation.done
+    initial_is_due = (
+      config.eval_initial_weights
+      and 0 not in evaluation.done
+      # A checkpoint will hold the weights that the run begins with.
+      and (evaluation.starts_as_run or not config.save_initial_train_checkpoint)
+      and not config.restore_from
+    )
     restore_next = checkpointer.follow('latest')
     is_over = False
     while not is_over:
@@ -166,11 +176,12 @@ class Run:
       # Read before `restore_next`, so that a checkpoint saved just before the
       # end is still evaluated.
       is_over = self._is_over(evaluation)
-      if restore_next(evaluation.done) or (
+      is_restored = restore_next(evaluation.done)
+      if is_restored or (
         initial_is_due and not checkpointer.can_be_restored('latest')
       ):
         initial_is_due = False
-        yield True
+        yield is_restored or evaluation.starts_as_run
         # In JAXline the last step ends it, and nothing later is looked at.
         is_over = not checkpointer.is_resumable and evaluation.is_of_last_step()
       elif not is_over:
@@ -313,10 +324,7 @@ def build_for_training(
   Returns:
     The experiment, and the key of its training steps.
   """
-  rng = jax.random.PRNGKey(config.random_seed)
-  step_rng, init_rng = jax.random.split(rng)
-  if config.legacy_random_seed_behavior:
-    step_rng = init_rng = rng
+  step_rng, init_rng = prng.run_keys(config)
   experiment = adapters.construct(experiment_class, 'train', init_rng, config)
   return experiment, step_rng
 
@@ -529,6 +537,8 @@ class _Evaluation:
     experiment: the experiment.
     done: the steps that are evaluated, by earlier processes as well.
     last: the step that was evaluated last; None if there is none.
+    starts_as_run: whether the experiment's initial weights are those that the
+      training of this config initialises.
   """
 
   def __init__(self, run: Run, until: float = math.inf):
@@ -540,15 +550,17 @@ class _Evaluation:
     """
     self._run = run
     config = run.config
-    rng = jax.random.PRNGKey(config.random_seed)
+    init_rng = adapters.init_rng(run.experiment_class, config)
+    self.starts_as_run = np.array_equal(init_rng, prng.run_keys(config)[1])
     with debug.log_activity('experiment init', category='start'):
       self.experiment = adapters.construct(
-        run.experiment_class, run.eval_mode, rng, config
+        run.experiment_class, run.eval_mode, init_rng, config
       )
     # The steps in the log count where the note of what is evaluated is lost.
     steps = run.checkpointer.evaluated(run.eval_log.logged_steps)
     self.done = {step for step in steps if step <= until}
     self.last = max(self.done, default=None)
+    rng = jax.random.PRNGKey(config.random_seed)
     self._inputs = self.experiment.evaluate_inputs(config, rng)
     self._evaluate = debug.evaluate_should_return_dict(self.experiment.evaluate)
     self._sign = 1 if config.best_model_eval_metric_higher_is_better else -1
@@ -561,12 +573,13 @@ class _Evaluation:
     ):
       self._best = self._begin_best()
 
-  def __call__(self, state: Any, is_noted: bool = True) -> None:
+  def __call__(self, state: Any, counts: bool = True) -> None:
     """Evaluates the weights of the experiment, those of `state.global_step`.
 
     Args:
       state: the live state of `latest`.
-      is_noted: whether the step counts as evaluated, for later processes too.
+      counts: whether these are weights of the run: they may be the best, and
+        the step counts as evaluated, for later processes too.
     """
     run, step = self._run, int(state.global_step)
     run.console.evaluating(step)
@@ -584,18 +597,19 @@ class _Evaluation:
     is_eval = run.eval_mode.startswith('eval')
     log = run.eval_mode if is_eval else 'eval'
     run.console.log_evaluation(step, scalars, log)
+    self.last = step
+    if not counts:
+      return
     if self._best is not None:
       self._keep_best(scalars, step, state.train_step_rng)
     self.done.add(step)
-    self.last = step
-    if is_noted:
-      checkpointer, flushed = run.checkpointer, run.eval_log.flush_async()
+    checkpointer, flushed = run.checkpointer, run.eval_log.flush_async()
 
-      def note() -> None:
-        flushed()  # First: what is noted as evaluated is in the log.
-        checkpointer.mark_evaluated(step)
+    def note() -> None:
+      flushed()  # First: what is noted as evaluated is in the log.
+      checkpointer.mark_evaluated(step)
 
-      checkpointer.when_saved(note)
+    checkpointer.when_saved(note)
 
   def is_of_last_step(self) -> bool:
     """Returns whether the step evaluated last is the last of training."""

@@ -346,30 +346,6 @@ def check_backend(options: Mapping[str, Any]) -> list[str]:
   return _logged(warnings)
 
 
-def check_precompiled(options: Mapping[str, Any]) -> list[str]:
-  """Warns of settings that have no effect on a program compiled before.
-
-  Args:
-    options: the section, validated.
-
-  Returns:
-    The warnings, which are logged as well.
-  """
-  why = {
-    'pgle_profiling_runs': 'JAX measures and recompiles only what it compiles'
-    ' as it runs',
-    'pgle_profile': 'the profile is used when a program is compiled',
-    'pgle_save': 'it may have been compiled with command buffers, inside of'
-    ' which nothing can be measured',
-  }
-  return _logged(
-    f'config.xla.{key} is {options[key]!r}, but has no effect on a program that'
-    f' was compiled before: {reason}. Do not reuse the saved program.'
-    for key, reason in why.items()
-    if options[key]
-  )
-
-
 def _logged(warnings: Iterable[str]) -> list[str]:
   warnings = list(warnings)
   for warning in warnings:

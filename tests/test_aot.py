@@ -1,11 +1,9 @@
-"""Compiling a run for chips that are not here, and keeping the programs."""
+"""Compiling a run for chips that are not here."""
 
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import json
-import logging
 import os
 import pathlib
 import subprocess
@@ -20,6 +18,7 @@ import optax
 import pytest
 
 from jaxline import base_config
+from jaxline import compilation_cache
 from jaxline import errors
 from jaxline import experiment
 from jaxline import metrics
@@ -27,7 +26,6 @@ from jaxline import partitioning
 from jaxline import sharded
 from jaxline.aot import ahead
 from jaxline.aot import chips
-from jaxline.aot import programs
 from jaxline.aot import report
 
 pytestmark = pytest.mark.usefixtures('compiles')
@@ -184,7 +182,7 @@ def test_a_run_on_the_devices_of_this_machine(tmp_path, capsys):
   names = [b.name for b in train.buffers]
   assert "state.opt_state[0].mu['a']" in names
   assert any("what a device of kind 'cpu'" in n.lower() for n in made.notes)
-  assert sorted(os.listdir(made.saved))[-1] == programs.RECORD
+  assert os.listdir(path.parent) == ['local.json']
 
 
 def test_without_an_evaluation_the_train_step_is_compiled():
@@ -194,24 +192,13 @@ def test_without_an_evaluation_the_train_step_is_compiled():
   made = ahead.make_report(TwoLayers, config)
   assert [p.name for p in made.programs] == ['train step']
   assert any('no eval step' in note for note in made.notes)
-  assert made.saved == ''
 
 
 def test_the_compiler_is_asked_although_there_is_a_cache(tmp_path):
-  settings = {
-    'jax_compilation_cache_dir': str(tmp_path),
-    'jax_persistent_cache_min_compile_time_secs': 0.0,
-  }
-  before = {key: getattr(jax.config, key) for key in settings}
-  for key, value in settings.items():
-    jax.config.update(key, value)
-  try:
+  with compilation_cache.stored_by(compilation_cache.Files(tmp_path), 0.0):
     for _ in range(2):
       made = ahead.make_report(TwoLayers, make_config())
       assert made.programs[0].buffers  # XLA tells them as it compiles.
-  finally:
-    for key, value in before.items():
-      jax.config.update(key, value)
 
 
 def test_a_loss_may_ask_for_its_mesh():
@@ -220,15 +207,16 @@ def test_a_loss_may_ask_for_its_mesh():
   assert train.model_flops == 3 * 2 * 2 * ROWS * 128 * 256
 
 
-@pytest.mark.parametrize(
-  'made_by', [NotSharded, lambda mode, init_rng: NotSharded(mode, init_rng)]
-)
-def test_an_experiment_without_a_sharded_step_is_refused(made_by):
+def test_an_experiment_without_a_sharded_step_is_refused():
   config = make_config(sharding=base_config.get_base_config().sharding)
-  with pytest.raises(chips.TargetError, match='NotSharded has no sharded step'):
-    ahead.make_report(made_by, config)
-  with pytest.raises(errors.UsageError, match="sharding is 'fsdp', but NotSh"):
-    ahead.make_report(made_by, make_config())
+  for made_by in (
+    NotSharded,
+    lambda mode, init_rng: NotSharded(mode, init_rng),
+  ):
+    with pytest.raises(chips.TargetError, match='NotSharded'):
+      ahead.make_report(made_by, config)
+    with pytest.raises(errors.UsageError, match="sharding is 'fsdp'"):
+      ahead.make_report(made_by, make_config())
 
 
 @pytest.mark.parametrize(
@@ -366,29 +354,34 @@ def hints(
   return ahead._hints(made, config)
 
 
-def test_what_is_largest_is_made_smaller_first():
-  first, *_, last = hints(peak=1100, state=200)
-  assert 'remat' in first
-  assert 'More chips' in last
-  first, *_ = hints(peak=1100, state=900, sharding='ddp')
-  assert "config.sharding = 'fsdp'" in first
-  first, *_ = hints(peak=1100, state=900, sharding='tp')
-  assert "config.sharding = 'fsdp_tp'" in first
-
-
-def test_gradients_may_go_before_they_are_all_there():
-  found = hints(peak=1100, state=900, gradients=300)
-  assert 'More chips' in found[0]
-  assert len(found) > 2
-  found = hints(peak=1100, state=1001)
-  assert len(found) == 2
-  assert 'the state alone' in found[-1]
-
-
-def test_where_only_the_evaluation_does_not_fit():
-  found = hints(peak=900, state=800, evaluation=1100)
-  assert 'eval_input' in found[0]
-  assert not any('remat' in hint or 'steps' in hint for hint in found)
+@pytest.mark.parametrize(
+  ('settings', 'first', 'last'),
+  [
+    # What is largest is made smaller first.
+    ({'peak': 1100, 'state': 200}, 'remat', 'More chips'),
+    (
+      {'peak': 1100, 'state': 900, 'sharding': 'ddp'},
+      "config.sharding = 'fsdp'",
+      'dtype',
+    ),
+    (
+      {'peak': 1100, 'state': 900, 'sharding': 'tp'},
+      "config.sharding = 'fsdp_tp'",
+      'dtype',
+    ),
+    # Gradients may go before they are all there.
+    ({'peak': 1100, 'state': 900, 'gradients': 300}, 'More chips', 'dtype'),
+    ({'peak': 1100, 'state': 1001}, 'More chips', 'the state alone'),
+    # Only the evaluation does not fit.
+    ({'peak': 900, 'state': 800, 'evaluation': 1100}, 'eval_input', 'dtype'),
+  ],
+)
+def test_what_to_change(settings, first, last):
+  found = hints(**settings)
+  assert first in found[0]
+  assert last in found[-1]
+  if 'evaluation' in settings:
+    assert not any('remat' in hint or 'steps' in hint for hint in found)
 
 
 def test_hints_name_the_settings_that_there_are():
@@ -396,86 +389,18 @@ def test_hints_name_the_settings_that_there_are():
   model = 'config.experiment_kwargs.config.model'
   found = hints(peak=1100, state=1, kwargs=kwargs)
   assert not any("remat = 'full'" in hint for hint in found)
-  assert any(f"{model}.dtype = 'bfloat16' (it is 'fl" in h for h in found)
-  assert any(f"{model}.remat = 'offload' (it is 'full" in h for h in found)
-  assert any('gradient_accumulation_steps = 2 (it is 1' in h for h in found)
+  for said in (
+    f"{model}.dtype = 'bfloat16' (it is 'fl",
+    f"{model}.remat = 'offload' (it is 'full",
+    'gradient_accumulation_steps = 2 (it is 1',
+  ):
+    assert any(said in hint for hint in found)
   # 32 rows in 8 parts are one for each of 4 chips.
   found = hints(peak=1100, state=1, gradient_accumulation_steps=8)
   assert any('32 rows in 8 parts over 4 chips' in hint for hint in found)
 
 
-# Programs on disk.
-
-RUN = textwrap.dedent("""
-  import hashlib, logging, pathlib, sys
-  import jax, numpy as np
-  from jaxline import train
-  from jaxline.aot import ahead, programs
-  from tests import test_aot
-
-  directory, what, *rest = sys.argv[1:]
-  logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-  config = test_aot.make_config(checkpoint_dir=directory)
-  if what == 'save':
-    ahead.compile_experiment(test_aot.TwoLayers, config)
-  else:
-    config.unlock()
-    config.compiled_program = f'{directory}/compile/local_programs'
-  with programs.of_run(config):
-    print('HASH', test_aot.hash_after_training(config))
-""")
-
-
-def hash_after_training(config):
-  """Trains for three steps, evaluates, and returns the hash of the state."""
-  from jaxline import train
-
-  made = train.build_for_training(TwoLayers, config)[0]
-  rng = made.initialize_train_step_rng(jax.random.key(1))
-  for step in range(3):
-    made.step(global_step=step, rng=rng, writer=None)
-    jax.block_until_ready(made.state)
-  made.evaluate(global_step=3, rng=rng, writer=None)
-  made._close_input()
-  digest = hashlib.sha256()
-  for x in jax.tree.leaves(made.state):
-    digest.update(np.asarray(x).tobytes())
-  return digest.hexdigest()
-
-
-def run(tmp_path, what):
-  done = subprocess.run(
-    [sys.executable, '-c', RUN, str(tmp_path), what],
-    cwd=ROOT,
-    env={
-      **os.environ,
-      'PYTHONPATH': str(ROOT),
-      'JAX_PLATFORMS': 'cpu',
-      'XLA_FLAGS': '--xla_force_host_platform_device_count=2',
-    },
-    capture_output=True,
-    text=True,
-    check=False,
-    timeout=150,
-  )
-  assert done.returncode == 0, done.stderr
-  text = done.stdout + done.stderr
-  return text, [line for line in text.splitlines() if line.startswith('HASH')]
-
-
-@pytest.mark.process
-def test_another_process_runs_what_was_compiled(tmp_path):
-  _, compiled = run(tmp_path, 'save')
-  text, loaded = run(tmp_path, 'use')
-  directory = tmp_path / 'compile' / 'local_programs'
-  assert f'jit_step was taken from {directory}' in text
-  assert (
-    f'was taken from {directory}' in text.partition('jit_step was taken')[2]
-  )
-  assert 'is compiled' not in text
-  assert len(loaded) == 1
-  assert loaded == compiled
-
+# Several processes.
 
 MANY = textwrap.dedent("""
   import sys
@@ -510,105 +435,7 @@ def test_of_several_processes_the_first_reports(tmp_path):
   made = read_report(directory / 'local.json')
   assert made.target.num_devices == 2
   assert made.batch_rows == 2 * ROWS  # Each has rows of its own.
-  assert sorted(os.listdir(directory)) == ['local.json', 'local_programs']
-  kept = sorted(os.listdir(made.saved))
-  assert len(kept) == 3
-  assert kept[-1] == programs.RECORD
-
-
-def test_what_is_other_is_compiled_and_told_of(tmp_path, caplog):
-  caplog.set_level(logging.INFO)
-  config = make_config()
-  made = ahead.make_report(TwoLayers, config, tmp_path)
-  before = sorted(os.listdir(made.saved))
-  other = make_config(
-    gradient_accumulation_steps=2, compiled_program=made.saved
-  )
-  with programs.of_run(other):
-    hash_after_training(other)
-  told = [
-    r.getMessage() for r in caplog.records if 'jit_step' in r.getMessage()
-  ]
-  assert len(told) == 1
-  assert 'is compiled' in told[0]
-  assert 'config.gradient_accumulation_steps 1, and here it is 2' in told[0]
-  assert 'experiment_kwargs' not in told[0]
-  assert sorted(os.listdir(made.saved)) == before  # A run adds nothing.
-  assert jax.config.jax_compilation_cache_dir is None
-
-
-def compile_something():
-  jax.jit(lambda x: x + 1).lower(1.0).compile()
-
-
-def test_programs_of_before_do_not_stay(tmp_path, monkeypatch):
-  directory = tmp_path / 'programs'
-  with programs.saving(directory, {}):
-    compile_something()
-  before = sorted(os.listdir(directory))
-  assert before[-1] == programs.RECORD
-  with monkeypatch.context() as patch:
-    # JAX lets only the first process write.
-    patch.setattr(jax, 'process_index', lambda: 1)
-    with programs.saving(directory, {}):
-      pass
-  assert sorted(os.listdir(directory)) == before
-  with programs.saving(directory, {}):
-    pass
-  assert not list(tmp_path.iterdir())
-
-
-def test_a_run_leaves_the_directory_as_it_is(tmp_path, caplog):
-  directory = tmp_path / 'programs'
-  with programs.saving(directory, {}):
-    compile_something()
-  before = sorted(os.listdir(directory))
-  # With this JAX notes when it read what, and removes what it read long ago.
-  jax.config.update('jax_compilation_cache_max_size', 1 << 30)
-  try:
-    with programs.using(directory, {}):
-      compile_something()
-  finally:
-    jax.config.update('jax_compilation_cache_max_size', -1)
-  assert 'None of the programs' not in caplog.text
-  assert sorted(os.listdir(directory)) == before
-
-
-def test_damaged_programs_are_compiled(tmp_path, caplog):
-  directory = tmp_path / 'programs'
-  with programs.saving(directory, {}):
-    compile_something()
-  (path,) = directory.glob('jit__lambda*')
-  for damage in ('a bit', 'removed'):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    if damage == 'removed':
-      path.unlink()
-    caplog.clear()
-    with programs.using(directory, {}):
-      compile_something()
-    assert f'{path} is damaged or missing' in caplog.text
-    assert 'None of the programs' in caplog.text
-
-
-@pytest.mark.parametrize(
-  'text', [None, '', '{}', '[]', '{"schema": 0}', '{"schema": 2}']
-)
-def test_a_directory_without_programs_is_refused(tmp_path, text):
-  if text is not None:
-    (tmp_path / programs.RECORD).write_text(text)
-  config = make_config(compiled_program=str(tmp_path))
-  with (
-    pytest.raises(ValueError, match='compiled_program is'),
-    programs.of_run(config),
-  ):
-    pass
-
-
-def test_no_programs_are_asked_for():
-  with programs.of_run(make_config()):
-    assert jax.config.jax_compilation_cache_dir is None
+  assert os.listdir(directory) == ['local.json']
 
 
 # The TPU compiler.
@@ -630,10 +457,10 @@ def test_a_run_on_tpus():
   assert 'libtpu' in made.versions
 
 
-def test_a_run_on_slices_of_tpus(tmp_path):
+def test_a_run_on_slices_of_tpus():
   pytest.importorskip('libtpu')
   config = make_config(topology='v4:2x2x1', num_slices=2)
-  made = ahead.make_report(TwoLayers, config, tmp_path)
+  made = ahead.make_report(TwoLayers, config)
   train, _ = made.programs
   assert made.mesh == {'stage': 1, 'replica': 2, 'data': 4, 'mdl': 1}
   assert train.measures.flops == 5 * 2 * ROWS * 128 * 256 / 8
@@ -644,8 +471,6 @@ def test_a_run_on_slices_of_tpus(tmp_path):
   crossing = sum(t.dcn_bytes for t in train.measures.traffic)
   assert crossing >= 4 * made.parameters / 4
   assert train.roofline.seconds['DCN'] == pytest.approx(crossing / 6.25e9)
-  assert made.saved == str(tmp_path / '2xv4-2x2x1_programs')
-  assert len(os.listdir(made.saved)) == 3
 
 
 def test_a_run_that_does_not_fit(tmp_path, capsys):

@@ -9,6 +9,10 @@ import pytest
 from jaxline.aot import chips
 
 
+def chip_of(kind):
+  return chips.chip_of(types.SimpleNamespace(device_kind=kind))
+
+
 @pytest.mark.parametrize(
   ('name', 'num_chips', 'links'),
   [
@@ -33,30 +37,17 @@ def test_a_topology_has_its_chips(name, num_chips, links):
 
 
 @pytest.mark.parametrize(
-  'name', ['', 'v4', 'v3:2x2x1', '4x4x4', 'v4:4x', 'V4:1']
-)
-def test_a_wrong_name_lists_the_chips(name):
-  with pytest.raises(chips.TargetError, match="'v4', 'v5e', 'v5p', 'v6e'"):
-    chips.parse_topology(name)
-
-
-@pytest.mark.parametrize(
-  'name',
+  ('names', 'said'),
   [
-    'v4:4x4',
-    'v5e:2x2x1',
-    'v4:3x4x4',
-    'v4:0x2x2',
-    'v5e:32x16',
-    'v4:16x16x16',
-    'v5e:1x2',
-    'v5p:2x2x26',
+    (['', 'v4', 'v3:2x2x1', '4x4x4', 'v4:4x', 'V4:1'], 'v5p'),
+    (['v4:4x4', 'v5e:2x2x1', 'v4:3x4x4', 'v4:0x2x2', 'v5e:32x16'], '{name!r}'),
+    (['v4:16x16x16', 'v5e:1x2', 'v5p:2x2x26'], '{name!r}'),
   ],
 )
-def test_a_wrong_shape_says_what_there_is(name):
-  with pytest.raises(chips.TargetError, match=r'such as .* has at most') as e:
-    chips.parse_topology(name)
-  assert repr(name) in str(e.value)
+def test_what_is_no_topology_is_refused(names, said):
+  for name in names:
+    with pytest.raises(chips.TargetError, match=said.format(name=name)):
+      chips.parse_topology(name)
 
 
 def test_the_shapes_that_the_message_has_are_right():
@@ -68,31 +59,16 @@ def test_the_shapes_that_the_message_has_are_right():
 
 def test_the_published_numbers():
   # FLOP/s, bytes/s: what the makers' pages say, read once more.
-  v4, v5e, v5p, v6e = (
-    chips.chip_of(types.SimpleNamespace(device_kind=f'TPU {name}'))
-    for name in ('v4', 'v5e', 'v5p', 'v6e')
-  )
-  assert [c.peak_flops for c in (v4, v5e, v5p, v6e)] == [
-    275e12,
-    197e12,
-    459e12,
-    918e12,
-  ]
-  # Both ways, as on their pages, in GB/s.
-  assert [2 * c.ici_bandwidth / 1e9 for c in (v4, v5e, v5p, v6e)] == [
-    600,
-    400,
-    1200,
-    800,
-  ]
+  v4, v5e, v5p, v6e = map(chip_of, ('TPU v4', 'TPU v5e', 'TPU v5p', 'TPU v6e'))
+  peaks = [c.peak_flops / 1e12 for c in (v4, v5e, v5p, v6e)]
+  assert peaks == [275, 197, 459, 918]
+  # Both ways, as on their pages.
+  links = [2 * c.ici_bandwidth / 1e9 for c in (v4, v5e, v5p, v6e)]
+  assert links == [600, 400, 1200, 800]
   # What is left of 32, 16, 95 (96) and 32 GiB.
   for chip, gib in ((v4, 32), (v5e, 16), (v5p, 96), (v6e, 32)):
     assert 0.95 * gib < chip.hbm_bytes / 2**30 < gib
-  h100 = chips.chip_of(
-    types.SimpleNamespace(device_kind='NVIDIA H100 80GB HBM3')
-  )
-  assert h100 is not None
-  assert 2 * h100.ici_bandwidth == 900e9
+  assert 2 * chip_of('NVIDIA H100 80GB HBM3').ici_bandwidth == 900e9
 
 
 def test_device_kinds_tell_chips_apart():
@@ -107,11 +83,8 @@ def test_device_kinds_tell_chips_apart():
     'NVIDIA H200': 'H200',
     'NVIDIA B200': 'B200',
   }
-  for kind, name in kinds.items():
-    chip = chips.chip_of(types.SimpleNamespace(device_kind=kind))
-    assert chip is not None
-    assert chip.name == name
-  assert chips.chip_of(types.SimpleNamespace(device_kind='cpu')) is None
+  assert {kind: chip_of(kind).name for kind in kinds} == kinds
+  assert chip_of('cpu') is None
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Tests of jaxline.aot.counting: answers worked out by hand."""
 
+import functools
 import itertools
 import logging
 
@@ -22,18 +23,19 @@ def shape(*dims, dtype=jnp.float32):
   return jax.ShapeDtypeStruct(dims, dtype)
 
 
+ONE = shape(B, D), shape(D, F)
+MLP = shape(B, D), shape(L, D, F), shape(L, F, D)
+INDEX = shape(dtype=jnp.int32)
+
+
 def layer(x_BD, w_DF, v_FD):
   # The sine keeps each product's result needed in the backward pass.
   return jnp.sin(jnp.sin(x_BD @ w_DF) @ v_FD)
 
 
-MLP = (shape(B, D), shape(L, D, F), shape(L, F, D))
-
-
 def scanned(x, w_LDF, v_LFD, layer=layer):
-  return jax.lax.scan(lambda x, wv: (layer(x, *wv), None), x, (w_LDF, v_LFD))[
-    0
-  ].sum()
+  f = lambda x, wv: (layer(x, *wv), None)
+  return jax.lax.scan(f, x, (w_LDF, v_LFD))[0].sum()
 
 
 def unrolled(x, w_LDF, v_LFD):
@@ -42,110 +44,154 @@ def unrolled(x, w_LDF, v_LFD):
   return x.sum()
 
 
-# Products.
+def ragged(x, w, sizes):
+  return jax.lax.ragged_dot(x, w, sizes).sum()
 
 
-def test_a_product_is_two_operations_a_term():
-  assert counting.flops(jnp.dot, shape(3, 5), shape(5, 7)) == 2 * 3 * 5 * 7
+RAGGED = shape(24, D), shape(3, D, F), shape(3, dtype=jnp.int32)
 
 
-def test_nothing_else_counts():
-  assert counting.flops(lambda x: jnp.exp(x).sum(), shape(3, 5)) == 0
-
-
-def test_batched_products():
-  scores = lambda q, k: jnp.einsum('btnh,bsnh->bnts', q, k)
-  q, k = shape(2, 7, 4, 16), shape(2, 9, 4, 16)
-  assert counting.flops(scores, q, k) == 2 * (2 * 4 * 7 * 9) * 16
-
-
-def test_no_array_is_made():
-  huge = shape(10**7, 10**7)
-  assert counting.flops(jnp.dot, huge, huge) == 2e21
-
-
-def test_a_jaxpr_will_do():
-  jaxpr = jax.make_jaxpr(jnp.dot)(shape(3, 5), shape(5, 7))
-  assert counting.flops(jaxpr) == 210
-
-
-@pytest.mark.parametrize('program', [scanned, unrolled])
-def test_gradients_are_twice_the_forward_pass(program):
-  assert counting.flops(program, *MLP) == L * 2 * ONE_LAYER
-  step = jax.value_and_grad(program, argnums=(0, 1, 2))
-  assert counting.flops(step, *MLP) == 3 * L * 2 * ONE_LAYER
-
-
-def test_remat_is_one_more():
-  def program(x, w, v):
-    return scanned(x, w, v, layer=jax.checkpoint(layer))
-
-  step = jax.value_and_grad(program, argnums=(0, 1, 2))
-  assert counting.flops(step, *MLP) == 4 * L * 2 * ONE_LAYER
-
-
-def test_ragged_products_do_the_rows_once():
-  program = lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes).sum()
-  args = (shape(24, D), shape(3, D, F), shape(3, dtype=jnp.int32))
-  assert counting.flops(program, *args) == 2 * 24 * D * F
-  step = jax.value_and_grad(program, argnums=(0, 1))
-  assert counting.flops(step, *args) == 3 * 2 * 24 * D * F
-
-
-# Convolutions.
-
-
-def convolution(x, kernel, strides=(1, 1), padding='SAME', **kwargs):
+def convolution(x, kernel, strides=(1, 1), padding='VALID', groups=1):
   return jax.lax.conv_general_dilated(
     x,
     kernel,
     strides,
     padding,
     dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
-    **kwargs,
+    feature_group_count=groups,
   )
 
 
-def test_convolution_without_padding():
-  flops = counting.flops(
-    lambda x, k: convolution(x, k, padding='VALID'),
-    shape(2, 9, 8, 3),
-    shape(3, 2, 3, 5),
+@jax.custom_vjp
+def with_vjp(x, w):
+  return x @ w
+
+
+with_vjp.defvjp(
+  lambda x, w: (x @ w, (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g)
+)
+
+
+@jax.custom_jvp
+def with_jvp(x, w):
+  return x @ w
+
+
+with_jvp.defjvps(lambda dx, out, x, w: dx @ w, lambda dw, out, x, w: x @ dw)
+
+
+def kernel_with_a_grid(x, w):
+  def kernel(x_ref, w_ref, out_ref):
+    out_ref[...] = x_ref[...] @ w_ref[...]
+
+  return pl.pallas_call(
+    kernel,
+    grid=(B // 4, F // 8),
+    in_specs=[
+      pl.BlockSpec((4, D), lambda i, j: (i, 0)),
+      pl.BlockSpec((D, 8), lambda i, j: (0, j)),
+    ],
+    out_specs=pl.BlockSpec((4, 8), lambda i, j: (i, j)),
+    out_shape=shape(B, F),
+  )(x, w)
+
+
+def over_devices(x, w):
+  mesh = jax.make_mesh(
+    (2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)
   )
-  assert flops == 2 * (2 * 7 * 7 * 5) * (3 * 2 * 3)
+  return jax.shard_map(
+    jnp.dot, mesh=mesh, in_specs=(P('data'), P()), out_specs=P('data')
+  )(x, w)
 
 
-def test_padding_is_not_counted():
-  # Of 4 outputs times 3 taps in each direction, the outer 2 fall outside.
-  flops = counting.flops(convolution, shape(1, 4, 4, 1), shape(3, 3, 1, 1))
-  assert flops == 2 * 10 * 10
+@pytest.mark.parametrize(
+  ('program', 'args', 'flops'),
+  [
+    (jnp.dot, (shape(3, 5), shape(5, 7)), 2 * 3 * 5 * 7),
+    (lambda x: jnp.exp(x).sum(), (shape(3, 5),), 0),
+    # No array is made.
+    (jnp.dot, (shape(10**7, 10**7),) * 2, 2e21),
+    (
+      lambda q, k: jnp.einsum('btnh,bsnh->bnts', q, k),
+      (shape(2, 7, 4, 16), shape(2, 9, 4, 16)),
+      2 * (2 * 4 * 7 * 9) * 16,
+    ),
+    (ragged, RAGGED, 2 * 24 * D * F),  # Each row once.
+    (
+      convolution,
+      (shape(2, 9, 8, 3), shape(3, 2, 3, 5)),
+      2 * (2 * 7 * 7 * 5) * (3 * 2 * 3),
+    ),
+    # Padding is not counted: of 4 outputs times 3 taps in each direction, the
+    # outer 2 fall outside.
+    (
+      functools.partial(convolution, padding='SAME'),
+      (shape(1, 4, 4, 1), shape(3, 3, 1, 1)),
+      2 * 10 * 10,
+    ),
+    (
+      functools.partial(convolution, groups=4),
+      (shape(2, 8, 8, 8), shape(1, 1, 2, 12)),
+      2 * (2 * 8 * 8 * 12) * 2,
+    ),
+    # The dearest branch.
+    (
+      lambda i, x, w: jax.lax.switch(
+        i, [lambda x: x, lambda x: x @ w @ w, lambda x: x @ w], x
+      ),
+      (INDEX, shape(B, D), shape(D, D)),
+      2 * (2 * B * D * D),
+    ),
+    (
+      lambda x, w: jax.lax.fori_loop(2, 9, lambda i, x: x @ w, x),
+      (shape(B, D), shape(D, D)),
+      7 * 2 * B * D * D,
+    ),
+    (jax.jit(with_jvp), ONE, ONE_LAYER),
+    (
+      jax.vmap(jax.jit(with_jvp), in_axes=(0, None)),
+      (shape(3, B, D), shape(D, F)),
+      3 * ONE_LAYER,
+    ),
+    (over_devices, ONE, ONE_LAYER),
+    (kernel_with_a_grid, ONE, ONE_LAYER),
+  ],
+)
+def test_products_count(program, args, flops):
+  assert counting.flops(program, *args) == flops
+  assert counting.flops(jax.make_jaxpr(program)(*args)) == flops
 
 
-def test_grouped_convolution():
-  flops = counting.flops(
-    lambda x, k: convolution(x, k, padding='VALID', feature_group_count=4),
-    shape(2, 8, 8, 8),
-    shape(1, 1, 2, 12),
-  )
-  assert flops == 2 * (2 * 8 * 8 * 12) * 2
-
-
-@pytest.mark.parametrize('strides', [(1, 1), (2, 3)])
-@pytest.mark.parametrize('padding', ['SAME', 'VALID'])
-@pytest.mark.parametrize('groups', [1, 2])
-def test_gradients_of_a_convolution_are_twice_the_forward_pass(
-  strides, padding, groups
-):
-  """They are convolutions dilated, padded and grouped; the terms are equal."""
-
-  def program(x, kernel):
-    return convolution(
-      x, kernel, strides, padding, feature_group_count=groups
-    ).sum()
-
-  args = shape(2, 9, 10, 4), shape(3, 3, 4 // groups, 6)
-  step = jax.value_and_grad(program, argnums=(0, 1))
-  assert counting.flops(step, *args) == 3 * counting.flops(program, *args)
+@pytest.mark.parametrize(
+  ('program', 'args', 'factor'),
+  [
+    (scanned, MLP, 3),
+    (unrolled, MLP, 3),
+    (functools.partial(scanned, layer=jax.checkpoint(layer)), MLP, 4),
+    (lambda x, w: with_vjp(x, w).sum(), ONE, 3),
+    (ragged, RAGGED, 3),
+    # They are convolutions dilated, padded and grouped; the terms are equal.
+    *(
+      (
+        lambda x, k, kwargs=kwargs: convolution(x, k, **kwargs).sum(),
+        (shape(2, 9, 10, 4), shape(3, 3, 4 // kwargs['groups'], 6)),
+        3,
+      )
+      for strides, padding, groups in itertools.product(
+        [(1, 1), (2, 3)], ['SAME', 'VALID'], [1, 2]
+      )
+      for kwargs in [{'strides': strides, 'padding': padding, 'groups': groups}]
+    ),
+  ],
+)
+def test_gradients_count_twice(program, args, factor):
+  weights = [i for i, x in enumerate(args) if x.dtype == jnp.float32]
+  step = jax.value_and_grad(program, argnums=tuple(weights))
+  forward = counting.flops(program, *args)
+  assert counting.flops(step, *args) == factor * forward
+  if args in (MLP, ONE):
+    assert forward == (2 * L if args is MLP else 1) * ONE_LAYER
 
 
 def test_meetings_are_those_of_a_loop():
@@ -171,90 +217,16 @@ def test_meetings_are_those_of_a_loop():
     assert found == expected, (size, kernel, out, stride, low, dilation)
 
 
-# What holds programs.
-
-
-def test_the_dearest_branch_counts():
-  program = lambda i, x, w: jax.lax.switch(
-    i,
-    [lambda x: x, lambda x: x @ w @ w, lambda x: x @ w],
-    x,
-  )
-  args = shape(dtype=jnp.int32), shape(B, D), shape(D, D)
-  assert counting.flops(program, *args) == 2 * (2 * B * D * D)
-
-
 def test_a_while_loop_counts_once_and_tells(caplog):
-  def program(x, w):
-    return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ w, x)
+  def program(step, *args):
+    loop = lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, step, x)
+    with caplog.at_level(logging.WARNING):
+      return counting.flops(loop, *args)
 
-  with caplog.at_level(logging.WARNING):
-    assert counting.flops(program, shape(B, D), shape(D, D)) == 2 * B * D * D
+  assert program(lambda x: x + 1, shape()) == 0
+  assert not caplog.text  # There is no product in it.
+  assert program(lambda x: x @ jnp.eye(D), shape(B, D)) == 2 * B * D * D
   assert 'was counted once' in caplog.text
-
-
-def test_a_while_loop_without_products_is_silent(caplog):
-  program = lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: x + 1, x)
-  with caplog.at_level(logging.WARNING):
-    assert counting.flops(program, shape()) == 0
-  assert not caplog.text
-
-
-def test_a_loop_of_fixed_length():
-  program = lambda x, w: jax.lax.fori_loop(2, 9, lambda i, x: x @ w, x)
-  assert counting.flops(program, shape(B, D), shape(D, D)) == 7 * 2 * B * D * D
-
-
-def test_wrapped_functions():
-  @jax.custom_vjp
-  def with_vjp(x, w):
-    return x @ w
-
-  with_vjp.defvjp(
-    lambda x, w: (x @ w, (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g)
-  )
-  args = shape(B, D), shape(D, F)
-  assert counting.flops(with_vjp, *args) == ONE_LAYER
-  step = jax.value_and_grad(lambda *args: with_vjp(*args).sum(), (0, 1))
-  assert counting.flops(step, *args) == 3 * ONE_LAYER
-
-  @jax.custom_jvp
-  def with_jvp(x, w):
-    return x @ w
-
-  with_jvp.defjvps(lambda dx, out, x, w: dx @ w, lambda dw, out, x, w: x @ dw)
-  assert counting.flops(jax.jit(with_jvp), *args) == ONE_LAYER
-  many = jax.vmap(jax.jit(with_jvp), in_axes=(0, None))
-  assert counting.flops(many, shape(3, B, D), args[1]) == 3 * ONE_LAYER
-
-
-def test_a_shard_map_counts_on_every_device():
-  mesh = jax.make_mesh(
-    (2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)
-  )
-  program = jax.shard_map(
-    jnp.dot, mesh=mesh, in_specs=(P('data'), P()), out_specs=P('data')
-  )
-  assert counting.flops(program, shape(B, D), shape(D, F)) == ONE_LAYER
-
-
-def test_a_kernel_runs_its_grid():
-  def kernel(x_ref, w_ref, out_ref):
-    out_ref[...] = x_ref[...] @ w_ref[...]
-
-  def program(x, w):
-    return pl.pallas_call(
-      kernel,
-      grid=(B // 4, F // 8),
-      in_specs=[
-        pl.BlockSpec((4, D), lambda i, j: (i, 0)),
-        pl.BlockSpec((D, 8), lambda i, j: (0, j)),
-      ],
-      out_specs=pl.BlockSpec((4, 8), lambda i, j: (i, j)),
-      out_shape=shape(B, F),
-    )(x, w)
-
-  assert counting.flops(program, shape(B, D), shape(D, F)) == ONE_LAYER
 
 
 def test_fused_attention(monkeypatch):

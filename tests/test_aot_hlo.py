@@ -5,12 +5,14 @@ TPU and GPU have written, shortened by hand. This file is also the program that
 compiles: arguments are 'cpu' or a TPU topology, and the file to write.
 """
 
+import functools
 import json
 import math
 import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +40,7 @@ def make_mesh(devices, **sizes):
   )
 
 
-def mlp(mesh, scan):
+def mlp(mesh):
   """A step whose weights are split over `data`, with its arguments."""
   on = lambda *spec: jax.sharding.NamedSharding(mesh, P(*spec))
   shape = lambda dims, *spec: jax.ShapeDtypeStruct(
@@ -51,15 +53,10 @@ def mlp(mesh, scan):
     x_BD = jax.lax.with_sharding_constraint(x_BD, on('data'))
     h_BF = jnp.tanh(x_BD @ w_DF)
     h_BF = jax.lax.with_sharding_constraint(h_BF, on('data'))
-    return jnp.tanh(h_BF @ v_FD)
+    return jnp.tanh(h_BF @ v_FD), None
 
   def loss(weights, x_BD):
-    if scan:
-      f = lambda x, wv: (layer(x, wv), None)
-      return jax.lax.scan(f, x_BD, weights)[0].sum()
-    for i in range(L):
-      x_BD = layer(x_BD, (weights[0][i], weights[1][i]))
-    return x_BD.sum()
+    return jax.lax.scan(layer, x_BD, weights)[0].sum()
 
   step = jax.jit(
     jax.value_and_grad(loss),
@@ -68,22 +65,9 @@ def mlp(mesh, scan):
   return step, (weights, shape((B, D), 'data'))
 
 
-def talk(mesh):
-  """One of each collective, of float32[256, 512] = 2**19 bytes a device."""
-
-  def program(x):
-    ring = [(i, (i + 1) % 4) for i in range(4)]
-    return (
-      jax.lax.psum(x, 'data'),
-      jax.lax.all_gather(x, 'mdl', tiled=True),
-      jax.lax.psum_scatter(x, 'data', tiled=True),
-      jax.lax.all_to_all(x, 'mdl', 0, 1, tiled=True),
-      jax.lax.ppermute(x, 'data', ring),
-      jax.lax.psum(jnp.sin(x), ('data', 'mdl')),
-      jax.lax.ppermute(x, 'data', [(i, i) for i in range(4)]),
-    )
-
-  everywhere = P(('data', 'mdl'))
+def on_every_device(mesh, program):
+  """A program of float32[256, 512] = 2**19 bytes on each device."""
+  everywhere = P(tuple(mesh.shape))
   x = jax.ShapeDtypeStruct(
     (mesh.size * 256, 512),
     jnp.float32,
@@ -97,6 +81,20 @@ def talk(mesh):
     check_vma=False,
   )
   return jax.jit(program), (x,)
+
+
+def talk(x):
+  """One of each collective."""
+  ring = [(i, (i + 1) % 4) for i in range(4)]
+  return (
+    jax.lax.psum(x, 'data'),
+    jax.lax.all_gather(x, 'mdl', tiled=True),
+    jax.lax.psum_scatter(x, 'data', tiled=True),
+    jax.lax.all_to_all(x, 'mdl', 0, 1, tiled=True),
+    jax.lax.ppermute(x, 'data', ring),
+    jax.lax.psum(jnp.sin(x), ('data', 'mdl')),
+    jax.lax.ppermute(x, 'data', [(i, i) for i in range(4)]),
+  )
 
 
 def loops(mesh):
@@ -113,43 +111,15 @@ def loops(mesh):
   return jax.jit(program), (x, w)
 
 
-def talk_between_slices(mesh):
-  """Sums of 2**19 bytes a device: between two slices, and within them."""
-
-  def program(x):
-    return jax.lax.psum(x, 'replica'), jax.lax.psum(x, 'data')
-
-  everywhere = P(('data', 'replica'))
-  x = jax.ShapeDtypeStruct(
-    (mesh.size * 256, 512),
-    jnp.float32,
-    sharding=jax.sharding.NamedSharding(mesh, everywhere),
-  )
-  program = jax.shard_map(
-    program,
-    mesh=mesh,
-    in_specs=everywhere,
-    out_specs=everywhere,
-    check_vma=False,
-  )
-  return jax.jit(program), (x,)
-
-
 def compile_all(where):
   devices = jax.devices() if where == 'cpu' else tpu_devices(where)
   one_axis = make_mesh(devices, data=8)
   two_axes = make_mesh(devices, **AXES)
   programs = {
-    'scanned': mlp(one_axis, scan=True),
-    'unrolled': mlp(one_axis, scan=False),
-    'talk': talk(two_axes),
+    'scanned': mlp(one_axis),
+    'talk': on_every_device(two_axes, talk),
     'loops': loops(two_axes),
   }
-  if where != 'cpu':
-    # The axis between the slices is the inner one.
-    near = np.array(tpu_devices('v4:2x2x1', num_slices=2)).reshape(2, 4).T
-    mesh = make_mesh(near.ravel().tolist(), data=4, replica=2)
-    programs['slices'] = talk_between_slices(mesh)
   return {
     name: {
       'text': step.lower(*args).compile().as_text(),
@@ -159,41 +129,40 @@ def compile_all(where):
   }
 
 
-def tpu_devices(topology, **kwargs):
+def tpu_devices(topology):
   from jax.experimental import topologies
 
   return topologies.get_topology_desc(
-    topology, 'tpu', chip_config_name='megacore', **kwargs
+    topology, 'tpu', chip_config_name='megacore'
   ).devices
 
 
-def texts(where, folder):
-  path = folder / 'texts.json'
+@functools.cache
+def texts(where):
   environment = {
     'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
     'JAX_PLATFORMS': 'cpu',
-    'PYTHONPATH': str(ROOT),
+    'PYTHONPATH': os.pathsep.join(
+      [str(ROOT), os.environ.get('PYTHONPATH', '')]
+    ),
     'TPU_SKIP_MDS_QUERY': '1',
     'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
   }
-  subprocess.run(
-    [sys.executable, __file__, where, str(path)],
-    env=os.environ | environment,
-    check=True,
-    timeout=150,
-  )
-  return json.loads(path.read_text())
+  with tempfile.NamedTemporaryFile() as file:
+    subprocess.run(
+      [sys.executable, __file__, where, file.name],
+      env=os.environ | environment,
+      check=True,
+      timeout=150,
+    )
+    return json.loads(pathlib.Path(file.name).read_text())
 
 
-@pytest.fixture(scope='module')
-def compiled(tmp_path_factory):
-  return texts('cpu', tmp_path_factory.mktemp('cpu'))
-
-
-@pytest.fixture(scope='module')
-def compiled_for_tpu(tmp_path_factory):
-  pytest.importorskip('libtpu')
-  return texts('v4:2x2x2', tmp_path_factory.mktemp('tpu'))
+@pytest.fixture(params=['cpu', 'v4:2x2x2'])
+def compiled(request):
+  if request.param != 'cpu':
+    pytest.importorskip('libtpu')
+  return texts(request.param)
 
 
 def measure(text, axis_sizes=None, slices=None):
@@ -204,6 +173,14 @@ def measure(text, axis_sizes=None, slices=None):
   return hlo.measure(module, axis_sizes, slices)
 
 
+def module(main, num_devices=1, **computations):
+  """Returns a module; each of its computations is given as its lines."""
+  bodies = computations | {'ENTRY main': main}
+  return f'HloModule jit_f, num_partitions={num_devices}\n\n' + '\n'.join(
+    f'{name} () -> () {{\n{body}\n}}\n' for name, body in bodies.items()
+  )
+
+
 def summary(text, axis_sizes, slices=None):
   """Kind, axes, count, bytes and wire bytes of the traffic, sorted."""
   return sorted(
@@ -212,34 +189,20 @@ def summary(text, axis_sizes, slices=None):
   )
 
 
-TALK = [
-  ('all-gather', ('mdl',), 1, 2**20, 2**19),
-  ('all-reduce', ('data',), 1, 2**19, 2**19 * 1.5),
-  ('all-reduce', ('data', 'mdl'), 1, 2**19, 2**19 * 1.75),
-  ('all-to-all', ('mdl',), 1, 2**19, 2**18),
-  ('collective-permute', ('data',), 1, 2**19, 2**19),
-  ('reduce-scatter', ('data',), 1, 2**19, 2**19 * 0.75),
-]
+# Compiled here, for CPU and for TPUs.
 
 
-# Compiled here, for CPU.
-
-
-@pytest.mark.parametrize(
-  ('name', 'products'),
-  # What is before the first layer needs no gradient, but a scan computes it.
-  [('scanned', 6 * L), ('unrolled', 6 * L - 1)],
-)
-def test_flops_are_those_of_the_traced_program(compiled, name, products):
-  program = compiled[name]
-  assert program['flops'] == products * ONE_PRODUCT
+def test_flops_are_those_of_the_traced_program(compiled):
+  program = compiled['scanned']
+  # Each product forward, and two backward.
+  assert program['flops'] == 6 * L * ONE_PRODUCT
   found = measure(program['text'])
   assert 8 * found.flops == program['flops']
   assert found.unknown_loops == found.unknown_kernels == ()
 
 
-def test_fsdp_gathers_each_weight_where_it_is_used(compiled):
-  found = measure(compiled['scanned']['text'])
+def test_fsdp_gathers_each_weight_where_it_is_used():
+  found = measure(texts('cpu')['scanned']['text'])
   weight = D * F * 4
   # Two weights, forward and backward, in each round of the scans.
   (gathers,) = (t for t in found.traffic if t.kind == 'all-gather')
@@ -253,33 +216,20 @@ def test_fsdp_gathers_each_weight_where_it_is_used(compiled):
   assert not any(t.dcn_bytes for t in found.traffic)
 
 
-def test_unrolled_layers_gather_once_a_layer(compiled):
-  found = measure(compiled['unrolled']['text'])
-  (gathers,) = (t for t in found.traffic if t.kind == 'all-gather')
-  # The compiler keeps what is gathered forward for the backward pass.
-  assert gathers.count == 2 * L
-
-
 def test_each_kind_of_collective(compiled):
-  assert summary(compiled['talk']['text'], AXES) == TALK
-
-
-@pytest.mark.parametrize(
-  ('slices', 'far'),
-  # Half of `data`, or one of the two of `mdl`, is in another slice.
-  [([0, 0, 0, 0, 1, 1, 1, 1], 'data'), ([0, 1] * 4, 'mdl')],
-)
-def test_collectives_across_slices(compiled, slices, far):
-  found = measure(compiled['talk']['text'], AXES, slices)
-  for t in found.traffic:
-    assert bool(t.dcn_bytes) == (far in t.axes), t
+  assert summary(compiled['talk']['text'], AXES) == [
+    ('all-gather', ('mdl',), 1, 2**20, 2**19),
+    ('all-reduce', ('data',), 1, 2**19, 2**19 * 1.5),
+    ('all-reduce', ('data', 'mdl'), 1, 2**19, 2**19 * 1.75),
+    ('all-to-all', ('mdl',), 1, 2**19, 2**18),
+    ('collective-permute', ('data',), 1, 2**19, 2**19),
+    ('reduce-scatter', ('data',), 1, 2**19, 2**19 * 0.75),
+  ]
 
 
 def test_loops_and_branches(compiled):
-  text = compiled['loops']['text']
-  found = measure(text)
-  (unknown,) = found.unknown_loops
-  assert '(jit(program)/while)' in unknown
+  found = measure(compiled['loops']['text'])
+  assert len(found.unknown_loops) == 1
   # One round of the unknown loop, two products in the branch, seven rounds.
   assert 8 * found.flops == (1 + 2 + 7) * 2 * 64 * 32 * 32
 
@@ -296,40 +246,6 @@ def test_bytes_of_what_has_no_loops_are_what_xla_counts():
   found = measure(compiled.as_text()).hbm_bytes
   assert found == compiled.cost_analysis()['bytes accessed']
   assert found > 4 * (64 * 32 + 32 * 16)
-
-
-# Compiled here, for TPUs.
-
-
-@pytest.mark.parametrize('name', ['scanned', 'unrolled'])
-def test_tpu_does_the_same_products(compiled_for_tpu, name):
-  program = compiled_for_tpu[name]
-  found = measure(program['text'])
-  assert 8 * found.flops == program['flops']
-  assert found.unknown_loops == ()
-
-
-def test_tpu_collectives(compiled_for_tpu):
-  assert summary(compiled_for_tpu['talk']['text'], AXES) == TALK
-
-
-def test_tpu_slices(compiled_for_tpu):
-  found = measure(
-    compiled_for_tpu['slices']['text'],
-    {'data': 4, 'replica': 2},
-    [0, 1, 0, 1, 0, 1, 0, 1],
-  )
-  within, between = found.traffic
-  assert (within.kind, within.axes) == ('all-reduce', ('data',))
-  assert (within.wire_bytes, within.dcn_bytes) == (2**19 * 1.5, 0)
-  assert (between.kind, between.axes) == ('all-reduce', ('replica',))
-  assert between.wire_bytes == between.dcn_bytes == 2**19
-
-
-def test_tpu_loops(compiled_for_tpu):
-  found = measure(compiled_for_tpu['loops']['text'])
-  assert len(found.unknown_loops) == 1
-  assert 8 * found.flops == (1 + 2 + 7) * 2 * 64 * 32 * 32
 
 
 # Excerpts: TPU.
@@ -476,21 +392,15 @@ def test_slices_that_run_a_program_each(mesh, slices):
     ('all-reduce', ('replica',), 3, 3 * shard, 3 * shard),
     ('reduce-scatter', ('data',), 3, 3 * padded, 3 * padded * 3 / 4),
   ]
-  within, between = measure(TWO_SLICES, mesh, slices).traffic
+  found = measure(TWO_SLICES, mesh, slices)
+  within, between = found.traffic
   assert within.dcn_bytes == 0
   assert between.dcn_bytes == between.wire_bytes
-
-
-def test_bytes_of_a_transfer_between_slices():
-  copied, shard = 1024 * 4096 * 2, 288 * 4096 * 2
-  counter = 4
   # What is sent is read, what is received is written, three times; the copy
   # into CMEM is read once. Scalars: a copy once, an addition three times, of a
   # counter and a constant; a comparison four times.
+  copied, counter = 1024 * 4096 * 2, 4
   scalars = 2 * counter + 3 * 3 * counter + 4 * (2 * counter + 1)
-  found = measure(
-    TWO_SLICES, {'replica': 2, 'data': 4}, [0, 0, 0, 0, 1, 1, 1, 1]
-  )
   assert found.hbm_bytes == copied + 3 * 2 * shard + scalars
 
 
@@ -520,19 +430,23 @@ def test_bytes_of_a_transfer_between_slices():
 )
 def test_targets_between_four_slices(target, kind, axes, group_size):
   """As the compiler wrote them for two axes between slices, and one within."""
-  text = f"""\
-HloModule jit_f, is_scheduled=true, num_partitions=2
-
-ENTRY %main (param: f32[64,128]) -> f32[64,128] {{
+  meeting = (
+    'is_host_transfer=true, frontend_attributes={'
+    f'_xla_host_transfer_rendezvous="x_0",_xla_megascale_target={target},'
+    f'_xla_megascale_transfer_type="{kind}"}}'
+  )
+  text = module(
+    f"""
   %param = f32[64,128]{{1,0:T(8,128)}} parameter(0)
   %after-all = token[] after-all()
-  %send = (f32[64,128]{{1,0:T(8,128)}}, u32[], token[]) send(%param, %after-all), channel_id=2, is_host_transfer=true, frontend_attributes={{_xla_host_transfer_rendezvous="x_0",_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"}}
-  %recv = (f32[128,128]{{1,0:T(8,128)}}, u32[], token[]) recv(%after-all), channel_id=1, is_host_transfer=true, frontend_attributes={{_xla_host_transfer_rendezvous="x_0",_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"}}
+  %send = (f32[64,128]{{1,0:T(8,128)}}, u32[], token[]) send(%param, %after-all), channel_id=2, {meeting}
+  %recv = (f32[128,128]{{1,0:T(8,128)}}, u32[], token[]) recv(%after-all), channel_id=1, {meeting}
   %send-done = token[] send-done(%send), channel_id=2
   %recv-done = (f32[128,128]{{1,0:T(8,128)}}, token[]) recv-done(%recv), channel_id=1
   ROOT %get-tuple-element = f32[128,128]{{1,0:T(8,128)}} get-tuple-element(%recv-done), index=0
-}}
-"""  # noqa: E501
+""",  # noqa: E501
+    num_devices=2,
+  )
   (found,) = measure(
     text, {'replica': 2, 'data': 2, 'mdl': 2}, [0, 0, 1, 1, 2, 2, 3, 3]
   ).traffic
@@ -549,24 +463,37 @@ ENTRY %main (param: f32[64,128]) -> f32[64,128] {{
 
 def test_batch_dimensions_of_a_convolution():
   """Attention scores: a window that meets only its diagonal."""
-  text = """\
-HloModule jit_att
-
-ENTRY %main (k: bf16[2,512,8,128], q: bf16[2,8,512,128]) -> bf16[2,8,512,512] {
+  text = module("""
   %k = bf16[2,512,8,128]{3,1,2,0:T(8,128)(2,1)} parameter(0)
   %q = bf16[2,8,512,128]{3,2,1,0:T(8,128)(2,1)} parameter(1)
   ROOT %convolution = bf16[2,8,512,512]{3,2,1,0:T(8,128)(2,1)} convolution(%k, %q), window={size=2x8 stride=1x7 lhs_dilate=2x8}, dim_labels=0b1f_01oi->01bf
-}
-"""  # noqa: E501
+""")  # noqa: E501
   assert measure(text).flops == 2 * (2 * 8 * 512 * 512) * 128
 
 
-def test_what_a_fusion_reads_and_writes():
-  """A layer's slice of the stack; its update in place; what passes through."""
-  text = """\
-HloModule jit_step
+SCATTER = """
+  %table = f32[1000,128]{1,0:T(8,128)} parameter(0)
+  %rows = s32[16]{0:T(128)} parameter(1)
+  %updates = f32[16,128]{1,0:T(8,128)} parameter(2)
+  ROOT %result = f32[1000,128]{1,0:T(8,128)}"""
+SCATTERED = f'{SCATTER} scatter(%table, %rows, %updates), index_vector_dim=1'
 
-%fused (param_0: f32[12,8,128], param_1: s32[], param_2: f32[8,128], param_3: f32[12,8,128]) -> (f32[8,128], f32[12,8,128], f32[12,8,128]) {
+
+@pytest.mark.parametrize(
+  ('main', 'computations', 'expected'),
+  [
+    # A layer's slice of the stack is read, its update in place is written; what
+    # is passed on counts not at all, and x and the sum stay in VMEM.
+    (
+      """
+  %a = f32[12,8,128]{2,1,0:T(8,128)} parameter(0)
+  %i = s32[]{:T(128)S(6)} parameter(1)
+  %x = f32[8,128]{1,0:T(8,128)S(1)} parameter(2)
+  %b = f32[12,8,128]{2,1,0:T(8,128)} parameter(3)
+  ROOT %fusion = (f32[8,128]{1,0:T(8,128)S(1)}, f32[12,8,128]{2,1,0:T(8,128)}, f32[12,8,128]{2,1,0:T(8,128)}) fusion(%a, %i, %x, %b), kind=kLoop, calls=%fused
+""",  # noqa: E501
+      {
+        'fused': """
   %param_0 = f32[12,8,128]{2,1,0:T(8,128)} parameter(0)
   %param_1 = s32[]{:T(128)} parameter(1)
   %constant = s32[]{:T(128)} constant(0)
@@ -578,104 +505,63 @@ HloModule jit_step
   %param_3 = f32[12,8,128]{2,1,0:T(8,128)} parameter(3)
   %update = f32[12,8,128]{2,1,0:T(8,128)} dynamic-update-slice(%param_3, %row, %param_1, %constant, %constant)
   ROOT %tuple = (f32[8,128]{1,0:T(8,128)S(1)}, f32[12,8,128]{2,1,0:T(8,128)}, f32[12,8,128]{2,1,0:T(8,128)}) tuple(%add, %update, %param_0)
-}
-
-ENTRY %main (a: f32[12,8,128], i: s32[], x: f32[8,128], b: f32[12,8,128]) -> (f32[8,128], f32[12,8,128], f32[12,8,128]) {
-  %a = f32[12,8,128]{2,1,0:T(8,128)} parameter(0)
-  %i = s32[]{:T(128)S(6)} parameter(1)
-  %x = f32[8,128]{1,0:T(8,128)S(1)} parameter(2)
-  %b = f32[12,8,128]{2,1,0:T(8,128)} parameter(3)
-  ROOT %fusion = (f32[8,128]{1,0:T(8,128)S(1)}, f32[12,8,128]{2,1,0:T(8,128)}, f32[12,8,128]{2,1,0:T(8,128)}) fusion(%a, %i, %x, %b), kind=kLoop, calls=%fused
-}
 """  # noqa: E501
-  # The slice is read, the update written; x and the sum stay in VMEM.
-  assert measure(text).hbm_bytes == 2 * 8 * 128 * 4
-
-
-def test_a_weight_that_a_nested_fusion_reshapes_is_read():
-  text = """\
-HloModule jit_step
-
-%reshape (p: f32[1,128,256]) -> f32[128,256] {
+      },
+      2 * 8 * 128 * 4,
+    ),
+    # A weight that a nested fusion reshapes is read.
+    (
+      """
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %w = f32[1,128,256]{2,1,0:T(8,128)} parameter(1)
+  ROOT %fusion = f32[8,256]{1,0:T(8,128)} fusion(%x, %w), kind=kOutput, calls=%fused
+""",  # noqa: E501
+      {
+        'reshape': """
   %p = f32[1,128,256]{2,1,0:T(8,128)} parameter(0)
   ROOT %bitcast = f32[128,256]{1,0:T(8,128)} bitcast(%p)
-}
-
-%fused (x: f32[8,128], w: f32[1,128,256]) -> f32[8,256] {
+""",
+        'fused': """
   %x.1 = f32[8,128]{1,0:T(8,128)} parameter(0)
   %w.1 = f32[1,128,256]{2,1,0:T(8,128)} parameter(1)
   %w.2 = f32[128,256]{1,0:T(8,128)} fusion(%w.1), kind=kLoop, calls=%reshape
   ROOT %product = f32[8,256]{1,0:T(8,128)} convolution(%x.1, %w.2), dim_labels=bf_io->bf
-}
-
-ENTRY %main (x: f32[8,128], w: f32[1,128,256]) -> f32[8,256] {
-  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
-  %w = f32[1,128,256]{2,1,0:T(8,128)} parameter(1)
-  ROOT %fusion = f32[8,256]{1,0:T(8,128)} fusion(%x, %w), kind=kOutput, calls=%fused
-}
-"""  # noqa: E501
-  assert measure(text).hbm_bytes == 4 * (8 * 128 + 128 * 256 + 8 * 256)
-
-
-@pytest.mark.parametrize('is_fused', [False, True])
-def test_a_scatter_is_in_place(is_fused):
-  scatter = (
-    'f32[1000,128]{1,0:T(8,128)} scatter(%table, %rows, %updates),'
-    ' index_vector_dim=1, to_apply=%add'
-  )
-  inside = f"""\
-%fused (a: f32[1000,128], b: s32[16], c: f32[16,128]) -> f32[1000,128] {{
-  %table = f32[1000,128]{{1,0:T(8,128)}} parameter(0)
-  %rows = s32[16]{{0:T(128)}} parameter(1)
-  %updates = f32[16,128]{{1,0:T(8,128)}} parameter(2)
-  ROOT %scatter = {scatter}
-}}
-
-"""
-  if is_fused:
-    scatter = (
-      'f32[1000,128]{1,0:T(8,128)} fusion(%table, %rows, %updates),'
-      ' kind=kLoop, calls=%fused'
-    )
-  text = f"""\
-HloModule jit_step
-
-{inside if is_fused else ''}\
-ENTRY %main (a: f32[1000,128], b: s32[16], c: f32[16,128]) -> f32[1000,128] {{
-  %table = f32[1000,128]{{1,0:T(8,128)}} parameter(0)
-  %rows = s32[16]{{0:T(128)}} parameter(1)
-  %updates = f32[16,128]{{1,0:T(8,128)}} parameter(2)
-  ROOT %result = {scatter}
-}}
-"""
-  # The updated rows are read and written, the updates and indices read.
-  assert measure(text).hbm_bytes == 4 * (3 * 16 * 128 + 16)
-
-
-def test_slices_on_their_way_into_vmem():
-  text = """\
-HloModule jit_step
-
-ENTRY %main (x: bf16[4,8,128]) -> bf16[1,8,128] {
+""",  # noqa: E501
+      },
+      4 * (8 * 128 + 128 * 256 + 8 * 256),
+    ),
+    # A scatter is in place: the updated rows are read and written, the updates
+    # and indices read.
+    (SCATTERED, {}, 4 * (3 * 16 * 128 + 16)),
+    (
+      f'{SCATTER} fusion(%table, %rows, %updates), kind=kLoop, calls=%fused',
+      {'fused': SCATTERED},
+      4 * (3 * 16 * 128 + 16),
+    ),
+    # A slice on its way into VMEM is read, and a copy of it written.
+    (
+      """
   %x = bf16[4,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
   %slice-start = ((bf16[4,8,128]{2,1,0:T(8,128)(2,1)}), bf16[1,8,128]{2,1,0:T(8,128)(2,1)S(1)}, s32[]{:S(2)}) slice-start(%x), slice={[0:1], [0:8], [0:128]}
   %slice-done = bf16[1,8,128]{2,1,0:T(8,128)(2,1)S(1)} slice-done(%slice-start)
   ROOT %copy = bf16[1,8,128]{2,1,0:T(8,128)(2,1)} copy(%slice-done)
-}
-"""  # noqa: E501
-  assert measure(text).hbm_bytes == 2 * 8 * 128 * 2
+""",  # noqa: E501
+      {},
+      2 * 8 * 128 * 2,
+    ),
+  ],
+  ids=['fusion', 'nested', 'scatter', 'fused scatter', 'slice'],
+)
+def test_bytes_read_and_written(main, computations, expected):
+  assert measure(module(main, **computations)).hbm_bytes == expected
 
 
 def test_kernels_tell_what_they_cost_or_are_listed():
-  text = """\
-HloModule jit_g
-
-ENTRY %main (q: bf16[2,4,1024,128]) -> bf16[2,4,1024,128] {
+  text = module("""
   %q = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)} parameter(0)
   %flash_attention.1 = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)S(1)} custom-call(%q, %q, %q), custom_call_target="tpu_custom_call", metadata={op_name="jit(g)/flash_attention/pallas_call"}, backend_config={"custom_call_config":{"body":"TUzv","cost_estimate":{"flops":"4320133120","transcendentals":"8388608","bytes_accessed":"16777216"},"needs_layout_passes":true}}
   ROOT %flash_mha_bwd = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)} custom-call(%flash_attention.1), custom_call_target="tpu_custom_call", metadata={op_name="jit(g)/pallas_call"}, backend_config={"custom_call_config":{"body":"TUzv","needs_layout_passes":true}}
-}
-"""  # noqa: E501
+""")  # noqa: E501
   assert measure(text).flops == 4320133120
   assert measure(text).unknown_kernels == (
     'flash_mha_bwd (jit(g)/pallas_call)',
@@ -684,21 +570,15 @@ ENTRY %main (q: bf16[2,4,1024,128]) -> bf16[2,4,1024,128] {
 
 def test_splash_attention_counts_the_blocks_that_a_causal_mask_leaves():
   """As of libtpu 0.0.52: the metadata of the kernel has lines of its own."""
-  kernel = """\
-  %splash_mha_PHASE.3 = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)} custom-call(%m, %m, %q, %k, %k), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
-"xprof_metadata":"{\\"block_q\\": 512}"
-}}, metadata={op_name="jit(f)/splash_mha_PHASE/pallas_call"}, backend_config={"custom_call_config":{"body":"TUzv"}}
-"""  # noqa: E501
-  text = """\
-HloModule jit_f
-
-ENTRY %main (m: s8[1,2,2], q: bf16[2,4,1024,128], k: bf16[2,2,1024,128]) -> bf16[2,4,1024,128] {
+  text = module("""
   %m = s8[1,2,2]{2,1,0:T(8,128)(4,1)} parameter(0)
   %q = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)} parameter(1)
   %k = bf16[2,2,1024,128]{3,2,1,0:T(8,128)(2,1)} parameter(2)
-KERNEL  ROOT %copy = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)} copy(%splash_mha_PHASE.3)
-}
-""".replace('KERNEL', kernel)  # noqa: E501
+  %splash_mha_PHASE.3 = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)} custom-call(%m, %m, %q, %k, %k), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="jit(f)/splash_mha_PHASE/pallas_call"}, backend_config={"custom_call_config":{"body":"TUzv"}}
+  ROOT %copy = bf16[2,4,1024,128]{3,2,1,0:T(8,128)(2,1)} copy(%splash_mha_PHASE.3)
+""")  # noqa: E501
   product = 2 * (2 * 4 * 1024 * 1024) * 128
   for phase, products in (
     ('fwd_residuals', 2),
@@ -842,10 +722,7 @@ def test_gpu_pairs_move_their_bytes_once():
   ],
 )
 def test_kernels_of_libraries(call, expected):
-  text = f"""\
-HloModule jit_f
-
-ENTRY %main (a: f32[4,32,64]) -> f32[] {{
+  text = module(f"""
   %a = f32[4,32,64]{{2,1,0}} parameter(0)
   %b = f32[4,64,48]{{2,1,0}} parameter(1)
   %q = bf16[2,256,4,64]{{3,2,1,0}} parameter(2)
@@ -857,13 +734,19 @@ ENTRY %main (a: f32[4,32,64]) -> f32[] {{
   %columns = f32[24,48]{{1,0}} parameter(8)
   %sizes = s32[4]{{0}} parameter(9)
   ROOT %call = {call}
-}}
-"""
+""")
   assert measure(text).flops == expected
   assert measure(text).unknown_kernels == ()
 
 
 # Groups.
+
+
+def one_collective(call, shape='f32[8]'):
+  body = f"""
+  %x = {shape}{{0}} parameter(0)
+  ROOT %it = {shape}{{0}} {call}, channel_id=1"""
+  return module(body, num_devices=8)
 
 
 @pytest.mark.parametrize(
@@ -888,14 +771,9 @@ ENTRY %main (a: f32[4,32,64]) -> f32[] {{
   ],
 )
 def test_replica_groups(groups, axes, group_size):
-  text = f"""\
-HloModule jit_f, num_partitions=8
-
-ENTRY %main (x: f32[8]) -> f32[8] {{
-  %x = f32[8]{{0}} parameter(0)
-  ROOT %all-reduce = f32[8]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, use_global_device_ids=true, to_apply=%add
-}}
-"""  # noqa: E501
+  text = one_collective(
+    f'all-reduce(%x), replica_groups={groups}, use_global_device_ids=true'
+  )
   (found,) = measure(text, AXES).traffic
   assert found.axes == axes
   assert found.wire_bytes == 32 * 2 * (group_size - 1) / group_size
@@ -910,14 +788,8 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
   ],
 )
 def test_permutes(pairs, axes):
-  text = f"""\
-HloModule jit_f, num_partitions=8
-
-ENTRY %main (x: u4[9]) -> u4[9] {{
-  %x = u4[9]{{0}} parameter(0)
-  ROOT %permute = u4[9]{{0}} collective-permute(%x), channel_id=1, source_target_pairs={{{pairs}}}
-}}
-"""  # noqa: E501
+  call = f'collective-permute(%x), source_target_pairs={{{pairs}}}'
+  text = one_collective(call, 'u4[9]')
   (found,) = measure(text, AXES).traffic
   assert found.axes == axes
   assert found.bytes == found.wire_bytes == 5  # Nine halves of a byte.
@@ -1017,14 +889,7 @@ def test_what_must_leave_a_slice(kind, groups, part):
   where = f'replica_groups={groups}'
   if not groups:
     where = 'source_target_pairs={{0,4},{4,0},{1,2},{2,1}}'
-  text = f"""\
-HloModule jit_f, num_partitions=8
-
-ENTRY %main (x: f32[8]) -> f32[8] {{
-  %x = f32[8]{{0}} parameter(0)
-  ROOT %it = f32[8]{{0}} {kind}(%x), channel_id=1, {where}
-}}
-"""
+  text = one_collective(f'{kind}(%x), {where}')
   mesh = {'stage': 1, 'replica': 2, 'data': 4, 'mdl': 1}
   (found,) = measure(text, mesh, [0] * 4 + [1] * 4).traffic
   assert found.dcn_bytes == pytest.approx(part * found.wire_bytes)

@@ -97,7 +97,6 @@ def make_report(**changes):
       report.Program(name='eval step', model_flops=1000.0),
     ),
     'notes': ('A note.',),
-    'saved': 'runs/a/compile/2xv4-2x2x1_programs',
     'versions': {'jax': '0.10.2'},
   }
   return report.Report(**{**values, **changes})
@@ -117,17 +116,12 @@ def test_the_roofline_of_a_step():
     mfu_sum=4000 / (800 * 21),
   )
 
-
-def test_the_slowest_bounds():
-  # 4000 of the 8 x 100 FLOP/s there are, in 6 s of ICI, or 4 s of memory.
+  # In 6 s of ICI, or 4 s of memory.
   assert make_roofline(flops=1.0).mfu_bound == 4000 / (800 * 6)
   assert make_roofline(flops=1.0, traffic=()).mfu_bound == 4000 / (800 * 4)
   r = make_roofline(flops=4000.0 / 8, hbm_bytes=0.0, traffic=())
   assert r.mfu_bound == r.mfu_sum == 1  # Nothing but the model's own FLOPs.
   assert make_roofline(flops=0.0, hbm_bytes=0.0, traffic=()).mfu_bound == 0
-
-
-def test_there_is_no_roofline_of_an_unknown_chip():
   target = dataclasses.replace(TARGET, chip=None)
   assert report.roofline(target, MEASURES, model_flops=1.0) is None
 
@@ -140,14 +134,7 @@ def test_json_has_all_that_the_report_has():
   assert values['hints'] == ['Do this.']
   assert values['target']['chip']['hbm_bytes'] == 1000
   train, evaluation = values['programs']
-  assert train['measures']['traffic'][1] == {
-    'kind': 'all-reduce',
-    'axes': ['replica', 'data'],
-    'count': 1,
-    'bytes': 40,
-    'wire_bytes': 70,
-    'dcn_bytes': 10,
-  }
+  assert train['measures']['traffic'][1]['axes'] == ['replica', 'data']
   assert train['roofline']['seconds']['DCN'] == 1
   assert train['buffers'] == [dataclasses.asdict(BUFFER)]
   assert evaluation['measures'] is None
@@ -180,48 +167,32 @@ def test_the_text_says_it_all():
     'while.3',
     '12.3 s',
     'A note.',
-    '2xv4-2x2x1_programs',
     'jax 0.10.2',
     "layers/layers/w']",
   ):
     assert words in text, words
 
 
-def test_what_does_not_fit_says_so():
-  made = make_report()
-  train, evaluation = made.programs
-  assert made.fits
-  train = dataclasses.replace(train, peak_bytes=1500, fits=False)
-  made = dataclasses.replace(
-    made, programs=(train, evaluation), hints=('First this.',)
-  )
-  assert not made.fits
-  text = str(made)
-  assert '1.46 KiB of 1000 B: DOES NOT FIT, 500 B too much' in text
-  assert 'First this.' in text
-
-
 @pytest.mark.parametrize(
   ('hbm_bytes', 'expected'),
   [
+    (1000.0, '1.46 KiB of 1000 B: DOES NOT FIT, 500 B too much'),
     # Nothing is known of the chip but that the compiler found no room.
     (None, ' 1.46 KiB: DOES NOT FIT\n'),
     # The compiler had less to give.
     (1600.0, '1.46 KiB of 1.56 KiB: DOES NOT FIT\n'),
   ],
 )
-def test_the_compiler_knows_better_what_fits(hbm_bytes, expected):
-  made = make_report()
+def test_what_does_not_fit_says_so(hbm_bytes, expected):
+  made = make_report(hints=('First this.',))
+  assert made.fits
   train = dataclasses.replace(made.programs[0], peak_bytes=1500, fits=False)
-  made = dataclasses.replace(
-    made,
-    programs=(train,),
-    target=dataclasses.replace(
-      TARGET,
-      chip=hbm_bytes and dataclasses.replace(CHIP, hbm_bytes=hbm_bytes),
-    ),
-  )
+  chip = hbm_bytes and dataclasses.replace(CHIP, hbm_bytes=hbm_bytes)
+  target = dataclasses.replace(TARGET, chip=chip)
+  made = dataclasses.replace(made, programs=(train,), target=target)
+  assert not made.fits
   assert expected in str(made)
+  assert 'First this.' in str(made)
 
 
 @pytest.mark.parametrize(

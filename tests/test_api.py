@@ -324,7 +324,6 @@ OURS = {
   'gradient_accumulation_steps': 1,
   'topology': None,
   'num_slices': 1,
-  'compiled_program': None,
   'distributed': 'auto',
   'xla': config_dict.ConfigDict(
     {

@@ -96,7 +96,6 @@ def test_the_effects_of_a_change():
     'xla',
   }
   assert {key.name for key in base_config.KEYS if key.sharded} == {
-    'compiled_program',
     'gradient_accumulation_steps',
     'infeed_buffer_size',
     'infeed_stall_secs',
@@ -234,7 +233,6 @@ def with_value(key, value):
     ('gradient_accumulation_steps', None, 'an integer in [1, inf)'),
     ('num_slices', 0, 'an integer in [1, inf)'),
     ('topology', 4, "'v4:4x4x4'"),
-    ('compiled_program', 4, 'name of a directory'),
     ('distributed', 'on', "('auto', 'off')"),
     ('distributed', None, "('auto', 'off')"),
     ('training_steps', math.inf, 'a number'),

@@ -6,7 +6,6 @@ device, and each case goes on from another one's checkpoint.
 """
 
 import dataclasses
-import itertools
 import json
 import os
 import pathlib
@@ -19,10 +18,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / 'tests' / 'programs' / 'exact.py'
 
-# By how much results may differ: sums in another order. Of losses relative, of
-# gradients in the norm of each array, relative to its own.
-NARROW = {'loss': 5e-6, 'grads': 5e-6}
-WIDE = {'loss': 1e-12, 'grads': 1e-12}
+# By how much results may differ: sums in another order, in float64. Of losses
+# relative, of gradients in the norm of each array, relative to its own.
+TOLERANCE = 1e-12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +146,7 @@ CASES = {
 }
 
 
-def run(folder, cases, precision, timeout=280):
+def run(folder, cases):
   """Runs the cases; returns name -> what each saw, with its arrays."""
   last = {}
   written = []
@@ -157,7 +155,7 @@ def run(folder, cases, precision, timeout=280):
     written.append(case.written(name, restore))
     last[case.packing] = name
   result = subprocess.run(
-    [sys.executable, PROGRAM, folder, precision, json.dumps(written)],
+    [sys.executable, PROGRAM, folder, json.dumps(written)],
     env=os.environ
     | {
       'PYTHONPATH': str(ROOT),
@@ -167,7 +165,7 @@ def run(folder, cases, precision, timeout=280):
     },
     capture_output=True,
     text=True,
-    timeout=timeout,
+    timeout=280,
   )
   assert result.returncode == 0, result.stderr[-6000:]
   return {case['name']: read(folder, case) for case in written}
@@ -199,7 +197,7 @@ def expected_pieces(case):
   }
 
 
-def check(seen, case, name, tolerance):
+def check(seen, case, name):
   """Checks that a case is as that of one device."""
   own, one = seen[name], seen[case.packing]
   # It is really what it is called.
@@ -213,16 +211,12 @@ def check(seen, case, name, tolerance):
   assert own['grads'].keys() == one['grads'].keys()
   for path, x in one['grads'].items():
     error = np.linalg.norm(own['grads'][path] - x) / np.linalg.norm(x)
-    assert error < tolerance['grads'], (path, error)
-  assert own['grad_norm'] == pytest.approx(
-    one['grad_norm'], rel=tolerance['grads']
-  )
+    assert error < TOLERANCE, (path, error)
+  assert own['grad_norm'] == pytest.approx(one['grad_norm'], rel=TOLERANCE)
   # Restored from another mesh.
   assert own['step'] == 2
   same_bits(own['restored'], seen[own['restore']]['saved'])
-  np.testing.assert_allclose(
-    own['losses'], one['losses'], rtol=tolerance['loss']
-  )
+  np.testing.assert_allclose(own['losses'], one['losses'], rtol=TOLERANCE)
 
 
 def same_bits(a, b):
@@ -234,85 +228,11 @@ def same_bits(a, b):
 
 @pytest.fixture(scope='module')
 def seen(tmp_path_factory):
-  # In float64, in which nothing but an error is larger than 1e-12.
-  return run(tmp_path_factory.mktemp('exact'), CASES, 'wide')
+  return run(tmp_path_factory.mktemp('exact'), CASES)
 
 
 @pytest.mark.process
 @pytest.mark.timeout(300)  # The first one runs all: a minute on two cores.
 @pytest.mark.parametrize('name', CASES)
 def test_every_way_is_the_same(name, seen):
-  check(seen, CASES[name], name, WIDE)
-
-
-# Everything with everything.
-
-# (stage, replica, data, mdl), by preset and number of devices.
-MESHES = {
-  'ddp': [(1, 1, 2, 1), (1, 2, 2, 1), (1, 2, 4, 1)],
-  'fsdp': [(1, 1, 2, 1), (1, 1, 4, 1), (1, 2, 4, 1)],
-  'tp': [(1, 1, 1, 2), (1, 1, 1, 4), (1, 2, 2, 2)],
-  'fsdp_tp': [(1, 1, 1, 2), (1, 1, 2, 2), (1, 1, 2, 4)],
-  'sp': [(1, 1, 1, 2), (1, 1, 2, 2), (1, 2, 1, 4)],
-  'pipeline': [(2, 1, 1, 1), (4, 1, 1, 1), (2, 1, 2, 2)],
-}
-# What a preset splits, of `Case.pieces`.
-SPLITS = {
-  'ddp': (False, False, False),
-  'fsdp': (True, False, False),
-  'tp': (False, True, False),
-  'fsdp_tp': (True, True, False),
-  'sp': (True, True, False),
-  'pipeline': (True, True, True),
-}
-WAYS = [
-  {},
-  {'accumulation': 2, 'packing': 'padded'},
-  {'model': {'remat': 'full', 'scan_layers': False}},
-  {'model': {'remat': 'dots', 'loss_chunks': 4}, 'packing': 'padded'},
-  {'model': pipelined(4, 4), 'packing': 'padded'},
-  {'model': pipelined(2, 2, 2) | {'remat': 'full'}, 'accumulation': 2},
-]
-
-
-def product(sharding):
-  """Returns all ways to train with a preset."""
-  cases = {'packed': alone('packed'), 'padded': alone('padded')}
-  for mesh, way in itertools.product(MESHES[sharding], WAYS):
-    stage, replica, data, mdl = mesh
-    if way.get('model', {}).get('pipeline_stages', stage) % stage:
-      continue  # Fewer stages than the mesh has.
-    splits = zip(SPLITS[sharding], (data, mdl, stage), strict=True)
-    case = Case(
-      devices=stage * replica * data * mdl,
-      sharding=sharding,
-      pieces=tuple(size if is_split else 1 for is_split, size in splits),
-      **way,
-    )
-    for across in ('', 'data', 'stage'):
-      sizes = {'stage': stage, 'replica': replica, 'data': data, 'mdl': mdl}
-      if sizes.get(across, 2) == 1 or (across and way):
-        continue
-      dcn = {across: sizes.pop(across), 'replica': 1} if across else {}
-      cases[f'{len(cases)}_{across}'] = dataclasses.replace(
-        case, ici={**sizes, across: 1} if across else sizes, dcn=dcn
-      )
-  return cases
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-  ('precision', 'tolerance'), [('narrow', NARROW), ('wide', WIDE)]
-)
-@pytest.mark.parametrize('sharding', MESHES)
-def test_everything_with_everything(sharding, precision, tolerance, tmp_path):
-  cases = product(sharding)
-  assert len(cases) >= 20
-  seen = run(tmp_path, cases, precision, timeout=3500)
-  for name, case in cases.items():
-    try:
-      check(seen, case, name, tolerance)
-    except AssertionError as e:
-      e.add_note(f'In {case}.')
-      raise
+  check(seen, CASES[name], name)

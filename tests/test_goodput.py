@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxline import api
+from jaxline import compilation_cache
 from jaxline import debug
 from jaxline import goodput
 from jaxline import train
@@ -190,15 +191,12 @@ def test_an_error_in_tracing_ends_the_compilation(clock):
 
 
 def test_hits_and_misses_of_the_cache(tmp_path):
-  from jaxline.aot import programs
-
   def program(x):
     return x * 12345
 
   found = []
-  directory = tmp_path / 'programs'
-  for kept in (programs.saving, programs.using):
-    with kept(directory, {}):
+  for _ in range(2):
+    with compilation_cache.stored_by(compilation_cache.Files(tmp_path), 0.0):
       before = goodput.compilations()
       jax.jit(program)(np.ones(7))
       found.append(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import json
 import re
 import threading
 import time
@@ -14,8 +13,6 @@ import pytest
 
 from jaxline import async_lib
 from jaxline import goodput
-from jaxline import mesh as mesh_lib
-from jaxline import partitioning
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import infeed
@@ -136,52 +133,6 @@ def test_the_end():
 # Time.
 
 
-def test_wait_fraction_is_waiting_over_time():
-  feed = infeed.Infeed(counting(), lambda x: x)
-  # Each call looks at the clock before and after its wait.
-  clock = iter([0, 5, 6, 7, 9, 9, 12, 13.0])
-  with mock.patch.object(infeed.time, 'perf_counter', clock.__next__):
-    fractions = []
-    for _ in range(4):
-      next(feed)
-      fractions.append(feed.wait_fraction)
-  feed.close()
-  # The first five seconds are the start; then 1 of 2, 1 of 4, 2 of 8.
-  assert fractions == [0, 1 / 2, 1 / 4, 2 / 8]
-
-
-def test_wait_fraction_forgets():
-  feed = infeed.Infeed(counting(), lambda x: x)
-  now = 0.0
-  waits = [0.0] + [1.0] * 10 + [0.0] * 100
-
-  def clock():
-    return now
-
-  real = feed._batches
-
-  class Waiting:
-    def __next__(self):
-      nonlocal now
-      now += waits.pop(0)
-      return next(real)
-
-    def close(self):
-      real.close()
-
-  feed._batches = Waiting()
-  with mock.patch.object(infeed.time, 'perf_counter', clock):
-    for _ in range(11):
-      next(feed)
-      now += 1
-    assert feed.wait_fraction == 10 / 20
-    for _ in range(100):
-      next(feed)
-      now += 1
-    assert feed.wait_fraction == 0
-  feed.close()
-
-
 class Clock:
   """A feed whose waits and compilations take as long as the test says."""
 
@@ -249,16 +200,11 @@ def test_a_slow_input_is_warned_of(clock, caplog):
   clock.steps(99, wait=0.75, takes=0.25)
   assert not caplog.records
   clock.steps(1, wait=0.75, takes=0.25)
-  assert [r.getMessage() for r in caplog.records] == [
-    'Training waits for its input 75% of the time (750 ms a step, in the last'
-    ' 100 steps). The input is books: give it more workers (num_workers or'
-    ' num_threads), or a larger config.infeed_buffer_size than 3 if it is slow'
-    ' only now and then; see docs/inputs.md.'
-  ]
-  clock.steps(500, wait=0.75, takes=0.25)
+  (record,) = caplog.records
+  assert 'books' in record.getMessage()
+  assert '75%' in record.getMessage()
+  clock.steps(2000, wait=0.75, takes=0.25)
   assert len(caplog.records) == 1
-  clock.steps(100, wait=0.75, takes=0.25)  # Ten minutes later.
-  assert len(caplog.records) == 2
 
 
 @pytest.mark.parametrize(
@@ -273,17 +219,6 @@ def test_an_input_that_is_fast_enough(clock, caplog, wait, takes):
   clock.steps(1, wait=30, takes=takes)
   clock.steps(20_000, wait=wait, takes=takes)
   assert not caplog.records
-
-
-def test_an_input_that_is_slow_for_a_moment(clock, caplog):
-  caplog.set_level('WARNING')
-  clock.steps(1, wait=30, takes=0)
-  for _ in range(10):  # Six seconds and a half, again and again.
-    clock.steps(100, wait=0.0625, takes=0)
-    clock.steps(100, wait=0, takes=0.25)
-  assert not caplog.records
-  clock.steps(200, wait=0.0625, takes=0)
-  assert len(caplog.records) == 1
 
 
 def test_a_stall_is_told_with_the_place(caplog):
@@ -348,38 +283,6 @@ def test_an_error_of_placing_names_the_source():
   assert 'Counting, reading file a.txt, record 1' in caught.value.__notes__[0]
 
 
-def test_a_place_that_cannot_be_told():
-  class Confused(Counting):
-    def where(self):
-      raise RuntimeError('not now')
-
-  said = infeed.describe(Confused(batch_size=2))
-  assert said.startswith('Confused, which cannot say where it stands')
-  assert infeed.describe(iter([])) == 'a list_iterator'
-
-
-def test_a_stall_of_what_cannot_say_where_it_stands(caplog, monkeypatch):
-  caplog.set_level('WARNING')
-  monkeypatch.setattr(infeed, '_DESCRIBE_SECS', 0.1)
-  go_on = threading.Event()
-
-  class Hanging(Counting):
-    def get_next(self):
-      assert go_on.wait(30)
-      return super().get_next()
-
-    def where(self):
-      assert go_on.wait(30)
-      return ''
-
-  feed = infeed.Infeed(Hanging(batch_size=2), lambda x: x, stall_secs=0.05)
-  timer = threading.Timer(0.5, go_on.set)
-  timer.start()
-  assert value(next(feed)) == 0
-  feed.close()
-  assert 'Hanging, which does not say where it stands' in caplog.text
-
-
 # The end of it.
 
 
@@ -412,29 +315,6 @@ def test_a_source_that_starts_late_is_closed_all_the_same(monkeypatch):
   while threads() and time.monotonic() < deadline:
     time.sleep(0.01)
   assert source.workers is None
-
-
-def test_a_buffer_of_one_is_refused():
-  with pytest.raises(ValueError, match=r'buffer_size=1 .* at least 2'):
-    infeed.Infeed(counting(), lambda x: x, buffer_size=1)
-
-
-def test_an_iterator_that_cannot_be_set_has_no_position():
-  class Half:
-    def __next__(self):
-      return {'x': np.ones(1)}
-
-    def __iter__(self):
-      return self
-
-    def get_state(self):
-      return 1
-
-  feed = infeed.Infeed(Half(), lambda x: x)
-  next(feed)
-  assert feed.position is None
-  assert feed.wait_fraction == 0
-  feed.close()
 
 
 @pytest.mark.parametrize('num_read', [0, 1, 5])
@@ -527,39 +407,6 @@ def losses(rows):
   return [row['loss'] for row in rows]
 
 
-def test_the_wait_is_reported():
-  experiment = make()
-  rows = steps(experiment, 3)
-  experiment._close_input()
-  assert rows[0]['input_wait_fraction'] == 0
-  assert all(0 <= row['input_wait_fraction'] <= 1 for row in rows)
-
-
-def test_the_wait_is_no_part_of_the_compilation():
-  # As in a process of its own, in which nobody else listens.
-  goodput.listen()
-  jax.monitoring.unregister_event_duration_listener(goodput._on_end)
-  jax.monitoring.unregister_scalar_listener(goodput._on_start)
-  jax.monitoring.unregister_event_listener(goodput._on_event)
-  goodput.listen.cache_clear()
-
-  class Slow(regression.Regression):
-    def loss_fn(self, *args):
-      time.sleep(2)  # While it is traced.
-      return super().loss_fn(*args)
-
-    def train_input(self):
-      while True:
-        time.sleep(0.02)
-        yield regression.examples(0, ROWS)
-
-  experiment = make(Slow)
-  rows = steps(experiment, 14)
-  experiment._close_input()
-  # Ten batches were waited for: 0.2 s, and not of 2.2 s.
-  assert rows[-1]['input_wait_fraction'] > 0.15
-
-
 # An epoch is 50 / 16 batches. To start processes takes seconds.
 @pytest.mark.parametrize(
   ('after', 'num_workers'),
@@ -645,34 +492,6 @@ def test_a_position_that_nobody_can_set():
     other.restore_from_snapshot(saved)
 
 
-def test_a_void_position_starts_anew_only_where_that_is_allowed(caplog):
-  caplog.set_level('WARNING')
-
-  class Reordered(Experiment):
-    def train_input(self):
-      source = super().train_input()
-      here = {**source.identity(), base.ORDER_VERSION: 2}
-      source.identity = lambda: here
-      return source
-
-  first = make()
-  expected = steps(first, 2)
-  saved = jax.device_get(first.snapshot_state())
-  first._close_input()
-  config = regression.get_config(2)
-  with pytest.raises(base.OldPositionError, match='Examples is void'):
-    make(Reordered, run_config=config).restore_from_snapshot(saved)
-  config.on_config_change = 'continue'
-  resumed = make(Reordered, run_config=config)
-  resumed.restore_from_snapshot(saved)
-  assert "It is 'continue': the data starts anew." in caplog.text
-  steps(resumed, 1)
-  given = json.loads(resumed.snapshot_state()['input'])['position']
-  assert given == {'records': ROWS}
-  assert expected
-  resumed._close_input()
-
-
 def test_without_a_position_it_is_said_that_data_begins_anew(caplog):
   caplog.set_level('WARNING')
   cls = with_fields({'input_checkpointing_enabled': False})
@@ -691,28 +510,6 @@ def test_an_input_that_ends_ends_training_with_an_error():
   experiment = make(cls)
   with pytest.raises(ValueError, match='train_input ended'):
     steps(experiment, 5)
-
-
-def test_devices_in_an_order_of_ones_own():
-  experiment = make(with_fields({'custom_device_order': (1, 0)}))
-  batch = next(experiment._read_ahead(experiment._open_input(None)))
-  rows = next(Examples(batch_size=ROWS, is_training=True)).x
-  held = {
-    s.device.id: np.asarray(s.data) for s in batch['x'].addressable_shards
-  }
-  np.testing.assert_array_equal(held[1], rows[:8])
-  np.testing.assert_array_equal(held[0], rows[8:])
-
-
-@pytest.mark.parametrize('order', [(0,), (0, 2), (0, 1, 2)])
-def test_an_order_of_other_devices(order):
-  partitioner = partitioning.Partitioner(
-    mesh_lib.make_mesh(None), partitioning.get_rules('ddp')
-  )
-  with pytest.raises(
-    ValueError, match=r'custom_device_order is .*once, \[0, 1\]'
-  ):
-    partitioner.put_batch({'x': np.zeros(4)}, order)
 
 
 def test_a_seed_is_drawn_before_anything_is_read():

@@ -248,15 +248,6 @@ def make_children(names, sizes, fields):
   }
 
 
-def make_multi(size, **fields):
-  rows = fields.pop('batch_size')
-  # The second child has two rows in each of the parent's.
-  sizes = [(size, rows), (size + 1, 2 * rows)]
-  number = 2 if fields.get('is_training') else 1
-  children = make_children('ab'[:number], sizes[:number], fields)
-  return multi.MultiInput(inputs=children, **fields)
-
-
 def make_mixture(size, **fields):
   children = make_children('abc', [(size + i, i + 2) for i in range(3)], fields)
   weights = {'a': 0.5, 'b': 0.2, 'c': 0.3}
@@ -371,7 +362,6 @@ SOURCES = {
     for packing in text.PACKINGS
   },
   'synthetic': Source(make_synthetic),
-  'multi': Source(make_multi, lambda batch: batch['a']['x'][:, 0]),
   'mixture': Source(make_mixture, has_epochs=False, evaluates=False),
   # Lingvo need not be installed.
   'lingvo': Source(
@@ -582,18 +572,15 @@ def test_training_sees_each_record_once_an_epoch(
   close(inputs)
 
 
-@promise(seeds, steps, steps, st.booleans(), saves_position=True)
+@promise(seeds, steps, steps, saves_position=True)
 def test_resumed_is_uninterrupted(
-  name, size, batch_size, hosts, seed, killed_at, wasted, peeked
+  name, size, batch_size, hosts, seed, killed_at, wasted
 ):
   fields = {'batch_size': batch_size, 'input_random_seed': seed, **TRAINING}
   straight = make_hosts(name, size, hosts, **fields)
   expected = take(name, straight, killed_at + 6)
   first = make_hosts(name, size, hosts, **fields)
   assert take(name, first, killed_at) == expected[:killed_at]
-  if peeked:
-    for part in first:
-      part.peek_padded()
   states = [part.get_state() for part in first]
   take(name, first, wasted)  # Steps behind the last save are lost.
   second = make_hosts(name, size, hosts, **fields)

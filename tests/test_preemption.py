@@ -331,8 +331,6 @@ def test_a_handler_of_the_program_alone_handles_its_signal(start, signum):
   assert AGAIN not in err
 
 
-
-
 def test_a_handler_of_the_constructor_is_told_of(start):
   program = start("""
 import signal

@@ -10,6 +10,7 @@ import pytest
 
 from jaxline import debug
 from jaxline import metrics as metrics_lib
+from jaxline import pipeline
 from jaxline import sharded
 from jaxline import train
 from jaxline.aot import ahead
@@ -105,13 +106,43 @@ def test_they_are_those_that_the_compile_mode_reports():
     assert train_step.model_flops == 3 * FORWARD == 3 * eval_step.model_flops
 
 
-def test_what_pipelines_do_in_vain_is_no_part_of_the_model():
-  class Bubbles(Model):
-    bubble_fraction = 0.25
+@pytest.mark.parametrize(
+  ('stages', 'microbatches', 'repeats', 'bubble'),
+  [(1, 1, 1, 0), (4, 2, 1, 3 / 5), (4, 4, 2, 3 / 11), (2, 4, 4, 1 / 17)],
+)
+def test_the_bubble_of_a_pipeline_is_no_part_of_the_model(
+  stages, microbatches, repeats, bubble
+):
+  """What is outside of the pipeline counts whole."""
+  layers = 8
 
-  experiment = Bubbles('train', jax.random.PRNGKey(0))
-  batch = experiment.abstract_batch(is_training=True)
-  assert rates.model_flops(experiment, batch) == 3 * FORWARD * 0.75
+  class Pipelined(Model):
+    def init_fn(self, rng):
+      params, model_state = super().init_fn(rng)
+      return params | {'b': jnp.ones([layers, HIDDEN, HIDDEN])}, model_state
+
+    def loss_fn(self, params, model_state, batch, rng, is_training):
+      x = pipeline.pipeline(
+        lambda w, x: jnp.tanh(x @ w),
+        params['b'],
+        batch['x'] @ params['a'],
+        axes=('batch', None),
+        num_stages=stages,
+        num_microbatches=microbatches,
+        num_repeats=repeats,
+      )
+      loss = metrics_lib.Mean.of((x @ params['c'])[:, 0], batch['weights'])
+      return loss.compute(), {'loss': loss}, model_state
+
+    def step_scalars(self, state, grads, updates):
+      return {}
+
+  config = regression.get_config(1)
+  made = ahead.make_report(Pipelined, config)
+  train_step, eval_step = made.programs
+  forward = 2 * ROWS * HIDDEN * (WIDTH + layers * HIDDEN + 1)
+  assert train_step.model_flops == 3 * forward == 3 * eval_step.model_flops
+  assert made.bubble_fraction == bubble
 
 
 def test_the_part_of_the_peak(monkeypatch):

@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import sys
 
 import jax
 from jax.experimental import multihost_utils
@@ -236,29 +235,6 @@ def test_a_row_without_a_begin_token():
   )
 
 
-@pytest.mark.parametrize(
-  ('fields', 'features', 'weights'),
-  [
-    ({}, {'targets': 6}, 'True'),
-    ({}, {'inputs': 3, 'targets': 6}, 'None'),
-    ({'weights_on_targets_only': True}, {'inputs': 3, 'targets': 6}, 'True'),
-    ({'weights_on_targets_only': False}, {'targets': 6}, 'False'),
-    (
-      {'reverse_bos_padding': True, 'eos_id': 42},
-      {'targets': 6},
-      'True, reverse_bos_padding=True, eos_id=42',
-    ),
-  ],
-)
-def test_positions_from_before_the_later_fields_fit(fields, features, weights):
-  # Then it was the repr of a class with three fields, and True by default.
-  converter = seqio_input.LanguageModelFeatures(pack=True, **fields)
-  assert converter.identity(features) == (
-    'LanguageModelFeatures(pack=True, bos_id=0,'
-    f' weights_on_targets_only={weights})'
-  )
-
-
 @pytest.mark.parametrize('pack', [True, False])
 def test_rows_of_an_encoder_and_a_decoder(pack):
   rows = rows_of(
@@ -430,34 +406,6 @@ def test_a_state_of_other_rates_is_refused(tmp_path):
   mix((1, 3), **fields).set_state(mix((1, 2), **fields).get_state())
 
 
-def test_looking_for_examples_reads_few_of_them(tmp_path):
-  seen = []
-
-  def note(x):
-    seen.append(0)
-    return x
-
-  def counted(dataset):
-    return dataset.map(
-      lambda e: {
-        **e,
-        'targets': tf.ensure_shape(
-          tf.numpy_function(note, [e['targets']], tf.int32), [None]
-        ),
-      }
-    )
-
-  tasks = [
-    make_task(tmp_path, name, sizes=(400,)).replace(
-      preprocessors=[to_int32, counted]
-    )
-    for name in ('one', 'two')
-  ]
-  inputs = make(seqio.Mixture('both', [(task, 1) for task in tasks]))
-  inputs.epoch_dataset(0, 0)
-  assert 2 <= len(seen) < 200
-
-
 def test_an_empty_task_of_a_mixture_does_not_loop(tmp_path):
   def nothing(dataset):
     return dataset.filter(lambda _: False)
@@ -571,27 +519,6 @@ def test_outputs_are_gathered_as_documented(tmp_path):
     data.compute_metrics(score_outputs=stacked)
 
 
-def test_a_subclass_may_leave_the_ids_out(tmp_path):
-  class Labels(seqio_input.SeqIOInput):
-    def get_next(self):
-      batch = super().get_next()
-      return {'x': batch['tgt']['labels'], 'weights': batch['weights']}
-
-  inputs = Labels(
-    mixture_or_task=make_task(tmp_path),
-    split_name='validation',
-    batch_size=2,
-    task_feature_lengths={'inputs': 4, 'targets': 2},
-    feature_converter=seqio_input.EncoderDecoderFeatures(pack=False),
-    reset_for_eval=True,
-    eval_loop_num_batches=None,
-    batch_padding_size=1,
-  )
-  assert [b['x'].shape for b in inputs.eval_batches()] == [(3, 2)] * 6
-  with pytest.raises(ValueError, match=r"\['weights', 'x'\]; expected"):
-    inputs.example_ids(next(inputs.eval_batches()))
-
-
 def test_each_task_of_a_mixture_has_its_metrics(tmp_path):
   mixture = seqio.Mixture(
     'both',
@@ -678,8 +605,6 @@ def test_outputs_that_do_not_fit_are_refused(tmp_path, monkeypatch):
   inputs = evaluate(task, 2)
   predictions, scores = run_model(inputs)
   compute = inputs[0].compute_metrics
-  with pytest.raises(ValueError, match='Give predict_outputs, score_outputs'):
-    compute()
   with pytest.raises(
     ValueError,
     match=r'score_outputs for SeqIOInput are of 9 examples; expected 11\..*'
@@ -727,8 +652,6 @@ def test_wrong_fields_are_refused(tmp_path):
     'batch_size': 2,
     'is_training': True,
   }
-  for number in range(5):
-    seqio.TaskRegistry.add_provider(f'another_{number}', task)
   named = seqio_input.SeqIOInput(mixture_name='a_registered_task', **fields)
   assert next(named)['labels'].shape == (2, 2)
   for wrong, error, message in (
@@ -738,13 +661,7 @@ def test_wrong_fields_are_refused(tmp_path):
       ValueError,
       'exactly one',
     ),
-    (
-      {'mixture_name': 'a_registred_task'},
-      ValueError,
-      r"'a_registred_task' in mixture_name; expected some of"
-      r" \['a_registered_task', '[^,]*', '[^,]*'\]\. Did you mean"
-      r" 'a_registered_task'\? These are the nearest of \d+ that",
-    ),
+    ({'mixture_name': 'a_registred_task'}, ValueError, 'a_registred_task'),
     (
       {'mixture_or_task': 'a'},
       AttributeError,
@@ -781,34 +698,6 @@ def test_an_error_names_the_task_and_the_place(tmp_path):
   assert caught.value.__notes__[0].endswith(
     "epoch 0 from record 8 on of numbers, split 'train'."
   )
-
-
-def test_files_are_listed_once(tmp_path, monkeypatch):
-  inputs = make(make_task(tmp_path))
-  calls = []
-  list_shards = seqio.TFExampleDataSource.list_shards
-
-  def listing(self, split):
-    calls.append(split)
-    return list_shards(self, split)
-
-  monkeypatch.setattr(seqio.TFExampleDataSource, 'list_shards', listing)
-  # Not even before the data is open: what opens it may be what hangs.
-  inputs.where()
-  assert not calls
-  next(inputs)
-  inputs.get_state()
-  before = len(calls)
-  for _ in range(3):
-    inputs.get_state()
-  assert len(calls) == before
-
-
-def test_without_seqio_the_error_says_how_to_get_it(monkeypatch):
-  monkeypatch.setitem(sys.modules, 'seqio', None)
-  seqio_input.import_seqio.cache_clear()
-  with pytest.raises(ImportError, match=r"pip install -e '\.\[seqio\]'"):
-    make(None)
 
 
 # C4.
@@ -960,30 +849,17 @@ def test_c4_with_a_sentencepiece_model(tmp_path):
 
 def test_c4_without_files_says_what_to_do(tmp_path):
   vocabulary = seqio.ByteVocabulary()
-  with pytest.raises(
-    FileNotFoundError, match=r"allenai/c4(.|\n)*eval_files='DIR/en/c4-valid"
-  ):
+  with pytest.raises(FileNotFoundError, match='eval_files'):
     c4.c4_task(eval_files=tmp_path / '*.json.gz', vocabulary=vocabulary)
-  with pytest.raises(ValueError, match=r'eval_files are \[\]; expected'):
+  with pytest.raises(ValueError, match='eval_files'):
     c4.c4_task(vocabulary=vocabulary)
-  (tmp_path / 'a.txt').touch()
-  with pytest.raises(
-    ValueError, match=r"a\.txt'\]; expected files of one kind"
-  ):
-    c4.c4_task(train_files=tmp_path / 'a.txt', vocabulary=vocabulary)
-  (tmp_path / 'a.json').touch()
-  (tmp_path / 'a.tfrecord').touch()
-  with pytest.raises(ValueError, match='expected files of one kind'):
-    c4.c4_task(
-      train_files=tmp_path / 'a.json',
-      eval_files=tmp_path / 'a.tfrecord',
-      vocabulary=vocabulary,
-    )
-  with pytest.raises((OSError, tf.errors.NotFoundError), match='/x'):
-    task = c4.c4_task(
-      train_files=tmp_path / 'a.json', vocabulary=tmp_path / 'x'
-    )
-    c4.c4_input(task, batch_size=1, length=4, is_training=True)
+  for name in 'a.txt', 'a.json', 'a.tfrecord':
+    (tmp_path / name).touch()
+  for files in ['a.txt'], ['a.json', 'a.tfrecord']:
+    with pytest.raises(ValueError, match='one kind'):
+      c4.c4_task(
+        train_files=[tmp_path / name for name in files], vocabulary=vocabulary
+      )
 
 
 def test_c4_names_the_file_and_the_line(tmp_path):

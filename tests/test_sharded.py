@@ -2,14 +2,12 @@
 
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -25,14 +23,17 @@ import pytest
 
 from jaxline import base_config
 from jaxline import debug
+from jaxline import errors
 from jaxline import mesh as mesh_lib
 from jaxline import metrics
 from jaxline import partitioning
+from jaxline import platform
 from jaxline import sharded
 from jaxline import train
 from jaxline import train_step
 from jaxline import utils
 from jaxline.checkpoint import base
+from jaxline.checkpoint import files
 from jaxline.inputs import base as inputs
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -278,12 +279,6 @@ def test_a_state_larger_than_any_device_may_hold_is_never_whole():
   assert not whole
 
 
-def test_state_of_ddp_is_on_every_device():
-  state = make().state
-  for x in jax.tree.leaves(state):
-    assert shard_shapes(x) == [x.shape, x.shape]
-
-
 def test_the_list_of_whole_weights_is_logged():
   with mock.patch.object(sharded.logging, 'info') as info:
     _ = make(sharding='fsdp').state
@@ -291,20 +286,6 @@ def test_the_list_of_whole_weights_is_logged():
     str(c.args[1]) for c in info.call_args_list if 'whole' in c.args[0]
   ]
   assert text == "['b'] (4,) no axes named"
-
-
-def test_weights_that_do_not_divide_are_listed_where_no_other_is_split():
-  class Odd(Regression):
-    def init_fn(self, rng):
-      w = partitioning.Logical(jnp.ones([3, 4]), ('embed', 'mlp'))
-      return {'w': w}, {}
-
-  with mock.patch.object(sharded.logging, 'info') as info:
-    _ = make(Odd, sharding='fsdp').abstract_state()
-  (text,) = [
-    str(c.args[1]) for c in info.call_args_list if 'whole' in c.args[0]
-  ]
-  assert 'embed is 3, no multiple of the 2 of data' in text
 
 
 @pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
@@ -322,23 +303,6 @@ def test_raw_and_typed_keys_are_the_same(impl):
 
 
 # Steps: numbers, keys, batches.
-
-
-def test_step_gets_a_number_and_the_key_of_the_run():
-  seen = []
-
-  class Spy(Regression):
-    def step(self, *, global_step, rng, writer):
-      seen.append((global_step, rng))
-      return super().step(global_step=global_step, rng=rng, writer=writer)
-
-  regression.train_steps(make(Spy), 3, seed=5)
-  assert [step for step, _ in seen] == [0, 1, 2]
-  assert all(type(step) is int for step, _ in seen)
-  for _, rng in seen:
-    np.testing.assert_array_equal(rng, jax.random.PRNGKey(5))
-    assert rng.sharding.is_fully_replicated
-    assert len(rng.sharding.device_set) == 2
 
 
 @pytest.mark.parametrize('typed', [False, True])
@@ -365,45 +329,27 @@ def test_each_step_has_the_key_of_its_number(typed):
   )
 
 
-def test_a_restored_key_is_placed_once():
+@pytest.mark.parametrize('restored', [False, True])
+def test_the_key_of_the_run_is_placed_once(restored):
   seen = []
 
   class Spy(Regression):
-    def step(self, *, rng, **kwargs):
-      seen.append(rng)
-      return super().step(rng=rng, **kwargs)
+    def step(self, *, global_step, rng, writer):
+      seen.append((global_step, rng))
+      return super().step(global_step=global_step, rng=rng, writer=writer)
 
   experiment = make(Spy)
-  host = np.asarray(jax.random.PRNGKey(5))
-  state = types.SimpleNamespace(global_step=0, train_step_rng=host)
+  key = jax.random.PRNGKey(5)
+  placed = experiment.initialize_train_step_rng(key)
+  state = types.SimpleNamespace(
+    global_step=0, train_step_rng=np.asarray(key) if restored else placed
+  )
   experiment.train_loop(regression.get_config(3), state, [])
-  first, *others = seen
-  assert first.sharding == experiment.partitioner.replicated
-  assert len(others) == 2
-  assert all(rng is first for rng in (*others, state.train_step_rng))
-
-
-def test_loss_fn_gets_global_arrays_and_weights():
-  seen = []
-
-  class Spy(Regression):
-    def loss_fn(self, params, model_state, batch, rng, is_training):
-      seen.append((jax.tree.map(jnp.shape, batch), is_training))
-      return super().loss_fn(params, model_state, batch, rng, is_training)
-
-  experiment = make(Spy)
-  regression.train_steps(experiment, 2)
-  regression.evaluate(experiment)
-  shapes = {'x': (16, 8), 'y': (16, 4), 'weights': (16,)}
-  assert seen == [(shapes, True), (shapes, False)]
-
-
-def test_batches_lie_split_over_the_devices():
-  experiment = make()
-  batch = next(experiment._read_ahead(experiment._open_input(None)))
-  assert shard_shapes(batch['x']) == [(8, 8), (8, 8)]
-  assert shard_shapes(batch['weights']) == [(8,), (8,)]
-  np.testing.assert_array_equal(batch['x'], regression.examples(0, 16)['x'])
+  assert [step for step, _ in seen] == [0, 1, 2]
+  assert all(type(step) is int for step, _ in seen)
+  assert all(rng is state.train_step_rng for _, rng in seen)
+  np.testing.assert_array_equal(state.train_step_rng, key)
+  assert state.train_step_rng.sharding == experiment.partitioner.replicated
 
 
 class Fixed(Regression):
@@ -442,20 +388,22 @@ def f32(*shape, seed=0):
   return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.parametrize('tokens', [False, True])
+@pytest.mark.parametrize(
+  ('shape', 'weight_shape'),
+  [((8,), (8,)), ((8, 5), (8, 5)), ((8, 5), (8, 1))],
+)
 @pytest.mark.parametrize('weight_dtype', [np.float32, np.int32, np.bool_])
-def test_the_inputs_own_weights(tokens, weight_dtype):
-  shape = (8, 5) if tokens else (8,)
-  y, w = f32(*shape), f32(*shape, seed=1) > 0
-  w = w.astype(weight_dtype)
-  small_y, small_w = y[:3], w[:3]
-  experiment = make(FixedTokens if tokens else Fixed)
+def test_the_inputs_own_weights(shape, weight_shape, weight_dtype):
+  y = f32(*shape)
+  w = (f32(*weight_shape, seed=1) > 0).astype(weight_dtype)
+  experiment = make(FixedTokens if len(shape) > 1 else Fixed)
+  given = w[:, 0] if weight_shape[1:] == (1,) else w  # One for each row.
   experiment.batches = [
-    {'y': y, 'weights': w}, {'y': small_y, 'weights': small_w},
+    {'y': y, 'weights': given}, {'y': y[:3], 'weights': given[:3]},
   ]  # fmt: skip
+  w = np.broadcast_to(np.float64(w), shape)
   expected = np.average(
-    np.float64(np.concatenate([y, small_y])),
-    weights=np.float64(np.concatenate([w, small_w])),
+    np.concatenate([y, y[:3]]), weights=np.concatenate([w, w[:3]])
   )
   np.testing.assert_allclose(
     regression.evaluate(experiment)['loss'], expected, rtol=1e-5
@@ -464,18 +412,7 @@ def test_the_inputs_own_weights(tokens, weight_dtype):
   scalars = experiment.step(global_step=0, rng=rng, writer=None)
   experiment._close_input()
   np.testing.assert_allclose(
-    scalars['loss'], np.average(y, weights=np.float32(w)), rtol=1e-5
-  )
-
-
-def test_weights_by_rows_of_tokens():
-  experiment = make(FixedTokens)
-  y, w = f32(8, 5), np.float32([1, 0, 2, 0, 1, 1, 1, 0])
-  experiment.batches = [{'y': y, 'weights': w}]
-  np.testing.assert_allclose(
-    regression.evaluate(experiment)['loss'],
-    np.average(y.mean(-1), weights=w),
-    rtol=1e-5,
+    scalars['loss'], np.average(y, weights=w), rtol=1e-5
   )
 
 
@@ -523,59 +460,38 @@ def test_a_metric_that_is_no_mean_is_refused_by_name():
 
 
 @pytest.mark.parametrize(
-  ('wrong', 'said'),
+  'wrong',
   [
-    (
-      lambda loss, values, new: (loss, values),
-      r'a tuple of 2 \(an array float32\[\], a dict with the keys',
-    ),
-    (lambda loss, values, new: loss, r'an array float32\[\]; '),
-    (
-      lambda loss, values, new: (loss, new, values, None),
-      r'a tuple of 4 \(.*, NoneType None\); ',
-    ),
-    (lambda loss, values, new: (loss, loss, new), r'a tuple of 3 \('),
-    (
-      lambda loss, values, new: (loss, values, None),
-      r'a tuple of 3 \(.*, NoneType None\); ',
-    ),
+    lambda loss, values, new: (loss, values),
+    lambda loss, values, new: loss,
+    lambda loss, values, new: (loss, new, values, None),
+    lambda loss, values, new: (loss, loss, new),
+    lambda loss, values, new: (loss, values, None),
   ],
 )
 @pytest.mark.parametrize('parts', [1, 2, 'eval'])
-def test_a_loss_function_that_returns_something_else(wrong, said, parts):
+def test_a_loss_function_that_returns_something_else(wrong, parts):
   class Wrong(Regression):
     def loss_fn(self, *args):
       return wrong(*super().loss_fn(*args))
 
   experiment = make(Wrong)
-  expected = rf'^loss_fn returned {said}.*tuple \(loss, metrics, model_state\)'
-  with pytest.raises(TypeError, match=expected) as e:
+  with pytest.raises(TypeError, match=r'^loss_fn returned') as error:
     if parts == 'eval':
       regression.evaluate(experiment)
     else:
       experiment.accumulation_steps = parts
       regression.train_steps(experiment, 1)
-  assert '\n' not in str(e.value)
+  assert '\n' not in str(error.value)
 
 
-@pytest.mark.parametrize(
-  ('returned', 'said'),
-  [
-    (
-      {'w': np.zeros(2), 'b': np.zeros(1)},
-      r"a dict with the keys \['w', 'b'\]",
-    ),
-    (({'w': np.zeros(2)},), r'a tuple of 1 \('),
-  ],
-)
-def test_an_init_function_that_returns_something_else(returned, said):
+@pytest.mark.parametrize('returned', [{'w': np.zeros(2)}, (np.zeros(2),)])
+def test_an_init_function_that_returns_something_else(returned):
   class Wrong(Regression):
     def init_fn(self, rng):
       return returned
 
-  with pytest.raises(
-    TypeError, match=rf'^init_fn returned {said}.*\(params, model_state\)'
-  ):
+  with pytest.raises(TypeError, match=r'^init_fn returned'):
     regression.train_steps(make(Wrong), 1)
 
 
@@ -596,35 +512,6 @@ def test_ddp_fsdp_and_one_device_have_one_loss_curve():
     assert two['initial'] == one['initial']
     np.testing.assert_allclose(two['losses'], one['losses'], rtol=2e-5)
     np.testing.assert_allclose(two['eval']['loss'], one['eval']['loss'], 2e-5)
-
-
-@pytest.mark.process
-def test_eight_devices_have_the_same_loss_curve():
-  kwargs = [
-    {'sharding': 'ddp'},
-    {'sharding': 'fsdp'},
-    {'sharding': 'fsdp', 'mesh': {'replica': 2, 'data': -1}},
-  ]
-  program = pathlib.Path(regression.__file__)
-  result = subprocess.run(
-    [sys.executable, str(program), json.dumps(kwargs)],
-    env=os.environ
-    | {
-      'PYTHONPATH': str(ROOT),
-      'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
-    },
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
-  assert result.returncode == 0, result.stderr
-  eight = json.loads(result.stdout.splitlines()[-1])
-  two = regression.curve()
-  for curve, rows in zip(eight, (8, 1, 2), strict=True):
-    assert curve['shards'] == [[[rows, 4]] * 8] * 2
-    assert curve['initial'] == two['initial']
-    np.testing.assert_allclose(curve['losses'], two['losses'], rtol=2e-5)
-    np.testing.assert_allclose(curve['eval']['loss'], two['eval']['loss'], 2e-5)
 
 
 # Evaluation.
@@ -683,20 +570,6 @@ def test_evaluation_is_exact_over_many_batches():
   assert regression.evaluate(experiment)['loss'] == (2.0**24 + 40) / 82
 
 
-def test_evaluation_traces_once():
-  traced = []
-
-  class Spy(Regression):
-    def loss_fn(self, *args):
-      traced.append(args)
-      return super().loss_fn(*args)
-
-  experiment = make(Spy)
-  for _ in range(3):
-    regression.evaluate(experiment)
-  assert len(traced) == 1
-
-
 def test_evaluation_puts_only_few_batches_on_the_devices():
   live = []
 
@@ -721,22 +594,27 @@ def test_evaluation_of_weight_zero_is_nan():
   assert np.isnan(regression.evaluate(experiment)['loss'])
 
 
-def test_evaluation_of_nothing_is_an_error():
-  with pytest.raises(ValueError, match=r'Fixed\.eval_input gave no batch'):
-    regression.evaluate(make(Fixed))
+@pytest.mark.parametrize(
+  ('given', 'said'),
+  [
+    ([], 'gave no batch'),
+    ({}, 'an empty mapping'),
+    ({'some': [{'y': np.ones(4)}], 'none': []}, "no batch for 'none'"),
+  ],
+)
+def test_evaluation_of_nothing_is_an_error(given, said):
+  class Nothing(Fixed):
+    def eval_input(self):
+      return given
+
+  with pytest.raises(ValueError, match=rf'Nothing\.eval_input.*{said}'):
+    regression.evaluate(make(Nothing))
 
 
 def test_evaluation_refuses_a_batch_that_grows():
   experiment = make(eval_sizes=(4, 8))
   with pytest.raises(ValueError, match='batch of 8 rows follows one of 4'):
     regression.evaluate(experiment)
-
-
-def test_evaluation_may_be_read_twice_from_a_list():
-  experiment = make(Fixed)
-  experiment.batches = [{'y': np.float32([1, 3])}, {'y': np.float32([5])}]
-  assert regression.evaluate(experiment)['loss'] == 3.0
-  assert regression.evaluate(experiment)['loss'] == 3.0
 
 
 # Several evaluation sets.
@@ -770,6 +648,27 @@ def test_several_evaluation_sets_have_metrics_of_their_own():
       )
   # The first set gives the shapes.
   assert experiment.abstract_batch(False)['x'].shape == (6, 8)
+
+
+def test_each_batch_of_an_evaluation_has_a_key_of_its_own():
+  class Named(regression.Drawing):
+    names = ('a', 'b')
+
+    def eval_input(self):
+      return {name: [regression.examples(1, 4)] * 3 for name in self.names}
+
+  key = jax.random.PRNGKey(2)
+  draws = regression.drawn(key, 'abc', batches=3)
+  assert len(set(draws.values())) == 3
+  experiment = make(Named, mode='eval')
+  # The same in each evaluation; another set changes nothing for the others.
+  for names in ('ab', 'ab', 'cb'):
+    experiment.names = names
+    scalars = regression.evaluate(experiment, seed=2)
+    for name in names:
+      np.testing.assert_allclose(
+        scalars[f'{name}/draw'], draws[name], rtol=1e-6
+      )
 
 
 def test_the_best_checkpoint_goes_by_the_metric_of_a_set():
@@ -841,26 +740,6 @@ def test_each_of_several_sets_keeps_its_place():
   assert experiment.asked == 1
 
 
-def test_no_evaluation_set_is_refused():
-  class Nothing(Regression):
-    def eval_input(self):
-      return {}
-
-  with pytest.raises(
-    ValueError, match=r'Nothing\.eval_input returned an empty'
-  ):
-    regression.evaluate(make(Nothing))
-
-
-def test_an_empty_evaluation_set_is_named():
-  class Nothing(Regression):
-    def eval_input(self):
-      return {'some': [regression.examples(1, 4)], 'none': []}
-
-  with pytest.raises(ValueError, match=r"gave no batch for 'none'"):
-    regression.evaluate(make(Nothing))
-
-
 # The training input.
 
 
@@ -870,11 +749,6 @@ def test_an_input_that_ends_is_an_error():
   with pytest.raises(ValueError, match='train_input ended'):
     regression.train_steps(experiment, 4)
   assert int(experiment.state.step) == 2
-
-
-def test_a_batch_that_does_not_divide_is_an_error():
-  with pytest.raises(ValueError, match='7 rows does not divide over 2'):
-    regression.train_steps(make(batch_size=7), 1)
 
 
 class InputError(Exception):
@@ -920,19 +794,6 @@ def test_no_thread_and_no_array_outlives_training():
   del experiment
   gc.collect()
   assert len(jax.live_arrays()) == before
-
-
-def test_no_thread_outlives_training_that_failed():
-  class Failing(MethodInput):
-    def step(self, **kwargs):
-      if kwargs['global_step'] == 2:
-        assert infeed_threads()
-        raise InputError
-      return super().step(**kwargs)
-
-  with pytest.raises(InputError):
-    regression.train_steps(make(Failing), 3)
-  assert not infeed_threads()
 
 
 def test_training_goes_on_behind_a_loop_that_has_ended():
@@ -1008,32 +869,24 @@ def wait_until(condition):
 
 
 @pytest.mark.parametrize(
-  ('before', 'after'), [('ddp', 'fsdp'), ('fsdp', 'ddp')]
+  ('before', 'after', 'devices'),
+  [('ddp', 'fsdp', 2), ('fsdp', 'ddp', 2), ('fsdp', 'ddp', 1)],
 )
-def test_restore_onto_another_sharding(before, after):
+def test_restore_onto_another_sharding(before, after, devices):
   experiment = make(sharding=before)
   regression.train_steps(experiment, 3)
   snapshot = save(experiment)
-  other = make(sharding=after)
+  with mesh_lib.on_devices(jax.devices()[:devices]):
+    other = make(sharding=after)
   other.restore_from_snapshot(snapshot)
   assert_same(other.snapshot_state(), snapshot)
   rows = 4 if after == 'fsdp' else 8
   for w in (other.state.params['w'], other.state.opt_state[0].nu['w']):
-    assert shard_shapes(w) == [(rows, 4)] * 2
+    assert shard_shapes(w) == [(rows, 4)] * devices
   a = regression.train_steps(experiment, 3)
   b = regression.train_steps(other, 3)
   for x, y in zip(a, b, strict=True):
     np.testing.assert_allclose(x['loss'], y['loss'], rtol=1e-5)
-
-
-def test_restore_onto_fewer_devices():
-  experiment = make(sharding='fsdp')
-  regression.train_steps(experiment, 3)
-  snapshot = save(experiment)
-  with on_one_device():
-    other = make()
-  other.restore_from_snapshot(snapshot)
-  assert_same(other.snapshot_state(), snapshot)
 
 
 def test_donation_after_a_restore_leaves_the_snapshot():
@@ -1063,12 +916,10 @@ def test_arrays_just_read_are_kept_and_live_ones_copied():
 
 
 def test_a_checkpoint_that_does_not_fit_names_each_leaf_and_changes_nothing():
-  class Wider(Regression):
+  class Other(Regression):
     def init_fn(self, rng):
       params, model_state = super().init_fn(rng)
-      params['w'] = partitioning.Logical(
-        jnp.zeros([8, 6], jnp.bfloat16), ('embed', 'mlp')
-      )
+      params['w'] = jnp.zeros([8, 6], jnp.bfloat16)
       params['b'] = jnp.zeros([4], jnp.float16)
       return {**params, 'more': jnp.zeros([])}, model_state
 
@@ -1076,24 +927,17 @@ def test_a_checkpoint_that_does_not_fit_names_each_leaf_and_changes_nothing():
       return optax.sgd(0.1)
 
   snapshot = save_after('ddp', 1)
-  experiment = make(Wider)
+  experiment = make(Other)
   before = regression.digest(experiment.state)
-  with pytest.raises(ValueError, match='nothing was restored') as error:
+  with pytest.raises(errors.UsageError) as error:
     experiment.restore_from_snapshot(snapshot)
-  assert error.value.args[0].splitlines()[1:] == [
-    '.opt_state[0].count: the checkpoint has int32[], the model expects'
-    ' nothing',
-    *(
-      f".opt_state[0].{moment}['{name}']: the checkpoint has {kind}, the"
-      ' model expects nothing'
-      for moment in ('mu', 'nu')
-      for name, kind in (('b', 'float32[4]'), ('w', 'float32[8, 4]'))
-    ),
-    ".params['b']: the checkpoint has float32[4], the model expects float16[4]",
-    ".params['more']: the checkpoint has nothing, the model expects float32[]",
-    ".params['w']: the checkpoint has float32[8, 4], the model expects"
-    ' bfloat16[8, 6]',
+  lines = error.value.args[0].splitlines()[1:]
+  moments = [f"{m}['{w}']" for m in ('mu', 'nu') for w in ('b', 'w')]
+  assert [line.partition(': ')[0] for line in lines] == [
+    *(f'.opt_state[0].{name}' for name in ('count', *moments)),
+    *(f".params['{name}']" for name in ('b', 'more', 'w')),
   ]
+  assert all(x in lines[-1] for x in ('float32[8, 4]', 'bfloat16[8, 6]'))
   assert regression.digest(experiment.state) == before
 
 
@@ -1184,32 +1028,6 @@ def test_a_run_cut_in_two_is_the_run(monkeypatch):
   assert digests[0] == digests[1]
 
 
-def test_another_seed_is_another_run(monkeypatch):
-  digests = set()
-  for seed in (1, 2):
-    monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-    state = run_train(3, random_seed=seed)
-    digests.add(regression.digest(state.experiment_module.state))
-  assert len(digests) == 2
-
-
-def test_train_and_eval_share_one_state():
-  config = regression.get_config(4)
-  config.eval_interval = 2
-  config.best_model_eval_metric = 'loss'
-  config.best_model_eval_metric_higher_is_better = False
-  checkpointer = utils.InMemoryCheckpointer(config, 'train')
-  writer = mock.create_autospec(utils.Writer)
-  train.Run(Regression, config, checkpointer, None, writer).train_and_eval()
-  calls = [call.args for call in writer.write_scalars.call_args_list]
-  assert [step for step, _ in calls] == [2, 4]
-  best = utils.GLOBAL_CHECKPOINT_DICT['best'].history[-1].pickle_nest
-  state = best.to_dict()['experiment_module']['state']
-  np.testing.assert_allclose(
-    calls[-1][1]['loss'], regression.expected_evaluation(state, [37]), rtol=1e-5
-  )
-
-
 def test_evaluate_follows_the_checkpoints():
   run_train(5)
   config = regression.get_config(5)
@@ -1228,6 +1046,27 @@ def test_evaluate_follows_the_checkpoints():
   np.testing.assert_allclose(
     scalars['loss'], regression.expected_evaluation(state, [37]), rtol=1e-5
   )
+
+
+@pytest.mark.parametrize(
+  'mode', ['eval', 'train_and_eval', 'train_eval_multithreaded']
+)
+def test_initial_weights_are_those_of_the_run_in_every_mode(mode, tmp_path):
+  config = regression.get_config(0)
+  config.update(
+    checkpointer='durable',
+    checkpoint_dir=str(tmp_path),
+    eval_initial_weights=True,
+    best_model_eval_metric='loss',
+  )
+  platform.start(functools.partial(Regression), config, mode)
+  init_key = jax.random.split(jax.random.PRNGKey(config.random_seed))[1]
+  expected = regression.expected_evaluation(make(key=init_key).state, [37])
+  lines = (tmp_path / 'eval' / 'metrics.jsonl').read_text().splitlines()
+  (record,) = (x for x in map(json.loads, lines) if 'loss' in x)
+  assert record['step'] == 0
+  np.testing.assert_allclose(record['loss'], expected, rtol=1e-5)
+  assert files.steps(tmp_path / 'checkpoints' / 'best') == [0]
 
 
 def test_without_jit_loss_fn_sees_values():
@@ -1281,55 +1120,26 @@ def test_constrain_works_inside_of_the_step():
   assert partitioning._active.get() is None
 
 
-def test_wrong_sharding_or_mesh_is_refused_at_once():
-  with pytest.raises(ValueError, match=r"'zero'.*'fsdp'"):
-    make(sharding='zero')
-  with pytest.raises(ValueError, match='needs 3 devices'):
-    make(mesh={'data': 3})
-
-
 # The config of a run.
 
 
-def test_mesh_rules_and_parts_are_those_of_the_runs_config():
+def test_mesh_rules_and_parts_are_those_of_the_runs_config(caplog):
   config = base_config.get_base_config()
   config.mesh.ici.update(data=1, mdl=2)
   config.sharding = 'tp'
   config.sharding_rules = {'mlp': [], 'embed': ['mdl']}
   config.gradient_accumulation_steps = 4
-  with mock.patch.object(sharded.logging, 'log') as info:
-    ours = make(run_config=config)
-    own = make(run_config=config, sharding='fsdp', mesh={'data': 2})
-  said = [call.args[1] % call.args[2:] for call in info.call_args_list]
-  assert said[0].startswith('Mesh: stage 1, replica 1, data 1, mdl 2. Sharding')
-  assert said[1].startswith('Mesh: stage 1, replica 1, data 2, mdl 1. Sharding')
-  assert "embed=('mdl',), mlp=()" in said[0]
+  ours = make(run_config=config)
+  own = make(run_config=config, sharding='fsdp', mesh={'data': 2})
+  assert caplog.text.count('no run_config was given') == 0
+  make()  # Whose defaults are told.
+  assert caplog.text.count('no run_config was given') == 1
   assert shard_shapes(ours.state.params['w']) == [(4, 4), (4, 4)]
   assert ours.accumulation_steps == own.accumulation_steps == 4
   # The constructor's own arguments go before; the changes are to any preset.
   assert own.partitioner.rules == partitioning.get_rules(
     'fsdp', config.sharding_rules
   )
-
-
-@pytest.mark.parametrize(
-  ('kwargs', 'said'),
-  [
-    (
-      {},
-      "Mesh: stage 1, replica 1, data 2, mdl 1. Sharding 'ddp': ",
-    ),
-    ({'sharding': 'fsdp'}, "Sharding 'fsdp': "),
-    ({'run_config': base_config.get_base_config()}, None),
-  ],
-)
-def test_without_a_config_of_the_run_the_defaults_are_told(
-  kwargs, said, caplog
-):
-  make(**kwargs)
-  found = [r.getMessage() for r in caplog.records if 'run_config' in r.message]
-  assert len(found) == (said is not None)
-  assert all(said in line for line in found)
 
 
 class Deaf(Regression):
@@ -1353,7 +1163,6 @@ class Forgetful(Regression):
     ('sharding', 'fsdp'),
     ('sharding_rules', {'mlp': ['data']}),
     ('gradient_accumulation_steps', 2),
-    ('compiled_program', 'programs'),
     ('infeed_buffer_size', 4),
     ('infeed_stall_secs', 1.0),
   ],
@@ -1388,7 +1197,7 @@ def test_shapes_of_state_batch_and_key_are_those_of_a_step():
     (step, (state, shapes[0], rng)),
     (evaluation, (without, shapes[1], rng)),
   ):
-    args = compiled.call_args_list[0].args
+    args = compiled.call_args_list[0].args[:3]
     assert described(args) == described(expected)
 
 
@@ -1441,11 +1250,6 @@ def test_shapes_of_a_batch_take_one_and_close_the_input(is_training):
   assert experiment.closed == 1
 
 
-def test_shapes_of_a_batch_that_does_not_divide():
-  with pytest.raises(ValueError, match=r'5 rows.*over 2 devices.*4 or 6'):
-    make(batch_size=5).abstract_batch(True)
-
-
 def test_where_the_devices_are_not_here_all_rows_are_of_this_process():
   with mesh_lib.on_devices(mesh_lib.abstract_devices(8, 2)):
     experiment = make(sharding='fsdp')
@@ -1494,15 +1298,6 @@ def test_inputs_are_those_of_the_partitioners_host(is_training):
   experiment.own_hosts = {'infeed_host_index': 3, 'num_infeed_hosts': 4}
   with pytest.raises(ValueError, match=r', 3, 4\); expected \(.*, 1, 2\)'):
     experiment.abstract_batch(is_training)
-
-
-def test_a_pretended_host_goes_before_the_acting_one():
-  with inputs.pretend_host(2, 3), inputs.act_as_host(0, 2):
-    assert inputs.this_host() == (2, 3)
-  with inputs.act_as_host(1, 2):
-    with inputs.act_as_host(0, 1):
-      assert inputs.this_host() == (0, 1)
-    assert inputs.this_host() == (1, 2)
 
 
 def test_the_first_batches_come_in_order():

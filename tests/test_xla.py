@@ -82,7 +82,6 @@ def test_the_base_config_has_the_keys_and_their_defaults():
   assert config.to_dict() == DEFAULTS
   assert xla.apply(config) == []  # JAX has started, but nothing is to be set.
   assert xla.check_backend(config) == []
-  assert xla.check_precompiled(config) == []
   assert xla.actions(config) == []
 
 
@@ -189,7 +188,6 @@ def times_measured(f):
 
 x = jnp.ones(3)
 said['jitted'] = times_measured(jax.jit(jnp.tanh))
-said['precompiled'] = times_measured(jax.jit(jnp.cos).lower(x).compile())
 said['backend'] = xla.check_backend(DEFAULTS | options)
 said['off'] = times_measured(jax.jit(jnp.sin))
 said['percentile'] = jax.config.values['jax_pgle_aggregation_percentile']
@@ -214,7 +212,6 @@ said['percentile'] = jax.config.values['jax_pgle_aggregation_percentile']
   assert said['again'] == said['lines'][2:]  # Settings of JAX, as before.
   assert said['too late'] == []  # The user's own, which are there.
   assert said['jitted'] == 2
-  assert said['precompiled'] == 0  # As `check_precompiled` says.
   assert said['percentile'] == 85
   (warning,) = said['backend']
   assert "pgle_profiling_runs has no effect: JAX runs on 'cpu'" in warning
@@ -390,17 +387,6 @@ def test_what_a_compilation_cache_does_to_pgle_is_said(monkeypatch, tmp_path):
     assert xla.check_backend(options(pgle_save='a.pb')) == []
   finally:
     jax.config.update('jax_compilation_cache_dir', None)
-
-
-@pytest.mark.parametrize(
-  'changed',
-  [{'pgle_profiling_runs': 3}, {'pgle_profile': 'a.pb'}, {'pgle_save': 'a.pb'}],
-)
-def test_a_precompiled_program_is_warned_of(changed):
-  (key,) = changed
-  (warning,) = xla.check_precompiled(options(**changed))
-  assert f'config.xla.{key} is' in warning
-  assert 'has no effect on a program that was compiled before' in warning
 
 
 # Saving a profile.

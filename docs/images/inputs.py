@@ -45,7 +45,7 @@ def read(num_hosts, **fields):
   """
   hosts = []
   for host in range(num_hosts):
-    with base.pretend_host(host, num_hosts):
+    with base.act_as_host(host, num_hosts):
       source = Numbers(batch_size=base.per_host(GLOBAL_BATCH), **fields)
     batches = []
     for number, batch in zip(range(BATCHES), source, strict=False):

@@ -74,7 +74,7 @@ class ModelConfig:
       of the rows (`pipeline.pipeline`); 1 is no pipeline. As many as the mesh
       has along `stage`, or a multiple.
     pipeline_microbatches: parts into which the rows are cut for it. The more,
-      the less a stage waits: `pipeline.bubble_fraction`.
+      the smaller the bubble: see docs/sharding.md.
     pipeline_repeats: how often each part goes round the stages.
     dropout: rate at the embedding and at each residual branch in training.
     dtype: of the computation. Weights, normalisation, softmax and loss stay

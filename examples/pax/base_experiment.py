@@ -72,10 +72,6 @@ class BaseExperiment(abc.ABC):
     EVAL_INTERVAL_STEPS: steps from evaluation to evaluation; None where there
       is no data for them.
     RANDOM_SEED: of the weights and of what else is random in training.
-    NUMERICS_VERSION: a number, and what it changed in the steps of training. A
-      run that began with another one is not resumed, unless
-      `config.on_config_change` is 'continue'. It changes where the same
-      constants compute other steps than before.
     changeable_constants: names of constants that change no step of training: a
       run may be resumed with other values of them. Constants that are keys of
       the library need not be named.
@@ -93,13 +89,6 @@ class BaseExperiment(abc.ABC):
   SUMMARY_INTERVAL_STEPS: ClassVar[int] = 100
   EVAL_INTERVAL_STEPS: ClassVar[int | None] = 100
   RANDOM_SEED: ClassVar[int] = 1234
-  # Without it, a run counts as of the version '1'.
-  NUMERICS_VERSION: ClassVar[str] = (
-    '2: initial weights of attention, padding and epsilon of ResNet, rotary'
-    ' positions with a scale, weight decay of LayerNorm and BatchNorm, the'
-    ' moving averages of weights and statistics, and defaults of layers and'
-    ' inputs are as in Praxis 1.4.0'
-  )
 
   changeable_constants: ClassVar[tuple[str, ...]] = ()
 
@@ -130,10 +119,6 @@ class BaseExperiment(abc.ABC):
     So `--mode=compile` needs no data. None opens the data for a batch.
     """
     return None
-
-  def bubble_fraction(self) -> float:
-    """The part of a step in which a stage of a pipeline has nothing to do."""
-    return 0.0
 
   def prompting(self) -> Prompting:
     """Returns what makes tokens of prompts; for `--mode=decode`."""

@@ -100,24 +100,64 @@ class WeightInit:
     return cls('gaussian', scale)
 
   @classmethod
-  def TruncatedGaussian(cls, scale: float = 1.0) -> Self:
-    """Normal with the standard deviation `scale`, which is then cut at two."""
-    return cls('truncated_gaussian', scale)
+  def GaussianSqrtDim(cls, scale: float = 1.0) -> Self:
+    """Normal; the standard deviation is `scale` / sqrt(first dimension)."""
+    return cls('gaussian_sqrt_dim', scale)
 
   @classmethod
   def GaussianSqrtFanIn(cls, scale: float = 1.0) -> Self:
-    """Normal; the standard deviation is `scale` over the inputs' root."""
-    return cls('gaussian_sqrt_fan_in', scale)
+    """Normal; the standard deviation is `scale` / sqrt(inputs)."""
+    return cls('gaussian_sqrt_fanin', scale)
 
   @classmethod
   def GaussianSqrtFanOut(cls, scale: float = 1.0) -> Self:
-    """Normal; the standard deviation is `scale` over the outputs' root."""
-    return cls('gaussian_sqrt_fan_out', scale)
+    """Normal; the standard deviation is `scale` / sqrt(outputs)."""
+    return cls('gaussian_sqrt_fanout', scale)
+
+  @classmethod
+  def GaussianSqrtFanAvg(cls, scale: float = 1.0) -> Self:
+    """Normal; the variance is `scale`^2 2 / (inputs + outputs)."""
+    return cls('gaussian_sqrt_fanavg', scale)
+
+  @classmethod
+  def TruncatedGaussian(cls, scale: float = 1.0) -> Self:
+    """Like `Gaussian`, cut at two standard deviations."""
+    return cls('truncated_gaussian', scale)
+
+  @classmethod
+  def TruncatedGaussianSqrtDim(cls, scale: float = 1.0) -> Self:
+    """Like `GaussianSqrtDim`, cut at two standard deviations."""
+    return cls('truncated_gaussian_sqrt_dim', scale)
+
+  @classmethod
+  def TruncatedGaussianSqrtFanIn(cls, scale: float = 1.0) -> Self:
+    """Like `GaussianSqrtFanIn`, cut at two standard deviations."""
+    return cls('truncated_gaussian_sqrt_fanin', scale)
+
+  @classmethod
+  def TruncatedGaussianSqrtFanOut(cls, scale: float = 1.0) -> Self:
+    """Like `GaussianSqrtFanOut`, cut at two standard deviations."""
+    return cls('truncated_gaussian_sqrt_fanout', scale)
 
   @classmethod
   def Uniform(cls, scale: float = 1.0) -> Self:
     """Uniform between `-scale` and `scale`."""
     return cls('uniform', scale)
+
+  @classmethod
+  def UniformSqrtDim(cls, scale: float = 1.0) -> Self:
+    """Uniform; the limit is `scale` / sqrt(first dimension)."""
+    return cls('uniform_sqrt_dim', scale)
+
+  @classmethod
+  def UniformSqrtFanAvg(cls, scale: float = 1.0) -> Self:
+    """The same as `Xavier`."""
+    return cls('uniform_sqrt_fanavg', scale)
+
+  @classmethod
+  def UniformUnitScaling(cls, scale: float = 1.0) -> Self:
+    """Uniform; the limit is `scale` sqrt(3 / all dimensions but the last)."""
+    return cls('uniform_unit_scaling', scale)
 
   @classmethod
   def Xavier(cls, scale: float = 1.0) -> Self:
@@ -128,14 +168,27 @@ class WeightInit:
     return cls('xavier', scale)
 
   @classmethod
-  def Constant(cls, scale: float = 0.0) -> Self:
+  def XavierWithFixupParams(
+    cls,
+    scale: float = 1.0,
+    depth: float = 1.0,
+    layers_per_residual_block: float = 1.0,
+  ) -> Self:
+    """`Xavier` with a scale for deep residual networks (Zhang et al., 2019)."""
+    return cls.Xavier(scale * depth ** (-0.5 / layers_per_residual_block))
+
+  @classmethod
+  def Constant(cls, scale: float = 1.0) -> Self:
     """`scale` everywhere."""
     return cls('constant', scale)
 
-  def maker(self, fan_in: int, fan_out: int) -> Callable[..., jax.Array]:
+  def maker(
+    self, shape: tuple[int, ...], fan_in: int, fan_out: int
+  ) -> Callable[..., jax.Array]:
     """Returns what makes a first value of a key, a shape and a type.
 
     Args:
+      shape: of the variable; the value may be made flat.
       fan_in: over how many numbers an output sums.
       fan_out: in how many outputs a number is.
     """
@@ -144,14 +197,26 @@ class WeightInit:
     def uniform(limit: float) -> Callable[..., jax.Array]:
       return functools.partial(jax.random.uniform, minval=-limit, maxval=limit)
 
-    s = self.scale
+    s, root = self.scale, math.sqrt
+    xavier = uniform(s * root(6 / (fan_in + fan_out)))
+    first, but_last = shape[0] if shape else 1, math.prod(shape[:-1])
     makers: dict[str, Callable[..., jax.Array]] = {
       'gaussian': init.normal(s),
+      'gaussian_sqrt_dim': init.normal(s / root(first)),
+      'gaussian_sqrt_fanin': init.normal(s / root(fan_in)),
+      'gaussian_sqrt_fanout': init.normal(s / root(fan_out)),
+      'gaussian_sqrt_fanavg': init.normal(s * root(2 / (fan_in + fan_out))),
       'truncated_gaussian': init.truncated_normal(s),
-      'gaussian_sqrt_fan_in': init.normal(s / math.sqrt(fan_in)),
-      'gaussian_sqrt_fan_out': init.normal(s / math.sqrt(fan_out)),
+      'truncated_gaussian_sqrt_dim': init.truncated_normal(s / root(first)),
+      'truncated_gaussian_sqrt_fanin': init.truncated_normal(s / root(fan_in)),
+      'truncated_gaussian_sqrt_fanout': init.truncated_normal(
+        s / root(fan_out)
+      ),
       'uniform': uniform(s),
-      'xavier': uniform(s * math.sqrt(6 / (fan_in + fan_out))),
+      'uniform_sqrt_dim': uniform(s / root(first)),
+      'uniform_sqrt_fanavg': xavier,
+      'uniform_unit_scaling': uniform(s * root(3 / but_last)),
+      'xavier': xavier,
       'constant': init.constant(s),
     }
     return makers[self.method]
@@ -237,7 +302,7 @@ class WeightHParams:
     area = math.prod(n for i, n in enumerate(shape) if i not in named)
     fan_in = area * math.prod(shape[i] for i in in_axes)
     fan_out = area * math.prod(shape[i] for i in out_axes)
-    make = self.init.maker(fan_in, fan_out)
+    make = self.init.maker(shape, fan_in, fan_out)
     return transformer.draw(make, key, shape, self.dtype)
 
 

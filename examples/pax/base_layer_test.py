@@ -125,7 +125,23 @@ def test_a_layer_is_two_pure_functions():
     (WeightInit.TruncatedGaussian(0.3), (200, 50), 0.3 * 0.87963, 0.6),
     (WeightInit.GaussianSqrtFanIn(2.0), (200, 50), 2 / 200**0.5, None),
     (WeightInit.GaussianSqrtFanOut(2.0), (200, 50), 2 / 50**0.5, None),
+    (WeightInit.GaussianSqrtFanAvg(2.0), (200, 50), 2 / 125**0.5, None),
+    # The first dimension is the filter's.
+    (WeightInit.GaussianSqrtDim(2.0), (5, 40, 50), 2 / 5**0.5, None),
+    (WeightInit.TruncatedGaussianSqrtDim(), (4, 50, 50), 0.87963 / 2, 1.0),
+    (WeightInit.TruncatedGaussianSqrtFanIn(), (400, 25), 0.87963 / 20, 0.1),
+    (WeightInit.TruncatedGaussianSqrtFanOut(), (25, 400), 0.87963 / 20, 0.1),
     (WeightInit.Uniform(0.7), (200, 50), 0.7 / 3**0.5, 0.7),
+    (WeightInit.UniformSqrtDim(3.0), (4, 50, 50), None, 1.5),
+    (WeightInit.UniformUnitScaling(2.0), (4, 50, 50), 2 / 200**0.5, None),
+    (WeightInit.UniformSqrtFanAvg(2.0), (200, 50), None, 2 * (6 / 250) ** 0.5),
+    # 4 ** (-1 / (2 * 2)) of Xavier's.
+    (
+      WeightInit.XavierWithFixupParams(1.0, 4.0, 2.0),
+      (200, 50),
+      None,
+      (6 / 250 / 2) ** 0.5,
+    ),
     (WeightInit.Xavier(), (200, 50), (2 / 250) ** 0.5, (6 / 250) ** 0.5),
     # The size of a filter counts for both sides.
     (WeightInit.Xavier(2.0), (5, 40, 50), None, 2 * (6 / 450) ** 0.5),

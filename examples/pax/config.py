@@ -13,7 +13,6 @@ import dataclasses
 import math
 from typing import Any, get_args, get_type_hints
 
-from absl import logging
 from ml_collections import config_dict
 
 from examples import decoding
@@ -28,8 +27,6 @@ _CLASS = 'examples.pax.experiment:Experiment'
 _KEYS = {name: key for name, (key, _) in base_experiment.KEYS.items()}
 # They are `config.mesh`, and only there.
 _MESH = {'ICI_MESH_SHAPE': 'mesh.ici', 'DCN_MESH_SHAPE': 'mesh.dcn'}
-# The version of runs from before there were versions.
-_FIRST_VERSION = '1'
 
 _DECODE_STEPS = 64
 
@@ -74,14 +71,6 @@ class Config:
         in the class.
     """
     found = _find(self.exp, self.reduced)
-    version = self.constants.get('NUMERICS_VERSION', _FIRST_VERSION)
-    if version != found.NUMERICS_VERSION:
-      logging.warning(
-        'The config of this run is of the numerics %r of %s; it runs with %r.',
-        version,
-        self.exp,
-        found.NUMERICS_VERSION,
-      )
     keys = {} if run is None else constants_of(run)
     return found.with_constants({**self.constants, **keys})
 
@@ -89,20 +78,15 @@ class Config:
   def with_defaults(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what of a record makes the run, under one name for each value.
 
-    Constants that it lacks because they are newer have the values of the class,
-    and it is of the first version if it has none. Constants that change no step
-    are left out.
+    Constants that it lacks because they are newer have the values of the class.
+    Constants that change no step are left out.
     """
     try:
       registered = experiment_registry.get(str(record.get('exp')))
       experiment = _find(str(record.get('exp')), record.get('reduced'))
     except experiment_registry.UnknownError:
       return record
-    constants = {
-      **own_constants(experiment),
-      'NUMERICS_VERSION': _FIRST_VERSION,
-      **record.get('constants', {}),
-    }
+    constants = {**own_constants(experiment), **record.get('constants', {})}
     for name in experiment.changeable_constants:
       constants.pop(name, None)
     exp = experiment_registry.full_name(registered)

@@ -225,11 +225,6 @@ class Experiment(TaskExperiment):
     if self.task.uses_fp8 and self.partitioner.is_here:
       fp8.check_devices(jax.local_devices())
 
-  @property
-  def bubble_fraction(self) -> float:
-    """The part of a step in which a stage of a pipeline is idle."""
-    return self.experiment.bubble_fraction()
-
   def step(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> dict[str, Any]:

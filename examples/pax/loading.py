@@ -10,12 +10,13 @@ r"""Checkpoint loading rules: a new run starts from weights of other runs.
     }
 
 A weight is called `params/` and its name; a variable that is not trained, such
-as a moving mean, `non_trainable/` and its name. `python -m jaxline.checkpoint
-show runs/a` lists the names in a checkpoint, with `state/` and, before
-`non_trainable/`, `model_state/` in front. The other run may be any sharded run
-of this library, with another experiment and another mesh. If it keeps a moving
-average of its weights, that of a weight is `model_state/ema/` and the weight's
-name.
+as a moving mean, `non_trainable/` and its name. If the other run keeps moving
+averages, `ema/params/` and `ema/non_trainable/` with the same names are
+sources. `python -m jaxline.checkpoint show runs/a` lists the arrays of a
+checkpoint: weights are below `state/params/`, other variables below
+`state/model_state/non_trainable/`, averages below `state/model_state/ema/` and
+`state/model_state/ema_non_trainable/`. The other run may be any sharded run of
+this library, with another experiment and another mesh.
 
 This is a translation: `_sources` writes a rule out as pairs of arrays, and
 `jaxline.checkpoint.contents` matches names, checks shapes and reads, as it does
@@ -48,6 +49,12 @@ _ROOT = 'state/'  # Where a checkpoint has a `TrainState`.
 _STATE = 'model_state/'  # Rules leave this out.
 _NON_TRAINABLE = f'{base_layer.NON_TRAINABLE}/'
 _AVERAGE = 'model_state/ema'  # Also of what is not trained, `ema_...`.
+# Prefix of a source in a rule -> the same in a `TrainState`.
+_PREFIXES = {
+  _NON_TRAINABLE: _STATE + _NON_TRAINABLE,
+  'ema/params/': f'{_AVERAGE}/',
+  f'ema/{_NON_TRAINABLE}': f'{_AVERAGE}_{_NON_TRAINABLE}',
+}
 # What stands before the own name of a variable, and of its average.
 _PLACE = re.compile(r'^(model_state/)?(params|(ema_)?non_trainable|ema)/')
 _NAMED = 20  # Names in a log line.
@@ -56,21 +63,25 @@ _NAMED = 20  # Names in a log line.
 class CheckpointLoadingRules(hparams.BaseHParams):
   r"""What is taken of one checkpoint.
 
+  Regular expressions match a name from its start (`re.match`), as in Pax:
+  'params/lm' matches 'params/lm/w'. End one with `$` to match whole names only.
+
   Attributes:
-    load_rules: pairs of a regular expression, which must match the whole name
-      of a variable of this run, and the name of its source. In that, `{}` (or
-      `{0}`, `{1}`) or `\1` stands for what the groups matched. The first pair
-      that matches counts.
-    safe_load: whether it is an error if a pair is used for no variable.
-    ignore_rules: regular expressions, likewise: these variables stay as they
-      are initialised, whatever `load_rules` say.
+    load_rules: pairs of a regular expression for variables of this run and the
+      name of the source. In the source, `{}` (or `{0}`, `{1}`) or `\1` stands
+      for what the groups matched. The first pair that matches counts.
+    safe_load: whether a regular expression that is used for no variable is an
+      error. Otherwise it is a warning, and an error only if no pair is used.
+    ignore_rules: regular expressions of variables that stay as they are
+      initialised, whatever `load_rules` say.
     step: of the checkpoint; None is the newest.
     load_step: whether the run's steps go on from the checkpoint's. The learning
       rate follows the optimizer's own count: see `load_opt_states`.
     load_opt_states: whether the optimizer's state of the loaded weights is
-      loaded too, with its counts of steps. It must be of the same kind.
-    load_ema_states: whether the moving average of the loaded weights is loaded
-      too. Else, an average begins as the loaded weights.
+      loaded too, with its counts of steps. It must be of the same kind. Moving
+      averages belong to it; without it, they begin as the loaded weights.
+    load_ema_states: whether moving averages are read: as sources `ema/...`, and
+      with `load_opt_states`. Without it, averages begin as the loaded weights.
   """
 
   load_rules: Sequence[tuple[str, str]] = ()
@@ -79,7 +90,7 @@ class CheckpointLoadingRules(hparams.BaseHParams):
   step: int | None = None
   load_step: bool = False
   load_opt_states: bool = False
-  load_ema_states: bool = False
+  load_ema_states: bool = True
 
 
 def load(
@@ -145,34 +156,36 @@ def _sources(
 ) -> dict[str, str]:
   """Returns name of an array -> its source's, both in a `TrainState`."""
   variables = _variables(live)
+  rules = [
+    *((regex, None) for regex in rule.ignore_rules),
+    *((regex, _template(source)) for regex, source in rule.load_rules),
+  ]
   matched, unused = contents.match_rules(
-    variables,
-    [
-      *((regex, None) for regex in rule.ignore_rules),
-      *((regex, _template(source)) for regex, source in rule.load_rules),
-    ],
-    where,
+    variables, rules, where, matches=re.match
   )
-  unused = [regex for regex, _ in rule.load_rules if regex in unused]
-  # That none of several is used is never meant.
-  if unused and (rule.safe_load or not matched):
+  if unused:
     near = hparams.nearest_names(unused[0], variables)
-    raise errors.UsageError(
-      f'{where}.load_rules: {unused} match the whole name of no variable of'
-      ' this run, or those that match are ignored, or an earlier rule takes'
-      f' them. The nearest to the first are {near}.'
-      + (' safe_load=False lets unused rules pass.' if matched else '')
+    message = (
+      f'{where}: {unused} of its rules are used for no variable of this run:'
+      ' they match the start of none, or an earlier rule or ignore_rules take'
+      f' what they match. The nearest to the first are {near}.'
     )
-  given = {
-    variables[name]: _STATE * source.startswith(_NON_TRAINABLE) + source
-    for name, source in matched.items()
-  }
+    # That no pair of several is used is never meant.
+    if rule.safe_load or not matched:
+      hint = ' safe_load=False turns this into a warning.' if matched else ''
+      raise errors.UsageError(message + hint)
+    logging.warning('%s', message)
+  given = dict[str, str]()
+  for name, source in matched.items():
+    if source.startswith('ema/') and not rule.load_ema_states:
+      raise errors.UsageError(
+        f'{where} has the source {source!r}, but load_ema_states is False.'
+      )
+    prefix = next(filter(source.startswith, _PREFIXES), '')
+    given[variables[name]] = _PREFIXES.get(prefix, '') + source.removeprefix(
+      prefix
+    )
   sources = dict(given)
-  if rule.load_ema_states and not any(n.startswith(_AVERAGE) for n in live):
-    raise errors.UsageError(
-      f'{where}.load_ema_states is True, but this run keeps no moving average'
-      " of its weights: its optimizer's ema_decay is 0."
-    )
   own = {name: _PLACE.sub('', name) for name in variables.values()}
   for name in live:
     is_average = name.startswith(_AVERAGE)
@@ -188,7 +201,7 @@ def _sources(
     elif owner in given:
       source = given[owner]
       # An average that is not loaded begins as what it averages.
-      if rule.load_ema_states or not is_average:
+      if not is_average or (rule.load_opt_states and rule.load_ema_states):
         source = name.removesuffix(own[owner]) + _PLACE.sub('', source)
       sources[name] = source
   if rule.load_step:

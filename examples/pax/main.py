@@ -156,10 +156,17 @@ def main(argv: Sequence[str]) -> None:
     f'--jaxline_mode={"decode" if mode == "decode_once" else mode}',
   ]
   if args.job_log_dir is not None:
-    flags.append(f'--config.checkpoint_dir={args.job_log_dir}')
+    others.insert(0, f'--config.checkpoint_dir={args.job_log_dir}')
   # Where config flags look for what overrides the config, and messages for how
   # the program is started: not by its path, from which it finds no package.
   sys.argv = [_PROGRAM, *flags, *others]
+  # The commands that a run prints at its end are made of this one: there each
+  # key of the config must have one flag, so that a new value replaces it.
+  sys.orig_argv = [
+    *(sys.executable, *_PROGRAM.split(), f'--exp={args.exp}'),
+    *(['--reduced'] if args.reduced else []),
+    *others,
+  ]
   platform.main(None, sys.argv[1:])
 
 

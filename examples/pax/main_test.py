@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ EXP = 'tasks.lm.params.c4.C4Spmd1BAdam4Replicas'
 def handed_on(monkeypatch):
   """Returns a function of a command line: what goes on to the platform."""
   monkeypatch.setattr(sys, 'argv', ['main.py'])
+  monkeypatch.setattr(sys, 'orig_argv', ['python', 'main.py'])
 
   def run(*argv):
     found = []
@@ -72,6 +74,18 @@ def test_a_constant_has_a_flag_of_its_name(handed_on):
     '--config.training_steps',
     '10',
     '--config.data_dir=c4/en',
+    '--config.seed=3',
+  ]
+
+
+def test_the_command_that_later_ones_are_made_of_has_each_key_once(handed_on):
+  handed_on(
+    *('--exp', EXP, '--reduced', '--job_log_dir', '/tmp/x', '--mode=eval'),
+    *('--MAX_STEPS=2', '--config.seed=3'),
+  )
+  assert sys.orig_argv[1:] == [
+    *('-m', 'examples.pax.main', f'--exp={EXP}', '--reduced'),
+    *('--config.checkpoint_dir=/tmp/x', '--config.training_steps=2'),
     '--config.seed=3',
   ]
 
@@ -223,7 +237,7 @@ def test_a_run_from_the_command_line(tmp_path):
     '--exp=C4Spmd1BAdam4Replicas',
     '--reduced',
     f'--job_log_dir={run}',
-    '--config.training_steps=4',
+    '--MAX_STEPS=4',
     '--config.save_checkpoint_interval=2',
     '--config.eval_interval=4',
     '--config.experiment_kwargs.config.constants.NUM_LAYERS=1',
@@ -231,6 +245,9 @@ def test_a_run_from_the_command_line(tmp_path):
   said = start(*flags)
   assert 'avg_xent' in said
   assert 'Trained to step 4 of 4' in said
+  (go_on,) = [x for x in said.splitlines() if x.startswith('Go on:')]
+  assert 'MAX_STEPS' not in go_on
+  assert go_on.count('checkpoint_dir') == go_on.count('training_steps') == 1
   assert said.count('early_stopping_fn') == 1  # The task's text.
   written = json.loads((run / 'config.json').read_text())
   constants = written['experiment_kwargs']['config']['constants']
@@ -249,3 +266,6 @@ def test_a_run_from_the_command_line(tmp_path):
     found = [json.loads(line) for line in lines]
     assert [f['prompt'] for f in found] == ['def ', 'import']
     assert all(len(f['continuations']) == 1 for f in found)
+  assert 'step 8 of 8' in start(
+    *shlex.split(go_on.split('examples.pax.main')[1])
+  )

@@ -89,12 +89,14 @@ class SampleDecoderHParams(DecoderHParams):
 
   Attributes:
     num_samples: continuations of each prompt.
-    temperature: logits are divided by it.
+    sort_samples: sort the continuations of a prompt by their scores.
+    temperature: logits are divided by it, after `k` and `p`.
     k: draw from so many of the likeliest tokens; 0 is all.
     p: of these from the fewest whose probabilities add up to it; None is all.
   """
 
   num_samples: int = 1
+  sort_samples: bool = True
   temperature: float = 1.0
   k: int = 40
   p: float | None = None

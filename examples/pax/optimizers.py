@@ -322,13 +322,29 @@ class Lion(_Decayed):
   Attributes:
     beta1: of the moment, in the mean whose sign is taken.
     beta2: decay of the moment.
+    m_dtype: type in which the moment is kept; the gradient's is computed in.
+    clip_threshold: the most that an update's root mean square may be, before
+      weight decay and learning rate; 0 is no limit. Signs exceed none above 1.
   """
 
   beta1: float = 0.9
   beta2: float = 0.99
+  m_dtype: Any = jnp.bfloat16
+  clip_threshold: float = 1.0
 
   def _directions(self, num_stacked: NumStacked) -> Transformations:
-    return [optax.scale_by_lion(self.hparams.beta1, self.hparams.beta2)]
+    p = self.hparams
+    lion = optax.scale_by_lion(p.beta1, p.beta2, mu_dtype=p.m_dtype)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+      # Optax would multiply in `m_dtype`.
+      mu = jax.tree.map(lambda m, g: m.astype(g.dtype), state.mu, updates)
+      return lion.update(updates, state._replace(mu=mu), params)
+
+    return [
+      optax.GradientTransformation(lion.init, update),
+      *([_cap_rms(p.clip_threshold, num_stacked)] if p.clip_threshold else []),
+    ]
 
 
 class Muon(_Decayed):

@@ -209,17 +209,39 @@ def test_gradient_descent_with_l2_of_all_but_some():
 
 def test_lion():
   optimizer = optimizers.Lion.HParams(
-    learning_rate=0.1, lr_schedule=_SCHEDULE, weight_decay=0.2, beta1=0.8
+    learning_rate=0.1,
+    lr_schedule=_SCHEDULE,
+    weight_decay=0.2,
+    beta1=0.8,
+    clip_threshold=0.5,
   ).Instantiate()
 
   def step(name, w, g, n, memory):
     del name
-    m = memory.get('m', 0)
-    memory['m'] = 0.99 * m + 0.01 * g
-    sign = np.sign(0.8 * m + 0.2 * g)
-    return w - 0.1 * (1 - (n - 1) / 10) * (sign + 0.2 * w)
+    m = memory.get('m', np.float32(0)).astype(np.float32)
+    memory['m'] = (0.99 * m + 0.01 * g).astype(jnp.bfloat16)
+    sign = np.sign(0.8 * m + 0.2 * g)  # Its root mean square is 1.
+    return w - 0.1 * (1 - (n - 1) / 10) * (0.5 * sign + 0.2 * w)
 
   _compare(optimizer, step)
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'signs'), [('bfloat16', [1, -1]), (jnp.float32, [-1, -1])]
+)
+def test_lion_rounds_its_moment_but_not_its_sums(dtype, signs):
+  hparams = optimizers.Lion.HParams(learning_rate=1.0)
+  assert hparams.m_dtype == jnp.bfloat16
+  optimizer = hparams.set(m_dtype=dtype).Instantiate().make()
+  w = {'w': jnp.zeros(2)}
+  state = optimizer.init(w)
+  _, state = optimizer.update({'w': jnp.ones(2)}, state, w)
+  # 0.9 m is 0.009 in float32, and 0.0090088 if m is 0.01 as a bfloat16; if the
+  # product were rounded as well, 0.0090332.
+  g = {'w': jnp.array([-0.09004, -0.09015])}
+  update, state = optimizer.update(g, state, w)
+  np.testing.assert_array_equal(update['w'], [-x for x in signs])
+  assert optax.tree.get(state, 'mu')['w'].dtype == dtype
 
 
 def _orthogonalize(g):

@@ -7,21 +7,23 @@ Names, fields and values are those of Praxis (Google, 2022).
 """
 
 import abc
+import itertools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from examples.pax import hparams
+from examples.pax import hparams as hparams_lib
 from jaxline import base_config
 
 Point = tuple[int, float]
 
 _POSITIVE = base_config.number('(0, inf)')
+_NOT_NEGATIVE = base_config.number('[0, inf)')
 
 
-class BaseSchedule(hparams.Configurable):
+class BaseSchedule(hparams_lib.Configurable):
   """A function of the step."""
 
   def value_at(self, step: Any) -> jax.Array:
@@ -143,6 +145,16 @@ def _cosine(done: jax.Array) -> jax.Array:
   return 0.5 * (1 + jnp.cos(math.pi * done))
 
 
+class DelayedCosine(_Between):
+  """Half a period of a cosine, from one point to another."""
+
+  limit: Point = (1, 0.5)
+
+  def _at(self, step: jax.Array) -> Any:
+    (start, first), (end, last) = self.hparams.start, self.hparams.limit
+    return last + (first - last) * _cosine(_fraction(step, start, end))
+
+
 class PiecewiseConstant(BaseSchedule):
   """`values[i]` before step `boundaries[i]`, after all of them the last.
 
@@ -217,8 +229,25 @@ class LinearRampupExponentialDecay(_LinearRampup):
     return self.hparams.min_ratio**done
 
 
+class LinearRampupPolynomialDecay(_LinearRampup):
+  """Rises in a straight line, and decays by a power of how much is done.
+
+  Attributes:
+    power: 1 is a straight line.
+  """
+
+  power: float = 1
+
+  _CHECKS = {**_LinearRampup._CHECKS, 'min_ratio': _NOT_NEGATIVE}
+
+  def _decay(self, done: jax.Array) -> jax.Array:
+    return 1 - (1 - self.hparams.min_ratio) * done**self.hparams.power
+
+
 class LinearRampupCosineDecay(_LinearRampup):
   """Rises in a straight line, and decays along half a cosine."""
+
+  _CHECKS = {**_LinearRampup._CHECKS, 'min_ratio': _NOT_NEGATIVE}
 
   def _decay(self, done: jax.Array) -> jax.Array:
     floor = self.hparams.min_ratio
@@ -282,11 +311,13 @@ class Transformer(BaseSchedule):
   Attributes:
     warmup_steps: how long it rises.
     model_dim: width of the model.
+    worker_replicas: what `warmup_steps` is multiplied by.
     decay_end: a step from which it stays; None for none.
   """
 
   warmup_steps: int = 4000
   model_dim: int = 512
+  worker_replicas: int = 1
   decay_end: int | None = None
 
   _CHECKS = {'warmup_steps': _POSITIVE, 'model_dim': _POSITIVE}
@@ -296,4 +327,111 @@ class Transformer(BaseSchedule):
     if p.decay_end is not None:
       step = jnp.minimum(step, float(p.decay_end))
     n = step + 1
-    return p.model_dim**-0.5 * jnp.minimum(n**-0.5, n * p.warmup_steps**-1.5)
+    rise = (p.warmup_steps * p.worker_replicas) ** -1.5
+    return p.model_dim**-0.5 * jnp.minimum(n**-0.5, n * rise)
+
+
+class LinearRampupSqrtDecay(BaseSchedule):
+  """Rises in a straight line, then inverse square root of the step.
+
+  Attributes:
+    peak: the highest value.
+    warmup_steps: the step at which it is reached.
+  """
+
+  peak: float = 1.0
+  warmup_steps: int = 4000
+
+  _CHECKS = {'warmup_steps': _POSITIVE}
+
+  def _at(self, step: jax.Array) -> Any:
+    part = jnp.maximum(step, 1.0) / self.hparams.warmup_steps
+    return self.hparams.peak * jnp.minimum(part, part**-0.5)
+
+
+class ContinuousSchedule(BaseSchedule):
+  """Constant, then halved every so many steps, down to a least value.
+
+  Attributes:
+    initial_value: up to `start_step`.
+    start_step: from where it falls.
+    half_life_steps: in how many steps it is halved.
+    min: of `initial_value`, what is left at the end.
+  """
+
+  initial_value: float = 1.0
+  start_step: int = 400_000
+  half_life_steps: int = 100_000
+  min: float = 0.01
+
+  _CHECKS = {'half_life_steps': _POSITIVE, 'min': _POSITIVE}
+
+  def _at(self, step: jax.Array) -> Any:
+    p = self.hparams
+    halvings = jnp.maximum(step - p.start_step, 0.0) / p.half_life_steps
+    return p.initial_value * jnp.maximum(0.5**halvings, p.min)
+
+
+class _Several(BaseSchedule):
+  """Made of other schedules.
+
+  Attributes:
+    schedules: templates.
+  """
+
+  schedules: tuple[Any, ...] = ()
+
+  def __init__(self, hparams: Any):
+    super().__init__(hparams)
+    where = f'{type(self).__name__}.schedules'
+    self._parts = [
+      hparams_lib.instantiate(x, BaseSchedule, where) for x in hparams.schedules
+    ]
+
+
+class PiecewiseSchedule(_Several):
+  """One schedule after the other, each with the steps since its own start.
+
+  Attributes:
+    boundaries: steps at which the next begins, in order.
+    schedules: templates, one more than there are boundaries.
+  """
+
+  boundaries: tuple[int, ...] = ()
+
+  _RULES = {
+    'boundaries in order': lambda p: _in_order(p.boundaries),
+    'one schedule more than boundaries': (
+      lambda p: len(p.schedules) == len(p.boundaries) + 1
+    ),
+  }
+
+  def _at(self, step: jax.Array) -> Any:
+    starts = (0, *self.hparams.boundaries)
+    values = [
+      part.value_at(step - start)
+      for start, part in zip(starts, self._parts, strict=True)
+    ]
+    return _piece(step, self.hparams.boundaries, jnp.stack(values))
+
+
+class CycleSchedule(_Several):
+  """Schedules by turns; each is given the run's step.
+
+  Attributes:
+    schedules: templates, of which one at least.
+    steps: for how many steps each has its turn.
+  """
+
+  steps: tuple[int, ...] = ()
+
+  _RULES = {
+    'as many schedules as steps, which are positive': (
+      lambda p: len(p.schedules) == len(p.steps) and min(p.steps, default=0) > 0
+    )
+  }
+
+  def _at(self, step: jax.Array) -> Any:
+    *ends, period = itertools.accumulate(self.hparams.steps)
+    values = jnp.stack([part.value_at(step) for part in self._parts])
+    return _piece(jnp.mod(step, period), ends, values)

@@ -79,6 +79,50 @@ _RESNET = schedules.LinearRampupPiecewiseConstant.HParams(
       {0: 2, 5: 2, 6: 1.75, 7: 1.25, 8: 1},
     ),
     (
+      schedules.LinearRampupPolynomialDecay.HParams(
+        warmup_steps=2, decay_start=4, decay_end=8, min_ratio=0, max=8, power=2
+      ),
+      {0: 0, 1: 4, 2: 8, 4: 8, 5: 7.5, 6: 6, 7: 3.5, 8: 0, 9: 0},
+    ),
+    (
+      schedules.DelayedCosine.HParams(start=(10, 3.0), limit=(22, 1.0)),
+      {0: 3, 10: 3, 14: 2.5, 16: 2, 18: 1.5, 22: 1, 30: 1},
+    ),
+    (
+      schedules.LinearRampupSqrtDecay.HParams(peak=2.0, warmup_steps=4),
+      {0: 0.5, 1: 0.5, 2: 1, 4: 2, 16: 1, 64: 0.5},
+    ),
+    (
+      schedules.ContinuousSchedule.HParams(
+        initial_value=8.0, start_step=10, half_life_steps=5, min=0.2
+      ),
+      {0: 8, 10: 8, 15: 4, 20: 2, 21: 8 * 0.5**2.2, 25: 1.6, 99: 1.6},
+    ),
+    (
+      schedules.PiecewiseSchedule.HParams(
+        boundaries=(2, 5),
+        schedules=(
+          schedules.Linear.HParams(start=(0, 1.0), limit=(4, 5.0)),
+          schedules.Linear.HParams(start=(0, 9.0), limit=(3, 6.0)),
+          schedules.Constant.HParams(value=0.5),
+        ),
+      ),
+      # The second counts its own steps.
+      {0: 1, 1: 2, 2: 9, 3: 8, 4: 7, 5: 0.5, 99: 0.5},
+    ),
+    (
+      schedules.CycleSchedule.HParams(
+        schedules=(
+          schedules.Linear.HParams(start=(0, 0.0), limit=(10, 10.0)),
+          schedules.Constant.HParams(value=-1.0),
+          schedules.Constant.HParams(value=-2.0),
+        ),
+        steps=(2, 1, 1),
+      ),
+      # The first counts the run's.
+      {0: 0, 1: 1, 2: -1, 3: -2, 4: 4, 5: 5, 6: -1, 7: -2, 8: 8, 12: 10},
+    ),
+    (
       _RESNET,
       {0: 0, 5: 0.5, 10: 1, 29: 1, 30: 0.1, 59: 0.1, 60: 0.01, 90: 0.01},
     ),
@@ -89,6 +133,12 @@ _RESNET = schedules.LinearRampupPiecewiseConstant.HParams(
     (
       schedules.Transformer.HParams(warmup_steps=4, model_dim=64, decay_end=99),
       {0: 1 / 64, 1: 1 / 32, 3: 1 / 16, 15: 1 / 32, 99: 1 / 80, 500: 1 / 80},
+    ),
+    (
+      schedules.Transformer.HParams(
+        warmup_steps=2, model_dim=64, worker_replicas=2
+      ),
+      {0: 1 / 64, 3: 1 / 16, 15: 1 / 32},
     ),
   ],
   ids=lambda x: '' if isinstance(x, dict) else type(x).__qualname__,
@@ -134,6 +184,13 @@ def test_values_at_steps(hparams, expected):
       'as many values',
     ),
     (schedules.SqrtDecay.HParams(decay_start=0), 'decay_start is 0'),
+    (schedules.PiecewiseSchedule.HParams(), 'one schedule more'),
+    (
+      schedules.CycleSchedule.HParams(
+        schedules=(schedules.Constant.HParams(),), steps=(0,)
+      ),
+      'positive',
+    ),
     (schedules.Transformer.HParams(warmup_steps=0), 'warmup_steps is 0'),
   ],
 )

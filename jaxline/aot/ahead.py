@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jaxlib
 from ml_collections import config_dict
+import numpy as np
 
 from jaxline import base_config
 from jaxline import compilation_cache
@@ -30,7 +31,6 @@ from jaxline.aot import chips
 from jaxline.aot import counting
 from jaxline.aot import hlo
 from jaxline.aot import memory
-from jaxline.aot import programs
 from jaxline.aot import report as report_lib
 from jaxline.checkpoint import files
 from jaxline.metrics import rates
@@ -58,7 +58,7 @@ def compile_experiment(
   """
   directory = pathlib.Path(config.checkpoint_dir) / 'compile'
   directory.mkdir(parents=True, exist_ok=True)
-  report = make_report(experiment_class, config, directory)
+  report = make_report(experiment_class, config)
   if jax.process_index() == 0:
     path = directory / f'{_file_name(report.target)}.json'
     files.write_json(path, report.to_json())
@@ -68,9 +68,7 @@ def compile_experiment(
 
 
 def make_report(
-  experiment_class: Any,
-  config: config_dict.ConfigDict,
-  directory: pathlib.Path | None = None,
+  experiment_class: Any, config: config_dict.ConfigDict
 ) -> report_lib.Report:
   """Compiles a run's steps and returns the report.
 
@@ -78,7 +76,6 @@ def make_report(
     experiment_class: as for `train.train`.
     config: the run's, with the target: `topology` and `num_slices`; without
       them it is the devices of this process.
-    directory: where the compiled programs are saved; None saves none.
 
   Raises:
     chips.TargetError: the config's target cannot be compiled for.
@@ -102,22 +99,15 @@ def make_report(
       f'Whole, or cut less than the sharding asks for: {line}'
       for line in experiment.uncut_weights
     ]
-    saved = None
     # XLA writes its dump only if it compiles.
-    place: Any = compilation_cache.configured(
-      {'jax_enable_compilation_cache': False}
-    )
-    if can_compile and directory is not None:
-      saved = directory / f'{_file_name(target)}_programs'
-      place = programs.saving(saved, programs.identity(config, devices))
-    with place:
+    with compilation_cache.configured({'jax_enable_compilation_cache': False}):
       compiled = [
         _compile(step, experiment, target, notes)
         if can_compile
         else _size(step, target)
         for step in steps
       ]
-    state, batch, _ = steps[0].args
+    state, batch, *_ = steps[0].args
     notes += _beside_evaluation(_bytes(state.opt_state), compiled, target)
     report = report_lib.Report(
       experiment=type(experiment).__name__,
@@ -129,10 +119,9 @@ def make_report(
       state_bytes=_bytes(state),
       gradient_bytes=_gradient_bytes(experiment, state),
       batch_bytes=_bytes(batch),
-      bubble_fraction=experiment.bubble_fraction,
+      bubble_fraction=counting.bubble_fraction(steps[0].traced.jaxpr),
       programs=tuple(compiled),
       notes=tuple(notes),
-      saved=str(saved) if saved and saved.exists() else '',
       versions=_versions(config.topology),
     )
   if not report.fits:
@@ -218,7 +207,7 @@ class _Step:
 
   name: str
   traced: Any
-  args: tuple[Any, Any, Any]
+  args: tuple[Any, ...]
   model_flops: float
 
 
@@ -239,10 +228,13 @@ def _steps(
   except NotImplementedError:
     notes.append('There is no eval step: eval_input is not implemented.')
     return
-  args = dataclasses.replace(state, opt_state=None), batch, rng
-  traced = eval_step.trace(*args)
-  flops = counting.flops(traced.jaxpr) * (1 - experiment.bubble_fraction)
-  yield _Step('eval step', traced, args, flops)
+  place = jax.ShapeDtypeStruct(
+    [2], np.uint32, sharding=experiment.partitioner.replicated
+  )
+  eval_args = dataclasses.replace(state, opt_state=None), batch, rng, place
+  traced = eval_step.trace(*eval_args)
+  flops = counting.flops(traced.jaxpr)
+  yield _Step('eval step', traced, eval_args, flops)
 
 
 def _size(step: _Step, target: report_lib.Target) -> report_lib.Program:

@@ -9,6 +9,7 @@ program says so. An estimate would be neither an upper nor a lower bound.
 
 from collections.abc import Callable, Iterator
 import math
+import re
 from typing import Any
 
 from absl import logging
@@ -24,10 +25,11 @@ def flops(function: Any, *args: Any) -> float:
   """Returns the FLOPs of a program's matrix products and convolutions.
 
   A multiplication and an addition are two. The whole program counts, over all
-  devices: a `shard_map` as often as it has devices, a `scan` its length. Of a
-  `cond` the most expensive branch counts. A `while` counts once, with a warning
-  if it has products. cuDNN's attention counts fully, although a causal kernel
-  skips about half; splash attention counts without the blocks that it skips.
+  devices: a `shard_map` as often as it has devices, a `scan` its length, and a
+  pipeline without its bubble (`partly_idle`). Of a `cond` the most expensive
+  branch counts. A `while` counts once, with a warning if it has products.
+  cuDNN's attention counts fully, although a causal kernel skips about half;
+  splash attention counts without the blocks that it skips.
 
   Args:
     function: a function of arrays, or its jaxpr.
@@ -49,6 +51,40 @@ def forward_flops(jaxpr: Any) -> float:
     jaxpr: that of a function that calls `jax.grad` or `jax.value_and_grad`.
   """
   return _jaxpr_flops(jaxpr, _OUTSIDE)
+
+
+_SCOPE = re.compile(r'(\d+)_rounds_used')
+
+
+def partly_idle(num_used: int) -> Any:
+  """Returns a context for a `scan` whose rounds are not all used.
+
+  The stages of a pipeline compute in each round, but in the bubble nothing that
+  is used. Such rounds are no work of the model, and are not counted.
+  """
+  return jax.named_scope(f'{num_used}_rounds_used')
+
+
+def bubble_fraction(jaxpr: Any) -> float:
+  """Returns the part of a pipeline's rounds that is idle; 0 without one."""
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == 'scan':
+      length = equation.params['length']
+      if idle := length - _used_rounds(equation):
+        return idle / length
+    inner = map(bubble_fraction, _jaxprs(equation.params))
+    if fraction := max(inner, default=0.0):
+      return fraction
+  return 0.0
+
+
+def _used_rounds(scan: Any) -> int:
+  """Returns how many rounds of a `scan` are work of the model."""
+  # Equations inside of the scan do not have its scope.
+  for entry in scan.source_info.name_stack.stack:
+    if found := _SCOPE.fullmatch(entry.name):
+      return int(found[1])
+  return scan.params['length']
 
 
 # What of a program is counted: all of it; or the products of a forward pass,
@@ -86,13 +122,14 @@ def _equation_flops(equation: Any, counted: int) -> float:
         sum(inner),
       )
     return sum(inner)
-  return _repeats(name, params) * _share(equation) * sum(inner)
+  return _repeats(equation) * _share(equation) * sum(inner)
 
 
-def _repeats(name: str, params: Any) -> int:
+def _repeats(equation: Any) -> int:
   """Returns how often the jaxpr of an equation runs."""
+  name, params = equation.primitive.name, equation.params
   if name == 'scan':
-    return params['length']
+    return _used_rounds(equation)
   if name == 'shard_map':
     mesh = params['mesh']
     return math.prod(mesh.shape[a] for a in params['newly_manual_axes'])

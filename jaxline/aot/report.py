@@ -156,7 +156,6 @@ class Report:
     programs: the train step and the eval step.
     hints: suggested changes if it does not fit, most effective first.
     notes: what is missing in this report, and why.
-    saved: where the compiled programs are; '' if they are not saved.
     versions: name -> version.
     schema: of the JSON.
   """
@@ -174,7 +173,6 @@ class Report:
   programs: tuple[Program, ...]
   hints: tuple[str, ...] = ()
   notes: tuple[str, ...] = ()
-  saved: str = ''
   versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
   schema: int = SCHEMA
 
@@ -250,7 +248,7 @@ def _lines(report: Report) -> Iterable[str]:
         yield from _wrap('  - ', text)
   yield ''
   versions = ', '.join(f'{k} {v}' for k, v in report.versions.items())
-  yield from _table([('saved programs', report.saved), ('versions', versions)])
+  yield from _table([('versions', versions)])
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> Iterable[str]:

@@ -434,15 +434,20 @@ def read_whole(
 
 
 def match_rules(
-  names: Iterable[str], rules: Iterable[tuple[str, str | None]], where: str
+  names: Iterable[str],
+  rules: Iterable[tuple[str, str | None]],
+  where: str,
+  matches: Callable[[str, str], re.Match[str] | None] = re.fullmatch,
 ) -> tuple[dict[str, str], list[str]]:
   """Returns which arrays get which, by the first rule that matches.
 
   Args:
     names: those of arrays.
-    rules: pairs of a regular expression for a whole name, and the name of its
-      source in the checkpoint; with None, the array has none.
+    rules: pairs of a regular expression and the name of the source in the
+      checkpoint; with None, the array has none.
     where: what has the rules, for messages.
+    matches: `re.fullmatch`, or `re.match` for a regular expression that matches
+      a name's start.
 
   Returns:
     Name -> that of its source; and the expressions that are used for no name.
@@ -456,7 +461,7 @@ def match_rules(
   for name in names:
     for pattern, source in rules:
       try:
-        if match := re.fullmatch(pattern, name):
+        if match := matches(pattern, name):
           used.add((pattern, source))  # To have one twice is no mistake.
           if source is not None:
             sources[name] = match.expand(source)

@@ -6,6 +6,7 @@ methods, and every config has all keys (`base_config.complete_config`).
 """
 
 from collections.abc import Callable, Mapping
+import functools
 import importlib
 import inspect
 from typing import Any
@@ -18,6 +19,7 @@ from jaxline import base_config
 from jaxline import errors
 from jaxline import experiment as experiment_lib
 from jaxline.checkpoint import base
+from jaxline.compat import prng
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
 
@@ -218,6 +220,22 @@ def initialize_experiment(
       getattr(experiment_class, '__name__', experiment_class),
     )
   return experiment_class(mode, **given, **experiment_kwargs)
+
+
+def init_rng(
+  experiment_class: Any, config: config_dict.ConfigDict
+) -> jax.Array:
+  """Returns the key that an experiment outside of training initialises from.
+
+  In the sharded style it is the key of training. In the per-device style it is
+  the unsplit key, as in JAXline.
+  """
+  cls = experiment_class
+  while isinstance(cls, functools.partial):
+    cls = cls.func
+  if getattr(cls, 'IS_SHARDED', None) is True:  # A mock has any attribute.
+    return prng.run_keys(config)[1]
+  return jax.random.PRNGKey(config.random_seed)
 
 
 def construct(

@@ -1,4 +1,4 @@
-"""Random keys per host and per device."""
+"""Random keys: of a run, of a named stream, per host and per device."""
 
 from __future__ import annotations
 
@@ -6,12 +6,37 @@ import collections
 import enum
 import functools
 from typing import Any
+import zlib
 
 import jax
 import jax.numpy as jnp
+from ml_collections import config_dict
 import numpy as np
 
 from jaxline.compat import devices
+
+
+def run_keys(config: config_dict.ConfigDict) -> tuple[jax.Array, jax.Array]:
+  """Returns the key of a run's training steps, and that of its weights."""
+  rng = jax.random.PRNGKey(config.random_seed)
+  if config.legacy_random_seed_behavior:
+    return rng, rng
+  step_rng, init_rng = jax.random.split(rng)
+  return step_rng, init_rng
+
+
+def stream_number(name: str) -> np.uint32:
+  """Returns the number that stands for a name in `jax.random.fold_in`.
+
+  It depends on the name only. A small number would not do: the first keys that
+  `jax.random.split` returns are `fold_in` of 0, 1, ...
+  """
+  return np.uint32(zlib.crc32(name.encode()))
+
+
+def stream(rng: jax.Array, name: str) -> jax.Array:
+  """Returns the key of a named stream, such as that of all evaluations."""
+  return jax.random.fold_in(rng, stream_number(name))
 
 
 class DistributedRNGMode(enum.Enum):

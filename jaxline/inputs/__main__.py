@@ -93,17 +93,6 @@ def _host(text: str) -> tuple[int, int]:
 _host.__name__ = 'INDEX/COUNT'  # For the message of argparse.
 
 
-def _number(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
-  def parse(text: str) -> Any:
-    value = kind(text)
-    if not least <= value < math.inf:
-      raise ValueError
-    return value
-
-  parse.__name__ = f'finite {kind.__name__} of at least {least},'
-  return parse
-
-
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog='python -m jaxline.inputs',
@@ -125,13 +114,12 @@ def _parser() -> argparse.ArgumentParser:
     allow_abbrev=False,
   )
   sub.set_defaults(run=_show)
-  count = _number(int, 1)
   for flag, kind, default, what in (
-    ('-n', _number(int, 0), 3, 'batches to print'),
-    ('--hosts', count, None, "hosts to compare; the default is --host's, or 2"),
-    ('--batches', count, 20, 'batches of each host to compare'),
-    ('--max_batches', count, 1000, 'batches to count, where the data ends'),
-    ('--seconds', _number(float, 0.001), 1.0, 'how long to measure the speed'),
+    ('-n', int, 3, 'batches to print'),
+    ('--hosts', int, None, "hosts to compare; the default is --host's, or 2"),
+    ('--batches', int, 20, 'batches of each host to compare'),
+    ('--max_batches', int, 1000, 'batches to count, where the data ends'),
+    ('--seconds', float, 1.0, 'how long to measure the speed'),
     ('--host', _host, None, 'which host to print, from 0, such as 1/4'),
     ('--set', str, None, 'which evaluation set; the default is the first'),
   ):
@@ -172,11 +160,10 @@ def _tokenize(args: argparse.Namespace, rest: Sequence[str]) -> int:
       ' --config=FILE (with an equals sign), whose fields say what is read.'
     )
   try:
-    with token_cache.must_keep():
-      if not args.files:
-        print(_about(input_maker(platform.load_config(rest), 'train')()))
-        return 0
-      corpus = text.load_corpus(args.files, **given)
+    if not args.files:
+      print(_about(input_maker(platform.load_config(rest), 'train')()))
+      return 0
+    corpus = text.load_corpus(args.files, **given)
     folder = given.get('cache_dir') or token_cache.default_cache_dir()
     print(f'{corpus.summary}, in {folder}; SHA-256 {corpus.sha256}')
   except (ValueError, OSError, ImportError) as e:

@@ -34,7 +34,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import inspect
 import json
 import numbers
@@ -43,7 +42,6 @@ import pathlib
 import secrets
 from typing import Any, ClassVar, NoReturn, Self
 
-from absl import logging
 import jax
 import numpy as np
 
@@ -53,12 +51,11 @@ from jaxline import errors
 
 # The entry of a batch with its weights: float32, 0 for padding.
 WEIGHTS = 'weights'
-# The entry of an identity with the version of the order; without it, it is 1.
-ORDER_VERSION = 'order_version'
 # The entry of a batch that marks padding: 1 for padding, else 0.
 PADDINGS = 'paddings'
 
-_STATE_FORMAT = 1
+# Raise it whenever the same position would mean other data than before.
+_STATE_FORMAT = 2
 
 
 class Batch(dict[str, Any]):
@@ -101,124 +98,49 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-class OldPositionError(errors.UsageError):
-  """A position is void, since the order of the data is another now."""
-
-
-@dataclasses.dataclass(eq=False)
-class Rounding:
-  """Rounds global batches up until they divide over those who share them.
-
-  The state of an input that is built inside of `act_as_host` holds the sizes,
-  so that a run that goes on with fewer devices keeps the batch that it had.
-
-  Attributes:
-    multiple: into how many equal parts a batch is cut.
-    sharers: who has these parts, for the log: '4 hosts'.
-    kept: `rounded` of the run before: used again where it divides.
-    rounded: given -> used rows, of the sizes that were not used as given.
-  """
-
-  multiple: int
-  sharers: str
-  kept: Mapping[int, int] = dataclasses.field(default_factory=dict)
-  rounded: dict[int, int] = dataclasses.field(default_factory=dict, init=False)
-  _warned: set[int] = dataclasses.field(default_factory=set, init=False)
-
-  def rows(self, given: int) -> int:
-    """Returns the rows of a global batch for which `given` were asked."""
-    before = used = self.kept.get(given, given)
-    if used < given or used % self.multiple:
-      used = -(-given // self.multiple) * self.multiple
-    if used != given:
-      self.rounded[given] = used
-    if {used, before} != {given} and given not in self._warned:
-      self._warned.add(given)
-      why = f'the run began with {before}'
-      if given % self.multiple:
-        why = f'{given} is no multiple of {self.multiple} ({self.sharers})'
-        why += f', and the run began with {before}' * (before != given)
-      logging.warning(
-        'A global batch (%d rows in the config) has %d rows: %s. The results'
-        ' are those of so many.',
-        given,
-        used,
-        why,
-      )
-    return used
-
-
-@functools.cache  # It warns once, though each evaluation makes its input.
-def _rounding_over(num_hosts: int) -> Rounding:
-  return Rounding(num_hosts, f'{num_hosts} hosts')
-
-
-# Index, count, and the rounding of an experiment's training.
-_Host = tuple[int, int, Rounding | None]
-_HostVar = contextvars.ContextVar[_Host | None]
-_acting: _HostVar = contextvars.ContextVar('acting', default=None)
-_pretended: _HostVar = contextvars.ContextVar('pretended', default=None)
+_host = contextvars.ContextVar[tuple[int, int] | None]('host', default=None)
 
 
 @contextlib.contextmanager
-def _host_is(variable: _HostVar, host: _Host) -> Iterator[None]:
-  token = variable.set(host)
-  try:
-    yield
-  finally:
-    variable.reset(token)
-
-
-def act_as_host(
-  index: int, count: int, rounding: Rounding | None = None
-) -> contextlib.AbstractContextManager[None]:
+def act_as_host(index: int, count: int) -> Iterator[None]:
   """Makes the inputs that are built inside those of one host of several.
 
-  For processes that share the rows of a batch: the inputs treat them as one
-  host. Inside of `pretend_host` it has no effect.
+  For processes that share the rows of a batch, which the inputs treat as one
+  host, and to look at the data of another host.
 
   Args:
     index: which host, from 0.
-    count: of how many.
-    rounding: of the batches of `per_host`, to a multiple of `count`; None
-      rounds to `count`.
+    count: the number of hosts.
   """
-  return _host_is(_acting, (index, count, rounding))
-
-
-def pretend_host(
-  index: int, count: int
-) -> contextlib.AbstractContextManager[None]:
-  """Makes the inputs that are built inside those of one host of several.
-
-  `python -m jaxline.inputs show --host 1/4` does it to look at an experiment's
-  inputs as another machine would have them. Arguments as of `act_as_host`.
-  """
-  return _host_is(_pretended, (index, count, None))
-
-
-def _this_host() -> _Host:
-  found = _pretended.get() or _acting.get()
-  return found or (jax.process_index(), jax.process_count(), None)
+  token = _host.set((index, count))
+  try:
+    yield
+  finally:
+    _host.reset(token)
 
 
 def this_host() -> tuple[int, int]:
-  """Returns whose rows to read, and among how many.
+  """Returns the index and the number of hosts that inputs are built for.
 
-  Those of JAX's process, or of `act_as_host`, or pretended.
+  They are those of `act_as_host`, or else of JAX's process.
   """
-  return _this_host()[:2]
+  return _host.get() or (jax.process_index(), jax.process_count())
 
 
 def per_host(global_batch_size: int) -> int:
   """Returns the `batch_size` of each host for a global one.
 
-  It is rounded up, with a line in the log, to a multiple of the hosts; in an
-  experiment's `train_input` to one of all devices that share a batch, times
-  `gradient_accumulation_steps`.
+  Raises:
+    UsageError: the global one does not divide over the hosts.
   """
-  _, count, rounding = _this_host()
-  return (rounding or _rounding_over(count)).rows(global_batch_size) // count
+  count = this_host()[1]
+  if global_batch_size % count:
+    following = -(-global_batch_size // count) * count
+    raise errors.UsageError(
+      f'A global batch of {global_batch_size} rows does not divide over'
+      f' {count} hosts; make it a multiple of {count}, such as {following}.'
+    )
+  return global_batch_size // count
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -242,10 +164,7 @@ class BaseInput:
     reset_for_eval: whether each evaluation is one epoch from its beginning.
     eval_loop_num_batches: batches an evaluation; see the top of this module.
     batch_padding_size: rows of weight 0 that `get_next_padded` adds to each
-      batch, for a `batch_size` that does not divide over the devices. One from
-      `per_host` does, in training, and needs none.
-    custom_device_order: ids of this process's devices, in the order in which
-      they get the rows of a batch. None is the order of the mesh.
+      batch, for a `batch_size` that does not divide over the devices.
     input_checkpointing_enabled: whether checkpoints hold the position.
   """
 
@@ -258,7 +177,6 @@ class BaseInput:
   reset_for_eval: bool = False
   eval_loop_num_batches: int | None = 1
   batch_padding_size: int = 0
-  custom_device_order: tuple[int, ...] | None = None
   input_checkpointing_enabled: bool = True
 
   # Whether positions are the same on every host and fit any number of them.
@@ -268,12 +186,8 @@ class BaseInput:
     self.name = self.name or type(self).__name__
     self._resolve_hosts()
     self._check_fields()
-    # The batch that was peeked at, and the state in front of it.
-    self._peeked: tuple[dict[str, Any], bytes | None] | None = None
     self._ended = False
     self._num_read = 0
-    rounding = _this_host()[2]
-    self._rounded = rounding.rounded if rounding else {}
     self._default_seed = 0
     if (
       self.is_training
@@ -303,8 +217,6 @@ class BaseInput:
   def _check_fields(self) -> None:
     self._check_batch_size()
     self.check_integer('batch_padding_size', 0)
-    for key in ('is_training', 'reset_for_eval', 'input_checkpointing_enabled'):
-      self.check_flag(key)  # The text 'False' is true.
     n = self.eval_loop_num_batches
     if n is not None and (not is_integer(n) or (n < 1 and n != -1)):
       self.refuse(
@@ -345,12 +257,6 @@ class BaseInput:
       f'{self.name}.{key} is {getattr(self, key)!r}; expected {expected}.'
     )
 
-  def check_flag(self, key: str, or_none: bool = False) -> None:
-    """Refuses a field that is neither True nor False (nor None)."""
-    value = getattr(self, key)
-    if not isinstance(value, bool) and not (or_none and value is None):
-      self.refuse(key, 'True, False or None' if or_none else 'True or False')
-
   def check_integer(
     self, key: str, least: int = 1, or_none: bool = False
   ) -> None:
@@ -373,7 +279,6 @@ class BaseInput:
 
   def reset(self) -> None:
     """Goes back to the beginning; a subclass calls this one too."""
-    self._peeked = None
     self._ended = False
     self._num_read = 0
 
@@ -397,8 +302,7 @@ class BaseInput:
     """Returns the plain values on which the meaning of a position depends.
 
     A subclass adds its data and its order. If a position is one in the global
-    order (`ANY_NUMBER_OF_HOSTS`), the hosts are not part of it. An entry
-    `ORDER_VERSION` is that of the order: positions of another one are void.
+    order (`ANY_NUMBER_OF_HOSTS`), the hosts are not part of it.
     """
     if self.ANY_NUMBER_OF_HOSTS:
       return {}
@@ -448,7 +352,7 @@ class BaseInput:
   def _agree_on_seed(self) -> int:
     """Draws a seed, the same on all hosts: they share one order."""
     if self.num_infeed_hosts not in (1, jax.process_count()):
-      return 0  # Of `pretend_host`: there is no other process to agree with.
+      return 0  # Of `act_as_host`: there is no other process to agree with.
     return distributed.of_chief(secrets.randbits(31))
 
   def describe(self) -> str:
@@ -459,7 +363,7 @@ class BaseInput:
       return f'{self.name}, which cannot say where it stands ({e!r})'
 
   def get_next_padded(self) -> dict[str, Any]:
-    """Returns the next batch, the peeked one if there is one, filled up.
+    """Returns the next batch, filled up.
 
     Returns:
       Arrays [batch_size + batch_padding_size, ...]. Padding rows are zeros;
@@ -470,10 +374,6 @@ class BaseInput:
       StopIteration: at the end of the data, again and again until `reset` or
         `set_state`.
     """
-    if self._peeked is not None:
-      batch, _ = self._peeked
-      self._peeked = None
-      return batch
     if self._ended:
       raise StopIteration
     try:
@@ -496,43 +396,12 @@ class BaseInput:
     self._num_read += 1
     return batch
 
-  def peek_padded(self) -> dict[str, Any] | None:
-    """Returns the next batch of `get_next_padded`; None at the end of the data.
-
-    A state that is saved meanwhile is that before the peeked batch, so the
-    batch is not lost. (`get_next` ignores it and reads the batch after it.)
-    """
-    if self._peeked is None:
-      state = self.get_state() if self.saves_position else None
-      try:
-        batch = self.get_next_padded()
-      except StopIteration:
-        return None
-      self._peeked = batch, state
-    return self._peeked[0]
-
   def __iter__(self) -> Self:
     """Returns itself; `next` is `get_next_padded`."""
     return self
 
   def __next__(self) -> dict[str, Any]:
     return self.get_next_padded()
-
-  def skip(self, num_batches: int) -> None:
-    """Goes on behind so many batches.
-
-    Raises:
-      ValueError: there are not so many.
-    """
-    for number in range(num_batches):
-      if next(self, None) is None:
-        raise self._skips_too_many(number, num_batches)
-
-  def _skips_too_many(self, number: int, num_batches: int) -> Exception:
-    return ValueError(
-      f'{self.name} ended after {number} of {num_batches} batches that were to'
-      ' be skipped.'
-    )
 
   def eval_batches(self) -> Iterator[dict[str, Any]]:
     """Yields the batches of one evaluation: see the top of this module.
@@ -542,8 +411,10 @@ class BaseInput:
     """
     if self.reset_for_eval:
       self.reset()
-      if self.peek_padded() is None:
+      first = next(self, None)
+      if first is None:
         raise ValueError(f'{self.name} has no data to evaluate on.')
+      yield first
       yield from self
       return
     assert self.eval_loop_num_batches is not None
@@ -573,8 +444,6 @@ class BaseInput:
         f'{self.name} has input_checkpointing_enabled=False; set it to True to'
         ' save its position.'
       )
-    if self._peeked is not None and self._peeked[1] is not None:
-      return self._peeked[1]
     state = {
       'format': _STATE_FORMAT,
       'input': type(self).__name__,
@@ -583,8 +452,6 @@ class BaseInput:
       'identity': self.identity(),
       'position': self.position(),
     }
-    if self._rounded:
-      state['rounded'] = self._rounded
     return json.dumps(state, sort_keys=True, default=_plain).encode()
 
   def set_state(self, state: bytes) -> None:
@@ -594,38 +461,25 @@ class BaseInput:
       state: the value that it returned.
 
     Raises:
-      OldPositionError: it is of a version with another order.
       ValueError: it is the state of another input, other data, another order,
-        or, where the input depends on them, of other hosts.
+        an earlier version of jaxline or, where the input depends on them, of
+        other hosts.
     """
+    here = {'format': _STATE_FORMAT, 'input': type(self).__name__}
     try:
       values = json.loads(state)
-      there = {'input': values['input'], **values['identity']}
+      there = {key: values[key] for key in here} | values['identity']
     except (LookupError, TypeError, ValueError) as e:
       raise ValueError(
         f'{self.name}.set_state got {state!r:.80}, which is no state of such an'
         ' input. Give what get_state() returned.'
       ) from e
-    here = {'input': type(self).__name__, **self.identity()}
-    here = json.loads(json.dumps(here, default=_plain))
-    # Of this input, and of those that it is made of.
-    is_version = lambda key: key.rpartition('.')[2] == ORDER_VERSION
-    versions = sorted(filter(is_version, {**there, **here}))
-    before, now = (
-      ', '.join(str(x.pop(key, 1)) for key in versions) for x in (there, here)
-    )
+    here = json.loads(json.dumps(here | self.identity(), default=_plain))
     differences = [
       f'{key} is {there.get(key)!r} in the state and {here.get(key)!r} here'
       for key in {**there, **here}
       if there.get(key) != here.get(key)
     ]
-    if before != now and not differences:
-      raise OldPositionError(
-        f'The position of {self.name} is void, since the order of its data'
-        f' changed: it is {before} in the state and {now} here. Set'
-        " config.on_config_change = 'continue' to start the data anew, or use"
-        ' the version of jaxline that saved it.'
-      )
     if differences:
       raise ValueError(
         f'{self.name} cannot go on from this state: {"; ".join(differences)}.'
@@ -633,7 +487,6 @@ class BaseInput:
         ' anew.'
       )
     self.set_position(values['position'])  # First: it may refuse.
-    self._peeked = None
     self._ended = values['ended']
     self._num_read = values['num_read']
 
@@ -666,7 +519,6 @@ class ResumableInput(BaseInput, abc.ABC):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    self.check_flag('repeat', or_none=True)
     if self.repeat and self.reset_for_eval:
       raise errors.UsageError(
         f'{self.name} has reset_for_eval=True and repeat=True: one epoch would'
@@ -717,19 +569,6 @@ class ResumableInput(BaseInput, abc.ABC):
   def close(self) -> None:
     """Ends the iterator."""
     self._iterator = None
-
-
-def rounded_in(state: Any) -> dict[int, int]:
-  """Returns the `Rounding.rounded` of the input that a state is from.
-
-  Args:
-    state: of `get_state` of any input; None for a new run.
-  """
-  try:
-    rounded = json.loads(state)['rounded']
-    return {int(given): int(used) for given, used in rounded.items()}
-  except Exception:  # Of another iterator, whose state may be anything.
-    return {}
 
 
 def num_rows(batch: Mapping[str, Any]) -> int:

@@ -18,7 +18,7 @@ The records of a batch are read in one call where the source can do that
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 import dataclasses
 import functools
@@ -37,10 +37,6 @@ from jaxline import errors
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 
-# Grain's nodes that batch, and those that leave records out. (Grain gives them
-# no public names.)
-_BATCH_NODES = {'BatchMapDataset', 'BatchIterDataset'}
-_SPARSE_NODES = {'FilterMapDataset', 'FlatMapMapDataset'}
 _TUPLE = '__tuple__'  # The key of what is one, in JSON.
 
 
@@ -48,7 +44,7 @@ _TUPLE = '__tuple__'  # The key of what is one, in JSON.
 class GrainInput(indexed.IndexedInput):
   """Records that Grain can read, each a dict of arrays, as batches of them.
 
-  Of an `IterDataset`, `shuffle` means nothing and `num_threads` must be 0 (see
+  Of an `IterDataset`, `shuffle` and `num_threads` mean nothing (see
   `to_iter_dataset`); one-epoch evaluation needs one host, since nobody knows
   how many records a stream has. With `repeat` it begins again at its end: in
   the same order, unless it is made by a function that takes `epoch`.
@@ -137,31 +133,18 @@ class GrainInput(indexed.IndexedInput):
         ' numbers, which the input deals out and shuffles itself: each host'
         ' would read a part of its part. Let it return all of them.'
       )
+    if len(self._records) == sys.maxsize:
+      raise ValueError(
+        f'{self.name}.dataset repeats without end, so that it has no epochs.'
+        ' Leave out .repeat().'
+      )
     # Functions of a record, and whether they take a generator.
     self._steps: list[tuple[Callable[..., Any], bool]] = []
     for t in self.transformations:
       is_random = isinstance(t, grain.transforms.RandomMap)
       function = t.map if isinstance(t, grain.transforms.Map) else t
       function = t.random_map if is_random else function
-      if not callable(function):
-        raise TypeError(
-          f'{self.name}.transformations has {t!r}; expected functions of a'
-          ' record, grain.transforms.Map or RandomMap. What leaves records out'
-          ' or makes several of one needs a stream: an IterDataset.'
-        )
       self._steps.append((function, is_random))
-    if not isinstance(self._records, grain.MapDataset):
-      return
-    nodes = {type(node).__name__ for node in _nodes(self._records)}
-    refused = nodes & (_BATCH_NODES | _SPARSE_NODES)
-    if len(self._records) == sys.maxsize or refused:
-      raise ValueError(
-        f'{self.name}.dataset repeats without end, leaves records out or is'
-        f' batched ({", ".join(sorted(nodes))}). Leave out .repeat() and'
-        ' .batch(), which the input does itself, with repeat=True, batch_size'
-        ' and collate; filter the data beforehand, or give a stream:'
-        ' .to_iter_dataset() behind the filter.'
-      )
 
   def _check_stream(self) -> None:
     if self.num_infeed_hosts != 1 and not (
@@ -173,27 +156,6 @@ class GrainInput(indexed.IndexedInput):
         ' different numbers of batches. Give a function that takes host_index'
         ' and num_hosts and returns the part of that host, and set repeat=True;'
         ' or give a grain.MapDataset.'
-      )
-    if not self.repeat and _has_no_end(self._records):
-      raise ValueError(
-        f'{self.name}.dataset has no end, and repeat is False: one epoch of it'
-        ' would never end. Leave out its .repeat(), or set repeat=True.'
-      )
-    if self.num_threads:
-      self.refuse(
-        'num_threads',
-        '0 for an IterDataset, which has threads of its own: set them with'
-        ' .to_iter_dataset(grain.ReadOptions(num_threads=...))',
-      )
-    # A later node of a stream may take batches apart again.
-    import grain
-
-    if type(self._records).__name__ in _BATCH_NODES or any(
-      isinstance(t, grain.transforms.Batch) for t in self.transformations
-    ):
-      raise ValueError(
-        f'{self.name}.dataset is batched; leave out its .batch(): the input'
-        ' makes the batches, of batch_size and with `collate`.'
       )
 
   def _collate(self, records: list[Any]) -> Any:
@@ -352,28 +314,6 @@ class GrainInput(indexed.IndexedInput):
       f'record {record} of epoch {epoch} of the stream of host'
       f' {self.infeed_host_index}/{self.num_infeed_hosts}'
     )
-
-
-def _nodes(dataset: Any) -> Iterator[Any]:
-  """Yields a dataset and all that it is made of."""
-  yield dataset
-  for parent in dataset.parents:
-    yield from _nodes(parent)
-
-
-def _has_no_end(dataset: Any) -> bool:
-  """Returns whether a dataset says that it never ends."""
-  import grain
-
-  if isinstance(dataset, grain.MapDataset):
-    return len(dataset) == sys.maxsize
-  name = type(dataset).__name__
-  if name == 'LimitIterDataset':
-    return False
-  if name == 'RepeatIterDataset' and dataset._num_epochs is None:
-    return True
-  # What zips or mixes several ends with the first of them.
-  return bool(dataset.parents) and all(map(_has_no_end, dataset.parents))
 
 
 def _find_files(

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping
-import copy
 import dataclasses
 import functools
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -38,7 +36,6 @@ from jaxline.inputs import base
 # shuffles 2**16 numbers and skips those that are too large. The order of an
 # epoch is held instead. Another limit would be another order.
 _SMALL = 2**16
-_MAX_DESCRIBED = 3
 # How long `close` waits for workers.
 _MAX_CLOSE_SECS = 30
 # What a terminal or a scheduler sends to all processes of a job at once.
@@ -80,7 +77,6 @@ class IndexedInput(base.ResumableInput):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    self.check_flag('shuffle', or_none=True)
     if self.shuffle is None:
       self.shuffle = self.is_training
     self.check_integer('num_workers', 0)  # Grain refuses threads itself.
@@ -177,11 +173,7 @@ class IndexedInput(base.ResumableInput):
   def _start(self) -> Any:
     """Starts to read at the position."""
     num_batches = self._batches_left()
-    reader = self
-    if self.num_workers:
-      reader = copy.copy(self)
-      reader._peeked = None  # Not to be sent to them.
-    batch = functools.partial(reader._batch, self._at['records'])
+    batch = functools.partial(self._batch, self._at['records'])
     if not self.num_threads and not self.num_workers:
       # Grain's iterator would cost as much as copying eight rows of a thousand
       # tokens.
@@ -245,32 +237,24 @@ class IndexedInput(base.ResumableInput):
     return batch
 
   def _describe(self, records: np.ndarray, epochs: np.ndarray) -> str:
-    """Returns which of some records cannot be read, or the first of them."""
+    """Returns which of some records cannot be read, or else the first."""
     for i in range(len(records)):
       try:
         self._read_all(records[i : i + 1], epochs[i : i + 1])
       except Exception:
         return self.describe_record(int(records[i]), int(epochs[i]))
-    some = map(self.describe_record, records.tolist(), epochs.tolist())
-    return (
-      f'{len(records)} records, which can be read one by one:'
-      f' {", ".join(itertools.islice(some, _MAX_DESCRIBED))}, ...'
-    )
+    first = self.describe_record(int(records[0]), int(epochs[0]))
+    return f'{len(records)} records that can be read one by one: {first}, ...'
 
   def identity(self) -> dict[str, Any]:
     """Returns the values on which the global order depends."""
-    identity = {
+    return {
       'num_records': self.num_records(),
       'repeat': self.repeat,
       'shuffle': self.shuffle,
       'seed': self.seed(),
       **self.data_identity(),
     }
-    if self.shuffle and self.num_records() >= _SMALL:
-      # The old order of large datasets was another.
-      version = identity.get(base.ORDER_VERSION, 1)
-      identity[base.ORDER_VERSION] = version + 1
-    return identity
 
   def where(self) -> str:
     """Returns the first record of the next batch."""
@@ -305,25 +289,6 @@ class IndexedInput(base.ResumableInput):
         self.name,
         _MAX_CLOSE_SECS,
       )
-
-  def skip(self, num_batches: int) -> None:
-    """Goes on behind so many batches, which are not read (a stream's are).
-
-    Raises:
-      ValueError: there are not so many.
-    """
-    if not self.ANY_NUMBER_OF_HOSTS:
-      super().skip(num_batches)
-      return
-    unread = num_batches
-    if unread and self._peeked is not None:
-      next(self)
-      unread -= 1
-    if unread > (left := self._batches_left()):
-      raise self._skips_too_many(num_batches - unread + left, num_batches)
-    given = unread * self.get_global_batch_size()
-    self.set_position({'records': self._at['records'] + given})
-    self._num_read += unread
 
   def __getstate__(self) -> dict[str, Any]:
     return {**self.__dict__, '_iterator': None}

@@ -12,9 +12,7 @@ import collections
 from collections.abc import Callable, Generator, Iterator
 import copy
 import functools
-import math
 import sys
-import threading
 import time
 from typing import Any
 
@@ -24,8 +22,6 @@ from jaxline import async_lib
 from jaxline import goodput
 from jaxline.inputs import base
 
-# How long a source may take to say where it stands: it may hang itself.
-_DESCRIBE_SECS = 2.0
 # To take a batch that is ready lasts no longer.
 _READY_SECS = 1e-4
 # What the wait is measured over.
@@ -35,9 +31,8 @@ _SLOW_FRACTION = 0.1
 # ... and this long a step, so that steps of microseconds do not count, ...
 _SLOW_WAIT_SECS = 1e-3
 # ... over windows that together last this long: one that is filling its
-# buffers is not slow. Then not again for a while.
+# buffers is not slow.
 _SLOW_SECS = 10.0
-_SLOW_AGAIN_SECS = 600.0
 
 
 class Infeed:
@@ -73,7 +68,7 @@ class Infeed:
     self._num_given = 0
     self._waited = 0.0
     self._slow_since: float | None = None
-    self._quiet_until = -math.inf
+    self._has_warned = False
     # For each batch when it was given and how long all were waited for, without
     # what this thread has compiled.
     self._times: collections.deque[tuple[float, float]] = collections.deque(
@@ -128,7 +123,7 @@ class Infeed:
     return (waited - waited_before) / (end - start) if end > start else 0.0
 
   def _warn_if_slow(self) -> None:
-    """Warns of an input that training waits for; called once a window."""
+    """Warns once of an input that training waits for; called once a window."""
     (start, waited_before), (end, waited) = self._times[0], self._times[-1]
     a_step = (waited - waited_before) / _WINDOW_STEPS
     if self.wait_fraction <= _SLOW_FRACTION or a_step < _SLOW_WAIT_SECS:
@@ -136,9 +131,9 @@ class Infeed:
       return
     if self._slow_since is None:
       self._slow_since = start
-    if end - self._slow_since < _SLOW_SECS or end < self._quiet_until:
+    if end - self._slow_since < _SLOW_SECS or self._has_warned:
       return
-    self._quiet_until = end + _SLOW_AGAIN_SECS
+    self._has_warned = True
     logging.warning(
       'Training waits for its input %.0f%% of the time (%.3g ms a step, in the'
       ' last %d steps). The input is %s: give it more workers (num_workers or'
@@ -166,14 +161,8 @@ class Infeed:
 
 def _warn_of_stall(who: str, source: Iterator[Any], waited: float) -> None:
   """Logs that a source stalls, and where."""
-  said = [f'{name_of(source)}, which does not say where it stands']
-  asked = threading.Thread(
-    target=lambda: said.append(describe(source)), daemon=True
-  )
-  asked.start()
-  asked.join(_DESCRIBE_SECS)
   logging.warning(
-    '%s has waited %.0f s for a batch: %s.', who, waited, said[-1]
+    '%s has waited %.0f s for a batch: %s.', who, waited, describe(source)
   )
 
 
@@ -226,24 +215,6 @@ def _read(
   finally:
     # Also here: whoever closes from outside may come while it still starts.
     close(source)
-
-
-def set_position(source: Any, position: Any, config: Any) -> None:
-  """Sets a source to a position, unless that is None.
-
-  Args:
-    source: of which `saves_position` is true.
-    position: of `Infeed`.
-    config: the run's, or None. With `on_config_change = 'continue'`, a source
-      whose order changed starts anew.
-  """
-  try:
-    if position is not None:
-      source.set_state(position)
-  except base.OldPositionError as e:
-    if (config or {}).get('on_config_change') != 'continue':
-      raise
-    logging.warning("%s It is 'continue': the data starts anew.", e)
 
 
 def saves_position(source: Iterator[Any]) -> bool:

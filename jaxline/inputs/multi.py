@@ -1,16 +1,14 @@
-"""Inputs made of inputs: several side by side, and a mixture row by row.
+"""Mixes inputs row by row, in exact proportions.
 
-Shapes: B rows of a batch, b rows of a part of it.
+Shapes: b rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-import contextlib
 import dataclasses
 import fractions
 import functools
-import json
 import math
 import sys
 from typing import Any
@@ -23,190 +21,7 @@ from jaxline.inputs import indexed
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class _Parent(base.BaseInput):
-  """What inputs of inputs share.
-
-  Their hosts are those of the children, and so is what is random.
-
-  Attributes:
-    inputs: the children by name, any inputs, all of one host.
-  """
-
-  inputs: Mapping[str, base.BaseInput]
-
-  def __post_init__(self) -> None:
-    # A mixture's schedule shall not depend on how the dict was written.
-    self.inputs = dict(sorted(self.inputs.items()))
-    if not self.inputs:
-      raise ValueError('inputs is {}; expected inputs by name.')
-    first = next(iter(self.inputs.values()))
-    if self.infeed_host_index is None:
-      self.infeed_host_index = first.infeed_host_index
-    if self.num_infeed_hosts is None:
-      self.num_infeed_hosts = first.num_infeed_hosts
-    super().__post_init__()
-    if self.input_random_seed is not None:
-      self.refuse('input_random_seed', 'None: set the seeds of the inputs')
-    if len(set(map(id, self.inputs.values()))) != len(self.inputs):
-      raise ValueError(
-        f'{self.name}.inputs has an input twice: each of its batches would be'
-        ' read by one of them only. Make two inputs.'
-      )
-    expected = {
-      'is_training': self.is_training,
-      'reset_for_eval': self.reset_for_eval,
-      'infeed_host_index': self.infeed_host_index,
-      'num_infeed_hosts': self.num_infeed_hosts,
-      'batch_padding_size': 0,
-      'custom_device_order': None,
-    }
-    for name, child in self.inputs.items():
-      for key, value in expected.items():
-        if getattr(child, key) != value:
-          raise ValueError(
-            f'The input {name} of {self.name} has {key}={getattr(child, key)};'
-            f' expected {value}. Set it of {self.name} if its batches need it.'
-          )
-    saved = [n for n, child in self.inputs.items() if child.saves_position]
-    if self.is_training and saved and not self.saves_position:
-      raise ValueError(
-        f'The position of {self.name} is not saved, since it has'
-        ' input_checkpointing_enabled=False or not all of its inputs can save'
-        f' theirs: after a preemption {saved} would give the same data again.'
-        ' Set input_checkpointing_enabled=False of them too, which is another'
-        ' order at each start, or save all positions.'
-      )
-
-  @property
-  def saves_position(self) -> bool:
-    """Whether the positions of all inputs can be saved."""
-    return super().saves_position and all(
-      child.saves_position for child in self.inputs.values()
-    )
-
-  def reset(self) -> None:
-    """Resets the children."""
-    super().reset()
-    for child in self.inputs.values():
-      child.reset()
-
-  def close(self) -> None:
-    """Closes the children."""
-    super().close()
-    with contextlib.ExitStack() as stack:  # All, also if one raises.
-      for child in self.inputs.values():
-        stack.callback(child.close)
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class MultiInput(_Parent):
-  """Several inputs side by side: Pax's.
-
-  A batch has an entry of each child's name. With B the greatest common divisor
-  of the children's batch sizes, a child's arrays [b, ...] become
-  [B, b / B, ...]: B rows, each with its share of every child. It ends when one
-  of the children does.
-
-  Attributes:
-    batch_size: B; leave it None.
-    reset_for_eval: refused with several children, whose epochs differ in their
-      numbers of batches.
-  """
-
-  batch_size: int | None = None  # type: ignore[assignment]
-
-  def __post_init__(self) -> None:
-    sizes = {name: child.batch_size for name, child in self.inputs.items()}
-    common = math.gcd(*sizes.values())
-    if self.batch_size not in (None, common):
-      raise ValueError(
-        f'{type(self).__name__}.batch_size is {self.batch_size!r}; leave it'
-        f' None: it is the greatest common divisor, {common}, of those of its'
-        f' inputs, {sizes}.'
-      )
-    self.batch_size = common
-    super().__post_init__()
-    # The position consists of the children's: it is as valid as theirs.
-    self.ANY_NUMBER_OF_HOSTS = all(  # type: ignore[misc]
-      child.ANY_NUMBER_OF_HOSTS for child in self.inputs.values()
-    )
-    if self.reset_for_eval and len(self.inputs) > 1:
-      self.refuse(
-        'reset_for_eval',
-        f'False with {len(self.inputs)} inputs, whose epochs differ in their'
-        ' numbers of batches. Evaluate on each of them as an input of its own',
-      )
-    if any(n == base.WEIGHTS or '/' in n for n in self.inputs):
-      raise ValueError(
-        f'{self.name} has inputs named {sorted(self.inputs)}; expected names'
-        f" without '/', and not {base.WEIGHTS!r}, which says what rows count."
-      )
-
-  def get_next(self) -> dict[str, Any]:
-    """Returns, of each child, its next batch: arrays [B, b / B, ...]."""
-
-    def split(x: Any) -> np.ndarray:
-      x = np.asarray(x)
-      return x.reshape(self.batch_size, -1, *x.shape[1:])
-
-    batch = {
-      name: jax.tree.map(split, child.get_next_padded())
-      for name, child in self.inputs.items()
-    }
-    if self.reset_for_eval:  # Of its one child, the last rows may only fill.
-      (child,) = batch.values()
-      if base.WEIGHTS in child:
-        weights = child[base.WEIGHTS].reshape(self.batch_size, -1)
-        batch[base.WEIGHTS] = (weights != 0).any(axis=1).astype(np.float32)
-    return batch
-
-  def position(self) -> dict[str, Any]:
-    """Returns the states of the children."""
-    return {
-      name: json.loads(child.get_state()) for name, child in self.inputs.items()
-    }
-
-  def set_position(self, position: dict[str, Any]) -> None:
-    """Sets the states of the children."""
-    for name, child in self.inputs.items():
-      child.set_state(json.dumps(position[name]).encode())
-
-  def identity(self) -> dict[str, Any]:
-    """Returns the children's names; their states identify their data."""
-    return {**super().identity(), 'inputs': sorted(self.inputs)}
-
-  def where(self) -> str:
-    """Returns where each child is."""
-    places = (f'{name}: {x.where()}' for name, x in self.inputs.items())
-    return '; '.join(places)
-
-  def ids_to_strings(
-    self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
-  ) -> list[str]:
-    """Returns the text of token ids of one child.
-
-    Args:
-      ids: integers [B, L].
-      lengths: integers [B].
-      key: 'child', or 'child/key' with the key for the child; None is the only
-        child.
-
-    Raises:
-      ValueError: no child is named.
-    """
-    name, _, rest = (key or '').partition('/')
-    if key is None and len(self.inputs) == 1:
-      (name,) = self.inputs
-    if name not in self.inputs:
-      raise ValueError(
-        f'{self.name}.ids_to_strings got key={key!r}; expected one of'
-        f' {sorted(self.inputs)}: whose tokens they are.'
-      )
-    return self.inputs[name].ids_to_strings(ids, lengths, rest or None)
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class MixtureInput(_Parent, indexed.IndexedInput):
+class MixtureInput(indexed.IndexedInput):
   """A mixture of inputs whose records have numbers, in exact proportions.
 
   Each row comes from one child. Nothing is drawn: which child it is follows
@@ -220,18 +35,34 @@ class MixtureInput(_Parent, indexed.IndexedInput):
   where only some have `weights`, the rows of the others get ones. Their tokens
   are taken to be the same.
 
+  Its host is that of its children, and so is what is random.
+
   Attributes:
+    inputs: the children by name, all of one host.
     weights: of each child, a positive number; 1 and 3 are a quarter and three
       quarters. Decimals are taken as they are written: 0.1 is a tenth.
     shuffle: leave it None; set it of the children.
   """
 
+  inputs: Mapping[str, base.BaseInput]
   weights: Mapping[str, float]
 
   def __post_init__(self) -> None:
+    # The schedule shall not depend on how the dict was written.
+    self.inputs = dict(sorted(self.inputs.items()))
+    if not self.inputs:
+      raise ValueError('inputs is {}; expected inputs by name.')
+    first = next(iter(self.inputs.values()))
+    if self.infeed_host_index is None:
+      self.infeed_host_index = first.infeed_host_index
+    if self.num_infeed_hosts is None:
+      self.num_infeed_hosts = first.num_infeed_hosts
     # Of the schedule; the children's are their own.
     shuffle, self.shuffle = self.shuffle, False
     super().__post_init__()
+    if self.input_random_seed is not None:
+      self.refuse('input_random_seed', 'None: set the seeds of the inputs')
+    self._check_children()
     if shuffle or not self.repeat:
       raise ValueError(
         f'{self.name} has reset_for_eval={self.reset_for_eval}, repeat='
@@ -239,7 +70,31 @@ class MixtureInput(_Parent, indexed.IndexedInput):
         ' epoch. Evaluate on each of its inputs, or on eval_loop_num_batches'
         ' batches.'
       )
+    if set(self.weights) != set(self.inputs):
+      self.refuse('weights', f'a number for each of {sorted(self.inputs)}')
+    self._children: list[Any] = list(self.inputs.values())
+    # Integers, so that nothing is rounded after 1e15 rows.
+    exact = [fractions.Fraction(str(self.weights[n])) for n in self.inputs]
+    if min(exact) <= 0:
+      self.refuse('weights', 'positive numbers')
+    scale = math.lcm(*(x.denominator for x in exact))
+    shares = [int(x * scale) for x in exact]
+    self._shares = [x // math.gcd(*shares) for x in shares]
+
+  def _check_children(self) -> None:
+    shared = (
+      'is_training',
+      'infeed_host_index',
+      'num_infeed_hosts',
+      'input_checkpointing_enabled',
+    )
     for name, child in self.inputs.items():
+      for key in shared:
+        if (got := getattr(child, key)) != (expected := getattr(self, key)):
+          raise ValueError(
+            f'The input {name} of {self.name} has {key}={got}; expected'
+            f' {expected}, as {self.name} has.'
+          )
       if (
         not isinstance(child, indexed.IndexedInput)
         or not child.ANY_NUMBER_OF_HOSTS
@@ -254,18 +109,8 @@ class MixtureInput(_Parent, indexed.IndexedInput):
           ' give any record by its number; expected an IndexedInput with'
           ' repeat=True, and without num_threads, num_workers and a get_next of'
           ' its own. Mix streams inside tf.data, SeqIO or'
-          ' grain.IterDataset.mix, or put inputs side by side in a MultiInput.'
+          ' grain.IterDataset.mix.'
         )
-    if set(self.weights) != set(self.inputs):
-      self.refuse('weights', f'a number for each of {sorted(self.inputs)}')
-    self._children: list[Any] = list(self.inputs.values())
-    # Integers, so that nothing is rounded after 1e15 rows.
-    exact = [fractions.Fraction(str(self.weights[n])) for n in self.inputs]
-    if min(exact) <= 0:
-      self.refuse('weights', 'positive numbers')
-    scale = math.lcm(*(x.denominator for x in exact))
-    shares = [int(x * scale) for x in exact]
-    self._shares = [x // math.gcd(*shares) for x in shares]
 
   def num_records(self) -> int:
     """Returns that of one child's epochs, which are endless together."""
@@ -339,7 +184,13 @@ class MixtureInput(_Parent, indexed.IndexedInput):
       for key, value in child.identity().items()
     }
     shares = dict(zip(self.inputs, self._shares, strict=True))
-    return {base.ORDER_VERSION: 2, 'weights': shares, **children}
+    return {'weights': shares, **children}
+
+  def close(self) -> None:
+    """Closes the children."""
+    super().close()
+    for child in self.inputs.values():
+      child.close()
 
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None

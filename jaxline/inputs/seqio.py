@@ -14,8 +14,7 @@ it costs.
 - A task that repeats is built again each epoch, with another seed.
 - A mixture that repeats has no epochs: SeqIO repeats each of its tasks
   separately, so that the rates hold for ever. A resumed run reads from the
-  beginning of the run. (A `MultiInput` or a weighted mixture of one
-  `SeqIOInput` per task does not.)
+  beginning of the run.
 - With `reset_for_eval`, each task of a mixture is evaluated on one epoch, one
   after the other, for any rates.
 
@@ -50,7 +49,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxline import errors
 from jaxline.inputs import tfdata
 
 # Which example a row is: the number of the part, of how many parts, and the
@@ -71,20 +69,11 @@ Id = tuple[int, int, int]
 Outputs = Iterable[tuple[Mapping[str, Any], Any]]
 
 
-@functools.cache
 def import_seqio() -> Any:
-  """Returns the module `seqio`.
-
-  Raises:
-    ImportError: it is not installed.
-  """
-  try:
-    import seqio
-  except ImportError as e:
-    raise ImportError(
-      "This input needs SeqIO; install it: pip install -e '.[seqio]'."
-    ) from e
+  """Returns the module `seqio`, once TensorFlow leaves the GPUs to JAX."""
   tfdata.import_tensorflow()
+  import seqio
+
   return seqio
 
 
@@ -129,21 +118,6 @@ class LanguageModelFeatures:
       loss_on_targets_only=True, pack=self.pack, bos_id=self.bos_id
     )
     return convert(dataset, task_feature_lengths).map(self._entries)
-
-  def identity(self, task_feature_lengths: Mapping[str, int]) -> str:
-    """Returns what the rows depend on.
-
-    Saved positions have it, older ones without the later fields, so these are
-    left out where they change nothing.
-    """
-    weights = self.weights_on_targets_only
-    if 'inputs' not in task_feature_lengths and weights is None:
-      weights = True  # All are targets.
-    named = f'pack={self.pack}, bos_id={self.bos_id}'
-    named += f', weights_on_targets_only={weights}'
-    if self.reverse_bos_padding:
-      named += f', reverse_bos_padding=True, eos_id={self.eos_id}'
-    return f'LanguageModelFeatures({named})'
 
   def _entries(self, row: Mapping[str, Any]) -> dict[str, Any]:
     tf = tfdata.import_tensorflow()
@@ -278,16 +252,6 @@ class SeqIOInput(tfdata.EpochInput):
       )
     self._provider: Any = self.mixture_or_task
     if self.mixture_name is not None:
-      names = [*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()]
-      errors.check_names(
-        [self.mixture_name],
-        # A program may have registered thousands.
-        errors.nearest(self.mixture_name, names, _MAX_NAMED, cutoff=0),
-        'name',
-        'mixture_name',
-        f' These are the nearest of {len(names)} that are registered; another'
-        ' one is, once the module that registers it is imported.',
-      )
       self._provider = seqio.get_mixture_or_task(self.mixture_name)
     if self.split_name not in self._provider.splits:
       raise ValueError(
@@ -392,9 +356,7 @@ class SeqIOInput(tfdata.EpochInput):
   @functools.cached_property
   def _data_identity(self) -> dict[str, Any]:
     converter = self.feature_converter
-    if type(converter) is LanguageModelFeatures:
-      named = converter.identity(self.task_feature_lengths)
-    elif dataclasses.is_dataclass(converter):
+    if dataclasses.is_dataclass(converter):
       named = repr(converter)
     else:
       kind = getattr(converter, '__qualname__', type(converter).__name__)
@@ -516,8 +478,6 @@ class SeqIOInput(tfdata.EpochInput):
       ValueError: the outputs are not those of exactly the examples there are;
         or rows have no ids.
     """
-    if predict_outputs is None and score_outputs is None:
-      raise ValueError('Give predict_outputs, score_outputs or both.')
     if jax.process_index():
       return {}
     expected = {id for of_task in self._examples.values() for id in of_task}

@@ -9,7 +9,7 @@ notebooks:
 
 `make_input` below is always a function without arguments that returns a new
 input, a `BaseInput` or any iterable of dicts. It is called inside
-`base.pretend_host`, so that an input which does not name its host reads as each
+`base.act_as_host`, so that an input which does not name its host reads as each
 of several hosts. `check` tests each of `PROMISES`. Rows are compared by a hash
 of all entries except weights; rows of weight 0 are padding and are never
 counted.
@@ -166,14 +166,12 @@ def texts(
   arrays = _arrays(batch)
   found = {}
   for name, real in _real_tokens(arrays).items():
-    # A mixture side by side has several of a child's rows in each of its own.
     length = real.shape[-1]
     real_BL, ids_BL = (
       x.reshape(-1, length)[:num_rows] for x in (real, arrays[name])
     )
     # Up to the last one that is real: filler may stand between, not behind.
     lengths = np.max(real_BL * np.arange(1, length + 1), axis=1, initial=0)
-    # As `MultiInput` names its children's entries.
     key = name.rpartition('.')[0].replace('.', '/') or None
     with contextlib.suppress(NotImplementedError):
       found[name] = source.ids_to_strings(ids_BL, lengths, key=key)
@@ -305,7 +303,7 @@ def opened(
   make_input: MakeInput, host: int, num_hosts: int
 ) -> Iterator[tuple[Any, Iterator[Any]]]:
   """Yields a host's input and its iterator; both closed afterwards."""
-  with base.pretend_host(host, num_hosts):
+  with base.act_as_host(host, num_hosts):
     source = make_input()
     try:
       yield source, iter(source)

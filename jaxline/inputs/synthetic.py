@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from jaxline.inputs import base
 from jaxline.inputs import indexed
 
 Kind = Literal['ones', 'random']
@@ -79,8 +78,6 @@ class SyntheticInput(indexed.IndexedInput):
   def data_identity(self) -> dict[str, Any]:
     """Returns what the records depend on."""
     return {
-      # Earlier versions drew other values.
-      **({base.ORDER_VERSION: 2} if self.kind == 'random' else {}),
       'kind': self.kind,
       'vocab_size': self.vocab_size,
       'spec': {

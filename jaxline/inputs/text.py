@@ -39,11 +39,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Sequence
-import contextlib
 import dataclasses
 import functools
 import glob
-import gzip
 import os
 import pathlib
 import re
@@ -136,27 +134,6 @@ def load_corpus(
     'Text from %s: %s, SHA-256 %s.', files, corpus.summary, corpus.sha256
   )
   return corpus
-
-
-def compression_baselines(documents: Documents) -> dict[str, float]:
-  """Returns bits per byte of compressors, for comparison with a model.
-
-  Args:
-    documents: held-out files. They are compressed as one, in the order of
-      their names, which is better for a compressor than one by one.
-
-  Returns:
-    Bits per byte of `gzip -9` and `xz` by name, from Python's own zlib and
-    lzma, which agree with the programs to about 0.1%. Without xz where Python
-    was built without lzma.
-  """
-  data = documents.data()
-  compressed = {'gzip -9': gzip.compress(data, compresslevel=9, mtime=0)}
-  with contextlib.suppress(ImportError):
-    import lzma
-
-    compressed['xz'] = lzma.compress(data)
-  return {k: 8 * len(v) / len(data) for k, v in compressed.items()}
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -69,17 +69,9 @@ _building = threading.Lock()
 
 @functools.cache
 def import_tensorflow() -> Any:
-  """Returns the module `tensorflow`, which leaves the GPUs to JAX.
+  """Returns the module `tensorflow`, which leaves the GPUs to JAX."""
+  import tensorflow as tf
 
-  Raises:
-    ImportError: it is not installed.
-  """
-  try:
-    import tensorflow as tf
-  except ImportError as e:
-    raise ImportError(
-      "This input needs TensorFlow; install it: pip install -e '.[tf]'."
-    ) from e
   # It refuses where somebody has used TensorFlow on them already.
   with contextlib.suppress(RuntimeError):
     tf.config.set_visible_devices([], 'GPU')
@@ -239,8 +231,6 @@ class EpochInput(base.ResumableInput):
         yield chunk
       if not self.repeat:
         return
-      if size == record > 0:  # It may lie behind the end, in old positions.
-        size = self._count(self.infeed_host_index, epoch)
       if not size:
         raise ValueError(
           f'{self.name} has no records in epoch {epoch} for host'
@@ -248,7 +238,7 @@ class EpochInput(base.ResumableInput):
           ' the dataset reads and filters out; each host needs some.'
         )
       sizes[epoch] = size
-      epoch, record = epoch + 1, max(0, record - size)
+      epoch, record = epoch + 1, 0
 
   def _build(self, epoch: int, host_index: int) -> Any:
     """Returns the dataset of an epoch."""
@@ -257,7 +247,8 @@ class EpochInput(base.ResumableInput):
       lambda seed: self.epoch_dataset(seed, host_index),
       self.op_determinism,
     )
-    if not self.repeat and _is_endless(import_tensorflow(), dataset):
+    endless = import_tensorflow().data.INFINITE_CARDINALITY
+    if not self.repeat and dataset.cardinality() == endless:
       raise ValueError(
         f'The dataset of {self.name} has no end, and repeat=False. Let it be'
         ' one epoch: leave out .repeat(), or append .take(n).'
@@ -437,22 +428,3 @@ def _to_arrays(x: Any, path: str, keep_strings: bool) -> Any:
       ' Remove it, or make it dense.'
     )
   return array if keep_strings else None
-
-
-def _is_endless(tf: Any, dataset: Any) -> bool:
-  """Returns whether a dataset has no end, as far as can be known.
-
-  Behind a filter, tf.data knows it of the filter's input only.
-  """
-  known = dataset.cardinality()
-  if known != tf.data.UNKNOWN_CARDINALITY:
-    return bool(known == tf.data.INFINITE_CARDINALITY)
-  kind = type(dataset).__name__
-  inputs = [_is_endless(tf, x) for x in dataset._inputs()]
-  if kind == '_ConcatenateDataset':
-    return any(inputs)
-  if kind == '_ZipDataset':
-    return all(inputs)
-  # What else has several inputs may end with one of them.
-  ends = kind in ('_TakeDataset', '_TakeWhileDataset') or len(inputs) != 1
-  return not ends and inputs[0]

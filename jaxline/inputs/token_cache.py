@@ -1,37 +1,35 @@
 """Tokens of a corpus: made in one pass over its files, then mapped from disk.
 
 The pass reads each file once: it hashes the bytes, cuts the text into
-documents, tokenizes them, and appends the tokens to one file for each split.
-The folder is built under another name and renamed when it is complete; other
-processes wait for it meanwhile. Mapped tokens take no memory, and to build them
-takes no more than the largest documents do (files as bytes: not even that).
+documents, tokenizes them, and writes the tokens. Mapped tokens take no memory,
+and to make them takes no more than the largest documents do (files as bytes:
+not even that).
 
-  <cache_dir>/<key>/
-    meta                             the files and the checksums, as JSON
-    train.tokens, eval.tokens        uint16 or uint32 [N]
-    train.documents, eval.documents  of each: the place in the tokens, the
-                                     file, the line in it or 0, int64 [D, 3]
+All tokens of a corpus are one file, <cache_dir>/<key>.tokens. It is written
+under another name and renamed when it is complete; of several processes that
+make it, the last one's stays. Its parts, each of which begins at a multiple of
+8 bytes:
+
+  tokens of 'train', then of 'eval'     uint16 or uint32 [N]
+  documents of 'train', then of 'eval'  of each: the place in the tokens, the
+                                        file, the line in it or 0, int64 [D, 3]
+  about                                 JSON: the sizes of these parts in bytes,
+                                        and the hash of each file
+  the size of `about`                   int64
 
 `key` is a hash of the tokenizer, of what a document is, of the fraction that is
-held out, and of the names, paths and sizes of the files. `meta` has the times
-and the SHA-256 hash of each file. A file with other times is hashed, and if its
-content has changed, the tokens are made anew. If all times are the same, no
-text is read.
-
-`meta` begins with its own CRC-32, and has the size and the CRC-32 of the other
-files. If anything differs, the tokens are made anew, with a warning.
+held out, and of the names, paths, sizes and times of the files. If the text is
+changed, the key is another. If the file is shorter or longer than it says, the
+tokens are made anew, with a warning.
 
 Shapes: N tokens of a split, D documents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
-import contextvars
 import dataclasses
-import errno
-import fcntl
 import functools
 import gzip
 import hashlib
@@ -42,7 +40,6 @@ import os
 import pathlib
 import secrets
 import shutil
-import socket
 import tempfile
 import time
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -51,7 +48,6 @@ import zlib
 from absl import logging
 import numpy as np
 
-from jaxline import disk
 from jaxline import errors
 from jaxline.inputs import tokenization
 
@@ -59,23 +55,20 @@ Path = str | os.PathLike[str]
 Split = Literal['train', 'eval']
 
 SPLITS: tuple[Split, Split] = ('train', 'eval')
+# Of a file, in this order.
+_PARTS = tuple(
+  f'{split} {name}' for name in ('tokens', 'documents') for split in SPLITS
+)
 # What a document can be.
 KINDS = ('file', 'line', 'jsonl')
 
-_FORMAT = 4
-_META = 'meta'
+_FORMAT = 5
+_ALIGNMENT = 8
 # Git looks at as many bytes to tell a binary file from a text.
 _BINARY_PROBE_BYTES = 8000
-# A file that was written just before it was read may be written again within
-# the same tick of its file system's clock: its times do not identify it.
-_SETTLED_NS = 2 * 10**9
 # Text that is tokenized at once.
 _BATCH_BYTES = 2**22
 _BUFFER_BYTES = 2**16
-# Without a folder to write to, more than this is not tokenized at each start.
-_MAX_UNCACHED_BYTES = 10**9
-_must_keep = contextvars.ContextVar[bool]('must_keep', default=False)
-_ABANDONED_SECS = 24 * 3600
 # How often the log says how much of the text was read.
 _PROGRESS_SECS = 10
 
@@ -95,20 +88,17 @@ class Source(NamedTuple):
 
 
 class _File(NamedTuple):
-  """What `meta` says of a source.
+  """What is kept of a source.
 
   Attributes:
     name: its name.
     size: in bytes, on the disk.
-    times: when its content and its status changed, in ns; empty if that was too
-      short before it was read to identify the content.
     sha256: of its bytes on the disk.
     is_used: whether it is neither empty nor left out.
   """
 
   name: str
   size: int
-  times: list[int]
   sha256: str
   is_used: bool
 
@@ -155,7 +145,7 @@ class Documents:
   num_files: int
   num_bytes: int
   tokenizer: tokenization.Tokenizer = tokenization.BYTES
-  # The folder and the split of tokens that are mapped.
+  # The file and the split of tokens that are mapped.
   _origin: tuple[str, Split] | None = dataclasses.field(
     default=None, repr=False
   )
@@ -180,8 +170,8 @@ class Documents:
     )
 
   def __reduce__(self) -> Any:
-    # Pickled, maps would be copied whole. A worker maps the files itself.
-    if self._origin and os.path.exists(self._origin[0]):
+    # Pickled, maps would be copied whole. A worker maps the file itself.
+    if self._origin:
       return _reopen, (*self._origin, self.sha256, self.tokenizer)
     fields = dataclasses.fields(self)
     return type(self), tuple(getattr(self, f.name) for f in fields)
@@ -216,140 +206,70 @@ def default_cache_dir() -> str:
   return os.path.join(base, 'jaxline', 'tokens')
 
 
-@contextlib.contextmanager
-def must_keep() -> Iterator[None]:
-  """Makes `Builder` refuse a folder that cannot be used, for any text."""
-  token = _must_keep.set(True)
-  try:
-    yield
-  finally:
-    _must_keep.reset(token)
-
-
 def stable_hash(key: str) -> int:
   """Returns 64 bits that are the same in every process and version."""
   digest = hashlib.sha256(key.encode(errors='surrogateescape')).digest()
   return int.from_bytes(digest[:8], 'big')
 
 
-@contextlib.contextmanager
-def _lock(path: pathlib.Path) -> Iterator[bool]:
-  """Lets one process build at a time; yields whether the disk can do that.
-
-  The lock of a process that was killed is gone with it.
-  """
-  with contextlib.ExitStack() as stack:
-    try:
-      f = stack.enter_context(path.open('ab'))
-      try:
-        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except BlockingIOError:
-        logging.info('Waiting for the process that makes the tokens: %s', path)
-        fcntl.flock(f, fcntl.LOCK_EX)
-      is_locked = True
-    except OSError as e:
-      # All that is lost is that hosts may do the same work twice.
-      logging.info('%s cannot be locked: %s', path, e)
-      is_locked = False
-    yield is_locked
-
-
-def _remove_leftovers(root: pathlib.Path, dead: str | None) -> None:
-  """Removes folders of killed builders.
-
-  They are dead if their names begin with `dead`, as those of this host do while
-  it has the lock, or if nothing was written there for a day.
-  """
-  for path in root.glob('*.tmp'):
-    with contextlib.suppress(OSError):  # Another process removes it too.
-      newest = max(p.stat().st_mtime for p in [path, *path.iterdir()])
-      is_old = newest < time.time() - _ABANDONED_SECS
-      if is_old or (dead and path.name.startswith(dead)):
-        logging.info('Removing %s, whose builder died.', path)
-        shutil.rmtree(path)
-
-
 # Opening.
 
 
 class _DamagedError(ValueError):
-  """A file of the cache is missing, or is not as it was written."""
+  """A file of the cache is not as it was written."""
 
 
-def _open(
-  folder: pathlib.Path,
-  tokenizer: tokenization.Tokenizer,
-  is_verified: bool = False,
-) -> tuple[dict[str, Any], dict[Split, Documents]]:
-  """Verifies and maps tokens; returns `meta` and the splits.
-
-  Args:
-    folder: where they are.
-    tokenizer: what made them.
-    is_verified: whether this process's parent has compared the checksums.
+def _open(path: pathlib.Path, tokenizer: tokenization.Tokenizer) -> Corpus:
+  """Maps the tokens in a file.
 
   Raises:
-    _DamagedError: they are not as they were written; says which file.
-    OSError: they cannot be read.
+    _DamagedError: the file was cut, or is no file of tokens.
+    OSError: it cannot be read.
   """
-  path = folder / _META
   try:
-    checksum, _, data = path.read_bytes().partition(b'\n')
-    if checksum != b'%08x' % zlib.crc32(data):
-      raise _DamagedError(f'{path} is not as it was written')
-    meta = json.loads(data)
-    meta['files'] = [_File(*file) for file in meta['files']]
-    splits: dict[Split, Documents] = {}
-    for split, about in meta['splits'].items():
-      maps = []
-      for name, dtype in ('tokens', _dtype(tokenizer)), ('documents', '<i8'):
-        part = folder / f'{split}.{name}'
-        if not is_verified:
-          _verify(part, *about[name])
-        # As an array: `np.memmap` itself is slow to slice.
-        maps.append(np.memmap(part, dtype, 'r').view(np.ndarray))
-      tokens, table = maps[0], maps[1].reshape(-1, 3)
-      names = _Names(meta['files'], table)
-      splits[split] = Documents(
-        names=tuple(names) if meta['request'][2] == 'file' else names,
-        tokens=tokens,
-        starts=table[:, 0],
-        **{key: about[key] for key in ('sha256', 'num_files', 'num_bytes')},
-        tokenizer=tokenizer,
-        _origin=(str(folder), split),
-      )
-    return meta, splits
-  except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as e:
-    raise _DamagedError(str(e)) from e
+    # As an array: `np.memmap` itself is slow to slice.
+    data = np.memmap(path, np.uint8, 'r').view(np.ndarray)
+    (size,) = data[-8:].view('<i8').tolist()
+    about = json.loads(data[-8 - size : -8].tobytes())
+    files = [_File(*file) for file in about['files']]
+    parts: dict[str, np.ndarray] = {}
+    start = 0
+    for name in _PARTS:
+      dtype = '<i8' if name.endswith('documents') else _dtype(tokenizer)
+      stop = start + about['sizes'][name]
+      parts[name] = data[start:stop].view(dtype)
+      start = _aligned(stop)
+    if start + size + 8 != len(data):
+      raise ValueError(f'{len(data)} bytes; expected {start + size + 8}')
+  except (LookupError, TypeError, ValueError) as e:
+    raise _DamagedError(f'{path} is not as it was written ({e})') from e
+  splits: dict[Split, Documents] = {}
+  for split in SPLITS:
+    table = parts[f'{split} documents'].reshape(-1, 3)
+    names = _Names(files, table)
+    splits[split] = Documents(
+      names=tuple(names) if about['kind'] == 'file' else names,
+      tokens=parts[f'{split} tokens'],
+      starts=table[:, 0],
+      **about[split],
+      tokenizer=tokenizer,
+      _origin=(str(path), split),
+    )
+  return Corpus(**splits, sha256=_corpus_sha256(files))
 
 
 def _reopen(
-  folder: str, split: Split, sha256: str, tokenizer: tokenization.Tokenizer
+  path: str, split: Split, sha256: str, tokenizer: tokenization.Tokenizer
 ) -> Documents:
-  """Maps in a worker process what its parent has verified and mapped."""
-  documents = _open(pathlib.Path(folder), tokenizer, is_verified=True)[1][split]
+  """Maps in a worker process what its parent has mapped."""
+  documents: Documents = getattr(_open(pathlib.Path(path), tokenizer), split)
   if documents.sha256 != sha256:
-    raise _DamagedError(f'{folder} is of other text by now. Start again.')
+    raise _DamagedError(f'{path} is of other text by now. Start again.')
   return documents
 
 
-def _verify(path: pathlib.Path, size: int, checksum: int) -> None:
-  """Compares a file with its checksum, once in a process unless it changes."""
-  now = path.stat()
-  if now.st_size != size:
-    raise _DamagedError(f'{path} has {now.st_size} bytes; expected {size}')
-  if checksum != _crc32(path, now.st_ino, now.st_mtime_ns, now.st_ctime_ns):
-    raise _DamagedError(f'{path} is not as it was written')
-
-
-@functools.cache
-def _crc32(path: pathlib.Path, *identity: int) -> int:
-  del identity  # Another file of this name is read again.
-  total = 0
-  with path.open('rb') as f:
-    while data := f.read(_BATCH_BYTES):
-      total = zlib.crc32(data, total)
-  return total
+def _aligned(place: int) -> int:
+  return -(-place // _ALIGNMENT) * _ALIGNMENT
 
 
 def _corpus_sha256(files: Iterable[_File]) -> str:
@@ -379,7 +299,7 @@ class Builder:
     kind: what a document is, one of `KINDS`.
     eval_fraction: which part of the documents to hold out, by the hash of their
       names.
-    key: of the folder.
+    key: of the file.
     size: of the files, in bytes.
     is_bytes: whether the tokens are the bytes.
   """
@@ -394,22 +314,19 @@ class Builder:
     self.is_bytes = type(self.tokenizer) is tokenization.ByteTokenizer
     tokens = self.tokenizer.identity
     self._request = [_FORMAT, tokens, self.kind, self.eval_fraction]
-    settled = time.time_ns() - _SETTLED_NS
     # `run` adds the hashes, and which files are used.
     self._files = []
+    # With the paths, so that two corpora whose files have the same names do not
+    # share a key; with the times, so that text that changes has another.
+    named = []
     for source in self.sources:
       status = os.stat(source.path)
-      times = [status.st_mtime_ns, status.st_ctime_ns]
-      times = times if max(times) < settled else []
-      self._files.append(_File(source.name, status.st_size, times, '', True))
+      self._files.append(_File(source.name, status.st_size, '', True))
+      path = os.path.realpath(source.path)
+      times = status.st_mtime_ns, status.st_ctime_ns
+      named.append((source.name, path, source.text_only, status.st_size, times))
     self.size = sum(file.size for file in self._files)
-    # With the paths, so that two corpora whose files have the same names and
-    # sizes do not replace each other's tokens.
-    files = [
-      (*file[:2], os.path.realpath(source.path), source.text_only)
-      for file, source in zip(self._files, self.sources, strict=True)
-    ]
-    key = json.dumps([self._request, files]).encode()
+    key = json.dumps([self._request, named]).encode()
     self.key = hashlib.sha256(key).hexdigest()[:40]
 
   def load(self, cache_dir: Path | None = None) -> Corpus:
@@ -420,95 +337,43 @@ class Builder:
 
     Raises:
       UsageError: there are fewer than two documents, a file is not what `kind`
-        says, or was written meanwhile; or the folder cannot be written to and
-        the text is too large to do without, or this is within `must_keep`.
+        says, or was written meanwhile; or the folder cannot be written to.
     """
     root = pathlib.Path(cache_dir or default_cache_dir())
     root = root.expanduser().absolute()
-    folder = root / self.key
-    # If it cannot be used, another process may be making it: the lock tells.
-    with contextlib.suppress(_DamagedError, OSError):
-      return self.open(folder)
+    path = root / f'{self.key}.tokens'
+    try:
+      return _open(path, self.tokenizer)
+    except (FileNotFoundError, NotADirectoryError):
+      pass
+    except _DamagedError as e:
+      logging.warning('Tokens are made anew: %s', e)
+    part = root / f'{self.key}.{secrets.token_hex(8)}.part'
     try:
       root.mkdir(0o777 if cache_dir else 0o700, parents=True, exist_ok=True)
-      os.listdir(root)  # Another user's may be closed to this one.
+      file = part.open('xb')
     except OSError as e:
-      return self._load_uncached(root, e)
-    with _lock(root / f'{self.key}.lock') as is_locked:
-      try:
-        return self.open(folder)
-      except _DamagedError as e:
-        if folder.exists():
-          logging.warning('Tokens are made anew: %s', e)
-          shutil.rmtree(folder, ignore_errors=True)
-      except OSError as e:
-        e.add_note(
-          f'The tokens in {folder} cannot be read, which does not mean that'
-          f' they are damaged. To have them made anew: rm -r {folder}'
-        )
-        raise
-      # What the builders of this host have, which share the lock.
-      prefix = f'{self.key}.{socket.gethostname().replace("/", "_")}.'
-      _remove_leftovers(root, prefix if is_locked else None)
-      part = root / f'{prefix}{secrets.token_hex(8)}.tmp'
-      try:
-        part.mkdir()
-      except OSError as e:
-        return self._load_uncached(root, e)
-      try:
-        self.run(part)
-        part.rename(folder)
-      except OSError as e:
-        # If it exists by now, a host that shares no lock was faster.
-        if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-          raise
-      finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return self.open(folder)
-
-  def _load_uncached(self, root: pathlib.Path, reason: OSError) -> Corpus:
-    problem = f'The folder for tokens, {root}, cannot be used ({reason})'
-    remedy = 'Give another cache_dir, or set XDG_CACHE_HOME.'
-    if _must_keep.get() or self.size > _MAX_UNCACHED_BYTES:
       raise errors.UsageError(
-        f'{problem}: none were kept. {remedy} Without such a folder, a run'
-        f' tokenizes up to {_MAX_UNCACHED_BYTES} bytes of text at each start;'
-        f' here are {self.size}.'
-      ) from reason
-    logging.warning(
-      '%s: the text is tokenized at each start. %s', problem, remedy
-    )
-    with tempfile.TemporaryDirectory() as folder:
-      self.run(pathlib.Path(folder))
-      # What is mapped outlives the names of the files.
-      return self.open(pathlib.Path(folder))
+        f'The folder for tokens, {root}, cannot be written to ({e}). Give'
+        ' another cache_dir, or set XDG_CACHE_HOME.'
+      ) from e
+    try:
+      with file:
+        self.run(file, root)
+        file.flush()
+        os.fsync(file.fileno())
+      part.replace(path)
+    finally:
+      part.unlink(missing_ok=True)
+    return _open(path, self.tokenizer)
 
-  def open(self, folder: pathlib.Path) -> Corpus:
-    """Verifies and maps the tokens in a folder.
+  def run(self, file: BinaryIO, folder: pathlib.Path) -> None:
+    """Writes all tokens.
 
-    Raises:
-      _DamagedError: they are not as they were written, or of other text.
-      OSError: they cannot be read.
+    Args:
+      file: where to, empty.
+      folder: for temporary files.
     """
-    meta, splits = _open(folder, self.tokenizer)
-    if meta['request'] != self._request:
-      raise _DamagedError(f'{folder / _META} is of another corpus')
-    before: list[_File] = meta['files']
-    after = []
-    for source, then, now in zip(
-      self.sources, before, self._files, strict=True
-    ):
-      is_same = now.times and now.times == then.times
-      if not is_same and then.sha256 != (now.sha256 or _sha256(source.path)):
-        raise _DamagedError(f'{source.path} has changed')
-      after.append(then._replace(times=now.times))
-    if after != before:
-      with contextlib.suppress(OSError):  # They are hashed again next time.
-        _write_meta(folder, {**meta, 'files': after})
-    return Corpus(**splits, sha256=_corpus_sha256(before))
-
-  def run(self, folder: pathlib.Path) -> None:
-    """Writes all files of the cache into an empty folder."""
     began = time.monotonic()
     # Of lines the names are not known yet, and of files not which are empty.
     known = self._files if self.kind == 'file' else []
@@ -518,20 +383,42 @@ class Builder:
     threshold = self._threshold(
       min(hashes, default=0), max(hashes, default=2**64)
     )
-    while True:
-      writers, least, most = self._tokenize(folder, threshold)
-      before, threshold = threshold, self._threshold(least, most)
-      if threshold == before:
-        break
+    with contextlib.ExitStack() as stack:
+      # The largest part is written where it stays.
+      out = {
+        name: stack.enter_context(tempfile.TemporaryFile(dir=folder))
+        if name != _PARTS[0]
+        else file
+        for name in _PARTS
+      }
+      while True:
+        writers, least, most = self._tokenize(out, threshold)
+        before, threshold = threshold, self._threshold(least, most)
+        if threshold == before:
+          break
+        for part in out.values():  # Some documents change sides.
+          part.seek(0)
+          part.truncate()
+      about: dict[str, Any] = {'kind': self.kind, 'files': self._files}
+      about['sizes'] = {}
+      for name, part in out.items():
+        about['sizes'][name] = part.tell()
+        if part is not file:
+          part.seek(0)
+          shutil.copyfileobj(part, file)
+        file.write(bytes(_aligned(file.tell()) - file.tell()))
     for split, writer in writers.items():
       rule = [_corpus_sha256(self._files), *self._request[2:], split]
       sha256 = hashlib.sha256(json.dumps(rule).encode()).hexdigest()
       if self.kind == 'file':
         sha256 = _corpus_sha256(self._files[i] for i in writer.files)
-      writer.about |= {'num_files': len(writer.files), 'sha256': sha256}
-    splits = {split: writer.about for split, writer in writers.items()}
-    meta = {'request': self._request, 'files': self._files, 'splits': splits}
-    _write_meta(folder, meta)
+      about[split] = {
+        'sha256': sha256,
+        'num_files': len(writer.files),
+        'num_bytes': writer.num_bytes,
+      }
+    data = json.dumps(about).encode()
+    file.write(data + len(data).to_bytes(8, 'little'))
     secs = time.monotonic() - began
     logging.info('Tokenized %d files in %.1f s.', len(self._files), secs)
 
@@ -547,7 +434,7 @@ class Builder:
     return most if least < threshold else least + 1
 
   def _tokenize(
-    self, folder: pathlib.Path, threshold: float
+    self, out: Mapping[str, BinaryIO], threshold: float
   ) -> tuple[dict[Split, _Writer], int, int]:
     """Writes the tokens.
 
@@ -557,21 +444,20 @@ class Builder:
     """
     least, most, count = 2**64, -1, 0
     self._num_read, self._due = 0, time.monotonic() + _PROGRESS_SECS
-    with contextlib.ExitStack() as stack:
-      writers = {
-        split: stack.enter_context(_Writer(self, folder, split))
-        for split in SPLITS
-      }
-      for file, line, text in self._texts():
-        if line >= 0:
-          value = stable_hash(f'eval/{_name(self.sources[file].name, line)}')
-          least = value if value < least else least
-          most = value if value > most else most
-          count += 1
-          writer = writers['eval' if value < threshold else 'train']
-        writer.add(file, line, text)
-      for writer in writers.values():
-        writer.flush()
+    writers: dict[Split, _Writer] = {
+      split: _Writer(self, out[f'{split} tokens'], out[f'{split} documents'])
+      for split in SPLITS
+    }
+    for file, line, text in self._texts():
+      if line >= 0:
+        value = stable_hash(f'eval/{_name(self.sources[file].name, line)}')
+        least = value if value < least else least
+        most = value if value > most else most
+        count += 1
+        writer = writers['eval' if value < threshold else 'train']
+      writer.add(file, line, text)
+    for writer in writers.values():
+      writer.flush()
     self._check_count(count)
     return writers, least, most
 
@@ -636,28 +522,23 @@ class Builder:
         yield number, text
 
 
-class _Writer(contextlib.ExitStack):
-  """Tokenizes the texts of a split, and appends them to its files.
+class _Writer:
+  """Tokenizes the texts of a split, and writes its tokens and documents.
 
   Attributes:
     files: the numbers of those that its documents come from.
-    about: what `meta` says of the split.
+    num_bytes: how long its texts are.
   """
 
-  def __init__(self, build: Builder, folder: pathlib.Path, split: Split):
-    super().__init__()
+  def __init__(self, build: Builder, tokens: BinaryIO, documents: BinaryIO):
     self._build = build
-    self._out = {
-      name: self.enter_context((folder / f'{split}.{name}').open('wb'))
-      for name in ('tokens', 'documents')
-    }
+    self._tokens, self._documents = tokens, documents
     # The libraries tokenize the texts of a batch in parallel.
     num_threads = 1 if build.is_bytes else min(os.cpu_count() or 1, 16)
     self._batch_bytes = _BATCH_BYTES * num_threads
     self._num_tokens = 0
     self.files: list[int] = []
-    self.about: dict[str, Any] = {'num_bytes': 0}
-    self.about |= {name: [0, 0] for name in self._out}
+    self.num_bytes = 0
     self._clear()
 
   def _clear(self) -> None:
@@ -706,12 +587,9 @@ class _Writer(contextlib.ExitStack):
     self._num_tokens += len(tokens)
     last = self.files[-1:]
     self.files += [x for x in np.unique(files).tolist() if x not in last]
-    self.about['num_bytes'] += self._waiting
-    for name, array in ('tokens', tokens), ('documents', table):
-      self._out[name].write(array.data)
-      size, checksum = self.about[name]
-      checksum = zlib.crc32(array.data, checksum)
-      self.about[name] = [size + array.nbytes, checksum]
+    self.num_bytes += self._waiting
+    self._tokens.write(tokens.data)
+    self._documents.write(table.data)
     self._clear()
 
 
@@ -755,18 +633,6 @@ def _open_hashed(
         f'{path} was written while it was being read. Start again when it is'
         ' complete.'
       )
-
-
-def _sha256(path: str) -> str:
-  with open(path, 'rb') as f:
-    return hashlib.file_digest(f, 'sha256').hexdigest()
-
-
-def _write_meta(folder: pathlib.Path, meta: dict[str, Any]) -> None:
-  data = json.dumps(meta).encode()
-  part = folder / f'{_META}.{secrets.token_hex(8)}'
-  with disk.replacing(folder / _META, part) as file:
-    file.write(b'%08x\n%b' % (zlib.crc32(data), data))
 
 
 def _name(file: str, line: int) -> str:

@@ -126,11 +126,8 @@ class _FileTokenizer(Tokenizer):
     self._arguments = data, source, token
     try:
       special, defaults = self._load(data)
-    except ImportError as e:
-      raise ImportError(
-        f'Tokenizing with {source} needs a package that is not installed: '
-        f"{e.name}. Install it: pip install -e '.[text]'"
-      ) from e
+    except ImportError:
+      raise
     except Exception as e:  # Both libraries raise what they like.
       raise errors.UsageError(
         f'{source} is no {self.KIND} tokenizer: {e}. Expected a SentencePiece '
@@ -140,14 +137,11 @@ class _FileTokenizer(Tokenizer):
     names = defaults if token is None else [token]
     found = [special[name] for name in names if name in special]
     if not found:
-      remedy = 'It has none; make it with one.'
-      if special:
-        example = f'{source}#{next(iter(special))}'
-        remedy = f"Name one behind '#', as in '{example}': it has {[*special]}."
-      named = ' or '.join(defaults) if token is None else repr(token)
       raise errors.UsageError(
-        f'{source} has no special token {named or "for BOS or EOS"}, and a'
-        f' token is needed to put in front of each document. {remedy}'
+        f'{source} has no special token'
+        f' {token or " or ".join(defaults) or "for BOS or EOS"}, and a token is'
+        ' needed to put in front of each document. Its special tokens'
+        f" are {[*special]}; name one behind '#', as in '{source}#<s>'."
       )
     self.document_id = found[0]
     digest = hashlib.sha256(data).hexdigest()

@@ -92,11 +92,7 @@ def model_flops(experiment: Any, batch: Any) -> float:
   """
   args = experiment.abstract_state(), batch, experiment.abstract_rng()
   traced = experiment.compiled_train_step.trace(*args)
-  # Bubbles of a pipeline are computed, and are no part of the model.
-  forward = counting.forward_flops(traced.jaxpr)
-  return (
-    counting.PRODUCTS_IN_TRAINING * forward * (1 - experiment.bubble_fraction)
-  )
+  return counting.PRODUCTS_IN_TRAINING * counting.forward_flops(traced.jaxpr)
 
 
 def bytes_in_use(devices: Sequence[Any]) -> int | None:

@@ -29,7 +29,7 @@ class Input(regression.Input):
     return {name: x[first : first + rows] for name, x in batch.items()}
 
 
-class Regression(regression.Regression):
+class Regression(regression.Drawing):
   """The regression, each process with its own part of the data."""
 
   def train_input(self):

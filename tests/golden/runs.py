@@ -103,8 +103,6 @@ RUNS = {
     (
       '--config.data=tests/golden/text',
       '--config.best_model_eval_metric=',
-      # It was recorded before the runs had a version of their numerics.
-      '--config.on_config_change=continue',
     ),
     optional='fiddle',
   ),

@@ -1,7 +1,7 @@
 """The language model trained in many ways, for test_exactness.py.
 
-Arguments: a folder, 'narrow' or 'wide' (float64), and a JSON list of cases, as
-test_exactness.py writes them. Each case leaves `<name>.npz` and `<name>.json`
+Arguments: a folder and a JSON list of cases, as test_exactness.py writes them.
+All is computed in float64. Each case leaves `<name>.npz` and `<name>.json`
 in the folder, and its checkpoint in `<name>`.
 """
 
@@ -189,9 +189,8 @@ def checkpoints(config, live, key):
 
 
 if __name__ == '__main__':
-  where, precision, cases = sys.argv[1:]
-  if precision == 'wide':
-    widen()
+  where, cases = sys.argv[1:]
+  widen()
   write_text(pathlib.Path(where) / 'text')
   for one in json.loads(cases):
     # Rules are not among what JAX keeps its traces by.

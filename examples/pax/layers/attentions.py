@@ -176,7 +176,8 @@ class DotProductAttention(base_layer.BaseLayer):
       them. Needs 'einsum' on GPU.
     atten_dropout_prob: part of the softmax's weights that is dropped in
       training. Needs 'einsum'.
-    internal_enable_per_dim_scale: whether queries have a `PerDimScale`.
+    internal_enable_per_dim_scale: whether queries have a `PerDimScale`; None is
+      yes unless `num_kv_heads` is set. Praxis's class for that has none.
     use_rotary_position_emb: whether queries and keys are turned by their
       positions.
     combine_qkv: whether queries, keys and values are one product, which is
@@ -200,7 +201,7 @@ class DotProductAttention(base_layer.BaseLayer):
   use_bias: bool = True
   atten_logit_cap: float = 0.0
   atten_dropout_prob: float = 0.0
-  internal_enable_per_dim_scale: bool = True
+  internal_enable_per_dim_scale: bool | None = None
   use_rotary_position_emb: bool = False
   combine_qkv: bool = False
   is_causal: bool = True
@@ -241,7 +242,7 @@ class DotProductAttention(base_layer.BaseLayer):
       fan_out_axes=(1,),
       use_bias=p.use_bias,
     )
-    if p.internal_enable_per_dim_scale:
+    if self._scales_dims:
       self.create_child('per_dim_scale', PerDimScale.HParams(), dim=self._width)
     self.create_child(
       'atten_dropout', **stochastics.dropout(p.atten_dropout_prob)
@@ -276,6 +277,13 @@ class DotProductAttention(base_layer.BaseLayer):
   def _groups(self) -> int:
     """G."""
     return self.hparams.num_kv_heads or self.hparams.num_heads
+
+  @property
+  def _scales_dims(self) -> bool:
+    p = self.hparams
+    if p.internal_enable_per_dim_scale is None:
+      return p.num_kv_heads is None
+    return p.internal_enable_per_dim_scale
 
   @property
   def _turns(self) -> bool:
@@ -483,6 +491,6 @@ class DotProductAttention(base_layer.BaseLayer):
     return self.shard(x_BLHK, transformer.HEADS, 'heads')
 
   def _scaled(self, q_BLHK: jax.Array) -> jax.Array:
-    if self.hparams.internal_enable_per_dim_scale:
+    if self._scales_dims:
       return self.per_dim_scale(q_BLHK)
     return q_BLHK

@@ -104,12 +104,9 @@ def _numpy_attention(w, x_LD, source_MD, mask_LM, *, cap=0.0, turns=False):
   [
     {'atten_logit_cap': 0.5},
     {'use_bias': False, 'combine_qkv': False, 'use_rotary_position_emb': True},
-    {
-      'num_kv_heads': 2,
-      'internal_enable_per_dim_scale': False,
-      'use_rotary_position_emb': True,
-    },
-    {'use_rotary_position_emb': True},
+    {'internal_enable_per_dim_scale': False, 'use_rotary_position_emb': True},
+    {'num_kv_heads': 2, 'internal_enable_per_dim_scale': True},
+    {'num_kv_heads': 2, 'use_rotary_position_emb': True},
     {'num_kv_heads': 1, 'combine_qkv': False, 'attention_impl': 'flash'},
   ],
 )
@@ -353,6 +350,22 @@ def test_a_weight_of_0_scales_queries_by_1():
   x = jnp.arange(3.0)
   variables = {'params': {'per_dim_scale': {'per_dim_scale': jnp.zeros(3)}}}
   np.testing.assert_allclose(scale.apply(variables, x), x, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'has_scale'),
+  [
+    ({}, True),
+    ({'internal_enable_per_dim_scale': False}, False),
+    # Praxis's MultiQueryDotProductAttention has no scale.
+    ({'num_kv_heads': 2}, False),
+    ({'num_kv_heads': H}, False),
+    ({'num_kv_heads': 2, 'internal_enable_per_dim_scale': True}, True),
+  ],
+)
+def test_which_attention_scales_each_dimension(fields, has_scale):
+  _, variables = _made(**fields)
+  assert ('per_dim_scale/per_dim_scale' in _weights(variables)) == has_scale
 
 
 def test_templates_of_fiddle_make_projections_of_their_own():

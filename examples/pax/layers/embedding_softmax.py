@@ -244,8 +244,10 @@ class PositionalEmbedding(base_layer.BaseLayer):
 
   Attributes:
     embedding_dims: D, even.
-    min_timescale: the shortest period, over 2 pi.
-    max_timescale: the longest.
+    min_timescale: as in Praxis the highest frequency, 2 pi over the shortest
+      period; despite its name not this period.
+    max_timescale: `max_timescale / min_timescale` is the highest frequency over
+      the lowest. With a `min_timescale` of 1, the longest period over 2 pi.
   """
 
   embedding_dims: int = 0
@@ -259,7 +261,9 @@ class PositionalEmbedding(base_layer.BaseLayer):
     """Returns [B, L, D] of integers [B, L], in `fprop_dtype`."""
     p = self.hparams
     x_BLD = transformer.sinusoidal_positions(
-      position_BL, p.embedding_dims, p.min_timescale, p.max_timescale
+      position_BL.astype(jnp.float32) * jnp.float32(p.min_timescale),
+      p.embedding_dims,
+      p.max_timescale / p.min_timescale,
     )
     return x_BLD.astype(self.fprop_dtype)
 

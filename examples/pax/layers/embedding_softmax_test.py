@@ -200,8 +200,8 @@ def test_sinusoidal_positions():
   assert p.Instantiate().num_params() == 0
   nothing = {'params': {}}
   out = jax.jit(p.Instantiate().apply)(nothing, POSITIONS)
-  # Periods over 2 pi of 2, 20 and 200.
-  angles = POSITIONS[..., None] / np.array([2.0, 20, 200])
+  # Praxis's frequencies: 2, and less by 200 / 2.
+  angles = POSITIONS[..., None] * np.array([2.0, 0.2, 0.02])
   np.testing.assert_allclose(
     out, np.concatenate([np.sin(angles), np.cos(angles)], -1), atol=1e-3
   )

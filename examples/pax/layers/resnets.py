@@ -13,6 +13,7 @@ Shapes: B images, H rows, W columns, C channels, D features.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -34,21 +35,14 @@ _BOTTLENECK = 4
 
 def _conv(
   template: Any,
-  size: int,
-  input_dims: int,
-  output_dims: int,
-  stride: int = 1,
-  is_linear: bool = False,
+  filter_shape: tuple[int, ...],
+  activation_tpl: Any,
+  stride: tuple[int, int] = (1, 1),
 ) -> Any:
-  """Returns a copy of a template of `ConvBNAct` with these sizes."""
-  sized = template.clone()
-  sized.conv_tpl.set(
-    filter_shape=(size, size, input_dims, output_dims),
-    filter_stride=(stride, stride),
-  )
-  if is_linear:
-    sized.activation_tpl = activations.Identity.HParams()
-  return sized
+  """Returns a copy of a template of `ConvBNAct` with these fields."""
+  conv = template.clone().set(activation_tpl=activation_tpl)
+  conv.conv_tpl.set(filter_shape=filter_shape, filter_stride=stride)
+  return conv
 
 
 class ResNetBlock(base_layer.BaseLayer):
@@ -57,60 +51,60 @@ class ResNetBlock(base_layer.BaseLayer):
   The shortcut is a 1x1 convolution where size or channels change.
 
   Attributes:
-    input_dims: channels in.
-    output_dims: channels out, a multiple of 4; between the convolutions there
+    input_dim: channels in.
+    output_dim: channels out, a multiple of 4; between the convolutions there
       are a quarter of them.
+    conv_params: template of each convolution with its BatchNorm.
     kernel_size: rows and columns of the middle convolution.
     stride: of the middle convolution, and of the shortcut.
-    conv_tpl: of each convolution, its BatchNorm and its activation.
+    activation_tpl: template of the activations, also of the one after the sum.
     zero_init_residual: whether the last BatchNorm's scale starts as 0.
   """
 
-  input_dims: int = 0
-  output_dims: int = 0
+  input_dim: int = 0
+  output_dim: int = 0
+  conv_params: Any = sub_config_field(convolutions.ConvBNAct.HParams)
   kernel_size: int = 3
   stride: int = 1
-  conv_tpl: Any = sub_config_field(convolutions.ConvBNAct.HParams)
+  activation_tpl: Any = sub_config_field(activations.ReLU.HParams)
   zero_init_residual: bool = False
 
   def setup(self) -> None:
     """Creates the convolutions."""
     p = self.hparams
-    if p.output_dims % _BOTTLENECK:
+    if p.output_dim % _BOTTLENECK:
       raise errors.UsageError(
-        f'{self.module_name} has output_dims {p.output_dims}; expected a'
-        f' multiple of {_BOTTLENECK}.'
+        f'{self.module_name} has output_dim {p.output_dim}; expected a multiple'
+        f' of {_BOTTLENECK}.'
       )
-    inner = p.output_dims // _BOTTLENECK
-    last = _conv(p.conv_tpl, 1, inner, p.output_dims, is_linear=True)
+    inner, size = p.output_dim // _BOTTLENECK, p.kernel_size
+    stride, linear = (p.stride, p.stride), activations.Identity.HParams()
+    conv = functools.partial(_conv, p.conv_params)
+    last = conv((1, 1, inner, p.output_dim), linear)
     if p.zero_init_residual:
       last.batch_norm_tpl.gamma_init = WeightInit.Constant(-1.0)
     self.create_children(
       'body',
       [
-        _conv(p.conv_tpl, 1, p.input_dims, inner),
-        _conv(p.conv_tpl, p.kernel_size, inner, inner, p.stride),
+        conv((1, 1, p.input_dim, inner), p.activation_tpl),
+        conv((size, size, inner, inner), p.activation_tpl, stride),
         last,
       ],
     )
-    self._is_projected = p.stride != 1 or p.input_dims != p.output_dims
+    self._is_projected = p.stride != 1 or p.input_dim != p.output_dim
     if self._is_projected:
-      self.create_child(
-        'shortcut',
-        _conv(
-          p.conv_tpl, 1, p.input_dims, p.output_dims, p.stride, is_linear=True
-        ),
-      )
-    self.create_child('activation', p.conv_tpl.activation_tpl)
+      shape = (1, 1, p.input_dim, p.output_dim)
+      self.create_child('shortcut', conv(shape, linear, stride))
+    self.create_child('activation', p.activation_tpl)
 
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:
     """Computes the block.
 
     Args:
-      x_BHWC: images, of `input_dims` channels.
+      x_BHWC: images, of `input_dim` channels.
 
     Returns:
-      [B, ceil(H / stride), ceil(W / stride), output_dims].
+      [B, ceil(H / stride), ceil(W / stride), output_dim].
     """
     shortcut = self.shortcut(x_BHWC) if self._is_projected else x_BHWC
     for layer in self.body:
@@ -122,32 +116,26 @@ class ResNet(base_layer.BaseLayer):
   """Images to features; ResNet-50 unless told otherwise.
 
   Attributes:
-    input_channels: of an image.
-    entryflow_conv_channels: of the first convolution.
-    entryflow_conv_kernel: its rows and columns.
-    entryflow_conv_stride: its stride.
-    entryflow_pool: whether a 3x3 pooling of stride 2 follows.
+    conv_params: template of each convolution with its BatchNorm and, of the
+      first, the activation.
+    block_params: template of each block; this layer sets its channels, kernel,
+      stride and, if it has them, `conv_params`.
+    strides: of each group's first block.
     channels: that each group of blocks puts out.
     blocks: of each group, how many.
     kernels: of each group, rows and columns of the middle convolutions.
-    strides: of each group's first block.
-    conv_tpl: of each convolution, its BatchNorm and its activation.
-    zero_init_residual: whether each block starts as its shortcut.
+    entryflow_conv_kernel: rows, columns and, of the images, channels of the
+      first convolution.
+    entryflow_conv_stride: its strides.
+    entryflow_conv_channels: that it puts out; None is the first of `channels`,
+      or a quarter of it with a `ResNetBlock`.
+    entry_max_pool: whether a 3x3 pooling of stride 2 follows.
     pixel_mean: of each channel, is taken off the images first; empty for
       images that are normalised already.
     pixel_std: of each channel, what they are then divided by.
   """
 
-  input_channels: int = 3
-  entryflow_conv_channels: int = 64
-  entryflow_conv_kernel: int = 7
-  entryflow_conv_stride: int = 2
-  entryflow_pool: bool = True
-  channels: tuple[int, ...] = (256, 512, 1024, 2048)
-  blocks: tuple[int, ...] = (3, 4, 6, 3)
-  kernels: tuple[int, ...] = (3, 3, 3, 3)
-  strides: tuple[int, ...] = (1, 2, 2, 2)
-  conv_tpl: Any = dataclasses.field(
+  conv_params: Any = dataclasses.field(
     default_factory=lambda: convolutions.ConvBNAct.HParams(
       batch_norm_tpl=normalizations.BatchNorm.HParams(decay=0.9),
       # He et al. (2015), 'Delving deep into rectifiers', their equation 14:
@@ -155,7 +143,15 @@ class ResNet(base_layer.BaseLayer):
       params_init=WeightInit.GaussianSqrtFanOut(1.4141),
     )
   )
-  zero_init_residual: bool = False
+  block_params: Any = sub_config_field(ResNetBlock.HParams)
+  strides: tuple[int, ...] = (1, 2, 2, 2)
+  channels: tuple[int, ...] = (256, 512, 1024, 2048)
+  blocks: tuple[int, ...] = (3, 4, 6, 3)
+  kernels: tuple[int, ...] = (3, 3, 3, 3)
+  entryflow_conv_kernel: tuple[int, int, int] = (7, 7, 3)
+  entryflow_conv_stride: tuple[int, int] = (2, 2)
+  entryflow_conv_channels: int | None = None
+  entry_max_pool: bool = True
   pixel_mean: tuple[float, ...] = ()
   pixel_std: tuple[float, ...] = ()
 
@@ -172,41 +168,43 @@ class ResNet(base_layer.BaseLayer):
         ' of the four.'
       )
     if len(p.pixel_mean) != len(p.pixel_std) or (
-      len(p.pixel_mean) not in (0, p.input_channels)
+      len(p.pixel_mean) not in (0, p.entryflow_conv_kernel[2])
     ):
       raise ValueError(
         f'{self.module_name} has pixel_mean {tuple(p.pixel_mean)} and pixel_std'
-        f' {tuple(p.pixel_std)}; expected {p.input_channels} numbers each, one'
-        ' a channel, or none.'
+        f' {tuple(p.pixel_std)}; expected {p.entryflow_conv_kernel[2]} numbers'
+        ' each, one a channel, or none.'
       )
-    input_dims, templates = p.entryflow_conv_channels, []
+    input_dim, templates = p.entryflow_conv_channels, []
+    if input_dim is None:
+      has_bottleneck = p.block_params.cls is ResNetBlock
+      input_dim = p.channels[0] // (_BOTTLENECK if has_bottleneck else 1)
     self.create_child(
       'entryflow_conv',
       _conv(
-        p.conv_tpl,
-        p.entryflow_conv_kernel,
-        p.input_channels,
-        input_dims,
-        p.entryflow_conv_stride,
+        p.conv_params,
+        (*p.entryflow_conv_kernel, input_dim),
+        p.conv_params.activation_tpl,
+        tuple(p.entryflow_conv_stride),
       ),
     )
-    if p.entryflow_pool:
+    if p.entry_max_pool:
       self.create_child('entryflow_pool', convolutions.MaxPool2D.HParams())
+    block_tpl = p.block_params.clone()
+    if hasattr(block_tpl, 'conv_params'):
+      block_tpl.conv_params = p.conv_params
     for channels, blocks, kernel, group_stride in zip(
       *groups.values(), strict=True
     ):
       for i in range(blocks):
-        templates.append(
-          ResNetBlock.HParams(
-            input_dims=input_dims,
-            output_dims=channels,
-            kernel_size=kernel,
-            stride=group_stride if i == 0 else 1,
-            conv_tpl=p.conv_tpl,
-            zero_init_residual=p.zero_init_residual,
-          )
+        block = block_tpl.clone().set(
+          input_dim=input_dim,
+          output_dim=channels,
+          kernel_size=kernel,
+          stride=group_stride if i == 0 else 1,
         )
-        input_dims = channels
+        templates.append(block)
+        input_dim = channels
     self.create_children('blocks', templates)
     self.create_child('output_pool', convolutions.GlobalPooling.HParams())
 
@@ -235,7 +233,7 @@ class ResNet(base_layer.BaseLayer):
         ' pixel_std to normalise them, or give floats.'
       )
     x_BHWC = self.entryflow_conv(x_BHWC.astype(self.fprop_dtype))
-    if p.entryflow_pool:
+    if p.entry_max_pool:
       x_BHWC = self.entryflow_pool(x_BHWC)
     for block in self.blocks:
       x_BHWC = block(x_BHWC)

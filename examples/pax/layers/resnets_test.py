@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from examples.pax import base_layer
+from examples.pax.layers import activations
 from examples.pax.layers import convolutions
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import normalizations
@@ -63,8 +64,8 @@ def _hparams(**changes):
 def _set_dtype(hparams, dtype):
   """Sets the type of all variables; children do not take it from parents."""
   for template in (
-    hparams.conv_tpl.conv_tpl,
-    hparams.conv_tpl.batch_norm_tpl,
+    hparams.conv_params.conv_tpl,
+    hparams.conv_params.batch_norm_tpl,
   ):
     template.dtype = dtype
   return hparams
@@ -164,8 +165,8 @@ def test_haikus_network_computes_the_same():
   with jax.enable_x64(True):
     hparams = _set_dtype(_hparams(), jnp.float64)
     # Haiku's, which are not Praxis's.
-    hparams.conv_tpl.conv_tpl.tf_equivalent_padding = True
-    hparams.conv_tpl.batch_norm_tpl.epsilon = 1e-5
+    hparams.conv_params.conv_tpl.tf_equivalent_padding = True
+    hparams.conv_params.batch_norm_tpl.epsilon = 1e-5
     layer = hparams.Instantiate()
     variables = _random(layer.abstract_init(), rng)
     params = _to_haiku(variables['params'])
@@ -338,7 +339,7 @@ def test_statistics_are_those_of_the_whole_batch_over_two_devices():
 
 def test_a_block_starts_as_its_shortcut():
   block = resnets.ResNetBlock.HParams(
-    name='block', input_dims=8, output_dims=8, zero_init_residual=True
+    name='block', input_dim=8, output_dim=8, zero_init_residual=True
   ).Instantiate()
   rng = np.random.default_rng(2)
   weights = block.abstract_init()
@@ -353,8 +354,43 @@ def test_a_block_starts_as_its_shortcut():
   np.testing.assert_array_equal(got, np.maximum(x_BHWC, 0))
 
 
+class _Twice(base_layer.BaseLayer):
+  """A block that has no convolution."""
+
+  class HParams(base_layer.BaseLayer.HParams):
+    input_dim: int = 0
+    output_dim: int = 0
+    kernel_size: int = 0
+    stride: int = 0
+
+  def __call__(self, x_BHWC):
+    return 2 * x_BHWC
+
+
+def test_blocks_and_activations_that_are_given():
+  sizes = {'blocks': (2,), 'channels': (4,), 'kernels': (3,), 'strides': (1,)}
+  net = resnets.ResNet.HParams(block_params=_Twice.HParams(), **sizes)
+  weights = net.Instantiate().abstract_init()['params']
+  assert weights['res_net/entryflow_conv/conv']['w'].shape == (7, 7, 3, 4)
+  assert not any('blocks' in name for name in weights)
+
+  block = resnets.ResNetBlock.HParams(
+    input_dim=4,
+    output_dim=4,
+    conv_params=convolutions.ConvBNAct.HParams(),
+    activation_tpl=activations.Identity.HParams(),
+    zero_init_residual=True,
+  )
+  x_BHWC = np.float32(np.random.default_rng(2).normal(size=(2, 4, 4, 4)))
+  variables = _jit(block.Instantiate().init)(jax.random.key(0))
+  out = _jit(functools.partial(block.Instantiate().apply, do_eval=True))(
+    variables, x_BHWC
+  )
+  np.testing.assert_array_equal(out, x_BHWC)  # Without a ReLU.
+
+
 def test_integer_pixels_are_normalised_in_the_network():
-  sizes = {'entryflow_pool': False, 'blocks': (1,), 'channels': (4,)}
+  sizes = {'entry_max_pool': False, 'blocks': (1,), 'channels': (4,)}
   sizes |= {'kernels': (3,), 'strides': (1,), 'entryflow_conv_channels': 4}
   plain = resnets.ResNet.HParams(**sizes)
   pixels = plain.clone().set(
@@ -392,8 +428,9 @@ def test_wrong_hyperparameters_are_refused(fields, message):
 
 
 def test_first_values_are_those_of_the_method():
+  block = resnets.ResNetBlock.HParams(zero_init_residual=True)
   layer = _hparams(
-    dtype=jnp.float32, fprop_dtype=None, zero_init_residual=True
+    dtype=jnp.float32, fprop_dtype=None, block_params=block
   ).Instantiate()
   weights = layer.abstract_init()['params']
   he = base_layer.WeightInit.GaussianSqrtFanOut(1.4141)

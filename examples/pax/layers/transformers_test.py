@@ -644,8 +644,8 @@ def test_defaults_are_those_of_praxis():
     assert layer.HParams().checkpoint_policy == save_nothing == 'full'
   assert normalizations.BatchNorm.HParams().decay == 0.999
   network = resnets.ResNet.HParams()
-  assert network.conv_tpl.batch_norm_tpl.decay == 0.9
-  assert not network.zero_init_residual
+  assert network.conv_params.batch_norm_tpl.decay == 0.9
+  assert not network.block_params.zero_init_residual
 
 
 def test_a_pipeline_has_no_products_in_fp8():

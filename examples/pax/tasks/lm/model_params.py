@@ -25,7 +25,6 @@ from examples.pax.layers import normalizations
 from examples.pax.layers import transformers
 from examples.pax.tasks.lm import input as lm_input
 from jaxline import errors
-from jaxline import pipeline
 from jaxline.inputs import base as inputs
 from jaxline.inputs import synthetic
 from jaxline.inputs import tokenization
@@ -321,15 +320,6 @@ class LmExperiment(base_experiment.BaseExperiment):
         f'MICROBATCH_SIZE is {self.MICROBATCH_SIZE}, but NUM_STAGES is 1: there'
         ' is no pipeline. Set more stages, or leave it None.'
       )
-
-  def bubble_fraction(self) -> float:
-    """The part of a step in which a stage has nothing to do."""
-    if self.NUM_STAGES == 1:
-      return 0.0
-    rows = self.rows(self.PERCORE_BATCH_SIZE)
-    return pipeline.bubble_fraction(
-      self.NUM_STAGES, rows // (self.MICROBATCH_SIZE or rows)
-    )
 
   @classmethod
   def reduced(cls) -> type[Self]:

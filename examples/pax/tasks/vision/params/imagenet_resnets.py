@@ -152,22 +152,21 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
 
   def task(self) -> Any:
     """Returns the classifier and its learner."""
-    small = self.SMALL_IMAGES
+    kernel, stride = (3, 1) if self.SMALL_IMAGES else (7, 2)
     network = resnets.ResNet.HParams(
-      input_channels=self.IMAGE_CHANNELS,
+      block_params=resnets.ResNetBlock.HParams(zero_init_residual=True),
       entryflow_conv_channels=self.STEM_CHANNELS,
-      entryflow_conv_kernel=3 if small else 7,
-      entryflow_conv_stride=1 if small else 2,
-      entryflow_pool=not small,
+      entryflow_conv_kernel=(kernel, kernel, self.IMAGE_CHANNELS),
+      entryflow_conv_stride=(stride, stride),
+      entry_max_pool=not self.SMALL_IMAGES,
       channels=self.CHANNELS,
       blocks=self.BLOCKS,
       kernels=(3,) * len(self.BLOCKS),
       strides=self.STRIDES,
-      zero_init_residual=True,
       pixel_mean=self.PIXEL_MEAN,
       pixel_std=self.PIXEL_STD,
     )
-    network.conv_tpl.batch_norm_tpl.decay = self.BATCH_NORM_DECAY
+    network.conv_params.batch_norm_tpl.decay = self.BATCH_NORM_DECAY
     softmax = embedding_softmax.FullSoftmax.HParams(
       input_dims=self.CHANNELS[-1],
       num_classes=self.NUM_CLASSES,

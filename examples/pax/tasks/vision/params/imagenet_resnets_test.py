@@ -70,11 +70,13 @@ def test_options_are_those_of_pax():
   """Paxml 1.4.0 (jax 0.4.26, Python 3.10): the task of ResNet50Pjit."""
   task = _task().hparams
   network, optimizer = task.model.network_tpl, task.train.learner.optimizer
-  assert network.zero_init_residual
-  assert network.conv_tpl.batch_norm_tpl.decay == 0.9
-  assert network.conv_tpl.batch_norm_tpl.epsilon == 0.001
-  assert not network.conv_tpl.conv_tpl.tf_equivalent_padding
-  assert network.conv_tpl.params_init == WeightInit.GaussianSqrtFanOut(1.4141)
+  assert network.block_params.zero_init_residual
+  assert network.conv_params.batch_norm_tpl.decay == 0.9
+  assert network.conv_params.batch_norm_tpl.epsilon == 0.001
+  assert not network.conv_params.conv_tpl.tf_equivalent_padding
+  assert network.conv_params.params_init == WeightInit.GaussianSqrtFanOut(
+    1.4141
+  )
   assert task.model.softmax_tpl.params_init == WeightInit.Gaussian(0.01)
   assert optimizer.l2_regularizer_weight == 1e-4
   assert optimizer.clip_gradient_norm_to_value == 0.0
