@@ -642,7 +642,7 @@ def test_post_mortem_reads_commands_from_stdin(tmp_path, mode):
   assert 'Failure: step at 0' in result.stderr
 
 
-# After the first step either the disk hangs, or the writer's `close`.
+# From the first step on the disk, the writer's `close` or a thread hangs.
 STUCK = f"""
 import os, sys, threading
 sys.path.insert(0, {str(TOY.parent)!r})
@@ -661,6 +661,8 @@ class Experiment(toy.Sharded):
   def step(self, **kwargs):
     if what == 'disk':
       os.fsync = lambda fd: for_ever()
+    if what == 'thread' and kwargs['global_step'] == 2:
+      threading.Thread(target=for_ever).start()
     return super().step(**kwargs)
 
   def train_input(self):
@@ -674,9 +676,17 @@ platform.main(Experiment, argv, writer_factory=Writer)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize('what', ['disk', 'writer'])
-def test_what_holds_up_the_end_of_a_failed_run_is_ended(tmp_path, what):
-  fault = 'step' if what == 'disk' else ''
+@pytest.mark.parametrize(
+  ('what', 'fault', 'where'),
+  [
+    ('disk', 'step', 'in wait_to_finish'),
+    ('writer', '', 'in close'),
+    ('thread', 'step', 'in _shutdown'),
+  ],
+)
+def test_what_holds_up_the_end_of_a_failed_run_is_ended(
+  tmp_path, what, fault, where
+):
   result = python(
     *('-c', STUCK, what, *command(tmp_path)[4:]),
     f'--config.experiment_kwargs.config.fault={fault}',
@@ -684,7 +694,7 @@ def test_what_holds_up_the_end_of_a_failed_run_is_ended(tmp_path, what):
     '--config.watchdog_secs=10',
   )
   assert result.returncode == watchdog.EXIT_CODE, result.stderr[-4000:]
-  assert ('wait_to_finish' if fault else 'in close') in result.stderr
+  assert where in result.stderr
 
 
 @pytest.mark.process

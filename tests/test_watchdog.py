@@ -10,7 +10,9 @@ import time
 
 import pytest
 
+import jaxline
 from jaxline.supervision import watchdog
+from tests.experiments import regression
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT_SECS = 60
@@ -192,3 +194,11 @@ with watchdog.limit(0.3):
     out, _ = process.communicate('c\n', timeout=TIMEOUT_SECS)
     assert 'goes on' in out
     assert process.returncode == 70
+
+
+def test_fit_leaves_no_limit(monkeypatch, tmp_path):
+  monkeypatch.setattr(watchdog, '_covers_exit', False)
+  config = regression.get_config(2)
+  config.checkpoint_dir = str(tmp_path)
+  jaxline.fit(regression.Regression, config, {'watchdog_secs': 60.0})
+  assert (watchdog._num_runs, watchdog._covers_exit) == (0, False)
