@@ -22,7 +22,6 @@ from absl import logging
 from jaxline import errors
 from jaxline import goodput
 from jaxline.compat import op_by_op
-from jaxline.supervision import preemption
 from jaxline.supervision import watchdog
 
 F = TypeVar('F', bound=Callable[..., Any])
@@ -140,7 +139,7 @@ def _post_mortem() -> Iterator[None]:
         if '_jaxline_seen_by_pdb' not in error.__dict__:
           error.__dict__['_jaxline_seen_by_pdb'] = True
           # pdb raises if stdin is closed: the run's own error counts.
-          with preemption.paused(), contextlib.suppress(Exception):
+          with contextlib.suppress(Exception):
             pdb.post_mortem(error.__traceback__)
     raise
 

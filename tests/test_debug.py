@@ -217,8 +217,9 @@ def test_post_mortem_reads_stdin_and_lets_the_error_pass(
 
 
 @pytest.mark.process
+@pytest.mark.parametrize('debugger', ['post mortem', 'breakpoint'])
 @pytest.mark.parametrize('is_main_thread', [True, False])
-def test_an_interrupt_is_for_the_debugger(is_main_thread):
+def test_an_interrupt_is_for_the_debugger(is_main_thread, debugger):
   program = f"""
 import threading
 from jaxline import debug
@@ -227,6 +228,9 @@ from jaxline.supervision import preemption
 debug.settings.post_mortem = True
 
 def fail():
+  if {debugger == 'breakpoint'}:
+    debug.settings.post_mortem = False
+    breakpoint()
   raise ValueError
 
 with preemption.Watch() as watch, watch.training():
@@ -254,7 +258,7 @@ with preemption.Watch() as watch, watch.training():
       for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
-      out, err = process.communicate('q\n', timeout=60)
+      out, err = process.communicate('c\n', timeout=60)
     finally:
       process.kill()
   assert process.returncode == 0, err

@@ -28,6 +28,8 @@ from typing import Any, NoReturn
 
 from absl import logging
 
+from jaxline.supervision import watchdog
+
 # EX_TEMPFAIL of sysexits.h: all is saved, and the run can be started again.
 EXIT_CODE = 75
 # The code of a shell for a program that Ctrl-C ended.
@@ -68,7 +70,7 @@ class Watch:
   the first SIGINT the default handler is back, so that the second one ends the
   process at once, also in C code. Ignored signals (nohup, a shell's background
   jobs) stay ignored. A signal for which the program has its own Python handler
-  is left to that handler.
+  is left to that handler. While a thread is in pdb, SIGINT is for pdb.
 
   Python runs a handler between two instructions of the main thread, so a signal
   waits while that is in C code, such as a compilation. Python also drops what a
@@ -94,7 +96,6 @@ class Watch:
     self._step: int | None = None
     self._is_reached = False
     self._is_interrupted = False  # By a first SIGINT.
-    self._num_prompts = 0  # How many other threads are in a debugger.
     self._old_handlers: dict[int, Any] = {}
     self._warned: set[Any] = set()
 
@@ -208,10 +209,11 @@ class Watch:
     return signal.getsignal(signum) == self._handler(signum)
 
   def _on_signal(self, signum: int, frame: types.FrameType | None) -> None:
-    del frame
     if signum == signal.SIGINT:
-      if self._num_prompts:
-        return
+      if watchdog.is_debugged(frame):
+        raise KeyboardInterrupt  # Ends a command of pdb, and not pdb.
+      if any(map(watchdog.is_debugged, sys._current_frames().values())):
+        return  # Another thread's pdb cannot be interrupted.
       self._is_interrupted = True
       signal.signal(signum, signal.SIG_DFL)
       saves = 'saving, then ' if self._defers else ''
@@ -257,26 +259,16 @@ def held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-  """Leaves Ctrl-C to a prompt: restores the handlers from before the watch.
-
-  On another thread than the main one, which alone handles signals, Ctrl-C does
-  nothing.
-  """
+  """Restores the handlers from before the watch, for a prompt."""
   watch = _active
-  if watch is None:
+  if watch is None or not _is_main_thread():
     yield
-  elif _is_main_thread():
-    watch._put_back()
-    try:
-      yield
-    finally:
-      watch._take_signals()
-  else:
-    watch._num_prompts += 1
-    try:
-      yield
-    finally:
-      watch._num_prompts -= 1
+    return
+  watch._put_back()
+  try:
+    yield
+  finally:
+    watch._take_signals()
 
 
 def begin_run(takes_steps: bool = True) -> Watch:

@@ -160,7 +160,7 @@ def _tick() -> None:
     frames = dict(sys._current_frames())
     for thread in (threading.current_thread(), reporter):
       frames.pop(thread.ident or 0, None)
-    if any(map(_is_debugged, frames.values())):
+    if any(map(is_debugged, frames.values())):
       silence = 0.0
       continue
     texts.put(_report(silence, frames))
@@ -184,7 +184,8 @@ def _report(silence: float, frames: dict[int, types.FrameType]) -> str:
   return '\n'.join(lines)
 
 
-def _is_debugged(frame: types.FrameType) -> bool:
+def is_debugged(frame: types.FrameType | None) -> bool:
+  """Returns whether a thread that runs this frame waits in a debugger."""
   return any(
     f.f_globals.get('__name__') in _DEBUGGERS
     for f, _ in traceback.walk_stack(frame)
