@@ -229,6 +229,7 @@ def start(*argv):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # Five starts.
 def test_a_run_from_the_command_line(tmp_path):
   run = tmp_path / 'run'
   prompts = tmp_path / 'prompts.txt'
