@@ -8,7 +8,7 @@ of a cluster (by gloo instead of a network of accelerators). Each process gets
 its number by the variables that `jaxline.distributed` reads. Each line that it
 prints begins with that number. Signals are passed on to all processes. When one
 fails, the others have some seconds to end and are then killed; the exit code is
-that of the first to fail.
+that of the first to fail, which the last line names.
 
 It starts nothing on other machines: docs/reference/launching.md has clusters.
 """
