@@ -360,10 +360,9 @@ KEYS = (
 
   Key('on_nonfinite', None, optional(one_of(*nonfinite.MODES)),
       'A step has a loss or gradients that are not finite: `raise` ends the'
-      ' run. `warn` warns once for each scalar and keeps the newest checkpoint'
-      ' from before. `skip` (sharded style) changes no weights and counts the'
-      ' step. `ignore` does nothing. None is `raise` in the sharded style,'
-      ' `warn` in the per-device style.', PROGRAM),
+      ' run. `warn` warns once for each scalar. `skip` (sharded style) changes'
+      ' no weights and counts the step. `ignore` does nothing. None is `raise`'
+      ' in the sharded style, `warn` in the per-device style.', PROGRAM),
   Key('max_nonfinite_steps', 10, _COUNT,
       'With `skip`, this many such steps in a row end the run.'),
   Key('profile_steps', None, optional(_PROFILED),

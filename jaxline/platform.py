@@ -358,8 +358,7 @@ class _Refused(_Exit, UsageError):
 # and their exit codes.
 _CODES = {
   UsageError: 2,
-  files.RefusedError: 1,
-  files.UnreadableError: 1,
+  files.DamagedError: 1,
   nonfinite.NonfiniteError: 1,
   disk.FullDiskError: 1,
   # To start again is all there is to do: the others may be late.

@@ -158,9 +158,6 @@ class Run:
         _restore(checkpointer)
       yield has_checkpoint
       return
-    # Written before the first log record: later, a log without this note means
-    # that the note was lost.
-    checkpointer.mark_evaluated()
     _resume_log(self, self.eval_log, evaluation.last)
     initial_is_due = (
       config.eval_initial_weights
@@ -214,8 +211,6 @@ class Run:
     training = _Training(self)
     state = training.state
     evaluation = _Evaluation(self, until=state.global_step)
-    if evaluation.done:
-      checkpointer.mark_evaluated()  # The note may have been lost.
     # Records of the restored step itself are dropped unless its evaluation is
     # noted as complete.
     last: int | None = state.global_step
@@ -411,7 +406,6 @@ class _Training:
       self.experiment,
       config.on_nonfinite,
       config.max_nonfinite_steps,
-      checkpointer.warn_nonfinite,
       # The newest step that the loop waits for anyway, right after the actions.
       max(1, experiment_lib.max_steps_in_flight(config) - 1),
     )
@@ -512,13 +506,7 @@ class _Training:
   def _after_step(self, t: float, step: int, scalars: Any) -> None:
     """The last of the periodic actions: ends the run if something asks to."""
     self._run.checkpointer.raise_error()  # Of a save, such as on a full disk.
-    self._run.check(step, self._leave)
-
-  def _leave(self) -> None:
-    """Does what `_finish` does, in little time."""
-    if self._saved_step != self.state.global_step:
-      self._run.checkpointer.drop_waiting()  # It is older than what follows.
-    self._finish()
+    self._run.check(step, self._finish)
 
   def _finish(self) -> None:
     """Saves, and waits for the background."""
@@ -556,8 +544,7 @@ class _Evaluation:
       self.experiment = adapters.construct(
         run.experiment_class, run.eval_mode, init_rng, config
       )
-    # The steps in the log count where the note of what is evaluated is lost.
-    steps = run.checkpointer.evaluated(run.eval_log.logged_steps)
+    steps = run.checkpointer.evaluated()
     self.done = {step for step in steps if step <= until}
     self.last = max(self.done, default=None)
     rng = jax.random.PRNGKey(config.random_seed)
@@ -636,8 +623,6 @@ class _Evaluation:
       # Only the best value and its metric are restored, not the weights.
       try:
         _restore(checkpointer, series='best')
-      except files.RefusedError:
-        raise  # The checkpoint is still there; the user must decide.
       except files.DamagedError as e:
         # The weights that count are those of `latest`.
         logging.error('The series best begins anew: %s', e)

@@ -510,21 +510,21 @@ def test_per_device_experiments_are_judged():
 # Warnings.
 
 
-def warnings_of(rows, experiment=None, mode='warn'):
-  """Returns (step, names, text) of each warning of a guard."""
-  said = []
-  guard = nonfinite.Guard(
-    experiment or a_stand_in(),
-    mode,
-    1,
-    lambda step, names, text: said.append((step, names, text)),
-  )
-  drive(guard, rows)
-  guard.wait_to_finish()
-  return said
+@pytest.fixture
+def warnings_of(caplog):
+  """Returns a function that returns the text of each warning of a guard."""
+
+  def warnings_of(rows, experiment=None, mode='warn'):
+    caplog.clear()
+    guard = nonfinite.Guard(experiment or a_stand_in(), mode, 1)
+    drive(guard, rows)
+    guard.wait_to_finish()
+    return caplog.messages[:]
+
+  return warnings_of
 
 
-def test_each_name_is_warned_of_once_with_its_step():
+def test_each_name_is_warned_of_once_with_its_step(warnings_of):
   good = {'loss': 1.0, 'new_loss': 2.0, 'acc': NAN}
   rows = [
     good | {'new_loss': NAN},  # As kfac-jax logs it on purpose.
@@ -533,25 +533,21 @@ def test_each_name_is_warned_of_once_with_its_step():
     good | {'new_loss': NAN, 'loss': np.float32([1, NAN]), 'grad': {'w': -INF}},
     good | {'loss': NAN},
   ]
-  said = warnings_of(rows)
-  assert [(step, names) for step, names, _ in said] == [
-    (1, ['new_loss']), (4, ['loss', 'grad/w']),
-  ]  # fmt: skip
-  assert 'of step 1 are not finite: new_loss = nan. Training' in said[0][2]
+  first, second = warnings_of(rows)
+  assert 'of step 1 are not finite: new_loss = nan. Training' in first
   assert (
     'of step 4 are not finite: loss = nan in 1 of 2 entries, grad/w = -inf. '
-    in said[1][2]
+    in second
   )
-  assert "config.on_nonfinite = 'raise'" in said[1][2]
+  assert "config.on_nonfinite = 'raise'" in second
 
 
-def test_a_flag_that_no_scalar_shows_is_warned_of_once():
+def test_a_flag_that_no_scalar_shows_is_warned_of_once(warnings_of):
   bad = {'nonfinite': jnp.int32(1)}
-  ((step, names, text),) = warnings_of([bad | {'acc': 1.0}] * 3, FLAGGED)
-  assert (step, names) == (1, [''])
-  assert 'not finite: none of its scalars shows it' in text
-  ((step, names, _),) = warnings_of([bad | {'acc': NAN}] * 3, FLAGGED)
-  assert (step, names) == (1, ['acc'])
+  (text,) = warnings_of([bad | {'acc': 1.0}] * 3, FLAGGED)
+  assert 'step 1 are not finite: none of its scalars shows it' in text
+  (text,) = warnings_of([bad | {'acc': NAN}] * 3, FLAGGED)
+  assert 'step 1 are not finite: acc = nan' in text
 
 
 def test_a_sharded_run_raises_by_default_and_may_warn(caplog):

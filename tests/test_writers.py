@@ -718,46 +718,6 @@ def test_a_run_that_is_killed_and_resumed_leaves_one_curve(tmp_path):
     writer.close()
 
 
-def test_the_logged_steps_are_those_of_scalars(tmp_path):
-  path = tmp_path / 'm.jsonl'
-  for steps in ([7], [3, 5]):  # As two processes.
-    with writers.MultiWriter(
-      [writers.TensorBoardWriter(tmp_path), writers.JsonlWriter(path)]
-    ) as writer:
-      for step in steps:
-        writer.write_scalars(step, {'a': 0, 'b': 1})
-      writer.write_texts(20, {'config': 'c'})
-      writer.write_images(21, {'i': np.zeros([2, 2], np.uint8)})
-      writer.write_histograms(22, {'h': np.ones(3)})
-  # What is damaged is left out, of each file by itself.
-  lines = path.read_bytes().splitlines(keepends=True)
-  path.write_bytes(b''.join([b'#', *lines, b'[1]\n', lines[0][:-9]]))
-
-  class Nowhere(writers.Backend):
-    def _emit(self, kind, step, values):
-      pass
-
-  with writers.JsonlWriter(path) as lines, Nowhere() as log:
-    assert lines.logged_steps() == [3, 5]
-    assert log.logged_steps() == []
-    with writers.TensorBoardWriter(tmp_path) as events:
-      start, _ = _records(sorted(tmp_path.glob('*tfevents*'))[1])[1]
-      with open(sorted(tmp_path.glob('*tfevents*'))[1], 'r+b') as file:
-        file.seek(start + 20)  # The time: 0x41 for decades.
-        file.write(b'?')
-      assert events.logged_steps() == [5, 7]
-      old = mock.create_autospec(writers.Writer)
-      writer = writers.MultiWriter([events, log, old, lines])
-      assert writer.logged_steps() == [3, 5, 7]
-      with writers.AsyncWriter(writer) as writer:
-        assert writer.logged_steps() == [3, 5, 7]
-
-
-def test_the_steps_of_a_device_are_not_read():
-  with writers.JsonlWriter('/dev/null') as writer:
-    assert writer.logged_steps() == []
-
-
 def test_without_resume_all_records_stand(tmp_path):
   for _ in range(2):
     with writers.TensorBoardWriter(tmp_path) as writer:

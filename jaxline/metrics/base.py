@@ -90,17 +90,6 @@ class MetricWriter(abc.ABC):
       OSError: a file cannot be rewritten; it stands as it was.
     """
 
-  def logged_steps(self) -> list[int]:
-    """Returns the steps that scalars were written of, ascending.
-
-    Also by earlier processes. A writer that keeps no records has none. It may
-    read all that was written, and blocks.
-
-    Raises:
-      OSError: a file cannot be read.
-    """
-    return []
-
   def flush(self) -> None:  # noqa: B027
     """Returns once everything written so far has reached the disk.
 

@@ -96,10 +96,6 @@ class FileBackend(base.Backend):
       with open(path, 'rb') as file:
         yield from self._read(file)
 
-  def logged_steps(self) -> list[int]:
-    steps: set[Any] = {piece.step for piece in self._pieces() if piece.scalars}
-    return sorted(steps)
-
   def resume(self, step: int) -> None:
     for path in self._paths():
       self._void_later(pathlib.Path(os.path.realpath(path)), step)

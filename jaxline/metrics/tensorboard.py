@@ -144,9 +144,6 @@ class SessionWriter(TensorBoardWriter):
         shown[tag] = values[self._metric]
     super()._emit('scalars', step, shown)
 
-  def logged_steps(self) -> list[int]:
-    return []  # The original is another log.
-
 
 def write_hparams(directory: pathlib.Path, config: Any) -> None:
   """Writes a run's config for TensorBoard's tab HPARAMS.

@@ -83,10 +83,6 @@ class MultiWriter(MetricWriter):
   ) -> None:
     self._each(f'write_{kind}', global_step, base.Record.of(values), *options)
 
-  def logged_steps(self) -> list[int]:
-    ours = [w for w in self._writers if isinstance(w, MetricWriter)]
-    return sorted({step for w in ours for step in w.logged_steps()})
-
   def resume(self, step: int) -> None:
     self._each('resume', step)
 
@@ -221,11 +217,6 @@ class AsyncWriter(MetricWriter):
     on_host = convert(values)
     method = getattr(self._writer, f'write_{kind}')
     method(to_step(step), on_host, *options)
-
-  def logged_steps(self) -> list[int]:
-    steps: list[int] = []
-    self.executor.wait(lambda: steps.extend(self._writer.logged_steps()))
-    return steps
 
   def resume(self, step: int) -> None:
     self.executor.wait(lambda: self._writer.resume(step))
