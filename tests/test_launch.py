@@ -293,7 +293,7 @@ signal.signal(signal.SIGINT, hear)
 signal.signal(signal.SIGTERM, hear)
 print('ready')
 while True:
-  signal.pause()
+  time.sleep(0.05)  # Not pause, which a signal could come before.
 """
 
 
