@@ -18,6 +18,8 @@ import weakref
 
 from absl import logging
 
+from jaxline.supervision import watchdog
+
 T = TypeVar('T')
 
 # How long a closed py_prefetch waits for its thread, in seconds. Only an
@@ -249,6 +251,7 @@ def cause(error: BaseException) -> Any:
 def _run_all(calls: queue.SimpleQueue[Callable[[], Any] | None]) -> None:
   for call in iter(calls.get, None):
     call()
+    watchdog.give_sign_of_life()  # So that a long queue is no hang.
     del call  # Or its arguments would stay in memory while the next is awaited.
     if calls.empty():
       # What comes meanwhile is run at once. To wake this thread for each call

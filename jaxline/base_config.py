@@ -368,12 +368,12 @@ KEYS = (
   Key('max_nonfinite_steps', 10, _COUNT,
       'With `skip`, this many such steps in a row end the run.'),
   Key('profile_steps', None, optional(_PROFILED),
-      "Steps to trace for TensorBoard and Perfetto. A file PROFILE in the run's"
-      ' directory, or SIGUSR1, asks a run for a trace. See docs/howto.md.'),
+      'Steps to trace for TensorBoard and Perfetto. See docs/howto.md.'),
   Key('watchdog_secs', 7200.0, optional(_POSITIVE),
       "The process ends, with every thread's stack in the log, after this many"
-      ' seconds without a step or another sign of progress. Give more if a'
-      ' compilation or an evaluation takes longer. None disables it.'),
+      ' seconds without a step or another sign of progress, until it has ended.'
+      ' Give more if a compilation or an evaluation takes longer. None disables'
+      ' it.'),
 
   Key('eval_initial_weights', False, _BOOLEAN,
       'Evaluate the initial weights if there is no checkpoint yet. In the'

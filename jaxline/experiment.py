@@ -19,7 +19,6 @@ from jaxline.compat import lazy
 from jaxline.compat import prng
 from jaxline.metrics import periodic
 from jaxline.metrics import writers
-from jaxline.supervision import recompilation
 
 lazy.complete(__name__)
 
@@ -221,14 +220,11 @@ class AbstractExperiment(abc.ABC):
     step_inputs = self.step_inputs(config)
     max_in_flight = max_steps_in_flight(config)
     in_flight: collections.deque[list[Any]] = collections.deque()
-    watch = recompilation.Watch(state.global_step)
-    with debug.log_activity('training loop', category='steps'), watch:
+    with debug.log_activity('training loop', category='steps'):
       while self.should_run_step(step := state.global_step, config):
         with jax.profiler.StepTraceAnnotation('train', step_num=step):
           global_step, rng, next_rng = step_inputs(step, state.train_step_rng)
-          watch.step = step
           scalars = self.step(global_step=global_step, rng=rng, writer=writer)
-          watch.step = None
         check_scalars(scalars, self, 'step')
         # The state's step and key change together: a checkpoint must not hold
         # one without the other.

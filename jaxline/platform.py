@@ -44,15 +44,11 @@ from jaxline.metrics import log_filter
 from jaxline.metrics import writers
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
-from jaxline.supervision import profiling
 from jaxline.supervision import watchdog
 
 UsageError = errors.UsageError
 
 lazy.complete(__name__)
-
-# How long a run that has nothing to save yet may take to leave, in seconds.
-_GRACE_SECS = 5.0
 
 
 # What a run is made of.
@@ -516,11 +512,7 @@ def _has_others() -> bool:
   return xla_bridge.backends_are_initialized() and jax.process_count() > 1
 
 
-# What collectives of CPUs and GPUs say when another process is gone. This
-# process then ends with the code of SIGABRT, as JAX does.
-_LOST = re.compile(
-  r'\bGloo\b|ncclRemoteError|ncclSystemError|Connection (reset|closed) by peer'
-)
+# The code of SIGABRT, by which JAX ends a process that has lost another one.
 _LOST_CODE = 134
 
 
@@ -535,9 +527,17 @@ def _leave_others(error: BaseException) -> None:
     return  # All leave together.
   if isinstance(error, SystemExit):
     code: Any = error.code
+  elif errors.is_lost_process(error):
+    code = _LOST_CODE
+    print(
+      f'[jaxline] Process {jax.process_index()} of {jax.process_count()} has'
+      ' lost another process, whose own lines may say why. The same command'
+      f' resumes the run. ({str(error).splitlines()[0]:.300})',
+      file=sys.stderr,
+    )
   else:
+    code = 1
     traceback.print_exception(error)
-    code = _LOST_CODE if _LOST.search(str(error)) else 1
   logging.flush()
   sys.stdout.flush()
   sys.stderr.flush()
@@ -570,6 +570,7 @@ def main(
       config = _read_config(flags.FLAGS)
       mode = _find_mode(_MODE.value)
       _start_jax(config)
+      watchdog.cover_exit()
       if mode.checkpointer:  # Compile mode has none, and runs nothing here.
         _check_flags()
       if experiment_class is None:
@@ -578,7 +579,7 @@ def main(
       origin = console_lib.Origin.of(flags.FLAGS['config'])
       start(experiment_class, config, _MODE.value, *factories, origin)
 
-  with preemption.Watch(grace=_GRACE_SECS):
+  with preemption.Watch():
     if flags.FLAGS.is_parsed():
       run(argv)
     else:
@@ -666,6 +667,8 @@ def start(
     with config.ignore_type(), config.unlocked():
       config.checkpoint_dir = directory
   with goodput.run(), contextlib.ExitStack() as stack:
+    if mode.logs:  # First: whatever closes below may hang.
+      stack.enter_context(watchdog.limit(config.watchdog_secs))
     stack.enter_context(compilation_cache.of_run(config))
     # It closes last, with what the run came to.
     console = stack.enter_context(console_lib.Console.make(config, origin))
@@ -695,11 +698,8 @@ def start(
       first.check_shared()
       first.check_config(experiment_class)
     watch = preemption.Watch()
-    if mode.log:
-      stack.enter_context(profiling.on_signal())
     if mode.logs:
       watch = preemption.begin_run(takes_steps=bool(mode.log))
-      stack.enter_context(watchdog.Watchdog(config.watchdog_secs))
     run = train.Run(
       experiment_class,
       config,
@@ -720,6 +720,10 @@ def start(
       if is_durable and not (e.is_over or console.tells_how_to_go_on):
         given = f'--config.checkpoint_dir={config.checkpoint_dir}'
         e.add_note(f'It goes on with the same command and {given}')
+      raise
+    except Exception as e:
+      if errors.is_lost_process(e) and _has_others():
+        _leave_others(e)  # The checkpointer's end would wait for the lost one.
       raise
 
 

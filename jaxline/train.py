@@ -109,7 +109,8 @@ class Run:
     Raises:
       preemption.Preempted: the run was told to end by a signal.
     """
-    debug.give_sign_of_life()
+    if self.trained is None:  # Else it would hide a hang of the training.
+      watchdog.give_sign_of_life()
     if self.watch.reached(step):
       if finish is not None:
         finish()
@@ -300,8 +301,7 @@ class Run:
 
     def evaluate() -> None:
       try:
-        with watchdog.watched():
-          debug.debugger_fallback(evaluation.evaluate)()
+        debug.debugger_fallback(evaluation.evaluate)()
       except BaseException as e:
         if not isinstance(e, errors.UsageError):
           e.add_note('[jaxline] raised in the eval thread.')
@@ -315,8 +315,7 @@ class Run:
     thread = threading.Thread(target=evaluate, name='eval', daemon=True)
     thread.start()
     try:
-      with watchdog.watched():
-        training.train()
+      training.train()
     except BaseException:
       trained.set()
       thread.join(_GRACE_SECS)
@@ -515,7 +514,7 @@ class _Training:
         try:
           action.wait_to_finish()
         except Exception as e:
-          if e is not error:
+          if e is not error and not errors.is_lost_process(e):
             logging.exception('A periodic action failed as well.')
       raise
     finally:

@@ -475,7 +475,7 @@ def test_another_number_of_devices_and_own_positions(folder):
 def test_a_process_that_sleeps_is_ended_by_its_watchdog(folder):
   directory = folder / 'sleeps'
   results = run(
-    directory, 'sharded', '--config.watchdog_secs=6',
+    directory, 'sharded', '--config.watchdog_secs=20',
     fault='1:step:5:sleep', codes=None,
   )  # fmt: skip
   # Both are silent, the one that waits as well; whichever is first.

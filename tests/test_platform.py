@@ -6,9 +6,7 @@ import json
 import logging
 import os
 import pathlib
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -324,21 +322,23 @@ def test_an_exit_of_the_experiment_is_no_end_of_the_run(
 
 
 @pytest.mark.process
-def test_a_blocked_evaluation_is_noticed_while_training_goes_on(tmp_path):
-  result = run(
-    tmp_path,
-    '--config.training_steps=100000',
-    '--config.experiment_kwargs.config.step_secs=0.05',
-    '--config.experiment_kwargs.config.fault=evaluate',
-    '--config.experiment_kwargs.config.fault_kind=hang',
-    '--config.watchdog_secs=8',
-    mode='train_eval_multithreaded',
-  )
-  assert result.returncode == watchdog.EXIT_CODE, result.stderr[-4000:]
-  assert "no sign of life of thread 'eval'" in result.stderr
-  assert "Thread 'eval' was in: evaluation of step" in result.stderr
-  assert 'in fault\n' in result.stderr
-  assert len(records(tmp_path, 'train')) > 8
+def test_an_exit_in_an_asynchronous_action_is_no_end_of_the_run(tmp_path):
+  program = f"""
+import sys
+sys.path.insert(0, {str(TOY.parent)!r})
+import toy
+from jaxline import platform
+from jaxline.metrics import console
+def log(self, step, scalars):
+  sys.exit(0)
+console.Console.log_training = log
+platform.main(toy.Sharded, sys.argv[1:])
+"""
+  args = command(tmp_path, '--config.training_steps=100')[4:]
+  result = python('-c', program, *args)
+  assert result.returncode == 1
+  assert result.stderr.count('in log\n') == 1
+  assert 'raised SystemExit(0)' in result.stderr
 
 
 LM = '--config=configs/lm.py'
@@ -587,9 +587,8 @@ def test_directory_that_cannot_be_written(toy_here, tmp_path):
 
 @pytest.mark.process
 @pytest.mark.parametrize('mode', ['train', 'train_eval_multithreaded'])
-def test_post_mortem_stops_at_the_raising_frame(tmp_path, mode):
-  controller, terminal = pty.openpty()
-  process = subprocess.Popen(
+def test_post_mortem_reads_commands_from_stdin(tmp_path, mode):
+  result = subprocess.run(
     command(
       tmp_path,
       '--jaxline_post_mortem',
@@ -598,33 +597,70 @@ def test_post_mortem_stops_at_the_raising_frame(tmp_path, mode):
     ),
     cwd=ROOT,
     env=environment(),
-    stdin=terminal,
-    stdout=terminal,
-    stderr=subprocess.PIPE,
+    input='p "secret: " + secret_of_frame\nq\n',
+    capture_output=True,
+    text=True,
+    timeout=60,
   )
-  os.close(terminal)
+  assert 'toy.py(38)fault()' in result.stdout
+  assert "'secret: step at 0'" in result.stdout
+  assert result.returncode == 1
+  assert 'Failure: step at 0' in result.stderr
 
-  def read_until(text):
-    seen, deadline = '', time.monotonic() + 90
-    while text not in seen:
-      assert time.monotonic() < deadline, seen
-      if select.select([controller], [], [], 1)[0]:
-        seen += os.read(controller, 4096).decode(errors='replace')
-    return seen
 
-  try:
-    assert 'toy.py(38)fault()' in read_until('(Pdb)')
-    os.write(controller, b'p "secret: " + secret_of_frame\n')
-    read_until("'secret: step at 0'")
-    os.write(controller, b'quit\n')
-    _, stderr = process.communicate(timeout=60)
-  finally:
-    process.kill()
-    process.wait()
-    process.stderr.close()
-    os.close(controller)
-  assert process.returncode != 0
-  assert b'Failure: step at 0' in stderr
+# From the first step on the disk, the writer's `close` or a thread hangs.
+STUCK = f"""
+import os, sys, threading
+sys.path.insert(0, {str(TOY.parent)!r})
+import toy
+from jaxline import platform
+
+what, *argv = sys.argv[1:]
+for_ever = threading.Event().wait
+
+class Writer(platform.TensorBoardLogger):
+  def close(self):
+    super().close()
+    what == 'writer' and for_ever()
+
+class Experiment(toy.Sharded):
+  def step(self, **kwargs):
+    if what == 'disk':
+      os.fsync = lambda fd: for_ever()
+    if what == 'thread' and kwargs['global_step'] == 2:
+      threading.Thread(target=for_ever).start()
+    return super().step(**kwargs)
+
+  def train_input(self):
+    for batch in super().train_input():
+      if what == 'writer':
+        batch['y'][:] = float('nan')
+      yield batch
+
+platform.main(Experiment, argv, writer_factory=Writer)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+  ('what', 'fault', 'where'),
+  [
+    ('disk', 'step', 'in wait_to_finish'),
+    ('writer', '', 'in close'),
+    ('thread', 'step', 'in _shutdown'),
+  ],
+)
+def test_what_holds_up_the_end_of_a_failed_run_is_ended(
+  tmp_path, what, fault, where
+):
+  result = python(
+    *('-c', STUCK, what, *command(tmp_path)[4:]),
+    f'--config.experiment_kwargs.config.fault={fault}',
+    '--config.experiment_kwargs.config.fault_step=3',
+    '--config.watchdog_secs=10',
+  )
+  assert result.returncode == watchdog.EXIT_CODE, result.stderr[-4000:]
+  assert where in result.stderr
 
 
 @pytest.mark.process
@@ -953,6 +989,7 @@ def test_who_fails_after_the_meeting_leaves_the_others(
     (ValueError('UNKNOWN: Gloo all-reduce failed: Connection reset'), 134),
     (RuntimeError('NCCL operation failed: ncclRemoteError'), 134),
     (RuntimeError('RESOURCE_EXHAUSTED: out of memory'), 1),
+    (OSError('Connection reset by peer'), 1),  # Of a server of data.
     (platform.UsageError('no such file'), 2),
   ],
 )
