@@ -72,6 +72,17 @@ with watchdog.limit(0.3):
   assert "'watchdog'" not in err
 
 
+def test_a_hang_on_the_way_out_of_an_error_does_not_hide_it():
+  code, err = run("""
+import contextlib
+with watchdog.limit(0.3), contextlib.ExitStack() as stack:
+  stack.callback(for_ever)
+  raise ValueError('the cause')
+""")
+  assert code == watchdog.EXIT_CODE
+  assert 'ValueError: the cause' in err
+
+
 @pytest.mark.parametrize(
   ('code', 'expected'),
   [
