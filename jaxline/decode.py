@@ -7,10 +7,8 @@ and written to a file of JSON lines. The experiment's `decode` makes them.
 from collections.abc import Iterable, Iterator
 import contextlib
 import errno
-import fcntl
 import itertools
 import json
-import os
 import pathlib
 import sys
 from typing import Any, TextIO
@@ -223,40 +221,16 @@ def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
   try:
     try:
       path.parent.mkdir(parents=True, exist_ok=True)
-      return _open_alone(path) if output else _open_new(path)
+      return path.open('w', encoding='utf-8') if output else _open_new(path)
     except OSError as e:
       if output or e.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
         raise
     return _open_new(pathlib.Path.cwd() / f'{directory.name}_{path.name}')
-  except BlockingIOError as e:
-    raise errors.UsageError(
-      f'config.decode.output is {output!r}, into which another process writes'
-      ' continuations just now. Give another.'
-    ) from e
   except OSError as e:
     raise errors.UsageError(
       f'The continuations cannot be written to {path}: {e}. Give'
       ' config.decode.output.'
     ) from e
-
-
-def _open_alone(path: pathlib.Path) -> TextIO:
-  """Opens an empty file into which no other process writes continuations.
-
-  Raises:
-    BlockingIOError: another one does.
-  """
-  file = path.open('a', encoding='utf-8')
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    file.close()
-    raise
-  except OSError:  # A file system without locks.
-    pass
-  with contextlib.suppress(OSError):  # A pipe has nothing to cut off.
-    os.ftruncate(file.fileno(), 0)
-  return file
 
 
 def _open_new(path: pathlib.Path) -> TextIO:
