@@ -1581,24 +1581,15 @@ def test_an_attribute_that_the_class_names_no_longer(run, caplog):
 
 @pytest.mark.parametrize('kind', ['rows', 'whole'])
 @pytest.mark.parametrize(
-  ('tree', 'says'),
+  'tree',
   [
-    (
-      {'w': jnp.ones(3), 'n': jnp.ones(2)},
-      "p['n']: the checkpoint has nothing, the experiment has float32[2]",
-    ),
-    ({}, "p['w']: the checkpoint has float32[3], the experiment has nothing"),
-    (
-      {'w': jnp.ones(4)},
-      "p['w']: the checkpoint has float32[3], the experiment has float32[4]",
-    ),
-    (
-      {'w': jnp.ones(3, jnp.int32)},
-      "p['w']: the checkpoint has float32[3], the experiment has int32[3]",
-    ),
+    {'w': jnp.ones(3), 'n': jnp.ones(2)},
+    {},
+    {'w': jnp.ones(4)},
+    {'w': jnp.ones(3, jnp.int32)},
   ],
 )
-def test_attributes_of_other_shapes_are_restored(kind, tree, says, run, caplog):
+def test_attributes_of_other_shapes_are_restored(kind, tree, run):
   keep = {'keep': jnp.ones(1)}
 
   def make(tree):
@@ -1610,8 +1601,6 @@ def test_attributes_of_other_shapes_are_restored(kind, tree, says, run, caplog):
   save(checkpointer, saved)
   restore(checkpointer, live)
   assert_same(live.held(), saved.held())
-  (warning,) = [x for x in caplog.messages if 'other shapes or types' in x]
-  assert warning.splitlines()[1:] == [says]
 
 
 def test_attributes_that_the_checkpoint_lacks(run, tmp_path):
